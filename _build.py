@@ -1,0 +1,48 @@
+"""maturin as the build backend, with torch-sys told to take libtorch from the interpreter that builds.
+
+torch-sys runs whatever ``python3`` comes first on PATH and is not run again when PATH changes; so the right one is put
+first, and each interpreter and torch gets a target folder of its own (a shared one would hand a second install the
+first one's libtorch).
+"""
+
+import hashlib
+import importlib.util
+import os
+import platform
+import sys
+
+
+def _prepare() -> None:
+    if sys.platform != "linux" or platform.machine() != "x86_64":
+        raise SystemExit(
+            f"normformer_rs builds on Linux x86-64, this is {sys.platform} {platform.machine()}: "
+            "use such a machine, a container or WSL 2"
+        )
+    if not (3, 10) <= sys.version_info[:2] <= (3, 13):
+        raise SystemExit(
+            f"normformer_rs needs Python 3.10 to 3.13, this is {platform.python_version()}: "
+            "create the virtual environment with one of those"
+        )
+    spec = importlib.util.find_spec("torch")
+    if spec is None or not spec.origin:
+        raise SystemExit(
+            "building normformer_rs needs torch 2.11: `pip install torch==2.11.0` first, or drop --no-build-isolation"
+        )
+    version = {}
+    with open(os.path.join(os.path.dirname(spec.origin), "version.py")) as file:
+        exec(file.read(), version)  # torch's own two lines; importing torch would cost seconds
+    torch = str(version["__version__"])
+    if not torch.startswith("2.11."):
+        raise SystemExit(f"normformer_rs needs torch 2.11, found {torch}: `pip install torch==2.11.0`")
+
+    os.environ["LIBTORCH_USE_PYTORCH"] = "1"
+    # A folder of links, since a virtual environment's bin may lack `python3` and an activated one may be another.
+    os.environ["PATH"] = os.path.dirname(os.path.abspath(sys.executable)) + os.pathsep + os.environ.get("PATH", "")
+    if "CARGO_TARGET_DIR" not in os.environ:
+        key = hashlib.sha256(f"{sys.version} {spec.origin} {torch}".encode()).hexdigest()[:12]
+        os.environ["CARGO_TARGET_DIR"] = os.path.join("target", f"python-{key}")
+
+
+_prepare()
+
+from maturin import *  # noqa: E402, F403  (the PEP 517 and PEP 660 hooks)

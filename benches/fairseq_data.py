@@ -1,0 +1,59 @@
+"""Turns a folder of parallel text that is split into subwords already into fairseq's binary form.
+
+    python fairseq_data.py CORPUS OUT --python FAIRSEQ/bin/python
+
+CORPUS holds train.en.gz, train.de.gz, valid.en.gz and valid.de.gz. fairseq_worker.py tells how FAIRSEQ is made.
+"""
+
+import argparse
+import gzip
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+SPLITS = ("train", "valid")
+
+
+def prepare(corpus_dir, out_dir, python, source="en", target="de"):
+    """Runs `fairseq-preprocess` with one joint dictionary and returns `out_dir` as a `Path`.
+
+    `corpus_dir` holds SPLIT.LANGUAGE.gz for train and valid; `python` is an interpreter that has fairseq; `out_dir` is
+    created whole or not at all, and one that exists already is returned as it is. Raises FileNotFoundError for a
+    missing corpus file and subprocess.CalledProcessError, with fairseq's output on stderr, when fairseq fails.
+    """
+    corpus_dir, out_dir = Path(corpus_dir), Path(out_dir)
+    if out_dir.exists():
+        return out_dir
+    out_dir.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=out_dir.parent) as scratch:
+        text, binary = Path(scratch, "text"), Path(scratch, "binary")
+        text.mkdir()
+        for split in SPLITS:
+            for language in (source, target):
+                name = f"{split}.{language}"
+                with gzip.open(corpus_dir / f"{name}.gz") as packed, open(text / name, "wb") as plain:
+                    shutil.copyfileobj(packed, plain)
+        command = [python, "-m", "fairseq_cli.preprocess", "--joined-dictionary"]
+        command += ["--source-lang", source, "--target-lang", target, "--destdir", binary]
+        for split in SPLITS:
+            command += [f"--{split}pref", text / split]
+        subprocess.run(command, check=True, stdout=sys.stderr)
+        binary.rename(out_dir)
+    return out_dir
+
+
+def main():
+    parser = argparse.ArgumentParser(description="Prepare a corpus for fairseq_worker.py.")
+    parser.add_argument("corpus_dir")
+    parser.add_argument("out_dir")
+    parser.add_argument("--python", default=sys.executable, help="an interpreter that has fairseq")
+    parser.add_argument("--source", default="en")
+    parser.add_argument("--target", default="de")
+    arguments = parser.parse_args()
+    print(prepare(**vars(arguments)))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,185 @@
+"""fairseq's side of the training benchmark: `fairseq-train` itself, run in timed windows.
+
+fairseq 0.12.2 needs an interpreter of its own, Python 3.10 or older, with pip below 24.1 while it installs:
+
+    python3.10 -m venv FAIRSEQ
+    FAIRSEQ/bin/pip install "pip<24.1"
+    FAIRSEQ/bin/pip install torch==2.11.0 "numpy<2"
+    FAIRSEQ/bin/pip install fairseq==0.12.2
+
+The benchmark starts this file under that interpreter, on a folder made by `fairseq_data.prepare`, and talks to it
+in lines; each reply is one line of JSON on stdout, and everything fairseq says goes to stderr:
+
+    FAIRSEQ/bin/python fairseq_worker.py DATA [--max-tokens 4096] [--update-freq 2]
+
+    (at start)        {"ready": true, "fairseq": "0.12.2", "torch": "2.11.0+cu130", "threads": 2}
+    window SECONDS    {"updates": 19, "target_tokens": 132884, "source_tokens": 133930, "seconds": 20.79, "loss": 9.48}
+    quit              (the end of the input does the same)
+
+A window lasts for whole updates, until the first that ends after SECONDS. It counts what `fairseq-train` does for an
+update: waiting for the batch, forward, backward, Adam, statistics, and the change of epoch when one falls inside it;
+validation and checkpoints are switched off. Tokens are real ones, without padding, with each sentence's end mark.
+`loss` is the label-smoothed training loss per target token over the window, in nats. Between windows training stands
+still in the middle of an epoch and uses no processor.
+
+The allocator is chosen by the environment the worker is started with: `TUNED_ALLOCATOR` below, or nothing of the kind
+for the allocator as it comes. The number of threads is PyTorch's default unless OMP_NUM_THREADS is set.
+"""
+
+import argparse
+import contextlib
+import json
+import math
+import multiprocessing
+import os
+import shlex
+import signal
+import sys
+import tempfile
+import time
+
+# glibc's malloc maps every block above a threshold, 32 MB at the highest, on its own and unmaps it when it is freed, so
+# each update faults the pages of its logits (4,050 x 9,712 floats, 157 MB, several times) in again. With no block
+# mapped and the top of the heap never trimmed, memory once touched is kept: mallopt's M_MMAP_MAX and M_TRIM_THRESHOLD.
+TUNED_ALLOCATOR = {"GLIBC_TUNABLES": "glibc.malloc.mmap_max=0:glibc.malloc.trim_threshold=17179869184"}
+
+# transformer_tiny of the Multi30k recipe. fairseq's architecture of that name is smaller (2+2 layers, width 64), so
+# every size is given; what it leaves alone stays: post-norm, dropout 0 on attention weights and after ReLU.
+RECIPE = shlex.split("""
+    --task translation --arch transformer_tiny --share-all-embeddings
+    --encoder-layers 4 --encoder-embed-dim 128 --encoder-ffn-embed-dim 256 --encoder-attention-heads 4
+    --decoder-layers 4 --decoder-embed-dim 128 --decoder-ffn-embed-dim 256 --decoder-attention-heads 4
+    --dropout 0.3 --criterion label_smoothed_cross_entropy --label-smoothing 0.1
+    --optimizer adam --adam-betas '(0.9, 0.98)' --lr 0.005 --lr-scheduler inverse_sqrt --warmup-updates 2000
+    --cpu --distributed-world-size 1 --no-progress-bar --log-format simple --no-save --disable-validation
+""")
+
+
+class Quit(Exception):
+    """The parent wants no more windows."""
+
+
+class Windows:
+    """Reads commands, counts the open window's updates and replies when it is over.
+
+    `before_update` and `after_update` are called around each update. A window closes when the update after its last is
+    about to start, so that n updates come with n waits for a batch.
+    """
+
+    def __init__(self, commands, replies, greeting):
+        self.commands, self.replies, self.greeting = commands, replies, greeting
+        self.length = None  # seconds; None while no window is open
+
+    def before_update(self):
+        """Closes the window if its time is over, then waits for the next command."""
+        if self.greeting:
+            self.reply(self.greeting)
+            self.greeting = None
+        if self.length is not None:
+            seconds = time.perf_counter() - self.start
+            if seconds < self.length:
+                return
+            self.reply(
+                {
+                    "updates": self.updates,
+                    "target_tokens": self.target_tokens,
+                    "source_tokens": self.source_tokens,
+                    "seconds": seconds,
+                    "loss": self.loss_sum / self.target_tokens,
+                }
+            )
+        self.open(self.commands.readline().split())
+
+    def after_update(self, samples, loss):
+        """Counts one update of the mini-batches `samples`, of mean loss `loss` in nats per target token."""
+        target_tokens = sum(sample["ntokens"] for sample in samples)
+        self.updates += 1
+        self.target_tokens += target_tokens
+        self.source_tokens += sum(int(sample["net_input"]["src_lengths"].sum()) for sample in samples)
+        self.loss_sum += loss * target_tokens
+
+    def open(self, command):
+        if command in ([], ["quit"]):
+            raise Quit
+        try:
+            verb, length = command
+            self.length = float(length)
+            if verb != "window" or not 0 < self.length < math.inf:
+                raise ValueError
+        except ValueError:
+            sys.exit(f"expected 'window SECONDS' or 'quit', got {' '.join(command)!r}")
+        self.updates = self.target_tokens = self.source_tokens = 0
+        self.loss_sum = 0.0
+        self.start = time.perf_counter()
+
+    def reply(self, message):
+        print(json.dumps(message), file=self.replies, flush=True)
+
+
+def windowed(trainer, windows):
+    """fairseq's `Trainer` class with `windows` told of each update; the update itself is untouched."""
+
+    class WindowedTrainer(trainer):
+        def train_step(self, samples, raise_oom=False):
+            windows.before_update()
+            output = super().train_step(samples, raise_oom)
+            windows.after_update(samples, output["loss"] * math.log(2))  # fairseq logs in base 2
+            return output
+
+    return WindowedTrainer
+
+
+def keep_stdout():
+    """Returns the real stdout and points file descriptor 1, hence fairseq's logging, at stderr."""
+    sys.stdout.flush()
+    replies = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    return replies
+
+
+def end_data_workers():
+    """Ends the processes that fairseq reads its data in; their death would otherwise be an error to PyTorch."""
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    for child in multiprocessing.active_children():
+        child.terminate()
+        child.join()
+
+
+def main():
+    parser = argparse.ArgumentParser(description="Train with fairseq in windows asked for on stdin.")
+    parser.add_argument("data", help="folder written by fairseq-preprocess")
+    parser.add_argument("--max-tokens", type=int, default=4096, help="padded tokens in a mini-batch")
+    parser.add_argument("--update-freq", type=int, default=2, help="mini-batches in an update")
+    parser.add_argument("--seed", type=int, default=1)
+    arguments = parser.parse_args()
+    if sys.version_info >= (3, 11):
+        sys.exit(f"fairseq 0.12.2 needs Python 3.10 or older, this is {sys.version.split()[0]}")
+
+    replies = keep_stdout()
+    import fairseq
+    import torch
+    from fairseq_cli import train
+
+    greeting = {
+        "ready": True,
+        "fairseq": fairseq.__version__,
+        "torch": torch.__version__,
+        "threads": torch.get_num_threads(),
+    }
+    train.Trainer = windowed(train.Trainer, Windows(sys.stdin, replies, greeting))
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as scratch:
+        tempfile.tempdir = scratch  # the data workers' sockets go there, and fairseq writes even with --no-save
+        sys.argv = ["fairseq-train", arguments.data, *RECIPE, "--save-dir", scratch]
+        for name in ("max_tokens", "update_freq", "seed"):
+            sys.argv += ["--" + name.replace("_", "-"), str(getattr(arguments, name))]
+        with contextlib.suppress(Quit):
+            train.cli_main()
+        end_data_workers()
+    # No ordinary end: fairseq's batch buffer is a daemon thread, which the interpreter's end sometimes kills inside C++
+    # code, and that aborts the process.
+    sys.stderr.flush()
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,37 @@
+//! Compiles the C++ that registers the operators with PyTorch, against the libtorch that torch-sys found.
+
+use std::{env, path::PathBuf};
+
+fn main() {
+    println!("cargo:rerun-if-changed=src/operator/shim");
+    let lib = PathBuf::from(env::var("DEP_TCH_LIBTORCH_LIB").expect("torch-sys reports where libtorch is"));
+    let include = lib.parent().expect("libtorch's lib folder has a parent").join("include");
+
+    cc::Build::new()
+        .cpp(true)
+        .std("c++20")
+        .pic(true)
+        .flag("-fopenmp") // without it at::parallel_for compiles to a serial loop
+        .flag("-fvisibility=hidden")
+        .flag("-O2")
+        .warnings(false) // torch's headers warn
+        .include(&include)
+        .include(include.join("torch/csrc/api/include"))
+        .file("src/operator/shim/shim.cpp")
+        .compile("normformer_rs_shim");
+
+    // torch's own OpenMP, by its file name: another copy would be a second pool of threads.
+    println!("cargo:rustc-link-arg=-l:libgomp.so.1");
+    if env::var_os("CARGO_FEATURE_PYTHON").is_some() {
+        println!("cargo:rustc-link-lib=torch_python");
+        // The wheel: libtorch lies beside us in site-packages.
+        println!("cargo:rustc-link-arg-cdylib=-Wl,-rpath,$ORIGIN/../torch/lib");
+    } else {
+        // Tests and programs run against the libtorch they were built with, without LD_LIBRARY_PATH.
+        println!("cargo:rustc-link-arg=-Wl,-rpath,{}", lib.display());
+        if lib.join("libtorch_cuda.so").exists() {
+            // Nothing names a symbol of it, so the linker would leave it out, and CUDA with it.
+            println!("cargo:rustc-link-arg=-Wl,--no-as-needed,-ltorch_cuda,--as-needed");
+        }
+    }
+}

@@ -1,0 +1,83 @@
+"""The Rust extension. Configurations travel as JSON objects, as `Config.to_json` makes them."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, Protocol
+
+from torch import Tensor
+
+__version__: str
+
+class InputError(ValueError):
+    """Wrong input or options; the message says what was expected, what came and what to do."""
+
+class DivergedError(RuntimeError):
+    """The loss or the gradient stopped being finite; the message names the update and the last good checkpoint."""
+
+class Interrupted(Exception):
+    """Stopped by Ctrl-C; everything is saved and the message says how to resume."""
+
+class Observer(Protocol):
+    """Called between updates, with the GIL. A KeyboardInterrupt raised in a call stops the run."""
+
+    def started(self, event: Mapping[str, Any]) -> None: ...
+    def updated(self, event: Mapping[str, Any]) -> None: ...
+    def evaluated(self, event: Mapping[str, Any]) -> None: ...
+    def message(self, level: str, text: str) -> None: ...
+
+def fields(which: Literal["model", "training", "data", "search"]) -> str:
+    """A JSON list of {name, kind, optional, default, choices, help}."""
+
+def tables() -> str:
+    """A JSON object of the norms, residuals and inits: each a list of {name, equation, source}."""
+
+def parameters(model: str, seed: int, device: str) -> list[tuple[str, Tensor]]:
+    """New parameters by canonical name."""
+
+def load_parameters(path: str) -> list[tuple[str, Tensor]]:
+    """The tensors of a safetensors file."""
+
+def forward(
+    model: str,
+    names: Sequence[str],
+    tensors: Sequence[Tensor],
+    source: Tensor | None,
+    target_input: Tensor,
+    seed: Tensor | None,
+    precision: str,
+) -> Tensor:
+    """Logits (B, T, V) of source (B, S) and target_input (B, T), differentiable in `tensors`; seed None: evaluation."""
+
+def train(
+    model: str,
+    training: str,
+    data: str,
+    output: str,
+    mode: Literal["new", "resume", "overwrite"],
+    observer: Observer,
+) -> None:
+    """Trains; writes log.jsonl, config.toml, vocabulary.txt and checkpoints/ into `output`."""
+
+def dry_run(model: str, training: str, data: str) -> str:
+    """A JSON object of parameters, parameter_bytes, training_bytes and vocabulary."""
+
+def translate(
+    model_dir: str,
+    lines: Sequence[str],
+    search: str,
+    checkpoint: str,
+    batch_tokens: int,
+    precision: str,
+    device: str,
+) -> list[list[tuple[str, float]]]:
+    """For each line its best translations, (text, score), best first."""
+
+def average(model_dir: str, count: int | None, updates: Sequence[int] | None) -> str:
+    """The path of the new checkpoint "average"."""
+
+def evaluate_loss(
+    model_dir: str, source_path: str | None, target_path: str, checkpoint: str, precision: str, device: str
+) -> str:
+    """A JSON object of loss, nll, perplexity and tokens."""
+
+def bleu(hypotheses: Sequence[str], references: Sequence[str]) -> str:
+    """A JSON object of multi-bleu.perl's numbers and its line, `text`."""

@@ -1,0 +1,20 @@
+"""Packages that the wheel does without: imported when they are used."""
+
+import importlib
+import importlib.util
+from types import ModuleType
+
+
+def require(name: str, purpose: str, extra: str = "train") -> ModuleType:
+    """The module of that name; ImportError that says what it is for and how to install it where it is missing."""
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name != name.partition(".")[0]:
+            raise
+        raise ImportError(f"{purpose} needs {error.name}: pip install normformer_rs[{extra}]") from error
+
+
+def available(name: str) -> bool:
+    """Whether the package is installed; it is not imported."""
+    return importlib.util.find_spec(name) is not None

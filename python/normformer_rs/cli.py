@@ -1,0 +1,254 @@
+"""The command `normformer-rs`: train, translate, evaluate, average, demo."""
+
+import argparse
+import logging
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from . import demo, scores, text
+from ._core import DivergedError, InputError, Interrupted, __version__
+from .config import PRESETS, DataConfig, SearchConfig, TrainingConfig, TransformerConfig, split
+from .options import Parser, add_flags, flag, layered, read_toml
+from .progress import duration, write
+from .training import Trainer
+from .translation import average, evaluate_loss, translate
+
+PROG = "normformer-rs"
+EXIT_FAILURE, EXIT_BAD_INPUT, EXIT_INTERRUPTED = 1, 2, 128 + signal.SIGINT
+_FAILURES: tuple[tuple[tuple[type[BaseException], ...], int], ...] = (
+    ((InputError, ImportError), EXIT_BAD_INPUT),
+    ((Interrupted, KeyboardInterrupt), EXIT_INTERRUPTED),
+    ((DivergedError, OSError, RuntimeError, MemoryError), EXIT_FAILURE),
+)
+_RUN_CONFIG = "config.toml"
+_COMMAND = {"preset", "output"}
+"""What a file may say besides the configs' options."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command; returns its exit code: 0, 1 (failed), 2 (bad input) or 130 (Ctrl-C)."""
+    _log_to_stderr()
+    try:
+        args = _parser().parse_args(argv)
+        args.run(args)
+        return 0
+    except BrokenPipeError:
+        # The reader of the output has gone, as in `… | head`; nothing is left to say, at exit neither.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return EXIT_FAILURE
+    except (Exception, KeyboardInterrupt) as error:
+        if os.environ.get("NORMFORMER_RS_TRACEBACK") == "1":
+            raise
+        code = next((code for kinds, code in _FAILURES if isinstance(error, kinds)), None)
+        if code is None:
+            raise
+        what = "interrupted" if isinstance(error, (Interrupted, KeyboardInterrupt)) else "error"
+        message = " ".join(str(error).split())
+        print(f"{PROG}: {what}" + (f": {message}" if message else ""), file=sys.stderr)
+        return code
+
+
+def _parser() -> Parser:
+    parser = Parser(prog=PROG, description="Trains Transformers and translates with them.", allow_abbrev=False)
+    parser.add_argument("--version", action="version", version=f"{PROG} {__version__}")
+    commands = parser.add_subparsers(metavar="COMMAND", required=True, parser_class=Parser)
+    for name, build in (
+        ("train", _train_parser),
+        ("translate", _translate_parser),
+        ("evaluate", _evaluate_parser),
+        ("average", _average_parser),
+        ("demo", _demo_parser),
+    ):
+        summary, run, add = build()
+        command = commands.add_parser(name, help=summary, description=summary, allow_abbrev=False)
+        command.set_defaults(run=run, parser=command)
+        add(command)
+    return parser
+
+
+_Command = tuple[str, Callable[[argparse.Namespace], None], Callable[[argparse.ArgumentParser], None]]
+
+
+def _train_parser() -> _Command:
+    def add(parser: argparse.ArgumentParser) -> None:
+        said = {"default": argparse.SUPPRESS}  # like the configs' flags: absent unless given
+        folder = "Folder of the run: checkpoints, vocabulary, log, curves."
+        parser.add_argument("--output", metavar="DIR", help=folder, **said)
+        parser.add_argument("--preset", metavar="NAME", help=f"Options to start from: {', '.join(PRESETS)}.", **said)
+        parser.add_argument(
+            "--config", metavar="FILE.toml", help="Options; flags go before them, they before a preset."
+        )
+        parser.add_argument("--resume", action="store_true", help="Go on from the last checkpoint in --output.")
+        parser.add_argument("--overwrite", action="store_true", help="Start again where --output holds a run.")
+        parser.add_argument("--dry-run", action="store_true", help="Print parameter count and memory, then stop.")
+        parser.add_argument("--no-progress", action="store_true", help="No progress bar.")
+        add_flags(parser, "data", DataConfig)
+        # The data say how large the vocabulary is.
+        add_flags(parser, "model", TransformerConfig, skip=["vocab_size"])
+        add_flags(parser, "training", TrainingConfig)
+
+    return "Train a model.", _train, add
+
+
+def _train(args: argparse.Namespace) -> None:
+    trainer, output = trainer_of(args)
+    if args.dry_run:
+        needs = trainer.dry_run()
+        print(f"parameters: {needs.parameters:,} ({_size(needs.parameter_bytes)})")
+        print(f"vocabulary: {needs.vocabulary:,} types")
+        print(f"memory to train: about {_size(needs.training_bytes)}")
+        return
+    if output is None:
+        raise InputError("train needs --output DIR, the folder that the run is written to")
+    history = trainer.fit(output, resume=args.resume, overwrite=args.overwrite, progress=not args.no_progress)
+    write(f"trained {len(history.update):,} updates in {duration(history.seconds[-1] if len(history.seconds) else 0)}")
+    best = history.best
+    if best is not None:
+        write(f"best: update {history.evaluations.update[best]}, perplexity {history.evaluations.perplexity[best]:.2f}")
+    write(f"translate: {PROG} translate --model {output} --input FILE --output FILE")
+
+
+def trainer_of(args: argparse.Namespace) -> tuple[Trainer, str | None]:
+    """The trainer and the output folder that flags over --config's file over the preset describe.
+
+    With --resume the options of the run itself come between preset and file.
+    """
+    kinds = (TransformerConfig, TrainingConfig, DataConfig)
+    known = {field.name for kind in kinds for field in kind.FIELDS} | _COMMAND
+    flags = {name: value for name, value in vars(args).items() if name in known}
+    file = read_toml(args.config, sorted(known)) if args.config else {}
+    output = flags.get("output", file.get("output"))
+    run_config = Path(output) / _RUN_CONFIG if output and args.resume else None
+    run = read_toml(run_config, sorted(known)) if run_config and run_config.exists() else {}
+    options = layered(flags.get("preset", file.get("preset")), run, file, flags)
+    options = {name: value for name, value in options.items() if name not in _COMMAND}
+    model, training, data = split(options, *kinds)
+    return Trainer(TransformerConfig(**model), TrainingConfig(**training), DataConfig(**data)), output
+
+
+def _translate_parser() -> _Command:
+    def add(parser: argparse.ArgumentParser) -> None:
+        _add_model(parser, required=True)
+        parser.add_argument("--input", metavar="FILE", default=text.STANDARD, help="Source text; -: standard input.")
+        parser.add_argument("--output", metavar="FILE", default=text.STANDARD, help="Translations; -: standard output.")
+        parser.add_argument(
+            "--max-tokens", metavar="N", type=int, default=8192, help="Padded source tokens in a batch."
+        )
+        add_flags(parser, "search", SearchConfig)
+
+    return "Translate a text, line by line.", _translate, add
+
+
+def _translate(args: argparse.Namespace) -> None:
+    if args.max_tokens < 1:
+        raise InputError(f"max_tokens must be at least 1; got {args.max_tokens}")
+    search = SearchConfig(**{f.name: getattr(args, f.name) for f in SearchConfig.FIELDS if hasattr(args, f.name)})
+    lines, start = text.read_lines(args.input), time.monotonic()
+    options = {"checkpoint": args.checkpoint, "precision": args.precision, "device": args.device}
+    found = translate(args.model, lines, search, max_tokens=args.max_tokens, **options)
+    if search.n_best == 1:
+        text.write_lines(args.output, (hypotheses[0].text for hypotheses in found))
+    else:  # Moses' format
+        numbered = ((i, h) for i, hypotheses in enumerate(found) for h in hypotheses)
+        text.write_lines(args.output, (f"{i} ||| {h.text} ||| {h.score:.6f}" for i, h in numbered))
+    write(f"translated {len(lines):,} lines in {duration(time.monotonic() - start)}")
+
+
+def _evaluate_parser() -> _Command:
+    def add(parser: argparse.ArgumentParser) -> None:
+        bleu = parser.add_argument_group("BLEU of translations")
+        bleu.add_argument("--hypothesis", metavar="FILE", help="Translations, one a line.")
+        bleu.add_argument("--reference", metavar="FILE", required=True, help="What they should be.")
+        bleu.add_argument("--baseline", metavar="FILE", help="Another system's translations, for a paired bootstrap.")
+        bleu.add_argument("--tokenize", metavar="NAME", default="13a", help="13a, or none for tokenised text.")
+        bleu.add_argument("--lowercase", action="store_true", help="Case does not count.")
+        perplexity = parser.add_argument_group("perplexity of a model, given --source, on --reference")
+        _add_model(perplexity, required=False)
+        perplexity.add_argument("--source", metavar="FILE", help="Source text; none for a language model.")
+
+    return "Score translations, or a model's perplexity.", _evaluate, add
+
+
+def _evaluate(args: argparse.Namespace) -> None:
+    if args.hypothesis is None and args.model is None:
+        raise InputError("evaluate needs --hypothesis FILE (for BLEU), --model DIR (for perplexity), or both")
+    if args.hypothesis is not None:
+        baseline = None if args.baseline is None else text.read_lines(args.baseline)
+        lines = text.read_lines(args.hypothesis), text.read_lines(args.reference)
+        found = scores.score(*lines, baseline, tokenize=args.tokenize, lowercase=args.lowercase)
+        print(f"sacreBLEU:  {found.sacrebleu}")
+        print(f"multi-bleu: {found.multi_bleu}")
+        if found.comparison is not None:
+            print(f"bootstrap:  {found.comparison}")
+    if args.model is not None:
+        options = {"checkpoint": args.checkpoint, "precision": args.precision, "device": args.device}
+        measured = evaluate_loss(args.model, args.source, args.reference, **options)
+        print(
+            f"perplexity: {measured.perplexity:.3f} (nll {measured.nll:.4f}, smoothed loss {measured.loss:.4f} nats "
+            f"per token, {measured.tokens:,} tokens)"
+        )
+
+
+def _average_parser() -> _Command:
+    def add(parser: argparse.ArgumentParser) -> None:
+        parser.add_argument("--model", metavar="DIR", required=True, help="The --output of training.")
+        which = parser.add_mutually_exclusive_group(required=True)
+        which.add_argument("--last", metavar="N", type=int, help="The last N checkpoints.")
+        which.add_argument("--updates", metavar="N", type=int, nargs="+", help="The checkpoints of these updates.")
+
+    return "Average checkpoints; translate with --checkpoint average.", _average, add
+
+
+def _average(args: argparse.Namespace) -> None:
+    print(average(args.model, last=args.last, updates=args.updates))
+
+
+def _demo_parser() -> _Command:
+    def add(parser: argparse.ArgumentParser) -> None:
+        parser.add_argument("--output", metavar="DIR", default="runs/demo", help="Default: runs/demo.")
+        parser.add_argument("--updates", metavar="N", type=int, help=f"Default: {demo.TRAINING['updates']}.")
+        parser.add_argument("--no-progress", action="store_true", help="No progress bar.")
+
+    return "Train a small model on number and date words, English to Vietnamese.", _demo, add
+
+
+def _demo(args: argparse.Namespace) -> None:
+    demo.run(args.output, updates=args.updates, progress=not args.no_progress)
+
+
+def _add_model(parser: Any, required: bool) -> None:
+    parser.add_argument("--model", metavar="DIR", required=required, help="The --output of training.")
+    parser.add_argument("--checkpoint", metavar="NAME", default="best", help="best, last, average or a name.")
+    for name in ("precision", "device"):
+        field = next(field for field in TrainingConfig.FIELDS if field.name == name)
+        parser.add_argument(
+            flag(name), metavar="NAME", default=field.default, help=f"{field.help} Default: {field.default}."
+        )
+
+
+def _size(count: float) -> str:
+    for unit in ("B", "KiB", "MiB"):
+        if count < 1024:
+            return f"{count:.4g} {unit}"
+        count /= 1024
+    return f"{count:.4g} GiB"
+
+
+class _Handler(logging.Handler):
+    """The package's log on standard error, above the progress bar."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        prefix = f"{record.levelname.lower()}: " if record.levelno >= logging.WARNING else ""
+        write(prefix + record.getMessage())
+
+
+def _log_to_stderr() -> None:
+    logger = logging.getLogger("normformer_rs")
+    if not any(isinstance(handler, _Handler) for handler in logger.handlers):
+        logger.addHandler(_Handler())
+        logger.setLevel(logging.INFO)

@@ -1,0 +1,165 @@
+"""The options of a model, a training run, its data and a search, as frozen dataclasses.
+
+The lists come from Rust (`_core.fields`), which also feeds the command line; a name, a default, a choice or a help text
+exists once. What one option cannot know of another (`heads` divides `d_model`) is checked in Rust where it is used.
+"""
+
+import dataclasses
+import difflib
+import json
+from collections.abc import Iterable, Mapping
+from typing import Any, ClassVar, NamedTuple, TypeVar
+
+from . import _core
+from ._core import InputError
+
+_TYPES: dict[str, type] = {"int": int, "float": float, "bool": bool, "str": str}
+_NOUNS = {"int": "an integer", "float": "a number", "bool": "true or false", "str": "a string"}
+_C = TypeVar("_C", bound="Config")
+
+
+class Field(NamedTuple):
+    """One option."""
+
+    name: str
+    kind: str
+    """int, float, bool or str."""
+    optional: bool
+    """None is a value, too."""
+    default: Any
+    choices: tuple[str, ...]
+    """The words allowed; empty: any."""
+    help: str
+
+    def check(self, value: Any) -> Any:
+        """The value as this option's type (an int where a float is meant becomes one); InputError if it is another."""
+        if value is None and self.optional:
+            return None
+        if self.kind == "float" and isinstance(value, int) and not isinstance(value, bool):
+            value = float(value)
+        kind = _TYPES[self.kind]
+        if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
+            raise InputError(f"{self.name} must be {_NOUNS[self.kind]}{' or none' * self.optional}; got {value!r}")
+        if self.choices and value not in self.choices:
+            raise InputError(unknown(self.name, value, self.choices))
+        return value
+
+
+def unknown(what: str, got: str, choices: Iterable[str]) -> str:
+    """ "`what` must be one of a, b, c; got …", with the closest choice named where one is close."""
+    choices = list(choices)
+    close = difflib.get_close_matches(got, choices, n=1)
+    hint = f' (did you mean "{close[0]}"?)' if close else ""
+    return f'{what} must be one of {", ".join(choices)}; got "{got}"{hint}'
+
+
+class Config:
+    """Options, given by keyword. Unknown names and wrong values are an InputError that lists the valid ones."""
+
+    FIELDS: ClassVar[tuple[Field, ...]] = ()
+
+    def __init__(self, **options: Any) -> None:
+        names = [field.name for field in self.FIELDS]
+        for name in options:
+            if name not in names:
+                raise InputError(unknown(f"option of {type(self).__name__}", name, names))
+        for field in self.FIELDS:
+            # The dataclass is frozen; this is its constructor.
+            object.__setattr__(self, field.name, field.check(options.get(field.name, field.default)))
+
+    def asdict(self) -> dict[str, Any]:
+        """The options by name, in order."""
+        return {field.name: getattr(self, field.name) for field in self.FIELDS}
+
+    def replace(self: _C, **options: Any) -> _C:
+        """A copy with some options changed."""
+        return type(self)(**{**self.asdict(), **options})
+
+    def to_json(self) -> str:
+        """The options as a JSON object."""
+        return json.dumps(self.asdict())
+
+    @classmethod
+    def from_dict(cls: type[_C], options: Mapping[str, Any]) -> _C:
+        """The inverse of `asdict`; names left out take their defaults."""
+        return cls(**options)
+
+    @classmethod
+    def from_json(cls: type[_C], text: str) -> _C:
+        """The inverse of `to_json`."""
+        return cls.from_dict(json.loads(text))
+
+
+def _document(summary: str, fields: Iterable[Field]) -> str:
+    lines = [summary, ""]
+    for field in fields:
+        kind = field.kind + " or None" * field.optional
+        choices = f" One of {', '.join(field.choices)}." if field.choices else ""
+        lines.append(f"{field.name}: {kind} = {field.default!r}\n    {field.help}{choices}")
+    return "\n".join(lines)
+
+
+def _generate(name: str, which: str, summary: str) -> Any:
+    fields = tuple(Field(**{**entry, "choices": tuple(entry["choices"])}) for entry in json.loads(_core.fields(which)))
+    columns = []
+    for field in fields:
+        kind = _TYPES[field.kind]
+        columns.append((field.name, kind | None if field.optional else kind, dataclasses.field(default=field.default)))
+    namespace = {"FIELDS": fields, "__doc__": _document(summary, fields), "__module__": __name__}
+    made = dataclasses.make_dataclass(name, columns, bases=(Config,), namespace=namespace, init=False, frozen=True)
+    made.__module__ = __name__  # for pickle: Python 3.12 and later put make_dataclass's caller here
+    return made
+
+
+TransformerConfig = _generate("TransformerConfig", "model", "A Transformer.")
+TrainingConfig = _generate("TrainingConfig", "training", "A training run.")
+DataConfig = _generate("DataConfig", "data", "The text files of a training run, and how they are cut into pieces.")
+SearchConfig = _generate("SearchConfig", "search", "How translations are searched.")
+
+PRESETS: dict[str, dict[str, Any]] = {
+    # fairseq's IWSLT tiny: the recipe behind the Multi30k figure of the README.
+    "transformer-tiny": {
+        "d_model": 128,
+        "d_ff": 256,
+        "heads": 4,
+        "encoder_layers": 4,
+        "decoder_layers": 4,
+        "dropout": 0.3,
+        "lr": 5e-3,
+        "warmup": 2000,
+        "beta2": 0.98,
+        "label_smoothing": 0.1,
+        "keep": 10,
+    },
+    # fairseq's transformer_iwslt_de_en.
+    "transformer-small": {"d_model": 512, "d_ff": 1024, "heads": 4, "encoder_layers": 6, "decoder_layers": 6},
+    # Vaswani et al. 2017, Table 3.
+    "transformer-base": {"d_model": 512, "d_ff": 2048, "heads": 8, "encoder_layers": 6, "decoder_layers": 6},
+}
+"""Options of the model, and of its training where the shape asks for them, by preset. What is left out is default."""
+
+
+def find_preset(name: str) -> dict[str, Any]:
+    """The options of `PRESETS[name]`; InputError with the valid names if there is none."""
+    if name not in PRESETS:
+        raise InputError(unknown("preset", name, PRESETS))
+    return dict(PRESETS[name])
+
+
+def split(options: Mapping[str, Any], *kinds: type[Config]) -> list[dict[str, Any]]:
+    """The options of each class out of flat ones; InputError for a name that none of them has."""
+    parts = [{k: v for k, v in options.items() if k in {f.name for f in kind.FIELDS}} for kind in kinds]
+    known = [field.name for kind in kinds for field in kind.FIELDS]
+    for name in options:
+        if name not in known:
+            raise InputError(unknown("option", name, known))
+    return parts
+
+
+def preset(name: str) -> tuple["TransformerConfig", "TrainingConfig"]:
+    """The model and training options of a preset: transformer-tiny, transformer-small or transformer-base.
+
+    The model's `vocab_size` is 0, to be filled in from the data by a Trainer.
+    """
+    model, training = split(find_preset(name), TransformerConfig, TrainingConfig)
+    return TransformerConfig(**model), TrainingConfig(**training)

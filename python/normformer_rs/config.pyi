@@ -1,0 +1,196 @@
+"""Made by `python -m normformer_rs._stubs --write` out of the lists of options in Rust; do not edit."""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal, NamedTuple, TypeVar
+
+_C = TypeVar("_C", bound=Config)
+
+class Field(NamedTuple):
+    name: str
+    kind: str
+    optional: bool
+    default: Any
+    choices: tuple[str, ...]
+    help: str
+    def check(self, value: Any) -> Any: ...
+
+class Config:
+    FIELDS: ClassVar[tuple[Field, ...]]
+    def __init__(self, **options: Any) -> None: ...
+    def asdict(self) -> dict[str, Any]: ...
+    def replace(self: _C, **options: Any) -> _C: ...
+    def to_json(self) -> str: ...
+    @classmethod
+    def from_dict(cls: type[_C], options: Mapping[str, Any]) -> _C: ...
+    @classmethod
+    def from_json(cls: type[_C], text: str) -> _C: ...
+
+@dataclass(frozen=True)
+class TransformerConfig(Config):
+    """A Transformer."""
+
+    architecture: Literal["encoder-decoder", "decoder-only"]
+    vocab_size: int
+    d_model: int
+    d_ff: int
+    heads: int
+    encoder_layers: int
+    decoder_layers: int
+    norm: Literal["layernorm", "rmsnorm", "scalenorm", "scalenorm-fixed"]
+    encoder_norm: Literal["layernorm", "rmsnorm", "scalenorm", "scalenorm-fixed"] | None
+    decoder_norm: Literal["layernorm", "rmsnorm", "scalenorm", "scalenorm-fixed"] | None
+    norm_eps: float | None
+    residual: Literal["prenorm", "postnorm"]
+    init: Literal["xavier", "smallinit", "fairseq"]
+    fixnorm: bool
+    positions: Literal["twt", "fairseq"]
+    tie_embeddings: Literal["all", "decoder", "none"]
+    output_bias: bool
+    dropout: float
+    embedding_dropout: float | None
+    attention_dropout: float | None
+    activation_dropout: float | None
+    def __init__(
+        self,
+        *,
+        architecture: Literal["encoder-decoder", "decoder-only"] = ...,
+        vocab_size: int = ...,
+        d_model: int = ...,
+        d_ff: int = ...,
+        heads: int = ...,
+        encoder_layers: int = ...,
+        decoder_layers: int = ...,
+        norm: Literal["layernorm", "rmsnorm", "scalenorm", "scalenorm-fixed"] = ...,
+        encoder_norm: Literal["layernorm", "rmsnorm", "scalenorm", "scalenorm-fixed"] | None = ...,
+        decoder_norm: Literal["layernorm", "rmsnorm", "scalenorm", "scalenorm-fixed"] | None = ...,
+        norm_eps: float | None = ...,
+        residual: Literal["prenorm", "postnorm"] = ...,
+        init: Literal["xavier", "smallinit", "fairseq"] = ...,
+        fixnorm: bool = ...,
+        positions: Literal["twt", "fairseq"] = ...,
+        tie_embeddings: Literal["all", "decoder", "none"] = ...,
+        output_bias: bool = ...,
+        dropout: float = ...,
+        embedding_dropout: float | None = ...,
+        attention_dropout: float | None = ...,
+        activation_dropout: float | None = ...,
+    ) -> None: ...
+
+@dataclass(frozen=True)
+class TrainingConfig(Config):
+    """A training run."""
+
+    updates: int
+    epochs: int
+    max_tokens: int
+    accumulate: int
+    schedule: Literal["inverse-sqrt", "val-decay", "no-warmup", "t-fixup", "constant"]
+    lr: float | None
+    lr_scale: float
+    lr_multiplier: float
+    warmup: int
+    warmup_init_lr: float
+    min_lr: float
+    beta1: float
+    beta2: float
+    adam_eps: float
+    weight_decay: float
+    clip_norm: float
+    label_smoothing: float
+    smoothing: Literal["fairseq", "twt"]
+    vocab_mask: bool
+    word_dropout: float
+    evaluate_every: int
+    criterion: Literal["bleu", "loss"]
+    patience: int
+    keep: int
+    evaluation_beam: int
+    precision: Literal["f32", "bf16"]
+    device: str
+    seed: int
+    def __init__(
+        self,
+        *,
+        updates: int = ...,
+        epochs: int = ...,
+        max_tokens: int = ...,
+        accumulate: int = ...,
+        schedule: Literal["inverse-sqrt", "val-decay", "no-warmup", "t-fixup", "constant"] = ...,
+        lr: float | None = ...,
+        lr_scale: float = ...,
+        lr_multiplier: float = ...,
+        warmup: int = ...,
+        warmup_init_lr: float = ...,
+        min_lr: float = ...,
+        beta1: float = ...,
+        beta2: float = ...,
+        adam_eps: float = ...,
+        weight_decay: float = ...,
+        clip_norm: float = ...,
+        label_smoothing: float = ...,
+        smoothing: Literal["fairseq", "twt"] = ...,
+        vocab_mask: bool = ...,
+        word_dropout: float = ...,
+        evaluate_every: int = ...,
+        criterion: Literal["bleu", "loss"] = ...,
+        patience: int = ...,
+        keep: int = ...,
+        evaluation_beam: int = ...,
+        precision: Literal["f32", "bf16"] = ...,
+        device: str = ...,
+        seed: int = ...,
+    ) -> None: ...
+
+@dataclass(frozen=True)
+class DataConfig(Config):
+    """The text files of a training run, and how they are cut into pieces."""
+
+    train_source: str | None
+    train_target: str
+    valid_source: str | None
+    valid_target: str
+    bpe_operations: int | None
+    bpe_codes: str | None
+    no_bpe: bool
+    skip_long: bool
+    segment_length: int
+    def __init__(
+        self,
+        *,
+        train_source: str | None = ...,
+        train_target: str = ...,
+        valid_source: str | None = ...,
+        valid_target: str = ...,
+        bpe_operations: int | None = ...,
+        bpe_codes: str | None = ...,
+        no_bpe: bool = ...,
+        skip_long: bool = ...,
+        segment_length: int = ...,
+    ) -> None: ...
+
+@dataclass(frozen=True)
+class SearchConfig(Config):
+    """How translations are searched."""
+
+    beam: int
+    rule: Literal["google", "fairseq"]
+    alpha: float
+    n_best: int
+    max_length: int
+    def __init__(
+        self,
+        *,
+        beam: int = ...,
+        rule: Literal["google", "fairseq"] = ...,
+        alpha: float = ...,
+        n_best: int = ...,
+        max_length: int = ...,
+    ) -> None: ...
+
+PRESETS: dict[str, dict[str, Any]]
+
+def unknown(what: str, got: str, choices: Iterable[str]) -> str: ...
+def find_preset(name: str) -> dict[str, Any]: ...
+def split(options: Mapping[str, Any], *kinds: type[Config]) -> list[dict[str, Any]]: ...
+def preset(name: str) -> tuple[TransformerConfig, TrainingConfig]: ...

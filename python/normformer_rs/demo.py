@@ -1,0 +1,214 @@
+"""A translation task made on the spot: numbers, ordinals and dates in words, English to Vietnamese.
+
+num2words writes the words; nothing is downloaded. Sentence pairs are split by what they say (a number, a date), so
+nothing that is tested was seen in training.
+"""
+
+import json
+import random
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from . import _core
+from ._optional import require
+from .config import DataConfig, SearchConfig, TrainingConfig, TransformerConfig
+from .history import History
+from .progress import duration
+from .text import write_lines
+from .training import Trainer
+from .translation import translate
+
+MODEL: dict[str, Any] = {
+    "d_model": 128,
+    "d_ff": 256,
+    "heads": 4,
+    "encoder_layers": 2,
+    "decoder_layers": 2,
+    "norm": "scalenorm",
+    "fixnorm": True,
+    "dropout": 0.1,
+}
+TRAINING: dict[str, Any] = {
+    "updates": 800,
+    "max_tokens": 3000,
+    "lr": 3e-3,
+    "warmup": 200,
+    "clip_norm": 1.0,
+    "evaluate_every": 200,
+    "criterion": "bleu",
+    "keep": 2,
+}
+DATA: dict[str, Any] = {"bpe_operations": 200}
+"""The demo's set-up: at most 3 minutes of training on 2 cores, BLEU at least 80."""
+
+SIZES = {"train": 6000, "valid": 200, "test": 400}
+SEED = 1
+SHOWN = 5
+_DAYS = {
+    "january": 31,
+    "february": 28,
+    "march": 31,
+    "april": 30,
+    "may": 31,
+    "june": 30,
+    "july": 31,
+    "august": 31,
+    "september": 30,
+    "october": 31,
+    "november": 30,
+    "december": 31,
+}
+_APRIL = 4
+# Ordinals that are not "thứ" and the number.
+_THU = {1: "nhất", 4: "tư"}
+
+
+class Pair(NamedTuple):
+    """A sentence and its translation."""
+
+    english: str
+    vietnamese: str
+
+
+class Corpus(NamedTuple):
+    """Disjoint sets of pairs."""
+
+    train: list[Pair]
+    valid: list[Pair]
+    test: list[Pair]
+
+
+class Outcome(NamedTuple):
+    """What a demo run came to."""
+
+    bleu: float
+    """Of the test set, 0 to 100, multi-bleu.perl's formula."""
+    seconds: float
+    """Training and translation."""
+    history: History
+    translations: list[tuple[str, str, str]]
+    """(English, the model's Vietnamese, the right Vietnamese)."""
+
+
+def corpus(seed: int = SEED) -> Corpus:
+    """The demo's pairs, the same for the same seed. Every number below 100 is in the training set.
+
+    Errors: ImportError without num2words.
+    """
+    words = _words()
+    draw = random.Random(seed)
+    wanted = sum(SIZES.values())
+    pairs: list[Pair] = []
+    seen: set[str] = set()
+    for pair in _items(draw, words):
+        # A sentence that occurred on either side is left out, so that no part of the split holds another's.
+        if pair.english not in seen and pair.vietnamese not in seen:
+            seen.update(pair)
+            pairs.append(pair)
+        if len(pairs) == wanted:
+            break
+    basics, rest = pairs[:_BASICS], pairs[_BASICS:]
+    draw.shuffle(rest)
+    valid, test = SIZES["valid"], SIZES["test"]
+    return Corpus(basics + rest[valid + test :], rest[:valid], rest[valid : valid + test])
+
+
+_BASICS = 200  # the numbers and the ordinals below 100, where every word occurs
+
+
+def _items(draw: random.Random, words: Callable[..., str]) -> Iterator[Pair]:
+    """The basics, then random items for ever."""
+    for n in range(100):
+        yield _cardinal(n, words)
+        yield _ordinal(n + 1, words)
+    while True:
+        kind = draw.random()
+        if kind < 0.4:
+            yield _cardinal(draw.randrange(10 ** draw.randint(3, 6)), words)
+        elif kind < 0.6:
+            yield _ordinal(draw.randrange(1, 10 ** draw.randint(3, 4)), words)
+        else:
+            month = draw.choice(list(_DAYS))
+            yield _date(draw.randint(1, _DAYS[month]), month, draw.randrange(1100, 2030), words)
+
+
+def _cardinal(n: int, words: Callable[..., str]) -> Pair:
+    return Pair(words(n, lang="en"), words(n, lang="vi"))
+
+
+def _ordinal(n: int, words: Callable[..., str]) -> Pair:
+    return Pair(f"the {words(n, lang='en', to='ordinal')}", f"thứ {_THU.get(n) or words(n, lang='vi')}")
+
+
+def _date(day: int, month: str, year: int, words: Callable[..., str]) -> Pair:
+    english = f"the {words(day, lang='en', to='ordinal')} of {month} {words(year, lang='en', to='year')}"
+    number = 1 + list(_DAYS).index(month)
+    month_vi = _THU[number] if number == _APRIL else words(number, lang="vi")  # January is tháng một, April tháng tư
+    return Pair(english, f"ngày {words(day, lang='vi')} tháng {month_vi} năm {words(year, lang='vi')}")
+
+
+def _words() -> Callable[..., str]:
+    num2words = require("num2words", "the demo's text", extra="demo").num2words
+
+    def words(n: int, lang: str, to: str = "cardinal") -> str:
+        return num2words(n, lang=lang, to=to).replace(",", "").replace("-", " ")
+
+    return words
+
+
+def write_corpus(folder: str | Path, made: Corpus | None = None) -> DataConfig:
+    """Writes train, valid and test as .en and .vi files into the folder; the options that name them."""
+    made, folder = made or corpus(), Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, pairs in made._asdict().items():
+        write_lines(str(folder / f"{name}.en"), [pair.english for pair in pairs])
+        write_lines(str(folder / f"{name}.vi"), [pair.vietnamese for pair in pairs])
+    files = {
+        f"{part}_{side}": str(folder / f"{part}.{ending}")
+        for part in ("train", "valid")
+        for side, ending in (("source", "en"), ("target", "vi"))
+    }
+    return DataConfig(**files, **DATA)
+
+
+def configs(updates: int | None = None) -> tuple[TransformerConfig, TrainingConfig]:
+    """The demo's model and training, with another number of updates if wanted."""
+    training = TrainingConfig(**TRAINING)
+    if updates is not None:
+        every = max(1, min(training.evaluate_every, updates))  # type: ignore[attr-defined]
+        training = training.replace(updates=updates, evaluate_every=every)
+    return TransformerConfig(**MODEL), training
+
+
+def run(output: str | Path, *, updates: int | None = None, progress: bool = True) -> Outcome:
+    """Trains on the corpus, translates the test set, and prints translations, BLEU, the time and the curves' path.
+
+    The run is written to `output` in place of an earlier one; the text to `output`-text.
+    """
+    output = Path(output)
+    made = corpus()
+    data = write_corpus(output.with_name(output.name + "-text"), made)
+    start = time.monotonic()
+    history = Trainer(*configs(updates), data).fit(output, overwrite=True, progress=progress)
+    trained = time.monotonic() - start
+    found = translate(output, [pair.english for pair in made.test], SearchConfig(beam=4))
+    hypotheses = [translations[0].text for translations in found]
+    seconds = time.monotonic() - start
+    scored = json.loads(_core.bleu(hypotheses, [pair.vietnamese for pair in made.test]))
+    shown = [(pair.english, hypothesis, pair.vietnamese) for pair, hypothesis in zip(made.test, hypotheses)]
+    outcome = Outcome(scored["bleu"], seconds, history, shown)
+    _report(outcome, trained, scored["text"], output)
+    return outcome
+
+
+def _report(outcome: Outcome, trained: float, bleu: str, output: Path) -> None:
+    for english, hypothesis, reference in outcome.translations[:SHOWN]:
+        print(f"\n  {english}\n  → {hypothesis}")
+        if hypothesis != reference:
+            print(f"  ✗ {reference}")
+    print(f"\ntest set, {len(outcome.translations)} items that training never saw: {bleu}")
+    print(f"time: {duration(trained)} training, {duration(outcome.seconds)} in all")
+    curves = output / "curves.png"
+    print(f"curves: {curves}" if curves.exists() else "curves: not drawn, pip install normformer_rs[train]")

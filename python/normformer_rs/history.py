@@ -1,0 +1,134 @@
+"""What a training run logged, as numpy arrays."""
+
+import dataclasses
+import json
+import logging
+import math
+from collections.abc import Iterable, Mapping
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+LOG = "log.jsonl"
+_logger = logging.getLogger("normformer_rs")
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Evaluations:
+    """The validations of a run, one entry each. NaN: not measured."""
+
+    update: NDArray[np.int64]
+    epoch: NDArray[np.int64]
+    loss: NDArray[np.float64]
+    """Label-smoothed cross-entropy, nats per token."""
+    nll: NDArray[np.float64]
+    """Cross-entropy, nats per token."""
+    perplexity: NDArray[np.float64]
+    """e^nll."""
+    bleu: NDArray[np.float64]
+    """0 to 100."""
+    best: NDArray[np.bool_]
+    """Better than all before it."""
+    seconds: NDArray[np.float64]
+    """Time the evaluation took."""
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class History:
+    """A run, one entry per update."""
+
+    update: NDArray[np.int64]
+    epoch: NDArray[np.int64]
+    loss: NDArray[np.float64]
+    """Label-smoothed cross-entropy, nats per token."""
+    nll: NDArray[np.float64]
+    """Cross-entropy, nats per token."""
+    lr: NDArray[np.float64]
+    grad_norm: NDArray[np.float64]
+    """Global, before clipping."""
+    tokens_per_second: NDArray[np.float64]
+    """Real target tokens."""
+    seconds: NDArray[np.float64]
+    """Training time so far."""
+    evaluations: Evaluations
+    parameters: int = 0
+    output: Path = Path()
+
+    @property
+    def best(self) -> int | None:
+        """Index into `evaluations` of the best one; None before the first."""
+        (best,) = np.nonzero(self.evaluations.best)
+        return int(best[-1]) if len(best) else None
+
+    @classmethod
+    def read(cls, output: str | PathLike[str]) -> "History":
+        """The history in `output`/log.jsonl."""
+        path = Path(output) / LOG
+        events = _parse(path.read_text(encoding="utf-8").splitlines(), path)
+        started, updates, evaluations = _replay(events)
+        return cls(
+            **_columns(cls, updates),
+            evaluations=Evaluations(**_columns(Evaluations, evaluations)),
+            parameters=started.get("parameters", 0),
+            output=Path(output),
+        )
+
+    def plot(self, path: str | PathLike[str] | None = None) -> Path:
+        """Draws loss, BLEU, gradient norm and learning rate to `path`, by default `output`/curves.png.
+
+        Errors: ImportError without matplotlib.
+        """
+        from .curves import save
+
+        return save(self, Path(path) if path is not None else self.output / "curves.png")
+
+    def __repr__(self) -> str:
+        return f"History({len(self.update)} updates, {len(self.evaluations.update)} evaluations, {str(self.output)!r})"
+
+
+def _parse(lines: Iterable[str], path: Path) -> Iterable[dict[str, Any]]:
+    for number, line in enumerate(lines, 1):
+        try:
+            yield json.loads(line)
+        except json.JSONDecodeError:
+            # A run that was killed may leave half a line; it is logged again after resuming.
+            _logger.warning("%s: line %d is not complete; left out", path, number)
+
+
+def _replay(events: Iterable[dict[str, Any]]) -> tuple[dict[str, Any], list[dict[str, Any]], list[dict[str, Any]]]:
+    """The last start, the updates and the evaluations that count: resuming goes back to a checkpoint."""
+    started: dict[str, Any] = {}
+    updates: dict[int, dict[str, Any]] = {}
+    evaluations: dict[int, dict[str, Any]] = {}
+    for event in events:
+        name = event.get("event")
+        if name == "started":
+            started = event
+            for done in (updates, evaluations):
+                for update in [u for u in done if u > event.get("update", 0)]:
+                    del done[update]
+        elif name == "updated":
+            updates[event["update"]] = event
+        elif name == "evaluated":
+            evaluations[event["update"]] = event
+    return started, list(updates.values()), list(evaluations.values())
+
+
+def _columns(cls: type, events: list[dict[str, Any]]) -> dict[str, NDArray[Any]]:
+    """The events' values by name, for the array fields of a class."""
+    kinds: Mapping[str, tuple[Any, Any]] = {
+        "update": (np.int64, 0),
+        "epoch": (np.int64, 0),
+        "best": (np.bool_, False),
+    }
+    columns = {}
+    for field in dataclasses.fields(cls):
+        if field.name in ("evaluations", "parameters", "output"):
+            continue
+        kind, missing = kinds.get(field.name, (np.float64, math.nan))
+        values = [event.get(field.name) for event in events]
+        columns[field.name] = np.array([missing if value is None else value for value in values], dtype=kind)
+    return columns

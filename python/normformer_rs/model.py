@@ -1,0 +1,140 @@
+"""The Transformer as a `torch.nn.Module`; its arithmetic is Rust's."""
+
+import json
+from os import PathLike
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from . import _core
+from ._core import InputError
+from .config import TransformerConfig
+
+PAD = 1
+"""The id of padding."""
+
+
+class Transformer(nn.Module):
+    """An encoder-decoder or decoder-only Transformer.
+
+    Parameters bear torch.nn.Transformer's names (`encoder.layers.0.self_attn.in_proj_weight`, …) and begin at
+    `config.init`'s values. They are ordinary parameters: `state_dict`, `.to()`, `deepcopy`, pickle and optimizers work
+    as for any module.
+
+    Args:
+        config: the model; `config.vocab_size` must be given.
+        seed: of the first values; None: drawn from torch's generator, so that `torch.manual_seed` fixes them.
+        precision: "f32", or "bf16" for bf16 products with f32 parameters.
+        device: None: torch's default device.
+
+    Errors: InputError where options contradict each other.
+    """
+
+    config: TransformerConfig
+    precision: str
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        *,
+        seed: int | None = None,
+        precision: str = "f32",
+        device: torch.device | str | None = None,
+    ) -> None:
+        super().__init__()
+        self.config, self.precision = config, precision
+        if seed is None:
+            seed = int(torch.randint(2**63 - 1, (), device="cpu"))
+        device = torch.get_default_device() if device is None else device
+        for name, tensor in _core.parameters(config.to_json(), seed, str(device)):
+            self._place(name, tensor)
+
+    def _place(self, name: str, tensor: Tensor) -> None:
+        """Registers a tensor under its dotted name, in plain containers made on the way."""
+        *path, leaf = name.split(".")
+        module: nn.Module = self
+        for part in path:
+            if part not in module._modules:
+                module.add_module(part, nn.Module())
+            module = module._modules[part]  # type: ignore[assignment]
+        if tensor.requires_grad:
+            module.register_parameter(leaf, nn.Parameter(tensor.detach()))
+        else:
+            module.register_buffer(leaf, tensor)
+
+    def forward(self, source: Tensor | None, target_input: Tensor) -> Tensor:
+        """Logits (B, T, V) of the next target token.
+
+        Args:
+            source: (B, S) token ids, padded with 1 on either side; None for a decoder-only model.
+            target_input: (B, T) token ids, padded with 1: the target shifted right.
+
+        Logits at padding mean nothing. In training mode dropout masks follow one draw from torch's generator.
+        """
+        named = dict(self.named_parameters(remove_duplicate=False)) | dict(self.named_buffers(remove_duplicate=False))
+        names, tensors = list(named), list(named.values())
+        seed = self._draw(tensors[0].device) if self.training else None
+        return _core.forward(self.config.to_json(), names, tensors, source, target_input, seed, self.precision)
+
+    @staticmethod
+    def _draw(device: torch.device) -> Tensor:
+        """(seed, update, micro-batch), int64: the address of dropout masks; a module has only the first."""
+        seed = torch.zeros(3, dtype=torch.int64, device=device)
+        seed[0].random_(0, 2**63 - 1)
+        return seed
+
+    def extra_repr(self) -> str:
+        return f"{self.config!r}, precision={self.precision!r}"
+
+    def __repr__(self) -> str:
+        # The containers hold names only; the options say what the model is.
+        return f"{type(self).__name__}({self.extra_repr()})"
+
+    @classmethod
+    def from_checkpoint(
+        cls,
+        directory: str | PathLike[str],
+        checkpoint: str = "best",
+        *,
+        precision: str = "f32",
+        device: torch.device | str | None = None,
+    ) -> "Transformer":
+        """The model that a run left in `directory`, in evaluation mode.
+
+        Args:
+            directory: the `output` of training.
+            checkpoint: best, last, average, or the name of one in `directory`/checkpoints.
+
+        Errors: InputError where there is none, or where its weights are another model's.
+        """
+        folder = find_checkpoint(directory, checkpoint)
+        model = cls(read_config(folder), seed=0, precision=precision, device=device)
+        try:
+            model.load_state_dict(dict(_core.load_parameters(str(folder / "model.safetensors"))))
+        except RuntimeError as error:  # torch's list of names and shapes that differ
+            raise InputError(f"{folder}: the weights are not those of its config.json: {error}") from error
+        return model.eval()
+
+
+def find_checkpoint(directory: str | PathLike[str], checkpoint: str) -> Path:
+    """The folder of a checkpoint; InputError that names those there are if it is missing."""
+    checkpoints = Path(directory) / "checkpoints"
+    folder = checkpoints / checkpoint
+    if not folder.is_dir():
+        found = sorted(entry.name for entry in checkpoints.iterdir()) if checkpoints.is_dir() else []
+        there = f"it holds {', '.join(found)}" if found else "it holds no checkpoint: is it a training run's --output?"
+        raise InputError(f'{directory}: no checkpoint "{checkpoint}"; {there}')
+    return folder
+
+
+def read_config(folder: Path) -> TransformerConfig:
+    """The model's options out of a checkpoint's config.json."""
+    path = folder / "config.json"
+    try:
+        options = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise InputError(f"{path}: no such file; the checkpoint is incomplete") from error
+    except json.JSONDecodeError as error:
+        raise InputError(f"{path}: not valid JSON ({error}); the checkpoint is damaged") from error
+    return TransformerConfig.from_dict(options.get("model", options))

@@ -1,0 +1,117 @@
+"""What a person watches while a model trains: a bar in a terminal or a notebook, lines of text elsewhere."""
+
+import sys
+import time
+import warnings
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+from ._optional import available
+
+SECONDS_BETWEEN_LINES = 10.0
+
+
+class Progress(Protocol):
+    """Told of a run's events, as `_core.train` reports them."""
+
+    def started(self, event: Mapping[str, Any]) -> None: ...
+    def updated(self, event: Mapping[str, Any]) -> None: ...
+    def evaluated(self, event: Mapping[str, Any]) -> None: ...
+    def close(self) -> None: ...
+
+
+def choose(wanted: bool) -> Progress:
+    """The progress that fits where standard error goes."""
+    if not wanted:
+        return Silent()
+    if available("tqdm") and (_in_notebook() or sys.stderr.isatty()):
+        return Bar()
+    return Lines()
+
+
+class Silent:
+    """Nothing."""
+
+    def started(self, event: Mapping[str, Any]) -> None: ...
+    def updated(self, event: Mapping[str, Any]) -> None: ...
+    def evaluated(self, event: Mapping[str, Any]) -> None: ...
+    def close(self) -> None: ...
+
+
+class Bar:
+    """tqdm's bar."""
+
+    def __init__(self) -> None:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # in a notebook without ipywidgets tqdm warns and draws with text
+            from tqdm.auto import tqdm
+        self._tqdm = tqdm
+        self._bar: Any = None
+        self._evaluation = ""
+
+    def started(self, event: Mapping[str, Any]) -> None:
+        total = event.get("updates") or None
+        layout = "{desc}{n_fmt}{unit} [{elapsed}{postfix}]"
+        if total:
+            layout = "{desc}{percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} [{elapsed}{postfix}]"
+        self._bar = self._tqdm(
+            total=total, initial=event.get("update", 0), bar_format=layout, unit=" updates", dynamic_ncols=True
+        )
+
+    def updated(self, event: Mapping[str, Any]) -> None:
+        self._bar.set_postfix_str(_brief(event) + self._evaluation, refresh=False)
+        self._bar.update(event["update"] - self._bar.n)
+
+    def evaluated(self, event: Mapping[str, Any]) -> None:
+        bleu = event.get("bleu")
+        self._evaluation = f", valid {event['loss']:.3f}" + (f" BLEU {bleu:.2f}" if bleu is not None else "")
+
+    def close(self) -> None:
+        if self._bar is not None:
+            self._bar.close()
+
+
+class Lines:
+    """A line on standard error every ten seconds."""
+
+    def __init__(self) -> None:
+        self._last = time.monotonic()
+
+    def started(self, event: Mapping[str, Any]) -> None: ...
+
+    def updated(self, event: Mapping[str, Any]) -> None:
+        if time.monotonic() - self._last >= SECONDS_BETWEEN_LINES:
+            self._last = time.monotonic()
+            print(f"update {event['update']} (epoch {event['epoch']}): {_brief(event)}", file=sys.stderr, flush=True)
+
+    def evaluated(self, event: Mapping[str, Any]) -> None: ...
+
+    def close(self) -> None: ...
+
+
+def write(text: str) -> None:
+    """A line on standard error, above the bar where there is one."""
+    tqdm = sys.modules.get("tqdm")
+    if tqdm is None:
+        print(text, file=sys.stderr, flush=True)
+    else:
+        tqdm.tqdm.write(text, file=sys.stderr)
+
+
+def duration(seconds: float) -> str:
+    """4:05, or 1:02:03."""
+    minutes, seconds = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"
+
+
+def _brief(event: Mapping[str, Any]) -> str:
+    left = event.get("time_left")
+    text = f"{event['tokens_per_second']:,.0f} tokens/s, loss {event['loss']:.3f}, lr {event['lr']:.2e}"
+    return text + (f", {duration(left)} left" if left is not None else "")
+
+
+def _in_notebook() -> bool:
+    ipython = sys.modules.get("IPython")
+    shell = ipython.get_ipython() if ipython is not None else None
+    return type(shell).__name__ == "ZMQInteractiveShell"

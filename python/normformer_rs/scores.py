@@ -1,0 +1,94 @@
+"""BLEU of translations: sacreBLEU with its signature, multi-bleu.perl's line, and the paired bootstrap."""
+
+import dataclasses
+import json
+from collections.abc import Sequence
+
+from . import _core
+from ._core import InputError
+from ._optional import require
+from .config import unknown
+
+RESAMPLES = 1000
+
+
+@dataclasses.dataclass(frozen=True)
+class Comparison:
+    """Two systems on the same references (Koehn 2004)."""
+
+    bleu: float
+    baseline: float
+    p_value: float
+    """Probability of a difference at least this large under resampling, were there none."""
+    resamples: int
+
+    def __str__(self) -> str:
+        return (
+            f"baseline BLEU = {self.baseline:.2f}, difference = {self.bleu - self.baseline:+.2f}, "
+            f"p = {self.p_value:.4f} (paired bootstrap, {self.resamples} resamples)"
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class Scores:
+    """BLEU, 0 to 100, and the lines to quote."""
+
+    bleu: float
+    """sacreBLEU's."""
+    sacrebleu: str
+    """Its line, signature first."""
+    multi_bleu: str
+    """multi-bleu.perl's line: the words are what white space separates."""
+    comparison: Comparison | None = None
+
+
+def score(
+    hypotheses: Sequence[str],
+    references: Sequence[str],
+    baseline: Sequence[str] | None = None,
+    *,
+    tokenize: str = "13a",
+    lowercase: bool = False,
+    resamples: int = RESAMPLES,
+) -> Scores:
+    """BLEU of hypotheses against one reference each, and against a baseline's translations where they are given.
+
+    Args:
+        tokenize: sacreBLEU's tokeniser: 13a for plain text, none for text that is tokenised already.
+        lowercase: case does not count.
+
+    Errors: InputError for sequences of different length; ImportError without sacrebleu.
+    """
+    metrics = require("sacrebleu.metrics", "scoring translations")
+    if tokenize not in metrics.BLEU.TOKENIZERS:
+        raise InputError(unknown("tokenize", tokenize, metrics.BLEU.TOKENIZERS))
+    for name, lines in (("hypothesis", hypotheses), ("baseline", baseline)):
+        if lines is not None and len(lines) != len(references):
+            raise InputError(
+                f"the {name} has {len(lines)} lines and the reference {len(references)}; expected one reference for "
+                "each line, in the same order"
+            )
+    # force: no warning that the text looks tokenised, since `tokenize` says what it is.
+    metric = metrics.BLEU(tokenize=tokenize, lowercase=lowercase, force=True, references=[list(references)])
+    found = metric.corpus_score(list(hypotheses), None)
+    return Scores(
+        bleu=found.score,
+        sacrebleu=found.format(signature=metric.get_signature().format()),
+        multi_bleu=_multi_bleu(hypotheses, references, lowercase),
+        comparison=None if baseline is None else _compare(metric, hypotheses, baseline, resamples),
+    )
+
+
+def _multi_bleu(hypotheses: Sequence[str], references: Sequence[str], lowercase: bool) -> str:
+    if lowercase:
+        hypotheses, references = [line.lower() for line in hypotheses], [line.lower() for line in references]
+    return json.loads(_core.bleu(list(hypotheses), list(references)))["text"]
+
+
+def _compare(metric: object, hypotheses: Sequence[str], baseline: Sequence[str], resamples: int) -> Comparison:
+    significance = require("sacrebleu.significance", "the paired bootstrap")
+    systems = [("baseline", list(baseline)), ("hypothesis", list(hypotheses))]
+    test = significance.PairedTest(systems, {"BLEU": metric}, None, test_type="bs", n_samples=resamples)
+    _, results = test()
+    ours, theirs = results["BLEU"][1], results["BLEU"][0]
+    return Comparison(ours.score, theirs.score, float(ours.p_value), resamples)

@@ -1,0 +1,145 @@
+"""Training: the loop runs in Rust and reports here between updates."""
+
+import dataclasses
+import json
+import logging
+from collections.abc import Mapping
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+from . import _core
+from ._core import InputError
+from ._optional import available
+from .config import DataConfig, TrainingConfig, TransformerConfig
+from .history import History
+from .progress import Progress, choose
+
+logger = logging.getLogger("normformer_rs")
+logger.addHandler(logging.NullHandler())
+_LEVELS = {"debug": logging.DEBUG, "info": logging.INFO, "warning": logging.WARNING, "error": logging.ERROR}
+
+
+@dataclasses.dataclass(frozen=True)
+class DryRun:
+    """What a run would need."""
+
+    parameters: int
+    parameter_bytes: int
+    training_bytes: int
+    """Estimate: parameters, gradients, moments and activations of the largest batch."""
+    vocabulary: int
+
+
+class Trainer:
+    """Trains a model on text files.
+
+    Args:
+        model: its `vocab_size` may stay 0: the data's is taken.
+        training: default: `TrainingConfig()`.
+        data: the files.
+
+    >>> import normformer_rs as nf
+    >>> trainer = nf.Trainer(*nf.preset("transformer-tiny"), nf.DataConfig(train_target="train.en"))
+    """
+
+    def __init__(self, model: TransformerConfig, training: TrainingConfig, data: DataConfig) -> None:
+        self.model, self.training, self.data = model, training, data
+
+    def dry_run(self) -> DryRun:
+        """Reads the data and says what training would need, without training. Errors as for `fit`."""
+        needs = json.loads(_core.dry_run(*self._json()))
+        return DryRun(**{field.name: needs[field.name] for field in dataclasses.fields(DryRun)})
+
+    def fit(
+        self,
+        output: str | PathLike[str],
+        *,
+        resume: bool = False,
+        overwrite: bool = False,
+        progress: bool = True,
+        tensorboard: bool = True,
+        curves: bool = True,
+    ) -> History:
+        """Trains, and returns what was logged.
+
+        Args:
+            output: the folder of checkpoints, vocabulary, log.jsonl and curves.png.
+            resume: go on from the last checkpoint in `output`.
+            overwrite: start again where `output` holds a run.
+            progress: a bar in a terminal or a notebook, elsewhere a line every ten seconds; both on standard error.
+            tensorboard: write `output`/tensorboard where tensorboard is installed.
+            curves: draw `output`/curves.png at the end where matplotlib is installed.
+
+        Errors: InputError for wrong options or data; DivergedError when the loss stops being finite; Interrupted after
+        Ctrl-C, when everything is saved; OSError from the file system.
+        """
+        if resume and overwrite:
+            raise InputError("resume and overwrite exclude each other: go on with the run, or start again?")
+        mode = "resume" if resume else "overwrite" if overwrite else "new"
+        observer = _Observer(Path(output), choose(progress), tensorboard and available("tensorboard"))
+        try:
+            _core.train(*self._json(), str(output), mode, observer)
+        finally:
+            observer.close()
+        history = History.read(output)
+        if curves and available("matplotlib"):
+            logger.info("curves: %s", history.plot())
+        return history
+
+    def _json(self) -> tuple[str, str, str]:
+        return self.model.to_json(), self.training.to_json(), self.data.to_json()
+
+
+class _Observer:
+    """Hands what the loop reports to the progress bar, the logger and TensorBoard."""
+
+    def __init__(self, output: Path, progress: Progress, tensorboard: bool) -> None:
+        self._output, self._progress, self._tensorboard = output, progress, tensorboard
+        self._writer: Any = None
+
+    def started(self, event: Mapping[str, Any]) -> None:
+        logger.info(
+            "%s parameters, %s types, %s, from update %s",
+            f"{event['parameters']:,}",
+            f"{event['vocabulary']:,}",
+            event["device"],
+            event["update"],
+        )
+        if self._tensorboard:
+            from torch.utils.tensorboard import SummaryWriter
+
+            self._writer = SummaryWriter(str(self._output / "tensorboard"), purge_step=event["update"] + 1)
+        self._progress.started(event)
+
+    def updated(self, event: Mapping[str, Any]) -> None:
+        self._progress.updated(event)
+        self._write("train", event, "loss", "nll", "lr", "grad_norm", "tokens_per_second")
+
+    def evaluated(self, event: Mapping[str, Any]) -> None:
+        bleu = event.get("bleu")
+        logger.info(
+            "update %s, epoch %s: validation loss %.3f, perplexity %.2f%s%s",
+            event["update"],
+            event["epoch"],
+            event["loss"],
+            event["perplexity"],
+            "" if bleu is None else f", BLEU {bleu:.2f}",
+            " (best)" if event["best"] else "",
+        )
+        self._progress.evaluated(event)
+        self._write("valid", event, "loss", "nll", "perplexity", "bleu")
+
+    def message(self, level: str, text: str) -> None:
+        logger.log(_LEVELS.get(level, logging.INFO), text)
+
+    def close(self) -> None:
+        self._progress.close()
+        if self._writer is not None:
+            self._writer.close()
+
+    def _write(self, group: str, event: Mapping[str, Any], *names: str) -> None:
+        if self._writer is not None:
+            for name in names:
+                if event.get(name) is not None:
+                    self._writer.add_scalar(f"{group}/{name}", event[name], event["update"])

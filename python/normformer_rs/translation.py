@@ -1,0 +1,84 @@
+"""What a trained model does: translations, its average over checkpoints, its perplexity."""
+
+import json
+from collections.abc import Iterable, Sequence
+from os import PathLike, fspath
+from typing import NamedTuple
+
+from . import _core
+from .config import SearchConfig
+
+
+class Translation(NamedTuple):
+    """A hypothesis."""
+
+    text: str
+    """Words, subword pieces joined."""
+    score: float
+    """By the search's rule; higher is better."""
+
+
+class Perplexity(NamedTuple):
+    """How well a model predicts a text, per target token."""
+
+    loss: float
+    """Label-smoothed cross-entropy, nats."""
+    nll: float
+    """Cross-entropy, nats."""
+    perplexity: float
+    """e^nll."""
+    tokens: int
+
+
+def translate(
+    model: str | PathLike[str],
+    lines: Iterable[str],
+    search: SearchConfig | None = None,
+    *,
+    checkpoint: str = "best",
+    max_tokens: int = 8192,
+    precision: str = "f32",
+    device: str = "cpu",
+) -> list[list[Translation]]:
+    """For each line the `search.n_best` best translations, best first.
+
+    Args:
+        model: the `output` of training.
+        lines: source text, cut into subwords as in training.
+        search: default: `SearchConfig()`.
+        checkpoint: best, last, average, or a name in `model`/checkpoints.
+        max_tokens: padded source tokens in a batch: memory for speed, the translations do not depend on it.
+        precision: f32 or bf16.
+        device: cpu, cuda or cuda:N.
+
+    Errors: InputError for a missing or damaged checkpoint.
+    """
+    options = (search or SearchConfig()).to_json()
+    found = _core.translate(fspath(model), list(lines), options, checkpoint, max_tokens, precision, device)
+    return [[Translation(text, score) for text, score in hypotheses] for hypotheses in found]
+
+
+def average(model: str | PathLike[str], *, last: int | None = None, updates: Sequence[int] | None = None) -> str:
+    """Averages the parameters of the `last` checkpoints, or of those of the named updates, as checkpoint "average".
+
+    Returns its path. Errors: InputError where there are not as many.
+    """
+    return _core.average(fspath(model), last, None if updates is None else list(updates))
+
+
+def evaluate_loss(
+    model: str | PathLike[str],
+    source: str | PathLike[str] | None,
+    target: str | PathLike[str],
+    *,
+    checkpoint: str = "best",
+    precision: str = "f32",
+    device: str = "cpu",
+) -> Perplexity:
+    """The perplexity of the file `target`, given the file `source` (None for a language model).
+
+    Errors: InputError for a missing checkpoint or files of different length.
+    """
+    source = None if source is None else fspath(source)
+    measured = json.loads(_core.evaluate_loss(fspath(model), source, fspath(target), checkpoint, precision, device))
+    return Perplexity(*(measured[name] for name in Perplexity._fields))

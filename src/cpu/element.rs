@@ -1,0 +1,182 @@
+//! The four storage types a kernel reads and writes, and the type it computes in.
+//!
+//! Arithmetic is never done in a 16-bit type: values widen on load and are rounded to nearest even on store.
+//! The conversions are branch-free integer code, so that a loop over them vectorises on every level of
+//! [`simd`](super::simd); the `half` crate's own test for hardware support on each call would prevent that.
+
+use half::{bf16, f16};
+use std::ops::{Add, AddAssign, Div, Mul, Neg, Sub};
+
+/// The type statistics and reductions accumulate in: f32, or f64 for f64 inputs (SPEC §1).
+pub trait Accumulator:
+    Copy
+    + Send
+    + Sync
+    + PartialOrd
+    + Default
+    + Add<Output = Self>
+    + Sub<Output = Self>
+    + Mul<Output = Self>
+    + Div<Output = Self>
+    + Neg<Output = Self>
+    + AddAssign
+    + 'static
+{
+    const ZERO: Self;
+    const ONE: Self;
+    fn from_f64(v: f64) -> Self;
+    fn to_f64(self) -> f64;
+    fn sqrt(self) -> Self;
+    fn abs(self) -> Self;
+    fn exp(self) -> Self;
+    fn ln(self) -> Self;
+    fn max(self, other: Self) -> Self;
+}
+
+macro_rules! accumulator {
+    ($t:ty) => {
+        impl Accumulator for $t {
+            const ZERO: Self = 0.0;
+            const ONE: Self = 1.0;
+            #[inline(always)]
+            fn from_f64(v: f64) -> Self {
+                v as $t
+            }
+            #[inline(always)]
+            fn to_f64(self) -> f64 {
+                self as f64
+            }
+            #[inline(always)]
+            fn sqrt(self) -> Self {
+                <$t>::sqrt(self)
+            }
+            #[inline(always)]
+            fn abs(self) -> Self {
+                <$t>::abs(self)
+            }
+            #[inline(always)]
+            fn exp(self) -> Self {
+                <$t>::exp(self)
+            }
+            #[inline(always)]
+            fn ln(self) -> Self {
+                <$t>::ln(self)
+            }
+            #[inline(always)]
+            fn max(self, other: Self) -> Self {
+                if self > other {
+                    self
+                } else {
+                    other
+                }
+            }
+        }
+    };
+}
+accumulator!(f32);
+accumulator!(f64);
+
+/// A storage type.
+pub trait Element: Copy + Send + Sync + Default + 'static {
+    type Acc: Accumulator;
+    fn load(self) -> Self::Acc;
+    fn store(value: Self::Acc) -> Self;
+}
+
+impl Element for f32 {
+    type Acc = f32;
+    #[inline(always)]
+    fn load(self) -> f32 {
+        self
+    }
+    #[inline(always)]
+    fn store(value: f32) -> Self {
+        value
+    }
+}
+
+impl Element for f64 {
+    type Acc = f64;
+    #[inline(always)]
+    fn load(self) -> f64 {
+        self
+    }
+    #[inline(always)]
+    fn store(value: f64) -> Self {
+        value
+    }
+}
+
+impl Element for bf16 {
+    type Acc = f32;
+    #[inline(always)]
+    fn load(self) -> f32 {
+        f32::from_bits((self.to_bits() as u32) << 16)
+    }
+    #[inline(always)]
+    fn store(value: f32) -> Self {
+        let bits = value.to_bits();
+        // Round to nearest even; a NaN keeps its sign and becomes quiet instead of rounding to infinity.
+        let rounded = bits.wrapping_add(0x7fff + ((bits >> 16) & 1)) >> 16;
+        let nan = (bits >> 16) | 0x0040;
+        let is_nan = (bits & 0x7fff_ffff) > 0x7f80_0000;
+        bf16::from_bits(if is_nan { nan } else { rounded } as u16)
+    }
+}
+
+impl Element for f16 {
+    type Acc = f32;
+    #[inline(always)]
+    fn load(self) -> f32 {
+        let bits = self.to_bits() as u32;
+        let magnitude = (bits & 0x7fff) << 13;
+        // Multiplying by 2^112 moves f16's exponent bias (15) to f32's (127) and makes subnormals right.
+        let finite = (f32::from_bits(magnitude) * f32::from_bits(0x7780_0000)).to_bits();
+        let special = magnitude | 0x7f80_0000;
+        let value = if (bits & 0x7c00) == 0x7c00 { special } else { finite };
+        f32::from_bits(value | ((bits & 0x8000) << 16))
+    }
+    #[inline(always)]
+    fn store(value: f32) -> Self {
+        let bits = value.to_bits();
+        let sign = (bits >> 16) & 0x8000;
+        let magnitude = bits & 0x7fff_ffff;
+        // Normal f16: shift the bias from 127 to 15 and round to nearest even; the carry may reach infinity, rightly.
+        let normal = magnitude.wrapping_add(0xc800_0fff).wrapping_add((magnitude >> 13) & 1) >> 13;
+        // Below 2^-14: adding 0.5 lets the f32 adder round at f16's subnormal spacing of 2^-24.
+        let subnormal = (f32::from_bits(magnitude) + 0.5).to_bits().wrapping_sub(0x3f00_0000);
+        let overflow = if magnitude > 0x7f80_0000 { 0x7e00 } else { 0x7c00 };
+        let small = if magnitude < 0x3880_0000 { subnormal } else { normal };
+        f16::from_bits((sign | if magnitude >= 0x4780_0000 { overflow } else { small }) as u16)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_f16_loads_as_half_says() {
+        for bits in 0..=u16::MAX {
+            let v = f16::from_bits(bits);
+            assert!(v.load().to_bits() == v.to_f32().to_bits() || v.is_nan() && v.load().is_nan(), "{bits:#06x}");
+        }
+    }
+
+    #[test]
+    fn stores_round_as_half_says() {
+        // Every 2^16 high half with three low halves: below, at and above the ties of both formats.
+        for high in 0..=u16::MAX {
+            for low in [0u32, 1, 0x0fff, 0x1000, 0x1001, 0x7fff, 0x8000, 0x8001, 0xffff] {
+                let v = f32::from_bits(((high as u32) << 16) | low);
+                let (b, h) = (<bf16 as Element>::store(v), <f16 as Element>::store(v));
+                if v.is_nan() {
+                    assert!(b.is_nan() && h.is_nan(), "{v}");
+                } else {
+                    assert_eq!(b.to_bits(), bf16::from_f32(v).to_bits(), "{v:e}");
+                    assert_eq!(h.to_bits(), f16::from_f32(v).to_bits(), "{v:e}");
+                }
+            }
+        }
+    }
+}

@@ -1,0 +1,8 @@
+//! What every CPU kernel stands on: storage types, run-time choice of instruction set, random numbers, threads.
+
+pub mod element;
+pub mod parallel;
+pub mod philox;
+pub mod simd;
+
+pub use element::{Accumulator, Element};

@@ -1,0 +1,89 @@
+//! Work over libtorch's own threads.
+
+use std::ffi::c_void;
+use std::ops::Range;
+
+extern "C" {
+    fn nfrs_parallel_for(n: i64, grain: i64, run: extern "C" fn(*const c_void, i64, i64), context: *const c_void);
+    fn nfrs_num_threads() -> i64;
+}
+
+/// Threads that [`for_each`] may use: `torch.get_num_threads()`.
+pub fn threads() -> usize {
+    // SAFETY: no arguments; at::get_num_threads does not throw.
+    unsafe { nfrs_num_threads() as usize }
+}
+
+/// Calls `work` on disjoint ranges that together cover 0..n, on several threads where n is at least `grain`.
+pub fn for_each<F: Fn(Range<usize>) + Sync>(n: usize, grain: usize, work: F) {
+    extern "C" fn run<F: Fn(Range<usize>) + Sync>(context: *const c_void, begin: i64, end: i64) {
+        // SAFETY: `context` is the closure below, which outlives nfrs_parallel_for's return.
+        // A panic in here aborts (extern "C"): it never unwinds into C++.
+        let work = unsafe { &*context.cast::<F>() };
+        work(begin as usize..end as usize);
+    }
+    // SAFETY: at::parallel_for returns only after every call of `run` has returned.
+    unsafe { nfrs_parallel_for(n as i64, grain.max(1) as i64, run::<F>, (&raw const work).cast()) }
+}
+
+/// A pointer that threads may share: each range of rows writes its own part.
+#[derive(Clone, Copy)]
+pub struct Shared<T>(*mut T);
+// SAFETY: only `slice` reads it, whose caller answers for disjoint ranges.
+unsafe impl<T> Send for Shared<T> {}
+unsafe impl<T> Sync for Shared<T> {}
+
+impl<T> Shared<T> {
+    pub fn new(slice: &mut [T]) -> Self {
+        Shared(slice.as_mut_ptr())
+    }
+
+    /// # Safety
+    /// The range lies inside the slice this was made of, which is still alive, and no other thread has any of it.
+    #[allow(clippy::mut_from_ref)]
+    pub unsafe fn slice(&self, range: Range<usize>) -> &mut [T] {
+        std::slice::from_raw_parts_mut(self.0.add(range.start), range.len())
+    }
+}
+
+/// Rows that are worth a thread of their own.
+pub fn grain(cols: usize) -> usize {
+    (16 * 1024 / cols.max(1)).max(1)
+}
+
+/// Calls `work` on ranges of rows, one part per thread. Every part adds into sums of its own, zero at first, of these
+/// lengths; the parts are then added in order, so the result depends on the number of threads alone.
+pub fn sum_over_rows<A, F>(rows: usize, cols: usize, sums: &mut [&mut [A]], work: F)
+where
+    A: Copy + Default + std::ops::AddAssign + Send + Sync,
+    F: Fn(Range<usize>, &mut [&mut [A]]) + Sync,
+{
+    let lengths: Vec<usize> = sums.iter().map(|s| s.len()).collect();
+    let total: usize = lengths.iter().sum();
+    let parts = threads().min(rows.div_ceil(grain(cols))).max(1);
+    let mut partial = vec![A::default(); parts * total];
+    let shared = Shared::new(&mut partial);
+    for_each(parts, 1, |range| {
+        for part in range {
+            // SAFETY: each part has its own `total` numbers, and is in exactly one range.
+            let mut rest = unsafe { shared.slice(part * total..(part + 1) * total) };
+            let mut own = Vec::with_capacity(lengths.len());
+            for &length in &lengths {
+                let (head, tail) = rest.split_at_mut(length);
+                own.push(head);
+                rest = tail;
+            }
+            work(rows * part / parts..rows * (part + 1) / parts, &mut own);
+        }
+    });
+    let mut start = 0;
+    for sum in sums {
+        sum.fill(A::default());
+        for part in partial.chunks_exact(total.max(1)) {
+            for (s, p) in sum.iter_mut().zip(&part[start..]) {
+                *s += *p;
+            }
+        }
+        start += sum.len();
+    }
+}

@@ -1,0 +1,107 @@
+//! Run-time choice of instruction set.
+//!
+//! A kernel is written once as plain Rust over arrays of lanes; [`multiversion!`](crate::multiversion) compiles it for
+//! the baseline, for AVX2 + FMA and for AVX-512, and calls the best one this processor has. `NORMFORMER_RS_CPU`
+//! (`baseline`, `avx2`, `avx512`) lowers the choice, so that tests can force each path.
+
+use std::sync::atomic::{AtomicU8, Ordering};
+
+/// Instruction sets, weakest first.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+#[repr(u8)]
+pub enum Level {
+    Baseline = 1,
+    Avx2 = 2,
+    Avx512 = 3,
+}
+
+impl Level {
+    pub const ALL: [Level; 3] = [Level::Baseline, Level::Avx2, Level::Avx512];
+
+    pub fn name(self) -> &'static str {
+        match self {
+            Level::Baseline => "baseline",
+            Level::Avx2 => "avx2",
+            Level::Avx512 => "avx512",
+        }
+    }
+
+    fn from_u8(v: u8) -> Option<Level> {
+        Level::ALL.into_iter().find(|l| *l as u8 == v)
+    }
+}
+
+/// The best level this processor has.
+pub fn supported() -> Level {
+    #[cfg(target_arch = "x86_64")]
+    {
+        if is_x86_feature_detected!("avx512f")
+            && is_x86_feature_detected!("avx512bw")
+            && is_x86_feature_detected!("avx512dq")
+            && is_x86_feature_detected!("avx512vl")
+        {
+            return Level::Avx512;
+        }
+        if is_x86_feature_detected!("avx2") && is_x86_feature_detected!("fma") && is_x86_feature_detected!("bmi2") {
+            return Level::Avx2;
+        }
+    }
+    Level::Baseline
+}
+
+static CHOSEN: AtomicU8 = AtomicU8::new(0);
+
+/// The level kernels run at.
+#[inline]
+pub fn level() -> Level {
+    Level::from_u8(CHOSEN.load(Ordering::Relaxed)).unwrap_or_else(choose)
+}
+
+#[cold]
+fn choose() -> Level {
+    let wanted = std::env::var("NORMFORMER_RS_CPU").ok();
+    let wanted = Level::ALL.into_iter().find(|l| Some(l.name()) == wanted.as_deref());
+    force(wanted)
+}
+
+/// Forces a level (none: the best one), never above what the processor has; returns what was set.
+pub fn force(wanted: Option<Level>) -> Level {
+    let level = wanted.map_or(supported(), |w| w.min(supported()));
+    CHOSEN.store(level as u8, Ordering::Relaxed);
+    level
+}
+
+/// Compiles a function once per [`Level`] and calls the one that [`level`] names.
+///
+/// The body is generic Rust; everything it calls in its hot loops must be `#[inline(always)]` to be compiled with the
+/// same instruction set. Generic parameters are written `[E: Element, F: Element]`.
+#[macro_export]
+macro_rules! multiversion {
+    ($(#[$doc:meta])* $vis:vis fn $name:ident $([$($g:ident : $bound:path),+])? ($($arg:ident : $ty:ty),* $(,)?) $body:block) => {
+        $(#[$doc])*
+        #[allow(clippy::too_many_arguments)]
+        $vis fn $name $(<$($g: $bound),+>)? ($($arg: $ty),*) {
+            #[inline(always)]
+            fn body $(<$($g: $bound),+>)? ($($arg: $ty),*) $body
+            #[cfg(target_arch = "x86_64")]
+            #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,bmi2")]
+            fn avx512 $(<$($g: $bound),+>)? ($($arg: $ty),*) {
+                body $(::<$($g),+>)? ($($arg),*)
+            }
+            #[cfg(target_arch = "x86_64")]
+            #[target_feature(enable = "avx2,fma,bmi2")]
+            fn avx2 $(<$($g: $bound),+>)? ($($arg: $ty),*) {
+                body $(::<$($g),+>)? ($($arg),*)
+            }
+            match $crate::cpu::simd::level() {
+                // SAFETY: `level` never exceeds `supported`, which asked the processor for these very features.
+                #[cfg(target_arch = "x86_64")]
+                $crate::cpu::simd::Level::Avx512 => unsafe { avx512 $(::<$($g),+>)? ($($arg),*) },
+                // SAFETY: as above.
+                #[cfg(target_arch = "x86_64")]
+                $crate::cpu::simd::Level::Avx2 => unsafe { avx2 $(::<$($g),+>)? ($($arg),*) },
+                _ => body $(::<$($g),+>)? ($($arg),*),
+            }
+        }
+    };
+}

@@ -1,0 +1,219 @@
+//! Batches by tokens: which sentences share one, and the packed rows that the model reads.
+
+use super::corpus::Corpus;
+use super::random::{Purpose, Random};
+use super::vocabulary::{BOS, EOS, UNK};
+
+/// Rows of real tokens one after the other, without padding.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct Packed {
+    /// Ids of all rows, n in all.
+    pub tokens: Vec<i64>,
+    /// The place of each token in its row, from 0.
+    pub positions: Vec<i64>,
+    /// Row r holds tokens `offsets[r] .. offsets[r + 1]`: cumulative lengths, one more than rows.
+    pub offsets: Vec<i64>,
+    /// The length of the longest row.
+    pub longest: usize,
+}
+
+impl Packed {
+    /// Packs rows of ids.
+    pub fn from_rows<R: IntoIterator<Item = u32>>(rows: impl IntoIterator<Item = R>) -> Self {
+        let mut packed = Self { offsets: vec![0], ..Self::default() };
+        for row in rows {
+            let start = packed.tokens.len();
+            packed.tokens.extend(row.into_iter().map(i64::from));
+            let length = packed.tokens.len() - start;
+            packed.positions.extend(0..length as i64);
+            packed.offsets.push(packed.tokens.len() as i64);
+            packed.longest = packed.longest.max(length);
+        }
+        packed
+    }
+
+    /// The number of rows.
+    pub fn rows(&self) -> usize {
+        self.offsets.len().saturating_sub(1)
+    }
+}
+
+/// What one forward pass reads.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Batch {
+    /// Source tokens and EOS; `None` for language modelling.
+    pub source: Option<Packed>,
+    /// What the decoder reads: BOS and the target's tokens.
+    pub target_input: Packed,
+    /// What the decoder is to say at the same places: the target's tokens and EOS.
+    pub target_output: Vec<i64>,
+    /// Which sentences of the corpus these are, row by row.
+    pub sentences: Vec<usize>,
+}
+
+/// The batches of an epoch, each a list of sentences, by their lengths (source, target) with EOS.
+///
+/// A batch's cost is its sentences × its longest side; it never exceeds `max_tokens` unless a single sentence does,
+/// which then is alone. Sentences are sorted by their longer side, then source, then target length, equal ones at
+/// random by (seed, epoch), and cut greedily, so a batch's rows are of like length; the batches are then shuffled by
+/// (seed, epoch). Their number is the same in every epoch.
+pub fn plan(lengths: &[(usize, usize)], max_tokens: usize, seed: u64, epoch: u64) -> Vec<Vec<usize>> {
+    let side = |sentence: usize| lengths[sentence].0.max(lengths[sentence].1);
+    let mut order: Vec<usize> = (0..lengths.len()).collect();
+    Random::new(seed, epoch, 0, Purpose::TieBreak).shuffle(&mut order);
+    // A stable sort, so that the random order decides between equal lengths.
+    order.sort_by_key(|&sentence| (side(sentence), lengths[sentence]));
+
+    let mut batches: Vec<Vec<usize>> = Vec::new();
+    for sentence in order {
+        // In rising order the newest sentence is the longest.
+        match batches.last_mut() {
+            Some(batch) if (batch.len() + 1) * side(sentence) <= max_tokens => batch.push(sentence),
+            _ => batches.push(vec![sentence]),
+        }
+    }
+    Random::new(seed, epoch, 0, Purpose::BatchOrder).shuffle(&mut batches);
+    batches
+}
+
+/// Packs the chosen sentences of a corpus.
+///
+/// Panics if a sentence is not in the corpus.
+pub fn collate(corpus: &Corpus, sentences: &[usize]) -> Batch {
+    let targets = || chosen(&corpus.target, sentences);
+    let (target_input, target_output) = match corpus.source {
+        Some(_) => (
+            Packed::from_rows(targets().map(|row| [BOS].into_iter().chain(row.iter().copied()))),
+            targets().flat_map(ended).map(i64::from).collect(),
+        ),
+        None => (
+            Packed::from_rows(targets().map(|row| row[..row.len().saturating_sub(1)].iter().copied())),
+            targets().flat_map(|row| row.iter().skip(1)).map(|&token| i64::from(token)).collect(),
+        ),
+    };
+    let source = corpus.source.as_ref().map(|source| Packed::from_rows(chosen(source, sentences).map(ended)));
+    Batch { source, target_input, target_output, sentences: sentences.to_vec() }
+}
+
+fn chosen<'a>(side: &'a [Vec<u32>], sentences: &'a [usize]) -> impl Iterator<Item = &'a [u32]> {
+    sentences.iter().map(|&sentence| side[sentence].as_slice())
+}
+
+fn ended(row: &[u32]) -> impl Iterator<Item = u32> + '_ {
+    row.iter().copied().chain([EOS])
+}
+
+/// Word dropout: with probability `p` a token, EOS included, becomes UNK. For the source and the decoder's input, never
+/// for what it is to say.
+pub fn word_dropout(tokens: &mut [i64], p: f64, random: &mut Random) {
+    for token in tokens {
+        if random.chance(p) {
+            *token = i64::from(UNK);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Pairs of lengths 2 to 41 with EOS, many of them equal.
+    fn lengths() -> Vec<(usize, usize)> {
+        (0..1000).map(|i| (2 + i * 7919 % 23, 2 + i * 104_729 % 40)).collect()
+    }
+
+    fn side((source, target): (usize, usize)) -> usize {
+        source.max(target)
+    }
+
+    fn corpus() -> Corpus {
+        let target = vec![vec![20, 21], vec![], vec![22]];
+        Corpus { source: Some(vec![vec![10], vec![11, 12, 13], vec![14, 15]]), target }
+    }
+
+    #[test]
+    fn every_sentence_is_in_one_batch_of_allowed_cost() {
+        let lengths = lengths();
+        let batches = plan(&lengths, 100, 1, 0);
+        let mut all = batches.concat();
+        all.sort_unstable();
+        assert_eq!(all, (0..lengths.len()).collect::<Vec<_>>());
+        let cost = |batch: &Vec<usize>| batch.len() * batch.iter().map(|&s| side(lengths[s])).max().unwrap();
+        assert!(batches.iter().all(|batch| cost(batch) <= 100), "{batches:?}");
+        // Neighbours in length together: little of the allowance is padding.
+        let real: usize = lengths.iter().map(|&pair| side(pair)).sum();
+        assert!(batches.iter().map(cost).sum::<usize>() < real * 101 / 100);
+    }
+
+    #[test]
+    fn a_sentence_over_the_limit_is_alone_and_not_lost() {
+        assert_eq!(plan(&[(9, 200)], 100, 1, 0), [[0]]);
+        assert_eq!(plan(&[], 100, 1, 0), [[0; 0]; 0]);
+    }
+
+    #[test]
+    fn seed_and_epoch_fix_the_order() {
+        let lengths = lengths();
+        let first = plan(&lengths, 100, 1, 0);
+        assert_eq!(plan(&lengths, 100, 1, 0), first);
+        for (seed, epoch) in [(2, 0), (1, 1)] {
+            let other = plan(&lengths, 100, seed, epoch);
+            assert_eq!(other.len(), first.len());
+            let sorted = |mut batches: Vec<Vec<usize>>| {
+                batches.iter_mut().for_each(|batch| batch.sort_unstable());
+                batches.sort_unstable();
+                batches
+            };
+            // Ties are broken anew, so batches differ in content, not in order alone.
+            assert_ne!(sorted(other), sorted(first.clone()));
+        }
+        // Frozen: a change would break the resuming of runs.
+        let small: Vec<_> = (0..8).map(|i| (2 + i % 2, 2)).collect();
+        assert_eq!(plan(&small, 6, 1, 2), [vec![4, 0, 2], vec![6, 3], vec![5], vec![7, 1]]);
+    }
+
+    #[test]
+    fn translation_batches_are_packed_with_eos() {
+        let batch = collate(&corpus(), &[2, 1, 0]);
+        let source = batch.source.unwrap();
+        assert_eq!(source.tokens, [14, 15, 2, 11, 12, 13, 2, 10, 2]);
+        assert_eq!(source.positions, [0, 1, 2, 0, 1, 2, 3, 0, 1]);
+        assert_eq!((source.offsets.as_slice(), source.longest, source.rows()), (&[0, 3, 7, 9][..], 4, 3));
+        assert_eq!(batch.target_input.tokens, [2, 22, 2, 2, 20, 21]);
+        assert_eq!(batch.target_input.offsets, [0, 2, 3, 6]);
+        assert_eq!(batch.target_output, [22, 2, 2, 20, 21, 2]);
+        assert_eq!(batch.sentences, [2, 1, 0]);
+    }
+
+    #[test]
+    fn language_model_batches_are_shifted_by_one() {
+        let corpus = Corpus::language_model(&[vec![10, 11, 12], vec![13]], 4, 8).unwrap();
+        let batch = collate(&corpus, &[1, 0]);
+        assert_eq!(batch.source, None);
+        assert_eq!(batch.target_input.tokens, [2, 13, 2, 10, 11, 12]);
+        assert_eq!(batch.target_input.positions, [0, 1, 0, 1, 2, 3]);
+        assert_eq!(batch.target_output, [13, 2, 10, 11, 12, 2]);
+    }
+
+    #[test]
+    fn lengths_are_those_of_the_packed_rows() {
+        let language_model = Corpus::language_model(&[vec![10, 11, 12], vec![13]], 4, 8).unwrap();
+        for corpus in [corpus(), language_model] {
+            for (sentence, &(source, target)) in corpus.lengths().iter().enumerate() {
+                let batch = collate(&corpus, &[sentence]);
+                assert_eq!(batch.source.map_or(0, |packed| packed.longest), source);
+                assert_eq!((batch.target_input.longest, batch.target_output.len()), (target, target));
+            }
+        }
+    }
+
+    #[test]
+    fn word_dropout_hits_all_tokens_alike() {
+        let mut tokens = vec![i64::from(EOS); 10_000];
+        word_dropout(&mut tokens, 0.1, &mut Random::new(1, 0, 0, Purpose::WordDropout));
+        let hit = tokens.iter().filter(|&&token| token == i64::from(UNK)).count();
+        // 1000 expected, standard deviation 30.
+        assert!((880..1120).contains(&hit), "{hit}");
+        assert!(tokens.iter().all(|&token| token == i64::from(UNK) || token == i64::from(EOS)));
+    }
+}

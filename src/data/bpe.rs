@@ -1,0 +1,286 @@
+//! Byte pair encoding: merges applied to words (Sennrich et al. 2016), exactly as `subword-nmt apply-bpe` does.
+//!
+//! A word starts as its characters and an end-of-word mark `</w>`. The pair of neighbours that stands earliest in the
+//! list of merges is joined wherever it occurs, left to right, again and again until no pair of neighbours is in the
+//! list. Every piece but a word's last carries `@@`.
+
+use std::collections::HashMap;
+use std::path::Path;
+use std::sync::{Mutex, PoisonError};
+
+use crate::data::text::{read_lines, write_lines_atomic};
+use crate::error::{Error, Result};
+
+/// Marks a piece that the next piece continues.
+pub const CONTINUED: &str = "@@";
+pub(super) const WORD_END: &str = "</w>";
+
+/// Words remembered at most: at about 200 bytes a word some 200 MB, more than any corpus of ours has types.
+const CACHED_WORDS: usize = 1 << 20;
+
+/// How the end of a word enters the merges.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum WordEnd {
+    /// Files of version 0.1 or without a header: `</w>` is a symbol of its own after the last character.
+    OwnSymbol,
+    /// Files of version 0.2, and fastBPE's: `</w>` is part of the last character's symbol.
+    OnLastCharacter,
+}
+
+/// An ordered list of merges, with the segmentation of every word seen so far.
+#[derive(Debug)]
+pub struct Bpe {
+    word_end: WordEnd,
+    merges: Vec<(String, String)>,
+    /// left → right → place in the list; nested, so that a look-up borrows both halves.
+    ranks: HashMap<String, HashMap<String, usize>>,
+    pieces: Mutex<HashMap<String, Vec<String>>>,
+}
+
+impl Bpe {
+    /// Reads merges as subword-nmt (`#version: 0.2`, then `a b` a line) or fastBPE (`a b count` a line, no header)
+    /// writes them.
+    ///
+    /// Two columns without a header are version 0.1, as for subword-nmt. A merge listed twice keeps its first place.
+    pub fn from_codes(path: impl AsRef<Path>) -> Result<Self> {
+        let path = path.as_ref();
+        let lines = read_lines(path)?;
+        let wrong = |index: usize, what: &str| {
+            Error::invalid(format!(
+                "{}: line {}: {what}, got '{}'; expected the merges of subword-nmt \
+                 ('#version: 0.2', then 'a b' a line) or of fastBPE ('a b count' a line)",
+                path.display(),
+                index + 1,
+                lines[index],
+            ))
+        };
+        let version = lines.first().and_then(|line| line.strip_prefix("#version:"));
+        let first = usize::from(version.is_some());
+        let last = lines.iter().rposition(|line| !line.is_empty()).map_or(0, |index| index + 1);
+        if last <= first {
+            return Err(Error::invalid(format!("{}: no merges; expected at least one line 'a b'", path.display())));
+        }
+        let columns = |index: usize| lines[index].trim_matches(['\r', ' ']).split(' ').collect::<Vec<_>>();
+        let of_fastbpe = version.is_none() && columns(first).len() == 3;
+        let word_end = match version.map(|version| version.trim().trim_end_matches(".0")) {
+            None if of_fastbpe => WordEnd::OnLastCharacter,
+            None | Some("0.1") => WordEnd::OwnSymbol,
+            Some("0.2") => WordEnd::OnLastCharacter,
+            Some(_) => return Err(wrong(0, "expected version 0.1 or 0.2")),
+        };
+        let mut merges = Vec::with_capacity(last - first);
+        for index in first..last {
+            match columns(index)[..] {
+                [left, right] if !of_fastbpe => merges.push((left.to_owned(), right.to_owned())),
+                [left, right, count] if of_fastbpe && count.parse::<u64>().is_ok() => {
+                    merges.push((left.to_owned(), right.to_owned()))
+                }
+                _ if of_fastbpe => return Err(wrong(index, "expected two symbols and a count")),
+                _ => return Err(wrong(index, "expected two symbols")),
+            }
+        }
+        Ok(Self::new(word_end, merges))
+    }
+
+    /// Merges that were learned in the manner of version 0.2.
+    pub(super) fn from_merges(merges: Vec<(String, String)>) -> Self {
+        Self::new(WordEnd::OnLastCharacter, merges)
+    }
+
+    fn new(word_end: WordEnd, listed: Vec<(String, String)>) -> Self {
+        let mut merges = Vec::with_capacity(listed.len());
+        let mut ranks: HashMap<String, HashMap<String, usize>> = HashMap::new();
+        for (left, right) in listed {
+            let of_left = ranks.entry(left.clone()).or_default();
+            if !of_left.contains_key(&right) {
+                of_left.insert(right.clone(), merges.len());
+                merges.push((left, right));
+            }
+        }
+        Self { word_end, merges, ranks, pieces: Mutex::default() }
+    }
+
+    /// The merges in the order in which they are applied.
+    pub fn merges(&self) -> &[(String, String)] {
+        &self.merges
+    }
+
+    /// The pieces of a line, whose words are separated by spaces alone (a tab belongs to its word), as `subword-nmt
+    /// apply-bpe` cuts them.
+    pub fn segment(&self, line: &str) -> Vec<String> {
+        // A thread that panicked while it held the lock left whole entries behind: the cache stays good.
+        let mut pieces = self.pieces.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut out = Vec::new();
+        for word in spaced_words(line) {
+            if let Some(known) = pieces.get(word) {
+                out.extend_from_slice(known);
+                continue;
+            }
+            let new = self.segment_word(word);
+            out.extend_from_slice(&new);
+            if pieces.len() < CACHED_WORDS {
+                pieces.insert(word.to_owned(), new);
+            }
+        }
+        out
+    }
+
+    /// Writes the merges in subword-nmt's format, whole or not at all.
+    pub fn save(&self, path: impl AsRef<Path>) -> Result<()> {
+        let version = match self.word_end {
+            WordEnd::OwnSymbol => "#version: 0.1",
+            WordEnd::OnLastCharacter => "#version: 0.2",
+        };
+        let merges = self.merges.iter().map(|(left, right)| format!("{left} {right}"));
+        write_lines_atomic(path, std::iter::once(version.to_owned()).chain(merges))
+    }
+
+    fn segment_word(&self, word: &str) -> Vec<String> {
+        let mut symbols: Vec<String> = word.chars().map(String::from).collect();
+        if symbols.len() > 1 {
+            match self.word_end {
+                WordEnd::OwnSymbol => symbols.push(WORD_END.to_owned()),
+                WordEnd::OnLastCharacter => symbols.last_mut().into_iter().for_each(|last| last.push_str(WORD_END)),
+            }
+            while let Some((left, right)) = self.first_merge(&symbols) {
+                symbols = join_pairs(symbols, left, right);
+            }
+            if let Some(last) = symbols.pop() {
+                let last = last.strip_suffix(WORD_END).unwrap_or(&last);
+                symbols.extend((!last.is_empty()).then(|| last.to_owned()));
+            }
+        }
+        let continued = symbols.len().saturating_sub(1);
+        symbols[..continued].iter_mut().for_each(|piece| piece.push_str(CONTINUED));
+        symbols
+    }
+
+    /// Of the pairs of neighbours, the one that stands first in the list of merges.
+    fn first_merge(&self, symbols: &[String]) -> Option<(&str, &str)> {
+        let rank = |pair: &[String]| self.ranks.get(&pair[0])?.get(&pair[1]).copied();
+        let (left, right) = &self.merges[symbols.windows(2).filter_map(rank).min()?];
+        Some((left, right))
+    }
+}
+
+/// The words of a line for merging: separated by spaces, ends of lines stripped.
+pub(super) fn spaced_words(line: &str) -> impl Iterator<Item = &str> {
+    line.trim_matches(['\r', '\n', ' ']).split(' ').filter(|word| !word.is_empty())
+}
+
+/// Joins each occurrence of the pair, left to right without overlap: in `x x x` the first two.
+fn join_pairs(symbols: Vec<String>, left: &str, right: &str) -> Vec<String> {
+    let mut joined = Vec::with_capacity(symbols.len());
+    let mut rest = symbols.into_iter().peekable();
+    while let Some(mut symbol) = rest.next() {
+        if symbol == left && rest.next_if(|next| next == right).is_some() {
+            symbol.push_str(right);
+        }
+        joined.push(symbol);
+    }
+    joined
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const MERGES: &str = "l o\nlo w</w>\no w\ne r</w>\na a\naa a\naa aa\ne s\nes t</w>\nl o\n\u{fc} n\n@ @\n\
+        \u{1f600} \u{1f600}</w>\na </w>\naa </w>\n";
+
+    fn bpe(codes: &str) -> Result<Bpe> {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("codes");
+        std::fs::write(&path, codes).unwrap();
+        Bpe::from_codes(path)
+    }
+
+    /// The right-hand sides are what subword-nmt 0.3.8's `BPE.segment` printed for MERGES with this header (frozen).
+    #[test]
+    fn segments_as_subword_nmt() {
+        for (header, frozen) in [("#version: 0.2\n", FROZEN_02), ("", FROZEN_01)] {
+            let bpe = bpe(&format!("{header}{MERGES}")).unwrap();
+            for (line, pieces) in LINES.iter().zip(frozen) {
+                // Twice: the second time from the cache.
+                assert_eq!(bpe.segment(line).join(" "), *pieces, "{line:?} with header {header:?}");
+                assert_eq!(bpe.segment(line).join(" "), *pieces, "{line:?} from the cache");
+            }
+        }
+    }
+
+    const LINES: &[&str] = &[
+        "low lower lowest",
+        "  low   er ",
+        "",
+        "   ",
+        "x",
+        "\u{fc} \u{fc}n \u{fc}nx",
+        "lo@@ west @@ @@@ @",
+        "aa aaa aaaa aaaaa aaaaaa",
+        "\u{1f600}\u{1f600} \u{1f600}\u{1f600}\u{1f600} e\u{301}st",
+        "low\tlow low\u{a0}er",
+        "a</w> est</w> </w>",
+        "low\r",
+        "b\u{2028}low \u{85}",
+    ];
+    const FROZEN_02: &[&str] = &[
+        "low lo@@ w@@ er lo@@ w@@ est",
+        "low er",
+        "",
+        "",
+        "x",
+        "\u{fc} \u{fc}@@ n \u{fc}n@@ x",
+        "lo@@ @@@ @ w@@ est @@@ @ @@@@ @ @",
+        "a@@ a aa@@ a aaa@@ a aaaa@@ a aa@@ aaa@@ a",
+        "\u{1f600}\u{1f600} \u{1f600}@@ \u{1f600}\u{1f600} e@@ \u{301}@@ s@@ t",
+        "lo@@ w@@ \t@@ low lo@@ w@@ \u{a0}@@ er",
+        "a@@ <@@ /@@ w@@ > es@@ t@@ <@@ /@@ w@@ > <@@ /@@ w@@ >",
+        "low",
+        "b@@ \u{2028}@@ low \u{85}",
+    ];
+    const FROZEN_01: &[&str] = &[
+        "lo@@ w lo@@ w@@ e@@ r lo@@ w@@ es@@ t",
+        "lo@@ w e@@ r",
+        "",
+        "",
+        "x",
+        "\u{fc} \u{fc}n \u{fc}n@@ x",
+        "lo@@ @@ w@@ es@@ t @@ @@@@ @ @",
+        "aa aaa aaaa aa@@ aaa aaaa@@ aa",
+        "\u{1f600}@@ \u{1f600} \u{1f600}@@ \u{1f600}@@ \u{1f600} e@@ \u{301}@@ s@@ t",
+        "lo@@ w@@ \t@@ lo@@ w lo@@ w@@ \u{a0}@@ e@@ r",
+        "a@@ <@@ /@@ w@@ > es@@ t@@ <@@ /@@ w@@ > <@@ /@@ w@@ >",
+        "lo@@ w",
+        "b@@ \u{2028}@@ lo@@ w \u{85}",
+    ];
+
+    #[test]
+    fn fastbpe_codes_have_counts_and_merge_like_version_02() {
+        let with_counts: String = MERGES.lines().map(|line| format!("{line} 17\n")).collect();
+        let (fast, plain) = (bpe(&with_counts).unwrap(), bpe(&format!("#version: 0.2\n{MERGES}")).unwrap());
+        assert_eq!(fast.merges(), plain.merges());
+        assert_eq!(fast.segment("low aaa"), plain.segment("low aaa"));
+    }
+
+    #[test]
+    fn saved_codes_read_back_the_same() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("codes");
+        for header in ["", "#version: 0.1\n", "#version: 0.2\n", "#version: 0.2.0\r\n"] {
+            let first = bpe(&format!("{header}{MERGES}\n\n")).unwrap();
+            first.save(&path).unwrap();
+            let second = Bpe::from_codes(&path).unwrap();
+            assert_eq!((first.word_end, &first.merges), (second.word_end, &second.merges));
+        }
+    }
+
+    #[test]
+    fn malformed_codes_are_named_by_line() {
+        let message = |codes: &str| bpe(codes).unwrap_err().to_string();
+        assert!(message("#version: 0.3\na b\n").contains("line 1: expected version 0.1 or 0.2"));
+        assert!(message("#version: 0.2\na b\na b c\n").contains("line 3: expected two symbols, got 'a b c'"));
+        assert!(message("#version: 0.2\na b\n\nc d\n").contains("line 3: expected two symbols, got ''"));
+        assert!(message("a b 3\na b x\n").contains("line 2: expected two symbols and a count"));
+        assert!(message("#version: 0.2\n\n").contains("no merges"));
+    }
+}

@@ -1,0 +1,154 @@
+//! Sentences of ids, ready to be batched.
+
+use super::vocabulary::EOS;
+use crate::error::{Error, Result};
+
+/// What to do with a sentence that exceeds a batch by itself.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum LongSentences {
+    /// An error that says how many there are.
+    Refuse,
+    /// They are left out, and counted.
+    Skip,
+}
+
+/// Sentence pairs, or for language modelling the segments of a stream.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Corpus {
+    /// Source sentences without EOS; `None` for language modelling.
+    pub source: Option<Vec<Vec<u32>>>,
+    /// With a source: target sentences without EOS. Without: segments as [`stream`] makes them.
+    pub target: Vec<Vec<u32>>,
+}
+
+impl Corpus {
+    /// A corpus of sentence pairs, and how many pairs were left out as too long.
+    ///
+    /// A pair is too long if its source or its target, with EOS, exceeds `max_tokens`.
+    pub fn parallel(
+        mut source: Vec<Vec<u32>>,
+        mut target: Vec<Vec<u32>>,
+        max_tokens: usize,
+        long: LongSentences,
+    ) -> Result<(Self, usize)> {
+        if source.len() != target.len() {
+            return Err(Error::invalid(format!(
+                "{} source and {} target sentences; expected as many of one as of the other",
+                source.len(),
+                target.len()
+            )));
+        }
+        let sides: Vec<usize> =
+            source.iter().zip(&target).map(|(source, target)| source.len().max(target.len()) + 1).collect();
+        let too_long = sides.iter().filter(|&&side| side > max_tokens).count();
+        if too_long > 0 && long == LongSentences::Refuse {
+            return Err(Error::invalid(format!(
+                "{too_long} of {} sentences are longer than a batch of --max-tokens {max_tokens} (the longest \
+                 has {} tokens with the end of sentence); raise --max-tokens, or leave them out with --skip-long",
+                sides.len(),
+                sides.iter().max().unwrap_or(&0),
+            )));
+        }
+        if too_long > 0 {
+            for sentences in [&mut source, &mut target] {
+                let mut side = sides.iter();
+                sentences.retain(|_| side.next().is_some_and(|&side| side <= max_tokens));
+            }
+        }
+        Ok((Self { source: Some(source), target }, too_long))
+    }
+
+    /// A corpus for language modelling: the sentences, each ended by EOS, as one stream cut in segments.
+    pub fn language_model(sentences: &[Vec<u32>], segment_length: usize, max_tokens: usize) -> Result<Self> {
+        if segment_length == 0 || segment_length > max_tokens {
+            return Err(Error::invalid(format!(
+                "segments of {segment_length} tokens; expected 1 to --max-tokens {max_tokens}: change one of them"
+            )));
+        }
+        let tokens: Vec<u32> = sentences.iter().flat_map(|sentence| sentence.iter().copied().chain([EOS])).collect();
+        Ok(Self { source: None, target: stream(&tokens, segment_length) })
+    }
+
+    /// The number of sentence pairs or segments.
+    pub fn len(&self) -> usize {
+        self.target.len()
+    }
+
+    pub fn is_empty(&self) -> bool {
+        self.target.is_empty()
+    }
+
+    /// How many positions (source, target) each sentence takes in the model, EOS included; source 0 for language
+    /// modelling.
+    pub fn lengths(&self) -> Vec<(usize, usize)> {
+        match &self.source {
+            Some(source) => {
+                source.iter().zip(&self.target).map(|(source, target)| (source.len() + 1, target.len() + 1)).collect()
+            }
+            // Every token of a segment but its first is predicted.
+            None => self.target.iter().map(|segment| (0, segment.len().saturating_sub(1))).collect(),
+        }
+    }
+}
+
+/// Chops one long stream of tokens in segments of `segment_length` predicted tokens (the last one may be shorter).
+///
+/// Each segment is preceded by the one token before it in the stream (EOS before the first): x₀ x₁ … x_T, of which x₀ …
+/// x_{T−1} is the model's input and x₁ … x_T what it predicts. So every token of the stream is predicted once, from a
+/// true predecessor, and nothing is added that would be easy to predict.
+pub fn stream(tokens: &[u32], segment_length: usize) -> Vec<Vec<u32>> {
+    let mut before = EOS;
+    let mut segments = Vec::with_capacity(tokens.len().div_ceil(segment_length.max(1)));
+    for segment in tokens.chunks(segment_length.max(1)) {
+        segments.push([&[before], segment].concat());
+        before = segment.last().copied().unwrap_or(before);
+    }
+    segments
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn sentences(lengths: &[usize]) -> Vec<Vec<u32>> {
+        lengths.iter().map(|&length| (10..).take(length).collect()).collect()
+    }
+
+    #[test]
+    fn long_sentences_are_refused_with_count_and_longest() {
+        let (source, target) = (sentences(&[3, 9, 4, 2]), sentences(&[3, 4, 4, 12]));
+        let message = Corpus::parallel(source, target, 5, LongSentences::Refuse).unwrap_err().to_string();
+        assert!(message.contains("2 of 4 sentences") && message.contains("the longest has 13"), "{message}");
+        assert!(message.contains("--skip-long"), "{message}");
+    }
+
+    #[test]
+    fn long_sentences_are_left_out_in_pairs_if_asked() {
+        let (source, target) = (sentences(&[9, 3, 2, 4]), sentences(&[4, 1, 12, 4]));
+        let (corpus, skipped) = Corpus::parallel(source, target, 5, LongSentences::Skip).unwrap();
+        assert_eq!((corpus.lengths(), skipped), (vec![(4, 2), (5, 5)], 2));
+        let (corpus, skipped) = Corpus::parallel(sentences(&[4]), sentences(&[0]), 5, LongSentences::Refuse).unwrap();
+        assert_eq!((corpus.lengths(), skipped), (vec![(5, 1)], 0));
+    }
+
+    #[test]
+    fn sides_must_match() {
+        let message =
+            Corpus::parallel(sentences(&[1, 1]), sentences(&[1]), 5, LongSentences::Skip).unwrap_err().to_string();
+        assert!(message.contains("2 source and 1 target"), "{message}");
+    }
+
+    #[test]
+    fn a_stream_predicts_each_token_once_from_its_predecessor() {
+        let corpus = Corpus::language_model(&[vec![10, 11, 12], vec![], vec![13]], 3, 3).unwrap();
+        // The stream is 10 11 12 EOS EOS 13 EOS.
+        assert_eq!(corpus.target, [vec![EOS, 10, 11, 12], vec![12, EOS, EOS, 13], vec![13, EOS]]);
+        assert_eq!(corpus.lengths(), [(0, 3), (0, 3), (0, 1)]);
+        for length in [0, 4] {
+            assert!(Corpus::language_model(&[], length, 3)
+                .unwrap_err()
+                .to_string()
+                .contains("expected 1 to --max-tokens 3"));
+        }
+    }
+}

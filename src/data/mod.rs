@@ -1,0 +1,28 @@
+//! From text files to packed batches of token ids, in the order of the files below.
+//!
+//! Lines of text ([`text`]) are cut into pieces ([`segmenter`], [`bpe`]), pieces become ids ([`vocabulary`]), sentences
+//! of ids form a [`corpus`], and sentences of like length share a batch ([`batches`]), delivered for ever in an order
+//! that a seed fixes ([`stream`]).
+
+pub mod text;
+
+pub mod bpe;
+mod bpe_learn;
+pub mod segmenter;
+
+pub mod vocabulary;
+
+pub mod corpus;
+
+pub mod batches;
+pub mod random;
+pub mod stream;
+
+pub use batches::{collate, plan, word_dropout, Batch, Packed};
+pub use bpe::Bpe;
+pub use corpus::{Corpus, LongSentences};
+pub use random::Random;
+pub use segmenter::{join, join_line, Segmenter};
+pub use stream::{BatchStream, Cursor, Prefetch, StreamConfig};
+pub use text::{read_lines, read_parallel, write_lines_atomic};
+pub use vocabulary::{seen_mask, Vocabulary};

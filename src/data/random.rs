@@ -1,0 +1,107 @@
+//! Random numbers that a seed fixes on every platform, for good.
+//!
+//! The generator is ChaCha with 8 rounds (crate `rand_chacha`, which promises the same values for ever). Its key spells
+//! out what the numbers are for, so that any place of a run has its own numbers without those before it: no state has
+//! to be stored to resume.
+
+use rand_chacha::rand_core::{RngCore, SeedableRng};
+use rand_chacha::ChaCha8Rng;
+
+/// What random numbers are drawn for: each purpose has its own.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Purpose {
+    /// Which of two sentences of the same lengths comes first.
+    TieBreak = 1,
+    /// The order of an epoch's batches.
+    BatchOrder = 2,
+    /// Which tokens of a batch become UNK.
+    WordDropout = 3,
+}
+
+/// The random numbers of one purpose at one place.
+#[derive(Debug, Clone)]
+pub struct Random(ChaCha8Rng);
+
+impl Random {
+    /// The key is seed, epoch, index and purpose, 8 bytes each, little endian.
+    pub fn new(seed: u64, epoch: u64, index: u64, purpose: Purpose) -> Self {
+        let mut key = [0; 32];
+        for (bytes, word) in key.chunks_exact_mut(8).zip([seed, epoch, index, purpose as u64]) {
+            bytes.copy_from_slice(&word.to_le_bytes());
+        }
+        Self(ChaCha8Rng::from_seed(key))
+    }
+
+    /// True with probability `p`.
+    pub fn chance(&mut self, p: f64) -> bool {
+        // The upper 53 bits as a multiple of 2⁻⁵³ in [0, 1).
+        (self.0.next_u64() >> 11) as f64 * (1.0 / (1u64 << 53) as f64) < p
+    }
+
+    /// Brings the items into a uniformly random order (Fisher and Yates, from the end).
+    pub fn shuffle<T>(&mut self, items: &mut [T]) {
+        for last in (1..items.len()).rev() {
+            items.swap(last, self.up_to(last as u64) as usize);
+        }
+    }
+
+    /// Uniform in 0 ..= `most`: bits beyond the range are thrown away and drawn again, as a remainder would prefer
+    /// small numbers.
+    fn up_to(&mut self, most: u64) -> u64 {
+        let mask = u64::MAX >> most.leading_zeros().min(63);
+        loop {
+            let drawn = self.0.next_u64() & mask;
+            if drawn <= most {
+                return drawn;
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_numbers_never_change() {
+        let mut items: Vec<u8> = (0..10).collect();
+        Random::new(1, 2, 3, Purpose::BatchOrder).shuffle(&mut items);
+        // Computed by an independent ChaCha8 in Python.
+        assert_eq!(items, [6, 0, 4, 9, 7, 5, 1, 2, 8, 3]);
+    }
+
+    #[test]
+    fn every_part_of_the_key_counts() {
+        let first = |seed, epoch, index, purpose| Random::new(seed, epoch, index, purpose).0.next_u64();
+        let all = [
+            first(0, 0, 0, Purpose::TieBreak),
+            first(1, 0, 0, Purpose::TieBreak),
+            first(0, 1, 0, Purpose::TieBreak),
+            first(0, 0, 1, Purpose::TieBreak),
+            first(0, 0, 0, Purpose::WordDropout),
+        ];
+        assert_eq!(std::collections::HashSet::from(all).len(), all.len());
+    }
+
+    #[test]
+    fn orders_are_uniform() {
+        let mut random = Random::new(7, 0, 0, Purpose::TieBreak);
+        let mut counts = std::collections::HashMap::new();
+        for _ in 0..6000 {
+            let mut items = [0, 1, 2];
+            random.shuffle(&mut items);
+            *counts.entry(items).or_insert(0) += 1;
+        }
+        // 1000 expected of each order, standard deviation 29.
+        assert!(counts.len() == 6 && counts.values().all(|count| (880..1120).contains(count)), "{counts:?}");
+    }
+
+    #[test]
+    fn chances_have_their_probability() {
+        let mut random = Random::new(7, 0, 0, Purpose::WordDropout);
+        let hits = (0..10_000).filter(|_| random.chance(0.1)).count();
+        // 1000 expected, standard deviation 30.
+        assert!((880..1120).contains(&hits), "{hits}");
+        assert!((0..100).all(|_| !random.chance(0.0) && random.chance(1.0)));
+    }
+}

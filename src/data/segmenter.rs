@@ -1,0 +1,79 @@
+//! Lines to pieces and back.
+
+use super::bpe::{Bpe, CONTINUED};
+use super::text::words;
+
+/// How a line of text becomes pieces of the vocabulary.
+#[derive(Debug)]
+pub enum Segmenter {
+    /// Words are cut by merges.
+    Bpe(Bpe),
+    /// The text is cut already: its pieces are what white space separates.
+    Split,
+}
+
+impl Segmenter {
+    /// The pieces of a line.
+    pub fn segment(&self, line: &str) -> Vec<String> {
+        match self {
+            Self::Bpe(bpe) => bpe.segment(line),
+            Self::Split => words(line).map(str::to_owned).collect(),
+        }
+    }
+}
+
+/// The words that the pieces were cut from, separated by single spaces.
+pub fn join<S: AsRef<str>>(pieces: &[S]) -> String {
+    let line = pieces.iter().map(AsRef::as_ref).collect::<Vec<_>>().join(" ");
+    join_line(&line)
+}
+
+/// A line of pieces with its words whole again: subword-nmt's `sed -r 's/(@@ )|(@@ ?$)//g'`.
+pub fn join_line(line: &str) -> String {
+    let mut joined = line.replace("@@ ", "");
+    // Only a mark at the very end of the line *before* joining is dangling; what joining brings there is text.
+    if line.ends_with(CONTINUED) {
+        joined.truncate(joined.len() - CONTINUED.len());
+    }
+    joined
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// The right-hand sides were printed by GNU sed with the expression above.
+    #[test]
+    fn joins_as_sed_does() {
+        for (line, joined) in [
+            ("viel@@ er b\u{fc}@@ sche .", "vieler b\u{fc}sche ."),
+            ("an end@@", "an end"),
+            ("an end@@ ", "an end"),
+            ("@@", ""),
+            ("@@ @@", ""),
+            ("a@@@@ ", "a@@"),
+            ("a@@@@", "a@@"),
+            ("@@@ b", "@b"),
+            ("a @@b", "a @@b"),
+            ("", ""),
+        ] {
+            assert_eq!(join_line(line), joined, "{line:?}");
+        }
+    }
+
+    #[test]
+    fn split_text_passes_and_joins_again() {
+        let pieces = Segmenter::Split.segment(" viel@@ er\tb\u{fc}@@ sche  . ");
+        assert_eq!(pieces, ["viel@@", "er", "b\u{fc}@@", "sche", "."]);
+        assert_eq!(join(&pieces), "vieler b\u{fc}sche .");
+    }
+
+    #[test]
+    fn merging_and_joining_are_inverse() {
+        let line = "ein kleines m\u{e4}dchen klettert in ein spielhaus";
+        let segmenter = Segmenter::Bpe(Bpe::learn([line], 5).unwrap());
+        let pieces = segmenter.segment(line);
+        assert!(pieces.len() > line.split(' ').count());
+        assert_eq!(join(&pieces), line);
+    }
+}

@@ -1,0 +1,266 @@
+//! Batches without end, epoch after epoch, from any place, built ahead on another thread.
+
+use std::sync::mpsc::{sync_channel, Receiver};
+use std::sync::Arc;
+use std::thread::{self, JoinHandle};
+
+use serde::{Deserialize, Serialize};
+
+use super::batches::{collate, plan, word_dropout, Batch};
+use super::corpus::Corpus;
+use super::random::{Purpose, Random};
+use crate::error::{Error, Result};
+
+/// Batches that wait to be taken: enough to hide a slow one, and little memory.
+const BUILT_AHEAD: usize = 4;
+
+/// A place in the data: the next batch is number `index` of epoch `epoch`, both from 0. `index` is 0 when an epoch has
+/// just ended.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Cursor {
+    pub epoch: u64,
+    pub index: u64,
+}
+
+/// What determines the batches of a corpus.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct StreamConfig {
+    /// Sentences × longest side of a batch, at most.
+    pub max_tokens: usize,
+    /// Fixes order and word dropout.
+    pub seed: u64,
+    /// The probability that an input token becomes UNK.
+    pub word_dropout: f64,
+}
+
+/// The batches of a corpus for ever, each with the cursor to resume from *after* it. Same corpus, configuration and
+/// cursor: same batches.
+#[derive(Debug)]
+pub struct BatchStream {
+    corpus: Arc<Corpus>,
+    lengths: Vec<(usize, usize)>,
+    config: StreamConfig,
+    cursor: Cursor,
+    /// The batches of epoch `cursor.epoch`.
+    plan: Vec<Vec<usize>>,
+}
+
+impl BatchStream {
+    /// Starts at `cursor`; `Cursor::default()` is the beginning.
+    ///
+    /// Errors: an empty corpus, a sentence longer than `max_tokens`, a probability outside 0 ≤ p < 1. A cursor past its
+    /// epoch's last batch, which other data or another `max_tokens` left behind, is an error too: from there the run
+    /// would not be the one that is resumed.
+    pub fn new(corpus: Arc<Corpus>, config: StreamConfig, cursor: Cursor) -> Result<Self> {
+        let lengths = corpus.lengths();
+        let Some(longest) = lengths.iter().map(|&(source, target)| source.max(target)).max() else {
+            return Err(Error::invalid("the corpus has no sentences; expected at least one to make batches of"));
+        };
+        if longest > config.max_tokens {
+            return Err(Error::invalid(format!(
+                "a sentence of {longest} tokens does not fit in a batch of --max-tokens {}; raise it, or leave such \
+                 sentences out with --skip-long",
+                config.max_tokens
+            )));
+        }
+        if !(0.0..1.0).contains(&config.word_dropout) {
+            return Err(Error::invalid(format!(
+                "word dropout {}; expected a probability p with 0 <= p < 1",
+                config.word_dropout
+            )));
+        }
+        let plan = plan(&lengths, config.max_tokens, config.seed, cursor.epoch);
+        if cursor.index >= plan.len() as u64 {
+            return Err(Error::invalid(format!(
+                "the run to resume stopped before batch {} of an epoch, and the epoch has {} batches; expected the \
+                 data and --max-tokens with which the run began",
+                cursor.index,
+                plan.len()
+            )));
+        }
+        Ok(Self { corpus, lengths, config, cursor, plan })
+    }
+
+    /// The number of batches in an epoch, the same in each.
+    pub fn batches_per_epoch(&self) -> usize {
+        self.plan.len()
+    }
+
+    /// Builds the next batch and moves behind it.
+    pub fn next_batch(&mut self) -> (Batch, Cursor) {
+        let Cursor { epoch, index } = self.cursor;
+        let mut batch = collate(&self.corpus, &self.plan[index as usize]);
+        if self.config.word_dropout > 0.0 {
+            let mut random = Random::new(self.config.seed, epoch, index, Purpose::WordDropout);
+            for input in batch.source.iter_mut().chain([&mut batch.target_input]) {
+                word_dropout(&mut input.tokens, self.config.word_dropout, &mut random);
+            }
+        }
+        self.cursor.index += 1;
+        if self.cursor.index == self.plan.len() as u64 {
+            self.cursor = Cursor { epoch: epoch + 1, index: 0 };
+            self.plan = plan(&self.lengths, self.config.max_tokens, self.config.seed, self.cursor.epoch);
+        }
+        (batch, self.cursor)
+    }
+}
+
+impl Iterator for BatchStream {
+    type Item = (Batch, Cursor);
+
+    /// Never `None`.
+    fn next(&mut self) -> Option<Self::Item> {
+        Some(self.next_batch())
+    }
+}
+
+/// A [`BatchStream`] whose batches are built ahead on a thread of their own. Dropping it ends the thread.
+#[derive(Debug)]
+pub struct Prefetch {
+    /// `None` only while dropping.
+    batches: Option<Receiver<(Batch, Cursor)>>,
+    builder: Option<JoinHandle<()>>,
+}
+
+impl Prefetch {
+    /// Starts building.
+    pub fn new(stream: BatchStream) -> Result<Self> {
+        let (sender, batches) = sync_channel(BUILT_AHEAD);
+        let build = move || {
+            for batch in stream {
+                // The receiver is gone: nobody wants more.
+                if sender.send(batch).is_err() {
+                    break;
+                }
+            }
+        };
+        let builder = thread::Builder::new().name("batches".to_owned()).spawn(build);
+        let builder = builder.map_err(|error| Error::io("start", "the thread that builds batches", error))?;
+        Ok(Self { batches: Some(batches), builder: Some(builder) })
+    }
+}
+
+impl Iterator for Prefetch {
+    type Item = (Batch, Cursor);
+
+    /// Waits for the next batch; never `None`. A panic of the builder goes on here, rather than look like the end of
+    /// the data.
+    fn next(&mut self) -> Option<Self::Item> {
+        let batch = self.batches.as_ref()?.recv().ok();
+        if batch.is_none() {
+            if let Some(Err(panic)) = self.builder.take().map(JoinHandle::join) {
+                std::panic::resume_unwind(panic);
+            }
+        }
+        batch
+    }
+}
+
+impl Drop for Prefetch {
+    fn drop(&mut self) {
+        // The receiver first: it wakes a builder that waits for room. What the builder panicked about no longer
+        // matters.
+        drop(self.batches.take());
+        if let Some(builder) = self.builder.take() {
+            let _ = builder.join();
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const CONFIG: StreamConfig = StreamConfig { max_tokens: 40, seed: 3, word_dropout: 0.1 };
+
+    fn corpus() -> Arc<Corpus> {
+        let side = |step: usize| (0..60).map(|i| (10..).take(1 + i * step % 11).collect()).collect();
+        Arc::new(Corpus { source: Some(side(7)), target: side(5) })
+    }
+
+    fn stream(cursor: Cursor) -> BatchStream {
+        BatchStream::new(corpus(), CONFIG, cursor).unwrap()
+    }
+
+    #[test]
+    fn any_cursor_resumes_with_the_same_batches() {
+        let per_epoch = stream(Cursor::default()).batches_per_epoch();
+        let all: Vec<_> = stream(Cursor::default()).take(3 * per_epoch).collect();
+        for (place, (_, after)) in all.iter().enumerate() {
+            let (epoch, index) = ((place + 1) / per_epoch, (place + 1) % per_epoch);
+            assert_eq!(*after, Cursor { epoch: epoch as u64, index: index as u64 });
+            let rest: Vec<_> = stream(*after).take(all.len() - place - 1).collect();
+            assert_eq!(rest, all[place + 1..]);
+        }
+        let sentences = |epoch: usize| {
+            let batches = &all[epoch * per_epoch..(epoch + 1) * per_epoch];
+            batches.iter().flat_map(|(batch, _)| batch.sentences.clone()).collect::<Vec<_>>()
+        };
+        assert_ne!(sentences(0), sentences(1));
+        let mut second = sentences(1);
+        second.sort_unstable();
+        assert_eq!(second, (0..60).collect::<Vec<_>>());
+    }
+
+    #[test]
+    fn word_dropout_spares_what_is_to_be_said() {
+        let plain = StreamConfig { word_dropout: 0.0, ..CONFIG };
+        let plain = BatchStream::new(corpus(), plain, Cursor::default()).unwrap();
+        let changed =
+            |left: &[i64], right: &[i64]| left.iter().zip(right).filter(|(left, right)| left != right).count();
+        let (mut source, mut input) = (0, 0);
+        for ((dropped, _), (plain, _)) in stream(Cursor::default()).zip(plain).take(30) {
+            assert_eq!(dropped.target_output, plain.target_output);
+            source += changed(&dropped.source.unwrap().tokens, &plain.source.unwrap().tokens);
+            input += changed(&dropped.target_input.tokens, &plain.target_input.tokens);
+        }
+        assert!(source > 0 && input > 0);
+    }
+
+    #[test]
+    fn prefetching_changes_nothing_and_ends_on_drop() {
+        let corpus = corpus();
+        let stream = || BatchStream::new(corpus.clone(), CONFIG, Cursor::default()).unwrap();
+        let ahead = Prefetch::new(stream()).unwrap();
+        assert!(ahead.take(50).eq(stream().take(50)));
+        // Dropped at once, while the builder runs, and while it waits for room: each must join, and the thread must let
+        // go of the corpus.
+        drop(Prefetch::new(stream()).unwrap());
+        let waiting = Prefetch::new(stream()).unwrap();
+        thread::sleep(std::time::Duration::from_millis(50));
+        drop(waiting);
+        assert_eq!(Arc::strong_count(&corpus), 1);
+    }
+
+    #[test]
+    fn a_builder_that_panics_is_heard() {
+        let mut broken = stream(Cursor::default());
+        broken.plan[2] = vec![usize::MAX];
+        let mut ahead = Prefetch::new(broken).unwrap();
+        assert!(ahead.next().is_some() && ahead.next().is_some());
+        let caught = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| ahead.next()));
+        assert!(caught.is_err());
+    }
+
+    #[test]
+    fn bad_configurations_are_refused() {
+        let message = |corpus: Corpus, config, cursor| {
+            BatchStream::new(Arc::new(corpus), config, cursor).unwrap_err().to_string()
+        };
+        let full = || Corpus::clone(&corpus());
+        let empty = Corpus { source: None, target: vec![] };
+        assert!(message(empty, CONFIG, Cursor::default()).contains("no sentences"));
+        let short = StreamConfig { max_tokens: 11, ..CONFIG };
+        assert!(message(full(), short, Cursor::default()).contains("a sentence of 12 tokens"));
+        let certain = StreamConfig { word_dropout: 1.0, ..CONFIG };
+        assert!(message(full(), certain, Cursor::default()).contains("0 <= p < 1"));
+        let past = Cursor { epoch: 1, index: 500 };
+        assert!(message(full(), CONFIG, past).contains("before batch 500"));
+    }
+
+    #[test]
+    fn a_cursor_keeps_its_names_in_checkpoints() {
+        let json = serde_json::to_string(&Cursor { epoch: 3, index: 14 }).unwrap();
+        assert_eq!(json, r#"{"epoch":3,"index":14}"#);
+    }
+}

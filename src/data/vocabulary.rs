@@ -1,0 +1,205 @@
+//! Pieces and their numbers, in fairseq's order and file format (`dict.txt`).
+
+use std::collections::HashMap;
+use std::path::Path;
+
+use super::text::{read_lines, write_lines_atomic};
+use crate::error::{Error, Result};
+
+/// Begin of sentence: fairseq numbers it and hardly uses it (a decoder starts from [`EOS`]).
+pub const BOS: u32 = 0;
+/// Fills up rows where they are padded.
+pub const PAD: u32 = 1;
+/// Ends every sentence, and starts the decoder's input.
+pub const EOS: u32 = 2;
+/// Stands for every piece that is not in the vocabulary.
+pub const UNK: u32 = 3;
+
+/// How the special symbols are spelled, by number.
+pub const SPECIALS: [&str; 4] = ["<s>", "<pad>", "</s>", "<unk>"];
+
+/// The pieces that a model knows: ids 0 to 3 are [`SPECIALS`], then come the pieces by falling count, equal counts in
+/// code point order.
+///
+/// Text never yields a special symbol but UNK: a piece that is spelled like one is counted nowhere and encoded as UNK
+/// (fairseq takes the symbol itself; a sentence would then end in its middle, or ask for a target that the vocabulary
+/// mask forbids). Unlike fairseq-preprocess, nothing is added to reach a multiple of 8; such entries (`madeupword0000
+/// 0`) in a file that is loaded are pieces like others.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Vocabulary {
+    pieces: Vec<String>,
+    counts: Vec<u64>,
+    ids: HashMap<String, u32>,
+}
+
+impl Vocabulary {
+    /// The vocabulary of all pieces of a text; for a joint one, of the pieces of both sides.
+    pub fn build<'a>(pieces: impl IntoIterator<Item = &'a str>) -> Self {
+        let mut counts: HashMap<&str, u64> = HashMap::new();
+        for piece in pieces {
+            *counts.entry(piece).or_default() += 1;
+        }
+        let mut counted: Vec<(&str, u64)> = counts.into_iter().filter(|(piece, _)| !is_special(piece)).collect();
+        counted.sort_unstable_by(|(piece, count), (other, others)| others.cmp(count).then_with(|| piece.cmp(other)));
+        let mut vocabulary = Self::with_specials();
+        for (piece, count) in counted {
+            vocabulary.push(piece, count);
+        }
+        vocabulary
+    }
+
+    /// Reads fairseq's `dict.txt`: `piece count` a line, in order, without the special symbols.
+    pub fn load(path: impl AsRef<Path>) -> Result<Self> {
+        let path = path.as_ref();
+        let mut vocabulary = Self::with_specials();
+        for (index, line) in read_lines(path)?.iter().enumerate() {
+            let wrong = |what: String| Error::invalid(format!("{}: line {}: {what}", path.display(), index + 1));
+            // From the right: a piece may hold any white space but the line's end.
+            let (piece, count) = match line.rsplit_once(' ').map(|(piece, count)| (piece, count.parse())) {
+                Some((piece, Ok(count))) if !piece.is_empty() => (piece, count),
+                _ => {
+                    return Err(wrong(format!(
+                        "expected 'piece count' with a whole number for the count, got '{line}'"
+                    )))
+                }
+            };
+            if is_special(piece) {
+                return Err(wrong(format!(
+                    "'{piece}' is one of the symbols {SPECIALS:?} that come first by themselves; remove the line"
+                )));
+            }
+            if let Some(&first) = vocabulary.ids.get(piece) {
+                let first = first as usize - SPECIALS.len() + 1;
+                return Err(wrong(format!(
+                    "the piece '{piece}' stands on line {first} already; expected each piece once"
+                )));
+            }
+            vocabulary.push(piece, count);
+        }
+        Ok(vocabulary)
+    }
+
+    /// Writes the pieces after the special ones as fairseq's `dict.txt`, whole or not at all.
+    pub fn save(&self, path: impl AsRef<Path>) -> Result<()> {
+        let lines = self.pieces.iter().zip(&self.counts).skip(SPECIALS.len());
+        write_lines_atomic(path, lines.map(|(piece, count)| format!("{piece} {count}")))
+    }
+
+    /// The number of ids, the special symbols' included.
+    #[allow(clippy::len_without_is_empty, reason = "the special symbols are always there")]
+    pub fn len(&self) -> usize {
+        self.pieces.len()
+    }
+
+    /// The ids of the pieces, without EOS; UNK for those not in the vocabulary.
+    pub fn encode<S: AsRef<str>>(&self, pieces: &[S]) -> Vec<u32> {
+        pieces.iter().map(|piece| self.ids.get(piece.as_ref()).copied().unwrap_or(UNK)).collect()
+    }
+
+    /// The pieces of the ids, without BOS, PAD and EOS; `<unk>` for UNK and for ids beyond the vocabulary.
+    pub fn decode(&self, ids: &[u32]) -> Vec<&str> {
+        let silent = |id: &&u32| !matches!(**id, BOS | PAD | EOS);
+        ids.iter()
+            .filter(silent)
+            .map(|&id| self.pieces.get(id as usize).map_or(SPECIALS[UNK as usize], String::as_str))
+            .collect()
+    }
+
+    fn with_specials() -> Self {
+        Self { pieces: SPECIALS.map(str::to_owned).to_vec(), counts: vec![0; SPECIALS.len()], ids: HashMap::new() }
+    }
+
+    fn push(&mut self, piece: &str, count: u64) {
+        // 2^32 different pieces would fill hundreds of gigabytes first.
+        self.ids.insert(piece.to_owned(), self.pieces.len() as u32);
+        self.pieces.push(piece.to_owned());
+        self.counts.push(count);
+    }
+}
+
+/// V_t, what the model may say: the types seen on the target side of the training text, EOS and UNK; never PAD or BOS.
+///
+/// One flag for each of the `len` ids; ids of `targets` beyond `len` count as UNK.
+pub fn seen_mask<'a>(len: usize, targets: impl IntoIterator<Item = &'a [u32]>) -> Vec<bool> {
+    let mut seen = vec![false; len];
+    let mut set = |id: u32, value: bool| seen.get_mut(id as usize).into_iter().for_each(|flag| *flag = value);
+    targets.into_iter().flatten().for_each(|&id| set(id, true));
+    for (id, value) in [(BOS, false), (PAD, false), (EOS, true), (UNK, true)] {
+        set(id, value);
+    }
+    seen
+}
+
+fn is_special(piece: &str) -> bool {
+    SPECIALS.contains(&piece)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn load(text: &str) -> Result<Vocabulary> {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("dict.txt");
+        std::fs::write(&path, text).unwrap();
+        Vocabulary::load(path)
+    }
+
+    #[test]
+    fn pieces_are_ordered_by_count_then_code_point() {
+        // UTF-16 would put U+1F600 (a surrogate) before U+FF01; Python and fairseq compare code points.
+        let vocabulary = Vocabulary::build("b \u{1f600} \u{ff01} a c c </s> B \u{e4} <pad>".split(' '));
+        assert_eq!(vocabulary.pieces[4..], ["c", "B", "a", "b", "\u{e4}", "\u{ff01}", "\u{1f600}"]);
+        assert_eq!(vocabulary.counts[4..6], [2, 1]);
+        assert_eq!((vocabulary.len(), &vocabulary.pieces[..4]), (11, &SPECIALS.map(str::to_owned)[..]));
+    }
+
+    #[test]
+    fn encoding_and_decoding() {
+        let vocabulary = Vocabulary::build(["ja", "ja", "ne@@", "in"]);
+        let ids = vocabulary.encode(&["ne@@", "in", "ja", "oh", "</s>", "<pad>"]);
+        assert_eq!(ids, [6, 5, 4, UNK, UNK, UNK]);
+        assert_eq!(vocabulary.decode(&[BOS, 6, 5, PAD, UNK, 4, 99, EOS]), ["ne@@", "in", "<unk>", "ja", "<unk>"]);
+    }
+
+    #[test]
+    fn a_saved_vocabulary_loads_the_same() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("dict.txt");
+        let vocabulary = Vocabulary::build("a\u{a0}b a\u{a0}b \t x\u{2028} c c c".split(' '));
+        vocabulary.save(&path).unwrap();
+        assert_eq!(std::fs::read_to_string(&path).unwrap(), "c 3\na\u{a0}b 2\n\t 1\nx\u{2028} 1\n");
+        let loaded = Vocabulary::load(&path).unwrap();
+        assert_eq!(loaded, vocabulary);
+        // A file's order is kept, whatever the counts.
+        assert_eq!(
+            load("rare 1\noften 9\nmadeupword0000 0\n").unwrap().encode(&["rare", "often", "madeupword0000"]),
+            [4, 5, 6]
+        );
+        assert_eq!(load("of course 3\n").unwrap().encode(&["of course"]), [4]);
+    }
+
+    #[test]
+    fn malformed_files_are_named_by_line() {
+        let message = |text: &str| load(text).unwrap_err().to_string();
+        for wrong in ["b", "b x", "b -1", " 3", "", "b 1 #fairseq:overwrite"] {
+            let said = message(&format!("a 1\n{wrong}\n"));
+            assert!(
+                said.contains(&format!(
+                    "line 2: expected 'piece count' with a whole number for the count, got '{wrong}'"
+                )),
+                "{said}"
+            );
+        }
+        let twice = message("a 1\nb 1\na 3\n");
+        assert!(twice.contains("line 3: the piece 'a' stands on line 1 already"), "{twice}");
+        let special = message("</s> 1\n");
+        assert!(special.contains("line 1: '</s>' is one of the symbols"), "{special}");
+    }
+
+    #[test]
+    fn the_mask_holds_target_types_eos_and_unk() {
+        let targets: [&[u32]; 3] = [&[5, 7], &[], &[7, BOS, PAD, 99]];
+        assert_eq!(seen_mask(8, targets), [false, false, true, true, false, true, false, true]);
+    }
+}

@@ -1,0 +1,87 @@
+//! The one error type: what went wrong, in the words the user reads.
+
+use std::path::Path;
+
+pub type Result<T, E = Error> = std::result::Result<T, E>;
+
+#[derive(Debug, thiserror::Error)]
+pub enum Error {
+    /// Wrong input or configuration. The message names what was expected, what came, and what to do.
+    #[error("{0}")]
+    Invalid(String),
+    /// The operating system refused: which act on which file.
+    #[error("{act} {path}: {source}")]
+    Io {
+        act: &'static str,
+        path: String,
+        #[source]
+        source: std::io::Error,
+    },
+    /// libtorch refused.
+    #[error("{0}")]
+    Torch(String),
+    /// The loss or the gradient stopped being finite; the message names the update and the last good checkpoint.
+    #[error("{0}")]
+    Diverged(String),
+    /// The user asked to stop (Ctrl-C); everything is saved and the message says how to resume.
+    #[error("{0}")]
+    Interrupted(String),
+}
+
+impl Error {
+    pub fn invalid(message: impl Into<String>) -> Self {
+        Error::Invalid(message.into())
+    }
+
+    pub fn io(act: &'static str, path: impl AsRef<Path>, source: std::io::Error) -> Self {
+        Error::Io { act, path: path.as_ref().display().to_string(), source }
+    }
+}
+
+impl From<tch::TchError> for Error {
+    fn from(e: tch::TchError) -> Self {
+        // libtorch appends its C++ stack to the message; the first line says what is wrong.
+        let text = match e {
+            tch::TchError::Torch(text) => text,
+            other => other.to_string(),
+        };
+        let end = text.find("\nException raised from").unwrap_or(text.len());
+        Error::Torch(text[..end].trim_end().to_string())
+    }
+}
+
+/// "`what` must be one of a, b, c; got `got`", with the closest choice named where one is close.
+pub fn unknown<'a>(what: &str, got: &str, choices: impl IntoIterator<Item = &'a str>) -> Error {
+    let choices: Vec<&str> = choices.into_iter().collect();
+    let close = choices.iter().min_by_key(|c| distance(c, got)).filter(|c| distance(c, got) <= 1 + got.len() / 4);
+    let hint = close.map_or(String::new(), |c| format!(" (did you mean {c:?}?)"));
+    Error::Invalid(format!("{what} must be one of {}; got {got:?}{hint}", choices.join(", ")))
+}
+
+/// Levenshtein's distance.
+fn distance(a: &str, b: &str) -> usize {
+    let b: Vec<char> = b.chars().collect();
+    let mut row: Vec<usize> = (0..=b.len()).collect();
+    for (i, ca) in a.chars().enumerate() {
+        let mut diagonal = row[0];
+        row[0] = i + 1;
+        for (j, cb) in b.iter().enumerate() {
+            let substitute = diagonal + usize::from(ca != *cb);
+            diagonal = row[j + 1];
+            row[j + 1] = substitute.min(row[j] + 1).min(diagonal + 1);
+        }
+    }
+    row[b.len()]
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_unknown_name_lists_the_choices_and_the_closest() {
+        let e = unknown("norm", "scalnorm", ["layernorm", "scalenorm"]).to_string();
+        assert_eq!(e, "norm must be one of layernorm, scalenorm; got \"scalnorm\" (did you mean \"scalenorm\"?)");
+        assert!(!unknown("norm", "x", ["layernorm", "scalenorm"]).to_string().contains("mean"));
+    }
+}

@@ -1,0 +1,24 @@
+//! Every Transformer normalisation, residual scheme and initialisation, for PyTorch: operators, a Transformer and its
+//! training loop on libtorch tensors. The modules stand in the order of the pipeline.
+
+pub mod error;
+
+pub mod cpu;
+pub mod kernel;
+pub mod operator;
+
+pub mod config;
+pub mod init;
+pub mod norm;
+pub mod residual;
+
+pub mod model;
+
+pub mod data;
+pub mod metrics;
+pub mod run;
+pub mod search;
+pub mod train;
+
+#[cfg(feature = "python")]
+mod python;

@@ -1,0 +1,136 @@
+//! Multi-head attention on packed rows.
+
+use super::{linear, Builder, Context, Ranges};
+use crate::error::Result;
+use crate::init::{Fill, Init, Role};
+use crate::norm::Rows;
+use crate::operator;
+use crate::residual::{Inside, Place, Point};
+use tch::{Kind, Tensor};
+
+/// softmax(QKᵀ/√d_head)V per head, heads joined, output projection. torch.nn's layout: q, k and v stacked in one matrix.
+pub struct Attention {
+    in_weight: Tensor,
+    in_bias: Tensor,
+    out_weight: Tensor,
+    out_bias: Tensor,
+    d: i64,
+    heads: i64,
+    scale: f64,
+}
+
+/// Keys and values of what has been decoded: (slots, room, d) each, `length` of `room` used.
+pub struct Cache {
+    keys: Tensor,
+    values: Tensor,
+    length: i64,
+}
+
+impl Attention {
+    pub fn build(b: &mut Builder, place: &Place, heads: i64, init: &Init) -> Result<Self> {
+        let d = place.d_model;
+        let block = |role| (d, (init.linear)(role, d, d, place));
+        let stacked = Fill::Rows(vec![block(Role::Query), block(Role::Key), block(Role::Value)]);
+        let zero = Fill::Constant(0.0);
+        let in_weight = b.parameter("in_proj_weight", &[3 * d, d], &stacked)?;
+        let in_bias = b.parameter("in_proj_bias", &[3 * d], &zero)?;
+        let (out_weight, out_bias) = b.within("out_proj", |b| {
+            let weight = b.parameter("weight", &[d, d], &(init.linear)(Role::AttentionOutput, d, d, place))?;
+            Ok((weight, b.parameter("bias", &[d], &zero)?))
+        })?;
+        Ok(Attention { in_weight, in_bias, out_weight, out_bias, d, heads, scale: ((d / heads) as f64).powf(-0.5) })
+    }
+
+    /// Every sentence to itself.
+    pub fn attend(&self, x: &Tensor, ranges: &Ranges, causal: bool, inside: &Inside, ctx: &Context) -> Result<Tensor> {
+        let x = inside.at(Point::Input, x.shallow_clone(), &ctx.rows())?;
+        let qkv = linear(&x, &self.in_weight, Some(&self.in_bias), ctx.kind)?.f_split(self.d, 1)?;
+        self.finish(&qkv[0], &qkv[1], &qkv[2], ranges, causal, inside, ctx)
+    }
+
+    /// Queries of x to keys and values that [`memory`](Self::memory) made.
+    pub fn attend_memory(
+        &self,
+        x: &Tensor,
+        memory: &(Tensor, Tensor),
+        ranges: &Ranges,
+        inside: &Inside,
+        ctx: &Context,
+    ) -> Result<Tensor> {
+        let x = inside.at(Point::Input, x.shallow_clone(), &ctx.rows())?;
+        let (weight, bias) = (self.in_weight.f_narrow(0, 0, self.d)?, self.in_bias.f_narrow(0, 0, self.d)?);
+        let q = linear(&x, &weight, Some(&bias), ctx.kind)?;
+        self.finish(&q, &memory.0, &memory.1, ranges, false, inside, ctx)
+    }
+
+    /// The encoder output's keys and values.
+    pub fn memory(&self, memory: &Tensor, kind: Kind) -> Result<(Tensor, Tensor)> {
+        let weight = self.in_weight.f_narrow(0, self.d, 2 * self.d)?;
+        let bias = self.in_bias.f_narrow(0, self.d, 2 * self.d)?;
+        let mut kv = linear(memory, &weight, Some(&bias), kind)?.f_split(self.d, 1)?;
+        let v = kv.pop().expect("a split of 2d by d has two parts");
+        Ok((kv.pop().expect("a split of 2d by d has two parts"), v))
+    }
+
+    /// One more token for each slot of the cache; x is (slots, d).
+    pub fn step(&self, x: &Tensor, cache: &mut Option<Cache>, inside: &Inside, ctx: &Context) -> Result<Tensor> {
+        let x = inside.at(Point::Input, x.shallow_clone(), &ctx.rows())?;
+        let qkv = linear(&x, &self.in_weight, Some(&self.in_bias), ctx.kind)?.f_split(self.d, 1)?;
+        let slots = x.size()[0];
+        let cache = match cache {
+            Some(cache) => cache,
+            None => {
+                let empty = || Tensor::f_empty([slots, 16, self.d].as_slice(), (qkv[1].kind(), x.device()));
+                cache.insert(Cache { keys: empty()?, values: empty()?, length: 0 })
+            }
+        };
+        cache.push(&qkv[1], &qkv[2])?;
+        let room = cache.keys.size()[1];
+        let rows: Vec<i64> = (0..slots).flat_map(|s| [s, 1, s * room, cache.length]).collect();
+        let ranges = Ranges::of(&rows, x.device())?;
+        let flat = |t: &Tensor| t.f_reshape([-1, self.d].as_slice());
+        self.finish(&qkv[0], &flat(&cache.keys)?, &flat(&cache.values)?, &ranges, false, inside, ctx)
+    }
+
+    fn finish(
+        &self,
+        q: &Tensor,
+        k: &Tensor,
+        v: &Tensor,
+        ranges: &Ranges,
+        causal: bool,
+        inside: &Inside,
+        ctx: &Context,
+    ) -> Result<Tensor> {
+        let rows: Rows = ctx.rows();
+        let p = ctx.rates.attention;
+        let heads =
+            operator::attention(q, k, v, &ranges.0, self.heads, causal, self.scale, p, ctx.seed.as_ref(), ctx.site())?;
+        let heads = inside.at(Point::AfterHeads, heads, &rows)?;
+        let out = linear(&heads, &self.out_weight, Some(&self.out_bias), ctx.kind)?;
+        inside.at(Point::AfterOutput, out, &rows)
+    }
+}
+
+impl Cache {
+    fn push(&mut self, k: &Tensor, v: &Tensor) -> Result<()> {
+        if self.length == self.keys.size()[1] {
+            for t in [&mut self.keys, &mut self.values] {
+                *t = Tensor::f_cat(&[&*t, &t.f_empty_like()?], 1)?;
+            }
+        }
+        for (room, new) in [(&self.keys, k), (&self.values, v)] {
+            room.f_select(1, self.length)?.f_copy_(new)?;
+        }
+        self.length += 1;
+        Ok(())
+    }
+
+    /// Slot i becomes what slot order[i] was; order may be shorter or longer than the cache.
+    pub fn reorder(&mut self, order: &Tensor) -> Result<()> {
+        for t in [&mut self.keys, &mut self.values] {
+            *t = t.f_index_select(0, order)?;
+        }
+        Ok(())
+    }
+}

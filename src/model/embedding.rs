@@ -1,0 +1,144 @@
+//! Word embeddings with sinusoidal positions, and the output projection that may share them.
+
+use super::{linear, Builder, Context, Packed, PAD};
+use crate::config::{Architecture, Positions, Ties, TransformerConfig};
+use crate::error::Result;
+use crate::init::{self, Fill};
+use crate::norm::fix_norm;
+use crate::operator;
+use std::cell::RefCell;
+use tch::{Device, Kind, Tensor};
+
+/// The tables of word vectors: one, two or three, as `tie_embeddings` says.
+pub struct Embeddings {
+    source: Option<Tensor>,
+    target: Tensor,
+    output: Tensor,
+    output_bias: Option<Tensor>,
+    /// The output projection is an embedding: FixNorm then applies to it too.
+    tied: bool,
+    fixnorm: bool,
+    scale: f64,
+    positions: Sinusoids,
+}
+
+impl Embeddings {
+    pub fn build(b: &mut Builder, config: &TransformerConfig, init: &init::Init) -> Result<Self> {
+        let (v, d) = (config.vocab_size, config.d_model);
+        // A zero row has no direction: under FixNorm padding starts like any other word (its gradient would be 1e12).
+        let fill = match config.fixnorm {
+            true => Fill::Uniform { bound: fix_norm::INIT_BOUND },
+            false => Fill::WithZeroRow(PAD, Box::new(init::embedding(d))),
+        };
+        let has_source = config.architecture == Architecture::EncoderDecoder;
+        let table = |b: &mut Builder, name: &str| b.within(name, |b| b.parameter("weight", &[v, d], &fill));
+        let (source, target) = match config.tie_embeddings {
+            Ties::All => {
+                let shared = table(b, "embedding")?;
+                (Some(shared.shallow_clone()), shared)
+            }
+            _ => {
+                let source = if has_source { Some(table(b, "source_embedding")?) } else { None };
+                (source, table(b, "target_embedding")?)
+            }
+        };
+        let output = match config.tie_embeddings {
+            Ties::None => b.within("output_projection", |b| b.parameter("weight", &[v, d], &(init.output)(d, v)))?,
+            _ => target.shallow_clone(),
+        };
+        let output_bias = match config.output_bias {
+            true => Some(b.within("output_projection", |b| b.parameter("bias", &[v], &Fill::Constant(0.0)))?),
+            false => None,
+        };
+        Ok(Embeddings {
+            source: source.filter(|_| has_source),
+            target,
+            output,
+            output_bias,
+            tied: config.tie_embeddings != Ties::None,
+            fixnorm: config.fixnorm,
+            scale: (d as f64).sqrt(),
+            positions: Sinusoids { layout: config.positions, d_model: d, table: RefCell::new(None) },
+        })
+    }
+
+    /// drop(√d·W[token] + position): (rows, d) in the parameters' type.
+    pub fn source(&self, input: &Packed, ctx: &Context) -> Result<Tensor> {
+        self.embed(self.source.as_ref().unwrap_or(&self.target), input, ctx)
+    }
+
+    pub fn target(&self, input: &Packed, ctx: &Context) -> Result<Tensor> {
+        self.embed(&self.target, input, ctx)
+    }
+
+    fn embed(&self, table: &Tensor, input: &Packed, ctx: &Context) -> Result<Tensor> {
+        let mut words = Tensor::f_embedding(table, &input.tokens, -1, false, false)?;
+        if self.fixnorm {
+            words = fix_norm::fix_norm(&words)?;
+        }
+        let positions = self.positions.rows(&input.positions, words.kind(), words.device())?;
+        let x = (words * self.scale).f_add(&positions)?;
+        operator::dropout(x, ctx.rates.embedding, ctx.seed.as_ref(), ctx.site())
+    }
+
+    /// The matrix of the output projection, (V, d): FixNorm applied where it is tied.
+    pub fn output_weight(&self) -> Result<Tensor> {
+        match self.fixnorm && self.tied {
+            true => fix_norm::fix_norm(&self.output),
+            false => Ok(self.output.shallow_clone()),
+        }
+    }
+
+    pub fn output_bias(&self) -> Option<&Tensor> {
+        self.output_bias.as_ref()
+    }
+
+    /// Logits, (rows, V), in the computing type.
+    pub fn logits(&self, h: &Tensor, kind: Kind) -> Result<Tensor> {
+        linear(h, &self.output_weight()?, self.output_bias.as_ref(), kind)
+    }
+}
+
+/// Sinusoidal positions (SPEC §4), as many rows as were asked for so far.
+struct Sinusoids {
+    layout: Positions,
+    d_model: i64,
+    table: RefCell<Option<Tensor>>,
+}
+
+impl Sinusoids {
+    fn rows(&self, positions: &Tensor, kind: Kind, device: Device) -> Result<Tensor> {
+        let needed = if positions.numel() == 0 { 0 } else { positions.f_max()?.f_int64_value(&[])? + 1 };
+        let mut table = self.table.borrow_mut();
+        if !table.as_ref().is_some_and(|t| t.size()[0] >= needed && t.kind() == kind && t.device() == device) {
+            *table = Some(self.make((needed as usize).next_power_of_two().max(64), kind, device)?);
+        }
+        let table = table.as_ref().expect("the table was made above");
+        Ok(table.f_index_select(0, positions)?)
+    }
+
+    fn make(&self, rows: usize, kind: Kind, device: Device) -> Result<Tensor> {
+        let d = self.d_model as usize;
+        let half = d / 2;
+        let mut values = vec![0f64; rows * d];
+        for (position, row) in values.chunks_exact_mut(d).enumerate() {
+            for j in 0..half {
+                match self.layout {
+                    // column 2j is a sine, 2j+1 a cosine, of position·10000^(−2j/d)
+                    Positions::Twt => {
+                        let angle = position as f64 * 10000f64.powf(-2.0 * j as f64 / d as f64);
+                        (row[2 * j], row[2 * j + 1]) = angle.sin_cos();
+                    }
+                    // sines in the first half, cosines in the second; the first token stands at padding_idx + 1
+                    Positions::Fairseq => {
+                        let step = 10000f64.ln() / (half as f64 - 1.0).max(1.0);
+                        let angle = (position as i64 + PAD + 1) as f64 * (-(j as f64) * step).exp();
+                        (row[j], row[half + j]) = angle.sin_cos();
+                    }
+                }
+            }
+        }
+        let table = Tensor::f_from_slice(&values)?.f_reshape([rows as i64, d as i64].as_slice())?;
+        Ok(table.f_to_kind(kind)?.f_to_device(device)?)
+    }
+}

@@ -1,0 +1,40 @@
+//! The feed-forward sublayer: `W₂·drop(relu(W₁x + b₁)) + b₂`.
+
+use super::{linear, Builder, Context};
+use crate::error::Result;
+use crate::init::{Fill, Init, Role};
+use crate::operator;
+use crate::residual::{Inside, Place, Point};
+use tch::Tensor;
+
+pub struct FeedForward {
+    weight1: Tensor,
+    bias1: Tensor,
+    weight2: Tensor,
+    bias2: Tensor,
+}
+
+impl FeedForward {
+    pub fn build(b: &mut Builder, place: &Place, init: &Init) -> Result<Self> {
+        let (d, f) = (place.d_model, place.d_ff);
+        let mut layer = |name: &str, role, fan_in, fan_out| {
+            b.within(name, |b| {
+                let weight = b.parameter("weight", &[fan_out, fan_in], &(init.linear)(role, fan_in, fan_out, place))?;
+                Ok((weight, b.parameter("bias", &[fan_out], &Fill::Constant(0.0))?))
+            })
+        };
+        let (weight1, bias1) = layer("linear1", Role::FeedForward1, d, f)?;
+        let (weight2, bias2) = layer("linear2", Role::FeedForward2, f, d)?;
+        Ok(FeedForward { weight1, bias1, weight2, bias2 })
+    }
+
+    pub fn forward(&self, x: &Tensor, inside: &Inside, ctx: &Context) -> Result<Tensor> {
+        let rows = ctx.rows();
+        let x = inside.at(Point::Input, x.shallow_clone(), &rows)?;
+        let h = linear(&x, &self.weight1, Some(&self.bias1), ctx.kind)?; // (rows, d_ff)
+        let h = inside.at(Point::BeforeActivation, h, &rows)?;
+        let h = operator::relu_dropout(&h, ctx.rates.activation, ctx.seed.as_ref(), ctx.site())?;
+        let h = inside.at(Point::Amid, h, &rows)?;
+        linear(&h, &self.weight2, Some(&self.bias2), ctx.kind)
+    }
+}

@@ -1,0 +1,36 @@
+//! The Transformer of SPEC §4 on packed rows, composed of the tables of norms, residual schemes and initialisations.
+
+mod attention;
+mod context;
+mod embedding;
+mod feed_forward;
+mod layer;
+mod packed;
+mod parameters;
+mod stack;
+mod transformer;
+
+pub use attention::Cache;
+pub use context::{Context, Rates};
+pub use packed::{Packed, Ranges};
+pub use parameters::{Builder, Parameters};
+pub use stack::StackCache;
+pub use transformer::{Memory, Transformer};
+
+use crate::error::Result;
+use tch::{Kind, Tensor};
+
+/// Special types, in fairseq's order.
+pub const BOS: i64 = 0;
+pub const PAD: i64 = 1;
+pub const EOS: i64 = 2;
+pub const UNK: i64 = 3;
+
+/// y = x Wᵀ + b in the computing type, whatever the types of x and of the parameters.
+pub(crate) fn linear(x: &Tensor, weight: &Tensor, bias: Option<&Tensor>, kind: Kind) -> Result<Tensor> {
+    let (x, weight) = (x.f_to_kind(kind)?, weight.f_to_kind(kind)?);
+    match bias {
+        Some(bias) => Ok(x.f_linear(&weight, Some(&bias.f_to_kind(kind)?))?),
+        None => Ok(x.f_linear::<&Tensor>(&weight, None)?),
+    }
+}

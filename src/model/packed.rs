@@ -1,0 +1,100 @@
+//! Packed sentences: real tokens only, one sentence after another.
+
+use super::PAD;
+use crate::error::{Error, Result};
+use tch::{Device, Kind, Tensor};
+
+/// A batch of sentences without padding.
+#[derive(Debug)]
+pub struct Packed {
+    /// (rows), int64
+    pub tokens: Tensor,
+    /// Each token's position in its sentence, from 0; (rows), int64
+    pub positions: Tensor,
+    /// Sentence i is rows offsets[i]..offsets[i+1].
+    pub offsets: Vec<i64>,
+}
+
+impl Packed {
+    pub fn new(tokens: &[i64], positions: &[i64], offsets: Vec<i64>, device: Device) -> Result<Self> {
+        Ok(Packed {
+            tokens: Tensor::f_from_slice(tokens)?.f_to_device(device)?,
+            positions: Tensor::f_from_slice(positions)?.f_to_device(device)?,
+            offsets,
+        })
+    }
+
+    /// Of sentences as they are.
+    pub fn of(sentences: &[&[i64]], device: Device) -> Result<Self> {
+        let tokens = sentences.concat();
+        let positions: Vec<i64> = sentences.iter().flat_map(|s| 0..s.len() as i64).collect();
+        let mut offsets = vec![0];
+        offsets.extend(sentences.iter().scan(0, |end, s| {
+            *end += s.len() as i64;
+            Some(*end)
+        }));
+        Packed::new(&tokens, &positions, offsets, device)
+    }
+
+    /// Of a padded batch (B, T) of token ids: everything but [`PAD`], wherever it stands. `name` is for messages.
+    pub fn from_padded(name: &str, padded: &Tensor, vocab_size: i64) -> Result<Self> {
+        if padded.kind() != Kind::Int64 || padded.dim() != 2 {
+            return Err(Error::invalid(format!(
+                "{name} must be an int64 tensor (batch, length) of token ids, got {:?} {:?}",
+                padded.kind(),
+                padded.size()
+            )));
+        }
+        let (sentences, length) = padded.size2()?;
+        let all = Vec::<i64>::try_from(padded.f_to_device(Device::Cpu)?.f_reshape([-1i64].as_slice())?)?;
+        let rows: Vec<Vec<i64>> = (0..sentences)
+            .map(|i| all[(i * length) as usize..((i + 1) * length) as usize].iter().copied().filter(|t| *t != PAD).collect())
+            .collect();
+        if let Some(bad) = rows.iter().flatten().find(|t| !(0..vocab_size).contains(*t)) {
+            return Err(Error::invalid(format!("{name} holds token {bad}, but the vocabulary has {vocab_size} types")));
+        }
+        Packed::of(&rows.iter().map(Vec::as_slice).collect::<Vec<_>>(), padded.device())
+    }
+
+    /// Rows back at their places in the padded batch that [`from_padded`](Self::from_padded) read; zeros at padding.
+    pub fn unpack(&self, rows: &Tensor, padded: &Tensor) -> Result<Tensor> {
+        let width = rows.size()[1];
+        let places = padded.f_ne(PAD)?.f_reshape([-1i64].as_slice())?.f_nonzero()?.f_squeeze_dim(1)?;
+        let out = Tensor::f_zeros([padded.numel() as i64, width].as_slice(), (rows.kind(), rows.device()))?;
+        let (batch, length) = padded.size2()?;
+        Ok(out.f_index_copy(0, &places, rows)?.f_reshape([batch, length, width].as_slice())?)
+    }
+
+    pub fn rows(&self) -> i64 {
+        *self.offsets.last().unwrap_or(&0)
+    }
+
+    pub fn sentences(&self) -> usize {
+        self.offsets.len() - 1
+    }
+}
+
+/// Who attends to whom: per sentence (q_start, q_len, k_start, k_len), int64 (n, 4).
+#[derive(Debug)]
+pub struct Ranges(pub Tensor);
+
+impl Ranges {
+    /// Each sentence of `queries` to the same sentence of `keys`.
+    pub fn between(queries: &[i64], keys: &[i64], device: Device) -> Result<Self> {
+        if queries.len() != keys.len() {
+            return Err(Error::invalid(format!(
+                "source and target must have as many sentences, got {} and {}",
+                keys.len() - 1,
+                queries.len() - 1
+            )));
+        }
+        let rows: Vec<i64> =
+            queries.windows(2).zip(keys.windows(2)).flat_map(|(q, k)| [q[0], q[1] - q[0], k[0], k[1] - k[0]]).collect();
+        Ranges::of(&rows, device)
+    }
+
+    /// Of rows (q_start, q_len, k_start, k_len), flat.
+    pub fn of(rows: &[i64], device: Device) -> Result<Self> {
+        Ok(Ranges(Tensor::f_from_slice(rows)?.f_reshape([-1, 4].as_slice())?.f_to_device(device)?))
+    }
+}

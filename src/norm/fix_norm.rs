@@ -1,0 +1,28 @@
+//! FixNorm: word embeddings of unit length (SPEC §1; TwT §2.3, eq 6).
+
+use crate::error::Result;
+use tch::Tensor;
+
+/// Embeddings start uniform in ±this; only their directions matter.
+pub const INIT_BOUND: f64 = 0.01;
+
+/// `W̃ = W / max(‖row‖₂, 1e-12)`, row by row; W is (V, d).
+pub fn fix_norm(weight: &Tensor) -> Result<Tensor> {
+    let length = weight.f_norm_scalaropt_dim(2.0, [-1i64].as_slice(), true)?.f_clamp_min(1e-12)?;
+    Ok(weight.f_div(&length)?)
+}
+
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use tch::{Device, Kind};
+
+    #[test]
+    fn rows_have_unit_length_and_a_zero_row_stays_zero() {
+        let w = Tensor::randn([4, 3], (Kind::Double, Device::Cpu));
+        let _ = w.get(2).zero_();
+        let lengths = Vec::<f64>::try_from(fix_norm(&w).unwrap().square().sum_dim_intlist([1i64].as_slice(), false, None)).unwrap();
+        assert!((lengths[0] - 1.0).abs() < 1e-12 && lengths[2] == 0.0, "{lengths:?}");
+    }
+}

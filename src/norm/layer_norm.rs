@@ -1,0 +1,162 @@
+//! LayerNorm: y = γ⊙(x − μ)/√(σ² + ε) + β over the last dimension, σ² biased (Ba et al. 2016; SPEC §1).
+
+use crate::error::Result;
+use crate::init::Fill;
+use crate::model::Builder;
+use crate::norm::{accumulate, Norm, Rowwise, Site, Spec};
+use crate::operator::RowKernels;
+use tch::Tensor;
+use super::rows::{hypotenuse, magnitude, sum, sum_and_squares, trusted, Measured, RowNorm, Slope, LANES};
+use crate::cpu::Accumulator;
+
+/// Row kernel: shift = μ, scale = 1/√(σ² + ε).
+///
+/// dx = scale·(g − mean g − x̂·mean(g⊙x̂)).
+#[derive(Clone, Copy, Debug)]
+pub struct LayerNorm;
+
+impl RowNorm for LayerNorm {
+    const STATS: usize = 2;
+
+    #[inline(always)]
+    fn measure<A: Accumulator>(x: &[A], eps: A) -> Measured<A> {
+        let (mean, variance) = moments(x, A::ONE);
+        if trusted(variance + eps) {
+            Measured { shift: mean, scale: A::ONE / (variance + eps).sqrt() }
+        } else {
+            measure_scaled(x, eps)
+        }
+    }
+
+    #[inline(always)]
+    fn slope<A: Accumulator>(row: Measured<A>, _: A, cols: usize, sum_g: A, sum_gx: A) -> Slope<A> {
+        let share = row.scale / A::from_f64(cols as f64);
+        Slope { p: row.scale, q: -(share * sum_gx), r: share * sum_g }
+    }
+}
+
+/// Mean and biased variance of x/unit, in one pass.
+///
+/// Moments about a guess, k = the mean of the row's first columns: μ = k + mean d, σ² = mean d² − (mean d)² with
+/// d = x − k. E[x²] − μ² (k = 0) would lose every digit of a row with μ = 4096·σ in f32. Here (k − μ)² is at most
+/// cols/128·σ² for any row (Cauchy-Schwarz over the 128 columns of the guess) and typically σ²/128, so that at
+/// most log₂(1 + cols/128) bits are lost.
+#[inline(always)]
+fn moments<A: Accumulator>(x: &[A], unit: A) -> (A, A) {
+    let first = &x[..x.len().min(LANES)];
+    let guess = sum(first, |v| v / unit) / A::from_f64(first.len() as f64);
+    let (d, dd) = sum_and_squares(x, |v| v / unit - guess);
+    let share = A::ONE / A::from_f64(x.len() as f64);
+    let correction = d * share;
+    (guess + correction, A::ZERO.max(dd * share - correction * correction))
+}
+
+/// The same for a row whose squares (or sum) leave the range of the type.
+#[cold]
+#[inline(never)]
+fn measure_scaled<A: Accumulator>(x: &[A], eps: A) -> Measured<A> {
+    let unit = magnitude(x);
+    let (mean, variance) = if unit > A::ZERO { moments(x, unit) } else { (unit, unit) };
+    Measured { shift: mean * unit, scale: A::ONE / hypotenuse(variance.sqrt() * unit, eps.sqrt()) }
+}
+
+pub static SPEC: Spec = Spec {
+    name: "layernorm",
+    equation: "y = γ⊙(x−μ)/√(σ²+ε)+β over the last dimension, biased σ²",
+    source: "Ba et al. 2016",
+    build,
+};
+
+pub static KERNELS: RowKernels =
+    RowKernels::of::<LayerNorm>(c"layer_norm", ["layer_norm", "layer_norm_residual"], composed);
+
+/// γ = 1, β = 0, ε = 1e-5.
+fn build(b: &mut Builder, site: &Site) -> Result<Box<dyn Norm>> {
+    let weight = Some(b.parameter("weight", &[site.width], &Fill::Constant(1.0))?);
+    let bias = Some(b.parameter("bias", &[site.width], &Fill::Constant(0.0))?);
+    Ok(Box::new(Rowwise { kernels: &KERNELS, weight, bias, eps: site.eps.unwrap_or(1e-5) }))
+}
+
+fn composed(x: &Tensor, weight: Option<&Tensor>, bias: Option<&Tensor>, eps: f64) -> Result<Tensor> {
+    let wide = accumulate(x)?;
+    let centred = wide.f_sub(&wide.f_mean_dim([-1i64].as_slice(), true, None)?)?;
+    let variance = centred.f_square()?.f_mean_dim([-1i64].as_slice(), true, None)?;
+    let mut y = centred.f_mul(&variance.f_add_scalar(eps)?.f_rsqrt()?)?;
+    if let Some(weight) = weight {
+        y = y.f_mul(&weight.f_to_kind(wide.kind())?)?;
+    }
+    if let Some(bias) = bias {
+        y = y.f_add(&bias.f_to_kind(wide.kind())?)?;
+    }
+    Ok(y.f_to_kind(x.kind())?)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::norm::rows::tests::{check, check_scale_invariance, check_splitting, Formula};
+    use crate::norm::rows::{backward, forward};
+
+    fn normalised(x: &[f64], eps: f64) -> (Vec<f64>, f64) {
+        let n = x.len() as f64;
+        let mean = x.iter().sum::<f64>() / n;
+        let divisor = (x.iter().map(|v| (v - mean).powi(2)).sum::<f64>() / n + eps).sqrt();
+        (x.iter().map(|v| (v - mean) / divisor).collect(), divisor)
+    }
+
+    fn dx(x: &[f64], g: &[f64], eps: f64) -> Vec<f64> {
+        let (h, divisor) = normalised(x, eps);
+        let n = x.len() as f64;
+        let mean_g = g.iter().sum::<f64>() / n;
+        let mean_gh = g.iter().zip(&h).map(|(g, h)| g * h).sum::<f64>() / n;
+        g.iter().zip(&h).map(|(g, h)| (g - mean_g - h * mean_gh) / divisor).collect()
+    }
+
+    #[test]
+    fn equals_the_formula() {
+        check::<LayerNorm>(&Formula { normalised, dx });
+    }
+
+    #[test]
+    fn scaling_x_changes_nothing() {
+        check_scale_invariance::<LayerNorm>();
+    }
+
+    #[test]
+    fn rows_are_independent() {
+        check_splitting::<LayerNorm>();
+    }
+
+    #[test]
+    fn a_large_mean_does_not_cancel() {
+        // Exact in f32: 2^18 + {0, 1, 2, 3}. E[x²] − μ² would be off by more than σ² itself.
+        let x: Vec<f32> = (0..512).map(|i| 262144.0 + (i * 7 % 4) as f32).collect();
+        let (mut y, mut stats) = (vec![0.0; 512], [0.0; 2]);
+        forward::<LayerNorm, f32>(512, &x, &[], &[], 0.0, &mut y, &mut stats);
+        let want = |v: f32| (v - 262145.5) / 1.25f32.sqrt();
+        assert!((stats[1] - 1.0 / 1.25f32.sqrt()).abs() < 1e-6, "{stats:?}");
+        assert!(x.iter().zip(&y).all(|(x, y)| (want(*x) - y).abs() < 0.03), "{stats:?}");
+    }
+
+    #[test]
+    fn an_outlier_in_the_first_columns_does_not_cancel() {
+        // The worst case of `moments`: the guess is 1000/128 away from a mean of about zero.
+        let mut x: Vec<f32> = (0..1000).map(|i| (i % 5) as f32 - 2.0).collect();
+        x[3] = 1e6;
+        let wide: Vec<f64> = x.iter().map(|v| *v as f64).collect();
+        let (mut y, mut stats) = (vec![0.0; 1000], [0.0; 2]);
+        forward::<LayerNorm, f32>(1000, &x, &[], &[], 0.0, &mut y, &mut stats);
+        let (_, divisor) = normalised(&wide, 0.0);
+        assert!((stats[1] as f64 * divisor - 1.0).abs() < 1e-6, "{stats:?} {divisor}");
+    }
+
+    #[test]
+    fn nan_stays_in_its_row() {
+        let x = [1.0f32, f32::NAN, 2.0, 3.0];
+        let (mut y, mut stats, mut dx) = ([0.0; 4], [0.0; 4], [0.0; 4]);
+        forward::<LayerNorm, f32>(2, &x, &[], &[], 1e-5, &mut y, &mut stats);
+        backward::<LayerNorm, f32>(2, &[1.0; 4], &x, &[], 1e-5, &stats, &mut dx, &mut [], &mut []);
+        assert!(y[..2].iter().chain(&dx[..2]).all(|v| v.is_nan()));
+        assert!(y[2..].iter().chain(&dx[2..]).all(|v| v.is_finite()));
+    }
+}

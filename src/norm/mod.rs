@@ -1,0 +1,91 @@
+//! Normalisation layers: one table, one file per norm.
+//!
+//! A norm is its equation, its parameters and its composed formula (tch); one that works row by row adds its row
+//! arithmetic, which the plain operator and the fused residual step share.
+
+pub mod convert;
+pub mod fix_norm;
+pub mod layer_norm;
+pub mod rms_norm;
+pub mod rows;
+pub mod scale_norm;
+
+use crate::error::{unknown, Result};
+use crate::model::Builder;
+use crate::operator::{self, RowKernels};
+use tch::{Kind, Tensor};
+
+/// An entry of the table.
+pub struct Spec {
+    /// The name users give.
+    pub name: &'static str,
+    pub equation: &'static str,
+    pub source: &'static str,
+    /// Declares the parameters and makes the norm.
+    pub build: fn(&mut Builder, &Site) -> Result<Box<dyn Norm>>,
+}
+
+/// Every norm that models may name.
+pub static NORMS: &[&Spec] = &[&layer_norm::SPEC, &rms_norm::SPEC, &scale_norm::SPEC, &scale_norm::FIXED];
+
+/// Every norm with row kernels; an operator is registered for each, at its place in this list.
+pub static ROW_NORMS: &[&RowKernels] = &[&layer_norm::KERNELS, &rms_norm::KERNELS, &scale_norm::KERNELS];
+
+/// Where a norm stands in a model, for those that care.
+#[derive(Clone, Copy, Debug)]
+pub struct Site {
+    /// Numbers per row.
+    pub width: i64,
+    /// The user's epsilon; none: the norm's own.
+    pub eps: Option<f64>,
+    /// The last norm of the decoder, whose gain `scalenorm-fixed` learns (TwT Table 7).
+    pub last_of_decoder: bool,
+}
+
+/// A norm in a model.
+pub trait Norm: Send {
+    /// N(x) over the last dimension. `rows` says what the rows are, for norms with statistics across them.
+    fn forward(&self, x: &Tensor, rows: &Rows) -> Result<Tensor>;
+
+    /// What the fused residual step needs, for a norm with row kernels.
+    fn row(&self) -> Option<&Rowwise> {
+        None
+    }
+}
+
+/// What a norm with statistics across rows must know of them.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Rows<'a> {
+    /// Training: statistics are taken from the batch and move once per forward.
+    pub train: bool,
+    /// True at padding, in x's leading shape; none: every row is real.
+    pub pad_mask: Option<&'a Tensor>,
+}
+
+/// A norm whose rows do not touch each other.
+pub struct Rowwise {
+    pub kernels: &'static RowKernels,
+    pub weight: Option<Tensor>,
+    pub bias: Option<Tensor>,
+    pub eps: f64,
+}
+
+impl Norm for Rowwise {
+    fn forward(&self, x: &Tensor, _: &Rows) -> Result<Tensor> {
+        operator::row_norm(self.kernels, x, self.weight.as_ref(), self.bias.as_ref(), self.eps)
+    }
+
+    fn row(&self) -> Option<&Rowwise> {
+        Some(self)
+    }
+}
+
+/// The table's entry of that name.
+pub fn find(name: &str) -> Result<&'static Spec> {
+    NORMS.iter().copied().find(|n| n.name == name).ok_or_else(|| unknown("norm", name, NORMS.iter().map(|n| n.name)))
+}
+
+/// x in the type that statistics accumulate in: f32, or f64 for f64.
+fn accumulate(x: &Tensor) -> Result<Tensor> {
+    Ok(x.f_to_kind(if x.kind() == Kind::Double { Kind::Double } else { Kind::Float })?)
+}

@@ -1,0 +1,103 @@
+//! RMSNorm: y = γ⊙x/√(mean x² + ε) over the last dimension (Zhang and Sennrich 2019; SPEC §1).
+
+use crate::error::Result;
+use crate::init::Fill;
+use crate::model::Builder;
+use crate::norm::{accumulate, Norm, Rowwise, Site, Spec};
+use crate::operator::RowKernels;
+use tch::Tensor;
+use super::rows::{hypotenuse, magnitude, sum, trusted, Measured, RowNorm, Slope};
+use crate::cpu::Accumulator;
+
+/// Row kernel: scale = 1/√(mean x² + ε).
+///
+/// dx = scale·(g − x̂·mean(g⊙x̂)).
+#[derive(Clone, Copy, Debug)]
+pub struct RmsNorm;
+
+impl RowNorm for RmsNorm {
+    const STATS: usize = 1;
+
+    #[inline(always)]
+    fn measure<A: Accumulator>(x: &[A], eps: A) -> Measured<A> {
+        let total = sum(x, |v| v * v);
+        let square = total / A::from_f64(x.len() as f64) + eps;
+        let scale = if trusted(square) { A::ONE / square.sqrt() } else { scale_from_scaled(x, eps) };
+        Measured { shift: A::ZERO, scale }
+    }
+
+    #[inline(always)]
+    fn slope<A: Accumulator>(row: Measured<A>, _: A, cols: usize, _: A, sum_gx: A) -> Slope<A> {
+        Slope { p: row.scale, q: -(row.scale / A::from_f64(cols as f64) * sum_gx), r: A::ZERO }
+    }
+}
+
+/// The same for a row whose squares leave the range of the type.
+#[cold]
+#[inline(never)]
+fn scale_from_scaled<A: Accumulator>(x: &[A], eps: A) -> A {
+    let unit = magnitude(x);
+    let total = if unit > A::ZERO { sum(x, |v| v / unit * (v / unit)) } else { unit };
+    let root = (total / A::from_f64(x.len() as f64)).sqrt() * unit;
+    A::ONE / hypotenuse(root, eps.sqrt())
+}
+
+pub static SPEC: Spec = Spec {
+    name: "rmsnorm",
+    equation: "y = γ⊙x/√(mean x²+ε) over the last dimension",
+    source: "Zhang & Sennrich 2019; Nguyen & Salazar 2019, §4.2",
+    build,
+};
+
+pub static KERNELS: RowKernels = RowKernels::of::<RmsNorm>(c"rms_norm", ["rms_norm", "rms_norm_residual"], composed);
+
+/// γ = 1, ε = 1e-5.
+fn build(b: &mut Builder, site: &Site) -> Result<Box<dyn Norm>> {
+    let weight = Some(b.parameter("weight", &[site.width], &Fill::Constant(1.0))?);
+    Ok(Box::new(Rowwise { kernels: &KERNELS, weight, bias: None, eps: site.eps.unwrap_or(1e-5) }))
+}
+
+fn composed(x: &Tensor, weight: Option<&Tensor>, bias: Option<&Tensor>, eps: f64) -> Result<Tensor> {
+    let wide = accumulate(x)?;
+    let square = wide.f_square()?.f_mean_dim([-1i64].as_slice(), true, None)?;
+    let mut y = wide.f_mul(&square.f_add_scalar(eps)?.f_rsqrt()?)?;
+    if let Some(weight) = weight {
+        y = y.f_mul(&weight.f_to_kind(wide.kind())?)?;
+    }
+    if let Some(bias) = bias {
+        y = y.f_add(&bias.f_to_kind(wide.kind())?)?;
+    }
+    Ok(y.f_to_kind(x.kind())?)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::norm::rows::tests::{check, check_scale_invariance, check_splitting, Formula};
+
+    fn normalised(x: &[f64], eps: f64) -> (Vec<f64>, f64) {
+        let divisor = (x.iter().map(|v| v * v).sum::<f64>() / x.len() as f64 + eps).sqrt();
+        (x.iter().map(|v| v / divisor).collect(), divisor)
+    }
+
+    fn dx(x: &[f64], g: &[f64], eps: f64) -> Vec<f64> {
+        let (h, divisor) = normalised(x, eps);
+        let mean = g.iter().zip(&h).map(|(g, h)| g * h).sum::<f64>() / x.len() as f64;
+        g.iter().zip(&h).map(|(g, h)| (g - h * mean) / divisor).collect()
+    }
+
+    #[test]
+    fn equals_the_formula() {
+        check::<RmsNorm>(&Formula { normalised, dx });
+    }
+
+    #[test]
+    fn scaling_x_changes_nothing() {
+        check_scale_invariance::<RmsNorm>();
+    }
+
+    #[test]
+    fn rows_are_independent() {
+        check_splitting::<RmsNorm>();
+    }
+}

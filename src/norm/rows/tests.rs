@@ -1,0 +1,221 @@
+//! The tester of every row norm: type × width × kind of row × kind of weight × instruction set, against f64.
+
+use super::*;
+use crate::cpu::simd::{force, Level};
+use half::{bf16, f16};
+use std::fmt::Debug;
+
+pub const WIDTHS: [usize; 10] = [1, 2, 7, 16, 31, 123, 128, 400, 512, 1000];
+
+pub trait Tested: Element + PartialEq + Debug {
+    /// Half the spacing of numbers around one, here and in the type it computes in.
+    const UNIT: f64;
+    const UNIT_ACC: f64;
+    /// Rows of this size have squares that overflow f32 (f16: that are near its largest number).
+    const HUGE: f64;
+    const LARGEST: f64;
+    /// Spacing of the smallest numbers.
+    const SMALLEST: f64;
+    fn of(v: f64) -> Self {
+        Self::store(Self::Acc::from_f64(v))
+    }
+    fn value(self) -> f64 {
+        self.load().to_f64()
+    }
+}
+macro_rules! tested {
+    ($t:ty, $bits:expr, $acc:expr, $huge:expr, $largest:expr, $smallest:expr) => {
+        impl Tested for $t {
+            const UNIT: f64 = 1.0 / (1u64 << $bits) as f64;
+            const UNIT_ACC: f64 = 1.0 / (1u64 << $acc) as f64;
+            const HUGE: f64 = $huge;
+            const LARGEST: f64 = $largest;
+            const SMALLEST: f64 = $smallest;
+        }
+    };
+}
+tested!(f32, 24, 24, 1e35, f32::MAX as f64, 1e-40);
+tested!(f64, 53, 53, 1e140, f64::MAX, 1e-300);
+tested!(bf16, 8, 24, 1e35, 3.38e38, 1e-40);
+tested!(f16, 11, 24, 1e4, 65504.0, 6e-8);
+
+/// Numbers around `mean` in [−2, 2), a function of the seed.
+pub fn numbers<E: Tested>(n: usize, seed: u64, scale: f64, mean: f64) -> Vec<E> {
+    let mut state = seed.wrapping_mul(0x9E37_79B9_7F4A_7C15) | 1;
+    let mut next = || {
+        state ^= state << 13;
+        state ^= state >> 7;
+        state ^= state << 17;
+        (state >> 11) as f64 / (1u64 << 53) as f64 * 4.0 - 2.0
+    };
+    (0..n).map(|_| E::of((next() + mean) * scale)).collect()
+}
+
+pub fn acc<A: Accumulator>(values: &[f64]) -> Vec<A> {
+    values.iter().map(|v| A::from_f64(*v)).collect()
+}
+
+/// A norm by its formula, in f64: (x̂, what x̂ was divided by), and dx from g = w⊙dy.
+pub struct Formula {
+    pub normalised: fn(&[f64], f64) -> (Vec<f64>, f64),
+    pub dx: fn(&[f64], &[f64], f64) -> Vec<f64>,
+}
+
+/// A norm against its formula: every type, width, kind of row, kind of weight, and level.
+pub fn check<N: RowNorm>(formula: &Formula) {
+    for level in Level::ALL {
+        force(Some(level));
+        for cols in WIDTHS {
+            check_type::<N, f32>(formula, cols);
+            check_type::<N, f64>(formula, cols);
+            check_type::<N, bf16>(formula, cols);
+            check_type::<N, f16>(formula, cols);
+        }
+    }
+    force(None);
+}
+
+fn check_type<N: RowNorm, E: Tested>(formula: &Formula, cols: usize) {
+    let seed = cols as u64;
+    let kinds = [(1.0, 0.0), (1.0, 0.5), (0.0, 0.0), (E::HUGE, 0.0), (1e-4, 0.0), (1.0, 100.0), (E::HUGE, 3.0)];
+    let x: Vec<E> = (0..).zip(kinds).flat_map(|(k, (s, m))| numbers::<E>(cols, seed + k, s, m)).collect();
+    let dy = numbers::<E>(x.len(), seed + 100, 1.0, 0.1);
+    let (per_column, gain) = (numbers::<f64>(cols, seed + 200, 0.5, 2.0), vec![1.75]);
+    for (weight, bias) in [(vec![], vec![]), (gain, vec![]), (per_column, numbers::<f64>(cols, 300, 1.0, 0.0))] {
+        let weight: Vec<f64> = weight.iter().map(|v| E::Acc::from_f64(*v).to_f64()).collect();
+        let bias: Vec<f64> = bias.iter().map(|v| E::Acc::from_f64(*v).to_f64()).collect();
+        check_rows::<N, E>(formula, cols, &x, &dy, &weight, &bias);
+    }
+}
+
+fn check_rows<N: RowNorm, E: Tested>(formula: &Formula, cols: usize, x: &[E], dy: &[E], weight: &[f64], bias: &[f64]) {
+    let eps = 1e-5f32 as f64;
+    let (w, b) = (acc::<E::Acc>(weight), acc::<E::Acc>(bias));
+    let (mut y, mut dx) = (vec![E::default(); x.len()], vec![E::default(); x.len()]);
+    let mut stats = vec![E::Acc::ZERO; x.len() / cols * N::STATS];
+    // What was in the sums before is kept.
+    let (mut dw, mut db) = (vec![E::Acc::ONE; w.len()], vec![E::Acc::ONE; b.len()]);
+    forward::<N, E>(cols, x, &w, &b, E::Acc::from_f64(eps), &mut y, &mut stats);
+    backward::<N, E>(cols, dy, x, &w, E::Acc::from_f64(eps), &stats, &mut dx, &mut dw, &mut db);
+
+    let (mut want_dw, mut want_db, mut sum_error) = (vec![1.0; w.len()], vec![1.0; b.len()], E::UNIT_ACC);
+    for (r, (x, dy)) in x.chunks(cols).zip(dy.chunks(cols)).enumerate() {
+        let x: Vec<f64> = x.iter().map(|v| v.value()).collect();
+        let dy: Vec<f64> = dy.iter().map(|v| v.value()).collect();
+        let weight_of = |i: usize| if weight.len() == 1 { weight[0] } else { *weight.get(i).unwrap_or(&1.0) };
+        let (normalised, divisor) = (formula.normalised)(&x, eps);
+        let g: Vec<f64> = dy.iter().enumerate().map(|(i, d)| weight_of(i) * d).collect();
+        let want_dx = (formula.dx)(&x, &g, eps);
+        // Rounding of sums that grow as √cols, of x̂ on numbers as large as x was before its mean was taken off.
+        let unit = 4.0 * E::UNIT_ACC * (cols as f64).sqrt();
+        let spread = largest(&normalised).max(1.0);
+        let error = unit * (largest(&normalised) + largest(&x) / divisor);
+        for i in 0..cols {
+            let want = normalised[i] * weight_of(i) + bias.get(i).unwrap_or(&0.0);
+            let place = format!("row {r}, column {i} of {cols}");
+            near(y[r * cols + i], want, error * weight_of(i) + E::UNIT_ACC * want.abs(), &format!("y, {place}"));
+            let error_dx = 4.0 * spread * largest(&g) / divisor * (error * spread + unit);
+            near(dx[r * cols + i], want_dx[i], error_dx, &format!("dx, {place}"));
+            match want_dw.len() {
+                0 => {}
+                1 => want_dw[0] += dy[i] * normalised[i],
+                _ => want_dw[i] += dy[i] * normalised[i],
+            }
+            if let Some(db) = want_db.get_mut(i) {
+                *db += dy[i];
+            }
+        }
+        let terms = if weight.len() == 1 { cols as f64 } else { 1.0 };
+        sum_error += terms * largest(&dy) * (error + 8.0 * spread * E::UNIT_ACC);
+    }
+    for (got, want) in dw.iter().zip(&want_dw).chain(db.iter().zip(&want_db)) {
+        assert!((got.to_f64() - want).abs() <= sum_error, "{cols}: {} for {want} ± {sum_error:e}", got.to_f64());
+    }
+}
+
+fn largest(v: &[f64]) -> f64 {
+    v.iter().fold(0.0, |m, v| m.max(v.abs()))
+}
+
+/// `got` is `want` within `error` and twice the rounding to E, or rightly infinite.
+pub fn near<E: Tested>(got: E, want: f64, error: f64, what: &str) {
+    let (got, error) = (got.value(), error + 2.0 * E::UNIT * want.abs() + E::SMALLEST);
+    let overflow = got.is_infinite() && got * want > 0.0 && want.abs() + error > E::LARGEST;
+    assert!(overflow || (got - want).abs() <= error, "{what}: {got:e}, not {want:e} ± {error:e}");
+}
+
+/// y(2^k·x) = y(x) at ε = 0, where the squares overflow and where they vanish.
+pub fn check_scale_invariance<N: RowNorm>() {
+    for cols in WIDTHS.into_iter().filter(|c| *c > 1) {
+        for mean in [0.0, 1.0] {
+            let x = numbers::<f64>(cols, 5, 1.0, mean);
+            let run = |power: i32| {
+                let x: Vec<f64> = x.iter().map(|v| v * 2f64.powi(power)).collect();
+                let (mut y, mut stats) = (vec![0.0; cols], vec![0.0; N::STATS]);
+                forward::<N, f64>(cols, &x, &[], &[], 0.0, &mut y, &mut stats);
+                let mut dx = vec![0.0; cols];
+                backward::<N, f64>(cols, &x, &x, &[], 0.0, &stats, &mut dx, &mut [], &mut []);
+                assert!(dx.iter().all(|v| v.is_finite()));
+                y
+            };
+            let run32 = |power: i32| {
+                let x: Vec<f32> = x.iter().map(|v| (*v as f32) * 2f32.powi(power)).collect();
+                let (mut y, mut stats) = (vec![0.0; cols], vec![0.0; N::STATS]);
+                forward::<N, f32>(cols, &x, &[], &[], 0.0, &mut y, &mut stats);
+                y
+            };
+            for power in [600, -600] {
+                for (a, b) in run(0).iter().zip(run(power)) {
+                    assert!((a - b).abs() <= 1e-14 * (cols as f64).sqrt(), "{cols} 2^{power}: {a} {b}");
+                }
+            }
+            for power in [116, 70, -70, -100] {
+                for (a, b) in run32(0).iter().zip(run32(power)) {
+                    assert!((a - b).abs() <= 1e-6 * (cols as f32).sqrt(), "{cols} 2^{power}: {a} {b}");
+                }
+            }
+        }
+    }
+}
+
+/// The same bits at every level, and however the rows are split; nothing at all for nothing.
+pub fn check_splitting<N: RowNorm>() {
+    for cols in WIDTHS {
+        let (x, dy) = (numbers::<bf16>(5 * cols, 1, 1.0, 0.3), numbers::<bf16>(5 * cols, 2, 1.0, 0.0));
+        let w = vec![1.5f32; cols];
+        let mut runs = Vec::new();
+        for level in Level::ALL {
+            force(Some(level));
+            for rows in [5, 1] {
+                let (mut y, mut dx) = (vec![bf16::ZERO; 5 * cols], vec![bf16::ZERO; 5 * cols]);
+                let (mut dw, n) = (vec![0.0; cols], rows * cols);
+                for at in (0..5 * cols).step_by(n) {
+                    let mut stats = vec![0.0; rows * N::STATS];
+                    let (x, dy) = (&x[at..at + n], &dy[at..at + n]);
+                    forward::<N, bf16>(cols, x, &w, &[], 1e-5, &mut y[at..at + n], &mut stats);
+                    let dx = &mut dx[at..at + n];
+                    backward::<N, bf16>(cols, dy, x, &w, 1e-5, &stats, dx, &mut dw, &mut []);
+                }
+                runs.push((y, dx, dw));
+            }
+        }
+        force(None);
+        assert!(runs.iter().all(|run| *run == runs[0]), "{cols}");
+    }
+    forward::<N, f32>(0, &[], &[], &[], 1e-5, &mut [], &mut []);
+    forward::<N, f32>(8, &[], &[], &[], 1e-5, &mut [], &mut []);
+    backward::<N, f32>(0, &[], &[], &[], 1e-5, &[], &mut [], &mut [], &mut []);
+    backward::<N, f32>(8, &[], &[], &[2.0], 1e-5, &[], &mut [], &mut [0.0], &mut [0.0; 8]);
+}
+
+#[test]
+fn no_norm_is_the_identity() {
+    check::<NoNorm>(&Formula { normalised: |x, _| (x.to_vec(), 1.0), dx: |_, g, _| g.to_vec() });
+    check_splitting::<NoNorm>();
+}
+
+#[test]
+#[should_panic(expected = "takes 0, 1 or 4 coefficients, not 3")]
+fn a_weight_of_another_length_is_refused() {
+    forward::<NoNorm, f32>(4, &[0.0; 4], &[1.0; 3], &[], 1e-5, &mut [0.0; 4], &mut []);
+}

@@ -1,0 +1,138 @@
+//! ScaleNorm: y = g·x/max(n, ε), n = ‖x‖₂, over the last dimension (TwT eq 5; SPEC §1).
+
+use crate::error::Result;
+use crate::init::Fill;
+use crate::norm::{accumulate, Norm, Rowwise, Site, Spec};
+use crate::operator::RowKernels;
+use tch::Tensor;
+use super::rows::{magnitude, sum, trusted, Measured, RowNorm, Slope};
+use crate::cpu::Accumulator;
+
+/// Row kernel: scale = 1/max(n, ε), so x̂ = u.
+///
+/// dx = (g/n)(dy − u⟨u, dy⟩) if n > ε, else (g/ε)dy (TwT App C, with the clamp's own gradient).
+#[derive(Clone, Copy, Debug)]
+pub struct ScaleNorm;
+
+impl RowNorm for ScaleNorm {
+    const STATS: usize = 1;
+
+    #[inline(always)]
+    fn measure<A: Accumulator>(x: &[A], eps: A) -> Measured<A> {
+        let square = sum(x, |v| v * v);
+        let clamped = A::ONE / eps;
+        let scale = if trusted(square.max(eps * eps)) { A::ONE / square.sqrt() } else { inverse_norm_scaled(x) };
+        // Not `max`: a NaN has to stay one.
+        Measured { shift: A::ZERO, scale: if scale >= clamped { clamped } else { scale } }
+    }
+
+    #[inline(always)]
+    fn slope<A: Accumulator>(row: Measured<A>, eps: A, _: usize, _: A, sum_gx: A) -> Slope<A> {
+        let q = if row.scale >= A::ONE / eps { A::ZERO } else { -(row.scale * sum_gx) };
+        Slope { p: row.scale, q, r: A::ZERO }
+    }
+}
+
+/// 1/n for a row whose squares leave the range of the type; n itself may.
+#[cold]
+#[inline(never)]
+fn inverse_norm_scaled<A: Accumulator>(x: &[A]) -> A {
+    let unit = magnitude(x);
+    let square = if unit > A::ZERO { sum(x, |v| v / unit * (v / unit)) } else { A::ONE };
+    A::ONE / unit / square.sqrt()
+}
+
+pub static SPEC: Spec = Spec {
+    name: "scalenorm",
+    equation: "y = g·x/max(‖x‖₂, ε) over the last dimension, one learned g = √d",
+    source: "Nguyen & Salazar 2019, eq 5",
+    build: |b, site| {
+        let weight = b.parameter("weight", &[1], &Fill::Constant(gain(site)))?;
+        Ok(rowwise(weight, site))
+    },
+};
+
+pub static FIXED: Spec = Spec {
+    name: "scalenorm-fixed",
+    equation: "scalenorm with g = √d not learned, but for the decoder's last norm",
+    source: "Nguyen & Salazar 2019, Table 7",
+    build: |b, site| match site.last_of_decoder {
+        true => (SPEC.build)(b, site),
+        false => Ok(rowwise(b.constant(gain(site))?, site)),
+    },
+};
+
+pub static KERNELS: RowKernels =
+    RowKernels::of::<ScaleNorm>(c"scale_norm", ["scale_norm", "scale_norm_residual"], composed);
+
+fn gain(site: &Site) -> f64 {
+    (site.width as f64).sqrt()
+}
+
+/// ε = 1e-5.
+fn rowwise(weight: Tensor, site: &Site) -> Box<dyn Norm> {
+    Box::new(Rowwise { kernels: &KERNELS, weight: Some(weight), bias: None, eps: site.eps.unwrap_or(1e-5) })
+}
+
+fn composed(x: &Tensor, weight: Option<&Tensor>, bias: Option<&Tensor>, eps: f64) -> Result<Tensor> {
+    let wide = accumulate(x)?;
+    let length = wide.f_norm_scalaropt_dim(2.0, [-1i64].as_slice(), true)?.f_clamp_min(eps)?;
+    let mut y = wide.f_div(&length)?;
+    if let Some(weight) = weight {
+        y = y.f_mul(&weight.f_to_kind(wide.kind())?)?;
+    }
+    if let Some(bias) = bias {
+        y = y.f_add(&bias.f_to_kind(wide.kind())?)?;
+    }
+    Ok(y.f_to_kind(x.kind())?)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::norm::rows::tests::{check, check_scale_invariance, check_splitting, Formula};
+    use crate::norm::rows::{backward, forward};
+
+    fn normalised(x: &[f64], eps: f64) -> (Vec<f64>, f64) {
+        let divisor = x.iter().map(|v| v * v).sum::<f64>().sqrt().max(eps);
+        (x.iter().map(|v| v / divisor).collect(), divisor)
+    }
+
+    fn dx(x: &[f64], g: &[f64], eps: f64) -> Vec<f64> {
+        let (u, divisor) = normalised(x, eps);
+        let along: f64 = if divisor > eps { g.iter().zip(&u).map(|(g, u)| g * u).sum() } else { 0.0 };
+        g.iter().zip(&u).map(|(g, u)| (g - u * along) / divisor).collect()
+    }
+
+    #[test]
+    fn equals_the_formula() {
+        check::<ScaleNorm>(&Formula { normalised, dx });
+    }
+
+    #[test]
+    fn scaling_x_changes_nothing() {
+        check_scale_invariance::<ScaleNorm>();
+    }
+
+    #[test]
+    fn rows_are_independent() {
+        check_splitting::<ScaleNorm>();
+    }
+
+    #[test]
+    fn the_clamp_has_its_own_gradient() {
+        // ‖x‖ = 0.05 under a clamp of 0.1, then over one of 0.01.
+        let (x, dy) = ([0.03f32, 0.04], [1.0f32, 2.0]);
+        for (eps, want_y, want_dx, want_dg) in
+            [(0.1, [0.9f32, 1.2], [30.0f32, 60.0], 1.1f32), (0.01, [1.8, 2.4], [-19.2, 14.4], 2.2)]
+        {
+            let (mut y, mut dx, mut stats, mut dg) = ([0.0; 2], [0.0; 2], [0.0; 1], [0.0; 1]);
+            forward::<ScaleNorm, f32>(2, &x, &[3.0], &[], eps, &mut y, &mut stats);
+            backward::<ScaleNorm, f32>(2, &dy, &x, &[3.0], eps, &stats, &mut dx, &mut dg, &mut []);
+            let near = |a: f32, b: f32| (a - b).abs() < 1e-5 * b.abs().max(1.0);
+            assert!(near(y[0], want_y[0]) && near(y[1], want_y[1]), "{y:?}");
+            assert!(near(dx[0], want_dx[0]) && near(dx[1], want_dx[1]), "{dx:?}");
+            assert!(near(dg[0], want_dg), "{dg:?}");
+        }
+    }
+}

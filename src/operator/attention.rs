@@ -1,0 +1,252 @@
+//! Attention over packed sentences: `softmax(scale·QKᵀ + mask)` with dropout, times V, per sentence and head.
+
+use super::count::Count;
+use super::engine;
+use super::ffi::{borrow, by_dtype, give, pointer, status, take, Draw, View};
+use super::residual::dropout_scale;
+use crate::cpu::parallel;
+use crate::cpu::{Accumulator, Element};
+use crate::error::{Error, Result};
+use crate::kernel::attention::{self as kernel, Matrix, MatrixMut, Sequence};
+use std::ffi::c_int;
+use tch::{Kind, Tensor};
+use torch_sys::C_tensor;
+
+pub static COUNT: Count = Count::new("attention");
+
+/// Through the dispatcher: q (rows, d), k and v (rows, d), ranges int64 (n, 4) of (q_start, q_len, k_start, k_len).
+pub fn attention(
+    q: &Tensor,
+    k: &Tensor,
+    v: &Tensor,
+    ranges: &Tensor,
+    heads: i64,
+    causal: bool,
+    scale: f64,
+    p: f64,
+    seed: Option<&Tensor>,
+    site: i64,
+) -> Result<Tensor> {
+    engine::register();
+    let p = if seed.is_some() { p } else { 0.0 };
+    let (q, k, v, ranges) = (q.as_ptr(), k.as_ptr(), v.as_ptr(), ranges.as_ptr());
+    // SAFETY: the tensors outlive the call; a new tensor comes back.
+    unsafe { take(nfrs_attention(q, k, v, ranges, heads, causal, scale, p, pointer(seed), site)) }
+}
+
+extern "C" {
+    fn nfrs_attention(
+        q: *const C_tensor,
+        k: *const C_tensor,
+        v: *const C_tensor,
+        ranges: *const C_tensor,
+        heads: i64,
+        causal: bool,
+        scale: f64,
+        p: f64,
+        seed: *const C_tensor,
+        site: i64,
+    ) -> *mut C_tensor;
+}
+
+/// The shim's `Attention`.
+#[repr(C)]
+struct Views {
+    q: View,
+    k: View,
+    v: View,
+    ranges: View,
+    out: View,
+    lse: View,
+    heads: i64,
+    causal: i32,
+    scale: f64,
+    draw: Draw,
+}
+
+/// The shim's `AttentionGradients`.
+#[repr(C)]
+struct Gradients {
+    dout: View,
+    dq: View,
+    dk: View,
+    dv: View,
+}
+
+impl Views {
+    /// The ranges, checked: inside q and k, queries in order and disjoint (threads write them); `keys_too` where
+    /// gradients of keys are written as well.
+    fn sequences(&self, keys_too: bool) -> Result<Vec<Sequence>> {
+        // SAFETY: the shim checked that ranges is an int64 matrix with four columns, contiguous.
+        let flat = unsafe { self.ranges.slice::<i64>() };
+        let (mut q_end, mut k_end) = (0, 0);
+        let mut sequences = Vec::with_capacity(flat.len() / 4);
+        for (i, r) in flat.chunks_exact(4).enumerate() {
+            let (q_start, q_len, k_start, k_len) = (r[0], r[1], r[2], r[3]);
+            let bad = |why: String| Err(Error::Torch(format!("attention: range {i} {r:?} {why}")));
+            if r.iter().any(|v| *v < 0) || q_start + q_len > self.q.rows || k_start + k_len > self.k.rows {
+                return bad(format!("lies outside the {} query and {} key rows", self.q.rows, self.k.rows));
+            }
+            if q_start < q_end || keys_too && k_start < k_end {
+                return bad("overlaps one before it: ranges must be in order and disjoint".to_string());
+            }
+            (q_end, k_end) = (q_start + q_len, k_start + k_len);
+            let [q_start, q_len, k_start, k_len] = [q_start, q_len, k_start, k_len].map(|v| v as usize);
+            sequences.push(Sequence { q_start, q_len, k_start, k_len });
+        }
+        Ok(sequences)
+    }
+
+    fn attention(&self) -> kernel::Attention {
+        let heads = self.heads as usize;
+        kernel::Attention {
+            heads,
+            d_head: self.q.cols() / heads,
+            scale: self.scale,
+            causal: self.causal != 0,
+            dropout: self.draw.dropout(),
+        }
+    }
+}
+
+/// # Safety
+/// The view is of E, and lives as long as the matrix is used.
+unsafe fn matrix<'a, E>(v: &View) -> Matrix<'a, E> {
+    Matrix { data: v.slice(), stride: v.stride as usize }
+}
+
+/// # Safety
+/// As [`matrix`]; the tensor is fresh, and each thread keeps to the rows of its own sequences.
+unsafe fn matrix_mut<E>(v: &View) -> MatrixMut<E> {
+    let all = v.slice_mut::<E>();
+    MatrixMut::new(all.as_mut_ptr(), all.len(), v.stride as usize)
+}
+
+/// Sequences that are worth a thread of their own.
+fn grain(sequences: &[Sequence]) -> usize {
+    let rows: usize = sequences.iter().map(|s| s.q_len).sum();
+    (128 * sequences.len() / rows.max(1)).max(1)
+}
+
+#[no_mangle]
+unsafe extern "C" fn nfrs_attention_forward(a: &Views) -> c_int {
+    COUNT.kernel();
+    status(|| by_dtype!(a.q, E => forward::<E>(a)))
+}
+
+fn forward<E: Element>(a: &Views) -> Result<()> {
+    let (attention, sequences) = (a.attention(), a.sequences(false)?);
+    // SAFETY: the shim checked dtypes and widths; out and lse are fresh, and sequences have disjoint query rows.
+    unsafe {
+        if sequences.iter().map(|s| s.q_len).sum::<usize>() < a.q.rows() {
+            a.out.slice_mut::<E>().fill(E::default()); // rows in no sequence
+            a.lse.slice_mut::<E::Acc>().fill(E::Acc::ZERO);
+        }
+        let (q, k, v) = (matrix::<E>(&a.q), matrix::<E>(&a.k), matrix::<E>(&a.v));
+        let (out, lse) = (matrix_mut::<E>(&a.out), matrix_mut::<E::Acc>(&a.lse));
+        parallel::for_each(sequences.len(), grain(&sequences), |r| {
+            kernel::forward::<E>(&attention, &sequences[r], q, k, v, out, lse);
+        });
+    }
+    Ok(())
+}
+
+#[no_mangle]
+unsafe extern "C" fn nfrs_attention_backward(a: &Views, g: &Gradients) -> c_int {
+    status(|| by_dtype!(a.q, E => backward::<E>(a, g)))
+}
+
+fn backward<E: Element>(a: &Views, g: &Gradients) -> Result<()> {
+    let (attention, sequences) = (a.attention(), a.sequences(true)?);
+    // SAFETY: as in `forward`; dq, dk and dv are fresh, and sequences have disjoint key rows too.
+    unsafe {
+        let queries: usize = sequences.iter().map(|s| s.q_len).sum();
+        let keys: usize = sequences.iter().map(|s| s.k_len).sum();
+        for (d, covered) in [(&g.dq, queries), (&g.dk, keys), (&g.dv, keys)] {
+            if covered < d.rows() {
+                d.slice_mut::<E>().fill(E::default());
+            }
+        }
+        let (q, k, v) = (matrix::<E>(&a.q), matrix::<E>(&a.k), matrix::<E>(&a.v));
+        let (dout, lse) = (matrix::<E>(&g.dout), matrix::<E::Acc>(&a.lse));
+        let (dq, dk, dv) = (matrix_mut::<E>(&g.dq), matrix_mut::<E>(&g.dk), matrix_mut::<E>(&g.dv));
+        parallel::for_each(sequences.len(), grain(&sequences), |r| {
+            kernel::backward::<E>(&attention, &sequences[r], q, k, v, dout, lse, dq, dk, dv);
+        });
+    }
+    Ok(())
+}
+
+/// The formula in tch, for devices without a kernel and for higher derivatives: sentences padded to the longest.
+fn composed(q: &Tensor, k: &Tensor, v: &Tensor, ranges: &Tensor, a: &Formula) -> Result<Tensor> {
+    let kind = if q.kind() == Kind::Double { Kind::Double } else { Kind::Float };
+    let device = q.device();
+    let flat = Vec::<i64>::try_from(ranges.f_to_device(tch::Device::Cpu)?.f_reshape([-1i64].as_slice())?)?;
+    let sequences: Vec<&[i64]> = flat.chunks_exact(4).collect();
+    let longest = |c: usize| sequences.iter().map(|s| s[c]).max().unwrap_or(0);
+    let (n, q_len, k_len) = (sequences.len() as i64, longest(1), longest(3));
+    if n * q_len * k_len == 0 {
+        return Ok(q.f_mul_scalar(0.0)?);
+    }
+    // Row numbers by (sequence, place); a place past the end takes the sequence's first row, and is masked.
+    let rows = |start: usize, len: usize, longest: i64| -> Result<Tensor> {
+        let rows: Vec<i64> = sequences.iter().flat_map(|s| (0..longest).map(move |i| s[start] + if i < s[len] { i } else { 0 })).collect();
+        Ok(Tensor::f_from_slice(&rows)?.f_to_device(device)?)
+    };
+    let (q_rows, k_rows) = (rows(0, 1, q_len)?, rows(2, 3, k_len)?);
+    let heads = |t: &Tensor, rows: &Tensor, len: i64| -> Result<Tensor> {
+        let t = t.f_to_kind(kind)?.f_index_select(0, rows)?;
+        Ok(t.f_reshape([n, len, a.heads, -1].as_slice())?.f_transpose(1, 2)?) // (n, heads, len, d_head)
+    };
+    let visible: Vec<bool> = sequences
+        .iter()
+        .flat_map(|s| (0..q_len).flat_map(move |i| (0..k_len).map(move |j| j < s[3] && (!a.causal || j <= i + s[3] - s[1]))))
+        .collect();
+    let visible = Tensor::f_from_slice(&visible)?.f_reshape([n, 1, q_len, k_len].as_slice())?.f_to_device(device)?;
+    let (qh, kh, vh) = (heads(q, &q_rows, q_len)?, heads(k, &k_rows, k_len)?, heads(v, &k_rows, k_len)?);
+    let scores = qh.f_matmul(&kh.f_transpose(-2, -1)?)?.f_mul_scalar(a.scale)?;
+    let hidden = visible.f_logical_not()?;
+    let mut weights = scores.f_masked_fill(&hidden, f64::NEG_INFINITY)?.f_softmax(-1, kind)?.f_masked_fill(&hidden, 0.0)?;
+    if a.draw.p > 0.0 {
+        // Element (query row·heads + head, key), as the kernel draws it.
+        let all = dropout_scale(a.draw, (q.size()[0] * a.heads) as usize, k_len as usize)?;
+        let all = all.f_to_kind(kind)?.f_to_device(device)?.f_reshape([q.size()[0], a.heads, k_len].as_slice())?;
+        let mask = all.f_index_select(0, &q_rows)?.f_reshape([n, q_len, a.heads, k_len].as_slice())?.f_transpose(1, 2)?;
+        weights = weights.f_mul(&mask)?;
+    }
+    let out = weights.f_matmul(&vh)?.f_transpose(1, 2)?.f_reshape([n * q_len, -1].as_slice())?; // (n·q_len, d)
+    let real: Vec<i64> = sequences.iter().enumerate().flat_map(|(i, s)| (0..s[1]).map(move |t| i as i64 * q_len + t)).collect();
+    let real = Tensor::f_from_slice(&real)?.f_to_device(device)?;
+    let zeros = q.f_to_kind(kind)?.f_zeros_like()?;
+    Ok(zeros.f_index_copy(0, &q_rows.f_index_select(0, &real)?, &out.f_index_select(0, &real)?)?.f_to_kind(q.kind())?)
+}
+
+/// The composed formula's numbers.
+struct Formula<'a> {
+    heads: i64,
+    causal: bool,
+    scale: f64,
+    draw: &'a Draw,
+}
+
+#[no_mangle]
+unsafe extern "C" fn nfrs_attention_composed(
+    q: *const C_tensor,
+    k: *const C_tensor,
+    v: *const C_tensor,
+    ranges: *const C_tensor,
+    heads: i64,
+    causal: i32,
+    scale: f64,
+    draw: &Draw,
+) -> *mut C_tensor {
+    COUNT.composed();
+    // SAFETY: the shim passes live tensors.
+    let (q, k, v, ranges) = unsafe { (borrow(q), borrow(k), borrow(v), borrow(ranges)) };
+    give(|| match (&q, &k, &v, &ranges) {
+        (Some(q), Some(k), Some(v), Some(ranges)) => {
+            composed(q, k, v, ranges, &Formula { heads, causal: causal != 0, scale, draw })
+        }
+        _ => unreachable!("the shim's tensors are never absent"),
+    })
+}

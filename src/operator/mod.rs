@@ -1,0 +1,34 @@
+//! The operators: registered with PyTorch's dispatcher by the C++ shim, computed by this crate's kernels on the CPU and
+//! by composed formulas elsewhere, and callable from Rust through the dispatcher, differentiable, with no Python.
+//!
+//! Nobody outside this module knows autograd's mechanics.
+
+mod attention;
+mod count;
+mod cross_entropy;
+mod engine;
+mod ffi;
+mod relu_dropout;
+mod residual;
+mod row_norm;
+
+pub use attention::attention;
+pub use cross_entropy::{cross_entropy, cross_entropy_in_place};
+pub use engine::{backward_from, register, set_grad};
+pub use relu_dropout::relu_dropout;
+pub use residual::{dropout, Step};
+pub use row_norm::{row_norm, RowKernels};
+
+/// (operator, kernel calls, composed calls) of every operator since the process started.
+pub fn counts() -> Vec<(&'static str, u64, u64)> {
+    let fixed = [&residual::COUNT, &relu_dropout::COUNT, &attention::COUNT, &cross_entropy::COUNT];
+    crate::norm::ROW_NORMS
+        .iter()
+        .flat_map(|k| [&k.count, &k.residual_count])
+        .chain(fixed)
+        .map(|c| {
+            let (kernel, composed) = c.read();
+            (c.operator, kernel, composed)
+        })
+        .collect()
+}

@@ -1,0 +1,200 @@
+//! The family of row norms: kernels by norm and dtype, rows over threads, parameter gradients summed over rows.
+
+use super::count::Count;
+use super::ffi::{by_dtype, give, pointer, status, take, View};
+use super::residual::{self, StepGradients, StepViews};
+use super::{engine, ffi};
+use crate::cpu::parallel::{self, Shared};
+use crate::cpu::{Accumulator, Element};
+use crate::error::Result;
+use crate::norm::rows::{self, RowNorm};
+use crate::norm::ROW_NORMS;
+use std::ffi::{c_char, c_int, CStr};
+use tch::Tensor;
+use torch_sys::C_tensor;
+
+/// A row norm as an operator: what the C++ shim registers under `operator`.
+pub struct RowKernels {
+    /// torch.ops.normformer_rs.`operator`, and `operator`_residual.
+    pub operator: &'static CStr,
+    stats: usize,
+    forward: fn(&Norm) -> Result<()>,
+    backward: fn(&NormGradients) -> Result<()>,
+    pub(super) residual_forward: fn(&StepViews) -> Result<()>,
+    pub(super) residual_backward: fn(&StepViews, &StepGradients) -> Result<()>,
+    composed: Composed,
+    pub(super) count: Count,
+    pub(super) residual_count: Count,
+}
+
+/// A norm's formula in tch: (x, weight, bias, eps) → y, in x's dtype.
+pub type Composed = fn(&Tensor, Option<&Tensor>, Option<&Tensor>, f64) -> Result<Tensor>;
+
+impl RowKernels {
+    /// The kernels of `N`; `name` and `residual_name` are for [`super::counts`].
+    pub const fn of<N: RowNorm>(operator: &'static CStr, names: [&'static str; 2], composed: Composed) -> Self {
+        RowKernels {
+            operator,
+            stats: N::STATS,
+            forward: |norm| by_dtype!(norm.x, E => forward::<N, E>(norm)),
+            backward: |norm| by_dtype!(norm.x, E => backward::<N, E>(norm)),
+            residual_forward: residual::forward::<N>,
+            residual_backward: residual::backward::<N>,
+            composed,
+            count: Count::new(names[0]),
+            residual_count: Count::new(names[1]),
+        }
+    }
+
+    fn index(&'static self) -> i64 {
+        let found = ROW_NORMS.iter().position(|k| std::ptr::eq(*k, self));
+        found.expect("every RowKernels is listed in norm::ROW_NORMS") as i64
+    }
+}
+
+struct Norm {
+    x: View,
+    weight: View,
+    bias: View,
+    eps: f64,
+    y: View,
+    stats: View,
+}
+
+struct NormGradients {
+    dy: View,
+    x: View,
+    weight: View,
+    eps: f64,
+    stats: View,
+    dx: View,
+    dweight: View,
+    dbias: View,
+}
+
+fn forward<N: RowNorm, E: Element>(v: &Norm) -> Result<()> {
+    let (rows, cols) = (v.x.rows(), v.x.cols());
+    // SAFETY: the shim gave contiguous tensors of E (parameters and statistics of its accumulation type), y and stats
+    // are its own fresh ones.
+    let (x, weight, bias, y, stats) =
+        unsafe { (v.x.slice::<E>(), v.weight.slice(), v.bias.slice(), v.y.slice_mut::<E>(), v.stats.slice_mut()) };
+    let (y, stats) = (Shared::new(y), Shared::new(stats));
+    let eps = E::Acc::from_f64(v.eps);
+    parallel::for_each(rows, parallel::grain(cols), |r| {
+        // SAFETY: the ranges are disjoint and inside 0..rows.
+        let (y, stats) =
+            unsafe { (y.slice(r.start * cols..r.end * cols), stats.slice(r.start * N::STATS..r.end * N::STATS)) };
+        rows::forward::<N, E>(cols, &x[r.start * cols..r.end * cols], weight, bias, eps, y, stats);
+    });
+    Ok(())
+}
+
+fn backward<N: RowNorm, E: Element>(v: &NormGradients) -> Result<()> {
+    let (rows, cols) = (v.x.rows(), v.x.cols());
+    // SAFETY: as in `forward`; dx, dweight and dbias are fresh.
+    let (dy, x, weight, stats, dx) =
+        unsafe { (v.dy.slice::<E>(), v.x.slice::<E>(), v.weight.slice(), v.stats.slice(), v.dx.slice_mut::<E>()) };
+    // SAFETY: as above.
+    let (dweight, dbias): (&mut [E::Acc], &mut [E::Acc]) = unsafe { (v.dweight.slice_mut(), v.dbias.slice_mut()) };
+    let dx = Shared::new(dx);
+    let eps = E::Acc::from_f64(v.eps);
+    parallel::sum_over_rows(rows, cols, &mut [dweight, dbias], |r, sums| {
+        let [dweight, dbias] = sums else { unreachable!("two sums were asked for") };
+        // SAFETY: the ranges are disjoint and inside 0..rows.
+        let dx = unsafe { dx.slice(r.start * cols..r.end * cols) };
+        let (dy, x) = (&dy[r.start * cols..r.end * cols], &x[r.start * cols..r.end * cols]);
+        let stats = &stats[r.start * N::STATS..r.end * N::STATS];
+        rows::backward::<N, E>(cols, dy, x, weight, eps, stats, dx, dweight, dbias);
+    });
+    Ok(())
+}
+
+/// N(x) through the dispatcher: differentiable, on any device.
+pub fn row_norm(
+    kernels: &'static RowKernels,
+    x: &Tensor,
+    weight: Option<&Tensor>,
+    bias: Option<&Tensor>,
+    eps: f64,
+) -> Result<Tensor> {
+    engine::register();
+    // SAFETY: the tensors outlive the call; a new tensor comes back.
+    unsafe { take(nfrs_norm(kernels.index(), x.as_ptr(), pointer(weight), pointer(bias), eps)) }
+}
+
+extern "C" {
+    fn nfrs_norm(
+        norm: i64,
+        x: *const C_tensor,
+        weight: *const C_tensor,
+        bias: *const C_tensor,
+        eps: f64,
+    ) -> *mut C_tensor;
+}
+
+// ---- what the shim calls ----
+
+#[no_mangle]
+extern "C" fn nfrs_norm_count() -> i64 {
+    ROW_NORMS.len() as i64
+}
+
+#[no_mangle]
+extern "C" fn nfrs_norm_name(norm: i64) -> *const c_char {
+    ROW_NORMS[norm as usize].operator.as_ptr()
+}
+
+#[no_mangle]
+extern "C" fn nfrs_norm_stats(norm: i64) -> i64 {
+    ROW_NORMS[norm as usize].stats as i64
+}
+
+#[no_mangle]
+unsafe extern "C" fn nfrs_norm_forward(
+    norm: i64,
+    x: &View,
+    weight: &View,
+    bias: &View,
+    eps: f64,
+    y: &View,
+    stats: &View,
+) -> c_int {
+    let kernels = ROW_NORMS[norm as usize];
+    kernels.count.kernel();
+    status(|| (kernels.forward)(&Norm { x: *x, weight: *weight, bias: *bias, eps, y: *y, stats: *stats }))
+}
+
+#[no_mangle]
+unsafe extern "C" fn nfrs_norm_backward(
+    norm: i64,
+    dy: &View,
+    x: &View,
+    weight: &View,
+    eps: f64,
+    stats: &View,
+    dx: &View,
+    dweight: &View,
+    dbias: &View,
+) -> c_int {
+    let (dx, dweight, dbias) = (*dx, *dweight, *dbias);
+    let v = NormGradients { dy: *dy, x: *x, weight: *weight, eps, stats: *stats, dx, dweight, dbias };
+    status(|| (ROW_NORMS[norm as usize].backward)(&v))
+}
+
+#[no_mangle]
+unsafe extern "C" fn nfrs_norm_composed(
+    norm: i64,
+    x: *const C_tensor,
+    weight: *const C_tensor,
+    bias: *const C_tensor,
+    eps: f64,
+) -> *mut C_tensor {
+    let kernels = ROW_NORMS[norm as usize];
+    kernels.count.composed();
+    // SAFETY: the shim passes live tensors, or null where a parameter is absent.
+    let (x, weight, bias) = unsafe { (ffi::borrow(x), ffi::borrow(weight), ffi::borrow(bias)) };
+    give(|| {
+        let x = x.as_ref().expect("x is never absent");
+        (kernels.composed)(x, weight.as_ref(), bias.as_ref(), eps)
+    })
+}

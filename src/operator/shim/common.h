@@ -1,0 +1,133 @@
+// What every operator family needs: how a tensor is shown to Rust, how Rust's errors come back, which devices have
+// kernels, and how a higher-order gradient is taken of a composed formula.
+#pragma once
+#include <ATen/ATen.h>
+#include <ATen/Parallel.h>
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <torch/csrc/autograd/autograd.h>
+#include <torch/csrc/autograd/autograd_not_implemented_fallback.h>
+#include <torch/csrc/autograd/custom_function.h>
+#include <torch/library.h>
+
+#include <optional>
+#include <string>
+#include <tuple>
+#include <vector>
+
+using at::Tensor;
+using torch::autograd::AutogradContext;
+using torch::autograd::variable_list;
+using MaybeTensor = std::optional<Tensor>;
+
+extern "C" {
+// A matrix as Rust sees it (operator/ffi.rs, `View`). data is null where a tensor is absent.
+struct View {
+  void* data;
+  int64_t rows, cols, stride;
+  int32_t dtype;
+};
+// What dropout needs (operator/ffi.rs, `Draw`); p = 0: nothing is dropped.
+struct Draw {
+  double p;
+  int64_t seed, update, micro_batch, site;
+};
+const char* nfrs_rust_error();  // the message of this thread's last failed call into Rust
+Tensor* nfrs_dropout_scale(const Draw* draw, int64_t rows, int64_t cols);  // 0 or 1/(1-p), float64, CPU
+}
+
+namespace nfrs {
+
+inline int32_t dtype_code(const Tensor& t) {
+  switch (t.scalar_type()) {
+    case at::kFloat: return 0;
+    case at::kDouble: return 1;
+    case at::kBFloat16: return 2;
+    case at::kHalf: return 3;
+    case at::kLong: return 4;
+    case at::kBool:
+    case at::kByte: return 5;
+    default: return -1;
+  }
+}
+inline at::ScalarType acc_type(const Tensor& x) { return x.scalar_type() == at::kDouble ? at::kDouble : at::kFloat; }
+
+inline void check_floating(const char* op, const char* name, const Tensor& t) {
+  TORCH_CHECK_TYPE(dtype_code(t) >= 0 && dtype_code(t) <= 3, op, ": ", name,
+                   " must be float32, float64, bfloat16 or float16, got ", t.scalar_type());
+}
+
+// Rows are all dimensions but the last. The tensor must be contiguous (or a matrix with unit column stride) and must
+// outlive the view.
+inline View view(const Tensor& t) {
+  if (!t.defined()) return View{nullptr, 0, 0, 0, -1};
+  const int64_t cols = t.dim() == 0 ? 1 : t.size(-1);
+  const int64_t rows = cols == 0 ? 0 : t.numel() / cols;
+  const int64_t stride = t.dim() == 2 ? t.stride(0) : cols;
+  return View{const_cast<void*>(t.const_data_ptr()), rows, cols, stride, dtype_code(t)};
+}
+
+// A parameter as kernels read it: in the accumulation type, contiguous; undefined where absent.
+inline Tensor parameter(const MaybeTensor& t, at::ScalarType type) {
+  return t && t->defined() ? t->to(type).contiguous() : Tensor();
+}
+inline Tensor value(const MaybeTensor& t) { return t ? *t : Tensor(); }
+inline MaybeTensor maybe(const Tensor& t) { return t.defined() ? MaybeTensor(t) : std::nullopt; }
+inline const Tensor* pointer(const MaybeTensor& t) { return t && t->defined() ? &*t : nullptr; }
+
+inline void check_rust(int status) { TORCH_CHECK(status == 0, nfrs_rust_error()); }
+// Takes over tensors that Rust made.
+inline Tensor take(Tensor* made) {
+  TORCH_CHECK(made != nullptr, nfrs_rust_error());
+  Tensor t = std::move(*made);
+  delete made;
+  return t;
+}
+
+// The seed tensor holds (seed, update, micro-batch).
+inline Draw draw(const char* op, double p, const MaybeTensor& seed, int64_t site) {
+  TORCH_CHECK_VALUE(p >= 0 && p < 1, op, ": dropout p must lie in [0, 1), got ", p);
+  if (p == 0) return Draw{0, 0, 0, 0, 0};
+  TORCH_CHECK_VALUE(seed && seed->defined() && seed->scalar_type() == at::kLong && seed->numel() == 3, op,
+                    ": with p > 0 a seed is needed, an int64 tensor (seed, update, micro_batch)");
+  const Tensor host = seed->cpu().contiguous();
+  const auto* s = host.const_data_ptr<int64_t>();
+  return Draw{p, s[0], s[1], s[2], site};
+}
+
+// Where a kernel exists; elsewhere, and under a torch.func transform (which refuses C++ autograd functions), the
+// composed formula runs.
+inline bool has_kernel(const Tensor& x) {
+  const bool transformed = c10::impl::tls_is_dispatch_key_included(c10::DispatchKey::FuncTorchDynamicLayerBackMode);
+  return (x.device().is_cpu() || x.device().is_meta()) && !transformed;
+}
+
+// Gradients of `composed(inputs)` that can themselves be differentiated. Undefined inputs get undefined gradients.
+template <class Composed>
+variable_list higher_order(const variable_list& inputs, const variable_list& grads, Composed composed) {
+  at::AutoGradMode enabled(true);
+  variable_list outputs = composed(inputs), used_outputs, used_grads, wanted;
+  for (size_t i = 0; i < outputs.size(); ++i)
+    if (grads[i].defined() && outputs[i].requires_grad()) {
+      used_outputs.push_back(outputs[i]);
+      used_grads.push_back(grads[i]);
+    }
+  for (const auto& t : inputs)
+    if (t.defined() && t.requires_grad()) wanted.push_back(t);
+  variable_list result(inputs.size());
+  if (used_outputs.empty() || wanted.empty()) return result;
+  auto found = torch::autograd::grad(used_outputs, wanted, used_grads, true, true, true);
+  for (size_t i = 0, k = 0; i < inputs.size(); ++i)
+    if (inputs[i].defined() && inputs[i].requires_grad()) result[i] = found[k++];
+  return result;
+}
+
+template <class Signature>
+auto operator_handle(const std::string& name) {
+  return c10::Dispatcher::singleton().findSchemaOrThrow(("normformer_rs::" + name).c_str(), "").template typed<Signature>();
+}
+
+inline void forbid_autograd(torch::Library& m, const std::string& name) {
+  m.impl(name.c_str(), c10::DispatchKey::Autograd, torch::autograd::autogradNotImplementedFallback());
+}
+
+}  // namespace nfrs

@@ -1,0 +1,246 @@
+// The fused residual step, for each norm k of Rust's table and once without a norm (k = -1):
+//   NAME_residual(x, f, alpha?, beta?, weight?, bias?, eps, p, seed?, site, dtype?) -> (x_plus, y, stats)
+//   residual(...): the same, y empty
+// x_plus = alpha*x + beta*drop(f) in x's dtype, y = N(x_plus) in `dtype` (default: f's).
+#pragma once
+#include "norm.h"
+
+extern "C" {
+// The tensors of one step; absent ones have null data.
+struct Step {
+  View x, f, alpha, beta, weight, bias, x_plus, y, stats;
+  double eps;
+  Draw draw;
+};
+struct StepGradients {
+  View dx_plus, dy, dx, df, dalpha, dbeta, dweight, dbias;
+};
+int nfrs_residual_forward(int64_t norm, const Step* step);
+int nfrs_residual_backward(int64_t norm, const Step* step, const StepGradients* gradients);
+}
+
+namespace nfrs::residual {
+
+constexpr int64_t NONE = -1;
+
+using Type = std::optional<at::ScalarType>;
+using Three = std::tuple<Tensor, Tensor, Tensor>;
+using Six = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>;
+using Forward = Three(const Tensor&, const Tensor&, const MaybeTensor&, const MaybeTensor&, const MaybeTensor&,
+                      const MaybeTensor&, double, double, const MaybeTensor&, int64_t, Type);
+using Backward = Six(const MaybeTensor&, const MaybeTensor&, const Tensor&, const MaybeTensor&, const Tensor&,
+                     const MaybeTensor&, const MaybeTensor&, const MaybeTensor&, const MaybeTensor&, const Tensor&,
+                     double, double, const MaybeTensor&, int64_t);
+
+inline std::string name(int64_t k) { return k == NONE ? "residual" : norm::name(k) + "_residual"; }
+
+inline void check(int64_t k, const Tensor& x, const Tensor& f, const MaybeTensor& alpha, const MaybeTensor& beta,
+                  const MaybeTensor& weight, const MaybeTensor& bias) {
+  const auto op = name(k);
+  check_floating(op.c_str(), "x", x);
+  check_floating(op.c_str(), "f", f);
+  TORCH_CHECK_VALUE(x.dim() >= 1 && x.sym_sizes() == f.sym_sizes(), op, ": x and f must have one shape, got ",
+                    x.sym_sizes(), " and ", f.sym_sizes());
+  TORCH_CHECK_TYPE((x.scalar_type() == at::kDouble) == (f.scalar_type() == at::kDouble), op,
+                   ": x and f must both be float64 or neither, got ", x.scalar_type(), " and ", f.scalar_type());
+  norm::check_parameter(op, "alpha", x, alpha);
+  norm::check_parameter(op, "beta", x, beta);
+  norm::check_parameter(op, "weight", x, weight);
+  norm::check_parameter(op, "bias", x, bias);
+}
+
+inline Three forward_meta(int64_t k, const Tensor& x, const Tensor& f, const MaybeTensor& alpha,
+                          const MaybeTensor& beta, const MaybeTensor& weight, const MaybeTensor& bias, Type dtype) {
+  check(k, x, f, alpha, beta, weight, bias);
+  auto x_plus = at::empty_like(x, at::MemoryFormat::Contiguous);
+  const auto type = dtype.value_or(f.scalar_type());
+  if (k == NONE) return {x_plus, at::empty({0}, x.options().dtype(type)), at::empty({0}, x.options().dtype(acc_type(x)))};
+  return {x_plus, at::empty_like(x, x.options().dtype(type), at::MemoryFormat::Contiguous), norm::empty_stats(k, x)};
+}
+
+inline Three forward_cpu(int64_t k, const Tensor& x_, const Tensor& f_, const MaybeTensor& alpha_,
+                         const MaybeTensor& beta_, const MaybeTensor& weight_, const MaybeTensor& bias_, double eps,
+                         double p, const MaybeTensor& seed, int64_t site, Type dtype) {
+  auto [x_plus, y, stats] = forward_meta(k, x_, f_, alpha_, beta_, weight_, bias_, dtype);
+  const auto type = acc_type(x_);
+  const Tensor x = x_.contiguous(), f = f_.contiguous(), alpha = parameter(alpha_, type), beta = parameter(beta_, type);
+  const Tensor weight = parameter(weight_, type), bias = parameter(bias_, type);
+  const Step step{view(x), view(f), view(alpha), view(beta), view(weight), view(bias), view(x_plus), view(y), view(stats),
+                  eps, draw(name(k).c_str(), p, seed, site)};
+  check_rust(nfrs_residual_forward(k, &step));
+  return {x_plus, y, stats};
+}
+
+// x is given where alpha wants a gradient.
+inline Six backward_meta(const MaybeTensor&, const MaybeTensor&, const Tensor& x_plus, const MaybeTensor& x,
+                         const Tensor& f, const MaybeTensor& alpha, const MaybeTensor& beta, const MaybeTensor& weight,
+                         const MaybeTensor& bias, const Tensor&, double, double, const MaybeTensor&, int64_t) {
+  auto like = [&](const MaybeTensor& p) {
+    return p && p->defined() ? at::empty_like(*p, at::MemoryFormat::Contiguous) : at::empty({0}, x_plus.options());
+  };
+  return {at::empty_like(x_plus, at::MemoryFormat::Contiguous), at::empty_like(f, at::MemoryFormat::Contiguous),
+          like(x ? alpha : std::nullopt), like(beta), like(weight), like(bias)};
+}
+
+inline Six backward_cpu(int64_t k, const MaybeTensor& dx_plus_, const MaybeTensor& dy_, const Tensor& x_plus_,
+                        const MaybeTensor& x_, const Tensor& f_, const MaybeTensor& alpha_, const MaybeTensor& beta_,
+                        const MaybeTensor& weight_, const MaybeTensor& bias_, const Tensor& stats_, double eps,
+                        double p, const MaybeTensor& seed, int64_t site) {
+  const auto type = acc_type(x_plus_);
+  auto dense = [](const MaybeTensor& t) { return t && t->defined() ? t->contiguous() : Tensor(); };
+  const Tensor x_plus = x_plus_.contiguous(), x = dense(x_), f = f_.contiguous(), stats = stats_.contiguous();
+  const Tensor dx_plus = dense(dx_plus_), dy = dense(dy_);
+  const Tensor alpha = parameter(alpha_, type), beta = parameter(beta_, type);
+  const Tensor weight = parameter(weight_, type), bias = parameter(bias_, type);
+  Tensor dx = at::empty_like(x_plus), df = at::empty_like(f);
+  auto sum_like = [&](const Tensor& p, bool wanted) { return wanted && p.defined() ? at::empty_like(p) : Tensor(); };
+  const Tensor dalpha = sum_like(alpha, x.defined()), dbeta = sum_like(beta, true);
+  const Tensor dweight = sum_like(weight, true), dbias = sum_like(bias, true);
+  const Step step{view(x), view(f), view(alpha), view(beta), view(weight), view(bias), view(x_plus), View{}, view(stats),
+                  eps, draw(name(k).c_str(), p, seed, site)};
+  const StepGradients gradients{view(dx_plus), view(dy), view(dx), view(df), view(dalpha), view(dbeta), view(dweight), view(dbias)};
+  check_rust(nfrs_residual_backward(k, &step, &gradients));
+  auto out = [&](const Tensor& d, const MaybeTensor& p) {
+    return d.defined() ? d.to(p->scalar_type()) : at::empty({0}, x_plus.options());
+  };
+  return {dx, df, out(dalpha, alpha_), out(dbeta, beta_), out(dweight, weight_), out(dbias, bias_)};
+}
+
+inline Three composed(int64_t k, const Tensor& x, const Tensor& f, const MaybeTensor& alpha, const MaybeTensor& beta,
+                      const MaybeTensor& weight, const MaybeTensor& bias, double eps, double p, const MaybeTensor& seed,
+                      int64_t site, Type dtype) {
+  check(k, x, f, alpha, beta, weight, bias);
+  const auto type = acc_type(x);
+  auto branch = f.to(type);
+  if (p > 0) {
+    const Draw d = draw(name(k).c_str(), p, seed, site);
+    const int64_t cols = x.size(-1), rows = cols ? x.numel() / cols : 0;
+    branch = branch * take(nfrs_dropout_scale(&d, rows, cols)).to(x.device(), type).reshape(x.sizes());
+  }
+  if (pointer(beta)) branch = branch * beta->to(type);
+  auto stream = x.to(type);
+  if (pointer(alpha)) stream = stream * alpha->to(type);
+  const auto x_plus = (stream + branch).to(x.scalar_type());
+  const auto out = dtype.value_or(f.scalar_type());
+  if (k == NONE) return {x_plus, at::empty({0}, x.options().dtype(out)), at::empty({0}, x.options().dtype(type))};
+  return {x_plus, norm::composed(k, x_plus.to(type), weight, bias, eps).to(out), norm::empty_stats(k, x).zero_()};
+}
+
+template <class Signature>
+const c10::TypedOperatorHandle<Signature>& op(int64_t k, const char* suffix) {
+  static const auto handles = [&] {
+    std::vector<c10::TypedOperatorHandle<Signature>> all;
+    for (int64_t i = NONE; i < nfrs_norm_count(); ++i) all.push_back(operator_handle<Signature>(name(i) + suffix));
+    return all;
+  }();
+  return handles[k - NONE];
+}
+
+struct ResidualStep : torch::autograd::Function<ResidualStep> {
+  static variable_list forward(AutogradContext* ctx, int64_t k, const Tensor& x, const Tensor& f,
+                               const MaybeTensor& alpha, const MaybeTensor& beta, const MaybeTensor& weight,
+                               const MaybeTensor& bias, double eps, double p, const MaybeTensor& seed, int64_t site,
+                               Type dtype) {
+    at::AutoDispatchBelowADInplaceOrView guard;
+    auto [x_plus, y, stats] = op<Forward>(k, "").call(x, f, alpha, beta, weight, bias, eps, p, seed, site, dtype);
+    // Everything the composed formula needs for a second derivative. The common case (no alpha, no beta) keeps x and f
+    // alive no longer than the graph does anyway: f is a linear layer's output, x the step before's.
+    ctx->save_for_backward({x, f, value(alpha), value(beta), value(weight), value(bias), x_plus, stats, value(seed)});
+    ctx->saved_data["norm"] = k;
+    ctx->saved_data["eps"] = eps;
+    ctx->saved_data["p"] = p;
+    ctx->saved_data["site"] = site;
+    ctx->saved_data["dtype"] = static_cast<int64_t>(y.scalar_type());
+    variable_list fixed{stats};
+    if (k == NONE) fixed.push_back(y);
+    ctx->mark_non_differentiable(fixed);
+    ctx->set_materialize_grads(false);
+    return {x_plus, y, stats};
+  }
+  static variable_list backward(AutogradContext* ctx, variable_list grads) {
+    variable_list result(12);
+    if (!grads[0].defined() && !grads[1].defined()) return result;
+    const auto saved = ctx->get_saved_variables();
+    const int64_t k = ctx->saved_data["norm"].toInt(), site = ctx->saved_data["site"].toInt();
+    const double eps = ctx->saved_data["eps"].toDouble(), p = ctx->saved_data["p"].toDouble();
+    const MaybeTensor seed = maybe(saved[8]);
+    variable_list d;
+    if (at::GradMode::is_enabled()) {
+      const auto dtype = static_cast<at::ScalarType>(ctx->saved_data["dtype"].toInt());
+      d = higher_order({saved.begin(), saved.begin() + 6}, {grads[0], grads[1]}, [&](const variable_list& in) {
+        auto [x_plus, y, stats] = composed(k, in[0], in[1], maybe(in[2]), maybe(in[3]), maybe(in[4]), maybe(in[5]), eps,
+                                           p, seed, site, dtype);
+        return variable_list{x_plus, y};
+      });
+    } else {
+      const bool alpha_wanted = saved[2].defined() && ctx->needs_input_grad(2);
+      auto [dx, df, dalpha, dbeta, dweight, dbias] = op<Backward>(k, "_backward").call(
+          maybe(grads[0]), maybe(grads[1]), saved[6], alpha_wanted ? MaybeTensor(saved[0]) : std::nullopt, saved[1],
+          maybe(saved[2]), maybe(saved[3]), maybe(saved[4]), maybe(saved[5]), saved[7], eps, p, seed, site);
+      d = {dx, df, alpha_wanted ? dalpha : Tensor(), saved[3].defined() ? dbeta : Tensor(),
+           saved[4].defined() ? dweight : Tensor(), saved[5].defined() ? dbias : Tensor()};
+    }
+    for (size_t i = 0; i < d.size(); ++i) result[i + 1] = d[i];
+    return result;
+  }
+};
+
+template <int64_t K>
+struct Entry {
+  static Three cpu(const Tensor& x, const Tensor& f, const MaybeTensor& alpha, const MaybeTensor& beta,
+                   const MaybeTensor& weight, const MaybeTensor& bias, double eps, double p, const MaybeTensor& seed,
+                   int64_t site, Type dtype) {
+    return forward_cpu(K, x, f, alpha, beta, weight, bias, eps, p, seed, site, dtype);
+  }
+  static Three meta(const Tensor& x, const Tensor& f, const MaybeTensor& alpha, const MaybeTensor& beta,
+                    const MaybeTensor& weight, const MaybeTensor& bias, double, double, const MaybeTensor&, int64_t,
+                    Type dtype) {
+    return forward_meta(K, x, f, alpha, beta, weight, bias, dtype);
+  }
+  static Three fallback(const Tensor& x, const Tensor& f, const MaybeTensor& alpha, const MaybeTensor& beta,
+                        const MaybeTensor& weight, const MaybeTensor& bias, double eps, double p,
+                        const MaybeTensor& seed, int64_t site, Type dtype) {
+    return composed(K, x, f, alpha, beta, weight, bias, eps, p, seed, site, dtype);
+  }
+  static Three autograd(const Tensor& x, const Tensor& f, const MaybeTensor& alpha, const MaybeTensor& beta,
+                        const MaybeTensor& weight, const MaybeTensor& bias, double eps, double p,
+                        const MaybeTensor& seed, int64_t site, Type dtype) {
+    if (!has_kernel(x)) return composed(K, x, f, alpha, beta, weight, bias, eps, p, seed, site, dtype);
+    auto out = ResidualStep::apply(K, x, f, alpha, beta, weight, bias, eps, p, seed, site, dtype);
+    return {out[0], out[1], out[2]};
+  }
+  static Six cpu_backward(const MaybeTensor& dx_plus, const MaybeTensor& dy, const Tensor& x_plus, const MaybeTensor& x,
+                          const Tensor& f, const MaybeTensor& alpha, const MaybeTensor& beta, const MaybeTensor& weight,
+                          const MaybeTensor& bias, const Tensor& stats, double eps, double p, const MaybeTensor& seed,
+                          int64_t site) {
+    return backward_cpu(K, dx_plus, dy, x_plus, x, f, alpha, beta, weight, bias, stats, eps, p, seed, site);
+  }
+
+  static void define(torch::Library& m) {
+    if (K >= nfrs_norm_count()) return;
+    const auto n = name(K);
+    m.def((n + "(Tensor x, Tensor f, Tensor? alpha, Tensor? beta, Tensor? weight, Tensor? bias, float eps, float p, "
+               "Tensor? seed, int site, ScalarType? dtype=None) -> (Tensor, Tensor, Tensor)").c_str(),
+          {at::Tag::pt2_compliant_tag});
+    m.def((n + "_backward(Tensor? dx_plus, Tensor? dy, Tensor x_plus, Tensor? x, Tensor f, Tensor? alpha, Tensor? beta, "
+               "Tensor? weight, Tensor? bias, Tensor stats, float eps, float p, Tensor? seed, int site) -> "
+               "(Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)").c_str(), {at::Tag::pt2_compliant_tag});
+    m.impl(n.c_str(), c10::DispatchKey::CPU, TORCH_FN(cpu));
+    m.impl(n.c_str(), c10::DispatchKey::Meta, TORCH_FN(meta));
+    m.impl(n.c_str(), c10::DispatchKey::Autograd, TORCH_FN(autograd));
+    m.impl(n.c_str(), c10::DispatchKey::CompositeExplicitAutograd, TORCH_FN(fallback));
+    m.impl(n.c_str(), c10::DispatchKey::FuncTorchBatched, TORCH_FN(fallback));
+    m.impl((n + "_backward").c_str(), c10::DispatchKey::CPU, TORCH_FN(cpu_backward));
+    m.impl((n + "_backward").c_str(), c10::DispatchKey::Meta, TORCH_FN(backward_meta));
+    forbid_autograd(m, n + "_backward");
+  }
+};
+
+template <int64_t... K>
+void define_all(torch::Library& m, std::integer_sequence<int64_t, K...>) {
+  Entry<NONE>::define(m);
+  (Entry<K>::define(m), ...);
+}
+inline void define(torch::Library& m) { define_all(m, std::make_integer_sequence<int64_t, norm::MOST>{}); }
+
+}  // namespace nfrs::residual

@@ -1,0 +1,120 @@
+// Registers the operators with PyTorch's dispatcher and lends Rust what tch does not bind. No arithmetic lives here:
+// kernels and composed formulas are Rust's.
+#include "fused.h"
+#include "norm.h"
+#include "residual.h"
+
+#include <mutex>
+
+namespace {
+thread_local std::string last_error;
+
+template <class Work>
+auto guarded(Work work) -> decltype(work()) {
+  try {
+    return work();
+  } catch (const std::exception& e) {
+    last_error = e.what();
+    return {};
+  }
+}
+Tensor* give(Tensor t) { return new Tensor(std::move(t)); }
+}  // namespace
+
+// What Rust calls. A Tensor* is tch's C_tensor*; one that comes back is new and the caller's. Null (or false): failed,
+// with the message in nfrs_last_error().
+extern "C" {
+const char* nfrs_last_error() { return last_error.c_str(); }
+
+bool nfrs_register() {
+  return guarded([] {
+    static const bool done = [] {
+      static torch::Library library(torch::Library::DEF, "normformer_rs", std::nullopt, __FILE__, __LINE__);
+      nfrs::norm::define(library);
+      nfrs::residual::define(library);
+      nfrs::fused::define(library);
+      return true;
+    }();
+    return done;
+  });
+}
+
+void nfrs_parallel_for(int64_t n, int64_t grain, void (*run)(const void*, int64_t, int64_t), const void* context) {
+  at::parallel_for(0, n, grain, [&](int64_t begin, int64_t end) { run(context, begin, end); });
+}
+int64_t nfrs_num_threads() { return at::get_num_threads(); }
+
+Tensor* nfrs_norm(int64_t k, const Tensor* x, const Tensor* weight, const Tensor* bias, double eps) {
+  return guarded([&] {
+    auto opt = [](const Tensor* t) { return t ? MaybeTensor(*t) : std::nullopt; };
+    return give(std::get<0>(nfrs::norm::forward_op(k).call(*x, opt(weight), opt(bias), eps)));
+  });
+}
+
+// Returns x_plus; y through `y` unless k is -1. dtype < 0: y has f's dtype.
+Tensor* nfrs_residual(int64_t k, const Tensor* x, const Tensor* f, const Tensor* alpha, const Tensor* beta,
+                      const Tensor* weight, const Tensor* bias, double eps, double p, const Tensor* seed, int64_t site,
+                      int32_t dtype, Tensor** y) {
+  return guarded([&] {
+    auto opt = [](const Tensor* t) { return t ? MaybeTensor(*t) : std::nullopt; };
+    nfrs::residual::Type type = dtype < 0 ? std::nullopt : nfrs::residual::Type(static_cast<at::ScalarType>(dtype));
+    auto [x_plus, normed, stats] = nfrs::residual::op<nfrs::residual::Forward>(k, "").call(
+        *x, *f, opt(alpha), opt(beta), opt(weight), opt(bias), eps, p, opt(seed), site, type);
+    if (y) *y = give(normed);
+    return give(x_plus);
+  });
+}
+
+Tensor* nfrs_relu_dropout(const Tensor* x, double p, const Tensor* seed, int64_t site) {
+  return guarded([&] {
+    static const auto op = nfrs::operator_handle<nfrs::fused::ReluForward>("relu_dropout");
+    return give(op.call(*x, p, seed ? MaybeTensor(*seed) : std::nullopt, site));
+  });
+}
+
+Tensor* nfrs_attention(const Tensor* q, const Tensor* k, const Tensor* v, const Tensor* ranges, int64_t heads,
+                       bool causal, double scale, double p, const Tensor* seed, int64_t site) {
+  return guarded([&] {
+    static const auto op = nfrs::operator_handle<nfrs::fused::AttentionForward>("attention");
+    return give(std::get<0>(
+        op.call(*q, *k, *v, *ranges, heads, causal, scale, p, seed ? MaybeTensor(*seed) : std::nullopt, site)));
+  });
+}
+
+// Returns the loss per row; the NLL per row through `nll`.
+Tensor* nfrs_cross_entropy(const Tensor* logits, const Tensor* target, const Tensor* mask, double nll_weight,
+                           double uniform_weight, int64_t ignore_index, Tensor** nll) {
+  return guarded([&] {
+    static const auto op = nfrs::operator_handle<nfrs::fused::EntropyForward>("label_smoothed_cross_entropy");
+    auto [loss, each, lse] = op.call(*logits, *target, mask ? MaybeTensor(*mask) : std::nullopt, nll_weight,
+                                     uniform_weight, ignore_index);
+    *nll = give(each);
+    return give(loss);
+  });
+}
+Tensor* nfrs_cross_entropy_(Tensor* logits, const Tensor* target, const Tensor* mask, double nll_weight,
+                            double uniform_weight, int64_t ignore_index, double scale, Tensor** nll) {
+  return guarded([&] {
+    using Signature = std::tuple<Tensor, Tensor>(Tensor&, const Tensor&, const MaybeTensor&, double, double, int64_t, double);
+    static const auto op = nfrs::operator_handle<Signature>("label_smoothed_cross_entropy_");
+    auto [loss, each] = op.call(*logits, *target, mask ? MaybeTensor(*mask) : std::nullopt, nll_weight, uniform_weight,
+                                ignore_index, scale);
+    *nll = give(each);
+    return give(loss);
+  });
+}
+
+// Backward from a tensor that is not a scalar.
+bool nfrs_backward(const Tensor* root, const Tensor* gradient) {
+  return guarded([&] {
+    torch::autograd::backward({*root}, {*gradient});
+    return true;
+  });
+}
+bool nfrs_set_grad(const Tensor* leaf, const Tensor* gradient) {
+  return guarded([&] {
+    leaf->mutable_grad() = *gradient;
+    return true;
+  });
+}
+}

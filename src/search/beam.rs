@@ -1,0 +1,145 @@
+//! One sentence's hypotheses: which continuations live on, and when the search for this sentence is over.
+
+use super::{Continuation, Hypothesis, Rule, SearchConfig};
+use crate::error::{Error, Result};
+use crate::model::EOS;
+
+/// A hypothesis on its way.
+pub(super) struct Partial {
+    pub hypothesis: Hypothesis,
+    /// Where the cache has what it was made from.
+    pub slot: usize,
+}
+
+pub(super) struct Beam<'a> {
+    config: &'a SearchConfig,
+    /// Most tokens, EOS included.
+    limit: usize,
+    length: usize,
+    /// Best first, at most `beam`; under google's rule with the finished ones among them.
+    hypotheses: Vec<Partial>,
+    /// fairseq's finished ones, in the order in which they ended.
+    finals: Vec<Hypothesis>,
+    done: bool,
+}
+
+/// A hypothesis that may come next.
+struct Candidate {
+    /// Which of the hypotheses it continues,
+    parent: usize,
+    /// by which token; none: that one is finished and stays as it is.
+    token: Option<i64>,
+    log_probability: f64,
+    score: f64,
+}
+
+impl Candidate {
+    fn ends(&self) -> bool {
+        self.token == Some(EOS)
+    }
+}
+
+impl<'a> Beam<'a> {
+    /// The empty hypothesis, in `slot`.
+    pub fn new(config: &'a SearchConfig, source_length: usize, slot: usize) -> Self {
+        Beam {
+            config,
+            limit: config.rule.limit(source_length, config.max_length),
+            length: 0,
+            hypotheses: vec![Partial { hypothesis: Hypothesis::default(), slot }],
+            finals: Vec::new(),
+            done: false,
+        }
+    }
+
+    /// The hypotheses that need a next token.
+    pub fn growing(&mut self) -> impl Iterator<Item = &mut Partial> {
+        let done = self.done;
+        self.hypotheses.iter_mut().filter(move |partial| !done && !partial.hypothesis.finished)
+    }
+
+    /// Goes on by one token; `next` has every slot's most probable ones, best first.
+    pub fn advance(&mut self, next: &[Vec<Continuation>]) {
+        if self.done {
+            return;
+        }
+        let pool = self.pool(next);
+        self.length += 1;
+        match self.config.rule {
+            Rule::Google => self.advance_google(pool),
+            Rule::Fairseq => self.advance_fairseq(pool),
+        }
+    }
+
+    /// The `n_best` best, best first.
+    pub fn finish(mut self) -> Result<Vec<Hypothesis>> {
+        let mut found: Vec<Hypothesis> = match self.config.rule {
+            Rule::Google => self.hypotheses.into_iter().map(|partial| partial.hypothesis).collect(),
+            Rule::Fairseq => {
+                self.finals.truncate(self.config.beam);
+                self.finals.sort_by(|a, b| b.score.total_cmp(&a.score));
+                self.finals
+            }
+        };
+        if found.is_empty() {
+            return Err(Error::invalid(format!(
+                "no token has a probability above 0 after {} generated ones: the logits of all allowed types are -inf",
+                self.length - 1
+            )));
+        }
+        found.truncate(self.config.n_best);
+        Ok(found)
+    }
+
+    /// Every hypothesis's continuations, hypothesis after hypothesis: the order in which equals are preferred.
+    fn pool(&self, next: &[Vec<Continuation>]) -> Vec<Candidate> {
+        let penalty = self.config.rule.penalty(self.length + 1, self.config.alpha);
+        let mut pool = Vec::new();
+        for (parent, Partial { hypothesis, slot }) in self.hypotheses.iter().enumerate() {
+            if hypothesis.finished {
+                let Hypothesis { log_probability, score, .. } = *hypothesis;
+                pool.push(Candidate { parent, token: None, log_probability, score });
+                continue;
+            }
+            for continuation in next[*slot].iter().filter(|c| c.log_probability > f64::NEG_INFINITY) {
+                let log_probability = hypothesis.log_probability + continuation.log_probability;
+                let token = Some(continuation.token);
+                pool.push(Candidate { parent, token, log_probability, score: log_probability / penalty });
+            }
+        }
+        pool
+    }
+
+    /// The `beam` best by score, finished or not.
+    fn advance_google(&mut self, mut pool: Vec<Candidate>) {
+        pool.sort_by(|a, b| b.score.total_cmp(&a.score));
+        pool.truncate(self.config.beam);
+        self.hypotheses = pool.iter().map(|candidate| self.grown(candidate)).collect();
+        self.done = self.length >= self.limit || self.hypotheses.iter().all(|partial| partial.hypothesis.finished);
+    }
+
+    /// Of the 2·beam most probable those that end within the first `beam` are final; `beam` of the others go on. At the
+    /// limit only EOS is offered, so none does.
+    fn advance_fairseq(&mut self, mut pool: Vec<Candidate>) {
+        let beam = self.config.beam;
+        pool.sort_by(|a, b| b.log_probability.total_cmp(&a.log_probability));
+        pool.truncate(2 * beam);
+        let ended = pool.iter().take(beam).filter(|c| c.ends()).map(|c| self.grown(c).hypothesis).collect::<Vec<_>>();
+        self.hypotheses = pool.iter().filter(|c| !c.ends()).take(beam).map(|c| self.grown(c)).collect();
+        self.finals.extend(ended);
+        self.done = self.finals.len() >= beam || self.hypotheses.is_empty();
+    }
+
+    fn grown(&self, candidate: &Candidate) -> Partial {
+        let Partial { hypothesis: parent, slot } = &self.hypotheses[candidate.parent];
+        let mut tokens = parent.tokens.clone();
+        tokens.extend(candidate.token.filter(|&token| token != EOS));
+        let hypothesis = Hypothesis {
+            tokens,
+            score: candidate.score,
+            log_probability: candidate.log_probability,
+            finished: parent.finished || candidate.ends(),
+        };
+        Partial { hypothesis, slot: *slot }
+    }
+}

@@ -1,0 +1,190 @@
+//! From logits to each slot's most probable next tokens: the work on the model's device.
+
+use super::{Rule, SearchConfig};
+use crate::error::{Error, Result};
+use crate::model::{BOS, EOS, PAD};
+use tch::{Device, Kind, Tensor};
+
+/// A next token and its log p.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub(super) struct Continuation {
+    pub token: i64,
+    pub log_probability: f64,
+}
+
+/// What a rule says of EOS as the next token.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Eos {
+    Forbidden,
+    Allowed,
+    /// Nothing else may come.
+    Forced,
+}
+
+impl Eos {
+    /// After `length` tokens. Only fairseq's rule forces EOS, at a limit that all sentences share.
+    pub fn at(length: usize, config: &SearchConfig) -> Self {
+        match config.rule {
+            _ if length == 0 => Eos::Forbidden,
+            Rule::Fairseq if length + 1 == Rule::Fairseq.limit(0, config.max_length) => Eos::Forced,
+            _ => Eos::Allowed,
+        }
+    }
+}
+
+/// V_t, what the model may say.
+pub(super) struct Vocabulary {
+    /// 0 in V_t, −∞ outside; (V). Added to logits: libtorch does that six times faster than masked_fill_.
+    bias: Option<Tensor>,
+}
+
+impl Vocabulary {
+    pub fn new(mask: Option<&Tensor>, size: i64) -> Result<Self> {
+        let Some(mask) = mask else { return Ok(Vocabulary { bias: None }) };
+        if mask.kind() != Kind::Bool || mask.size() != [size] {
+            return Err(Error::invalid(format!(
+                "the target vocabulary's mask must be bool of shape [{size}], got {:?} of shape {:?}",
+                mask.kind(),
+                mask.size()
+            )));
+        }
+        let allowed = Vec::<bool>::try_from(mask.f_to_device(Device::Cpu)?)?;
+        let is_word = |id: i64| ![BOS, PAD, EOS].contains(&id);
+        if !allowed[EOS as usize] || !(0..size).any(|id| is_word(id) && allowed[id as usize]) {
+            return Err(Error::invalid(
+                "the target vocabulary's mask must allow EOS and at least one type besides EOS, PAD and BOS",
+            ));
+        }
+        let bias = Tensor::f_zeros([size].as_slice(), (Kind::Float, mask.device()))?;
+        Ok(Vocabulary { bias: Some(bias.f_masked_fill(&mask.f_logical_not()?, f64::NEG_INFINITY)?) })
+    }
+
+    /// log softmax over V_t; after that −∞ for what may not come here. (slots, V)
+    pub fn log_probabilities(&self, mut logits: Tensor, eos: Eos) -> Result<Tensor> {
+        if let Some(bias) = &self.bias {
+            logits = logits.f_add_(&bias.f_to_device(logits.device())?)?;
+        }
+        let kind = if logits.kind() == Kind::Double { Kind::Double } else { Kind::Float };
+        let log_p = logits.f_log_softmax(-1, kind)?;
+        let forbid = |from: i64, types: i64| -> Result<()> {
+            let _ = log_p.f_narrow(1, from, types)?.f_fill_(f64::NEG_INFINITY)?;
+            Ok(())
+        };
+        forbid(BOS, 1)?;
+        forbid(PAD, 1)?;
+        match eos {
+            Eos::Allowed => {}
+            Eos::Forbidden => forbid(EOS, 1)?,
+            Eos::Forced => {
+                forbid(0, EOS)?;
+                forbid(EOS + 1, log_p.size()[1] - EOS - 1)?;
+            }
+        }
+        Ok(log_p)
+    }
+}
+
+/// Of each row of log p (slots, V) the `count` largest, best first, of equals the lower id.
+pub(super) fn best(log_p: &Tensor, count: usize) -> Result<Vec<Vec<Continuation>>> {
+    let v = log_p.size()[1];
+    let count = count.min(v as usize);
+    // One more than asked for: if it equals the last, topk has chosen among equals as it liked.
+    let fetched = v.min(count as i64 + 1);
+    let (values, tokens) = log_p.f_topk(fetched, 1, true, true)?;
+    let (values, tokens) = (to_host(&values)?, Vec::<i64>::try_from(tokens.f_to_device(Device::Cpu)?.f_view(-1i64)?)?);
+    let found: Vec<Continuation> = tokens
+        .into_iter()
+        .zip(values)
+        .map(|(token, log_probability)| Continuation { token, log_probability })
+        .collect();
+    let mut rows: Vec<Vec<Continuation>> = found.chunks_exact(fetched as usize).map(<[_]>::to_vec).collect();
+    let is_tied = |row: &Vec<Continuation>| {
+        let last = row[count - 1].log_probability;
+        row.get(count).is_some_and(|left_out| left_out.log_probability == last && last > f64::NEG_INFINITY)
+    };
+    let tied: Vec<usize> = (0..rows.len()).filter(|&slot| is_tied(&rows[slot])).collect();
+    if !tied.is_empty() {
+        let least = |slot: &usize| rows[*slot][count - 1].log_probability;
+        let complete = at_least(log_p, &tied, &tied.iter().map(least).collect::<Vec<f64>>())?;
+        tied.iter().for_each(|&slot| rows[slot].clear());
+        complete.into_iter().for_each(|(slot, continuation)| rows[slot].push(continuation));
+    }
+    for row in &mut rows {
+        row.sort_by(|a, b| b.log_probability.total_cmp(&a.log_probability).then(a.token.cmp(&b.token)));
+        row.truncate(count);
+    }
+    Ok(rows)
+}
+
+/// All entries of the given rows that are at least `least` there, with their rows.
+fn at_least(log_p: &Tensor, rows: &[usize], least: &[f64]) -> Result<Vec<(usize, Continuation)>> {
+    let device = log_p.device();
+    let index: Vec<i64> = rows.iter().map(|&row| row as i64).collect();
+    let log_p = log_p.f_index_select(0, &Tensor::f_from_slice(&index)?.f_to_device(device)?)?;
+    let least = Tensor::f_from_slice(least)?.f_to_kind(log_p.kind())?.f_to_device(device)?.f_unsqueeze(1)?;
+    let chosen = log_p.f_ge_tensor(&least)?;
+    let values = to_host(&log_p.f_masked_select(&chosen)?)?;
+    // (found, 2): row and token, in the order in which masked_select takes them
+    let places = Vec::<i64>::try_from(chosen.f_nonzero()?.f_to_device(Device::Cpu)?.f_reshape(-1i64)?)?;
+    let found = places.chunks_exact(2).zip(values);
+    Ok(found
+        .map(|(at, log_probability)| (rows[at[0] as usize], Continuation { token: at[1], log_probability }))
+        .collect())
+}
+
+fn to_host(values: &Tensor) -> Result<Vec<f64>> {
+    Ok(Vec::<f64>::try_from(values.f_to_device(Device::Cpu)?.f_to_kind(Kind::Double)?.f_reshape(-1i64)?)?)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Equal values: the lower id first, also where they straddle the last place.
+    #[test]
+    fn of_equals_the_lower_id_comes_first() {
+        let rows: [f32; 12] = [-1.0, -3.0, -1.0, -3.0, -3.0, -0.5, -2.0, -2.0, -2.0, -2.0, -2.0, -2.0];
+        let log_p = Tensor::from_slice(&rows).reshape([2, 6]);
+        let tokens = |count| -> Vec<Vec<i64>> {
+            best(&log_p, count).unwrap().iter().map(|row| row.iter().map(|c| c.token).collect()).collect()
+        };
+        assert_eq!(tokens(1), [vec![5], vec![0]]);
+        assert_eq!(tokens(2), [vec![5, 0], vec![0, 1]]);
+        assert_eq!(tokens(4), [vec![5, 0, 2, 1], vec![0, 1, 2, 3]]);
+        assert_eq!(tokens(9), [vec![5, 0, 2, 1, 3, 4], vec![0, 1, 2, 3, 4, 5]]);
+    }
+
+    #[test]
+    fn nan_is_seen() {
+        let mut logits = vec![0.5f32; 3000];
+        logits[1700] = f32::NAN;
+        let vocabulary = Vocabulary::new(None, 1000).unwrap();
+        let log_p = vocabulary.log_probabilities(Tensor::from_slice(&logits).reshape([3, 1000]), Eos::Allowed).unwrap();
+        let seen: Vec<bool> =
+            best(&log_p, 3).unwrap().iter().map(|row| row.iter().any(|c| c.log_probability.is_nan())).collect();
+        assert_eq!(seen, [false, true, false]);
+    }
+
+    #[test]
+    fn a_mask_must_fit_and_leave_something_to_say() {
+        let message = |flags: &[bool]| Vocabulary::new(Some(&Tensor::from_slice(flags)), 6).err().unwrap().to_string();
+        assert!(message(&[true; 5]).contains("bool of shape [6], got Bool of shape [5]"));
+        assert!(message(&[true, true, true, false, false, false]).contains("at least one type besides EOS"));
+        assert!(message(&[false, false, false, true, true, true]).contains("must allow EOS"));
+    }
+
+    #[test]
+    fn probability_is_shared_among_the_masks_types() {
+        let mask = Tensor::from_slice(&[false, false, true, true, false, true]);
+        let vocabulary = Vocabulary::new(Some(&mask), 6).unwrap();
+        let log_p = |eos| {
+            let log_p =
+                vocabulary.log_probabilities(Tensor::zeros([1, 6], (Kind::BFloat16, Device::Cpu)), eos).unwrap();
+            Vec::<f32>::try_from(log_p.view(-1)).unwrap()
+        };
+        let (third, none) = (-(3f32.ln()), f32::NEG_INFINITY);
+        assert_eq!(log_p(Eos::Allowed), [none, none, third, third, none, third]);
+        assert_eq!(log_p(Eos::Forbidden), [none, none, none, third, none, third]);
+        assert_eq!(log_p(Eos::Forced), [none, none, third, none, none, none]);
+    }
+}

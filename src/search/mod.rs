@@ -1,0 +1,212 @@
+//! Greedy and beam search (SPEC §4).
+//!
+//! A hypothesis y is ranked by
+//!
+//! ```text
+//! score(y) = Σ log p(y_t | y_<t, x) / lp(len),   len = generated tokens, EOS included
+//! ```
+//!
+//! in one of two ways. `google` (Wu et al. 2016, eq 14; Nguyen and Salazar 2019): lp = ((5 + len)/6)^α; finished
+//! hypotheses stay in the beam, and compete, with their score frozen; the search ends when all are finished or
+//! len = source tokens + 50. `fairseq`: lp = len^α; of the 2·beam most probable continuations those that end within the
+//! first `beam` are final, the others go on; the search ends at `beam` final ones, and the last token is EOS. Under both
+//! the first token is not EOS, PAD and BOS are never generated, and of equals the one of the better hypothesis, then of
+//! the lower id, comes first.
+//!
+//! A live hypothesis holds one slot of the key/value cache. All sentences move on together, one token a step; what is
+//! finished gives its slot up, so a step costs what is still alive.
+
+mod beam;
+mod continuation;
+mod length;
+#[cfg(test)]
+mod tests;
+
+use crate::error::{Error, Result};
+use crate::model::{Context, Packed, StackCache, Transformer, BOS};
+use beam::Beam;
+use continuation::{best, Continuation, Eos, Vocabulary};
+use tch::{Kind, Tensor};
+
+crate::choice! {
+    /// How hypotheses are ranked and when a search ends.
+    pub enum Rule ("rule") {
+        /// ((5 + len)/6)^α; finished hypotheses compete with those that go on.
+        Google = "google",
+        /// len^α; finished hypotheses are set aside.
+        Fairseq = "fairseq",
+    }
+}
+
+/// How to search. [`SearchConfig::new`] has each rule's usual settings.
+#[derive(Clone, Debug, PartialEq)]
+pub struct SearchConfig {
+    /// Hypotheses alive at a time; 1: greedy.
+    pub beam: usize,
+    pub rule: Rule,
+    /// Exponent of the length penalty: the larger, the longer the translations.
+    pub alpha: f64,
+    /// Hypotheses returned per sentence, at most `beam`.
+    pub n_best: usize,
+    /// Most tokens generated; none: the source's + 50 (google, which counts EOS) or 200 (fairseq, which does not).
+    pub max_length: Option<usize>,
+}
+
+impl SearchConfig {
+    /// google: beam 4, α 0.6 (Nguyen and Salazar 2019); fairseq: beam 5, α 1 (its `--lenpen`).
+    pub fn new(rule: Rule) -> Self {
+        let beam = match rule {
+            Rule::Google => 4,
+            Rule::Fairseq => 5,
+        };
+        SearchConfig { beam, rule, alpha: rule.alpha(), n_best: 1, max_length: None }
+    }
+
+    pub fn validate(&self) -> Result<()> {
+        let wrong = |what: String| Err(Error::invalid(what));
+        if self.beam < 1 {
+            return wrong(format!("beam must be at least 1, got {}", self.beam));
+        }
+        if !(1..=self.beam).contains(&self.n_best) {
+            return wrong(format!("n_best must lie between 1 and the beam, {}; got {}", self.beam, self.n_best));
+        }
+        if !self.alpha.is_finite() {
+            return wrong(format!("alpha must be a finite number, got {}", self.alpha));
+        }
+        if self.max_length == Some(0) {
+            return wrong("max_length must be at least 1, got 0".into());
+        }
+        Ok(())
+    }
+
+    /// Continuations of a hypothesis that can matter: under fairseq's rule half of them may end.
+    fn candidates(&self) -> usize {
+        match self.rule {
+            Rule::Google => self.beam,
+            Rule::Fairseq => 2 * self.beam,
+        }
+    }
+}
+
+impl Default for SearchConfig {
+    fn default() -> Self {
+        SearchConfig::new(Rule::Google)
+    }
+}
+
+/// A translation.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct Hypothesis {
+    /// Without BOS and EOS.
+    pub tokens: Vec<i64>,
+    /// What the rule ranks by: log p(y|x) over the length penalty.
+    pub score: f64,
+    /// log p(y|x), EOS's included where there is one.
+    pub log_probability: f64,
+    /// Ends with EOS; google's rule cuts the others off at its limit.
+    pub finished: bool,
+}
+
+/// The `n_best` best translations of each sentence, best first, sentences in the order of `source`.
+///
+/// `source`: what the encoder reads, EOS included. `mask`: bool (V), true in the target vocabulary V_t, outside of which
+/// p = 0; none: V_t = V. `kind`: the type of matrix products; log-probabilities are float32, or float64 if `kind` is.
+///
+/// # Errors
+///
+/// Settings out of range; a decoder-only model; a mask that allows no sentence; logits that are not numbers (NaN).
+pub fn search(
+    model: &Transformer,
+    source: &Packed,
+    mask: Option<&Tensor>,
+    config: &SearchConfig,
+    kind: Kind,
+) -> Result<Vec<Vec<Hypothesis>>> {
+    config.validate()?;
+    let vocabulary = Vocabulary::new(mask, model.config.vocab_size)?;
+    if source.sentences() == 0 {
+        return Ok(Vec::new());
+    }
+    tch::no_grad(|| {
+        let ctx = Context::evaluation(kind);
+        let Some(memory) = model.encode(source, &ctx)? else {
+            return Err(Error::invalid("search translates with an encoder-decoder model; this one is decoder-only"));
+        };
+        let source_lengths = source.offsets.windows(2).map(|ends| (ends[1] - ends[0]) as usize);
+        let mut beams: Vec<Beam> = source_lengths.enumerate().map(|(i, len)| Beam::new(config, len, i)).collect();
+        let mut cache = StackCache::default();
+        let mut slots = beams.len();
+        for length in 0.. {
+            let live = Live::take_slots(&mut beams);
+            if live.tokens.is_empty() {
+                break;
+            }
+            if live.moved(slots) {
+                cache.reorder(&Tensor::f_from_slice(&live.origins)?.f_to_device(source.tokens.device())?)?;
+            }
+            slots = live.tokens.len();
+            let logits = model.step(&live.tokens, length as i64, &live.sentences, Some(&memory), &mut cache, &ctx)?;
+            let log_p = vocabulary.log_probabilities(logits, Eos::at(length, config))?;
+            let next = best(&log_p, config.candidates())?;
+            live.refuse_nan(&next, length)?;
+            beams.iter_mut().for_each(|beam| beam.advance(&next));
+        }
+        beams.into_iter().map(Beam::finish).collect()
+    })
+}
+
+/// The most probable next token each time, under the rule's limits on length: one translation of each sentence.
+///
+/// This is a beam of 1: finding the two largest of a row costs what its argmax does.
+pub fn greedy(
+    model: &Transformer,
+    source: &Packed,
+    mask: Option<&Tensor>,
+    rule: Rule,
+    max_length: Option<usize>,
+    kind: Kind,
+) -> Result<Vec<Hypothesis>> {
+    let config = SearchConfig { beam: 1, max_length, ..SearchConfig::new(rule) };
+    Ok(search(model, source, mask, &config, kind)?.into_iter().flatten().collect())
+}
+
+/// The live hypotheses, sentence after sentence: slot i holds
+struct Live {
+    /// the last token,
+    tokens: Vec<i64>,
+    /// the sentence it translates,
+    sentences: Vec<usize>,
+    /// and the slot in which the hypothesis that it continues was.
+    origins: Vec<i64>,
+}
+
+impl Live {
+    fn take_slots(beams: &mut [Beam]) -> Self {
+        let mut live = Live { tokens: Vec::new(), sentences: Vec::new(), origins: Vec::new() };
+        for (sentence, beam) in beams.iter_mut().enumerate() {
+            for partial in beam.growing() {
+                live.origins.push(partial.slot as i64);
+                partial.slot = live.tokens.len();
+                live.tokens.push(partial.hypothesis.tokens.last().copied().unwrap_or(BOS));
+                live.sentences.push(sentence);
+            }
+        }
+        live
+    }
+
+    /// Whether the cache, of so many slots, no longer fits.
+    fn moved(&self, slots: usize) -> bool {
+        !self.origins.iter().copied().eq(0..slots as i64)
+    }
+
+    fn refuse_nan(&self, next: &[Vec<Continuation>], length: usize) -> Result<()> {
+        match next.iter().position(|row| row.iter().any(|c| c.log_probability.is_nan())) {
+            None => Ok(()),
+            Some(slot) => Err(Error::invalid(format!(
+                "the logits after {length} generated tokens of sentence {} (from 0) are not numbers (NaN): the weights \
+                 hold non-finite or huge values; use an earlier checkpoint, or f32 where this was a smaller type",
+                self.sentences[slot]
+            ))),
+        }
+    }
+}

@@ -1,0 +1,246 @@
+//! Search on a tiny model in float64, against decoding that recomputes every prefix without a cache.
+
+use super::*;
+use crate::config::{Positions, TransformerConfig};
+use crate::model::{EOS, UNK};
+use std::collections::HashMap;
+use tch::Device;
+
+const V: i64 = 12;
+const SENTENCES: [&[i64]; 4] = [&[4, 7, 9, EOS], &[5, EOS], &[11, 4, 4, 8, 6, 10, EOS], &[UNK, 6, EOS]];
+
+/// Weights are a fixed sequence, so that a test finds the same model whatever else draws random numbers. `bend` makes
+/// another model.
+fn model(bend: f64) -> Transformer {
+    let config = TransformerConfig {
+        vocab_size: V,
+        d_model: 16,
+        d_ff: 24,
+        heads: 2,
+        encoder_layers: 2,
+        decoder_layers: 2,
+        positions: Positions::Twt,
+        ..Default::default()
+    };
+    let drawn = Transformer::new(&config, Device::Cpu, Kind::Double).unwrap();
+    let mut start = bend;
+    let weights: HashMap<String, Tensor> = drawn
+        .parameters
+        .iter()
+        .map(|(name, tensor)| {
+            let n = tensor.numel() as i64;
+            let noise = ((Tensor::arange(n, (Kind::Double, Device::Cpu)) + start) * 12.9898).sin() * 43.7585;
+            start += n as f64;
+            let uniform = &noise - noise.floor() - 0.5;
+            let centre = if name.contains("norm") && name.ends_with("weight") { 1.0 } else { 0.0 };
+            (name.to_string(), (uniform + centre).reshape(tensor.size()))
+        })
+        .collect();
+    Transformer::with_parameters(&config, &weights).unwrap()
+}
+
+fn packed(sentences: &[&[i64]]) -> Packed {
+    Packed::of(sentences, Device::Cpu).unwrap()
+}
+
+/// All but PAD, BOS and types 9 to 11.
+fn mask() -> Tensor {
+    Tensor::from_slice(&(0..V).map(|id| (EOS..9).contains(&id)).collect::<Vec<bool>>())
+}
+
+fn run(
+    model: &Transformer,
+    sentences: &[&[i64]],
+    mask: Option<&Tensor>,
+    config: &SearchConfig,
+) -> Vec<Vec<Hypothesis>> {
+    search(model, &packed(sentences), mask, config, Kind::Double).unwrap()
+}
+
+/// log p of the token after a prefix, from the whole prefix; nothing is forbidden but what the mask forbids.
+fn uncached(model: &Transformer, source: &[i64], prefix: &[i64], mask: Option<&Tensor>) -> Vec<f64> {
+    let ctx = Context::evaluation(Kind::Double);
+    let target = packed(&[&[&[BOS], prefix].concat()]);
+    let features = model.features(Some(&packed(&[source])), &target, &ctx).unwrap();
+    let mut logits = model.logits(&features, Kind::Double).unwrap().select(0, -1).detach();
+    if let Some(mask) = mask {
+        logits = logits.masked_fill(&mask.logical_not(), f64::NEG_INFINITY);
+    }
+    Vec::try_from(logits.log_softmax(-1, Kind::Double)).unwrap()
+}
+
+/// What the rules let follow a prefix.
+fn allowed(rule: Rule, prefix: &[i64], limit: usize) -> impl Iterator<Item = i64> {
+    let (first, last) = (prefix.is_empty(), rule == Rule::Fairseq && prefix.len() + 1 == limit);
+    (EOS..V).filter(move |&id| if id == EOS { !first } else { !last })
+}
+
+fn naive_greedy(
+    model: &Transformer,
+    source: &[i64],
+    mask: Option<&Tensor>,
+    rule: Rule,
+    limit: usize,
+) -> (Vec<i64>, f64) {
+    let (mut tokens, mut total) = (vec![], 0.0);
+    while tokens.len() < limit && tokens.last() != Some(&EOS) {
+        let log_p = uncached(model, source, &tokens, mask);
+        let best = allowed(rule, &tokens, limit)
+            .reduce(|a, b| if log_p[b as usize] > log_p[a as usize] { b } else { a })
+            .expect("something is always allowed");
+        total += log_p[best as usize];
+        tokens.push(best);
+    }
+    (tokens, total)
+}
+
+/// Hypotheses with EOS where they have one.
+fn with_eos(hypothesis: &Hypothesis) -> Vec<i64> {
+    let mut tokens = hypothesis.tokens.clone();
+    tokens.extend(hypothesis.finished.then_some(EOS));
+    tokens
+}
+
+#[test]
+fn a_beam_of_one_is_greedy() {
+    // google's own limit is the source's length + 50; fairseq's 200 takes the uncached decoding too long
+    let settings = [(Rule::Google, None), (Rule::Google, Some(1)), (Rule::Fairseq, Some(1)), (Rule::Fairseq, Some(9))];
+    for (bend, mask) in [(0.0, None), (0.25, Some(mask()))] {
+        let (model, mask) = (model(bend), mask.as_ref());
+        for (rule, max_length) in settings {
+            let found = greedy(&model, &packed(&SENTENCES), mask, rule, max_length, Kind::Double).unwrap();
+            assert_eq!(found.len(), SENTENCES.len());
+            for (source, hypothesis) in SENTENCES.iter().zip(found) {
+                let (tokens, total) = naive_greedy(&model, source, mask, rule, rule.limit(source.len(), max_length));
+                assert_eq!(with_eos(&hypothesis), tokens);
+                assert!((hypothesis.log_probability - total).abs() < 1e-9);
+            }
+        }
+    }
+}
+
+/// Sentences end at different steps, so slots move and shrink; each must still read its own past and source.
+#[test]
+fn a_batch_is_its_sentences_and_the_cache_changes_nothing() {
+    let (mut ended, mut lengths) = (0, std::collections::BTreeSet::new());
+    for (rule, beam) in [(Rule::Google, 4), (Rule::Fairseq, 5), (Rule::Google, 3), (Rule::Fairseq, 2)] {
+        for (bend, mask) in [(0.0, None), (0.25, Some(mask())), (0.5, None)] {
+            let (model, mask) = (model(bend), mask.as_ref());
+            let config = SearchConfig { beam, n_best: beam, max_length: Some(20), ..SearchConfig::new(rule) };
+            let together = run(&model, &SENTENCES, mask, &config);
+            for (source, batch) in SENTENCES.iter().zip(&together) {
+                let alone = &run(&model, &[source], mask, &config)[0];
+                assert_eq!(batch.len(), alone.len());
+                for (a, b) in batch.iter().zip(alone) {
+                    assert_eq!((&a.tokens, a.finished), (&b.tokens, b.finished));
+                    assert!((a.score - b.score).abs() < 1e-9);
+                    let tokens = with_eos(a);
+                    let total: f64 = (0..tokens.len())
+                        .map(|t| uncached(&model, source, &tokens[..t], mask)[tokens[t] as usize])
+                        .sum();
+                    assert!((a.log_probability - total).abs() < 1e-9, "{} {total}", a.log_probability);
+                    assert!((a.score - total / rule.penalty(tokens.len(), config.alpha)).abs() < 1e-9);
+                    ended += usize::from(a.finished);
+                    lengths.insert(tokens.len());
+                }
+                assert!(batch.is_sorted_by(|a, b| a.score >= b.score));
+            }
+        }
+    }
+    assert!(
+        ended > 20 && lengths.len() > 4,
+        "the models are too simple for this test: {ended} ended, {lengths:?} long"
+    );
+}
+
+#[test]
+fn n_best_is_the_beginning_of_all() {
+    let model = model(0.0);
+    for rule in [Rule::Google, Rule::Fairseq] {
+        let config = SearchConfig { beam: 5, n_best: 5, ..SearchConfig::new(rule) };
+        let all = run(&model, &SENTENCES, None, &config);
+        let two = run(&model, &SENTENCES, None, &SearchConfig { n_best: 2, ..config });
+        for (all, two) in all.iter().zip(&two) {
+            assert_eq!((all.len(), &all[..2]), (5, two.as_slice()));
+        }
+    }
+}
+
+/// Every sequence the rules allow with its log p, by recursion.
+fn exhaust(
+    model: &Transformer,
+    mask: &Tensor,
+    rule: Rule,
+    limit: usize,
+    prefix: &[i64],
+    total: f64,
+    all: &mut Vec<(Vec<i64>, f64)>,
+) {
+    if prefix.last() == Some(&EOS) || prefix.len() == limit {
+        return all.push((prefix.to_vec(), total));
+    }
+    let log_p = uncached(model, SENTENCES[0], prefix, Some(mask));
+    for token in allowed(rule, prefix, limit).filter(|&token| log_p[token as usize] > f64::NEG_INFINITY) {
+        exhaust(model, mask, rule, limit, &[prefix, &[token]].concat(), total + log_p[token as usize], all);
+    }
+}
+
+#[test]
+fn a_beam_as_wide_as_all_there_is_finds_the_best() {
+    for (rule, max_length) in [(Rule::Google, 3), (Rule::Fairseq, 2)] {
+        for bend in [0.0, 0.25] {
+            let model = model(bend);
+            let mut all = Vec::new();
+            exhaust(&model, &mask(), rule, 3, &[], 0.0, &mut all);
+            let config = SearchConfig { beam: all.len(), n_best: all.len(), ..SearchConfig::new(rule) };
+            let config = SearchConfig { max_length: Some(max_length), ..config };
+            let score = |(tokens, total): &(Vec<i64>, f64)| total / rule.penalty(tokens.len(), config.alpha);
+            all.sort_by(|a, b| score(b).total_cmp(&score(a)));
+            // 6 words: a word and EOS, two and EOS, and, under google's rule, three cut off
+            assert_eq!(all.len(), if rule == Rule::Google { 6 + 36 + 216 } else { 6 + 36 });
+            let found = &run(&model, &SENTENCES[..1], Some(&mask()), &config)[0];
+            assert_eq!(
+                found.iter().map(with_eos).collect::<Vec<_>>(),
+                all.iter().map(|(t, _)| t.clone()).collect::<Vec<_>>()
+            );
+        }
+    }
+}
+
+/// All logits are equal: every choice is a tie.
+#[test]
+fn of_equals_the_better_hypothesis_and_the_lower_id_come_first() {
+    let model = model(0.0);
+    tch::no_grad(|| model.parameters.tensors().iter().for_each(|t| drop(t.shallow_clone().zero_())));
+    let config =
+        |rule, max_length| SearchConfig { beam: 3, n_best: 3, max_length: Some(max_length), ..SearchConfig::new(rule) };
+    let found = |config| run(&model, &SENTENCES[..2], None, &config)[1].iter().map(with_eos).collect::<Vec<_>>();
+    // Longer is less probable, but α = 1 divides that away.
+    assert_eq!(found(config(Rule::Fairseq, 2)), [vec![3, EOS], vec![3, 3, EOS], vec![3, 4, EOS]]);
+    assert_eq!(found(config(Rule::Google, 2)), [vec![3, EOS], vec![3, 3], vec![3, 4]]);
+}
+
+#[test]
+fn nan_is_an_error_that_says_where() {
+    let model = model(0.0);
+    tch::no_grad(|| drop(model.parameters.tensors()[0].shallow_clone().fill_(f64::NAN)));
+    let e = search(&model, &packed(&SENTENCES), None, &SearchConfig::default(), Kind::Double).unwrap_err().to_string();
+    assert!(e.contains("after 0 generated tokens of sentence 0") && e.contains("NaN"), "{e}");
+}
+
+#[test]
+fn no_sentences_and_wrong_settings() {
+    let model = model(0.0);
+    let right = SearchConfig::default();
+    assert!(run(&model, &[], None, &right).is_empty());
+    for (config, says) in [
+        (SearchConfig { beam: 0, ..right.clone() }, "beam must be at least 1, got 0"),
+        (SearchConfig { n_best: 5, ..right.clone() }, "n_best must lie between 1 and the beam, 4; got 5"),
+        (SearchConfig { n_best: 0, ..right.clone() }, "got 0"),
+        (SearchConfig { alpha: f64::NAN, ..right.clone() }, "alpha must be a finite number, got NaN"),
+        (SearchConfig { max_length: Some(0), ..right.clone() }, "max_length must be at least 1"),
+    ] {
+        let e = search(&model, &packed(&SENTENCES), None, &config, Kind::Double).unwrap_err().to_string();
+        assert!(e.contains(says), "{e}");
+    }
+}

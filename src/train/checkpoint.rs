@@ -1,0 +1,286 @@
+//! Checkpoints: one folder each, complete or absent, read without executing anything.
+//!
+//! | file | holds |
+//! |---|---|
+//! | `model.safetensors` | parameters and running statistics, by canonical name |
+//! | `optimizer.safetensors` | moments and whatever else the optimizer carries |
+//! | `config.json` | how the model is built |
+//! | `state.json` | format version, update, length and CRC-32 of the files above, the training state, its own CRC-32 |
+//!
+//! [`Store`] keeps a run's checkpoints: their folders never change once they have their name, and `best` and `last` are
+//! links that move by rename, so a reader finds a whole checkpoint at every instant.
+
+mod arrays;
+mod average;
+mod store;
+
+use std::collections::BTreeMap;
+use std::fs::{self, File};
+use std::io::{self, Read};
+use std::path::{Path, PathBuf};
+
+use flate2::Crc;
+use serde::{Deserialize, Serialize};
+use serde_json::Value;
+
+pub use arrays::{Array, Arrays};
+pub use average::average;
+pub use safetensors::Dtype;
+pub use store::Store;
+
+use super::files::{self, Digest};
+use crate::error::{Error, Result};
+
+/// The format written here; a checkpoint of a later format is refused.
+pub const FORMAT_VERSION: u32 = 1;
+
+const KIND: &str = "normformer_rs checkpoint";
+const WRITER: &str = concat!("normformer_rs ", env!("CARGO_PKG_VERSION"));
+const MODEL: &str = "model.safetensors";
+const OPTIMIZER: &str = "optimizer.safetensors";
+const CONFIG: &str = "config.json";
+const STATE: &str = "state.json";
+/// Counters and settings take kilobytes; a larger `state.json` is damage, and is not read into memory.
+const STATE_BYTES: u64 = 64 << 20;
+
+/// All that a run needs to go on, or a model to be used.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct Checkpoint {
+    /// Parameters and running statistics, by canonical name.
+    pub model: Arrays,
+    /// Moments and the like; empty in an averaged checkpoint.
+    pub optimizer: Arrays,
+    /// Counters, position in the data, seed, early stopping, averaging. JSON has no infinities and no NaN.
+    pub state: Value,
+    /// How the model is built.
+    pub config: Value,
+}
+
+/// `state.json` without its last line, the CRC-32 of all that comes before that line.
+#[derive(Serialize, Deserialize)]
+struct Manifest {
+    kind: String,
+    format_version: u32,
+    written_by: String,
+    update: u64,
+    files: BTreeMap<String, Digest>,
+    state: Value,
+}
+
+/// Writes the checkpoint of update `update` as the folder `path`, which must not exist.
+///
+/// # Errors
+/// An array whose data do not fill its shape; `path` exists; the system refuses (then nothing stays at `path`, unless
+/// only the final flush of its name failed).
+pub fn save(path: &Path, update: u64, checkpoint: &Checkpoint) -> Result<()> {
+    arrays::check(&checkpoint.model)?;
+    arrays::check(&checkpoint.optimizer)?;
+    files::write_directory(path, |folder| {
+        let config = json(&checkpoint.config)? + "\n";
+        let digests = BTreeMap::from([
+            (MODEL.into(), folder.file(MODEL, |sink| arrays::write(sink, &checkpoint.model))?),
+            (OPTIMIZER.into(), folder.file(OPTIMIZER, |sink| arrays::write(sink, &checkpoint.optimizer))?),
+            (CONFIG.into(), folder.file(CONFIG, |sink| sink.put(config.as_bytes()))?),
+        ]);
+        let manifest = Manifest {
+            kind: KIND.into(),
+            format_version: FORMAT_VERSION,
+            written_by: WRITER.into(),
+            update,
+            files: digests,
+            state: checkpoint.state.clone(),
+        };
+        let text = json(&manifest)?;
+        let body = format!("{},\n", text.strip_suffix("\n}").unwrap_or(&text));
+        folder.file(STATE, |sink| sink.put((body.clone() + &last_line(&body)).as_bytes()))?;
+        Ok(())
+    })
+}
+
+/// Reads a checkpoint: its folder, a link to it, or a run's folder (then its best, or else its last).
+///
+/// # Errors
+/// Missing (the message says what is there), not a checkpoint, truncated or damaged (the message names the file, and the
+/// lengths), or of a later format. Lengths are checked before memory is taken.
+pub fn load(path: impl AsRef<Path>) -> Result<Checkpoint> {
+    whole(path.as_ref(), |folder| {
+        let manifest = Manifest::read(folder)?;
+        Ok(Checkpoint {
+            model: arrays::read(&folder.join(MODEL), manifest.digest(folder, MODEL)?)?,
+            optimizer: arrays::read(&folder.join(OPTIMIZER), manifest.digest(folder, OPTIMIZER)?)?,
+            config: manifest.config(folder)?,
+            state: manifest.state,
+        })
+    })
+}
+
+/// The arrays and the config of a model, as [`load`] reads them; the optimizer's file may be gone.
+pub fn load_model(path: impl AsRef<Path>) -> Result<(Arrays, Value)> {
+    whole(path.as_ref(), |folder| {
+        let manifest = Manifest::read(folder)?;
+        Ok((arrays::read(&folder.join(MODEL), manifest.digest(folder, MODEL)?)?, manifest.config(folder)?))
+    })
+}
+
+/// Reads the folder that `path` leads to; once more when `path` is a link that moved on while it was read.
+fn whole<T>(path: &Path, read: impl Fn(&Path) -> Result<T>) -> Result<T> {
+    loop {
+        let folder = directory(path)?;
+        match read(&folder) {
+            Err(_) if directory(path).is_ok_and(|now| now != folder) => continue,
+            done => return done,
+        }
+    }
+}
+
+/// The checkpoint's own folder behind a path to it, to a link, or to a run.
+fn directory(path: &Path) -> Result<PathBuf> {
+    let places = [path.to_path_buf(), path.join("checkpoints/best"), path.join("checkpoints/last")];
+    let real = places.iter().find_map(|place| real_folder(place));
+    let shown = path.display();
+    real.ok_or_else(|| match fs::metadata(path) {
+        Ok(m) if m.is_dir() => {
+            Error::invalid(format!("{shown} is not a checkpoint: expected {STATE} in it, found {}", holds(path)))
+        }
+        Ok(_) => Error::invalid(format!("{shown} is a file; expected a checkpoint's folder, with {STATE} in it")),
+        Err(e) if e.kind() == io::ErrorKind::NotFound => {
+            let above = path.parent().filter(|p| !p.as_os_str().is_empty()).unwrap_or(Path::new("."));
+            Error::invalid(format!("there is no checkpoint {shown}; {} holds {}", above.display(), holds(above)))
+        }
+        Err(e) => Error::io("read", path, e),
+    })
+}
+
+/// Where a checkpoint at `place` really lies. Resolving a link takes several system calls, and between them the link may
+/// move on and its old target be pruned: then again.
+fn real_folder(place: &Path) -> Option<PathBuf> {
+    loop {
+        let link = fs::read_link(place).ok();
+        match fs::canonicalize(place.join(STATE)) {
+            Ok(state) => return state.parent().map(PathBuf::from),
+            Err(_) if fs::read_link(place).ok() != link => continue,
+            Err(_) => return None,
+        }
+    }
+}
+
+/// The names in a folder, for a message.
+fn holds(folder: &Path) -> String {
+    let Ok(entries) = fs::read_dir(folder) else { return "nothing: there is no such folder".into() };
+    let names = entries.flatten().map(|e| e.file_name().to_string_lossy().into_owned());
+    let mut names: Vec<String> = names.filter(|n| !n.starts_with('.')).collect();
+    names.sort();
+    match names.len() {
+        0 => "nothing".into(),
+        n if n > 20 => format!("{}, … ({n} in all)", names[..20].join(", ")),
+        _ => names.join(", "),
+    }
+}
+
+impl Manifest {
+    fn read(folder: &Path) -> Result<Self> {
+        let path = folder.join(STATE);
+        let length = fs::metadata(&path).map_err(|e| Error::io("read", &path, e))?.len();
+        if length > STATE_BYTES {
+            return Err(damaged(&path, format!("expected at most {STATE_BYTES} bytes, found {length}")));
+        }
+        let text = fs::read(&path).map_err(|e| Error::io("read", &path, e))?;
+        let value: Value = serde_json::from_slice(&text)
+            .map_err(|e| damaged(&path, format!("{} bytes found are not whole JSON ({e})", text.len())))?;
+        if value["kind"] != KIND {
+            let found = &value["kind"];
+            return Err(Error::invalid(format!("{} is no {KIND}: its kind is {found}", folder.display())));
+        }
+        // Before anything else is looked at: a later format may differ in all the rest.
+        if let Some(version) = value["format_version"].as_u64().filter(|&v| v > FORMAT_VERSION.into()) {
+            let writer = value["written_by"].as_str().unwrap_or("a later normformer_rs");
+            return Err(Error::invalid(format!(
+                "{} is in checkpoint format {version}, written by {writer}; this is {WRITER}, which reads formats up to \
+                 {FORMAT_VERSION}: upgrade normformer_rs to read it",
+                folder.display()
+            )));
+        }
+        let end = text
+            .windows(9)
+            .rposition(|w| w == b"\"crc32\": ")
+            .and_then(|at| text[..at].iter().rposition(|&b| b == b'\n'));
+        let (body, last) = text.split_at(end.map_or(0, |at| at + 1));
+        if last != last_line(body).as_bytes() {
+            return Err(damaged(&path, "its CRC-32 is not the one in its last line".into()));
+        }
+        serde_json::from_value(value).map_err(|e| damaged(&path, e.to_string()))
+    }
+
+    fn digest(&self, folder: &Path, name: &str) -> Result<Digest> {
+        let missing = || damaged(&folder.join(STATE), format!("it does not list {name}"));
+        self.files.get(name).copied().ok_or_else(missing)
+    }
+
+    fn config(&self, folder: &Path) -> Result<Value> {
+        let path = folder.join(CONFIG);
+        let mut file = Checked::open(&path, self.digest(folder, CONFIG)?)?;
+        let text = file.take(file.expected.bytes)?;
+        file.finish()?;
+        serde_json::from_slice(&text).map_err(|e| damaged(&path, e.to_string()))
+    }
+}
+
+/// A file whose length is the expected one, its CRC-32 taken while it is read.
+struct Checked<'a> {
+    path: &'a Path,
+    file: File,
+    expected: Digest,
+    crc: Crc,
+}
+
+impl<'a> Checked<'a> {
+    fn open(path: &'a Path, expected: Digest) -> Result<Self> {
+        let file =
+            File::open(path).map_err(|e| match path.parent().filter(|_| e.kind() == io::ErrorKind::NotFound) {
+                Some(folder) => {
+                    Error::invalid(format!("{} is missing; its folder holds {}", path.display(), holds(folder)))
+                }
+                None => Error::io("open", path, e),
+            })?;
+        let found = file.metadata().map_err(|e| Error::io("read", path, e))?.len();
+        if found != expected.bytes {
+            return Err(damaged(path, format!("expected {} bytes, found {found}", expected.bytes)));
+        }
+        Ok(Checked { path, file, expected, crc: Crc::new() })
+    }
+
+    /// The next `bytes` bytes, of which the caller knows that the file has them.
+    fn take(&mut self, bytes: u64) -> Result<Vec<u8>> {
+        let mut data = vec![0; usize::try_from(bytes).map_err(|e| damaged(self.path, e.to_string()))?];
+        self.file.read_exact(&mut data).map_err(|e| Error::io("read", self.path, e))?;
+        self.crc.update(&data);
+        Ok(data)
+    }
+
+    fn finish(self) -> Result<()> {
+        let (found, expected) = (self.crc.sum(), self.expected.crc32);
+        if found != expected {
+            return Err(damaged(self.path, format!("expected CRC-32 {expected:08x}, found {found:08x}")));
+        }
+        Ok(())
+    }
+}
+
+fn damaged(path: &Path, why: String) -> Error {
+    Error::invalid(format!("{} is damaged: {why}; use another checkpoint", path.display()))
+}
+
+fn json(value: &impl Serialize) -> Result<String> {
+    serde_json::to_string_pretty(value).map_err(|e| Error::invalid(format!("the state cannot be written as JSON: {e}")))
+}
+
+fn last_line(body: impl AsRef<[u8]>) -> String {
+    let mut crc = Crc::new();
+    crc.update(body.as_ref());
+    format!("  \"crc32\": \"{:08x}\"\n}}\n", crc.sum())
+}
+
+#[cfg(test)]
+pub(super) mod testing;
+#[cfg(test)]
+mod tests;

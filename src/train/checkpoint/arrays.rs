@@ -1,0 +1,102 @@
+//! Named arrays and their file: safetensors, read and written array by array.
+
+use std::collections::BTreeMap;
+use std::path::Path;
+
+use safetensors::tensor::{Metadata, TensorInfo};
+
+use super::{damaged, Checked, Dtype};
+use crate::error::{Error, Result};
+use crate::train::files::{Digest, Sink};
+
+/// Arrays by name.
+pub type Arrays = BTreeMap<String, Array>;
+
+/// safetensors' own limit.
+const HEADER_BYTES: u64 = 100_000_000;
+
+/// One array.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Array {
+    /// safetensors' type of the elements.
+    pub dtype: Dtype,
+    /// Sizes, outermost first; empty for a scalar.
+    pub shape: Vec<usize>,
+    /// The elements in row-major order, little-endian.
+    pub data: Vec<u8>,
+}
+
+impl Array {
+    /// The bytes that dtype and shape ask for; `None` when they are not whole or too many to count.
+    fn bytes(&self) -> Option<usize> {
+        let elements = self.shape.iter().try_fold(1usize, |n, &size| n.checked_mul(size))?;
+        let bits = elements.checked_mul(self.dtype.bitsize())?;
+        (bits % 8 == 0).then_some(bits / 8)
+    }
+}
+
+/// Refuses an array whose data do not fill its shape.
+pub(super) fn check(arrays: &Arrays) -> Result<()> {
+    for (name, array) in arrays {
+        if name == "__metadata__" {
+            return Err(Error::invalid("an array cannot be called \"__metadata__\": safetensors keeps that name"));
+        }
+        if array.bytes() != Some(array.data.len()) {
+            let Array { dtype, shape, data } = array;
+            let bytes = data.len();
+            return Err(Error::invalid(format!("array {name:?} of {bytes} bytes is not {dtype:?} of shape {shape:?}")));
+        }
+    }
+    Ok(())
+}
+
+/// Writes arrays that [`check`] passed, widest elements first, so that each lies aligned in the file.
+pub(super) fn write(sink: &mut Sink, arrays: &Arrays) -> Result<()> {
+    let mut order: Vec<(&String, &Array)> = arrays.iter().collect();
+    order.sort_by_key(|(_, array)| std::cmp::Reverse(array.dtype));
+    let mut end = 0;
+    let infos = order.iter().map(|(name, array)| {
+        let start = end;
+        end += array.data.len();
+        let info = TensorInfo { dtype: array.dtype, shape: array.shape.clone(), data_offsets: (start, end) };
+        ((*name).clone(), info)
+    });
+    // Readers of Hugging Face's files ask for this entry.
+    let about = [("format".to_string(), "pt".to_string())].into();
+    let mut header = Metadata::new(Some(about), infos.collect())
+        .map_err(|e| e.to_string())
+        .and_then(|metadata| serde_json::to_vec(&metadata).map_err(|e| e.to_string()))
+        .map_err(|e| Error::invalid(format!("the arrays cannot be written as safetensors: {e}")))?;
+    header.resize(header.len().next_multiple_of(8), b' ');
+    if header.len() as u64 > HEADER_BYTES {
+        return Err(Error::invalid(format!("too many arrays for safetensors: {}", arrays.len())));
+    }
+    sink.put(&(header.len() as u64).to_le_bytes())?;
+    sink.put(&header)?;
+    order.iter().try_for_each(|(_, array)| sink.put(&array.data))
+}
+
+/// Reads the file at `path`, whose length and CRC-32 must be `expected`.
+pub(super) fn read(path: &Path, expected: Digest) -> Result<Arrays> {
+    let mut file = Checked::open(path, expected)?;
+    let bad = |why: String| damaged(path, why);
+    let rest = expected.bytes.checked_sub(8).ok_or_else(|| bad(format!("{} bytes hold no header", expected.bytes)))?;
+    let mut length = [0; 8];
+    length.copy_from_slice(&file.take(8)?);
+    let length = u64::from_le_bytes(length);
+    if length > rest.min(HEADER_BYTES) {
+        return Err(bad(format!("its header asks for {length} bytes, {rest} follow")));
+    }
+    let header: Metadata = serde_json::from_slice(&file.take(length)?).map_err(|e| bad(format!("its header: {e}")))?;
+    if header.data_len() as u64 != rest - length {
+        return Err(bad(format!("its arrays ask for {} bytes, {} follow", header.data_len(), rest - length)));
+    }
+    let mut arrays = Arrays::new();
+    for name in header.offset_keys() {
+        let Some(TensorInfo { dtype, shape, data_offsets: (start, end) }) = header.info(&name) else { continue };
+        let data = file.take((end - start) as u64)?;
+        arrays.insert(name, Array { dtype: *dtype, shape: shape.clone(), data });
+    }
+    file.finish()?;
+    Ok(arrays)
+}

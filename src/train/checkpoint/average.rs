@@ -1,0 +1,112 @@
+//! The mean of several checkpoints (Vaswani et al. 2017, section 6.1).
+
+use std::path::{Path, PathBuf};
+
+use half::{bf16, f16};
+use serde_json::Value;
+
+use super::{directory, load_model, Array, Arrays, Checkpoint, Dtype, Manifest};
+use crate::error::{Error, Result};
+
+/// The mean of checkpoints of one model: θ = 1/n Σ θ_i for every floating array, running statistics included, summed in
+/// f64 and rounded once to the array's dtype. Integer arrays and the state are those of the highest update, and there is
+/// no optimizer. The order of `paths` does not matter.
+///
+/// # Errors
+/// No path, the same checkpoint twice, models whose config, names, shapes or dtypes differ, dtypes narrower than 16 bits,
+/// and whatever [`load`](super::load) refuses.
+pub fn average(paths: &[impl AsRef<Path>]) -> Result<Checkpoint> {
+    let mut parts: Vec<(Manifest, PathBuf)> = Vec::new();
+    for path in paths {
+        let folder = directory(path.as_ref())?;
+        parts.push((Manifest::read(&folder)?, folder));
+    }
+    parts.sort_by(|(a, at), (b, bt)| (a.update, at).cmp(&(b.update, bt)));
+    if let Some(pair) = parts.windows(2).find(|pair| pair[0].1 == pair[1].1) {
+        return Err(Error::invalid(format!("{} is to be averaged twice; name it once", pair[0].1.display())));
+    }
+    let n = parts.len() as f64;
+    let Some((newest, at)) = parts.pop() else {
+        return Err(Error::invalid("nothing to average: expected at least one checkpoint"));
+    };
+    let (mut model, config) = load_model(&at)?;
+    let mut sums: Vec<Vec<f64>> = model.values().map(|array| vec![0.0; floats(array)]).collect();
+    for (_, folder) in &parts {
+        let (other, other_config) = load_model(folder)?;
+        let differ = |what: String| {
+            Error::invalid(format!("{} and {} cannot be averaged: {what}", at.display(), folder.display()))
+        };
+        if let Some(what) = config_difference("config", &config, &other_config) {
+            return Err(differ(what));
+        }
+        if let Some(what) = array_difference(&model, &other) {
+            return Err(differ(what));
+        }
+        add(&mut sums, &other)?;
+    }
+    add(&mut sums, &model)?;
+    for (array, sum) in model.values_mut().zip(&sums) {
+        let mean = sum.iter().map(|s| s / n);
+        match array.dtype {
+            Dtype::F64 => array.data = mean.flat_map(f64::to_le_bytes).collect(),
+            Dtype::F32 => array.data = mean.flat_map(|x| (x as f32).to_le_bytes()).collect(),
+            Dtype::BF16 => array.data = mean.flat_map(|x| bf16::from_f64(x).to_le_bytes()).collect(),
+            Dtype::F16 => array.data = mean.flat_map(|x| f16::from_f64(x).to_le_bytes()).collect(),
+            _ => (),
+        }
+    }
+    Ok(Checkpoint { model, optimizer: Arrays::new(), state: newest.state, config })
+}
+
+/// How many numbers of an array are averaged: all, or none of an integer one.
+fn floats(array: &Array) -> usize {
+    match array.dtype {
+        Dtype::F64 | Dtype::F32 | Dtype::BF16 | Dtype::F16 => array.data.len() * 8 / array.dtype.bitsize(),
+        _ => 0,
+    }
+}
+
+fn add(sums: &mut [Vec<f64>], model: &Arrays) -> Result<()> {
+    fn each<const N: usize>(sum: &mut [f64], data: &[u8], number: impl Fn([u8; N]) -> f64) {
+        sum.iter_mut().zip(data.as_chunks().0).for_each(|(s, &bytes)| *s += number(bytes));
+    }
+    for (sum, (name, array)) in sums.iter_mut().zip(model) {
+        match array.dtype {
+            Dtype::F64 => each(sum, &array.data, f64::from_le_bytes),
+            Dtype::F32 => each(sum, &array.data, |b| f32::from_le_bytes(b).into()),
+            Dtype::BF16 => each(sum, &array.data, |b| bf16::from_le_bytes(b).into()),
+            Dtype::F16 => each(sum, &array.data, |b| f16::from_le_bytes(b).into()),
+            Dtype::BOOL | Dtype::U8 | Dtype::I8 | Dtype::I16 | Dtype::U16 => (),
+            Dtype::I32 | Dtype::U32 | Dtype::I64 | Dtype::U64 => (),
+            other => return Err(Error::invalid(format!("array {name:?} is {other:?}, which has no average"))),
+        }
+    }
+    Ok(())
+}
+
+/// The first name, dtype or shape in which two models differ.
+fn array_difference(a: &Arrays, b: &Arrays) -> Option<String> {
+    let lacking = |a: &Arrays, b: &Arrays| a.keys().find(|name| !b.contains_key(*name)).cloned();
+    if let Some(name) = lacking(a, b) {
+        return Some(format!("only the first has array {name:?}"));
+    }
+    if let Some(name) = lacking(b, a) {
+        return Some(format!("only the second has array {name:?}"));
+    }
+    let ((name, a), (_, b)) = a.iter().zip(b).find(|((_, a), (_, b))| (a.dtype, &a.shape) != (b.dtype, &b.shape))?;
+    Some(format!(
+        "array {name:?} is {:?} {:?} in the first, {:?} {:?} in the second",
+        a.dtype, a.shape, b.dtype, b.shape
+    ))
+}
+
+/// The first entry in which two configs differ, with its path.
+fn config_difference(at: &str, a: &Value, b: &Value) -> Option<String> {
+    if let (Value::Object(x), Value::Object(y)) = (a, b) {
+        let null = Value::Null;
+        let keys = x.keys().chain(y.keys().filter(|key| !x.contains_key(*key)));
+        let pair = |key: &String| (format!("{at}.{key}"), x.get(key), y.get(key));
+        return keys.map(pair).find_map(|(at, a, b)| config_difference(&at, a.unwrap_or(&null), b.unwrap_or(&null)));
+    }
+    (a != b).then(|| format!("{at} is {a} in the first, {b} in the second"))
+}

@@ -1,0 +1,174 @@
+//! A run's checkpoints under failures, kills, readers and pruning.
+
+use std::process::Command;
+use std::sync::atomic::{AtomicBool, Ordering};
+
+use super::super::testing::{checkpoint, Scratch};
+use super::super::{average, load};
+use super::*;
+use crate::train::fault::{arm, Fault};
+
+const RUN: &str = "NORMFORMER_RS_KILL_TEST_RUN";
+
+/// A run with updates 1 and 2 saved, 1 the best, 2 the last.
+fn run(name: &str) -> (Scratch, Store) {
+    let dir = Scratch::new(name);
+    let store = Store::open(&dir.0).unwrap();
+    for update in [1, 2] {
+        store.save(update, &checkpoint(update)).unwrap();
+    }
+    store.point("best", 1).unwrap();
+    store.point("last", 2).unwrap();
+    (dir, store)
+}
+
+/// What a trainer does at an update.
+fn step(store: &Store) -> Result<()> {
+    store.save(3, &checkpoint(3))?;
+    store.point("last", 3)?;
+    store.point("best", 3)?;
+    store.prune(1)
+}
+
+fn places() -> usize {
+    let (_dir, store) = run("store-count");
+    let armed = arm(Fault::Count);
+    step(&store).unwrap();
+    armed.passed()
+}
+
+/// Whatever happened, both links lead to a whole checkpoint, the old or the new; the next start goes on.
+fn check(dir: &Scratch, place: usize) {
+    for (link, old) in [("last", 2), ("best", 1)] {
+        let found = load(Store::at(&dir.0).resolve(link).unwrap()).unwrap();
+        assert!(found == checkpoint(old) || found == checkpoint(3), "{link} at place {place}: {:?}", found.state);
+    }
+    let store = Store::open(&dir.0).unwrap();
+    for update in store.list().unwrap() {
+        assert_eq!(load(store.resolve(&update.to_string()).unwrap()).unwrap(), checkpoint(update), "place {place}");
+    }
+    step(&store).unwrap();
+    assert_eq!(load(store.resolve("last").unwrap()).unwrap(), checkpoint(3));
+    let names = fs::read_dir(&store.folder).unwrap().map(|e| e.unwrap().file_name().into_string().unwrap());
+    let mut names: Vec<String> = names.collect();
+    names.sort();
+    assert!(names.len() == 3 && names[2].starts_with("update-00000003"), "place {place}: {names:?}");
+}
+
+#[test]
+fn a_full_disk_at_any_place_leaves_the_old_or_the_new() {
+    for k in 1..=places() {
+        let (dir, store) = run("store-enospc");
+        let armed = arm(Fault::Enospc(k));
+        let error = step(&store).unwrap_err();
+        drop(armed);
+        let text = error.to_string();
+        assert!(text.contains("No space left on device") && text.contains("/checkpoints/"), "{text}");
+        // The old ones are removed last, when the new one is in use.
+        assert!(text.contains("the previous checkpoint is untouched") || store.last() == (3, 1), "{text}");
+        let hidden = fs::read_dir(&store.folder).unwrap().filter(|e| is_hidden(e.as_ref().unwrap())).count();
+        assert!(hidden == 0 || store.last() == (3, 1), "place {k} left something: {text}");
+        check(&dir, k);
+    }
+}
+
+fn is_hidden(entry: &fs::DirEntry) -> bool {
+    entry.file_name().to_string_lossy().starts_with('.')
+}
+
+#[test]
+fn a_kill_at_any_place_leaves_the_old_or_the_new() {
+    use std::os::unix::process::ExitStatusExt;
+    let test = module_path!().split_once("::").unwrap().1.to_string() + "::child";
+    let places = places();
+    for k in 1..=places + 1 {
+        let (dir, _store) = run("store-kill");
+        let mut child = Command::new(std::env::current_exe().unwrap());
+        child.args(["--exact", &test, "--ignored"]).env(RUN, &dir.0).env(fault::VARIABLE, format!("kill:{k}"));
+        let output = child.output().unwrap();
+        let killed = if k <= places { Some(libc::SIGKILL) } else { None };
+        assert_eq!(output.status.signal(), killed, "place {k}: {output:?}");
+        assert!(k <= places || output.status.success() && Store::at(&dir.0).last() == (3, 1), "{output:?}");
+        check(&dir, k);
+    }
+}
+
+#[test]
+#[ignore = "the process that the kill test kills"]
+fn child() {
+    if let Some(dir) = std::env::var_os(RUN) {
+        step(&Store::at(dir)).unwrap();
+    }
+}
+
+#[test]
+fn a_reader_finds_a_whole_checkpoint_while_the_links_move() {
+    let (dir, store) = run("store-reader");
+    let done = AtomicBool::new(false);
+    std::thread::scope(|threads| {
+        threads.spawn(|| {
+            for update in 3..60 {
+                store.save(update, &checkpoint(update)).unwrap();
+                store.point("last", update).unwrap();
+                store.point("best", update).unwrap();
+                store.prune(0).unwrap();
+            }
+            done.store(true, Ordering::Relaxed);
+        });
+        while !done.load(Ordering::Relaxed) {
+            let found = load(dir.0.join("checkpoints/last")).unwrap();
+            assert_eq!(found, checkpoint(found.state["update"].as_u64().unwrap()));
+        }
+    });
+}
+
+#[test]
+fn names_numbers_links_and_paths_resolve() {
+    let (dir, store) = run("store-resolve");
+    let second = fs::canonicalize(dir.0.join("checkpoints/update-00000002")).unwrap();
+    for what in ["last", "2", "update-2", "update-00000002", second.to_str().unwrap()] {
+        assert_eq!(store.resolve(what).unwrap(), second, "{what}");
+    }
+    assert_eq!(load(&dir.0).unwrap(), checkpoint(1), "a run's folder is its best");
+    assert_eq!(fs::read_link(dir.0.join("checkpoints/last")).unwrap(), Path::new("update-00000002"));
+    for what in ["3", "update-00000003", "update-x"] {
+        let error = store.resolve(what).unwrap_err().to_string();
+        assert!(error.contains("has update-00000001, update-00000002, best, last"), "{error}");
+    }
+    assert!(store.resolve("lst").unwrap_err().to_string().contains("there is no checkpoint lst"));
+    assert!(store.point("latest", 1).unwrap_err().to_string().contains("best, last"));
+    assert!(store.point("last", 3).is_err());
+    assert!(Store::at(dir.0.join("none")).resolve("last").unwrap_err().to_string().contains("has no checkpoint"));
+}
+
+#[test]
+fn pruning_keeps_the_newest_and_what_is_linked() {
+    let (_dir, store) = run("store-prune");
+    for update in [30, 4, 5, 6] {
+        store.save(update, &checkpoint(update)).unwrap();
+    }
+    store.point("last", 6).unwrap();
+    store.prune(2).unwrap();
+    assert_eq!(store.list().unwrap(), [1, 5, 6, 30], "best, the two newest up to last, and what lies after last");
+    let recent: Vec<_> = [6, 5].map(|u| store.folder.join(name((u, 1)))).into();
+    assert_eq!(store.recent(2).unwrap(), recent);
+    assert_eq!(average(&recent).unwrap().state["update"], 6);
+    store.prune(0).unwrap();
+    assert_eq!(store.list().unwrap(), [1, 6, 30]);
+}
+
+#[test]
+fn an_update_saved_again_does_not_touch_the_first() {
+    let (dir, store) = run("store-again");
+    let again = store.save(2, &checkpoint(7)).unwrap();
+    assert_eq!(again.file_name().unwrap(), "update-00000002-2");
+    assert_eq!(load(store.resolve("last").unwrap()).unwrap(), checkpoint(2));
+    assert_eq!(load(store.resolve("2").unwrap()).unwrap(), checkpoint(7));
+    store.prune(1).unwrap();
+    assert!(again.exists(), "it comes after last");
+    store.point("last", 2).unwrap();
+    store.prune(1).unwrap();
+    assert_eq!(load(store.resolve("last").unwrap()).unwrap(), checkpoint(7));
+    assert!(!dir.0.join("checkpoints/update-00000002").exists());
+    assert_eq!(store.list().unwrap(), [1, 2]);
+}

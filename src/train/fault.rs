@@ -1,0 +1,184 @@
+//! Injected failures: every system act of a checkpoint write first passes a named place here, so that a test can kill the
+//! process, or fill the disk, before any one of them.
+//!
+//! `NORMFORMER_RS_FAULT=kill:K` sends the process SIGKILL at the K-th place it passes (from 1), for tests that run the
+//! program from outside; `enospc:K` reports a full disk there and at every later place of the same operation.
+
+use std::io;
+use std::sync::atomic::{AtomicU8, Ordering};
+use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::thread::{self, ThreadId};
+
+/// The environment variable that is read when the process passes its first place.
+pub const VARIABLE: &str = "NORMFORMER_RS_FAULT";
+
+/// What happens at which place. Places are counted from 1.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Fault {
+    /// SIGKILL to this process at the K-th place.
+    Kill(usize),
+    /// "No space left on device" at the K-th place and at every later one until [`begin`].
+    Enospc(usize),
+    /// Nothing: places are only counted.
+    Count,
+}
+
+struct Plan {
+    fault: Fault,
+    passed: usize,
+    /// The only thread that the plan is for; `None` is every thread.
+    thread: Option<ThreadId>,
+}
+
+const UNREAD: u8 = 0;
+const OFF: u8 = 1;
+const ON: u8 = 2;
+
+static STATE: AtomicU8 = AtomicU8::new(UNREAD);
+static PLAN: Mutex<Option<Plan>> = Mutex::new(None);
+static ONE_AT_A_TIME: Mutex<()> = Mutex::new(());
+
+/// The place `name`, about to happen: `Ok` unless a fault is planned here. One relaxed load when none is.
+///
+/// # Errors
+/// ENOSPC when planned; `InvalidInput` when the environment variable is not `kill:K` or `enospc:K`.
+#[inline]
+pub fn point(name: &str) -> io::Result<()> {
+    match STATE.load(Ordering::Relaxed) {
+        OFF => Ok(()),
+        _ => planned(name),
+    }
+}
+
+/// A new operation starts: a disk that an injected fault has filled is free again.
+pub fn begin() {
+    if STATE.load(Ordering::Relaxed) == ON {
+        if let Some(plan) = &mut *lock(&PLAN) {
+            let fired = matches!(plan.fault, Fault::Enospc(k) if plan.passed >= k);
+            if fired && plan.thread.is_none_or(|t| t == thread::current().id()) {
+                plan.fault = Fault::Count;
+            }
+        }
+    }
+}
+
+/// Plans `fault` for the calling thread, counting from here, until the guard is dropped. One plan lives at a time: a
+/// second caller waits.
+pub fn arm(fault: Fault) -> Armed {
+    let turn = lock(&ONE_AT_A_TIME);
+    *lock(&PLAN) = Some(Plan { fault, passed: 0, thread: Some(thread::current().id()) });
+    STATE.store(ON, Ordering::Relaxed);
+    Armed { _turn: turn }
+}
+
+/// A plan in force; see [`arm`].
+pub struct Armed {
+    _turn: MutexGuard<'static, ()>,
+}
+
+impl Armed {
+    /// How many places the calling thread has passed since [`arm`].
+    pub fn passed(&self) -> usize {
+        lock(&PLAN).as_ref().map_or(0, |plan| plan.passed)
+    }
+}
+
+impl Drop for Armed {
+    fn drop(&mut self) {
+        *lock(&PLAN) = None;
+        STATE.store(OFF, Ordering::Relaxed);
+    }
+}
+
+#[cold]
+fn planned(name: &str) -> io::Result<()> {
+    let mut plan = lock(&PLAN);
+    if STATE.load(Ordering::Relaxed) == UNREAD {
+        if let Some(text) = std::env::var_os(VARIABLE) {
+            let fault = parse(&text.to_string_lossy())?;
+            *plan = Some(Plan { fault, passed: 0, thread: None });
+        }
+        STATE.store(if plan.is_some() { ON } else { OFF }, Ordering::Relaxed);
+    }
+    let Some(plan) = plan.as_mut().filter(|p| p.thread.is_none_or(|t| t == thread::current().id())) else {
+        return Ok(());
+    };
+    plan.passed += 1;
+    match plan.fault {
+        Fault::Kill(k) if plan.passed == k => {
+            eprintln!("{VARIABLE}: killed at place {k}, before: {name}");
+            // SAFETY: kill takes no pointer; SIGKILL to oneself does not return.
+            unsafe { libc::kill(libc::getpid(), libc::SIGKILL) };
+            loop {
+                thread::park();
+            }
+        }
+        Fault::Enospc(k) if plan.passed >= k => Err(io::Error::from_raw_os_error(libc::ENOSPC)),
+        _ => Ok(()),
+    }
+}
+
+fn parse(text: &str) -> io::Result<Fault> {
+    let number = |k: &str| k.parse().ok().filter(|&k| k > 0);
+    let fault = match text.split_once(':') {
+        Some(("kill", k)) => number(k).map(Fault::Kill),
+        Some(("enospc", k)) => number(k).map(Fault::Enospc),
+        _ => None,
+    };
+    fault.ok_or_else(|| {
+        let message = format!("{VARIABLE} must be kill:K or enospc:K with K from 1; got {text:?}");
+        io::Error::new(io::ErrorKind::InvalidInput, message)
+    })
+}
+
+/// A test that panics while it holds a lock has failed already; the others go on.
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_disk_is_full_from_place_k_until_the_next_operation() {
+        let armed = arm(Fault::Enospc(2));
+        let full = |name| point(name).is_err_and(|e| e.kind() == io::ErrorKind::StorageFull);
+        assert_eq!([full("a"), full("b"), full("c")], [false, true, true]);
+        begin();
+        assert!(!full("d"));
+        assert_eq!(armed.passed(), 4);
+    }
+
+    #[test]
+    fn beginning_an_operation_before_the_fault_leaves_it_planned() {
+        let _armed = arm(Fault::Enospc(2));
+        assert!(point("a").is_ok());
+        begin();
+        assert!(point("b").is_err());
+    }
+
+    #[test]
+    fn a_plan_is_for_its_own_thread() {
+        let armed = arm(Fault::Enospc(1));
+        thread::spawn(|| point("elsewhere").expect("no fault on another thread")).join().unwrap();
+        assert_eq!(armed.passed(), 0);
+        drop(armed);
+        let armed = arm(Fault::Count);
+        assert!(point("here").is_ok());
+        assert_eq!(armed.passed(), 1);
+    }
+
+    #[test]
+    fn the_variable_is_read_strictly() {
+        assert_eq!(parse("kill:3").unwrap(), Fault::Kill(3));
+        assert_eq!(parse("enospc:1").unwrap(), Fault::Enospc(1));
+        for bad in ["", "kill", "kill:0", "kill:x", "stop:1", "kill:-1"] {
+            let message = parse(bad).unwrap_err().to_string();
+            assert!(
+                message.contains("must be kill:K or enospc:K") && message.contains(&format!("{bad:?}")),
+                "{message}"
+            );
+        }
+    }
+}

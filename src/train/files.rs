@@ -1,0 +1,295 @@
+//! Writes that survive a crash: content is written aside, flushed to the disk, and only then given its name.
+//!
+//! Everything unfinished is called `.NAME.tmp-PID` beside its final place, so that [`clean`] can tell what a killed
+//! process left. The disk acts pass [`fault::point`] first.
+
+use std::fs::{self, File};
+use std::io::{self, Write};
+use std::path::{Path, PathBuf};
+
+use flate2::Crc;
+
+use super::fault;
+use crate::error::{Error, Result};
+
+/// Bytes per system call, and so per fault point. The tests' files are tiny.
+const CHUNK: usize = if cfg!(test) { 256 } else { 4 << 20 };
+
+/// Length and CRC-32 (IEEE) of a file's bytes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
+pub struct Digest {
+    /// Length in bytes.
+    pub bytes: u64,
+    /// CRC-32 (IEEE, as in gzip).
+    pub crc32: u32,
+}
+
+/// A new file being written; errors name `shown`, the file's final place.
+pub struct Sink {
+    file: File,
+    shown: PathBuf,
+    buffer: Vec<u8>,
+    crc: Crc,
+    bytes: u64,
+}
+
+impl Sink {
+    fn create(path: &Path, shown: PathBuf) -> Result<Self> {
+        let file = act("create", &shown, || File::options().write(true).create_new(true).open(path))?;
+        Ok(Sink { file, shown, buffer: Vec::new(), crc: Crc::new(), bytes: 0 })
+    }
+
+    /// Appends `bytes`.
+    pub fn put(&mut self, mut bytes: &[u8]) -> Result<()> {
+        self.crc.update(bytes);
+        self.bytes += bytes.len() as u64;
+        while self.buffer.len() + bytes.len() >= CHUNK {
+            let (head, tail) = bytes.split_at(CHUNK - self.buffer.len());
+            self.buffer.extend_from_slice(head);
+            self.flush()?;
+            bytes = tail;
+        }
+        self.buffer.extend_from_slice(bytes);
+        Ok(())
+    }
+
+    fn flush(&mut self) -> Result<()> {
+        act("write", &self.shown, || self.file.write_all(&self.buffer))?;
+        self.buffer.clear();
+        Ok(())
+    }
+
+    fn finish(mut self) -> Result<Digest> {
+        if !self.buffer.is_empty() {
+            self.flush()?;
+        }
+        act("fsync", &self.shown, || self.file.sync_all())?;
+        Ok(Digest { bytes: self.bytes, crc32: self.crc.sum() })
+    }
+}
+
+/// A new directory being written aside; see [`write_directory`].
+pub struct Directory<'a> {
+    aside: PathBuf,
+    target: &'a Path,
+}
+
+impl Directory<'_> {
+    /// One file of it, filled by `fill` and flushed to the disk.
+    pub fn file(&self, name: &str, fill: impl FnOnce(&mut Sink) -> Result<()>) -> Result<Digest> {
+        let mut sink = Sink::create(&self.aside.join(name), self.target.join(name))?;
+        fill(&mut sink)?;
+        sink.finish()
+    }
+}
+
+/// Makes the directory `target`, which must not exist, with the files that `fill` writes: complete, or not at all.
+pub fn write_directory(target: &Path, fill: impl FnOnce(&Directory) -> Result<()>) -> Result<()> {
+    if target.symlink_metadata().is_ok() {
+        return Err(Error::invalid(format!("{} exists already; choose another name", target.display())));
+    }
+    let aside = aside(target);
+    remove_any(&aside)?;
+    let written = (|| {
+        act("create", target, || fs::create_dir(&aside))?;
+        fill(&Directory { aside: aside.clone(), target })?;
+        act("fsync", target, || sync_directory(&aside))?;
+        act("rename", target, || fs::rename(&aside, target))
+    })();
+    finish(written, &aside, target)
+}
+
+/// Writes `bytes` to `target`, which may exist: a reader finds the whole old file or the whole new one.
+pub fn write_file(target: &Path, bytes: &[u8]) -> Result<()> {
+    let aside = aside(target);
+    remove_any(&aside)?;
+    let written = (|| {
+        let mut sink = Sink::create(&aside, target.to_path_buf())?;
+        sink.put(bytes)?;
+        sink.finish()?;
+        act("rename", target, || fs::rename(&aside, target))
+    })();
+    finish(written, &aside, target)
+}
+
+/// Makes `link`, which may be a link already, a symbolic link to `to`: a reader finds the old target or the new one.
+pub fn write_link(link: &Path, to: &str) -> Result<()> {
+    if link.symlink_metadata().is_ok_and(|m| !m.is_symlink()) {
+        let what = "is not a symbolic link (was the folder copied with links followed?); move it away";
+        return Err(Error::invalid(format!("{} {what}", link.display())));
+    }
+    let aside = aside(link);
+    remove_any(&aside)?;
+    let written = (|| {
+        act("create", link, || std::os::unix::fs::symlink(to, &aside))?;
+        act("rename", link, || fs::rename(&aside, link))
+    })();
+    finish(written, &aside, link)
+}
+
+/// Removes a directory; under its name it is there whole or not at all.
+pub fn remove_directory(path: &Path) -> Result<()> {
+    let aside = aside(path);
+    remove_any(&aside)?;
+    act("rename", path, || fs::rename(path, &aside))?;
+    act("fsync the folder of", path, || sync_directory(parent(path)))?;
+    act("remove", path, || fs::remove_dir_all(&aside))
+}
+
+/// Makes `path` and the folders above it, with their names flushed to the disk.
+pub fn make_directory(path: &Path) -> Result<()> {
+    if path.is_dir() {
+        return Ok(());
+    }
+    make_directory(parent(path))?;
+    match act("create", path, || fs::create_dir(path)) {
+        Err(Error::Io { source, .. }) if source.kind() == io::ErrorKind::AlreadyExists && path.is_dir() => Ok(()),
+        made => made,
+    }?;
+    act("fsync the folder of", path, || sync_directory(parent(path)))
+}
+
+/// Removes what killed processes left unfinished in `folder`. What belongs to another living process stays.
+pub fn clean(folder: &Path) -> Result<()> {
+    let entries = fs::read_dir(folder).map_err(|e| Error::io("read", folder, e))?;
+    for entry in entries {
+        let entry = entry.map_err(|e| Error::io("read", folder, e))?;
+        let name = entry.file_name().to_string_lossy().into_owned();
+        let pid = name.strip_prefix('.').and_then(|n| n.rsplit_once(".tmp-")).and_then(|(_, pid)| pid.parse().ok());
+        if pid.is_some_and(|pid| pid == std::process::id() || !alive(pid)) {
+            remove_any(&entry.path())?;
+        }
+    }
+    Ok(())
+}
+
+/// The last step of a write: the name itself is flushed; after an error nothing unfinished stays.
+fn finish(written: Result<()>, aside: &Path, target: &Path) -> Result<()> {
+    if let Err(error) = written {
+        // The first error is the one to report; what could not be removed now, `clean` removes at the next start.
+        let _ = remove_any(aside);
+        return Err(error);
+    }
+    act("fsync the folder of", target, || sync_directory(parent(target)))
+}
+
+/// One system act on `path`, past its fault point.
+fn act<T>(name: &'static str, path: &Path, run: impl FnOnce() -> io::Result<T>) -> Result<T> {
+    fault::point(name).and_then(|()| run()).map_err(|e| Error::io(name, path, e))
+}
+
+fn aside(target: &Path) -> PathBuf {
+    let name = target.file_name().unwrap_or_default().to_string_lossy();
+    target.with_file_name(format!(".{name}.tmp-{}", std::process::id()))
+}
+
+fn parent(path: &Path) -> &Path {
+    path.parent().filter(|p| !p.as_os_str().is_empty()).unwrap_or(Path::new("."))
+}
+
+fn sync_directory(path: &Path) -> io::Result<()> {
+    match File::open(path)?.sync_all() {
+        // Some network and FUSE file systems cannot flush a directory and say so with EINVAL.
+        Err(e) if e.kind() == io::ErrorKind::InvalidInput => Ok(()),
+        synced => synced,
+    }
+}
+
+fn remove_any(path: &Path) -> Result<()> {
+    let removed = match path.symlink_metadata() {
+        Ok(m) if m.is_dir() => fs::remove_dir_all(path),
+        Ok(_) => fs::remove_file(path),
+        Err(e) => Err(e),
+    };
+    match removed {
+        Err(e) if e.kind() != io::ErrorKind::NotFound => Err(Error::io("remove", path, e)),
+        _ => Ok(()),
+    }
+}
+
+fn alive(pid: u32) -> bool {
+    // 0 and negative numbers would ask about groups of processes.
+    let Some(pid) = i32::try_from(pid).ok().filter(|&pid| pid > 0) else { return false };
+    // SAFETY: kill takes no pointer, and signal 0 only asks whether the process exists.
+    let asked = unsafe { libc::kill(pid, 0) };
+    asked == 0 || io::Error::last_os_error().raw_os_error() == Some(libc::EPERM)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::train::checkpoint::testing::Scratch;
+    use crate::train::fault::{arm, Fault};
+
+    #[test]
+    fn a_file_is_the_old_or_the_new_whatever_act_fails() {
+        let dir = Scratch::new("files-write");
+        let file = dir.0.join("f");
+        let (old, new) = (vec![1; 600], vec![2; 900]);
+        write_file(&file, &old).unwrap();
+        let armed = arm(Fault::Count);
+        write_file(&file, &new).unwrap();
+        let points = armed.passed();
+        drop(armed);
+        assert_eq!(points, 8, "create, four writes of at most 256 bytes, fsync, rename, fsync");
+        for k in 1..=points {
+            write_file(&file, &old).unwrap();
+            let armed = arm(Fault::Enospc(k));
+            let error = write_file(&file, &new).unwrap_err();
+            drop(armed);
+            assert!(
+                matches!(&error, Error::Io { source, path, .. }
+                if source.kind() == io::ErrorKind::StorageFull && *path == file.display().to_string()),
+                "{error}"
+            );
+            assert_eq!(fs::read(&file).unwrap(), if k == points { &new[..] } else { &old[..] }, "place {k}");
+            assert_eq!(fs::read_dir(&dir.0).unwrap().count(), 1, "place {k} left something");
+        }
+    }
+
+    #[test]
+    fn the_digest_is_that_of_the_bytes_whatever_the_pieces() {
+        let dir = Scratch::new("files-digest");
+        let bytes: Vec<u8> = (0..2000u32).map(|i| (i * 7) as u8).collect();
+        let mut crc = Crc::new();
+        crc.update(&bytes);
+        for piece in [1, 255, 256, 257, 512, 2000] {
+            let target = dir.0.join(piece.to_string());
+            let fill = |sink: &mut Sink| bytes.chunks(piece).try_for_each(|b| sink.put(b));
+            let mut digest = None;
+            write_directory(&target, |d| d.file("f", fill).map(|got| digest = Some(got))).unwrap();
+            assert_eq!(digest, Some(Digest { bytes: 2000, crc32: crc.sum() }));
+            assert_eq!(fs::read(target.join("f")).unwrap(), bytes);
+        }
+    }
+
+    #[test]
+    fn only_what_dead_processes_left_is_cleaned() {
+        let dir = Scratch::new("files-clean");
+        let mut child = std::process::Command::new("true").spawn().unwrap();
+        child.wait().unwrap();
+        let parent = std::os::unix::process::parent_id();
+        let names = [".dead.tmp-", ".living.tmp-", "dead.tmp-", ".x.tmp-y"];
+        let names =
+            [format!("{}{}", names[0], child.id()), format!("{}{parent}", names[1]), names[2].into(), names[3].into()];
+        for name in &names {
+            make_directory(&dir.0.join(name).join("inner")).unwrap();
+        }
+        clean(&dir.0).unwrap();
+        let left: Vec<bool> = names.iter().map(|n| dir.0.join(n).exists()).collect();
+        assert_eq!(left, [false, true, true, true]);
+    }
+
+    #[test]
+    fn a_link_moves_and_a_folder_in_its_place_is_refused() {
+        let dir = Scratch::new("files-link");
+        let link = dir.0.join("last");
+        write_link(&link, "a").unwrap();
+        write_link(&link, "b").unwrap();
+        assert_eq!(fs::read_link(&link).unwrap(), Path::new("b"));
+        fs::remove_file(&link).unwrap();
+        fs::create_dir(&link).unwrap();
+        assert!(write_link(&link, "c").unwrap_err().to_string().contains("is not a symbolic link"));
+        assert!(link.is_dir());
+    }
+}

@@ -1,0 +1,158 @@
+//! The output projection and the loss, in blocks of rows: logits exist for one block at a time, and the cross-entropy
+//! leaves their gradient where they were, so that 10,000 logits a token never travel to memory and back.
+
+use crate::config::{Smoothing, TrainingConfig};
+use crate::error::Result;
+use crate::kernel::cross_entropy as kernel;
+use crate::model::{Transformer, PAD};
+use crate::operator;
+use tch::{no_grad, Kind, Tensor};
+
+/// Rows of a block: 20 MB of bf16 logits at |V| = 10,000, and matrix products still large enough to run at full speed.
+const BLOCK: i64 = 1024;
+
+/// Label smoothing's two weights, for a target vocabulary of `valid` types.
+pub fn smoothing(config: &TrainingConfig, valid: usize) -> kernel::Smoothing {
+    match config.smoothing {
+        Smoothing::Fairseq => kernel::Smoothing::fairseq(config.label_smoothing, valid),
+        Smoothing::Twt => kernel::Smoothing::twt(config.label_smoothing, valid),
+    }
+}
+
+/// Sums over target tokens, in nats; 0-dim f64 tensors, so that nobody waits for the device.
+pub struct Sums {
+    pub loss: Tensor,
+    pub nll: Tensor,
+}
+
+/// What the loss is taken against.
+pub struct Objective {
+    /// bool (V), true in the target vocabulary; none: all types.
+    pub mask: Option<Tensor>,
+    pub smoothing: kernel::Smoothing,
+}
+
+/// Memory for one block of logits, kept between steps.
+#[derive(Default)]
+pub struct Workspace {
+    logits: Option<Tensor>,
+}
+
+impl Workspace {
+    fn block(&mut self, rows: i64, cols: i64, kind: Kind, like: &Tensor) -> Result<Tensor> {
+        let fits = |t: &Tensor| t.size()[1] == cols && t.kind() == kind && t.device() == like.device();
+        if !self.logits.as_ref().is_some_and(fits) {
+            self.logits = Some(Tensor::f_empty([BLOCK, cols].as_slice(), (kind, like.device()))?);
+        }
+        let whole = self.logits.as_ref().expect("the block was made above");
+        Ok(whole.f_narrow(0, 0, rows)?)
+    }
+}
+
+impl Objective {
+    /// Sums of the loss over `features` (rows, d), with the gradient of `scale`·Σ loss back-propagated into the model.
+    pub fn backward(
+        &self,
+        model: &Transformer,
+        features: &Tensor,
+        targets: &Tensor,
+        scale: f64,
+        kind: Kind,
+        workspace: &mut Workspace,
+    ) -> Result<Sums> {
+        let (weight, bias) = model.output()?; // (V, d)
+        let (sums, dh, dweight, dbias) = no_grad(|| {
+            let (w, b) = (weight.f_to_kind(kind)?, bias.map(|b| b.f_to_kind(kind)).transpose()?);
+            let h = features.f_detach()?.f_to_kind(kind)?;
+            let dh = h.f_empty_like()?;
+            let mut dweight = Tensor::f_zeros_like(&weight)?;
+            let mut dbias = bias.map(Tensor::f_zeros_like).transpose()?;
+            let mut sums = Sums::zero(&h)?;
+            for (start, rows) in blocks(h.size()[0]) {
+                let h = h.f_narrow(0, start, rows)?;
+                let mut logits = workspace.block(rows, w.size()[0], kind, &h)?;
+                project(&h, &w, b.as_ref(), &logits)?;
+                let targets = targets.f_narrow(0, start, rows)?;
+                let (loss, nll) = operator::cross_entropy_in_place(
+                    &mut logits,
+                    &targets,
+                    self.mask.as_ref(),
+                    self.smoothing,
+                    PAD,
+                    scale,
+                )?;
+                sums.add(&loss, &nll)?;
+                // logits now holds their gradient
+                dh.f_narrow(0, start, rows)?.f_copy_(&logits.f_mm(&w)?)?;
+                let _ = dweight.f_add_(&logits.f_transpose(0, 1)?.f_mm(&h)?)?;
+                if let Some(dbias) = &mut dbias {
+                    let _ = dbias.f_add_(&logits.f_sum_dim_intlist([0i64].as_slice(), false, Kind::Float)?)?;
+                }
+            }
+            Ok::<_, crate::error::Error>((sums, dh, dweight, dbias))
+        })?;
+        if let Some((bias, dbias)) = bias.zip(dbias) {
+            operator::backward_from(bias, &dbias)?;
+        }
+        operator::backward_from(&weight, &dweight)?;
+        operator::backward_from(features, &dh.f_to_kind(features.kind())?)?;
+        Ok(sums)
+    }
+
+    /// Sums of the loss, without gradients.
+    pub fn forward(
+        &self,
+        model: &Transformer,
+        features: &Tensor,
+        targets: &Tensor,
+        kind: Kind,
+        workspace: &mut Workspace,
+    ) -> Result<Sums> {
+        let (weight, bias) = model.output()?;
+        let (w, b) = (weight.f_to_kind(kind)?, bias.map(|b| b.f_to_kind(kind)).transpose()?);
+        let h = features.f_to_kind(kind)?;
+        let mut sums = Sums::zero(&h)?;
+        for (start, rows) in blocks(h.size()[0]) {
+            let logits = workspace.block(rows, w.size()[0], kind, &h)?;
+            project(&h.f_narrow(0, start, rows)?, &w, b.as_ref(), &logits)?;
+            let targets = targets.f_narrow(0, start, rows)?;
+            let (loss, nll) = operator::cross_entropy(&logits, &targets, self.mask.as_ref(), self.smoothing, PAD)?;
+            sums.add(&loss, &nll)?;
+        }
+        Ok(sums)
+    }
+}
+
+impl Sums {
+    fn zero(like: &Tensor) -> Result<Self> {
+        let zero = || Tensor::f_zeros([0i64; 0].as_slice(), (Kind::Double, like.device()));
+        Ok(Sums { loss: zero()?, nll: zero()? })
+    }
+
+    fn add(&mut self, loss: &Tensor, nll: &Tensor) -> Result<()> {
+        for (sum, rows) in [(&mut self.loss, loss), (&mut self.nll, nll)] {
+            let _ = sum.f_add_(&rows.f_sum(Kind::Double)?)?;
+        }
+        Ok(())
+    }
+
+    /// Adds another batch's sums.
+    pub fn merge(&mut self, other: &Sums) -> Result<()> {
+        let _ = self.loss.f_add_(&other.loss)?;
+        let _ = self.nll.f_add_(&other.nll)?;
+        Ok(())
+    }
+}
+
+fn blocks(rows: i64) -> impl Iterator<Item = (i64, i64)> {
+    (0..rows).step_by(BLOCK as usize).map(move |start| (start, BLOCK.min(rows - start)))
+}
+
+/// out = h Wᵀ + b
+fn project(h: &Tensor, weight: &Tensor, bias: Option<&Tensor>, out: &Tensor) -> Result<()> {
+    let _ = h.f_mm_out(out, &weight.f_transpose(0, 1)?)?;
+    if let Some(bias) = bias {
+        let _ = out.shallow_clone().f_add_(bias)?;
+    }
+    Ok(())
+}

@@ -1,0 +1,19 @@
+//! The training loop: batches → model → loss → optimizer → checkpoint, with no Python inside a step.
+
+pub mod checkpoint;
+pub mod fault;
+pub mod files;
+
+mod evaluate;
+mod loss;
+mod optimizer;
+mod schedule;
+mod snapshot;
+mod trainer;
+
+pub use evaluate::{evaluate_loss, to_text, Input, Score};
+pub use loss::{smoothing, Objective};
+pub use optimizer::Optimizer;
+pub use schedule::Schedule;
+pub use snapshot::{load_parameters, to_arrays};
+pub use trainer::{Evaluation, Observer, Parts, Progress, Started, Trainer, Update, Validation};

@@ -1,0 +1,136 @@
+//! Learning-rate schedules (SPEC §4), all of update n counted from 1.
+
+use crate::config::{ScheduleName, TrainingConfig};
+use serde::{Deserialize, Serialize};
+
+/// A schedule with what it remembers.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Schedule {
+    name: ScheduleName,
+    /// The peak, or none for TwT eq 7's λ/√d·n_w^-½.
+    peak: Option<f64>,
+    scale: f64,
+    multiplier: f64,
+    warmup: f64,
+    warmup_init: f64,
+    d_model: f64,
+    pub memory: Memory,
+}
+
+/// What validation has taught `val-decay` and `no-warmup`.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct Memory {
+    factor: f64,
+    scores: Vec<f64>,
+}
+
+/// The release's rule looks at three evaluations before the newest, and multiplies the rate by 0.8.
+const LOOK_BACK: usize = 3;
+const DECAY: f64 = 0.8;
+/// P of the `t-fixup` schedule.
+const T_FIXUP_PERIOD: f64 = 4000.0;
+const NO_WARMUP_LR: f64 = 3e-4;
+
+impl Schedule {
+    pub fn new(config: &TrainingConfig, d_model: i64) -> Self {
+        Schedule {
+            name: config.schedule,
+            peak: config.lr,
+            scale: config.lr_scale,
+            multiplier: config.lr_multiplier,
+            warmup: config.warmup as f64,
+            warmup_init: config.warmup_init_lr,
+            d_model: d_model as f64,
+            memory: Memory { factor: 1.0, scores: Vec::new() },
+        }
+    }
+
+    /// The learning rate of update n.
+    pub fn learning_rate(&self, n: u64) -> f64 {
+        let n = n as f64;
+        self.multiplier
+            * match self.name {
+                ScheduleName::InverseSqrt => self.inverse_sqrt(n),
+                ScheduleName::ValDecay => self.warm(n, self.peak()) * self.memory.factor,
+                ScheduleName::NoWarmup => self.peak.unwrap_or(NO_WARMUP_LR) * self.memory.factor,
+                ScheduleName::TFixup => self.peak() * (T_FIXUP_PERIOD / (T_FIXUP_PERIOD + n)).sqrt(),
+                ScheduleName::Constant => self.warm(n, self.peak()),
+            }
+    }
+
+    /// Still warming up at update n: no decay and no stop for a small rate.
+    pub fn is_warming(&self, n: u64) -> bool {
+        let warms = matches!(self.name, ScheduleName::InverseSqrt | ScheduleName::ValDecay | ScheduleName::Constant);
+        warms && (n as f64) < self.warmup
+    }
+
+    /// An evaluation after update n scored `score`, more being better.
+    pub fn evaluated(&mut self, n: u64, score: f64) {
+        if !matches!(self.name, ScheduleName::ValDecay | ScheduleName::NoWarmup) {
+            return;
+        }
+        let memory = &mut self.memory;
+        let worst = memory.scores.iter().rev().take(LOOK_BACK).copied().fold(f64::INFINITY, f64::min);
+        if memory.scores.len() >= LOOK_BACK && score < worst && !((n as f64) < self.warmup && self.name == ScheduleName::ValDecay)
+        {
+            memory.factor *= DECAY;
+        }
+        memory.scores.push(score);
+    }
+
+    /// The rate after warm-up: as given, or what TwT eq 7 reaches at n_w.
+    fn peak(&self) -> f64 {
+        self.peak.unwrap_or_else(|| self.scale / (self.d_model * self.warmup.max(1.0)).sqrt())
+    }
+
+    /// λ/√d·min(1/√n, n/n_w^1.5), or linear from `warmup_init` to the peak and then peak·√(n_w/n). n_w = 0: constant.
+    fn inverse_sqrt(&self, n: f64) -> f64 {
+        match self.peak {
+            _ if self.warmup == 0.0 => self.peak(),
+            None => self.scale / self.d_model.sqrt() * (1.0 / n.sqrt()).min(n / self.warmup.powf(1.5)),
+            Some(peak) => self.warm(n, peak) * (self.warmup / n.max(self.warmup)).sqrt(),
+        }
+    }
+
+    fn warm(&self, n: f64, peak: f64) -> f64 {
+        match n < self.warmup {
+            true => self.warmup_init + (peak - self.warmup_init) * n / self.warmup,
+            false => peak,
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn schedule(name: ScheduleName, lr: Option<f64>, warmup: i64) -> Schedule {
+        Schedule::new(&TrainingConfig { schedule: name, lr, warmup, ..Default::default() }, 512)
+    }
+
+    #[test]
+    fn inverse_sqrt_peaks_at_the_end_of_warmup() {
+        // TwT eq 7 at n = n_w: 1/√(512·4000)
+        let s = schedule(ScheduleName::InverseSqrt, None, 4000);
+        assert!((s.learning_rate(4000) - 1.0 / (512f64 * 4000.0).sqrt()).abs() < 1e-15);
+        assert!((s.learning_rate(2000) * 2.0 - s.learning_rate(4000)).abs() < 1e-15);
+        assert!((s.learning_rate(16000) * 2.0 - s.learning_rate(4000)).abs() < 1e-15);
+        let s = schedule(ScheduleName::InverseSqrt, Some(5e-3), 2000);
+        assert_eq!((s.learning_rate(1000), s.learning_rate(2000), s.learning_rate(8000)), (2.5e-3, 5e-3, 2.5e-3));
+        assert_eq!(schedule(ScheduleName::InverseSqrt, Some(1e-3), 0).learning_rate(9), 1e-3);
+    }
+
+    #[test]
+    fn val_decay_falls_when_a_score_is_below_the_last_three() {
+        let mut s = schedule(ScheduleName::ValDecay, Some(1.0), 10);
+        for (n, score, lr) in [(5, 3.0, 1.0), (6, 4.0, 1.0), (7, 5.0, 1.0), (8, 1.0, 1.0), (20, 0.5, 0.8), (21, 0.7, 0.8)] {
+            s.evaluated(n, score);
+            assert!((s.learning_rate(20) - lr).abs() < 1e-12, "after update {n}");
+        }
+        let mut s = schedule(ScheduleName::NoWarmup, None, 4000);
+        for score in [3.0, 3.0, 3.0, 2.0] {
+            s.evaluated(1, score);
+        }
+        assert!((s.learning_rate(1) - 2.4e-4).abs() < 1e-15);
+    }
+}

@@ -1,0 +1,44 @@
+//! Tensors to and from a checkpoint's arrays.
+
+use super::checkpoint::Array;
+use crate::error::{Error, Result};
+use crate::model::Parameters;
+use safetensors::Dtype;
+use std::collections::{BTreeMap, HashMap};
+use tch::{Device, Kind, Tensor};
+
+const KINDS: [(Kind, Dtype); 5] = [
+    (Kind::Float, Dtype::F32),
+    (Kind::Double, Dtype::F64),
+    (Kind::BFloat16, Dtype::BF16),
+    (Kind::Half, Dtype::F16),
+    (Kind::Int64, Dtype::I64),
+];
+
+/// A tensor's numbers, copied to the host.
+pub fn to_array(t: &Tensor) -> Result<Array> {
+    let dtype = KINDS.iter().find(|(kind, _)| *kind == t.kind()).map(|(_, dtype)| *dtype);
+    let dtype = dtype.ok_or_else(|| Error::invalid(format!("a checkpoint cannot hold {:?} tensors", t.kind())))?;
+    let host = t.f_detach()?.f_to_device(Device::Cpu)?.f_contiguous()?;
+    let mut data = vec![0u8; host.numel() * t.kind().elt_size_in_bytes()];
+    host.f_copy_data_u8(&mut data, host.numel())?;
+    Ok(Array { dtype, shape: t.size().iter().map(|n| *n as usize).collect(), data })
+}
+
+/// The tensor of an array.
+pub fn to_tensor(array: &Array, device: Device) -> Result<Tensor> {
+    let kind = KINDS.iter().find(|(_, dtype)| *dtype == array.dtype).map(|(kind, _)| *kind);
+    let kind = kind.ok_or_else(|| Error::invalid(format!("a model cannot hold {:?} numbers", array.dtype)))?;
+    let shape: Vec<i64> = array.shape.iter().map(|n| *n as i64).collect();
+    Ok(Tensor::f_from_data_size(&array.data, &shape, kind)?.f_to_device(device)?)
+}
+
+/// A model's parameters by name.
+pub fn to_arrays(parameters: &Parameters) -> Result<BTreeMap<String, Array>> {
+    parameters.iter().map(|(name, t)| Ok((name.to_string(), to_array(t)?))).collect()
+}
+
+/// The tensors of a checkpoint's model, ready for [`crate::model::Transformer::with_parameters`].
+pub fn load_parameters(arrays: &BTreeMap<String, Array>, device: Device) -> Result<HashMap<String, Tensor>> {
+    arrays.iter().map(|(name, array)| Ok((name.clone(), to_tensor(array, device)?))).collect()
+}

@@ -1,0 +1,400 @@
+//! The trainer: one update, one evaluation, and when to stop.
+
+use super::checkpoint::{Checkpoint, Store};
+use super::evaluate::{evaluate_bleu, evaluate_loss, Input, Score};
+use super::loss::{Objective, Workspace};
+use super::optimizer::Optimizer;
+use super::schedule::{self, Schedule};
+use super::snapshot::to_arrays;
+use crate::config::{Criterion, Precision, TrainingConfig};
+use crate::data::{Batch, Cursor, Prefetch, Vocabulary};
+use crate::error::{Error, Result};
+use crate::model::{Context, Rates, Transformer};
+use crate::search::{Rule, SearchConfig};
+use serde::{Deserialize, Serialize};
+use std::time::Instant;
+use tch::{Device, Kind, Tensor};
+
+/// What a run tells whoever watches. An `Err` from any of these stops it; [`Error::Interrupted`] saves first.
+pub trait Observer {
+    fn started(&mut self, _: &Started) -> Result<()> {
+        Ok(())
+    }
+    fn updated(&mut self, _: &Update) -> Result<()> {
+        Ok(())
+    }
+    fn evaluated(&mut self, _: &Evaluation) -> Result<()> {
+        Ok(())
+    }
+    fn message(&mut self, _level: &str, _text: &str) -> Result<()> {
+        Ok(())
+    }
+}
+
+/// What is about to be trained.
+#[derive(Clone, Debug, Serialize)]
+pub struct Started {
+    pub parameters: usize,
+    pub updates_per_epoch: f64,
+    /// Updates done already.
+    pub update: u64,
+    pub updates: i64,
+    pub vocabulary: usize,
+    /// Types in the target vocabulary.
+    pub target_vocabulary: usize,
+    pub device: String,
+    pub precision: Precision,
+    pub threads: usize,
+    /// Entropy of the target's unigram distribution, in nats per token: what an untrained model should soon beat.
+    pub unigram_entropy: f64,
+}
+
+/// One update. Losses in nats per target token.
+#[derive(Clone, Debug, Serialize)]
+pub struct Update {
+    pub update: u64,
+    pub epoch: u64,
+    pub loss: f64,
+    pub nll: f64,
+    pub lr: f64,
+    /// Global gradient norm before clipping.
+    pub grad_norm: f64,
+    /// Real target tokens of this update.
+    pub tokens: usize,
+    /// Real target tokens per second, over the last updates.
+    pub tokens_per_second: f64,
+    /// Training time so far, evaluations left out.
+    pub seconds: f64,
+    /// Until the last update at this rate; none where nothing but patience ends the run.
+    pub time_left: Option<f64>,
+}
+
+#[derive(Clone, Debug, Serialize)]
+pub struct Evaluation {
+    pub update: u64,
+    pub epoch: u64,
+    pub loss: f64,
+    pub nll: f64,
+    pub perplexity: f64,
+    pub bleu: Option<f64>,
+    pub best: bool,
+    pub seconds: f64,
+}
+
+/// Everything beside parameters and moments that a resumed run needs.
+#[derive(Clone, Debug, Default, Serialize, Deserialize)]
+pub struct Progress {
+    pub update: u64,
+    pub cursor: Cursor,
+    pub seconds: f64,
+    pub best: Option<f64>,
+    /// Evaluations since the best.
+    pub since_best: u64,
+    pub evaluations: u64,
+    pub schedule: Option<schedule::Memory>,
+}
+
+/// Held-out data.
+pub struct Validation {
+    pub batches: Vec<Batch>,
+    /// Target text by sentence number, pieces joined; empty: no BLEU.
+    pub references: Vec<String>,
+}
+
+pub struct Trainer {
+    pub model: Transformer,
+    pub config: TrainingConfig,
+    pub progress: Progress,
+    pub objective: Objective,
+    pub vocabulary: Vocabulary,
+    pub validation: Validation,
+    pub store: Store,
+    pub unigram_entropy: f64,
+    pub updates_per_epoch: f64,
+    optimizer: Optimizer,
+    schedule: Schedule,
+    batches: Prefetch,
+    device: Device,
+    kind: Kind,
+    workspace: Workspace,
+    /// (seconds, target tokens) of the latest updates.
+    pace: std::collections::VecDeque<(f64, usize)>,
+}
+
+/// What a trainer is made of.
+pub struct Parts {
+    pub model: Transformer,
+    pub config: TrainingConfig,
+    pub objective: Objective,
+    pub vocabulary: Vocabulary,
+    pub validation: Validation,
+    pub store: Store,
+    pub unigram_entropy: f64,
+    pub batches_per_epoch: usize,
+    pub device: Device,
+}
+
+/// Updates whose pace is shown.
+const PACE: usize = 50;
+
+impl Trainer {
+    /// A trainer at the start, or, with `from`, where a checkpoint's run stood. `batches` begins at its cursor.
+    pub fn new(parts: Parts, batches: Prefetch, from: Option<(Progress, &Checkpoint)>) -> Result<Self> {
+        let Parts { model, config, objective, vocabulary, validation, store, unigram_entropy, .. } = parts;
+        let mut optimizer = Optimizer::new(&model.parameters, &config)?;
+        let mut schedule = Schedule::new(&config, model.config.d_model);
+        let mut progress = Progress::default();
+        if let Some((resumed, checkpoint)) = from {
+            optimizer.load(&checkpoint.optimizer)?;
+            if let Some(memory) = &resumed.schedule {
+                schedule.memory = memory.clone();
+            }
+            progress = resumed;
+        }
+        let kind = match config.precision {
+            Precision::F32 => Kind::Float,
+            Precision::Bf16 => Kind::BFloat16,
+        };
+        let updates_per_epoch = parts.batches_per_epoch as f64 / config.accumulate as f64;
+        Ok(Trainer {
+            model,
+            config,
+            progress,
+            objective,
+            vocabulary,
+            validation,
+            store,
+            unigram_entropy,
+            updates_per_epoch,
+            optimizer,
+            schedule,
+            batches,
+            device: parts.device,
+            kind,
+            workspace: Workspace::default(),
+            pace: Default::default(),
+        })
+    }
+
+    /// Trains until a stopping rule holds.
+    pub fn fit(&mut self, observer: &mut dyn Observer) -> Result<()> {
+        observer.started(&self.started())?;
+        let mut evaluated = true;
+        loop {
+            if let Some(reason) = self.finished() {
+                if !evaluated {
+                    self.evaluate(observer)?;
+                }
+                return observer.message("info", &format!("stopped: {reason}"));
+            }
+            let epoch = self.progress.cursor.epoch;
+            let update = self.step()?;
+            evaluated = false;
+            let told = observer.updated(&update);
+            if told.is_ok() && self.is_evaluation_due(epoch) {
+                evaluated = true;
+                self.interruptible(|t| t.evaluate(observer))?;
+            }
+            self.interruptible(|_| told)?;
+        }
+    }
+
+    /// Saves before passing on that the user wants to stop.
+    fn interruptible(&mut self, work: impl FnOnce(&mut Self) -> Result<()>) -> Result<()> {
+        match work(self) {
+            Err(Error::Interrupted(_)) => {
+                self.save()?;
+                Err(Error::Interrupted(format!(
+                    "stopped after update {}; everything is saved: the same command with --resume goes on",
+                    self.progress.update
+                )))
+            }
+            other => other,
+        }
+    }
+
+    /// One update: batches → model → loss → gradients → optimizer.
+    pub fn step(&mut self) -> Result<Update> {
+        let start = Instant::now();
+        let number = self.progress.update + 1;
+        let mut inputs = Vec::new();
+        let mut cursor = self.progress.cursor;
+        for _ in 0..self.config.accumulate {
+            let (batch, next) = self.batches.next().ok_or_else(|| Error::invalid("the stream of batches ended"))?;
+            inputs.push(Input::new(&batch, self.device)?);
+            cursor = next;
+        }
+        let tokens: usize = inputs.iter().map(|i| i.tokens).sum();
+        let rates = Rates::of(&self.model.config);
+        let mut sums = None::<super::loss::Sums>;
+        for (micro_batch, input) in inputs.iter().enumerate() {
+            let seed = [self.config.seed as i64, number as i64, micro_batch as i64];
+            let seed = Tensor::f_from_slice(&seed)?.f_to_device(self.device)?;
+            let ctx = Context::training(rates, seed, self.kind);
+            let features = self.model.features(input.source.as_ref(), &input.target, &ctx)?;
+            let scale = 1.0 / tokens as f64;
+            let own = self.objective.backward(
+                &self.model,
+                &features,
+                &input.output,
+                scale,
+                self.kind,
+                &mut self.workspace,
+            )?;
+            match &mut sums {
+                Some(sums) => sums.merge(&own)?,
+                None => sums = Some(own),
+            }
+        }
+        let sums = sums.ok_or_else(|| Error::invalid("accumulate must be at least 1"))?;
+        let lr = self.schedule.learning_rate(number);
+        let grad_norm = self.optimizer.step(number, lr)?;
+        let (loss, nll) =
+            (sums.loss.f_double_value(&[])? / tokens as f64, sums.nll.f_double_value(&[])? / tokens as f64);
+        if !loss.is_finite() || !grad_norm.is_finite() {
+            return Err(self.diverged(number, loss, grad_norm));
+        }
+        let seconds = start.elapsed().as_secs_f64();
+        self.progress.update = number;
+        self.progress.seconds += seconds;
+        // A cursor at index 0 says that an epoch has just ended.
+        let epoch = if cursor.index == 0 { cursor.epoch } else { cursor.epoch + 1 };
+        self.progress.cursor = cursor;
+        if self.pace.len() == PACE {
+            self.pace.pop_front();
+        }
+        self.pace.push_back((seconds, tokens));
+        let (time, done) = self.pace.iter().fold((0.0, 0), |(s, n), (ds, dn)| (s + ds, n + dn));
+        let left = self.config.updates - number as i64;
+        Ok(Update {
+            update: number,
+            epoch,
+            loss,
+            nll,
+            lr,
+            grad_norm,
+            tokens,
+            tokens_per_second: done as f64 / time,
+            seconds: self.progress.seconds,
+            time_left: (self.config.updates > 0).then(|| left.max(0) as f64 * time / self.pace.len() as f64),
+        })
+    }
+
+    fn diverged(&self, update: u64, loss: f64, grad_norm: f64) -> Error {
+        let what = if loss.is_finite() { "gradient norm" } else { "loss" };
+        let value = if loss.is_finite() { grad_norm } else { loss };
+        let kept = match self.store.list().unwrap_or_default().last() {
+            Some(last) => format!("the checkpoint of update {last} is untouched"),
+            None => "no checkpoint had been written yet".to_string(),
+        };
+        Error::Diverged(format!(
+            "the {what} of update {update} is {value}; {kept}. Try a lower lr, a longer warmup, or clip_norm"
+        ))
+    }
+
+    fn is_evaluation_due(&self, epoch_before: u64) -> bool {
+        match self.config.evaluate_every {
+            0 => self.progress.cursor.epoch > epoch_before,
+            every => self.progress.update % every as u64 == 0,
+        }
+    }
+
+    /// Validation loss and BLEU, then a checkpoint.
+    pub fn evaluate(&mut self, observer: &mut dyn Observer) -> Result<()> {
+        let start = Instant::now();
+        let score = evaluate_loss(&self.model, &self.validation.batches, &self.objective, self.kind)?;
+        let bleu = self.bleu()?;
+        let criterion = match (self.config.criterion, bleu) {
+            (Criterion::Bleu, Some(bleu)) => bleu,
+            _ => -score.loss,
+        };
+        self.schedule.evaluated(self.progress.update, criterion);
+        let best = self.progress.best.is_none_or(|b| criterion > b);
+        self.progress.evaluations += 1;
+        self.progress.since_best = if best { 0 } else { self.progress.since_best + 1 };
+        if best {
+            self.progress.best = Some(criterion);
+        }
+        self.save()?;
+        if best {
+            self.store.point("best", self.progress.update)?;
+        }
+        self.store.prune(self.config.keep.max(1) as usize)?;
+        observer.evaluated(&self.evaluation(score, bleu, best, start))
+    }
+
+    fn evaluation(&self, score: Score, bleu: Option<f64>, best: bool, start: Instant) -> Evaluation {
+        let cursor = self.progress.cursor;
+        Evaluation {
+            update: self.progress.update,
+            epoch: if cursor.index == 0 { cursor.epoch } else { cursor.epoch + 1 },
+            loss: score.loss,
+            nll: score.nll,
+            perplexity: score.perplexity(),
+            bleu,
+            best,
+            seconds: start.elapsed().as_secs_f64(),
+        }
+    }
+
+    fn bleu(&self) -> Result<Option<f64>> {
+        if self.validation.references.is_empty() {
+            return Ok(None);
+        }
+        let search = SearchConfig { beam: self.config.evaluation_beam as usize, ..SearchConfig::new(Rule::Google) };
+        let mask = self.objective.mask.as_ref();
+        let (batches, references) = (&self.validation.batches, &self.validation.references);
+        evaluate_bleu(&self.model, batches, references, &self.vocabulary, mask, &search, self.kind).map(Some)
+    }
+
+    /// Writes a checkpoint of this very moment and points `last` at it.
+    pub fn save(&mut self) -> Result<()> {
+        self.progress.schedule = Some(self.schedule.memory.clone());
+        let json = |e: serde_json::Error| Error::invalid(format!("the state cannot be written: {e}"));
+        let checkpoint = Checkpoint {
+            model: to_arrays(&self.model.parameters)?,
+            optimizer: self.optimizer.to_arrays()?,
+            state: serde_json::to_value(&self.progress).map_err(json)?,
+            config: serde_json::json!({ "model": self.model.config, "training": self.config }),
+        };
+        self.store.save(self.progress.update, &checkpoint)?;
+        self.store.point("last", self.progress.update)
+    }
+
+    /// Why the run is over, if it is.
+    fn finished(&self) -> Option<String> {
+        let (config, progress) = (&self.config, &self.progress);
+        if config.updates > 0 && progress.update >= config.updates as u64 {
+            return Some(format!("{} updates are done", progress.update));
+        }
+        if config.epochs > 0 && progress.cursor.epoch >= config.epochs as u64 {
+            return Some(format!("{} epochs are done", progress.cursor.epoch));
+        }
+        if config.patience > 0 && progress.since_best >= config.patience as u64 {
+            return Some(format!("{} evaluations without a better one", progress.since_best));
+        }
+        let next = progress.update + 1;
+        let lr = self.schedule.learning_rate(next);
+        if lr < config.min_lr && !self.schedule.is_warming(next) {
+            return Some(format!("the learning rate {lr:.2e} is below min_lr {:.2e}", config.min_lr));
+        }
+        None
+    }
+
+    fn started(&self) -> Started {
+        let vocabulary = self.vocabulary.len();
+        let allowed = |mask: &Tensor| mask.f_sum(Kind::Int64).and_then(|n| n.f_int64_value(&[])).unwrap_or(0) as usize;
+        Started {
+            parameters: self.model.parameters.numel(),
+            updates_per_epoch: self.updates_per_epoch,
+            update: self.progress.update,
+            updates: self.config.updates,
+            vocabulary,
+            target_vocabulary: self.objective.mask.as_ref().map_or(vocabulary, allowed),
+            device: self.config.device.clone(),
+            precision: self.config.precision,
+            threads: crate::cpu::parallel::threads(),
+            unigram_entropy: self.unigram_entropy,
+        }
+    }
+}

@@ -1,0 +1,115 @@
+"""The normalisation layers (SPEC §1) and the fused residual step (SPEC §2), written as their equations.
+
+Every function works over the last dimension, computes in f32 (f64 for f64 inputs) and returns x's dtype.
+"""
+
+import math
+
+import torch
+from torch import Tensor
+
+DEFAULT_EPS = 1e-5
+NORM_NAMES = ("layernorm", "rmsnorm", "scalenorm", "scalenorm-fixed")
+
+
+def computed(x: Tensor) -> Tensor:
+    """x in the type that statistics accumulate in: f64 for f64, f32 for f32, bf16 and f16."""
+    return x if x.dtype == torch.float64 else x.float()
+
+
+def layer_norm(x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = DEFAULT_EPS) -> Tensor:
+    """y = γ⊙(x−μ)/√(σ²+ε) + β with biased σ² (Ba et al. 2016)."""
+    a = computed(x)
+    mean = a.mean(-1, keepdim=True)
+    variance = ((a - mean) ** 2).mean(-1, keepdim=True)
+    return _affine((a - mean) / torch.sqrt(variance + eps), weight, bias).to(x.dtype)
+
+
+def rms_norm(x: Tensor, weight: Tensor | None = None, eps: float | None = DEFAULT_EPS) -> Tensor:
+    """y = γ⊙x/√(mean x²+ε) (Zhang & Sennrich 2019; TwT §4.2). ε=None is the compute type's machine epsilon."""
+    a = computed(x)
+    if eps is None:
+        eps = torch.finfo(a.dtype).eps
+    return _affine(a / torch.sqrt((a**2).mean(-1, keepdim=True) + eps), weight, None).to(x.dtype)
+
+
+def scale_norm(x: Tensor, g: Tensor | float, eps: float = DEFAULT_EPS) -> Tensor:
+    """y = g·x/max(n, ε), n = ‖x‖₂, g a scalar or of shape (1,) (TwT eq 5).
+
+    With u = x/max(n, ε): dx = (g/n)(dy − u⟨u,dy⟩) if n > ε, else (g/ε)dy; dg = Σ⟨dy,u⟩.
+    """
+    a = computed(x)
+    if isinstance(g, Tensor):
+        g = g.to(a.dtype)
+    return (g * a / clamped_length(a, eps)).to(x.dtype)
+
+
+def scale_norm_fixed(x: Tensor, eps: float = DEFAULT_EPS) -> Tensor:
+    """ScaleNorm with g = √d, not learned (TwT Table 7)."""
+    return scale_norm(x, math.sqrt(x.shape[-1]), eps)
+
+
+def fixnorm(weight: Tensor) -> Tensor:
+    """W̃ = W/max(‖row‖₂, 1e-12), of the word embedding (TwT §2.3; Nguyen & Chiang 2018)."""
+    w = computed(weight)
+    return (w / clamped_length(w, 1e-12)).to(weight.dtype)
+
+
+def clamped_length(a: Tensor, eps: float) -> Tensor:
+    """max(‖a‖₂, ε) over the last dimension, kept. Where ‖a‖₂ ≤ ε it is the constant ε.
+
+    The inner `where` keeps √ away from 0, whose infinite slope would make 0·∞ = NaN of the gradient of a zero row.
+    """
+    squared = (a**2).sum(-1, keepdim=True)
+    is_long = squared.detach().sqrt() > eps
+    return torch.where(is_long, torch.where(is_long, squared, 1.0).sqrt(), eps)
+
+
+def apply_norm(
+    name: str, x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, eps: float | None = DEFAULT_EPS
+) -> Tensor:
+    """The norm called `name`. `scalenorm-fixed` with a weight is the decoder's final one, whose g is learned."""
+    if name == "layernorm":
+        return layer_norm(x, weight, bias, eps)
+    if name == "rmsnorm":
+        return rms_norm(x, weight, eps)
+    if name == "scalenorm":
+        return scale_norm(x, weight, eps)
+    if name == "scalenorm-fixed":
+        return scale_norm_fixed(x, eps) if weight is None else scale_norm(x, weight, eps)
+    raise ValueError(f"unknown norm {name!r}; the norms are {', '.join(NORM_NAMES)}")
+
+
+def residual_step(
+    x: Tensor,
+    f: Tensor,
+    mask: Tensor | None = None,
+    p_keep_scale: float = 1.0,
+    alpha: float | Tensor = 1.0,
+    beta: float | Tensor = 1.0,
+    norm: str | None = None,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float | None = DEFAULT_EPS,
+) -> tuple[Tensor, Tensor]:
+    """x⁺ = αx + β(f⊙mask·scale), y = N(x⁺); returns (x⁺, y) (SPEC §2).
+
+    `mask` is True where f is kept (None: everywhere, without a scale). x⁺ has x's dtype and y f's. y is the norm of x⁺
+    as it is stored, that is after rounding to x's dtype. `norm=None` gives y = x⁺ in f's dtype.
+    """
+    compute = torch.float64 if torch.float64 in (x.dtype, f.dtype) else torch.float32
+    branch = f.to(compute)
+    if mask is not None:
+        branch = branch * mask * p_keep_scale
+    x_plus = (alpha * x.to(compute) + beta * branch).to(x.dtype)
+    if norm is None:
+        return x_plus, x_plus.to(f.dtype)
+    return x_plus, apply_norm(norm, x_plus.to(compute), weight, bias, eps).to(f.dtype)
+
+
+def _affine(normalised: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+    if weight is not None:
+        normalised = weight.to(normalised.dtype) * normalised
+    if bias is not None:
+        normalised = normalised + bias.to(normalised.dtype)
+    return normalised

@@ -1,0 +1,153 @@
+"""Adam, clipping, learning rates and one training step (SPEC §4)."""
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from .model import Config, Dropout, State, forward
+from .operators import PAD, label_smoothed_cross_entropy
+
+
+@dataclasses.dataclass
+class Adam:
+    """θ ← θ − lr·wd·θ − lr·√(1−β₂ᵗ)/(1−β₁ᵗ)·m/(√v+ε), fairseq's form of Kingma & Ba 2015 §2, decay decoupled.
+
+    m ← β₁m + (1−β₁)g, v ← β₂v + (1−β₂)g². Every parameter decays, norms and biases too.
+    """
+
+    betas: tuple[float, float] = (0.9, 0.98)
+    eps: float = 1e-8
+    weight_decay: float = 0.0
+    updates: int = 0
+    first: dict[str, Tensor] = dataclasses.field(default_factory=dict)
+    second: dict[str, Tensor] = dataclasses.field(default_factory=dict)
+
+    def step(self, state: State, grads: Mapping[str, Tensor], lr: float) -> dict[str, Tensor]:
+        """The state after one update."""
+        self.updates += 1
+        b1, b2 = self.betas
+        step_size = lr * math.sqrt(1 - b2**self.updates) / (1 - b1**self.updates)
+        after = {}
+        for name, grad in grads.items():
+            self.first[name] = b1 * self.first.get(name, torch.zeros_like(grad)) + (1 - b1) * grad
+            self.second[name] = b2 * self.second.get(name, torch.zeros_like(grad)) + (1 - b2) * grad**2
+            decayed = state[name] - lr * self.weight_decay * state[name]
+            after[name] = (decayed - step_size * self.first[name] / (self.second[name].sqrt() + self.eps)).detach()
+        return after
+
+
+def clip_by_global_norm(grads: Mapping[str, Tensor], max_norm: float) -> tuple[dict[str, Tensor], float]:
+    """(g·min(1, max_norm/(‖g‖₂+1e-6)), ‖g‖₂) over all gradients together, as in torch and fairseq; 0 does not clip."""
+    norm = math.sqrt(sum(float((grad.double() ** 2).sum()) for grad in grads.values()))
+    factor = min(1.0, max_norm / (norm + 1e-6)) if max_norm > 0 else 1.0
+    return {name: grad * factor for name, grad in grads.items()}, norm
+
+
+def inverse_sqrt_lambda(n: int, d_model: int, warmup_updates: int, scale: float = 1.0) -> float:
+    """LR = λ/√d·min(1/√n, n/n_w^{1.5}), n = 1 for the first update (TwT eq 7). `2x-lr` is λ = 2."""
+    return scale / math.sqrt(d_model) * min(n**-0.5, n / warmup_updates**1.5)
+
+
+def inverse_sqrt_peak(
+    n: int, peak: float, warmup_updates: int, warmup_init_lr: float = 0.0, count_from_zero: bool = False
+) -> float:
+    """Linear from warmup_init_lr to the peak over n_w, then peak·√(n_w/n); n_w = 0: constant.
+
+    n = 1 for the first update; with `count_from_zero` the first update has n = 0 in the formula, as in fairseq.
+    """
+    if warmup_updates == 0:
+        return peak
+    n = n - 1 if count_from_zero else n
+    if n < warmup_updates:
+        return warmup_init_lr + (peak - warmup_init_lr) * n / warmup_updates
+    return peak * math.sqrt(warmup_updates / n)
+
+
+def t_fixup_decay(n: int, lr: float, period: int = 4000) -> float:
+    """lr·√(P/(P+n)), no warm-up (T-Fixup)."""
+    return lr * math.sqrt(period / (period + n))
+
+
+@dataclasses.dataclass
+class ValDecay:
+    """Linear warm-up to the peak, hold, and × 0.8 when the score of an evaluation is below those of the last three.
+
+    `no-warmup` is `ValDecay(3e-4, warmup_updates=0)`. Evaluations during warm-up (n < n_w) are remembered but decay
+    nothing. The release's rule (TwT).
+    """
+
+    peak: float
+    warmup_updates: int = 0
+    warmup_init_lr: float = 0.0
+    factor: float = 0.8
+    patience: int = 3
+    scores: list[float] = dataclasses.field(default_factory=list)
+
+    def learning_rate(self, n: int) -> float:
+        """Of update n = 1, 2, …"""
+        if n < self.warmup_updates:
+            return self.warmup_init_lr + (self.peak - self.warmup_init_lr) * n / self.warmup_updates
+        return self.peak
+
+    def evaluated(self, n: int, bleu: float) -> None:
+        """Take in the score of an evaluation made after update n."""
+        before = self.scores[-self.patience :]
+        self.scores.append(bleu)
+        if n >= self.warmup_updates and len(before) == self.patience and bleu < min(before):
+            self.peak *= self.factor
+
+
+@dataclasses.dataclass(frozen=True)
+class Batch:
+    """Padded long tensors: source (B, S) or None, target_input (B, T), target (B, T)."""
+
+    source: Tensor | None
+    target_input: Tensor
+    target: Tensor
+
+
+@dataclasses.dataclass(frozen=True)
+class Step:
+    """What one update gave: the new state; loss and NLL per target token; gradients and their norm before clipping."""
+
+    state: dict[str, Tensor]
+    loss: float
+    nll: float
+    tokens: int
+    grads: dict[str, Tensor]
+    grad_norm: float
+
+
+def train_step(
+    state: State,
+    config: Config,
+    micro_batches: Sequence[Batch],
+    optimizer: Adam,
+    lr: float,
+    *,
+    smoothing: float = 0.1,
+    formula: str = "fairseq",
+    vocabulary_mask: Tensor | None = None,
+    max_norm: float = 0.0,
+    dropout: Dropout | None = None,
+) -> Step:
+    """Forward, Σ smoothed loss / Σ non-pad targets over all micro-batches, backward, clip, Adam.
+
+    `dropout` is given with this update's number; its micro_batch is set to 0, 1, … here.
+    """
+    leaves = {name: value.detach().clone().requires_grad_() for name, value in state.items()}
+    tokens = sum(int((batch.target != PAD).sum()) for batch in micro_batches)
+    total = total_nll = 0.0
+    grads = {name: torch.zeros_like(value) for name, value in leaves.items()}
+    for index, batch in enumerate(micro_batches):
+        here = dropout and dataclasses.replace(dropout, micro_batch=index)
+        logits = forward(leaves, config, batch.source, batch.target_input, here)
+        loss, nll = label_smoothed_cross_entropy(logits, batch.target, smoothing, formula, vocabulary_mask)
+        parts = torch.autograd.grad(loss / tokens, list(leaves.values()))
+        grads = {name: grad + part for (name, grad), part in zip(grads.items(), parts, strict=True)}
+        total, total_nll = total + loss.item(), total_nll + nll.item()
+    clipped, norm = clip_by_global_norm(grads, max_norm)
+    return Step(optimizer.step(state, clipped, lr), total / tokens, total_nll / tokens, tokens, grads, norm)

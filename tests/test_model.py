@@ -1,0 +1,201 @@
+"""The Rust Transformer against the plain PyTorch oracle, and against torch.nn's layers."""
+
+import itertools
+
+import pytest
+import reference as ref
+import torch
+from torch import nn
+
+import normformer_rs as nfrs
+
+NORMS = [entry["name"] for entry in nfrs.tables()["norms"]]
+RESIDUALS = [entry["name"] for entry in nfrs.tables()["residuals"]]
+SHAPE = {"vocab_size": 23, "d_model": 16, "d_ff": 24, "heads": 4, "encoder_layers": 2, "decoder_layers": 3}
+SOURCES = [[5, 6, 7, 8, 9, 2], [10, 2], [11, 12, 13, 2]]
+TARGETS = [[0, 14, 15], [0, 16, 17, 18, 19], [0]]
+
+
+def build(dtype=torch.float64, **options):
+    """A module and the oracle's state dict of the same random weights."""
+    config = nfrs.TransformerConfig(**{**SHAPE, "dropout": 0.0, **options})
+    model = nfrs.Transformer(config, seed=3).to(dtype)
+    with torch.no_grad():
+        for p in model.parameters():  # away from γ = 1 and β = 0
+            p.add_(torch.randn_like(p) * 0.1)
+    state = {name: p.detach().clone().requires_grad_() for name, p in model.named_parameters()}
+    return model, state, {**SHAPE, **options}
+
+
+def compare(model, state, options, source, target, dropout=None, rtol=1e-9):
+    logits = model(source, target)
+    expected = ref.forward(
+        state, {k: v for k, v in options.items() if "dropout" not in k and k != "init"}, source, target, dropout
+    )
+    real = target != ref.PAD
+    torch.testing.assert_close(logits[real], expected[real], rtol=rtol, atol=rtol)
+    weight = torch.randn_like(expected)[real]
+    (logits[real] * weight).sum().backward()
+    (expected[real] * weight).sum().backward()
+    for name, p in model.named_parameters():
+        torch.testing.assert_close(
+            p.grad, state[name].grad, rtol=rtol, atol=10 * rtol, msg=lambda m, n=name: f"{n}: {m}"
+        )
+
+
+@pytest.mark.parametrize("residual", RESIDUALS)
+@pytest.mark.parametrize("norm", NORMS)
+def test_logits_and_every_gradient_equal_the_oracles(norm, residual):
+    model, state, options = build(norm=norm, residual=residual)
+    compare(model, state, options, ref.pad(SOURCES), ref.pad(TARGETS))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"fixnorm": True},
+        {"fixnorm": True, "norm": "scalenorm", "output_bias": True},
+        {"fixnorm": True, "tie_embeddings": "decoder"},
+        {"tie_embeddings": "none", "output_bias": True},
+        {"positions": "fairseq"},
+        {"encoder_norm": "scalenorm", "decoder_norm": "rmsnorm"},
+        {"norm_eps": 0.5, "norm": "scalenorm"},
+    ],
+    ids=str,
+)
+def test_options(options):
+    model, state, options = build(**options)
+    compare(model, state, options, ref.pad(SOURCES), ref.pad(TARGETS))
+
+
+@pytest.mark.parametrize("norm,residual", itertools.product(NORMS, RESIDUALS))
+def test_decoder_only(norm, residual):
+    model, state, options = build(architecture="decoder-only", norm=norm, residual=residual)
+    compare(model, state, options, None, ref.pad(TARGETS))
+
+
+def test_f32_within_rounding():
+    model, state, options = build(dtype=torch.float32)
+    # eps 1.2e-7 times the square root of the few hundred additions on the longest path, times a margin of ten
+    compare(model, state, options, ref.pad(SOURCES), ref.pad(TARGETS), rtol=2e-5)
+
+
+def test_bf16_products_stay_near():
+    model, state, options = build(dtype=torch.float32)
+    exact = model(ref.pad(SOURCES), ref.pad(TARGETS))
+    model.precision = "bf16"
+    rough = model(ref.pad(SOURCES), ref.pad(TARGETS))
+    assert rough.dtype == torch.bfloat16
+    # bf16 rounds at 2^-9; five layers of products on unit-size rows
+    assert (rough.float() - exact).abs().max() < 0.1 * exact.std()
+    rough.float().square().mean().backward()
+    assert all(p.grad.dtype == torch.float32 and p.grad.isfinite().all() for p in model.parameters())
+
+
+@pytest.mark.parametrize("residual", RESIDUALS)
+def test_dropout_masks_are_the_oracles(residual, monkeypatch):
+    model, state, options = build(
+        residual=residual, dropout=0.3, attention_dropout=0.2, activation_dropout=0.1, embedding_dropout=0.25
+    )
+    seed = torch.tensor([1234567890123, 7, 2])
+    monkeypatch.setattr(nfrs.Transformer, "_draw", staticmethod(lambda device: seed))
+    dropout = ref.Dropout(
+        embedding=0.25, attention=0.2, activation=0.1, residual=0.3, seed=1234567890123, update=7, micro_batch=2
+    )
+    compare(model.train(), state, options, ref.pad(SOURCES), ref.pad(TARGETS), dropout)
+
+
+def test_padding_changes_nothing():
+    model, _, _ = build()
+    alone = [model(torch.tensor([s]), torch.tensor([t]))[0] for s, t in zip(SOURCES, TARGETS)]
+    together = model(ref.pad(SOURCES), ref.pad(TARGETS))
+    left = model(ref.pad(SOURCES).flip(1).flip(1), ref.pad(TARGETS))
+    for i, one in enumerate(alone):
+        torch.testing.assert_close(together[i, : len(one)], one, rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(left[i, : len(one)], one, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("norm_first", [False, True])
+def test_equals_torch_nn_from_the_same_weights(norm_first):
+    """The stacks alone: torch.nn's layers on our embeddings, ours minus the output projection, tied."""
+    model, state, options = build(residual="prenorm" if norm_first else "postnorm")
+    d, heads, ff = SHAPE["d_model"], SHAPE["heads"], SHAPE["d_ff"]
+    end = nn.LayerNorm(d) if norm_first else None
+    common = {"dropout": 0.0, "batch_first": True, "norm_first": norm_first}
+    encoder = nn.TransformerEncoder(
+        nn.TransformerEncoderLayer(d, heads, ff, **common), SHAPE["encoder_layers"], end, enable_nested_tensor=False
+    ).double()
+    end = nn.LayerNorm(d) if norm_first else None
+    decoder = nn.TransformerDecoder(nn.TransformerDecoderLayer(d, heads, ff, **common), SHAPE["decoder_layers"], end)
+    decoder = decoder.double()
+    for part, prefix in ((encoder, "encoder."), (decoder, "decoder.")):
+        part.load_state_dict({k.removeprefix(prefix): v for k, v in model.state_dict().items() if k.startswith(prefix)})
+    source, target = ref.pad(SOURCES), ref.pad(TARGETS)
+
+    def embed(tokens):
+        positions = ref.sinusoids(torch.arange(tokens.shape[1]), d, "twt").double()
+        return state["embedding.weight"][tokens] * d**0.5 + positions
+
+    length = target.shape[1]
+    memory = encoder(embed(source), src_key_padding_mask=source == ref.PAD)
+    hidden = decoder(
+        embed(target),
+        memory,
+        tgt_mask=torch.ones(length, length, dtype=torch.bool).triu(1),
+        tgt_key_padding_mask=target == ref.PAD,
+        memory_key_padding_mask=source == ref.PAD,
+    )
+    expected = hidden @ state["embedding.weight"].T
+    real = target != ref.PAD
+    torch.testing.assert_close(model(source, target)[real], expected[real], rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("init", [entry["name"] for entry in nfrs.tables()["inits"]])
+def test_initial_standard_deviations(init):
+    options = {**SHAPE, "vocab_size": 600, "d_model": 128, "d_ff": 320, "init": init}
+    model = nfrs.Transformer(nfrs.TransformerConfig(**options), seed=1)
+    for name, p in model.named_parameters():
+        blocks = p.detach().chunk(3) if name.endswith("in_proj_weight") else [p.detach()]
+        expected = ref.expected_std(options, name)
+        for block in blocks:
+            if expected == 0:
+                assert (block == ref.expected_mean(options, name)).all(), name
+            else:
+                # a sample's standard deviation of n numbers is within 5/√(2n) of the true one
+                assert abs(block.std().item() / expected - 1) < 5 / (2 * block.numel()) ** 0.5 + 2e-3, name
+
+
+def test_it_is_an_ordinary_module(tmp_path):
+    import copy
+    import pickle
+
+    model, _, _ = build(dtype=torch.float32)
+    source, target = ref.pad(SOURCES), ref.pad(TARGETS)
+    expected = model(source, target)
+    for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert torch.equal(twin(source, target), expected)
+    other = nfrs.Transformer(model.config, seed=9)
+    assert not torch.equal(other(source, target), expected)
+    other.load_state_dict(model.state_dict(), strict=True)
+    assert torch.equal(other(source, target), expected)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    before = [p.clone() for p in model.parameters()]
+    model(source, target).square().mean().backward()
+    optimizer.step()
+    assert not any(torch.equal(a, b) for a, b in zip(before, model.parameters()))
+
+
+def test_bad_input_is_said():
+    model, _, _ = build()
+    with pytest.raises(ValueError, match="token 23, but the vocabulary has 23 types"):
+        model(torch.tensor([[23]]), ref.pad(TARGETS[:1]))
+    with pytest.raises(ValueError, match="int64 tensor"):
+        model(torch.zeros(1, 2), ref.pad(TARGETS[:1]))
+    with pytest.raises(ValueError, match="as many sentences"):
+        model(ref.pad(SOURCES), ref.pad(TARGETS[:2]))
+    with pytest.raises(ValueError, match="needs source sentences"):
+        model(None, ref.pad(TARGETS))
+    with pytest.raises(ValueError, match="did you mean 'scalenorm'|did you mean \"scalenorm\""):
+        nfrs.TransformerConfig(norm="scalnorm")
+    with pytest.raises(ValueError, match="divisible by heads"):
+        nfrs.Transformer(nfrs.TransformerConfig(**{**SHAPE, "heads": 3}))
