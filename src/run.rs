@@ -98,11 +98,12 @@ fn prepare_with(
     let mask = training
         .vocab_mask
         .then(|| data::seen_mask(vocabulary.len(), train_target.iter().map(Vec::as_slice)));
+    let valid_target = within(ids(&cut(&valid.1)), mask.as_deref());
     let long = if config.skip_long { LongSentences::Skip } else { LongSentences::Refuse };
     let most = training.max_tokens as usize;
     let (train_corpus, skipped, valid_corpus, references) = if sided {
         let (train_corpus, skipped) = Corpus::parallel(ids(&train_source), train_target, most, long)?;
-        let (valid_corpus, _) = Corpus::parallel(ids(&cut(&valid.0)), ids(&cut(&valid.1)), most, LongSentences::Refuse)?;
+        let (valid_corpus, _) = Corpus::parallel(ids(&cut(&valid.0)), valid_target, most, LongSentences::Refuse)?;
         let references = match &segmenter {
             Segmenter::Split => valid.1.iter().map(|l| data::join_line(l)).collect(),
             Segmenter::Bpe(_) => valid.1.clone(),
@@ -111,12 +112,22 @@ fn prepare_with(
     } else {
         let segment = config.segment_length as usize;
         let train_corpus = Corpus::language_model(&train_target, segment, most)?;
-        (train_corpus, 0, Corpus::language_model(&ids(&cut(&valid.1)), segment, most)?, Vec::new())
+        (train_corpus, 0, Corpus::language_model(&valid_target, segment, most)?, Vec::new())
     };
     let model = TransformerConfig { vocab_size: vocabulary.len() as i64, ..model.clone() };
     model.validate()?;
     let (train, valid) = (train_corpus, valid_corpus);
     Ok(Prepared { model, segmenter, vocabulary, train, valid, references, mask, skipped })
+}
+
+/// Held-out targets as the model can say them: types that training's targets never show are UNK.
+fn within(mut targets: Vec<Vec<u32>>, mask: Option<&[bool]>) -> Vec<Vec<u32>> {
+    if let Some(mask) = mask {
+        for id in targets.iter_mut().flatten().filter(|id| !mask[**id as usize]) {
+            *id = UNK as u32;
+        }
+    }
+    targets
 }
 
 /// (source lines, target lines); no source lines for language modelling.
@@ -442,6 +453,8 @@ pub struct Translator {
     pub model: Transformer,
     segmenter: Segmenter,
     vocabulary: Vocabulary,
+    /// The target vocabulary.
+    seen: Option<Vec<bool>>,
     mask: Option<Tensor>,
     smoothing: crate::kernel::cross_entropy::Smoothing,
     training: TrainingConfig,
@@ -467,16 +480,13 @@ impl Translator {
         let (arrays, _) = checkpoint::load_model(path)?;
         let model = Transformer::with_parameters(&configs.model, &load_parameters(&arrays, device)?)?;
         let vocabulary = Vocabulary::load(folder.join(VOCABULARY))?;
-        let (mut mask, mut valid) = (None, vocabulary.len());
-        if configs.training.vocab_mask {
-            let seen = read_mask(folder, &vocabulary)?;
-            valid = seen.iter().filter(|v| **v).count();
-            mask = Some(Tensor::f_from_slice(&seen)?.f_to_device(device)?);
-        }
+        let seen = if configs.training.vocab_mask { Some(read_mask(folder, &vocabulary)?) } else { None };
+        let valid = seen.as_ref().map_or(vocabulary.len(), |m| m.iter().filter(|v| **v).count());
+        let mask = seen.as_ref().map(|m| Tensor::f_from_slice(m)?.f_to_device(device)).transpose()?;
         let smoothing = smoothing(&configs.training, valid);
         let segmenter = read_segmenter(folder)?;
         let Configs { training, data, .. } = configs;
-        Ok(Translator { model, segmenter, vocabulary, mask, smoothing, training, data, device })
+        Ok(Translator { model, segmenter, vocabulary, seen, mask, smoothing, training, data, device })
     }
 
     /// The best translations of each line, as (text, score).
@@ -515,9 +525,10 @@ impl Translator {
             lines.iter().map(|l| self.vocabulary.encode(&self.segmenter.segment(l))).collect()
         };
         let most = self.training.max_tokens as usize;
+        let target = within(ids(&target), self.seen.as_deref());
         let corpus = match sided {
-            true => Corpus::parallel(ids(&source), ids(&target), most, LongSentences::Refuse)?.0,
-            false => Corpus::language_model(&ids(&target), self.data.segment_length as usize, most)?,
+            true => Corpus::parallel(ids(&source), target, most, LongSentences::Refuse)?.0,
+            false => Corpus::language_model(&target, self.data.segment_length as usize, most)?,
         };
         let objective = Objective {
             mask: self.mask.as_ref().map(Tensor::shallow_clone),

@@ -17,7 +17,7 @@ if not str(torch.__version__).startswith("2.11."):
 
 # torch has come first: its import maps the libtorch that the extension is linked against.
 from ._core import DivergedError, InputError, Interrupted, __version__
-from .config import PRESETS, DataConfig, SearchConfig, TrainingConfig, TransformerConfig, preset
+from .config import PRESETS, DataConfig, SearchConfig, TrainingConfig, TransformerConfig, preset, tables
 from .history import Evaluations, History
 from .model import Transformer
 from .training import DryRun, Trainer
@@ -43,5 +43,6 @@ __all__ = [
     "average",
     "evaluate_loss",
     "preset",
+    "tables",
     "translate",
 ]

@@ -30,11 +30,20 @@ def fields(which: Literal["model", "training", "data", "search"]) -> str:
 def tables() -> str:
     """A JSON object of the norms, residuals and inits: each a list of {name, equation, source}."""
 
+def operator_counts() -> dict[str, tuple[int, int]]:
+    """(kernel calls, composed calls) of each operator since the process started."""
+
+def threads_in_kernels() -> int:
+    """Threads that kernels may use, found by running one."""
+
+def cpu_level(name: Literal["baseline", "avx2", "avx512"] | None = None) -> str:
+    """Forces an instruction set, None: the best; the one in force."""
+
 def parameters(model: str, seed: int, device: str) -> list[tuple[str, Tensor]]:
     """New parameters by canonical name."""
 
 def load_parameters(path: str) -> list[tuple[str, Tensor]]:
-    """The tensors of a safetensors file."""
+    """A checkpoint's parameters by canonical name; the path is the checkpoint's folder."""
 
 def forward(
     model: str,
@@ -55,7 +64,7 @@ def train(
     mode: Literal["new", "resume", "overwrite"],
     observer: Observer,
 ) -> None:
-    """Trains; writes log.jsonl, config.toml, vocabulary.txt and checkpoints/ into `output`."""
+    """Trains; writes log.jsonl, config.json, vocabulary.txt and checkpoints/ into `output`."""
 
 def dry_run(model: str, training: str, data: str) -> str:
     """A JSON object of parameters, parameter_bytes, training_bytes and vocabulary."""
@@ -71,12 +80,10 @@ def translate(
 ) -> list[list[tuple[str, float]]]:
     """For each line its best translations, (text, score), best first."""
 
-def average(model_dir: str, count: int | None, updates: Sequence[int] | None) -> str:
+def average(model_dir: str, count: int | None = None, updates: Sequence[int] | None = None) -> str:
     """The path of the new checkpoint "average"."""
 
-def evaluate_loss(
-    model_dir: str, source_path: str | None, target_path: str, checkpoint: str, precision: str, device: str
-) -> str:
+def evaluate_loss(model_dir: str, source: str | None, target: str, checkpoint: str, precision: str, device: str) -> str:
     """A JSON object of loss, nll, perplexity and tokens."""
 
 def bleu(hypotheses: Sequence[str], references: Sequence[str]) -> str:

@@ -10,9 +10,10 @@ def require(name: str, purpose: str, extra: str = "train") -> ModuleType:
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
-        if error.name != name.partition(".")[0]:
+        package = name.partition(".")[0]
+        if (error.name or "").partition(".")[0] != package:
             raise
-        raise ImportError(f"{purpose} needs {error.name}: pip install normformer_rs[{extra}]") from error
+        raise ImportError(f"{purpose} needs {package}: pip install normformer_rs[{extra}]") from error
 
 
 def available(name: str) -> bool:

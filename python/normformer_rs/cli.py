@@ -7,13 +7,12 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 from . import demo, scores, text
 from ._core import DivergedError, InputError, Interrupted, __version__
 from .config import PRESETS, DataConfig, SearchConfig, TrainingConfig, TransformerConfig, split
-from .options import Parser, add_flags, flag, layered, read_toml
+from .options import Parser, add_flags, flag, given, layered, read_run, read_toml
 from .progress import duration, write
 from .training import Trainer
 from .translation import average, evaluate_loss, translate
@@ -25,7 +24,6 @@ _FAILURES: tuple[tuple[tuple[type[BaseException], ...], int], ...] = (
     ((Interrupted, KeyboardInterrupt), EXIT_INTERRUPTED),
     ((DivergedError, OSError, RuntimeError, MemoryError), EXIT_FAILURE),
 )
-_RUN_CONFIG = "config.toml"
 _COMMAND = {"preset", "output"}
 """What a file may say besides the configs' options."""
 
@@ -54,7 +52,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> Parser:
-    parser = Parser(prog=PROG, description="Trains Transformers and translates with them.", allow_abbrev=False)
+    parser = Parser(prog=PROG, description="Trains Transformers and translates with them.")
     parser.add_argument("--version", action="version", version=f"{PROG} {__version__}")
     commands = parser.add_subparsers(metavar="COMMAND", required=True, parser_class=Parser)
     for name, build in (
@@ -65,7 +63,7 @@ def _parser() -> Parser:
         ("demo", _demo_parser),
     ):
         summary, run, add = build()
-        command = commands.add_parser(name, help=summary, description=summary, allow_abbrev=False)
+        command = commands.add_parser(name, help=summary, description=summary)
         command.set_defaults(run=run, parser=command)
         add(command)
     return parser
@@ -76,7 +74,7 @@ _Command = tuple[str, Callable[[argparse.Namespace], None], Callable[[argparse.A
 
 def _train_parser() -> _Command:
     def add(parser: argparse.ArgumentParser) -> None:
-        said = {"default": argparse.SUPPRESS}  # like the configs' flags: absent unless given
+        said: dict[str, Any] = {"default": argparse.SUPPRESS}  # like the configs' flags: absent unless given
         folder = "Folder of the run: checkpoints, vocabulary, log, curves."
         parser.add_argument("--output", metavar="DIR", help=folder, **said)
         parser.add_argument("--preset", metavar="NAME", help=f"Options to start from: {', '.join(PRESETS)}.", **said)
@@ -120,11 +118,10 @@ def trainer_of(args: argparse.Namespace) -> tuple[Trainer, str | None]:
     """
     kinds = (TransformerConfig, TrainingConfig, DataConfig)
     known = {field.name for kind in kinds for field in kind.FIELDS} | _COMMAND
-    flags = {name: value for name, value in vars(args).items() if name in known}
+    flags = given(args, *kinds) | {name: value for name, value in vars(args).items() if name in _COMMAND}
     file = read_toml(args.config, sorted(known)) if args.config else {}
     output = flags.get("output", file.get("output"))
-    run_config = Path(output) / _RUN_CONFIG if output and args.resume else None
-    run = read_toml(run_config, sorted(known)) if run_config and run_config.exists() else {}
+    run = read_run(output, sorted(known)) if output and args.resume else {}
     options = layered(flags.get("preset", file.get("preset")), run, file, flags)
     options = {name: value for name, value in options.items() if name not in _COMMAND}
     model, training, data = split(options, *kinds)
@@ -147,7 +144,7 @@ def _translate_parser() -> _Command:
 def _translate(args: argparse.Namespace) -> None:
     if args.max_tokens < 1:
         raise InputError(f"max_tokens must be at least 1; got {args.max_tokens}")
-    search = SearchConfig(**{f.name: getattr(args, f.name) for f in SearchConfig.FIELDS if hasattr(args, f.name)})
+    search = SearchConfig(**given(args, SearchConfig))
     lines, start = text.read_lines(args.input), time.monotonic()
     options = {"checkpoint": args.checkpoint, "precision": args.precision, "device": args.device}
     found = translate(args.model, lines, search, max_tokens=args.max_tokens, **options)
@@ -223,7 +220,9 @@ def _demo(args: argparse.Namespace) -> None:
 
 def _add_model(parser: Any, required: bool) -> None:
     parser.add_argument("--model", metavar="DIR", required=required, help="The --output of training.")
-    parser.add_argument("--checkpoint", metavar="NAME", default="best", help="best, last, average or a name.")
+    parser.add_argument(
+        "--checkpoint", metavar="NAME", default="best", help="best, last, average or an update's number."
+    )
     for name in ("precision", "device"):
         field = next(field for field in TrainingConfig.FIELDS if field.name == name)
         parser.add_argument(

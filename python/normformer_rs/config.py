@@ -163,3 +163,8 @@ def preset(name: str) -> tuple["TransformerConfig", "TrainingConfig"]:
     """
     model, training = split(find_preset(name), TransformerConfig, TrainingConfig)
     return TransformerConfig(**model), TrainingConfig(**training)
+
+
+def tables() -> dict[str, list[dict[str, str]]]:
+    """The norms, residuals and inits that a model may name: each a list of {name, equation, source}."""
+    return json.loads(_core.tables())

@@ -175,17 +175,17 @@ class SearchConfig(Config):
 
     beam: int
     rule: Literal["google", "fairseq"]
-    alpha: float
+    alpha: float | None
     n_best: int
-    max_length: int
+    max_length: int | None
     def __init__(
         self,
         *,
         beam: int = ...,
         rule: Literal["google", "fairseq"] = ...,
-        alpha: float = ...,
+        alpha: float | None = ...,
         n_best: int = ...,
-        max_length: int = ...,
+        max_length: int | None = ...,
     ) -> None: ...
 
 PRESETS: dict[str, dict[str, Any]]
@@ -194,3 +194,4 @@ def unknown(what: str, got: str, choices: Iterable[str]) -> str: ...
 def find_preset(name: str) -> dict[str, Any]: ...
 def split(options: Mapping[str, Any], *kinds: type[Config]) -> list[dict[str, Any]]: ...
 def preset(name: str) -> tuple[TransformerConfig, TrainingConfig]: ...
+def tables() -> dict[str, list[dict[str, str]]]: ...

@@ -165,7 +165,7 @@ def write_corpus(folder: str | Path, made: Corpus | None = None) -> DataConfig:
     for name, pairs in made._asdict().items():
         write_lines(str(folder / f"{name}.en"), [pair.english for pair in pairs])
         write_lines(str(folder / f"{name}.vi"), [pair.vietnamese for pair in pairs])
-    files = {
+    files: dict[str, Any] = {
         f"{part}_{side}": str(folder / f"{part}.{ending}")
         for part in ("train", "valid")
         for side, ending in (("source", "en"), ("target", "vi"))

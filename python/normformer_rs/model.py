@@ -25,7 +25,7 @@ class Transformer(nn.Module):
     Args:
         config: the model; `config.vocab_size` must be given.
         seed: of the first values; None: drawn from torch's generator, so that `torch.manual_seed` fixes them.
-        precision: "f32", or "bf16" for bf16 products with f32 parameters.
+        precision: "bf16" for bf16 products whatever the parameters are; "f32" for products in the parameters' type.
         device: None: torch's default device.
 
     Errors: InputError where options contradict each other.
@@ -75,7 +75,8 @@ class Transformer(nn.Module):
         named = dict(self.named_parameters(remove_duplicate=False)) | dict(self.named_buffers(remove_duplicate=False))
         names, tensors = list(named), list(named.values())
         seed = self._draw(tensors[0].device) if self.training else None
-        return _core.forward(self.config.to_json(), names, tensors, source, target_input, seed, self.precision)
+        precision = _precision(tensors[0].dtype) if self.precision == "f32" else self.precision
+        return _core.forward(self.config.to_json(), names, tensors, source, target_input, seed, precision)
 
     @staticmethod
     def _draw(device: torch.device) -> Tensor:
@@ -104,28 +105,41 @@ class Transformer(nn.Module):
 
         Args:
             directory: the `output` of training.
-            checkpoint: best, last, average, or the name of one in `directory`/checkpoints.
+            checkpoint: best, last, average, an update's number, or a name in `directory`/checkpoints.
 
         Errors: InputError where there is none, or where its weights are another model's.
         """
         folder = find_checkpoint(directory, checkpoint)
         model = cls(read_config(folder), seed=0, precision=precision, device=device)
         try:
-            model.load_state_dict(dict(_core.load_parameters(str(folder / "model.safetensors"))))
+            model.load_state_dict(dict(_core.load_parameters(str(folder))))
         except RuntimeError as error:  # torch's list of names and shapes that differ
             raise InputError(f"{folder}: the weights are not those of its config.json: {error}") from error
         return model.eval()
 
 
+def _precision(dtype: torch.dtype) -> str:
+    """The core's name for a type of number."""
+    names = {torch.float32: "f32", torch.float64: "f64", torch.bfloat16: "bf16"}
+    if dtype not in names:
+        raise InputError(f"parameters must be float32, float64 or bfloat16; got {dtype}: use .to(torch.float32)")
+    return names[dtype]
+
+
 def find_checkpoint(directory: str | PathLike[str], checkpoint: str) -> Path:
-    """The folder of a checkpoint; InputError that names those there are if it is missing."""
+    """The folder of a checkpoint: its name, or its update's number; InputError that names those there are."""
     checkpoints = Path(directory) / "checkpoints"
-    folder = checkpoints / checkpoint
-    if not folder.is_dir():
-        found = sorted(entry.name for entry in checkpoints.iterdir()) if checkpoints.is_dir() else []
-        there = f"it holds {', '.join(found)}" if found else "it holds no checkpoint: is it a training run's --output?"
-        raise InputError(f'{directory}: no checkpoint "{checkpoint}"; {there}')
-    return folder
+    exact = checkpoints / checkpoint
+    if exact.is_dir():
+        return exact
+    # An update that was saved again after resuming has a second folder, …-2.
+    again = checkpoints.glob(f"update-{int(checkpoint):08}*") if checkpoint.isdecimal() else []
+    numbered = sorted(again, key=lambda path: (len(path.name), path.name))
+    if numbered:
+        return numbered[-1]
+    found = sorted(entry.name for entry in checkpoints.iterdir()) if checkpoints.is_dir() else []
+    there = f"it holds {', '.join(found)}" if found else "it holds no checkpoint: is it a training run's --output?"
+    raise InputError(f'{directory}: no checkpoint "{checkpoint}"; {there}')
 
 
 def read_config(folder: Path) -> TransformerConfig:

@@ -2,8 +2,10 @@
 
 import argparse
 import contextlib
+import json
 import sys
-from collections.abc import Callable, Iterable, Mapping
+import textwrap
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,14 +17,26 @@ if sys.version_info >= (3, 11):
 else:
     import tomli as tomllib
 
+RUN_CONFIG = "config.json"
+"""Where a run's folder keeps its options."""
 SECTIONS = ("model", "training", "data")
 """Tables in which a file may group its options."""
 EXCLUSIVE = {"bpe_operations", "bpe_codes", "no_bpe"}
 """Three ways to cut words; naming one replaces another that a file or an earlier run named."""
 
 
+class _Formatter(argparse.HelpFormatter):
+    """Leaves words such as val-decay whole."""
+
+    def _split_lines(self, text: str, width: int) -> list[str]:
+        return textwrap.wrap(" ".join(text.split()), width, break_on_hyphens=False)
+
+
 class Parser(argparse.ArgumentParser):
     """Errors in one line, with the closest option where one is unknown."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(formatter_class=_Formatter, allow_abbrev=False, **settings)
 
     def error(self, message: str) -> Any:
         raise InputError(message)
@@ -46,16 +60,15 @@ def flag(name: str) -> str:
 def add_flags(parser: argparse.ArgumentParser, title: str, kind: type[Config], skip: Iterable[str] = ()) -> None:
     """A flag for each option of a config. Those not given leave no trace, so that files and presets can speak."""
     group = parser.add_argument_group(title)
-    exclusive = group.add_mutually_exclusive_group()
     for field in kind.FIELDS:
         if field.name not in skip:
-            _add_flag(exclusive if field.name in EXCLUSIVE else group, field)
+            _add_flag(group, field)
 
 
 def _add_flag(group: Any, field: Field) -> None:
     settings: dict[str, Any] = {"dest": field.name, "default": argparse.SUPPRESS, "help": _help(field)}
     if field.kind != "bool":
-        settings |= {"type": _reader(field), "metavar": _metavar(field)}
+        settings |= {"metavar": _metavar(field)}
     elif field.name.startswith("no_"):
         settings |= {"action": "store_true"}
     else:
@@ -66,7 +79,8 @@ def _add_flag(group: Any, field: Field) -> None:
 def _help(field: Field) -> str:
     choices = f" One of {', '.join(field.choices)}." if field.choices else ""
     default = "none" if field.default is None else field.default
-    default = {True: "yes", False: "no"}.get(default, default) if field.kind == "bool" else default
+    if field.kind == "bool":
+        default = "yes" if default else "no"
     shown = "" if field.default == "" else f" Default: {default}."
     return f"{field.help}{choices}{shown}".replace("%", "%%")
 
@@ -77,14 +91,17 @@ def _metavar(field: Field) -> str:
     return {"int": "N", "float": "X"}.get(field.kind, "TEXT")
 
 
-def _reader(field: Field) -> Callable[[str], Any]:
-    def read(text: str) -> Any:
-        try:
-            return parse(field, text)
-        except InputError as error:
-            raise argparse.ArgumentTypeError(str(error)) from error
-
-    return read
+def given(args: argparse.Namespace, *kinds: type[Config]) -> dict[str, Any]:
+    """The options of the configs that the command line names, as values."""
+    options = {}
+    for field in (field for kind in kinds for field in kind.FIELDS):
+        if hasattr(args, field.name):
+            value = getattr(args, field.name)
+            options[field.name] = parse(field, value) if isinstance(value, str) else value
+    ways = [flag(name) for name in options if name in EXCLUSIVE and options[name]]
+    if len(ways) > 1:
+        raise InputError(f"{' and '.join(ways)} exclude each other; give one of them")
+    return options
 
 
 def parse(field: Field, text: str) -> Any:
@@ -110,7 +127,24 @@ def read_toml(path: str | Path, known: Iterable[str]) -> dict[str, Any]:
         raise InputError(f"{path}: not valid UTF-8; expected a TOML file") from error
     except tomllib.TOMLDecodeError as error:
         raise InputError(f"{path}: not valid TOML: {error}") from error
-    known, options = list(known), {}
+    return _flat(content, path, list(known))
+
+
+def read_run(output: str | Path, known: Iterable[str]) -> dict[str, Any]:
+    """The options that a run was started with; none where `output` holds no run. Errors: InputError if damaged."""
+    path = Path(output) / RUN_CONFIG
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return {}
+    except ValueError as error:
+        raise InputError(f"{path}: not valid JSON ({error}); the run cannot be resumed") from error
+    return _flat(content, path, list(known))
+
+
+def _flat(content: dict[str, Any], path: str | Path, known: list[str]) -> dict[str, Any]:
+    """The options by name, out of tables too."""
+    options: dict[str, Any] = {}
     for section, table in [("", content), *((name, content[name]) for name in SECTIONS if name in content)]:
         if not isinstance(table, dict):
             raise InputError(f"{path}: {section} must be a table, [{section}]; got {table!r}")

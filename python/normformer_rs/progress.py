@@ -1,5 +1,6 @@
 """What a person watches while a model trains: a bar in a terminal or a notebook, lines of text elsewhere."""
 
+import math
 import sys
 import time
 import warnings
@@ -64,7 +65,7 @@ class Bar:
 
     def evaluated(self, event: Mapping[str, Any]) -> None:
         bleu = event.get("bleu")
-        self._evaluation = f", valid {event['loss']:.3f}" + (f" BLEU {bleu:.2f}" if bleu is not None else "")
+        self._evaluation = f", valid {number(event, 'loss'):.3f}" + (f" BLEU {bleu:.2f}" if bleu is not None else "")
 
     def close(self) -> None:
         if self._bar is not None:
@@ -98,6 +99,12 @@ def write(text: str) -> None:
         tqdm.tqdm.write(text, file=sys.stderr)
 
 
+def number(event: Mapping[str, Any], name: str) -> float:
+    """A value of an event; what JSON cannot hold, NaN and infinities, comes as None and is NaN again."""
+    value = event.get(name)
+    return math.nan if value is None else float(value)
+
+
 def duration(seconds: float) -> str:
     """4:05, or 1:02:03."""
     minutes, seconds = divmod(round(seconds), 60)
@@ -107,7 +114,8 @@ def duration(seconds: float) -> str:
 
 def _brief(event: Mapping[str, Any]) -> str:
     left = event.get("time_left")
-    text = f"{event['tokens_per_second']:,.0f} tokens/s, loss {event['loss']:.3f}, lr {event['lr']:.2e}"
+    rate, loss, lr = (number(event, name) for name in ("tokens_per_second", "loss", "lr"))
+    text = f"{rate:,.0f} tokens/s, loss {loss:.3f}, lr {lr:.2e}"
     return text + (f", {duration(left)} left" if left is not None else "")
 
 

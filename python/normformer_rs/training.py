@@ -6,14 +6,14 @@ import logging
 from collections.abc import Mapping
 from os import PathLike
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from . import _core
 from ._core import InputError
 from ._optional import available
 from .config import DataConfig, TrainingConfig, TransformerConfig
 from .history import History
-from .progress import Progress, choose
+from .progress import Progress, choose, number
 
 logger = logging.getLogger("normformer_rs")
 logger.addHandler(logging.NullHandler())
@@ -76,7 +76,7 @@ class Trainer:
         """
         if resume and overwrite:
             raise InputError("resume and overwrite exclude each other: go on with the run, or start again?")
-        mode = "resume" if resume else "overwrite" if overwrite else "new"
+        mode: Literal["new", "resume", "overwrite"] = "resume" if resume else "overwrite" if overwrite else "new"
         observer = _Observer(Path(output), choose(progress), tensorboard and available("tensorboard"))
         try:
             _core.train(*self._json(), str(output), mode, observer)
@@ -122,8 +122,8 @@ class _Observer:
             "update %s, epoch %s: validation loss %.3f, perplexity %.2f%s%s",
             event["update"],
             event["epoch"],
-            event["loss"],
-            event["perplexity"],
+            number(event, "loss"),
+            number(event, "perplexity"),
             "" if bleu is None else f", BLEU {bleu:.2f}",
             " (best)" if event["best"] else "",
         )

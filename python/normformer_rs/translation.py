@@ -46,7 +46,7 @@ def translate(
         model: the `output` of training.
         lines: source text, cut into subwords as in training.
         search: default: `SearchConfig()`.
-        checkpoint: best, last, average, or a name in `model`/checkpoints.
+        checkpoint: best, last, average, or an update's number.
         max_tokens: padded source tokens in a batch: memory for speed, the translations do not depend on it.
         precision: f32 or bf16.
         device: cpu, cuda or cuda:N.

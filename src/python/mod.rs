@@ -136,6 +136,9 @@ fn forward(
     let (source, target, seed) = (source.map(|t| t.0), target_input.0, seed.map(|t| t.0));
     let logits = py.allow_threads(move || {
         let built = Transformer::with_parameters(&model, &tensors)?;
+        // "f32" asks for the parameters' own precision: a model made double computes in double.
+        let double = built.parameters.tensors().first().is_some_and(|t| t.kind() == Kind::Double);
+        let kind = if double { Kind::Double } else { kind };
         let source = source.as_ref().map(|t| Packed::from_padded("source", t, model.vocab_size)).transpose()?;
         let packed = Packed::from_padded("target_input", &target, model.vocab_size)?;
         let ctx = match seed {

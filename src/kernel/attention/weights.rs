@@ -1,0 +1,155 @@
+//! From scores to weights and back, a key to a row: visibility, softmax, dropout.
+
+use super::matrix::transpose;
+use super::{Attention, Block, Sequence, Sizes, QUERIES};
+use crate::cpu::philox::{self, Stream};
+use crate::cpu::Accumulator;
+use crate::kernel::math::{exp, fused, Buffer, LANES};
+use crate::multiversion;
+
+/// −∞ where a key lies after its query.
+#[inline(always)]
+pub(super) fn hide<A: Accumulator>(a: &Attention, s: &Sequence, block: Block, scores: &mut [A], lanes: usize) {
+    if a.causal {
+        for (j, scores) in scores.chunks_exact_mut(lanes).take(s.k_len).enumerate() {
+            let hidden = (j + s.q_len).saturating_sub(s.k_len + block.first).min(lanes);
+            scores[..hidden].fill(A::from_f64(f64::NEG_INFINITY));
+        }
+    }
+}
+
+multiversion! {
+    /// Scores (a key to a row) become exp(s − max); the maxima (0 for a query without keys) and the sums go beside them.
+    pub(super) fn softmax[A: Accumulator](scores: &mut [A], maxima: &mut [A], sums: &mut [A]) {
+        if fused() {
+            softmax_lanes::<A, true>(scores, maxima, sums);
+        } else {
+            softmax_lanes::<A, false>(scores, maxima, sums);
+        }
+    }
+}
+
+multiversion! {
+    /// Scores become exp(s − lse).
+    pub(super) fn weights[A: Accumulator](scores: &mut [A], lse: &[A]) {
+        if fused() {
+            weights_lanes::<A, true>(scores, lse);
+        } else {
+            weights_lanes::<A, false>(scores, lse);
+        }
+    }
+}
+
+#[inline(always)]
+fn softmax_lanes<A: Accumulator, const FMA: bool>(scores: &mut [A], maxima: &mut [A], sums: &mut [A]) {
+    let (lanes, lowest) = (maxima.len(), A::from_f64(f64::NEG_INFINITY));
+    for first in (0..lanes).step_by(LANES) {
+        let mut max = [lowest; LANES];
+        for s in scores.chunks_exact(lanes) {
+            let s: &[A; LANES] = s[first..].first_chunk().unwrap();
+            for l in 0..LANES {
+                max[l] = s[l].max(max[l]);
+            }
+        }
+        for max in &mut max {
+            *max = if *max == lowest { A::ZERO } else { *max };
+        }
+        let mut sum = [A::ZERO; LANES];
+        for s in scores.chunks_exact_mut(lanes) {
+            let s: &mut [A; LANES] = s[first..].first_chunk_mut().unwrap();
+            for l in 0..LANES {
+                s[l] = exp::<A, FMA>(s[l] - max[l]);
+                sum[l] += s[l];
+            }
+        }
+        maxima[first..][..LANES].copy_from_slice(&max);
+        sums[first..][..LANES].copy_from_slice(&sum);
+    }
+}
+
+#[inline(always)]
+fn weights_lanes<A: Accumulator, const FMA: bool>(scores: &mut [A], lse: &[A]) {
+    for s in scores.chunks_exact_mut(lse.len()) {
+        for (s, lse) in s.chunks_exact_mut(LANES).zip(lse.chunks_exact(LANES)) {
+            for l in 0..LANES {
+                s[l] = exp::<A, FMA>(s[l] - lse[l]);
+            }
+        }
+    }
+}
+
+/// dP becomes dS = P∘(dP − D).
+#[inline(always)]
+pub(super) fn score_gradients<A: Accumulator>(p: &[A], dp: &mut [A], lanes: usize) {
+    let mut d = [A::ZERO; QUERIES];
+    for (p, dp) in p.chunks_exact(lanes).zip(dp.chunks_exact(lanes)) {
+        for ((d, p), dp) in d.iter_mut().zip(p).zip(dp) {
+            *d += *p * *dp;
+        }
+    }
+    for (p, dp) in p.chunks_exact(lanes).zip(dp.chunks_exact_mut(lanes)) {
+        for ((d, p), dp) in d.iter().zip(p).zip(dp) {
+            *dp = *p * (*dp - *d);
+        }
+    }
+}
+
+/// Dropout's factors. The random half words are drawn for a block and all heads at once: rows (query, head) are
+/// consecutive in the stream, and a register of it serves several.
+pub(super) struct Mask<A> {
+    random: Vec<u16>,
+    rows: Buffer<A>,
+    factors: Buffer<A>,
+}
+
+impl<A: Accumulator> Mask<A> {
+    pub(super) fn new(a: &Attention, sizes: &Sizes) -> Self {
+        let len = |n| if a.dropout.is_some() { n } else { 0 };
+        Mask {
+            random: philox::scratch(1, len(sizes.random)),
+            rows: Buffer::new(len(sizes.scores)),
+            factors: Buffer::new(len(sizes.scores)),
+        }
+    }
+
+    #[inline(always)]
+    pub(super) fn draw(&mut self, a: &Attention, s: &Sequence, block: Block) {
+        if let Some(dropout) = &a.dropout {
+            let first = (s.q_start + block.first) * a.heads;
+            fill(&dropout.stream, first, block.count * a.heads, s.k_len, &mut self.random);
+        }
+    }
+
+    /// Prepares one head's factors, a key to a row; without dropout nothing.
+    #[inline(always)]
+    pub(super) fn prepare(&mut self, a: &Attention, head: usize, keys: usize, queries: usize, lanes: usize) {
+        let Some(dropout) = a.dropout.as_ref().filter(|_| keys > 0) else { return };
+        let (per_row, width) = (philox::padded(keys), keys.next_multiple_of(LANES));
+        let kept = A::from_f64(dropout.scale);
+        for (i, row) in self.rows.chunks_exact_mut(width).take(queries).enumerate() {
+            let random = &self.random[(i * a.heads + head) * per_row..][..per_row];
+            for (row, random) in row.chunks_exact_mut(philox::BLOCK).zip(random.chunks_exact(philox::BLOCK)) {
+                for (x, r) in row.iter_mut().zip(random) {
+                    *x = if *r >= dropout.threshold { kept } else { A::ZERO };
+                }
+            }
+        }
+        transpose(&self.rows, queries, keys, width, &mut self.factors, lanes);
+    }
+
+    /// x ← M∘x.
+    #[inline(always)]
+    pub(super) fn apply(&self, a: &Attention, x: &mut [A]) {
+        if a.dropout.is_some() {
+            for (x, m) in x.iter_mut().zip(self.factors.iter()) {
+                *x = *x * *m;
+            }
+        }
+    }
+}
+
+multiversion! {
+    fn fill(stream: &Stream, first_row: usize, rows: usize, cols: usize, out: &mut [u16]) {
+        philox::fill(stream, first_row, rows, cols, out);
+    }
+}

@@ -1,0 +1,302 @@
+"""The command line: from flags and files to options, what is printed, exit codes. Training itself is stood in for."""
+
+import gzip
+import json
+import subprocess
+import sys
+
+import pytest
+from normformer_rs import InputError, _core, cli
+from normformer_rs.options import layered, read_toml
+
+STARTED = {"parameters": 10, "vocabulary": 7, "device": "cpu", "update": 0, "updates": 2, "updates_per_epoch": 2.0}
+UPDATED = {"epoch": 1, "lr": 1e-3, "grad_norm": 0.5, "tokens_per_second": 100.0, "time_left": None}
+EVALUATED = {"epoch": 1, "loss": 2.5, "nll": 2.0, "perplexity": 7.4, "bleu": 12.5, "best": True, "seconds": 0.1}
+
+
+@pytest.fixture
+def trained(monkeypatch):
+    """`_core.train` stood in for: the list of calls, each the options by name, output and mode."""
+    calls = []
+
+    def train(model, training, data, output, mode, observer):
+        calls.append({**json.loads(model), **json.loads(training), **json.loads(data), "output": output, "mode": mode})
+        events = [("started", STARTED)]
+        events += [
+            ("updated", {"update": u, "loss": 3.0 / u, "nll": 2.0 / u, "seconds": 0.5 * u, **UPDATED}) for u in (1, 2)
+        ]
+        events += [("evaluated", {"update": 2, **EVALUATED})]
+        for name, event in events:
+            getattr(observer, name)(event)
+        observer.message("warning", "two sentences left out")
+        with open(f"{output}/log.jsonl", "w") as log:
+            log.writelines(json.dumps({"event": name, **event}) + "\n" for name, event in events)
+
+    monkeypatch.setattr(_core, "train", train)
+    return calls
+
+
+def fails_with(capsys, argv, *words, code=2):
+    """Runs the command, which must print one line with those words and return the code; the line."""
+    assert cli.main(argv) == code
+    captured = capsys.readouterr()
+    lines = captured.err.strip().splitlines()
+    assert len(lines) == 1 and lines[0].startswith(("normformer-rs: error: ", "normformer-rs: interrupted: ")), lines
+    assert captured.out == ""
+    for word in words:
+        assert word in lines[0], lines[0]
+    return lines[0]
+
+
+@pytest.fixture
+def run(trained, tmp_path):
+    """Runs `train` into a folder; the options that the loop was given."""
+
+    def train(*flags):
+        assert cli.main(["train", "--output", str(tmp_path), "--no-progress", *flags]) == 0
+        return trained[-1]
+
+    return train
+
+
+def test_defaults_are_the_core_s(run):
+    options = run()
+    for which in ("model", "training", "data"):
+        for field in json.loads(_core.fields(which)):
+            assert options[field["name"]] == field["default"], field["name"]
+    assert options["mode"] == "new"
+
+
+def test_flags_go_before_the_file_and_the_file_before_the_preset(run, tmp_path):
+    config = tmp_path / "options.toml"
+    config.write_text('preset = "transformer-tiny"\nlr = 1e-3\nd-model = 64\nnorm = "scalenorm"\n')
+    options = run("--config", str(config), "--norm", "rmsnorm", "--heads", "2", "--no-vocab-mask", "--fixnorm")
+    assert (options["norm"], options["heads"], options["vocab_mask"], options["fixnorm"]) == ("rmsnorm", 2, False, True)
+    assert (options["lr"], options["d_model"]) == (1e-3, 64)  # the file's
+    assert (options["d_ff"], options["warmup"], options["encoder_layers"]) == (256, 2000, 4)  # the preset's
+
+
+def test_a_preset_flag_replaces_the_file_s_preset(run, tmp_path):
+    config = tmp_path / "options.toml"
+    config.write_text('preset = "transformer-tiny"\n')
+    assert run("--config", str(config), "--preset", "transformer-base")["d_model"] == 512
+
+
+def test_files_may_group_options_in_tables(tmp_path):
+    config = tmp_path / "options.toml"
+    config.write_text('output = "run"\n[model]\nheads = 2\n[training]\nmax-tokens = 100\n[data]\nno_bpe = true\n')
+    known = ["output", "heads", "max_tokens", "no_bpe"]
+    assert read_toml(config, known) == {"output": "run", "heads": 2, "max_tokens": 100, "no_bpe": True}
+
+
+def test_one_way_of_cutting_words_replaces_another():
+    assert layered(None, {"bpe_operations": 10}, {"no_bpe": True}) == {"no_bpe": True}
+    assert layered(None, {"bpe_operations": 10}, {"no_bpe": False}) == {"bpe_operations": 10, "no_bpe": False}
+
+
+def test_none_unsets_what_a_preset_sets(run):
+    assert run("--preset", "transformer-tiny", "--lr", "none")["lr"] is None
+
+
+def test_resuming_takes_the_run_s_own_options(run, tmp_path):
+    (tmp_path / "config.json").write_text('{"model": {"d_model": 64, "norm_eps": null}, "training": {"updates": 100}}')
+    options = run("--resume", "--updates", "200")
+    assert (options["d_model"], options["updates"], options["mode"]) == (64, 200, "resume")
+
+
+def test_overwrite_and_resume_exclude_each_other(capsys, tmp_path):
+    fails_with(capsys, ["train", "--output", str(tmp_path), "--resume", "--overwrite"], "exclude")
+
+
+def test_a_run_reports_its_best_evaluation_and_draws(run, tmp_path, capsys):
+    run()
+    error = capsys.readouterr().err
+    assert "best: update 2" in error and "BLEU 12.50" in error and "warning: two sentences left out" in error
+    pytest.importorskip("matplotlib")
+    assert (tmp_path / "curves.png").stat().st_size > 1000
+
+
+def test_dry_run_prints_and_does_not_train(trained, monkeypatch, capsys):
+    needs = {"parameters": 1234, "parameter_bytes": 4936, "training_bytes": 3 << 20, "vocabulary": 9712}
+    monkeypatch.setattr(_core, "dry_run", lambda *_: json.dumps(needs))
+    assert cli.main(["train", "--dry-run"]) == 0
+    output = capsys.readouterr().out
+    assert "1,234" in output and "9,712" in output and "3 MiB" in output and not trained
+
+
+@pytest.mark.parametrize(
+    "flags, words",
+    [
+        (["--norm", "scalnorm"], ["norm must be one of layernorm", "scalenorm", 'did you mean "scalenorm"']),
+        (["--residual", "x"], ["residual must be one of", "prenorm"]),
+        (["--preset", "transformer-tini"], ["transformer-base", 'did you mean "transformer-tiny"']),
+        (["--nrom", "rmsnorm"], ['did you mean "--norm"']),
+        (["--heads", "two"], ["heads must be an integer", "'two'"]),
+        (["--dropout", "much"], ["dropout must be a number"]),
+        (["--bpe-operations", "10", "--no-bpe"], ["--no-bpe", "--bpe-operations"]),
+        (["surplus"], ['unexpected argument "surplus"']),
+        (["--config", "missing.toml"], ["missing.toml", "no such file"]),
+    ],
+)
+def test_wrong_flags_name_the_right_ones(trained, capsys, tmp_path, flags, words):
+    fails_with(capsys, ["train", "--output", str(tmp_path), *flags], *words)
+    assert not trained and not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    "text, words",
+    [
+        ('nrom = "rmsnorm"', ['did you mean "norm"', "options.toml"]),
+        ('norm = "scalnorm"', ['did you mean "scalenorm"']),
+        ("heads = 2.5", ["heads must be an integer", "2.5"]),
+        ("heads = true", ["heads must be an integer", "True"]),
+        ("heads = 2\n[model]\nheads = 4", ["given twice"]),
+        ("model = 3", ["[model]"]),
+        ("heads = ", ["not valid TOML"]),
+    ],
+)
+def test_wrong_files_name_the_right_options(trained, capsys, tmp_path, text, words):
+    config = tmp_path / "options.toml"
+    config.write_text(text)
+    fails_with(capsys, ["train", "--output", str(tmp_path), "--config", str(config)], *words)
+    assert not trained
+
+
+@pytest.mark.parametrize(
+    "error, code",
+    [
+        (_core.InputError("a folder that holds a run"), 2),
+        (_core.DivergedError("the loss of update 7 is not finite"), 1),
+        (OSError(28, "No space left on device"), 1),
+        (_core.Interrupted("saved; go on with --resume"), 130),
+    ],
+)
+def test_exit_codes(monkeypatch, capsys, tmp_path, error, code):
+    def train(*_):
+        raise error
+
+    monkeypatch.setattr(_core, "train", train)
+    line = fails_with(capsys, ["train", "--output", str(tmp_path)], str(error), code=code)
+    assert ("interrupted" in line.split()[1]) == (code == 130)
+
+
+def test_a_traceback_is_shown_on_request(monkeypatch, tmp_path):
+    monkeypatch.setenv("NORMFORMER_RS_TRACEBACK", "1")
+    with pytest.raises(InputError, match="did you mean"):
+        cli.main(["train", "--output", str(tmp_path), "--norm", "scalnorm"])
+
+
+def test_train_needs_an_output(capsys):
+    fails_with(capsys, ["train"], "--output")
+
+
+def test_help_lists_choices_and_defaults(capsys):
+    with pytest.raises(SystemExit, match="0"):
+        cli.main(["train", "--help"])
+    output = " ".join(capsys.readouterr().out.split())
+    for words in ("--encoder-norm", "scalenorm-fixed", "Default: 8.", "--no-bpe", "--no-vocab-mask", "val-decay"):
+        assert words in output, words
+    assert "--vocab-size" not in output and "--no-no-bpe" not in output
+
+
+@pytest.fixture
+def translated(monkeypatch):
+    """`_core.translate` stood in for: hypotheses are the lines in upper case, and again with their number."""
+    calls = []
+
+    def translate(model, lines, search, checkpoint, batch_tokens, precision, device):
+        calls.append({**json.loads(search), "checkpoint": checkpoint, "batch_tokens": batch_tokens})
+        return [
+            [(f"{line.upper()}{' ' + str(i) if i else ''}", -1.0 - i) for i in range(calls[-1]["n_best"])]
+            for line in lines
+        ]
+
+    monkeypatch.setattr(_core, "translate", translate)
+    return calls
+
+
+def test_translate_writes_a_line_for_a_line(translated, tmp_path):
+    source, target = tmp_path / "in", tmp_path / "out"
+    source.write_bytes(gzip.compress("a b\n\nc\u2028d\r\n".encode()))
+    flags = ["--beam", "3", "--rule", "google", "--alpha", "0.6", "--checkpoint", "average", "--max-tokens", "99"]
+    assert cli.main(["translate", "--model", "m", "--input", str(source), "--output", str(target), *flags]) == 0
+    assert target.read_text(encoding="utf-8").split("\n") == ["A B", "", "C\u2028D", ""]
+    expected = {"beam": 3, "rule": "google", "alpha": 0.6, "checkpoint": "average", "batch_tokens": 99}
+    assert translated[0].items() >= expected.items()
+    assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []
+
+
+def test_translate_writes_n_best_in_moses_format(translated, tmp_path, capfdbinary):
+    source = tmp_path / "in"
+    source.write_text("a\nb\n")
+    assert cli.main(["translate", "--model", "m", "--input", str(source), "--n-best", "2"]) == 0
+    lines = capfdbinary.readouterr().out.decode().splitlines()
+    assert lines == [
+        "0 ||| A ||| -1.000000",
+        "0 ||| A 1 ||| -2.000000",
+        "1 ||| B ||| -1.000000",
+        "1 ||| B 1 ||| -2.000000",
+    ]
+
+
+@pytest.mark.parametrize(
+    "content, words",
+    [
+        (None, ["no such file"]),
+        (b"", ["empty"]),
+        (b"ok\nna\xefve\n", ["line 2", "byte 3", "0xef"]),
+        (b"\x1f\x8bxx", ["gzip"]),
+    ],
+)
+def test_unreadable_input_leaves_the_output_alone(translated, capsys, tmp_path, content, words):
+    source, target = tmp_path / "in", tmp_path / "out"
+    target.write_text("old")
+    if content is not None:
+        source.write_bytes(content)
+    argv = ["translate", "--model", "m", "--input", str(source), "--output", str(target)]
+    fails_with(capsys, argv, str(source), *words)
+    assert target.read_text() == "old" and not translated
+
+
+def test_evaluate_prints_both_bleus_and_the_bootstrap(capsys, tmp_path):
+    pytest.importorskip("sacrebleu")
+    reference = [f"line {i} says the number {i * i} and goes on" for i in range(30)]
+    texts = {"reference": reference, "hypothesis": [*reference[:28], "no", "no"], "baseline": ["line 1 says"] * 30}
+    flags = []
+    for name, lines in texts.items():
+        (tmp_path / name).write_text("\n".join(lines) + "\n")
+        flags += [f"--{name}", str(tmp_path / name)]
+    assert cli.main(["evaluate", *flags, "--tokenize", "none"]) == 0
+    sacrebleu, multi_bleu, bootstrap = capsys.readouterr().out.splitlines()
+    assert "tok:none" in sacrebleu and "version:" in sacrebleu
+    ours, theirs = (float(line.split(" = ")[1].split()[0].rstrip(",")) for line in (sacrebleu, multi_bleu))
+    assert ours == pytest.approx(theirs, abs=0.01)
+    assert "baseline BLEU" in bootstrap and "p = 0.0010" in bootstrap
+
+
+def test_evaluate_refuses_files_of_different_length(capsys, tmp_path):
+    pytest.importorskip("sacrebleu")
+    (tmp_path / "a").write_text("x\ny\n")
+    (tmp_path / "b").write_text("x\n")
+    argv = ["evaluate", "--hypothesis", str(tmp_path / "a"), "--reference", str(tmp_path / "b")]
+    fails_with(capsys, argv, "2 lines", "1")
+
+
+def test_a_missing_package_says_what_to_install(monkeypatch, capsys, tmp_path):
+    monkeypatch.setitem(sys.modules, "sacrebleu", None)
+    monkeypatch.setitem(sys.modules, "sacrebleu.metrics", None)
+    (tmp_path / "a").write_text("x\n")
+    argv = ["evaluate", "--hypothesis", str(tmp_path / "a"), "--reference", str(tmp_path / "a")]
+    fails_with(capsys, argv, "pip install normformer_rs[train]")
+
+
+def test_python_m_is_the_command_and_imports_no_extras():
+    extras = ("sacrebleu", "matplotlib", "num2words")
+    code = f"import sys, normformer_rs.cli; print([name for name in {extras} if name in sys.modules])"
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert found.stdout.strip() == "[]"
+    found = subprocess.run(
+        [sys.executable, "-m", "normformer_rs", "train", "--norm", "x"], capture_output=True, text=True
+    )
+    assert found.returncode == 2 and found.stderr.startswith("normformer-rs: error: norm must be one of")
+    assert "Traceback" not in found.stderr
