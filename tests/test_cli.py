@@ -104,7 +104,8 @@ def test_resuming_takes_the_run_s_own_options(run, tmp_path):
     assert (options["d_model"], options["updates"], options["mode"]) == (64, 200, "resume")
 
 
-def test_overwrite_and_resume_exclude_each_other(capsys, tmp_path):
+def test_what_train_writes_is_said_once(capsys, tmp_path):
+    fails_with(capsys, ["train"], "--output")
     fails_with(capsys, ["train", "--output", str(tmp_path), "--resume", "--overwrite"], "exclude")
 
 
@@ -184,10 +185,6 @@ def test_a_traceback_is_shown_on_request(monkeypatch, tmp_path):
     monkeypatch.setenv("NORMFORMER_RS_TRACEBACK", "1")
     with pytest.raises(InputError, match="did you mean"):
         cli.main(["train", "--output", str(tmp_path), "--norm", "scalnorm"])
-
-
-def test_train_needs_an_output(capsys):
-    fails_with(capsys, ["train"], "--output")
 
 
 def test_help_lists_choices_and_defaults(capsys):
@@ -295,8 +292,7 @@ def test_python_m_is_the_command_and_imports_no_extras():
     code = f"import sys, normformer_rs.cli; print([name for name in {extras} if name in sys.modules])"
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert found.stdout.strip() == "[]"
-    found = subprocess.run(
-        [sys.executable, "-m", "normformer_rs", "train", "--norm", "x"], capture_output=True, text=True
-    )
+    command = [sys.executable, "-m", "normformer_rs", "train", "--norm", "x"]
+    found = subprocess.run(command, capture_output=True, text=True)
     assert found.returncode == 2 and found.stderr.startswith("normformer-rs: error: norm must be one of")
     assert "Traceback" not in found.stderr

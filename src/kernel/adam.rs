@@ -97,10 +97,110 @@ multiversion! {
 
 multiversion! {
     fn find_non_finite[A: Accumulator](x: &[A], found: &mut bool) {
-        // x − x is 0 or NaN. A count of the zeros is an integer sum, which vectorises as it stands.
+        // A count is an integer sum, which vectorises as it stands; a NaN compares false.
+        let infinity = A::from_f64(f64::INFINITY);
         *found = x.chunks(1024).any(|x| {
-            let finite: u32 = x.iter().map(|x| (*x - *x == A::ZERO) as u32).sum();
+            let finite: u32 = x.iter().map(|x| (x.abs() < infinity) as u32).sum();
             finite as usize != x.len()
         });
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::cpu::simd::{force, Level};
+
+    fn noise(i: usize) -> f64 {
+        ((i as u64 + 1).wrapping_mul(0x9E37_79B9_7F4A_7C15) >> 40) as f64 / (1 << 23) as f64 - 1.0
+    }
+
+    /// Ten updates against Kingma & Ba's algorithm 1 with m̂ and v̂, whose ε is ours over √(1−β₂ᵗ).
+    fn agree<A: Accumulator>(unit: f64) {
+        for level in Level::ALL {
+            force(Some(level));
+            for n in [0, 1, 2, 7, 16, 31, 123, 1000] {
+                let start: Vec<f64> = (0..n).map(|i| A::from_f64(noise(i)).to_f64()).collect();
+                let (mut p, mut m, mut v) = (start, vec![0.0; n], vec![0.0; n]);
+                let mut got_p: Vec<A> = p.iter().map(|p| A::from_f64(*p)).collect();
+                let (mut got_m, mut got_v) = (vec![A::ZERO; n], vec![A::ZERO; n]);
+                for step in 1..=10 {
+                    let lr = 0.01 / step as f64;
+                    let adam = Adam { lr, beta1: 0.9, beta2: 0.98, eps: 1e-8, weight_decay: 0.1, step };
+                    let scale = A::from_f64(0.3);
+                    let mut g: Vec<A> = (0..n)
+                        .map(|i| A::from_f64(noise(i + 1000 * step as usize) * 10f64.powi(i as i32 % 7 - 3)))
+                        .collect();
+                    for i in 0..n {
+                        let d = g[i].to_f64() * scale.to_f64();
+                        m[i] = 0.9 * m[i] + 0.1 * d;
+                        v[i] = 0.98 * v[i] + 0.02 * d * d;
+                        let t = step as i32;
+                        let (m_hat, v_hat) = (m[i] / (1.0 - 0.9f64.powi(t)), v[i] / (1.0 - 0.98f64.powi(t)));
+                        p[i] -= lr * 0.1 * p[i];
+                        p[i] -= lr * m_hat / (v_hat.sqrt() + 1e-8 / (1.0 - 0.98f64.powi(t)).sqrt());
+                    }
+                    update(&adam, &scale, &mut got_p, &mut got_m, &mut got_v, &mut g);
+                    assert!(g.iter().all(|g| *g == A::ZERO));
+                }
+                for i in 0..n {
+                    // m can cancel: its roundings are relative to √v, the size of what went in.
+                    let size = v[i].sqrt() + 1e-30;
+                    assert!((got_v[i].to_f64() - v[i]).abs() <= 40.0 * unit * v[i], "v[{i}] of {n}");
+                    assert!((got_m[i].to_f64() - m[i]).abs() <= 400.0 * unit * size, "m[{i}] of {n}");
+                    assert!((got_p[i].to_f64() - p[i]).abs() <= 40.0 * unit, "p[{i}] of {n}");
+                }
+            }
+        }
+        force(None);
+    }
+
+    #[test]
+    fn agrees_with_the_algorithm() {
+        agree::<f32>(f32::EPSILON as f64);
+        agree::<f64>(f64::EPSILON);
+    }
+
+    #[test]
+    fn a_non_finite_scale_leaves_the_weights_whole() {
+        for scale in [f32::NAN, f32::INFINITY] {
+            let (mut p, mut m, mut v, mut g) = ([1.0, 2.0], [3.0, 4.0], [5.0, 6.0], [7.0, f32::NAN]);
+            update(&Adam::default(), &scale, &mut p, &mut m, &mut v, &mut g);
+            assert_eq!((p, m, v, g), ([1.0, 2.0], [3.0, 4.0], [5.0, 6.0], [0.0, 0.0]));
+        }
+    }
+
+    #[test]
+    fn squares_are_summed_without_overflow() {
+        for level in Level::ALL {
+            force(Some(level));
+            for n in [0, 1, 31, 32, 33, 1000] {
+                let x: Vec<f32> = (0..n).map(|i| noise(i) as f32).collect();
+                let want: f64 = x.iter().map(|x| *x as f64 * *x as f64).sum();
+                assert!((sum_of_squares(&x) - want).abs() <= 1e-12 * want);
+            }
+            assert_eq!(sum_of_squares(&[1e30f32; 3]), 3.0 * (1e30f32 as f64).powi(2));
+            assert_eq!(sum_of_squares(&[3.0f64, 4.0]), 25.0);
+            assert!(sum_of_squares(&[0.0f32, f32::NAN]).is_nan());
+        }
+        force(None);
+    }
+
+    #[test]
+    fn one_bad_value_is_found_anywhere() {
+        for level in Level::ALL {
+            force(Some(level));
+            for (i, bad) in [0, 1, 17, 1023, 1024, 1999]
+                .into_iter()
+                .zip([f32::NAN, f32::INFINITY, f32::NEG_INFINITY].into_iter().cycle())
+            {
+                let mut x = vec![f32::MAX; 2000];
+                assert!(!any_non_finite(&x));
+                x[i] = bad;
+                assert!(any_non_finite(&x));
+            }
+            assert!(!any_non_finite::<f64>(&[]) && any_non_finite(&[f64::NAN]));
+        }
+        force(None);
     }
 }

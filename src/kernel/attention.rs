@@ -165,9 +165,9 @@ multiversion! {
                     hide(a, s, block, &mut p, lanes);
                     // A query without keys has only hidden scores: any finite sum makes its weights 0.
                     let mut sums = [E::Acc::ZERO; QUERIES];
-                    for i in 0..block.count {
+                    for (i, to) in sums[..block.count].iter_mut().enumerate() {
                         let sum = lse.row(first + i, head, 1)[0];
-                        sums[i] = if sum == lowest { E::Acc::ZERO } else { sum };
+                        *to = if sum == lowest { E::Acc::ZERO } else { sum };
                     }
                     weights(&mut p[..s.k_len * lanes], &sums[..lanes]);
                     mask.prepare(a, head, s.k_len, block.count, lanes);

@@ -58,7 +58,6 @@ pub struct Targets<'a> {
 ///
 /// `mask` has a byte per column, 1 in V_t; empty, V_t is all of them. `Err` is the first row whose target is neither
 /// ignored nor in V_t; nothing is written then.
-#[allow(clippy::too_many_arguments)]
 pub fn forward<E: Element>(
     cols: usize,
     logits: &[E],
@@ -77,7 +76,6 @@ pub fn forward<E: Element>(
 }
 
 /// ∂/∂logits of Σ_r dloss_r·loss_r from [`forward`]'s `lse`. Mask and error as there.
-#[allow(clippy::too_many_arguments)]
 pub fn backward<E: Element>(
     cols: usize,
     logits: &[E],
@@ -98,7 +96,6 @@ pub fn backward<E: Element>(
 /// Loss and −log p_t of every row, with `scale`·∂loss/∂z left where the logits were. Mask and error as in [`forward`].
 ///
 /// One exponential per logit, for the trainer: call it on blocks of rows that are still in the cache.
-#[allow(clippy::too_many_arguments)]
 pub fn in_place<E: Element>(
     cols: usize,
     logits: &mut [E],
@@ -289,16 +286,14 @@ fn select<E: Element>(z: &[E], keep: &[Lanes<E::Acc>], w: &mut [Lanes<E::Acc>]) 
         let (w, k) = (quarters(w), quarters(k));
         for l in 0..B / 4 {
             most.0[l] = w[0][l].max(w[1][l]).max(w[2][l].max(w[3][l])).max(most.0[l]);
-            let a = if k[0][l] != zero { w[0][l] } else { zero };
-            let b = if k[1][l] != zero { w[1][l] } else { zero };
-            let c = if k[2][l] != zero { w[2][l] } else { zero };
-            let d = if k[3][l] != zero { w[3][l] } else { zero };
-            total.0[l] += (a + b) + (c + d);
+            let kept = |q: usize| if k[q][l] != zero { w[q][l] } else { zero };
+            total.0[l] += (kept(0) + kept(1)) + (kept(2) + kept(3));
         }
     }
     (max(most.0), sum(total.0))
 }
 
+#[inline(always)]
 fn quarters<A>(x: &[A; B]) -> &[[A; B / 4]; 4] {
     x.as_chunks().0.try_into().expect("B is four quarters")
 }
@@ -312,8 +307,8 @@ fn exponentials<A: Accumulator, const FMA: bool>(max: A, w: &mut [Lanes<A>]) -> 
             *w = exp::<A, FMA>(*w - max);
         }
         let w = quarters(w);
-        for l in 0..B / 4 {
-            total.0[l] += (w[0][l] + w[1][l]) + (w[2][l] + w[3][l]);
+        for (l, total) in total.0.iter_mut().enumerate() {
+            *total += (w[0][l] + w[1][l]) + (w[2][l] + w[3][l]);
         }
     }
     sum(total.0)

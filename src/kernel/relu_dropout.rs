@@ -26,7 +26,7 @@ multiversion! {
         if x.is_empty() {
             return;
         }
-        assert!(cols > 0 && x.len() % cols == 0, "{} elements in rows of {cols}", x.len());
+        assert!(cols > 0 && x.len().is_multiple_of(cols), "{} elements in rows of {cols}", x.len());
         let (kept, per_row) = (E::Acc::from_f64(dropout.scale), philox::padded(cols));
         let rows = (DRAWN / per_row).max(1);
         let mut random = philox::scratch(rows, cols);
@@ -64,5 +64,114 @@ fn relu<A: Accumulator>(x: A) -> A {
         A::ZERO
     } else {
         x
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::cpu::philox::Stream;
+    use crate::cpu::simd::{force, Level};
+    use half::{bf16, f16};
+
+    const WIDTHS: [usize; 10] = [1, 2, 7, 16, 31, 123, 128, 512, 1000, 5000];
+
+    fn dropout() -> Dropout {
+        Dropout::new(0.3, Stream { seed: 77, update: 2, micro_batch: 0, site: 4 }).unwrap()
+    }
+
+    fn values<E: Element>(n: usize) -> Vec<E> {
+        let noise =
+            |i: usize| ((i as u64 + 1).wrapping_mul(0x9E37_79B9_7F4A_7C15) >> 40) as f64 / (1 << 23) as f64 - 1.0;
+        (0..n).map(|i| E::store(E::Acc::from_f64(noise(i)))).collect()
+    }
+
+    /// Every element from its own draw of the stream; one multiplication, so exact in the accumulator's type.
+    fn agree<E: Element>() {
+        for level in Level::ALL {
+            force(Some(level));
+            for cols in WIDTHS {
+                let (rows, first) = (11, 1_000_003);
+                let x = values::<E>(rows * cols);
+                let dy = values::<E>(2 * rows * cols).split_off(rows * cols);
+                for dropout in [None, Some(&dropout())] {
+                    let mut y = x.clone();
+                    forward(cols, dropout, first, &x, &mut y);
+                    let mut dx = x.clone();
+                    backward(dropout, &y, &dy, &mut dx);
+                    for r in 0..rows {
+                        let mut random = philox::scratch(1, cols);
+                        philox::fill(&dropout.map_or(Stream::default(), |d| d.stream), first + r, 1, cols, &mut random);
+                        for (c, random) in random[..cols].iter().enumerate() {
+                            let i = r * cols + c;
+                            let kept = dropout.is_none_or(|d| *random >= d.threshold);
+                            let passes = kept && x[i].load() > E::Acc::ZERO;
+                            let scale = E::Acc::from_f64(dropout.map_or(1.0, |d| d.scale));
+                            let want = |v: E| E::store(if passes { v.load() * scale } else { E::Acc::ZERO }).load();
+                            let at = format!("{level:?} {cols} columns, row {r} column {c}");
+                            assert!(y[i].load() == want(x[i]), "{at}: forward");
+                            assert!(dx[i].load() == want(dy[i]), "{at}: backward");
+                        }
+                    }
+                }
+            }
+        }
+        force(None);
+    }
+
+    #[test]
+    fn agrees_with_the_definition() {
+        agree::<f32>();
+        agree::<f64>();
+        agree::<bf16>();
+        agree::<f16>();
+    }
+
+    #[test]
+    fn the_expectation_is_kept() {
+        let (x, mut y) = (vec![1.0f32; 1 << 18], vec![0.0; 1 << 18]);
+        forward(512, Some(&dropout()), 0, &x, &mut y);
+        let mean = y.iter().map(|y| *y as f64).sum::<f64>() / y.len() as f64;
+        // Standard deviation √(p/(1−p))/2⁹ = 0.0013; five of them.
+        assert!((mean - 1.0).abs() < 0.0065, "{mean}");
+    }
+
+    #[test]
+    fn any_split_into_rows_gives_the_same() {
+        let (cols, d) = (123, dropout());
+        let x = values::<f32>(40 * cols);
+        let (mut whole, mut parts) = (x.clone(), x.clone());
+        forward(cols, Some(&d), 5, &x, &mut whole);
+        for (i, (x, y)) in x.chunks(7 * cols).zip(parts.chunks_mut(7 * cols)).enumerate() {
+            forward(cols, Some(&d), 5 + 7 * i, x, y);
+        }
+        assert_eq!(whole, parts);
+    }
+
+    #[test]
+    fn not_a_number_passes_through() {
+        for d in [None, Some(&dropout())] {
+            let (mut y, mut dx) = ([0.0f32; 24], [0.0f32; 24]);
+            forward(24, d, 0, &[f32::NAN; 24], &mut y);
+            backward(d, &y, &[1.0; 24], &mut dx);
+            assert!(y.iter().chain(&dx).all(|v| v.is_nan()));
+        }
+    }
+
+    #[test]
+    fn zeros_infinities_and_nothing() {
+        let x = [0.0f32, -0.0, f32::NEG_INFINITY, f32::INFINITY, f32::MIN_POSITIVE / 2.0];
+        let mut y = x;
+        forward(5, None, 0, &x, &mut y);
+        assert_eq!(y.map(f32::to_bits), [0.0, 0.0, 0.0, f32::INFINITY, x[4]].map(f32::to_bits));
+        forward::<f32>(7, Some(&dropout()), 0, &[], &mut []);
+        forward::<f32>(0, Some(&dropout()), 0, &[], &mut []);
+        backward::<f32>(None, &[], &[], &mut []);
+    }
+
+    #[test]
+    #[should_panic(expected = "rows of 4")]
+    fn half_a_row_is_refused() {
+        forward(4, Some(&dropout()), 0, &[1.0f32; 6], &mut [0.0; 6]);
     }
 }

@@ -61,7 +61,6 @@ fn each<T: Copy, A: Accumulator>(x: [T; LANES], f: impl Fn(T) -> A) -> [A; LANES
 
 /// Rows of one head, widened and scaled, `width` apart; what pads them stays as it was.
 #[inline(always)]
-#[allow(clippy::too_many_arguments)]
 pub(super) fn load<E: Element>(
     from: &Matrix<E>,
     first: usize,

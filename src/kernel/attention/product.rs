@@ -27,7 +27,7 @@ multiversion! {
             return;
         }
         let last = (m - 1) * strides[0] + k.saturating_sub(1) * strides[1];
-        assert!(m % TILE == 0 && n % LANES == 0 && (k == 0 || last < a.len() && (k - 1) * ldb + n <= b.len()));
+        assert!(m.is_multiple_of(TILE) && n.is_multiple_of(LANES) && (k == 0 || last < a.len() && (k - 1) * ldb + n <= b.len()));
         assert!((m - 1) * ldc + n <= c.len());
         #[cfg(target_arch = "x86_64")]
         if TypeId::of::<A>() == TypeId::of::<f32>() && level() == Level::Avx512 {
@@ -44,7 +44,6 @@ multiversion! {
 }
 
 #[inline(always)]
-#[allow(clippy::too_many_arguments)]
 fn tiles<A: Accumulator, const FMA: bool>(
     [m, n, k]: [usize; 3],
     a: &[A],
@@ -84,7 +83,6 @@ fn tiles<A: Accumulator, const FMA: bool>(
 /// The arguments are as `product` has asserted.
 #[cfg(target_arch = "x86_64")]
 #[target_feature(enable = "avx512f")]
-#[allow(clippy::too_many_arguments)]
 unsafe fn avx512_f32(
     [m, n, k]: [usize; 3],
     a: *const f32,

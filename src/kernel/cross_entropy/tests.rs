@@ -24,7 +24,7 @@ fn case<E: Element>(cols: usize, magnitude: f64, masked: bool) -> Case<E> {
     }
     let ids = (0..5).map(|r| if r == 1 { -100 } else { (r * 7 % cols) as i64 / 3 * 3 }).collect();
     let size = if masked { mask.iter().filter(|m| **m != 0).count() } else { cols };
-    let smoothing = if cols % 2 == 0 { Smoothing::fairseq(0.1, size) } else { Smoothing::twt(0.1, size) };
+    let smoothing = if cols.is_multiple_of(2) { Smoothing::fairseq(0.1, size) } else { Smoothing::twt(0.1, size) };
     Case { cols, logits, ids, mask, smoothing }
 }
 

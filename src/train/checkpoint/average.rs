@@ -46,12 +46,11 @@ pub fn average(paths: &[impl AsRef<Path>]) -> Result<Checkpoint> {
     }
     add(&mut sums, &model)?;
     for (array, sum) in model.values_mut().zip(&sums) {
-        let mean = sum.iter().map(|s| s / n);
         match array.dtype {
-            Dtype::F64 => array.data = mean.flat_map(f64::to_le_bytes).collect(),
-            Dtype::F32 => array.data = mean.flat_map(|x| (x as f32).to_le_bytes()).collect(),
-            Dtype::BF16 => array.data = mean.flat_map(|x| bf16::from_f64(x).to_le_bytes()).collect(),
-            Dtype::F16 => array.data = mean.flat_map(|x| f16::from_f64(x).to_le_bytes()).collect(),
+            Dtype::F64 => set(&mut array.data, sum, n, f64::to_le_bytes),
+            Dtype::F32 => set(&mut array.data, sum, n, |x| (x as f32).to_le_bytes()),
+            Dtype::BF16 => set(&mut array.data, sum, n, |x| bf16::from_f64(x).to_le_bytes()),
+            Dtype::F16 => set(&mut array.data, sum, n, |x| f16::from_f64(x).to_le_bytes()),
             _ => (),
         }
     }
@@ -82,6 +81,10 @@ fn add(sums: &mut [Vec<f64>], model: &Arrays) -> Result<()> {
         }
     }
     Ok(())
+}
+
+fn set<const N: usize>(data: &mut [u8], sum: &[f64], n: f64, bytes: impl Fn(f64) -> [u8; N]) {
+    data.as_chunks_mut().0.iter_mut().zip(sum).for_each(|(to, s)| *to = bytes(s / n));
 }
 
 /// The first name, dtype or shape in which two models differ.

@@ -1,7 +1,6 @@
 //! A run's checkpoints under failures, kills, readers and pruning.
 
 use std::process::Command;
-use std::sync::atomic::{AtomicBool, Ordering};
 
 use super::super::testing::{checkpoint, Scratch};
 use super::super::{average, load};
@@ -104,18 +103,16 @@ fn child() {
 #[test]
 fn a_reader_finds_a_whole_checkpoint_while_the_links_move() {
     let (dir, store) = run("store-reader");
-    let done = AtomicBool::new(false);
     std::thread::scope(|threads| {
-        threads.spawn(|| {
+        let writer = threads.spawn(|| {
             for update in 3..60 {
                 store.save(update, &checkpoint(update)).unwrap();
                 store.point("last", update).unwrap();
                 store.point("best", update).unwrap();
                 store.prune(0).unwrap();
             }
-            done.store(true, Ordering::Relaxed);
         });
-        while !done.load(Ordering::Relaxed) {
+        while !writer.is_finished() {
             let found = load(dir.0.join("checkpoints/last")).unwrap();
             assert_eq!(found, checkpoint(found.state["update"].as_u64().unwrap()));
         }
