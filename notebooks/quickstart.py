@@ -21,8 +21,9 @@
 import tempfile
 from pathlib import Path
 
-import normformer_rs as nf
 import torch
+
+import normformer_rs as nf
 from normformer_rs import demo
 
 folder = Path(tempfile.mkdtemp())

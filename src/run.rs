@@ -241,11 +241,11 @@ pub fn train(
     if mode != Mode::Resume {
         start_folder(output, mode, &prepared, training, config)?;
     }
+    let mut log = Log { file: output.join(LOG), observer };
     if prepared.skipped > 0 {
         let text = format!("left out {} sentences longer than max_tokens {}", prepared.skipped, training.max_tokens);
-        observer.message("warning", &text)?;
+        log.message("warning", &text)?;
     }
-    let mut log = Log { file: output.join(LOG), observer };
     let mut trainer = trainer(prepared, training, output, device, from)?;
     trainer.fit(&mut log)
 }

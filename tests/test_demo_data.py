@@ -1,6 +1,7 @@
 """The demo's corpus: what its sentences say, and that nothing tested was trained on."""
 
 import pytest
+
 from normformer_rs import demo
 
 pytest.importorskip("num2words")

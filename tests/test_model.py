@@ -2,11 +2,12 @@
 
 import itertools
 
-import normformer_rs as nfrs
 import pytest
-import reference as ref
 import torch
 from torch import nn
+
+import normformer_rs as nfrs
+import reference as ref
 
 NORMS = [entry["name"] for entry in nfrs.tables()["norms"]]
 RESIDUALS = [entry["name"] for entry in nfrs.tables()["residuals"]]

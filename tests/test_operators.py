@@ -2,14 +2,15 @@
 
 import itertools
 
-import normformer_rs as nfrs
 import pytest
-import reference as ref
 import torch
 import torch.nn.functional as F
-from normformer_rs import _core
 from torch.autograd import gradcheck, gradgradcheck
 from torch.library import opcheck
+
+import normformer_rs as nfrs
+import reference as ref
+from normformer_rs import _core
 
 OPS = torch.ops.normformer_rs
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
@@ -85,7 +86,7 @@ def test_error_is_at_most_twice_pytorchs(norm, dtype, width, layout):
         if dtype == torch.float64:  # the oracle's own
             torch.testing.assert_close(o, e, rtol=1e-11, atol=1e-11)
             continue
-        # twice PyTorch's error; free are one rounding to the dtype (f16's subnormals are 6e-8 apart) and, in f32, one of
+        # twice PyTorch's error; free are one rounding to the dtype (f16's subnormals: 6e-8) and, in f32, one of
         # each of the two factors of what is summed
         own, wide = torch.finfo(dtype), torch.finfo(torch.float32)
         free = own.eps * e.abs().max() + own.eps * own.tiny + 2 * wide.eps * terms[name]

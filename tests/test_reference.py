@@ -4,9 +4,10 @@ import itertools
 import math
 
 import pytest
-import reference as ref
 import torch
 from torch import nn
+
+import reference as ref
 
 SCHEMES = ("postnorm", "prenorm")
 per_norm_and_scheme = pytest.mark.parametrize(("norm", "residual"), list(itertools.product(ref.NORM_NAMES, SCHEMES)))

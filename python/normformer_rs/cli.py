@@ -3,7 +3,6 @@
 import argparse
 import logging
 import os
-import signal
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -18,18 +17,15 @@ from .training import Trainer
 from .translation import average, evaluate_loss, translate
 
 PROG = "normformer-rs"
-EXIT_FAILURE, EXIT_BAD_INPUT, EXIT_INTERRUPTED = 1, 2, 128 + signal.SIGINT
-_FAILURES: tuple[tuple[tuple[type[BaseException], ...], int], ...] = (
-    ((InputError, ImportError), EXIT_BAD_INPUT),
-    ((Interrupted, KeyboardInterrupt), EXIT_INTERRUPTED),
-    ((DivergedError, OSError, RuntimeError, MemoryError), EXIT_FAILURE),
-)
+EXIT_FAILURE = 2
+_FAILURES = (InputError, ImportError, Interrupted, KeyboardInterrupt, DivergedError, OSError, RuntimeError, MemoryError)
+"""What is told in one line, without a traceback; anything else is a bug."""
 _COMMAND = {"preset", "output"}
 """What a file may say besides the configs' options."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command; returns its exit code: 0, 1 (failed), 2 (bad input) or 130 (Ctrl-C)."""
+    """Runs the command; returns its exit code: 0, or 2 with one line on stderr that says what is wrong."""
     _log_to_stderr()
     try:
         args = _parser().parse_args(argv)
@@ -42,13 +38,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (Exception, KeyboardInterrupt) as error:
         if os.environ.get("NORMFORMER_RS_TRACEBACK") == "1":
             raise
-        code = next((code for kinds, code in _FAILURES if isinstance(error, kinds)), None)
-        if code is None:
+        if not isinstance(error, _FAILURES):
             raise
         what = "interrupted" if isinstance(error, (Interrupted, KeyboardInterrupt)) else "error"
         message = " ".join(str(error).split())
         print(f"{PROG}: {what}" + (f": {message}" if message else ""), file=sys.stderr)
-        return code
+        return EXIT_FAILURE
 
 
 def _parser() -> Parser:

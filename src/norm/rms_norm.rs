@@ -73,7 +73,7 @@ fn composed(x: &Tensor, weight: Option<&Tensor>, bias: Option<&Tensor>, eps: f64
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::norm::rows::tests::{check, check_scale_invariance, check_splitting, Formula};
+    use crate::norm::rows::tests::{check, check_nan, check_scale_invariance, check_splitting, Formula};
 
     fn normalised(x: &[f64], eps: f64) -> (Vec<f64>, f64) {
         let divisor = (x.iter().map(|v| v * v).sum::<f64>() / x.len() as f64 + eps).sqrt();
@@ -99,5 +99,10 @@ mod tests {
     #[test]
     fn rows_are_independent() {
         check_splitting::<RmsNorm>();
+    }
+
+    #[test]
+    fn nan_stays_in_its_row() {
+        check_nan::<RmsNorm>();
     }
 }

@@ -90,7 +90,7 @@ fn composed(x: &Tensor, weight: Option<&Tensor>, bias: Option<&Tensor>, eps: f64
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::norm::rows::tests::{check, check_scale_invariance, check_splitting, Formula};
+    use crate::norm::rows::tests::{check, check_nan, check_scale_invariance, check_splitting, Formula};
     use crate::norm::rows::{backward, forward};
 
     fn normalised(x: &[f64], eps: f64) -> (Vec<f64>, f64) {
@@ -117,6 +117,11 @@ mod tests {
     #[test]
     fn rows_are_independent() {
         check_splitting::<ScaleNorm>();
+    }
+
+    #[test]
+    fn nan_stays_in_its_row() {
+        check_nan::<ScaleNorm>();
     }
 
     #[test]

@@ -113,8 +113,8 @@ multiversion! {
                 widen(x_plus, &mut wide_x);
                 let (dy, x_plus) = (wide(dy, &wide_dy), wide(x_plus, &wide_x));
                 let row = Measured::restore::<N>(r, stats);
-                let slope = weight.slope::<N>(dy, x_plus, row, step.eps, dweight);
-                weight.apply(slope, dy, x_plus, row, &mut total, dweight, dbias);
+                let slope = weight.slope::<N>(dy, x_plus, row, step.eps, dweight, dbias);
+                weight.apply(slope, dy, x_plus, row, &mut total);
             }
             if !dx_plus.is_empty() {
                 let dx_plus = &dx_plus[at.clone()];

@@ -252,7 +252,8 @@ impl Trainer {
         let (loss, nll) =
             (sums.loss.f_double_value(&[])? / tokens as f64, sums.nll.f_double_value(&[])? / tokens as f64);
         if !loss.is_finite() || !grad_norm.is_finite() {
-            return Err(self.diverged(number, loss, grad_norm));
+            let (what, value) = if loss.is_finite() { ("gradient norm", grad_norm) } else { ("loss", loss) };
+            return Err(self.diverged(what, number, value));
         }
         let seconds = start.elapsed().as_secs_f64();
         self.progress.update = number;
@@ -280,15 +281,13 @@ impl Trainer {
         })
     }
 
-    fn diverged(&self, update: u64, loss: f64, grad_norm: f64) -> Error {
-        let what = if loss.is_finite() { "gradient norm" } else { "loss" };
-        let value = if loss.is_finite() { grad_norm } else { loss };
+    fn diverged(&self, what: &str, update: u64, value: f64) -> Error {
         let kept = match self.store.list().unwrap_or_default().last() {
             Some(last) => format!("the checkpoint of update {last} is untouched"),
             None => "no checkpoint had been written yet".to_string(),
         };
         Error::Diverged(format!(
-            "the {what} of update {update} is {value}; {kept}. Try a lower lr, a longer warmup, or clip_norm"
+            "the {what} after update {update} is {value}; {kept}. Try a lower lr, a longer warmup, or clip_norm"
         ))
     }
 
@@ -303,6 +302,9 @@ impl Trainer {
     pub fn evaluate(&mut self, observer: &mut dyn Observer) -> Result<()> {
         let start = Instant::now();
         let score = evaluate_loss(&self.model, &self.validation.batches, &self.objective, self.kind)?;
+        if !score.loss.is_finite() {
+            return Err(self.diverged("validation loss", self.progress.update, score.loss));
+        }
         let bleu = self.bleu()?;
         let criterion = match (self.config.criterion, bleu) {
             (Criterion::Bleu, Some(bleu)) => bleu,

@@ -112,10 +112,14 @@ fn check_rows<N: RowNorm, E: Tested>(formula: &Formula, cols: usize, x: &[E], dy
         let error = unit * (largest(&normalised) + largest(&x) / divisor);
         for i in 0..cols {
             let want = normalised[i] * weight_of(i) + bias.get(i).unwrap_or(&0.0);
-            let place = format!("row {r}, column {i} of {cols}");
-            near(y[r * cols + i], want, error * weight_of(i) + E::UNIT_ACC * want.abs(), &format!("y, {place}"));
+            near(
+                y[r * cols + i],
+                want,
+                error * weight_of(i) + E::UNIT_ACC * want.abs(),
+                format_args!("y {r} {i} of {cols}"),
+            );
             let error_dx = 4.0 * spread * largest(&g) / divisor * (error * spread + unit);
-            near(dx[r * cols + i], want_dx[i], error_dx, &format!("dx, {place}"));
+            near(dx[r * cols + i], want_dx[i], error_dx, format_args!("dx {r} {i} of {cols}"));
             match want_dw.len() {
                 0 => {}
                 1 => want_dw[0] += dy[i] * normalised[i],
@@ -138,7 +142,7 @@ fn largest(v: &[f64]) -> f64 {
 }
 
 /// `got` is `want` within `error` and twice the rounding to E, or rightly infinite.
-pub fn near<E: Tested>(got: E, want: f64, error: f64, what: &str) {
+pub fn near<E: Tested>(got: E, want: f64, error: f64, what: std::fmt::Arguments) {
     let (got, error) = (got.value(), error + 2.0 * E::UNIT * want.abs() + E::SMALLEST);
     let overflow = got.is_infinite() && got * want > 0.0 && want.abs() + error > E::LARGEST;
     assert!(overflow || (got - want).abs() <= error, "{what}: {got:e}, not {want:e} ± {error:e}");
@@ -206,6 +210,16 @@ pub fn check_splitting<N: RowNorm>() {
     forward::<N, f32>(8, &[], &[], &[], 1e-5, &mut [], &mut []);
     backward::<N, f32>(0, &[], &[], &[], 1e-5, &[], &mut [], &mut [], &mut []);
     backward::<N, f32>(8, &[], &[], &[2.0], 1e-5, &[], &mut [], &mut [0.0], &mut [0.0; 8]);
+}
+
+/// A NaN fills its row, forward and backward, and no other.
+pub fn check_nan<N: RowNorm>() {
+    let x = [1.0f32, f32::NAN, 2.0, 3.0];
+    let (mut y, mut stats, mut dx) = ([0.0; 4], vec![0.0; 2 * N::STATS], [0.0; 4]);
+    forward::<N, f32>(2, &x, &[], &[], 1e-5, &mut y, &mut stats);
+    backward::<N, f32>(2, &[1.0; 4], &x, &[], 1e-5, &stats, &mut dx, &mut [], &mut []);
+    assert!(y[..2].iter().chain(&dx[..2]).all(|v| v.is_nan()), "{y:?} {dx:?}");
+    assert!(y[2..].iter().chain(&dx[2..]).all(|v| v.is_finite()), "{y:?} {dx:?}");
 }
 
 #[test]

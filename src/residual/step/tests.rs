@@ -86,14 +86,14 @@ fn check<N: RowNorm, X: Tested, F: Tested<Acc = X::Acc> + Element, Y: Tested<Acc
     let unit = 8.0 * X::UNIT_ACC * (cols as f64).sqrt();
     for i in 0..n {
         let want = at(&alpha, i % cols) * x[i].value() + at(&beta, i % cols) * drop[i] * f[i].value();
-        near(x_plus[i], want, 64.0 * X::UNIT_ACC, &format!("x⁺ {i} of {cols}"));
+        near(x_plus[i], want, 64.0 * X::UNIT_ACC, format_args!("x⁺ {i} of {cols}"));
     }
     // From x⁺ as stored.
     let wide: Vec<f64> = x_plus.iter().map(|v| v.value()).collect();
     let (mut want_y, mut want_stats) = (vec![0.0; n], vec![0.0; ROWS * N::STATS]);
     rows::forward::<N, f64>(cols, &wide, &weight, &bias, eps, &mut want_y, &mut want_stats);
     for (i, y) in y.iter().enumerate() {
-        near(*y, want_y[i], unit * 8.0, &format!("y {i} of {cols}"));
+        near(*y, want_y[i], unit * 8.0, format_args!("y {i} of {cols}"));
     }
     let mut total = vec![0.0; n];
     let (mut want_dw, mut want_dc) = (vec![0.0; cols], vec![0.0; cols]);
@@ -107,8 +107,8 @@ fn check<N: RowNorm, X: Tested, F: Tested<Acc = X::Acc> + Element, Y: Tested<Acc
     for (i, total) in total.iter_mut().enumerate() {
         *total += dx_plus.get(i).map_or(0.0, |v| v.value());
         let (c, error) = (i % cols, unit * 64.0 * scale);
-        near(dx[i], at(&alpha, c) * *total, error, &format!("dx {i} of {cols}"));
-        near(df[i], at(&beta, c) * drop[i] * *total, error * drop[i], &format!("df {i} of {cols}"));
+        near(dx[i], at(&alpha, c) * *total, error, format_args!("dx {i} of {cols}"));
+        near(df[i], at(&beta, c) * drop[i] * *total, error * drop[i], format_args!("df {i} of {cols}"));
         let (last_a, last_b) = (want_da.len().wrapping_sub(1), want_db.len().wrapping_sub(1));
         if let Some(da) = want_da.get_mut(c.min(last_a)) {
             *da += *total * x[i].value();

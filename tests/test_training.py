@@ -1,0 +1,273 @@
+"""Training: against the oracle, reproducible, resumable, and what it says of bad input."""
+
+import json
+import random
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import normformer_rs as nfrs
+import reference as ref
+
+TINY = {"d_model": 16, "d_ff": 24, "heads": 2, "encoder_layers": 2, "decoder_layers": 2, "dropout": 0.0}
+
+
+@pytest.fixture
+def corpus(tmp_path):
+    """Digits to letters, reversed: 40 training pairs, 8 held out."""
+    generator = random.Random(5)
+    paths = {}
+    for part, n in (("train", 40), ("valid", 8)):
+        pairs = [[generator.choice("0123456789") for _ in range(generator.randint(1, 6))] for _ in range(n)]
+        pairs += [list("0123456789")] if part == "train" else []
+        for side, lines in (("source", pairs), ("target", [[chr(97 + int(d)) for d in p[::-1]] for p in pairs])):
+            path = tmp_path / f"{part}.{side}"
+            path.write_text("".join(" ".join(line) + "\n" for line in lines))
+            paths[f"{part}_{side}"] = str(path)
+    return paths
+
+
+def fit(output, data, model=(), training=(), **options):
+    trainer = nfrs.Trainer(
+        nfrs.TransformerConfig(**{**TINY, **dict(model)}),
+        nfrs.TrainingConfig(
+            **{"updates": 10, "max_tokens": 10000, "schedule": "constant", "lr": 1e-2, "warmup": 0, **dict(training)}
+        ),
+        nfrs.DataConfig(**data, no_bpe=True),
+    )
+    return trainer.fit(output, progress=False, **options)
+
+
+def events(output, kind):
+    lines = (Path(output) / "log.jsonl").read_text().splitlines()
+    return [e for e in map(json.loads, lines) if e["event"] == kind]
+
+
+def losses(output):
+    return {e["update"]: e["loss"] for e in events(output, "updated")}
+
+
+def weights(output, name="last"):
+    return nfrs.Transformer.from_checkpoint(output, name).state_dict()
+
+
+@pytest.mark.parametrize("smoothing", ["fairseq", "twt"])
+@pytest.mark.parametrize("norm", ["layernorm", "scalenorm"])
+@pytest.mark.parametrize("residual", [entry["name"] for entry in nfrs.tables()["residuals"]])
+def test_ten_losses_equal_the_oracles(tmp_path, corpus, norm, residual, smoothing):
+    """One batch holds the whole corpus, so its order does not matter; seed 1 fixes the first weights."""
+    model = {"norm": norm, "residual": residual, "init": "xavier"}
+    fit(tmp_path / "run", corpus, model, {"smoothing": smoothing, "clip_norm": 0.5, "weight_decay": 0.01})
+    vocabulary = [line.split()[0] for line in (tmp_path / "run" / "vocabulary.txt").read_text().splitlines()]
+    ids = {piece: i + 4 for i, piece in enumerate(vocabulary)}
+    sides = [
+        [[ids[piece] for piece in line.split()] for line in Path(corpus[f"train_{side}"]).read_text().splitlines()]
+        for side in ("source", "target")
+    ]
+    mask = torch.zeros(len(ids) + 4, dtype=torch.bool)
+    mask[[ref.EOS, ref.UNK, *(t for line in sides[1] for t in line)]] = True
+    batch = ref.Batch(
+        ref.pad([[*line, ref.EOS] for line in sides[0]]),
+        ref.pad([[ref.BOS, *line] for line in sides[1]]),
+        ref.pad([[*line, ref.EOS] for line in sides[1]]),
+    )
+    config = nfrs.TransformerConfig(**TINY, **model, vocab_size=len(mask))
+    state = {k: v.double() for k, v in nfrs.Transformer(config, seed=1).state_dict().items()}
+    options = {k: v for k, v in {**TINY, **model, "vocab_size": len(mask)}.items() if k not in ("dropout", "init")}
+    optimizer = ref.Adam(betas=(0.9, 0.98), weight_decay=0.01)
+    for update, loss in losses(tmp_path / "run").items():
+        step = ref.train_step(
+            state, options, [batch], optimizer, 1e-2, formula=smoothing, vocabulary_mask=mask, max_norm=0.5
+        )
+        # f32 against f64: 1e-7 a step at first, and Adam's first steps divide small gradients by their own size
+        assert abs(loss - step.loss) < 1e-5 * 3**update, f"update {update}: {loss} against {step.loss}"
+        assert abs(events(tmp_path / "run", "updated")[update - 1]["grad_norm"] / step.grad_norm - 1) < 1e-4 * 3**update
+        state = step.state
+
+
+def test_accumulation_is_one_batch(tmp_path, corpus):
+    fit(tmp_path / "one", corpus)
+    # 10 tokens of the longest pair and EOS: eleven a side
+    fit(tmp_path / "many", corpus, training={"max_tokens": 150, "accumulate": 3, "updates": 1})
+    sizes = [e["tokens"] for e in events(tmp_path / "many", "updated")]
+    assert 0 < sizes[0] <= 450
+    assert events(tmp_path / "many", "started")[0]["updates_per_epoch"] < 3
+
+
+@pytest.mark.parametrize("precision", ["f32", "bf16"])
+def test_the_same_seed_gives_the_same_bits(tmp_path, corpus, precision):
+    training = {"max_tokens": 100, "precision": precision, "word_dropout": 0.1}
+    for name, seed in (("a", 1), ("b", 1), ("c", 2)):
+        fit(tmp_path / name, corpus, {"dropout": 0.3}, {**training, "seed": seed})
+    assert losses(tmp_path / "a") == losses(tmp_path / "b") != losses(tmp_path / "c")
+    first, second = weights(tmp_path / "a"), weights(tmp_path / "b")
+    assert all(torch.equal(first[k], second[k]) for k in first)
+
+
+@pytest.mark.parametrize("schedule", ["inverse-sqrt", "val-decay"])
+def test_a_resumed_run_is_the_uninterrupted_one(tmp_path, corpus, schedule):
+    training = {"max_tokens": 100, "accumulate": 2, "schedule": schedule, "warmup": 4, "evaluate_every": 5}
+    fit(tmp_path / "whole", corpus, {"dropout": 0.3}, {**training, "updates": 20})
+    fit(tmp_path / "parts", corpus, {"dropout": 0.3}, {**training, "updates": 7})
+    fit(tmp_path / "parts", corpus, {"dropout": 0.3}, {**training, "updates": 20}, resume=True)
+    whole, parts = losses(tmp_path / "whole"), losses(tmp_path / "parts")
+    assert whole == parts
+    a, b = weights(tmp_path / "whole"), weights(tmp_path / "parts")
+    assert all(torch.equal(a[k], b[k]) for k in a)
+
+
+def test_ctrl_c_saves_and_says_how_to_go_on(tmp_path, corpus, monkeypatch):
+    training = {"max_tokens": 100, "updates": 12}
+    fit(tmp_path / "whole", corpus, training=training)
+    from normformer_rs import training as module
+
+    original = module._core.train
+
+    def interrupted(*arguments):
+        observer = arguments[-1]
+        updated = observer.updated
+
+        def stop(event):
+            updated(event)
+            if event["update"] == 5:
+                raise KeyboardInterrupt
+
+        observer.updated = stop
+        return original(*arguments)
+
+    monkeypatch.setattr(module._core, "train", interrupted)
+    with pytest.raises(nfrs.Interrupted, match=r"after update 5.*--resume"):
+        fit(tmp_path / "parts", corpus, training=training)
+    monkeypatch.undo()
+    fit(tmp_path / "parts", corpus, training=training, resume=True)
+    assert losses(tmp_path / "parts") == losses(tmp_path / "whole")
+
+
+def test_it_learns_translates_and_averages(tmp_path, corpus):
+    training = {"updates": 150, "evaluate_every": 50, "max_tokens": 400, "lr": 5e-3}
+    history = fit(tmp_path / "run", corpus, {"d_model": 32, "d_ff": 64, "norm": "scalenorm", "fixnorm": True}, training)
+    assert history.loss[-1] < 0.7 * history.loss[0] and len(history.loss) == 150
+    path = nfrs.average(tmp_path / "run", last=3)
+    assert Path(path).name == "average"
+    lines = Path(corpus["train_source"]).read_text().splitlines()
+    for checkpoint in ("best", "last", "average"):
+        found = nfrs.translate(tmp_path / "run", lines, checkpoint=checkpoint)
+        assert len(found) == len(lines)
+    newest = [
+        weights(tmp_path / "run", p.name) for p in sorted((tmp_path / "run" / "checkpoints").glob("update-*"))[-3:]
+    ]
+    for name, tensor in weights(tmp_path / "run", "average").items():
+        mean = sum(w[name].double() for w in newest) / 3
+        torch.testing.assert_close(tensor.double(), mean, rtol=1e-6, atol=1e-7)
+
+
+def test_a_language_model(tmp_path, corpus):
+    data = {k: v for k, v in corpus.items() if k.endswith("target")}
+    model = {"architecture": "decoder-only", "norm": "rmsnorm"}
+    history = fit(tmp_path / "run", {**data, "segment_length": 8}, model, {"updates": 30, "max_tokens": 200})
+    assert history.loss[-1] < history.loss[0]
+    assert events(tmp_path / "run", "evaluated")[-1]["bleu"] is None
+
+
+def bad(change):
+    def apply(corpus, tmp_path):
+        corpus.update(change(corpus, tmp_path))
+        return corpus
+
+    return apply
+
+
+def write(path, data):
+    path.write_bytes(data)
+    return str(path)
+
+
+BAD_FILES = {
+    "missing": (lambda c, t: {"train_source": str(t / "nothing")}, "nothing"),
+    "empty": (lambda c, t: {"train_source": write(t / "empty", b"")}, "empty"),
+    "lengths": (lambda c, t: {"train_source": write(t / "short", b"1 2\n3\n")}, "2 .*41|41 .*2"),
+    "utf8": (lambda c, t: {"valid_target": write(t / "bad", b"a b\n\xff\n" + b"a\n" * 6)}, "line 2"),
+}
+
+
+@pytest.mark.parametrize("case", BAD_FILES)
+def test_bad_files_are_said_and_nothing_is_written(tmp_path, corpus, case):
+    change, message = BAD_FILES[case]
+    with pytest.raises((ValueError, OSError), match=message):
+        fit(tmp_path / "run", {**corpus, **change(corpus, tmp_path)})
+    assert not (tmp_path / "run").exists()
+
+
+def test_long_sentences_are_refused_or_skipped(tmp_path, corpus):
+    with pytest.raises(ValueError, match="skip-long"):
+        fit(tmp_path / "run", corpus, training={"max_tokens": 8})
+    assert not (tmp_path / "run").exists()
+    valid = {k: str(tmp_path / f"short.{k}") for k in ("valid_source", "valid_target")}
+    for path in valid.values():
+        Path(path).write_text("1 2\n")
+    fit(tmp_path / "run", {**corpus, **valid, "skip_long": True}, training={"max_tokens": 8, "updates": 2})
+    assert "left out 40 sentences" in events(tmp_path / "run", "message")[0]["text"]
+
+
+def test_a_folder_with_a_run_is_not_overwritten(tmp_path, corpus):
+    fit(tmp_path / "run", corpus, training={"updates": 2})
+    before = weights(tmp_path / "run")
+    with pytest.raises(ValueError, match="--resume continues it, --overwrite starts anew"):
+        fit(tmp_path / "run", corpus)
+    assert all(torch.equal(v, before[k]) for k, v in weights(tmp_path / "run").items())
+    with pytest.raises(ValueError, match="d_model was 16, now 32"):
+        fit(tmp_path / "run", corpus, {"d_model": 32}, resume=True)
+    with pytest.raises(ValueError, match="no run to resume"):
+        fit(tmp_path / "other", corpus, resume=True)
+    fit(tmp_path / "run", corpus, training={"updates": 3}, overwrite=True)
+    assert list(losses(tmp_path / "run")) == [1, 2, 3]
+
+
+def test_a_loss_that_is_not_finite_stops_the_run(tmp_path, corpus):
+    training = {"updates": 50, "lr": 1e30, "evaluate_every": 1}
+    with pytest.raises(nfrs.DivergedError, match=r"after update \d+ is (NaN|inf).*(untouched|no checkpoint)"):
+        fit(tmp_path / "run", corpus, training=training)
+
+
+def test_damaged_checkpoints_are_said(tmp_path, corpus):
+    fit(tmp_path / "run", corpus, training={"updates": 2})
+    with pytest.raises(ValueError, match="holds no model"):
+        nfrs.translate(tmp_path, ["1 2"])
+    with pytest.raises(ValueError, match="no checkpoint"):
+        nfrs.translate(tmp_path / "run", ["1 2"], checkpoint="update-7")
+    weights_file = tmp_path / "run" / "checkpoints" / "last" / "model.safetensors"
+    whole = weights_file.read_bytes()
+    weights_file.write_bytes(whole[: len(whole) // 2])
+    with pytest.raises(ValueError, match=r"model\.safetensors"):
+        nfrs.translate(tmp_path / "run", ["1 2"], checkpoint="last")
+
+
+@pytest.mark.data
+def test_real_text_trains_and_translates(tmp_path, corpora):
+    """A short version of the long runs: 40 updates on Multi30k beat the unigram model."""
+    folder = corpora / "multi30k-bpe-en-de"
+    data = {
+        f"{part}_{side}": str(folder / f"{part}.{ext}.gz")
+        for part in ("train", "valid")
+        for side, ext in (("source", "en"), ("target", "de"))
+    }
+    trainer = nfrs.Trainer(
+        nfrs.TransformerConfig(d_model=64, d_ff=128, heads=4, encoder_layers=2, decoder_layers=2, dropout=0.1),
+        nfrs.TrainingConfig(updates=40, max_tokens=2048, lr=5e-3, warmup=40, evaluate_every=40),
+        nfrs.DataConfig(**data, no_bpe=True),
+    )
+    history = trainer.fit(tmp_path / "run", progress=False)
+    entropy = events(tmp_path / "run", "started")[0]["unigram_entropy"]
+    assert history.nll[-1] < 0.95 * entropy
+    assert events(tmp_path / "run", "evaluated")[-1]["bleu"] is not None
+
+
+def test_a_killed_run_resumes_to_the_same_bits():
+    """The short version of `make kill-test`: three random kills, and every twelfth act of the checkpoint writes."""
+    script = Path(__file__).with_name("kill_test.py")
+    subprocess.run(
+        [sys.executable, script, "--kills", "3", "--updates", "30", "--stride", "12"], check=True, timeout=600
+    )
