@@ -90,14 +90,11 @@ fn prepare_with(
     };
     let cut = |lines: &[String]| -> Vec<Vec<String>> { lines.iter().map(|l| segmenter.segment(l)).collect() };
     let (train_source, train_target) = (cut(&train.0), cut(&train.1));
-    let vocabulary = vocabulary.unwrap_or_else(|| {
-        Vocabulary::build(train_source.iter().chain(&train_target).flatten().map(String::as_str))
-    });
+    let vocabulary = vocabulary
+        .unwrap_or_else(|| Vocabulary::build(train_source.iter().chain(&train_target).flatten().map(String::as_str)));
     let ids = |lines: &[Vec<String>]| -> Vec<Vec<u32>> { lines.iter().map(|l| vocabulary.encode(l)).collect() };
     let train_target = ids(&train_target);
-    let mask = training
-        .vocab_mask
-        .then(|| data::seen_mask(vocabulary.len(), train_target.iter().map(Vec::as_slice)));
+    let mask = training.vocab_mask.then(|| data::seen_mask(vocabulary.len(), train_target.iter().map(Vec::as_slice)));
     let valid_target = within(ids(&cut(&valid.1)), mask.as_deref());
     let long = if config.skip_long { LongSentences::Skip } else { LongSentences::Refuse };
     let most = training.max_tokens as usize;
@@ -176,7 +173,9 @@ pub fn device(name: &str) -> Result<Device> {
     };
     let found = tch::Cuda::device_count().max(0) as usize;
     if wanted >= found {
-        return Err(Error::invalid(format!("device {name} is not there: this machine has {found} CUDA devices; use cpu")));
+        return Err(Error::invalid(format!(
+            "device {name} is not there: this machine has {found} CUDA devices; use cpu"
+        )));
     }
     Ok(Device::Cuda(wanted))
 }
@@ -243,7 +242,8 @@ pub fn train(
     }
     let mut log = Log { file: output.join(LOG), observer };
     if prepared.skipped > 0 {
-        let text = format!("left out {} sentences longer than max_tokens {}", prepared.skipped, training.max_tokens);
+        let (skipped, all) = (prepared.skipped, prepared.skipped + prepared.train.len());
+        let text = format!("left out {skipped} of {all} sentences: longer than max_tokens {}", training.max_tokens);
         log.message("warning", &text)?;
     }
     let mut trainer = trainer(prepared, training, output, device, from)?;
@@ -262,8 +262,11 @@ fn resume(model: &TransformerConfig, output: &Path) -> Result<Resumed> {
         let (Ok(serde_json::Value::Object(old)), Ok(serde_json::Value::Object(new))) = (old, new) else {
             return Err(Error::invalid("the run's model differs from the one asked for"));
         };
-        let differences: Vec<String> =
-            old.iter().filter(|(k, v)| new.get(*k) != Some(v)).map(|(k, v)| format!("{k} was {v}, now {}", new[k])).collect();
+        let differences: Vec<String> = old
+            .iter()
+            .filter(|(k, v)| new.get(*k) != Some(v))
+            .map(|(k, v)| format!("{k} was {v}, now {}", new[k]))
+            .collect();
         return Err(Error::invalid(format!(
             "{} was trained with another model: {}; resume with the same options",
             output.display(),
@@ -507,9 +510,11 @@ impl Translator {
             let batch = data::collate(&corpus, &sentences);
             let source = train::Input::new(&batch, self.device)?.source;
             let source = source.ok_or_else(|| Error::invalid("a language model does not translate"))?;
-            for (&sentence, hypotheses) in sentences.iter().zip(search(&self.model, &source, self.mask.as_ref(), config, kind)?)
+            for (&sentence, hypotheses) in
+                sentences.iter().zip(search(&self.model, &source, self.mask.as_ref(), config, kind)?)
             {
-                found[sentence] = hypotheses.iter().map(|h| (train::to_text(&h.tokens, &self.vocabulary), h.score)).collect();
+                found[sentence] =
+                    hypotheses.iter().map(|h| (train::to_text(&h.tokens, &self.vocabulary), h.score)).collect();
             }
             done += sentences.len();
             between(done)?;
@@ -530,10 +535,7 @@ impl Translator {
             true => Corpus::parallel(ids(&source), target, most, LongSentences::Refuse)?.0,
             false => Corpus::language_model(&target, self.data.segment_length as usize, most)?,
         };
-        let objective = Objective {
-            mask: self.mask.as_ref().map(Tensor::shallow_clone),
-            smoothing: self.smoothing,
-        };
+        let objective = Objective { mask: self.mask.as_ref().map(Tensor::shallow_clone), smoothing: self.smoothing };
         no_grad(|| train::evaluate_loss(&self.model, &valid_batches(&corpus, &self.training), &objective, kind))
     }
 }

@@ -209,7 +209,7 @@ def test_long_sentences_are_refused_or_skipped(tmp_path, corpus):
     for path in valid.values():
         Path(path).write_text("1 2\n")
     fit(tmp_path / "run", {**corpus, **valid, "skip_long": True}, training={"max_tokens": 8, "updates": 2})
-    assert "left out 40 sentences" in events(tmp_path / "run", "message")[0]["text"]
+    assert "left out 1 of 41 sentences" in events(tmp_path / "run", "message")[0]["text"]
 
 
 def test_a_folder_with_a_run_is_not_overwritten(tmp_path, corpus):

@@ -6,6 +6,8 @@
 //!
 //! > key = (seed low, seed high), counter = (⌊c/8⌋, r, site | micro-batch · 2¹⁶, update).
 
+const _: () = assert!(cfg!(target_endian = "little"), "fill writes words as pairs of halves, low half first");
+
 /// Columns that one Philox block serves.
 pub const BLOCK: usize = 8;
 /// Blocks computed side by side: one AVX-512 register of 32-bit words.
@@ -38,23 +40,27 @@ impl Dropout {
     }
 }
 
+/// Sixteen 32-bit words, each the low half of 64 bits (the high half is rubbish): the shape in which the processor
+/// multiplies 32 by 32 bits, so that nothing is moved between rounds. Twice the speed of sixteen u32.
+type Words = [u64; LANES];
+
 #[inline(always)]
-fn round(c: &mut [[u32; LANES]; 4], key: [u32; 2]) {
+fn round(c: &mut [Words; 4], key: [u32; 2]) {
     const M0: u64 = 0xD251_1F53;
     const M1: u64 = 0xCD9E_8D57;
     for l in 0..LANES {
-        let p0 = M0 * c[0][l] as u64;
-        let p1 = M1 * c[2][l] as u64;
-        c[0][l] = (p1 >> 32) as u32 ^ c[1][l] ^ key[0];
-        c[1][l] = p1 as u32;
-        c[2][l] = (p0 >> 32) as u32 ^ c[3][l] ^ key[1];
-        c[3][l] = p0 as u32;
+        let p0 = M0 * (c[0][l] & 0xffff_ffff);
+        let p1 = M1 * (c[2][l] & 0xffff_ffff);
+        c[0][l] = (p1 >> 32) ^ c[1][l] ^ key[0] as u64;
+        c[1][l] = p1;
+        c[2][l] = (p0 >> 32) ^ c[3][l] ^ key[1] as u64;
+        c[3][l] = p0;
     }
 }
 
 /// Ten rounds over sixteen counters at once.
 #[inline(always)]
-fn philox(mut c: [[u32; LANES]; 4], seed: u64) -> [[u32; LANES]; 4] {
+fn philox(mut c: [Words; 4], seed: u64) -> [Words; 4] {
     let mut key = [seed as u32, (seed >> 32) as u32];
     for _ in 0..10 {
         round(&mut c, key);
@@ -82,11 +88,14 @@ pub fn fill(stream: &Stream, first_row: usize, rows: usize, cols: usize, out: &m
         if left == 0 {
             break;
         }
-        let mut c = [[0u32; LANES], [0u32; LANES], [high[0]; LANES], [high[1]; LANES]];
+        let mut c = [[0; LANES], [0; LANES], [high[0] as u64; LANES], [high[1] as u64; LANES]];
+        if block as usize == per_row {
+            (row, block) = (row + 1, 0);
+        }
         if block as usize + LANES <= per_row {
             for l in 0..LANES {
-                c[0][l] = block + l as u32;
-                c[1][l] = row;
+                c[0][l] = block as u64 + l as u64;
+                c[1][l] = row as u64;
             }
             block += LANES as u32;
         } else {
@@ -94,17 +103,19 @@ pub fn fill(stream: &Stream, first_row: usize, rows: usize, cols: usize, out: &m
                 if block as usize == per_row {
                     (row, block) = (row + 1, 0);
                 }
-                (c[0][l], c[1][l]) = (block, row);
+                (c[0][l], c[1][l]) = (block as u64, row as u64);
                 block += 1;
             }
         }
         let w = philox(c, stream.seed);
+        let mut pairs = [0u64; LANES * BLOCK / 4];
         for l in 0..LANES {
-            for k in 0..4 {
-                group[l * BLOCK + 2 * k] = w[k][l] as u16;
-                group[l * BLOCK + 2 * k + 1] = (w[k][l] >> 16) as u16;
-            }
+            pairs[2 * l] = w[0][l] & 0xffff_ffff | w[1][l] << 32;
+            pairs[2 * l + 1] = w[2][l] & 0xffff_ffff | w[3][l] << 32;
         }
+        // SAFETY: any bits are four u16. Written one by one they would cost as much as five of the rounds.
+        let halves: [u16; LANES * BLOCK] = unsafe { std::mem::transmute(pairs) };
+        group.copy_from_slice(&halves);
         left = left.saturating_sub(LANES);
     }
 }
@@ -130,8 +141,8 @@ mod tests {
                 [0xd16cfe09, 0x94fdcceb, 0x5001e420, 0x24126ea1],
             ),
         ] {
-            let got = philox(counter.map(|v| [v; LANES]), key);
-            assert_eq!(got.map(|w| w[5]), want);
+            let got = philox(counter.map(|v: u32| [v as u64; LANES]), key);
+            assert_eq!(got.map(|w| w[5] as u32), want);
         }
     }
 

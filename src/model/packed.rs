@@ -48,7 +48,9 @@ impl Packed {
         let (sentences, length) = padded.size2()?;
         let all = Vec::<i64>::try_from(padded.f_to_device(Device::Cpu)?.f_reshape([-1i64].as_slice())?)?;
         let rows: Vec<Vec<i64>> = (0..sentences)
-            .map(|i| all[(i * length) as usize..((i + 1) * length) as usize].iter().copied().filter(|t| *t != PAD).collect())
+            .map(|i| {
+                all[(i * length) as usize..((i + 1) * length) as usize].iter().copied().filter(|t| *t != PAD).collect()
+            })
             .collect();
         if let Some(bad) = rows.iter().flatten().find(|t| !(0..vocab_size).contains(*t)) {
             return Err(Error::invalid(format!("{name} holds token {bad}, but the vocabulary has {vocab_size} types")));

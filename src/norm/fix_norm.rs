@@ -12,7 +12,6 @@ pub fn fix_norm(weight: &Tensor) -> Result<Tensor> {
     Ok(weight.f_div(&length)?)
 }
 
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -22,7 +21,9 @@ mod tests {
     fn rows_have_unit_length_and_a_zero_row_stays_zero() {
         let w = Tensor::randn([4, 3], (Kind::Double, Device::Cpu));
         let _ = w.get(2).zero_();
-        let lengths = Vec::<f64>::try_from(fix_norm(&w).unwrap().square().sum_dim_intlist([1i64].as_slice(), false, None)).unwrap();
+        let lengths =
+            Vec::<f64>::try_from(fix_norm(&w).unwrap().square().sum_dim_intlist([1i64].as_slice(), false, None))
+                .unwrap();
         assert!((lengths[0] - 1.0).abs() < 1e-12 && lengths[2] == 0.0, "{lengths:?}");
     }
 }

@@ -1,13 +1,13 @@
 //! LayerNorm: y = γ⊙(x − μ)/√(σ² + ε) + β over the last dimension, σ² biased (Ba et al. 2016; SPEC §1).
 
+use super::rows::{hypotenuse, magnitude, sum, sum_and_squares, trusted, Measured, RowNorm, Slope, LANES};
+use crate::cpu::Accumulator;
 use crate::error::Result;
 use crate::init::Fill;
 use crate::model::Builder;
 use crate::norm::{accumulate, Norm, Rowwise, Site, Spec};
 use crate::operator::RowKernels;
 use tch::Tensor;
-use super::rows::{hypotenuse, magnitude, sum, sum_and_squares, trusted, Measured, RowNorm, Slope, LANES};
-use crate::cpu::Accumulator;
 
 /// Row kernel: shift = μ, scale = 1/√(σ² + ε).
 ///
@@ -94,8 +94,8 @@ fn composed(x: &Tensor, weight: Option<&Tensor>, bias: Option<&Tensor>, eps: f64
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::norm::rows::tests::{check, check_nan, check_scale_invariance, check_splitting, Formula};
     use crate::norm::rows::forward;
+    use crate::norm::rows::tests::{check, check_nan, check_scale_invariance, check_splitting, Formula};
 
     fn normalised(x: &[f64], eps: f64) -> (Vec<f64>, f64) {
         let n = x.len() as f64;

@@ -1,13 +1,13 @@
 //! RMSNorm: y = γ⊙x/√(mean x² + ε) over the last dimension (Zhang and Sennrich 2019; SPEC §1).
 
+use super::rows::{hypotenuse, magnitude, sum, trusted, Measured, RowNorm, Slope};
+use crate::cpu::Accumulator;
 use crate::error::Result;
 use crate::init::Fill;
 use crate::model::Builder;
 use crate::norm::{accumulate, Norm, Rowwise, Site, Spec};
 use crate::operator::RowKernels;
 use tch::Tensor;
-use super::rows::{hypotenuse, magnitude, sum, trusted, Measured, RowNorm, Slope};
-use crate::cpu::Accumulator;
 
 /// Row kernel: scale = 1/√(mean x² + ε).
 ///

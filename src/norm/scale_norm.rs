@@ -1,12 +1,12 @@
 //! ScaleNorm: y = g·x/max(n, ε), n = ‖x‖₂, over the last dimension (TwT eq 5; SPEC §1).
 
+use super::rows::{magnitude, sum, trusted, Measured, RowNorm, Slope};
+use crate::cpu::Accumulator;
 use crate::error::Result;
 use crate::init::Fill;
 use crate::norm::{accumulate, Norm, Rowwise, Site, Spec};
 use crate::operator::RowKernels;
 use tch::Tensor;
-use super::rows::{magnitude, sum, trusted, Measured, RowNorm, Slope};
-use crate::cpu::Accumulator;
 
 /// Row kernel: scale = 1/max(n, ε), so x̂ = u.
 ///

@@ -190,7 +190,10 @@ fn composed(q: &Tensor, k: &Tensor, v: &Tensor, ranges: &Tensor, a: &Formula) ->
     }
     // Row numbers by (sequence, place); a place past the end takes the sequence's first row, and is masked.
     let rows = |start: usize, len: usize, longest: i64| -> Result<Tensor> {
-        let rows: Vec<i64> = sequences.iter().flat_map(|s| (0..longest).map(move |i| s[start] + if i < s[len] { i } else { 0 })).collect();
+        let rows: Vec<i64> = sequences
+            .iter()
+            .flat_map(|s| (0..longest).map(move |i| s[start] + if i < s[len] { i } else { 0 }))
+            .collect();
         Ok(Tensor::f_from_slice(&rows)?.f_to_device(device)?)
     };
     let (q_rows, k_rows) = (rows(0, 1, q_len)?, rows(2, 3, k_len)?);
@@ -200,22 +203,27 @@ fn composed(q: &Tensor, k: &Tensor, v: &Tensor, ranges: &Tensor, a: &Formula) ->
     };
     let visible: Vec<bool> = sequences
         .iter()
-        .flat_map(|s| (0..q_len).flat_map(move |i| (0..k_len).map(move |j| j < s[3] && (!a.causal || j <= i + s[3] - s[1]))))
+        .flat_map(|s| {
+            (0..q_len).flat_map(move |i| (0..k_len).map(move |j| j < s[3] && (!a.causal || j <= i + s[3] - s[1])))
+        })
         .collect();
     let visible = Tensor::f_from_slice(&visible)?.f_reshape([n, 1, q_len, k_len].as_slice())?.f_to_device(device)?;
     let (qh, kh, vh) = (heads(q, &q_rows, q_len)?, heads(k, &k_rows, k_len)?, heads(v, &k_rows, k_len)?);
     let scores = qh.f_matmul(&kh.f_transpose(-2, -1)?)?.f_mul_scalar(a.scale)?;
     let hidden = visible.f_logical_not()?;
-    let mut weights = scores.f_masked_fill(&hidden, f64::NEG_INFINITY)?.f_softmax(-1, kind)?.f_masked_fill(&hidden, 0.0)?;
+    let mut weights =
+        scores.f_masked_fill(&hidden, f64::NEG_INFINITY)?.f_softmax(-1, kind)?.f_masked_fill(&hidden, 0.0)?;
     if a.draw.p > 0.0 {
         // Element (query row·heads + head, key), as the kernel draws it.
         let all = dropout_scale(a.draw, (q.size()[0] * a.heads) as usize, k_len as usize)?;
         let all = all.f_to_kind(kind)?.f_to_device(device)?.f_reshape([q.size()[0], a.heads, k_len].as_slice())?;
-        let mask = all.f_index_select(0, &q_rows)?.f_reshape([n, q_len, a.heads, k_len].as_slice())?.f_transpose(1, 2)?;
+        let mask =
+            all.f_index_select(0, &q_rows)?.f_reshape([n, q_len, a.heads, k_len].as_slice())?.f_transpose(1, 2)?;
         weights = weights.f_mul(&mask)?;
     }
     let out = weights.f_matmul(&vh)?.f_transpose(1, 2)?.f_reshape([n * q_len, -1].as_slice())?; // (n·q_len, d)
-    let real: Vec<i64> = sequences.iter().enumerate().flat_map(|(i, s)| (0..s[1]).map(move |t| i as i64 * q_len + t)).collect();
+    let real: Vec<i64> =
+        sequences.iter().enumerate().flat_map(|(i, s)| (0..s[1]).map(move |t| i as i64 * q_len + t)).collect();
     let real = Tensor::f_from_slice(&real)?.f_to_device(device)?;
     let zeros = q.f_to_kind(kind)?.f_zeros_like()?;
     Ok(zeros.f_index_copy(0, &q_rows.f_index_select(0, &real)?, &out.f_index_select(0, &real)?)?.f_to_kind(q.kind())?)

@@ -180,7 +180,7 @@ pub unsafe fn take(made: *mut C_tensor) -> Result<tch::Tensor> {
 
 /// The pointer of an optional tensor, null where there is none.
 pub fn pointer(t: Option<&tch::Tensor>) -> *const C_tensor {
-    t.map_or(std::ptr::null(), |t| t.as_ptr() as *const C_tensor)
+    t.map_or(std::ptr::null(), tch::Tensor::as_ptr)
 }
 
 /// A tensor of the C++ side, by a reference of our own.

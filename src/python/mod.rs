@@ -53,7 +53,9 @@ fn fields(which: &str) -> PyResult<String> {
         "training" => TrainingConfig::fields(),
         "data" => DataConfig::fields(),
         "search" => SearchOptions::fields(),
-        other => return Err(crate::error::unknown("configuration", other, ["model", "training", "data", "search"]).into()),
+        other => {
+            return Err(crate::error::unknown("configuration", other, ["model", "training", "data", "search"]).into())
+        }
     };
     json_text(&fields)
 }
@@ -61,7 +63,8 @@ fn fields(which: &str) -> PyResult<String> {
 /// The tables of norms, residual schemes and initialisations, as JSON.
 #[pyfunction]
 fn tables() -> PyResult<String> {
-    let entry = |name: &str, equation: &str, source: &str| json!({"name": name, "equation": equation, "source": source});
+    let entry =
+        |name: &str, equation: &str, source: &str| json!({"name": name, "equation": equation, "source": source});
     json_text(&json!({
         "norms": norm::NORMS.iter().map(|n| entry(n.name, n.equation, n.source)).collect::<Vec<_>>(),
         "residuals": residual::SCHEMES.iter().map(|s| entry(s.name(), s.equation(), s.source())).collect::<Vec<_>>(),

@@ -110,7 +110,8 @@ impl Optimizer {
 
     fn step_cpu(&mut self, adam: &adam::Adam, scale: f64) -> Result<()> {
         let n = self.parameters.numel();
-        let [p, g, m, v] = [&self.parameters, &self.gradients, &self.first, &self.second].map(|t| Shared::new(host_mut(t)));
+        let [p, g, m, v] =
+            [&self.parameters, &self.gradients, &self.first, &self.second].map(|t| Shared::new(host_mut(t)));
         parallel::for_each(n, GRAIN, |range| {
             // SAFETY: the ranges are disjoint and inside the buffers, which only this call touches.
             let (p, g, m, v) =

@@ -71,7 +71,9 @@ impl Schedule {
         }
         let memory = &mut self.memory;
         let worst = memory.scores.iter().rev().take(LOOK_BACK).copied().fold(f64::INFINITY, f64::min);
-        if memory.scores.len() >= LOOK_BACK && score < worst && !((n as f64) < self.warmup && self.name == ScheduleName::ValDecay)
+        if memory.scores.len() >= LOOK_BACK
+            && score < worst
+            && !((n as f64) < self.warmup && self.name == ScheduleName::ValDecay)
         {
             memory.factor *= DECAY;
         }
@@ -123,7 +125,9 @@ mod tests {
     #[test]
     fn val_decay_falls_when_a_score_is_below_the_last_three() {
         let mut s = schedule(ScheduleName::ValDecay, Some(1.0), 10);
-        for (n, score, lr) in [(5, 3.0, 1.0), (6, 4.0, 1.0), (7, 5.0, 1.0), (8, 1.0, 1.0), (20, 0.5, 0.8), (21, 0.7, 0.8)] {
+        for (n, score, lr) in
+            [(5, 3.0, 1.0), (6, 4.0, 1.0), (7, 5.0, 1.0), (8, 1.0, 1.0), (20, 0.5, 0.8), (21, 0.7, 0.8)]
+        {
             s.evaluated(n, score);
             assert!((s.learning_rate(20) - lr).abs() < 1e-12, "after update {n}");
         }

@@ -294,7 +294,7 @@ impl Trainer {
     fn is_evaluation_due(&self, epoch_before: u64) -> bool {
         match self.config.evaluate_every {
             0 => self.progress.cursor.epoch > epoch_before,
-            every => self.progress.update % every as u64 == 0,
+            every => self.progress.update.is_multiple_of(every as u64),
         }
     }
 
