@@ -31,12 +31,12 @@ MODEL: dict[str, Any] = {
     "dropout": 0.1,
 }
 TRAINING: dict[str, Any] = {
-    "updates": 800,
+    "updates": 400,
     "max_tokens": 3000,
     "lr": 3e-3,
-    "warmup": 200,
+    "warmup": 100,
     "clip_norm": 1.0,
-    "evaluate_every": 200,
+    "evaluate_every": 100,
     "criterion": "bleu",
     "keep": 2,
 }

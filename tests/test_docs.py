@@ -1,0 +1,42 @@
+"""What the documentation shows works: README's Python, docstrings' examples, the notebook."""
+
+import doctest
+import importlib
+import pkgutil
+import re
+from pathlib import Path
+
+import pytest
+
+import normformer_rs
+
+ROOT = Path(__file__).parent.parent
+MODULES = [m.name for m in pkgutil.iter_modules(normformer_rs.__path__) if m.name not in ("_core", "__main__")]
+
+
+def test_readmes_python():
+    blocks = re.findall(r"^```python\n(.*?)^```", (ROOT / "README.md").read_text(), re.M | re.S)
+    assert blocks
+    for block in blocks:
+        exec(compile(block, "README.md", "exec"), {})
+
+
+def test_readme_names_every_entry_of_the_tables():
+    text = (ROOT / "README.md").read_text()
+    for kind in ("norms", "residuals", "inits"):
+        for entry in normformer_rs.tables()[kind]:
+            assert f"`{entry['name']}`" in text, f"README does not name {kind[:-1]} {entry['name']}"
+
+
+@pytest.mark.parametrize("name", ["", *MODULES])
+def test_docstrings(name):
+    module = importlib.import_module(f"normformer_rs.{name}".rstrip("."))
+    assert doctest.testmod(module).failed == 0
+
+
+def test_the_notebook(tmp_path):
+    jupytext, nbclient = pytest.importorskip("jupytext"), pytest.importorskip("nbclient")
+    notebook = jupytext.read(ROOT / "notebooks" / "quickstart.py")
+    nbclient.NotebookClient(notebook, timeout=300, resources={"metadata": {"path": str(tmp_path)}}).execute()
+    printed = "".join(o.get("text", "") for cell in notebook.cells for o in cell.get("outputs", []))
+    assert "→" in printed
