@@ -8,6 +8,8 @@ mod layer;
 mod packed;
 mod parameters;
 mod stack;
+#[cfg(test)]
+mod tests;
 mod transformer;
 
 pub use attention::Cache;

@@ -97,6 +97,11 @@ impl Stack {
         })
     }
 
+    #[cfg(test)]
+    pub fn layers(&self) -> &[Layer] {
+        &self.layers
+    }
+
     fn run(&self, x: Tensor, ctx: &Context, attend: &mut Attend) -> Result<Tensor> {
         let mut stream = Stream { x, normed: None };
         let mut outputs = vec![];

@@ -1,0 +1,104 @@
+"""Training speed against fairseq 0.12.2: the same data, shape, dropout and batch size, in alternating windows.
+
+    python benches/training.py CORPUS [--fairseq FAIRSEQ/bin/python] [--windows 5] [--seconds 20]
+
+Prints, per window and as medians, real target tokens per second of fairseq and of this package in f32 and bf16, each
+with the allocator as it comes and with the same setting for both, and their ratios. Only one side runs at a time; the
+others stand still between updates. The first window of each is not counted. Without --fairseq only this package runs.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from fairseq_data import prepare
+from fairseq_worker import TUNED_ALLOCATOR
+
+HERE = Path(__file__).parent
+
+
+class Worker:
+    """One side, in a process of its own."""
+
+    def __init__(self, name: str, command: list[str], tuned: bool):
+        self.name = f"{name}, {'same allocator setting' if tuned else 'allocator as it comes'}"
+        plain = {k: v for k, v in os.environ.items() if not k.startswith(("GLIBC_TUNABLES", "MALLOC_"))}
+        # As it comes, this package's trainer asks the allocator to keep memory itself; with the same setting for both,
+        # the environment says so and the trainer leaves it alone.
+        environment = {**plain, **TUNED_ALLOCATOR, "NORMFORMER_RS_ALLOCATOR": "system"} if tuned else plain
+        self.process = subprocess.Popen(
+            command,
+            env=environment,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+        )
+        self.rates: list[float] = []
+        self.read()
+
+    def read(self) -> dict:
+        line = self.process.stdout.readline()
+        if not line:
+            raise SystemExit(f"{self.name}: the worker ended with {self.process.wait()}; run it by hand to see why")
+        return json.loads(line)
+
+    def window(self, seconds: float) -> float:
+        self.process.stdin.write(f"window {seconds}\n")
+        self.process.stdin.flush()
+        reply = self.read()
+        return reply["target_tokens"] / reply["seconds"]
+
+    def quit(self) -> None:
+        self.process.stdin.close()
+        self.process.wait()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("corpus", type=Path)
+    parser.add_argument("--fairseq", help="the interpreter that has fairseq 0.12.2")
+    parser.add_argument("--windows", type=int, default=5)
+    parser.add_argument("--seconds", type=float, default=20)
+    parser.add_argument("--max-tokens", type=int, default=4096)
+    parser.add_argument("--update-freq", type=int, default=2)
+    arguments = parser.parse_args()
+
+    size = ["--max-tokens", str(arguments.max_tokens), "--update-freq", str(arguments.update_freq)]
+    workers: dict[str, Worker] = {}
+    with tempfile.TemporaryDirectory() as scratch:
+        ours = [sys.executable, str(HERE / "our_worker.py"), str(arguments.corpus), *size]
+        for tuned in (False, True):
+            if arguments.fairseq:
+                data = prepare(arguments.corpus, Path(scratch) / "data", arguments.fairseq)
+                command = [arguments.fairseq, str(HERE / "fairseq_worker.py"), str(data), *size]
+                workers[f"fairseq {tuned}"] = Worker("fairseq f32", command, tuned)
+            for precision in ("f32", "bf16"):
+                command = [*ours, "--precision", precision]
+                workers[f"{precision} {tuned}"] = Worker(f"normformer_rs {precision}", command, tuned)
+        for worker in workers.values():
+            worker.window(4)
+        for round_ in range(arguments.windows):
+            for worker in workers.values():
+                worker.rates.append(worker.window(arguments.seconds))
+                print(f"window {round_ + 1}: {worker.name:45} {worker.rates[-1]:8,.0f} target tokens/s", flush=True)
+        for worker in workers.values():
+            worker.quit()
+
+    print(f"\nmedians of {arguments.windows} windows of {arguments.seconds:g} s, {os.cpu_count()} cores")
+    medians = {key: statistics.median(worker.rates) for key, worker in workers.items()}
+    for key, worker in workers.items():
+        print(f"{worker.name:45} {medians[key]:8,.0f} target tokens/s")
+    if arguments.fairseq:
+        print(f"\nf32 / fairseq as installed       {medians['f32 False'] / medians['fairseq False']:.2f}")
+        print(f"f32 / fairseq, same allocator    {medians['f32 True'] / medians['fairseq True']:.2f}")
+        print(f"bf16 / fairseq f32 as installed  {medians['bf16 False'] / medians['fairseq False']:.2f}")
+
+
+if __name__ == "__main__":
+    main()
