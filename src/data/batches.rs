@@ -179,7 +179,7 @@ mod tests {
         assert_eq!(source.tokens, [14, 15, 2, 11, 12, 13, 2, 10, 2]);
         assert_eq!(source.positions, [0, 1, 2, 0, 1, 2, 3, 0, 1]);
         assert_eq!((source.offsets.as_slice(), source.longest, source.rows()), (&[0, 3, 7, 9][..], 4, 3));
-        assert_eq!(batch.target_input.tokens, [2, 22, 2, 2, 20, 21]);
+        assert_eq!(batch.target_input.tokens, [0, 22, 0, 0, 20, 21]);
         assert_eq!(batch.target_input.offsets, [0, 2, 3, 6]);
         assert_eq!(batch.target_output, [22, 2, 2, 20, 21, 2]);
         assert_eq!(batch.sentences, [2, 1, 0]);
