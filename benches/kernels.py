@@ -1,0 +1,91 @@
+"""Kernel bandwidth through PyTorch: norms and the fused residual step, against the copy rate of the same run.
+
+    GLIBC_TUNABLES=glibc.malloc.mmap_max=0:glibc.malloc.trim_threshold=17179869184 python benches/kernels.py
+
+Forward and backward of a norm move 5 times its input (read x, write y; read dy and x, write dx), a copy 2 times. The
+rate counts just these passes. Medians of several; a row is one size and dtype.
+"""
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+
+import normformer_rs  # noqa: F401  (registers the operators)
+
+OPS = torch.ops.normformer_rs
+DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16}
+
+
+def seconds(run: Callable[[], object], repeats: int) -> float:
+    run()
+    times = []
+    for _ in range(repeats):
+        start = time.perf_counter()
+        run()
+        times.append(time.perf_counter() - start)
+    return statistics.median(times)
+
+
+def norm_rates(x: torch.Tensor, repeats: int) -> dict[str, float]:
+    """GB/s of each norm's forward and backward, and of a copy."""
+    width, moved = x.shape[-1], x.numel() * x.element_size()
+    x.requires_grad_()
+    vector, shift = (torch.ones(width, requires_grad=True) for _ in range(2))
+    gain, dy, target = torch.ones(1, requires_grad=True), torch.randn_like(x), torch.empty_like(x)
+    weight, bias = vector.detach().to(x.dtype).requires_grad_(), shift.detach().to(x.dtype).requires_grad_()
+    calls = {
+        "layer_norm": (lambda: OPS.layer_norm(x, vector, shift, 1e-5)[0], (x, vector, shift)),
+        "rms_norm": (lambda: OPS.rms_norm(x, vector, None, 1e-5)[0], (x, vector)),
+        "scale_norm": (lambda: OPS.scale_norm(x, gain, None, 1e-5)[0], (x, gain)),
+        "F.layer_norm": (lambda: F.layer_norm(x, (width,), weight, bias), (x, weight, bias)),
+    }
+    rates = {"copy": 2 * moved / seconds(lambda: target.copy_(x.detach()), repeats) / 1e9}
+    for name, (call, inputs) in calls.items():
+        rates[name] = 5 * moved / seconds(lambda c=call, i=inputs: torch.autograd.grad(c(), i, dy), repeats) / 1e9
+    return rates
+
+
+def residual_ratio(dtype: torch.dtype, p: float, repeats: int, rows: int = 8192, width: int = 512) -> float:
+    """Time of dropout + addition + layer_norm in PyTorch calls, over the fused step's; forward and backward."""
+    x, f = (torch.randn(rows, width, dtype=dtype, requires_grad=True) for _ in range(2))
+    weight, bias = (torch.ones(width, dtype=dtype, requires_grad=True) for _ in range(2))
+    seed, inputs = torch.tensor([1, 2, 3]), (x, f, weight, bias)
+    da, db = torch.randn(rows, width, dtype=dtype), torch.randn(rows, width, dtype=dtype)
+
+    def unfused():
+        x_plus = x + F.dropout(f, p)
+        return torch.autograd.grad((x_plus, F.layer_norm(x_plus, (width,), weight, bias)), inputs, (da, db))
+
+    def fused():
+        x_plus, y, _ = OPS.layer_norm_residual(x, f, None, None, weight, bias, 1e-5, p, seed, 0)
+        return torch.autograd.grad((x_plus, y), inputs, (da, db))
+
+    return seconds(unfused, repeats) / seconds(fused, repeats)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--megabytes", type=int, nargs="+", default=[1, 8, 64, 256])
+    parser.add_argument("--width", type=int, default=512)
+    parser.add_argument("--repeats", type=int, default=15)
+    arguments = parser.parse_args()
+    print(f"{torch.get_num_threads()} threads, width {arguments.width}, GB/s (share of the copy rate)")
+    for name, dtype in DTYPES.items():
+        for megabytes in arguments.megabytes:
+            rows = megabytes * 2**20 // (arguments.width * dtype.itemsize)
+            repeats = arguments.repeats if megabytes > 8 else 10 * arguments.repeats
+            rates = norm_rates(torch.randn(rows, arguments.width).to(dtype), repeats)
+            shown = "  ".join(f"{k} {v:5.1f} ({v / rates['copy']:.2f})" for k, v in rates.items())
+            print(f"{name:4} {megabytes:4} MB  {shown}", flush=True)
+    for name, dtype in DTYPES.items():
+        for p in (0.1, 0.0):
+            ratio = residual_ratio(dtype, p, 3 * arguments.repeats)
+            print(f"{name:4} fused residual step, layer_norm, p = {p}: {ratio:.2f} times the PyTorch calls", flush=True)
+
+
+if __name__ == "__main__":
+    main()
