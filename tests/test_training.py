@@ -82,19 +82,22 @@ def test_ten_losses_equal_the_oracles(tmp_path, corpus, norm, residual, smoothin
         step = ref.train_step(
             state, options, [batch], optimizer, 1e-2, formula=smoothing, vocabulary_mask=mask, max_norm=0.5
         )
-        # f32 against f64: 1e-7 a step at first, and Adam's first steps divide small gradients by their own size
-        assert abs(loss - step.loss) < 1e-5 * 3**update, f"update {update}: {loss} against {step.loss}"
-        assert abs(events(tmp_path / "run", "updated")[update - 1]["grad_norm"] / step.grad_norm - 1) < 1e-4 * 3**update
+        # f32 against f64: the loss is about 3, a rounding of it 2e-7; the norm gathers a few dozen roundings
+        assert abs(loss - step.loss) < 2e-6, f"update {update}: {loss} against {step.loss}"
+        assert abs(events(tmp_path / "run", "updated")[update - 1]["grad_norm"] / step.grad_norm - 1) < 2e-5
         state = step.state
 
 
 def test_accumulation_is_one_batch(tmp_path, corpus):
-    fit(tmp_path / "one", corpus)
-    # 10 tokens of the longest pair and EOS: eleven a side
-    fit(tmp_path / "many", corpus, training={"max_tokens": 150, "accumulate": 3, "updates": 1})
-    sizes = [e["tokens"] for e in events(tmp_path / "many", "updated")]
-    assert 0 < sizes[0] <= 450
-    assert events(tmp_path / "many", "started")[0]["updates_per_epoch"] < 3
+    fit(tmp_path / "one", corpus, training={"updates": 1})
+    fit(tmp_path / "count", corpus, training={"updates": 1, "max_tokens": 150})
+    batches = round(events(tmp_path / "count", "started")[0]["updates_per_epoch"])
+    assert batches > 1
+    fit(tmp_path / "many", corpus, training={"updates": 1, "max_tokens": 150, "accumulate": batches})
+    one, many = (events(tmp_path / name, "updated")[0] for name in ("one", "many"))
+    assert one["tokens"] == many["tokens"]
+    # f32 sums in another order
+    assert abs(one["loss"] / many["loss"] - 1) < 1e-6 and abs(one["grad_norm"] / many["grad_norm"] - 1) < 1e-5
 
 
 @pytest.mark.parametrize("precision", ["f32", "bf16"])
