@@ -2,6 +2,8 @@
 //! file, Python's keyword arguments and the command line's flags, with their documentation, defaults and choices.
 
 use crate::error::{unknown, Error, Result};
+use crate::init::DsInitMode;
+use crate::residual::{Curve, DlclNorm, NormFormerMode, RFixupMode};
 use crate::search::{Rule, SearchConfig};
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Deserializer, Serialize};
@@ -189,8 +191,32 @@ config! {
         norm_eps: Option<f64> = None,
         /// Where the norms stand and how residuals are added.
         residual: ResidualName = ResidualName("prenorm".into()),
-        /// The initialisation.
-        init: InitName = InitName("smallinit".into()),
+        /// The initialisation; none: the one that goes with the residual scheme.
+        init: Option<InitName> = None,
+        /// T of branchnorm: α_t = min(1, t/T) reaches 1 at this update.
+        branchnorm_steps: i64 = 4000,
+        /// How branchnorm's α grows.
+        branchnorm_growth: Curve = Curve::Linear,
+        /// Whether dlcl's layers are prenorm's or postnorm's.
+        dlcl_norm: DlclNorm = DlclNorm::Pre,
+        /// normformer (1): each head times its own scalar.
+        normformer_head_scale: bool = true,
+        /// normformer (2): a norm on the self-attention's output.
+        normformer_attention_norm: bool = true,
+        /// normformer (3): a norm inside the feed-forward.
+        normformer_ffn_norm: bool = true,
+        /// normformer (4): a learned scale on the feed-forward's residual.
+        normformer_residual_scale: bool = false,
+        /// normformer's head scales before the output projection (paper) or after it (fairseq).
+        normformer_mode: NormFormerMode = NormFormerMode::Paper,
+        /// r-fixup as its authors released it, or with the paper's scalar before the attention's output projection.
+        r_fixup_mode: RFixupMode = RFixupMode::Release,
+        /// λ of layerscale at the start.
+        layerscale_init: f64 = 1e-4,
+        /// ds-init's α.
+        ds_init_alpha: f64 = 1.0,
+        /// ds-init's bound: ∝ 1/√l (paper) or l^(−1/4) (release).
+        ds_init_mode: DsInitMode = DsInitMode::Paper,
         /// Normalise word embeddings to unit length, at the input and, tied, at the output (FixNorm).
         fixnorm: bool = false,
         /// Layout of the sinusoidal positions.
@@ -374,7 +400,22 @@ impl TransformerConfig {
         ] {
             check_range(name, p, 0.0, 1.0)?;
         }
+        if self.branchnorm_steps < 0 {
+            return Err(Error::invalid(format!("branchnorm_steps must be at least 0, got {}", self.branchnorm_steps)));
+        }
         Ok(())
+    }
+
+    pub fn has_encoder(&self) -> bool {
+        self.architecture == Architecture::EncoderDecoder
+    }
+
+    /// The initialisation: the one named, or the scheme's.
+    pub fn init(&self) -> &str {
+        match &self.init {
+            Some(name) => name.as_str(),
+            None => crate::residual::find(self.residual.as_str()).map_or("xavier", |scheme| scheme.init()),
+        }
     }
 
     pub fn encoder_norm(&self) -> &str {

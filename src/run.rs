@@ -17,7 +17,6 @@ use crate::search::{search, SearchConfig};
 use crate::train::checkpoint::{self, Checkpoint, Store};
 use crate::train::{self, load_parameters, smoothing, Objective, Observer, Parts, Progress, Trainer, Validation};
 use serde::{Deserialize, Serialize};
-use std::collections::HashMap;
 use std::fs::{self, OpenOptions};
 use std::io::Write;
 use std::path::{Path, PathBuf};
@@ -358,12 +357,7 @@ fn trainer(
     };
     tch::manual_seed(training.seed as i64);
     let model = match &from {
-        Some((_, checkpoint)) => {
-            let tensors = load_parameters(&checkpoint.model, device)?;
-            let leaves: HashMap<String, Tensor> =
-                tensors.into_iter().map(|(name, t)| (name, t.set_requires_grad(true))).collect();
-            Transformer::with_parameters(&model, &leaves)?
-        }
+        Some((_, checkpoint)) => Transformer::to_train(&model, &load_parameters(&checkpoint.model, device)?)?,
         None => Transformer::new(&model, device, Kind::Float)?,
     };
     let valid_count = mask.as_ref().map_or(vocabulary.len(), |m| m.iter().filter(|v| **v).count());

@@ -30,6 +30,12 @@ def fields(which: Literal["model", "training", "data", "search"]) -> str:
 def tables() -> str:
     """A JSON object of the norms, residuals and inits: each a list of {name, equation, source}."""
 
+def declare(model: str, stack: Literal["encoder", "decoder"]) -> str:
+    """What a configuration's residual scheme puts into a stack: a JSON object of layers, flow, has_biases, …"""
+
+def growth(steps: int, curve: Literal["linear", "exp", "sigmoid"], t: Tensor) -> Tensor:
+    """α_t of a growing scheme, (1,) float32 on the device of t, which is int64 (1,)."""
+
 def operator_counts() -> dict[str, tuple[int, int]]:
     """(kernel calls, composed calls) of each operator since the process started."""
 

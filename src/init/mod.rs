@@ -2,6 +2,9 @@
 
 mod schemes;
 
+pub use schemes::DsInitMode;
+
+use crate::config::TransformerConfig;
 use crate::error::{unknown, Result};
 use crate::residual::Place;
 
@@ -29,23 +32,45 @@ pub enum Fill {
     },
     /// Consecutive blocks of that many rows, each with its own fill: q, k and v in one matrix.
     Rows(Vec<(i64, Fill)>),
+    /// Row r of a square matrix: 1/(r + 1) up to the diagonal, 0 after it.
+    RunningMean,
     /// The fill with one row zero: an embedding's padding.
     WithZeroRow(i64, Box<Fill>),
 }
 
+/// A table of word embeddings.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Table {
+    Source,
+    Target,
+    Shared,
+}
+
 /// An entry of the table.
+#[derive(Clone, Copy)]
 pub struct Init {
     pub name: &'static str,
     pub definition: &'static str,
     pub source: &'static str,
     /// The fill of an (fan_out, fan_in) matrix.
     pub linear: fn(Role, fan_in: i64, fan_out: i64, &Place) -> Fill,
+    /// The fill of word embeddings, (V, d).
+    pub embedding: fn(Table, &TransformerConfig) -> Fill,
     /// The fill of an output projection that is not tied to an embedding, (V, d).
     pub output: fn(d_model: i64, vocab_size: i64) -> Fill,
 }
 
 /// Every initialisation that models may name.
-pub static INITS: &[&Init] = &[&schemes::XAVIER, &schemes::SMALL, &schemes::FAIRSEQ];
+pub static INITS: &[&Init] = &[
+    &schemes::XAVIER,
+    &schemes::SMALL,
+    &schemes::FAIRSEQ,
+    &schemes::DEEPNORM,
+    &schemes::SUBLN,
+    &schemes::DS_INIT,
+    &schemes::T_FIXUP,
+    &schemes::R_FIXUP,
+];
 
 /// The table's entry of that name.
 pub fn find(name: &str) -> Result<&'static Init> {

@@ -1,12 +1,15 @@
-//! `xavier`, `smallinit` and `fairseq`.
+//! The initialisations by name.
 
-use super::{embedding, xavier_normal, xavier_uniform, Init, Role};
+use super::{embedding, xavier_normal, xavier_uniform, Fill, Init, Role, Table};
+use crate::choice;
+use crate::residual::{Place, Stack, Sublayer};
 
 pub static XAVIER: Init = Init {
     name: "xavier",
     definition: "every linear Xavier normal, std √(2/(fan_in + fan_out)), q, k and v each for itself",
     source: "Glorot & Bengio 2010",
     linear: |_, fan_in, fan_out, _| xavier_normal(1.0, fan_in, fan_out),
+    embedding: |_, config| embedding(config.d_model),
     output: |d, v| xavier_normal(1.0, d, v),
 };
 
@@ -16,9 +19,9 @@ pub static SMALL: Init = Init {
     source: "Nguyen & Salazar 2019, §2.2",
     linear: |role, fan_in, fan_out, place| match role {
         Role::FeedForward1 | Role::FeedForward2 => xavier_normal(1.0, fan_in, fan_out),
-        _ => xavier_normal(1.0, place.d_model, 4 * place.d_model),
+        _ => xavier_normal(1.0, place.config.d_model, 4 * place.config.d_model),
     },
-    output: |d, v| xavier_normal(1.0, d, v),
+    ..XAVIER
 };
 
 pub static FAIRSEQ: Init = Init {
@@ -30,4 +33,134 @@ pub static FAIRSEQ: Init = Init {
         _ => xavier_uniform(1.0, fan_in, fan_out),
     },
     output: |d, _| embedding(d),
+    ..XAVIER
 };
+
+pub static DEEPNORM: Init = Init {
+    name: "deepnorm",
+    definition:
+        "Xavier normal, gain β on fc1, fc2, v, out; β_e = 0.87(N⁴M)^(−1/16), β_d = (12M)^(−1/4), one stack (8L)^(−1/4)",
+    source: "Wang et al. 2022a; Liu et al. 2023, eq 3",
+    linear: |role, fan_in, fan_out, place| xavier_normal(on_values(role, deepnorm_beta(place)), fan_in, fan_out),
+    ..XAVIER
+};
+
+fn deepnorm_beta(place: &Place) -> f64 {
+    place.constant(
+        |n, m| 0.87 * (n.powi(4) * m).powf(-1.0 / 16.0),
+        |_, m| (12.0 * m).powf(-0.25),
+        |l| (8.0 * l).powf(-0.25),
+    )
+}
+
+pub static SUBLN: Init = Init {
+    name: "subln",
+    definition: "Xavier normal, gain γ on fc1, fc2, v, out but cross-attention's; γ_e = √(ln 3M·ln 2N/3), γ_d = √(ln 3M), one stack √(ln 2L)",
+    source: "Wang et al. 2022b",
+    linear: |role, fan_in, fan_out, place| {
+        let gain = if place.sublayer == Sublayer::CrossAttention { 1.0 } else { subln_gamma(place) };
+        xavier_normal(on_values(role, gain), fan_in, fan_out)
+    },
+    ..XAVIER
+};
+
+fn subln_gamma(place: &Place) -> f64 {
+    place.constant(
+        |n, m| ((3.0 * m).ln() * (2.0 * n).ln() / 3.0).sqrt(),
+        |_, m| (3.0 * m).ln().sqrt(),
+        |l| (2.0 * l).ln().sqrt(),
+    )
+}
+
+choice! {
+    pub enum DsInitMode ("ds_init_mode") { Paper = "paper", Release = "release" }
+}
+
+pub static DS_INIT: Init = Init {
+    name: "ds-init",
+    definition: "U(−a, a), a = √(6/(fan_in + fan_out))·α/√l in layer l of its stack",
+    source: "Zhang et al. 2019 (DS-Init)",
+    linear: |_, fan_in, fan_out, place| {
+        let depth = (place.layer + 1) as f64;
+        let shrink = match place.config.ds_init_mode {
+            DsInitMode::Paper => depth.powf(-0.5),
+            DsInitMode::Release => depth.powf(-0.25),
+        };
+        xavier_uniform(place.config.ds_init_alpha * shrink, fan_in, fan_out)
+    },
+    ..XAVIER
+};
+
+pub static T_FIXUP: Init = Init {
+    name: "t-fixup",
+    definition: "Xavier uniform; encoder v, out, fc1, fc2 × 0.67·N^(−1/4); decoder's × (9M)^(−1/4); embeddings std d^(−1/2)·(9N)^(−1/4) or (9M)^(−1/4)",
+    source: "Huang et al. 2020",
+    linear: |role, fan_in, fan_out, place| xavier_uniform(on_values(role, t_fixup_gain(place)), fan_in, fan_out),
+    embedding: |table, config| {
+        let decoder = (9.0 * config.decoder_layers as f64).powf(-0.25);
+        let scale = match table {
+            Table::Target => decoder,
+            _ if !config.has_encoder() => decoder,
+            Table::Source | Table::Shared => (9.0 * config.encoder_layers as f64).powf(-0.25),
+        };
+        Fill::Normal { std: scale * (config.d_model as f64).powf(-0.5) }
+    },
+    ..XAVIER
+};
+
+fn t_fixup_gain(place: &Place) -> f64 {
+    match place.stack {
+        Stack::Encoder => 0.67 * (place.encoder_layers() as f64).powf(-0.25),
+        Stack::Decoder => (9.0 * place.decoder_layers() as f64).powf(-0.25),
+    }
+}
+
+pub static R_FIXUP: Init = Init {
+    name: "r-fixup",
+    definition:
+        "L = 2N + 3M branches (one stack 2L): q, k, v Xavier normal × L^(−1/6), fc1 × L^(−1/2), out and fc2 zero",
+    source: "Zhang et al. 2019 (Fixup)",
+    linear: |role, fan_in, fan_out, place| {
+        let branches = match place.config.has_encoder() {
+            true => 2 * place.encoder_layers() + 3 * place.decoder_layers(),
+            false => 2 * place.decoder_layers(),
+        } as f64;
+        match role {
+            Role::Query | Role::Key | Role::Value => xavier_normal(branches.powf(-1.0 / 6.0), fan_in, fan_out),
+            Role::FeedForward1 => xavier_normal(branches.powf(-0.5), fan_in, fan_out),
+            Role::AttentionOutput | Role::FeedForward2 => Fill::Constant(0.0),
+        }
+    },
+    ..XAVIER
+};
+
+/// The gain of the matrices on the way of the values; 1 for q and k.
+fn on_values(role: Role, gain: f64) -> f64 {
+    match role {
+        Role::Query | Role::Key => 1.0,
+        _ => gain,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::residual::tests::{near, place_of};
+
+    #[test]
+    fn the_papers_constants() {
+        let check = |constant: fn(&Place) -> f64, layers, encoder, decoder| {
+            near(place_of(layers, Stack::Encoder, constant), encoder);
+            near(place_of(layers, Stack::Decoder, constant), decoder);
+        };
+        check(deepnorm_beta, 6, "0.4970", "0.3433");
+        check(deepnorm_beta, 18, "0.3526", "0.2608");
+        check(deepnorm_beta, 50, "0.2562", "0.2021");
+        check(deepnorm_beta, 100, "0.2063", "0.1699");
+        check(deepnorm_beta, 500, "0.1248", "0.1136");
+        check(subln_gamma, 6, "1.5473", "1.7001");
+        check(subln_gamma, 100, "3.1739", "2.3883");
+        check(t_fixup_gain, 6, "0.4281", "0.3689");
+        check(t_fixup_gain, 100, "0.2119", "0.1826");
+    }
+}

@@ -1,19 +1,20 @@
 //! Multi-head attention on packed rows.
 
+use super::residual::Inside;
 use super::{linear, Builder, Context, Ranges};
 use crate::error::Result;
 use crate::init::{Fill, Init, Role};
 use crate::norm::Rows;
 use crate::operator;
-use crate::residual::{Inside, Place, Point};
+use crate::residual::{Place, Point};
 use tch::{Kind, Tensor};
 
 /// softmax(QKᵀ/√d_head)V per head, heads joined, output projection. torch.nn's layout: q, k and v stacked in one matrix.
 pub struct Attention {
     in_weight: Tensor,
-    in_bias: Tensor,
+    in_bias: Option<Tensor>,
     out_weight: Tensor,
-    out_bias: Tensor,
+    out_bias: Option<Tensor>,
     d: i64,
     heads: i64,
     scale: f64,
@@ -27,16 +28,18 @@ pub struct Cache {
 }
 
 impl Attention {
-    pub fn build(b: &mut Builder, place: &Place, heads: i64, init: &Init) -> Result<Self> {
-        let d = place.d_model;
+    pub fn build(b: &mut Builder, place: &Place, init: &Init, has_biases: bool) -> Result<Self> {
+        let (d, heads) = (place.config.d_model, place.config.heads);
         let block = |role| (d, (init.linear)(role, d, d, place));
         let stacked = Fill::Rows(vec![block(Role::Query), block(Role::Key), block(Role::Value)]);
-        let zero = Fill::Constant(0.0);
+        let bias = |b: &mut Builder, name: &str, width: i64| {
+            has_biases.then(|| b.parameter(name, &[width], &Fill::Constant(0.0))).transpose()
+        };
         let in_weight = b.parameter("in_proj_weight", &[3 * d, d], &stacked)?;
-        let in_bias = b.parameter("in_proj_bias", &[3 * d], &zero)?;
+        let in_bias = bias(b, "in_proj_bias", 3 * d)?;
         let (out_weight, out_bias) = b.within("out_proj", |b| {
             let weight = b.parameter("weight", &[d, d], &(init.linear)(Role::AttentionOutput, d, d, place))?;
-            Ok((weight, b.parameter("bias", &[d], &zero)?))
+            Ok((weight, bias(b, "bias", d)?))
         })?;
         Ok(Attention { in_weight, in_bias, out_weight, out_bias, d, heads, scale: ((d / heads) as f64).powf(-0.5) })
     }
@@ -44,7 +47,7 @@ impl Attention {
     /// Every sentence to itself.
     pub fn attend(&self, x: &Tensor, ranges: &Ranges, causal: bool, inside: &Inside, ctx: &Context) -> Result<Tensor> {
         let x = inside.at(Point::Input, x.shallow_clone(), &ctx.rows())?;
-        let qkv = linear(&x, &self.in_weight, Some(&self.in_bias), ctx.kind)?.f_split(self.d, 1)?;
+        let qkv = linear(&x, &self.in_weight, self.in_bias.as_ref(), ctx.kind)?.f_split(self.d, 1)?;
         self.finish(&qkv[0], &qkv[1], &qkv[2], ranges, causal, inside, ctx)
     }
 
@@ -58,24 +61,27 @@ impl Attention {
         ctx: &Context,
     ) -> Result<Tensor> {
         let x = inside.at(Point::Input, x.shallow_clone(), &ctx.rows())?;
-        let (weight, bias) = (self.in_weight.f_narrow(0, 0, self.d)?, self.in_bias.f_narrow(0, 0, self.d)?);
-        let q = linear(&x, &weight, Some(&bias), ctx.kind)?;
+        let q = self.project(&x, 0, self.d, ctx.kind)?;
         self.finish(&q, &memory.0, &memory.1, ranges, false, inside, ctx)
     }
 
     /// The encoder output's keys and values.
     pub fn memory(&self, memory: &Tensor, kind: Kind) -> Result<(Tensor, Tensor)> {
-        let weight = self.in_weight.f_narrow(0, self.d, 2 * self.d)?;
-        let bias = self.in_bias.f_narrow(0, self.d, 2 * self.d)?;
-        let mut kv = linear(memory, &weight, Some(&bias), kind)?.f_split(self.d, 1)?;
+        let mut kv = self.project(memory, self.d, 2 * self.d, kind)?.f_split(self.d, 1)?;
         let v = kv.pop().expect("a split of 2d by d has two parts");
         Ok((kv.pop().expect("a split of 2d by d has two parts"), v))
+    }
+
+    /// By some rows of the stacked q, k and v.
+    fn project(&self, x: &Tensor, start: i64, length: i64, kind: Kind) -> Result<Tensor> {
+        let part = |t: &Tensor| t.f_narrow(0, start, length);
+        linear(x, &part(&self.in_weight)?, self.in_bias.as_ref().map(part).transpose()?.as_ref(), kind)
     }
 
     /// One more token for each slot of the cache; x is (slots, d).
     pub fn step(&self, x: &Tensor, cache: &mut Option<Cache>, inside: &Inside, ctx: &Context) -> Result<Tensor> {
         let x = inside.at(Point::Input, x.shallow_clone(), &ctx.rows())?;
-        let qkv = linear(&x, &self.in_weight, Some(&self.in_bias), ctx.kind)?.f_split(self.d, 1)?;
+        let qkv = linear(&x, &self.in_weight, self.in_bias.as_ref(), ctx.kind)?.f_split(self.d, 1)?;
         let slots = x.size()[0];
         let cache = match cache {
             Some(cache) => cache,
@@ -107,7 +113,7 @@ impl Attention {
         let heads =
             operator::attention(q, k, v, &ranges.0, self.heads, causal, self.scale, p, ctx.seed.as_ref(), ctx.site())?;
         let heads = inside.at(Point::AfterHeads, heads, &rows)?;
-        let out = linear(&heads, &self.out_weight, Some(&self.out_bias), ctx.kind)?;
+        let out = linear(&heads, &self.out_weight, self.out_bias.as_ref(), ctx.kind)?;
         inside.at(Point::AfterOutput, out, &rows)
     }
 }

@@ -34,17 +34,24 @@ pub struct Context {
     pub seed: Option<Tensor>,
     /// The type of matrix products; residual stream and statistics keep their own.
     pub kind: Kind,
+    /// Gains on x are being set by profiling (SPEC §3, `admin`).
+    pub profile: bool,
     site: Cell<i64>,
 }
 
 impl Context {
     /// Evaluation: nothing is dropped.
     pub fn evaluation(kind: Kind) -> Self {
-        Context { train: false, rates: Rates::default(), seed: None, kind, site: Cell::new(0) }
+        Context { train: false, rates: Rates::default(), seed: None, kind, profile: false, site: Cell::new(0) }
     }
 
     pub fn training(rates: Rates, seed: Tensor, kind: Kind) -> Self {
-        Context { train: true, rates, seed: Some(seed), kind, site: Cell::new(0) }
+        Context { train: true, rates, seed: Some(seed), kind, profile: false, site: Cell::new(0) }
+    }
+
+    /// The same pass, setting gains by profiling.
+    pub fn profiling(self) -> Self {
+        Context { profile: true, ..self }
     }
 
     /// The next dropout site: sites are numbered in order of execution, whether or not their rate is zero.

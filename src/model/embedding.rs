@@ -1,9 +1,9 @@
 //! Word embeddings with sinusoidal positions, and the output projection that may share them.
 
 use super::{linear, Builder, Context, Packed, PAD};
-use crate::config::{Architecture, Positions, Ties, TransformerConfig};
+use crate::config::{Positions, Ties, TransformerConfig};
 use crate::error::Result;
-use crate::init::{self, Fill};
+use crate::init::{self, Fill, Table};
 use crate::norm::fix_norm;
 use crate::operator;
 use std::cell::RefCell;
@@ -26,20 +26,20 @@ impl Embeddings {
     pub fn build(b: &mut Builder, config: &TransformerConfig, init: &init::Init) -> Result<Self> {
         let (v, d) = (config.vocab_size, config.d_model);
         // A zero row has no direction: under FixNorm padding starts like any other word (its gradient would be 1e12).
-        let fill = match config.fixnorm {
+        let fill = |table| match config.fixnorm {
             true => Fill::Uniform { bound: fix_norm::INIT_BOUND },
-            false => Fill::WithZeroRow(PAD, Box::new(init::embedding(d))),
+            false => Fill::WithZeroRow(PAD, Box::new((init.embedding)(table, config))),
         };
-        let has_source = config.architecture == Architecture::EncoderDecoder;
-        let table = |b: &mut Builder, name: &str| b.within(name, |b| b.parameter("weight", &[v, d], &fill));
+        let has_source = config.has_encoder();
+        let table = |b: &mut Builder, name: &str, of| b.within(name, |b| b.parameter("weight", &[v, d], &fill(of)));
         let (source, target) = match config.tie_embeddings {
             Ties::All => {
-                let shared = table(b, "embedding")?;
+                let shared = table(b, "embedding", Table::Shared)?;
                 (Some(shared.shallow_clone()), shared)
             }
             _ => {
-                let source = if has_source { Some(table(b, "source_embedding")?) } else { None };
-                (source, table(b, "target_embedding")?)
+                let source = if has_source { Some(table(b, "source_embedding", Table::Source)?) } else { None };
+                (source, table(b, "target_embedding", Table::Target)?)
             }
         };
         let output = match config.tie_embeddings {

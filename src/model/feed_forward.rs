@@ -1,26 +1,28 @@
 //! The feed-forward sublayer: `W₂·drop(relu(W₁x + b₁)) + b₂`.
 
+use super::residual::Inside;
 use super::{linear, Builder, Context};
 use crate::error::Result;
 use crate::init::{Fill, Init, Role};
 use crate::operator;
-use crate::residual::{Inside, Place, Point};
+use crate::residual::{Place, Point};
 use tch::Tensor;
 
 pub struct FeedForward {
     weight1: Tensor,
-    bias1: Tensor,
+    bias1: Option<Tensor>,
     weight2: Tensor,
-    bias2: Tensor,
+    bias2: Option<Tensor>,
 }
 
 impl FeedForward {
-    pub fn build(b: &mut Builder, place: &Place, init: &Init) -> Result<Self> {
-        let (d, f) = (place.d_model, place.d_ff);
+    pub fn build(b: &mut Builder, place: &Place, init: &Init, has_biases: bool) -> Result<Self> {
+        let (d, f) = (place.config.d_model, place.config.d_ff);
         let mut layer = |name: &str, role, fan_in, fan_out| {
             b.within(name, |b| {
                 let weight = b.parameter("weight", &[fan_out, fan_in], &(init.linear)(role, fan_in, fan_out, place))?;
-                Ok((weight, b.parameter("bias", &[fan_out], &Fill::Constant(0.0))?))
+                let bias = has_biases.then(|| b.parameter("bias", &[fan_out], &Fill::Constant(0.0))).transpose()?;
+                Ok((weight, bias))
             })
         };
         let (weight1, bias1) = layer("linear1", Role::FeedForward1, d, f)?;
@@ -31,10 +33,10 @@ impl FeedForward {
     pub fn forward(&self, x: &Tensor, inside: &Inside, ctx: &Context) -> Result<Tensor> {
         let rows = ctx.rows();
         let x = inside.at(Point::Input, x.shallow_clone(), &rows)?;
-        let h = linear(&x, &self.weight1, Some(&self.bias1), ctx.kind)?; // (rows, d_ff)
+        let h = linear(&x, &self.weight1, self.bias1.as_ref(), ctx.kind)?; // (rows, d_ff)
         let h = inside.at(Point::BeforeActivation, h, &rows)?;
         let h = operator::relu_dropout(&h, ctx.rates.activation, ctx.seed.as_ref(), ctx.site())?;
         let h = inside.at(Point::Amid, h, &rows)?;
-        linear(&h, &self.weight2, Some(&self.bias2), ctx.kind)
+        linear(&h, &self.weight2, self.bias2.as_ref(), ctx.kind)
     }
 }

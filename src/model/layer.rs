@@ -2,13 +2,14 @@
 
 use super::attention::Attention;
 use super::feed_forward::FeedForward;
+use super::residual::{shared, Around, Inside};
 use super::{Builder, Context};
 use crate::error::Result;
 use crate::init::Init;
 use crate::norm::Norm;
 use crate::operator;
-use crate::residual::{Around, Inside, Place, Scheme, Sublayer};
-use tch::Tensor;
+use crate::residual::{Place, Scheme, Sublayer};
+use tch::{no_grad, Tensor};
 
 pub struct Layer {
     pub sublayers: Vec<Branch>,
@@ -32,32 +33,30 @@ pub struct Stream {
     pub x: Tensor,
     /// The next sublayer's N(x), where the step that made x has made it too.
     pub normed: Option<Tensor>,
+    /// α_t of the stack.
+    pub alpha_t: Option<Tensor>,
+    /// Profiling: the deviation of everything added so far (SPEC §3, `admin`).
+    pub deviation: Option<Tensor>,
 }
 
 impl Layer {
-    pub fn build(
-        b: &mut Builder,
-        place: &Place,
-        kinds: &[Sublayer],
-        heads: i64,
-        init: &Init,
-        scheme: &dyn Scheme,
-    ) -> Result<Self> {
-        let shared = scheme.layer(b, place)?;
+    pub fn build(b: &mut Builder, place: &Place, init: &Init, scheme: &dyn Scheme) -> Result<Self> {
+        let shared = shared(b, &scheme.layer(place))?;
         let mut sublayers = Vec::new();
-        for (index, &sublayer) in kinds.iter().enumerate() {
-            let place = Place { sublayer, index: index as i64, ..*place };
-            let function = match sublayer {
-                Sublayer::SelfAttention => {
-                    Function::SelfAttention(b.within("self_attn", |b| Attention::build(b, &place, heads, init))?)
+        for place in place.each() {
+            let function = match place.sublayer {
+                Sublayer::SelfAttention => Function::SelfAttention(
+                    b.within("self_attn", |b| Attention::build(b, &place, init, scheme.has_biases()))?,
+                ),
+                Sublayer::CrossAttention => Function::CrossAttention(
+                    b.within("multihead_attn", |b| Attention::build(b, &place, init, scheme.has_biases()))?,
+                ),
+                Sublayer::FeedForward => {
+                    Function::FeedForward(FeedForward::build(b, &place, init, scheme.has_biases())?)
                 }
-                Sublayer::CrossAttention => {
-                    Function::CrossAttention(b.within("multihead_attn", |b| Attention::build(b, &place, heads, init))?)
-                }
-                Sublayer::FeedForward => Function::FeedForward(FeedForward::build(b, &place, init)?),
             };
-            let around = scheme.around(b, &place, &shared)?;
-            sublayers.push(Branch { function, around, inside: scheme.inside(b, &place)? });
+            let around = Around::build(b, &place, &scheme.around(&place), &shared)?;
+            sublayers.push(Branch { function, around, inside: Inside::build(b, &place, &scheme.inside(&place))? });
         }
         Ok(Layer { sublayers })
     }
@@ -81,31 +80,47 @@ impl Branch {
             Some(norm) => norm.forward(&f, &ctx.rows())?,
             None => f,
         };
-        let step = operator::Step {
-            x: &stream.x,
-            f: &f,
-            alpha: alpha.as_ref(),
-            beta: beta.as_ref(),
-            p: ctx.rates.residual,
-            seed: ctx.seed.as_ref(),
-            site: ctx.site(),
+        let alpha_t = stream.alpha_t.as_ref();
+        let (p, seed, site) = (ctx.rates.residual, ctx.seed.as_ref(), ctx.site());
+        let deviation = match (&stream.deviation, alpha.now(alpha_t)) {
+            (Some(r), Some(omega)) => Some(no_grad(|| profile(omega, r, &stream.x, &f, (p, seed, site)))?),
+            _ => None,
         };
+        let step =
+            operator::Step { x: &stream.x, f: &f, alpha: alpha.now(alpha_t), beta: beta.now(alpha_t), p, seed, site };
+        let on =
+            |x, normed| Stream { x, normed, alpha_t: stream.alpha_t.as_ref().map(Tensor::shallow_clone), deviation };
         match (after.as_deref(), next) {
             (Some(after), _) => {
                 let x = match after.row() {
                     Some(row) => step.then_norm(row, stream.x.kind())?.1,
                     None => after.forward(&step.add()?, &ctx.rows())?,
                 };
-                Ok(Stream { x, normed: None })
+                Ok(on(x, None))
             }
             (None, Some(next)) => match next.row() {
                 Some(row) => {
                     let (x, normed) = step.then_norm(row, f.kind())?;
-                    Ok(Stream { x, normed: Some(normed) })
+                    Ok(on(x, Some(normed)))
                 }
-                None => Ok(Stream { x: step.add()?, normed: None }),
+                None => Ok(on(step.add()?, None)),
             },
-            (None, None) => Ok(Stream { x: step.add()?, normed: None }),
+            (None, None) => Ok(on(step.add()?, None)),
         }
     }
+}
+
+/// ω ← r; the next r is √(Var(ωx) + Var(drop f)), over all elements (SPEC §3, `admin`).
+fn profile(
+    omega: &Tensor,
+    r: &Tensor,
+    x: &Tensor,
+    f: &Tensor,
+    (p, seed, site): (f64, Option<&Tensor>, i64),
+) -> Result<Tensor> {
+    let mut omega = omega.shallow_clone();
+    omega.f_copy_(&r.f_expand_as(&omega)?)?;
+    let dropped = operator::dropout(f.shallow_clone(), p, seed, site)?;
+    let variance = |t: &Tensor| t.f_to_kind(r.kind())?.f_var(false);
+    Ok(variance(&x.f_mul(&omega)?)?.f_add(&variance(&dropped)?)?.f_sqrt()?)
 }

@@ -7,6 +7,7 @@ mod feed_forward;
 mod layer;
 mod packed;
 mod parameters;
+mod residual;
 mod stack;
 #[cfg(test)]
 mod tests;

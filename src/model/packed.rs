@@ -13,6 +13,8 @@ pub struct Packed {
     pub positions: Tensor,
     /// Sentence i is rows offsets[i]..offsets[i+1].
     pub offsets: Vec<i64>,
+    /// Tokens of each sentence that may be attended to: all but the padding of [`with_padding`](Self::with_padding).
+    lengths: Vec<i64>,
 }
 
 impl Packed {
@@ -20,8 +22,26 @@ impl Packed {
         Ok(Packed {
             tokens: Tensor::f_from_slice(tokens)?.f_to_device(device)?,
             positions: Tensor::f_from_slice(positions)?.f_to_device(device)?,
+            lengths: offsets.windows(2).map(|ends| ends[1] - ends[0]).collect(),
             offsets,
         })
+    }
+
+    /// The same sentences, each filled up with [`PAD`] to the longest, as rows like any other that nobody attends to.
+    pub fn with_padding(&self) -> Result<Self> {
+        let tokens = Vec::<i64>::try_from(self.tokens.f_to_device(Device::Cpu)?)?;
+        let longest = self.lengths.iter().copied().max().unwrap_or(0) as usize;
+        let rows: Vec<Vec<i64>> = self
+            .offsets
+            .windows(2)
+            .map(|ends| {
+                let mut row = tokens[ends[0] as usize..ends[1] as usize].to_vec();
+                row.resize(longest, PAD);
+                row
+            })
+            .collect();
+        let padded = Packed::of(&rows.iter().map(Vec::as_slice).collect::<Vec<_>>(), self.tokens.device())?;
+        Ok(Packed { lengths: self.lengths.clone(), ..padded })
     }
 
     /// Of sentences as they are.
@@ -82,17 +102,25 @@ pub struct Ranges(pub Tensor);
 
 impl Ranges {
     /// Each sentence of `queries` to the same sentence of `keys`.
-    pub fn between(queries: &[i64], keys: &[i64], device: Device) -> Result<Self> {
-        if queries.len() != keys.len() {
+    pub fn between(queries: &Packed, keys: &Packed) -> Result<Self> {
+        if queries.sentences() != keys.sentences() {
             return Err(Error::invalid(format!(
                 "source and target must have as many sentences, got {} and {}",
-                keys.len() - 1,
-                queries.len() - 1
+                keys.sentences(),
+                queries.sentences()
             )));
         }
+        let queries_of = queries.offsets.windows(2);
+        let keys_of = keys.offsets.iter().zip(&keys.lengths);
+        let rows: Vec<i64> = queries_of.zip(keys_of).flat_map(|(q, (k, n))| [q[0], q[1] - q[0], *k, *n]).collect();
+        Ranges::of(&rows, queries.tokens.device())
+    }
+
+    /// Each sentence to its own past: padding, which comes after it, needs no mask.
+    pub fn causal(sentences: &Packed) -> Result<Self> {
         let rows: Vec<i64> =
-            queries.windows(2).zip(keys.windows(2)).flat_map(|(q, k)| [q[0], q[1] - q[0], k[0], k[1] - k[0]]).collect();
-        Ranges::of(&rows, device)
+            sentences.offsets.windows(2).flat_map(|s| [s[0], s[1] - s[0], s[0], s[1] - s[0]]).collect();
+        Ranges::of(&rows, sentences.tokens.device())
     }
 
     /// Of rows (q_start, q_len, k_start, k_len), flat.

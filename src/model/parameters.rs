@@ -2,19 +2,25 @@
 
 use crate::error::{Error, Result};
 use crate::init::Fill;
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 use tch::{no_grad, Device, Kind, Tensor};
 
-/// Parameters in the order in which the model declares them.
+/// Parameters in the order in which the model declares them, and buffers: the state that is not trained.
 #[derive(Default)]
 pub struct Parameters {
     names: Vec<String>,
     tensors: Vec<Tensor>,
+    buffers: Vec<(String, Tensor)>,
 }
 
 impl Parameters {
     pub fn iter(&self) -> impl Iterator<Item = (&str, &Tensor)> {
         self.names.iter().map(String::as_str).zip(&self.tensors)
+    }
+
+    /// Running statistics and counters.
+    pub fn buffers(&self) -> impl Iterator<Item = (&str, &Tensor)> {
+        self.buffers.iter().map(|(name, t)| (name.as_str(), t))
     }
 
     pub fn tensors(&self) -> &[Tensor] {
@@ -33,18 +39,13 @@ impl Parameters {
     pub fn numel(&self) -> usize {
         self.tensors.iter().map(Tensor::numel).sum()
     }
-
-    fn push(&mut self, name: String, tensor: Tensor) {
-        self.names.push(name);
-        self.tensors.push(tensor);
-    }
 }
 
 enum Source<'a> {
     /// Made new, from libtorch's generator.
     Fresh(Device, Kind),
     /// Taken from whoever has them.
-    Given(&'a HashMap<String, Tensor>),
+    Given { tensors: &'a HashMap<String, Tensor>, train: bool },
 }
 
 /// Declares parameters while a model is built.
@@ -60,9 +61,14 @@ impl<'a> Builder<'a> {
         Builder { source: Source::Fresh(device, kind), path: Vec::new(), made: Parameters::default() }
     }
 
-    /// Parameters that exist already. [`finish`](Self::finish) refuses names that nothing asked for.
+    /// Parameters that exist already, used as they are. [`finish`](Self::finish) refuses names that nothing asked for.
     pub fn given(tensors: &'a HashMap<String, Tensor>) -> Self {
-        Builder { source: Source::Given(tensors), path: Vec::new(), made: Parameters::default() }
+        Builder { source: Source::Given { tensors, train: false }, path: Vec::new(), made: Parameters::default() }
+    }
+
+    /// The same, made leaves that require gradients.
+    pub fn given_to_train(tensors: &'a HashMap<String, Tensor>) -> Self {
+        Builder { source: Source::Given { tensors, train: true }, path: Vec::new(), made: Parameters::default() }
     }
 
     /// Declares what `build` declares under `name.`.
@@ -75,46 +81,61 @@ impl<'a> Builder<'a> {
 
     /// A parameter: a leaf that requires a gradient where it is made new, the given tensor as it is where it is not.
     pub fn parameter(&mut self, name: &str, shape: &[i64], fill: &Fill) -> Result<Tensor> {
-        let name = self.path.iter().map(String::as_str).chain([name]).collect::<Vec<_>>().join(".");
+        let name = self.full(name);
         let tensor = match &self.source {
-            Source::Fresh(device, kind) => {
-                let mut t = Tensor::f_empty(shape, (*kind, *device))?;
-                no_grad(|| fill_tensor(&mut t, fill))?;
-                t.set_requires_grad(true)
-            }
-            Source::Given(tensors) => {
-                let t = tensors.get(&name).ok_or_else(|| {
-                    Error::invalid(format!(
-                        "the model has a parameter {name} of shape {shape:?}, and the given weights have none of that name"
-                    ))
-                })?;
-                if t.size() != shape {
-                    return Err(Error::invalid(format!(
-                        "parameter {name} must have shape {shape:?}, the given one has {:?}: another model's weights?",
-                        t.size()
-                    )));
-                }
-                t.shallow_clone()
-            }
+            Source::Fresh(device, kind) => made(shape, fill, *kind, *device)?.set_requires_grad(true),
+            Source::Given { tensors, train: false } => given(tensors, &name, shape)?,
+            Source::Given { tensors, train: true } => given(tensors, &name, shape)?.detach().set_requires_grad(true),
         };
-        self.made.push(name, tensor.shallow_clone());
+        self.made.names.push(name);
+        self.made.tensors.push(tensor.shallow_clone());
         Ok(tensor)
+    }
+
+    /// State that is not trained, every number of it `value` at the start; its kind does not follow the parameters'.
+    pub fn buffer(&mut self, name: &str, shape: &[i64], value: f64, kind: Kind) -> Result<Tensor> {
+        let name = self.full(name);
+        let tensor = match &self.source {
+            Source::Fresh(device, _) => made(shape, &Fill::Constant(value), kind, *device)?,
+            Source::Given { tensors, .. } => given(tensors, &name, shape)?,
+        };
+        self.made.buffers.push((name, tensor.shallow_clone()));
+        Ok(tensor)
+    }
+
+    /// The type that running statistics are kept in: f64 for an f64 model, else f32.
+    pub fn statistics_kind(&self) -> Kind {
+        match &self.source {
+            Source::Fresh(_, kind) => accumulation(*kind),
+            Source::Given { tensors, .. } => {
+                let doubles = tensors.values().any(|t| t.kind() == Kind::Double);
+                if doubles {
+                    Kind::Double
+                } else {
+                    Kind::Float
+                }
+            }
+        }
     }
 
     /// A constant of the model, on its device.
     pub fn constant(&self, value: f64) -> Result<Tensor> {
         let device = match &self.source {
             Source::Fresh(device, _) => *device,
-            Source::Given(tensors) => tensors.values().next().map_or(Device::Cpu, Tensor::device),
+            Source::Given { tensors, .. } => tensors.values().next().map_or(Device::Cpu, Tensor::device),
         };
-        Ok(Tensor::f_full([1i64].as_slice(), value, (Kind::Float, device))?)
+        Ok(Tensor::f_full([1i64].as_slice(), value, (self.statistics_kind(), device))?)
+    }
+
+    fn full(&self, name: &str) -> String {
+        self.path.iter().map(String::as_str).chain([name]).collect::<Vec<_>>().join(".")
     }
 
     /// Everything that was declared.
     pub fn finish(self) -> Result<Parameters> {
-        if let Source::Given(tensors) = self.source {
-            let mut extra: Vec<&str> =
-                tensors.keys().filter(|k| !self.made.names.contains(k)).map(String::as_str).collect();
+        if let Source::Given { tensors, .. } = self.source {
+            let known: HashSet<&str> = self.made.iter().chain(self.made.buffers()).map(|(name, _)| name).collect();
+            let mut extra: Vec<&str> = tensors.keys().map(String::as_str).filter(|k| !known.contains(k)).collect();
             if !extra.is_empty() {
                 extra.sort_unstable();
                 return Err(Error::invalid(format!(
@@ -125,6 +146,33 @@ impl<'a> Builder<'a> {
             }
         }
         Ok(self.made)
+    }
+}
+
+fn made(shape: &[i64], fill: &Fill, kind: Kind, device: Device) -> Result<Tensor> {
+    let mut t = Tensor::f_empty(shape, (kind, device))?;
+    no_grad(|| fill_tensor(&mut t, fill))?;
+    Ok(t)
+}
+
+fn given(tensors: &HashMap<String, Tensor>, name: &str, shape: &[i64]) -> Result<Tensor> {
+    let t = tensors.get(name).ok_or_else(|| {
+        Error::invalid(format!("the model has {name} of shape {shape:?}, and the given weights have none of that name"))
+    })?;
+    if t.size() != shape {
+        return Err(Error::invalid(format!(
+            "{name} must have shape {shape:?}, the given one has {:?}: another model's weights?",
+            t.size()
+        )));
+    }
+    Ok(t.shallow_clone())
+}
+
+fn accumulation(kind: Kind) -> Kind {
+    if kind == Kind::Double {
+        Kind::Double
+    } else {
+        Kind::Float
     }
 }
 
@@ -139,6 +187,12 @@ fn fill_tensor(t: &mut Tensor, fill: &Fill) -> Result<()> {
                 fill_tensor(&mut t.f_narrow(0, start, *rows)?, fill)?;
                 start += rows;
             }
+        }
+        Fill::RunningMean => {
+            let (rows, cols) = t.size2()?;
+            let counts = Tensor::f_arange_start(1, rows + 1, (Kind::Double, t.device()))?.f_unsqueeze(1)?;
+            let weights = Tensor::f_ones([rows, cols].as_slice(), (Kind::Double, t.device()))?.f_tril(0)?;
+            t.f_copy_(&weights.f_div(&counts)?)?;
         }
         Fill::WithZeroRow(row, fill) => {
             fill_tensor(t, fill)?;

@@ -2,12 +2,13 @@
 
 use super::attention::{Attention, Cache};
 use super::layer::{Function, Layer, Stream};
+use super::residual::{Flow, Inside};
 use super::{Builder, Context, Ranges};
 use crate::error::Result;
 use crate::init::Init;
 use crate::norm::Norm;
-use crate::residual::{Flow, Inside, Place, Scheme, Sublayer};
-use tch::Tensor;
+use crate::residual::{Place, Scheme};
+use tch::{Kind, Tensor};
 
 pub struct Stack {
     layers: Vec<Layer>,
@@ -29,24 +30,17 @@ impl StackCache {
 pub type StackMemory = Vec<(Tensor, Tensor)>;
 
 impl Stack {
-    /// `place` says which stack; `kinds` the sublayers of each layer.
-    pub fn build(
-        b: &mut Builder,
-        place: &Place,
-        kinds: &[Sublayer],
-        heads: i64,
-        init: &Init,
-        scheme: &dyn Scheme,
-    ) -> Result<Self> {
+    /// `place` says which stack.
+    pub fn build(b: &mut Builder, place: &Place, init: &Init, scheme: &dyn Scheme) -> Result<Self> {
         let layers = b.within("layers", |b| {
             (0..place.layers())
                 .map(|layer| {
-                    let place = Place { layer, sublayers: kinds.len() as i64, ..*place };
-                    b.within(&layer.to_string(), |b| Layer::build(b, &place, kinds, heads, init, scheme))
+                    let place = Place { layer, ..*place };
+                    b.within(&layer.to_string(), |b| Layer::build(b, &place, init, scheme))
                 })
                 .collect::<Result<Vec<_>>>()
         })?;
-        let flow = scheme.stack(b, place)?;
+        let flow = Flow::build(b, place, &scheme.stack(place))?;
         Ok(Stack { layers, flow })
     }
 
@@ -103,12 +97,13 @@ impl Stack {
     }
 
     fn run(&self, x: Tensor, ctx: &Context, attend: &mut Attend) -> Result<Tensor> {
-        let mut stream = Stream { x, normed: None };
+        let kind = if x.kind() == Kind::Double { Kind::Double } else { Kind::Float };
+        let deviation = ctx.profile.then(|| Tensor::f_ones([1i64].as_slice(), (kind, x.device()))).transpose()?;
+        let mut stream = Stream { x, normed: None, alpha_t: self.flow.alpha(kind)?, deviation };
         let mut outputs = vec![];
         for (index, layer) in self.layers.iter().enumerate() {
             if let Some(combine) = &self.flow.combine {
-                outputs.push(stream.x);
-                stream = Stream { x: combine.input(&outputs, &ctx.rows())?, normed: None };
+                stream = Stream { x: combine.next(stream.x, &mut outputs, ctx)?, normed: None, ..stream };
             }
             for (s, branch) in layer.sublayers.iter().enumerate() {
                 let input = branch.input(&stream, ctx)?;
@@ -122,27 +117,29 @@ impl Stack {
             }
         }
         if let Some(combine) = &self.flow.combine {
-            outputs.push(stream.x);
-            stream = Stream { x: combine.input(&outputs, &ctx.rows())?, normed: None };
+            stream = Stream { x: combine.next(stream.x, &mut outputs, ctx)?, normed: None, ..stream };
         }
-        match (&self.flow.end, stream.normed) {
-            (Some(_), Some(normed)) => Ok(normed),
-            (Some(norm), None) => norm.forward(&stream.x, &ctx.rows()),
-            (None, _) => Ok(stream.x),
+        match stream.normed {
+            Some(normed) => Ok(normed),
+            None => self.flow.end.iter().try_fold(stream.x, |x, change| change.apply(&x, &ctx.rows())),
         }
+    }
+
+    /// The number of the update that is about to be made, for schemes that grow.
+    pub fn set_update(&self, update: i64) -> Result<()> {
+        self.flow.set_update(update)
     }
 
     /// The norm that the stream meets first after a sublayer: the next sublayer's, or the stack's last.
     fn norm_after(&self, layer: usize, sublayer: usize) -> Option<&dyn Norm> {
-        let norm = match self.layers[layer].sublayers.get(sublayer + 1) {
-            Some(next) => &next.around.before,
-            None if self.flow.combine.is_some() => &None,
+        match self.layers[layer].sublayers.get(sublayer + 1) {
+            Some(next) => next.around.before.as_deref(),
+            None if self.flow.combine.is_some() => None,
             None => match self.layers.get(layer + 1) {
-                Some(next) => &next.sublayers[0].around.before,
-                None => &self.flow.end,
+                Some(next) => next.sublayers[0].around.before.as_deref(),
+                None => self.flow.end_norm(),
             },
-        };
-        norm.as_deref()
+        }
     }
 }
 

@@ -3,10 +3,10 @@
 use super::embedding::Embeddings;
 use super::stack::{Stack, StackCache, StackMemory};
 use super::{Builder, Context, Packed, Parameters, Ranges};
-use crate::config::{Architecture, TransformerConfig};
+use crate::config::TransformerConfig;
 use crate::error::{Error, Result};
-use crate::residual::{self, Place, Sublayer};
-use crate::{init, norm};
+use crate::init;
+use crate::residual::{self, Place};
 use tch::{Device, Kind, Tensor};
 
 pub struct Transformer {
@@ -38,53 +38,49 @@ impl Transformer {
         Transformer::build(config, Builder::given(tensors))
     }
 
+    /// The same to be trained: its parameters become leaves that require gradients.
+    pub fn to_train(config: &TransformerConfig, tensors: &std::collections::HashMap<String, Tensor>) -> Result<Self> {
+        Transformer::build(config, Builder::given_to_train(tensors))
+    }
+
     fn build(config: &TransformerConfig, mut b: Builder) -> Result<Self> {
         config.validate()?;
         let scheme = residual::find(config.residual.as_str())?;
-        let init = init::find(config.init.as_str())?;
-        let with_encoder = config.architecture == Architecture::EncoderDecoder;
-        let place = |stack, norm_name: &str| -> Result<Place> {
-            Ok(Place {
-                stack,
-                encoder_layers: if with_encoder { config.encoder_layers } else { 0 },
-                decoder_layers: config.decoder_layers,
-                layer: 0,
-                sublayer: Sublayer::SelfAttention,
-                index: 0,
-                sublayers: 0,
-                d_model: config.d_model,
-                d_ff: config.d_ff,
-                norm: norm::find(norm_name)?,
-                norm_eps: config.norm_eps,
-            })
-        };
-        use Sublayer::{CrossAttention, FeedForward, SelfAttention};
+        let init = init::find(config.init())?;
         let embeddings = Embeddings::build(&mut b, config, init)?;
-        let encoder = match with_encoder {
-            true => {
-                let place = place(residual::Stack::Encoder, config.encoder_norm())?;
-                let kinds = [SelfAttention, FeedForward];
-                Some(b.within("encoder", |b| Stack::build(b, &place, &kinds, config.heads, init, scheme))?)
-            }
-            false => None,
-        };
-        let place = place(residual::Stack::Decoder, config.decoder_norm())?;
-        let kinds: &[Sublayer] =
-            if with_encoder { &[SelfAttention, CrossAttention, FeedForward] } else { &[SelfAttention, FeedForward] };
-        let decoder = b.within("decoder", |b| Stack::build(b, &place, kinds, config.heads, init, scheme))?;
+        let mut stack =
+            |name: &str, stack| b.within(name, |b| Stack::build(b, &Place::new(config, stack, 0), init, scheme));
+        let encoder = config.has_encoder().then(|| stack("encoder", residual::Stack::Encoder)).transpose()?;
+        let decoder = stack("decoder", residual::Stack::Decoder)?;
         Ok(Transformer { config: config.clone(), parameters: b.finish()?, embeddings, encoder, decoder })
+    }
+
+    /// Tells the model the number of the update that is about to be made, 1 for the first.
+    pub fn set_update(&self, update: i64) -> Result<()> {
+        self.encoder.iter().chain([&self.decoder]).try_for_each(|stack| stack.set_update(update))
+    }
+
+    /// Whether the scheme wants [`profile`](Self::profile) before the first update.
+    pub fn is_profiled(&self) -> Result<bool> {
+        Ok(residual::find(self.config.residual.as_str())?.is_profiled())
+    }
+
+    /// Sets the gains that the scheme takes from one training batch, padding included.
+    pub fn profile(&self, source: Option<&Packed>, target: &Packed, ctx: Context) -> Result<()> {
+        let ctx = ctx.profiling();
+        let (source, target) = (source.map(Packed::with_padding).transpose()?, target.with_padding()?);
+        tch::no_grad(|| self.features(source.as_ref(), &target, &ctx).map(drop))
     }
 
     /// The decoder's output before the output projection, (target rows, d_model).
     pub fn features(&self, source: Option<&Packed>, target: &Packed, ctx: &Context) -> Result<Tensor> {
-        let device = target.tokens.device();
-        let own = Ranges::between(&target.offsets, &target.offsets, device)?;
+        let own = Ranges::causal(target)?;
         match (&self.encoder, source) {
             (Some(encoder), Some(source)) => {
                 let x = self.embeddings.source(source, ctx)?;
-                let among = Ranges::between(&source.offsets, &source.offsets, device)?;
+                let among = Ranges::between(source, source)?;
                 let memory = encoder.forward(x, &among, false, None, ctx)?;
-                let across = Ranges::between(&target.offsets, &source.offsets, device)?;
+                let across = Ranges::between(target, source)?;
                 let x = self.embeddings.target(target, ctx)?;
                 self.decoder.forward(x, &own, true, Some((&memory, &across)), ctx)
             }
@@ -110,7 +106,7 @@ impl Transformer {
     /// The encoder's part of decoding; none for a decoder-only model.
     pub fn encode(&self, source: &Packed, ctx: &Context) -> Result<Option<Memory>> {
         let Some(encoder) = &self.encoder else { return Ok(None) };
-        let among = Ranges::between(&source.offsets, &source.offsets, source.tokens.device())?;
+        let among = Ranges::between(source, source)?;
         let output = encoder.forward(self.embeddings.source(source, ctx)?, &among, false, None, ctx)?;
         Ok(Some(Memory { keys_values: self.decoder.memory(&output, ctx)?, offsets: source.offsets.clone() }))
     }

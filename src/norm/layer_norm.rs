@@ -74,7 +74,7 @@ pub static KERNELS: RowKernels =
 fn build(b: &mut Builder, site: &Site) -> Result<Box<dyn Norm>> {
     let weight = Some(b.parameter("weight", &[site.width], &Fill::Constant(1.0))?);
     let bias = Some(b.parameter("bias", &[site.width], &Fill::Constant(0.0))?);
-    Ok(Box::new(Rowwise { kernels: &KERNELS, weight, bias, eps: site.eps.unwrap_or(1e-5) }))
+    Ok(Box::new(Rowwise { kernels: &KERNELS, weight, bias, eps: site.config.norm_eps.unwrap_or(1e-5) }))
 }
 
 fn composed(x: &Tensor, weight: Option<&Tensor>, bias: Option<&Tensor>, eps: f64) -> Result<Tensor> {

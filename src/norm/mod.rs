@@ -10,6 +10,7 @@ pub mod rms_norm;
 pub mod rows;
 pub mod scale_norm;
 
+use crate::config::TransformerConfig;
 use crate::error::{unknown, Result};
 use crate::model::Builder;
 use crate::operator::{self, RowKernels};
@@ -33,11 +34,11 @@ pub static ROW_NORMS: &[&RowKernels] = &[&layer_norm::KERNELS, &rms_norm::KERNEL
 
 /// Where a norm stands in a model, for those that care.
 #[derive(Clone, Copy, Debug)]
-pub struct Site {
+pub struct Site<'a> {
     /// Numbers per row.
     pub width: i64,
-    /// The user's epsilon; none: the norm's own.
-    pub eps: Option<f64>,
+    /// The options of norms are among the model's.
+    pub config: &'a TransformerConfig,
     /// The last norm of the decoder, whose gain `scalenorm-fixed` learns (TwT Table 7).
     pub last_of_decoder: bool,
 }

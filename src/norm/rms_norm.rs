@@ -54,7 +54,7 @@ pub static KERNELS: RowKernels = RowKernels::of::<RmsNorm>(c"rms_norm", ["rms_no
 /// γ = 1, ε = 1e-5.
 fn build(b: &mut Builder, site: &Site) -> Result<Box<dyn Norm>> {
     let weight = Some(b.parameter("weight", &[site.width], &Fill::Constant(1.0))?);
-    Ok(Box::new(Rowwise { kernels: &KERNELS, weight, bias: None, eps: site.eps.unwrap_or(1e-5) }))
+    Ok(Box::new(Rowwise { kernels: &KERNELS, weight, bias: None, eps: site.config.norm_eps.unwrap_or(1e-5) }))
 }
 
 fn composed(x: &Tensor, weight: Option<&Tensor>, bias: Option<&Tensor>, eps: f64) -> Result<Tensor> {

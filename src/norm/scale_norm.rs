@@ -71,7 +71,7 @@ fn gain(site: &Site) -> f64 {
 
 /// ε = 1e-5.
 fn rowwise(weight: Tensor, site: &Site) -> Box<dyn Norm> {
-    Box::new(Rowwise { kernels: &KERNELS, weight: Some(weight), bias: None, eps: site.eps.unwrap_or(1e-5) })
+    Box::new(Rowwise { kernels: &KERNELS, weight: Some(weight), bias: None, eps: site.config.norm_eps.unwrap_or(1e-5) })
 }
 
 fn composed(x: &Tensor, weight: Option<&Tensor>, bias: Option<&Tensor>, eps: f64) -> Result<Tensor> {

@@ -3,6 +3,7 @@
 use crate::config::{self, DataConfig, SearchOptions, TrainingConfig, TransformerConfig};
 use crate::error::Error;
 use crate::model::{Context, Packed, Rates, Transformer};
+use crate::residual::Place;
 use crate::run::{self, Mode};
 use crate::train::{self, Observer};
 use crate::{init, metrics, norm, operator, residual};
@@ -112,10 +113,44 @@ fn parameters(py: Python<'_>, model: &str, seed: u64, device: &str) -> PyResult<
     let made = py.allow_threads(|| {
         tch::manual_seed(seed as i64);
         let built = Transformer::new(&model, run::device(device)?, Kind::Float)?;
-        let list = built.parameters.iter().map(|(name, t)| (name.to_string(), t.shallow_clone()));
+        let list = built
+            .parameters
+            .iter()
+            .chain(built.parameters.buffers())
+            .map(|(name, t)| (name.to_string(), t.shallow_clone()));
         Ok::<_, Error>(list.collect::<Vec<_>>())
     })?;
     Ok(made.into_iter().map(|(name, t)| (name, PyTensor(t))).collect())
+}
+
+/// What the configuration's residual scheme puts into a stack, as JSON: `layers`, one object a layer of what its
+/// sublayers share and of what stands around and inside each; how the layers follow each other (`flow`); and whether
+/// linears have biases and gains are profiled.
+#[pyfunction]
+fn declare(model: &str, stack: &str) -> PyResult<String> {
+    let config: TransformerConfig = config::from_json("model", model)?;
+    let scheme = residual::find(config.residual.as_str())?;
+    let first = Place::new(&config, residual::Stack::parse(stack)?, 0);
+    let sublayer = |place: Place| json!({"around": scheme.around(&place), "inside": scheme.inside(&place)});
+    let layer = |layer: i64| {
+        let place = Place { layer, ..first };
+        json!({"shared": scheme.layer(&place), "sublayers": place.each().map(sublayer).collect::<Vec<_>>()})
+    };
+    json_text(&json!({
+        "layers": (0..first.layers()).map(layer).collect::<Vec<_>>(),
+        "flow": scheme.stack(&first),
+        "has_biases": scheme.has_biases(),
+        "is_profiled": scheme.is_profiled(),
+        "norm": first.norm_name(),
+        "init": config.init(),
+    }))
+}
+
+/// α_t of a growing scheme after t (int64 (1,)), on t's device.
+#[pyfunction]
+fn growth(steps: i64, curve: &str, t: PyTensor) -> PyResult<PyTensor> {
+    let growth = residual::Growth { steps, curve: residual::Curve::parse(curve)? };
+    Ok(PyTensor(growth.alpha(&t.0, Kind::Float)?))
 }
 
 /// Logits (B, T, V) of padded token ids (padding is 1): zero rows at padding. `seed` is int64 (seed, update,
@@ -310,6 +345,8 @@ fn _core(m: &Bound<'_, PyModule>) -> PyResult<()> {
     m.add_function(wrap_pyfunction!(threads_in_kernels, m)?)?;
     m.add_function(wrap_pyfunction!(cpu_level, m)?)?;
     m.add_function(wrap_pyfunction!(parameters, m)?)?;
+    m.add_function(wrap_pyfunction!(declare, m)?)?;
+    m.add_function(wrap_pyfunction!(growth, m)?)?;
     m.add_function(wrap_pyfunction!(forward, m)?)?;
     m.add_function(wrap_pyfunction!(train_py, m)?)?;
     m.add_function(wrap_pyfunction!(dry_run, m)?)?;

@@ -2,24 +2,55 @@
 //!
 //! A scheme answers at four places, each a no-op unless it says otherwise:
 //!
-//! * the **stack**: what a layer's input is, given all earlier outputs, and the norm after the last layer;
+//! * the **stack**: what a layer's input is, given all earlier outputs, and what follows the last layer;
 //! * the **layer**: parameters that its sublayers share;
 //! * **around** a sublayer: x⁺ = N_after(α⊙x + β⊙drop(N_amid(F(N_before(x)))));
 //! * **inside** a sublayer, at named points.
 //!
-//! It only declares; [`crate::model`] runs what was declared, and fuses x⁺ with the next norm where both have row kernels.
+//! It only declares, in plain data: [`crate::model`] builds and runs what was declared (and fuses x⁺ with the next norm
+//! where both have row kernels), and Python's modules are built from the same declarations.
 
-pub mod postnorm;
-pub mod prenorm;
+mod admin;
+mod branchnorm;
+mod deepnorm;
+mod dlcl;
+mod fixup;
+mod layerscale;
+mod normformer;
+mod postnorm;
+mod prenorm;
+mod rezero;
+mod sandwich;
 pub mod step;
+mod subln;
 
+pub use branchnorm::Curve;
+pub use dlcl::DlclNorm;
+pub use fixup::RFixupMode;
+pub use normformer::NormFormerMode;
+
+use crate::choice;
+use crate::config::TransformerConfig;
 use crate::error::{unknown, Result};
-use crate::model::Builder;
-use crate::norm::{self, Norm};
-use tch::Tensor;
+use serde::Serialize;
 
 /// Every scheme that models may name.
-pub static SCHEMES: &[&dyn Scheme] = &[&prenorm::PreNorm, &postnorm::PostNorm];
+pub static SCHEMES: &[&dyn Scheme] = &[
+    &prenorm::PreNorm,
+    &postnorm::PostNorm,
+    &deepnorm::DeepNorm,
+    &branchnorm::BranchNorm,
+    &rezero::ReZero,
+    &fixup::RFixup,
+    &fixup::TFixup,
+    &admin::Admin,
+    &admin::AdminConst,
+    &dlcl::Dlcl,
+    &normformer::NormFormer,
+    &subln::SubLn,
+    &sandwich::Sandwich,
+    &layerscale::LayerScale,
+];
 
 /// The scheme of that name.
 pub fn find(name: &str) -> Result<&'static dyn Scheme> {
@@ -35,28 +66,52 @@ pub trait Scheme: Sync {
     fn equation(&self) -> &'static str;
     fn source(&self) -> &'static str;
 
-    /// Around a sublayer. `shared` is what [`layer`](Self::layer) made for its layer.
-    fn around(&self, b: &mut Builder, place: &Place, shared: &[Tensor]) -> Result<Around>;
+    /// The initialisation that goes with it.
+    fn init(&self) -> &'static str {
+        "xavier"
+    }
+
+    /// Around a sublayer.
+    fn around(&self, place: &Place) -> Around;
 
     /// Inside a sublayer.
-    fn inside(&self, _: &mut Builder, _: &Place) -> Result<Inside> {
-        Ok(Inside::default())
+    fn inside(&self, _: &Place) -> Vec<(Point, Change)> {
+        Vec::new()
     }
 
-    /// Parameters that the sublayers of a layer share.
-    fn layer(&self, _: &mut Builder, _: &Place) -> Result<Vec<Tensor>> {
-        Ok(Vec::new())
+    /// Parameters that the sublayers of a layer share, for [`Gain::Shared`].
+    fn layer(&self, _: &Place) -> Vec<Learned> {
+        Vec::new()
     }
 
-    /// How layers follow each other, and the norm after the last.
-    fn stack(&self, b: &mut Builder, place: &Place) -> Result<Flow>;
+    /// How layers follow each other, and what follows the last.
+    fn stack(&self, place: &Place) -> Flow;
+
+    /// Linear layers have biases.
+    fn has_biases(&self) -> bool {
+        true
+    }
+
+    /// The gains on x are set by profiling the first batch (SPEC §3, `admin`).
+    fn is_profiled(&self) -> bool {
+        false
+    }
 }
 
-/// Which stack a layer belongs to.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Stack {
-    Encoder,
-    Decoder,
+choice! {
+    /// Which stack a layer belongs to.
+    pub enum Stack ("stack") { Encoder = "encoder", Decoder = "decoder" }
+}
+
+impl Stack {
+    /// The sublayers of its layers.
+    pub fn sublayers(self, config: &TransformerConfig) -> &'static [Sublayer] {
+        use Sublayer::{CrossAttention, FeedForward, SelfAttention};
+        match self {
+            Stack::Decoder if config.has_encoder() => &[SelfAttention, CrossAttention, FeedForward],
+            _ => &[SelfAttention, FeedForward],
+        }
+    }
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -66,33 +121,78 @@ pub enum Sublayer {
     FeedForward,
 }
 
+impl Sublayer {
+    /// torch.nn's name of an attention; a feed-forward's linears stand in the layer itself.
+    pub fn path(self) -> &'static str {
+        match self {
+            Sublayer::SelfAttention => "self_attn.",
+            Sublayer::CrossAttention => "multihead_attn.",
+            Sublayer::FeedForward => "",
+        }
+    }
+}
+
 /// Where in the model something is declared.
-#[derive(Clone, Copy)]
+#[derive(Clone, Copy, Debug)]
 pub struct Place<'a> {
+    pub config: &'a TransformerConfig,
     pub stack: Stack,
-    /// Layers of the encoder, N; 0 for a decoder-only model.
-    pub encoder_layers: i64,
-    /// Layers of the decoder, M.
-    pub decoder_layers: i64,
     /// 0-based.
     pub layer: i64,
     pub sublayer: Sublayer,
-    /// The sublayer's 0-based number within its layer: its norm is norm1, norm2, …
+    /// The sublayer's 0-based number within its layer.
     pub index: i64,
     /// Sublayers in a layer of this stack.
     pub sublayers: i64,
-    pub d_model: i64,
-    pub d_ff: i64,
-    /// The stack's norm.
-    pub norm: &'a norm::Spec,
-    pub norm_eps: Option<f64>,
 }
 
-impl Place<'_> {
+impl<'a> Place<'a> {
+    /// The first sublayer of a layer.
+    pub fn new(config: &'a TransformerConfig, stack: Stack, layer: i64) -> Self {
+        let sublayers = stack.sublayers(config);
+        Place { config, stack, layer, sublayer: sublayers[0], index: 0, sublayers: sublayers.len() as i64 }
+    }
+
+    /// Every sublayer of this layer.
+    pub fn each(self) -> impl Iterator<Item = Place<'a>> {
+        let sublayers = self.stack.sublayers(self.config).iter();
+        sublayers.enumerate().map(move |(index, &sublayer)| Place { index: index as i64, sublayer, ..self })
+    }
+
+    /// Layers of the encoder, N; 0 in a decoder-only model.
+    pub fn encoder_layers(&self) -> i64 {
+        if self.config.has_encoder() {
+            self.config.encoder_layers
+        } else {
+            0
+        }
+    }
+
+    /// Layers of the decoder, M.
+    pub fn decoder_layers(&self) -> i64 {
+        self.config.decoder_layers
+    }
+
+    /// Layers of this stack, L.
     pub fn layers(&self) -> i64 {
         match self.stack {
-            Stack::Encoder => self.encoder_layers,
-            Stack::Decoder => self.decoder_layers,
+            Stack::Encoder => self.encoder_layers(),
+            Stack::Decoder => self.decoder_layers(),
+        }
+    }
+
+    /// What a constant of this stack is made of: a scheme's three formulas, one for each kind of stack.
+    pub fn constant(
+        &self,
+        encoder: impl Fn(f64, f64) -> f64,
+        decoder: impl Fn(f64, f64) -> f64,
+        alone: impl Fn(f64) -> f64,
+    ) -> f64 {
+        let (n, m) = (self.encoder_layers() as f64, self.decoder_layers() as f64);
+        match self.stack {
+            Stack::Encoder => encoder(n, m),
+            Stack::Decoder if self.config.has_encoder() => decoder(n, m),
+            Stack::Decoder => alone(m),
         }
     }
 
@@ -101,41 +201,93 @@ impl Place<'_> {
         self.layer + 1 == self.layers() && self.index + 1 == self.sublayers
     }
 
-    /// The stack's norm, over d_model, under a name; `last` where no norm of the stack follows it.
-    pub fn norm(&self, b: &mut Builder, name: &str, last: bool) -> Result<Box<dyn Norm>> {
-        let site = norm::Site {
-            width: self.d_model,
-            eps: self.norm_eps,
-            last_of_decoder: last && self.stack == Stack::Decoder,
-        };
-        b.within(name, |b| (self.norm.build)(b, &site))
+    /// The stack's norm.
+    pub fn norm_name(&self) -> &'a str {
+        match self.stack {
+            Stack::Encoder => self.config.encoder_norm(),
+            Stack::Decoder => self.config.decoder_norm(),
+        }
     }
 
-    /// torch.nn's name of the sublayer's norm.
-    pub fn norm_name(&self) -> String {
-        format!("norm{}", self.index + 1)
+    /// `stem` with the sublayer's number: torch.nn's norm1, norm2, …
+    pub fn numbered(&self, stem: &str) -> String {
+        format!("{stem}{}", self.index + 1)
+    }
+
+    /// The sublayer's own norm in a scheme that ends with another.
+    pub fn norm(&self) -> NormAt {
+        NormAt { name: self.numbered("norm"), width: self.config.d_model, last: false }
+    }
+
+    /// The sublayer's own norm in a scheme whose last norm is the last sublayer's.
+    pub fn closing_norm(&self) -> NormAt {
+        NormAt { last: self.is_last(), ..self.norm() }
+    }
+
+    /// The norm after the last layer.
+    pub fn end_norm(&self) -> NormAt {
+        NormAt { name: "norm".into(), width: self.config.d_model, last: true }
     }
 }
 
-/// What stands around one sublayer. Gains are scalars or one number per column; none is 1.
-#[derive(Default)]
+/// The stack's norm under a name.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+pub struct NormAt {
+    pub name: String,
+    pub width: i64,
+    /// No norm of the stack follows it.
+    pub last: bool,
+}
+
+/// A parameter of the scheme, every number of it `value` at the start.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+pub struct Learned {
+    pub name: String,
+    pub shape: Vec<i64>,
+    pub value: f64,
+}
+
+impl Learned {
+    pub fn new(name: impl Into<String>, shape: &[i64], value: f64) -> Self {
+        Learned { name: name.into(), shape: shape.to_vec(), value }
+    }
+}
+
+/// What x or F(x) is multiplied by.
+#[derive(Clone, Debug, Default, PartialEq, Serialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Gain {
+    #[default]
+    One,
+    Constant(f64),
+    /// A scalar or one number per column.
+    Learned(Learned),
+    /// The layer's parameter of that number.
+    Shared(usize),
+    /// α_t, which the stack's [`Growth`] moves.
+    Growing,
+}
+
+/// What stands around one sublayer.
+#[derive(Clone, Debug, Default, PartialEq, Serialize)]
 pub struct Around {
-    pub before: Option<Box<dyn Norm>>,
-    pub alpha: Option<Tensor>,
-    pub beta: Option<Tensor>,
-    pub amid: Option<Box<dyn Norm>>,
-    pub after: Option<Box<dyn Norm>>,
+    pub before: Option<NormAt>,
+    pub alpha: Gain,
+    pub beta: Gain,
+    pub amid: Option<NormAt>,
+    pub after: Option<NormAt>,
 }
 
 /// Named points inside a sublayer.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "snake_case")]
 pub enum Point {
+    /// Before q, k and v (self-attention), before q (cross-attention), or before the first linear (feed-forward).
+    Input,
     /// The heads' outputs, joined, before the output projection.
     AfterHeads,
     /// After the attention's output projection.
     AfterOutput,
-    /// Before q, k and v (self-attention), before q (cross-attention), or before the first linear (feed-forward).
-    Input,
     /// After the first linear, before the activation.
     BeforeActivation,
     /// After the activation and its dropout, before the second linear.
@@ -143,47 +295,58 @@ pub enum Point {
 }
 
 /// What happens at a point.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+#[serde(rename_all = "snake_case")]
 pub enum Change {
-    Norm(Box<dyn Norm>),
-    /// x + b
-    Shift(Tensor),
+    Norm(NormAt),
+    /// x − b
+    Shift(Learned),
     /// x ⊙ s
-    Scale(Tensor),
+    Scale(Learned),
     /// Each head's columns times its own scalar.
-    HeadScale(Tensor),
-}
-
-/// What a scheme puts inside a sublayer.
-#[derive(Default)]
-pub struct Inside(pub Vec<(Point, Change)>);
-
-impl Inside {
-    /// x after whatever stands at this point.
-    pub fn at(&self, point: Point, x: Tensor, rows: &norm::Rows) -> Result<Tensor> {
-        self.0.iter().filter(|(p, _)| *p == point).try_fold(x, |x, (_, change)| {
-            Ok(match change {
-                Change::Norm(n) => n.forward(&x, rows)?,
-                Change::Shift(b) => x.f_add(&b.f_to_kind(x.kind())?)?,
-                Change::Scale(s) => x.f_mul(&s.f_to_kind(x.kind())?)?,
-                Change::HeadScale(s) => {
-                    let heads = x.f_unflatten(-1, [s.numel() as i64, -1].as_slice())?;
-                    heads.f_mul(&s.f_to_kind(x.kind())?.f_unsqueeze(-1)?)?.f_flatten(-2, -1)?
-                }
-            })
-        })
-    }
+    HeadScale(Learned),
 }
 
 /// How the layers of a stack follow each other.
-#[derive(Default)]
+#[derive(Clone, Debug, Default, PartialEq, Serialize)]
 pub struct Flow {
-    /// A layer's input from all outputs so far (the embedding first); none: the last one. Also asked once after the
-    /// last layer, for the stack's output.
-    pub combine: Option<Box<dyn Combine>>,
-    /// The norm after the last layer.
-    pub end: Option<Box<dyn Norm>>,
+    /// A layer's input from all outputs so far; none: the last one.
+    pub combine: Option<Combine>,
+    /// α_t of [`Gain::Growing`].
+    pub growth: Option<Growth>,
+    /// After the last layer.
+    pub end: Vec<Change>,
 }
 
-pub trait Combine: Send {
-    fn input(&self, outputs: &[Tensor], rows: &norm::Rows) -> Result<Tensor>;
+/// Row l of `weight` weighs y_0 (the embedding) to y_l, the layers' outputs, into the input of layer l + 1; the last row
+/// makes the stack's output. `norms[l − 1]` stands on y_l, or on row l's sum.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+pub struct Combine {
+    pub weight: String,
+    pub norms: Vec<NormAt>,
+    pub on_sums: bool,
+}
+
+/// α_t = min(1, curve(t/T)), t a buffer named `t`.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize)]
+pub struct Growth {
+    pub steps: i64,
+    pub curve: Curve,
+}
+
+#[cfg(test)]
+pub(crate) mod tests {
+    use super::*;
+
+    /// A constant of a stack in a model of as many layers on either side.
+    pub fn place_of(layers: i64, stack: Stack, constant: fn(&Place) -> f64) -> f64 {
+        let config = TransformerConfig { encoder_layers: layers, decoder_layers: layers, ..Default::default() };
+        constant(&Place::new(&config, stack, 0))
+    }
+
+    /// To the digits that are printed.
+    pub fn near(value: f64, printed: &str) {
+        let decimals = printed.split_once('.').map_or(0, |(_, digits)| digits.len());
+        assert_eq!(format!("{value:.decimals$}"), printed);
+    }
 }

@@ -1,9 +1,6 @@
 //! PostNorm: `x⁺ = N(x + F(x))`, the original Transformer's (TwT eq 2).
 
 use super::{Around, Flow, Place, Scheme};
-use crate::error::Result;
-use crate::model::Builder;
-use tch::Tensor;
 
 pub struct PostNorm;
 
@@ -20,11 +17,15 @@ impl Scheme for PostNorm {
         "Nguyen & Salazar 2019, eq 2"
     }
 
-    fn around(&self, b: &mut Builder, place: &Place, _: &[Tensor]) -> Result<Around> {
-        Ok(Around { after: Some(place.norm(b, &place.norm_name(), place.is_last())?), ..Around::default() })
+    fn init(&self) -> &'static str {
+        "smallinit"
     }
 
-    fn stack(&self, _: &mut Builder, _: &Place) -> Result<Flow> {
-        Ok(Flow::default())
+    fn around(&self, place: &Place) -> Around {
+        Around { after: Some(place.closing_norm()), ..Around::default() }
+    }
+
+    fn stack(&self, _: &Place) -> Flow {
+        Flow::default()
     }
 }

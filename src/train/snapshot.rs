@@ -33,9 +33,9 @@ pub fn to_tensor(array: &Array, device: Device) -> Result<Tensor> {
     Ok(Tensor::f_from_data_size(&array.data, &shape, kind)?.f_to_device(device)?)
 }
 
-/// A model's parameters by name.
+/// A model's parameters and buffers by name.
 pub fn to_arrays(parameters: &Parameters) -> Result<BTreeMap<String, Array>> {
-    parameters.iter().map(|(name, t)| Ok((name.to_string(), to_array(t)?))).collect()
+    parameters.iter().chain(parameters.buffers()).map(|(name, t)| Ok((name.to_string(), to_array(t)?))).collect()
 }
 
 /// The tensors of a checkpoint's model, ready for [`crate::model::Transformer::with_parameters`].

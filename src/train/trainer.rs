@@ -226,6 +226,12 @@ impl Trainer {
         }
         let tokens: usize = inputs.iter().map(|i| i.tokens).sum();
         let rates = Rates::of(&self.model.config);
+        self.model.set_update(number as i64)?;
+        if number == 1 && self.model.is_profiled()? {
+            let seed = Tensor::f_from_slice(&[self.config.seed as i64, 0, 0])?.f_to_device(self.device)?;
+            let ctx = Context::training(rates, seed, self.kind);
+            self.model.profile(inputs[0].source.as_ref(), &inputs[0].target, ctx)?;
+        }
         let mut sums = None::<super::loss::Sums>;
         for (micro_batch, input) in inputs.iter().enumerate() {
             let seed = [self.config.seed as i64, number as i64, micro_batch as i64];

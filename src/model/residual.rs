@@ -1,0 +1,201 @@
+//! What a residual scheme declared, built: its norms, gains, changes and connections.
+
+use super::{Builder, Context};
+use crate::error::Result;
+use crate::init::Fill;
+use crate::norm::{self, Norm, Rows};
+use crate::residual::{self as declared, Growth, NormAt, Place, Point};
+use tch::{Kind, Tensor};
+
+/// The stack's norm where a scheme wants it.
+fn norm(b: &mut Builder, place: &Place, at: &NormAt) -> Result<Box<dyn Norm>> {
+    let last_of_decoder = at.last && place.stack == declared::Stack::Decoder;
+    let site = norm::Site { width: at.width, last_of_decoder, config: place.config };
+    let spec = norm::find(place.norm_name())?;
+    b.within(&at.name, |b| (spec.build)(b, &site))
+}
+
+fn norm_if(b: &mut Builder, place: &Place, at: &Option<NormAt>) -> Result<Option<Box<dyn Norm>>> {
+    at.as_ref().map(|at| norm(b, place, at)).transpose()
+}
+
+fn learned(b: &mut Builder, declared: &declared::Learned) -> Result<Tensor> {
+    b.parameter(&declared.name, &declared.shape, &Fill::Constant(declared.value))
+}
+
+/// What x or F(x) is multiplied by.
+pub enum Gain {
+    One,
+    /// A scalar or one number per column.
+    Is(Tensor),
+    /// The stack's α_t.
+    Growing,
+}
+
+impl Gain {
+    fn build(b: &mut Builder, declared: &declared::Gain, shared: &[Tensor]) -> Result<Self> {
+        Ok(match declared {
+            declared::Gain::One => Gain::One,
+            declared::Gain::Constant(value) => Gain::Is(b.constant(*value)?),
+            declared::Gain::Learned(parameter) => Gain::Is(learned(b, parameter)?),
+            declared::Gain::Shared(index) => Gain::Is(shared[*index].shallow_clone()),
+            declared::Gain::Growing => Gain::Growing,
+        })
+    }
+
+    /// None is 1.
+    pub fn now<'a>(&'a self, alpha_t: Option<&'a Tensor>) -> Option<&'a Tensor> {
+        match self {
+            Gain::One => None,
+            Gain::Is(gain) => Some(gain),
+            Gain::Growing => alpha_t,
+        }
+    }
+}
+
+/// Around one sublayer: x⁺ = after(α⊙x + β⊙drop(amid(F(before(x))))).
+pub struct Around {
+    pub before: Option<Box<dyn Norm>>,
+    pub alpha: Gain,
+    pub beta: Gain,
+    pub amid: Option<Box<dyn Norm>>,
+    pub after: Option<Box<dyn Norm>>,
+}
+
+impl Around {
+    /// `shared`: the layer's parameters.
+    pub fn build(b: &mut Builder, place: &Place, declared: &declared::Around, shared: &[Tensor]) -> Result<Self> {
+        Ok(Around {
+            before: norm_if(b, place, &declared.before)?,
+            alpha: Gain::build(b, &declared.alpha, shared)?,
+            beta: Gain::build(b, &declared.beta, shared)?,
+            amid: norm_if(b, place, &declared.amid)?,
+            after: norm_if(b, place, &declared.after)?,
+        })
+    }
+}
+
+/// The layer's shared parameters.
+pub fn shared(b: &mut Builder, declared: &[declared::Learned]) -> Result<Vec<Tensor>> {
+    declared.iter().map(|parameter| learned(b, parameter)).collect()
+}
+
+pub enum Change {
+    Norm(Box<dyn Norm>),
+    Shift(Tensor),
+    Scale(Tensor),
+    HeadScale(Tensor),
+}
+
+impl Change {
+    fn build(b: &mut Builder, place: &Place, declared: &declared::Change) -> Result<Self> {
+        Ok(match declared {
+            declared::Change::Norm(at) => Change::Norm(norm(b, place, at)?),
+            declared::Change::Shift(parameter) => Change::Shift(learned(b, parameter)?),
+            declared::Change::Scale(parameter) => Change::Scale(learned(b, parameter)?),
+            declared::Change::HeadScale(parameter) => Change::HeadScale(learned(b, parameter)?),
+        })
+    }
+
+    pub fn apply(&self, x: &Tensor, rows: &Rows) -> Result<Tensor> {
+        Ok(match self {
+            Change::Norm(norm) => norm.forward(x, rows)?,
+            Change::Shift(b) => x.f_sub(&b.f_to_kind(x.kind())?)?,
+            Change::Scale(s) => x.f_mul(&s.f_to_kind(x.kind())?)?,
+            Change::HeadScale(s) => {
+                let heads = x.f_unflatten(-1, [s.numel() as i64, -1].as_slice())?;
+                heads.f_mul(&s.f_to_kind(x.kind())?.f_unsqueeze(-1)?)?.f_flatten(-2, -1)?
+            }
+        })
+    }
+}
+
+/// What stands inside a sublayer.
+pub struct Inside(Vec<(Point, Change)>);
+
+impl Inside {
+    pub fn build(b: &mut Builder, place: &Place, declared: &[(Point, declared::Change)]) -> Result<Self> {
+        let build = |(point, change): &(Point, declared::Change)| Ok((*point, Change::build(b, place, change)?));
+        Ok(Inside(declared.iter().map(build).collect::<Result<_>>()?))
+    }
+
+    /// x after whatever stands at this point.
+    pub fn at(&self, point: Point, x: Tensor, rows: &Rows) -> Result<Tensor> {
+        self.0.iter().filter(|(p, _)| *p == point).try_fold(x, |x, (_, change)| change.apply(&x, rows))
+    }
+}
+
+/// How the layers of a stack follow each other.
+pub struct Flow {
+    pub combine: Option<Combine>,
+    growth: Option<(Growth, Tensor)>,
+    pub end: Vec<Change>,
+}
+
+impl Flow {
+    pub fn build(b: &mut Builder, place: &Place, declared: &declared::Flow) -> Result<Self> {
+        let combine = declared.combine.as_ref().map(|c| Combine::build(b, place, c)).transpose()?;
+        let growth = match declared.growth {
+            Some(growth) => Some((growth, b.buffer("t", &[1], 1.0, Kind::Int64)?)),
+            None => None,
+        };
+        let end = declared.end.iter().map(|change| Change::build(b, place, change)).collect::<Result<_>>()?;
+        Ok(Flow { combine, growth, end })
+    }
+
+    /// α_t, for a stream of this kind.
+    pub fn alpha(&self, kind: Kind) -> Result<Option<Tensor>> {
+        self.growth.as_ref().map(|(growth, t)| growth.alpha(t, kind)).transpose()
+    }
+
+    /// t ← the number of the update that is about to be made.
+    pub fn set_update(&self, update: i64) -> Result<()> {
+        if let Some((_, t)) = &self.growth {
+            let _ = t.shallow_clone().f_fill_(update)?;
+        }
+        Ok(())
+    }
+
+    /// The norm that ends the stack, if that is all that does.
+    pub fn end_norm(&self) -> Option<&dyn Norm> {
+        match self.end.as_slice() {
+            [Change::Norm(norm)] if self.combine.is_none() => Some(norm.as_ref()),
+            _ => None,
+        }
+    }
+}
+
+/// Learned sums of all outputs so far.
+pub struct Combine {
+    weight: Tensor,
+    norms: Vec<Box<dyn Norm>>,
+    on_sums: bool,
+}
+
+impl Combine {
+    fn build(b: &mut Builder, place: &Place, declared: &declared::Combine) -> Result<Self> {
+        let rows = declared.norms.len() as i64 + 1;
+        Ok(Combine {
+            weight: b.parameter(&declared.weight, &[rows, rows], &Fill::RunningMean)?,
+            norms: declared.norms.iter().map(|at| norm(b, place, at)).collect::<Result<_>>()?,
+            on_sums: declared.on_sums,
+        })
+    }
+
+    /// What the next layer reads (or the stack returns) after y: the embedding first, then each layer's output.
+    /// `outputs` are those of this pass so far, normed where the norms stand on them.
+    pub fn next(&self, y: Tensor, outputs: &mut Vec<Tensor>, ctx: &Context) -> Result<Tensor> {
+        let row = outputs.len();
+        let normed = |x: Tensor| if row == 0 { Ok(x) } else { self.norms[row - 1].forward(&x, &ctx.rows()) };
+        outputs.push(if self.on_sums { y } else { normed(y)? });
+        let weights = self.weight.f_get(row as i64)?.f_narrow(0, 0, row as i64 + 1)?;
+        // Σ_k w_k y_k as one product of the outputs, flat, with the row.
+        let flat = Tensor::f_stack(&outputs.iter().map(|y| y.flatten(0, -1)).collect::<Vec<_>>(), 1)?;
+        let sum = flat.f_matmul(&weights.f_to_kind(flat.kind())?)?.f_view_as(&outputs[0])?;
+        if self.on_sums {
+            normed(sum)
+        } else {
+            Ok(sum)
+        }
+    }
+}

@@ -1,0 +1,76 @@
+//! Admin: `x⁺ = N(ω⊙x + F(x))`, ω set so that early branches do not drown (Liu et al. 2020; admin-torch).
+
+use super::{Around, Flow, Gain, Learned, Place, Scheme};
+
+pub struct Admin;
+
+impl Scheme for Admin {
+    fn name(&self) -> &'static str {
+        "admin"
+    }
+
+    fn equation(&self) -> &'static str {
+        "x⁺ = N(ω⊙x + F(x)), ω learned, its first values from profiling one batch"
+    }
+
+    fn source(&self) -> &'static str {
+        "Liu et al. 2020"
+    }
+
+    fn around(&self, place: &Place) -> Around {
+        let omega = Learned::new(place.numbered("residual_scale"), &[place.config.d_model], 1.0);
+        Around { alpha: Gain::Learned(omega), after: Some(place.closing_norm()), ..Around::default() }
+    }
+
+    fn stack(&self, _: &Place) -> Flow {
+        Flow::default()
+    }
+
+    fn is_profiled(&self) -> bool {
+        true
+    }
+}
+
+pub struct AdminConst;
+
+impl Scheme for AdminConst {
+    fn name(&self) -> &'static str {
+        "admin-const"
+    }
+
+    fn equation(&self) -> &'static str {
+        "x⁺ = N(ωx + F(x)), ω = √((n+1)/ln(n+1) − 1), n = 2N, 3M, or 2L in one stack"
+    }
+
+    fn source(&self) -> &'static str {
+        "admin-torch"
+    }
+
+    fn around(&self, place: &Place) -> Around {
+        Around { alpha: Gain::Constant(omega(place)), after: Some(place.closing_norm()), ..Around::default() }
+    }
+
+    fn stack(&self, _: &Place) -> Flow {
+        Flow::default()
+    }
+}
+
+fn omega(place: &Place) -> f64 {
+    let branches = place.constant(|n, _| 2.0 * n, |_, m| 3.0 * m, |l| 2.0 * l);
+    ((branches + 1.0) / (branches + 1.0).ln() - 1.0).sqrt()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::residual::tests::{near, place_of};
+    use crate::residual::Stack;
+
+    #[test]
+    fn the_constants() {
+        for (layers, encoder, decoder) in [(6, "2.017", "2.335"), (100, "6.075", "7.193")] {
+            near(place_of(layers, Stack::Encoder, omega), encoder);
+            near(place_of(layers, Stack::Decoder, omega), decoder);
+        }
+    }
+}

@@ -1,0 +1,60 @@
+//! DeepNorm: `x⁺ = N(αx + F(x))`, α growing with the depth (Wang et al. 2022a; BrN eq 2, 3).
+
+use super::{Around, Flow, Gain, Place, Scheme};
+
+pub struct DeepNorm;
+
+impl Scheme for DeepNorm {
+    fn name(&self) -> &'static str {
+        "deepnorm"
+    }
+
+    fn equation(&self) -> &'static str {
+        "x⁺ = N(αx + F(x)); α_e = 0.81(N⁴M)^(1/16), α_d = (3M)^(1/4), one stack (2L)^(1/4)"
+    }
+
+    fn source(&self) -> &'static str {
+        "Wang et al. 2022a; Liu et al. 2023, eq 2, 3"
+    }
+
+    fn init(&self) -> &'static str {
+        "deepnorm"
+    }
+
+    fn around(&self, place: &Place) -> Around {
+        Around { alpha: Gain::Constant(alpha(place)), after: Some(place.closing_norm()), ..Around::default() }
+    }
+
+    fn stack(&self, _: &Place) -> Flow {
+        Flow::default()
+    }
+}
+
+fn alpha(place: &Place) -> f64 {
+    place.constant(
+        |n, m| 0.81 * (n.powi(4) * m).powf(1.0 / 16.0),
+        |_, m| (3.0 * m).powf(0.25),
+        |l| (2.0 * l).powf(0.25),
+    )
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::residual::tests::{near, place_of};
+    use crate::residual::Stack;
+
+    #[test]
+    fn the_papers_constants() {
+        for (layers, encoder, decoder) in [
+            (6, "1.4179", "2.0598"),
+            (18, "1.9987", "2.7108"),
+            (50, "2.7505", "3.4996"),
+            (100, "3.4157", "4.1618"),
+            (500, "5.6482", "6.2233"),
+        ] {
+            near(place_of(layers, Stack::Encoder, alpha), encoder);
+            near(place_of(layers, Stack::Decoder, alpha), decoder);
+        }
+    }
+}

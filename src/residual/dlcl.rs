@@ -1,0 +1,53 @@
+//! DLCL: a layer's input is a learned sum of all earlier outputs (Wang et al. 2019).
+
+use super::{postnorm, prenorm, Around, Combine, Flow, NormAt, Place, Scheme};
+use crate::choice;
+
+choice! {
+    /// Whether the layers are PreNorm's or PostNorm's.
+    pub enum DlclNorm ("dlcl_norm") { Pre = "pre", Post = "post" }
+}
+
+pub struct Dlcl;
+
+impl Dlcl {
+    fn layers(place: &Place) -> &'static dyn Scheme {
+        match place.config.dlcl_norm {
+            DlclNorm::Pre => &prenorm::PreNorm,
+            DlclNorm::Post => &postnorm::PostNorm,
+        }
+    }
+}
+
+impl Scheme for Dlcl {
+    fn name(&self) -> &'static str {
+        "dlcl"
+    }
+
+    fn equation(&self) -> &'static str {
+        "input of layer l+1: Σ_k W_{l+1,k} N_k(y_k) (pre), N_l(Σ_k W_{l+1,k} y_k) (post), k ≤ l"
+    }
+
+    fn source(&self) -> &'static str {
+        "Wang et al. 2019"
+    }
+
+    fn around(&self, place: &Place) -> Around {
+        let mut around = Dlcl::layers(place).around(place);
+        // The norm of the last sum follows.
+        around.after.iter_mut().for_each(|norm| norm.last = false);
+        around
+    }
+
+    fn stack(&self, place: &Place) -> Flow {
+        let on_sums = place.config.dlcl_norm == DlclNorm::Post;
+        let norm = |l: i64| NormAt {
+            name: format!("combine.norms.{l}"),
+            width: place.config.d_model,
+            last: on_sums && l == place.layers(),
+        };
+        let norms = (1..=place.layers()).map(norm).collect();
+        let combine = Combine { weight: "combine.weight".into(), norms, on_sums };
+        Flow { combine: Some(combine), ..Dlcl::layers(place).stack(place) }
+    }
+}

@@ -1,0 +1,93 @@
+//! The Fixups, which train without norms: R-Fixup by scalar shifts and scales (Zhang et al. 2019), T-Fixup by its
+//! initialisation alone (Huang et al. 2020).
+
+use super::{Around, Change, Flow, Gain, Learned, Place, Point, Scheme, Stack, Sublayer};
+use crate::choice;
+
+choice! {
+    /// `paper` adds a scalar before the attention's output projection.
+    pub enum RFixupMode ("r_fixup_mode") { Release = "release", Paper = "paper" }
+}
+
+pub struct RFixup;
+
+impl Scheme for RFixup {
+    fn name(&self) -> &'static str {
+        "r-fixup"
+    }
+
+    fn equation(&self) -> &'static str {
+        "x⁺ = x + s·F(x − b); feed-forward W₂(drop(relu(W₁(x−b₁)−b₂))−b₃); no norm, no other biases"
+    }
+
+    fn source(&self) -> &'static str {
+        "Zhang et al. 2019"
+    }
+
+    fn init(&self) -> &'static str {
+        "r-fixup"
+    }
+
+    fn around(&self, place: &Place) -> Around {
+        let scale = Learned::new(place.numbered("branch_scale"), &[1], 1.0);
+        Around { beta: Gain::Learned(scale), ..Around::default() }
+    }
+
+    fn inside(&self, place: &Place) -> Vec<(Point, Change)> {
+        let path = place.sublayer.path();
+        let shift = |name: &str| Change::Shift(Learned::new(format!("{path}{name}"), &[1], 0.0));
+        if place.sublayer == Sublayer::FeedForward {
+            return vec![
+                (Point::Input, shift("shift1")),
+                (Point::BeforeActivation, shift("shift2")),
+                (Point::Amid, shift("shift3")),
+            ];
+        }
+        let mut changes = vec![(Point::Input, shift("input_shift"))];
+        if place.config.r_fixup_mode == RFixupMode::Paper {
+            let scale = Learned::new(format!("{path}output_scale"), &[1], 1.0);
+            changes.push((Point::AfterHeads, Change::Scale(scale)));
+        }
+        changes
+    }
+
+    fn stack(&self, place: &Place) -> Flow {
+        let mut end = vec![Change::Shift(Learned::new("end_shift", &[1], 0.0))];
+        if place.stack == Stack::Encoder {
+            end.push(Change::Scale(Learned::new("end_scale", &[1], 1.0)));
+        }
+        Flow { end, ..Flow::default() }
+    }
+
+    fn has_biases(&self) -> bool {
+        false
+    }
+}
+
+pub struct TFixup;
+
+impl Scheme for TFixup {
+    fn name(&self) -> &'static str {
+        "t-fixup"
+    }
+
+    fn equation(&self) -> &'static str {
+        "x⁺ = x + F(x), no norm"
+    }
+
+    fn source(&self) -> &'static str {
+        "Huang et al. 2020"
+    }
+
+    fn init(&self) -> &'static str {
+        "t-fixup"
+    }
+
+    fn around(&self, _: &Place) -> Around {
+        Around::default()
+    }
+
+    fn stack(&self, _: &Place) -> Flow {
+        Flow::default()
+    }
+}

@@ -1,0 +1,28 @@
+//! Sandwich: `x⁺ = x + N(F(N(x)))` (Ding et al. 2021).
+
+use super::{prenorm::PreNorm, Around, Flow, NormAt, Place, Scheme};
+
+pub struct Sandwich;
+
+impl Scheme for Sandwich {
+    fn name(&self) -> &'static str {
+        "sandwich"
+    }
+
+    fn equation(&self) -> &'static str {
+        "x⁺ = x + N(F(N(x))), N after the stack"
+    }
+
+    fn source(&self) -> &'static str {
+        "Ding et al. 2021"
+    }
+
+    fn around(&self, place: &Place) -> Around {
+        let amid = NormAt { name: place.numbered("post_norm"), ..place.norm() };
+        Around { amid: Some(amid), ..PreNorm.around(place) }
+    }
+
+    fn stack(&self, place: &Place) -> Flow {
+        PreNorm.stack(place)
+    }
+}
