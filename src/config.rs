@@ -289,6 +289,8 @@ config! {
         keep: i64 = 10,
         /// Beam of the translations that evaluations score; 1: greedy.
         evaluation_beam: i64 = 1,
+        /// Keep only what enters each layer and run layers again for their gradients: less memory, a third more time.
+        activation_checkpointing: bool = false,
         /// f32, or bf16 products with f32 master weights.
         precision: Precision = Precision::F32,
         /// cpu, cuda or cuda:N.

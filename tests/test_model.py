@@ -24,14 +24,14 @@ def build(dtype=torch.float64, **options):
         for p in model.parameters():  # away from γ = 1 and β = 0
             p.add_(torch.randn_like(p) * 0.1)
     state = {name: p.detach().clone().requires_grad_() for name, p in model.named_parameters()}
+    state |= {name: b.clone() for name, b in model.named_buffers()}
     return model, state, {**SHAPE, **options}
 
 
 def compare(model, state, options, source, target, dropout=None, rtol=1e-9):
     logits = model(source, target)
-    expected = ref.forward(
-        state, {k: v for k, v in options.items() if "dropout" not in k and k != "init"}, source, target, dropout
-    )
+    options = {k: v for k, v in options.items() if "dropout" not in k}
+    expected = ref.forward(state, options, source, target, dropout)
     real = target != ref.PAD
     torch.testing.assert_close(logits[real], expected[real], rtol=rtol, atol=rtol)
     weight = torch.randn_like(expected)[real]
@@ -53,6 +53,13 @@ def test_logits_and_every_gradient_equal_the_oracles(norm, residual):
 @pytest.mark.parametrize(
     "options",
     [
+        {"residual": "dlcl", "dlcl_norm": "post"},
+        {"residual": "dlcl", "dlcl_norm": "post", "norm": "scalenorm-fixed"},
+        {"residual": "r-fixup", "r_fixup_mode": "paper"},
+        {"residual": "normformer", "normformer_mode": "fairseq", "normformer_residual_scale": True},
+        {"residual": "normformer", "normformer_head_scale": False, "normformer_attention_norm": False},
+        {"residual": "normformer", "normformer_ffn_norm": False},
+        {"residual": "layerscale", "layerscale_init": 0.5},
         {"fixnorm": True},
         {"fixnorm": True, "norm": "scalenorm", "output_bias": True},
         {"fixnorm": True, "tie_embeddings": "decoder"},
@@ -151,14 +158,44 @@ def test_equals_torch_nn_from_the_same_weights(norm_first):
     torch.testing.assert_close(model(source, target)[real], expected[real], rtol=1e-10, atol=1e-10)
 
 
+@pytest.mark.parametrize("curve", ["linear", "exp", "sigmoid"])
+@pytest.mark.parametrize("t", [1, 40, 99, 100, 500])
+def test_growth(curve, t):
+    model, state, options = build(residual="branchnorm", branchnorm_growth=curve, branchnorm_steps=100)
+    model.set_num_updates(t)
+    state |= {name: b.clone() for name, b in model.named_buffers()}
+    assert state["encoder.t"].item() == state["decoder.t"].item() == t
+    compare(model, state, options, ref.pad(SOURCES), ref.pad(TARGETS))
+
+
+def test_profiling():
+    model, state, options = build(residual="admin")
+    with torch.no_grad():
+        for weights in (model.state_dict(), state):  # as at the start: padding has a zero row
+            weights["embedding.weight"][ref.PAD] = 0
+    model.profile(ref.pad(SOURCES), ref.pad(TARGETS))
+    expected = ref.profile_admin(state, options, ref.pad(SOURCES), ref.pad(TARGETS), ref.Dropout())
+    gains = {name: p for name, p in model.named_parameters() if "residual_scale" in name}
+    assert gains.keys() == expected.keys() and len(gains) == 2 * 2 + 3 * 3
+    for name, gain in gains.items():
+        torch.testing.assert_close(gain.detach(), expected[name].expand_as(gain), rtol=1e-10, atol=0, msg=name)
+
+
+def test_only_admin_is_profiled():
+    plain, _, _ = build(residual="deepnorm")
+    with pytest.raises(ValueError, match="nothing to profile"):
+        plain.profile(ref.pad(SOURCES), ref.pad(TARGETS))
+
+
 @pytest.mark.parametrize("init", [entry["name"] for entry in nfrs.tables()["inits"]])
 def test_initial_standard_deviations(init):
     options = {**SHAPE, "vocab_size": 600, "d_model": 128, "d_ff": 320, "init": init}
     model = nfrs.Transformer(nfrs.TransformerConfig(**options), seed=1)
     for name, p in model.named_parameters():
         blocks = p.detach().chunk(3) if name.endswith("in_proj_weight") else [p.detach()]
-        expected = ref.expected_std(options, name)
-        for block in blocks:
+        for part, block in enumerate(blocks):
+            expected, bound = ref.expected_std(options, name, part), ref.expected_bound(options, name, part)
+            assert bound is None or block.abs().max() <= bound * (1 + 1e-6), name
             if expected == 0:
                 assert (block == ref.expected_mean(options, name)).all(), name
             else:

@@ -54,13 +54,18 @@ def weights(output, name="last"):
     return nfrs.Transformer.from_checkpoint(output, name).state_dict()
 
 
-@pytest.mark.parametrize("smoothing", ["fairseq", "twt"])
-@pytest.mark.parametrize("norm", ["layernorm", "scalenorm"])
-@pytest.mark.parametrize("residual", [entry["name"] for entry in nfrs.tables()["residuals"]])
+RESIDUALS = [entry["name"] for entry in nfrs.tables()["residuals"]]
+
+
+@pytest.mark.parametrize(
+    "norm,residual,smoothing",
+    [(norm, residual, "fairseq") for norm in ("layernorm", "scalenorm") for residual in RESIDUALS]
+    + [("layernorm", "prenorm", "twt"), ("scalenorm", "postnorm", "twt")],
+)
 def test_ten_losses_equal_the_oracles(tmp_path, corpus, norm, residual, smoothing):
     """One batch holds the whole corpus, so its order does not matter; seed 1 fixes the first weights."""
-    model = {"norm": norm, "residual": residual, "init": "xavier"}
-    fit(tmp_path / "run", corpus, model, {"smoothing": smoothing, "clip_norm": 0.5, "weight_decay": 0.01})
+    model = {"norm": norm, "residual": residual}
+    fit(tmp_path / "run", corpus, model, {"smoothing": smoothing, "clip_norm": 0.5, "weight_decay": 0.01, "lr": 1e-3})
     vocabulary = [line.split()[0] for line in (tmp_path / "run" / "vocabulary.txt").read_text().splitlines()]
     ids = {piece: i + 4 for i, piece in enumerate(vocabulary)}
     sides = [
@@ -75,12 +80,17 @@ def test_ten_losses_equal_the_oracles(tmp_path, corpus, norm, residual, smoothin
         ref.pad([[*line, ref.EOS] for line in sides[1]]),
     )
     config = nfrs.TransformerConfig(**TINY, **model, vocab_size=len(mask))
-    state = {k: v.double() for k, v in nfrs.Transformer(config, seed=1).state_dict().items()}
-    options = {k: v for k, v in {**TINY, **model, "vocab_size": len(mask)}.items() if k not in ("dropout", "init")}
+    first = nfrs.Transformer(config, seed=1)
+    state = {k: v.double() for k, v in first.named_parameters()} | dict(first.named_buffers())
+    options = {k: v for k, v in {**TINY, **model, "vocab_size": len(mask)}.items() if k != "dropout"}
+    if residual == "admin":
+        state |= ref.profile_admin(state, options, batch.source, batch.target_input, ref.Dropout())
     optimizer = ref.Adam(betas=(0.9, 0.98), weight_decay=0.01)
     for update, loss in losses(tmp_path / "run").items():
+        if residual == "branchnorm":
+            state |= {"encoder.t": torch.tensor([update]), "decoder.t": torch.tensor([update])}
         step = ref.train_step(
-            state, options, [batch], optimizer, 1e-2, formula=smoothing, vocabulary_mask=mask, max_norm=0.5
+            state, options, [batch], optimizer, 1e-3, formula=smoothing, vocabulary_mask=mask, max_norm=0.5
         )
         # f32 against f64: the loss is about 3, a rounding of it 2e-7; the norm gathers a few dozen roundings
         assert abs(loss - step.loss) < 2e-6, f"update {update}: {loss} against {step.loss}"
@@ -108,6 +118,22 @@ def test_the_same_seed_gives_the_same_bits(tmp_path, corpus, precision):
     assert losses(tmp_path / "a") == losses(tmp_path / "b") != losses(tmp_path / "c")
     first, second = weights(tmp_path / "a"), weights(tmp_path / "b")
     assert all(torch.equal(first[k], second[k]) for k in first)
+
+
+@pytest.mark.parametrize("residual", RESIDUALS)
+def test_activation_checkpointing_changes_no_bit(tmp_path, corpus, residual):
+    for name, recompute in (("plain", False), ("checkpointed", True)):
+        training = {"updates": 4, "activation_checkpointing": recompute}
+        fit(tmp_path / name, corpus, {"dropout": 0.3, "residual": residual}, training)
+    assert losses(tmp_path / "plain") == losses(tmp_path / "checkpointed")
+    plain, checkpointed = weights(tmp_path / "plain"), weights(tmp_path / "checkpointed")
+    assert all(torch.equal(plain[k], checkpointed[k]) for k in plain)
+
+
+def test_growth_is_in_the_checkpoint(tmp_path, corpus):
+    model = {"residual": "branchnorm", "branchnorm_steps": 10}
+    fit(tmp_path / "run", corpus, model, {"updates": 7})
+    assert weights(tmp_path / "run")["decoder.t"].tolist() == [7]
 
 
 @pytest.mark.parametrize("schedule", ["inverse-sqrt", "val-decay"])

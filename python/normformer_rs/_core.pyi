@@ -36,6 +36,17 @@ def declare(model: str, stack: Literal["encoder", "decoder"]) -> str:
 def growth(steps: int, curve: Literal["linear", "exp", "sigmoid"], t: Tensor) -> Tensor:
     """α_t of a growing scheme, (1,) float32 on the device of t, which is int64 (1,)."""
 
+def profile(
+    model: str,
+    names: Sequence[str],
+    tensors: Sequence[Tensor],
+    source: Tensor | None,
+    target_input: Tensor,
+    seed: Tensor,
+    precision: Literal["f32", "f64", "bf16"],
+) -> None:
+    """Sets, in place, the gains that the scheme takes from one training batch; arguments as forward's."""
+
 def operator_counts() -> dict[str, tuple[int, int]]:
     """(kernel calls, composed calls) of each operator since the process started."""
 

@@ -72,11 +72,30 @@ class Transformer(nn.Module):
 
         Logits at padding mean nothing. In training mode dropout masks follow one draw from torch's generator.
         """
+        names, tensors, precision = self._tensors()
+        seed = self._draw(tensors[0].device) if self.training else None
+        return _core.forward(self.config.to_json(), names, tensors, source, target_input, seed, precision)
+
+    def profile(self, source: Tensor | None, target_input: Tensor) -> None:
+        """Sets the gains that the residual scheme takes from one training batch, with dropout, before training begins.
+
+        ω_i = r, r ← √(Var(ω_i x_i) + Var f_i) down each stack from r = 1 (Liu et al. 2020). The Rust loop does it by
+        itself before its first update. Errors: InputError where the scheme has no such gains.
+        """
+        names, tensors, precision = self._tensors()
+        seed = self._draw(tensors[0].device)
+        _core.profile(self.config.to_json(), names, tensors, source, target_input, seed, precision)
+
+    def set_num_updates(self, update: int) -> None:
+        """The number of the update about to be made, 1 for the first: moves branchnorm's t; elsewhere does nothing."""
+        for name, buffer in self.named_buffers():
+            if name in ("encoder.t", "decoder.t"):
+                buffer.fill_(update)
+
+    def _tensors(self) -> tuple[list[str], list[Tensor], str]:
         named = dict(self.named_parameters(remove_duplicate=False)) | dict(self.named_buffers(remove_duplicate=False))
         names, tensors = list(named), list(named.values())
-        seed = self._draw(tensors[0].device) if self.training else None
-        precision = _precision(tensors[0].dtype) if self.precision == "f32" else self.precision
-        return _core.forward(self.config.to_json(), names, tensors, source, target_input, seed, precision)
+        return names, tensors, _precision(tensors[0].dtype) if self.precision == "f32" else self.precision
 
     @staticmethod
     def _draw(device: torch.device) -> Tensor:

@@ -93,9 +93,12 @@ pub static DS_INIT: Init = Init {
 
 pub static T_FIXUP: Init = Init {
     name: "t-fixup",
-    definition: "Xavier uniform; encoder v, out, fc1, fc2 × 0.67·N^(−1/4); decoder's × (9M)^(−1/4); embeddings std d^(−1/2)·(9N)^(−1/4) or (9M)^(−1/4)",
+    definition: "Xavier uniform; q, k × 1/√2; encoder v, out, fc1, fc2 × 0.67·N^(−1/4); decoder's × (9M)^(−1/4); embeddings std d^(−1/2)·(9N)^(−1/4) or (9M)^(−1/4)",
     source: "Huang et al. 2020",
-    linear: |role, fan_in, fan_out, place| xavier_uniform(on_values(role, t_fixup_gain(place)), fan_in, fan_out),
+    linear: |role, fan_in, fan_out, place| match role {
+        Role::Query | Role::Key => xavier_uniform(0.5f64.sqrt(), fan_in, fan_out),
+        _ => xavier_uniform(t_fixup_gain(place), fan_in, fan_out),
+    },
     embedding: |table, config| {
         let decoder = (9.0 * config.decoder_layers as f64).powf(-0.25);
         let scale = match table {
@@ -118,7 +121,7 @@ fn t_fixup_gain(place: &Place) -> f64 {
 pub static R_FIXUP: Init = Init {
     name: "r-fixup",
     definition:
-        "L = 2N + 3M branches (one stack 2L): q, k, v Xavier normal × L^(−1/6), fc1 × L^(−1/2), out and fc2 zero",
+        "L = 2N + 3M branches (one stack 2L): q, k, v Xavier normal × L^(−1/6), fc1 × L^(−1/2), out, fc2 and an untied output zero",
     source: "Zhang et al. 2019 (Fixup)",
     linear: |role, fan_in, fan_out, place| {
         let branches = match place.config.has_encoder() {
@@ -131,6 +134,7 @@ pub static R_FIXUP: Init = Init {
             Role::AttentionOutput | Role::FeedForward2 => Fill::Constant(0.0),
         }
     },
+    output: |_, _| Fill::Constant(0.0),
     ..XAVIER
 };
 

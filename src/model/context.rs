@@ -27,6 +27,7 @@ impl Rates {
 }
 
 /// One forward pass: training or not, its random numbers, its computing type.
+#[derive(Debug)]
 pub struct Context {
     pub train: bool,
     pub rates: Rates,
@@ -36,17 +37,50 @@ pub struct Context {
     pub kind: Kind,
     /// Gains on x are being set by profiling (SPEC §3, `admin`).
     pub profile: bool,
+    /// Keep only what enters each layer, and run layers again for their gradients.
+    pub recompute: bool,
+    /// This is such a second run: statistics have moved already.
+    pub again: bool,
     site: Cell<i64>,
 }
 
 impl Context {
     /// Evaluation: nothing is dropped.
     pub fn evaluation(kind: Kind) -> Self {
-        Context { train: false, rates: Rates::default(), seed: None, kind, profile: false, site: Cell::new(0) }
+        Context {
+            train: false,
+            rates: Rates::default(),
+            seed: None,
+            kind,
+            profile: false,
+            recompute: false,
+            again: false,
+            site: Cell::new(0),
+        }
     }
 
     pub fn training(rates: Rates, seed: Tensor, kind: Kind) -> Self {
-        Context { train: true, rates, seed: Some(seed), kind, profile: false, site: Cell::new(0) }
+        Context {
+            train: true,
+            rates,
+            seed: Some(seed),
+            kind,
+            profile: false,
+            recompute: false,
+            again: false,
+            site: Cell::new(0),
+        }
+    }
+
+    /// The same pass with activation checkpointing, if `on`.
+    pub fn recomputing(self, on: bool) -> Self {
+        Context { recompute: on, ..self }
+    }
+
+    /// This pass from where it stands, to be run later, or `again`.
+    pub fn fork(&self, again: bool) -> Self {
+        let seed = self.seed.as_ref().map(Tensor::shallow_clone);
+        Context { seed, again, site: self.site.clone(), ..*self }
     }
 
     /// The same pass, setting gains by profiling.
@@ -59,8 +93,18 @@ impl Context {
         self.site.replace(self.site.get() + 1)
     }
 
+    /// Dropout sites passed so far.
+    pub fn sites(&self) -> i64 {
+        self.site.get()
+    }
+
+    /// As if so many dropout sites had been passed.
+    pub fn set_sites(&self, sites: i64) {
+        self.site.set(sites);
+    }
+
     /// Packed rows: all of them real.
     pub fn rows(&self) -> Rows<'static> {
-        Rows { train: self.train, pad_mask: None }
+        Rows { train: self.train, again: self.again, pad_mask: None }
     }
 }

@@ -77,6 +77,10 @@ impl Embeddings {
             words = fix_norm::fix_norm(&words)?;
         }
         let positions = self.positions.rows(&input.positions, words.kind(), words.device())?;
+        let positions = match &input.real {
+            Some(real) => positions.f_mul(&real.f_to_kind(positions.kind())?)?,
+            None => positions,
+        };
         let x = (words * self.scale).f_add(&positions)?;
         operator::dropout(x, ctx.rates.embedding, ctx.seed.as_ref(), ctx.site())
     }

@@ -15,6 +15,8 @@ pub struct Packed {
     pub offsets: Vec<i64>,
     /// Tokens of each sentence that may be attended to: all but the padding of [`with_padding`](Self::with_padding).
     lengths: Vec<i64>,
+    /// Where there is such padding: 1 at real tokens and 0 at padding, (rows, 1).
+    pub real: Option<Tensor>,
 }
 
 impl Packed {
@@ -24,10 +26,11 @@ impl Packed {
             positions: Tensor::f_from_slice(positions)?.f_to_device(device)?,
             lengths: offsets.windows(2).map(|ends| ends[1] - ends[0]).collect(),
             offsets,
+            real: None,
         })
     }
 
-    /// The same sentences, each filled up with [`PAD`] to the longest, as rows like any other that nobody attends to.
+    /// The same sentences, each filled up with [`PAD`] to the longest: rows that nobody attends to.
     pub fn with_padding(&self) -> Result<Self> {
         let tokens = Vec::<i64>::try_from(self.tokens.f_to_device(Device::Cpu)?)?;
         let longest = self.lengths.iter().copied().max().unwrap_or(0) as usize;
@@ -41,7 +44,10 @@ impl Packed {
             })
             .collect();
         let padded = Packed::of(&rows.iter().map(Vec::as_slice).collect::<Vec<_>>(), self.tokens.device())?;
-        Ok(Packed { lengths: self.lengths.clone(), ..padded })
+        let real: Vec<f32> =
+            self.lengths.iter().flat_map(|n| (0..longest as i64).map(move |i| f32::from(i < *n))).collect();
+        let real = Tensor::f_from_slice(&real)?.f_unsqueeze(1)?.f_to_device(self.tokens.device())?;
+        Ok(Packed { lengths: self.lengths.clone(), real: Some(real), ..padded })
     }
 
     /// Of sentences as they are.
@@ -116,11 +122,18 @@ impl Ranges {
         Ranges::of(&rows, queries.tokens.device())
     }
 
-    /// Each sentence to its own past: padding, which comes after it, needs no mask.
+    /// Each sentence to its own past; padding, which comes after it, to the whole sentence.
     pub fn causal(sentences: &Packed) -> Result<Self> {
-        let rows: Vec<i64> =
-            sentences.offsets.windows(2).flat_map(|s| [s[0], s[1] - s[0], s[0], s[1] - s[0]]).collect();
+        let mut rows = Vec::new();
+        for (ends, &n) in sentences.offsets.windows(2).zip(&sentences.lengths) {
+            rows.extend([ends[0], n, ends[0], n]);
+            rows.extend((ends[0] + n..ends[1]).flat_map(|padding| [padding, 1, ends[0], n]));
+        }
         Ranges::of(&rows, sentences.tokens.device())
+    }
+
+    pub fn shallow_clone(&self) -> Self {
+        Ranges(self.0.shallow_clone())
     }
 
     /// Of rows (q_start, q_len, k_start, k_len), flat.

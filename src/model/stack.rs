@@ -7,10 +7,17 @@ use super::{Builder, Context, Ranges};
 use crate::error::Result;
 use crate::init::Init;
 use crate::norm::Norm;
+use crate::operator::{self, Inputs};
 use crate::residual::{Place, Scheme};
+use std::cell::Cell;
+use std::rc::Rc;
 use tch::{Kind, Tensor};
 
 pub struct Stack {
+    body: Rc<Body>,
+}
+
+struct Body {
     layers: Vec<Layer>,
     flow: Flow,
 }
@@ -41,7 +48,7 @@ impl Stack {
                 .collect::<Result<Vec<_>>>()
         })?;
         let flow = Flow::build(b, place, &scheme.stack(place))?;
-        Ok(Stack { layers, flow })
+        Ok(Stack { body: Rc::new(Body { layers, flow }) })
     }
 
     /// Whole sentences: x (rows, d), every sentence to itself (`causal`: to its past), and to the memory if there is one.
@@ -53,18 +60,16 @@ impl Stack {
         memory: Option<(&Tensor, &Ranges)>,
         ctx: &Context,
     ) -> Result<Tensor> {
-        self.run(x, ctx, &mut |_, attends, attention, inside, input| match (attends, memory) {
-            (Attends::Memory, Some((memory, ranges))) => {
-                let memory = attention.memory(memory, ctx.kind)?;
-                attention.attend_memory(input, &memory, ranges, inside, ctx)
-            }
-            _ => attention.attend(input, own, causal, inside, ctx),
+        self.run(x, ctx, &mut |index, stream| match ctx.recompute {
+            true => self.recomputed(index, stream, own, causal, memory, ctx),
+            false => self.body.layer(index, stream, ctx, &mut whole(own, causal, memory, ctx)),
         })
     }
 
     /// Keys and values of an encoder output, for [`step`](Self::step).
     pub fn memory(&self, memory: &Tensor, ctx: &Context) -> Result<StackMemory> {
-        self.layers
+        self.body
+            .layers
             .iter()
             .flat_map(|layer| &layer.sublayers)
             .filter_map(|s| match &s.function {
@@ -82,52 +87,95 @@ impl Stack {
         memory: Option<(&StackMemory, &Ranges)>,
         ctx: &Context,
     ) -> Result<Tensor> {
-        cache.0.resize_with(self.layers.len(), || None);
-        self.run(x, ctx, &mut |layer, attends, attention, inside, input| match (attends, memory) {
-            (Attends::Memory, Some((memory, ranges))) => {
-                attention.attend_memory(input, &memory[layer], ranges, inside, ctx)
-            }
-            _ => attention.step(input, &mut cache.0[layer], inside, ctx),
+        cache.0.resize_with(self.body.layers.len(), || None);
+        self.run(x, ctx, &mut |index, stream| {
+            let cache = &mut cache.0[index];
+            self.body.layer(index, stream, ctx, &mut |attends, attention, inside, input| match (attends, memory) {
+                (Attends::Memory, Some((memory, ranges))) => {
+                    attention.attend_memory(input, &memory[index], ranges, inside, ctx)
+                }
+                _ => attention.step(input, cache, inside, ctx),
+            })
         })
     }
 
     #[cfg(test)]
     pub fn layers(&self) -> &[Layer] {
-        &self.layers
+        &self.body.layers
     }
 
-    fn run(&self, x: Tensor, ctx: &Context, attend: &mut Attend) -> Result<Tensor> {
+    /// All layers, one after the other.
+    fn run(&self, x: Tensor, ctx: &Context, layer: &mut dyn FnMut(usize, Stream) -> Result<Stream>) -> Result<Tensor> {
+        let Body { layers, flow } = &*self.body;
         let kind = if x.kind() == Kind::Double { Kind::Double } else { Kind::Float };
         let deviation = ctx.profile.then(|| Tensor::f_ones([1i64].as_slice(), (kind, x.device()))).transpose()?;
-        let mut stream = Stream { x, normed: None, alpha_t: self.flow.alpha(kind)?, deviation };
+        let mut stream = Stream { x, normed: None, alpha_t: flow.alpha(kind)?, deviation };
         let mut outputs = vec![];
-        for (index, layer) in self.layers.iter().enumerate() {
-            if let Some(combine) = &self.flow.combine {
+        for index in 0..layers.len() {
+            if let Some(combine) = &flow.combine {
                 stream = Stream { x: combine.next(stream.x, &mut outputs, ctx)?, normed: None, ..stream };
             }
-            for (s, branch) in layer.sublayers.iter().enumerate() {
-                let input = branch.input(&stream, ctx)?;
-                let f = match &branch.function {
-                    Function::SelfAttention(a) => attend(index, Attends::Itself, a, &branch.inside, &input)?,
-                    Function::CrossAttention(a) => attend(index, Attends::Memory, a, &branch.inside, &input)?,
-                    Function::FeedForward(f) => f.forward(&input, &branch.inside, ctx)?,
-                };
-                let next = self.norm_after(index, s);
-                stream = branch.close(&stream, f, next, ctx)?;
-            }
+            stream = layer(index, stream)?;
         }
-        if let Some(combine) = &self.flow.combine {
+        if let Some(combine) = &flow.combine {
             stream = Stream { x: combine.next(stream.x, &mut outputs, ctx)?, normed: None, ..stream };
         }
         match stream.normed {
             Some(normed) => Ok(normed),
-            None => self.flow.end.iter().try_fold(stream.x, |x, change| change.apply(&x, &ctx.rows())),
+            None => flow.end.iter().try_fold(stream.x, |x, change| change.apply(&x, &ctx.rows())),
         }
+    }
+
+    /// A layer of whole sentences that keeps only what enters it (activation checkpointing).
+    fn recomputed(
+        &self,
+        index: usize,
+        stream: Stream,
+        own: &Ranges,
+        causal: bool,
+        memory: Option<(&Tensor, &Ranges)>,
+        ctx: &Context,
+    ) -> Result<Stream> {
+        let sites = Rc::new(Cell::new(0));
+        let alpha_t = stream.alpha_t.as_ref().map(Tensor::shallow_clone);
+        let piece = {
+            let (body, sites, start) = (self.body.clone(), sites.clone(), ctx.fork(false));
+            let (own, across) = (own.shallow_clone(), memory.map(|(_, ranges)| ranges.shallow_clone()));
+            move |[x, normed, memory]: Inputs, again| {
+                let ctx = start.fork(again);
+                let x = x.expect("the stream is never absent");
+                let stream =
+                    Stream { x, normed, alpha_t: alpha_t.as_ref().map(Tensor::shallow_clone), deviation: None };
+                let memory = memory.as_ref().zip(across.as_ref());
+                let stream = body.layer(index, stream, &ctx, &mut whole(&own, causal, memory, &ctx))?;
+                sites.set(ctx.sites());
+                Ok((stream.x, stream.normed))
+            }
+        };
+        let inputs = [Some(&stream.x), stream.normed.as_ref(), memory.map(|(memory, _)| memory)];
+        let (x, normed) = operator::recomputed(inputs, piece)?;
+        ctx.set_sites(sites.get());
+        Ok(Stream { x, normed, ..stream })
     }
 
     /// The number of the update that is about to be made, for schemes that grow.
     pub fn set_update(&self, update: i64) -> Result<()> {
-        self.flow.set_update(update)
+        self.body.flow.set_update(update)
+    }
+}
+
+impl Body {
+    fn layer(&self, index: usize, mut stream: Stream, ctx: &Context, attend: &mut Attend) -> Result<Stream> {
+        for (s, branch) in self.layers[index].sublayers.iter().enumerate() {
+            let input = branch.input(&stream, ctx)?;
+            let f = match &branch.function {
+                Function::SelfAttention(a) => attend(Attends::Itself, a, &branch.inside, &input)?,
+                Function::CrossAttention(a) => attend(Attends::Memory, a, &branch.inside, &input)?,
+                Function::FeedForward(f) => f.forward(&input, &branch.inside, ctx)?,
+            };
+            stream = branch.close(&stream, f, self.norm_after(index, s), ctx)?;
+        }
+        Ok(stream)
     }
 
     /// The norm that the stream meets first after a sublayer: the next sublayer's, or the stack's last.
@@ -150,5 +198,21 @@ enum Attends {
     Memory,
 }
 
-/// How attention is computed: whole sentences or a step with a cache. (layer, whom, attention, inside, input) → F.
-type Attend<'a> = dyn FnMut(usize, Attends, &Attention, &Inside, &Tensor) -> Result<Tensor> + 'a;
+/// How attention is computed: whole sentences or a step with a cache. (whom, attention, inside, input) → F.
+type Attend<'a> = dyn FnMut(Attends, &Attention, &Inside, &Tensor) -> Result<Tensor> + 'a;
+
+/// Of whole sentences, every one to itself (`causal`: to its past), and to the memory if there is one.
+fn whole<'a>(
+    own: &'a Ranges,
+    causal: bool,
+    memory: Option<(&'a Tensor, &'a Ranges)>,
+    ctx: &'a Context,
+) -> impl FnMut(Attends, &Attention, &Inside, &Tensor) -> Result<Tensor> + 'a {
+    move |attends, attention, inside, input| match (attends, memory) {
+        (Attends::Memory, Some((memory, ranges))) => {
+            let memory = attention.memory(memory, ctx.kind)?;
+            attention.attend_memory(input, &memory, ranges, inside, ctx)
+        }
+        _ => attention.attend(input, own, causal, inside, ctx),
+    }
+}

@@ -87,9 +87,9 @@ fn a_norm_with_state() {
     let x = rows();
     let mask = Tensor::from_slice(&[false, false, true, true, true]);
     let before = norms[0].forward(&x, &Rows::default()).unwrap();
-    let trained = norms[0].forward(&x, &Rows { train: true, pad_mask: Some(&mask) }).unwrap();
+    let trained = norms[0].forward(&x, &Rows { train: true, pad_mask: Some(&mask), ..Rows::default() }).unwrap();
     assert!(close(&before, &trained), "the forward that moves the statistics still uses the old ones");
-    let _ = norms[1].forward(&x.narrow(0, 0, 2), &Rows { train: true, pad_mask: None }).unwrap();
+    let _ = norms[1].forward(&x.narrow(0, 0, 2), &Rows { train: true, ..Rows::default() }).unwrap();
     let [a, b] = norms.map(|n| n.forward(&x, &Rows::default()).unwrap());
     assert!(!close(&before, &a), "a training forward moves them");
     assert!(close(&a, &b), "padding enters no statistic");

@@ -59,6 +59,8 @@ pub trait Norm: Send {
 pub struct Rows<'a> {
     /// Training: statistics are taken from the batch and move once per forward.
     pub train: bool,
+    /// A second run of the same forward pass, for its gradient: nothing moves.
+    pub again: bool,
     /// True at padding, in x's leading shape; none: every row is real.
     pub pad_mask: Option<&'a Tensor>,
 }

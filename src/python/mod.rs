@@ -190,6 +190,35 @@ fn forward(
     Ok(PyTensor(logits))
 }
 
+/// Sets, in place, the gains that the scheme takes from one training batch (SPEC §3, `admin`).
+#[pyfunction]
+#[allow(clippy::too_many_arguments)]
+fn profile(
+    py: Python<'_>,
+    model: &str,
+    names: Vec<String>,
+    tensors: Vec<PyTensor>,
+    source: Option<PyTensor>,
+    target_input: PyTensor,
+    seed: PyTensor,
+    precision: &str,
+) -> PyResult<()> {
+    let model: TransformerConfig = config::from_json("model", model)?;
+    let kind = kind(precision)?;
+    let tensors: HashMap<String, Tensor> = names.into_iter().zip(tensors.into_iter().map(|t| t.0)).collect();
+    let (source, target, seed) = (source.map(|t| t.0), target_input.0, seed.0);
+    py.allow_threads(move || {
+        let built = Transformer::with_parameters(&model, &tensors)?;
+        if !built.is_profiled()? {
+            return Err(Error::invalid(format!("residual {:?} has nothing to profile", model.residual.as_str())));
+        }
+        let source = source.as_ref().map(|t| Packed::from_padded("source", t, model.vocab_size)).transpose()?;
+        let target = Packed::from_padded("target_input", &target, model.vocab_size)?;
+        built.profile(source.as_ref(), &target, Context::training(Rates::of(&model), seed, kind))
+    })?;
+    Ok(())
+}
+
 /// Python's observer behind Rust's trait.
 struct PyObserver(PyObject);
 
@@ -348,6 +377,7 @@ fn _core(m: &Bound<'_, PyModule>) -> PyResult<()> {
     m.add_function(wrap_pyfunction!(declare, m)?)?;
     m.add_function(wrap_pyfunction!(growth, m)?)?;
     m.add_function(wrap_pyfunction!(forward, m)?)?;
+    m.add_function(wrap_pyfunction!(profile, m)?)?;
     m.add_function(wrap_pyfunction!(train_py, m)?)?;
     m.add_function(wrap_pyfunction!(dry_run, m)?)?;
     m.add_function(wrap_pyfunction!(translate, m)?)?;

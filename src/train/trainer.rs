@@ -236,7 +236,7 @@ impl Trainer {
         for (micro_batch, input) in inputs.iter().enumerate() {
             let seed = [self.config.seed as i64, number as i64, micro_batch as i64];
             let seed = Tensor::f_from_slice(&seed)?.f_to_device(self.device)?;
-            let ctx = Context::training(rates, seed, self.kind);
+            let ctx = Context::training(rates, seed, self.kind).recomputing(self.config.activation_checkpointing);
             let features = self.model.features(input.source.as_ref(), &input.target, &ctx)?;
             let scale = 1.0 / tokens as f64;
             let own = self.objective.backward(

@@ -2,6 +2,7 @@
 // kernels and composed formulas are Rust's.
 #include "fused.h"
 #include "norm.h"
+#include "recompute.h"
 #include "residual.h"
 
 #include <mutex>
@@ -101,6 +102,16 @@ Tensor* nfrs_cross_entropy_(Tensor* logits, const Tensor* target, const Tensor* 
                                 ignore_index, scale);
     *nll = give(each);
     return give(loss);
+  });
+}
+
+// Returns the first output; the second, if there is one, through `second`. Takes over the piece.
+Tensor* nfrs_recompute(void* piece, const Tensor* a, const Tensor* b, const Tensor* c, Tensor** second) {
+  return guarded([&] {
+    auto opt = [](const Tensor* t) { return t ? MaybeTensor(*t) : std::nullopt; };
+    auto out = nfrs::recompute::Recompute::apply(*a, opt(b), opt(c), c10::make_intrusive<nfrs::recompute::Piece>(piece));
+    if (out.size() > 1) *second = give(out[1]);
+    return give(out[0]);
   });
 }
 

@@ -1,0 +1,61 @@
+// Activation checkpointing: a piece of the model that keeps only its inputs, and is run again for its gradient.
+#pragma once
+#include "common.h"
+
+extern "C" {
+// Runs the piece on three inputs (null: absent); writes two outputs (the second may stay null). 0, or 1 with a message.
+int nfrs_piece_run(void* piece, bool again, const Tensor* const* inputs, Tensor** outputs);
+void nfrs_piece_drop(void* piece);
+}
+
+namespace nfrs::recompute {
+
+struct Piece : torch::CustomClassHolder {
+  explicit Piece(void* rust) : rust(rust) {}
+  ~Piece() override { nfrs_piece_drop(rust); }
+  void* rust;
+
+  variable_list run(bool again, const variable_list& inputs) const {
+    const Tensor* in[3];
+    for (size_t i = 0; i < 3; ++i) in[i] = inputs[i].defined() ? &inputs[i] : nullptr;
+    Tensor* out[2] = {nullptr, nullptr};
+    check_rust(nfrs_piece_run(rust, again, in, out));
+    variable_list made{take(out[0])};
+    if (out[1]) made.push_back(take(out[1]));
+    return made;
+  }
+};
+
+struct Recompute : torch::autograd::Function<Recompute> {
+  static variable_list forward(AutogradContext* ctx, const Tensor& a, const MaybeTensor& b, const MaybeTensor& c,
+                               c10::intrusive_ptr<Piece> piece) {
+    const variable_list inputs{a, value(b), value(c)};
+    ctx->save_for_backward(inputs);
+    variable_list outputs = piece->run(false, inputs);
+    ctx->saved_data["piece"] = c10::IValue::make_capsule(std::move(piece));
+    ctx->set_materialize_grads(false);
+    return outputs;
+  }
+  static variable_list backward(AutogradContext* ctx, variable_list grads) {
+    TORCH_CHECK(!at::GradMode::is_enabled(), "activation checkpointing has no double backward: train without it");
+    variable_list inputs;
+    for (const auto& t : ctx->get_saved_variables())
+      inputs.push_back(t.defined() ? t.detach().requires_grad_(t.requires_grad()) : t);
+    const auto piece = c10::static_intrusive_pointer_cast<Piece>(ctx->saved_data["piece"].toCapsule());
+    at::AutoGradMode enabled(true);
+    const variable_list outputs = piece->run(true, inputs);
+    variable_list used_outputs, used_grads;
+    for (size_t i = 0; i < outputs.size(); ++i)
+      if (grads[i].defined()) {
+        used_outputs.push_back(outputs[i]);
+        used_grads.push_back(grads[i]);
+      }
+    torch::autograd::backward(used_outputs, used_grads);  // adds to the parameters' gradients
+    variable_list result;
+    for (const auto& t : inputs) result.push_back(t.defined() && t.requires_grad() ? t.grad() : Tensor());
+    result.push_back(Tensor());
+    return result;
+  }
+};
+
+}  // namespace nfrs::recompute

@@ -1,0 +1,175 @@
+//! The folder of a run: what it holds, how it begins, how it is read again, and its log.
+
+use super::Prepared;
+use crate::config::{DataConfig, TrainingConfig, TransformerConfig};
+use crate::data::{self, Bpe, Segmenter, Vocabulary};
+use crate::error::{Error, Result};
+use crate::model::UNK;
+use crate::train::checkpoint::{self, Checkpoint, Store};
+use crate::train::{self, Observer};
+use serde::{Deserialize, Serialize};
+use std::fs::{self, OpenOptions};
+use std::io::Write;
+use std::path::{Path, PathBuf};
+
+pub(super) const CONFIG: &str = "config.json";
+pub(super) const VOCABULARY: &str = "vocabulary.txt";
+pub(super) const CODES: &str = "bpe.codes";
+pub(super) const TARGET_TYPES: &str = "target_types.txt";
+pub(super) const LOG: &str = "log.jsonl";
+
+/// What to do with an output folder that holds a run.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Mode {
+    New,
+    Resume,
+    Overwrite,
+}
+
+impl Mode {
+    pub fn parse(word: &str) -> Result<Self> {
+        match word {
+            "new" => Ok(Mode::New),
+            "resume" => Ok(Mode::Resume),
+            "overwrite" => Ok(Mode::Overwrite),
+            other => Err(crate::error::unknown("mode", other, ["new", "resume", "overwrite"])),
+        }
+    }
+}
+
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub(super) struct Configs {
+    pub model: TransformerConfig,
+    pub training: TrainingConfig,
+    pub data: DataConfig,
+}
+
+pub(super) fn start_folder(
+    output: &Path,
+    mode: Mode,
+    prepared: &Prepared,
+    training: &TrainingConfig,
+    config: &DataConfig,
+) -> Result<()> {
+    if mode == Mode::Overwrite {
+        // Only what a run writes; anything else in the folder is the user's.
+        for name in [CONFIG, VOCABULARY, CODES, TARGET_TYPES, LOG, "curves.png"] {
+            remove(&output.join(name), |p| fs::remove_file(p))?;
+        }
+        remove(&output.join("checkpoints"), |p| fs::remove_dir_all(p))?;
+    }
+    fs::create_dir_all(output).map_err(|e| Error::io("create the folder", output, e))?;
+    prepared.vocabulary.save(output.join(VOCABULARY))?;
+    if let Segmenter::Bpe(bpe) = &prepared.segmenter {
+        bpe.save(output.join(CODES))?;
+    }
+    if let Some(mask) = &prepared.mask {
+        let ids: Vec<u32> = (0..mask.len() as u32).filter(|id| mask[*id as usize] && *id > UNK as u32).collect();
+        data::write_lines_atomic(output.join(TARGET_TYPES), prepared.vocabulary.decode(&ids))?;
+    }
+    let configs = Configs { model: prepared.model.clone(), training: training.clone(), data: config.clone() };
+    let text = serde_json::to_string_pretty(&configs).map_err(|e| Error::invalid(e.to_string()))?;
+    // Last: a folder with a config holds a run.
+    data::write_lines_atomic(output.join(CONFIG), [text])
+}
+
+pub(super) type Resumed = (Segmenter, Vocabulary, Option<Checkpoint>);
+
+/// What a run folder holds; no checkpoint where the run was stopped before its first.
+pub(super) fn resume(model: &TransformerConfig, output: &Path) -> Result<Resumed> {
+    let configs = read_configs(output)?;
+    let vocabulary = Vocabulary::load(output.join(VOCABULARY))?;
+    let wanted = TransformerConfig { vocab_size: vocabulary.len() as i64, ..model.clone() };
+    if configs.model != wanted {
+        let (old, new) = (serde_json::to_value(&configs.model), serde_json::to_value(&wanted));
+        let (Ok(serde_json::Value::Object(old)), Ok(serde_json::Value::Object(new))) = (old, new) else {
+            return Err(Error::invalid("the run's model differs from the one asked for"));
+        };
+        let differences: Vec<String> = old
+            .iter()
+            .filter(|(k, v)| new.get(*k) != Some(v))
+            .map(|(k, v)| format!("{k} was {v}, now {}", new[k]))
+            .collect();
+        return Err(Error::invalid(format!(
+            "{} was trained with another model: {}; resume with the same options",
+            output.display(),
+            differences.join("; ")
+        )));
+    }
+    let store = Store::open(output)?;
+    let checkpoint = match store.list()?.is_empty() {
+        true => None,
+        false => Some(checkpoint::load(store.resolve("last")?)?),
+    };
+    Ok((read_segmenter(output)?, vocabulary, checkpoint))
+}
+
+pub(super) fn read_configs(output: &Path) -> Result<Configs> {
+    let path = output.join(CONFIG);
+    let text = fs::read_to_string(&path).map_err(|e| match e.kind() {
+        std::io::ErrorKind::NotFound => Error::invalid(format!(
+            "{} holds no model: expected the output folder of a training run, with its {CONFIG}",
+            output.display()
+        )),
+        _ => Error::io("read", &path, e),
+    })?;
+    crate::config::from_json(&path.display().to_string(), &text)
+}
+
+pub(super) fn read_segmenter(output: &Path) -> Result<Segmenter> {
+    let codes = output.join(CODES);
+    Ok(if codes.exists() { Segmenter::Bpe(Bpe::from_codes(codes)?) } else { Segmenter::Split })
+}
+
+/// The target vocabulary of a run: its types, EOS and UNK.
+pub(super) fn read_mask(output: &Path, vocabulary: &Vocabulary) -> Result<Vec<bool>> {
+    let types = data::read_lines(output.join(TARGET_TYPES))?;
+    Ok(data::seen_mask(vocabulary.len(), [vocabulary.encode(&types).as_slice()]))
+}
+
+pub(super) fn remove(path: &Path, act: impl Fn(&Path) -> std::io::Result<()>) -> Result<()> {
+    match act(path) {
+        Err(e) if e.kind() != std::io::ErrorKind::NotFound => Err(Error::io("remove", path, e)),
+        _ => Ok(()),
+    }
+}
+
+/// Appends every event to the run's log, then passes it on.
+pub(super) struct Log<'a> {
+    pub file: PathBuf,
+    pub observer: &'a mut dyn Observer,
+}
+
+impl Log<'_> {
+    fn write(&self, event: &str, value: &impl Serialize) -> Result<()> {
+        let mut value = serde_json::to_value(value).map_err(|e| Error::invalid(e.to_string()))?;
+        if let Some(object) = value.as_object_mut() {
+            object.insert("event".into(), event.into());
+        }
+        let mut file = OpenOptions::new()
+            .create(true)
+            .append(true)
+            .open(&self.file)
+            .map_err(|e| Error::io("open the log", &self.file, e))?;
+        file.write_all(format!("{value}\n").as_bytes()).map_err(|e| Error::io("write the log", &self.file, e))
+    }
+}
+
+impl Observer for Log<'_> {
+    fn started(&mut self, v: &train::Started) -> Result<()> {
+        self.write("started", v)?;
+        self.observer.started(v)
+    }
+    fn updated(&mut self, v: &train::Update) -> Result<()> {
+        self.write("updated", v)?;
+        self.observer.updated(v)
+    }
+    fn evaluated(&mut self, v: &train::Evaluation) -> Result<()> {
+        self.write("evaluated", v)?;
+        self.observer.evaluated(v)
+    }
+    fn message(&mut self, level: &str, text: &str) -> Result<()> {
+        self.write("message", &serde_json::json!({ "level": level, "text": text }))?;
+        self.observer.message(level, text)
+    }
+}

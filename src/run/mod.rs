@@ -1,0 +1,56 @@
+//! A run: from text files and three configurations to a folder with everything that translating needs.
+//!
+//! ```text
+//! DIR/config.json   the configurations        DIR/log.jsonl      what happened, one JSON object a line
+//! DIR/vocabulary.txt  (fairseq's dict.txt)    DIR/checkpoints/   best, last and the last k
+//! DIR/bpe.codes       (subword-nmt's)                       DIR/target_types.txt  the types of the target vocabulary
+//! ```
+
+mod average;
+mod folder;
+mod prepare;
+mod training;
+mod translator;
+
+pub use average::average;
+pub use folder::Mode;
+pub use prepare::{prepare, Prepared};
+pub use training::{dry_run, train};
+pub use translator::Translator;
+
+use crate::error::{Error, Result};
+use tch::Device;
+
+/// The device of that name: cpu, cuda, cuda:N.
+pub fn device(name: &str) -> Result<Device> {
+    let wanted = match name {
+        "cpu" => return Ok(Device::Cpu),
+        "cuda" => 0,
+        other => match other.strip_prefix("cuda:").and_then(|n| n.parse::<usize>().ok()) {
+            Some(n) => n,
+            None => return Err(crate::error::unknown("device", other, ["cpu", "cuda", "cuda:0"])),
+        },
+    };
+    let found = tch::Cuda::device_count().max(0) as usize;
+    if wanted >= found {
+        return Err(Error::invalid(format!(
+            "device {name} is not there: this machine has {found} CUDA devices; use cpu"
+        )));
+    }
+    Ok(Device::Cuda(wanted))
+}
+
+/// Asks glibc to keep freed memory: activations of the same sizes come and go with every update, and fresh pages cost
+/// more than the arithmetic on them. NORMFORMER_RS_ALLOCATOR=system leaves the allocator as it is.
+pub(super) fn keep_memory() {
+    if std::env::var("NORMFORMER_RS_ALLOCATOR").is_ok_and(|v| v == "system") {
+        return;
+    }
+    #[cfg(target_env = "gnu")]
+    // SAFETY: mallopt takes two integers and may be called at any time.
+    unsafe {
+        libc::mallopt(libc::M_MMAP_MAX, 0);
+        libc::mallopt(libc::M_TRIM_THRESHOLD, libc::c_int::MAX);
+        libc::mallopt(libc::M_TOP_PAD, 64 << 20);
+    }
+}

@@ -1,0 +1,131 @@
+//! Training from text files to a folder.
+
+use super::folder::{resume, start_folder, Log, CONFIG, LOG};
+use super::prepare::{prepare_with, valid_batches};
+use super::{device, keep_memory, prepare, Mode, Prepared};
+use crate::config::{DataConfig, TrainingConfig, TransformerConfig};
+use crate::data::{BatchStream, Prefetch, StreamConfig};
+use crate::error::{Error, Result};
+use crate::metrics::unigram_entropy;
+use crate::model::Transformer;
+use crate::train::checkpoint::{Checkpoint, Store};
+use crate::train::{load_parameters, smoothing, Objective, Observer, Parts, Progress, Trainer, Validation};
+use std::path::Path;
+use std::sync::Arc;
+use tch::{Device, Kind, Tensor};
+
+/// Trains; `output` then holds all that [`Translator`] needs.
+pub fn train(
+    model: &TransformerConfig,
+    training: &TrainingConfig,
+    config: &DataConfig,
+    output: &Path,
+    mode: Mode,
+    observer: &mut dyn Observer,
+) -> Result<()> {
+    keep_memory();
+    let device = device(&training.device)?;
+    let holds_run = output.join(CONFIG).exists();
+    match mode {
+        Mode::New if holds_run => {
+            return Err(Error::invalid(format!(
+                "{} already holds a run: --resume continues it, --overwrite starts anew, or choose another output",
+                output.display()
+            )))
+        }
+        Mode::Resume if !holds_run => {
+            return Err(Error::invalid(format!(
+                "{} holds no run to resume: leave out --resume to start one",
+                output.display()
+            )))
+        }
+        _ => {}
+    }
+    let resumed = match mode {
+        Mode::Resume => Some(resume(model, output)?),
+        _ => None,
+    };
+    let (known, from) = match resumed {
+        Some((segmenter, vocabulary, checkpoint)) => (Some((segmenter, vocabulary)), checkpoint),
+        None => (None, None),
+    };
+    let prepared = prepare_with(model, training, config, known)?;
+    if mode != Mode::Resume {
+        start_folder(output, mode, &prepared, training, config)?;
+    }
+    let mut log = Log { file: output.join(LOG), observer };
+    if prepared.skipped > 0 {
+        let (skipped, all) = (prepared.skipped, prepared.skipped + prepared.train.len());
+        let text = format!("left out {skipped} of {all} sentences: longer than max_tokens {}", training.max_tokens);
+        log.message("warning", &text)?;
+    }
+    let mut trainer = trainer(prepared, training, output, device, from)?;
+    trainer.fit(&mut log)
+}
+
+fn trainer(
+    prepared: Prepared,
+    training: &TrainingConfig,
+    output: &Path,
+    device: Device,
+    from: Option<Checkpoint>,
+) -> Result<Trainer> {
+    let Prepared { model, vocabulary, train, valid, references, mask, .. } = prepared;
+    let from = match from {
+        Some(checkpoint) => {
+            let progress: Progress = serde_json::from_value(checkpoint.state.clone())
+                .map_err(|e| Error::invalid(format!("the checkpoint's state cannot be read: {e}")))?;
+            Some((progress, checkpoint))
+        }
+        None => None,
+    };
+    tch::manual_seed(training.seed as i64);
+    let model = match &from {
+        Some((_, checkpoint)) => Transformer::to_train(&model, &load_parameters(&checkpoint.model, device)?)?,
+        None => Transformer::new(&model, device, Kind::Float)?,
+    };
+    let valid_count = mask.as_ref().map_or(vocabulary.len(), |m| m.iter().filter(|v| **v).count());
+    let mask = mask.map(|m| Tensor::f_from_slice(&m)?.f_to_device(device)).transpose()?;
+    let entropy = unigram_entropy(train.target.iter().flat_map(|row| row.iter().copied().chain([2])));
+    let batches = valid_batches(&valid, training);
+    let stream_config = StreamConfig {
+        max_tokens: training.max_tokens as usize,
+        seed: training.seed,
+        word_dropout: training.word_dropout,
+    };
+    let cursor = from.as_ref().map(|(p, _)| p.cursor).unwrap_or_default();
+    let stream = BatchStream::new(Arc::new(train), stream_config, cursor)?;
+    let parts = Parts {
+        model,
+        config: training.clone(),
+        objective: Objective { mask, smoothing: smoothing(training, valid_count) },
+        vocabulary,
+        validation: Validation { batches, references },
+        store: Store::open(output)?,
+        unigram_entropy: entropy,
+        batches_per_epoch: stream.batches_per_epoch(),
+        device,
+    };
+    Trainer::new(parts, Prefetch::new(stream)?, from.as_ref().map(|(p, c)| (p.clone(), c)))
+}
+
+/// Number of parameters and bytes of a run, without training.
+pub fn dry_run(model: &TransformerConfig, training: &TrainingConfig, data: &DataConfig) -> Result<serde_json::Value> {
+    let prepared = prepare(model, training, data)?;
+    let built = Transformer::new(&prepared.model, Device::Cpu, Kind::Float)?;
+    let n = built.parameters.numel();
+    let most = training.max_tokens as usize;
+    // Activations kept for the backward pass, f32 units a row: about 16 d + 2 d_ff a layer and side; one block of logits.
+    let (d, f) = (model.d_model as usize, model.d_ff as usize);
+    let encoder = if model.has_encoder() { model.encoder_layers as usize } else { 0 };
+    let layers = encoder + model.decoder_layers as usize;
+    let activations = most * layers * (16 * d + 2 * f) * 4 + 1024 * prepared.model.vocab_size as usize * 4;
+    Ok(serde_json::json!({
+        "parameters": n,
+        "parameter_bytes": n * 4,
+        "training_bytes": n * 4 * 4 + activations,
+        "vocabulary": prepared.vocabulary.len(),
+        "sentences": prepared.train.len(),
+        "skipped": prepared.skipped,
+    }))
+}

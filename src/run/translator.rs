@@ -1,0 +1,104 @@
+//! A trained model, ready to translate.
+
+use super::average::average_path;
+use super::folder::{read_configs, read_mask, read_segmenter, Configs, VOCABULARY};
+use super::keep_memory;
+use super::prepare::{read, valid_batches, within};
+use crate::config::{DataConfig, TrainingConfig};
+use crate::data::{self, Corpus, LongSentences, Segmenter, Vocabulary};
+use crate::error::{Error, Result};
+use crate::model::Transformer;
+use crate::search::{search, SearchConfig};
+use crate::train::checkpoint::{self, Store};
+use crate::train::{self, load_parameters, smoothing, Objective};
+use std::path::Path;
+use tch::{no_grad, Device, Kind, Tensor};
+
+/// A trained model with its text processing.
+pub struct Translator {
+    pub model: Transformer,
+    segmenter: Segmenter,
+    vocabulary: Vocabulary,
+    /// The target vocabulary.
+    seen: Option<Vec<bool>>,
+    mask: Option<Tensor>,
+    smoothing: crate::kernel::cross_entropy::Smoothing,
+    training: TrainingConfig,
+    data: DataConfig,
+    device: Device,
+}
+
+impl Translator {
+    /// Of a run's folder; `checkpoint` is best, last, average, an update's number, or a path.
+    pub fn load(folder: &Path, checkpoint: &str, device: Device) -> Result<Self> {
+        keep_memory();
+        let configs = read_configs(folder)?;
+        let path = match checkpoint {
+            "average" if average_path(folder).exists() => average_path(folder),
+            "average" => {
+                return Err(Error::invalid(format!(
+                    "{} has no averaged checkpoint: make one with `normformer-rs average --model {0} --last 10`",
+                    folder.display()
+                )))
+            }
+            other => Store::at(folder).resolve(other)?,
+        };
+        let (arrays, _) = checkpoint::load_model(path)?;
+        let model = Transformer::with_parameters(&configs.model, &load_parameters(&arrays, device)?)?;
+        let vocabulary = Vocabulary::load(folder.join(VOCABULARY))?;
+        let seen = if configs.training.vocab_mask { Some(read_mask(folder, &vocabulary)?) } else { None };
+        let valid = seen.as_ref().map_or(vocabulary.len(), |m| m.iter().filter(|v| **v).count());
+        let mask = seen.as_ref().map(|m| Tensor::f_from_slice(m)?.f_to_device(device)).transpose()?;
+        let smoothing = smoothing(&configs.training, valid);
+        let segmenter = read_segmenter(folder)?;
+        let Configs { training, data, .. } = configs;
+        Ok(Translator { model, segmenter, vocabulary, seen, mask, smoothing, training, data, device })
+    }
+
+    /// The best translations of each line, as (text, score).
+    pub fn translate(
+        &self,
+        lines: &[String],
+        config: &SearchConfig,
+        batch_tokens: usize,
+        kind: Kind,
+        mut between: impl FnMut(usize) -> Result<()>,
+    ) -> Result<Vec<Vec<(String, f64)>>> {
+        let ids: Vec<Vec<u32>> = lines.iter().map(|l| self.vocabulary.encode(&self.segmenter.segment(l))).collect();
+        let lengths: Vec<(usize, usize)> = ids.iter().map(|row| (row.len() + 1, 0)).collect();
+        let corpus = Corpus { source: Some(ids), target: vec![Vec::new(); lines.len()] };
+        let mut found = vec![Vec::new(); lines.len()];
+        let mut done = 0;
+        for sentences in data::plan(&lengths, batch_tokens, 0, 0) {
+            let batch = data::collate(&corpus, &sentences);
+            let source = train::Input::new(&batch, self.device)?.source;
+            let source = source.ok_or_else(|| Error::invalid("a language model does not translate"))?;
+            for (&sentence, hypotheses) in
+                sentences.iter().zip(search(&self.model, &source, self.mask.as_ref(), config, kind)?)
+            {
+                found[sentence] =
+                    hypotheses.iter().map(|h| (train::to_text(&h.tokens, &self.vocabulary), h.score)).collect();
+            }
+            done += sentences.len();
+            between(done)?;
+        }
+        Ok(found)
+    }
+
+    /// Loss per token of other text.
+    pub fn evaluate(&self, source: Option<&str>, target: &str, kind: Kind) -> Result<train::Score> {
+        let sided = self.model.config.has_encoder();
+        let (source, target) = read(sided, "evaluation", source, target)?;
+        let ids = |lines: &[String]| -> Vec<Vec<u32>> {
+            lines.iter().map(|l| self.vocabulary.encode(&self.segmenter.segment(l))).collect()
+        };
+        let most = self.training.max_tokens as usize;
+        let target = within(ids(&target), self.seen.as_deref());
+        let corpus = match sided {
+            true => Corpus::parallel(ids(&source), target, most, LongSentences::Refuse)?.0,
+            false => Corpus::language_model(&target, self.data.segment_length as usize, most)?,
+        };
+        let objective = Objective { mask: self.mask.as_ref().map(Tensor::shallow_clone), smoothing: self.smoothing };
+        no_grad(|| train::evaluate_loss(&self.model, &valid_batches(&corpus, &self.training), &objective, kind))
+    }
+}
