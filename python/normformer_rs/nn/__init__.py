@@ -2,7 +2,7 @@
 
 from .attention import MultiheadAttention
 from .layers import Residual, TransformerDecoderLayer, TransformerEncoderLayer
-from .norms import LayerNorm, RMSNorm, ScaleNorm
+from .norms import LayerNorm, RMSNorm, ScaleNorm, norm_class
 from .stacks import Transformer, TransformerDecoder, TransformerEncoder
 from .training import parameter_groups, profile, set_num_updates
 
@@ -17,6 +17,7 @@ __all__ = [
     "TransformerDecoderLayer",
     "TransformerEncoder",
     "TransformerEncoderLayer",
+    "norm_class",
     "parameter_groups",
     "profile",
     "set_num_updates",

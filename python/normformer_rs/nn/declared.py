@@ -212,11 +212,18 @@ def make(what: NormAt | Learned, place: Place, factory: Mapping[str, Any], bias:
     if isinstance(what, Learned):
         return nn.Parameter(torch.full(what.shape, what.value, **factory))
     name, settings = place.declared.norm, dict(factory)
-    if name == "scalenorm-fixed":
-        name, settings["elementwise_affine"] = "scalenorm", what.last and place.stack == "decoder"
+    if name == "scalenorm-fixed" and what.last and place.stack == "decoder":
+        name = "scalenorm"
     if place.config.norm_eps is not None:
         settings["eps"] = place.config.norm_eps
-    return norm_class(name)(what.width, bias=bias, **settings)
+    return new_norm(name, what.width, bias=bias, **settings)
+
+
+def new_norm(name: str, width: int, *, learned: bool = True, **settings: Any) -> Any:
+    """A norm by its name in `normformer_rs.tables()`. `learned`: it has parameters."""
+    if name == "scalenorm-fixed":
+        name, learned = "scalenorm", False
+    return norm_class(name)(width, elementwise_affine=learned, **settings)
 
 
 def install(owner: nn.Module, items: Iterable[NormAt | Learned], place: Place, **making: Any) -> None:

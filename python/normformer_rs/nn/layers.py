@@ -193,6 +193,21 @@ class Layer(Growing):
         install(self, (what for what in new if what not in old), place, **making)
         self.grow(None, device)
 
+    def adopt(self, place: Place, in_stack: bool) -> None:
+        """Of what was torch.nn's layer makes this one: its children stay, with the norms that the scheme keeps."""
+        self.place, self.is_torchs, self.keeps_torchs_values = place, False, True
+        norms = {name: self._modules.pop(name) for name in [*self._modules] if name.startswith("norm")}
+        for name in self.attentions:
+            if type(attention := getattr(self, name)) is nn.MultiheadAttention:
+                attention.__class__ = MultiheadAttention
+        weight = self.linear1.weight
+        self._install({"device": weight.device, "dtype": weight.dtype}, bias=True)
+        for name, norm in norms.items():
+            if name in self._modules:
+                setattr(self, name, norm)
+        self.grow(None if in_stack else place.declared.growth, weight.device)
+        self.train(self.training)
+
     def reset_parameters(self) -> None:
         """Draws the linear layers' first values again, as `init` says; torch.nn's are left as they are."""
         if not self.keeps_torchs_values:

@@ -67,16 +67,27 @@ class Stack(Growing):
         factory = {"device": weight.device, "dtype": weight.dtype}
         for i, layer in enumerate(self.layers):
             layer.move(Place(config, stack, i))
-        self.place = place
+        self._extend(place, declared.end if not first.is_torchs else (), factory)
+        self.reset_parameters()
+
+    def adopt(self, place: Place) -> None:
+        """Of what was torch.nn's stack makes this one: its layers stay, and its norm if the scheme ends with one."""
+        weight, end = self.layers[0].linear1.weight, place.declared.end
+        if not any(change.kind == "norm" for change in end):
+            self.norm = None
+        self._extend(place, end, {"device": weight.device, "dtype": weight.dtype})
+        self.train(self.training)
+
+    def _extend(self, place: Place, end: tuple[Change, ...], factory: Mapping[str, Any]) -> None:
+        """Adds what the scheme declares for the stack; a norm that is there stays."""
+        self.place, declared = place, place.declared
         if declared.combine is not None:
             self.combine = Sums(declared.combine, place, factory)
-        if not first.is_torchs:
-            for change in declared.end:
-                if change.kind != "norm" or self.norm is None:
-                    setattr(self, change.what.name, make(change.what, place, factory))
-            self.end = tuple(change for change in declared.end if change.kind != "norm")
-        self.grow(declared.growth, weight.device)
-        self.reset_parameters()
+        for change in end:
+            if change.kind != "norm" or self.norm is None:
+                setattr(self, change.what.name, make(change.what, place, factory))
+        self.end = tuple(change for change in end if change.kind != "norm")
+        self.grow(declared.growth, factory["device"])
 
     def reset_parameters(self) -> None:
         """Draws the linear layers' first values again, as `init` says."""
