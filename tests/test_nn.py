@@ -39,7 +39,18 @@ def rust_and_skeleton(norm="layernorm", residual="prenorm", **options):
     )
     rust = shake(nfrs.Transformer(config, seed=3).double())
     skeleton = nfnn.Transformer(
-        D, HEADS, 2, 3, FF, 0.0, batch_first=True, dtype=torch.float64, norm=norm, residual=residual, **OPTIONS, **options
+        D,
+        HEADS,
+        2,
+        3,
+        FF,
+        0.0,
+        batch_first=True,
+        dtype=torch.float64,
+        norm=norm,
+        residual=residual,
+        **OPTIONS,
+        **options,
     )
     state = rust.state_dict()
     skeleton.load_state_dict({k: v for k, v in state.items() if k.startswith(("encoder.", "decoder."))}, strict=True)
@@ -251,7 +262,9 @@ def test_seeds_fix_first_values_and_leave_the_generator_in_step():
 
 
 def encoder(residual="prenorm", norm="scalenorm", dropout=0.0, **options):
-    layer = nfnn.TransformerEncoderLayer(D, HEADS, FF, dropout, batch_first=True, residual=residual, norm=norm, **options)
+    layer = nfnn.TransformerEncoderLayer(
+        D, HEADS, FF, dropout, batch_first=True, residual=residual, norm=norm, **options
+    )
     return shake(nfnn.TransformerEncoder(layer, 2))
 
 

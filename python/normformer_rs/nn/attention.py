@@ -12,16 +12,16 @@ from .declared import Change, Inside, apply_changes
 
 
 class MultiheadAttention(nn.MultiheadAttention):
-    """softmax(QKᵀ/√d_head + mask)V per head, heads joined, output projection: torch.nn.MultiheadAttention with changes at
-    points inside it, as a residual scheme declares them.
+    """softmax(QKᵀ/√d_head + mask)V per head, heads joined, output projection: torch.nn.MultiheadAttention with changes
+    at points inside it, as a residual scheme declares them.
 
     `inside` names changes at `input` (before the projection of queries, and of keys and values too in self-attention),
-    `after_heads` (the heads' outputs, joined) and `after_output` (after `out_proj`). Parameters, masks, layouts and results
-    are torch.nn's; `out_proj` is called as a module, so that its hooks and whatever replaces it count.
+    `after_heads` (the heads' outputs, joined) and `after_output` (after `out_proj`). Parameters, masks, layouts and
+    results are torch.nn's; `out_proj` is called as a module, so that its hooks and whatever replaces it count.
 
     Shapes: query (B, T, d), key and value (B, S, d) with `batch_first`, else (T, B, d) and (S, B, d), or without B;
-    `attn_mask` (T, S) or (B·heads, T, S) and `key_padding_mask` (B, S), True or −∞ where not to look. `is_causal` without
-    `attn_mask` is a causal mask (torch.nn wants both).
+    `attn_mask` (T, S) or (B·heads, T, S) and `key_padding_mask` (B, S), True or −∞ where not to look. `is_causal`
+    without `attn_mask` is a causal mask (torch.nn wants both).
 
     Errors: InputError for masks of another shape. Source: Vaswani et al. 2017, §3.2.
     """
@@ -46,7 +46,9 @@ class MultiheadAttention(nn.MultiheadAttention):
         """(output, weights or None). Weights are (B, T, S), or (B, heads, T, S) with average_attn_weights=False."""
         if not self._qkv_same_embed_dim or self.bias_k is not None or self.add_zero_attn:
             if self.inside:
-                raise InputError("changes inside attention need kdim = vdim = embed_dim, no bias_kv and no add_zero_attn")
+                raise InputError(
+                    "changes inside attention need kdim = vdim = embed_dim, no bias_kv and no add_zero_attn"
+                )
             given: Any = (query, key, value, key_padding_mask, need_weights, attn_mask, average_attn_weights, is_causal)
             return super().forward(*given)
         is_batched, is_self = query.dim() == 3, key is query and value is query

@@ -1,12 +1,13 @@
 """What a residual scheme declares, read from Rust, and the one interpreter of it.
 
-Rust writes each scheme once (`src/residual`), as plain data: which norms, gains and changes stand at the four places of a
-Transformer. Here they become child modules and parameters of a `torch.nn.Module`, and are called in their places; no
+Rust writes each scheme once (`src/residual`), as plain data: which norms, gains and changes stand at the four places of
+a Transformer. Here they become child modules and parameters of a `torch.nn.Module`, and are called in their places; no
 scheme has a name in this file. Around a sublayer F, with drop the dropout on its output,
 
     x⁺ = N_after(α⊙x + β⊙drop(N_amid(F(N_before(x)))))
 
-in one fused step with N_after, or with the norm that the next sublayer begins with, wherever that norm works row by row.
+in one fused step with N_after, or with the norm that the next sublayer begins with, wherever that norm works row by
+row.
 """
 
 import dataclasses
@@ -239,7 +240,8 @@ def install(owner: nn.Module, items: Iterable[NormAt | Learned], place: Place, *
 
 
 class Draw:
-    """Dropout masks of one forward: a seed from torch's generator, drawn when first needed, and a site for each mask."""
+    """Dropout masks of one forward: a seed from torch's generator, drawn when first needed, and a site for each
+    mask."""
 
     def __init__(self, device: torch.device) -> None:
         self.device, self.seed, self.sites = device, None, 0  # type: tuple[torch.device, Tensor | None, int]

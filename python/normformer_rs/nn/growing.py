@@ -10,7 +10,8 @@ from .declared import Growth, growth_now
 
 
 class Growing(nn.Module):
-    """A module that may hold a `t`: int64 (1,), set to k before the k-th update, 1 at the start, saved with the model."""
+    """A module that may hold a `t`: int64 (1,), set to k before the k-th update, 1 at the start, saved with the
+    model."""
 
     growth: Growth | None = None
     t: Tensor
@@ -32,7 +33,8 @@ class Growing(nn.Module):
         return growth_now(self.t, self.growth.steps, self.growth.curve)
 
     def _watch(self) -> None:
-        """Warns once where parameters have been updated and t has not moved. Reads counters of writes, not the device."""
+        """Warns once where parameters have been updated and t has not moved. Reads counters of writes, not the
+        device."""
         if not self.training or self._has_warned or torch.compiler.is_compiling():
             return
         parameter = next((p for p in self.parameters() if p.requires_grad), None)

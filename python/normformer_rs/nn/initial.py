@@ -9,7 +9,8 @@ from .declared import Place
 
 
 def initial_values(config: TransformerConfig, device: torch.device) -> dict[str, Tensor]:
-    """A whole model's first values by canonical name, after one draw from torch's generator; none on the meta device."""
+    """A whole model's first values by canonical name, after one draw from torch's generator; none on the meta
+    device."""
     if device.type == "meta":
         return {}
     seed = int(torch.randint(2**63 - 1, (), device="cpu"))

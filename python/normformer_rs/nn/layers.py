@@ -8,9 +8,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .._core import InputError
-from ..config import TransformerConfig, tables, unknown
+from ..config import unknown
 from .attention import MultiheadAttention, is_masked
-from .declared import OPS, Draw, Place, begin, close, configure, apply_changes, install, is_plain, rate
+from .declared import OPS, Draw, Place, apply_changes, begin, close, configure, install, is_plain, rate
 from .growing import Growing
 from .initial import initialise
 
@@ -39,8 +39,8 @@ class Residual(Growing):
         norm_eps: the norm's ε; None: its own default.
         options: those of `TransformerConfig` that the scheme or norm has (`branchnorm_steps`, `layerscale_init`, …).
 
-    Modules and parameters: `norm1`, `post_norm1`, `residual_scale1`, `branch_scale`, … (the number is the sublayer's in its
-    layer). What a scheme puts after the last layer (prenorm's N) is the caller's to add.
+    Modules and parameters: `norm1`, `post_norm1`, `residual_scale1`, `branch_scale`, … (the number is the sublayer's in
+    its layer). What a scheme puts after the last layer (prenorm's N) is the caller's to add.
 
     Shapes: x (…, d_model) → the same. Errors: InputError for unknown names, and for schemes that also reach inside the
     sublayer or between layers (subln, normformer, r-fixup, dlcl): those need a TransformerEncoderLayer or a stack.
@@ -144,7 +144,9 @@ class Layer(Growing):
         if init not in (None, "torch"):
             given["init"] = init
         config = configure(options, d_model=d_model, d_ff=dim_feedforward, heads=nhead, **given)
-        self.place = Place(config, "encoder" if "encoder_layers" in depths and len(self.kinds) == 2 else "decoder", layer)
+        self.place = Place(
+            config, "encoder" if "encoder_layers" in depths and len(self.kinds) == 2 else "decoder", layer
+        )
         _layer_number(layer, self.place.depth)
         self.is_torchs, self.norm_first = residual is None and init is None, norm_first
         self.keeps_torchs_values = init == "torch" or self.is_torchs
@@ -241,7 +243,9 @@ class Layer(Growing):
 
         h = change("before_activation", self.linear1(change("input", x)))  # (…, d_ff)
         p = rate(self.dropout)
-        is_relu = self.activation is F.relu or isinstance(self.activation, nn.Module) and is_plain(self.activation, nn.ReLU)
+        is_relu = self.activation is F.relu or (
+            isinstance(self.activation, nn.Module) and is_plain(self.activation, nn.ReLU)
+        )
         h = OPS.relu_dropout(h, *draw(p)) if is_relu and p is not None else self.dropout(self.activation(h))
         return self.linear2(change("amid", h))
 
@@ -268,8 +272,8 @@ def _activation(activation: Activation) -> Callable[[Tensor], Tensor]:
 
 
 class TransformerEncoderLayer(Layer):
-    """Self-attention and feed-forward, each in a residual connection: torch.nn.TransformerEncoderLayer with any norm, scheme
-    and initialisation.
+    """Self-attention and feed-forward, each in a residual connection: torch.nn.TransformerEncoderLayer with any norm,
+    scheme and initialisation.
 
     >>> import torch
     >>> layer = TransformerEncoderLayer(16, 4, 32, batch_first=True, norm="scalenorm", residual="prenorm")
@@ -277,17 +281,17 @@ class TransformerEncoderLayer(Layer):
     torch.Size([2, 5, 16])
 
     Args: torch.nn's (`layer_norm_eps` is any norm's ε), and by keyword
-        norm, residual, init: names out of `normformer_rs.tables()`. residual=None: postnorm, or prenorm if `norm_first`,
-            with torch.nn's first values unless `init` is named; init=None: the one that goes with the scheme; init="torch":
-            torch.nn's.
+        norm, residual, init: names out of `normformer_rs.tables()`. residual=None: postnorm, or prenorm if
+            `norm_first`, with torch.nn's first values unless `init` is named; init=None: the one that goes with the
+            scheme; init="torch": torch.nn's.
         layer: this layer's number in its stack, from 0. A TransformerEncoder sets it.
         encoder_layers, decoder_layers: how deep the model is, for schemes whose constants depend on it. Without
             decoder_layers the encoder stands alone, as BERT's does. A TransformerEncoder sets them.
-        options: those of `TransformerConfig` that the scheme or norm has (`branchnorm_steps`, `normformer_mode`, …), and
-            `attention_dropout`, `activation_dropout` (None: `dropout`).
+        options: those of `TransformerConfig` that the scheme or norm has (`branchnorm_steps`, `normformer_mode`, …),
+            and `attention_dropout`, `activation_dropout` (None: `dropout`).
 
-    Parameters and buffers bear torch.nn's names; a scheme's own those of `normformer_rs.Transformer`. With layernorm, state
-    dicts are torch.nn's both ways. Dropout masks follow torch's generator, but are not torch.nn's.
+    Parameters and buffers bear torch.nn's names; a scheme's own those of `normformer_rs.Transformer`. With layernorm,
+    state dicts are torch.nn's both ways. Dropout masks follow torch's generator, but are not torch.nn's.
 
     Shapes: src (B, T, d_model) with `batch_first`, (T, B, d_model) without, or (T, d_model); the same out.
     Errors: InputError for unknown names and options, and for masks of another shape.
@@ -359,7 +363,11 @@ class TransformerDecoderLayer(Layer):
             return self.self_attn(x, x, x, need_weights=False, **masks)[0]
 
         def attend_memory(x: Tensor) -> Tensor:
-            masks = {"attn_mask": memory_mask, "key_padding_mask": memory_key_padding_mask, "is_causal": memory_is_causal}
+            masks = {
+                "attn_mask": memory_mask,
+                "key_padding_mask": memory_key_padding_mask,
+                "is_causal": memory_is_causal,
+            }
             return self.multihead_attn(x, memory, memory, need_weights=False, **masks)[0]
 
         return self._run(tgt, [attend, attend_memory], self._padding(tgt, tgt_key_padding_mask), alpha_t)

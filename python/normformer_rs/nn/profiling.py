@@ -1,6 +1,7 @@
 """The profiling pass that gives Admin its first gains (Liu et al. 2020; SPEC §3, `admin`).
 
-Down each stack with r = 1 at its start: ω ← r, then r ← √(Var(ω⊙x) + Var(drop f)), the biased variance over all elements.
+Down each stack with r = 1 at its start: ω ← r, then r ← √(Var(ω⊙x) + Var(drop f)), the biased variance over all
+elements.
 """
 
 import contextlib

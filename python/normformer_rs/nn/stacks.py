@@ -1,7 +1,6 @@
 """Stacks of layers, and the whole Transformer, as torch.nn has them."""
 
 import copy
-import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -19,8 +18,8 @@ from .profiling import begin_stack
 
 
 class Sums(nn.Module):
-    """Learned sums of all outputs so far: row l of `weight` weighs y_0 (the embedding) to y_l, the layers' outputs, into what
-    layer l + 1 reads; the last row makes the stack's output (Wang et al. 2019). Row l starts at 1/(l + 1).
+    """Learned sums of all outputs so far: row l of `weight` weighs y_0 (the embedding) to y_l, the layers' outputs,
+    into what layer l + 1 reads; the last row makes the stack's output (Wang et al. 2019). Row l starts at 1/(l + 1).
 
     `norms["l"]` stands on y_l, or on row l's sum.
     """
@@ -124,10 +123,11 @@ class TransformerEncoder(Stack):
     Args:
         encoder_layer: one layer; if its `residual` or `init` was named, every copy is drawn anew for its depth.
         num_layers: how many.
-        norm: a module after the last layer. None: none, as in torch.nn, or, if the layer's `residual` was named, what its
-            scheme puts there (prenorm's N, …).
+        norm: a module after the last layer. None: none, as in torch.nn, or, if the layer's `residual` was named, what
+            its scheme puts there (prenorm's N, …).
         enable_nested_tensor, mask_check: taken and not used: there is no nested path that could pass norms by.
-        decoder_layers: how deep the decoder is, for schemes whose constants depend on it; None: the encoder stands alone.
+        decoder_layers: how deep the decoder is, for schemes whose constants depend on it; None: the encoder stands
+            alone.
 
     A scheme's own parameters and buffers (`t`, `combine.weight`, `end_shift`, …) bear the names of
     `normformer_rs.Transformer`. Errors: InputError.
@@ -220,12 +220,12 @@ class Transformer(nn.Module):
     torch.Size([2, 3, 16])
 
     Args: torch.nn's, and by keyword those of `TransformerEncoderLayer`, and encoder_norm, decoder_norm (None: `norm`).
-        residual=None is torch.nn's arrangement: `norm_first` chooses between prenorm and postnorm, and both stacks end with
-        a norm; a named scheme ends its stacks as its equation says.
+        residual=None is torch.nn's arrangement: `norm_first` chooses between prenorm and postnorm, and both stacks end
+        with a norm; a named scheme ends its stacks as its equation says.
 
-    With layernorm and residual=None, keys, first values and outputs are torch.nn's. Names under `encoder.` and `decoder.` are
-    those of `normformer_rs.Transformer`, whose stacks this is from the same weights. Errors: InputError; RuntimeError as in
-    torch.nn where widths or batches of src and tgt differ.
+    With layernorm and residual=None, keys, first values and outputs are torch.nn's. Names under `encoder.` and
+    `decoder.` are those of `normformer_rs.Transformer`, whose stacks this is from the same weights. Errors: InputError;
+    RuntimeError as in torch.nn where widths or batches of src and tgt differ.
     """
 
     def __init__(
@@ -252,7 +252,17 @@ class Transformer(nn.Module):
         **options: Any,
     ) -> None:
         super().__init__()
-        arguments = (d_model, nhead, dim_feedforward, dropout, activation, layer_norm_eps, batch_first, norm_first, bias)
+        arguments = (
+            d_model,
+            nhead,
+            dim_feedforward,
+            dropout,
+            activation,
+            layer_norm_eps,
+            batch_first,
+            norm_first,
+            bias,
+        )
         depths = {"encoder_layers": num_encoder_layers, "decoder_layers": num_decoder_layers}
         keeps_torchs = residual is None and init is None
         named = {"norm": norm, "residual": residual, **depths, **options, "device": device, "dtype": dtype}
@@ -308,9 +318,13 @@ class Transformer(nn.Module):
         """The decoded sequence, in tgt's shape. Shapes and masks as in torch.nn."""
         batch = 0 if self.batch_first else 1
         if src.dim() == 3 and src.shape[batch] != tgt.shape[batch]:
-            raise RuntimeError(f"src and tgt must have as many sentences; got {src.shape[batch]} and {tgt.shape[batch]}")
+            raise RuntimeError(
+                f"src and tgt must have as many sentences; got {src.shape[batch]} and {tgt.shape[batch]}"
+            )
         if src.shape[-1] != self.d_model or tgt.shape[-1] != self.d_model:
-            raise RuntimeError(f"src and tgt must be d_model = {self.d_model} wide; got {src.shape[-1]}, {tgt.shape[-1]}")
+            raise RuntimeError(
+                f"src and tgt must be d_model = {self.d_model} wide; got {src.shape[-1]}, {tgt.shape[-1]}"
+            )
         memory = self.encoder(src, src_mask, src_key_padding_mask, src_is_causal)
         masks = (tgt_mask, memory_mask, tgt_key_padding_mask, memory_key_padding_mask, tgt_is_causal, memory_is_causal)
         return self.decoder(tgt, memory, *masks)

@@ -1,4 +1,5 @@
-"""What every kind of surgery shares: changes that can be taken back, the table of what was done, optimizers re-pointed."""
+"""What every kind of surgery shares: changes that can be taken back, the table of what was done, optimizers
+re-pointed."""
 
 import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -79,8 +80,9 @@ class Swaps(Sequence[Row]):
         self.title, self._rows, self._edits = title, list(rows), edits
 
     def undo(self) -> "Swaps":
-        """The model as it was. Without training in between its outputs are bit-equal; after training, what was swapped out
-        returns with the weights from before the swap, everything else keeps what it has learned, and the table says so.
+        """The model as it was. Without training in between its outputs are bit-equal; after training, what was swapped
+        out returns with the weights from before the swap, everything else keeps what it has learned, and the table says
+        so.
 
         Swaps are taken back in reverse order. Errors: InputError if this one has been already.
         """
@@ -89,7 +91,9 @@ class Swaps(Sequence[Row]):
         trained, edits = self._edits.was_trained(), self._edits
         edits.undo()
         self._edits = None
-        note = "trained since: its weights are those from before the swap" if trained else "bit-equal to before the swap"
+        note = (
+            "trained since: its weights are those from before the swap" if trained else "bit-equal to before the swap"
+        )
         return Swaps(f"{self.title}, taken back", [Row(r.name, r.new, r.old, note) for r in self._rows])
 
     def __getitem__(self, index: Any) -> Any:
@@ -126,9 +130,9 @@ def refuse_wrapped(model: nn.Module) -> None:
 class Repoint:
     """An optimizer's parameters exchanged for others; what can go wrong is found before anything is changed.
 
-    `exchange`: for each old parameter the (name, parameter) pairs that take its place; they inherit its group's options, and
-    its state is dropped unless it is among them. `drawn`: parameters that stay, but whose state goes. Parameters that need no
-    gradient need not be the optimizer's.
+    `exchange`: for each old parameter the (name, parameter) pairs that take its place; they inherit its group's
+    options, and its state is dropped unless it is among them. `drawn`: parameters that stay, but whose state goes.
+    Parameters that need no gradient need not be the optimizer's.
     """
 
     def __init__(

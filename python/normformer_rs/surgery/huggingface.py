@@ -177,11 +177,16 @@ class T5Block(t5.T5Block):
         for i, (kind, name) in enumerate((("self-attention", "SelfAttention"), ("cross-attention", "EncDecAttention"))):
             if i < len(self.layer) - 1:
                 path = f"layer.{i}.{name}"
-                found.append(Part(kind, f"layer.{i}.layer_norm", _attention(path, f"{path}.o", ("q", "k", "v"), factor)))
+                found.append(
+                    Part(kind, f"layer.{i}.layer_norm", _attention(path, f"{path}.o", ("q", "k", "v"), factor))
+                )
         path = f"layer.{len(self.layer) - 1}"
         wide = ("wi_0", "wi_1") if hasattr(self.layer[-1].DenseReluDense, "wi_0") else ("wi",)
         linears = (*(Linear(f"{path}.DenseReluDense.{name}", ("fc1",)) for name in wide),)
-        return [*found, Part("feed-forward", f"{path}.layer_norm", (*linears, Linear(f"{path}.DenseReluDense.wo", ("fc2",))))]
+        return [
+            *found,
+            Part("feed-forward", f"{path}.layer_norm", (*linears, Linear(f"{path}.DenseReluDense.wo", ("fc2",)))),
+        ]
 
     def heads(self) -> int:
         return self.layer[0].SelfAttention.n_heads

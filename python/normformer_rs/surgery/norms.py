@@ -1,6 +1,5 @@
 """Norms exchanged in a model that somebody else wrote."""
 
-import math
 from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
 
@@ -45,8 +44,8 @@ _READERS: dict[type[nn.Module], Reader] = {}
 def register_norm(kind: type[nn.Module], reader: Reader) -> None:
     """Makes `swap_norms` know a class of norms.
 
-    `reader(module)` returns (width, computes), `computes` the name of the nearest norm in `normformer_rs.tables()`; None: not
-    a norm over the last dimension. Its parameters, if any, must be named weight and bias.
+    `reader(module)` returns (width, computes), `computes` the name of the nearest norm in `normformer_rs.tables()`;
+    None: not a norm over the last dimension. Its parameters, if any, must be named weight and bias.
     """
     _READERS[kind] = reader
 
@@ -111,23 +110,25 @@ def swap_norms(
     norm2    LayerNorm  ScaleNorm  bias dropped
     (model)  fast path  off        torch.nn's fused evaluation would pass the norms by
 
-    Device, dtype, training mode, hooks and sharing (one norm under two names stays one) are kept; norms that are of the kind
-    already are left alone. torch.nn's fused evaluation of encoder layers, which reads weights instead of calling norms, is
-    switched off.
+    Device, dtype, training mode, hooks and sharing (one norm under two names stays one) are kept; norms that are of the
+    kind already are left alone. torch.nn's fused evaluation of encoder layers, which reads weights instead of calling
+    norms, is switched off.
 
     Args:
         model: any tree of modules that holds norms over the last dimension.
         to: a name out of `normformer_rs.tables()["norms"]`.
         filter: (name, module) → whether to replace it; None: all.
-        init: "match" keeps what was learned: a vector γ is taken over, a single gain becomes its start times the root mean
-            square of γ (so that outputs keep their length on average), and the other way round; "default": a new norm's values.
+        init: "match" keeps what was learned: a vector γ is taken over, a single gain becomes its start times the root
+            mean square of γ (so that outputs keep their length on average), and the other way round; "default": a new
+            norm's values.
         optimizer: its groups then hold the new parameters in the old ones' places; state of the old ones is dropped.
         options: the new norm's own (`eps`, …).
 
     Returns: the table of what was done; its `undo()` brings the old norms back.
 
-    Errors: InputError for an unknown name; a model without norms that are known, or that is itself one; DistributedDataParallel
-    and FSDP models; an optimizer that does not own the parameters. Nothing has been changed then.
+    Errors: InputError for an unknown name; a model without norms that are known, or that is itself one;
+    DistributedDataParallel and FSDP models; an optimizer that does not own the parameters. Nothing has been changed
+    then.
     """
     names = [entry["name"] for entry in tables()["norms"]]
     if to not in names:
@@ -177,14 +178,23 @@ def _twin(old: nn.Module, known: Known, to: str, init: str, options: dict[str, A
     like = next((p for p in old.parameters(recurse=False)), None)
     place = {} if like is None else {"device": like.device, "dtype": like.dtype}
     bias = getattr(old, "bias", None)
-    new = new_norm(to, known.width, learned=like is not None, bias=bias is not None or known.computes != "layernorm", **place, **options)
+    new = new_norm(
+        to,
+        known.width,
+        learned=like is not None,
+        bias=bias is not None or known.computes != "layernorm",
+        **place,
+        **options,
+    )
     note = ""
     if init == "match":
         _match(old, new, known)
     if isinstance(bias, Tensor) and getattr(new, "bias", None) is None:
         note = "bias dropped"
     for name, parameter in new.named_parameters():
-        parameter.requires_grad_(getattr(getattr(old, name, None) if hasattr(old, name) else like, "requires_grad", True))
+        parameter.requires_grad_(
+            getattr(getattr(old, name, None) if hasattr(old, name) else like, "requires_grad", True)
+        )
     new.train(old.training)
     for hooks in _HOOKS:
         if hooks in old.__dict__:
@@ -225,7 +235,9 @@ def _switch_off_fast_paths(model: nn.Module, new: set[nn.Module], edits: Edits) 
             edits.remember(module)
             module.activation_relu_or_gelu = 0  # what its forward asks before it takes the fast path
             changed.add(module)
-            rows.append(Row(name or "(model)", "fast path", "off", "torch.nn's fused evaluation would pass the norms by"))
+            rows.append(
+                Row(name or "(model)", "fast path", "off", "torch.nn's fused evaluation would pass the norms by")
+            )
     for module in model.modules():
         if isinstance(module, nn.TransformerEncoder) and changed & {*module.layers}:
             edits.remember(module)

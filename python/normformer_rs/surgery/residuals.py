@@ -21,8 +21,8 @@ from .norms import read_norm
 
 
 class Linear(NamedTuple):
-    """A linear layer of a block: where it is, what its outputs are (query, key, value, output, fc1, fc2; several where they
-    are stacked), and what the scheme's first values are multiplied by."""
+    """A linear layer of a block: where it is, what its outputs are (query, key, value, output, fc1, fc2; several where
+    they are stacked), and what the scheme's first values are multiplied by."""
 
     path: str
     roles: tuple[str, ...]
@@ -30,8 +30,8 @@ class Linear(NamedTuple):
 
 
 class Part(NamedTuple):
-    """A sublayer of a block: its kind (self-attention, cross-attention, feed-forward), and the paths of its norm, of its linear
-    layers, and of a dropout on its output that stands inside a module and moves out to the residual."""
+    """A sublayer of a block: its kind (self-attention, cross-attention, feed-forward), and the paths of its norm, of
+    its linear layers, and of a dropout on its output that stands inside a module and moves out to the residual."""
 
     kind: str
     norm: str
@@ -49,11 +49,12 @@ def register_block(kind: type[nn.Module], converted: type[nn.Module]) -> None:
     `converted` is a subclass with
 
     * `parts(self)`: the list of its `Part`s, in order;
-    * a `forward` of kind's signature that runs `x = self.residual.step(i, x, F, dropout)` for each of them, F the sublayer
-      without norm, dropout on its output and residual (a module that returns a tuple is fine: its first item is F(x));
+    * a `forward` of kind's signature that runs `x = self.residual.step(i, x, F, dropout)` for each of them, F the
+      sublayer without norm, dropout on its output and residual (a module that returns a tuple is fine: its first item
+      is F(x));
     * `heads(self)`: the number of attention heads;
-    * `sites(self)` (optional): {path of a child that holds one of the residuals: its converted class}. A site finds its block
-      as `self.block_of[0]`.
+    * `sites(self)` (optional): {path of a child that holds one of the residuals: its converted class}. A site finds its
+      block as `self.block_of[0]`.
     """
     if not issubclass(converted, kind):
         raise InputError(f"{converted.__name__} must be a subclass of {kind.__name__}, whose place it takes")
@@ -123,7 +124,9 @@ class BlockResidual(Growing):
             linear = self._block[0].get_submodule(next(lin.path for lin in part.linears if role in lin.roles))
             hook = Point(self, changes)
             before = when == "before"
-            handles.append(linear.register_forward_pre_hook(hook.before) if before else linear.register_forward_hook(hook.after))
+            handles.append(
+                linear.register_forward_pre_hook(hook.before) if before else linear.register_forward_hook(hook.after)
+            )
         return handles
 
     def finish(self, end: Sequence[Any]) -> None:
@@ -133,7 +136,9 @@ class BlockResidual(Growing):
             setattr(self, change.what.name, make(change.what, self.place, {"device": like.device, "dtype": like.dtype}))
         self.end = tuple(end)
 
-    def step(self, i: int, x: Tensor, function: Callable[[Tensor], Any], dropout: nn.Module | float | None = None) -> Any:
+    def step(
+        self, i: int, x: Tensor, function: Callable[[Tensor], Any], dropout: nn.Module | float | None = None
+    ) -> Any:
         """x⁺ of sublayer i; where the function returns a tuple, its further items after it."""
         sublayer: Sublayer = self.sublayers[i]
         given = apply_changes(self, sublayer.inside.get("input", ()), begin(self, sublayer, x, None), None)
@@ -193,8 +198,8 @@ def swap_residuals(
     """Gives a model's Transformer blocks another residual scheme, in place.
 
     Known are torch.nn's encoder and decoder layers and the blocks of BERT, GPT-2, T5 and Marian of Hugging Face
-    `transformers`; `register_block` adds others. Blocks keep their identity, their linear layers, dropouts, hooks and norms
-    (a scheme without norms puts identities in their places); new norms are of the kind that the block has.
+    `transformers`; `register_block` adds others. Blocks keep their identity, their linear layers, dropouts, hooks and
+    norms (a scheme without norms puts identities in their places); new norms are of the kind that the block has.
 
     >>> from torch import nn
     >>> model = nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), 2)
@@ -208,16 +213,18 @@ def swap_residuals(
         model: any tree of modules that holds known blocks.
         to: a name out of `normformer_rs.tables()["residuals"]`.
         depth: layers for the scheme's constants: one number, or (encoder, decoder). None: as many as there are.
-        init: of the blocks' linear layers: "scheme": the scheme's own; another name out of `tables()["inits"]`; None: their
-            values stay. Embeddings and what lies outside the blocks keep theirs.
-        optimizer: then holds the scheme's parameters too, in the group of the block's first parameter, and no longer what went
-            out; state of what was drawn anew is dropped. For branchnorm a step hook moves t: no `set_num_updates` is needed.
+        init: of the blocks' linear layers: "scheme": the scheme's own; another name out of `tables()["inits"]`; None:
+            their values stay. Embeddings and what lies outside the blocks keep theirs.
+        optimizer: then holds the scheme's parameters too, in the group of the block's first parameter, and no longer
+            what went out; state of what was drawn anew is dropped. For branchnorm a step hook moves t: no
+            `set_num_updates` is needed.
         options: those of `TransformerConfig` that the scheme has (`branchnorm_steps`, …).
 
     Returns: the table of what was done; its `undo()` takes it back.
 
-    Errors: InputError for unknown names and options; a model without known blocks; DistributedDataParallel and FSDP models; an
-    optimizer that does not own the parameters; dlcl outside torch.nn's stacks, whose loop would have to change.
+    Errors: InputError for unknown names and options; a model without known blocks; DistributedDataParallel and FSDP
+    models; an optimizer that does not own the parameters; dlcl outside torch.nn's stacks, whose loop would have to
+    change.
     """
     names = [entry["name"] for entry in tables()["residuals"]]
     if to not in names:
@@ -278,17 +285,13 @@ def _find(model: nn.Module) -> list[Group]:
 def _plans(
     model: nn.Module, to: str, depth: int | tuple[int, int] | None, init: str | None, options: Mapping[str, Any]
 ) -> list[tuple[Group, Place]]:
-    """For each group of blocks the place of its first: the configuration says how deep the model is, and which stack it is."""
+    """For each group of blocks the place of its first: the configuration says how deep the model is, and which stack it
+    is."""
     groups = _find(model)
     with_memory, alone = [g for g in groups if g.has_memory], [g for g in groups if not g.has_memory]
     plans = []
     for group in groups:
-        block, (first, *_, last) = group.blocks[0], _parts(group.blocks[0])
-        norm = read_norm(block.get_submodule(first.norm))
-        if norm is None:
-            raise InputError(f"{type(block).__name__}'s {first.norm} is no norm that is known: register_norm tells of it")
-        shape: dict[str, Any] = {"d_model": norm.width, "heads": _heads(block), "norm": norm.computes}
-        shape["d_ff"] = max(block.get_submodule(linear.path).weight.shape[-1] for linear in last.linears if linear.roles == ("fc2",))
+        shape = _shape(group.blocks[0])
         if with_memory:
             sizes = (len((alone or with_memory)[0].blocks), len(with_memory[0].blocks))
             encoder, decoder = sizes if depth is None else (depth, depth) if isinstance(depth, int) else depth
@@ -296,32 +299,58 @@ def _plans(
         else:
             layers = len(group.blocks) if depth is None else depth
             if not isinstance(layers, int):
-                raise InputError(f"depth must be one number: the model has no decoder that attends to an encoder; got {depth}")
+                raise InputError(
+                    f"depth must be one number: the model has no decoder that attends to an encoder; got {depth}"
+                )
             shape |= {"architecture": "decoder-only", "decoder_layers": layers}
         if init not in (None, "scheme"):
             shape["init"] = init
-        place = Place(configure(options, residual=to, **shape), "encoder" if with_memory and not group.has_memory else "decoder")
+        place = Place(
+            configure(options, residual=to, **shape), "encoder" if with_memory and not group.has_memory else "decoder"
+        )
         if place.depth < len(group.blocks):
-            raise InputError(f"depth must be at least {len(group.blocks)}, as many blocks as {group.path} has; got {depth}")
+            raise InputError(
+                f"depth must be at least {len(group.blocks)}, as many blocks as {group.path} has; got {depth}"
+            )
         plans.append((group, place))
     return plans
 
 
-def _heads(block: Any) -> int:
-    return block.self_attn.num_heads if isinstance(block, tuple(_TORCHS)) else _known_blocks().get(type(block), type(block)).heads(block)
+def _place_of(block: Any) -> Place | None:
+    """Where a block stands that has a scheme of the package already."""
+    return getattr(getattr(block, "residual", block), "place", None)
+
+
+def _shape(block: Any) -> dict[str, Any]:
+    """The options of a configuration that the block itself decides."""
+    place = _place_of(block)
+    if place is not None:
+        return {name: getattr(place.config, name) for name in ("d_model", "heads", "norm", "d_ff")}
+    first, *_, last = _parts(block)
+    norm = read_norm(block.get_submodule(first.norm))
+    if norm is None:
+        kind = type(block.get_submodule(first.norm)).__name__
+        raise InputError(
+            f"{type(block).__name__}'s {first.norm} is a {kind}, no norm that is known: tell of it with "
+            "normformer_rs.surgery.register_norm(kind, reader)"
+        )
+    inner = next(linear.path for linear in last.linears if "fc2" in linear.roles)
+    d_ff = _weight_and_bias(block, inner)[0].shape[0 if _is_transposed(block, inner) else 1]
+    heads = (
+        block.self_attn.num_heads if isinstance(block, tuple(_TORCHS)) else _known_blocks()[type(block)].heads(block)
+    )
+    return {"d_model": norm.width, "heads": heads, "norm": norm.computes, "d_ff": d_ff}
 
 
 def _has(group: Group, place: Place) -> bool:
     """The blocks have this very scheme already."""
-    block: Any = group.blocks[0]
-    place_now = getattr(getattr(block, "residual", block), "place", None)
-    return place_now is not None and place_now.config == place.config
+    now = _place_of(group.blocks[0])
+    return now is not None and now.config == place.config
 
 
 def _check(group: Group, place: Place, to: str) -> None:
     """InputError for what cannot be converted."""
-    block: Any = group.blocks[0]
-    if isinstance(block, modules.TransformerEncoderLayer | modules.TransformerDecoderLayer) or hasattr(block, "residual"):
+    if _place_of(group.blocks[0]) is not None:
         raise InputError(
             f"{group.path} has another residual scheme of normformer_rs already: take that swap back with its undo(), or build "
             f"the layers with residual={to!r}"
@@ -380,7 +409,9 @@ def _convert_torchs(group: Group, place: Place, edits: Edits) -> list[Row]:
             names = ["none" if n is None else type(n).__name__ for n in (norm, holder.norm)]
             notes.append(Row(path, *names, "after the stack"))
     elif place.declared.end:
-        notes.append(Row(group.path, "", "", f"{place.config.residual} wants a norm after the last layer: that is yours to add"))
+        notes.append(
+            Row(group.path, "", "", f"{place.config.residual} wants a norm after the last layer: that is yours to add")
+        )
     return notes
 
 
@@ -391,7 +422,12 @@ def _convert_foreign(group: Group, place: Place, edits: Edits) -> list[Row]:
         converted = _known_blocks()[type(block)]
         parts = _parts(block)
         sites = converted.sites(block) if hasattr(converted, "sites") else {}
-        for path in {"", *sites, *(part.norm.rpartition(".")[0] for part in parts), *(_parent(part.dropout) for part in parts)}:
+        for path in {
+            "",
+            *sites,
+            *(part.norm.rpartition(".")[0] for part in parts),
+            *(_parent(part.dropout) for part in parts),
+        }:
             edits.remember(block.get_submodule(path))
         residual = BlockResidual(block, Place(place.config, place.stack, i), parts, first)
         first = first or residual
@@ -415,7 +451,13 @@ def _convert_foreign(group: Group, place: Place, edits: Edits) -> list[Row]:
         group.blocks[-1].residual.finish(end)  # type: ignore[union-attr, operator]
         if name is not None:
             edits.remember(group.holder)
-            notes.append(Row(f"{_parent(group.path)}.{name}".lstrip("."), type(group.holder.get_submodule(name)).__name__, "Identity"))
+            notes.append(
+                Row(
+                    f"{_parent(group.path)}.{name}".lstrip("."),
+                    type(group.holder.get_submodule(name)).__name__,
+                    "Identity",
+                )
+            )
             setattr(group.holder, name, nn.Identity())
     return notes
 
@@ -495,7 +537,9 @@ def _is_transposed(block: nn.Module, path: str) -> bool:
 @torch.no_grad()
 def _silence_biases(group: Group, edits: Edits) -> list[nn.Parameter]:
     """A scheme without biases holds those that are there at zero."""
-    biases = [_weight_and_bias(block, lin.path)[1] for block in group.blocks for part in _parts(block) for lin in part.linears]
+    biases = [
+        _weight_and_bias(block, lin.path)[1] for block in group.blocks for part in _parts(block) for lin in part.linears
+    ]
     found = [bias for bias in biases if bias is not None]
     edits.remember_values(found)
     for bias in found:
@@ -511,7 +555,8 @@ def _repoint(
     after: Mapping[str, nn.Parameter],
     drawn: Sequence[nn.Parameter],
 ) -> Repoint:
-    """What went out leaves the optimizer; what is new stands behind the first parameter of its module that the optimizer has."""
+    """What went out leaves the optimizer; what is new stands behind the first parameter of its module that the
+    optimizer has."""
     known, kept = {*before.values()}, {*after.values()}
     exchange: dict[nn.Parameter, list[tuple[str, nn.Parameter]]] = {p: [] for p in known - kept}
     names = {p: name for name, p in before.items()}
