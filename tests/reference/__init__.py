@@ -3,6 +3,7 @@
 Everything is differentiable by autograd and runs in f64. It is written to be read, not to be fast.
 """
 
+from .batch_norms import BATCH_NORMS, NORM_NAMES, BatchNorm, BatchStatisticsNorm, PowerNorm, PowerNormV, Saved
 from .init import INIT_NAMES, expected_mean, expected_std
 from .model import (
     DEFAULTS,
@@ -23,10 +24,12 @@ from .model import (
 )
 from .norms import (
     DEFAULT_EPS,
-    NORM_NAMES,
+    ROW_NORMS,
     apply_norm,
     fixnorm,
+    group_scaling,
     layer_norm,
+    lp_norm,
     residual_step,
     rms_norm,
     scale_norm,
@@ -58,6 +61,7 @@ from .training import (
 )
 
 __all__ = [
+    "BATCH_NORMS",
     "BOS",
     "DEFAULTS",
     "DEFAULT_EPS",
@@ -65,13 +69,19 @@ __all__ = [
     "INIT_NAMES",
     "NORM_NAMES",
     "PAD",
+    "ROW_NORMS",
     "RULES",
     "UNK",
     "Adam",
     "Batch",
+    "BatchNorm",
+    "BatchStatisticsNorm",
     "Config",
     "Dropout",
     "Hypothesis",
+    "PowerNorm",
+    "PowerNormV",
+    "Saved",
     "State",
     "Step",
     "ValDecay",
@@ -90,12 +100,14 @@ __all__ = [
     "fixnorm",
     "forward",
     "greedy",
+    "group_scaling",
     "inverse_sqrt_lambda",
     "inverse_sqrt_peak",
     "label_smoothed_cross_entropy",
     "layer_norm",
     "length_penalty",
     "log_probabilities",
+    "lp_norm",
     "masked_log_softmax",
     "pack",
     "pad",
