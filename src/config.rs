@@ -3,6 +3,8 @@
 
 use crate::error::{unknown, Error, Result};
 use crate::init::DsInitMode;
+use crate::norm::lp_norm;
+use crate::norm::power_norm::PowerNormMode;
 use crate::residual::{Curve, DlclNorm, NormFormerMode, RFixupMode};
 use crate::search::{Rule, SearchConfig};
 use serde::de::DeserializeOwned;
@@ -189,6 +191,20 @@ config! {
         decoder_norm: Option<NormName> = None,
         /// The norm's epsilon; none: the norm's own default.
         norm_eps: Option<f64> = None,
+        /// p of lpnorm, from 1 to inf.
+        lpnorm_p: lp_norm::Exponent = lp_norm::Exponent(2.0),
+        /// α of batchnorm's running statistics: old·α + new·(1 − α).
+        batchnorm_alpha: f64 = 0.9,
+        /// powernorm as the paper defines it, or step for step as its authors released it.
+        powernorm_mode: PowerNormMode = PowerNormMode::Paper,
+        /// Training forwards that powernorm warms up for; set it to the learning rate's warm-up.
+        powernorm_warmup: i64 = 4000,
+        /// α of the running ψ² of powernorm and powernorm-v.
+        powernorm_alpha_fwd: f64 = 0.9,
+        /// α of powernorm's ν.
+        powernorm_alpha_bwd: f64 = 0.9,
+        /// Groups of the scaling before batchnorm, powernorm-v and powernorm; 0: none; powernorm's release: heads.
+        groupscaling: i64 = 1,
         /// Where the norms stand and how residuals are added.
         residual: ResidualName = ResidualName("prenorm".into()),
         /// The initialisation; none: the one that goes with the residual scheme.
@@ -401,6 +417,19 @@ impl TransformerConfig {
             ("activation_dropout", self.activation_dropout),
         ] {
             check_range(name, p, 0.0, 1.0)?;
+        }
+        lp_norm::check(self.lpnorm_p.0)?;
+        for (name, alpha) in [
+            ("batchnorm_alpha", self.batchnorm_alpha),
+            ("powernorm_alpha_fwd", self.powernorm_alpha_fwd),
+            ("powernorm_alpha_bwd", self.powernorm_alpha_bwd),
+        ] {
+            check_range(name, Some(alpha), 0.0, 1.0)?;
+        }
+        for (name, value) in [("powernorm_warmup", self.powernorm_warmup), ("groupscaling", self.groupscaling)] {
+            if value < 0 {
+                return Err(Error::invalid(format!("{name} must be at least 0, got {value}")));
+            }
         }
         if self.branchnorm_steps < 0 {
             return Err(Error::invalid(format!("branchnorm_steps must be at least 0, got {}", self.branchnorm_steps)));

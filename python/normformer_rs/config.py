@@ -7,6 +7,7 @@ exists once. What one option cannot know of another (`heads` divides `d_model`) 
 import dataclasses
 import difflib
 import json
+import math
 from collections.abc import Iterable, Mapping
 from typing import Any, ClassVar, NamedTuple, TypeVar
 
@@ -37,6 +38,8 @@ class Field(NamedTuple):
             return None
         if self.kind == "float" and isinstance(value, int) and not isinstance(value, bool):
             value = float(value)
+        if self.kind == "float" and value == "inf":
+            value = math.inf  # JSON has no other word for it
         kind = _TYPES[self.kind]
         if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
             raise InputError(f"{self.name} must be {_NOUNS[self.kind]}{' or none' * self.optional}; got {value!r}")
@@ -77,7 +80,7 @@ class Config:
 
     def to_json(self) -> str:
         """The options as a JSON object."""
-        return json.dumps(self.asdict())
+        return json.dumps({name: "inf" if value == math.inf else value for name, value in self.asdict().items()})
 
     @classmethod
     def from_dict(cls: type[_C], options: Mapping[str, Any]) -> _C:

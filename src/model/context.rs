@@ -1,6 +1,7 @@
 //! What a forward pass must know beside its inputs.
 
 use crate::config::TransformerConfig;
+use crate::norm::running::Kept;
 use crate::norm::Rows;
 use std::cell::Cell;
 use tch::{Kind, Tensor};
@@ -41,6 +42,8 @@ pub struct Context {
     pub recompute: bool,
     /// This is such a second run: statistics have moved already.
     pub again: bool,
+    /// The statistics that norms used, for the second run.
+    kept: Kept,
     site: Cell<i64>,
 }
 
@@ -55,6 +58,7 @@ impl Context {
             profile: false,
             recompute: false,
             again: false,
+            kept: Kept::default(),
             site: Cell::new(0),
         }
     }
@@ -68,6 +72,7 @@ impl Context {
             profile: false,
             recompute: false,
             again: false,
+            kept: Kept::default(),
             site: Cell::new(0),
         }
     }
@@ -80,7 +85,7 @@ impl Context {
     /// This pass from where it stands, to be run later, or `again`.
     pub fn fork(&self, again: bool) -> Self {
         let seed = self.seed.as_ref().map(Tensor::shallow_clone);
-        Context { seed, again, site: self.site.clone(), ..*self }
+        Context { seed, again, kept: self.kept.clone(), site: self.site.clone(), ..*self }
     }
 
     /// The same pass, setting gains by profiling.
@@ -103,8 +108,9 @@ impl Context {
         self.site.set(sites);
     }
 
-    /// Packed rows: all of them real.
-    pub fn rows(&self) -> Rows<'static> {
-        Rows { train: self.train, again: self.again, pad_mask: None }
+    /// Packed rows: all of them real. Profiling moves no statistics.
+    pub fn rows(&self) -> Rows<'_> {
+        let (again, kept) = (self.again || self.profile, self.recompute.then_some(&self.kept));
+        Rows { train: self.train, again, pad_mask: None, kept }
     }
 }

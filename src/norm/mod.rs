@@ -1,19 +1,29 @@
 //! Normalisation layers: one table, one file per norm.
 //!
 //! A norm is its equation, its parameters and its composed formula (tch); one that works row by row adds its row
-//! arithmetic, which the plain operator and the fused residual step share.
+//! arithmetic, which the plain operator and the fused residual step share; one with statistics of columns adds how it
+//! settles them, which the kernels of `columns` share.
 
+pub mod batch_norm;
+pub mod columns;
 pub mod convert;
 pub mod fix_norm;
+pub mod group_scaling;
 pub mod layer_norm;
+pub mod lp_norm;
+pub mod power_norm;
+pub mod power_norm_v;
 pub mod rms_norm;
 pub mod rows;
+pub mod running;
 pub mod scale_norm;
+pub mod statistics;
 
 use crate::config::TransformerConfig;
 use crate::error::{unknown, Result};
 use crate::model::Builder;
-use crate::operator::{self, RowKernels};
+use crate::operator::{self, ColumnKernels, RowKernels};
+use running::Kept;
 use tch::{Kind, Tensor};
 
 /// An entry of the table.
@@ -27,10 +37,22 @@ pub struct Spec {
 }
 
 /// Every norm that models may name.
-pub static NORMS: &[&Spec] = &[&layer_norm::SPEC, &rms_norm::SPEC, &scale_norm::SPEC, &scale_norm::FIXED];
+pub static NORMS: &[&Spec] = &[
+    &layer_norm::SPEC,
+    &rms_norm::SPEC,
+    &scale_norm::SPEC,
+    &scale_norm::FIXED,
+    &lp_norm::SPEC,
+    &batch_norm::SPEC,
+    &power_norm_v::SPEC,
+    &power_norm::SPEC,
+];
 
 /// Every norm with row kernels; an operator is registered for each, at its place in this list.
 pub static ROW_NORMS: &[&RowKernels] = &[&layer_norm::KERNELS, &rms_norm::KERNELS, &scale_norm::KERNELS];
+
+/// Every norm with statistics of columns; an operator is registered for each, at its place in this list.
+pub static COLUMN_NORMS: &[&ColumnKernels] = &[&batch_norm::KERNELS, &power_norm_v::KERNELS, &power_norm::KERNELS];
 
 /// Where a norm stands in a model, for those that care.
 #[derive(Clone, Copy, Debug)]
@@ -63,6 +85,8 @@ pub struct Rows<'a> {
     pub again: bool,
     /// True at padding, in x's leading shape; none: every row is real.
     pub pad_mask: Option<&'a Tensor>,
+    /// Where norms leave what they used for a second run, and find it in one.
+    pub kept: Option<&'a Kept>,
 }
 
 /// A norm whose rows do not touch each other.

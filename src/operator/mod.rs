@@ -4,6 +4,8 @@
 //! Nobody outside this module knows autograd's mechanics.
 
 mod attention;
+mod column_norm;
+mod composite;
 mod count;
 mod cross_entropy;
 mod engine;
@@ -14,6 +16,8 @@ mod residual;
 mod row_norm;
 
 pub use attention::attention;
+pub use column_norm::{column_norm, Column, ColumnKernels};
+pub use composite::lp_norm;
 pub use cross_entropy::{cross_entropy, cross_entropy_in_place};
 pub use engine::{backward_from, register, set_grad};
 pub use recompute::{recomputed, Inputs};
@@ -23,10 +27,11 @@ pub use row_norm::{row_norm, RowKernels};
 
 /// (operator, kernel calls, composed calls) of every operator since the process started.
 pub fn counts() -> Vec<(&'static str, u64, u64)> {
-    let fixed = [&residual::COUNT, &relu_dropout::COUNT, &attention::COUNT, &cross_entropy::COUNT];
+    let fixed = [&residual::COUNT, &relu_dropout::COUNT, &attention::COUNT, &cross_entropy::COUNT, &composite::COUNT];
     crate::norm::ROW_NORMS
         .iter()
         .flat_map(|k| [&k.count, &k.residual_count])
+        .chain(crate::norm::COLUMN_NORMS.iter().map(|k| &k.count))
         .chain(fixed)
         .map(|c| {
             let (kernel, composed) = c.read();

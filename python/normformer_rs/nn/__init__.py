@@ -2,13 +2,32 @@
 
 from .attention import MultiheadAttention
 from .layers import Residual, TransformerDecoderLayer, TransformerEncoderLayer
-from .norms import LayerNorm, RMSNorm, ScaleNorm, norm_class
+from .masks import padding_mask
+from .norms import (
+    BatchNorm,
+    FixNormEmbedding,
+    GroupScaling,
+    LayerNorm,
+    LpNorm,
+    PowerNorm,
+    PowerNormV,
+    RMSNorm,
+    ScaleNorm,
+    norm_class,
+    norm_of_config,
+)
 from .stacks import Transformer, TransformerDecoder, TransformerEncoder
 from .training import parameter_groups, profile, set_num_updates
 
 __all__ = [
+    "BatchNorm",
+    "FixNormEmbedding",
+    "GroupScaling",
     "LayerNorm",
+    "LpNorm",
     "MultiheadAttention",
+    "PowerNorm",
+    "PowerNormV",
     "RMSNorm",
     "Residual",
     "ScaleNorm",
@@ -18,6 +37,8 @@ __all__ = [
     "TransformerEncoder",
     "TransformerEncoderLayer",
     "norm_class",
+    "norm_of_config",
+    "padding_mask",
     "parameter_groups",
     "profile",
     "set_num_updates",

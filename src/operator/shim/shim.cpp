@@ -1,5 +1,7 @@
 // Registers the operators with PyTorch's dispatcher and lends Rust what tch does not bind. No arithmetic lives here:
 // kernels and composed formulas are Rust's.
+#include "column.h"
+#include "composite.h"
 #include "fused.h"
 #include "norm.h"
 #include "recompute.h"
@@ -32,6 +34,8 @@ bool nfrs_register() {
     static const bool done = [] {
       static torch::Library library(torch::Library::DEF, "normformer_rs", std::nullopt, __FILE__, __LINE__);
       nfrs::norm::define(library);
+      nfrs::column::define(library);
+      nfrs::composite::define(library);
       nfrs::residual::define(library);
       nfrs::fused::define(library);
       return true;
@@ -49,6 +53,17 @@ Tensor* nfrs_norm(int64_t k, const Tensor* x, const Tensor* weight, const Tensor
   return guarded([&] {
     auto opt = [](const Tensor* t) { return t ? MaybeTensor(*t) : std::nullopt; };
     return give(std::get<0>(nfrs::norm::forward_op(k).call(*x, opt(weight), opt(bias), eps)));
+  });
+}
+
+// tensors: x, weight, bias, pad_mask, first, second, iters, refused, stats. Returns y; the statistics used through `stats`.
+Tensor* nfrs_column(int64_t k, const Tensor* const* tensors, const ColumnOptions* options, Tensor** stats) {
+  return guarded([&] {
+    auto opt = [&](int i) { return tensors[i] ? MaybeTensor(*tensors[i]) : std::nullopt; };
+    auto [y, used] = nfrs::column::call_forward(
+        k, *tensors[0], opt(1), opt(2), nfrs::column::Rest{opt(3), opt(4), opt(5), opt(6), opt(7), opt(8), *options});
+    *stats = give(used);
+    return give(y);
   });
 }
 

@@ -1,0 +1,289 @@
+"""Norms with statistics over rows and steps: BatchNorm, PN-V and PowerNorm, and the group scaling before them."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .._core import InputError
+from ..config import unknown
+from .masks import mask_for
+
+OPS = torch.ops.normformer_rs
+MODES = ("paper", "release")
+
+
+class GroupScaling(nn.Module):
+    """y = x/√(mean over each group of x² + 1e-5) over the last dimension, cut into `groups` equal parts; no parameters.
+
+    Shapes: x (…, d) → the same, d a multiple of `groups`. dtypes: f32, f64, bf16, f16; y has x's. Errors: ValueError
+    where `groups` does not divide d. Source: Shen et al. 2020, Appendix A ("layer-scale"), and its code.
+
+    >>> GroupScaling(2)
+    GroupScaling(groups=2)
+    """
+
+    def __init__(self, groups: int = 1) -> None:
+        super().__init__()
+        if groups < 1:
+            raise InputError(f"groups must be at least 1, got {groups}")
+        self.groups = groups
+
+    def forward(self, x: Tensor) -> Tensor:
+        return OPS.group_scaling(x, self.groups)
+
+    def extra_repr(self) -> str:
+        return f"groups={self.groups}"
+
+
+class RunningNorm(nn.Module):
+    """What the three share: parameters, buffers, masks, and what happens once per training forward."""
+
+    operator_name: str
+    takes_pad_mask = True
+    refused: Tensor
+    _stats: Tensor | None = None
+
+    def __init__(
+        self,
+        num_features: int,
+        eps: float = 1e-5,
+        elementwise_affine: bool = True,
+        bias: bool = True,
+        groups: int = 0,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        if groups < 0 or (groups and num_features % groups):
+            raise InputError(f"groups must divide num_features {num_features}, or be 0 for no scaling; got {groups}")
+        self.num_features, self.eps, self.groups = num_features, eps, groups
+        self.elementwise_affine = elementwise_affine
+        made = {"device": device, "dtype": dtype}
+        self.register_parameter("weight", None)
+        self.register_parameter("bias", None)
+        if elementwise_affine:
+            self.weight = nn.Parameter(torch.empty(num_features, **made))
+            if bias:
+                self.bias = nn.Parameter(torch.empty(num_features, **made))
+        kind = torch.float64 if (dtype or torch.get_default_dtype()) == torch.float64 else torch.float32
+        for name, (shape, value) in self.statistics().items():
+            self.register_buffer(name, torch.full(shape, value, device=device, dtype=kind))
+        self.register_buffer("refused", torch.zeros(1, dtype=torch.int64, device=device), persistent=False)
+        self.reset_parameters()
+
+    def statistics(self) -> dict[str, tuple[tuple[int, ...], float]]:
+        """Each running statistic's shape and first value."""
+        raise NotImplementedError
+
+    def settings(self) -> dict[str, Any]:
+        """The operator's options beside `train` and `eps`."""
+        raise NotImplementedError
+
+    def state(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        """The operator's buffers."""
+        raise NotImplementedError
+
+    def reset_running_stats(self) -> None:
+        """Statistics as at the start."""
+        for name, (_, value) in self.statistics().items():
+            getattr(self, name).fill_(value)
+        self.refused.zero_()
+
+    def reset_parameters(self) -> None:
+        """γ = 1, β = 0, and statistics as at the start."""
+        self.reset_running_stats()
+        if self.weight is not None:
+            nn.init.ones_(self.weight)
+        if self.bias is not None:
+            nn.init.zeros_(self.bias)
+
+    def forward(self, x: Tensor, padding_mask: Tensor | None = None) -> Tensor:
+        """N(x). `padding_mask`: bool in x's leading shape, True at padding; None: that of `with padding_mask(…)`."""
+        if x.dim() and x.shape[-1] != self.num_features:
+            raise InputError(f"x must be (…, {self.num_features}), got {tuple(x.shape)}")
+        mask = mask_for(x) if padding_mask is None else padding_mask
+        if self.groups:
+            x = OPS.group_scaling(x, self.groups)
+        run = getattr(OPS, self.operator_name)
+        state = (*self.state(), self.refused)
+        if torch.compiler.is_compiling() or not self.training:
+            return run(x, self.weight, self.bias, mask, *state, train=self.training, eps=self.eps, **self.settings())[0]
+        # Inside a backward pass this is activation checkpointing's second run of a forward pass, whose statistics have
+        # moved: it takes those that the first run used.
+        again = torch._C._current_graph_task_id() != -1
+        used = self._stats if again else None
+        y, stats = run(x, self.weight, self.bias, mask, *state, used, train=True, eps=self.eps, **self.settings())
+        self._stats = stats
+        return y
+
+    def refused_batches(self) -> int:
+        """How many batches had statistics that were not finite, which were not taken in. Waits for the device."""
+        return int(self.refused)
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        before = dict(self._buffers)
+        super()._apply(fn, recurse)
+        for name, old in before.items():
+            new = self._buffers[name]
+            # .half() and .bfloat16() are for parameters; an average over steps needs its digits.
+            if old is not None and new is not None and new.dtype in (torch.float16, torch.bfloat16):
+                self._buffers[name] = old.to(new.device)
+        self._stats = None
+        return self
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in super().__getstate__().items() if name != "_stats"}
+
+    def extra_repr(self) -> str:
+        more = "".join(f", {name}={value}" for name, value in self.settings().items())
+        groups = f", groups={self.groups}" if self.groups else ""
+        return f"{self.num_features}, eps={self.eps}{more}, elementwise_affine={self.elementwise_affine}{groups}"
+
+
+class BatchNorm(RunningNorm):
+    """y = γ⊙(x − μ_B)/√(σ²_B + ε) + β, mean and biased variance per feature over all real positions.
+
+    Training moves the running statistics, μ ← αμ + (1−α)μ_B and σ² (biased) alike; evaluation uses them. Features are
+    the last dimension. dx = (γ/σ_B)[dy − mean dy − x̂⊙mean(dy⊙x̂)], the true gradient.
+
+    >>> import torch
+    >>> BatchNorm(4)(torch.randn(2, 3, 4)).shape
+    torch.Size([2, 3, 4])
+
+    Args:
+        num_features: d. eps: ε. alpha: α, which is 1 − momentum in torch. elementwise_affine, bias: whether there are γ
+            and β. groups: of the GroupScaling that comes first; 0: none.
+
+    Shapes: x (…, d), `padding_mask` (…), `weight`, `bias`, `running_mean`, `running_var` (d,). y, dx are 0 at padding;
+    a batch with no real position moves nothing, nor does one whose statistics are not finite (`refused_batches()`).
+    dtypes: x and parameters f32, f64, bf16, f16, each its own; y has x's; statistics f32, or f64 for an f64 module.
+    Errors: InputError (a ValueError) for another width, ValueError for a mask of another shape, TypeError for integers.
+    Source: Ioffe & Szegedy 2015; Shen et al. 2020, Algorithm 1, eq 1–3.
+    """
+
+    operator_name = "batch_norm"
+    running_mean: Tensor
+    running_var: Tensor
+
+    def __init__(self, num_features: int, eps: float = 1e-5, alpha: float = 0.9, **settings: Any) -> None:
+        self.alpha = check_alpha("alpha", alpha)
+        super().__init__(num_features, eps, **settings)
+
+    def statistics(self) -> dict[str, tuple[tuple[int, ...], float]]:
+        return {"running_mean": ((self.num_features,), 0.0), "running_var": ((self.num_features,), 1.0)}
+
+    def settings(self) -> dict[str, Any]:
+        return {"alpha": self.alpha}
+
+    def state(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        return self.running_mean, self.running_var, None
+
+
+class PowerNormV(RunningNorm):
+    """y = γ⊙x/√(ψ²_B + ε) + β, ψ²_B = mean x² per feature over all real positions (PN-V).
+
+    Training moves ψ² ← αψ² + (1−α)ψ²_B; evaluation uses it. dx = (γ/ψ_B)[dy − x̂⊙mean(dy⊙x̂)], the true gradient.
+
+    >>> import torch
+    >>> PowerNormV(4, alpha=0.95)(torch.randn(2, 3, 4)).shape
+    torch.Size([2, 3, 4])
+
+    Arguments, shapes, masks, dtypes and errors are BatchNorm's; the buffer is `running_phi` (d,), 1 at the start.
+    Source: Shen et al. 2020, Definition 1, eq 4–6.
+    """
+
+    operator_name = "power_norm_v"
+    running_phi: Tensor
+
+    def __init__(self, num_features: int, eps: float = 1e-5, alpha: float = 0.9, **settings: Any) -> None:
+        self.alpha = check_alpha("alpha", alpha)
+        super().__init__(num_features, eps, **settings)
+
+    def statistics(self) -> dict[str, tuple[tuple[int, ...], float]]:
+        return {"running_phi": ((self.num_features,), 1.0)}
+
+    def settings(self) -> dict[str, Any]:
+        return {"alpha": self.alpha}
+
+    def state(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        return self.running_phi, None, None
+
+
+class PowerNorm(RunningNorm):
+    """y = γ⊙x/√(ψ² + ε) + β with the running ψ² of the step before, and a running ν in the gradient.
+
+    In training ψ² ← α_f ψ² + (1−α_f)ψ²_B then, ψ²_B = mean x² per feature over real positions. Backward, with G = γ⊙dy:
+    X′ = G − ν⊙x̂, dx = X′/√(ψ² + ε), ν ← ν(1 − (1−α_b)Γ) + (1−α_b)Λ, Γ = mean(x̂²), Λ = mean(G⊙x̂). An approximation by
+    design: the gradient is no derivative of the formula, and has no second one. For the first `warmup_iters` training
+    forwards ψ_B takes ψ's place, with PN-V's exact gradient, and ψ² is the mean so far.
+
+    `mode="release"` computes step for step what the authors' mask_powernorm.py does: group scaling first, the running
+    ψ² moved twice during warm-up, ψ_B in dx, means over padding too. Its state dicts load as they are.
+
+    >>> import torch
+    >>> norm = PowerNorm(4, warmup_iters=100)
+    >>> _ = norm(torch.randn(2, 3, 4))
+    >>> norm.iters.item()
+    1
+
+    Args:
+        num_features: d. eps: ε. alpha_fwd, alpha_bwd: α_f and α_b. warmup_iters: best the learning rate's warm-up.
+        mode: paper or release. groups: of the GroupScaling that comes first, 0 for none (release: at least 1, and the
+            number of heads in the authors' models). elementwise_affine, bias: whether there are γ and β.
+
+    Shapes: x (…, d), `padding_mask` (…), `weight`, `bias` (d,); buffers `running_phi` (1, d, 1, 1) = ψ², first 1,
+    `ema_gz` (1, d, 1, 1) = ν/(1−α_b), `iters` (1,). Masks, dtypes and errors are BatchNorm's. A second derivative in
+    training, and torch.func there, are a NotImplementedError.
+    Source: Shen et al. 2020, Definition 3, Algorithm 2, eq 8–13.
+    """
+
+    operator_name = "power_norm"
+    running_phi: Tensor
+    ema_gz: Tensor
+    iters: Tensor
+
+    def __init__(
+        self,
+        num_features: int,
+        eps: float = 1e-5,
+        alpha_fwd: float = 0.9,
+        alpha_bwd: float = 0.9,
+        warmup_iters: int = 4000,
+        mode: str = "paper",
+        groups: int | None = None,
+        **settings: Any,
+    ) -> None:
+        if mode not in MODES:
+            raise InputError(unknown("mode", mode, MODES))
+        if warmup_iters < 0:
+            raise InputError(f"warmup_iters must be at least 0, got {warmup_iters}")
+        groups = (1 if mode == "release" else 0) if groups is None else groups
+        if mode == "release" and groups < 1:
+            raise InputError(f"groups must be at least 1 in mode release, which always scales groups; got {groups}")
+        self.alpha_fwd, self.alpha_bwd = check_alpha("alpha_fwd", alpha_fwd), check_alpha("alpha_bwd", alpha_bwd)
+        self.warmup_iters, self.mode = warmup_iters, mode
+        super().__init__(num_features, eps, groups=groups, **settings)
+
+    def statistics(self) -> dict[str, tuple[tuple[int, ...], float]]:
+        shape = (1, self.num_features, 1, 1)
+        return {"running_phi": (shape, 1.0), "ema_gz": (shape, 0.0)}
+
+    def reset_running_stats(self) -> None:
+        if "iters" not in self._buffers:
+            self.register_buffer("iters", torch.zeros(1, dtype=torch.int64, device=self.running_phi.device))
+        super().reset_running_stats()
+        self.iters.zero_()
+
+    def settings(self) -> dict[str, Any]:
+        return {"alpha": self.alpha_fwd, "alpha_bwd": self.alpha_bwd, "warmup": self.warmup_iters, "mode": self.mode}
+
+    def state(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        return self.running_phi, self.ema_gz, self.iters
+
+
+def check_alpha(name: str, alpha: float) -> float:
+    """α where it may be one."""
+    if not 0 <= alpha < 1:
+        raise InputError(f"{name} must lie in [0, 1), got {alpha}")
+    return alpha

@@ -1,0 +1,59 @@
+//! BatchNorm over the real rows of a batch: y = γ⊙(x − μ_B)/√(σ²_B + ε) + β per feature, σ² biased
+//! (Ioffe and Szegedy 2015; Shen et al. 2020, Algorithm 1; SPEC §1).
+//!
+//! Running μ ← αμ + (1−α)μ_B and σ² alike; evaluation uses them. The gradient,
+//! dx = (γ/σ_B)[dy − mean dy − x̂⊙mean(dy⊙x̂)] (eq 1–3), is the true one.
+
+use super::columns::{Batch, Options, State, Stats};
+use super::running::{build, Running};
+use super::statistics::{Measured, StateTensors, Used};
+use super::Spec;
+use crate::error::Result;
+use crate::operator::ColumnKernels;
+
+pub static SPEC: Spec = Spec {
+    name: "batchnorm",
+    equation: "y = γ⊙(x−μ_B)/√(σ²_B+ε)+β per feature over real positions; running μ, σ² in evaluation",
+    source: "Ioffe & Szegedy 2015; Shen et al. 2020, Algorithm 1",
+    build: |b, site| {
+        build(b, site, |b, site| {
+            let kind = b.statistics_kind();
+            let mean = b.buffer("running_mean", &[site.width], 0.0, kind)?;
+            let variance = b.buffer("running_var", &[site.width], 1.0, kind)?;
+            let options = Options { alpha: site.config.batchnorm_alpha, ..Options::default() };
+            Ok(Running { kernels: &KERNELS, first: mean, second: Some(variance), iters: None, options })
+        })
+    },
+};
+
+pub static KERNELS: ColumnKernels = ColumnKernels {
+    state: [c"running_mean", c"running_var"],
+    centred: true,
+    approximate: false,
+    settle,
+    composed: settle_composed,
+    ..ColumnKernels::new(c"batch_norm", "batch_norm")
+};
+
+fn settle(batch: &Batch, state: &mut State, o: &Options) -> Stats {
+    if !o.train && !state.first.is_empty() {
+        return Stats::new(state.first, state.second, o.eps);
+    }
+    if o.train && !state.first.is_empty() && state.accepts(batch.count, &[&batch.mean, &batch.square]) {
+        for (running, now) in [(&mut *state.first, &batch.mean), (&mut *state.second, &batch.square)] {
+            running.iter_mut().zip(now).for_each(|(r, b)| *r = o.alpha * *r + (1.0 - o.alpha) * b);
+        }
+    }
+    Stats::of_batch(batch, o.eps)
+}
+
+fn settle_composed(batch: &Measured, state: &StateTensors, o: &Options) -> Result<Used> {
+    let (Some(mean), Some(variance)) = (&state.first, &state.second) else { return batch.used(o) };
+    if !o.train {
+        return Used::running(Some(mean), variance, batch, o);
+    }
+    let accepted = state.accepts(batch, &[&batch.mean()?, &batch.square])?;
+    state.move_to(mean, &batch.mean()?, o.alpha, &accepted)?;
+    state.move_to(variance, &batch.square, o.alpha, &accepted)?;
+    batch.used(o)
+}

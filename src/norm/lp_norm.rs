@@ -1,0 +1,170 @@
+//! LpNorm: y = g·x/max(n, ε), n = ‖x‖_p over the last dimension, p from 1 to ∞ (TwT §5; SPEC §1).
+//!
+//! With u = x/n and w = sign(x)(|x|/n)^{p−1} (p = ∞: sign(x) wherever |x| = n), dx = (g/n)(dy − w⟨u, dy⟩) where n > ε,
+//! else (g/ε)dy. p = 2 is ScaleNorm, with its kernels.
+
+use super::{accumulate, scale_norm, Norm, Rows, Rowwise, Site, Spec};
+use crate::config::FieldType;
+use crate::error::{Error, Result};
+use crate::init::Fill;
+use crate::operator;
+use serde::{Deserialize, Deserializer, Serialize, Serializer};
+use tch::Tensor;
+
+/// p. JSON knows no infinity: there it is the word "inf".
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Exponent(pub f64);
+
+impl FieldType for Exponent {
+    const KIND: &'static str = "float";
+}
+
+impl Serialize for Exponent {
+    fn serialize<S: Serializer>(&self, s: S) -> std::result::Result<S::Ok, S::Error> {
+        match self.0.is_infinite() {
+            true => s.serialize_str("inf"),
+            false => s.serialize_f64(self.0),
+        }
+    }
+}
+
+impl<'de> Deserialize<'de> for Exponent {
+    fn deserialize<D: Deserializer<'de>>(d: D) -> std::result::Result<Self, D::Error> {
+        #[derive(Deserialize)]
+        #[serde(untagged, expecting = "lpnorm_p must be a number or \"inf\"")]
+        enum Given {
+            Number(f64),
+            Word(String),
+        }
+        match Given::deserialize(d)? {
+            Given::Number(p) => Ok(Exponent(p)),
+            Given::Word(word) if word == "inf" => Ok(Exponent(f64::INFINITY)),
+            Given::Word(word) => Err(serde::de::Error::custom(format!("lpnorm_p must be a number or inf, got {word:?}"))),
+        }
+    }
+}
+
+pub static SPEC: Spec = Spec {
+    name: "lpnorm",
+    equation: "y = g·x/max(‖x‖_p, ε) over the last dimension, one learned g = d^{1/p}",
+    source: "Nguyen & Salazar 2019, §5",
+    build: |b, site| {
+        let p = site.config.lpnorm_p.0;
+        check(p)?;
+        let weight = b.parameter("weight", &[1], &Fill::Constant(gain(site, p)))?;
+        let eps = site.config.norm_eps.unwrap_or(1e-5);
+        Ok(match p == 2.0 {
+            true => Box::new(Rowwise { kernels: &scale_norm::KERNELS, weight: Some(weight), bias: None, eps }),
+            false => Box::new(LpNorm { weight, p, eps }),
+        })
+    },
+};
+
+struct LpNorm {
+    weight: Tensor,
+    p: f64,
+    eps: f64,
+}
+
+impl Norm for LpNorm {
+    fn forward(&self, x: &Tensor, _: &Rows) -> Result<Tensor> {
+        operator::lp_norm(x, Some(&self.weight), self.p, self.eps)
+    }
+}
+
+/// g = d^{1/p}, which is 1 for p = ∞.
+fn gain(site: &Site, p: f64) -> f64 {
+    (site.width as f64).powf(1.0 / p)
+}
+
+/// Refuses p below 1, which makes no norm, and NaN.
+pub fn check(p: f64) -> Result<()> {
+    match p >= 1.0 {
+        true => Ok(()),
+        false => Err(Error::invalid(format!("lpnorm_p must be at least 1, or inf, got {p}"))),
+    }
+}
+
+/// y, differentiable to every order; p = 2 goes to ScaleNorm's operator. Rows have at least one number.
+pub fn composed(x: &Tensor, weight: Option<&Tensor>, p: f64, eps: f64) -> Result<Tensor> {
+    check(p)?;
+    if p == 2.0 {
+        return operator::row_norm(&scale_norm::KERNELS, x, weight, None, eps);
+    }
+    let wide = accumulate(x)?;
+    let length = clamped_length(&wide, p, eps)?;
+    let mut y = wide.f_div(&length)?;
+    if let Some(weight) = weight {
+        y = y.f_mul(&weight.f_to_kind(wide.kind())?)?;
+    }
+    Ok(y.f_to_kind(x.kind())?)
+}
+
+/// max(‖x‖_p, ε), a constant where it is ε.
+fn clamped_length(x: &Tensor, p: f64, eps: f64) -> Result<Tensor> {
+    let magnitude = x.f_abs()?;
+    let largest = magnitude.f_amax([-1i64].as_slice(), true)?.f_detach()?;
+    let length = if p.is_infinite() {
+        // Every |x| that is the largest has the whole slope, as SPEC's w has it; torch's own would share it out.
+        let is_largest = x.f_detach()?.f_abs()?.f_eq_tensor(&largest)?;
+        let w = x.f_detach()?.f_sign()?.f_mul(&is_largest.f_to_kind(x.kind())?)?;
+        let none = x.f_sub(&x.f_detach()?)?;
+        largest.f_add(&w.f_mul(&none)?.f_sum_dim_intlist([-1i64].as_slice(), true, None)?)?
+    } else {
+        // In units of the largest, so that no power leaves the range; a constant, of which the length does not depend.
+        let unit = largest.f_where_self(&largest.f_gt(0.0)?, &largest.f_ones_like()?)?;
+        let powers = magnitude.f_div(&unit)?.f_pow_tensor_scalar(p)?.f_sum_dim_intlist([-1i64].as_slice(), true, None)?;
+        // The root's slope at 0 is infinite: a row of zeros takes another number, and the clamp takes it away again.
+        let safe = powers.f_where_self(&powers.f_detach()?.f_ne(0.0)?, &powers.f_ones_like()?)?;
+        let length = safe.f_pow_tensor_scalar(1.0 / p)?.f_mul(&unit)?;
+        length.f_where_self(&largest.f_ne(0.0)?, &largest)?
+    };
+    // Not `clamp_min`, whose slope at the clamp is one; and a NaN has to stay one.
+    let floor = length.f_full_like(eps)?;
+    Ok(floor.f_where_self(&length.f_detach()?.f_le(eps)?, &length)?)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use tch::{Device, Kind};
+
+    #[test]
+    fn the_gradient_is_the_formulas() {
+        let (g, eps) = (1.7, 1e-5);
+        for p in [1.0, 1.5, 3.0, f64::INFINITY] {
+            let x = Tensor::from_slice(&[0.5f64, -2.0, 1.0, 0.25]).set_requires_grad(true);
+            let dy = Tensor::from_slice(&[1.0f64, 0.5, -1.0, 2.0]);
+            let weight = Tensor::from_slice(&[g]);
+            let y = composed(&x, Some(&weight), p, eps).unwrap();
+            (&y * &dy).sum(Kind::Double).backward();
+            let v = Vec::<f64>::try_from(x.detach()).unwrap();
+            let n = match p.is_infinite() {
+                true => 2.0,
+                false => v.iter().map(|v| v.abs().powf(p)).sum::<f64>().powf(1.0 / p),
+            };
+            let along: f64 = v.iter().zip([1.0, 0.5, -1.0, 2.0]).map(|(v, d)| v / n * d).sum();
+            for (i, d) in [1.0, 0.5, -1.0, 2.0].into_iter().enumerate() {
+                let w = match p.is_infinite() {
+                    true => v[i].signum() * f64::from(v[i].abs() == n),
+                    false => v[i].signum() * (v[i].abs() / n).powf(p - 1.0),
+                };
+                let want = g / n * (d - w * along);
+                let got = x.grad().double_value(&[i as i64]);
+                assert!((got - want).abs() < 1e-12, "p = {p}: {got} {want}");
+            }
+        }
+    }
+
+    #[test]
+    fn zeros_and_huge_rows_are_finite() {
+        let x = Tensor::f_full([3i64, 4].as_slice(), 1e30, (Kind::Float, Device::Cpu)).unwrap();
+        let _ = x.get(1).zero_();
+        let x = x.set_requires_grad(true);
+        for p in [1.0, 3.0, f64::INFINITY] {
+            let y = composed(&x, None, p, 1e-5).unwrap();
+            let (dx,) = (Tensor::run_backward(&[y.sum(Kind::Float)], &[&x], false, false)[0].shallow_clone(),);
+            assert!(y.isfinite().all().int64_value(&[]) == 1 && dx.isfinite().all().int64_value(&[]) == 1, "p = {p}");
+        }
+    }
+}

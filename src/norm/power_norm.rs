@@ -1,0 +1,121 @@
+//! PowerNorm: x divided by the running root mean square of its feature, and a running ν in the gradient
+//! (Shen et al. 2020, Definition 3, Algorithm 2, eq 8–13; SPEC §1).
+//!
+//! > x̂ = x/√(ψ² + ε),  y = γ⊙x̂ + β,  then ψ² ← αψ² + (1−α)ψ²_B
+//! > G = γ⊙dy,  X′ = G − ν⊙x̂,  dx = X′/√(ψ² + ε),  then ν ← ν(1 − (1−α_b)Γ) + (1−α_b)Λ
+//!
+//! with Γ = mean(x̂²), Λ = mean(G⊙x̂) and the ψ² of the forward pass; the buffer `ema_gz` is ν/(1−α_b). While
+//! t ≤ warm-up the forward divides by the batch's own ψ_B, with PN-V's exact gradient, and ψ² is the mean so far. The
+//! release mode computes what the authors' mask_powernorm.py does, after the group scaling that it begins with.
+
+use super::columns::{Batch, Options, State, Stats};
+use super::running::{build, Running};
+use super::statistics::{Measured, StateTensors, Used};
+use super::Spec;
+use crate::choice;
+use crate::error::Result;
+use crate::operator::ColumnKernels;
+use tch::{Kind, Tensor};
+
+choice! {
+    /// SPEC §1, "PowerNorm modes".
+    pub enum PowerNormMode ("powernorm_mode") { Paper = "paper", Release = "release" }
+}
+
+pub static SPEC: Spec = Spec {
+    name: "powernorm",
+    equation: "y = γ⊙x/√(ψ²+ε)+β with the running ψ² of the step before; running ν in the gradient",
+    source: "Shen et al. 2020, Definition 3, Algorithm 2",
+    build: |b, site| {
+        build(b, site, |b, site| {
+            let kind = b.statistics_kind();
+            let shape = [1, site.width, 1, 1];
+            let phi = b.buffer("running_phi", &shape, 1.0, kind)?;
+            let nu = b.buffer("ema_gz", &shape, 0.0, kind)?;
+            let iters = b.buffer("iters", &[1], 0.0, Kind::Int64)?;
+            let options = Options {
+                alpha: site.config.powernorm_alpha_fwd,
+                alpha_bwd: site.config.powernorm_alpha_bwd,
+                warmup: site.config.powernorm_warmup,
+                release: site.config.powernorm_mode == PowerNormMode::Release,
+                ..Options::default()
+            };
+            Ok(Running { kernels: &KERNELS, first: phi, second: Some(nu), iters: Some(iters), options })
+        })
+    },
+};
+
+pub static KERNELS: ColumnKernels = ColumnKernels {
+    state: [c"running_phi", c"ema_gz"],
+    approximate: true,
+    settle,
+    composed: settle_composed,
+    ..ColumnKernels::new(c"power_norm", "power_norm")
+};
+
+fn settle(batch: &Batch, state: &mut State, o: &Options) -> Stats {
+    let running = Stats::new(&batch.mean, state.first, o.eps);
+    if !o.train {
+        return running;
+    }
+    let own = Stats::of_batch(batch, o.eps);
+    let t = state.iters[0] + 1;
+    let warming = t <= o.warmup && batch.count > 0.0;
+    let used = if warming { own.clone() } else { running };
+    let over = if o.release { batch.rows } else { batch.count };
+    let squares = batch.square_of_all.as_ref().unwrap_or(&batch.square);
+    let stats = Stats {
+        gamma: squares.iter().zip(&used.scale).map(|(square, scale)| square * scale * scale).collect(),
+        share: if batch.count > 0.0 { 1.0 / over } else { 0.0 },
+        exact: warming && !o.release,
+        slope: if o.release && batch.count > 0.0 { own.slope } else { used.slope },
+        ..used
+    };
+    if state.accepts(batch.count, &[&batch.square]) {
+        state.iters[0] = t;
+        for (phi, b) in state.first.iter_mut().zip(&batch.square) {
+            let decayed = |phi: f64| o.alpha * phi + (1.0 - o.alpha) * b;
+            let mean_so_far = |phi: f64| phi + (b - phi) / t as f64;
+            *phi = match (o.release, warming) {
+                (false, true) => mean_so_far(*phi),
+                (true, true) if t < o.warmup => decayed(mean_so_far(*phi)),
+                _ => decayed(*phi),
+            };
+        }
+    }
+    stats
+}
+
+fn settle_composed(batch: &Measured, state: &StateTensors, o: &Options) -> Result<Used> {
+    let (Some(phi), Some(iters)) = (&state.first, &state.iters) else { unreachable!("the operator has asked for both") };
+    let running = Used::running(None, phi, batch, o)?;
+    if !o.train {
+        return Ok(running);
+    }
+    let own = batch.used(o)?;
+    let t = iters.f_add_scalar(1)?;
+    let has_rows = batch.count.f_gt(0.0)?;
+    let warming = t.f_le(o.warmup)?.f_logical_and(&has_rows)?;
+    let scale = own.scale.f_where_self(&warming, &running.scale)?;
+    let slope = if o.release { own.scale.f_where_self(&has_rows, &scale)? } else { scale.shallow_clone() };
+    let exact = if o.release { warming.f_zeros_like()? } else { warming.shallow_clone() };
+    let over = if o.release { batch.count.f_full_like(batch.rows)? } else { batch.count.shallow_clone() };
+    let share = over.f_reciprocal()?.f_where_self(&has_rows, &over.f_zeros_like()?)?;
+    let gamma = batch.square_of_all.as_ref().unwrap_or(&batch.square).f_mul(&scale.f_square()?)?;
+    let accepted = state.accepts(batch, &[&batch.square])?;
+    let old = running.square;
+    let kind = old.kind();
+    let gap = |from: &Tensor| batch.square.f_sub(from);
+    let mean_so_far = old.f_add(&gap(&old)?.f_div(&t.f_to_kind(kind)?)?)?;
+    let decayed = |from: &Tensor| from.f_add(&gap(from)?.f_mul_scalar(1.0 - o.alpha)?);
+    let moved = match o.release {
+        false => mean_so_far.f_where_self(&warming, &decayed(&old)?)?,
+        true => {
+            let twice = warming.f_logical_and(&t.f_lt(o.warmup)?)?;
+            decayed(&mean_so_far.f_where_self(&twice, &old)?)?
+        }
+    };
+    state.replace(phi, &moved, &accepted)?;
+    state.replace(iters, &t, &accepted)?;
+    Ok(Used { scale, slope, exact, share, gamma, ..own })
+}

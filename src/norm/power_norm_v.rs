@@ -1,0 +1,51 @@
+//! PN-V, PowerNorm with the batch's own statistic: x̂ = x/√(ψ²_B + ε), ψ²_B = mean x² per feature over real rows,
+//! y = γ⊙x̂ + β (Shen et al. 2020, Definition 1, eq 4–6; SPEC §1).
+//!
+//! Running ψ² ← αψ² + (1−α)ψ²_B; evaluation uses it. The gradient, dx = (γ/ψ_B)[dy − x̂⊙mean(dy⊙x̂)], is the true one.
+
+use super::columns::{Batch, Options, State, Stats};
+use super::running::{build, Running};
+use super::statistics::{Measured, StateTensors, Used};
+use super::Spec;
+use crate::error::Result;
+use crate::operator::ColumnKernels;
+
+pub static SPEC: Spec = Spec {
+    name: "powernorm-v",
+    equation: "y = γ⊙x/√(ψ²_B+ε)+β, ψ²_B = mean x² per feature over real positions; running ψ² in evaluation",
+    source: "Shen et al. 2020, Definition 1",
+    build: |b, site| {
+        build(b, site, |b, site| {
+            let phi = b.buffer("running_phi", &[site.width], 1.0, b.statistics_kind())?;
+            let options = Options { alpha: site.config.powernorm_alpha_fwd, ..Options::default() };
+            Ok(Running { kernels: &KERNELS, first: phi, second: None, iters: None, options })
+        })
+    },
+};
+
+pub static KERNELS: ColumnKernels = ColumnKernels {
+    state: [c"running_phi", c"unused"],
+    settle,
+    composed: settle_composed,
+    ..ColumnKernels::new(c"power_norm_v", "power_norm_v")
+};
+
+fn settle(batch: &Batch, state: &mut State, o: &Options) -> Stats {
+    if !o.train && !state.first.is_empty() {
+        return Stats::new(&batch.mean, state.first, o.eps);
+    }
+    if o.train && !state.first.is_empty() && state.accepts(batch.count, &[&batch.square]) {
+        let moved = state.first.iter_mut().zip(&batch.square);
+        moved.for_each(|(phi, b)| *phi = o.alpha * *phi + (1.0 - o.alpha) * b);
+    }
+    Stats::of_batch(batch, o.eps)
+}
+
+fn settle_composed(batch: &Measured, state: &StateTensors, o: &Options) -> Result<Used> {
+    let Some(phi) = &state.first else { return batch.used(o) };
+    if !o.train {
+        return Used::running(None, phi, batch, o);
+    }
+    state.move_to(phi, &batch.square, o.alpha, &state.accepts(batch, &[&batch.square])?)?;
+    batch.used(o)
+}

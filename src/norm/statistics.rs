@@ -1,0 +1,272 @@
+//! The composed form (tch) of norms with statistics of columns: on devices without a kernel, under torch.func, and for
+//! second derivatives. No number of a tensor is read: decisions are masks.
+
+use super::accumulate;
+use super::columns::{Options, Stats};
+use crate::error::Result;
+use crate::operator::ColumnKernels;
+use tch::{no_grad, Kind, Tensor};
+
+/// What a call of the operator has beside x and its parameters.
+#[derive(Debug, Default)]
+pub struct StateTensors {
+    pub first: Option<Tensor>,
+    pub second: Option<Tensor>,
+    pub iters: Option<Tensor>,
+    pub refused: Option<Tensor>,
+}
+
+/// What was measured of a batch; see [`Batch`](super::columns::Batch).
+pub struct Measured {
+    /// A scalar.
+    pub count: Tensor,
+    pub rows: f64,
+    mean: Option<Tensor>,
+    pub square: Tensor,
+    pub square_of_all: Option<Tensor>,
+}
+
+/// What x̂ is made with, and what the backward pass needs; see [`Stats`].
+pub struct Used {
+    pub shift: Option<Tensor>,
+    pub scale: Tensor,
+    pub slope: Tensor,
+    pub gamma: Tensor,
+    pub exact: Tensor,
+    pub share: Tensor,
+    /// σ² or ψ².
+    pub square: Tensor,
+}
+
+/// Rows, padding apart: (…, d) and what marks some of its rows.
+struct Rows {
+    x: Tensor,
+    /// (…, 1)
+    pad: Option<Tensor>,
+    dims: Vec<i64>,
+}
+
+impl Rows {
+    fn new(x: &Tensor, pad: Option<&Tensor>) -> Result<Self> {
+        let x = accumulate(x)?;
+        let x = if x.dim() == 1 { x.f_unsqueeze(0)? } else { x };
+        let dims = (0..x.dim() as i64 - 1).collect();
+        Ok(Rows { x, pad: pad.map(|pad| pad.f_unsqueeze(-1)).transpose()?, dims })
+    }
+
+    /// t with zeros at padding.
+    fn real(&self, t: &Tensor) -> Result<Tensor> {
+        match &self.pad {
+            Some(pad) => Ok(t.f_masked_fill(pad, 0.0)?),
+            None => Ok(t.shallow_clone()),
+        }
+    }
+
+    fn sum(&self, t: &Tensor) -> Result<Tensor> {
+        Ok(t.f_sum_dim_intlist(self.dims.as_slice(), false, None)?)
+    }
+
+    fn rows(&self) -> f64 {
+        self.dims.iter().map(|d| self.x.size()[*d as usize] as f64).product()
+    }
+
+    fn count(&self) -> Result<Tensor> {
+        match &self.pad {
+            Some(pad) => Ok(pad.f_logical_not()?.f_sum(self.x.kind())?),
+            None => Ok(Tensor::f_full([0i64; 0].as_slice(), self.rows(), (self.x.kind(), self.x.device()))?),
+        }
+    }
+}
+
+impl Measured {
+    fn of(rows: &Rows, centred: bool, all_too: bool) -> Result<Self> {
+        let count = rows.count()?;
+        let divisor = count.f_clamp_min(1.0)?;
+        let real = rows.real(&rows.x)?;
+        let mean = match centred {
+            true => Some(rows.sum(&real)?.f_div(&divisor)?),
+            false => None,
+        };
+        let from_mean = match &mean {
+            Some(mean) => rows.real(&real.f_sub(mean)?)?,
+            None => real,
+        };
+        let square = rows.sum(&from_mean.f_square()?)?.f_div(&divisor)?;
+        let square_of_all = match all_too && rows.pad.is_some() {
+            true => Some(rows.sum(&rows.x.f_square()?)?.f_div_scalar(rows.rows().max(1.0))?),
+            false => None,
+        };
+        Ok(Measured { count, rows: rows.rows(), mean, square, square_of_all })
+    }
+
+    /// The batch's mean; zero for a norm without one.
+    pub fn mean(&self) -> Result<Tensor> {
+        match &self.mean {
+            Some(mean) => Ok(mean.shallow_clone()),
+            None => Ok(self.square.f_zeros_like()?),
+        }
+    }
+
+    /// x̂ by the batch's own statistics.
+    pub fn used(&self, o: &Options) -> Result<Used> {
+        let has_rows = self.count.f_gt(0.0)?;
+        let share = self.count.f_reciprocal()?.f_where_self(&has_rows, &self.count.f_zeros_like()?)?;
+        let used = Used::of(self.mean.as_ref(), &self.square, &self.count, o)?;
+        Ok(Used { exact: has_rows.f_ones_like()?, share, ..used })
+    }
+}
+
+impl Used {
+    fn of(shift: Option<&Tensor>, square: &Tensor, count: &Tensor, o: &Options) -> Result<Self> {
+        let scale = square.f_add_scalar(o.eps)?.f_rsqrt()?;
+        Ok(Used {
+            shift: shift.map(Tensor::shallow_clone),
+            slope: scale.shallow_clone(),
+            gamma: scale.f_zeros_like()?,
+            scale,
+            exact: count.f_zeros_like()?.f_to_kind(Kind::Bool)?,
+            share: count.f_zeros_like()?,
+            square: square.shallow_clone(),
+        })
+    }
+
+    /// x̂ by running statistics.
+    pub fn running(mean: Option<&Tensor>, square: &Tensor, batch: &Measured, o: &Options) -> Result<Self> {
+        let flat = |t: &Tensor| t.f_flatten(0, -1)?.f_to_kind(batch.square.kind());
+        let mean = mean.map(flat).transpose()?;
+        Used::of(mean.as_ref(), &flat(square)?, &batch.count, o)
+    }
+
+    fn stats(&self) -> Result<Tensor> {
+        let row = |t: &Tensor| t.f_to_kind(self.scale.kind())?.f_expand_as(&self.scale);
+        let shift = match &self.shift {
+            Some(shift) => shift.shallow_clone(),
+            None => self.scale.f_zeros_like()?,
+        };
+        let rows = [&shift, &self.scale, &self.slope, &self.gamma].map(Tensor::shallow_clone);
+        let constants = [row(&self.exact)?, row(&self.share)?];
+        Ok(Tensor::f_stack(&rows.into_iter().chain(constants).collect::<Vec<_>>(), 0)?.f_detach()?)
+    }
+}
+
+impl StateTensors {
+    /// Whether these statistics may be taken in, as a tensor; counts those that may not.
+    pub fn accepts(&self, batch: &Measured, values: &[&Tensor]) -> Result<Tensor> {
+        no_grad(|| {
+            let kind = self.first.as_ref().map_or(Kind::Double, Tensor::kind);
+            let has_rows = batch.count.f_gt(0.0)?;
+            let mut finite = has_rows.f_ones_like()?;
+            for v in values {
+                finite = finite.f_logical_and(&v.f_to_kind(kind)?.f_isfinite()?.f_all()?)?;
+            }
+            self.refuse(&has_rows.f_logical_and(&finite.f_logical_not()?)?)?;
+            Ok(has_rows.f_logical_and(&finite)?)
+        })
+    }
+
+    fn refuse(&self, now: &Tensor) -> Result<()> {
+        if let Some(refused) = &self.refused {
+            let _ = refused.shallow_clone().f_add_(&now.f_to_kind(refused.kind())?)?;
+        }
+        Ok(())
+    }
+
+    /// buffer ← α·buffer + (1 − α)·now, if accepted.
+    pub fn move_to(&self, buffer: &Tensor, now: &Tensor, alpha: f64, accepted: &Tensor) -> Result<()> {
+        let now = now.f_detach()?.f_to_kind(buffer.kind())?.f_view_as(buffer)?;
+        let moved = buffer.f_mul_scalar(alpha)?.f_add(&now.f_mul_scalar(1.0 - alpha)?)?;
+        self.replace(buffer, &moved, accepted)
+    }
+
+    /// buffer ← now, if accepted.
+    pub fn replace(&self, buffer: &Tensor, now: &Tensor, accepted: &Tensor) -> Result<()> {
+        no_grad(|| {
+            let now = now.f_detach()?.f_to_kind(buffer.kind())?.f_view_as(buffer)?;
+            let _ = buffer.shallow_clone().f_copy_(&now.f_where_self(accepted, buffer)?)?;
+            Ok(())
+        })
+    }
+}
+
+/// (y, stats): differentiable where the norm's gradient is that of its formula. `given`: statistics of an earlier run,
+/// used as they are.
+pub fn forward(
+    kernels: &ColumnKernels,
+    x: &Tensor,
+    (weight, bias): (Option<&Tensor>, Option<&Tensor>),
+    pad: Option<&Tensor>,
+    state: &StateTensors,
+    given: Option<&Tensor>,
+    o: &Options,
+) -> Result<(Tensor, Tensor)> {
+    let rows = Rows::new(x, pad)?;
+    let (shift, scale, stats) = match given {
+        Some(stats) => (Some(stats.f_get(0)?), stats.f_get(1)?, stats.f_detach_copy()?),
+        None => {
+            let measured = Measured::of(&rows, kernels.centred, o.release)?;
+            let used = (kernels.composed)(&measured, state, o)?;
+            let stats = used.stats()?;
+            (used.shift, used.scale, stats)
+        }
+    };
+    let mut y = hat(&rows.x, shift.as_ref(), &scale)?;
+    if let Some(weight) = weight {
+        y = y.f_mul(&weight.f_to_kind(y.kind())?)?;
+    }
+    if let Some(bias) = bias {
+        y = y.f_add(&bias.f_to_kind(y.kind())?)?;
+    }
+    if !o.release {
+        y = rows.real(&y)?;
+    }
+    Ok((y.f_view_as(x)?.f_to_kind(x.kind())?, stats))
+}
+
+fn hat(x: &Tensor, shift: Option<&Tensor>, scale: &Tensor) -> Result<Tensor> {
+    let centred = match shift {
+        Some(shift) => x.f_sub(shift)?,
+        None => x.shallow_clone(),
+    };
+    Ok(centred.f_mul(scale)?)
+}
+
+/// (dx, dγ, dβ) from what `forward` left, the last two in the computing type; moves ν.
+pub fn backward(
+    kernels: &ColumnKernels,
+    dy: &Tensor,
+    x: &Tensor,
+    weight: Option<&Tensor>,
+    pad: Option<&Tensor>,
+    stats: &Tensor,
+    state: &StateTensors,
+    o: &Options,
+) -> Result<(Tensor, Tensor, Tensor)> {
+    let rows = Rows::new(x, if o.release { None } else { pad })?;
+    let g = rows.real(&dy.f_to_kind(rows.x.kind())?.f_view_as(&rows.x)?)?;
+    let [shift, scale, slope, gamma, exact, share] = [0, 1, 2, 3, 4, 5].map(|i| stats.get(i));
+    let hat = rows.real(&hat(&rows.x, Some(&shift), &scale)?)?;
+    let (sum, sum_x) = (rows.sum(&g)?, rows.sum(&g.f_mul(&hat)?)?);
+    let weight = match weight {
+        Some(weight) => weight.f_to_kind(g.kind())?,
+        None => scale.f_ones_like()?,
+    };
+    let p = weight.f_mul(&slope)?;
+    let lambda = weight.f_mul(&sum_x)?.f_mul(&share)?;
+    let mut q = slope.f_mul(&lambda)?.f_mul(&exact)?;
+    if let (true, true, Some(ema)) = (kernels.approximate, o.train, &state.second) {
+        let old = ema.f_flatten(0, -1)?.f_to_kind(g.kind())?;
+        let nu = old.f_mul_scalar(1.0 - o.alpha_bwd)?;
+        q = q.f_where_self(&exact.f_eq(1.0)?, &slope.f_mul(&nu)?)?;
+        let now = old.f_add(&lambda)?.f_sub(&nu.f_mul(&gamma)?)?;
+        let has_rows = share.f_gt(0.0)?.f_any()?;
+        let finite = now.f_to_kind(ema.kind())?.f_isfinite()?.f_all()?;
+        state.refuse(&has_rows.f_logical_and(&finite.f_logical_not()?)?)?;
+        state.replace(ema, &now, &has_rows.f_logical_and(&finite)?)?;
+    }
+    let mut dx = p.f_mul(&g)?.f_sub(&q.f_mul(&hat)?)?;
+    if kernels.centred {
+        dx = dx.f_sub(&p.f_mul(&sum)?.f_mul(&share)?.f_mul(&exact)?)?;
+    }
+    debug_assert_eq!(stats.size()[0] as usize, Stats::ROWS);
+    Ok((rows.real(&dx)?.f_view_as(x)?.f_to_kind(x.kind())?, sum_x, sum))
+}

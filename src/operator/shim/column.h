@@ -1,0 +1,334 @@
+// The family of norms with statistics of columns: for each entry k of Rust's table (operator/column_norm.rs),
+//   NAME(x, weight?, bias?, pad_mask?, first(a!)?, second(b!)?, iters(c!)?, refused(d!)?, stats?, *, train, alpha, eps,
+//        alpha_bwd, warmup, mode) -> (y, stats)
+//   NAME_backward(dy, x, weight?, pad_mask?, second(a!)?, refused(b!)?, stats, *, train, alpha_bwd, mode)
+//        -> (dx, dweight, dbias)
+// y = N(x) with statistics over all dimensions but the last. Buffers move in place: in the forward pass of training, and
+// PowerNorm's second in the backward pass. The output `stats` is what the pass used; given as an argument (a second run
+// of the same forward pass) it is used as it is, and nothing moves.
+#pragma once
+#include "norm.h"
+
+extern "C" {
+// The same structs as in Rust.
+struct ColumnOptions {
+  double alpha, alpha_bwd, eps;
+  int64_t warmup;
+  bool train, release;
+};
+struct ColumnCall {
+  View x, weight, bias, pad, first, second, iters, refused;
+  bool wide_state;
+  View given;
+  ColumnOptions options;
+  View y, stats;
+};
+struct ColumnGradients {
+  View dy, dx, dweight, dbias;
+};
+int64_t nfrs_column_count();
+const char* nfrs_column_name(int64_t norm);
+const char* nfrs_column_state(int64_t norm, int64_t which);
+bool nfrs_column_approximate(int64_t norm);
+int64_t nfrs_column_stats();
+int nfrs_column_forward(int64_t norm, const ColumnCall* call);
+int nfrs_column_backward(int64_t norm, const ColumnCall* call, const ColumnGradients* gradients);
+Tensor* nfrs_column_composed(int64_t norm, const Tensor* const* tensors, const ColumnOptions* options, Tensor** stats);
+int nfrs_column_composed_backward(int64_t norm, const Tensor* const* tensors, const ColumnOptions* options,
+                                  Tensor** gradients);
+}
+
+namespace nfrs::column {
+
+constexpr int64_t MOST = 4;  // instantiated below; raise it when the table outgrows it
+
+using Options = ColumnOptions;
+using Two = std::tuple<Tensor, Tensor>;
+using Three = std::tuple<Tensor, Tensor, Tensor>;
+using Forward = Two(const Tensor&, const MaybeTensor&, const MaybeTensor&, const MaybeTensor&, const MaybeTensor&,
+                    const MaybeTensor&, const MaybeTensor&, const MaybeTensor&, const MaybeTensor&, bool, double, double,
+                    double, int64_t, c10::string_view);
+using Backward = Three(const Tensor&, const Tensor&, const MaybeTensor&, const MaybeTensor&, const MaybeTensor&,
+                       const MaybeTensor&, const Tensor&, bool, double, c10::string_view);
+
+inline std::string name(int64_t k) { return nfrs_column_name(k); }
+
+// What a call has beside x, weight and bias.
+struct Rest {
+  MaybeTensor pad, first, second, iters, refused, given;
+  Options options;
+};
+
+inline bool is_release(int64_t k, c10::string_view mode) {
+  TORCH_CHECK_VALUE(mode == "paper" || mode == "release", name(k), ": mode must be one of paper, release; got \"", mode, "\"");
+  return mode == "release";
+}
+inline c10::string_view mode_of(const Options& o) { return o.release ? "release" : "paper"; }
+
+inline Tensor present(const MaybeTensor& t) { return t && t->defined() ? *t : Tensor(); }
+
+inline void check(int64_t k, const Tensor& x, const MaybeTensor& weight, const MaybeTensor& bias, const Rest& rest) {
+  const auto op = name(k);
+  check_floating(op.c_str(), "x", x);
+  TORCH_CHECK_VALUE(x.dim() >= 1, op, ": x must have at least one dimension, got a scalar");
+  const auto width = x.sym_size(-1);
+  auto check_width = [&](const char* what, const MaybeTensor& t) {
+    if (!pointer(t)) return;
+    TORCH_CHECK_VALUE(t->sym_numel() == width, op, ": ", what, " must hold ", width,
+                      " numbers (the width of x), got shape ", t->sym_sizes());
+    check_floating(op.c_str(), what, *t);
+  };
+  check_width("weight", weight);
+  check_width("bias", bias);
+  check_width(nfrs_column_state(k, 0), rest.first);
+  check_width(nfrs_column_state(k, 1), rest.second);
+  if (pointer(rest.pad)) {
+    TORCH_CHECK_TYPE(rest.pad->scalar_type() == at::kBool, op, ": pad_mask must be bool (True at padding), got ",
+                     rest.pad->scalar_type());
+    TORCH_CHECK_VALUE(rest.pad->sym_sizes() == x.sym_sizes().slice(0, x.dim() - 1), op,
+                      ": pad_mask must have x's shape without its last dimension, ", x.sym_sizes().slice(0, x.dim() - 1),
+                      "; got ", rest.pad->sym_sizes());
+  }
+  for (const auto& [what, t] : {std::pair{"iters", rest.iters}, std::pair{"refused", rest.refused}})
+    TORCH_CHECK_VALUE(!pointer(t) || (t->scalar_type() == at::kLong && t->sym_numel() == 1), op, ": ", what,
+                      " must be one int64 number");
+  if (nfrs_column_approximate(k))
+    TORCH_CHECK_VALUE(pointer(rest.first) && pointer(rest.second) && pointer(rest.iters), op, " needs its buffers ",
+                      nfrs_column_state(k, 0), ", ", nfrs_column_state(k, 1), " and iters");
+}
+
+inline Tensor empty_stats(const Tensor& x) {
+  const c10::SymInt sizes[] = {nfrs_column_stats(), x.sym_size(-1)};
+  return at::empty_symint(sizes, x.options().dtype(acc_type(x)));
+}
+
+inline Two forward_meta(int64_t k, const Tensor& x, const MaybeTensor& weight, const MaybeTensor& bias, const Rest& rest) {
+  check(k, x, weight, bias, rest);
+  return {at::empty_like(x, at::MemoryFormat::Contiguous), empty_stats(x)};
+}
+
+// A buffer as the kernel works on it, written back where it is done.
+struct Working {
+  explicit Working(const MaybeTensor& t, at::ScalarType type)
+      : buffer(present(t)), copy(buffer.defined() ? buffer.to(type, false, true).contiguous() : Tensor()) {}
+  void write_back() const {
+    if (!buffer.defined()) return;
+    buffer.copy_(copy);
+    if (!buffer.is_inference()) buffer.unsafeGetTensorImpl()->bump_version();
+  }
+  Tensor buffer, copy;
+};
+
+inline Tensor bytes(const MaybeTensor& mask) {
+  return pointer(mask) ? mask->reshape({-1}).contiguous().view(at::kByte) : Tensor();
+}
+inline bool is_wide(const MaybeTensor& t) { return pointer(t) && t->scalar_type() == at::kDouble; }
+
+inline Two forward_cpu(int64_t k, const Tensor& x_, const MaybeTensor& weight, const MaybeTensor& bias, const Rest& rest) {
+  auto [y, stats] = forward_meta(k, x_, weight, bias, rest);
+  const auto type = acc_type(x_);
+  const Tensor x = x_.contiguous(), w = parameter(weight, type), b = parameter(bias, type), pad = bytes(rest.pad);
+  const Tensor given = parameter(rest.given, type);
+  const Working first(rest.first, at::kDouble), second(rest.second, at::kDouble);
+  const Working iters(rest.iters, at::kLong), refused(rest.refused, at::kLong);
+  const ColumnCall call{view(x), view(w), view(b), view(pad), view(first.copy), view(second.copy), view(iters.copy),
+                        view(refused.copy), is_wide(rest.first), view(given), rest.options, view(y), view(stats)};
+  check_rust(nfrs_column_forward(k, &call));
+  if (rest.options.train && !pointer(rest.given))
+    for (const auto* state : {&first, &second, &iters, &refused})
+      if (state != &second || !nfrs_column_approximate(k)) state->write_back();
+  return {y, stats};
+}
+
+inline Three backward_meta(const Tensor& x, const MaybeTensor& weight) {
+  const auto sums = at::empty_symint({x.sym_size(-1)}, x.options().dtype(acc_type(x)));
+  return {at::empty_like(x, at::MemoryFormat::Contiguous), sums, at::empty_like(sums)};
+}
+
+inline Three backward_cpu(int64_t k, const Tensor& dy_, const Tensor& x_, const MaybeTensor& weight, const Tensor& stats_,
+                          const Rest& rest) {
+  auto [dx, dweight, dbias] = backward_meta(x_, weight);
+  const auto type = acc_type(x_);
+  const Tensor x = x_.contiguous(), dy = dy_.to(x.scalar_type()).contiguous(), w = parameter(weight, type);
+  const Tensor pad = bytes(rest.pad), stats = stats_.contiguous();
+  const Working second(rest.second, at::kDouble), refused(rest.refused, at::kLong);
+  const ColumnCall call{view(x), view(w), View{}, view(pad), View{}, view(second.copy), View{}, view(refused.copy),
+                        is_wide(rest.second), View{}, rest.options, View{}, view(stats)};
+  const ColumnGradients gradients{view(dy), view(dx), view(dweight), view(dbias)};
+  check_rust(nfrs_column_backward(k, &call, &gradients));
+  if (rest.options.train && nfrs_column_approximate(k))
+    for (const auto* state : {&second, &refused}) state->write_back();
+  return {dx, dweight, dbias};
+}
+
+inline Two composed(int64_t k, const Tensor& x, const MaybeTensor& weight, const MaybeTensor& bias, const Rest& rest) {
+  check(k, x, weight, bias, rest);
+  const Tensor* tensors[] = {&x, pointer(weight), pointer(bias), pointer(rest.pad), pointer(rest.first),
+                             pointer(rest.second), pointer(rest.iters), pointer(rest.refused), pointer(rest.given)};
+  Tensor* stats = nullptr;
+  Tensor y = take(nfrs_column_composed(k, tensors, &rest.options, &stats));
+  return {y, take(stats)};
+}
+
+inline Three composed_backward(int64_t k, const Tensor& dy, const Tensor& x, const MaybeTensor& weight,
+                               const Tensor& stats, const Rest& rest) {
+  const Tensor* tensors[] = {&dy, &x, pointer(weight), pointer(rest.pad), pointer(rest.second), pointer(rest.refused), &stats};
+  Tensor* made[3] = {nullptr, nullptr, nullptr};
+  check_rust(nfrs_column_composed_backward(k, tensors, &rest.options, made));
+  return {take(made[0]), take(made[1]), take(made[2])};
+}
+
+template <class Signature>
+const c10::TypedOperatorHandle<Signature>& op(int64_t k, const char* suffix) {
+  static const auto handles = [&] {
+    std::vector<c10::TypedOperatorHandle<Signature>> all;
+    for (int64_t i = 0; i < nfrs_column_count(); ++i) all.push_back(operator_handle<Signature>(name(i) + suffix));
+    return all;
+  }();
+  return handles[k];
+}
+
+inline Two call_forward(int64_t k, const Tensor& x, const MaybeTensor& weight, const MaybeTensor& bias, const Rest& rest) {
+  const auto& o = rest.options;
+  return op<Forward>(k, "").call(x, weight, bias, rest.pad, rest.first, rest.second, rest.iters, rest.refused, rest.given,
+                                 o.train, o.alpha, o.eps, o.alpha_bwd, o.warmup, mode_of(o));
+}
+
+struct ColumnNorm : torch::autograd::Function<ColumnNorm> {
+  static variable_list forward(AutogradContext* ctx, int64_t k, const Tensor& x, const MaybeTensor& weight,
+                               const MaybeTensor& bias, Rest rest) {
+    at::AutoDispatchBelowADInplaceOrView guard;
+    auto [y, stats] = call_forward(k, x, weight, bias, rest);
+    ctx->save_for_backward({x, value(weight), value(bias), value(rest.pad), stats});
+    // The buffer of ν is moved by the backward pass, not read as it was: no version to compare.
+    ctx->saved_data["second"] = c10::IValue(rest.second);
+    ctx->saved_data["refused"] = c10::IValue(rest.refused);
+    ctx->saved_data["norm"] = k;
+    ctx->saved_data["from_batch"] = rest.options.train || !pointer(rest.first);
+    ctx->saved_data["train"] = rest.options.train;
+    ctx->saved_data["alpha_bwd"] = rest.options.alpha_bwd;
+    ctx->saved_data["eps"] = rest.options.eps;
+    ctx->saved_data["release"] = rest.options.release;
+    ctx->mark_non_differentiable({stats});
+    ctx->set_materialize_grads(false);
+    return {y, stats};
+  }
+  static variable_list backward(AutogradContext* ctx, variable_list grads) {
+    if (!grads[0].defined()) return variable_list(5);
+    const auto saved = ctx->get_saved_variables();
+    auto& data = ctx->saved_data;
+    const int64_t k = data["norm"].toInt();
+    const MaybeTensor pad = maybe(saved[3]);
+    Rest rest{pad, std::nullopt, std::nullopt, std::nullopt, std::nullopt, std::nullopt,
+              Options{0, data["alpha_bwd"].toDouble(), data["eps"].toDouble(), 0, data["train"].toBool(), data["release"].toBool()}};
+    if (at::GradMode::is_enabled()) {
+      TORCH_CHECK_NOT_IMPLEMENTED(
+          !nfrs_column_approximate(k) || !rest.options.train, name(k),
+          ": the gradient in training is PowerNorm's approximation (Shen et al. 2020, eq 11), which is no function's "
+          "derivative and has none itself: train without create_graph, take powernorm-v, or call eval() first");
+      // A formula of the batch is formed again; one of running statistics has them as constants.
+      if (data["from_batch"].toBool()) rest.options.train = true;
+      else rest.given = saved[4];
+      auto d = higher_order({saved[0], saved[1], saved[2]}, {grads[0]}, [&](const variable_list& in) {
+        if (rest.given && nfrs_column_approximate(k)) {
+          // The composed form wants buffers, of which given statistics use nothing.
+          rest.first = rest.second = saved[4][1];
+          rest.iters = at::zeros({1}, saved[4].options().dtype(at::kLong));
+        }
+        return variable_list{std::get<0>(composed(k, in[0], maybe(in[1]), maybe(in[2]), rest))};
+      });
+      return {Tensor(), d[0], d[1], d[2], Tensor()};
+    }
+    const auto second = data["second"].toOptional<Tensor>(), refused = data["refused"].toOptional<Tensor>();
+    auto [dx, dweight, dbias] = op<Backward>(k, "_backward").call(
+        grads[0], saved[0], maybe(saved[1]), pad, second, refused, saved[4], rest.options.train, rest.options.alpha_bwd,
+        mode_of(rest.options));
+    auto like = [](const Tensor& d, const Tensor& p) {
+      return p.defined() ? d.to(p.scalar_type()).view_symint(p.sym_sizes()) : Tensor();
+    };
+    return {Tensor(), dx, like(dweight, saved[1]), like(dbias, saved[2]), Tensor()};
+  }
+};
+
+inline bool is_transformed() {
+  return c10::impl::tls_is_dispatch_key_included(c10::DispatchKey::FuncTorchDynamicLayerBackMode);
+}
+
+inline Two forward_autograd(int64_t k, const Tensor& x, const MaybeTensor& weight, const MaybeTensor& bias, const Rest& rest) {
+  if (is_transformed()) {
+    TORCH_CHECK_NOT_IMPLEMENTED(!nfrs_column_approximate(k) || !rest.options.train, name(k),
+                                ": torch.func differentiates formulas, and the gradient in training is PowerNorm's "
+                                "approximation, which is no formula's: use loss.backward(), or call eval() first");
+    return composed(k, x, weight, bias, rest);
+  }
+  auto out = ColumnNorm::apply(k, x, weight, bias, rest);
+  return {out[0], out[1]};
+}
+
+// Under vmap every example would have statistics of its own.
+inline Two batched(int64_t k, const Tensor& x, const MaybeTensor& weight, const MaybeTensor& bias, const Rest& rest) {
+  TORCH_CHECK_NOT_IMPLEMENTED(!rest.options.train || !pointer(rest.first), name(k),
+                              ": under vmap every example would move the running statistics: call eval() first, or give "
+                              "no buffers");
+  return composed(k, x, weight, bias, rest);
+}
+
+template <int64_t K>
+struct Entry {
+#define NFRS_COLUMN_ARGUMENTS                                                                                          \
+  const Tensor &x, const MaybeTensor &w, const MaybeTensor &b, const MaybeTensor &pad, const MaybeTensor &first,        \
+      const MaybeTensor &second, const MaybeTensor &iters, const MaybeTensor &refused, const MaybeTensor &given,        \
+      bool train, double alpha, double eps, double alpha_bwd, int64_t warmup, c10::string_view mode
+#define NFRS_COLUMN_REST \
+  Rest { pad, first, second, iters, refused, given, Options { alpha, alpha_bwd, eps, warmup, train, is_release(K, mode) } }
+  static Two cpu(NFRS_COLUMN_ARGUMENTS) { return forward_cpu(K, x, w, b, NFRS_COLUMN_REST); }
+  static Two meta(NFRS_COLUMN_ARGUMENTS) { return forward_meta(K, x, w, b, NFRS_COLUMN_REST); }
+  static Two autograd(NFRS_COLUMN_ARGUMENTS) { return forward_autograd(K, x, w, b, NFRS_COLUMN_REST); }
+  static Two fallback(NFRS_COLUMN_ARGUMENTS) { return composed(K, x, w, b, NFRS_COLUMN_REST); }
+  static Two batch(NFRS_COLUMN_ARGUMENTS) { return batched(K, x, w, b, NFRS_COLUMN_REST); }
+#undef NFRS_COLUMN_ARGUMENTS
+#undef NFRS_COLUMN_REST
+#define NFRS_COLUMN_ARGUMENTS                                                                                     \
+  const Tensor &dy, const Tensor &x, const MaybeTensor &w, const MaybeTensor &pad, const MaybeTensor &second,      \
+      const MaybeTensor &refused, const Tensor &stats, bool train, double alpha_bwd, c10::string_view mode
+#define NFRS_COLUMN_REST                                                                          \
+  Rest { pad, std::nullopt, second, std::nullopt, refused, std::nullopt, Options { 0, alpha_bwd, 0, 0, train, is_release(K, mode) } }
+  static Three cpu_backward(NFRS_COLUMN_ARGUMENTS) { return backward_cpu(K, dy, x, w, stats, NFRS_COLUMN_REST); }
+  static Three meta_backward(NFRS_COLUMN_ARGUMENTS) { return backward_meta(x, w); }
+  static Three fallback_backward(NFRS_COLUMN_ARGUMENTS) { return composed_backward(K, dy, x, w, stats, NFRS_COLUMN_REST); }
+#undef NFRS_COLUMN_ARGUMENTS
+#undef NFRS_COLUMN_REST
+
+  static void define(torch::Library& m) {
+    if (K >= nfrs_column_count()) return;
+    const auto n = name(K), first = std::string(nfrs_column_state(K, 0)), second = std::string(nfrs_column_state(K, 1));
+    m.def((n + "(Tensor x, Tensor? weight=None, Tensor? bias=None, Tensor? pad_mask=None, Tensor(a!)? " + first +
+           "=None, Tensor(b!)? " + second + "=None, Tensor(c!)? iters=None, Tensor(d!)? refused=None, Tensor? stats=None, *, "
+           "bool train, float alpha=0.9, float eps=1e-05, float alpha_bwd=0.9, int warmup=0, str mode=\"paper\") -> "
+           "(Tensor, Tensor)").c_str(), {at::Tag::pt2_compliant_tag});
+    m.def((n + "_backward(Tensor dy, Tensor x, Tensor? weight, Tensor? pad_mask, Tensor(a!)? " + second +
+           ", Tensor(b!)? refused, Tensor stats, *, bool train, float alpha_bwd=0.9, str mode=\"paper\") -> "
+           "(Tensor, Tensor, Tensor)").c_str(), {at::Tag::pt2_compliant_tag});
+    m.impl(n.c_str(), c10::DispatchKey::CPU, TORCH_FN(cpu));
+    m.impl(n.c_str(), c10::DispatchKey::Meta, TORCH_FN(meta));
+    m.impl(n.c_str(), c10::DispatchKey::Autograd, TORCH_FN(autograd));
+    m.impl(n.c_str(), c10::DispatchKey::CompositeExplicitAutograd, TORCH_FN(fallback));
+    m.impl(n.c_str(), c10::DispatchKey::FuncTorchBatched, TORCH_FN(batch));
+    const auto back = n + "_backward";
+    m.impl(back.c_str(), c10::DispatchKey::CPU, TORCH_FN(cpu_backward));
+    m.impl(back.c_str(), c10::DispatchKey::Meta, TORCH_FN(meta_backward));
+    m.impl(back.c_str(), c10::DispatchKey::CompositeExplicitAutograd, TORCH_FN(fallback_backward));
+    forbid_autograd(m, back);
+  }
+};
+
+template <int64_t... K>
+void define_all(torch::Library& m, std::integer_sequence<int64_t, K...>) {
+  (Entry<K>::define(m), ...);
+}
+inline void define(torch::Library& m) {
+  TORCH_CHECK(nfrs_column_count() <= MOST, "column.h: raise MOST to ", nfrs_column_count());
+  define_all(m, std::make_integer_sequence<int64_t, MOST>{});
+}
+
+}  // namespace nfrs::column
