@@ -2,9 +2,10 @@
 
     python benches/experiments.py NAME --data DATA --runs RUNS [--results FOLDER]
 
-NAME is ladder, table5, norms, depth18, depth50, french, shakespeare or bf16. DATA holds multi30k, multi30k-bpe-en-de and
-tinyshakespeare (docs/data.md says where to get them); RUNS gets one folder a run. A run that is finished is not made
-again, one that was stopped goes on. The table goes to standard output and to FOLDER/NAME.csv, a picture to NAME.png.
+NAME is ladder, table5, norms, depth18, depth50, french, shakespeare or bf16. DATA holds multi30k, multi30k-bpe-en-de
+and tinyshakespeare (docs/data.md says where to get them); RUNS gets one folder a run. A run that is finished is not
+made again, one that was stopped goes on. The table goes to standard output and to FOLDER/NAME.csv, a picture to
+FOLDER/NAME.png.
 
 A run "diverged" when its loss stopped being finite, or its training NLL over the last 50 updates is at least 0.95 times
 the entropy of the target's unigrams; it "trains" when its validation NLL is at most 0.75 times that entropy.
