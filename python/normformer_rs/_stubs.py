@@ -71,7 +71,7 @@ def names() -> str:
         "",
         "# Names",
         "",
-        "What each name computes and where it comes from. d is the width, F a sublayer with dropout on its output, N the",
+        "What each name computes and where it comes from. d is the width, F a sublayer with dropout on its output, N a",
         "norm; as depths, N and M are the layers of encoder and decoder, L those of a single stack.",
     ]
     for title, table, option, tested in (
