@@ -143,7 +143,8 @@ def table5(runs: Runs) -> Iterator[Row]:
 def norms(runs: Runs) -> Iterator[Row]:
     """PN Table 1's set-up: the encoder's norms swapped, the decoder keeps LayerNorm."""
     for norm in ("layernorm", "batchnorm", "powernorm-v", "powernorm", "scalenorm", "rmsnorm"):
-        model = TINY | {"residual": "prenorm", "encoder_norm": norm, "powernorm_warmup": RECIPE["warmup"]}
+        model = TINY | {"residual": "prenorm", "encoder_norm": norm}
+        model |= {"powernorm_warmup": RECIPE["warmup"]} if norm == "powernorm" else {}
         output, verdict = runs.train(f"norms-{norm}", model, RECIPE, runs.german())
         bleu, _, _ = runs.bleu(output, "multi30k-bpe-en-de/test.2016", "none")
         yield {"encoder_norm": norm, "bleu_test_2016": round(bleu, 2), **verdict}
@@ -155,7 +156,8 @@ def depth(layers: int, updates: int, residuals: list[str]) -> Callable[[Runs], I
         shape = {"d_model": 64, "d_ff": 128, "encoder_layers": layers, "decoder_layers": layers, "dropout": 0.1}
         for residual, lr in itertools.product(residuals, (5e-4, 2e-3)):
             # T = 4000 would outlast these runs: α reaches 1 after a fifth of them.
-            model = TINY | shape | {"residual": residual, "branchnorm_steps": updates // 5}
+            model = TINY | shape | {"residual": residual}
+            model |= {"branchnorm_steps": updates // 5} if residual == "branchnorm" else {}
             training = RECIPE | {"schedule": "constant", "warmup": 0, "lr": lr, "updates": updates, "keep": 1}
             training |= {"evaluate_every": updates, "max_tokens": 2048}
             name = f"depth{layers}-{residual}-{lr:g}"
