@@ -72,8 +72,8 @@ class BatchStatisticsNorm:
         return scattered(dx, saved.counted, dtype), d_weight.to(self.weight.dtype), d_bias.to(self.bias.dtype)
 
     def running(self, name: str, x: Tensor) -> Tensor:
-        """A copy of the buffer as a vector (d,), in the type x is computed in."""
-        return self.buffers[name].detach().to(computed(x).dtype).flatten().clone()
+        """The buffer as a vector (d,), in the type x is computed in."""
+        return self.buffers[name].detach().to(computed(x).dtype).flatten()
 
     def take_in(self, **values: Tensor) -> None:
         """buffer ← value for all that are named, or for none where a value is not finite."""
