@@ -142,6 +142,20 @@ choice! {
     pub enum Positions ("positions") { Twt = "twt", Fairseq = "fairseq" }
 }
 choice! {
+    /// What the decoder reads first: TwT's release begins with BOS, fairseq with EOS.
+    pub enum DecoderStart ("decoder_start") { Bos = "bos", Eos = "eos" }
+}
+
+impl DecoderStart {
+    /// The type's id.
+    pub fn id(self) -> i64 {
+        match self {
+            DecoderStart::Bos => crate::model::BOS,
+            DecoderStart::Eos => crate::model::EOS,
+        }
+    }
+}
+choice! {
     pub enum Ties ("tie_embeddings") { All = "all", Decoder = "decoder", None = "none" }
 }
 choice! {
@@ -221,6 +235,8 @@ config! {
         fixnorm: bool = false,
         /// Layout of the sinusoidal positions.
         positions: Positions = Positions::Twt,
+        /// What the decoder reads first: bos, or eos as fairseq has it.
+        decoder_start: DecoderStart = DecoderStart::Bos,
         /// Which embeddings are one table: source, target and output (all), target and output (decoder), none.
         tie_embeddings: Ties = Ties::All,
         /// A bias on the logits.

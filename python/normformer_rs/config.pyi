@@ -51,6 +51,7 @@ _NormformerMode = Literal["paper", "fairseq"]
 _RFixupMode = Literal["release", "paper"]
 _DsInitMode = Literal["paper", "release"]
 _Positions = Literal["twt", "fairseq"]
+_DecoderStart = Literal["bos", "eos"]
 _TieEmbeddings = Literal["all", "decoder", "none"]
 _Schedule = Literal["inverse-sqrt", "val-decay", "no-warmup", "t-fixup", "constant"]
 _Smoothing = Literal["fairseq", "twt"]
@@ -89,6 +90,7 @@ class TransformerConfig(Config):
     ds_init_mode: _DsInitMode
     fixnorm: bool
     positions: _Positions
+    decoder_start: _DecoderStart
     tie_embeddings: _TieEmbeddings
     output_bias: bool
     dropout: float
@@ -125,6 +127,7 @@ class TransformerConfig(Config):
         ds_init_mode: _DsInitMode = ...,
         fixnorm: bool = ...,
         positions: _Positions = ...,
+        decoder_start: _DecoderStart = ...,
         tie_embeddings: _TieEmbeddings = ...,
         output_bias: bool = ...,
         dropout: float = ...,
