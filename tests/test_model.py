@@ -187,9 +187,10 @@ def test_only_admin_is_profiled():
         plain.profile(ref.pad(SOURCES), ref.pad(TARGETS))
 
 
+@pytest.mark.parametrize("ties", ["all", "none"])
 @pytest.mark.parametrize("init", [entry["name"] for entry in nfrs.tables()["inits"]])
-def test_initial_standard_deviations(init):
-    options = {**SHAPE, "vocab_size": 600, "d_model": 128, "d_ff": 320, "init": init}
+def test_initial_standard_deviations(init, ties):
+    options = {**SHAPE, "vocab_size": 600, "d_model": 128, "d_ff": 320, "init": init, "tie_embeddings": ties}
     model = nfrs.Transformer(nfrs.TransformerConfig(**options), seed=1)
     for name, p in model.named_parameters():
         blocks = p.detach().chunk(3) if name.endswith("in_proj_weight") else [p.detach()]
