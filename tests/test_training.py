@@ -82,7 +82,9 @@ def test_ten_losses_equal_the_oracles(tmp_path, corpus, norm, residual, smoothin
     config = nfrs.TransformerConfig(**TINY, **model, vocab_size=len(mask))
     first = nfrs.Transformer(config, seed=1)
     state = {k: v.double() for k, v in first.named_parameters()} | dict(first.named_buffers())
-    options = {k: v for k, v in {**TINY, **model, "vocab_size": len(mask)}.items() if k not in ("dropout", "decoder_start")}
+    options = {
+        k: v for k, v in {**TINY, **model, "vocab_size": len(mask)}.items() if k not in ("dropout", "decoder_start")
+    }
     if residual == "admin":
         state |= ref.profile_admin(state, options, batch.source, batch.target_input, ref.Dropout())
     optimizer = ref.Adam(betas=(0.9, 0.98), weight_decay=0.01)

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from .. import _core
 from .._core import InputError
 from ..config import TransformerConfig, unknown
-from .norms import norm_class
+from .norms import FixedScaleNorm, LayerNorm, RMSNorm, ScaleNorm, norm_of_config
 from .profiling import profile_step
 
 OPS = torch.ops.normformer_rs
@@ -212,19 +212,8 @@ def make(what: NormAt | Learned, place: Place, factory: Mapping[str, Any], bias:
     """The norm, or the parameter. `factory`: device and dtype; `bias`: whether norms that have one learn it."""
     if isinstance(what, Learned):
         return nn.Parameter(torch.full(what.shape, what.value, **factory))
-    name, settings = place.declared.norm, dict(factory)
-    if name == "scalenorm-fixed" and what.last and place.stack == "decoder":
-        name = "scalenorm"
-    if place.config.norm_eps is not None:
-        settings["eps"] = place.config.norm_eps
-    return new_norm(name, what.width, bias=bias, **settings)
-
-
-def new_norm(name: str, width: int, *, learned: bool = True, **settings: Any) -> Any:
-    """A norm by its name in `normformer_rs.tables()`. `learned`: it has parameters."""
-    if name == "scalenorm-fixed":
-        name, learned = "scalenorm", False
-    return norm_class(name)(width, elementwise_affine=learned, **settings)
+    last = what.last and place.stack == "decoder"
+    return norm_of_config(place.declared.norm, what.width, place.config, last_of_decoder=last, bias=bias, **factory)
 
 
 def install(owner: nn.Module, items: Iterable[NormAt | Learned], place: Place, **making: Any) -> None:
@@ -267,17 +256,17 @@ def rate(dropout: nn.Module) -> float | None:
     return dropout.p if dropout.training else 0.0
 
 
-def apply_norm(norm: nn.Module, x: Tensor, pad_mask: Tensor | None) -> Tensor:
+def apply_norm(norm: nn.Module, x: Tensor, padding_mask: Tensor | None) -> Tensor:
     """N(x), with the padding for norms whose statistics must leave it out."""
-    return norm(x, pad_mask=pad_mask) if getattr(norm, "takes_pad_mask", False) else norm(x)
+    return norm(x, padding_mask) if getattr(norm, "takes_pad_mask", False) else norm(x)
 
 
-def apply_changes(owner: nn.Module, changes: Iterable[Change], x: Tensor, pad_mask: Tensor | None) -> Tensor:
+def apply_changes(owner: nn.Module, changes: Iterable[Change], x: Tensor, padding_mask: Tensor | None) -> Tensor:
     """x after what stands at one point."""
     for change in changes:
         made = getattr(owner, change.what.name)
         if change.kind == "norm":
-            x = apply_norm(made, x, pad_mask)
+            x = apply_norm(made, x, padding_mask)
         elif change.kind == "shift":
             x = x - made.to(x.dtype)
         elif change.kind == "scale":
@@ -301,9 +290,9 @@ def gain(owner: nn.Module, declared: Gain, x: Tensor, alpha_t: Tensor | None) ->
     return None if declared == 1.0 else x.new_full((1,), declared, dtype=accumulation(x.dtype))
 
 
-def begin(owner: nn.Module, sublayer: Sublayer, x: Tensor, pad_mask: Tensor | None) -> Tensor:
+def begin(owner: nn.Module, sublayer: Sublayer, x: Tensor, padding_mask: Tensor | None) -> Tensor:
     """What F is applied to."""
-    return x if sublayer.before is None else apply_norm(getattr(owner, sublayer.before.name), x, pad_mask)
+    return x if sublayer.before is None else apply_norm(getattr(owner, sublayer.before.name), x, padding_mask)
 
 
 def close(
@@ -316,11 +305,11 @@ def close(
     *,
     following: NormAt | None = None,
     alpha_t: Tensor | None = None,
-    pad_mask: Tensor | None = None,
+    padding_mask: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """x⁺ after F(…) = f; and N(x⁺) too where the `following` norm, which the next sublayer begins with, was fused."""
     if sublayer.amid is not None:
-        f = apply_norm(getattr(owner, sublayer.amid.name), f, pad_mask)
+        f = apply_norm(getattr(owner, sublayer.amid.name), f, padding_mask)
     p = rate(dropout)
     if p is None:
         f, p = dropout(f), 0.0
@@ -335,17 +324,20 @@ def close(
     norm = None if at is None else getattr(owner, at.name)
     if norm is None or not is_row_norm(norm):
         x_plus = OPS.residual(*step, None, None, 0.0, *where)[0]
-        return (x_plus if sublayer.after is None else apply_norm(norm, x_plus, pad_mask)), None
+        return (x_plus if sublayer.after is None else apply_norm(norm, x_plus, padding_mask)), None
     fused = getattr(OPS, norm.operator + "_residual")
     dtype = f.dtype if sublayer.after is None else x.dtype
-    x_plus, y, _ = fused(*step, *norm.parameters_in_use(x), norm.eps, *where, dtype)
+    x_plus, y, _ = fused(*step, *norm.parameters_in_use(x), norm.eps_for(x), *where, dtype)
     return (x_plus, y) if sublayer.after is None else (y, None)
 
 
+ROW_NORMS = (LayerNorm, RMSNorm, ScaleNorm, FixedScaleNorm)
+"""Norms that the fused step knows."""
+
+
 def is_row_norm(norm: nn.Module) -> bool:
-    """One of the package's norms that the fused step knows, with nobody listening to its calls."""
-    kernel = getattr(type(norm), "operator", None)
-    return kernel is not None and is_plain(norm, norm_class(kernel.replace("_", ""))) and norm.eps is not None
+    """The fused step may stand in for it."""
+    return any(is_plain(norm, kind) and len(norm.normalized_shape) == 1 for kind in ROW_NORMS)
 
 
 @torch.library.custom_op("normformer_rs::growth", mutates_args=())

@@ -82,10 +82,10 @@ class Residual(Growing):
         install(self, self.declared.around(), self.place, factory={"device": device, "dtype": dtype})
         self.grow(self.place.declared.growth, device)
 
-    def forward(self, x: Tensor, *args: Any, pad_mask: Tensor | None = None, **kwargs: Any) -> Any:
-        """x⁺. `pad_mask`, x's leading shape, True at padding, is for norms with statistics."""
-        f, *rest = _tuple(self.sublayer(begin(self, self.declared, x, pad_mask), *args, **kwargs))
-        step = {"alpha_t": self.alpha(), "pad_mask": pad_mask}
+    def forward(self, x: Tensor, *args: Any, padding_mask: Tensor | None = None, **kwargs: Any) -> Any:
+        """x⁺. `padding_mask`, x's leading shape, True at padding, is for norms with statistics."""
+        f, *rest = _tuple(self.sublayer(begin(self, self.declared, x, padding_mask), *args, **kwargs))
+        step = {"alpha_t": self.alpha(), "padding_mask": padding_mask}
         x_plus, _ = close(self, self.declared, x, f, self.dropout, Draw(x.device), **step)
         return (x_plus, *rest) if rest else x_plus
 
@@ -219,27 +219,27 @@ class Layer(Growing):
         self,
         x: Tensor,
         attend: Sequence[Callable[[Tensor], Tensor]],
-        pad_mask: Tensor | None,
+        padding_mask: Tensor | None,
         alpha_t: Tensor | None,
     ) -> Tensor:
         """x through the sublayers: the attentions, given as functions, and the feed-forward."""
         alpha_t = self.alpha() if alpha_t is None else alpha_t
         draw, normed, sublayers = Draw(x.device), None, self.place.sublayers
         for i, sublayer in enumerate(sublayers):
-            given = begin(self, sublayer, x, pad_mask) if normed is None else normed
+            given = begin(self, sublayer, x, padding_mask) if normed is None else normed
             is_last = i + 1 == len(sublayers)
-            f = self._feed_forward(given, draw, pad_mask) if is_last else attend[i](given)
+            f = self._feed_forward(given, draw, padding_mask) if is_last else attend[i](given)
             following = None if is_last else sublayers[i + 1].before
-            step = {"following": following, "alpha_t": alpha_t, "pad_mask": pad_mask}
+            step = {"following": following, "alpha_t": alpha_t, "padding_mask": padding_mask}
             x, normed = close(self, sublayer, x, f, getattr(self, f"dropout{i + 1}"), draw, **step)
         return x
 
-    def _feed_forward(self, x: Tensor, draw: Draw, pad_mask: Tensor | None) -> Tensor:
+    def _feed_forward(self, x: Tensor, draw: Draw, padding_mask: Tensor | None) -> Tensor:
         """W₂·drop(φ(W₁x + b₁)) + b₂."""
         inside = self.place.sublayers[-1].inside
 
         def change(point: str, x: Tensor) -> Tensor:
-            return apply_changes(self, inside.get(point, ()), x, pad_mask)
+            return apply_changes(self, inside.get(point, ()), x, padding_mask)
 
         h = change("before_activation", self.linear1(change("input", x)))  # (…, d_ff)
         p = rate(self.dropout)

@@ -31,12 +31,12 @@ class Sums(nn.Module):
         self.weight = nn.Parameter((torch.ones_like(counts).expand(rows, rows) / counts[:, None]).tril())
         self.norms = nn.ModuleDict({at.name.rsplit(".", 1)[1]: make(at, place, factory) for at in declared.norms})
 
-    def forward(self, y: Tensor, outputs: list[Tensor], pad_mask: Tensor | None) -> Tensor:
+    def forward(self, y: Tensor, outputs: list[Tensor], padding_mask: Tensor | None) -> Tensor:
         """What follows y, given those before it; `outputs` grows by it."""
         row = len(outputs)
 
         def normed(x: Tensor) -> Tensor:
-            return x if row == 0 else apply_norm(self.norms[str(row)], x, pad_mask)
+            return x if row == 0 else apply_norm(self.norms[str(row)], x, padding_mask)
 
         outputs.append(y if self.on_sums else normed(y))
         weights = self.weight[row, : row + 1].to(y.dtype)
@@ -93,17 +93,17 @@ class Stack(Growing):
         if self.place is not None and not self.layers[0].keeps_torchs_values:
             initialise(self, self.place, self.place.stack + ".")
 
-    def _run(self, x: Tensor, call: Callable[..., Tensor], pad_mask: Tensor | None) -> Tensor:
+    def _run(self, x: Tensor, call: Callable[..., Tensor], padding_mask: Tensor | None) -> Tensor:
         """x through the layers, each called with α_t where the scheme grows."""
         begin_stack()
         alpha_t = self.alpha()
         grown = {} if alpha_t is None else {"alpha_t": alpha_t}
         combine, outputs = self._modules.get("combine"), []  # type: ignore[var-annotated]
         for layer in self.layers:
-            x = call(layer, x if combine is None else combine(x, outputs, pad_mask), **grown)
-        x = x if combine is None else combine(x, outputs, pad_mask)
-        x = apply_changes(self, self.end, x, pad_mask)
-        return x if self.norm is None else apply_norm(self.norm, x, pad_mask)
+            x = call(layer, x if combine is None else combine(x, outputs, padding_mask), **grown)
+        x = x if combine is None else combine(x, outputs, padding_mask)
+        x = apply_changes(self, self.end, x, padding_mask)
+        return x if self.norm is None else apply_norm(self.norm, x, padding_mask)
 
 
 def _padding(stack: Stack, x: Tensor, mask: Tensor | None) -> Tensor | None:

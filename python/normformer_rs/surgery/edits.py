@@ -122,8 +122,8 @@ def refuse_wrapped(model: nn.Module) -> None:
         wrapper = next((kind.__name__ for kind in type(module).__mro__ if kind.__name__ in _WRAPPERS), None)
         if wrapper is not None:
             raise InputError(
-                f"{name or 'the model'} is wrapped in {wrapper}, which holds on to the parameters it was given and would "
-                "neither synchronise nor shard new ones: swap first, then wrap"
+                f"{name or 'the model'} is wrapped in {wrapper}, which holds on to the parameters it was given and "
+                "would neither synchronise nor shard new ones: swap first, then wrap"
             )
 
 
@@ -148,8 +148,8 @@ class Repoint:
         missing = [p for p in exchange if p.requires_grad and id(p) not in owned]
         if missing:
             raise InputError(
-                f"the optimizer does not own {len(missing)} of the {len(exchange)} parameters that are swapped (the first "
-                f"is of shape {tuple(missing[0].shape)}): pass the optimizer that was made of this model's parameters"
+                f"the optimizer does not own {len(missing)} of the {len(exchange)} parameters that are swapped (the "
+                f"first is of shape {tuple(missing[0].shape)}): pass the optimizer that was made of this model's parameters"
             )
 
     def __call__(self, edits: Edits) -> None:

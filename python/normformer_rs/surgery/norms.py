@@ -6,10 +6,11 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from .. import nn as modules
+from .. import nn as nfnn
 from .._core import InputError
 from ..config import tables, unknown
-from ..nn.declared import new_norm
+from ..nn.norms import FixedScaleNorm
+from ..nn.running import RunningNorm
 from .edits import Edits, Repoint, Row, Swaps, refuse_wrapped
 
 _HOOKS = (
@@ -78,16 +79,21 @@ def read_norm(module: nn.Module) -> Known | None:
 
 def own_name(module: nn.Module) -> str | None:
     """The package's name for one of its own norms."""
-    for entry in tables()["norms"]:
-        with_fixed = entry["name"] == "scalenorm-fixed"
-        if not with_fixed and type(module) is modules.norm_class(entry["name"]):
-            fixed = entry["name"] == "scalenorm" and module.weight is None
-            return "scalenorm-fixed" if fixed else entry["name"]
-    return None
+    if isinstance(module, nfnn.ScaleNorm) and module.weight is None:
+        return "scalenorm-fixed"
+    kinds = {nfnn.norm_class(entry["name"]): entry["name"] for entry in tables()["norms"]}
+    return {**kinds, FixedScaleNorm: "scalenorm"}.get(type(module))
 
 
 def _width(module: Any) -> int:
     return module.normalized_shape[0] if hasattr(module, "normalized_shape") else module.num_features
+
+
+def new_norm(name: str, width: int, bias: bool = True, **settings: Any) -> Any:
+    """A norm by its name; `bias` counts for those that have one."""
+    kind = nfnn.norm_class(name)
+    has_bias = kind is nfnn.LayerNorm or issubclass(kind, RunningNorm)
+    return kind(width, **({"bias": bias} if has_bias else {}), **settings)
 
 
 def swap_norms(
@@ -141,13 +147,13 @@ def swap_norms(
     if not norms:
         kinds = [kind.__name__ for kind in _READERS] + list(_RMS_NAMES)
         raise InputError(
-            f"{type(model).__name__} holds no norm that is known; known are {', '.join(kinds)} and normformer_rs.nn's own: "
-            "tell of another class with normformer_rs.surgery.register_norm(kind, reader)"
+            f"{type(model).__name__} holds no norm that is known; known are {', '.join(kinds)} and "
+            "normformer_rs.nn's own: tell of another class with normformer_rs.surgery.register_norm(kind, reader)"
         )
     if norms[0][1] is model:
         raise InputError(
-            f"the model is itself a {type(model).__name__}, which no module holds, so that nothing can be put in its place: "
-            f"make the norm with normformer_rs.nn instead, or pass the module that holds it"
+            f"the model is itself a {type(model).__name__}, which no module holds, so that nothing can be put in its "
+            "place: make the norm with normformer_rs.nn instead, or pass the module that holds it"
         )
 
     made: dict[nn.Module, tuple[nn.Module, str]] = {}
@@ -176,25 +182,18 @@ def swap_norms(
 def _twin(old: nn.Module, known: Known, to: str, init: str, options: dict[str, Any]) -> tuple[nn.Module, str]:
     """The norm that takes the old one's place, and a note."""
     like = next((p for p in old.parameters(recurse=False)), None)
-    place = {} if like is None else {"device": like.device, "dtype": like.dtype}
     bias = getattr(old, "bias", None)
-    new = new_norm(
-        to,
-        known.width,
-        learned=like is not None,
-        bias=bias is not None or known.computes != "layernorm",
-        **place,
-        **options,
-    )
+    place = {"elementwise_affine": False} if like is None else {"device": like.device, "dtype": like.dtype}
+    has_bias = bias is not None or known.computes != "layernorm"
+    new = new_norm(to, known.width, bias=has_bias, **place, **options)
     note = ""
     if init == "match":
-        _match(old, new, known)
+        _match(old, new)
     if isinstance(bias, Tensor) and getattr(new, "bias", None) is None:
         note = "bias dropped"
     for name, parameter in new.named_parameters():
-        parameter.requires_grad_(
-            getattr(getattr(old, name, None) if hasattr(old, name) else like, "requires_grad", True)
-        )
+        counterpart = getattr(old, name, None)
+        parameter.requires_grad_((like if counterpart is None else counterpart).requires_grad)
     new.train(old.training)
     for hooks in _HOOKS:
         if hooks in old.__dict__:
@@ -203,13 +202,12 @@ def _twin(old: nn.Module, known: Known, to: str, init: str, options: dict[str, A
 
 
 @torch.no_grad()
-def _match(old: Any, new: Any, known: Known) -> None:
+def _match(old: Any, new: Any) -> None:
     """The new norm's gain from the old one's, each counted in units of its start."""
     if old.weight is None or new.weight is None or new.weight.is_meta:
         return
-    start = new_norm(known.computes, known.width, dtype=torch.float64).weight if old.weight.numel() == 1 else None
-    relative = old.weight.detach().to(torch.float64).cpu()
-    relative = relative if start is None else relative / start.detach()
+    start = old.gain() if getattr(old, "has_one_gain", False) else 1.0
+    relative = old.weight.detach().to(torch.float64).cpu() / start
     if new.weight.numel() == 1 and relative.numel() > 1:
         relative = relative.square().mean().sqrt().reshape(1)
     new.weight.copy_(new.weight * relative.to(new.weight))

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from .. import nn as modules
+from .. import nn as nfnn
 from .._core import InputError
 from ..config import tables, unknown
 from ..nn.declared import Draw, Learned, NormAt, Place, Sublayer, apply_changes, begin, close, configure, install, make
@@ -276,8 +276,8 @@ def _find(model: nn.Module) -> list[Group]:
     if not found:
         kinds = ", ".join(sorted(kind.__name__ for kind in {*_TORCHS, *_known_blocks()}))
         raise InputError(
-            f"{type(model).__name__} holds no Transformer block that is known; known are {kinds}: tell of another class with "
-            "normformer_rs.surgery.register_block(kind, converted)"
+            f"{type(model).__name__} holds no Transformer block that is known; known are {kinds}: tell of another class "
+            "with normformer_rs.surgery.register_block(kind, converted)"
         )
     return [Group(path, blocks, model.get_submodule(path.rpartition(".")[0])) for path, blocks in found.items()]
 
@@ -352,8 +352,8 @@ def _check(group: Group, place: Place, to: str) -> None:
     """InputError for what cannot be converted."""
     if _place_of(group.blocks[0]) is not None:
         raise InputError(
-            f"{group.path} has another residual scheme of normformer_rs already: take that swap back with its undo(), or build "
-            f"the layers with residual={to!r}"
+            f"{group.path} has another residual scheme of normformer_rs already: take that swap back with its undo(), or "
+            f"build the layers with residual={to!r}"
         )
     if place.declared.combine and type(group.holder) not in _TORCH_STACKS:
         raise InputError(
@@ -381,14 +381,14 @@ _ENCODER, _DECODER = _torch_parts("self_attn"), _torch_parts("self_attn", "multi
 _TORCHS: dict[type[nn.Module], tuple[Part, ...]] = {
     nn.TransformerEncoderLayer: _ENCODER,
     nn.TransformerDecoderLayer: _DECODER,
-    modules.TransformerEncoderLayer: _ENCODER,
-    modules.TransformerDecoderLayer: _DECODER,
+    nfnn.TransformerEncoderLayer: _ENCODER,
+    nfnn.TransformerDecoderLayer: _DECODER,
 }
 _OURS = {
-    nn.TransformerEncoderLayer: modules.TransformerEncoderLayer,
-    nn.TransformerDecoderLayer: modules.TransformerDecoderLayer,
+    nn.TransformerEncoderLayer: nfnn.TransformerEncoderLayer,
+    nn.TransformerDecoderLayer: nfnn.TransformerDecoderLayer,
 }
-_TORCH_STACKS = {nn.TransformerEncoder: modules.TransformerEncoder, nn.TransformerDecoder: modules.TransformerDecoder}
+_TORCH_STACKS = {nn.TransformerEncoder: nfnn.TransformerEncoder, nn.TransformerDecoder: nfnn.TransformerDecoder}
 
 
 def _convert_torchs(group: Group, place: Place, edits: Edits) -> list[Row]:
@@ -505,8 +505,9 @@ def _initialise(group: Group, place: Place, edits: Edits) -> list[nn.Parameter]:
                 new = new.T if _is_transposed(block, path) else new
                 if new.shape != weight.shape:
                     raise InputError(
-                        f"{type(block).__name__}'s {path} is {tuple(weight.shape)}, the scheme's values are {tuple(new.shape)}: "
-                        "heads wider than d_model/heads are not drawn yet; pass init=None and initialise the block yourself"
+                        f"{type(block).__name__}'s {path} is {tuple(weight.shape)}, the scheme's values are "
+                        f"{tuple(new.shape)}: heads of another width than d_model/heads are not drawn; pass init=None "
+                        "and initialise the blocks yourself"
                     )
                 weight.copy_(new)
     return drawn
