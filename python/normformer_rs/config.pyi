@@ -27,7 +27,17 @@ class Config:
     def from_json(cls: type[_C], text: str) -> _C: ...
 
 _Architecture = Literal["encoder-decoder", "decoder-only"]
-_Norm = Literal["layernorm", "rmsnorm", "scalenorm", "scalenorm-fixed"]
+_Norm = Literal[
+    "layernorm",
+    "rmsnorm",
+    "scalenorm",
+    "scalenorm-fixed",
+    "lpnorm",
+    "batchnorm",
+    "powernorm-v",
+    "powernorm",
+]
+_PowernormMode = Literal["paper", "release"]
 _Residual = Literal[
     "prenorm",
     "postnorm",
@@ -49,9 +59,7 @@ _BranchnormGrowth = Literal["linear", "exp", "sigmoid"]
 _DlclNorm = Literal["pre", "post"]
 _NormformerMode = Literal["paper", "fairseq"]
 _RFixupMode = Literal["release", "paper"]
-_DsInitMode = Literal["paper", "release"]
 _Positions = Literal["twt", "fairseq"]
-_DecoderStart = Literal["bos", "eos"]
 _TieEmbeddings = Literal["all", "decoder", "none"]
 _Schedule = Literal["inverse-sqrt", "val-decay", "no-warmup", "t-fixup", "constant"]
 _Smoothing = Literal["fairseq", "twt"]
@@ -74,6 +82,13 @@ class TransformerConfig(Config):
     encoder_norm: _Norm | None
     decoder_norm: _Norm | None
     norm_eps: float | None
+    lpnorm_p: float
+    batchnorm_alpha: float
+    powernorm_mode: _PowernormMode
+    powernorm_warmup: int
+    powernorm_alpha_fwd: float
+    powernorm_alpha_bwd: float
+    groupscaling: int
     residual: _Residual
     init: _Init | None
     branchnorm_steps: int
@@ -87,10 +102,9 @@ class TransformerConfig(Config):
     r_fixup_mode: _RFixupMode
     layerscale_init: float
     ds_init_alpha: float
-    ds_init_mode: _DsInitMode
+    ds_init_mode: _PowernormMode
     fixnorm: bool
     positions: _Positions
-    decoder_start: _DecoderStart
     tie_embeddings: _TieEmbeddings
     output_bias: bool
     dropout: float
@@ -111,6 +125,13 @@ class TransformerConfig(Config):
         encoder_norm: _Norm | None = ...,
         decoder_norm: _Norm | None = ...,
         norm_eps: float | None = ...,
+        lpnorm_p: float = ...,
+        batchnorm_alpha: float = ...,
+        powernorm_mode: _PowernormMode = ...,
+        powernorm_warmup: int = ...,
+        powernorm_alpha_fwd: float = ...,
+        powernorm_alpha_bwd: float = ...,
+        groupscaling: int = ...,
         residual: _Residual = ...,
         init: _Init | None = ...,
         branchnorm_steps: int = ...,
@@ -124,10 +145,9 @@ class TransformerConfig(Config):
         r_fixup_mode: _RFixupMode = ...,
         layerscale_init: float = ...,
         ds_init_alpha: float = ...,
-        ds_init_mode: _DsInitMode = ...,
+        ds_init_mode: _PowernormMode = ...,
         fixnorm: bool = ...,
         positions: _Positions = ...,
-        decoder_start: _DecoderStart = ...,
         tie_embeddings: _TieEmbeddings = ...,
         output_bias: bool = ...,
         dropout: float = ...,

@@ -1,6 +1,7 @@
 """Multi-head attention with a residual scheme's changes inside it."""
 
 import math
+import types
 from typing import Any
 
 import torch
@@ -26,7 +27,7 @@ class MultiheadAttention(nn.MultiheadAttention):
     Errors: InputError for masks of another shape. Source: Vaswani et al. 2017, §3.2.
     """
 
-    inside: Inside = {}
+    inside: Inside = types.MappingProxyType({})
 
     def set_inside(self, inside: Inside) -> None:
         """From now on these changes are made; their modules and parameters are this module's attributes."""

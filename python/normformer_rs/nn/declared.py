@@ -121,7 +121,7 @@ class Declared:
 
 
 @functools.lru_cache(maxsize=64)
-def declare(config: TransformerConfig, stack: str) -> Declared:
+def declare(config: TransformerConfig, stack: Any) -> Declared:
     """What the configuration's scheme declares for its "encoder" or "decoder"."""
     found = json.loads(_core.declare(config.to_json(), stack))
     flow = found["flow"]
@@ -159,6 +159,7 @@ def _learned(found: dict[str, Any]) -> Learned:
 
 
 def _change(found: dict[str, Any]) -> Change:
+    kind: Any
     ((kind, what),) = found.items()
     return Change(kind, NormAt(**what) if kind == "norm" else _learned(what))
 
@@ -191,7 +192,18 @@ class Place:
         return Place, (self.config, self.stack, self.layer)
 
 
-OWN = ("architecture", "vocab_size", "d_model", "d_ff", "heads", "norm", "norm_eps", "residual", "init", "fixnorm")
+OWN: tuple[str, ...] = (
+    "architecture",
+    "vocab_size",
+    "d_model",
+    "d_ff",
+    "heads",
+    "norm",
+    "norm_eps",
+    "residual",
+    "init",
+    "fixnorm",
+)
 OWN += ("positions", "tie_embeddings", "output_bias", "dropout", "embedding_dropout")
 """Options of a whole model that layers take under torch.nn's names, or not at all."""
 
@@ -249,7 +261,7 @@ def is_plain(module: nn.Module, kind: type) -> bool:
     return type(module) is kind and not own and not nn.modules.module._has_any_global_hook()
 
 
-def rate(dropout: nn.Module) -> float | None:
+def rate(dropout: Any) -> float | None:
     """p of a plain dropout, 0 in evaluation; None where the module itself has to be called."""
     if not is_plain(dropout, nn.Dropout) or dropout.p >= 1:
         return None
@@ -287,6 +299,7 @@ def gain(owner: nn.Module, declared: Gain, x: Tensor, alpha_t: Tensor | None) ->
         return getattr(owner, declared.name)
     if declared == GROWING:
         return alpha_t
+    assert isinstance(declared, float)
     return None if declared == 1.0 else x.new_full((1,), declared, dtype=accumulation(x.dtype))
 
 
@@ -296,7 +309,7 @@ def begin(owner: nn.Module, sublayer: Sublayer, x: Tensor, padding_mask: Tensor 
 
 
 def close(
-    owner: nn.Module,
+    owner: Any,
     sublayer: Sublayer,
     x: Tensor,
     f: Tensor,
@@ -317,11 +330,11 @@ def close(
         f = f.to(x.dtype)  # the residual stream keeps its type
     alpha, beta = gain(owner, sublayer.alpha, x, alpha_t), gain(owner, sublayer.beta, x, alpha_t)
     where = draw(p)
-    if owner.place.declared.is_profiled:
+    if alpha is not None and owner.place.declared.is_profiled:
         profile_step(alpha, x, f, where)
     step = (x, f, alpha, beta)
     at = sublayer.after or following
-    norm = None if at is None else getattr(owner, at.name)
+    norm: Any = None if at is None else getattr(owner, at.name)
     if norm is None or not is_row_norm(norm):
         x_plus = OPS.residual(*step, None, None, 0.0, *where)[0]
         return (x_plus if sublayer.after is None else apply_norm(norm, x_plus, padding_mask)), None
@@ -335,7 +348,7 @@ ROW_NORMS = (LayerNorm, RMSNorm, ScaleNorm, FixedScaleNorm)
 """Norms that the fused step knows."""
 
 
-def is_row_norm(norm: nn.Module) -> bool:
+def is_row_norm(norm: Any) -> bool:
     """The fused step may stand in for it."""
     return any(is_plain(norm, kind) and len(norm.normalized_shape) == 1 for kind in ROW_NORMS)
 

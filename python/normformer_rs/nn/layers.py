@@ -85,7 +85,7 @@ class Residual(Growing):
     def forward(self, x: Tensor, *args: Any, padding_mask: Tensor | None = None, **kwargs: Any) -> Any:
         """x⁺. `padding_mask`, x's leading shape, True at padding, is for norms with statistics."""
         f, *rest = _tuple(self.sublayer(begin(self, self.declared, x, padding_mask), *args, **kwargs))
-        step = {"alpha_t": self.alpha(), "padding_mask": padding_mask}
+        step: dict[str, Any] = {"alpha_t": self.alpha(), "padding_mask": padding_mask}
         x_plus, _ = close(self, self.declared, x, f, self.dropout, Draw(x.device), **step)
         return (x_plus, *rest) if rest else x_plus
 
@@ -112,6 +112,9 @@ class Layer(Growing):
     kinds: tuple[str, ...]
     attentions: tuple[str, ...]
     place: Place
+    self_attn: Any
+    multihead_attn: Any
+    activation: Any
     is_torchs: bool
     """No scheme and no initialisation were named: torch.nn's arrangement and first values."""
 
@@ -230,7 +233,7 @@ class Layer(Growing):
             is_last = i + 1 == len(sublayers)
             f = self._feed_forward(given, draw, padding_mask) if is_last else attend[i](given)
             following = None if is_last else sublayers[i + 1].before
-            step = {"following": following, "alpha_t": alpha_t, "padding_mask": padding_mask}
+            step: dict[str, Any] = {"following": following, "alpha_t": alpha_t, "padding_mask": padding_mask}
             x, normed = close(self, sublayer, x, f, getattr(self, f"dropout{i + 1}"), draw, **step)
         return x
 

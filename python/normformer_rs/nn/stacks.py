@@ -50,6 +50,8 @@ class Stack(Growing):
     place: Place | None
     norm: nn.Module | None
     combine: Sums | None
+    layers: Any
+    end: tuple[Change, ...]
 
     def __init__(self, layer: nn.Module, num_layers: int, norm: nn.Module | None) -> None:
         super().__init__()
@@ -60,7 +62,7 @@ class Stack(Growing):
 
     def settle(self, config: TransformerConfig, stack: str) -> None:
         """Makes the layers those of one stack of the configuration, and adds what its scheme declares for the stack."""
-        first: Layer = self.layers[0]
+        first: Any = self.layers[0]
         declared = (place := Place(config, stack)).declared
         weight = first.linear1.weight
         factory = {"device": weight.device, "dtype": weight.dtype}
@@ -274,11 +276,11 @@ class Transformer(nn.Module):
             factory = {"device": device, "dtype": dtype}
             return make(at, layer.place, factory, bias) if residual is None else None
 
-        self.encoder = custom_encoder
+        self.encoder: Any = custom_encoder
         if custom_encoder is None:
             layer: Layer = TransformerEncoderLayer(*arguments, **named)
             self.encoder = TransformerEncoder(layer, num_encoder_layers, end(layer), decoder_layers=num_decoder_layers)
-        self.decoder = custom_decoder
+        self.decoder: Any = custom_decoder
         if custom_decoder is None:
             layer = TransformerDecoderLayer(*arguments, **named)
             self.decoder = TransformerDecoder(layer, num_decoder_layers, end(layer), encoder_layers=num_encoder_layers)
@@ -293,7 +295,9 @@ class Transformer(nn.Module):
                 if p.dim() > 1:
                     nn.init.xavier_uniform_(p)
             return
-        stacks = [stack for stack in (self.encoder, self.decoder) if isinstance(stack, Stack) and stack.place]
+        stacks: list[Any] = [
+            stack for stack in (self.encoder, self.decoder) if isinstance(stack, Stack) and stack.place
+        ]
         if not stacks:
             return
         config = stacks[-1].place.config.replace(init=self.init)

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
 from .._core import InputError
 from .growing import Growing
@@ -37,7 +37,7 @@ def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, An
     return [{"params": matrices, "weight_decay": weight_decay}, {"params": others, "weight_decay": 0.0}]
 
 
-def profile(model: nn.Module, *batch: Any, **keywords: Any) -> Tensor:
+def profile(model: nn.Module, *batch: Any, **keywords: Any) -> int:
     """Sets admin's gains ω by one forward of `model` on a training batch: model(*batch, **keywords), dropout on.
 
     Down each stack, with r = 1 at first: ω_i ← r, r ← √(Var(ω_i x_i) + Var f_i), the biased variance over all elements,

@@ -148,8 +148,9 @@ class Repoint:
         missing = [p for p in exchange if p.requires_grad and id(p) not in owned]
         if missing:
             raise InputError(
-                f"the optimizer does not own {len(missing)} of the {len(exchange)} parameters that are swapped (the "
-                f"first is of shape {tuple(missing[0].shape)}): pass the optimizer that was made of this model's parameters"
+                f"the optimizer does not own {len(missing)} of the {len(exchange)} parameters that are swapped "
+                f"(the first is of shape {tuple(missing[0].shape)}): pass the optimizer that was made of this model's "
+                "parameters"
             )
 
     def __call__(self, edits: Edits) -> None:

@@ -21,6 +21,12 @@ def _attention(path: str, output: str, names: tuple[str, str, str], factor: floa
     return (*inputs, Linear(output, ("output",)))
 
 
+class _Block:
+    """A block with a scheme."""
+
+    residual: Any
+
+
 class _Site:
     """A module inside a block that holds one of its residuals."""
 
@@ -57,7 +63,7 @@ class BertAttention(_Site, bert.BertAttention):
         return self.block.residual.step(int(self.is_cross_attention), hidden_states, function, self.output.dropout)
 
 
-class BertLayer(bert.BertLayer):
+class BertLayer(_Block, bert.BertLayer):
     def sites(self) -> dict[str, type[nn.Module]]:
         return {path: BertAttention for path in ("attention", "crossattention") if hasattr(self, path)}
 
@@ -85,17 +91,17 @@ class BertLayer(bert.BertLayer):
 # GPT-2: x⁺ = x + F(N(x)), dropout inside F
 
 
-class GPT2Block(gpt2.GPT2Block):
+class GPT2Block(_Block, gpt2.GPT2Block):
     def parts(self) -> list[Part]:
         stacked = Linear("attn.c_attn", ("query", "key", "value"))
         found = [Part("self-attention", "ln_1", (stacked, Linear("attn.c_proj", ("output",))), "attn.resid_dropout")]
         if hasattr(self, "crossattention"):
-            linears = (
+            memory = (
                 Linear("crossattention.q_attn", ("query",)),
                 Linear("crossattention.c_attn", ("key", "value")),
                 Linear("crossattention.c_proj", ("output",)),
             )
-            found.append(Part("cross-attention", "ln_cross_attn", linears, "crossattention.resid_dropout"))
+            found.append(Part("cross-attention", "ln_cross_attn", memory, "crossattention.resid_dropout"))
         linears = (Linear("mlp.c_fc", ("fc1",)), Linear("mlp.c_proj", ("fc2",)))
         return [*found, Part("feed-forward", "ln_2", linears, "mlp.dropout")]
 
@@ -104,7 +110,7 @@ class GPT2Block(gpt2.GPT2Block):
 
     def forward(
         self,
-        hidden_states: Tensor,
+        hidden_states: Any,
         past_key_values: Any = None,
         attention_mask: Tensor | None = None,
         encoder_hidden_states: Tensor | None = None,
@@ -169,7 +175,9 @@ class T5LayerFF(_Site, t5.T5LayerFF):
         return self.block.residual.step(last, hidden_states, self.DenseReluDense, self.dropout)
 
 
-class T5Block(t5.T5Block):
+class T5Block(_Block, t5.T5Block):
+    layer: Any
+
     def parts(self) -> list[Part]:
         # T5 does not divide scores by √d_kv; smaller queries do it instead.
         factor = self.layer[0].SelfAttention.key_value_proj_dim ** -0.5
@@ -201,7 +209,7 @@ class T5Block(t5.T5Block):
 # Marian: x⁺ = N(x + F(x))
 
 
-class _Marian:
+class _Marian(_Block):
     def parts(self: Any) -> list[Part]:
         found = []
         for kind, name in (("self-attention", "self_attn"), ("cross-attention", "encoder_attn")):

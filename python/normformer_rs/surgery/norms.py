@@ -181,9 +181,11 @@ def swap_norms(
 
 def _twin(old: nn.Module, known: Known, to: str, init: str, options: dict[str, Any]) -> tuple[nn.Module, str]:
     """The norm that takes the old one's place, and a note."""
-    like = next((p for p in old.parameters(recurse=False)), None)
+    like: Any = next((p for p in old.parameters(recurse=False)), None)
     bias = getattr(old, "bias", None)
-    place = {"elementwise_affine": False} if like is None else {"device": like.device, "dtype": like.dtype}
+    place: dict[str, Any] = (
+        {"elementwise_affine": False} if like is None else {"device": like.device, "dtype": like.dtype}
+    )
     has_bias = bias is not None or known.computes != "layernorm"
     new = new_norm(to, known.width, bias=has_bias, **place, **options)
     note = ""

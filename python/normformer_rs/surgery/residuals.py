@@ -39,7 +39,7 @@ class Part(NamedTuple):
     dropout: str | None = None
 
 
-_BLOCKS: dict[type[nn.Module], type[nn.Module]] = {}
+_BLOCKS: dict[type[nn.Module], Any] = {}
 _STACKS: dict[type[nn.Module], str] = {}
 
 
@@ -66,7 +66,7 @@ def register_stack(kind: type[nn.Module], end_norm: str) -> None:
     _STACKS[kind] = end_norm
 
 
-def _known_blocks() -> dict[type[nn.Module], type[nn.Module]]:
+def _known_blocks() -> dict[type[nn.Module], Any]:
     """With Hugging Face's, if the model at hand may hold them."""
     if "transformers" in sys.modules:
         importlib.import_module("normformer_rs.surgery.huggingface")
@@ -276,8 +276,8 @@ def _find(model: nn.Module) -> list[Group]:
     if not found:
         kinds = ", ".join(sorted(kind.__name__ for kind in {*_TORCHS, *_known_blocks()}))
         raise InputError(
-            f"{type(model).__name__} holds no Transformer block that is known; known are {kinds}: tell of another class "
-            "with normformer_rs.surgery.register_block(kind, converted)"
+            f"{type(model).__name__} holds no Transformer block that is known; known are {kinds}: tell of another "
+            "class with normformer_rs.surgery.register_block(kind, converted)"
         )
     return [Group(path, blocks, model.get_submodule(path.rpartition(".")[0])) for path, blocks in found.items()]
 
@@ -352,8 +352,8 @@ def _check(group: Group, place: Place, to: str) -> None:
     """InputError for what cannot be converted."""
     if _place_of(group.blocks[0]) is not None:
         raise InputError(
-            f"{group.path} has another residual scheme of normformer_rs already: take that swap back with its undo(), or "
-            f"build the layers with residual={to!r}"
+            f"{group.path} has another residual scheme of normformer_rs already: take that swap back with its undo(), "
+            f"or build the layers with residual={to!r}"
         )
     if place.declared.combine and type(group.holder) not in _TORCH_STACKS:
         raise InputError(
@@ -407,7 +407,7 @@ def _convert_torchs(group: Group, place: Place, edits: Edits) -> list[Row]:
         path = f"{group.path.removesuffix('layers')}norm"
         if (norm is None) != (holder.norm is None):
             names = ["none" if n is None else type(n).__name__ for n in (norm, holder.norm)]
-            notes.append(Row(path, *names, "after the stack"))
+            notes.append(Row(path, names[0], names[1], "after the stack"))
     elif place.declared.end:
         notes.append(
             Row(group.path, "", "", f"{place.config.residual} wants a norm after the last layer: that is yours to add")
