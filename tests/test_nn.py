@@ -460,6 +460,38 @@ def test_profile_sets_the_rust_models_gains():
         nfnn.profile(encoder("prenorm"), x)
 
 
+@pytest.mark.parametrize("norm", ["layernorm", "powernorm"])
+def test_profile_sets_the_same_gains_as_rust(norm):
+    rust, skeleton = rust_and_skeleton(norm, "admin")
+    source, target = torch.tensor([[5, 6, 7], [8, 9, 2]]), torch.tensor([[0, 14], [0, 16]])  # no padding
+    table = rust.state_dict()["embedding.weight"]
+    rust.profile(source, target)
+    causal = torch.ones(2, 2, dtype=torch.bool).triu(1)
+    assert nfnn.profile(skeleton, embed(table, source), embed(table, target), tgt_mask=causal) == 2 * 2 + 3 * 3
+    state, found = rust.state_dict(), 0
+    for name, p in skeleton.named_parameters():
+        if "residual_scale" in name:
+            found += 1
+            torch.testing.assert_close(p.detach(), state[name], rtol=1e-6, atol=1e-6)
+    assert found == 13 and not (state["decoder.layers.2.residual_scale3"] == 1).all()
+
+
+def test_padding_reaches_norms_with_statistics():
+    """What stands at padding enters no statistic, in either layout."""
+    for batch_first in (True, False):
+        layer = nfnn.TransformerEncoderLayer(D, HEADS, FF, 0.0, batch_first=batch_first, norm="powernorm-v")
+        x, padding = torch.randn(2, 5, D), torch.zeros(2, 5, dtype=torch.bool)
+        padding[1, 3:] = True
+        other = x.masked_fill(padding[..., None], 100.0)
+        outputs = []
+        for given in (x, other):
+            twin = copy.deepcopy(layer)
+            y = twin(given if batch_first else given.transpose(0, 1), src_key_padding_mask=padding)
+            outputs.append(((y if batch_first else y.transpose(0, 1))[~padding], twin.norm1.running_phi))
+        for a, b in zip(*outputs):
+            torch.testing.assert_close(a, b)
+
+
 def test_parameter_groups():
     model = encoder("admin", norm="layernorm")
     decayed, others = nfnn.parameter_groups(model, 0.1)

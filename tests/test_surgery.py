@@ -577,3 +577,41 @@ def test_layers_outside_a_stack():
         x = layer(x)
     done.undo()
     assert type(model[2]) is nn.TransformerEncoderLayer
+
+
+def test_a_lightning_module(tmp_path):
+    """Swapped in `configure_model`, trained by Lightning's loop, taken back bit-equal where it has not been trained."""
+    lightning = pytest.importorskip("lightning")
+
+    class Module(lightning.LightningModule):
+        def __init__(self):
+            super().__init__()
+            self.task, self.losses = build("encoder"), []
+
+        def training_step(self, batch, _):
+            loss = run(self.task)[1]
+            self.losses.append(loss.item())
+            return loss
+
+        def configure_optimizers(self):
+            return torch.optim.Adam(self.parameters(), 1e-2)
+
+    module = Module()
+    module.eval()
+    before = run(module.task)[0]
+    done = [swap_residuals(module, "deepnorm"), swap_norms(module, "scalenorm")]
+    for swap in reversed(done):
+        swap.undo()
+    assert torch.equal(run(module.task)[0], before)
+    swap_residuals(module, "deepnorm"), swap_norms(module, "scalenorm")
+    quiet = {
+        "logger": False,
+        "enable_checkpointing": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+    }
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        trainer = lightning.Trainer(max_steps=12, accelerator="cpu", default_root_dir=tmp_path, **quiet)
+        trainer.fit(module, torch.utils.data.DataLoader(range(12), batch_size=1))
+    assert len(module.losses) == 12 and min(module.losses[-3:]) < module.losses[0]
