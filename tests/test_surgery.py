@@ -358,6 +358,47 @@ def test_without_a_change_the_blocks_compute_what_they_did(name):
     torch.testing.assert_close(run(model)[0], before, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("name", ["bert", "gpt2"])
+def test_cross_attention_and_masks_of_hugging_face(name):
+    """Decoders that attend to an encoder's output, with padding on both sides: the converted blocks change nothing."""
+    torch.manual_seed(0)
+    config = hugging_face(name).config
+    config.is_decoder = config.add_cross_attention = True
+    transformers = pytest.importorskip("transformers")
+    model = {"bert": transformers.BertLMHeadModel, "gpt2": transformers.GPT2LMHeadModel}[name](config).eval()
+    tokens, memory = torch.arange(3, 11).repeat(2, 1), torch.randn(2, 5, D)
+    mask, memory_mask = torch.ones(2, 8), torch.ones(2, 5)
+    mask[0, 6:], memory_mask[1, 3:] = 0, 0
+    given = {"attention_mask": mask, "encoder_hidden_states": memory, "encoder_attention_mask": memory_mask}
+    before = model(input_ids=tokens, **given).logits
+    done = swap_residuals(model, "prenorm" if name == "gpt2" else "postnorm", init=None)
+    torch.testing.assert_close(model(input_ids=tokens, **given).logits, before, rtol=1e-5, atol=1e-6)
+    done.undo()
+    swap_residuals(model, "subln")
+    model(input_ids=tokens, **given).logits.sum().backward()
+    assert all(p.grad is not None for p in model.parameters() if p.requires_grad)
+
+
+def test_end_norms_follow_the_scheme():
+    """prenorm ends in a norm, deepnorm's last sublayer does: the stack's own goes, or one is added."""
+    for name, end in (("gpt2", "transformer.ln_f"), ("t5", "decoder.final_layer_norm")):
+        model = hugging_face(name)
+        norm = model.get_submodule(end)
+        done = swap_residuals(model, "deepnorm")
+        assert end in repr(done)
+        assert type(model.get_submodule(end)) is nn.Identity
+        done.undo()
+        swap_residuals(model, "sandwich")
+        assert model.get_submodule(end) is norm
+    model = hugging_face("bert")
+    swap_residuals(model, "prenorm")
+    blocks = model.bert.encoder.layer
+    assert type(blocks[1].residual.norm) is nfnn.LayerNorm and not hasattr(blocks[0].residual, "norm")
+    model = torchs_transformer()
+    swap_residuals(model, "rezero")
+    assert model.encoder.norm is model.decoder.norm is None
+
+
 def test_schemes_on_torchs_transformer_are_the_packages():
     """Converted from torch.nn, or built with the scheme: from the same weights the same outputs."""
     for residual in RESIDUALS:
