@@ -344,6 +344,13 @@ def sample(op):
         norm = op.removesuffix("residual").removesuffix("_") or None
         tensors, seed = residual_arguments(norm, 8, 0.2, True, torch.float32, torch.float32)
         return (*tensors, EPS, 0.2, seed, 5)
+    if op == "lp_norm":
+        return (*leaves(torch.randn(4, 8), torch.randn(1)), 3.0, EPS)
+    if op in COLUMN_NORMS:
+        x, weight, bias = leaves(torch.randn(4, 8), torch.randn(8), torch.randn(8))
+        phi, nu, iters, refused = torch.ones(8), torch.zeros(8), torch.zeros(1).long(), torch.zeros(1).long()
+        mask = torch.tensor([False, True, False, False])
+        return (x, weight, bias, mask, phi, nu, iters if op == "power_norm" else None, refused)
     if op == "relu_dropout":
         return (torch.randn(4, 8, requires_grad=True), 0.2, torch.tensor([1, 2, 3]), 4)
     if op == "attention":
@@ -354,11 +361,17 @@ def sample(op):
 
 
 OPERATORS = sorted(_core.operator_counts())
+# Norms with statistics over rows; tests/test_norms.py has more. In warm-up every call's result is the batch's own.
+COLUMN_NORMS = ("batch_norm", "power_norm", "power_norm_v")
+
+
+def options(op):
+    return {"train": True, "warmup": 1000} if op in COLUMN_NORMS else {}
 
 
 @pytest.mark.parametrize("op", OPERATORS)
 def test_opcheck(op):
-    opcheck(getattr(OPS, op).default, sample(op))
+    opcheck(getattr(OPS, op).default, sample(op), options(op))
 
 
 @pytest.mark.parametrize("op", OPERATORS)
@@ -369,7 +382,7 @@ def test_compile_fullgraph(op):
     inputs = [t for t in arguments if isinstance(t, torch.Tensor) and t.requires_grad]
 
     def f(*a):
-        out = call(*a)
+        out = call(*a, **options(op))
         first = out if isinstance(out, torch.Tensor) else out[0]
         return first.tanh().sum()
 

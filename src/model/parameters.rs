@@ -11,6 +11,8 @@ pub struct Parameters {
     names: Vec<String>,
     tensors: Vec<Tensor>,
     buffers: Vec<(String, Tensor)>,
+    /// By norm, how many batches had statistics that were not finite, counted on the device.
+    refused: Vec<(String, Tensor)>,
 }
 
 impl Parameters {
@@ -21,6 +23,19 @@ impl Parameters {
     /// Running statistics and counters.
     pub fn buffers(&self) -> impl Iterator<Item = (&str, &Tensor)> {
         self.buffers.iter().map(|(name, t)| (name.as_str(), t))
+    }
+
+    /// The norms that refused batches since the last call, and how many; this is where the host reads them.
+    pub fn take_refused(&self) -> Result<Vec<(&str, i64)>> {
+        let mut found = Vec::new();
+        for (name, count) in &self.refused {
+            let n = i64::try_from(count)?;
+            if n > 0 {
+                let _ = count.shallow_clone().f_zero_()?;
+                found.push((name.as_str(), n));
+            }
+        }
+        Ok(found)
     }
 
     pub fn tensors(&self) -> &[Tensor] {
@@ -101,6 +116,13 @@ impl<'a> Builder<'a> {
         };
         self.made.buffers.push((name, tensor.shallow_clone()));
         Ok(tensor)
+    }
+
+    /// The counter of a norm's batches whose statistics were not finite; no part of the model's state.
+    pub fn refused(&mut self) -> Result<Tensor> {
+        let count = self.constant(0.0)?.f_to_kind(Kind::Int64)?;
+        self.made.refused.push((self.path.join("."), count.shallow_clone()));
+        Ok(count)
     }
 
     /// The type that running statistics are kept in: f64 for an f64 model, else f32.

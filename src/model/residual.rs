@@ -10,7 +10,8 @@ use tch::{Kind, Tensor};
 /// The stack's norm where a scheme wants it.
 fn norm(b: &mut Builder, place: &Place, at: &NormAt) -> Result<Box<dyn Norm>> {
     let last_of_decoder = at.last && place.stack == declared::Stack::Decoder;
-    let site = norm::Site { width: at.width, last_of_decoder, config: place.config };
+    let ends_stack = at.name == place.end_norm().name;
+    let site = norm::Site { width: at.width, last_of_decoder, ends_stack, config: place.config };
     let spec = norm::find(place.norm_name())?;
     b.within(&at.name, |b| (spec.build)(b, &site))
 }

@@ -82,7 +82,7 @@ impl Norm for Running {
 #[test]
 fn a_norm_with_state() {
     let config = config("prenorm", 1);
-    let site = Site { width: D, config: &config, last_of_decoder: false };
+    let site = Site { width: D, config: &config, last_of_decoder: false, ends_stack: false };
     let norms = [(); 2].map(|()| (RUNNING.build)(&mut Builder::fresh(Device::Cpu, Kind::Double), &site).unwrap());
     let x = rows();
     let mask = Tensor::from_slice(&[false, false, true, true, true]);

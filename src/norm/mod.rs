@@ -63,6 +63,8 @@ pub struct Site<'a> {
     pub config: &'a TransformerConfig,
     /// The last norm of the decoder, whose gain `scalenorm-fixed` learns (TwT Table 7).
     pub last_of_decoder: bool,
+    /// It stands after a stack's last layer.
+    pub ends_stack: bool,
 }
 
 /// A norm in a model.

@@ -22,6 +22,9 @@ choice! {
     pub enum PowerNormMode ("powernorm_mode") { Paper = "paper", Release = "release" }
 }
 
+/// Warm-up of the norms after a stack, in the authors' code.
+const RELEASED_END_WARMUP: i64 = 1000;
+
 pub static SPEC: Spec = Spec {
     name: "powernorm",
     equation: "y = γ⊙x/√(ψ²+ε)+β with the running ψ² of the step before; running ν in the gradient",
@@ -33,11 +36,12 @@ pub static SPEC: Spec = Spec {
             let phi = b.buffer("running_phi", &shape, 1.0, kind)?;
             let nu = b.buffer("ema_gz", &shape, 0.0, kind)?;
             let iters = b.buffer("iters", &[1], 0.0, Kind::Int64)?;
+            let release = site.config.powernorm_mode == PowerNormMode::Release;
             let options = Options {
                 alpha: site.config.powernorm_alpha_fwd,
                 alpha_bwd: site.config.powernorm_alpha_bwd,
-                warmup: site.config.powernorm_warmup,
-                release: site.config.powernorm_mode == PowerNormMode::Release,
+                warmup: if release && site.ends_stack { RELEASED_END_WARMUP } else { site.config.powernorm_warmup },
+                release,
                 ..Options::default()
             };
             Ok(Running { kernels: &KERNELS, first: phi, second: Some(nu), iters: Some(iters), options })

@@ -11,7 +11,7 @@ use crate::operator::{column_norm, Column, ColumnKernels};
 use std::cell::RefCell;
 use std::collections::HashMap;
 use std::rc::Rc;
-use tch::{Kind, Tensor};
+use tch::Tensor;
 
 
 /// The statistics that each norm used in a forward pass that will be run again for its gradient.
@@ -50,8 +50,7 @@ pub fn build(
     if groups > 0 && site.width % groups != 0 {
         return Err(Error::invalid(format!("a norm of width {} cannot be scaled in {groups} groups", site.width)));
     }
-    let refused = b.constant(0.0)?.f_to_kind(Kind::Int64)?;
-    Ok(Box::new(InModel { weight, bias, running, refused, groups }))
+    Ok(Box::new(InModel { weight, bias, running, refused: b.refused()?, groups }))
 }
 
 impl Norm for InModel {

@@ -311,6 +311,10 @@ impl Trainer {
         if !score.loss.is_finite() {
             return Err(self.diverged("validation loss", self.progress.update, score.loss));
         }
+        for (norm, batches) in self.model.parameters.take_refused()? {
+            let text = format!("{norm}: the statistics of {batches} batches were not finite and were not taken in");
+            observer.message("warning", &text)?;
+        }
         let bleu = self.bleu()?;
         let criterion = match (self.config.criterion, bleu) {
             (Criterion::Bleu, Some(bleu)) => bleu,

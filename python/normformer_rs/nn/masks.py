@@ -10,6 +10,8 @@ from torch import Tensor
 from .._core import InputError
 
 _masks: contextvars.ContextVar[tuple[Tensor, ...]] = contextvars.ContextVar("normformer_rs_padding_masks", default=())
+# torch.compile knows no context variables, and takes a thread-local one for a constant; a global it watches.
+_masks_compiled: tuple[Tensor, ...] = ()
 
 
 @contextmanager
@@ -29,23 +31,26 @@ def padding_mask(*masks: Tensor, batch_first: bool = True) -> Iterator[None]:
         batch_first: whether the model's tensors are (B, T, d); else (T, B, d). Rows in one dimension, (B·T, d) or
             (T·B, d), are recognised too.
 
-    The innermost `with` counts. Errors: InputError in a norm whose input has the shape of none of the masks, or of two
+    The innermost `with` of a thread counts (compiled models: of the process). Errors: InputError in a norm whose input has the shape of none of the masks, or of two
     that differ.
     """
     for mask in masks:
         if mask.dtype != torch.bool or mask.dim() != 2:
             got = f"{mask.dtype} {tuple(mask.shape)}"
             raise InputError(f"a padding mask must be bool (B, T), True at padding; got {got}")
-    token = _masks.set(tuple(mask if batch_first else mask.transpose(0, 1) for mask in masks))
+    global _masks_compiled
+    before, _masks_compiled = _masks_compiled, tuple(mask if batch_first else mask.transpose(0, 1) for mask in masks)
+    token = _masks.set(_masks_compiled)
     try:
         yield
     finally:
         _masks.reset(token)
+        _masks_compiled = before
 
 
 def mask_for(x: Tensor) -> Tensor | None:
     """The mask that is in force for x (…, d); None outside of any."""
-    masks = _masks.get()
+    masks = _masks_compiled if torch.compiler.is_compiling() else _masks.get()
     if not masks:
         return None
     rows = x.shape[:-1]

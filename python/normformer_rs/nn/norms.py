@@ -301,13 +301,15 @@ def norm_of_config(
     config: TransformerConfig,
     *,
     last_of_decoder: bool = False,
+    ends_stack: bool = False,
     bias: bool = True,
     device: Any = None,
     dtype: torch.dtype | None = None,
 ) -> nn.Module:
     """The norm that a model of this configuration has, with its options: lpnorm_p, powernorm_mode, groupscaling, …
 
-    `last_of_decoder`: the one that keeps its gain under scalenorm-fixed. `bias`: whether norms that have one learn it.
+    `last_of_decoder`: the one that keeps its gain under scalenorm-fixed. `ends_stack`: it stands after a stack, where
+    powernorm's release mode warms up for 1000 forwards. `bias`: whether norms that have one learn it.
     """
     settings: dict[str, Any] = {"device": device, "dtype": dtype}
     if config.norm_eps is not None:
@@ -328,7 +330,7 @@ def norm_of_config(
         settings.update(
             alpha_fwd=config.powernorm_alpha_fwd,
             alpha_bwd=config.powernorm_alpha_bwd,
-            warmup_iters=config.powernorm_warmup,
+            warmup_iters=1000 if is_release and ends_stack else config.powernorm_warmup,
             mode=config.powernorm_mode,
             groups=config.heads if is_release else groups,
             bias=bias,

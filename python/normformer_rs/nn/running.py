@@ -40,6 +40,7 @@ class RunningNorm(nn.Module):
     """What the three share: parameters, buffers, masks, and what happens once per training forward."""
 
     operator_name: str
+    shown: tuple[str, ...] = ("alpha",)
     takes_pad_mask = True
     refused: Tensor
     _stats: Tensor | None = None
@@ -136,7 +137,7 @@ class RunningNorm(nn.Module):
         return {name: value for name, value in super().__getstate__().items() if name != "_stats"}
 
     def extra_repr(self) -> str:
-        more = "".join(f", {name}={value}" for name, value in self.settings().items())
+        more = "".join(f", {name}={getattr(self, name)}" for name in self.shown)
         groups = f", groups={self.groups}" if self.groups else ""
         return f"{self.num_features}, eps={self.eps}{more}, elementwise_affine={self.elementwise_affine}{groups}"
 
@@ -239,6 +240,7 @@ class PowerNorm(RunningNorm):
     """
 
     operator_name = "power_norm"
+    shown = ("alpha_fwd", "alpha_bwd", "warmup_iters", "mode")
     running_phi: Tensor
     ema_gz: Tensor
     iters: Tensor
@@ -276,7 +278,7 @@ class PowerNorm(RunningNorm):
         self.iters.zero_()
 
     def settings(self) -> dict[str, Any]:
-        return {"alpha": self.alpha_fwd, "alpha_bwd": self.alpha_bwd, "warmup": self.warmup_iters, "mode": self.mode}
+        return {"alpha": self.alpha_fwd, "alpha_bwd": self.alpha_bwd, "warmup": self.warmup_iters, "variant": self.mode}
 
     def state(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         return self.running_phi, self.ema_gz, self.iters

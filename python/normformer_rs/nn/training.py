@@ -27,7 +27,8 @@ def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, An
 
     A parameter of at most one dimension (or in a norm) counts as the latter; those that need no gradient are left out.
 
-    >>> groups = parameter_groups(torch.nn.Linear(2, 3), 0.1)
+    >>> from torch import nn
+    >>> groups = parameter_groups(nn.Linear(2, 3), 0.1)
     >>> [(group["weight_decay"], len(group["params"])) for group in groups]
     [(0.1, 1), (0.0, 1)]
     """

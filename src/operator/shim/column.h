@@ -1,7 +1,7 @@
 // The family of norms with statistics of columns: for each entry k of Rust's table (operator/column_norm.rs),
 //   NAME(x, weight?, bias?, pad_mask?, first(a!)?, second(b!)?, iters(c!)?, refused(d!)?, stats?, *, train, alpha, eps,
-//        alpha_bwd, warmup, mode) -> (y, stats)
-//   NAME_backward(dy, x, weight?, pad_mask?, second(a!)?, refused(b!)?, stats, *, train, alpha_bwd, mode)
+//        alpha_bwd, warmup, variant) -> (y, stats)
+//   NAME_backward(dy, x, weight?, pad_mask?, second(a!)?, refused(b!)?, stats, *, train, alpha_bwd, variant)
 //        -> (dx, dweight, dbias)
 // y = N(x) with statistics over all dimensions but the last. Buffers move in place: in the forward pass of training, and
 // PowerNorm's second in the backward pass. The output `stats` is what the pass used; given as an argument (a second run
@@ -59,11 +59,11 @@ struct Rest {
   Options options;
 };
 
-inline bool is_release(int64_t k, c10::string_view mode) {
-  TORCH_CHECK_VALUE(mode == "paper" || mode == "release", name(k), ": mode must be one of paper, release; got \"", mode, "\"");
-  return mode == "release";
+inline bool is_release(int64_t k, c10::string_view variant) {
+  TORCH_CHECK_VALUE(variant == "paper" || variant == "release", name(k), ": variant must be one of paper, release; got \"", variant, "\"");
+  return variant == "release";
 }
-inline c10::string_view mode_of(const Options& o) { return o.release ? "release" : "paper"; }
+inline c10::string_view variant_of(const Options& o) { return o.release ? "release" : "paper"; }
 
 inline Tensor present(const MaybeTensor& t) { return t && t->defined() ? *t : Tensor(); }
 
@@ -191,7 +191,7 @@ const c10::TypedOperatorHandle<Signature>& op(int64_t k, const char* suffix) {
 inline Two call_forward(int64_t k, const Tensor& x, const MaybeTensor& weight, const MaybeTensor& bias, const Rest& rest) {
   const auto& o = rest.options;
   return op<Forward>(k, "").call(x, weight, bias, rest.pad, rest.first, rest.second, rest.iters, rest.refused, rest.given,
-                                 o.train, o.alpha, o.eps, o.alpha_bwd, o.warmup, mode_of(o));
+                                 o.train, o.alpha, o.eps, o.alpha_bwd, o.warmup, variant_of(o));
 }
 
 struct ColumnNorm : torch::autograd::Function<ColumnNorm> {
@@ -242,7 +242,7 @@ struct ColumnNorm : torch::autograd::Function<ColumnNorm> {
     const auto second = data["second"].toOptional<Tensor>(), refused = data["refused"].toOptional<Tensor>();
     auto [dx, dweight, dbias] = op<Backward>(k, "_backward").call(
         grads[0], saved[0], maybe(saved[1]), pad, second, refused, saved[4], rest.options.train, rest.options.alpha_bwd,
-        mode_of(rest.options));
+        variant_of(rest.options));
     auto like = [](const Tensor& d, const Tensor& p) {
       return p.defined() ? d.to(p.scalar_type()).view_symint(p.sym_sizes()) : Tensor();
     };
@@ -278,9 +278,9 @@ struct Entry {
 #define NFRS_COLUMN_ARGUMENTS                                                                                          \
   const Tensor &x, const MaybeTensor &w, const MaybeTensor &b, const MaybeTensor &pad, const MaybeTensor &first,        \
       const MaybeTensor &second, const MaybeTensor &iters, const MaybeTensor &refused, const MaybeTensor &given,        \
-      bool train, double alpha, double eps, double alpha_bwd, int64_t warmup, c10::string_view mode
+      bool train, double alpha, double eps, double alpha_bwd, int64_t warmup, c10::string_view variant
 #define NFRS_COLUMN_REST \
-  Rest { pad, first, second, iters, refused, given, Options { alpha, alpha_bwd, eps, warmup, train, is_release(K, mode) } }
+  Rest { pad, first, second, iters, refused, given, Options { alpha, alpha_bwd, eps, warmup, train, is_release(K, variant) } }
   static Two cpu(NFRS_COLUMN_ARGUMENTS) { return forward_cpu(K, x, w, b, NFRS_COLUMN_REST); }
   static Two meta(NFRS_COLUMN_ARGUMENTS) { return forward_meta(K, x, w, b, NFRS_COLUMN_REST); }
   static Two autograd(NFRS_COLUMN_ARGUMENTS) { return forward_autograd(K, x, w, b, NFRS_COLUMN_REST); }
@@ -290,9 +290,9 @@ struct Entry {
 #undef NFRS_COLUMN_REST
 #define NFRS_COLUMN_ARGUMENTS                                                                                     \
   const Tensor &dy, const Tensor &x, const MaybeTensor &w, const MaybeTensor &pad, const MaybeTensor &second,      \
-      const MaybeTensor &refused, const Tensor &stats, bool train, double alpha_bwd, c10::string_view mode
+      const MaybeTensor &refused, const Tensor &stats, bool train, double alpha_bwd, c10::string_view variant
 #define NFRS_COLUMN_REST                                                                          \
-  Rest { pad, std::nullopt, second, std::nullopt, refused, std::nullopt, Options { 0, alpha_bwd, 0, 0, train, is_release(K, mode) } }
+  Rest { pad, std::nullopt, second, std::nullopt, refused, std::nullopt, Options { 0, alpha_bwd, 0, 0, train, is_release(K, variant) } }
   static Three cpu_backward(NFRS_COLUMN_ARGUMENTS) { return backward_cpu(K, dy, x, w, stats, NFRS_COLUMN_REST); }
   static Three meta_backward(NFRS_COLUMN_ARGUMENTS) { return backward_meta(x, w); }
   static Three fallback_backward(NFRS_COLUMN_ARGUMENTS) { return composed_backward(K, dy, x, w, stats, NFRS_COLUMN_REST); }
@@ -304,10 +304,10 @@ struct Entry {
     const auto n = name(K), first = std::string(nfrs_column_state(K, 0)), second = std::string(nfrs_column_state(K, 1));
     m.def((n + "(Tensor x, Tensor? weight=None, Tensor? bias=None, Tensor? pad_mask=None, Tensor(a!)? " + first +
            "=None, Tensor(b!)? " + second + "=None, Tensor(c!)? iters=None, Tensor(d!)? refused=None, Tensor? stats=None, *, "
-           "bool train, float alpha=0.9, float eps=1e-05, float alpha_bwd=0.9, int warmup=0, str mode=\"paper\") -> "
+           "bool train, float alpha=0.9, float eps=1e-05, float alpha_bwd=0.9, int warmup=0, str variant=\"paper\") -> "
            "(Tensor, Tensor)").c_str(), {at::Tag::pt2_compliant_tag});
     m.def((n + "_backward(Tensor dy, Tensor x, Tensor? weight, Tensor? pad_mask, Tensor(a!)? " + second +
-           ", Tensor(b!)? refused, Tensor stats, *, bool train, float alpha_bwd=0.9, str mode=\"paper\") -> "
+           ", Tensor(b!)? refused, Tensor stats, *, bool train, float alpha_bwd=0.9, str variant=\"paper\") -> "
            "(Tensor, Tensor, Tensor)").c_str(), {at::Tag::pt2_compliant_tag});
     m.impl(n.c_str(), c10::DispatchKey::CPU, TORCH_FN(cpu));
     m.impl(n.c_str(), c10::DispatchKey::Meta, TORCH_FN(meta));
