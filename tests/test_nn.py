@@ -110,6 +110,8 @@ def test_the_skeleton_is_the_rust_model(norm, residual):
         {"residual": "normformer", "normformer_mode": "fairseq"},
         {"residual": "r-fixup", "r_fixup_mode": "paper"},
         {"residual": "branchnorm", "branchnorm_growth": "sigmoid"},
+        {"norm": "powernorm", "powernorm_mode": "release", "residual": "prenorm"},
+        {"norm": "lpnorm", "lpnorm_p": 3.0, "groupscaling": 0},
         {"encoder_norm": "scalenorm", "decoder_norm": "rmsnorm", "residual": "sandwich"},
     ],
     ids=str,
@@ -474,6 +476,14 @@ def test_profile_sets_the_same_gains_as_rust(norm):
             found += 1
             torch.testing.assert_close(p.detach(), state[name], rtol=1e-6, atol=1e-6)
     assert found == 13 and not (state["decoder.layers.2.residual_scale3"] == 1).all()
+
+
+def test_the_releases_powernorm_warms_up_for_less_at_the_end():
+    layer = nfnn.TransformerEncoderLayer(
+        D, HEADS, FF, norm="powernorm", residual="prenorm", powernorm_mode="release", powernorm_warmup=8000
+    )
+    model = nfnn.TransformerEncoder(layer, 1)
+    assert (model.layers[0].norm1.warmup_iters, model.norm.warmup_iters) == (8000, 1000)
 
 
 def test_padding_reaches_norms_with_statistics():

@@ -225,7 +225,11 @@ def make(what: NormAt | Learned, place: Place, factory: Mapping[str, Any], bias:
     if isinstance(what, Learned):
         return nn.Parameter(torch.full(what.shape, what.value, **factory))
     last = what.last and place.stack == "decoder"
-    return norm_of_config(place.declared.norm, what.width, place.config, last_of_decoder=last, bias=bias, **factory)
+    where: dict[str, Any] = {
+        "last_of_decoder": last,
+        "ends_stack": any(change.what == what for change in place.declared.end),
+    }
+    return norm_of_config(place.declared.norm, what.width, place.config, **where, bias=bias, **factory)
 
 
 def install(owner: nn.Module, items: Iterable[NormAt | Learned], place: Place, **making: Any) -> None:
