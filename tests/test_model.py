@@ -19,7 +19,7 @@ TARGETS = [[0, 14, 15], [0, 16, 17, 18, 19], [0]]
 def build(dtype=torch.float64, **options):
     """A module and the oracle's state dict of the same random weights."""
     config = nfrs.TransformerConfig(**{**SHAPE, "dropout": 0.0, **options})
-    model = nfrs.Transformer(config, seed=3).to(dtype)
+    model = nfrs.Transformer(config, seed=3).to(dtype).eval()
     with torch.no_grad():
         for p in model.parameters():  # away from γ = 1 and β = 0
             p.add_(torch.randn_like(p) * 0.1)
@@ -187,9 +187,10 @@ def test_only_admin_is_profiled():
         plain.profile(ref.pad(SOURCES), ref.pad(TARGETS))
 
 
+@pytest.mark.parametrize("ties", ["all", "none"])
 @pytest.mark.parametrize("init", [entry["name"] for entry in nfrs.tables()["inits"]])
-def test_initial_standard_deviations(init):
-    options = {**SHAPE, "vocab_size": 600, "d_model": 128, "d_ff": 320, "init": init}
+def test_initial_standard_deviations(init, ties):
+    options = {**SHAPE, "vocab_size": 600, "d_model": 128, "d_ff": 320, "init": init, "tie_embeddings": ties}
     model = nfrs.Transformer(nfrs.TransformerConfig(**options), seed=1)
     for name, p in model.named_parameters():
         blocks = p.detach().chunk(3) if name.endswith("in_proj_weight") else [p.detach()]

@@ -58,13 +58,13 @@ RESIDUALS = [entry["name"] for entry in nfrs.tables()["residuals"]]
 
 
 @pytest.mark.parametrize(
-    "norm,residual,smoothing",
-    [(norm, residual, "fairseq") for norm in ("layernorm", "scalenorm") for residual in RESIDUALS]
-    + [("layernorm", "prenorm", "twt"), ("scalenorm", "postnorm", "twt")],
+    "norm,residual,smoothing,start",
+    [(norm, residual, "fairseq", "bos") for norm in ("layernorm", "scalenorm") for residual in RESIDUALS]
+    + [("layernorm", "prenorm", "twt", "eos"), ("scalenorm", "postnorm", "twt", "bos")],
 )
-def test_ten_losses_equal_the_oracles(tmp_path, corpus, norm, residual, smoothing):
+def test_ten_losses_equal_the_oracles(tmp_path, corpus, norm, residual, smoothing, start):
     """One batch holds the whole corpus, so its order does not matter; seed 1 fixes the first weights."""
-    model = {"norm": norm, "residual": residual}
+    model = {"norm": norm, "residual": residual, "decoder_start": start}
     fit(tmp_path / "run", corpus, model, {"smoothing": smoothing, "clip_norm": 0.5, "weight_decay": 0.01, "lr": 1e-3})
     vocabulary = [line.split()[0] for line in (tmp_path / "run" / "vocabulary.txt").read_text().splitlines()]
     ids = {piece: i + 4 for i, piece in enumerate(vocabulary)}
@@ -76,13 +76,15 @@ def test_ten_losses_equal_the_oracles(tmp_path, corpus, norm, residual, smoothin
     mask[[ref.EOS, ref.UNK, *(t for line in sides[1] for t in line)]] = True
     batch = ref.Batch(
         ref.pad([[*line, ref.EOS] for line in sides[0]]),
-        ref.pad([[ref.BOS, *line] for line in sides[1]]),
+        ref.pad([[{"bos": ref.BOS, "eos": ref.EOS}[start], *line] for line in sides[1]]),
         ref.pad([[*line, ref.EOS] for line in sides[1]]),
     )
     config = nfrs.TransformerConfig(**TINY, **model, vocab_size=len(mask))
     first = nfrs.Transformer(config, seed=1)
     state = {k: v.double() for k, v in first.named_parameters()} | dict(first.named_buffers())
-    options = {k: v for k, v in {**TINY, **model, "vocab_size": len(mask)}.items() if k != "dropout"}
+    options = {
+        k: v for k, v in {**TINY, **model, "vocab_size": len(mask)}.items() if k not in ("dropout", "decoder_start")
+    }
     if residual == "admin":
         state |= ref.profile_admin(state, options, batch.source, batch.target_input, ref.Dropout())
     optimizer = ref.Adam(betas=(0.9, 0.98), weight_decay=0.01)

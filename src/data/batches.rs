@@ -2,7 +2,7 @@
 
 use super::corpus::Corpus;
 use super::random::{Purpose, Random};
-use super::vocabulary::{BOS, EOS, UNK};
+use super::vocabulary::{EOS, UNK};
 
 /// Rows of real tokens one after the other, without padding.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
@@ -43,7 +43,7 @@ impl Packed {
 pub struct Batch {
     /// Source tokens and EOS; `None` for language modelling.
     pub source: Option<Packed>,
-    /// What the decoder reads: BOS and the target's tokens.
+    /// What the decoder reads: BOS (or what the corpus says) and the target's tokens.
     pub target_input: Packed,
     /// What the decoder is to say at the same places: the target's tokens and EOS.
     pub target_output: Vec<i64>,
@@ -83,7 +83,7 @@ pub fn collate(corpus: &Corpus, sentences: &[usize]) -> Batch {
     let targets = || chosen(&corpus.target, sentences);
     let (target_input, target_output) = match corpus.source {
         Some(_) => (
-            Packed::from_rows(targets().map(|row| [BOS].into_iter().chain(row.iter().copied()))),
+            Packed::from_rows(targets().map(|row| [corpus.start].into_iter().chain(row.iter().copied()))),
             targets().flat_map(ended).map(i64::from).collect(),
         ),
         None => (
@@ -116,6 +116,7 @@ pub fn word_dropout(tokens: &mut [i64], p: f64, random: &mut Random) {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::data::vocabulary::BOS;
 
     /// Pairs of lengths 2 to 41 with EOS, many of them equal.
     fn lengths() -> Vec<(usize, usize)> {
@@ -128,7 +129,7 @@ mod tests {
 
     fn corpus() -> Corpus {
         let target = vec![vec![20, 21], vec![], vec![22]];
-        Corpus { source: Some(vec![vec![10], vec![11, 12, 13], vec![14, 15]]), target }
+        Corpus { source: Some(vec![vec![10], vec![11, 12, 13], vec![14, 15]]), target, start: BOS }
     }
 
     #[test]

@@ -1,6 +1,6 @@
 //! Sentences of ids, ready to be batched.
 
-use super::vocabulary::EOS;
+use super::vocabulary::{BOS, EOS};
 use crate::error::{Error, Result};
 
 /// What to do with a sentence that exceeds a batch by itself.
@@ -19,9 +19,16 @@ pub struct Corpus {
     pub source: Option<Vec<Vec<u32>>>,
     /// With a source: target sentences without EOS. Without: segments as [`stream`] makes them.
     pub target: Vec<Vec<u32>>,
+    /// With a source: what the decoder reads before each target sentence.
+    pub start: u32,
 }
 
 impl Corpus {
+    /// The same with another first token for the decoder than BOS.
+    pub fn starting_with(self, token: i64) -> Self {
+        Corpus { start: token as u32, ..self }
+    }
+
     /// A corpus of sentence pairs, and how many pairs were left out as too long.
     ///
     /// A pair is too long if its source or its target, with EOS, exceeds `max_tokens`.
@@ -55,7 +62,7 @@ impl Corpus {
                 sentences.retain(|_| side.next().is_some_and(|&side| side <= max_tokens));
             }
         }
-        Ok((Self { source: Some(source), target }, too_long))
+        Ok((Self { source: Some(source), target, start: BOS }, too_long))
     }
 
     /// A corpus for language modelling: the sentences, each ended by EOS, as one stream cut in segments.
@@ -66,7 +73,7 @@ impl Corpus {
             )));
         }
         let tokens: Vec<u32> = sentences.iter().flat_map(|sentence| sentence.iter().copied().chain([EOS])).collect();
-        Ok(Self { source: None, target: stream(&tokens, segment_length) })
+        Ok(Self { source: None, target: stream(&tokens, segment_length), start: BOS })
     }
 
     /// The number of sentence pairs or segments.

@@ -175,7 +175,7 @@ mod tests {
 
     fn corpus() -> Arc<Corpus> {
         let side = |step: usize| (0..60).map(|i| (10..).take(1 + i * step % 11).collect()).collect();
-        Arc::new(Corpus { source: Some(side(7)), target: side(5) })
+        Arc::new(Corpus { source: Some(side(7)), target: side(5), start: 0 })
     }
 
     fn stream(cursor: Cursor) -> BatchStream {
@@ -248,7 +248,7 @@ mod tests {
             BatchStream::new(Arc::new(corpus), config, cursor).unwrap_err().to_string()
         };
         let full = || Corpus::clone(&corpus());
-        let empty = Corpus { source: None, target: vec![] };
+        let empty = Corpus { source: None, target: vec![], start: 0 };
         assert!(message(empty, CONFIG, Cursor::default()).contains("no sentences"));
         let short = StreamConfig { max_tokens: 11, ..CONFIG };
         assert!(message(full(), short, Cursor::default()).contains("a sentence of 12 tokens"));

@@ -88,6 +88,7 @@ pub static DS_INIT: Init = Init {
         };
         xavier_uniform(place.config.ds_init_alpha * shrink, fan_in, fan_out)
     },
+    output: |d, v| xavier_uniform(1.0, d, v),
     ..XAVIER
 };
 
@@ -108,6 +109,7 @@ pub static T_FIXUP: Init = Init {
         };
         Fill::Normal { std: scale * (config.d_model as f64).powf(-0.5) }
     },
+    output: |d, v| xavier_uniform(1.0, d, v),
     ..XAVIER
 };
 

@@ -54,7 +54,8 @@ pub(super) fn prepare_with(
             Segmenter::Split => valid.1.iter().map(|l| data::join_line(l)).collect(),
             Segmenter::Bpe(_) => valid.1.clone(),
         };
-        (train_corpus, skipped, valid_corpus, references)
+        let start = model.decoder_start.id();
+        (train_corpus.starting_with(start), skipped, valid_corpus.starting_with(start), references)
     } else {
         let segment = config.segment_length as usize;
         let train_corpus = Corpus::language_model(&train_target, segment, most)?;

@@ -66,7 +66,8 @@ impl Translator {
     ) -> Result<Vec<Vec<(String, f64)>>> {
         let ids: Vec<Vec<u32>> = lines.iter().map(|l| self.vocabulary.encode(&self.segmenter.segment(l))).collect();
         let lengths: Vec<(usize, usize)> = ids.iter().map(|row| (row.len() + 1, 0)).collect();
-        let corpus = Corpus { source: Some(ids), target: vec![Vec::new(); lines.len()] };
+        let start = self.model.config.decoder_start.id() as u32;
+        let corpus = Corpus { source: Some(ids), target: vec![Vec::new(); lines.len()], start };
         let mut found = vec![Vec::new(); lines.len()];
         let mut done = 0;
         for sentences in data::plan(&lengths, batch_tokens, 0, 0) {
@@ -95,7 +96,9 @@ impl Translator {
         let most = self.training.max_tokens as usize;
         let target = within(ids(&target), self.seen.as_deref());
         let corpus = match sided {
-            true => Corpus::parallel(ids(&source), target, most, LongSentences::Refuse)?.0,
+            true => Corpus::parallel(ids(&source), target, most, LongSentences::Refuse)?
+                .0
+                .starting_with(self.model.config.decoder_start.id()),
             false => Corpus::language_model(&target, self.data.segment_length as usize, most)?,
         };
         let objective = Objective { mask: self.mask.as_ref().map(Tensor::shallow_clone), smoothing: self.smoothing };

@@ -23,7 +23,7 @@ mod length;
 mod tests;
 
 use crate::error::{Error, Result};
-use crate::model::{Context, Packed, StackCache, Transformer, BOS};
+use crate::model::{Context, Packed, StackCache, Transformer};
 use beam::Beam;
 use continuation::{best, Continuation, Eos, Vocabulary};
 use tch::{Kind, Tensor};
@@ -137,7 +137,7 @@ pub fn search(
         let mut cache = StackCache::default();
         let mut slots = beams.len();
         for length in 0.. {
-            let live = Live::take_slots(&mut beams);
+            let live = Live::take_slots(&mut beams, model.config.decoder_start.id());
             if live.tokens.is_empty() {
                 break;
             }
@@ -181,13 +181,13 @@ struct Live {
 }
 
 impl Live {
-    fn take_slots(beams: &mut [Beam]) -> Self {
+    fn take_slots(beams: &mut [Beam], start: i64) -> Self {
         let mut live = Live { tokens: Vec::new(), sentences: Vec::new(), origins: Vec::new() };
         for (sentence, beam) in beams.iter_mut().enumerate() {
             for partial in beam.growing() {
                 live.origins.push(partial.slot as i64);
                 partial.slot = live.tokens.len();
-                live.tokens.push(partial.hypothesis.tokens.last().copied().unwrap_or(BOS));
+                live.tokens.push(partial.hypothesis.tokens.last().copied().unwrap_or(start));
                 live.sentences.push(sentence);
             }
         }

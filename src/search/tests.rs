@@ -2,6 +2,7 @@
 
 use super::*;
 use crate::config::{Positions, TransformerConfig};
+use crate::model::BOS;
 use crate::model::{EOS, UNK};
 use std::collections::HashMap;
 use tch::Device;

@@ -1,5 +1,7 @@
-"""Drop-in modules: norms with torch.nn's constructors and keys."""
+"""Drop-in modules: norms, residual connections, and torch.nn's Transformer with every scheme of the package."""
 
+from .attention import MultiheadAttention
+from .layers import Residual, TransformerDecoderLayer, TransformerEncoderLayer
 from .masks import padding_mask
 from .norms import (
     BatchNorm,
@@ -14,6 +16,8 @@ from .norms import (
     norm_class,
     norm_of_config,
 )
+from .stacks import Transformer, TransformerDecoder, TransformerEncoder
+from .training import parameter_groups, profile, set_num_updates
 
 __all__ = [
     "BatchNorm",
@@ -21,11 +25,21 @@ __all__ = [
     "GroupScaling",
     "LayerNorm",
     "LpNorm",
+    "MultiheadAttention",
     "PowerNorm",
     "PowerNormV",
     "RMSNorm",
+    "Residual",
     "ScaleNorm",
+    "Transformer",
+    "TransformerDecoder",
+    "TransformerDecoderLayer",
+    "TransformerEncoder",
+    "TransformerEncoderLayer",
     "norm_class",
     "norm_of_config",
     "padding_mask",
+    "parameter_groups",
+    "profile",
+    "set_num_updates",
 ]

@@ -1,0 +1,146 @@
+"""Multi-head attention with a residual scheme's changes inside it."""
+
+import math
+import types
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from .._core import InputError
+from .declared import Change, Inside, apply_changes
+
+
+class MultiheadAttention(nn.MultiheadAttention):
+    """softmax(QKᵀ/√d_head + mask)V per head, heads joined, output projection: torch.nn.MultiheadAttention with changes
+    at points inside it, as a residual scheme declares them.
+
+    `inside` names changes at `input` (before the projection of queries, and of keys and values too in self-attention),
+    `after_heads` (the heads' outputs, joined) and `after_output` (after `out_proj`). Parameters, masks, layouts and
+    results are torch.nn's; `out_proj` is called as a module, so that its hooks and whatever replaces it count.
+
+    Shapes: query (B, T, d), key and value (B, S, d) with `batch_first`, else (T, B, d) and (S, B, d), or without B;
+    `attn_mask` (T, S) or (B·heads, T, S) and `key_padding_mask` (B, S), True or −∞ where not to look. `is_causal`
+    without `attn_mask` is a causal mask (torch.nn wants both).
+
+    Errors: InputError for masks of another shape. Source: Vaswani et al. 2017, §3.2.
+    """
+
+    inside: Inside = types.MappingProxyType({})
+
+    def set_inside(self, inside: Inside) -> None:
+        """From now on these changes are made; their modules and parameters are this module's attributes."""
+        self.inside = dict(inside)
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        key_padding_mask: Tensor | None = None,
+        need_weights: bool = True,
+        attn_mask: Tensor | None = None,
+        average_attn_weights: bool = True,
+        is_causal: bool = False,
+    ) -> tuple[Tensor, Tensor | None]:
+        """(output, weights or None). Weights are (B, T, S), or (B, heads, T, S) with average_attn_weights=False."""
+        if not self._qkv_same_embed_dim or self.bias_k is not None or self.add_zero_attn:
+            if self.inside:
+                raise InputError(
+                    "changes inside attention need kdim = vdim = embed_dim, no bias_kv and no add_zero_attn"
+                )
+            given: Any = (query, key, value, key_padding_mask, need_weights, attn_mask, average_attn_weights, is_causal)
+            return super().forward(*given)
+        is_batched, is_self = query.dim() == 3, key is query and value is query
+        if not is_batched:
+            query, key, value = (t.unsqueeze(0) for t in (query, key, value))
+            key_padding_mask = None if key_padding_mask is None else key_padding_mask.unsqueeze(0)
+        elif not self.batch_first:
+            query, key, value = (t.transpose(0, 1) for t in (query, key, value))  # (B, T, d)
+        self._check(query, key, attn_mask, key_padding_mask)
+
+        padding = None if key_padding_mask is None or not is_self else is_masked(key_padding_mask)
+        query = self._change("input", query, padding)
+        q, k, v = self._project(query, *((query, query) if is_self else (key, value)))
+        mask, is_causal = self._mask(q, k, attn_mask, key_padding_mask, is_causal, need_weights)
+        p, weights = self.dropout if self.training else 0.0, None
+        if need_weights:
+            scores = (q * math.sqrt(1.0 / self.head_dim)) @ k.transpose(-1, -2)
+            weights = F.softmax(scores if mask is None else scores + mask, dim=-1)
+            heads = (F.dropout(weights, p) if p > 0 else weights) @ v
+            weights = weights.mean(1) if average_attn_weights else weights
+        else:
+            heads = F.scaled_dot_product_attention(q, k, v, mask, p, is_causal)  # (B, heads, T, d_head)
+        joined = self._change("after_heads", heads.transpose(1, 2).flatten(-2), padding)
+        out = self._change("after_output", self.out_proj(joined), padding)
+        if not is_batched:
+            return out.squeeze(0), None if weights is None else weights.squeeze(0)
+        return out if self.batch_first else out.transpose(0, 1), weights
+
+    def _change(self, point: str, x: Tensor, padding: Tensor | None) -> Tensor:
+        changes: tuple[Change, ...] = self.inside.get(point, ())
+        return apply_changes(self, changes, x, padding)
+
+    def _project(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """(B, heads, T or S, d_head) each; in one product where they are of one tensor, two where only k and v are."""
+        d, weight, bias = self.embed_dim, self.in_proj_weight, self.in_proj_bias
+
+        def rows(x: Tensor, start: int, blocks: int) -> tuple[Tensor, ...]:
+            chosen = slice(start * d, (start + blocks) * d)
+            out = F.linear(x, weight[chosen], None if bias is None else bias[chosen])
+            return tuple(part.unflatten(-1, (self.num_heads, -1)).transpose(1, 2) for part in out.split(d, -1))
+
+        if key is value:
+            q, k, v = rows(query, 0, 3) if key is query else (*rows(query, 0, 1), *rows(key, 1, 2))
+        else:
+            q, k, v = *rows(query, 0, 1), *rows(key, 1, 1), *rows(value, 2, 1)
+        return q, k, v
+
+    def _mask(
+        self,
+        q: Tensor,
+        k: Tensor,
+        attn_mask: Tensor | None,
+        key_padding_mask: Tensor | None,
+        is_causal: bool,
+        need_weights: bool,
+    ) -> tuple[Tensor | None, bool]:
+        """What is added to the scores, (·, ·, T, S), and whether SDPA is told that it is causal instead."""
+        queries, keys = q.shape[-2], k.shape[-2]
+        if is_causal and key_padding_mask is None and not need_weights:
+            return None, True
+        if is_causal and attn_mask is None:
+            attn_mask = torch.ones(queries, keys, dtype=torch.bool, device=q.device).triu(1)
+        mask = None if attn_mask is None else additive(attn_mask, q.dtype)
+        if mask is not None and mask.dim() == 3:
+            mask = mask.unflatten(0, (-1, self.num_heads))
+        if key_padding_mask is not None:
+            padding = additive(key_padding_mask, q.dtype)[:, None, None, :]
+            mask = padding if mask is None else mask + padding
+        return mask, False
+
+    def _check(self, query: Tensor, key: Tensor, attn_mask: Tensor | None, key_padding_mask: Tensor | None) -> None:
+        """InputError for shapes that do not fit each other. All are batch first."""
+        (batch, queries, width), keys = query.shape, key.shape[1]
+        if width != self.embed_dim:
+            raise InputError(f"query must be (…, {self.embed_dim}) wide as d_model says; got {width}")
+        whole, single = (batch * self.num_heads, queries, keys), (queries, keys)
+        if attn_mask is not None and attn_mask.shape not in (whole, single):
+            raise InputError(f"attention mask must be {single} or {whole}; got {tuple(attn_mask.shape)}")
+        if key_padding_mask is not None and key_padding_mask.shape != (batch, keys):
+            raise InputError(f"key padding mask must be {(batch, keys)}; got {tuple(key_padding_mask.shape)}")
+
+
+def additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
+    """A boolean mask (True: not to be seen) as 0 and −∞; a float mask as it is."""
+    if mask.dtype == torch.bool:
+        return torch.zeros_like(mask, dtype=dtype).masked_fill_(mask, -math.inf)
+    if not mask.is_floating_point():
+        raise InputError(f"masks must be bool (True: hidden) or floating point (added to scores); got {mask.dtype}")
+    return mask.to(dtype)
+
+
+def is_masked(mask: Tensor) -> Tensor:
+    """True at padding, whether the mask is boolean or additive."""
+    return mask if mask.dtype == torch.bool else mask == -math.inf

@@ -1,0 +1,364 @@
+"""What a residual scheme declares, read from Rust, and the one interpreter of it.
+
+Rust writes each scheme once (`src/residual`), as plain data: which norms, gains and changes stand at the four places of
+a Transformer. Here they become child modules and parameters of a `torch.nn.Module`, and are called in their places; no
+scheme has a name in this file. Around a sublayer F, with drop the dropout on its output,
+
+    x⁺ = N_after(α⊙x + β⊙drop(N_amid(F(N_before(x)))))
+
+in one fused step with N_after, or with the norm that the next sublayer begins with, wherever that norm works row by
+row.
+"""
+
+import dataclasses
+import functools
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from .. import _core
+from .._core import InputError
+from ..config import TransformerConfig, unknown
+from .norms import FixedScaleNorm, LayerNorm, RMSNorm, ScaleNorm, norm_of_config
+from .profiling import profile_step
+
+OPS = torch.ops.normformer_rs
+GROWING = "growing"
+"""A gain that is the stack's α_t."""
+
+
+@dataclasses.dataclass(frozen=True)
+class NormAt:
+    """The stack's norm under a name; `last`: no norm of the stack follows it."""
+
+    name: str
+    width: int
+    last: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class Learned:
+    """A parameter, every number of it `value` at the start."""
+
+    name: str
+    shape: tuple[int, ...]
+    value: float
+
+
+Gain = float | str | Learned
+"""What x or F(x) is multiplied by: a number, GROWING, or a parameter (a scalar or one number per column)."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Change:
+    """What happens at a point inside a sublayer, or after the stack."""
+
+    kind: Literal["norm", "shift", "scale", "head_scale"]
+    what: NormAt | Learned
+
+    def below(self, path: str) -> "Change":
+        """The same, named as the module at `path` names it."""
+        return Change(self.kind, dataclasses.replace(self.what, name=self.what.name.removeprefix(path + ".")))
+
+
+Inside = Mapping[str, tuple[Change, ...]]
+"""Changes by the point they stand at: input, after_heads, after_output, before_activation, amid."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Sublayer:
+    """Around and inside one sublayer."""
+
+    before: NormAt | None
+    alpha: Gain
+    beta: Gain
+    amid: NormAt | None
+    after: NormAt | None
+    inside: Inside
+
+    def around(self) -> Iterator[NormAt | Learned]:
+        """Everything declared around it."""
+        for what in (self.before, self.amid, self.after, self.alpha, self.beta):
+            if isinstance(what, NormAt | Learned):
+                yield what
+
+    def within(self) -> Iterator[NormAt | Learned]:
+        """Everything declared inside it."""
+        return (change.what for changes in self.inside.values() for change in changes)
+
+
+@dataclasses.dataclass(frozen=True)
+class Combine:
+    """A layer's input as a learned sum of all outputs so far (Rust's `Combine`)."""
+
+    norms: tuple[NormAt, ...]
+    on_sums: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class Growth:
+    """α_t = min(1, curve(t/steps))."""
+
+    steps: int
+    curve: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Declared:
+    """What a scheme puts into one stack."""
+
+    layers: tuple[tuple[Sublayer, ...], ...]
+    combine: Combine | None
+    growth: Growth | None
+    end: tuple[Change, ...]
+    has_biases: bool
+    is_profiled: bool
+    norm: str
+    init: str
+
+
+@functools.lru_cache(maxsize=64)
+def declare(config: TransformerConfig, stack: Any) -> Declared:
+    """What the configuration's scheme declares for its "encoder" or "decoder"."""
+    found = json.loads(_core.declare(config.to_json(), stack))
+    flow = found["flow"]
+    combine, growth = flow["combine"], flow["growth"]
+    return Declared(
+        layers=tuple(_layer(layer) for layer in found["layers"]),
+        combine=combine and Combine(tuple(NormAt(**at) for at in combine["norms"]), combine["on_sums"]),
+        growth=growth and Growth(**growth),
+        end=tuple(_change(change) for change in flow["end"]),
+        **{key: found[key] for key in ("has_biases", "is_profiled", "norm", "init")},
+    )
+
+
+def _layer(found: dict[str, Any]) -> tuple[Sublayer, ...]:
+    shared = [_learned(parameter) for parameter in found["shared"]]
+
+    def gain(found: Any) -> Gain:
+        if isinstance(found, str):
+            return 1.0 if found == "one" else found
+        ((kind, value),) = found.items()
+        return {"constant": lambda: value, "learned": lambda: _learned(value), "shared": lambda: shared[value]}[kind]()
+
+    def sublayer(found: dict[str, Any]) -> Sublayer:
+        around = found["around"]
+        norms = {key: around[key] and NormAt(**around[key]) for key in ("before", "amid", "after")}
+        points = dict.fromkeys(point for point, _ in found["inside"])
+        inside = {point: tuple(_change(c) for p, c in found["inside"] if p == point) for point in points}
+        return Sublayer(**norms, alpha=gain(around["alpha"]), beta=gain(around["beta"]), inside=inside)
+
+    return tuple(sublayer(one) for one in found["sublayers"])
+
+
+def _learned(found: dict[str, Any]) -> Learned:
+    return Learned(found["name"], tuple(found["shape"]), found["value"])
+
+
+def _change(found: dict[str, Any]) -> Change:
+    kind: Any
+    ((kind, what),) = found.items()
+    return Change(kind, NormAt(**what) if kind == "norm" else _learned(what))
+
+
+@dataclasses.dataclass(frozen=True)
+class Place:
+    """Where a layer stands: the model it belongs to, which of its stacks, and how far up (0-based)."""
+
+    config: TransformerConfig
+    stack: str
+    layer: int = 0
+    declared: Declared = dataclasses.field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "declared", declare(self.config, self.stack))
+
+    @property
+    def sublayers(self) -> tuple[Sublayer, ...]:
+        return self.declared.layers[self.layer]
+
+    @property
+    def depth(self) -> int:
+        return len(self.declared.layers)
+
+    # The declarations of a whole stack are not to be copied and saved with each of its layers.
+    def __deepcopy__(self, _: Any) -> "Place":
+        return self
+
+    def __reduce__(self) -> Any:
+        return Place, (self.config, self.stack, self.layer)
+
+
+OWN: tuple[str, ...] = (
+    "architecture",
+    "vocab_size",
+    "d_model",
+    "d_ff",
+    "heads",
+    "norm",
+    "norm_eps",
+    "residual",
+    "init",
+    "fixnorm",
+)
+OWN += ("positions", "tie_embeddings", "output_bias", "dropout", "embedding_dropout")
+"""Options of a whole model that layers take under torch.nn's names, or not at all."""
+
+
+def configure(options: Mapping[str, Any], **given: Any) -> TransformerConfig:
+    """A TransformerConfig of a module's arguments and its free options; InputError for an unknown option."""
+    known = [field.name for field in TransformerConfig.FIELDS if field.name not in OWN]
+    for name in options:
+        if name not in known:
+            raise InputError(unknown("option", name, known))
+    return TransformerConfig(**{"vocab_size": 5, **options, **given})
+
+
+# Making what was declared.
+
+
+def make(what: NormAt | Learned, place: Place, factory: Mapping[str, Any], bias: bool = True) -> Any:
+    """The norm, or the parameter. `factory`: device and dtype; `bias`: whether norms that have one learn it."""
+    if isinstance(what, Learned):
+        return nn.Parameter(torch.full(what.shape, what.value, **factory))
+    last = what.last and place.stack == "decoder"
+    return norm_of_config(place.declared.norm, what.width, place.config, last_of_decoder=last, bias=bias, **factory)
+
+
+def install(owner: nn.Module, items: Iterable[NormAt | Learned], place: Place, **making: Any) -> None:
+    """Gives the owner what was declared, under its names; a parameter that sublayers share is made once."""
+    made = set()
+    for what in items:
+        if what not in made:
+            made.add(what)
+            setattr(owner, what.name, make(what, place, **making))
+
+
+# Running it.
+
+
+class Draw:
+    """Dropout masks of one forward: a seed from torch's generator, drawn when first needed, and a site for each
+    mask."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device, self.seed, self.sites = device, None, 0  # type: tuple[torch.device, Tensor | None, int]
+
+    def __call__(self, p: float) -> tuple[float, Tensor | None, int]:
+        """(p, seed, site) as operators take them."""
+        if p > 0 and self.seed is None:
+            self.seed = torch.randint(2**63 - 1, (3,), device=self.device)
+        self.sites += 1
+        return p, self.seed if p > 0 else None, self.sites
+
+
+def is_plain(module: nn.Module, kind: type) -> bool:
+    """It is that class itself and nobody listens to its calls: a fused operator may stand in for it."""
+    own = module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
+    return type(module) is kind and not own and not nn.modules.module._has_any_global_hook()
+
+
+def rate(dropout: Any) -> float | None:
+    """p of a plain dropout, 0 in evaluation; None where the module itself has to be called."""
+    if not is_plain(dropout, nn.Dropout) or dropout.p >= 1:
+        return None
+    return dropout.p if dropout.training else 0.0
+
+
+def apply_norm(norm: nn.Module, x: Tensor, padding_mask: Tensor | None) -> Tensor:
+    """N(x), with the padding for norms whose statistics must leave it out."""
+    return norm(x, padding_mask) if getattr(norm, "takes_pad_mask", False) else norm(x)
+
+
+def apply_changes(owner: nn.Module, changes: Iterable[Change], x: Tensor, padding_mask: Tensor | None) -> Tensor:
+    """x after what stands at one point."""
+    for change in changes:
+        made = getattr(owner, change.what.name)
+        if change.kind == "norm":
+            x = apply_norm(made, x, padding_mask)
+        elif change.kind == "shift":
+            x = x - made.to(x.dtype)
+        elif change.kind == "scale":
+            x = x * made.to(x.dtype)
+        else:
+            x = (x.unflatten(-1, (made.numel(), -1)) * made.to(x.dtype).unsqueeze(-1)).flatten(-2)
+    return x
+
+
+def accumulation(dtype: torch.dtype) -> torch.dtype:
+    """The type that rows of `dtype` are added up in."""
+    return torch.promote_types(dtype, torch.float32)
+
+
+def gain(owner: nn.Module, declared: Gain, x: Tensor, alpha_t: Tensor | None) -> Tensor | None:
+    """The factor as a tensor; None: one."""
+    if isinstance(declared, Learned):
+        return getattr(owner, declared.name)
+    if declared == GROWING:
+        return alpha_t
+    assert isinstance(declared, float)
+    return None if declared == 1.0 else x.new_full((1,), declared, dtype=accumulation(x.dtype))
+
+
+def begin(owner: nn.Module, sublayer: Sublayer, x: Tensor, padding_mask: Tensor | None) -> Tensor:
+    """What F is applied to."""
+    return x if sublayer.before is None else apply_norm(getattr(owner, sublayer.before.name), x, padding_mask)
+
+
+def close(
+    owner: Any,
+    sublayer: Sublayer,
+    x: Tensor,
+    f: Tensor,
+    dropout: nn.Module,
+    draw: Draw,
+    *,
+    following: NormAt | None = None,
+    alpha_t: Tensor | None = None,
+    padding_mask: Tensor | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """x⁺ after F(…) = f; and N(x⁺) too where the `following` norm, which the next sublayer begins with, was fused."""
+    if sublayer.amid is not None:
+        f = apply_norm(getattr(owner, sublayer.amid.name), f, padding_mask)
+    p = rate(dropout)
+    if p is None:
+        f, p = dropout(f), 0.0
+    if x.dtype in (torch.float64, torch.float16, torch.bfloat16) or f.dtype == torch.float64:
+        f = f.to(x.dtype)  # the residual stream keeps its type
+    alpha, beta = gain(owner, sublayer.alpha, x, alpha_t), gain(owner, sublayer.beta, x, alpha_t)
+    where = draw(p)
+    if alpha is not None and owner.place.declared.is_profiled:
+        profile_step(alpha, x, f, where)
+    step = (x, f, alpha, beta)
+    at = sublayer.after or following
+    norm: Any = None if at is None else getattr(owner, at.name)
+    if norm is None or not is_row_norm(norm):
+        x_plus = OPS.residual(*step, None, None, 0.0, *where)[0]
+        return (x_plus if sublayer.after is None else apply_norm(norm, x_plus, padding_mask)), None
+    fused = getattr(OPS, norm.operator + "_residual")
+    dtype = f.dtype if sublayer.after is None else x.dtype
+    x_plus, y, _ = fused(*step, *norm.parameters_in_use(x), norm.eps_for(x), *where, dtype)
+    return (x_plus, y) if sublayer.after is None else (y, None)
+
+
+ROW_NORMS = (LayerNorm, RMSNorm, ScaleNorm, FixedScaleNorm)
+"""Norms that the fused step knows."""
+
+
+def is_row_norm(norm: Any) -> bool:
+    """The fused step may stand in for it."""
+    return any(is_plain(norm, kind) and len(norm.normalized_shape) == 1 for kind in ROW_NORMS)
+
+
+@torch.library.custom_op("normformer_rs::growth", mutates_args=())
+def growth_now(t: Tensor, steps: int, curve: str) -> Tensor:
+    """α_t of t, (1,) int64, on its device: the host never reads it. An operator, so that compilers carry it along."""
+    return _core.growth(steps, curve, t)  # type: ignore[arg-type]
+
+
+@growth_now.register_fake
+def _(t: Tensor, steps: int, curve: str) -> Tensor:
+    return torch.empty_like(t, dtype=torch.float32)

@@ -1,0 +1,376 @@
+"""Layers of a Transformer as torch.nn has them, with any norm, residual scheme and initialisation."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from .._core import InputError
+from ..config import unknown
+from .attention import MultiheadAttention, is_masked
+from .declared import OPS, Draw, Place, apply_changes, begin, close, configure, install, is_plain, rate
+from .growing import Growing
+from .initial import initialise
+
+Activation = str | Callable[[Tensor], Tensor]
+_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"relu": F.relu, "gelu": F.gelu}
+KINDS = ("self-attention", "cross-attention", "feed-forward")
+
+
+class Residual(Growing):
+    """A residual connection around any module: x⁺ = N_after(α⊙x + β⊙drop(N_amid(F(N_before(x))))), as the scheme says.
+
+    >>> import torch
+    >>> block = Residual(torch.nn.Linear(8, 8), 8, scheme="deepnorm", norm="scalenorm", layers=6)
+    >>> block(torch.zeros(2, 8)).shape
+    torch.Size([2, 8])
+
+    Args:
+        sublayer: F. Its further arguments are the Residual's; where it returns a tuple, the first item is F(x) and the
+            Residual returns the others after x⁺.
+        d_model: the width of x.
+        scheme, norm: names out of `normformer_rs.tables()`.
+        kind: which sublayer of a layer F is, for schemes that treat them differently: self-attention, cross-attention,
+            feed-forward.
+        dropout: the rate on F's output.
+        layer, layers: this layer's number from 0, and how many there are, for schemes whose constants depend on depth.
+        norm_eps: the norm's ε; None: its own default.
+        options: those of `TransformerConfig` that the scheme or norm has (`branchnorm_steps`, `layerscale_init`, …).
+
+    Modules and parameters: `norm1`, `post_norm1`, `residual_scale1`, `branch_scale`, … (the number is the sublayer's in
+    its layer). What a scheme puts after the last layer (prenorm's N) is the caller's to add.
+
+    Shapes: x (…, d_model) → the same. Errors: InputError for unknown names, and for schemes that also reach inside the
+    sublayer or between layers (subln, normformer, r-fixup, dlcl): those need a TransformerEncoderLayer or a stack.
+    """
+
+    def __init__(
+        self,
+        sublayer: nn.Module,
+        d_model: int,
+        *,
+        scheme: str = "prenorm",
+        norm: str = "layernorm",
+        kind: Literal["self-attention", "cross-attention", "feed-forward"] = "feed-forward",
+        dropout: float = 0.0,
+        layer: int = 0,
+        layers: int = 1,
+        norm_eps: float | None = None,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+        **options: Any,
+    ) -> None:
+        super().__init__()
+        if kind not in KINDS:
+            raise InputError(unknown("kind", kind, KINDS))
+        depths = {"decoder_layers": layers} if kind != "cross-attention" else dict.fromkeys(_DEPTHS, layers)
+        architecture = "decoder-only" if kind != "cross-attention" else "encoder-decoder"
+        given = {"norm": norm, "residual": scheme, "norm_eps": norm_eps, "architecture": architecture, **depths}
+        config = configure(options, d_model=d_model, d_ff=d_model, heads=1, **given)
+        self.place = Place(config, "decoder", _layer_number(layer, layers))
+        names = ("self-attention", "feed-forward") if architecture == "decoder-only" else KINDS
+        self.declared = self.place.sublayers[names.index(kind)]
+        if self.declared.inside or self.place.declared.combine:
+            where = "inside the sublayer" if self.declared.inside else "between layers"
+            raise InputError(
+                f"{scheme} also works {where}, out of a Residual's reach: use TransformerEncoderLayer in a "
+                "TransformerEncoder, or a scheme that stays around the sublayer (prenorm, deepnorm, sandwich, …)"
+            )
+        self.sublayer, self.dropout = sublayer, nn.Dropout(dropout)
+        install(self, self.declared.around(), self.place, factory={"device": device, "dtype": dtype})
+        self.grow(self.place.declared.growth, device)
+
+    def forward(self, x: Tensor, *args: Any, padding_mask: Tensor | None = None, **kwargs: Any) -> Any:
+        """x⁺. `padding_mask`, x's leading shape, True at padding, is for norms with statistics."""
+        f, *rest = _tuple(self.sublayer(begin(self, self.declared, x, padding_mask), *args, **kwargs))
+        step: dict[str, Any] = {"alpha_t": self.alpha(), "padding_mask": padding_mask}
+        x_plus, _ = close(self, self.declared, x, f, self.dropout, Draw(x.device), **step)
+        return (x_plus, *rest) if rest else x_plus
+
+    def extra_repr(self) -> str:
+        return f"scheme={self.place.config.residual!r}, norm={self.place.declared.norm!r}"
+
+
+def _tuple(output: Any) -> tuple[Any, ...]:
+    return output if isinstance(output, tuple) else (output,)
+
+
+_DEPTHS = ("encoder_layers", "decoder_layers")
+
+
+def _layer_number(layer: int, layers: int) -> int:
+    if not 0 <= layer < layers:
+        raise InputError(f"layer must lie in 0 … {layers - 1} (there are {layers} layers); got {layer}")
+    return layer
+
+
+class Layer(Growing):
+    """What encoder and decoder layers share: their construction, and how a residual scheme runs through sublayers."""
+
+    kinds: tuple[str, ...]
+    attentions: tuple[str, ...]
+    place: Place
+    self_attn: Any
+    multihead_attn: Any
+    activation: Any
+    is_torchs: bool
+    """No scheme and no initialisation were named: torch.nn's arrangement and first values."""
+
+    def __init__(
+        self,
+        d_model: int,
+        nhead: int,
+        dim_feedforward: int = 2048,
+        dropout: float = 0.1,
+        activation: Activation = F.relu,
+        layer_norm_eps: float = 1e-5,
+        batch_first: bool = False,
+        norm_first: bool = False,
+        bias: bool = True,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+        *,
+        norm: str = "layernorm",
+        residual: str | None = None,
+        init: str | None = None,
+        layer: int = 0,
+        encoder_layers: int | None = None,
+        decoder_layers: int | None = None,
+        **options: Any,
+    ) -> None:
+        super().__init__()
+        scheme = residual or ("prenorm" if norm_first else "postnorm")
+        depths = self._depths(encoder_layers, decoder_layers)
+        given = {"norm": norm, "residual": scheme, "norm_eps": layer_norm_eps, "dropout": dropout, **depths}
+        if init not in (None, "torch"):
+            given["init"] = init
+        config = configure(options, d_model=d_model, d_ff=dim_feedforward, heads=nhead, **given)
+        self.place = Place(
+            config, "encoder" if "encoder_layers" in depths and len(self.kinds) == 2 else "decoder", layer
+        )
+        _layer_number(layer, self.place.depth)
+        self.is_torchs, self.norm_first = residual is None and init is None, norm_first
+        self.keeps_torchs_values = init == "torch" or self.is_torchs
+        declared, factory = self.place.declared, {"device": device, "dtype": dtype}
+
+        def rate_of(name: str) -> float:
+            value = getattr(config, name)
+            return dropout if value is None else value
+
+        attention = {"dropout": rate_of("attention_dropout"), "batch_first": batch_first, **factory}
+        has_biases = bias and declared.has_biases
+        for name in self.attentions:
+            setattr(self, name, MultiheadAttention(d_model, nhead, bias=has_biases, **attention))
+        self.linear1 = nn.Linear(d_model, dim_feedforward, bias=has_biases, **factory)
+        self.dropout = nn.Dropout(rate_of("activation_dropout"))
+        self.linear2 = nn.Linear(dim_feedforward, d_model, bias=has_biases, **factory)
+        self._install(factory, bias)
+        for i in range(len(self.kinds)):
+            setattr(self, f"dropout{i + 1}", nn.Dropout(dropout))
+        self.activation = _activation(activation)
+        self.grow(declared.growth, device)
+        self.reset_parameters()
+
+    def _depths(self, encoder_layers: int | None, decoder_layers: int | None) -> dict[str, Any]:
+        raise NotImplementedError
+
+    def _install(self, factory: Mapping[str, Any], bias: bool) -> None:
+        making: dict[str, Any] = {"factory": factory, "bias": bias}
+        install(self, (what for s in self.place.sublayers for what in s.around()), self.place, **making)
+        for name, sublayer in zip((*self.attentions, ""), self.place.sublayers):
+            if not name:
+                install(self, sublayer.within(), self.place, **making)
+                continue
+            attention: MultiheadAttention = getattr(self, name)
+            inside = {point: tuple(c.below(name) for c in changes) for point, changes in sublayer.inside.items()}
+            attention.set_inside(inside)
+            install(attention, (c.what for changes in inside.values() for c in changes), self.place, **making)
+
+    def move(self, place: Place) -> None:
+        """Makes this a layer of another place of the same kind: constants, and norms that depend on the place."""
+        device = self.linear1.weight.device
+        making: dict[str, Any] = {"factory": {"device": device, "dtype": self.linear1.weight.dtype}}
+        old = {what for sublayer in self.place.sublayers for what in sublayer.around()}
+        self.place = place
+        new = [what for sublayer in place.sublayers for what in sublayer.around()]
+        install(self, (what for what in new if what not in old), place, **making)
+        self.grow(None, device)
+
+    def adopt(self, place: Place, in_stack: bool) -> None:
+        """Of what was torch.nn's layer makes this one: its children stay, with the norms that the scheme keeps."""
+        self.place, self.is_torchs, self.keeps_torchs_values = place, False, True
+        norms = {name: self._modules.pop(name) for name in [*self._modules] if name.startswith("norm")}
+        for name in self.attentions:
+            if type(attention := getattr(self, name)) is nn.MultiheadAttention:
+                attention.__class__ = MultiheadAttention
+        weight = self.linear1.weight
+        self._install({"device": weight.device, "dtype": weight.dtype}, bias=True)
+        for name, norm in norms.items():
+            if name in self._modules:
+                setattr(self, name, norm)
+        self.grow(None if in_stack else place.declared.growth, weight.device)
+        self.train(self.training)
+
+    def reset_parameters(self) -> None:
+        """Draws the linear layers' first values again, as `init` says; torch.nn's are left as they are."""
+        if not self.keeps_torchs_values:
+            initialise(self, self.place, f"{self.place.stack}.layers.{self.place.layer}.")
+
+    def _run(
+        self,
+        x: Tensor,
+        attend: Sequence[Callable[[Tensor], Tensor]],
+        padding_mask: Tensor | None,
+        alpha_t: Tensor | None,
+    ) -> Tensor:
+        """x through the sublayers: the attentions, given as functions, and the feed-forward."""
+        alpha_t = self.alpha() if alpha_t is None else alpha_t
+        draw, normed, sublayers = Draw(x.device), None, self.place.sublayers
+        for i, sublayer in enumerate(sublayers):
+            given = begin(self, sublayer, x, padding_mask) if normed is None else normed
+            is_last = i + 1 == len(sublayers)
+            f = self._feed_forward(given, draw, padding_mask) if is_last else attend[i](given)
+            following = None if is_last else sublayers[i + 1].before
+            step: dict[str, Any] = {"following": following, "alpha_t": alpha_t, "padding_mask": padding_mask}
+            x, normed = close(self, sublayer, x, f, getattr(self, f"dropout{i + 1}"), draw, **step)
+        return x
+
+    def _feed_forward(self, x: Tensor, draw: Draw, padding_mask: Tensor | None) -> Tensor:
+        """W₂·drop(φ(W₁x + b₁)) + b₂."""
+        inside = self.place.sublayers[-1].inside
+
+        def change(point: str, x: Tensor) -> Tensor:
+            return apply_changes(self, inside.get(point, ()), x, padding_mask)
+
+        h = change("before_activation", self.linear1(change("input", x)))  # (…, d_ff)
+        p = rate(self.dropout)
+        is_relu = self.activation is F.relu or (
+            isinstance(self.activation, nn.Module) and is_plain(self.activation, nn.ReLU)
+        )
+        h = OPS.relu_dropout(h, *draw(p)) if is_relu and p is not None else self.dropout(self.activation(h))
+        return self.linear2(change("amid", h))
+
+    def _padding(self, x: Tensor, mask: Tensor | None) -> Tensor | None:
+        """A key padding mask, (B, T) or (T), in x's leading shape, True at padding."""
+        if mask is None:
+            return None
+        mask = is_masked(mask)
+        return mask if mask.dim() == 1 or self.self_attn.batch_first else mask.transpose(0, 1)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+
+    def extra_repr(self) -> str:
+        return f"residual={self.place.config.residual!r}, norm={self.place.declared.norm!r}"
+
+
+def _activation(activation: Activation) -> Callable[[Tensor], Tensor]:
+    if callable(activation):
+        return activation
+    if activation not in _ACTIVATIONS:
+        raise InputError(unknown("activation", activation, _ACTIVATIONS) + "; a callable will do, too")
+    return _ACTIVATIONS[activation]
+
+
+class TransformerEncoderLayer(Layer):
+    """Self-attention and feed-forward, each in a residual connection: torch.nn.TransformerEncoderLayer with any norm,
+    scheme and initialisation.
+
+    >>> import torch
+    >>> layer = TransformerEncoderLayer(16, 4, 32, batch_first=True, norm="scalenorm", residual="prenorm")
+    >>> layer(torch.zeros(2, 5, 16)).shape
+    torch.Size([2, 5, 16])
+
+    Args: torch.nn's (`layer_norm_eps` is any norm's ε), and by keyword
+        norm, residual, init: names out of `normformer_rs.tables()`. residual=None: postnorm, or prenorm if
+            `norm_first`, with torch.nn's first values unless `init` is named; init=None: the one that goes with the
+            scheme; init="torch": torch.nn's.
+        layer: this layer's number in its stack, from 0. A TransformerEncoder sets it.
+        encoder_layers, decoder_layers: how deep the model is, for schemes whose constants depend on it. Without
+            decoder_layers the encoder stands alone, as BERT's does. A TransformerEncoder sets them.
+        options: those of `TransformerConfig` that the scheme or norm has (`branchnorm_steps`, `normformer_mode`, …),
+            and `attention_dropout`, `activation_dropout` (None: `dropout`).
+
+    Parameters and buffers bear torch.nn's names; a scheme's own those of `normformer_rs.Transformer`. With layernorm,
+    state dicts are torch.nn's both ways. Dropout masks follow torch's generator, but are not torch.nn's.
+
+    Shapes: src (B, T, d_model) with `batch_first`, (T, B, d_model) without, or (T, d_model); the same out.
+    Errors: InputError for unknown names and options, and for masks of another shape.
+    Source: Vaswani et al. 2017; each scheme's in `normformer_rs.tables()`.
+    """
+
+    kinds = ("self-attention", "feed-forward")
+    attentions = ("self_attn",)
+
+    def _depths(self, encoder_layers: int | None, decoder_layers: int | None) -> dict[str, Any]:
+        layers = 1 if encoder_layers is None else encoder_layers
+        if decoder_layers is None:  # one stack: what Rust calls a decoder alone
+            return {"architecture": "decoder-only", "decoder_layers": layers}
+        return {"architecture": "encoder-decoder", "encoder_layers": layers, "decoder_layers": decoder_layers}
+
+    def forward(
+        self,
+        src: Tensor,
+        src_mask: Tensor | None = None,
+        src_key_padding_mask: Tensor | None = None,
+        is_causal: bool = False,
+        *,
+        alpha_t: Tensor | None = None,
+    ) -> Tensor:
+        """The layer's output. Masks as in torch.nn; `alpha_t` is the stack's, for schemes that grow."""
+
+        def attend(x: Tensor) -> Tensor:
+            masks = {"attn_mask": src_mask, "key_padding_mask": src_key_padding_mask, "is_causal": is_causal}
+            return self.self_attn(x, x, x, need_weights=False, **masks)[0]
+
+        return self._run(src, [attend], self._padding(src, src_key_padding_mask), alpha_t)
+
+
+class TransformerDecoderLayer(Layer):
+    """Self-attention, attention to the encoder's output, and feed-forward, each in a residual connection:
+    torch.nn.TransformerDecoderLayer with any norm, scheme and initialisation.
+
+    Keys and values of the attention to the encoder read its output as it is: only the query stream is normed.
+
+    Args, parameters, errors: as `TransformerEncoderLayer`; encoder_layers=None: as many as the decoder has.
+    Shapes: tgt (B, T, d_model) and memory (B, S, d_model) with `batch_first`; (B, T, d_model) out.
+    """
+
+    kinds = KINDS
+    attentions = ("self_attn", "multihead_attn")
+
+    def _depths(self, encoder_layers: int | None, decoder_layers: int | None) -> dict[str, Any]:
+        layers = 1 if decoder_layers is None else decoder_layers
+        others = layers if encoder_layers is None else encoder_layers
+        return {"architecture": "encoder-decoder", "encoder_layers": others, "decoder_layers": layers}
+
+    def forward(
+        self,
+        tgt: Tensor,
+        memory: Tensor,
+        tgt_mask: Tensor | None = None,
+        memory_mask: Tensor | None = None,
+        tgt_key_padding_mask: Tensor | None = None,
+        memory_key_padding_mask: Tensor | None = None,
+        tgt_is_causal: bool = False,
+        memory_is_causal: bool = False,
+        *,
+        alpha_t: Tensor | None = None,
+    ) -> Tensor:
+        """The layer's output. Masks as in torch.nn; `alpha_t` is the stack's, for schemes that grow."""
+
+        def attend(x: Tensor) -> Tensor:
+            masks = {"attn_mask": tgt_mask, "key_padding_mask": tgt_key_padding_mask, "is_causal": tgt_is_causal}
+            return self.self_attn(x, x, x, need_weights=False, **masks)[0]
+
+        def attend_memory(x: Tensor) -> Tensor:
+            masks = {
+                "attn_mask": memory_mask,
+                "key_padding_mask": memory_key_padding_mask,
+                "is_causal": memory_is_causal,
+            }
+            return self.multihead_attn(x, memory, memory, need_weights=False, **masks)[0]
+
+        return self._run(tgt, [attend, attend_memory], self._padding(tgt, tgt_key_padding_mask), alpha_t)

@@ -1,0 +1,58 @@
+"""The profiling pass that gives Admin its first gains (Liu et al. 2020; SPEC §3, `admin`).
+
+Down each stack with r = 1 at its start: ω ← r, then r ← √(Var(ω⊙x) + Var(drop f)), the biased variance over all
+elements.
+"""
+
+import contextlib
+from collections.abc import Iterator
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+OPS = torch.ops.normformer_rs
+
+
+class Pass:
+    """A profiling pass under way: the deviation of everything added so far in the present stack."""
+
+    def __init__(self) -> None:
+        self.deviation: Tensor | None = None
+        self.gains = 0
+
+
+_pass: Pass | None = None
+
+
+@contextlib.contextmanager
+def profiling() -> Iterator[Pass]:
+    """Forwards inside it set the gains on x that they meet."""
+    global _pass
+    _pass = Pass()
+    try:
+        with torch.no_grad():
+            yield _pass
+    finally:
+        _pass = None
+
+
+def begin_stack() -> None:
+    """r restarts with every stack."""
+    if _pass is not None:
+        _pass.deviation = None
+
+
+def profile_step(omega: Tensor, x: Tensor, f: Tensor, where: tuple[float, Tensor | None, int]) -> None:
+    """ω ← r and the next r, while profiling. `where`: (p, seed, site) of the dropout on f."""
+    if _pass is None:
+        return
+    r = omega.new_ones(1) if _pass.deviation is None else _pass.deviation
+    if dist.is_available() and dist.is_initialized():
+        dist.broadcast(r, 0)
+    omega.copy_(r.expand_as(omega))
+    dropped = OPS.residual(torch.zeros_like(x), f, None, None, None, None, 0.0, *where)[0]
+    wide = torch.promote_types(x.dtype, torch.float32)
+    variance = [t.to(wide).var(correction=0) for t in (x * omega, dropped)]
+    _pass.deviation = (variance[0] + variance[1]).sqrt().to(omega.dtype).reshape(1)
+    _pass.gains += 1

@@ -1,0 +1,341 @@
+"""Stacks of layers, and the whole Transformer, as torch.nn has them."""
+
+import copy
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from .._core import InputError
+from ..config import TransformerConfig
+from .declared import Change, Combine, NormAt, Place, apply_changes, apply_norm, make
+from .growing import Growing
+from .initial import initial_values, initialise
+from .layers import Activation, Layer, TransformerDecoderLayer, TransformerEncoderLayer
+from .profiling import begin_stack
+
+
+class Sums(nn.Module):
+    """Learned sums of all outputs so far: row l of `weight` weighs y_0 (the embedding) to y_l, the layers' outputs,
+    into what layer l + 1 reads; the last row makes the stack's output (Wang et al. 2019). Row l starts at 1/(l + 1).
+
+    `norms["l"]` stands on y_l, or on row l's sum.
+    """
+
+    def __init__(self, declared: Combine, place: Place, factory: Mapping[str, Any]) -> None:
+        super().__init__()
+        self.on_sums, rows = declared.on_sums, len(declared.norms) + 1
+        counts = torch.arange(1, rows + 1, device=factory["device"], dtype=factory["dtype"])
+        self.weight = nn.Parameter((torch.ones_like(counts).expand(rows, rows) / counts[:, None]).tril())
+        self.norms = nn.ModuleDict({at.name.rsplit(".", 1)[1]: make(at, place, factory) for at in declared.norms})
+
+    def forward(self, y: Tensor, outputs: list[Tensor], padding_mask: Tensor | None) -> Tensor:
+        """What follows y, given those before it; `outputs` grows by it."""
+        row = len(outputs)
+
+        def normed(x: Tensor) -> Tensor:
+            return x if row == 0 else apply_norm(self.norms[str(row)], x, padding_mask)
+
+        outputs.append(y if self.on_sums else normed(y))
+        weights = self.weight[row, : row + 1].to(y.dtype)
+        total = torch.stack(outputs, -1) @ weights
+        return normed(total) if self.on_sums else total
+
+
+class Stack(Growing):
+    """What encoder and decoder share: layers that follow each other as a residual scheme says, and what ends them."""
+
+    place: Place | None
+    norm: nn.Module | None
+    combine: Sums | None
+    layers: Any
+    end: tuple[Change, ...]
+
+    def __init__(self, layer: nn.Module, num_layers: int, norm: nn.Module | None) -> None:
+        super().__init__()
+        if num_layers < 1:
+            raise InputError(f"num_layers must be at least 1; got {num_layers}")
+        self.layers = nn.ModuleList(copy.deepcopy(layer) for _ in range(num_layers))
+        self.num_layers, self.norm, self.place, self.end = num_layers, norm, None, ()
+
+    def settle(self, config: TransformerConfig, stack: str) -> None:
+        """Makes the layers those of one stack of the configuration, and adds what its scheme declares for the stack."""
+        first: Any = self.layers[0]
+        declared = (place := Place(config, stack)).declared
+        weight = first.linear1.weight
+        factory = {"device": weight.device, "dtype": weight.dtype}
+        for i, layer in enumerate(self.layers):
+            layer.move(Place(config, stack, i))
+        self._extend(place, declared.end if not first.is_torchs else (), factory)
+        self.reset_parameters()
+
+    def adopt(self, place: Place) -> None:
+        """Of what was torch.nn's stack makes this one: its layers stay, and its norm if the scheme ends with one."""
+        weight, end = self.layers[0].linear1.weight, place.declared.end
+        if not any(change.kind == "norm" for change in end):
+            self.norm = None
+        self._extend(place, end, {"device": weight.device, "dtype": weight.dtype})
+        self.train(self.training)
+
+    def _extend(self, place: Place, end: tuple[Change, ...], factory: Mapping[str, Any]) -> None:
+        """Adds what the scheme declares for the stack; a norm that is there stays."""
+        self.place, declared = place, place.declared
+        if declared.combine is not None:
+            self.combine = Sums(declared.combine, place, factory)
+        for change in end:
+            if change.kind != "norm" or self.norm is None:
+                setattr(self, change.what.name, make(change.what, place, factory))
+        self.end = tuple(change for change in end if change.kind != "norm")
+        self.grow(declared.growth, factory["device"])
+
+    def reset_parameters(self) -> None:
+        """Draws the linear layers' first values again, as `init` says."""
+        if self.place is not None and not self.layers[0].keeps_torchs_values:
+            initialise(self, self.place, self.place.stack + ".")
+
+    def _run(self, x: Tensor, call: Callable[..., Tensor], padding_mask: Tensor | None) -> Tensor:
+        """x through the layers, each called with α_t where the scheme grows."""
+        begin_stack()
+        alpha_t = self.alpha()
+        grown = {} if alpha_t is None else {"alpha_t": alpha_t}
+        combine, outputs = self._modules.get("combine"), []  # type: ignore[var-annotated]
+        for layer in self.layers:
+            x = call(layer, x if combine is None else combine(x, outputs, padding_mask), **grown)
+        x = x if combine is None else combine(x, outputs, padding_mask)
+        x = apply_changes(self, self.end, x, padding_mask)
+        return x if self.norm is None else apply_norm(self.norm, x, padding_mask)
+
+
+def _padding(stack: Stack, x: Tensor, mask: Tensor | None) -> Tensor | None:
+    first = stack.layers[0]
+    return first._padding(x, mask) if isinstance(first, Layer) else None
+
+
+class TransformerEncoder(Stack):
+    """num_layers copies of a layer: torch.nn.TransformerEncoder with any residual scheme.
+
+    >>> import torch
+    >>> layer = TransformerEncoderLayer(16, 4, 32, batch_first=True, residual="deepnorm")
+    >>> encoder = TransformerEncoder(layer, 6)
+    >>> encoder(torch.zeros(2, 5, 16)).shape
+    torch.Size([2, 5, 16])
+
+    Args:
+        encoder_layer: one layer; if its `residual` or `init` was named, every copy is drawn anew for its depth.
+        num_layers: how many.
+        norm: a module after the last layer. None: none, as in torch.nn, or, if the layer's `residual` was named, what
+            its scheme puts there (prenorm's N, …).
+        enable_nested_tensor, mask_check: taken and not used: there is no nested path that could pass norms by.
+        decoder_layers: how deep the decoder is, for schemes whose constants depend on it; None: the encoder stands
+            alone.
+
+    A scheme's own parameters and buffers (`t`, `combine.weight`, `end_shift`, …) bear the names of
+    `normformer_rs.Transformer`. Errors: InputError.
+    """
+
+    def __init__(
+        self,
+        encoder_layer: nn.Module,
+        num_layers: int,
+        norm: nn.Module | None = None,
+        enable_nested_tensor: bool = True,
+        mask_check: bool = True,
+        *,
+        decoder_layers: int | None = None,
+    ) -> None:
+        super().__init__(encoder_layer, num_layers, norm)
+        if isinstance(encoder_layer, TransformerEncoderLayer):
+            depths = encoder_layer._depths(num_layers, decoder_layers)
+            stack = "encoder" if "encoder_layers" in depths else "decoder"
+            self.settle(encoder_layer.place.config.replace(**depths), stack)
+
+    def forward(
+        self,
+        src: Tensor,
+        mask: Tensor | None = None,
+        src_key_padding_mask: Tensor | None = None,
+        is_causal: bool | None = None,
+    ) -> Tensor:
+        """The encoded sequence. Shapes and masks as in torch.nn."""
+        masks = {"src_mask": mask, "src_key_padding_mask": src_key_padding_mask, "is_causal": bool(is_causal)}
+
+        def call(layer: nn.Module, x: Tensor, **grown: Any) -> Tensor:
+            return layer(x, **masks, **grown)
+
+        return self._run(src, call, _padding(self, src, src_key_padding_mask))
+
+
+class TransformerDecoder(Stack):
+    """num_layers copies of a layer: torch.nn.TransformerDecoder with any residual scheme.
+
+    Args: as `TransformerEncoder`; encoder_layers=None: as many as here.
+    """
+
+    def __init__(
+        self,
+        decoder_layer: nn.Module,
+        num_layers: int,
+        norm: nn.Module | None = None,
+        *,
+        encoder_layers: int | None = None,
+    ) -> None:
+        super().__init__(decoder_layer, num_layers, norm)
+        if isinstance(decoder_layer, TransformerDecoderLayer):
+            depths = decoder_layer._depths(encoder_layers, num_layers)
+            self.settle(decoder_layer.place.config.replace(**depths), "decoder")
+
+    def forward(
+        self,
+        tgt: Tensor,
+        memory: Tensor,
+        tgt_mask: Tensor | None = None,
+        memory_mask: Tensor | None = None,
+        tgt_key_padding_mask: Tensor | None = None,
+        memory_key_padding_mask: Tensor | None = None,
+        tgt_is_causal: bool | None = None,
+        memory_is_causal: bool = False,
+    ) -> Tensor:
+        """The decoded sequence. Shapes and masks as in torch.nn."""
+        masks = {
+            "tgt_mask": tgt_mask,
+            "memory_mask": memory_mask,
+            "tgt_key_padding_mask": tgt_key_padding_mask,
+            "memory_key_padding_mask": memory_key_padding_mask,
+            "tgt_is_causal": bool(tgt_is_causal),
+            "memory_is_causal": memory_is_causal,
+        }
+
+        def call(layer: nn.Module, x: Tensor, **grown: Any) -> Tensor:
+            return layer(x, memory, **masks, **grown)
+
+        return self._run(tgt, call, _padding(self, tgt, tgt_key_padding_mask))
+
+
+class Transformer(nn.Module):
+    """Encoder and decoder: torch.nn.Transformer with any norm, residual scheme and initialisation.
+
+    >>> import torch
+    >>> model = Transformer(16, 4, 2, 2, 32, batch_first=True, norm="scalenorm", residual="prenorm")
+    >>> model(torch.zeros(2, 5, 16), torch.zeros(2, 3, 16)).shape
+    torch.Size([2, 3, 16])
+
+    Args: torch.nn's, and by keyword those of `TransformerEncoderLayer`, and encoder_norm, decoder_norm (None: `norm`).
+        residual=None is torch.nn's arrangement: `norm_first` chooses between prenorm and postnorm, and both stacks end
+        with a norm; a named scheme ends its stacks as its equation says.
+
+    With layernorm and residual=None, keys, first values and outputs are torch.nn's. Names under `encoder.` and
+    `decoder.` are those of `normformer_rs.Transformer`, whose stacks this is from the same weights. Errors: InputError;
+    RuntimeError as in torch.nn where widths or batches of src and tgt differ.
+    """
+
+    def __init__(
+        self,
+        d_model: int = 512,
+        nhead: int = 8,
+        num_encoder_layers: int = 6,
+        num_decoder_layers: int = 6,
+        dim_feedforward: int = 2048,
+        dropout: float = 0.1,
+        activation: Activation = F.relu,
+        custom_encoder: Any | None = None,
+        custom_decoder: Any | None = None,
+        layer_norm_eps: float = 1e-5,
+        batch_first: bool = False,
+        norm_first: bool = False,
+        bias: bool = True,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+        *,
+        norm: str = "layernorm",
+        residual: str | None = None,
+        init: str | None = None,
+        **options: Any,
+    ) -> None:
+        super().__init__()
+        arguments = (
+            d_model,
+            nhead,
+            dim_feedforward,
+            dropout,
+            activation,
+            layer_norm_eps,
+            batch_first,
+            norm_first,
+            bias,
+        )
+        depths = {"encoder_layers": num_encoder_layers, "decoder_layers": num_decoder_layers}
+        keeps_torchs = residual is None and init is None
+        named = {"norm": norm, "residual": residual, **depths, **options, "device": device, "dtype": dtype}
+        # The whole model is drawn once, below, rather than each layer for itself.
+        named["init"] = None if keeps_torchs else "torch"
+
+        def end(layer: Layer) -> nn.Module | None:
+            at = NormAt("norm", d_model, last=True)
+            factory = {"device": device, "dtype": dtype}
+            return make(at, layer.place, factory, bias) if residual is None else None
+
+        self.encoder: Any = custom_encoder
+        if custom_encoder is None:
+            layer: Layer = TransformerEncoderLayer(*arguments, **named)
+            self.encoder = TransformerEncoder(layer, num_encoder_layers, end(layer), decoder_layers=num_decoder_layers)
+        self.decoder: Any = custom_decoder
+        if custom_decoder is None:
+            layer = TransformerDecoderLayer(*arguments, **named)
+            self.decoder = TransformerDecoder(layer, num_decoder_layers, end(layer), encoder_layers=num_encoder_layers)
+        self.d_model, self.nhead, self.batch_first, self.init = d_model, nhead, batch_first, init
+        self.keeps_torchs_values = keeps_torchs or init == "torch"
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Draws first values again: as `init` says, or Xavier's uniform ones as torch.nn.Transformer does."""
+        if self.keeps_torchs_values:
+            for p in self.parameters():
+                if p.dim() > 1:
+                    nn.init.xavier_uniform_(p)
+            return
+        stacks: list[Any] = [
+            stack for stack in (self.encoder, self.decoder) if isinstance(stack, Stack) and stack.place
+        ]
+        if not stacks:
+            return
+        config = stacks[-1].place.config.replace(init=self.init)
+        values = initial_values(config, next(self.parameters()).device)
+        for stack in stacks:
+            initialise(stack, stack.place, stack.place.stack + ".", values)
+
+    def forward(
+        self,
+        src: Tensor,
+        tgt: Tensor,
+        src_mask: Tensor | None = None,
+        tgt_mask: Tensor | None = None,
+        memory_mask: Tensor | None = None,
+        src_key_padding_mask: Tensor | None = None,
+        tgt_key_padding_mask: Tensor | None = None,
+        memory_key_padding_mask: Tensor | None = None,
+        src_is_causal: bool | None = None,
+        tgt_is_causal: bool | None = None,
+        memory_is_causal: bool = False,
+    ) -> Tensor:
+        """The decoded sequence, in tgt's shape. Shapes and masks as in torch.nn."""
+        batch = 0 if self.batch_first else 1
+        if src.dim() == 3 and src.shape[batch] != tgt.shape[batch]:
+            raise RuntimeError(
+                f"src and tgt must have as many sentences; got {src.shape[batch]} and {tgt.shape[batch]}"
+            )
+        if src.shape[-1] != self.d_model or tgt.shape[-1] != self.d_model:
+            raise RuntimeError(
+                f"src and tgt must be d_model = {self.d_model} wide; got {src.shape[-1]}, {tgt.shape[-1]}"
+            )
+        memory = self.encoder(src, src_mask, src_key_padding_mask, src_is_causal)
+        masks = (tgt_mask, memory_mask, tgt_key_padding_mask, memory_key_padding_mask, tgt_is_causal, memory_is_causal)
+        return self.decoder(tgt, memory, *masks)
+
+    @staticmethod
+    def generate_square_subsequent_mask(
+        sz: int, device: torch.device | None = None, dtype: torch.dtype | None = None
+    ) -> Tensor:
+        """(sz, sz): −∞ above the diagonal, 0 elsewhere."""
+        return nn.Transformer.generate_square_subsequent_mask(sz, device, dtype)

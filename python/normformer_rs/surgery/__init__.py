@@ -1,0 +1,18 @@
+"""Surgery on models that somebody else wrote: other norms, other residual schemes, in place and with a way back."""
+
+from .edits import Row, Swaps
+from .norms import register_norm, swap_norms
+from .residuals import BlockResidual, Linear, Part, register_block, register_stack, swap_residuals
+
+__all__ = [
+    "BlockResidual",
+    "Linear",
+    "Part",
+    "Row",
+    "Swaps",
+    "register_block",
+    "register_norm",
+    "register_stack",
+    "swap_norms",
+    "swap_residuals",
+]

@@ -1,0 +1,179 @@
+"""What every kind of surgery shares: changes that can be taken back, the table of what was done, optimizers
+re-pointed."""
+
+import copy
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from .._core import InputError
+
+_DICTS = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set", "_forward_hooks", "_forward_pre_hooks")
+_WRAPPERS = ("DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule", "DataParallel")
+
+
+class Row(NamedTuple):
+    """One line of the table: a module's path, what it was, what it is, and what to know about it."""
+
+    name: str
+    old: str
+    new: str
+    note: str = ""
+
+
+class Edits:
+    """Changes to modules, in order, each with its way back."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        self._back: list[Callable[[], None]] = []
+        self._written: list[tuple[Tensor, int]] = []
+
+    def remember(self, module: nn.Module) -> None:
+        """Before its class, attributes or children change: `undo` brings them back, but for `training`."""
+        kind, state = type(module), dict(module.__dict__)
+        state.update({name: copy.copy(state[name]) for name in _DICTS})
+
+        def back() -> None:
+            module.__class__ = kind
+            training = module.training
+            module.__dict__.clear()
+            module.__dict__.update(state)
+            module.training = training
+
+        self._back.append(back)
+
+    def remember_values(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Before they are drawn anew."""
+        kept = [(p, p.detach().clone(), p.requires_grad) for p in parameters]
+
+        @torch.no_grad()
+        def back() -> None:
+            for parameter, values, requires_grad in kept:
+                parameter.requires_grad_(requires_grad)
+                parameter.copy_(values)
+
+        self._back.append(back)
+
+    def afterwards(self, back: Callable[[], None]) -> None:
+        """One more thing that `undo` does."""
+        self._back.append(back)
+
+    def done(self) -> None:
+        """From here on, writes to parameters are training."""
+        self._written = [(p, p._version) for p in self.model.parameters()]
+
+    def was_trained(self) -> bool:
+        return any(p._version != version for p, version in self._written)
+
+    def undo(self) -> None:
+        while self._back:
+            self._back.pop()()
+
+
+class Swaps(Sequence[Row]):
+    """What a swap did: rows of (name, old, new, note). Prints as a table; `undo()` takes the swap back."""
+
+    def __init__(self, title: str, rows: Sequence[Row], edits: Edits | None = None) -> None:
+        self.title, self._rows, self._edits = title, list(rows), edits
+
+    def undo(self) -> "Swaps":
+        """The model as it was. Without training in between its outputs are bit-equal; after training, what was swapped
+        out returns with the weights from before the swap, everything else keeps what it has learned, and the table says
+        so.
+
+        Swaps are taken back in reverse order. Errors: InputError if this one has been already.
+        """
+        if self._edits is None:
+            raise InputError(f"{self.title}: this has been taken back already, or is itself the way back")
+        trained, edits = self._edits.was_trained(), self._edits
+        edits.undo()
+        self._edits = None
+        note = (
+            "trained since: its weights are those from before the swap" if trained else "bit-equal to before the swap"
+        )
+        return Swaps(f"{self.title}, taken back", [Row(r.name, r.new, r.old, note) for r in self._rows])
+
+    def __getitem__(self, index: Any) -> Any:
+        return self._rows[index]
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __iter__(self) -> Iterator[Row]:
+        return iter(self._rows)
+
+    def __repr__(self) -> str:
+        if not self._rows:
+            return f"{self.title}: nothing to do"
+        table = [Row("module", "old", "new", "note"), *self._rows]
+        widths = [max(len(row[i]) for row in table) for i in range(4)]
+        lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in table]
+        return "\n".join([f"{self.title}: {len(self._rows)}", *lines])
+
+
+def refuse_wrapped(model: nn.Module) -> None:
+    """InputError for a model in which something else holds on to parameters."""
+    if not isinstance(model, nn.Module):
+        raise InputError(f"model must be a torch.nn.Module; got {type(model).__name__}")
+    for name, module in model.named_modules():
+        wrapper = next((kind.__name__ for kind in type(module).__mro__ if kind.__name__ in _WRAPPERS), None)
+        if wrapper is not None:
+            raise InputError(
+                f"{name or 'the model'} is wrapped in {wrapper}, which holds on to the parameters it was given and "
+                "would neither synchronise nor shard new ones: swap first, then wrap"
+            )
+
+
+class Repoint:
+    """An optimizer's parameters exchanged for others; what can go wrong is found before anything is changed.
+
+    `exchange`: for each old parameter the (name, parameter) pairs that take its place; they inherit its group's
+    options, and its state is dropped unless it is among them. `drawn`: parameters that stay, but whose state goes.
+    Parameters that need no gradient need not be the optimizer's.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer | None,
+        exchange: Mapping[nn.Parameter, Sequence[tuple[str, nn.Parameter]]],
+        drawn: Sequence[nn.Parameter] = (),
+    ) -> None:
+        self.optimizer, self.exchange, self.drawn = optimizer, exchange, drawn
+        if optimizer is None:
+            return
+        owned = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        missing = [p for p in exchange if p.requires_grad and id(p) not in owned]
+        if missing:
+            raise InputError(
+                f"the optimizer does not own {len(missing)} of the {len(exchange)} parameters that are swapped "
+                f"(the first is of shape {tuple(missing[0].shape)}): pass the optimizer that was made of this model's "
+                "parameters"
+            )
+
+    def __call__(self, edits: Edits) -> None:
+        if self.optimizer is None:
+            return
+        optimizer, old = self.optimizer, []
+        for group in optimizer.param_groups:
+            old.append((group, list(group["params"]), list(group.get("param_names", []))))
+            names = group.get("param_names") or [""] * len(group["params"])
+            pairs = [(name, p) for name, p in zip(names, group["params"])]
+            new = [made for name, p in pairs for made in self.exchange.get(p, [(name, p)])]
+            group["params"] = [p for _, p in new]
+            if "param_names" in group:
+                group["param_names"] = [name for name, _ in new]
+        for p in [*self.drawn, *(p for p, new in self.exchange.items() if all(p is not q for _, q in new))]:
+            optimizer.state.pop(p, None)
+
+        def back() -> None:
+            for group, params, names in old:
+                for p in {*group["params"]} - {*params}:
+                    optimizer.state.pop(p, None)
+                group["params"] = params
+                if "param_names" in group:
+                    group["param_names"] = names
+
+        edits.afterwards(back)
