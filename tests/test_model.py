@@ -19,7 +19,7 @@ TARGETS = [[0, 14, 15], [0, 16, 17, 18, 19], [0]]
 def build(dtype=torch.float64, **options):
     """A module and the oracle's state dict of the same random weights."""
     config = nfrs.TransformerConfig(**{**SHAPE, "dropout": 0.0, **options})
-    model = nfrs.Transformer(config, seed=3).to(dtype)
+    model = nfrs.Transformer(config, seed=3).to(dtype).eval()
     with torch.no_grad():
         for p in model.parameters():  # away from γ = 1 and β = 0
             p.add_(torch.randn_like(p) * 0.1)
