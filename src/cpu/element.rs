@@ -4,24 +4,23 @@
 //! The conversions are branch-free integer code, so that a loop over them vectorises on every level of
 //! [`simd`](super::simd); the `half` crate's own test for hardware support on each call would prevent that.
 
+use super::pack::{Isa, Pack, Portable};
 use half::{bf16, f16};
 use std::ops::{Add, AddAssign, Div, Mul, Neg, Sub};
 
 /// The type statistics and reductions accumulate in: f32, or f64 for f64 inputs (SPEC §1).
 pub trait Accumulator:
-    Copy
-    + Send
-    + Sync
+    Element<Acc = Self>
     + PartialOrd
-    + Default
     + Add<Output = Self>
     + Sub<Output = Self>
     + Mul<Output = Self>
     + Div<Output = Self>
     + Neg<Output = Self>
     + AddAssign
-    + 'static
 {
+    /// Sixteen of them in the registers of an instruction set.
+    type Pack<S: Isa>: Pack<Self>;
     const ZERO: Self;
     const ONE: Self;
     fn from_f64(v: f64) -> Self;
@@ -34,8 +33,9 @@ pub trait Accumulator:
 }
 
 macro_rules! accumulator {
-    ($t:ty) => {
+    ($t:ty, $isa:ident => $pack:ty) => {
         impl Accumulator for $t {
+            type Pack<$isa: Isa> = $pack;
             const ZERO: Self = 0.0;
             const ONE: Self = 1.0;
             #[inline(always)]
@@ -73,8 +73,8 @@ macro_rules! accumulator {
         }
     };
 }
-accumulator!(f32);
-accumulator!(f64);
+accumulator!(f32, S => S::F32);
+accumulator!(f64, S => Portable<f64>);
 
 /// A storage type.
 pub trait Element: Copy + Send + Sync + Default + 'static {

@@ -1,6 +1,7 @@
 //! What every CPU kernel stands on: storage types, run-time choice of instruction set, random numbers, threads.
 
 pub mod element;
+pub mod pack;
 pub mod parallel;
 pub mod philox;
 pub mod simd;

@@ -71,12 +71,49 @@ pub fn force(wanted: Option<Level>) -> Level {
     level
 }
 
+/// Whether bf16 numbers can be rounded by the processor's own instruction.
+#[inline(always)]
+pub fn has_avx512_bf16() -> bool {
+    #[cfg(target_arch = "x86_64")]
+    return level() == Level::Avx512 && is_x86_feature_detected!("avx512bf16");
+    #[cfg(not(target_arch = "x86_64"))]
+    return false;
+}
+
 /// Compiles a function once per [`Level`] and calls the one that [`level`] names.
 ///
 /// The body is generic Rust; everything it calls in its hot loops must be `#[inline(always)]` to be compiled with the
-/// same instruction set. Generic parameters are written `[E: Element, F: Element]`.
+/// same instruction set. Generic parameters are written `[E: Element, F: Element]`; `[isa S]` before them hands the
+/// instruction set down as a type, an [`Isa`](crate::cpu::pack::Isa).
 #[macro_export]
 macro_rules! multiversion {
+    ($(#[$doc:meta])* $vis:vis fn $name:ident [isa $isa:ident] [$($g:ident : $bound:path),+] ($($arg:ident : $ty:ty),* $(,)?) $body:block) => {
+        $(#[$doc])*
+        #[allow(clippy::too_many_arguments)]
+        $vis fn $name <$($g: $bound),+> ($($arg: $ty),*) {
+            #[inline(always)]
+            fn body <$isa: $crate::cpu::pack::Isa, $($g: $bound),+> ($($arg: $ty),*) $body
+            #[cfg(target_arch = "x86_64")]
+            #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,bmi2")]
+            fn avx512 <$($g: $bound),+> ($($arg: $ty),*) {
+                body::<$crate::cpu::pack::Avx512, $($g),+>($($arg),*)
+            }
+            #[cfg(target_arch = "x86_64")]
+            #[target_feature(enable = "avx2,fma,bmi2")]
+            fn avx2 <$($g: $bound),+> ($($arg: $ty),*) {
+                body::<$crate::cpu::pack::Avx2, $($g),+>($($arg),*)
+            }
+            match $crate::cpu::simd::level() {
+                // SAFETY: `level` never exceeds `supported`, which asked the processor for these very features.
+                #[cfg(target_arch = "x86_64")]
+                $crate::cpu::simd::Level::Avx512 => unsafe { avx512::<$($g),+>($($arg),*) },
+                // SAFETY: as above.
+                #[cfg(target_arch = "x86_64")]
+                $crate::cpu::simd::Level::Avx2 => unsafe { avx2::<$($g),+>($($arg),*) },
+                _ => body::<$crate::cpu::pack::Baseline, $($g),+>($($arg),*),
+            }
+        }
+    };
     ($(#[$doc:meta])* $vis:vis fn $name:ident $([$($g:ident : $bound:path),+])? ($($arg:ident : $ty:ty),* $(,)?) $body:block) => {
         $(#[$doc])*
         #[allow(clippy::too_many_arguments)]

@@ -11,8 +11,9 @@
 //! A row goes through the first two caches in three short passes (select, exponential, gradient), each a flat loop over
 //! 256 columns that any instruction set vectorises, with the sums in loops of their own.
 
+use crate::cpu::pack::Isa;
 use crate::cpu::{Accumulator, Element};
-use crate::kernel::math::{exp, fused, max, sum};
+use crate::kernel::math::{exp, max, sum};
 use crate::multiversion;
 
 /// Columns taken together: 1 KiB of f32, so that the sums find the exponentials in the first cache.
@@ -144,7 +145,7 @@ fn scratch<E: Element>(cols: usize) -> Vec<Lanes<E::Acc>> {
 }
 
 multiversion! {
-    fn forward_rows[E: Element](
+    fn forward_rows[isa S][E: Element](
         cols: usize,
         logits: &[E],
         targets: Targets,
@@ -155,14 +156,13 @@ multiversion! {
         lse: &mut [E::Acc],
         scratch: &mut [Lanes<E::Acc>],
     ) {
-        let fused = fused();
         for (r, &target) in targets.ids.iter().enumerate() {
             (loss[r], nll[r], lse[r]) = (E::Acc::ZERO, E::Acc::ZERO, E::Acc::ZERO);
             if target == targets.ignore {
                 continue;
             }
             let z = &logits[r * cols..(r + 1) * cols];
-            let sums = softmax(z, vocabulary, fused, scratch);
+            let sums = softmax::<S, E>(z, vocabulary, scratch);
             (loss[r], nll[r]) = sums.losses(z[target as usize].load(), vocabulary.size, smoothing);
             lse[r] = sums.max + sums.exp.ln();
         }
@@ -170,7 +170,7 @@ multiversion! {
 }
 
 multiversion! {
-    fn backward_rows[E: Element](
+    fn backward_rows[isa S][E: Element](
         cols: usize,
         logits: &[E],
         targets: Targets,
@@ -180,7 +180,6 @@ multiversion! {
         dloss: &[E::Acc],
         dlogits: &mut [E],
     ) {
-        let fused = fused();
         for (r, &target) in targets.ids.iter().enumerate() {
             let (z, dz) = (&logits[r * cols..(r + 1) * cols], &mut dlogits[r * cols..(r + 1) * cols]);
             if target == targets.ignore {
@@ -188,11 +187,7 @@ multiversion! {
                 continue;
             }
             let weights = Weights::new(smoothing, vocabulary.size, dloss[r]);
-            if fused {
-                gradient_from_lse::<E, true>(z, &vocabulary.keep, lse[r], weights, dz);
-            } else {
-                gradient_from_lse::<E, false>(z, &vocabulary.keep, lse[r], weights, dz);
-            }
+            gradient_from_lse::<E, S>(z, &vocabulary.keep, lse[r], weights, dz);
             let p = (z[target as usize].load() - lse[r]).exp();
             dz[target as usize] = E::store(weights.all * p - weights.target);
         }
@@ -200,7 +195,7 @@ multiversion! {
 }
 
 multiversion! {
-    fn in_place_rows[E: Element](
+    fn in_place_rows[isa S][E: Element](
         cols: usize,
         logits: &mut [E],
         targets: Targets,
@@ -211,7 +206,6 @@ multiversion! {
         nll: &mut [E::Acc],
         scratch: &mut [Lanes<E::Acc>],
     ) {
-        let fused = fused();
         for (r, &target) in targets.ids.iter().enumerate() {
             let z = &mut logits[r * cols..(r + 1) * cols];
             if target == targets.ignore {
@@ -220,7 +214,7 @@ multiversion! {
                 continue;
             }
             let target = target as usize;
-            let sums = softmax(z, vocabulary, fused, scratch);
+            let sums = softmax::<S, E>(z, vocabulary, scratch);
             (loss[r], nll[r]) = sums.losses(z[target].load(), vocabulary.size, smoothing);
             let mut weights = Weights::new(smoothing, vocabulary.size, scale);
             weights.all = weights.all / sums.exp;
@@ -300,11 +294,11 @@ fn quarters<A>(x: &[A; B]) -> &[[A; B / 4]; 4] {
 
 /// w ← exp(w − m), and the sum.
 #[inline(always)]
-fn exponentials<A: Accumulator, const FMA: bool>(max: A, w: &mut [Lanes<A>]) -> A {
+fn exponentials<A: Accumulator, S: Isa>(max: A, w: &mut [Lanes<A>]) -> A {
     let mut total = Lanes([A::ZERO; B / 4]);
     for Lanes(w) in w {
         for w in w.iter_mut() {
-            *w = exp::<A, FMA>(*w - max);
+            *w = exp::<A, S>(*w - max);
         }
         let w = quarters(w);
         for (l, total) in total.0.iter_mut().enumerate() {
@@ -316,9 +310,9 @@ fn exponentials<A: Accumulator, const FMA: bool>(max: A, w: &mut [Lanes<A>]) -> 
 
 /// The softmax's row of sums; its exponentials stay in `w`.
 #[inline(always)]
-fn softmax<E: Element>(z: &[E], vocabulary: &Vocabulary<E::Acc>, fused: bool, w: &mut [Lanes<E::Acc>]) -> Sums<E::Acc> {
+fn softmax<S: Isa, E: Element>(z: &[E], vocabulary: &Vocabulary<E::Acc>, w: &mut [Lanes<E::Acc>]) -> Sums<E::Acc> {
     let (max, total) = select(z, &vocabulary.keep, w);
-    let exp = if fused { exponentials::<_, true>(max, w) } else { exponentials::<_, false>(max, w) };
+    let exp = exponentials::<_, S>(max, w);
     Sums { max, exp, total }
 }
 
@@ -334,7 +328,7 @@ fn gradient_from_exp<E: Element>(e: &[Lanes<E::Acc>], w: Weights<E::Acc>, dz: &m
 }
 
 #[inline(always)]
-fn gradient_from_lse<E: Element, const FMA: bool>(
+fn gradient_from_lse<E: Element, S: Isa>(
     z: &[E],
     keep: &[Lanes<E::Acc>],
     lse: E::Acc,
@@ -343,7 +337,7 @@ fn gradient_from_lse<E: Element, const FMA: bool>(
 ) {
     for ((dz, z), Lanes(keep)) in dz.chunks_mut(B).zip(z.chunks(B)).zip(keep) {
         for ((dz, z), keep) in dz.iter_mut().zip(z).zip(keep) {
-            let g = w.all * exp::<E::Acc, FMA>(z.load() - lse) - w.uniform;
+            let g = w.all * exp::<E::Acc, S>(z.load() - lse) - w.uniform;
             *dz = E::store(if *keep != E::Acc::ZERO { g } else { E::Acc::ZERO });
         }
     }

@@ -6,21 +6,15 @@
 //! ulp, so that what is left is the rounding of the last two steps. Everything is branch-free. f64 takes the standard
 //! library's function, lane by lane.
 //!
-//! A kernel that gains from fused multiply-add asks [`fused`] once and hands the answer down as `FMA`: without the
-//! instruction `mul_add` is a call into libm, forty times slower than two roundings.
+//! A kernel that gains from fused multiply-add takes its instruction set from `multiversion!` and hands it down: without
+//! the instruction `mul_add` is a call into libm, forty times slower than two roundings.
 
-use crate::cpu::simd::{level, Level};
+use crate::cpu::pack::Isa;
 use crate::cpu::Accumulator;
 use std::ops::{Deref, DerefMut};
 
 /// One AVX-512 register of f32.
 pub const LANES: usize = 16;
-
-/// Whether the chosen instruction set has fused multiply-add.
-#[inline(always)]
-pub fn fused() -> bool {
-    level() != Level::Baseline
-}
 
 /// Whether accumulators of this type are f32. The conversions through f64 below are folded away by the compiler.
 #[inline(always)]
@@ -28,10 +22,10 @@ fn is_f32<A: Accumulator>() -> bool {
     size_of::<A>() == size_of::<f32>()
 }
 
-/// a·b + c, rounded once where `FMA`.
+/// a·b + c, rounded once where the instruction set does.
 #[inline(always)]
-pub fn mul_add<A: Accumulator, const FMA: bool>(a: A, b: A, c: A) -> A {
-    if !FMA {
+pub fn mul_add<A: Accumulator, S: Isa>(a: A, b: A, c: A) -> A {
+    if !S::FUSED {
         a * b + c
     } else if is_f32::<A>() {
         A::from_f64((a.to_f64() as f32).mul_add(b.to_f64() as f32, c.to_f64() as f32) as f64)
@@ -43,22 +37,22 @@ pub fn mul_add<A: Accumulator, const FMA: bool>(a: A, b: A, c: A) -> A {
 /// exp within 2 ulp for −87.3 ≤ x ≤ 88.3. 0 for −∞ and NaN for NaN; a finite x below gives exp(−87.3) = 1.2e-38, which
 /// nothing in a softmax feels, and stays apart from −∞'s 0. x above is outside the domain.
 #[inline(always)]
-pub fn exp_f32<const FMA: bool>(x: f32) -> f32 {
+pub fn exp_f32<S: Isa>(x: f32) -> f32 {
     // Written so that a NaN fails the comparison and stays.
     let clamped = if x < -87.3 { -87.3 } else { x };
     // Adding 1.5·2²³ rounds to the nearest integer and leaves it in the low bits, here with the exponent's bias.
     const ROUND: f32 = 12_582_912.0 + 127.0;
-    let shifted = mul_add::<f32, FMA>(clamped, std::f32::consts::LOG2_E, ROUND);
+    let shifted = mul_add::<f32, S>(clamped, std::f32::consts::LOG2_E, ROUND);
     let n = shifted - ROUND;
     // ln 2 in two parts: n·0.693359375 is exact, having 9 + 8 significant bits.
-    let r = mul_add::<f32, FMA>(n, -0.693_359_4, clamped);
-    let r = mul_add::<f32, FMA>(n, 2.121_944_4e-4, r);
-    let p = mul_add::<f32, FMA>(r, 1.381_459_9e-3, 8.368_717e-3);
-    let p = mul_add::<f32, FMA>(p, r, 4.166_839e-2);
-    let p = mul_add::<f32, FMA>(p, r, 0.166_665_21);
-    let p = mul_add::<f32, FMA>(p, r, 0.499_999_94);
-    let p = mul_add::<f32, FMA>(p, r, 1.0);
-    let p = mul_add::<f32, FMA>(p, r, 1.0);
+    let r = mul_add::<f32, S>(n, -0.693_359_4, clamped);
+    let r = mul_add::<f32, S>(n, 2.121_944_4e-4, r);
+    let p = mul_add::<f32, S>(r, 1.381_459_9e-3, 8.368_717e-3);
+    let p = mul_add::<f32, S>(p, r, 4.166_839e-2);
+    let p = mul_add::<f32, S>(p, r, 0.166_665_21);
+    let p = mul_add::<f32, S>(p, r, 0.499_999_94);
+    let p = mul_add::<f32, S>(p, r, 1.0);
+    let p = mul_add::<f32, S>(p, r, 1.0);
     // For a NaN the bits are noise, but p is the NaN.
     let e = p * f32::from_bits(shifted.to_bits() << 23);
     if x == f32::NEG_INFINITY {
@@ -70,9 +64,9 @@ pub fn exp_f32<const FMA: bool>(x: f32) -> f32 {
 
 /// exp as in [`exp_f32`], saturating for f64 at exp(−708) = 3.3e-308.
 #[inline(always)]
-pub fn exp<A: Accumulator, const FMA: bool>(x: A) -> A {
+pub fn exp<A: Accumulator, S: Isa>(x: A) -> A {
     if is_f32::<A>() {
-        return A::from_f64(exp_f32::<FMA>(x.to_f64() as f32) as f64);
+        return A::from_f64(exp_f32::<S>(x.to_f64() as f32) as f64);
     }
     let (x, lowest) = (x.to_f64(), -708.0);
     let e = if x < lowest { lowest } else { x }.exp();
@@ -138,6 +132,13 @@ pub fn max<A: Accumulator, const N: usize>(mut lanes: [A; N]) -> A {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::cpu::pack::{Baseline, Portable};
+
+    struct Fused;
+    impl Isa for Fused {
+        const FUSED: bool = true;
+        type F32 = Portable<f32>;
+    }
 
     fn ulps(x: f32, got: f32) -> f64 {
         let want = (x as f64).exp();
@@ -149,27 +150,27 @@ mod tests {
     fn exp_is_within_two_ulp() {
         for i in 0..=1_000_000 {
             let x = -87.3 + i as f32 * (175.6 / 1e6);
-            assert!(ulps(x, exp_f32::<true>(x)) <= 2.0, "{x}");
-            assert!(ulps(x, exp_f32::<false>(x)) <= 2.0, "{x}");
+            assert!(ulps(x, exp_f32::<Fused>(x)) <= 2.0, "{x}");
+            assert!(ulps(x, exp_f32::<Baseline>(x)) <= 2.0, "{x}");
         }
         for x in [0.0f32, -0.0, f32::MIN_POSITIVE, -1e-40, 1e-8] {
-            assert_eq!(exp_f32::<true>(x), 1.0);
+            assert_eq!(exp_f32::<Fused>(x), 1.0);
         }
     }
 
     #[test]
     fn exp_of_what_is_no_ordinary_number() {
         for x in [f32::NAN, -f32::NAN, f32::from_bits(0x7f80_0001), f32::from_bits(0xffff_ffff)] {
-            assert!(exp_f32::<true>(x).is_nan() && exp_f32::<false>(x).is_nan());
+            assert!(exp_f32::<Fused>(x).is_nan() && exp_f32::<Baseline>(x).is_nan());
         }
-        assert_eq!(exp_f32::<true>(f32::NEG_INFINITY), 0.0);
-        assert_eq!(exp::<f64, true>(f64::NEG_INFINITY), 0.0);
+        assert_eq!(exp_f32::<Fused>(f32::NEG_INFINITY), 0.0);
+        assert_eq!(exp::<f64, Fused>(f64::NEG_INFINITY), 0.0);
         for x in [-88.0, -1e4, f32::MIN] {
-            assert!((1.1e-38..1.3e-38).contains(&exp_f32::<true>(x)));
-            assert!(exp::<f64, true>(10.0 * x as f64) > 0.0);
+            assert!((1.1e-38..1.3e-38).contains(&exp_f32::<Fused>(x)));
+            assert!(exp::<f64, Fused>(10.0 * x as f64) > 0.0);
         }
-        assert!(exp::<f64, true>(f64::NAN).is_nan());
-        assert_eq!(exp::<f64, true>(1.5), 1.5f64.exp());
+        assert!(exp::<f64, Fused>(f64::NAN).is_nan());
+        assert_eq!(exp::<f64, Fused>(1.5), 1.5f64.exp());
     }
 
     #[test]

@@ -1,8 +1,9 @@
 //! Whole rows from a storage type to the type it computes in, and back.
 //!
-//! The norms make several passes over a row; a 16-bit row is widened once into a buffer in the first-level cache and
-//! narrowed once on the way out. Converting it in every pass, by the integer code of [`Element`], took more time than
-//! the norm itself: narrowing 512 numbers to bf16 costs 47 ns that way and 15 by the processor's own instruction.
+//! For kernels that are loops over lanes of whole rows: a 16-bit row is widened once into a buffer in the first-level cache
+//! and narrowed once on the way out. Converting it in every pass, by the integer code of [`Element`], takes more time:
+//! narrowing 512 numbers to bf16 costs 47 ns that way and 15 by the processor's own instruction. Kernels on packs
+//! (`cpu/pack.rs`) convert in registers instead.
 //! All paths give the same bits.
 
 use crate::cpu::{Accumulator, Element};

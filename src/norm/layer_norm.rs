@@ -1,6 +1,6 @@
 //! LayerNorm: y = γ⊙(x − μ)/√(σ² + ε) + β over the last dimension, σ² biased (Ba et al. 2016; SPEC §1).
 
-use super::rows::{hypotenuse, magnitude, sum, sum_and_squares, trusted, Measured, RowNorm, Slope, LANES};
+use super::rows::{hypotenuse, magnitude, sum, trusted, Measured, RowNorm, Slope, Sums};
 use crate::cpu::Accumulator;
 use crate::error::Result;
 use crate::init::Fill;
@@ -18,46 +18,35 @@ pub struct LayerNorm;
 impl RowNorm for LayerNorm {
     const STATS: usize = 2;
 
-    #[inline(always)]
-    fn measure<A: Accumulator>(x: &[A], eps: A) -> Measured<A> {
-        let (mean, variance) = moments(x, A::ONE);
-        if trusted(variance + eps) {
-            Measured { shift: mean, scale: A::ONE / (variance + eps).sqrt() }
-        } else {
-            measure_scaled(x, eps)
-        }
+    fn measure<A: Accumulator>(sums: &Sums<A>, eps: A) -> Option<Measured<A>> {
+        let (mean, variance) = moments(sums);
+        let square = variance + eps;
+        trusted(square).then(|| Measured { shift: mean, scale: A::ONE / square.sqrt() })
     }
 
-    #[inline(always)]
-    fn slope<A: Accumulator>(row: Measured<A>, _: A, cols: usize, sum_g: A, sum_gx: A) -> Slope<A> {
-        let share = row.scale / A::from_f64(cols as f64);
+    fn measure_scaled<A: Accumulator>(x: &[A], eps: A) -> Measured<A> {
+        let unit = magnitude(x);
+        if unit == A::ZERO {
+            return Measured { shift: unit, scale: A::ONE / eps.sqrt() };
+        }
+        let cols = A::from_f64(x.len() as f64);
+        let about = sum(x, |v| v / unit) / cols;
+        let (sum, squares) = (sum(x, |v| v / unit - about), sum(x, |v| (v / unit - about) * (v / unit - about)));
+        let (mean, variance) = moments(&Sums { cols, about, sum, squares });
+        Measured { shift: mean * unit, scale: A::ONE / hypotenuse(variance.sqrt() * unit, eps.sqrt()) }
+    }
+
+    fn slope<A: Accumulator>(row: Measured<A>, _: A, cols: A, sum_g: A, sum_gx: A) -> Slope<A> {
+        let share = row.scale / cols;
         Slope { p: row.scale, q: -(share * sum_gx), r: share * sum_g }
     }
 }
 
-/// Mean and biased variance of x/unit, in one pass.
-///
-/// Moments about a guess, k = the mean of the row's first columns: μ = k + mean d, σ² = mean d² − (mean d)² with
-/// d = x − k. E[x²] − μ² (k = 0) would lose every digit of a row with μ = 4096·σ in f32. Here (k − μ)² is at most
-/// cols/128·σ² for any row (Cauchy-Schwarz over the 128 columns of the guess) and typically σ²/128, so that at
-/// most log₂(1 + cols/128) bits are lost.
-#[inline(always)]
-fn moments<A: Accumulator>(x: &[A], unit: A) -> (A, A) {
-    let first = &x[..x.len().min(LANES)];
-    let guess = sum(first, |v| v / unit) / A::from_f64(first.len() as f64);
-    let (d, dd) = sum_and_squares(x, |v| v / unit - guess);
-    let share = A::ONE / A::from_f64(x.len() as f64);
-    let correction = d * share;
-    (guess + correction, A::ZERO.max(dd * share - correction * correction))
-}
-
-/// The same for a row whose squares (or sum) leave the range of the type.
-#[cold]
-#[inline(never)]
-fn measure_scaled<A: Accumulator>(x: &[A], eps: A) -> Measured<A> {
-    let unit = magnitude(x);
-    let (mean, variance) = if unit > A::ZERO { moments(x, unit) } else { (unit, unit) };
-    Measured { shift: mean * unit, scale: A::ONE / hypotenuse(variance.sqrt() * unit, eps.sqrt()) }
+/// Mean and biased variance.
+fn moments<A: Accumulator>(sums: &Sums<A>) -> (A, A) {
+    let share = A::ONE / sums.cols;
+    let correction = sums.sum * share;
+    (sums.about + correction, A::ZERO.max(sums.squares * share - correction * correction))
 }
 
 pub static SPEC: Spec = Spec {
@@ -145,7 +134,7 @@ mod tests {
 
     #[test]
     fn an_outlier_in_the_first_columns_does_not_cancel() {
-        // The worst case of `moments`: the guess is 1000/128 away from a mean of about zero.
+        // The worst case for the moments: the guess is 1000/128 away from a mean of about zero.
         let mut x: Vec<f32> = (0..1000).map(|i| (i % 5) as f32 - 2.0).collect();
         x[3] = 1e6;
         let wide: Vec<f64> = x.iter().map(|v| *v as f64).collect();

@@ -1,6 +1,6 @@
 //! RMSNorm: y = γ⊙x/√(mean x² + ε) over the last dimension (Zhang and Sennrich 2019; SPEC §1).
 
-use super::rows::{hypotenuse, magnitude, sum, trusted, Measured, RowNorm, Slope};
+use super::rows::{hypotenuse, magnitude, sum, trusted, Measured, RowNorm, Slope, Sums};
 use crate::cpu::Accumulator;
 use crate::error::Result;
 use crate::init::Fill;
@@ -18,28 +18,21 @@ pub struct RmsNorm;
 impl RowNorm for RmsNorm {
     const STATS: usize = 1;
 
-    #[inline(always)]
-    fn measure<A: Accumulator>(x: &[A], eps: A) -> Measured<A> {
-        let total = sum(x, |v| v * v);
-        let square = total / A::from_f64(x.len() as f64) + eps;
-        let scale = if trusted(square) { A::ONE / square.sqrt() } else { scale_from_scaled(x, eps) };
-        Measured { shift: A::ZERO, scale }
+    fn measure<A: Accumulator>(sums: &Sums<A>, eps: A) -> Option<Measured<A>> {
+        let square = sums.squares / sums.cols + eps;
+        trusted(square).then(|| Measured { shift: A::ZERO, scale: A::ONE / square.sqrt() })
     }
 
-    #[inline(always)]
-    fn slope<A: Accumulator>(row: Measured<A>, _: A, cols: usize, _: A, sum_gx: A) -> Slope<A> {
-        Slope { p: row.scale, q: -(row.scale / A::from_f64(cols as f64) * sum_gx), r: A::ZERO }
+    fn measure_scaled<A: Accumulator>(x: &[A], eps: A) -> Measured<A> {
+        let unit = magnitude(x);
+        let total = if unit > A::ZERO { sum(x, |v| v / unit * (v / unit)) } else { unit };
+        let root = (total / A::from_f64(x.len() as f64)).sqrt() * unit;
+        Measured { shift: A::ZERO, scale: A::ONE / hypotenuse(root, eps.sqrt()) }
     }
-}
 
-/// The same for a row whose squares leave the range of the type.
-#[cold]
-#[inline(never)]
-fn scale_from_scaled<A: Accumulator>(x: &[A], eps: A) -> A {
-    let unit = magnitude(x);
-    let total = if unit > A::ZERO { sum(x, |v| v / unit * (v / unit)) } else { unit };
-    let root = (total / A::from_f64(x.len() as f64)).sqrt() * unit;
-    A::ONE / hypotenuse(root, eps.sqrt())
+    fn slope<A: Accumulator>(row: Measured<A>, _: A, cols: A, _: A, sum_gx: A) -> Slope<A> {
+        Slope { p: row.scale, q: -(row.scale / cols * sum_gx), r: A::ZERO }
+    }
 }
 
 pub static SPEC: Spec = Spec {

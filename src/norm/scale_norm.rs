@@ -1,6 +1,6 @@
 //! ScaleNorm: y = g·x/max(n, ε), n = ‖x‖₂, over the last dimension (TwT eq 5; SPEC §1).
 
-use super::rows::{magnitude, sum, trusted, Measured, RowNorm, Slope};
+use super::rows::{magnitude, sum, trusted, Measured, RowNorm, Slope, Sums};
 use crate::cpu::Accumulator;
 use crate::error::Result;
 use crate::init::Fill;
@@ -17,29 +17,27 @@ pub struct ScaleNorm;
 impl RowNorm for ScaleNorm {
     const STATS: usize = 1;
 
-    #[inline(always)]
-    fn measure<A: Accumulator>(x: &[A], eps: A) -> Measured<A> {
-        let square = sum(x, |v| v * v);
-        let clamped = A::ONE / eps;
-        let scale = if trusted(square.max(eps * eps)) { A::ONE / square.sqrt() } else { inverse_norm_scaled(x) };
-        // Not `max`: a NaN has to stay one.
-        Measured { shift: A::ZERO, scale: if scale >= clamped { clamped } else { scale } }
+    fn measure<A: Accumulator>(sums: &Sums<A>, eps: A) -> Option<Measured<A>> {
+        trusted(sums.squares.max(eps * eps)).then(|| clamped(A::ONE / sums.squares.sqrt(), eps))
     }
 
-    #[inline(always)]
-    fn slope<A: Accumulator>(row: Measured<A>, eps: A, _: usize, _: A, sum_gx: A) -> Slope<A> {
+    fn measure_scaled<A: Accumulator>(x: &[A], eps: A) -> Measured<A> {
+        let unit = magnitude(x);
+        let square = if unit > A::ZERO { sum(x, |v| v / unit * (v / unit)) } else { A::ONE };
+        // n itself may leave the range.
+        clamped(A::ONE / unit / square.sqrt(), eps)
+    }
+
+    fn slope<A: Accumulator>(row: Measured<A>, eps: A, _: A, _: A, sum_gx: A) -> Slope<A> {
         let q = if row.scale >= A::ONE / eps { A::ZERO } else { -(row.scale * sum_gx) };
         Slope { p: row.scale, q, r: A::ZERO }
     }
 }
 
-/// 1/n for a row whose squares leave the range of the type; n itself may.
-#[cold]
-#[inline(never)]
-fn inverse_norm_scaled<A: Accumulator>(x: &[A]) -> A {
-    let unit = magnitude(x);
-    let square = if unit > A::ZERO { sum(x, |v| v / unit * (v / unit)) } else { A::ONE };
-    A::ONE / unit / square.sqrt()
+/// From 1/n. Not `max`: a NaN has to stay one.
+fn clamped<A: Accumulator>(scale: A, eps: A) -> Measured<A> {
+    let most = A::ONE / eps;
+    Measured { shift: A::ZERO, scale: if scale >= most { most } else { scale } }
 }
 
 pub static SPEC: Spec = Spec {

@@ -6,7 +6,7 @@ use super::ffi::{give, pointer, status, take, Draw, View};
 use crate::cpu::parallel::{self, Shared};
 use crate::cpu::{philox, Accumulator, Element};
 use crate::error::{Error, Result};
-use crate::norm::rows::{NoNorm, RowNorm};
+use crate::norm::rows::{NoNorm, Rules};
 use crate::norm::{self, ROW_NORMS};
 use crate::residual::step;
 use std::ffi::c_int;
@@ -16,6 +16,7 @@ use torch_sys::C_tensor;
 /// The step without a norm.
 pub static COUNT: Count = Count::new("residual");
 const NO_NORM: i64 = -1;
+static NO_RULES: Rules = Rules::of::<NoNorm>();
 
 /// One step, for Rust. Gains are scalars or one number per column; none is 1.
 pub struct Step<'a> {
@@ -162,21 +163,21 @@ impl StepViews {
     }
 }
 
-/// Calls `$work::<N, X, F, Y>($($arg),*)` for the dtypes that may meet: all alike, or an f32 stream with a 16-bit branch
+/// Calls `$work::<X, F, Y>($($arg),*)` for the dtypes that may meet: all alike, or an f32 stream with a 16-bit branch
 /// whose norm is of the branch's type or the stream's.
 macro_rules! by_types {
-    ($x:expr, $f:expr, $y:expr, $work:ident::<$N:ident>($($arg:expr),*)) => {{
+    ($x:expr, $f:expr, $y:expr, $work:ident($($arg:expr),*)) => {{
         use half::{bf16, f16};
         // A step without a norm has no y, or an empty one: any type will do.
         match ($x.dtype, $f.dtype, if $y.is_absent() { $f.dtype } else { $y.dtype }) {
-            (0, 0, 0) => $work::<$N, f32, f32, f32>($($arg),*),
-            (1, 1, 1) => $work::<$N, f64, f64, f64>($($arg),*),
-            (2, 2, 2) => $work::<$N, bf16, bf16, bf16>($($arg),*),
-            (3, 3, 3) => $work::<$N, f16, f16, f16>($($arg),*),
-            (0, 2, 2) => $work::<$N, f32, bf16, bf16>($($arg),*),
-            (0, 2, 0) => $work::<$N, f32, bf16, f32>($($arg),*),
-            (0, 3, 3) => $work::<$N, f32, f16, f16>($($arg),*),
-            (0, 3, 0) => $work::<$N, f32, f16, f32>($($arg),*),
+            (0, 0, 0) => $work::<f32, f32, f32>($($arg),*),
+            (1, 1, 1) => $work::<f64, f64, f64>($($arg),*),
+            (2, 2, 2) => $work::<bf16, bf16, bf16>($($arg),*),
+            (3, 3, 3) => $work::<f16, f16, f16>($($arg),*),
+            (0, 2, 2) => $work::<f32, bf16, bf16>($($arg),*),
+            (0, 2, 0) => $work::<f32, bf16, f32>($($arg),*),
+            (0, 3, 3) => $work::<f32, f16, f16>($($arg),*),
+            (0, 3, 0) => $work::<f32, f16, f32>($($arg),*),
             _ => Err(Error::Torch(
                 "the residual step takes x, f and N(x) of one dtype, or x in float32 with f in bfloat16 or float16 and \
                  N(x) in either's dtype: convert the inputs".to_string(),
@@ -185,17 +186,17 @@ macro_rules! by_types {
     }};
 }
 
-pub(super) fn forward<N: RowNorm>(v: &StepViews) -> Result<()> {
-    by_types!(v.x, v.f, v.y, forward_typed::<N>(v))
+fn forward(rules: &Rules, v: &StepViews) -> Result<()> {
+    by_types!(v.x, v.f, v.y, forward_typed(rules, v))
 }
 
-fn forward_typed<N, X, F, Y>(v: &StepViews) -> Result<()>
+fn forward_typed<X, F, Y>(rules: &Rules, v: &StepViews) -> Result<()>
 where
-    N: RowNorm,
     X: Element,
     F: Element<Acc = X::Acc>,
     Y: Element<Acc = X::Acc>,
 {
+    let rule = rules.get::<X::Acc>();
     let (rows, cols) = (v.x.rows(), v.x.cols());
     // SAFETY: the shim gave contiguous tensors of these types and shapes; x_plus, y and stats are fresh.
     let (step, x, f) = unsafe { (v.step::<X::Acc>(cols), v.x.slice::<X>(), v.f.slice::<F>()) };
@@ -211,25 +212,25 @@ where
             (
                 x_plus.slice(block.clone()),
                 if has_y { y.slice(block.clone()) } else { &mut [] },
-                stats.slice(r.start * N::STATS..r.end * N::STATS),
+                stats.slice(r.start * rule.stats..r.end * rule.stats),
             )
         };
-        step::forward::<N, X, F, Y>(&step, r.start, &x[block.clone()], &f[block], x_plus, y, stats);
+        step::forward_by::<X, F, Y>(rule, &step, r.start, &x[block.clone()], &f[block], x_plus, y, stats);
     });
     Ok(())
 }
 
-pub(super) fn backward<N: RowNorm>(v: &StepViews, g: &StepGradients) -> Result<()> {
-    by_types!(v.x_plus, v.f, g.dy, backward_typed::<N>(v, g))
+fn backward(rules: &Rules, v: &StepViews, g: &StepGradients) -> Result<()> {
+    by_types!(v.x_plus, v.f, g.dy, backward_typed(rules, v, g))
 }
 
-fn backward_typed<N, X, F, Y>(v: &StepViews, g: &StepGradients) -> Result<()>
+fn backward_typed<X, F, Y>(rules: &Rules, v: &StepViews, g: &StepGradients) -> Result<()>
 where
-    N: RowNorm,
     X: Element,
     F: Element<Acc = X::Acc>,
     Y: Element<Acc = X::Acc>,
 {
+    let rule = rules.get::<X::Acc>();
     let (rows, cols) = (v.x_plus.rows(), v.x_plus.cols());
     // SAFETY: as in `forward_typed`; the gradients are fresh, their sums of the accumulation type.
     let (step, x_plus, x, f, stats, dx_plus, dy) = unsafe {
@@ -245,6 +246,7 @@ where
     };
     // SAFETY: as above.
     let (dx, df) = unsafe { (Shared::new(g.dx.slice_mut::<X>()), Shared::new(g.df.slice_mut::<F>())) };
+    let has_df = !g.df.is_absent();
     // SAFETY: as above.
     let mut sums: [&mut [X::Acc]; 4] =
         unsafe { [g.dweight.slice_mut(), g.dbias.slice_mut(), g.dalpha.slice_mut(), g.dbeta.slice_mut()] };
@@ -260,9 +262,12 @@ where
             }
         }
         // SAFETY: the ranges are disjoint and inside 0..rows.
-        let (dx, df) = unsafe { (dx.slice(block.clone()), df.slice(block.clone())) };
+        let dx = unsafe { dx.slice(block.clone()) };
+        // SAFETY: as above; where df is dx itself, the shim asks for one of them.
+        let df = if has_df { unsafe { df.slice(block.clone()) } } else { &mut [] };
         let mut grads = step::Gradients { dweight, dbias, dalpha, dbeta };
-        step::backward::<N, X, F, Y>(
+        step::backward_by::<X, F, Y>(
+            rule,
             &step,
             r.start,
             part(dx_plus, block.clone()),
@@ -270,7 +275,7 @@ where
             &x_plus[block.clone()],
             part(x, block.clone()),
             part(f, block),
-            &stats[r.start * N::STATS..r.end * N::STATS],
+            &stats[r.start * rule.stats..r.end * rule.stats],
             dx,
             df,
             &mut grads,
@@ -283,19 +288,17 @@ where
 unsafe extern "C" fn nfrs_residual_forward(norm: i64, step: &StepViews) -> c_int {
     if norm == NO_NORM {
         COUNT.kernel();
-        return status(|| forward::<NoNorm>(step));
+        return status(|| forward(&NO_RULES, step));
     }
     let kernels = ROW_NORMS[norm as usize];
     kernels.residual_count.kernel();
-    status(|| (kernels.residual_forward)(step))
+    status(|| forward(&kernels.rules, step))
 }
 
 #[no_mangle]
 unsafe extern "C" fn nfrs_residual_backward(norm: i64, step: &StepViews, gradients: &StepGradients) -> c_int {
-    match norm {
-        NO_NORM => status(|| backward::<NoNorm>(step, gradients)),
-        norm => status(|| (ROW_NORMS[norm as usize].residual_backward)(step, gradients)),
-    }
+    let rules = if norm == NO_NORM { &NO_RULES } else { &ROW_NORMS[norm as usize].rules };
+    status(|| backward(rules, step, gradients))
 }
 
 /// The dropout mask times its scale, float64 on the CPU: what the composed formulas multiply by.

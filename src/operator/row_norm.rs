@@ -2,12 +2,11 @@
 
 use super::count::Count;
 use super::ffi::{by_dtype, give, pointer, status, take, View};
-use super::residual::{self, StepGradients, StepViews};
 use super::{engine, ffi};
 use crate::cpu::parallel::{self, Shared};
 use crate::cpu::{Accumulator, Element};
 use crate::error::Result;
-use crate::norm::rows::{self, RowNorm};
+use crate::norm::rows::{self, RowNorm, Rule, Rules};
 use crate::norm::ROW_NORMS;
 use std::ffi::{c_char, c_int, CStr};
 use tch::Tensor;
@@ -18,10 +17,7 @@ pub struct RowKernels {
     /// torch.ops.normformer_rs.`operator`, and `operator`_residual.
     pub operator: &'static CStr,
     stats: usize,
-    forward: fn(&Norm) -> Result<()>,
-    backward: fn(&NormGradients) -> Result<()>,
-    pub(super) residual_forward: fn(&StepViews) -> Result<()>,
-    pub(super) residual_backward: fn(&StepViews, &StepGradients) -> Result<()>,
+    pub(super) rules: Rules,
     composed: Composed,
     pub(super) count: Count,
     pub(super) residual_count: Count,
@@ -36,10 +32,7 @@ impl RowKernels {
         RowKernels {
             operator,
             stats: N::STATS,
-            forward: |norm| by_dtype!(norm.x, E => forward::<N, E>(norm)),
-            backward: |norm| by_dtype!(norm.x, E => backward::<N, E>(norm)),
-            residual_forward: residual::forward::<N>,
-            residual_backward: residual::backward::<N>,
+            rules: Rules::of::<N>(),
             composed,
             count: Count::new(names[0]),
             residual_count: Count::new(names[1]),
@@ -72,7 +65,7 @@ struct NormGradients {
     dbias: View,
 }
 
-fn forward<N: RowNorm, E: Element>(v: &Norm) -> Result<()> {
+fn forward<E: Element>(rule: &Rule<E::Acc>, v: &Norm) -> Result<()> {
     let (rows, cols) = (v.x.rows(), v.x.cols());
     // SAFETY: the shim gave contiguous tensors of E (parameters and statistics of its accumulation type), y and stats
     // are its own fresh ones.
@@ -83,13 +76,13 @@ fn forward<N: RowNorm, E: Element>(v: &Norm) -> Result<()> {
     parallel::for_each(rows, parallel::grain(cols), |r| {
         // SAFETY: the ranges are disjoint and inside 0..rows.
         let (y, stats) =
-            unsafe { (y.slice(r.start * cols..r.end * cols), stats.slice(r.start * N::STATS..r.end * N::STATS)) };
-        rows::forward::<N, E>(cols, &x[r.start * cols..r.end * cols], weight, bias, eps, y, stats);
+            unsafe { (y.slice(r.start * cols..r.end * cols), stats.slice(r.start * rule.stats..r.end * rule.stats)) };
+        rows::forward_by::<E>(rule, cols, &x[r.start * cols..r.end * cols], weight, bias, eps, y, stats);
     });
     Ok(())
 }
 
-fn backward<N: RowNorm, E: Element>(v: &NormGradients) -> Result<()> {
+fn backward<E: Element>(rule: &Rule<E::Acc>, v: &NormGradients) -> Result<()> {
     let (rows, cols) = (v.x.rows(), v.x.cols());
     // SAFETY: as in `forward`; dx, dweight and dbias are fresh.
     let (dy, x, weight, stats, dx) =
@@ -103,8 +96,8 @@ fn backward<N: RowNorm, E: Element>(v: &NormGradients) -> Result<()> {
         // SAFETY: the ranges are disjoint and inside 0..rows.
         let dx = unsafe { dx.slice(r.start * cols..r.end * cols) };
         let (dy, x) = (&dy[r.start * cols..r.end * cols], &x[r.start * cols..r.end * cols]);
-        let stats = &stats[r.start * N::STATS..r.end * N::STATS];
-        rows::backward::<N, E>(cols, dy, x, weight, eps, stats, dx, dweight, dbias);
+        let stats = &stats[r.start * rule.stats..r.end * rule.stats];
+        rows::backward_by::<E>(rule, cols, dy, x, weight, eps, stats, dx, dweight, dbias);
     });
     Ok(())
 }
@@ -161,7 +154,8 @@ unsafe extern "C" fn nfrs_norm_forward(
 ) -> c_int {
     let kernels = ROW_NORMS[norm as usize];
     kernels.count.kernel();
-    status(|| (kernels.forward)(&Norm { x: *x, weight: *weight, bias: *bias, eps, y: *y, stats: *stats }))
+    let v = Norm { x: *x, weight: *weight, bias: *bias, eps, y: *y, stats: *stats };
+    status(|| by_dtype!(x, E => forward::<E>(kernels.rules.get(), &v)))
 }
 
 #[no_mangle]
@@ -178,7 +172,8 @@ unsafe extern "C" fn nfrs_norm_backward(
 ) -> c_int {
     let (dx, dweight, dbias) = (*dx, *dweight, *dbias);
     let v = NormGradients { dy: *dy, x: *x, weight: *weight, eps, stats: *stats, dx, dweight, dbias };
-    status(|| (ROW_NORMS[norm as usize].backward)(&v))
+    let rules = &ROW_NORMS[norm as usize].rules;
+    status(|| by_dtype!(x, E => backward::<E>(rules.get(), &v)))
 }
 
 #[no_mangle]

@@ -10,11 +10,15 @@
 //! PyTorch calls the same takes three passes to draw and apply the mask and eight for the addition, the norm and
 //! their gradients; here it is four forward and five backward.
 
+use crate::cpu::pack::{Isa, Of, Pack, Store, BLOCK};
 use crate::cpu::philox::{self, Dropout};
 use crate::cpu::{Accumulator, Element};
 use crate::multiversion;
-use crate::norm::convert::{narrow, target, wide, widen, Row};
-use crate::norm::rows::{Measured, NoNorm, PerColumn, RowNorm, Weight};
+use crate::norm::convert::Row;
+use crate::norm::rows::{
+    columns, each_row, fetch, normalise, rows, Blocks, BlocksMut, Group, Lines, Measured, RowNorm, Rule, Slope, Weight,
+    GROUP, PARTS,
+};
 
 /// What does not change from row to row. A scale is empty (one), one number, or one per column; `weight`, `bias` and
 /// `eps` are the norm's.
@@ -38,176 +42,336 @@ pub struct Gradients<'a, A> {
     pub dbeta: &'a mut [A],
 }
 
-multiversion! {
-    /// x⁺ and y for the rows of `x`, the first of which is row `first_row` of the whole. `y` is empty where there is
-    /// no norm; `stats` receives `N::STATS` numbers a row.
-    pub fn forward[N: RowNorm, X: Element, F: Element<Acc = X::Acc>, Y: Element<Acc = X::Acc>](
-        step: &Step<X::Acc>, first_row: usize, x: &[X], f: &[F], x_plus: &mut [X], y: &mut [Y], stats: &mut [X::Acc],
-    ) {
-        let cols = step.cols;
-        if cols == 0 {
-            return;
-        }
-        let (alpha, beta) = (PerColumn::new(step.alpha, cols, X::Acc::ONE), branch_scale(step));
-        let weight = PerColumn::new(step.weight, cols, X::Acc::ONE);
-        let bias = PerColumn::new(step.bias, cols, X::Acc::ZERO);
-        let mut mask = Mask::new(step.dropout, first_row, x.len() / cols, cols);
-        let (mut wide_x, mut wide_f) = (Row::for_type::<X>(cols), Row::for_type::<F>(cols));
-        let mut wide_y = Row::for_type::<Y>(cols);
-        let mut held = [(); 2].map(|()| Row::for_type::<X>(cols));
-        let mut measured = [Measured::restore::<NoNorm>(0, &[]); 2];
-        // The norm runs one row behind, as in norm/rows.rs.
-        let rows = x.len() / cols;
-        for r in 0..=rows {
-            if r < rows {
-                let (x, f, x_plus) = (&x[r * cols..][..cols], &f[r * cols..][..cols], &mut x_plus[r * cols..][..cols]);
-                let held = &mut held[r % 2];
-                widen(x, &mut wide_x);
-                widen(f, &mut wide_f);
-                add(&alpha, wide(x, &wide_x), &beta, mask.row(r), wide(f, &wide_f), target(x_plus, held));
-                narrow(held, x_plus);
-                if !y.is_empty() {
-                    widen(x_plus, held);
-                    measured[r % 2] = N::measure(wide(x_plus, held), step.eps);
-                    measured[r % 2].keep::<N>(r, stats);
-                }
-            }
-            if let (Some(r), false) = (r.checked_sub(1), y.is_empty()) {
-                let (x_plus, y) = (&x_plus[r * cols..][..cols], &mut y[r * cols..][..cols]);
-                measured[r % 2].normalise(wide(x_plus, &held[r % 2]), &weight, &bias, target(y, &mut wide_y));
-                narrow(&wide_y, y);
-            }
-        }
-    }
+/// x⁺ and y for the rows of `x`, the first of which is row `first_row` of the whole. `y` is empty where there is no
+/// norm; `stats` receives `N::STATS` numbers a row.
+pub fn forward<N: RowNorm, X: Element, F: Element<Acc = X::Acc>, Y: Element<Acc = X::Acc>>(
+    step: &Step<X::Acc>,
+    first_row: usize,
+    x: &[X],
+    f: &[F],
+    x_plus: &mut [X],
+    y: &mut [Y],
+    stats: &mut [X::Acc],
+) {
+    forward_by(&Rule::of::<N>(), step, first_row, x, f, x_plus, y, stats);
+}
+
+/// The gradient of [`forward`]: overwrites `dx` and `df` (either may be empty: not wanted), adds to `grads`.
+///
+/// `dx_plus` or `dy` is empty where nothing came back on that side; `x_plus` and `stats` are read only with `dy`, `x`
+/// only with `grads.dalpha`, `f` only with `grads.dbeta`.
+pub fn backward<N: RowNorm, X: Element, F: Element<Acc = X::Acc>, Y: Element<Acc = X::Acc>>(
+    step: &Step<X::Acc>,
+    first_row: usize,
+    dx_plus: &[X],
+    dy: &[Y],
+    x_plus: &[X],
+    x: &[X],
+    f: &[F],
+    stats: &[X::Acc],
+    dx: &mut [X],
+    df: &mut [F],
+    grads: &mut Gradients<X::Acc>,
+) {
+    backward_by(&Rule::of::<N>(), step, first_row, dx_plus, dy, x_plus, x, f, stats, dx, df, grads);
 }
 
 multiversion! {
-    /// The gradient of [`forward`]: overwrites `dx` and `df` (either may be empty: not wanted), adds to `grads`.
-    ///
-    /// `dx_plus` or `dy` is empty where nothing came back on that side; `x_plus` and `stats` are read only with `dy`,
-    /// `x` only with `grads.dalpha`, `f` only with `grads.dbeta`.
-    pub fn backward[N: RowNorm, X: Element, F: Element<Acc = X::Acc>, Y: Element<Acc = X::Acc>](
-        step: &Step<X::Acc>, first_row: usize, dx_plus: &[X], dy: &[Y], x_plus: &[X], x: &[X], f: &[F],
-        stats: &[X::Acc], dx: &mut [X], df: &mut [F], grads: &mut Gradients<X::Acc>,
+    /// [`forward`] with the norm of this rule.
+    pub fn forward_by[isa S][X: Element, F: Element<Acc = X::Acc>, Y: Element<Acc = X::Acc>](
+        rule: &Rule<X::Acc>, step: &Step<X::Acc>, first_row: usize, x: &[X], f: &[F], x_plus: &mut [X], y: &mut [Y],
+        stats: &mut [X::Acc],
     ) {
         let cols = step.cols;
         if cols == 0 {
             return;
         }
-        let (alpha, beta) = (PerColumn::new(step.alpha, cols, X::Acc::ONE), branch_scale(step));
-        let weight = Weight::new(step.weight, cols);
-        let rows = dx_plus.len().max(dy.len()) / cols;
-        let mut mask = Mask::new(step.dropout, first_row, rows, cols);
-        let [mut wide_x, mut wide_dx] = [(); 2].map(|()| Row::for_type::<X>(cols));
-        let [mut wide_f, mut wide_df] = [(); 2].map(|()| Row::for_type::<F>(cols));
-        let (mut wide_dy, mut total) = (Row::for_type::<Y>(cols), Row::new(cols));
-        let (mut dalpha, mut dbeta) = (sum_of(grads.dalpha, cols), sum_of(grads.dbeta, cols));
-        let (dweight, dbias) = (&mut *grads.dweight, &mut *grads.dbias);
-        for r in 0..rows {
-            let at = r * cols..(r + 1) * cols;
-            if dy.is_empty() {
-                total.fill(X::Acc::ZERO);
+        let (alpha, beta) = (columns(step.alpha, cols, X::Acc::ONE), branch_scale(step));
+        let weight = columns(step.weight, cols, X::Acc::ONE);
+        let bias = columns(step.bias, cols, X::Acc::ZERO);
+        let (store, store_y) = (Store::of(x_plus, cols), Store::of(y, cols));
+        let group = Group::new(x.len() / cols, cols);
+        let mut mask = Mask::new(step.dropout, first_row, group);
+        let (spare_x, spare_f) = (group.spare::<X>(1), group.spare::<F>(1));
+        let (mut spare_x_plus, mut spare_y) = (group.spare::<X>(GROUP), group.spare::<Y>(GROUP));
+        // What is streamed is out of reach: the norm reads x⁺ from here.
+        let held_apart = !y.is_empty() && store.is_streamed();
+        let mut held = vec![X::default(); if held_apart { GROUP * cols } else { 0 }];
+        for g in 0..group.count() {
+            let (x, f) = (group.rows(g, x, &spare_x), group.rows(g, f, &spare_f));
+            if held_apart {
+                add::<S, X, F>(&alpha, x, &beta, mask.group(g), f, split(&mut held, cols), Store::PLAIN);
+                copy::<S, X>(split_ref(&held, cols), group.rows_mut(g, x_plus, &mut spare_x_plus), store);
             } else {
-                let (dy, x_plus) = (&dy[at.clone()], &x_plus[at.clone()]);
-                widen(dy, &mut wide_dy);
-                widen(x_plus, &mut wide_x);
-                let (dy, x_plus) = (wide(dy, &wide_dy), wide(x_plus, &wide_x));
-                let row = Measured::restore::<N>(r, stats);
-                let slope = weight.slope::<N>(dy, x_plus, row, step.eps, dweight, dbias);
-                weight.apply(slope, dy, x_plus, row, &mut total);
+                let x_plus = group.rows_mut(g, x_plus, &mut spare_x_plus);
+                add::<S, X, F>(&alpha, x, &beta, mask.group(g), f, x_plus, store);
             }
-            if !dx_plus.is_empty() {
-                let dx_plus = &dx_plus[at.clone()];
-                widen(dx_plus, &mut wide_x);
-                for (total, d) in total.iter_mut().zip(wide(dx_plus, &wide_x)) {
-                    *total += *d;
-                }
-            }
-            if !dx.is_empty() {
-                let dx = &mut dx[at.clone()];
-                scale(&alpha, None, &total, target(dx, &mut wide_dx));
-                narrow(&wide_dx, dx);
-            }
-            if !grads.dalpha.is_empty() {
-                widen(&x[at.clone()], &mut wide_x);
-                add_product(None, wide(&x[at.clone()], &wide_x), &total, &mut dalpha);
-            }
-            if df.is_empty() && grads.dbeta.is_empty() {
+            if y.is_empty() {
                 continue;
             }
-            let bits = mask.row(r);
-            if !df.is_empty() {
-                let df = &mut df[at.clone()];
-                scale(&beta, bits, &total, target(df, &mut wide_df));
-                narrow(&wide_df, df);
+            let x_plus = if held_apart { split_ref(&held, cols) } else { group.rows(g, x_plus, &spare_x_plus) };
+            let found = rule.measure::<S, X>(x_plus, step.eps);
+            for (r, found) in group.range(g).zip(found) {
+                found.keep(rule.stats, r, stats);
             }
-            if !grads.dbeta.is_empty() {
-                widen(&f[at.clone()], &mut wide_f);
-                add_product(bits, wide(&f[at.clone()], &wide_f), &total, &mut dbeta);
-            }
+            normalise::<S, X, Y, true>(x_plus, found, &weight, &bias, group.rows_mut(g, y, &mut spare_y), store_y);
         }
-        finish(&dalpha, None, grads.dalpha);
-        finish(&dbeta, step.dropout, grads.dbeta);
+        store.finish();
+        store_y.finish();
     }
 }
 
-/// Random bits of one row, and the threshold from which an element is kept.
-type Bits<'a> = Option<(u16, &'a [u16])>;
+multiversion! {
+    /// [`backward`] with the norm of this rule.
+    pub fn backward_by[isa S][X: Element, F: Element<Acc = X::Acc>, Y: Element<Acc = X::Acc>](
+        rule: &Rule<X::Acc>, step: &Step<X::Acc>, first_row: usize, dx_plus: &[X], dy: &[Y], x_plus: &[X], x: &[X],
+        f: &[F], stats: &[X::Acc], dx: &mut [X], df: &mut [F], grads: &mut Gradients<X::Acc>,
+    ) {
+        let cols = step.cols;
+        if cols == 0 {
+            return;
+        }
+        let mut weight = Weight::new(rule, step.weight, cols, step.eps, grads.dweight, grads.dbias);
+        let mut scales = Scales {
+            alpha: columns(step.alpha, cols, X::Acc::ONE),
+            beta: branch_scale(step),
+            dalpha: sum_of(grads.dalpha, cols),
+            dbeta: sum_of(grads.dbeta, cols),
+        };
+        let (store, store_f) = (Store::of(dx, cols), Store::of(df, cols));
+        let group = Group::new(dx_plus.len().max(dy.len()) / cols, cols);
+        let mut mask = Mask::new(step.dropout, first_row, group);
+        let (spare_x, spare_f, spare_y) = (group.spare::<X>(1), group.spare::<F>(1), group.spare::<Y>(1));
+        let (mut spare_dx, mut spare_df) = (group.spare::<X>(GROUP), group.spare::<F>(GROUP));
+        for g in 0..group.count() {
+            // Absent rows are empty.
+            let dy = group.rows(g, dy, &spare_y);
+            let x_plus = if dy[0].is_empty() { [&[][..]; GROUP] } else { group.rows(g, x_plus, &spare_x) };
+            let mut slopes = [(Measured::NONE, Slope::NONE); GROUP];
+            if !dy[0].is_empty() {
+                slopes = weight.slopes::<S, X, Y>(dy, x_plus, Measured::restore(rule.stats, group.range(g), stats));
+            }
+            let x = if scales.dalpha.is_empty() { [&[][..]; GROUP] } else { group.rows(g, x, &spare_x) };
+            let f = if scales.dbeta.is_empty() { [&[][..]; GROUP] } else { group.rows(g, f, &spare_f) };
+            let sides = Sides { dx_plus: group.rows(g, dx_plus, &spare_x), dy, x_plus, x, f };
+            let dx = group.rows_mut(g, dx, &mut spare_dx);
+            let df = group.rows_mut(g, df, &mut spare_df);
+            scales.apply::<S, X, F, Y>(weight.columns(), slopes, sides, mask.group(g), dx, store, df, store_f);
+        }
+        store.finish();
+        store_f.finish();
+        weight.finish(grads.dweight, grads.dbias);
+        finish(&scales.dalpha[..sum_length(grads.dalpha, cols)], None, grads.dalpha);
+        finish(&scales.dbeta[..sum_length(grads.dbeta, cols)], step.dropout, grads.dbeta);
+    }
+}
+
+/// Random bits of a group of rows, and the threshold from which an element is kept.
+type Bits<'a> = Option<(u16, [&'a [u16]; GROUP])>;
+
+/// The four rows of a buffer.
+#[inline(always)]
+fn split<E>(all: &mut [E], cols: usize) -> [&mut [E]; GROUP] {
+    let (a, rest) = all.split_at_mut(cols);
+    let (b, rest) = rest.split_at_mut(cols);
+    let (c, d) = rest.split_at_mut(cols);
+    [a, b, c, d]
+}
+
+#[inline(always)]
+fn split_ref<E>(all: &[E], cols: usize) -> [&[E]; GROUP] {
+    rows!(r => &all[r * cols..(r + 1) * cols])
+}
 
 /// x⁺ = α⊙x + β⊙drop(f).
 #[inline(always)]
-fn add<A: Accumulator>(alpha: &[A], x: &[A], beta: &[A], bits: Bits, f: &[A], out: &mut [A]) {
-    let n = out.len();
-    let (alpha, x, beta, f) = (&alpha[..n], &x[..n], &beta[..n], &f[..n]);
-    match bits {
-        None => {
-            for i in 0..n {
-                out[i] = alpha[i] * x[i] + beta[i] * f[i];
-            }
-        }
-        Some((threshold, bits)) => {
-            let bits = &bits[..n];
-            for i in 0..n {
-                out[i] = alpha[i] * x[i] + if bits[i] >= threshold { beta[i] * f[i] } else { A::ZERO };
-            }
+fn add<S: Isa, X: Element, F: Element<Acc = X::Acc>>(
+    alpha: &[X::Acc],
+    x: [&[X]; GROUP],
+    beta: &[X::Acc],
+    bits: Bits,
+    f: [&[F]; GROUP],
+    to: [&mut [X]; GROUP],
+    store: Store,
+) {
+    let ahead = GROUP * x[0].len();
+    let dropped = bits.is_some();
+    let (threshold, bits) = bits.unwrap_or((0, [&[]; GROUP]));
+    let (x, f, bits, mut to) = (Blocks::of(x), Blocks::of(f), Blocks::of(bits), BlocksMut::of(to));
+    let (mut alpha, mut beta) = (alpha.as_chunks::<BLOCK>().0, beta.as_chunks::<BLOCK>().0);
+    for part in 0..PARTS {
+        let n = x.len(part);
+        let (a, b);
+        ((a, alpha), (b, beta)) = (alpha.split_at(n), beta.split_at(n));
+        let (x, f, to) = (x.part(part, n), f.part(part, n), to.part(part, n));
+        let bits = bits.part(part, if dropped { n } else { 0 });
+        for i in 0..n {
+            let (a, b) = (Of::<X::Acc, S>::pair(&a[i]), Of::<X::Acc, S>::pair(&b[i]));
+            each_row!(r => {
+                fetch(&x[r][i], ahead);
+                fetch(&f[r][i], ahead);
+                let (x, f) = (Of::<X::Acc, S>::pair(&x[r][i]), Of::<X::Acc, S>::pair(&f[r][i]));
+                let mut f = [b[0].mul(f[0]), b[1].mul(f[1])];
+                if dropped {
+                    f = keep::<X::Acc, S>(f, &bits[r][i], threshold);
+                }
+                let block = [a[0].mul_add(x[0], f[0]), a[1].mul_add(x[1], f[1])];
+                Of::<X::Acc, S>::store(block, &mut to[r][i], store);
+            });
         }
     }
+    to.finish();
 }
 
-/// coefficient⊙drop(g).
 #[inline(always)]
-fn scale<A: Accumulator>(coefficient: &[A], bits: Bits, g: &[A], out: &mut [A]) {
-    let n = out.len();
-    let (coefficient, g) = (&coefficient[..n], &g[..n]);
-    match bits {
-        None => {
-            for i in 0..n {
-                out[i] = coefficient[i] * g[i];
-            }
-        }
-        Some((threshold, bits)) => {
-            let bits = &bits[..n];
-            for i in 0..n {
-                out[i] = if bits[i] >= threshold { coefficient[i] * g[i] } else { A::ZERO };
-            }
+fn keep<A: Accumulator, S: Isa>(v: [Of<A, S>; 2], bits: &[u16; BLOCK], threshold: u16) -> [Of<A, S>; 2] {
+    let bits = bits.as_chunks().0;
+    [v[0].keep(&bits[0], threshold), v[1].keep(&bits[1], threshold)]
+}
+
+#[inline(always)]
+fn copy<S: Isa, X: Element>(from: [&[X]; GROUP], to: [&mut [X]; GROUP], store: Store) {
+    let (from, mut to) = (Blocks::of(from), BlocksMut::of(to));
+    for part in 0..PARTS {
+        let n = from.len(part);
+        let (from, to) = (from.part(part, n), to.part(part, n));
+        for i in 0..n {
+            each_row!(r => { Of::<X::Acc, S>::store(Of::<X::Acc, S>::pair(&from[r][i]), &mut to[r][i], store) });
         }
     }
+    to.finish();
 }
 
-/// sum += g⊙drop(v), but for dropout's scale.
-#[inline(always)]
-fn add_product<A: Accumulator>(bits: Bits, v: &[A], g: &[A], sum: &mut [A]) {
-    let n = sum.len();
-    let (v, g) = (&v[..n], &g[..n]);
-    for i in 0..n {
-        let kept = bits.is_none_or(|(threshold, bits)| bits[i] >= threshold);
-        sum[i] += if kept { g[i] * v[i] } else { A::ZERO };
+/// What the gradient reads of a group of rows; absent rows are empty.
+struct Sides<'a, X, F, Y> {
+    dx_plus: [&'a [X]; GROUP],
+    dy: [&'a [Y]; GROUP],
+    x_plus: [&'a [X]; GROUP],
+    x: [&'a [X]; GROUP],
+    f: [&'a [F]; GROUP],
+}
+
+/// The scales α and β per column, and the sums of their gradients (but for dropout's scale); these are empty where not
+/// wanted.
+struct Scales<A> {
+    alpha: Row<A>,
+    beta: Row<A>,
+    dalpha: Row<A>,
+    dbeta: Row<A>,
+}
+
+impl<A: Accumulator> Scales<A> {
+    /// dx = α⊙G and df = β⊙drop(G) of G = dx⁺ + N′(dy), and what a group adds to dα and dβ.
+    #[inline(always)]
+    fn apply<S: Isa, X: Element<Acc = A>, F: Element<Acc = A>, Y: Element<Acc = A>>(
+        &mut self,
+        weight: &[A],
+        slopes: [(Measured<A>, Slope<A>); GROUP],
+        sides: Sides<X, F, Y>,
+        bits: Bits,
+        dx: [&mut [X]; GROUP],
+        store: Store,
+        df: [&mut [F]; GROUP],
+        store_f: Store,
+    ) {
+        let weighted = !weight.is_empty();
+        let (has_dy, has_dx_plus) = (!sides.dy[0].is_empty(), !sides.dx_plus[0].is_empty());
+        let (wants_dx, wants_df) = (!dx[0].is_empty(), !df[0].is_empty());
+        let (wants_dalpha, wants_dbeta) = (!self.dalpha.is_empty(), !self.dbeta.is_empty());
+        let dropped = bits.is_some();
+        let (threshold, bits) = bits.unwrap_or((0, [&[]; GROUP]));
+        let lines = rows!(r => Lines::<A, S, true>::of(slopes[r]));
+        let ahead = GROUP * sides.dx_plus[0].len();
+        let (dy, x_plus, dx_plus) = (Blocks::of(sides.dy), Blocks::of(sides.x_plus), Blocks::of(sides.dx_plus));
+        let (x, f, bits) = (Blocks::of(sides.x), Blocks::of(sides.f), Blocks::of(bits));
+        let (mut dx, mut df) = (BlocksMut::of(dx), BlocksMut::of(df));
+        let mut done = 0;
+        for part in 0..PARTS {
+            let n = if has_dy { dy.len(part) } else { dx_plus.len(part) };
+            let of = |there: bool| if there { n } else { 0 };
+            let (dy, x_plus) = (dy.part(part, of(has_dy)), x_plus.part(part, of(has_dy)));
+            let dx_plus = dx_plus.part(part, of(has_dx_plus));
+            let (x, f) = (x.part(part, of(wants_dalpha)), f.part(part, of(wants_dbeta)));
+            let bits = bits.part(part, of(dropped));
+            let (dx, df) = (dx.part(part, of(wants_dx)), df.part(part, of(wants_df)));
+            let here = |there: bool| if there { done..done + n } else { 0..0 };
+            let weight = &weight.as_chunks::<BLOCK>().0[here(weighted)];
+            let alpha = &self.alpha.as_chunks::<BLOCK>().0[here(true)];
+            let beta = &self.beta.as_chunks::<BLOCK>().0[here(true)];
+            let dalpha = &mut self.dalpha.as_chunks_mut::<BLOCK>().0[here(wants_dalpha)];
+            let dbeta = &mut self.dbeta.as_chunks_mut::<BLOCK>().0[here(wants_dbeta)];
+            done += n;
+            for i in 0..n {
+                let mut total = [[Of::<A, S>::zero(); 2]; GROUP];
+                if has_dy {
+                    let w = if weighted { Of::<A, S>::pair(&weight[i]) } else { [Of::<A, S>::splat(A::ONE); 2] };
+                    each_row!(r => {
+                        let (dy, x) = (Of::<A, S>::pair(&dy[r][i]), Of::<A, S>::pair(&x_plus[r][i]));
+                        total[r] = [lines[r].at(w[0].mul(dy[0]), x[0]), lines[r].at(w[1].mul(dy[1]), x[1])];
+                    });
+                }
+                if has_dx_plus {
+                    each_row!(r => {
+                        fetch(&dx_plus[r][i], ahead);
+                        let d = Of::<A, S>::pair(&dx_plus[r][i]);
+                        total[r] = [total[r][0].add(d[0]), total[r][1].add(d[1])];
+                    });
+                }
+                if wants_dx {
+                    let a = Of::<A, S>::pair(&alpha[i]);
+                    each_row!(r => {
+                        Of::<A, S>::store([a[0].mul(total[r][0]), a[1].mul(total[r][1])], &mut dx[r][i], store);
+                    });
+                }
+                if wants_dalpha {
+                    let mut sum = Of::<A, S>::pair(&dalpha[i]);
+                    each_row!(r => {
+                        let x = Of::<A, S>::pair(&x[r][i]);
+                        sum = [x[0].mul_add(total[r][0], sum[0]), x[1].mul_add(total[r][1], sum[1])];
+                    });
+                    Of::<A, S>::store(sum, &mut dalpha[i], Store::PLAIN);
+                }
+                if wants_df {
+                    let b = Of::<A, S>::pair(&beta[i]);
+                    each_row!(r => {
+                        let mut d = [b[0].mul(total[r][0]), b[1].mul(total[r][1])];
+                        if dropped {
+                            d = keep::<A, S>(d, &bits[r][i], threshold);
+                        }
+                        Of::<A, S>::store(d, &mut df[r][i], store_f);
+                    });
+                }
+                if wants_dbeta {
+                    let mut sum = Of::<A, S>::pair(&dbeta[i]);
+                    each_row!(r => {
+                        let f = Of::<A, S>::pair(&f[r][i]);
+                        // The product is dropped, not the factor: what was dropped may have been infinite.
+                        let mut d = [f[0].mul(total[r][0]), f[1].mul(total[r][1])];
+                        if dropped {
+                            d = keep::<A, S>(d, &bits[r][i], threshold);
+                        }
+                        sum = [sum[0].add(d[0]), sum[1].add(d[1])];
+                    });
+                    Of::<A, S>::store(sum, &mut dbeta[i], Store::PLAIN);
+                }
+            }
+        }
+        dx.finish();
+        df.finish();
     }
 }
 
 /// Columns to sum in: none where the gradient is not wanted.
 fn sum_of<A: Accumulator>(gradient: &[A], cols: usize) -> Row<A> {
-    Row::new(if gradient.is_empty() { 0 } else { cols })
+    Row::new(if gradient.is_empty() { 0 } else { cols.next_multiple_of(BLOCK) })
+}
+
+fn sum_length<A>(gradient: &[A], cols: usize) -> usize {
+    if gradient.is_empty() {
+        0
+    } else {
+        cols
+    }
 }
 
 /// Adds the column sums, or their sum, times dropout's scale.
@@ -221,39 +385,44 @@ fn finish<A: Accumulator>(sums: &[A], dropout: Option<Dropout>, gradient: &mut [
 /// β times what dropout multiplies the kept elements by.
 fn branch_scale<A: Accumulator>(step: &Step<A>) -> Row<A> {
     let scale = A::from_f64(step.dropout.map_or(1.0, |d| d.scale));
-    let mut beta = Row::filled(step.cols, scale);
-    for (scaled, beta) in beta.iter_mut().zip(PerColumn::new(step.beta, step.cols, A::ONE).iter()) {
-        *scaled = *beta * scale;
+    let mut beta = columns(step.beta, step.cols, A::ONE);
+    for beta in beta.iter_mut() {
+        *beta = *beta * scale;
     }
     beta
 }
 
-/// The dropout mask, drawn for a few rows at a time: narrow rows share Philox's groups of sixteen blocks.
+/// The dropout mask, drawn for a few groups at a time: narrow rows share Philox's groups of sixteen blocks.
 struct Mask {
     dropout: Option<Dropout>,
     first_row: usize,
-    rows: usize,
+    group: Group,
     cols: usize,
+    /// Groups drawn together.
     batch: usize,
     bits: Vec<u16>,
 }
 
 impl Mask {
-    fn new(dropout: Option<Dropout>, first_row: usize, rows: usize, cols: usize) -> Self {
-        let batch = (2048 / philox::padded(cols)).clamp(1, rows.max(1));
-        let bits = if dropout.is_some() { philox::scratch(batch, cols) } else { Vec::new() };
-        Mask { dropout, first_row, rows, cols, batch, bits }
+    fn new(dropout: Option<Dropout>, first_row: usize, group: Group) -> Self {
+        let cols = group.cols();
+        let batch = (2048 / (GROUP * philox::padded(cols))).clamp(1, group.count().max(1));
+        let bits = if dropout.is_some() { philox::scratch(batch * GROUP, cols) } else { Vec::new() };
+        Mask { dropout, first_row, group, cols, batch, bits }
     }
 
-    /// Rows are asked for in order.
+    /// Groups are asked for in order. Rows that stand in for absent ones have bits of their own, which nothing hangs on.
     #[inline(always)]
-    fn row(&mut self, r: usize) -> Bits<'_> {
+    fn group(&mut self, g: usize) -> Bits<'_> {
         let dropout = self.dropout?;
-        let place = r % self.batch;
+        let place = g % self.batch;
         if place == 0 {
-            fill(&dropout.stream, self.first_row + r, self.batch.min(self.rows - r), self.cols, &mut self.bits);
+            let rows = GROUP * self.batch.min(self.group.count() - g);
+            fill(&dropout.stream, self.first_row + GROUP * g, rows, self.cols, &mut self.bits);
         }
-        Some((dropout.threshold, &self.bits[place * philox::padded(self.cols)..][..self.cols]))
+        let (row, cols) = (philox::padded(self.cols), self.cols);
+        let bits = &self.bits[place * GROUP * row..];
+        Some((dropout.threshold, rows!(r => &bits[r * row..r * row + cols])))
     }
 }
 

@@ -1,8 +1,9 @@
 //! The one matrix product of the attention kernel, for operands that lie in the first cache.
 
+use crate::cpu::pack::Isa;
 use crate::cpu::simd::{level, Level};
 use crate::cpu::Accumulator;
-use crate::kernel::math::{fused, mul_add, LANES};
+use crate::kernel::math::{mul_add, LANES};
 use crate::multiversion;
 use std::any::TypeId;
 
@@ -12,7 +13,7 @@ pub(super) const TILE: usize = 8;
 multiversion! {
     /// C = A·B (or += where `add`) for shape [m, n, k]: m a multiple of [`TILE`], n of [`LANES`]. A's element (i, p) lies
     /// at i·strides[0] + p·strides[1]; the rows of B and C are `ldb` and `ldc` apart.
-    pub(super) fn product[A: Accumulator](
+    pub(super) fn product[isa S][A: Accumulator](
         shape: [usize; 3],
         a: &[A],
         strides: [usize; 2],
@@ -35,16 +36,12 @@ multiversion! {
             // SAFETY: A is f32, the processor has AVX-512, and all that is touched lies inside by the assertions.
             return unsafe { avx512_f32([m, n, k], a, strides, b, ldb, c, ldc, add) };
         }
-        if fused() {
-            tiles::<A, true>(shape, a, strides, b, ldb, c, ldc, add);
-        } else {
-            tiles::<A, false>(shape, a, strides, b, ldb, c, ldc, add);
-        }
+        tiles::<A, S>(shape, a, strides, b, ldb, c, ldc, add);
     }
 }
 
 #[inline(always)]
-fn tiles<A: Accumulator, const FMA: bool>(
+fn tiles<A: Accumulator, S: Isa>(
     [m, n, k]: [usize; 3],
     a: &[A],
     strides: [usize; 2],
@@ -62,7 +59,7 @@ fn tiles<A: Accumulator, const FMA: bool>(
                 for (r, tile) in tile.iter_mut().enumerate() {
                     let x = a[(i + r) * strides[0] + p * strides[1]];
                     for l in 0..LANES {
-                        tile[l] = mul_add::<A, FMA>(x, b[l], tile[l]);
+                        tile[l] = mul_add::<A, S>(x, b[l], tile[l]);
                     }
                 }
             }

@@ -2,9 +2,10 @@
 
 use super::matrix::transpose;
 use super::{Attention, Block, Sequence, Sizes, QUERIES};
+use crate::cpu::pack::Isa;
 use crate::cpu::philox::{self, Stream};
 use crate::cpu::Accumulator;
-use crate::kernel::math::{exp, fused, Buffer, LANES};
+use crate::kernel::math::{exp, Buffer, LANES};
 use crate::multiversion;
 
 /// −∞ where a key lies after its query.
@@ -20,28 +21,20 @@ pub(super) fn hide<A: Accumulator>(a: &Attention, s: &Sequence, block: Block, sc
 
 multiversion! {
     /// Scores (a key to a row) become exp(s − max); the maxima (0 for a query without keys) and the sums go beside them.
-    pub(super) fn softmax[A: Accumulator](scores: &mut [A], maxima: &mut [A], sums: &mut [A]) {
-        if fused() {
-            softmax_lanes::<A, true>(scores, maxima, sums);
-        } else {
-            softmax_lanes::<A, false>(scores, maxima, sums);
-        }
+    pub(super) fn softmax[isa S][A: Accumulator](scores: &mut [A], maxima: &mut [A], sums: &mut [A]) {
+        softmax_lanes::<A, S>(scores, maxima, sums);
     }
 }
 
 multiversion! {
     /// Scores become exp(s − lse).
-    pub(super) fn weights[A: Accumulator](scores: &mut [A], lse: &[A]) {
-        if fused() {
-            weights_lanes::<A, true>(scores, lse);
-        } else {
-            weights_lanes::<A, false>(scores, lse);
-        }
+    pub(super) fn weights[isa S][A: Accumulator](scores: &mut [A], lse: &[A]) {
+        weights_lanes::<A, S>(scores, lse);
     }
 }
 
 #[inline(always)]
-fn softmax_lanes<A: Accumulator, const FMA: bool>(scores: &mut [A], maxima: &mut [A], sums: &mut [A]) {
+fn softmax_lanes<A: Accumulator, S: Isa>(scores: &mut [A], maxima: &mut [A], sums: &mut [A]) {
     let (lanes, lowest) = (maxima.len(), A::from_f64(f64::NEG_INFINITY));
     for first in (0..lanes).step_by(LANES) {
         let mut max = [lowest; LANES];
@@ -58,7 +51,7 @@ fn softmax_lanes<A: Accumulator, const FMA: bool>(scores: &mut [A], maxima: &mut
         for s in scores.chunks_exact_mut(lanes) {
             let s: &mut [A; LANES] = s[first..].first_chunk_mut().unwrap();
             for l in 0..LANES {
-                s[l] = exp::<A, FMA>(s[l] - max[l]);
+                s[l] = exp::<A, S>(s[l] - max[l]);
                 sum[l] += s[l];
             }
         }
@@ -68,11 +61,11 @@ fn softmax_lanes<A: Accumulator, const FMA: bool>(scores: &mut [A], maxima: &mut
 }
 
 #[inline(always)]
-fn weights_lanes<A: Accumulator, const FMA: bool>(scores: &mut [A], lse: &[A]) {
+fn weights_lanes<A: Accumulator, S: Isa>(scores: &mut [A], lse: &[A]) {
     for s in scores.chunks_exact_mut(lse.len()) {
         for (s, lse) in s.chunks_exact_mut(LANES).zip(lse.chunks_exact(LANES)) {
             for l in 0..LANES {
-                s[l] = exp::<A, FMA>(s[l] - lse[l]);
+                s[l] = exp::<A, S>(s[l] - lse[l]);
             }
         }
     }

@@ -71,14 +71,22 @@ inline Three forward_cpu(int64_t k, const Tensor& x_, const Tensor& f_, const Ma
   return {x_plus, y, stats};
 }
 
+// Where dx and df are the same numbers, df is left empty and autograd hands dx to both: a pass over memory less.
+inline bool same_gradients(const Tensor& x_plus, const Tensor& f, const MaybeTensor& alpha, const MaybeTensor& beta,
+                           double p) {
+  return p == 0 && !pointer(alpha) && !pointer(beta) && x_plus.scalar_type() == f.scalar_type();
+}
+
 // x is given where alpha wants a gradient.
 inline Six backward_meta(const MaybeTensor&, const MaybeTensor&, const Tensor& x_plus, const MaybeTensor& x,
                          const Tensor& f, const MaybeTensor& alpha, const MaybeTensor& beta, const MaybeTensor& weight,
-                         const MaybeTensor& bias, const Tensor&, double, double, const MaybeTensor&, int64_t) {
-  auto like = [&](const MaybeTensor& p) {
-    return p && p->defined() ? at::empty_like(*p, at::MemoryFormat::Contiguous) : at::empty({0}, x_plus.options());
+                         const MaybeTensor& bias, const Tensor&, double, double p, const MaybeTensor&, int64_t) {
+  auto like = [&](const MaybeTensor& t) {
+    return t && t->defined() ? at::empty_like(*t, at::MemoryFormat::Contiguous) : at::empty({0}, x_plus.options());
   };
-  return {at::empty_like(x_plus, at::MemoryFormat::Contiguous), at::empty_like(f, at::MemoryFormat::Contiguous),
+  const bool same = same_gradients(x_plus, f, alpha, beta, p);
+  return {at::empty_like(x_plus, at::MemoryFormat::Contiguous),
+          same ? at::empty({0}, f.options()) : at::empty_like(f, at::MemoryFormat::Contiguous),
           like(x ? alpha : std::nullopt), like(beta), like(weight), like(bias)};
 }
 
@@ -92,13 +100,14 @@ inline Six backward_cpu(int64_t k, const MaybeTensor& dx_plus_, const MaybeTenso
   const Tensor dx_plus = dense(dx_plus_), dy = dense(dy_);
   const Tensor alpha = parameter(alpha_, type), beta = parameter(beta_, type);
   const Tensor weight = parameter(weight_, type), bias = parameter(bias_, type);
-  Tensor dx = at::empty_like(x_plus), df = at::empty_like(f);
+  const bool same = same_gradients(x_plus, f, alpha_, beta_, p);
+  Tensor dx = at::empty_like(x_plus), df = same ? at::empty({0}, f.options()) : at::empty_like(f);
   auto sum_like = [&](const Tensor& p, bool wanted) { return wanted && p.defined() ? at::empty_like(p) : Tensor(); };
   const Tensor dalpha = sum_like(alpha, x.defined()), dbeta = sum_like(beta, true);
   const Tensor dweight = sum_like(weight, true), dbias = sum_like(bias, true);
   const Step step{view(x), view(f), view(alpha), view(beta), view(weight), view(bias), view(x_plus), View{}, view(stats),
                   eps, draw(name(k).c_str(), p, seed, site)};
-  const StepGradients gradients{view(dx_plus), view(dy), view(dx), view(df), view(dalpha), view(dbeta), view(dweight), view(dbias)};
+  const StepGradients gradients{view(dx_plus), view(dy), view(dx), view(same ? Tensor() : df), view(dalpha), view(dbeta), view(dweight), view(dbias)};
   check_rust(nfrs_residual_backward(k, &step, &gradients));
   auto out = [&](const Tensor& d, const MaybeTensor& p) {
     return d.defined() ? d.to(p->scalar_type()) : at::empty({0}, x_plus.options());
@@ -177,6 +186,7 @@ struct ResidualStep : torch::autograd::Function<ResidualStep> {
       auto [dx, df, dalpha, dbeta, dweight, dbias] = op<Backward>(k, "_backward").call(
           maybe(grads[0]), maybe(grads[1]), saved[6], alpha_wanted ? MaybeTensor(saved[0]) : std::nullopt, saved[1],
           maybe(saved[2]), maybe(saved[3]), maybe(saved[4]), maybe(saved[5]), saved[7], eps, p, seed, site);
+      if (same_gradients(saved[6], saved[1], maybe(saved[2]), maybe(saved[3]), p)) df = dx;
       d = {dx, df, alpha_wanted ? dalpha : Tensor(), saved[3].defined() ? dbeta : Tensor(),
            saved[4].defined() ? dweight : Tensor(), saved[5].defined() ? dbias : Tensor()};
     }

@@ -6,6 +6,7 @@ use crate::norm::layer_norm::LayerNorm;
 use crate::norm::rms_norm::RmsNorm;
 use crate::norm::rows;
 use crate::norm::rows::tests::{acc, near, numbers, Tested};
+use crate::norm::rows::NoNorm;
 use crate::norm::scale_norm::ScaleNorm;
 use half::{bf16, f16};
 use philox::Stream;

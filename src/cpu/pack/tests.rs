@@ -1,0 +1,90 @@
+//! Every instruction set against the arithmetic of single numbers.
+
+use super::*;
+use crate::cpu::simd::{force, Level};
+use crate::multiversion;
+use half::{bf16, f16};
+
+multiversion! {
+    /// Rounds `wide` to `narrow`, and widens `rows` to `back`.
+    fn convert[isa S][E: Element](wide: &[E::Acc], narrow: &mut [E], rows: &[E], back: &mut [E::Acc]) {
+        let store = Store::of::<E>(&[], BLOCK);
+        for (wide, narrow) in wide.as_chunks::<BLOCK>().0.iter().zip(narrow.as_chunks_mut::<BLOCK>().0) {
+            Of::<E::Acc, S>::store(Of::<E::Acc, S>::pair(wide), narrow, store);
+        }
+        for (rows, back) in rows.as_chunks::<BLOCK>().0.iter().zip(back.as_chunks_mut::<BLOCK>().0) {
+            Of::<E::Acc, S>::store(Of::<E::Acc, S>::pair(rows), back, Store::PLAIN);
+        }
+    }
+}
+
+fn check_conversion<E: Element<Acc = f32>>(bits: fn(E) -> u16, from: fn(u16) -> E) {
+    // Every high half word with low ones around the ties of both formats.
+    let low = [0u32, 1, 0x0fff, 0x1000, 0x1001, 0x7fff, 0x8000, 0xffff];
+    let wide: Vec<f32> =
+        (0..=u16::MAX).flat_map(|high| low.map(|low| f32::from_bits((high as u32) << 16 | low))).collect();
+    let rows: Vec<E> = (0..=u16::MAX).map(from).collect();
+    for level in Level::ALL {
+        force(Some(level));
+        let (mut narrow, mut back) = (vec![from(0); wide.len()], vec![0.0; rows.len()]);
+        convert::<E>(&wide, &mut narrow, &rows, &mut back);
+        for (got, v) in narrow.iter().zip(&wide) {
+            let (got, want) = (bits(*got), bits(E::store(*v)));
+            assert!(got == want || v.is_nan() && E::load(from(got)).is_nan(), "{level:?} {v:e} {got:#x} {want:#x}");
+        }
+        for (got, v) in back.iter().zip(&rows) {
+            assert!(got.to_bits() == v.load().to_bits() || got.is_nan() && v.load().is_nan(), "{level:?} {got:e}");
+        }
+    }
+    force(None);
+}
+
+#[test]
+fn every_level_converts_as_element_does() {
+    check_conversion::<bf16>(bf16::to_bits, bf16::from_bits);
+    check_conversion::<f16>(f16::to_bits, f16::from_bits);
+}
+
+multiversion! {
+    /// (a + b, a − b, a·b, a·b + c, a where kept), and the sum of a.
+    fn arithmetic[isa S][A: Accumulator](
+        a: &[A; BLOCK], b: &[A; BLOCK], bits: &[u16; BLOCK], out: &mut [[A; BLOCK]; 5], sum: &mut A,
+    ) {
+        let bits = bits.as_chunks::<WIDTH>().0;
+        let ([a, a2], [b, b2]) = (Of::<A, S>::pair(a), Of::<A, S>::pair(b));
+        Of::<A, S>::store([a.add(b), a2.add(b2)], &mut out[0], Store::PLAIN);
+        Of::<A, S>::store([a.sub(b), a2.sub(b2)], &mut out[1], Store::PLAIN);
+        Of::<A, S>::store([a.mul(b), a2.mul(b2)], &mut out[2], Store::PLAIN);
+        Of::<A, S>::store([a.mul_add(b, a), a2.mul_add(b2, a2)], &mut out[3], Store::PLAIN);
+        Of::<A, S>::store([a.keep(&bits[0], 0x8000), a2.keep(&bits[1], 0x8000)], &mut out[4], Store::PLAIN);
+        *sum = a.sum();
+    }
+}
+
+fn check_arithmetic<A: Accumulator + std::fmt::Debug>(unit: f64) {
+    let a: [A; BLOCK] = from_fn(|l| A::from_f64(1.0 + l as f64 / 3.0));
+    let b: [A; BLOCK] = from_fn(|l| A::from_f64(2.0 - l as f64 / 7.0));
+    let bits: [u16; BLOCK] = from_fn(|l| [0, 0x7fff, 0x8000, 0xffff][l % 4]);
+    let mut sums = Vec::new();
+    for level in Level::ALL {
+        force(Some(level));
+        let (mut out, mut sum) = ([[A::ZERO; BLOCK]; 5], A::ZERO);
+        arithmetic(&a, &b, &bits, &mut out, &mut sum);
+        for l in 0..BLOCK {
+            assert!(out[0][l] == a[l] + b[l] && out[1][l] == a[l] - b[l] && out[2][l] == a[l] * b[l], "{level:?} {l}");
+            let exact = a[l].to_f64() * b[l].to_f64() + a[l].to_f64();
+            let error = unit * ((a[l] * b[l]).abs().to_f64() + exact.abs());
+            assert!((out[3][l].to_f64() - exact).abs() <= error, "{level:?} {l}");
+            assert!(out[4][l] == if l % 4 < 2 { A::ZERO } else { a[l] }, "{level:?} {l}");
+        }
+        sums.push(sum);
+    }
+    force(None);
+    assert!(sums.iter().all(|sum| *sum == sums[0]), "{sums:?}");
+}
+
+#[test]
+fn every_level_computes_the_same() {
+    check_arithmetic::<f32>(2f64.powi(-24));
+    check_arithmetic::<f64>(2f64.powi(-53));
+}

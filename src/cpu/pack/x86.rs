@@ -1,0 +1,312 @@
+//! Packs in AVX2 and AVX-512 registers.
+//!
+//! SAFETY, for every intrinsic below: the processor has it, because `multiversion!` names [`Avx2`] and [`Avx512`] only
+//! after asking for their features, and nothing else names them. Loads and stores stay inside the array they are given.
+
+use super::{Isa, Pack, Store, BLOCK, WIDTH};
+use crate::cpu::Element;
+use half::{bf16, f16};
+use std::any::TypeId;
+use std::arch::asm;
+use std::arch::x86_64::*;
+
+#[derive(Clone, Copy, Debug)]
+pub struct Avx512;
+#[derive(Clone, Copy, Debug)]
+pub struct Avx2;
+
+impl Isa for Avx512 {
+    const FUSED: bool = true;
+    type F32 = F32x16;
+}
+impl Isa for Avx2 {
+    const FUSED: bool = true;
+    type F32 = F32x8x2;
+}
+
+#[inline(always)]
+fn is<E: 'static, T: 'static>() -> bool {
+    TypeId::of::<E>() == TypeId::of::<T>()
+}
+
+#[derive(Clone, Copy)]
+pub struct F32x16(__m512);
+
+impl Pack<f32> for F32x16 {
+    #[inline(always)]
+    fn splat(value: f32) -> Self {
+        // SAFETY: see the head of this file.
+        F32x16(unsafe { _mm512_set1_ps(value) })
+    }
+    #[inline(always)]
+    fn load<E: Element<Acc = f32>>(from: &[E; WIDTH]) -> Self {
+        let at = from.as_ptr();
+        // SAFETY: see the head of this file; the casts are between one type and itself.
+        F32x16(unsafe {
+            if is::<E, f32>() {
+                _mm512_loadu_ps(at.cast())
+            } else if is::<E, bf16>() {
+                _mm512_castsi512_ps(_mm512_slli_epi32::<16>(_mm512_cvtepu16_epi32(_mm256_loadu_si256(at.cast()))))
+            } else if is::<E, f16>() {
+                _mm512_cvtph_ps(_mm256_loadu_si256(at.cast()))
+            } else {
+                let wide: [f32; WIDTH] = std::array::from_fn(|l| from[l].load());
+                _mm512_loadu_ps(wide.as_ptr())
+            }
+        })
+    }
+    #[inline(always)]
+    fn add(self, other: Self) -> Self {
+        // SAFETY: see the head of this file.
+        F32x16(unsafe { _mm512_add_ps(self.0, other.0) })
+    }
+    #[inline(always)]
+    fn sub(self, other: Self) -> Self {
+        // SAFETY: see the head of this file.
+        F32x16(unsafe { _mm512_sub_ps(self.0, other.0) })
+    }
+    #[inline(always)]
+    fn mul(self, other: Self) -> Self {
+        // SAFETY: see the head of this file.
+        F32x16(unsafe { _mm512_mul_ps(self.0, other.0) })
+    }
+    #[inline(always)]
+    fn mul_add(self, a: Self, b: Self) -> Self {
+        // SAFETY: see the head of this file.
+        F32x16(unsafe { _mm512_fmadd_ps(self.0, a.0, b.0) })
+    }
+    #[inline(always)]
+    fn sum(self) -> f32 {
+        // SAFETY: see the head of this file.
+        unsafe {
+            let high = _mm512_extractf32x8_ps::<1>(self.0);
+            sum8(_mm256_add_ps(_mm512_castps512_ps256(self.0), high))
+        }
+    }
+    #[inline(always)]
+    fn store<E: Element<Acc = f32>>(block: [Self; 2], to: &mut [E; BLOCK], how: Store) {
+        let [F32x16(low), F32x16(high)] = block;
+        let at = to.as_mut_ptr();
+        // SAFETY: see the head of this file; the casts are between one type and itself, and a streamed block starts on a
+        // cache line, by the caller.
+        unsafe {
+            if is::<E, f32>() {
+                let at: *mut f32 = at.cast();
+                if how.streamed {
+                    _mm512_stream_ps(at, low);
+                    _mm512_stream_ps(at.add(WIDTH), high);
+                } else {
+                    _mm512_storeu_ps(at, low);
+                    _mm512_storeu_ps(at.add(WIDTH), high);
+                }
+                return;
+            }
+            let both = if is::<E, bf16>() {
+                narrow_bf16(low, high, how.bf16)
+            } else if is::<E, f16>() {
+                let low = _mm512_cvtps_ph::<_MM_FROUND_TO_NEAREST_INT>(low);
+                let high = _mm512_cvtps_ph::<_MM_FROUND_TO_NEAREST_INT>(high);
+                _mm512_inserti64x4::<1>(_mm512_castsi256_si512(low), high)
+            } else {
+                unreachable!("four types are stored, and f64 does not compute in f32")
+            };
+            if how.streamed {
+                _mm512_stream_si512(at.cast(), both);
+            } else {
+                _mm512_storeu_si512(at.cast(), both);
+            }
+        }
+    }
+    #[inline(always)]
+    fn keep(self, bits: &[u16; WIDTH], threshold: u16) -> Self {
+        // SAFETY: see the head of this file.
+        unsafe {
+            let bits = _mm256_loadu_si256(bits.as_ptr().cast());
+            let kept = _mm256_cmpge_epu16_mask(bits, _mm256_set1_epi16(threshold as i16));
+            F32x16(_mm512_maskz_mov_ps(kept, self.0))
+        }
+    }
+}
+
+/// Thirty-two numbers rounded to bf16, as [`Element`] does it.
+///
+/// # Safety
+/// The processor has AVX-512 F, BW, DQ and VL; and BF16, if `native`.
+#[inline]
+#[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl")]
+unsafe fn narrow_bf16(low: __m512, high: __m512, native: bool) -> __m512i {
+    const SUBNORMAL: i32 = 0x20;
+    if native {
+        // The instruction would flush subnormal numbers to zero.
+        let subnormal = _mm512_fpclass_ps_mask::<SUBNORMAL>(low) | _mm512_fpclass_ps_mask::<SUBNORMAL>(high);
+        if subnormal == 0 {
+            let both: __m512i;
+            // By name: a function compiled for AVX512_BF16, as the intrinsic is, is not inlined into one that is not.
+            // SAFETY: the processor has the instruction, by the caller; it touches registers only.
+            unsafe {
+                asm!("vcvtne2ps2bf16 {}, {}, {}", out(zmm_reg) both, in(zmm_reg) high, in(zmm_reg) low,
+                     options(pure, nomem, nostack, preserves_flags));
+            }
+            return both;
+        }
+    }
+    _mm512_inserti64x4::<1>(_mm512_castsi256_si512(round_bf16(low)), round_bf16(high))
+}
+
+/// [`Element::store`] of bf16, sixteen times.
+#[inline]
+#[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl")]
+fn round_bf16(v: __m512) -> __m256i {
+    let bits = _mm512_castps_si512(v);
+    let odd = _mm512_and_si512(_mm512_srli_epi32::<16>(bits), _mm512_set1_epi32(1));
+    let rounded = _mm512_add_epi32(bits, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff)));
+    let nan = _mm512_cmp_ps_mask::<_CMP_UNORD_Q>(v, v);
+    let rounded = _mm512_mask_or_epi32(rounded, nan, bits, _mm512_set1_epi32(0x0040_0000));
+    _mm512_cvtepi32_epi16(_mm512_srli_epi32::<16>(rounded))
+}
+
+/// # Safety
+/// The processor has AVX.
+#[inline]
+#[target_feature(enable = "avx")]
+unsafe fn sum8(v: __m256) -> f32 {
+    let v = _mm_add_ps(_mm256_castps256_ps128(v), _mm256_extractf128_ps::<1>(v));
+    let v = _mm_add_ps(v, _mm_movehl_ps(v, v));
+    _mm_cvtss_f32(_mm_add_ss(v, _mm_shuffle_ps::<1>(v, v)))
+}
+
+#[derive(Clone, Copy)]
+pub struct F32x8x2([__m256; 2]);
+
+impl Pack<f32> for F32x8x2 {
+    #[inline(always)]
+    fn splat(value: f32) -> Self {
+        // SAFETY: see the head of this file.
+        F32x8x2([unsafe { _mm256_set1_ps(value) }; 2])
+    }
+    #[inline(always)]
+    fn load<E: Element<Acc = f32>>(from: &[E; WIDTH]) -> Self {
+        let at = from.as_ptr();
+        // SAFETY: see the head of this file; the casts are between one type and itself.
+        F32x8x2(unsafe {
+            if is::<E, f32>() {
+                [_mm256_loadu_ps(at.cast()), _mm256_loadu_ps(at.cast::<f32>().add(8))]
+            } else if is::<E, bf16>() {
+                [widen_bf16(at.cast()), widen_bf16(at.add(8).cast())]
+            } else {
+                let wide: [f32; WIDTH] = std::array::from_fn(|l| from[l].load());
+                [_mm256_loadu_ps(wide.as_ptr()), _mm256_loadu_ps(wide.as_ptr().add(8))]
+            }
+        })
+    }
+    #[inline(always)]
+    fn add(self, other: Self) -> Self {
+        // SAFETY: see the head of this file.
+        F32x8x2(unsafe { [_mm256_add_ps(self.0[0], other.0[0]), _mm256_add_ps(self.0[1], other.0[1])] })
+    }
+    #[inline(always)]
+    fn sub(self, other: Self) -> Self {
+        // SAFETY: see the head of this file.
+        F32x8x2(unsafe { [_mm256_sub_ps(self.0[0], other.0[0]), _mm256_sub_ps(self.0[1], other.0[1])] })
+    }
+    #[inline(always)]
+    fn mul(self, other: Self) -> Self {
+        // SAFETY: see the head of this file.
+        F32x8x2(unsafe { [_mm256_mul_ps(self.0[0], other.0[0]), _mm256_mul_ps(self.0[1], other.0[1])] })
+    }
+    #[inline(always)]
+    fn mul_add(self, a: Self, b: Self) -> Self {
+        let (x, y, z) = (self.0, a.0, b.0);
+        // SAFETY: see the head of this file.
+        F32x8x2(unsafe { [_mm256_fmadd_ps(x[0], y[0], z[0]), _mm256_fmadd_ps(x[1], y[1], z[1])] })
+    }
+    #[inline(always)]
+    fn sum(self) -> f32 {
+        // SAFETY: see the head of this file.
+        unsafe { sum8(_mm256_add_ps(self.0[0], self.0[1])) }
+    }
+    #[inline(always)]
+    fn store<E: Element<Acc = f32>>(block: [Self; 2], to: &mut [E; BLOCK], how: Store) {
+        let [F32x8x2([a, b]), F32x8x2([c, d])] = block;
+        let at = to.as_mut_ptr();
+        // SAFETY: see the head of this file; the casts are between one type and itself, and a streamed block starts on a
+        // cache line, by the caller.
+        unsafe {
+            if is::<E, f32>() {
+                let at: *mut f32 = at.cast();
+                for (i, v) in [a, b, c, d].into_iter().enumerate() {
+                    if how.streamed {
+                        _mm256_stream_ps(at.add(8 * i), v);
+                    } else {
+                        _mm256_storeu_ps(at.add(8 * i), v);
+                    }
+                }
+            } else if is::<E, bf16>() {
+                let at: *mut __m256i = at.cast();
+                for (i, v) in [narrow8x2_bf16(a, b), narrow8x2_bf16(c, d)].into_iter().enumerate() {
+                    if how.streamed {
+                        _mm256_stream_si256(at.add(i), v);
+                    } else {
+                        _mm256_storeu_si256(at.add(i), v);
+                    }
+                }
+            } else {
+                let mut wide = [0f32; BLOCK];
+                for (i, v) in [a, b, c, d].into_iter().enumerate() {
+                    _mm256_storeu_ps(wide.as_mut_ptr().add(8 * i), v);
+                }
+                for l in 0..BLOCK {
+                    to[l] = E::store(wide[l]);
+                }
+            }
+        }
+    }
+    #[inline(always)]
+    fn keep(self, bits: &[u16; WIDTH], threshold: u16) -> Self {
+        let (low, high) = bits.split_at(8);
+        // SAFETY: see the head of this file.
+        F32x8x2(unsafe { [keep8(self.0[0], low.as_ptr(), threshold), keep8(self.0[1], high.as_ptr(), threshold)] })
+    }
+}
+
+/// # Safety
+/// The processor has AVX2, and eight numbers lie at `from`.
+#[inline]
+#[target_feature(enable = "avx2")]
+unsafe fn widen_bf16(from: *const __m128i) -> __m256 {
+    // SAFETY: by the caller.
+    let bits = unsafe { _mm256_cvtepu16_epi32(_mm_loadu_si128(from)) };
+    _mm256_castsi256_ps(_mm256_slli_epi32::<16>(bits))
+}
+
+/// [`Element::store`] of bf16, sixteen times.
+#[inline]
+#[target_feature(enable = "avx2")]
+fn narrow8x2_bf16(low: __m256, high: __m256) -> __m256i {
+    // Packing works within halves of a register; the permutation puts its quarters in order.
+    _mm256_permute4x64_epi64::<0b11_01_10_00>(_mm256_packus_epi32(round8_bf16(low), round8_bf16(high)))
+}
+
+#[inline]
+#[target_feature(enable = "avx2")]
+fn round8_bf16(v: __m256) -> __m256i {
+    let bits = _mm256_castps_si256(v);
+    let odd = _mm256_and_si256(_mm256_srli_epi32::<16>(bits), _mm256_set1_epi32(1));
+    let rounded = _mm256_add_epi32(bits, _mm256_add_epi32(odd, _mm256_set1_epi32(0x7fff)));
+    let quiet = _mm256_or_si256(bits, _mm256_set1_epi32(0x0040_0000));
+    let nan = _mm256_castps_si256(_mm256_cmp_ps::<_CMP_UNORD_Q>(v, v));
+    _mm256_srli_epi32::<16>(_mm256_blendv_epi8(rounded, quiet, nan))
+}
+
+/// `v` where its random bits are at least the threshold, else zero.
+///
+/// # Safety
+/// The processor has AVX2, and eight numbers lie at `bits`.
+#[inline]
+#[target_feature(enable = "avx2")]
+unsafe fn keep8(v: __m256, bits: *const u16, threshold: u16) -> __m256 {
+    // SAFETY: by the caller.
+    let bits = unsafe { _mm256_cvtepu16_epi32(_mm_loadu_si128(bits.cast())) };
+    let dropped = _mm256_cmpgt_epi32(_mm256_set1_epi32(threshold as i32), bits);
+    _mm256_andnot_ps(_mm256_castsi256_ps(dropped), v)
+}

@@ -1,0 +1,168 @@
+//! Rows in groups of four, and a row in blocks of thirty-two: what the passes over memory loop over.
+//!
+//! The loops know only whole groups and whole blocks. Where a group is short of rows, spare rows of zeros stand in, which
+//! add nothing to any sum; where a row ends inside a block, a copy filled up with zeros does.
+
+use super::passes::rows;
+use super::GROUP;
+use crate::cpu::pack::BLOCK;
+use crate::cpu::{Accumulator, Element};
+use crate::norm::convert::Row;
+use std::array::from_fn;
+use std::ops::Range;
+use std::slice::from_mut;
+
+/// Coefficients per column, filled up to whole blocks: the caller's, or one number (the given one, or a default)
+/// repeated.
+pub fn columns<A: Accumulator>(values: &[A], cols: usize, default: A) -> Row<A> {
+    let mut row = Row::filled(cols.next_multiple_of(BLOCK), values.first().copied().unwrap_or(default));
+    match values.len() {
+        0 | 1 => {}
+        n if n == cols => row[..cols].copy_from_slice(values),
+        n => panic!("a row of {cols} columns takes 0, 1 or {cols} coefficients, not {n}"),
+    }
+    row
+}
+
+/// How rows fall into groups.
+#[derive(Clone, Copy, Debug)]
+pub struct Group {
+    rows: usize,
+    cols: usize,
+}
+
+impl Group {
+    pub fn new(rows: usize, cols: usize) -> Self {
+        Group { rows, cols }
+    }
+
+    pub fn cols(&self) -> usize {
+        self.cols
+    }
+
+    #[inline(always)]
+    pub fn count(&self) -> usize {
+        self.rows.div_ceil(GROUP)
+    }
+
+    #[inline(always)]
+    pub fn range(&self, g: usize) -> Range<usize> {
+        g * GROUP..self.rows.min((g + 1) * GROUP)
+    }
+
+    /// Rows of zeros, where the last group is short of rows.
+    pub fn spare<E: Element>(&self, rows: usize) -> Vec<E> {
+        vec![E::default(); if self.rows.is_multiple_of(GROUP) { 0 } else { rows * self.cols }]
+    }
+
+    /// Group `g`; `spare` is one row of [`spare`](Self::spare). Empty rows of an empty tensor.
+    #[inline(always)]
+    pub fn rows<'a, E>(&self, g: usize, all: &'a [E], spare: &'a [E]) -> [&'a [E]; GROUP] {
+        if all.is_empty() {
+            return [all; GROUP];
+        }
+        let Range { start, end } = self.range(g);
+        let rows = &all[start * self.cols..end * self.cols];
+        let mut group = [spare; GROUP];
+        for (to, row) in group.iter_mut().zip(rows.chunks_exact(self.cols)) {
+            *to = row;
+        }
+        group
+    }
+
+    /// Group `g`, to be written; `spare` is GROUP rows of [`spare`](Self::spare). Empty rows of an empty tensor.
+    #[inline(always)]
+    pub fn rows_mut<'a, E>(&self, g: usize, all: &'a mut [E], spare: &'a mut [E]) -> [&'a mut [E]; GROUP] {
+        if all.is_empty() {
+            return [&mut [], &mut [], &mut [], &mut []];
+        }
+        let Range { start, end } = self.range(g);
+        let rows = all[start * self.cols..end * self.cols].chunks_exact_mut(self.cols);
+        let mut rows = rows.chain(spare.chunks_exact_mut(self.cols));
+        from_fn(|_| rows.next().expect("spare rows make up a group"))
+    }
+}
+
+/// A group of rows to read, in two parts: the whole blocks, and the filled-up one where a row ends inside a block.
+pub struct Blocks<'a, E> {
+    whole: [&'a [[E; BLOCK]]; GROUP],
+    rest: [[E; BLOCK]; GROUP],
+    rests: usize,
+}
+
+/// Parts of a row; a loop over them is one loop body where a special case after the loop would be two.
+pub const PARTS: usize = 2;
+
+impl<'a, E: Copy + Default> Blocks<'a, E> {
+    #[inline(always)]
+    pub fn of(rows: [&'a [E]; GROUP]) -> Self {
+        let cols = rows[0].len();
+        let whole = rows!(r => rows[r].as_chunks::<BLOCK>().0);
+        let (mut rest, rests) = ([[E::default(); BLOCK]; GROUP], (cols % BLOCK).min(1));
+        if rests > 0 {
+            for r in 0..GROUP {
+                let tail = rows[r].as_chunks::<BLOCK>().1;
+                rest[r][..tail.len()].copy_from_slice(tail);
+            }
+        }
+        Blocks { whole, rest, rests }
+    }
+
+    /// The rows' blocks of this part, `n` each.
+    #[inline(always)]
+    pub fn part(&self, part: usize, n: usize) -> [&[[E; BLOCK]]; GROUP] {
+        if part == 0 {
+            rows!(r => &self.whole[r][..n])
+        } else {
+            rows!(r => &std::slice::from_ref(&self.rest[r])[..n])
+        }
+    }
+
+    /// Blocks of each row in this part.
+    #[inline(always)]
+    pub fn len(&self, part: usize) -> usize {
+        if part == 0 {
+            self.whole[0].len()
+        } else {
+            self.rests
+        }
+    }
+}
+
+/// A group of rows to write, likewise.
+pub struct BlocksMut<'a, E> {
+    whole: [&'a mut [[E; BLOCK]]; GROUP],
+    tails: [&'a mut [E]; GROUP],
+    rest: [[E; BLOCK]; GROUP],
+}
+
+impl<'a, E: Element> BlocksMut<'a, E> {
+    #[inline(always)]
+    pub fn of(rows: [&'a mut [E]; GROUP]) -> Self {
+        let [a, b, c, d] = rows;
+        let (a, b) = (a.as_chunks_mut::<BLOCK>(), b.as_chunks_mut::<BLOCK>());
+        let (c, d) = (c.as_chunks_mut::<BLOCK>(), d.as_chunks_mut::<BLOCK>());
+        let (whole, tails) = ([a.0, b.0, c.0, d.0], [a.1, b.1, c.1, d.1]);
+        BlocksMut { whole, tails, rest: [[E::default(); BLOCK]; GROUP] }
+    }
+
+    /// The rows' blocks of this part, `n` each.
+    #[inline(always)]
+    pub fn part(&mut self, part: usize, n: usize) -> [&mut [[E; BLOCK]]; GROUP] {
+        let [a, b, c, d] = &mut self.whole;
+        if part == 0 {
+            return [&mut a[..n], &mut b[..n], &mut c[..n], &mut d[..n]];
+        }
+        let [a, b, c, d] = &mut self.rest;
+        let [a, b, c, d] = [from_mut(a), from_mut(b), from_mut(c), from_mut(d)];
+        [&mut a[..n], &mut b[..n], &mut c[..n], &mut d[..n]]
+    }
+
+    /// Writes the rest.
+    #[inline(always)]
+    pub fn finish(self) {
+        for (tail, rest) in self.tails.into_iter().zip(&self.rest) {
+            tail.copy_from_slice(&rest[..tail.len()]);
+        }
+    }
+}

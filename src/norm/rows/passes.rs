@@ -1,0 +1,429 @@
+//! The four passes over a group of rows: measure and normalise, and the two halves of the gradient.
+
+use super::blocks::{columns, Blocks, BlocksMut, PARTS};
+use super::{Measured, Rule, Slope, Sums, GROUP};
+use crate::cpu::pack::{Isa, Of, Pack, Store, BLOCK};
+use crate::cpu::{Accumulator, Element};
+use crate::norm::convert::Row;
+
+/// An array of what the expression is for each row of a group. Not `map`: a closure is a function of its own, compiled
+/// without the instruction set of its surroundings unless LLVM happens to inline it.
+macro_rules! rows {
+    ($r:ident => $value:expr) => {
+        [
+            {
+                let $r = 0;
+                $value
+            },
+            {
+                let $r = 1;
+                $value
+            },
+            {
+                let $r = 2;
+                $value
+            },
+            {
+                let $r = 3;
+                $value
+            },
+        ]
+    };
+}
+pub(crate) use rows;
+
+/// The same for statements.
+macro_rules! each_row {
+    ($r:ident => $work:block) => {{
+        let [(), (), (), ()] = rows!($r => $work);
+    }};
+}
+pub(crate) use each_row;
+
+impl<A: Accumulator> Rule<A> {
+    /// The shift and the scale of each row.
+    #[inline(always)]
+    pub fn measure<S: Isa, E: Element<Acc = A>>(&self, x: [&[E]; GROUP], eps: A) -> [Measured<A>; GROUP] {
+        let cols = A::from_f64(x[0].len() as f64);
+        let sums = match self.stats {
+            0 => return [Measured::NONE; GROUP],
+            1 => {
+                let squares = squares::<S, E>(x);
+                rows!(r => Sums { cols, about: A::ZERO, sum: A::ZERO, squares: squares[r] })
+            }
+            _ => moments::<S, E>(x, cols),
+        };
+        let mut measured = [Measured::NONE; GROUP];
+        for r in 0..GROUP {
+            measured[r] = (self.measure)(&sums[r], eps).unwrap_or_else(|| self.measure_scaled(x[r], eps));
+        }
+        measured
+    }
+
+    #[cold]
+    #[inline(never)]
+    fn measure_scaled<E: Element<Acc = A>>(&self, x: &[E], eps: A) -> Measured<A> {
+        (self.measure_scaled)(&x.iter().map(|v| v.load()).collect::<Vec<_>>(), eps)
+    }
+}
+
+/// Σx².
+#[inline(always)]
+fn squares<S: Isa, E: Element>(x: [&[E]; GROUP]) -> [E::Acc; GROUP] {
+    let ahead = GROUP * x[0].len();
+    let x = Blocks::of(x);
+    let mut sums = [[Of::<E::Acc, S>::zero(); 2]; GROUP];
+    for part in 0..PARTS {
+        let n = x.len(part);
+        let x = x.part(part, n);
+        for b in 0..n {
+            each_row!(r => {
+                fetch(&x[r][b], ahead);
+                let [low, high] = Of::<E::Acc, S>::pair(&x[r][b]);
+                sums[r] = [low.mul_add(low, sums[r][0]), high.mul_add(high, sums[r][1])];
+            });
+        }
+    }
+    rows!(r => sums[r][0].add(sums[r][1]).sum())
+}
+
+/// Moments about a guess, the mean of the row's first columns: with d = x − guess, μ = guess + mean d and
+/// σ² = mean d² − (mean d)².
+///
+/// E[x²] − μ² (guess = 0) would lose every digit of a row with μ = 4096·σ in f32. Here (guess − μ)² is at most
+/// cols/128·σ² for any row (Cauchy-Schwarz over the 128 columns of the guess) and typically σ²/128, so that at most
+/// log₂(1 + cols/128) bits are lost.
+#[inline(always)]
+fn moments<S: Isa, E: Element>(x: [&[E]; GROUP], cols: E::Acc) -> [Sums<E::Acc>; GROUP] {
+    const FIRST: usize = 128;
+    let cols_usize = x[0].len();
+    let x = Blocks::of(x);
+    let mut sums = [[Of::<E::Acc, S>::zero(); 2]; GROUP];
+    // Only a row of less than one block is guessed from its rest.
+    let part = if x.len(0) > 0 { 0 } else { 1 };
+    let n = x.len(part).min(FIRST / BLOCK);
+    let first = x.part(part, n);
+    for b in 0..n {
+        each_row!(r => {
+            let [low, high] = Of::<E::Acc, S>::pair(&first[r][b]);
+            sums[r] = [sums[r][0].add(low), sums[r][1].add(high)];
+        });
+    }
+    let share = E::Acc::ONE / E::Acc::from_f64((n * BLOCK).min(cols_usize) as f64);
+    let about = rows!(r => sums[r][0].add(sums[r][1]).sum() * share);
+    let shift = rows!(r => Of::<E::Acc, S>::splat(about[r]));
+
+    let ahead = GROUP * cols_usize;
+    // Zeros where the rest is filled up, else ones.
+    let mut real = [E::Acc::ZERO; BLOCK];
+    real[..cols_usize % BLOCK].fill(E::Acc::ONE);
+    let real = Of::<E::Acc, S>::pair(&real);
+    let mut sums = [[Of::<E::Acc, S>::zero(); 2]; GROUP];
+    let mut squares = sums;
+    for part in 0..PARTS {
+        let n = x.len(part);
+        let x = x.part(part, n);
+        for b in 0..n {
+            each_row!(r => {
+                fetch(&x[r][b], ahead);
+                let [low, high] = Of::<E::Acc, S>::pair(&x[r][b]);
+                let (mut low, mut high) = (low.sub(shift[r]), high.sub(shift[r]));
+                if part == 1 {
+                    (low, high) = (low.mul(real[0]), high.mul(real[1]));
+                }
+                sums[r] = [sums[r][0].add(low), sums[r][1].add(high)];
+                squares[r] = [low.mul_add(low, squares[r][0]), high.mul_add(high, squares[r][1])];
+            });
+        }
+    }
+    rows!(r => Sums {
+        cols,
+        about: about[r],
+        sum: sums[r][0].add(sums[r][1]).sum(),
+        squares: squares[r][0].add(squares[r][1]).sum(),
+    })
+}
+
+/// y = w⊙x̂ + b; the shifts are zero where not `C`.
+#[inline(always)]
+pub fn normalise<S: Isa, E: Element, Y: Element<Acc = E::Acc>, const C: bool>(
+    x: [&[E]; GROUP],
+    rows: [Measured<E::Acc>; GROUP],
+    weight: &[E::Acc],
+    bias: &[E::Acc],
+    y: [&mut [Y]; GROUP],
+    store: Store,
+) {
+    let hats = rows!(r => Hat::<E::Acc, S, C>::of(rows[r]));
+    let (x, mut y) = (Blocks::of(x), BlocksMut::of(y));
+    let (mut weight, mut bias) = (weight.as_chunks::<BLOCK>().0, bias.as_chunks::<BLOCK>().0);
+    for part in 0..PARTS {
+        let n = x.len(part);
+        let (x, y, w, c) = (x.part(part, n), y.part(part, n), &weight[..n], &bias[..n]);
+        (weight, bias) = (&weight[n..], &bias[n..]);
+        for b in 0..n {
+            let (w, c) = (Of::<E::Acc, S>::pair(&w[b]), Of::<E::Acc, S>::pair(&c[b]));
+            each_row!(r => {
+                let [low, high] = Of::<E::Acc, S>::pair(&x[r][b]);
+                let (low, high) = (hats[r].at(low).mul_add(w[0], c[0]), hats[r].at(high).mul_add(w[1], c[1]));
+                Of::<E::Acc, S>::store([low, high], &mut y[r][b], store);
+            });
+        }
+    }
+    y.finish();
+}
+
+/// The norm and its weight for the backward pass, and the sums of their gradients over rows.
+///
+/// A weight per column; or one number, kept apart, so that its gradient is the sum Σdy⊙x̂ itself and no array of columns.
+pub struct Weight<'a, A> {
+    rule: &'a Rule<A>,
+    eps: A,
+    cols: usize,
+    gain: A,
+    dgain: A,
+    /// Empty where all are one and nothing is summed.
+    columns: Row<A>,
+    dcolumns: Row<A>,
+    dbias: Row<A>,
+    /// Σg and dbias are wanted.
+    biased: bool,
+}
+
+impl<'a, A: Accumulator> Weight<'a, A> {
+    /// `dweight` (empty where not wanted, or as long as `weight`) and `dbias` (empty, or one per column) are what is
+    /// added to; [`finish`](Self::finish) writes them.
+    pub fn new(rule: &'a Rule<A>, weight: &[A], cols: usize, eps: A, dweight: &[A], dbias: &[A]) -> Self {
+        let (gain, dgain, weight, dweight) = match (weight, dweight) {
+            ([gain], dgain) if cols > 1 => (*gain, dgain.first().copied().unwrap_or(A::ZERO), &[][..], &[][..]),
+            _ => (A::ONE, A::ZERO, weight, dweight),
+        };
+        // The pass that sums over columns does so for weight and bias alike.
+        let biased = !dbias.is_empty() || rule.stats == 2;
+        let (columns, dcolumns, dbias) = if !weight.is_empty() || biased {
+            (columns(weight, cols, A::ONE), start(dweight, cols), start(dbias, cols))
+        } else {
+            (Row::new(0), Row::new(0), Row::new(0))
+        };
+        Weight { rule, eps, cols, gain, dgain, columns, dcolumns, dbias, biased }
+    }
+
+    /// First half of the rows' gradient: dweight, dbias, and the slopes that give dx.
+    #[inline(always)]
+    pub fn slopes<S: Isa, X: Element<Acc = A>, Y: Element<Acc = A>>(
+        &mut self,
+        dy: [&[Y]; GROUP],
+        x: [&[X]; GROUP],
+        rows: [Measured<A>; GROUP],
+    ) -> [(Measured<A>, Slope<A>); GROUP] {
+        let sums = if self.columns.is_empty() {
+            self.sums::<S, X, Y, false, false>(dy, x, rows)
+        } else if self.biased {
+            self.sums::<S, X, Y, true, true>(dy, x, rows)
+        } else {
+            self.sums::<S, X, Y, true, false>(dy, x, rows)
+        };
+        let cols = A::from_f64(self.cols as f64);
+        let mut slopes = [(Measured::NONE, Slope::NONE); GROUP];
+        for r in 0..GROUP {
+            let (sum_g, sum_gx) = sums[r];
+            self.dgain += sum_gx;
+            let slope = (self.rule.slope)(rows[r], self.eps, cols, self.gain * sum_g, self.gain * sum_gx);
+            slopes[r] = (rows[r], Slope { p: slope.p * self.gain, ..slope });
+        }
+        slopes
+    }
+
+    /// Σg and Σg⊙x̂ of each row, g = w⊙dy; dweight += dy⊙x̂ where W, dbias += dy and Σg where B. Shifts are zero where
+    /// not B.
+    #[inline(always)]
+    fn sums<S: Isa, X: Element<Acc = A>, Y: Element<Acc = A>, const W: bool, const B: bool>(
+        &mut self,
+        dy: [&[Y]; GROUP],
+        x: [&[X]; GROUP],
+        rows: [Measured<A>; GROUP],
+    ) -> [(A, A); GROUP] {
+        let hats = rows!(r => Hat::<A, S, B>::of(rows[r]));
+        let (dy, x) = (Blocks::of(dy), Blocks::of(x));
+        let (mut sum_g, mut sum_gx) = ([[Of::<A, S>::zero(); 2]; GROUP], [[Of::<A, S>::zero(); 2]; GROUP]);
+        let (mut done, ahead) = (0, GROUP * self.cols);
+        for part in 0..PARTS {
+            let n = x.len(part);
+            let (dy, x) = (dy.part(part, n), x.part(part, n));
+            let columns = if W { done..done + n } else { 0..0 };
+            let weight = &self.columns.as_chunks::<BLOCK>().0[columns.clone()];
+            let dweight = &mut self.dcolumns.as_chunks_mut::<BLOCK>().0[columns.clone()];
+            let dbias = &mut self.dbias.as_chunks_mut::<BLOCK>().0[columns];
+            done += n;
+            let k = if W { n } else { 0 };
+            let (weight, dweight, dbias) = (&weight[..k], &mut dweight[..k], &mut dbias[..k]);
+            for b in 0..n {
+                let (mut w, mut dw, mut db) =
+                    ([Of::<A, S>::zero(); 2], [Of::<A, S>::zero(); 2], [Of::<A, S>::zero(); 2]);
+                if W {
+                    (w, dw) = (Of::<A, S>::pair(&weight[b]), Of::<A, S>::pair(&dweight[b]));
+                }
+                if B {
+                    db = Of::<A, S>::pair(&dbias[b]);
+                }
+                each_row!(r => {
+                    fetch(&dy[r][b], ahead);
+                    fetch(&x[r][b], ahead);
+                    let (dy, x) = (Of::<A, S>::pair(&dy[r][b]), Of::<A, S>::pair(&x[r][b]));
+                    let xh = [hats[r].at(x[0]), hats[r].at(x[1])];
+                    let g = if W { [w[0].mul(dy[0]), w[1].mul(dy[1])] } else { dy };
+                    sum_gx[r] = [g[0].mul_add(xh[0], sum_gx[r][0]), g[1].mul_add(xh[1], sum_gx[r][1])];
+                    if W {
+                        dw = [dy[0].mul_add(xh[0], dw[0]), dy[1].mul_add(xh[1], dw[1])];
+                    }
+                    if B {
+                        sum_g[r] = [sum_g[r][0].add(g[0]), sum_g[r][1].add(g[1])];
+                        db = [db[0].add(dy[0]), db[1].add(dy[1])];
+                    }
+                });
+                if W {
+                    Of::<A, S>::store(dw, &mut dweight[b], Store::PLAIN);
+                }
+                if B {
+                    Of::<A, S>::store(db, &mut dbias[b], Store::PLAIN);
+                }
+            }
+        }
+        rows!(r => {
+            let sum_g = if B { sum_g[r][0].add(sum_g[r][1]).sum() } else { A::ZERO };
+            (sum_g, sum_gx[r][0].add(sum_gx[r][1]).sum())
+        })
+    }
+
+    /// The weight per column; empty where all are one.
+    #[inline(always)]
+    pub fn columns(&self) -> &[A] {
+        &self.columns
+    }
+
+    /// Second half: dx = p·g + q·x̂ − r.
+    #[inline(always)]
+    pub fn apply<S: Isa, E: Element<Acc = A>>(
+        &self,
+        dy: [&[E]; GROUP],
+        x: [&[E]; GROUP],
+        slopes: [(Measured<A>, Slope<A>); GROUP],
+        dx: [&mut [E]; GROUP],
+        store: Store,
+    ) {
+        if self.columns.is_empty() {
+            self.apply_to::<S, E, false, false>(dy, x, slopes, dx, store);
+        } else if self.rule.stats < 2 {
+            self.apply_to::<S, E, true, false>(dy, x, slopes, dx, store);
+        } else {
+            self.apply_to::<S, E, true, true>(dy, x, slopes, dx, store);
+        }
+    }
+
+    #[inline(always)]
+    fn apply_to<S: Isa, E: Element<Acc = A>, const W: bool, const C: bool>(
+        &self,
+        dy: [&[E]; GROUP],
+        x: [&[E]; GROUP],
+        slopes: [(Measured<A>, Slope<A>); GROUP],
+        dx: [&mut [E]; GROUP],
+        store: Store,
+    ) {
+        let rows = rows!(r => Lines::<A, S, C>::of(slopes[r]));
+        let (dy, x, mut dx) = (Blocks::of(dy), Blocks::of(x), BlocksMut::of(dx));
+        let mut weight = self.columns.as_chunks::<BLOCK>().0;
+        for part in 0..PARTS {
+            let n = x.len(part);
+            let (dy, x, dx) = (dy.part(part, n), x.part(part, n), dx.part(part, n));
+            let here;
+            (here, weight) = weight.split_at(if W { n } else { 0 });
+            for b in 0..n {
+                let w = if W { Of::<A, S>::pair(&here[b]) } else { [Of::<A, S>::zero(); 2] };
+                each_row!(r => {
+                    let (dy, x) = (Of::<A, S>::pair(&dy[r][b]), Of::<A, S>::pair(&x[r][b]));
+                    let g = if W { [w[0].mul(dy[0]), w[1].mul(dy[1])] } else { dy };
+                    let block = [rows[r].at(g[0], x[0]), rows[r].at(g[1], x[1])];
+                    Of::<A, S>::store(block, &mut dx[r][b], store);
+                });
+            }
+        }
+        dx.finish();
+    }
+
+    /// Writes the sums; each is empty where not wanted.
+    pub fn finish(&self, dweight: &mut [A], dbias: &mut [A]) {
+        match dweight {
+            [dgain] if self.cols > 1 => *dgain = self.dgain,
+            _ => dweight.copy_from_slice(&self.dcolumns[..dweight.len()]),
+        }
+        dbias.copy_from_slice(&self.dbias[..dbias.len()]);
+    }
+}
+
+/// Sums per column as they are so far, filled up to whole blocks.
+fn start<A: Accumulator>(sums: &[A], cols: usize) -> Row<A> {
+    let mut row = Row::new(cols.next_multiple_of(BLOCK));
+    row[..sums.len()].copy_from_slice(sums);
+    row
+}
+
+/// x̂ of a row; the shift is zero where not `C`.
+#[derive(Clone, Copy)]
+pub struct Hat<A: Accumulator, S: Isa, const C: bool> {
+    scale: Of<A, S>,
+    shift: Of<A, S>,
+}
+
+impl<A: Accumulator, S: Isa, const C: bool> Hat<A, S, C> {
+    #[inline(always)]
+    pub fn of(row: Measured<A>) -> Self {
+        Hat { scale: Pack::splat(row.scale), shift: Pack::splat(row.shift) }
+    }
+
+    #[inline(always)]
+    pub fn at(&self, x: Of<A, S>) -> Of<A, S> {
+        // x·scale − shift·scale would be one instruction, but off by the rounding of a product: a row of equal numbers
+        // has to become zeros, however large they are.
+        if C {
+            x.sub(self.shift).mul(self.scale)
+        } else {
+            x.mul(self.scale)
+        }
+    }
+}
+
+/// A row's dx as a function of g and x.
+#[derive(Clone, Copy)]
+pub struct Lines<A: Accumulator, S: Isa, const C: bool> {
+    hat: Hat<A, S, C>,
+    p: Of<A, S>,
+    q: Of<A, S>,
+    minus_r: Of<A, S>,
+}
+
+impl<A: Accumulator, S: Isa, const C: bool> Lines<A, S, C> {
+    #[inline(always)]
+    pub fn of((row, slope): (Measured<A>, Slope<A>)) -> Self {
+        // Adding −0 changes nothing, adding 0 would turn −0 into 0.
+        let minus_r = Pack::splat(-slope.r);
+        Lines { hat: Hat::of(row), p: Pack::splat(slope.p), q: Pack::splat(slope.q), minus_r }
+    }
+
+    #[inline(always)]
+    pub fn at(&self, g: Of<A, S>, x: Of<A, S>) -> Of<A, S> {
+        self.p.mul_add(g, self.q.mul_add(self.hat.at(x), self.minus_r))
+    }
+}
+
+/// Asks for the block `ahead` numbers further on, in the next group of rows: eight or more streams at once are too many
+/// for the processor to foresee. An address past the end is no harm.
+#[inline(always)]
+pub fn fetch<E>(block: &[E; BLOCK], ahead: usize) {
+    #[cfg(target_arch = "x86_64")]
+    for line in 0..size_of_val(block) / 64 {
+        use std::arch::x86_64::{_mm_prefetch, _MM_HINT_T1};
+        let at = block.as_ptr().wrapping_add(ahead).wrapping_byte_add(64 * line);
+        // SAFETY: part of SSE, which every x86-64 processor has; it reads nothing.
+        unsafe { _mm_prefetch::<_MM_HINT_T1>(at.cast()) };
+    }
+}
