@@ -224,8 +224,9 @@ def make(what: NormAt | Learned, place: Place, factory: Mapping[str, Any], bias:
     """The norm, or the parameter. `factory`: device and dtype; `bias`: whether norms that have one learn it."""
     if isinstance(what, Learned):
         return nn.Parameter(torch.full(what.shape, what.value, **factory))
-    last = what.last and place.stack == "decoder"
-    return norm_of_config(place.declared.norm, what.width, place.config, last_of_decoder=last, bias=bias, **factory)
+    last, ends = what.last and place.stack == "decoder", what.name == "norm"
+    settings = {"last_of_decoder": last, "ends_stack": ends, "bias": bias, **factory}
+    return norm_of_config(place.declared.norm, what.width, place.config, **settings)
 
 
 def install(owner: nn.Module, items: Iterable[NormAt | Learned], place: Place, **making: Any) -> None:
