@@ -122,11 +122,18 @@ def test_the_same_seed_gives_the_same_bits(tmp_path, corpus, precision):
     assert all(torch.equal(first[k], second[k]) for k in first)
 
 
-@pytest.mark.parametrize("residual", RESIDUALS)
-def test_activation_checkpointing_changes_no_bit(tmp_path, corpus, residual):
+STATISTICS = [{"norm": "batchnorm"}, {"norm": "powernorm-v"}] + [
+    {"norm": "powernorm", "powernorm_mode": mode, "powernorm_warmup": 3, "residual": residual}
+    for mode, residual in [("paper", "prenorm"), ("paper", "postnorm"), ("release", "prenorm")]
+]
+
+
+@pytest.mark.parametrize("model", [{"residual": name} for name in RESIDUALS] + STATISTICS, ids=str)
+def test_activation_checkpointing_changes_no_bit(tmp_path, corpus, model):
+    """Nor any statistic, though two micro-batches go forward and back between updates."""
     for name, recompute in (("plain", False), ("checkpointed", True)):
-        training = {"updates": 4, "activation_checkpointing": recompute}
-        fit(tmp_path / name, corpus, {"dropout": 0.3, "residual": residual}, training)
+        training = {"updates": 4, "accumulate": 2, "max_tokens": 150, "activation_checkpointing": recompute}
+        fit(tmp_path / name, corpus, {"dropout": 0.3, **model}, training)
     assert losses(tmp_path / "plain") == losses(tmp_path / "checkpointed")
     plain, checkpointed = weights(tmp_path / "plain"), weights(tmp_path / "checkpointed")
     assert all(torch.equal(plain[k], checkpointed[k]) for k in plain)
@@ -138,12 +145,14 @@ def test_growth_is_in_the_checkpoint(tmp_path, corpus):
     assert weights(tmp_path / "run")["decoder.t"].tolist() == [7]
 
 
+@pytest.mark.parametrize("norm", ["layernorm", "powernorm"])
 @pytest.mark.parametrize("schedule", ["inverse-sqrt", "val-decay"])
-def test_a_resumed_run_is_the_uninterrupted_one(tmp_path, corpus, schedule):
+def test_a_resumed_run_is_the_uninterrupted_one(tmp_path, corpus, schedule, norm):
     training = {"max_tokens": 100, "accumulate": 2, "schedule": schedule, "warmup": 4, "evaluate_every": 5}
-    fit(tmp_path / "whole", corpus, {"dropout": 0.3}, {**training, "updates": 20})
-    fit(tmp_path / "parts", corpus, {"dropout": 0.3}, {**training, "updates": 7})
-    fit(tmp_path / "parts", corpus, {"dropout": 0.3}, {**training, "updates": 20}, resume=True)
+    model = {"dropout": 0.3, "norm": norm} | ({"powernorm_warmup": 10} if norm == "powernorm" else {})
+    fit(tmp_path / "whole", corpus, model, {**training, "updates": 20})
+    fit(tmp_path / "parts", corpus, model, {**training, "updates": 7})
+    fit(tmp_path / "parts", corpus, model, {**training, "updates": 20}, resume=True)
     whole, parts = losses(tmp_path / "whole"), losses(tmp_path / "parts")
     assert whole == parts
     a, b = weights(tmp_path / "whole"), weights(tmp_path / "parts")
