@@ -405,7 +405,34 @@ impl TransformerConfig {
         if self.branchnorm_steps < 0 {
             return Err(Error::invalid(format!("branchnorm_steps must be at least 0, got {}", self.branchnorm_steps)));
         }
-        Ok(())
+        self.check_that_options_matter()
+    }
+
+    /// An option that would do nothing is a mistake: one of a scheme, norm or init that is not chosen, or a norm where
+    /// the scheme has none.
+    fn check_that_options_matter(&self) -> Result<()> {
+        let (residual, init) = (self.residual.as_str(), self.init());
+        let default = TransformerConfig::default();
+        let json = |config: &TransformerConfig| serde_json::to_value(config).expect("options are plain data");
+        let (own, default) = (json(self), json(&default));
+        for field in TransformerConfig::fields() {
+            let Some(owner) = owner(field.name) else { continue };
+            if own[field.name] != default[field.name] && owner != residual && owner != init {
+                return Err(Error::invalid(format!(
+                    "{} = {} is an option of {}, and this model has residual {residual:?} and init {init:?}: leave it out",
+                    field.name, own[field.name], owner
+                )));
+            }
+        }
+        let scheme = crate::residual::find(residual)?;
+        let norms = [("encoder_norm", &self.encoder_norm), ("decoder_norm", &self.decoder_norm)];
+        match norms.into_iter().find_map(|(name, norm)| Some((name, norm.as_ref()?))) {
+            Some((name, norm)) if !crate::residual::has_norms(scheme, self) => Err(Error::invalid(format!(
+                "residual {residual:?} has no norms, so {name} = {:?} would do nothing: leave it out",
+                norm.as_str()
+            ))),
+            _ => Ok(()),
+        }
     }
 
     pub fn has_encoder(&self) -> bool {
@@ -427,6 +454,13 @@ impl TransformerConfig {
     pub fn decoder_norm(&self) -> &str {
         self.decoder_norm.as_ref().unwrap_or(&self.norm).as_str()
     }
+}
+
+/// The scheme or init that an option belongs to: the one whose name the option's begins with.
+fn owner(option: &str) -> Option<&'static str> {
+    let residuals = crate::residual::SCHEMES.iter().map(|s| s.name());
+    let mut names = residuals.chain(crate::init::INITS.iter().map(|i| i.name));
+    names.find(|name| option.strip_prefix(&name.replace('-', "_")).is_some_and(|rest| rest.starts_with('_')))
 }
 
 impl TrainingConfig {
@@ -488,6 +522,21 @@ mod tests {
         assert!(e.contains("layernorm") && e.contains("did you mean \"scalenorm\""), "{e}");
         let e = from_json::<TransformerConfig>("model", r#"{"scale_fc": true}"#).unwrap_err().to_string();
         assert!(e.contains("scale_fc") && e.contains("d_model") && !e.contains("line"), "{e}");
+    }
+
+    #[test]
+    fn options_that_would_do_nothing_are_mistakes() {
+        let check = |options: &str, part: &str| {
+            let text = format!(r#"{{"vocab_size": 10, {options}}}"#);
+            let e = from_json::<TransformerConfig>("model", &text).unwrap().validate().unwrap_err().to_string();
+            assert!(e.contains(part), "{e}");
+        };
+        check(r#""residual": "prenorm", "branchnorm_steps": 10"#, "an option of branchnorm");
+        check(r#""residual": "prenorm", "normformer_ffn_norm": false"#, "an option of normformer");
+        check(r#""residual": "prenorm", "ds_init_alpha": 0.5"#, "an option of ds-init");
+        check(r#""residual": "rezero", "decoder_norm": "rmsnorm""#, "has no norms");
+        let fine = r#"{"vocab_size": 10, "residual": "branchnorm", "branchnorm_steps": 10, "decoder_norm": "rmsnorm"}"#;
+        from_json::<TransformerConfig>("model", fine).unwrap().validate().unwrap();
     }
 
     #[test]

@@ -10,7 +10,7 @@ from torch import nn
 import reference as ref
 
 SCHEMES = ("postnorm", "prenorm")
-per_norm_and_scheme = pytest.mark.parametrize(("norm", "residual"), list(itertools.product(ref.NORM_NAMES, SCHEMES)))
+per_norm_and_scheme = pytest.mark.parametrize(("norm", "residual"), list(itertools.product(ref.ROW_NORMS, SCHEMES)))
 RATES = ref.Dropout(0.1, 0.2, 0.3, 0.4, seed=2**40 + 7, update=3)
 SOURCE = ref.pad([[5, 6, 7, 8, 2], [9, 4, 2], [11, 2]])
 INPUT = ref.pad([[0, 9, 8], [0, 5, 6, 7, 4], [0, 10, 4]])

@@ -43,7 +43,7 @@ def profile(
     source: Tensor | None,
     target_input: Tensor,
     seed: Tensor,
-    precision: Literal["f32", "f64", "bf16"],
+    precision: str,
 ) -> None:
     """Sets, in place, the gains that the scheme takes from one training batch; arguments as forward's."""
 

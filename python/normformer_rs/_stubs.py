@@ -1,14 +1,19 @@
-"""Writes config.pyi, whose classes are generated at import: `python -m normformer_rs._stubs --check | --write`."""
+"""Writes what is made of Rust's tables: `python -m normformer_rs._stubs --check | --write`.
+
+config.pyi, whose classes are generated at import, and docs/names.md, every norm, residual scheme and initialisation.
+"""
 
 import argparse
 import inspect
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 from . import config
 from .config import Config
 
 STUB = Path(__file__).with_name("config.pyi")
+NAMES = Path(__file__).parents[2] / "docs" / "names.md"
 _GENERATED = (config.TransformerConfig, config.TrainingConfig, config.DataConfig, config.SearchConfig)
 
 _HEAD = '''\
@@ -55,7 +60,31 @@ def tables() -> dict[str, list[dict[str, str]]]: ...
 
 def stub() -> str:
     """The text of config.pyi."""
-    return _HEAD + "".join(_class(kind) for kind in _GENERATED) + _TAIL
+    return _HEAD + "".join(_choices()) + "\n" + "".join(_class(kind) for kind in _GENERATED) + _TAIL
+
+
+def names() -> str:
+    """The text of docs/names.md."""
+    tables = config.tables()
+    lines = [
+        "<!-- Made by `python -m normformer_rs._stubs --write` out of Rust's tables; do not edit. -->",
+        "",
+        "# Names",
+        "",
+        "What each name computes and where it comes from. d is the width, F a sublayer with dropout on its output, N a",
+        "norm; as depths, N and M are the layers of encoder and decoder, L those of a single stack.",
+    ]
+    for title, table, option, tested in (
+        ("Norms", "norms", "--norm", "tests/test_model.py tests/test_norms.py"),
+        ("Residual schemes", "residuals", "--residual", "tests/test_model.py tests/test_training.py"),
+        ("Initialisations", "inits", "--init", "tests/test_model.py"),
+    ):
+        lines += ["", f"## {title}", "", f"`{option} NAME`; shown by `pytest {tested} -k NAME`.", ""]
+        lines += ["| name | definition | source |", "|---|---|---|"]
+        for entry in tables[table]:
+            cells = (f"`{entry['name']}`", entry["equation"].replace("|", "\\|"), entry["source"])
+            lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join([*lines, ""])
 
 
 def _class(kind: type[Config]) -> str:
@@ -67,10 +96,23 @@ def _class(kind: type[Config]) -> str:
     return "\n".join([*lines, "    ) -> None: ...", "", ""])
 
 
+def _aliases() -> dict[tuple[str, ...], str]:
+    """A type for every set of choices, named after the first option that has it."""
+    aliases: dict[tuple[str, ...], str] = {}
+    for field in (field for kind in _GENERATED for field in kind.FIELDS if field.choices):
+        aliases.setdefault(field.choices, "_" + field.name.title().replace("_", ""))
+    return aliases
+
+
+def _choices() -> Iterator[str]:
+    for choices, alias in _aliases().items():
+        words = [json_string(choice) for choice in choices]
+        line = f"{alias} = Literal[{', '.join(words)}]\n"
+        yield line if len(line) <= 121 else f"{alias} = Literal[\n" + "".join(f"    {w},\n" for w in words) + "]\n"
+
+
 def _annotation(field: config.Field) -> str:
-    kind = field.kind
-    if field.choices:
-        kind = f"Literal[{', '.join(json_string(choice) for choice in field.choices)}]"
+    kind = _aliases()[field.choices] if field.choices else field.kind
     return kind + " | None" * field.optional
 
 
@@ -80,18 +122,20 @@ def json_string(text: str) -> str:
 
 
 def main() -> int:
-    """0 if config.pyi is what it should be, or has been written."""
+    """0 if the files are what they should be, or have been written."""
     parser = argparse.ArgumentParser(prog="python -m normformer_rs._stubs", description=__doc__)
     what = parser.add_mutually_exclusive_group(required=True)
-    what.add_argument("--check", action="store_true", help="fail if config.pyi is out of date")
-    what.add_argument("--write", action="store_true", help="write config.pyi")
-    if parser.parse_args().write:
-        STUB.write_text(stub(), encoding="utf-8")
-        return 0
-    if not STUB.exists() or STUB.read_text(encoding="utf-8") != stub():
-        print(f"{STUB} is out of date: python -m normformer_rs._stubs --write", file=sys.stderr)
-        return 1
-    return 0
+    what.add_argument("--check", action="store_true", help="fail if a file is out of date")
+    what.add_argument("--write", action="store_true", help="write the files")
+    is_writing = parser.parse_args().write
+    stale = []
+    for path, text in ((STUB, stub()), (NAMES, names())):
+        if is_writing:
+            path.write_text(text, encoding="utf-8")
+        elif not path.exists() or path.read_text(encoding="utf-8") != text:
+            stale.append(path)
+            print(f"{path} is out of date: python -m normformer_rs._stubs --write", file=sys.stderr)
+    return 1 if stale else 0
 
 
 if __name__ == "__main__":

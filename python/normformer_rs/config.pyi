@@ -26,26 +26,70 @@ class Config:
     @classmethod
     def from_json(cls: type[_C], text: str) -> _C: ...
 
+_Architecture = Literal["encoder-decoder", "decoder-only"]
+_Norm = Literal["layernorm", "rmsnorm", "scalenorm", "scalenorm-fixed"]
+_Residual = Literal[
+    "prenorm",
+    "postnorm",
+    "deepnorm",
+    "branchnorm",
+    "rezero",
+    "r-fixup",
+    "t-fixup",
+    "admin",
+    "admin-const",
+    "dlcl",
+    "normformer",
+    "subln",
+    "sandwich",
+    "layerscale",
+]
+_Init = Literal["xavier", "smallinit", "fairseq", "deepnorm", "subln", "ds-init", "t-fixup", "r-fixup"]
+_BranchnormGrowth = Literal["linear", "exp", "sigmoid"]
+_DlclNorm = Literal["pre", "post"]
+_NormformerMode = Literal["paper", "fairseq"]
+_RFixupMode = Literal["release", "paper"]
+_DsInitMode = Literal["paper", "release"]
+_Positions = Literal["twt", "fairseq"]
+_TieEmbeddings = Literal["all", "decoder", "none"]
+_Schedule = Literal["inverse-sqrt", "val-decay", "no-warmup", "t-fixup", "constant"]
+_Smoothing = Literal["fairseq", "twt"]
+_Criterion = Literal["bleu", "loss"]
+_Precision = Literal["f32", "bf16"]
+_Rule = Literal["google", "fairseq"]
+
 @dataclass(frozen=True)
 class TransformerConfig(Config):
     """A Transformer."""
 
-    architecture: Literal["encoder-decoder", "decoder-only"]
+    architecture: _Architecture
     vocab_size: int
     d_model: int
     d_ff: int
     heads: int
     encoder_layers: int
     decoder_layers: int
-    norm: Literal["layernorm", "rmsnorm", "scalenorm", "scalenorm-fixed"]
-    encoder_norm: Literal["layernorm", "rmsnorm", "scalenorm", "scalenorm-fixed"] | None
-    decoder_norm: Literal["layernorm", "rmsnorm", "scalenorm", "scalenorm-fixed"] | None
+    norm: _Norm
+    encoder_norm: _Norm | None
+    decoder_norm: _Norm | None
     norm_eps: float | None
-    residual: Literal["prenorm", "postnorm"]
-    init: Literal["xavier", "smallinit", "fairseq"]
+    residual: _Residual
+    init: _Init | None
+    branchnorm_steps: int
+    branchnorm_growth: _BranchnormGrowth
+    dlcl_norm: _DlclNorm
+    normformer_head_scale: bool
+    normformer_attention_norm: bool
+    normformer_ffn_norm: bool
+    normformer_residual_scale: bool
+    normformer_mode: _NormformerMode
+    r_fixup_mode: _RFixupMode
+    layerscale_init: float
+    ds_init_alpha: float
+    ds_init_mode: _DsInitMode
     fixnorm: bool
-    positions: Literal["twt", "fairseq"]
-    tie_embeddings: Literal["all", "decoder", "none"]
+    positions: _Positions
+    tie_embeddings: _TieEmbeddings
     output_bias: bool
     dropout: float
     embedding_dropout: float | None
@@ -54,22 +98,34 @@ class TransformerConfig(Config):
     def __init__(
         self,
         *,
-        architecture: Literal["encoder-decoder", "decoder-only"] = ...,
+        architecture: _Architecture = ...,
         vocab_size: int = ...,
         d_model: int = ...,
         d_ff: int = ...,
         heads: int = ...,
         encoder_layers: int = ...,
         decoder_layers: int = ...,
-        norm: Literal["layernorm", "rmsnorm", "scalenorm", "scalenorm-fixed"] = ...,
-        encoder_norm: Literal["layernorm", "rmsnorm", "scalenorm", "scalenorm-fixed"] | None = ...,
-        decoder_norm: Literal["layernorm", "rmsnorm", "scalenorm", "scalenorm-fixed"] | None = ...,
+        norm: _Norm = ...,
+        encoder_norm: _Norm | None = ...,
+        decoder_norm: _Norm | None = ...,
         norm_eps: float | None = ...,
-        residual: Literal["prenorm", "postnorm"] = ...,
-        init: Literal["xavier", "smallinit", "fairseq"] = ...,
+        residual: _Residual = ...,
+        init: _Init | None = ...,
+        branchnorm_steps: int = ...,
+        branchnorm_growth: _BranchnormGrowth = ...,
+        dlcl_norm: _DlclNorm = ...,
+        normformer_head_scale: bool = ...,
+        normformer_attention_norm: bool = ...,
+        normformer_ffn_norm: bool = ...,
+        normformer_residual_scale: bool = ...,
+        normformer_mode: _NormformerMode = ...,
+        r_fixup_mode: _RFixupMode = ...,
+        layerscale_init: float = ...,
+        ds_init_alpha: float = ...,
+        ds_init_mode: _DsInitMode = ...,
         fixnorm: bool = ...,
-        positions: Literal["twt", "fairseq"] = ...,
-        tie_embeddings: Literal["all", "decoder", "none"] = ...,
+        positions: _Positions = ...,
+        tie_embeddings: _TieEmbeddings = ...,
         output_bias: bool = ...,
         dropout: float = ...,
         embedding_dropout: float | None = ...,
@@ -85,7 +141,7 @@ class TrainingConfig(Config):
     epochs: int
     max_tokens: int
     accumulate: int
-    schedule: Literal["inverse-sqrt", "val-decay", "no-warmup", "t-fixup", "constant"]
+    schedule: _Schedule
     lr: float | None
     lr_scale: float
     lr_multiplier: float
@@ -98,15 +154,16 @@ class TrainingConfig(Config):
     weight_decay: float
     clip_norm: float
     label_smoothing: float
-    smoothing: Literal["fairseq", "twt"]
+    smoothing: _Smoothing
     vocab_mask: bool
     word_dropout: float
     evaluate_every: int
-    criterion: Literal["bleu", "loss"]
+    criterion: _Criterion
     patience: int
     keep: int
     evaluation_beam: int
-    precision: Literal["f32", "bf16"]
+    activation_checkpointing: bool
+    precision: _Precision
     device: str
     seed: int
     def __init__(
@@ -116,7 +173,7 @@ class TrainingConfig(Config):
         epochs: int = ...,
         max_tokens: int = ...,
         accumulate: int = ...,
-        schedule: Literal["inverse-sqrt", "val-decay", "no-warmup", "t-fixup", "constant"] = ...,
+        schedule: _Schedule = ...,
         lr: float | None = ...,
         lr_scale: float = ...,
         lr_multiplier: float = ...,
@@ -129,15 +186,16 @@ class TrainingConfig(Config):
         weight_decay: float = ...,
         clip_norm: float = ...,
         label_smoothing: float = ...,
-        smoothing: Literal["fairseq", "twt"] = ...,
+        smoothing: _Smoothing = ...,
         vocab_mask: bool = ...,
         word_dropout: float = ...,
         evaluate_every: int = ...,
-        criterion: Literal["bleu", "loss"] = ...,
+        criterion: _Criterion = ...,
         patience: int = ...,
         keep: int = ...,
         evaluation_beam: int = ...,
-        precision: Literal["f32", "bf16"] = ...,
+        activation_checkpointing: bool = ...,
+        precision: _Precision = ...,
         device: str = ...,
         seed: int = ...,
     ) -> None: ...
@@ -174,7 +232,7 @@ class SearchConfig(Config):
     """How translations are searched."""
 
     beam: int
-    rule: Literal["google", "fairseq"]
+    rule: _Rule
     alpha: float | None
     n_best: int
     max_length: int | None
@@ -182,7 +240,7 @@ class SearchConfig(Config):
         self,
         *,
         beam: int = ...,
-        rule: Literal["google", "fairseq"] = ...,
+        rule: _Rule = ...,
         alpha: float | None = ...,
         n_best: int = ...,
         max_length: int | None = ...,

@@ -61,6 +61,19 @@ pub fn find(name: &str) -> Result<&'static dyn Scheme> {
         .ok_or_else(|| unknown("residual", name, SCHEMES.iter().map(|s| s.name())))
 }
 
+/// Whether the scheme puts a norm anywhere in such a model.
+pub fn has_norms(scheme: &dyn Scheme, config: &TransformerConfig) -> bool {
+    let place = Place::new(config, Stack::Decoder, 0);
+    let is_norm = |change: &Change| matches!(change, Change::Norm(_));
+    let has = |place: Place| {
+        let Around { before, amid, after, .. } = scheme.around(&place);
+        let inside = scheme.inside(&place);
+        before.or(amid).or(after).is_some() || inside.iter().any(|(_, change)| is_norm(change))
+    };
+    let flow = scheme.stack(&place);
+    place.each().any(has) || flow.combine.is_some() || flow.end.iter().any(is_norm)
+}
+
 pub trait Scheme: Sync {
     fn name(&self) -> &'static str;
     fn equation(&self) -> &'static str;

@@ -3,30 +3,51 @@
 Everything is differentiable by autograd and runs in f64. It is written to be read, not to be fast.
 """
 
-from .init import INIT_NAMES, expected_mean, expected_std
-from .model import (
+from .batch_norms import (
+    BATCH_NORMS,
+    NORM_NAMES,
+    BatchNorm,
+    BatchStatisticsNorm,
+    PowerNorm,
+    PowerNormV,
+    Saved,
+)
+from .config import (
     DEFAULTS,
     Config,
-    Dropout,
-    State,
     complete,
+)
+from .init import (
+    INIT_NAMES,
+    deepnorm_beta,
+    expected_bound,
+    expected_mean,
+    expected_std,
+    fixup_branches,
+    subln_gamma,
+    t_fixup_embedding_gain,
+    t_fixup_factor,
+)
+from .model import (
+    Dropout,
     cumulative_lengths,
     forward,
     log_probabilities,
     pack,
     pad,
-    parameter_shapes,
-    random_state,
+    profile_admin,
     sinusoids,
     unpack,
     word_dropout,
 )
 from .norms import (
     DEFAULT_EPS,
-    NORM_NAMES,
+    ROW_NORMS,
     apply_norm,
     fixnorm,
+    group_scaling,
     layer_norm,
+    lp_norm,
     residual_step,
     rms_norm,
     scale_norm,
@@ -43,8 +64,32 @@ from .operators import (
     masked_log_softmax,
     relu_dropout,
 )
-from .philox import dropout_keep, dropout_scale, dropout_threshold, philox4x32
-from .search import RULES, Hypothesis, beam_search, greedy, length_penalty
+from .parameters import (
+    State,
+    buffer_shapes,
+    fresh_buffers,
+    parameter_shapes,
+    random_state,
+)
+from .philox import (
+    dropout_keep,
+    dropout_scale,
+    dropout_threshold,
+    philox4x32,
+)
+from .residual import (
+    RESIDUAL_NAMES,
+    admin_omega,
+    branchnorm_alpha,
+    deepnorm_alpha,
+)
+from .search import (
+    RULES,
+    Hypothesis,
+    beam_search,
+    greedy,
+    length_penalty,
+)
 from .training import (
     Adam,
     Batch,
@@ -58,6 +103,7 @@ from .training import (
 )
 
 __all__ = [
+    "BATCH_NORMS",
     "BOS",
     "DEFAULTS",
     "DEFAULT_EPS",
@@ -65,42 +111,60 @@ __all__ = [
     "INIT_NAMES",
     "NORM_NAMES",
     "PAD",
+    "RESIDUAL_NAMES",
+    "ROW_NORMS",
     "RULES",
     "UNK",
     "Adam",
     "Batch",
+    "BatchNorm",
+    "BatchStatisticsNorm",
     "Config",
     "Dropout",
     "Hypothesis",
+    "PowerNorm",
+    "PowerNormV",
+    "Saved",
     "State",
     "Step",
     "ValDecay",
+    "admin_omega",
     "apply_norm",
     "attention",
     "beam_search",
+    "branchnorm_alpha",
+    "buffer_shapes",
     "causal_mask",
     "clip_by_global_norm",
     "complete",
     "cumulative_lengths",
+    "deepnorm_alpha",
+    "deepnorm_beta",
     "dropout_keep",
     "dropout_scale",
     "dropout_threshold",
+    "expected_bound",
     "expected_mean",
     "expected_std",
     "fixnorm",
+    "fixup_branches",
     "forward",
+    "fresh_buffers",
     "greedy",
+    "group_scaling",
     "inverse_sqrt_lambda",
     "inverse_sqrt_peak",
     "label_smoothed_cross_entropy",
     "layer_norm",
     "length_penalty",
     "log_probabilities",
+    "lp_norm",
     "masked_log_softmax",
     "pack",
     "pad",
     "parameter_shapes",
     "philox4x32",
+    "profile_admin",
     "random_state",
     "relu_dropout",
     "residual_step",
@@ -108,7 +172,10 @@ __all__ = [
     "scale_norm",
     "scale_norm_fixed",
     "sinusoids",
+    "subln_gamma",
     "t_fixup_decay",
+    "t_fixup_embedding_gain",
+    "t_fixup_factor",
     "train_step",
     "unpack",
     "word_dropout",

@@ -1,46 +1,168 @@
-"""What a freshly initialised parameter's values are drawn from (SPEC §3): their mean and standard deviation."""
+"""What a freshly initialised parameter's values are drawn from (SPEC §3): their mean, standard deviation and limit."""
 
 import math
+from collections.abc import Callable
+from typing import NamedTuple
 
-from .model import Config, complete, parameter_shapes
+from torch import Tensor
 
-INIT_NAMES = ("xavier", "smallinit", "fairseq")
-
-
-def expected_mean(config: Config, name: str) -> float:
-    """√d for ScaleNorm's g, 1 for the other norms' weights, 0 for everything else."""
-    if not _is_norm(name) or name.endswith("bias"):
-        return 0.0
-    return math.sqrt(complete(config)["d_model"]) if parameter_shapes(config)[name] == (1,) else 1.0
+from .config import Config, complete, is_one_stack, layer_counts
+from .parameters import parameters
 
 
-def expected_std(config: Config, name: str) -> float:
+class Linear(NamedTuple):
+    """A weight matrix of a layer: its stack, its layer from 1, and its role: q, k, v, out, fc1 or fc2."""
+
+    stack: str
+    layer: int
+    role: str
+    is_cross_attention: bool
+
+
+def expected_mean(config: Config, name: str) -> float | Tensor:
+    """Where a constant parameter starts: 1, 0, √d, … or DLCL's matrix; 0 for what is drawn."""
+    start = parameters(config)[name].start
+    return 0.0 if start is None else start
+
+
+def expected_std(config: Config, name: str, part: int = 0) -> float:
     """The standard deviation of parameter `name` under config["init"]; 0 for what starts constant.
 
-    Xavier: gain·√(2/(fan_in+fan_out)), the same for the normal and for the uniform (limit √3·std). q, k and v count
-    separately, d×d each. Embeddings N(0, 1/d), under FixNorm U(−0.01, 0.01), whose std is 0.01/√3.
+    Xavier: gain·√(2/(fan_in+fan_out)), the same for the normal and for the uniform. q, k and v count separately, d×d
+    each: `part` 0, 1 and 2 of an in_proj_weight. Embeddings N(0, 1/d), under FixNorm U(−0.01, 0.01), of std 0.01/√3.
     """
-    c = complete(config)
-    shape, d, d_ff, init = parameter_shapes(config)[name], c["d_model"], c["d_ff"], config["init"]
-    if init not in INIT_NAMES:
-        raise ValueError(f"unknown init {init!r}; the inits are {', '.join(INIT_NAMES)}")
-    if _is_norm(name) or name.endswith("bias"):
+    c, parameter = complete(config), parameters(config)[name]
+    d, init = c["d_model"], c["init"]
+    if init not in GAINS:
+        raise ValueError(f"unknown init {init!r}; the inits are {', '.join(GAINS)}")
+    if parameter.start is not None:
         return 0.0
     if name.endswith("embedding.weight"):
-        return 0.01 / math.sqrt(3) if c["fixnorm"] else d**-0.5
+        if c["fixnorm"]:
+            return 0.01 / math.sqrt(3)
+        return d**-0.5 * (t_fixup_embedding_gain(c, name) if init == "t-fixup" else 1.0)
     if name == "output_projection.weight":
-        return d**-0.5 if init == "fairseq" else _xavier(*shape)
-    if name.endswith(("in_proj_weight", "out_proj.weight")):
-        if init == "smallinit":
-            return _xavier(d, 4 * d)  # √(2/(5d)) (TwT §2.2)
-        gain = 1 / math.sqrt(2) if init == "fairseq" and name.endswith("in_proj_weight") else 1.0
-        return gain * _xavier(d, d)
-    return _xavier(d, d_ff)  # linear1, linear2
+        return {"fairseq": d**-0.5, "r-fixup": 0.0}.get(init, _xavier(*parameter.shape))
+    fan_out, fan_in = (d, d) if name.endswith("in_proj_weight") else parameter.shape
+    return GAINS[init](c, _linear(name, part)) * _xavier(fan_in, fan_out)
+
+
+def expected_bound(config: Config, name: str, part: int = 0) -> float | None:
+    """The limit a of U(−a, a), √3 times its standard deviation; None for what is normal or constant."""
+    c, std = complete(config), expected_std(config, name, part)
+    if name.endswith("embedding.weight"):
+        is_uniform = c["fixnorm"]
+    else:
+        is_uniform = c["init"] in UNIFORM_INITS and (c["init"], name) != ("fairseq", "output_projection.weight")
+    return math.sqrt(3) * std if is_uniform and std > 0 else None
+
+
+# The gain of every init on a layer's linears.
+
+
+def xavier_gain(config: Config, linear: Linear) -> float:
+    return 1.0
+
+
+def smallinit_gain(config: Config, linear: Linear) -> float:
+    """Attention: std √(2/(5d)) = √(2/(d+4d)), against Xavier's √(2/(2d)) (TwT §2.2)."""
+    return 1.0 if linear.role in ("fc1", "fc2") else math.sqrt(2 / 5)
+
+
+def fairseq_gain(config: Config, linear: Linear) -> float:
+    """1/√2 on q, k, v (TwT App C's baseline)."""
+    return 1 / math.sqrt(2) if linear.role in ("q", "k", "v") else 1.0
+
+
+def deepnorm_gain(config: Config, linear: Linear) -> float:
+    """β on v, out, fc1, fc2, of self- and cross-attention."""
+    return 1.0 if linear.role in ("q", "k") else deepnorm_beta(config, linear.stack)
+
+
+def subln_gain(config: Config, linear: Linear) -> float:
+    """γ on v, out, fc1, fc2, but not in the decoder's cross-attention."""
+    is_plain = linear.role in ("q", "k") or linear.is_cross_attention
+    return 1.0 if is_plain else subln_gamma(config, linear.stack)
+
+
+def ds_init_gain(config: Config, linear: Linear) -> float:
+    """1/√l in layer l = 1, 2, …; release: l^{−1/4} (Zhang et al. 2019a)."""
+    return linear.layer ** (-1 / 4 if config["ds_init_mode"] == "release" else -1 / 2)
+
+
+def t_fixup_gain(config: Config, linear: Linear) -> float:
+    """1/√2 on q, k, as fairseq; on v, out, fc1, fc2 the stack's factor (Huang et al. 2020, release)."""
+    return 1 / math.sqrt(2) if linear.role in ("q", "k") else t_fixup_factor(config, linear.stack)
+
+
+def r_fixup_gain(config: Config, linear: Linear) -> float:
+    """q, k, v L^{−1/6}, fc1 L^{−1/2}, out and fc2 0; L branches (Fixup)."""
+    branches = fixup_branches(config)
+    if linear.role in ("q", "k", "v"):
+        return branches ** (-1 / 6)
+    return branches ** (-1 / 2) if linear.role == "fc1" else 0.0
+
+
+GAINS: dict[str, Callable[[Config, Linear], float]] = {
+    "xavier": xavier_gain,
+    "smallinit": smallinit_gain,
+    "fairseq": fairseq_gain,
+    "deepnorm": deepnorm_gain,
+    "subln": subln_gain,
+    "ds-init": ds_init_gain,
+    "t-fixup": t_fixup_gain,
+    "r-fixup": r_fixup_gain,
+}
+INIT_NAMES = tuple(GAINS)
+UNIFORM_INITS = ("fairseq", "ds-init", "t-fixup")
+
+# Their constants, of N encoder and M decoder layers.
+
+
+def deepnorm_beta(config: Config, stack: str) -> float:
+    """β_e = 0.87(N⁴M)^{−1/16}, β_d = (12M)^{−1/4}; one stack (8L)^{−1/4} (BrN eq 3)."""
+    n, m = layer_counts(config)
+    if is_one_stack(config):
+        return (8 * m) ** (-1 / 4)
+    return 0.87 * (n**4 * m) ** (-1 / 16) if stack == "encoder" else (12 * m) ** (-1 / 4)
+
+
+def subln_gamma(config: Config, stack: str) -> float:
+    """γ_e = √(⅓·ln 3M·ln 2N), γ_d = √(ln 3M); one stack √(ln 2L) (Wang et al. 2022)."""
+    n, m = layer_counts(config)
+    if is_one_stack(config):
+        return math.sqrt(math.log(2 * m))
+    return math.sqrt(math.log(3 * m) * (math.log(2 * n) / 3 if stack == "encoder" else 1))
+
+
+def t_fixup_factor(config: Config, stack: str) -> float:
+    """Encoder 0.67·N^{−1/4}, decoder (9M)^{−1/4}."""
+    n, m = layer_counts(config)
+    return 0.67 * n ** (-1 / 4) if stack == "encoder" else (9 * m) ** (-1 / 4)
+
+
+def t_fixup_embedding_gain(config: Config, name: str) -> float:
+    """(9N)^{−1/4} of the source or shared embedding, (9M)^{−1/4} of a separate target one, or where there is no N."""
+    n, m = layer_counts(config)
+    is_target = name == "target_embedding.weight" or is_one_stack(config)
+    return (9 * (m if is_target else n)) ** (-1 / 4)
+
+
+def fixup_branches(config: Config) -> int:
+    """L = 2N+3M; one stack 2L."""
+    n, m = layer_counts(config)
+    return 2 * m if is_one_stack(config) else 2 * n + 3 * m
+
+
+def _linear(name: str, part: int) -> Linear:
+    """encoder.layers.0.self_attn.in_proj_weight, part 2 → the encoder's v in layer 1."""
+    stack, _, layer, *_ = name.split(".")
+    if name.endswith("in_proj_weight"):
+        role = ("q", "k", "v")[part]
+    else:
+        role = {"out_proj": "out", "linear1": "fc1", "linear2": "fc2"}[name.split(".")[-2]]
+    return Linear(stack, int(layer) + 1, role, ".multihead_attn." in name)
 
 
 def _xavier(fan_in: int, fan_out: int) -> float:
     return math.sqrt(2 / (fan_in + fan_out))
-
-
-def _is_norm(name: str) -> bool:
-    return name.split(".")[-2].startswith("norm")

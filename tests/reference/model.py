@@ -1,41 +1,36 @@
-"""The Transformer of SPEC §4, as functions of a state dict over padded (batch, time) token tensors.
-
-Names of parameters are torch.nn.Transformer's. A config is a dict with the keys of `DEFAULTS`.
-"""
+"""The Transformer of SPEC §4 under any norm and residual scheme, over padded (batch, time) token tensors."""
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
-from .norms import DEFAULT_EPS, apply_norm, fixnorm, residual_step
+from .batch_norms import BATCH_NORMS
+from .config import Config, complete
+from .norms import DEFAULT_EPS, apply_norm, fixnorm, group_scaling, residual_step
 from .operators import PAD, UNK, attention, causal_mask, masked_log_softmax, relu_dropout
+from .parameters import State, buffer_shapes, parameter_shapes
 from .philox import dropout_keep, dropout_scale
+from .residual import (
+    Change,
+    Combine,
+    Gain,
+    Growth,
+    HeadScale,
+    Norm,
+    Parameter,
+    Place,
+    Scale,
+    Shift,
+    branchnorm_alpha,
+    describe_stack,
+    describe_sublayer,
+    places,
+)
 
-State = Mapping[str, Tensor]
-Config = Mapping[str, Any]
-
-DEFAULTS: dict[str, Any] = {
-    "architecture": "encoder-decoder",  # or "decoder-only"
-    "vocab_size": 32,
-    "d_model": 16,
-    "d_ff": 32,
-    "heads": 2,
-    "encoder_layers": 2,
-    "decoder_layers": 2,
-    "norm": "layernorm",
-    "encoder_norm": None,  # None: norm
-    "decoder_norm": None,
-    "residual": "prenorm",  # or "postnorm"
-    "fixnorm": False,
-    "positions": "twt",  # or "fairseq"
-    "tie_embeddings": "all",  # or "decoder", "none"
-    "output_bias": False,
-    "norm_eps": None,  # None: the norm's own
-}
+RELEASED_END_WARMUP = 1000  # of the norm after a stack in PowerNorm's release mode
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,70 +44,6 @@ class Dropout:
     seed: int = 0
     update: int = 0
     micro_batch: int = 0
-
-
-def complete(config: Config) -> dict[str, Any]:
-    """The config with what it leaves out, and each stack's norm, filled in."""
-    full = {**DEFAULTS, **config}
-    for stack in ("encoder", "decoder"):
-        full[f"{stack}_norm"] = full[f"{stack}_norm"] or full["norm"]
-    return full
-
-
-def parameter_shapes(config: Config) -> dict[str, tuple[int, ...]]:
-    """Every parameter's name and shape."""
-    c = complete(config)
-    d, d_ff, vocab = c["d_model"], c["d_ff"], c["vocab_size"]
-    translates = c["architecture"] == "encoder-decoder"
-    shapes: dict[str, tuple[int, ...]] = {}
-
-    def linear(name: str, fan_out: int, fan_in: int) -> None:
-        shapes[f"{name}.weight"] = (fan_out, fan_in)
-        shapes[f"{name}.bias"] = (fan_out,)
-
-    def multihead(name: str) -> None:
-        shapes[f"{name}.in_proj_weight"] = (3 * d, d)
-        shapes[f"{name}.in_proj_bias"] = (3 * d,)
-        linear(f"{name}.out_proj", d, d)
-
-    def norm(name: str, kind: str, is_last_of_decoder: bool) -> None:
-        if kind in ("layernorm", "rmsnorm"):
-            shapes[f"{name}.weight"] = (d,)
-        if kind == "layernorm":
-            shapes[f"{name}.bias"] = (d,)
-        if kind == "scalenorm" or (kind == "scalenorm-fixed" and is_last_of_decoder):
-            shapes[f"{name}.weight"] = (1,)
-
-    def stack(name: str, has_cross_attention: bool) -> None:
-        kind, layers, is_postnorm = c[f"{name}_norm"], c[f"{name}_layers"], c["residual"] == "postnorm"
-        sublayers = 3 if has_cross_attention else 2
-        for i in range(layers):
-            layer = f"{name}.layers.{i}"
-            multihead(f"{layer}.self_attn")
-            if has_cross_attention:
-                multihead(f"{layer}.multihead_attn")
-            linear(f"{layer}.linear1", d_ff, d)
-            linear(f"{layer}.linear2", d, d_ff)
-            for j in range(1, sublayers + 1):
-                is_last = is_postnorm and name == "decoder" and i == layers - 1 and j == sublayers
-                norm(f"{layer}.norm{j}", kind, is_last)
-        if not is_postnorm:
-            norm(f"{name}.norm", kind, name == "decoder")
-
-    if c["tie_embeddings"] == "all":
-        shapes["embedding.weight"] = (vocab, d)
-    else:
-        if translates:
-            shapes["source_embedding.weight"] = (vocab, d)
-        shapes["target_embedding.weight"] = (vocab, d)
-    if translates:
-        stack("encoder", has_cross_attention=False)
-    stack("decoder", has_cross_attention=translates)
-    if c["tie_embeddings"] == "none":
-        shapes["output_projection.weight"] = (vocab, d)
-    if c["output_bias"]:
-        shapes["output_projection.bias"] = (vocab,)
-    return shapes
 
 
 def sinusoids(positions: Tensor, d: int, layout: str) -> Tensor:
@@ -138,9 +69,28 @@ def forward(
 ) -> Tensor:
     """Logits (B, T, V) of source (B, S) (None for a decoder alone) and target_input (B, T).
 
-    Logits at padding are meaningless. Without `dropout` this is evaluation.
+    Logits at padding are meaningless. Without `dropout` this is evaluation; with it (its rates may be 0) this is
+    training: norms with batch statistics use the batch's, and move their buffers in `state` in place.
     """
     return _Run(state, config, dropout).logits(source, target_input)
+
+
+def profile_admin(
+    state: State,
+    config: Config,
+    source: Tensor | None,
+    target_input: Tensor,
+    dropout: Dropout,
+    count_padding: bool = True,
+) -> dict[str, Tensor]:
+    """Every residual_scale of `admin`, from one training forward (Liu et al. 2020; SPEC §3). Buffers do not move.
+
+    Down each stack from r = 1: ω_i = r, r ← √(Var(ω_i x_i) + Var f_i), f_i after its dropout, Var the biased variance
+    over all elements; the forward goes on with the ω just set. `count_padding=False`: over real positions only.
+    """
+    run = _Profile({name: value.detach().clone() for name, value in state.items()}, config, dropout, count_padding)
+    run.logits(source, target_input)
+    return run.omegas
 
 
 class _Run:
@@ -148,8 +98,9 @@ class _Run:
 
     def __init__(self, state: State, config: Config, dropout: Dropout | None) -> None:
         self.state, self.config, self.dropout = state, complete(config), dropout or Dropout()
+        self.is_training = dropout is not None
         self.site = 0
-        odd = set(state) ^ set(parameter_shapes(config))
+        odd = set(state) ^ {*parameter_shapes(config), *buffer_shapes(config)}
         if odd:
             raise KeyError(f"names missing from the state or unexpected in it: {sorted(odd)}")
 
@@ -177,54 +128,66 @@ class _Run:
     def stack(
         self, name: str, x: Tensor, real: Tensor, memory: Tensor | None = None, memory_real: Tensor | None = None
     ) -> Tensor:
-        """All layers of one stack and, under prenorm, its end norm (TwT eq 2, 3)."""
+        """All layers of one stack, and what the scheme does between and after them; the memory is never normed here."""
+        about = describe_stack(self.config, name)
         allowed = real[:, None, None, :]  # (B, 1, 1, T): no query attends to padding
         if name == "decoder":
             allowed = allowed & causal_mask(real.shape[1])
-        for i in range(self.config[f"{name}_layers"]):
-            x = self.layer(name, f"{name}.layers.{i}", x, real, allowed, memory, memory_real)
-        return x if self.config["residual"] == "postnorm" else self.norm(name, f"{name}.norm", x)
 
-    def layer(
-        self,
-        stack: str,
-        name: str,
-        x: Tensor,
-        real: Tensor,
-        allowed: Tensor,
-        memory: Tensor | None,
-        memory_real: Tensor | None,
-    ) -> Tensor:
-        """Self-attention, cross-attention where there is a memory, feed-forward; the memory is never normed here."""
-        norms = iter((f"{name}.norm1", f"{name}.norm2", f"{name}.norm3"))
+        def function(place: Place, y: Tensor) -> Tensor:
+            if place.kind == "feed_forward":
+                return self.feed_forward(place, y, real)
+            if place.kind == "self_attn":
+                return self.multihead(place, y, y, allowed, real, real)
+            return self.multihead(place, y, memory, memory_real[:, None, None, :], real, memory_real)
 
-        def self_attention(y: Tensor) -> Tensor:
-            return self.multihead(f"{name}.self_attn", y, y, allowed, real, real)
+        outputs = [x]
+        for place in places(self.config, name):
+            if place.index == 1:
+                x = self.combined(about.combine, name, outputs, real)
+            x = self.sublayer(place, x, function, real)
+            if place.kind == "feed_forward":
+                outputs.append(self.remembered(about.combine, name, place.layer, x, real))
+        x = self.combined(about.combine, name, outputs, real)
+        for change in about.end:
+            x = self.changed(change, name, x, real)
+        return x
 
-        def cross_attention(y: Tensor) -> Tensor:
-            seen = memory_real[:, None, None, :]
-            return self.multihead(f"{name}.multihead_attn", y, memory, seen, real, memory_real)
+    def remembered(self, combine: Combine | None, stack: str, layer: int, y: Tensor, real: Tensor) -> Tensor:
+        """What later rows see of a layer's output: N_k(y_k) under DLCL's pre."""
+        return self.changed(combine.norms[layer] if combine and combine.is_pre else None, stack, y, real)
 
-        x = self.residual(stack, next(norms), x, self_attention, real)
-        if memory is not None:
-            x = self.residual(stack, next(norms), x, cross_attention, real)
-        return self.residual(stack, next(norms), x, lambda y: self.feed_forward(name, y, real), real)
+    def combined(self, combine: Combine | None, stack: str, outputs: Sequence[Tensor], real: Tensor) -> Tensor:
+        """The next layer's input: the last output, or DLCL's next row, Σ_k W_{lk} y_k, normed under post."""
+        if combine is None:
+            return outputs[-1]
+        row = len(outputs) - 1
+        weights = self.state[combine.weight.name][row]
+        total = sum(weight * y for weight, y in zip(weights, outputs, strict=False))
+        return self.changed(None if combine.is_pre or row == 0 else combine.norms[row - 1], stack, total, real)
 
-    def residual(self, stack: str, norm: str, x: Tensor, sublayer: Callable[[Tensor], Tensor], real: Tensor) -> Tensor:
-        """postnorm: x⁺ = N(x + dropout(F(x))); prenorm: x⁺ = x + dropout(F(N(x)))."""
-        is_postnorm = self.config["residual"] == "postnorm"
-        f = sublayer(x if is_postnorm else self.norm(stack, norm, x))
-        p = self.dropout.residual
-        x_plus, _ = residual_step(x, f, self.keep(p, real, x.shape[-1]), dropout_scale(p))
-        return self.norm(stack, norm, x_plus) if is_postnorm else x_plus
+    def sublayer(self, place: Place, x: Tensor, function: Callable[[Place, Tensor], Tensor], real: Tensor) -> Tensor:
+        """x⁺ = N_after(α⊙x + β⊙dropout(N_output(F(N_before(x)))))."""
+        about = describe_sublayer(place)
+        y = self.changed(about.before, place.stack, x, real)
+        y = self.changed(about.inside.get("input"), place.stack, y, real)
+        f = self.changed(about.output, place.stack, function(place, y), real)
+        return self.changed(about.after, place.stack, self.step(place, x, f, real), real)
+
+    def step(self, place: Place, x: Tensor, f: Tensor, real: Tensor) -> Tensor:
+        """α⊙x + β⊙dropout(f)."""
+        about, p = describe_sublayer(place), self.dropout.residual
+        alpha, beta = self.gain(about.alpha), self.gain(about.beta)
+        return residual_step(x, f, self.keep(p, real, x.shape[-1]), dropout_scale(p), alpha, beta)[0]
 
     def multihead(
-        self, name: str, query: Tensor, memory: Tensor, allowed: Tensor, query_real: Tensor, key_real: Tensor
+        self, place: Place, query: Tensor, memory: Tensor, allowed: Tensor, query_real: Tensor, key_real: Tensor
     ) -> Tensor:
         """W_o·Concat(head_h) + b_o, head_h = Attention(W_q,h·query, W_k,h·memory, W_v,h·memory)."""
-        heads, d = self.config["heads"], self.config["d_model"]
+        heads, d, name = self.config["heads"], self.config["d_model"], f"{place.prefix}.{place.kind}"
+        inside = describe_sublayer(place).inside
         w_q, w_k, w_v = self.state[f"{name}.in_proj_weight"].split(d)
-        b_q, b_k, b_v = self.state[f"{name}.in_proj_bias"].split(d)
+        b_q, b_k, b_v = self.state[f"{name}.in_proj_bias"].split(d) if f"{name}.in_proj_bias" in self.state else [0] * 3
 
         def split(x: Tensor) -> Tensor:
             return x.unflatten(-1, (heads, d // heads)).transpose(1, 2)  # (B, heads, T, d_head)
@@ -232,14 +195,20 @@ class _Run:
         p = self.dropout.attention
         keep = self.attention_keep(p, query_real, key_real)
         q, k, v = split(query @ w_q.T + b_q), split(memory @ w_k.T + b_k), split(memory @ w_v.T + b_v)
-        heads_out = attention(q, k, v, allowed, keep, dropout_scale(p))
-        return self.linear(f"{name}.out_proj", heads_out.transpose(1, 2).flatten(-2))
+        joined = attention(q, k, v, allowed, keep, dropout_scale(p)).transpose(1, 2).flatten(-2)
+        joined = self.changed(inside.get("heads"), place.stack, joined, query_real)
+        projected = self.linear(f"{name}.out_proj", joined)
+        return self.changed(inside.get("projected"), place.stack, projected, query_real)
 
-    def feed_forward(self, layer: str, x: Tensor, real: Tensor) -> Tensor:
+    def feed_forward(self, place: Place, x: Tensor, real: Tensor) -> Tensor:
         """W₂·dropout(relu(W₁x + b₁)) + b₂."""
-        p = self.dropout.activation
+        p, inside = self.dropout.activation, describe_sublayer(place).inside
         mask = self.keep(p, real, self.config["d_ff"])
-        return self.linear(f"{layer}.linear2", relu_dropout(self.linear(f"{layer}.linear1", x), mask, dropout_scale(p)))
+        hidden = self.linear(f"{place.prefix}.linear1", x)
+        hidden = self.changed(inside.get("hidden"), place.stack, hidden, real)
+        activated = relu_dropout(hidden, mask, dropout_scale(p))
+        activated = self.changed(inside.get("activated"), place.stack, activated, real)
+        return self.linear(f"{place.prefix}.linear2", activated)
 
     def project(self, x: Tensor) -> Tensor:
         """logits = x·Wᵀ (+ b), W the target embedding as it is used at the input (unscaled) where they are tied."""
@@ -254,13 +223,58 @@ class _Run:
         weight = self.state[f"{name}.weight"]
         return fixnorm(weight) if self.config["fixnorm"] else weight
 
-    def norm(self, stack: str, name: str, x: Tensor) -> Tensor:
-        eps = DEFAULT_EPS if self.config["norm_eps"] is None else self.config["norm_eps"]
-        kind = self.config[f"{stack}_norm"]
-        return apply_norm(kind, x, self.state.get(f"{name}.weight"), self.state.get(f"{name}.bias"), eps)
+    def changed(self, change: Change | None, stack: str, x: Tensor, real: Tensor) -> Tensor:
+        """x after what the scheme puts here."""
+        match change:
+            case None:
+                return x
+            case Norm():
+                return self.norm(stack, change, x, real)
+            case Shift(by):
+                return x - self.state[by.name]
+            case Scale(by):
+                return x * self.state[by.name]
+            case HeadScale(by):
+                scale = self.state[by.name]
+                return (x.unflatten(-1, (len(scale), -1)) * scale.unsqueeze(-1)).flatten(-2)
+
+    def gain(self, gain: Gain) -> float | Tensor:
+        match gain:
+            case Parameter():
+                return self.state[gain.name]
+            case Growth(t):
+                c = self.config
+                return branchnorm_alpha(int(self.state[t.name]), c["branchnorm_steps"], c["branchnorm_growth"])
+        return gain
+
+    def norm(self, stack: str, norm: Norm, x: Tensor, real: Tensor) -> Tensor:
+        """The stack's norm. One with batch statistics is given the real positions alone, and leaves 0 at padding."""
+        c, kind = self.config, self.config[f"{stack}_norm"]
+        eps = DEFAULT_EPS if c["norm_eps"] is None else c["norm_eps"]
+        weight, bias = self.state.get(f"{norm.name}.weight"), self.state.get(f"{norm.name}.bias")
+        if kind not in BATCH_NORMS:
+            return apply_norm(kind, x, weight, bias, eps, c["lpnorm_p"])
+        options, groups = {"alpha": c["powernorm_alpha_fwd"]}, c["groupscaling"]
+        if kind == "batchnorm":
+            options = {"alpha": c["batchnorm_alpha"]}
+        if kind == "powernorm":
+            is_release = c["powernorm_mode"] == "release"
+            options = {
+                "mode": c["powernorm_mode"],
+                "warmup": RELEASED_END_WARMUP if is_release and norm.ends_stack else c["powernorm_warmup"],
+                "alpha_fwd": c["powernorm_alpha_fwd"],
+                "alpha_bwd": c["powernorm_alpha_bwd"],
+            }
+            groups = c["heads"] if is_release else groups
+        prefix = f"{norm.name}."
+        kept = {name.removeprefix(prefix): value for name, value in self.state.items() if name.startswith(prefix)}
+        rows = pack(x, real)
+        rows = group_scaling(rows, groups) if groups else rows
+        layer = BATCH_NORMS[kind](weight, bias, kept, eps=eps, **options)
+        return unpack(layer(rows, training=self.is_training), real)
 
     def linear(self, name: str, x: Tensor) -> Tensor:
-        return x @ self.state[f"{name}.weight"].T + self.state[f"{name}.bias"]
+        return x @ self.state[f"{name}.weight"].T + self.state.get(f"{name}.bias", 0)
 
     # Dropout masks, addressed over packed rows: the real tokens of the batch, sentence after sentence.
 
@@ -287,21 +301,23 @@ class _Run:
         return dropout_keep(where.seed, where.update, where.micro_batch, site, rows, cols, p)
 
 
-def random_state(config: Config, seed: int = 0, dtype: torch.dtype = torch.float64) -> dict[str, Tensor]:
-    """A state for comparisons, with nothing constant: weights of std 1/√fan_in, g and γ near their start."""
-    generator = torch.Generator().manual_seed(seed)
-    state = {}
-    for name, shape in parameter_shapes(config).items():
-        noise = torch.randn(shape, generator=generator, dtype=torch.float64)
-        if name.split(".")[-2].startswith("norm") and name.endswith("weight"):
-            start = 1.0 if shape != (1,) else math.sqrt(complete(config)["d_model"])
-            value = start * (1 + 0.1 * noise)
-        elif len(shape) == 1:
-            value = 0.1 * noise
-        else:
-            value = noise * shape[-1] ** -0.5
-        state[name] = value.to(dtype)
-    return state
+class _Profile(_Run):
+    """Admin's profiling pass: every `step` sets its own ω first."""
+
+    def __init__(self, state: State, config: Config, dropout: Dropout, count_padding: bool) -> None:
+        super().__init__(state, config, dropout)
+        self.count_padding, self.omegas, self.r = count_padding, {}, 1.0
+
+    def step(self, place: Place, x: Tensor, f: Tensor, real: Tensor) -> Tensor:
+        if (place.layer, place.index) == (0, 1):
+            self.r = 1.0
+        name = describe_sublayer(place).alpha.name
+        self.state[name] = self.omegas[name] = torch.full_like(self.state[name], self.r)
+        x_plus = super().step(place, x, f, real)
+        residual, counted = self.r * x, torch.ones_like(real) if self.count_padding else real
+        branch = x_plus - residual  # f after its dropout
+        self.r = math.sqrt(residual[counted].var(correction=0) + branch[counted].var(correction=0))
+        return x_plus
 
 
 def pad(sentences: Sequence[Sequence[int]]) -> Tensor:

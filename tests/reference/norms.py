@@ -1,15 +1,17 @@
 """The normalisation layers (SPEC §1) and the fused residual step (SPEC §2), written as their equations.
 
-Every function works over the last dimension, computes in f32 (f64 for f64 inputs) and returns x's dtype.
+Every function works over the last dimension, computes in f32 (f64 for f64 inputs) and returns x's dtype. The norms with
+batch statistics are in batch_norms.py.
 """
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
 
 DEFAULT_EPS = 1e-5
-NORM_NAMES = ("layernorm", "rmsnorm", "scalenorm", "scalenorm-fixed")
+ROW_NORMS = ("layernorm", "rmsnorm", "scalenorm", "scalenorm-fixed", "lpnorm")
 
 
 def computed(x: Tensor) -> Tensor:
@@ -49,6 +51,42 @@ def scale_norm_fixed(x: Tensor, eps: float = DEFAULT_EPS) -> Tensor:
     return scale_norm(x, math.sqrt(x.shape[-1]), eps)
 
 
+def lp_norm(x: Tensor, g: Tensor | float, p: float = 2.0, eps: float = DEFAULT_EPS) -> Tensor:
+    """y = g·x/max(n, ε), n = ‖x‖_p, p ≥ 1 or ∞, g a scalar or of shape (1,) (TwT §5)."""
+    return _LpNorm.apply(x, torch.as_tensor(g, dtype=computed(x).dtype) if not isinstance(g, Tensor) else g, p, eps)
+
+
+class _LpNorm(torch.autograd.Function):
+    """u = x/n, w = sign(x)(|x|/n)^{p−1} (p = ∞: sign(x)·1[|x| = n], every tie counts): dx = (g/n)(dy − w⟨u,dy⟩).
+
+    Where n ≤ ε: u = x/ε, dx = (g/ε)dy. dg = Σ⟨dy,u⟩.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, g: Tensor, p: float, eps: float) -> Tensor:
+        a = computed(x)
+        n = torch.linalg.vector_norm(a, p, dim=-1, keepdim=True)
+        ctx.save_for_backward(a, n, g)
+        ctx.p, ctx.eps = p, eps
+        return (g.to(a.dtype) * a / n.clamp(min=eps)).to(x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor):
+        a, n, g = ctx.saved_tensors
+        b, clamped = computed(dy), n.clamp(min=ctx.eps)
+        u = a / clamped
+        w = a.sign() * (a.abs() == n if ctx.p == math.inf else u.abs() ** (ctx.p - 1))
+        along = (u * b).sum(-1, keepdim=True)
+        dx = g.to(a.dtype) / clamped * (b - torch.where(n > ctx.eps, w * along, 0.0))
+        return dx.to(dy.dtype), along.sum().view(g.shape).to(g.dtype), None, None
+
+
+def group_scaling(x: Tensor, groups: int = 1, eps: float = DEFAULT_EPS) -> Tensor:
+    """x/√(mean over each group of x² + ε), `groups` equal parts of the last dimension, no parameters (PN App A)."""
+    a = computed(x).unflatten(-1, (groups, -1))
+    return (a / torch.sqrt((a**2).mean(-1, keepdim=True) + eps)).flatten(-2).to(x.dtype)
+
+
 def fixnorm(weight: Tensor) -> Tensor:
     """W̃ = W/max(‖row‖₂, 1e-12), of the word embedding (TwT §2.3; Nguyen & Chiang 2018)."""
     w = computed(weight)
@@ -66,9 +104,14 @@ def clamped_length(a: Tensor, eps: float) -> Tensor:
 
 
 def apply_norm(
-    name: str, x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, eps: float | None = DEFAULT_EPS
+    name: str,
+    x: Tensor,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float | None = DEFAULT_EPS,
+    p: float = 2.0,
 ) -> Tensor:
-    """The norm called `name`. `scalenorm-fixed` with a weight is the decoder's final one, whose g is learned."""
+    """The row norm called `name`. `scalenorm-fixed` with a weight is the decoder's final one, whose g is learned."""
     if name == "layernorm":
         return layer_norm(x, weight, bias, eps)
     if name == "rmsnorm":
@@ -77,7 +120,9 @@ def apply_norm(
         return scale_norm(x, weight, eps)
     if name == "scalenorm-fixed":
         return scale_norm_fixed(x, eps) if weight is None else scale_norm(x, weight, eps)
-    raise ValueError(f"unknown norm {name!r}; the norms are {', '.join(NORM_NAMES)}")
+    if name == "lpnorm":
+        return lp_norm(x, weight, p, eps)
+    raise ValueError(f"unknown norm {name!r}; the row norms are {', '.join(ROW_NORMS)}")
 
 
 def residual_step(

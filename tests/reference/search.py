@@ -11,8 +11,10 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from .model import Config, State, log_probabilities
+from .config import Config
+from .model import log_probabilities
 from .operators import BOS, EOS, PAD
+from .parameters import State
 
 RULES = ("google", "fairseq")
 

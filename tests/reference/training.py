@@ -7,8 +7,10 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from .model import Config, Dropout, State, forward
+from .config import Config
+from .model import Dropout, forward
 from .operators import PAD, label_smoothed_cross_entropy
+from .parameters import State, buffer_shapes
 
 
 @dataclasses.dataclass
@@ -111,7 +113,7 @@ class Batch:
 
 @dataclasses.dataclass(frozen=True)
 class Step:
-    """What one update gave: the new state; loss and NLL per target token; gradients and their norm before clipping."""
+    """What one update gave: the new state, buffers and all; loss and NLL per token; gradients, their norm unclipped."""
 
     state: dict[str, Tensor]
     loss: float
@@ -136,18 +138,24 @@ def train_step(
 ) -> Step:
     """Forward, Σ smoothed loss / Σ non-pad targets over all micro-batches, backward, clip, Adam.
 
-    `dropout` is given with this update's number; its micro_batch is set to 0, 1, … here.
+    `dropout` is given with this update's number; its micro_batch is set to 0, 1, … here. Before the k-th update
+    BranchNorm's t is set to k; running statistics move once per micro-batch.
     """
-    leaves = {name: value.detach().clone().requires_grad_() for name, value in state.items()}
+    buffers = {name: state[name].clone() for name in buffer_shapes(config)}
+    for name, buffer in buffers.items():
+        if name.endswith(".t"):
+            buffer.fill_(optimizer.updates + 1)
+    leaves = {name: value.detach().clone().requires_grad_() for name, value in state.items() if name not in buffers}
     tokens = sum(int((batch.target != PAD).sum()) for batch in micro_batches)
     total = total_nll = 0.0
     grads = {name: torch.zeros_like(value) for name, value in leaves.items()}
     for index, batch in enumerate(micro_batches):
-        here = dropout and dataclasses.replace(dropout, micro_batch=index)
-        logits = forward(leaves, config, batch.source, batch.target_input, here)
+        here = dataclasses.replace(dropout or Dropout(), micro_batch=index)
+        logits = forward({**leaves, **buffers}, config, batch.source, batch.target_input, here)
         loss, nll = label_smoothed_cross_entropy(logits, batch.target, smoothing, formula, vocabulary_mask)
         parts = torch.autograd.grad(loss / tokens, list(leaves.values()))
         grads = {name: grad + part for (name, grad), part in zip(grads.items(), parts, strict=True)}
         total, total_nll = total + loss.item(), total_nll + nll.item()
     clipped, norm = clip_by_global_norm(grads, max_norm)
-    return Step(optimizer.step(state, clipped, lr), total / tokens, total_nll / tokens, tokens, grads, norm)
+    after = {**optimizer.step(state, clipped, lr), **buffers}
+    return Step(after, total / tokens, total_nll / tokens, tokens, grads, norm)

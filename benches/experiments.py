@@ -1,0 +1,268 @@
+"""The papers' comparisons on Multi30k and tinyshakespeare, one run after another, resumable.
+
+    python benches/experiments.py NAME --data DATA --runs RUNS [--results FOLDER]
+
+NAME is ladder, table5, norms, depth18, depth50, french, shakespeare or bf16. DATA holds multi30k, multi30k-bpe-en-de
+and tinyshakespeare (docs/data.md says where to get them); RUNS gets one folder a run. A run that is finished is not
+made again, one that was stopped goes on. The table goes to standard output and to FOLDER/NAME.csv, a picture to
+FOLDER/NAME.png.
+
+A run "diverged" when its loss stopped being finite, or its training NLL over the last 50 updates is at least 0.95 times
+the entropy of the target's unigrams; it "trains" when its validation NLL is at most 0.75 times that entropy.
+"""
+
+import argparse
+import csv
+import gzip
+import io
+import itertools
+import json
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+import normformer_rs as nf
+from normformer_rs.scores import score
+
+Options = dict[str, Any]
+Row = dict[str, Any]
+TINY: Options = {"d_model": 128, "d_ff": 256, "heads": 4, "encoder_layers": 4, "decoder_layers": 4, "dropout": 0.3}
+TINY |= {"attention_dropout": 0.0, "activation_dropout": 0.0}
+RECIPE: Options = {"lr": 5e-3, "warmup": 2000, "max_tokens": 4096, "updates": 2500, "evaluate_every": 250, "keep": 5}
+RESIDUALS = [entry["name"] for entry in nf.tables()["residuals"]]
+
+
+class Runs:
+    """Training runs in one folder."""
+
+    def __init__(self, data: Path, folder: Path) -> None:
+        self.data, self.folder = data, folder
+
+    def path(self, name: str) -> Path:
+        """A data file, unpacked into the folder of the runs for those who read it as lines."""
+        return self.data / name
+
+    def lines(self, name: str) -> list[str]:
+        return gzip.decompress(self.path(name).read_bytes()).decode().splitlines()
+
+    def german(self) -> Options:
+        files = {f"{part}_{side}": f"multi30k-bpe-en-de/{part}.{language}.gz" for part in ("train", "valid")
+                 for side, language in (("source", "en"), ("target", "de"))}  # fmt: skip
+        return {key: str(self.path(name)) for key, name in files.items()} | {"no_bpe": True}
+
+    def train(self, name: str, model: Options, training: Options, data: Options) -> tuple[Path, Row]:
+        """The folder of the run and its verdict."""
+        output = self.folder / name
+        verdict = output / "verdict.json"
+        if not verdict.exists():
+            print(f"{name} …", file=sys.stderr, flush=True)
+            configs = nf.TransformerConfig(**model), nf.TrainingConfig(**training), nf.DataConfig(**data)
+            has_diverged = False
+            try:
+                nf.Trainer(*configs).fit(output, resume=(output / "config.json").exists(), curves=False)
+            except nf.DivergedError as error:
+                has_diverged = True
+                print(f"{name}: {error}", file=sys.stderr)
+            verdict.write_text(json.dumps(judge(output, has_diverged)))
+        return output, json.loads(verdict.read_text())
+
+    def bleu(
+        self, output: Path, test: str, tokenize: str, precision: str = "f32"
+    ) -> tuple[float, list[str], list[str]]:
+        """BLEU of the average of the kept checkpoints at beam 5 with fairseq's rule; hypotheses; references."""
+        source, target = (self.lines(f"{test}.{language}.gz") for language in self.languages(output))
+        references = [line.replace("@@ ", "") for line in target]
+        saved = output / f"{Path(test).name}.hypotheses"
+        if not saved.exists():
+            kept = sum(1 for path in (output / "checkpoints").glob("update-*") if path.is_dir())
+            nf.average(output, last=min(kept, 10))
+            search = nf.SearchConfig(beam=5, rule="fairseq")
+            found = nf.translate(output, source, search, checkpoint="average")
+            saved.write_text("".join(best[0].text + "\n" for best in found))
+        hypotheses = saved.read_text().splitlines()
+        return score(hypotheses, references, tokenize=tokenize).bleu, hypotheses, references
+
+    @staticmethod
+    def languages(output: Path) -> tuple[str, str]:
+        data = json.loads((output / "config.json").read_text())["data"]
+        return data["train_source"].split(".")[-2], data["train_target"].split(".")[-2]
+
+
+def judge(output: Path, has_diverged: bool) -> Row:
+    """Losses in nats per token, and the verdict."""
+    log = map(json.loads, (output / "log.jsonl").read_text().splitlines())
+    entropy = next(event for event in log if event["event"] == "started")["unigram_entropy"]
+    history = nf.History.read(output)
+    train = float(np.mean(history.nll[-50:])) if len(history.nll) else float("nan")
+    valid = float(history.evaluations.nll[-1]) if len(history.evaluations.nll) else float("nan")
+    if has_diverged or not train < 0.95 * entropy:
+        verdict = "diverged"
+    else:
+        verdict = "trains" if valid <= 0.75 * entropy else "neither"
+    return {
+        "verdict": verdict,
+        "updates": len(history.update),
+        "train_nll": round(train, 4),
+        "valid_nll": round(valid, 4),
+        "unigram_entropy": round(entropy, 4),
+        "largest_grad_norm": round(float(np.max(history.grad_norm)), 2) if len(history.grad_norm) else float("nan"),
+    }
+
+
+def ladder(runs: Runs) -> Iterator[Row]:
+    """TwT Table 3: postnorm + LayerNorm, prenorm, + FixNorm, + ScaleNorm."""
+    steps: list[Options] = [
+        {"residual": "postnorm", "norm": "layernorm"},
+        {"residual": "prenorm", "norm": "layernorm"},
+        {"residual": "prenorm", "norm": "layernorm", "fixnorm": True},
+        {"residual": "prenorm", "norm": "scalenorm", "fixnorm": True},
+    ]
+    before: list[str] | None = None
+    for step in steps:
+        name = "+".join([step["residual"], *(["fixnorm"] if step.get("fixnorm") else []), step["norm"]])
+        output, verdict = runs.train(f"ladder-{name}", TINY | step, RECIPE, runs.german())
+        bleu, hypotheses, references = runs.bleu(output, "multi30k-bpe-en-de/test.2016", "none")
+        compared = score(hypotheses, references, before, tokenize="none").comparison if before else None
+        p = {"p_against_the_row_before": round(compared.p_value, 4)} if compared else {}
+        yield {"run": name, "bleu_test_2016": round(bleu, 2), **p, **verdict}
+        before = hypotheses
+
+
+def table5(runs: Runs) -> Iterator[Row]:
+    """TwT Table 5: no warm-up, 6+6 layers, Xavier."""
+    for residual, lr, seed in itertools.product(("postnorm", "prenorm"), (3e-4, 1e-3, 3e-3), (1, 2)):
+        model = TINY | {"encoder_layers": 6, "decoder_layers": 6, "init": "xavier", "residual": residual}
+        training = RECIPE | {"schedule": "constant", "warmup": 0, "lr": lr, "seed": seed, "updates": 1000, "keep": 1}
+        _, verdict = runs.train(f"table5-{residual}-{lr:g}-{seed}", model, training, runs.german())
+        yield {"residual": residual, "lr": lr, "seed": seed, **verdict}
+
+
+def norms(runs: Runs) -> Iterator[Row]:
+    """PN Table 1's set-up: the encoder's norms swapped, the decoder keeps LayerNorm."""
+    for norm in ("layernorm", "batchnorm", "powernorm-v", "powernorm", "scalenorm", "rmsnorm"):
+        model = TINY | {"residual": "prenorm", "encoder_norm": norm}
+        model |= {"powernorm_warmup": RECIPE["warmup"]} if norm == "powernorm" else {}
+        output, verdict = runs.train(f"norms-{norm}", model, RECIPE, runs.german())
+        bleu, _, _ = runs.bleu(output, "multi30k-bpe-en-de/test.2016", "none")
+        yield {"encoder_norm": norm, "bleu_test_2016": round(bleu, 2), **verdict}
+
+
+def depth(layers: int, updates: int, residuals: list[str]) -> Callable[[Runs], Iterator[Row]]:
+    def run(runs: Runs) -> Iterator[Row]:
+        """BrN Table 1 and Fig 3: deep stacks without warm-up."""
+        shape = {"d_model": 64, "d_ff": 128, "encoder_layers": layers, "decoder_layers": layers, "dropout": 0.1}
+        for residual, lr in itertools.product(residuals, (5e-4, 2e-3)):
+            # T = 4000 would outlast these runs: α reaches 1 after a fifth of them.
+            model = TINY | shape | {"residual": residual}
+            model |= {"branchnorm_steps": updates // 5} if residual == "branchnorm" else {}
+            training = RECIPE | {"schedule": "constant", "warmup": 0, "lr": lr, "updates": updates, "keep": 1}
+            training |= {"evaluate_every": updates, "max_tokens": 2048}
+            name = f"depth{layers}-{residual}-{lr:g}"
+            _, verdict = runs.train(name, model, training, runs.german())
+            yield {"layers": f"{layers}+{layers}", "residual": residual, "lr": lr, "run": name, **verdict}
+
+    return run
+
+
+def french(runs: Runs) -> Iterator[Row]:
+    """Raw text, merges learned, detokenised BLEU."""
+    files = {f"{part}_{side}": str(runs.path(f"multi30k/{name}.{language}.gz"))
+             for part, name in (("train", "train"), ("valid", "val"))
+             for side, language in (("source", "en"), ("target", "fr"))}  # fmt: skip
+    model = TINY | {"residual": "prenorm", "norm": "scalenorm", "fixnorm": True}
+    training = RECIPE | {"precision": "bf16"}
+    output, verdict = runs.train("french", model, training, files | {"bpe_operations": 6000})
+    _, hypotheses, references = runs.bleu(output, "multi30k/test_2016_flickr", "13a")
+    print(score(hypotheses, references).sacrebleu, file=sys.stderr)
+    yield {"pair": "en-fr", "bleu_test_2016": round(score(hypotheses, references).bleu, 2), **verdict}
+
+
+def shakespeare(runs: Runs) -> Iterator[Row]:
+    """A language model; the last tenth of the text is held out."""
+    folder = runs.folder / "shakespeare-text"
+    folder.mkdir(parents=True, exist_ok=True)
+    lines = [line for line in runs.lines("tinyshakespeare/input.txt.gz") if line.strip()]
+    cut = len(lines) * 9 // 10
+    for part, text in (("train", lines[:cut]), ("valid", lines[cut:])):
+        (folder / f"{part}.txt").write_text("\n".join(text) + "\n")
+    data = {
+        "train_target": str(folder / "train.txt"),
+        "valid_target": str(folder / "valid.txt"),
+        "bpe_operations": 4000,
+    }
+    model = TINY | {"architecture": "decoder-only", "decoder_layers": 4, "norm": "scalenorm", "fixnorm": True}
+    training = RECIPE | {"updates": 1500, "warmup": 500, "lr": 3e-3, "precision": "bf16", "label_smoothing": 0.0}
+    output, verdict = runs.train("shakespeare", model, training, data)
+    best = float(np.min(nf.History.read(output).evaluations.perplexity))
+    unigram = float(np.exp(verdict["unigram_entropy"]))
+    yield {"perplexity": round(best, 2), "unigram": round(unigram, 2), "ratio": round(best / unigram, 4), **verdict}
+
+
+def bf16(runs: Runs) -> Iterator[Row]:
+    """Validation loss after 1,000 updates in bf16 against f32's."""
+    for precision in ("f32", "bf16"):
+        model = TINY | {"residual": "prenorm", "norm": "scalenorm", "fixnorm": True}
+        training = RECIPE | {"updates": 1000, "precision": precision}
+        output, verdict = runs.train(f"precision-{precision}", model, training, runs.german())
+        loss = float(nf.History.read(output).evaluations.loss[-1])
+        yield {"precision": precision, "valid_loss": round(loss, 4), **verdict}
+
+
+DEEP = ["postnorm", "prenorm", "deepnorm", "branchnorm", "subln", "admin"]
+EXPERIMENTS: dict[str, Callable[[Runs], Iterator[Row]]] = {
+    "ladder": ladder,
+    "table5": table5,
+    "norms": norms,
+    "depth18": depth(18, 600, RESIDUALS),
+    "depth50": depth(50, 300, DEEP),
+    "french": french,
+    "shakespeare": shakespeare,
+    "bf16": bf16,
+}
+
+
+def draw(rows: list[Row], runs: Path, path: Path) -> None:
+    """The gradient norm of the first 100 updates, a panel per learning rate (BrN Fig 3)."""
+    from matplotlib.figure import Figure
+
+    rates = sorted({row["lr"] for row in rows})
+    figure = Figure(figsize=(6 * len(rates), 5), dpi=150, layout="constrained")
+    for axis, lr in zip(figure.subplots(1, len(rates), sharey=True), rates):
+        for row in (row for row in rows if row["lr"] == lr):
+            history = nf.History.read(runs / row["run"])
+            axis.plot(history.update[:100], history.grad_norm[:100], linewidth=1.2, label=row["residual"])
+        axis.set(yscale="log", xlabel="update", title=f"{rows[0]['layers']} layers, lr {lr:g}")
+        axis.grid(True, color="#e4e4e4", linewidth=0.8)
+    figure.axes[0].set_ylabel("‖g‖ before clipping")
+    figure.axes[-1].legend(frameon=False, fontsize=8, ncols=2)
+    figure.savefig(path)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("experiment", choices=EXPERIMENTS)
+    parser.add_argument("--data", type=Path, required=True)
+    parser.add_argument("--runs", type=Path, default=Path("runs"))
+    parser.add_argument("--results", type=Path)
+    arguments = parser.parse_args()
+    rows = []
+    for row in EXPERIMENTS[arguments.experiment](Runs(arguments.data, arguments.runs)):
+        print(json.dumps(row), flush=True)
+        rows.append(row)
+    columns = list(dict.fromkeys(itertools.chain.from_iterable(rows)))
+    table = io.StringIO()
+    writer = csv.DictWriter(table, columns, lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
+    print(table.getvalue(), end="")
+    if arguments.results:
+        (arguments.results / f"{arguments.experiment}.csv").write_text(table.getvalue())
+        if "layers" in columns:
+            draw(rows, arguments.runs, arguments.results / f"{arguments.experiment}.png")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,254 @@
+"""The norms that keep statistics across rows and steps (SPEC §1): BatchNorm, PN-V and PowerNorm, forward and backward.
+
+x is (…, d), pad_mask has x's leading shape, True at padding. Only real positions count, y = 0 and dx = 0 at padding
+(PowerNorm's release mode apart), B is the number of real positions. Each class moves its buffers in place: running
+statistics in `forward`, ν in `backward`. What `forward` saves belongs to that forward, so two forwards before one
+backward each keep their own ψ. `norm(x, pad_mask, training)` is differentiable by autograd.
+
+A statistic that is not finite in every feature, as that of no position at all is not, leaves all buffers alone.
+"""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .norms import DEFAULT_EPS, ROW_NORMS, computed
+
+POWER_NORM_MODES = ("paper", "release")
+
+
+@dataclasses.dataclass(frozen=True)
+class Saved:
+    """What a forward keeps for its backward, of the positions that count: x̂ (positions, d) and what x was divided by.
+
+    `is_exact`: PowerNorm's warm-up, whose gradient is PN-V's.
+    """
+
+    x_hat: Tensor
+    root: Tensor
+    counted: Tensor
+    is_exact: bool = False
+
+
+class BatchStatisticsNorm:
+    """What the three share. `forward` and `backward` are a norm's own."""
+
+    def __init__(self, weight: Tensor, bias: Tensor, buffers: Mapping[str, Tensor], eps: float = DEFAULT_EPS) -> None:
+        self.weight, self.bias, self.buffers, self.eps = weight, bias, buffers, eps
+
+    def __call__(self, x: Tensor, pad_mask: Tensor | None = None, training: bool = True) -> Tensor:
+        if training:
+            return _Differentiable.apply(x, self.weight, self.bias, self, pad_mask)
+        return self.evaluate(x, pad_mask)
+
+    def forward(self, x: Tensor, pad_mask: Tensor | None = None) -> tuple[Tensor, Saved]:
+        """(y, what `backward` needs), in training."""
+        raise NotImplementedError
+
+    def backward(self, dy: Tensor, saved: Saved) -> tuple[Tensor, Tensor, Tensor]:
+        """(dx, dγ, dβ)."""
+        raise NotImplementedError
+
+    def evaluate(self, x: Tensor, pad_mask: Tensor | None = None) -> Tensor:
+        """y = γ⊙x/√(ψ²+ε) + β with the running ψ²."""
+        root = (self.running("running_phi", x) + self.eps).sqrt()
+        counted = self.counted(x, pad_mask)
+        return self.output(computed(x[counted]) / root, counted, x)
+
+    def counted(self, x: Tensor, pad_mask: Tensor | None) -> Tensor:
+        """Where y is computed, x's leading shape: at real positions."""
+        return real_positions(x, pad_mask)
+
+    def output(self, x_hat: Tensor, counted: Tensor, x: Tensor) -> Tensor:
+        """y = γ⊙x̂ + β at the positions that count, 0 elsewhere."""
+        return scattered(self.weight.to(x_hat.dtype) * x_hat + self.bias.to(x_hat.dtype), counted, x.dtype)
+
+    def gradients(self, dx: Tensor, dy: Tensor, saved: Saved, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+        """dx laid out like x, dγ = Σ dy⊙x̂, dβ = Σ dy."""
+        d_weight, d_bias = (dy * saved.x_hat).sum(0), dy.sum(0)
+        return scattered(dx, saved.counted, dtype), d_weight.to(self.weight.dtype), d_bias.to(self.bias.dtype)
+
+    def running(self, name: str, x: Tensor) -> Tensor:
+        """The buffer as a vector (d,), in the type x is computed in."""
+        return self.buffers[name].detach().to(computed(x).dtype).flatten()
+
+    def take_in(self, **values: Tensor) -> None:
+        """buffer ← value for all that are named, or for none where a value is not finite."""
+        if all(value.isfinite().all() for value in values.values()):
+            for name, value in values.items():
+                self.buffers[name].copy_(value.view(self.buffers[name].shape))
+
+
+class BatchNorm(BatchStatisticsNorm):
+    """y = γ⊙(x−μ_B)/√(σ²_B+ε) + β, biased σ²_B; μ ← αμ+(1−α)μ_B, σ² alike; evaluation uses μ and σ² (PN Alg 1)."""
+
+    def __init__(
+        self,
+        weight: Tensor,
+        bias: Tensor,
+        buffers: Mapping[str, Tensor],
+        alpha: float = 0.9,
+        eps: float = DEFAULT_EPS,
+    ) -> None:
+        super().__init__(weight, bias, buffers, eps)
+        self.alpha = alpha
+
+    def forward(self, x: Tensor, pad_mask: Tensor | None = None) -> tuple[Tensor, Saved]:
+        counted = self.counted(x, pad_mask)
+        rows = computed(x[counted])
+        mean = rows.mean(0)
+        variance = ((rows - mean) ** 2).mean(0)
+        root = (variance + self.eps).sqrt()
+        saved = Saved((rows - mean) / root, root, counted)
+        self.take_in(
+            running_mean=self.alpha * self.running("running_mean", x) + (1 - self.alpha) * mean,
+            running_var=self.alpha * self.running("running_var", x) + (1 - self.alpha) * variance,
+        )
+        return self.output(saved.x_hat, counted, x), saved
+
+    def backward(self, dy: Tensor, saved: Saved) -> tuple[Tensor, Tensor, Tensor]:
+        """dx_i = (γ/σ_B)[dy_i − mean(dy) − x̂_i·mean(dy⊙x̂)] (PN eq 3)."""
+        g, x_hat = computed(dy[saved.counted]), saved.x_hat
+        inner = g - g.mean(0) - x_hat * (g * x_hat).mean(0)
+        return self.gradients(self.weight.to(g.dtype) / saved.root * inner, g, saved, dy.dtype)
+
+    def evaluate(self, x: Tensor, pad_mask: Tensor | None = None) -> Tensor:
+        root = (self.running("running_var", x) + self.eps).sqrt()
+        counted = self.counted(x, pad_mask)
+        return self.output((computed(x[counted]) - self.running("running_mean", x)) / root, counted, x)
+
+
+class PowerNormV(BatchStatisticsNorm):
+    """x̂ = x/√(ψ²_B+ε), ψ²_B = mean x²; y = γ⊙x̂ + β; ψ² ← αψ²+(1−α)ψ²_B; evaluation uses ψ² (PN Def 1)."""
+
+    def __init__(
+        self,
+        weight: Tensor,
+        bias: Tensor,
+        buffers: Mapping[str, Tensor],
+        alpha: float = 0.9,
+        eps: float = DEFAULT_EPS,
+    ) -> None:
+        super().__init__(weight, bias, buffers, eps)
+        self.alpha = alpha
+
+    def forward(self, x: Tensor, pad_mask: Tensor | None = None) -> tuple[Tensor, Saved]:
+        counted = self.counted(x, pad_mask)
+        rows = computed(x[counted])
+        phi_batch = (rows**2).mean(0)
+        root = (phi_batch + self.eps).sqrt()
+        saved = Saved(rows / root, root, counted)
+        self.take_in(running_phi=self.alpha * self.running("running_phi", x) + (1 - self.alpha) * phi_batch)
+        return self.output(saved.x_hat, counted, x), saved
+
+    def backward(self, dy: Tensor, saved: Saved) -> tuple[Tensor, Tensor, Tensor]:
+        """dx_i = (γ/ψ_B)[dy_i − x̂_i·mean(dy⊙x̂)] (PN eq 6)."""
+        g, x_hat = computed(dy[saved.counted]), saved.x_hat
+        inner = g - x_hat * (g * x_hat).mean(0)
+        return self.gradients(self.weight.to(g.dtype) / saved.root * inner, g, saved, dy.dtype)
+
+
+class PowerNorm(BatchStatisticsNorm):
+    """PN: the forward divides by the running ψ of the step before, the backward replaces mean(G⊙x̂) by the running ν.
+
+    Buffers: running_phi = ψ², ema_gz = ν/(1−α_b), iters = t, the training forwards taken in (PN Def 3, Alg 2).
+    """
+
+    def __init__(
+        self,
+        weight: Tensor,
+        bias: Tensor,
+        buffers: Mapping[str, Tensor],
+        mode: str = "paper",
+        warmup: int = 4000,
+        alpha_fwd: float = 0.9,
+        alpha_bwd: float = 0.9,
+        eps: float = DEFAULT_EPS,
+    ) -> None:
+        super().__init__(weight, bias, buffers, eps)
+        if mode not in POWER_NORM_MODES:
+            raise ValueError(f"unknown mode {mode!r}; the modes are {', '.join(POWER_NORM_MODES)}")
+        self.mode, self.warmup, self.alpha_fwd, self.alpha_bwd = mode, warmup, alpha_fwd, alpha_bwd
+
+    def counted(self, x: Tensor, pad_mask: Tensor | None) -> Tensor:
+        """release: every position, padding too."""
+        return real_positions(x, pad_mask if self.mode == "paper" else None)
+
+    def forward(self, x: Tensor, pad_mask: Tensor | None = None) -> tuple[Tensor, Saved]:
+        """ψ²_B = mean x² over real positions.
+
+        paper: x̂ = x/√(ψ²+ε), then ψ² ← αψ²+(1−α)ψ²_B (eq 8, 10); while t ≤ warm-up x̂ = x/√(ψ²_B+ε) with PN-V's
+        gradient, then ψ² ← ψ² + (ψ²_B−ψ²)/t.
+        release: z = x/√(ψ²_B+ε) while t ≤ warm-up, else x/√(ψ²+ε); while t < warm-up ψ² ← ψ²·(t−1)/t + ψ²_B/t, and
+        then always ψ² ← αψ²+(1−α)ψ²_B; the backward divides by the batch's √(ψ²_B+ε).
+        """
+        counted, phi = self.counted(x, pad_mask), self.running("running_phi", x)
+        phi_batch = (computed(x[real_positions(x, pad_mask)]) ** 2).mean(0)
+        iters = self.buffers["iters"] + 1
+        t = int(iters)
+        warming_up = t <= self.warmup
+        root = ((phi_batch if warming_up else phi) + self.eps).sqrt()
+        x_hat = computed(x[counted]) / root
+        if self.mode == "paper":
+            saved = Saved(x_hat, root, counted, is_exact=warming_up)
+            rate = 1 / t if warming_up else 1 - self.alpha_fwd
+        else:
+            saved = Saved(x_hat, (phi_batch + self.eps).sqrt(), counted)
+            rate = 1 - self.alpha_fwd
+            if t < self.warmup:
+                phi = phi * (t - 1) / t + phi_batch / t
+        self.take_in(running_phi=phi + rate * (phi_batch - phi), iters=iters)
+        return self.output(x_hat, counted, x), saved
+
+    def backward(self, dy: Tensor, saved: Saved) -> tuple[Tensor, Tensor, Tensor]:
+        """G = γ⊙dy, X′ = G − ν⊙x̂, dx = X′/√(ψ²+ε), then ν ← ν(1−(1−α_b)Γ)+(1−α_b)Λ (eq 11–13).
+
+        Γ = mean(x̂²), Λ = mean(G⊙x̂); in the paper mode's warm-up X′ = G − Λ⊙x̂.
+        """
+        g, x_hat = computed(dy[saved.counted]), saved.x_hat
+        big_g = self.weight.to(g.dtype) * g
+        nu = (1 - self.alpha_bwd) * self.running("ema_gz", dy)
+        gamma, lamda = (x_hat**2).mean(0), (big_g * x_hat).mean(0)
+        x_prime = big_g - (lamda if saved.is_exact else nu) * x_hat
+        nu = nu * (1 - (1 - self.alpha_bwd) * gamma) + (1 - self.alpha_bwd) * lamda
+        self.take_in(ema_gz=nu / (1 - self.alpha_bwd))
+        return self.gradients(x_prime / saved.root, g, saved, dy.dtype)
+
+
+BATCH_NORMS: dict[str, type[BatchStatisticsNorm]] = {
+    "batchnorm": BatchNorm,
+    "powernorm-v": PowerNormV,
+    "powernorm": PowerNorm,
+}
+NORM_NAMES = (*ROW_NORMS, *BATCH_NORMS)
+
+
+def real_positions(x: Tensor, pad_mask: Tensor | None) -> Tensor:
+    """x's leading shape, True where x is not padding; without a mask every position is real."""
+    if pad_mask is None:
+        return torch.ones(x.shape[:-1], dtype=torch.bool, device=x.device)
+    return ~pad_mask
+
+
+def scattered(rows: Tensor, where: Tensor, dtype: torch.dtype) -> Tensor:
+    """(…, d) with the rows (positions, d) at the positions that `where` marks, zeros elsewhere."""
+    full = rows.new_zeros((*where.shape, rows.shape[-1]), dtype=dtype)
+    full[where] = rows.to(dtype)
+    return full
+
+
+class _Differentiable(torch.autograd.Function):
+    """A norm's own forward and backward as one step of autograd."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, norm: BatchStatisticsNorm, pad_mask: Tensor | None):
+        y, ctx.saved = norm.forward(x, pad_mask)
+        ctx.norm = norm
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor):
+        return (*ctx.norm.backward(dy, ctx.saved), None, None)

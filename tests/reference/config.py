@@ -1,0 +1,76 @@
+"""A model's options: a dict with the keys of `DEFAULTS`."""
+
+from collections.abc import Mapping
+from typing import Any
+
+Config = Mapping[str, Any]
+
+DEFAULTS: dict[str, Any] = {
+    "architecture": "encoder-decoder",  # or "decoder-only"
+    "vocab_size": 32,
+    "d_model": 16,
+    "d_ff": 32,
+    "heads": 2,
+    "encoder_layers": 2,
+    "decoder_layers": 2,
+    "norm": "layernorm",
+    "encoder_norm": None,  # None: norm
+    "decoder_norm": None,
+    "norm_eps": None,  # None: the norm's own
+    "lpnorm_p": 2.0,
+    "batchnorm_alpha": 0.9,
+    "powernorm_mode": "paper",  # or "release"
+    "powernorm_warmup": 4000,
+    "powernorm_alpha_fwd": 0.9,
+    "powernorm_alpha_bwd": 0.9,
+    "groupscaling": 1,  # groups, before the norms with batch statistics; 0: off
+    "residual": "prenorm",
+    "branchnorm_steps": 4000,
+    "branchnorm_growth": "linear",  # or "exp", "sigmoid"
+    "r_fixup_mode": "release",  # or "paper"
+    "dlcl_norm": "pre",  # or "post"
+    "normformer_mode": "paper",  # or "fairseq"
+    "normformer_head_scale": True,
+    "normformer_attention_norm": True,
+    "normformer_ffn_norm": True,
+    "normformer_residual_scale": False,
+    "layerscale_init": 1e-4,
+    "init": None,  # None: the scheme's own
+    "ds_init_mode": "paper",  # or "release"
+    "fixnorm": False,
+    "positions": "twt",  # or "fairseq"
+    "tie_embeddings": "all",  # or "decoder", "none"
+    "output_bias": False,
+}
+DEFAULT_INITS = {
+    "prenorm": "smallinit",
+    "postnorm": "smallinit",
+    "deepnorm": "deepnorm",
+    "branchnorm": "deepnorm",
+    "subln": "subln",
+    "t-fixup": "t-fixup",
+    "r-fixup": "r-fixup",
+}  # every other scheme: xavier
+
+
+def complete(config: Config) -> dict[str, Any]:
+    """The config with what it leaves out, each stack's norm and the scheme's init filled in."""
+    full = {**DEFAULTS, **config}
+    for stack in ("encoder", "decoder"):
+        full[f"{stack}_norm"] = full[f"{stack}_norm"] or full["norm"]
+    full["init"] = full["init"] or DEFAULT_INITS.get(full["residual"], "xavier")
+    return full
+
+
+def stacks(config: Config) -> tuple[str, ...]:
+    return ("encoder", "decoder") if complete(config)["architecture"] == "encoder-decoder" else ("decoder",)
+
+
+def is_one_stack(config: Config) -> bool:
+    return len(stacks(config)) == 1
+
+
+def layer_counts(config: Config) -> tuple[int, int]:
+    """(N, M), layers of the encoder and of the decoder; of one stack L = M."""
+    c = complete(config)
+    return c["encoder_layers"], c["decoder_layers"]

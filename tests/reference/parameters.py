@@ -1,0 +1,152 @@
+"""The names, shapes and first values of a model's parameters and buffers. Names are torch.nn.Transformer's where it has
+them."""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .batch_norms import BATCH_NORMS
+from .config import Config, complete, stacks
+from .residual import Growth, Norm, Parameter, Place, describe_stack, describe_sublayer, places
+
+State = Mapping[str, Tensor]
+
+
+def parameters(config: Config) -> dict[str, Parameter]:
+    """Every parameter, by name."""
+    return {parameter.name: parameter for parameter in _parameters(complete(config))}
+
+
+def buffers(config: Config) -> dict[str, Parameter]:
+    """Every buffer, by name: running statistics, and BranchNorm's t."""
+    return {buffer.name: buffer for buffer in _buffers(complete(config))}
+
+
+def parameter_shapes(config: Config) -> dict[str, tuple[int, ...]]:
+    """Every parameter's name and shape."""
+    return {name: parameter.shape for name, parameter in parameters(config).items()}
+
+
+def buffer_shapes(config: Config) -> dict[str, tuple[int, ...]]:
+    """Every buffer's name and shape."""
+    return {name: buffer.shape for name, buffer in buffers(config).items()}
+
+
+def fresh_buffers(config: Config, dtype: torch.dtype = torch.float64) -> dict[str, Tensor]:
+    """Every buffer as it is before training. Counters (a whole number to start with) are int64."""
+    return {
+        name: torch.full(buffer.shape, buffer.start, dtype=torch.int64 if isinstance(buffer.start, int) else dtype)
+        for name, buffer in buffers(config).items()
+    }
+
+
+def random_state(config: Config, seed: int = 0, dtype: torch.dtype = torch.float64) -> dict[str, Tensor]:
+    """Parameters and buffers for comparisons, nothing constant: weights of std 1/√fan_in, the rest near its start.
+
+    BranchNorm's t is a quarter of its way, PowerNorm's iters 0, running squares positive.
+    """
+    generator = torch.Generator().manual_seed(seed)
+
+    def noise(shape: tuple[int, ...]) -> Tensor:
+        return torch.randn(shape, generator=generator, dtype=torch.float64)
+
+    state = {}
+    for name, parameter in parameters(config).items():
+        if parameter.start is None:
+            value = noise(parameter.shape) * parameter.shape[-1] ** -0.5
+        else:
+            start = torch.as_tensor(parameter.start, dtype=torch.float64)
+            value = start + 0.1 * start.abs().clamp(min=1) * noise(parameter.shape)
+        state[name] = value.to(dtype)
+    for name, value in fresh_buffers(config, dtype).items():
+        if value.is_floating_point():
+            value = value + 0.1 * noise(value.shape).to(dtype)
+        elif name.endswith(".t"):
+            value = value * (complete(config)["branchnorm_steps"] // 4)
+        state[name] = value
+    return state
+
+
+def norm_parameters(kind: str, norm: Norm, p: float = 2.0) -> list[Parameter]:
+    """γ = 1 and β = 0 (width,), or g (1,): √d, d^{1/p} for lpnorm."""
+    weight, bias = f"{norm.name}.weight", f"{norm.name}.bias"
+    if kind == "rmsnorm":
+        return [Parameter(weight, (norm.width,), 1.0)]
+    if kind in ("layernorm", *BATCH_NORMS):
+        return [Parameter(weight, (norm.width,), 1.0), Parameter(bias, (norm.width,), 0.0)]
+    if kind == "lpnorm":
+        return [Parameter(weight, (1,), norm.width ** (1 / p))]
+    if kind == "scalenorm" or (kind == "scalenorm-fixed" and norm.is_last_of_decoder):
+        return [Parameter(weight, (1,), norm.width**0.5)]
+    return []
+
+
+def norm_buffers(kind: str, norm: Norm) -> list[Parameter]:
+    """Running statistics."""
+
+    def buffer(name: str, shape: tuple[int, ...], start: float) -> Parameter:
+        return Parameter(f"{norm.name}.{name}", shape, start)
+
+    column = (1, norm.width, 1, 1)
+    return {
+        "batchnorm": [buffer("running_mean", (norm.width,), 0.0), buffer("running_var", (norm.width,), 1.0)],
+        "powernorm-v": [buffer("running_phi", (norm.width,), 1.0)],
+        "powernorm": [buffer("running_phi", column, 1.0), buffer("ema_gz", column, 0.0), buffer("iters", (1,), 0)],
+    }.get(kind, [])
+
+
+def _parameters(c: Config) -> Iterator[Parameter]:
+    d, vocab = c["d_model"], c["vocab_size"]
+    if c["tie_embeddings"] == "all":
+        yield Parameter("embedding.weight", (vocab, d))
+    else:
+        if c["architecture"] == "encoder-decoder":
+            yield Parameter("source_embedding.weight", (vocab, d))
+        yield Parameter("target_embedding.weight", (vocab, d))
+    for stack in stacks(c):
+        for place in places(c, stack):
+            yield from _linears(place)
+        for part in _parts(c, stack):
+            if isinstance(part, Norm):
+                yield from norm_parameters(c[f"{stack}_norm"], part, c["lpnorm_p"])
+            elif isinstance(part, Parameter):
+                yield part
+    if c["tie_embeddings"] == "none":
+        yield Parameter("output_projection.weight", (vocab, d))
+    if c["output_bias"]:
+        yield Parameter("output_projection.bias", (vocab,), 0.0)
+
+
+def _buffers(c: Config) -> Iterator[Parameter]:
+    for stack in stacks(c):
+        for part in _parts(c, stack):
+            if isinstance(part, Norm):
+                yield from norm_buffers(c[f"{stack}_norm"], part)
+            elif isinstance(part, Growth):
+                yield part.t
+
+
+def _parts(c: Config, stack: str) -> Iterator[Any]:
+    """What the scheme puts into a stack; of what shifts and scales, the parameter."""
+    for place in places(c, stack):
+        for part in describe_sublayer(place).parts():
+            yield getattr(part, "by", part)
+    for part in describe_stack(c, stack).parts():
+        yield getattr(part, "by", part)
+
+
+def _linears(place: Place) -> Iterator[Parameter]:
+    d, d_ff = place.config["d_model"], place.config["d_ff"]
+    if place.kind == "feed_forward":
+        linears = {"linear1.weight": (d_ff, d), "linear2.weight": (d, d_ff)}
+        biases = {"linear1.bias": (d_ff,), "linear2.bias": (d,)}
+    else:
+        linears = {f"{place.kind}.in_proj_weight": (3 * d, d), f"{place.kind}.out_proj.weight": (d, d)}
+        biases = {f"{place.kind}.in_proj_bias": (3 * d,), f"{place.kind}.out_proj.bias": (d,)}
+    for name, shape in linears.items():
+        yield Parameter(f"{place.prefix}.{name}", shape)
+    if describe_sublayer(place).has_biases:
+        for name, shape in biases.items():
+            yield Parameter(f"{place.prefix}.{name}", shape, 0.0)

@@ -1,0 +1,362 @@
+"""The residual schemes (SPEC §2): what each puts around a sublayer, inside it, and around the layers of a stack.
+
+A scheme only declares, as the dataclasses below; model.py runs what was declared.
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterator, Mapping
+
+import torch
+from torch import Tensor
+
+from .config import Config, is_one_stack, layer_counts
+
+
+@dataclasses.dataclass(frozen=True)
+class Parameter:
+    """A parameter or buffer. `start`: what it is at first, a number for all its elements; None: drawn (SPEC §3)."""
+
+    name: str
+    shape: tuple[int, ...]
+    start: float | Tensor | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Norm:
+    """The stack's norm. `is_last_of_decoder`: scalenorm-fixed learns its g there; `ends_stack`: after the layers."""
+
+    name: str
+    width: int
+    is_last_of_decoder: bool = False
+    ends_stack: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class Shift:
+    """x − b"""
+
+    by: Parameter
+
+
+@dataclasses.dataclass(frozen=True)
+class Scale:
+    """x⊙s"""
+
+    by: Parameter
+
+
+@dataclasses.dataclass(frozen=True)
+class HeadScale:
+    """The columns of head h times γ_h."""
+
+    by: Parameter
+
+
+@dataclasses.dataclass(frozen=True)
+class Growth:
+    """α_t of BranchNorm, t a buffer."""
+
+    t: Parameter
+
+
+Change = Norm | Shift | Scale | HeadScale
+Gain = float | Parameter | Growth
+
+
+@dataclasses.dataclass(frozen=True)
+class Sublayer:
+    """x⁺ = N_after(α⊙x + β⊙dropout(N_output(F(N_before(x))))), and what happens at F's named points:
+
+    input: what q, k, v (cross-attention: q alone) or linear1 reads; heads: joined, before out_proj; projected: after
+    it; hidden: before the ReLU; activated: after the ReLU and its dropout.
+    """
+
+    before: Norm | None = None
+    after: Norm | None = None
+    output: Norm | None = None
+    alpha: Gain = 1.0
+    beta: Gain = 1.0
+    inside: Mapping[str, Change] = dataclasses.field(default_factory=dict)
+    has_biases: bool = True
+
+    def parts(self) -> Iterator[Change | Gain | None]:
+        """Everything that may have parameters."""
+        yield from (self.before, self.after, self.output, self.alpha, self.beta, *self.inside.values())
+
+
+@dataclasses.dataclass(frozen=True)
+class Combine:
+    """DLCL. pre: the input of layer l+1 is Σ_{k≤l} W_{lk} N_k(y_k), post: N_l(Σ_{k≤l} W_{lk} y_k).
+
+    y_k is the output of layer k, y_0 the embedding, un-normed like row 0; row L is the stack's output. N_l: norms[l−1].
+    """
+
+    weight: Parameter
+    norms: tuple[Norm, ...]
+    is_pre: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class Stack:
+    """What is done after the last layer, and how a layer's input is made of all earlier outputs (None: the last)."""
+
+    end: tuple[Change, ...] = ()
+    combine: Combine | None = None
+
+    def parts(self) -> Iterator[Change | Parameter]:
+        yield from self.end
+        if self.combine is not None:
+            yield from (Scale(self.combine.weight), *self.combine.norms)
+
+
+@dataclasses.dataclass(frozen=True)
+class Place:
+    """Where a sublayer is: its stack, its layer from 0, its kind, and its number within the layer from 1."""
+
+    config: Config
+    stack: str
+    layer: int
+    kind: str  # self_attn, multihead_attn or feed_forward
+    index: int
+
+    @property
+    def prefix(self) -> str:
+        return f"{self.stack}.layers.{self.layer}"
+
+    @property
+    def is_last(self) -> bool:
+        """The stack's last sublayer."""
+        return self.layer == self.config[f"{self.stack}_layers"] - 1 and self.kind == "feed_forward"
+
+    def norm(self, name: str, width: str = "d_model", is_last_of_decoder: bool = False) -> Norm:
+        return Norm(f"{self.prefix}.{name}", self.config[width], is_last_of_decoder)
+
+    def parameter(self, name: str, shape: tuple[int, ...], start: float) -> Parameter:
+        return Parameter(f"{self.prefix}.{name}", shape, start)
+
+    def vector(self, name: str, start: float) -> Parameter:
+        """One number per column, the sublayer's own."""
+        return self.parameter(f"{name}{self.index}", (self.config["d_model"],), start)
+
+    def scalar(self, name: str, start: float) -> Parameter:
+        return self.parameter(name, (1,), start)
+
+
+def places(config: Config, stack: str) -> list[Place]:
+    """The sublayers of a stack, in order."""
+    kinds = ["self_attn", "feed_forward"]
+    if stack == "decoder" and not is_one_stack(config):
+        kinds.insert(1, "multihead_attn")
+    layers = range(config[f"{stack}_layers"])
+    return [Place(config, stack, layer, kind, index) for layer in layers for index, kind in enumerate(kinds, 1)]
+
+
+# Around and inside a sublayer.
+
+
+def postnorm(place: Place) -> Sublayer:
+    """x⁺ = N(x+F(x)) (TwT eq 2)."""
+    is_last_of_decoder = place.stack == "decoder" and place.is_last
+    return Sublayer(after=place.norm(f"norm{place.index}", is_last_of_decoder=is_last_of_decoder))
+
+
+def prenorm(place: Place) -> Sublayer:
+    """x⁺ = x+F(N(x)) (TwT eq 3)."""
+    return Sublayer(before=place.norm(f"norm{place.index}"))
+
+
+def deepnorm(place: Place) -> Sublayer:
+    """x⁺ = N(αx+F(x)) (BrN eq 2)."""
+    return dataclasses.replace(postnorm(place), alpha=deepnorm_alpha(place.config, place.stack))
+
+
+def branchnorm(place: Place) -> Sublayer:
+    """x⁺ = N(x+α_t F(x)) (BrN eq 7)."""
+    return dataclasses.replace(postnorm(place), beta=Growth(Parameter(f"{place.stack}.t", (1,), 1)))
+
+
+def rezero(place: Place) -> Sublayer:
+    """x⁺ = x+a_l F(x), a_l one scalar per layer, 0 at first (Bachlechner et al. 2020)."""
+    return Sublayer(beta=place.scalar("branch_scale", 0.0))
+
+
+def r_fixup(place: Place) -> Sublayer:
+    """Attention: x + s·W_o·Attn(W_q(x−b), W_k(x−b), W_v(x−b)), cross: query x−b, memory raw; `paper`: a scalar before
+    W_o. Feed-forward: x + s·W₂(drop(relu(W₁(x−b₁)−b₂))−b₃). Linears without bias (Zhang et al. 2019, release)."""
+    if place.kind == "feed_forward":
+        points = {"input": "shift1", "hidden": "shift2", "activated": "shift3"}
+        inside: dict[str, Change] = {point: Shift(place.scalar(name, 0.0)) for point, name in points.items()}
+    else:
+        inside = {"input": Shift(place.scalar(f"{place.kind}.input_shift", 0.0))}
+        if place.config["r_fixup_mode"] == "paper":
+            inside["heads"] = Scale(place.scalar(f"{place.kind}.output_scale", 1.0))
+    return Sublayer(beta=place.scalar(f"branch_scale{place.index}", 1.0), inside=inside, has_biases=False)
+
+
+def t_fixup(place: Place) -> Sublayer:
+    """x⁺ = x+F(x) (Huang et al. 2020)."""
+    return Sublayer()
+
+
+def admin(place: Place) -> Sublayer:
+    """x⁺ = N(ω⊙x+F(x)), ω learned, from `profile_admin` (Liu et al. 2020)."""
+    return dataclasses.replace(postnorm(place), alpha=place.vector("residual_scale", 1.0))
+
+
+def admin_const(place: Place) -> Sublayer:
+    """x⁺ = N(ωx+F(x)), ω one constant per stack."""
+    return dataclasses.replace(postnorm(place), alpha=admin_omega(place.config, place.stack))
+
+
+def dlcl(place: Place) -> Sublayer:
+    """A pre- or post-norm layer as it is, but that norms of the combination follow its last (Wang et al. 2019)."""
+    if place.config["dlcl_norm"] == "pre":
+        return prenorm(place)
+    return Sublayer(after=place.norm(f"norm{place.index}"))
+
+
+def normformer(place: Place) -> Sublayer:
+    """prenorm, and by switch: (1) Concat(γ_h·head_h)W^O, `fairseq`: γ_h after W^O; (2) N after that, before the
+    dropout; (3) W₂·N(σ(W₁·N(x)+b₁))+b₂; (4) λ⊙x on the feed-forward's residual. Self-attention only (Shleifer et al.
+    2021)."""
+    config, sublayer = place.config, prenorm(place)
+    inside: dict[str, Change] = {}
+    if place.kind == "self_attn":
+        if config["normformer_head_scale"]:
+            point = "projected" if config["normformer_mode"] == "fairseq" else "heads"
+            inside[point] = HeadScale(place.parameter("self_attn.head_scale", (config["heads"],), 1.0))
+        if config["normformer_attention_norm"]:
+            sublayer = dataclasses.replace(sublayer, output=place.norm(f"post_norm{place.index}"))
+    if place.kind == "feed_forward":
+        if config["normformer_ffn_norm"]:
+            inside["activated"] = place.norm("inner_norm", "d_ff")
+        if config["normformer_residual_scale"]:
+            sublayer = dataclasses.replace(sublayer, alpha=place.vector("residual_scale", 1.0))
+    return dataclasses.replace(sublayer, inside=inside)
+
+
+def subln(place: Place) -> Sublayer:
+    """x + W^O N(Attn(N(x))), x + W₂N(φ(W₁N(x))); cross-attention as prenorm's (Wang et al. 2022)."""
+    inside: dict[str, dict[str, Change]] = {
+        "self_attn": {"heads": place.norm("self_attn.inner_norm")},
+        "multihead_attn": {},
+        "feed_forward": {"activated": place.norm("inner_norm", "d_ff")},
+    }
+    return dataclasses.replace(prenorm(place), inside=inside[place.kind])
+
+
+def sandwich(place: Place) -> Sublayer:
+    """x⁺ = x+N(F(N(x))) (Ding et al. 2021)."""
+    return dataclasses.replace(prenorm(place), output=place.norm(f"post_norm{place.index}"))
+
+
+def layerscale(place: Place) -> Sublayer:
+    """x⁺ = x+λ⊙F(N(x)) (Touvron et al. 2021)."""
+    return dataclasses.replace(prenorm(place), beta=place.vector("branch_scale", place.config["layerscale_init"]))
+
+
+# Around the layers of a stack.
+
+
+def nothing(config: Config, stack: str) -> Stack:
+    """The last layer's output is the stack's."""
+    return Stack()
+
+
+def end_norm(config: Config, stack: str) -> Stack:
+    """N after the last layer."""
+    return Stack(end=(Norm(f"{stack}.norm", config["d_model"], stack == "decoder", ends_stack=True),))
+
+
+def end_shift(config: Config, stack: str) -> Stack:
+    """R-Fixup: encoder s·(x−b), decoder x−b."""
+    end: tuple[Change, ...] = (Shift(Parameter(f"{stack}.end_shift", (1,), 0.0)),)
+    if stack == "encoder":
+        end += (Scale(Parameter(f"{stack}.end_scale", (1,), 1.0)),)
+    return Stack(end=end)
+
+
+def combination(config: Config, stack: str) -> Stack:
+    """DLCL: W lower-triangular, row l at first 1/(l+1); pre: N of the last row's sum too."""
+    is_pre, layers = config["dlcl_norm"] == "pre", config[f"{stack}_layers"]
+    size = layers + 1
+    start = torch.ones(size, size).tril() / torch.arange(1, size + 1).unsqueeze(-1)
+    norms = tuple(
+        Norm(f"{stack}.combine.norms.{row}", config["d_model"], not is_pre and stack == "decoder" and row == layers)
+        for row in range(1, size)
+    )
+    combine = Combine(Parameter(f"{stack}.combine.weight", (size, size), start), norms, is_pre)
+    return Stack(end_norm(config, stack).end if is_pre else (), combine)
+
+
+SCHEMES: dict[str, tuple[Callable[[Place], Sublayer], Callable[[Config, str], Stack]]] = {
+    "postnorm": (postnorm, nothing),
+    "prenorm": (prenorm, end_norm),
+    "deepnorm": (deepnorm, nothing),
+    "branchnorm": (branchnorm, nothing),
+    "rezero": (rezero, nothing),
+    "r-fixup": (r_fixup, end_shift),
+    "t-fixup": (t_fixup, nothing),
+    "admin": (admin, nothing),
+    "admin-const": (admin_const, nothing),
+    "dlcl": (dlcl, combination),
+    "normformer": (normformer, end_norm),
+    "subln": (subln, end_norm),
+    "sandwich": (sandwich, end_norm),
+    "layerscale": (layerscale, end_norm),
+}
+RESIDUAL_NAMES = tuple(SCHEMES)
+
+
+def describe_sublayer(place: Place) -> Sublayer:
+    """What stands around and inside the sublayer at `place` under the config's scheme."""
+    return _scheme(place.config)[0](place)
+
+
+def describe_stack(config: Config, stack: str) -> Stack:
+    """What stands around the layers of `stack` under the config's scheme."""
+    return _scheme(config)[1](config, stack)
+
+
+def _scheme(config: Config):
+    name = config["residual"]
+    if name not in SCHEMES:
+        raise ValueError(f"unknown residual scheme {name!r}; the schemes are {', '.join(SCHEMES)}")
+    return SCHEMES[name]
+
+
+# Constants.
+
+
+def deepnorm_alpha(config: Config, stack: str) -> float:
+    """α_e = 0.81(N⁴M)^{1/16}, α_d = (3M)^{1/4}; one stack: (2L)^{1/4} (BrN eq 3)."""
+    n, m = layer_counts(config)
+    if is_one_stack(config):
+        return (2 * m) ** 0.25
+    return 0.81 * (n**4 * m) ** (1 / 16) if stack == "encoder" else (3 * m) ** 0.25
+
+
+def admin_omega(config: Config, stack: str) -> float:
+    """ω = √((n+1)/ln(n+1) − 1), n = 2N, 3M, or 2L of one stack (admin-torch)."""
+    encoder_layers, decoder_layers = layer_counts(config)
+    n = 2 * encoder_layers if stack == "encoder" else (2 if is_one_stack(config) else 3) * decoder_layers
+    return math.sqrt((n + 1) / math.log(n + 1) - 1)
+
+
+def branchnorm_alpha(t: int, steps: int, growth: str = "linear") -> float:
+    """α_t, at most 1, with u = t/T (BrN eq 8); T = 0: 1.
+
+    linear: u; exp: (e^{5u}−1)/(e⁵−1); sigmoid: logistic(10(u−½)), rescaled to run from 0 at u = 0 to 1 at u = 1.
+    """
+    if steps == 0 or t >= steps:
+        return 1.0
+    u = t / steps
+    if growth == "linear":
+        return u
+    if growth == "exp":
+        return math.expm1(5 * u) / math.expm1(5)
+    if growth == "sigmoid":
+        low, here, high = (1 / (1 + math.exp(-10 * (v - 0.5))) for v in (0.0, u, 1.0))
+        return (here - low) / (high - low)
+    raise ValueError(f"unknown growth {growth!r}; the growths are linear, exp, sigmoid")
