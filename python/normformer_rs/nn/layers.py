@@ -111,6 +111,7 @@ class Layer(Growing):
 
     kinds: tuple[str, ...]
     attentions: tuple[str, ...]
+    attention_class: type[MultiheadAttention] = MultiheadAttention
     place: Place
     is_torchs: bool
     """No scheme and no initialisation were named: torch.nn's arrangement and first values."""
@@ -159,7 +160,7 @@ class Layer(Growing):
         attention = {"dropout": rate_of("attention_dropout"), "batch_first": batch_first, **factory}
         has_biases = bias and declared.has_biases
         for name in self.attentions:
-            setattr(self, name, MultiheadAttention(d_model, nhead, bias=has_biases, **attention))
+            setattr(self, name, self.attention_class(d_model, nhead, bias=has_biases, **attention))
         self.linear1 = nn.Linear(d_model, dim_feedforward, bias=has_biases, **factory)
         self.dropout = nn.Dropout(rate_of("activation_dropout"))
         self.linear2 = nn.Linear(dim_feedforward, d_model, bias=has_biases, **factory)

@@ -1,0 +1,25 @@
+"""The target vocabulary V_t: types seen on the target side of the training data, EOS and UNK; never PAD or BOS."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from normformer_rs import binarised
+from normformer_rs._core import InputError
+
+
+def target_types(task: Any, everything: Tensor) -> Tensor:
+    """True in V_t. `everything`, all true, comes back where the training data are not there: a checkpoint says then."""
+    cfg, dictionary = task.cfg, task.target_dictionary
+    seen = torch.zeros_like(everything)
+    try:
+        for folder in str(cfg.data).split(":"):
+            target = getattr(cfg, "target_lang", None)
+            prefix = binarised.find(folder, "train", getattr(cfg, "source_lang", None) if target else None, target or "")
+            seen[torch.from_numpy(binarised.Binarised(prefix).types())] = True
+    except InputError:
+        return everything
+    seen[[dictionary.eos(), dictionary.unk()]] = True
+    seen[[dictionary.bos(), dictionary.pad()]] = False
+    return seen
