@@ -138,6 +138,10 @@ class _Side(Stack):
 
         return self._run(x, call, sights(0)[0].pad_mask)
 
+    def upgrade_state_dict_named(self, state_dict: dict[str, Tensor], name: str) -> dict[str, Tensor]:
+        """fairseq's own would look for its own layers; the model renames theirs."""
+        return state_dict
+
     def set_num_updates(self, num_updates: int) -> None:
         """fairseq says how many updates were made; t is the number of the one to come."""
         if self.growth is not None:
@@ -319,8 +323,8 @@ class _Model:
 
     def upgrade_state_dict_named(self, state_dict: dict[str, Tensor], name: str) -> None:
         """Takes checkpoints of fairseq's own `transformer` archs, too."""
-        super().upgrade_state_dict_named(state_dict, name)  # type: ignore[misc]
         from_fairseq_names(state_dict)
+        super().upgrade_state_dict_named(state_dict, name)  # type: ignore[misc]
 
 
 @register_model("nfrs_transformer", dataclass=TranslationOptions)
