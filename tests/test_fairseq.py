@@ -1,6 +1,8 @@
 """The fairseq plug-in: against fairseq's own Transformer, and every norm and residual scheme through its commands."""
 
 import contextlib
+import copy
+import functools
 import io
 import json
 import logging
@@ -89,18 +91,34 @@ def logged():
         logger.removeHandler(handler)
 
 
-def train(data: Path, output: Path, arguments: str) -> list[float]:
-    """fairseq-train; the loss of each update."""
+@functools.cache
+def composed(which: str, arguments: str):
+    """fairseq's configuration of a command line; hydra takes seconds for one."""
     from fairseq import options
     from fairseq.dataclass.utils import convert_namespace_to_omegaconf
+
+    parser = {"train": options.get_training_parser, "generate": options.get_generation_parser}[which]()
+    return convert_namespace_to_omegaconf(options.parse_args_and_arch(parser, input_args=arguments.split()))
+
+
+def configured(which: str, arguments: str, changes: dict):
+    """The same with some of its values changed, each named as section.option."""
+    config = copy.deepcopy(composed(which, arguments))
+    for name, value in changes.items():
+        section, _, option = name.partition(".")
+        config[section][option] = value
+    return config
+
+
+def train(data: Path, output: Path, updates: int, arguments: str, **changes) -> list[float]:
+    """fairseq-train; the loss of each update."""
     from fairseq.logging import metrics
     from fairseq_cli.train import main
 
     metrics.reset()
-    given = f"{data} --save-dir {output} {RECIPE} {arguments}".split()
-    args = options.parse_args_and_arch(options.get_training_parser(), input_args=given)
+    changes |= {"checkpoint.save_dir": str(output), "optimization.max_update": updates}
     with logged() as lines:
-        main(convert_namespace_to_omegaconf(args))
+        main(configured("train", f"{data} {RECIPE} {arguments}", changes))
     assert "--disable-validation" in arguments or lines["valid"]
     assert all(math.isfinite(float(line["valid_loss"])) for line in lines["valid"])
     return [float(line["loss"]) for line in lines["train_inner"]]
@@ -108,15 +126,12 @@ def train(data: Path, output: Path, arguments: str) -> list[float]:
 
 def generate(data: Path, checkpoint: Path, arguments: str = "") -> list[tuple[str, float]]:
     """fairseq-generate with beam 5 on the test set; hypotheses and their scores, in the test set's order."""
-    from fairseq import options
-    from fairseq.dataclass.utils import convert_namespace_to_omegaconf
     from fairseq_cli.generate import main
 
-    given = f"{data} --path {checkpoint} --beam 5 --cpu --max-tokens 400 --num-workers 0 --max-len-b 12 {arguments}".split()
-    args = options.parse_args_and_arch(options.get_generation_parser(), input_args=given)
+    given = f"{data} --path PATH --beam 5 --cpu --max-tokens 400 --num-workers 0 --max-len-b 12 {arguments}"
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed):
-        main(convert_namespace_to_omegaconf(args))
+        main(configured("generate", given, {"common_eval.path": str(checkpoint)}))
     found = re.findall(r"^H-(\d+)\t(\S+)\t(.*)$", printed.getvalue(), re.MULTILINE)
     assert len(found) == 24
     return [(text, float(score)) for _, score, text in sorted(found, key=lambda hypothesis: int(hypothesis[0]))]
@@ -129,24 +144,24 @@ def parameters(checkpoint: Path) -> dict[str, torch.Tensor]:
 
 
 def test_layernorm_and_postnorm_are_fairseqs_transformer(data, tmp_path):
-    common = f"{SIZES} --dropout 0 --max-update 60 --disable-validation"
-    stock, ours = f"--arch transformer {common} --criterion label_smoothed_cross_entropy --label-smoothing 0.1", ""
+    common = f"{SIZES} --dropout 0 --disable-validation"
+    stock = f"--arch transformer {common} --criterion label_smoothed_cross_entropy --label-smoothing 0.1"
     ours = f"--arch nfrs_transformer {common} --criterion {SMOOTHED}"
-    train(data, tmp_path / "begin", stock.replace("--max-update 60", "--max-update 1 --lr 1e-30"))
-    begin = f"--restore-file {tmp_path}/begin/checkpoint_last.pt --reset-optimizer --reset-dataloader --reset-meters"
-    theirs = train(data, tmp_path / "stock", f"{stock} {begin} --reset-lr-scheduler")
-    losses = train(data, tmp_path / "ours", f"{ours} {begin} --reset-lr-scheduler")
+    train(data, tmp_path / "begin", 1, stock, **{"optimization.lr": [1e-30]})
+    resets = ["reset_optimizer", "reset_dataloader", "reset_meters", "reset_lr_scheduler"]
+    begin = {"checkpoint.restore_file": str(tmp_path / "begin" / "checkpoint_last.pt")}
+    begin |= {f"checkpoint.{name}": True for name in resets}
+    theirs = train(data, tmp_path / "stock", 60, stock, **begin)
+    losses = train(data, tmp_path / "ours", 60, ours, **begin)
     assert len(losses) == 60 and losses[-1] < 0.9 * losses[0]
     assert max(abs(a - b) for a, b in zip(losses, theirs)) <= 0.0015
-    expected = generate(data, tmp_path / "stock" / "checkpoint_last.pt")
-    found = generate(data, tmp_path / "ours" / "checkpoint_last.pt")
+    last = [tmp_path / which / "checkpoint_last.pt" for which in ("stock", "ours")]
+    expected, found = (generate(data, path) for path in last)
     assert [text for text, _ in found] == [text for text, _ in expected]
+    assert [score for _, score in found] == pytest.approx([score for _, score in expected], abs=1e-3)
     # As many numbers as fairseq trains: its encoder layers also keep a second copy of their matrices.
     copies = re.compile(r"encoder\.layers\.\d+\.(in_proj|out_proj|fc1|fc2)_(weight|bias)$")
-    sizes = [
-        {name: value.numel() for name, value in parameters(tmp_path / which / "checkpoint_last.pt").items()}
-        for which in ("stock", "ours")
-    ]
+    sizes = [{name: value.numel() for name, value in parameters(path).items()} for path in last]
     assert sum(size for name, size in sizes[0].items() if not copies.search(name)) == sum(sizes[1].values())
 
 
@@ -156,13 +171,13 @@ COMBINATIONS += [("layernorm", scheme) for scheme in SCHEMES if ("layernorm", sc
 
 @pytest.mark.parametrize(("norm", "residual"), COMBINATIONS)
 def test_trains_resumes_validates_and_generates(norm, residual, data, tmp_path):
-    model = f"--arch nfrs_transformer {SIZES} --norm {norm} --residual {residual} --criterion {SMOOTHED}"
-    whole = train(data, tmp_path / "whole", f"{model} --max-update 20")
+    model = f"--arch nfrs_transformer {SIZES} --norm layernorm --residual postnorm --criterion {SMOOTHED}"
+    named = {"model.norm": norm, "model.residual": residual}
+    whole = train(data, tmp_path / "whole", 20, model, **named)
     assert len(whole) == 20 and all(map(math.isfinite, whole))
     assert sum(whole[-5:]) < 0.97 * sum(whole[:5])
-    first = train(data, tmp_path / "halves", f"{model} --max-update 11")
-    second = train(data, tmp_path / "halves", f"{model} --max-update 20")
-    assert first + second == whole
+    halves = [loss for updates in (11, 20) for loss in train(data, tmp_path / "halves", updates, model, **named)]
+    assert halves == whole
     last = [parameters(tmp_path / which / "checkpoint_last.pt") for which in ("whole", "halves")]
     assert last[0].keys() == last[1].keys()
     assert all(torch.equal(last[0][name], last[1][name]) for name in last[0])

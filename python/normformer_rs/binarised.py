@@ -40,11 +40,17 @@ class Binarised:
             header = file.read(_HEADER.size)
         magic, version, code, count = _HEADER.unpack(header) if len(header) == _HEADER.size else (b"", 0, 0, 0)
         if magic != MAGIC:
-            raise InputError(f"{index}: not an index of fairseq's mmap format; run fairseq-preprocess again without --dataset-impl")
+            raise InputError(
+                f"{index}: not an index of fairseq's mmap format; preprocess again, without --dataset-impl"
+            )
         if version != 1 or code not in _TYPES:
-            raise InputError(f"{index}: version {version} with number type {code}; this package reads version 1 of integers")
+            raise InputError(
+                f"{index}: version {version}, number type {code}; this package reads version 1 of integers"
+            )
         if size != _HEADER.size + count * 12:
-            raise InputError(f"{index}: {count} sentences need {_HEADER.size + count * 12} bytes, it has {size}; it is damaged")
+            raise InputError(
+                f"{index}: {count} sentences need {_HEADER.size + count * 12} bytes; it has {size} and is damaged"
+            )
         with index.open("rb") as file:
             file.seek(_HEADER.size)
             self.lengths: NDArray[np.int32] = np.fromfile(file, "<i4", count)

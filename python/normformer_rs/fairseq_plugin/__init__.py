@@ -6,7 +6,7 @@ is fairseq-train with the architectures, schedules and the criterion below, on P
 on. On Python 3.10 fairseq's own commands will do, with `--user-dir $(normformer-rs fairseq-user-dir)`.
 """
 
-# fairseq imports this folder by itself, as `fairseq_plugin`; absolute imports make both names lead to one set of modules.
+# fairseq imports this folder by itself, as `fairseq_plugin`; by absolute imports both names lead to one set of modules.
 import contextlib
 import sys
 from pathlib import Path

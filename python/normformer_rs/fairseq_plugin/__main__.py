@@ -9,9 +9,8 @@ import importlib
 import sys
 
 from normformer_rs._core import InputError
+from normformer_rs.cli import FAIRSEQ_COMMANDS
 from normformer_rs.config import unknown
-
-COMMANDS = ("preprocess", "train", "generate", "interactive", "validate", "score", "eval-lm", "hydra-train")
 
 HELP = {"-h", "--help"}
 
@@ -33,8 +32,8 @@ def main() -> int:
     """Runs fairseq's command; its exit code, or 2 with one line where the plug-in refuses something."""
     _, *arguments = sys.argv
     try:
-        if not arguments or arguments[0] not in COMMANDS:
-            raise InputError(unknown("command", arguments[0] if arguments else "", COMMANDS))
+        if not arguments or arguments[0] not in FAIRSEQ_COMMANDS:
+            raise InputError(unknown("command", arguments[0] if arguments else "", FAIRSEQ_COMMANDS))
         sys.argv = [f"fairseq-{arguments[0]}", *arguments[1:]]
         command = importlib.import_module("fairseq_cli." + arguments[0].replace("-", "_")).cli_main
         if arguments[0] == "train" and "--arch" in arguments and HELP.intersection(arguments):

@@ -84,7 +84,7 @@ def allow_namespaces_in_checkpoints() -> None:
 
 
 def switch_fast_path_off() -> None:
-    """torch 2 wants arguments of its encoder's fast path that fairseq's own encoder layer does not pass in evaluation."""
+    """torch 2's encoder fast path wants an argument that fairseq's own encoder layer does not pass in evaluation."""
     from fairseq.modules.transformer_layer import TransformerEncoderLayerBase
 
     never = property(lambda self: False, lambda self, value: None)

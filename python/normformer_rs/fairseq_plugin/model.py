@@ -23,14 +23,14 @@ from torch.utils.checkpoint import checkpoint
 
 from normformer_rs._core import InputError
 from normformer_rs.config import TransformerConfig
-from normformer_rs.convert import from_fairseq_names
+from normformer_rs.convert import configure, from_fairseq_names
 from normformer_rs.nn import TransformerDecoderLayer, TransformerEncoderLayer, profile
-from normformer_rs.nn.declared import OWN, NormAt, Place, apply_norm, make
+from normformer_rs.nn.declared import OWN, NormAt, apply_norm, make
 from normformer_rs.nn.initial import initial_values, initialise
 from normformer_rs.nn.layers import Layer
 from normformer_rs.nn.stacks import Stack
 
-from .options import SHAPES, LanguageModelOptions, TranslationOptions, configure, plain, shape
+from .options import SHAPES, LanguageModelOptions, TranslationOptions, plain, shape
 from .rows import Packed, RowAttention, Rows, Sight, Step
 from .vocabulary import target_types
 
@@ -94,9 +94,8 @@ class _Side(Stack):
         self.norm, self.place, self.end = None, None, ()
         self.settle(config, self.name)
         assert self.place is not None
-        if self.place.declared.combine is not None and isinstance(self.layers, nn.ModuleList):
-            if type(self.layers) is not nn.ModuleList:
-                raise InputError(f"--residual {config.residual} needs every layer's output: leave --layerdrop out")
+        if self.place.declared.combine is not None and type(self.layers) is not nn.ModuleList:
+            raise InputError(f"--residual {config.residual} needs every layer's output: leave --layerdrop out")
         if self.layernorm_embedding is not None:
             self.layernorm_embedding = make(NormAt("layernorm_embedding", config.d_model, last=False), self.place, {})
         if config.embedding_dropout is not None:
@@ -219,11 +218,14 @@ class Decoder(_Side, TransformerDecoderBase):
             return self._step(prev_output_tokens, incremental_state, *seen)
         rows = Rows.of(prev_output_tokens.eq(self.padding_idx))
         positions = None if self.embed_positions is None else rows.pack(self.embed_positions(prev_output_tokens))
+        tokens = rows.pack(prev_output_tokens)
+        if self.cfg.decoder_start == "bos":
+            tokens = tokens.index_fill(0, rows.spans()[:, 0], self.dictionary.bos())
         sights: tuple[Sight, ...] = (Packed(rows, causal=not full_context_alignment),)
         if memory is not None and hidden is not None:
             memory_rows = Rows.of(hidden)
             sights += (Packed(rows, memory=memory_rows.pack(memory), memory_rows=memory_rows),)
-        x = self.run(self.embed(rows.pack(prev_output_tokens), positions), lambda _: sights)
+        x = self.run(self.embed(tokens, positions), lambda _: sights)
         return rows.unpack(x), {"attn": [None], "inner_states": []}
 
     def _step(
@@ -253,6 +255,8 @@ class Decoder(_Side, TransformerDecoderBase):
                 weights.append(other)
             return own, other
 
+        if self.cfg.decoder_start == "bos" and tokens.shape[1] == 1:
+            newest = torch.full_like(newest, self.dictionary.bos())
         x = self.run(self.embed(newest[:, 0], positions), sights)
         seen = weights[-1].weights if weights else None
         attention = None if seen is None else seen[:, :alignment_heads].mean(1)
@@ -309,7 +313,7 @@ class _Model:
         dtype = next(self.parameters()).dtype  # type: ignore[attr-defined]
         if dtype != torch.float32:
             # fairseq's f32 copies of the parameters were made before and would overwrite the gains
-            raise InputError(f"admin sets its gains before the first update and needs f32 parameters; got {dtype}: --amp")
+            raise InputError(f"admin sets its gains from the first batch, in f32; got {dtype}: use --amp")
         self.is_profiled.fill_(True)
         profile(self, **batch)  # type: ignore[arg-type]
 

@@ -25,7 +25,7 @@ class InverseSqrtConfig(FairseqDataclass):
         None, "λ of Nguyen & Salazar 2019, eq 7: λ/√d·min(1/√n, n/n_w^1.5); --lr is not used then"
     )
     lr_width: int = _field(512, "d of eq 7, the model's width")
-    lr: list[float] = II("optimization.lr")
+    lr: list[float] = II("optimization.lr")  # noqa: RUF009
 
 
 class _Schedule(FairseqLRScheduler):
@@ -72,8 +72,8 @@ class ValDecayConfig(FairseqDataclass):
     warmup_updates: int = _field(0, "updates of linear warm-up")
     warmup_init_lr: float = _field(0.0, "rate that the warm-up starts from")
     val_decay: float = _field(0.8, "what the rate is multiplied by")
-    maximize_best_checkpoint_metric: bool = II("checkpoint.maximize_best_checkpoint_metric")
-    lr: list[float] = II("optimization.lr")
+    maximize_best_checkpoint_metric: bool = II("checkpoint.maximize_best_checkpoint_metric")  # noqa: RUF009
+    lr: list[float] = II("optimization.lr")  # noqa: RUF009
 
 
 @register_lr_scheduler("nfrs_val_decay", dataclass=ValDecayConfig)

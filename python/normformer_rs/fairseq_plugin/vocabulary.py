@@ -12,11 +12,11 @@ from normformer_rs._core import InputError
 def target_types(task: Any, everything: Tensor) -> Tensor:
     """True in V_t. `everything`, all true, comes back where the training data are not there: a checkpoint says then."""
     cfg, dictionary = task.cfg, task.target_dictionary
+    source, target = getattr(cfg, "source_lang", None), getattr(cfg, "target_lang", None) or ""
     seen = torch.zeros_like(everything)
     try:
         for folder in str(cfg.data).split(":"):
-            target = getattr(cfg, "target_lang", None)
-            prefix = binarised.find(folder, "train", getattr(cfg, "source_lang", None) if target else None, target or "")
+            prefix = binarised.find(folder, "train", source, target)
             seen[torch.from_numpy(binarised.Binarised(prefix).types())] = True
     except InputError:
         return everything
