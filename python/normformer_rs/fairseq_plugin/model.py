@@ -25,7 +25,7 @@ from normformer_rs._core import InputError
 from normformer_rs.config import TransformerConfig
 from normformer_rs.convert import configure, from_fairseq_names
 from normformer_rs.nn import TransformerDecoderLayer, TransformerEncoderLayer, profile
-from normformer_rs.nn.declared import OWN, NormAt, apply_norm, make
+from normformer_rs.nn.declared import OWN, NormAt, Place, apply_norm, make
 from normformer_rs.nn.initial import initial_values, initialise
 from normformer_rs.nn.layers import Layer
 from normformer_rs.nn.stacks import Stack
@@ -343,7 +343,7 @@ class TranslationModel(_Model, TransformerModelBase):
         nested = _nested(flags)
         source, target = task.source_dictionary, task.target_dictionary
         sides = {"encoder": source, "decoder": target}
-        nested.stacks = {name: configure(flags, name, len(dictionary)) for name, dictionary in sides.items()}
+        nested.stacks = {name: _stack(flags, name, dictionary) for name, dictionary in sides.items()}
         model = super().build_model(nested, task)
         model.begin(task)
         return model
@@ -374,7 +374,7 @@ class LanguageModel(_Model, FairseqLanguageModel):
         if flags.max_target_positions is None:
             flags.max_target_positions = flags.tokens_per_sample
         nested, dictionary = _nested(flags), task.target_dictionary
-        nested.stacks = {"decoder": configure(flags, "decoder", len(dictionary))}
+        nested.stacks = {"decoder": _stack(flags, "decoder", dictionary)}
         embedding = nn.Embedding(len(dictionary), flags.decoder_embed_dim, dictionary.pad())
         if flags.fixnorm:
             embedding.__class__ = FixNormEmbedding
@@ -392,6 +392,11 @@ def _nested(flags: Any) -> FairseqConfig:
     nested = FairseqConfig.from_namespace(flags)
     nested.encoder.normalize_before = nested.decoder.normalize_before = False
     return nested
+
+
+def _stack(flags: Any, name: str, dictionary: Any) -> TransformerConfig:
+    """One stack's options, after Rust has looked at them. Errors: InputError."""
+    return Place(configure(flags, name, len(dictionary)), name).config
 
 
 def _register_shape(name: str) -> None:
