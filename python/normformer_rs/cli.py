@@ -254,7 +254,7 @@ def _fairseq(args: argparse.Namespace) -> None:
     sys.argv = [f"{PROG} fairseq", args.command, *args.arguments]
     # As `python -m` does, so that workers that fairseq spawns find the same main module, and its patches.
     try:
-        runpy.run_module("normformer_rs.fairseq_plugin", run_name="__main__", alter_sys=True)
+        runpy.run_module("normformer_rs.fairseq_plugin.command", run_name="__main__", alter_sys=True)
     except (ImportError, KeyboardInterrupt):
         raise
     except Exception:

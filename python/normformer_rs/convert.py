@@ -22,15 +22,31 @@ from . import _core, binarised
 from ._core import InputError
 from .config import DataConfig, TrainingConfig, TransformerConfig
 from .model import find_checkpoint, read_config
+from .nn.declared import declare
 
 Path_ = str | PathLike[str]
 
 # What fairseq's flags mean.
 
-FAIRSEQS = ("architecture", "vocab_size", "d_model", "d_ff", "heads", "encoder_layers", "decoder_layers", "positions")
+FAIRSEQS: tuple[str, ...] = (
+    "architecture",
+    "vocab_size",
+    "d_model",
+    "d_ff",
+    "heads",
+    "encoder_layers",
+    "decoder_layers",
+    "positions",
+)
 FAIRSEQS += ("tie_embeddings", "dropout", "attention_dropout", "activation_dropout")
 """Options of a model that fairseq has flags of its own for, or that its data decide."""
-REFUSED = ("adaptive_input", "adaptive_softmax_cutoff", "quant_noise_pq", "quant_noise_scalar", "no_cross_attention")
+REFUSED: tuple[str, ...] = (
+    "adaptive_input",
+    "adaptive_softmax_cutoff",
+    "quant_noise_pq",
+    "quant_noise_scalar",
+    "no_cross_attention",
+)
 REFUSED += ("cross_self_attention", "base_layers", "encoder_layers_to_keep", "decoder_layers_to_keep")
 REFUSED += ("offload_activations", "character_embeddings", "no_decoder_final_norm", "encoder_xformers_att_config")
 REFUSED += ("decoder_xformers_att_config", "scale_fc", "scale_attn", "scale_heads", "scale_resids")
@@ -73,7 +89,7 @@ def configure(flags: argparse.Namespace, stack: str, vocab_size: int) -> Transfo
         elif "no_" + field.name in named:
             options[field.name] = not named["no_" + field.name]
     options["residual"] = _residual(flags, is_alone)
-    ties = "decoder" if getattr(flags, "share_decoder_input_output_embed", False) else "none"
+    ties: Any = "decoder" if getattr(flags, "share_decoder_input_output_embed", False) else "none"
     return TransformerConfig(
         **options,
         architecture="decoder-only" if is_alone else "encoder-decoder",
@@ -154,7 +170,7 @@ def _join(state: dict[str, Tensor]) -> None:
         state[name.replace(".q_proj.", ".in_proj_")] = torch.cat(parts)
 
 
-_TABLES = {
+_TABLES: dict[str, dict[str, tuple[str, ...]]] = {
     "all": {"embedding": ("encoder.embed_tokens", "decoder.embed_tokens", "decoder.output_projection")},
     "decoder": {
         "source_embedding": ("encoder.embed_tokens",),
@@ -212,7 +228,9 @@ def read_checkpoint(path: Path_, trust: bool = False) -> dict[str, Any]:
     if not Path(path).is_file():
         raise InputError(f"{path}: no such file; expected a checkpoint of fairseq")
     try:
-        with torch.serialization.safe_globals([argparse.Namespace]):
+        # The context would take back, at its end, what another part of the program has allowed.
+        is_allowed = argparse.Namespace in torch.serialization.get_safe_globals()
+        with torch.serialization.safe_globals([] if is_allowed else [argparse.Namespace]):
             found = torch.load(path, map_location="cpu", weights_only=not trust)
     except pickle.UnpicklingError as error:
         raise InputError(
@@ -312,6 +330,8 @@ def to_fairseq(directory: Path_, output: Path_, *, checkpoint: str = "best") -> 
             f"{config.architecture} with positions={config.positions}"
         )
     state = from_canonical(dict(_core.load_parameters(str(folder))), config.tie_embeddings)
+    if declare(config, "decoder").is_profiled:
+        state["is_profiled"] = torch.tensor(True)
     types = Path(directory, "target_types.txt")
     flags = flags_from(config) | {"vocab_mask": types.is_file()}
     if types.is_file():

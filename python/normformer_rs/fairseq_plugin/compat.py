@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from normformer_rs._optional import require
+from normformer_rs._optional import available, require
 
 _FOREIGN = ("fairseq", "fairseq_cli", "hydra")
 
@@ -32,6 +32,7 @@ def apply() -> None:
     )
     allow_namespaces_in_checkpoints()
     switch_fast_path_off()
+    keep_bf16_off_tpus()
 
 
 def allow_dataclass_defaults() -> None:
@@ -81,6 +82,25 @@ def give_finders_find_module() -> None:
 def allow_namespaces_in_checkpoints() -> None:
     """torch 2.6 and later load tensors and plain data only; a fairseq checkpoint also holds an argparse.Namespace."""
     torch.serialization.add_safe_globals([argparse.Namespace])
+
+
+def keep_bf16_off_tpus() -> None:
+    """fairseq 0.12.2's command line takes --bf16 for a wish for TPUs, and then fails where there is no torch_xla."""
+    from fairseq import options
+
+    parse = options.parse_args_and_arch
+    if available("torch_xla") or hasattr(parse, "__wrapped__"):
+        return
+
+    @functools.wraps(parse)
+    def parse_args_and_arch(*arguments: Any, **named: Any) -> Any:
+        parsed = parse(*arguments, **named)
+        args = parsed[0] if isinstance(parsed, tuple) else parsed
+        if getattr(args, "bf16", False):
+            args.tpu = False
+        return parsed
+
+    options.parse_args_and_arch = parse_args_and_arch
 
 
 def switch_fast_path_off() -> None:

@@ -39,6 +39,7 @@ class SelfLayer(TransformerEncoderLayer):
     """A layer of an encoder, or of a decoder alone."""
 
     attention_class = RowAttention
+    self_attn: Any
 
     def forward(self, x: Tensor, own: Sight, *, alpha_t: Tensor | None = None) -> Tensor:  # type: ignore[override]
         return self._run(x, [lambda q: self.self_attn(q, own)], own.pad_mask, alpha_t)
@@ -48,6 +49,8 @@ class CrossLayer(TransformerDecoderLayer):
     """A layer of a decoder that looks at an encoder's output."""
 
     attention_class = RowAttention
+    self_attn: Any
+    multihead_attn: Any
 
     def forward(  # type: ignore[override]
         self, x: Tensor, own: Sight, memory: Sight, *, alpha_t: Tensor | None = None
@@ -70,8 +73,18 @@ class _Side(Stack):
     It goes before fairseq's class, whose constructor it calls first.
     """
 
-    cfg: Any
     name: str
+    # fairseq's
+    cfg: Any
+    layers: Any
+    dictionary: Any
+    padding_idx: int
+    embed_tokens: Any
+    embed_scale: float
+    embed_positions: Any
+    layernorm_embedding: Any
+    dropout_module: Any
+    output_projection: Any
 
     def build_layer(self, kind: type[Layer], cfg: Any) -> Layer:
         """One layer; `settle` tells each its place."""
@@ -84,9 +97,10 @@ class _Side(Stack):
         elif self.name == "encoder" or kind is CrossLayer:
             depths["encoder_layers"] = config.encoder_layers
         activation = fairseq.utils.get_activation_fn(cfg.activation_fn)
-        sizes = (config.d_model, config.heads, config.d_ff, config.dropout, activation, config.norm_eps)
-        named = {"norm": config.norm, "residual": config.residual, "init": "torch"}  # drawn once, for the whole model
-        return kind(*sizes, **named, **depths, **options)
+        named: dict[str, Any] = {"d_model": config.d_model, "nhead": config.heads, "dim_feedforward": config.d_ff}
+        named |= {"dropout": config.dropout, "activation": activation, "layer_norm_eps": config.norm_eps}
+        named |= {"norm": config.norm, "residual": config.residual, "init": "torch"}  # drawn once, for the whole model
+        return kind(**named, **depths, **options)
 
     def finish(self, cfg: Any) -> None:
         """Adds what the residual scheme declares for the stack, after fairseq's constructor."""
@@ -187,6 +201,8 @@ class Decoder(_Side, TransformerDecoderBase):
 
     name = "decoder"
     vocab_mask: Tensor | None
+    get_incremental_state: Any
+    set_incremental_state: Any
 
     def __init__(self, cfg: Any, dictionary: Any, embed_tokens: nn.Embedding, no_encoder_attn: bool = False) -> None:
         TransformerDecoderBase.__init__(self, cfg, dictionary, embed_tokens, no_encoder_attn)

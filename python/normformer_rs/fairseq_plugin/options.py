@@ -62,9 +62,14 @@ def _fairseq_fields(config: type, prefix: str = "") -> Iterator[tuple[str, Any, 
             continue
         default, kind = field.default, field.type
         points = isinstance(default, str) and default.startswith("${model.")
-        if points or (prefix == "decoder_" and field.name in SIZES):
+        is_decoders = prefix + field.name in _FROM_DECODER or (prefix == "decoder_" and field.name in SIZES)
+        if points or is_decoders:
             default, kind = None, Optional[kind]  # noqa: UP045
         yield prefix + field.name, kind, dataclasses.field(default=default, metadata=dict(field.metadata))
+
+
+_FROM_DECODER = ("decoder_input_dim", "decoder_output_dim")
+"""Widths that are the decoder's where nothing else is said."""
 
 
 def _dataclass(name: str, summary: str, fairseqs: type) -> Any:

@@ -49,7 +49,8 @@ class Rows:
 class Sight(Protocol):
     """What the rows of one sublayer's queries may look at."""
 
-    pad_mask: Tensor | None
+    @property
+    def pad_mask(self) -> Tensor | None: ...
 
     def attend(self, attention: "RowAttention", query: Tensor) -> Tensor:
         """The heads' outputs, joined: (N, d) of queries (N, d)."""
@@ -79,7 +80,7 @@ class Packed:
     causal: bool = False
     memory: Tensor | None = None
     memory_rows: Rows | None = None
-    pad_mask = None
+    pad_mask: None = None
 
     def attend(self, attention: RowAttention, query: Tensor) -> Tensor:
         if self.memory is None or self.memory_rows is None:

@@ -72,7 +72,7 @@ class ValDecayConfig(FairseqDataclass):
     warmup_updates: int = _field(0, "updates of linear warm-up")
     warmup_init_lr: float = _field(0.0, "rate that the warm-up starts from")
     val_decay: float = _field(0.8, "what the rate is multiplied by")
-    maximize_best_checkpoint_metric: bool = II("checkpoint.maximize_best_checkpoint_metric")  # noqa: RUF009
+    maximize_best_checkpoint_metric: bool = II("checkpoint.maximize_best_checkpoint_metric")
     lr: list[float] = II("optimization.lr")  # noqa: RUF009
 
 

@@ -11,7 +11,7 @@ from normformer_rs._core import InputError
 
 def target_types(task: Any, everything: Tensor) -> Tensor:
     """True in V_t. `everything`, all true, comes back where the training data are not there: a checkpoint says then."""
-    cfg, dictionary = task.cfg, task.target_dictionary
+    cfg, dictionary = task.cfg or task.args, task.target_dictionary  # fairseq's language modelling has args
     source, target = getattr(cfg, "source_lang", None), getattr(cfg, "target_lang", None) or ""
     seen = torch.zeros_like(everything)
     try:
