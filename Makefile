@@ -26,6 +26,14 @@ $(VENV)/built: $(VENV)/installed Cargo.toml Cargo.lock pyproject.toml build.rs _
 	$(BIN)/pip install --quiet --no-build-isolation --no-deps --editable .
 	touch $@
 
+$(VENV)/fairseq: $(VENV)/installed requirements-fairseq.txt
+	$(BIN)/pip install --quiet "pip<24.1"
+	$(BIN)/pip install --quiet --no-deps --requirement requirements-fairseq.txt
+	touch $@
+
+.PHONY: fairseq
+fairseq: $(VENV)/fairseq ## fairseq 0.12.2, for the plug-in and its tests
+
 .PHONY: build
 build: $(VENV)/built ## the virtual environment with the package in it
 
@@ -53,7 +61,7 @@ test-rust: $(VENV)/installed ## Rust tests
 	cargo test --quiet --release
 
 .PHONY: test-python
-test-python: build ## Python tests, README's and docstrings' examples
+test-python: build $(VENV)/fairseq ## Python tests, README's and docstrings' examples
 	$(BIN)/python -m pytest --quiet
 
 .PHONY: test

@@ -5,7 +5,7 @@ import importlib.util
 from types import ModuleType
 
 
-def require(name: str, purpose: str, extra: str = "train") -> ModuleType:
+def require(name: str, purpose: str, extra: str = "train", hint: str = "") -> ModuleType:
     """The module of that name; ImportError that says what it is for and how to install it where it is missing."""
     try:
         return importlib.import_module(name)
@@ -13,7 +13,8 @@ def require(name: str, purpose: str, extra: str = "train") -> ModuleType:
         package = name.partition(".")[0]
         if (error.name or "").partition(".")[0] != package:
             raise
-        raise ImportError(f"{purpose} needs {package}: pip install normformer_rs[{extra}]") from error
+        note = f" ({hint})" if hint else ""
+        raise ImportError(f"{purpose} needs {package}: pip install normformer_rs[{extra}]{note}") from error
 
 
 def available(name: str) -> bool:

@@ -1,16 +1,19 @@
-"""The command `normformer-rs`: train, translate, evaluate, average, demo."""
+"""The command `normformer-rs`: train, translate, evaluate, average, demo, convert, fairseq, fairseq-user-dir."""
 
 import argparse
 import logging
 import os
+import runpy
 import sys
 import time
+import traceback
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
-from . import demo, scores, text
+from . import convert, demo, scores, text
 from ._core import DivergedError, InputError, Interrupted, __version__
-from .config import PRESETS, DataConfig, SearchConfig, TrainingConfig, TransformerConfig, split
+from .config import PRESETS, DataConfig, SearchConfig, TrainingConfig, TransformerConfig, split, unknown
 from .options import Parser, add_flags, flag, given, layered, read_run, read_toml
 from .progress import duration, write
 from .training import Trainer
@@ -56,6 +59,9 @@ def _parser() -> Parser:
         ("evaluate", _evaluate_parser),
         ("average", _average_parser),
         ("demo", _demo_parser),
+        ("convert", _convert_parser),
+        ("fairseq", _fairseq_parser),
+        ("fairseq-user-dir", _fairseq_user_dir_parser),
     ):
         summary, run, add = build()
         command = commands.add_parser(name, help=summary, description=summary)
@@ -211,6 +217,59 @@ def _demo_parser() -> _Command:
 
 def _demo(args: argparse.Namespace) -> None:
     demo.run(args.output, updates=args.updates, progress=not args.no_progress)
+
+
+def _convert_parser() -> _Command:
+    def add(parser: argparse.ArgumentParser) -> None:
+        parser.add_argument("--from", dest="origin", metavar="PATH", required=True, help="A .pt, or a run's --output.")
+        parser.add_argument("--to", metavar="PATH", required=True, help="A new --output folder, or a new .pt.")
+        parser.add_argument("--data", metavar="DIR", help="fairseq's binarised folder, for its dictionary.")
+        parser.add_argument("--checkpoint", metavar="NAME", default="best", help="Of --from, where that is a folder.")
+        parser.add_argument("--trust", action="store_true", help="Load a .pt even if that could run code.")
+
+    return "Turn a fairseq checkpoint into a model of this package, or back.", _convert, add
+
+
+def _convert(args: argparse.Namespace) -> None:
+    if args.origin.endswith(".pt") == args.to.endswith(".pt"):
+        raise InputError(f"one of --from and --to must be a .pt of fairseq; got {args.origin} and {args.to}")
+    if args.origin.endswith(".pt"):
+        convert.from_fairseq(args.origin, args.to, data=args.data, trust=args.trust)
+    else:
+        convert.to_fairseq(args.origin, args.to, checkpoint=args.checkpoint)
+    write(f"wrote {args.to}")
+
+
+def _fairseq_parser() -> _Command:
+    def add(parser: argparse.ArgumentParser) -> None:
+        parser.add_argument("command", metavar="COMMAND", help=f"One of {', '.join(FAIRSEQ_COMMANDS)}.")
+        parser.add_argument("arguments", nargs=argparse.REMAINDER, help="As for fairseq-COMMAND.")
+
+    return "fairseq's commands with this package's architectures, schedules and criterion.", _fairseq, add
+
+
+def _fairseq(args: argparse.Namespace) -> None:
+    if args.command not in FAIRSEQ_COMMANDS:
+        raise InputError(unknown("command", args.command, FAIRSEQ_COMMANDS))
+    sys.argv = [f"{PROG} fairseq", args.command, *args.arguments]
+    # As `python -m` does, so that workers that fairseq spawns find the same main module, and its patches.
+    try:
+        runpy.run_module("normformer_rs.fairseq_plugin.command", run_name="__main__", alter_sys=True)
+    except (ImportError, KeyboardInterrupt):
+        raise
+    except Exception:
+        traceback.print_exc()  # what fairseq says of itself
+        raise SystemExit(1) from None
+
+
+def _fairseq_user_dir_parser() -> _Command:
+    def run(_: argparse.Namespace) -> None:
+        print(Path(__file__).parent / "fairseq_plugin")
+
+    return "Print the folder for the --user-dir of fairseq's own commands (Python 3.10).", run, lambda _: None
+
+
+FAIRSEQ_COMMANDS = ("preprocess", "train", "generate", "interactive", "validate", "score", "eval-lm", "hydra-train")
 
 
 def _add_model(parser: Any, required: bool) -> None:

@@ -111,6 +111,7 @@ class Layer(Growing):
 
     kinds: tuple[str, ...]
     attentions: tuple[str, ...]
+    attention_class: type[MultiheadAttention] = MultiheadAttention
     place: Place
     self_attn: Any
     multihead_attn: Any
@@ -162,7 +163,7 @@ class Layer(Growing):
         attention = {"dropout": rate_of("attention_dropout"), "batch_first": batch_first, **factory}
         has_biases = bias and declared.has_biases
         for name in self.attentions:
-            setattr(self, name, MultiheadAttention(d_model, nhead, bias=has_biases, **attention))
+            setattr(self, name, self.attention_class(d_model, nhead, bias=has_biases, **attention))
         self.linear1 = nn.Linear(d_model, dim_feedforward, bias=has_biases, **factory)
         self.dropout = nn.Dropout(rate_of("activation_dropout"))
         self.linear2 = nn.Linear(dim_feedforward, d_model, bias=has_biases, **factory)

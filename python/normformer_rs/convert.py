@@ -1,0 +1,404 @@
+"""fairseq's checkpoints and this package's, both ways: what flags mean, what parameters are called, and the files.
+
+Both start from one table of names, torch.nn's: the plug-in's architectures have it already, and fairseq's own
+`transformer` archs are renamed to it.
+"""
+
+import argparse
+import json
+import pickle
+import re
+import shutil
+import zlib
+from collections.abc import Mapping
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import _core, binarised
+from ._core import InputError
+from .config import DataConfig, TrainingConfig, TransformerConfig
+from .model import find_checkpoint, read_config
+from .nn.declared import declare
+
+Path_ = str | PathLike[str]
+
+# What fairseq's flags mean.
+
+FAIRSEQS: tuple[str, ...] = (
+    "architecture",
+    "vocab_size",
+    "d_model",
+    "d_ff",
+    "heads",
+    "encoder_layers",
+    "decoder_layers",
+    "positions",
+)
+FAIRSEQS += ("tie_embeddings", "dropout", "attention_dropout", "activation_dropout")
+"""Options of a model that fairseq has flags of its own for, or that its data decide."""
+REFUSED: tuple[str, ...] = (
+    "adaptive_input",
+    "adaptive_softmax_cutoff",
+    "quant_noise_pq",
+    "quant_noise_scalar",
+    "no_cross_attention",
+)
+REFUSED += ("cross_self_attention", "base_layers", "encoder_layers_to_keep", "decoder_layers_to_keep")
+REFUSED += ("offload_activations", "character_embeddings", "no_decoder_final_norm", "encoder_xformers_att_config")
+REFUSED += ("decoder_xformers_att_config", "scale_fc", "scale_attn", "scale_heads", "scale_resids")
+"""fairseq's flags that a model of this package has no place for."""
+SIZES = ("embed_dim", "ffn_embed_dim", "layers", "attention_heads")
+
+
+def complete(flags: Mapping[str, Any]) -> argparse.Namespace:
+    """A model's flags with the decoder's sizes filled in: where open, they are the encoder's.
+
+    Errors: InputError for flags that a model of this package has no place for.
+    """
+    flags = dict(flags)
+    for name in REFUSED:
+        if flags.get(name):
+            raise InputError(f"--{name.replace('_', '-')} has no place in a model of this package: leave it out")
+    for key in SIZES:
+        if flags.get(f"decoder_{key}") is None:
+            flags[f"decoder_{key}"] = flags[f"encoder_{key}"]
+    for name in ("decoder_input_dim", "decoder_output_dim"):
+        if flags.get(name) is None:
+            flags[name] = flags["decoder_embed_dim"]
+    return argparse.Namespace(**flags)
+
+
+def configure(flags: argparse.Namespace, stack: str, vocab_size: int) -> TransformerConfig:
+    """This package's options for one stack of the model that the flags describe. Errors: InputError."""
+    named = vars(flags)
+    is_alone = "encoder_layers" not in named
+    widths = {named[name] for name in named if name in ("encoder_embed_dim", "decoder_input_dim", "decoder_output_dim")}
+    if widths - {flags.decoder_embed_dim}:
+        raise InputError(
+            f"embeddings, encoder and decoder must be equally wide; got {flags.decoder_embed_dim} and "
+            f"{', '.join(map(str, sorted(widths - {flags.decoder_embed_dim})))}"
+        )
+    options = {}
+    for field in TransformerConfig.FIELDS:
+        if field.name in named and field.name not in FAIRSEQS:
+            options[field.name] = named[field.name]
+        elif "no_" + field.name in named:
+            options[field.name] = not named["no_" + field.name]
+    options["residual"] = _residual(flags, is_alone)
+    ties: Any = "decoder" if getattr(flags, "share_decoder_input_output_embed", False) else "none"
+    return TransformerConfig(
+        **options,
+        architecture="decoder-only" if is_alone else "encoder-decoder",
+        vocab_size=vocab_size,
+        d_model=flags.decoder_embed_dim,
+        d_ff=named[f"{stack}_ffn_embed_dim"],
+        heads=named[f"{stack}_attention_heads"],
+        **({} if is_alone else {"encoder_layers": flags.encoder_layers}),
+        decoder_layers=flags.decoder_layers,
+        positions="fairseq",
+        tie_embeddings="all" if named.get("share_all_embeddings") else ties,
+        dropout=float(flags.dropout),
+        attention_dropout=float(flags.attention_dropout),
+        activation_dropout=float(flags.activation_dropout or named.get("relu_dropout") or 0.0),
+    )
+
+
+def _residual(flags: argparse.Namespace, is_alone: bool) -> str:
+    """The residual scheme; fairseq's older flags are understood where they agree with --residual."""
+    named = getattr(flags, "residual", None)  # fairseq's own archs have no such flag
+    if is_alone:  # fairseq's language models are prenorm whatever the flag says
+        return named or "prenorm"
+    before = [flags.encoder_normalize_before, flags.decoder_normalize_before]
+    if not any(before):
+        return named or "postnorm"
+    if not all(before) or named not in (None, "prenorm"):
+        raise InputError(
+            "--encoder-normalize-before and --decoder-normalize-before together mean --residual prenorm; got one "
+            f"alone, or --residual {named}: leave them out"
+        )
+    return "prenorm"
+
+
+# What parameters are called.
+
+_STOCK = re.compile(r"(?:^|\.)(?:self_attn|encoder_attn)\.q_proj\.weight$")
+_LAYER = re.compile(r"^(encoder|decoder)\.layers\.(\d+)\.(.+)$")
+_NORMS = {
+    "encoder": {"self_attn_layer_norm": "norm1", "final_layer_norm": "norm2"},
+    "decoder": {"self_attn_layer_norm": "norm1", "encoder_attn_layer_norm": "norm2", "final_layer_norm": "norm3"},
+}
+_INSIDE = {"encoder_attn": "multihead_attn", "fc1": "linear1", "fc2": "linear2"}
+_NEVER_TRAINED = re.compile(r"^(in_proj|out_proj|fc1|fc2)_(weight|bias)$")
+"""Second copies that fairseq's encoder layers keep for their fast path."""
+
+
+def from_fairseq_names(state: dict[str, Tensor]) -> None:
+    """Renames, in place, the layers of a checkpoint of fairseq's `transformer` archs to this package's names.
+
+    q, k and v become one matrix, norms are numbered in their order, copies that were never trained go. A checkpoint
+    with this package's names stays as it is.
+    """
+    if not any(_STOCK.search(name) for name in state):
+        return
+    is_alone = not any(".encoder_attn." in name for name in state)  # a language model's decoder
+    for name in [*state]:
+        found = _LAYER.match(name)
+        if found:
+            stack, number, rest = found.groups()
+            value = state.pop(name)
+            if not _NEVER_TRAINED.match(rest):
+                norms = _NORMS["encoder" if is_alone else stack]
+                state[f"{stack}.layers.{number}.{_rename(rest, norms)}"] = value
+        elif re.match(r"^(encoder|decoder)\.layer_norm\.", name):
+            state[name.replace(".layer_norm.", ".norm.")] = state.pop(name)
+    _join(state)
+
+
+def _rename(rest: str, norms: dict[str, str]) -> str:
+    first, dot, others = rest.partition(".")
+    return norms.get(first, _INSIDE.get(first, first)) + dot + others
+
+
+def _join(state: dict[str, Tensor]) -> None:
+    """q_proj, k_proj and v_proj become in_proj."""
+    for name in [name for name in state if ".q_proj." in name]:
+        parts = [state.pop(name.replace(".q_proj.", f".{which}_proj.")) for which in "qkv"]
+        state[name.replace(".q_proj.", ".in_proj_")] = torch.cat(parts)
+
+
+_TABLES: dict[str, dict[str, tuple[str, ...]]] = {
+    "all": {"embedding": ("encoder.embed_tokens", "decoder.embed_tokens", "decoder.output_projection")},
+    "decoder": {
+        "source_embedding": ("encoder.embed_tokens",),
+        "target_embedding": ("decoder.embed_tokens", "decoder.output_projection"),
+    },
+    "none": {
+        "source_embedding": ("encoder.embed_tokens",),
+        "target_embedding": ("decoder.embed_tokens",),
+        "output_projection": ("decoder.output_projection",),
+    },
+}
+"""By `tie_embeddings`: this package's tables of word vectors, and where fairseq's modules hold them."""
+_FAIRSEQ_ONLY = re.compile(r"(^|\.)(version|_float_tensor|weights|is_profiled|vocab_mask)$")
+
+
+def to_canonical(state: Mapping[str, Tensor], ties: str) -> dict[str, Tensor]:
+    """The parameters and buffers of a fairseq model by this package's names."""
+    renamed = dict(state)
+    from_fairseq_names(renamed)
+    canonical = {}
+    for table, holders in _TABLES[ties].items():
+        found = [renamed[f"{holder}.weight"] for holder in holders if f"{holder}.weight" in renamed]
+        if found:
+            canonical[f"{table}.weight"] = found[0]
+    if "decoder.output_projection.bias" in renamed:
+        canonical["output_projection.bias"] = renamed["decoder.output_projection.bias"]
+    for name, value in renamed.items():
+        if ".layers." in name or not (_FAIRSEQ_ONLY.search(name) or ".embed_" in name or "output_projection" in name):
+            canonical[name] = value
+    return canonical
+
+
+def from_canonical(state: Mapping[str, Tensor], ties: str) -> dict[str, Tensor]:
+    """The inverse: what a model of the plug-in loads."""
+    found = {name: value for name, value in state.items() if name.split(".")[0] in ("encoder", "decoder")}
+    for table, holders in _TABLES[ties].items():
+        if f"{table}.weight" in state:
+            found |= {f"{holder}.weight": state[f"{table}.weight"] for holder in holders}
+    if "output_projection.bias" in state:
+        found["decoder.output_projection.bias"] = state["output_projection.bias"]
+    for side in {name.split(".")[0] for name in found}:
+        found[f"{side}.version"] = torch.tensor([3.0])
+        found[f"{side}.embed_positions._float_tensor"] = torch.zeros(1)
+    return found
+
+
+# The files.
+
+
+def read_checkpoint(path: Path_, trust: bool = False) -> dict[str, Any]:
+    """A fairseq checkpoint: tensors, plain data and argparse.Namespace.
+
+    Errors: InputError where it holds anything else, which loading would have to run, unless it is trusted.
+    """
+    if not Path(path).is_file():
+        raise InputError(f"{path}: no such file; expected a checkpoint of fairseq")
+    try:
+        # The context would take back, at its end, what another part of the program has allowed.
+        is_allowed = argparse.Namespace in torch.serialization.get_safe_globals()
+        with torch.serialization.safe_globals([] if is_allowed else [argparse.Namespace]):
+            found = torch.load(path, map_location="cpu", weights_only=not trust)
+    except pickle.UnpicklingError as error:
+        raise InputError(
+            f"{path}: holds more than tensors and plain data, so that loading it could run code: --trust loads it all "
+            f"the same ({str(error).splitlines()[0]})"
+        ) from error
+    except (RuntimeError, EOFError) as error:
+        raise InputError(f"{path}: not fairseq's, or damaged ({str(error).splitlines()[0]})") from error
+    if not isinstance(found, dict) or "model" not in found or not (found.get("cfg") or found.get("args")):
+        raise InputError(f"{path}: not a checkpoint of fairseq: expected a dictionary with model, and cfg or args")
+    return found
+
+
+def flags_of(saved: Mapping[str, Any], path: Path_) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The model's flags and the task's."""
+    cfg = saved.get("cfg") or {"model": saved["args"], "task": saved["args"]}
+    model, task = (
+        vars(part) if isinstance(part, argparse.Namespace) else dict(part) for part in (cfg["model"], cfg["task"])
+    )
+    arch = model.get("_name") or model.get("arch") or ""
+    if not re.match(r"(nfrs_)?transformer(_|$)", arch):
+        raise InputError(f'{path}: a model of the architecture "{arch}"; expected a transformer… or nfrs_transformer…')
+    return model, task
+
+
+def from_fairseq(path: Path_, output: Path_, *, data: Path_ | None = None, trust: bool = False) -> None:
+    """Writes a fairseq checkpoint as a run's folder of this package.
+
+    Args:
+        path: a .pt of `nfrs_transformer…` or `transformer…`, with one dictionary for both languages.
+        output: a folder that does not exist yet.
+        data: fairseq's binarised folder, for its dictionary; None: the one it was trained on.
+        trust: load a .pt that could run code.
+
+    Errors: InputError for other architectures, dictionaries that differ, and existing folders.
+    """
+    if Path(output).exists():
+        raise InputError(f"{output} exists already; give a new folder")
+    saved = read_checkpoint(path, trust)
+    flags, task = flags_of(saved, path)
+    dictionary = _dictionary(Path(data or str(task["data"]).split(":")[0]), task)
+    pieces = binarised.read_dictionary(dictionary)
+    config = configure(complete(flags), "decoder", len(pieces))
+    if config != configure(complete(flags), "encoder", len(pieces)):
+        raise InputError(
+            f"{path}: encoder and decoder differ in feed-forward width or heads; here they have one of each"
+        )
+    if (
+        flags.get("no_token_positional_embeddings")
+        or flags.get("encoder_learned_pos")
+        or flags.get("layernorm_embedding")
+    ):
+        raise InputError(f"{path}: its positions are learned or left out, or normed; here they are sinusoidal")
+    state = to_canonical(saved["model"], config.tie_embeddings)
+    _check(state, config, path)
+    mask = saved["model"].get("decoder.vocab_mask")
+    training = TrainingConfig(vocab_mask=mask is not None)
+    _write_run(Path(output), config, training, state)
+    shutil.copyfile(dictionary, Path(output, "vocabulary.txt"))
+    if mask is not None:
+        types = (piece for piece, is_seen in zip(pieces[4:], mask[4:].tolist()) if is_seen)
+        Path(output, "target_types.txt").write_text("".join(f"{piece}\n" for piece in types), encoding="utf-8")
+
+
+def _dictionary(folder: Path, task: Mapping[str, Any]) -> Path:
+    """The one dictionary of both languages."""
+    names = [task.get("source_lang"), task.get("target_lang")]
+    paths = [folder / f"dict.{name}.txt" for name in names if name] or sorted(folder.glob("dict.*.txt"))
+    if not paths or not all(path.is_file() for path in paths):
+        raise InputError(f"{folder}: no {' or '.join(path.name for path in paths) or 'dict.LANG.txt'}: give --data DIR")
+    if any(path.read_bytes() != paths[0].read_bytes() for path in paths):
+        raise InputError(f"{folder}: two dictionaries; models here have one for both languages (--joined-dictionary)")
+    return paths[0]
+
+
+def _check(state: Mapping[str, Tensor], config: TransformerConfig, path: Path_) -> None:
+    """InputError where the parameters are not those of the configuration."""
+    wanted = dict(_core.parameters(config.to_json(), 0, "cpu"))
+    for name in [*wanted, *state]:
+        if name not in state or name not in wanted or state[name].shape != wanted[name].shape:
+            got = [tuple(tensors[name].shape) if name in tensors else "none" for tensors in (wanted, state)]
+            raise InputError(f"{path}: {name} should be {got[0]}, it is {got[1]}: the flags are another model's")
+
+
+def to_fairseq(directory: Path_, output: Path_, *, checkpoint: str = "best") -> None:
+    """Writes a run's checkpoint as a .pt of `nfrs_transformer` for fairseq-generate.
+
+    Its decoder begins with BOS, as this package's do. Errors: InputError for decoder-only models and existing files.
+    """
+    if Path(output).exists():
+        raise InputError(f"{output} exists already; give a new file")
+    folder = find_checkpoint(directory, checkpoint)
+    config = read_config(folder)
+    if config.architecture != "encoder-decoder" or config.positions != "fairseq":
+        raise InputError(
+            f"{directory}: a fairseq Transformer has encoder and decoder, and positions=fairseq; this model is "
+            f"{config.architecture} with positions={config.positions}"
+        )
+    state = from_canonical(dict(_core.load_parameters(str(folder))), config.tie_embeddings)
+    if declare(config, "decoder").is_profiled:
+        state["is_profiled"] = torch.tensor(True)
+    types = Path(directory, "target_types.txt")
+    flags = flags_from(config) | {"vocab_mask": types.is_file()}
+    if types.is_file():
+        pieces = binarised.read_dictionary(Path(directory, "vocabulary.txt"))
+        seen = {*types.read_text(encoding="utf-8").split("\n"), "</s>", "<unk>"} - {""}
+        state["decoder.vocab_mask"] = torch.tensor([piece in seen for piece in pieces])
+    history = {"optimizer_name": "adam", "criterion_name": "nfrs_label_smoothed_cross_entropy", "num_updates": 0}
+    history |= {"lr_scheduler_state": {"best": None}}
+    iterator = {"epoch": 1, "iterations_in_epoch": 0}
+    saved = {"args": argparse.Namespace(**flags), "model": state, "optimizer_history": [history]}
+    torch.save(saved | {"extra_state": {"train_iterator": iterator}, "last_optimizer_state": None}, output)
+
+
+def flags_from(config: TransformerConfig) -> dict[str, Any]:
+    """The plug-in's flags of a configuration: the inverse of `configure`."""
+    flags: dict[str, Any] = {
+        "arch": "nfrs_transformer",
+        "task": "translation",
+        "data": ".",
+        "criterion": "cross_entropy",
+    }
+    flags |= {"decoder_start": "bos", "share_all_embeddings": config.tie_embeddings == "all"}
+    flags["share_decoder_input_output_embed"] = config.tie_embeddings != "none"
+    for stack in ("encoder", "decoder"):
+        sizes = (config.d_model, config.d_ff, getattr(config, f"{stack}_layers"), config.heads)
+        flags |= {f"{stack}_{key}": size for key, size in zip(SIZES, sizes)}
+    for field in TransformerConfig.FIELDS:
+        value = getattr(config, field.name)
+        if field.name in ("dropout", "attention_dropout", "activation_dropout"):
+            flags[field.name] = config.dropout if value is None else value
+        elif field.name not in FAIRSEQS:
+            flags |= {f"no_{field.name}": not value} if field.default is True else {field.name: value}
+    return flags
+
+
+def _write_run(output: Path, config: TransformerConfig, training: TrainingConfig, state: Mapping[str, Tensor]) -> None:
+    """A run's folder with one checkpoint, as `src/train/checkpoint.rs` describes it."""
+    folder = output / "checkpoints" / "update-00000000"
+    folder.mkdir(parents=True)
+    options = {"model": config.asdict(), "training": training.asdict(), "data": DataConfig(no_bpe=True).asdict()}
+    files = {"model.safetensors": _safetensors(state), "optimizer.safetensors": _safetensors({})}
+    files["config.json"] = json.dumps(options, indent=2).encode()
+    for name, content in files.items():
+        (folder / name).write_bytes(content)
+    digests = {name: {"bytes": len(content), "crc32": zlib.crc32(content)} for name, content in files.items()}
+    manifest = {
+        "kind": "normformer_rs checkpoint",
+        "format_version": 1,
+        "written_by": f"normformer_rs {_core.__version__}",
+    }
+    manifest |= {"update": 0, "files": digests, "state": {}}
+    body = json.dumps(manifest, indent=2).removesuffix("\n}") + ",\n"
+    (folder / "state.json").write_text(body + f'  "crc32": "{zlib.crc32(body.encode()):08x}"\n}}\n')
+    for link in ("best", "last"):
+        (output / "checkpoints" / link).symlink_to(folder.name)
+    (output / "config.json").write_bytes(files["config.json"])
+
+
+def _safetensors(state: Mapping[str, Tensor]) -> bytes:
+    kinds = {torch.float32: "F32", torch.float64: "F64", torch.int64: "I64"}
+    header, blobs, end = {}, [], 0
+    for name in sorted(state):
+        value = state[name].detach().contiguous()
+        value = value.float() if value.dtype in (torch.float16, torch.bfloat16) else value
+        blobs.append(value.numpy().tobytes())
+        start, end = end, end + len(blobs[-1])
+        header[name] = {"dtype": kinds[value.dtype], "shape": list(value.shape), "data_offsets": [start, end]}
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    return b"".join([len(text).to_bytes(8, "little"), text, *blobs])

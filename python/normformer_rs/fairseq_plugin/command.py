@@ -1,0 +1,51 @@
+"""fairseq-COMMAND with the plug-in in it.
+
+A spawned worker imports this module again before it imports fairseq, and with it the package, which patches Python
+first: so nothing may move from the package into `main`.
+"""
+
+import argparse
+import importlib
+import sys
+
+from normformer_rs._core import InputError
+from normformer_rs.cli import FAIRSEQ_COMMANDS
+from normformer_rs.config import unknown
+
+HELP = {"-h", "--help"}
+
+
+class _PrintLater:
+    """Prints a parser's help when it is handed over the second time: fairseq's own --help ends before it has added the
+    flags of the architecture."""
+
+    is_complete = False
+
+    def __call__(self, parser: argparse.ArgumentParser) -> None:
+        if self.is_complete:
+            parser.print_help()
+            raise SystemExit(0)
+        self.is_complete = True
+
+
+def main() -> int:
+    """Runs fairseq's command; its exit code, or 2 with one line where the plug-in refuses something."""
+    _, *arguments = sys.argv
+    try:
+        if not arguments or arguments[0] not in FAIRSEQ_COMMANDS:
+            raise InputError(unknown("command", arguments[0] if arguments else "", FAIRSEQ_COMMANDS))
+        sys.argv = [f"fairseq-{arguments[0]}", *arguments[1:]]
+        command = importlib.import_module("fairseq_cli." + arguments[0].replace("-", "_")).cli_main
+        if arguments[0] == "train" and "--arch" in arguments and HELP.intersection(arguments):
+            sys.argv = [argument for argument in sys.argv if argument not in HELP]
+            command(modify_parser=_PrintLater())
+        else:
+            command()
+    except InputError as error:
+        print(f"normformer-rs fairseq: error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,111 @@
+"""What fairseq 0.12.2 needs to run with today's Python and torch. No file of fairseq is touched.
+
+Each patch says which version needs it, does nothing where that version is not the one running, and may be applied
+twice. Those of Python come before fairseq's import, those of torch after it.
+"""
+
+import argparse
+import contextlib
+import dataclasses
+import functools
+import sys
+from collections.abc import Iterator
+from importlib.machinery import FileFinder
+from typing import Any
+
+import torch
+
+from normformer_rs._optional import available, require
+
+_FOREIGN = ("fairseq", "fairseq_cli", "hydra")
+
+
+def apply() -> None:
+    """Imports fairseq, with every patch that this Python and this torch need."""
+    allow_dataclass_defaults()
+    give_finders_find_module()
+    require(
+        "fairseq",
+        "the fairseq plug-in",
+        extra="fairseq",
+        hint="fairseq 0.12.2; its omegaconf 2.0.6 has metadata that only pip before 24.1 takes",
+    )
+    allow_namespaces_in_checkpoints()
+    switch_fast_path_off()
+    keep_bf16_off_tpus()
+
+
+def allow_dataclass_defaults() -> None:
+    """Python 3.11 refuses an unhashable field default; fairseq's and hydra 1.0's configs have dataclasses there.
+
+    `dataclasses` asks whether the default's type has a hash, so the type is lent one while the field is made.
+    A default_factory would not do: fairseq reads `Field.default`.
+    """
+    made: Any = dataclasses._get_field  # type: ignore[attr-defined]
+    if sys.version_info < (3, 11) or hasattr(made, "__wrapped__"):
+        return
+
+    @functools.wraps(made)
+    def get_field(cls: type, name: str, *rest: Any) -> Any:
+        default = cls.__dict__.get(name)
+        if isinstance(default, dataclasses.Field):
+            default = default.default
+        kind = type(default)
+        is_theirs = kind.__module__.partition(".")[0] in _FOREIGN and dataclasses.is_dataclass(kind)
+        with _hashable(kind) if is_theirs and kind.__hash__ is None else contextlib.nullcontext():
+            return made(cls, name, *rest)
+
+    dataclasses._get_field = get_field  # type: ignore[attr-defined]
+
+
+@contextlib.contextmanager
+def _hashable(kind: Any) -> Iterator[None]:
+    kind.__hash__ = object.__hash__
+    try:
+        yield
+    finally:
+        kind.__hash__ = None
+
+
+def give_finders_find_module() -> None:
+    """Python 3.12 dropped `find_module`, by which hydra 1.0 looks for its plug-ins."""
+    if sys.version_info < (3, 12) or hasattr(FileFinder, "find_module"):
+        return
+
+    def find_module(self: FileFinder, name: str, path: Any = None) -> Any:
+        spec = self.find_spec(name)
+        return None if spec is None else spec.loader
+
+    FileFinder.find_module = find_module  # type: ignore[attr-defined]
+
+
+def allow_namespaces_in_checkpoints() -> None:
+    """torch 2.6 and later load tensors and plain data only; a fairseq checkpoint also holds an argparse.Namespace."""
+    torch.serialization.add_safe_globals([argparse.Namespace])
+
+
+def keep_bf16_off_tpus() -> None:
+    """fairseq 0.12.2's command line takes --bf16 for a wish for TPUs, and then fails where there is no torch_xla."""
+    from fairseq import options
+
+    parse = options.parse_args_and_arch
+    if available("torch_xla") or hasattr(parse, "__wrapped__"):
+        return
+
+    @functools.wraps(parse)
+    def parse_args_and_arch(*arguments: Any, **named: Any) -> Any:
+        parsed = parse(*arguments, **named)
+        args = parsed[0] if isinstance(parsed, tuple) else parsed
+        if getattr(args, "bf16", False):
+            args.tpu = False
+        return parsed
+
+    options.parse_args_and_arch = parse_args_and_arch
+
+
+def switch_fast_path_off() -> None:
+    """torch 2's encoder fast path wants an argument that fairseq's own encoder layer does not pass in evaluation."""
+    from fairseq.modules.transformer_layer import TransformerEncoderLayerBase
+
+    never = property(lambda self: False, lambda self, value: None)
+    TransformerEncoderLayerBase.can_use_fastpath = never

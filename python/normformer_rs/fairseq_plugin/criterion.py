@@ -1,0 +1,76 @@
+"""Label-smoothed cross-entropy in one fused operator, over the target vocabulary."""
+
+import dataclasses
+from typing import Any
+
+import torch
+from fairseq.criterions import register_criterion
+from fairseq.criterions.label_smoothed_cross_entropy import (
+    LabelSmoothedCrossEntropyCriterion,
+    LabelSmoothedCrossEntropyCriterionConfig,
+)
+from fairseq.dataclass import ChoiceEnum
+from torch import Tensor
+
+from normformer_rs.config import TrainingConfig
+from normformer_rs.nn.declared import OPS
+
+_SMOOTHING = next(field for field in TrainingConfig.FIELDS if field.name == "smoothing")
+_Smoothing = ChoiceEnum(list(_SMOOTHING.choices))
+
+
+@dataclasses.dataclass
+class FusedConfig(LabelSmoothedCrossEntropyCriterionConfig):
+    smoothing: _Smoothing = dataclasses.field(  # type: ignore[valid-type]
+        default=_SMOOTHING.default, metadata={"help": f"{_SMOOTHING.help} Default: {_SMOOTHING.default}."}
+    )
+
+
+@register_criterion("nfrs_label_smoothed_cross_entropy", dataclass=FusedConfig)
+class FusedLabelSmoothedCrossEntropy(LabelSmoothedCrossEntropyCriterion):
+    """A·(−log p_t) + B·Σ_{v∈V_t} −log p_v, summed over the real targets; V_t the model's vocabulary mask, or all types.
+
+    `fairseq`: A = 1 − ε − ε_i, B = ε_i = ε/(|V_t| − 1). `twt`: A = 1 − ε, B = ε/|V_t|. Targets outside V_t, which only
+    validation data can have, count as UNK.
+    """
+
+    # fairseq fills the parameters in by their names.
+    def __init__(
+        self,
+        task: Any,
+        sentence_avg: bool,
+        label_smoothing: float,
+        smoothing: Any,
+        ignore_prefix_size: int = 0,
+        report_accuracy: bool = False,
+    ) -> None:
+        super().__init__(task, sentence_avg, label_smoothing, ignore_prefix_size, report_accuracy)
+        self.smoothing, self.unknown = str(smoothing), task.target_dictionary.unk()
+
+    def compute_loss(self, model: Any, net_output: Any, sample: Any, reduce: bool = True) -> tuple[Tensor, Tensor]:
+        logits, target = net_output[0], model.get_targets(sample, net_output)
+        if self.ignore_prefix_size > 0:
+            logits, target = logits[:, self.ignore_prefix_size :], target[:, self.ignore_prefix_size :]
+        logits, target = logits.flatten(0, -2), target.flatten()
+        mask = getattr(getattr(_inner(model), "decoder", None), "vocab_mask", None)
+        types = logits.shape[-1]
+        if mask is not None:
+            types = int(mask.sum())
+            target = torch.where(mask[target] | target.eq(self.padding_idx), target, self.unknown)
+        each = self.eps / max(types - 1, 1) if self.smoothing == "fairseq" else self.eps / types
+        own = 1 - self.eps - (each if self.smoothing == "fairseq" else 0.0)
+        loss, nll, _ = OPS.label_smoothed_cross_entropy(logits, target, mask, own, each, self.padding_idx)
+        return (loss.sum(), nll.sum()) if reduce else (loss, nll)
+
+    def compute_accuracy(self, model: Any, net_output: Any, sample: Any) -> tuple[Tensor, Tensor]:
+        target = model.get_targets(sample, net_output).flatten()
+        is_real = target.ne(self.padding_idx)
+        guessed = net_output[0].flatten(0, -2).argmax(1)
+        return (guessed.eq(target) & is_real).sum(), is_real.sum()
+
+
+def _inner(model: Any) -> Any:
+    """The model that a distributed wrapper holds."""
+    while hasattr(model, "module"):
+        model = model.module
+    return model

@@ -1,0 +1,431 @@
+"""The architectures: fairseq's Transformer around this package's layers, on packed rows."""
+
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+import fairseq.utils
+import torch
+import torch.nn.functional as F
+from fairseq.dataclass.utils import gen_parser_from_dataclass
+from fairseq.models import FairseqLanguageModel, register_model, register_model_architecture
+from fairseq.models.transformer import (
+    TransformerConfig as FairseqConfig,
+)
+from fairseq.models.transformer import (
+    TransformerDecoderBase,
+    TransformerEncoderBase,
+    TransformerModelBase,
+)
+from fairseq.modules import FairseqDropout
+from hydra.core.config_store import ConfigStore
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from normformer_rs._core import InputError
+from normformer_rs.config import TransformerConfig
+from normformer_rs.convert import configure, from_fairseq_names
+from normformer_rs.nn import TransformerDecoderLayer, TransformerEncoderLayer, profile
+from normformer_rs.nn.declared import OWN, NormAt, Place, apply_norm, make
+from normformer_rs.nn.initial import initial_values, initialise
+from normformer_rs.nn.layers import Layer
+from normformer_rs.nn.stacks import Stack
+
+from .options import SHAPES, LanguageModelOptions, TranslationOptions, plain, shape
+from .rows import Packed, RowAttention, Rows, Sight, Step
+from .vocabulary import target_types
+
+
+class SelfLayer(TransformerEncoderLayer):
+    """A layer of an encoder, or of a decoder alone."""
+
+    attention_class = RowAttention
+    self_attn: Any
+
+    def forward(self, x: Tensor, own: Sight, *, alpha_t: Tensor | None = None) -> Tensor:  # type: ignore[override]
+        return self._run(x, [lambda q: self.self_attn(q, own)], own.pad_mask, alpha_t)
+
+
+class CrossLayer(TransformerDecoderLayer):
+    """A layer of a decoder that looks at an encoder's output."""
+
+    attention_class = RowAttention
+    self_attn: Any
+    multihead_attn: Any
+
+    def forward(  # type: ignore[override]
+        self, x: Tensor, own: Sight, memory: Sight, *, alpha_t: Tensor | None = None
+    ) -> Tensor:
+        attend: list[Callable[[Tensor], Tensor]]
+        attend = [lambda q: self.self_attn(q, own), lambda q: self.multihead_attn(q, memory)]
+        return self._run(x, attend, own.pad_mask, alpha_t)
+
+
+class FixNormEmbedding(nn.Embedding):
+    """Word vectors of length one: W/max(‖row‖₂, 1e-12)."""
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return F.normalize(super().forward(tokens), dim=-1, eps=1e-12)
+
+
+class _Side(Stack):
+    """What encoder and decoder do alike: a fairseq stack whose layers, and what stands around them, are this package's.
+
+    It goes before fairseq's class, whose constructor it calls first.
+    """
+
+    name: str
+    # fairseq's
+    cfg: Any
+    layers: Any
+    dictionary: Any
+    padding_idx: int
+    embed_tokens: Any
+    embed_scale: float
+    embed_positions: Any
+    layernorm_embedding: Any
+    dropout_module: Any
+    output_projection: Any
+
+    def build_layer(self, kind: type[Layer], cfg: Any) -> Layer:
+        """One layer; `settle` tells each its place."""
+        config = cfg.stacks[self.name]
+        taken = (*OWN, "encoder_layers", "decoder_layers")
+        options = {key: value for key, value in config.asdict().items() if key not in taken}
+        depths = {"decoder_layers": config.decoder_layers}
+        if config.architecture == "decoder-only":  # to a layer, a single stack is an encoder that stands alone
+            depths = {"encoder_layers": config.decoder_layers}
+        elif self.name == "encoder" or kind is CrossLayer:
+            depths["encoder_layers"] = config.encoder_layers
+        activation = fairseq.utils.get_activation_fn(cfg.activation_fn)
+        named: dict[str, Any] = {"d_model": config.d_model, "nhead": config.heads, "dim_feedforward": config.d_ff}
+        named |= {"dropout": config.dropout, "activation": activation, "layer_norm_eps": config.norm_eps}
+        named |= {"norm": config.norm, "residual": config.residual, "init": "torch"}  # drawn once, for the whole model
+        return kind(**named, **depths, **options)
+
+    def finish(self, cfg: Any) -> None:
+        """Adds what the residual scheme declares for the stack, after fairseq's constructor."""
+        config: TransformerConfig = cfg.stacks[self.name]
+        self.norm, self.place, self.end = None, None, ()
+        self.settle(config, self.name)
+        assert self.place is not None
+        if self.place.declared.combine is not None and type(self.layers) is not nn.ModuleList:
+            raise InputError(f"--residual {config.residual} needs every layer's output: leave --layerdrop out")
+        if self.layernorm_embedding is not None:
+            self.layernorm_embedding = make(NormAt("layernorm_embedding", config.d_model, last=False), self.place, {})
+        if config.embedding_dropout is not None:
+            self.dropout_module = FairseqDropout(config.embedding_dropout, module_name=type(self).__name__)
+
+    def draw(self) -> None:
+        """The first values of layers and embeddings, as `init` says."""
+        assert self.place is not None
+        config = self.place.config
+        values = initial_values(config, torch.device("cpu"))
+        initialise(self, self.place, self.name + ".", values)
+        side = {"encoder": "source_embedding", "decoder": "target_embedding"}[self.name]
+        tables = {"embed_tokens": "embedding" if config.tie_embeddings == "all" else side}
+        tables["output_projection"] = "output_projection"
+        with torch.no_grad():
+            for name, table in tables.items():
+                given = getattr(self.cfg, self.name).embed_path if name == "embed_tokens" else None
+                if table + ".weight" in values and hasattr(self, name) and not given:
+                    getattr(self, name).weight.copy_(values[table + ".weight"])
+
+    def embed(self, tokens: Tensor, positions: Tensor | None) -> Tensor:
+        """drop(N(√d·W[token] + position)): rows of tokens (N,), positions (N, d)."""
+        if self.training and self.cfg.word_dropout > 0:
+            lost = torch.rand(tokens.shape, device=tokens.device) < self.cfg.word_dropout
+            tokens = tokens.masked_fill(lost, self.dictionary.unk())
+        x = self.embed_scale * self.embed_tokens(tokens)
+        x = x if positions is None else x + positions
+        x = x if self.layernorm_embedding is None else apply_norm(self.layernorm_embedding, x, None)
+        return self.dropout_module(x)
+
+    def run(self, x: Tensor, sights: Callable[[int], tuple[Sight, ...]]) -> Tensor:
+        """x through the layers; `sights` says what each of them looks at."""
+        numbers = {layer: i for i, layer in enumerate(self._modules["layers"].children())}  # type: ignore[union-attr]
+
+        def call(layer: Any, x: Tensor, **grown: Any) -> Tensor:
+            if self.cfg.checkpoint_activations and self.training:
+                return checkpoint(layer, x, *sights(numbers[layer]), use_reentrant=False, **grown)
+            return layer(x, *sights(numbers[layer]), **grown)
+
+        return self._run(x, call, sights(0)[0].pad_mask)
+
+    def upgrade_state_dict_named(self, state_dict: dict[str, Tensor], name: str) -> dict[str, Tensor]:
+        """fairseq's own would look for its own layers; the model renames theirs."""
+        return state_dict
+
+    def set_num_updates(self, num_updates: int) -> None:
+        """fairseq says how many updates were made; t is the number of the one to come."""
+        if self.growth is not None:
+            self.t.fill_(num_updates + 1)
+
+
+class Encoder(_Side, TransformerEncoderBase):
+    """Word vectors, positions and the encoder's layers."""
+
+    name = "encoder"
+
+    def __init__(self, cfg: Any, dictionary: Any, embed_tokens: nn.Embedding) -> None:
+        TransformerEncoderBase.__init__(self, cfg, dictionary, embed_tokens)
+        self.finish(cfg)
+
+    def build_encoder_layer(self, cfg: Any) -> Layer:
+        return self.build_layer(SelfLayer, cfg)
+
+    def forward(
+        self,
+        src_tokens: Tensor,
+        src_lengths: Tensor | None = None,
+        return_all_hiddens: bool = False,
+        token_embeddings: Tensor | None = None,
+    ) -> dict[str, list[Tensor]]:
+        """What fairseq's encoder returns, but for the hidden states of each layer, which are left out."""
+        padding = src_tokens.eq(self.padding_idx)
+        rows = Rows.of(padding)
+        positions = None if self.embed_positions is None else rows.pack(self.embed_positions(src_tokens))
+        x = self.run(self.embed(rows.pack(src_tokens), positions), lambda _: (Packed(rows),))
+        return {
+            "encoder_out": [rows.unpack(x).transpose(0, 1)],  # (S, B, d)
+            "encoder_padding_mask": [padding],
+            "encoder_embedding": [],
+            "encoder_states": [],
+            "fc_results": [],
+            "src_tokens": [],
+            "src_lengths": [rows.lengths.to(torch.int32).unsqueeze(1)],
+        }
+
+
+class Decoder(_Side, TransformerDecoderBase):
+    """Word vectors, positions, the decoder's layers and the output projection."""
+
+    name = "decoder"
+    vocab_mask: Tensor | None
+    get_incremental_state: Any
+    set_incremental_state: Any
+
+    def __init__(self, cfg: Any, dictionary: Any, embed_tokens: nn.Embedding, no_encoder_attn: bool = False) -> None:
+        TransformerDecoderBase.__init__(self, cfg, dictionary, embed_tokens, no_encoder_attn)
+        self.finish(cfg)
+        self.register_buffer("vocab_mask", torch.ones(len(dictionary), dtype=torch.bool) if cfg.vocab_mask else None)
+
+    def build_decoder_layer(self, cfg: Any, no_encoder_attn: bool = False) -> Layer:
+        return self.build_layer(SelfLayer if no_encoder_attn else CrossLayer, cfg)
+
+    def build_output_projection(self, cfg: Any, dictionary: Any, embed_tokens: nn.Embedding) -> None:
+        super().build_output_projection(cfg, dictionary, embed_tokens)
+        if cfg.stacks[self.name].output_bias:
+            self.output_projection.bias = nn.Parameter(torch.zeros(len(dictionary)))
+
+    def extract_features(
+        self,
+        prev_output_tokens: Tensor,
+        encoder_out: dict[str, list[Tensor]] | None = None,
+        incremental_state: dict[str, Any] | None = None,
+        full_context_alignment: bool = False,
+        alignment_layer: int | None = None,
+        alignment_heads: int | None = None,
+    ) -> tuple[Tensor, dict[str, Any]]:
+        """Features (B, T, d), and in a single step the attention to the source, (B, 1, S), as `attn`."""
+        memory = encoder_out["encoder_out"][0].transpose(0, 1) if encoder_out is not None else None  # (B, S, d)
+        hidden = encoder_out["encoder_padding_mask"][0] if encoder_out is not None else None
+        if incremental_state is not None:
+            seen = (memory, hidden, alignment_layer, alignment_heads)
+            return self._step(prev_output_tokens, incremental_state, *seen)
+        rows = Rows.of(prev_output_tokens.eq(self.padding_idx))
+        positions = None if self.embed_positions is None else rows.pack(self.embed_positions(prev_output_tokens))
+        tokens = rows.pack(prev_output_tokens)
+        if self.cfg.decoder_start == "bos":
+            tokens = tokens.index_fill(0, rows.spans()[:, 0], self.dictionary.bos())
+        sights: tuple[Sight, ...] = (Packed(rows, causal=not full_context_alignment),)
+        if memory is not None and hidden is not None:
+            memory_rows = Rows.of(hidden)
+            sights += (Packed(rows, memory=memory_rows.pack(memory), memory_rows=memory_rows),)
+        x = self.run(self.embed(tokens, positions), lambda _: sights)
+        return rows.unpack(x), {"attn": [None], "inner_states": []}
+
+    def _step(
+        self,
+        tokens: Tensor,
+        incremental_state: dict[str, Any],
+        memory: Tensor | None,
+        hidden: Tensor | None,
+        alignment_layer: int | None,
+        alignment_heads: int | None,
+    ) -> tuple[Tensor, dict[str, Any]]:
+        kept = self.get_incremental_state(incremental_state, "kept") or {}
+        self.set_incremental_state(incremental_state, "kept", kept)
+        newest = tokens[:, -1:]
+        padding, positions = newest.eq(self.padding_idx), None
+        if self.embed_positions is not None:
+            positions = self.embed_positions(tokens, incremental_state=incremental_state)[:, -1]
+        watched = len(self.layers) - 1 if alignment_layer is None else alignment_layer
+        weights: list[Step] = []
+
+        def sights(layer: int) -> tuple[Sight, ...]:
+            own = Step(kept, f"{layer}.own.", padding, pad_mask=padding[:, 0])
+            if memory is None or hidden is None:
+                return (own,)
+            other = Step(kept, f"{layer}.memory.", hidden, memory=memory)
+            if layer == watched:
+                weights.append(other)
+            return own, other
+
+        if self.cfg.decoder_start == "bos" and tokens.shape[1] == 1:
+            newest = torch.full_like(newest, self.dictionary.bos())
+        x = self.run(self.embed(newest[:, 0], positions), sights)
+        seen = weights[-1].weights if weights else None
+        attention = None if seen is None else seen[:, :alignment_heads].mean(1)
+        return x.unsqueeze(1), {"attn": [attention], "inner_states": []}
+
+    def reorder_incremental_state(self, incremental_state: dict[str, Any], new_order: Tensor) -> None:
+        """Keeps the sentences of `new_order`. What is read of the source is every beam's of a sentence alike."""
+        kept = self.get_incremental_state(incremental_state, "kept") or {}
+        for name, tensor in kept.items():
+            if ".own." in name or len(tensor) != len(new_order):
+                kept[name] = tensor.index_select(0, new_order)
+
+    def output_layer(self, features: Tensor) -> Tensor:
+        """Logits (B, T, V)."""
+        assert self.place is not None
+        config, projection = self.place.config, self.output_projection
+        if config.fixnorm and config.tie_embeddings != "none":
+            return F.linear(features, F.normalize(projection.weight, dim=-1, eps=1e-12), projection.bias)
+        return projection(features)
+
+
+class _Model:
+    """What both kinds of model do alike."""
+
+    decoder: Decoder
+    training: bool
+    options: ClassVar[Any]
+
+    @classmethod
+    def add_args(cls, parser: Any) -> None:
+        # Without defaults, so that the architecture's shape knows what was given.
+        gen_parser_from_dataclass(parser, cls.options(), delete_default=True)
+
+    @classmethod
+    def build_embedding(cls, cfg: Any, dictionary: Any, embed_dim: int, path: str | None = None) -> nn.Embedding:
+        embedding = super().build_embedding(cfg, dictionary, embed_dim, path)  # type: ignore[misc]
+        if cfg.fixnorm:
+            embedding.__class__ = FixNormEmbedding
+        return embedding
+
+    def begin(self, task: Any) -> None:
+        """First values, and the target types of the training data."""
+        for side in self.children():  # type: ignore[attr-defined]
+            side.draw()
+        if self.decoder.vocab_mask is not None:
+            self.decoder.vocab_mask = target_types(task, self.decoder.vocab_mask)
+        if self.decoder.place.declared.is_profiled:  # type: ignore[union-attr]
+            self.register_buffer("is_profiled", torch.zeros((), dtype=torch.bool))  # type: ignore[attr-defined]
+
+    def profile_once(self, **batch: Any) -> None:
+        """Before the first training batch sets the gains that the residual scheme takes from it."""
+        if not self.training or not hasattr(self, "is_profiled") or self.is_profiled:
+            return
+        dtype = next(self.parameters()).dtype  # type: ignore[attr-defined]
+        if dtype != torch.float32:
+            # fairseq's f32 copies of the parameters were made before and would overwrite the gains
+            raise InputError(f"admin sets its gains from the first batch, in f32; got {dtype}: use --amp")
+        self.is_profiled.fill_(True)
+        profile(self, **batch)  # type: ignore[arg-type]
+
+    def get_normalized_probs(self, net_output: Any, log_probs: bool, sample: Any = None) -> Tensor:
+        mask, (logits, *_) = self.decoder.vocab_mask, net_output
+        if mask is not None:
+            if self.training:
+                raise InputError("--vocab-mask needs --criterion nfrs_label_smoothed_cross_entropy")
+            logits = logits.masked_fill(~mask, float("-inf"))
+        return (F.log_softmax if log_probs else F.softmax)(logits, dim=-1, dtype=torch.float32)
+
+    def upgrade_state_dict_named(self, state_dict: dict[str, Tensor], name: str) -> None:
+        """Takes checkpoints of fairseq's own `transformer` archs, too."""
+        from_fairseq_names(state_dict)
+        super().upgrade_state_dict_named(state_dict, name)  # type: ignore[misc]
+
+
+@register_model("nfrs_transformer", dataclass=TranslationOptions)
+class TranslationModel(_Model, TransformerModelBase):
+    """Encoder and decoder."""
+
+    options = TranslationOptions
+
+    @classmethod
+    def build_model(cls, cfg: Any, task: Any) -> "TranslationModel":
+        flags = plain(cfg)
+        nested = _nested(flags)
+        source, target = task.source_dictionary, task.target_dictionary
+        sides = {"encoder": source, "decoder": target}
+        nested.stacks = {name: _stack(flags, name, dictionary) for name, dictionary in sides.items()}
+        model = super().build_model(nested, task)
+        model.begin(task)
+        return model
+
+    @classmethod
+    def build_encoder(cls, cfg: Any, src_dict: Any, embed_tokens: nn.Embedding) -> Encoder:
+        return Encoder(cfg, src_dict, embed_tokens)
+
+    @classmethod
+    def build_decoder(cls, cfg: Any, tgt_dict: Any, embed_tokens: nn.Embedding) -> Decoder:
+        return Decoder(cfg, tgt_dict, embed_tokens)
+
+    def forward(self, src_tokens: Tensor, src_lengths: Any, prev_output_tokens: Tensor, **options: Any) -> Any:
+        self.profile_once(src_tokens=src_tokens, src_lengths=src_lengths, prev_output_tokens=prev_output_tokens)
+        encoder_out = self.encoder(src_tokens, src_lengths)
+        return self.decoder(prev_output_tokens, encoder_out=encoder_out, src_lengths=src_lengths, **options)
+
+
+@register_model("nfrs_transformer_lm", dataclass=LanguageModelOptions)
+class LanguageModel(_Model, FairseqLanguageModel):
+    """A decoder alone."""
+
+    options = LanguageModelOptions
+
+    @classmethod
+    def build_model(cls, cfg: Any, task: Any) -> "LanguageModel":
+        flags = plain(cfg)
+        if flags.max_target_positions is None:
+            flags.max_target_positions = flags.tokens_per_sample
+        nested, dictionary = _nested(flags), task.target_dictionary
+        nested.stacks = {"decoder": _stack(flags, "decoder", dictionary)}
+        embedding = nn.Embedding(len(dictionary), flags.decoder_embed_dim, dictionary.pad())
+        if flags.fixnorm:
+            embedding.__class__ = FixNormEmbedding
+        model = cls(Decoder(nested, dictionary, embedding, no_encoder_attn=True))
+        model.begin(task)
+        return model
+
+    def forward(self, src_tokens: Tensor, **options: Any) -> Any:
+        self.profile_once(src_tokens=src_tokens)
+        return self.decoder(src_tokens, **options)
+
+
+def _nested(flags: Any) -> FairseqConfig:
+    """The flags as fairseq's stacks take them; norms after the stack are the residual scheme's."""
+    nested = FairseqConfig.from_namespace(flags)
+    nested.encoder.normalize_before = nested.decoder.normalize_before = False
+    return nested
+
+
+def _stack(flags: Any, name: str, dictionary: Any) -> TransformerConfig:
+    """One stack's options, after Rust has looked at them. Errors: InputError."""
+    return Place(configure(flags, name, len(dictionary)), name).config
+
+
+def _register_shape(name: str) -> None:
+    @register_model_architecture("nfrs_transformer", name)
+    def _(given: Any) -> None:
+        shape(name, given)
+
+    node = TranslationOptions()
+    for field in ("encoder_embed_dim", "encoder_ffn_embed_dim", "encoder_layers", "encoder_attention_heads"):
+        setattr(node, field, SHAPES[name].get(field.removeprefix("encoder_"), getattr(node, field)))
+    node._name = name
+    ConfigStore.instance().store(name=name, group="model", node=node, provider="normformer_rs")
+
+
+for _name in SHAPES:
+    _register_shape(_name)

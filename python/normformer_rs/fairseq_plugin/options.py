@@ -1,0 +1,108 @@
+"""The architectures' flags: fairseq's own for a Transformer, and this package's, out of its tables."""
+
+import argparse
+import dataclasses
+from collections.abc import Iterator
+from enum import Enum
+from typing import Any, Optional
+
+from fairseq.dataclass import ChoiceEnum, FairseqDataclass
+from fairseq.models.transformer import TransformerConfig as FairseqConfig
+from fairseq.models.transformer_lm import TransformerLanguageModelConfig as FairseqLanguageModelConfig
+from omegaconf import DictConfig, OmegaConf
+
+from normformer_rs.config import Field, TrainingConfig, TransformerConfig
+from normformer_rs.convert import FAIRSEQS, SIZES, complete
+
+OFF = {"word_dropout": 0.0, "vocab_mask": False}
+"""Options of training that are the model's affair in fairseq; off unless asked for."""
+SHAPES: dict[str, dict[str, Any]] = {
+    "nfrs_transformer_tiny": {"embed_dim": 128, "ffn_embed_dim": 256, "layers": 4, "attention_heads": 4},
+    "nfrs_transformer_iwslt_de_en": {"ffn_embed_dim": 1024, "attention_heads": 4},
+    "nfrs_transformer_wmt_en_de": {},
+    "nfrs_transformer_wmt_en_de_big": {"embed_dim": 1024, "ffn_embed_dim": 4096, "attention_heads": 16},
+}
+"""What encoder and decoder are where --encoder-… and --decoder-… flags say nothing else."""
+DROPOUTS: dict[str, dict[str, float]] = {"nfrs_transformer_wmt_en_de_big": {"dropout": 0.3, "attention_dropout": 0.1}}
+
+
+def _own_fields() -> Iterator[tuple[str, Any, Any]]:
+    fields = [field for field in TransformerConfig.FIELDS if field.name not in FAIRSEQS]
+    fields += [field._replace(default=OFF[field.name]) for field in TrainingConfig.FIELDS if field.name in OFF]
+    for field in fields:
+        yield _own_field(field)
+    help_ = "What the decoder's input begins with: fairseq's EOS, or BOS as in models that this package trained itself."
+    yield "decoder_start", ChoiceEnum(["eos", "bos"]), dataclasses.field(default="eos", metadata={"help": help_})
+
+
+def _own_field(field: Field) -> tuple[str, Any, Any]:
+    """A field of this package as fairseq has them: a switch that is on at first becomes one that turns it off."""
+    name, default, help_ = field.name, field.default, field.help.replace("%", "%%")
+    kind: Any = {"int": int, "float": float, "bool": bool, "str": str}[field.kind]
+    if field.choices:
+        kind = ChoiceEnum(list(field.choices))
+    if name == "residual":  # --encoder-normalize-before and --decoder-normalize-before are fairseq's word for it
+        default, help_ = None, help_ + " Default: postnorm, prenorm with --*-normalize-before or in a language model."
+    if default is True:
+        name, default, help_ = "no_" + name, False, "Leave out: " + help_
+    elif not isinstance(default, bool) and name != "residual":
+        help_ += f" Default: {'none' if default is None else default}."
+    if default is None:
+        kind = Optional[kind]  # noqa: UP045  omegaconf 2.0 does not know `kind | None`
+    return name, kind, dataclasses.field(default=default, metadata={"help": help_})
+
+
+def _fairseq_fields(config: type, prefix: str = "") -> Iterator[tuple[str, Any, Any]]:
+    """fairseq's fields by their flags' names, nested ones flat; what only points at another field is left open."""
+    for field in dataclasses.fields(config):
+        if field.name.startswith("_"):
+            continue
+        if isinstance(field.type, type) and issubclass(field.type, FairseqDataclass):
+            yield from _fairseq_fields(field.type, field.name + "_")
+            continue
+        default, kind = field.default, field.type
+        points = isinstance(default, str) and default.startswith("${model.")
+        is_decoders = prefix + field.name in _FROM_DECODER or (prefix == "decoder_" and field.name in SIZES)
+        if points or is_decoders:
+            default, kind = None, Optional[kind]  # noqa: UP045
+        yield prefix + field.name, kind, dataclasses.field(default=default, metadata=dict(field.metadata))
+
+
+_FROM_DECODER = ("decoder_input_dim", "decoder_output_dim")
+"""Widths that are the decoder's where nothing else is said."""
+
+
+def _dataclass(name: str, summary: str, fairseqs: type) -> Any:
+    fields = {name: (name, kind, field) for name, kind, field in (*_fairseq_fields(fairseqs), *_own_fields())}
+    made = dataclasses.make_dataclass(name, list(fields.values()), bases=(FairseqDataclass,))
+    made.__doc__, made.__module__ = summary, __name__
+    return made
+
+
+TranslationOptions = _dataclass("TranslationOptions", "Flags of nfrs_transformer.", FairseqConfig)
+LanguageModelOptions = _dataclass("LanguageModelOptions", "Flags of nfrs_transformer_lm.", FairseqLanguageModelConfig)
+
+
+def shape(name: str, given: Any) -> None:
+    """Gives the flags that are not there the values of the named architecture."""
+    for stack in ("encoder", "decoder"):
+        for key, value in SHAPES[name].items():
+            _set_default(given, f"{stack}_{key}", value)
+    for key, value in DROPOUTS.get(name, {}).items():
+        _set_default(given, key, value)
+
+
+def _set_default(given: Any, name: str, value: Any) -> None:
+    if getattr(given, name, None) is None:
+        setattr(given, name, value)
+
+
+def plain(options: Any) -> argparse.Namespace:
+    """The flags as plain values, from a command line, a hydra config or a checkpoint; open sizes are the encoder's.
+
+    Errors: InputError for flags that these architectures have no place for.
+    """
+    if isinstance(options, DictConfig):
+        options = argparse.Namespace(**OmegaConf.to_container(options, resolve=True, enum_to_str=True))
+    flags = {key: str(value) if isinstance(value, Enum) else value for key, value in vars(options).items()}
+    return complete(flags)

@@ -1,0 +1,126 @@
+"""Batches as rows: only real tokens, one row each, sentence after sentence; and attention between such rows.
+
+fairseq pads its batches, on either side. Packed, padding meets no norm, no product and no statistic. Decoding step by
+step is the same with one row a sentence, keys and values of earlier steps being kept.
+"""
+
+import dataclasses
+import math
+from typing import Any, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..nn import MultiheadAttention
+from ..nn.declared import OPS, Draw
+
+
+@dataclasses.dataclass(frozen=True)
+class Rows:
+    """Where the real tokens of a (B, T) batch are."""
+
+    shape: torch.Size
+    index: Tensor
+    """(N,): the place of each in the flattened batch."""
+    lengths: Tensor
+    """(B,)."""
+
+    @classmethod
+    def of(cls, padding: Tensor) -> "Rows":
+        """From a mask (B, T), True at padding."""
+        real = ~padding
+        return cls(padding.shape, real.flatten().nonzero().squeeze(1), real.sum(1))
+
+    def pack(self, x: Tensor) -> Tensor:
+        """(B, T, …) → (N, …)."""
+        return x.flatten(0, 1).index_select(0, self.index)
+
+    def unpack(self, rows: Tensor) -> Tensor:
+        """(N, d) → (B, T, d), zero at padding."""
+        padded = rows.new_zeros(self.shape.numel(), rows.shape[-1])
+        return padded.index_copy(0, self.index, rows).unflatten(0, self.shape)
+
+    def spans(self) -> Tensor:
+        """(B, 2): where each sentence's rows start, and how many there are."""
+        return torch.stack((self.lengths.cumsum(0) - self.lengths, self.lengths), 1)
+
+
+class Sight(Protocol):
+    """What the rows of one sublayer's queries may look at."""
+
+    @property
+    def pad_mask(self) -> Tensor | None: ...
+
+    def attend(self, attention: "RowAttention", query: Tensor) -> Tensor:
+        """The heads' outputs, joined: (N, d) of queries (N, d)."""
+
+
+class RowAttention(MultiheadAttention):
+    """Attention between rows; parameters and a residual scheme's changes are MultiheadAttention's."""
+
+    def forward(self, query: Tensor, sight: Sight) -> Tensor:  # type: ignore[override]
+        query = self._change("input", query, sight.pad_mask)
+        joined = self._change("after_heads", sight.attend(self, query), sight.pad_mask)
+        return self._change("after_output", self.out_proj(joined), sight.pad_mask)
+
+    def project(self, x: Tensor, which: str) -> tuple[Tensor, ...]:
+        """x through the projections of `which`, some neighbours in "qkv", in one product."""
+        d, start = self.embed_dim, "qkv".index(which)
+        chosen = slice(start * d, (start + len(which)) * d)
+        bias = None if self.in_proj_bias is None else self.in_proj_bias[chosen]
+        return F.linear(x, self.in_proj_weight[chosen], bias).split(d, -1)
+
+
+@dataclasses.dataclass(frozen=True)
+class Packed:
+    """Whole sentences: queries of `rows` look at themselves, or at `memory`, whose rows are `memory_rows`."""
+
+    rows: Rows
+    causal: bool = False
+    memory: Tensor | None = None
+    memory_rows: Rows | None = None
+    pad_mask: None = None
+
+    def attend(self, attention: RowAttention, query: Tensor) -> Tensor:
+        if self.memory is None or self.memory_rows is None:
+            (q, k, v), keys = attention.project(query, "qkv"), self.rows
+        else:
+            (q,), (k, v), keys = attention.project(query, "q"), attention.project(self.memory, "kv"), self.memory_rows
+        ranges, scale = torch.cat((self.rows.spans(), keys.spans()), 1), 1 / math.sqrt(attention.head_dim)
+        draw = Draw(query.device)(attention.dropout if attention.training else 0.0)
+        return OPS.attention(q, k, v, ranges, attention.num_heads, self.causal, scale, *draw)[0]
+
+
+@dataclasses.dataclass
+class Step:
+    """The newest token of each sentence, a row each, and the keys and values of those before it, or of `memory`."""
+
+    kept: dict[str, Tensor]
+    """By name, the batch first: beams are reordered by selecting from every tensor in it."""
+    name: str
+    padding: Tensor
+    """Of the newest tokens, (B, 1), or of memory, (B, S)."""
+    memory: Tensor | None = None
+    pad_mask: Tensor | None = None
+    weights: Tensor | None = None
+    """(B, heads, 1, S), left here by the call."""
+
+    def attend(self, attention: RowAttention, query: Tensor) -> Tensor:
+        if self.memory is None:
+            q, k, v = attention.project(query.unsqueeze(1), "qkv")
+            k, v, padding = self._append("key", k), self._append("value", v), self._append("padding", self.padding)
+        else:
+            (q,), padding = attention.project(query.unsqueeze(1), "q"), self.padding
+            if self.name + "key" not in self.kept:
+                self.kept[self.name + "key"], self.kept[self.name + "value"] = attention.project(self.memory, "kv")
+            k, v = self.kept[self.name + "key"], self.kept[self.name + "value"]
+        q, k, v = (t.unflatten(-1, (attention.num_heads, -1)).transpose(1, 2) for t in (q, k, v))
+        scores = (q / math.sqrt(attention.head_dim)) @ k.transpose(-1, -2)
+        self.weights = scores.masked_fill(padding[:, None, None, :], -math.inf).softmax(-1)
+        return (self.weights @ v).transpose(1, 2).flatten(1)
+
+    def _append(self, what: str, new: Any) -> Any:
+        name = self.name + what
+        self.kept[name] = torch.cat((self.kept[name], new), 1) if name in self.kept else new
+        return self.kept[name]
