@@ -1,4 +1,4 @@
-"""Norms as operators and modules against the oracle: values, gradients, state, masks, and every way PyTorch calls them."""
+"""Norms as operators and modules against the oracle: values, gradients, state, masks, and how PyTorch calls them."""
 
 import copy
 import math
@@ -167,7 +167,8 @@ def test_the_composed_form_is_the_kernel(case, training, masked):
     keys = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
     for device in ("CPU", "CUDA"):
         operator, backward = (
-            torch.library.get_kernel(f"normformer_rs::{OPERATORS[name]}{suffix}", device) for suffix in ("", "_backward")
+            torch.library.get_kernel(f"normformer_rs::{OPERATORS[name]}{suffix}", device)
+            for suffix in ("", "_backward")
         )
         own = copy.deepcopy(norm)
         options = own.settings()
@@ -468,7 +469,9 @@ def test_several_dimensions_and_torchs_reprs():
     torch.testing.assert_close(
         nn.RMSNorm(4, eps=None, dtype=torch.bfloat16)(bf16), ref.rms_norm(bf16, torch.ones(4), None)
     )
-    assert repr(nn.PowerNorm(8)).startswith("PowerNorm(8, eps=1e-05, alpha_fwd=0.9, alpha_bwd=0.9, warmup_iters=4000, mode=paper")
+    assert repr(nn.PowerNorm(8)).startswith(
+        "PowerNorm(8, eps=1e-05, alpha_fwd=0.9, alpha_bwd=0.9, warmup_iters=4000, mode=paper"
+    )
 
 
 def test_the_table_of_classes():

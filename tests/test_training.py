@@ -123,7 +123,7 @@ def test_the_same_seed_gives_the_same_bits(tmp_path, corpus, precision):
 
 
 STATISTICS = [{"norm": "batchnorm"}, {"norm": "powernorm-v"}] + [
-    {"norm": "powernorm", "powernorm_mode": mode, "powernorm_warmup": 3, "residual": residual}
+    {"norm": "powernorm", "powernorm_mode": mode, "powernorm_warmup": 2, "residual": residual}
     for mode, residual in [("paper", "prenorm"), ("paper", "postnorm"), ("release", "prenorm")]
 ]
 
@@ -132,7 +132,7 @@ STATISTICS = [{"norm": "batchnorm"}, {"norm": "powernorm-v"}] + [
 def test_activation_checkpointing_changes_no_bit(tmp_path, corpus, model):
     """Nor any statistic, though two micro-batches go forward and back between updates."""
     for name, recompute in (("plain", False), ("checkpointed", True)):
-        training = {"updates": 4, "accumulate": 2, "max_tokens": 150, "activation_checkpointing": recompute}
+        training = {"updates": 2, "accumulate": 2, "max_tokens": 150, "activation_checkpointing": recompute}
         fit(tmp_path / name, corpus, {"dropout": 0.3, **model}, training)
     assert losses(tmp_path / "plain") == losses(tmp_path / "checkpointed")
     plain, checkpointed = weights(tmp_path / "plain"), weights(tmp_path / "checkpointed")

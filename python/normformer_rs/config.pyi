@@ -60,6 +60,7 @@ _DlclNorm = Literal["pre", "post"]
 _NormformerMode = Literal["paper", "fairseq"]
 _RFixupMode = Literal["release", "paper"]
 _Positions = Literal["twt", "fairseq"]
+_DecoderStart = Literal["bos", "eos"]
 _TieEmbeddings = Literal["all", "decoder", "none"]
 _Schedule = Literal["inverse-sqrt", "val-decay", "no-warmup", "t-fixup", "constant"]
 _Smoothing = Literal["fairseq", "twt"]
@@ -105,6 +106,7 @@ class TransformerConfig(Config):
     ds_init_mode: _PowernormMode
     fixnorm: bool
     positions: _Positions
+    decoder_start: _DecoderStart
     tie_embeddings: _TieEmbeddings
     output_bias: bool
     dropout: float
@@ -148,6 +150,7 @@ class TransformerConfig(Config):
         ds_init_mode: _PowernormMode = ...,
         fixnorm: bool = ...,
         positions: _Positions = ...,
+        decoder_start: _DecoderStart = ...,
         tie_embeddings: _TieEmbeddings = ...,
         output_bias: bool = ...,
         dropout: float = ...,

@@ -125,14 +125,7 @@ impl Stats {
     pub fn read<A: Accumulator>(rows: &[A], cols: usize) -> Self {
         let row = |i: usize| rows[i * cols..][..cols].iter().map(|v| v.to_f64()).collect::<Vec<_>>();
         let first = |i: usize| rows.get(i * cols).map_or(0.0, |v| v.to_f64());
-        Stats {
-            shift: row(0),
-            scale: row(1),
-            slope: row(2),
-            gamma: row(3),
-            exact: first(4) == 1.0,
-            share: first(5),
-        }
+        Stats { shift: row(0), scale: row(1), slope: row(2), gamma: row(3), exact: first(4) == 1.0, share: first(5) }
     }
 }
 

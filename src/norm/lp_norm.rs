@@ -39,7 +39,9 @@ impl<'de> Deserialize<'de> for Exponent {
         match Given::deserialize(d)? {
             Given::Number(p) => Ok(Exponent(p)),
             Given::Word(word) if word == "inf" => Ok(Exponent(f64::INFINITY)),
-            Given::Word(word) => Err(serde::de::Error::custom(format!("lpnorm_p must be a number or inf, got {word:?}"))),
+            Given::Word(word) => {
+                Err(serde::de::Error::custom(format!("lpnorm_p must be a number or inf, got {word:?}")))
+            }
         }
     }
 }
@@ -113,7 +115,8 @@ fn clamped_length(x: &Tensor, p: f64, eps: f64) -> Result<Tensor> {
     } else {
         // In units of the largest, so that no power leaves the range; a constant, of which the length does not depend.
         let unit = largest.f_where_self(&largest.f_gt(0.0)?, &largest.f_ones_like()?)?;
-        let powers = magnitude.f_div(&unit)?.f_pow_tensor_scalar(p)?.f_sum_dim_intlist([-1i64].as_slice(), true, None)?;
+        let powers =
+            magnitude.f_div(&unit)?.f_pow_tensor_scalar(p)?.f_sum_dim_intlist([-1i64].as_slice(), true, None)?;
         // The root's slope at 0 is infinite: a row of zeros takes another number, and the clamp takes it away again.
         let safe = powers.f_where_self(&powers.f_detach()?.f_ne(0.0)?, &powers.f_ones_like()?)?;
         let length = safe.f_pow_tensor_scalar(1.0 / p)?.f_mul(&unit)?;

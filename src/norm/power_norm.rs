@@ -91,7 +91,9 @@ fn settle(batch: &Batch, state: &mut State, o: &Options) -> Stats {
 }
 
 fn settle_composed(batch: &Measured, state: &StateTensors, o: &Options) -> Result<Used> {
-    let (Some(phi), Some(iters)) = (&state.first, &state.iters) else { unreachable!("the operator has asked for both") };
+    let (Some(phi), Some(iters)) = (&state.first, &state.iters) else {
+        unreachable!("the operator has asked for both")
+    };
     let running = Used::running(None, phi, batch, o)?;
     if !o.train {
         return Ok(running);

@@ -13,7 +13,6 @@ use std::collections::HashMap;
 use std::rc::Rc;
 use tch::Tensor;
 
-
 /// The statistics that each norm used in a forward pass that will be run again for its gradient.
 pub type Kept = Rc<RefCell<HashMap<usize, Tensor>>>;
 

@@ -182,8 +182,7 @@ impl StateTensors {
     pub fn replace(&self, buffer: &Tensor, now: &Tensor, accepted: &Tensor) -> Result<()> {
         no_grad(|| {
             let now = now.f_detach()?.f_to_kind(buffer.kind())?.f_view_as(buffer)?;
-            let _ = buffer.shallow_clone().f_copy_(&now.f_where_self(accepted, buffer)?)?;
-            Ok(())
+            Ok(buffer.shallow_clone().f_copy_(&now.f_where_self(accepted, buffer)?)?)
         })
     }
 }

@@ -243,8 +243,9 @@ fn forward<E: Element>(kernels: &ColumnKernels, v: &Call) -> Result<()> {
 fn backward<E: Element>(kernels: &ColumnKernels, v: &Call, d: &Gradients) -> Result<()> {
     let cols = v.stats.cols();
     // SAFETY: as in `forward`.
-    let (dy, x, weight, pad, rows) =
-        unsafe { (d.dy.slice::<E>(), v.x.slice::<E>(), v.weight.slice::<E::Acc>(), v.pad.slice::<u8>(), v.stats.slice()) };
+    let (dy, x, weight, pad, rows) = unsafe {
+        (d.dy.slice::<E>(), v.x.slice::<E>(), v.weight.slice::<E::Acc>(), v.pad.slice::<u8>(), v.stats.slice())
+    };
     // SAFETY: the gradients are fresh, the copies of the buffers the call's own.
     let (dx, dweight, dbias, mut state) =
         unsafe { (d.dx.slice_mut::<E>(), d.dweight.slice_mut::<E::Acc>(), d.dbias.slice_mut::<E::Acc>(), v.state()) };

@@ -31,8 +31,8 @@ def padding_mask(*masks: Tensor, batch_first: bool = True) -> Iterator[None]:
         batch_first: whether the model's tensors are (B, T, d); else (T, B, d). Rows in one dimension, (B·T, d) or
             (T·B, d), are recognised too.
 
-    The innermost `with` of a thread counts (compiled models: of the process). Errors: InputError in a norm whose input has the shape of none of the masks, or of two
-    that differ.
+    The innermost `with` of a thread counts (compiled models: of the process). Errors: InputError in a norm whose input
+    has the shape of none of the masks, or of two that differ.
     """
     for mask in masks:
         if mask.dtype != torch.bool or mask.dim() != 2:
