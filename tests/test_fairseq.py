@@ -16,6 +16,7 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import numpy
 import pytest
 import torch
 
@@ -344,6 +345,12 @@ def criterion(task, smoothing: str):
     return FusedLabelSmoothedCrossEntropy(task, False, 0.1, smoothing)
 
 
+def test_vocabulary_mask_leaves_out_padding(data, monkeypatch):
+    monkeypatch.setattr(binarised.Binarised, "types", lambda self: numpy.arange(8))  # "<s>" in a text is BOS to fairseq
+    _, model = built(data, "--norm layernorm --residual postnorm --vocab-mask")
+    assert model.decoder.vocab_mask[:9].tolist() == [False, False, True, True, True, True, True, True, False]
+
+
 def test_the_loss_is_fairseqs(data):
     from fairseq.criterions.label_smoothed_cross_entropy import LabelSmoothedCrossEntropyCriterion
 
@@ -440,7 +447,7 @@ BAD = {
     "--adaptive-softmax-cutoff 5,10": "--adaptive-softmax-cutoff has no place",
     "--decoder-embed-dim 64": "equally wide",
     "--residual prenorm --branchnorm-steps 10": "an option of branchnorm",
-    "--encoder-attention-heads 5": "heads",
+    "--encoder-attention-heads 5": "must divide the width 32; got 5",
 }
 
 
@@ -473,7 +480,7 @@ def test_user_dir(capsys):
     assert cli.main(["fairseq-user-dir"]) == 0
     folder = Path(capsys.readouterr().out.strip())
     assert folder.name == "fairseq_plugin" and (folder / "__init__.py").is_file()
-    # fairseq's way of importing it, after this package's own import and with fairseq's first: one set of modules
+    # fairseq imports it by itself, before or after this package's own import: one set of modules, one path of imports
     for first in ("import fairseq", "import normformer_rs.fairseq_plugin"):
         done = subprocess.run(
             [sys.executable, "-W", "ignore", "-c", USER_DIR.format(first=first, folder=folder)],
@@ -484,8 +491,9 @@ def test_user_dir(capsys):
 
 
 USER_DIR = """
-from normformer_rs.fairseq_plugin import compat
-compat.allow_dataclass_defaults(); compat.give_finders_find_module()
+import runpy  # the patches alone, as on a Python that needs none
+compat = runpy.run_path("{folder}/compat.py")
+compat["allow_dataclass_defaults"](); compat["give_finders_find_module"]()
 {first}
 import sys, fairseq.utils
 from types import SimpleNamespace

@@ -25,7 +25,7 @@ from normformer_rs._core import InputError
 from normformer_rs.config import TransformerConfig
 from normformer_rs.convert import configure, from_fairseq_names
 from normformer_rs.nn import TransformerDecoderLayer, TransformerEncoderLayer, profile
-from normformer_rs.nn.declared import OWN, NormAt, Place, apply_norm, make
+from normformer_rs.nn.declared import OWN, NormAt, apply_norm, make
 from normformer_rs.nn.initial import initial_values, initialise
 from normformer_rs.nn.layers import Layer
 from normformer_rs.nn.stacks import Stack
@@ -411,8 +411,11 @@ def _nested(flags: Any) -> FairseqConfig:
 
 
 def _stack(flags: Any, name: str, dictionary: Any) -> TransformerConfig:
-    """One stack's options, after Rust has looked at them. Errors: InputError."""
-    return Place(configure(flags, name, len(dictionary)), name).config
+    """One stack's options. Errors: InputError."""
+    config = configure(flags, name, len(dictionary))
+    if config.d_model % config.heads:
+        raise InputError(f"--{name}-attention-heads must divide the width {config.d_model}; got {config.heads}")
+    return config
 
 
 def _register_shape(name: str) -> None:
