@@ -141,7 +141,7 @@ fn the_fused_step_is_the_unfused_one() {
                     a.attend(&n, &own, true, &branch.inside, &ctx).unwrap()
                 }
             };
-            stream = stream + f;
+            stream += f;
         }
     }
     assert!(close(&y, &norm("norm", &stream)));
