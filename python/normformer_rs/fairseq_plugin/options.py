@@ -103,6 +103,7 @@ def plain(options: Any) -> argparse.Namespace:
     Errors: InputError for flags that these architectures have no place for.
     """
     if isinstance(options, DictConfig):
-        options = argparse.Namespace(**OmegaConf.to_container(options, resolve=True, enum_to_str=True))
+        values: Any = OmegaConf.to_container(options, resolve=True, enum_to_str=True)
+        options = argparse.Namespace(**values)
     flags = {key: str(value) if isinstance(value, Enum) else value for key, value in vars(options).items()}
     return complete(flags)
