@@ -110,7 +110,6 @@ pub static T_FIXUP: Init = Init {
         Fill::Normal { std: scale * (config.d_model as f64).powf(-0.5) }
     },
     output: |d, v| xavier_uniform(1.0, d, v),
-    ..XAVIER
 };
 
 fn t_fixup_gain(place: &Place) -> f64 {
