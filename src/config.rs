@@ -217,6 +217,8 @@ config! {
         powernorm_alpha_fwd: f64 = 0.9,
         /// α of powernorm's ν.
         powernorm_alpha_bwd: f64 = 0.9,
+        /// powernorm's statistics over all ranks together, as batchnorm's and powernorm-v's always are.
+        powernorm_sync: bool = false,
         /// Groups of the scaling before batchnorm, powernorm-v and powernorm; 0: none; powernorm's release: heads.
         groupscaling: i64 = 1,
         /// Where the norms stand and how residuals are added.

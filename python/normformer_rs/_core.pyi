@@ -79,9 +79,16 @@ def train(
     data: str,
     output: str,
     mode: Literal["new", "resume", "overwrite"],
+    group: tuple[str, int, int] | None,
     observer: Observer,
 ) -> None:
-    """Trains; writes log.jsonl, config.json, vocabulary.txt and checkpoints/ into `output`."""
+    """Trains; writes log.jsonl, config.json, vocabulary.txt and checkpoints/ into `output`.
+
+    `group`: the name of a process group of torch.distributed, this process's rank in it, and its size.
+    """
+
+def join_group(name: str, rank: int, size: int) -> None:
+    """Tells the operators of a process group, which they then take by its name."""
 
 def dry_run(model: str, training: str, data: str) -> str:
     """A JSON object of parameters, parameter_bytes, training_bytes and vocabulary."""

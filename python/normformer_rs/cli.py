@@ -105,6 +105,8 @@ def _train(args: argparse.Namespace) -> None:
     if output is None:
         raise InputError("train needs --output DIR, the folder that the run is written to")
     history = trainer.fit(output, resume=args.resume, overwrite=args.overwrite, progress=not args.no_progress)
+    if os.environ.get("RANK", "0") != "0":  # torchrun's: the first process speaks
+        return
     write(f"trained {len(history.update):,} updates in {duration(history.seconds[-1] if len(history.seconds) else 0)}")
     best = history.best
     if best is not None:

@@ -89,6 +89,7 @@ class TransformerConfig(Config):
     powernorm_warmup: int
     powernorm_alpha_fwd: float
     powernorm_alpha_bwd: float
+    powernorm_sync: bool
     groupscaling: int
     residual: _Residual
     init: _Init | None
@@ -133,6 +134,7 @@ class TransformerConfig(Config):
         powernorm_warmup: int = ...,
         powernorm_alpha_fwd: float = ...,
         powernorm_alpha_bwd: float = ...,
+        powernorm_sync: bool = ...,
         groupscaling: int = ...,
         residual: _Residual = ...,
         init: _Init | None = ...,

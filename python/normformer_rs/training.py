@@ -14,6 +14,7 @@ from ._optional import available
 from .config import DataConfig, TrainingConfig, TransformerConfig
 from .history import History
 from .progress import Progress, choose, number
+from .ranks import world
 
 logger = logging.getLogger("normformer_rs")
 logger.addHandler(logging.NullHandler())
@@ -71,19 +72,27 @@ class Trainer:
             tensorboard: write `output`/tensorboard where tensorboard is installed.
             curves: draw `output`/curves.png at the end where matplotlib is installed.
 
+        Under `torchrun --nproc-per-node K`, or in a process group of torch.distributed that exists already, K processes
+        train one model: each takes its share of the `accumulate`·K batches of an update, and the first one evaluates,
+        writes and shows progress.
+
         Errors: InputError for wrong options or data; DivergedError when the loss stops being finite; Interrupted after
         Ctrl-C, when everything is saved; OSError from the file system.
         """
         if resume and overwrite:
             raise InputError("resume and overwrite exclude each other: go on with the run, or start again?")
         mode: Literal["new", "resume", "overwrite"] = "resume" if resume else "overwrite" if overwrite else "new"
-        observer = _Observer(Path(output), choose(progress), tensorboard and available("tensorboard"))
-        try:
-            _core.train(*self._json(), str(output), mode, observer)
-        finally:
-            observer.close()
+        with world(self.training.device) as place:
+            is_first = place is None or place.rank == 0
+            observer = _Silent()
+            if is_first:
+                observer = _Observer(Path(output), choose(progress), tensorboard and available("tensorboard"))
+            try:
+                _core.train(*self._json(), str(output), mode, place, observer)
+            finally:
+                observer.close()
         history = History.read(output)
-        if curves and available("matplotlib"):
+        if is_first and curves and available("matplotlib"):
             logger.info("curves: %s", history.plot())
         return history
 
@@ -91,7 +100,17 @@ class Trainer:
         return self.model.to_json(), self.training.to_json(), self.data.to_json()
 
 
-class _Observer:
+class _Silent:
+    """For processes that another one speaks for."""
+
+    def started(self, event: Mapping[str, Any]) -> None: ...
+    def updated(self, event: Mapping[str, Any]) -> None: ...
+    def evaluated(self, event: Mapping[str, Any]) -> None: ...
+    def message(self, level: str, text: str) -> None: ...
+    def close(self) -> None: ...
+
+
+class _Observer(_Silent):
     """Hands what the loop reports to the progress bar, the logger and TensorBoard."""
 
     def __init__(self, output: Path, progress: Progress, tensorboard: bool) -> None:

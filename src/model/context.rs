@@ -3,6 +3,7 @@
 use crate::config::TransformerConfig;
 use crate::norm::running::Kept;
 use crate::norm::Rows;
+use crate::operator::Group;
 use std::cell::Cell;
 use tch::{Kind, Tensor};
 
@@ -42,6 +43,8 @@ pub struct Context {
     pub recompute: bool,
     /// This is such a second run: statistics have moved already.
     pub again: bool,
+    /// Whose batches norms with statistics take for one.
+    pub group: Group,
     /// The statistics that norms used, for the second run.
     kept: Kept,
     site: Cell<i64>,
@@ -58,6 +61,7 @@ impl Context {
             profile: false,
             recompute: false,
             again: false,
+            group: Group::ALONE,
             kept: Kept::default(),
             site: Cell::new(0),
         }
@@ -72,6 +76,7 @@ impl Context {
             profile: false,
             recompute: false,
             again: false,
+            group: Group::ALONE,
             kept: Kept::default(),
             site: Cell::new(0),
         }
@@ -80,6 +85,11 @@ impl Context {
     /// The same pass with activation checkpointing, if `on`.
     pub fn recomputing(self, on: bool) -> Self {
         Context { recompute: on, ..self }
+    }
+
+    /// The same pass on every rank of a group.
+    pub fn across(self, group: Group) -> Self {
+        Context { group, ..self }
     }
 
     /// This pass from where it stands, to be run later, or `again`.
@@ -111,6 +121,6 @@ impl Context {
     /// Packed rows: all of them real. Profiling moves no statistics.
     pub fn rows(&self) -> Rows<'_> {
         let (again, kept) = (self.again || self.profile, self.recompute.then_some(&self.kept));
-        Rows { train: self.train, again, pad_mask: None, kept }
+        Rows { train: self.train, again, pad_mask: None, kept, group: self.group }
     }
 }

@@ -21,7 +21,7 @@ pub static SPEC: Spec = Spec {
             let mean = b.buffer("running_mean", &[site.width], 0.0, kind)?;
             let variance = b.buffer("running_var", &[site.width], 1.0, kind)?;
             let options = Options { alpha: site.config.batchnorm_alpha, ..Options::default() };
-            Ok(Running { kernels: &KERNELS, first: mean, second: Some(variance), iters: None, options })
+            Ok(Running { kernels: &KERNELS, first: mean, second: Some(variance), iters: None, options, sync: true })
         })
     },
 };

@@ -17,6 +17,7 @@
 use super::convert::{narrow, target, wide, widen, Row};
 use crate::cpu::{Accumulator, Element};
 use crate::multiversion;
+use crate::operator::Group;
 use std::array::from_fn;
 
 /// How a norm with statistics is computed; the C++ side has the same struct.
@@ -30,6 +31,8 @@ pub struct Options {
     pub eps: f64,
     /// PowerNorm: training forwards that use the batch's own statistic.
     pub warmup: i64,
+    /// Whose batches are one batch.
+    pub group: Group,
     pub train: bool,
     /// PowerNorm as its authors released it.
     pub release: bool,
@@ -37,7 +40,7 @@ pub struct Options {
 
 impl Default for Options {
     fn default() -> Self {
-        Options { alpha: 0.9, alpha_bwd: 0.9, eps: 1e-5, warmup: 0, train: false, release: false }
+        Options { alpha: 0.9, alpha_bwd: 0.9, eps: 1e-5, warmup: 0, group: Group::ALONE, train: false, release: false }
     }
 }
 

@@ -22,7 +22,7 @@ pub mod statistics;
 use crate::config::TransformerConfig;
 use crate::error::{unknown, Result};
 use crate::model::Builder;
-use crate::operator::{self, ColumnKernels, RowKernels};
+use crate::operator::{self, ColumnKernels, Group, RowKernels};
 use running::Kept;
 use tch::{Kind, Tensor};
 
@@ -89,6 +89,8 @@ pub struct Rows<'a> {
     pub pad_mask: Option<&'a Tensor>,
     /// Where norms leave what they used for a second run, and find it in one.
     pub kept: Option<&'a Kept>,
+    /// The ranks whose rows these are.
+    pub group: Group,
 }
 
 /// A norm whose rows do not touch each other.

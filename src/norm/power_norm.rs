@@ -44,7 +44,14 @@ pub static SPEC: Spec = Spec {
                 release,
                 ..Options::default()
             };
-            Ok(Running { kernels: &KERNELS, first: phi, second: Some(nu), iters: Some(iters), options })
+            Ok(Running {
+                kernels: &KERNELS,
+                first: phi,
+                second: Some(nu),
+                iters: Some(iters),
+                options,
+                sync: site.config.powernorm_sync,
+            })
         })
     },
 };
@@ -105,7 +112,7 @@ fn settle_composed(batch: &Measured, state: &StateTensors, o: &Options) -> Resul
     let scale = own.scale.f_where_self(&warming, &running.scale)?;
     let slope = if o.release { own.scale.f_where_self(&has_rows, &scale)? } else { scale.shallow_clone() };
     let exact = if o.release { warming.f_zeros_like()? } else { warming.shallow_clone() };
-    let over = if o.release { batch.count.f_full_like(batch.rows)? } else { batch.count.shallow_clone() };
+    let over = if o.release { &batch.rows } else { &batch.count }.shallow_clone();
     let share = over.f_reciprocal()?.f_where_self(&has_rows, &over.f_zeros_like()?)?;
     let gamma = batch.square_of_all.as_ref().unwrap_or(&batch.square).f_mul(&scale.f_square()?)?;
     let accepted = state.accepts(batch, &[&batch.square])?;

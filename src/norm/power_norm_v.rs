@@ -18,7 +18,7 @@ pub static SPEC: Spec = Spec {
         build(b, site, |b, site| {
             let phi = b.buffer("running_phi", &[site.width], 1.0, b.statistics_kind())?;
             let options = Options { alpha: site.config.powernorm_alpha_fwd, ..Options::default() };
-            Ok(Running { kernels: &KERNELS, first: phi, second: None, iters: None, options })
+            Ok(Running { kernels: &KERNELS, first: phi, second: None, iters: None, options, sync: true })
         })
     },
 };

@@ -7,7 +7,7 @@ use super::{Norm, Rows, Site};
 use crate::error::{Error, Result};
 use crate::init::Fill;
 use crate::model::Builder;
-use crate::operator::{column_norm, Column, ColumnKernels};
+use crate::operator::{column_norm, Column, ColumnKernels, Group};
 use std::cell::RefCell;
 use std::collections::HashMap;
 use std::rc::Rc;
@@ -23,6 +23,8 @@ pub struct Running {
     pub second: Option<Tensor>,
     pub iters: Option<Tensor>,
     pub options: Options,
+    /// Over all ranks, where there are several.
+    pub sync: bool,
 }
 
 struct InModel {
@@ -54,7 +56,7 @@ pub fn build(
 
 impl Norm for InModel {
     fn forward(&self, x: &Tensor, rows: &Rows) -> Result<Tensor> {
-        let Running { kernels, first, second, iters, options } = &self.running;
+        let Running { kernels, first, second, iters, options, sync } = &self.running;
         let scaled = if self.groups > 0 { group_scaling(x, self.groups)? } else { x.shallow_clone() };
         let key = std::ptr::from_ref(self) as usize;
         let used = rows.kept.filter(|_| rows.again).and_then(|kept| kept.borrow().get(&key).map(Tensor::shallow_clone));
@@ -74,7 +76,11 @@ impl Norm for InModel {
                     refused: Some(own(&self.refused)),
                 },
                 stats: used.as_ref(),
-                options: Options { train: rows.train, ..*options },
+                options: Options {
+                    train: rows.train,
+                    group: if *sync { rows.group } else { Group::ALONE },
+                    ..*options
+                },
             },
         )?;
         if let (false, Some(kept)) = (rows.again, rows.kept) {

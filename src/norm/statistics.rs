@@ -20,7 +20,8 @@ pub struct StateTensors {
 pub struct Measured {
     /// A scalar.
     pub count: Tensor,
-    pub rows: f64,
+    /// All rows, a scalar.
+    pub rows: Tensor,
     mean: Option<Tensor>,
     pub square: Tensor,
     pub square_of_all: Option<Tensor>,
@@ -96,7 +97,34 @@ impl Measured {
             true => Some(rows.sum(&rows.x.f_square()?)?.f_div_scalar(rows.rows().max(1.0))?),
             false => None,
         };
-        Ok(Measured { count, rows: rows.rows(), mean, square, square_of_all })
+        let all = count.f_full_like(rows.rows())?;
+        Ok(Measured { count, rows: all, mean, square, square_of_all })
+    }
+
+    /// The batches of all ranks as one: from counts, means and mean squares about those means, never as mean x² − mean².
+    fn over_ranks(self, o: &Options) -> Result<Self> {
+        if o.group.is_alone() {
+            return Ok(self);
+        }
+        let flat = |t: &Tensor| t.f_view(-1);
+        let of_all = self.square_of_all.as_ref().unwrap_or(&self.square);
+        let mine =
+            [flat(&self.count)?, flat(&self.rows)?, self.mean()?, self.square.shallow_clone(), of_all.shallow_clone()];
+        let all = o.group.gather(&Tensor::f_cat(&mine, 0)?)?; // (ranks, 2 + 3d)
+        let d = self.square.size()[0];
+        let part = |from: i64, n: i64| all.f_narrow(1, from, n);
+        let over = |shares: &Tensor, t: &Tensor| shares.f_mul(t)?.f_sum_dim_intlist([0i64].as_slice(), false, None);
+        let (counts, rows) = (part(0, 1)?, part(1, 1)?);
+        let (count, all_rows) = (counts.f_sum(counts.kind())?, rows.f_sum(rows.kind())?);
+        let shares = counts.f_div(&count.f_clamp_min(1.0)?)?;
+        let means = part(2, d)?;
+        let mean = over(&shares, &means)?;
+        let square = over(&shares, &part(2 + d, d)?.f_add(&means.f_sub(&mean)?.f_square()?)?)?;
+        let square_of_all = match o.release {
+            true => Some(over(&rows.f_div(&all_rows.f_clamp_min(1.0)?)?, &part(2 + 2 * d, d)?)?),
+            false => None,
+        };
+        Ok(Measured { count, rows: all_rows, mean: self.mean.map(|_| mean), square, square_of_all })
     }
 
     /// The batch's mean; zero for a norm without one.
@@ -202,7 +230,9 @@ pub fn forward(
     let (shift, scale, stats) = match given {
         Some(stats) => (Some(stats.f_get(0)?), stats.f_get(1)?, stats.f_detach_copy()?),
         None => {
+            let from_batch = o.train || state.first.is_none();
             let measured = Measured::of(&rows, kernels.centred, o.release)?;
+            let measured = if from_batch { measured.over_ranks(o)? } else { measured };
             let used = (kernels.composed)(&measured, state, o)?;
             let stats = used.stats()?;
             (used.shift, used.scale, stats)
@@ -250,7 +280,15 @@ pub fn backward(
         None => scale.f_ones_like()?,
     };
     let p = weight.f_mul(&slope)?;
-    let lambda = weight.f_mul(&sum_x)?.f_mul(&share)?;
+    // Parameters have this rank's gradients, x the batch's.
+    let (all, all_x) = match o.group.is_alone() {
+        true => (sum.shallow_clone(), sum_x.shallow_clone()),
+        false => {
+            let both = o.group.sum(&Tensor::f_stack(&[&sum, &sum_x], 0)?)?;
+            (both.f_get(0)?, both.f_get(1)?)
+        }
+    };
+    let lambda = weight.f_mul(&all_x)?.f_mul(&share)?;
     let mut q = slope.f_mul(&lambda)?.f_mul(&exact)?;
     if let (true, true, Some(ema)) = (kernels.approximate, o.train, &state.second) {
         let old = ema.f_flatten(0, -1)?.f_to_kind(g.kind())?;
@@ -264,7 +302,7 @@ pub fn backward(
     }
     let mut dx = p.f_mul(&g)?.f_sub(&q.f_mul(&hat)?)?;
     if kernels.centred {
-        dx = dx.f_sub(&p.f_mul(&sum)?.f_mul(&share)?.f_mul(&exact)?)?;
+        dx = dx.f_sub(&p.f_mul(&all)?.f_mul(&share)?.f_mul(&exact)?)?;
     }
     debug_assert_eq!(stats.size()[0] as usize, Stats::ROWS);
     Ok((rows.real(&dx)?.f_view_as(x)?.f_to_kind(x.kind())?, sum_x, sum))

@@ -208,6 +208,40 @@ fn measure<E: Element>(kernels: &ColumnKernels, cols: usize, x: &[E], pad: &[u8]
     Batch { count, mean, square, square_of_all: None, rows: rows as f64 }
 }
 
+/// The batches of all ranks as one (Chan, Golub and LeVeque 1979): from counts, means and mean squares about those
+/// means, never as mean x² − mean², which cancels.
+fn over_ranks(batch: Batch, o: &Options) -> Result<Batch> {
+    if o.group.is_alone() {
+        return Ok(batch);
+    }
+    let cols = batch.square.len();
+    let of_all = batch.square_of_all.as_ref().unwrap_or(&batch.square);
+    let mine: Vec<f64> =
+        [batch.count, batch.rows].iter().chain(&batch.mean).chain(&batch.square).chain(of_all).copied().collect();
+    let all = Vec::<f64>::try_from(o.group.gather(&Tensor::f_from_slice(&mine)?)?.f_flatten(0, -1)?)?;
+    let ranks: Vec<_> = all.chunks(mine.len()).map(|r| (r[0], r[1], r[2..].chunks(cols.max(1)))).collect();
+    let (count, rows) = ranks.iter().fold((0.0, 0.0), |(n, all), (count, rows, _)| (n + count, all + rows));
+    let mut merged = Batch { count, rows, mean: vec![0.0; cols], square: vec![0.0; cols], square_of_all: None };
+    let mut square_of_all = vec![0.0; cols];
+    for (n, all, parts) in &ranks {
+        let (share, share_of_all) = (n / count.max(1.0), all / rows.max(1.0));
+        for (to, (from, share)) in [&mut merged.mean, &mut merged.square, &mut square_of_all]
+            .into_iter()
+            .zip(parts.clone().zip([share, share, share_of_all]))
+        {
+            to.iter_mut().zip(from).for_each(|(to, from)| *to += share * from);
+        }
+    }
+    for (n, _, parts) in &ranks {
+        let mean = parts.clone().next().unwrap_or(&[]);
+        for ((square, mean), own) in merged.square.iter_mut().zip(&merged.mean).zip(mean) {
+            *square += n / count.max(1.0) * (own - mean).powi(2);
+        }
+    }
+    merged.square_of_all = o.release.then_some(square_of_all);
+    Ok(merged)
+}
+
 fn forward<E: Element>(kernels: &ColumnKernels, v: &Call) -> Result<()> {
     let cols = v.stats.cols();
     // SAFETY: the shim gave contiguous tensors of E (parameters and statistics of its accumulation type), a mask of
@@ -219,7 +253,7 @@ fn forward<E: Element>(kernels: &ColumnKernels, v: &Call) -> Result<()> {
     if given.is_empty() {
         let o = &v.options;
         let batch = match o.train || state.first.is_empty() {
-            true => measure(kernels, cols, x, pad, o.release),
+            true => over_ranks(measure(kernels, cols, x, pad, o.release), o)?,
             false => Batch { mean: vec![0.0; cols], ..Batch::default() },
         };
         (kernels.settle)(&batch, &mut state, o).write(out);
@@ -261,6 +295,12 @@ fn backward<E: Element>(kernels: &ColumnKernels, v: &Call, d: &Gradients) -> Res
     });
     for (out, sums) in [(dweight, &sum_x), (dbias, &sum)] {
         out.iter_mut().zip(sums).for_each(|(d, s)| *d = E::Acc::from_f64(*s));
+    }
+    if !o.group.is_alone() && (stats.exact || (kernels.approximate && o.train)) {
+        let all = o.group.sum(&Tensor::f_from_slice(&[sum, sum_x].concat())?)?;
+        let mut all = Vec::<f64>::try_from(all)?;
+        sum_x = all.split_off(cols);
+        sum = all;
     }
     let (p, q, r) = slopes(kernels, &stats, &or_ones(weight, cols), (&sum, &sum_x), &mut state, o);
     let (p, q, r) = (as_acc::<E::Acc>(&p), as_acc::<E::Acc>(&q), as_acc::<E::Acc>(&r));

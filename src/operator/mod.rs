@@ -4,6 +4,7 @@
 //! Nobody outside this module knows autograd's mechanics.
 
 mod attention;
+mod collective;
 mod column_norm;
 mod composite;
 mod count;
@@ -16,6 +17,7 @@ mod residual;
 mod row_norm;
 
 pub use attention::attention;
+pub use collective::Group;
 pub use column_norm::{column_norm, Column, ColumnKernels};
 pub use composite::lp_norm;
 pub use cross_entropy::{cross_entropy, cross_entropy_in_place};

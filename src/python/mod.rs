@@ -3,6 +3,7 @@
 use crate::config::{self, DataConfig, SearchOptions, TrainingConfig, TransformerConfig};
 use crate::error::Error;
 use crate::model::{Context, Packed, Rates, Transformer};
+use crate::operator::Group;
 use crate::residual::Place;
 use crate::run::{self, Mode};
 use crate::train::{self, Observer};
@@ -260,9 +261,11 @@ impl Observer for PyObserver {
     }
 }
 
-/// Trains with the GIL released; the observer is called between updates.
+/// Trains with the GIL released; the observer is called between updates. `group`: the name of a process group of
+/// torch.distributed, this process's rank in it and its size; none: a process alone.
 #[pyfunction]
 #[pyo3(name = "train")]
+#[allow(clippy::too_many_arguments)]
 fn train_py(
     py: Python<'_>,
     model: &str,
@@ -270,14 +273,23 @@ fn train_py(
     data: &str,
     output: &str,
     mode: &str,
+    group: Option<(String, usize, usize)>,
     observer: PyObject,
 ) -> PyResult<()> {
     let model: TransformerConfig = config::from_json("model", model)?;
     let training: TrainingConfig = config::from_json("training", training)?;
     let data: DataConfig = config::from_json("data", data)?;
     let mode = Mode::parse(mode)?;
+    let group = group.map_or(Ok(Group::ALONE), |(name, rank, size)| Group::new(&name, rank, size))?;
     let mut observer = PyObserver(observer);
-    py.allow_threads(|| run::train(&model, &training, &data, Path::new(output), mode, &mut observer))?;
+    py.allow_threads(|| run::train(&model, &training, &data, Path::new(output), mode, group, &mut observer))?;
+    Ok(())
+}
+
+/// Tells the operators of a process group, which they then take by its name.
+#[pyfunction]
+fn join_group(name: &str, rank: usize, size: usize) -> PyResult<()> {
+    Group::new(name, rank, size)?;
     Ok(())
 }
 
@@ -379,6 +391,7 @@ fn _core(m: &Bound<'_, PyModule>) -> PyResult<()> {
     m.add_function(wrap_pyfunction!(forward, m)?)?;
     m.add_function(wrap_pyfunction!(profile, m)?)?;
     m.add_function(wrap_pyfunction!(train_py, m)?)?;
+    m.add_function(wrap_pyfunction!(join_group, m)?)?;
     m.add_function(wrap_pyfunction!(dry_run, m)?)?;
     m.add_function(wrap_pyfunction!(translate, m)?)?;
     m.add_function(wrap_pyfunction!(average, m)?)?;

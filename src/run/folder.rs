@@ -136,22 +136,21 @@ pub(super) fn remove(path: &Path, act: impl Fn(&Path) -> std::io::Result<()>) ->
 
 /// Appends every event to the run's log, then passes it on.
 pub(super) struct Log<'a> {
-    pub file: PathBuf,
+    /// None: another rank writes it.
+    pub file: Option<PathBuf>,
     pub observer: &'a mut dyn Observer,
 }
 
 impl Log<'_> {
     fn write(&self, event: &str, value: &impl Serialize) -> Result<()> {
+        let Some(path) = &self.file else { return Ok(()) };
         let mut value = serde_json::to_value(value).map_err(|e| Error::invalid(e.to_string()))?;
         if let Some(object) = value.as_object_mut() {
             object.insert("event".into(), event.into());
         }
-        let mut file = OpenOptions::new()
-            .create(true)
-            .append(true)
-            .open(&self.file)
-            .map_err(|e| Error::io("open the log", &self.file, e))?;
-        file.write_all(format!("{value}\n").as_bytes()).map_err(|e| Error::io("write the log", &self.file, e))
+        let mut file =
+            OpenOptions::new().create(true).append(true).open(path).map_err(|e| Error::io("open the log", path, e))?;
+        file.write_all(format!("{value}\n").as_bytes()).map_err(|e| Error::io("write the log", path, e))
     }
 }
 

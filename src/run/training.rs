@@ -8,23 +8,50 @@ use crate::data::{BatchStream, Prefetch, StreamConfig};
 use crate::error::{Error, Result};
 use crate::metrics::unigram_entropy;
 use crate::model::Transformer;
+use crate::operator::Group;
 use crate::train::checkpoint::{Checkpoint, Store};
 use crate::train::{load_parameters, smoothing, Objective, Observer, Parts, Progress, Trainer, Validation};
 use std::path::Path;
 use std::sync::Arc;
 use tch::{Device, Kind, Tensor};
 
-/// Trains; `output` then holds all that [`Translator`] needs.
+/// Trains; `output` then holds all that [`Translator`] needs. Every process of `group` calls this alike; its first one
+/// writes, and its observer hears everything, the others' only what comes between updates.
 pub fn train(
     model: &TransformerConfig,
     training: &TrainingConfig,
     config: &DataConfig,
     output: &Path,
     mode: Mode,
+    group: Group,
     observer: &mut dyn Observer,
 ) -> Result<()> {
     keep_memory();
     let device = device(&training.device)?;
+    let (prepared, from) = group.agree(open(model, training, config, output, mode), device)?;
+    let started = match mode != Mode::Resume && group.is_first() {
+        true => start_folder(output, mode, &prepared, training, config),
+        false => Ok(()),
+    };
+    group.agree(started, device)?;
+    let mut log = Log { file: group.is_first().then(|| output.join(LOG)), observer };
+    if prepared.skipped > 0 {
+        let (skipped, all) = (prepared.skipped, prepared.skipped + prepared.train.len());
+        let text = format!("left out {skipped} of {all} sentences: longer than max_tokens {}", training.max_tokens);
+        log.message("warning", &text)?;
+    }
+    let mut trainer = group.agree(trainer(prepared, training, output, device, group, from), device)?;
+    trainer.fit(&mut log)
+}
+
+/// The data, and the checkpoint to go on from; writes nothing.
+fn open(
+    model: &TransformerConfig,
+    training: &TrainingConfig,
+    config: &DataConfig,
+    output: &Path,
+    mode: Mode,
+) -> Result<(Prepared, Option<Checkpoint>)> {
     let holds_run = output.join(CONFIG).exists();
     match mode {
         Mode::New if holds_run => {
@@ -49,18 +76,7 @@ pub fn train(
         Some((segmenter, vocabulary, checkpoint)) => (Some((segmenter, vocabulary)), checkpoint),
         None => (None, None),
     };
-    let prepared = prepare_with(model, training, config, known)?;
-    if mode != Mode::Resume {
-        start_folder(output, mode, &prepared, training, config)?;
-    }
-    let mut log = Log { file: output.join(LOG), observer };
-    if prepared.skipped > 0 {
-        let (skipped, all) = (prepared.skipped, prepared.skipped + prepared.train.len());
-        let text = format!("left out {skipped} of {all} sentences: longer than max_tokens {}", training.max_tokens);
-        log.message("warning", &text)?;
-    }
-    let mut trainer = trainer(prepared, training, output, device, from)?;
-    trainer.fit(&mut log)
+    Ok((prepare_with(model, training, config, known)?, from))
 }
 
 fn trainer(
@@ -68,6 +84,7 @@ fn trainer(
     training: &TrainingConfig,
     output: &Path,
     device: Device,
+    group: Group,
     from: Option<Checkpoint>,
 ) -> Result<Trainer> {
     let Prepared { model, vocabulary, train, valid, references, mask, .. } = prepared;
@@ -105,6 +122,7 @@ fn trainer(
         unigram_entropy: entropy,
         batches_per_epoch: stream.batches_per_epoch(),
         device,
+        group,
     };
     Trainer::new(parts, Prefetch::new(stream)?, from.as_ref().map(|(p, c)| (p.clone(), c)))
 }

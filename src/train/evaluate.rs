@@ -9,7 +9,7 @@ use crate::search::{search, SearchConfig};
 use tch::{no_grad, Device, Kind, Tensor};
 
 /// Losses per target token, in nats.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Copy, Debug, Default)]
 pub struct Score {
     /// With label smoothing.
     pub loss: f64,

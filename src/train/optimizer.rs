@@ -8,7 +8,7 @@ use crate::cpu::parallel::{self, Shared};
 use crate::error::{Error, Result};
 use crate::kernel::adam;
 use crate::model::Parameters;
-use crate::operator;
+use crate::operator::{self, Group};
 use std::collections::BTreeMap;
 use std::sync::Mutex;
 use tch::{no_grad, Device, Kind, Tensor};
@@ -63,6 +63,17 @@ impl Optimizer {
             weight_decay: config.weight_decay,
             clip_norm: config.clip_norm,
         })
+    }
+
+    /// Every rank's gradients become the sum of all.
+    pub fn sum_gradients(&mut self, group: Group) -> Result<()> {
+        group.sum_in_place(&mut self.gradients)
+    }
+
+    /// Every rank's parameters become rank 0's.
+    pub fn share_parameters(&mut self, group: Group) -> Result<()> {
+        let first = group.first(&self.parameters)?;
+        no_grad(|| Ok(self.parameters.f_copy_(&first)?))
     }
 
     /// Update `step` (from 1) with the accumulated gradients, which are zero afterwards. Returns their global norm

@@ -10,6 +10,7 @@ use crate::config::{Criterion, Precision, TrainingConfig};
 use crate::data::{Batch, Cursor, Prefetch, Vocabulary};
 use crate::error::{Error, Result};
 use crate::model::{Context, Rates, Transformer};
+use crate::operator::Group;
 use crate::search::{Rule, SearchConfig};
 use serde::{Deserialize, Serialize};
 use std::time::Instant;
@@ -43,6 +44,8 @@ pub struct Started {
     /// Types in the target vocabulary.
     pub target_vocabulary: usize,
     pub device: String,
+    /// Processes that train together.
+    pub ranks: usize,
     pub precision: Precision,
     pub threads: usize,
     /// Entropy of the target's unigram distribution, in nats per token: what an untrained model should soon beat.
@@ -115,6 +118,8 @@ pub struct Trainer {
     schedule: Schedule,
     batches: Prefetch,
     device: Device,
+    /// The processes that train together; rank 0 evaluates, writes and speaks.
+    group: Group,
     kind: Kind,
     workspace: Workspace,
     /// (seconds, target tokens) of the latest updates.
@@ -132,6 +137,7 @@ pub struct Parts {
     pub unigram_entropy: f64,
     pub batches_per_epoch: usize,
     pub device: Device,
+    pub group: Group,
 }
 
 /// Updates whose pace is shown.
@@ -140,7 +146,8 @@ const PACE: usize = 50;
 impl Trainer {
     /// A trainer at the start, or, with `from`, where a checkpoint's run stood. `batches` begins at its cursor.
     pub fn new(parts: Parts, batches: Prefetch, from: Option<(Progress, &Checkpoint)>) -> Result<Self> {
-        let Parts { model, config, objective, vocabulary, validation, store, unigram_entropy, .. } = parts;
+        let Parts { model, config, objective, vocabulary, validation, store, unigram_entropy, device, group, .. } =
+            parts;
         let mut optimizer = Optimizer::new(&model.parameters, &config)?;
         let mut schedule = Schedule::new(&config, model.config.d_model);
         let mut progress = Progress::default();
@@ -155,7 +162,8 @@ impl Trainer {
             Precision::F32 => Kind::Float,
             Precision::Bf16 => Kind::BFloat16,
         };
-        let updates_per_epoch = parts.batches_per_epoch as f64 / config.accumulate as f64;
+        optimizer.share_parameters(group)?;
+        let updates_per_epoch = parts.batches_per_epoch as f64 / (config.accumulate * group.size() as i64) as f64;
         Ok(Trainer {
             model,
             config,
@@ -169,7 +177,8 @@ impl Trainer {
             optimizer,
             schedule,
             batches,
-            device: parts.device,
+            device,
+            group,
             kind,
             workspace: Workspace::default(),
             pace: Default::default(),
@@ -178,7 +187,7 @@ impl Trainer {
 
     /// Trains until a stopping rule holds.
     pub fn fit(&mut self, observer: &mut dyn Observer) -> Result<()> {
-        observer.started(&self.started())?;
+        self.group.agree(observer.started(&self.started()), self.device)?;
         let mut evaluated = true;
         loop {
             if let Some(reason) = self.finished() {
@@ -190,10 +199,13 @@ impl Trainer {
             let epoch = self.progress.cursor.epoch;
             let update = self.step()?;
             evaluated = false;
-            let told = observer.updated(&update);
+            let told = self.group.agree(observer.updated(&update), self.device);
             if told.is_ok() && self.is_evaluation_due(epoch) {
                 evaluated = true;
-                self.interruptible(|t| t.evaluate(observer))?;
+                self.interruptible(|t| {
+                    let told = t.evaluate(observer);
+                    t.group.agree(told, t.device)
+                })?;
             }
             self.interruptible(|_| told)?;
         }
@@ -213,30 +225,40 @@ impl Trainer {
         }
     }
 
-    /// One update: batches → model → loss → gradients → optimizer.
+    /// One update: batches → model → loss → gradients → optimizer. Rank r of K takes every K-th of the micro-batches that
+    /// one process alone would take, with the same random numbers.
     pub fn step(&mut self) -> Result<Update> {
         let start = Instant::now();
         let number = self.progress.update + 1;
         let mut inputs = Vec::new();
         let mut cursor = self.progress.cursor;
-        for _ in 0..self.config.accumulate {
+        let mut tokens = 0;
+        let ranks = self.group.size();
+        for micro_batch in 0..self.config.accumulate as usize * ranks {
             let (batch, next) = self.batches.next().ok_or_else(|| Error::invalid("the stream of batches ended"))?;
-            inputs.push(Input::new(&batch, self.device)?);
+            tokens += batch.target_output.len();
+            if micro_batch % ranks == self.group.rank() {
+                inputs.push((micro_batch, Input::new(&batch, self.device)?));
+            }
             cursor = next;
         }
-        let tokens: usize = inputs.iter().map(|i| i.tokens).sum();
         let rates = Rates::of(&self.model.config);
         self.model.set_update(number as i64)?;
         if number == 1 && self.model.is_profiled()? {
             let seed = Tensor::f_from_slice(&[self.config.seed as i64, 0, 0])?.f_to_device(self.device)?;
             let ctx = Context::training(rates, seed, self.kind);
-            self.model.profile(inputs[0].source.as_ref(), &inputs[0].target, ctx)?;
+            if let (true, (_, input)) = (self.group.is_first(), &inputs[0]) {
+                self.model.profile(input.source.as_ref(), &input.target, ctx)?;
+            }
+            self.optimizer.share_parameters(self.group)?;
         }
         let mut sums = None::<super::loss::Sums>;
-        for (micro_batch, input) in inputs.iter().enumerate() {
-            let seed = [self.config.seed as i64, number as i64, micro_batch as i64];
+        for (micro_batch, input) in &inputs {
+            let seed = [self.config.seed as i64, number as i64, *micro_batch as i64];
             let seed = Tensor::f_from_slice(&seed)?.f_to_device(self.device)?;
-            let ctx = Context::training(rates, seed, self.kind).recomputing(self.config.activation_checkpointing);
+            let ctx = Context::training(rates, seed, self.kind)
+                .recomputing(self.config.activation_checkpointing)
+                .across(self.group);
             let features = self.model.features(input.source.as_ref(), &input.target, &ctx)?;
             let scale = 1.0 / tokens as f64;
             let own = self.objective.backward(
@@ -254,9 +276,10 @@ impl Trainer {
         }
         let sums = sums.ok_or_else(|| Error::invalid("accumulate must be at least 1"))?;
         let lr = self.schedule.learning_rate(number);
+        self.optimizer.sum_gradients(self.group)?;
         let grad_norm = self.optimizer.step(number, lr)?;
-        let (loss, nll) =
-            (sums.loss.f_double_value(&[])? / tokens as f64, sums.nll.f_double_value(&[])? / tokens as f64);
+        let sums = [sums.loss.f_double_value(&[])?, sums.nll.f_double_value(&[])?];
+        let [loss, nll] = self.group.sum_of(sums, self.device)?.map(|sum| sum / tokens as f64);
         if !loss.is_finite() || !grad_norm.is_finite() {
             let (what, value) = if loss.is_finite() { ("gradient norm", grad_norm) } else { ("loss", loss) };
             return Err(self.diverged(what, number, value));
@@ -304,18 +327,17 @@ impl Trainer {
         }
     }
 
-    /// Validation loss and BLEU, then a checkpoint.
+    /// Validation loss and BLEU, then a checkpoint. What rank 0 measured holds for all: running statistics may differ.
     pub fn evaluate(&mut self, observer: &mut dyn Observer) -> Result<()> {
         let start = Instant::now();
-        let score = evaluate_loss(&self.model, &self.validation.batches, &self.objective, self.kind)?;
+        let measured = if self.group.is_first() { self.measure(observer) } else { Ok((Score::default(), None)) };
+        let (score, bleu) = self.group.agree(measured, self.device)?;
+        let numbers = [score.loss, score.nll, score.tokens as f64, bleu.unwrap_or(f64::NAN)];
+        let [loss, nll, tokens, bleu] = self.group.first_of(numbers, self.device)?;
+        let (score, bleu) = (Score { loss, nll, tokens: tokens as usize }, Some(bleu).filter(|bleu| !bleu.is_nan()));
         if !score.loss.is_finite() {
             return Err(self.diverged("validation loss", self.progress.update, score.loss));
         }
-        for (norm, batches) in self.model.parameters.take_refused()? {
-            let text = format!("{norm}: the statistics of {batches} batches were not finite and were not taken in");
-            observer.message("warning", &text)?;
-        }
-        let bleu = self.bleu()?;
         let criterion = match (self.config.criterion, bleu) {
             (Criterion::Bleu, Some(bleu)) => bleu,
             _ => -score.loss,
@@ -328,11 +350,23 @@ impl Trainer {
             self.progress.best = Some(criterion);
         }
         self.save()?;
-        if best {
-            self.store.point("best", self.progress.update)?;
+        if self.group.is_first() {
+            if best {
+                self.store.point("best", self.progress.update)?;
+            }
+            self.store.prune(self.config.keep.max(1) as usize)?;
         }
-        self.store.prune(self.config.keep.max(1) as usize)?;
         observer.evaluated(&self.evaluation(score, bleu, best, start))
+    }
+
+    fn measure(&self, observer: &mut dyn Observer) -> Result<(Score, Option<f64>)> {
+        let score = evaluate_loss(&self.model, &self.validation.batches, &self.objective, self.kind)?;
+        for (norm, batches) in self.model.parameters.take_refused()? {
+            let text = format!("{norm}: the statistics of {batches} batches were not finite and were not taken in");
+            observer.message("warning", &text)?;
+        }
+        let bleu = if score.loss.is_finite() { self.bleu()? } else { None };
+        Ok((score, bleu))
     }
 
     fn evaluation(&self, score: Score, bleu: Option<f64>, best: bool, start: Instant) -> Evaluation {
@@ -362,6 +396,11 @@ impl Trainer {
     /// Writes a checkpoint of this very moment and points `last` at it.
     pub fn save(&mut self) -> Result<()> {
         self.progress.schedule = Some(self.schedule.memory.clone());
+        let saved = if self.group.is_first() { self.write() } else { Ok(()) };
+        self.group.agree(saved, self.device)
+    }
+
+    fn write(&self) -> Result<()> {
         let json = |e: serde_json::Error| Error::invalid(format!("the state cannot be written: {e}"));
         let checkpoint = Checkpoint {
             model: to_arrays(&self.model.parameters)?,
@@ -404,6 +443,7 @@ impl Trainer {
             vocabulary,
             target_vocabulary: self.objective.mask.as_ref().map_or(vocabulary, allowed),
             device: self.config.device.clone(),
+            ranks: self.group.size(),
             precision: self.config.precision,
             threads: crate::cpu::parallel::threads(),
             unigram_entropy: self.unigram_entropy,

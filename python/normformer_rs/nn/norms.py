@@ -322,9 +322,9 @@ def norm_of_config(
     elif name == "lpnorm":
         settings.update(p=config.lpnorm_p)
     elif name == "batchnorm":
-        settings.update(alpha=config.batchnorm_alpha, groups=groups, bias=bias)
+        settings.update(alpha=config.batchnorm_alpha, groups=groups, sync=True, bias=bias)
     elif name == "powernorm-v":
-        settings.update(alpha=config.powernorm_alpha_fwd, groups=groups, bias=bias)
+        settings.update(alpha=config.powernorm_alpha_fwd, groups=groups, sync=True, bias=bias)
     elif name == "powernorm":
         is_release = config.powernorm_mode == "release"
         settings.update(
@@ -333,6 +333,7 @@ def norm_of_config(
             warmup_iters=1000 if is_release and ends_stack else config.powernorm_warmup,
             mode=config.powernorm_mode,
             groups=config.heads if is_release else groups,
+            sync=config.powernorm_sync,
             bias=bias,
         )
     return norm_class(name)(width, **settings)

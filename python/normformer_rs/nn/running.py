@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 from .._core import InputError
 from ..config import unknown
+from ..ranks import group_name
 from .masks import mask_for
 
 OPS = torch.ops.normformer_rs
@@ -52,10 +53,13 @@ class RunningNorm(nn.Module):
         elementwise_affine: bool = True,
         bias: bool = True,
         groups: int = 0,
+        sync: bool = False,
+        process_group: "torch.distributed.ProcessGroup | None" = None,
         device: Any = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
+        self.sync, self.process_group = sync, process_group
         if groups < 0 or (groups and num_features % groups):
             raise InputError(f"groups must divide num_features {num_features}, or be 0 for no scaling; got {groups}")
         self.num_features, self.eps, self.groups = num_features, eps, groups
@@ -108,13 +112,16 @@ class RunningNorm(nn.Module):
             x = OPS.group_scaling(x, self.groups)
         run = getattr(OPS, self.operator_name)
         state = (*self.state(), self.refused)
+        settings = self.settings()
+        if self.sync and self.training:
+            settings["group"] = group_name(self.process_group)
         if torch.compiler.is_compiling() or not self.training:
-            return run(x, self.weight, self.bias, mask, *state, train=self.training, eps=self.eps, **self.settings())[0]
+            return run(x, self.weight, self.bias, mask, *state, train=self.training, eps=self.eps, **settings)[0]
         # Inside a backward pass this is activation checkpointing's second run of a forward pass, whose statistics have
         # moved: it takes those that the first run used.
         again = torch._C._current_graph_task_id() != -1
         used = self._stats if again else None
-        y, stats = run(x, self.weight, self.bias, mask, *state, used, train=True, eps=self.eps, **self.settings())
+        y, stats = run(x, self.weight, self.bias, mask, *state, used, train=True, eps=self.eps, **settings)
         self._stats = stats
         return y
 
@@ -134,12 +141,16 @@ class RunningNorm(nn.Module):
         return self
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in super().__getstate__().items() if name != "_stats"}
+        # A group is of this process; elsewhere it is the default group again.
+        return {name: value for name, value in super().__getstate__().items() if name != "_stats"} | {
+            "process_group": None
+        }
 
     def extra_repr(self) -> str:
         more = "".join(f", {name}={getattr(self, name)}" for name in self.shown)
         groups = f", groups={self.groups}" if self.groups else ""
-        return f"{self.num_features}, eps={self.eps}{more}, elementwise_affine={self.elementwise_affine}{groups}"
+        sync = ", sync=True" if self.sync else ""
+        return f"{self.num_features}, eps={self.eps}{more}, elementwise_affine={self.elementwise_affine}{groups}{sync}"
 
 
 class BatchNorm(RunningNorm):
@@ -154,7 +165,9 @@ class BatchNorm(RunningNorm):
 
     Args:
         num_features: d. eps: ε. alpha: α, which is 1 − momentum in torch. elementwise_affine, bias: whether there are γ
-            and β. groups: of the GroupScaling that comes first; 0: none.
+            and β. groups: of the GroupScaling that comes first; 0: none. sync: in training, the ranks of `process_group`
+            (default: all) take their batches for one, whose statistics merge counts, means and squares about them; every
+            rank must call forward and backward alike. γ and β get this rank's gradients, which DDP averages.
 
     Shapes: x (…, d), `padding_mask` (…), `weight`, `bias`, `running_mean`, `running_var` (d,). y, dx are 0 at padding;
     a batch with no real position moves nothing, nor does one whose statistics are not finite (`refused_batches()`).

@@ -1,9 +1,10 @@
 // The family of norms with statistics of columns: for each entry k of Rust's table (operator/column_norm.rs),
 //   NAME(x, weight?, bias?, pad_mask?, first(a!)?, second(b!)?, iters(c!)?, refused(d!)?, stats?, *, train, alpha, eps,
-//        alpha_bwd, warmup, variant) -> (y, stats)
-//   NAME_backward(dy, x, weight?, pad_mask?, second(a!)?, refused(b!)?, stats, *, train, alpha_bwd, variant)
+//        alpha_bwd, warmup, variant, group) -> (y, stats)
+//   NAME_backward(dy, x, weight?, pad_mask?, second(a!)?, refused(b!)?, stats, *, train, alpha_bwd, variant, group)
 //        -> (dx, dweight, dbias)
-// y = N(x) with statistics over all dimensions but the last. Buffers move in place: in the forward pass of training, and
+// y = N(x) with statistics over all dimensions but the last, and over the ranks of the process group, where one is
+// named; dweight and dbias are this rank's. Buffers move in place: in the forward pass of training, and
 // PowerNorm's second in the backward pass. The output `stats` is what the pass used; given as an argument (a second run
 // of the same forward pass) it is used as it is, and nothing moves.
 #pragma once
@@ -13,7 +14,7 @@ extern "C" {
 // The same structs as in Rust.
 struct ColumnOptions {
   double alpha, alpha_bwd, eps;
-  int64_t warmup;
+  int64_t warmup, group;
   bool train, release;
 };
 struct ColumnCall {
@@ -30,6 +31,8 @@ int64_t nfrs_column_count();
 const char* nfrs_column_name(int64_t norm);
 const char* nfrs_column_state(int64_t norm, int64_t which);
 bool nfrs_column_approximate(int64_t norm);
+int64_t nfrs_group(const char* name);  // -1: unknown
+bool nfrs_group_name(int64_t group, char* to, int64_t room);
 int64_t nfrs_column_stats();
 int nfrs_column_forward(int64_t norm, const ColumnCall* call);
 int nfrs_column_backward(int64_t norm, const ColumnCall* call, const ColumnGradients* gradients);
@@ -47,9 +50,9 @@ using Two = std::tuple<Tensor, Tensor>;
 using Three = std::tuple<Tensor, Tensor, Tensor>;
 using Forward = Two(const Tensor&, const MaybeTensor&, const MaybeTensor&, const MaybeTensor&, const MaybeTensor&,
                     const MaybeTensor&, const MaybeTensor&, const MaybeTensor&, const MaybeTensor&, bool, double, double,
-                    double, int64_t, c10::string_view);
+                    double, int64_t, c10::string_view, c10::string_view);
 using Backward = Three(const Tensor&, const Tensor&, const MaybeTensor&, const MaybeTensor&, const MaybeTensor&,
-                       const MaybeTensor&, const Tensor&, bool, double, c10::string_view);
+                       const MaybeTensor&, const Tensor&, bool, double, c10::string_view, c10::string_view);
 
 inline std::string name(int64_t k) { return nfrs_column_name(k); }
 
@@ -64,6 +67,18 @@ inline bool is_release(int64_t k, c10::string_view variant) {
   return variant == "release";
 }
 inline c10::string_view variant_of(const Options& o) { return o.release ? "release" : "paper"; }
+
+inline int64_t group_of(int64_t k, c10::string_view group) {
+  const int64_t found = nfrs_group(std::string(group).c_str());
+  TORCH_CHECK_VALUE(found >= 0, name(k), ": \"", group, "\" is no process group that normformer_rs was told of; give the "
+                    "module sync=True, which tells it");
+  return found;
+}
+inline std::string group_of(const Options& o) {
+  char text[512];
+  TORCH_CHECK_VALUE(nfrs_group_name(o.group, text, sizeof(text)), "the name of the process group is too long");
+  return text;
+}
 
 inline Tensor present(const MaybeTensor& t) { return t && t->defined() ? *t : Tensor(); }
 
@@ -191,7 +206,7 @@ const c10::TypedOperatorHandle<Signature>& op(int64_t k, const char* suffix) {
 inline Two call_forward(int64_t k, const Tensor& x, const MaybeTensor& weight, const MaybeTensor& bias, const Rest& rest) {
   const auto& o = rest.options;
   return op<Forward>(k, "").call(x, weight, bias, rest.pad, rest.first, rest.second, rest.iters, rest.refused, rest.given,
-                                 o.train, o.alpha, o.eps, o.alpha_bwd, o.warmup, variant_of(o));
+                                 o.train, o.alpha, o.eps, o.alpha_bwd, o.warmup, variant_of(o), group_of(o));
 }
 
 struct ColumnNorm : torch::autograd::Function<ColumnNorm> {
@@ -209,6 +224,7 @@ struct ColumnNorm : torch::autograd::Function<ColumnNorm> {
     ctx->saved_data["alpha_bwd"] = rest.options.alpha_bwd;
     ctx->saved_data["eps"] = rest.options.eps;
     ctx->saved_data["release"] = rest.options.release;
+    ctx->saved_data["group"] = rest.options.group;
     ctx->mark_non_differentiable({stats});
     ctx->set_materialize_grads(false);
     return {y, stats};
@@ -220,8 +236,11 @@ struct ColumnNorm : torch::autograd::Function<ColumnNorm> {
     const int64_t k = data["norm"].toInt();
     const MaybeTensor pad = maybe(saved[3]);
     Rest rest{pad, std::nullopt, std::nullopt, std::nullopt, std::nullopt, std::nullopt,
-              Options{0, data["alpha_bwd"].toDouble(), data["eps"].toDouble(), 0, data["train"].toBool(), data["release"].toBool()}};
+              Options{0, data["alpha_bwd"].toDouble(), data["eps"].toDouble(), 0, data["group"].toInt(),
+                      data["train"].toBool(), data["release"].toBool()}};
     if (at::GradMode::is_enabled()) {
+      TORCH_CHECK_NOT_IMPLEMENTED(rest.options.group == 0, name(k), ": statistics over several ranks have no second "
+                                  "derivative: train without create_graph, or without sync");
       TORCH_CHECK_NOT_IMPLEMENTED(
           !nfrs_column_approximate(k) || !rest.options.train, name(k),
           ": the gradient in training is PowerNorm's approximation (Shen et al. 2020, eq 11), which is no function's "
@@ -242,7 +261,7 @@ struct ColumnNorm : torch::autograd::Function<ColumnNorm> {
     const auto second = data["second"].toOptional<Tensor>(), refused = data["refused"].toOptional<Tensor>();
     auto [dx, dweight, dbias] = op<Backward>(k, "_backward").call(
         grads[0], saved[0], maybe(saved[1]), pad, second, refused, saved[4], rest.options.train, rest.options.alpha_bwd,
-        variant_of(rest.options));
+        variant_of(rest.options), group_of(rest.options));
     auto like = [](const Tensor& d, const Tensor& p) {
       return p.defined() ? d.to(p.scalar_type()).view_symint(p.sym_sizes()) : Tensor();
     };
@@ -259,6 +278,8 @@ inline Two forward_autograd(int64_t k, const Tensor& x, const MaybeTensor& weigh
     TORCH_CHECK_NOT_IMPLEMENTED(!nfrs_column_approximate(k) || !rest.options.train, name(k),
                                 ": torch.func differentiates formulas, and the gradient in training is PowerNorm's "
                                 "approximation, which is no formula's: use loss.backward(), or call eval() first");
+    TORCH_CHECK_NOT_IMPLEMENTED(rest.options.group == 0, name(k), ": torch.func sees one process only: train without "
+                                "sync, or use loss.backward()");
     return composed(k, x, weight, bias, rest);
   }
   auto out = ColumnNorm::apply(k, x, weight, bias, rest);
@@ -278,9 +299,13 @@ struct Entry {
 #define NFRS_COLUMN_ARGUMENTS                                                                                          \
   const Tensor &x, const MaybeTensor &w, const MaybeTensor &b, const MaybeTensor &pad, const MaybeTensor &first,        \
       const MaybeTensor &second, const MaybeTensor &iters, const MaybeTensor &refused, const MaybeTensor &given,        \
-      bool train, double alpha, double eps, double alpha_bwd, int64_t warmup, c10::string_view variant
-#define NFRS_COLUMN_REST \
-  Rest { pad, first, second, iters, refused, given, Options { alpha, alpha_bwd, eps, warmup, train, is_release(K, variant) } }
+      bool train, double alpha, double eps, double alpha_bwd, int64_t warmup, c10::string_view variant,                  \
+      c10::string_view group
+#define NFRS_COLUMN_REST                                                                                               \
+  Rest {                                                                                                              \
+    pad, first, second, iters, refused, given,                                                                        \
+        Options { alpha, alpha_bwd, eps, warmup, group_of(K, group), train, is_release(K, variant) }                  \
+  }
   static Two cpu(NFRS_COLUMN_ARGUMENTS) { return forward_cpu(K, x, w, b, NFRS_COLUMN_REST); }
   static Two meta(NFRS_COLUMN_ARGUMENTS) { return forward_meta(K, x, w, b, NFRS_COLUMN_REST); }
   static Two autograd(NFRS_COLUMN_ARGUMENTS) { return forward_autograd(K, x, w, b, NFRS_COLUMN_REST); }
@@ -290,9 +315,13 @@ struct Entry {
 #undef NFRS_COLUMN_REST
 #define NFRS_COLUMN_ARGUMENTS                                                                                     \
   const Tensor &dy, const Tensor &x, const MaybeTensor &w, const MaybeTensor &pad, const MaybeTensor &second,      \
-      const MaybeTensor &refused, const Tensor &stats, bool train, double alpha_bwd, c10::string_view variant
+      const MaybeTensor &refused, const Tensor &stats, bool train, double alpha_bwd, c10::string_view variant,         \
+      c10::string_view group
 #define NFRS_COLUMN_REST                                                                          \
-  Rest { pad, std::nullopt, second, std::nullopt, refused, std::nullopt, Options { 0, alpha_bwd, 0, 0, train, is_release(K, variant) } }
+  Rest {                                                                                         \
+    pad, std::nullopt, second, std::nullopt, refused, std::nullopt,                              \
+        Options { 0, alpha_bwd, 0, 0, group_of(K, group), train, is_release(K, variant) }        \
+  }
   static Three cpu_backward(NFRS_COLUMN_ARGUMENTS) { return backward_cpu(K, dy, x, w, stats, NFRS_COLUMN_REST); }
   static Three meta_backward(NFRS_COLUMN_ARGUMENTS) { return backward_meta(x, w); }
   static Three fallback_backward(NFRS_COLUMN_ARGUMENTS) { return composed_backward(K, dy, x, w, stats, NFRS_COLUMN_REST); }
@@ -304,10 +333,11 @@ struct Entry {
     const auto n = name(K), first = std::string(nfrs_column_state(K, 0)), second = std::string(nfrs_column_state(K, 1));
     m.def((n + "(Tensor x, Tensor? weight=None, Tensor? bias=None, Tensor? pad_mask=None, Tensor(a!)? " + first +
            "=None, Tensor(b!)? " + second + "=None, Tensor(c!)? iters=None, Tensor(d!)? refused=None, Tensor? stats=None, *, "
-           "bool train, float alpha=0.9, float eps=1e-05, float alpha_bwd=0.9, int warmup=0, str variant=\"paper\") -> "
+           "bool train, float alpha=0.9, float eps=1e-05, float alpha_bwd=0.9, int warmup=0, str variant=\"paper\", "
+           "str group=\"\") -> "
            "(Tensor, Tensor)").c_str(), {at::Tag::pt2_compliant_tag});
     m.def((n + "_backward(Tensor dy, Tensor x, Tensor? weight, Tensor? pad_mask, Tensor(a!)? " + second +
-           ", Tensor(b!)? refused, Tensor stats, *, bool train, float alpha_bwd=0.9, str variant=\"paper\") -> "
+           ", Tensor(b!)? refused, Tensor stats, *, bool train, float alpha_bwd=0.9, str variant=\"paper\", str group=\"\") -> "
            "(Tensor, Tensor, Tensor)").c_str(), {at::Tag::pt2_compliant_tag});
     m.impl(n.c_str(), c10::DispatchKey::CPU, TORCH_FN(cpu));
     m.impl(n.c_str(), c10::DispatchKey::Meta, TORCH_FN(meta));

@@ -1,5 +1,6 @@
 // Registers the operators with PyTorch's dispatcher and lends Rust what tch does not bind. No arithmetic lives here:
 // kernels and composed formulas are Rust's.
+#include "collective.h"
 #include "column.h"
 #include "composite.h"
 #include "fused.h"
@@ -128,6 +129,22 @@ Tensor* nfrs_recompute(void* piece, const Tensor* a, const Tensor* b, const Tens
     if (out.size() > 1) *second = give(out[1]);
     return give(out[0]);
   });
+}
+
+Tensor* nfrs_all_reduce(const Tensor* t, int64_t, const char* group) {
+  return guarded([&] { return give(nfrs::collective::all_reduce(*t, group)); });
+}
+bool nfrs_all_reduce_(Tensor* t, const char* group) {
+  return guarded([&] {
+    nfrs::collective::all_reduce_(*t, group);
+    return true;
+  });
+}
+Tensor* nfrs_all_gather(const Tensor* t, int64_t size, const char* group) {
+  return guarded([&] { return give(nfrs::collective::all_gather(*t, size, group)); });
+}
+Tensor* nfrs_broadcast(const Tensor* t, int64_t, const char* group) {
+  return guarded([&] { return give(nfrs::collective::broadcast(*t, group)); });
 }
 
 // Backward from a tensor that is not a scalar.
