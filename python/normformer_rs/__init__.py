@@ -16,6 +16,7 @@ if not str(torch.__version__).startswith("2.11."):
     raise ImportError(f'normformer_rs needs torch 2.11, found torch {torch.__version__}: pip install "torch==2.11.*"')
 
 # torch has come first: its import maps the libtorch that the extension is linked against.
+from . import nn, surgery
 from ._core import DivergedError, InputError, Interrupted, __version__
 from .config import PRESETS, DataConfig, SearchConfig, TrainingConfig, TransformerConfig, preset, tables
 from .history import Evaluations, History
@@ -42,7 +43,9 @@ __all__ = [
     "__version__",
     "average",
     "evaluate_loss",
+    "nn",
     "preset",
+    "surgery",
     "tables",
     "translate",
 ]

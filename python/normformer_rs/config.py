@@ -168,6 +168,9 @@ def preset(name: str) -> tuple["TransformerConfig", "TrainingConfig"]:
     return TransformerConfig(**model), TrainingConfig(**training)
 
 
-def tables() -> dict[str, list[dict[str, str]]]:
-    """The norms, residuals and inits that a model may name: each a list of {name, equation, source}."""
+def tables() -> dict[str, list[dict[str, Any]]]:
+    """The norms, residuals and inits that a model may name: each a list of {name, equation, source}.
+
+    A norm that is its formula alone has `formula`, {has_bias}, too.
+    """
     return json.loads(_core.tables())

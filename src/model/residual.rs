@@ -13,7 +13,7 @@ fn norm(b: &mut Builder, place: &Place, at: &NormAt) -> Result<Box<dyn Norm>> {
     let ends_stack = at.name == place.end_norm().name;
     let site = norm::Site { width: at.width, last_of_decoder, ends_stack, config: place.config };
     let spec = norm::find(place.norm_name())?;
-    b.within(&at.name, |b| (spec.build)(b, &site))
+    b.within(&at.name, |b| spec.build(b, &site))
 }
 
 fn norm_if(b: &mut Builder, place: &Place, at: &Option<NormAt>) -> Result<Option<Box<dyn Norm>>> {

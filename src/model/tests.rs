@@ -6,7 +6,7 @@ use super::{Builder, Context, Packed, Ranges};
 use crate::config::TransformerConfig;
 use crate::error::Result;
 use crate::init::{self, Fill};
-use crate::norm::{Norm, Rows, Site, Spec};
+use crate::norm::{Build, Norm, Rows, Site, Spec};
 use crate::residual::{self, Place};
 use std::collections::HashMap;
 use tch::{no_grad, Device, Kind, Tensor};
@@ -52,11 +52,11 @@ static RUNNING: Spec = Spec {
     name: "running",
     equation: "",
     source: "",
-    build: |b, site| {
+    build: Build::Own(|b, site| {
         let weight = b.parameter("weight", &[site.width], &Fill::Constant(1.0))?;
         let square = Tensor::f_ones([site.width].as_slice(), (weight.kind(), weight.device()))?;
         Ok(Box::new(Running { weight, square }))
-    },
+    }),
 };
 
 struct Running {
@@ -83,7 +83,7 @@ impl Norm for Running {
 fn a_norm_with_state() {
     let config = config("prenorm", 1);
     let site = Site { width: D, config: &config, last_of_decoder: false, ends_stack: false };
-    let norms = [(); 2].map(|()| (RUNNING.build)(&mut Builder::fresh(Device::Cpu, Kind::Double), &site).unwrap());
+    let norms = [(); 2].map(|()| RUNNING.build(&mut Builder::fresh(Device::Cpu, Kind::Double), &site).unwrap());
     let x = rows();
     let mask = Tensor::from_slice(&[false, false, true, true, true]);
     let before = norms[0].forward(&x, &Rows::default()).unwrap();

@@ -7,7 +7,7 @@
 use super::columns::{Batch, Options, State, Stats};
 use super::running::{build, Running};
 use super::statistics::{Measured, StateTensors, Used};
-use super::Spec;
+use super::{Build, Spec};
 use crate::error::Result;
 use crate::operator::ColumnKernels;
 
@@ -15,7 +15,7 @@ pub static SPEC: Spec = Spec {
     name: "batchnorm",
     equation: "y = γ⊙(x−μ_B)/√(σ²_B+ε)+β per feature over real positions; running μ, σ² in evaluation",
     source: "Ioffe & Szegedy 2015; Shen et al. 2020, Algorithm 1",
-    build: |b, site| {
+    build: Build::Own(|b, site| {
         build(b, site, |b, site| {
             let kind = b.statistics_kind();
             let mean = b.buffer("running_mean", &[site.width], 0.0, kind)?;
@@ -23,7 +23,7 @@ pub static SPEC: Spec = Spec {
             let options = Options { alpha: site.config.batchnorm_alpha, ..Options::default() };
             Ok(Running { kernels: &KERNELS, first: mean, second: Some(variance), iters: None, options, sync: true })
         })
-    },
+    }),
 };
 
 pub static KERNELS: ColumnKernels = ColumnKernels {

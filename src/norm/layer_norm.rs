@@ -5,7 +5,7 @@ use crate::cpu::Accumulator;
 use crate::error::Result;
 use crate::init::Fill;
 use crate::model::Builder;
-use crate::norm::{accumulate, Norm, Rowwise, Site, Spec};
+use crate::norm::{accumulate, Build, Norm, Rowwise, Site, Spec};
 use crate::operator::RowKernels;
 use tch::Tensor;
 
@@ -53,7 +53,7 @@ pub static SPEC: Spec = Spec {
     name: "layernorm",
     equation: "y = γ⊙(x−μ)/√(σ²+ε)+β over the last dimension, biased σ²",
     source: "Ba et al. 2016",
-    build,
+    build: Build::Own(build),
 };
 
 pub static KERNELS: RowKernels =

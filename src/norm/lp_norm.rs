@@ -3,7 +3,7 @@
 //! With u = x/n and w = sign(x)(|x|/n)^{p−1} (p = ∞: sign(x) wherever |x| = n), dx = (g/n)(dy − w⟨u, dy⟩) where n > ε,
 //! else (g/ε)dy. p = 2 is ScaleNorm, with its kernels.
 
-use super::{accumulate, scale_norm, Norm, Rows, Rowwise, Site, Spec};
+use super::{accumulate, scale_norm, Norm, Rows, Rowwise, Site, Spec, Build};
 use crate::config::FieldType;
 use crate::error::{Error, Result};
 use crate::init::Fill;
@@ -50,7 +50,7 @@ pub static SPEC: Spec = Spec {
     name: "lpnorm",
     equation: "y = g·x/max(‖x‖_p, ε) over the last dimension, one learned g = d^{1/p}",
     source: "Nguyen & Salazar 2019, §5",
-    build: |b, site| {
+    build: Build::Own(|b, site| {
         let p = site.config.lpnorm_p.0;
         check(p)?;
         let weight = b.parameter("weight", &[1], &Fill::Constant(gain(site, p)))?;
@@ -59,7 +59,7 @@ pub static SPEC: Spec = Spec {
             true => Box::new(Rowwise { kernels: &scale_norm::KERNELS, weight: Some(weight), bias: None, eps }),
             false => Box::new(LpNorm { weight, p, eps }),
         })
-    },
+    }),
 };
 
 struct LpNorm {

@@ -8,6 +8,7 @@ pub mod batch_norm;
 pub mod columns;
 pub mod convert;
 pub mod fix_norm;
+pub mod formula;
 pub mod group_scaling;
 pub mod layer_norm;
 pub mod lp_norm;
@@ -23,6 +24,7 @@ use crate::config::TransformerConfig;
 use crate::error::{unknown, Result};
 use crate::model::Builder;
 use crate::operator::{self, ColumnKernels, Group, RowKernels};
+use formula::Formula;
 use running::Kept;
 use tch::{Kind, Tensor};
 
@@ -32,8 +34,25 @@ pub struct Spec {
     pub name: &'static str,
     pub equation: &'static str,
     pub source: &'static str,
+    pub build: Build,
+}
+
+/// How an entry of the table becomes a norm in a model.
+pub enum Build {
+    /// By code of its own, which declares the parameters.
+    Own(fn(&mut Builder, &Site) -> Result<Box<dyn Norm>>),
+    /// By its formula alone.
+    Formula(Formula),
+}
+
+impl Spec {
     /// Declares the parameters and makes the norm.
-    pub build: fn(&mut Builder, &Site) -> Result<Box<dyn Norm>>,
+    pub fn build(&self, b: &mut Builder, site: &Site) -> Result<Box<dyn Norm>> {
+        match &self.build {
+            Build::Own(build) => build(b, site),
+            Build::Formula(formula) => formula.build(b, site),
+        }
+    }
 }
 
 /// Every norm that models may name.

@@ -11,7 +11,7 @@
 use super::columns::{Batch, Options, State, Stats};
 use super::running::{build, Running};
 use super::statistics::{Measured, StateTensors, Used};
-use super::Spec;
+use super::{Build, Spec};
 use crate::choice;
 use crate::error::Result;
 use crate::operator::ColumnKernels;
@@ -29,7 +29,7 @@ pub static SPEC: Spec = Spec {
     name: "powernorm",
     equation: "y = γ⊙x/√(ψ²+ε)+β with the running ψ² of the step before; running ν in the gradient",
     source: "Shen et al. 2020, Definition 3, Algorithm 2",
-    build: |b, site| {
+    build: Build::Own(|b, site| {
         build(b, site, |b, site| {
             let kind = b.statistics_kind();
             let shape = [1, site.width, 1, 1];
@@ -53,7 +53,7 @@ pub static SPEC: Spec = Spec {
                 sync: site.config.powernorm_sync,
             })
         })
-    },
+    }),
 };
 
 pub static KERNELS: ColumnKernels = ColumnKernels {

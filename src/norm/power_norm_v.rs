@@ -6,7 +6,7 @@
 use super::columns::{Batch, Options, State, Stats};
 use super::running::{build, Running};
 use super::statistics::{Measured, StateTensors, Used};
-use super::Spec;
+use super::{Build, Spec};
 use crate::error::Result;
 use crate::operator::ColumnKernels;
 
@@ -14,13 +14,13 @@ pub static SPEC: Spec = Spec {
     name: "powernorm-v",
     equation: "y = γ⊙x/√(ψ²_B+ε)+β, ψ²_B = mean x² per feature over real positions; running ψ² in evaluation",
     source: "Shen et al. 2020, Definition 1",
-    build: |b, site| {
+    build: Build::Own(|b, site| {
         build(b, site, |b, site| {
             let phi = b.buffer("running_phi", &[site.width], 1.0, b.statistics_kind())?;
             let options = Options { alpha: site.config.powernorm_alpha_fwd, ..Options::default() };
             Ok(Running { kernels: &KERNELS, first: phi, second: None, iters: None, options, sync: true })
         })
-    },
+    }),
 };
 
 pub static KERNELS: ColumnKernels = ColumnKernels {

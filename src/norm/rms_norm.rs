@@ -5,7 +5,7 @@ use crate::cpu::Accumulator;
 use crate::error::Result;
 use crate::init::Fill;
 use crate::model::Builder;
-use crate::norm::{accumulate, Norm, Rowwise, Site, Spec};
+use crate::norm::{accumulate, Build, Norm, Rowwise, Site, Spec};
 use crate::operator::RowKernels;
 use tch::Tensor;
 
@@ -39,7 +39,7 @@ pub static SPEC: Spec = Spec {
     name: "rmsnorm",
     equation: "y = γ⊙x/√(mean x²+ε) over the last dimension",
     source: "Zhang & Sennrich 2019; Nguyen & Salazar 2019, §4.2",
-    build,
+    build: Build::Own(build),
 };
 
 pub static KERNELS: RowKernels = RowKernels::of::<RmsNorm>(c"rms_norm", ["rms_norm", "rms_norm_residual"], composed);

@@ -4,7 +4,7 @@ use super::rows::{magnitude, sum, trusted, Measured, RowNorm, Slope, Sums};
 use crate::cpu::Accumulator;
 use crate::error::Result;
 use crate::init::Fill;
-use crate::norm::{accumulate, Norm, Rowwise, Site, Spec};
+use crate::norm::{accumulate, Build, Norm, Rowwise, Site, Spec};
 use crate::operator::RowKernels;
 use tch::Tensor;
 
@@ -44,20 +44,20 @@ pub static SPEC: Spec = Spec {
     name: "scalenorm",
     equation: "y = g·x/max(‖x‖₂, ε) over the last dimension, one learned g = √d",
     source: "Nguyen & Salazar 2019, eq 5",
-    build: |b, site| {
+    build: Build::Own(|b, site| {
         let weight = b.parameter("weight", &[1], &Fill::Constant(gain(site)))?;
         Ok(rowwise(weight, site))
-    },
+    }),
 };
 
 pub static FIXED: Spec = Spec {
     name: "scalenorm-fixed",
     equation: "scalenorm with g = √d not learned, but for the decoder's last norm",
     source: "Nguyen & Salazar 2019, Table 7",
-    build: |b, site| match site.last_of_decoder {
-        true => (SPEC.build)(b, site),
+    build: Build::Own(|b, site| match site.last_of_decoder {
+        true => SPEC.build(b, site),
         false => Ok(rowwise(b.constant(gain(site))?, site)),
-    },
+    }),
 };
 
 pub static KERNELS: RowKernels =

@@ -2,8 +2,9 @@
 
 use super::count::Count;
 use super::ffi::{self, give};
-use crate::error::Result;
-use crate::norm::{group_scaling, lp_norm as lp};
+use crate::error::{Error, Result};
+use crate::norm::{group_scaling, lp_norm as lp, Build};
+use std::ffi::{c_char, CStr};
 use tch::Tensor;
 use torch_sys::C_tensor;
 
@@ -20,6 +21,26 @@ unsafe extern "C" fn nfrs_lp_norm(x: *const C_tensor, weight: *const C_tensor, p
     // SAFETY: the shim passes a live x, and a live weight or null.
     let (x, weight) = unsafe { (ffi::borrow(x), ffi::borrow(weight)) };
     give(|| lp_norm(x.as_ref().expect("x is never absent"), weight.as_ref(), p, eps))
+}
+
+/// A norm of the table that is its formula alone.
+#[no_mangle]
+unsafe extern "C" fn nfrs_norm_formula(
+    name: *const c_char,
+    x: *const C_tensor,
+    weight: *const C_tensor,
+    bias: *const C_tensor,
+    eps: f64,
+) -> *mut C_tensor {
+    // SAFETY: the shim passes a NUL-terminated name, a live x, and live parameters or null.
+    let (name, x, weight, bias) =
+        unsafe { (CStr::from_ptr(name), ffi::borrow(x), ffi::borrow(weight), ffi::borrow(bias)) };
+    give(|| match &crate::norm::find(&name.to_string_lossy())?.build {
+        Build::Formula(formula) => {
+            formula.apply(x.as_ref().expect("x is never absent"), weight.as_ref(), bias.as_ref(), eps)
+        }
+        Build::Own(_) => Err(Error::invalid(format!("{name:?} is more than a formula: call its own operator"))),
+    })
 }
 
 #[no_mangle]

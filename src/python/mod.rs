@@ -68,7 +68,13 @@ fn tables() -> PyResult<String> {
     let entry =
         |name: &str, equation: &str, source: &str| json!({"name": name, "equation": equation, "source": source});
     json_text(&json!({
-        "norms": norm::NORMS.iter().map(|n| entry(n.name, n.equation, n.source)).collect::<Vec<_>>(),
+        "norms": norm::NORMS.iter().map(|n| {
+            let mut entry = entry(n.name, n.equation, n.source);
+            if let norm::Build::Formula(formula) = &n.build {
+                entry["formula"] = json!({"has_bias": formula.has_bias});
+            }
+            entry
+        }).collect::<Vec<_>>(),
         "residuals": residual::SCHEMES.iter().map(|s| entry(s.name(), s.equation(), s.source())).collect::<Vec<_>>(),
         "inits": init::INITS.iter().map(|i| entry(i.name, i.definition, i.source)).collect::<Vec<_>>(),
     }))

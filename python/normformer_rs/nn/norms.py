@@ -1,7 +1,7 @@
 """Norms as modules, with torch.nn's constructors and keys."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .._core import InputError
-from ..config import TransformerConfig, unknown
+from ..config import TransformerConfig, tables, unknown
 from .running import BatchNorm, GroupScaling, PowerNorm, PowerNormV
 
 OPS = torch.ops.normformer_rs
@@ -272,7 +272,24 @@ class FixNormEmbedding(nn.Embedding):
         return super().extra_repr() + (f", scale={self.scale}" if self.scale != 1 else "")
 
 
+class _Formula(_RowNorm):
+    """A norm that Rust's table gives by its formula alone; the class is made of the entry."""
+
+    def call(self, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+        return OPS.norm_formula(x, weight, bias, self.eps_for(x), self.operator)
+
+
+def _of_entry(entry: Mapping[str, Any]) -> type[nn.Module]:
+    """maxnorm: MaxNorm(normalized_shape, eps=1e-5, elementwise_affine=True, bias=True, device=None, dtype=None)."""
+    name = "".join(part.capitalize() for part in entry["name"].replace("norm", "-norm").split("-"))
+    doc = f"{entry['equation']}; source: {entry['source']}. Arguments, shapes, dtypes and errors are LayerNorm's."
+    settings = {"operator": entry["name"], "has_bias": entry["formula"]["has_bias"]}
+    return type(name, (_Formula,), {**settings, "__doc__": doc, "__module__": __name__})
+
+
 _CLASSES: dict[str, type[nn.Module]] = {
+    entry["name"]: _of_entry(entry) for entry in tables()["norms"] if "formula" in entry
+} | {
     "layernorm": LayerNorm,
     "rmsnorm": RMSNorm,
     "scalenorm": ScaleNorm,

@@ -1,0 +1,104 @@
+"""CONTRIBUTING's guide works: its steps, taken on a copy of the sources, make a norm and a residual scheme."""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+
+USE = """
+import sys
+import pytest
+import torch
+import normformer_rs as nfrs
+from normformer_rs.nn import TransformerEncoderLayer, norm_class
+from normformer_rs.surgery import swap_norms, swap_residuals
+import reference as ref
+
+MaxNorm = norm_class("maxnorm")
+assert repr(MaxNorm(8)) == "MaxNorm((8,), eps=1e-05, elementwise_affine=True)"
+x = torch.randn(3, 8, dtype=torch.float64, requires_grad=True)
+norm = MaxNorm(8, dtype=torch.float64)
+torch.testing.assert_close(norm(x), ref.apply_norm("maxnorm", x, norm.weight))
+assert torch.autograd.gradcheck(norm, (x,)) and torch.compile(norm, fullgraph=True, backend="eager")(x).shape == x.shape
+assert norm(x.bfloat16()).dtype == torch.bfloat16
+with pytest.raises(ValueError, match="MaxNorm|8"):
+    norm(x[:, :7])
+with pytest.raises(ValueError, match="did you mean .*maxnorm"):
+    nfrs.TransformerConfig(norm="maxnrom")
+layer = torch.nn.TransformerEncoderLayer(8, 2, 16)
+swap_norms(layer, "maxnorm")
+assert isinstance(layer.norm1, MaxNorm)
+layer = TransformerEncoderLayer(8, 2, 16, norm="maxnorm", residual="damped")
+assert layer(torch.randn(4, 2, 8)).shape == (4, 2, 8) and any("damping" in name for name, _ in layer.named_parameters())
+swap_residuals(torch.nn.TransformerEncoder(torch.nn.TransformerEncoderLayer(8, 2, 16), 2), "damped")
+sys.exit(pytest.main(["-q", "-p", "no:cacheprovider", *sys.argv[1:]]))
+"""
+
+
+def follow(guide: str, tree: Path) -> int:
+    """Makes the guide's files and applies its changes; how many steps there were."""
+    steps = re.findall(r"^( *)```(rust|diff) (\S+)\n(.*?)^ *```", guide, re.M | re.S)
+    for indent, kind, name, block in steps:
+        block = textwrap.indent(block, "") if not indent else re.sub(rf"^{indent}", "", block, flags=re.M)
+        path = tree / name
+        if kind == "rust":
+            assert not path.exists(), f"the guide makes {name}, which is there already"
+            path.write_text(block)
+            continue
+        lines = block.splitlines(keepends=True)
+        before = "".join(line[1:] for line in lines if line[0] in " -")
+        after = "".join(line[1:] for line in lines if line[0] in " +")
+        text = path.read_text()
+        assert text.count(before) == 1, (
+            f"the guide changes {name} at\n{before}which is there {text.count(before)} times"
+        )
+        path.write_text(text.replace(before, after))
+    return len(steps)
+
+
+def test_a_norm_and_a_scheme_of_the_guide(tmp_path):
+    if shutil.which("cargo") is None or not (ROOT / "Cargo.toml").exists():
+        pytest.skip("needs a checkout and cargo, to compile the guide's norm")
+    tree = tmp_path / "tree"
+    for name in ("src", "python", "tests", ".cargo"):
+        shutil.copytree(ROOT / name, tree / name, ignore=shutil.ignore_patterns("*.so", "__pycache__"))
+    for name in ("Cargo.toml", "Cargo.lock", "build.rs", "README.md"):
+        shutil.copy(ROOT / name, tree / name)
+    assert follow((ROOT / "CONTRIBUTING.md").read_text(), tree) >= 8
+    # The dependencies that `make build` has compiled are taken as they are; our own code is not optimised.
+    built = sorted((ROOT / "target").glob("python-*"), key=lambda path: path.stat().st_mtime)
+    target = built[-1] if built else tmp_path / "target"
+    environment = {
+        **os.environ,
+        "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+        "CARGO_TARGET_DIR": str(target),
+        "PYO3_PYTHON": sys.executable,
+        "PYO3_BUILD_EXTENSION_MODULE": "1",
+        "PYTHONPATH": f"{tree / 'python'}:{tree / 'tests'}",
+    }
+    command = (
+        "cargo rustc --quiet --release --features python --lib --crate-type cdylib -- -C opt-level=0 -C debuginfo=0"
+    )
+    subprocess.run(command.split(), cwd=tree, env=environment, check=True)
+    library = target / "release" / "libnormformer_rs.so"
+    suffix = next((ROOT / "python" / "normformer_rs").glob("_core.*.so")).name
+    shutil.copy(library, tree / "python" / "normformer_rs" / suffix)
+    # Model, loop and twins for the new names only.
+    chosen = [
+        f"{tree}/tests/test_model.py",
+        f"{tree}/tests/test_training.py",
+        "-k",
+        "every_gradient and (maxnorm or damped)",
+    ]
+    done = subprocess.run(
+        [sys.executable, "-c", USE, *chosen], cwd=tree, env=environment, capture_output=True, text=True, timeout=1200
+    )
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    assert re.search(r"\d+ passed", done.stdout)
