@@ -165,9 +165,9 @@ class BatchNorm(RunningNorm):
 
     Args:
         num_features: d. eps: ε. alpha: α, which is 1 − momentum in torch. elementwise_affine, bias: whether there are γ
-            and β. groups: of the GroupScaling that comes first; 0: none. sync: in training, the ranks of `process_group`
-            (default: all) take their batches for one, merging counts, means and squares about them; every rank must
-            call forward and backward alike. γ and β get this rank's gradients, which DDP averages.
+            and β. groups: of the GroupScaling that comes first; 0: none. sync: in training, the ranks of
+            `process_group` (default: all) take their batches for one, merging counts, means and squares about them;
+            every rank must call forward and backward alike. γ and β get this rank's gradients, which DDP averages.
 
     Shapes: x (…, d), `padding_mask` (…), `weight`, `bias`, `running_mean`, `running_var` (d,). y, dx are 0 at padding;
     a batch with no real position moves nothing, nor does one whose statistics are not finite (`refused_batches()`).

@@ -1,8 +1,10 @@
 """Surgery on models that somebody else wrote: other norms, other residual schemes, in place and with a way back."""
 
+from .blocks import Linear, Part, register_block, register_stack
 from .edits import Row, Swaps
 from .norms import register_norm, swap_norms
-from .residuals import BlockResidual, Linear, Part, register_block, register_stack, swap_residuals
+from .residuals import swap_residuals
+from .steps import BlockResidual
 
 __all__ = [
     "BlockResidual",

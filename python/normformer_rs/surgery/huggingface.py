@@ -12,7 +12,7 @@ from transformers.models.gpt2 import modeling_gpt2 as gpt2
 from transformers.models.marian import modeling_marian as marian
 from transformers.models.t5 import modeling_t5 as t5
 
-from .residuals import Linear, Part, register_block, register_stack
+from .blocks import Linear, Part, register_block, register_stack
 
 
 def _attention(path: str, output: str, names: tuple[str, str, str], factor: float = 1.0) -> tuple[Linear, ...]:

@@ -1,0 +1,154 @@
+"""What surgery knows of the blocks of somebody else's model: their sublayers, linear layers, norms and shape."""
+
+import importlib
+import sys
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from torch import nn
+
+from .. import nn as nfnn
+from .._core import InputError
+from ..nn.declared import Place
+from ..nn.layers import KINDS
+from .norms import read_norm
+
+
+class Linear(NamedTuple):
+    """A linear layer of a block: where it is, what its outputs are (query, key, value, output, fc1, fc2; several where
+    they are stacked), and what the scheme's first values are multiplied by."""
+
+    path: str
+    roles: tuple[str, ...]
+    factor: float = 1.0
+
+
+class Part(NamedTuple):
+    """A sublayer of a block: its kind (self-attention, cross-attention, feed-forward), and the paths of its norm, of
+    its linear layers, and of a dropout on its output that stands inside a module and moves out to the residual."""
+
+    kind: str
+    norm: str
+    linears: tuple[Linear, ...]
+    dropout: str | None = None
+
+
+_BLOCKS: dict[type[nn.Module], Any] = {}
+STACKS: dict[type[nn.Module], str] = {}
+
+
+def register_block(kind: type[nn.Module], converted: type[nn.Module]) -> None:
+    """Makes `swap_residuals` know a class of blocks.
+
+    `converted` is a subclass with
+
+    * `parts(self)`: the list of its `Part`s, in order;
+    * a `forward` of kind's signature that runs `x = self.residual.step(i, x, F, dropout)` for each of them, F the
+      sublayer without norm, dropout on its output and residual (a module that returns a tuple is fine: its first item
+      is F(x));
+    * `heads(self)`: the number of attention heads;
+    * `sites(self)` (optional): {path of a child that holds one of the residuals: its converted class}. A site finds its
+      block as `self.block_of[0]`.
+    """
+    if not issubclass(converted, kind):
+        raise InputError(f"{converted.__name__} must be a subclass of {kind.__name__}, whose place it takes")
+    _BLOCKS[kind] = converted
+
+
+def register_stack(kind: type[nn.Module], end_norm: str) -> None:
+    """Tells which attribute of a class of stacks is the norm after its last block."""
+    STACKS[kind] = end_norm
+
+
+def known_blocks() -> dict[type[nn.Module], Any]:
+    """With Hugging Face's, if the model at hand may hold them."""
+    if "transformers" in sys.modules:
+        importlib.import_module("normformer_rs.surgery.huggingface")
+    return _BLOCKS
+
+
+_ATTENTION = (Linear("in_proj_weight", ("query", "key", "value")), Linear("out_proj", ("output",)))
+_FEED_FORWARD = (Linear("linear1", ("fc1",)), Linear("linear2", ("fc2",)))
+
+
+def __torch_parts(*attentions: str) -> tuple[Part, ...]:
+    parts = []
+    for i, name in enumerate(attentions):
+        linears = tuple(linear._replace(path=f"{name}.{linear.path}") for linear in _ATTENTION)
+        parts.append(Part(KINDS[i], f"norm{i + 1}", linears))
+    return (*parts, Part("feed-forward", f"norm{len(attentions) + 1}", _FEED_FORWARD))
+
+
+_ENCODER, _DECODER = __torch_parts("self_attn"), __torch_parts("self_attn", "multihead_attn")
+TORCHS: dict[type[nn.Module], tuple[Part, ...]] = {
+    nn.TransformerEncoderLayer: _ENCODER,
+    nn.TransformerDecoderLayer: _DECODER,
+    nfnn.TransformerEncoderLayer: _ENCODER,
+    nfnn.TransformerDecoderLayer: _DECODER,
+}
+TORCH_STACKS = {nn.TransformerEncoder: nfnn.TransformerEncoder, nn.TransformerDecoder: nfnn.TransformerDecoder}
+
+
+def parts_of(block: Any) -> Sequence[Part]:
+    """The sublayers of a known block, before or after its conversion."""
+    for kind, parts in TORCHS.items():
+        if isinstance(block, kind):
+            return parts
+    return known_blocks().get(type(block), type(block)).parts(block)
+
+
+class Group(NamedTuple):
+    """Blocks that follow each other."""
+
+    path: str
+    """Of their list."""
+    blocks: list[nn.Module]
+    holder: nn.Module
+    """The module that has the list."""
+
+    @property
+    def has_memory(self) -> bool:
+        """They attend to an encoder's output."""
+        return len(parts_of(self.blocks[0])) == 3
+
+
+def place_of(block: Any) -> Place | None:
+    """Where a block stands that has a scheme of the package already."""
+    return getattr(getattr(block, "residual", block), "place", None)
+
+
+def shape_of(block: Any) -> dict[str, Any]:
+    """The options of a configuration that the block itself decides."""
+    place = place_of(block)
+    if place is not None:
+        return {name: getattr(place.config, name) for name in ("d_model", "heads", "norm", "d_ff")}
+    first, *_, last = parts_of(block)
+    norm = read_norm(block.get_submodule(first.norm))
+    if norm is None:
+        kind = type(block.get_submodule(first.norm)).__name__
+        raise InputError(
+            f"{type(block).__name__}'s {first.norm} is a {kind}, no norm that is known: tell of it with "
+            "normformer_rs.surgery.register_norm(kind, reader)"
+        )
+    inner = next(linear.path for linear in last.linears if "fc2" in linear.roles)
+    d_ff = weight_and_bias(block, inner)[0].shape[0 if is_transposed(block, inner) else 1]
+    heads = block.self_attn.num_heads if isinstance(block, tuple(TORCHS)) else known_blocks()[type(block)].heads(block)
+    return {"d_model": norm.width, "heads": heads, "norm": norm.computes, "d_ff": d_ff}
+
+
+def weight_and_bias(block: nn.Module, path: str) -> tuple[nn.Parameter, nn.Parameter | None]:
+    """Of a linear layer; torch.nn's attention has its stacked projection as a parameter."""
+    if path.endswith("in_proj_weight"):
+        attention: Any = block.get_submodule(parent_of(path))
+        return attention.in_proj_weight, attention.in_proj_bias
+    linear: Any = block.get_submodule(path)
+    return linear.weight, linear.bias
+
+
+def is_transposed(block: nn.Module, path: str) -> bool:
+    """transformers' Conv1D keeps (fan_in, fan_out)."""
+    return not path.endswith("in_proj_weight") and type(block.get_submodule(path)).__name__ == "Conv1D"
+
+
+def parent_of(path: str | None) -> str:
+    return (path or "").rpartition(".")[0]

@@ -1,0 +1,109 @@
+"""A residual scheme at work in somebody else's block."""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import Tensor, nn
+
+from ..nn.declared import Draw, Learned, NormAt, Place, Sublayer, apply_changes, begin, close, install, make
+from ..nn.growing import Growing
+from .blocks import Part
+
+
+class Point:
+    """A hook that makes a scheme's changes at one point inside a block."""
+
+    def __init__(self, residual: "BlockResidual", changes: Sequence[Any]) -> None:
+        self.residual, self.changes = residual, tuple(changes)
+
+    def before(self, _: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        return apply_changes(self.residual, self.changes, args[0], None), *args[1:]
+
+    def after(self, _: nn.Module, __: Any, output: Tensor) -> Tensor:
+        return apply_changes(self.residual, self.changes, output, None)
+
+
+_POINTS = {"after_heads": ("output", "before"), "after_output": ("output", "after")}
+_POINTS |= {"before_activation": ("fc1", "after"), "amid": ("fc2", "before")}
+
+
+class BlockResidual(Growing):
+    """A residual scheme in somebody else's block: its parameters and norms, beside the norms that the block has."""
+
+    def __init__(self, block: nn.Module, place: Place, parts: Sequence[Part], first: "BlockResidual | None") -> None:
+        super().__init__()
+        like = next(block.parameters())
+        factory = {"device": like.device, "dtype": like.dtype}
+        # References, not children: their parameters are the block's and the first block's.
+        self._block, self._first = (block,), (first,)
+        self.place, self.paths = place, {f"norm{i + 1}": part.norm for i, part in enumerate(parts)}
+        self.sublayers = tuple(_local(sublayer) for sublayer in place.sublayers)
+        items = [what for s in self.sublayers for what in (*s.around(), *s.within()) if what.name not in self.paths]
+        install(self, items, place, factory=factory)
+        self.end: tuple[Any, ...] = ()
+        self.training = block.training
+        self.grow(place.declared.growth if first is None else None, like.device)
+
+    def __getattr__(self, name: str) -> Any:
+        paths = self.__dict__.get("paths", {})
+        return self._block[0].get_submodule(paths[name]) if name in paths else super().__getattr__(name)
+
+    def uses(self, name: str) -> bool:
+        return any(what.name == name for sublayer in self.sublayers for what in sublayer.around())
+
+    def reach_inside(self, part: Part, i: int) -> list[Any]:
+        """Hooks on the block's linear layers for what stands inside sublayer i; their handles."""
+        handles = []
+        for point, changes in self.sublayers[i].inside.items():
+            if point == "input":  # `step` does that
+                continue
+            role, when = _POINTS[point]
+            linear = self._block[0].get_submodule(next(lin.path for lin in part.linears if role in lin.roles))
+            hook = Point(self, changes)
+            before = when == "before"
+            handles.append(
+                linear.register_forward_pre_hook(hook.before) if before else linear.register_forward_hook(hook.after)
+            )
+        return handles
+
+    def finish(self, end: Sequence[Any]) -> None:
+        """This is the last block: what follows the stack follows here."""
+        like = next(self._block[0].parameters())
+        for change in end:
+            setattr(self, change.what.name, make(change.what, self.place, {"device": like.device, "dtype": like.dtype}))
+        self.end = tuple(end)
+
+    def step(
+        self, i: int, x: Tensor, function: Callable[[Tensor], Any], dropout: nn.Module | float | None = None
+    ) -> Any:
+        """x⁺ of sublayer i; where the function returns a tuple, its further items after it."""
+        sublayer: Sublayer = self.sublayers[i]
+        given = apply_changes(self, sublayer.inside.get("input", ()), begin(self, sublayer, x, None), None)
+        output = function(given)
+        f, *rest = output if isinstance(output, tuple) else (output,)
+        dropout = self._modules.get(f"dropout{i + 1}", dropout)
+        if not isinstance(dropout, nn.Module):
+            dropout = nn.Dropout(dropout or 0.0).train(self.training)
+        alpha_t = (self._first[0] or self).alpha()
+        x, _ = close(self, sublayer, x, f, dropout, Draw(x.device), alpha_t=alpha_t)
+        if i + 1 == len(self.sublayers):
+            x = apply_changes(self, self.end, x, None)
+        return (x, *rest) if isinstance(output, tuple) else x
+
+    def extra_repr(self) -> str:
+        return f"{self.place.config.residual!r}, layer {self.place.layer} of {self.place.depth}"
+
+
+def _local(sublayer: Sublayer) -> Sublayer:
+    """Named as attributes of one module: self_attn.inner_norm is self_attn_inner_norm."""
+
+    def flat(what: Any) -> Any:
+        named = isinstance(what, NormAt | Learned)
+        return dataclasses.replace(what, name=what.name.replace(".", "_")) if named else what
+
+    inside = {
+        point: tuple(dataclasses.replace(change, what=flat(change.what)) for change in changes)
+        for point, changes in sublayer.inside.items()
+    }
+    return dataclasses.replace(sublayer, inside=inside)
