@@ -145,7 +145,7 @@ def test_growth_is_in_the_checkpoint(tmp_path, corpus):
     assert weights(tmp_path / "run")["decoder.t"].tolist() == [7]
 
 
-@pytest.mark.parametrize("norm", ["layernorm", "powernorm"])
+@pytest.mark.parametrize("norm", ["layernorm", "batchnorm", "powernorm-v", "powernorm"])
 @pytest.mark.parametrize("schedule", ["inverse-sqrt", "val-decay"])
 def test_a_resumed_run_is_the_uninterrupted_one(tmp_path, corpus, schedule, norm):
     training = {"max_tokens": 100, "accumulate": 2, "schedule": schedule, "warmup": 4, "evaluate_every": 5}

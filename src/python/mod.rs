@@ -157,7 +157,7 @@ fn declare(model: &str, stack: &str) -> PyResult<String> {
 #[pyfunction]
 fn growth(steps: i64, curve: &str, t: PyTensor) -> PyResult<PyTensor> {
     let growth = residual::Growth { steps, curve: residual::Curve::parse(curve)? };
-    Ok(PyTensor(growth.alpha(&t.0, Kind::Float)?))
+    Ok(PyTensor(growth.alpha(&t.0, Kind::Double)?))
 }
 
 /// Logits (B, T, V) of padded token ids (padding is 1): zero rows at padding. `seed` is int64 (seed, update,

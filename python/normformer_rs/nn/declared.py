@@ -365,4 +365,4 @@ def growth_now(t: Tensor, steps: int, curve: str) -> Tensor:
 
 @growth_now.register_fake
 def _(t: Tensor, steps: int, curve: str) -> Tensor:
-    return torch.empty_like(t, dtype=torch.float32)
+    return torch.empty_like(t, dtype=torch.float64)
