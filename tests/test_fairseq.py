@@ -629,9 +629,10 @@ APPENDIX_C = r"""
     "flags", ["", "--encoder-normalize-before --decoder-normalize-before --norm scalenorm --fixnorm"]
 )
 def test_the_command_of_transformers_without_tears(flags, data, tmp_path):
-    given = [str(data), *shlex.split(APPENDIX_C.replace("\\\n", " ")), "--arch", "nfrs_transformer_wmt_en_de", *flags.split()]
-    given += "--cpu --max-update 1 --no-save --num-workers 0 --log-interval 1 --log-format json".split()
-    done = stock("train", *given)
+    theirs = shlex.split(APPENDIX_C.replace("\\\n", " "))
+    given = f"--arch nfrs_transformer_wmt_en_de {flags} --cpu --max-update 1 --no-save --num-workers 0 --log-interval 1"
+    given += " --log-format json"
+    done = stock("train", str(data), *theirs, *given.split())
     (loss,) = losses_of(done)
     assert math.isfinite(loss)
     assert "ScaleNorm((512,)" in done.stdout + done.stderr if flags else "LayerNorm((512,)" in done.stdout + done.stderr
