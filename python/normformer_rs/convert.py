@@ -315,9 +315,10 @@ _ONLY = "here models have ReLU, word vectors times √d, and sinusoidal position
 def _dictionary(folder: Path, task: Mapping[str, Any]) -> Path:
     """The one dictionary of both languages, or of the only one."""
     names = [f"dict.{task[side]}.txt" for side in ("source_lang", "target_lang") if task.get(side)]
-    paths = [folder / name for name in names or ["dict.txt"]]
-    if not all(path.is_file() for path in paths):
-        raise InputError(f"{folder}: no {' or '.join(path.name for path in paths)}: give --data DIR")
+    # Languages that fairseq has found out by itself are not in the checkpoint.
+    paths = [folder / name for name in names] or sorted(folder.glob("dict.*txt"))
+    if not paths or not all(path.is_file() for path in paths):
+        raise InputError(f"{folder}: no {' or '.join(names) or 'dict.LANG.txt'}: give --data DIR")
     if any(path.read_bytes() != paths[0].read_bytes() for path in paths):
         raise InputError(f"{folder}: two dictionaries; models here have one for both languages (--joined-dictionary)")
     return paths[0]
