@@ -37,7 +37,7 @@ class ValDecayConfig(FairseqDataclass):
 class _Schedule(FairseqLRScheduler):
     """A schedule of the training loop, of update n counted from 1."""
 
-    def __init__(self, cfg: Any, optimizer: Any, name: str, width: int = 1, **options: Any) -> None:
+    def __init__(self, cfg: Any, optimizer: Any, name: Any, width: int = 1, **options: Any) -> None:
         super().__init__(cfg, optimizer)
         if len(cfg.lr) > 1:
             raise InputError(f"the schedule takes one --lr, not one an epoch; got {list(cfg.lr)}")
