@@ -13,31 +13,31 @@ import sys
 import tempfile
 from pathlib import Path
 
-SPLITS = ("train", "valid")
 
-
-def prepare(corpus_dir, out_dir, python, source="en", target="de"):
+def prepare(corpus_dir, out_dir, python, source="en", target="de", test=None):
     """Runs `fairseq-preprocess` with one joint dictionary and returns `out_dir` as a `Path`.
 
-    `corpus_dir` holds SPLIT.LANGUAGE.gz for train and valid; `python` is an interpreter that has fairseq; `out_dir` is
-    created whole or not at all, and one that exists already is returned as it is. Raises FileNotFoundError for a
-    missing corpus file and subprocess.CalledProcessError, with fairseq's output on stderr, when fairseq fails.
+    `corpus_dir` holds SPLIT.LANGUAGE.gz for train, valid and, where one is named, the test set `test`; `python` is an
+    interpreter that has fairseq; `out_dir` is created whole or not at all, and one that exists already is returned as
+    it is. Raises FileNotFoundError for a missing corpus file and, when fairseq fails, subprocess.CalledProcessError;
+    what fairseq says is on stderr.
     """
     corpus_dir, out_dir = Path(corpus_dir), Path(out_dir)
     if out_dir.exists():
         return out_dir
+    splits = {"train": "train", "valid": "valid"} | ({"test": test} if test else {})
     out_dir.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=out_dir.parent) as scratch:
         text, binary = Path(scratch, "text"), Path(scratch, "binary")
         text.mkdir()
-        for split in SPLITS:
+        for split, theirs in splits.items():
             for language in (source, target):
                 name = f"{split}.{language}"
-                with gzip.open(corpus_dir / f"{name}.gz") as packed, open(text / name, "wb") as plain:
+                with gzip.open(corpus_dir / f"{theirs}.{language}.gz") as packed, open(text / name, "wb") as plain:
                     shutil.copyfileobj(packed, plain)
         command = [python, "-m", "fairseq_cli.preprocess", "--joined-dictionary"]
         command += ["--source-lang", source, "--target-lang", target, "--destdir", binary]
-        for split in SPLITS:
+        for split in splits:
             command += [f"--{split}pref", text / split]
         subprocess.run(command, check=True, stdout=sys.stderr)
         binary.rename(out_dir)
@@ -51,6 +51,7 @@ def main():
     parser.add_argument("--python", default=sys.executable, help="an interpreter that has fairseq")
     parser.add_argument("--source", default="en")
     parser.add_argument("--target", default="de")
+    parser.add_argument("--test", metavar="NAME", help="the test set's name, such as test.2016")
     arguments = parser.parse_args()
     print(prepare(**vars(arguments)))
 

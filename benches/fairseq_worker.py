@@ -1,16 +1,18 @@
 """fairseq's side of the training benchmark: `fairseq-train` itself, run in timed windows.
 
-fairseq 0.12.2 needs an interpreter of its own, Python 3.10 or older, with pip below 24.1 while it installs:
+fairseq 0.12.2 as it is needs an interpreter of its own, Python 3.10 or older, with pip below 24.1 while it installs:
 
     python3.10 -m venv FAIRSEQ
     FAIRSEQ/bin/pip install "pip<24.1"
     FAIRSEQ/bin/pip install torch==2.11.0 "numpy<2"
     FAIRSEQ/bin/pip install fairseq==0.12.2
 
+On later Pythons this package's plug-in, where it is installed, makes fairseq run (`make fairseq`).
+
 The benchmark starts this file under that interpreter, on a folder made by `fairseq_data.prepare`, and talks to it
 in lines; each reply is one line of JSON on stdout, and everything fairseq says goes to stderr:
 
-    FAIRSEQ/bin/python fairseq_worker.py DATA [--max-tokens 4096] [--update-freq 2]
+    FAIRSEQ/bin/python fairseq_worker.py DATA [--max-tokens 4096] [--update-freq 2] [a flag of fairseq-train …]
 
     (at start)        {"ready": true, "fairseq": "0.12.2", "torch": "2.11.0+cu130", "threads": 2}
     window SECONDS    {"updates": 19, "target_tokens": 132884, "source_tokens": 133930, "seconds": 20.79, "loss": 9.48}
@@ -51,7 +53,7 @@ RECIPE = shlex.split("""
     --decoder-layers 4 --decoder-embed-dim 128 --decoder-ffn-embed-dim 256 --decoder-attention-heads 4
     --dropout 0.3 --criterion label_smoothed_cross_entropy --label-smoothing 0.1
     --optimizer adam --adam-betas '(0.9, 0.98)' --lr 0.005 --lr-scheduler inverse_sqrt --warmup-updates 2000
-    --cpu --distributed-world-size 1 --no-progress-bar --log-format simple --no-save --disable-validation
+    --cpu --distributed-world-size 1 --no-progress-bar --log-format simple
 """)
 
 
@@ -146,14 +148,16 @@ def end_data_workers():
 
 
 def main():
-    parser = argparse.ArgumentParser(description="Train with fairseq in windows asked for on stdin.")
+    parser = argparse.ArgumentParser(
+        description="Train with fairseq in windows asked for on stdin.", allow_abbrev=False
+    )
     parser.add_argument("data", help="folder written by fairseq-preprocess")
     parser.add_argument("--max-tokens", type=int, default=4096, help="padded tokens in a mini-batch")
     parser.add_argument("--update-freq", type=int, default=2, help="mini-batches in an update")
     parser.add_argument("--seed", type=int, default=1)
-    arguments = parser.parse_args()
+    arguments, flags = parser.parse_known_args()
     if sys.version_info >= (3, 11):
-        sys.exit(f"fairseq 0.12.2 needs Python 3.10 or older, this is {sys.version.split()[0]}")
+        import normformer_rs.fairseq_plugin  # noqa: F401  it patches this Python for fairseq
 
     replies = keep_stdout()
     import fairseq
@@ -169,9 +173,18 @@ def main():
     train.Trainer = windowed(train.Trainer, Windows(sys.stdin, replies, greeting))
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as scratch:
         tempfile.tempdir = scratch  # the data workers' sockets go there, and fairseq writes even with --no-save
-        sys.argv = ["fairseq-train", arguments.data, *RECIPE, "--save-dir", scratch]
+        sys.argv = [
+            "fairseq-train",
+            arguments.data,
+            *RECIPE,
+            "--no-save",
+            "--disable-validation",
+            "--save-dir",
+            scratch,
+        ]
         for name in ("max_tokens", "update_freq", "seed"):
             sys.argv += ["--" + name.replace("_", "-"), str(getattr(arguments, name))]
+        sys.argv += flags  # the last one counts
         with contextlib.suppress(Quit):
             train.cli_main()
         end_data_workers()

@@ -48,11 +48,12 @@ class Worker:
             raise SystemExit(f"{self.name}: the worker ended with {self.process.wait()}; run it by hand to see why")
         return json.loads(line)
 
-    def window(self, seconds: float) -> float:
+    def window(self, seconds: float, what: str = "target_tokens") -> float:
+        """So many of `what` a second, over a window."""
         self.process.stdin.write(f"window {seconds}\n")
         self.process.stdin.flush()
         reply = self.read()
-        return reply["target_tokens"] / reply["seconds"]
+        return reply[what] / reply["seconds"]
 
     def quit(self) -> None:
         self.process.stdin.close()

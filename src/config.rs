@@ -335,7 +335,7 @@ config! {
 }
 
 config! {
-    /// The text of a training run. Files are UTF-8, one sentence a line, gzip or not.
+    /// The text of a training run: files in UTF-8, one sentence a line, gzip or not; or fairseq's binarised folder.
     pub struct DataConfig {
         /// Source sentences; none for language modelling.
         train_source: Option<String> = None,
@@ -351,6 +351,12 @@ config! {
         bpe_codes: Option<String> = None,
         /// The text is split already: pieces stand between spaces, and `@@ ` is joined again for scoring.
         no_bpe: bool = false,
+        /// fairseq's binarised folder instead of the files: splits train and valid, and their dictionary.
+        data_bin: Option<String> = None,
+        /// Source language of data_bin; none: as its files' names have it.
+        source_lang: Option<String> = None,
+        /// Target language of data_bin.
+        target_lang: Option<String> = None,
         /// Leave out sentences longer than max_tokens instead of refusing them.
         skip_long: bool = false,
         /// Tokens in a row of language-model text.
@@ -540,6 +546,31 @@ impl TrainingConfig {
     }
 }
 
+impl DataConfig {
+    /// Checks what one option cannot know of another.
+    pub fn validate(&self) -> Result<()> {
+        let files = [
+            ("train_source", self.train_source.is_some()),
+            ("train_target", !self.train_target.is_empty()),
+            ("valid_source", self.valid_source.is_some()),
+            ("valid_target", !self.valid_target.is_empty()),
+            ("bpe_operations", self.bpe_operations.is_some()),
+            ("bpe_codes", self.bpe_codes.is_some()),
+        ];
+        let languages = [("source_lang", self.source_lang.is_some()), ("target_lang", self.target_lang.is_some())];
+        let given = |options: &[(&'static str, bool)]| options.iter().find(|(_, is_given)| *is_given).map(|o| o.0);
+        match (&self.data_bin, given(&files), given(&languages)) {
+            (Some(folder), Some(name), _) => Err(Error::invalid(format!(
+                "data_bin {folder} is text already, split and numbered: leave {name} out, or data_bin"
+            ))),
+            (None, _, Some(name)) => Err(Error::invalid(format!(
+                "{name} chooses among the languages of data_bin: give that, or leave it out"
+            ))),
+            _ => Ok(()),
+        }
+    }
+}
+
 fn check_range(name: &str, value: Option<f64>, least: f64, below: f64) -> Result<()> {
     match value {
         Some(v) if !(least..below).contains(&v) => {
@@ -584,6 +615,16 @@ mod tests {
         check(r#""residual": "rezero", "decoder_norm": "rmsnorm""#, "has no norms");
         let fine = r#"{"vocab_size": 10, "residual": "branchnorm", "branchnorm_steps": 10, "decoder_norm": "rmsnorm"}"#;
         from_json::<TransformerConfig>("model", fine).unwrap().validate().unwrap();
+    }
+
+    #[test]
+    fn text_comes_from_files_or_from_a_folder() {
+        let check = |options: &str| from_json::<DataConfig>("data", options).unwrap().validate();
+        let both = check(r#"{"data_bin": "bin", "bpe_codes": "codes"}"#).unwrap_err().to_string();
+        assert!(both.contains("data_bin bin") && both.contains("leave bpe_codes out"), "{both}");
+        let neither = check(r#"{"train_target": "en.txt", "source_lang": "de"}"#).unwrap_err().to_string();
+        assert!(neither.contains("source_lang chooses"), "{neither}");
+        check(r#"{"data_bin": "bin", "source_lang": "de", "no_bpe": true}"#).unwrap();
     }
 
     #[test]

@@ -22,10 +22,11 @@ from .config import PRESETS, DataConfig, SearchConfig, TrainingConfig, Transform
 from .history import Evaluations, History
 from .model import Transformer
 from .training import DryRun, Trainer
-from .translation import Perplexity, Translation, average, evaluate_loss, translate
+from .translation import Binarised, Perplexity, Translation, average, evaluate_loss, translate
 
 __all__ = [
     "PRESETS",
+    "Binarised",
     "DataConfig",
     "DivergedError",
     "DryRun",

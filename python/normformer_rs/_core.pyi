@@ -95,20 +95,50 @@ def dry_run(model: str, training: str, data: str) -> str:
 
 def translate(
     model_dir: str,
-    lines: Sequence[str],
+    source: list[str] | tuple[str, str, str | None, str | None],
     search: str,
     checkpoint: str,
     batch_tokens: int,
     precision: str,
     device: str,
 ) -> list[list[tuple[str, float]]]:
-    """For each line its best translations, (text, score), best first."""
+    """For each line, or sentence of (data_bin, split, source_lang, target_lang), its best translations, best first."""
 
 def average(model_dir: str, count: int | None = None, updates: Sequence[int] | None = None) -> str:
     """The path of the new checkpoint "average"."""
 
 def evaluate_loss(model_dir: str, source: str | None, target: str, checkpoint: str, precision: str, device: str) -> str:
     """A JSON object of loss, nll, perplexity and tokens."""
+
+def save_model(
+    output: str,
+    model: str,
+    training: str,
+    dictionary: str,
+    target_vocabulary: Sequence[bool] | None,
+    names: Sequence[str],
+    tensors: Sequence[Tensor],
+) -> None:
+    """Writes a model that was trained elsewhere as a run; `dictionary`, a dict.txt, says how many types there are."""
+
+def target_vocabulary(model_dir: str) -> list[bool] | None:
+    """The target vocabulary of a run, a flag for each type; None where it is the vocabulary."""
+
+def target_types(data_bin: str, pair: tuple[str, str] | None) -> list[bool]:
+    """The target types of fairseq's binarised folder, a flag for each; pair: its languages, source and target."""
+
+class Schedule:
+    """A learning-rate schedule of the training loop, for other loops."""
+
+    memory: str
+    """What evaluations have taught it, as JSON."""
+
+    def __init__(self, training: str, d_model: int) -> None: ...
+    def learning_rate(self, n: int) -> float:
+        """Of update n, 1 for the first."""
+
+    def evaluated(self, n: int, score: float) -> None:
+        """An evaluation after update n scored `score`, more being better."""
 
 def bleu(hypotheses: Sequence[str], references: Sequence[str]) -> str:
     """A JSON object of multi-bleu.perl's numbers and its line, `text`."""

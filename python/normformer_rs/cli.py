@@ -17,7 +17,7 @@ from .config import PRESETS, DataConfig, SearchConfig, TrainingConfig, Transform
 from .options import Parser, add_flags, flag, given, layered, read_run, read_toml
 from .progress import duration, write
 from .training import Trainer
-from .translation import average, evaluate_loss, translate
+from .translation import Binarised, average, evaluate_loss, translate
 
 PROG = "normformer-rs"
 EXIT_FAILURE = 2
@@ -134,7 +134,13 @@ def trainer_of(args: argparse.Namespace) -> tuple[Trainer, str | None]:
 def _translate_parser() -> _Command:
     def add(parser: argparse.ArgumentParser) -> None:
         _add_model(parser, required=True)
-        parser.add_argument("--input", metavar="FILE", default=text.STANDARD, help="Source text; -: standard input.")
+        source = parser.add_mutually_exclusive_group()
+        source.add_argument("--input", metavar="FILE", default=text.STANDARD, help="Source text; -: standard input.")
+        source.add_argument("--data-bin", metavar="DIR", help="fairseq's binarised folder, of which --split is read.")
+        binarised = parser.add_argument_group("with --data-bin")
+        binarised.add_argument("--split", metavar="NAME", default="test", help="Default: test.")
+        binarised.add_argument("--source-lang", metavar="LANG", help="Default: as the files' names have it.")
+        binarised.add_argument("--target-lang", metavar="LANG", help="Default: as the files' names have it.")
         parser.add_argument("--output", metavar="FILE", default=text.STANDARD, help="Translations; -: standard output.")
         parser.add_argument(
             "--max-tokens", metavar="N", type=int, default=8192, help="Padded source tokens in a batch."
@@ -148,7 +154,12 @@ def _translate(args: argparse.Namespace) -> None:
     if args.max_tokens < 1:
         raise InputError(f"max_tokens must be at least 1; got {args.max_tokens}")
     search = SearchConfig(**given(args, SearchConfig))
-    lines, start = text.read_lines(args.input), time.monotonic()
+    lines: list[str] | Binarised
+    if args.data_bin is None:
+        lines = text.read_lines(args.input)
+    else:
+        lines = Binarised(args.data_bin, args.split, args.source_lang, args.target_lang)
+    start = time.monotonic()
     options = {"checkpoint": args.checkpoint, "precision": args.precision, "device": args.device}
     found = translate(args.model, lines, search, max_tokens=args.max_tokens, **options)
     if search.n_best == 1:
@@ -156,7 +167,7 @@ def _translate(args: argparse.Namespace) -> None:
     else:  # Moses' format
         numbered = ((i, h) for i, hypotheses in enumerate(found) for h in hypotheses)
         text.write_lines(args.output, (f"{i} ||| {h.text} ||| {h.score:.6f}" for i, h in numbered))
-    write(f"translated {len(lines):,} lines in {duration(time.monotonic() - start)}")
+    write(f"translated {len(found):,} lines in {duration(time.monotonic() - start)}")
 
 
 def _evaluate_parser() -> _Command:

@@ -116,7 +116,7 @@ def _generate(name: str, which: str, summary: str) -> Any:
 
 TransformerConfig = _generate("TransformerConfig", "model", "A Transformer.")
 TrainingConfig = _generate("TrainingConfig", "training", "A training run.")
-DataConfig = _generate("DataConfig", "data", "The text files of a training run, and how they are cut into pieces.")
+DataConfig = _generate("DataConfig", "data", "The text of a training run, and how it is cut into pieces.")
 SearchConfig = _generate("SearchConfig", "search", "How translations are searched.")
 
 PRESETS: dict[str, dict[str, Any]] = {

@@ -230,7 +230,7 @@ class TrainingConfig(Config):
 
 @dataclass(frozen=True)
 class DataConfig(Config):
-    """The text files of a training run, and how they are cut into pieces."""
+    """The text of a training run, and how it is cut into pieces."""
 
     train_source: str | None
     train_target: str
@@ -239,6 +239,9 @@ class DataConfig(Config):
     bpe_operations: int | None
     bpe_codes: str | None
     no_bpe: bool
+    data_bin: str | None
+    source_lang: str | None
+    target_lang: str | None
     skip_long: bool
     segment_length: int
     def __init__(
@@ -251,6 +254,9 @@ class DataConfig(Config):
         bpe_operations: int | None = ...,
         bpe_codes: str | None = ...,
         no_bpe: bool = ...,
+        data_bin: str | None = ...,
+        source_lang: str | None = ...,
+        target_lang: str | None = ...,
         skip_long: bool = ...,
         segment_length: int = ...,
     ) -> None: ...

@@ -5,11 +5,8 @@ Both start from one table of names, torch.nn's: the plug-in's architectures have
 """
 
 import argparse
-import json
 import pickle
 import re
-import shutil
-import zlib
 from collections.abc import Mapping
 from os import PathLike
 from pathlib import Path
@@ -18,9 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import _core, binarised
+from . import _core
 from ._core import InputError
-from .config import DataConfig, TrainingConfig, TransformerConfig
+from .config import TrainingConfig, TransformerConfig
 from .model import find_checkpoint, read_config
 from .nn.declared import declare
 
@@ -88,7 +85,7 @@ def configure(flags: argparse.Namespace, stack: str, vocab_size: int) -> Transfo
             options[field.name] = named[field.name]
         elif "no_" + field.name in named:
             options[field.name] = not named["no_" + field.name]
-    options["residual"] = _residual(flags, is_alone)
+    options |= {"residual": _residual(flags, is_alone), "decoder_start": named.get("decoder_start", "eos")}
     ties: Any = "decoder" if getattr(flags, "share_decoder_input_output_embed", False) else "none"
     return TransformerConfig(
         **options,
@@ -200,21 +197,39 @@ def to_canonical(state: Mapping[str, Tensor], ties: str) -> dict[str, Tensor]:
     for name, value in renamed.items():
         if ".layers." in name or not (_FAIRSEQ_ONLY.search(name) or ".embed_" in name or "output_projection" in name):
             canonical[name] = value
-    return canonical
+    halves = (torch.float16, torch.bfloat16)  # what --fp16 and --bf16 save
+    return {name: value.float() if value.dtype in halves else value for name, value in canonical.items()}
 
 
 def from_canonical(state: Mapping[str, Tensor], ties: str) -> dict[str, Tensor]:
     """The inverse: what a model of the plug-in loads."""
     found = {name: value for name, value in state.items() if name.split(".")[0] in ("encoder", "decoder")}
+    sides = {name.split(".")[0] for name in found}
     for table, holders in _TABLES[ties].items():
-        if f"{table}.weight" in state:
-            found |= {f"{holder}.weight": state[f"{table}.weight"] for holder in holders}
+        for holder in holders:
+            if f"{table}.weight" in state and holder.split(".")[0] in sides:
+                found[f"{holder}.weight"] = state[f"{table}.weight"]
     if "output_projection.bias" in state:
         found["decoder.output_projection.bias"] = state["output_projection.bias"]
-    for side in {name.split(".")[0] for name in found}:
+    found["version"] = torch.tensor(VERSION)
+    for side in sides:
         found[f"{side}.version"] = torch.tensor([3.0])
         found[f"{side}.embed_positions._float_tensor"] = torch.zeros(1)
     return found
+
+
+VERSION = 1
+"""Of what these architectures save in fairseq's checkpoints."""
+
+
+def check_version(state: Mapping[str, Tensor]) -> None:
+    """InputError for a checkpoint of a later version."""
+    version = int(state.get("version", VERSION))
+    if version > VERSION:
+        raise InputError(
+            f"the checkpoint is of version {version} of the nfrs architectures, this package knows up to {VERSION}: "
+            "install a newer normformer_rs"
+        )
 
 
 # The files.
@@ -272,72 +287,63 @@ def from_fairseq(path: Path_, output: Path_, *, data: Path_ | None = None, trust
     saved = read_checkpoint(path, trust)
     flags, task = flags_of(saved, path)
     dictionary = _dictionary(Path(data or str(task["data"]).split(":")[0]), task)
-    pieces = binarised.read_dictionary(dictionary)
-    config = configure(complete(flags), "decoder", len(pieces))
-    if config != configure(complete(flags), "encoder", len(pieces)):
+    complete_flags = complete(flags)
+    config = configure(complete_flags, "decoder", 0)
+    if config.architecture == "encoder-decoder" and config != configure(complete_flags, "encoder", 0):
         raise InputError(
             f"{path}: encoder and decoder differ in feed-forward width or heads; here they have one of each"
         )
-    if (
-        flags.get("no_token_positional_embeddings")
-        or flags.get("encoder_learned_pos")
-        or flags.get("layernorm_embedding")
-    ):
-        raise InputError(f"{path}: its positions are learned or left out, or normed; here they are sinusoidal")
+    for flag, said in _PLAIN.items():
+        if flags.get(flag) not in (None, False, said):
+            raise InputError(f"{path}: --{flag.replace('_', '-')} {flags[flag]}: {_ONLY}")
+    check_version(saved["model"])
     state = to_canonical(saved["model"], config.tie_embeddings)
-    _check(state, config, path)
     mask = saved["model"].get("decoder.vocab_mask")
-    training = TrainingConfig(vocab_mask=mask is not None)
-    _write_run(Path(output), config, training, state)
-    shutil.copyfile(dictionary, Path(output, "vocabulary.txt"))
-    if mask is not None:
-        types = (piece for piece, is_seen in zip(pieces[4:], mask[4:].tolist()) if is_seen)
-        Path(output, "target_types.txt").write_text("".join(f"{piece}\n" for piece in types), encoding="utf-8")
+    training = TrainingConfig(vocab_mask=mask is not None).to_json()
+    types = None if mask is None else mask.tolist()
+    try:
+        _core.save_model(str(output), config.to_json(), training, str(dictionary), types, [*state], [*state.values()])
+    except InputError as error:
+        raise InputError(f"{path}: {error}") from error
+
+
+_PLAIN = {"activation_fn": "relu", "no_scale_embedding": False, "layernorm_embedding": False}
+_PLAIN |= {"no_token_positional_embeddings": False, "encoder_learned_pos": False, "decoder_learned_pos": False}
+_ONLY = "here models have ReLU, word vectors times √d, and sinusoidal positions, not normed"
 
 
 def _dictionary(folder: Path, task: Mapping[str, Any]) -> Path:
-    """The one dictionary of both languages."""
-    names = [task.get("source_lang"), task.get("target_lang")]
-    paths = [folder / f"dict.{name}.txt" for name in names if name] or sorted(folder.glob("dict.*.txt"))
+    """The one dictionary of both languages, or of the only one."""
+    names = [f"dict.{task[side]}.txt" for side in ("source_lang", "target_lang") if task.get(side)]
+    # Languages that fairseq has found out by itself are not in the checkpoint.
+    paths = [folder / name for name in names] or sorted(folder.glob("dict.*txt"))
     if not paths or not all(path.is_file() for path in paths):
-        raise InputError(f"{folder}: no {' or '.join(path.name for path in paths) or 'dict.LANG.txt'}: give --data DIR")
+        raise InputError(f"{folder}: no {' or '.join(names) or 'dict.LANG.txt'}: give --data DIR")
     if any(path.read_bytes() != paths[0].read_bytes() for path in paths):
         raise InputError(f"{folder}: two dictionaries; models here have one for both languages (--joined-dictionary)")
     return paths[0]
 
 
-def _check(state: Mapping[str, Tensor], config: TransformerConfig, path: Path_) -> None:
-    """InputError where the parameters are not those of the configuration."""
-    wanted = dict(_core.parameters(config.to_json(), 0, "cpu"))
-    for name in [*wanted, *state]:
-        if name not in state or name not in wanted or state[name].shape != wanted[name].shape:
-            got = [tuple(tensors[name].shape) if name in tensors else "none" for tensors in (wanted, state)]
-            raise InputError(f"{path}: {name} should be {got[0]}, it is {got[1]}: the flags are another model's")
-
-
 def to_fairseq(directory: Path_, output: Path_, *, checkpoint: str = "best") -> None:
-    """Writes a run's checkpoint as a .pt of `nfrs_transformer` for fairseq-generate.
+    """Writes a run's checkpoint as a .pt of `nfrs_transformer` or `nfrs_transformer_lm`.
 
-    Its decoder begins with BOS, as this package's do. Errors: InputError for decoder-only models and existing files.
+    Errors: InputError for positions that fairseq has not, and existing files.
     """
     if Path(output).exists():
         raise InputError(f"{output} exists already; give a new file")
     folder = find_checkpoint(directory, checkpoint)
     config = read_config(folder)
-    if config.architecture != "encoder-decoder" or config.positions != "fairseq":
+    if config.positions != "fairseq":
         raise InputError(
-            f"{directory}: a fairseq Transformer has encoder and decoder, and positions=fairseq; this model is "
-            f"{config.architecture} with positions={config.positions}"
+            f"{directory}: its positions are {config.positions}; a fairseq Transformer has positions=fairseq"
         )
     state = from_canonical(dict(_core.load_parameters(str(folder))), config.tie_embeddings)
     if declare(config, "decoder").is_profiled:
         state["is_profiled"] = torch.tensor(True)
-    types = Path(directory, "target_types.txt")
-    flags = flags_from(config) | {"vocab_mask": types.is_file()}
-    if types.is_file():
-        pieces = binarised.read_dictionary(Path(directory, "vocabulary.txt"))
-        seen = {*types.read_text(encoding="utf-8").split("\n"), "</s>", "<unk>"} - {""}
-        state["decoder.vocab_mask"] = torch.tensor([piece in seen for piece in pieces])
+    types = _core.target_vocabulary(str(directory))
+    flags = flags_from(config) | {"vocab_mask": types is not None}
+    if types is not None:
+        state["decoder.vocab_mask"] = torch.tensor(types)
     history = {"optimizer_name": "adam", "criterion_name": "nfrs_label_smoothed_cross_entropy", "num_updates": 0}
     history |= {"lr_scheduler_state": {"best": None}}
     iterator = {"epoch": 1, "iterations_in_epoch": 0}
@@ -347,15 +353,16 @@ def to_fairseq(directory: Path_, output: Path_, *, checkpoint: str = "best") -> 
 
 def flags_from(config: TransformerConfig) -> dict[str, Any]:
     """The plug-in's flags of a configuration: the inverse of `configure`."""
-    flags: dict[str, Any] = {
-        "arch": "nfrs_transformer",
-        "task": "translation",
-        "data": ".",
-        "criterion": "cross_entropy",
-    }
-    flags |= {"decoder_start": "bos", "share_all_embeddings": config.tie_embeddings == "all"}
+    flags: dict[str, Any] = {"data": ".", "criterion": "cross_entropy"}
+    if config.architecture == "encoder-decoder":
+        flags |= {"arch": "nfrs_transformer", "task": "translation"}
+        flags["share_all_embeddings"] = config.tie_embeddings == "all"
+        stacks = ["encoder", "decoder"]
+    else:
+        flags |= {"arch": "nfrs_transformer_lm", "task": "language_modeling"}
+        stacks = ["decoder"]
     flags["share_decoder_input_output_embed"] = config.tie_embeddings != "none"
-    for stack in ("encoder", "decoder"):
+    for stack in stacks:
         sizes = (config.d_model, config.d_ff, getattr(config, f"{stack}_layers"), config.heads)
         flags |= {f"{stack}_{key}": size for key, size in zip(SIZES, sizes)}
     for field in TransformerConfig.FIELDS:
@@ -364,41 +371,4 @@ def flags_from(config: TransformerConfig) -> dict[str, Any]:
             flags[field.name] = config.dropout if value is None else value
         elif field.name not in FAIRSEQS:
             flags |= {f"no_{field.name}": not value} if field.default is True else {field.name: value}
-    return flags
-
-
-def _write_run(output: Path, config: TransformerConfig, training: TrainingConfig, state: Mapping[str, Tensor]) -> None:
-    """A run's folder with one checkpoint, as `src/train/checkpoint.rs` describes it."""
-    folder = output / "checkpoints" / "update-00000000"
-    folder.mkdir(parents=True)
-    options = {"model": config.asdict(), "training": training.asdict(), "data": DataConfig(no_bpe=True).asdict()}
-    files = {"model.safetensors": _safetensors(state), "optimizer.safetensors": _safetensors({})}
-    files["config.json"] = json.dumps(options, indent=2).encode()
-    for name, content in files.items():
-        (folder / name).write_bytes(content)
-    digests = {name: {"bytes": len(content), "crc32": zlib.crc32(content)} for name, content in files.items()}
-    manifest = {
-        "kind": "normformer_rs checkpoint",
-        "format_version": 1,
-        "written_by": f"normformer_rs {_core.__version__}",
-    }
-    manifest |= {"update": 0, "files": digests, "state": {}}
-    body = json.dumps(manifest, indent=2).removesuffix("\n}") + ",\n"
-    (folder / "state.json").write_text(body + f'  "crc32": "{zlib.crc32(body.encode()):08x}"\n}}\n')
-    for link in ("best", "last"):
-        (output / "checkpoints" / link).symlink_to(folder.name)
-    (output / "config.json").write_bytes(files["config.json"])
-
-
-def _safetensors(state: Mapping[str, Tensor]) -> bytes:
-    kinds = {torch.float32: "F32", torch.float64: "F64", torch.int64: "I64"}
-    header, blobs, end = {}, [], 0
-    for name in sorted(state):
-        value = state[name].detach().contiguous()
-        value = value.float() if value.dtype in (torch.float16, torch.bfloat16) else value
-        blobs.append(value.numpy().tobytes())
-        start, end = end, end + len(blobs[-1])
-        header[name] = {"dtype": kinds[value.dtype], "shape": list(value.shape), "data_offsets": [start, end]}
-    text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)
-    return b"".join([len(text).to_bytes(8, "little"), text, *blobs])
+    return flags | ({} if len(stacks) == 2 else {"decoder_start": "eos"})  # a language model has none

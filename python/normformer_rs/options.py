@@ -21,8 +21,8 @@ RUN_CONFIG = "config.json"
 """Where a run's folder keeps its options."""
 SECTIONS = ("model", "training", "data")
 """Tables in which a file may group its options."""
-EXCLUSIVE = {"bpe_operations", "bpe_codes", "no_bpe"}
-"""Three ways to cut words; naming one replaces another that a file or an earlier run named."""
+EXCLUSIVE = {"bpe_operations", "bpe_codes", "no_bpe", "data_bin"}
+"""Ways to cut words (data_bin's are cut); naming one replaces another that a file or an earlier run named."""
 
 
 class _Formatter(argparse.HelpFormatter):

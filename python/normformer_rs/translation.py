@@ -30,9 +30,20 @@ class Perplexity(NamedTuple):
     tokens: int
 
 
+class Binarised(NamedTuple):
+    """The source side of a split of fairseq's binarised folder."""
+
+    folder: str | PathLike[str]
+    """What fairseq-preprocess calls --destdir."""
+    split: str = "test"
+    source_lang: str | None = None
+    """None: as the files' names have it."""
+    target_lang: str | None = None
+
+
 def translate(
     model: str | PathLike[str],
-    lines: Iterable[str],
+    lines: Iterable[str] | Binarised,
     search: SearchConfig | None = None,
     *,
     checkpoint: str = "best",
@@ -44,17 +55,18 @@ def translate(
 
     Args:
         model: the `output` of training.
-        lines: source text, cut into subwords as in training.
+        lines: source text, cut into subwords as in training, or fairseq's binarised folder.
         search: default: `SearchConfig()`.
         checkpoint: best, last, average, or an update's number.
         max_tokens: padded source tokens in a batch: memory for speed, the translations do not depend on it.
         precision: f32 or bf16.
         device: cpu, cuda or cuda:N.
 
-    Errors: InputError for a missing or damaged checkpoint.
+    Errors: InputError for a missing or damaged checkpoint or folder.
     """
     options = (search or SearchConfig()).to_json()
-    found = _core.translate(fspath(model), list(lines), options, checkpoint, max_tokens, precision, device)
+    source = (fspath(lines.folder), *lines[1:]) if isinstance(lines, Binarised) else list(lines)
+    found = _core.translate(fspath(model), source, options, checkpoint, max_tokens, precision, device)
     return [[Translation(text, score) for text, score in hypotheses] for hypotheses in found]
 
 

@@ -1,8 +1,8 @@
 //! From text files to packed batches of token ids, in the order of the files below.
 //!
-//! Lines of text ([`text`]) are cut into pieces ([`segmenter`], [`bpe`]), pieces become ids ([`vocabulary`]), sentences
-//! of ids form a [`corpus`], and sentences of like length share a batch ([`batches`]), delivered for ever in an order
-//! that a seed fixes ([`stream`]).
+//! Lines of text ([`text`]) are cut into pieces ([`segmenter`], [`bpe`]), pieces become ids ([`vocabulary`]); fairseq's
+//! folders hold ids already ([`binarised`]). Sentences of ids form a [`corpus`], and sentences of like length share a
+//! batch ([`batches`]), delivered for ever in an order that a seed fixes ([`stream`]).
 
 pub mod text;
 
@@ -12,6 +12,8 @@ pub mod segmenter;
 
 pub mod vocabulary;
 
+pub mod binarised;
+
 pub mod corpus;
 
 pub mod batches;
@@ -19,6 +21,7 @@ pub mod random;
 pub mod stream;
 
 pub use batches::{collate, plan, word_dropout, Batch, Packed};
+pub use binarised::{Binarised, Side};
 pub use bpe::Bpe;
 pub use corpus::{Corpus, LongSentences};
 pub use random::Random;

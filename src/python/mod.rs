@@ -1,6 +1,7 @@
 //! What Python imports as `normformer_rs._core`: wrappers, no arithmetic.
 
 use crate::config::{self, DataConfig, SearchOptions, TrainingConfig, TransformerConfig};
+use crate::data::Binarised;
 use crate::error::Error;
 use crate::model::{Context, Packed, Rates, Transformer};
 use crate::operator::Group;
@@ -308,13 +309,20 @@ fn dry_run(py: Python<'_>, model: &str, training: &str, data: &str) -> PyResult<
     json_text(&py.allow_threads(|| run::dry_run(&model, &training, &data))?)
 }
 
-/// Per line, the best translations as (text, score).
+/// What to translate: a split of fairseq's binarised folder (data_bin, split, source_lang, target_lang), or lines.
+#[derive(FromPyObject)]
+enum SourceText {
+    Binarised(String, String, Option<String>, Option<String>),
+    Lines(Vec<String>),
+}
+
+/// Per sentence, the best translations as (text, score).
 #[pyfunction]
 #[allow(clippy::too_many_arguments)]
 fn translate(
     py: Python<'_>,
     model_dir: &str,
-    lines: Vec<String>,
+    source: SourceText,
     search: &str,
     checkpoint: &str,
     batch_tokens: usize,
@@ -328,7 +336,14 @@ fn translate(
         let interrupted = |_| {
             Python::with_gil(|py| py.check_signals()).map_err(|_| Error::Interrupted("translation was stopped".into()))
         };
-        translator.translate(&lines, &search, batch_tokens, kind, interrupted)
+        let source = match source {
+            SourceText::Lines(lines) => translator.encode(&lines),
+            SourceText::Binarised(folder, split, source, target) => {
+                let data = Binarised::parallel(folder, &split, source.as_deref(), target.as_deref())?;
+                translator.read(&data, &split)?
+            }
+        };
+        translator.translate(source, &search, batch_tokens, kind, interrupted)
     })?)
 }
 
@@ -369,6 +384,83 @@ fn load_parameters(path: &str) -> PyResult<Vec<(String, PyTensor)>> {
     Ok(tensors.into_iter().map(|(name, t)| (name, PyTensor(t))).collect())
 }
 
+/// Writes a model that was trained elsewhere as a run; `dictionary` is the path of its dict.txt.
+#[pyfunction]
+#[pyo3(signature = (output, model, training, dictionary, target_vocabulary, names, tensors))]
+#[allow(clippy::too_many_arguments)]
+fn save_model(
+    py: Python<'_>,
+    output: &str,
+    model: &str,
+    training: &str,
+    dictionary: &str,
+    target_vocabulary: Option<Vec<bool>>,
+    names: Vec<String>,
+    tensors: Vec<PyTensor>,
+) -> PyResult<()> {
+    let model: TransformerConfig = config::from_json("model", model)?;
+    let training: TrainingConfig = config::from_json("training", training)?;
+    let tensors: HashMap<String, Tensor> = names.into_iter().zip(tensors.into_iter().map(|t| t.0)).collect();
+    let (output, dictionary) = (Path::new(output), Path::new(dictionary));
+    py.allow_threads(move || {
+        run::save_model(output, &model, &training, dictionary, target_vocabulary.as_deref(), &tensors)
+    })?;
+    Ok(())
+}
+
+/// The target vocabulary of a run, a flag for each type; None where it is the vocabulary.
+#[pyfunction]
+fn target_vocabulary(model_dir: &str) -> PyResult<Option<Vec<bool>>> {
+    Ok(run::target_vocabulary(Path::new(model_dir))?)
+}
+
+/// The target types of fairseq's binarised folder, a flag for each; of its one language without a pair.
+#[pyfunction]
+fn target_types(py: Python<'_>, data_bin: &str, pair: Option<(String, String)>) -> PyResult<Vec<bool>> {
+    Ok(py.allow_threads(|| match &pair {
+        Some((source, target)) => {
+            Binarised::parallel(data_bin, "train", Some(source), Some(target))?.target_types("train")
+        }
+        None => Binarised::monolingual(data_bin).target_types("train"),
+    })?)
+}
+
+/// A learning-rate schedule of the training loop, for other loops.
+#[pyclass]
+struct Schedule(train::Schedule);
+
+#[pymethods]
+impl Schedule {
+    #[new]
+    fn new(training: &str, d_model: i64) -> PyResult<Self> {
+        let training: TrainingConfig = config::from_json("training", training)?;
+        training.validate()?;
+        Ok(Schedule(train::Schedule::new(&training, d_model)))
+    }
+
+    /// Of update n, 1 for the first.
+    fn learning_rate(&self, n: u64) -> f64 {
+        self.0.learning_rate(n)
+    }
+
+    /// An evaluation after update n scored `score`, more being better.
+    fn evaluated(&mut self, n: u64, score: f64) {
+        self.0.evaluated(n, score);
+    }
+
+    /// What evaluations have taught it, as JSON.
+    #[getter]
+    fn memory(&self) -> PyResult<String> {
+        json_text(&self.0.memory)
+    }
+
+    #[setter]
+    fn set_memory(&mut self, memory: &str) -> PyResult<()> {
+        self.0.memory = config::from_json("memory", memory)?;
+        Ok(())
+    }
+}
+
 /// multi-bleu's numbers, as JSON.
 #[pyfunction]
 fn bleu(hypotheses: Vec<String>, references: Vec<String>) -> PyResult<String> {
@@ -403,5 +495,9 @@ fn _core(m: &Bound<'_, PyModule>) -> PyResult<()> {
     m.add_function(wrap_pyfunction!(average, m)?)?;
     m.add_function(wrap_pyfunction!(evaluate_loss, m)?)?;
     m.add_function(wrap_pyfunction!(load_parameters, m)?)?;
+    m.add_function(wrap_pyfunction!(save_model, m)?)?;
+    m.add_function(wrap_pyfunction!(target_vocabulary, m)?)?;
+    m.add_function(wrap_pyfunction!(target_types, m)?)?;
+    m.add_class::<Schedule>()?;
     m.add_function(wrap_pyfunction!(bleu, m)?)
 }

@@ -4,13 +4,15 @@ use super::Prepared;
 use crate::config::{DataConfig, TrainingConfig, TransformerConfig};
 use crate::data::{self, Bpe, Segmenter, Vocabulary};
 use crate::error::{Error, Result};
-use crate::model::UNK;
+use crate::model::{Transformer, UNK};
 use crate::train::checkpoint::{self, Checkpoint, Store};
 use crate::train::{self, Observer};
 use serde::{Deserialize, Serialize};
+use std::collections::HashMap;
 use std::fs::{self, OpenOptions};
 use std::io::Write;
 use std::path::{Path, PathBuf};
+use tch::Tensor;
 
 pub(super) const CONFIG: &str = "config.json";
 pub(super) const VOCABULARY: &str = "vocabulary.txt";
@@ -58,19 +60,63 @@ pub(super) fn start_folder(
         }
         remove(&output.join("checkpoints"), |p| fs::remove_dir_all(p))?;
     }
+    let configs = Configs { model: prepared.model.clone(), training: training.clone(), data: config.clone() };
+    write(output, &configs, &prepared.segmenter, &prepared.vocabulary, prepared.mask.as_deref())
+}
+
+fn write(
+    output: &Path,
+    configs: &Configs,
+    segmenter: &Segmenter,
+    vocabulary: &Vocabulary,
+    mask: Option<&[bool]>,
+) -> Result<()> {
     fs::create_dir_all(output).map_err(|e| Error::io("create the folder", output, e))?;
-    prepared.vocabulary.save(output.join(VOCABULARY))?;
-    if let Segmenter::Bpe(bpe) = &prepared.segmenter {
+    vocabulary.save(output.join(VOCABULARY))?;
+    if let Segmenter::Bpe(bpe) = segmenter {
         bpe.save(output.join(CODES))?;
     }
-    if let Some(mask) = &prepared.mask {
+    if let Some(mask) = mask {
         let ids: Vec<u32> = (0..mask.len() as u32).filter(|id| mask[*id as usize] && *id > UNK as u32).collect();
-        data::write_lines_atomic(output.join(TARGET_TYPES), prepared.vocabulary.decode(&ids))?;
+        data::write_lines_atomic(output.join(TARGET_TYPES), vocabulary.decode(&ids))?;
     }
-    let configs = Configs { model: prepared.model.clone(), training: training.clone(), data: config.clone() };
-    let text = serde_json::to_string_pretty(&configs).map_err(|e| Error::invalid(e.to_string()))?;
+    let text = serde_json::to_string_pretty(configs).map_err(|e| Error::invalid(e.to_string()))?;
     // Last: a folder with a config holds a run.
     data::write_lines_atomic(output.join(CONFIG), [text])
+}
+
+/// Writes a model that was trained elsewhere as a run with one checkpoint. Its text is split already, into the pieces of
+/// the file `dictionary`, which says how many types there are; `mask` is its target vocabulary.
+pub fn save_model(
+    output: &Path,
+    model: &TransformerConfig,
+    training: &TrainingConfig,
+    dictionary: &Path,
+    mask: Option<&[bool]>,
+    parameters: &HashMap<String, Tensor>,
+) -> Result<()> {
+    if output.exists() {
+        return Err(Error::invalid(format!("{} exists already; give a new folder", output.display())));
+    }
+    let vocabulary = Vocabulary::load(dictionary)?;
+    if let Some(mask) = mask.filter(|mask| mask.len() != vocabulary.len()) {
+        return Err(Error::invalid(format!(
+            "{} has {} types and the model's target vocabulary {}: it is another model's",
+            dictionary.display(),
+            vocabulary.len(),
+            mask.len()
+        )));
+    }
+    let model = TransformerConfig { vocab_size: vocabulary.len() as i64, ..model.clone() };
+    let built = Transformer::with_parameters(&model, parameters)?;
+    let data = DataConfig { no_bpe: true, ..Default::default() };
+    let config = serde_json::json!({ "model": model, "training": training });
+    let configs = Configs { model, training: training.clone(), data };
+    write(output, &configs, &Segmenter::Split, &vocabulary, mask)?;
+    let checkpoint = Checkpoint { model: train::to_arrays(&built.parameters)?, config, ..Default::default() };
+    let store = Store::open(output)?;
+    store.save(0, &checkpoint)?;
+    ["best", "last"].iter().try_for_each(|link| store.point(link, 0))
 }
 
 pub(super) type Resumed = (Segmenter, Vocabulary, Option<Checkpoint>);
@@ -121,7 +167,15 @@ pub(super) fn read_segmenter(output: &Path) -> Result<Segmenter> {
     Ok(if codes.exists() { Segmenter::Bpe(Bpe::from_codes(codes)?) } else { Segmenter::Split })
 }
 
-/// The target vocabulary of a run: its types, EOS and UNK.
+/// The target vocabulary of a run, a flag for each type; none where it is the vocabulary.
+pub fn target_vocabulary(output: &Path) -> Result<Option<Vec<bool>>> {
+    match read_configs(output)?.training.vocab_mask {
+        true => read_mask(output, &Vocabulary::load(output.join(VOCABULARY))?).map(Some),
+        false => Ok(None),
+    }
+}
+
+/// Its types, EOS and UNK.
 pub(super) fn read_mask(output: &Path, vocabulary: &Vocabulary) -> Result<Vec<bool>> {
     let types = data::read_lines(output.join(TARGET_TYPES))?;
     Ok(data::seen_mask(vocabulary.len(), [vocabulary.encode(&types).as_slice()]))

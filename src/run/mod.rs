@@ -13,7 +13,7 @@ mod training;
 mod translator;
 
 pub use average::average;
-pub use folder::Mode;
+pub use folder::{save_model, target_vocabulary, Mode};
 pub use prepare::{prepare, Prepared};
 pub use training::{dry_run, train};
 pub use translator::Translator;

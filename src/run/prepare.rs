@@ -1,7 +1,7 @@
-//! From text files to numbered sentences.
+//! From text files, or fairseq's binarised folder, to numbered sentences.
 
 use crate::config::{DataConfig, TrainingConfig, TransformerConfig};
-use crate::data::{self, Batch, Bpe, Corpus, LongSentences, Segmenter, Vocabulary};
+use crate::data::{self, Batch, Binarised, Bpe, Corpus, LongSentences, Segmenter, Side, Vocabulary};
 use crate::error::{Error, Result};
 use crate::model::UNK;
 
@@ -30,7 +30,45 @@ pub(super) fn prepare_with(
     known: Option<(Segmenter, Vocabulary)>,
 ) -> Result<Prepared> {
     training.validate()?;
+    config.validate()?;
     let sided = model.has_encoder();
+    let Text { segmenter, vocabulary, train, valid, references } = match &config.data_bin {
+        Some(folder) => binarised(folder, sided, config, known)?,
+        None => files(sided, config, known)?,
+    };
+    let mask = training.vocab_mask.then(|| data::seen_mask(vocabulary.len(), train.1.iter().map(Vec::as_slice)));
+    let valid_target = within(valid.1, mask.as_deref());
+    let long = if config.skip_long { LongSentences::Skip } else { LongSentences::Refuse };
+    let most = training.max_tokens as usize;
+    let (train, skipped, valid) = if sided {
+        let (train, skipped) = Corpus::parallel(train.0, train.1, most, long)?;
+        let (valid, _) = Corpus::parallel(valid.0, valid_target, most, LongSentences::Refuse)?;
+        let start = model.decoder_start.id();
+        (train.starting_with(start), skipped, valid.starting_with(start))
+    } else {
+        let segment = config.segment_length as usize;
+        let train = Corpus::language_model(&train.1, segment, most)?;
+        (train, 0, Corpus::language_model(&valid_target, segment, most)?)
+    };
+    let model = TransformerConfig { vocab_size: vocabulary.len() as i64, ..model.clone() };
+    model.validate()?;
+    Ok(Prepared { model, segmenter, vocabulary, train, valid, references, mask, skipped })
+}
+
+/// Source and target sentences; no source for language modelling.
+type Sides<T> = (Vec<T>, Vec<T>);
+
+/// Text as ids.
+struct Text {
+    segmenter: Segmenter,
+    vocabulary: Vocabulary,
+    train: Sides<Vec<u32>>,
+    valid: Sides<Vec<u32>>,
+    /// Held-out targets as words; none for language modelling.
+    references: Vec<String>,
+}
+
+fn files(sided: bool, config: &DataConfig, known: Option<(Segmenter, Vocabulary)>) -> Result<Text> {
     let train = read(sided, "train", config.train_source.as_deref(), &config.train_target)?;
     let valid = read(sided, "valid", config.valid_source.as_deref(), &config.valid_target)?;
     let (segmenter, vocabulary) = match known {
@@ -38,33 +76,40 @@ pub(super) fn prepare_with(
         None => (segmenter(config, &train)?, None),
     };
     let cut = |lines: &[String]| -> Vec<Vec<String>> { lines.iter().map(|l| segmenter.segment(l)).collect() };
-    let (train_source, train_target) = (cut(&train.0), cut(&train.1));
-    let vocabulary = vocabulary
-        .unwrap_or_else(|| Vocabulary::build(train_source.iter().chain(&train_target).flatten().map(String::as_str)));
+    let pieces = (cut(&train.0), cut(&train.1));
+    let vocabulary =
+        vocabulary.unwrap_or_else(|| Vocabulary::build(pieces.0.iter().chain(&pieces.1).flatten().map(String::as_str)));
     let ids = |lines: &[Vec<String>]| -> Vec<Vec<u32>> { lines.iter().map(|l| vocabulary.encode(l)).collect() };
-    let train_target = ids(&train_target);
-    let mask = training.vocab_mask.then(|| data::seen_mask(vocabulary.len(), train_target.iter().map(Vec::as_slice)));
-    let valid_target = within(ids(&cut(&valid.1)), mask.as_deref());
-    let long = if config.skip_long { LongSentences::Skip } else { LongSentences::Refuse };
-    let most = training.max_tokens as usize;
-    let (train_corpus, skipped, valid_corpus, references) = if sided {
-        let (train_corpus, skipped) = Corpus::parallel(ids(&train_source), train_target, most, long)?;
-        let (valid_corpus, _) = Corpus::parallel(ids(&cut(&valid.0)), valid_target, most, LongSentences::Refuse)?;
-        let references = match &segmenter {
-            Segmenter::Split => valid.1.iter().map(|l| data::join_line(l)).collect(),
-            Segmenter::Bpe(_) => valid.1.clone(),
-        };
-        let start = model.decoder_start.id();
-        (train_corpus.starting_with(start), skipped, valid_corpus.starting_with(start), references)
-    } else {
-        let segment = config.segment_length as usize;
-        let train_corpus = Corpus::language_model(&train_target, segment, most)?;
-        (train_corpus, 0, Corpus::language_model(&valid_target, segment, most)?, Vec::new())
+    let (train, held_out) = ((ids(&pieces.0), ids(&pieces.1)), (ids(&cut(&valid.0)), ids(&cut(&valid.1))));
+    let references = match (sided, &segmenter) {
+        (false, _) => Vec::new(),
+        (true, Segmenter::Split) => valid.1.iter().map(|l| data::join_line(l)).collect(),
+        (true, Segmenter::Bpe(_)) => valid.1,
     };
-    let model = TransformerConfig { vocab_size: vocabulary.len() as i64, ..model.clone() };
-    model.validate()?;
-    let (train, valid) = (train_corpus, valid_corpus);
-    Ok(Prepared { model, segmenter, vocabulary, train, valid, references, mask, skipped })
+    Ok(Text { segmenter, vocabulary, train, valid: held_out, references })
+}
+
+fn binarised(folder: &str, sided: bool, config: &DataConfig, known: Option<(Segmenter, Vocabulary)>) -> Result<Text> {
+    let found = match sided {
+        true => Binarised::parallel(folder, "train", config.source_lang.as_deref(), config.target_lang.as_deref())?,
+        false => Binarised::monolingual(folder),
+    };
+    let vocabulary = found.joint_dictionary()?;
+    if known.is_some_and(|(_, old)| old != vocabulary) {
+        return Err(Error::invalid(format!(
+            "{folder} has another dictionary than when the run began: resume with the folder it began with"
+        )));
+    }
+    let side = |split, side| found.sentences(split, side, vocabulary.len());
+    let read = |split| -> Result<Sides<Vec<u32>>> {
+        Ok((if sided { side(split, Side::Source)? } else { Vec::new() }, side(split, Side::Target)?))
+    };
+    let (train, valid) = (read("train")?, read("valid")?);
+    let references = match sided {
+        true => valid.1.iter().map(|ids| data::join(&vocabulary.decode(ids))).collect(),
+        false => Vec::new(),
+    };
+    Ok(Text { segmenter: Segmenter::Split, vocabulary, train, valid, references })
 }
 
 /// Held-out targets as the model can say them: types that training's targets never show are UNK.
@@ -78,7 +123,7 @@ pub(super) fn within(mut targets: Vec<Vec<u32>>, mask: Option<&[bool]>) -> Vec<V
 }
 
 /// (source lines, target lines); no source lines for language modelling.
-pub(super) fn read(sided: bool, what: &str, source: Option<&str>, target: &str) -> Result<(Vec<String>, Vec<String>)> {
+pub(super) fn read(sided: bool, what: &str, source: Option<&str>, target: &str) -> Result<Sides<String>> {
     if target.is_empty() {
         return Err(Error::invalid(format!("{what}_target is missing: give a text file, one sentence a line")));
     }
@@ -95,7 +140,7 @@ pub(super) fn read(sided: bool, what: &str, source: Option<&str>, target: &str) 
     }
 }
 
-fn segmenter(config: &DataConfig, train: &(Vec<String>, Vec<String>)) -> Result<Segmenter> {
+fn segmenter(config: &DataConfig, train: &Sides<String>) -> Result<Segmenter> {
     match (config.bpe_operations, &config.bpe_codes, config.no_bpe) {
         (Some(n), None, false) if n >= 1 => {
             Ok(Segmenter::Bpe(Bpe::learn(train.0.iter().chain(&train.1).map(String::as_str), n as usize)?))

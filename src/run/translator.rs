@@ -5,7 +5,7 @@ use super::folder::{read_configs, read_mask, read_segmenter, Configs, VOCABULARY
 use super::keep_memory;
 use super::prepare::{read, valid_batches, within};
 use crate::config::{DataConfig, TrainingConfig};
-use crate::data::{self, Corpus, LongSentences, Segmenter, Vocabulary};
+use crate::data::{self, Binarised, Corpus, LongSentences, Segmenter, Side, Vocabulary};
 use crate::error::{Error, Result};
 use crate::model::Transformer;
 use crate::search::{search, SearchConfig};
@@ -55,20 +55,31 @@ impl Translator {
         Ok(Translator { model, segmenter, vocabulary, seen, mask, smoothing, training, data, device })
     }
 
-    /// The best translations of each line, as (text, score).
+    /// The ids of a text's lines.
+    pub fn encode(&self, lines: &[String]) -> Vec<Vec<u32>> {
+        lines.iter().map(|l| self.vocabulary.encode(&self.segmenter.segment(l))).collect()
+    }
+
+    /// The ids of the source side of a split; its folder may number the pieces in another way than this model.
+    pub fn read(&self, data: &Binarised, split: &str) -> Result<Vec<Vec<u32>>> {
+        let dictionary = data.dictionary(Side::Source)?;
+        let sentences = data.sentences(split, Side::Source, dictionary.len())?;
+        Ok(sentences.iter().map(|ids| self.vocabulary.encode(&dictionary.decode(ids))).collect())
+    }
+
+    /// The best translations of each source sentence, as (text, score).
     pub fn translate(
         &self,
-        lines: &[String],
+        source: Vec<Vec<u32>>,
         config: &SearchConfig,
         batch_tokens: usize,
         kind: Kind,
         mut between: impl FnMut(usize) -> Result<()>,
     ) -> Result<Vec<Vec<(String, f64)>>> {
-        let ids: Vec<Vec<u32>> = lines.iter().map(|l| self.vocabulary.encode(&self.segmenter.segment(l))).collect();
-        let lengths: Vec<(usize, usize)> = ids.iter().map(|row| (row.len() + 1, 0)).collect();
+        let lengths: Vec<(usize, usize)> = source.iter().map(|row| (row.len() + 1, 0)).collect();
         let start = self.model.config.decoder_start.id() as u32;
-        let corpus = Corpus { source: Some(ids), target: vec![Vec::new(); lines.len()], start };
-        let mut found = vec![Vec::new(); lines.len()];
+        let corpus = Corpus { source: Some(source), target: vec![Vec::new(); lengths.len()], start };
+        let mut found = vec![Vec::new(); lengths.len()];
         let mut done = 0;
         for sentences in data::plan(&lengths, batch_tokens, 0, 0) {
             let batch = data::collate(&corpus, &sentences);
@@ -90,13 +101,10 @@ impl Translator {
     pub fn evaluate(&self, source: Option<&str>, target: &str, kind: Kind) -> Result<train::Score> {
         let sided = self.model.config.has_encoder();
         let (source, target) = read(sided, "evaluation", source, target)?;
-        let ids = |lines: &[String]| -> Vec<Vec<u32>> {
-            lines.iter().map(|l| self.vocabulary.encode(&self.segmenter.segment(l))).collect()
-        };
         let most = self.training.max_tokens as usize;
-        let target = within(ids(&target), self.seen.as_deref());
+        let target = within(self.encode(&target), self.seen.as_deref());
         let corpus = match sided {
-            true => Corpus::parallel(ids(&source), target, most, LongSentences::Refuse)?
+            true => Corpus::parallel(self.encode(&source), target, most, LongSentences::Refuse)?
                 .0
                 .starting_with(self.model.config.decoder_start.id()),
             false => Corpus::language_model(&target, self.data.segment_length as usize, most)?,

@@ -41,10 +41,20 @@ def main() -> int:
             command(modify_parser=_PrintLater())
         else:
             command()
-    except InputError as error:
-        print(f"normformer-rs fairseq: error: {error}", file=sys.stderr)
+    except Exception as error:
+        refusal = _refusal(error)
+        if refusal is None:
+            raise
+        print(f"normformer-rs fairseq: error: {refusal}", file=sys.stderr)
         return 2
     return 0
+
+
+def _refusal(error: BaseException | None) -> InputError | None:
+    """What the plug-in refused, also where fairseq has raised an exception of its own over it."""
+    while error is not None and not isinstance(error, InputError):
+        error = error.__cause__ or error.__context__
+    return error
 
 
 if __name__ == "__main__":

@@ -32,7 +32,7 @@ def apply() -> None:
     )
     allow_namespaces_in_checkpoints()
     switch_fast_path_off()
-    keep_bf16_off_tpus()
+    keep_half_precision_on_cpus()
 
 
 def allow_dataclass_defaults() -> None:
@@ -84,20 +84,23 @@ def allow_namespaces_in_checkpoints() -> None:
     torch.serialization.add_safe_globals([argparse.Namespace])
 
 
-def keep_bf16_off_tpus() -> None:
-    """fairseq 0.12.2's command line takes --bf16 for a wish for TPUs, and then fails where there is no torch_xla."""
+def keep_half_precision_on_cpus() -> None:
+    """fairseq 0.12.2's command line takes --bf16 for a wish for TPUs, and fails where there is no torch_xla; its flat
+    gradients of --fp16 ask for the current GPU, and fail where there is none."""
     from fairseq import options
 
     parse = options.parse_args_and_arch
-    if available("torch_xla") or hasattr(parse, "__wrapped__"):
+    if hasattr(parse, "__wrapped__"):
         return
 
     @functools.wraps(parse)
     def parse_args_and_arch(*arguments: Any, **named: Any) -> Any:
         parsed = parse(*arguments, **named)
         args = parsed[0] if isinstance(parsed, tuple) else parsed
-        if getattr(args, "bf16", False):
+        if getattr(args, "bf16", False) and not available("torch_xla"):
             args.tpu = False
+        if getattr(args, "fp16", False) and not torch.cuda.is_available():
+            args.fp16_no_flatten_grads = True
         return parsed
 
     options.parse_args_and_arch = parse_args_and_arch

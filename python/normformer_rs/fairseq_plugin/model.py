@@ -23,7 +23,7 @@ from torch.utils.checkpoint import checkpoint
 
 from normformer_rs._core import InputError
 from normformer_rs.config import TransformerConfig
-from normformer_rs.convert import configure, from_fairseq_names
+from normformer_rs.convert import VERSION, check_version, configure, from_fairseq_names
 from normformer_rs.nn import TransformerDecoderLayer, TransformerEncoderLayer, profile
 from normformer_rs.nn.declared import OWN, NormAt, apply_norm, make
 from normformer_rs.nn.initial import initial_values, initialise
@@ -207,6 +207,7 @@ class Decoder(_Side, TransformerDecoderBase):
     def __init__(self, cfg: Any, dictionary: Any, embed_tokens: nn.Embedding, no_encoder_attn: bool = False) -> None:
         TransformerDecoderBase.__init__(self, cfg, dictionary, embed_tokens, no_encoder_attn)
         self.finish(cfg)
+        self.begins_with_bos = cfg.stacks[self.name].decoder_start == "bos"
         self.register_buffer("vocab_mask", torch.ones(len(dictionary), dtype=torch.bool) if cfg.vocab_mask else None)
 
     def build_decoder_layer(self, cfg: Any, no_encoder_attn: bool = False) -> Layer:
@@ -235,7 +236,7 @@ class Decoder(_Side, TransformerDecoderBase):
         rows = Rows.of(prev_output_tokens.eq(self.padding_idx))
         positions = None if self.embed_positions is None else rows.pack(self.embed_positions(prev_output_tokens))
         tokens = rows.pack(prev_output_tokens)
-        if self.cfg.decoder_start == "bos":
+        if self.begins_with_bos:
             tokens = tokens.index_fill(0, rows.spans()[:, 0], self.dictionary.bos())
         sights: tuple[Sight, ...] = (Packed(rows, causal=not full_context_alignment),)
         if memory is not None and hidden is not None:
@@ -271,7 +272,7 @@ class Decoder(_Side, TransformerDecoderBase):
                 weights.append(other)
             return own, other
 
-        if self.cfg.decoder_start == "bos" and tokens.shape[1] == 1:
+        if self.begins_with_bos and tokens.shape[1] == 1:
             newest = torch.full_like(newest, self.dictionary.bos())
         x = self.run(self.embed(newest[:, 0], positions), sights)
         seen = weights[-1].weights if weights else None
@@ -321,6 +322,7 @@ class _Model:
             self.decoder.vocab_mask = target_types(task, self.decoder.vocab_mask)
         if self.decoder.place.declared.is_profiled:  # type: ignore[union-attr]
             self.register_buffer("is_profiled", torch.zeros((), dtype=torch.bool))  # type: ignore[attr-defined]
+        self.register_buffer("version", torch.tensor(VERSION))  # type: ignore[attr-defined]
 
     def profile_once(self, **batch: Any) -> None:
         """Before the first training batch sets the gains that the residual scheme takes from it."""
@@ -342,9 +344,19 @@ class _Model:
         return (F.log_softmax if log_probs else F.softmax)(logits, dim=-1, dtype=torch.float32)
 
     def upgrade_state_dict_named(self, state_dict: dict[str, Tensor], name: str) -> None:
-        """Takes checkpoints of fairseq's own `transformer` archs, too."""
+        """Takes checkpoints of fairseq's own `transformer` archs, too. Errors: InputError for any other's."""
         from_fairseq_names(state_dict)
+        check_version(state_dict)
+        state_dict["version"] = torch.tensor(VERSION)
         super().upgrade_state_dict_named(state_dict, name)  # type: ignore[misc]
+        own = self.state_dict()  # type: ignore[attr-defined]
+        for key in [*own, *state_dict]:
+            wanted, given = (tuple(tensors[key].shape) if key in tensors else "none" for tensors in (own, state_dict))
+            if wanted != given:
+                raise InputError(
+                    f"the checkpoint is another architecture's: {key} should be {wanted}, it is {given}; give the "
+                    "flags that it was trained with"
+                )
 
 
 @register_model("nfrs_transformer", dataclass=TranslationOptions)

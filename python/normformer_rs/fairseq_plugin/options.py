@@ -14,7 +14,7 @@ from omegaconf import DictConfig, OmegaConf
 from normformer_rs.config import Field, TrainingConfig, TransformerConfig
 from normformer_rs.convert import FAIRSEQS, SIZES, complete
 
-OFF = {"word_dropout": 0.0, "vocab_mask": False}
+TRAINING = {"word_dropout": 0.0, "vocab_mask": False}
 """Options of training that are the model's affair in fairseq; off unless asked for."""
 SHAPES: dict[str, dict[str, Any]] = {
     "nfrs_transformer_tiny": {"embed_dim": 128, "ffn_embed_dim": 256, "layers": 4, "attention_heads": 4},
@@ -26,13 +26,13 @@ SHAPES: dict[str, dict[str, Any]] = {
 DROPOUTS: dict[str, dict[str, float]] = {"nfrs_transformer_wmt_en_de_big": {"dropout": 0.3, "attention_dropout": 0.1}}
 
 
-def _own_fields() -> Iterator[tuple[str, Any, Any]]:
-    fields = [field for field in TransformerConfig.FIELDS if field.name not in FAIRSEQS]
-    fields += [field._replace(default=OFF[field.name]) for field in TrainingConfig.FIELDS if field.name in OFF]
+def _own_fields(is_alone: bool) -> Iterator[tuple[str, Any, Any]]:
+    defaults = TRAINING | {"decoder_start": "eos"}  # fairseq's
+    taken = (*FAIRSEQS, "decoder_start") if is_alone else FAIRSEQS
+    fields = [field for field in TransformerConfig.FIELDS if field.name not in taken]
+    fields += [field for field in TrainingConfig.FIELDS if field.name in TRAINING]
     for field in fields:
-        yield _own_field(field)
-    help_ = "What the decoder's input begins with: fairseq's EOS, or BOS as in models that this package trained itself."
-    yield "decoder_start", ChoiceEnum(["eos", "bos"]), dataclasses.field(default="eos", metadata={"help": help_})
+        yield _own_field(field._replace(default=defaults.get(field.name, field.default)))
 
 
 def _own_field(field: Field) -> tuple[str, Any, Any]:
@@ -73,7 +73,8 @@ _FROM_DECODER = ("decoder_input_dim", "decoder_output_dim")
 
 
 def _dataclass(name: str, summary: str, fairseqs: type) -> Any:
-    fields = {name: (name, kind, field) for name, kind, field in (*_fairseq_fields(fairseqs), *_own_fields())}
+    own = _own_fields(is_alone=fairseqs is FairseqLanguageModelConfig)
+    fields = {name: (name, kind, field) for name, kind, field in (*_fairseq_fields(fairseqs), *own)}
     made = dataclasses.make_dataclass(name, list(fields.values()), bases=(FairseqDataclass,))
     made.__doc__, made.__module__ = summary, __name__
     return made

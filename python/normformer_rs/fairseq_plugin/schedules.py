@@ -1,16 +1,14 @@
-"""The papers' learning-rate schedules, of update n counted from 1."""
+"""The papers' learning-rate schedules: those of the training loop, moved by fairseq."""
 
 import dataclasses
-import math
 from typing import Any, Optional
 
 from fairseq.dataclass import FairseqDataclass
 from fairseq.optim.lr_scheduler import FairseqLRScheduler, register_lr_scheduler
 from omegaconf import II
 
-from normformer_rs._core import InputError
-
-LOOK_BACK = 3
+from normformer_rs._core import InputError, Schedule
+from normformer_rs.config import TrainingConfig
 
 
 def _field(default: Any, text: str) -> Any:
@@ -28,29 +26,30 @@ class InverseSqrtConfig(FairseqDataclass):
     lr: list[float] = II("optimization.lr")  # noqa: RUF009
 
 
-class _Schedule(FairseqLRScheduler):
-    """A rate that depends on the update, and on what was remembered of validations."""
+@dataclasses.dataclass
+class ValDecayConfig(FairseqDataclass):
+    warmup_updates: int = _field(0, "updates of linear warm-up")
+    warmup_init_lr: float = _field(0.0, "rate that the warm-up starts from")
+    maximize_best_checkpoint_metric: bool = II("checkpoint.maximize_best_checkpoint_metric")
+    lr: list[float] = II("optimization.lr")  # noqa: RUF009
 
-    def __init__(self, cfg: Any, optimizer: Any) -> None:
+
+class _Schedule(FairseqLRScheduler):
+    """A schedule of the training loop, of update n counted from 1."""
+
+    def __init__(self, cfg: Any, optimizer: Any, name: Any, width: int = 1, **options: Any) -> None:
         super().__init__(cfg, optimizer)
         if len(cfg.lr) > 1:
             raise InputError(f"the schedule takes one --lr, not one an epoch; got {list(cfg.lr)}")
-        self.peak, self.made = float(cfg.lr[0]), 0
+        options = {"lr": float(cfg.lr[0]), "warmup_init_lr": float(cfg.warmup_init_lr), **options}
+        training = TrainingConfig(schedule=name, warmup=cfg.warmup_updates, **options)
+        self.schedule, self.made = Schedule(training.to_json(), width), 0
         self.step_update(0)
-
-    def rate(self, n: int) -> float:
-        raise NotImplementedError
-
-    def warm(self, n: int) -> float:
-        """Linear from the initial rate to the peak, reached at n_w."""
-        if n >= self.cfg.warmup_updates:
-            return self.peak
-        return self.cfg.warmup_init_lr + (self.peak - self.cfg.warmup_init_lr) * n / self.cfg.warmup_updates
 
     def step_update(self, num_updates: int) -> float:
         """fairseq says how many updates were made; the rate is for the one to come."""
         self.made = num_updates
-        self.optimizer.set_lr(self.rate(num_updates + 1))
+        self.optimizer.set_lr(self.schedule.learning_rate(num_updates + 1))
         return self.optimizer.get_lr()
 
 
@@ -58,22 +57,9 @@ class _Schedule(FairseqLRScheduler):
 class InverseSqrt(_Schedule):
     """λ/√d·min(1/√n, n/n_w^1.5) with --lr-scale λ, else linear to --lr over n_w, then lr·√(n_w/n)."""
 
-    def rate(self, n: int) -> float:
-        cfg, warmup = self.cfg, self.cfg.warmup_updates
-        if cfg.lr_scale is None:
-            return self.warm(n) * math.sqrt(warmup / max(n, warmup)) if warmup else self.peak
-        if not warmup:
-            return cfg.lr_scale / math.sqrt(cfg.lr_width)
-        return cfg.lr_scale / math.sqrt(cfg.lr_width) * min(n**-0.5, n / warmup**1.5)
-
-
-@dataclasses.dataclass
-class ValDecayConfig(FairseqDataclass):
-    warmup_updates: int = _field(0, "updates of linear warm-up")
-    warmup_init_lr: float = _field(0.0, "rate that the warm-up starts from")
-    val_decay: float = _field(0.8, "what the rate is multiplied by")
-    maximize_best_checkpoint_metric: bool = II("checkpoint.maximize_best_checkpoint_metric")
-    lr: list[float] = II("optimization.lr")  # noqa: RUF009
+    def __init__(self, cfg: Any, optimizer: Any) -> None:
+        scaled = {} if cfg.lr_scale is None else {"lr": None, "lr_scale": float(cfg.lr_scale)}
+        super().__init__(cfg, optimizer, "inverse-sqrt", cfg.lr_width, **scaled)
 
 
 @register_lr_scheduler("nfrs_val_decay", dataclass=ValDecayConfig)
@@ -82,25 +68,19 @@ class ValDecay(_Schedule):
     release of Nguyen & Salazar 2019). Validations are those at the ends of epochs, by --best-checkpoint-metric."""
 
     def __init__(self, cfg: Any, optimizer: Any) -> None:
-        self.factor, self.scores = 1.0, []  # type: tuple[float, list[float]]
-        super().__init__(cfg, optimizer)
-
-    def rate(self, n: int) -> float:
-        return self.warm(n) * self.factor
+        super().__init__(cfg, optimizer, "val-decay")
 
     def step(self, epoch: int, val_loss: float | None = None) -> float:
         super().step(epoch, val_loss)
         if val_loss is not None:
-            score = val_loss if self.cfg.maximize_best_checkpoint_metric else -val_loss
-            earlier = self.scores[-LOOK_BACK:]
-            if len(earlier) == LOOK_BACK and score < min(earlier) and self.made >= self.cfg.warmup_updates:
-                self.factor *= self.cfg.val_decay
-            self.scores.append(score)
+            self.schedule.evaluated(self.made, val_loss if self.cfg.maximize_best_checkpoint_metric else -val_loss)
         return self.step_update(self.made)
 
     def state_dict(self) -> dict[str, Any]:
-        return {"best": self.best, "factor": self.factor, "scores": self.scores}
+        return {"best": self.best, "memory": self.schedule.memory}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        if "memory" not in state:
+            raise InputError("the checkpoint was trained with another --lr-scheduler: give --reset-lr-scheduler")
         super().load_state_dict(state)
-        self.factor, self.scores = state["factor"], list(state["scores"])
+        self.schedule.memory = state["memory"]

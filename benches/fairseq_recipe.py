@@ -1,0 +1,118 @@
+"""The Multi30k recipe through fairseq: trained, averaged, translated, scored.
+
+    python benches/fairseq_recipe.py stock --data DATA --runs RUNS
+    python benches/fairseq_recipe.py prenorm --data DATA --runs RUNS -- --norm scalenorm --residual prenorm --fixnorm
+
+The first name is that of the run; "stock" is fairseq's own `transformer_tiny`, any other the plug-in's
+`nfrs_transformer_tiny` with the flags after `--`. DATA holds multi30k-bpe-en-de (docs/data.md says where to get it),
+RUNS gets a folder a run. One process makes each update of two batches of 4,096 tokens, the recipe's two GPUs'; at
+most 8,000 updates, patience 10. A run that was stopped goes on from fairseq's checkpoint_last.pt when the same command
+comes again. Then the last ten epochs' checkpoints are averaged, valid and test.2016 translated with beam 5, and
+tokenised BLEU appended to benches/results/fairseq-recipe.csv, with what it takes to know the run again.
+"""
+
+import argparse
+import csv
+import datetime
+import gzip
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from fairseq_data import prepare
+from fairseq_worker import RECIPE
+
+from normformer_rs.scores import score
+
+LAST = 10
+FUSED = ["--arch", "nfrs_transformer_tiny", "--criterion", "nfrs_label_smoothed_cross_entropy"]
+SETS = {"valid": "valid", "test": "test.2016"}
+
+
+def fairseq(command: str, *arguments: str, output: Path, mode: str = "w") -> None:
+    """fairseq-COMMAND, on any Python; what it says goes to `output`."""
+    with open(output, mode) as file:
+        given = [sys.executable, "-m", "normformer_rs", "fairseq", command, *arguments]
+        subprocess.run(given, check=True, stdout=file, stderr=subprocess.STDOUT)
+
+
+def average(paths: list[Path], output: Path) -> None:
+    """The mean of the checkpoints' floating-point numbers; counters of the newest, which comes first."""
+    states = [torch.load(path, weights_only=True, map_location="cpu") for path in paths]
+    for name, value in states[0]["model"].items():
+        if value.is_floating_point():
+            value.copy_(torch.stack([state["model"][name].double() for state in states]).mean(0))
+    torch.save(states[0], output)
+
+
+def epochs(folder: Path) -> list[Path]:
+    """The checkpoints of whole epochs, newest first."""
+    found = {
+        int(match[1]): path for path in folder.iterdir() if (match := re.match(r"checkpoint(\d+)\.pt$", path.name))
+    }
+    return [found[epoch] for epoch in sorted(found, reverse=True)]
+
+
+def bleu(data: Path, corpus: Path, split: str, checkpoint: Path, output: Path) -> Any:
+    """Tokenised BLEU of a split with beam 5."""
+    arguments = ["--gen-subset", split, "--path", str(checkpoint), "--beam", "5", "--post-process", "subword_nmt"]
+    fairseq("generate", str(data), *arguments, "--cpu", "--max-tokens", "8000", output=output)
+    found = re.findall(r"^H-(\d+)\t\S+\t(.*)$", output.read_text(encoding="utf-8"), re.MULTILINE)
+    hypotheses = [text for _, text in sorted(found, key=lambda hypothesis: int(hypothesis[0]))]
+    with gzip.open(corpus / f"{SETS[split]}.de.gz", "rt", encoding="utf-8") as file:
+        references = [line.rstrip("\n").replace("@@ ", "") for line in file]
+    return score(hypotheses, references, tokenize="none")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("name")
+    parser.add_argument("--data", type=Path, required=True)
+    parser.add_argument("--runs", type=Path, default=Path("runs"))
+    parser.add_argument("--updates", type=int, default=8000)
+    parser.add_argument("--results", type=Path, default=Path(__file__).parent / "results" / "fairseq-recipe.csv")
+    parser.add_argument("flags", nargs="*", metavar="-- FLAG", help="of the plug-in's architecture")
+    arguments = parser.parse_args()
+    if arguments.name == "stock" and arguments.flags:
+        parser.error("stock takes no flags of the plug-in")
+
+    corpus, folder = arguments.data / "multi30k-bpe-en-de", arguments.runs / arguments.name
+    data = prepare(corpus, arguments.runs / "data-bin", sys.executable, test=SETS["test"])
+    folder.mkdir(parents=True, exist_ok=True)
+    own = [] if arguments.name == "stock" else [*FUSED, *arguments.flags]
+    stops = ["--max-update", str(arguments.updates), "--patience", "10", "--keep-last-epochs", str(LAST)]
+    size = ["--max-tokens", "4096", "--update-freq", "2", "--save-dir", str(folder)]
+    fairseq("train", str(data), *RECIPE, *own, *size, *stops, output=folder / "train.log", mode="a")
+
+    averaged, kept = folder / "average.pt", epochs(folder)[:LAST]
+    average(kept, averaged)
+    found = {split: bleu(data, corpus, split, averaged, folder / f"{split}.log") for split in SETS}
+    updates = torch.load(kept[0], weights_only=True, map_location="cpu")["optimizer_history"][-1]["num_updates"]
+    row = {
+        "date": datetime.date.today().isoformat(),
+        "run": arguments.name,
+        "flags": " ".join(own),
+        "updates": updates,
+        "averaged": len(kept),
+        "bleu_valid": f"{found['valid'].bleu:.2f}",
+        "bleu_test_2016": f"{found['test'].bleu:.2f}",
+        "multi_bleu_test_2016": found["test"].multi_bleu,
+        "python": sys.version.split()[0],
+        "torch": torch.__version__,
+        "cores": os.cpu_count(),
+    }
+    is_new = not arguments.results.exists()
+    with open(arguments.results, "a", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, [*row], lineterminator="\n")
+        if is_new:
+            writer.writeheader()
+        writer.writerow(row)
+    print(row)
+
+
+if __name__ == "__main__":
+    main()

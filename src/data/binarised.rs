@@ -1,0 +1,442 @@
+//! fairseq's binarised folders, as `fairseq-preprocess` leaves them: dictionaries (`dict.LANG.txt`) and splits of numbered
+//! sentences (`train.SRC-TGT.LANG.bin` with `.idx`; without languages `dict.txt`, `train.bin`, `train.idx`).
+//!
+//! The `.bin` is the ids, sentence after sentence. Of its index two formats occur, little-endian both:
+//!
+//! | `--dataset-impl` | index |
+//! |---|---|
+//! | `mmap` | `MMIDIDX\0\0`, version u64, number type u8, count u64; lengths i32 × count, starts in bytes i64 × count |
+//! | `cached`, `lazy` | `TNTIDX\0\0`, version, number type, bytes of a number, count, count of dimensions (u64 each); where each sentence's dimensions begin i64 × (count + 1), starts in numbers i64 × (count + 1), dimensions i64 × count; the `.bin` holds id + 1 |
+//!
+//! Nothing that a file says of lengths is believed before it is compared with the sizes of the files, and no memory is
+//! taken for it before that.
+
+use super::vocabulary::{seen_mask, Vocabulary, EOS, UNK};
+use crate::error::{Error, Result};
+use std::collections::BTreeSet;
+use std::fs::{self, File};
+use std::io::{BufReader, ErrorKind, Read};
+use std::path::{Path, PathBuf};
+
+/// A folder, read in one direction.
+pub struct Binarised {
+    folder: PathBuf,
+    pair: Option<Pair>,
+}
+
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
+struct Pair {
+    /// As the files' names have it, `SRC-TGT`.
+    named: String,
+    source: String,
+    target: String,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Side {
+    Source,
+    Target,
+}
+
+impl Binarised {
+    /// A folder of one language (`fairseq-preprocess --only-source`).
+    pub fn monolingual(folder: impl AsRef<Path>) -> Self {
+        Binarised { folder: folder.as_ref().to_path_buf(), pair: None }
+    }
+
+    /// A folder of two languages. The direction is that of the split's file names where nothing else is said.
+    pub fn parallel(
+        folder: impl AsRef<Path>,
+        split: &str,
+        source_lang: Option<&str>,
+        target_lang: Option<&str>,
+    ) -> Result<Self> {
+        let folder = folder.as_ref();
+        let pairs = pairs(folder, split)?;
+        let swapped = |pair: &Pair| Pair { source: pair.target.clone(), target: pair.source.clone(), ..pair.clone() };
+        let fits = |pair: &Pair| {
+            source_lang.is_none_or(|lang| lang == pair.source) && target_lang.is_none_or(|lang| lang == pair.target)
+        };
+        let mut found: Vec<Pair> = pairs.iter().filter(|pair| fits(pair)).cloned().collect();
+        if found.is_empty() {
+            found = pairs.iter().map(swapped).filter(fits).collect();
+        }
+        if found.len() != 1 {
+            let there: Vec<&str> = pairs.iter().map(|pair| pair.named.as_str()).collect();
+            return Err(Error::invalid(format!(
+                "{}: expected {split}.{}-{}.LANG.idx of one language pair, found {}; give source_lang and target_lang",
+                folder.display(),
+                source_lang.unwrap_or("SRC"),
+                target_lang.unwrap_or("TGT"),
+                if there.is_empty() { "none".into() } else { there.join(", ") },
+            )));
+        }
+        Ok(Binarised { folder: folder.to_path_buf(), pair: found.pop() })
+    }
+
+    /// The dictionary of a side.
+    pub fn dictionary(&self, side: Side) -> Result<Vocabulary> {
+        Vocabulary::load(self.folder.join(match self.language(side) {
+            Some(language) => format!("dict.{language}.txt"),
+            None => "dict.txt".into(),
+        }))
+    }
+
+    /// The dictionary of both sides.
+    pub fn joint_dictionary(&self) -> Result<Vocabulary> {
+        let target = self.dictionary(Side::Target)?;
+        if self.pair.is_some() && self.dictionary(Side::Source)? != target {
+            return Err(Error::invalid(format!(
+                "{}: two dictionaries; models here have one for both languages: preprocess with --joined-dictionary",
+                self.folder.display()
+            )));
+        }
+        Ok(target)
+    }
+
+    /// The sentences of a side of a split, without the EOS at their ends; `types` is the length of its dictionary.
+    ///
+    /// Text never yields a special symbol but UNK, so other ids below UNK's are read as UNK ([`Vocabulary`]).
+    pub fn sentences(&self, split: &str, side: Side, types: usize) -> Result<Vec<Vec<u32>>> {
+        let mut found = Vec::new();
+        self.read(split, side, types, |ids| {
+            let words = ids.strip_suffix(&[EOS]).unwrap_or(ids);
+            found.push(words.iter().map(|&id| id.max(UNK)).collect());
+        })?;
+        Ok(found)
+    }
+
+    /// V_t of a split's target side (SPEC §4), a flag for each type of its dictionary.
+    pub fn target_types(&self, split: &str) -> Result<Vec<bool>> {
+        let types = self.dictionary(Side::Target)?.len();
+        let mut seen = vec![false; types];
+        self.read(split, Side::Target, types, |ids| ids.iter().for_each(|&id| seen[id as usize] = true))?;
+        let seen: Vec<u32> = (0..types as u32).filter(|&id| seen[id as usize]).collect();
+        Ok(seen_mask(types, [seen.as_slice()]))
+    }
+
+    fn language(&self, side: Side) -> Option<&str> {
+        self.pair.as_ref().map(|pair| match side {
+            Side::Source => pair.source.as_str(),
+            Side::Target => pair.target.as_str(),
+        })
+    }
+
+    /// Hands over the ids of each sentence, all below `types`.
+    fn read(&self, split: &str, side: Side, types: usize, mut visit: impl FnMut(&[u32])) -> Result<()> {
+        let name = match (&self.pair, self.language(side)) {
+            (Some(pair), Some(language)) => format!("{split}.{}.{language}", pair.named),
+            _ => split.to_string(),
+        };
+        let path = self.folder.join(format!("{name}.bin"));
+        let index = Index::read(&self.folder.join(format!("{name}.idx")))?;
+        let file = File::open(&path).map_err(|e| refused("read", &path, e))?;
+        let size = file.metadata().map_err(|e| Error::io("read", &path, e))?.len();
+        if index.bytes() != Some(size) {
+            return Err(Error::invalid(format!(
+                "{}: its index wants {} numbers of {} bytes, and it has {size} bytes; it is damaged, or another index's",
+                path.display(),
+                index.numbers,
+                index.kind.bytes
+            )));
+        }
+        let (mut file, mut bytes, mut ids) = (BufReader::with_capacity(1 << 20, file), Vec::new(), Vec::new());
+        for (number, &length) in index.lengths.iter().enumerate() {
+            bytes.resize(length as usize * index.kind.bytes, 0);
+            file.read_exact(&mut bytes).map_err(|e| Error::io("read", &path, e))?;
+            ids.clear();
+            for value in bytes.chunks_exact(index.kind.bytes).map(|b| integer(b, index.kind.is_signed)) {
+                let id = value.wrapping_sub(index.first);
+                if !(0..types as i64).contains(&id) {
+                    return Err(Error::invalid(format!(
+                        "{}: sentence {} holds the id {id}, and the dictionary has {types} types; it is damaged, or \
+                         another dictionary's",
+                        path.display(),
+                        number + 1
+                    )));
+                }
+                ids.push(id as u32);
+            }
+            visit(&ids);
+        }
+        Ok(())
+    }
+}
+
+/// The language pairs of a split.
+fn pairs(folder: &Path, split: &str) -> Result<BTreeSet<Pair>> {
+    let entries = fs::read_dir(folder).map_err(|e| refused("list", folder, e))?;
+    let names = entries.flatten().map(|entry| entry.file_name().to_string_lossy().into_owned());
+    let pair = |name: String| {
+        let (named, language) = name.strip_prefix(split)?.strip_prefix('.')?.strip_suffix(".idx")?.rsplit_once('.')?;
+        let before = named.strip_suffix(language).and_then(|rest| rest.strip_suffix('-'));
+        let after = named.strip_prefix(language).and_then(|rest| rest.strip_prefix('-'));
+        let (source, target) = after.map(|after| (language, after)).or(before.map(|before| (before, language)))?;
+        Some(Pair { named: named.into(), source: source.into(), target: target.into() })
+    };
+    Ok(names.filter_map(pair).collect())
+}
+
+fn refused(act: &'static str, path: &Path, error: std::io::Error) -> Error {
+    match error.kind() {
+        ErrorKind::NotFound => {
+            Error::invalid(format!("{}: not there; expected what fairseq-preprocess writes", path.display()))
+        }
+        _ => Error::io(act, path, error),
+    }
+}
+
+/// How long the sentences of a `.bin` are, and how its numbers are to be read.
+#[derive(Debug, PartialEq)]
+struct Index {
+    kind: Kind,
+    /// What id 0 is written as.
+    first: i64,
+    lengths: Vec<i64>,
+    /// The sum of the lengths.
+    numbers: i64,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq)]
+struct Kind {
+    bytes: usize,
+    is_signed: bool,
+}
+
+/// fairseq's codes of integer types.
+const KINDS: [(i64, Kind); 8] = [
+    (1, Kind { bytes: 1, is_signed: false }),
+    (2, Kind { bytes: 1, is_signed: true }),
+    (3, Kind { bytes: 2, is_signed: true }),
+    (4, Kind { bytes: 4, is_signed: true }),
+    (5, Kind { bytes: 8, is_signed: true }),
+    (8, Kind { bytes: 2, is_signed: false }),
+    (9, Kind { bytes: 4, is_signed: false }),
+    (10, Kind { bytes: 8, is_signed: false }),
+];
+const MMAP: &[u8] = b"MMIDIDX\0\0";
+const TORCHNET: &[u8] = b"TNTIDX\0\0";
+
+impl Index {
+    fn read(path: &Path) -> Result<Self> {
+        let content = fs::read(path).map_err(|e| refused("read", path, e))?;
+        let parsed = match (content.strip_prefix(MMAP), content.strip_prefix(TORCHNET)) {
+            (Some(body), _) => Index::mmap(body),
+            (_, Some(body)) => Index::torchnet(body),
+            _ => Err("not an index of fairseq's mmap, cached or lazy formats; preprocess again, without \
+                      --dataset-impl"
+                .into()),
+        };
+        parsed.map_err(|what| Error::invalid(format!("{}: {what}", path.display())))
+    }
+
+    fn mmap(mut body: &[u8]) -> Result<Self, String> {
+        let kind = Kind::find(one(&mut body, 8)?, one(&mut body, 1)?)?;
+        let count = one(&mut body, 8)?;
+        let (lengths, starts) = (column(&mut body, count, 4)?, column(&mut body, count, 8)?);
+        let index = Index::of(kind, 0, lengths)?;
+        let unit = kind.bytes as i64;
+        index.ends_with(body, starts.map(|start| (start % unit == 0).then_some(start / unit)))
+    }
+
+    fn torchnet(mut body: &[u8]) -> Result<Self, String> {
+        let kind = Kind::find(one(&mut body, 8)?, one(&mut body, 8)?)?;
+        let bytes = one(&mut body, 8)?;
+        let (count, dimensions) = (one(&mut body, 8)?, one(&mut body, 8)?);
+        if bytes != kind.bytes as i64 || dimensions != count {
+            return Err(format!(
+                "{count} sentences of {dimensions} dimensions, {bytes} bytes a number; expected one dimension each, of \
+                 {} bytes: it is damaged",
+                kind.bytes
+            ));
+        }
+        let after = count.wrapping_add(1);
+        let (places, starts) = (column(&mut body, after, 8)?, column(&mut body, after, 8)?);
+        let index = Index::of(kind, 1, column(&mut body, count, 8)?)?;
+        if !places.eq(0..after) {
+            return Err("its sentences have other than one dimension; it is damaged".into());
+        }
+        index.ends_with(body, starts.map(Some))
+    }
+
+    fn of(kind: Kind, first: i64, lengths: impl Iterator<Item = i64>) -> Result<Self, String> {
+        let lengths: Vec<i64> = lengths.collect();
+        if lengths.iter().any(|length| *length < 0) {
+            return Err("a length below 0; it is damaged".into());
+        }
+        let numbers = lengths.iter().try_fold(0i64, |sum, length| sum.checked_add(*length));
+        Ok(Index { kind, first, numbers: numbers.ok_or("lengths beyond all bounds; it is damaged")?, lengths })
+    }
+
+    /// The index, if nothing follows and `starts` are where the lengths say that sentences begin, and maybe the end.
+    fn ends_with(self, rest: &[u8], mut starts: impl Iterator<Item = Option<i64>>) -> Result<Self, String> {
+        let mut place = 0;
+        let fits = self.lengths.iter().all(|length| {
+            let fits = starts.next() == Some(Some(place));
+            place += length;
+            fits
+        });
+        if !fits || starts.any(|end| end != Some(place)) {
+            return Err("lengths and positions contradict each other; it is damaged".into());
+        }
+        match rest.len() {
+            0 => Ok(self),
+            n => Err(format!("{n} bytes more than its {} sentences need; it is damaged", self.lengths.len())),
+        }
+    }
+
+    /// The size of the `.bin`.
+    fn bytes(&self) -> Option<u64> {
+        (self.numbers as u64).checked_mul(self.kind.bytes as u64)
+    }
+}
+
+impl Kind {
+    fn find(version: i64, code: i64) -> Result<Self, String> {
+        let found = KINDS.iter().find(|(known, _)| *known == code && version == 1);
+        found.map(|(_, kind)| *kind).ok_or_else(|| {
+            format!("version {version}, number type {code}; expected version 1 of integers: newer, or damaged")
+        })
+    }
+}
+
+fn one(body: &mut &[u8], bytes: usize) -> Result<i64, String> {
+    column(body, 1, bytes)?.next().ok_or_else(|| "it is damaged".into())
+}
+
+/// Cuts `count` numbers off the front.
+fn column<'a>(body: &mut &'a [u8], count: i64, bytes: usize) -> Result<impl Iterator<Item = i64> + use<'a>, String> {
+    let size = usize::try_from(count).ok().and_then(|count| count.checked_mul(bytes));
+    let (numbers, rest) = size
+        .and_then(|size| body.split_at_checked(size))
+        .ok_or_else(|| format!("{} bytes are left where {count} × {bytes} are due; it is damaged", body.len()))?;
+    *body = rest;
+    Ok(numbers.chunks_exact(bytes).map(|bytes| integer(bytes, true)))
+}
+
+/// At most eight bytes, the lowest first. An unsigned number beyond i64 comes out negative, which no caller takes.
+fn integer(bytes: &[u8], is_signed: bool) -> i64 {
+    let is_negative = is_signed && bytes.last().is_some_and(|byte| byte & 0x80 != 0);
+    let mut wide = [if is_negative { 0xff } else { 0 }; 8];
+    wide[..bytes.len()].copy_from_slice(bytes);
+    i64::from_le_bytes(wide)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const SENTENCES: [&[u32]; 3] = [&[4, 0, 5, EOS], &[EOS], &[6, EOS, 4]];
+
+    fn mmap() -> (Vec<u8>, Vec<u8>) {
+        let tokens = SENTENCES.concat().iter().flat_map(|id| (*id as u16).to_le_bytes()).collect();
+        let mut index = [MMAP, &1u64.to_le_bytes(), &[8], &3u64.to_le_bytes()].concat();
+        index.extend([4i32, 1, 3].iter().flat_map(|length| length.to_le_bytes()));
+        index.extend([0i64, 8, 10].iter().flat_map(|start| start.to_le_bytes()));
+        (index, tokens)
+    }
+
+    fn torchnet() -> (Vec<u8>, Vec<u8>) {
+        let tokens = SENTENCES.concat().iter().flat_map(|id| (*id as i32 + 1).to_le_bytes()).collect();
+        let numbers = [1i64, 4, 4, 3, 3, 0, 1, 2, 3, 0, 4, 5, 8, 4, 1, 3];
+        ([TORCHNET, &numbers.iter().flat_map(|n| n.to_le_bytes()).collect::<Vec<_>>()].concat(), tokens)
+    }
+
+    fn folder(files: &[(&str, &[u8])]) -> tempfile::TempDir {
+        let folder = tempfile::tempdir().unwrap();
+        for (name, content) in files {
+            fs::write(folder.path().join(name), content).unwrap();
+        }
+        folder
+    }
+
+    fn read(index: &[u8], tokens: &[u8], types: usize) -> Result<Vec<Vec<u32>>> {
+        let folder = folder(&[("train.idx", index), ("train.bin", tokens)]);
+        Binarised::monolingual(folder.path()).sentences("train", Side::Target, types)
+    }
+
+    fn message<T>(result: Result<T>) -> String {
+        result.err().map(|e| e.to_string()).unwrap_or_default()
+    }
+
+    #[test]
+    fn both_formats_hold_the_same_sentences() {
+        for (index, tokens) in [mmap(), torchnet()] {
+            // BOS and an EOS within a sentence are read as UNK.
+            assert_eq!(read(&index, &tokens, 7).unwrap(), [vec![4, UNK, 5], vec![], vec![6, UNK, 4]]);
+        }
+    }
+
+    #[test]
+    fn damage_is_named_and_costs_no_memory() {
+        let check = |what: &str, (index, tokens): (Vec<u8>, Vec<u8>), at: usize, new: &[u8]| {
+            let mut index = index;
+            index.splice(at..(at + new.len()).min(index.len()), new.iter().copied());
+            let said = message(read(&index, &tokens, 7));
+            assert!(said.contains(what), "{what}: {said}");
+        };
+        check("not an index", mmap(), 0, b"X");
+        check("version 2", mmap(), 9, &[2]);
+        check("number type 77", mmap(), 17, &[77]);
+        check("are due", mmap(), 18, &[0xff, 0xff, 0xff, 0xff, 0xff, 0xff, 0xff, 0x7f]);
+        check("are due", mmap(), 18, &[0xff; 8]);
+        check("below 0", mmap(), 29, &[0x80]);
+        check("contradict", mmap(), 26, &[5]);
+        check("contradict", mmap(), 38, &[1]);
+        check("bytes more", mmap(), 62, &[0; 8]);
+        check("version 2", torchnet(), 8, &[2]);
+        check("8 bytes a number", torchnet(), 24, &[8]);
+        check("of 2 dimensions", torchnet(), 40, &[2]);
+        check("other than one dimension", torchnet(), 56, &[2]);
+        check("beyond all bounds", torchnet(), 120, &i64::MAX.to_le_bytes());
+        check("contradict", torchnet(), 104, &[9]);
+        for (index, tokens) in [mmap(), torchnet()] {
+            assert!(message(read(&index[..index.len() - 1], &tokens, 7)).contains("are due"));
+            assert!(message(read(&index, &tokens[1..], 7)).contains("another index's"));
+            let foreign = message(read(&index, &tokens, 6));
+            assert!(foreign.contains("sentence 3 holds the id 6, and the dictionary has 6 types"), "{foreign}");
+        }
+        let empty = folder(&[]);
+        let missing = message(Binarised::monolingual(empty.path()).sentences("train", Side::Target, 7));
+        assert!(missing.contains("train.idx: not there"), "{missing}");
+    }
+
+    #[test]
+    fn languages_come_from_the_names_or_are_chosen() {
+        let names = ["train.de-en.de.idx", "train.de-en.en.idx", "test.de-en.de.idx", "train1.de-fr.de.idx"];
+        let there = folder(&names.map(|name| (name, b"".as_slice())));
+        let direction = |split, source, target| {
+            Binarised::parallel(there.path(), split, source, target)
+                .map(|found| found.pair.map(|pair| format!("{}: {} → {}", pair.named, pair.source, pair.target)))
+        };
+        let is = |found: Result<Option<String>>, wanted: &str| assert_eq!(found.unwrap().unwrap(), wanted);
+        is(direction("train", None, None), "de-en: de → en");
+        is(direction("train", Some("en"), None), "de-en: en → de");
+        is(direction("train", Some("en"), Some("de")), "de-en: en → de");
+        is(direction("test", None, Some("en")), "de-en: de → en");
+        let none = message(direction("train", Some("fr"), None));
+        assert!(none.contains("train.fr-TGT.LANG.idx of one language pair, found de-en;"), "{none}");
+        fs::write(there.path().join("train.de-fr.fr.idx"), b"").unwrap();
+        let two = message(direction("train", None, None));
+        assert!(two.contains("found de-en, de-fr;"), "{two}");
+        is(direction("train", None, Some("fr")), "de-fr: de → fr");
+        let nowhere = message(Binarised::parallel("/no/such/folder", "train", None, None));
+        assert!(nowhere.contains("/no/such/folder: not there"), "{nowhere}");
+    }
+
+    #[test]
+    fn dictionaries_must_be_joint_and_types_are_the_targets() {
+        let (index, tokens) = mmap();
+        let files: [(&str, &[u8]); 4] = [
+            ("train.de-en.de.idx", &index),
+            ("train.de-en.de.bin", &tokens),
+            ("dict.de.txt", b"a 3\nb 2\nc 1\nd 0\n"),
+            ("dict.en.txt", b"a 3\n"),
+        ];
+        let there = folder(&files);
+        let found = Binarised::parallel(there.path(), "train", Some("en"), Some("de")).unwrap();
+        assert!(message(found.joint_dictionary()).contains("--joined-dictionary"));
+        let (no, yes) = (false, true);
+        assert_eq!(found.target_types("train").unwrap(), [no, no, yes, yes, yes, yes, yes, no]);
+    }
+}
