@@ -20,7 +20,8 @@ def trained(monkeypatch):
     """`_core.train` stood in for: the list of calls, each the options by name, output and mode."""
     calls = []
 
-    def train(model, training, data, output, mode, observer):
+    def train(model, training, data, output, mode, group, observer):
+        assert group is None
         calls.append({**json.loads(model), **json.loads(training), **json.loads(data), "output": output, "mode": mode})
         events = [("started", STARTED)]
         events += [
