@@ -13,14 +13,17 @@ import sys
 import tempfile
 from pathlib import Path
 
+FAIRSEQ = [sys.executable, "-m", "normformer_rs", "fairseq"]
+"""fairseq's commands, on any Python."""
 
-def prepare(corpus_dir, out_dir, python, source="en", target="de", test=None):
+
+def prepare(corpus_dir, out_dir, preprocess, source="en", target="de", test=None):
     """Runs `fairseq-preprocess` with one joint dictionary and returns `out_dir` as a `Path`.
 
-    `corpus_dir` holds SPLIT.LANGUAGE.gz for train, valid and, where one is named, the test set `test`; `python` is an
-    interpreter that has fairseq; `out_dir` is created whole or not at all, and one that exists already is returned as
-    it is. Raises FileNotFoundError for a missing corpus file and, when fairseq fails, subprocess.CalledProcessError;
-    what fairseq says is on stderr.
+    `corpus_dir` holds SPLIT.LANGUAGE.gz for train, valid and, where one is named, the test set `test`; `preprocess` is
+    the command, word by word; `out_dir` is created whole or not at all, and one that exists already is returned as it
+    is. Raises FileNotFoundError for a missing corpus file and, when fairseq fails, subprocess.CalledProcessError; what
+    fairseq says is on stderr.
     """
     corpus_dir, out_dir = Path(corpus_dir), Path(out_dir)
     if out_dir.exists():
@@ -35,7 +38,7 @@ def prepare(corpus_dir, out_dir, python, source="en", target="de", test=None):
                 name = f"{split}.{language}"
                 with gzip.open(corpus_dir / f"{theirs}.{language}.gz") as packed, open(text / name, "wb") as plain:
                     shutil.copyfileobj(packed, plain)
-        command = [python, "-m", "fairseq_cli.preprocess", "--joined-dictionary"]
+        command = [*preprocess, "--joined-dictionary"]
         command += ["--source-lang", source, "--target-lang", target, "--destdir", binary]
         for split in splits:
             command += [f"--{split}pref", text / split]
@@ -53,7 +56,9 @@ def main():
     parser.add_argument("--target", default="de")
     parser.add_argument("--test", metavar="NAME", help="the test set's name, such as test.2016")
     arguments = parser.parse_args()
-    print(prepare(**vars(arguments)))
+    preprocess = [arguments.python, "-m", "fairseq_cli.preprocess"]
+    languages = (arguments.source, arguments.target)
+    print(prepare(arguments.corpus_dir, arguments.out_dir, preprocess, *languages, test=arguments.test))
 
 
 if __name__ == "__main__":

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from fairseq_data import prepare
+from fairseq_data import FAIRSEQ, prepare
 from fairseq_worker import RECIPE
 
 from normformer_rs.scores import score
@@ -34,10 +34,9 @@ SETS = {"valid": "valid", "test": "test.2016"}
 
 
 def fairseq(command: str, *arguments: str, output: Path, mode: str = "w") -> None:
-    """fairseq-COMMAND, on any Python; what it says goes to `output`."""
+    """fairseq-COMMAND; what it says goes to `output`."""
     with open(output, mode) as file:
-        given = [sys.executable, "-m", "normformer_rs", "fairseq", command, *arguments]
-        subprocess.run(given, check=True, stdout=file, stderr=subprocess.STDOUT)
+        subprocess.run([*FAIRSEQ, command, *arguments], check=True, stdout=file, stderr=subprocess.STDOUT)
 
 
 def average(paths: list[Path], output: Path) -> None:
@@ -75,15 +74,16 @@ def main() -> None:
     parser.add_argument("--runs", type=Path, default=Path("runs"))
     parser.add_argument("--updates", type=int, default=8000)
     parser.add_argument("--results", type=Path, default=Path(__file__).parent / "results" / "fairseq-recipe.csv")
-    parser.add_argument("flags", nargs="*", metavar="-- FLAG", help="of the plug-in's architecture")
-    arguments = parser.parse_args()
-    if arguments.name == "stock" and arguments.flags:
+    given = sys.argv[1:]
+    end = given.index("--") if "--" in given else len(given)
+    arguments, flags = parser.parse_args(given[:end]), given[end + 1 :]
+    if arguments.name == "stock" and flags:
         parser.error("stock takes no flags of the plug-in")
 
     corpus, folder = arguments.data / "multi30k-bpe-en-de", arguments.runs / arguments.name
-    data = prepare(corpus, arguments.runs / "data-bin", sys.executable, test=SETS["test"])
+    data = prepare(corpus, arguments.runs / "data-bin", [*FAIRSEQ, "preprocess"], test=SETS["test"])
     folder.mkdir(parents=True, exist_ok=True)
-    own = [] if arguments.name == "stock" else [*FUSED, *arguments.flags]
+    own = [] if arguments.name == "stock" else [*FUSED, *flags]
     stops = ["--max-update", str(arguments.updates), "--patience", "10", "--keep-last-epochs", str(LAST)]
     size = ["--max-tokens", "4096", "--update-freq", "2", "--save-dir", str(folder)]
     fairseq("train", str(data), *RECIPE, *own, *size, *stops, output=folder / "train.log", mode="a")

@@ -15,7 +15,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from fairseq_data import prepare
+from fairseq_data import FAIRSEQ, prepare
 from training import HERE, Worker
 
 PLUGIN = "--arch nfrs_transformer_tiny --criterion nfrs_label_smoothed_cross_entropy --residual postnorm --norm"
@@ -32,7 +32,7 @@ def main() -> None:
     arguments = parser.parse_args()
 
     with tempfile.TemporaryDirectory() as scratch:
-        data = prepare(arguments.corpus, Path(scratch) / "data", sys.executable)
+        data = prepare(arguments.corpus, Path(scratch) / "data", [*FAIRSEQ, "preprocess"])
         command = [sys.executable, str(HERE / "fairseq_worker.py"), str(data), "--max-tokens", arguments.max_tokens]
         asked = [sys.executable, "-m", "normformer_rs", "fairseq-user-dir"]
         plugin = subprocess.run(asked, check=True, capture_output=True, text=True).stdout.strip()

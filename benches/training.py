@@ -76,7 +76,9 @@ def main() -> None:
         ours = [sys.executable, str(HERE / "our_worker.py"), str(arguments.corpus), *size]
         for tuned in (False, True):
             if arguments.fairseq:
-                data = prepare(arguments.corpus, Path(scratch) / "data", arguments.fairseq)
+                data = prepare(
+                    arguments.corpus, Path(scratch) / "data", [arguments.fairseq, "-m", "fairseq_cli.preprocess"]
+                )
                 command = [arguments.fairseq, str(HERE / "fairseq_worker.py"), str(data), *size]
                 workers[f"fairseq {tuned}"] = Worker("fairseq f32", command, tuned)
             for precision in ("f32", "bf16"):

@@ -48,6 +48,9 @@ REFUSED += ("cross_self_attention", "base_layers", "encoder_layers_to_keep", "de
 REFUSED += ("offload_activations", "character_embeddings", "no_decoder_final_norm", "encoder_xformers_att_config")
 REFUSED += ("decoder_xformers_att_config", "scale_fc", "scale_attn", "scale_heads", "scale_resids")
 """fairseq's flags that a model of this package has no place for."""
+FIXED: dict[str, Any] = {"activation_fn": "relu", "no_scale_embedding": False, "layernorm_embedding": False}
+FIXED |= {"no_token_positional_embeddings": False, "encoder_learned_pos": False, "decoder_learned_pos": False}
+"""What the plug-in's architectures take from fairseq's flags, and the training loop does one way only."""
 SIZES = ("embed_dim", "ffn_embed_dim", "layers", "attention_heads")
 
 
@@ -286,16 +289,19 @@ def from_fairseq(path: Path_, output: Path_, *, data: Path_ | None = None, trust
         raise InputError(f"{output} exists already; give a new folder")
     saved = read_checkpoint(path, trust)
     flags, task = flags_of(saved, path)
-    dictionary = _dictionary(Path(data or str(task["data"]).split(":")[0]), task)
+    dictionary = _dictionary(Path(data or str(task.get("data") or ".").split(":")[0]), task)
     complete_flags = complete(flags)
     config = configure(complete_flags, "decoder", 0)
     if config.architecture == "encoder-decoder" and config != configure(complete_flags, "encoder", 0):
         raise InputError(
             f"{path}: encoder and decoder differ in feed-forward width or heads; here they have one of each"
         )
-    for flag, said in _PLAIN.items():
+    for flag, said in FIXED.items():
         if flags.get(flag) not in (None, False, said):
-            raise InputError(f"{path}: --{flag.replace('_', '-')} {flags[flag]}: {_ONLY}")
+            raise InputError(
+                f"{path}: --{flag.replace('_', '-')} {flags[flag]}: here models have ReLU, word vectors times √d, and "
+                "sinusoidal positions, not normed"
+            )
     check_version(saved["model"])
     state = to_canonical(saved["model"], config.tie_embeddings)
     mask = saved["model"].get("decoder.vocab_mask")
@@ -305,11 +311,6 @@ def from_fairseq(path: Path_, output: Path_, *, data: Path_ | None = None, trust
         _core.save_model(str(output), config.to_json(), training, str(dictionary), types, [*state], [*state.values()])
     except InputError as error:
         raise InputError(f"{path}: {error}") from error
-
-
-_PLAIN = {"activation_fn": "relu", "no_scale_embedding": False, "layernorm_embedding": False}
-_PLAIN |= {"no_token_positional_embeddings": False, "encoder_learned_pos": False, "decoder_learned_pos": False}
-_ONLY = "here models have ReLU, word vectors times √d, and sinusoidal positions, not normed"
 
 
 def _dictionary(folder: Path, task: Mapping[str, Any]) -> Path:
