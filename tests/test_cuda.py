@@ -1,7 +1,9 @@
 """The CUDA kernels and their launcher without a GPU (docs/cuda.md)."""
 
 import itertools
+import os
 import re
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 import pytest
@@ -72,7 +74,9 @@ def test_a_gradient_from_one_side(emulated, backs):
     emulated(cases.residual, "layer_norm", ("f32", "f32"), 64, 0.3, "one", backs=backs)
 
 
-@pytest.mark.parametrize("case", [cases.extreme_rows, cases.empty, cases.rows_are_independent], ids=lambda c: c.__name__)
+@pytest.mark.parametrize(
+    "case", [cases.extreme_rows, cases.empty, cases.rows_are_independent], ids=lambda c: c.__name__
+)
 @pytest.mark.parametrize("norm", NORMS)
 def test_properties(emulated, norm, case):
     emulated(case, norm)
@@ -85,6 +89,35 @@ def test_under_the_clamp(emulated):
 @pytest.mark.parametrize("width", [64, 1030])
 def test_results_are_repeatable(emulated, width):
     emulated(cases.repeatable, "layer_norm", width)
+
+
+@pytest.mark.parametrize(
+    "dtype, width, p, misaligned",
+    [("f32", 19, 0.3, False), ("bf16", 64, 0.3, False), ("f16", 64, 0.0, False), ("f32", 64, 0.5, True)],
+    ids=str,
+)
+def test_relu_and_dropout(emulated, dtype, width, p, misaligned):
+    emulated(cases.relu_dropout, dtype, width, p, misaligned=misaligned)
+
+
+@pytest.mark.parametrize(
+    "dtype, width, masked, options",
+    [
+        ("f32", 2, False, {}),
+        ("f32", 1200, True, {}),
+        ("bf16", 2056, False, {}),
+        ("f16", 515, True, {}),
+        ("f32", 96, False, {"misaligned": True}),
+        ("f32", 1030, False, {"smoothing": 0.0, "scale": 30.0}),
+    ],
+    ids=str,
+)
+def test_cross_entropy(emulated, dtype, width, masked, options):
+    emulated(cases.cross_entropy, dtype, width, masked, **options)
+
+
+def test_targets_outside_the_vocabulary(emulated):
+    emulated(cases.bad_targets)
 
 
 # ---- planted bugs ----
@@ -100,6 +133,29 @@ def test_a_planted_bug_is_caught(bug, tmp_path):
     assert planted.exists(), f"the bug's text is not in the sources: {bug.text!r}"
     # Compiled, and found out by what it computed.
     assert "COMPILATION" not in str(caught.value), caught.value
+
+
+SANE = """
+cases.row_norm("layer_norm", "bf16", 1000)
+cases.row_norm("layer_norm", "f32", 1030, 3)
+cases.row_norm("scale_norm", "f16", 7)
+cases.residual("rms_norm", ("f32", "bf16"), 136, 0.3, "each")
+cases.relu_dropout("f32", 19, 0.3)
+cases.cross_entropy("bf16", 515, True)
+"""
+
+
+def test_the_address_sanitizer_finds_nothing(tmp_path):
+    done = device.sanitized(SANE, device.environment(tmp_path))
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("bug", [b for b in BUGS if b.sanitized], ids=lambda b: b.what)
+def test_the_address_sanitizer_catches(bug, tmp_path):
+    (tmp_path / "patch").write_text(f"{bug.text}\n=====\n{bug.replacement}")
+    env = device.environment(tmp_path / "cache", MOCK_PATCH=str(tmp_path / "patch"))
+    done = device.sanitized(f"cases.{bug.case.__name__}(*{bug.arguments!r})", env)
+    assert "AddressSanitizer: heap-buffer-overflow" in done.stderr, done.stderr
 
 
 # ---- the launcher ----
@@ -190,8 +246,6 @@ def test_an_unwritable_cache_costs_time_only(tmp_path):
 
 # ---- the real compiler ----
 
-OPTIONS = re.compile(r"-DK_(\w+)=(\w+)")
-
 
 def variants():
     """Every program with every layout, and every kind of types and parameters, but not all of their combinations."""
@@ -222,16 +276,37 @@ def real_compiler():
         return str(error)
 
 
+def every_variant():
+    """(program, options) of all kernels: each layout with each combination of types, the rest by turns."""
+    weights = {"layer_norm.cu": (2, 2), "rms_norm.cu": (2, 0), "scale_norm.cu": (1, 0)}
+    norms = itertools.cycle([*weights.items(), ("no_norm.cu", (0, 0))])
+    for options, (program, (weight, bias)) in zip(variants(), norms):
+        for backward in (0, 1):
+            # Without a norm there is nothing but the step.
+            step = options.replace("-DK_STEP=0", "-DK_STEP=1") if program == "no_norm.cu" else options
+            yield program, f"{step} -DK_BACKWARD={backward} -DK_WEIGHT={weight} -DK_BIAS={bias}"
+    for x, vec in [("f32", 4), ("bf16", 8), ("f16", 8), ("f32", 1), ("bf16", 1), ("f16", 1)]:
+        for mode in range(3):
+            yield "cross_entropy.cu", f"-DK_LANES=256 -DK_ROWS=1 -DK_VEC={vec} -DK_X={x} -DK_GRADIENT={mode}"
+        for backward in range(2):
+            yield "relu_dropout.cu", f"-DK_VEC={vec} -DK_X={x} -DK_BACKWARD={backward}"
+    yield "sums.cu", ""
+
+
+VARIANTS = list(every_variant())
+
+
+def test_every_program_has_variants():
+    assert {program for program, _ in VARIANTS} == set(_core.cuda_programs())
+
+
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_every_variant_compiles_without_spills(architecture):
+def test_variants_compile_without_spills(architecture):
+    """Each variant for one of the architectures; `make cuda-variants` compiles all for all."""
     if why := real_compiler():
         pytest.skip(why)
-    assert set(_core.cuda_programs()) == {"layer_norm.cu", "rms_norm.cu", "scale_norm.cu", "no_norm.cu", "sums.cu"}
-    compiled("sums.cu", "", architecture)
-    programs = ["layer_norm.cu", "rms_norm.cu", "scale_norm.cu"]
-    weights = {"layer_norm.cu": (2, 2), "rms_norm.cu": (2, 0), "scale_norm.cu": (1, 0)}
-    for i, options in enumerate(variants()):
-        program = programs[(i + architecture // 10) % 3]
-        weight, bias = weights[program]
-        for backward in (0, 1):
-            compiled(program, f"{options} -DK_BACKWARD={backward} -DK_WEIGHT={weight} -DK_BIAS={bias}", architecture)
+    turn = ARCHITECTURES.index(architecture)
+    chosen = VARIANTS if os.environ.get("NORMFORMER_RS_ALL_VARIANTS") else VARIANTS[turn :: len(ARCHITECTURES)]
+    with ThreadPoolExecutor(2) as pool:
+        for done in [pool.submit(compiled, program, options, architecture) for program, options in chosen]:
+            done.result()

@@ -60,8 +60,8 @@ fn write(path: &Path, key: &str, binary: &[u8]) -> std::io::Result<()> {
     if let Some(folder) = path.parent() {
         std::fs::create_dir_all(folder)?;
     }
-    let written =
-        std::fs::write(&aside, [header(key, binary), binary.to_vec()].concat()).and_then(|()| std::fs::rename(&aside, path));
+    let written = std::fs::write(&aside, [header(key, binary), binary.to_vec()].concat())
+        .and_then(|()| std::fs::rename(&aside, path));
     if written.is_err() {
         let _ = std::fs::remove_file(&aside);
     }

@@ -33,6 +33,8 @@ pub struct Program {
 
 /// What every program begins with.
 pub const PRELUDE: &str = include_str!("device/prelude.cuh");
+/// A few columns at a time.
+pub const CHUNK: &str = include_str!("device/chunk.cuh");
 /// Sums over the threads of a row.
 pub const REDUCE: &str = include_str!("device/reduce.cuh");
 /// What a norm says of itself.
@@ -48,8 +50,8 @@ pub const ROWS: &str = include_str!("device/rows.cuh");
 #[macro_export]
 macro_rules! row_program {
     ($file:literal) => {{
-        use $crate::cuda::{Program, NORM, PARAMETER, PHILOX, PRELUDE, REDUCE, ROWS};
-        Program { name: $file, files: &[PRELUDE, REDUCE, NORM, include_str!($file), PHILOX, PARAMETER, ROWS] }
+        use $crate::cuda::{Program, CHUNK, NORM, PARAMETER, PHILOX, PRELUDE, REDUCE, ROWS};
+        Program { name: $file, files: &[PRELUDE, CHUNK, REDUCE, NORM, include_str!($file), PHILOX, PARAMETER, ROWS] }
     }};
 }
 
@@ -188,7 +190,8 @@ pub fn stand_in() -> bool {
 /// Every program of the package.
 pub fn programs() -> Vec<&'static Program> {
     let rows = crate::norm::ROW_NORMS.iter().map(|k| &k.program);
-    rows.chain([&crate::residual::step::NO_NORM, &SUMS]).collect()
+    use crate::kernel::{cross_entropy, relu_dropout};
+    rows.chain([&crate::residual::step::NO_NORM, &relu_dropout::PROGRAM, &cross_entropy::PROGRAM, &SUMS]).collect()
 }
 
 /// A program's binary for an architecture such as 90, and the compiler's remarks on registers and spills.

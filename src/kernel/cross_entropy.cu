@@ -71,14 +71,15 @@ KERNEL(THREADS, cross_entropy, CrossEntropy) {
     }
   }
   team.combine<Add>(size);
-  f32 lse = K_GRADIENT == FROM_LSE ? a.lse[row] : 0.f;
+  // p = exp(z - shift)/total
+  f32 shift = K_GRADIENT == FROM_LSE ? a.lse[row] : 0.f, total = 1.f;
   if (K_GRADIENT != FROM_LSE) {
     const f32 own = most[0];
     team.combine<Largest>(most);
     sums[0] *= own == most[0] ? 1.f : expf(own - most[0]);
     team.combine<Add>(sums);
     const double exact = (double)most[0] + log((double)sums[0]);
-    lse = (f32)exact;
+    shift = most[0], total = sums[0];
     if (team.lane == 0) {
       const double nll = exact - at_target;
       double loss = a.nll_weight * nll;
@@ -86,19 +87,19 @@ KERNEL(THREADS, cross_entropy, CrossEntropy) {
       if (a.uniform_weight != 0.0) loss += a.uniform_weight * (size[0] * exact - sums[1]);
       a.loss[row] = (f32)loss;
       a.nll[row] = (f32)nll;
-      if (a.lse) a.lse[row] = lse;
+      if (a.lse) a.lse[row] = (f32)exact;
     }
   }
   if (K_GRADIENT == NO) return;
   const f32 scale = K_GRADIENT == FROM_LSE ? a.dloss[row] : a.scale;
-  const f32 all = (f32)(a.nll_weight + a.uniform_weight * size[0]) * scale;
+  const f32 all = (f32)(a.nll_weight + a.uniform_weight * size[0]) * scale / total;
   const f32 uniform = (f32)a.uniform_weight * scale, of_target = (f32)a.nll_weight * scale;
   for (int chunk = team.lane; chunk < a.chunks; chunk += LANES) {
     Values z = load<K_X>(a.logits, first + chunk);
 #pragma unroll
     for (int j = 0; j < VEC; j++) {
       const int column = chunk * VEC + j;
-      const f32 dz = fmaf(all, expf(z.v[j] - lse), -uniform) - (column == target ? of_target : 0.f);
+      const f32 dz = fmaf(all, expf(z.v[j] - shift), -uniform) - (column == target ? of_target : 0.f);
       z.v[j] = inside(a.mask, column) ? dz : 0.f;
     }
     store<K_X>(a.dlogits, first + chunk, z);

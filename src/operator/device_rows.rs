@@ -1,9 +1,9 @@
 //! Row norms and residual steps on a GPU: what `cuda/device/rows.cuh` takes, made from the shim's views.
 
+use super::device::{aligned, columns, type_name, Dropout};
 use super::ffi::{Draw, View};
-use crate::cpu::philox;
 use crate::cuda::{self, Device, Layout, Program, SUMS};
-use crate::error::{Error, Result};
+use crate::error::Result;
 
 /// A step and the norm after it; a norm alone has x⁺ = x and no f.
 #[derive(Clone, Copy)]
@@ -25,19 +25,7 @@ impl Rows {
     /// Nothing but dropout.
     pub const fn of(draw: Draw) -> Self {
         const NO: View = View::ABSENT;
-        Rows {
-            x: NO,
-            f: NO,
-            alpha: NO,
-            beta: NO,
-            weight: NO,
-            bias: NO,
-            x_plus: NO,
-            y: NO,
-            stats: NO,
-            eps: 0.0,
-            draw,
-        }
+        Rows { x: NO, f: NO, alpha: NO, beta: NO, weight: NO, bias: NO, x_plus: NO, y: NO, stats: NO, eps: 0.0, draw }
     }
 }
 
@@ -60,23 +48,6 @@ impl Sums {
 
     fn all(&self) -> [&View; 4] {
         [&self.dalpha, &self.dbeta, &self.dweight, &self.dbias]
-    }
-}
-
-/// rows.cuh's `Dropout`.
-#[repr(C)]
-pub struct Dropout {
-    seed: *const i64,
-    site: u32,
-    threshold: u32,
-    scale: f32,
-}
-
-impl Dropout {
-    pub fn of(draw: &Draw) -> Self {
-        let d = philox::Dropout::new(draw.p, philox::Stream::default());
-        let (threshold, scale) = d.map_or((0, 1.0), |d| (d.threshold, d.scale));
-        Dropout { seed: draw.device_seed, site: draw.site as u32, threshold: threshold.into(), scale: scale as f32 }
     }
 }
 
@@ -146,24 +117,9 @@ fn kind(parameter: &View) -> i32 {
     }
 }
 
-pub(super) fn type_name(dtype: i32) -> Result<&'static str> {
-    match dtype {
-        0 => Ok("f32"),
-        2 => Ok("bf16"),
-        3 => Ok("f16"),
-        other => Err(Error::Torch(format!("dtype code {other} has no CUDA kernel"))),
-    }
-}
-
-/// Whether every pointer lets 16 bytes be read at a time.
-pub(super) fn aligned(views: &[&View]) -> bool {
-    views.iter().all(|v| v.data.addr().is_multiple_of(16))
-}
-
 /// The layout, the options that name a variant, and chunks per row.
 fn variant(r: &Rows, backward: bool, types: [i32; 3], views: &[&View]) -> Result<(Layout, String, i32)> {
-    let cols = u32::try_from(r.x_plus.cols).ok().filter(|c| i32::try_from(*c).is_ok());
-    let cols = cols.ok_or_else(|| Error::Torch(format!("rows of {} numbers have no CUDA kernel", r.x_plus.cols)))?;
+    let cols = columns(&r.x_plus)?;
     let bytes = if types == [0; 3] { 4 } else { 2 };
     let parameters = [&r.alpha, &r.beta, &r.weight, &r.bias];
     let layout = Layout::of(cols, bytes, aligned(views) && aligned(&parameters));

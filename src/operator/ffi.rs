@@ -22,8 +22,7 @@ pub struct View {
 }
 
 impl View {
-    pub const ABSENT: View =
-        View { data: std::ptr::null_mut(), rows: 0, cols: 0, stride: 0, dtype: -1, device: -1 };
+    pub const ABSENT: View = View { data: std::ptr::null_mut(), rows: 0, cols: 0, stride: 0, dtype: -1, device: -1 };
 
     /// The CUDA device it lies on.
     pub fn device(&self) -> Option<Device> {
@@ -82,8 +81,7 @@ pub struct Draw {
 }
 
 impl Draw {
-    pub const NONE: Draw =
-        Draw { p: 0.0, seed: 0, update: 0, micro_batch: 0, site: 0, device_seed: std::ptr::null() };
+    pub const NONE: Draw = Draw { p: 0.0, seed: 0, update: 0, micro_batch: 0, site: 0, device_seed: std::ptr::null() };
 
     pub fn dropout(&self) -> Option<Dropout> {
         let stream = Stream {

@@ -193,8 +193,11 @@ unsafe extern "C" fn nfrs_norm_backward(
     let kernels = ROW_NORMS[norm as usize];
     if let Some(device) = x.device() {
         let rows = Rows { bias: *dbias, ..alone(*x, *weight, *stats, eps) };
-        let sums = device_rows::Sums { dweight: *dweight, dbias: *dbias, ..device_rows::Sums::in_workspace(*workspace) };
-        return status(|| device_rows::backward(device, &kernels.program, &rows, View::ABSENT, *dy, *dx, View::ABSENT, &sums));
+        let sums =
+            device_rows::Sums { dweight: *dweight, dbias: *dbias, ..device_rows::Sums::in_workspace(*workspace) };
+        return status(|| {
+            device_rows::backward(device, &kernels.program, &rows, View::ABSENT, *dy, *dx, View::ABSENT, &sums)
+        });
     }
     let (dx, dweight, dbias) = (*dx, *dweight, *dbias);
     let v = NormGradients { dy: *dy, x: *x, weight: *weight, eps, stats: *stats, dx, dweight, dbias };

@@ -7,6 +7,7 @@ import sys
 import traceback
 from collections.abc import Callable
 from functools import cache
+from multiprocessing import forkserver
 from pathlib import Path
 from tempfile import mkdtemp
 from typing import Any
@@ -33,13 +34,41 @@ def environment(cache_folder: Path, **more: str) -> dict[str, str]:
     return {"NORMFORMER_RS_CUDA_LIBRARIES": str(libraries()), "NORMFORMER_RS_CACHE": str(cache_folder), **more}
 
 
+def sanitized(code: str, env: dict[str, str]) -> subprocess.CompletedProcess:
+    """Python code on the emulated device under the address sanitizer, which sees each access to memory that torch has
+    not allocated."""
+    found = subprocess.run(["gcc", "-print-file-name=libasan.so"], capture_output=True, text=True, check=True).stdout
+    sanitizer = {"LD_PRELOAD": found.strip(), "ASAN_OPTIONS": "detect_leaks=0", "MOCK_FLAGS": "-fsanitize=address"}
+    path = os.pathsep.join(filter(None, sys.path))
+    setup = "import torch; torch.set_num_threads(1)\nfrom cuda_emulator import cases\n"
+    return subprocess.run(
+        [sys.executable, "-c", setup + code],
+        env={**os.environ, **env, **sanitizer, "PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+    )
+
+
+@cache
+def _server() -> multiprocessing.context.ForkServerContext:
+    """Where processes fork from, with everything imported."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["cuda_emulator.cases"])
+    # The server imports along its own path, and before Python 3.13 nobody tells it ours.
+    before = os.environ.get("PYTHONPATH")
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
+    forkserver.ensure_running()
+    if before is None:
+        del os.environ["PYTHONPATH"]
+    else:
+        os.environ["PYTHONPATH"] = before
+    return context
+
+
 def run(work: Callable[..., Any], *arguments: Any, env: dict[str, str]) -> Any:
     """work(*arguments) in a fresh process with these variables: its result, or AssertionError with its traceback."""
-    context = multiprocessing.get_context("forkserver")
-    # Imported once; every process starts from there.
-    context.set_forkserver_preload(["cuda_emulator.cases"])
-    here, there = context.Pipe(duplex=False)
-    process = context.Process(target=_child, args=(there, work, arguments, env))
+    here, there = _server().Pipe(duplex=False)
+    process = _server().Process(target=_child, args=(there, work, arguments, env))
     process.start()
     there.close()
     try:
@@ -58,6 +87,8 @@ def _child(connection: Any, work: Callable[..., Any], arguments: tuple, env: dic
 
         torch.set_num_threads(1)
         torch.manual_seed(0)
+        # New tensors are full of NaN: what a kernel leaves unwritten shows.
+        torch._C._set_deterministic_algorithms(True)
         connection.send((True, work(*arguments)))
     except BaseException:
         connection.send((False, traceback.format_exc()))

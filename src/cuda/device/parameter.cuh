@@ -1,12 +1,7 @@
 // A scale or shift of columns, always f32: absent, one number, or one per column; and the sum over rows that is its
-// gradient. A pass over a row takes it in chunks of VEC columns, up to HELD of them a thread; HELD = 0 is for rows that
-// do not fit into registers.
+// gradient. A thread keeps up to HELD chunks of a row in registers; HELD = 0 is for rows that do not fit.
 enum { NONE = 0, ONE = 1, EACH = 2 };
-enum { VEC = K_VEC, HELD = K_HELD };
-
-struct Values {
-  f32 v[VEC];
-};
+enum { HELD = K_HELD };
 
 template <int KIND>
 static DEV Values values(const f32* p, int chunk, f32 absent) {

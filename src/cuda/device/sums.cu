@@ -20,7 +20,10 @@ KERNEL(256, sum_partials, Sums) {
   __syncthreads();
   if (warp > 0 || column >= a.columns) return;
   for (int w = 1; w < 8; w++) sum += parts[32 * w + lane];
-  int k = 3;
-  while (column < a.outputs[k].first) k--;
-  a.outputs[k].to[column - a.outputs[k].first] = sum;
+  // No index that is a variable: the arguments would be copied to memory.
+  Output output = a.outputs[0];
+#pragma unroll
+  for (int k = 1; k < 4; k++)
+    if (column >= a.outputs[k].first) output = a.outputs[k];
+  output.to[column - output.first] = sum;
 }

@@ -62,6 +62,10 @@ inline void check_floating(const char* op, const char* name, const Tensor& t) {
                    " must be float32, float64, bfloat16 or float16, got ", t.scalar_type());
 }
 
+inline void check_device(const char* op, const char* name, const Tensor& x, const Tensor& t) {
+  TORCH_CHECK_VALUE(t.device() == x.device(), op, ": ", name, " must be where x is, on ", x.device(), ", got ", t.device());
+}
+
 // The CUDA device whose kernels a tensor takes, or -1.
 inline int32_t kernel_device(const Tensor& t) {
   if (t.is_cuda()) return t.get_device();

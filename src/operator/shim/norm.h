@@ -30,6 +30,7 @@ inline void check_parameter(const std::string& op, const char* what, const Tenso
   if (!p || !p->defined()) return;
   TORCH_CHECK_VALUE(p->dim() <= 1 && (p->sym_numel() == 1 || p->sym_numel() == x.sym_size(-1)), op, ": ", what,
                     " must hold 1 or ", x.sym_size(-1), " numbers (the width of x), got shape ", p->sym_sizes());
+  check_device(op.c_str(), what, x, *p);
 }
 inline void check(int64_t k, const Tensor& x, const MaybeTensor& weight, const MaybeTensor& bias) {
   const auto op = name(k);

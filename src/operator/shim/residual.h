@@ -43,6 +43,7 @@ inline void check(int64_t k, const Tensor& x, const Tensor& f, const MaybeTensor
                     x.sym_sizes(), " and ", f.sym_sizes());
   TORCH_CHECK_TYPE((x.scalar_type() == at::kDouble) == (f.scalar_type() == at::kDouble), op,
                    ": x and f must both be float64 or neither, got ", x.scalar_type(), " and ", f.scalar_type());
+  check_device(op.c_str(), "f", x, f);
   norm::check_parameter(op, "alpha", x, alpha);
   norm::check_parameter(op, "beta", x, beta);
   norm::check_parameter(op, "weight", x, weight);
