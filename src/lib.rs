@@ -4,6 +4,7 @@
 pub mod error;
 
 pub mod cpu;
+pub mod cuda;
 pub mod kernel;
 pub mod operator;
 

@@ -56,6 +56,15 @@ def threads_in_kernels() -> int:
 def cpu_level(name: Literal["baseline", "avx2", "avx512"] | None = None) -> str:
     """Forces an instruction set, None: the best; the one in force."""
 
+def cuda_stand_in(on: bool) -> None:
+    """Sends tensors of the CPU through the CUDA kernels: for the tests, with a driver whose device is the host."""
+
+def cuda_programs() -> list[str]:
+    """The names of the CUDA programs."""
+
+def cuda_compile(program: str, options: str, architecture: int) -> tuple[bytes, str]:
+    """A CUDA program's binary for an architecture such as 90, and the compiler's remarks on registers and spills."""
+
 def parameters(model: str, seed: int, device: str) -> list[tuple[str, Tensor]]:
     """New parameters by canonical name."""
 

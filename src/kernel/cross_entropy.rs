@@ -13,8 +13,13 @@
 
 use crate::cpu::pack::Isa;
 use crate::cpu::{Accumulator, Element};
+use crate::cuda::{Program, CHUNK, PRELUDE, REDUCE};
 use crate::kernel::math::{exp, max, sum};
 use crate::multiversion;
+
+/// The same for a GPU.
+pub static PROGRAM: Program =
+    Program { name: "cross_entropy.cu", files: &[PRELUDE, CHUNK, REDUCE, include_str!("cross_entropy.cu")] };
 
 /// Columns taken together: 1 KiB of f32, so that the sums find the exponentials in the first cache.
 const B: usize = 256;

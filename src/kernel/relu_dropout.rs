@@ -8,7 +8,12 @@
 
 use crate::cpu::philox::{self, Dropout};
 use crate::cpu::{Accumulator, Element};
+use crate::cuda::{Program, CHUNK, PHILOX, PRELUDE};
 use crate::multiversion;
+
+/// The same for a GPU.
+pub static PROGRAM: Program =
+    Program { name: "relu_dropout.cu", files: &[PRELUDE, CHUNK, PHILOX, include_str!("relu_dropout.cu")] };
 
 /// Random half words drawn at a time: 8 KiB, a sixth of the first cache.
 const DRAWN: usize = 4096;

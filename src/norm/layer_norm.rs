@@ -7,6 +7,7 @@ use crate::init::Fill;
 use crate::model::Builder;
 use crate::norm::{accumulate, Build, Norm, Rowwise, Site, Spec};
 use crate::operator::RowKernels;
+use crate::row_program;
 use tch::Tensor;
 
 /// Row kernel: shift = μ, scale = 1/√(σ² + ε).
@@ -56,8 +57,12 @@ pub static SPEC: Spec = Spec {
     build: Build::Own(build),
 };
 
-pub static KERNELS: RowKernels =
-    RowKernels::of::<LayerNorm>(c"layer_norm", ["layer_norm", "layer_norm_residual"], composed);
+pub static KERNELS: RowKernels = RowKernels::of::<LayerNorm>(
+    c"layer_norm",
+    ["layer_norm", "layer_norm_residual"],
+    composed,
+    row_program!("layer_norm.cu"),
+);
 
 /// γ = 1, β = 0, ε = 1e-5.
 fn build(b: &mut Builder, site: &Site) -> Result<Box<dyn Norm>> {

@@ -7,6 +7,7 @@ use crate::init::Fill;
 use crate::model::Builder;
 use crate::norm::{accumulate, Build, Norm, Rowwise, Site, Spec};
 use crate::operator::RowKernels;
+use crate::row_program;
 use tch::Tensor;
 
 /// Row kernel: scale = 1/√(mean x² + ε).
@@ -42,7 +43,8 @@ pub static SPEC: Spec = Spec {
     build: Build::Own(build),
 };
 
-pub static KERNELS: RowKernels = RowKernels::of::<RmsNorm>(c"rms_norm", ["rms_norm", "rms_norm_residual"], composed);
+pub static KERNELS: RowKernels =
+    RowKernels::of::<RmsNorm>(c"rms_norm", ["rms_norm", "rms_norm_residual"], composed, row_program!("rms_norm.cu"));
 
 /// γ = 1, ε = 1e-5.
 fn build(b: &mut Builder, site: &Site) -> Result<Box<dyn Norm>> {

@@ -6,6 +6,7 @@ use crate::error::Result;
 use crate::init::Fill;
 use crate::norm::{accumulate, Build, Norm, Rowwise, Site, Spec};
 use crate::operator::RowKernels;
+use crate::row_program;
 use tch::Tensor;
 
 /// Row kernel: scale = 1/max(n, ε), so x̂ = u.
@@ -60,8 +61,12 @@ pub static FIXED: Spec = Spec {
     }),
 };
 
-pub static KERNELS: RowKernels =
-    RowKernels::of::<ScaleNorm>(c"scale_norm", ["scale_norm", "scale_norm_residual"], composed);
+pub static KERNELS: RowKernels = RowKernels::of::<ScaleNorm>(
+    c"scale_norm",
+    ["scale_norm", "scale_norm_residual"],
+    composed,
+    row_program!("scale_norm.cu"),
+);
 
 fn gain(site: &Site) -> f64 {
     (site.width as f64).sqrt()

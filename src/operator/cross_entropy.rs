@@ -1,10 +1,12 @@
 //! Label-smoothed cross-entropy over a target vocabulary.
 
 use super::count::Count;
+use super::device::{columns, columns_at_a_time, type_name};
 use super::engine;
 use super::ffi::{borrow, by_dtype, give, into_raw, pointer, status, take, View};
 use crate::cpu::parallel::{self, Shared};
 use crate::cpu::{Accumulator, Element};
+use crate::cuda::{self, Device, Grid};
 use crate::error::{Error, Result};
 use crate::kernel::cross_entropy::{self as kernel, Smoothing, Targets};
 use std::ffi::c_int;
@@ -167,7 +169,10 @@ impl Views {
 #[no_mangle]
 unsafe extern "C" fn nfrs_cross_entropy_forward(c: &Views) -> c_int {
     COUNT.kernel();
-    status(|| by_dtype!(c.logits, E => forward::<E>(c)))
+    status(|| match c.logits.device() {
+        None => by_dtype!(c.logits, E => forward::<E>(c)),
+        Some(device) => on_device(device, c, Gradient::No),
+    })
 }
 
 fn forward<E: Element>(c: &Views) -> Result<()> {
@@ -188,7 +193,10 @@ fn forward<E: Element>(c: &Views) -> Result<()> {
 
 #[no_mangle]
 unsafe extern "C" fn nfrs_cross_entropy_backward(c: &Views, dloss: &View, dlogits: &View) -> c_int {
-    status(|| by_dtype!(c.logits, E => backward::<E>(c, dloss, dlogits)))
+    status(|| match c.logits.device() {
+        None => by_dtype!(c.logits, E => backward::<E>(c, dloss, dlogits)),
+        Some(device) => on_device(device, c, Gradient::FromLse(dloss, dlogits)),
+    })
 }
 
 fn backward<E: Element>(c: &Views, dloss: &View, dlogits: &View) -> Result<()> {
@@ -211,7 +219,10 @@ fn backward<E: Element>(c: &Views, dloss: &View, dlogits: &View) -> Result<()> {
 #[no_mangle]
 unsafe extern "C" fn nfrs_cross_entropy_in_place(c: &Views, scale: f64) -> c_int {
     COUNT.kernel();
-    status(|| by_dtype!(c.logits, E => in_place::<E>(c, scale)))
+    status(|| match c.logits.device() {
+        None => by_dtype!(c.logits, E => in_place::<E>(c, scale)),
+        Some(device) => on_device(device, c, Gradient::InPlace(scale)),
+    })
 }
 
 fn in_place<E: Element>(c: &Views, scale: f64) -> Result<()> {
@@ -229,6 +240,67 @@ fn in_place<E: Element>(c: &Views, scale: f64) -> Result<()> {
         let scale = E::Acc::from_f64(scale);
         kernel::in_place::<E>(cols, logits, targets, mask, smoothing, scale, loss, nll)
     })
+}
+
+/// What a GPU's kernel makes besides losses (cross_entropy.cu, K_GRADIENT).
+enum Gradient<'a> {
+    No,
+    /// (dloss, dlogits)
+    FromLse(&'a View, &'a View),
+    /// The scale.
+    InPlace(f64),
+}
+
+/// cross_entropy.cu's `CrossEntropy`.
+#[repr(C)]
+struct OnDevice {
+    logits: *const u8,
+    target: *const u8,
+    mask: *const u8,
+    loss: *mut u8,
+    nll: *mut u8,
+    lse: *mut u8,
+    dloss: *const u8,
+    dlogits: *mut u8,
+    ignore_index: i64,
+    nll_weight: f64,
+    uniform_weight: f64,
+    scale: f32,
+    chunks: i32,
+}
+
+fn on_device(device: Device, c: &Views, gradient: Gradient) -> Result<()> {
+    const LANES: u32 = 256;
+    let (mode, dloss, dlogits, scale) = match gradient {
+        Gradient::No => (0, View::ABSENT, View::ABSENT, 0.0),
+        Gradient::FromLse(dloss, dlogits) => (1, *dloss, *dlogits, 0.0),
+        Gradient::InPlace(scale) => (2, View::ABSENT, c.logits, scale),
+    };
+    let vec = columns_at_a_time(&c.logits, &[&c.logits, &dlogits]);
+    let arguments = OnDevice {
+        logits: c.logits.data,
+        target: c.target.data,
+        mask: c.mask.data,
+        loss: c.loss.data,
+        nll: c.nll.data,
+        lse: c.lse.data,
+        dloss: dloss.data,
+        dlogits: dlogits.data,
+        ignore_index: c.ignore_index,
+        nll_weight: c.nll_weight,
+        uniform_weight: c.uniform_weight,
+        scale: scale as f32,
+        chunks: (columns(&c.logits)? / vec) as i32,
+    };
+    let options =
+        format!("-DK_VEC={vec} -DK_LANES={LANES} -DK_ROWS=1 -DK_X={} -DK_GRADIENT={mode}", type_name(c.logits.dtype)?);
+    let blocks = u32::try_from(c.logits.rows).ok().filter(|rows| i32::try_from(*rows).is_ok());
+    let blocks = blocks.ok_or_else(|| Error::Torch(format!("{} rows have no CUDA kernel", c.logits.rows)))?;
+    // SAFETY: the shim gave contiguous logits, targets for every row, a mask for every column and fresh outputs, and
+    // holds them until the call returns.
+    unsafe {
+        cuda::launch(device, &kernel::PROGRAM, &options, "cross_entropy", Grid { blocks, threads: LANES }, &arguments)
+    }
 }
 
 #[no_mangle]

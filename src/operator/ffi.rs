@@ -1,6 +1,7 @@
 //! The border with the C++ shim: the structs both sides share, and how errors cross it.
 
 use crate::cpu::philox::{Dropout, Stream};
+use crate::cuda::{self, Device, Readiness};
 use crate::error::{Error, Result};
 use std::cell::RefCell;
 use std::ffi::{c_char, c_int, CStr, CString};
@@ -16,9 +17,18 @@ pub struct View {
     pub cols: i64,
     pub stride: i64,
     pub dtype: i32,
+    /// A CUDA device's number, or -1: the CPU.
+    device: i32,
 }
 
 impl View {
+    pub const ABSENT: View = View { data: std::ptr::null_mut(), rows: 0, cols: 0, stride: 0, dtype: -1, device: -1 };
+
+    /// The CUDA device it lies on.
+    pub fn device(&self) -> Option<Device> {
+        (self.device >= 0).then_some(self.device)
+    }
+
     pub fn is_absent(&self) -> bool {
         self.data.is_null()
     }
@@ -66,9 +76,13 @@ pub struct Draw {
     pub update: i64,
     pub micro_batch: i64,
     pub site: i64,
+    /// The first three once more, where a GPU's kernel reads them.
+    pub device_seed: *const i64,
 }
 
 impl Draw {
+    pub const NONE: Draw = Draw { p: 0.0, seed: 0, update: 0, micro_batch: 0, site: 0, device_seed: std::ptr::null() };
+
     pub fn dropout(&self) -> Option<Dropout> {
         let stream = Stream {
             seed: self.seed as u64,
@@ -148,6 +162,36 @@ pub fn into_raw(t: tch::Tensor) -> *mut C_tensor {
 
 fn panic_text(panic: &(dyn std::any::Any + Send)) -> &str {
     panic.downcast_ref::<String>().map(String::as_str).or(panic.downcast_ref::<&str>().copied()).unwrap_or("unknown")
+}
+
+/// Whether kernels run on a CUDA device: 1, or 0 and -1 (they must, and cannot) with the reason kept.
+#[no_mangle]
+extern "C" fn nfrs_cuda_ready(device: Device) -> c_int {
+    let mut ready = 1;
+    let asked = status(|| {
+        if let Readiness::Missing(why) = cuda::readiness(device)? {
+            keep(Error::Torch(why));
+            ready = 0;
+        }
+        Ok(())
+    });
+    if asked == 0 {
+        ready
+    } else {
+        -1
+    }
+}
+
+/// Whether tensors of the CPU take the CUDA kernels' way.
+#[no_mangle]
+extern "C" fn nfrs_cuda_stand_in() -> bool {
+    cuda::stand_in()
+}
+
+/// Blocks that may sum over rows on a device, which has passed [`nfrs_cuda_ready`].
+#[no_mangle]
+extern "C" fn nfrs_cuda_blocks(device: Device) -> i64 {
+    cuda::Layout::most_blocks(cuda::multiprocessors(device).unwrap_or(1)).into()
 }
 
 /// This thread's last message, for C++.

@@ -9,6 +9,8 @@ mod column_norm;
 mod composite;
 mod count;
 mod cross_entropy;
+mod device;
+mod device_rows;
 mod engine;
 mod ffi;
 mod recompute;

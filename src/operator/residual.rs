@@ -1,10 +1,12 @@
 //! The fused residual step: `x⁺ = α⊙x + β⊙drop(f)`, `y = N(x⁺)`, in one pass each way.
 
 use super::count::Count;
+use super::device_rows::{self, Rows, Sums};
 use super::engine;
 use super::ffi::{give, pointer, status, take, Draw, View};
 use crate::cpu::parallel::{self, Shared};
 use crate::cpu::{philox, Accumulator, Element};
+use crate::cuda::Program;
 use crate::error::{Error, Result};
 use crate::norm::rows::{NoNorm, Rules};
 use crate::norm::{self, ROW_NORMS};
@@ -120,6 +122,7 @@ extern "C" {
 
 /// The shim's `Step`.
 #[repr(C)]
+#[derive(Clone, Copy)]
 pub struct StepViews {
     x: View,
     f: View,
@@ -145,9 +148,16 @@ pub struct StepGradients {
     dbeta: View,
     dweight: View,
     dbias: View,
+    /// A GPU's kernels sum over rows in two stages; the first leaves its sums here.
+    workspace: View,
 }
 
 impl StepViews {
+    fn rows(&self) -> Rows {
+        let StepViews { x, f, alpha, beta, weight, bias, x_plus, y, stats, eps, draw } = *self;
+        Rows { x, f, alpha, beta, weight, bias, x_plus, y, stats, eps, draw }
+    }
+
     /// # Safety
     /// The views' dtypes have the accumulation type A.
     unsafe fn step<A: Accumulator>(&self, cols: usize) -> step::Step<'_, A> {
@@ -284,21 +294,42 @@ where
     Ok(())
 }
 
+/// A norm's rules and its program for a GPU, or those of the step without one.
+fn kernels(norm: i64) -> (&'static Rules, &'static Program) {
+    match norm {
+        NO_NORM => (&NO_RULES, &step::NO_NORM),
+        norm => {
+            let kernels = ROW_NORMS[norm as usize];
+            (&kernels.rules, &kernels.program)
+        }
+    }
+}
+
 #[no_mangle]
 unsafe extern "C" fn nfrs_residual_forward(norm: i64, step: &StepViews) -> c_int {
-    if norm == NO_NORM {
-        COUNT.kernel();
-        return status(|| forward(&NO_RULES, step));
-    }
-    let kernels = ROW_NORMS[norm as usize];
-    kernels.residual_count.kernel();
-    status(|| forward(&kernels.rules, step))
+    let count = if norm == NO_NORM { &COUNT } else { &ROW_NORMS[norm as usize].residual_count };
+    count.kernel();
+    let (rules, program) = kernels(norm);
+    status(|| match step.x.device() {
+        None => forward(rules, step),
+        Some(device) => {
+            let y = if step.y.rows > 0 { step.y } else { View::ABSENT }; // none without a norm
+            device_rows::forward(device, program, &Rows { y, ..step.rows() })
+        }
+    })
 }
 
 #[no_mangle]
 unsafe extern "C" fn nfrs_residual_backward(norm: i64, step: &StepViews, gradients: &StepGradients) -> c_int {
-    let rules = if norm == NO_NORM { &NO_RULES } else { &ROW_NORMS[norm as usize].rules };
-    status(|| backward(rules, step, gradients))
+    let (rules, program) = kernels(norm);
+    status(|| match step.x_plus.device() {
+        None => backward(rules, step, gradients),
+        Some(device) => {
+            let StepGradients { dx_plus, dy, dx, df, dalpha, dbeta, dweight, dbias, workspace } = *gradients;
+            let sums = Sums { dalpha, dbeta, dweight, dbias, ..Sums::in_workspace(workspace) };
+            device_rows::backward(device, program, &step.rows(), dx_plus, dy, dx, df, &sums)
+        }
+    })
 }
 
 /// The dropout mask times its scale, float64 on the CPU: what the composed formulas multiply by.

@@ -1,10 +1,12 @@
 //! The family of row norms: kernels by norm and dtype, rows over threads, parameter gradients summed over rows.
 
 use super::count::Count;
-use super::ffi::{by_dtype, give, pointer, status, take, View};
+use super::device_rows::{self, Rows};
+use super::ffi::{by_dtype, give, pointer, status, take, Draw, View};
 use super::{engine, ffi};
 use crate::cpu::parallel::{self, Shared};
 use crate::cpu::{Accumulator, Element};
+use crate::cuda::Program;
 use crate::error::Result;
 use crate::norm::rows::{self, RowNorm, Rule, Rules};
 use crate::norm::ROW_NORMS;
@@ -19,6 +21,8 @@ pub struct RowKernels {
     stats: usize,
     pub(super) rules: Rules,
     composed: Composed,
+    /// The same kernels for a GPU.
+    pub program: Program,
     pub(super) count: Count,
     pub(super) residual_count: Count,
 }
@@ -28,12 +32,18 @@ pub type Composed = fn(&Tensor, Option<&Tensor>, Option<&Tensor>, f64) -> Result
 
 impl RowKernels {
     /// The kernels of `N`; `name` and `residual_name` are for [`super::counts`].
-    pub const fn of<N: RowNorm>(operator: &'static CStr, names: [&'static str; 2], composed: Composed) -> Self {
+    pub const fn of<N: RowNorm>(
+        operator: &'static CStr,
+        names: [&'static str; 2],
+        composed: Composed,
+        program: Program,
+    ) -> Self {
         RowKernels {
             operator,
             stats: N::STATS,
             rules: Rules::of::<N>(),
             composed,
+            program,
             count: Count::new(names[0]),
             residual_count: Count::new(names[1]),
         }
@@ -63,6 +73,11 @@ struct NormGradients {
     dx: View,
     dweight: View,
     dbias: View,
+}
+
+/// A norm's call as the step that it is on a GPU: x⁺ = x.
+fn alone(x: View, weight: View, stats: View, eps: f64) -> Rows {
+    Rows { x, weight, stats, eps, x_plus: x, ..Rows::of(Draw::NONE) }
 }
 
 fn forward<E: Element>(rule: &Rule<E::Acc>, v: &Norm) -> Result<()> {
@@ -154,6 +169,10 @@ unsafe extern "C" fn nfrs_norm_forward(
 ) -> c_int {
     let kernels = ROW_NORMS[norm as usize];
     kernels.count.kernel();
+    if let Some(device) = x.device() {
+        let rows = Rows { bias: *bias, y: *y, ..alone(*x, *weight, *stats, eps) };
+        return status(|| device_rows::forward(device, &kernels.program, &rows));
+    }
     let v = Norm { x: *x, weight: *weight, bias: *bias, eps, y: *y, stats: *stats };
     status(|| by_dtype!(x, E => forward::<E>(kernels.rules.get(), &v)))
 }
@@ -169,11 +188,20 @@ unsafe extern "C" fn nfrs_norm_backward(
     dx: &View,
     dweight: &View,
     dbias: &View,
+    workspace: &View,
 ) -> c_int {
+    let kernels = ROW_NORMS[norm as usize];
+    if let Some(device) = x.device() {
+        let rows = Rows { bias: *dbias, ..alone(*x, *weight, *stats, eps) };
+        let sums =
+            device_rows::Sums { dweight: *dweight, dbias: *dbias, ..device_rows::Sums::in_workspace(*workspace) };
+        return status(|| {
+            device_rows::backward(device, &kernels.program, &rows, View::ABSENT, *dy, *dx, View::ABSENT, &sums)
+        });
+    }
     let (dx, dweight, dbias) = (*dx, *dweight, *dbias);
     let v = NormGradients { dy: *dy, x: *x, weight: *weight, eps, stats: *stats, dx, dweight, dbias };
-    let rules = &ROW_NORMS[norm as usize].rules;
-    status(|| by_dtype!(x, E => backward::<E>(rules.get(), &v)))
+    status(|| by_dtype!(x, E => backward::<E>(kernels.rules.get(), &v)))
 }
 
 #[no_mangle]

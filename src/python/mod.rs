@@ -114,6 +114,24 @@ fn cpu_level(name: Option<&str>) -> PyResult<&'static str> {
     Ok(force(level).name())
 }
 
+/// Sends tensors of the CPU through the CUDA kernels, for the tests (cuda::set_stand_in).
+#[pyfunction]
+fn cuda_stand_in(on: bool) {
+    crate::cuda::set_stand_in(on);
+}
+
+/// The names of the CUDA programs.
+#[pyfunction]
+fn cuda_programs() -> Vec<&'static str> {
+    crate::cuda::programs().iter().map(|p| p.name).collect()
+}
+
+/// A CUDA program's binary for an architecture such as 90, and the compiler's remarks.
+#[pyfunction]
+fn cuda_compile(py: Python<'_>, program: &str, options: &str, architecture: i32) -> PyResult<(Vec<u8>, String)> {
+    Ok(py.allow_threads(|| crate::cuda::compile_verbosely(program, options, architecture))?)
+}
+
 /// New parameters by their canonical names.
 #[pyfunction]
 fn parameters(py: Python<'_>, model: &str, seed: u64, device: &str) -> PyResult<Vec<(String, PyTensor)>> {
@@ -483,6 +501,9 @@ fn _core(m: &Bound<'_, PyModule>) -> PyResult<()> {
     m.add_function(wrap_pyfunction!(operator_counts, m)?)?;
     m.add_function(wrap_pyfunction!(threads_in_kernels, m)?)?;
     m.add_function(wrap_pyfunction!(cpu_level, m)?)?;
+    m.add_function(wrap_pyfunction!(cuda_stand_in, m)?)?;
+    m.add_function(wrap_pyfunction!(cuda_programs, m)?)?;
+    m.add_function(wrap_pyfunction!(cuda_compile, m)?)?;
     m.add_function(wrap_pyfunction!(parameters, m)?)?;
     m.add_function(wrap_pyfunction!(declare, m)?)?;
     m.add_function(wrap_pyfunction!(growth, m)?)?;

@@ -13,12 +13,17 @@
 use crate::cpu::pack::{Isa, Of, Pack, Store, BLOCK};
 use crate::cpu::philox::{self, Dropout};
 use crate::cpu::{Accumulator, Element};
+use crate::cuda::Program;
 use crate::multiversion;
 use crate::norm::convert::Row;
 use crate::norm::rows::{
     columns, each_row, fetch, normalise, rows, Blocks, BlocksMut, Group, Lines, Measured, RowNorm, Rule, Slope, Weight,
     GROUP, PARTS,
 };
+use crate::row_program;
+
+/// The step without a norm, on a GPU. With one, it is the norm's program that takes the step.
+pub static NO_NORM: Program = row_program!("no_norm.cu");
 
 /// What does not change from row to row. A scale is empty (one), one number, or one per column; `weight`, `bias` and
 /// `eps` are the norm's.

@@ -20,17 +20,23 @@ using torch::autograd::variable_list;
 using MaybeTensor = std::optional<Tensor>;
 
 extern "C" {
-// A matrix as Rust sees it (operator/ffi.rs, `View`). data is null where a tensor is absent.
+// A matrix as Rust sees it (operator/ffi.rs, `View`). data is null where a tensor is absent; device is a CUDA device's
+// number, or -1 for the CPU.
 struct View {
   void* data;
   int64_t rows, cols, stride;
   int32_t dtype;
+  int32_t device = -1;
 };
 // What dropout needs (operator/ffi.rs, `Draw`); p = 0: nothing is dropped.
 struct Draw {
   double p;
   int64_t seed, update, micro_batch, site;
+  const int64_t* device_seed = nullptr;
 };
+int nfrs_cuda_ready(int32_t device);  // 1: kernels run there; 0: they cannot; -1: they cannot, and are required
+bool nfrs_cuda_stand_in();            // whether tensors of the CPU take the CUDA kernels' way: for the tests
+int64_t nfrs_cuda_blocks(int32_t device);  // that may sum over rows at a time
 const char* nfrs_rust_error();  // the message of this thread's last failed call into Rust
 Tensor* nfrs_dropout_scale(const Draw* draw, int64_t rows, int64_t cols);  // 0 or 1/(1-p), float64, CPU
 }
@@ -56,6 +62,16 @@ inline void check_floating(const char* op, const char* name, const Tensor& t) {
                    " must be float32, float64, bfloat16 or float16, got ", t.scalar_type());
 }
 
+inline void check_device(const char* op, const char* name, const Tensor& x, const Tensor& t) {
+  TORCH_CHECK_VALUE(t.device() == x.device(), op, ": ", name, " must be where x is, on ", x.device(), ", got ", t.device());
+}
+
+// The CUDA device whose kernels a tensor takes, or -1.
+inline int32_t kernel_device(const Tensor& t) {
+  if (t.is_cuda()) return t.get_device();
+  return t.is_cpu() && nfrs_cuda_stand_in() && t.scalar_type() != at::kDouble ? 0 : -1;
+}
+
 // Rows are all dimensions but the last. The tensor must be contiguous (or a matrix with unit column stride) and must
 // outlive the view.
 inline View view(const Tensor& t) {
@@ -63,7 +79,7 @@ inline View view(const Tensor& t) {
   const int64_t cols = t.dim() == 0 ? 1 : t.size(-1);
   const int64_t rows = cols == 0 ? 0 : t.numel() / cols;
   const int64_t stride = t.dim() == 2 ? t.stride(0) : cols;
-  return View{const_cast<void*>(t.const_data_ptr()), rows, cols, stride, dtype_code(t)};
+  return View{const_cast<void*>(t.const_data_ptr()), rows, cols, stride, dtype_code(t), kernel_device(t)};
 }
 
 // A parameter as kernels read it: in the accumulation type, contiguous; undefined where absent.
@@ -83,22 +99,58 @@ inline Tensor take(Tensor* made) {
   return t;
 }
 
+inline void check_draw(const char* op, double p, const MaybeTensor& seed) {
+  TORCH_CHECK_VALUE(p >= 0 && p < 1, op, ": dropout p must lie in [0, 1), got ", p);
+  TORCH_CHECK_VALUE(p == 0 || (seed && seed->defined() && seed->scalar_type() == at::kLong && seed->numel() == 3), op,
+                    ": with p > 0 a seed is needed, an int64 tensor (seed, update, micro_batch)");
+}
 // The seed tensor holds (seed, update, micro-batch).
 inline Draw draw(const char* op, double p, const MaybeTensor& seed, int64_t site) {
-  TORCH_CHECK_VALUE(p >= 0 && p < 1, op, ": dropout p must lie in [0, 1), got ", p);
+  check_draw(op, p, seed);
   if (p == 0) return Draw{0, 0, 0, 0, 0};
-  TORCH_CHECK_VALUE(seed && seed->defined() && seed->scalar_type() == at::kLong && seed->numel() == 3, op,
-                    ": with p > 0 a seed is needed, an int64 tensor (seed, update, micro_batch)");
   const Tensor host = seed->cpu().contiguous();
   const auto* s = host.const_data_ptr<int64_t>();
   return Draw{p, s[0], s[1], s[2], site};
 }
 
+// The same for kernels. A GPU's read the numbers where they are: nothing waits for the device. `seed` is seed_beside's.
+inline Draw draw_beside(const char* op, double p, const Tensor& x, const Tensor& seed, int64_t site) {
+  if (p == 0 || kernel_device(x) < 0) return draw(op, p, maybe(seed), site);
+  Draw d{p, 0, 0, 0, site};
+  d.device_seed = seed.const_data_ptr<int64_t>();
+  return d;
+}
+inline Tensor seed_beside(const char* op, double p, const Tensor& x, const MaybeTensor& seed) {
+  if (p == 0 || kernel_device(x) < 0) return value(seed);
+  check_draw(op, p, seed);
+  return seed->to(x.device()).contiguous();
+}
+
+// Room for what the blocks of a GPU's kernel sum of `columns` numbers each; undefined where none is needed.
+inline Tensor partial_sums(const Tensor& x, int64_t rows, int64_t columns) {
+  const auto device = kernel_device(x);
+  if (device < 0 || columns == 0) return Tensor();
+  const int64_t blocks = std::max<int64_t>(1, std::min(rows, nfrs_cuda_blocks(device)));
+  return at::empty({blocks, columns}, x.options().dtype(at::kFloat));
+}
+inline int64_t length(const Tensor& t) { return t.defined() ? t.numel() : 0; }
+
+inline bool cuda_ready(int32_t device) {
+  const int ready = nfrs_cuda_ready(device);
+  TORCH_CHECK(ready >= 0, nfrs_rust_error());
+  if (ready == 0)
+    TORCH_WARN_ONCE("normformer_rs: composed formulas run on CUDA device ", device, ", not its kernels: ",
+                    nfrs_rust_error());
+  return ready == 1;
+}
+
 // Where a kernel exists; elsewhere, and under a torch.func transform (which refuses C++ autograd functions), the
 // composed formula runs.
 inline bool has_kernel(const Tensor& x) {
-  const bool transformed = c10::impl::tls_is_dispatch_key_included(c10::DispatchKey::FuncTorchDynamicLayerBackMode);
-  return (x.device().is_cpu() || x.device().is_meta()) && !transformed;
+  if (c10::impl::tls_is_dispatch_key_included(c10::DispatchKey::FuncTorchDynamicLayerBackMode)) return false;
+  const auto device = kernel_device(x);
+  if (device >= 0) return x.scalar_type() != at::kDouble && cuda_ready(device);
+  return x.device().is_cpu() || x.device().is_meta();
 }
 
 // Gradients of `composed(inputs)` that can themselves be differentiated. Undefined inputs get undefined gradients.

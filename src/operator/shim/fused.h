@@ -48,10 +48,10 @@ inline Tensor relu_meta(const Tensor& x, double, const MaybeTensor&, int64_t) {
   check_floating("relu_dropout", "x", x);
   return at::empty_like(x, at::MemoryFormat::Contiguous);
 }
-inline Tensor relu_cpu(const Tensor& x_, double p, const MaybeTensor& seed, int64_t site) {
-  auto y = relu_meta(x_, p, seed, site);
-  const Tensor x = x_.contiguous();
-  const Draw d = draw("relu_dropout", p, seed, site);
+inline Tensor relu_kernel(const Tensor& x_, double p, const MaybeTensor& seed_, int64_t site) {
+  auto y = relu_meta(x_, p, seed_, site);
+  const Tensor x = x_.contiguous(), seed = seed_beside("relu_dropout", p, x, seed_);
+  const Draw d = draw_beside("relu_dropout", p, x, seed, site);
   const View vx = view(x), vy = view(y);
   check_rust(nfrs_relu_dropout_forward(&vx, &d, &vy));
   return y;
@@ -64,10 +64,13 @@ inline Tensor relu_composed(const Tensor& x, double p, const MaybeTensor& seed, 
   const int64_t cols = x.dim() ? x.size(-1) : 1, rows = cols ? x.numel() / cols : 0;
   return y * take(nfrs_dropout_scale(&d, rows, cols)).to(x.device(), x.scalar_type()).reshape(x.sizes());
 }
+inline Tensor relu_cuda(const Tensor& x, double p, const MaybeTensor& seed, int64_t site) {
+  return (has_kernel(x) ? relu_kernel : relu_composed)(x, p, seed, site);
+}
 inline Tensor relu_backward_meta(const Tensor&, const Tensor& y, double) {
   return at::empty_like(y, at::MemoryFormat::Contiguous);
 }
-inline Tensor relu_backward_cpu(const Tensor& dy_, const Tensor& y_, double p) {
+inline Tensor relu_backward_kernel(const Tensor& dy_, const Tensor& y_, double p) {
   const Tensor dy = dy_.to(y_.scalar_type()).contiguous(), y = y_.contiguous();
   Tensor dx = at::empty_like(y);
   const Draw d{p, 0, 0, 0, 0};
@@ -233,6 +236,8 @@ inline void entropy_check(const Tensor& logits, const Tensor& target, const Mayb
                     ": logits must be (rows, classes) and target (rows), got ", logits.sym_sizes(), " and ",
                     target.sym_sizes());
   TORCH_CHECK_TYPE(target.scalar_type() == at::kLong, op, ": target must be int64, got ", target.scalar_type());
+  check_device(op, "target", logits, target);
+  if (pointer(mask)) check_device(op, "mask", logits, *mask);
   if (pointer(mask))
     TORCH_CHECK_VALUE(mask->dim() == 1 && mask->scalar_type() == at::kBool && mask->sym_size(0) == logits.sym_size(1), op,
                       ": mask must be a bool vector with one entry per class (", logits.sym_size(1), "), got ",
@@ -244,7 +249,7 @@ inline tuple<Tensor, Tensor, Tensor> entropy_meta(const Tensor& logits, const Te
   auto row = [&] { return at::empty_symint({logits.sym_size(0)}, logits.options().dtype(acc_type(logits))); };
   return {row(), row(), row()};
 }
-inline tuple<Tensor, Tensor, Tensor> entropy_cpu(const Tensor& logits_, const Tensor& target_, const MaybeTensor& mask_,
+inline tuple<Tensor, Tensor, Tensor> entropy_kernel(const Tensor& logits_, const Tensor& target_, const MaybeTensor& mask_,
                                                  double nll_weight, double uniform_weight, int64_t ignore_index) {
   auto [loss, nll, lse] = entropy_meta(logits_, target_, mask_, nll_weight, uniform_weight, ignore_index);
   const Tensor logits = logits_.contiguous(), target = target_.contiguous();
@@ -258,7 +263,7 @@ inline Tensor entropy_backward_meta(const Tensor&, const Tensor& logits, const T
                                     const Tensor&, double, double, int64_t) {
   return at::empty_like(logits, at::MemoryFormat::Contiguous);
 }
-inline Tensor entropy_backward_cpu(const Tensor& dloss_, const Tensor& logits_, const Tensor& target_,
+inline Tensor entropy_backward_kernel(const Tensor& dloss_, const Tensor& logits_, const Tensor& target_,
                                    const MaybeTensor& mask_, const Tensor& lse_, double nll_weight,
                                    double uniform_weight, int64_t ignore_index) {
   const Tensor logits = logits_.contiguous(), target = target_.contiguous(), lse = lse_.contiguous();
@@ -271,7 +276,7 @@ inline Tensor entropy_backward_cpu(const Tensor& dloss_, const Tensor& logits_, 
   check_rust(nfrs_cross_entropy_backward(&c, &vl, &vd));
   return dlogits;
 }
-inline tuple<Tensor, Tensor> entropy_in_place_cpu(Tensor& logits, const Tensor& target_, const MaybeTensor& mask_,
+inline tuple<Tensor, Tensor> entropy_in_place_kernel(Tensor& logits, const Tensor& target_, const MaybeTensor& mask_,
                                                   double nll_weight, double uniform_weight, int64_t ignore_index,
                                                   double scale) {
   auto [loss, nll, lse] = entropy_meta(logits, target_, mask_, nll_weight, uniform_weight, ignore_index);
@@ -306,6 +311,17 @@ inline tuple<Tensor, Tensor> entropy_in_place_composed(Tensor& logits, const Ten
   at::AutoGradMode disabled(false);
   logits.copy_(d[0] * scale);
   return {loss.detach(), nll.detach()};
+}
+inline tuple<Tensor, Tensor, Tensor> entropy_cuda(const Tensor& logits, const Tensor& target, const MaybeTensor& mask,
+                                                  double nll_weight, double uniform_weight, int64_t ignore_index) {
+  return (has_kernel(logits) ? entropy_kernel : entropy_composed)(logits, target, mask, nll_weight, uniform_weight,
+                                                                  ignore_index);
+}
+inline tuple<Tensor, Tensor> entropy_in_place_cuda(Tensor& logits, const Tensor& target, const MaybeTensor& mask,
+                                                   double nll_weight, double uniform_weight, int64_t ignore_index,
+                                                   double scale) {
+  return (has_kernel(logits) ? entropy_in_place_kernel : entropy_in_place_composed)(
+      logits, target, mask, nll_weight, uniform_weight, ignore_index, scale);
 }
 struct EntropyFunction : torch::autograd::Function<EntropyFunction> {
   static variable_list forward(AutogradContext* ctx, const Tensor& logits, const Tensor& target,
@@ -352,12 +368,14 @@ inline void define(torch::Library& m) {
   const std::vector<at::Tag> tags{at::Tag::pt2_compliant_tag};
   m.def("relu_dropout(Tensor x, float p, Tensor? seed, int site) -> Tensor", tags);
   m.def("relu_dropout_backward(Tensor dy, Tensor y, float p) -> Tensor", tags);
-  m.impl("relu_dropout", K::CPU, TORCH_FN(relu_cpu));
+  m.impl("relu_dropout", K::CPU, TORCH_FN(relu_kernel));
+  m.impl("relu_dropout", K::CUDA, TORCH_FN(relu_cuda));
   m.impl("relu_dropout", K::Meta, TORCH_FN(relu_meta));
   m.impl("relu_dropout", K::Autograd, TORCH_FN(relu_autograd));
   m.impl("relu_dropout", K::CompositeExplicitAutograd, TORCH_FN(relu_composed));
   m.impl("relu_dropout", K::FuncTorchBatched, TORCH_FN(relu_composed));
-  m.impl("relu_dropout_backward", K::CPU, TORCH_FN(relu_backward_cpu));
+  m.impl("relu_dropout_backward", K::CPU, TORCH_FN(relu_backward_kernel));
+  m.impl("relu_dropout_backward", K::CUDA, TORCH_FN(relu_backward_kernel));
   m.impl("relu_dropout_backward", K::Meta, TORCH_FN(relu_backward_meta));
   forbid_autograd(m, "relu_dropout_backward");
 
@@ -379,15 +397,18 @@ inline void define(torch::Library& m) {
         "Tensor lse, float nll_weight, float uniform_weight, int ignore_index) -> Tensor", tags);
   m.def("label_smoothed_cross_entropy_(Tensor(a!) logits, Tensor target, Tensor? mask, float nll_weight, "
         "float uniform_weight, int ignore_index, float scale) -> (Tensor, Tensor)", tags);
-  m.impl("label_smoothed_cross_entropy", K::CPU, TORCH_FN(entropy_cpu));
+  m.impl("label_smoothed_cross_entropy", K::CPU, TORCH_FN(entropy_kernel));
+  m.impl("label_smoothed_cross_entropy", K::CUDA, TORCH_FN(entropy_cuda));
   m.impl("label_smoothed_cross_entropy", K::Meta, TORCH_FN(entropy_meta));
   m.impl("label_smoothed_cross_entropy", K::Autograd, TORCH_FN(entropy_autograd));
   m.impl("label_smoothed_cross_entropy", K::CompositeExplicitAutograd, TORCH_FN(entropy_composed));
   m.impl("label_smoothed_cross_entropy", K::FuncTorchBatched, TORCH_FN(entropy_composed));
-  m.impl("label_smoothed_cross_entropy_backward", K::CPU, TORCH_FN(entropy_backward_cpu));
+  m.impl("label_smoothed_cross_entropy_backward", K::CPU, TORCH_FN(entropy_backward_kernel));
+  m.impl("label_smoothed_cross_entropy_backward", K::CUDA, TORCH_FN(entropy_backward_kernel));
   m.impl("label_smoothed_cross_entropy_backward", K::Meta, TORCH_FN(entropy_backward_meta));
   forbid_autograd(m, "label_smoothed_cross_entropy_backward");
-  m.impl("label_smoothed_cross_entropy_", K::CPU, TORCH_FN(entropy_in_place_cpu));
+  m.impl("label_smoothed_cross_entropy_", K::CPU, TORCH_FN(entropy_in_place_kernel));
+  m.impl("label_smoothed_cross_entropy_", K::CUDA, TORCH_FN(entropy_in_place_cuda));
   m.impl("label_smoothed_cross_entropy_", K::CompositeExplicitAutograd, TORCH_FN(entropy_in_place_composed));
   forbid_autograd(m, "label_smoothed_cross_entropy_");
 }

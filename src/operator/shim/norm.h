@@ -12,7 +12,7 @@ int64_t nfrs_norm_stats(int64_t norm);  // numbers kept per row for the backward
 int nfrs_norm_forward(int64_t norm, const View* x, const View* weight, const View* bias, double eps, const View* y,
                       const View* stats);
 int nfrs_norm_backward(int64_t norm, const View* dy, const View* x, const View* weight, double eps, const View* stats,
-                       const View* dx, const View* dweight, const View* dbias);
+                       const View* dx, const View* dweight, const View* dbias, const View* workspace);
 Tensor* nfrs_norm_composed(int64_t norm, const Tensor* x, const Tensor* weight, const Tensor* bias, double eps);
 }
 
@@ -30,6 +30,7 @@ inline void check_parameter(const std::string& op, const char* what, const Tenso
   if (!p || !p->defined()) return;
   TORCH_CHECK_VALUE(p->dim() <= 1 && (p->sym_numel() == 1 || p->sym_numel() == x.sym_size(-1)), op, ": ", what,
                     " must hold 1 or ", x.sym_size(-1), " numbers (the width of x), got shape ", p->sym_sizes());
+  check_device(op.c_str(), what, x, *p);
 }
 inline void check(int64_t k, const Tensor& x, const MaybeTensor& weight, const MaybeTensor& bias) {
   const auto op = name(k);
@@ -50,8 +51,8 @@ inline std::tuple<Tensor, Tensor> forward_meta(int64_t k, const Tensor& x, const
   return {at::empty_like(x, at::MemoryFormat::Contiguous), empty_stats(k, x)};
 }
 
-inline std::tuple<Tensor, Tensor> forward_cpu(int64_t k, const Tensor& x, const MaybeTensor& weight,
-                                              const MaybeTensor& bias, double eps) {
+inline std::tuple<Tensor, Tensor> forward_kernel(int64_t k, const Tensor& x, const MaybeTensor& weight,
+                                                 const MaybeTensor& bias, double eps) {
   auto [y, stats] = forward_meta(k, x, weight, bias);
   const Tensor dense = x.contiguous(), w = parameter(weight, acc_type(x)), b = parameter(bias, acc_type(x));
   const View vx = view(dense), vw = view(w), vb = view(b), vy = view(y), vs = view(stats);
@@ -67,9 +68,9 @@ inline std::tuple<Tensor, Tensor, Tensor> backward_meta(const Tensor& x, const M
   return {at::empty_like(x, at::MemoryFormat::Contiguous), like(weight), like(bias)};
 }
 
-inline std::tuple<Tensor, Tensor, Tensor> backward_cpu(int64_t k, const Tensor& dy, const Tensor& x,
-                                                       const MaybeTensor& weight, const MaybeTensor& bias,
-                                                       const Tensor& stats, double eps) {
+inline std::tuple<Tensor, Tensor, Tensor> backward_kernel(int64_t k, const Tensor& dy, const Tensor& x,
+                                                          const MaybeTensor& weight, const MaybeTensor& bias,
+                                                          const Tensor& stats, double eps) {
   const auto type = acc_type(x);
   const Tensor dense = x.contiguous(), gradient = dy.to(x.scalar_type()).contiguous(), kept = stats.contiguous();
   const Tensor w = parameter(weight, type);
@@ -78,7 +79,9 @@ inline std::tuple<Tensor, Tensor, Tensor> backward_cpu(int64_t k, const Tensor& 
   Tensor db = pointer(bias) ? at::empty(bias->sizes(), x.options().dtype(type)) : at::empty({0}, x.options());
   const View vdy = view(gradient), vx = view(dense), vw = view(w), vs = view(kept);
   const View vdx = view(dx), vdw = view(w.defined() ? dw : Tensor()), vdb = view(pointer(bias) ? db : Tensor());
-  check_rust(nfrs_norm_backward(k, &vdy, &vx, &vw, eps, &vs, &vdx, &vdw, &vdb));
+  const Tensor partial = partial_sums(x, vx.rows, vdw.rows * vdw.cols + vdb.rows * vdb.cols);
+  const View vp = view(partial);
+  check_rust(nfrs_norm_backward(k, &vdy, &vx, &vw, eps, &vs, &vdx, &vdw, &vdb, &vp));
   return {dx, w.defined() ? dw.to(weight->scalar_type()) : dw, pointer(bias) ? db.to(bias->scalar_type()) : db};
 }
 
@@ -147,7 +150,10 @@ inline std::tuple<Tensor, Tensor> forward_autograd(int64_t k, const Tensor& x, c
 template <int64_t K>
 struct Entry {
   static std::tuple<Tensor, Tensor> cpu(const Tensor& x, const MaybeTensor& w, const MaybeTensor& b, double eps) {
-    return forward_cpu(K, x, w, b, eps);
+    return forward_kernel(K, x, w, b, eps);
+  }
+  static std::tuple<Tensor, Tensor> cuda(const Tensor& x, const MaybeTensor& w, const MaybeTensor& b, double eps) {
+    return has_kernel(x) ? forward_kernel(K, x, w, b, eps) : composed_pair(K, x, w, b, eps);
   }
   static std::tuple<Tensor, Tensor> meta(const Tensor& x, const MaybeTensor& w, const MaybeTensor& b, double) {
     return forward_meta(K, x, w, b);
@@ -158,9 +164,9 @@ struct Entry {
   static std::tuple<Tensor, Tensor> fallback(const Tensor& x, const MaybeTensor& w, const MaybeTensor& b, double eps) {
     return composed_pair(K, x, w, b, eps);
   }
-  static std::tuple<Tensor, Tensor, Tensor> cpu_backward(const Tensor& dy, const Tensor& x, const MaybeTensor& w,
-                                                         const MaybeTensor& b, const Tensor& stats, double eps) {
-    return backward_cpu(K, dy, x, w, b, stats, eps);
+  static std::tuple<Tensor, Tensor, Tensor> backward(const Tensor& dy, const Tensor& x, const MaybeTensor& w,
+                                                     const MaybeTensor& b, const Tensor& stats, double eps) {
+    return backward_kernel(K, dy, x, w, b, stats, eps);
   }
   static std::tuple<Tensor, Tensor, Tensor> meta_backward(const Tensor&, const Tensor& x, const MaybeTensor& w,
                                                           const MaybeTensor& b, const Tensor&, double) {
@@ -175,11 +181,13 @@ struct Entry {
     m.def((n + "_backward(Tensor dy, Tensor x, Tensor? weight, Tensor? bias, Tensor stats, float eps) -> "
                "(Tensor, Tensor, Tensor)").c_str(), {at::Tag::pt2_compliant_tag});
     m.impl(n.c_str(), c10::DispatchKey::CPU, TORCH_FN(cpu));
+    m.impl(n.c_str(), c10::DispatchKey::CUDA, TORCH_FN(cuda));
     m.impl(n.c_str(), c10::DispatchKey::Meta, TORCH_FN(meta));
     m.impl(n.c_str(), c10::DispatchKey::Autograd, TORCH_FN(autograd));
     m.impl(n.c_str(), c10::DispatchKey::CompositeExplicitAutograd, TORCH_FN(fallback));
     m.impl(n.c_str(), c10::DispatchKey::FuncTorchBatched, TORCH_FN(fallback));
-    m.impl((n + "_backward").c_str(), c10::DispatchKey::CPU, TORCH_FN(cpu_backward));
+    m.impl((n + "_backward").c_str(), c10::DispatchKey::CPU, TORCH_FN(backward));
+    m.impl((n + "_backward").c_str(), c10::DispatchKey::CUDA, TORCH_FN(backward));
     m.impl((n + "_backward").c_str(), c10::DispatchKey::Meta, TORCH_FN(meta_backward));
     forbid_autograd(m, n + "_backward");
   }

@@ -13,7 +13,7 @@ struct Step {
   Draw draw;
 };
 struct StepGradients {
-  View dx_plus, dy, dx, df, dalpha, dbeta, dweight, dbias;
+  View dx_plus, dy, dx, df, dalpha, dbeta, dweight, dbias, workspace;
 };
 int nfrs_residual_forward(int64_t norm, const Step* step);
 int nfrs_residual_backward(int64_t norm, const Step* step, const StepGradients* gradients);
@@ -43,6 +43,7 @@ inline void check(int64_t k, const Tensor& x, const Tensor& f, const MaybeTensor
                     x.sym_sizes(), " and ", f.sym_sizes());
   TORCH_CHECK_TYPE((x.scalar_type() == at::kDouble) == (f.scalar_type() == at::kDouble), op,
                    ": x and f must both be float64 or neither, got ", x.scalar_type(), " and ", f.scalar_type());
+  check_device(op.c_str(), "f", x, f);
   norm::check_parameter(op, "alpha", x, alpha);
   norm::check_parameter(op, "beta", x, beta);
   norm::check_parameter(op, "weight", x, weight);
@@ -58,15 +59,16 @@ inline Three forward_meta(int64_t k, const Tensor& x, const Tensor& f, const May
   return {x_plus, at::empty_like(x, x.options().dtype(type), at::MemoryFormat::Contiguous), norm::empty_stats(k, x)};
 }
 
-inline Three forward_cpu(int64_t k, const Tensor& x_, const Tensor& f_, const MaybeTensor& alpha_,
-                         const MaybeTensor& beta_, const MaybeTensor& weight_, const MaybeTensor& bias_, double eps,
-                         double p, const MaybeTensor& seed, int64_t site, Type dtype) {
+inline Three forward_kernel(int64_t k, const Tensor& x_, const Tensor& f_, const MaybeTensor& alpha_,
+                            const MaybeTensor& beta_, const MaybeTensor& weight_, const MaybeTensor& bias_, double eps,
+                            double p, const MaybeTensor& seed_, int64_t site, Type dtype) {
   auto [x_plus, y, stats] = forward_meta(k, x_, f_, alpha_, beta_, weight_, bias_, dtype);
   const auto type = acc_type(x_);
   const Tensor x = x_.contiguous(), f = f_.contiguous(), alpha = parameter(alpha_, type), beta = parameter(beta_, type);
   const Tensor weight = parameter(weight_, type), bias = parameter(bias_, type);
+  const Tensor seed = seed_beside(name(k).c_str(), p, x, seed_);
   const Step step{view(x), view(f), view(alpha), view(beta), view(weight), view(bias), view(x_plus), view(y), view(stats),
-                  eps, draw(name(k).c_str(), p, seed, site)};
+                  eps, draw_beside(name(k).c_str(), p, x, seed, site)};
   check_rust(nfrs_residual_forward(k, &step));
   return {x_plus, y, stats};
 }
@@ -90,10 +92,10 @@ inline Six backward_meta(const MaybeTensor&, const MaybeTensor&, const Tensor& x
           like(x ? alpha : std::nullopt), like(beta), like(weight), like(bias)};
 }
 
-inline Six backward_cpu(int64_t k, const MaybeTensor& dx_plus_, const MaybeTensor& dy_, const Tensor& x_plus_,
-                        const MaybeTensor& x_, const Tensor& f_, const MaybeTensor& alpha_, const MaybeTensor& beta_,
-                        const MaybeTensor& weight_, const MaybeTensor& bias_, const Tensor& stats_, double eps,
-                        double p, const MaybeTensor& seed, int64_t site) {
+inline Six backward_kernel(int64_t k, const MaybeTensor& dx_plus_, const MaybeTensor& dy_, const Tensor& x_plus_,
+                           const MaybeTensor& x_, const Tensor& f_, const MaybeTensor& alpha_, const MaybeTensor& beta_,
+                           const MaybeTensor& weight_, const MaybeTensor& bias_, const Tensor& stats_, double eps,
+                           double p, const MaybeTensor& seed_, int64_t site) {
   const auto type = acc_type(x_plus_);
   auto dense = [](const MaybeTensor& t) { return t && t->defined() ? t->contiguous() : Tensor(); };
   const Tensor x_plus = x_plus_.contiguous(), x = dense(x_), f = f_.contiguous(), stats = stats_.contiguous();
@@ -105,9 +107,13 @@ inline Six backward_cpu(int64_t k, const MaybeTensor& dx_plus_, const MaybeTenso
   auto sum_like = [&](const Tensor& p, bool wanted) { return wanted && p.defined() ? at::empty_like(p) : Tensor(); };
   const Tensor dalpha = sum_like(alpha, x.defined()), dbeta = sum_like(beta, true);
   const Tensor dweight = sum_like(weight, true), dbias = sum_like(bias, true);
+  const Tensor seed = seed_beside(name(k).c_str(), p, x_plus, seed_);
   const Step step{view(x), view(f), view(alpha), view(beta), view(weight), view(bias), view(x_plus), View{}, view(stats),
-                  eps, draw(name(k).c_str(), p, seed, site)};
-  const StepGradients gradients{view(dx_plus), view(dy), view(dx), view(same ? Tensor() : df), view(dalpha), view(dbeta), view(dweight), view(dbias)};
+                  eps, draw_beside(name(k).c_str(), p, x_plus, seed, site)};
+  const Tensor partial = partial_sums(x_plus, step.x_plus.rows,
+                                      length(dalpha) + length(dbeta) + length(dweight) + length(dbias));
+  const StepGradients gradients{view(dx_plus), view(dy), view(dx), view(same ? Tensor() : df), view(dalpha), view(dbeta),
+                                view(dweight), view(dbias), view(partial)};
   check_rust(nfrs_residual_backward(k, &step, &gradients));
   auto out = [&](const Tensor& d, const MaybeTensor& p) {
     return d.defined() ? d.to(p->scalar_type()) : at::empty({0}, x_plus.options());
@@ -200,7 +206,12 @@ struct Entry {
   static Three cpu(const Tensor& x, const Tensor& f, const MaybeTensor& alpha, const MaybeTensor& beta,
                    const MaybeTensor& weight, const MaybeTensor& bias, double eps, double p, const MaybeTensor& seed,
                    int64_t site, Type dtype) {
-    return forward_cpu(K, x, f, alpha, beta, weight, bias, eps, p, seed, site, dtype);
+    return forward_kernel(K, x, f, alpha, beta, weight, bias, eps, p, seed, site, dtype);
+  }
+  static Three cuda(const Tensor& x, const Tensor& f, const MaybeTensor& alpha, const MaybeTensor& beta,
+                    const MaybeTensor& weight, const MaybeTensor& bias, double eps, double p, const MaybeTensor& seed,
+                    int64_t site, Type dtype) {
+    return (has_kernel(x) ? forward_kernel : composed)(K, x, f, alpha, beta, weight, bias, eps, p, seed, site, dtype);
   }
   static Three meta(const Tensor& x, const Tensor& f, const MaybeTensor& alpha, const MaybeTensor& beta,
                     const MaybeTensor& weight, const MaybeTensor& bias, double, double, const MaybeTensor&, int64_t,
@@ -219,11 +230,11 @@ struct Entry {
     auto out = ResidualStep::apply(K, x, f, alpha, beta, weight, bias, eps, p, seed, site, dtype);
     return {out[0], out[1], out[2]};
   }
-  static Six cpu_backward(const MaybeTensor& dx_plus, const MaybeTensor& dy, const Tensor& x_plus, const MaybeTensor& x,
-                          const Tensor& f, const MaybeTensor& alpha, const MaybeTensor& beta, const MaybeTensor& weight,
-                          const MaybeTensor& bias, const Tensor& stats, double eps, double p, const MaybeTensor& seed,
-                          int64_t site) {
-    return backward_cpu(K, dx_plus, dy, x_plus, x, f, alpha, beta, weight, bias, stats, eps, p, seed, site);
+  static Six backward(const MaybeTensor& dx_plus, const MaybeTensor& dy, const Tensor& x_plus, const MaybeTensor& x,
+                      const Tensor& f, const MaybeTensor& alpha, const MaybeTensor& beta, const MaybeTensor& weight,
+                      const MaybeTensor& bias, const Tensor& stats, double eps, double p, const MaybeTensor& seed,
+                      int64_t site) {
+    return backward_kernel(K, dx_plus, dy, x_plus, x, f, alpha, beta, weight, bias, stats, eps, p, seed, site);
   }
 
   static void define(torch::Library& m) {
@@ -236,11 +247,13 @@ struct Entry {
                "Tensor? weight, Tensor? bias, Tensor stats, float eps, float p, Tensor? seed, int site) -> "
                "(Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)").c_str(), {at::Tag::pt2_compliant_tag});
     m.impl(n.c_str(), c10::DispatchKey::CPU, TORCH_FN(cpu));
+    m.impl(n.c_str(), c10::DispatchKey::CUDA, TORCH_FN(cuda));
     m.impl(n.c_str(), c10::DispatchKey::Meta, TORCH_FN(meta));
     m.impl(n.c_str(), c10::DispatchKey::Autograd, TORCH_FN(autograd));
     m.impl(n.c_str(), c10::DispatchKey::CompositeExplicitAutograd, TORCH_FN(fallback));
     m.impl(n.c_str(), c10::DispatchKey::FuncTorchBatched, TORCH_FN(fallback));
-    m.impl((n + "_backward").c_str(), c10::DispatchKey::CPU, TORCH_FN(cpu_backward));
+    m.impl((n + "_backward").c_str(), c10::DispatchKey::CPU, TORCH_FN(backward));
+    m.impl((n + "_backward").c_str(), c10::DispatchKey::CUDA, TORCH_FN(backward));
     m.impl((n + "_backward").c_str(), c10::DispatchKey::Meta, TORCH_FN(backward_meta));
     forbid_autograd(m, n + "_backward");
   }

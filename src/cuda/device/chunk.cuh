@@ -1,0 +1,20 @@
+// A matrix is read and written in chunks of VEC columns; a row is a whole number of them.
+enum { VEC = K_VEC };
+
+struct Values {
+  f32 v[VEC];
+};
+
+template <class T>
+static DEV Values load(const void* rows, i64 at) {
+  Values found;
+  widen(((const Pack<T, VEC>*)rows)[at], found.v);
+  return found;
+}
+template <class T>
+static DEV Pack<T, VEC> store(void* rows, i64 at, const Values& v) {
+  Pack<T, VEC> pack;
+  narrow(v.v, pack);
+  ((Pack<T, VEC>*)rows)[at] = pack;
+  return pack;
+}

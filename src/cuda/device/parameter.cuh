@@ -1,0 +1,103 @@
+// A scale or shift of columns, always f32: absent, one number, or one per column; and the sum over rows that is its
+// gradient. A thread keeps up to HELD chunks of a row in registers; HELD = 0 is for rows that do not fit.
+enum { NONE = 0, ONE = 1, EACH = 2 };
+enum { HELD = K_HELD };
+
+template <int KIND>
+static DEV Values values(const f32* p, int chunk, f32 absent) {
+  Values found;
+  if (KIND == EACH) {
+    widen(((const Pack<f32, VEC>*)p)[chunk], found.v);
+  } else {
+    const f32 value = KIND == ONE ? *p : absent;
+#pragma unroll
+    for (int i = 0; i < VEC; i++) found.v[i] = value;
+  }
+  return found;
+}
+
+// What a row's threads do with its chunks: (place in registers, chunk).
+template <class Work>
+static DEV void each_chunk(int lane, int chunks, Work work) {
+  if constexpr (HELD > 0) {
+#pragma unroll
+    for (int i = 0; i < HELD; i++)
+      if (lane + i * LANES < chunks) work(i, lane + i * LANES);
+  } else {
+    for (int chunk = lane; chunk < chunks; chunk += LANES) work(0, chunk);
+  }
+}
+
+// A sum over the rows of a block. Thread by thread in registers; where those are too few, in the block's own row of the
+// workspace, whose columns no two threads share.
+template <int KIND>
+struct Sum {
+  f32 kept[KIND == EACH && HELD > 0 ? HELD : 1][KIND == EACH && HELD > 0 ? VEC : 1];
+  f32* total;  // this block's; null where the sum is not wanted
+
+  DEV Sum(f32* totals, int width, int lane, int chunks) : total(totals ? totals + (i64)blockIdx.x * width : nullptr) {
+#pragma unroll
+    for (auto& chunk : kept)
+#pragma unroll
+      for (f32& v : chunk) v = 0.f;
+    if constexpr (KIND == EACH && HELD == 0) {
+      if (!total) return;
+      each_chunk(lane, chunks, [&](int, int chunk) {
+        for (int j = 0; j < VEC; j++) total[chunk * VEC + j] = 0.f;
+      });
+    }
+  }
+
+  DEV void add(int i, int chunk, const f32 (&v)[VEC]) {
+    if constexpr (KIND != NONE) {
+      if (!total) return;
+#pragma unroll
+      for (int j = 0; j < VEC; j++) {
+        if (KIND == ONE)
+          kept[0][0] += v[j];
+        else if (HELD > 0)
+          kept[i][j] += v[j];
+        else
+          total[chunk * VEC + j] += v[j];
+      }
+    }
+  }
+
+  // Leaves the block's sums in the workspace; all threads must call. `scratch` holds ROWS·32·VEC numbers.
+  DEV void finish(Team& team, f32* scratch, int chunks) {
+    if (KIND == NONE || !total) return;
+    if constexpr (KIND == ONE) {
+      f32 sum[1] = {kept[0][0]};
+      team.combine<Add>(sum);
+      if (team.lane == 0) scratch[team.row] = sum[0];
+      __syncthreads();
+      if (threadIdx.x == 0) {
+        f32 all = 0.f;
+        for (int r = 0; r < ROWS; r++) all += scratch[r];
+        *total = all;
+      }
+      __syncthreads();
+    } else if constexpr (HELD > 0) {
+#pragma unroll
+      for (int i = 0; i < HELD; i++) {
+        const int chunk = team.lane + i * LANES;
+        f32 all[VEC];
+#pragma unroll
+        for (int j = 0; j < VEC; j++) all[j] = kept[i][j];
+        if constexpr (ROWS > 1) {
+#pragma unroll
+          for (int j = 0; j < VEC; j++) scratch[(team.row * VEC + j) * LANES + team.lane] = all[j];
+          __syncthreads();
+          if (team.row == 0)
+            for (int r = 1; r < ROWS; r++)
+#pragma unroll
+              for (int j = 0; j < VEC; j++) all[j] += scratch[(r * VEC + j) * LANES + team.lane];
+          __syncthreads();
+        }
+        if (team.row == 0 && chunk < chunks)
+#pragma unroll
+          for (int j = 0; j < VEC; j++) total[chunk * VEC + j] = all[j];
+      }
+    }
+  }
+};

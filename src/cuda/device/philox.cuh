@@ -1,0 +1,49 @@
+// Philox4x32-10, drawn as src/cpu/philox.rs draws it: element (row, column) takes half word column mod 8 of the block
+// with counter (column/8, row, site | micro_batch·2^16, update), so both devices drop the same elements.
+struct Dropout {
+  const i64* seed;  // (seed, update, micro-batch), on the device
+  u32 site;
+  u32 threshold;  // an element is kept where its 16 bits are at least this; 0: nothing is dropped
+  f32 scale;      // what the kept ones are multiplied by
+};
+
+struct Mask {
+  u32 key[2], high[2], threshold;
+
+  DEV Mask(const Dropout& d) : key{0, 0}, high{0, 0}, threshold(d.threshold) {
+    if (threshold == 0) return;
+    key[0] = (u32)d.seed[0];
+    key[1] = (u32)((u64)d.seed[0] >> 32);
+    high[0] = (d.site & 0xffffu) | (u32)d.seed[2] << 16;
+    high[1] = (u32)d.seed[1];
+  }
+
+  DEV void block(u32 column, u32 row, u32 (&c)[4]) const {
+    c[0] = column, c[1] = row, c[2] = high[0], c[3] = high[1];
+    u32 k0 = key[0], k1 = key[1];
+#pragma unroll
+    for (int round = 0; round < 10; round++) {
+      const u32 high0 = __umulhi(0xD2511F53u, c[0]), low0 = 0xD2511F53u * c[0];
+      const u32 high1 = __umulhi(0xCD9E8D57u, c[2]), low1 = 0xCD9E8D57u * c[2];
+      c[0] = high1 ^ c[1] ^ k0, c[1] = low1, c[2] = high0 ^ c[3] ^ k1, c[3] = low0;
+      k0 += 0x9E3779B9u, k1 += 0xBB67AE85u;
+    }
+  }
+
+  // Zeroes what is dropped of N columns from `chunk`·N.
+  template <int N>
+  DEV void apply(i64 row, int chunk, f32 (&v)[N]) const {
+    static_assert(N == 1 || N == 4 || N == 8, "packs lie within a block");
+    if (threshold == 0) return;
+    u32 c[4];
+    block((u32)(chunk * N) / 8, (u32)row, c);
+    const int first = chunk * N % 8;
+#pragma unroll
+    for (int i = 0; i < N; i++) {
+      const int half = first + i;
+      // No index into registers: the word is chosen by comparisons.
+      const u32 word = half < 4 ? (half < 2 ? c[0] : c[1]) : (half < 6 ? c[2] : c[3]);
+      if ((word >> half % 2 * 16 & 0xffffu) < threshold) v[i] = 0.f;
+    }
+  }
+};

@@ -1,0 +1,243 @@
+// Norms over the last dimension (norm.cuh), alone and in the fused residual step:
+//   x_plus = alpha*x + beta*drop(f),  y = N(x_plus)        with K_STEP = 1; x_plus = x with K_STEP = 0
+//   dx = alpha*G,  df = beta*drop(G),  G = dx_plus + N'(dy)
+//   dw = sum dy*xhat,  db = sum dy,  dalpha = sum G*x,  dbeta = sum G*drop(f)      over rows
+// K_BACKWARD: which of the two kernels is made. K_X, K_F, K_Y: storage types of the stream, the branch and y. K_WEIGHT, K_BIAS, K_ALPHA, K_BETA: kinds of parameters.
+// y is computed from x_plus as rounded to its type, the very numbers that the backward pass reads.
+
+// A thread's chunks of a row: kept from the first pass on, or read again where they do not fit.
+template <class T>
+struct Line {
+  Pack<T, VEC> kept[HELD > 0 ? HELD : 1];
+  const Pack<T, VEC>* from;
+
+  DEV Line(const void* rows, i64 row, int chunks) : from((const Pack<T, VEC>*)rows + row * chunks) {}
+  DEV Values first(int i, int chunk) {
+    if (HELD > 0) kept[i] = from[chunk];
+    return again(i, chunk);
+  }
+  DEV Values again(int i, int chunk) const {
+    Values found;
+    widen(HELD > 0 ? kept[i] : from[chunk], found.v);
+    return found;
+  }
+};
+
+struct Row {
+  f32 shift, scale;
+};
+
+#if !K_BACKWARD
+// What a row's threads sum of (x*inverse - shift)^POWER.
+template <int POWER>
+static DEV f32 moment(Team& team, const Line<K_X>& line, int chunks, f32 inverse, f32 shift) {
+  f32 sum[1] = {0.f};
+  each_chunk(team.lane, chunks, [&](int i, int chunk) {
+    const Values x = line.again(i, chunk);
+#pragma unroll
+    for (int j = 0; j < VEC; j++) {
+      const f32 d = fmaf(x.v[j], inverse, -shift);
+      sum[0] = POWER == 1 ? sum[0] + d : fmaf(d, d, sum[0]);
+    }
+  });
+  team.combine<Add>(sum);
+  return sum[0];
+}
+
+// A power of two near max |x|, which divides without rounding. A NaN is passed over.
+static DEV f32 unit_of(Team& team, const Line<K_X>& line, int chunks) {
+  f32 most[1] = {0x1p-126f};
+  each_chunk(team.lane, chunks, [&](int i, int chunk) {
+    const Values x = line.again(i, chunk);
+#pragma unroll
+    for (int j = 0; j < VEC; j++) most[0] = fmaxf(most[0], fabsf(x.v[j]));
+  });
+  team.combine<Largest>(most);
+  return __uint_as_float(__float_as_uint(most[0]) & 0x7f800000u);
+}
+
+static DEV Row measure(Team& team, const Line<K_X>& line, int chunks, f32 eps) {
+  const f32 cols = (f32)(chunks * VEC);
+  f32 unit = 1.f;
+  f32 shift = Norm::STATS == 2 ? moment<1>(team, line, chunks, 1.f, 0.f) / cols : 0.f;
+  f32 squares = moment<2>(team, line, chunks, 1.f, shift);
+  // Overflowed, or so small that single squares may have lost bits to underflow: once more in units of the largest.
+  // The row's threads agree on it, and where the block has other rows there are no barriers.
+  if (!(squares >= 0x1p-100f && squares < 0x1p127f)) {
+    unit = unit_of(team, line, chunks);
+    shift = Norm::STATS == 2 ? moment<1>(team, line, chunks, 1.f / unit, 0.f) / cols : 0.f;
+    squares = moment<2>(team, line, chunks, 1.f / unit, shift);
+    shift *= unit;
+  }
+  return Row{shift, Norm::scale(Length{unit, sqrtf(squares)}, cols, eps)};
+}
+
+struct Forward {
+  const void *x, *f;
+  const f32 *alpha, *beta, *weight, *bias;
+  void *x_plus, *y;
+  f32* stats;
+  i64 rows;
+  int chunks;
+  f32 eps;
+  Dropout dropout;
+};
+
+KERNEL(THREADS, rows_forward, Forward) {
+  SHARED(f32, shared, 2 * MOST * WARPS);
+  Team team(shared);
+  const Mask mask(a.dropout);
+  for (i64 first = (i64)blockIdx.x * ROWS; first < a.rows; first += (i64)gridDim.x * ROWS) {
+    const i64 row = first + team.row;
+    // A row past the end has no chunks, and its threads go along to the barriers.
+    const int chunks = row < a.rows ? a.chunks : 0;
+    Line<K_X> line(K_STEP ? a.x_plus : a.x, row, a.chunks);
+    each_chunk(team.lane, chunks, [&](int i, int chunk) {
+      if constexpr (!K_STEP) {
+        line.first(i, chunk);
+        return;
+      }
+      const i64 at = row * a.chunks + chunk;
+      const Values x = load<K_X>(a.x, at), alpha = values<K_ALPHA>(a.alpha, chunk, 1.f);
+      const Values beta = values<K_BETA>(a.beta, chunk, 1.f);
+      Values f = load<K_F>(a.f, at), x_plus;
+#pragma unroll
+      for (int j = 0; j < VEC; j++) f.v[j] *= beta.v[j] * a.dropout.scale;
+      mask.apply(row, chunk, f.v);
+#pragma unroll
+      for (int j = 0; j < VEC; j++) x_plus.v[j] = fmaf(alpha.v[j], x.v[j], f.v[j]);
+      const auto stored = store<K_X>(a.x_plus, at, x_plus);
+      if (HELD > 0) line.kept[i] = stored;
+    });
+    if (Norm::STATS == 0) continue;
+    const Row found = measure(team, line, chunks, a.eps);
+    if (team.lane == 0 && chunks > 0) {
+      if (Norm::STATS == 2) a.stats[2 * row] = found.shift;
+      a.stats[Norm::STATS * (row + 1) - 1] = found.scale;
+    }
+    each_chunk(team.lane, chunks, [&](int i, int chunk) {
+      const Values x = line.again(i, chunk), weight = values<K_WEIGHT>(a.weight, chunk, 1.f);
+      const Values bias = values<K_BIAS>(a.bias, chunk, 0.f);
+      Values y;
+#pragma unroll
+      for (int j = 0; j < VEC; j++) y.v[j] = fmaf(weight.v[j], (x.v[j] - found.shift) * found.scale, bias.v[j]);
+      store<K_Y>(a.y, row * a.chunks + chunk, y);
+    });
+  }
+}
+#endif
+
+// dx_plus or dy is null where nothing came back on that side; x is read only for dalpha, and df may be unwanted.
+struct Backward {
+  const void *dx_plus, *dy, *x_plus, *x, *f;
+  const f32 *stats, *alpha, *beta, *weight;
+  void *dx, *df;
+  f32 *dalpha, *dbeta, *dweight, *dbias;  // the first block's sums
+  i64 rows;
+  int chunks;
+  int sums;  // from one block's sums to the next's
+  f32 eps;
+  Dropout dropout;
+};
+
+#if K_BACKWARD
+KERNEL(THREADS, rows_backward, Backward) {
+  SHARED(f32, shared, 2 * MOST * WARPS);
+  SHARED(f32, scratch, ROWS * 32 * VEC);
+  Team team(shared);
+  const Mask mask(a.dropout);
+  const f32 cols = (f32)(a.chunks * VEC);
+  Sum<K_ALPHA> dalpha(a.dalpha, a.sums, team.lane, a.chunks);
+  Sum<K_BETA> dbeta(a.dbeta, a.sums, team.lane, a.chunks);
+  Sum<K_WEIGHT> dweight(a.dweight, a.sums, team.lane, a.chunks);
+  Sum<K_BIAS> dbias(a.dbias, a.sums, team.lane, a.chunks);
+  const bool normed = Norm::STATS > 0 && a.dy;
+  for (i64 first = (i64)blockIdx.x * ROWS; first < a.rows; first += (i64)gridDim.x * ROWS) {
+    const i64 row = first + team.row;
+    const int chunks = row < a.rows ? a.chunks : 0;
+    Line<K_X> x_plus(a.x_plus, row, a.chunks);
+    Line<K_Y> dy(a.dy, row, a.chunks);
+    Row found = {0.f, 1.f};
+    f32 sums[2] = {0.f, 0.f};  // of g*xhat, and of g
+    if (normed) {
+      if (chunks > 0) {
+        if (Norm::STATS == 2) found.shift = a.stats[2 * row];
+        found.scale = a.stats[Norm::STATS * (row + 1) - 1];
+      }
+      each_chunk(team.lane, chunks, [&](int i, int chunk) {
+        const Values x = x_plus.first(i, chunk), d = dy.first(i, chunk);
+        const Values weight = values<K_WEIGHT>(a.weight, chunk, 1.f);
+#pragma unroll
+        for (int j = 0; j < VEC; j++) {
+          const f32 g = weight.v[j] * d.v[j];
+          sums[0] = fmaf(g, (x.v[j] - found.shift) * found.scale, sums[0]);
+          sums[1] += g;
+        }
+      });
+      if (Norm::STATS == 2) {
+        team.combine<Add>(sums);
+      } else {
+        f32 sum[1] = {sums[0]};
+        team.combine<Add>(sum);
+        sums[0] = sum[0];
+      }
+    }
+    const f32 pull = Norm::pull(found.scale, cols, a.eps, sums[0]);
+    const f32 share = Norm::STATS == 2 ? found.scale / cols * sums[1] : 0.f;
+    each_chunk(team.lane, chunks, [&](int i, int chunk) {
+      const i64 at = row * a.chunks + chunk;
+      Values total;
+#pragma unroll
+      for (int j = 0; j < VEC; j++) total.v[j] = 0.f;
+      if (normed) {
+        const Values x = x_plus.again(i, chunk), d = dy.again(i, chunk);
+        const Values weight = values<K_WEIGHT>(a.weight, chunk, 1.f);
+        Values dw;
+#pragma unroll
+        for (int j = 0; j < VEC; j++) {
+          const f32 hat = (x.v[j] - found.shift) * found.scale;
+          total.v[j] = fmaf(found.scale, weight.v[j] * d.v[j], -fmaf(pull, hat, share));
+          dw.v[j] = d.v[j] * hat;
+        }
+        dweight.add(i, chunk, dw.v);
+        dbias.add(i, chunk, d.v);
+      }
+      if (K_STEP && a.dx_plus) {
+        const Values d = load<K_X>(a.dx_plus, at);
+#pragma unroll
+        for (int j = 0; j < VEC; j++) total.v[j] += d.v[j];
+      }
+      const Values alpha = values<K_ALPHA>(a.alpha, chunk, 1.f);
+      Values dx;
+#pragma unroll
+      for (int j = 0; j < VEC; j++) dx.v[j] = alpha.v[j] * total.v[j];
+      store<K_X>(a.dx, at, dx);
+      if (K_ALPHA != NONE && a.dalpha) {
+        Values d = load<K_X>(a.x, at);
+#pragma unroll
+        for (int j = 0; j < VEC; j++) d.v[j] *= total.v[j];
+        dalpha.add(i, chunk, d.v);
+      }
+      if (K_BETA != NONE && a.dbeta) {
+        // The product is dropped, not the factor: what was dropped may have been infinite.
+        Values d = load<K_F>(a.f, at);
+#pragma unroll
+        for (int j = 0; j < VEC; j++) d.v[j] *= a.dropout.scale * total.v[j];
+        mask.apply(row, chunk, d.v);
+        dbeta.add(i, chunk, d.v);
+      }
+      if (K_STEP && a.df) {
+        Values d = values<K_BETA>(a.beta, chunk, 1.f);
+#pragma unroll
+        for (int j = 0; j < VEC; j++) d.v[j] *= a.dropout.scale * total.v[j];
+        mask.apply(row, chunk, d.v);
+        store<K_F>(a.df, at, d);
+      }
+    });
+  }
+  dalpha.finish(team, scratch, a.chunks);
+  dbeta.finish(team, scratch, a.chunks);
+  dweight.finish(team, scratch, a.chunks);
+  dbias.finish(team, scratch, a.chunks);
+}
+#endif

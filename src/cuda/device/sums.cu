@@ -1,0 +1,29 @@
+// The second stage of a sum over rows: out[column] = the sum of partial[block][column] over blocks, always in one order.
+// A block takes 32 columns; its eight warps take every eighth row each. Neighbouring columns may go to several outputs.
+struct Output {
+  f32* to;
+  int first;  // of the columns that go there
+};
+struct Sums {
+  const f32* partial;
+  int blocks, columns;
+  Output outputs[4];  // by their first columns
+};
+
+KERNEL(256, sum_partials, Sums) {
+  SHARED(f32, parts, 256);
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, column = blockIdx.x * 32 + lane;
+  f32 sum = 0.f;
+  if (column < a.columns)
+    for (int b = warp; b < a.blocks; b += 8) sum += a.partial[(i64)b * a.columns + column];
+  parts[threadIdx.x] = sum;
+  __syncthreads();
+  if (warp > 0 || column >= a.columns) return;
+  for (int w = 1; w < 8; w++) sum += parts[32 * w + lane];
+  // No index that is a variable: the arguments would be copied to memory.
+  Output output = a.outputs[0];
+#pragma unroll
+  for (int k = 1; k < 4; k++)
+    if (column >= a.outputs[k].first) output = a.outputs[k];
+  output.to[column - output.first] = sum;
+}

@@ -1,0 +1,201 @@
+//! The CUDA driver: devices, their contexts, loaded kernels, and the launch.
+
+use super::library::{api, chosen_folder, open, symbol};
+use super::{Device, Grid};
+use crate::error::{Error, Result};
+use libloading::os::unix::{Library, RTLD_NOW};
+use std::collections::HashMap;
+use std::ffi::{c_char, c_int, c_uint, c_void, CStr};
+use std::sync::{OnceLock, PoisonError, RwLock};
+
+type Context = *mut c_void;
+
+api!(
+    /// What is used of libcuda.
+    Api {
+        cuInit: fn(c_uint) -> c_int;
+        cuGetErrorString: fn(c_int, *mut *const c_char) -> c_int;
+        cuDeviceGet: fn(*mut c_int, c_int) -> c_int;
+        cuDeviceGetAttribute: fn(*mut c_int, c_int, c_int) -> c_int;
+        cuDevicePrimaryCtxRetain: fn(*mut Context, c_int) -> c_int;
+        cuCtxPushCurrent_v2: fn(Context) -> c_int;
+        cuCtxPopCurrent_v2: fn(*mut Context) -> c_int;
+        cuModuleLoadData: fn(*mut *mut c_void, *const c_void) -> c_int;
+        cuModuleGetFunction: fn(*mut *mut c_void, *mut c_void, *const c_char) -> c_int;
+        cuLaunchKernel: fn(
+            *mut c_void, c_uint, c_uint, c_uint, c_uint, c_uint, c_uint, c_uint, *mut c_void, *mut *mut c_void,
+            *mut *mut c_void,
+        ) -> c_int;
+        cuThreadExchangeStreamCaptureMode: fn(*mut c_int) -> c_int;
+    }
+);
+
+// CUdevice_attribute and CUstreamCaptureMode.
+const MULTIPROCESSOR_COUNT: c_int = 16;
+const COMPUTE_CAPABILITY_MAJOR: c_int = 75;
+const COMPUTE_CAPABILITY_MINOR: c_int = 76;
+const CAPTURE_MODE_RELAXED: c_int = 2;
+
+/// The driver, with what it has told about devices.
+pub struct Driver {
+    api: Api,
+    devices: RwLock<HashMap<Device, Properties>>,
+}
+
+/// What is known of a device.
+#[derive(Clone, Copy)]
+pub struct Properties {
+    /// 90 for compute capability 9.0.
+    pub architecture: i32,
+    pub multiprocessors: u32,
+    /// The primary context, which torch uses too; retained for the life of the process.
+    context: Context,
+}
+
+// SAFETY: a context is the driver's handle, which any thread may use.
+unsafe impl Send for Properties {}
+// SAFETY: as above.
+unsafe impl Sync for Properties {}
+
+/// A loaded kernel.
+#[derive(Clone, Copy)]
+pub struct Function(*mut c_void);
+
+// SAFETY: the driver's handle of a module that is never unloaded, which any thread may launch.
+unsafe impl Send for Function {}
+// SAFETY: as above.
+unsafe impl Sync for Function {}
+
+impl Driver {
+    pub fn bind() -> Result<Self> {
+        let name = "libcuda.so.1";
+        let file = chosen_folder().map(|f| f.join(name)).filter(|f| f.exists()).unwrap_or_else(|| name.into());
+        // SAFETY: these are the driver's functions, which have these types.
+        let api = unsafe { Api::bind(open(file)?) }?;
+        let driver = Driver { api, devices: RwLock::default() };
+        // SAFETY: the driver's own initialisation, which may come any number of times.
+        driver.check(unsafe { (driver.api.cuInit)(0) }, "cuInit")?;
+        Ok(driver)
+    }
+
+    pub fn device(&self, device: Device) -> Result<Properties> {
+        if let Some(found) = self.devices.read().unwrap_or_else(PoisonError::into_inner).get(&device) {
+            return Ok(*found);
+        }
+        let (mut handle, mut context) = (0, std::ptr::null_mut());
+        let (mut major, mut minor, mut multiprocessors) = (0, 0, 0);
+        // SAFETY: every place that is written to is ours.
+        unsafe {
+            self.check((self.api.cuDeviceGet)(&mut handle, device), "cuDeviceGet")?;
+            for (to, attribute) in [
+                (&mut major, COMPUTE_CAPABILITY_MAJOR),
+                (&mut minor, COMPUTE_CAPABILITY_MINOR),
+                (&mut multiprocessors, MULTIPROCESSOR_COUNT),
+            ] {
+                self.check((self.api.cuDeviceGetAttribute)(to, attribute, handle), "cuDeviceGetAttribute")?;
+            }
+            self.check((self.api.cuDevicePrimaryCtxRetain)(&mut context, handle), "cuDevicePrimaryCtxRetain")?;
+        }
+        let found =
+            Properties { architecture: 10 * major + minor, multiprocessors: multiprocessors.max(1) as u32, context };
+        self.devices.write().unwrap_or_else(PoisonError::into_inner).insert(device, found);
+        Ok(found)
+    }
+
+    /// Loads a binary for good and finds its kernel.
+    pub fn load(&self, device: Device, binary: &[u8], kernel: &CStr) -> Result<Function> {
+        let _current = self.enter(device)?;
+        let (mut module, mut function) = (std::ptr::null_mut(), std::ptr::null_mut());
+        // A kernel's first use may come under a capture, in which loading is allowed only in relaxed mode.
+        let mut mode = CAPTURE_MODE_RELAXED;
+        // SAFETY: the binary is the compiler's, whole; every place that is written to is ours.
+        unsafe {
+            self.check((self.api.cuThreadExchangeStreamCaptureMode)(&mut mode), "cuThreadExchangeStreamCaptureMode")?;
+            let loaded = (self.api.cuModuleLoadData)(&mut module, binary.as_ptr().cast());
+            (self.api.cuThreadExchangeStreamCaptureMode)(&mut mode);
+            self.check(loaded, "cuModuleLoadData")?;
+            let found = (self.api.cuModuleGetFunction)(&mut function, module, kernel.as_ptr());
+            self.check(found, "cuModuleGetFunction")?;
+        }
+        Ok(Function(function))
+    }
+
+    /// # Safety
+    /// As [`launch`](super::launch): `arguments` points to the one struct that the kernel takes.
+    pub unsafe fn launch(
+        &self,
+        device: Device,
+        function: Function,
+        grid: Grid,
+        stream: *mut c_void,
+        arguments: *const c_void,
+    ) -> Result<()> {
+        let _current = self.enter(device)?;
+        let mut pointers = [arguments.cast_mut()];
+        // SAFETY: as the caller promises.
+        let launched = unsafe {
+            let (blocks, threads) = (grid.blocks, grid.threads);
+            let (pointers, extra) = (pointers.as_mut_ptr(), std::ptr::null_mut());
+            (self.api.cuLaunchKernel)(function.0, blocks, 1, 1, threads, 1, 1, 0, stream, pointers, extra)
+        };
+        self.check(launched, "cuLaunchKernel")
+    }
+
+    fn enter(&self, device: Device) -> Result<Current<'_>> {
+        let context = self.device(device)?.context;
+        // SAFETY: a retained primary context.
+        self.check(unsafe { (self.api.cuCtxPushCurrent_v2)(context) }, "cuCtxPushCurrent")?;
+        Ok(Current(self))
+    }
+
+    fn check(&self, code: c_int, act: &str) -> Result<()> {
+        if code == 0 {
+            return Ok(());
+        }
+        let mut text = std::ptr::null();
+        // SAFETY: the driver leaves a constant string there, or null.
+        let reason = unsafe {
+            (self.api.cuGetErrorString)(code, &mut text);
+            if text.is_null() {
+                "an unknown error".into()
+            } else {
+                CStr::from_ptr(text).to_string_lossy()
+            }
+        };
+        Err(Error::Torch(format!("{act}: the CUDA driver says {reason} ({code})")))
+    }
+}
+
+/// While it lives, a device's context is this thread's current one.
+struct Current<'a>(&'a Driver);
+
+impl Drop for Current<'_> {
+    fn drop(&mut self) {
+        let mut popped = std::ptr::null_mut();
+        // SAFETY: takes off what `enter` put on.
+        unsafe { (self.0.api.cuCtxPopCurrent_v2)(&mut popped) };
+    }
+}
+
+/// torch's current stream of a device, asked of the copy of libtorch_cuda that this process has mapped.
+pub fn torch_stream(device: Device) -> Result<*mut c_void> {
+    type Ask = unsafe extern "C" fn(i32, *mut *mut c_void) -> i32;
+    const NAME: &str = "aoti_torch_get_current_cuda_stream";
+    static ASK: OnceLock<std::result::Result<Ask, String>> = OnceLock::new();
+    let ask = ASK.get_or_init(|| {
+        // SAFETY: nothing is loaded; torch's stable C interface gives the function this type.
+        unsafe {
+            let library = Library::open(Some("libtorch_cuda.so"), RTLD_NOW | libc::RTLD_NOLOAD)
+                .map_err(|e| format!("torch has not loaded libtorch_cuda.so: {e}"))?;
+            let ask = symbol::<Ask>(&library, NAME).map_err(|e| e.to_string())?;
+            std::mem::forget(library);
+            Ok(ask)
+        }
+    });
+    let mut stream = std::ptr::null_mut();
+    // SAFETY: the place is ours.
+    match unsafe { ask.as_ref().map_err(|e| Error::Torch(e.clone()))?(device, &mut stream) } {
+        0 => Ok(stream),
+        code => Err(Error::Torch(format!("{NAME} failed for CUDA device {device} ({code})"))),
+    }
+}

@@ -1,0 +1,69 @@
+//! How the rows of a matrix are shared out among threads.
+
+use super::Grid;
+
+/// A block is `rows` rows of `lanes` threads; a thread takes chunks of `vec` columns, `held` of them in registers, or
+/// any number where `held` is 0.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Layout {
+    pub vec: u32,
+    pub lanes: u32,
+    pub rows: u32,
+    pub held: u32,
+}
+
+/// Chunks that a thread keeps in registers at most: 32 numbers of 16 bits, and as many sums of each gradient.
+const MOST_HELD: u32 = 4;
+
+impl Layout {
+    /// For rows of `cols` numbers, the narrowest of them `bytes` wide; `aligned`: every row may be read 16 bytes at a
+    /// time if the first can.
+    pub fn of(cols: u32, bytes: u32, aligned: bool) -> Self {
+        let widest = 16 / bytes;
+        let vec = if aligned && cols.is_multiple_of(widest) { widest } else { 1 };
+        let chunks = cols.div_ceil(vec);
+        match [32, 128, 256].into_iter().find(|lanes| chunks <= MOST_HELD * lanes) {
+            Some(lanes) => {
+                let held = chunks.div_ceil(lanes).max(1).next_power_of_two();
+                Layout { vec, lanes, rows: if lanes == 32 { 4 } else { 1 }, held }
+            }
+            None => Layout { vec, lanes: 512, rows: 1, held: 0 },
+        }
+    }
+
+    /// Blocks for `rows` rows, each block going through as many as it takes.
+    pub fn grid(&self, rows: u64, most_blocks: u32) -> Grid {
+        let blocks = rows.div_ceil(self.rows.into()).min(most_blocks.into());
+        Grid { blocks: blocks as u32, threads: self.lanes * self.rows }
+    }
+
+    /// Blocks that sum over rows: enough to fill every multiprocessor, few enough that their sums are soon added.
+    pub fn most_blocks(multiprocessors: u32) -> u32 {
+        4 * multiprocessors
+    }
+
+    /// What the sources know of it.
+    pub fn options(&self) -> String {
+        let Layout { vec, lanes, rows, held } = self;
+        format!("-DK_VEC={vec} -DK_LANES={lanes} -DK_ROWS={rows} -DK_HELD={held}")
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_column_has_a_thread() {
+        for cols in (0..3000).chain([4096, 8192, 8193, 65_536]) {
+            for (bytes, aligned) in [(2, true), (4, true), (2, false)] {
+                let layout = Layout::of(cols, bytes, aligned);
+                let chunks = cols.div_ceil(layout.vec);
+                assert!(layout.held == 0 || chunks <= layout.held * layout.lanes, "{cols}: {layout:?}");
+                assert!(cols.is_multiple_of(layout.vec) && layout.lanes * layout.rows <= 512);
+            }
+        }
+        assert_eq!(Layout::of(512, 2, true), Layout { vec: 8, lanes: 32, rows: 4, held: 2 });
+        assert_eq!(Layout::of(512, 2, false), Layout { vec: 1, lanes: 128, rows: 1, held: 4 });
+    }
+}

@@ -1,0 +1,75 @@
+//! Shared libraries bound at run time: where they are looked for, and how their functions get types.
+
+use crate::error::{Error, Result};
+use libloading::os::unix::{Library, RTLD_GLOBAL, RTLD_NOW};
+use std::path::{Path, PathBuf};
+
+/// Declares a struct of a library's functions and `bind`, which looks every one of them up.
+macro_rules! api {
+    ($(#[$doc:meta])* $name:ident { $($f:ident : fn($($t:ty),* $(,)?) -> $r:ty;)* }) => {
+        $(#[$doc])*
+        #[allow(non_snake_case)]
+        pub struct $name { $($f: unsafe extern "C" fn($($t),*) -> $r,)* }
+
+        impl $name {
+            /// # Safety
+            /// The library's functions of these names have these types.
+            unsafe fn bind(library: libloading::os::unix::Library) -> $crate::error::Result<Self> {
+                let found = Self {
+                    // SAFETY: as the caller promises.
+                    $($f: unsafe { $crate::cuda::library::symbol(&library, stringify!($f))? },)*
+                };
+                // Never unloaded: the functions outlive every caller.
+                std::mem::forget(library);
+                Ok(found)
+            }
+        }
+    };
+}
+pub(super) use api;
+
+/// # Safety
+/// The library's symbol of this name is a `T`.
+pub unsafe fn symbol<T: Copy>(library: &Library, name: &str) -> Result<T> {
+    // SAFETY: as the caller promises.
+    let found = unsafe { library.get::<T>(name.as_bytes()) };
+    found.map(|s| *s).map_err(|e| Error::Torch(format!("the library lacks {name} ({}): it is too old", reason(&e))))
+}
+
+/// Where libraries are looked for before anywhere else.
+pub fn chosen_folder() -> Option<PathBuf> {
+    std::env::var_os("NORMFORMER_RS_CUDA_LIBRARIES").map(PathBuf::from)
+}
+
+/// Opens a library by its path, or by its name wherever the loader looks.
+pub fn open(file: impl AsRef<Path>) -> Result<Library> {
+    let file = file.as_ref();
+    // SAFETY: the libraries of CUDA may be loaded at any time by any thread.
+    unsafe { Library::open(Some(file), RTLD_NOW | RTLD_GLOBAL) }
+        .map_err(|e| Error::Torch(format!("{} cannot be loaded: {}", file.display(), reason(&e))))
+}
+
+/// What the loader said.
+fn reason(e: &libloading::Error) -> String {
+    std::error::Error::source(e).map_or_else(|| e.to_string(), ToString::to_string)
+}
+
+/// The path of a library that this process has mapped, by the beginning of its file's name.
+pub fn mapped(prefix: &str) -> Option<PathBuf> {
+    let maps = std::fs::read_to_string("/proc/self/maps").ok()?;
+    maps.lines().filter_map(|line| line.find('/').map(|i| PathBuf::from(&line[i..]))).find(|p| starts(p, prefix))
+}
+
+/// The files of a folder that begin so, the newest version first.
+pub fn versions(folder: &Path, prefix: &str) -> Vec<PathBuf> {
+    let files = std::fs::read_dir(folder).into_iter().flatten().flatten().map(|e| e.path());
+    let mut found: Vec<PathBuf> = files.filter(|p| starts(p, prefix)).collect();
+    found.sort();
+    found.reverse();
+    found
+}
+
+fn starts(path: &Path, prefix: &str) -> bool {
+    // NVIDIA ships a second build of the compiler under `.alt.`.
+    path.file_name().and_then(|f| f.to_str()).is_some_and(|f| f.starts_with(prefix) && !f.contains(".alt."))
+}

@@ -1,0 +1,205 @@
+//! CUDA with no toolkit: kernels travel as source, are compiled at run time for the device at hand, and are launched on
+//! torch's current stream. Nothing of CUDA is needed to build, and without it composed formulas run.
+//!
+//! The way of a launch: a [`Program`] (source text) and its options → [`nvrtc`] compiles them, once per machine: the
+//! [`cache`] keeps the binary on disk → the [`driver`] loads it, once per process and device → the kernel goes on the
+//! stream. The launch itself neither allocates nor synchronises, so a CUDA graph can capture it.
+
+mod cache;
+mod driver;
+mod layout;
+mod library;
+mod nvrtc;
+
+pub use layout::Layout;
+
+use crate::error::{Error, Result};
+use driver::{Driver, Function};
+use std::collections::HashMap;
+use std::ffi::{c_void, CString};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Mutex, OnceLock, PoisonError, RwLock};
+
+/// A device's number, as torch counts.
+pub type Device = i32;
+
+/// The source of kernels that are compiled together: files in the order in which they build on each other.
+#[derive(Debug)]
+pub struct Program {
+    /// A file's name, for the compiler's messages.
+    pub name: &'static str,
+    pub files: &'static [&'static str],
+}
+
+/// What every program begins with.
+pub const PRELUDE: &str = include_str!("device/prelude.cuh");
+/// A few columns at a time.
+pub const CHUNK: &str = include_str!("device/chunk.cuh");
+/// Sums over the threads of a row.
+pub const REDUCE: &str = include_str!("device/reduce.cuh");
+/// What a norm says of itself.
+pub const NORM: &str = include_str!("device/norm.cuh");
+/// Dropout masks.
+pub const PHILOX: &str = include_str!("device/philox.cuh");
+/// Scales and shifts that are absent, one number, or one per column, and the sums of their gradients.
+pub const PARAMETER: &str = include_str!("device/parameter.cuh");
+/// The passes over rows that all norms share.
+pub const ROWS: &str = include_str!("device/rows.cuh");
+
+/// The row kernels of the norm in a `.cu` beside the caller.
+#[macro_export]
+macro_rules! row_program {
+    ($file:literal) => {{
+        use $crate::cuda::{Program, CHUNK, NORM, PARAMETER, PHILOX, PRELUDE, REDUCE, ROWS};
+        Program { name: $file, files: &[PRELUDE, CHUNK, REDUCE, NORM, include_str!($file), PHILOX, PARAMETER, ROWS] }
+    }};
+}
+
+/// Adds up what blocks have summed: the second stage of every sum over rows.
+pub static SUMS: Program = Program { name: "sums.cu", files: &[PRELUDE, include_str!("device/sums.cu")] };
+
+/// How many blocks to start, and of how many threads.
+#[derive(Clone, Copy, Debug)]
+pub struct Grid {
+    pub blocks: u32,
+    pub threads: u32,
+}
+
+/// What NORMFORMER_RS_CUDA asks for.
+#[derive(Clone, Copy, Debug, PartialEq)]
+enum Wish {
+    Auto,
+    Require,
+    Off,
+}
+
+fn wish() -> Result<Wish> {
+    match std::env::var("NORMFORMER_RS_CUDA").as_deref() {
+        Err(_) | Ok("" | "auto") => Ok(Wish::Auto),
+        Ok("require") => Ok(Wish::Require),
+        Ok("off") => Ok(Wish::Off),
+        Ok(other) => Err(crate::error::unknown("NORMFORMER_RS_CUDA", other, ["auto", "require", "off"])),
+    }
+}
+
+/// What can be done with a device.
+#[derive(Clone, Debug, PartialEq)]
+pub enum Readiness {
+    /// Kernels run.
+    Ready,
+    /// Composed formulas run, for this reason.
+    Missing(String),
+}
+
+/// Whether kernels run on a device, found out once: the libraries are bound and the smallest program is compiled and
+/// loaded. An error is a refusal: kernels are required, and this is why there are none.
+pub fn readiness(device: Device) -> Result<Readiness> {
+    static KNOWN: Mutex<Option<HashMap<Device, Readiness>>> = Mutex::new(None);
+    let mut known = KNOWN.lock().unwrap_or_else(PoisonError::into_inner);
+    let known = known.get_or_insert_default();
+    if let Some(found) = known.get(&device) {
+        return Ok(found.clone());
+    }
+    let wish = wish()?;
+    let found = match wish {
+        Wish::Off => Readiness::Missing("NORMFORMER_RS_CUDA=off".to_string()),
+        Wish::Auto | Wish::Require => match function(device, &SUMS, "", "sum_partials") {
+            Ok(_) => Readiness::Ready,
+            Err(e) => Readiness::Missing(e.to_string()),
+        },
+    };
+    if let (Wish::Require, Readiness::Missing(why)) = (wish, &found) {
+        return Err(Error::Torch(format!(
+            "NORMFORMER_RS_CUDA=require, but the kernels cannot run on CUDA device {device}: {why}"
+        )));
+    }
+    known.insert(device, found.clone());
+    Ok(found)
+}
+
+/// Multiprocessors of a device: what the number of blocks of a sum is made from.
+pub fn multiprocessors(device: Device) -> Result<u32> {
+    Ok(driver()?.device(device)?.multiprocessors)
+}
+
+/// Launches a kernel on torch's current stream.
+///
+/// # Safety
+/// `A` is the struct that the kernel takes, field by field; its pointers are the device's, long enough for what the
+/// kernel makes of `arguments`, and live until the stream has passed the kernel.
+pub unsafe fn launch<A>(
+    device: Device,
+    program: &'static Program,
+    options: &str,
+    kernel: &'static str,
+    grid: Grid,
+    arguments: &A,
+) -> Result<()> {
+    if grid.blocks == 0 {
+        return Ok(());
+    }
+    let function = function(device, program, options, kernel)?;
+    let stream = if stand_in() { std::ptr::null_mut() } else { driver::torch_stream(device)? };
+    // SAFETY: as the caller promises; a kernel takes its one struct by value, so the driver copies it here.
+    unsafe { driver()?.launch(device, function, grid, stream, std::ptr::from_ref(arguments).cast::<c_void>()) }
+}
+
+fn driver() -> Result<&'static Driver> {
+    static DRIVER: OnceLock<std::result::Result<Driver, String>> = OnceLock::new();
+    DRIVER.get_or_init(|| Driver::bind().map_err(|e| e.to_string())).as_ref().map_err(|e| Error::Torch(e.clone()))
+}
+
+/// The kernel, compiled and loaded where that has not been done.
+fn function(device: Device, program: &'static Program, options: &str, kernel: &'static str) -> Result<Function> {
+    type Key = (Device, &'static str, &'static str);
+    // By options within a kernel, so that a launch looks its kernel up without making a string.
+    static LOADED: RwLock<Option<HashMap<Key, HashMap<String, Function>>>> = RwLock::new(None);
+    let key = (device, program.name, kernel);
+    let found = |all: &Option<HashMap<Key, HashMap<String, Function>>>| {
+        all.as_ref().and_then(|all| all.get(&key)).and_then(|kernels| kernels.get(options)).copied()
+    };
+    if let Some(function) = found(&LOADED.read().unwrap_or_else(PoisonError::into_inner)) {
+        return Ok(function);
+    }
+    // Held while compiling: threads that want the same kernel wait for it.
+    let mut loaded = LOADED.write().unwrap_or_else(PoisonError::into_inner);
+    if let Some(function) = found(&loaded) {
+        return Ok(function);
+    }
+    let driver = driver()?;
+    let binary = cache::compiled(program, options, driver.device(device)?.architecture)?;
+    let name = CString::new(kernel).expect("kernels have plain names");
+    let function = driver.load(device, &binary, &name)?;
+    loaded.get_or_insert_default().entry(key).or_default().insert(options.to_string(), function);
+    Ok(function)
+}
+
+static STAND_IN: AtomicBool = AtomicBool::new(false);
+
+/// Sends tensors of the CPU through the CUDA kernels, for the tests: the driver found through
+/// NORMFORMER_RS_CUDA_LIBRARIES must be one whose device memory is the host's.
+pub fn set_stand_in(on: bool) {
+    STAND_IN.store(on, Ordering::Relaxed);
+}
+
+/// Whether [`set_stand_in`] is in force.
+pub fn stand_in() -> bool {
+    STAND_IN.load(Ordering::Relaxed)
+}
+
+/// Every program of the package.
+pub fn programs() -> Vec<&'static Program> {
+    let rows = crate::norm::ROW_NORMS.iter().map(|k| &k.program);
+    use crate::kernel::{cross_entropy, relu_dropout};
+    rows.chain([&crate::residual::step::NO_NORM, &relu_dropout::PROGRAM, &cross_entropy::PROGRAM, &SUMS]).collect()
+}
+
+/// A program's binary for an architecture such as 90, and the compiler's remarks on registers and spills.
+pub fn compile_verbosely(program: &str, options: &str, architecture: i32) -> Result<(Vec<u8>, String)> {
+    let all = programs();
+    let program = all
+        .iter()
+        .find(|p| p.name == program)
+        .ok_or_else(|| crate::error::unknown("program", program, all.iter().map(|p| p.name)))?;
+    nvrtc::compiler()?.compile(program, &format!("{options} --ptxas-options=-v"), architecture)
+}

@@ -1,0 +1,154 @@
+//! NVIDIA's run-time compiler, from torch's own wheels: source in, the device's binary out.
+
+use super::library::{api, chosen_folder, mapped, open, versions};
+use super::Program;
+use crate::error::{Error, Result};
+use std::ffi::{c_char, c_int, c_void, CStr, CString};
+use std::path::{Path, PathBuf};
+use std::sync::OnceLock;
+
+type Handle = *mut c_void;
+
+api!(
+    /// What is used of libnvrtc.
+    Nvrtc {
+        nvrtcVersion: fn(*mut c_int, *mut c_int) -> c_int;
+        nvrtcGetErrorString: fn(c_int) -> *const c_char;
+        nvrtcCreateProgram: fn(
+            *mut Handle, *const c_char, *const c_char, c_int, *const *const c_char, *const *const c_char,
+        ) -> c_int;
+        nvrtcDestroyProgram: fn(*mut Handle) -> c_int;
+        nvrtcCompileProgram: fn(Handle, c_int, *const *const c_char) -> c_int;
+        nvrtcGetProgramLogSize: fn(Handle, *mut usize) -> c_int;
+        nvrtcGetProgramLog: fn(Handle, *mut c_char) -> c_int;
+        nvrtcGetCUBINSize: fn(Handle, *mut usize) -> c_int;
+        nvrtcGetCUBIN: fn(Handle, *mut c_char) -> c_int;
+    }
+);
+
+/// The compiler of this process.
+pub fn compiler() -> Result<&'static Nvrtc> {
+    static COMPILER: OnceLock<std::result::Result<Nvrtc, String>> = OnceLock::new();
+    COMPILER.get_or_init(|| find().map_err(|e| e.to_string())).as_ref().map_err(|e| Error::Torch(e.clone()))
+}
+
+/// The chosen folder; beside the copy that torch has mapped; torch's wheels.
+fn folders() -> Vec<PathBuf> {
+    if let Some(folder) = chosen_folder() {
+        return vec![folder];
+    }
+    let parent = |p: PathBuf| p.parent().map(Path::to_owned);
+    let mut found: Vec<PathBuf> =
+        ["libnvrtc.so.", "libcudart.so."].iter().filter_map(|l| mapped(l)).filter_map(parent).collect();
+    // .../site-packages/torch/lib
+    if let Some(lib) = mapped("libtorch_cpu.so").and_then(parent) {
+        let site = lib.join("../..");
+        found.extend(["nvidia/cu13/lib", "nvidia/cuda_nvrtc/lib"].map(|d| site.join(d)));
+        found.push(lib);
+    }
+    found
+}
+
+fn find() -> Result<Nvrtc> {
+    let mut tried = Vec::new();
+    for folder in folders() {
+        for file in versions(&folder, "libnvrtc.so") {
+            // The compiler looks for its built-ins by name only, along the loader's path: with them mapped it finds them.
+            for builtins in versions(&folder, "libnvrtc-builtins.so") {
+                if let Ok(library) = open(builtins) {
+                    std::mem::forget(library);
+                }
+            }
+            match open(&file) {
+                // SAFETY: these are NVRTC's functions, which have had these types since CUDA 11.1.
+                Ok(library) => return unsafe { Nvrtc::bind(library) },
+                Err(e) => tried.push(e.to_string()),
+            }
+        }
+    }
+    if chosen_folder().is_none() {
+        for name in ["libnvrtc.so.13", "libnvrtc.so.12", "libnvrtc.so"] {
+            match open(name) {
+                // SAFETY: as above.
+                Ok(library) => return unsafe { Nvrtc::bind(library) },
+                Err(e) => tried.push(e.to_string()),
+            }
+        }
+    }
+    Err(Error::Torch(format!(
+        "NVIDIA's run-time compiler was not found ({}): install nvidia-cuda-nvrtc, or name the folder of libnvrtc.so in \
+         NORMFORMER_RS_CUDA_LIBRARIES",
+        if tried.is_empty() { "no libnvrtc.so".to_string() } else { tried.join("; ") }
+    )))
+}
+
+impl Nvrtc {
+    /// (major, minor).
+    pub fn version(&self) -> (i32, i32) {
+        let (mut major, mut minor) = (0, 0);
+        // SAFETY: both places are ours.
+        unsafe { (self.nvrtcVersion)(&mut major, &mut minor) };
+        (major, minor)
+    }
+
+    /// The program's binary for an architecture such as 90, and the compiler's remarks.
+    pub fn compile(&self, program: &Program, options: &str, architecture: i32) -> Result<(Vec<u8>, String)> {
+        let text = |s: &str| CString::new(s).expect("sources and options hold no NUL");
+        let (source, name) = (text(&program.files.concat()), text(program.name));
+        let architecture = format!("--gpu-architecture=sm_{architecture}");
+        let options: Vec<CString> =
+            ["--std=c++17", &architecture].into_iter().chain(options.split_whitespace()).map(text).collect();
+        let pointers: Vec<*const c_char> = options.iter().map(|o| o.as_ptr()).collect();
+        let mut handle = std::ptr::null_mut();
+        // SAFETY: the strings outlive the program, which is destroyed below.
+        let made = unsafe {
+            (self.nvrtcCreateProgram)(
+                &mut handle,
+                source.as_ptr(),
+                name.as_ptr(),
+                0,
+                std::ptr::null(),
+                std::ptr::null(),
+            )
+        };
+        self.check(made, "nvrtcCreateProgram", "")?;
+        // SAFETY: the program was just made, and the strings live on.
+        let result = unsafe {
+            let compiled = (self.nvrtcCompileProgram)(handle, pointers.len() as c_int, pointers.as_ptr());
+            let log = self.read(handle, self.nvrtcGetProgramLogSize, self.nvrtcGetProgramLog).unwrap_or_default();
+            let log = String::from_utf8_lossy(&log).trim_end_matches('\0').to_string();
+            self.check(compiled, &format!("compiling {} for {}", program.name, options[1].to_string_lossy()), &log)
+                .and_then(|()| Ok((self.read(handle, self.nvrtcGetCUBINSize, self.nvrtcGetCUBIN)?, log)))
+        };
+        // SAFETY: made above, used no more.
+        unsafe { (self.nvrtcDestroyProgram)(&mut handle) };
+        result
+    }
+
+    /// # Safety
+    /// The program is live, and `get` writes what `size` says.
+    unsafe fn read(
+        &self,
+        program: Handle,
+        size: unsafe extern "C" fn(Handle, *mut usize) -> c_int,
+        get: unsafe extern "C" fn(Handle, *mut c_char) -> c_int,
+    ) -> Result<Vec<u8>> {
+        let mut length = 0;
+        // SAFETY: as the caller promises.
+        self.check(unsafe { size(program, &mut length) }, "reading the compiler's output", "")?;
+        let mut bytes = vec![0u8; length];
+        // SAFETY: as the caller promises; the buffer has the length that was asked for.
+        self.check(unsafe { get(program, bytes.as_mut_ptr().cast()) }, "reading the compiler's output", "")?;
+        Ok(bytes)
+    }
+
+    fn check(&self, code: c_int, act: &str, log: &str) -> Result<()> {
+        if code == 0 {
+            return Ok(());
+        }
+        // SAFETY: NVRTC's own constant string.
+        let reason = unsafe { CStr::from_ptr((self.nvrtcGetErrorString)(code)) }.to_string_lossy();
+        let log = if log.is_empty() { String::new() } else { format!("\n{log}") };
+        Err(Error::Torch(format!("{act}: NVRTC says {reason}{log}")))
+    }
+}

@@ -1,0 +1,232 @@
+//! Row norms and residual steps on a GPU: what `cuda/device/rows.cuh` takes, made from the shim's views.
+
+use super::device::{aligned, columns, type_name, Dropout};
+use super::ffi::{Draw, View};
+use crate::cuda::{self, Device, Layout, Program, SUMS};
+use crate::error::Result;
+
+/// A step and the norm after it; a norm alone has x⁺ = x and no f.
+#[derive(Clone, Copy)]
+pub struct Rows {
+    pub x: View,
+    pub f: View,
+    pub alpha: View,
+    pub beta: View,
+    pub weight: View,
+    pub bias: View,
+    pub x_plus: View,
+    pub y: View,
+    pub stats: View,
+    pub eps: f64,
+    pub draw: Draw,
+}
+
+impl Rows {
+    /// Nothing but dropout.
+    pub const fn of(draw: Draw) -> Self {
+        const NO: View = View::ABSENT;
+        Rows { x: NO, f: NO, alpha: NO, beta: NO, weight: NO, bias: NO, x_plus: NO, y: NO, stats: NO, eps: 0.0, draw }
+    }
+}
+
+/// The gradients that are sums over rows, and room for what each block sums: as many numbers per row of the workspace
+/// as the gradients have together.
+#[derive(Clone, Copy)]
+pub struct Sums {
+    pub dalpha: View,
+    pub dbeta: View,
+    pub dweight: View,
+    pub dbias: View,
+    pub workspace: View,
+}
+
+impl Sums {
+    pub const fn in_workspace(workspace: View) -> Self {
+        const NO: View = View::ABSENT;
+        Sums { dalpha: NO, dbeta: NO, dweight: NO, dbias: NO, workspace }
+    }
+
+    fn all(&self) -> [&View; 4] {
+        [&self.dalpha, &self.dbeta, &self.dweight, &self.dbias]
+    }
+}
+
+/// rows.cuh's `Forward`.
+#[repr(C)]
+struct Forward {
+    x: *const u8,
+    f: *const u8,
+    alpha: *const u8,
+    beta: *const u8,
+    weight: *const u8,
+    bias: *const u8,
+    x_plus: *mut u8,
+    y: *mut u8,
+    stats: *mut u8,
+    rows: i64,
+    chunks: i32,
+    eps: f32,
+    dropout: Dropout,
+}
+
+/// rows.cuh's `Backward`.
+#[repr(C)]
+struct Backward {
+    dx_plus: *const u8,
+    dy: *const u8,
+    x_plus: *const u8,
+    x: *const u8,
+    f: *const u8,
+    stats: *const u8,
+    alpha: *const u8,
+    beta: *const u8,
+    weight: *const u8,
+    dx: *mut u8,
+    df: *mut u8,
+    partial: [*mut f32; 4],
+    rows: i64,
+    chunks: i32,
+    sums: i32,
+    eps: f32,
+    dropout: Dropout,
+}
+
+/// sums.cu's `Output`.
+#[repr(C)]
+#[derive(Clone, Copy)]
+struct Output {
+    to: *mut u8,
+    first: i32,
+}
+
+/// sums.cu's `Sums`.
+#[repr(C)]
+struct SumPartials {
+    partial: *const u8,
+    blocks: i32,
+    columns: i32,
+    outputs: [Output; 4],
+}
+
+/// parameter.cuh's kinds.
+fn kind(parameter: &View) -> i32 {
+    match (parameter.is_absent(), parameter.rows * parameter.cols) {
+        (true, _) => 0,
+        (false, 1) => 1,
+        (false, _) => 2,
+    }
+}
+
+/// The layout, the options that name a variant, and chunks per row.
+fn variant(r: &Rows, backward: bool, types: [i32; 3], views: &[&View]) -> Result<(Layout, String, i32)> {
+    let cols = columns(&r.x_plus)?;
+    let bytes = if types == [0; 3] { 4 } else { 2 };
+    let parameters = [&r.alpha, &r.beta, &r.weight, &r.bias];
+    let layout = Layout::of(cols, bytes, aligned(views) && aligned(&parameters));
+    let [x, f, y] = types.map(type_name);
+    let [alpha, beta, weight, bias] = parameters.map(kind);
+    let step = i32::from(!r.f.is_absent());
+    let options = format!(
+        "{} -DK_BACKWARD={} -DK_STEP={step} -DK_X={} -DK_F={} -DK_Y={} -DK_ALPHA={alpha} -DK_BETA={beta} -DK_WEIGHT={weight} \
+         -DK_BIAS={bias}",
+        layout.options(),
+        i32::from(backward),
+        x?,
+        f?,
+        y?
+    );
+    Ok((layout, options, (cols / layout.vec) as i32))
+}
+
+/// x⁺, y and the statistics of every row.
+pub fn forward(device: Device, program: &'static Program, r: &Rows) -> Result<()> {
+    if r.x.rows == 0 || r.x.cols == 0 {
+        return Ok(());
+    }
+    let x = r.x.dtype;
+    let types = [x, if r.f.is_absent() { x } else { r.f.dtype }, if r.y.is_absent() { x } else { r.y.dtype }];
+    let (layout, options, chunks) = variant(r, false, types, &[&r.x, &r.f, &r.x_plus, &r.y])?;
+    let arguments = Forward {
+        x: r.x.data,
+        f: r.f.data,
+        alpha: r.alpha.data,
+        beta: r.beta.data,
+        weight: r.weight.data,
+        bias: r.bias.data,
+        x_plus: r.x_plus.data,
+        y: r.y.data,
+        stats: r.stats.data,
+        rows: r.x.rows,
+        chunks,
+        eps: r.eps as f32,
+        dropout: Dropout::of(&r.draw),
+    };
+    let grid = layout.grid(r.x.rows as u64, i32::MAX as u32);
+    // SAFETY: the shim gave contiguous tensors of these types and shapes on the device, and holds them until the call
+    // returns; torch's allocator keeps what is freed then for the stream that the kernel is on.
+    unsafe { cuda::launch(device, program, &options, "rows_forward", grid, &arguments) }
+}
+
+/// dx, df and the gradients that are sums over rows.
+pub fn backward(
+    device: Device,
+    program: &'static Program,
+    r: &Rows,
+    dx_plus: View,
+    dy: View,
+    dx: View,
+    df: View,
+    sums: &Sums,
+) -> Result<()> {
+    let x = r.x_plus.dtype;
+    let types = [x, if r.f.is_absent() { x } else { r.f.dtype }, if dy.is_absent() { x } else { dy.dtype }];
+    let views = [&r.x, &r.f, &r.x_plus, &dx_plus, &dy, &dx, &df];
+    let (layout, options, chunks) = variant(r, true, types, &views)?;
+    // A workspace has a row for every block; without sums there may be any number.
+    let most = if sums.workspace.is_absent() { i32::MAX as u32 } else { sums.workspace.rows as u32 };
+    let grid = layout.grid(if chunks > 0 { r.x_plus.rows as u64 } else { 0 }, most);
+    let (mut partial, mut outputs, mut columns) = ([std::ptr::null_mut(); 4], Vec::new(), 0);
+    for (partial, sum) in partial.iter_mut().zip(sums.all()) {
+        let length = sum.rows * sum.cols;
+        if sum.is_absent() || length == 0 {
+            continue;
+        }
+        // SAFETY: the workspace has a column for each number of each sum.
+        *partial = unsafe { sums.workspace.data.cast::<f32>().add(columns as usize) };
+        outputs.push(Output { to: sum.data, first: columns as i32 });
+        columns += length;
+    }
+    assert!(columns == 0 || columns == sums.workspace.cols, "a workspace of {} for {columns}", sums.workspace.cols);
+    let arguments = Backward {
+        dx_plus: dx_plus.data,
+        dy: dy.data,
+        x_plus: r.x_plus.data,
+        x: r.x.data,
+        f: r.f.data,
+        stats: r.stats.data,
+        alpha: r.alpha.data,
+        beta: r.beta.data,
+        weight: r.weight.data,
+        dx: dx.data,
+        df: df.data,
+        partial,
+        rows: r.x_plus.rows,
+        chunks,
+        sums: columns as i32,
+        eps: r.eps as f32,
+        dropout: Dropout::of(&r.draw),
+    };
+    // SAFETY: as in `forward`; the workspace has a row for every block.
+    unsafe { cuda::launch(device, program, &options, "rows_backward", grid, &arguments)? };
+    sum_partials(device, sums.workspace.data, grid.blocks as i32, columns, &outputs)
+}
+
+/// Adds up `blocks` rows of `columns` numbers, each output taking its share of the columns.
+fn sum_partials(device: Device, partial: *const u8, blocks: i32, columns: i64, to: &[Output]) -> Result<()> {
+    let mut outputs = [Output { to: std::ptr::null_mut(), first: i32::MAX }; 4];
+    outputs[..to.len()].copy_from_slice(to);
+    let grid = cuda::Grid { blocks: (columns as u32).div_ceil(32), threads: 256 };
+    let arguments = SumPartials { partial, blocks, columns: columns as i32, outputs };
+    // SAFETY: the outputs have `columns` numbers together, the workspace as many in each of `blocks` rows.
+    unsafe { cuda::launch(device, &SUMS, "", "sum_partials", grid, &arguments) }
+}

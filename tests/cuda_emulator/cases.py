@@ -1,0 +1,332 @@
+"""What is run on the emulated device: every kernel against its float64 twin, forward and backward."""
+
+import os
+import tempfile
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+
+import reference as ref
+from normformer_rs import _core
+
+OPS = torch.ops.normformer_rs
+EPS = 1e-5
+SEED = (77, 3, 1)
+SITE = 5
+NORMS = {
+    None: None,
+    "layer_norm": lambda x, w, b: ref.layer_norm(x, w, b, EPS),
+    "rms_norm": lambda x, w, b: ref.rms_norm(x, w, EPS),
+    "scale_norm": lambda x, w, b: ref.scale_norm(x, w, EPS),
+}
+TYPES = {"f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16}
+
+
+@contextmanager
+def on_device(operator):
+    """Tensors of the CPU take the CUDA kernels' way inside, and `operator` must have run them."""
+    before = _core.operator_counts()[operator]
+    _core.cuda_stand_in(True)
+    try:
+        yield
+    finally:
+        _core.cuda_stand_in(False)
+    after = _core.operator_counts()[operator]
+    assert after[0] > before[0] and after[1] == before[1], f"{operator} ran its formula, not its kernel"
+
+
+def randn(rows, width, dtype, misaligned=False):
+    """A contiguous matrix; misaligned, it starts one element past a 16-byte border."""
+    start = int(misaligned)
+    flat = torch.randn(rows * width + start, dtype=torch.float64).to(dtype)[start:]
+    assert (flat.data_ptr() % 16 != 0) == misaligned
+    return flat.view(rows, width)
+
+
+def parameters(norm, width):
+    if norm is None:
+        return None, None
+    weight = torch.randn(1 if norm == "scale_norm" else width)
+    return weight, torch.randn(width) if norm == "layer_norm" else None
+
+
+def leaves(tensors, dtype=None):
+    return [None if t is None else t.detach().to(dtype or t.dtype).requires_grad_() for t in tensors]
+
+
+def close(name, ours, exact, theirs, terms):
+    """At most twice the error of the formula in PyTorch with the same dtype, and free: one rounding of the result, and
+    in f32 one of each of the factors that are summed."""
+    assert ours.shape == exact.shape, name
+    own, wide = torch.finfo(ours.dtype), torch.finfo(torch.float32)
+    free = own.eps * exact.abs().max() + own.tiny + 4 * wide.eps * terms
+    error = (ours.double() - exact).abs().max()
+    allowed = 2 * (theirs.double() - exact).abs().max() + free
+    assert error <= allowed, f"{name}: error {error:.2e}, allowed {allowed:.2e}"
+
+
+def check(function, formula, inputs, outputs, operator, slope=1.0):
+    """Outputs and gradients of function(*inputs) on the device against formula(*inputs) in float64.
+
+    Outputs are (name, whether a gradient comes back); inputs may be None. `slope` is what a gradient is multiplied by
+    before parts of it cancel.
+    """
+    own = leaves(inputs)
+    with on_device(operator):
+        ours = function(*own)
+        backs = [torch.randn_like(y) if back else None for y, (_, back) in zip(ours, outputs)]
+        chosen = [(y, d) for y, d in zip(ours, backs) if d is not None]
+        used = [t for t in own if t is not None]
+        found = torch.autograd.grad(
+            [y for y, _ in chosen], used, [d for _, d in chosen], materialize_grads=True, allow_unused=True
+        )
+
+    def by_formula(dtype):
+        copies = leaves(inputs, dtype)
+        results = formula(*copies)
+        used = [t for t in copies if t is not None]
+        loss = sum((y.double() * d.double()).sum() for y, d in zip(results, backs) if d is not None)
+        return results, torch.autograd.grad(loss, used, materialize_grads=True, allow_unused=True)
+
+    exact, exact_gradients = by_formula(torch.float64)
+    theirs, their_gradients = by_formula(torch.float32)
+    for (name, _), o, e, t in zip(outputs, ours, exact, theirs):
+        close(name, o.detach(), e.detach(), t.detach().to(o.dtype), e.detach().abs().max())
+    size = slope * max(d.double().abs().max() for d in backs if d is not None)
+    for i, (o, e, t) in enumerate(zip(found, exact_gradients, their_gradients)):
+        # What is summed over rows and columns before it cancels.
+        terms = e.abs().max() + size * (ours[0].numel() if o.numel() == 1 else ours[0].shape[0]) ** 0.5
+        close(f"gradient {i}", o, e, t.to(o.dtype), terms)
+
+
+def row_norm(norm, dtype, width, rows=9, misaligned=False, per_column=None):
+    """A norm alone. `per_column` overrides whether the weight is one number or one per column."""
+    weight, bias = parameters(norm, width)
+    if per_column is not None:
+        weight = torch.randn(width if per_column else 1)
+    x = randn(rows, width, TYPES[dtype], misaligned)
+
+    def formula(x, w, b):
+        return [NORMS[norm](x, w, b)]
+
+    stats = getattr(OPS, norm)(x.double(), None, None, EPS)[1]
+    slope = stats[..., -1].max() * weight.abs().max()
+    check(lambda *a: [getattr(OPS, norm)(*a, EPS)[0]], formula, [x, weight, bias], [("y", True)], norm, slope)
+
+
+def residual(norm, types, width, p=0.0, gains=None, rows=9, backs=(True, True)):
+    """The fused step: x of the first type, f and y of the second; gains are None, "one" or "each"."""
+    stream, branch = (TYPES[t] for t in types)
+    x, f = randn(rows, width, stream), randn(rows, width, branch)
+    weight, bias = parameters(norm, width)
+    alpha, beta = (torch.rand(1 if gains == "one" else width) + 0.5 if gains else None for _ in range(2))
+    seed = torch.tensor(SEED) if p else None
+    keep = ref.dropout_keep(*SEED, SITE, rows, width, p) if p else None
+    operator = f"{norm}_residual" if norm else "residual"
+
+    def step(*a):
+        x_plus, y, _ = getattr(OPS, operator)(*a, EPS, p, seed, SITE)
+        return [x_plus, y] if norm else [x_plus]
+
+    def formula(x, f, alpha, beta, weight, bias):
+        dropped = f if keep is None else f * keep * ref.dropout_scale(p)
+        x_plus = (1 if alpha is None else alpha) * x + (1 if beta is None else beta) * dropped
+        # N reads x⁺ as it is stored; its rounding has slope one.
+        x_plus = x_plus + (x_plus.detach().to(stream).to(x_plus.dtype) - x_plus.detach())
+        return [x_plus, NORMS[norm](x_plus, weight, bias)] if norm else [x_plus]
+
+    outputs = [("x_plus", backs[0])] + ([("y", backs[1])] if norm else [])
+    check(step, formula, [x, f, alpha, beta, weight, bias], outputs, operator)
+
+
+def extreme_rows(norm):
+    """Rows of zeros, huge, tiny and not finite keep to themselves."""
+    weight, bias = parameters(norm, 8)
+    x = torch.randn(6, 8)
+    x[1] = 0
+    x[2] *= 1e30  # squares overflow f32
+    x[3] *= 1e-30
+    x[4, 3] = float("nan")
+    x[5, 3] = float("inf")
+    with on_device(norm):
+        y = getattr(OPS, norm)(x, weight, bias, EPS)[0]
+    exact = NORMS[norm](x.double(), weight.double(), None if bias is None else bias.double())
+    assert y[:4].isfinite().all() and not y[4].isfinite().any() and not y[5].isfinite().all()
+    torch.testing.assert_close(y[:4].double(), exact[:4], rtol=1e-5, atol=1e-5)
+
+
+def clamped():
+    """ScaleNorm under its clamp: y = (g/ε)x, with a slope to match."""
+    x, weight = 0.1 * torch.randn(5, 32), torch.randn(1)  # ‖x‖ is about 0.6
+
+    def formula(x, w):
+        return [ref.scale_norm(x, w, 1.0)]
+
+    check(lambda x, w: [OPS.scale_norm(x, w, None, 1.0)[0]], formula, [x, weight], [("y", True)], "scale_norm")
+
+
+def relu_dropout(dtype, width, p, rows=9, misaligned=False):
+    """drop(max(x, 0)), with NaNs kept."""
+    x = randn(rows, width, TYPES[dtype], misaligned)
+    seed = torch.tensor(SEED) if p else None
+    keep = ref.dropout_keep(*SEED, SITE, rows, width, p) if p else None
+
+    def formula(x):
+        return [ref.relu_dropout(x, keep, ref.dropout_scale(p))]
+
+    check(lambda x: [OPS.relu_dropout(x, p, seed, SITE)], formula, [x], [("y", True)], "relu_dropout")
+    x[0, 0] = float("nan")
+    with on_device("relu_dropout"):
+        y = OPS.relu_dropout(x, p, seed, SITE)
+    assert y[0, 0].isnan() and y.isnan().sum() == 1
+
+
+def cross_entropy(dtype, width, masked, smoothing=0.1, rows=5, misaligned=False, scale=1.0):
+    """Loss, NLL and gradient, by autograd and in place; one row is ignored."""
+    op = "label_smoothed_cross_entropy"
+    logits = (scale * randn(rows, width, torch.float64)).to(TYPES[dtype])
+    if misaligned:
+        logits = randn(rows, width, TYPES[dtype], misaligned=True)
+    mask = torch.rand(width) < 0.7 if masked else None
+    words = torch.arange(width) if mask is None else mask.nonzero().flatten()
+    target = words[torch.randint(len(words), (rows,))]
+    target[1] = -1
+    each = smoothing / max(len(words) - 1, 1)
+    weights = (1 - smoothing - each, each)
+
+    def by_rows(z):
+        real = [r for r in range(rows) if r != 1]
+        result = [
+            ref.label_smoothed_cross_entropy(
+                z[r : r + 1], target[r : r + 1], smoothing, vocabulary_mask=mask, ignore_index=-1
+            )
+            for r in real
+        ]
+        loss, nll = torch.zeros(2, rows, dtype=result[0][0].dtype)
+        for r, (a, b) in zip(real, result):
+            loss = loss.index_put((torch.tensor([r]),), a)
+            nll = nll.index_put((torch.tensor([r]),), b)
+        return [loss, nll]
+
+    def ours(z):
+        return list(OPS.label_smoothed_cross_entropy(z, target, mask, *weights, -1)[:2])
+
+    outputs = [("loss", True), ("nll", False)]
+    check(ours, by_rows, [logits], outputs, op)
+    own = logits.clone()
+    with on_device(op):
+        loss, nll = OPS.label_smoothed_cross_entropy_(own, target, mask, *weights, -1, 0.25)
+    z = logits.double().requires_grad_()
+    exact = by_rows(z)
+    (gradient,) = torch.autograd.grad(0.25 * exact[0].sum(), z)
+    for name, o, e in [("loss", loss, exact[0]), ("nll", nll, exact[1]), ("gradient", own, gradient)]:
+        close(name + " in place", o, e.detach(), e.detach().to(o.dtype), e.detach().abs().max())
+
+
+def bad_targets():
+    """A target outside the vocabulary makes its own row NaN and no other."""
+    logits, mask = torch.randn(4, 100, requires_grad=True), torch.ones(100, dtype=torch.bool)
+    mask[7] = False
+    with on_device("label_smoothed_cross_entropy"):
+        loss = OPS.label_smoothed_cross_entropy(logits, torch.tensor([3, 7, 100, -5]), mask, 0.9, 0.001, -1)[0]
+        loss.sum().backward()
+    assert loss.isnan().tolist() == [False, True, True, True]
+    assert logits.grad.isnan().all(-1).tolist() == [False, True, True, True] and logits.grad[0].isfinite().all()
+
+
+def empty(norm):
+    """No rows, no columns, a vector."""
+    for shape in [(0, 5), (3, 0), (2, 0, 4), (7,)]:
+        weight, bias = leaves(parameters(norm, shape[-1]))
+        x = torch.randn(shape, requires_grad=True)
+        with on_device(norm):
+            y = getattr(OPS, norm)(x, weight, bias, EPS)[0]
+            y.sum().backward()
+        assert y.shape == x.shape == x.grad.shape and weight.grad.shape == weight.shape
+        assert x.numel() or not weight.grad.any()
+
+
+def repeatable(norm, width):
+    """Bitwise, whatever order the threads run in."""
+    x, dy = torch.randn(40, width), torch.randn(40, width)
+    weight, bias = parameters(norm, width)
+    results = []
+    for seed in range(3):
+        os.environ["MOCK_SEED"] = str(seed)
+        own = [t for t in leaves([x, weight, bias]) if t is not None]
+        with on_device(norm):
+            y = getattr(OPS, norm)(own[0], own[1], own[2] if bias is not None else None, EPS)[0]
+            results.append([y, *torch.autograd.grad(y, own, dy)])
+    for other in results[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(results[0], other))
+
+
+def rows_are_independent(norm):
+    """A row's result does not depend on how many there are, nor on its place."""
+    x = torch.randn(13, 64)
+    weight, bias = parameters(norm, 64)
+    with on_device(norm):
+        whole = getattr(OPS, norm)(x, weight, bias, EPS)[0]
+        parts = [getattr(OPS, norm)(part, weight, bias, EPS)[0] for part in (x[:1], x[1:6], x[6:])]
+    assert torch.equal(whole, torch.cat(parts))
+
+
+def launches(norm, width):
+    """The kernels that a forward and a backward pass put on the stream."""
+    log = Path(os.environ["MOCK_LOG"])
+    x = torch.randn(9, width, requires_grad=True)
+    weight, bias = leaves(parameters(norm, width))
+    with on_device(norm):
+        getattr(OPS, norm)(x, weight, bias, EPS)[0].sum().backward()
+    return [line.split()[0] for line in log.read_text().splitlines()]
+
+
+def warns_and_falls_back():
+    """One warning, with the reason, and the composed formula's result. Returns the warning."""
+    x, weight = torch.randn(3, 5), torch.randn(5)
+    before = _core.operator_counts()["rms_norm"]
+    with tempfile.TemporaryFile("w+") as said:
+        os.dup2(said.fileno(), 2)  # libtorch's warnings go there
+        _core.cuda_stand_in(True)
+        y, *_ = (OPS.rms_norm(x, weight, None, EPS)[0] for _ in range(3))
+        _core.cuda_stand_in(False)
+        said.seek(0)
+        warnings = [line for line in said if "Warning: normformer_rs" in line]
+    after = _core.operator_counts()["rms_norm"]
+    assert (after[0] - before[0], after[1] - before[1]) == (0, 3)
+    torch.testing.assert_close(y, ref.rms_norm(x, weight, EPS))
+    assert len(warnings) == 1, warnings
+    return warnings[0]
+
+
+def refuses():
+    """The message of the error where kernels are required."""
+    _core.cuda_stand_in(True)
+    try:
+        OPS.rms_norm(torch.randn(3, 5), torch.randn(5), None, EPS)
+    except RuntimeError as error:
+        return str(error)
+    raise AssertionError("it ran")
+
+
+def launch_fails():
+    """The error of a launch that fails after the device was found ready."""
+    x = torch.randn(3, 5)
+    with on_device("rms_norm"):
+        OPS.rms_norm(x, None, None, EPS)
+        os.environ["MOCK_FAIL"] = "cuLaunchKernel"
+        try:
+            OPS.rms_norm(x, None, None, EPS)
+        except RuntimeError as error:
+            return str(error)
+    raise AssertionError("it ran")
+
+
+def double_runs_the_formula():
+    """f64 has no kernel: the composed formula runs on a GPU, and on the CPU its own kernels."""
+    x = torch.randn(3, 5, dtype=torch.float64)
+    _core.cuda_stand_in(True)
+    y = OPS.rms_norm(x, None, None, EPS)[0]
+    _core.cuda_stand_in(False)
+    torch.testing.assert_close(y, ref.rms_norm(x, None, EPS))

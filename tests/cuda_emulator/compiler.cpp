@@ -1,0 +1,110 @@
+// A libnvrtc.so for machines without a GPU: compiles a kernel's own source for the host, where driver.cpp runs it. What
+// it makes is a shared library, which travels through the cache and the loader as a cubin does.
+//
+//   MOCK_PATCH=file   a planted bug: the text before the line "=====" becomes the text after it; once, or the
+//                     compilation fails         MOCK_FLAGS=flags   for g++
+//   MOCK_FAIL=name    that function fails       MOCK_COUNT=file    a byte per compilation
+#include <unistd.h>
+
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <fstream>
+#include <sstream>
+#include <string>
+
+namespace {
+
+enum { OK = 0, OUT_OF_MEMORY = 1, COMPILATION = 6 };
+
+struct Program {
+  std::string source, log, binary;
+};
+
+std::string contents(const std::string& path) {
+  std::ifstream file(path, std::ios::binary);
+  std::stringstream all;
+  all << file.rdbuf();
+  return all.str();
+}
+bool fails(const char* name) {
+  const char* wanted = getenv("MOCK_FAIL");
+  return wanted && !strcmp(wanted, name);
+}
+#define FAIL_IF_ASKED if (fails(__func__)) return OUT_OF_MEMORY
+
+bool plant(std::string& source) {
+  const char* path = getenv("MOCK_PATCH");
+  if (!path) return true;
+  const std::string patch = contents(path), mark = "\n=====\n";
+  const size_t middle = patch.find(mark);
+  const std::string before = patch.substr(0, middle), after = patch.substr(middle + mark.size());
+  const size_t at = source.find(before);
+  if (at == std::string::npos) return true;  // another program's
+  if (source.find(before, at + 1) != std::string::npos) return false;
+  source.replace(at, before.size(), after);
+  if (const char* planted = getenv("MOCK_PLANTED")) std::ofstream(planted) << "planted";
+  return true;
+}
+
+}  // namespace
+
+extern "C" {
+int nvrtcVersion(int* major, int* minor) {
+  *major = 0, *minor = 1;
+  return OK;
+}
+const char* nvrtcGetErrorString(int code) { return code == COMPILATION ? "COMPILATION" : "OUT_OF_MEMORY"; }
+int nvrtcCreateProgram(void** made, const char* source, const char*, int, const char* const*, const char* const*) {
+  FAIL_IF_ASKED;
+  *made = new Program{source, "", ""};
+  return OK;
+}
+int nvrtcDestroyProgram(void** program) {
+  delete (Program*)*program;
+  return OK;
+}
+int nvrtcCompileProgram(void* program, int count, const char* const* options) {
+  FAIL_IF_ASKED;
+  auto* p = (Program*)program;
+  if (const char* counter = getenv("MOCK_COUNT")) std::ofstream(counter, std::ios::app) << 'x';
+  if (!plant(p->source)) {
+    p->log = "the planted bug fits in several places";
+    return COMPILATION;
+  }
+  char folder[] = "/tmp/kernel-XXXXXX";
+  if (!mkdtemp(folder)) return OUT_OF_MEMORY;
+  const std::string base = folder, source = base + "/k.cpp", binary = base + "/k.so", log = base + "/log";
+  std::ofstream(source) << p->source;
+  const char* flags = getenv("MOCK_FLAGS");
+  std::string command = "g++ -O1 -shared -fPIC -ffp-contract=off -Wall -Wno-unknown-pragmas -Wno-unused-variable -include " HOST_HEADER " -o " + binary + " " + source;
+  for (int i = 0; i < count; i++)
+    if (strncmp(options[i], "--gpu", 5) && strncmp(options[i], "--ptx", 5)) command += std::string(" ") + options[i];
+  command += std::string(" ") + (flags ? flags : "") + " 2>" + log;
+  const int status = system(command.c_str());
+  p->log = contents(log);
+  p->binary = contents(binary);
+  for (const auto& f : {source, binary, log}) unlink(f.c_str());
+  rmdir(folder);
+  return status == 0 ? OK : COMPILATION;
+}
+int nvrtcGetProgramLogSize(void* program, size_t* size) {
+  *size = ((Program*)program)->log.size() + 1;
+  return OK;
+}
+int nvrtcGetProgramLog(void* program, char* to) {
+  strcpy(to, ((Program*)program)->log.c_str());
+  return OK;
+}
+int nvrtcGetCUBINSize(void* program, size_t* size) {
+  FAIL_IF_ASKED;
+  *size = ((Program*)program)->binary.size();
+  return OK;
+}
+int nvrtcGetCUBIN(void* program, char* to) {
+  FAIL_IF_ASKED;
+  const auto& binary = ((Program*)program)->binary;
+  memcpy(to, binary.data(), binary.size());
+  return OK;
+}
+}

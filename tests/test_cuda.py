@@ -1,0 +1,312 @@
+"""The CUDA kernels and their launcher without a GPU (docs/cuda.md)."""
+
+import itertools
+import os
+import re
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+
+import pytest
+
+from cuda_emulator import cases, device
+from cuda_emulator.planted import BUGS
+from normformer_rs import _core
+
+NORMS = [norm for norm in cases.NORMS if norm]
+WIDTHS = [1, 3, 32, 100, 512, 1030, 8200]
+ARCHITECTURES = [80, 90, 100]
+
+
+@pytest.fixture(scope="session")
+def cache(tmp_path_factory):
+    """Compiled kernels, shared by the session's processes."""
+    return tmp_path_factory.mktemp("kernels")
+
+
+@pytest.fixture
+def emulated(cache):
+    def run(case, *arguments, env=(), **options):
+        return device.run(partial(case, **options), *arguments, env=device.environment(cache, **dict(env)))
+
+    return run
+
+
+# ---- kernels against their float64 twins ----
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.parametrize("norm", NORMS)
+def test_a_norm(emulated, norm, width):
+    # Every norm meets every width and every dtype.
+    dtype = list(cases.TYPES)[(WIDTHS.index(width) + NORMS.index(norm)) % 3]
+    emulated(cases.row_norm, norm, dtype, width, 3 if width > 5000 else 9)
+
+
+@pytest.mark.parametrize("dtype", cases.TYPES)
+def test_misaligned_rows(emulated, dtype):
+    emulated(cases.row_norm, "layer_norm", dtype, 96, misaligned=True)
+
+
+@pytest.mark.parametrize("norm, per_column", [("layer_norm", False), ("scale_norm", True)])
+def test_gains_of_either_kind(emulated, norm, per_column):
+    emulated(cases.row_norm, norm, "f32", 100, per_column=per_column)
+
+
+STEPS = [
+    (None, ("f32", "f32"), 19, 0.3, "each"),
+    (None, ("bf16", "bf16"), 64, 0.0, None),
+    ("layer_norm", ("f32", "bf16"), 64, 0.3, "each"),
+    ("layer_norm", ("bf16", "bf16"), 1030, 0.3, "one"),
+    ("rms_norm", ("f32", "f32"), 64, 0.3, None),
+    ("rms_norm", ("f32", "f16"), 136, 0.1, "one"),
+    ("scale_norm", ("f16", "f16"), 520, 0.3, "each"),
+    ("scale_norm", ("f32", "f32"), 1, 0.5, None),
+]
+
+
+@pytest.mark.parametrize("norm, types, width, p, gains", STEPS, ids=str)
+def test_the_residual_step(emulated, norm, types, width, p, gains):
+    emulated(cases.residual, norm, types, width, p, gains)
+
+
+@pytest.mark.parametrize("backs", [(True, False), (False, True)], ids=["x_plus", "y"])
+def test_a_gradient_from_one_side(emulated, backs):
+    emulated(cases.residual, "layer_norm", ("f32", "f32"), 64, 0.3, "one", backs=backs)
+
+
+@pytest.mark.parametrize(
+    "case", [cases.extreme_rows, cases.empty, cases.rows_are_independent], ids=lambda c: c.__name__
+)
+@pytest.mark.parametrize("norm", NORMS)
+def test_properties(emulated, norm, case):
+    emulated(case, norm)
+
+
+def test_under_the_clamp(emulated):
+    emulated(cases.clamped)
+
+
+@pytest.mark.parametrize("width", [64, 1030])
+def test_results_are_repeatable(emulated, width):
+    emulated(cases.repeatable, "layer_norm", width)
+
+
+@pytest.mark.parametrize(
+    "dtype, width, p, misaligned",
+    [("f32", 19, 0.3, False), ("bf16", 64, 0.3, False), ("f16", 64, 0.0, False), ("f32", 64, 0.5, True)],
+    ids=str,
+)
+def test_relu_and_dropout(emulated, dtype, width, p, misaligned):
+    emulated(cases.relu_dropout, dtype, width, p, misaligned=misaligned)
+
+
+@pytest.mark.parametrize(
+    "dtype, width, masked, options",
+    [
+        ("f32", 2, False, {}),
+        ("f32", 1200, True, {}),
+        ("bf16", 2056, False, {}),
+        ("f16", 515, True, {}),
+        ("f32", 96, False, {"misaligned": True}),
+        ("f32", 1030, False, {"smoothing": 0.0, "scale": 30.0}),
+    ],
+    ids=str,
+)
+def test_cross_entropy(emulated, dtype, width, masked, options):
+    emulated(cases.cross_entropy, dtype, width, masked, **options)
+
+
+def test_targets_outside_the_vocabulary(emulated):
+    emulated(cases.bad_targets)
+
+
+# ---- planted bugs ----
+
+
+@pytest.mark.parametrize("bug", [b for b in BUGS if not b.sanitized], ids=lambda b: b.what)
+def test_a_planted_bug_is_caught(bug, tmp_path):
+    (tmp_path / "patch").write_text(f"{bug.text}\n=====\n{bug.replacement}")
+    planted = tmp_path / "planted"
+    env = device.environment(tmp_path / "cache", MOCK_PATCH=str(tmp_path / "patch"), MOCK_PLANTED=str(planted))
+    with pytest.raises(AssertionError) as caught:
+        device.run(bug.case, *bug.arguments, env=env)
+    assert planted.exists(), f"the bug's text is not in the sources: {bug.text!r}"
+    # Compiled, and found out by what it computed.
+    assert "COMPILATION" not in str(caught.value), caught.value
+
+
+SANE = """
+cases.row_norm("layer_norm", "bf16", 1000)
+cases.row_norm("layer_norm", "f32", 1030, 3)
+cases.row_norm("scale_norm", "f16", 7)
+cases.residual("rms_norm", ("f32", "bf16"), 136, 0.3, "each")
+cases.relu_dropout("f32", 19, 0.3)
+cases.cross_entropy("bf16", 515, True)
+"""
+
+
+def test_the_address_sanitizer_finds_nothing(tmp_path):
+    done = device.sanitized(SANE, device.environment(tmp_path))
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("bug", [b for b in BUGS if b.sanitized], ids=lambda b: b.what)
+def test_the_address_sanitizer_catches(bug, tmp_path):
+    (tmp_path / "patch").write_text(f"{bug.text}\n=====\n{bug.replacement}")
+    env = device.environment(tmp_path / "cache", MOCK_PATCH=str(tmp_path / "patch"))
+    done = device.sanitized(f"cases.{bug.case.__name__}(*{bug.arguments!r})", env)
+    assert "AddressSanitizer: heap-buffer-overflow" in done.stderr, done.stderr
+
+
+# ---- the launcher ----
+
+
+def test_the_launches_of_a_norm(emulated, tmp_path):
+    log = str(tmp_path / "log")
+    names = emulated(cases.launches, "layer_norm", 64, env={"MOCK_LOG": log})
+    assert names == ["rows_forward", "rows_backward", "sum_partials"]
+
+
+REQUIRED = "cuInit cuDeviceGet cuDeviceGetAttribute cuDevicePrimaryCtxRetain cuCtxPushCurrent_v2 cuModuleLoadData"
+REQUIRED += " cuModuleGetFunction cuThreadExchangeStreamCaptureMode nvrtcCreateProgram nvrtcCompileProgram"
+REQUIRED += " nvrtcGetCUBINSize nvrtcGetCUBIN"
+
+
+@pytest.mark.parametrize("function", REQUIRED.split())
+def test_a_failing_function_means_the_formula(tmp_path, function):
+    env = device.environment(tmp_path, MOCK_FAIL=function)
+    warning = device.run(cases.warns_and_falls_back, env=env)
+    said = "NVRTC says" if function.startswith("nvrtc") else "the CUDA driver says invalid argument"
+    assert "composed formulas run" in warning and said in warning, warning
+
+
+def test_kernels_may_be_required(tmp_path):
+    env = device.environment(tmp_path, MOCK_FAIL="cuInit", NORMFORMER_RS_CUDA="require")
+    message = device.run(cases.refuses, env=env)
+    assert "NORMFORMER_RS_CUDA=require" in message and "cuInit" in message
+
+
+def test_kernels_may_be_off(tmp_path):
+    warning = device.run(cases.warns_and_falls_back, env=device.environment(tmp_path, NORMFORMER_RS_CUDA="off"))
+    assert "NORMFORMER_RS_CUDA=off" in warning
+
+
+def test_a_wish_may_be_misspelt(tmp_path):
+    message = device.run(cases.refuses, env=device.environment(tmp_path, NORMFORMER_RS_CUDA="requir"))
+    assert "must be one of auto, require, off" in message
+
+
+def test_no_library_means_the_formula(tmp_path):
+    env = {"NORMFORMER_RS_CUDA_LIBRARIES": str(tmp_path), "NORMFORMER_RS_CACHE": str(tmp_path)}
+    assert "libcuda.so.1 cannot be loaded" in device.run(cases.warns_and_falls_back, env=env)
+
+
+def test_a_launch_that_fails_is_an_error(emulated):
+    assert "cuLaunchKernel: the CUDA driver says invalid argument" in emulated(cases.launch_fails)
+
+
+def test_double_precision(emulated):
+    emulated(cases.double_runs_the_formula)
+
+
+# ---- the cache ----
+
+
+def compilations(cache, counter):
+    """How many programs a process compiles that runs one norm forward and backward."""
+    before = counter.stat().st_size if counter.exists() else 0
+    device.run(cases.row_norm, "rms_norm", "f32", 32, env=device.environment(cache, MOCK_COUNT=str(counter)))
+    return (counter.stat().st_size if counter.exists() else 0) - before
+
+
+def test_kernels_are_compiled_once(tmp_path):
+    cache, counter = tmp_path / "deep" / "cache", tmp_path / "count"
+    assert compilations(cache, counter) == 3  # forward, backward, sums
+    assert compilations(cache, counter) == 0
+
+
+def test_a_broken_cache_costs_time_only(tmp_path):
+    cache, counter = tmp_path / "cache", tmp_path / "count"
+    compilations(cache, counter)
+    cut, flipped, emptied = sorted(cache.iterdir())
+    cut.write_bytes(cut.read_bytes()[:-100])
+    damaged = bytearray(flipped.read_bytes())
+    damaged[-1000] ^= 1
+    flipped.write_bytes(damaged)
+    emptied.write_bytes(b"")
+    assert compilations(cache, counter) == 3
+    assert compilations(cache, counter) == 0
+
+
+def test_an_unwritable_cache_costs_time_only(tmp_path):
+    (tmp_path / "file").touch()
+    counter = tmp_path / "count"
+    assert [compilations(tmp_path / "file" / "cache", counter) for _ in range(2)] == [3, 3]
+
+
+# ---- the real compiler ----
+
+
+def variants():
+    """Every program with every layout, and every kind of types and parameters, but not all of their combinations."""
+    layouts = [(32, 4, 1), (32, 4, 2), (32, 4, 4), (128, 1, 2), (128, 1, 4), (256, 1, 4), (512, 1, 0)]
+    types = [("f32", "f32", "f32"), ("bf16", "bf16", "bf16"), ("f16", "f16", "f16"), ("f32", "bf16", "bf16")]
+    types += [("f32", "f16", "f32")]
+    for (i, (lanes, rows, held)), (j, (x, f, y)) in itertools.product(enumerate(layouts), enumerate(types)):
+        vec = 1 if (i + j) % 4 == 3 else 4 if (x, f, y) == ("f32",) * 3 else 8
+        layout = f"-DK_VEC={vec} -DK_LANES={lanes} -DK_ROWS={rows} -DK_HELD={held}"
+        step = x != y or (i + j) % 2
+        gains = [0, 2, 1][(i + j) % 3] if step else 0
+        yield f"{layout} -DK_STEP={int(step)} -DK_X={x} -DK_F={f} -DK_Y={y} -DK_ALPHA={gains} -DK_BETA={gains}"
+
+
+def compiled(program, options, architecture):
+    binary, remarks = _core.cuda_compile(program, options, architecture)
+    assert bytes(binary[:4]) == b"\x7fELF"
+    assert "warning" not in remarks, remarks
+    spills = [int(n) for n in re.findall(r"(\d+) bytes (?:spill|stack)", remarks)]
+    assert spills and not any(spills), f"{program} {options}: registers spill\n{remarks}"
+
+
+def real_compiler():
+    """Whether NVIDIA's compiler is there: torch's CUDA wheels bring it, or nvidia-cuda-nvrtc."""
+    try:
+        _core.cuda_compile("sums.cu", "", ARCHITECTURES[0])
+    except RuntimeError as error:
+        return str(error)
+
+
+def every_variant():
+    """(program, options) of all kernels: each layout with each combination of types, the rest by turns."""
+    weights = {"layer_norm.cu": (2, 2), "rms_norm.cu": (2, 0), "scale_norm.cu": (1, 0)}
+    norms = itertools.cycle([*weights.items(), ("no_norm.cu", (0, 0))])
+    for options, (program, (weight, bias)) in zip(variants(), norms):
+        for backward in (0, 1):
+            # Without a norm there is nothing but the step.
+            step = options.replace("-DK_STEP=0", "-DK_STEP=1") if program == "no_norm.cu" else options
+            yield program, f"{step} -DK_BACKWARD={backward} -DK_WEIGHT={weight} -DK_BIAS={bias}"
+    for x, vec in [("f32", 4), ("bf16", 8), ("f16", 8), ("f32", 1), ("bf16", 1), ("f16", 1)]:
+        for mode in range(3):
+            yield "cross_entropy.cu", f"-DK_LANES=256 -DK_ROWS=1 -DK_VEC={vec} -DK_X={x} -DK_GRADIENT={mode}"
+        for backward in range(2):
+            yield "relu_dropout.cu", f"-DK_VEC={vec} -DK_X={x} -DK_BACKWARD={backward}"
+    yield "sums.cu", ""
+
+
+VARIANTS = list(every_variant())
+
+
+def test_every_program_has_variants():
+    assert {program for program, _ in VARIANTS} == set(_core.cuda_programs())
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_variants_compile_without_spills(architecture):
+    """Each variant for one of the architectures; `make cuda-variants` compiles all for all."""
+    if why := real_compiler():
+        pytest.skip(why)
+    turn = ARCHITECTURES.index(architecture)
+    chosen = VARIANTS if os.environ.get("NORMFORMER_RS_ALL_VARIANTS") else VARIANTS[turn :: len(ARCHITECTURES)]
+    with ThreadPoolExecutor(2) as pool:
+        for done in [pool.submit(compiled, program, options, architecture) for program, options in chosen]:
+            done.result()
