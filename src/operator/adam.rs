@@ -108,7 +108,7 @@ unsafe extern "C" fn nfrs_adam_composed(tensors: &[*const C_tensor; 7], beta1: f
         let [parameters, first, second, gradients, grad_scale, step_size, keep] = tensors;
         let finite = grad_scale.f_isfinite()?;
         let settle = |to: &Tensor, new: &Tensor| -> Result<()> {
-            let _ = to.shallow_clone().f_copy_(&new.f_where_self(&finite, to)?)?;
+            to.shallow_clone().f_copy_(&new.f_where_self(&finite, to)?)?;
             Ok(())
         };
         let d = gradients.f_mul(&grad_scale)?;
