@@ -116,6 +116,15 @@ def test_cross_entropy(emulated, dtype, width, masked, options):
     emulated(cases.cross_entropy, dtype, width, masked, **options)
 
 
+@pytest.mark.parametrize("count", [1, 40, 1027])
+def test_adam(emulated, count):
+    emulated(cases.adam, count)
+
+
+def test_adams_formula(emulated):
+    emulated(cases.adams_formula)
+
+
 def test_targets_outside_the_vocabulary(emulated):
     emulated(cases.bad_targets)
 
@@ -142,6 +151,7 @@ cases.row_norm("scale_norm", "f16", 7)
 cases.residual("rms_norm", ("f32", "bf16"), 136, 0.3, "each")
 cases.relu_dropout("f32", 19, 0.3)
 cases.cross_entropy("bf16", 515, True)
+cases.adam(1027)
 """
 
 
@@ -238,6 +248,14 @@ def test_a_broken_cache_costs_time_only(tmp_path):
     assert compilations(cache, counter) == 0
 
 
+def test_processes_share_a_cache(tmp_path):
+    cache = tmp_path / "cache"
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(lambda i: compilations(cache, tmp_path / f"count{i}"), range(2)))
+    assert len(list(cache.iterdir())) == 3
+    assert compilations(cache, tmp_path / "count") == 0
+
+
 def test_an_unwritable_cache_costs_time_only(tmp_path):
     (tmp_path / "file").touch()
     counter = tmp_path / "count"
@@ -290,6 +308,8 @@ def every_variant():
             yield "cross_entropy.cu", f"-DK_LANES=256 -DK_ROWS=1 -DK_VEC={vec} -DK_X={x} -DK_GRADIENT={mode}"
         for backward in range(2):
             yield "relu_dropout.cu", f"-DK_VEC={vec} -DK_X={x} -DK_BACKWARD={backward}"
+    for vec in (1, 4):
+        yield "adam.cu", f"-DK_VEC={vec}"
     yield "sums.cu", ""
 
 

@@ -14,6 +14,8 @@ mod nvrtc;
 pub use layout::Layout;
 
 use crate::error::{Error, Result};
+use crate::kernel::{adam, cross_entropy, relu_dropout};
+use crate::residual::step;
 use driver::{Driver, Function};
 use std::collections::HashMap;
 use std::ffi::{c_void, CString};
@@ -190,8 +192,8 @@ pub fn stand_in() -> bool {
 /// Every program of the package.
 pub fn programs() -> Vec<&'static Program> {
     let rows = crate::norm::ROW_NORMS.iter().map(|k| &k.program);
-    use crate::kernel::{cross_entropy, relu_dropout};
-    rows.chain([&crate::residual::step::NO_NORM, &relu_dropout::PROGRAM, &cross_entropy::PROGRAM, &SUMS]).collect()
+    let others = [&relu_dropout::PROGRAM, &cross_entropy::PROGRAM, &adam::PROGRAM, &SUMS];
+    rows.chain([&step::NO_NORM]).chain(others).collect()
 }
 
 /// A program's binary for an architecture such as 90, and the compiler's remarks on registers and spills.

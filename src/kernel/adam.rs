@@ -8,7 +8,11 @@
 //! way: backward passes accumulate into them, and a separate pass would cost a sixth more traffic.
 
 use crate::cpu::Accumulator;
+use crate::cuda::{Program, CHUNK, PRELUDE};
 use crate::multiversion;
+
+/// The same for a GPU.
+pub static PROGRAM: Program = Program { name: "adam.cu", files: &[PRELUDE, CHUNK, include_str!("adam.cu")] };
 
 /// One update's settings.
 #[derive(Clone, Copy, Debug, PartialEq)]

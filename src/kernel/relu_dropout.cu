@@ -10,7 +10,9 @@ struct Relu {
 enum { THREADS = 256 };
 
 KERNEL(THREADS, relu_dropout, Relu) {
-  const Mask mask(a.dropout);
+  Dropout dropout = a.dropout;
+  if (K_BACKWARD) dropout.threshold = 0;  // y tells what was dropped; there is no seed
+  const Mask mask(dropout);
   for (i64 at = (i64)blockIdx.x * THREADS + threadIdx.x; at < a.count; at += (i64)gridDim.x * THREADS) {
     Values v = load<K_X>(a.x, at), factor;
 #pragma unroll

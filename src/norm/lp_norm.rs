@@ -3,7 +3,7 @@
 //! With u = x/n and w = sign(x)(|x|/n)^{p−1} (p = ∞: sign(x) wherever |x| = n), dx = (g/n)(dy − w⟨u, dy⟩) where n > ε,
 //! else (g/ε)dy. p = 2 is ScaleNorm, with its kernels.
 
-use super::{accumulate, scale_norm, Norm, Rows, Rowwise, Site, Spec, Build};
+use super::{accumulate, scale_norm, Build, Norm, Rows, Rowwise, Site, Spec};
 use crate::config::FieldType;
 use crate::error::{Error, Result};
 use crate::init::Fill;

@@ -3,6 +3,7 @@
 //!
 //! Nobody outside this module knows autograd's mechanics.
 
+mod adam;
 mod attention;
 mod collective;
 mod column_norm;
@@ -18,6 +19,7 @@ mod relu_dropout;
 mod residual;
 mod row_norm;
 
+pub use adam::{adam_in_place, AdamBuffers};
 pub use attention::attention;
 pub use collective::Group;
 pub use column_norm::{column_norm, Column, ColumnKernels};
@@ -31,7 +33,14 @@ pub use row_norm::{row_norm, RowKernels};
 
 /// (operator, kernel calls, composed calls) of every operator since the process started.
 pub fn counts() -> Vec<(&'static str, u64, u64)> {
-    let fixed = [&residual::COUNT, &relu_dropout::COUNT, &attention::COUNT, &cross_entropy::COUNT, &composite::COUNT];
+    let fixed = [
+        &residual::COUNT,
+        &relu_dropout::COUNT,
+        &attention::COUNT,
+        &cross_entropy::COUNT,
+        &composite::COUNT,
+        &adam::COUNT,
+    ];
     crate::norm::ROW_NORMS
         .iter()
         .flat_map(|k| [&k.count, &k.residual_count])

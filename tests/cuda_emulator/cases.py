@@ -235,6 +235,42 @@ def bad_targets():
     assert logits.grad.isnan().all(-1).tolist() == [False, True, True, True] and logits.grad[0].isfinite().all()
 
 
+def adam(count):
+    """Three updates against Kingma & Ba's recurrences in float64, then one whose scale is not finite."""
+    beta1, beta2, eps = 0.9, 0.98, 1e-8
+    p, m, v = torch.randn(count), torch.zeros(count), torch.zeros(count)
+    exact = [t.double() for t in (p, m, v)]
+    for t in range(1, 4):
+        g, scale = torch.randn(count), torch.tensor(0.3)
+        size = torch.tensor([0.01 * (1 - beta2**t) ** 0.5 / (1 - beta1**t)])
+        keep = torch.tensor(1 - 0.01 * 0.1)
+        d = g.double() * scale.double()
+        with on_device("adam_"):
+            OPS.adam_(p, m, v, g, scale, size, keep, beta1, beta2, eps)
+        exact[1] = beta1 * exact[1] + (1 - beta1) * d
+        exact[2] = beta2 * exact[2] + (1 - beta2) * d * d
+        exact[0] = keep.double() * exact[0] - size.double() * exact[1] / (exact[2].sqrt() + eps)
+        assert not g.any()
+        for ours, wanted in zip((p, m, v), exact):
+            torch.testing.assert_close(ours.double(), wanted, rtol=1e-5, atol=1e-7)
+    before, g = p.clone(), torch.randn(count)
+    with on_device("adam_"):
+        OPS.adam_(p, m, v, g, torch.tensor(float("nan")), size, keep, beta1, beta2, eps)
+    assert torch.equal(p, before) and not g.any()
+
+
+def adams_formula():
+    """The composed formula agrees with the kernel."""
+    tensors = [torch.randn(40), torch.randn(40), torch.rand(40), torch.randn(40)]
+    numbers = [torch.tensor(0.3), torch.tensor(0.01), torch.tensor(0.999)]
+    copies = [t.clone() for t in tensors]
+    with on_device("adam_"):
+        OPS.adam_(*tensors, *numbers, 0.9, 0.98, 1e-8)
+    OPS.adam_(*copies, *numbers, 0.9, 0.98, 1e-8)
+    for ours, formulas in zip(tensors, copies):
+        torch.testing.assert_close(ours, formulas)
+
+
 def empty(norm):
     """No rows, no columns, a vector."""
     for shape in [(0, 5), (3, 0), (2, 0, 4), (7,)]:

@@ -1,7 +1,9 @@
 """The emulated device, and processes in which it is the only one there is."""
 
+import atexit
 import multiprocessing
 import os
+import shutil
 import subprocess
 import sys
 import traceback
@@ -19,6 +21,7 @@ HERE = Path(__file__).parent
 def libraries() -> Path:
     """A folder with a libcuda.so.1 and a libnvrtc.so that run kernels on the CPU."""
     folder = Path(mkdtemp(prefix="cuda-emulator-"))
+    atexit.register(shutil.rmtree, folder)
     common = ["g++", "-O1", "-g", "-std=c++17", "-shared", "-fPIC", "-Wall", "-Wextra", "-Werror"]
     header = f'-DHOST_HEADER="{HERE / "host.hpp"}"'
     jobs = [

@@ -5,6 +5,9 @@
 #include <cstdint>
 #include <cstring>
 
+struct alignas(16) uint4 {
+  unsigned x, y, z, w;
+};
 struct Index {
   unsigned x, y, z;
 };

@@ -282,6 +282,12 @@ BUGS = [
         ("f32", 100, False),
         True,
     ),
+    # adam.cu
+    Bug("the step goes uphill", "keep, p.v[j], -(step", "keep, p.v[j], (step", cases.adam, (40,)),
+    Bug("gradients are kept", "g.v[j] = 0.f;", ";", cases.adam, (40,)),
+    Bug("a scale that is NaN is used", "if (finite) {", "if (true) {", cases.adam, (40,)),
+    Bug("the last chunk is left out", "at < a.count;", "at < a.count - 1;", cases.adam, (40,)),
+    Bug("a chunk past the buffers", "at < a.count;", "at <= a.count;", cases.adam, (40,), True),
     # the norms
     Bug(
         "LayerNorm's pull is not shared out",

@@ -8,13 +8,13 @@ struct Values {
 template <class T>
 static DEV Values load(const void* rows, i64 at) {
   Values found;
-  widen(((const Pack<T, VEC>*)rows)[at], found.v);
+  widen(fetch((const Pack<T, VEC>*)rows + at), found.v);
   return found;
 }
 template <class T>
 static DEV Pack<T, VEC> store(void* rows, i64 at, const Values& v) {
   Pack<T, VEC> pack;
   narrow(v.v, pack);
-  ((Pack<T, VEC>*)rows)[at] = pack;
+  put((Pack<T, VEC>*)rows + at, pack);
   return pack;
 }

@@ -7,7 +7,7 @@ template <int KIND>
 static DEV Values values(const f32* p, int chunk, f32 absent) {
   Values found;
   if (KIND == EACH) {
-    widen(((const Pack<f32, VEC>*)p)[chunk], found.v);
+    widen(fetch((const Pack<f32, VEC>*)p + chunk), found.v);
   } else {
     const f32 value = KIND == ONE ? *p : absent;
 #pragma unroll

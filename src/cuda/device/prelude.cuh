@@ -88,3 +88,34 @@ static DEV void narrow(const f32 (&v)[N], Pack<T, N>& p) {
     for (int i = 0; i < N; i += 2) p.words[i / 2] = T::pair(v[i], v[i + 1]);
   }
 }
+
+// Packs to and from memory, 16 bytes at a time: of a struct the compiler may take its members one by one.
+template <class P>
+static DEV P fetch(const P* from) {
+  P pack;
+  if constexpr (sizeof(P) >= 16) {
+#pragma unroll
+    for (int i = 0; i < (int)sizeof(P) / 16; i++) {
+      const uint4 words = ((const uint4*)from)[i];
+      pack.words[4 * i] = words.x, pack.words[4 * i + 1] = words.y;
+      pack.words[4 * i + 2] = words.z, pack.words[4 * i + 3] = words.w;
+    }
+  } else {
+    pack = *from;
+  }
+  return pack;
+}
+template <class P>
+static DEV void put(P* to, const P& pack) {
+  if constexpr (sizeof(P) >= 16) {
+#pragma unroll
+    for (int i = 0; i < (int)sizeof(P) / 16; i++) {
+      uint4 words;
+      words.x = pack.words[4 * i], words.y = pack.words[4 * i + 1];
+      words.z = pack.words[4 * i + 2], words.w = pack.words[4 * i + 3];
+      ((uint4*)to)[i] = words;
+    }
+  } else {
+    *to = pack;
+  }
+}

@@ -13,12 +13,12 @@ struct Line {
 
   DEV Line(const void* rows, i64 row, int chunks) : from((const Pack<T, VEC>*)rows + row * chunks) {}
   DEV Values first(int i, int chunk) {
-    if (HELD > 0) kept[i] = from[chunk];
+    if (HELD > 0) kept[i] = fetch(from + chunk);
     return again(i, chunk);
   }
   DEV Values again(int i, int chunk) const {
     Values found;
-    widen(HELD > 0 ? kept[i] : from[chunk], found.v);
+    widen(HELD > 0 ? kept[i] : fetch(from + chunk), found.v);
     return found;
   }
 };

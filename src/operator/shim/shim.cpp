@@ -1,5 +1,6 @@
 // Registers the operators with PyTorch's dispatcher and lends Rust what tch does not bind. No arithmetic lives here:
 // kernels and composed formulas are Rust's.
+#include "adam.h"
 #include "collective.h"
 #include "column.h"
 #include "composite.h"
@@ -39,6 +40,7 @@ bool nfrs_register() {
       nfrs::composite::define(library);
       nfrs::residual::define(library);
       nfrs::fused::define(library);
+      nfrs::adam::define(library);
       return true;
     }();
     return done;
@@ -118,6 +120,15 @@ Tensor* nfrs_cross_entropy_(Tensor* logits, const Tensor* target, const Tensor* 
                                 ignore_index, scale);
     *nll = give(each);
     return give(loss);
+  });
+}
+
+// tensors: those of `adam_`, in its order.
+bool nfrs_adam_(Tensor* const* tensors, double beta1, double beta2, double eps) {
+  return guarded([&] {
+    static const auto op = nfrs::operator_handle<nfrs::adam::Update>("adam_");
+    op.call(*tensors[0], *tensors[1], *tensors[2], *tensors[3], *tensors[4], *tensors[5], *tensors[6], beta1, beta2, eps);
+    return true;
   });
 }
 

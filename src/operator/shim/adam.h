@@ -1,0 +1,45 @@
+// adam_(parameters!, first!, second!, gradients!, grad_scale, step_size, keep, beta1, beta2, eps): one update of flat f32
+// buffers, which zeroes the gradients. The last three tensors hold one number each, on the buffers' device.
+#pragma once
+#include "common.h"
+
+#include <array>
+
+extern "C" {
+int nfrs_adam_kernel(const View* views, double beta1, double beta2, double eps);
+int nfrs_adam_composed(const Tensor* const* tensors, double beta1, double beta2, double eps);
+}
+
+namespace nfrs::adam {
+
+using Update = void(Tensor&, Tensor&, Tensor&, Tensor&, const Tensor&, const Tensor&, const Tensor&, double, double,
+                    double);
+
+inline void update(Tensor& parameters, Tensor& first, Tensor& second, Tensor& gradients, const Tensor& grad_scale,
+                   const Tensor& step_size, const Tensor& keep, double beta1, double beta2, double eps) {
+  const std::array<const Tensor*, 7> all{&parameters, &first, &second, &gradients, &grad_scale, &step_size, &keep};
+  for (size_t i = 0; i < all.size(); ++i) {
+    const Tensor& t = *all[i];
+    TORCH_CHECK_TYPE(t.scalar_type() == at::kFloat, "adam_: buffers and numbers must be float32, got ", t.scalar_type());
+    TORCH_CHECK_VALUE(t.is_contiguous() && t.numel() == (i < 4 ? parameters.numel() : 1),
+                      "adam_: buffers must be contiguous and of one length, and what follows them one number; got ",
+                      t.sizes());
+    check_device("adam_", "every tensor", parameters, t);
+  }
+  if (kernel_device(parameters) < 0 || !has_kernel(parameters)) {
+    check_rust(nfrs_adam_composed(all.data(), beta1, beta2, eps));
+    return;
+  }
+  std::array<View, 7> views;
+  for (size_t i = 0; i < all.size(); ++i) views[i] = view(*all[i]);
+  check_rust(nfrs_adam_kernel(views.data(), beta1, beta2, eps));
+}
+
+inline void define(torch::Library& m) {
+  m.def("adam_(Tensor(a!) parameters, Tensor(b!) first, Tensor(c!) second, Tensor(d!) gradients, Tensor grad_scale, "
+        "Tensor step_size, Tensor keep, float beta1, float beta2, float eps) -> ()", {at::Tag::pt2_compliant_tag});
+  m.impl("adam_", c10::DispatchKey::CompositeExplicitAutograd, TORCH_FN(update));
+  forbid_autograd(m, "adam_");
+}
+
+}  // namespace nfrs::adam
