@@ -37,7 +37,7 @@ inline void update(Tensor& parameters, Tensor& first, Tensor& second, Tensor& gr
 
 inline void define(torch::Library& m) {
   m.def("adam_(Tensor(a!) parameters, Tensor(b!) first, Tensor(c!) second, Tensor(d!) gradients, Tensor grad_scale, "
-        "Tensor step_size, Tensor keep, float beta1, float beta2, float eps) -> ()", {at::Tag::pt2_compliant_tag});
+        "Tensor step_size, Tensor keep, float beta1, float beta2, float eps) -> ()");
   m.impl("adam_", c10::DispatchKey::CompositeExplicitAutograd, TORCH_FN(update));
   forbid_autograd(m, "adam_");
 }
