@@ -69,7 +69,7 @@ def test_a_norm_and_a_scheme_of_the_guide(tmp_path):
     tree = tmp_path / "tree"
     for name in ("src", "python", "tests", ".cargo"):
         shutil.copytree(ROOT / name, tree / name, ignore=shutil.ignore_patterns("*.so", "__pycache__"))
-    for name in ("Cargo.toml", "Cargo.lock", "build.rs", "README.md"):
+    for name in ("Cargo.toml", "Cargo.lock", "build.rs", "README.md", "pyproject.toml"):
         shutil.copy(ROOT / name, tree / name)
     assert follow((ROOT / "CONTRIBUTING.md").read_text(), tree) >= 8
     # The dependencies that `make build` has compiled are taken as they are; our own code is not optimised.
