@@ -72,6 +72,23 @@ N ?= 20
 kill-test: build ## kill training N times, resume, compare with an uninterrupted run
 	$(BIN)/python tests/kill_test.py --kills $(N)
 
+# The GPU machine has Python 3.12 and torch, and neither Rust nor a network: everything else travels in dist/gpu.
+GPU_PYTHON ?= python3.12
+.PHONY: gpu-wheel
+gpu-wheel: ## a wheel for a machine with a GPU and Python 3.12, and what its measurements need
+	$(GPU_PYTHON) -c 'import sys; sys.exit(0 if sys.version_info[:2] == (3, 12) else f"the GPU machine has Python 3.12, {sys.executable} is another: make gpu-wheel GPU_PYTHON=…")'
+	$(GPU_PYTHON) -m venv $(VENV)-gpu
+	$(VENV)-gpu/bin/pip install --quiet --requirement requirements-gpu.txt
+	rm -rf dist/gpu && mkdir -p dist/gpu
+	$(VENV)-gpu/bin/pip wheel --quiet --no-build-isolation --no-deps --wheel-dir dist/gpu .
+	$(VENV)-gpu/bin/pip download --quiet --no-deps --dest dist/gpu $$(sed -n 's/ # carried$$//p' requirements-gpu.txt)
+	ls -lh dist/gpu
+
+.PHONY: gpu-check
+gpu-check: ## on the GPU machine: install dist/gpu, run the operators' tests and measure
+	python3 -m pip install --quiet --no-index --no-deps --target .gpu-site --upgrade dist/gpu/*.whl
+	PYTHONPATH=$(CURDIR)/.gpu-site python3 -m normformer_rs.bench gpu --output $(or $(OUT),bench-gpu)
+
 .PHONY: clean
 clean: ## remove what make made
-	rm -rf $(VENV) target runs
+	rm -rf $(VENV) $(VENV)-gpu .gpu-site target runs dist/gpu

@@ -1,15 +1,18 @@
 """maturin as the build backend, with torch-sys told to take libtorch from the interpreter that builds.
 
-torch-sys runs whatever ``python3`` comes first on PATH and is not run again when PATH changes; so the right one is put
-first, and each interpreter and torch gets a target folder of its own (a shared one would hand a second install the
-first one's libtorch).
+torch-sys asks whatever ``python3`` comes first on PATH where libtorch is, and is not run again when PATH changes; so each
+version of Python and torch gets a target folder of its own (a shared one would hand a second install the first one's
+libtorch), and in it an interpreter that sees torch under a path which stays: an isolated build's torch lies in a new
+temporary folder each time, and everything would be compiled anew.
 """
 
 import hashlib
 import importlib.util
 import os
 import platform
+import shlex
 import sys
+from pathlib import Path
 
 
 def _prepare() -> None:
@@ -36,11 +39,28 @@ def _prepare() -> None:
         raise SystemExit(f"normformer_rs needs torch 2.11, found {torch}: `pip install torch==2.11.0`")
 
     os.environ["LIBTORCH_USE_PYTORCH"] = "1"
-    # A folder of links, since a virtual environment's bin may lack `python3` and an activated one may be another.
-    os.environ["PATH"] = os.path.dirname(os.path.abspath(sys.executable)) + os.pathsep + os.environ.get("PATH", "")
     if "CARGO_TARGET_DIR" not in os.environ:
-        key = hashlib.sha256(f"{sys.version} {spec.origin} {torch}".encode()).hexdigest()[:12]
+        key = hashlib.sha256(f"{sys.version} {torch}".encode()).hexdigest()[:12]
         os.environ["CARGO_TARGET_DIR"] = os.path.join("target", f"python-{key}")
+    interpreter = _interpreter(Path(os.environ["CARGO_TARGET_DIR"]).absolute(), Path(spec.origin).parents[1])
+    os.environ["PATH"] = f"{interpreter}{os.pathsep}{os.environ.get('PATH', '')}"
+
+
+def _interpreter(target: Path, packages: Path) -> Path:
+    """A folder with this interpreter under both names torch-sys calls it by; it imports torch from `target/packages`."""
+    bin = target / "bin"
+    bin.mkdir(parents=True, exist_ok=True)
+    link = target / "packages"
+    link.unlink(missing_ok=True)
+    link.symlink_to(packages, target_is_directory=True)
+    for name in ("python", "python3"):
+        script = bin / name
+        script.write_text(
+            f"#!/bin/sh\nPYTHONPATH={shlex.quote(str(link))}${{PYTHONPATH:+:$PYTHONPATH}} "
+            f'exec {shlex.quote(sys.executable)} "$@"\n'
+        )
+        script.chmod(0o755)
+    return bin
 
 
 _prepare()

@@ -4,8 +4,9 @@
 
 NAME is ladder, table5, norms, depth18, depth50, french, shakespeare or bf16. DATA holds multi30k, multi30k-bpe-en-de
 and tinyshakespeare (docs/data.md says where to get them); RUNS gets one folder a run. A run that is finished is not
-made again, one that was stopped goes on. The table goes to standard output and to FOLDER/NAME.csv, a picture to
-FOLDER/NAME.png.
+made again, one that was stopped goes on. The table goes to standard output and, row by row, to FOLDER/NAME.csv; rows
+that are there already are taken from it, so that a table can be made over several days and machines. The depth runs'
+first gradient norms go to FOLDER/NAME-gradients.csv, and their picture to FOLDER/NAME.png.
 
 A run "diverged" when its loss stopped being finite, or its training NLL over the last 50 updates is at least 0.95 times
 the entropy of the target's unigrams; it "trains" when its validation NLL is at most 0.75 times that entropy.
@@ -14,7 +15,6 @@ the entropy of the target's unigrams; it "trains" when its validation NLL is at 
 import argparse
 import csv
 import gzip
-import io
 import itertools
 import json
 import sys
@@ -29,10 +29,12 @@ from normformer_rs.scores import score
 
 Options = dict[str, Any]
 Row = dict[str, Any]
+Experiment = Iterator[tuple[Row, Callable[[], Row]]]  # what a row is of, and how the rest of it is measured
 TINY: Options = {"d_model": 128, "d_ff": 256, "heads": 4, "encoder_layers": 4, "decoder_layers": 4, "dropout": 0.3}
 TINY |= {"attention_dropout": 0.0, "activation_dropout": 0.0}
 RECIPE: Options = {"lr": 5e-3, "warmup": 2000, "max_tokens": 4096, "updates": 2500, "evaluate_every": 250, "keep": 5}
 RECIPE |= {"precision": "bf16"}  # products; parameters, moments, statistics and the residual stream are f32
+TEST = "multi30k-bpe-en-de/test.2016"
 RESIDUALS = [entry["name"] for entry in nf.tables()["residuals"]]
 
 
@@ -113,7 +115,7 @@ def judge(output: Path, has_diverged: bool) -> Row:
     }
 
 
-def ladder(runs: Runs) -> Iterator[Row]:
+def ladder(runs: Runs) -> Experiment:
     """TwT Table 3: postnorm + LayerNorm, prenorm, + FixNorm, + ScaleNorm."""
     steps: list[Options] = [
         {"residual": "postnorm", "norm": "layernorm"},
@@ -121,38 +123,49 @@ def ladder(runs: Runs) -> Iterator[Row]:
         {"residual": "prenorm", "norm": "layernorm", "fixnorm": True},
         {"residual": "prenorm", "norm": "scalenorm", "fixnorm": True},
     ]
-    before: list[str] | None = None
-    for step in steps:
-        name = "+".join([step["residual"], *(["fixnorm"] if step.get("fixnorm") else []), step["norm"]])
-        output, verdict = runs.train(f"ladder-{name}", TINY | step, RECIPE, runs.german())
-        bleu, hypotheses, references = runs.bleu(output, "multi30k-bpe-en-de/test.2016", "none")
-        compared = score(hypotheses, references, before, tokenize="none").comparison if before else None
-        p = {"p_against_the_row_before": round(compared.p_value, 4)} if compared else {}
-        yield {"run": name, "bleu_test_2016": round(bleu, 2), **p, **verdict}
-        before = hypotheses
+    names = ["+".join([s["residual"], *(["fixnorm"] if s.get("fixnorm") else []), s["norm"]]) for s in steps]
+
+    def run(index: int) -> tuple[float, list[str], list[str], Row]:
+        output, verdict = runs.train(f"ladder-{names[index]}", TINY | steps[index], RECIPE, runs.german())
+        return (*runs.bleu(output, TEST, "none"), verdict)
+
+    def measure(index: int) -> Row:
+        bleu, hypotheses, references, verdict = run(index)
+        compared = score(hypotheses, references, run(index - 1)[1], tokenize="none").comparison if index else None
+        p = round(compared.p_value, 4) if compared else ""
+        return {"bleu_test_2016": round(bleu, 2), "p_against_the_row_before": p, **verdict}
+
+    for index, name in enumerate(names):
+        yield {"run": name}, lambda index=index: measure(index)
 
 
-def table5(runs: Runs) -> Iterator[Row]:
+def table5(runs: Runs) -> Experiment:
     """TwT Table 5: no warm-up, 6+6 layers, Xavier."""
     for residual, lr, seed in itertools.product(("postnorm", "prenorm"), (3e-4, 1e-3, 3e-3), (1, 2)):
         model = TINY | {"encoder_layers": 6, "decoder_layers": 6, "init": "xavier", "residual": residual}
         training = RECIPE | {"schedule": "constant", "warmup": 0, "lr": lr, "seed": seed, "updates": 1000, "keep": 1}
-        _, verdict = runs.train(f"table5-{residual}-{lr:g}-{seed}", model, training, runs.german())
-        yield {"residual": residual, "lr": lr, "seed": seed, **verdict}
+        run = f"table5-{residual}-{lr:g}-{seed}", model, training, runs.german()
+        yield {"residual": residual, "lr": lr, "seed": seed}, lambda run=run: runs.train(*run)[1]
 
 
-def norms(runs: Runs) -> Iterator[Row]:
+def norms(runs: Runs) -> Experiment:
     """PN Table 1's set-up: the encoder's norms swapped, the decoder keeps LayerNorm."""
-    for norm in ("layernorm", "batchnorm", "powernorm-v", "powernorm", "scalenorm", "rmsnorm"):
+
+    def measure(norm: str) -> Row:
         model = TINY | {"residual": "prenorm", "encoder_norm": norm}
         model |= {"powernorm_warmup": RECIPE["warmup"]} if norm == "powernorm" else {}
-        output, verdict = runs.train(f"norms-{norm}", model, RECIPE, runs.german())
-        bleu, _, _ = runs.bleu(output, "multi30k-bpe-en-de/test.2016", "none")
-        yield {"encoder_norm": norm, "bleu_test_2016": round(bleu, 2), **verdict}
+        # With LayerNorm it is the ladder's run.
+        name = "ladder-prenorm+layernorm" if norm == "layernorm" else f"norms-{norm}"
+        output, verdict = runs.train(name, model, RECIPE, runs.german())
+        bleu, _, _ = runs.bleu(output, TEST, "none")
+        return {"bleu_test_2016": round(bleu, 2), **verdict}
+
+    for norm in ("layernorm", "batchnorm", "powernorm-v", "powernorm", "scalenorm", "rmsnorm"):
+        yield {"encoder_norm": norm}, lambda norm=norm: measure(norm)
 
 
-def depth(layers: int, updates: int, residuals: list[str]) -> Callable[[Runs], Iterator[Row]]:
-    def run(runs: Runs) -> Iterator[Row]:
+def depth(layers: int, updates: int, residuals: list[str]) -> Callable[[Runs], Experiment]:
+    def experiment(runs: Runs) -> Experiment:
         """BrN Table 1 and Fig 3: deep stacks without warm-up."""
         shape = {"d_model": 64, "d_ff": 128, "encoder_layers": layers, "decoder_layers": layers, "dropout": 0.1}
         for residual, lr in itertools.product(residuals, (5e-4, 2e-3)):
@@ -161,58 +174,80 @@ def depth(layers: int, updates: int, residuals: list[str]) -> Callable[[Runs], I
             model |= {"branchnorm_steps": updates // 5} if residual == "branchnorm" else {}
             training = RECIPE | {"schedule": "constant", "warmup": 0, "lr": lr, "updates": updates, "keep": 1}
             training |= {"evaluate_every": updates, "max_tokens": 2048}
-            name = f"depth{layers}-{residual}-{lr:g}"
-            _, verdict = runs.train(name, model, training, runs.german())
-            yield {"layers": f"{layers}+{layers}", "residual": residual, "lr": lr, "run": name, **verdict}
+            run = f"depth{layers}-{residual}-{lr:g}", model, training, runs.german()
+            row = {"layers": f"{layers}+{layers}", "residual": residual, "lr": lr}
+            yield row, lambda run=run: {**(result := runs.train(*run))[1], "gradients": gradients(result[0])}
 
-    return run
+    return experiment
 
 
-def french(runs: Runs) -> Iterator[Row]:
+def gradients(output: Path) -> list[float]:
+    """The gradient norms of the first 100 updates."""
+    return [float(f"{norm:.4g}") for norm in nf.History.read(output).grad_norm[:100]]
+
+
+def french(runs: Runs) -> Experiment:
     """Raw text, merges learned, detokenised BLEU."""
     files = {f"{part}_{side}": str(runs.path(f"multi30k/{name}.{language}.gz"))
              for part, name in (("train", "train"), ("valid", "val"))
              for side, language in (("source", "en"), ("target", "fr"))}  # fmt: skip
-    model = TINY | {"residual": "prenorm", "norm": "scalenorm", "fixnorm": True}
-    output, verdict = runs.train("french", model, RECIPE, files | {"bpe_operations": 6000})
-    _, hypotheses, references = runs.bleu(output, "multi30k/test_2016_flickr", "13a")
-    print(score(hypotheses, references).sacrebleu, file=sys.stderr)
-    yield {"pair": "en-fr", "bleu_test_2016": round(score(hypotheses, references).bleu, 2), **verdict}
+
+    def measure() -> Row:
+        model = TINY | {"residual": "prenorm", "norm": "scalenorm", "fixnorm": True}
+        output, verdict = runs.train("french", model, RECIPE, files | {"bpe_operations": 6000})
+        _, hypotheses, references = runs.bleu(output, "multi30k/test_2016_flickr", "13a")
+        scored = score(hypotheses, references)
+        return {"bleu_test_2016": round(scored.bleu, 2), "sacrebleu": scored.sacrebleu, **verdict}
+
+    yield {"pair": "en-fr"}, measure
 
 
-def shakespeare(runs: Runs) -> Iterator[Row]:
+def shakespeare(runs: Runs) -> Experiment:
     """A language model; the last tenth of the text is held out."""
     folder = runs.folder / "shakespeare-text"
-    folder.mkdir(parents=True, exist_ok=True)
-    lines = [line for line in runs.lines("tinyshakespeare/input.txt.gz") if line.strip()]
-    cut = len(lines) * 9 // 10
-    for part, text in (("train", lines[:cut]), ("valid", lines[cut:])):
-        (folder / f"{part}.txt").write_text("\n".join(text) + "\n")
     data = {
         "train_target": str(folder / "train.txt"),
         "valid_target": str(folder / "valid.txt"),
         "bpe_operations": 4000,
     }
-    model = TINY | {"architecture": "decoder-only", "decoder_layers": 4, "norm": "scalenorm", "fixnorm": True}
-    training = RECIPE | {"updates": 1500, "warmup": 500, "lr": 3e-3, "label_smoothing": 0.0}
-    output, verdict = runs.train("shakespeare", model, training, data)
-    best = float(np.min(nf.History.read(output).evaluations.perplexity))
-    unigram = float(np.exp(verdict["unigram_entropy"]))
-    yield {"perplexity": round(best, 2), "unigram": round(unigram, 2), "ratio": round(best / unigram, 4), **verdict}
+
+    def measure() -> Row:
+        folder.mkdir(parents=True, exist_ok=True)
+        lines = [line for line in runs.lines("tinyshakespeare/input.txt.gz") if line.strip()]
+        cut = len(lines) * 9 // 10
+        for part, text in (("train", lines[:cut]), ("valid", lines[cut:])):
+            (folder / f"{part}.txt").write_text("\n".join(text) + "\n")
+        model = TINY | {"architecture": "decoder-only", "decoder_layers": 4, "norm": "scalenorm", "fixnorm": True}
+        training = RECIPE | {"updates": 1500, "warmup": 500, "lr": 3e-3, "label_smoothing": 0.0}
+        output, verdict = runs.train("shakespeare", model, training, data)
+        best = float(np.min(nf.History.read(output).evaluations.perplexity))
+        unigram = float(np.exp(verdict["unigram_entropy"]))
+        return {
+            "perplexity": round(best, 2),
+            "unigram": round(unigram, 2),
+            "ratio": round(best / unigram, 4),
+            **verdict,
+        }
+
+    yield {"text": "tinyshakespeare"}, measure
 
 
-def bf16(runs: Runs) -> Iterator[Row]:
+def bf16(runs: Runs) -> Experiment:
     """Validation loss after 1,000 updates in bf16 against f32's."""
-    for precision in ("f32", "bf16"):
+
+    def measure(precision: str) -> Row:
         model = TINY | {"residual": "prenorm", "norm": "scalenorm", "fixnorm": True}
         training = RECIPE | {"updates": 1000, "precision": precision}
         output, verdict = runs.train(f"precision-{precision}", model, training, runs.german())
         loss = float(nf.History.read(output).evaluations.loss[-1])
-        yield {"precision": precision, "valid_loss": round(loss, 4), **verdict}
+        return {"valid_loss": round(loss, 4), **verdict}
+
+    for precision in ("f32", "bf16"):
+        yield {"precision": precision}, lambda precision=precision: measure(precision)
 
 
 DEEP = ["postnorm", "prenorm", "deepnorm", "branchnorm", "subln", "admin"]
-EXPERIMENTS: dict[str, Callable[[Runs], Iterator[Row]]] = {
+EXPERIMENTS: dict[str, Callable[[Runs], Experiment]] = {
     "ladder": ladder,
     "table5": table5,
     "norms": norms,
@@ -224,21 +259,57 @@ EXPERIMENTS: dict[str, Callable[[Runs], Iterator[Row]]] = {
 }
 
 
-def draw(rows: list[Row], runs: Path, path: Path) -> None:
-    """The gradient norm of the first 100 updates, a panel per learning rate (BrN Fig 3)."""
-    from matplotlib.figure import Figure
+class Results:
+    """The table, as far as it has been made; without a folder it is only printed."""
 
-    rates = sorted({row["lr"] for row in rows})
-    figure = Figure(figsize=(6 * len(rates), 5), dpi=150, layout="constrained")
-    for axis, lr in zip(figure.subplots(1, len(rates), sharey=True), rates):
-        for row in (row for row in rows if row["lr"] == lr):
-            history = nf.History.read(runs / row["run"])
-            axis.plot(history.update[:100], history.grad_norm[:100], linewidth=1.2, label=row["residual"])
-        axis.set(yscale="log", xlabel="update", title=f"{rows[0]['layers']} layers, lr {lr:g}")
-        axis.grid(True, color="#e4e4e4", linewidth=0.8)
-    figure.axes[0].set_ylabel("‖g‖ before clipping")
-    figure.axes[-1].legend(frameon=False, fontsize=8, ncols=2)
-    figure.savefig(path)
+    def __init__(self, name: str, folder: Path | None) -> None:
+        self.name, self.folder = name, folder
+        table, curves = self.path(".csv"), self.path("-gradients.csv")
+        self.rows: list[Row] = list(csv.DictReader(table.open())) if table and table.exists() else []
+        self.curves: dict[tuple[str, str], list[float]] = {}
+        if curves and curves.exists():
+            for residual, lr, *norms in csv.reader(curves.open()):
+                self.curves[residual, lr] = [float(norm) for norm in norms]
+
+    def path(self, ending: str) -> Path | None:
+        return self.folder / f"{self.name}{ending}" if self.folder else None
+
+    def find(self, key: Row) -> Row | None:
+        return next((row for row in self.rows if all(row.get(k) == str(v) for k, v in key.items())), None)
+
+    def add(self, row: Row) -> None:
+        if norms := row.pop("gradients", None):
+            self.curves[row["residual"], str(row["lr"])] = norms
+        self.rows.append({k: str(v) for k, v in row.items()})
+        if table := self.path(".csv"):
+            with table.open("w", newline="") as file:
+                columns = list(dict.fromkeys(itertools.chain.from_iterable(self.rows)))
+                writer = csv.DictWriter(file, columns, lineterminator="\n")
+                writer.writeheader()
+                writer.writerows(self.rows)
+        if self.curves and (curves := self.path("-gradients.csv")):
+            with curves.open("w", newline="") as file:
+                csv.writer(file, lineterminator="\n").writerows([*key, *norms] for key, norms in self.curves.items())
+            self.draw()
+
+    def draw(self) -> None:
+        """The gradient norm of the first 100 updates, a panel per learning rate (BrN Fig 3)."""
+        from matplotlib import colormaps
+        from matplotlib.figure import Figure
+
+        rates = sorted({lr for _, lr in self.curves}, key=float)
+        schemes = list(dict.fromkeys(residual for residual, _ in self.curves))
+        figure = Figure(figsize=(6 * len(rates), 5), dpi=150, layout="constrained")
+        for axis, lr in zip(figure.subplots(1, len(rates), sharey=True, squeeze=False)[0], rates):
+            for (residual, rate), norms in self.curves.items():
+                style, colour = ("-", "--", ":")[schemes.index(residual) // 10 % 3], schemes.index(residual) % 10
+                if rate == lr:
+                    axis.plot(range(1, len(norms) + 1), norms, style, color=colormaps["tab10"](colour), label=residual)
+            axis.set(yscale="log", xlabel="update", title=f"{self.rows[0]['layers']} layers, lr {float(lr):g}")
+            axis.grid(True, color="#e4e4e4", linewidth=0.8)
+        figure.axes[0].set_ylabel("‖g‖ before clipping")
+        figure.axes[-1].legend(frameon=False, fontsize=8, ncols=2)
+        figure.savefig(self.path(".png"))
 
 
 def main() -> None:
@@ -248,20 +319,13 @@ def main() -> None:
     parser.add_argument("--runs", type=Path, default=Path("runs"))
     parser.add_argument("--results", type=Path)
     arguments = parser.parse_args()
-    rows = []
-    for row in EXPERIMENTS[arguments.experiment](Runs(arguments.data, arguments.runs)):
+    results = Results(arguments.experiment, arguments.results)
+    for key, measure in EXPERIMENTS[arguments.experiment](Runs(arguments.data, arguments.runs)):
+        row = results.find(key)
+        if row is None:
+            results.add(key | measure())
+            row = results.rows[-1]
         print(json.dumps(row), flush=True)
-        rows.append(row)
-    columns = list(dict.fromkeys(itertools.chain.from_iterable(rows)))
-    table = io.StringIO()
-    writer = csv.DictWriter(table, columns, lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(rows)
-    print(table.getvalue(), end="")
-    if arguments.results:
-        (arguments.results / f"{arguments.experiment}.csv").write_text(table.getvalue())
-        if "layers" in columns:
-            draw(rows, arguments.runs, arguments.results / f"{arguments.experiment}.png")
 
 
 if __name__ == "__main__":

@@ -94,7 +94,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as output:
         observer = Windows(lambda **reply: print(json.dumps(reply), flush=True))
         with contextlib.suppress(KeyboardInterrupt, nfrs.Interrupted):
-            nfrs._core.train(model.to_json(), training.to_json(), text.to_json(), output, "new", observer)
+            nfrs._core.train(model.to_json(), training.to_json(), text.to_json(), output, "new", None, observer)
 
 
 if __name__ == "__main__":

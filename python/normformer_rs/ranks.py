@@ -5,6 +5,7 @@ import os
 from collections.abc import Iterator
 from typing import NamedTuple
 
+import torch
 import torch.distributed as dist
 
 from . import _core
@@ -43,7 +44,8 @@ def group_name(group: "dist.ProcessGroup | None" = None) -> str:
 def world(device: str) -> Iterator[Rank | None]:
     """This process's place among all: in the group that exists, or in one of our own where torchrun started us.
 
-    Gloo on the CPU, NCCL on CUDA. Errors: InputError where torchrun's variables are incomplete.
+    Gloo on the CPU, NCCL on CUDA (each process on the device of its LOCAL_RANK). Errors: InputError where torchrun's
+    variables are incomplete.
     """
     started = int(os.environ.get("WORLD_SIZE", "1")) > 1
     if not started or dist.is_initialized():
@@ -52,7 +54,10 @@ def world(device: str) -> Iterator[Rank | None]:
     missing = [name for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
     if missing:
         raise InputError(f"WORLD_SIZE is set, {', '.join(missing)} is not: start with torchrun, or unset WORLD_SIZE")
-    dist.init_process_group("nccl" if device.startswith("cuda") else "gloo")
+    on_cuda = device.startswith("cuda") or (device == "auto" and torch.cuda.is_available())
+    if on_cuda:
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+    dist.init_process_group("nccl" if on_cuda else "gloo")
     try:
         yield rank_in()
     finally:

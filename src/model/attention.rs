@@ -109,9 +109,12 @@ impl Attention {
         ctx: &Context,
     ) -> Result<Tensor> {
         let rows: Rows = ctx.rows();
-        let p = ctx.rates.attention;
-        let heads =
-            operator::attention(q, k, v, &ranges.0, self.heads, causal, self.scale, p, ctx.seed.as_ref(), ctx.site())?;
+        let (seed, site) = (ctx.seed.as_ref(), ctx.site());
+        let p = if seed.is_some() { ctx.rates.attention } else { 0.0 };
+        let heads = match ranges.padded(causal).filter(|_| p == 0.0) {
+            Some(padded) => padded.attention(q, k, v, self.heads, causal, self.scale)?,
+            None => operator::attention(q, k, v, &ranges.table, self.heads, causal, self.scale, p, seed, site)?,
+        };
         let heads = inside.at(Point::AfterHeads, heads, &rows)?;
         let out = linear(&heads, &self.out_weight, self.out_bias.as_ref(), ctx.kind)?;
         inside.at(Point::AfterOutput, out, &rows)

@@ -76,7 +76,7 @@ impl Embeddings {
         if self.fixnorm {
             words = fix_norm::fix_norm(&words)?;
         }
-        let positions = self.positions.rows(&input.positions, words.kind(), words.device())?;
+        let positions = self.positions.rows(input, words.kind())?;
         let positions = match &input.real {
             Some(real) => positions.f_mul(&real.f_to_kind(positions.kind())?)?,
             None => positions,
@@ -111,14 +111,14 @@ struct Sinusoids {
 }
 
 impl Sinusoids {
-    fn rows(&self, positions: &Tensor, kind: Kind, device: Device) -> Result<Tensor> {
-        let needed = if positions.numel() == 0 { 0 } else { positions.f_max()?.f_int64_value(&[])? + 1 };
+    fn rows(&self, input: &Packed, kind: Kind) -> Result<Tensor> {
+        let (needed, device) = (input.end, input.positions.device());
         let mut table = self.table.borrow_mut();
         if !table.as_ref().is_some_and(|t| t.size()[0] >= needed && t.kind() == kind && t.device() == device) {
             *table = Some(self.make((needed as usize).next_power_of_two().max(64), kind, device)?);
         }
         let table = table.as_ref().expect("the table was made above");
-        Ok(table.f_index_select(0, positions)?)
+        Ok(table.f_index_select(0, &input.positions)?)
     }
 
     fn make(&self, rows: usize, kind: Kind, device: Device) -> Result<Tensor> {

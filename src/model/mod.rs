@@ -7,6 +7,7 @@ mod feed_forward;
 mod layer;
 mod packed;
 mod parameters;
+mod ranges;
 mod residual;
 mod stack;
 #[cfg(test)]
@@ -15,8 +16,9 @@ mod transformer;
 
 pub use attention::Cache;
 pub use context::{Context, Rates};
-pub use packed::{Packed, Ranges};
+pub use packed::Packed;
 pub use parameters::{Builder, Parameters};
+pub use ranges::Ranges;
 pub use stack::StackCache;
 pub use transformer::{Memory, Transformer};
 

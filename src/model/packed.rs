@@ -2,6 +2,7 @@
 
 use super::PAD;
 use crate::error::{Error, Result};
+use crate::operator::upload;
 use tch::{Device, Kind, Tensor};
 
 /// A batch of sentences without padding.
@@ -11,10 +12,12 @@ pub struct Packed {
     pub tokens: Tensor,
     /// Each token's position in its sentence, from 0; (rows), int64
     pub positions: Tensor,
+    /// One more than the largest position.
+    pub end: i64,
     /// Sentence i is rows offsets[i]..offsets[i+1].
     pub offsets: Vec<i64>,
     /// Tokens of each sentence that may be attended to: all but the padding of [`with_padding`](Self::with_padding).
-    lengths: Vec<i64>,
+    pub(super) lengths: Vec<i64>,
     /// Where there is such padding: 1 at real tokens and 0 at padding, (rows, 1).
     pub real: Option<Tensor>,
 }
@@ -22,8 +25,9 @@ pub struct Packed {
 impl Packed {
     pub fn new(tokens: &[i64], positions: &[i64], offsets: Vec<i64>, device: Device) -> Result<Self> {
         Ok(Packed {
-            tokens: Tensor::f_from_slice(tokens)?.f_to_device(device)?,
-            positions: Tensor::f_from_slice(positions)?.f_to_device(device)?,
+            tokens: upload(tokens, device)?,
+            positions: upload(positions, device)?,
+            end: positions.iter().max().map_or(0, |last| last + 1),
             lengths: offsets.windows(2).map(|ends| ends[1] - ends[0]).collect(),
             offsets,
             real: None,
@@ -99,45 +103,5 @@ impl Packed {
 
     pub fn sentences(&self) -> usize {
         self.offsets.len() - 1
-    }
-}
-
-/// Who attends to whom: per sentence (q_start, q_len, k_start, k_len), int64 (n, 4).
-#[derive(Debug)]
-pub struct Ranges(pub Tensor);
-
-impl Ranges {
-    /// Each sentence of `queries` to the same sentence of `keys`.
-    pub fn between(queries: &Packed, keys: &Packed) -> Result<Self> {
-        if queries.sentences() != keys.sentences() {
-            return Err(Error::invalid(format!(
-                "source and target must have as many sentences, got {} and {}",
-                keys.sentences(),
-                queries.sentences()
-            )));
-        }
-        let queries_of = queries.offsets.windows(2);
-        let keys_of = keys.offsets.iter().zip(&keys.lengths);
-        let rows: Vec<i64> = queries_of.zip(keys_of).flat_map(|(q, (k, n))| [q[0], q[1] - q[0], *k, *n]).collect();
-        Ranges::of(&rows, queries.tokens.device())
-    }
-
-    /// Each sentence to its own past; padding, which comes after it, to the whole sentence.
-    pub fn causal(sentences: &Packed) -> Result<Self> {
-        let mut rows = Vec::new();
-        for (ends, &n) in sentences.offsets.windows(2).zip(&sentences.lengths) {
-            rows.extend([ends[0], n, ends[0], n]);
-            rows.extend((ends[0] + n..ends[1]).flat_map(|padding| [padding, 1, ends[0], n]));
-        }
-        Ranges::of(&rows, sentences.tokens.device())
-    }
-
-    pub fn shallow_clone(&self) -> Self {
-        Ranges(self.0.shallow_clone())
-    }
-
-    /// Of rows (q_start, q_len, k_start, k_len), flat.
-    pub fn of(rows: &[i64], device: Device) -> Result<Self> {
-        Ok(Ranges(Tensor::f_from_slice(rows)?.f_reshape([-1, 4].as_slice())?.f_to_device(device)?))
     }
 }

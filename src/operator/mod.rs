@@ -18,6 +18,7 @@ mod recompute;
 mod relu_dropout;
 mod residual;
 mod row_norm;
+mod transfer;
 
 pub use adam::{adam_in_place, AdamBuffers};
 pub use attention::attention;
@@ -30,6 +31,7 @@ pub use recompute::{recomputed, Inputs};
 pub use relu_dropout::relu_dropout;
 pub use residual::{dropout, Step};
 pub use row_norm::{row_norm, RowKernels};
+pub use transfer::{upload, Late};
 
 /// (operator, kernel calls, composed calls) of every operator since the process started.
 pub fn counts() -> Vec<(&'static str, u64, u64)> {

@@ -21,20 +21,23 @@ pub use translator::Translator;
 use crate::error::{Error, Result};
 use tch::Device;
 
-/// The device of that name: cpu, cuda, cuda:N.
+/// The device of that name: cpu, cuda:N, cuda (this process's, as torchrun counts them, or the first), or auto: cuda where
+/// there is one.
 pub fn device(name: &str) -> Result<Device> {
+    let found = tch::Cuda::device_count().max(0) as usize;
+    let own = || std::env::var("LOCAL_RANK").ok().and_then(|rank| rank.parse().ok()).unwrap_or(0);
     let wanted = match name {
         "cpu" => return Ok(Device::Cpu),
-        "cuda" => 0,
-        other => match other.strip_prefix("cuda:").and_then(|n| n.parse::<usize>().ok()) {
+        "auto" if found == 0 => return Ok(Device::Cpu),
+        "auto" | "cuda" => own(),
+        other => match other.strip_prefix("cuda:").and_then(|n| n.parse().ok()) {
             Some(n) => n,
-            None => return Err(crate::error::unknown("device", other, ["cpu", "cuda", "cuda:0"])),
+            None => return Err(crate::error::unknown("device", other, ["cpu", "cuda", "cuda:0", "auto"])),
         },
     };
-    let found = tch::Cuda::device_count().max(0) as usize;
     if wanted >= found {
         return Err(Error::invalid(format!(
-            "device {name} is not there: this machine has {found} CUDA devices; use cpu"
+            "device {name} (number {wanted}) is not there: this machine has {found} CUDA devices; use cpu or auto"
         )));
     }
     Ok(Device::Cuda(wanted))

@@ -5,6 +5,7 @@ use crate::data::{self, Batch, Vocabulary};
 use crate::error::Result;
 use crate::metrics;
 use crate::model::{Context, Packed, Transformer};
+use crate::operator::upload;
 use crate::search::{search, SearchConfig};
 use tch::{no_grad, Device, Kind, Tensor};
 
@@ -39,7 +40,7 @@ impl Input {
         Ok(Input {
             source: batch.source.as_ref().map(packed).transpose()?,
             target: packed(&batch.target_input)?,
-            output: Tensor::f_from_slice(&batch.target_output)?.f_to_device(device)?,
+            output: upload(&batch.target_output, device)?,
             tokens: batch.target_output.len(),
         })
     }

@@ -8,7 +8,7 @@ use crate::cpu::parallel::{self, Shared};
 use crate::error::{Error, Result};
 use crate::kernel::adam;
 use crate::model::Parameters;
-use crate::operator::{self, Group};
+use crate::operator::{self, AdamBuffers, Group};
 use std::collections::BTreeMap;
 use std::sync::Mutex;
 use tch::{no_grad, Device, Kind, Tensor};
@@ -17,6 +17,8 @@ use tch::{no_grad, Device, Kind, Tensor};
 const ALIGN: usize = 16;
 /// Numbers of a thread's piece.
 const GRAIN: usize = 1 << 16;
+/// Added to the norm that clips, as torch.nn.utils.clip_grad_norm_ does.
+const CLIP_EPS: f64 = 1e-6;
 
 pub struct Optimizer {
     parameters: Tensor,
@@ -77,33 +79,55 @@ impl Optimizer {
     }
 
     /// Update `step` (from 1) with the accumulated gradients, which are zero afterwards. Returns their global norm
-    /// before clipping. A norm that is not finite changes nothing.
-    pub fn step(&mut self, step: u64, lr: f64) -> Result<f64> {
-        let norm = self.gradient_norm()?;
-        if !norm.is_finite() {
-            return Ok(norm);
-        }
-        // 1e-6 as in torch.nn.utils.clip_grad_norm_
-        let scale = if self.clip_norm > 0.0 { (self.clip_norm / (norm + 1e-6)).min(1.0) } else { 1.0 };
-        let adam = adam::Adam {
-            lr,
-            beta1: self.beta1,
-            beta2: self.beta2,
-            eps: self.eps,
-            weight_decay: self.weight_decay,
-            step,
-        };
+    /// before clipping, a 0-dim float64 tensor beside them, so that nobody waits for the device. A norm that is not
+    /// finite changes nothing.
+    pub fn step(&mut self, step: u64, lr: f64) -> Result<Tensor> {
+        let adam = self.adam(step, lr);
         match self.parameters.device() {
-            Device::Cpu => self.step_cpu(&adam, scale),
-            _ => no_grad(|| self.step_composed(&adam, scale)),
-        }?;
+            Device::Cpu => self.step_on_cpu(&adam),
+            _ => no_grad(|| self.step_on_device(&adam)),
+        }
+    }
+
+    fn adam(&self, step: u64, lr: f64) -> adam::Adam {
+        let Optimizer { beta1, beta2, eps, weight_decay, .. } = *self;
+        adam::Adam { lr, beta1, beta2, eps, weight_decay, step }
+    }
+
+    fn step_on_cpu(&mut self, adam: &adam::Adam) -> Result<Tensor> {
+        let norm = self.norm_on_cpu();
+        if norm.is_finite() {
+            let limit = self.clip_norm / (norm + CLIP_EPS);
+            self.update_on_cpu(adam, if self.clip_norm > 0.0 { limit.min(1.0) } else { 1.0 });
+        }
+        Ok(Tensor::f_from_slice(&[norm])?.f_squeeze()?)
+    }
+
+    /// The same through the operator, which reads what clipping found where it is.
+    fn step_on_device(&mut self, adam: &adam::Adam) -> Result<Tensor> {
+        let norm = self.gradients.f_norm()?.f_to_kind(Kind::Double)?;
+        // 0·norm is 0, or NaN where the norm is not finite: then nothing moves.
+        let scale = norm.f_mul_scalar(0.0)?.f_add_scalar(1.0)?;
+        let scale = match self.clip_norm > 0.0 {
+            true => scale
+                .f_mul(&norm.f_add_scalar(CLIP_EPS)?.f_reciprocal()?.f_mul_scalar(self.clip_norm)?.f_clamp_max(1.0)?)?,
+            false => scale,
+        };
+        let number = |v: f64| Tensor::f_full([1i64].as_slice(), v, (Kind::Float, norm.device()));
+        let buffers = AdamBuffers {
+            parameters: &self.parameters,
+            first: &self.first,
+            second: &self.second,
+            gradients: &self.gradients,
+            grad_scale: &scale.f_to_kind(Kind::Float)?,
+            step_size: &number(adam.step_size())?,
+            keep: &number(1.0 - adam.lr * adam.weight_decay)?,
+        };
+        operator::adam_in_place(&buffers, adam.beta1, adam.beta2, adam.eps)?;
         Ok(norm)
     }
 
-    fn gradient_norm(&self) -> Result<f64> {
-        if self.gradients.device() != Device::Cpu {
-            return Ok(self.gradients.f_norm()?.f_double_value(&[])?);
-        }
+    fn norm_on_cpu(&self) -> f64 {
         let gradients = host(&self.gradients);
         // One partial sum per piece, added in order: the same bits whatever the number of threads.
         let pieces = gradients.len().div_ceil(GRAIN);
@@ -116,10 +140,10 @@ impl Optimizer {
             }
         });
         let sums = sums.into_inner().unwrap_or_else(|e| e.into_inner());
-        Ok(sums.iter().sum::<f64>().sqrt())
+        sums.iter().sum::<f64>().sqrt()
     }
 
-    fn step_cpu(&mut self, adam: &adam::Adam, scale: f64) -> Result<()> {
+    fn update_on_cpu(&mut self, adam: &adam::Adam, scale: f64) {
         let n = self.parameters.numel();
         let [p, g, m, v] =
             [&self.parameters, &self.gradients, &self.first, &self.second].map(|t| Shared::new(host_mut(t)));
@@ -129,21 +153,6 @@ impl Optimizer {
                 unsafe { (p.slice(range.clone()), g.slice(range.clone()), m.slice(range.clone()), v.slice(range)) };
             adam::update(adam, &(scale as f32), p, m, v, g);
         });
-        Ok(())
-    }
-
-    /// The same in tch, for other devices.
-    fn step_composed(&mut self, adam: &adam::Adam, scale: f64) -> Result<()> {
-        let t = adam.step as f64;
-        let rate = adam.lr * (1.0 - adam.beta2.powf(t)).sqrt() / (1.0 - adam.beta1.powf(t));
-        let g = self.gradients.f_mul_scalar(scale)?;
-        let _ = self.first.f_mul_scalar_(adam.beta1)?.f_add_(&g.f_mul_scalar(1.0 - adam.beta1)?)?;
-        let _ = self.second.f_mul_scalar_(adam.beta2)?.f_addcmul_(&g, &(&g * (1.0 - adam.beta2)))?;
-        let _ = self.parameters.f_mul_scalar_(1.0 - adam.lr * adam.weight_decay)?;
-        let change = self.first.f_div(&self.second.f_sqrt()?.f_add_scalar(adam.eps)?)?;
-        let _ = self.parameters.f_sub_(&change.f_mul_scalar(rate)?)?;
-        let _ = self.gradients.f_zero_()?;
-        Ok(())
     }
 
     /// Adam's moments, for a checkpoint.
@@ -183,6 +192,51 @@ fn host(t: &Tensor) -> &[f32] {
 
 #[allow(clippy::mut_from_ref)]
 fn host_mut(t: &Tensor) -> &mut [f32] {
-    // SAFETY: as `host`; `step_cpu`, which holds the optimizer mutably, is the only caller and uses each buffer once.
+    // SAFETY: as `host`; `update_on_cpu`, which holds the optimizer mutably, is the only caller and uses each buffer once.
     unsafe { std::slice::from_raw_parts_mut(t.data_ptr().cast(), t.numel()) }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::init::Fill;
+    use crate::model::Builder;
+
+    fn optimizer(clip_norm: f64) -> Optimizer {
+        let mut b = Builder::fresh(Device::Cpu, Kind::Float);
+        b.parameter("matrix", &[7, 5], &Fill::Constant(0.3)).unwrap();
+        b.parameter("vector", &[300], &Fill::Constant(-1.0)).unwrap();
+        let config = TrainingConfig { clip_norm, weight_decay: 0.1, ..TrainingConfig::default() };
+        Optimizer::new(&b.finish().unwrap(), &config).unwrap()
+    }
+
+    #[test]
+    fn a_device_makes_the_update_that_the_cpu_makes() {
+        for clip_norm in [0.0, 1.0] {
+            let (mut cpu, mut device) = (optimizer(clip_norm), optimizer(clip_norm));
+            let start = cpu.parameters.copy();
+            // Below the limit and above it; then one that is not finite, which moves nothing.
+            for (step, size) in [(1, 1e-3), (2, 10.0), (3, 0.1), (4, f64::INFINITY)] {
+                tch::manual_seed(step);
+                let gradient = Tensor::randn(cpu.gradients.size(), (Kind::Float, Device::Cpu)) * size;
+                cpu.gradients.copy_(&gradient);
+                device.gradients.copy_(&gradient);
+                let before = device.parameters.copy();
+                let adam = cpu.adam(step as u64, 1e-2);
+                let norms = [cpu.step_on_cpu(&adam), no_grad(|| device.step_on_device(&adam))];
+                let [ours, theirs] = norms.map(|norm| norm.unwrap().double_value(&[]));
+                if size.is_infinite() {
+                    assert!(!ours.is_finite() && !theirs.is_finite());
+                    assert_eq!(before, device.parameters);
+                } else {
+                    assert!((ours / theirs - 1.0).abs() < 1e-6, "{ours} {theirs}");
+                }
+                for (ours, theirs) in [(&cpu.parameters, &device.parameters), (&cpu.second, &device.second)] {
+                    let [off, size] = [ours - theirs, theirs.copy()].map(|t| t.abs().max().double_value(&[]));
+                    assert!(off < 1e-6 * (1.0 + size), "step {step}");
+                }
+            }
+            assert_ne!(start, cpu.parameters);
+        }
+    }
 }

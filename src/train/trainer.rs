@@ -10,7 +10,7 @@ use crate::config::{Criterion, Precision, TrainingConfig};
 use crate::data::{Batch, Cursor, Prefetch, Vocabulary};
 use crate::error::{Error, Result};
 use crate::model::{Context, Rates, Transformer};
-use crate::operator::Group;
+use crate::operator::{upload, Group, Late};
 use crate::search::{Rule, SearchConfig};
 use serde::{Deserialize, Serialize};
 use std::time::Instant;
@@ -122,8 +122,23 @@ pub struct Trainer {
     group: Group,
     kind: Kind,
     workspace: Workspace,
+    /// The latest update, while its numbers are on their way.
+    running: Option<Running>,
+    /// When the last update's numbers came.
+    last: Instant,
     /// (seconds, target tokens) of the latest updates.
     pace: std::collections::VecDeque<(f64, usize)>,
+}
+
+/// An update whose work has been given to the device.
+struct Running {
+    number: u64,
+    epoch: u64,
+    lr: f64,
+    tokens: usize,
+    start: Instant,
+    /// Sum of losses, sum of NLL, gradient norm.
+    numbers: Late,
 }
 
 /// What a trainer is made of.
@@ -181,6 +196,8 @@ impl Trainer {
             group,
             kind,
             workspace: Workspace::default(),
+            running: None,
+            last: Instant::now(),
             pace: Default::default(),
         })
     }
@@ -191,16 +208,24 @@ impl Trainer {
         let mut evaluated = true;
         loop {
             if let Some(reason) = self.finished() {
+                self.interruptible(|t| t.settle(observer))?;
                 if !evaluated {
                     self.evaluate(observer)?;
                 }
                 return observer.message("info", &format!("stopped: {reason}"));
             }
             let epoch = self.progress.cursor.epoch;
-            let update = self.step()?;
+            let before = self.running.take();
+            self.running = Some(self.step()?);
             evaluated = false;
-            let told = self.group.agree(observer.updated(&update), self.device);
-            if told.is_ok() && self.is_evaluation_due(epoch) {
+            let is_due = self.is_evaluation_due(epoch);
+            // A GPU's numbers are read when the next update has been given to it, so that it never stands idle.
+            let mut told = before.map_or(Ok(()), |update| self.tell(update, observer));
+            if self.device == Device::Cpu || is_due || told.is_err() {
+                let settled = self.settle(observer);
+                told = told.and(settled);
+            }
+            if told.is_ok() && is_due {
                 evaluated = true;
                 self.interruptible(|t| {
                     let told = t.evaluate(observer);
@@ -209,6 +234,16 @@ impl Trainer {
             }
             self.interruptible(|_| told)?;
         }
+    }
+
+    /// Waits for the latest update's numbers, if they are on their way, and tells them.
+    fn settle(&mut self, observer: &mut dyn Observer) -> Result<()> {
+        self.running.take().map_or(Ok(()), |update| self.tell(update, observer))
+    }
+
+    fn tell(&mut self, update: Running, observer: &mut dyn Observer) -> Result<()> {
+        let update = self.finish(update)?;
+        self.group.agree(observer.updated(&update), self.device)
     }
 
     /// Saves before passing on that the user wants to stop.
@@ -226,8 +261,8 @@ impl Trainer {
     }
 
     /// One update: batches → model → loss → gradients → optimizer. Rank r of K takes every K-th of the micro-batches that
-    /// one process alone would take, with the same random numbers.
-    pub fn step(&mut self) -> Result<Update> {
+    /// one process alone would take, with the same random numbers. Waits for nothing that a GPU does.
+    fn step(&mut self) -> Result<Running> {
         let start = Instant::now();
         let number = self.progress.update + 1;
         let mut inputs = Vec::new();
@@ -245,7 +280,7 @@ impl Trainer {
         let rates = Rates::of(&self.model.config);
         self.model.set_update(number as i64)?;
         if number == 1 && self.model.is_profiled()? {
-            let seed = Tensor::f_from_slice(&[self.config.seed as i64, 0, 0])?.f_to_device(self.device)?;
+            let seed = upload(&[self.config.seed as i64, 0, 0], self.device)?;
             let ctx = Context::training(rates, seed, self.kind);
             if let (true, (_, input)) = (self.group.is_first(), &inputs[0]) {
                 self.model.profile(input.source.as_ref(), &input.target, ctx)?;
@@ -254,8 +289,7 @@ impl Trainer {
         }
         let mut sums = None::<super::loss::Sums>;
         for (micro_batch, input) in &inputs {
-            let seed = [self.config.seed as i64, number as i64, *micro_batch as i64];
-            let seed = Tensor::f_from_slice(&seed)?.f_to_device(self.device)?;
+            let seed = upload(&[self.config.seed as i64, number as i64, *micro_batch as i64], self.device)?;
             let ctx = Context::training(rates, seed, self.kind)
                 .recomputing(self.config.activation_checkpointing)
                 .across(self.group);
@@ -278,18 +312,28 @@ impl Trainer {
         let lr = self.schedule.learning_rate(number);
         self.optimizer.sum_gradients(self.group)?;
         let grad_norm = self.optimizer.step(number, lr)?;
-        let sums = [sums.loss.f_double_value(&[])?, sums.nll.f_double_value(&[])?];
-        let [loss, nll] = self.group.sum_of(sums, self.device)?.map(|sum| sum / tokens as f64);
+        let sums = self.group.sum(&Tensor::f_stack(&[&sums.loss, &sums.nll], 0)?)?;
+        let numbers = Late::of(&Tensor::f_cat(&[sums, grad_norm.f_reshape([1i64].as_slice())?], 0)?)?;
+        self.progress.update = number;
+        // A cursor at index 0 says that an epoch has just ended.
+        let epoch = if cursor.index == 0 { cursor.epoch } else { cursor.epoch + 1 };
+        self.progress.cursor = cursor;
+        Ok(Running { number, epoch, lr, tokens, start, numbers })
+    }
+
+    /// What an update came to, once the device has made it.
+    fn finish(&mut self, update: Running) -> Result<Update> {
+        let Running { number, epoch, lr, tokens, start, numbers } = update;
+        let numbers = numbers.read()?;
+        let (loss, nll, grad_norm) = (numbers[0] / tokens as f64, numbers[1] / tokens as f64, numbers[2]);
         if !loss.is_finite() || !grad_norm.is_finite() {
             let (what, value) = if loss.is_finite() { ("gradient norm", grad_norm) } else { ("loss", loss) };
             return Err(self.diverged(what, number, value));
         }
-        let seconds = start.elapsed().as_secs_f64();
-        self.progress.update = number;
+        let now = Instant::now();
+        let seconds = (now - start.max(self.last)).as_secs_f64();
+        self.last = now;
         self.progress.seconds += seconds;
-        // A cursor at index 0 says that an epoch has just ended.
-        let epoch = if cursor.index == 0 { cursor.epoch } else { cursor.epoch + 1 };
-        self.progress.cursor = cursor;
         if self.pace.len() == PACE {
             self.pace.pop_front();
         }

@@ -8,6 +8,7 @@
 #include "norm.h"
 #include "recompute.h"
 #include "residual.h"
+#include "transfer.h"
 
 #include <mutex>
 
@@ -157,6 +158,19 @@ Tensor* nfrs_all_gather(const Tensor* t, int64_t size, const char* group) {
 Tensor* nfrs_broadcast(const Tensor* t, int64_t, const char* group) {
   return guarded([&] { return give(nfrs::collective::broadcast(*t, group)); });
 }
+
+Tensor* nfrs_upload(const Tensor* host, int device) {
+  return guarded([&] {
+    return give(nfrs::transfer::upload(*host, c10::Device(at::kCUDA, static_cast<c10::DeviceIndex>(device))));
+  });
+}
+void* nfrs_late(const Tensor* t) {
+  return guarded([&]() -> void* { return new nfrs::transfer::Late(*t); });
+}
+Tensor* nfrs_late_read(const void* late) {
+  return guarded([&] { return give(static_cast<const nfrs::transfer::Late*>(late)->read()); });
+}
+void nfrs_late_free(void* late) { delete static_cast<nfrs::transfer::Late*>(late); }
 
 // Backward from a tensor that is not a scalar.
 bool nfrs_backward(const Tensor* root, const Tensor* gradient) {

@@ -1,0 +1,188 @@
+//! Who attends to whom in packed rows.
+
+use super::Packed;
+use crate::error::{Error, Result};
+use crate::operator::upload;
+use std::rc::Rc;
+use tch::{Device, Tensor};
+
+/// Per sentence (q_start, q_len, k_start, k_len).
+#[derive(Debug)]
+pub struct Ranges {
+    /// int64 (n, 4), as the attention operator takes it.
+    pub table: Tensor,
+    padded: Option<Rc<Padded>>,
+}
+
+impl Ranges {
+    /// Each sentence of `queries` to the same sentence of `keys`.
+    pub fn between(queries: &Packed, keys: &Packed) -> Result<Self> {
+        if queries.sentences() != keys.sentences() {
+            return Err(Error::invalid(format!(
+                "source and target must have as many sentences, got {} and {}",
+                keys.sentences(),
+                queries.sentences()
+            )));
+        }
+        let queries_of = queries.offsets.windows(2);
+        let keys_of = keys.offsets.iter().zip(&keys.lengths);
+        let rows: Vec<i64> = queries_of.zip(keys_of).flat_map(|(q, (k, n))| [q[0], q[1] - q[0], *k, *n]).collect();
+        Ranges::of(&rows, queries.tokens.device())
+    }
+
+    /// Each sentence to its own past; padding, which comes after it, to the whole sentence.
+    pub fn causal(sentences: &Packed) -> Result<Self> {
+        let mut rows = Vec::new();
+        for (ends, &n) in sentences.offsets.windows(2).zip(&sentences.lengths) {
+            rows.extend([ends[0], n, ends[0], n]);
+            rows.extend((ends[0] + n..ends[1]).flat_map(|padding| [padding, 1, ends[0], n]));
+        }
+        Ranges::of(&rows, sentences.tokens.device())
+    }
+
+    /// Of rows (q_start, q_len, k_start, k_len), flat.
+    pub fn of(rows: &[i64], device: Device) -> Result<Self> {
+        let table = upload(rows, device)?.f_reshape([-1, 4].as_slice())?;
+        let padded = match device {
+            Device::Cpu => None,
+            _ => Padded::of(rows, device)?.map(Rc::new),
+        };
+        Ok(Ranges { table, padded })
+    }
+
+    pub fn shallow_clone(&self) -> Self {
+        Ranges { table: self.table.shallow_clone(), padded: self.padded.clone() }
+    }
+
+    /// The same sentences padded, where torch's attention is to be used instead of the packed operator, and can be.
+    pub fn padded(&self, causal: bool) -> Option<&Padded> {
+        self.padded.as_deref().filter(|padded| padded.is_square || !causal)
+    }
+}
+
+/// The sentences side by side, each filled up to the longest, for torch's scaled_dot_product_attention: what a GPU has
+/// kernels for. All that it needs is made on the host, once a batch, so that nobody waits for the device.
+#[derive(Debug)]
+pub struct Padded {
+    /// The query row at each place, (n·q_len); any real one at padding.
+    queries: Tensor,
+    /// The same of keys, (n·k_len).
+    keys: Tensor,
+    /// bool (n, 1, 1, k_len): where keys are real.
+    real: Tensor,
+    /// The place of each query row.
+    places: Tensor,
+    sentences: i64,
+    q_len: i64,
+    k_len: i64,
+    /// Every sentence has as many queries as keys.
+    is_square: bool,
+}
+
+impl Padded {
+    /// None where the ranges do not hold every query row once, in order, or where one has no keys.
+    fn of(rows: &[i64], device: Device) -> Result<Option<Self>> {
+        let ranges: Vec<[i64; 4]> = rows.chunks_exact(4).map(|r| [r[0], r[1], r[2], r[3]]).collect();
+        let in_order = ranges.iter().try_fold(0, |end, [start, len, ..]| (*start == end).then_some(end + len));
+        let longest = |column: usize| ranges.iter().map(|r| r[column]).max().unwrap_or(0);
+        let (q_len, k_len) = (longest(1), longest(3));
+        if in_order.is_none() || q_len == 0 || ranges.iter().any(|r| r[3] == 0) {
+            return Ok(None);
+        }
+        let filled = |start: usize, longest: i64| -> Result<Tensor> {
+            let row = |r: &[i64; 4], i: i64| r[start] + if i < r[start + 1] { i } else { 0 };
+            let all: Vec<i64> = ranges.iter().flat_map(|r| (0..longest).map(move |i| row(r, i))).collect();
+            upload(&all, device)
+        };
+        let real: Vec<bool> = ranges.iter().flat_map(|r| (0..k_len).map(move |i| i < r[3])).collect();
+        let places: Vec<i64> = (0..).zip(&ranges).flat_map(|(s, r)| (0..r[1]).map(move |i| s * q_len + i)).collect();
+        let sentences = ranges.len() as i64;
+        Ok(Some(Padded {
+            queries: filled(0, q_len)?,
+            keys: filled(2, k_len)?,
+            real: upload(&real, device)?.f_reshape([sentences, 1, 1, k_len].as_slice())?,
+            places: upload(&places, device)?,
+            sentences,
+            q_len,
+            k_len,
+            is_square: ranges.iter().all(|r| r[1] == r[3]),
+        }))
+    }
+
+    /// softmax(scale·QKᵀ)V per sentence and head, of packed rows (rows, d) to packed rows; `causal` needs square ranges.
+    pub fn attention(
+        &self,
+        q: &Tensor,
+        k: &Tensor,
+        v: &Tensor,
+        heads: i64,
+        causal: bool,
+        scale: f64,
+    ) -> Result<Tensor> {
+        let split = |t: &Tensor, rows: &Tensor, len: i64| -> Result<Tensor> {
+            let shape = [self.sentences, len, heads, -1];
+            Ok(t.f_index_select(0, rows)?.f_reshape(shape.as_slice())?.f_transpose(1, 2)?)
+        };
+        let q = split(q, &self.queries, self.q_len)?;
+        let (k, v) = (split(k, &self.keys, self.k_len)?, split(v, &self.keys, self.k_len)?);
+        // A causal mask hides keys of padding too: it comes after the real ones.
+        let mask = (!causal).then_some(&self.real);
+        let out = Tensor::f_scaled_dot_product_attention(&q, &k, &v, mask, 0.0, causal, scale, false)?;
+        let rows = out.f_transpose(1, 2)?.f_reshape([self.sentences * self.q_len, -1].as_slice())?;
+        Ok(rows.f_index_select(0, &self.places)?)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::operator;
+    use tch::Kind;
+
+    /// The output and, if asked for, the gradients of q, k and v.
+    fn results(attend: impl Fn(&[Tensor]) -> Tensor, inputs: &[Tensor; 3], gradients: bool) -> Vec<Tensor> {
+        let inputs = inputs.each_ref().map(|t| t.copy().set_requires_grad(gradients));
+        let out = attend(&inputs);
+        if !gradients {
+            return vec![out];
+        }
+        let weights = Tensor::arange(out.numel() as i64, (Kind::Double, Device::Cpu)).sin().view_as(&out);
+        (&out * weights).sum(Kind::Double).backward();
+        [out].into_iter().chain(inputs.iter().map(Tensor::grad)).collect()
+    }
+
+    #[test]
+    fn padded_attention_equals_the_packed_operator() {
+        let itself = [0, 3, 0, 3, 3, 1, 3, 1, 4, 5, 4, 5];
+        let other = [0, 3, 0, 2, 3, 1, 2, 6, 4, 5, 8, 1];
+        let shared = [0, 1, 0, 4, 1, 1, 4, 3, 2, 1, 0, 4];
+        for (rows, causal, queries, keys) in
+            [(itself, false, 9, 9), (itself, true, 9, 9), (other, false, 9, 9), (shared, false, 3, 7)]
+        {
+            let padded = Padded::of(&rows, Device::Cpu).unwrap().unwrap();
+            let table = Ranges::of(&rows, Device::Cpu).unwrap().table;
+            let inputs = [queries, keys, keys].map(|rows| Tensor::randn([rows, 8], (Kind::Double, Device::Cpu)));
+            // The operator's gradients want keys that no two sentences share.
+            let gradients = rows != shared;
+            let ours = |t: &[Tensor]| padded.attention(&t[0], &t[1], &t[2], 2, causal, 0.7).unwrap();
+            let packed =
+                |t: &[Tensor]| operator::attention(&t[0], &t[1], &t[2], &table, 2, causal, 0.7, 0.0, None, 0).unwrap();
+            for (ours, packed) in results(ours, &inputs, gradients).iter().zip(&results(packed, &inputs, gradients)) {
+                assert!((ours - packed).abs().max().double_value(&[]) < 1e-12, "{rows:?}");
+            }
+        }
+    }
+
+    #[test]
+    fn ranges_that_cannot_be_padded_are_left_to_the_operator() {
+        for rows in [vec![], vec![0, 2, 0, 2, 3, 1, 3, 1], vec![0, 2, 0, 0]] {
+            assert!(Padded::of(&rows, Device::Cpu).unwrap().is_none(), "{rows:?}");
+        }
+        let uneven = Ranges { padded: Padded::of(&[0, 1, 0, 2], Device::Cpu).unwrap().map(Rc::new), ..empty() };
+        assert!(uneven.padded(false).is_some() && uneven.padded(true).is_none());
+    }
+
+    fn empty() -> Ranges {
+        Ranges::of(&[], Device::Cpu).unwrap()
+    }
+}
