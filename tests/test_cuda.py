@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 import pytest
+import torch
 
 from cuda_emulator import cases, device
 from cuda_emulator.planted import BUGS
@@ -14,6 +15,7 @@ from normformer_rs import _core
 
 NORMS = [norm for norm in cases.NORMS if norm]
 WIDTHS = [1, 3, 32, 100, 512, 1030, 8200]
+COLUMN_WIDTHS = [1, 3, 32, 100, 512, 2056]
 ARCHITECTURES = [80, 90, 100]
 
 
@@ -80,6 +82,57 @@ def test_a_gradient_from_one_side(emulated, backs):
 @pytest.mark.parametrize("norm", NORMS)
 def test_properties(emulated, norm, case):
     emulated(case, norm)
+
+
+@pytest.mark.parametrize("width", COLUMN_WIDTHS)
+@pytest.mark.parametrize("norm", cases.COLUMN_NORMS)
+def test_a_column_norm(emulated, norm, width):
+    dtype = list(cases.TYPES)[(COLUMN_WIDTHS.index(width) + list(cases.COLUMN_NORMS).index(norm)) % 3]
+    emulated(cases.column_norm, norm, dtype, width)
+
+
+COLUMNS = [
+    ("batch_norm", "f32", 40, {"padded": None, "mean": 1000.0}),
+    ("batch_norm", "f32", 40, {"padded": "some", "mean": 1000.0, "rows": 600}),
+    ("batch_norm", "bf16", 24, {"padded": "all"}),
+    ("batch_norm", "f32", 1, {"rows": 140_000, "steps": 1}),
+    ("batch_norm", "f16", 64, {"buffers": torch.float64}),
+    ("power_norm_v", "f16", 24, {"padded": None, "rows": 600}),
+    ("power_norm_v", "f32", 40, {"padded": "all"}),
+    ("power_norm_v", "f32", 100, {"misaligned": True}),
+    ("power_norm", "f32", 40, {"padded": None}),
+    ("power_norm", "bf16", 24, {"padded": "all"}),
+    ("power_norm", "f32", 40, {"mode": "release"}),
+    ("power_norm", "bf16", 24, {"mode": "release", "padded": None}),
+    ("power_norm", "f16", 64, {"rows": 130, "misaligned": True}),
+]
+
+
+@pytest.mark.parametrize("norm, dtype, width, options", COLUMNS, ids=str)
+def test_columns(emulated, norm, dtype, width, options):
+    emulated(cases.column_norm, norm, dtype, width, **options)
+
+
+@pytest.mark.parametrize("norm", cases.COLUMN_NORMS)
+def test_corners_of_columns(emulated, norm):
+    emulated(cases.column_corners, norm)
+
+
+def test_late_rows(emulated):
+    emulated(cases.late_rows)
+
+
+def test_a_gradient_of_columns_is_refused(emulated):
+    emulated(cases.refuses_a_gradient)
+
+
+@pytest.mark.parametrize("norm", cases.COLUMN_NORMS)
+def test_columns_are_repeatable(emulated, norm):
+    emulated(cases.columns_are_repeatable, norm, 40)
+
+
+def test_norms_made_of_others(emulated):
+    emulated(cases.norms_made_of_others)
 
 
 def test_under_the_clamp(emulated):
@@ -149,6 +202,8 @@ cases.row_norm("layer_norm", "bf16", 1000)
 cases.row_norm("layer_norm", "f32", 1030, 3)
 cases.row_norm("scale_norm", "f16", 7)
 cases.residual("rms_norm", ("f32", "bf16"), 136, 0.3, "each")
+cases.column_norm("batch_norm", "bf16", 1000, 70)
+cases.column_norm("power_norm", "f32", 19)
 cases.relu_dropout("f32", 19, 0.3)
 cases.cross_entropy("bf16", 515, True)
 cases.adam(1027)
@@ -173,8 +228,17 @@ def test_the_address_sanitizer_catches(bug, tmp_path):
 
 def test_the_launches_of_a_norm(emulated, tmp_path):
     log = str(tmp_path / "log")
-    names = emulated(cases.launches, "layer_norm", 64, env={"MOCK_LOG": log})
+    names = emulated(cases.launches, "layer_norm", env={"MOCK_LOG": log})
     assert names == ["rows_forward", "rows_backward", "sum_partials"]
+
+
+@pytest.mark.parametrize("train", [True, False])
+def test_the_launches_of_a_column_norm(emulated, tmp_path, train):
+    log = str(tmp_path / "log")
+    names = emulated(cases.launches, "batch_norm", train=train, env={"MOCK_LOG": log})
+    measured = ["columns_measure", "columns_merge"] if train else []
+    back = ["columns_gradient_sums", "sum_partials", "columns_slopes", "columns_gradient"]
+    assert names == [*measured, "columns_settle", "columns_normalise", *back]
 
 
 REQUIRED = "cuInit cuDeviceGet cuDeviceGetAttribute cuDevicePrimaryCtxRetain cuCtxPushCurrent_v2 cuModuleLoadData"
@@ -306,6 +370,8 @@ def every_variant():
     for x, vec in [("f32", 4), ("bf16", 8), ("f16", 8), ("f32", 1), ("bf16", 1), ("f16", 1)]:
         for mode in range(3):
             yield "cross_entropy.cu", f"-DK_LANES=256 -DK_ROWS=1 -DK_VEC={vec} -DK_X={x} -DK_GRADIENT={mode}"
+        for norm, state in [("batch_norm", "f32"), ("power_norm_v", "double"), ("power_norm", "f32")]:
+            yield f"{norm}.cu", f"-DK_LANES=256 -DK_ROWS=1 -DK_VEC={vec} -DK_X={x} -DK_STATE={state}"
         for backward in range(2):
             yield "relu_dropout.cu", f"-DK_VEC={vec} -DK_X={x} -DK_BACKWARD={backward}"
     for vec in (1, 4):

@@ -57,6 +57,22 @@ macro_rules! row_program {
     }};
 }
 
+/// What a norm with statistics of columns says of itself.
+pub const COLUMN_NORM: &str = include_str!("device/column_norm.cuh");
+/// The passes over rows that all norms with statistics of columns share.
+pub const COLUMNS: &str = include_str!("device/columns.cuh");
+/// What these decide between the passes.
+pub const SETTLE: &str = include_str!("device/settle.cuh");
+
+/// The kernels of the norm with statistics of columns in a `.cu` beside the caller.
+#[macro_export]
+macro_rules! column_program {
+    ($file:literal) => {{
+        use $crate::cuda::{Program, CHUNK, COLUMNS, COLUMN_NORM, PRELUDE, REDUCE, SETTLE};
+        Program { name: $file, files: &[PRELUDE, CHUNK, REDUCE, COLUMN_NORM, include_str!($file), COLUMNS, SETTLE] }
+    }};
+}
+
 /// Adds up what blocks have summed: the second stage of every sum over rows.
 pub static SUMS: Program = Program { name: "sums.cu", files: &[PRELUDE, include_str!("device/sums.cu")] };
 
@@ -192,8 +208,9 @@ pub fn stand_in() -> bool {
 /// Every program of the package.
 pub fn programs() -> Vec<&'static Program> {
     let rows = crate::norm::ROW_NORMS.iter().map(|k| &k.program);
+    let columns = crate::norm::COLUMN_NORMS.iter().map(|k| &k.program);
     let others = [&relu_dropout::PROGRAM, &cross_entropy::PROGRAM, &adam::PROGRAM, &SUMS];
-    rows.chain([&step::NO_NORM]).chain(others).collect()
+    rows.chain([&step::NO_NORM]).chain(columns).chain(others).collect()
 }
 
 /// A program's binary for an architecture such as 90, and the compiler's remarks on registers and spills.

@@ -8,6 +8,7 @@ use super::columns::{Batch, Options, State, Stats};
 use super::running::{build, Running};
 use super::statistics::{Measured, StateTensors, Used};
 use super::{Build, Spec};
+use crate::column_program;
 use crate::error::Result;
 use crate::operator::ColumnKernels;
 
@@ -32,7 +33,7 @@ pub static KERNELS: ColumnKernels = ColumnKernels {
     approximate: false,
     settle,
     composed: settle_composed,
-    ..ColumnKernels::new(c"batch_norm", "batch_norm")
+    ..ColumnKernels::new(c"batch_norm", "batch_norm", column_program!("batch_norm.cu"))
 };
 
 fn settle(batch: &Batch, state: &mut State, o: &Options) -> Stats {

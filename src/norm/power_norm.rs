@@ -13,6 +13,7 @@ use super::running::{build, Running};
 use super::statistics::{Measured, StateTensors, Used};
 use super::{Build, Spec};
 use crate::choice;
+use crate::column_program;
 use crate::error::Result;
 use crate::operator::ColumnKernels;
 use tch::{Kind, Tensor};
@@ -61,7 +62,7 @@ pub static KERNELS: ColumnKernels = ColumnKernels {
     approximate: true,
     settle,
     composed: settle_composed,
-    ..ColumnKernels::new(c"power_norm", "power_norm")
+    ..ColumnKernels::new(c"power_norm", "power_norm", column_program!("power_norm.cu"))
 };
 
 fn settle(batch: &Batch, state: &mut State, o: &Options) -> Stats {

@@ -7,6 +7,7 @@ use super::columns::{Batch, Options, State, Stats};
 use super::running::{build, Running};
 use super::statistics::{Measured, StateTensors, Used};
 use super::{Build, Spec};
+use crate::column_program;
 use crate::error::Result;
 use crate::operator::ColumnKernels;
 
@@ -27,7 +28,7 @@ pub static KERNELS: ColumnKernels = ColumnKernels {
     state: [c"running_phi", c"unused"],
     settle,
     composed: settle_composed,
-    ..ColumnKernels::new(c"power_norm_v", "power_norm_v")
+    ..ColumnKernels::new(c"power_norm_v", "power_norm_v", column_program!("power_norm_v.cu"))
 };
 
 fn settle(batch: &Batch, state: &mut State, o: &Options) -> Stats {

@@ -1,10 +1,11 @@
 //! The family of norms with statistics of columns: measure the batch, settle what x̂ is made with, write it; and back.
 
 use super::count::Count;
-use super::engine;
 use super::ffi::{self, by_dtype, give, into_raw, pointer, status, take, View};
+use super::{device_columns, engine};
 use crate::cpu::parallel::{self, Shared};
 use crate::cpu::{Accumulator, Element};
+use crate::cuda::Program;
 use crate::error::Result;
 use crate::norm::columns::{self, Batch, Options, Slopes, State, Stats};
 use crate::norm::statistics::{self, Measured, StateTensors, Used};
@@ -27,12 +28,14 @@ pub struct ColumnKernels {
     pub settle: fn(&Batch, &mut State, &Options) -> Stats,
     /// The same in tch.
     pub composed: fn(&Measured, &StateTensors, &Options) -> Result<Used>,
+    /// The same kernels for a GPU.
+    pub program: Program,
     pub count: Count,
 }
 
 impl ColumnKernels {
     /// Everything unsaid: a norm without a mean, with a true gradient. `settle` and `composed` must be said.
-    pub const fn new(operator: &'static CStr, name: &'static str) -> Self {
+    pub const fn new(operator: &'static CStr, name: &'static str, program: Program) -> Self {
         ColumnKernels {
             operator,
             state: [c"first", c"second"],
@@ -40,6 +43,7 @@ impl ColumnKernels {
             approximate: false,
             settle: |_, _, _| unreachable!("every norm says how it settles"),
             composed: |_, _, _| unreachable!("every norm says how it settles"),
+            program,
             count: Count::new(name),
         }
     }
@@ -99,34 +103,49 @@ extern "C" {
 
 /// What the shim passes: x and y (or dy and dx) with everything between them. Absent views have null data.
 #[repr(C)]
-struct Call {
-    x: View,
-    weight: View,
-    bias: View,
-    pad: View,
-    /// float64 copies of the buffers.
-    first: View,
-    second: View,
-    iters: View,
-    refused: View,
+pub(super) struct Call {
+    pub x: View,
+    pub weight: View,
+    pub bias: View,
+    pub pad: View,
+    /// On the CPU float64 copies of the buffers; on a GPU the buffers.
+    pub first: View,
+    pub second: View,
+    pub iters: View,
+    pub refused: View,
     /// Whether the buffers themselves are float64.
-    wide_state: bool,
-    /// The statistics of an earlier run.
-    given: View,
-    options: Options,
-    y: View,
-    stats: View,
+    pub wide_state: bool,
+    /// `stats` holds the statistics of an earlier run.
+    pub given: bool,
+    pub options: Options,
+    pub y: View,
+    pub stats: View,
+    /// On a GPU: [`device_columns::partial_length`] numbers that slabs of rows leave.
+    pub partial: View,
+    /// On a GPU: four rows of float64, what was measured.
+    pub batch: View,
 }
 
 #[repr(C)]
-struct Gradients {
-    dy: View,
-    dx: View,
-    dweight: View,
-    dbias: View,
+pub(super) struct Gradients {
+    pub dy: View,
+    pub dx: View,
+    pub dweight: View,
+    pub dbias: View,
+    /// On a GPU: three rows, p, q and r.
+    pub slopes: View,
 }
 
 impl Call {
+    /// The largest number that the buffers can hold.
+    pub fn largest(&self) -> f64 {
+        if self.wide_state {
+            f64::MAX
+        } else {
+            f32::MAX.into()
+        }
+    }
+
     /// # Safety
     /// As [`View::slice_mut`]: the copies of the buffers are the call's own.
     unsafe fn state<'a>(&self) -> State<'a> {
@@ -135,7 +154,7 @@ impl Call {
             second: self.second.slice_mut(),
             iters: self.iters.slice_mut(),
             refused: self.refused.slice_mut(),
-            largest: if self.wide_state { f64::MAX } else { f32::MAX as f64 },
+            largest: self.largest(),
         }
     }
 }
@@ -246,19 +265,17 @@ fn forward<E: Element>(kernels: &ColumnKernels, v: &Call) -> Result<()> {
     let cols = v.stats.cols();
     // SAFETY: the shim gave contiguous tensors of E (parameters and statistics of its accumulation type), a mask of
     // bytes; y, stats and the copies of the buffers are its own.
-    let (x, weight, bias, pad, given) =
-        unsafe { (v.x.slice::<E>(), v.weight.slice::<E::Acc>(), v.bias.slice(), v.pad.slice::<u8>(), v.given.slice()) };
+    let (x, weight, bias, pad) =
+        unsafe { (v.x.slice::<E>(), v.weight.slice::<E::Acc>(), v.bias.slice(), v.pad.slice::<u8>()) };
     // SAFETY: as above.
     let (y, out, mut state) = unsafe { (v.y.slice_mut::<E>(), v.stats.slice_mut::<E::Acc>(), v.state()) };
-    if given.is_empty() {
+    if !v.given {
         let o = &v.options;
         let batch = match o.train || state.first.is_empty() {
             true => over_ranks(measure(kernels, cols, x, pad, o.release), o)?,
             false => Batch { mean: vec![0.0; cols], ..Batch::default() },
         };
         (kernels.settle)(&batch, &mut state, o).write(out);
-    } else {
-        out.copy_from_slice(given);
     }
     let (shift, scale) = (&out[..cols], &out[cols..2 * cols]);
     let (weight, zero) = (or_ones(weight, cols), vec![E::Acc::ZERO; cols]);
@@ -376,15 +393,27 @@ extern "C" fn nfrs_column_stats() -> i64 {
 }
 
 #[no_mangle]
+extern "C" fn nfrs_column_partial(rows: i64, cols: i64) -> i64 {
+    device_columns::partial_length(rows, cols)
+}
+
+#[no_mangle]
 unsafe extern "C" fn nfrs_column_forward(norm: i64, call: &Call) -> c_int {
     let kernels = COLUMN_NORMS[norm as usize];
     kernels.count.kernel();
-    status(|| by_dtype!(call.x, E => forward::<E>(kernels, call)))
+    status(|| match call.x.device() {
+        None => by_dtype!(call.x, E => forward::<E>(kernels, call)),
+        Some(device) => device_columns::forward(device, kernels, call),
+    })
 }
 
 #[no_mangle]
 unsafe extern "C" fn nfrs_column_backward(norm: i64, call: &Call, gradients: &Gradients) -> c_int {
-    status(|| by_dtype!(call.x, E => backward::<E>(COLUMN_NORMS[norm as usize], call, gradients)))
+    let kernels = COLUMN_NORMS[norm as usize];
+    status(|| match call.x.device() {
+        None => by_dtype!(call.x, E => backward::<E>(kernels, call, gradients)),
+        Some(device) => device_columns::backward(device, kernels, call, gradients),
+    })
 }
 
 /// x, weight, bias, pad_mask, first, second, iters, refused, stats, in this order; any but x may be null.

@@ -1,7 +1,9 @@
-//! What the operators' callers of CUDA kernels share: what sources are told of tensors, and dropout.
+//! What the operators' callers of CUDA kernels share: what sources are told of tensors, dropout, and the second stage of
+//! sums over rows.
 
 use super::ffi::{Draw, View};
 use crate::cpu::philox;
+use crate::cuda::{self, Device, Grid, SUMS};
 use crate::error::{Error, Result};
 
 /// philox.cuh's `Dropout`.
@@ -50,4 +52,31 @@ pub fn columns_at_a_time(matrix: &View, views: &[&View]) -> u32 {
 pub fn columns(matrix: &View) -> Result<u32> {
     let cols = i32::try_from(matrix.cols).map(|c| c as u32);
     cols.map_err(|_| Error::Torch(format!("rows of {} numbers have no CUDA kernel", matrix.cols)))
+}
+
+/// sums.cu's `Output`: where the columns from `first` on go.
+#[repr(C)]
+#[derive(Clone, Copy)]
+pub struct Output {
+    pub to: *mut u8,
+    pub first: i32,
+}
+
+/// sums.cu's `Sums`.
+#[repr(C)]
+struct SumPartials {
+    partial: *const u8,
+    blocks: i32,
+    columns: i32,
+    outputs: [Output; 4],
+}
+
+/// Adds up `blocks` rows of `columns` numbers, each output taking its share of the columns.
+pub fn sum_partials(device: Device, partial: *const u8, blocks: i32, columns: i64, to: &[Output]) -> Result<()> {
+    let mut outputs = [Output { to: std::ptr::null_mut(), first: i32::MAX }; 4];
+    outputs[..to.len()].copy_from_slice(to);
+    let grid = Grid { blocks: (columns as u32).div_ceil(32), threads: 256 };
+    let arguments = SumPartials { partial, blocks, columns: columns as i32, outputs };
+    // SAFETY: the outputs have `columns` numbers together, the workspace as many in each of `blocks` rows.
+    unsafe { cuda::launch(device, &SUMS, "", "sum_partials", grid, &arguments) }
 }

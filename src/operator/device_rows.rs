@@ -1,8 +1,8 @@
 //! Row norms and residual steps on a GPU: what `cuda/device/rows.cuh` takes, made from the shim's views.
 
-use super::device::{aligned, columns, type_name, Dropout};
+use super::device::{aligned, columns, sum_partials, type_name, Dropout, Output};
 use super::ffi::{Draw, View};
-use crate::cuda::{self, Device, Layout, Program, SUMS};
+use crate::cuda::{self, Device, Layout, Program};
 use crate::error::Result;
 
 /// A step and the norm after it; a norm alone has x⁺ = x and no f.
@@ -89,23 +89,6 @@ struct Backward {
     sums: i32,
     eps: f32,
     dropout: Dropout,
-}
-
-/// sums.cu's `Output`.
-#[repr(C)]
-#[derive(Clone, Copy)]
-struct Output {
-    to: *mut u8,
-    first: i32,
-}
-
-/// sums.cu's `Sums`.
-#[repr(C)]
-struct SumPartials {
-    partial: *const u8,
-    blocks: i32,
-    columns: i32,
-    outputs: [Output; 4],
 }
 
 /// parameter.cuh's kinds.
@@ -219,14 +202,4 @@ pub fn backward(
     // SAFETY: as in `forward`; the workspace has a row for every block.
     unsafe { cuda::launch(device, program, &options, "rows_backward", grid, &arguments)? };
     sum_partials(device, sums.workspace.data, grid.blocks as i32, columns, &outputs)
-}
-
-/// Adds up `blocks` rows of `columns` numbers, each output taking its share of the columns.
-fn sum_partials(device: Device, partial: *const u8, blocks: i32, columns: i64, to: &[Output]) -> Result<()> {
-    let mut outputs = [Output { to: std::ptr::null_mut(), first: i32::MAX }; 4];
-    outputs[..to.len()].copy_from_slice(to);
-    let grid = cuda::Grid { blocks: (columns as u32).div_ceil(32), threads: 256 };
-    let arguments = SumPartials { partial, blocks, columns: columns as i32, outputs };
-    // SAFETY: the outputs have `columns` numbers together, the workspace as many in each of `blocks` rows.
-    unsafe { cuda::launch(device, &SUMS, "", "sum_partials", grid, &arguments) }
 }

@@ -11,6 +11,7 @@ mod composite;
 mod count;
 mod cross_entropy;
 mod device;
+mod device_columns;
 mod device_rows;
 mod engine;
 mod ffi;

@@ -19,13 +19,13 @@ struct ColumnOptions {
 };
 struct ColumnCall {
   View x, weight, bias, pad, first, second, iters, refused;
-  bool wide_state;
-  View given;
+  bool wide_state, given;
   ColumnOptions options;
   View y, stats;
+  View partial, batch;  // room that a GPU's kernels need
 };
 struct ColumnGradients {
-  View dy, dx, dweight, dbias;
+  View dy, dx, dweight, dbias, slopes;
 };
 int64_t nfrs_column_count();
 const char* nfrs_column_name(int64_t norm);
@@ -34,6 +34,7 @@ bool nfrs_column_approximate(int64_t norm);
 int64_t nfrs_group(const char* name);  // -1: unknown
 bool nfrs_group_name(int64_t group, char* to, int64_t room);
 int64_t nfrs_column_stats();
+int64_t nfrs_column_partial(int64_t rows, int64_t cols);  // float32 numbers that slabs of rows leave on a GPU
 int nfrs_column_forward(int64_t norm, const ColumnCall* call);
 int nfrs_column_backward(int64_t norm, const ColumnCall* call, const ColumnGradients* gradients);
 Tensor* nfrs_column_composed(int64_t norm, const Tensor* const* tensors, const ColumnOptions* options, Tensor** stats);
@@ -104,6 +105,10 @@ inline void check(int64_t k, const Tensor& x, const MaybeTensor& weight, const M
                       ": pad_mask must have x's shape without its last dimension, ", x.sym_sizes().slice(0, x.dim() - 1),
                       "; got ", rest.pad->sym_sizes());
   }
+  for (const auto& [what, t] :
+       {std::pair{"weight", weight}, {"bias", bias}, {"pad_mask", rest.pad}, {"stats", rest.given}, {"iters", rest.iters},
+        {"refused", rest.refused}, {nfrs_column_state(k, 0), rest.first}, {nfrs_column_state(k, 1), rest.second}})
+    if (pointer(t)) check_device(op.c_str(), what, x, *t);
   for (const auto& [what, t] : {std::pair{"iters", rest.iters}, std::pair{"refused", rest.refused}})
     TORCH_CHECK_VALUE(!pointer(t) || (t->scalar_type() == at::kLong && t->sym_numel() == 1), op, ": ", what,
                       " must be one int64 number");
@@ -122,10 +127,11 @@ inline Two forward_meta(int64_t k, const Tensor& x, const MaybeTensor& weight, c
   return {at::empty_like(x, at::MemoryFormat::Contiguous), empty_stats(x)};
 }
 
-// A buffer as the kernel works on it, written back where it is done.
+// A buffer as the kernel works on it, written back where it is done: a copy on the CPU; on a GPU, whose kernels write only
+// what moves, the buffer itself if it has the type.
 struct Working {
-  explicit Working(const MaybeTensor& t, at::ScalarType type)
-      : buffer(present(t)), copy(buffer.defined() ? buffer.to(type, false, true).contiguous() : Tensor()) {}
+  Working(const Tensor& x, const MaybeTensor& t, at::ScalarType type)
+      : buffer(present(t)), copy(buffer.defined() ? buffer.to(type, false, kernel_device(x) < 0).contiguous() : Tensor()) {}
   void write_back() const {
     if (!buffer.defined()) return;
     buffer.copy_(copy);
@@ -138,16 +144,36 @@ inline Tensor bytes(const MaybeTensor& mask) {
   return pointer(mask) ? mask->reshape({-1}).contiguous().view(at::kByte) : Tensor();
 }
 inline bool is_wide(const MaybeTensor& t) { return pointer(t) && t->scalar_type() == at::kDouble; }
+// What kernels compute buffers in.
+inline at::ScalarType state_type(const Tensor& x, const MaybeTensor& t) {
+  return kernel_device(x) < 0 || is_wide(t) ? at::kDouble : at::kFloat;
+}
+// Room for what slabs of x's rows leave; undefined on the CPU.
+inline Tensor partial(const Tensor& x) {
+  if (kernel_device(x) < 0) return Tensor();
+  const View v = view(x);
+  return at::empty({nfrs_column_partial(v.rows, v.cols)}, x.options().dtype(at::kFloat));
+}
 
-inline Two forward_cpu(int64_t k, const Tensor& x_, const MaybeTensor& weight, const MaybeTensor& bias, const Rest& rest) {
+// Whether kernels take this call: on a GPU not in float64, and only statistics of one process.
+inline bool has_kernel(const Tensor& x, const Options& o) {
+  return kernel_device(x) < 0 ? x.is_cpu() : o.group == 0 && nfrs::has_kernel(x);
+}
+
+inline Two forward_kernel(int64_t k, const Tensor& x_, const MaybeTensor& weight, const MaybeTensor& bias, const Rest& rest) {
   auto [y, stats] = forward_meta(k, x_, weight, bias, rest);
   const auto type = acc_type(x_);
   const Tensor x = x_.contiguous(), w = parameter(weight, type), b = parameter(bias, type), pad = bytes(rest.pad);
-  const Tensor given = parameter(rest.given, type);
-  const Working first(rest.first, at::kDouble), second(rest.second, at::kDouble);
-  const Working iters(rest.iters, at::kLong), refused(rest.refused, at::kLong);
+  if (pointer(rest.given)) stats.copy_(*rest.given);
+  const auto state = state_type(x, rest.first);
+  const Working first(x, rest.first, state), second(x, rest.second, state);
+  const Working iters(x, rest.iters, at::kLong), refused(x, rest.refused, at::kLong);
+  const bool measures = kernel_device(x) >= 0 && !pointer(rest.given) && (rest.options.train || !pointer(rest.first));
+  const Tensor sums = measures ? partial(x) : Tensor();
+  const Tensor batch = measures ? at::empty({4, x.size(-1)}, x.options().dtype(at::kDouble)) : Tensor();
   const ColumnCall call{view(x), view(w), view(b), view(pad), view(first.copy), view(second.copy), view(iters.copy),
-                        view(refused.copy), is_wide(rest.first), view(given), rest.options, view(y), view(stats)};
+                        view(refused.copy), is_wide(rest.first), pointer(rest.given) != nullptr, rest.options, view(y), view(stats),
+                        view(sums), view(batch)};
   check_rust(nfrs_column_forward(k, &call));
   if (rest.options.train && !pointer(rest.given))
     for (const auto* state : {&first, &second, &iters, &refused})
@@ -160,16 +186,18 @@ inline Three backward_meta(const Tensor& x, const MaybeTensor& weight) {
   return {at::empty_like(x, at::MemoryFormat::Contiguous), sums, at::empty_like(sums)};
 }
 
-inline Three backward_cpu(int64_t k, const Tensor& dy_, const Tensor& x_, const MaybeTensor& weight, const Tensor& stats_,
+inline Three backward_kernel(int64_t k, const Tensor& dy_, const Tensor& x_, const MaybeTensor& weight, const Tensor& stats_,
                           const Rest& rest) {
   auto [dx, dweight, dbias] = backward_meta(x_, weight);
   const auto type = acc_type(x_);
   const Tensor x = x_.contiguous(), dy = dy_.to(x.scalar_type()).contiguous(), w = parameter(weight, type);
   const Tensor pad = bytes(rest.pad), stats = stats_.contiguous();
-  const Working second(rest.second, at::kDouble), refused(rest.refused, at::kLong);
+  const Working second(x, rest.second, state_type(x, rest.second)), refused(x, rest.refused, at::kLong);
+  const Tensor sums = partial(x);
+  const Tensor slopes = sums.defined() ? at::empty({3, x.size(-1)}, sums.options()) : Tensor();
   const ColumnCall call{view(x), view(w), View{}, view(pad), View{}, view(second.copy), View{}, view(refused.copy),
-                        is_wide(rest.second), View{}, rest.options, View{}, view(stats)};
-  const ColumnGradients gradients{view(dy), view(dx), view(dweight), view(dbias)};
+                        is_wide(rest.second), false, rest.options, View{}, view(stats), view(sums), View{}};
+  const ColumnGradients gradients{view(dy), view(dx), view(dweight), view(dbias), view(slopes)};
   check_rust(nfrs_column_backward(k, &call, &gradients));
   if (rest.options.train && nfrs_column_approximate(k))
     for (const auto* state : {&second, &refused}) state->write_back();
@@ -306,7 +334,10 @@ struct Entry {
     pad, first, second, iters, refused, given,                                                                        \
         Options { alpha, alpha_bwd, eps, warmup, group_of(K, group), train, is_release(K, variant) }                  \
   }
-  static Two cpu(NFRS_COLUMN_ARGUMENTS) { return forward_cpu(K, x, w, b, NFRS_COLUMN_REST); }
+  static Two kernel(NFRS_COLUMN_ARGUMENTS) {
+    const Rest rest = NFRS_COLUMN_REST;
+    return has_kernel(x, rest.options) ? forward_kernel(K, x, w, b, rest) : composed(K, x, w, b, rest);
+  }
   static Two meta(NFRS_COLUMN_ARGUMENTS) { return forward_meta(K, x, w, b, NFRS_COLUMN_REST); }
   static Two autograd(NFRS_COLUMN_ARGUMENTS) { return forward_autograd(K, x, w, b, NFRS_COLUMN_REST); }
   static Two fallback(NFRS_COLUMN_ARGUMENTS) { return composed(K, x, w, b, NFRS_COLUMN_REST); }
@@ -322,7 +353,11 @@ struct Entry {
     pad, std::nullopt, second, std::nullopt, refused, std::nullopt,                              \
         Options { 0, alpha_bwd, 0, 0, group_of(K, group), train, is_release(K, variant) }        \
   }
-  static Three cpu_backward(NFRS_COLUMN_ARGUMENTS) { return backward_cpu(K, dy, x, w, stats, NFRS_COLUMN_REST); }
+  static Three kernel_backward(NFRS_COLUMN_ARGUMENTS) {
+    const Rest rest = NFRS_COLUMN_REST;
+    return has_kernel(x, rest.options) ? backward_kernel(K, dy, x, w, stats, rest)
+                                       : composed_backward(K, dy, x, w, stats, rest);
+  }
   static Three meta_backward(NFRS_COLUMN_ARGUMENTS) { return backward_meta(x, w); }
   static Three fallback_backward(NFRS_COLUMN_ARGUMENTS) { return composed_backward(K, dy, x, w, stats, NFRS_COLUMN_REST); }
 #undef NFRS_COLUMN_ARGUMENTS
@@ -339,13 +374,15 @@ struct Entry {
     m.def((n + "_backward(Tensor dy, Tensor x, Tensor? weight, Tensor? pad_mask, Tensor(a!)? " + second +
            ", Tensor(b!)? refused, Tensor stats, *, bool train, float alpha_bwd=0.9, str variant=\"paper\", str group=\"\") -> "
            "(Tensor, Tensor, Tensor)").c_str(), {at::Tag::pt2_compliant_tag});
-    m.impl(n.c_str(), c10::DispatchKey::CPU, TORCH_FN(cpu));
+    m.impl(n.c_str(), c10::DispatchKey::CPU, TORCH_FN(kernel));
+    m.impl(n.c_str(), c10::DispatchKey::CUDA, TORCH_FN(kernel));
     m.impl(n.c_str(), c10::DispatchKey::Meta, TORCH_FN(meta));
     m.impl(n.c_str(), c10::DispatchKey::Autograd, TORCH_FN(autograd));
     m.impl(n.c_str(), c10::DispatchKey::CompositeExplicitAutograd, TORCH_FN(fallback));
     m.impl(n.c_str(), c10::DispatchKey::FuncTorchBatched, TORCH_FN(batch));
     const auto back = n + "_backward";
-    m.impl(back.c_str(), c10::DispatchKey::CPU, TORCH_FN(cpu_backward));
+    m.impl(back.c_str(), c10::DispatchKey::CPU, TORCH_FN(kernel_backward));
+    m.impl(back.c_str(), c10::DispatchKey::CUDA, TORCH_FN(kernel_backward));
     m.impl(back.c_str(), c10::DispatchKey::Meta, TORCH_FN(meta_backward));
     m.impl(back.c_str(), c10::DispatchKey::CompositeExplicitAutograd, TORCH_FN(fallback_backward));
     forbid_autograd(m, back);

@@ -1,0 +1,139 @@
+// Norms with statistics of columns: what is decided between the passes of columns.cuh, and the state that moves.
+// K_STATE: the type of the buffers.
+
+// Means over some rows, the square about the mean.
+struct Moments {
+  double count, mean, square;
+
+  // Chan, Golub and LeVeque 1979.
+  DEV void add(const Moments& more) {
+    if (more.count == 0.0) return;
+    const double share = more.count / (count + more.count), rest = 1.0 - share, gap = more.mean - mean;
+    mean += share * gap;
+    square = rest * square + share * more.square + share * rest * gap * gap;
+    count += more.count;
+  }
+};
+
+struct Merge {
+  const f32 *partial, *counts;  // columns_measure's
+  double *mean, *square, *count;  // mean and count may be unwanted
+  int slabs, cols;
+};
+
+// A block takes 32 columns, its warps every eighth slab.
+KERNEL(THREADS, columns_merge, Merge) {
+  SHARED(Moments, shared, THREADS);
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, column = blockIdx.x * 32 + lane;
+  Moments found = {0.0, 0.0, 0.0};
+  if (column < a.cols)
+    for (int slab = warp; slab < a.slabs; slab += WARPS) {
+      const f32* part = a.partial + (i64)slab * PARTS * a.cols + column;
+      double mean = 0.0, square = part[(PARTS - 1) * (i64)a.cols];
+      if constexpr (Norm::CENTRED) {
+        const double offset = part[a.cols];
+        mean = part[0] + offset;
+        square -= offset * offset;
+        // Not fmax: a NaN has to stay one.
+        if (square < 0.0) square = 0.0;
+      }
+      found.add(Moments{a.counts[slab], mean, square});
+    }
+  shared[threadIdx.x] = found;
+  __syncthreads();
+  if (warp > 0 || column >= a.cols) return;
+  for (int w = 1; w < WARPS; w++) found.add(shared[32 * w + lane]);
+  if (a.mean) a.mean[column] = found.mean;
+  a.square[column] = found.square;
+  if (a.count && column == 0) *a.count = found.count;
+}
+
+// Whether no thread refuses; all threads must call.
+static DEV bool agreed(Team& team, bool refused) {
+  f32 any[1] = {refused ? 1.f : 0.f};
+  team.combine<Largest>(any);
+  return any[0] == 0.f;
+}
+
+struct Settle {
+  const double *mean, *square, *square_of_all, *count;  // null where nothing was measured
+  double rows;
+  K_STATE *first, *second;  // absent buffers are null
+  i64 *iters, *refused;
+  f32* stats;
+  int cols;
+  Options options;
+  double largest;  // that the buffers can hold
+};
+
+// One block: a batch is taken in by all columns or by none.
+KERNEL(THREADS, columns_settle, Settle) {
+  SHARED(f32, shared, 2 * MOST * WARPS);
+  Team team(shared);
+  const Options o = a.options;
+  const double count = a.count ? *a.count : 0.0;
+  const i64 iters = a.iters ? *a.iters : 0;
+  const bool moves = o.train && a.first && count > 0.0;
+  bool finite = true;
+  if (moves)
+    for (int c = team.lane; c < a.cols; c += LANES)
+      finite = finite && fabs(a.mean[c]) <= a.largest && fabs(a.square[c]) <= a.largest;
+  const bool taken = agreed(team, !finite);
+  if (moves && !taken && a.refused && team.lane == 0) ++*a.refused;
+  for (int c = team.lane; c < a.cols; c += LANES) {
+    Batch batch = {count, a.rows, 0.0, 0.0, 0.0};
+    if (a.square) batch.mean = a.mean[c], batch.square = a.square[c], batch.square_of_all = a.square_of_all[c];
+    const State state = {a.first ? a.first[c] : 0.0, a.second ? a.second[c] : 0.0, iters};
+    const Used used = Norm::settle(batch, state, o);
+    const double rows[] = {used.shift, used.scale, used.slope, used.gamma, used.exact ? 1.0 : 0.0, used.share};
+#pragma unroll
+    for (int i = 0; i < 6; i++) a.stats[(i64)i * a.cols + c] = (f32)rows[i];
+    if (!moves || !taken) continue;
+    const State moved = Norm::moved(batch, state, o);
+    a.first[c] = (K_STATE)moved.first;
+    if (a.second) a.second[c] = (K_STATE)moved.second;
+    if (a.iters && c == 0) *a.iters = moved.iters;
+  }
+}
+
+struct Slopes {
+  const f32 *sum, *sum_x, *stats, *weight;  // of dy and dy*xhat; the weight may be absent
+  K_STATE* second;                          // PowerNorm's nu in training, or null
+  i64* refused;
+  f32* slopes;
+  int cols;
+  double alpha_bwd, largest;
+};
+
+struct Slope {
+  double p, q, r, second;
+};
+
+static DEV Slope slope(const Slopes& a, int c) {
+  const auto stat = [&](int i) { return (double)a.stats[(i64)i * a.cols + c]; };
+  const double weight = a.weight ? a.weight[c] : 1.0, scale = stat(2), gamma = stat(3), share = stat(5);
+  const bool exact = stat(4) == 1.0;
+  const double p = weight * scale, lambda = weight * a.sum_x[c] * share;
+  const double old = a.second ? a.second[c] : 0.0, nu = (1.0 - a.alpha_bwd) * old;
+  return Slope{p, scale * (exact ? lambda : nu), exact && Norm::CENTRED ? p * a.sum[c] * share : 0.0,
+               old + lambda - nu * gamma};
+}
+
+// One block, as above. PowerNorm's nu moves here.
+KERNEL(THREADS, columns_slopes, Slopes) {
+  SHARED(f32, shared, 2 * MOST * WARPS);
+  Team team(shared);
+  const bool moves = a.second && a.stats[5 * (i64)a.cols] > 0.f;
+  bool finite = true;
+  if (moves)
+    for (int c = team.lane; c < a.cols; c += LANES) finite = finite && fabs(slope(a, c).second) <= a.largest;
+  const bool taken = agreed(team, !finite);
+  if (moves && !taken && a.refused && team.lane == 0) ++*a.refused;
+  for (int c = team.lane; c < a.cols; c += LANES) {
+    const Slope found = slope(a, c);
+    a.slopes[c] = (f32)found.p;
+    a.slopes[a.cols + c] = (f32)found.q;
+    a.slopes[2 * (i64)a.cols + c] = (f32)found.r;
+    if (moves && taken) a.second[c] = (K_STATE)found.second;
+  }
+}
