@@ -22,6 +22,13 @@ def corpora() -> Path:
     return DATA
 
 
+def pytest_collection_modifyitems(items):
+    """Marks what can run on a real CUDA device too."""
+    for item in items:
+        if "on_device" in getattr(item, "fixturenames", ()):
+            item.add_marker("device")
+
+
 @pytest.fixture(autouse=True)
 def seeded():
     torch.manual_seed(0)

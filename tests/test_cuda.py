@@ -1,4 +1,7 @@
-"""The CUDA kernels and their launcher without a GPU (docs/cuda.md)."""
+"""The CUDA kernels and their launcher without a GPU (docs/cuda.md).
+
+With one, `NORMFORMER_RS_TEST_DEVICE=cuda pytest -m device tests/test_cuda.py` runs the same cases on it.
+"""
 
 import itertools
 import os
@@ -26,6 +29,19 @@ def cache(tmp_path_factory):
 
 
 @pytest.fixture
+def on_device(emulated):
+    """Runs a case on the emulated device, or on the real one that NORMFORMER_RS_TEST_DEVICE names."""
+    if not cases.REAL:
+        return emulated
+
+    def run(case, *arguments, **options):
+        with torch.device(cases.REAL):
+            case(*arguments, **options)
+
+    return run
+
+
+@pytest.fixture
 def emulated(cache):
     def run(case, *arguments, env=(), **options):
         return device.run(partial(case, **options), *arguments, env=device.environment(cache, **dict(env)))
@@ -38,20 +54,20 @@ def emulated(cache):
 
 @pytest.mark.parametrize("width", WIDTHS)
 @pytest.mark.parametrize("norm", NORMS)
-def test_a_norm(emulated, norm, width):
+def test_a_norm(on_device, norm, width):
     # Every norm meets every width and every dtype.
     dtype = list(cases.TYPES)[(WIDTHS.index(width) + NORMS.index(norm)) % 3]
-    emulated(cases.row_norm, norm, dtype, width, 3 if width > 5000 else 9)
+    on_device(cases.row_norm, norm, dtype, width, 3 if width > 5000 else 9)
 
 
 @pytest.mark.parametrize("dtype", cases.TYPES)
-def test_misaligned_rows(emulated, dtype):
-    emulated(cases.row_norm, "layer_norm", dtype, 96, misaligned=True)
+def test_misaligned_rows(on_device, dtype):
+    on_device(cases.row_norm, "layer_norm", dtype, 96, misaligned=True)
 
 
 @pytest.mark.parametrize("norm, per_column", [("layer_norm", False), ("scale_norm", True)])
-def test_gains_of_either_kind(emulated, norm, per_column):
-    emulated(cases.row_norm, norm, "f32", 100, per_column=per_column)
+def test_gains_of_either_kind(on_device, norm, per_column):
+    on_device(cases.row_norm, norm, "f32", 100, per_column=per_column)
 
 
 STEPS = [
@@ -67,28 +83,28 @@ STEPS = [
 
 
 @pytest.mark.parametrize("norm, types, width, p, gains", STEPS, ids=str)
-def test_the_residual_step(emulated, norm, types, width, p, gains):
-    emulated(cases.residual, norm, types, width, p, gains)
+def test_the_residual_step(on_device, norm, types, width, p, gains):
+    on_device(cases.residual, norm, types, width, p, gains)
 
 
 @pytest.mark.parametrize("backs", [(True, False), (False, True)], ids=["x_plus", "y"])
-def test_a_gradient_from_one_side(emulated, backs):
-    emulated(cases.residual, "layer_norm", ("f32", "f32"), 64, 0.3, "one", backs=backs)
+def test_a_gradient_from_one_side(on_device, backs):
+    on_device(cases.residual, "layer_norm", ("f32", "f32"), 64, 0.3, "one", backs=backs)
 
 
 @pytest.mark.parametrize(
     "case", [cases.extreme_rows, cases.empty, cases.rows_are_independent], ids=lambda c: c.__name__
 )
 @pytest.mark.parametrize("norm", NORMS)
-def test_properties(emulated, norm, case):
-    emulated(case, norm)
+def test_properties(on_device, norm, case):
+    on_device(case, norm)
 
 
 @pytest.mark.parametrize("width", COLUMN_WIDTHS)
 @pytest.mark.parametrize("norm", cases.COLUMN_NORMS)
-def test_a_column_norm(emulated, norm, width):
+def test_a_column_norm(on_device, norm, width):
     dtype = list(cases.TYPES)[(COLUMN_WIDTHS.index(width) + list(cases.COLUMN_NORMS).index(norm)) % 3]
-    emulated(cases.column_norm, norm, dtype, width)
+    on_device(cases.column_norm, norm, dtype, width)
 
 
 COLUMNS = [
@@ -109,39 +125,39 @@ COLUMNS = [
 
 
 @pytest.mark.parametrize("norm, dtype, width, options", COLUMNS, ids=str)
-def test_columns(emulated, norm, dtype, width, options):
-    emulated(cases.column_norm, norm, dtype, width, **options)
+def test_columns(on_device, norm, dtype, width, options):
+    on_device(cases.column_norm, norm, dtype, width, **options)
 
 
 @pytest.mark.parametrize("norm", cases.COLUMN_NORMS)
-def test_corners_of_columns(emulated, norm):
-    emulated(cases.column_corners, norm)
+def test_corners_of_columns(on_device, norm):
+    on_device(cases.column_corners, norm)
 
 
-def test_late_rows(emulated):
-    emulated(cases.late_rows)
+def test_late_rows(on_device):
+    on_device(cases.late_rows)
 
 
-def test_a_gradient_of_columns_is_refused(emulated):
-    emulated(cases.refuses_a_gradient)
+def test_a_gradient_of_columns_is_refused(on_device):
+    on_device(cases.refuses_a_gradient)
 
 
 @pytest.mark.parametrize("norm", cases.COLUMN_NORMS)
-def test_columns_are_repeatable(emulated, norm):
-    emulated(cases.columns_are_repeatable, norm, 40)
+def test_columns_are_repeatable(on_device, norm):
+    on_device(cases.columns_are_repeatable, norm, 40)
 
 
-def test_norms_made_of_others(emulated):
-    emulated(cases.norms_made_of_others)
+def test_norms_made_of_others(on_device):
+    on_device(cases.norms_made_of_others)
 
 
-def test_under_the_clamp(emulated):
-    emulated(cases.clamped)
+def test_under_the_clamp(on_device):
+    on_device(cases.clamped)
 
 
 @pytest.mark.parametrize("width", [64, 1030])
-def test_results_are_repeatable(emulated, width):
-    emulated(cases.repeatable, "layer_norm", width)
+def test_results_are_repeatable(on_device, width):
+    on_device(cases.repeatable, "layer_norm", width)
 
 
 @pytest.mark.parametrize(
@@ -149,8 +165,8 @@ def test_results_are_repeatable(emulated, width):
     [("f32", 19, 0.3, False), ("bf16", 64, 0.3, False), ("f16", 64, 0.0, False), ("f32", 64, 0.5, True)],
     ids=str,
 )
-def test_relu_and_dropout(emulated, dtype, width, p, misaligned):
-    emulated(cases.relu_dropout, dtype, width, p, misaligned=misaligned)
+def test_relu_and_dropout(on_device, dtype, width, p, misaligned):
+    on_device(cases.relu_dropout, dtype, width, p, misaligned=misaligned)
 
 
 @pytest.mark.parametrize(
@@ -165,21 +181,21 @@ def test_relu_and_dropout(emulated, dtype, width, p, misaligned):
     ],
     ids=str,
 )
-def test_cross_entropy(emulated, dtype, width, masked, options):
-    emulated(cases.cross_entropy, dtype, width, masked, **options)
+def test_cross_entropy(on_device, dtype, width, masked, options):
+    on_device(cases.cross_entropy, dtype, width, masked, **options)
 
 
 @pytest.mark.parametrize("count", [1, 40, 1027])
-def test_adam(emulated, count):
-    emulated(cases.adam, count)
+def test_adam(on_device, count):
+    on_device(cases.adam, count)
 
 
-def test_adams_formula(emulated):
-    emulated(cases.adams_formula)
+def test_adams_formula(on_device):
+    on_device(cases.adams_formula)
 
 
-def test_targets_outside_the_vocabulary(emulated):
-    emulated(cases.bad_targets)
+def test_targets_outside_the_vocabulary(on_device):
+    on_device(cases.bad_targets)
 
 
 # ---- planted bugs ----
@@ -202,7 +218,7 @@ cases.row_norm("layer_norm", "bf16", 1000)
 cases.row_norm("layer_norm", "f32", 1030, 3)
 cases.row_norm("scale_norm", "f16", 7)
 cases.residual("rms_norm", ("f32", "bf16"), 136, 0.3, "each")
-cases.column_norm("batch_norm", "bf16", 1000, 70)
+cases.column_norm("batch_norm", "bf16", 1000, 70, steps=1)
 cases.column_norm("power_norm", "f32", 19)
 cases.relu_dropout("f32", 19, 0.3)
 cases.cross_entropy("bf16", 515, True)

@@ -204,8 +204,8 @@ mod tests {
 
     fn optimizer(clip_norm: f64) -> Optimizer {
         let mut b = Builder::fresh(Device::Cpu, Kind::Float);
-        b.parameter("matrix", &[7, 5], &Fill::Constant(0.3)).unwrap();
-        b.parameter("vector", &[300], &Fill::Constant(-1.0)).unwrap();
+        let _ = b.parameter("matrix", &[7, 5], &Fill::Constant(0.3)).unwrap();
+        let _ = b.parameter("vector", &[300], &Fill::Constant(-1.0)).unwrap();
         let config = TrainingConfig { clip_norm, weight_decay: 0.1, ..TrainingConfig::default() };
         Optimizer::new(&b.finish().unwrap(), &config).unwrap()
     }

@@ -21,14 +21,17 @@ NORMS = {
     "scale_norm": lambda x, w, b: ref.scale_norm(x, w, EPS),
 }
 COLUMN_NORMS = {"batch_norm": ref.BatchNorm, "power_norm_v": ref.PowerNormV, "power_norm": ref.PowerNorm}
+REAL = os.environ.get("NORMFORMER_RS_TEST_DEVICE")
+"""A real device to run on, where the tests were told of one."""
 TYPES = {"f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16}
 
 
 @contextmanager
 def on_device(operator):
-    """Tensors of the CPU take the CUDA kernels' way inside, and `operator` must have run them."""
+    """Tensors of the CPU take the CUDA kernels' way inside (those of a real device take it anyway), and `operator` must
+    have run them."""
     before = _core.operator_counts()[operator]
-    _core.cuda_stand_in(True)
+    _core.cuda_stand_in(not REAL)
     try:
         yield
     finally:
@@ -123,7 +126,7 @@ def residual(norm, types, width, p=0.0, gains=None, rows=9, backs=(True, True)):
     weight, bias = parameters(norm, width)
     alpha, beta = (torch.rand(1 if gains == "one" else width) + 0.5 if gains else None for _ in range(2))
     seed = torch.tensor(SEED) if p else None
-    keep = ref.dropout_keep(*SEED, SITE, rows, width, p) if p else None
+    keep = ref.dropout_keep(*SEED, SITE, rows, width, p).to(x.device) if p else None
     operator = f"{norm}_residual" if norm else "residual"
 
     def step(*a):
@@ -171,7 +174,7 @@ def relu_dropout(dtype, width, p, rows=9, misaligned=False):
     """drop(max(x, 0)), with NaNs kept."""
     x = randn(rows, width, TYPES[dtype], misaligned)
     seed = torch.tensor(SEED) if p else None
-    keep = ref.dropout_keep(*SEED, SITE, rows, width, p) if p else None
+    keep = ref.dropout_keep(*SEED, SITE, rows, width, p).to(x.device) if p else None
 
     def formula(x):
         return [ref.relu_dropout(x, keep, ref.dropout_scale(p))]
