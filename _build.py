@@ -1,9 +1,9 @@
 """maturin as the build backend, with torch-sys told to take libtorch from the interpreter that builds.
 
-torch-sys asks whatever ``python3`` comes first on PATH where libtorch is, and is not run again when PATH changes; so each
-version of Python and torch gets a target folder of its own (a shared one would hand a second install the first one's
-libtorch), and in it an interpreter that sees torch under a path which stays: an isolated build's torch lies in a new
-temporary folder each time, and everything would be compiled anew.
+torch-sys asks whatever ``python3`` comes first on PATH where libtorch is, and is not run again when PATH changes; so
+each version of Python and torch gets a target folder of its own (a shared one would hand a second install the first
+one's libtorch), and in it an interpreter that sees torch under a path which stays: an isolated build's torch lies in a
+new temporary folder each time, and everything would be compiled anew.
 """
 
 import hashlib
@@ -47,7 +47,7 @@ def _prepare() -> None:
 
 
 def _interpreter(target: Path, packages: Path) -> Path:
-    """A folder with this interpreter under both names torch-sys calls it by; it imports torch from `target/packages`."""
+    """A folder with this interpreter under both names that torch-sys uses; it imports torch from `target/packages`."""
     bin = target / "bin"
     bin.mkdir(parents=True, exist_ok=True)
     link = target / "packages"
