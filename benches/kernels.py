@@ -7,28 +7,19 @@ rate counts just these passes. Medians of several; a row is one size and dtype.
 """
 
 import argparse
-import statistics
-import time
 from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
 
-import normformer_rs  # noqa: F401  (registers the operators)
+from normformer_rs.bench import gpu
 
 OPS = torch.ops.normformer_rs
 DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16}
 
 
 def seconds(run: Callable[[], object], repeats: int) -> float:
-    for _ in range(3):  # The heap has to find its shape: after one run the first norm's results are still new pages.
-        run()
-    times = []
-    for _ in range(repeats):
-        start = time.perf_counter()
-        run()
-        times.append(time.perf_counter() - start)
-    return statistics.median(times)
+    return gpu.seconds(run, "cpu", repeats)
 
 
 def norm_rates(x: torch.Tensor, repeats: int) -> dict[str, float]:

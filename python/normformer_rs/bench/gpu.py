@@ -137,7 +137,7 @@ def correctness(figures: Figures, tests: Path, device: str) -> None:
 
 def seconds(run: Callable[[], object], device: str, repeats: int = REPEATS) -> float:
     """The median time of a call, by the device's own clock."""
-    for _ in range(3):
+    for _ in range(3):  # A CPU's heap has to find its shape, a GPU's kernels have to be there.
         run()
     if not device.startswith("cuda"):
         times = []
