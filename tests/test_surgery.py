@@ -58,10 +58,10 @@ def hugging_face(name):
     if name.startswith("t5"):
         config = transformers.T5Config(
             d_model=D,
-            d_kv=4,
+            d_kv=6 if "gated" in name else 4,  # T5 1.1 small: heads·d_kv is not d_model, nor does heads divide it
             d_ff=FF,
             num_layers=2,
-            num_heads=HEADS,
+            num_heads=3 if "gated" in name else HEADS,
             feed_forward_proj="gated-gelu" if "gated" in name else "relu",
             decoder_start_token_id=0,
             **common,

@@ -68,6 +68,12 @@ def cuda_compile(program: str, options: str, architecture: int) -> tuple[bytes, 
 def parameters(model: str, seed: int, device: str) -> list[tuple[str, Tensor]]:
     """New parameters by canonical name."""
 
+def draw_linear(weight: Tensor, roles: list[str], model: str, stack: str, layer: int, sublayer: int) -> None:
+    """Draws a linear layer's (roles·fan_out, fan_in) first values in place: a block of rows for each role."""
+
+def draw_table(weight: Tensor, name: str, model: str) -> None:
+    """Draws a table's (V, d) first values in place; `name` is its parameter's."""
+
 def load_parameters(path: str) -> list[tuple[str, Tensor]]:
     """A checkpoint's parameters by canonical name; the path is the checkpoint's folder."""
 

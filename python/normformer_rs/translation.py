@@ -60,7 +60,7 @@ def translate(
         checkpoint: best, last, average, or an update's number.
         max_tokens: padded source tokens in a batch: memory for speed, the translations do not depend on it.
         precision: f32 or bf16.
-        device: cpu, cuda or cuda:N.
+        device: cpu, cuda, cuda:N, or auto: cuda where there is one.
 
     Errors: InputError for a missing or damaged checkpoint or folder.
     """

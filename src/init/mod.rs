@@ -1,22 +1,25 @@
-//! Initialisations of the linear layers: one table (SPEC §3). γ = 1, β = 0 and biases 0 whatever the name.
+//! Initialisations of linear layers and embeddings: one table (SPEC §3). γ = 1, β = 0 and biases 0 whatever the name.
 
 mod schemes;
 
 pub use schemes::DsInitMode;
 
+use crate::choice;
 use crate::config::TransformerConfig;
 use crate::error::{unknown, Result};
 use crate::residual::Place;
+use tch::{no_grad, Kind, Tensor};
 
-/// What a weight matrix is for.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Role {
-    Query,
-    Key,
-    Value,
-    AttentionOutput,
-    FeedForward1,
-    FeedForward2,
+choice! {
+    /// What a weight matrix is for.
+    pub enum Role ("role") {
+        Query = "query",
+        Key = "key",
+        Value = "value",
+        AttentionOutput = "output",
+        FeedForward1 = "fc1",
+        FeedForward2 = "fc2",
+    }
 }
 
 /// Where a parameter's first values come from.
@@ -38,12 +41,43 @@ pub enum Fill {
     WithZeroRow(i64, Box<Fill>),
 }
 
-/// A table of word embeddings.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Table {
-    Source,
-    Target,
-    Shared,
+impl Fill {
+    /// Fills a tensor in place, from libtorch's generator.
+    pub fn write(&self, t: &Tensor) -> Result<()> {
+        let mut t = t.shallow_clone();
+        no_grad(|| match self {
+            Fill::Constant(value) => Ok(drop(t.f_fill_(*value)?)),
+            Fill::Normal { std } => Ok(drop(t.f_normal_(0.0, *std)?)),
+            Fill::Uniform { bound } => Ok(drop(t.f_uniform_(-bound, *bound)?)),
+            Fill::Rows(blocks) => {
+                let mut start = 0;
+                for (rows, fill) in blocks {
+                    fill.write(&t.f_narrow(0, start, *rows)?)?;
+                    start += rows;
+                }
+                Ok(())
+            }
+            Fill::RunningMean => {
+                let (rows, cols) = t.size2()?;
+                let counts = Tensor::f_arange_start(1, rows + 1, (Kind::Double, t.device()))?.f_unsqueeze(1)?;
+                let weights = Tensor::f_ones([rows, cols].as_slice(), (Kind::Double, t.device()))?.f_tril(0)?;
+                Ok(t.f_copy_(&weights.f_div(&counts)?)?)
+            }
+            Fill::WithZeroRow(row, fill) => {
+                fill.write(&t)?;
+                Ok(drop(t.f_select(0, *row)?.f_zero_()?))
+            }
+        })
+    }
+}
+
+choice! {
+    /// A table of word embeddings, by the name of its parameter.
+    pub enum Table ("embedding") {
+        Source = "source_embedding",
+        Target = "target_embedding",
+        Shared = "embedding",
+    }
 }
 
 /// An entry of the table.
@@ -58,6 +92,13 @@ pub struct Init {
     pub embedding: fn(Table, &TransformerConfig) -> Fill,
     /// The fill of an output projection that is not tied to an embedding, (V, d).
     pub output: fn(d_model: i64, vocab_size: i64) -> Fill,
+}
+
+impl Init {
+    /// The fill of matrices (fan_out, fan_in) that stand on each other, one for each role.
+    pub fn linears(&self, roles: &[Role], fan_in: i64, fan_out: i64, place: &Place) -> Fill {
+        Fill::Rows(roles.iter().map(|&role| (fan_out, (self.linear)(role, fan_in, fan_out, place))).collect())
+    }
 }
 
 /// Every initialisation that models may name.

@@ -30,8 +30,7 @@ pub struct Cache {
 impl Attention {
     pub fn build(b: &mut Builder, place: &Place, init: &Init, has_biases: bool) -> Result<Self> {
         let (d, heads) = (place.config.d_model, place.config.heads);
-        let block = |role| (d, (init.linear)(role, d, d, place));
-        let stacked = Fill::Rows(vec![block(Role::Query), block(Role::Key), block(Role::Value)]);
+        let stacked = init.linears(&[Role::Query, Role::Key, Role::Value], d, d, place);
         let bias = |b: &mut Builder, name: &str, width: i64| {
             has_biases.then(|| b.parameter(name, &[width], &Fill::Constant(0.0))).transpose()
         };

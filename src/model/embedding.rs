@@ -25,21 +25,18 @@ pub struct Embeddings {
 impl Embeddings {
     pub fn build(b: &mut Builder, config: &TransformerConfig, init: &init::Init) -> Result<Self> {
         let (v, d) = (config.vocab_size, config.d_model);
-        // A zero row has no direction: under FixNorm padding starts like any other word (its gradient would be 1e12).
-        let fill = |table| match config.fixnorm {
-            true => Fill::Uniform { bound: fix_norm::INIT_BOUND },
-            false => Fill::WithZeroRow(PAD, Box::new((init.embedding)(table, config))),
-        };
         let has_source = config.has_encoder();
-        let table = |b: &mut Builder, name: &str, of| b.within(name, |b| b.parameter("weight", &[v, d], &fill(of)));
+        let table = |b: &mut Builder, of: Table| {
+            b.within(of.name(), |b| b.parameter("weight", &[v, d], &first_values(of, config, init)))
+        };
         let (source, target) = match config.tie_embeddings {
             Ties::All => {
-                let shared = table(b, "embedding", Table::Shared)?;
+                let shared = table(b, Table::Shared)?;
                 (Some(shared.shallow_clone()), shared)
             }
             _ => {
-                let source = if has_source { Some(table(b, "source_embedding", Table::Source)?) } else { None };
-                (source, table(b, "target_embedding", Table::Target)?)
+                let source = if has_source { Some(table(b, Table::Source)?) } else { None };
+                (source, table(b, Table::Target)?)
             }
         };
         let output = match config.tie_embeddings {
@@ -100,6 +97,15 @@ impl Embeddings {
     /// Logits, (rows, V), in the computing type.
     pub fn logits(&self, h: &Tensor, kind: Kind) -> Result<Tensor> {
         linear(h, &self.output_weight()?, self.output_bias.as_ref(), kind)
+    }
+}
+
+/// What a table of word vectors begins with.
+pub fn first_values(table: Table, config: &TransformerConfig, init: &init::Init) -> Fill {
+    match config.fixnorm {
+        // A zero row has no direction: under FixNorm padding starts like any other word (its gradient would be 1e12).
+        true => Fill::Uniform { bound: fix_norm::INIT_BOUND },
+        false => Fill::WithZeroRow(PAD, Box::new((init.embedding)(table, config))),
     }
 }
 

@@ -16,6 +16,7 @@ mod transformer;
 
 pub use attention::Cache;
 pub use context::{Context, Rates};
+pub use embedding::first_values;
 pub use packed::Packed;
 pub use parameters::{Builder, Parameters};
 pub use ranges::Ranges;

@@ -3,7 +3,7 @@
 use crate::error::{Error, Result};
 use crate::init::Fill;
 use std::collections::{HashMap, HashSet};
-use tch::{no_grad, Device, Kind, Tensor};
+use tch::{Device, Kind, Tensor};
 
 /// Parameters in the order in which the model declares them, and buffers: the state that is not trained.
 #[derive(Default)]
@@ -172,8 +172,8 @@ impl<'a> Builder<'a> {
 }
 
 fn made(shape: &[i64], fill: &Fill, kind: Kind, device: Device) -> Result<Tensor> {
-    let mut t = Tensor::f_empty(shape, (kind, device))?;
-    no_grad(|| fill_tensor(&mut t, fill))?;
+    let t = Tensor::f_empty(shape, (kind, device))?;
+    fill.write(&t)?;
     Ok(t)
 }
 
@@ -196,30 +196,4 @@ fn accumulation(kind: Kind) -> Kind {
     } else {
         Kind::Float
     }
-}
-
-fn fill_tensor(t: &mut Tensor, fill: &Fill) -> Result<()> {
-    match fill {
-        Fill::Constant(value) => drop(t.f_fill_(*value)?),
-        Fill::Normal { std } => drop(t.f_normal_(0.0, *std)?),
-        Fill::Uniform { bound } => drop(t.f_uniform_(-bound, *bound)?),
-        Fill::Rows(blocks) => {
-            let mut start = 0;
-            for (rows, fill) in blocks {
-                fill_tensor(&mut t.f_narrow(0, start, *rows)?, fill)?;
-                start += rows;
-            }
-        }
-        Fill::RunningMean => {
-            let (rows, cols) = t.size2()?;
-            let counts = Tensor::f_arange_start(1, rows + 1, (Kind::Double, t.device()))?.f_unsqueeze(1)?;
-            let weights = Tensor::f_ones([rows, cols].as_slice(), (Kind::Double, t.device()))?.f_tril(0)?;
-            t.f_copy_(&weights.f_div(&counts)?)?;
-        }
-        Fill::WithZeroRow(row, fill) => {
-            fill_tensor(t, fill)?;
-            drop(t.f_select(0, *row)?.f_zero_()?);
-        }
-    }
-    Ok(())
 }

@@ -25,6 +25,8 @@ pub struct Optimizer {
     gradients: Tensor,
     first: Tensor,
     second: Tensor,
+    /// On a GPU: 0, or NaN since an update that was not finite. The host learns of that late, and until then nothing moves.
+    health: Tensor,
     beta1: f64,
     beta2: f64,
     eps: f64,
@@ -59,6 +61,7 @@ impl Optimizer {
             gradients,
             first: zeros()?,
             second: zeros()?,
+            health: Tensor::f_zeros([0i64; 0].as_slice(), (Kind::Double, device))?,
             beta1: config.beta1,
             beta2: config.beta2,
             eps: config.adam_eps,
@@ -79,13 +82,13 @@ impl Optimizer {
     }
 
     /// Update `step` (from 1) with the accumulated gradients, which are zero afterwards. Returns their global norm
-    /// before clipping, a 0-dim float64 tensor beside them, so that nobody waits for the device. A norm that is not
-    /// finite changes nothing.
-    pub fn step(&mut self, step: u64, lr: f64) -> Result<Tensor> {
+    /// before clipping, a 0-dim float64 tensor beside them, so that nobody waits for the device. Where that or `loss`
+    /// (0-dim) is not finite nothing moves, on a GPU at later updates neither.
+    pub fn step(&mut self, step: u64, lr: f64, loss: &Tensor) -> Result<Tensor> {
         let adam = self.adam(step, lr);
         match self.parameters.device() {
-            Device::Cpu => self.step_on_cpu(&adam),
-            _ => no_grad(|| self.step_on_device(&adam)),
+            Device::Cpu => self.step_on_cpu(&adam, loss),
+            _ => no_grad(|| self.step_on_device(&adam, loss)),
         }
     }
 
@@ -94,9 +97,9 @@ impl Optimizer {
         adam::Adam { lr, beta1, beta2, eps, weight_decay, step }
     }
 
-    fn step_on_cpu(&mut self, adam: &adam::Adam) -> Result<Tensor> {
+    fn step_on_cpu(&mut self, adam: &adam::Adam, loss: &Tensor) -> Result<Tensor> {
         let norm = self.norm_on_cpu();
-        if norm.is_finite() {
+        if norm.is_finite() && loss.f_double_value(&[])?.is_finite() {
             let limit = self.clip_norm / (norm + CLIP_EPS);
             self.update_on_cpu(adam, if self.clip_norm > 0.0 { limit.min(1.0) } else { 1.0 });
         }
@@ -104,10 +107,11 @@ impl Optimizer {
     }
 
     /// The same through the operator, which reads what clipping found where it is.
-    fn step_on_device(&mut self, adam: &adam::Adam) -> Result<Tensor> {
+    fn step_on_device(&mut self, adam: &adam::Adam, loss: &Tensor) -> Result<Tensor> {
         let norm = self.gradients.f_norm()?.f_to_kind(Kind::Double)?;
-        // 0·norm is 0, or NaN where the norm is not finite: then nothing moves.
-        let scale = norm.f_mul_scalar(0.0)?.f_add_scalar(1.0)?;
+        // 0·v is 0, or NaN where v is not finite.
+        self.health = self.health.f_add(&norm.f_mul_scalar(0.0)?)?.f_add(&loss.f_mul_scalar(0.0)?)?;
+        let scale = self.health.f_add_scalar(1.0)?;
         let scale = match self.clip_norm > 0.0 {
             true => scale
                 .f_mul(&norm.f_add_scalar(CLIP_EPS)?.f_reciprocal()?.f_mul_scalar(self.clip_norm)?.f_clamp_max(1.0)?)?,
@@ -210,33 +214,58 @@ mod tests {
         Optimizer::new(&b.finish().unwrap(), &config).unwrap()
     }
 
+    fn gradient(optimizer: &Optimizer, seed: i64) -> Tensor {
+        tch::manual_seed(seed);
+        Tensor::randn(optimizer.gradients.size(), (Kind::Float, Device::Cpu))
+    }
+
     #[test]
     fn a_device_makes_the_update_that_the_cpu_makes() {
         for clip_norm in [0.0, 1.0] {
             let (mut cpu, mut device) = (optimizer(clip_norm), optimizer(clip_norm));
             let start = cpu.parameters.copy();
-            // Below the limit and above it; then one that is not finite, which moves nothing.
-            for (step, size) in [(1, 1e-3), (2, 10.0), (3, 0.1), (4, f64::INFINITY)] {
-                tch::manual_seed(step);
-                let gradient = Tensor::randn(cpu.gradients.size(), (Kind::Float, Device::Cpu)) * size;
+            let finite = Tensor::from(2.5);
+            // Below the limit and above it.
+            for (step, size) in [(1, 1e-3), (2, 10.0), (3, 0.1)] {
+                let gradient = gradient(&cpu, step) * size;
                 cpu.gradients.copy_(&gradient);
                 device.gradients.copy_(&gradient);
-                let before = device.parameters.copy();
                 let adam = cpu.adam(step as u64, 1e-2);
-                let norms = [cpu.step_on_cpu(&adam), no_grad(|| device.step_on_device(&adam))];
+                let norms = [cpu.step_on_cpu(&adam, &finite), no_grad(|| device.step_on_device(&adam, &finite))];
                 let [ours, theirs] = norms.map(|norm| norm.unwrap().double_value(&[]));
-                if size.is_infinite() {
-                    assert!(!ours.is_finite() && !theirs.is_finite());
-                    assert_eq!(before, device.parameters);
-                } else {
-                    assert!((ours / theirs - 1.0).abs() < 1e-6, "{ours} {theirs}");
-                }
+                assert!((ours / theirs - 1.0).abs() < 1e-6, "{ours} {theirs}");
                 for (ours, theirs) in [(&cpu.parameters, &device.parameters), (&cpu.second, &device.second)] {
                     let [off, size] = [ours - theirs, theirs.copy()].map(|t| t.abs().max().double_value(&[]));
                     assert!(off < 1e-6 * (1.0 + size), "step {step}");
                 }
             }
             assert_ne!(start, cpu.parameters);
+        }
+    }
+
+    #[test]
+    fn what_is_not_finite_moves_nothing() {
+        for (size, loss) in [(f64::INFINITY, 2.5), (1.0, f64::NAN), (1.0, f64::INFINITY)] {
+            for on_device in [false, true] {
+                let mut optimizer = optimizer(1.0);
+                let step = |optimizer: &mut Optimizer, number: i64, size: f64, loss: f64| {
+                    optimizer.gradients.copy_(&(gradient(optimizer, number) * size));
+                    let (adam, loss) = (optimizer.adam(number as u64, 1e-2), Tensor::from(loss));
+                    let norm = match on_device {
+                        true => no_grad(|| optimizer.step_on_device(&adam, &loss)),
+                        false => optimizer.step_on_cpu(&adam, &loss),
+                    };
+                    let state = [&optimizer.parameters, &optimizer.first, &optimizer.second].map(Tensor::copy);
+                    (norm.unwrap().double_value(&[]), state)
+                };
+                let (_, before) = step(&mut optimizer, 1, 1.0, 2.5);
+                let (norm, after) = step(&mut optimizer, 2, size, loss);
+                assert_eq!(norm.is_finite(), size.is_finite());
+                assert_eq!(before, after, "{size} {loss} {on_device}");
+                // Given to a device before the host has read the loss.
+                let (_, later) = step(&mut optimizer, 3, 1.0, 2.5);
+                assert_eq!(before == later, on_device, "{size} {loss}");
+            }
         }
     }
 }

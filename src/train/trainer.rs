@@ -311,8 +311,8 @@ impl Trainer {
         let sums = sums.ok_or_else(|| Error::invalid("accumulate must be at least 1"))?;
         let lr = self.schedule.learning_rate(number);
         self.optimizer.sum_gradients(self.group)?;
-        let grad_norm = self.optimizer.step(number, lr)?;
         let sums = self.group.sum(&Tensor::f_stack(&[&sums.loss, &sums.nll], 0)?)?;
+        let grad_norm = self.optimizer.step(number, lr, &sums.f_select(0, 0)?)?;
         let numbers = Late::of(&Tensor::f_cat(&[sums, grad_norm.f_reshape([1i64].as_slice())?], 0)?)?;
         self.progress.update = number;
         // A cursor at index 0 says that an epoch has just ended.

@@ -26,7 +26,7 @@ from normformer_rs.config import TransformerConfig
 from normformer_rs.convert import VERSION, check_version, configure, from_fairseq_names
 from normformer_rs.nn import TransformerDecoderLayer, TransformerEncoderLayer, profile
 from normformer_rs.nn.declared import OWN, NormAt, apply_norm, make
-from normformer_rs.nn.initial import initial_values, initialise
+from normformer_rs.nn.initial import draw_table
 from normformer_rs.nn.layers import Layer
 from normformer_rs.nn.stacks import Stack
 
@@ -99,7 +99,7 @@ class _Side(Stack):
         activation = fairseq.utils.get_activation_fn(cfg.activation_fn)
         named: dict[str, Any] = {"d_model": config.d_model, "nhead": config.heads, "dim_feedforward": config.d_ff}
         named |= {"dropout": config.dropout, "activation": activation, "layer_norm_eps": config.norm_eps}
-        named |= {"norm": config.norm, "residual": config.residual, "init": "torch"}  # drawn once, for the whole model
+        named |= {"norm": config.norm, "residual": config.residual, "init": "torch"}  # drawn in its place
         return kind(**named, **depths, **options)
 
     def finish(self, cfg: Any) -> None:
@@ -119,16 +119,14 @@ class _Side(Stack):
         """The first values of layers and embeddings, as `init` says."""
         assert self.place is not None
         config = self.place.config
-        values = initial_values(config, torch.device("cpu"))
-        initialise(self, self.place, self.name + ".", values)
-        side = {"encoder": "source_embedding", "decoder": "target_embedding"}[self.name]
-        tables = {"embed_tokens": "embedding" if config.tie_embeddings == "all" else side}
-        tables["output_projection"] = "output_projection"
-        with torch.no_grad():
-            for name, table in tables.items():
-                given = getattr(self.cfg, self.name).embed_path if name == "embed_tokens" else None
-                if table + ".weight" in values and hasattr(self, name) and not given:
-                    getattr(self, name).weight.copy_(values[table + ".weight"])
+        for layer in self.layers.children():
+            layer.draw()
+        shared = "embedding" if config.tie_embeddings == "all" else None
+        if not getattr(self.cfg, self.name).embed_path:
+            side = {"encoder": "source_embedding", "decoder": "target_embedding"}[self.name]
+            draw_table(self.embed_tokens.weight, shared or side, config)
+        if self.name == "decoder" and config.tie_embeddings == "none":
+            draw_table(self.output_projection.weight, "output_projection", config)
 
     def embed(self, tokens: Tensor, positions: Tensor | None) -> Tensor:
         """drop(N(√d·W[token] + position)): rows of tokens (N,), positions (N, d)."""

@@ -1,29 +1,30 @@
-"""First values of modules, out of Rust's table of initialisations."""
+"""First values of linear layers and embeddings, out of Rust's table of initialisations."""
+
+from collections.abc import Sequence
+from typing import Literal
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from .. import _core
 from ..config import TransformerConfig
 from .declared import Place
 
-
-def initial_values(config: TransformerConfig, device: torch.device) -> dict[str, Tensor]:
-    """A whole model's first values by canonical name, after one draw from torch's generator; none on the meta
-    device."""
-    if device.type == "meta":
-        return {}
-    seed = int(torch.randint(2**63 - 1, (), device="cpu"))
-    with torch.random.fork_rng(devices=[]):
-        return dict(_core.parameters(config.to_json(), seed, str(device)))
+Role = Literal["query", "key", "value", "output", "fc1", "fc2"]
 
 
 @torch.no_grad()
-def initialise(module: nn.Module, place: Place, prefix: str, values: dict[str, Tensor] | None = None) -> None:
-    """Gives the module's parameters the values under `prefix`. Those without a value keep theirs."""
-    parameters = dict(module.named_parameters())
-    if values is None:
-        values = initial_values(place.config, next(iter(parameters.values())).device)
-    for name, parameter in parameters.items():
-        if prefix + name in values:
-            parameter.copy_(values[prefix + name])
+def draw_linear(weight: Tensor, bias: Tensor | None, roles: Sequence[Role], place: Place, sublayer: int) -> None:
+    """Draws a linear layer's (fan_out, fan_in) matrix in place, from torch's generator, as the configuration's init has
+    it in that sublayer of the place; where several roles are stacked, each block of rows for itself. Its bias becomes
+    zero."""
+    _core.draw_linear(weight, list(roles), place.config.to_json(), place.stack, place.layer, sublayer)
+    if bias is not None:
+        bias.zero_()
+
+
+@torch.no_grad()
+def draw_table(weight: Tensor, name: str, config: TransformerConfig) -> None:
+    """Draws the parameter `name` in place: "embedding", "source_embedding", "target_embedding" (a row a type), or an
+    untied "output_projection"."""
+    _core.draw_table(weight, name, config.to_json())

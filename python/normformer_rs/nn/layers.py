@@ -12,7 +12,7 @@ from ..config import unknown
 from .attention import MultiheadAttention, is_masked
 from .declared import OPS, Draw, Place, apply_changes, begin, close, configure, install, is_plain, rate
 from .growing import Growing
-from .initial import initialise
+from .initial import Role, draw_linear
 
 Activation = str | Callable[[Tensor], Tensor]
 _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"relu": F.relu, "gelu": F.gelu}
@@ -217,7 +217,18 @@ class Layer(Growing):
     def reset_parameters(self) -> None:
         """Draws the linear layers' first values again, as `init` says; torch.nn's are left as they are."""
         if not self.keeps_torchs_values:
-            initialise(self, self.place, f"{self.place.stack}.layers.{self.place.layer}.")
+            self.draw()
+
+    def draw(self) -> None:
+        """Draws them, whoever's they were."""
+        for i, name in enumerate(self.attentions):
+            attention: MultiheadAttention = getattr(self, name)
+            stacked: tuple[Role, ...] = ("query", "key", "value")
+            draw_linear(attention.in_proj_weight, attention.in_proj_bias, stacked, self.place, i)
+            draw_linear(attention.out_proj.weight, attention.out_proj.bias, ("output",), self.place, i)
+        last = len(self.attentions)
+        draw_linear(self.linear1.weight, self.linear1.bias, ("fc1",), self.place, last)
+        draw_linear(self.linear2.weight, self.linear2.bias, ("fc2",), self.place, last)
 
     def _run(
         self,

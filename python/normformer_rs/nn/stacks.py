@@ -12,7 +12,6 @@ from .._core import InputError
 from ..config import TransformerConfig
 from .declared import Change, Combine, NormAt, Place, apply_changes, apply_norm, make
 from .growing import Growing
-from .initial import initial_values, initialise
 from .layers import Activation, Layer, TransformerDecoderLayer, TransformerEncoderLayer
 from .profiling import begin_stack
 
@@ -66,7 +65,7 @@ class Stack(Growing):
         declared = (place := Place(config, stack)).declared
         weight = first.linear1.weight
         factory = {"device": weight.device, "dtype": weight.dtype}
-        for i, layer in enumerate(self.layers):
+        for i, layer in enumerate(self.layers.children()):  # fairseq's list leaves out layers when it is walked
             layer.move(Place(config, stack, i))
         self._extend(place, declared.end if not first.is_torchs else (), factory)
         self.reset_parameters()
@@ -92,8 +91,9 @@ class Stack(Growing):
 
     def reset_parameters(self) -> None:
         """Draws the linear layers' first values again, as `init` says."""
-        if self.place is not None and not self.layers[0].keeps_torchs_values:
-            initialise(self, self.place, self.place.stack + ".")
+        for layer in self.layers.children():
+            if isinstance(layer, Layer):
+                layer.reset_parameters()
 
     def _run(self, x: Tensor, call: Callable[..., Tensor], padding_mask: Tensor | None) -> Tensor:
         """x through the layers, each called with α_t where the scheme grows."""
@@ -268,8 +268,7 @@ class Transformer(nn.Module):
         depths = {"encoder_layers": num_encoder_layers, "decoder_layers": num_decoder_layers}
         keeps_torchs = residual is None and init is None
         named = {"norm": norm, "residual": residual, **depths, **options, "device": device, "dtype": dtype}
-        # The whole model is drawn once, below, rather than each layer for itself.
-        named["init"] = None if keeps_torchs else "torch"
+        named["init"] = init
 
         def end(layer: Layer) -> nn.Module | None:
             at = NormAt("norm", d_model, last=True)
@@ -286,7 +285,8 @@ class Transformer(nn.Module):
             self.decoder = TransformerDecoder(layer, num_decoder_layers, end(layer), encoder_layers=num_encoder_layers)
         self.d_model, self.nhead, self.batch_first, self.init = d_model, nhead, batch_first, init
         self.keeps_torchs_values = keeps_torchs or init == "torch"
-        self.reset_parameters()
+        if self.keeps_torchs_values:
+            self.reset_parameters()
 
     def reset_parameters(self) -> None:
         """Draws first values again: as `init` says, or Xavier's uniform ones as torch.nn.Transformer does."""
@@ -295,15 +295,9 @@ class Transformer(nn.Module):
                 if p.dim() > 1:
                     nn.init.xavier_uniform_(p)
             return
-        stacks: list[Any] = [
-            stack for stack in (self.encoder, self.decoder) if isinstance(stack, Stack) and stack.place
-        ]
-        if not stacks:
-            return
-        config = stacks[-1].place.config.replace(init=self.init)
-        values = initial_values(config, next(self.parameters()).device)
-        for stack in stacks:
-            initialise(stack, stack.place, stack.place.stack + ".", values)
+        for stack in (self.encoder, self.decoder):
+            if isinstance(stack, Stack):
+                stack.reset_parameters()
 
     def forward(
         self,

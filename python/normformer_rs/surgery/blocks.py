@@ -10,6 +10,7 @@ from torch import nn
 from .. import nn as nfnn
 from .._core import InputError
 from ..nn.declared import Place
+from ..nn.initial import Role
 from ..nn.layers import KINDS
 from .norms import read_norm
 
@@ -19,7 +20,7 @@ class Linear(NamedTuple):
     they are stacked), and what the scheme's first values are multiplied by."""
 
     path: str
-    roles: tuple[str, ...]
+    roles: tuple[Role, ...]
     factor: float = 1.0
 
 
@@ -130,10 +131,15 @@ def shape_of(block: Any) -> dict[str, Any]:
             f"{type(block).__name__}'s {first.norm} is a {kind}, no norm that is known: tell of it with "
             "normformer_rs.surgery.register_norm(kind, reader)"
         )
-    inner = next(linear.path for linear in last.linears if "fc2" in linear.roles)
-    d_ff = weight_and_bias(block, inner)[0].shape[0 if is_transposed(block, inner) else 1]
+    d_ff = width_into(block, last, "fc2")
     heads = block.self_attn.num_heads if isinstance(block, tuple(TORCHS)) else known_blocks()[type(block)].heads(block)
     return {"d_model": norm.width, "heads": heads, "norm": norm.computes, "d_ff": d_ff}
+
+
+def width_into(block: nn.Module, part: Part, role: Role) -> int:
+    """What the linear layer of that role reads: its fan-in."""
+    path = next(linear.path for linear in part.linears if role in linear.roles)
+    return weight_and_bias(block, path)[0].shape[0 if is_transposed(block, path) else 1]
 
 
 def weight_and_bias(block: nn.Module, path: str) -> tuple[nn.Parameter, nn.Parameter | None]:

@@ -12,11 +12,12 @@ from transformers.models.gpt2 import modeling_gpt2 as gpt2
 from transformers.models.marian import modeling_marian as marian
 from transformers.models.t5 import modeling_t5 as t5
 
+from ..nn.initial import Role
 from .blocks import Linear, Part, register_block, register_stack
 
 
 def _attention(path: str, output: str, names: tuple[str, str, str], factor: float = 1.0) -> tuple[Linear, ...]:
-    roles = (("query",), ("key",), ("value",))
+    roles: tuple[tuple[Role, ...], ...] = (("query",), ("key",), ("value",))
     inputs = (Linear(f"{path}.{name}", role, factor if role == ("query",) else 1.0) for name, role in zip(names, roles))
     return (*inputs, Linear(output, ("output",)))
 

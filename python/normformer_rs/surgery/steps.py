@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from ..nn.declared import Draw, Learned, NormAt, Place, Sublayer, apply_changes, begin, close, install, make
 from ..nn.growing import Growing
-from .blocks import Part
+from .blocks import Part, width_into
 
 
 class Point:
@@ -38,7 +38,7 @@ class BlockResidual(Growing):
         # References, not children: their parameters are the block's and the first block's.
         self._block, self._first = (block,), (first,)
         self.place, self.paths = place, {f"norm{i + 1}": part.norm for i, part in enumerate(parts)}
-        self.sublayers = tuple(_local(sublayer) for sublayer in place.sublayers)
+        self.sublayers = tuple(_local(block, part, sublayer) for part, sublayer in zip(parts, place.sublayers))
         items = [what for s in self.sublayers for what in (*s.around(), *s.within()) if what.name not in self.paths]
         install(self, items, place, factory=factory)
         self.end: tuple[Any, ...] = ()
@@ -95,15 +95,19 @@ class BlockResidual(Growing):
         return f"{self.place.config.residual!r}, layer {self.place.layer} of {self.place.depth}"
 
 
-def _local(sublayer: Sublayer) -> Sublayer:
-    """Named as attributes of one module: self_attn.inner_norm is self_attn_inner_norm."""
+def _local(block: nn.Module, part: Part, sublayer: Sublayer) -> Sublayer:
+    """Named as attributes of one module: self_attn.inner_norm is self_attn_inner_norm. A norm after the heads is as
+    wide as they are together, which in T5 need not be d_model."""
 
-    def flat(what: Any) -> Any:
-        named = isinstance(what, NormAt | Learned)
-        return dataclasses.replace(what, name=what.name.replace(".", "_")) if named else what
+    def flat(point: str, what: Any) -> Any:
+        if not isinstance(what, NormAt | Learned):
+            return what
+        what = dataclasses.replace(what, name=what.name.replace(".", "_"))
+        is_wide = point == "after_heads" and isinstance(what, NormAt)
+        return dataclasses.replace(what, width=width_into(block, part, "output")) if is_wide else what
 
     inside = {
-        point: tuple(dataclasses.replace(change, what=flat(change.what)) for change in changes)
+        point: tuple(dataclasses.replace(change, what=flat(point, change.what)) for change in changes)
         for point, changes in sublayer.inside.items()
     }
     return dataclasses.replace(sublayer, inside=inside)

@@ -1,0 +1,264 @@
+//! What options must be, alone and together.
+
+use super::{Architecture, DataConfig, SearchOptions, TrainingConfig, TransformerConfig};
+use crate::error::{Error, Result};
+use crate::norm::lp_norm;
+use crate::search::SearchConfig;
+
+impl SearchOptions {
+    pub fn config(&self) -> Result<SearchConfig> {
+        let size = |name: &str, n: i64| {
+            usize::try_from(n).map_err(|_| Error::invalid(format!("{name} must be at least 1, got {n}")))
+        };
+        let config = SearchConfig {
+            beam: size("beam", self.beam)?,
+            rule: self.rule,
+            alpha: self.alpha.unwrap_or(SearchConfig::new(self.rule).alpha),
+            n_best: size("n_best", self.n_best)?,
+            max_length: self.max_length.map(|n| size("max_length", n)).transpose()?,
+        };
+        config.validate()?;
+        Ok(config)
+    }
+}
+
+impl TransformerConfig {
+    /// Checks what one option cannot know of another.
+    pub fn validate(&self) -> Result<()> {
+        let positive = [("d_model", self.d_model), ("d_ff", self.d_ff), ("heads", self.heads)];
+        for (name, value) in positive.into_iter().chain([("decoder_layers", self.decoder_layers)]) {
+            if value < 1 {
+                return Err(Error::invalid(format!("{name} must be at least 1, got {value}")));
+            }
+        }
+        if self.vocab_size < 5 {
+            return Err(Error::invalid(format!(
+                "vocab_size must be at least 5 (four special types and one of text), got {}",
+                self.vocab_size
+            )));
+        }
+        if self.d_model % self.heads != 0 {
+            let divisors: Vec<String> =
+                (1..=self.d_model.min(64)).filter(|h| self.d_model % h == 0).map(|h| h.to_string()).collect();
+            return Err(Error::invalid(format!(
+                "d_model must be divisible by heads, got d_model {} and heads {}; heads may be {}",
+                self.d_model,
+                self.heads,
+                divisors.join(", ")
+            )));
+        }
+        if self.d_model % 2 != 0 {
+            return Err(Error::invalid(format!(
+                "d_model must be even (sine and cosine take half each), got {}",
+                self.d_model
+            )));
+        }
+        if self.architecture == Architecture::EncoderDecoder && self.encoder_layers < 1 {
+            return Err(Error::invalid(format!(
+                "encoder_layers must be at least 1, got {}; a model without an encoder is architecture = \"decoder-only\"",
+                self.encoder_layers
+            )));
+        }
+        for (name, p) in [
+            ("dropout", Some(self.dropout)),
+            ("embedding_dropout", self.embedding_dropout),
+            ("attention_dropout", self.attention_dropout),
+            ("activation_dropout", self.activation_dropout),
+        ] {
+            check_range(name, p, 0.0, 1.0)?;
+        }
+        lp_norm::check(self.lpnorm_p.0)?;
+        for (name, alpha) in [
+            ("batchnorm_alpha", self.batchnorm_alpha),
+            ("powernorm_alpha_fwd", self.powernorm_alpha_fwd),
+            ("powernorm_alpha_bwd", self.powernorm_alpha_bwd),
+        ] {
+            check_range(name, Some(alpha), 0.0, 1.0)?;
+        }
+        for (name, value) in [("powernorm_warmup", self.powernorm_warmup), ("groupscaling", self.groupscaling)] {
+            if value < 0 {
+                return Err(Error::invalid(format!("{name} must be at least 0, got {value}")));
+            }
+        }
+        if self.branchnorm_steps < 0 {
+            return Err(Error::invalid(format!("branchnorm_steps must be at least 0, got {}", self.branchnorm_steps)));
+        }
+        self.check_that_options_matter()
+    }
+
+    /// An option that would do nothing is a mistake: one of a norm, scheme or init that is not chosen, or a norm where
+    /// the scheme has none.
+    fn check_that_options_matter(&self) -> Result<()> {
+        let (residual, init) = (self.residual.as_str(), self.init());
+        let chosen = [residual, init, self.encoder_norm(), self.decoder_norm()];
+        let default = TransformerConfig::default();
+        let json = |config: &TransformerConfig| serde_json::to_value(config).expect("options are plain data");
+        let (own, default) = (json(self), json(&default));
+        for field in TransformerConfig::fields() {
+            let Some(owner) = owner(field.name) else { continue };
+            // What is powernorm's is powernorm-v's too.
+            if own[field.name] != default[field.name] && !chosen.iter().any(|name| name.starts_with(owner)) {
+                return Err(Error::invalid(format!(
+                    "{} = {} is an option of {owner}, and this model has norm {}, residual {residual:?} and init {init:?}: leave it out",
+                    field.name,
+                    own[field.name],
+                    match self.encoder_norm() == self.decoder_norm() {
+                        true => format!("{:?}", self.decoder_norm()),
+                        false => format!("{:?} and {:?}", self.encoder_norm(), self.decoder_norm()),
+                    },
+                )));
+            }
+        }
+        let scheme = crate::residual::find(residual)?;
+        let norms = [("encoder_norm", &self.encoder_norm), ("decoder_norm", &self.decoder_norm)];
+        match norms.into_iter().find_map(|(name, norm)| Some((name, norm.as_ref()?))) {
+            Some((name, norm)) if !crate::residual::has_norms(scheme, self) => Err(Error::invalid(format!(
+                "residual {residual:?} has no norms, so {name} = {:?} would do nothing: leave it out",
+                norm.as_str()
+            ))),
+            _ => Ok(()),
+        }
+    }
+
+    pub fn has_encoder(&self) -> bool {
+        self.architecture == Architecture::EncoderDecoder
+    }
+
+    /// The initialisation: the one named, or the scheme's.
+    pub fn init(&self) -> &str {
+        match &self.init {
+            Some(name) => name.as_str(),
+            None => crate::residual::find(self.residual.as_str()).map_or("xavier", |scheme| scheme.init()),
+        }
+    }
+
+    pub fn encoder_norm(&self) -> &str {
+        self.encoder_norm.as_ref().unwrap_or(&self.norm).as_str()
+    }
+
+    pub fn decoder_norm(&self) -> &str {
+        self.decoder_norm.as_ref().unwrap_or(&self.norm).as_str()
+    }
+}
+
+/// The norm, scheme or init that an option belongs to: the one whose name the option's begins with.
+fn owner(option: &str) -> Option<&'static str> {
+    let norms = crate::norm::NORMS.iter().map(|n| n.name);
+    let residuals = crate::residual::SCHEMES.iter().map(|s| s.name());
+    let mut names = norms.chain(residuals).chain(crate::init::INITS.iter().map(|i| i.name));
+    names.find(|name| option.strip_prefix(&name.replace('-', "_")).is_some_and(|rest| rest.starts_with('_')))
+}
+
+impl TrainingConfig {
+    pub fn validate(&self) -> Result<()> {
+        for (name, value, least) in [
+            ("updates", self.updates, 0),
+            ("epochs", self.epochs, 0),
+            ("max_tokens", self.max_tokens, 1),
+            ("accumulate", self.accumulate, 1),
+            ("warmup", self.warmup, 0),
+            ("keep", self.keep, 0),
+            ("patience", self.patience, 0),
+            ("evaluate_every", self.evaluate_every, 0),
+            ("evaluation_beam", self.evaluation_beam, 1),
+        ] {
+            if value < least {
+                return Err(Error::invalid(format!("{name} must be at least {least}, got {value}")));
+            }
+        }
+        if self.updates == 0 && self.epochs == 0 && self.patience == 0 && self.min_lr <= 0.0 {
+            return Err(Error::invalid("nothing would stop this run: give updates, epochs, patience or min_lr"));
+        }
+        if let Some(lr) = self.lr.filter(|lr| lr.is_nan() || *lr <= 0.0) {
+            return Err(Error::invalid(format!("lr must be greater than 0, got {lr}")));
+        }
+        check_range("beta1", Some(self.beta1), 0.0, 1.0)?;
+        check_range("beta2", Some(self.beta2), 0.0, 1.0)?;
+        check_range("label_smoothing", Some(self.label_smoothing), 0.0, 1.0)?;
+        check_range("word_dropout", Some(self.word_dropout), 0.0, 1.0)
+    }
+}
+
+impl DataConfig {
+    /// Checks what one option cannot know of another.
+    pub fn validate(&self) -> Result<()> {
+        let files = [
+            ("train_source", self.train_source.is_some()),
+            ("train_target", !self.train_target.is_empty()),
+            ("valid_source", self.valid_source.is_some()),
+            ("valid_target", !self.valid_target.is_empty()),
+            ("bpe_operations", self.bpe_operations.is_some()),
+            ("bpe_codes", self.bpe_codes.is_some()),
+        ];
+        let languages = [("source_lang", self.source_lang.is_some()), ("target_lang", self.target_lang.is_some())];
+        let given = |options: &[(&'static str, bool)]| options.iter().find(|(_, is_given)| *is_given).map(|o| o.0);
+        match (&self.data_bin, given(&files), given(&languages)) {
+            (Some(folder), Some(name), _) => Err(Error::invalid(format!(
+                "data_bin {folder} is text already, split and numbered: leave {name} out, or data_bin"
+            ))),
+            (None, _, Some(name)) => Err(Error::invalid(format!(
+                "{name} chooses among the languages of data_bin: give that, or leave it out"
+            ))),
+            _ => Ok(()),
+        }
+    }
+}
+
+fn check_range(name: &str, value: Option<f64>, least: f64, below: f64) -> Result<()> {
+    match value {
+        Some(v) if !(least..below).contains(&v) => {
+            Err(Error::invalid(format!("{name} must lie in [{least}, {below}), got {v}")))
+        }
+        _ => Ok(()),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::config::from_json;
+
+    #[test]
+    fn unknown_words_and_keys_name_the_choices() {
+        let e = from_json::<TransformerConfig>("model", r#"{"norm": "scalnorm"}"#).unwrap_err().to_string();
+        assert!(e.contains("layernorm") && e.contains("did you mean \"scalenorm\""), "{e}");
+        let e = from_json::<TransformerConfig>("model", r#"{"scale_fc": true}"#).unwrap_err().to_string();
+        assert!(e.contains("scale_fc") && e.contains("d_model") && !e.contains("line"), "{e}");
+    }
+
+    #[test]
+    fn options_that_would_do_nothing_are_mistakes() {
+        let check = |options: &str, part: &str| {
+            let text = format!(r#"{{"vocab_size": 10, {options}}}"#);
+            let e = from_json::<TransformerConfig>("model", &text).unwrap().validate().unwrap_err().to_string();
+            assert!(e.contains(part), "{e}");
+        };
+        check(r#""residual": "prenorm", "branchnorm_steps": 10"#, "an option of branchnorm");
+        check(r#""residual": "prenorm", "normformer_ffn_norm": false"#, "an option of normformer");
+        check(r#""residual": "prenorm", "ds_init_alpha": 0.5"#, "an option of ds-init");
+        check(r#""norm": "rmsnorm", "powernorm_warmup": 10"#, "an option of powernorm, and this model has norm");
+        check(r#""encoder_norm": "powernorm", "lpnorm_p": 3"#, r#""powernorm" and "layernorm""#);
+        check(r#""residual": "rezero", "decoder_norm": "rmsnorm""#, "has no norms");
+        let fine = r#"{"vocab_size": 10, "residual": "branchnorm", "branchnorm_steps": 10, "decoder_norm": "rmsnorm"}"#;
+        from_json::<TransformerConfig>("model", fine).unwrap().validate().unwrap();
+        let fine = r#"{"vocab_size": 10, "encoder_norm": "powernorm-v", "powernorm_alpha_fwd": 0.95}"#;
+        from_json::<TransformerConfig>("model", fine).unwrap().validate().unwrap();
+    }
+
+    #[test]
+    fn text_comes_from_files_or_from_a_folder() {
+        let check = |options: &str| from_json::<DataConfig>("data", options).unwrap().validate();
+        let both = check(r#"{"data_bin": "bin", "bpe_codes": "codes"}"#).unwrap_err().to_string();
+        assert!(both.contains("data_bin bin") && both.contains("leave bpe_codes out"), "{both}");
+        let neither = check(r#"{"train_target": "en.txt", "source_lang": "de"}"#).unwrap_err().to_string();
+        assert!(neither.contains("source_lang chooses"), "{neither}");
+        check(r#"{"data_bin": "bin", "source_lang": "de", "no_bpe": true}"#).unwrap();
+    }
+
+    #[test]
+    fn heads_must_divide_the_width() {
+        let config = TransformerConfig { vocab_size: 10, d_model: 12, heads: 5, ..Default::default() };
+        let e = config.validate().unwrap_err().to_string();
+        assert!(e.contains("1, 2, 3, 4, 6, 12"), "{e}");
+    }
+}

@@ -1,0 +1,134 @@
+//! What an option is: its type, its default, its choices and its line of help, declared once (`config!`) for the Rust
+//! struct, a TOML file's keys, Python's keyword arguments and the command line's flags.
+
+use crate::error::{unknown, Result};
+use serde::{Deserialize, Deserializer, Serialize};
+
+/// One option, for those who list them (Python, `--help`, the documentation).
+#[derive(Debug, Clone, Serialize)]
+pub struct Field {
+    pub name: &'static str,
+    /// int, float, bool or str.
+    pub kind: &'static str,
+    pub optional: bool,
+    pub default: serde_json::Value,
+    pub choices: Vec<&'static str>,
+    pub help: &'static str,
+}
+
+/// A type that an option may have.
+pub trait FieldType {
+    const KIND: &'static str;
+    const OPTIONAL: bool = false;
+    fn choices() -> Vec<&'static str> {
+        Vec::new()
+    }
+}
+
+macro_rules! field_types {
+    ($($t:ty => $kind:literal),*) => { $(impl FieldType for $t { const KIND: &'static str = $kind; })* };
+}
+field_types!(i64 => "int", u64 => "int", f64 => "float", bool => "bool", String => "str");
+
+impl<T: FieldType> FieldType for Option<T> {
+    const KIND: &'static str = T::KIND;
+    const OPTIONAL: bool = true;
+    fn choices() -> Vec<&'static str> {
+        T::choices()
+    }
+}
+
+/// An option with a fixed set of words.
+#[macro_export]
+macro_rules! choice {
+    ($(#[$meta:meta])* pub enum $name:ident ($what:literal) { $($(#[$doc:meta])* $variant:ident = $word:literal),+ $(,)? }) => {
+        $(#[$meta])*
+        #[derive(Clone, Copy, Debug, PartialEq, Eq, serde::Serialize)]
+        pub enum $name { $($(#[$doc])* #[serde(rename = $word)] $variant),+ }
+        impl $name {
+            pub fn name(self) -> &'static str {
+                match self { $($name::$variant => $word),+ }
+            }
+            pub fn parse(word: &str) -> $crate::error::Result<Self> {
+                match word {
+                    $($word => Ok($name::$variant),)+
+                    other => Err($crate::error::unknown($what, other, [$($word),+])),
+                }
+            }
+        }
+        impl<'de> serde::Deserialize<'de> for $name {
+            fn deserialize<D: serde::Deserializer<'de>>(d: D) -> Result<Self, D::Error> {
+                let word = String::deserialize(d)?;
+                $name::parse(&word).map_err(serde::de::Error::custom)
+            }
+        }
+        impl $crate::config::FieldType for $name {
+            const KIND: &'static str = "str";
+            fn choices() -> Vec<&'static str> { vec![$($word),+] }
+        }
+    };
+}
+
+/// A name out of one of the package's tables.
+macro_rules! table_name {
+    ($(#[$meta:meta])* $name:ident, $what:literal, $names:expr) => {
+        $(#[$meta])*
+        #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+        pub struct $name(pub(super) String);
+        impl $name {
+            pub fn parse(word: &str) -> Result<Self> {
+                if !$names.any(|n| n == word) {
+                    return Err(unknown($what, word, $names));
+                }
+                Ok($name(word.to_string()))
+            }
+            pub fn as_str(&self) -> &str { &self.0 }
+        }
+        impl<'de> Deserialize<'de> for $name {
+            fn deserialize<D: Deserializer<'de>>(d: D) -> Result<Self, D::Error> {
+                $name::parse(&String::deserialize(d)?).map_err(serde::de::Error::custom)
+            }
+        }
+        impl FieldType for $name {
+            const KIND: &'static str = "str";
+            fn choices() -> Vec<&'static str> { $names.collect() }
+        }
+    };
+}
+table_name!(/// A norm of [`crate::norm::NORMS`].
+    NormName, "norm", crate::norm::NORMS.iter().map(|n| n.name));
+table_name!(/// A residual scheme of [`crate::residual::SCHEMES`].
+    ResidualName, "residual", crate::residual::SCHEMES.iter().map(|s| s.name()));
+table_name!(/// An initialisation of [`crate::init::INITS`].
+    InitName, "init", crate::init::INITS.iter().map(|i| i.name));
+
+macro_rules! config {
+    ($(#[$meta:meta])* pub struct $name:ident { $($(#[doc = $doc:literal])+ $field:ident : $ty:ty = $default:expr),+ $(,)? }) => {
+        $(#[$meta])*
+        #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+        #[serde(default, deny_unknown_fields)]
+        pub struct $name { $($(#[doc = $doc])+ pub $field: $ty),+ }
+
+        impl Default for $name {
+            fn default() -> Self {
+                $name { $($field: $default),+ }
+            }
+        }
+
+        impl $name {
+            /// Every option, in order.
+            pub fn fields() -> Vec<Field> {
+                let default = $name::default();
+                vec![$(Field {
+                    name: stringify!($field),
+                    kind: <$ty as FieldType>::KIND,
+                    optional: <$ty as FieldType>::OPTIONAL,
+                    default: serde_json::to_value(&default.$field).expect("an option's default is plain data"),
+                    choices: <$ty as FieldType>::choices(),
+                    help: concat!($($doc),+).trim_ascii(),
+                }),+]
+            }
+        }
+    };
+}
+pub(super) use config;

@@ -1,0 +1,103 @@
+//! Options, tables, counts, and what tests need to look at.
+
+use super::json_text;
+use crate::config::{DataConfig, SearchOptions, TrainingConfig, TransformerConfig};
+use crate::{init, norm, operator, residual};
+use pyo3::prelude::*;
+use serde_json::json;
+use std::collections::HashMap;
+
+/// The options of a configuration, as JSON.
+#[pyfunction]
+fn fields(which: &str) -> PyResult<String> {
+    let fields = match which {
+        "model" => TransformerConfig::fields(),
+        "training" => TrainingConfig::fields(),
+        "data" => DataConfig::fields(),
+        "search" => SearchOptions::fields(),
+        other => {
+            return Err(crate::error::unknown("configuration", other, ["model", "training", "data", "search"]).into())
+        }
+    };
+    json_text(&fields)
+}
+
+/// The tables of norms, residual schemes and initialisations, as JSON.
+#[pyfunction]
+fn tables() -> PyResult<String> {
+    let entry =
+        |name: &str, equation: &str, source: &str| json!({"name": name, "equation": equation, "source": source});
+    json_text(&json!({
+        "norms": norm::NORMS.iter().map(|n| {
+            let mut entry = entry(n.name, n.equation, n.source);
+            if let norm::Build::Formula(formula) = &n.build {
+                entry["formula"] = json!({"has_bias": formula.has_bias});
+            }
+            entry
+        }).collect::<Vec<_>>(),
+        "residuals": residual::SCHEMES.iter().map(|s| entry(s.name(), s.equation(), s.source())).collect::<Vec<_>>(),
+        "inits": init::INITS.iter().map(|i| entry(i.name, i.definition, i.source)).collect::<Vec<_>>(),
+    }))
+}
+
+/// {operator: (kernel calls, composed calls)} since the process started.
+#[pyfunction]
+fn operator_counts() -> HashMap<&'static str, (u64, u64)> {
+    operator::counts().into_iter().map(|(name, kernel, composed)| (name, (kernel, composed))).collect()
+}
+
+/// Threads that kernels may use, found by running one: `torch.get_num_threads()` unless OpenMP is missing.
+#[pyfunction]
+fn threads_in_kernels(py: Python<'_>) -> usize {
+    py.allow_threads(|| {
+        let seen = std::sync::Mutex::new(std::collections::HashSet::new());
+        crate::cpu::parallel::for_each(64, 1, |_| {
+            std::thread::sleep(std::time::Duration::from_millis(1));
+            seen.lock().unwrap_or_else(|e| e.into_inner()).insert(std::thread::current().id());
+        });
+        seen.into_inner().unwrap_or_else(|e| e.into_inner()).len()
+    })
+}
+
+/// Forces an instruction set (baseline, avx2, avx512; none: the best); returns the one in force.
+#[pyfunction]
+#[pyo3(signature = (name=None))]
+fn cpu_level(name: Option<&str>) -> PyResult<&'static str> {
+    use crate::cpu::simd::{force, Level};
+    let level = match name {
+        None => None,
+        Some(name) => Some(Level::ALL.into_iter().find(|l| l.name() == name).ok_or_else(|| {
+            PyErr::from(crate::error::unknown("level", name, Level::ALL.into_iter().map(Level::name)))
+        })?),
+    };
+    Ok(force(level).name())
+}
+
+/// Sends tensors of the CPU through the CUDA kernels, for the tests (cuda::set_stand_in).
+#[pyfunction]
+fn cuda_stand_in(on: bool) {
+    crate::cuda::set_stand_in(on);
+}
+
+/// The names of the CUDA programs.
+#[pyfunction]
+fn cuda_programs() -> Vec<&'static str> {
+    crate::cuda::programs().iter().map(|p| p.name).collect()
+}
+
+/// A CUDA program's binary for an architecture such as 90, and the compiler's remarks.
+#[pyfunction]
+fn cuda_compile(py: Python<'_>, program: &str, options: &str, architecture: i32) -> PyResult<(Vec<u8>, String)> {
+    Ok(py.allow_threads(|| crate::cuda::compile_verbosely(program, options, architecture))?)
+}
+
+pub(super) fn add(m: &Bound<'_, PyModule>) -> PyResult<()> {
+    m.add_function(wrap_pyfunction!(fields, m)?)?;
+    m.add_function(wrap_pyfunction!(tables, m)?)?;
+    m.add_function(wrap_pyfunction!(operator_counts, m)?)?;
+    m.add_function(wrap_pyfunction!(threads_in_kernels, m)?)?;
+    m.add_function(wrap_pyfunction!(cpu_level, m)?)?;
+    m.add_function(wrap_pyfunction!(cuda_stand_in, m)?)?;
+    m.add_function(wrap_pyfunction!(cuda_programs, m)?)?;
+    m.add_function(wrap_pyfunction!(cuda_compile, m)?)
+}

@@ -1,0 +1,179 @@
+//! A model whose parameters Python holds.
+
+use super::{json_text, kind};
+use crate::config::{self, TransformerConfig};
+use crate::error::Error;
+use crate::init::{self, Role, Table};
+use crate::model::{first_values, Context, Packed, Rates, Transformer};
+use crate::residual::{self, Place};
+use crate::run;
+use pyo3::prelude::*;
+use pyo3_tch::PyTensor;
+use serde_json::json;
+use std::collections::HashMap;
+use tch::{Kind, Tensor};
+
+/// New parameters by their canonical names.
+#[pyfunction]
+fn parameters(py: Python<'_>, model: &str, seed: u64, device: &str) -> PyResult<Vec<(String, PyTensor)>> {
+    let model: TransformerConfig = config::from_json("model", model)?;
+    let made = py.allow_threads(|| {
+        tch::manual_seed(seed as i64);
+        let built = Transformer::new(&model, run::device(device)?, Kind::Float)?;
+        let list = built
+            .parameters
+            .iter()
+            .chain(built.parameters.buffers())
+            .map(|(name, t)| (name.to_string(), t.shallow_clone()));
+        Ok::<_, Error>(list.collect::<Vec<_>>())
+    })?;
+    Ok(made.into_iter().map(|(name, t)| (name, PyTensor(t))).collect())
+}
+
+/// Draws the first values of a linear layer's matrix (roles·fan_out, fan_in) in place, one block of rows for each role,
+/// as the configuration's initialisation has them in a sublayer (0-based) of a layer (0-based) of a stack.
+#[pyfunction]
+fn draw_linear(
+    py: Python<'_>,
+    weight: PyTensor,
+    roles: Vec<String>,
+    model: &str,
+    stack: &str,
+    layer: i64,
+    sublayer: usize,
+) -> PyResult<()> {
+    let config: TransformerConfig = config::from_json("model", model)?;
+    let roles = roles.iter().map(|role| Role::parse(role)).collect::<Result<Vec<_>, _>>()?;
+    let first = Place::new(&config, residual::Stack::parse(stack)?, layer);
+    let place = first
+        .each()
+        .nth(sublayer)
+        .ok_or_else(|| Error::invalid(format!("sublayer must be below {}, got {sublayer}", first.sublayers)))?;
+    let init = init::find(config.init())?;
+    let weight = weight.0;
+    let (rows, cols) = weight.size2().map_err(Error::from)?;
+    let fill = init.linears(&roles, cols, rows / roles.len().max(1) as i64, &place);
+    py.allow_threads(move || fill.write(&weight))?;
+    Ok(())
+}
+
+/// Draws the first values of a table of word vectors (V, d) in place, or of an untied output projection; `name` is its
+/// parameter's, as in `parameters`.
+#[pyfunction]
+fn draw_table(py: Python<'_>, weight: PyTensor, name: &str, model: &str) -> PyResult<()> {
+    let config: TransformerConfig = config::from_json("model", model)?;
+    let init = init::find(config.init())?;
+    let fill = match name {
+        "output_projection" => (init.output)(config.d_model, config.vocab_size),
+        table => first_values(Table::parse(table)?, &config, init),
+    };
+    let weight = weight.0;
+    py.allow_threads(move || fill.write(&weight))?;
+    Ok(())
+}
+
+/// What the configuration's residual scheme puts into a stack, as JSON: `layers`, one object a layer of what its
+/// sublayers share and of what stands around and inside each; how the layers follow each other (`flow`); and whether
+/// linears have biases and gains are profiled.
+#[pyfunction]
+fn declare(model: &str, stack: &str) -> PyResult<String> {
+    let config: TransformerConfig = config::from_json("model", model)?;
+    let scheme = residual::find(config.residual.as_str())?;
+    let first = Place::new(&config, residual::Stack::parse(stack)?, 0);
+    let sublayer = |place: Place| json!({"around": scheme.around(&place), "inside": scheme.inside(&place)});
+    let layer = |layer: i64| {
+        let place = Place { layer, ..first };
+        json!({"shared": scheme.layer(&place), "sublayers": place.each().map(sublayer).collect::<Vec<_>>()})
+    };
+    json_text(&json!({
+        "layers": (0..first.layers()).map(layer).collect::<Vec<_>>(),
+        "flow": scheme.stack(&first),
+        "has_biases": scheme.has_biases(),
+        "is_profiled": scheme.is_profiled(),
+        "norm": first.norm_name(),
+        "init": config.init(),
+    }))
+}
+
+/// α_t of a growing scheme after t (int64 (1,)), on t's device.
+#[pyfunction]
+fn growth(steps: i64, curve: &str, t: PyTensor) -> PyResult<PyTensor> {
+    let growth = residual::Growth { steps, curve: residual::Curve::parse(curve)? };
+    Ok(PyTensor(growth.alpha(&t.0, Kind::Double)?))
+}
+
+/// Logits (B, T, V) of padded token ids (padding is 1): zero rows at padding. `seed` is int64 (seed, update,
+/// micro-batch); none: evaluation.
+#[pyfunction]
+#[pyo3(signature = (model, names, tensors, source, target_input, seed, precision))]
+#[allow(clippy::too_many_arguments)]
+fn forward(
+    py: Python<'_>,
+    model: &str,
+    names: Vec<String>,
+    tensors: Vec<PyTensor>,
+    source: Option<PyTensor>,
+    target_input: PyTensor,
+    seed: Option<PyTensor>,
+    precision: &str,
+) -> PyResult<PyTensor> {
+    let model: TransformerConfig = config::from_json("model", model)?;
+    let kind = kind(precision)?;
+    let tensors: HashMap<String, Tensor> = names.into_iter().zip(tensors.into_iter().map(|t| t.0)).collect();
+    let (source, target, seed) = (source.map(|t| t.0), target_input.0, seed.map(|t| t.0));
+    let logits = py.allow_threads(move || {
+        let built = Transformer::with_parameters(&model, &tensors)?;
+        // "f32" asks for the parameters' own precision: a model made double computes in double.
+        let double = built.parameters.tensors().first().is_some_and(|t| t.kind() == Kind::Double);
+        let kind = if double { Kind::Double } else { kind };
+        let source = source.as_ref().map(|t| Packed::from_padded("source", t, model.vocab_size)).transpose()?;
+        let packed = Packed::from_padded("target_input", &target, model.vocab_size)?;
+        let ctx = match seed {
+            Some(seed) => Context::training(Rates::of(&model), seed, kind),
+            None => Context::evaluation(kind),
+        };
+        let features = built.features(source.as_ref(), &packed, &ctx)?;
+        let logits = built.logits(&features, kind)?;
+        packed.unpack(&logits, &target)
+    })?;
+    Ok(PyTensor(logits))
+}
+
+/// Sets, in place, the gains that the scheme takes from one training batch (SPEC §3, `admin`).
+#[pyfunction]
+#[allow(clippy::too_many_arguments)]
+fn profile(
+    py: Python<'_>,
+    model: &str,
+    names: Vec<String>,
+    tensors: Vec<PyTensor>,
+    source: Option<PyTensor>,
+    target_input: PyTensor,
+    seed: PyTensor,
+    precision: &str,
+) -> PyResult<()> {
+    let model: TransformerConfig = config::from_json("model", model)?;
+    let kind = kind(precision)?;
+    let tensors: HashMap<String, Tensor> = names.into_iter().zip(tensors.into_iter().map(|t| t.0)).collect();
+    let (source, target, seed) = (source.map(|t| t.0), target_input.0, seed.0);
+    py.allow_threads(move || {
+        let built = Transformer::with_parameters(&model, &tensors)?;
+        if !built.is_profiled()? {
+            return Err(Error::invalid(format!("residual {:?} has nothing to profile", model.residual.as_str())));
+        }
+        let source = source.as_ref().map(|t| Packed::from_padded("source", t, model.vocab_size)).transpose()?;
+        let target = Packed::from_padded("target_input", &target, model.vocab_size)?;
+        built.profile(source.as_ref(), &target, Context::training(Rates::of(&model), seed, kind))
+    })?;
+    Ok(())
+}
+
+pub(super) fn add(m: &Bound<'_, PyModule>) -> PyResult<()> {
+    m.add_function(wrap_pyfunction!(parameters, m)?)?;
+    m.add_function(wrap_pyfunction!(draw_linear, m)?)?;
+    m.add_function(wrap_pyfunction!(draw_table, m)?)?;
+    m.add_function(wrap_pyfunction!(declare, m)?)?;
+    m.add_function(wrap_pyfunction!(growth, m)?)?;
+    m.add_function(wrap_pyfunction!(forward, m)?)?;
+    m.add_function(wrap_pyfunction!(profile, m)?)
+}

@@ -1,0 +1,150 @@
+//! What has been trained: translations, losses, averages, parameters, and vocabularies.
+
+use super::{json_text, kind};
+use crate::config::{self, SearchOptions, TrainingConfig, TransformerConfig};
+use crate::data::Binarised;
+use crate::error::Error;
+use crate::{metrics, run, train};
+use pyo3::prelude::*;
+use pyo3_tch::PyTensor;
+use serde_json::json;
+use std::collections::HashMap;
+use std::path::Path;
+use tch::Tensor;
+
+/// What to translate: a split of fairseq's binarised folder (data_bin, split, source_lang, target_lang), or lines.
+#[derive(FromPyObject)]
+enum SourceText {
+    Binarised(String, String, Option<String>, Option<String>),
+    Lines(Vec<String>),
+}
+
+/// Per sentence, the best translations as (text, score).
+#[pyfunction]
+#[allow(clippy::too_many_arguments)]
+fn translate(
+    py: Python<'_>,
+    model_dir: &str,
+    source: SourceText,
+    search: &str,
+    checkpoint: &str,
+    batch_tokens: usize,
+    precision: &str,
+    device: &str,
+) -> PyResult<Vec<Vec<(String, f64)>>> {
+    let search = config::from_json::<SearchOptions>("search", search)?.config()?;
+    let kind = kind(precision)?;
+    Ok(py.allow_threads(|| {
+        let translator = run::Translator::load(Path::new(model_dir), checkpoint, run::device(device)?)?;
+        let interrupted = |_| {
+            Python::with_gil(|py| py.check_signals()).map_err(|_| Error::Interrupted("translation was stopped".into()))
+        };
+        let source = match source {
+            SourceText::Lines(lines) => translator.encode(&lines),
+            SourceText::Binarised(folder, split, source, target) => {
+                let data = Binarised::parallel(folder, &split, source.as_deref(), target.as_deref())?;
+                translator.read(&data, &split)?
+            }
+        };
+        translator.translate(source, &search, batch_tokens, kind, interrupted)
+    })?)
+}
+
+/// Averages checkpoints: the last `count`, or those of the given updates. Returns the path.
+#[pyfunction]
+#[pyo3(signature = (model_dir, count=None, updates=None))]
+fn average(py: Python<'_>, model_dir: &str, count: Option<usize>, updates: Option<Vec<u64>>) -> PyResult<String> {
+    let path = py.allow_threads(|| run::average(Path::new(model_dir), count, updates))?;
+    Ok(path.display().to_string())
+}
+
+/// {loss, nll, perplexity, tokens} of other text, as JSON.
+#[pyfunction]
+#[pyo3(signature = (model_dir, source, target, checkpoint, precision, device))]
+fn evaluate_loss(
+    py: Python<'_>,
+    model_dir: &str,
+    source: Option<&str>,
+    target: &str,
+    checkpoint: &str,
+    precision: &str,
+    device: &str,
+) -> PyResult<String> {
+    let kind = kind(precision)?;
+    let score = py.allow_threads(|| {
+        let translator = run::Translator::load(Path::new(model_dir), checkpoint, run::device(device)?)?;
+        translator.evaluate(source, target, kind)
+    })?;
+    let perplexity = score.perplexity();
+    json_text(&json!({"loss": score.loss, "nll": score.nll, "perplexity": perplexity, "tokens": score.tokens}))
+}
+
+/// A checkpoint's parameters by name; the path is a checkpoint's folder.
+#[pyfunction]
+fn load_parameters(path: &str) -> PyResult<Vec<(String, PyTensor)>> {
+    let (arrays, _) = train::checkpoint::load_model(path)?;
+    let tensors = train::load_parameters(&arrays, tch::Device::Cpu)?;
+    Ok(tensors.into_iter().map(|(name, t)| (name, PyTensor(t))).collect())
+}
+
+/// Writes a model that was trained elsewhere as a run; `dictionary` is the path of its dict.txt.
+#[pyfunction]
+#[pyo3(signature = (output, model, training, dictionary, target_vocabulary, names, tensors))]
+#[allow(clippy::too_many_arguments)]
+fn save_model(
+    py: Python<'_>,
+    output: &str,
+    model: &str,
+    training: &str,
+    dictionary: &str,
+    target_vocabulary: Option<Vec<bool>>,
+    names: Vec<String>,
+    tensors: Vec<PyTensor>,
+) -> PyResult<()> {
+    let model: TransformerConfig = config::from_json("model", model)?;
+    let training: TrainingConfig = config::from_json("training", training)?;
+    let tensors: HashMap<String, Tensor> = names.into_iter().zip(tensors.into_iter().map(|t| t.0)).collect();
+    let (output, dictionary) = (Path::new(output), Path::new(dictionary));
+    py.allow_threads(move || {
+        run::save_model(output, &model, &training, dictionary, target_vocabulary.as_deref(), &tensors)
+    })?;
+    Ok(())
+}
+
+/// The target vocabulary of a run, a flag for each type; None where it is the vocabulary.
+#[pyfunction]
+fn target_vocabulary(model_dir: &str) -> PyResult<Option<Vec<bool>>> {
+    Ok(run::target_vocabulary(Path::new(model_dir))?)
+}
+
+/// The target types of fairseq's binarised folder, a flag for each; of its one language without a pair.
+#[pyfunction]
+fn target_types(py: Python<'_>, data_bin: &str, pair: Option<(String, String)>) -> PyResult<Vec<bool>> {
+    Ok(py.allow_threads(|| match &pair {
+        Some((source, target)) => {
+            Binarised::parallel(data_bin, "train", Some(source), Some(target))?.target_types("train")
+        }
+        None => Binarised::monolingual(data_bin).target_types("train"),
+    })?)
+}
+
+/// multi-bleu's numbers, as JSON.
+#[pyfunction]
+fn bleu(hypotheses: Vec<String>, references: Vec<String>) -> PyResult<String> {
+    let b = metrics::bleu(&hypotheses, &references)?;
+    json_text(&json!({
+        "bleu": b.bleu, "precisions": b.precisions, "brevity_penalty": b.brevity_penalty, "ratio": b.ratio,
+        "hyp_len": b.hyp_len, "ref_len": b.ref_len, "text": b.to_string(),
+    }))
+}
+
+pub(super) fn add(m: &Bound<'_, PyModule>) -> PyResult<()> {
+    m.add_function(wrap_pyfunction!(translate, m)?)?;
+    m.add_function(wrap_pyfunction!(average, m)?)?;
+    m.add_function(wrap_pyfunction!(evaluate_loss, m)?)?;
+    m.add_function(wrap_pyfunction!(load_parameters, m)?)?;
+    m.add_function(wrap_pyfunction!(save_model, m)?)?;
+    m.add_function(wrap_pyfunction!(target_vocabulary, m)?)?;
+    m.add_function(wrap_pyfunction!(target_types, m)?)?;
+    m.add_function(wrap_pyfunction!(bleu, m)?)
+}

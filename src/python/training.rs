@@ -1,0 +1,136 @@
+//! Training, told to an observer, and its schedules.
+
+use super::json_text;
+use crate::config::{self, DataConfig, TrainingConfig, TransformerConfig};
+use crate::error::Error;
+use crate::operator::Group;
+use crate::run::{self, Mode};
+use crate::train::{self, Observer};
+use pyo3::exceptions::PyKeyboardInterrupt;
+use pyo3::prelude::*;
+use std::path::Path;
+
+/// Trains with the GIL released; the observer is called between updates. `group`: the name of a process group of
+/// torch.distributed, this process's rank in it and its size; none: a process alone.
+#[pyfunction]
+#[pyo3(name = "train")]
+#[allow(clippy::too_many_arguments)]
+fn train_py(
+    py: Python<'_>,
+    model: &str,
+    training: &str,
+    data: &str,
+    output: &str,
+    mode: &str,
+    group: Option<(String, usize, usize)>,
+    observer: PyObject,
+) -> PyResult<()> {
+    let model: TransformerConfig = config::from_json("model", model)?;
+    let training: TrainingConfig = config::from_json("training", training)?;
+    let data: DataConfig = config::from_json("data", data)?;
+    let mode = Mode::parse(mode)?;
+    let group = group.map_or(Ok(Group::ALONE), |(name, rank, size)| Group::new(&name, rank, size))?;
+    let mut observer = PyObserver(observer);
+    py.allow_threads(|| run::train(&model, &training, &data, Path::new(output), mode, group, &mut observer))?;
+    Ok(())
+}
+
+/// Tells the operators of a process group, which they then take by its name.
+#[pyfunction]
+fn join_group(name: &str, rank: usize, size: usize) -> PyResult<()> {
+    Group::new(name, rank, size)?;
+    Ok(())
+}
+
+/// {parameters, parameter_bytes, training_bytes, vocabulary, …} as JSON.
+#[pyfunction]
+fn dry_run(py: Python<'_>, model: &str, training: &str, data: &str) -> PyResult<String> {
+    let model: TransformerConfig = config::from_json("model", model)?;
+    let training: TrainingConfig = config::from_json("training", training)?;
+    let data: DataConfig = config::from_json("data", data)?;
+    json_text(&py.allow_threads(|| run::dry_run(&model, &training, &data))?)
+}
+
+/// Python's observer behind Rust's trait.
+struct PyObserver(PyObject);
+
+impl PyObserver {
+    fn tell(&self, method: &str, value: &impl serde::Serialize) -> crate::error::Result<()> {
+        let text = serde_json::to_string(value).map_err(|e| Error::invalid(e.to_string()))?;
+        self.call(method, |py| {
+            let value = py.import("json")?.call_method1("loads", (text,))?;
+            self.0.call_method1(py, method, (value,))
+        })
+    }
+
+    fn call(&self, method: &str, work: impl FnOnce(Python<'_>) -> PyResult<PyObject>) -> crate::error::Result<()> {
+        Python::with_gil(|py| {
+            let told = py.check_signals().and_then(|()| work(py));
+            match told {
+                Ok(_) => Ok(()),
+                Err(e) if e.is_instance_of::<PyKeyboardInterrupt>(py) => {
+                    Err(Error::Interrupted("stopped by the user".into()))
+                }
+                Err(e) => Err(Error::invalid(format!("the observer's {method} failed: {e}"))),
+            }
+        })
+    }
+}
+
+impl Observer for PyObserver {
+    fn started(&mut self, v: &train::Started) -> crate::error::Result<()> {
+        self.tell("started", v)
+    }
+    fn updated(&mut self, v: &train::Update) -> crate::error::Result<()> {
+        self.tell("updated", v)
+    }
+    fn evaluated(&mut self, v: &train::Evaluation) -> crate::error::Result<()> {
+        self.tell("evaluated", v)
+    }
+    fn message(&mut self, level: &str, text: &str) -> crate::error::Result<()> {
+        self.call("message", |py| self.0.call_method1(py, "message", (level, text)))
+    }
+}
+
+/// A learning-rate schedule of the training loop, for other loops.
+#[pyclass]
+struct Schedule(train::Schedule);
+
+#[pymethods]
+impl Schedule {
+    #[new]
+    fn new(training: &str, d_model: i64) -> PyResult<Self> {
+        let training: TrainingConfig = config::from_json("training", training)?;
+        training.validate()?;
+        Ok(Schedule(train::Schedule::new(&training, d_model)))
+    }
+
+    /// Of update n, 1 for the first.
+    fn learning_rate(&self, n: u64) -> f64 {
+        self.0.learning_rate(n)
+    }
+
+    /// An evaluation after update n scored `score`, more being better.
+    fn evaluated(&mut self, n: u64, score: f64) {
+        self.0.evaluated(n, score);
+    }
+
+    /// What evaluations have taught it, as JSON.
+    #[getter]
+    fn memory(&self) -> PyResult<String> {
+        json_text(&self.0.memory)
+    }
+
+    #[setter]
+    fn set_memory(&mut self, memory: &str) -> PyResult<()> {
+        self.0.memory = config::from_json("memory", memory)?;
+        Ok(())
+    }
+}
+
+pub(super) fn add(m: &Bound<'_, PyModule>) -> PyResult<()> {
+    m.add_class::<Schedule>()?;
+    m.add_function(wrap_pyfunction!(train_py, m)?)?;
+    m.add_function(wrap_pyfunction!(join_group, m)?)?;
+    m.add_function(wrap_pyfunction!(dry_run, m)?)
+}

@@ -1,0 +1,198 @@
+"""fairseq's binarised folders and checkpoints, read by this package's loop and written for fairseq."""
+
+import gzip
+import itertools
+import math
+from pathlib import Path
+
+import pytest
+import torch
+
+import normformer_rs as nf
+from fairseq_support import MARKS, RECIPE, SIZES, SMOOTHED, batch, command, generate, parameters, preprocess, train
+from normformer_rs import cli, convert
+
+pytestmark = MARKS
+
+
+@pytest.fixture(scope="module", params=["mmap", "cached"])
+def twin(request, data, tmp_path_factory) -> Path:
+    """The corpus binarised again, numbered as this package numbers text: nothing is added to reach a multiple of 8."""
+    return preprocess(
+        data.parent, tmp_path_factory.mktemp("twin"), f"--padding-factor 1 --dataset-impl {request.param}"
+    )
+
+
+def files_of(folder: Path) -> dict[str, str]:
+    sides = {"source": "de", "target": "en"}
+    return {
+        f"{part}_{side}": str(folder / f"{part}.{lang}") for part in ("train", "valid") for side, lang in sides.items()
+    }
+
+
+def fit(output: Path, data: nf.DataConfig) -> list[float]:
+    """The losses of a short run of the Rust loop."""
+    model = nf.TransformerConfig(d_model=32, d_ff=48, heads=4, encoder_layers=1, decoder_layers=1)
+    training = nf.TrainingConfig(updates=12, max_tokens=300, lr=1e-2, warmup=5, evaluate_every=12, vocab_mask=True)
+    history = nf.Trainer(model, training, data).fit(output, progress=False, curves=False, tensorboard=False)
+    return [*history.loss, *history.evaluations.loss, *history.evaluations.bleu]
+
+
+def test_the_loop_reads_binarised_folders(data, twin, tmp_path, capfd):
+    text = fit(tmp_path / "text", nf.DataConfig(**files_of(data.parent), no_bpe=True))
+    assert fit(tmp_path / "bin", nf.DataConfig(data_bin=str(twin))) == text
+    files = [tmp_path / run / name for name in ("vocabulary.txt", "target_types.txt") for run in ("text", "bin")]
+    assert files[0].read_text() == files[1].read_text() and files[2].read_text() == files[3].read_text()
+    lines = (data.parent / "test.de").read_text().splitlines()
+    expected = nf.translate(tmp_path / "text", lines)
+    assert nf.translate(tmp_path / "bin", nf.Binarised(twin)) == expected
+    assert nf.translate(tmp_path / "bin", nf.Binarised(data)) == expected  # numbered otherwise: known by their pieces
+    assert cli.main(["translate", "--model", str(tmp_path / "bin"), "--data-bin", str(twin), "--split", "test"]) == 0
+    assert capfd.readouterr().out.splitlines() == [found[0].text for found in expected]
+    given = ["train", "--data-bin", str(twin), "--source-lang", "en", "--output", str(tmp_path / "back"), "--dry-run"]
+    assert cli.main([*given, "--preset", "transformer-tiny"]) == 0
+    assert "vocabulary: 25 types" in capfd.readouterr().out
+
+
+def test_what_is_no_binarised_folder_is_one_line(data, tmp_path, capsys):
+    def error(*arguments: str) -> str:
+        assert cli.main([*arguments]) == 2
+        said = capsys.readouterr().err
+        assert said.count("\n") == 1
+        return said
+
+    train = ["train", "--output", str(tmp_path / "run")]
+    assert "none: not there; expected what fairseq-preprocess writes" in error(*train, "--data-bin", f"{tmp_path}/none")
+    assert "found de-en" in error(*train, "--data-bin", str(data), "--source-lang", "fr")
+    assert "leave train_target out" in error(*train, "--data-bin", str(data), "--train-target", "x")
+    assert "--data-bin exclude each other" in error(*train, "--data-bin", str(data), "--no-bpe")
+    separate = preprocess(data.parent, tmp_path / "separate", "--dataset-impl mmap", joined=False)
+    assert "--joined-dictionary" in error(*train, "--data-bin", str(separate))
+    content = (data / "train.de-en.de.idx").read_bytes()
+    for path in data.iterdir():
+        (tmp_path / path.name).write_bytes(path.read_bytes())
+    (tmp_path / "train.de-en.de.idx").write_bytes(content[:18] + b"\xff" * 7 + content[25:])
+    assert "it is damaged" in error(*train, "--data-bin", str(tmp_path))
+
+
+CONVERTED = {
+    "nfrs": "--arch nfrs_transformer --norm scalenorm --residual prenorm --fixnorm --vocab-mask",
+    "admin": "--arch nfrs_transformer --norm layernorm --residual admin --output-bias --decoder-start bos",
+    "stock": "--arch transformer",
+}
+
+
+@pytest.mark.parametrize("which", CONVERTED)
+def test_converts_both_ways(which, data, tmp_path):
+    loss = SMOOTHED if which != "stock" else "cross_entropy"
+    train(data, tmp_path / "out", 60, f"{CONVERTED[which]} {SIZES} --criterion {loss} --disable-validation")
+    last, run, back = tmp_path / "out" / "checkpoint_last.pt", tmp_path / "run", tmp_path / "back.pt"
+    assert cli.main(["convert", "--from", str(last), "--to", str(run)]) == 0
+    ours = nf.Transformer.from_checkpoint(run)
+    from fairseq import checkpoint_utils
+
+    (theirs,), _ = checkpoint_utils.load_model_ensemble([str(last)], arg_overrides={"decoder_start": "eos"})
+    source, target = batch()
+    logits = theirs.eval()(source, None, target)[0]
+    torch.testing.assert_close(ours(source, target)[target != 1], logits[target != 1], atol=1e-4, rtol=1e-4)
+    assert cli.main(["convert", "--from", str(run), "--to", str(back)]) == 0
+    first, second = (parameters(path) for path in (last, back))
+    assert which == "stock" or {n: v.tolist() for n, v in second.items() if n != "is_profiled"} == {
+        n: v.tolist() for n, v in first.items() if n != "is_profiled"
+    }
+    found = nf.translate(run, nf.Binarised(data), nf.SearchConfig(beam=5, rule="fairseq", max_length=12))
+    for path in (last, back):
+        assert_same_but_for_ties(found, generate(data, path))
+
+
+def assert_same_but_for_ties(found: list, expected: list[tuple[str, float]]) -> None:
+    """99.5% of the lines are the same; the others score the same to 1e-4."""
+    pairs = [(best.text, best.score, text, score * math.log(2)) for (best, *_), (text, score) in zip(found, expected)]
+    others = [pair for pair in pairs if pair[0] != pair[2]]
+    assert len(found) == len(expected) and len(others) <= 0.005 * len(pairs), others
+    assert all(abs(ours - theirs) < 1e-4 for _, ours, _, theirs in others), others
+
+
+@pytest.mark.data
+@pytest.mark.parametrize("which", ["stock", "nfrs"])
+def test_translates_multi30k_as_fairseq_does(which, corpora, fairseq, tmp_path):
+    """A small model, trained for a minute, on the thousand lines of test.2016."""
+    folder = tmp_path / "text"
+    folder.mkdir()
+    for split, name, lines in (("train", "train", 8000), ("valid", "valid", 100), ("test", "test.2016", 1000)):
+        for lang, theirs in (("de", "en"), ("en", "de")):  # English to German, under the names that `preprocess` takes
+            packed = corpora / "multi30k-bpe-en-de" / f"{name}.{theirs}.gz"
+            with gzip.open(packed, "rt", encoding="utf-8") as text:
+                (folder / f"{split}.{lang}").write_text("".join(itertools.islice(text, lines)), encoding="utf-8")
+    binarised = preprocess(folder, tmp_path / "bin")
+    model = f"{CONVERTED[which]} {SIZES.replace('32', '64').replace('48', '128')} --disable-validation"
+    loss = (
+        "--criterion label_smoothed_cross_entropy --label-smoothing 0.1"
+        if which == "stock"
+        else f"--criterion {SMOOTHED}"
+    )
+    losses = train(binarised, tmp_path / "out", 150, f"{model} {loss} --dropout 0.1 --max-tokens 2000")
+    assert losses[-1] < 0.8 * losses[0]
+    last = tmp_path / "out" / "checkpoint_last.pt"
+    convert.from_fairseq(last, tmp_path / "run")
+    search = nf.SearchConfig(beam=5, rule="fairseq", max_length=40)  # what was hardly trained hardly ends
+    found = nf.translate(tmp_path / "run", nf.Binarised(binarised), search)
+    assert len({best.text for best, *_ in found}) > 500
+    arguments = "--max-tokens 4000 --max-len-b 40 --post-process subword_nmt"
+    assert_same_but_for_ties(found, generate(binarised, last, arguments, lines=1000))
+
+
+def test_checkpoints_of_other_models_are_one_line(data, tmp_path):
+    model = f"--arch nfrs_transformer {SIZES} --criterion {SMOOTHED} --disable-validation"
+    train(data, tmp_path, 1, f"{model} --norm layernorm")
+    last = tmp_path / "checkpoint_last.pt"
+
+    def error(flags: str) -> str:
+        given = f"{data} {RECIPE} {model} --save-dir {tmp_path} --max-update 2 {flags}"
+        done = command("normformer_rs", "fairseq", "train", *given.split())
+        assert done.returncode == 2 and "Traceback" not in done.stderr
+        return done.stderr.strip().splitlines()[-1]
+
+    wanted = (
+        "error: the checkpoint is another architecture's: encoder.layers.0.norm1.weight should be (1,), it is (32,)"
+    )
+    assert wanted in error("--norm scalenorm")
+    saved = torch.load(last, weights_only=True)
+    saved["model"]["version"] += 1
+    torch.save(saved, last)
+    assert "version 2 of the nfrs architectures" in error("--norm layernorm")
+    with pytest.raises(nf.InputError, match="version 2 of the nfrs architectures"):
+        convert.from_fairseq(last, tmp_path / "run")
+
+
+def test_conversion_refuses(data, tmp_path):
+    def error(*arguments: str) -> str:
+        with pytest.raises(nf.InputError) as raised:
+            convert.from_fairseq(*arguments)
+        assert "\n" not in str(raised.value)
+        return str(raised.value)
+
+    assert "no such file" in error(tmp_path / "none.pt", tmp_path / "run")
+    torch.save({"model": {}, "args": Path("x")}, tmp_path / "code.pt")
+    assert "--trust" in error(tmp_path / "code.pt", tmp_path / "run")
+    (tmp_path / "text.pt").write_text("nothing")
+    assert "text.pt" in error(tmp_path / "text.pt", tmp_path / "run")
+    torch.save({"model": {}, "cfg": {"model": {"_name": "lstm"}, "task": {}}}, tmp_path / "lstm.pt")
+    assert '"lstm"' in error(tmp_path / "lstm.pt", tmp_path / "run")
+    flags = {"_name": "transformer_tiny", "encoder_embed_dim": 32, "encoder_layers": 1, "activation_fn": "gelu"}
+    flags |= {"encoder_ffn_embed_dim": 48, "encoder_attention_heads": 4, "decoder_layers": 1, "dropout": 0.0}
+    flags |= {"attention_dropout": 0.0, "activation_dropout": 0.0, "share_all_embeddings": True}
+    flags |= {f"{side}_normalize_before": False for side in ("encoder", "decoder")}
+    task = {"data": str(data), "source_lang": "de", "target_lang": "en"}
+    state = {"decoder.embed_tokens.weight": torch.zeros(9, 32)}
+    for change, message in {
+        "activation_fn": "--activation-fn gelu: here models have ReLU",
+        "layernorm_embedding": "--layernorm-embedding True: here models have",
+        "": "embedding.weight must have shape [32, 32], the given one has [9, 32]",
+    }.items():
+        changed = {**flags, "activation_fn": "relu", **({change: flags.get(change, True)} if change else {})}
+        torch.save({"model": state, "cfg": {"model": changed, "task": task}}, tmp_path / "other.pt")
+        assert message in error(tmp_path / "other.pt", tmp_path / "run")
+        assert not (tmp_path / "run").exists()
+    (tmp_path / "there").mkdir()
+    assert "exists already" in error(tmp_path / "lstm.pt", tmp_path / "there")
