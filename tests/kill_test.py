@@ -87,7 +87,7 @@ def main() -> None:
         generator = random.Random(os.getpid())
         killed = Run(scratch / "killed", corpus, arguments.updates)
         kills = 0
-        for _ in range(arguments.kills):
+        while kills < arguments.kills:
             process = killed.start()
             try:
                 process.communicate(timeout=generator.uniform(0.3, 1.0) * duration)

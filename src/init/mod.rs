@@ -45,28 +45,30 @@ impl Fill {
     /// Fills a tensor in place, from libtorch's generator.
     pub fn write(&self, t: &Tensor) -> Result<()> {
         let mut t = t.shallow_clone();
-        no_grad(|| match self {
-            Fill::Constant(value) => Ok(drop(t.f_fill_(*value)?)),
-            Fill::Normal { std } => Ok(drop(t.f_normal_(0.0, *std)?)),
-            Fill::Uniform { bound } => Ok(drop(t.f_uniform_(-bound, *bound)?)),
-            Fill::Rows(blocks) => {
-                let mut start = 0;
-                for (rows, fill) in blocks {
-                    fill.write(&t.f_narrow(0, start, *rows)?)?;
-                    start += rows;
+        no_grad(|| {
+            match self {
+                Fill::Constant(value) => drop(t.f_fill_(*value)?),
+                Fill::Normal { std } => drop(t.f_normal_(0.0, *std)?),
+                Fill::Uniform { bound } => drop(t.f_uniform_(-bound, *bound)?),
+                Fill::Rows(blocks) => {
+                    let mut start = 0;
+                    for (rows, fill) in blocks {
+                        fill.write(&t.f_narrow(0, start, *rows)?)?;
+                        start += rows;
+                    }
                 }
-                Ok(())
+                Fill::RunningMean => {
+                    let (rows, cols) = t.size2()?;
+                    let counts = Tensor::f_arange_start(1, rows + 1, (Kind::Double, t.device()))?.f_unsqueeze(1)?;
+                    let weights = Tensor::f_ones([rows, cols].as_slice(), (Kind::Double, t.device()))?.f_tril(0)?;
+                    t.f_copy_(&weights.f_div(&counts)?)?;
+                }
+                Fill::WithZeroRow(row, fill) => {
+                    fill.write(&t)?;
+                    drop(t.f_select(0, *row)?.f_zero_()?);
+                }
             }
-            Fill::RunningMean => {
-                let (rows, cols) = t.size2()?;
-                let counts = Tensor::f_arange_start(1, rows + 1, (Kind::Double, t.device()))?.f_unsqueeze(1)?;
-                let weights = Tensor::f_ones([rows, cols].as_slice(), (Kind::Double, t.device()))?.f_tril(0)?;
-                Ok(t.f_copy_(&weights.f_div(&counts)?)?)
-            }
-            Fill::WithZeroRow(row, fill) => {
-                fill.write(&t)?;
-                Ok(drop(t.f_select(0, *row)?.f_zero_()?))
-            }
+            Ok(())
         })
     }
 }

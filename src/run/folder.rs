@@ -142,11 +142,7 @@ pub(super) fn resume(model: &TransformerConfig, output: &Path) -> Result<Resumed
             differences.join("; ")
         )));
     }
-    let store = Store::open(output)?;
-    let checkpoint = match store.list()?.is_empty() {
-        true => None,
-        false => Some(checkpoint::load(store.resolve("last")?)?),
-    };
+    let checkpoint = Store::open(output)?.to_resume()?.map(checkpoint::load).transpose()?;
     Ok((read_segmenter(output)?, vocabulary, checkpoint))
 }
 

@@ -250,7 +250,7 @@ impl Trainer {
     fn interruptible(&mut self, work: impl FnOnce(&mut Self) -> Result<()>) -> Result<()> {
         match work(self) {
             Err(Error::Interrupted(_)) => {
-                self.save()?;
+                self.save(false)?;
                 Err(Error::Interrupted(format!(
                     "stopped after update {}; everything is saved: the same command with --resume goes on",
                     self.progress.update
@@ -393,11 +393,8 @@ impl Trainer {
         if best {
             self.progress.best = Some(criterion);
         }
-        self.save()?;
+        self.save(best)?;
         if self.group.is_first() {
-            if best {
-                self.store.point("best", self.progress.update)?;
-            }
             self.store.prune(self.config.keep.max(1) as usize)?;
         }
         observer.evaluated(&self.evaluation(score, bleu, best, start))
@@ -437,14 +434,14 @@ impl Trainer {
         evaluate_bleu(&self.model, batches, references, &self.vocabulary, mask, &search, self.kind).map(Some)
     }
 
-    /// Writes a checkpoint of this very moment and points `last` at it.
-    pub fn save(&mut self) -> Result<()> {
+    /// Writes a checkpoint of this very moment and points `last` at it, and `best` if it is that.
+    fn save(&mut self, best: bool) -> Result<()> {
         self.progress.schedule = Some(self.schedule.memory.clone());
-        let saved = if self.group.is_first() { self.write() } else { Ok(()) };
+        let saved = if self.group.is_first() { self.write(best) } else { Ok(()) };
         self.group.agree(saved, self.device)
     }
 
-    fn write(&self) -> Result<()> {
+    fn write(&self, best: bool) -> Result<()> {
         let json = |e: serde_json::Error| Error::invalid(format!("the state cannot be written: {e}"));
         let checkpoint = Checkpoint {
             model: to_arrays(&self.model.parameters)?,
@@ -453,6 +450,10 @@ impl Trainer {
             config: serde_json::json!({ "model": self.model.config, "training": self.config }),
         };
         self.store.save(self.progress.update, &checkpoint)?;
+        if best {
+            self.store.point("best", self.progress.update)?;
+        }
+        // After all else: a run that is killed before this goes on from the checkpoint before, and makes this one again.
         self.store.point("last", self.progress.update)
     }
 

@@ -83,6 +83,16 @@ impl Store {
         }
     }
 
+    /// The checkpoint that a run goes on from: `last`, or the newest where the run was killed before that link was made;
+    /// none where there is no checkpoint.
+    pub fn to_resume(&self) -> Result<Option<PathBuf>> {
+        match self.entries()?.into_values().next_back() {
+            Some(newest) if !self.folder.join("last").is_symlink() => directory(&newest).map(Some),
+            Some(_) => self.resolve("last").map(Some),
+            None => Ok(None),
+        }
+    }
+
     /// The updates that are saved, ascending.
     pub fn list(&self) -> Result<Vec<u64>> {
         let updates: BTreeSet<u64> = self.entries()?.into_keys().map(|key| key.0).collect();

@@ -24,8 +24,8 @@ fn run(name: &str) -> (Scratch, Store) {
 /// What a trainer does at an update.
 fn step(store: &Store) -> Result<()> {
     store.save(3, &checkpoint(3))?;
-    store.point("last", 3)?;
     store.point("best", 3)?;
+    store.point("last", 3)?;
     store.prune(1)
 }
 
@@ -69,6 +69,26 @@ fn a_full_disk_at_any_place_leaves_the_old_or_the_new() {
         assert!(hidden == 0 || store.last() == (3, 1), "place {k} left something: {text}");
         check(&dir, k);
     }
+}
+
+#[test]
+fn a_first_checkpoint_is_there_to_resume_or_is_not() {
+    let mut has_been = [false; 2];
+    for k in 1.. {
+        let dir = Scratch::new("store-first");
+        let store = Store::open(&dir.0).unwrap();
+        let armed = arm(Fault::Enospc(k));
+        let done = step(&store);
+        drop(armed);
+        // What the process leaves when it is killed: links are not there yet, the checkpoint may be.
+        let found = Store::open(&dir.0).unwrap().to_resume().unwrap();
+        has_been[usize::from(found.is_some())] |= done.is_err();
+        assert!(found.is_none_or(|path| load(path).unwrap() == checkpoint(3)), "place {k}");
+        if done.is_ok() {
+            break;
+        }
+    }
+    assert_eq!(has_been, [true; 2]);
 }
 
 fn is_hidden(entry: &fs::DirEntry) -> bool {
