@@ -1,5 +1,6 @@
 """fairseq's commands and flags with the plug-in, each in a process of its own."""
 
+import argparse
 import math
 import os
 import random
@@ -228,6 +229,20 @@ def test_hydra(data, tmp_path):
     assert "encoder.layers.1.inner_norm.weight" in saved["model"]
     done = command("normformer_rs", "fairseq", "hydra-train", *given.replace("=scalenorm", "=scalnorm").split())
     assert done.returncode != 0 and "scalnorm" in done.stderr
+
+
+def test_hydra_twins_are_their_architectures(fairseq):
+    from hydra.core.config_store import ConfigStore
+
+    from normformer_rs.fairseq_plugin.options import SHAPES, shape
+
+    for name in SHAPES:
+        flags = argparse.Namespace()
+        shape(name, flags)
+        node = ConfigStore.instance().load(f"model/{name}.yaml").node
+        found = {key: node[key] if key.startswith("encoder") or "dropout" in key else value
+                 for key, value in vars(flags).items()}  # fmt: skip
+        assert found == vars(flags), name
 
 
 def test_language_model(fairseq, tmp_path):

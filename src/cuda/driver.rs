@@ -106,16 +106,20 @@ impl Driver {
     pub fn load(&self, device: Device, binary: &[u8], kernel: &CStr) -> Result<Function> {
         let _current = self.enter(device)?;
         let (mut module, mut function) = (std::ptr::null_mut(), std::ptr::null_mut());
-        // A kernel's first use may come under a capture, in which loading is allowed only in relaxed mode.
+        // A kernel's first use may come under a capture, in which loading is allowed only in relaxed mode; a lazy driver
+        // loads when the kernel is asked for.
         let mut mode = CAPTURE_MODE_RELAXED;
         // SAFETY: the binary is the compiler's, whole; every place that is written to is ours.
         unsafe {
             self.check((self.api.cuThreadExchangeStreamCaptureMode)(&mut mode), "cuThreadExchangeStreamCaptureMode")?;
-            let loaded = (self.api.cuModuleLoadData)(&mut module, binary.as_ptr().cast());
+            let mut loaded =
+                self.check((self.api.cuModuleLoadData)(&mut module, binary.as_ptr().cast()), "cuModuleLoadData");
+            if loaded.is_ok() {
+                let found = (self.api.cuModuleGetFunction)(&mut function, module, kernel.as_ptr());
+                loaded = self.check(found, "cuModuleGetFunction");
+            }
             (self.api.cuThreadExchangeStreamCaptureMode)(&mut mode);
-            self.check(loaded, "cuModuleLoadData")?;
-            let found = (self.api.cuModuleGetFunction)(&mut function, module, kernel.as_ptr());
-            self.check(found, "cuModuleGetFunction")?;
+            loaded?;
         }
         Ok(Function(function))
     }

@@ -172,9 +172,10 @@ impl<'a> Builder<'a> {
 }
 
 fn made(shape: &[i64], fill: &Fill, kind: Kind, device: Device) -> Result<Tensor> {
-    let t = Tensor::f_empty(shape, (kind, device))?;
+    // Always from the CPU's generator: a seed makes the same model for every device.
+    let t = Tensor::f_empty(shape, (kind, Device::Cpu))?;
     fill.write(&t)?;
-    Ok(t)
+    Ok(t.f_to_device(device)?)
 }
 
 fn given(tensors: &HashMap<String, Tensor>, name: &str, shape: &[i64]) -> Result<Tensor> {

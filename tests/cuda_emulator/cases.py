@@ -114,8 +114,8 @@ def row_norm(norm, dtype, width, rows=9, misaligned=False, per_column=None):
     def formula(x, w, b):
         return [NORMS[norm](x, w, b)]
 
-    stats = getattr(OPS, norm)(x.double(), None, None, EPS)[1]
-    slope = stats[..., -1].max() * weight.abs().max()
+    stats = getattr(OPS, norm)(x.double().cpu(), None, None, EPS)[1]  # a GPU has no kernel, so no statistics, in f64
+    slope = stats[..., -1].max().to(x.device) * weight.abs().max()
     check(lambda *a: [getattr(OPS, norm)(*a, EPS)[0]], formula, [x, weight, bias], [("y", True)], norm, slope)
 
 
@@ -267,12 +267,12 @@ def adams_formula():
     """The composed formula agrees with the kernel."""
     tensors = [torch.randn(40), torch.randn(40), torch.rand(40), torch.randn(40)]
     numbers = [torch.tensor(0.3), torch.tensor(0.01), torch.tensor(0.999)]
-    copies = [t.clone() for t in tensors]
+    copies = [t.cpu().clone() for t in tensors]
     with on_device("adam_"):
         OPS.adam_(*tensors, *numbers, 0.9, 0.98, 1e-8)
-    OPS.adam_(*copies, *numbers, 0.9, 0.98, 1e-8)
+    OPS.adam_(*copies, *(t.cpu() for t in numbers), 0.9, 0.98, 1e-8)
     for ours, formulas in zip(tensors, copies):
-        torch.testing.assert_close(ours, formulas)
+        torch.testing.assert_close(ours, formulas, check_device=False)
 
 
 def fresh_buffers(norm, width, dtype=torch.float32):
@@ -335,25 +335,29 @@ def as_on_the_cpu(norm, x, *arguments, buffers, dy=None, **options):
     """y, stats, gradients and buffers of one training step, and what was refused: the CPU's kernels agree."""
     backs = torch.randn_like(x) if dy is None else dy
 
-    def step():
-        own = {name: buffer.clone() for name, buffer in buffers.items()}
-        refused = torch.zeros(1, dtype=torch.int64)
-        inputs = leaves([x, *arguments[:2]])
-        options_of = {"train": True, **options}
-        y, stats = getattr(OPS, norm)(*inputs, *arguments[2:], **own, refused=refused, **options_of)
+    def step(device):
+        def there(value):
+            return value.to(device) if isinstance(value, torch.Tensor) else value
+
+        own = {name: there(buffer).clone() for name, buffer in buffers.items()}
+        refused = there(torch.zeros(1, dtype=torch.int64))
+        inputs = leaves([there(t) for t in (x, *arguments[:2])])
+        options_of = {"train": True, **{name: there(value) for name, value in options.items()}}
+        rest = [there(value) for value in arguments[2:]]
+        y, stats = getattr(OPS, norm)(*inputs, *rest, **own, refused=refused, **options_of)
         used = [t for t in inputs if t is not None]
         return {
             "y": y.detach(),
             "stats": stats,
-            "gradients": torch.autograd.grad(y, used, backs),
+            "gradients": torch.autograd.grad(y, used, there(backs)),
             "refused": refused,
             **own,
         }
 
-    on_cpu = step()
+    on_cpu = step("cpu")
     with on_device(norm):
-        on_gpu = step()
-    torch.testing.assert_close(on_gpu, on_cpu, rtol=1e-5, atol=1e-5, equal_nan=True)
+        on_gpu = step(REAL or "cpu")
+    torch.testing.assert_close(on_gpu, on_cpu, rtol=1e-5, atol=1e-5, equal_nan=True, check_device=False)
     return on_gpu
 
 

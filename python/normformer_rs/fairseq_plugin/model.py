@@ -30,7 +30,7 @@ from normformer_rs.nn.initial import draw_table
 from normformer_rs.nn.layers import Layer
 from normformer_rs.nn.stacks import Stack
 
-from .options import SHAPES, LanguageModelOptions, TranslationOptions, plain, shape
+from .options import DROPOUTS, SHAPES, LanguageModelOptions, TranslationOptions, plain, shape
 from .rows import Packed, RowAttention, Rows, Sight, Step
 from .vocabulary import target_types
 
@@ -436,6 +436,8 @@ def _register_shape(name: str) -> None:
     node = TranslationOptions()
     for field in ("encoder_embed_dim", "encoder_ffn_embed_dim", "encoder_layers", "encoder_attention_heads"):
         setattr(node, field, SHAPES[name].get(field.removeprefix("encoder_"), getattr(node, field)))
+    for field, rate in DROPOUTS.get(name, {}).items():
+        setattr(node, field, rate)
     node._name = name
     ConfigStore.instance().store(name=name, group="model", node=node, provider="normformer_rs")
 
