@@ -273,6 +273,39 @@ def test_evaluate_prints_both_bleus_and_the_bootstrap(capsys, tmp_path):
     assert "baseline BLEU" in bootstrap and "p = 0.0010" in bootstrap
 
 
+def test_evaluate_joins_split_text(capsys, tmp_path):
+    pytest.importorskip("sacrebleu")
+    (tmp_path / "split").write_text("a b@@ c d e@@\n" * 3)
+    (tmp_path / "whole").write_text("a bc d e\n" * 3)
+    argv = ["evaluate", "--hypothesis", str(tmp_path / "whole"), "--reference", str(tmp_path / "split")]
+    assert cli.main([*argv, "--no-bpe", "--tokenize", "none"]) == 0
+    assert "= 100.00" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("output", ["none/out", "."])
+def test_an_output_that_cannot_be_written_is_said_before_the_work(translated, capsys, tmp_path, output):
+    (tmp_path / "in").write_text("a\n")
+    argv = ["translate", "--model", "m", "--input", str(tmp_path / "in"), "--output", str(tmp_path / output)]
+    fails_with(capsys, argv, "folder")
+    assert not translated
+
+
+@pytest.mark.parametrize("flags", [["--last", "-1"], ["--last", "0"], ["--updates", "3", "-5"], ["--last", str(2**80)]])
+def test_average_counts_from_one(capsys, tmp_path, flags):
+    fails_with(capsys, ["average", "--model", str(tmp_path), *flags], "must be at least")
+
+
+def test_average_makes_no_folder(capsys, tmp_path):
+    fails_with(capsys, ["average", "--model", str(tmp_path / "typo"), "--last", "2"], "holds no model")
+    assert not (tmp_path / "typo").exists()
+
+
+def test_the_demo_takes_no_other_run_s_place(capsys, tmp_path):
+    (tmp_path / "config.json").write_text('{"data": {"train_source": "train.en"}}')
+    fails_with(capsys, ["demo", "--output", str(tmp_path)], "not the demo's")
+    assert not tmp_path.with_name(tmp_path.name + "-text").exists()
+
+
 def test_evaluate_refuses_files_of_different_length(capsys, tmp_path):
     pytest.importorskip("sacrebleu")
     (tmp_path / "a").write_text("x\ny\n")

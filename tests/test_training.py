@@ -159,31 +159,69 @@ def test_a_resumed_run_is_the_uninterrupted_one(tmp_path, corpus, schedule, norm
     assert all(torch.equal(a[k], b[k]) for k in a)
 
 
-def test_ctrl_c_saves_and_says_how_to_go_on(tmp_path, corpus, monkeypatch):
-    training = {"max_tokens": 100, "updates": 12}
-    fit(tmp_path / "whole", corpus, training=training)
+@pytest.fixture
+def ctrl_c(monkeypatch):
+    """Makes the next run be interrupted after an update."""
     from normformer_rs import training as module
 
     original = module._core.train
 
-    def interrupted(*arguments):
-        observer = arguments[-1]
-        updated = observer.updated
+    def at(update):
+        def interrupted(*arguments):
+            observer = arguments[-1]
+            updated = observer.updated
 
-        def stop(event):
-            updated(event)
-            if event["update"] == 5:
-                raise KeyboardInterrupt
+            def stop(event):
+                updated(event)
+                if event["update"] == update:
+                    monkeypatch.undo()
+                    raise KeyboardInterrupt
 
-        observer.updated = stop
-        return original(*arguments)
+            observer.updated = stop
+            return original(*arguments)
 
-    monkeypatch.setattr(module._core, "train", interrupted)
-    with pytest.raises(nfrs.Interrupted, match=r"after update 5.*--resume"):
+        monkeypatch.setattr(module._core, "train", interrupted)
+
+    return at
+
+
+@pytest.mark.parametrize("update", [4, 5, 12])
+def test_ctrl_c_saves_and_says_how_to_go_on(tmp_path, corpus, ctrl_c, update):
+    """Between evaluations, at one, and at the end: what is left is what an uninterrupted run leaves."""
+    training = {"max_tokens": 100, "updates": 12, "evaluate_every": 4, "keep": 2, "schedule": "val-decay"}
+    fit(tmp_path / "whole", corpus, training=training)
+    ctrl_c(update)
+    with pytest.raises(nfrs.Interrupted, match=rf"after update {update}.*--resume"):
         fit(tmp_path / "parts", corpus, training=training)
-    monkeypatch.undo()
     fit(tmp_path / "parts", corpus, training=training, resume=True)
     assert losses(tmp_path / "parts") == losses(tmp_path / "whole")
+    whole, parts = (
+        [(e["update"], e["loss"], e["bleu"], e["best"]) for e in events(tmp_path / run, "evaluated")]
+        for run in ("whole", "parts")
+    )
+    assert parts == whole and [update for update, *_ in whole] == [4, 8, 12]
+
+    def kept(run):  # an update that is saved again has a number after its name
+        folder = tmp_path / run / "checkpoints"
+        return [p.name[: len("update-00000012")] for p in (folder / "best").resolve().parent.glob("update-*")] + [
+            (folder / "best").resolve().name[: len("update-00000012")]
+        ]
+
+    assert sorted(kept("parts")) == sorted(kept("whole"))
+
+
+def test_a_resumed_run_with_other_options_is_averaged(tmp_path, corpus):
+    fit(tmp_path / "run", corpus, training={"updates": 2, "evaluate_every": 1})
+    fit(tmp_path / "run", corpus, training={"updates": 4, "evaluate_every": 1, "max_tokens": 100}, resume=True)
+    assert Path(nfrs.average(tmp_path / "run", last=4)).name == "average"
+
+
+def test_a_line_that_was_cut_short_stays_a_line(tmp_path, corpus):
+    fit(tmp_path / "run", corpus, training={"updates": 2})
+    with (tmp_path / "run" / "log.jsonl").open("a") as log:
+        log.write('{"event":"upda')
+    history = fit(tmp_path / "run", corpus, training={"updates": 4}, resume=True)
+    assert list(history.update) == [1, 2, 3, 4]
 
 
 def test_it_learns_translates_and_averages(tmp_path, corpus):
@@ -241,6 +279,27 @@ def test_bad_files_are_said_and_nothing_is_written(tmp_path, corpus, case):
     assert not (tmp_path / "run").exists()
 
 
+def test_what_cannot_run_destroys_nothing(tmp_path, corpus):
+    """The width of a norm is known only when the model is built."""
+    impossible = {"norm": "batchnorm", "groupscaling": 3}
+    with pytest.raises(ValueError, match="3 groups"):
+        fit(tmp_path / "new", corpus, impossible)
+    assert not (tmp_path / "new").exists()
+    fit(tmp_path / "run", corpus, training={"updates": 2})
+    before = weights(tmp_path / "run")
+    with pytest.raises(ValueError, match="3 groups"):
+        fit(tmp_path / "run", corpus, impossible, overwrite=True)
+    assert all(torch.equal(v, before[k]) for k, v in weights(tmp_path / "run").items())
+
+
+def test_somebody_elses_files_are_not_written_over(tmp_path, corpus):
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "bpe.codes").write_text("#version: 0.2\n1 2</w>\n")
+    with pytest.raises(ValueError, match=r"holds bpe\.codes, which a run would write over"):
+        fit(tmp_path / "data", corpus)
+    assert [p.name for p in (tmp_path / "data").iterdir()] == ["bpe.codes"]
+
+
 def test_long_sentences_are_refused_or_skipped(tmp_path, corpus):
     with pytest.raises(ValueError, match="skip-long"):
         fit(tmp_path / "run", corpus, training={"max_tokens": 8})
@@ -250,6 +309,12 @@ def test_long_sentences_are_refused_or_skipped(tmp_path, corpus):
         Path(path).write_text("1 2\n")
     fit(tmp_path / "run", {**corpus, **valid, "skip_long": True}, training={"max_tokens": 8, "updates": 2})
     assert "left out 1 of 41 sentences" in events(tmp_path / "run", "message")[0]["text"]
+    for path in valid.values():
+        Path(path).write_text("1 2\n" + "1 " * 12 + "\n")
+    with pytest.raises(ValueError, match="held-out text: 1 of 2 sentences"):
+        fit(tmp_path / "long", {**corpus, **valid}, training={"max_tokens": 11})
+    fit(tmp_path / "long", {**corpus, **valid, "skip_long": True}, training={"max_tokens": 11, "updates": 2})
+    assert nfrs.evaluate_loss(tmp_path / "long", valid["valid_source"], valid["valid_target"]).tokens == 16
 
 
 def test_a_folder_with_a_run_is_not_overwritten(tmp_path, corpus):

@@ -151,8 +151,9 @@ def _translate_parser() -> _Command:
 
 
 def _translate(args: argparse.Namespace) -> None:
-    if args.max_tokens < 1:
-        raise InputError(f"max_tokens must be at least 1; got {args.max_tokens}")
+    if not 1 <= args.max_tokens < 2**31:
+        raise InputError(f"max_tokens must lie in [1, 2147483648); got {args.max_tokens}")
+    text.check_writable(args.output)
     search = SearchConfig(**given(args, SearchConfig))
     lines: list[str] | Binarised
     if args.data_bin is None:
@@ -178,6 +179,7 @@ def _evaluate_parser() -> _Command:
         bleu.add_argument("--baseline", metavar="FILE", help="Another system's translations, for a paired bootstrap.")
         bleu.add_argument("--tokenize", metavar="NAME", default="13a", help="13a, or none for tokenised text.")
         bleu.add_argument("--lowercase", action="store_true", help="Case does not count.")
+        bleu.add_argument("--no-bpe", action="store_true", help="The texts are split: join pieces that end in `@@`.")
         perplexity = parser.add_argument_group("perplexity of a model, given --source, on --reference")
         _add_model(perplexity, required=False)
         perplexity.add_argument("--source", metavar="FILE", help="Source text; none for a language model.")
@@ -189,8 +191,13 @@ def _evaluate(args: argparse.Namespace) -> None:
     if args.hypothesis is None and args.model is None:
         raise InputError("evaluate needs --hypothesis FILE (for BLEU), --model DIR (for perplexity), or both")
     if args.hypothesis is not None:
-        baseline = None if args.baseline is None else text.read_lines(args.baseline)
-        lines = text.read_lines(args.hypothesis), text.read_lines(args.reference)
+
+        def words(path: str) -> list[str]:
+            lines = text.read_lines(path)
+            return [text.join_pieces(line) for line in lines] if args.no_bpe else lines
+
+        baseline = None if args.baseline is None else words(args.baseline)
+        lines = words(args.hypothesis), words(args.reference)
         found = scores.score(*lines, baseline, tokenize=args.tokenize, lowercase=args.lowercase)
         print(f"sacreBLEU:  {found.sacrebleu}")
         print(f"multi-bleu: {found.multi_bleu}")

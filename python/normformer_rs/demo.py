@@ -182,16 +182,29 @@ def configs(updates: int | None = None) -> tuple[TransformerConfig, TrainingConf
     return TransformerConfig(**MODEL), training
 
 
+def is_demo(output: Path, texts: Path) -> bool:
+    """`output` holds a run on the demo's text."""
+    config = output / "config.json"
+    if not config.exists():
+        return False
+    source = json.loads(config.read_text())["data"]["train_source"]
+    return source is not None and Path(source).resolve() == (texts / "train.en").resolve()
+
+
 def run(output: str | Path, *, updates: int | None = None, progress: bool = True) -> Outcome:
     """Trains on the corpus, translates the test set, and prints translations, BLEU, the time and the curves' path.
 
-    The run is written to `output` in place of an earlier one; the text to `output`-text.
+    The run is written to `output`, in place of an earlier demo's but of nothing else; the text to `output`-text.
+    Errors: InputError where `output` holds another run.
     """
     output = Path(output)
-    made = corpus()
-    data = write_corpus(output.with_name(output.name + "-text"), made)
+    made, texts = corpus(), output.with_name(output.name + "-text")
+    again = is_demo(output, texts)
+    if not again and output.joinpath("config.json").exists():
+        raise _core.InputError(f"{output} already holds a run that is not the demo's: choose another output")
+    data = write_corpus(texts, made)
     start = time.monotonic()
-    history = Trainer(*configs(updates), data).fit(output, overwrite=True, progress=progress)
+    history = Trainer(*configs(updates), data).fit(output, overwrite=again, progress=progress)
     trained = time.monotonic() - start
     found = translate(output, [pair.english for pair in made.test], SearchConfig(beam=4))
     hypotheses = [translations[0].text for translations in found]

@@ -47,6 +47,24 @@ def _decode(line: bytes, number: int, name: str) -> str:
         ) from error
 
 
+def join_pieces(line: str) -> str:
+    """The words of a line that BPE has split: "a@@ b c" is "ab c"."""
+    return line.replace("@@ ", "").removesuffix("@@")
+
+
+def check_writable(path: str) -> None:
+    """InputError where `write_lines` could not write: better before the work than after it."""
+    target = Path(path)
+    if path == STANDARD:
+        return
+    if target.is_dir():
+        raise InputError(f"{path}: a folder; give the name of a file in it")
+    if not target.parent.is_dir():
+        raise InputError(f"{path}: there is no folder {target.parent}; make it, or choose another output")
+    if not os.access(target if target.exists() and not target.is_file() else target.parent, os.W_OK):
+        raise InputError(f"{path}: {target.parent} is not writable; choose another output")
+
+
 def write_lines(path: str, lines: Iterable[str]) -> None:
     """Writes the lines so that `path` holds either its old content or all of the new; "-" is standard output."""
     text = "".join(f"{line}\n" for line in lines).encode("utf-8")

@@ -73,8 +73,11 @@ def translate(
 def average(model: str | PathLike[str], *, last: int | None = None, updates: Sequence[int] | None = None) -> str:
     """Averages the parameters of the `last` checkpoints, or of those of the named updates, as checkpoint "average".
 
-    Returns its path. Errors: InputError where there are not as many.
+    Returns its path. Errors: InputError where there are not as many, and for numbers that count nothing.
     """
+    for name, number, least in (("last", last, 1), *(("updates", update, 0) for update in updates or ())):
+        if number is not None and not least <= number < 2**63:
+            raise _core.InputError(f"{name} must be at least {least}, and below 2⁶³; got {number}")
     return _core.average(fspath(model), last, None if updates is None else list(updates))
 
 

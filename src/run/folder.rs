@@ -19,6 +19,9 @@ pub(super) const VOCABULARY: &str = "vocabulary.txt";
 pub(super) const CODES: &str = "bpe.codes";
 pub(super) const TARGET_TYPES: &str = "target_types.txt";
 pub(super) const LOG: &str = "log.jsonl";
+const CHECKPOINTS: &str = "checkpoints";
+/// A run's files beside its config.
+const FILES: [&str; 4] = [VOCABULARY, CODES, TARGET_TYPES, LOG];
 
 /// What to do with an output folder that holds a run.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -46,22 +49,55 @@ pub(super) struct Configs {
     pub data: DataConfig,
 }
 
-pub(super) fn start_folder(
-    output: &Path,
-    mode: Mode,
-    prepared: &Prepared,
-    training: &TrainingConfig,
-    config: &DataConfig,
-) -> Result<()> {
-    if mode == Mode::Overwrite {
-        // Only what a run writes; anything else in the folder is the user's.
-        for name in [CONFIG, VOCABULARY, CODES, TARGET_TYPES, LOG, "curves.png"] {
-            remove(&output.join(name), |p| fs::remove_file(p))?;
+/// What a run's folder begins with.
+pub(super) struct Beginning {
+    configs: Configs,
+    segmenter: Segmenter,
+    vocabulary: Vocabulary,
+    mask: Option<Vec<bool>>,
+}
+
+impl Beginning {
+    /// Takes the segmenter, which training has no more use for.
+    pub(super) fn of(prepared: &mut Prepared, training: &TrainingConfig, config: &DataConfig) -> Self {
+        Beginning {
+            configs: Configs { model: prepared.model.clone(), training: training.clone(), data: config.clone() },
+            segmenter: std::mem::replace(&mut prepared.segmenter, Segmenter::Split),
+            vocabulary: prepared.vocabulary.clone(),
+            mask: prepared.mask.clone(),
         }
-        remove(&output.join("checkpoints"), |p| fs::remove_dir_all(p))?;
     }
-    let configs = Configs { model: prepared.model.clone(), training: training.clone(), data: config.clone() };
-    write(output, &configs, &prepared.segmenter, &prepared.vocabulary, prepared.mask.as_deref())
+
+    /// Makes the folder, in place of an earlier run if that is wanted; all that could refuse to run has been asked before.
+    pub(super) fn write(&self, output: &Path, mode: Mode) -> Result<()> {
+        if mode == Mode::Overwrite {
+            // Only what a run writes; anything else in the folder is the user's. The config last: with it, a folder that
+            // was left half removed still holds a run.
+            remove(&output.join(CHECKPOINTS), |p| fs::remove_dir_all(p))?;
+            for name in FILES.iter().chain(&["curves.png", CONFIG]) {
+                remove(&output.join(name), |p| fs::remove_file(p))?;
+            }
+        }
+        write(output, &self.configs, &self.segmenter, &self.vocabulary, self.mask.as_deref())?;
+        Store::open(output).map(drop)
+    }
+}
+
+/// Refuses a folder where a new run would write over what is there.
+pub(super) fn check_new(output: &Path) -> Result<()> {
+    let shown = output.display();
+    if output.join(CONFIG).exists() {
+        return Err(Error::invalid(format!(
+            "{shown} already holds a run: --resume continues it, --overwrite starts anew, or choose another output"
+        )));
+    }
+    match FILES.iter().chain(&[CHECKPOINTS]).find(|name| output.join(name).exists()) {
+        Some(name) => Err(Error::invalid(format!(
+            "{shown} holds {name}, which a run would write over: choose another output (if it was left by an earlier run, \
+             --overwrite removes it)"
+        ))),
+        None => Ok(()),
+    }
 }
 
 fn write(
@@ -143,7 +179,7 @@ pub(super) fn resume(model: &TransformerConfig, output: &Path) -> Result<Resumed
         )));
     }
     let checkpoint = Store::open(output)?.to_resume()?.map(checkpoint::load).transpose()?;
-    Ok((read_segmenter(output)?, vocabulary, checkpoint))
+    Ok((read_segmenter(output, &configs.data)?, vocabulary, checkpoint))
 }
 
 pub(super) fn read_configs(output: &Path) -> Result<Configs> {
@@ -158,9 +194,12 @@ pub(super) fn read_configs(output: &Path) -> Result<Configs> {
     crate::config::from_json(&path.display().to_string(), &text)
 }
 
-pub(super) fn read_segmenter(output: &Path) -> Result<Segmenter> {
-    let codes = output.join(CODES);
-    Ok(if codes.exists() { Segmenter::Bpe(Bpe::from_codes(codes)?) } else { Segmenter::Split })
+/// How the run cuts text: by the merges that it keeps, if its options say so.
+pub(super) fn read_segmenter(output: &Path, data: &DataConfig) -> Result<Segmenter> {
+    match data.bpe_operations.is_some() || data.bpe_codes.is_some() {
+        true => Ok(Segmenter::Bpe(Bpe::from_codes(output.join(CODES))?)),
+        false => Ok(Segmenter::Split),
+    }
 }
 
 /// The target vocabulary of a run, a flag for each type; none where it is the vocabulary.
@@ -187,20 +226,36 @@ pub(super) fn remove(path: &Path, act: impl Fn(&Path) -> std::io::Result<()>) ->
 /// Appends every event to the run's log, then passes it on.
 pub(super) struct Log<'a> {
     /// None: another rank writes it.
-    pub file: Option<PathBuf>,
-    pub observer: &'a mut dyn Observer,
+    file: Option<PathBuf>,
+    observer: &'a mut dyn Observer,
 }
 
-impl Log<'_> {
-    fn write(&self, event: &str, value: &impl Serialize) -> Result<()> {
+impl<'a> Log<'a> {
+    /// To the end of the file. A line that a full disk or a crash cut short stays a line of its own.
+    pub(super) fn append(file: Option<PathBuf>, observer: &'a mut dyn Observer) -> Result<Self> {
+        let log = Log { file, observer };
+        if let Some(path) = log.file.as_ref().filter(|path| path.exists()) {
+            let text = fs::read(path).map_err(|e| Error::io("read the log", path, e))?;
+            if text.last().is_some_and(|&last| last != b'\n') {
+                log.put("\n")?;
+            }
+        }
+        Ok(log)
+    }
+
+    fn put(&self, text: &str) -> Result<()> {
         let Some(path) = &self.file else { return Ok(()) };
+        let mut file =
+            OpenOptions::new().create(true).append(true).open(path).map_err(|e| Error::io("open the log", path, e))?;
+        file.write_all(text.as_bytes()).map_err(|e| Error::io("write the log", path, e))
+    }
+
+    fn write(&self, event: &str, value: &impl Serialize) -> Result<()> {
         let mut value = serde_json::to_value(value).map_err(|e| Error::invalid(e.to_string()))?;
         if let Some(object) = value.as_object_mut() {
             object.insert("event".into(), event.into());
         }
-        let mut file =
-            OpenOptions::new().create(true).append(true).open(path).map_err(|e| Error::io("open the log", path, e))?;
-        file.write_all(format!("{value}\n").as_bytes()).map_err(|e| Error::io("write the log", path, e))
+        self.put(&format!("{value}\n"))
     }
 }
 

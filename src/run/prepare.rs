@@ -32,7 +32,7 @@ pub(super) fn prepare_with(
     training.validate()?;
     config.validate()?;
     let sided = model.has_encoder();
-    let Text { segmenter, vocabulary, train, valid, references } = match &config.data_bin {
+    let Text { segmenter, vocabulary, train, valid, mut references } = match &config.data_bin {
         Some(folder) => binarised(folder, sided, config, known)?,
         None => files(sided, config, known)?,
     };
@@ -42,7 +42,19 @@ pub(super) fn prepare_with(
     let most = training.max_tokens as usize;
     let (train, skipped, valid) = if sided {
         let (train, skipped) = Corpus::parallel(train.0, train.1, most, long)?;
-        let (valid, _) = Corpus::parallel(valid.0, valid_target, most, LongSentences::Refuse)?;
+        if long == LongSentences::Skip {
+            let mut fits = valid.0.iter().zip(&valid_target).map(|(s, t)| s.len().max(t.len()) < most);
+            references.retain(|_| fits.next().unwrap_or(true));
+        }
+        let (valid, skipped_too) = Corpus::parallel(valid.0, valid_target, most, long).map_err(|e| match e {
+            Error::Invalid(text) => Error::Invalid(format!("held-out text: {text}")),
+            other => other,
+        })?;
+        if valid.is_empty() {
+            return Err(Error::invalid(format!(
+                "none of the {skipped_too} held-out sentences fits into max_tokens {most}: raise it"
+            )));
+        }
         let start = model.decoder_start.id();
         (train.starting_with(start), skipped, valid.starting_with(start))
     } else {

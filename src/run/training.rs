@@ -1,6 +1,6 @@
 //! Training from text files to a folder.
 
-use super::folder::{resume, start_folder, Log, CONFIG, LOG};
+use super::folder::{check_new, resume, Beginning, Log, CONFIG, LOG};
 use super::prepare::{prepare_with, valid_batches};
 use super::{device, keep_memory, prepare, Mode, Prepared};
 use crate::config::{DataConfig, TrainingConfig, TransformerConfig};
@@ -28,19 +28,17 @@ pub fn train(
 ) -> Result<()> {
     keep_memory();
     let device = device(&training.device)?;
-    let (prepared, from) = group.agree(open(model, training, config, output, mode), device)?;
-    let started = match mode != Mode::Resume && group.is_first() {
-        true => start_folder(output, mode, &prepared, training, config),
-        false => Ok(()),
-    };
-    group.agree(started, device)?;
-    let mut log = Log { file: group.is_first().then(|| output.join(LOG)), observer };
-    if prepared.skipped > 0 {
-        let (skipped, all) = (prepared.skipped, prepared.skipped + prepared.train.len());
+    let (mut prepared, from) = group.agree(open(model, training, config, output, mode), device)?;
+    let (skipped, all) = (prepared.skipped, prepared.skipped + prepared.train.len());
+    let beginning = (mode != Mode::Resume && group.is_first()).then(|| Beginning::of(&mut prepared, training, config));
+    let mut trainer = group.agree(trainer(prepared, training, output, device, group, from), device)?;
+    let begun = beginning.map_or(Ok(()), |beginning| beginning.write(output, mode));
+    group.agree(begun, device)?;
+    let mut log = group.agree(Log::append(group.is_first().then(|| output.join(LOG)), observer), device)?;
+    if skipped > 0 {
         let text = format!("left out {skipped} of {all} sentences: longer than max_tokens {}", training.max_tokens);
         log.message("warning", &text)?;
     }
-    let mut trainer = group.agree(trainer(prepared, training, output, device, group, from), device)?;
     trainer.fit(&mut log)
 }
 
@@ -52,15 +50,9 @@ fn open(
     output: &Path,
     mode: Mode,
 ) -> Result<(Prepared, Option<Checkpoint>)> {
-    let holds_run = output.join(CONFIG).exists();
     match mode {
-        Mode::New if holds_run => {
-            return Err(Error::invalid(format!(
-                "{} already holds a run: --resume continues it, --overwrite starts anew, or choose another output",
-                output.display()
-            )))
-        }
-        Mode::Resume if !holds_run => {
+        Mode::New => check_new(output)?,
+        Mode::Resume if !output.join(CONFIG).exists() => {
             return Err(Error::invalid(format!(
                 "{} holds no run to resume: leave out --resume to start one",
                 output.display()
@@ -118,7 +110,7 @@ fn trainer(
         objective: Objective { mask, smoothing: smoothing(training, valid_count) },
         vocabulary,
         validation: Validation { batches, references },
-        store: Store::open(output)?,
+        store: Store::at(output),
         unigram_entropy: entropy,
         batches_per_epoch: stream.batches_per_epoch(),
         device,

@@ -50,7 +50,7 @@ impl Translator {
         let valid = seen.as_ref().map_or(vocabulary.len(), |m| m.iter().filter(|v| **v).count());
         let mask = seen.as_ref().map(|m| Tensor::f_from_slice(m)?.f_to_device(device)).transpose()?;
         let smoothing = smoothing(&configs.training, valid);
-        let segmenter = read_segmenter(folder)?;
+        let segmenter = read_segmenter(folder, &configs.data)?;
         let Configs { training, data, .. } = configs;
         Ok(Translator { model, segmenter, vocabulary, seen, mask, smoothing, training, data, device })
     }
@@ -101,13 +101,13 @@ impl Translator {
     pub fn evaluate(&self, source: Option<&str>, target: &str, kind: Kind) -> Result<train::Score> {
         let sided = self.model.config.has_encoder();
         let (source, target) = read(sided, "evaluation", source, target)?;
-        let most = self.training.max_tokens as usize;
         let target = within(self.encode(&target), self.seen.as_deref());
         let corpus = match sided {
-            true => Corpus::parallel(self.encode(&source), target, most, LongSentences::Refuse)?
+            // However long: a batch has at least one sentence.
+            true => Corpus::parallel(self.encode(&source), target, usize::MAX, LongSentences::Refuse)?
                 .0
                 .starting_with(self.model.config.decoder_start.id()),
-            false => Corpus::language_model(&target, self.data.segment_length as usize, most)?,
+            false => Corpus::language_model(&target, self.data.segment_length as usize, usize::MAX)?,
         };
         let objective = Objective { mask: self.mask.as_ref().map(Tensor::shallow_clone), smoothing: self.smoothing };
         no_grad(|| train::evaluate_loss(&self.model, &valid_batches(&corpus, &self.training), &objective, kind))

@@ -13,6 +13,7 @@ use crate::model::{Context, Rates, Transformer};
 use crate::operator::{upload, Group, Late};
 use crate::search::{Rule, SearchConfig};
 use serde::{Deserialize, Serialize};
+use std::path::PathBuf;
 use std::time::Instant;
 use tch::{Device, Kind, Tensor};
 
@@ -94,6 +95,15 @@ pub struct Progress {
     /// Evaluations since the best.
     pub since_best: u64,
     pub evaluations: u64,
+    /// An evaluation is due that has not been made.
+    #[serde(default)]
+    pub is_due: bool,
+    /// The update of the latest evaluation.
+    #[serde(default)]
+    pub evaluated: u64,
+    /// The checkpoint was made because the user wanted to stop; it goes when the next one stands.
+    #[serde(default)]
+    pub is_pause: bool,
     pub schedule: Option<schedule::Memory>,
 }
 
@@ -124,6 +134,8 @@ pub struct Trainer {
     workspace: Workspace,
     /// The latest update, while its numbers are on their way.
     running: Option<Running>,
+    /// The checkpoint of an interruption that this run goes on from.
+    pause: Option<PathBuf>,
     /// When the last update's numbers came.
     last: Instant,
     /// (seconds, target tokens) of the latest updates.
@@ -177,6 +189,7 @@ impl Trainer {
             Precision::F32 => Kind::Float,
             Precision::Bf16 => Kind::BFloat16,
         };
+        let pause = if std::mem::take(&mut progress.is_pause) { store.to_resume()? } else { None };
         optimizer.share_parameters(group)?;
         let updates_per_epoch = parts.batches_per_epoch as f64 / (config.accumulate * group.size() as i64) as f64;
         Ok(Trainer {
@@ -197,6 +210,7 @@ impl Trainer {
             kind,
             workspace: Workspace::default(),
             running: None,
+            pause,
             last: Instant::now(),
             pace: Default::default(),
         })
@@ -205,32 +219,28 @@ impl Trainer {
     /// Trains until a stopping rule holds.
     pub fn fit(&mut self, observer: &mut dyn Observer) -> Result<()> {
         self.group.agree(observer.started(&self.started()), self.device)?;
-        let mut evaluated = true;
         loop {
-            if let Some(reason) = self.finished() {
-                self.interruptible(|t| t.settle(observer))?;
-                if !evaluated {
-                    self.evaluate(observer)?;
-                }
+            let finished = self.finished();
+            if self.progress.is_due || finished.is_some() && self.progress.evaluated < self.progress.update {
+                self.interruptible(|t| {
+                    t.settle(observer)?;
+                    let told = t.evaluate(observer);
+                    t.group.agree(told, t.device)
+                })?;
+                continue;
+            }
+            if let Some(reason) = finished {
                 return observer.message("info", &format!("stopped: {reason}"));
             }
             let epoch = self.progress.cursor.epoch;
             let before = self.running.take();
             self.running = Some(self.step()?);
-            evaluated = false;
-            let is_due = self.is_evaluation_due(epoch);
+            self.progress.is_due = self.is_evaluation_due(epoch);
             // A GPU's numbers are read when the next update has been given to it, so that it never stands idle.
             let mut told = before.map_or(Ok(()), |update| self.tell(update, observer));
-            if self.device == Device::Cpu || is_due || told.is_err() {
+            if self.device == Device::Cpu || told.is_err() {
                 let settled = self.settle(observer);
                 told = told.and(settled);
-            }
-            if told.is_ok() && is_due {
-                evaluated = true;
-                self.interruptible(|t| {
-                    let told = t.evaluate(observer);
-                    t.group.agree(told, t.device)
-                })?;
             }
             self.interruptible(|_| told)?;
         }
@@ -250,7 +260,9 @@ impl Trainer {
     fn interruptible(&mut self, work: impl FnOnce(&mut Self) -> Result<()>) -> Result<()> {
         match work(self) {
             Err(Error::Interrupted(_)) => {
-                self.save(false)?;
+                if self.progress.update == 0 || self.progress.evaluated < self.progress.update {
+                    self.save(false, true)?;
+                }
                 Err(Error::Interrupted(format!(
                     "stopped after update {}; everything is saved: the same command with --resume goes on",
                     self.progress.update
@@ -386,18 +398,23 @@ impl Trainer {
             (Criterion::Bleu, Some(bleu)) => bleu,
             _ => -score.loss,
         };
-        self.schedule.evaluated(self.progress.update, criterion);
+        // SPEC §4: val-decay and no-warmup go by BLEU.
+        self.schedule.evaluated(self.progress.update, bleu.unwrap_or(-score.loss));
         let best = self.progress.best.is_none_or(|b| criterion > b);
         self.progress.evaluations += 1;
         self.progress.since_best = if best { 0 } else { self.progress.since_best + 1 };
         if best {
             self.progress.best = Some(criterion);
         }
-        self.save(best)?;
+        (self.progress.is_due, self.progress.evaluated) = (false, self.progress.update);
+        // Told, and logged, before it is saved: of an evaluation whose checkpoint counts nothing is lost, and of one whose
+        // checkpoint does not the log is told again.
+        let told = observer.evaluated(&self.evaluation(score, bleu, best, start));
+        self.save(best, false)?;
         if self.group.is_first() {
             self.store.prune(self.config.keep.max(1) as usize)?;
         }
-        observer.evaluated(&self.evaluation(score, bleu, best, start))
+        told
     }
 
     fn measure(&self, observer: &mut dyn Observer) -> Result<(Score, Option<f64>)> {
@@ -434,10 +451,13 @@ impl Trainer {
         evaluate_bleu(&self.model, batches, references, &self.vocabulary, mask, &search, self.kind).map(Some)
     }
 
-    /// Writes a checkpoint of this very moment and points `last` at it, and `best` if it is that.
-    fn save(&mut self, best: bool) -> Result<()> {
+    /// Writes a checkpoint of this very moment and points `last` at it, and `best` if it is that. `is_pause`: only to go
+    /// on from, because the user wants to stop.
+    fn save(&mut self, best: bool, is_pause: bool) -> Result<()> {
+        self.progress.is_pause = is_pause;
         self.progress.schedule = Some(self.schedule.memory.clone());
         let saved = if self.group.is_first() { self.write(best) } else { Ok(()) };
+        self.pause = None;
         self.group.agree(saved, self.device)
     }
 
@@ -454,7 +474,8 @@ impl Trainer {
             self.store.point("best", self.progress.update)?;
         }
         // After all else: a run that is killed before this goes on from the checkpoint before, and makes this one again.
-        self.store.point("last", self.progress.update)
+        self.store.point("last", self.progress.update)?;
+        self.pause.as_deref().map_or(Ok(()), |pause| self.store.discard(pause))
     }
 
     /// Why the run is over, if it is.

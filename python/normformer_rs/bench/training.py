@@ -120,7 +120,7 @@ def batches(device: str) -> list[tuple[Tensor, Tensor, Tensor, int]]:
     """(source, decoder input, decoder output, real target tokens): full batches of a width that is a multiple of 8, so
     that there are six shapes."""
     chosen = sorted(sentences(SENTENCES), key=len)
-    found, start = [], 0
+    found, start = list[tuple[Tensor, Tensor, Tensor, int]](), 0
     while start < len(chosen):
         width = -(-(len(chosen[start]) + 1) // 8) * 8
         group = [s for s in chosen[start : start + MAX_TOKENS // width] if len(s) < width]

@@ -13,7 +13,7 @@ use crate::error::{Error, Result};
 /// no optimizer. The order of `paths` does not matter.
 ///
 /// # Errors
-/// No path, the same checkpoint twice, models whose config, names, shapes or dtypes differ, dtypes narrower than 16 bits,
+/// No path, the same checkpoint twice, models whose options, names, shapes or dtypes differ, dtypes narrower than 16 bits,
 /// and whatever [`load`](super::load) refuses.
 pub fn average(paths: &[impl AsRef<Path>]) -> Result<Checkpoint> {
     let mut parts: Vec<(Manifest, PathBuf)> = Vec::new();
@@ -36,7 +36,8 @@ pub fn average(paths: &[impl AsRef<Path>]) -> Result<Checkpoint> {
         let differ = |what: String| {
             Error::invalid(format!("{} and {} cannot be averaged: {what}", at.display(), folder.display()))
         };
-        if let Some(what) = config_difference("config", &config, &other_config) {
+        // Training may have gone on with other options; the model is the same.
+        if let Some(what) = config_difference("model", &config["model"], &other_config["model"]) {
             return Err(differ(what));
         }
         if let Some(what) = array_difference(&model, &other) {

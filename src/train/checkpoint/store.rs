@@ -122,6 +122,12 @@ impl Store {
         Ok(())
     }
 
+    /// Removes a checkpoint that no link points to.
+    pub fn discard(&self, path: &Path) -> Result<()> {
+        fault::begin();
+        files::remove_directory(path)
+    }
+
     /// Where `last` points; without that link, after everything.
     fn last(&self) -> Key {
         let to = fs::read_link(self.folder.join("last")).ok();
