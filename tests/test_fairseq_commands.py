@@ -260,7 +260,7 @@ def test_language_model(fairseq, tmp_path):
     preprocess.main(options.get_preprocessing_parser().parse_args(given.split()))
     model = "--task language_modeling --arch nfrs_transformer_lm --norm rmsnorm --residual deepnorm --vocab-mask "
     model += "--decoder-layers 2 --decoder-embed-dim 32 --decoder-ffn-embed-dim 48 --decoder-attention-heads 4 "
-    model += f"--share-decoder-input-output-embed --tokens-per-sample 32 --criterion {SMOOTHED}"
+    model += f"--share-decoder-input-output-embed --tokens-per-sample 64 --criterion {SMOOTHED}"
     recipe = RECIPE.replace("--share-all-embeddings", "")
     losses = losses_of(
         stock("train", *f"{tmp_path}/bin {recipe} {model} --save-dir {tmp_path}/out --max-update 12".split())
@@ -273,7 +273,7 @@ def test_language_model(fairseq, tmp_path):
     measured = nf.evaluate_loss(tmp_path / "run", None, tmp_path / "valid")
     assert 1 < measured.perplexity < 8
     for path in (last, tmp_path / "back.pt"):
-        given = f"{tmp_path}/bin --path {path} --cpu --gen-subset valid --tokens-per-sample 32 --num-workers 0"
+        given = f"{tmp_path}/bin --path {path} --cpu --gen-subset valid --tokens-per-sample 64 --num-workers 0"
         done = stock("eval-lm", *given.split())
         found = re.search(r"Loss \(base 2\): ([\d.]+)", done.stdout + done.stderr)
         assert found and float(found[1]) * math.log(2) == pytest.approx(measured.nll, abs=1e-3), done.stderr[-2000:]

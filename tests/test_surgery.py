@@ -429,6 +429,99 @@ def test_depth_is_what_the_constants_count():
     assert model.encoder.layers[0].place.sublayers[0].alpha == pytest.approx(2.017, abs=1e-3)
 
 
+class Gemma(nn.Module):
+    """RMSNorm whose gain counts from zero, as in the models of that name."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(D))
+
+    def forward(self, x):
+        return (1 + self.weight) * torch.nn.functional.rms_norm(x, (D,), eps=1e-6)
+
+
+Gemma.__name__ = "GemmaRMSNorm"
+
+
+class ChannelsFirst(nn.LayerNorm):
+    def forward(self, x):
+        return super().forward(x.permute(0, 2, 3, 1)).permute(0, 3, 1, 2)
+
+
+class InSingle(nn.LayerNorm):
+    """CLIP's kind of subclass."""
+
+    def forward(self, x):
+        return super().forward(x.float()).to(x.dtype)
+
+
+def test_what_only_looks_like_a_norm_is_left_alone():
+    model = nn.Sequential(Gemma(), ChannelsFirst(D), InSingle(D))
+    swaps = swap_norms(model, "rmsnorm")
+    assert [type(m) for m in model] == [Gemma, ChannelsFirst, nfnn.RMSNorm] and len(swaps) == 1
+
+
+@pytest.mark.parametrize("to", ["layernorm", "rmsnorm"])
+def test_epsilon_is_carried_over(to):
+    model = nn.Sequential(nn.LayerNorm(D, eps=1e-12))
+    swap_norms(model, to)
+    assert model[0].eps == 1e-12
+    other = nn.Sequential(nn.LayerNorm(D, eps=1e-12))
+    swap_norms(other, to, eps=1e-3)
+    assert other[0].eps == 1e-3
+
+
+def test_blocks_that_differ_are_groups_of_their_own():
+    """An encoder's and a decoder's layer beside each other; the decoder keeps its attention to the encoder."""
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.enc = nn.TransformerEncoderLayer(D, HEADS, FF, batch_first=True)
+            self.dec = nn.TransformerDecoderLayer(D, HEADS, FF, batch_first=True)
+
+        def forward(self, x):
+            return self.dec(torch.ones_like(x), self.enc(x))
+
+    model, x = Model().eval(), torch.randn(2, 5, D)
+    expected = model(x)
+    print(swaps := swap_residuals(model, "postnorm", init=None))
+    assert [row.name for row in swaps][:2] == ["enc", "dec"]
+    torch.testing.assert_close(model(x), expected)
+
+
+@pytest.mark.parametrize("name", ["marian", "t5"])
+def test_profiling_begins_anew_with_each_stack(name):
+    model = hugging_face(name)
+    swap_residuals(model, "admin")
+    tokens = torch.randint(3, 40, (4, 7))
+    nfnn.profile(model, input_ids=tokens, labels=tokens)
+    for side in (model.get_encoder(), model.get_decoder()):
+        blocks = [m for m in side.modules() if hasattr(m, "residual")]
+        gains = [p for n, p in blocks[0].residual.named_parameters() if "residual_scale" in n]
+        assert torch.allclose(gains[0], torch.ones(1)) and not torch.allclose(gains[1], torch.ones(1)), gains
+
+
+def test_branchnorm_says_that_t_stays_and_follows_a_later_optimizer():
+    model, tokens = hugging_face("bert"), torch.randint(3, 40, (2, 5))
+    swap_residuals(model, "branchnorm")
+    optimizer = torch.optim.SGD(model.parameters(), 1e-3)
+
+    def step():
+        model(input_ids=tokens, labels=tokens).loss.backward()
+        optimizer.step()
+
+    step()
+    with pytest.warns(UserWarning, match="t has not moved"):
+        step()
+    swap_residuals(model, "branchnorm", optimizer=optimizer)
+    held = [m for m in model.modules() if getattr(m, "growth", None) is not None]
+    step()
+    swap_residuals(model, "branchnorm", optimizer=optimizer)  # no second hook
+    step()
+    assert held and all(int(m.t) == 3 for m in held)
+
+
 @pytest.mark.parametrize("name", HUGGING_FACE)
 def test_the_schemes_first_values(name):
     """deepnorm's on every linear layer of a block, whichever way round it keeps its matrix."""

@@ -59,6 +59,11 @@ impl TransformerConfig {
                 self.encoder_layers
             )));
         }
+        self.check_options()
+    }
+
+    /// Checks the options that do not speak of sizes: all that a layer for itself can know.
+    pub fn check_options(&self) -> Result<()> {
         for (name, p) in [
             ("dropout", Some(self.dropout)),
             ("embedding_dropout", self.embedding_dropout),

@@ -78,6 +78,7 @@ fn draw_table(py: Python<'_>, weight: PyTensor, name: &str, model: &str) -> PyRe
 #[pyfunction]
 fn declare(model: &str, stack: &str) -> PyResult<String> {
     let config: TransformerConfig = config::from_json("model", model)?;
+    config.check_options()?;
     let scheme = residual::find(config.residual.as_str())?;
     let first = Place::new(&config, residual::Stack::parse(stack)?, 0);
     let sublayer = |place: Place| json!({"around": scheme.around(&place), "inside": scheme.inside(&place)});

@@ -52,7 +52,7 @@ pub struct Checkpoint {
     pub optimizer: Arrays,
     /// Counters, position in the data, seed, early stopping, averaging. JSON has no infinities and no NaN.
     pub state: Value,
-    /// How the model is built.
+    /// How the model is built (`model`), and how it is trained.
     pub config: Value,
 }
 

@@ -1,6 +1,7 @@
 """t, the update's number that branchnorm's α_t grows with, in plain PyTorch loops."""
 
 import warnings
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -15,6 +16,8 @@ class Growing(nn.Module):
 
     growth: Growth | None = None
     t: Tensor
+    is_moved = False
+    """An optimizer's step moves t."""
 
     def grow(self, growth: Growth | None, device: Any) -> None:
         """Takes over the growth, or hands it to whoever holds it from now on (None)."""
@@ -32,12 +35,16 @@ class Growing(nn.Module):
         self._watch()
         return growth_now(self.t, self.growth.steps, self.growth.curve)
 
+    def watched(self) -> Iterator[nn.Parameter]:
+        """Parameters whose updates t should follow."""
+        return self.parameters()
+
     def _watch(self) -> None:
         """Warns once where parameters have been updated and t has not moved. Reads counters of writes, not the
         device."""
         if not self.training or self._has_warned or torch.compiler.is_compiling():
             return
-        parameter = next((p for p in self.parameters() if p.requires_grad), None)
+        parameter = next((p for p in self.watched() if p.requires_grad), None)
         if parameter is None or parameter.is_inference():
             return
         now, before = (id(parameter), parameter._version, self.t._version), self._watched

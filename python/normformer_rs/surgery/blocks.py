@@ -103,6 +103,7 @@ class Group(NamedTuple):
 
     path: str
     """Of their list."""
+    names: list[str]
     blocks: list[nn.Module]
     holder: nn.Module
     """The module that has the list."""

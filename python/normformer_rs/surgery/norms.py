@@ -4,6 +4,7 @@ from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .. import nn as nfnn
@@ -65,16 +66,41 @@ register_norm(nn.RMSNorm, _torchs("rmsnorm"))
 
 def read_norm(module: nn.Module) -> Known | None:
     """What kind of norm this is; None: not one that is known."""
-    for kind in type(module).__mro__:
-        if kind in _READERS:
-            return _READERS[kind](module)
+    if type(module) in _READERS:
+        return _READERS[type(module)](module)
     computes = own_name(module)
     if computes is not None:
         return Known(_width(module), computes)
-    weight = getattr(module, "weight", None)
-    if type(module).__name__.endswith(_RMS_NAMES) and isinstance(weight, Tensor) and weight.dim() == 1:
-        return Known(weight.numel(), "rmsnorm")
-    return None
+    known, weight = None, getattr(module, "weight", None)
+    for kind in type(module).__mro__:
+        if kind in _READERS:
+            known = _READERS[kind](module)
+            break
+    else:
+        if type(module).__name__.endswith(_RMS_NAMES) and isinstance(weight, Tensor) and weight.dim() == 1:
+            known = Known(weight.numel(), "rmsnorm")
+    return known if known is not None and _computes(module, known) else None
+
+
+@torch.no_grad()
+def _computes(module: Any, known: Known) -> bool:
+    """A class that only looks like a norm is asked with two rows of numbers: Gemma's RMSNorm counts its gain from zero,
+    and a subclass of LayerNorm may normalise channels that come first."""
+    like = next(module.parameters(), torch.empty(0))
+    if like.is_meta:
+        return True
+    x = torch.linspace(-40, 50, 2 * known.width, device=like.device).view(1, 2, known.width).to(like.dtype)
+    formulas: dict[str, Any] = {"layernorm": F.layer_norm, "rmsnorm": F.rms_norm}
+    formula = formulas.get(known.computes)
+    if formula is None:
+        return True
+    wide = [t if t is None else t.double() for t in (module.weight, getattr(module, "bias", None))]
+    expected = formula(x.double(), (known.width,), *wide[: 2 if known.computes == "layernorm" else 1])
+    try:
+        found = type(module).forward(module, x)
+    except Exception:  # whatever it may say of a shape that it does not take
+        return False
+    return found.shape == x.shape and torch.allclose(found.double(), expected, rtol=0.05, atol=0.05)
 
 
 def own_name(module: nn.Module) -> str | None:
@@ -187,7 +213,11 @@ def _twin(old: nn.Module, known: Known, to: str, init: str, options: dict[str, A
         {"elementwise_affine": False} if like is None else {"device": like.device, "dtype": like.dtype}
     )
     has_bias = bias is not None or known.computes != "layernorm"
-    new = new_norm(to, known.width, bias=has_bias, **place, **options)
+    # ε means the same in these two; in others it is another number's.
+    eps = getattr(old, "eps", getattr(old, "variance_epsilon", None))
+    if {to, known.computes} <= {"layernorm", "rmsnorm"} and isinstance(eps, float):
+        place["eps"] = eps
+    new = new_norm(to, known.width, bias=has_bias, **place | options)
     note = ""
     if init == "match":
         _match(old, new)

@@ -1,5 +1,6 @@
 """Residual schemes exchanged in a model that somebody else wrote."""
 
+import functools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -72,7 +73,7 @@ def swap_residuals(
             notes = convert(group, place, edits)
             note = "weights kept" if init is None else f"init {place.declared.init}"
             for i, block in enumerate(group.blocks):
-                rows.append(Row(f"{group.path}.{i}", old[i], f"{type(block).__name__}, {to}", note))
+                rows.append(Row(group.names[i] or "(model)", old[i], f"{type(block).__name__}, {to}", note))
             rows += notes
         drawn = [] if init is None else [p for group, place in plans for p in initialise(group, place, edits)]
         drawn += [p for group, place in plans if not place.declared.has_biases for p in silence_biases(group, edits)]
@@ -80,7 +81,7 @@ def swap_residuals(
     except Exception:
         edits.undo()
         raise
-    if optimizer is not None and any(place.declared.growth for _, place in plans):
+    if optimizer is not None:
         _move_t_with(optimizer, model, edits)
     edits.done()
     return Swaps(f"swap_residuals to {to}", rows, edits)
@@ -90,19 +91,23 @@ def swap_residuals(
 
 
 def _find(model: nn.Module) -> list[Group]:
-    """All known blocks, those of one list together; InputError if there are none."""
+    """All known blocks, those of one list that are alike together; InputError if there are none."""
     known = {*TORCHS, *known_blocks(), *known_blocks().values()}
-    found: dict[str, list[nn.Module]] = {}
+    found: dict[Any, dict[str, nn.Module]] = {}
     for name, module in model.named_modules():
         if type(module) in known:
-            found.setdefault(name.rpartition(".")[0], []).append(module)
+            kind = type(module), len(parts_of(module)), *shape_of(module).items()
+            found.setdefault((name.rpartition(".")[0], *kind), {})[name] = module
     if not found:
         kinds = ", ".join(sorted(kind.__name__ for kind in {*TORCHS, *known_blocks()}))
         raise InputError(
             f"{type(model).__name__} holds no Transformer block that is known; known are {kinds}: tell of another "
             "class with normformer_rs.surgery.register_block(kind, converted)"
         )
-    return [Group(path, blocks, model.get_submodule(path.rpartition(".")[0])) for path, blocks in found.items()]
+    return [
+        Group(path, [*blocks], [*blocks.values()], model.get_submodule(path.rpartition(".")[0]))
+        for (path, *_), blocks in found.items()
+    ]
 
 
 def _plans(
@@ -271,8 +276,13 @@ def _common(one: str, other: str) -> int:
 
 
 def _move_t_with(optimizer: torch.optim.Optimizer, model: nn.Module, edits: Edits) -> None:
-    """After update k, t is k + 1."""
-    holders = [m for m in model.modules() if isinstance(m, Growing) and m.growth is not None]
+    """After update k, t is k + 1, wherever t stands and this optimizer does not move it already."""
+    holders = [m for m in model.modules() if isinstance(m, Growing) and m.growth is not None and not m.is_moved]
+    if not holders:
+        return
+    for holder in holders:
+        holder.is_moved = True
+        edits.afterwards(functools.partial(setattr, holder, "is_moved", False))
 
     def moved(*_: Any) -> None:
         for holder in holders:

@@ -1,13 +1,14 @@
 """A residual scheme at work in somebody else's block."""
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from torch import Tensor, nn
 
 from ..nn.declared import Draw, Learned, NormAt, Place, Sublayer, apply_changes, begin, close, install, make
 from ..nn.growing import Growing
+from ..nn.profiling import begin_stack
 from .blocks import Part, width_into
 
 
@@ -49,6 +50,9 @@ class BlockResidual(Growing):
         paths = self.__dict__.get("paths", {})
         return self._block[0].get_submodule(paths[name]) if name in paths else super().__getattr__(name)
 
+    def watched(self) -> Iterator[nn.Parameter]:
+        return self._block[0].parameters()
+
     def uses(self, name: str) -> bool:
         return any(what.name == name for sublayer in self.sublayers for what in sublayer.around())
 
@@ -78,6 +82,8 @@ class BlockResidual(Growing):
         self, i: int, x: Tensor, function: Callable[[Tensor], Any], dropout: nn.Module | float | None = None
     ) -> Any:
         """x⁺ of sublayer i; where the function returns a tuple, its further items after it."""
+        if i == 0 and self._first[0] is None:
+            begin_stack()
         sublayer: Sublayer = self.sublayers[i]
         given = apply_changes(self, sublayer.inside.get("input", ()), begin(self, sublayer, x, None), None)
         output = function(given)

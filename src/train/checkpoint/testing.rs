@@ -43,6 +43,6 @@ pub fn checkpoint(update: u64) -> Checkpoint {
         .into(),
         optimizer: [("encoder.weight.m".into(), f32s(&[3, 50], (0..150).map(|i| x - i as f32)))].into(),
         state: json!({"update": update, "seed": 1, "best_bleu": 41.5 + f64::from(x) / 3.0}),
-        config: json!({"d_model": 50, "norm": {"name": "scalenorm"}}),
+        config: json!({"model": {"d_model": 50, "norm": {"name": "scalenorm"}}, "training": {"updates": update}}),
     }
 }
