@@ -77,7 +77,7 @@ class Runs:
     ) -> tuple[float, list[str], list[str]]:
         """BLEU of the average of the kept checkpoints at beam 5 with fairseq's rule; hypotheses; references."""
         source, target = (self.lines(f"{test}.{language}.gz") for language in self.languages(output))
-        references = [line.replace("@@ ", "") for line in target]
+        references = [nf._core.join_line(line) for line in target]
         saved = output / f"{Path(test).name}.hypotheses"
         if not saved.exists():
             kept = sum(1 for path in (output / "checkpoints").glob("update-*") if path.is_dir())

@@ -490,6 +490,13 @@ def test_blocks_that_differ_are_groups_of_their_own():
     torch.testing.assert_close(model(x), expected)
 
 
+def test_layers_of_other_inner_widths_are_one_stack():
+    stack = nn.TransformerEncoder(nn.TransformerEncoderLayer(D, HEADS, FF, batch_first=True), 3)
+    stack.layers[1].linear1, stack.layers[1].linear2 = nn.Linear(D, 2 * FF), nn.Linear(2 * FF, D)
+    swap_residuals(stack, "deepnorm")
+    assert [(layer.place.layer, layer.place.depth) for layer in stack.layers] == [(0, 3), (1, 3), (2, 3)]
+
+
 @pytest.mark.parametrize("name", ["marian", "t5"])
 def test_profiling_begins_anew_with_each_stack(name):
     model = hugging_face(name)
@@ -520,6 +527,11 @@ def test_branchnorm_says_that_t_stays_and_follows_a_later_optimizer():
     swap_residuals(model, "branchnorm", optimizer=optimizer)  # no second hook
     step()
     assert held and all(int(m.t) == 3 for m in held)
+    twin = copy.deepcopy(model)
+    optimizer = torch.optim.SGD(twin.parameters(), 1e-3)
+    swap_residuals(twin, "branchnorm", optimizer=optimizer)
+    optimizer.step()
+    assert all(int(m.t) == 4 for m in twin.modules() if getattr(m, "growth", None) is not None)
 
 
 @pytest.mark.parametrize("name", HUGGING_FACE)

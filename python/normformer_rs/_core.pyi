@@ -71,6 +71,9 @@ def parameters(model: str, seed: int, device: str) -> list[tuple[str, Tensor]]:
 def draw_linear(weight: Tensor, roles: list[str], model: str, stack: str, layer: int, sublayer: int) -> None:
     """Draws a linear layer's (roles·fan_out, fan_in) first values in place: a block of rows for each role."""
 
+def join_line(line: str) -> str:
+    """A line of split text with its words whole again: "a@@ b c" is "ab c"."""
+
 def draw_table(weight: Tensor, name: str, model: str) -> None:
     """Draws a table's (V, d) first values in place; `name` is its parameter's."""
 

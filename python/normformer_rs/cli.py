@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from . import convert, demo, scores, text
+from . import _core, convert, demo, scores, text
 from ._core import DivergedError, InputError, Interrupted, __version__
 from .config import PRESETS, DataConfig, SearchConfig, TrainingConfig, TransformerConfig, split, unknown
 from .options import Parser, add_flags, flag, given, layered, read_run, read_toml
@@ -194,7 +194,7 @@ def _evaluate(args: argparse.Namespace) -> None:
 
         def words(path: str) -> list[str]:
             lines = text.read_lines(path)
-            return [text.join_pieces(line) for line in lines] if args.no_bpe else lines
+            return [_core.join_line(line) for line in lines] if args.no_bpe else lines
 
         baseline = None if args.baseline is None else words(args.baseline)
         lines = words(args.hypothesis), words(args.reference)

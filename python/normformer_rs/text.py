@@ -47,11 +47,6 @@ def _decode(line: bytes, number: int, name: str) -> str:
         ) from error
 
 
-def join_pieces(line: str) -> str:
-    """The words of a line that BPE has split: "a@@ b c" is "ab c"."""
-    return line.replace("@@ ", "").removesuffix("@@")
-
-
 def check_writable(path: str) -> None:
     """InputError where `write_lines` could not write: better before the work than after it."""
     target = Path(path)

@@ -29,7 +29,7 @@ impl Corpus {
         Corpus { start: token as u32, ..self }
     }
 
-    /// A corpus of sentence pairs, and how many pairs were left out as too long.
+    /// A corpus of sentence pairs, and for each of the given ones whether it is there, or was left out as too long.
     ///
     /// A pair is too long if its source or its target, with EOS, exceeds `max_tokens`.
     pub fn parallel(
@@ -37,7 +37,7 @@ impl Corpus {
         mut target: Vec<Vec<u32>>,
         max_tokens: usize,
         long: LongSentences,
-    ) -> Result<(Self, usize)> {
+    ) -> Result<(Self, Vec<bool>)> {
         if source.len() != target.len() {
             return Err(Error::invalid(format!(
                 "{} source and {} target sentences; expected as many of one as of the other",
@@ -47,7 +47,8 @@ impl Corpus {
         }
         let sides: Vec<usize> =
             source.iter().zip(&target).map(|(source, target)| source.len().max(target.len()) + 1).collect();
-        let too_long = sides.iter().filter(|&&side| side > max_tokens).count();
+        let fits: Vec<bool> = sides.iter().map(|&side| side <= max_tokens).collect();
+        let too_long = fits.iter().filter(|fits| !**fits).count();
         if too_long > 0 && long == LongSentences::Refuse {
             return Err(Error::invalid(format!(
                 "{too_long} of {} sentences are longer than a batch of --max-tokens {max_tokens} (the longest \
@@ -57,12 +58,10 @@ impl Corpus {
             )));
         }
         if too_long > 0 {
-            for sentences in [&mut source, &mut target] {
-                let mut side = sides.iter();
-                sentences.retain(|_| side.next().is_some_and(|&side| side <= max_tokens));
-            }
+            retain(&mut source, &fits);
+            retain(&mut target, &fits);
         }
-        Ok((Self { source: Some(source), target, start: BOS }, too_long))
+        Ok((Self { source: Some(source), target, start: BOS }, fits))
     }
 
     /// A corpus for language modelling: the sentences, each ended by EOS, as one stream cut in segments.
@@ -113,6 +112,12 @@ pub fn stream(tokens: &[u32], segment_length: usize) -> Vec<Vec<u32>> {
     segments
 }
 
+/// Keeps the items whose flag is set.
+pub fn retain<T>(items: &mut Vec<T>, flags: &[bool]) {
+    let mut flags = flags.iter();
+    items.retain(|_| flags.next().is_some_and(|&flag| flag));
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -132,10 +137,10 @@ mod tests {
     #[test]
     fn long_sentences_are_left_out_in_pairs_if_asked() {
         let (source, target) = (sentences(&[9, 3, 2, 4]), sentences(&[4, 1, 12, 4]));
-        let (corpus, skipped) = Corpus::parallel(source, target, 5, LongSentences::Skip).unwrap();
-        assert_eq!((corpus.lengths(), skipped), (vec![(4, 2), (5, 5)], 2));
-        let (corpus, skipped) = Corpus::parallel(sentences(&[4]), sentences(&[0]), 5, LongSentences::Refuse).unwrap();
-        assert_eq!((corpus.lengths(), skipped), (vec![(5, 1)], 0));
+        let (corpus, fits) = Corpus::parallel(source, target, 5, LongSentences::Skip).unwrap();
+        assert_eq!((corpus.lengths(), fits), (vec![(4, 2), (5, 5)], vec![false, true, false, true]));
+        let (corpus, fits) = Corpus::parallel(sentences(&[4]), sentences(&[0]), 5, LongSentences::Refuse).unwrap();
+        assert_eq!((corpus.lengths(), fits), (vec![(5, 1)], vec![true]));
     }
 
     #[test]

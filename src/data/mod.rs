@@ -23,7 +23,7 @@ pub mod stream;
 pub use batches::{collate, plan, word_dropout, Batch, Packed};
 pub use binarised::{Binarised, Side};
 pub use bpe::Bpe;
-pub use corpus::{Corpus, LongSentences};
+pub use corpus::{retain, Corpus, LongSentences};
 pub use random::Random;
 pub use segmenter::{join, join_line, Segmenter};
 pub use stream::{BatchStream, Cursor, Prefetch, StreamConfig};

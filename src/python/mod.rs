@@ -9,7 +9,9 @@ use crate::error::Error;
 use pyo3::create_exception;
 use pyo3::exceptions::{PyException, PyOSError, PyRuntimeError, PyValueError};
 use pyo3::prelude::*;
-use tch::Kind;
+use pyo3_tch::PyTensor;
+use std::collections::HashMap;
+use tch::{Kind, Tensor};
 
 create_exception!(_core, InputError, PyValueError, "Wrong input or configuration; the message says what to do.");
 create_exception!(_core, DivergedError, PyRuntimeError, "The loss or the gradient is no longer finite.");
@@ -39,6 +41,11 @@ fn kind(precision: &str) -> PyResult<Kind> {
         "bf16" => Ok(Kind::BFloat16),
         other => Err(crate::error::unknown("precision", other, ["f32", "f64", "bf16"]).into()),
     }
+}
+
+/// Tensors by name.
+fn named(names: Vec<String>, tensors: Vec<PyTensor>) -> HashMap<String, Tensor> {
+    names.into_iter().zip(tensors.into_iter().map(|t| t.0)).collect()
 }
 
 #[pymodule]

@@ -1,6 +1,6 @@
 //! A model whose parameters Python holds.
 
-use super::{json_text, kind};
+use super::{json_text, kind, named};
 use crate::config::{self, TransformerConfig};
 use crate::error::Error;
 use crate::init::{self, Role, Table};
@@ -10,8 +10,7 @@ use crate::run;
 use pyo3::prelude::*;
 use pyo3_tch::PyTensor;
 use serde_json::json;
-use std::collections::HashMap;
-use tch::{Kind, Tensor};
+use tch::Kind;
 
 /// New parameters by their canonical names.
 #[pyfunction]
@@ -120,7 +119,7 @@ fn forward(
 ) -> PyResult<PyTensor> {
     let model: TransformerConfig = config::from_json("model", model)?;
     let kind = kind(precision)?;
-    let tensors: HashMap<String, Tensor> = names.into_iter().zip(tensors.into_iter().map(|t| t.0)).collect();
+    let tensors = named(names, tensors);
     let (source, target, seed) = (source.map(|t| t.0), target_input.0, seed.map(|t| t.0));
     let logits = py.allow_threads(move || {
         let built = Transformer::with_parameters(&model, &tensors)?;
@@ -155,7 +154,7 @@ fn profile(
 ) -> PyResult<()> {
     let model: TransformerConfig = config::from_json("model", model)?;
     let kind = kind(precision)?;
-    let tensors: HashMap<String, Tensor> = names.into_iter().zip(tensors.into_iter().map(|t| t.0)).collect();
+    let tensors = named(names, tensors);
     let (source, target, seed) = (source.map(|t| t.0), target_input.0, seed.0);
     py.allow_threads(move || {
         let built = Transformer::with_parameters(&model, &tensors)?;

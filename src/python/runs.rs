@@ -1,16 +1,14 @@
 //! What has been trained: translations, losses, averages, parameters, and vocabularies.
 
-use super::{json_text, kind};
+use super::{json_text, kind, named};
 use crate::config::{self, SearchOptions, TrainingConfig, TransformerConfig};
-use crate::data::Binarised;
+use crate::data::{self, Binarised};
 use crate::error::Error;
 use crate::{metrics, run, train};
 use pyo3::prelude::*;
 use pyo3_tch::PyTensor;
 use serde_json::json;
-use std::collections::HashMap;
 use std::path::Path;
-use tch::Tensor;
 
 /// What to translate: a split of fairseq's binarised folder (data_bin, split, source_lang, target_lang), or lines.
 #[derive(FromPyObject)]
@@ -103,7 +101,7 @@ fn save_model(
 ) -> PyResult<()> {
     let model: TransformerConfig = config::from_json("model", model)?;
     let training: TrainingConfig = config::from_json("training", training)?;
-    let tensors: HashMap<String, Tensor> = names.into_iter().zip(tensors.into_iter().map(|t| t.0)).collect();
+    let tensors = named(names, tensors);
     let (output, dictionary) = (Path::new(output), Path::new(dictionary));
     py.allow_threads(move || {
         run::save_model(output, &model, &training, dictionary, target_vocabulary.as_deref(), &tensors)
@@ -128,6 +126,12 @@ fn target_types(py: Python<'_>, data_bin: &str, pair: Option<(String, String)>) 
     })?)
 }
 
+/// A line of split text with its words whole again.
+#[pyfunction]
+fn join_line(line: &str) -> String {
+    data::join_line(line)
+}
+
 /// multi-bleu's numbers, as JSON.
 #[pyfunction]
 fn bleu(hypotheses: Vec<String>, references: Vec<String>) -> PyResult<String> {
@@ -146,5 +150,6 @@ pub(super) fn add(m: &Bound<'_, PyModule>) -> PyResult<()> {
     m.add_function(wrap_pyfunction!(save_model, m)?)?;
     m.add_function(wrap_pyfunction!(target_vocabulary, m)?)?;
     m.add_function(wrap_pyfunction!(target_types, m)?)?;
+    m.add_function(wrap_pyfunction!(join_line, m)?)?;
     m.add_function(wrap_pyfunction!(bleu, m)?)
 }

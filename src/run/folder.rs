@@ -9,8 +9,8 @@ use crate::train::checkpoint::{self, Checkpoint, Store};
 use crate::train::{self, Observer};
 use serde::{Deserialize, Serialize};
 use std::collections::HashMap;
-use std::fs::{self, OpenOptions};
-use std::io::Write;
+use std::fs::{self, File, OpenOptions};
+use std::io::{Read, Seek, SeekFrom, Write};
 use std::path::{Path, PathBuf};
 use tch::Tensor;
 
@@ -223,6 +223,17 @@ pub(super) fn remove(path: &Path, act: impl Fn(&Path) -> std::io::Result<()>) ->
     }
 }
 
+fn last_byte(path: &Path) -> std::io::Result<Option<u8>> {
+    let mut file = File::open(path)?;
+    if file.metadata()?.len() == 0 {
+        return Ok(None);
+    }
+    let mut last = [0];
+    file.seek(SeekFrom::End(-1))?;
+    file.read_exact(&mut last)?;
+    Ok(Some(last[0]))
+}
+
 /// Appends every event to the run's log, then passes it on.
 pub(super) struct Log<'a> {
     /// None: another rank writes it.
@@ -235,8 +246,7 @@ impl<'a> Log<'a> {
     pub(super) fn append(file: Option<PathBuf>, observer: &'a mut dyn Observer) -> Result<Self> {
         let log = Log { file, observer };
         if let Some(path) = log.file.as_ref().filter(|path| path.exists()) {
-            let text = fs::read(path).map_err(|e| Error::io("read the log", path, e))?;
-            if text.last().is_some_and(|&last| last != b'\n') {
+            if last_byte(path).map_err(|e| Error::io("read the log", path, e))?.is_some_and(|last| last != b'\n') {
                 log.put("\n")?;
             }
         }

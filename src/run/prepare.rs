@@ -41,20 +41,19 @@ pub(super) fn prepare_with(
     let long = if config.skip_long { LongSentences::Skip } else { LongSentences::Refuse };
     let most = training.max_tokens as usize;
     let (train, skipped, valid) = if sided {
-        let (train, skipped) = Corpus::parallel(train.0, train.1, most, long)?;
-        if long == LongSentences::Skip {
-            let mut fits = valid.0.iter().zip(&valid_target).map(|(s, t)| s.len().max(t.len()) < most);
-            references.retain(|_| fits.next().unwrap_or(true));
-        }
-        let (valid, skipped_too) = Corpus::parallel(valid.0, valid_target, most, long).map_err(|e| match e {
+        let (train, kept) = Corpus::parallel(train.0, train.1, most, long)?;
+        let skipped = kept.len() - train.len();
+        let (valid, fits) = Corpus::parallel(valid.0, valid_target, most, long).map_err(|e| match e {
             Error::Invalid(text) => Error::Invalid(format!("held-out text: {text}")),
             other => other,
         })?;
         if valid.is_empty() {
             return Err(Error::invalid(format!(
-                "none of the {skipped_too} held-out sentences fits into max_tokens {most}: raise it"
+                "none of the {} held-out sentences fits into max_tokens {most}: raise it",
+                fits.len()
             )));
         }
+        data::retain(&mut references, &fits);
         let start = model.decoder_start.id();
         (train.starting_with(start), skipped, valid.starting_with(start))
     } else {

@@ -6,6 +6,7 @@ pub mod files;
 
 mod evaluate;
 mod loss;
+mod observer;
 mod optimizer;
 mod schedule;
 mod snapshot;
@@ -13,7 +14,8 @@ mod trainer;
 
 pub use evaluate::{evaluate_loss, to_text, Input, Score};
 pub use loss::{smoothing, Objective};
+pub use observer::{Evaluation, Observer, Started, Update};
 pub use optimizer::Optimizer;
 pub use schedule::Schedule;
 pub use snapshot::{load_parameters, to_arrays};
-pub use trainer::{Evaluation, Observer, Parts, Progress, Started, Trainer, Update, Validation};
+pub use trainer::{Parts, Progress, Trainer, Validation};

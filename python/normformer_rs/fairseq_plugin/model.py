@@ -121,10 +121,10 @@ class _Side(Stack):
         config = self.place.config
         for layer in self.layers.children():
             layer.draw()
-        shared = "embedding" if config.tie_embeddings == "all" else None
         if not getattr(self.cfg, self.name).embed_path:
-            side = {"encoder": "source_embedding", "decoder": "target_embedding"}[self.name]
-            draw_table(self.embed_tokens.weight, shared or side, config)
+            table = {"encoder": "source_embedding", "decoder": "target_embedding"}[self.name]
+            table = "embedding" if config.tie_embeddings == "all" else table
+            draw_table(self.embed_tokens.weight, table, config)
         if self.name == "decoder" and config.tie_embeddings == "none":
             draw_table(self.output_projection.weight, "output_projection", config)
 

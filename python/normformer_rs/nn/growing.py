@@ -16,8 +16,6 @@ class Growing(nn.Module):
 
     growth: Growth | None = None
     t: Tensor
-    is_moved = False
-    """An optimizer's step moves t."""
 
     def grow(self, growth: Growth | None, device: Any) -> None:
         """Takes over the growth, or hands it to whoever holds it from now on (None)."""

@@ -1,6 +1,6 @@
 """Residual schemes exchanged in a model that somebody else wrote."""
 
-import functools
+import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -96,7 +96,8 @@ def _find(model: nn.Module) -> list[Group]:
     found: dict[Any, dict[str, nn.Module]] = {}
     for name, module in model.named_modules():
         if type(module) in known:
-            kind = type(module), len(parts_of(module)), *shape_of(module).items()
+            # As wide as each other, or they could not follow each other; heads and d_ff may differ within a stack.
+            kind = type(module), len(parts_of(module)), shape_of(module)["d_model"]
             found.setdefault((name.rpartition(".")[0], *kind), {})[name] = module
     if not found:
         kinds = ", ".join(sorted(kind.__name__ for kind in {*TORCHS, *known_blocks()}))
@@ -275,14 +276,18 @@ def _common(one: str, other: str) -> int:
     return next((i for i, (x, y) in enumerate(zip(a, b)) if x != y), min(len(a), len(b)))
 
 
+_MOVED: "weakref.WeakKeyDictionary[torch.optim.Optimizer, weakref.WeakSet[Growing]]" = weakref.WeakKeyDictionary()
+"""The modules whose t an optimizer moves."""
+
+
 def _move_t_with(optimizer: torch.optim.Optimizer, model: nn.Module, edits: Edits) -> None:
     """After update k, t is k + 1, wherever t stands and this optimizer does not move it already."""
-    holders = [m for m in model.modules() if isinstance(m, Growing) and m.growth is not None and not m.is_moved]
+    moved_already = _MOVED.setdefault(optimizer, weakref.WeakSet())
+    holders = [m for m in model.modules() if isinstance(m, Growing) and m.growth is not None and m not in moved_already]
     if not holders:
         return
-    for holder in holders:
-        holder.is_moved = True
-        edits.afterwards(functools.partial(setattr, holder, "is_moved", False))
+    moved_already.update(holders)
+    edits.afterwards(lambda: moved_already.difference_update(holders))
 
     def moved(*_: Any) -> None:
         for holder in holders:
