@@ -398,6 +398,65 @@ def test_residual_around_any_module(scheme):
     torch.testing.assert_close(block(x), expected)
 
 
+@pytest.mark.parametrize("residual", [None, *RESIDUALS])
+@pytest.mark.parametrize("kind", ["encoder", "transformer", "residual"])
+def test_reset_parameters_gives_first_values_back(residual, kind):
+    def build(seed):
+        torch.manual_seed(seed)
+        if kind == "residual":
+            return nfnn.Residual(nn.Linear(D, D), D, scheme=residual or "postnorm", norm="batchnorm")
+        if kind == "transformer":
+            return nfnn.Transformer(D, HEADS, 2, 2, FF, residual=residual)
+        return nfnn.TransformerEncoder(nfnn.TransformerEncoderLayer(D, HEADS, FF, residual=residual), 2)
+
+    if kind == "residual" and residual in ("subln", "normformer", "r-fixup", "dlcl"):
+        return
+    one, other = build(0).state_dict(), build(1).state_dict()
+    constant = [name for name in one if torch.equal(one[name], other[name])]
+    assert kind == "residual" or len(constant) > 3
+    model = build(2).to("meta").to_empty(device="cpu")
+    for t in (*model.parameters(), *model.buffers()):
+        t.data.fill_(7 if t.dtype == torch.int64 else torch.nan)
+    model.reset_parameters()
+    state = model.state_dict()
+    for name in constant:
+        assert torch.equal(state[name], one[name]), name
+    for name in state.keys() - {*constant}:
+        assert 0.5 < state[name].std() / one[name].std() < 2, name
+
+
+def test_biases_and_norms_of_a_lone_encoder():
+    layer = nfnn.TransformerEncoderLayer(D, HEADS, FF, bias=False, residual="prenorm", encoder_norm="layernorm")
+    encoder = nfnn.TransformerEncoder(layer, 2)
+    assert [name for name, _ in encoder.named_parameters() if "bias" in name] == []
+    layer = nfnn.TransformerEncoderLayer(D, HEADS, FF, residual="prenorm", encoder_norm="rmsnorm")
+    assert {type(m) for m in nfnn.TransformerEncoder(layer, 2).modules() if "Norm" in type(m).__name__} == {
+        nfnn.RMSNorm
+    }
+    with pytest.raises(ValueError, match="the encoder stands alone"):
+        nfnn.TransformerEncoderLayer(D, HEADS, FF, decoder_norm="rmsnorm")
+    with pytest.raises(ValueError, match="encoder_norm"):
+        nfrs.Transformer(nfrs.TransformerConfig(vocab_size=9, architecture="decoder-only", encoder_norm="rmsnorm"))
+
+
+def test_parameter_groups_leave_norms_and_sums_alone():
+    stack = nfnn.TransformerEncoder(nfnn.TransformerEncoderLayer(D, HEADS, FF, residual="dlcl"), 2)
+    model = nn.ModuleDict({"stack": stack, "norm": nfnn.LayerNorm((3, 4)), "torchs": nn.LayerNorm((3, 4))})
+    matrices, others = (group["params"] for group in nfnn.parameter_groups(model, 0.1))
+    names = {p: name for name, p in model.named_parameters()}
+    assert {names[p].rsplit(".", 1)[0].rsplit(".", 1)[-1] for p in matrices} == {
+        "linear1",
+        "linear2",
+        "self_attn",
+        "out_proj",
+    }
+    assert {"norm.weight", "torchs.weight", "stack.combine.weight"} <= {names[p] for p in others}
+    rust = nfrs.Transformer(nfrs.TransformerConfig(vocab_size=9, d_model=D, heads=HEADS, residual="dlcl"))
+    names = {p: name for name, p in rust.named_parameters()}
+    matrices, _ = (group["params"] for group in nfnn.parameter_groups(rust, 0.1))
+    assert matrices and not any("combine" in names[p] for p in matrices)
+
+
 def test_residual_passes_tuples_and_arguments():
     block = nfnn.Residual(nn.MultiheadAttention(D, HEADS, batch_first=True), D, kind="self-attention")
     x = torch.randn(2, 3, D)

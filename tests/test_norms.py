@@ -3,6 +3,7 @@
 import copy
 import math
 import pickle
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -354,6 +355,36 @@ def test_activation_checkpointing_moves_statistics_once(case):
         plain(theirs).backward(dy)
         close([ours.grad, norm.weight.grad], [theirs.grad, plain.weight.grad], 1e-12)
         close(norm.buffers(), plain.buffers(), 1e-12)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("order", ["one backward", "as they came", "backwards"])
+@pytest.mark.parametrize("case", CASES)
+def test_forwards_before_their_backward_keep_their_own_statistics(case, order, reentrant):
+    """Of different batches, of the same one twice, and with masks that are gone when the second runs begin."""
+    norm, _ = build(case, 5)
+    plain = copy.deepcopy(norm)
+    x, dys = data(5)[0], torch.randn(4, 3, 5, 5, dtype=torch.float64)
+    # Of two forwards of one batch the second is taken for the one that comes back first.
+    batches = [x, 2 * x + 1, x + 1 if order == "as they came" else x, x.roll(1, 0)]
+    column = torch.arange(5).expand(3, 5)
+    masks = [column > 3, column < 0, None, column < 1]
+
+    def grads(module):
+        own, losses = [batch.clone().requires_grad_() for batch in batches], []
+        for batch, mask, dy in zip(own, masks, dys):
+            with nullcontext() if mask is None else nn.padding_mask(mask):
+                losses.append((module(batch) * dy).sum())
+        if order == "one backward":
+            sum(losses).backward()
+        for loss in losses if order == "as they came" else losses[::-1] if order == "backwards" else ():
+            loss.backward()
+        return [b.grad for b in own]
+
+    ours = grads(lambda x: torch.utils.checkpoint.checkpoint(norm, x, use_reentrant=reentrant))
+    theirs = grads(plain)
+    close([*ours, norm.weight.grad], [*theirs, plain.weight.grad], 1e-12)
+    close(norm.buffers(), plain.buffers(), 1e-12)
 
 
 # Row norms as modules, and what has no kernel of its own.

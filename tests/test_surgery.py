@@ -216,6 +216,55 @@ def test_device_dtype_hooks_sharing_mode_and_filter_are_kept():
     assert on_meta[0].weight.is_meta and on_meta[0].weight.dtype == torch.bfloat16
 
 
+def test_undo_leaves_what_others_have_changed():
+    model = torchs_encoder().eval()
+    x, calls = torch.randn(2, 3, D), []
+    early = model.layers[0].register_forward_hook(lambda *_: calls.append("early"))
+    done = swap_residuals(model, "deepnorm")
+    norms = swap_norms(model, "scalenorm")
+    late = model.layers[0].register_forward_hook(lambda *_: calls.append("late"))
+    model.layers[0].add_module("extra", nn.Linear(2, 2))
+    with pytest.raises(ValueError, match=r"swap_norms to scalenorm came after swap_residuals to deepnorm .* undo"):
+        done.undo()
+    assert type(model.layers[0]) is nfnn.TransformerEncoderLayer
+    norms.undo(), done.undo()
+    assert type(model.layers[0]) is nn.TransformerEncoderLayer and model.layers[0].extra.in_features == 2
+    model(x)
+    assert calls == ["early", "late"]
+    early.remove(), late.remove()
+    model(x)
+    assert len(calls) == 2
+    again = swap_norms(model, "rmsnorm")  # and the way is free for others
+    again.undo()
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_what_comes_back_follows_the_model(name):
+    model = build(name)
+    plain = copy.deepcopy(model).double().eval()
+    norms = swap_norms(model, "scalenorm")
+    scheme = swap_residuals(model, "rezero", init=None)
+    model.double()
+    scheme.undo(), norms.undo()
+    assert {t.dtype for t in (*model.parameters(), *model.buffers()) if t.is_floating_point()} == {torch.float64}
+    assert torch.equal(run(model.eval())[0], run(plain)[0])
+
+
+def test_norms_without_parameters_and_shared_ones():
+    model = nn.Sequential(nn.LayerNorm(D, elementwise_affine=False), nn.Linear(D, D)).to("meta", torch.bfloat16)
+    swap_norms(model, "batchnorm")
+    assert model[0].weight is None and model[0].running_mean.is_meta
+    swap_norms(nn.Sequential(nn.LayerNorm(D, elementwise_affine=False)), "powernorm")
+    model = nn.Sequential(nn.LayerNorm(D), nn.Linear(D, D), nn.LayerNorm(D), nn.LayerNorm(D))
+    model[2].weight = model[0].weight
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    done = swap_norms(model, "scalenorm", optimizer=optimizer)
+    assert model[2].weight is model[0].weight and model[3].weight is not model[0].weight
+    assert {*optimizer.param_groups[0]["params"]} == {*model.parameters()}
+    done.undo()
+    assert {*optimizer.param_groups[0]["params"]} == {*model.parameters()}
+
+
 def test_matching_values():
     def swapped(norm, to, init="match"):
         model = nn.Sequential(norm)
@@ -660,6 +709,46 @@ def test_both_swaps_and_admins_profile():
     assert nfnn.profile(model, input_ids=tokens) == 4
     gains = [p for n, p in model.named_parameters() if "residual_scale" in n]
     assert len(gains) == 4 and all((p == p[0]).all() for p in gains) and gains[0][0] == 1 and gains[3][0] > 1
+
+
+@pytest.mark.parametrize("name", ["rust", "rust, decoder-only", *MODELS])
+def test_admins_gains_fold_into_the_weights(name):
+    if name.startswith("rust"):
+        shape = {"d_model": D, "heads": HEADS, "d_ff": FF, "encoder_layers": 2, "decoder_layers": 2}
+        alone = {"architecture": "decoder-only"} if "only" in name else {}
+        model = nfrs.Transformer(nfrs.TransformerConfig(vocab_size=20, residual="admin", **shape | alone))
+        tokens = torch.arange(4, 18).reshape(2, 7)
+        outputs = lambda: model(None if alone else tokens, tokens)  # noqa: E731
+    else:
+        model = build(name)
+        swap_residuals(model, "admin")
+        outputs = lambda: run(model)[0]  # noqa: E731
+    gains = [p for n, p in model.named_parameters() if "residual_scale" in n]
+    with torch.no_grad():
+        for p in gains:
+            p.uniform_(0.5, 2)
+    model.eval().double()
+    expected = outputs()
+    stacks = 2 if name in ("rust", "transformer", "t5", "t5-gated", "marian") else 1
+    assert surgery.fold_admin(model) == len(gains) - stacks
+    assert sum(bool((p == 1).all()) for p in gains) == len(gains) - stacks
+    torch.testing.assert_close(outputs(), expected, rtol=1e-9, atol=1e-9)
+    assert surgery.fold_admin(model) == len(gains) - stacks  # nothing is left to fold
+
+
+def test_what_cannot_be_folded():
+    with pytest.raises(ValueError, match='holds no layer with residual="admin"'):
+        surgery.fold_admin(nfnn.Transformer(D, HEADS, 1, 1, FF, residual="deepnorm"))
+    model = nfnn.Transformer(D, HEADS, 1, 1, FF, residual="admin", norm="scalenorm")
+    with pytest.raises(ValueError, match="ScaleNorm, has no gain for each column"):
+        surgery.fold_admin(model)
+    model = nfnn.Transformer(D, HEADS, 1, 1, FF, residual="admin")
+    with torch.no_grad():
+        model.decoder.layers[0].residual_scale2[3] = 0
+    before = copy.deepcopy(model.state_dict())
+    with pytest.raises(ValueError, match="norm2 has a zero"):
+        surgery.fold_admin(model)
+    assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
 
 
 class Block(nn.Module):

@@ -210,6 +210,21 @@ def test_ctrl_c_saves_and_says_how_to_go_on(tmp_path, corpus, ctrl_c, update):
     assert kept("parts") == kept("whole")
 
 
+def test_the_rate_decays_by_bleu(tmp_path, corpus):
+    """Held-out text that training leads away from: its loss rises between evaluations, its BLEU stays zero."""
+    lines = {"train": ["a b c"] * 40 + ["d d d d"], "valid": ["d d d d"] * 4}
+    for name in corpus:
+        (tmp_path / name).write_text("\n".join(lines[name[:5]]) + "\n")
+    files = {name: str(tmp_path / name) for name in corpus}
+    training = {"updates": 12, "evaluate_every": 1, "schedule": "no-warmup", "lr": 0.01, "label_smoothing": 0.0}
+    fit(tmp_path / "run", files, training=training | {"criterion": "loss", "max_tokens": 100})
+    evaluated = events(tmp_path / "run", "evaluated")
+    assert all(e["bleu"] == 0 for e in evaluated)
+    losses = [e["loss"] for e in evaluated]
+    assert any(losses[i] > max(losses[i - 3 : i]) for i in range(3, 11)), "by the loss the rate would have decayed"
+    assert {e["lr"] for e in events(tmp_path / "run", "updated")} == {0.01}
+
+
 def test_a_resumed_run_with_other_options_is_averaged(tmp_path, corpus):
     fit(tmp_path / "run", corpus, training={"updates": 2, "evaluate_every": 1})
     fit(tmp_path / "run", corpus, training={"updates": 4, "evaluate_every": 1, "max_tokens": 100}, resume=True)

@@ -74,12 +74,23 @@ def names() -> str:
         "What each name computes and where it comes from. d is the width, F a sublayer with dropout on its output, N a",
         "norm; as depths, N and M are the layers of encoder and decoder, L those of a single stack.",
     ]
-    for title, table, option, tested in (
-        ("Norms", "norms", "--norm", "tests/test_model.py tests/test_norms.py"),
-        ("Residual schemes", "residuals", "--residual", "tests/test_model.py tests/test_training.py"),
-        ("Initialisations", "inits", "--init", "tests/test_model.py"),
+    for title, table, how in (
+        ("Norms", "norms", "`--norm NAME`; shown by `pytest tests/test_model.py tests/test_norms.py -k NAME`."),
+        (
+            "Residual schemes",
+            "residuals",
+            "`--residual NAME`; shown by `pytest tests/test_model.py tests/test_training.py -k NAME`.",
+        ),
+        ("Initialisations", "inits", "`--init NAME`; shown by `pytest tests/test_model.py -k NAME`."),
+        (
+            "Beside them",
+            "others",
+            "`--groupscaling N`, `--fixnorm`, and with `--residual admin` by itself (in plain PyTorch "
+            "`normformer_rs.nn.profile`);\n"
+            "shown by `pytest tests/test_model.py tests/test_norms.py -k 'group_scaling or fixnorm or profil'`.",
+        ),
     ):
-        lines += ["", f"## {title}", "", f"`{option} NAME`; shown by `pytest {tested} -k NAME`.", ""]
+        lines += ["", f"## {title}", "", how, ""]
         lines += ["| name | definition | source |", "|---|---|---|"]
         for entry in tables[table]:
             cells = (f"`{entry['name']}`", entry["equation"].replace("|", "\\|"), entry["source"])

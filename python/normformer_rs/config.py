@@ -171,6 +171,6 @@ def preset(name: str) -> tuple["TransformerConfig", "TrainingConfig"]:
 def tables() -> dict[str, list[dict[str, Any]]]:
     """The norms, residuals and inits that a model may name: each a list of {name, equation, source}.
 
-    A norm that is its formula alone has `formula`, {has_bias}, too.
+    A norm that is its formula alone has `formula`, {has_bias}, too. `others` are what models have beside these.
     """
     return json.loads(_core.tables())

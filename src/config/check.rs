@@ -116,6 +116,12 @@ impl TransformerConfig {
         }
         let scheme = crate::residual::find(residual)?;
         let norms = [("encoder_norm", &self.encoder_norm), ("decoder_norm", &self.decoder_norm)];
+        if let (Some(norm), false) = (&self.encoder_norm, self.has_encoder()) {
+            return Err(Error::invalid(format!(
+                "a decoder-only model has no encoder, so encoder_norm = {:?} would do nothing: leave it out",
+                norm.as_str()
+            )));
+        }
         match norms.into_iter().find_map(|(name, norm)| Some((name, norm.as_ref()?))) {
             Some((name, norm)) if !crate::residual::has_norms(scheme, self) => Err(Error::invalid(format!(
                 "residual {residual:?} has no norms, so {name} = {:?} would do nothing: leave it out",
@@ -244,6 +250,7 @@ mod tests {
         check(r#""norm": "rmsnorm", "powernorm_warmup": 10"#, "an option of powernorm, and this model has norm");
         check(r#""encoder_norm": "powernorm", "lpnorm_p": 3"#, r#""powernorm" and "layernorm""#);
         check(r#""residual": "rezero", "decoder_norm": "rmsnorm""#, "has no norms");
+        check(r#""architecture": "decoder-only", "encoder_norm": "rmsnorm""#, "has no encoder");
         let fine = r#"{"vocab_size": 10, "residual": "branchnorm", "branchnorm_steps": 10, "decoder_norm": "rmsnorm"}"#;
         from_json::<TransformerConfig>("model", fine).unwrap().validate().unwrap();
         let fine = r#"{"vocab_size": 10, "encoder_norm": "powernorm-v", "powernorm_alpha_fwd": 0.95}"#;

@@ -3,6 +3,14 @@
 use crate::error::Result;
 use tch::Tensor;
 
+/// Name, equation and source.
+pub const ABOUT: [&str; 3] = [
+    "fixnorm",
+    "W̃ = W/max(‖row‖₂, 1e-12) of the word embedding, at the input (×√d) and, tied, at the output; U(−0.01, 0.01) at \
+     the start. With scalenorm the logits are g·cos(w, x)",
+    "Nguyen & Salazar 2019, §2.3, eq 6",
+];
+
 /// Embeddings start uniform in ±this; only their directions matter.
 pub const INIT_BOUND: f64 = 0.01;
 

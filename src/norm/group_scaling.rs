@@ -8,6 +8,13 @@ use crate::error::Result;
 use crate::operator;
 use tch::Tensor;
 
+/// Name, equation and source.
+pub const ABOUT: [&str; 3] = [
+    "groupscaling",
+    "x/√(mean over each group of x² + 1e-5), before batchnorm, powernorm-v and powernorm; 0 groups: none",
+    "Shen et al. 2020, Appendix A",
+];
+
 /// ε of the authors' code.
 pub const EPS: f64 = 1e-5;
 

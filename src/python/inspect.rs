@@ -27,6 +27,7 @@ fn fields(which: &str) -> PyResult<String> {
 fn tables() -> PyResult<String> {
     let entry =
         |name: &str, equation: &str, source: &str| json!({"name": name, "equation": equation, "source": source});
+    let others = [norm::group_scaling::ABOUT, norm::fix_norm::ABOUT, residual::PROFILING];
     json_text(&json!({
         "norms": norm::NORMS.iter().map(|n| {
             let mut entry = entry(n.name, n.equation, n.source);
@@ -37,6 +38,7 @@ fn tables() -> PyResult<String> {
         }).collect::<Vec<_>>(),
         "residuals": residual::SCHEMES.iter().map(|s| entry(s.name(), s.equation(), s.source())).collect::<Vec<_>>(),
         "inits": init::INITS.iter().map(|i| entry(i.name, i.definition, i.source)).collect::<Vec<_>>(),
+        "others": others.map(|[name, equation, source]| entry(name, equation, source)),
     }))
 }
 

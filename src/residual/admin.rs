@@ -2,6 +2,13 @@
 
 use super::{Around, Flow, Gain, Learned, Place, Scheme};
 
+/// Name, equation and source of what gives ω its first values.
+pub const PROFILING: [&str; 3] = [
+    "admin's profiling",
+    "one training batch with dropout; down each stack, with r = 1 at first: ω ← r, r ← √(Var(ω⊙x) + Var(F(x)))",
+    "Liu et al. 2020",
+];
+
 pub struct Admin;
 
 impl Scheme for Admin {

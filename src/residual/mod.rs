@@ -24,6 +24,7 @@ mod sandwich;
 pub mod step;
 mod subln;
 
+pub use admin::PROFILING;
 pub use branchnorm::Curve;
 pub use dlcl::DlclNorm;
 pub use fixup::RFixupMode;

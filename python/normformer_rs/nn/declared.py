@@ -241,6 +241,24 @@ def install(owner: nn.Module, items: Iterable[NormAt | Learned], place: Place, *
             setattr(owner, what.name, make(what, place, **making))
 
 
+@torch.no_grad()
+def reset(owner: nn.Module, items: Iterable[NormAt | Learned]) -> None:
+    """What was declared, as at the start."""
+    for what in items:
+        made: Any = getattr(owner, what.name)
+        if isinstance(what, Learned):
+            made.fill_(what.value)
+        else:
+            reset_module(made)
+
+
+def reset_module(module: Any) -> None:
+    """First values of a module that has any."""
+    reset = getattr(module, "reset_parameters", getattr(module, "_reset_parameters", None))
+    if reset is not None:
+        reset()
+
+
 # Running it.
 
 

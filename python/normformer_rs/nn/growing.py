@@ -26,6 +26,11 @@ class Growing(nn.Module):
         self._watched: tuple[int, int, int] | None = None
         self._has_warned = False
 
+    def reset_growth(self) -> None:
+        """t = 1."""
+        if self.growth is not None:
+            self.t.fill_(1)
+
     def alpha(self) -> Tensor | None:
         """α_t; None where nothing grows."""
         if self.growth is None:

@@ -1,6 +1,6 @@
 """Layers of a Transformer as torch.nn has them, with any norm, residual scheme and initialisation."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
@@ -10,7 +10,22 @@ from torch import Tensor, nn
 from .._core import InputError
 from ..config import unknown
 from .attention import MultiheadAttention, is_masked
-from .declared import OPS, Draw, Place, apply_changes, begin, close, configure, install, is_plain, rate
+from .declared import (
+    OPS,
+    Draw,
+    Learned,
+    NormAt,
+    Place,
+    apply_changes,
+    begin,
+    close,
+    configure,
+    install,
+    is_plain,
+    rate,
+    reset,
+    reset_module,
+)
 from .growing import Growing
 from .initial import Role, draw_linear
 
@@ -82,6 +97,12 @@ class Residual(Growing):
         install(self, self.declared.around(), self.place, factory={"device": device, "dtype": dtype})
         self.grow(self.place.declared.growth, device)
 
+    def reset_parameters(self) -> None:
+        """The scheme's norms, gains and t as at the start, and F's own `reset_parameters`, if it has one."""
+        reset(self, self.declared.around())
+        reset_module(self.sublayer)
+        self.reset_growth()
+
     def forward(self, x: Tensor, *args: Any, padding_mask: Tensor | None = None, **kwargs: Any) -> Any:
         """x⁺. `padding_mask`, x's leading shape, True at padding, is for norms with statistics."""
         f, *rest = _tuple(self.sublayer(begin(self, self.declared, x, padding_mask), *args, **kwargs))
@@ -147,6 +168,12 @@ class Layer(Growing):
         given = {"norm": norm, "residual": scheme, "norm_eps": layer_norm_eps, "dropout": dropout, **depths}
         if init not in (None, "torch"):
             given["init"] = init
+        if len(self.kinds) == 2 and "encoder_layers" not in depths:  # alone, the encoder has one norm
+            given["norm"] = options.pop("encoder_norm", None) or norm
+            if options.pop("decoder_norm", None) is not None:
+                raise InputError(
+                    "decoder_norm is given, but the encoder stands alone: leave it out, or say decoder_layers"
+                )
         config = configure(options, d_model=d_model, d_ff=dim_feedforward, heads=nhead, **given)
         self.place = Place(
             config, "encoder" if "encoder_layers" in depths and len(self.kinds) == 2 else "decoder", layer
@@ -172,31 +199,36 @@ class Layer(Growing):
             setattr(self, f"dropout{i + 1}", nn.Dropout(dropout))
         self.activation = _activation(activation)
         self.grow(declared.growth, device)
-        self.reset_parameters()
+        if not self.keeps_torchs_values:
+            self.draw()
 
     def _depths(self, encoder_layers: int | None, decoder_layers: int | None) -> dict[str, Any]:
         raise NotImplementedError
 
     def _install(self, factory: Mapping[str, Any], bias: bool) -> None:
-        making: dict[str, Any] = {"factory": factory, "bias": bias}
-        install(self, (what for s in self.place.sublayers for what in s.around()), self.place, **making)
-        for name, sublayer in zip((*self.attentions, ""), self.place.sublayers):
-            if not name:
-                install(self, sublayer.within(), self.place, **making)
-                continue
-            attention: MultiheadAttention = getattr(self, name)
+        self.has_norm_biases = bias
+        for name, sublayer in zip(self.attentions, self.place.sublayers):
             inside = {point: tuple(c.below(name) for c in changes) for point, changes in sublayer.inside.items()}
-            attention.set_inside(inside)
-            install(attention, (c.what for changes in inside.values() for c in changes), self.place, **making)
+            getattr(self, name).set_inside(inside)
+        for owner, items in self._declared():
+            install(owner, items, self.place, factory=factory, bias=bias)
+
+    def _declared(self) -> Iterator[tuple[nn.Module, list[NormAt | Learned]]]:
+        """What the scheme puts into the layer, by the module that has it."""
+        yield self, [what for sublayer in self.place.sublayers for what in sublayer.around()]
+        for name in self.attentions:
+            attention: MultiheadAttention = getattr(self, name)
+            yield attention, [change.what for changes in attention.inside.values() for change in changes]
+        yield self, [*self.place.sublayers[-1].within()]
 
     def move(self, place: Place) -> None:
         """Makes this a layer of another place of the same kind: constants, and norms that depend on the place."""
         device = self.linear1.weight.device
-        making: dict[str, Any] = {"factory": {"device": device, "dtype": self.linear1.weight.dtype}}
+        factory = {"device": device, "dtype": self.linear1.weight.dtype}
         old = {what for sublayer in self.place.sublayers for what in sublayer.around()}
         self.place = place
         new = [what for sublayer in place.sublayers for what in sublayer.around()]
-        install(self, (what for what in new if what not in old), place, **making)
+        install(self, (what for what in new if what not in old), place, factory=factory, bias=self.has_norm_biases)
         self.grow(None, device)
 
     def adopt(self, place: Place, in_stack: bool) -> None:
@@ -215,9 +247,17 @@ class Layer(Growing):
         self.train(self.training)
 
     def reset_parameters(self) -> None:
-        """Draws the linear layers' first values again, as `init` says; torch.nn's are left as they are."""
-        if not self.keeps_torchs_values:
+        """Everything as at the start: linear layers as `init` says, or as torch.nn does; norms, gains and t."""
+        if self.keeps_torchs_values:
+            for name in self.attentions:
+                reset_module(getattr(self, name).out_proj)
+            for module in (*(getattr(self, name) for name in self.attentions), self.linear1, self.linear2):
+                reset_module(module)
+        else:
             self.draw()
+        for owner, items in self._declared():
+            reset(owner, items)
+        self.reset_growth()
 
     def draw(self) -> None:
         """Draws them, whoever's they were."""

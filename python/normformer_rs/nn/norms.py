@@ -15,7 +15,7 @@ from .running import BatchNorm, GroupScaling, PowerNorm, PowerNormV
 OPS = torch.ops.normformer_rs
 
 
-class _RowNorm(nn.Module):
+class RowNorm(nn.Module):
     """A norm over the last dimensions, each row for itself."""
 
     operator: str
@@ -90,7 +90,7 @@ class _RowNorm(nn.Module):
         return f"{self.normalized_shape}, eps={self.eps}, elementwise_affine={self.elementwise_affine}"
 
 
-class LayerNorm(_RowNorm):
+class LayerNorm(RowNorm):
     """y = γ⊙(x − μ)/√(σ² + ε) + β over the last dimensions, σ² biased: torch.nn.LayerNorm.
 
     >>> LayerNorm(4)
@@ -109,7 +109,7 @@ class LayerNorm(_RowNorm):
     has_bias = True
 
 
-class _Offset(_RowNorm):
+class _Offset(RowNorm):
     """Reads the `g` of x-transformers, where a norm ends in ·√d·(g + offset)."""
 
     def __init__(
@@ -184,7 +184,7 @@ class FixedScaleNorm(ScaleNorm):
         super().__init__(normalized_shape, eps, **{"elementwise_affine": False, **settings})
 
 
-class LpNorm(_RowNorm):
+class LpNorm(RowNorm):
     """y = g·x/max(‖x‖_p, ε) over the last dimensions, one g = d^{1/p}, learned unless elementwise_affine=False.
 
     With n = ‖x‖_p, u = x/n and w = sign(x)(|x|/n)^{p−1} (p = ∞: sign(x) wherever |x| = n), dx = (g/n)(dy − w⟨u, dy⟩)
@@ -272,7 +272,7 @@ class FixNormEmbedding(nn.Embedding):
         return super().extra_repr() + (f", scale={self.scale}" if self.scale != 1 else "")
 
 
-class _Formula(_RowNorm):
+class _Formula(RowNorm):
     """A norm that Rust's table gives by its formula alone; the class is made of the entry."""
 
     def call(self, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:

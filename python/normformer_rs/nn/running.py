@@ -9,6 +9,7 @@ from .._core import InputError
 from ..config import unknown
 from ..ranks import group_name
 from .masks import mask_for
+from .unkept import Unkept, is_second_run, is_unkept
 
 OPS = torch.ops.normformer_rs
 MODES = ("paper", "release")
@@ -44,7 +45,7 @@ class RunningNorm(nn.Module):
     shown: tuple[str, ...] = ("alpha",)
     takes_pad_mask = True
     refused: Tensor
-    _stats: Tensor | None = None
+    """(1,) int64, no buffer: what loads or fills a module's buffers has nothing to put there."""
 
     def __init__(
         self,
@@ -74,7 +75,8 @@ class RunningNorm(nn.Module):
         kind = torch.float64 if (dtype or torch.get_default_dtype()) == torch.float64 else torch.float32
         for name, (shape, value) in self.statistics().items():
             self.register_buffer(name, torch.full(shape, value, device=device, dtype=kind))
-        self.register_buffer("refused", torch.zeros(1, dtype=torch.int64, device=device), persistent=False)
+        self.refused = torch.zeros(1, dtype=torch.int64, device=device)
+        self._unkept = Unkept()
         self.reset_parameters()
 
     def statistics(self) -> dict[str, tuple[tuple[int, ...], float]]:
@@ -107,22 +109,23 @@ class RunningNorm(nn.Module):
         """N(x). `padding_mask`: bool in x's leading shape, True at padding; None: that of `with padding_mask(…)`."""
         if x.dim() and x.shape[-1] != self.num_features:
             raise InputError(f"x must be (…, {self.num_features}), got {tuple(x.shape)}")
-        mask = mask_for(x) if padding_mask is None else padding_mask
         if self.groups:
             x = OPS.group_scaling(x, self.groups)
-        run = getattr(OPS, self.operator_name)
-        state = (*self.state(), self.refused)
-        settings = self.settings()
+        if self.refused.device != x.device:
+            before, self.refused = self.refused, torch.zeros_like(self.refused, device=x.device)
+            if not before.is_meta:
+                self.refused.copy_(before)
+        is_compiling = torch.compiler.is_compiling()
+        earlier = self._unkept.find(x) if self.training and not is_compiling and is_second_run() else None
+        mask, used = (mask_for(x), None) if earlier is None else earlier
+        mask = mask if padding_mask is None else padding_mask
+        options: dict[str, Any] = {"train": self.training, "eps": self.eps, **self.settings()}
         if self.sync and self.training:
-            settings["group"] = group_name(self.process_group)
-        if torch.compiler.is_compiling() or not self.training:
-            return run(x, self.weight, self.bias, mask, *state, train=self.training, eps=self.eps, **settings)[0]
-        # Inside a backward pass this is activation checkpointing's second run of a forward pass, whose statistics have
-        # moved: it takes those that the first run used.
-        again = torch._C._current_graph_task_id() != -1
-        used = self._stats if again else None
-        y, stats = run(x, self.weight, self.bias, mask, *state, used, train=True, eps=self.eps, **settings)
-        self._stats = stats
+            options["group"] = group_name(self.process_group)
+        run = getattr(OPS, self.operator_name)
+        y, stats = run(x, self.weight, self.bias, mask, *self.state(), self.refused, used, **options)
+        if self.training and not is_compiling and earlier is None and is_unkept():
+            self._unkept.add(x, mask, stats)
         return y
 
     def refused_batches(self) -> int:
@@ -137,14 +140,12 @@ class RunningNorm(nn.Module):
             # .half() and .bfloat16() are for parameters; an average over steps needs its digits.
             if old is not None and new is not None and new.dtype in (torch.float16, torch.bfloat16):
                 self._buffers[name] = old.to(new.device)
-        self._stats = None
+        self._unkept = Unkept()
         return self
 
     def __getstate__(self) -> dict[str, Any]:
         # A group is of this process; elsewhere it is the default group again.
-        return {name: value for name, value in super().__getstate__().items() if name != "_stats"} | {
-            "process_group": None
-        }
+        return super().__getstate__() | {"_unkept": Unkept(), "process_group": None}
 
     def extra_repr(self) -> str:
         more = "".join(f", {name}={getattr(self, name)}" for name in self.shown)

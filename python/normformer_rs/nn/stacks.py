@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from .._core import InputError
 from ..config import TransformerConfig
-from .declared import Change, Combine, NormAt, Place, apply_changes, apply_norm, make
+from .declared import Change, Combine, NormAt, Place, apply_changes, apply_norm, make, reset, reset_module
 from .growing import Growing
 from .layers import Activation, Layer, TransformerDecoderLayer, TransformerEncoderLayer
 from .profiling import begin_stack
@@ -26,9 +26,17 @@ class Sums(nn.Module):
     def __init__(self, declared: Combine, place: Place, factory: Mapping[str, Any]) -> None:
         super().__init__()
         self.on_sums, rows = declared.on_sums, len(declared.norms) + 1
-        counts = torch.arange(1, rows + 1, device=factory["device"], dtype=factory["dtype"])
-        self.weight = nn.Parameter((torch.ones_like(counts).expand(rows, rows) / counts[:, None]).tril())
+        self.weight = nn.Parameter(torch.empty(rows, rows, **factory))
         self.norms = nn.ModuleDict({at.name.rsplit(".", 1)[1]: make(at, place, factory) for at in declared.norms})
+        self.reset_parameters()
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Means of what is there, and the norms as at the start."""
+        counts = torch.arange(1, len(self.weight) + 1, device=self.weight.device, dtype=self.weight.dtype)
+        self.weight.copy_((torch.ones_like(self.weight) / counts[:, None]).tril())
+        for norm in self.norms.values():
+            reset_module(norm)
 
     def forward(self, y: Tensor, outputs: list[Tensor], padding_mask: Tensor | None) -> Tensor:
         """What follows y, given those before it; `outputs` grows by it."""
@@ -67,8 +75,10 @@ class Stack(Growing):
         factory = {"device": weight.device, "dtype": weight.dtype}
         for i, layer in enumerate(self.layers.children()):  # fairseq's list leaves out layers when it is walked
             layer.move(Place(config, stack, i))
-        self._extend(place, declared.end if not first.is_torchs else (), factory)
-        self.reset_parameters()
+        self._extend(place, declared.end if not first.is_torchs else (), factory, first.has_norm_biases)
+        for layer in self.layers.children():
+            if not layer.keeps_torchs_values:
+                layer.draw()
 
     def adopt(self, place: Place) -> None:
         """Of what was torch.nn's stack makes this one: its layers stay, and its norm if the scheme ends with one."""
@@ -78,22 +88,23 @@ class Stack(Growing):
         self._extend(place, end, {"device": weight.device, "dtype": weight.dtype})
         self.train(self.training)
 
-    def _extend(self, place: Place, end: tuple[Change, ...], factory: Mapping[str, Any]) -> None:
+    def _extend(self, place: Place, end: tuple[Change, ...], factory: Mapping[str, Any], bias: bool = True) -> None:
         """Adds what the scheme declares for the stack; a norm that is there stays."""
         self.place, declared = place, place.declared
         if declared.combine is not None:
             self.combine = Sums(declared.combine, place, factory)
         for change in end:
             if change.kind != "norm" or self.norm is None:
-                setattr(self, change.what.name, make(change.what, place, factory))
+                setattr(self, change.what.name, make(change.what, place, factory, bias))
         self.end = tuple(change for change in end if change.kind != "norm")
         self.grow(declared.growth, factory["device"])
 
     def reset_parameters(self) -> None:
-        """Draws the linear layers' first values again, as `init` says."""
-        for layer in self.layers.children():
-            if isinstance(layer, Layer):
-                layer.reset_parameters()
+        """Everything as at the start: the layers, what the scheme has beside them, and t."""
+        for module in (*self.layers.children(), self._modules.get("combine"), self.norm):
+            reset_module(module)
+        reset(self, (change.what for change in self.end))
+        self.reset_growth()
 
     def _run(self, x: Tensor, call: Callable[..., Tensor], padding_mask: Tensor | None) -> Tensor:
         """x through the layers, each called with α_t where the scheme grows."""
@@ -286,18 +297,19 @@ class Transformer(nn.Module):
         self.d_model, self.nhead, self.batch_first, self.init = d_model, nhead, batch_first, init
         self.keeps_torchs_values = keeps_torchs or init == "torch"
         if self.keeps_torchs_values:
-            self.reset_parameters()
+            self._reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Draws first values again: as `init` says, or Xavier's uniform ones as torch.nn.Transformer does."""
-        if self.keeps_torchs_values:
-            for p in self.parameters():
-                if p.dim() > 1:
-                    nn.init.xavier_uniform_(p)
-            return
+        """Everything as at the start: as `init` says, or torch.nn.Transformer's, all matrices Xavier uniform."""
         for stack in (self.encoder, self.decoder):
-            if isinstance(stack, Stack):
-                stack.reset_parameters()
+            reset_module(stack)
+        if self.keeps_torchs_values:
+            self._reset_parameters()
+
+    def _reset_parameters(self) -> None:
+        for p in self.parameters():
+            if p.dim() > 1:
+                nn.init.xavier_uniform_(p)
 
     def forward(
         self,

@@ -6,7 +6,11 @@ from torch import nn
 
 from .._core import InputError
 from .growing import Growing
+from .norms import RowNorm
 from .profiling import profiling
+from .running import RunningNorm
+
+_NORMS = (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, nn.modules.batchnorm._NormBase, RowNorm, RunningNorm)
 
 
 def set_num_updates(model: nn.Module, n: int) -> int:
@@ -25,16 +29,23 @@ def set_num_updates(model: nn.Module, n: int) -> int:
 def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
     """Two groups for an optimizer: matrices, with `weight_decay`, and norms, gains and biases, without.
 
-    A parameter of at most one dimension (or in a norm) counts as the latter; those that need no gradient are left out.
+    A parameter of at most one dimension, in a norm, or of dlcl's sums counts as the latter; those that need no gradient
+    are left out.
 
     >>> from torch import nn
     >>> groups = parameter_groups(nn.Linear(2, 3), 0.1)
     >>> [(group["weight_decay"], len(group["params"])) for group in groups]
     [(0.1, 1), (0.0, 1)]
     """
+    undecayed = {
+        p
+        for name, module in model.named_modules()
+        if isinstance(module, _NORMS) or name.rpartition(".")[2] == "combine"
+        for p in module.parameters(recurse=False)
+    }
     wanted = [p for p in model.parameters() if p.requires_grad]
-    matrices = [p for p in wanted if p.dim() > 1]
-    others = [p for p in wanted if p.dim() <= 1]
+    matrices = [p for p in wanted if p.dim() > 1 and p not in undecayed]
+    others = [p for p in wanted if p.dim() <= 1 or p in undecayed]
     return [{"params": matrices, "weight_decay": weight_decay}, {"params": others, "weight_decay": 0.0}]
 
 

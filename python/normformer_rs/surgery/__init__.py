@@ -2,6 +2,7 @@
 
 from .blocks import Linear, Part, register_block, register_stack
 from .edits import Row, Swaps
+from .folding import fold_admin
 from .norms import register_norm, swap_norms
 from .residuals import swap_residuals
 from .steps import BlockResidual
@@ -12,6 +13,7 @@ __all__ = [
     "Part",
     "Row",
     "Swaps",
+    "fold_admin",
     "register_block",
     "register_norm",
     "register_stack",

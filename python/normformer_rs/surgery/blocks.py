@@ -80,12 +80,12 @@ def __torch_parts(*attentions: str) -> tuple[Part, ...]:
     return (*parts, Part("feed-forward", f"norm{len(attentions) + 1}", _FEED_FORWARD))
 
 
-_ENCODER, _DECODER = __torch_parts("self_attn"), __torch_parts("self_attn", "multihead_attn")
+ENCODER, DECODER = __torch_parts("self_attn"), __torch_parts("self_attn", "multihead_attn")
 TORCHS: dict[type[nn.Module], tuple[Part, ...]] = {
-    nn.TransformerEncoderLayer: _ENCODER,
-    nn.TransformerDecoderLayer: _DECODER,
-    nfnn.TransformerEncoderLayer: _ENCODER,
-    nfnn.TransformerDecoderLayer: _DECODER,
+    nn.TransformerEncoderLayer: ENCODER,
+    nn.TransformerDecoderLayer: DECODER,
+    nfnn.TransformerEncoderLayer: ENCODER,
+    nfnn.TransformerDecoderLayer: DECODER,
 }
 TORCH_STACKS = {nn.TransformerEncoder: nfnn.TransformerEncoder, nn.TransformerDecoder: nfnn.TransformerDecoder}
 

@@ -1,7 +1,7 @@
 """What every kind of surgery shares: changes that can be taken back, the table of what was done, optimizers
 re-pointed."""
 
-import copy
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from .._core import InputError
 
-_DICTS = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set", "_forward_hooks", "_forward_pre_hooks")
+_DICTS = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set")
 _WRAPPERS = ("DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule", "DataParallel")
 
 
@@ -23,27 +23,50 @@ class Row(NamedTuple):
     note: str = ""
 
 
-class Edits:
-    """Changes to modules, in order, each with its way back."""
+_MISSING: Any = object()
+_SWAPS: "weakref.WeakKeyDictionary[nn.Module, list[list[str]]]" = weakref.WeakKeyDictionary()
+"""The titles of the swaps that changed a module and have not been taken back, in order; each stands in a list of its
+own, which tells it from another of the same words."""
 
-    def __init__(self, model: nn.Module) -> None:
-        self.model = model
+
+class _State(NamedTuple):
+    """A module's class, attributes, and what its dictionaries of parameters, buffers and children hold."""
+
+    kind: type[nn.Module]
+    attributes: dict[str, Any]
+    held: dict[str, dict[str, Any]]
+
+    @classmethod
+    def of(cls, module: nn.Module) -> "_State":
+        attributes = {name: value for name, value in module.__dict__.items() if name not in _DICTS}
+        return cls(type(module), attributes, {name: _copied(module.__dict__[name]) for name in _DICTS})
+
+
+def _copied(held: dict[str, Any] | set[str]) -> dict[str, Any]:
+    return dict.fromkeys(held, True) if isinstance(held, set) else {**held}
+
+
+def _merged(now: Mapping[str, Any], before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, Any]:
+    """`now` without what led from `before` to `after`; in the order of `before`."""
+    changed = {key for key in {**before, **after} if before.get(key, _MISSING) is not after.get(key, _MISSING)}
+    values = {key: (before if key in changed else now).get(key, _MISSING) for key in {**before, **now}}
+    return {key: value for key, value in values.items() if value is not _MISSING}
+
+
+class Edits:
+    """Changes to modules, in order, each with its way back. What was changed by others in between stays."""
+
+    def __init__(self, model: nn.Module, title: str) -> None:
+        self.model, self._title = model, [title]
+        self._before: dict[nn.Module, _State] = {}
+        self._after: dict[nn.Module, _State] = {}
         self._back: list[Callable[[], None]] = []
         self._written: list[tuple[Tensor, int]] = []
+        self._places: list[tuple[Tensor, torch.device, torch.dtype]] = []
 
     def remember(self, module: nn.Module) -> None:
-        """Before its class, attributes or children change: `undo` brings them back, but for `training`."""
-        kind, state = type(module), dict(module.__dict__)
-        state.update({name: copy.copy(state[name]) for name in _DICTS})
-
-        def back() -> None:
-            module.__class__ = kind
-            training = module.training
-            module.__dict__.clear()
-            module.__dict__.update(state)
-            module.training = training
-
-        self._back.append(back)
+        """Before its class, attributes, parameters, buffers or children change."""
+        self._before.setdefault(module, _State.of(module))
 
     def remember_values(self, parameters: Iterable[nn.Parameter]) -> None:
         """Before they are drawn anew."""
@@ -63,14 +86,58 @@ class Edits:
 
     def done(self) -> None:
         """From here on, writes to parameters are training."""
+        self._after = {module: _State.of(module) for module in self._before}
+        for module in self._before:
+            _SWAPS.setdefault(module, []).append(self._title)
         self._written = [(p, p._version) for p in self.model.parameters()]
+        self._places = [(p, p.device, p.dtype) for p in self.model.parameters()]
 
     def was_trained(self) -> bool:
         return any(p._version != version for p, version in self._written)
 
     def undo(self) -> None:
+        """Takes everything back. Errors: InputError where a later swap changed the same modules; nothing is changed
+        then."""
+        for module in self._after:
+            (later,) = _SWAPS[module][-1]
+            if _SWAPS[module][-1] is not self._title:
+                same = f"{self._title[0]} and changed the same {type(module).__name__}"
+                raise InputError(f"{later} came after {same}: undo() that first")
+        there = {id(t) for t in (*self.model.parameters(), *self.model.buffers())}
+        for module, before in self._before.items():
+            self._restore(module, before, self._after.get(module) or _State.of(module))
+            if module in self._after:
+                _SWAPS[module].pop()
         while self._back:
             self._back.pop()()
+        self._bring_along(there)
+        self._before, self._after = {}, {}
+
+    def _restore(self, module: nn.Module, before: _State, after: _State) -> None:
+        if before.kind is not after.kind:
+            module.__class__ = before.kind
+        held = {name: module.__dict__[name] for name in _DICTS}
+        own = {name: value for name, value in module.__dict__.items() if name not in _DICTS}
+        own = _merged(own, before.attributes, after.attributes)
+        module.__dict__.clear()
+        module.__dict__.update(own | held)
+        for name, values in held.items():
+            found = _merged(_copied(values), before.held[name], after.held[name])
+            values.clear()
+            values.update(found)
+
+    def _bring_along(self, there: set[int]) -> None:
+        """What has come back (is not `there`) goes where the model has gone since, and takes the type it was given."""
+        types = {(device, dtype): (p.device, p.dtype) for p, device, dtype in self._places}
+        devices = {device: p.device for p, device, _ in self._places}
+        for parameter in self.model.parameters():
+            here = parameter.device, parameter.dtype
+            if id(parameter) not in there and types.get(here, here) != here:
+                parameter.data, parameter.grad = parameter.data.to(*types[here]), None
+        for module in self.model.modules():
+            for name, buffer in module._buffers.items():
+                if buffer is not None and id(buffer) not in there:
+                    module._buffers[name] = buffer.to(devices.get(buffer.device, buffer.device))
 
 
 class Swaps(Sequence[Row]):
@@ -84,7 +151,9 @@ class Swaps(Sequence[Row]):
         out returns with the weights from before the swap, everything else keeps what it has learned, and the table says
         so.
 
-        Swaps are taken back in reverse order. Errors: InputError if this one has been already.
+        What others have changed in between, hooks for example, stays; what comes back takes the device and the dtype
+        that the model has been given since. Errors: InputError if this swap has been taken back already, or if a later
+        one changed the same modules: that comes first.
         """
         if self._edits is None:
             raise InputError(f"{self.title}: this has been taken back already, or is itself the way back")

@@ -184,16 +184,19 @@ def swap_norms(
         )
 
     made: dict[nn.Module, tuple[nn.Module, str]] = {}
+    shared: dict[tuple[nn.Parameter, str, torch.Size], nn.Parameter] = {}
     places: list[tuple[str, nn.Module]] = []
     for name, module, known in norms:
         if own_name(module) == to or (filter is not None and not filter(name, module)):
             continue
         places.append((name, module))
         if module not in made:
-            made[module] = _twin(module, known, to, init, options)
+            made[module] = _twin(module, known, to, init, _nearest(model, name), options)
+            _share(module, made[module][0], shared)
 
     repoint = Repoint(optimizer, {k: v for name, old in places for k, v in _exchange(name, old, made[old][0]).items()})
-    edits, rows = Edits(model), []
+    title = f"swap_norms to {to}"
+    edits, rows = Edits(model, title), []
     for name, old in places:
         parent, _, leaf = name.rpartition(".")
         holder = model.get_submodule(parent)
@@ -203,16 +206,38 @@ def swap_norms(
     rows += _switch_off_fast_paths(model, {new for new, _ in made.values()}, edits)
     repoint(edits)
     edits.done()
-    return Swaps(f"swap_norms to {to}", rows, edits)
+    return Swaps(title, rows, edits)
 
 
-def _twin(old: nn.Module, known: Known, to: str, init: str, options: dict[str, Any]) -> tuple[nn.Module, str]:
-    """The norm that takes the old one's place, and a note."""
-    like: Any = next((p for p in old.parameters(recurse=False)), None)
+def _nearest(model: nn.Module, name: str) -> Tensor:
+    """A tensor that tells a norm's device and dtype: its own, or one of the smallest part of the model around it."""
+    while True:
+        module = model.get_submodule(name)
+        for tensor in (*module.parameters(), *module.buffers()):
+            if tensor.is_floating_point():
+                return tensor
+        if not name:
+            return torch.empty(0)
+        name = name.rpartition(".")[0]
+
+
+def _share(old: nn.Module, new: nn.Module, shared: dict[tuple[nn.Parameter, str, torch.Size], nn.Parameter]) -> None:
+    """Norms that had a parameter in common have one again. `shared`: those that were made so far."""
+    for leaf, parameter in [*new.named_parameters(recurse=False)]:
+        counterpart = getattr(old, leaf, None)
+        if counterpart is not None:
+            setattr(new, leaf, shared.setdefault((counterpart, leaf, parameter.shape), parameter))
+
+
+def _twin(
+    old: nn.Module, known: Known, to: str, init: str, like: Tensor, options: dict[str, Any]
+) -> tuple[nn.Module, str]:
+    """The norm that takes the old one's place, on the device and of the dtype of `like`, and a note."""
+    first = next((p for p in old.parameters(recurse=False)), None)
     bias = getattr(old, "bias", None)
-    place: dict[str, Any] = (
-        {"elementwise_affine": False} if like is None else {"device": like.device, "dtype": like.dtype}
-    )
+    place: dict[str, Any] = {"device": like.device, "dtype": like.dtype}
+    if first is None:
+        place["elementwise_affine"] = False
     has_bias = bias is not None or known.computes != "layernorm"
     # ε means the same in these two; in others it is another number's.
     eps = getattr(old, "eps", getattr(old, "variance_epsilon", None))
@@ -226,7 +251,7 @@ def _twin(old: nn.Module, known: Known, to: str, init: str, options: dict[str, A
         note = "bias dropped"
     for name, parameter in new.named_parameters():
         counterpart = getattr(old, name, None)
-        parameter.requires_grad_((like if counterpart is None else counterpart).requires_grad)
+        parameter.requires_grad_(getattr(first if counterpart is None else counterpart, "requires_grad", True))
     new.train(old.training)
     for hooks in _HOOKS:
         if hooks in old.__dict__:

@@ -65,7 +65,8 @@ def swap_residuals(
     plans = [(group, place) for group, place in _plans(model, to, depth, init, options) if not _has(group, place)]
     for group, place in plans:
         _check(group, place, to)
-    edits, rows, before = Edits(model), [], dict(model.named_parameters())
+    title, before = f"swap_residuals to {to}", dict(model.named_parameters())
+    edits, rows = Edits(model, title), []
     try:
         for group, place in plans:
             old = [type(block).__name__ for block in group.blocks]
@@ -84,13 +85,13 @@ def swap_residuals(
     if optimizer is not None:
         _move_t_with(optimizer, model, edits)
     edits.done()
-    return Swaps(f"swap_residuals to {to}", rows, edits)
+    return Swaps(title, rows, edits)
 
 
 # Finding the blocks, and what their model looks like.
 
 
-def _find(model: nn.Module) -> list[Group]:
+def find_groups(model: nn.Module) -> list[Group]:
     """All known blocks, those of one list that are alike together; InputError if there are none."""
     known = {*TORCHS, *known_blocks(), *known_blocks().values()}
     found: dict[Any, dict[str, nn.Module]] = {}
@@ -116,7 +117,7 @@ def _plans(
 ) -> list[tuple[Group, Place]]:
     """For each group of blocks the place of its first: the configuration says how deep the model is, and which stack it
     is."""
-    groups = _find(model)
+    groups = find_groups(model)
     with_memory, alone = [g for g in groups if g.has_memory], [g for g in groups if not g.has_memory]
     plans = []
     for group in groups:

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ..nn.declared import Draw, Learned, NormAt, Place, Sublayer, apply_changes, begin, close, install, make
+from ..nn.declared import Draw, Learned, NormAt, Place, Sublayer, apply_changes, begin, close, install, make, reset
 from ..nn.growing import Growing
 from ..nn.profiling import begin_stack
 from .blocks import Part, width_into
@@ -40,11 +40,19 @@ class BlockResidual(Growing):
         self._block, self._first = (block,), (first,)
         self.place, self.paths = place, {f"norm{i + 1}": part.norm for i, part in enumerate(parts)}
         self.sublayers = tuple(_local(block, part, sublayer) for part, sublayer in zip(parts, place.sublayers))
-        items = [what for s in self.sublayers for what in (*s.around(), *s.within()) if what.name not in self.paths]
-        install(self, items, place, factory=factory)
+        install(self, self._declared(), place, factory=factory)
         self.end: tuple[Any, ...] = ()
         self.training = block.training
         self.grow(place.declared.growth if first is None else None, like.device)
+
+    def _declared(self) -> list[NormAt | Learned]:
+        """What the scheme has here that the block does not have itself."""
+        return [what for s in self.sublayers for what in (*s.around(), *s.within()) if what.name not in self.paths]
+
+    def reset_parameters(self) -> None:
+        """The scheme's norms, gains and t as at the start."""
+        reset(self, [*self._declared(), *(change.what for change in self.end)])
+        self.reset_growth()
 
     def __getattr__(self, name: str) -> Any:
         paths = self.__dict__.get("paths", {})
