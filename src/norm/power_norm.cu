@@ -1,9 +1,8 @@
 // power_norm.rs: the running mean square of the step before, and the batch's own during warm-up.
 struct Norm {
   enum { CENTRED = 0 };
-  static DEV bool warming(const Batch& b, const State& s, const Options& o) {
-    return s.iters + 1 <= o.warmup && b.count > 0.0;
-  }
+  static DEV bool ahead(const State& s, const Options& o) { return s.iters + 1 > o.warmup; }
+  static DEV bool warming(const Batch& b, const State& s, const Options& o) { return !ahead(s, o) && b.count > 0.0; }
   static DEV Used settle(const Batch& b, const State& s, const Options& o) {
     const Used running = used_of(0.0, s.first, o.eps), own = used_of(b, o.eps);
     if (!o.train) return running;

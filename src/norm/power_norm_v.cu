@@ -1,6 +1,7 @@
 // power_norm_v.rs: the batch's mean square, or the running one.
 struct Norm {
   enum { CENTRED = 0 };
+  static DEV bool ahead(const State&, const Options&) { return false; }
   static DEV Used settle(const Batch& b, const State& s, const Options& o) {
     return o.running ? used_of(0.0, s.first, o.eps) : used_of(b, o.eps);
   }

@@ -25,7 +25,7 @@ fn slabs(rows: i64) -> (i64, i64) {
 
 /// The numbers that slabs leave together.
 pub fn partial_length(rows: i64, cols: i64) -> i64 {
-    slabs(rows).1 * (MOST_PARTS * cols + 1)
+    slabs(rows).1 * (MOST_PARTS * cols + 1) + 1
 }
 
 /// columns.cuh's `Rows`.
@@ -38,6 +38,18 @@ struct Rows {
     chunks: i32,
 }
 
+/// columns.cuh's `Ahead`.
+#[repr(C)]
+struct Ahead {
+    first: *const u8,
+    iters: *const u8,
+    weight: *const u8,
+    bias: *const u8,
+    y: *mut u8,
+    wrote: *mut f32,
+    options: Options,
+}
+
 /// columns.cuh's `Measure`.
 #[repr(C)]
 struct Measure {
@@ -45,6 +57,7 @@ struct Measure {
     rows: Rows,
     partial: *mut f32,
     counts: *mut f32,
+    ahead: Ahead,
 }
 
 /// columns.cuh's `Normalise`.
@@ -56,6 +69,7 @@ struct Normalise {
     weight: *const u8,
     bias: *const u8,
     y: *mut u8,
+    wrote: *const f32,
 }
 
 /// columns.cuh's `GradientSums`.
@@ -66,6 +80,10 @@ struct GradientSums {
     rows: Rows,
     stats: *const u8,
     partial: *mut u8,
+    weight: *const u8,
+    second: *const u8,
+    alpha_bwd: f64,
+    dx: *mut u8,
 }
 
 /// columns.cuh's `Gradient`.
@@ -195,15 +213,34 @@ impl Kernels {
         unsafe { cuda::launch(self.device, &self.norm.program, &self.options, kernel, grid, arguments) }
     }
 
-    /// Mean and mean square of `rows`, and how many are real; mean and count may be unwanted.
+    /// The slabs' counts of real rows, behind what else they leave, and behind those whether y has been written.
+    fn counts(&self, v: &Call) -> *mut f32 {
+        // SAFETY: the workspace is `partial_length` long.
+        unsafe { v.partial.data.cast::<f32>().add((self.slabs * MOST_PARTS) as usize * self.cols as usize) }
+    }
+
+    fn wrote(&self, v: &Call) -> *mut f32 {
+        // SAFETY: as above.
+        unsafe { self.counts(v).add(self.slabs as usize) }
+    }
+
+    /// Mean and mean square of `rows`, and how many are real; mean and count may be unwanted. With `write` y too, where
+    /// it needs nothing of the batch.
     ///
     /// # Safety
     /// The shim's views are of a forward call; the places have room for every column.
-    unsafe fn measure(&self, v: &Call, rows: Rows, mean: *mut f64, square: *mut f64, count: *mut f64) -> Result<()> {
-        let partial = v.partial.data.cast::<f32>();
-        // SAFETY: the workspace is `partial_length` long.
-        let counts = unsafe { partial.add((self.slabs * MOST_PARTS) as usize * self.cols as usize) };
-        let measure = Measure { x: v.x.data, rows, partial, counts };
+    unsafe fn measure(&self, v: &Call, rows: Rows, [mean, square, count]: [*mut f64; 3], write: bool) -> Result<()> {
+        let (partial, counts) = (v.partial.data.cast::<f32>(), self.counts(v));
+        let ahead = Ahead {
+            first: v.first.data,
+            iters: v.iters.data,
+            weight: v.weight.data,
+            bias: v.bias.data,
+            y: if write { v.y.data } else { null_mut() },
+            wrote: self.wrote(v),
+            options: Options::of(v),
+        };
+        let measure = Measure { x: v.x.data, rows, partial, counts, ahead };
         let (slabs, cols) = (self.slabs as i32, self.cols as i32);
         let merge = Merge { partial, counts, mean, square, count, slabs, cols };
         // SAFETY: every slab has its place in the workspace.
@@ -211,6 +248,14 @@ impl Kernels {
             self.launch("columns_measure", self.tiled, &measure)?;
             self.launch("columns_merge", self.by_columns(), &merge)
         }
+    }
+}
+
+impl Options {
+    fn of(v: &Call) -> Self {
+        let o = &v.options;
+        let running = !o.train && !v.first.is_absent();
+        Options { alpha: o.alpha, eps: o.eps, warmup: o.warmup, train: o.train, release: o.release, running }
     }
 }
 
@@ -222,9 +267,7 @@ pub fn forward(device: Device, norm: &'static ColumnKernels, v: &Call) -> Result
         return Ok(());
     }
     let kernels = Kernels::of(device, norm, v, &[&v.x, &v.y, &v.stats, &v.weight, &v.bias])?;
-    if !v.given {
-        settle(&kernels, v)?;
-    }
+    let may_have_written = !v.given && settle(&kernels, v)?;
     let normalise = Normalise {
         x: v.x.data,
         rows: kernels.written(v.options.release),
@@ -232,26 +275,28 @@ pub fn forward(device: Device, norm: &'static ColumnKernels, v: &Call) -> Result
         weight: v.weight.data,
         bias: v.bias.data,
         y: v.y.data,
+        wrote: if may_have_written { kernels.wrote(v) } else { null_mut() },
     };
     // SAFETY: the shim gave contiguous tensors of these types and shapes on the device, y its own, and holds them until
     // the call returns; torch's allocator keeps what is freed then for the stream that the kernels are on.
     unsafe { kernels.launch("columns_normalise", kernels.tiled, &normalise) }
 }
 
-fn settle(kernels: &Kernels, v: &Call) -> Result<()> {
-    let o = &v.options;
-    let running = !o.train && !v.first.is_absent();
+/// The statistics of y, from the batch and the buffers; whether y may have been written on the way.
+fn settle(kernels: &Kernels, v: &Call) -> Result<bool> {
+    let options = Options::of(v);
+    let writes = options.train && !v.first.is_absent();
     let [mut mean, mut square, mut square_of_all, mut count] = [null_mut::<f64>(); 4];
-    if !running {
+    if !options.running {
         // SAFETY: the shim gave four rows, and of the last the first number is used.
         let row = |i: usize| unsafe { v.batch.data.cast::<f64>().add(i * v.stats.cols()) };
         (mean, square, square_of_all, count) = (row(0), row(1), row(1), row(3));
         // SAFETY: as in `forward`; the rows of the batch have room for every column.
-        unsafe { kernels.measure(v, kernels.rows, mean, square, count)? };
-        if o.release && !v.pad.is_absent() {
+        unsafe { kernels.measure(v, kernels.rows, [mean, square, count], writes)? };
+        if options.release && !v.pad.is_absent() {
             square_of_all = row(2);
             // SAFETY: as above.
-            unsafe { kernels.measure(v, kernels.all_rows(), null_mut(), square_of_all, null_mut())? };
+            unsafe { kernels.measure(v, kernels.all_rows(), [null_mut(), square_of_all, null_mut()], false)? };
         }
     }
     let settle = Settle {
@@ -266,11 +311,12 @@ fn settle(kernels: &Kernels, v: &Call) -> Result<()> {
         refused: v.refused.data,
         stats: v.stats.data,
         cols: kernels.cols as i32,
-        options: Options { alpha: o.alpha, eps: o.eps, warmup: o.warmup, train: o.train, release: o.release, running },
+        options,
         largest: v.largest(),
     };
     // SAFETY: as above; the buffers, of one type, and the statistics have a number for every column.
-    unsafe { kernels.launch("columns_settle", ONE_BLOCK, &settle) }
+    unsafe { kernels.launch("columns_settle", ONE_BLOCK, &settle)? };
+    Ok(writes)
 }
 
 /// dx and the parameters' gradients; moves PowerNorm's ν.
@@ -284,24 +330,27 @@ pub fn backward(device: Device, norm: &'static ColumnKernels, v: &Call, d: &Grad
     let cols = kernels.cols as i32;
     let sums = [Output { to: d.dbias.data, first: 0 }, Output { to: d.dweight.data, first: cols }];
     let moves = norm.approximate && v.options.train;
+    let second = if moves { v.second.data } else { null_mut() };
+    let (weight, alpha_bwd, dx) = (v.weight.data, v.options.alpha_bwd, d.dx.data);
+    let sums_of = GradientSums { dy, x, rows, stats, partial, weight, second, alpha_bwd, dx };
     let slopes_of = Slopes {
         sum: d.dbias.data,
         sum_x: d.dweight.data,
         stats,
-        weight: v.weight.data,
-        second: if moves { v.second.data } else { null_mut() },
+        weight,
+        second,
         refused: v.refused.data,
         slopes,
         cols,
-        alpha_bwd: v.options.alpha_bwd,
+        alpha_bwd,
         largest: v.largest(),
     };
     // SAFETY: as in `forward`; the gradients are fresh, a slab has its place in the workspace, and slopes has three rows.
     unsafe {
-        kernels.launch("columns_gradient_sums", kernels.tiled, &GradientSums { dy, x, rows, stats, partial })?;
+        kernels.launch("columns_gradient_sums", kernels.tiled, &sums_of)?;
         sum_partials(device, partial, kernels.slabs as i32, 2 * i64::from(cols), &sums)?;
         kernels.launch("columns_slopes", ONE_BLOCK, &slopes_of)?;
-        kernels.launch("columns_gradient", kernels.tiled, &Gradient { dy, x, rows, stats, slopes, dx: d.dx.data })
+        kernels.launch("columns_gradient", kernels.tiled, &Gradient { dy, x, rows, stats, slopes, dx })
     }
 }
 

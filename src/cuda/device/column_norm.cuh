@@ -1,5 +1,6 @@
 // What a norm with statistics of columns says of itself (columns.rs), for one column. A norm is a struct Norm with
 //   CENTRED                         xhat has a mean taken away
+//   ahead(State, Options)           what xhat is made with does not depend on the batch (in training)
 //   settle(Batch, State, Options)   what xhat is made with
 //   moved(Batch, State, Options)    the state after a batch that is taken in
 // In double, like the merging of what was measured: it is done once per column.

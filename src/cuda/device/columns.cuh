@@ -36,13 +36,14 @@ static DEV Values all(f32 v) {
 // A number for every column, where there are any.
 static DEV Values given(const f32* p, int chunk, f32 absent) { return p ? load<f32>(p, chunk) : all(absent); }
 
-// Rows that a thread sums in f32 before their sum is added in double.
-enum { ROUND = 32 };
+// Rows that a thread sums in f32 before their sum is added in double; and rows that it has on their way at a time.
+enum { ROUND = 32, ABREAST = 4 };
 
 // N sums over the rows from `first` to `end`, of which all warps get those of their lanes; all threads must call.
-// work(row, sums) adds one row. `shared` holds N*THREADS numbers.
-template <int N, class Work>
-static DEV void over_rows(const Place& p, i64 first, i64 end, double* shared, double (&sums)[N], Work work) {
+// work(row, load(row), sums) adds one row. `shared` holds N*THREADS numbers.
+template <int N, class Load, class Work>
+static DEV void over_rows(
+    const Place& p, i64 first, i64 end, double* shared, double (&sums)[N], Load load, Work work) {
   const auto by = [&](int warp, int k) -> double& { return shared[(k * WARPS + warp) * 32 + p.lane]; };
 #pragma unroll
   for (int k = 0; k < N; k++) by(p.warp, k) = 0.0;
@@ -51,8 +52,16 @@ static DEV void over_rows(const Place& p, i64 first, i64 end, double* shared, do
     f32 part[N];
 #pragma unroll
     for (f32& v : part) v = 0.f;
-#pragma unroll 4
-    for (i64 row = round; row < last; row += WARPS) work(row, part);
+    for (i64 row = round; row < last; row += ABREAST * WARPS) {
+      // What work stores could be what load reads, for all that the compiler knows: so all are read first.
+      decltype(load(row)) read[ABREAST];
+#pragma unroll
+      for (int i = 0; i < ABREAST; i++)
+        if (row + i * WARPS < last) read[i] = load(row + i * WARPS);
+#pragma unroll
+      for (int i = 0; i < ABREAST; i++)
+        if (row + i * WARPS < last) work(row + i * WARPS, read[i], part);
+    }
 #pragma unroll
     for (int k = 0; k < N; k++) by(p.warp, k) += part[k];
   }
@@ -66,11 +75,42 @@ static DEV void over_rows(const Place& p, i64 first, i64 end, double* shared, do
   __syncthreads();
 }
 
+// A row's numbers as they are stored, and whether it is real. Padding is read and left out, so that loads need not wait
+// for the mask.
+struct Read {
+  Pack<K_X, VEC> x, dy;
+  bool real;
+};
+static DEV Values widened(const Pack<K_X, VEC>& pack) {
+  Values found;
+  widen(pack, found.v);
+  return found;
+}
+
+// y, where it needs nothing of the batch: then one pass makes it and measures x.
+struct Ahead {
+  const K_STATE* first;  // the running statistics
+  const i64* iters;
+  const f32 *weight, *bias;
+  void* y;     // null: not wanted
+  f32* wrote;  // whether y was written
+  Options options;
+};
+
+static DEV void write(void* to, i64 at, const Values& x, const Values& shift, const Values& scale,
+                      const Values& weight, const Values& bias, bool real) {
+  Values y;
+#pragma unroll
+  for (int j = 0; j < VEC; j++) y.v[j] = real ? fmaf(weight.v[j], (x.v[j] - shift.v[j]) * scale.v[j], bias.v[j]) : 0.f;
+  store<K_X>(to, at, y);
+}
+
 struct Measure {
   const void* x;
   Rows rows;
   f32* partial;  // a slab's means over its real rows: PARTS for every column
   f32* counts;   // a slab's real rows
+  Ahead ahead;
 };
 // Of a centred norm the guess, and the means of d = x - guess and of d*d; of others the mean of x*x.
 enum { PARTS = Norm::CENTRED ? 3 : 1 };
@@ -81,13 +121,31 @@ enum { FEW = 64 };
 KERNEL(THREADS, columns_measure, Measure) {
   SHARED(double, shared, SUMS * THREADS);
   const Place p(a.rows);
-  Values guess = all(0.f);
+  const Ahead& ahead = a.ahead;
+  const i64 iters = ahead.iters ? *ahead.iters : 0;
+  const bool writes = ahead.y && Norm::ahead(State{0.0, 0.0, iters}, ahead.options);
+  if (ahead.y && blockIdx.x == 0 && threadIdx.x == 0) *ahead.wrote = writes ? 1.f : 0.f;
+  Values guess = all(0.f), shift = guess, scale = guess, weight = guess, bias = guess;
+  if (writes && p.first < p.end) {
+    weight = given(ahead.weight, p.chunk, 1.f), bias = given(ahead.bias, p.chunk, 0.f);
+#pragma unroll
+    for (int j = 0; j < VEC; j++) {
+      const State state = {ahead.first[(i64)p.chunk * VEC + j], 0.0, iters};
+      const Used used = Norm::settle(Batch{}, state, ahead.options);
+      shift.v[j] = (f32)used.shift, scale.v[j] = (f32)used.scale;
+    }
+  }
   double sums[SUMS];
   const auto measure = [&](i64 first, i64 end) {
-    over_rows(p, first, end, shared, sums, [&](i64 row, f32(&part)[SUMS]) {
-      // Padding is read and left out: so the loads of several rows are on their way together.
-      const bool real = a.rows.real(row);
-      const Values x = load<K_X>(a.x, row * a.rows.chunks + p.chunk);
+    const auto read = [&](i64 row) {
+      Read found;
+      found.real = a.rows.real(row);
+      found.x = fetch((const Pack<K_X, VEC>*)a.x + row * a.rows.chunks + p.chunk);
+      return found;
+    };
+    over_rows(p, first, end, shared, sums, read, [&](i64 row, const Read& found, f32(&part)[SUMS]) {
+      const bool real = found.real;
+      const Values x = widened(found.x);
       part[COUNT] += real ? 1.f : 0.f;
 #pragma unroll
       for (int j = 0; j < VEC; j++) {
@@ -95,6 +153,8 @@ KERNEL(THREADS, columns_measure, Measure) {
         part[SQUARES + j] = fmaf(d, d, part[SQUARES + j]);
         if constexpr (Norm::CENTRED) part[SUM + j] += d;
       }
+      const bool written = real || ahead.options.release;
+      if (writes) write(ahead.y, row * a.rows.chunks + p.chunk, x, shift, scale, weight, bias, written);
     });
   };
   if constexpr (Norm::CENTRED) {
@@ -126,48 +186,87 @@ struct Normalise {
   Rows rows;
   const f32 *stats, *weight, *bias;
   void* y;
+  const f32* wrote;  // columns_measure's, if it was there
 };
 
 KERNEL(THREADS, columns_normalise, Normalise) {
   const Place p(a.rows);
-  if (p.first == p.end) return;
+  if (p.first == p.end || (a.wrote && *a.wrote == 1.f)) return;
   const Values shift = load<f32>(a.stats, p.chunk), scale = load<f32>(a.stats, a.rows.chunks + p.chunk);
   const Values weight = given(a.weight, p.chunk, 1.f), bias = given(a.bias, p.chunk, 0.f);
   for (i64 row = p.first + p.warp; row < p.end; row += WARPS) {
     const i64 at = row * a.rows.chunks + p.chunk;
-    const bool real = a.rows.real(row);
-    const Values x = load<K_X>(a.x, at);
-    Values y;
-#pragma unroll
-    for (int j = 0; j < VEC; j++)
-      y.v[j] = real ? fmaf(weight.v[j], (x.v[j] - shift.v[j]) * scale.v[j], bias.v[j]) : 0.f;
-    store<K_X>(a.y, at, y);
+    write(a.y, at, load<K_X>(a.x, at), shift, scale, weight, bias, a.rows.real(row));
   }
 }
+
+// dx = p*dy - q*xhat - r, by columns.
+struct Slope {
+  double p, q, r;
+};
+// xhat by statistics that the batch has not made: q follows PowerNorm's nu, which then has not moved yet.
+static DEV Slope slope_ahead(double weight, double scale, double nu) { return Slope{weight * scale, scale * nu, 0.0}; }
+static DEV void write_gradient(
+    void* to, i64 at, const Values& dy, const Values& hat, const Values (&slope)[3], bool real) {
+  Values dx;
+#pragma unroll
+  for (int j = 0; j < VEC; j++)
+    dx.v[j] = real ? fmaf(slope[0].v[j], dy.v[j], -fmaf(slope[1].v[j], hat.v[j], slope[2].v[j])) : 0.f;
+  store<K_X>(to, at, dx);
+}
+static DEV Values hat_of(const Values& x, const Values& shift, const Values& scale) {
+  Values hat;
+#pragma unroll
+  for (int j = 0; j < VEC; j++) hat.v[j] = (x.v[j] - shift.v[j]) * scale.v[j];
+  return hat;
+}
+// Rows of statistics (column_norm.rs): all columns are exact or none.
+enum { SHIFT, SCALE, SLOPE, GAMMA, EXACT, SHARE };
+static DEV bool is_exact(const f32* stats, i64 cols) { return stats[EXACT * cols] == 1.f; }
 
 struct GradientSums {
   const void *dy, *x;
   Rows rows;
   const f32* stats;
   f32* partial;  // a slab's sums over its real rows, for every column: of dy, and of dy*xhat
+  // For dx, where it needs none of these sums: then one pass makes both.
+  const f32* weight;
+  const K_STATE* second;  // PowerNorm's nu in training, or null
+  double alpha_bwd;
+  void* dx;
 };
 
 KERNEL(THREADS, columns_gradient_sums, GradientSums) {
   SHARED(double, shared, 2 * VEC * THREADS);
   const Place p(a.rows);
-  Values shift = all(0.f), scale = all(1.f);
-  if (p.first < p.end) shift = load<f32>(a.stats, p.chunk), scale = load<f32>(a.stats, a.rows.chunks + p.chunk);
-  double sums[2 * VEC];
-  over_rows(p, p.first, p.end, shared, sums, [&](i64 row, f32(&part)[2 * VEC]) {
-    const i64 at = row * a.rows.chunks + p.chunk;
-    const bool real = a.rows.real(row);
-    const Values x = load<K_X>(a.x, at), dy = load<K_X>(a.dy, at);
+  const i64 chunks = a.rows.chunks, cols = chunks * VEC;
+  Values shift = all(0.f), scale = all(1.f), slope[3] = {shift, shift, shift};
+  const bool writes = !is_exact(a.stats, cols);
+  if (p.first < p.end) {
+    shift = load<f32>(a.stats, SHIFT * chunks + p.chunk), scale = load<f32>(a.stats, SCALE * chunks + p.chunk);
+    const Values weight = given(a.weight, p.chunk, 1.f), by = load<f32>(a.stats, SLOPE * chunks + p.chunk);
 #pragma unroll
     for (int j = 0; j < VEC; j++) {
-      const f32 g = real ? dy.v[j] : 0.f, hat = real ? (x.v[j] - shift.v[j]) * scale.v[j] : 0.f;
+      const double old = a.second ? a.second[(i64)p.chunk * VEC + j] : 0.0;
+      const Slope found = slope_ahead(weight.v[j], by.v[j], (1.0 - a.alpha_bwd) * old);
+      slope[0].v[j] = (f32)found.p, slope[1].v[j] = (f32)found.q;
+    }
+  }
+  double sums[2 * VEC];
+  const auto read = [&](i64 row) {
+    const i64 at = row * chunks + p.chunk;
+    return Read{fetch((const Pack<K_X, VEC>*)a.x + at), fetch((const Pack<K_X, VEC>*)a.dy + at), a.rows.real(row)};
+  };
+  over_rows(p, p.first, p.end, shared, sums, read, [&](i64 row, const Read& found, f32(&part)[2 * VEC]) {
+    const bool real = found.real;
+    const Values dy = widened(found.dy), hats = hat_of(widened(found.x), shift, scale);
+#pragma unroll
+    for (int j = 0; j < VEC; j++) {
+      const f32 g = real ? dy.v[j] : 0.f, hat = real ? hats.v[j] : 0.f;
       part[j] += g;
       part[VEC + j] = fmaf(g, hat, part[VEC + j]);
     }
+    if (writes) write_gradient(a.dx, row * chunks + p.chunk, dy, hats, slope, real);
   });
   if (p.warp > 0 || p.first == p.end) return;
 #pragma unroll
@@ -186,22 +285,17 @@ struct Gradient {
   void* dx;
 };
 
+// dx where it was not written with the sums.
 KERNEL(THREADS, columns_gradient, Gradient) {
   const Place p(a.rows);
-  if (p.first == p.end) return;
-  const auto row_of = [&](const f32* rows, int i) { return load<f32>(rows, (i64)i * a.rows.chunks + p.chunk); };
-  const Values shift = row_of(a.stats, 0), scale = row_of(a.stats, 1);
-  const Values by_dy = row_of(a.slopes, 0), by_hat = row_of(a.slopes, 1), mean = row_of(a.slopes, 2);
+  const i64 chunks = a.rows.chunks;
+  if (p.first == p.end || !is_exact(a.stats, chunks * VEC)) return;
+  const auto row_of = [&](const f32* rows, int i) { return load<f32>(rows, i * chunks + p.chunk); };
+  const Values shift = row_of(a.stats, SHIFT), scale = row_of(a.stats, SCALE);
+  const Values slope[3] = {row_of(a.slopes, 0), row_of(a.slopes, 1), row_of(a.slopes, 2)};
   for (i64 row = p.first + p.warp; row < p.end; row += WARPS) {
-    const i64 at = row * a.rows.chunks + p.chunk;
-    const bool real = a.rows.real(row);
-    const Values x = load<K_X>(a.x, at), dy = load<K_X>(a.dy, at);
-    Values dx;
-#pragma unroll
-    for (int j = 0; j < VEC; j++) {
-      const f32 hat = (x.v[j] - shift.v[j]) * scale.v[j];
-      dx.v[j] = real ? fmaf(by_dy.v[j], dy.v[j], -fmaf(by_hat.v[j], hat, mean.v[j])) : 0.f;
-    }
-    store<K_X>(a.dx, at, dx);
+    const i64 at = row * chunks + p.chunk;
+    const Values hat = hat_of(load<K_X>(a.x, at), shift, scale);
+    write_gradient(a.dx, at, load<K_X>(a.dy, at), hat, slope, a.rows.real(row));
   }
 }

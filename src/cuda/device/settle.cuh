@@ -105,35 +105,38 @@ struct Slopes {
   double alpha_bwd, largest;
 };
 
-struct Slope {
-  double p, q, r, second;
+struct Found {
+  Slope slope;
+  double second;  // nu after this batch
 };
 
-static DEV Slope slope(const Slopes& a, int c) {
+static DEV Found slope(const Slopes& a, int c) {
   const auto stat = [&](int i) { return (double)a.stats[(i64)i * a.cols + c]; };
-  const double weight = a.weight ? a.weight[c] : 1.0, scale = stat(2), gamma = stat(3), share = stat(5);
-  const bool exact = stat(4) == 1.0;
-  const double p = weight * scale, lambda = weight * a.sum_x[c] * share;
-  const double old = a.second ? a.second[c] : 0.0, nu = (1.0 - a.alpha_bwd) * old;
-  return Slope{p, scale * (exact ? lambda : nu), exact && Norm::CENTRED ? p * a.sum[c] * share : 0.0,
-               old + lambda - nu * gamma};
+  const double weight = a.weight ? a.weight[c] : 1.0, scale = stat(SLOPE), share = stat(SHARE);
+  const double lambda = weight * a.sum_x[c] * share, old = a.second ? a.second[c] : 0.0, nu = (1.0 - a.alpha_bwd) * old;
+  Slope found = slope_ahead(weight, scale, nu);
+  if (is_exact(a.stats, a.cols)) {
+    found.q = scale * lambda;
+    found.r = Norm::CENTRED ? found.p * a.sum[c] * share : 0.0;
+  }
+  return Found{found, old + lambda - nu * stat(GAMMA)};
 }
 
 // One block, as above. PowerNorm's nu moves here.
 KERNEL(THREADS, columns_slopes, Slopes) {
   SHARED(f32, shared, 2 * MOST * WARPS);
   Team team(shared);
-  const bool moves = a.second && a.stats[5 * (i64)a.cols] > 0.f;
+  const bool moves = a.second && a.stats[SHARE * (i64)a.cols] > 0.f;
   bool finite = true;
   if (moves)
     for (int c = team.lane; c < a.cols; c += LANES) finite = finite && fabs(slope(a, c).second) <= a.largest;
   const bool taken = agreed(team, !finite);
   if (moves && !taken && a.refused && team.lane == 0) ++*a.refused;
   for (int c = team.lane; c < a.cols; c += LANES) {
-    const Slope found = slope(a, c);
-    a.slopes[c] = (f32)found.p;
-    a.slopes[a.cols + c] = (f32)found.q;
-    a.slopes[2 * (i64)a.cols + c] = (f32)found.r;
+    const Found found = slope(a, c);
+    a.slopes[c] = (f32)found.slope.p;
+    a.slopes[a.cols + c] = (f32)found.slope.q;
+    a.slopes[2 * (i64)a.cols + c] = (f32)found.slope.r;
     if (moves && taken) a.second[c] = (K_STATE)found.second;
   }
 }
