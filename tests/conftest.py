@@ -7,8 +7,12 @@ from pathlib import Path
 import pytest
 import torch
 
+from normformer_rs import _core
+
 ROOT = Path(__file__).parent.parent
 DATA = Path(os.environ.get("NORMFORMER_RS_DATA", ROOT.parent / "shared" / "data"))
+DEVICE = os.environ.get("NORMFORMER_RS_TEST_DEVICE")
+"""Where tests marked `device` run: a CUDA device, "emulated" (CPU tensors through CUDA's kernels), or None: the CPU."""
 REQUIRED = set(filter(None, os.environ.get("NORMFORMER_RS_REQUIRE", "").split(",")))
 
 
@@ -33,6 +37,33 @@ def pytest_collection_modifyitems(items):
 @pytest.fixture(autouse=True)
 def seeded():
     torch.manual_seed(0)
+
+
+@pytest.fixture(scope="session")
+def emulator(tmp_path_factory):
+    """This process has the emulated device."""
+    from cuda_emulator import device
+
+    os.environ.update(device.environment(tmp_path_factory.mktemp("kernels")))
+    torch._C._set_deterministic_algorithms(True)  # new tensors are full of NaN: what a kernel leaves unwritten shows
+    return device
+
+
+@pytest.fixture(autouse=True)
+def device(request):
+    """What a test marked `device` makes is on the device, without a word about it in the test."""
+    if DEVICE is None or request.node.get_closest_marker("device") is None:
+        yield
+    elif request.node.get_closest_marker("cpu") is not None:
+        pytest.skip("about the CPU's own kernels")
+    elif DEVICE == "emulated":
+        request.getfixturevalue("emulator")
+        _core.cuda_stand_in(True)
+        yield
+        _core.cuda_stand_in(False)
+    else:
+        with torch.device(DEVICE):
+            yield
 
 
 @pytest.fixture(scope="session")

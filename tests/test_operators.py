@@ -10,8 +10,10 @@ from torch.library import opcheck
 
 import normformer_rs as nfrs
 import reference as ref
+from cuda_emulator.cases import calls
 from normformer_rs import _core
 
+pytestmark = pytest.mark.device
 OPS = torch.ops.normformer_rs
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 WIDTHS = [1, 2, 7, 16, 31, 123, 512, 1000]
@@ -69,7 +71,7 @@ def test_error_is_at_most_twice_pytorchs(norm, dtype, width, layout):
     exact = run(NORMS[norm], torch.float64)
     ours = run(lambda *a: getattr(OPS, norm)(*a, EPS)[0], dtype)
     after = _core.operator_counts()[norm]
-    assert (after[0] - before[0], after[1] - before[1]) == (1, 0), "the kernel ran, not the composed formula"
+    assert (after[0] - before[0], after[1] - before[1]) == calls(dtype), "kernel, composed formula"
     theirs = run(lambda x, w, b: NORMS[norm](x, w, b), dtype)
     # What is summed, before it cancels: for dx the rows of w⊙dy·scale, for parameters dy⊙x̂ and dy.
     stats = getattr(OPS, norm)(x, weight, bias, EPS)[1].double()
@@ -132,6 +134,7 @@ def test_empty_tensors_and_vectors(norm, shape):
     assert y.shape == x.shape == x.grad.shape and weight.grad.shape == weight.shape
 
 
+@pytest.mark.cpu
 @pytest.mark.parametrize("level", ["baseline", "avx2", "avx512"])
 @pytest.mark.parametrize("norm", NORMS)
 def test_each_instruction_set(norm, level):
@@ -419,7 +422,7 @@ def test_functorch_takes_the_composed_formula(norm):
 
 def test_autocast_leaves_dtypes_alone():
     linear, weight = torch.nn.Linear(8, 8), torch.nn.Parameter(torch.tensor([2.0]))
-    with torch.autocast("cpu", torch.bfloat16):
+    with torch.autocast(torch.get_default_device().type, torch.bfloat16):
         h = linear(torch.randn(4, 8))
         y = OPS.scale_norm(h, weight, None, EPS)[0]
         z = linear(y)
@@ -428,6 +431,7 @@ def test_autocast_leaves_dtypes_alone():
     assert weight.grad.dtype == linear.weight.grad.dtype == torch.float32
 
 
+@pytest.mark.cpu
 def test_kernels_run_on_torchs_threads():
     assert torch.get_num_threads() > 1 or torch.get_num_threads() == _core.threads_in_kernels()
     assert _core.threads_in_kernels() == torch.get_num_threads()
@@ -460,12 +464,13 @@ def test_meta_tensors():
             ValueError,
             "one shape",
         ),
-        (
+        pytest.param(
             lambda: OPS.residual(
                 torch.ones(2, 3).bfloat16(), torch.ones(2, 3), None, None, None, None, 0.0, 0.0, None, 0
             ),
             RuntimeError,
             "convert the inputs",
+            marks=pytest.mark.cpu,  # a GPU takes any two
         ),
         (
             lambda: OPS.attention(*[torch.ones(4, 6)] * 3, torch.tensor([[0, 5, 0, 4]]), 2, False, 1.0, 0.0, None, 0),
@@ -477,10 +482,11 @@ def test_meta_tensors():
             ValueError,
             "multiple of the number of heads",
         ),
-        (
+        pytest.param(
             lambda: OPS.label_smoothed_cross_entropy(torch.ones(2, 3), torch.tensor([0, 3]), None, 1.0, 0.0, -1),
             RuntimeError,
             "target of row 1 is 3",
+            marks=pytest.mark.cpu,  # a GPU answers with NaN: to say more it would have to wait
         ),
     ],
 )

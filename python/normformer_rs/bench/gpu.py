@@ -86,8 +86,7 @@ def measure(output: Path, tests: Path, device: str, megabytes: int, updates: int
             "no CUDA device is there, or torch was built without CUDA: --device cpu shows the program at work"
         )
     figures = Figures(output, device)
-    with figures.attempt("correctness", "kernels"):
-        correctness(figures, tests, device)
+    correctness(figures, tests, device)
     with figures.attempt("correctness", "training losses"):
         for precision, off in losses(device).items():
             what, allowed = f"ten losses as on the CPU, {precision}", {"f32": 1e-4, "bf16": 3e-2}[precision]
@@ -109,10 +108,12 @@ def measure(output: Path, tests: Path, device: str, megabytes: int, updates: int
 
 def correctness(figures: Figures, tests: Path, device: str) -> None:
     """The operators' test-suite on the device."""
-    done = run_tests(tests, device, [], ["-m", "device"])
-    figures.say(done.stdout[-4000:] + done.stderr[-2000:])
-    summary = (done.stdout.strip().splitlines() or ["no output"])[-1].strip("= ")
-    figures.add("correctness", "tests/test_cuda.py on the device", summary, "", None)
+    for suite in ("test_cuda.py", "test_operators.py", "test_norms.py"):
+        with figures.attempt("correctness", f"tests/{suite} on the device"):
+            done = run_tests(tests / suite, device, [], ["-m", "device and not cpu"])
+            figures.say(done.stdout[-4000:] + done.stderr[-2000:])
+            summary = (done.stdout.strip().splitlines() or ["no output"])[-1].strip("= ")
+            figures.add("correctness", f"tests/{suite} on the device", summary, "", None)
 
 
 def sanitized(figures: Figures, tests: Path, device: str) -> None:
@@ -122,7 +123,9 @@ def sanitized(figures: Figures, tests: Path, device: str) -> None:
     if sanitizer is None:
         raise FileNotFoundError("compute-sanitizer is not on PATH")
     chosen = ["-k", "either_kind or from_one_side or late_rows or relu or cross_entropy or test_adam"]
-    done = run_tests(tests, device, [sanitizer, "--error-exitcode", "9"], chosen, PYTORCH_NO_CUDA_MEMORY_CACHING="1")
+    done = run_tests(
+        tests / "test_cuda.py", device, [sanitizer, "--error-exitcode", "9"], chosen, PYTORCH_NO_CUDA_MEMORY_CACHING="1"
+    )
     figures.say(done.stdout[-2000:])
     figures.add("correctness", "compute-sanitizer", "clean" if done.returncode == 0 else f"exit {done.returncode}", "")
 
@@ -130,10 +133,10 @@ def sanitized(figures: Figures, tests: Path, device: str) -> None:
 def run_tests(
     tests: Path, device: str, before: list[str], options: list[str], **environment: str
 ) -> subprocess.CompletedProcess[str]:
-    if not (tests / "test_cuda.py").exists():
-        raise FileNotFoundError(f"{tests} does not hold the project's tests")
+    if not tests.exists():
+        raise FileNotFoundError(f"{tests} is not there: it is among the project's tests")
     environment = {**os.environ, "NORMFORMER_RS_TEST_DEVICE": device, "NORMFORMER_RS_CUDA": "require", **environment}
-    pytest = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(tests / "test_cuda.py"), *options]
+    pytest = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(tests), *options]
     return subprocess.run([*before, *pytest], env=environment, capture_output=True, text=True)
 
 
