@@ -4,6 +4,7 @@ With one, `NORMFORMER_RS_TEST_DEVICE=cuda pytest -m device tests/test_cuda.py` r
 """
 
 import itertools
+import math
 import os
 import re
 from concurrent.futures import ThreadPoolExecutor
@@ -58,6 +59,19 @@ def test_a_norm(on_device, norm, width):
     # Every norm meets every width and every dtype.
     dtype = list(cases.TYPES)[(WIDTHS.index(width) + NORMS.index(norm)) % 3]
     on_device(cases.row_norm, norm, dtype, width, 3 if width > 5000 else 9)
+
+
+LENGTHS = [(p, dtype, 100) for p in (1.0, 1.5, 3.0, math.inf) for dtype in cases.TYPES]
+
+
+@pytest.mark.parametrize("p, dtype, width", [*LENGTHS, (3.0, "f32", 1), (1.0, "bf16", 8200), (math.inf, "f32", 1030)])
+def test_lengths_of_another_order(on_device, p, dtype, width):
+    on_device(cases.lp_norm, p, dtype, width)
+
+
+@pytest.mark.parametrize("p", [1.0, 3.0, math.inf])
+def test_lengths_of_another_order_under_the_clamp(on_device, p):
+    on_device(cases.lp_norm, p, "f32", 40, clamped=True)
 
 
 @pytest.mark.parametrize("dtype", cases.TYPES)
@@ -383,6 +397,9 @@ def every_variant():
             # Without a norm there is nothing but the step.
             step = options.replace("-DK_STEP=0", "-DK_STEP=1") if program == "no_norm.cu" else options
             yield program, f"{step} -DK_BACKWARD={backward} -DK_WEIGHT={weight} -DK_BIAS={bias}"
+    for turn, (options, order) in enumerate(zip(variants(), itertools.cycle(["0.0f", "1.0f", "1.5f", "3.0f"]))):
+        if "-DK_STEP=0" in options:
+            yield "scale_norm.cu", f"{options} -DK_BACKWARD={turn % 4 // 2} -DK_WEIGHT=1 -DK_BIAS=0 -DK_ORDER={order}"
     for x, vec in [("f32", 4), ("bf16", 8), ("f16", 8), ("f32", 1), ("bf16", 1), ("f16", 1)]:
         for mode in range(3):
             yield "cross_entropy.cu", f"-DK_LANES=256 -DK_ROWS=1 -DK_VEC={vec} -DK_X={x} -DK_GRADIENT={mode}"

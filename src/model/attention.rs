@@ -110,8 +110,9 @@ impl Attention {
         let rows: Rows = ctx.rows();
         let (seed, site) = (ctx.seed.as_ref(), ctx.site());
         let p = if seed.is_some() { ctx.rates.attention } else { 0.0 };
-        let heads = match ranges.padded(causal).filter(|_| p == 0.0) {
-            Some(padded) => padded.attention(q, k, v, self.heads, causal, self.scale)?,
+        let dropout = seed.filter(|_| p > 0.0).map(|seed| (p, seed, site));
+        let heads = match ranges.padded(causal) {
+            Some(padded) => padded.attention([q, k, v], self.heads, causal, self.scale, dropout)?,
             None => operator::attention(q, k, v, &ranges.table, self.heads, causal, self.scale, p, seed, site)?,
         };
         let heads = inside.at(Point::AfterHeads, heads, &rows)?;

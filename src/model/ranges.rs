@@ -2,9 +2,9 @@
 
 use super::Packed;
 use crate::error::{Error, Result};
-use crate::operator::upload;
+use crate::operator::{self, upload};
 use std::rc::Rc;
-use tch::{Device, Tensor};
+use tch::{Device, Kind, Tensor};
 
 /// Per sentence (q_start, q_len, k_start, k_len).
 #[derive(Debug)]
@@ -60,8 +60,7 @@ impl Ranges {
     }
 }
 
-/// The sentences side by side, each filled up to the longest, for torch's scaled_dot_product_attention: what a GPU has
-/// kernels for. All that it needs is made on the host, once a batch, so that nobody waits for the device.
+/// The sentences side by side, each filled up to the longest: what torch has kernels for on a GPU. All that it needs is made on the host, once a batch, so that nobody waits for the device.
 #[derive(Debug)]
 pub struct Padded {
     /// The query row at each place, (n·q_len); any real one at padding.
@@ -109,15 +108,15 @@ impl Padded {
         }))
     }
 
-    /// softmax(scale·QKᵀ)V per sentence and head, of packed rows (rows, d) to packed rows; `causal` needs square ranges.
+    /// drop(softmax(scale·QKᵀ))V per sentence and head, of packed rows (rows, d) to packed rows; `causal` needs square
+    /// ranges. `dropout`: (p, seed, site), of the packed operator's mask.
     pub fn attention(
         &self,
-        q: &Tensor,
-        k: &Tensor,
-        v: &Tensor,
+        [q, k, v]: [&Tensor; 3],
         heads: i64,
         causal: bool,
         scale: f64,
+        dropout: Option<(f64, &Tensor, i64)>,
     ) -> Result<Tensor> {
         let split = |t: &Tensor, rows: &Tensor, len: i64| -> Result<Tensor> {
             let shape = [self.sentences, len, heads, -1];
@@ -125,19 +124,48 @@ impl Padded {
         };
         let q = split(q, &self.queries, self.q_len)?;
         let (k, v) = (split(k, &self.keys, self.k_len)?, split(v, &self.keys, self.k_len)?);
-        // A causal mask hides keys of padding too: it comes after the real ones.
-        let mask = (!causal).then_some(&self.real);
-        let out = Tensor::f_scaled_dot_product_attention(&q, &k, &v, mask, 0.0, causal, scale, false)?;
+        let out = match dropout {
+            // A causal mask hides keys of padding too: it comes after the real ones.
+            None => {
+                let mask = (!causal).then_some(&self.real);
+                Tensor::f_scaled_dot_product_attention(&q, &k, &v, mask, 0.0, causal, scale, false)?
+            }
+            Some(dropout) => self.dropped(&q.f_matmul(&k.f_transpose(2, 3)?)?, causal, scale, dropout)?.f_matmul(&v)?,
+        };
         let rows = out.f_transpose(1, 2)?.f_reshape([self.sentences * self.q_len, -1].as_slice())?;
         Ok(rows.f_index_select(0, &self.places)?)
+    }
+
+    /// drop(softmax(scale·scores)), (n, heads, q_len, k_len), dropped as packed rows: so the mask is the operator's.
+    fn dropped(
+        &self,
+        scores: &Tensor,
+        causal: bool,
+        scale: f64,
+        (p, seed, site): (f64, &Tensor, i64),
+    ) -> Result<Tensor> {
+        let hidden = match causal {
+            true => {
+                self.real.f_new_ones([self.q_len, self.k_len].as_slice(), (Kind::Bool, scores.device()))?.f_triu(1)?
+            }
+            false => self.real.f_logical_not()?,
+        };
+        let (kind, wide) = (scores.kind(), if scores.kind() == Kind::Double { Kind::Double } else { Kind::Float });
+        let scaled = scores.f_to_kind(wide)?.f_mul_scalar(scale)?.f_masked_fill(&hidden, f64::NEG_INFINITY)?;
+        let weights = scaled.f_softmax(-1, None::<Kind>)?.f_transpose(1, 2)?;
+        let [n, q_len, heads, k_len] = weights.size()[..] else { unreachable!("scores have four dimensions") };
+        let packed = weights.f_reshape([n * q_len, heads * k_len].as_slice())?.f_index_select(0, &self.places)?;
+        // Weights are not negative: of ReLU + dropout the dropout remains.
+        let packed = operator::relu_dropout(&packed.f_reshape([-1, k_len].as_slice())?, p, Some(seed), site)?;
+        let padded = packed.f_reshape([-1, heads * k_len].as_slice())?.f_index_select(0, &self.queries)?;
+        let shape = [n, q_len, heads, k_len];
+        Ok(padded.f_reshape(shape.as_slice())?.f_transpose(1, 2)?.f_to_kind(kind)?)
     }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::operator;
-    use tch::Kind;
 
     /// The output and, if asked for, the gradients of q, k and v.
     fn results(attend: impl Fn(&[Tensor]) -> Tensor, inputs: &[Tensor; 3], gradients: bool) -> Vec<Tensor> {
@@ -156,19 +184,21 @@ mod tests {
         let itself = [0, 3, 0, 3, 3, 1, 3, 1, 4, 5, 4, 5];
         let other = [0, 3, 0, 2, 3, 1, 2, 6, 4, 5, 8, 1];
         let shared = [0, 1, 0, 4, 1, 1, 4, 3, 2, 1, 0, 4];
-        for (rows, causal, queries, keys) in
-            [(itself, false, 9, 9), (itself, true, 9, 9), (other, false, 9, 9), (shared, false, 3, 7)]
-        {
+        let seed = Tensor::from_slice(&[7i64, 3, 1]);
+        let cases = [(itself, false, 9, 9), (itself, true, 9, 9), (other, false, 9, 9), (shared, false, 3, 7)];
+        for ((rows, causal, queries, keys), p) in cases.into_iter().flat_map(|case| [(case, 0.0), (case, 0.4)]) {
             let padded = Padded::of(&rows, Device::Cpu).unwrap().unwrap();
             let table = Ranges::of(&rows, Device::Cpu).unwrap().table;
             let inputs = [queries, keys, keys].map(|rows| Tensor::randn([rows, 8], (Kind::Double, Device::Cpu)));
             // The operator's gradients want keys that no two sentences share.
             let gradients = rows != shared;
-            let ours = |t: &[Tensor]| padded.attention(&t[0], &t[1], &t[2], 2, causal, 0.7).unwrap();
-            let packed =
-                |t: &[Tensor]| operator::attention(&t[0], &t[1], &t[2], &table, 2, causal, 0.7, 0.0, None, 0).unwrap();
+            let dropout = (p > 0.0).then_some((p, &seed, 5));
+            let ours = |t: &[Tensor]| padded.attention([&t[0], &t[1], &t[2]], 2, causal, 0.7, dropout).unwrap();
+            let packed = |t: &[Tensor]| {
+                operator::attention(&t[0], &t[1], &t[2], &table, 2, causal, 0.7, p, Some(&seed), 5).unwrap()
+            };
             for (ours, packed) in results(ours, &inputs, gradients).iter().zip(&results(packed, &inputs, gradients)) {
-                assert!((ours - packed).abs().max().double_value(&[]) < 1e-12, "{rows:?}");
+                assert!((ours - packed).abs().max().double_value(&[]) < 1e-12, "{rows:?} {p}");
             }
         }
     }

@@ -1,4 +1,4 @@
-// scale_norm.rs: scale = 1/max(length, eps), and no pull where the clamp holds.
+// scale_norm.rs, and lp_norm.rs with K_ORDER: scale = 1/max(length, eps), and no pull where the clamp holds.
 struct Norm {
   enum { STATS = 1 };
   static DEV f32 scale(Length x, f32, f32 eps) {

@@ -18,6 +18,8 @@ pub struct Rows {
     pub y: View,
     pub stats: View,
     pub eps: f64,
+    /// p of the length, where it is not 2.
+    pub order: Option<f64>,
     pub draw: Draw,
 }
 
@@ -25,7 +27,8 @@ impl Rows {
     /// Nothing but dropout.
     pub const fn of(draw: Draw) -> Self {
         const NO: View = View::ABSENT;
-        Rows { x: NO, f: NO, alpha: NO, beta: NO, weight: NO, bias: NO, x_plus: NO, y: NO, stats: NO, eps: 0.0, draw }
+        let (eps, order) = (0.0, None);
+        Rows { x: NO, f: NO, alpha: NO, beta: NO, weight: NO, bias: NO, x_plus: NO, y: NO, stats: NO, eps, order, draw }
     }
 }
 
@@ -106,12 +109,14 @@ fn variant(r: &Rows, backward: bool, types: [i32; 3], views: &[&View]) -> Result
     let bytes = if types == [0; 3] { 4 } else { 2 };
     let parameters = [&r.alpha, &r.beta, &r.weight, &r.bias];
     let layout = Layout::of(cols, bytes, aligned(views) && aligned(&parameters));
+    // norm.cuh takes the largest for 0.
+    let order = r.order.map_or(String::new(), |p| format!(" -DK_ORDER={:?}f", if p.is_infinite() { 0.0 } else { p }));
     let [x, f, y] = types.map(type_name);
     let [alpha, beta, weight, bias] = parameters.map(kind);
     let step = i32::from(!r.f.is_absent());
     let options = format!(
         "{} -DK_BACKWARD={} -DK_STEP={step} -DK_X={} -DK_F={} -DK_Y={} -DK_ALPHA={alpha} -DK_BETA={beta} -DK_WEIGHT={weight} \
-         -DK_BIAS={bias}",
+         -DK_BIAS={bias}{order}",
         layout.options(),
         i32::from(backward),
         x?,

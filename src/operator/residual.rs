@@ -155,7 +155,7 @@ pub struct StepGradients {
 impl StepViews {
     fn rows(&self) -> Rows {
         let StepViews { x, f, alpha, beta, weight, bias, x_plus, y, stats, eps, draw } = *self;
-        Rows { x, f, alpha, beta, weight, bias, x_plus, y, stats, eps, draw }
+        Rows { x, f, alpha, beta, weight, bias, x_plus, y, stats, eps, order: None, draw }
     }
 
     /// # Safety

@@ -126,6 +126,20 @@ def row_norm(norm, dtype, width, rows=9, misaligned=False, per_column=None):
     check(lambda *a: [getattr(OPS, norm)(*a, EPS)[0]], formula, [x, weight, bias], [("y", True)], norm, slope)
 
 
+def lp_norm(p, dtype, width, rows=9, clamped=False):
+    """A norm whose lengths are of another order."""
+    x, weight = randn(rows, width, TYPES[dtype]), torch.randn(1)
+    if clamped:
+        x *= 1e-9
+        x[0] = 0
+    slope = (weight / torch.linalg.vector_norm(x.double(), p, dim=-1).clamp(min=EPS).min()).abs()
+
+    def formula(x, w):
+        return [ref.lp_norm(x, w, p, EPS)]
+
+    check(lambda x, w: [OPS.lp_norm(x, w, p, EPS)], formula, [x, weight], [("y", True)], "lp_norm", slope.item())
+
+
 def residual(norm, types, width, p=0.0, gains=None, rows=9, backs=(True, True)):
     """The fused step: x of the first type, f and y of the second; gains are None, "one" or "each"."""
     stream, branch = (TYPES[t] for t in types)

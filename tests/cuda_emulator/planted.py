@@ -3,6 +3,7 @@
 A bug is (what, text, replacement, case, arguments); the text must occur once in a program that the case compiles.
 """
 
+import math
 from typing import Any, NamedTuple
 
 from . import cases
@@ -198,6 +199,35 @@ BUGS = [
         cases.row_norm,
         ("rms_norm", "f32", 100),
         True,
+    ),
+    # norm.cuh
+    Bug(
+        "a length of powers without their root",
+        "return powf(sum, 1.f / ORDER);",
+        "return sum;",
+        cases.lp_norm,
+        (3.0, "f32", 40),
+    ),
+    Bug(
+        "the slope of another order",
+        "powf(fabsf(hat), ORDER - 1.f)",
+        "powf(fabsf(hat), ORDER)",
+        cases.lp_norm,
+        (3.0, "f32", 40),
+    ),
+    Bug(
+        "every number has the slope of the largest",
+        "return fabsf(x) == largest ? sign : 0.f;",
+        "return sign;",
+        cases.lp_norm,
+        (math.inf, "f32", 40),
+    ),
+    Bug(
+        "the largest of the lane's numbers, not of the row's",
+        "if constexpr (OF_LARGEST) team.combine<Largest>(largest);",
+        "",
+        cases.lp_norm,
+        (math.inf, "f32", 400),
     ),
     # columns.cuh
     Bug(

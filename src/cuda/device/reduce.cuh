@@ -9,6 +9,11 @@ struct Largest {
   static DEV f32 of(f32 a, f32 b) { return fmaxf(a, b); }
 };
 
+// Where a NaN stays one.
+struct LargestOrNan {
+  static DEV f32 of(f32 a, f32 b) { return a > b || a != a ? a : b; }
+};
+
 // Values of one kind that a row's threads may combine at a time.
 enum { MOST = 2 };
 

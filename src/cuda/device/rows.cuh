@@ -28,7 +28,27 @@ struct Row {
 };
 
 #if !K_BACKWARD
-// What a row's threads sum of (x*inverse - shift)^POWER.
+// sum and one more power of |d|. A NaN stays one.
+static DEV f32 with_power(f32 sum, f32 d) {
+  if constexpr (EUCLIDEAN)
+    return fmaf(d, d, sum);
+  else if constexpr (OF_LARGEST)
+    return sum > fabsf(d) || sum != sum ? sum : fabsf(d);
+  else if constexpr (ORDER == 1.f)
+    return sum + fabsf(d);
+  else
+    return sum + powf(fabsf(d), ORDER);
+}
+static DEV f32 root_of(f32 sum) {
+  if constexpr (EUCLIDEAN)
+    return sqrtf(sum);
+  else if constexpr (OF_LARGEST || ORDER == 1.f)
+    return sum;
+  else
+    return powf(sum, 1.f / ORDER);
+}
+
+// What a row's threads sum of (x*inverse - shift)^POWER; POWER 2 is that of the length.
 template <int POWER>
 static DEV f32 moment(Team& team, const Line<K_X>& line, int chunks, f32 inverse, f32 shift) {
   f32 sum[1] = {0.f};
@@ -37,14 +57,18 @@ static DEV f32 moment(Team& team, const Line<K_X>& line, int chunks, f32 inverse
 #pragma unroll
     for (int j = 0; j < VEC; j++) {
       const f32 d = fmaf(x.v[j], inverse, -shift);
-      sum[0] = POWER == 1 ? sum[0] + d : fmaf(d, d, sum[0]);
+      sum[0] = POWER == 1 ? sum[0] + d : with_power(sum[0], d);
     }
   });
-  team.combine<Add>(sum);
+  if constexpr (OF_LARGEST)
+    team.combine<LargestOrNan>(sum);
+  else
+    team.combine<Add>(sum);
   return sum[0];
 }
 
-// A power of two near max |x|, which divides without rounding. A NaN is passed over.
+// A power of two near max |x|, which divides without rounding; for other powers than squares, which could leave the range
+// again, max |x| itself. A NaN is passed over.
 static DEV f32 unit_of(Team& team, const Line<K_X>& line, int chunks) {
   f32 most[1] = {0x1p-126f};
   each_chunk(team.lane, chunks, [&](int i, int chunk) {
@@ -53,7 +77,7 @@ static DEV f32 unit_of(Team& team, const Line<K_X>& line, int chunks) {
     for (int j = 0; j < VEC; j++) most[0] = fmaxf(most[0], fabsf(x.v[j]));
   });
   team.combine<Largest>(most);
-  return __uint_as_float(__float_as_uint(most[0]) & 0x7f800000u);
+  return EUCLIDEAN ? __uint_as_float(__float_as_uint(most[0]) & 0x7f800000u) : most[0];
 }
 
 static DEV Row measure(Team& team, const Line<K_X>& line, int chunks, f32 eps) {
@@ -63,13 +87,13 @@ static DEV Row measure(Team& team, const Line<K_X>& line, int chunks, f32 eps) {
   f32 squares = moment<2>(team, line, chunks, 1.f, shift);
   // Overflowed, or so small that single squares may have lost bits to underflow: once more in units of the largest.
   // The row's threads agree on it, and where the block has other rows there are no barriers.
-  if (!(squares >= 0x1p-100f && squares < 0x1p127f)) {
+  if (!OF_LARGEST && !(squares >= 0x1p-100f && squares < 0x1p127f)) {
     unit = unit_of(team, line, chunks);
     shift = Norm::STATS == 2 ? moment<1>(team, line, chunks, 1.f / unit, 0.f) / cols : 0.f;
     squares = moment<2>(team, line, chunks, 1.f / unit, shift);
     shift *= unit;
   }
-  return Row{shift, Norm::scale(Length{unit, sqrtf(squares)}, cols, eps)};
+  return Row{shift, Norm::scale(Length{unit, root_of(squares)}, cols, eps)};
 }
 
 struct Forward {
@@ -141,6 +165,19 @@ struct Backward {
 };
 
 #if K_BACKWARD
+// The length's slope at x, whose share of the length is hat; `largest` is the row's.
+static DEV f32 slope_of(f32 x, f32 hat, f32 largest) {
+  const f32 sign = x > 0.f ? 1.f : x < 0.f ? -1.f : x;
+  if constexpr (EUCLIDEAN)
+    return hat;
+  else if constexpr (OF_LARGEST)
+    return fabsf(x) == largest ? sign : 0.f;
+  else if constexpr (ORDER == 1.f)
+    return sign;
+  else
+    return sign * powf(fabsf(hat), ORDER - 1.f);
+}
+
 KERNEL(THREADS, rows_backward, Backward) {
   SHARED(f32, shared, 2 * MOST * WARPS);
   SHARED(f32, scratch, ROWS * 32 * VEC);
@@ -159,6 +196,7 @@ KERNEL(THREADS, rows_backward, Backward) {
     Line<K_Y> dy(a.dy, row, a.chunks);
     Row found = {0.f, 1.f};
     f32 sums[2] = {0.f, 0.f};  // of g*xhat, and of g
+    f32 largest[1] = {0.f};
     if (normed) {
       if (chunks > 0) {
         if (Norm::STATS == 2) found.shift = a.stats[2 * row];
@@ -172,8 +210,10 @@ KERNEL(THREADS, rows_backward, Backward) {
           const f32 g = weight.v[j] * d.v[j];
           sums[0] = fmaf(g, (x.v[j] - found.shift) * found.scale, sums[0]);
           sums[1] += g;
+          if constexpr (OF_LARGEST) largest[0] = fmaxf(largest[0], fabsf(x.v[j]));
         }
       });
+      if constexpr (OF_LARGEST) team.combine<Largest>(largest);
       if (Norm::STATS == 2) {
         team.combine<Add>(sums);
       } else {
@@ -196,7 +236,8 @@ KERNEL(THREADS, rows_backward, Backward) {
 #pragma unroll
         for (int j = 0; j < VEC; j++) {
           const f32 hat = (x.v[j] - found.shift) * found.scale;
-          total.v[j] = fmaf(found.scale, weight.v[j] * d.v[j], -fmaf(pull, hat, share));
+          const f32 slope = slope_of(x.v[j], hat, largest[0]);
+          total.v[j] = fmaf(found.scale, weight.v[j] * d.v[j], -fmaf(pull, slope, share));
           dw.v[j] = d.v[j] * hat;
         }
         dweight.add(i, chunk, dw.v);

@@ -85,6 +85,13 @@ Tensor* nfrs_residual(int64_t k, const Tensor* x, const Tensor* f, const Tensor*
   });
 }
 
+Tensor* nfrs_lp_norm(const Tensor* x, const Tensor* weight, double p, double eps) {
+  return guarded([&] {
+    static const auto op = nfrs::operator_handle<Tensor(const Tensor&, const MaybeTensor&, double, double)>("lp_norm");
+    return give(op.call(*x, weight ? MaybeTensor(*weight) : std::nullopt, p, eps));
+  });
+}
+
 Tensor* nfrs_relu_dropout(const Tensor* x, double p, const Tensor* seed, int64_t site) {
   return guarded([&] {
     static const auto op = nfrs::operator_handle<nfrs::fused::ReluForward>("relu_dropout");
