@@ -1,6 +1,6 @@
 """torch.compile of a model with ScaleNorm, against the same model eager: forward and backward, in alternating windows.
 
-    python benches/compiled.py [--repeats 10] [--windows 5]
+    python benches/compiled.py [--repeats 3] [--windows 25]
 
 The model is six times Linear → ReLU → Linear after a ScaleNorm, added to its input, as in a feed-forward stack. Prints
 the milliseconds of either (medians of the windows' medians), their ratio, and the number of graph breaks.
@@ -32,8 +32,8 @@ class FeedForward(nn.Module):
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", type=int, default=2048)
-    parser.add_argument("--repeats", type=int, default=10)
-    parser.add_argument("--windows", type=int, default=5)
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--windows", type=int, default=25)
     arguments = parser.parse_args()
     for width, hidden in ((128, 256), (512, 512)):
         model = nn.Sequential(*(FeedForward(width, hidden) for _ in range(6)))

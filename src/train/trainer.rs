@@ -67,6 +67,8 @@ pub struct Trainer {
     workspace: Workspace,
     /// The latest update, while its numbers are on their way.
     running: Option<Running>,
+    /// Why this rank asks to stop, while the others have not heard of it.
+    unheard: Option<Error>,
     /// The checkpoint of an interruption that this run goes on from.
     pause: Option<PathBuf>,
     /// When the last update's numbers came.
@@ -82,7 +84,7 @@ struct Running {
     lr: f64,
     tokens: usize,
     start: Instant,
-    /// Sum of losses, sum of NLL, gradient norm.
+    /// Sum of losses, sum of NLL, how many ranks ask to stop, gradient norm.
     numbers: Late,
 }
 
@@ -143,6 +145,7 @@ impl Trainer {
             kind,
             workspace: Workspace::default(),
             running: None,
+            unheard: None,
             pause,
             last: Instant::now(),
             pace: Default::default(),
@@ -157,6 +160,7 @@ impl Trainer {
             if self.progress.is_due || finished.is_some() && self.progress.evaluated < self.progress.update {
                 self.interruptible(|t| {
                     t.settle(observer)?;
+                    t.hear()?;
                     let told = t.evaluate(observer);
                     t.group.agree(told, t.device)
                 })?;
@@ -184,9 +188,25 @@ impl Trainer {
         self.running.take().map_or(Ok(()), |update| self.tell(update, observer))
     }
 
+    /// Ranks ask to stop along with the next update's numbers, so that nobody waits for the others to have no wish.
     fn tell(&mut self, update: Running, observer: &mut dyn Observer) -> Result<()> {
-        let update = self.finish(update)?;
-        self.group.agree(observer.updated(&update), self.device)
+        let (update, someone_asks) = self.finish(update)?;
+        let told = observer.updated(&update);
+        if self.group.is_alone() {
+            return told;
+        }
+        if let Err(error) = told {
+            self.unheard.get_or_insert(error);
+        }
+        match someone_asks {
+            true => self.hear(),
+            false => Ok(()),
+        }
+    }
+
+    /// Every rank learns whether one asks to stop.
+    fn hear(&mut self) -> Result<()> {
+        self.group.agree(self.unheard.take().map_or(Ok(()), Err), self.device)
     }
 
     /// Saves before passing on that the user wants to stop.
@@ -256,7 +276,8 @@ impl Trainer {
         let sums = sums.ok_or_else(|| Error::invalid("accumulate must be at least 1"))?;
         let lr = self.schedule.learning_rate(number);
         self.optimizer.sum_gradients(self.group)?;
-        let sums = self.group.sum(&Tensor::f_stack(&[&sums.loss, &sums.nll], 0)?)?;
+        let asks = sums.loss.f_full_like(f64::from(u8::from(self.unheard.is_some())))?;
+        let sums = self.group.sum(&Tensor::f_stack(&[&sums.loss, &sums.nll, &asks], 0)?)?;
         let grad_norm = self.optimizer.step(number, lr, &sums.f_select(0, 0)?)?;
         let numbers = Late::of(&Tensor::f_cat(&[sums, grad_norm.f_reshape([1i64].as_slice())?], 0)?)?;
         self.progress.update = number;
@@ -266,11 +287,11 @@ impl Trainer {
         Ok(Running { number, epoch, lr, tokens, start, numbers })
     }
 
-    /// What an update came to, once the device has made it.
-    fn finish(&mut self, update: Running) -> Result<Update> {
+    /// What an update came to, once the device has made it, and whether a rank asks to stop.
+    fn finish(&mut self, update: Running) -> Result<(Update, bool)> {
         let Running { number, epoch, lr, tokens, start, numbers } = update;
         let numbers = numbers.read()?;
-        let (loss, nll, grad_norm) = (numbers[0] / tokens as f64, numbers[1] / tokens as f64, numbers[2]);
+        let (loss, nll, grad_norm) = (numbers[0] / tokens as f64, numbers[1] / tokens as f64, numbers[3]);
         if !loss.is_finite() || !grad_norm.is_finite() {
             let (what, value) = if loss.is_finite() { ("gradient norm", grad_norm) } else { ("loss", loss) };
             return Err(self.diverged(what, number, value));
@@ -285,7 +306,7 @@ impl Trainer {
         self.pace.push_back((seconds, tokens));
         let (time, done) = self.pace.iter().fold((0.0, 0), |(s, n), (ds, dn)| (s + ds, n + dn));
         let left = self.config.updates - number as i64;
-        Ok(Update {
+        let update = Update {
             update: number,
             epoch,
             loss,
@@ -296,7 +317,8 @@ impl Trainer {
             tokens_per_second: done as f64 / time,
             seconds: self.progress.seconds,
             time_left: (self.config.updates > 0).then(|| left.max(0) as f64 * time / self.pace.len() as f64),
-        })
+        };
+        Ok((update, numbers[2] > 0.0))
     }
 
     fn diverged(&self, what: &str, update: u64, value: f64) -> Error {
