@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from normformer_rs import InputError, _core, cli
+from normformer_rs import InputError, _core, cli, progress
 from normformer_rs.options import layered, read_toml
 
 STARTED = {"parameters": 10, "vocabulary": 7, "device": "cpu", "update": 0, "updates": 2, "updates_per_epoch": 2.0}
@@ -59,6 +59,18 @@ def run(trained, tmp_path):
         return trained[-1]
 
     return train
+
+
+def test_the_bar_ends_with_the_last_evaluation(capsys):
+    update = {"update": 3, "tokens_per_second": 1000.0, "loss": 2.0, "lr": 1e-3, "time_left": 0.0}
+    for events in (["updated", "evaluated"], ["evaluated"]):  # a resumed run may begin with one
+        bar = progress.Bar()
+        bar.started({"updates": 3, "update": 0})
+        for name in events:
+            getattr(bar, name)(update | {"bleu": 38.1, "loss": 1.5} if name == "evaluated" else update)
+        bar.close()
+        shown = capsys.readouterr().err.replace("\r", "\n").split("\n")
+        assert [line for line in shown if line][-1].endswith("valid 1.500 BLEU 38.10]")
 
 
 def test_defaults_are_the_core_s(run):

@@ -48,7 +48,7 @@ class Bar:
             from tqdm.auto import tqdm
         self._tqdm = tqdm
         self._bar: Any = None
-        self._evaluation = ""
+        self._update = self._evaluation = ""
 
     def started(self, event: Mapping[str, Any]) -> None:
         total = event.get("updates") or None
@@ -60,12 +60,17 @@ class Bar:
         )
 
     def updated(self, event: Mapping[str, Any]) -> None:
-        self._bar.set_postfix_str(_brief(event) + self._evaluation, refresh=False)
+        self._update = _brief(event)
+        self._show(refresh=False)
         self._bar.update(event["update"] - self._bar.n)
 
     def evaluated(self, event: Mapping[str, Any]) -> None:
         bleu = event.get("bleu")
-        self._evaluation = f", valid {number(event, 'loss'):.3f}" + (f" BLEU {bleu:.2f}" if bleu is not None else "")
+        self._evaluation = f"valid {number(event, 'loss'):.3f}" + (f" BLEU {bleu:.2f}" if bleu is not None else "")
+        self._show(refresh=True)
+
+    def _show(self, refresh: bool) -> None:
+        self._bar.set_postfix_str(", ".join(filter(None, (self._update, self._evaluation))), refresh=refresh)
 
     def close(self) -> None:
         if self._bar is not None:
