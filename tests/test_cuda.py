@@ -130,6 +130,7 @@ COLUMNS = [
     ("power_norm_v", "f16", 24, {"padded": None, "rows": 600}),
     ("power_norm_v", "f32", 40, {"padded": "all"}),
     ("power_norm_v", "f32", 100, {"misaligned": True}),
+    ("power_norm_v", "bf16", 40, {"weights_from": 1}),
     ("power_norm", "f32", 40, {"padded": None}),
     ("power_norm", "bf16", 24, {"padded": "all"}),
     ("power_norm", "f32", 40, {"mode": "release"}),

@@ -425,6 +425,26 @@ def test_reset_parameters_gives_first_values_back(residual, kind):
         assert 0.5 < state[name].std() / one[name].std() < 2, name
 
 
+def test_reset_parameters_of_somebody_elses_layers():
+    encoder = nfnn.TransformerEncoder(nn.TransformerEncoderLayer(D, HEADS, FF), 2)
+    before = {name: p.clone() for name, p in encoder.named_parameters()}
+    with torch.no_grad():
+        for p in encoder.parameters():
+            p.fill_(torch.nan)
+    encoder.reset_parameters()
+    for name, p in encoder.named_parameters():
+        assert p.isfinite().all() and (p.dim() > 1 or torch.equal(p, before[name]) or "linear" in name), name
+
+
+def test_dlcls_sums_are_means_under_torchs_values_too():
+    model = nfnn.Transformer(D, HEADS, 2, 2, FF, residual="dlcl", init="torch", bias=False)
+    expected = torch.ones(3, 3).tril() / torch.arange(1, 4)[:, None]
+    assert torch.equal(model.encoder.combine.weight, expected)
+    model.reset_parameters()
+    assert torch.equal(model.decoder.combine.weight, expected)
+    assert not [name for name, _ in model.named_parameters() if "bias" in name]
+
+
 def test_biases_and_norms_of_a_lone_encoder():
     layer = nfnn.TransformerEncoderLayer(D, HEADS, FF, bias=False, residual="prenorm", encoder_norm="layernorm")
     encoder = nfnn.TransformerEncoder(layer, 2)
@@ -455,6 +475,8 @@ def test_parameter_groups_leave_norms_and_sums_alone():
     names = {p: name for name, p in rust.named_parameters()}
     matrices, _ = (group["params"] for group in nfnn.parameter_groups(rust, 0.1))
     assert matrices and not any("combine" in names[p] for p in matrices)
+    theirs = nn.ModuleDict({"combine": nn.Linear(2, 2)})
+    assert len(nfnn.parameter_groups(theirs, 0.1)[0]["params"]) == 1
 
 
 def test_residual_passes_tuples_and_arguments():

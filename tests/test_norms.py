@@ -4,6 +4,7 @@ import copy
 import math
 import pickle
 from contextlib import nullcontext
+from functools import partial
 
 import pytest
 import torch
@@ -390,6 +391,30 @@ def test_forwards_before_their_backward_keep_their_own_statistics(case, order, r
     close(norm.buffers(), plain.buffers(), 1e-12)
 
 
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_forwards_of_one_batch_are_told_apart_by_their_masks(reentrant):
+    norm, plain = nn.PowerNorm(4, warmup_iters=0).double(), nn.PowerNorm(4, warmup_iters=0).double()
+    x, column, found = torch.randn(3, 5, 4, dtype=torch.float64), torch.arange(5).expand(3, 5), []
+    for module in (norm, plain):
+        call = (
+            module if module is plain else partial(torch.utils.checkpoint.checkpoint, module, use_reentrant=reentrant)
+        )
+        inputs = [x.clone().requires_grad_() for _ in range(2)]
+        losses = [call(x, column > i + 2).square().sum() for i, x in enumerate(inputs)]
+        for loss in losses:
+            loss.backward()
+        found.append([x.grad for x in inputs])
+    close(*found, 1e-12)
+
+
+def test_more_forwards_than_are_kept_is_an_error():
+    norm = nn.BatchNorm(4)
+    batches = torch.randn(40, 3, 4, requires_grad=True)
+    total = sum(torch.utils.checkpoint.checkpoint(norm, x, use_reentrant=False).square().sum() for x in batches)
+    with pytest.raises(RuntimeError, match="call backward more often"):
+        total.backward()
+
+
 # Row norms as modules, and what has no kernel of its own.
 
 
@@ -569,6 +594,10 @@ def test_modules_travel(name):
     y = meta(torch.empty(3, 5, 8, device="meta"))
     assert y.is_meta and y.shape == x.shape
     empty = meta.to_empty(device=torch.get_default_device())
+    empty.reset_parameters()
+    torch._dynamo.reset()
+    compiled = torch.compile(empty, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(x), MODULES[name]()(x))
     empty.reset_parameters()
     assert torch.equal(empty(x), MODULES[name]()(x))
 

@@ -265,6 +265,65 @@ def test_norms_without_parameters_and_shared_ones():
     assert {*optimizer.param_groups[0]["params"]} == {*model.parameters()}
 
 
+def test_swaps_that_share_an_optimizer_come_back_in_any_order():
+    model = nn.ModuleList([torchs_encoder(), torchs_encoder()])
+    names = [{"params": [*part.parameters()]} for part in model]
+    for groups in (names, [{"params": [*model.parameters()]}]):
+        optimizer = torch.optim.SGD(groups, 0.1)
+        before = [[*group["params"]] for group in optimizer.param_groups]
+        first, second = (swap_norms(part, "scalenorm", optimizer=optimizer) for part in model)
+        extra = nn.Parameter(torch.ones(1))
+        optimizer.param_groups[0]["params"].append(extra)
+        first.undo()
+        inside = {p for group in optimizer.param_groups for p in group["params"]}
+        assert inside == {*model.parameters(), extra}
+        second.undo()
+        before[0].append(extra)
+        after = [group["params"] for group in optimizer.param_groups]
+        assert [[*map(id, group)] for group in after] == [[*map(id, group)] for group in before]
+
+
+def test_shared_parameters_stay_with_whoever_keeps_them():
+    model = nn.Sequential(nn.LayerNorm(D), nn.Linear(D, D), nn.LayerNorm(D))
+    model[2].weight = model[0].weight
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    swap_norms(model, "rmsnorm", filter=lambda name, _: name == "0", optimizer=optimizer)
+    assert {*optimizer.param_groups[0]["params"]} == {*model.parameters()}
+    model = nn.Sequential(nn.RMSNorm(D), nn.RMSNorm(D))
+    model[1].weight = model[0].weight
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    swap_norms(model, "layernorm", optimizer=optimizer)
+    assert {*optimizer.param_groups[0]["params"]} == {*model.parameters()} and model[1].weight is model[0].weight
+
+
+def test_what_comes_back_is_in_the_models_mode():
+    for before in (False, True):
+        for swap in (swap_norms, swap_residuals):
+            model = torchs_encoder().train(before)
+            done = swap(model, {swap_norms: "scalenorm", swap_residuals: "rezero"}[swap])
+            assert {m.training for m in model.modules()} == {before}
+            model.train(not before).requires_grad_(False)
+            done.undo()
+            assert {m.training for m in model.modules()} == {not before}
+            if swap is swap_norms:
+                assert not any(p.requires_grad for p in model.parameters())
+
+
+def test_a_swapped_model_without_biases_gets_none():
+    model = torchs_encoder(bias=False)
+    swap_residuals(model, "subln")
+    assert not [name for name, _ in model.named_parameters() if "bias" in name]
+
+
+def test_reset_parameters_after_a_swap_draws_the_schemes_values():
+    layer = nn.TransformerEncoderLayer(64, HEADS, 256, batch_first=True)
+    model = nn.TransformerEncoder(layer, 18)
+    swap_residuals(model, "deepnorm")
+    before = model.layers[0].linear1.weight.std().item()
+    model.reset_parameters()
+    assert model.layers[0].linear1.weight.std().item() == pytest.approx(before, rel=0.05)
+
+
 def test_matching_values():
     def swapped(norm, to, init="match"):
         model = nn.Sequential(norm)

@@ -142,7 +142,9 @@ impl Group {
         };
         let [interrupted, failed] = self.sum_of(mine, device)?;
         match result {
-            Ok(_) if failed > 0.0 => Err(Error::invalid("another rank failed: its message says why")),
+            Ok(_) | Err(Error::Interrupted(_)) if failed > 0.0 => {
+                Err(Error::invalid("another rank failed: its message says why"))
+            }
             Ok(_) if interrupted > 0.0 => Err(Error::Interrupted("another rank was stopped".into())),
             other => other,
         }

@@ -324,7 +324,7 @@ pub fn backward(device: Device, norm: &'static ColumnKernels, v: &Call, d: &Grad
     if v.stats.cols == 0 {
         return Ok(());
     }
-    let kernels = Kernels::of(device, norm, v, &[&v.x, &d.dy, &d.dx, &v.stats])?;
+    let kernels = Kernels::of(device, norm, v, &[&v.x, &d.dy, &d.dx, &v.stats, &v.weight])?;
     let rows = kernels.written(v.options.release);
     let (dy, x, stats, partial, slopes) = (d.dy.data, v.x.data, v.stats.data, v.partial.data, d.slopes.data);
     let cols = kernels.cols as i32;

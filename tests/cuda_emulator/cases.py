@@ -312,9 +312,20 @@ def padding(rows, padded):
 
 
 def column_norm(
-    norm, dtype, width, rows=9, padded="some", mode="paper", mean=0.0, steps=4, misaligned=False, buffers=torch.float32
+    norm,
+    dtype,
+    width,
+    rows=9,
+    padded="some",
+    mode="paper",
+    mean=0.0,
+    steps=4,
+    misaligned=False,
+    buffers=torch.float32,
+    weights_from=0,
 ):
-    """Training steps, then an evaluation: results, gradients, buffers. PowerNorm's warm-up is the first two steps."""
+    """Training steps, then an evaluation: results, gradients, buffers. PowerNorm's warm-up is the first two steps. The
+    weights start that many numbers past a 16-byte border."""
     more = {"mode": mode, "warmup": 2} if norm == "power_norm" else {}
     options = {"variant": mode, "warmup": 2}
     own = fresh_buffers(norm, width, buffers)
@@ -326,7 +337,7 @@ def column_norm(
     for step in range(steps + 1):
         train = step < steps
         x = randn(rows, width, TYPES[dtype], misaligned).add_(mean)
-        weight, bias = torch.randn(width), torch.randn(width)
+        weight, bias = torch.randn(width + weights_from)[weights_from:], torch.randn(width)
         pad = padding(rows, padded)
         if pad is not None and mode == "paper":
             x[pad] = float("nan")  # nobody may look at it

@@ -77,7 +77,7 @@ int nvrtcCompileProgram(void* program, int count, const char* const* options) {
   const std::string base = folder, source = base + "/k.cpp", binary = base + "/k.so", log = base + "/log";
   std::ofstream(source) << p->source;
   const char* flags = getenv("MOCK_FLAGS");
-  std::string command = "g++ -O1 -shared -fPIC -ffp-contract=off -Wall -Wno-unknown-pragmas -Wno-unused-variable -include " HOST_HEADER " -o " + binary + " " + source;
+  std::string command = "g++ -O1 -shared -fPIC -ffp-contract=off -fsanitize=alignment -fsanitize-undefined-trap-on-error -Wall -Wno-unknown-pragmas -Wno-unused-variable -include " HOST_HEADER " -o " + binary + " " + source;
   for (int i = 0; i < count; i++)
     if (strncmp(options[i], "--gpu", 5) && strncmp(options[i], "--ptx", 5)) command += std::string(" ") + options[i];
   command += std::string(" ") + (flags ? flags : "") + " 2>" + log;

@@ -252,11 +252,18 @@ def reset(owner: nn.Module, items: Iterable[NormAt | Learned]) -> None:
             reset_module(made)
 
 
-def reset_module(module: Any) -> None:
-    """First values of a module that has any."""
-    reset = getattr(module, "reset_parameters", getattr(module, "_reset_parameters", None))
-    if reset is not None:
-        reset()
+def reset_module(module: nn.Module | None) -> None:
+    """First values of a module and all in it, as the module itself or its parts draw them."""
+    if module is None:
+        return
+    if isinstance(module, nn.MultiheadAttention):
+        module.out_proj.reset_parameters()  # its own reset leaves that out
+    own: Any = getattr(module, "reset_parameters", getattr(module, "_reset_parameters", None))
+    if own is not None:
+        own()
+        return
+    for child in module.children():
+        reset_module(child)
 
 
 # Running it.

@@ -98,7 +98,7 @@ class Residual(Growing):
         self.grow(self.place.declared.growth, device)
 
     def reset_parameters(self) -> None:
-        """The scheme's norms, gains and t as at the start, and F's own `reset_parameters`, if it has one."""
+        """The scheme's norms, gains and t as at the start, and F as its own `reset_parameters` says."""
         reset(self, self.declared.around())
         reset_module(self.sublayer)
         self.reset_growth()
@@ -239,7 +239,7 @@ class Layer(Growing):
             if type(attention := getattr(self, name)) is nn.MultiheadAttention:
                 attention.__class__ = MultiheadAttention
         weight = self.linear1.weight
-        self._install({"device": weight.device, "dtype": weight.dtype}, bias=True)
+        self._install({"device": weight.device, "dtype": weight.dtype}, bias=self.linear1.bias is not None)
         for name, norm in norms.items():
             if name in self._modules:
                 setattr(self, name, norm)
@@ -249,8 +249,6 @@ class Layer(Growing):
     def reset_parameters(self) -> None:
         """Everything as at the start: linear layers as `init` says, or as torch.nn does; norms, gains and t."""
         if self.keeps_torchs_values:
-            for name in self.attentions:
-                reset_module(getattr(self, name).out_proj)
             for module in (*(getattr(self, name) for name in self.attentions), self.linear1, self.linear2):
                 reset_module(module)
         else:

@@ -39,7 +39,11 @@ class GroupScaling(nn.Module):
 
 
 class RunningNorm(nn.Module):
-    """What the three share: parameters, buffers, masks, and what happens once per training forward."""
+    """What the three share: parameters, buffers, masks, and what happens once per training forward.
+
+    Activation checkpointing: compile the checkpointed function, not a function inside a checkpoint, whose second run
+    nobody could tell from its first.
+    """
 
     operator_name: str
     shown: tuple[str, ...] = ("alpha",)
@@ -111,19 +115,20 @@ class RunningNorm(nn.Module):
             raise InputError(f"x must be (…, {self.num_features}), got {tuple(x.shape)}")
         if self.groups:
             x = OPS.group_scaling(x, self.groups)
-        if self.refused.device != x.device:
-            before, self.refused = self.refused, torch.zeros_like(self.refused, device=x.device)
-            if not before.is_meta:
-                self.refused.copy_(before)
         is_compiling = torch.compiler.is_compiling()
-        earlier = self._unkept.find(x) if self.training and not is_compiling and is_second_run() else None
+        if self.refused.device != x.device and not is_compiling:
+            self._move_refused(x.device)
+        refused = self.refused if self.refused.device == x.device else None
+        earlier = None
+        if self.training and not is_compiling and is_second_run():
+            earlier = self._unkept.find(x, padding_mask)
         mask, used = (mask_for(x), None) if earlier is None else earlier
         mask = mask if padding_mask is None else padding_mask
         options: dict[str, Any] = {"train": self.training, "eps": self.eps, **self.settings()}
         if self.sync and self.training:
             options["group"] = group_name(self.process_group)
         run = getattr(OPS, self.operator_name)
-        y, stats = run(x, self.weight, self.bias, mask, *self.state(), self.refused, used, **options)
+        y, stats = run(x, self.weight, self.bias, mask, *self.state(), refused, used, **options)
         if self.training and not is_compiling and earlier is None and is_unkept():
             self._unkept.add(x, mask, stats)
         return y
@@ -141,7 +146,14 @@ class RunningNorm(nn.Module):
             if old is not None and new is not None and new.dtype in (torch.float16, torch.bfloat16):
                 self._buffers[name] = old.to(new.device)
         self._unkept = Unkept()
+        self._move_refused(next(iter(self.buffers())).device)
         return self
+
+    def _move_refused(self, device: torch.device) -> None:
+        before = self.refused
+        self.refused = torch.zeros_like(before, device=device)
+        if not before.is_meta and not self.refused.is_meta:
+            self.refused.copy_(before)
 
     def __getstate__(self) -> dict[str, Any]:
         # A group is of this process; elsewhere it is the default group again.

@@ -23,11 +23,11 @@ class Sums(nn.Module):
     `norms["l"]` stands on y_l, or on row l's sum.
     """
 
-    def __init__(self, declared: Combine, place: Place, factory: Mapping[str, Any]) -> None:
+    def __init__(self, declared: Combine, place: Place, factory: Mapping[str, Any], bias: bool) -> None:
         super().__init__()
         self.on_sums, rows = declared.on_sums, len(declared.norms) + 1
         self.weight = nn.Parameter(torch.empty(rows, rows, **factory))
-        self.norms = nn.ModuleDict({at.name.rsplit(".", 1)[1]: make(at, place, factory) for at in declared.norms})
+        self.norms = nn.ModuleDict({at.name.rsplit(".", 1)[1]: make(at, place, factory, bias) for at in declared.norms})
         self.reset_parameters()
 
     @torch.no_grad()
@@ -85,14 +85,15 @@ class Stack(Growing):
         weight, end = self.layers[0].linear1.weight, place.declared.end
         if not any(change.kind == "norm" for change in end):
             self.norm = None
-        self._extend(place, end, {"device": weight.device, "dtype": weight.dtype})
+        factory = {"device": weight.device, "dtype": weight.dtype}
+        self._extend(place, end, factory, self.layers[0].has_norm_biases)
         self.train(self.training)
 
-    def _extend(self, place: Place, end: tuple[Change, ...], factory: Mapping[str, Any], bias: bool = True) -> None:
+    def _extend(self, place: Place, end: tuple[Change, ...], factory: Mapping[str, Any], bias: bool) -> None:
         """Adds what the scheme declares for the stack; a norm that is there stays."""
         self.place, declared = place, place.declared
         if declared.combine is not None:
-            self.combine = Sums(declared.combine, place, factory)
+            self.combine = Sums(declared.combine, place, factory, bias)
         for change in end:
             if change.kind != "norm" or self.norm is None:
                 setattr(self, change.what.name, make(change.what, place, factory, bias))
@@ -307,8 +308,9 @@ class Transformer(nn.Module):
             self._reset_parameters()
 
     def _reset_parameters(self) -> None:
+        sums = {module.weight for module in self.modules() if isinstance(module, Sums)}
         for p in self.parameters():
-            if p.dim() > 1:
+            if p.dim() > 1 and p not in sums:
                 nn.init.xavier_uniform_(p)
 
     def forward(

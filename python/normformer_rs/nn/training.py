@@ -9,8 +9,9 @@ from .growing import Growing
 from .norms import RowNorm
 from .profiling import profiling
 from .running import RunningNorm
+from .stacks import Sums
 
-_NORMS = (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, nn.modules.batchnorm._NormBase, RowNorm, RunningNorm)
+_NORMS = (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, nn.modules.batchnorm._NormBase, RowNorm, RunningNorm, Sums)
 
 
 def set_num_updates(model: nn.Module, n: int) -> int:
@@ -40,7 +41,8 @@ def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, An
     undecayed = {
         p
         for name, module in model.named_modules()
-        if isinstance(module, _NORMS) or name.rpartition(".")[2] == "combine"
+        # normformer_rs.Transformer is made of nameless modules.
+        if isinstance(module, _NORMS) or (type(module) is nn.Module and name.rpartition(".")[2] == "combine")
         for p in module.parameters(recurse=False)
     }
     wanted = [p for p in model.parameters() if p.requires_grad]

@@ -21,44 +21,74 @@ def is_second_run() -> bool:
 
 
 class _Run(NamedTuple):
-    shape: torch.Size
     sums: Tensor
     mask: Tensor | None
     stats: Tensor
 
 
 class Unkept:
-    """What a norm's last such forwards measured, found again by what they were given, that is by sums of x's columns.
-    Of those that were given the same, the one that was found least often, and then the latest: backward passes run
-    backwards. The host waits for the device only where some had a mask and some had none.
+    """What a norm's last such forwards measured, found again by what they were given: the explicit mask, and sums of
+    x's columns. Of those that were given the same, the one that was found least often, and then the latest: backward
+    passes run backwards. The host waits for the device only where some had a mask and some had none.
     """
 
     def __init__(self) -> None:
-        self._runs: list[_Run] = []
-        self._found = torch.empty(0)  # how often each was
+        self._runs: dict[torch.Size, list[_Run]] = {}
+        self._found: dict[torch.Size, Tensor] = {}  # how often each was
+        self._shapes: list[torch.Size] = []  # in the order in which they came
+        self._backward, self._finds = -1, 0
 
     def add(self, x: Tensor, mask: Tensor | None, stats: Tensor) -> None:
         """Keeps a forward's mask and statistics."""
-        if self._found.device != x.device:
-            self._runs, self._found = [], torch.empty(0, device=x.device)
-        self._runs = [*self._runs, _Run(x.shape, _sums(x), mask, stats)][-LIMIT:]
-        self._found = torch.cat([self._found, self._found.new_zeros(1)])[-LIMIT:]
+        runs, found = self._runs.setdefault(x.shape, []), self._found.get(x.shape)
+        if found is None or found.device != x.device:
+            runs.clear()
+            found = torch.zeros(0, device=x.device)
+        runs.append(_Run(_sums(x), mask, stats))
+        self._found[x.shape] = torch.cat([found, found.new_zeros(1)])
+        self._shapes.append(x.shape)
+        if len(self._shapes) > LIMIT:
+            oldest = self._shapes.pop(0)
+            self._runs[oldest] = self._runs[oldest][1:]
+            self._found[oldest] = self._found[oldest][1:]
+            if not self._runs[oldest]:
+                del self._runs[oldest], self._found[oldest]
 
-    def find(self, x: Tensor) -> tuple[Tensor | None, Tensor] | None:
-        """The mask and the statistics of the forward whose second run this is; None: there was none of that shape."""
-        at = [i for i, run in enumerate(self._runs) if run.shape == x.shape and self._found.device == x.device]
-        runs = [self._runs[i] for i in at]
-        if len(runs) < 2:
-            return (runs[0].mask, runs[0].stats) if runs else None
+    @torch.no_grad()
+    def find(self, x: Tensor, mask: Tensor | None) -> tuple[Tensor | None, Tensor] | None:
+        """The mask and the statistics of the forward whose second run this is; None: there was none of that shape.
+        `mask`: the one that was given explicitly. Errors: RuntimeError where more forwards come back than are kept."""
+        runs = self._runs.get(x.shape, [])
+        if not runs or self._found[x.shape].device != x.device:
+            return None
+        backward = torch._C._current_graph_task_id()
+        self._finds = self._finds + 1 if backward == self._backward else 1
+        self._backward = backward
+        if self._finds > LIMIT:
+            raise RuntimeError(
+                f"activation checkpointing of a norm with statistics: more than {LIMIT} of its forwards wait for one "
+                "backward pass, and the statistics of the first ones are gone: call backward more often"
+            )
+        if len(runs) == 1:
+            return runs[0].mask, runs[0].stats
         distance = (torch.stack([run.sums for run in runs]) - _sums(x)).abs().amax(-1)
-        latest_first = torch.arange(len(runs), 0, -1, device=x.device)
-        order = torch.where(distance == distance.min(), self._found[at] * len(runs) + latest_first, torch.inf)
+        if any(_is_same(run.mask, mask) for run in runs):
+            for i, run in enumerate(runs):
+                if not _is_same(run.mask, mask):
+                    distance[i] = torch.inf
+        found, latest_first = self._found[x.shape], torch.arange(len(runs), 0, -1, device=x.device)
+        order = torch.where(distance == distance.min(), found * len(runs) + latest_first, torch.inf)
         one = order.argmin(0, keepdim=True)
-        self._found.index_add_(0, torch.tensor(at, device=x.device)[one], torch.ones_like(self._found[:1]))
+        self._found[x.shape] = found + (latest_first == len(runs) - one)
         masks = [run.mask for run in runs if run.mask is not None]
         if masks and len(masks) < len(runs):  # with a mask it is another graph: the host has to know
             return runs[int(one)].mask, runs[int(one)].stats
         return torch.stack(masks)[one][0] if masks else None, torch.stack([run.stats for run in runs])[one][0]
+
+
+def _is_same(one: Tensor | None, other: Tensor | None) -> bool:
+    """The same tensor, or another of the same memory, as checkpointing hands it on."""
+    return one is not None and other is not None and one.data_ptr() == other.data_ptr() and one.shape == other.shape
 
 
 def _sums(x: Tensor) -> Tensor:

@@ -123,6 +123,10 @@ class Edits:
         module.__dict__.update(own | held)
         for name, values in held.items():
             found = _merged(_copied(values), before.held[name], after.held[name])
+            if name == "_modules":
+                for key in found:
+                    now = values.get(key)
+                    _hand_on(module if now is None else now, found[key])
             values.clear()
             values.update(found)
 
@@ -138,6 +142,16 @@ class Edits:
             for name, buffer in module._buffers.items():
                 if buffer is not None and id(buffer) not in there:
                     module._buffers[name] = buffer.to(devices.get(buffer.device, buffer.device))
+
+
+def _hand_on(now: nn.Module, back: nn.Module | None) -> None:
+    """What comes back is trained or evaluated, and frozen, as what stands in its place now."""
+    if back is None or now is back:
+        return
+    back.train(now.training)
+    own = dict(now.named_parameters(recurse=False))
+    for name, parameter in back.named_parameters(recurse=False):
+        parameter.requires_grad_(own.get(name, next(iter(own.values()), parameter)).requires_grad)
 
 
 class Swaps(Sequence[Row]):
@@ -227,22 +241,38 @@ class Repoint:
             return
         optimizer, old = self.optimizer, []
         for group in optimizer.param_groups:
-            old.append((group, list(group["params"]), list(group.get("param_names", []))))
-            names = group.get("param_names") or [""] * len(group["params"])
-            pairs = [(name, p) for name, p in zip(names, group["params"])]
-            new = [made for name, p in pairs for made in self.exchange.get(p, [(name, p)])]
-            group["params"] = [p for _, p in new]
-            if "param_names" in group:
-                group["param_names"] = [name for name, _ in new]
+            before = _named(group)
+            old.append((group, before))
+            _set(group, [made for name, p in before for made in self.exchange.get(p, [(name, p)])])
         for p in [*self.drawn, *(p for p, new in self.exchange.items() if all(p is not q for _, q in new))]:
             optimizer.state.pop(p, None)
 
         def back() -> None:
-            for group, params, names in old:
-                for p in {*group["params"]} - {*params}:
-                    optimizer.state.pop(p, None)
-                group["params"] = params
-                if "param_names" in group:
-                    group["param_names"] = names
+            for group, before in old:
+                for q in self._take_back(group, before):
+                    optimizer.state.pop(q, None)
 
         edits.afterwards(back)
+
+    def _take_back(self, group: dict[str, Any], before: Sequence[tuple[str, nn.Parameter]]) -> set[nn.Parameter]:
+        """What was exchanged in a group stands in it again, what others have changed there since stays. Returns what
+        went."""
+        came = {q for _, p in before for _, q in self.exchange.get(p, ())} - {p for _, p in before}
+        kept = [(name, q) for name, q in _named(group) if q not in came]
+        for i, (name, p) in enumerate(before):
+            if p in self.exchange and all(p is not q for _, q in kept):
+                earlier = {q for _, q in before[:i]}
+                kept.insert(max((j + 1 for j, (_, q) in enumerate(kept) if q in earlier), default=0), (name, p))
+        _set(group, kept)
+        return came
+
+
+def _named(group: dict[str, Any]) -> list[tuple[str, nn.Parameter]]:
+    """A group's parameters, with their names if it has any."""
+    return [*zip(group.get("param_names") or [""] * len(group["params"]), group["params"])]
+
+
+def _set(group: dict[str, Any], named: Sequence[tuple[str, nn.Parameter]]) -> None:
+    group["params"] = [p for _, p in named]
+    if "param_names" in group:
+        group["param_names"] = [name for name, _ in named]

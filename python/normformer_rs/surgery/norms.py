@@ -194,7 +194,7 @@ def swap_norms(
             made[module] = _twin(module, known, to, init, _nearest(model, name), options)
             _share(module, made[module][0], shared)
 
-    repoint = Repoint(optimizer, {k: v for name, old in places for k, v in _exchange(name, old, made[old][0]).items()})
+    repoint = Repoint(optimizer, _exchanged(model, places, {old: new for old, (new, _) in made.items()}))
     title = f"swap_norms to {to}"
     edits, rows = Edits(model, title), []
     for name, old in places:
@@ -274,8 +274,22 @@ def _match(old: Any, new: Any) -> None:
         new.bias.copy_(bias)
 
 
-def _exchange(name: str, old: nn.Module, new: nn.Module) -> dict[nn.Parameter, list[tuple[str, nn.Parameter]]]:
-    """For each parameter of the old norm what takes its place; what has no counterpart goes where the weight was."""
+Exchange = dict[nn.Parameter, list[tuple[str, nn.Parameter]]]
+
+
+def _exchanged(model: nn.Module, places: list[tuple[str, nn.Module]], made: dict[nn.Module, nn.Module]) -> Exchange:
+    """For each parameter of the old norms what takes its place; it stays where others have it too."""
+    kept = {p for module in model.modules() if module not in made for p in module.parameters(recurse=False)}
+    out: Exchange = {}
+    for name, old in places:
+        for p, new in _exchange(name, old, made[old]).items():
+            known = out.setdefault(p, [(name, p)] if p in kept else [])
+            known += [(leaf, q) for leaf, q in new if all(q is not other for _, other in known)]
+    return out
+
+
+def _exchange(name: str, old: nn.Module, new: nn.Module) -> Exchange:
+    """Of one norm; what has no counterpart goes where the weight was."""
     olds, news = dict(old.named_parameters(recurse=False)), dict(new.named_parameters(recurse=False))
     out = {p: [(f"{name}.{leaf}", news[leaf])] if leaf in news else [] for leaf, p in olds.items()}
     if olds:

@@ -12,6 +12,7 @@ from .._core import InputError
 from ..config import tables, unknown
 from ..nn.declared import Place, configure
 from ..nn.growing import Growing
+from ..nn.layers import Layer
 from .blocks import STACKS, TORCH_STACKS, TORCHS, Group, known_blocks, parent_of, parts_of, place_of, shape_of
 from .edits import Edits, Repoint, Row, Swaps, refuse_wrapped
 from .steps import BlockResidual
@@ -76,6 +77,9 @@ def swap_residuals(
             for i, block in enumerate(group.blocks):
                 rows.append(Row(group.names[i] or "(model)", old[i], f"{type(block).__name__}, {to}", note))
             rows += notes
+        layers = [block for group, _ in plans for block in group.blocks if isinstance(block, Layer)]
+        for layer in layers if init is not None else ():
+            layer.keeps_torchs_values = False
         drawn = [] if init is None else [p for group, place in plans for p in initialise(group, place, edits)]
         drawn += [p for group, place in plans if not place.declared.has_biases for p in silence_biases(group, edits)]
         _repoint(optimizer, [group for group, _ in plans], before, dict(model.named_parameters()), drawn)(edits)
@@ -248,7 +252,8 @@ def _convert_foreign(group: Group, place: Place, edits: Edits) -> list[Row]:
 
 def _put(block: nn.Module, path: str, module: nn.Module) -> None:
     parent, _, leaf = path.rpartition(".")
-    setattr(block.get_submodule(parent), leaf, module)
+    holder: Any = block.get_submodule(parent)
+    setattr(holder, leaf, module.train(getattr(holder, leaf).training))
 
 
 def _repoint(
