@@ -98,8 +98,8 @@ BUGS = [
     ),
     Bug(
         "the mean's share has the wrong sign",
-        "-fmaf(pull, hat, share)",
-        "-fmaf(pull, hat, -share)",
+        "-fmaf(pull, slope, share)",
+        "-fmaf(pull, slope, -share)",
         cases.row_norm,
         NARROW,
     ),
@@ -155,7 +155,7 @@ BUGS = [
     Bug("dx⁺ is left out", "total.v[j] += d.v[j];", "total.v[j] += 0.f * d.v[j];", cases.residual, STEP),
     Bug(
         "huge rows are measured like others",
-        "if (!(squares >= 0x1p-100f && squares < 0x1p127f)) {",
+        "if (!OF_LARGEST && !(squares >= 0x1p-100f && squares < 0x1p127f)) {",
         "if (false) {",
         cases.extreme_rows,
         ("layer_norm",),
@@ -457,7 +457,13 @@ BUGS = [
         cases.column_norm,
         ("power_norm", "f32", 40),
     ),
-    Bug("ν does not decay", "old + lambda - nu * gamma", "old + lambda", cases.column_norm, ("power_norm", "f32", 40)),
+    Bug(
+        "ν does not decay",
+        "old + lambda - nu * stat(GAMMA)",
+        "old + lambda",
+        cases.column_norm,
+        ("power_norm", "f32", 40),
+    ),
     Bug(
         "ν takes what is not finite",
         "if (moves && taken) a.second[c]",
@@ -467,8 +473,8 @@ BUGS = [
     ),
     Bug(
         "refused gradients are not counted",
-        "++*a.refused;\n  for (int c = team.lane; c < a.cols; c += LANES) {\n    const Slope",
-        ";\n  for (int c = team.lane; c < a.cols; c += LANES) {\n    const Slope",
+        "++*a.refused;\n  for (int c = team.lane; c < a.cols; c += LANES) {\n    const Found",
+        ";\n  for (int c = team.lane; c < a.cols; c += LANES) {\n    const Found",
         cases.refuses_a_gradient,
         (),
     ),
