@@ -63,7 +63,7 @@ test-rust: $(VENV)/installed ## Rust tests
 .PHONY: test-python
 test-python: build $(VENV)/fairseq ## Python tests, README's and docstrings' examples
 	$(BIN)/python -m pytest --quiet
-	NORMFORMER_RS_TEST_DEVICE=emulated $(BIN)/python -m pytest --quiet -m "device and not cpu" tests/test_operators.py tests/test_norms.py
+	NORMFORMER_RS_TEST_DEVICE=emulated $(BIN)/python -m pytest --quiet -m "device and not cpu" tests/test_operators.py tests/test_norms.py tests/test_norm_modules.py
 
 .PHONY: test
 test: lint test-rust test-python ## everything

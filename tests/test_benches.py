@@ -28,7 +28,7 @@ def test_the_gpu_benchmark_reports_what_is_missing(tmp_path, monkeypatch):
     gpu.measure(tmp_path / "out", tmp_path, "cpu", megabytes=1, updates=2, quick=True)
     rows = list(csv.DictReader((tmp_path / "out" / "gpu.csv").read_text().splitlines()))
     found = {row["what"]: row["value"] for row in rows}
-    for suite in ("cuda", "operators", "norms"):  # none in that folder
+    for suite in ("cuda", "operators", "norms", "norm_modules"):  # none in that folder
         assert found[f"tests/test_{suite}.py on the device"].startswith("unmeasured: FileNotFoundError")
     assert found["4096×512"].startswith("unmeasured")  # no CUDA graphs on a CPU
     assert found["Liger's rms_norm, bf16"].startswith("unmeasured")

@@ -75,7 +75,12 @@ def names() -> str:
         "norm; as depths, N and M are the layers of encoder and decoder, L those of a single stack.",
     ]
     for title, table, how in (
-        ("Norms", "norms", "`--norm NAME`; shown by `pytest tests/test_model.py tests/test_norms.py -k NAME`."),
+        (
+            "Norms",
+            "norms",
+            "`--norm NAME`; shown by `pytest tests/test_model.py tests/test_norms.py tests/test_norm_modules.py "
+            "-k NAME`.",
+        ),
         (
             "Residual schemes",
             "residuals",

@@ -108,7 +108,7 @@ def measure(output: Path, tests: Path, device: str, megabytes: int, updates: int
 
 def correctness(figures: Figures, tests: Path, device: str) -> None:
     """The operators' test-suite on the device."""
-    for suite in ("test_cuda.py", "test_operators.py", "test_norms.py"):
+    for suite in ("test_cuda.py", "test_operators.py", "test_norms.py", "test_norm_modules.py"):
         with figures.attempt("correctness", f"tests/{suite} on the device"):
             done = run_tests(tests / suite, device, [], ["-m", "device and not cpu"])
             figures.say(done.stdout[-4000:] + done.stderr[-2000:])

@@ -1,0 +1,351 @@
+"""Norms as modules: conventions of torch.nn, how PyTorch treats them, masks, bad input, and norms in models."""
+
+import copy
+import math
+import pickle
+
+import pytest
+import torch
+
+import normformer_rs as nfrs
+import reference as ref
+from normformer_rs import nn
+from norms_support import CASES, CLASSES, EPS, OPERATORS, build, close, data
+
+pytestmark = pytest.mark.device
+OPS = torch.ops.normformer_rs
+MODULES = {
+    "layernorm": lambda **k: nn.LayerNorm(8, **k),
+    "rmsnorm": lambda **k: nn.RMSNorm(8, **k),
+    "scalenorm": lambda **k: nn.ScaleNorm(8, **k),
+    "lpnorm": lambda **k: nn.LpNorm(8, p=3, **k),
+    "lpnorm, inf": lambda **k: nn.LpNorm(8, p=math.inf, **k),
+    "batchnorm": lambda **k: nn.BatchNorm(8, **k),
+    "powernorm-v": lambda **k: nn.PowerNormV(8, **k),
+    "powernorm": lambda **k: nn.PowerNorm(8, warmup_iters=0, **k),
+    "powernorm, release": lambda **k: nn.PowerNorm(8, mode="release", warmup_iters=2, groups=2, **k),
+}
+
+
+@pytest.mark.parametrize("name", [n for n in MODULES if n in ref.ROW_NORMS])
+def test_row_modules_are_the_oracle(name):
+    norm = MODULES[name](dtype=torch.float64)
+    torch.nn.init.normal_(norm.weight)
+    x = torch.randn(3, 8, dtype=torch.float64)
+    options = {"p": 3.0} if name == "lpnorm" else {}
+    expected = ref.apply_norm(name, x, norm.weight, getattr(norm, "bias", None), **options)
+    torch.testing.assert_close(norm(x), expected)
+
+
+def test_several_dimensions_and_torchs_reprs():
+    x = torch.randn(2, 3, 4)
+    for ours, theirs in [
+        (nn.LayerNorm((3, 4)), torch.nn.LayerNorm((3, 4))),
+        (nn.LayerNorm([3, 4], bias=False), torch.nn.LayerNorm([3, 4], bias=False)),
+        (nn.RMSNorm(4, eps=None), torch.nn.RMSNorm(4)),
+        (nn.RMSNorm((3, 4), eps=1e-3, elementwise_affine=False), torch.nn.RMSNorm((3, 4), 1e-3, False)),
+    ]:
+        assert repr(ours) == repr(theirs) and ours.state_dict().keys() == theirs.state_dict().keys()
+        torch.testing.assert_close(ours(x), theirs(x))
+    bf16 = x.bfloat16()
+    torch.testing.assert_close(
+        nn.RMSNorm(4, eps=None, dtype=torch.bfloat16)(bf16), ref.rms_norm(bf16, torch.ones(4), None)
+    )
+    assert repr(nn.PowerNorm(8)).startswith(
+        "PowerNorm(8, eps=1e-05, alpha_fwd=0.9, alpha_bwd=0.9, warmup_iters=4000, mode=paper"
+    )
+
+
+def test_the_table_of_classes():
+    config = nfrs.TransformerConfig(
+        lpnorm_p=math.inf, powernorm_mode="release", heads=4, norm_eps=0.01, batchnorm_alpha=0.5
+    )
+    for entry in nfrs.tables()["norms"]:
+        norm = nn.norm_of_config(entry["name"], 8, config)
+        assert isinstance(norm, nn.norm_class(entry["name"])) and norm.eps == 0.01
+    assert nn.norm_of_config("lpnorm", 8, config).p == math.inf
+    assert (
+        nn.norm_of_config("powernorm", 8, config).groups == 4 and nn.norm_of_config("batchnorm", 8, config).groups == 1
+    )
+    fixed = [nn.norm_of_config("scalenorm-fixed", 8, config, last_of_decoder=last).weight for last in (False, True)]
+    assert fixed[0] is None and fixed[1] is not None
+    with pytest.raises(ValueError, match="did you mean"):
+        nn.norm_class("powernorm-w")
+    assert nfrs.TransformerConfig.from_json(config.to_json()) == config
+
+
+def test_foreign_state_dicts():
+    d = 16
+    x = torch.randn(3, d)
+    ours = nn.ScaleNorm(d)
+    ours.load_state_dict({"scale": torch.tensor(3.0)})  # Nguyen and Salazar's code
+    torch.testing.assert_close(ours(x), 3 * torch.nn.functional.normalize(x, dim=-1))
+    unit = torch.nn.functional.normalize(x, dim=-1) * math.sqrt(d)
+    for g, offset in ((torch.tensor([0.7]), False), (torch.tensor([-0.3]), True)):  # x-transformers
+        ours = torch.nn.Sequential(nn.ScaleNorm(d, unit_offset=offset))
+        ours.load_state_dict({"0.g": g})
+        torch.testing.assert_close(ours(x), unit * (g + offset))
+        rms = nn.RMSNorm(d, eps=1e-12, unit_offset=offset)
+        rms.load_state_dict({"g": g * torch.arange(d)})
+        torch.testing.assert_close(rms(x), unit * (g * torch.arange(d) + offset))
+    release = {
+        "weight": torch.rand(d),
+        "bias": torch.rand(d),
+        "running_phi": torch.rand(1, d, 1, 1),
+        "ema_gz": torch.rand(1, d, 1, 1),
+        "iters": torch.tensor([123]),
+    }
+    for mode in ("paper", "release"):
+        norm = nn.PowerNorm(d, mode=mode)
+        norm.load_state_dict(release)
+        assert norm.state_dict().keys() == release.keys() and all(
+            torch.equal(norm.state_dict()[key], value) for key, value in release.items()
+        )
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_modules_travel(name):
+    norm = MODULES[name]()
+    x = torch.randn(3, 5, 8)
+    norm(x).sum().backward()
+    for twin in (copy.deepcopy(norm), pickle.loads(pickle.dumps(norm))):
+        assert torch.equal(twin.eval()(x), copy.deepcopy(norm).eval()(x))
+    fresh = MODULES[name]()
+    fresh.load_state_dict(norm.state_dict())
+    assert torch.equal(fresh.eval()(x), copy.deepcopy(norm).eval()(x))
+    meta = MODULES[name](device="meta")
+    y = meta(torch.empty(3, 5, 8, device="meta"))
+    assert y.is_meta and y.shape == x.shape
+    empty = meta.to_empty(device=torch.get_default_device())
+    empty.reset_parameters()
+    torch._dynamo.reset()
+    compiled = torch.compile(empty, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(x), MODULES[name]()(x))
+    empty.reset_parameters()
+    assert torch.equal(empty(x), MODULES[name]()(x))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", MODULES)
+def test_low_precision(name, dtype):
+    norm = MODULES[name]()
+    norm(torch.randn(3, 5, 8))
+    before = {key: b.clone() for key, b in norm.named_buffers()}
+    norm.to(dtype)
+    for key, b in norm.named_buffers():
+        assert b.dtype == before[key].dtype and torch.equal(b, before[key])
+    assert all(p.dtype == dtype for p in norm.parameters())
+    assert all(b.dtype == torch.float64 for b in norm.double().buffers() if b.is_floating_point())
+    made = MODULES[name](dtype=dtype)
+    assert made(torch.randn(3, 5, 8).to(dtype)).dtype == dtype
+    assert all(b.dtype == torch.float32 for b in made.buffers() if b.is_floating_point())
+    with torch.autocast(torch.get_default_device().type, torch.bfloat16):
+        h = torch.nn.Linear(8, 8)(torch.randn(4, 8))
+        assert MODULES[name]()(h).dtype == h.dtype == torch.bfloat16
+    assert MODULES[name]()(torch.randn(4, 8, dtype=torch.float64)).dtype == torch.float64
+
+
+@pytest.mark.parametrize("training", [False, True])
+@pytest.mark.parametrize("name", MODULES)
+def test_compile_fullgraph(name, training):
+    torch._dynamo.reset()
+    norm = MODULES[name]().train(training)
+    plain = copy.deepcopy(norm)
+    compiled = torch.compile(norm, fullgraph=True, backend="aot_eager")
+    for step in range(4):
+        torch.manual_seed(step)
+        x, dy = torch.randn(3, 5, 8), torch.randn(3, 5, 8)
+        found, wanted = (run_module(module, x, dy) for module in (compiled, plain))
+        close(found, wanted, 1e-6)
+        close(norm.buffers(), plain.buffers(), 1e-6)
+
+
+def run_module(module, x, dy):
+    x = x.clone().requires_grad_()
+    y = module(x)
+    return [y.detach(), *torch.autograd.grad(y, [x, *module.parameters()], dy)]
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_export(name):
+    norm = MODULES[name]().eval()
+    x = torch.randn(3, 5, 8)
+    program = torch.export.export(norm, (x,), dynamic_shapes=({0: torch.export.Dim("batch", min=2)},))
+    close([program.module()(torch.cat([x, x]))], [norm(torch.cat([x, x]))], 1e-6)
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_functorch(name):
+    norm = MODULES[name]().eval()
+    x = torch.randn(3, 5, 8)
+    close([torch.vmap(norm)(x)], [norm(x)], 1e-5)
+    own = x.clone().requires_grad_()
+    (wanted,) = torch.autograd.grad(norm(own).sin().sum(), own)
+    close([torch.func.grad(lambda x: norm(x).sin().sum())(x)], [wanted], 1e-5)
+    assert torch.func.jacrev(norm)(x[0, 0]).shape == (8, 8)
+    if name in CLASSES:
+        with pytest.raises(NotImplementedError, match="vmap"):
+            torch.vmap(norm.train())(x)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_opcheck(case):
+    norm, name = build(case, 8, torch.float32)
+    x, mask = data(8, torch.float32, masked=True)
+    state = [None if b is None else b.clone() for b in norm.state()]
+    arguments = (x.requires_grad_(), norm.weight, norm.bias, mask, *state, norm.refused)
+    torch.library.opcheck(
+        getattr(OPS, OPERATORS[name]).default, arguments, {"train": True, "eps": EPS, **norm.settings()}
+    )
+
+
+# Masks.
+
+
+class Foreign(torch.nn.Module):
+    """A model that knows nothing of masks in norms."""
+
+    def __init__(self):
+        super().__init__()
+        self.encoder = torch.nn.Sequential(torch.nn.Linear(4, 4), nn.PowerNormV(4))
+        self.decoder = torch.nn.Sequential(torch.nn.Linear(4, 4), nn.LayerNorm(4), nn.BatchNorm(4))
+
+    def forward(self, source, target):
+        return self.encoder(source), self.decoder(target)
+
+
+def test_masks_reach_foreign_models():
+    model = Foreign()
+    source, target = torch.randn(2, 5, 4), torch.randn(2, 3, 4)
+    masks = torch.zeros(2, 5, dtype=torch.bool), torch.zeros(2, 3, dtype=torch.bool)
+    masks[0][1, 3:], masks[1][0, 2] = True, True
+    with nn.padding_mask(*masks):
+        a, b = model(source, target)
+    assert (a[masks[0]] == 0).all() and (b[masks[1]] == 0).all() and (a[~masks[0]] != 0).all()
+    with nn.padding_mask(*masks, batch_first=False):
+        swapped = Foreign()
+        swapped.load_state_dict(Foreign().state_dict())
+        c, _ = model(source.transpose(0, 1), target.transpose(0, 1))
+        assert (c.transpose(0, 1)[masks[0]] == 0).all()
+        d = model.encoder(source.transpose(0, 1).reshape(10, 4))
+        assert (d.view(5, 2, 4).transpose(0, 1)[masks[0]] == 0).all()
+    # an argument goes before the context, and the context ends
+    with nn.padding_mask(masks[0]):
+        assert (model.encoder[1](source, padding_mask=torch.zeros(2, 5, dtype=torch.bool)) != 0).all()
+    assert (model(source, target)[0] != 0).all()
+
+
+def test_compiled_models_take_masks():
+    torch._dynamo.reset()
+    norm, mask = nn.PowerNormV(4), torch.tensor([[False, False, True]])
+    compiled = torch.compile(norm, fullgraph=True, backend="aot_eager")
+    x = torch.randn(1, 3, 4)
+    close([compiled(x, mask)], [copy.deepcopy(norm).train()(x, mask)], 1e-6)
+    with nn.padding_mask(mask):
+        assert (compiled(x)[mask] == 0).all()
+    assert (compiled(x) != 0).all()
+
+
+def x():
+    return torch.ones(2, 3, 4)
+
+
+@pytest.mark.parametrize(
+    "call,error,message",
+    [
+        (
+            lambda: nn.BatchNorm(4)(x(), torch.zeros(3, 2, dtype=torch.bool)),
+            ValueError,
+            r"pad_mask must have x's shape",
+        ),
+        (lambda: nn.BatchNorm(4)(x(), torch.zeros(2, 3)), TypeError, "pad_mask must be bool"),
+        (lambda: nn.PowerNorm(5)(x()), ValueError, r"x must be \(…, 5\), got \(2, 3, 4\)"),
+        (lambda: nn.PowerNorm(4)(x().long()), TypeError, "float32, float64"),
+        (lambda: nn.LayerNorm(5)(x()), ValueError, r"x must end in \(5,\)"),
+        (lambda: nn.LpNorm(4)(x().long()), TypeError, "float32, float64"),
+        (lambda: nn.LpNorm(4, p=0.5), ValueError, "at least 1"),
+        (lambda: OPS.lp_norm(x(), None, math.nan, EPS), ValueError, "at least 1"),
+        (lambda: nn.GroupScaling(3)(x()), ValueError, "must divide the width"),
+        (lambda: nn.PowerNorm(4, mode="papr"), ValueError, 'did you mean "paper"'),
+        (lambda: nn.PowerNorm(4, mode="release", groups=0), ValueError, "at least 1"),
+        (lambda: nn.PowerNormV(4, groups=3), ValueError, "must divide"),
+        (lambda: nn.PowerNormV(4, alpha=1.0), ValueError, r"alpha must lie in \[0, 1\)"),
+        (lambda: OPS.power_norm(x(), train=True), ValueError, "needs its buffers running_phi, ema_gz and iters"),
+        (lambda: OPS.batch_norm(x(), torch.ones(3), train=True), ValueError, "weight must hold 4 numbers"),
+        (lambda: OPS.batch_norm(x(), train=True, variant="other"), ValueError, "variant must be one of paper, release"),
+        (lambda: in_mask(torch.zeros(2, 4, dtype=torch.bool)), ValueError, "none fits"),
+        (
+            lambda: in_mask(torch.zeros(2, 3, dtype=torch.bool), torch.ones(2, 3, dtype=torch.bool)),
+            ValueError,
+            "several",
+        ),
+        (lambda: in_mask(torch.zeros(2, 3)), ValueError, "must be bool"),
+        (lambda: nfrs.TransformerConfig(lpnorm_p="two"), ValueError, "lpnorm_p must be a number"),
+        (lambda: model(lpnorm_p=0.5, norm="lpnorm"), ValueError, "lpnorm_p must be at least 1"),
+        (lambda: model(powernorm_alpha_bwd=1.0), ValueError, "powernorm_alpha_bwd must lie in"),
+        (lambda: model(groupscaling=3, norm="batchnorm"), ValueError, "in 3 groups"),
+        (lambda: model(powernorm_warmup=-1), ValueError, "at least 0"),
+    ],
+)
+def test_bad_input_is_said(call, error, message):
+    with pytest.raises(error, match=message):
+        call()
+
+
+def in_mask(*masks):
+    with nn.padding_mask(*masks):
+        nn.BatchNorm(4)(x())
+
+
+SHAPE = {"vocab_size": 23, "d_model": 16, "d_ff": 24, "heads": 4, "encoder_layers": 2, "decoder_layers": 2}
+
+
+def model(**options):
+    return nfrs.Transformer(nfrs.TransformerConfig(**{**SHAPE, "dropout": 0.0, **options}), seed=3)
+
+
+# In models.
+
+IN_MODELS = [
+    {"norm": "lpnorm", "lpnorm_p": math.inf},
+    {"norm": "lpnorm", "lpnorm_p": 1.5},
+    {"norm": "batchnorm", "batchnorm_alpha": 0.5},
+    {"norm": "powernorm-v", "groupscaling": 0},
+    {"norm": "powernorm-v", "groupscaling": 2, "residual": "postnorm"},
+    {"encoder_norm": "powernorm", "powernorm_warmup": 2},
+    {"norm": "powernorm", "powernorm_mode": "release", "powernorm_warmup": 2},
+    {"norm": "powernorm", "powernorm_warmup": 0, "residual": "subln"},
+]
+
+
+@pytest.mark.parametrize("options", IN_MODELS, ids=str)
+def test_models_train_as_the_oracle_does(options):
+    """Four forward and backward passes in training, the state after each, then evaluation."""
+    ours = model(**options).double()
+    with torch.no_grad():
+        for p in ours.parameters():
+            p.add_(torch.randn_like(p) * 0.1)
+    state = {name: p.detach().clone().requires_grad_() for name, p in ours.named_parameters()}
+    state |= {name: b.clone() for name, b in ours.named_buffers()}
+    dropout = ref.Dropout(embedding=0, attention=0, activation=0, residual=0, seed=1, update=1, micro_batch=0)
+    for step in range(4):
+        torch.manual_seed(step)
+        source = torch.randint(4, 23, (3, 5))
+        target = torch.randint(4, 23, (3, 4))
+        if options.get("powernorm_mode") != "release":  # which takes means over padding, and packed rows have none
+            source[1, 3:], target[2, 2:] = ref.PAD, ref.PAD
+        for training in (True, False):
+            logits = ours.train(training)(source, target)
+            expected = ref.forward(state, {**SHAPE, **options}, source, target, dropout if training else None)
+            real = target != ref.PAD
+            torch.testing.assert_close(logits[real], expected[real], rtol=1e-9, atol=1e-9)
+            if training:
+                weight = torch.randn_like(expected)[real]
+                (logits[real] * weight).sum().backward()
+                (expected[real] * weight).sum().backward()
+        for name, p in ours.named_parameters():
+            torch.testing.assert_close(
+                p.grad, state[name].grad, rtol=1e-8, atol=1e-8, msg=lambda m, n=name: f"{n}: {m}"
+            )
+        for name, b in ours.named_buffers():
+            torch.testing.assert_close(b, state[name], rtol=1e-9, atol=1e-9, msg=lambda m, n=name: f"{n}: {m}")
