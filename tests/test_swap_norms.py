@@ -1,0 +1,261 @@
+"""Norms swapped into models that somebody else wrote."""
+
+import pytest
+import torch
+from torch import nn
+
+from normformer_rs import nn as nfnn
+from normformer_rs.surgery import swap_norms, swap_residuals
+from surgery_support import MODELS, NORMS, D, assert_same, build, run, state_of, torchs_encoder, train
+
+pytestmark = pytest.mark.filterwarnings("ignore:enable_nested_tensor", "ignore:The PyTorch API of nested tensors")
+
+
+@pytest.mark.parametrize("norm", NORMS)
+@pytest.mark.parametrize("name", MODELS)
+def test_norms_swap_train_and_return(name, norm):
+    model = build(name).eval()
+    before, state = run(model)[0], state_of(model)
+    optimizer = torch.optim.Adam(model.parameters(), 1e-2)
+    done = swap_norms(model, norm, optimizer=optimizer)
+    olds = [
+        m for m in model.modules() if type(m).__name__ in ("LayerNorm", "T5LayerNorm") and type(m) is not nfnn.LayerNorm
+    ]
+    assert not olds and len(done) >= 5 and not model.training
+    assert {id(p) for g in optimizer.param_groups for p in g["params"]} == {id(p) for p in model.parameters()}
+    assert len(swap_norms(model, norm)) == 0, "idempotent"
+    if norm != "layernorm" or name.startswith("t5"):
+        assert not torch.equal(run(model)[0], before)
+    back = done.undo()
+    assert "bit-equal" in back[0].note
+    assert torch.equal(run(model)[0], before)
+    assert_same(state_of(model), state)
+    assert {id(p) for g in optimizer.param_groups for p in g["params"]} == {id(p) for p in model.parameters()}
+
+    done = swap_norms(model, norm, optimizer=optimizer)
+    losses = train(model, optimizer)
+    assert losses[-1] < losses[0]
+    norms = [m for m in model.modules() if isinstance(m, nfnn.norm_class(norm))]
+    fresh = [p for m in norms for p in m.parameters()]
+    assert all(p.grad is not None and p in optimizer.state for p in fresh if p.requires_grad)
+    assert "those from before the swap" in done.undo()[0].note
+    for key, (identity, value) in state_of(model).items():
+        if "norm" in key.lower() or "ln_" in key:
+            assert state[key][0] == identity and torch.equal(state[key][1], value), key
+    with pytest.raises(ValueError, match="taken back already"):
+        done.undo()
+
+
+def test_the_fast_path_is_off():
+    """torch.nn's fused evaluation would compute LayerNorm of whatever weights it finds."""
+    model = torchs_encoder()
+    mask = torch.zeros(3, 5, dtype=torch.bool)
+    mask[0, -2:] = True
+    x = torch.randn(3, 5, D)
+    swap_norms(model, "rmsnorm")
+    model.eval()
+    slow = model(x, src_key_padding_mask=mask)  # parameters need gradients: no fast path
+    with torch.no_grad():
+        fast = model(x, src_key_padding_mask=mask)
+    torch.testing.assert_close(fast[~mask], slow[~mask])
+    single = torchs_encoder().layers[0].eval()
+    done = swap_norms(single, "scalenorm", filter=lambda name, _: name == "norm1")
+    slow = single(x)
+    with torch.no_grad():
+        torch.testing.assert_close(single(x), slow)
+    assert "fast path" in repr(done)
+    done.undo()
+    assert single.activation_relu_or_gelu == 1
+
+
+def test_device_dtype_hooks_sharing_mode_and_filter_are_kept():
+    model = nn.ModuleDict({"a": nn.LayerNorm(4), "b": nn.Sequential(nn.LayerNorm(4), nn.Linear(4, 4))})
+    model["c"] = model["a"]
+    model = model.double()
+    model["a"].eval()
+    model["a"].weight.requires_grad_(False)
+    heard = []
+    handle = model["a"].register_forward_hook(lambda *_: heard.append(1))
+    model["a"].register_forward_pre_hook(lambda *_: heard.append(2))
+    seen = []
+    done = swap_norms(
+        model, "rmsnorm", filter=lambda name, module: seen.append((name, type(module))) or not name.startswith("b")
+    )
+    assert model["a"] is model["c"] and type(model["a"]) is nfnn.RMSNorm and type(model["b"][0]) is nn.LayerNorm
+    assert ("b.0", nn.LayerNorm) in seen
+    assert model["a"].weight.dtype == torch.float64 and not model["a"].training and not model["a"].weight.requires_grad
+    model["a"](torch.randn(2, 4).double())
+    assert heard == [2, 1]
+    handle.remove()
+    model["a"](torch.randn(2, 4).double())
+    assert heard == [2, 1, 2]
+    assert [row.name for row in done] == ["a", "c"]
+    done.undo()
+    assert model["a"] is model["c"] and type(model["a"]) is nn.LayerNorm
+    on_meta = nn.Sequential(nn.LayerNorm(4, device="meta", dtype=torch.bfloat16))
+    swap_norms(on_meta, "scalenorm")
+    assert on_meta[0].weight.is_meta and on_meta[0].weight.dtype == torch.bfloat16
+
+
+def test_norms_without_parameters_and_shared_ones():
+    model = nn.Sequential(nn.LayerNorm(D, elementwise_affine=False), nn.Linear(D, D)).to("meta", torch.bfloat16)
+    swap_norms(model, "batchnorm")
+    assert model[0].weight is None and model[0].running_mean.is_meta
+    swap_norms(nn.Sequential(nn.LayerNorm(D, elementwise_affine=False)), "powernorm")
+    model = nn.Sequential(nn.LayerNorm(D), nn.Linear(D, D), nn.LayerNorm(D), nn.LayerNorm(D))
+    model[2].weight = model[0].weight
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    done = swap_norms(model, "scalenorm", optimizer=optimizer)
+    assert model[2].weight is model[0].weight and model[3].weight is not model[0].weight
+    assert {*optimizer.param_groups[0]["params"]} == {*model.parameters()}
+    done.undo()
+    assert {*optimizer.param_groups[0]["params"]} == {*model.parameters()}
+
+
+def test_shared_parameters_stay_with_whoever_keeps_them():
+    model = nn.Sequential(nn.LayerNorm(D), nn.Linear(D, D), nn.LayerNorm(D))
+    model[2].weight = model[0].weight
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    swap_norms(model, "rmsnorm", filter=lambda name, _: name == "0", optimizer=optimizer)
+    assert {*optimizer.param_groups[0]["params"]} == {*model.parameters()}
+    model = nn.Sequential(nn.RMSNorm(D), nn.RMSNorm(D))
+    model[1].weight = model[0].weight
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    swap_norms(model, "layernorm", optimizer=optimizer)
+    assert {*optimizer.param_groups[0]["params"]} == {*model.parameters()} and model[1].weight is model[0].weight
+
+
+def test_matching_values():
+    def swapped(norm, to, init="match"):
+        model = nn.Sequential(norm)
+        swap_norms(model, to, init=init)
+        return model[0]
+
+    norm = nn.LayerNorm(9)
+    with torch.no_grad():
+        norm.weight.copy_(torch.arange(9.0)), norm.bias.fill_(2.0)
+    assert torch.equal(swapped(norm, "layernorm").weight, norm.weight)
+    assert torch.equal(swapped(norm, "layernorm").bias, norm.bias)
+    assert torch.equal(swapped(norm, "rmsnorm").weight, norm.weight)
+    torch.testing.assert_close(swapped(norm, "scalenorm").weight, norm.weight.norm().reshape(1))
+    assert swapped(norm, "scalenorm", "default").weight.item() == 3.0
+    gain = nfnn.ScaleNorm(9)
+    nn.init.constant_(gain.weight, 6.0)
+    torch.testing.assert_close(swapped(gain, "rmsnorm").weight, torch.full((9,), 2.0))
+    assert swapped(nn.LayerNorm(4, elementwise_affine=False), "rmsnorm").weight is None
+
+
+def test_the_optimizers_groups_and_states():
+    model = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.Linear(4, 4), nn.RMSNorm(4))
+    groups = [
+        {"params": [model[1].weight, model[1].bias, model[3].weight], "weight_decay": 0.0, "lr": 0.5},
+        {"params": [*model[0].parameters(), *model[2].parameters()], "weight_decay": 0.1},
+    ]
+    optimizer = torch.optim.AdamW(groups, lr=0.01)
+    model(torch.randn(3, 4)).sum().backward()
+    optimizer.step()
+    kept = optimizer.state[model[0].weight]
+    done = swap_norms(model, "scalenorm", optimizer=optimizer)
+
+    def first_group():
+        names = {id(p): name for name, p in model.named_parameters()}
+        return [names[id(p)] for p in optimizer.param_groups[0]["params"]]
+
+    assert first_group() == ["1.weight", "3.weight"]
+    assert optimizer.param_groups[0]["weight_decay"] == 0.0 and optimizer.param_groups[0]["lr"] == 0.5
+    assert optimizer.state[model[0].weight] is kept and len(optimizer.state) == 4
+    done.undo()
+    done = swap_norms(model, "layernorm", optimizer=optimizer)
+    assert first_group() == ["1.weight", "1.bias", "3.weight", "3.bias"]
+    stranger = torch.optim.SGD(nn.Linear(2, 2).parameters(), 0.1)
+    before = list(model.modules())
+    with pytest.raises(ValueError, match="does not own"):
+        swap_norms(model, "scalenorm", optimizer=stranger)
+    assert list(model.modules()) == before
+
+
+def test_bad_input_is_said():
+    model = torchs_encoder()
+    with pytest.raises(ValueError, match=r"did you mean .scalenorm"):
+        swap_norms(model, "scalnorm")
+    with pytest.raises(ValueError, match=r"did you mean .match"):
+        swap_norms(model, "scalenorm", init="macth")
+    with pytest.raises(ValueError, match="register_norm"):
+        swap_norms(nn.Linear(2, 2), "scalenorm")
+    with pytest.raises(ValueError, match="itself a LayerNorm"):
+        swap_norms(nn.LayerNorm(4), "scalenorm")
+    with pytest.raises(ValueError, match=r"did you mean .deepnorm"):
+        swap_residuals(model, "deepnrm")
+    with pytest.raises(ValueError, match=r"known are .*TransformerEncoderLayer.*register_block"):
+        swap_residuals(nn.Linear(2, 2), "deepnorm")
+    with pytest.raises(ValueError, match=r"did you mean .branchnorm_steps"):
+        swap_residuals(model, "branchnorm", branchnorm_step=3)
+    with pytest.raises(ValueError, match=r"must be a torch\.nn\.Module"):
+        swap_norms("model", "scalenorm")
+    with pytest.raises(ValueError, match="depth must be at least 2"):
+        swap_residuals(model, "deepnorm", depth=1)
+    with pytest.raises(ValueError, match="depth must be one number"):
+        swap_residuals(model, "deepnorm", depth=(2, 2))
+    optimizer = torch.optim.SGD(nn.Linear(2, 2).parameters(), 0.1)
+    state, kinds = state_of(model), [type(m) for m in model.modules()]
+    with pytest.raises(ValueError, match="does not own"):
+        swap_residuals(model, "rezero", optimizer=optimizer)
+    assert_same(state_of(model), state)
+    assert [type(m) for m in model.modules()] == kinds
+
+
+def test_wrapped_models_are_refused(tmp_path):
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path / 'meet'}", rank=0, world_size=1)
+    try:
+        wrapped = nn.parallel.DistributedDataParallel(torchs_encoder())
+        for swap, to in ((swap_norms, "scalenorm"), (swap_residuals, "deepnorm")):
+            with pytest.raises(ValueError, match=r"DistributedDataParallel.*swap first, then wrap"):
+                swap(wrapped, to)
+            with pytest.raises(ValueError, match="model is wrapped"):
+                swap(nn.ModuleDict({"model": wrapped}), to)
+    finally:
+        dist.destroy_process_group()
+
+
+class Gemma(nn.Module):
+    """RMSNorm whose gain counts from zero, as in the models of that name."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(D))
+
+    def forward(self, x):
+        return (1 + self.weight) * torch.nn.functional.rms_norm(x, (D,), eps=1e-6)
+
+
+Gemma.__name__ = "GemmaRMSNorm"
+
+
+class ChannelsFirst(nn.LayerNorm):
+    def forward(self, x):
+        return super().forward(x.permute(0, 2, 3, 1)).permute(0, 3, 1, 2)
+
+
+class InSingle(nn.LayerNorm):
+    """CLIP's kind of subclass."""
+
+    def forward(self, x):
+        return super().forward(x.float()).to(x.dtype)
+
+
+def test_what_only_looks_like_a_norm_is_left_alone():
+    model = nn.Sequential(Gemma(), ChannelsFirst(D), InSingle(D))
+    swaps = swap_norms(model, "rmsnorm")
+    assert [type(m) for m in model] == [Gemma, ChannelsFirst, nfnn.RMSNorm] and len(swaps) == 1
+
+
+@pytest.mark.parametrize("to", ["layernorm", "rmsnorm"])
+def test_epsilon_is_carried_over(to):
+    model = nn.Sequential(nn.LayerNorm(D, eps=1e-12))
+    swap_norms(model, to)
+    assert model[0].eps == 1e-12
+    other = nn.Sequential(nn.LayerNorm(D, eps=1e-12))
+    swap_norms(other, to, eps=1e-3)
+    assert other[0].eps == 1e-3
