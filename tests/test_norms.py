@@ -378,6 +378,12 @@ def test_lp_norms_gradients_of_both_orders(p):
     assert gradgradcheck(f, (x, g))
 
 
+@pytest.mark.cpu
+def test_lp_norms_kernels_are_a_gpus():
+    with pytest.raises(RuntimeError, match="are for CUDA tensors: call lp_norm"):
+        OPS.lp_norm_forward(torch.ones(2, 3), None, 3.0, EPS)
+
+
 @pytest.mark.parametrize("p", [1.0, 3.0, math.inf])
 def test_lp_norm_keeps_extreme_rows_in_their_rows(p):
     x = torch.randn(5, 8)

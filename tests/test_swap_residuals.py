@@ -385,6 +385,10 @@ def test_what_cannot_be_folded():
     model = nfnn.Transformer(D, HEADS, 1, 1, FF, residual="admin", norm="scalenorm")
     with pytest.raises(ValueError, match="ScaleNorm, has no gain for each column"):
         surgery.fold_admin(model)
+    model = nfnn.Transformer(D, HEADS, 2, 1, FF, residual="admin")
+    model.encoder.layers[0].linear1.weight = model.encoder.layers[1].linear1.weight
+    with pytest.raises(ValueError, match="layers share parameters"):
+        surgery.fold_admin(model)
     model = nfnn.Transformer(D, HEADS, 1, 1, FF, residual="admin")
     with torch.no_grad():
         model.decoder.layers[0].residual_scale2[3] = 0

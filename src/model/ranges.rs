@@ -60,7 +60,8 @@ impl Ranges {
     }
 }
 
-/// The sentences side by side, each filled up to the longest: what torch has kernels for on a GPU. All that it needs is made on the host, once a batch, so that nobody waits for the device.
+/// The sentences side by side, each filled up to the longest: what torch has kernels for on a GPU. All that it needs is
+/// made on the host, once a batch, so that nobody waits for the device.
 #[derive(Debug)]
 pub struct Padded {
     /// The query row at each place, (n·q_len); any real one at padding.

@@ -41,7 +41,7 @@ def fold_admin(model: nn.Module) -> int:
             swapped ones).
 
     Returns: how many gains were folded. Errors: InputError for a model without them, for a norm whose gain is not one
-    number per column, and for an ω with a zero in it; nothing has been changed then.
+    number per column, for an ω with a zero in it, and for parameters that layers share; nothing has been changed then.
     Source: Liu et al. 2020; SPEC §2, `admin`.
     """
     stacks = [[*stack] for stack in _stacks(model)]
@@ -55,6 +55,9 @@ def fold_admin(model: nn.Module) -> int:
             raise InputError(f"{before.name}, a {kind}, has no gain for each column that could take ω in")
         if not site.omega.all():
             raise InputError(f"the ω before {site.name} has a zero, and columns cannot be divided by it")
+    changed = [t.data_ptr() for before, site in pairs for t in (before.norm.weight, *site.readers)]
+    if len({*changed}) < len(changed):
+        raise InputError("layers share parameters, whose gains ω differ: they cannot be folded into them")
     for before, site in pairs:
         for tensor in (before.norm.weight, getattr(before.norm, "bias", None)):
             if tensor is not None:

@@ -77,10 +77,12 @@ def swap_residuals(
             for i, block in enumerate(group.blocks):
                 rows.append(Row(group.names[i] or "(model)", old[i], f"{type(block).__name__}, {to}", note))
             rows += notes
-        layers = [block for group, _ in plans for block in group.blocks if isinstance(block, Layer)]
-        for layer in layers if init is not None else ():
-            layer.keeps_torchs_values = False
-        drawn = [] if init is None else [p for group, place in plans for p in initialise(group, place, edits)]
+        drawn = []
+        for group, place in plans if init is not None else ():
+            drawn += initialise(group, place, edits)
+            for layer in group.blocks:
+                if isinstance(layer, Layer):
+                    layer.keeps_torchs_values = False
         drawn += [p for group, place in plans if not place.declared.has_biases for p in silence_biases(group, edits)]
         _repoint(optimizer, [group for group, _ in plans], before, dict(model.named_parameters()), drawn)(edits)
     except Exception:
