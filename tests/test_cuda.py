@@ -314,6 +314,20 @@ def test_double_precision(emulated):
     emulated(cases.double_runs_the_formula)
 
 
+# ---- the training loop ----
+
+
+def test_a_step_is_recorded_and_replayed(emulated, tmp_path):
+    asked, warnings = emulated(cases.training_by_graphs, tmp_path)
+    assert asked == [{"pool": (0, 1), "capture_error_mode": "thread_local"}, "replay"] and not warnings
+
+
+def test_a_step_that_cannot_be_recorded_is_done(emulated, tmp_path):
+    asked, warnings = emulated(cases.training_by_graphs, tmp_path, fails=True)
+    assert len(asked) == 1 and len(warnings) == 1
+    assert "no CUDA graphs" in warnings[0] and "not permitted when stream is capturing" in warnings[0]
+
+
 # ---- the cache ----
 
 

@@ -333,7 +333,8 @@ def test_cross_entropy(dtype, formula, masked):
     torch.testing.assert_close(found.double(), wanted, rtol=4 * eps, atol=4 * eps)
     # in place: the gradient where the logits were
     buffer = logits.detach().clone()
-    again, _ = OPS.label_smoothed_cross_entropy_(buffer, target, mask, *weights, 1, 0.5)
+    half = torch.tensor(0.5, dtype=torch.float64)
+    again, _ = OPS.label_smoothed_cross_entropy_(buffer, target, mask, *weights, 1, half)
     torch.testing.assert_close(again, loss.detach())
     torch.testing.assert_close(buffer.double(), 0.5 * wanted, rtol=4 * eps, atol=4 * eps)
 

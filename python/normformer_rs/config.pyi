@@ -193,6 +193,7 @@ class TrainingConfig(Config):
     activation_checkpointing: bool
     precision: _Precision
     device: str
+    cuda_graphs: bool
     seed: int
     def __init__(
         self,
@@ -225,6 +226,7 @@ class TrainingConfig(Config):
         activation_checkpointing: bool = ...,
         precision: _Precision = ...,
         device: str = ...,
+        cuda_graphs: bool = ...,
         seed: int = ...,
     ) -> None: ...
 

@@ -211,6 +211,8 @@ config! {
         precision: Precision = Precision::F32,
         /// cpu, cuda, cuda:N, or auto: cuda where there is one.
         device: String = "cpu".into(),
+        /// On a GPU, record the kernels of a step in a CUDA graph for each shape of batch, and give them to it at once.
+        cuda_graphs: bool = true,
         /// Seed of everything random.
         seed: u64 = 1,
     }

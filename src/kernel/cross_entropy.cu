@@ -16,7 +16,7 @@ struct CrossEntropy {
   void* dlogits;
   i64 ignore_index;
   double nll_weight, uniform_weight;
-  f32 scale;  // in place
+  const double* scale;  // in place
   int chunks;
 };
 
@@ -91,7 +91,7 @@ KERNEL(THREADS, cross_entropy, CrossEntropy) {
     }
   }
   if (K_GRADIENT == NO) return;
-  const f32 scale = K_GRADIENT == FROM_LSE ? a.dloss[row] : a.scale;
+  const f32 scale = K_GRADIENT == FROM_LSE ? a.dloss[row] : (f32)*a.scale;
   const f32 all = (f32)(a.nll_weight + a.uniform_weight * size[0]) * scale / total;
   const f32 uniform = (f32)a.uniform_weight * scale, of_target = (f32)a.nll_weight * scale;
   for (int chunk = team.lane; chunk < a.chunks; chunk += LANES) {

@@ -111,9 +111,11 @@ impl Attention {
         let (seed, site) = (ctx.seed.as_ref(), ctx.site());
         let p = if seed.is_some() { ctx.rates.attention } else { 0.0 };
         let dropout = seed.filter(|_| p > 0.0).map(|seed| (p, seed, site));
-        let heads = match ranges.padded(causal) {
-            Some(padded) => padded.attention([q, k, v], self.heads, causal, self.scale, dropout)?,
-            None => operator::attention(q, k, v, &ranges.table, self.heads, causal, self.scale, p, seed, site)?,
+        let heads = match ranges {
+            Ranges::Padded(padded) => padded.attention([q, k, v], self.heads, causal, self.scale, dropout)?,
+            Ranges::Packed(table) => {
+                operator::attention(q, k, v, table, self.heads, causal, self.scale, p, seed, site)?
+            }
         };
         let heads = inside.at(Point::AfterHeads, heads, &rows)?;
         let out = linear(&heads, &self.out_weight, self.out_bias.as_ref(), ctx.kind)?;

@@ -1,10 +1,12 @@
 //! What a forward pass must know beside its inputs.
 
+use super::Packed;
 use crate::config::TransformerConfig;
 use crate::norm::running::Kept;
 use crate::norm::Rows;
 use crate::operator::Group;
 use std::cell::Cell;
+use std::rc::Rc;
 use tch::{Kind, Tensor};
 
 /// Dropout rates.
@@ -47,7 +49,9 @@ pub struct Context {
     pub group: Group,
     /// The statistics that norms used, for the second run.
     kept: Kept,
-    site: Cell<i64>,
+    /// True at rows that belong to no sentence; none: there are no such rows.
+    spare: Option<Tensor>,
+    site: Rc<Cell<i64>>,
 }
 
 impl Context {
@@ -63,7 +67,8 @@ impl Context {
             again: false,
             group: Group::ALONE,
             kept: Kept::default(),
-            site: Cell::new(0),
+            spare: None,
+            site: Rc::default(),
         }
     }
 
@@ -78,7 +83,8 @@ impl Context {
             again: false,
             group: Group::ALONE,
             kept: Kept::default(),
-            site: Cell::new(0),
+            spare: None,
+            site: Rc::default(),
         }
     }
 
@@ -94,8 +100,19 @@ impl Context {
 
     /// This pass from where it stands, to be run later, or `again`.
     pub fn fork(&self, again: bool) -> Self {
-        let seed = self.seed.as_ref().map(Tensor::shallow_clone);
-        Context { seed, again, kept: self.kept.clone(), site: self.site.clone(), ..*self }
+        let site = Rc::new(Cell::new(self.site.get()));
+        Context { again, site, ..self.clone() }
+    }
+
+    /// This pass over one side of it, on whose rows norms with statistics look.
+    pub fn over(&self, side: &Packed) -> Self {
+        Context { spare: side.spare.as_ref().map(Tensor::shallow_clone), ..self.clone() }
+    }
+
+    fn clone(&self) -> Self {
+        let shared = |t: &Option<Tensor>| t.as_ref().map(Tensor::shallow_clone);
+        let (seed, spare) = (shared(&self.seed), shared(&self.spare));
+        Context { seed, spare, kept: self.kept.clone(), site: self.site.clone(), ..*self }
     }
 
     /// The same pass, setting gains by profiling.
@@ -118,9 +135,9 @@ impl Context {
         self.site.set(sites);
     }
 
-    /// Packed rows: all of them real. Profiling moves no statistics.
+    /// Packed rows: real but for those that fill a batch up. Profiling moves no statistics.
     pub fn rows(&self) -> Rows<'_> {
         let (again, kept) = (self.again || self.profile, self.recompute.then_some(&self.kept));
-        Rows { train: self.train, again, pad_mask: None, kept, group: self.group }
+        Rows { train: self.train, again, pad_mask: self.spare.as_ref(), kept, group: self.group }
     }
 }

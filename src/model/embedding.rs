@@ -55,7 +55,7 @@ impl Embeddings {
             tied: config.tie_embeddings != Ties::None,
             fixnorm: config.fixnorm,
             scale: (d as f64).sqrt(),
-            positions: Sinusoids { layout: config.positions, d_model: d, table: RefCell::new(None) },
+            positions: Sinusoids { layout: config.positions, d_model: d, tables: RefCell::default() },
         })
     }
 
@@ -113,17 +113,18 @@ pub fn first_values(table: Table, config: &TransformerConfig, init: &init::Init)
 struct Sinusoids {
     layout: Positions,
     d_model: i64,
-    table: RefCell<Option<Tensor>>,
+    /// The last one is in use; a recorded CUDA graph may still read the shorter ones before it.
+    tables: RefCell<Vec<Tensor>>,
 }
 
 impl Sinusoids {
     fn rows(&self, input: &Packed, kind: Kind) -> Result<Tensor> {
         let (needed, device) = (input.end, input.positions.device());
-        let mut table = self.table.borrow_mut();
-        if !table.as_ref().is_some_and(|t| t.size()[0] >= needed && t.kind() == kind && t.device() == device) {
-            *table = Some(self.make((needed as usize).next_power_of_two().max(64), kind, device)?);
+        let mut tables = self.tables.borrow_mut();
+        if !tables.last().is_some_and(|t| t.size()[0] >= needed && t.kind() == kind && t.device() == device) {
+            tables.push(self.make((needed as usize).next_power_of_two().max(64), kind, device)?);
         }
-        let table = table.as_ref().expect("the table was made above");
+        let table = tables.last().expect("a table was made above");
         Ok(table.f_index_select(0, &input.positions)?)
     }
 

@@ -9,6 +9,7 @@ mod packed;
 mod parameters;
 mod ranges;
 mod residual;
+mod sentences;
 mod stack;
 #[cfg(test)]
 mod tests;
@@ -17,9 +18,10 @@ mod transformer;
 pub use attention::Cache;
 pub use context::{Context, Rates};
 pub use embedding::first_values;
-pub use packed::Packed;
+pub use packed::{Packed, Room};
 pub use parameters::{Builder, Parameters};
 pub use ranges::Ranges;
+pub use sentences::Sentences;
 pub use stack::StackCache;
 pub use transformer::{Memory, Transformer};
 

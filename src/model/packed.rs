@@ -2,8 +2,17 @@
 
 use super::PAD;
 use crate::error::{Error, Result};
-use crate::operator::upload;
+use crate::operator::ship;
 use tch::{Device, Kind, Tensor};
+
+/// What batches are filled up to, so that many have one shape.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct Room {
+    pub rows: i64,
+    pub sentences: i64,
+    /// Tokens of the longest sentence.
+    pub longest: i64,
+}
 
 /// A batch of sentences without padding.
 #[derive(Debug)]
@@ -20,21 +29,60 @@ pub struct Packed {
     pub(super) lengths: Vec<i64>,
     /// Where there is such padding: 1 at real tokens and 0 at padding, (rows, 1).
     pub real: Option<Tensor>,
+    /// Where it is filled up: bool (rows), true at the rows that belong to no sentence.
+    pub spare: Option<Tensor>,
+    pub(super) room: Option<Room>,
 }
 
 impl Packed {
-    pub fn new(tokens: &[i64], positions: &[i64], offsets: Vec<i64>, device: Device) -> Result<Self> {
+    /// On the host; [`to`](Self::to) takes it to a device.
+    pub fn new(tokens: &[i64], positions: &[i64], offsets: Vec<i64>) -> Result<Self> {
         Ok(Packed {
-            tokens: upload(tokens, device)?,
-            positions: upload(positions, device)?,
+            tokens: Tensor::f_from_slice(tokens)?,
+            positions: Tensor::f_from_slice(positions)?,
             end: positions.iter().max().map_or(0, |last| last + 1),
             lengths: offsets.windows(2).map(|ends| ends[1] - ends[0]).collect(),
             offsets,
             real: None,
+            spare: None,
+            room: None,
         })
     }
 
-    /// The same sentences, each filled up with [`PAD`] to the longest: rows that nobody attends to.
+    /// The same sentences (on the host), followed by as many rows of [`PAD`] as there is room for.
+    pub fn filling(self, room: Room) -> Result<Self> {
+        let (rows, longest) = (self.rows(), self.lengths.iter().copied().max().unwrap_or(0));
+        if rows > room.rows || self.sentences() as i64 > room.sentences || longest > room.longest {
+            let found = Room { rows, sentences: self.sentences() as i64, longest };
+            return Err(Error::invalid(format!("{found:?} does not fit {room:?}")));
+        }
+        let fill = |t: &Tensor, value: i64| {
+            let spare = Tensor::f_full([room.rows - rows].as_slice(), value, (Kind::Int64, Device::Cpu))?;
+            Tensor::f_cat(&[t, &spare], 0)
+        };
+        let spare = Tensor::f_arange(room.rows, (Kind::Int64, Device::Cpu))?.f_ge(rows)?;
+        Ok(Packed {
+            tokens: fill(&self.tokens, PAD)?,
+            positions: fill(&self.positions, 0)?,
+            end: room.longest,
+            spare: Some(spare),
+            room: Some(room),
+            ..self
+        })
+    }
+
+    /// Its tensors, in a fixed order.
+    pub(super) fn tensors(&mut self) -> Vec<&mut Tensor> {
+        let Packed { tokens, positions, real, spare, .. } = self;
+        [tokens, positions].into_iter().chain(real).chain(spare).collect()
+    }
+
+    pub fn to(mut self, device: Device) -> Result<Self> {
+        ship(self.tensors(), device)?;
+        Ok(self)
+    }
+
+    /// The same sentences on the host, each filled up with [`PAD`] to the longest: rows that nobody attends to.
     pub fn with_padding(&self) -> Result<Self> {
         let tokens = Vec::<i64>::try_from(self.tokens.f_to_device(Device::Cpu)?)?;
         let longest = self.lengths.iter().copied().max().unwrap_or(0) as usize;
@@ -47,15 +95,15 @@ impl Packed {
                 row
             })
             .collect();
-        let padded = Packed::of(&rows.iter().map(Vec::as_slice).collect::<Vec<_>>(), self.tokens.device())?;
+        let padded = Packed::of(&rows.iter().map(Vec::as_slice).collect::<Vec<_>>())?;
         let real: Vec<f32> =
             self.lengths.iter().flat_map(|n| (0..longest as i64).map(move |i| f32::from(i < *n))).collect();
-        let real = Tensor::f_from_slice(&real)?.f_unsqueeze(1)?.f_to_device(self.tokens.device())?;
+        let real = Tensor::f_from_slice(&real)?.f_unsqueeze(1)?;
         Ok(Packed { lengths: self.lengths.clone(), real: Some(real), ..padded })
     }
 
-    /// Of sentences as they are.
-    pub fn of(sentences: &[&[i64]], device: Device) -> Result<Self> {
+    /// Of sentences as they are, on the host.
+    pub fn of(sentences: &[&[i64]]) -> Result<Self> {
         let tokens = sentences.concat();
         let positions: Vec<i64> = sentences.iter().flat_map(|s| 0..s.len() as i64).collect();
         let mut offsets = vec![0];
@@ -63,10 +111,10 @@ impl Packed {
             *end += s.len() as i64;
             Some(*end)
         }));
-        Packed::new(&tokens, &positions, offsets, device)
+        Packed::new(&tokens, &positions, offsets)
     }
 
-    /// Of a padded batch (B, T) of token ids: everything but [`PAD`], wherever it stands. `name` is for messages.
+    /// Of a padded batch (B, T) of token ids, on the host: everything but [`PAD`], wherever it stands. `name` is for messages.
     pub fn from_padded(name: &str, padded: &Tensor, vocab_size: i64) -> Result<Self> {
         if padded.kind() != Kind::Int64 || padded.dim() != 2 {
             return Err(Error::invalid(format!(
@@ -85,18 +133,20 @@ impl Packed {
         if let Some(bad) = rows.iter().flatten().find(|t| !(0..vocab_size).contains(*t)) {
             return Err(Error::invalid(format!("{name} holds token {bad}, but the vocabulary has {vocab_size} types")));
         }
-        Packed::of(&rows.iter().map(Vec::as_slice).collect::<Vec<_>>(), padded.device())
+        Packed::of(&rows.iter().map(Vec::as_slice).collect::<Vec<_>>())
     }
 
     /// Rows back at their places in the padded batch that [`from_padded`](Self::from_padded) read; zeros at padding.
     pub fn unpack(&self, rows: &Tensor, padded: &Tensor) -> Result<Tensor> {
         let width = rows.size()[1];
-        let places = padded.f_ne(PAD)?.f_reshape([-1i64].as_slice())?.f_nonzero()?.f_squeeze_dim(1)?;
+        let real = padded.f_to_device(rows.device())?.f_ne(PAD)?;
+        let places = real.f_reshape([-1i64].as_slice())?.f_nonzero()?.f_squeeze_dim(1)?;
         let out = Tensor::f_zeros([padded.numel() as i64, width].as_slice(), (rows.kind(), rows.device()))?;
         let (batch, length) = padded.size2()?;
         Ok(out.f_index_copy(0, &places, rows)?.f_reshape([batch, length, width].as_slice())?)
     }
 
+    /// Rows of sentences.
     pub fn rows(&self) -> i64 {
         *self.offsets.last().unwrap_or(&0)
     }

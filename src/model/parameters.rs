@@ -25,6 +25,11 @@ impl Parameters {
         self.buffers.iter().map(|(name, t)| (name.as_str(), t))
     }
 
+    /// Whether a norm has statistics of batches.
+    pub fn have_statistics(&self) -> bool {
+        !self.refused.is_empty()
+    }
+
     /// The norms that refused batches since the last call, and how many; this is where the host reads them.
     pub fn take_refused(&self) -> Result<Vec<(&str, i64)>> {
         let mut found = Vec::new();

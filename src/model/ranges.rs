@@ -1,22 +1,23 @@
 //! Who attends to whom in packed rows.
 
-use super::Packed;
+use super::packed::{Packed, Room};
 use crate::error::{Error, Result};
-use crate::operator::{self, upload};
+use crate::operator::{self, ship};
 use std::rc::Rc;
 use tch::{Device, Kind, Tensor};
 
-/// Per sentence (q_start, q_len, k_start, k_len).
+/// The sentences whose queries and keys meet.
 #[derive(Debug)]
-pub struct Ranges {
-    /// int64 (n, 4), as the attention operator takes it.
-    pub table: Tensor,
-    padded: Option<Rc<Padded>>,
+pub enum Ranges {
+    /// int64 (n, 4): per sentence (q_start, q_len, k_start, k_len), as the attention operator takes it.
+    Packed(Tensor),
+    /// For torch's kernels on a GPU.
+    Padded(Rc<Padded>),
 }
 
 impl Ranges {
-    /// Each sentence of `queries` to the same sentence of `keys`.
-    pub fn between(queries: &Packed, keys: &Packed) -> Result<Self> {
+    /// Each sentence of `queries` to the same sentence of `keys`; made on the host, for a device.
+    pub fn between(queries: &Packed, keys: &Packed, device: Device) -> Result<Self> {
         if queries.sentences() != keys.sentences() {
             return Err(Error::invalid(format!(
                 "source and target must have as many sentences, got {} and {}",
@@ -27,36 +28,51 @@ impl Ranges {
         let queries_of = queries.offsets.windows(2);
         let keys_of = keys.offsets.iter().zip(&keys.lengths);
         let rows: Vec<i64> = queries_of.zip(keys_of).flat_map(|(q, (k, n))| [q[0], q[1] - q[0], *k, *n]).collect();
-        Ranges::of(&rows, queries.tokens.device())
+        Ranges::fitting(&rows, queries.room.zip(keys.room), false, device)
     }
 
     /// Each sentence to its own past; padding, which comes after it, to the whole sentence.
-    pub fn causal(sentences: &Packed) -> Result<Self> {
+    pub fn causal(sentences: &Packed, device: Device) -> Result<Self> {
         let mut rows = Vec::new();
         for (ends, &n) in sentences.offsets.windows(2).zip(&sentences.lengths) {
             rows.extend([ends[0], n, ends[0], n]);
             rows.extend((ends[0] + n..ends[1]).flat_map(|padding| [padding, 1, ends[0], n]));
         }
-        Ranges::of(&rows, sentences.tokens.device())
+        Ranges::fitting(&rows, sentences.room.zip(sentences.room), true, device)
     }
 
-    /// Of rows (q_start, q_len, k_start, k_len), flat.
+    /// Of rows (q_start, q_len, k_start, k_len), flat, on a device.
     pub fn of(rows: &[i64], device: Device) -> Result<Self> {
-        let table = upload(rows, device)?.f_reshape([-1, 4].as_slice())?;
-        let padded = match device {
-            Device::Cpu => None,
-            _ => Padded::of(rows, device)?.map(Rc::new),
-        };
-        Ok(Ranges { table, padded })
+        Ranges::fitting(rows, None, false, device)?.to(device)
+    }
+
+    pub fn to(mut self, device: Device) -> Result<Self> {
+        ship(self.tensors(), device)?;
+        Ok(self)
+    }
+
+    fn fitting(rows: &[i64], rooms: Option<(Room, Room)>, causal: bool, device: Device) -> Result<Self> {
+        if device != Device::Cpu || rooms.is_some() {
+            if let Some(padded) = Padded::of(rows, rooms)?.filter(|padded| padded.is_square || !causal) {
+                return Ok(Ranges::Padded(Rc::new(padded)));
+            }
+        }
+        Ok(Ranges::Packed(Tensor::f_from_slice(rows)?.f_reshape([-1, 4].as_slice())?))
+    }
+
+    /// Its tensors, in a fixed order, while nobody else holds them.
+    pub(super) fn tensors(&mut self) -> Vec<&mut Tensor> {
+        match self {
+            Ranges::Packed(table) => vec![table],
+            Ranges::Padded(padded) => Rc::get_mut(padded).expect("clones are made of ranges in use").tensors(),
+        }
     }
 
     pub fn shallow_clone(&self) -> Self {
-        Ranges { table: self.table.shallow_clone(), padded: self.padded.clone() }
-    }
-
-    /// The same sentences padded, where torch's attention is to be used instead of the packed operator, and can be.
-    pub fn padded(&self, causal: bool) -> Option<&Padded> {
-        self.padded.as_deref().filter(|padded| padded.is_square || !causal)
+        match self {
+            Ranges::Packed(table) => Ranges::Packed(table.shallow_clone()),
+            Ranges::Padded(padded) => Ranges::Padded(padded.clone()),
+        }
     }
 }
 
@@ -70,7 +86,7 @@ pub struct Padded {
     keys: Tensor,
     /// bool (n, 1, 1, k_len): where keys are real.
     real: Tensor,
-    /// The place of each query row.
+    /// The place of each query row; of rows that belong to no sentence, any.
     places: Tensor,
     sentences: i64,
     q_len: i64,
@@ -80,33 +96,45 @@ pub struct Padded {
 }
 
 impl Padded {
-    /// None where the ranges do not hold every query row once, in order, or where one has no keys.
-    fn of(rows: &[i64], device: Device) -> Result<Option<Self>> {
-        let ranges: Vec<[i64; 4]> = rows.chunks_exact(4).map(|r| [r[0], r[1], r[2], r[3]]).collect();
+    /// On the host, filling the rooms of queries and keys. None where the ranges do not hold every query row once, in
+    /// order, or where one has no keys.
+    fn of(rows: &[i64], rooms: Option<(Room, Room)>) -> Result<Option<Self>> {
+        let mut ranges: Vec<[i64; 4]> = rows.chunks_exact(4).map(|r| [r[0], r[1], r[2], r[3]]).collect();
         let in_order = ranges.iter().try_fold(0, |end, [start, len, ..]| (*start == end).then_some(end + len));
         let longest = |column: usize| ranges.iter().map(|r| r[column]).max().unwrap_or(0);
-        let (q_len, k_len) = (longest(1), longest(3));
-        if in_order.is_none() || q_len == 0 || ranges.iter().any(|r| r[3] == 0) {
-            return Ok(None);
+        let (q_len, k_len) = rooms.map_or((longest(1), longest(3)), |(q, k)| (q.longest, k.longest));
+        let Some(end) = in_order.filter(|_| q_len > 0 && ranges.iter().all(|r| r[3] > 0)) else { return Ok(None) };
+        let is_square = ranges.iter().all(|r| r[1] == r[3]);
+        let mut places: Vec<i64> =
+            (0..).zip(&ranges).flat_map(|(s, r)| (0..r[1]).map(move |i| s * q_len + i)).collect();
+        if let Some((queries, _)) = rooms {
+            // Rows of no sentence read what the first one does; sentences that are not there look at one key, so that
+            // no softmax is of nothing.
+            places.extend((end..queries.rows).map(|_| 0));
+            ranges.resize(queries.sentences as usize, [0, 0, 0, 1]);
         }
         let filled = |start: usize, longest: i64| -> Result<Tensor> {
             let row = |r: &[i64; 4], i: i64| r[start] + if i < r[start + 1] { i } else { 0 };
             let all: Vec<i64> = ranges.iter().flat_map(|r| (0..longest).map(move |i| row(r, i))).collect();
-            upload(&all, device)
+            Ok(Tensor::f_from_slice(&all)?)
         };
         let real: Vec<bool> = ranges.iter().flat_map(|r| (0..k_len).map(move |i| i < r[3])).collect();
-        let places: Vec<i64> = (0..).zip(&ranges).flat_map(|(s, r)| (0..r[1]).map(move |i| s * q_len + i)).collect();
         let sentences = ranges.len() as i64;
         Ok(Some(Padded {
             queries: filled(0, q_len)?,
             keys: filled(2, k_len)?,
-            real: upload(&real, device)?.f_reshape([sentences, 1, 1, k_len].as_slice())?,
-            places: upload(&places, device)?,
+            real: Tensor::f_from_slice(&real)?.f_reshape([sentences, 1, 1, k_len].as_slice())?,
+            places: Tensor::f_from_slice(&places)?,
             sentences,
             q_len,
             k_len,
-            is_square: ranges.iter().all(|r| r[1] == r[3]),
+            is_square,
         }))
+    }
+
+    fn tensors(&mut self) -> Vec<&mut Tensor> {
+        let Padded { queries, keys, real, places, .. } = self;
+        vec![queries, keys, real, places]
     }
 
     /// drop(softmax(scale·QKᵀ))V per sentence and head, of packed rows (rows, d) to packed rows; `causal` needs square
@@ -188,8 +216,8 @@ mod tests {
         let seed = Tensor::from_slice(&[7i64, 3, 1]);
         let cases = [(itself, false, 9, 9), (itself, true, 9, 9), (other, false, 9, 9), (shared, false, 3, 7)];
         for ((rows, causal, queries, keys), p) in cases.into_iter().flat_map(|case| [(case, 0.0), (case, 0.4)]) {
-            let padded = Padded::of(&rows, Device::Cpu).unwrap().unwrap();
-            let table = Ranges::of(&rows, Device::Cpu).unwrap().table;
+            let padded = Padded::of(&rows, None).unwrap().unwrap();
+            let Ranges::Packed(table) = Ranges::of(&rows, Device::Cpu).unwrap() else { panic!("not packed: {rows:?}") };
             let inputs = [queries, keys, keys].map(|rows| Tensor::randn([rows, 8], (Kind::Double, Device::Cpu)));
             // The operator's gradients want keys that no two sentences share.
             let gradients = rows != shared;
@@ -207,13 +235,9 @@ mod tests {
     #[test]
     fn ranges_that_cannot_be_padded_are_left_to_the_operator() {
         for rows in [vec![], vec![0, 2, 0, 2, 3, 1, 3, 1], vec![0, 2, 0, 0]] {
-            assert!(Padded::of(&rows, Device::Cpu).unwrap().is_none(), "{rows:?}");
+            assert!(Padded::of(&rows, None).unwrap().is_none(), "{rows:?}");
         }
-        let uneven = Ranges { padded: Padded::of(&[0, 1, 0, 2], Device::Cpu).unwrap().map(Rc::new), ..empty() };
-        assert!(uneven.padded(false).is_some() && uneven.padded(true).is_none());
-    }
-
-    fn empty() -> Ranges {
-        Ranges::of(&[], Device::Cpu).unwrap()
+        let fitting = |causal| Ranges::fitting(&[0, 1, 0, 2], None, causal, Device::Mps).unwrap();
+        assert!(matches!((fitting(false), fitting(true)), (Ranges::Padded(_), Ranges::Packed(_))));
     }
 }

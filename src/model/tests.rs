@@ -33,8 +33,8 @@ fn build(config: &TransformerConfig) -> (Stack, HashMap<String, Tensor>) {
 }
 
 fn run(stack: &Stack, x: &Tensor, ctx: &Context) -> Tensor {
-    let input = Packed::of(&[&[4, 5, 6], &[7, 8]], Device::Cpu).unwrap();
-    let own = Ranges::causal(&input).unwrap();
+    let input = Packed::of(&[&[4, 5, 6], &[7, 8]]).unwrap();
+    let own = Ranges::causal(&input, Device::Cpu).unwrap();
     stack.forward(x.shallow_clone(), &own, true, None, ctx).unwrap()
 }
 
@@ -129,8 +129,8 @@ fn the_fused_step_is_the_unfused_one() {
         x.layer_norm([D], Some(w), Some(b), 1e-5, false)
     };
     let mut stream = x.shallow_clone();
-    let input = Packed::of(&[&[4, 5, 6], &[7, 8]], Device::Cpu).unwrap();
-    let own = Ranges::causal(&input).unwrap();
+    let input = Packed::of(&[&[4, 5, 6], &[7, 8]]).unwrap();
+    let own = Ranges::causal(&input, Device::Cpu).unwrap();
     let ctx = Context::evaluation(Kind::Double);
     for (l, layer) in fused.layers().iter().enumerate() {
         for (s, branch) in layer.sublayers.iter().enumerate() {

@@ -2,7 +2,7 @@
 
 use super::embedding::Embeddings;
 use super::stack::{Stack, StackCache, StackMemory};
-use super::{Builder, Context, Packed, Parameters, Ranges};
+use super::{Builder, Context, Packed, Parameters, Ranges, Sentences};
 use crate::config::TransformerConfig;
 use crate::error::{Error, Result};
 use crate::init;
@@ -66,31 +66,36 @@ impl Transformer {
     }
 
     /// Sets the gains that the scheme takes from one training batch, padding included.
-    pub fn profile(&self, source: Option<&Packed>, target: &Packed, ctx: Context) -> Result<()> {
-        let ctx = ctx.profiling();
-        let (source, target) = (source.map(Packed::with_padding).transpose()?, target.with_padding()?);
-        tch::no_grad(|| self.features(source.as_ref(), &target, &ctx).map(drop))
+    pub fn profile(&self, read: &Sentences, ctx: Context) -> Result<()> {
+        let device = self.device();
+        let source = read.source.as_ref().map(Packed::with_padding).transpose()?;
+        let padded = Sentences::new(source, read.target.with_padding()?, device)?.to(device)?;
+        tch::no_grad(|| self.features(&padded, &ctx.profiling()).map(drop))
     }
 
     /// The decoder's output before the output projection, (target rows, d_model).
-    pub fn features(&self, source: Option<&Packed>, target: &Packed, ctx: &Context) -> Result<Tensor> {
-        let own = Ranges::causal(target)?;
-        match (&self.encoder, source) {
-            (Some(encoder), Some(source)) => {
+    pub fn features(&self, read: &Sentences, ctx: &Context) -> Result<Tensor> {
+        let Sentences { source, target, own, across } = read;
+        let on_target = ctx.over(target);
+        match (&self.encoder, source.as_ref().zip(across.as_ref())) {
+            (Some(encoder), Some((source, [among, across]))) => {
                 let x = self.embeddings.source(source, ctx)?;
-                let among = Ranges::between(source, source)?;
-                let memory = encoder.forward(x, &among, false, None, ctx)?;
-                let across = Ranges::between(target, source)?;
+                let memory = encoder.forward(x, among, false, None, &ctx.over(source))?;
                 let x = self.embeddings.target(target, ctx)?;
-                self.decoder.forward(x, &own, true, Some((&memory, &across)), ctx)
+                self.decoder.forward(x, own, true, Some((&memory, across)), &on_target)
             }
             (None, None) => {
                 let x = self.embeddings.target(target, ctx)?;
-                self.decoder.forward(x, &own, true, None, ctx)
+                self.decoder.forward(x, own, true, None, &on_target)
             }
             (Some(_), None) => Err(Error::invalid("an encoder-decoder model needs source sentences, got none")),
             (None, Some(_)) => Err(Error::invalid("a decoder-only model takes no source sentences, got some")),
         }
+    }
+
+    /// Where its parameters lie.
+    pub fn device(&self) -> Device {
+        self.parameters.tensors()[0].device()
     }
 
     /// (target rows, V)
@@ -106,7 +111,7 @@ impl Transformer {
     /// The encoder's part of decoding; none for a decoder-only model.
     pub fn encode(&self, source: &Packed, ctx: &Context) -> Result<Option<Memory>> {
         let Some(encoder) = &self.encoder else { return Ok(None) };
-        let among = Ranges::between(source, source)?;
+        let among = Ranges::between(source, source, self.device())?.to(self.device())?;
         let output = encoder.forward(self.embeddings.source(source, ctx)?, &among, false, None, ctx)?;
         Ok(Some(Memory { keys_values: self.decoder.memory(&output, ctx)?, offsets: source.offsets.clone() }))
     }
@@ -123,8 +128,8 @@ impl Transformer {
         ctx: &Context,
     ) -> Result<Tensor> {
         let slots = tokens.len() as i64;
-        let device = self.parameters.tensors()[0].device();
-        let input = Packed::new(tokens, &vec![position; tokens.len()], (0..=slots).collect(), device)?;
+        let device = self.device();
+        let input = Packed::new(tokens, &vec![position; tokens.len()], (0..=slots).collect())?.to(device)?;
         let x = self.embeddings.target(&input, ctx)?;
         let across = match memory {
             Some(memory) => {

@@ -41,14 +41,14 @@ pub fn cross_entropy(
     }
 }
 
-/// The same, and `scale`·∂(Σ loss)/∂logits left where the logits were.
+/// The same, and `scale`·∂(Σ loss)/∂logits left where the logits were. `scale` is one float64 beside them.
 pub fn cross_entropy_in_place(
     logits: &mut Tensor,
     target: &Tensor,
     mask: Option<&Tensor>,
     smoothing: Smoothing,
     ignore_index: i64,
-    scale: f64,
+    scale: &Tensor,
 ) -> Result<(Tensor, Tensor)> {
     engine::register();
     let mut nll = std::ptr::null_mut();
@@ -61,7 +61,7 @@ pub fn cross_entropy_in_place(
             smoothing.nll,
             smoothing.uniform,
             ignore_index,
-            scale,
+            scale.as_ptr(),
             &mut nll,
         ))?;
         Ok((loss, take(nll)?))
@@ -112,7 +112,7 @@ extern "C" {
         nll_weight: f64,
         uniform_weight: f64,
         ignore_index: i64,
-        scale: f64,
+        scale: *const C_tensor,
         nll: *mut *mut C_tensor,
     ) -> *mut C_tensor;
 }
@@ -217,7 +217,7 @@ fn backward<E: Element>(c: &Views, dloss: &View, dlogits: &View) -> Result<()> {
 }
 
 #[no_mangle]
-unsafe extern "C" fn nfrs_cross_entropy_in_place(c: &Views, scale: f64) -> c_int {
+unsafe extern "C" fn nfrs_cross_entropy_in_place(c: &Views, scale: &View) -> c_int {
     COUNT.kernel();
     status(|| match c.logits.device() {
         None => by_dtype!(c.logits, E => in_place::<E>(c, scale)),
@@ -225,8 +225,10 @@ unsafe extern "C" fn nfrs_cross_entropy_in_place(c: &Views, scale: f64) -> c_int
     })
 }
 
-fn in_place<E: Element>(c: &Views, scale: f64) -> Result<()> {
+fn in_place<E: Element>(c: &Views, scale: &View) -> Result<()> {
     let cols = c.logits.cols();
+    // SAFETY: the shim checked that it is one f64.
+    let scale = E::Acc::from_f64(unsafe { scale.slice::<f64>() }[0]);
     // SAFETY: contiguous logits of E that the caller lent for writing; loss and nll are fresh.
     let (logits, loss, nll) = unsafe {
         let row = |v: &View| Shared::new(v.slice_mut::<E::Acc>());
@@ -237,7 +239,6 @@ fn in_place<E: Element>(c: &Views, scale: f64) -> Result<()> {
         // SAFETY: the ranges are disjoint.
         let (logits, loss, nll) =
             unsafe { (logits.slice(r.start * cols..r.end * cols), loss.slice(r.clone()), nll.slice(r.clone())) };
-        let scale = E::Acc::from_f64(scale);
         kernel::in_place::<E>(cols, logits, targets, mask, smoothing, scale, loss, nll)
     })
 }
@@ -248,7 +249,7 @@ enum Gradient<'a> {
     /// (dloss, dlogits)
     FromLse(&'a View, &'a View),
     /// The scale.
-    InPlace(f64),
+    InPlace(&'a View),
 }
 
 /// cross_entropy.cu's `CrossEntropy`.
@@ -265,16 +266,16 @@ struct OnDevice {
     ignore_index: i64,
     nll_weight: f64,
     uniform_weight: f64,
-    scale: f32,
+    scale: *const u8,
     chunks: i32,
 }
 
 fn on_device(device: Device, c: &Views, gradient: Gradient) -> Result<()> {
     const LANES: u32 = 256;
     let (mode, dloss, dlogits, scale) = match gradient {
-        Gradient::No => (0, View::ABSENT, View::ABSENT, 0.0),
-        Gradient::FromLse(dloss, dlogits) => (1, *dloss, *dlogits, 0.0),
-        Gradient::InPlace(scale) => (2, View::ABSENT, c.logits, scale),
+        Gradient::No => (0, View::ABSENT, View::ABSENT, View::ABSENT),
+        Gradient::FromLse(dloss, dlogits) => (1, *dloss, *dlogits, View::ABSENT),
+        Gradient::InPlace(scale) => (2, View::ABSENT, c.logits, *scale),
     };
     let vec = columns_at_a_time(&c.logits, &[&c.logits, &dlogits]);
     let arguments = OnDevice {
@@ -289,7 +290,7 @@ fn on_device(device: Device, c: &Views, gradient: Gradient) -> Result<()> {
         ignore_index: c.ignore_index,
         nll_weight: c.nll_weight,
         uniform_weight: c.uniform_weight,
-        scale: scale as f32,
+        scale: scale.data,
         chunks: (columns(&c.logits)? / vec) as i32,
     };
     let options =

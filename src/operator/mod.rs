@@ -32,7 +32,7 @@ pub use recompute::{recomputed, Inputs};
 pub use relu_dropout::relu_dropout;
 pub use residual::{dropout, Step};
 pub use row_norm::{row_norm, RowKernels};
-pub use transfer::{upload, Late};
+pub use transfer::{ship, upload, Hold, Late};
 
 /// (operator, kernel calls, composed calls) of every operator since the process started.
 pub fn counts() -> Vec<(&'static str, u64, u64)> {

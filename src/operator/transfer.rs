@@ -1,7 +1,7 @@
 //! What travels between host and device without anybody waiting.
 
 use super::ffi::{shim_error, take};
-use crate::error::Result;
+use crate::error::{Error, Result};
 use std::ffi::{c_int, c_void};
 use std::ptr::NonNull;
 use tch::{Device, Tensor};
@@ -15,6 +15,66 @@ pub fn upload<T: tch::kind::Element>(numbers: &[T], device: Device) -> Result<Te
         Device::Cuda(index) => unsafe { take(nfrs_upload(host.as_ptr(), index as c_int)) },
         _ => Ok(host.f_to_device(device)?),
     }
+}
+
+/// Takes tensors of the host to a device in one copy.
+pub fn ship(cargo: Vec<&mut Tensor>, device: Device) -> Result<()> {
+    match device {
+        Device::Cpu => Ok(()),
+        _ => Hold::load(cargo, device).map(drop),
+    }
+}
+
+/// Where tensors lie side by side on a device, so that one copy takes all of them there.
+#[derive(Debug)]
+pub struct Hold {
+    bytes: Tensor,
+    device: Device,
+}
+
+/// Bytes that a tensor in a hold begins at a multiple of.
+const ALIGN: usize = 16;
+
+impl Hold {
+    /// Takes tensors of the host there: each becomes what lies on the device.
+    pub fn load(cargo: Vec<&mut Tensor>, device: Device) -> Result<Self> {
+        let hold = Hold { bytes: upload(&side_by_side(cargo.iter().map(|t| &**t))?, device)?, device };
+        let mut start = 0;
+        for t in cargo {
+            let place = hold.bytes.f_narrow(0, start as i64, length(t) as i64)?.f_view_dtype(t.kind())?;
+            start += length(t).next_multiple_of(ALIGN);
+            *t = place.f_view(t.size().as_slice())?;
+        }
+        Ok(hold)
+    }
+
+    /// Puts other tensors of the host, of the same shapes and types, into the places of the first.
+    pub fn reload<'a>(&mut self, cargo: impl IntoIterator<Item = &'a mut Tensor>) -> Result<()> {
+        let bytes = side_by_side(cargo.into_iter().map(|t| &*t))?;
+        if bytes.len() != self.bytes.numel() {
+            return Err(Error::invalid(format!(
+                "{} bytes do not fit the place of {}",
+                bytes.len(),
+                self.bytes.numel()
+            )));
+        }
+        self.bytes.f_copy_(&upload(&bytes, self.device)?)?;
+        Ok(())
+    }
+}
+
+fn length(t: &Tensor) -> usize {
+    t.numel() * t.kind().elt_size_in_bytes()
+}
+
+fn side_by_side<'a>(cargo: impl Iterator<Item = &'a Tensor>) -> Result<Vec<u8>> {
+    let mut bytes = Vec::new();
+    for t in cargo {
+        let start = bytes.len();
+        bytes.resize(start + length(t).next_multiple_of(ALIGN), 0);
+        t.f_contiguous()?.f_copy_data_u8(&mut bytes[start..], t.numel())?;
+    }
+    Ok(bytes)
 }
 
 /// Numbers of a device on their way to the host. Reading waits until the stream has come so far, and no farther: what
@@ -53,6 +113,30 @@ extern "C" {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_hold_is_tensors_side_by_side() {
+        let cargo = |by: i64| {
+            let ids = Tensor::from_slice(&[1 + by, 2, 3]).view([3, 1]);
+            [
+                ids,
+                Tensor::from_slice(&[true, false, by > 0]),
+                Tensor::from(0.5 + by as f64),
+                Tensor::from_slice(&[0i64; 0]),
+            ]
+        };
+        let mut there = cargo(0);
+        let mut hold = Hold::load(there.iter_mut().collect(), Device::Cpu).unwrap();
+        for by in [0, 4] {
+            let mut wanted = cargo(by);
+            hold.reload(&mut wanted).unwrap();
+            for (there, wanted) in there.iter().zip(&wanted) {
+                assert_eq!((there.size(), there.kind()), (wanted.size(), wanted.kind()));
+                assert!(there.equal(wanted));
+            }
+        }
+        assert!(hold.reload(&mut [Tensor::from(1.0)]).is_err());
+    }
 
     #[test]
     fn numbers_come_back_as_they_were() {

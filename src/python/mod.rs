@@ -1,5 +1,6 @@
 //! What Python imports as `normformer_rs._core`: wrappers, no arithmetic.
 
+mod graphs;
 mod inspect;
 mod model;
 mod runs;

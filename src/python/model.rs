@@ -4,7 +4,7 @@ use super::{json_text, kind, named};
 use crate::config::{self, TransformerConfig};
 use crate::error::Error;
 use crate::init::{self, Role, Table};
-use crate::model::{first_values, Context, Packed, Rates, Transformer};
+use crate::model::{first_values, Context, Packed, Rates, Sentences, Transformer};
 use crate::residual::{self, Place};
 use crate::run;
 use pyo3::prelude::*;
@@ -128,13 +128,14 @@ fn forward(
         let kind = if double { Kind::Double } else { kind };
         let source = source.as_ref().map(|t| Packed::from_padded("source", t, model.vocab_size)).transpose()?;
         let packed = Packed::from_padded("target_input", &target, model.vocab_size)?;
+        let device = built.device();
+        let read = Sentences::new(source, packed, device)?.to(device)?;
         let ctx = match seed {
             Some(seed) => Context::training(Rates::of(&model), seed, kind),
             None => Context::evaluation(kind),
         };
-        let features = built.features(source.as_ref(), &packed, &ctx)?;
-        let logits = built.logits(&features, kind)?;
-        packed.unpack(&logits, &target)
+        let logits = built.logits(&built.features(&read, &ctx)?, kind)?;
+        read.target.unpack(&logits, &target)
     })?;
     Ok(PyTensor(logits))
 }
@@ -163,7 +164,8 @@ fn profile(
         }
         let source = source.as_ref().map(|t| Packed::from_padded("source", t, model.vocab_size)).transpose()?;
         let target = Packed::from_padded("target_input", &target, model.vocab_size)?;
-        built.profile(source.as_ref(), &target, Context::training(Rates::of(&model), seed, kind))
+        let read = Sentences::new(source, target, built.device())?.to(built.device())?;
+        built.profile(&read, Context::training(Rates::of(&model), seed, kind))
     })?;
     Ok(())
 }

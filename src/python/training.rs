@@ -1,10 +1,11 @@
 //! Training, told to an observer, and its schedules.
 
+use super::graphs::CudaGraphs;
 use super::json_text;
 use crate::config::{self, DataConfig, TrainingConfig, TransformerConfig};
 use crate::error::Error;
 use crate::operator::Group;
-use crate::run::{self, Mode};
+use crate::run::{self, Mode, Surroundings};
 use crate::train::{self, Observer};
 use pyo3::exceptions::PyKeyboardInterrupt;
 use pyo3::prelude::*;
@@ -30,8 +31,11 @@ fn train_py(
     let data: DataConfig = config::from_json("data", data)?;
     let mode = Mode::parse(mode)?;
     let group = group.map_or(Ok(Group::ALONE), |(name, rank, size)| Group::new(&name, rank, size))?;
-    let mut observer = PyObserver(observer);
-    py.allow_threads(|| run::train(&model, &training, &data, Path::new(output), mode, group, &mut observer))?;
+    let (mut observer, recorder) = (PyObserver(observer), Box::new(CudaGraphs::default()));
+    py.allow_threads(|| {
+        let surroundings = Surroundings { group, recorder: Some(recorder), observer: &mut observer };
+        run::train(&model, &training, &data, Path::new(output), mode, surroundings)
+    })?;
     Ok(())
 }
 

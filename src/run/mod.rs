@@ -15,7 +15,7 @@ mod translator;
 pub use average::average;
 pub use folder::{save_model, target_vocabulary, Mode};
 pub use prepare::{prepare, Prepared};
-pub use training::{dry_run, train};
+pub use training::{dry_run, train, Surroundings};
 pub use translator::Translator;
 
 use crate::error::{Error, Result};

@@ -4,18 +4,27 @@ use super::folder::{check_new, resume, Beginning, Log, CONFIG, LOG};
 use super::prepare::{prepare_with, valid_batches};
 use super::{device, keep_memory, prepare, Mode, Prepared};
 use crate::config::{DataConfig, TrainingConfig, TransformerConfig};
+use crate::cuda;
 use crate::data::{BatchStream, Prefetch, StreamConfig};
 use crate::error::{Error, Result};
 use crate::metrics::unigram_entropy;
 use crate::model::Transformer;
 use crate::operator::Group;
 use crate::train::checkpoint::{Checkpoint, Store};
-use crate::train::{load_parameters, smoothing, Objective, Observer, Parts, Progress, Trainer, Validation};
+use crate::train::{load_parameters, smoothing, Objective, Observer, Parts, Progress, Recorder, Trainer, Validation};
 use std::path::Path;
 use std::sync::Arc;
 use tch::{Device, Kind, Tensor};
 
-/// Trains; `output` then holds all that [`Translator`] needs. Every process of `group` calls this alike; its first one
+/// What a training finds where it runs.
+pub struct Surroundings<'a> {
+    /// The processes that train together.
+    pub group: Group,
+    pub recorder: Option<Box<dyn Recorder>>,
+    pub observer: &'a mut dyn Observer,
+}
+
+/// Trains; `output` then holds all that [`Translator`] needs. Every process of the group calls this alike; its first one
 /// writes, and its observer hears everything, the others' only what comes between updates.
 pub fn train(
     model: &TransformerConfig,
@@ -23,15 +32,17 @@ pub fn train(
     config: &DataConfig,
     output: &Path,
     mode: Mode,
-    group: Group,
-    observer: &mut dyn Observer,
+    surroundings: Surroundings,
 ) -> Result<()> {
+    let Surroundings { group, recorder, observer } = surroundings;
     keep_memory();
     let device = device(&training.device)?;
     let (mut prepared, from) = group.agree(open(model, training, config, output, mode), device)?;
     let (skipped, all) = (prepared.skipped, prepared.skipped + prepared.train.len());
     let beginning = (mode != Mode::Resume && group.is_first()).then(|| Beginning::of(&mut prepared, training, config));
-    let mut trainer = group.agree(trainer(prepared, training, output, device, group, from), device)?;
+    let recorder = recorder.filter(|_| training.cuda_graphs && (device.is_cuda() || cuda::stand_in()));
+    let made = trainer(prepared, training, output, device, (group, recorder), from);
+    let mut trainer = group.agree(made, device)?;
     let begun = beginning.map_or(Ok(()), |beginning| beginning.write(output, mode));
     group.agree(begun, device)?;
     let mut log = group.agree(Log::append(group.is_first().then(|| output.join(LOG)), observer), device)?;
@@ -76,7 +87,7 @@ fn trainer(
     training: &TrainingConfig,
     output: &Path,
     device: Device,
-    group: Group,
+    (group, recorder): (Group, Option<Box<dyn Recorder>>),
     from: Option<Checkpoint>,
 ) -> Result<Trainer> {
     let Prepared { model, vocabulary, train, valid, references, mask, .. } = prepared;
@@ -115,6 +126,7 @@ fn trainer(
         batches_per_epoch: stream.batches_per_epoch(),
         device,
         group,
+        recorder,
     };
     Trainer::new(parts, Prefetch::new(stream)?, from.as_ref().map(|(p, c)| (p.clone(), c)))
 }

@@ -83,7 +83,7 @@ impl Translator {
         let mut done = 0;
         for sentences in data::plan(&lengths, batch_tokens, 0, 0) {
             let batch = data::collate(&corpus, &sentences);
-            let source = train::Input::new(&batch, self.device)?.source;
+            let source = train::Input::new(&batch, self.device)?.read.source;
             let source = source.ok_or_else(|| Error::invalid("a language model does not translate"))?;
             for (&sentence, hypotheses) in
                 sentences.iter().zip(search(&self.model, &source, self.mask.as_ref(), config, kind)?)

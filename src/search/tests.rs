@@ -2,8 +2,7 @@
 
 use super::*;
 use crate::config::{Positions, TransformerConfig};
-use crate::model::BOS;
-use crate::model::{EOS, UNK};
+use crate::model::{Sentences, BOS, EOS, UNK};
 use std::collections::HashMap;
 use tch::Device;
 
@@ -41,7 +40,7 @@ fn model(bend: f64) -> Transformer {
 }
 
 fn packed(sentences: &[&[i64]]) -> Packed {
-    Packed::of(sentences, Device::Cpu).unwrap()
+    Packed::of(sentences).unwrap()
 }
 
 /// All but PAD, BOS and types 9 to 11.
@@ -62,7 +61,8 @@ fn run(
 fn uncached(model: &Transformer, source: &[i64], prefix: &[i64], mask: Option<&Tensor>) -> Vec<f64> {
     let ctx = Context::evaluation(Kind::Double);
     let target = packed(&[&[&[BOS], prefix].concat()]);
-    let features = model.features(Some(&packed(&[source])), &target, &ctx).unwrap();
+    let read = Sentences::new(Some(packed(&[source])), target, Device::Cpu).unwrap();
+    let features = model.features(&read, &ctx).unwrap();
     let mut logits = model.logits(&features, Kind::Double).unwrap().select(0, -1).detach();
     if let Some(mask) = mask {
         logits = logits.masked_fill(&mask.logical_not(), f64::NEG_INFINITY);

@@ -1,13 +1,13 @@
 //! Validation: the loss per token over held-out batches, and BLEU of their translations.
 
+use super::input::Input;
 use super::loss::{Objective, Workspace};
 use crate::data::{self, Batch, Vocabulary};
 use crate::error::Result;
 use crate::metrics;
-use crate::model::{Context, Packed, Transformer};
-use crate::operator::upload;
+use crate::model::{Context, Transformer};
 use crate::search::{search, SearchConfig};
-use tch::{no_grad, Device, Kind, Tensor};
+use tch::{no_grad, Kind, Tensor};
 
 /// Losses per target token, in nats.
 #[derive(Clone, Copy, Debug, Default)]
@@ -26,39 +26,18 @@ impl Score {
     }
 }
 
-/// A collated batch on the device.
-pub struct Input {
-    pub source: Option<Packed>,
-    pub target: Packed,
-    pub output: Tensor,
-    pub tokens: usize,
-}
-
-impl Input {
-    pub fn new(batch: &Batch, device: Device) -> Result<Self> {
-        let packed = |p: &data::Packed| Packed::new(&p.tokens, &p.positions, p.offsets.clone(), device);
-        Ok(Input {
-            source: batch.source.as_ref().map(packed).transpose()?,
-            target: packed(&batch.target_input)?,
-            output: upload(&batch.target_output, device)?,
-            tokens: batch.target_output.len(),
-        })
-    }
-}
-
 /// The model's loss over batches.
 pub fn evaluate_loss(model: &Transformer, batches: &[Batch], objective: &Objective, kind: Kind) -> Result<Score> {
     no_grad(|| {
-        let device = model.parameters.tensors()[0].device();
         let mut workspace = Workspace::default();
         let (mut loss, mut nll, mut tokens) = (0.0, 0.0, 0);
         for batch in batches {
-            let input = Input::new(batch, device)?;
-            let features = model.features(input.source.as_ref(), &input.target, &Context::evaluation(kind))?;
+            let input = Input::new(batch, model.device())?;
+            let features = model.features(&input.read, &Context::evaluation(kind))?;
             let sums = objective.forward(model, &features, &input.output, kind, &mut workspace)?;
             loss += sums.loss.f_double_value(&[])?;
             nll += sums.nll.f_double_value(&[])?;
-            tokens += input.tokens;
+            tokens += batch.target_output.len();
         }
         let per_token = 1.0 / tokens.max(1) as f64;
         Ok(Score { loss: loss * per_token, nll: nll * per_token, tokens })
@@ -76,10 +55,9 @@ pub fn evaluate_bleu(
     config: &SearchConfig,
     kind: Kind,
 ) -> Result<f64> {
-    let device = model.parameters.tensors()[0].device();
     let mut hypotheses = vec![String::new(); references.len()];
     for batch in batches {
-        let Some(source) = Input::new(batch, device)?.source else { continue };
+        let Some(source) = Input::new(batch, model.device())?.read.source else { continue };
         for (sentence, found) in batch.sentences.iter().zip(search(model, &source, mask, config, kind)?) {
             if let Some(best) = found.first() {
                 hypotheses[*sentence] = to_text(&best.tokens, vocabulary);

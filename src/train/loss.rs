@@ -50,13 +50,14 @@ impl Workspace {
 }
 
 impl Objective {
-    /// Sums of the loss over `features` (rows, d), with the gradient of `scale`·Σ loss back-propagated into the model.
+    /// Sums of the loss over `features` (rows, d), with the gradient of `scale`·Σ loss (0-dim f64, beside them)
+    /// back-propagated into the model.
     pub fn backward(
         &self,
         model: &Transformer,
         features: &Tensor,
         targets: &Tensor,
-        scale: f64,
+        scale: &Tensor,
         kind: Kind,
         workspace: &mut Workspace,
     ) -> Result<Sums> {
@@ -134,6 +135,11 @@ impl Sums {
             let _ = sum.f_add_(&rows.f_sum(Kind::Double)?)?;
         }
         Ok(())
+    }
+
+    /// The same numbers in memory of their own.
+    pub fn copy(&self) -> Result<Self> {
+        Ok(Sums { loss: self.loss.f_detach_copy()?, nll: self.nll.f_detach_copy()? })
     }
 
     /// Adds another batch's sums.

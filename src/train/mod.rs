@@ -5,14 +5,19 @@ pub mod fault;
 pub mod files;
 
 mod evaluate;
+mod graphs;
+mod input;
 mod loss;
 mod observer;
 mod optimizer;
+mod pass;
 mod schedule;
 mod snapshot;
 mod trainer;
 
-pub use evaluate::{evaluate_loss, to_text, Input, Score};
+pub use evaluate::{evaluate_loss, to_text, Score};
+pub use graphs::{Recorder, Replay, Work};
+pub use input::Input;
 pub use loss::{smoothing, Objective};
 pub use observer::{Evaluation, Observer, Started, Update};
 pub use optimizer::Optimizer;

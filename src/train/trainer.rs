@@ -1,20 +1,25 @@
 //! The trainer: one update, one evaluation, and when to stop.
 
 use super::checkpoint::{Checkpoint, Store};
-use super::evaluate::{evaluate_bleu, evaluate_loss, Input, Score};
-use super::loss::{Objective, Workspace};
+use super::evaluate::{evaluate_bleu, evaluate_loss, Score};
+use super::graphs::{Graphs, Recorder};
+use super::input::MicroBatch;
+use super::loss::{Objective, Sums, Workspace};
 use super::observer::{Evaluation, Observer, Started, Update};
 use super::optimizer::Optimizer;
+use super::pass::Pass;
 use super::schedule::{self, Schedule};
 use super::snapshot::to_arrays;
 use crate::config::{Criterion, Precision, TrainingConfig};
 use crate::data::{Batch, Cursor, Prefetch, Vocabulary};
 use crate::error::{Error, Result};
-use crate::model::{Context, Rates, Transformer};
-use crate::operator::{upload, Group, Late};
+use crate::model::Transformer;
+use crate::operator::{Group, Late};
 use crate::search::{Rule, SearchConfig};
 use serde::{Deserialize, Serialize};
+use std::cell::RefCell;
 use std::path::PathBuf;
+use std::rc::Rc;
 use std::time::Instant;
 use tch::{Device, Kind, Tensor};
 
@@ -48,10 +53,11 @@ pub struct Validation {
 }
 
 pub struct Trainer {
-    pub model: Transformer,
     pub config: TrainingConfig,
     pub progress: Progress,
-    pub objective: Objective,
+    pass: Rc<Pass>,
+    /// Where passes are recorded.
+    graphs: Option<Graphs>,
     pub vocabulary: Vocabulary,
     pub validation: Validation,
     pub store: Store,
@@ -63,8 +69,6 @@ pub struct Trainer {
     device: Device,
     /// The processes that train together; rank 0 evaluates, writes and speaks.
     group: Group,
-    kind: Kind,
-    workspace: Workspace,
     /// The latest update, while its numbers are on their way.
     running: Option<Running>,
     /// Why this rank asks to stop, while the others have not heard of it.
@@ -100,6 +104,8 @@ pub struct Parts {
     pub batches_per_epoch: usize,
     pub device: Device,
     pub group: Group,
+    /// Who records CUDA graphs, where passes are to be replayed from them.
+    pub recorder: Option<Box<dyn Recorder>>,
 }
 
 /// Updates whose pace is shown.
@@ -110,6 +116,9 @@ impl Trainer {
     pub fn new(parts: Parts, batches: Prefetch, from: Option<(Progress, &Checkpoint)>) -> Result<Self> {
         let Parts { model, config, objective, vocabulary, validation, store, unigram_entropy, device, group, .. } =
             parts;
+        // With statistics of several ranks' batches a pass is no piece of one device's work.
+        let recorder = parts.recorder.filter(|_| group.is_alone() || !model.parameters.have_statistics());
+        let graphs = recorder.map(|recorder| Graphs::new(recorder, config.max_tokens as usize, device));
         let mut optimizer = Optimizer::new(&model.parameters, &config)?;
         let mut schedule = Schedule::new(&config, model.config.d_model);
         let mut progress = Progress::default();
@@ -127,11 +136,13 @@ impl Trainer {
         let pause = if std::mem::take(&mut progress.is_pause) { store.to_resume()? } else { None };
         optimizer.share_parameters(group)?;
         let updates_per_epoch = parts.batches_per_epoch as f64 / (config.accumulate * group.size() as i64) as f64;
+        let recompute = config.activation_checkpointing;
+        let pass = Pass { model, objective, kind, recompute, group, workspace: RefCell::new(Workspace::default()) };
         Ok(Trainer {
-            model,
             config,
             progress,
-            objective,
+            pass: Rc::new(pass),
+            graphs,
             vocabulary,
             validation,
             store,
@@ -142,8 +153,6 @@ impl Trainer {
             batches,
             device,
             group,
-            kind,
-            workspace: Workspace::default(),
             running: None,
             unheard: None,
             pause,
@@ -172,6 +181,9 @@ impl Trainer {
             let epoch = self.progress.cursor.epoch;
             let before = self.running.take();
             self.running = Some(self.step()?);
+            if let Some(complaint) = self.graphs.as_mut().and_then(Graphs::complaint) {
+                observer.message("warning", &complaint)?;
+            }
             self.progress.is_due = self.is_evaluation_due(epoch);
             // A GPU's numbers are read when the next update has been given to it, so that it never stands idle.
             let mut told = before.map_or(Ok(()), |update| self.tell(update, observer));
@@ -230,7 +242,7 @@ impl Trainer {
     fn step(&mut self) -> Result<Running> {
         let start = Instant::now();
         let number = self.progress.update + 1;
-        let mut inputs = Vec::new();
+        let mut batches = Vec::new();
         let mut cursor = self.progress.cursor;
         let mut tokens = 0;
         let ranks = self.group.size();
@@ -238,36 +250,22 @@ impl Trainer {
             let (batch, next) = self.batches.next().ok_or_else(|| Error::invalid("the stream of batches ended"))?;
             tokens += batch.target_output.len();
             if micro_batch % ranks == self.group.rank() {
-                inputs.push((micro_batch, Input::new(&batch, self.device)?));
+                batches.push((micro_batch as i64, batch));
             }
             cursor = next;
         }
-        let rates = Rates::of(&self.model.config);
-        self.model.set_update(number as i64)?;
-        if number == 1 && self.model.is_profiled()? {
-            let seed = upload(&[self.config.seed as i64, 0, 0], self.device)?;
-            let ctx = Context::training(rates, seed, self.kind);
-            if let (true, (_, input)) = (self.group.is_first(), &inputs[0]) {
-                self.model.profile(input.source.as_ref(), &input.target, ctx)?;
+        let (seed, scale) = (self.config.seed as i64, 1.0 / tokens as f64);
+        self.pass.model.set_update(number as i64)?;
+        if number == 1 && self.pass.model.is_profiled()? {
+            if let (true, (_, batch)) = (self.group.is_first(), &batches[0]) {
+                let whole = MicroBatch::on_host(batch, None, [seed, 0, 0], scale, self.device)?;
+                self.pass.profile(&whole.to(self.device)?)?;
             }
             self.optimizer.share_parameters(self.group)?;
         }
-        let mut sums = None::<super::loss::Sums>;
-        for (micro_batch, input) in &inputs {
-            let seed = upload(&[self.config.seed as i64, number as i64, *micro_batch as i64], self.device)?;
-            let ctx = Context::training(rates, seed, self.kind)
-                .recomputing(self.config.activation_checkpointing)
-                .across(self.group);
-            let features = self.model.features(input.source.as_ref(), &input.target, &ctx)?;
-            let scale = 1.0 / tokens as f64;
-            let own = self.objective.backward(
-                &self.model,
-                &features,
-                &input.output,
-                scale,
-                self.kind,
-                &mut self.workspace,
-            )?;
+        let mut sums = None::<Sums>;
+        for (micro_batch, batch) in &batches {
+            let own = self.forward_backward(batch, [seed, number as i64, *micro_batch], scale)?;
             match &mut sums {
                 Some(sums) => sums.merge(&own)?,
                 None => sums = Some(own),
@@ -285,6 +283,13 @@ impl Trainer {
         let epoch = if cursor.index == 0 { cursor.epoch } else { cursor.epoch + 1 };
         self.progress.cursor = cursor;
         Ok(Running { number, epoch, lr, tokens, start, numbers })
+    }
+
+    fn forward_backward(&mut self, batch: &Batch, seed: [i64; 3], scale: f64) -> Result<Sums> {
+        match &mut self.graphs {
+            Some(graphs) => graphs.run(&self.pass, batch, seed, scale),
+            None => self.pass.run(&MicroBatch::on_host(batch, None, seed, scale, self.device)?.to(self.device)?),
+        }
     }
 
     /// What an update came to, once the device has made it, and whether a rank asks to stop.
@@ -373,8 +378,8 @@ impl Trainer {
     }
 
     fn measure(&self, observer: &mut dyn Observer) -> Result<(Score, Option<f64>)> {
-        let score = evaluate_loss(&self.model, &self.validation.batches, &self.objective, self.kind)?;
-        for (norm, batches) in self.model.parameters.take_refused()? {
+        let score = evaluate_loss(&self.pass.model, &self.validation.batches, &self.pass.objective, self.pass.kind)?;
+        for (norm, batches) in self.pass.model.parameters.take_refused()? {
             let text = format!("{norm}: the statistics of {batches} batches were not finite and were not taken in");
             observer.message("warning", &text)?;
         }
@@ -401,9 +406,9 @@ impl Trainer {
             return Ok(None);
         }
         let search = SearchConfig { beam: self.config.evaluation_beam as usize, ..SearchConfig::new(Rule::Google) };
-        let mask = self.objective.mask.as_ref();
+        let mask = self.pass.objective.mask.as_ref();
         let (batches, references) = (&self.validation.batches, &self.validation.references);
-        evaluate_bleu(&self.model, batches, references, &self.vocabulary, mask, &search, self.kind).map(Some)
+        evaluate_bleu(&self.pass.model, batches, references, &self.vocabulary, mask, &search, self.pass.kind).map(Some)
     }
 
     /// Writes a checkpoint of this very moment and points `last` at it, and `best` if it is that. `is_pause`: only to go
@@ -419,10 +424,10 @@ impl Trainer {
     fn write(&self, best: bool) -> Result<()> {
         let json = |e: serde_json::Error| Error::invalid(format!("the state cannot be written: {e}"));
         let checkpoint = Checkpoint {
-            model: to_arrays(&self.model.parameters)?,
+            model: to_arrays(&self.pass.model.parameters)?,
             optimizer: self.optimizer.to_arrays()?,
             state: serde_json::to_value(&self.progress).map_err(json)?,
-            config: serde_json::json!({ "model": self.model.config, "training": self.config }),
+            config: serde_json::json!({ "model": self.pass.model.config, "training": self.config }),
         };
         self.store.save(self.progress.update, &checkpoint)?;
         if best {
@@ -457,12 +462,12 @@ impl Trainer {
         let vocabulary = self.vocabulary.len();
         let allowed = |mask: &Tensor| mask.f_sum(Kind::Int64).and_then(|n| n.f_int64_value(&[])).unwrap_or(0) as usize;
         Started {
-            parameters: self.model.parameters.numel(),
+            parameters: self.pass.model.parameters.numel(),
             updates_per_epoch: self.updates_per_epoch,
             update: self.progress.update,
             updates: self.config.updates,
             vocabulary,
-            target_vocabulary: self.objective.mask.as_ref().map_or(vocabulary, allowed),
+            target_vocabulary: self.pass.objective.mask.as_ref().map_or(vocabulary, allowed),
             device: self.config.device.clone(),
             ranks: self.group.size(),
             precision: self.config.precision,

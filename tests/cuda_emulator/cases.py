@@ -1,5 +1,6 @@
 """What is run on the emulated device: every kernel against its float64 twin, forward and backward."""
 
+import json
 import os
 import tempfile
 from contextlib import contextmanager
@@ -7,6 +8,7 @@ from pathlib import Path
 
 import torch
 
+import normformer_rs as nfrs
 import reference as ref
 from normformer_rs import _core
 
@@ -241,7 +243,8 @@ def cross_entropy(dtype, width, masked, smoothing=0.1, rows=5, misaligned=False,
     check(ours, by_rows, [logits], outputs, op)
     own = logits.clone()
     with on_device(op):
-        loss, nll = OPS.label_smoothed_cross_entropy_(own, target, mask, *weights, -1, 0.25)
+        quarter = torch.tensor(0.25, dtype=torch.float64)
+        loss, nll = OPS.label_smoothed_cross_entropy_(own, target, mask, *weights, -1, quarter)
     z = logits.double().requires_grad_()
     exact = by_rows(z)
     (gradient,) = torch.autograd.grad(0.25 * exact[0].sum(), z)
@@ -511,6 +514,49 @@ def launches(norm, **options):
     with on_device(norm):
         getattr(OPS, norm)(x, weight, None, **options)[0].sum().backward()
     return [line.split()[0] for line in log.read_text().splitlines()]
+
+
+def training_by_graphs(folder, fails=False):
+    """Two updates of one shape of batch, the second recorded and replayed, and the same two without graphs. For
+    torch.cuda's graphs stands what the CPU can do: what is recorded is done, and nothing when it is replayed. Returns
+    what torch.cuda was asked, and the warnings."""
+    asked, warnings = [], []
+
+    class Graph:
+        def replay(self):
+            asked.append("replay")
+
+    @contextmanager
+    def graph(made, **options):
+        assert isinstance(made, Graph)
+        asked.append(options)
+        if fails:
+            raise RuntimeError("operation not permitted when stream is capturing")
+        yield
+
+    torch.cuda.CUDAGraph, torch.cuda.graph, torch.cuda.graph_pool_handle = Graph, graph, lambda: (0, 1)
+    text = Path(folder, "text")
+    text.write_text("a b c\nc b\nb b a a c\n")
+    data = {f"{part}_{side}": str(text) for part in ("train", "valid") for side in ("source", "target")}
+    model = {"d_model": 16, "d_ff": 24, "heads": 2, "encoder_layers": 1, "decoder_layers": 1, "dropout": 0.2}
+    results = []
+    for has_graphs in (True, False):
+        # An ε that keeps rounding in gradients of nothing (those of key biases) from becoming steps.
+        training = {"updates": 2, "max_tokens": 64, "lr": 1e-2, "warmup": 0, "schedule": "constant", "adam_eps": 1e-4}
+        configs = (
+            nfrs.TransformerConfig(**model, encoder_norm="batchnorm"),
+            nfrs.TrainingConfig(**training, cuda_graphs=has_graphs),
+            nfrs.DataConfig(**data, no_bpe=True),
+        )
+        output = Path(folder, str(has_graphs))
+        _core.cuda_stand_in(True)
+        history = nfrs.Trainer(*configs).fit(output, progress=False, curves=False)
+        _core.cuda_stand_in(False)
+        log = map(json.loads, (output / "log.jsonl").read_text().splitlines())
+        warnings += [event["text"] for event in log if event["event"] == "message" and event["level"] == "warning"]
+        results.append((history.loss, nfrs.Transformer.from_checkpoint(output, "last").state_dict()))
+    torch.testing.assert_close(*results, rtol=1e-4, atol=1e-6)
+    return asked, warnings
 
 
 def warns_and_falls_back():

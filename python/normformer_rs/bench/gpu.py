@@ -290,6 +290,9 @@ def trained(figures: Figures, device: str, updates: int, quick: bool) -> None:
             found[name] = rate()
             figures.add("training", name, found[name], "target tokens/s")
     ours = found.get("normformer_rs")
+    plain = found.get("normformer_rs, no CUDA graphs")
+    if ours and plain:
+        figures.add("training", "CUDA graphs against none", ours / plain, "times")
     compiled = [rate for name, rate in found.items() if "compiled" in name]
     if ours and "torch.nn.Transformer, eager" in found:
         figures.add("training", "against eager", ours / found["torch.nn.Transformer, eager"], "times", 2.0)

@@ -20,6 +20,7 @@ from ..history import History
 from ..training import Trainer
 
 SENTENCES = 4000
+FEW = 280
 WORDS = 8000
 MAX_TOKENS = 4096
 BASE = {"d_model": 512, "d_ff": 2048, "heads": 8, "encoder_layers": 6, "decoder_layers": 6, "dropout": 0.1}
@@ -40,11 +41,11 @@ def sentences(count: int) -> list[list[int]]:
 
 
 @contextmanager
-def corpus() -> Iterator[DataConfig]:
-    """The sentences as files; the target is the source, reversed."""
+def corpus(count: int) -> Iterator[DataConfig]:
+    """So many sentences as files; the target is the source, reversed."""
     with tempfile.TemporaryDirectory() as folder:
         files: dict[str, Any] = {}
-        for part, chosen in (("train", sentences(SENTENCES)), ("valid", sentences(50))):
+        for part, chosen in (("train", sentences(count)), ("valid", sentences(50))):
             for side, step in (("source", 1), ("target", -1)):
                 path = Path(folder) / f"{part}.{side}"
                 path.write_text("".join(" ".join(f"w{word}" for word in s[::step]) + "\n" for s in chosen))
@@ -52,14 +53,21 @@ def corpus() -> Iterator[DataConfig]:
         yield DataConfig(**files, no_bpe=True)
 
 
-def history(shape: dict[str, Any], device: str, updates: int, precision: Literal["f32", "bf16"]) -> History:
+def history(
+    shape: dict[str, Any],
+    device: str,
+    updates: int,
+    precision: Literal["f32", "bf16"],
+    count: int = SENTENCES,
+    cuda_graphs: bool = True,
+) -> History:
     """A run of the training loop."""
     model = TransformerConfig(**shape, **PLAIN, norm="layernorm", residual="prenorm")
     training = TrainingConfig(
         updates=updates, max_tokens=MAX_TOKENS, device=device, precision=precision, lr=1e-3, warmup=100, clip_norm=1.0,
-        evaluate_every=updates + 1, keep=1,
+        evaluate_every=updates + 1, keep=1, cuda_graphs=cuda_graphs,
     )  # fmt: skip
-    with corpus() as data, tempfile.TemporaryDirectory() as output:
+    with corpus(count) as data, tempfile.TemporaryDirectory() as output:
         return Trainer(model, training, data).fit(output, progress=False, curves=False)
 
 
@@ -67,10 +75,11 @@ PRECISIONS: tuple[Literal["f32", "bf16"], ...] = ("f32", "bf16")
 
 
 def losses(device: str) -> dict[str, float]:
-    """The largest difference of ten losses to the CPU's, by precision."""
+    """The largest difference of ten losses to the CPU's, by precision. An epoch has so few batches that most of the ten
+    are replayed from CUDA graphs."""
     found: dict[str, float] = {}
     for precision in PRECISIONS:
-        here, there = (history(TINY, d, 10, precision).loss for d in (device, "cpu"))
+        here, there = (history(TINY, d, 10, precision, FEW).loss for d in (device, "cpu"))
         found[precision] = float(np.abs(here - there).max())
     return found
 
@@ -78,8 +87,12 @@ def losses(device: str) -> dict[str, float]:
 def rates(device: str, updates: int, quick: bool) -> Iterator[tuple[str, Callable[[], float]]]:
     """(name, real target tokens a second) of ours and of torch.nn.Transformer, each measured when called."""
     shape = BASE if device.startswith("cuda") else TINY
-    # History's rate is that of the latest 50 updates.
-    yield "normformer_rs", lambda: float(history(shape, device, updates, "bf16").tokens_per_second[-1])
+    def rate(cuda_graphs: bool) -> float:
+        # History's rate is that of the latest 50 updates.
+        return float(history(shape, device, updates, "bf16", cuda_graphs=cuda_graphs).tokens_per_second[-1])
+
+    yield "normformer_rs", partial(rate, True)
+    yield "normformer_rs, no CUDA graphs", partial(rate, False)
     modes = {"eager": None, "compiled": "default", "compiled, reduce-overhead": "reduce-overhead"}
     for name, mode in list(modes.items())[: 1 if quick else None]:
         yield f"torch.nn.Transformer, {name}", partial(torch_rate, device, updates, mode, shape)

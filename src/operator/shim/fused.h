@@ -30,7 +30,7 @@ struct CrossEntropy {
 };
 int nfrs_cross_entropy_forward(const CrossEntropy* c);
 int nfrs_cross_entropy_backward(const CrossEntropy* c, const View* dloss, const View* dlogits);
-int nfrs_cross_entropy_in_place(const CrossEntropy* c, double scale);
+int nfrs_cross_entropy_in_place(const CrossEntropy* c, const View* scale);
 Tensor* nfrs_cross_entropy_composed(const Tensor* logits, const Tensor* target, const Tensor* mask, double nll_weight,
                                     double uniform_weight, int64_t ignore_index, Tensor** nll);
 }
@@ -243,6 +243,13 @@ inline void entropy_check(const Tensor& logits, const Tensor& target, const Mayb
                       ": mask must be a bool vector with one entry per class (", logits.sym_size(1), "), got ",
                       mask->scalar_type(), " ", mask->sym_sizes());
 }
+// A tensor, and not a number, so that a CUDA graph can be replayed with another.
+inline void scale_check(const Tensor& logits, const Tensor& scale) {
+  const char* op = "label_smoothed_cross_entropy_";
+  TORCH_CHECK_VALUE(scale.numel() == 1 && scale.scalar_type() == at::kDouble, op, ": scale must be one float64, got ",
+                    scale.scalar_type(), " ", scale.sym_sizes());
+  check_device(op, "scale", logits, scale);
+}
 inline tuple<Tensor, Tensor, Tensor> entropy_meta(const Tensor& logits, const Tensor& target, const MaybeTensor& mask,
                                                   double, double, int64_t) {
   entropy_check(logits, target, mask);
@@ -278,13 +285,15 @@ inline Tensor entropy_backward_kernel(const Tensor& dloss_, const Tensor& logits
 }
 inline tuple<Tensor, Tensor> entropy_in_place_kernel(Tensor& logits, const Tensor& target_, const MaybeTensor& mask_,
                                                   double nll_weight, double uniform_weight, int64_t ignore_index,
-                                                  double scale) {
+                                                  const Tensor& scale) {
   auto [loss, nll, lse] = entropy_meta(logits, target_, mask_, nll_weight, uniform_weight, ignore_index);
+  scale_check(logits, scale);
   TORCH_CHECK_VALUE(logits.is_contiguous(), "label_smoothed_cross_entropy_: logits must be contiguous");
   const Tensor target = target_.contiguous(), mask = pointer(mask_) ? mask_->contiguous() : Tensor();
   const CrossEntropy c{view(logits), view(target), view(mask), view(loss), view(nll), View{}, nll_weight,
                        uniform_weight, ignore_index};
-  check_rust(nfrs_cross_entropy_in_place(&c, scale));
+  const View by = view(scale);
+  check_rust(nfrs_cross_entropy_in_place(&c, &by));
   return {loss, nll};
 }
 inline tuple<Tensor, Tensor> entropy_formula(const Tensor& logits, const Tensor& target, const MaybeTensor& mask,
@@ -303,13 +312,14 @@ inline tuple<Tensor, Tensor, Tensor> entropy_composed(const Tensor& logits, cons
 }
 inline tuple<Tensor, Tensor> entropy_in_place_composed(Tensor& logits, const Tensor& target, const MaybeTensor& mask,
                                                        double nll_weight, double uniform_weight, int64_t ignore_index,
-                                                       double scale) {
+                                                       const Tensor& scale) {
+  scale_check(logits, scale);
   at::AutoGradMode enabled(true);
   const Tensor leaf = logits.detach().to(acc_type(logits)).requires_grad_(true);
   auto [loss, nll] = entropy_formula(leaf, target, mask, nll_weight, uniform_weight, ignore_index);
   const auto d = torch::autograd::grad({loss.sum()}, {leaf});
   at::AutoGradMode disabled(false);
-  logits.copy_(d[0] * scale);
+  logits.copy_(d[0] * scale.reshape({}));
   return {loss.detach(), nll.detach()};
 }
 inline tuple<Tensor, Tensor, Tensor> entropy_cuda(const Tensor& logits, const Tensor& target, const MaybeTensor& mask,
@@ -319,7 +329,7 @@ inline tuple<Tensor, Tensor, Tensor> entropy_cuda(const Tensor& logits, const Te
 }
 inline tuple<Tensor, Tensor> entropy_in_place_cuda(Tensor& logits, const Tensor& target, const MaybeTensor& mask,
                                                    double nll_weight, double uniform_weight, int64_t ignore_index,
-                                                   double scale) {
+                                                   const Tensor& scale) {
   return (has_kernel(logits) ? entropy_in_place_kernel : entropy_in_place_composed)(
       logits, target, mask, nll_weight, uniform_weight, ignore_index, scale);
 }
@@ -396,7 +406,7 @@ inline void define(torch::Library& m) {
   m.def("label_smoothed_cross_entropy_backward(Tensor dloss, Tensor logits, Tensor target, Tensor? mask, "
         "Tensor lse, float nll_weight, float uniform_weight, int ignore_index) -> Tensor", tags);
   m.def("label_smoothed_cross_entropy_(Tensor(a!) logits, Tensor target, Tensor? mask, float nll_weight, "
-        "float uniform_weight, int ignore_index, float scale) -> (Tensor, Tensor)", tags);
+        "float uniform_weight, int ignore_index, Tensor scale) -> (Tensor, Tensor)", tags);
   m.impl("label_smoothed_cross_entropy", K::CPU, TORCH_FN(entropy_kernel));
   m.impl("label_smoothed_cross_entropy", K::CUDA, TORCH_FN(entropy_cuda));
   m.impl("label_smoothed_cross_entropy", K::Meta, TORCH_FN(entropy_meta));

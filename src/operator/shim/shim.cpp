@@ -120,12 +120,14 @@ Tensor* nfrs_cross_entropy(const Tensor* logits, const Tensor* target, const Ten
   });
 }
 Tensor* nfrs_cross_entropy_(Tensor* logits, const Tensor* target, const Tensor* mask, double nll_weight,
-                            double uniform_weight, int64_t ignore_index, double scale, Tensor** nll) {
+                            double uniform_weight, int64_t ignore_index, const Tensor* scale,
+                            Tensor** nll) {
   return guarded([&] {
-    using Signature = std::tuple<Tensor, Tensor>(Tensor&, const Tensor&, const MaybeTensor&, double, double, int64_t, double);
+    using Signature = std::tuple<Tensor, Tensor>(Tensor&, const Tensor&, const MaybeTensor&, double, double, int64_t,
+                                                 const Tensor&);
     static const auto op = nfrs::operator_handle<Signature>("label_smoothed_cross_entropy_");
     auto [loss, each] = op.call(*logits, *target, mask ? MaybeTensor(*mask) : std::nullopt, nll_weight, uniform_weight,
-                                ignore_index, scale);
+                                ignore_index, *scale);
     *nll = give(each);
     return give(loss);
   });

@@ -1,0 +1,289 @@
+//! CUDA graphs of passes: a step of thousands of kernels, given to the device at once.
+//!
+//! A graph has fixed shapes and fixed addresses. So batches are filled up to one of few shapes ([`rooms`]), and all that
+//! a pass reads of them lies where the graph of that shape looks for it. Filling up changes no number but by rounding: no
+//! real token sees the spare rows, losses and statistics leave them out, and a dropout mask goes by rows.
+
+use super::input::{MicroBatch, Rooms};
+use super::loss::Sums;
+use super::pass::Pass;
+use crate::data::Batch;
+use crate::error::Result;
+use crate::model::Room;
+use crate::operator::Hold;
+use std::cell::RefCell;
+use std::collections::{HashMap, HashSet};
+use std::rc::Rc;
+use tch::Device;
+
+/// What is recorded.
+pub type Work = Rc<dyn Fn() -> Result<()>>;
+
+/// Who records what a piece of work gives to the device, without its being done.
+pub trait Recorder: Send {
+    fn record(&mut self, work: Work) -> Result<Box<dyn Replay>>;
+}
+
+/// What has been recorded.
+pub trait Replay {
+    /// Gives all of it to the device's current stream.
+    fn replay(&self) -> Result<()>;
+}
+
+/// Graphs that are kept at most; batches of further shapes are not recorded.
+const GRAPHS: usize = 128;
+/// Steps in which the rows of a side grow to `max_tokens`, and what a step is a multiple of.
+const ROW_STEPS: usize = 16;
+const ROW_MULTIPLE: usize = 64;
+/// Lengths of the longest sentence that are told apart: multiples of 8, and from 64 on four a doubling.
+const LENGTH_MULTIPLE: usize = 8;
+const LENGTHS_PER_DOUBLING: usize = 4;
+
+/// The graphs of a training run.
+pub struct Graphs {
+    recorder: Box<dyn Recorder>,
+    max_tokens: usize,
+    device: Device,
+    /// Shapes that have come. The second batch of a shape is recorded: the first has loaded and chosen whatever kernels
+    /// and libraries load and choose once.
+    seen: HashSet<Rooms>,
+    graphs: HashMap<Rooms, Graph>,
+    /// Why nothing more is recorded.
+    broken: Option<String>,
+    complaint: Option<String>,
+}
+
+/// A recorded pass.
+struct Graph {
+    hold: Hold,
+    recorded: Box<dyn Replay>,
+    sums: Rc<RefCell<Option<Sums>>>,
+}
+
+impl Graphs {
+    /// For batches of at most `max_tokens` padded tokens.
+    pub fn new(recorder: Box<dyn Recorder>, max_tokens: usize, device: Device) -> Self {
+        let (seen, graphs) = Default::default();
+        Graphs { recorder, max_tokens, device, seen, graphs, broken: None, complaint: None }
+    }
+
+    /// [`Pass::run`] of a batch, by the graph of its shape where there is one.
+    pub fn run(&mut self, pass: &Rc<Pass>, batch: &Batch, seed: [i64; 3], scale: f64) -> Result<Sums> {
+        let rooms = rooms(batch, self.max_tokens);
+        let on_host = || MicroBatch::on_host(batch, Some(rooms), seed, scale, self.device);
+        let is_new = self.seen.insert(rooms);
+        if let Some(graph) = self.graphs.get_mut(&rooms) {
+            return graph.run(&mut on_host()?);
+        }
+        if !is_new && self.broken.is_none() && self.graphs.len() < GRAPHS {
+            match Graph::record(&mut *self.recorder, pass, on_host()?, self.device) {
+                Ok(graph) => return self.graphs.entry(rooms).or_insert(graph).again(),
+                Err(error) => {
+                    self.complaint = Some(format!("no CUDA graphs, and so a slower training: {error}"));
+                    self.broken.clone_from(&self.complaint);
+                }
+            }
+        }
+        pass.run(&on_host()?.to(self.device)?)
+    }
+
+    /// Why recording failed, once.
+    pub fn complaint(&mut self) -> Option<String> {
+        self.complaint.take()
+    }
+}
+
+impl Graph {
+    fn record(recorder: &mut dyn Recorder, pass: &Rc<Pass>, mut batch: MicroBatch, device: Device) -> Result<Self> {
+        let hold = Hold::load(batch.tensors(), device)?;
+        let sums = Rc::new(RefCell::new(None));
+        let (pass, kept) = (pass.clone(), Rc::clone(&sums));
+        let recorded = recorder.record(Rc::new(move || {
+            let made = pass.run(&batch)?;
+            kept.replace(Some(made));
+            Ok(())
+        }))?;
+        Ok(Graph { hold, recorded, sums })
+    }
+
+    fn run(&mut self, batch: &mut MicroBatch) -> Result<Sums> {
+        self.hold.reload(batch.tensors())?;
+        self.again()
+    }
+
+    /// With the batch that is in its place.
+    fn again(&mut self) -> Result<Sums> {
+        self.recorded.replay()?;
+        // The next replay writes over them.
+        self.sums.borrow().as_ref().expect("recording makes them").copy()
+    }
+}
+
+/// The shape of a batch of at most `max_tokens` padded tokens: one of few.
+fn rooms(batch: &Batch, max_tokens: usize) -> Rooms {
+    let (target, source) = (&batch.target_input, batch.source.as_ref());
+    let longest = source.map_or(0, |source| source.longest).max(target.longest).max(1);
+    let between = (longest.next_power_of_two() / (2 * LENGTHS_PER_DOUBLING)).max(LENGTH_MULTIPLE);
+    let longest = longest.next_multiple_of(between);
+    // As many as there can be of sentences that are longer than the length before.
+    let sentences = max_tokens / (longest - between + 1);
+    let step = (max_tokens / ROW_STEPS).max(1).next_multiple_of(ROW_MULTIPLE);
+    let [sentences, longest] = [sentences, longest].map(|n| n as i64);
+    let room = |rows: usize| Room { rows: rows.next_multiple_of(step) as i64, sentences, longest };
+    Rooms { source: room(source.map_or(0, |source| source.tokens.len())), target: room(target.tokens.len()) }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::config::TransformerConfig;
+    use crate::data::{collate, plan, Corpus};
+    use crate::kernel::cross_entropy::Smoothing;
+    use crate::model::{Transformer, BOS};
+    use crate::operator::Group;
+    use crate::train::Objective;
+    use tch::{Kind, Tensor};
+
+    /// A device without a stream: what was recorded is done again.
+    struct Again;
+
+    impl Recorder for Again {
+        fn record(&mut self, work: Work) -> Result<Box<dyn Replay>> {
+            struct Recorded(Work);
+            impl Replay for Recorded {
+                fn replay(&self) -> Result<()> {
+                    (self.0)()
+                }
+            }
+            Ok(Box::new(Recorded(work)))
+        }
+    }
+
+    /// A device on which nothing can be recorded.
+    struct Never;
+
+    impl Recorder for Never {
+        fn record(&mut self, _: Work) -> Result<Box<dyn Replay>> {
+            Err(crate::error::Error::invalid("not here"))
+        }
+    }
+
+    const MAX_TOKENS: usize = 128;
+
+    fn batches(sides: usize) -> Vec<Batch> {
+        let side =
+            |step: usize| (0..60).map(|i| (0..1 + i * step % 19).map(|w| 4 + (i + w) as u32 % 16).collect()).collect();
+        let corpus = match sides {
+            2 => Corpus { source: Some(side(7)), target: side(5), start: BOS as u32 },
+            _ => Corpus::language_model(&side(5), 12, MAX_TOKENS).unwrap(),
+        };
+        let all = plan(&corpus.lengths(), MAX_TOKENS, 1, 0);
+        all.iter().map(|sentences| collate(&corpus, sentences)).collect()
+    }
+
+    fn pass(options: &str) -> Rc<Pass> {
+        let text = format!(
+            r#"{{"vocab_size": 20, "d_model": 16, "d_ff": 24, "heads": 2, "encoder_layers": 2, "decoder_layers": 2,
+                "dropout": 0.2, "attention_dropout": 0.3, {options}}}"#
+        );
+        let config: TransformerConfig = crate::config::from_json("model", &text).unwrap();
+        tch::manual_seed(3);
+        Rc::new(Pass {
+            model: Transformer::new(&config, Device::Cpu, Kind::Double).unwrap(),
+            objective: Objective { mask: None, smoothing: Smoothing::fairseq(0.1, 20) },
+            kind: Kind::Double,
+            recompute: options.contains("rmsnorm"),
+            group: Group::ALONE,
+            workspace: RefCell::default(),
+        })
+    }
+
+    /// Losses, and all gradients and buffers in the end.
+    fn results(
+        options: &str,
+        batches: &[Batch],
+        mut run: impl FnMut(&Rc<Pass>, &Batch, [i64; 3]) -> Sums,
+    ) -> Vec<Tensor> {
+        let pass = pass(options);
+        let mut results = vec![];
+        for (number, batch) in (1i64..).zip(batches) {
+            pass.model.set_update(number).unwrap();
+            let sums = run(&pass, batch, [1, number, 0]);
+            results.extend([sums.loss, sums.nll]);
+        }
+        let parameters = &pass.model.parameters;
+        results.extend(parameters.tensors().iter().map(Tensor::grad));
+        results.extend(parameters.buffers().map(|(_, t)| t.to_kind(Kind::Double)));
+        results
+    }
+
+    #[test]
+    fn a_replayed_step_is_the_step_itself() {
+        for options in [
+            r#""residual": "prenorm", "norm": "layernorm""#,
+            r#""residual": "branchnorm", "norm": "scalenorm", "fixnorm": true"#,
+            r#""residual": "prenorm", "norm": "rmsnorm", "encoder_norm": "batchnorm""#,
+            r#""residual": "postnorm", "norm": "powernorm", "powernorm_warmup": 3, "encoder_norm": "powernorm-v""#,
+            r#""architecture": "decoder-only", "residual": "subln""#,
+        ] {
+            let batches = batches(if options.contains("decoder-only") { 1 } else { 2 });
+            let mut graphs = Graphs::new(Box::new(Again), MAX_TOKENS, Device::Cpu);
+            let replayed = results(options, &batches, |pass, batch, seed| graphs.run(pass, batch, seed, 0.01).unwrap());
+            let plain = results(options, &batches, |pass, batch, seed| {
+                pass.run(&MicroBatch::on_host(batch, None, seed, 0.01, Device::Cpu).unwrap()).unwrap()
+            });
+            let (seen, recorded) = (graphs.seen.len(), graphs.graphs.len());
+            assert!(
+                recorded > 0 && batches.len() > seen + recorded,
+                "{options}: nothing was replayed with another batch"
+            );
+            for (place, (replayed, plain)) in replayed.iter().zip(&plain).enumerate() {
+                assert!(replayed.allclose(plain, 1e-9, 1e-11, false), "{options}: {place}: {replayed} {plain}");
+            }
+        }
+    }
+
+    #[test]
+    fn what_cannot_be_recorded_is_done_and_told_once() {
+        let options = r#""residual": "prenorm""#;
+        let batches = batches(2);
+        let mut graphs = Graphs::new(Box::new(Never), MAX_TOKENS, Device::Cpu);
+        let mut told = vec![];
+        let never = results(options, &batches, |pass, batch, seed| {
+            let sums = graphs.run(pass, batch, seed, 0.01).unwrap();
+            told.extend(graphs.complaint());
+            sums
+        });
+        assert_eq!(told, ["no CUDA graphs, and so a slower training: not here"]);
+        let mut graphs = Graphs::new(Box::new(Again), MAX_TOKENS, Device::Cpu);
+        let replayed = results(options, &batches, |pass, batch, seed| graphs.run(pass, batch, seed, 0.01).unwrap());
+        assert!(never.iter().zip(&replayed).all(|(never, replayed)| never.equal(replayed)));
+    }
+
+    #[test]
+    fn shapes_are_few_and_not_much_larger_than_their_batches() {
+        let lengths: Vec<(usize, usize)> =
+            (0..30_000).map(|i| 3 + i * 7919 % 83).map(|n| (n, n + n * 7 % 5 - 2)).collect();
+        let batch = |sentences: &Vec<usize>| {
+            let packed = |lengths: Vec<usize>| {
+                crate::data::Packed::from_rows(lengths.into_iter().map(|n| std::iter::repeat_n(5, n)))
+            };
+            let source = packed(sentences.iter().map(|&s| lengths[s].0).collect());
+            let target_input = packed(sentences.iter().map(|&s| lengths[s].1).collect());
+            Batch { source: Some(source), target_input, target_output: vec![], sentences: sentences.clone() }
+        };
+        let (mut shapes, mut real, mut rows) = (HashSet::new(), 0, 0);
+        for sentences in plan(&lengths, 4096, 1, 0) {
+            let batch = batch(&sentences);
+            let rooms = rooms(&batch, 4096);
+            for (side, room) in [(batch.source.as_ref().unwrap(), rooms.source), (&batch.target_input, rooms.target)] {
+                assert!(side.tokens.len() as i64 <= room.rows && side.longest as i64 <= room.longest);
+                assert!(side.rows() as i64 <= room.sentences);
+                (real, rows) = (real + side.tokens.len() as i64, rows + room.rows);
+            }
+            shapes.insert(rooms);
+        }
+        assert!(shapes.len() <= GRAPHS, "{} shapes", shapes.len());
+        assert!(rows * 100 <= real * 104, "{rows} rows for {real} tokens");
+    }
+}

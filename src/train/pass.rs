@@ -1,0 +1,40 @@
+//! Forward and backward through the model: from a micro-batch to its losses and the gradients that it adds.
+
+use super::input::MicroBatch;
+use super::loss::{Objective, Sums, Workspace};
+use crate::error::Result;
+use crate::model::{Context, Rates, Transformer};
+use crate::operator::Group;
+use std::cell::RefCell;
+use tch::{Kind, Tensor};
+
+/// All that a micro-batch goes through; on a GPU nobody waits for it.
+pub struct Pass {
+    pub model: Transformer,
+    pub objective: Objective,
+    /// The type of matrix products.
+    pub kind: Kind,
+    pub recompute: bool,
+    /// Whose batches norms with statistics take for one.
+    pub group: Group,
+    pub workspace: RefCell<Workspace>,
+}
+
+impl Pass {
+    /// Sums of the losses; the gradients of `scale`·Σ loss are added to the parameters' own.
+    pub fn run(&self, batch: &MicroBatch) -> Result<Sums> {
+        let ctx = self.context(&batch.seed).recomputing(self.recompute).across(self.group);
+        let features = self.model.features(&batch.input.read, &ctx)?;
+        let (output, workspace) = (&batch.input.output, &mut self.workspace.borrow_mut());
+        self.objective.backward(&self.model, &features, output, &batch.scale, self.kind, workspace)
+    }
+
+    /// Sets the gains that the residual scheme takes from one batch.
+    pub fn profile(&self, batch: &MicroBatch) -> Result<()> {
+        self.model.profile(&batch.input.read, self.context(&batch.seed))
+    }
+
+    fn context(&self, seed: &Tensor) -> Context {
+        Context::training(Rates::of(&self.model.config), seed.shallow_clone(), self.kind)
+    }
+}
