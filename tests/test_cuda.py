@@ -319,13 +319,20 @@ def test_double_precision(emulated):
 
 def test_a_step_is_recorded_and_replayed(emulated, tmp_path):
     asked, warnings = emulated(cases.training_by_graphs, tmp_path)
-    assert asked == [{"pool": (0, 1), "capture_error_mode": "thread_local"}, "replay"] and not warnings
+    assert [name for name, *_ in asked[:2]] == ["_cuda_synchronize", "_cuda_emptyCache"]
+    assert asked[2:4] == [BEGIN, ("capture_end",)] and asked[4:] == [("replay",)] and not warnings
 
 
-def test_a_step_that_cannot_be_recorded_is_done(emulated, tmp_path):
-    asked, warnings = emulated(cases.training_by_graphs, tmp_path, fails=True)
-    assert len(asked) == 1 and len(warnings) == 1
+BEGIN = ("capture_begin", ("pool", (0, 1)), ("capture_error_mode", "thread_local"))
+
+
+@pytest.mark.parametrize("fails", ["_cuda_emptyCache", "capture_begin", "capture_end"])
+def test_a_step_that_cannot_be_recorded_is_done(emulated, tmp_path, fails):
+    asked, warnings = emulated(cases.training_by_graphs, tmp_path, fails=fails)
+    assert len(warnings) == 1
     assert "no CUDA graphs" in warnings[0] and "not permitted when stream is capturing" in warnings[0]
+    # Once the allocator gives from the graphs' pool it is told to stop.
+    assert (("_cuda_endAllocateToPool", 0, (0, 1)) in asked) == (fails != "_cuda_emptyCache")
 
 
 # ---- the cache ----

@@ -2,7 +2,7 @@
 
 use super::PAD;
 use crate::error::{Error, Result};
-use crate::operator::ship;
+use crate::operator::Cargo;
 use tch::{Device, Kind, Tensor};
 
 /// What batches are filled up to, so that many have one shape.
@@ -35,7 +35,7 @@ pub struct Packed {
 }
 
 impl Packed {
-    /// On the host; [`to`](Self::to) takes it to a device.
+    /// On the host; [`to`](Cargo::to) takes it to a device.
     pub fn new(tokens: &[i64], positions: &[i64], offsets: Vec<i64>) -> Result<Self> {
         Ok(Packed {
             tokens: Tensor::f_from_slice(tokens)?,
@@ -69,17 +69,6 @@ impl Packed {
             room: Some(room),
             ..self
         })
-    }
-
-    /// Its tensors, in a fixed order.
-    pub(super) fn tensors(&mut self) -> Vec<&mut Tensor> {
-        let Packed { tokens, positions, real, spare, .. } = self;
-        [tokens, positions].into_iter().chain(real).chain(spare).collect()
-    }
-
-    pub fn to(mut self, device: Device) -> Result<Self> {
-        ship(self.tensors(), device)?;
-        Ok(self)
     }
 
     /// The same sentences on the host, each filled up with [`PAD`] to the longest: rows that nobody attends to.
@@ -153,5 +142,12 @@ impl Packed {
 
     pub fn sentences(&self) -> usize {
         self.offsets.len() - 1
+    }
+}
+
+impl Cargo for Packed {
+    fn tensors(&mut self) -> Vec<&mut Tensor> {
+        let Packed { tokens, positions, real, spare, .. } = self;
+        [tokens, positions].into_iter().chain(real).chain(spare).collect()
     }
 }

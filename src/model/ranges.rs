@@ -2,7 +2,7 @@
 
 use super::packed::{Packed, Room};
 use crate::error::{Error, Result};
-use crate::operator::{self, ship};
+use crate::operator::{self, Cargo};
 use std::rc::Rc;
 use tch::{Device, Kind, Tensor};
 
@@ -46,32 +46,32 @@ impl Ranges {
         Ranges::fitting(rows, None, false, device)?.to(device)
     }
 
-    pub fn to(mut self, device: Device) -> Result<Self> {
-        ship(self.tensors(), device)?;
-        Ok(self)
-    }
-
     fn fitting(rows: &[i64], rooms: Option<(Room, Room)>, causal: bool, device: Device) -> Result<Self> {
         if device != Device::Cpu || rooms.is_some() {
             if let Some(padded) = Padded::of(rows, rooms)?.filter(|padded| padded.is_square || !causal) {
                 return Ok(Ranges::Padded(Rc::new(padded)));
             }
         }
-        Ok(Ranges::Packed(Tensor::f_from_slice(rows)?.f_reshape([-1, 4].as_slice())?))
-    }
-
-    /// Its tensors, in a fixed order, while nobody else holds them.
-    pub(super) fn tensors(&mut self) -> Vec<&mut Tensor> {
-        match self {
-            Ranges::Packed(table) => vec![table],
-            Ranges::Padded(padded) => Rc::get_mut(padded).expect("clones are made of ranges in use").tensors(),
+        if rooms.is_some() {
+            return Err(Error::invalid("a batch with an empty sentence cannot be filled up"));
         }
+        Ok(Ranges::Packed(Tensor::f_from_slice(rows)?.f_reshape([-1, 4].as_slice())?))
     }
 
     pub fn shallow_clone(&self) -> Self {
         match self {
             Ranges::Packed(table) => Ranges::Packed(table.shallow_clone()),
             Ranges::Padded(padded) => Ranges::Padded(padded.clone()),
+        }
+    }
+}
+
+impl Cargo for Ranges {
+    /// While nobody else holds them.
+    fn tensors(&mut self) -> Vec<&mut Tensor> {
+        match self {
+            Ranges::Packed(table) => vec![table],
+            Ranges::Padded(padded) => Rc::get_mut(padded).expect("clones are made of ranges in use").tensors(),
         }
     }
 }
@@ -108,10 +108,13 @@ impl Padded {
         let mut places: Vec<i64> =
             (0..).zip(&ranges).flat_map(|(s, r)| (0..r[1]).map(move |i| s * q_len + i)).collect();
         if let Some((queries, _)) = rooms {
-            // Rows of no sentence read what the first one does; sentences that are not there look at one key, so that
-            // no softmax is of nothing.
-            places.extend((end..queries.rows).map(|_| 0));
-            ranges.resize(queries.sentences as usize, [0, 0, 0, 1]);
+            // Rows of no sentence read what those of sentences do, each another one's, because where many read one row
+            // its gradient is gathered one by one; sentences that are not there look at one key, so that no softmax is
+            // of nothing.
+            places.extend((end..queries.rows).map(|row| places[(row % end) as usize]).collect::<Vec<_>>());
+            let one = |s: usize| [ranges[s % ranges.len()][0], 0, ranges[s % ranges.len()][2], 1];
+            let spare: Vec<_> = (ranges.len()..queries.sentences as usize).map(one).collect();
+            ranges.extend(spare);
         }
         let filled = |start: usize, longest: i64| -> Result<Tensor> {
             let row = |r: &[i64; 4], i: i64| r[start] + if i < r[start + 1] { i } else { 0 };

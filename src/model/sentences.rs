@@ -2,7 +2,7 @@
 
 use super::{Packed, Ranges};
 use crate::error::Result;
-use crate::operator::ship;
+use crate::operator::Cargo;
 use tch::{Device, Tensor};
 
 /// Sentences of one side or two, and who attends to whom: all that a forward pass needs of a batch, so that in it nothing
@@ -18,7 +18,7 @@ pub struct Sentences {
 }
 
 impl Sentences {
-    /// Of sides on the host, for a device; [`to`](Self::to) takes them there.
+    /// Of sides on the host, for a device; [`to`](Cargo::to) takes them there.
     pub fn new(source: Option<Packed>, target: Packed, device: Device) -> Result<Self> {
         let own = Ranges::causal(&target, device)?;
         let across = match &source {
@@ -27,16 +27,12 @@ impl Sentences {
         };
         Ok(Sentences { own, across, source, target })
     }
+}
 
-    /// Every tensor, in a fixed order.
-    pub fn tensors(&mut self) -> Vec<&mut Tensor> {
+impl Cargo for Sentences {
+    fn tensors(&mut self) -> Vec<&mut Tensor> {
         let Sentences { source, target, own, across } = self;
         let sides = source.iter_mut().chain([target]).flat_map(Packed::tensors);
         sides.chain([own].into_iter().chain(across.iter_mut().flatten()).flat_map(Ranges::tensors)).collect()
-    }
-
-    pub fn to(mut self, device: Device) -> Result<Self> {
-        ship(self.tensors(), device)?;
-        Ok(self)
     }
 }

@@ -6,6 +6,7 @@ use super::{Builder, Context, Packed, Parameters, Ranges, Sentences};
 use crate::config::TransformerConfig;
 use crate::error::{Error, Result};
 use crate::init;
+use crate::operator::Cargo;
 use crate::residual::{self, Place};
 use tch::{Device, Kind, Tensor};
 

@@ -19,6 +19,7 @@ mod recompute;
 mod relu_dropout;
 mod residual;
 mod row_norm;
+mod stream;
 mod transfer;
 
 pub use adam::{adam_in_place, AdamBuffers};
@@ -32,7 +33,8 @@ pub use recompute::{recomputed, Inputs};
 pub use relu_dropout::relu_dropout;
 pub use residual::{dropout, Step};
 pub use row_norm::{row_norm, RowKernels};
-pub use transfer::{ship, upload, Hold, Late};
+pub use stream::SideStream;
+pub use transfer::{Cargo, Hold, Late};
 
 /// (operator, kernel calls, composed calls) of every operator since the process started.
 pub fn counts() -> Vec<(&'static str, u64, u64)> {

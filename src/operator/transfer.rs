@@ -7,25 +7,21 @@ use std::ptr::NonNull;
 use tch::{Device, Tensor};
 use torch_sys::C_tensor;
 
-/// Numbers of the host on a device, copied when its stream comes to it.
-pub fn upload<T: tch::kind::Element>(numbers: &[T], device: Device) -> Result<Tensor> {
-    let host = Tensor::f_from_slice(numbers)?;
-    match device {
-        // SAFETY: the tensor outlives the call; a new one comes back.
-        Device::Cuda(index) => unsafe { take(nfrs_upload(host.as_ptr(), index as c_int)) },
-        _ => Ok(host.f_to_device(device)?),
+/// What goes to a device as a whole.
+pub trait Cargo: Sized {
+    /// Its tensors, in a fixed order.
+    fn tensors(&mut self) -> Vec<&mut Tensor>;
+
+    /// Takes it from the host to a device, in one copy.
+    fn to(mut self, device: Device) -> Result<Self> {
+        if device != Device::Cpu {
+            Hold::load(&mut self, device)?;
+        }
+        Ok(self)
     }
 }
 
-/// Takes tensors of the host to a device in one copy.
-pub fn ship(cargo: Vec<&mut Tensor>, device: Device) -> Result<()> {
-    match device {
-        Device::Cpu => Ok(()),
-        _ => Hold::load(cargo, device).map(drop),
-    }
-}
-
-/// Where tensors lie side by side on a device, so that one copy takes all of them there.
+/// Where cargo lies on a device: its tensors side by side, so that one copy takes all of them there.
 #[derive(Debug)]
 pub struct Hold {
     bytes: Tensor,
@@ -36,11 +32,12 @@ pub struct Hold {
 const ALIGN: usize = 16;
 
 impl Hold {
-    /// Takes tensors of the host there: each becomes what lies on the device.
-    pub fn load(cargo: Vec<&mut Tensor>, device: Device) -> Result<Self> {
-        let hold = Hold { bytes: upload(&side_by_side(cargo.iter().map(|t| &**t))?, device)?, device };
+    /// Takes cargo of the host there: each tensor becomes what lies on the device.
+    pub fn load(cargo: &mut impl Cargo, device: Device) -> Result<Self> {
+        let tensors = cargo.tensors();
+        let hold = Hold { bytes: upload(&side_by_side(&tensors)?, device)?, device };
         let mut start = 0;
-        for t in cargo {
+        for t in tensors {
             let place = hold.bytes.f_narrow(0, start as i64, length(t) as i64)?.f_view_dtype(t.kind())?;
             start += length(t).next_multiple_of(ALIGN);
             *t = place.f_view(t.size().as_slice())?;
@@ -48,9 +45,9 @@ impl Hold {
         Ok(hold)
     }
 
-    /// Puts other tensors of the host, of the same shapes and types, into the places of the first.
-    pub fn reload<'a>(&mut self, cargo: impl IntoIterator<Item = &'a mut Tensor>) -> Result<()> {
-        let bytes = side_by_side(cargo.into_iter().map(|t| &*t))?;
+    /// Puts other cargo of the host, of the same shapes and types, into the place of the first.
+    pub fn reload(&mut self, cargo: &mut impl Cargo) -> Result<()> {
+        let bytes = side_by_side(&cargo.tensors())?;
         if bytes.len() != self.bytes.numel() {
             return Err(Error::invalid(format!(
                 "{} bytes do not fit the place of {}",
@@ -67,14 +64,24 @@ fn length(t: &Tensor) -> usize {
     t.numel() * t.kind().elt_size_in_bytes()
 }
 
-fn side_by_side<'a>(cargo: impl Iterator<Item = &'a Tensor>) -> Result<Vec<u8>> {
+fn side_by_side(tensors: &[&mut Tensor]) -> Result<Vec<u8>> {
     let mut bytes = Vec::new();
-    for t in cargo {
+    for t in tensors {
         let start = bytes.len();
         bytes.resize(start + length(t).next_multiple_of(ALIGN), 0);
         t.f_contiguous()?.f_copy_data_u8(&mut bytes[start..], t.numel())?;
     }
     Ok(bytes)
+}
+
+/// Numbers of the host on a device, copied when its stream comes to it.
+fn upload(numbers: &[u8], device: Device) -> Result<Tensor> {
+    let host = Tensor::f_from_slice(numbers)?;
+    match device {
+        // SAFETY: the tensor outlives the call; a new one comes back.
+        Device::Cuda(index) => unsafe { take(nfrs_upload(host.as_ptr(), index as c_int)) },
+        _ => Ok(host.f_to_device(device)?),
+    }
 }
 
 /// Numbers of a device on their way to the host. Reading waits until the stream has come so far, and no farther: what
@@ -114,33 +121,34 @@ extern "C" {
 mod tests {
     use super::*;
 
+    impl Cargo for Vec<Tensor> {
+        fn tensors(&mut self) -> Vec<&mut Tensor> {
+            self.iter_mut().collect()
+        }
+    }
+
     #[test]
     fn a_hold_is_tensors_side_by_side() {
         let cargo = |by: i64| {
             let ids = Tensor::from_slice(&[1 + by, 2, 3]).view([3, 1]);
-            [
-                ids,
-                Tensor::from_slice(&[true, false, by > 0]),
-                Tensor::from(0.5 + by as f64),
-                Tensor::from_slice(&[0i64; 0]),
-            ]
+            let real = Tensor::from_slice(&[true, false, by > 0]);
+            vec![ids, real, Tensor::from(0.5 + by as f64), Tensor::from_slice(&[0i64; 0])]
         };
         let mut there = cargo(0);
-        let mut hold = Hold::load(there.iter_mut().collect(), Device::Cpu).unwrap();
+        let mut hold = Hold::load(&mut there, Device::Cpu).unwrap();
         for by in [0, 4] {
-            let mut wanted = cargo(by);
-            hold.reload(&mut wanted).unwrap();
-            for (there, wanted) in there.iter().zip(&wanted) {
+            hold.reload(&mut cargo(by)).unwrap();
+            for (there, wanted) in there.iter().zip(&cargo(by)) {
                 assert_eq!((there.size(), there.kind()), (wanted.size(), wanted.kind()));
                 assert!(there.equal(wanted));
             }
         }
-        assert!(hold.reload(&mut [Tensor::from(1.0)]).is_err());
+        assert!(hold.reload(&mut vec![Tensor::from(1.0)]).is_err());
     }
 
     #[test]
     fn numbers_come_back_as_they_were() {
-        let there = upload(&[1.5, -2.0], Device::Cpu).unwrap();
+        let there = Tensor::from_slice(&[1.5, -2.0]);
         let late = Late::of(&there).unwrap();
         drop(there);
         assert_eq!(late.read().unwrap(), [1.5, -2.0]);

@@ -5,6 +5,7 @@ use crate::config::{self, TransformerConfig};
 use crate::error::Error;
 use crate::init::{self, Role, Table};
 use crate::model::{first_values, Context, Packed, Rates, Sentences, Transformer};
+use crate::operator::Cargo;
 use crate::residual::{self, Place};
 use crate::run;
 use pyo3::prelude::*;

@@ -1,7 +1,6 @@
 //! Training, told to an observer, and its schedules.
 
-use super::graphs::CudaGraphs;
-use super::json_text;
+use super::{graphs, json_text};
 use crate::config::{self, DataConfig, TrainingConfig, TransformerConfig};
 use crate::error::Error;
 use crate::operator::Group;
@@ -31,9 +30,9 @@ fn train_py(
     let data: DataConfig = config::from_json("data", data)?;
     let mode = Mode::parse(mode)?;
     let group = group.map_or(Ok(Group::ALONE), |(name, rank, size)| Group::new(&name, rank, size))?;
-    let (mut observer, recorder) = (PyObserver(observer), Box::new(CudaGraphs::default()));
+    let mut observer = PyObserver(observer);
     py.allow_threads(|| {
-        let surroundings = Surroundings { group, recorder: Some(recorder), observer: &mut observer };
+        let surroundings = Surroundings { group, recorder: Some(graphs::recorder), observer: &mut observer };
         run::train(&model, &training, &data, Path::new(output), mode, surroundings)
     })?;
     Ok(())

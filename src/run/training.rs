@@ -20,7 +20,8 @@ use tch::{Device, Kind, Tensor};
 pub struct Surroundings<'a> {
     /// The processes that train together.
     pub group: Group,
-    pub recorder: Option<Box<dyn Recorder>>,
+    /// Who records CUDA graphs on a device.
+    pub recorder: Option<fn(Device) -> Box<dyn Recorder>>,
     pub observer: &'a mut dyn Observer,
 }
 
@@ -40,7 +41,7 @@ pub fn train(
     let (mut prepared, from) = group.agree(open(model, training, config, output, mode), device)?;
     let (skipped, all) = (prepared.skipped, prepared.skipped + prepared.train.len());
     let beginning = (mode != Mode::Resume && group.is_first()).then(|| Beginning::of(&mut prepared, training, config));
-    let recorder = recorder.filter(|_| training.cuda_graphs && (device.is_cuda() || cuda::stand_in()));
+    let recorder = recorder.filter(|_| training.cuda_graphs && has_kernels(device)).map(|recorder| recorder(device));
     let made = trainer(prepared, training, output, device, (group, recorder), from);
     let mut trainer = group.agree(made, device)?;
     let begun = beginning.map_or(Ok(()), |beginning| beginning.write(output, mode));
@@ -51,6 +52,14 @@ pub fn train(
         log.message("warning", &text)?;
     }
     trainer.fit(&mut log)
+}
+
+/// Whether CUDA kernels run there. Without them composed formulas do, which may wait for the device.
+fn has_kernels(device: Device) -> bool {
+    match device {
+        Device::Cuda(index) => matches!(cuda::readiness(index as cuda::Device), Ok(cuda::Readiness::Ready)),
+        _ => cuda::stand_in(),
+    }
 }
 
 /// The data, and the checkpoint to go on from; writes nothing.

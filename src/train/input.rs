@@ -3,7 +3,7 @@
 use crate::data::{self, Batch};
 use crate::error::Result;
 use crate::model::{Packed, Room, Sentences, PAD};
-use crate::operator::ship;
+use crate::operator::Cargo;
 use tch::{Device, Tensor};
 
 /// What the model reads of a batch, and what it is to say.
@@ -14,23 +14,30 @@ pub struct Input {
     pub output: Tensor,
 }
 
-/// What source and target are filled up to.
+/// What a batch is filled up to.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub struct Rooms {
-    pub source: Room,
-    pub target: Room,
+pub struct Shape {
+    pub source_rows: i64,
+    pub target_rows: i64,
+    pub sentences: i64,
+    /// Tokens of the longest sentence of either side.
+    pub longest: i64,
+}
+
+impl Shape {
+    fn room(self, rows: i64) -> Room {
+        Room { rows, sentences: self.sentences, longest: self.longest }
+    }
 }
 
 impl Input {
     /// On a device.
     pub fn new(batch: &Batch, device: Device) -> Result<Self> {
-        let mut input = Input::on_host(batch, None, device)?;
-        ship(input.tensors(), device)?;
-        Ok(input)
+        Input::on_host(batch, None, device)?.to(device)
     }
 
     /// On the host, for a device.
-    fn on_host(batch: &Batch, rooms: Option<Rooms>, device: Device) -> Result<Self> {
+    fn on_host(batch: &Batch, shape: Option<Shape>, device: Device) -> Result<Self> {
         let packed = |p: &data::Packed, room: Option<Room>| {
             let packed = Packed::new(&p.tokens, &p.positions, p.offsets.clone())?;
             match room {
@@ -38,13 +45,16 @@ impl Input {
                 None => Ok(packed),
             }
         };
-        let source = batch.source.as_ref().map(|source| packed(source, rooms.map(|r| r.source))).transpose()?;
-        let target = packed(&batch.target_input, rooms.map(|r| r.target))?;
+        let source =
+            batch.source.as_ref().map(|source| packed(source, shape.map(|s| s.room(s.source_rows)))).transpose()?;
+        let target = packed(&batch.target_input, shape.map(|s| s.room(s.target_rows)))?;
         let mut output = batch.target_output.clone();
         output.resize(target.tokens.numel(), PAD);
         Ok(Input { read: Sentences::new(source, target, device)?, output: Tensor::f_from_slice(&output)? })
     }
+}
 
+impl Cargo for Input {
     fn tensors(&mut self) -> Vec<&mut Tensor> {
         self.read.tensors().into_iter().chain([&mut self.output]).collect()
     }
@@ -62,19 +72,15 @@ pub struct MicroBatch {
 
 impl MicroBatch {
     /// On the host, for a device.
-    pub fn on_host(batch: &Batch, rooms: Option<Rooms>, seed: [i64; 3], scale: f64, device: Device) -> Result<Self> {
-        let input = Input::on_host(batch, rooms, device)?;
+    pub fn on_host(batch: &Batch, shape: Option<Shape>, seed: [i64; 3], scale: f64, device: Device) -> Result<Self> {
+        let input = Input::on_host(batch, shape, device)?;
         Ok(MicroBatch { input, seed: Tensor::f_from_slice(&seed)?, scale: Tensor::from(scale) })
     }
+}
 
-    /// Every tensor, in a fixed order.
-    pub fn tensors(&mut self) -> Vec<&mut Tensor> {
+impl Cargo for MicroBatch {
+    fn tensors(&mut self) -> Vec<&mut Tensor> {
         let MicroBatch { input, seed, scale } = self;
         input.tensors().into_iter().chain([seed, scale]).collect()
-    }
-
-    pub fn to(mut self, device: Device) -> Result<Self> {
-        ship(self.tensors(), device)?;
-        Ok(self)
     }
 }

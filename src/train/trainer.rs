@@ -14,7 +14,8 @@ use crate::config::{Criterion, Precision, TrainingConfig};
 use crate::data::{Batch, Cursor, Prefetch, Vocabulary};
 use crate::error::{Error, Result};
 use crate::model::Transformer;
-use crate::operator::{Group, Late};
+use crate::norm::power_norm::PowerNormMode;
+use crate::operator::{Cargo, Group, Late};
 use crate::search::{Rule, SearchConfig};
 use serde::{Deserialize, Serialize};
 use std::cell::RefCell;
@@ -116,8 +117,11 @@ impl Trainer {
     pub fn new(parts: Parts, batches: Prefetch, from: Option<(Progress, &Checkpoint)>) -> Result<Self> {
         let Parts { model, config, objective, vocabulary, validation, store, unigram_entropy, device, group, .. } =
             parts;
-        // With statistics of several ranks' batches a pass is no piece of one device's work.
-        let recorder = parts.recorder.filter(|_| group.is_alone() || !model.parameters.have_statistics());
+        // With statistics of several ranks' batches a pass is no piece of one device's work; PowerNorm as it was released
+        // takes rows that fill a batch up for real.
+        let is_piece = !model.parameters.have_statistics()
+            || group.is_alone() && model.config.powernorm_mode == PowerNormMode::Paper;
+        let recorder = parts.recorder.filter(|_| is_piece);
         let graphs = recorder.map(|recorder| Graphs::new(recorder, config.max_tokens as usize, device));
         let mut optimizer = Optimizer::new(&model.parameters, &config)?;
         let mut schedule = Schedule::new(&config, model.config.d_model);

@@ -173,6 +173,16 @@ Tensor* nfrs_upload(const Tensor* host, int device) {
     return give(nfrs::transfer::upload(*host, c10::Device(at::kCUDA, static_cast<c10::DeviceIndex>(device))));
   });
 }
+void* nfrs_side_stream(int device) {
+  return guarded([&]() -> void* {
+    return new c10::Stream(nfrs::transfer::side_stream(c10::Device(at::kCUDA, static_cast<c10::DeviceIndex>(device))));
+  });
+}
+void* nfrs_stream_enter(const void* stream) {
+  return guarded([&]() -> void* { return new c10::StreamGuard(*static_cast<const c10::Stream*>(stream)); });
+}
+void nfrs_stream_leave(void* guard) { delete static_cast<c10::StreamGuard*>(guard); }
+void nfrs_stream_free(void* stream) { delete static_cast<c10::Stream*>(stream); }
 void* nfrs_late(const Tensor* t) {
   return guarded([&]() -> void* { return new nfrs::transfer::Late(*t); });
 }

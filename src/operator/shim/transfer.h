@@ -1,8 +1,9 @@
-// Copies between host and device that nobody waits for. torch's generic interfaces only: nothing of CUDA is needed here.
+// Copies between host and device that nobody waits for, and streams. torch's generic interfaces only: nothing of CUDA is needed here.
 #pragma once
 #include "common.h"
 
 #include <c10/core/Event.h>
+#include <c10/core/StreamGuard.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 
 namespace nfrs::transfer {
@@ -10,6 +11,11 @@ namespace nfrs::transfer {
 // From pinned memory, which torch's allocator keeps until the copy is done.
 inline Tensor upload(const Tensor& host, c10::Device device) {
   return host.pin_memory().to(device, /*non_blocking=*/true);
+}
+
+// A stream out of torch's, not the device's current one.
+inline c10::Stream side_stream(c10::Device device) {
+  return c10::impl::VirtualGuardImpl(device.type()).getStreamFromGlobalPool(device);
 }
 
 // Numbers on their way to the host, which have arrived when `event` has passed; it is empty where they were there.
