@@ -87,6 +87,7 @@ def losses(device: str) -> dict[str, float]:
 def rates(device: str, updates: int, quick: bool) -> Iterator[tuple[str, Callable[[], float]]]:
     """(name, real target tokens a second) of ours and of torch.nn.Transformer, each measured when called."""
     shape = BASE if device.startswith("cuda") else TINY
+
     def rate(cuda_graphs: bool) -> float:
         # History's rate is that of the latest 50 updates.
         return float(history(shape, device, updates, "bf16", cuda_graphs=cuda_graphs).tokens_per_second[-1])
