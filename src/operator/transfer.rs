@@ -25,7 +25,6 @@ pub trait Cargo: Sized {
 #[derive(Debug)]
 pub struct Hold {
     bytes: Tensor,
-    device: Device,
 }
 
 /// Bytes that a tensor in a hold begins at a multiple of.
@@ -35,7 +34,7 @@ impl Hold {
     /// Takes cargo of the host there: each tensor becomes what lies on the device.
     pub fn load(cargo: &mut impl Cargo, device: Device) -> Result<Self> {
         let tensors = cargo.tensors();
-        let hold = Hold { bytes: upload(&side_by_side(&tensors)?, device)?, device };
+        let hold = Hold { bytes: upload(&side_by_side(&tensors)?, device)? };
         let mut start = 0;
         for t in tensors {
             let place = hold.bytes.f_narrow(0, start as i64, length(t) as i64)?.f_view_dtype(t.kind())?;
@@ -55,7 +54,7 @@ impl Hold {
                 self.bytes.numel()
             )));
         }
-        self.bytes.f_copy_(&upload(&bytes, self.device)?)?;
+        self.bytes.f_copy_(&upload(&bytes, self.bytes.device())?)?;
         Ok(())
     }
 }

@@ -185,9 +185,6 @@ impl Trainer {
             let epoch = self.progress.cursor.epoch;
             let before = self.running.take();
             self.running = Some(self.step()?);
-            if let Some(complaint) = self.graphs.as_mut().and_then(Graphs::complaint) {
-                observer.message("warning", &complaint)?;
-            }
             self.progress.is_due = self.is_evaluation_due(epoch);
             // A GPU's numbers are read when the next update has been given to it, so that it never stands idle.
             let mut told = before.map_or(Ok(()), |update| self.tell(update, observer));
@@ -207,7 +204,10 @@ impl Trainer {
     /// Ranks ask to stop along with the next update's numbers, so that nobody waits for the others to have no wish.
     fn tell(&mut self, update: Running, observer: &mut dyn Observer) -> Result<()> {
         let (update, someone_asks) = self.finish(update)?;
-        let told = observer.updated(&update);
+        let mut told = observer.updated(&update);
+        if let Some(complaint) = self.graphs.as_mut().and_then(Graphs::complaint) {
+            told = told.and(observer.message("warning", &complaint));
+        }
         if self.group.is_alone() {
             return told;
         }
