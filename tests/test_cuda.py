@@ -84,6 +84,22 @@ def test_gains_of_either_kind(on_device, norm, per_column):
     on_device(cases.row_norm, norm, "f32", 100, per_column=per_column)
 
 
+@pytest.mark.parametrize(
+    "norm, dtype, types",
+    [
+        ("layer_norm", "bf16", ("bf16", "bf16")),
+        ("rms_norm", "f32", ("f16", "f16")),
+        ("scale_norm", "bf16", ("bf16", "bf16")),
+        ("layer_norm", "bf16", ("bf16", "f16")),
+        ("layer_norm", "f32", ("bf16", "f32")),
+    ],
+)
+def test_parameters_of_16_bits(on_device, norm, dtype, types):
+    on_device(cases.row_norm, norm, dtype, 512, types=types)
+    if types[0] == types[1]:
+        on_device(cases.residual, norm, (dtype, "bf16"), 100, 0.3, of_norm=types[0])
+
+
 STEPS = [
     (None, ("f32", "f32"), 19, 0.3, "each"),
     (None, ("bf16", "bf16"), 64, 0.0, None),
@@ -388,7 +404,8 @@ def variants():
     types += [("f32", "f16", "f32")]
     for (i, (lanes, rows, held)), (j, (x, f, y)) in itertools.product(enumerate(layouts), enumerate(types)):
         vec = 1 if (i + j) % 4 == 3 else 4 if (x, f, y) == ("f32",) * 3 else 8
-        layout = f"-DK_VEC={vec} -DK_LANES={lanes} -DK_ROWS={rows} -DK_HELD={held}"
+        full = int(held > 0 and (i + j) % 3 > 0)
+        layout = f"-DK_VEC={vec} -DK_LANES={lanes} -DK_ROWS={rows} -DK_HELD={held} -DK_FULL={full} -DK_P={x}"
         step = x != y or (i + j) % 2
         gains = [0, 2, 1][(i + j) % 3] if step else 0
         yield f"{layout} -DK_STEP={int(step)} -DK_X={x} -DK_F={f} -DK_Y={y} -DK_ALPHA={gains} -DK_BETA={gains}"

@@ -168,7 +168,7 @@ def residual(norm):
 
 def residual_oracle(norm, tensors, p, kind=torch.float64):
     x, f, alpha, beta, weight, bias = (None if t is None else t.to(kind) for t in tensors)
-    keep = ref.dropout_keep(77, 3, 1, 5, 4, x.shape[-1], p) if p else None
+    keep = ref.dropout_keep(77, 3, 1, 5, 4, x.shape[-1], p).to(x.device) if p else None
     x_plus = (1 if alpha is None else alpha) * x
     branch = f if keep is None else f * keep * ref.dropout_scale(p)
     x_plus = x_plus + (1 if beta is None else beta) * branch
@@ -231,7 +231,7 @@ def test_the_residual_step_keeps_each_dtype(norm, f_type, out):
 def test_relu_dropout(dtype, p):
     x = torch.randn(40, 33).to(dtype).requires_grad_()
     y = OPS.relu_dropout(x, p, torch.tensor([5, 6, 7]) if p else None, 8)
-    keep = ref.dropout_keep(5, 6, 7, 8, 40, 33, p) if p else torch.ones(40, 33, dtype=torch.bool)
+    keep = ref.dropout_keep(5, 6, 7, 8, 40, 33, p).to(x.device) if p else torch.ones(40, 33, dtype=torch.bool)
     scale = ref.dropout_scale(p) if p else 1.0
     torch.testing.assert_close(y.double(), (x.double().relu() * keep * scale), rtol=torch.finfo(dtype).eps, atol=0)
     dy = torch.randn_like(y)
@@ -254,7 +254,7 @@ def attention_arguments(causal, dtype=torch.float64, heads=3, d_head=5):
 
 
 def attention_oracle(q, k, v, ranges, heads, causal, scale, p):
-    keep = ref.dropout_keep(9, 8, 7, 6, len(q) * heads, max(ranges[:, 3]).item(), p) if p else None
+    keep = ref.dropout_keep(9, 8, 7, 6, len(q) * heads, max(ranges[:, 3]).item(), p).to(q.device) if p else None
     rows = []
     for q_start, q_len, k_start, k_len in ranges.tolist():
         cut = lambda t, start, n: t[start : start + n].unflatten(1, (heads, -1)).transpose(0, 1)  # noqa: E731

@@ -22,6 +22,7 @@ api!(
         cuCtxPopCurrent_v2: fn(*mut Context) -> c_int;
         cuModuleLoadData: fn(*mut *mut c_void, *const c_void) -> c_int;
         cuModuleGetFunction: fn(*mut *mut c_void, *mut c_void, *const c_char) -> c_int;
+        cuOccupancyMaxActiveBlocksPerMultiprocessor: fn(*mut c_int, *mut c_void, c_int, usize) -> c_int;
         cuLaunchKernel: fn(
             *mut c_void, c_uint, c_uint, c_uint, c_uint, c_uint, c_uint, c_uint, *mut c_void, *mut *mut c_void,
             *mut *mut c_void,
@@ -122,6 +123,19 @@ impl Driver {
             loaded?;
         }
         Ok(Function(function))
+    }
+
+    /// Blocks of so many threads that a device runs at once.
+    pub fn blocks_at_once(&self, device: Device, function: Function, threads: u32) -> Result<u32> {
+        let multiprocessors = self.device(device)?.multiprocessors;
+        let _current = self.enter(device)?;
+        let mut each = 0;
+        // SAFETY: a loaded kernel; the place is ours.
+        let asked = unsafe {
+            (self.api.cuOccupancyMaxActiveBlocksPerMultiprocessor)(&mut each, function.0, threads as c_int, 0)
+        };
+        self.check(asked, "cuOccupancyMaxActiveBlocksPerMultiprocessor")?;
+        Ok(each.max(1) as u32 * multiprocessors)
     }
 
     /// # Safety

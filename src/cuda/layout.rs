@@ -3,13 +3,14 @@
 use super::Grid;
 
 /// A block is `rows` rows of `lanes` threads; a thread takes chunks of `vec` columns, `held` of them in registers, or
-/// any number where `held` is 0.
+/// any number where `held` is 0; `full` where every thread has all it can hold.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Layout {
     pub vec: u32,
     pub lanes: u32,
     pub rows: u32,
     pub held: u32,
+    pub full: bool,
 }
 
 /// Chunks that a thread keeps in registers at most: 32 numbers of 16 bits, and as many sums of each gradient.
@@ -25,27 +26,32 @@ impl Layout {
         match [32, 128, 256].into_iter().find(|lanes| chunks <= MOST_HELD * lanes) {
             Some(lanes) => {
                 let held = chunks.div_ceil(lanes).max(1).next_power_of_two();
-                Layout { vec, lanes, rows: if lanes == 32 { 4 } else { 1 }, held }
+                Layout { vec, lanes, rows: if lanes == 32 { 4 } else { 1 }, held, full: chunks == held * lanes }
             }
-            None => Layout { vec, lanes: 512, rows: 1, held: 0 },
+            None => Layout { vec, lanes: 512, rows: 1, held: 0, full: false },
         }
     }
 
     /// Blocks for `rows` rows, each block going through as many as it takes.
     pub fn grid(&self, rows: u64, most_blocks: u32) -> Grid {
         let blocks = rows.div_ceil(self.rows.into()).min(most_blocks.into());
-        Grid { blocks: blocks as u32, threads: self.lanes * self.rows }
+        Grid { blocks: blocks as u32, threads: self.threads() }
     }
 
-    /// Blocks that sum over rows: enough to fill every multiprocessor, few enough that their sums are soon added.
+    pub fn threads(&self) -> u32 {
+        self.lanes * self.rows
+    }
+
+    /// Blocks that sum over rows, at most: enough to fill every multiprocessor, few enough that their sums are soon added.
     pub fn most_blocks(multiprocessors: u32) -> u32 {
         4 * multiprocessors
     }
 
     /// What the sources know of it.
     pub fn options(&self) -> String {
-        let Layout { vec, lanes, rows, held } = self;
-        format!("-DK_VEC={vec} -DK_LANES={lanes} -DK_ROWS={rows} -DK_HELD={held}")
+        let Layout { vec, lanes, rows, held, full } = self;
+        let full = u32::from(*full);
+        format!("-DK_VEC={vec} -DK_LANES={lanes} -DK_ROWS={rows} -DK_HELD={held} -DK_FULL={full}")
     }
 }
 
@@ -63,7 +69,8 @@ mod tests {
                 assert!(cols.is_multiple_of(layout.vec) && layout.lanes * layout.rows <= 512);
             }
         }
-        assert_eq!(Layout::of(512, 2, true), Layout { vec: 8, lanes: 32, rows: 4, held: 2 });
-        assert_eq!(Layout::of(512, 2, false), Layout { vec: 1, lanes: 128, rows: 1, held: 4 });
+        assert_eq!(Layout::of(512, 2, true), Layout { vec: 8, lanes: 32, rows: 4, held: 2, full: true });
+        assert!(!Layout::of(504, 2, true).full);
+        assert_eq!(Layout::of(512, 2, false), Layout { vec: 1, lanes: 128, rows: 1, held: 4, full: true });
     }
 }

@@ -140,6 +140,17 @@ pub fn multiprocessors(device: Device) -> Result<u32> {
     Ok(driver()?.device(device)?.multiprocessors)
 }
 
+/// Blocks of a kernel that a device runs at once.
+pub fn blocks_at_once(
+    device: Device,
+    program: &'static Program,
+    options: &str,
+    kernel: &'static str,
+    threads: u32,
+) -> Result<u32> {
+    driver()?.blocks_at_once(device, function(device, program, options, kernel)?, threads)
+}
+
 /// Launches a kernel on torch's current stream.
 ///
 /// # Safety

@@ -28,7 +28,7 @@ impl Ranges {
         let queries_of = queries.offsets.windows(2);
         let keys_of = keys.offsets.iter().zip(&keys.lengths);
         let rows: Vec<i64> = queries_of.zip(keys_of).flat_map(|(q, (k, n))| [q[0], q[1] - q[0], *k, *n]).collect();
-        Ranges::fitting(&rows, queries.room.zip(keys.room), false, device)
+        Ranges::fitting(&rows, [queries.rows(), keys.rows()], queries.room.zip(keys.room), false, device)
     }
 
     /// Each sentence to its own past; padding, which comes after it, to the whole sentence.
@@ -38,17 +38,26 @@ impl Ranges {
             rows.extend([ends[0], n, ends[0], n]);
             rows.extend((ends[0] + n..ends[1]).flat_map(|padding| [padding, 1, ends[0], n]));
         }
-        Ranges::fitting(&rows, sentences.room.zip(sentences.room), true, device)
+        let all = sentences.rows();
+        Ranges::fitting(&rows, [all, all], sentences.room.zip(sentences.room), true, device)
     }
 
     /// Of rows (q_start, q_len, k_start, k_len), flat, on a device.
     pub fn of(rows: &[i64], device: Device) -> Result<Self> {
-        Ranges::fitting(rows, None, false, device)?.to(device)
+        let end = |start: usize| rows.chunks_exact(4).map(|r| r[start] + r[start + 1]).max().unwrap_or(0);
+        Ranges::fitting(rows, [end(0), end(2)], None, false, device)?.to(device)
     }
 
-    fn fitting(rows: &[i64], rooms: Option<(Room, Room)>, causal: bool, device: Device) -> Result<Self> {
+    /// `all`: the rows that queries and keys have.
+    fn fitting(
+        rows: &[i64],
+        all: [i64; 2],
+        rooms: Option<(Room, Room)>,
+        causal: bool,
+        device: Device,
+    ) -> Result<Self> {
         if device != Device::Cpu || rooms.is_some() {
-            if let Some(padded) = Padded::of(rows, rooms)?.filter(|padded| padded.is_square || !causal) {
+            if let Some(padded) = Padded::of(rows, all, rooms)?.filter(|padded| padded.is_square || !causal) {
                 return Ok(Ranges::Padded(Rc::new(padded)));
             }
         }
@@ -80,14 +89,12 @@ impl Cargo for Ranges {
 /// made on the host, once a batch, so that nobody waits for the device.
 #[derive(Debug)]
 pub struct Padded {
-    /// The query row at each place, (n·q_len); any real one at padding.
-    queries: Tensor,
-    /// The same of keys, (n·k_len).
-    keys: Tensor,
+    queries: Places,
+    keys: Places,
     /// bool (n, 1, 1, k_len): where keys are real.
     real: Tensor,
-    /// The place of each query row; of rows that belong to no sentence, any.
-    places: Tensor,
+    /// bool (n·q_len, 1): where queries are not.
+    gaps: Tensor,
     sentences: i64,
     q_len: i64,
     k_len: i64,
@@ -95,39 +102,85 @@ pub struct Padded {
     is_square: bool,
 }
 
+/// Where packed rows are among sentences side by side.
+#[derive(Debug)]
+struct Places {
+    /// The row at each place, (n·len); a real one at padding.
+    rows: Tensor,
+    /// The place of each row; any, of rows that no sentence has. Empty where several places have one row.
+    places: Tensor,
+    /// bool (rows, 1): the rows that no sentence has.
+    absent: Tensor,
+}
+
+impl Places {
+    /// Of (start, length) among `all` rows, each filled up to `longest`.
+    fn of(ranges: &[[i64; 2]], all: i64, longest: i64) -> Result<Self> {
+        let rows: Vec<i64> = ranges
+            .iter()
+            .flat_map(|&[start, len]| (0..longest).map(move |i| start + if i < len { i } else { 0 }))
+            .collect();
+        let (mut places, mut absent, mut taken) = (vec![0; all as usize], vec![true; all as usize], 0);
+        for (s, &[start, len]) in (0..).zip(ranges) {
+            for i in 0..len {
+                places[(start + i) as usize] = s * longest + i;
+                absent[(start + i) as usize] = false;
+            }
+            taken += len;
+        }
+        if taken > absent.iter().filter(|absent| !**absent).count() as i64 {
+            places.clear();
+        }
+        Ok(Places {
+            rows: Tensor::f_from_slice(&rows)?,
+            places: Tensor::f_from_slice(&places)?,
+            absent: Tensor::f_from_slice(&absent)?.f_reshape([-1, 1].as_slice())?,
+        })
+    }
+
+    /// Packed rows, each at its place.
+    fn fill(&self, packed: &Tensor) -> Result<Tensor> {
+        match self.places.numel() {
+            0 => Ok(packed.f_index_select(0, &self.rows)?),
+            _ => operator::gather(packed, &self.rows, &self.places, &self.absent),
+        }
+    }
+
+    fn tensors(&mut self) -> [&mut Tensor; 3] {
+        [&mut self.rows, &mut self.places, &mut self.absent]
+    }
+}
+
 impl Padded {
     /// On the host, filling the rooms of queries and keys. None where the ranges do not hold every query row once, in
     /// order, or where one has no keys.
-    fn of(rows: &[i64], rooms: Option<(Room, Room)>) -> Result<Option<Self>> {
+    fn of(rows: &[i64], all: [i64; 2], rooms: Option<(Room, Room)>) -> Result<Option<Self>> {
         let mut ranges: Vec<[i64; 4]> = rows.chunks_exact(4).map(|r| [r[0], r[1], r[2], r[3]]).collect();
         let in_order = ranges.iter().try_fold(0, |end, [start, len, ..]| (*start == end).then_some(end + len));
         let longest = |column: usize| ranges.iter().map(|r| r[column]).max().unwrap_or(0);
         let (q_len, k_len) = rooms.map_or((longest(1), longest(3)), |(q, k)| (q.longest, k.longest));
-        let Some(end) = in_order.filter(|_| q_len > 0 && ranges.iter().all(|r| r[3] > 0)) else { return Ok(None) };
+        if in_order.is_none() || q_len == 0 || ranges.iter().any(|r| r[3] == 0) {
+            return Ok(None);
+        }
         let is_square = ranges.iter().all(|r| r[1] == r[3]);
-        let mut places: Vec<i64> =
-            (0..).zip(&ranges).flat_map(|(s, r)| (0..r[1]).map(move |i| s * q_len + i)).collect();
         if let Some((queries, _)) = rooms {
-            // Rows of no sentence read what those of sentences do, each another one's, because where many read one row
-            // its gradient is gathered one by one; sentences that are not there look at one key, so that no softmax is
-            // of nothing.
-            places.extend((end..queries.rows).map(|row| places[(row % end) as usize]).collect::<Vec<_>>());
+            // Sentences that are not there look at one key, so that no softmax is of nothing.
             let one = |s: usize| [ranges[s % ranges.len()][0], 0, ranges[s % ranges.len()][2], 1];
             let spare: Vec<_> = (ranges.len()..queries.sentences as usize).map(one).collect();
             ranges.extend(spare);
         }
-        let filled = |start: usize, longest: i64| -> Result<Tensor> {
-            let row = |r: &[i64; 4], i: i64| r[start] + if i < r[start + 1] { i } else { 0 };
-            let all: Vec<i64> = ranges.iter().flat_map(|r| (0..longest).map(move |i| row(r, i))).collect();
-            Ok(Tensor::f_from_slice(&all)?)
+        let is_real = |longest: i64, column: usize| -> Result<Tensor> {
+            let real: Vec<bool> = ranges.iter().flat_map(|r| (0..longest).map(move |i| i < r[column])).collect();
+            Ok(Tensor::f_from_slice(&real)?)
         };
-        let real: Vec<bool> = ranges.iter().flat_map(|r| (0..k_len).map(move |i| i < r[3])).collect();
         let sentences = ranges.len() as i64;
+        let queries: Vec<_> = ranges.iter().map(|r| [r[0], r[1]]).collect();
+        let keys: Vec<_> = ranges.iter().map(|r| [r[2], r[3]]).collect();
         Ok(Some(Padded {
-            queries: filled(0, q_len)?,
-            keys: filled(2, k_len)?,
-            real: Tensor::f_from_slice(&real)?.f_reshape([sentences, 1, 1, k_len].as_slice())?,
-            places: Tensor::f_from_slice(&places)?,
+            queries: Places::of(&queries, all[0], q_len)?,
+            keys: Places::of(&keys, all[1], k_len)?,
+            real: is_real(k_len, 3)?.f_reshape([sentences, 1, 1, k_len].as_slice())?,
+            gaps: is_real(q_len, 1)?.f_logical_not()?.f_reshape([-1, 1].as_slice())?,
             sentences,
             q_len,
             k_len,
@@ -136,8 +189,13 @@ impl Padded {
     }
 
     fn tensors(&mut self) -> Vec<&mut Tensor> {
-        let Padded { queries, keys, real, places, .. } = self;
-        vec![queries, keys, real, places]
+        let Padded { queries, keys, real, gaps, .. } = self;
+        queries.tensors().into_iter().chain(keys.tensors()).chain([real, gaps]).collect()
+    }
+
+    /// What stands at the places of queries, as packed rows.
+    fn pack(&self, filled: &Tensor) -> Result<Tensor> {
+        operator::gather(filled, &self.queries.places, &self.queries.rows, &self.gaps)
     }
 
     /// drop(softmax(scale·QKᵀ))V per sentence and head, of packed rows (rows, d) to packed rows; `causal` needs square
@@ -150,9 +208,9 @@ impl Padded {
         scale: f64,
         dropout: Option<(f64, &Tensor, i64)>,
     ) -> Result<Tensor> {
-        let split = |t: &Tensor, rows: &Tensor, len: i64| -> Result<Tensor> {
+        let split = |t: &Tensor, places: &Places, len: i64| -> Result<Tensor> {
             let shape = [self.sentences, len, heads, -1];
-            Ok(t.f_index_select(0, rows)?.f_reshape(shape.as_slice())?.f_transpose(1, 2)?)
+            Ok(places.fill(t)?.f_reshape(shape.as_slice())?.f_transpose(1, 2)?)
         };
         let q = split(q, &self.queries, self.q_len)?;
         let (k, v) = (split(k, &self.keys, self.k_len)?, split(v, &self.keys, self.k_len)?);
@@ -160,12 +218,11 @@ impl Padded {
             // A causal mask hides keys of padding too: it comes after the real ones.
             None => {
                 let mask = (!causal).then_some(&self.real);
-                Tensor::f_scaled_dot_product_attention(&q, &k, &v, mask, 0.0, causal, scale, false)?
+                operator::padded_attention([&q, &k, &v], mask, causal, scale)?
             }
             Some(dropout) => self.dropped(&q.f_matmul(&k.f_transpose(2, 3)?)?, causal, scale, dropout)?.f_matmul(&v)?,
         };
-        let rows = out.f_transpose(1, 2)?.f_reshape([self.sentences * self.q_len, -1].as_slice())?;
-        Ok(rows.f_index_select(0, &self.places)?)
+        self.pack(&out.f_transpose(1, 2)?.f_reshape([self.sentences * self.q_len, -1].as_slice())?)
     }
 
     /// drop(softmax(scale·scores)), (n, heads, q_len, k_len), dropped as packed rows: so the mask is the operator's.
@@ -186,10 +243,10 @@ impl Padded {
         let scaled = scores.f_to_kind(wide)?.f_mul_scalar(scale)?.f_masked_fill(&hidden, f64::NEG_INFINITY)?;
         let weights = scaled.f_softmax(-1, None::<Kind>)?.f_transpose(1, 2)?;
         let [n, q_len, heads, k_len] = weights.size()[..] else { unreachable!("scores have four dimensions") };
-        let packed = weights.f_reshape([n * q_len, heads * k_len].as_slice())?.f_index_select(0, &self.places)?;
+        let packed = self.pack(&weights.f_reshape([n * q_len, heads * k_len].as_slice())?)?;
         // Weights are not negative: of ReLU + dropout the dropout remains.
         let packed = operator::relu_dropout(&packed.f_reshape([-1, k_len].as_slice())?, p, Some(seed), site)?;
-        let padded = packed.f_reshape([-1, heads * k_len].as_slice())?.f_index_select(0, &self.queries)?;
+        let padded = self.queries.fill(&packed.f_reshape([-1, heads * k_len].as_slice())?)?;
         let shape = [n, q_len, heads, k_len];
         Ok(padded.f_reshape(shape.as_slice())?.f_transpose(1, 2)?.f_to_kind(kind)?)
     }
@@ -217,9 +274,11 @@ mod tests {
         let other = [0, 3, 0, 2, 3, 1, 2, 6, 4, 5, 8, 1];
         let shared = [0, 1, 0, 4, 1, 1, 4, 3, 2, 1, 0, 4];
         let seed = Tensor::from_slice(&[7i64, 3, 1]);
-        let cases = [(itself, false, 9, 9), (itself, true, 9, 9), (other, false, 9, 9), (shared, false, 3, 7)];
+        let gap = [0, 3, 1, 3, 3, 1, 4, 1, 4, 5, 7, 2]; // keys that nobody sees
+        let cases =
+            [(itself, false, 9, 9), (itself, true, 9, 9), (other, false, 9, 9), (gap, false, 9, 11), (shared, false, 3, 7)];
         for ((rows, causal, queries, keys), p) in cases.into_iter().flat_map(|case| [(case, 0.0), (case, 0.4)]) {
-            let padded = Padded::of(&rows, None).unwrap().unwrap();
+            let padded = Padded::of(&rows, [queries, keys], None).unwrap().unwrap();
             let Ranges::Packed(table) = Ranges::of(&rows, Device::Cpu).unwrap() else { panic!("not packed: {rows:?}") };
             let inputs = [queries, keys, keys].map(|rows| Tensor::randn([rows, 8], (Kind::Double, Device::Cpu)));
             // The operator's gradients want keys that no two sentences share.
@@ -238,9 +297,9 @@ mod tests {
     #[test]
     fn ranges_that_cannot_be_padded_are_left_to_the_operator() {
         for rows in [vec![], vec![0, 2, 0, 2, 3, 1, 3, 1], vec![0, 2, 0, 0]] {
-            assert!(Padded::of(&rows, None).unwrap().is_none(), "{rows:?}");
+            assert!(Padded::of(&rows, [4, 3], None).unwrap().is_none(), "{rows:?}");
         }
-        let fitting = |causal| Ranges::fitting(&[0, 1, 0, 2], None, causal, Device::Mps).unwrap();
+        let fitting = |causal| Ranges::fitting(&[0, 1, 0, 2], [1, 2], None, causal, Device::Mps).unwrap();
         assert!(matches!((fitting(false), fitting(true)), (Ranges::Padded(_), Ranges::Packed(_))));
     }
 }

@@ -34,7 +34,38 @@ pub fn attention(
     unsafe { take(nfrs_attention(q, k, v, ranges, heads, causal, scale, p, pointer(seed), site)) }
 }
 
+/// Rows of x, (rows, …), of which `back` says where each row of x went, none to two places; of `absent` ones (bool, a
+/// column), which went nowhere, the gradient is 0. So the gradient is read too: adding up, as `index_select` does, takes
+/// more passes, and on a GPU another order every time.
+pub fn gather(x: &Tensor, rows: &Tensor, back: &Tensor, absent: &Tensor) -> Result<Tensor> {
+    // SAFETY: the tensors outlive the call; a new tensor comes back.
+    unsafe { take(nfrs_gather(x.as_ptr(), rows.as_ptr(), back.as_ptr(), absent.as_ptr())) }
+}
+
+/// torch's own attention on padded sentences, (sentences, heads, length, d_head), scale·QKᵀ plus a mask; see
+/// `scaled_dot_product_attention`. Not cuDNN's, which torch prefers for 16 bits on recent GPUs: it builds a plan for every
+/// shape it meets, which takes longer than a hundred updates, and sentences have many shapes.
+pub fn padded_attention([q, k, v]: [&Tensor; 3], mask: Option<&Tensor>, causal: bool, scale: f64) -> Result<Tensor> {
+    struct Restore(bool);
+    impl Drop for Restore {
+        fn drop(&mut self) {
+            // SAFETY: takes a flag and gives one.
+            unsafe { nfrs_cudnn_attention(self.0) };
+        }
+    }
+    // SAFETY: as above.
+    let _restore = Restore(unsafe { nfrs_cudnn_attention(false) });
+    Ok(Tensor::f_scaled_dot_product_attention(q, k, v, mask, 0.0, causal, scale, false)?)
+}
+
 extern "C" {
+    fn nfrs_gather(
+        x: *const C_tensor,
+        rows: *const C_tensor,
+        back: *const C_tensor,
+        absent: *const C_tensor,
+    ) -> *mut C_tensor;
+    fn nfrs_cudnn_attention(allowed: bool) -> bool;
     fn nfrs_attention(
         q: *const C_tensor,
         k: *const C_tensor,
@@ -74,27 +105,10 @@ struct Gradients {
 }
 
 impl Views {
-    /// The ranges, checked: inside q and k, queries in order and disjoint (threads write them); `keys_too` where
-    /// gradients of keys are written as well.
+    /// `keys_too` where gradients of keys are written as well.
     fn sequences(&self, keys_too: bool) -> Result<Vec<Sequence>> {
         // SAFETY: the shim checked that ranges is an int64 matrix with four columns, contiguous.
-        let flat = unsafe { self.ranges.slice::<i64>() };
-        let (mut q_end, mut k_end) = (0, 0);
-        let mut sequences = Vec::with_capacity(flat.len() / 4);
-        for (i, r) in flat.chunks_exact(4).enumerate() {
-            let (q_start, q_len, k_start, k_len) = (r[0], r[1], r[2], r[3]);
-            let bad = |why: String| Err(Error::Torch(format!("attention: range {i} {r:?} {why}")));
-            if r.iter().any(|v| *v < 0) || q_start + q_len > self.q.rows || k_start + k_len > self.k.rows {
-                return bad(format!("lies outside the {} query and {} key rows", self.q.rows, self.k.rows));
-            }
-            if q_start < q_end || keys_too && k_start < k_end {
-                return bad("overlaps one before it: ranges must be in order and disjoint".to_string());
-            }
-            (q_end, k_end) = (q_start + q_len, k_start + k_len);
-            let [q_start, q_len, k_start, k_len] = [q_start, q_len, k_start, k_len].map(|v| v as usize);
-            sequences.push(Sequence { q_start, q_len, k_start, k_len });
-        }
-        Ok(sequences)
+        sequences(unsafe { self.ranges.slice::<i64>() }, [self.q.rows, self.k.rows], keys_too)
     }
 
     fn attention(&self) -> kernel::Attention {
@@ -107,6 +121,27 @@ impl Views {
             dropout: self.draw.dropout(),
         }
     }
+}
+
+/// Ranges, checked: inside the rows of queries and keys, queries in order and disjoint (threads write them), and keys
+/// where `keys_too`.
+fn sequences(ranges: &[i64], [q_rows, k_rows]: [i64; 2], keys_too: bool) -> Result<Vec<Sequence>> {
+    let (mut q_end, mut k_end) = (0, 0);
+    let mut sequences = Vec::with_capacity(ranges.len() / 4);
+    for (i, r) in ranges.chunks_exact(4).enumerate() {
+        let (q_start, q_len, k_start, k_len) = (r[0], r[1], r[2], r[3]);
+        let bad = |why: String| Err(Error::Torch(format!("attention: range {i} {r:?} {why}")));
+        if r.iter().any(|v| *v < 0) || q_start + q_len > q_rows || k_start + k_len > k_rows {
+            return bad(format!("lies outside the {q_rows} query and {k_rows} key rows"));
+        }
+        if q_start < q_end || keys_too && k_start < k_end {
+            return bad("overlaps one before it: ranges must be in order and disjoint".to_string());
+        }
+        (q_end, k_end) = (q_start + q_len, k_start + k_len);
+        let [q_start, q_len, k_start, k_len] = [q_start, q_len, k_start, k_len].map(|v| v as usize);
+        sequences.push(Sequence { q_start, q_len, k_start, k_len });
+    }
+    Ok(sequences)
 }
 
 /// # Safety
@@ -182,32 +217,43 @@ fn composed(q: &Tensor, k: &Tensor, v: &Tensor, ranges: &Tensor, a: &Formula) ->
     let kind = if q.kind() == Kind::Double { Kind::Double } else { Kind::Float };
     let device = q.device();
     let flat = Vec::<i64>::try_from(ranges.f_to_device(tch::Device::Cpu)?.f_reshape([-1i64].as_slice())?)?;
-    let sequences: Vec<&[i64]> = flat.chunks_exact(4).collect();
-    let longest = |c: usize| sequences.iter().map(|s| s[c]).max().unwrap_or(0);
-    let (n, q_len, k_len) = (sequences.len() as i64, longest(1), longest(3));
+    // Before anything is indexed by them: a GPU would not say what was wrong, and do nothing more.
+    let sequences = sequences(&flat, [q.size()[0], k.size()[0]], false)?;
+    let longest = |len: fn(&Sequence) -> usize| sequences.iter().map(len).max().unwrap_or(0);
+    let (q_len, k_len) = (longest(|s| s.q_len), longest(|s| s.k_len));
+    let n = sequences.len();
     if n * q_len * k_len == 0 {
         return Ok(q.f_mul_scalar(0.0)?);
     }
-    // Row numbers by (sequence, place); a place past the end takes the sequence's first row, and is masked.
-    let rows = |start: usize, len: usize, longest: i64| -> Result<Tensor> {
+    // Row numbers by (sequence, place); a place past the end takes the sequence's first row, or where it has none the
+    // first of all, and is masked.
+    let rows = |range: fn(&Sequence) -> (usize, usize), longest: usize| -> Result<Tensor> {
         let rows: Vec<i64> = sequences
             .iter()
-            .flat_map(|s| (0..longest).map(move |i| s[start] + if i < s[len] { i } else { 0 }))
+            .map(range)
+            .flat_map(|(start, len)| {
+                let spare = if len > 0 { start } else { 0 };
+                (0..longest).map(move |i| if i < len { start + i } else { spare } as i64)
+            })
             .collect();
         Ok(Tensor::f_from_slice(&rows)?.f_to_device(device)?)
     };
-    let (q_rows, k_rows) = (rows(0, 1, q_len)?, rows(2, 3, k_len)?);
+    let (q_rows, k_rows) = (rows(|s| (s.q_start, s.q_len), q_len)?, rows(|s| (s.k_start, s.k_len), k_len)?);
+    let visible: Vec<bool> = sequences
+        .iter()
+        .flat_map(|s| {
+            let past = move |i: usize, j: usize| j + s.q_len <= i + s.k_len;
+            (0..q_len).flat_map(move |i| (0..k_len).map(move |j| j < s.k_len && (!a.causal || past(i, j))))
+        })
+        .collect();
+    let real: Vec<i64> =
+        sequences.iter().enumerate().flat_map(|(i, s)| (0..s.q_len).map(move |t| (i * q_len + t) as i64)).collect();
+    let (n, q_len, k_len) = (n as i64, q_len as i64, k_len as i64);
+    let visible = Tensor::f_from_slice(&visible)?.f_reshape([n, 1, q_len, k_len].as_slice())?.f_to_device(device)?;
     let heads = |t: &Tensor, rows: &Tensor, len: i64| -> Result<Tensor> {
         let t = t.f_to_kind(kind)?.f_index_select(0, rows)?;
         Ok(t.f_reshape([n, len, a.heads, -1].as_slice())?.f_transpose(1, 2)?) // (n, heads, len, d_head)
     };
-    let visible: Vec<bool> = sequences
-        .iter()
-        .flat_map(|s| {
-            (0..q_len).flat_map(move |i| (0..k_len).map(move |j| j < s[3] && (!a.causal || j <= i + s[3] - s[1])))
-        })
-        .collect();
-    let visible = Tensor::f_from_slice(&visible)?.f_reshape([n, 1, q_len, k_len].as_slice())?.f_to_device(device)?;
     let (qh, kh, vh) = (heads(q, &q_rows, q_len)?, heads(k, &k_rows, k_len)?, heads(v, &k_rows, k_len)?);
     let scores = qh.f_matmul(&kh.f_transpose(-2, -1)?)?.f_mul_scalar(a.scale)?;
     let hidden = visible.f_logical_not()?;
@@ -222,8 +268,6 @@ fn composed(q: &Tensor, k: &Tensor, v: &Tensor, ranges: &Tensor, a: &Formula) ->
         weights = weights.f_mul(&mask)?;
     }
     let out = weights.f_matmul(&vh)?.f_transpose(1, 2)?.f_reshape([n * q_len, -1].as_slice())?; // (n·q_len, d)
-    let real: Vec<i64> =
-        sequences.iter().enumerate().flat_map(|(i, s)| (0..s[1]).map(move |t| i as i64 * q_len + t)).collect();
     let real = Tensor::f_from_slice(&real)?.f_to_device(device)?;
     let zeros = q.f_to_kind(kind)?.f_zeros_like()?;
     Ok(zeros.f_index_copy(0, &q_rows.f_index_select(0, &real)?, &out.f_index_select(0, &real)?)?.f_to_kind(q.kind())?)

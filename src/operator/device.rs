@@ -54,12 +54,19 @@ pub fn columns(matrix: &View) -> Result<u32> {
     cols.map_err(|_| Error::Torch(format!("rows of {} numbers have no CUDA kernel", matrix.cols)))
 }
 
-/// sums.cu's `Output`: where the columns from `first` on go.
+/// sums.cu's `Output`: where the columns from `first` on go, and as what.
 #[repr(C)]
 #[derive(Clone, Copy)]
 pub struct Output {
-    pub to: *mut u8,
-    pub first: i32,
+    to: *mut u8,
+    first: i32,
+    dtype: i32,
+}
+
+impl Output {
+    pub const fn from_column(first: i64, to: &View) -> Self {
+        Output { to: to.data, first: first as i32, dtype: to.dtype }
+    }
 }
 
 /// sums.cu's `Sums`.
@@ -73,7 +80,7 @@ struct SumPartials {
 
 /// Adds up `blocks` rows of `columns` numbers, each output taking its share of the columns.
 pub fn sum_partials(device: Device, partial: *const u8, blocks: i32, columns: i64, to: &[Output]) -> Result<()> {
-    let mut outputs = [Output { to: std::ptr::null_mut(), first: i32::MAX }; 4];
+    let mut outputs = [Output { to: std::ptr::null_mut(), first: i32::MAX, dtype: 0 }; 4];
     outputs[..to.len()].copy_from_slice(to);
     let grid = Grid { blocks: (columns as u32).div_ceil(32), threads: 256 };
     let arguments = SumPartials { partial, blocks, columns: columns as i32, outputs };

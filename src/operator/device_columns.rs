@@ -328,7 +328,7 @@ pub fn backward(device: Device, norm: &'static ColumnKernels, v: &Call, d: &Grad
     let rows = kernels.written(v.options.release);
     let (dy, x, stats, partial, slopes) = (d.dy.data, v.x.data, v.stats.data, v.partial.data, d.slopes.data);
     let cols = kernels.cols as i32;
-    let sums = [Output { to: d.dbias.data, first: 0 }, Output { to: d.dweight.data, first: cols }];
+    let sums = [Output::from_column(0, &d.dbias), Output::from_column(cols.into(), &d.dweight)];
     let moves = norm.approximate && v.options.train;
     let second = if moves { v.second.data } else { null_mut() };
     let (weight, alpha_bwd, dx) = (v.weight.data, v.options.alpha_bwd, d.dx.data);

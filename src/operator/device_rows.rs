@@ -112,10 +112,13 @@ fn variant(r: &Rows, backward: bool, types: [i32; 3], views: &[&View]) -> Result
     // norm.cuh takes the largest for 0.
     let order = r.order.map_or(String::new(), |p| format!(" -DK_ORDER={:?}f", if p.is_infinite() { 0.0 } else { p }));
     let [x, f, y] = types.map(type_name);
+    // Of a norm's parameters, which the shim makes one type.
+    let of_norm = [&r.weight, &r.bias].into_iter().find(|v| !v.is_absent());
+    let p = type_name(of_norm.map_or(0, |v| v.dtype))?;
     let [alpha, beta, weight, bias] = parameters.map(kind);
     let step = i32::from(!r.f.is_absent());
     let options = format!(
-        "{} -DK_BACKWARD={} -DK_STEP={step} -DK_X={} -DK_F={} -DK_Y={} -DK_ALPHA={alpha} -DK_BETA={beta} -DK_WEIGHT={weight} \
+        "{} -DK_BACKWARD={} -DK_STEP={step} -DK_X={} -DK_F={} -DK_Y={} -DK_P={p} -DK_ALPHA={alpha} -DK_BETA={beta} -DK_WEIGHT={weight} \
          -DK_BIAS={bias}{order}",
         layout.options(),
         i32::from(backward),
@@ -170,8 +173,13 @@ pub fn backward(
     let types = [x, if r.f.is_absent() { x } else { r.f.dtype }, if dy.is_absent() { x } else { dy.dtype }];
     let views = [&r.x, &r.f, &r.x_plus, &dx_plus, &dy, &dx, &df];
     let (layout, options, chunks) = variant(r, true, types, &views)?;
-    // A workspace has a row for every block; without sums there may be any number.
-    let most = if sums.workspace.is_absent() { i32::MAX as u32 } else { sums.workspace.rows as u32 };
+    // A workspace has a row for every block, and blocks that sum run at once: one more would begin when others end.
+    // Without sums there may be any number.
+    let most = match sums.workspace.is_absent() {
+        true => i32::MAX as u32,
+        false => cuda::blocks_at_once(device, program, &options, "rows_backward", layout.threads())?
+            .min(sums.workspace.rows as u32),
+    };
     let grid = layout.grid(if chunks > 0 { r.x_plus.rows as u64 } else { 0 }, most);
     let (mut partial, mut outputs, mut columns) = ([std::ptr::null_mut(); 4], Vec::new(), 0);
     for (partial, sum) in partial.iter_mut().zip(sums.all()) {
@@ -181,7 +189,7 @@ pub fn backward(
         }
         // SAFETY: the workspace has a column for each number of each sum.
         *partial = unsafe { sums.workspace.data.cast::<f32>().add(columns as usize) };
-        outputs.push(Output { to: sum.data, first: columns as i32 });
+        outputs.push(Output::from_column(columns, sum));
         columns += length;
     }
     assert!(columns == 0 || columns == sums.workspace.cols, "a workspace of {} for {columns}", sums.workspace.cols);

@@ -23,7 +23,7 @@ mod stream;
 mod transfer;
 
 pub use adam::{adam_in_place, AdamBuffers};
-pub use attention::attention;
+pub use attention::{attention, gather, padded_attention};
 pub use collective::Group;
 pub use column_norm::{column_norm, Column, ColumnKernels};
 pub use composite::lp_norm;

@@ -113,11 +113,13 @@ def check(function, formula, inputs, outputs, operator, slope=1.0):
         close(f"gradient {i}", o, e, t.to(o.dtype), terms)
 
 
-def row_norm(norm, dtype, width, rows=9, misaligned=False, per_column=None):
-    """A norm alone. `per_column` overrides whether the weight is one number or one per column."""
+def row_norm(norm, dtype, width, rows=9, misaligned=False, per_column=None, types=("f32", "f32")):
+    """A norm alone. `per_column` overrides whether the weight is one number or one per column; `types`: of weight and
+    bias."""
     weight, bias = parameters(norm, width)
     if per_column is not None:
         weight = torch.randn(width if per_column else 1)
+    weight, bias = (None if t is None else t.to(TYPES[type]) for t, type in zip((weight, bias), types))
     x = randn(rows, width, TYPES[dtype], misaligned)
 
     def formula(x, w, b):
@@ -142,11 +144,12 @@ def lp_norm(p, dtype, width, rows=9, clamped=False):
     check(lambda x, w: [OPS.lp_norm(x, w, p, EPS)], formula, [x, weight], [("y", True)], "lp_norm", slope.item())
 
 
-def residual(norm, types, width, p=0.0, gains=None, rows=9, backs=(True, True)):
-    """The fused step: x of the first type, f and y of the second; gains are None, "one" or "each"."""
+def residual(norm, types, width, p=0.0, gains=None, rows=9, backs=(True, True), of_norm="f32"):
+    """The fused step: x of the first type, f and y of the second; gains are None, "one" or "each". `of_norm`: the type
+    of the norm's parameters."""
     stream, branch = (TYPES[t] for t in types)
     x, f = randn(rows, width, stream), randn(rows, width, branch)
-    weight, bias = parameters(norm, width)
+    weight, bias = (None if t is None else t.to(TYPES[of_norm]) for t in parameters(norm, width))
     alpha, beta = (torch.rand(1 if gains == "one" else width) + 0.5 if gains else None for _ in range(2))
     seed = torch.tensor(SEED) if p else None
     keep = ref.dropout_keep(*SEED, SITE, rows, width, p).to(x.device) if p else None

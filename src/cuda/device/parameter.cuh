@@ -1,17 +1,19 @@
-// A scale or shift of columns, always f32: absent, one number, or one per column; and the sum over rows that is its
-// gradient. A thread keeps up to HELD chunks of a row in registers; HELD = 0 is for rows that do not fit.
+// A scale or shift of columns: absent, one number, or one per column; and the sum over rows that is its gradient. A
+// thread keeps up to HELD chunks of a row in registers; HELD = 0 is for rows that do not fit, FULL says that every
+// thread has so many.
 enum { NONE = 0, ONE = 1, EACH = 2 };
-enum { HELD = K_HELD };
+enum { HELD = K_HELD, FULL = K_FULL };
 
-template <int KIND>
-static DEV Values values(const f32* p, int chunk, f32 absent) {
+template <int KIND, class T>
+static DEV Values values(const T* p, int chunk, f32 absent) {
   Values found;
-  if (KIND == EACH) {
-    widen(fetch((const Pack<f32, VEC>*)p + chunk), found.v);
+  if constexpr (KIND == EACH) {
+    widen(fetch((const Pack<T, VEC>*)p + chunk), found.v);
   } else {
-    const f32 value = KIND == ONE ? *p : absent;
+    f32 value[1] = {absent};
+    if constexpr (KIND == ONE) widen(*(const Pack<T, 1>*)p, value);
 #pragma unroll
-    for (int i = 0; i < VEC; i++) found.v[i] = value;
+    for (int i = 0; i < VEC; i++) found.v[i] = value[0];
   }
   return found;
 }
@@ -20,9 +22,10 @@ static DEV Values values(const f32* p, int chunk, f32 absent) {
 template <class Work>
 static DEV void each_chunk(int lane, int chunks, Work work) {
   if constexpr (HELD > 0) {
+    if (FULL && chunks == 0) return;
 #pragma unroll
     for (int i = 0; i < HELD; i++)
-      if (lane + i * LANES < chunks) work(i, lane + i * LANES);
+      if (FULL || lane + i * LANES < chunks) work(i, lane + i * LANES);
   } else {
     for (int chunk = lane; chunk < chunks; chunk += LANES) work(0, chunk);
   }

@@ -2,21 +2,22 @@
 //   x_plus = alpha*x + beta*drop(f),  y = N(x_plus)        with K_STEP = 1; x_plus = x with K_STEP = 0
 //   dx = alpha*G,  df = beta*drop(G),  G = dx_plus + N'(dy)
 //   dw = sum dy*xhat,  db = sum dy,  dalpha = sum G*x,  dbeta = sum G*drop(f)      over rows
-// K_BACKWARD: which of the two kernels is made. K_X, K_F, K_Y: storage types of the stream, the branch and y. K_WEIGHT, K_BIAS, K_ALPHA, K_BETA: kinds of parameters.
+// K_BACKWARD: which of the two kernels is made. K_X, K_F, K_Y, K_P: storage types of the stream, the branch, y, and the
+// norm's weight and bias; other parameters are f32. K_WEIGHT, K_BIAS, K_ALPHA, K_BETA: kinds of parameters.
 // y is computed from x_plus as rounded to its type, the very numbers that the backward pass reads.
 
-// A thread's chunks of a row: kept from the first pass on, or read again where they do not fit.
+// A thread's chunks of a row: kept, or read whenever they are used where they do not fit.
 template <class T>
 struct Line {
   Pack<T, VEC> kept[HELD > 0 ? HELD : 1];
   const Pack<T, VEC>* from;
 
   DEV Line(const void* rows, i64 row, int chunks) : from((const Pack<T, VEC>*)rows + row * chunks) {}
-  DEV Values first(int i, int chunk) {
-    if (HELD > 0) kept[i] = fetch(from + chunk);
-    return again(i, chunk);
+  // All of them are asked for before any is used: work on one would hold up the next.
+  DEV void fetch_all(int lane, int chunks) {
+    if constexpr (HELD > 0) each_chunk(lane, chunks, [&](int i, int chunk) { kept[i] = fetch(from + chunk); });
   }
-  DEV Values again(int i, int chunk) const {
+  DEV Values at(int i, int chunk) const {
     Values found;
     widen(HELD > 0 ? kept[i] : fetch(from + chunk), found.v);
     return found;
@@ -48,15 +49,15 @@ static DEV f32 root_of(f32 sum) {
     return powf(sum, 1.f / ORDER);
 }
 
-// What a row's threads sum of (x*inverse - shift)^POWER; POWER 2 is that of the length.
-template <int POWER>
+// What a row's threads sum of (x*inverse - shift)^POWER; POWER 2 is that of the length. Without UNITS the inverse is 1.
+template <int POWER, bool UNITS>
 static DEV f32 moment(Team& team, const Line<K_X>& line, int chunks, f32 inverse, f32 shift) {
   f32 sum[1] = {0.f};
   each_chunk(team.lane, chunks, [&](int i, int chunk) {
-    const Values x = line.again(i, chunk);
+    const Values x = line.at(i, chunk);
 #pragma unroll
     for (int j = 0; j < VEC; j++) {
-      const f32 d = fmaf(x.v[j], inverse, -shift);
+      const f32 d = UNITS ? fmaf(x.v[j], inverse, -shift) : POWER == 1 ? x.v[j] : x.v[j] - shift;
       sum[0] = POWER == 1 ? sum[0] + d : with_power(sum[0], d);
     }
   });
@@ -72,7 +73,7 @@ static DEV f32 moment(Team& team, const Line<K_X>& line, int chunks, f32 inverse
 static DEV f32 unit_of(Team& team, const Line<K_X>& line, int chunks) {
   f32 most[1] = {0x1p-126f};
   each_chunk(team.lane, chunks, [&](int i, int chunk) {
-    const Values x = line.again(i, chunk);
+    const Values x = line.at(i, chunk);
 #pragma unroll
     for (int j = 0; j < VEC; j++) most[0] = fmaxf(most[0], fabsf(x.v[j]));
   });
@@ -83,14 +84,14 @@ static DEV f32 unit_of(Team& team, const Line<K_X>& line, int chunks) {
 static DEV Row measure(Team& team, const Line<K_X>& line, int chunks, f32 eps) {
   const f32 cols = (f32)(chunks * VEC);
   f32 unit = 1.f;
-  f32 shift = Norm::STATS == 2 ? moment<1>(team, line, chunks, 1.f, 0.f) / cols : 0.f;
-  f32 squares = moment<2>(team, line, chunks, 1.f, shift);
+  f32 shift = Norm::STATS == 2 ? moment<1, false>(team, line, chunks, 1.f, 0.f) / cols : 0.f;
+  f32 squares = moment<2, false>(team, line, chunks, 1.f, shift);
   // Overflowed, or so small that single squares may have lost bits to underflow: once more in units of the largest.
   // The row's threads agree on it, and where the block has other rows there are no barriers.
   if (!OF_LARGEST && !(squares >= 0x1p-100f && squares < 0x1p127f)) {
     unit = unit_of(team, line, chunks);
-    shift = Norm::STATS == 2 ? moment<1>(team, line, chunks, 1.f / unit, 0.f) / cols : 0.f;
-    squares = moment<2>(team, line, chunks, 1.f / unit, shift);
+    shift = Norm::STATS == 2 ? moment<1, true>(team, line, chunks, 1.f / unit, 0.f) / cols : 0.f;
+    squares = moment<2, true>(team, line, chunks, 1.f / unit, shift);
     shift *= unit;
   }
   return Row{shift, Norm::scale(Length{unit, root_of(squares)}, cols, eps)};
@@ -98,7 +99,8 @@ static DEV Row measure(Team& team, const Line<K_X>& line, int chunks, f32 eps) {
 
 struct Forward {
   const void *x, *f;
-  const f32 *alpha, *beta, *weight, *bias;
+  const f32 *alpha, *beta;
+  const K_P *weight, *bias;
   void *x_plus, *y;
   f32* stats;
   i64 rows;
@@ -116,23 +118,26 @@ KERNEL(THREADS, rows_forward, Forward) {
     // A row past the end has no chunks, and its threads go along to the barriers.
     const int chunks = row < a.rows ? a.chunks : 0;
     Line<K_X> line(K_STEP ? a.x_plus : a.x, row, a.chunks);
-    each_chunk(team.lane, chunks, [&](int i, int chunk) {
-      if constexpr (!K_STEP) {
-        line.first(i, chunk);
-        return;
-      }
-      const i64 at = row * a.chunks + chunk;
-      const Values x = load<K_X>(a.x, at), alpha = values<K_ALPHA>(a.alpha, chunk, 1.f);
-      const Values beta = values<K_BETA>(a.beta, chunk, 1.f);
-      Values f = load<K_F>(a.f, at), x_plus;
+    if constexpr (K_STEP) {
+      Line<K_X> before(a.x, row, a.chunks);
+      Line<K_F> branch(a.f, row, a.chunks);
+      before.fetch_all(team.lane, chunks);
+      branch.fetch_all(team.lane, chunks);
+      each_chunk(team.lane, chunks, [&](int i, int chunk) {
+        const Values x = before.at(i, chunk), alpha = values<K_ALPHA>(a.alpha, chunk, 1.f);
+        const Values beta = values<K_BETA>(a.beta, chunk, 1.f);
+        Values f = branch.at(i, chunk), x_plus;
 #pragma unroll
-      for (int j = 0; j < VEC; j++) f.v[j] *= beta.v[j] * a.dropout.scale;
-      mask.apply(row, chunk, f.v);
+        for (int j = 0; j < VEC; j++) f.v[j] *= beta.v[j] * a.dropout.scale;
+        mask.apply(row, chunk, f.v);
 #pragma unroll
-      for (int j = 0; j < VEC; j++) x_plus.v[j] = fmaf(alpha.v[j], x.v[j], f.v[j]);
-      const auto stored = store<K_X>(a.x_plus, at, x_plus);
-      if (HELD > 0) line.kept[i] = stored;
-    });
+        for (int j = 0; j < VEC; j++) x_plus.v[j] = fmaf(alpha.v[j], x.v[j], f.v[j]);
+        const auto stored = store<K_X>(a.x_plus, row * a.chunks + chunk, x_plus);
+        if (HELD > 0) line.kept[i] = stored;
+      });
+    } else {
+      line.fetch_all(team.lane, chunks);
+    }
     if (Norm::STATS == 0) continue;
     const Row found = measure(team, line, chunks, a.eps);
     if (team.lane == 0 && chunks > 0) {
@@ -140,7 +145,7 @@ KERNEL(THREADS, rows_forward, Forward) {
       a.stats[Norm::STATS * (row + 1) - 1] = found.scale;
     }
     each_chunk(team.lane, chunks, [&](int i, int chunk) {
-      const Values x = line.again(i, chunk), weight = values<K_WEIGHT>(a.weight, chunk, 1.f);
+      const Values x = line.at(i, chunk), weight = values<K_WEIGHT>(a.weight, chunk, 1.f);
       const Values bias = values<K_BIAS>(a.bias, chunk, 0.f);
       Values y;
 #pragma unroll
@@ -154,7 +159,8 @@ KERNEL(THREADS, rows_forward, Forward) {
 // dx_plus or dy is null where nothing came back on that side; x is read only for dalpha, and df may be unwanted.
 struct Backward {
   const void *dx_plus, *dy, *x_plus, *x, *f;
-  const f32 *stats, *alpha, *beta, *weight;
+  const f32 *stats, *alpha, *beta;
+  const K_P* weight;
   void *dx, *df;
   f32 *dalpha, *dbeta, *dweight, *dbias;  // the first block's sums
   i64 rows;
@@ -194,6 +200,12 @@ KERNEL(THREADS, rows_backward, Backward) {
     const int chunks = row < a.rows ? a.chunks : 0;
     Line<K_X> x_plus(a.x_plus, row, a.chunks);
     Line<K_Y> dy(a.dy, row, a.chunks);
+    Line<K_X> dx_plus(a.dx_plus, row, a.chunks);
+    if (normed) {
+      x_plus.fetch_all(team.lane, chunks);
+      dy.fetch_all(team.lane, chunks);
+    }
+    if (K_STEP && a.dx_plus) dx_plus.fetch_all(team.lane, chunks);
     Row found = {0.f, 1.f};
     f32 sums[2] = {0.f, 0.f};  // of g*xhat, and of g
     f32 largest[1] = {0.f};
@@ -203,7 +215,7 @@ KERNEL(THREADS, rows_backward, Backward) {
         found.scale = a.stats[Norm::STATS * (row + 1) - 1];
       }
       each_chunk(team.lane, chunks, [&](int i, int chunk) {
-        const Values x = x_plus.first(i, chunk), d = dy.first(i, chunk);
+        const Values x = x_plus.at(i, chunk), d = dy.at(i, chunk);
         const Values weight = values<K_WEIGHT>(a.weight, chunk, 1.f);
 #pragma unroll
         for (int j = 0; j < VEC; j++) {
@@ -230,7 +242,7 @@ KERNEL(THREADS, rows_backward, Backward) {
 #pragma unroll
       for (int j = 0; j < VEC; j++) total.v[j] = 0.f;
       if (normed) {
-        const Values x = x_plus.again(i, chunk), d = dy.again(i, chunk);
+        const Values x = x_plus.at(i, chunk), d = dy.at(i, chunk);
         const Values weight = values<K_WEIGHT>(a.weight, chunk, 1.f);
         Values dw;
 #pragma unroll
@@ -244,7 +256,7 @@ KERNEL(THREADS, rows_backward, Backward) {
         dbias.add(i, chunk, d.v);
       }
       if (K_STEP && a.dx_plus) {
-        const Values d = load<K_X>(a.dx_plus, at);
+        const Values d = dx_plus.at(i, chunk);
 #pragma unroll
         for (int j = 0; j < VEC; j++) total.v[j] += d.v[j];
       }

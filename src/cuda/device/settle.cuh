@@ -21,24 +21,37 @@ struct Merge {
   int slabs, cols;
 };
 
+// Slabs that a warp has on their way at a time.
+enum { ON_THEIR_WAY = 8 };
+
 // A block takes 32 columns, its warps every eighth slab.
 KERNEL(THREADS, columns_merge, Merge) {
   SHARED(Moments, shared, THREADS);
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, column = blockIdx.x * 32 + lane;
   Moments found = {0.0, 0.0, 0.0};
-  if (column < a.cols)
-    for (int slab = warp; slab < a.slabs; slab += WARPS) {
-      const f32* part = a.partial + (i64)slab * PARTS * a.cols + column;
-      double mean = 0.0, square = part[(PARTS - 1) * (i64)a.cols];
+  for (int first = warp; column < a.cols && first < a.slabs; first += ON_THEIR_WAY * WARPS) {
+    f32 counts[ON_THEIR_WAY], parts[ON_THEIR_WAY][PARTS];
+#pragma unroll
+    for (int i = 0; i < ON_THEIR_WAY; i++) {
+      const int slab = first + i * WARPS;
+      counts[i] = slab < a.slabs ? a.counts[slab] : 0.f;
+#pragma unroll
+      for (int k = 0; k < PARTS; k++)
+        parts[i][k] = slab < a.slabs ? a.partial[((i64)slab * PARTS + k) * a.cols + column] : 0.f;
+    }
+#pragma unroll
+    for (int i = 0; i < ON_THEIR_WAY; i++) {
+      double mean = 0.0, square = parts[i][PARTS - 1];
       if constexpr (Norm::CENTRED) {
-        const double offset = part[a.cols];
-        mean = part[0] + offset;
+        const double offset = parts[i][1];
+        mean = parts[i][0] + offset;
         square -= offset * offset;
         // Not fmax: a NaN has to stay one.
         if (square < 0.0) square = 0.0;
       }
-      found.add(Moments{a.counts[slab], mean, square});
+      found.add(Moments{counts[i], mean, square});
     }
+  }
   shared[threadIdx.x] = found;
   __syncthreads();
   if (warp > 0 || column >= a.cols) return;

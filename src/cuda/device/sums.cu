@@ -1,9 +1,15 @@
 // The second stage of a sum over rows: out[column] = the sum of partial[block][column] over blocks, always in one order.
 // A block takes 32 columns; its eight warps take every eighth row each. Neighbouring columns may go to several outputs.
 struct Output {
-  f32* to;
+  void* to;
   int first;  // of the columns that go there
+  int type;   // of the numbers there: 0 f32, 2 bf16, 3 f16
 };
+template <class T>
+static DEV void set(void* to, int at, f32 v) {
+  const f32 one[1] = {v};
+  narrow(one, ((Pack<T, 1>*)to)[at]);
+}
 struct Sums {
   const f32* partial;
   int blocks, columns;
@@ -25,5 +31,11 @@ KERNEL(256, sum_partials, Sums) {
 #pragma unroll
   for (int k = 1; k < 4; k++)
     if (column >= a.outputs[k].first) output = a.outputs[k];
-  output.to[column - output.first] = sum;
+  const int at = column - output.first;
+  if (output.type == 0)
+    set<f32>(output.to, at, sum);
+  else if (output.type == 2)
+    set<bf16>(output.to, at, sum);
+  else
+    set<f16>(output.to, at, sum);
 }

@@ -86,6 +86,13 @@ inline View view(const Tensor& t) {
 inline Tensor parameter(const MaybeTensor& t, at::ScalarType type) {
   return t && t->defined() ? t->to(type).contiguous() : Tensor();
 }
+// What a norm's parameters are read in. A GPU's kernels take 16 bits as they are, where both have the same.
+inline at::ScalarType parameter_type(const Tensor& x, const MaybeTensor& weight, const MaybeTensor& bias) {
+  const auto code = [](const MaybeTensor& t) { return t && t->defined() ? dtype_code(*t) : -1; };
+  const auto w = code(weight), b = code(bias), both = w < 0 || w == b ? b : b < 0 ? w : -1;
+  if (kernel_device(x) < 0 || (both != 2 && both != 3)) return acc_type(x);
+  return both == 2 ? at::kBFloat16 : at::kHalf;
+}
 inline Tensor value(const MaybeTensor& t) { return t ? *t : Tensor(); }
 inline MaybeTensor maybe(const Tensor& t) { return t.defined() ? MaybeTensor(t) : std::nullopt; }
 inline const Tensor* pointer(const MaybeTensor& t) { return t && t->defined() ? &*t : nullptr; }
@@ -171,6 +178,18 @@ variable_list higher_order(const variable_list& inputs, const variable_list& gra
   for (size_t i = 0, k = 0; i < inputs.size(); ++i)
     if (inputs[i].defined() && inputs[i].requires_grad()) result[i] = found[k++];
   return result;
+}
+
+// The same inside an operator, where autograd has been left behind: gradients of `composed(inputs)`, from `grad`.
+template <class Composed>
+variable_list gradients_of(const variable_list& inputs, const Tensor& grad, Composed composed) {
+  auto keys = c10::impl::tls_local_dispatch_key_set();
+  keys.excluded_ = keys.excluded_ - c10::autograd_dispatch_keyset_with_ADInplaceOrView;
+  const c10::impl::ForceDispatchKeyGuard autograd(keys);
+  const at::AutoGradMode enabled(true);
+  variable_list leaves;
+  for (const auto& t : inputs) leaves.push_back(t.detach().requires_grad_(true));
+  return torch::autograd::grad({composed(leaves)}, leaves, {grad});
 }
 
 template <class Signature>

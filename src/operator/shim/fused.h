@@ -133,7 +133,7 @@ inline tuple<Tensor, Tensor> attention_meta(const Tensor& q, const Tensor& k, co
 }
 inline Tensor unit_columns(const Tensor& t) { return t.stride(1) == 1 || t.size(1) <= 1 ? t : t.contiguous(); }
 
-inline tuple<Tensor, Tensor> attention_cpu(const Tensor& q_, const Tensor& k_, const Tensor& v_, const Tensor& ranges_,
+inline tuple<Tensor, Tensor> attention_kernel(const Tensor& q_, const Tensor& k_, const Tensor& v_, const Tensor& ranges_,
                                            int64_t heads, bool causal, double scale, double p, const MaybeTensor& seed,
                                            int64_t site) {
   auto [out, lse] = attention_meta(q_, k_, v_, ranges_, heads, causal, scale, p, seed, site);
@@ -149,7 +149,7 @@ inline tuple<Tensor, Tensor, Tensor> attention_backward_meta(const Tensor&, cons
   return {at::empty_symint(q.sym_sizes(), q.options()), at::empty_symint(k.sym_sizes(), k.options()),
           at::empty_symint(v.sym_sizes(), v.options())};
 }
-inline tuple<Tensor, Tensor, Tensor> attention_backward_cpu(const Tensor& dout_, const Tensor& q_, const Tensor& k_,
+inline tuple<Tensor, Tensor, Tensor> attention_backward_kernel(const Tensor& dout_, const Tensor& q_, const Tensor& k_,
                                                             const Tensor& v_, const Tensor& lse_, const Tensor& ranges_,
                                                             int64_t heads, bool causal, double scale, double p,
                                                             const MaybeTensor& seed, int64_t site) {
@@ -174,6 +174,29 @@ inline tuple<Tensor, Tensor> attention_composed(const Tensor& q, const Tensor& k
                                                 const MaybeTensor& seed, int64_t site) {
   return {attention_formula(q, k, v, ranges, heads, causal, scale, p, seed, site),
           at::zeros({q.size(0), heads}, q.options().dtype(acc_type(q)))};
+}
+inline tuple<Tensor, Tensor, Tensor> attention_backward_composed(const Tensor& dout, const Tensor& q, const Tensor& k,
+                                                                 const Tensor& v, const Tensor&, const Tensor& ranges,
+                                                                 int64_t heads, bool causal, double scale, double p,
+                                                                 const MaybeTensor& seed, int64_t site) {
+  const auto d = gradients_of({q, k, v}, dout, [&](const variable_list& in) {
+    return attention_formula(in[0], in[1], in[2], ranges, heads, causal, scale, p, seed, site);
+  });
+  return {d[0], d[1], d[2]};
+}
+// No kernel for a GPU: what stands for one has none either.
+inline tuple<Tensor, Tensor> attention_cpu(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& ranges,
+                                           int64_t heads, bool causal, double scale, double p, const MaybeTensor& seed,
+                                           int64_t site) {
+  return (kernel_device(q) < 0 ? attention_kernel : attention_composed)(q, k, v, ranges, heads, causal, scale, p, seed,
+                                                                        site);
+}
+inline tuple<Tensor, Tensor, Tensor> attention_backward_cpu(const Tensor& dout, const Tensor& q, const Tensor& k,
+                                                            const Tensor& v, const Tensor& lse, const Tensor& ranges,
+                                                            int64_t heads, bool causal, double scale, double p,
+                                                            const MaybeTensor& seed, int64_t site) {
+  return (kernel_device(q) < 0 ? attention_backward_kernel : attention_backward_composed)(
+      dout, q, k, v, lse, ranges, heads, causal, scale, p, seed, site);
 }
 struct AttentionFunction : torch::autograd::Function<AttentionFunction> {
   static variable_list forward(AutogradContext* ctx, const Tensor& q, const Tensor& k, const Tensor& v,
@@ -220,6 +243,19 @@ inline tuple<Tensor, Tensor> attention_autograd(const Tensor& q, const Tensor& k
   auto out = AttentionFunction::apply(q, k, v, ranges, heads, causal, scale, p, seed, site);
   return {out[0], out[1]};
 }
+
+// x's rows, none of them twice where a gradient matters; `back` has where each went, `absent` which went nowhere.
+struct Gather : torch::autograd::Function<Gather> {
+  static Tensor forward(AutogradContext* ctx, const Tensor& x, const Tensor& rows, const Tensor& back,
+                        const Tensor& absent) {
+    ctx->save_for_backward({back, absent});
+    return x.index_select(0, rows);
+  }
+  static variable_list backward(AutogradContext* ctx, variable_list grads) {
+    const auto s = ctx->get_saved_variables();
+    return {grads[0].index_select(0, s[0]).masked_fill_(s[1], 0), Tensor(), Tensor(), Tensor()};
+  }
+};
 
 // ---- label_smoothed_cross_entropy(logits, target, mask?, nll_weight, uniform_weight, ignore_index)
 //      -> (loss, nll, lse), one number per row, loss differentiable; and, in place, the logits turned into scale * d loss / d logits ----
@@ -398,6 +434,7 @@ inline void define(torch::Library& m) {
   m.impl("attention", K::Autograd, TORCH_FN(attention_autograd));
   m.impl("attention", K::CompositeExplicitAutograd, TORCH_FN(attention_composed));
   m.impl("attention_backward", K::CPU, TORCH_FN(attention_backward_cpu));
+  m.impl("attention_backward", K::CompositeExplicitAutograd, TORCH_FN(attention_backward_composed));
   m.impl("attention_backward", K::Meta, TORCH_FN(attention_backward_meta));
   forbid_autograd(m, "attention_backward");
 

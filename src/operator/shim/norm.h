@@ -54,7 +54,8 @@ inline std::tuple<Tensor, Tensor> forward_meta(int64_t k, const Tensor& x, const
 inline std::tuple<Tensor, Tensor> forward_kernel(int64_t k, const Tensor& x, const MaybeTensor& weight,
                                                  const MaybeTensor& bias, double eps) {
   auto [y, stats] = forward_meta(k, x, weight, bias);
-  const Tensor dense = x.contiguous(), w = parameter(weight, acc_type(x)), b = parameter(bias, acc_type(x));
+  const auto type = parameter_type(x, weight, bias);
+  const Tensor dense = x.contiguous(), w = parameter(weight, type), b = parameter(bias, type);
   const View vx = view(dense), vw = view(w), vb = view(b), vy = view(y), vs = view(stats);
   check_rust(nfrs_norm_forward(k, &vx, &vw, &vb, eps, &vy, &vs));
   return {y, stats};
@@ -71,7 +72,7 @@ inline std::tuple<Tensor, Tensor, Tensor> backward_meta(const Tensor& x, const M
 inline std::tuple<Tensor, Tensor, Tensor> backward_kernel(int64_t k, const Tensor& dy, const Tensor& x,
                                                           const MaybeTensor& weight, const MaybeTensor& bias,
                                                           const Tensor& stats, double eps) {
-  const auto type = acc_type(x);
+  const auto type = parameter_type(x, weight, bias);
   const Tensor dense = x.contiguous(), gradient = dy.to(x.scalar_type()).contiguous(), kept = stats.contiguous();
   const Tensor w = parameter(weight, type);
   Tensor dx = at::empty_like(dense, at::MemoryFormat::Contiguous);

@@ -65,7 +65,8 @@ inline Three forward_kernel(int64_t k, const Tensor& x_, const Tensor& f_, const
   auto [x_plus, y, stats] = forward_meta(k, x_, f_, alpha_, beta_, weight_, bias_, dtype);
   const auto type = acc_type(x_);
   const Tensor x = x_.contiguous(), f = f_.contiguous(), alpha = parameter(alpha_, type), beta = parameter(beta_, type);
-  const Tensor weight = parameter(weight_, type), bias = parameter(bias_, type);
+  const auto own = parameter_type(x_, weight_, bias_);
+  const Tensor weight = parameter(weight_, own), bias = parameter(bias_, own);
   const Tensor seed = seed_beside(name(k).c_str(), p, x, seed_);
   const Step step{view(x), view(f), view(alpha), view(beta), view(weight), view(bias), view(x_plus), view(y), view(stats),
                   eps, draw_beside(name(k).c_str(), p, x, seed, site)};
@@ -101,7 +102,8 @@ inline Six backward_kernel(int64_t k, const MaybeTensor& dx_plus_, const MaybeTe
   const Tensor x_plus = x_plus_.contiguous(), x = dense(x_), f = f_.contiguous(), stats = stats_.contiguous();
   const Tensor dx_plus = dense(dx_plus_), dy = dense(dy_);
   const Tensor alpha = parameter(alpha_, type), beta = parameter(beta_, type);
-  const Tensor weight = parameter(weight_, type), bias = parameter(bias_, type);
+  const auto own = parameter_type(x_plus_, weight_, bias_);
+  const Tensor weight = parameter(weight_, own), bias = parameter(bias_, own);
   const bool same = same_gradients(x_plus, f, alpha_, beta_, p);
   Tensor dx = at::empty_like(x_plus), df = same ? at::empty({0}, f.options()) : at::empty_like(f);
   auto sum_like = [&](const Tensor& p, bool wanted) { return wanted && p.defined() ? at::empty_like(p) : Tensor(); };

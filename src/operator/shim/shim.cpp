@@ -53,6 +53,17 @@ void nfrs_parallel_for(int64_t n, int64_t grain, void (*run)(const void*, int64_
 }
 int64_t nfrs_num_threads() { return at::get_num_threads(); }
 
+Tensor* nfrs_gather(const Tensor* x, const Tensor* rows, const Tensor* back, const Tensor* absent) {
+  return guarded([&] { return give(nfrs::fused::Gather::apply(*x, *rows, *back, *absent)); });
+}
+// Whether scaled_dot_product_attention may be cuDNN's; returns whether it might before.
+bool nfrs_cudnn_attention(bool allowed) {
+  auto& context = at::globalContext();
+  const bool was = context.userEnabledCuDNNSDP();
+  context.setSDPUseCuDNN(allowed);
+  return was;
+}
+
 Tensor* nfrs_norm(int64_t k, const Tensor* x, const Tensor* weight, const Tensor* bias, double eps) {
   return guarded([&] {
     auto opt = [](const Tensor* t) { return t ? MaybeTensor(*t) : std::nullopt; };
