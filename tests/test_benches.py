@@ -5,6 +5,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from functools import partial
 from pathlib import Path
 
@@ -98,6 +99,20 @@ def test_a_section_that_dies_leaves_the_others(tmp_path, monkeypatch, code, reas
     }
     assert (tmp_path / "next").exists() and not (tmp_path / "after").exists()
     assert reason != "SIGABRT" or "about to" in (tmp_path / "gpu.log").read_text()
+
+
+def test_what_ends_the_command_ends_its_section(tmp_path):
+    suite = "import time; open('started', 'w'); time.sleep(3); open('after', 'w')"
+    (tmp_path / "test_cuda.py").write_text(suite)
+    command = [sys.executable, "-m", "normformer_rs.bench", "gpu", "--device=cpu", "--only=tests", "--tests=."]
+    with subprocess.Popen(command, cwd=tmp_path) as running:
+        while not (tmp_path / "started").exists():
+            assert running.poll() is None
+            time.sleep(0.1)
+        running.terminate()
+    assert running.returncode == 143
+    time.sleep(3)
+    assert not (tmp_path / "after").exists()
 
 
 def test_a_figure_takes_the_place_of_the_earlier_one(tmp_path):

@@ -2,6 +2,8 @@
 
 import argparse
 import os
+import signal
+import sys
 from pathlib import Path
 
 from . import gpu
@@ -33,6 +35,8 @@ def main() -> None:
     if here:
         gpu.here(options, only)
     else:
+        # Whoever ends this process ends the section's too, as Ctrl-C does.
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
         gpu.measure(options, only, limit)
 
 

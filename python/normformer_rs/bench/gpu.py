@@ -7,8 +7,8 @@ takes the place of the earlier one. What a machine lacks is a row that reads "un
 Bandwidths count what must move (forward: read x, write y; backward: read dy and x, write dx) and are shares of the best
 rate of device-to-device copies of the same buffers, which are larger than any cache. Times are medians.
 
-Compiled kernels are kept in the folder that NORMFORMER_RS_CACHE names, or ~/.cache: a later
-call that finds it compiles none.
+Compiled kernels are kept in the folder that NORMFORMER_RS_CACHE names, or ~/.cache: a later call that finds it compiles
+none.
 """
 
 import dataclasses

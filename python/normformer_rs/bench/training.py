@@ -79,7 +79,7 @@ def history(
         evaluate_every=updates + 1, keep=1, cuda_graphs=cuda_graphs,
     )  # fmt: skip
     with corpus(count) as data, tempfile.TemporaryDirectory() as output:
-        made = Trainer(model, training, data).fit(output, progress=False, curves=False)
+        made = Trainer(model, training, data).fit(output, progress=False, tensorboard=False, curves=False)
         for event in map(json.loads, (Path(output) / LOG).read_text().splitlines()):
             if event.get("level") == "warning":  # no CUDA graphs, say
                 raise RuntimeError(event["text"])
