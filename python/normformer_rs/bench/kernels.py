@@ -36,6 +36,7 @@ def seconds(run: Callable[[], object], device: str, repeats: int = REPEATS) -> f
             run()
             times.append(time.perf_counter() - start)
         return statistics.median(times)
+    awaken(device, 0.1)  # Compiling may have taken its time.
     events = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(repeats)]
     for before, after in events:
         before.record()
@@ -45,11 +46,11 @@ def seconds(run: Callable[[], object], device: str, repeats: int = REPEATS) -> f
     return statistics.median(before.elapsed_time(after) for before, after in events) / 1e3
 
 
-def awaken(device: str) -> None:
-    """Half a second of copies: an idle GPU's clocks are low."""
+def awaken(device: str, seconds: float = 0.5) -> None:
+    """So long of copies: an idle GPU's clocks are low."""
     if device.startswith("cuda"):
         x = torch.zeros(2**26, device=device)
-        until = time.perf_counter() + 0.5
+        until = time.perf_counter() + seconds
         while time.perf_counter() < until:
             x.clone()
             torch.cuda.synchronize()
@@ -85,7 +86,7 @@ def compiled(figures: Figures, device: str, megabytes: int) -> None:
 def compiled_layer_norm(x: Tensor) -> Norm:
     x = x.detach().requires_grad_()
     weight, bias = (torch.ones(WIDTH, device=x.device, dtype=x.dtype).requires_grad_() for _ in range(2))
-    call = torch.compile(lambda: F.layer_norm(x, (WIDTH,), weight, bias, EPS))
+    call = torch.compile(lambda: F.layer_norm(x, (WIDTH,), weight, bias, EPS), dynamic=False)
     return "torch.compile of layer_norm", call, [x, weight, bias]
 
 

@@ -27,11 +27,15 @@ PLAIN: dict[str, Any] = {"attention_dropout": 0.0, "activation_dropout": 0.0, "t
 SPECIAL = 4
 """Types before the words: beginning, padding, end, unknown."""
 PAD = 1
-
-
-Precision = Literal["f32", "bf16"]
 WINDOW = 50
 """Latest updates that History's rate is of."""
+RATE = "target tokens/s"
+OURS, UNRECORDED, EAGER = "normformer_rs", "normformer_rs, no CUDA graphs", "torch.nn.Transformer, eager"
+COMPILED = {
+    "torch.nn.Transformer, compiled": "default",
+    "torch.nn.Transformer, compiled, reduce-overhead": "reduce-overhead",
+}
+Precision = Literal["f32", "bf16"]
 
 
 def size(device: str) -> tuple[dict[str, Any], int]:
@@ -88,19 +92,10 @@ def history(
     return made
 
 
-OURS, EAGER = "normformer_rs", "torch.nn.Transformer, eager"
-COMPILED = {
-    "torch.nn.Transformer, compiled": "default",
-    "torch.nn.Transformer, compiled, reduce-overhead": "reduce-overhead",
-}
-PLAIN_LOOP = "normformer_rs, no CUDA graphs"
-RATE = "target tokens/s"
-
-
 def ours(figures: Figures, device: str, updates: int) -> None:
     """Real target tokens a second on transformer-base, with CUDA graphs and without."""
     shape, count = size(device)
-    for name, cuda_graphs in ((OURS, True), (PLAIN_LOOP, False)):
+    for name, cuda_graphs in ((OURS, True), (UNRECORDED, False)):
         with figures.attempt("training", name):
             made = history(shape, device, updates, "bf16", count, cuda_graphs)
             # A shape's first batch runs as it is and its second is recorded. Every epoch (28 batches) has the same
@@ -132,7 +127,7 @@ def compare(figures: Figures) -> None:
         else:
             figures.add("training", what, "unmeasured: a rate is missing", "")
 
-    ratio("CUDA graphs against none", [PLAIN_LOOP])
+    ratio("CUDA graphs against none", [UNRECORDED])
     ratio("against eager", [EAGER], 2.0)
     ratio("against the better compiled form", COMPILED, 1.2)
 
