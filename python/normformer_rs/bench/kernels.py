@@ -46,11 +46,11 @@ def seconds(run: Callable[[], object], device: str, repeats: int = REPEATS) -> f
     return statistics.median(before.elapsed_time(after) for before, after in events) / 1e3
 
 
-def awaken(device: str, seconds: float = 0.5) -> None:
-    """So long of copies: an idle GPU's clocks are low."""
+def awaken(device: str, duration: float = 0.5) -> None:
+    """So many seconds of copies: an idle GPU's clocks are low."""
     if device.startswith("cuda"):
         x = torch.zeros(2**26, device=device)
-        until = time.perf_counter() + seconds
+        until = time.perf_counter() + duration
         while time.perf_counter() < until:
             x.clone()
             torch.cuda.synchronize()
