@@ -76,6 +76,7 @@ kill-test: build ## kill training N times, resume, compare with an uninterrupted
 # The GPU machine has Python 3.12 and torch, and neither Rust nor a network: everything else travels in dist/gpu.
 GPU_PYTHON ?= python3.12
 GPU_OUTPUT ?= bench-gpu
+GPU_SECTIONS ?=
 .PHONY: gpu-wheel
 gpu-wheel: ## a wheel for a machine with a GPU and Python 3.12, and what its measurements need
 	$(GPU_PYTHON) -c 'import sys; sys.exit(0 if sys.version_info[:2] == (3, 12) else f"the GPU machine has Python 3.12, {sys.executable} is another: make gpu-wheel GPU_PYTHON=…")'
@@ -87,9 +88,9 @@ gpu-wheel: ## a wheel for a machine with a GPU and Python 3.12, and what its mea
 	ls -lh dist/gpu
 
 .PHONY: gpu-check
-gpu-check: ## on the GPU machine: install dist/gpu, run the operators' tests and measure
+gpu-check: ## on the GPU machine: install dist/gpu, run the operators' tests and measure (or GPU_SECTIONS=training,reference)
 	python3 -m pip install --quiet --no-index --no-deps --target .gpu-site --upgrade dist/gpu/*.whl
-	PYTHONPATH=$(CURDIR)/.gpu-site python3 -m normformer_rs.bench gpu --output $(GPU_OUTPUT)
+	PYTHONPATH=$(CURDIR)/.gpu-site python3 -m normformer_rs.bench gpu --output $(GPU_OUTPUT) $(if $(GPU_SECTIONS),--only $(GPU_SECTIONS))
 
 .PHONY: clean
 clean: ## remove what make made

@@ -2,13 +2,18 @@
 
 import csv
 import json
+import os
 import subprocess
 import sys
+import time
+from functools import partial
 from pathlib import Path
 
 import pytest
 
-from normformer_rs.bench import gpu, training
+from normformer_rs import DataConfig
+from normformer_rs.bench import correctness, gpu, kernels, training
+from normformer_rs.bench.figures import Figures
 
 BENCHES = Path(__file__).parent.parent / "benches"
 
@@ -22,17 +27,169 @@ def test_a_window_of_the_training_benchmark(corpora):
     assert ready["ready"] and window["updates"] >= 1 and window["target_tokens"] > 100
 
 
-def test_the_gpu_benchmark_reports_what_is_missing(tmp_path, monkeypatch):
-    monkeypatch.setattr(gpu, "REPEATS", 2)
-    monkeypatch.setattr(training, "SENTENCES", 100)
-    gpu.measure(tmp_path / "out", tmp_path, "cpu", megabytes=1, updates=2, quick=True)
-    rows = list(csv.DictReader((tmp_path / "out" / "gpu.csv").read_text().splitlines()))
-    found = {row["what"]: row["value"] for row in rows}
-    for suite in ("cuda", "operators", "norms", "norm_modules"):  # none in that folder
-        assert found[f"tests/test_{suite}.py on the device"].startswith("unmeasured: FileNotFoundError")
-    assert found["4096×512"].startswith("unmeasured")  # no CUDA graphs on a CPU
-    assert found["Liger's rms_norm, bf16"].startswith("unmeasured")
-    assert float(found["ten losses as on the CPU, f32"]) == 0
-    for figure in ("layer_norm, backward, bf16", "power_norm, forward, f32", "normformer_rs", "against eager"):
-        assert float(found[figure]) > 0
-    assert (tmp_path / "out" / "gpu.png").stat().st_size > 1000
+def options(folder, **others):
+    """Of the GPU's benchmark on a CPU, in miniature."""
+    return gpu.Options(**{"output": folder, "tests": folder, "device": "cpu", "megabytes": 1, "updates": 2} | others)
+
+
+def values(folder):
+    """What gpu.csv says, by (section, what)."""
+    rows = csv.DictReader((folder / "gpu.csv").read_text().splitlines())
+    return {(row["section"], row["what"]): row["value"] for row in rows}
+
+
+def test_the_gpu_benchmark(tmp_path, monkeypatch):
+    monkeypatch.setattr(kernels, "REPEATS", 2)
+    gpu.here(options(tmp_path), ["losses", "graph", "bandwidth", "training", "reference", "tests", "memcheck"])
+    figures = Figures(tmp_path, "cpu")
+    training.compare(figures)
+    figures.draw()
+    found = values(tmp_path)
+    assert float(found["losses", "ten losses as on the CPU, f32"]) == 0
+    for figure in (
+        "copy, bf16",
+        "layer_norm, backward, bf16",
+        "power_norm, forward, f32",
+        "residual step, p = 0.1, f32",
+    ):
+        assert float(found["bandwidth", figure]) > 0
+    for figure in ("normformer_rs", "normformer_rs, no CUDA graphs", "against eager", "whole section"):
+        assert float(found["training", figure]) > 0
+    for section, what in [
+        ("graph", "whole section"),  # no CUDA graphs on a CPU
+        ("bandwidth", "Liger's rms_norm, bf16"),
+        ("training", "against the better compiled form"),
+        ("tests", "tests/test_cuda.py on the device"),  # none in that folder
+        ("memcheck", "compute-sanitizer"),
+    ]:
+        assert found[section, what].startswith("unmeasured"), (section, what)
+    assert (tmp_path / "gpu.png").stat().st_size > 1000
+
+
+def test_a_call_of_the_gpu_benchmark_adds_to_an_earlier_one(tmp_path):
+    Figures(tmp_path, "cpu").add("reference", training.EAGER, 1000.0, training.RATE)
+    command = [sys.executable, "-m", "normformer_rs.bench", "gpu", "--device=cpu", "--updates=2", "--only=training"]
+    said = subprocess.run([*command, f"--output={tmp_path}"], check=True, capture_output=True, text=True).stdout
+    found = values(tmp_path)
+    ours = float(found["training", training.OURS])
+    assert float(found["training", "against eager"]) == pytest.approx(ours / 1000, rel=1e-3)
+    for text in (said, (tmp_path / "gpu.log").read_text()):
+        assert training.OURS in text and "whole section" in text
+
+
+@pytest.mark.parametrize(
+    "code, reason",
+    [
+        ("import os; print('about to', flush=True); os.abort()", "SIGABRT"),
+        ("import os; os.system('sleep 2; touch after')", "stopped after 1 s"),
+        ("raise OSError('why')", "exit 1: OSError: why"),
+    ],
+    ids=["crashes", "hangs", "fails"],
+)
+def test_a_section_that_dies_leaves_the_others(tmp_path, monkeypatch, code, reason):
+    monkeypatch.chdir(tmp_path)
+    Figures(tmp_path, "cpu").add("losses", "of an earlier call", 1.0, "")
+    codes = {"losses": code, "graph": "open('next', 'w'); import time; time.sleep(1.5)"}
+    monkeypatch.setattr(gpu, "command", lambda section, _: [sys.executable, "-c", codes[section]])
+    monkeypatch.setitem(gpu.SECTIONS, "losses", gpu.SECTIONS["losses"]._replace(limit=1))
+    gpu.measure(options(tmp_path), ["losses", "graph"])
+    assert values(tmp_path) == {
+        ("losses", "of an earlier call"): "1",
+        ("losses", "whole section"): f"unmeasured: {reason}",
+    }
+    assert (tmp_path / "next").exists() and not (tmp_path / "after").exists()
+    assert reason != "SIGABRT" or "about to" in (tmp_path / "gpu.log").read_text()
+
+
+def test_what_ends_the_command_ends_its_section(tmp_path):
+    suite = "import time; open('started', 'w'); time.sleep(3); open('after', 'w')"
+    (tmp_path / "test_cuda.py").write_text(suite)
+    command = [sys.executable, "-m", "normformer_rs.bench", "gpu", "--device=cpu", "--only=tests", "--tests=."]
+    with subprocess.Popen(command, cwd=tmp_path) as running:
+        while not (tmp_path / "started").exists():
+            assert running.poll() is None
+            time.sleep(0.1)
+        running.terminate()
+    assert running.returncode == 143
+    time.sleep(3)
+    assert not (tmp_path / "after").exists()
+
+
+def test_a_figure_takes_the_place_of_the_earlier_one(tmp_path):
+    for value in (1.0, 2.0):
+        figures = Figures(tmp_path, "cpu")
+        figures.add("graph", "a", value, "µs")
+        figures.add("graph", f"b {value:g}", 123456.7, "µs")
+        with figures.attempt("graph", f"c {value:g}"):
+            raise ValueError("not\nhere")
+        if value == 1:
+            figures.forget_unmeasured("graph")
+    found = {what: value for (_, what), value in values(tmp_path).items()}
+    assert found == {"a": "2", "b 1": "123457", "b 2": "123457", "c 2": "unmeasured: ValueError: not here"}
+
+
+def test_figures_of_two_devices_are_not_mixed(tmp_path):
+    (tmp_path / "gpu.csv").write_text("section,what,value,unit,bar,met,device,date,torch,version\na,b,1,,,,NVIDIA,,,\n")
+    with pytest.raises(SystemExit, match="holds figures of NVIDIA, this is cpu"):
+        Figures(tmp_path, "cpu")
+
+
+def test_a_run_with_a_warning_is_not_measured(monkeypatch):
+    monkeypatch.setattr(training, "MAX_TOKENS", 40)
+    monkeypatch.setattr(training, "DataConfig", partial(DataConfig, skip_long=True))
+    with pytest.raises(RuntimeError, match="longer than max_tokens 40"):
+        training.history(training.TINY, "cpu", 1, "f32", 100)
+
+
+@pytest.mark.parametrize("count", [4, 280, 4000])
+def test_made_up_sentences_have_all_words(count):
+    words = {word for sentence in training.sentences(count) for word in sentence}
+    assert len(words) + training.SPECIAL == training.types(count) and training.types(count) % 8 == 0
+
+
+SUITE = """
+import os, pytest
+
+@pytest.mark.device
+@pytest.mark.parametrize("number", range(30))
+def test_of_the_device(number):
+    assert os.environ["NORMFORMER_RS_TEST_DEVICE"] == "cpu" and {holds}
+
+def test_of_none():
+    raise AssertionError
+"""
+
+
+def test_the_suites_on_the_device(tmp_path):
+    (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers = device\n    cpu")
+    suites = {"cuda": "True", "operators": "os.abort()", "norms": "number % 2", "norm_modules": "False"}
+    for suite, holds in suites.items():
+        (tmp_path / f"test_{suite}.py").write_text(SUITE.format(holds=holds))
+    correctness.tests(Figures(tmp_path, "cpu"), tmp_path, "cpu")
+    found = values(tmp_path)
+    for suite, said in {
+        "cuda": "30 passed, 1 deselected",
+        "operators": "exit -6: ",
+        "norms": "15 failed, 15 passed, 1 deselected",
+        "norm_modules": "20 failed, 1 deselected",
+    }.items():
+        assert found["tests", f"tests/test_{suite}.py on the device"].startswith(said)
+
+
+@pytest.mark.parametrize(
+    "status, said, value",
+    [
+        (0, "", "clean"),
+        (9, "", "errors: see memcheck.log"),
+        (0, "Device not supported", "unmeasured: RuntimeError: Device not supported"),
+    ],
+)
+def test_what_compute_sanitizer_says(tmp_path, monkeypatch, status, said, value):
+    (tmp_path / "test_cuda.py").touch()
+    sanitizer = tmp_path / "compute-sanitizer"
+    sanitizer.write_text(f"#!/bin/sh\necho $@ {said}\nexit {status}")
+    sanitizer.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    correctness.sanitized(Figures(tmp_path, "cpu"), tmp_path, "cpu", "memcheck")
+    assert values(tmp_path) == {("memcheck", "compute-sanitizer"): value}
+    assert "--tool memcheck --report-api-errors no" in (tmp_path / "memcheck.log").read_text()

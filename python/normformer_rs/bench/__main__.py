@@ -1,26 +1,50 @@
 """`python -m normformer_rs.bench gpu --output FOLDER`: everything that is claimed of a GPU, measured on this one."""
 
 import argparse
+import os
+import signal
+import sys
 from pathlib import Path
 
 from . import gpu
 
 
 def main() -> None:
-    raw = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(prog="python -m normformer_rs.bench", description=gpu.__doc__, formatter_class=raw)
+    parser = argparse.ArgumentParser(prog="python -m normformer_rs.bench", description=__doc__)
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    command = commands.add_parser("gpu", help="kernels, training and correctness on a GPU")
-    command.add_argument("--output", type=Path, default=Path("bench-gpu"), help="gets gpu.csv, gpu.png and gpu.log")
+    raw, listed = argparse.RawDescriptionHelpFormatter, "sections, in their order:\n"
+    for name, section in gpu.SECTIONS.items():
+        listed += f"  {name:12} {section.what}; at most {section.limit:g} s\n"
+    command = commands.add_parser(
+        "gpu", help="kernels, training and correctness on a GPU", description=gpu.__doc__, epilog=listed,
+        formatter_class=raw,
+    )  # fmt: skip
+    command.add_argument("--output", type=Path, default=Path("bench-gpu"), help="gets gpu.csv, gpu.png and logs")
     command.add_argument("--tests", type=Path, default=Path("tests"), help="the project's tests")
     command.add_argument("--device", default="cuda", help="cpu: small sizes, to see that this program works")
     command.add_argument("--megabytes", type=int, default=512, help="of each buffer")
-    command.add_argument("--updates", type=int, default=60, help="of each training run")
-    command.add_argument("--quick", action="store_true", help="leave out what torch.compile has to compile")
-    arguments = parser.parse_args()
-    gpu.measure(
-        arguments.output, arguments.tests, arguments.device, arguments.megabytes, arguments.updates, arguments.quick
-    )
+    command.add_argument("--updates", type=int, default=120, help="of each training run")
+    command.add_argument("--only", type=sections, default=list(gpu.SECTIONS), metavar="SECTION[,SECTION]")
+    command.add_argument("--limit", type=float, metavar="SECONDS", help="for a section, in place of its own")
+    command.add_argument("--here", action="store_true", help="in this process, without limits")
+    arguments = vars(parser.parse_args())
+    only, limit, here = (arguments.pop(name) for name in ("only", "limit", "here"))
+    # Composed formulas are not to be measured as if they were kernels.
+    os.environ["NORMFORMER_RS_CUDA"] = "require"
+    options = gpu.Options(**arguments)
+    if here:
+        gpu.here(options, only)
+    else:
+        # Whoever ends this process ends the section's too, as Ctrl-C does.
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+        gpu.measure(options, only, limit)
+
+
+def sections(text: str) -> list[str]:
+    chosen = text.split(",")
+    if unknown := set(chosen) - set(gpu.SECTIONS):
+        raise argparse.ArgumentTypeError(f"no section is called {', '.join(unknown)}: {', '.join(gpu.SECTIONS)}")
+    return chosen
 
 
 if __name__ == "__main__":

@@ -1,27 +1,24 @@
-"""The training loop against torch.nn.Transformer, and a GPU's losses against the CPU's, on made-up sentences."""
+"""The training loop against torch.nn.Transformer, on made-up sentences."""
 
+import json
 import random
 import tempfile
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..config import DataConfig, TrainingConfig, TransformerConfig
-from ..history import History
+from ..history import LOG, History
 from ..training import Trainer
+from .figures import Figures
 
-SENTENCES = 4000
-FEW = 280
-WORDS = 8000
 MAX_TOKENS = 4096
 BASE = {"d_model": 512, "d_ff": 2048, "heads": 8, "encoder_layers": 6, "decoder_layers": 6, "dropout": 0.1}
 TINY = {"d_model": 64, "d_ff": 128, "heads": 4, "encoder_layers": 2, "decoder_layers": 2, "dropout": 0.1}
@@ -30,22 +27,45 @@ PLAIN: dict[str, Any] = {"attention_dropout": 0.0, "activation_dropout": 0.0, "t
 SPECIAL = 4
 """Types before the words: beginning, padding, end, unknown."""
 PAD = 1
+WINDOW = 50
+"""Latest updates that History's rate is of."""
+RATE = "target tokens/s"
+OURS, UNRECORDED, EAGER = "normformer_rs", "normformer_rs, no CUDA graphs", "torch.nn.Transformer, eager"
+COMPILED = {
+    "torch.nn.Transformer, compiled": "default",
+    "torch.nn.Transformer, compiled, reduce-overhead": "reduce-overhead",
+}
+Precision = Literal["f32", "bf16"]
+
+
+def size(device: str) -> tuple[dict[str, Any], int]:
+    """The model's shape, and sentences: little on a CPU, to see that this works."""
+    return (BASE, 4000) if device.startswith("cuda") else (TINY, 100)
+
+
+def types(count: int) -> int:
+    """In the vocabulary of an even number of sentences: a multiple of 8."""
+    return min(8192, 4 * count)
 
 
 def sentences(count: int) -> list[list[int]]:
-    """Words by Zipf's law, 5 to 47 of them."""
-    draw = random.Random(1)
-    ranks = range(WORDS)
-    weights = [1 / (rank + 10) for rank in ranks]
-    return [draw.choices(ranks, weights, k=draw.randint(5, 47)) for _ in range(count)]
+    """5 to 47 words, each word once and then by Zipf's law: a vocabulary that is read from the text has them all."""
+    draw, words = random.Random(1), range(types(count) - SPECIAL)
+    lengths = [draw.randint(5, 47) for _ in range(count)]
+    weights = [1 / (rank + 10) for rank in words]
+    drawn = [*words, *draw.choices(words, weights, k=sum(lengths) - len(words))]
+    draw.shuffle(drawn)
+    return [[drawn.pop() for _ in range(length)] for length in lengths]
 
 
 @contextmanager
 def corpus(count: int) -> Iterator[DataConfig]:
-    """So many sentences as files; the target is the source, reversed."""
+    """So many sentences as files; the target is the source, reversed. Little is held out, and short: a run ends by
+    translating it."""
+    held_out = [words[:5] for words in sentences(4)]
     with tempfile.TemporaryDirectory() as folder:
         files: dict[str, Any] = {}
-        for part, chosen in (("train", sentences(count)), ("valid", sentences(50))):
+        for part, chosen in (("train", sentences(count)), ("valid", held_out)):
             for side, step in (("source", 1), ("target", -1)):
                 path = Path(folder) / f"{part}.{side}"
                 path.write_text("".join(" ".join(f"w{word}" for word in s[::step]) + "\n" for s in chosen))
@@ -54,58 +74,71 @@ def corpus(count: int) -> Iterator[DataConfig]:
 
 
 def history(
-    shape: dict[str, Any],
-    device: str,
-    updates: int,
-    precision: Literal["f32", "bf16"],
-    count: int = SENTENCES,
-    cuda_graphs: bool = True,
+    shape: dict[str, Any], device: str, updates: int, precision: Precision, count: int, cuda_graphs: bool = True
 ) -> History:
-    """A run of the training loop."""
+    """A run of the training loop. Errors: RuntimeError where it was not the run that was meant."""
     model = TransformerConfig(**shape, **PLAIN, norm="layernorm", residual="prenorm")
     training = TrainingConfig(
         updates=updates, max_tokens=MAX_TOKENS, device=device, precision=precision, lr=1e-3, warmup=100, clip_norm=1.0,
         evaluate_every=updates + 1, keep=1, cuda_graphs=cuda_graphs,
     )  # fmt: skip
     with corpus(count) as data, tempfile.TemporaryDirectory() as output:
-        return Trainer(model, training, data).fit(output, progress=False, curves=False)
+        made = Trainer(model, training, data).fit(output, progress=False, tensorboard=False, curves=False)
+        for event in map(json.loads, (Path(output) / LOG).read_text().splitlines()):
+            if event.get("level") == "warning":  # no CUDA graphs, say
+                raise RuntimeError(event["text"])
+            if event.get("vocabulary", types(count)) != types(count):
+                raise RuntimeError(f"{event['vocabulary']} types, not {types(count)}")
+    return made
 
 
-PRECISIONS: tuple[Literal["f32", "bf16"], ...] = ("f32", "bf16")
+def ours(figures: Figures, device: str, updates: int) -> None:
+    """Real target tokens a second on transformer-base, with CUDA graphs and without."""
+    shape, count = size(device)
+    for name, cuda_graphs in ((OURS, True), (UNRECORDED, False)):
+        with figures.attempt("training", name):
+            made = history(shape, device, updates, "bf16", count, cuda_graphs)
+            # A shape's first batch runs as it is and its second is recorded. Every epoch (28 batches) has the same
+            # shapes, so from the third on all are replayed.
+            if figures.on_cuda and (updates < WINDOW or made.epoch[-WINDOW] < 3):
+                raise ValueError(f"{updates} updates are too few: the latest {WINDOW} must be of the third epoch on")
+            figures.add("training", name, float(made.tokens_per_second[-1]), RATE)
 
 
-def losses(device: str) -> dict[str, float]:
-    """The largest difference of ten losses to the CPU's, by precision. An epoch has so few batches that most of the ten
-    are replayed from CUDA graphs."""
-    found: dict[str, float] = {}
-    for precision in PRECISIONS:
-        here, there = (history(TINY, d, 10, precision, FEW).loss for d in (device, "cpu"))
-        found[precision] = float(np.abs(here - there).max())
-    return found
+def reference(figures: Figures, device: str, updates: int) -> None:
+    with figures.attempt("reference", EAGER):
+        figures.add("reference", EAGER, torch_rate(device, updates, None), RATE)
 
 
-def rates(device: str, updates: int, quick: bool) -> Iterator[tuple[str, Callable[[], float]]]:
-    """(name, real target tokens a second) of ours and of torch.nn.Transformer, each measured when called."""
-    shape = BASE if device.startswith("cuda") else TINY
+def compiled(figures: Figures, device: str, updates: int) -> None:
+    for name, mode in COMPILED.items():
+        with figures.attempt("compiled", name):
+            figures.add("compiled", name, torch_rate(device, updates, mode), RATE)
 
-    def rate(cuda_graphs: bool) -> float:
-        # History's rate is that of the latest 50 updates.
-        return float(history(shape, device, updates, "bf16", cuda_graphs=cuda_graphs).tokens_per_second[-1])
 
-    yield "normformer_rs", partial(rate, True)
-    yield "normformer_rs, no CUDA graphs", partial(rate, False)
-    modes = {"eager": None, "compiled": "default", "compiled, reduce-overhead": "reduce-overhead"}
-    for name, mode in list(modes.items())[: 1 if quick else None]:
-        yield f"torch.nn.Transformer, {name}", partial(torch_rate, device, updates, mode, shape)
+def compare(figures: Figures) -> None:
+    """Our rate against the best of others, as far as they are measured."""
+    rates = {row["what"]: float(row["value"]) for row in figures.rows() if row["unit"] == RATE}
+
+    def ratio(what: str, others: Iterable[str], bar: float | None = None) -> None:
+        known = [rates[other] for other in others if other in rates]
+        if OURS in rates and known:
+            figures.add("training", what, rates[OURS] / max(known), "times", bar)
+        else:
+            figures.add("training", what, "unmeasured: a rate is missing", "")
+
+    ratio("CUDA graphs against none", [UNRECORDED])
+    ratio("against eager", [EAGER], 2.0)
+    ratio("against the better compiled form", COMPILED, 1.2)
 
 
 class Reference(nn.Module):
     """torch.nn.Transformer with tied embeddings, learned positions and the loss."""
 
-    def __init__(self, shape: dict[str, Any]) -> None:
+    def __init__(self, shape: dict[str, Any], types: int) -> None:
         super().__init__()
         d = shape["d_model"]
-        self.embedding, self.positions = nn.Embedding(SPECIAL + WORDS, d, PAD), nn.Embedding(64, d)
+        self.embedding, self.positions = nn.Embedding(types, d, PAD), nn.Embedding(64, d)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of a fast path for evaluation, which is not measured
             self.transformer = nn.Transformer(
@@ -130,10 +163,10 @@ class Reference(nn.Module):
         return F.cross_entropy(logits.flatten(0, 1).float(), output.flatten(), ignore_index=PAD, label_smoothing=0.1)
 
 
-def batches(device: str) -> list[tuple[Tensor, Tensor, Tensor, int]]:
+def batches(device: str, count: int) -> list[tuple[Tensor, Tensor, Tensor, int]]:
     """(source, decoder input, decoder output, real target tokens): full batches of a width that is a multiple of 8, so
     that there are six shapes."""
-    chosen = sorted(sentences(SENTENCES), key=len)
+    chosen = sorted(sentences(count), key=len)
     found, start = list[tuple[Tensor, Tensor, Tensor, int]](), 0
     while start < len(chosen):
         width = -(-(len(chosen[start]) + 1) // 8) * 8
@@ -152,14 +185,14 @@ def batches(device: str) -> list[tuple[Tensor, Tensor, Tensor, int]]:
     return found
 
 
-def torch_rate(device: str, updates: int, mode: str | None, shape: dict[str, Any]) -> float:
-    """Real target tokens a second, bf16 autocast and fused AdamW, compiling and the first tenth left out."""
-    on_cuda = device.startswith("cuda")
-    model = Reference(shape).to(device)
+def torch_rate(device: str, updates: int, mode: str | None) -> float:
+    """Real target tokens a second, bf16 autocast and fused AdamW, compiling left out."""
+    (shape, count), on_cuda = size(device), device.startswith("cuda")
+    model = Reference(shape, types(count)).to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=on_cuda)
     # One compilation for all shapes: one for each would take longer than all other measurements together.
     step = torch.compile(model, mode=mode, dynamic=True) if mode else model
-    data = batches(device)
+    data = batches(device, count)
     # A shape's first call compiles, its second is recorded as a graph: the clock runs after the third.
     warm_up = 3 * list({tuple(batch[0].shape): batch for batch in data}.values())
     tokens, start = 0, 0.0

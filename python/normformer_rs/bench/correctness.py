@@ -1,0 +1,80 @@
+"""What a GPU computes: the operators' tests on it, under compute-sanitizer too, and training against the CPU."""
+
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from pathlib import Path
+
+import numpy as np
+
+from .figures import Figures
+from .training import TINY, Precision, history
+
+SUITES = ("test_cuda.py", "test_operators.py", "test_norms.py", "test_norm_modules.py")
+FEW = 280
+"""Sentences: an epoch has so few batches that most of ten updates are replayed from CUDA graphs."""
+ALLOWED: dict[Precision, float] = {"f32": 1e-4, "bf16": 3e-2}
+
+
+def losses(figures: Figures, device: str) -> None:
+    """The largest difference of ten losses to the CPU's."""
+    for precision, allowed in ALLOWED.items():
+        what = f"ten losses as on the CPU, {precision}"
+        with figures.attempt("losses", what):
+            here, there = (history(TINY, d, 10, precision, FEW).loss for d in (device, "cpu"))
+            figures.add("losses", what, float(np.abs(here - there).max()), "largest difference", allowed, most=True)
+
+
+def tests(figures: Figures, folder: Path, device: str) -> None:
+    """The operators' suites on the device, side by side: they spend their time compiling kernels on the CPU."""
+    threads = str(max(1, (os.cpu_count() or 1) // len(SUITES)))
+
+    def run(suite: str) -> tuple[int, Path]:
+        log = figures.folder / f"{Path(suite).stem}.log"
+        return pytest(folder / suite, device, log, OMP_NUM_THREADS=threads), log
+
+    with ThreadPoolExecutor(len(SUITES)) as pool:
+        runs = {pool.submit(run, suite): suite for suite in SUITES}
+        for running in as_completed(runs):
+            what = f"tests/{runs[running]} on the device"
+            with figures.attempt("tests", what):
+                status, log = running.result()
+                # 1: some failed, which the last line counts.
+                crashed = f"exit {status}: " if status not in (0, 1) else ""
+                figures.add(
+                    "tests", what, crashed + (log.read_text().splitlines() or ["no output"])[-1].strip("= "), ""
+                )
+
+
+def sanitized(figures: Figures, folder: Path, device: str, tool: str) -> None:
+    """Some of the tests, of each kernel, under a tool of compute-sanitizer. torch's allocator would hide what is
+    written beside a tensor, so it allocates each by itself."""
+    with figures.attempt(tool, "compute-sanitizer"):
+        sanitizer = shutil.which("compute-sanitizer")
+        if sanitizer is None:
+            raise FileNotFoundError("compute-sanitizer is not on PATH")
+        # torch asks some things of the driver that it expects to be refused.
+        before = [sanitizer, "--tool", tool, "--report-api-errors", "no", "--error-exitcode", "9"]
+        chosen = ["-k", "either_kind or from_one_side or late_rows or relu or cross_entropy or test_adam"]
+        log = figures.folder / f"{tool}.log"
+        status = pytest(folder / "test_cuda.py", device, log, before, chosen, PYTORCH_NO_CUDA_MEMORY_CACHING="1")
+        if "Device not supported" in log.read_text():
+            raise RuntimeError("Device not supported")
+        said = {0: "clean", 9: f"errors: see {log.name}"}
+        figures.add(tool, "compute-sanitizer", said.get(status, f"exit {status}: see {log.name}"), "")
+
+
+def pytest(
+    tests: Path, device: str, log: Path, before: Sequence[str] = (), chosen: Sequence[str] = (), **environment: str
+) -> int:
+    """The exit status of tests that run on a device; what they say goes to the log as it comes."""
+    if not tests.exists():
+        raise FileNotFoundError(f"{tests} is not there: it is among the project's tests")
+    environment = {"NORMFORMER_RS_TEST_DEVICE": device, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", **environment}
+    options = ["-q", "--maxfail=20", "-p", "no:cacheprovider", "-m", "device and not cpu", *chosen]
+    command = [*before, sys.executable, "-m", "pytest", str(tests), *options]
+    with log.open("w") as file:
+        return subprocess.run(command, env=os.environ | environment, stdout=file, stderr=subprocess.STDOUT).returncode

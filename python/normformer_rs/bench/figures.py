@@ -1,0 +1,95 @@
+"""The figures of all calls into one folder: gpu.csv, and gpu.png drawn from it."""
+
+import csv
+import datetime
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+
+from .. import _core
+
+Row = dict[str, str]
+
+
+class Figures:
+    """The rows of gpu.csv, written as they come. A figure that comes again, in this call or a later one, takes the
+    place of the earlier."""
+
+    def __init__(self, folder: Path, device: str) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self.folder, self.path = folder, folder / "gpu.csv"
+        self.on_cuda = device.startswith("cuda")
+        name = torch.cuda.get_device_name(device) if self.on_cuda else "cpu"
+        date = datetime.datetime.now(datetime.timezone.utc).date().isoformat()
+        self.common = {"device": name, "date": date, "torch": torch.__version__, "version": _core.__version__}
+        if others := {row["device"] for row in self.rows()} - {name}:
+            raise SystemExit(f"{self.path} holds figures of {', '.join(others)}, this is {name}: name another --output")
+
+    def rows(self, section: str | None = None) -> list[Row]:
+        """All that there are, or a section's."""
+        if not self.path.exists():
+            return []
+        with self.path.open(newline="") as file:
+            return [row for row in csv.DictReader(file) if section in (None, row["section"])]
+
+    def add(
+        self, section: str, what: str, value: float | str, unit: str, bar: float | None = None, most: bool = False
+    ) -> None:
+        """A figure; `bar` is the least that it should be on a GPU, or the most."""
+        bar = bar if self.on_cuda else None
+        shown = value if isinstance(value, str) else f"{value:.0f}" if value >= 1000 else f"{value:.4g}"
+        met = ""
+        if bar is not None and not isinstance(value, str):
+            met = "yes" if (value <= bar if most else value >= bar) else "no"
+        least = "" if bar is None else f"{bar:g}"
+        row = {"section": section, "what": what, "value": shown, "unit": unit, "bar": least, "met": met} | self.common
+        self._write({(row["section"], row["what"]): row for row in [*self.rows(), row]})
+        print(line(row), flush=True)
+
+    @contextmanager
+    def attempt(self, section: str, what: str) -> Iterator[None]:
+        """What fails inside is reported as unmeasured, and the rest goes on."""
+        try:
+            yield
+        except Exception as error:  # whatever a machine may lack
+            traceback.print_exc()
+            reason = " ".join(str(error).split())[:200]
+            self.add(section, what, f"unmeasured: {type(error).__name__}: {reason}", "")
+
+    def forget_unmeasured(self, section: str) -> None:
+        """Before the section is tried again."""
+        kept = [r for r in self.rows() if r["section"] != section or not r["value"].startswith("unmeasured")]
+        self._write({(row["section"], row["what"]): row for row in kept})
+
+    def _write(self, rows: dict[tuple[str, str], Row]) -> None:
+        names = ["section", "what", "value", "unit", "bar", "met", *self.common]
+        aside = self.path.with_suffix(".part")  # Whoever is killed here leaves the file as it was.
+        with aside.open("w", newline="") as file:
+            writer = csv.DictWriter(file, names, lineterminator="\n")
+            writer.writeheader()
+            writer.writerows(rows.values())
+        aside.replace(self.path)
+
+    def draw(self) -> None:
+        """The shares of the copy rate as bars. Errors: ImportError without matplotlib."""
+        from matplotlib.figure import Figure
+
+        shares = [row for row in reversed(self.rows()) if row["unit"] == "of the copy"]
+        if not shares:
+            return
+        figure = Figure(figsize=(8, 0.3 * len(shares) + 1), dpi=150, layout="constrained")
+        axis = figure.subplots()
+        axis.barh([row["what"] for row in shares], [float(row["value"]) for row in shares], color="#4878a8")
+        axis.margins(y=0.01)
+        axis.axvline(1.0, color="#555555", linewidth=0.8)
+        axis.set(xlabel="share of the copy rate", title=f"{shares[0]['device']}, {shares[0]['date']}")
+        figure.savefig(self.folder / "gpu.png")
+
+
+def line(row: Row) -> str:
+    """A row for a terminal."""
+    held = f"  (bar {row['bar']}: {row['met']})" if row["met"] else ""
+    return f"{row['section']:10} {row['what']:48} {row['value']:>10} {row['unit']}{held}"

@@ -1,0 +1,193 @@
+"""Bandwidths of the kernels, and what a launch costs."""
+
+import statistics
+import time
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .. import nn
+from .figures import Figures
+
+OPS = torch.ops.normformer_rs
+DTYPES = {"bf16": torch.bfloat16, "f32": torch.float32}
+WIDTH = 1024
+EPS = 1e-5
+REPEATS = 20
+CALLS = 10
+"""In a CUDA graph."""
+BARS = {"layer_norm": (0.9, 0.85), "rms_norm": (0.9, 0.85), "scale_norm": (0.9, 0.85), "power_norm": (0.8, 0.8)}
+"""In bf16: forward, backward."""
+Norm = tuple[str, Callable[[], Tensor], list[Tensor]]
+"""Name, forward pass, what gets a gradient."""
+
+
+def seconds(run: Callable[[], object], device: str, repeats: int = REPEATS) -> float:
+    """The median time of a call, by the device's own clock."""
+    for _ in range(3):  # A CPU's heap has to find its shape, a GPU's kernels have to be there.
+        run()
+    if not device.startswith("cuda"):
+        times = []
+        for _ in range(repeats):
+            start = time.perf_counter()
+            run()
+            times.append(time.perf_counter() - start)
+        return statistics.median(times)
+    awaken(device, 0.1)  # Compiling may have taken its time.
+    events = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(repeats)]
+    for before, after in events:
+        before.record()
+        run()
+        after.record()
+    torch.cuda.synchronize()
+    return statistics.median(before.elapsed_time(after) for before, after in events) / 1e3
+
+
+def awaken(device: str, duration: float = 0.5) -> None:
+    """So many seconds of copies: an idle GPU's clocks are low."""
+    if device.startswith("cuda"):
+        x = torch.zeros(2**26, device=device)
+        until = time.perf_counter() + duration
+        while time.perf_counter() < until:
+            x.clone()
+            torch.cuda.synchronize()
+
+
+def buffers(device: str, megabytes: int) -> Iterator[tuple[str, Tensor]]:
+    """So large that no cache holds them."""
+    awaken(device)
+    for name, dtype in DTYPES.items():
+        yield name, torch.randn(megabytes * 2**20 // (WIDTH * dtype.itemsize), WIDTH, device=device, dtype=dtype)
+
+
+def bandwidth(figures: Figures, device: str, megabytes: int) -> None:
+    """Each norm forward and backward, and the residual step."""
+    for name, x in buffers(device, megabytes):
+        shares(figures, "bandwidth", name, x, norms(x))
+        for p in (0.1, 0.0):
+            what = f"residual step, p = {p}, {name}"
+            with figures.attempt("bandwidth", what):
+                bar = 1.8 if p and name == "bf16" else None
+                figures.add("bandwidth", what, residual(x, p, device), "× the unfused calls", bar)
+
+
+def compiled(figures: Figures, device: str, megabytes: int) -> None:
+    """What torch.compile makes of layer norm."""
+    import torch._functorch.config as config
+
+    with config.patch(donated_buffer=False):  # Its backward pass is to be run many times.
+        for name, x in buffers(device, megabytes):
+            shares(figures, "compiled", name, x, [compiled_layer_norm(x)])
+
+
+def compiled_layer_norm(x: Tensor) -> Norm:
+    x = x.detach().requires_grad_()
+    weight, bias = (torch.ones(WIDTH, device=x.device, dtype=x.dtype).requires_grad_() for _ in range(2))
+    call = torch.compile(lambda: F.layer_norm(x, (WIDTH,), weight, bias, EPS), dynamic=False)
+    return "torch.compile of layer_norm", call, [x, weight, bias]
+
+
+def shares(figures: Figures, section: str, name: str, x: Tensor, norms: Iterable[Norm]) -> None:
+    """What the norms move, as shares of the best rate of copies that are made between them: a share of what the device
+    can do."""
+    device, target, copies = str(x.device), torch.empty_like(x), list[float]()
+    rates = dict[str, tuple[float, float]]()
+    for norm, call, inputs in norms:
+        with figures.attempt(section, f"{norm}, {name}"):
+            copies.append(2 * x.nbytes / seconds(lambda: target.copy_(x), device))
+            forward, backward = norm_seconds(call, inputs, device)
+            rates[norm] = (2 * x.nbytes / forward, 3 * x.nbytes / backward)
+    copy = max(copies)
+    figures.add(section, f"copy, {name}", copy / 1e9, "GB/s")
+    for norm, both in rates.items():
+        bars = BARS.get(norm, (None, None)) if name == "bf16" else (None, None)
+        for way, rate, bar in zip(("forward", "backward"), both, bars):
+            figures.add(section, f"{norm}, {way}, {name}", rate / copy, "of the copy", bar)
+
+
+def norm_seconds(call: Callable[[], Tensor], inputs: list[Tensor], device: str) -> tuple[float, float]:
+    """Of the forward and of the backward pass."""
+    forward, y = seconds(lambda: call().detach(), device), call()
+    dy = torch.randn_like(y)
+    return forward, seconds(lambda: torch.autograd.grad(y, inputs, dy, retain_graph=True), device)
+
+
+def norms(x: Tensor) -> Iterator[Norm]:
+    """Our norms and others'."""
+    x = x.detach().requires_grad_()
+    width, device = x.shape[-1], x.device
+    weight, bias = (torch.ones(width, device=device).requires_grad_() for _ in range(2))
+    own_weight, own_bias = (t.detach().to(x.dtype).requires_grad_() for t in (weight, bias))
+    gain = torch.ones(1, device=device).requires_grad_()
+    power_norm = nn.PowerNorm(width, warmup_iters=0, device=device)
+    yield "layer_norm", lambda: OPS.layer_norm(x, weight, bias, EPS)[0], [x, weight, bias]
+    yield "rms_norm", lambda: OPS.rms_norm(x, weight, None, EPS)[0], [x, weight]
+    yield "scale_norm", lambda: OPS.scale_norm(x, gain, None, EPS)[0], [x, gain]
+    yield "power_norm", lambda: power_norm(x), [x, *power_norm.parameters()]
+    yield "F.layer_norm", lambda: F.layer_norm(x, (width,), own_weight, own_bias, EPS), [x, own_weight, own_bias]
+    yield "F.rms_norm", lambda: F.rms_norm(x, (width,), own_weight, EPS), [x, own_weight]
+
+    def liger() -> Tensor:
+        from liger_kernel.ops.rms_norm import LigerRMSNormFunction  # type: ignore[import-not-found]
+
+        return LigerRMSNormFunction.apply(x, own_weight, EPS, 0.0, "llama", False)
+
+    yield "Liger's rms_norm", liger, [x, own_weight]
+
+
+def residual(x: Tensor, p: float, device: str) -> float:
+    """Time of dropout, addition and layer norm in PyTorch calls over the fused step's, forward and backward."""
+    x, f = (t.detach().requires_grad_() for t in (x, torch.randn_like(x)))
+    weight, bias = (torch.ones(x.shape[-1], device=x.device, dtype=x.dtype).requires_grad_() for _ in range(2))
+    seed, inputs = torch.tensor([1, 2, 3], device=x.device), (x, f, weight, bias)
+    backs = (torch.randn_like(x), torch.randn_like(x))
+
+    def unfused() -> None:
+        x_plus = x + F.dropout(f, p)
+        torch.autograd.grad((x_plus, F.layer_norm(x_plus, x.shape[-1:], weight, bias)), inputs, backs)
+
+    def fused() -> None:
+        x_plus, y, _ = OPS.layer_norm_residual(x, f, None, None, weight, bias, EPS, p, seed, 0)
+        torch.autograd.grad((x_plus, y), inputs, backs)
+
+    return seconds(unfused, device) / seconds(fused, device)
+
+
+def small(figures: Figures, device: str) -> None:
+    """4096×512 in a CUDA graph, against torch's own layer norm: what launches cost is left out."""
+    awaken(device)
+    x = torch.randn(4096, 512, device=device, dtype=torch.bfloat16, requires_grad=True)
+    weight, bias = (torch.ones(512, device=device, dtype=x.dtype).requires_grad_() for _ in range(2))
+    dy = torch.randn_like(x)
+    calls = {
+        "layer_norm": lambda: OPS.layer_norm(x, weight, bias, EPS)[0],
+        "F.layer_norm": lambda: F.layer_norm(x, (512,), weight, bias, EPS),
+    }
+    times = {}
+    for name, call in calls.items():
+
+        def run(call: Callable[[], Tensor] = call) -> None:
+            torch.autograd.grad(call(), (x, weight, bias), dy)
+
+        times[name] = seconds(captured(run, CALLS).replay, device) / CALLS
+        figures.add("graph", f"{name}, 4096×512, bf16", times[name] * 1e6, "µs")
+    ratio = times["F.layer_norm"] / times["layer_norm"]
+    figures.add("graph", "layer_norm against F.layer_norm", ratio, "times as fast", 1.0)
+
+
+def captured(run: Callable[[], None], calls: int) -> Any:
+    """A CUDA graph of so many calls."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            run()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(calls):
+            run()
+    return graph
