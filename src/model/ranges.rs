@@ -48,7 +48,7 @@ impl Ranges {
         Ranges::fitting(rows, [end(0), end(2)], None, false, device)?.to(device)
     }
 
-    /// `all`: the rows that queries and keys have.
+    /// `all`: the rows that queries and keys have without their rooms.
     fn fitting(
         rows: &[i64],
         all: [i64; 2],
@@ -162,6 +162,7 @@ impl Padded {
         if in_order.is_none() || q_len == 0 || ranges.iter().any(|r| r[3] == 0) {
             return Ok(None);
         }
+        let all = rooms.map_or(all, |(q, k)| [q.rows, k.rows]);
         let is_square = ranges.iter().all(|r| r[1] == r[3]);
         if let Some((queries, _)) = rooms {
             // Sentences that are not there look at one key, so that no softmax is of nothing.
@@ -175,7 +176,8 @@ impl Padded {
         };
         let sentences = ranges.len() as i64;
         let queries: Vec<_> = ranges.iter().map(|r| [r[0], r[1]]).collect();
-        let keys: Vec<_> = ranges.iter().map(|r| [r[2], r[3]]).collect();
+        // Keys that no query looks at have no gradient.
+        let keys: Vec<_> = ranges.iter().map(|r| [r[2], if r[1] > 0 { r[3] } else { 0 }]).collect();
         Ok(Some(Padded {
             queries: Places::of(&queries, all[0], q_len)?,
             keys: Places::of(&keys, all[1], k_len)?,
