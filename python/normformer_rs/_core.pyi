@@ -125,6 +125,9 @@ def translate(
 def average(model_dir: str, count: int | None = None, updates: Sequence[int] | None = None) -> str:
     """The path of the new checkpoint "average"."""
 
+def keep_memory() -> None:
+    """Asks glibc to keep freed memory for the next tensors of the same sizes."""
+
 def evaluate_loss(model_dir: str, source: str | None, target: str, checkpoint: str, precision: str, device: str) -> str:
     """A JSON object of loss, nll, perplexity and tokens."""
 

@@ -142,9 +142,16 @@ fn bleu(hypotheses: Vec<String>, references: Vec<String>) -> PyResult<String> {
     }))
 }
 
+/// Asks glibc to keep freed memory, as a training run and a translator do; NORMFORMER_RS_ALLOCATOR=system says no.
+#[pyfunction]
+fn keep_memory() {
+    run::keep_memory();
+}
+
 pub(super) fn add(m: &Bound<'_, PyModule>) -> PyResult<()> {
     m.add_function(wrap_pyfunction!(translate, m)?)?;
     m.add_function(wrap_pyfunction!(average, m)?)?;
+    m.add_function(wrap_pyfunction!(keep_memory, m)?)?;
     m.add_function(wrap_pyfunction!(evaluate_loss, m)?)?;
     m.add_function(wrap_pyfunction!(load_parameters, m)?)?;
     m.add_function(wrap_pyfunction!(save_model, m)?)?;

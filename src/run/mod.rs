@@ -45,7 +45,7 @@ pub fn device(name: &str) -> Result<Device> {
 
 /// Asks glibc to keep freed memory: activations of the same sizes come and go with every update, and fresh pages cost
 /// more than the arithmetic on them. NORMFORMER_RS_ALLOCATOR=system leaves the allocator as it is.
-pub(super) fn keep_memory() {
+pub fn keep_memory() {
     if std::env::var("NORMFORMER_RS_ALLOCATOR").is_ok_and(|v| v == "system") {
         return;
     }

@@ -64,11 +64,13 @@ impl Schedule {
         warms && (n as f64) < self.warmup
     }
 
-    /// An evaluation after update n scored `score`, more being better.
+    /// An evaluation after update n scored `score`, more being better; what is not finite is worse than everything.
     pub fn evaluated(&mut self, n: u64, score: f64) {
         if !matches!(self.name, ScheduleName::ValDecay | ScheduleName::NoWarmup) {
             return;
         }
+        // A number that JSON has.
+        let score = if score.is_finite() { score } else { f64::MIN };
         let memory = &mut self.memory;
         let worst = memory.scores.iter().rev().take(LOOK_BACK).copied().fold(f64::INFINITY, f64::min);
         if memory.scores.len() >= LOOK_BACK
@@ -136,5 +138,16 @@ mod tests {
             s.evaluated(1, score);
         }
         assert!((s.learning_rate(1) - 2.4e-4).abs() < 1e-15);
+    }
+
+    #[test]
+    fn a_score_that_is_not_finite_is_the_worst_and_can_be_saved() {
+        let mut s = schedule(ScheduleName::NoWarmup, None, 0);
+        for score in [3.0, 3.0, 3.0, f64::NAN, f64::NEG_INFINITY] {
+            s.evaluated(1, score);
+        }
+        assert!((s.learning_rate(1) - 2.4e-4).abs() < 1e-15);
+        let saved = serde_json::to_string(&s.memory).unwrap();
+        assert_eq!(serde_json::from_str::<Memory>(&saved).unwrap(), s.memory);
     }
 }
