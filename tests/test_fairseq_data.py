@@ -165,6 +165,24 @@ def test_checkpoints_of_other_models_are_one_line(data, tmp_path):
         convert.from_fairseq(last, tmp_path / "run")
 
 
+def test_checkpoints_with_bleu(data, tmp_path):
+    """Their metrics hold numpy's arrays."""
+    model = f"--arch nfrs_transformer {SIZES} --criterion {SMOOTHED} --best-checkpoint-metric bleu --eval-bleu "
+    model += '--eval-bleu-args {"beam":2,"max_len_b":12} --eval-bleu-detok space --maximize-best-checkpoint-metric'
+    last = tmp_path / "out" / "checkpoint_last.pt"
+    for updates in (3, 5):
+        train(data, tmp_path / "out", updates, model)
+    generate(data, last)
+    allowed = torch.serialization.get_safe_globals()
+    torch.serialization.clear_safe_globals()  # as in a process without fairseq
+    try:
+        names = torch.serialization.get_unsafe_globals_in_checkpoint(last)
+        assert {name.split(".")[-1] for name in names} >= {"_reconstruct", "ndarray", "dtype"}
+        convert.from_fairseq(last, tmp_path / "run")
+    finally:
+        torch.serialization.add_safe_globals(allowed)
+
+
 def test_conversion_refuses(data, tmp_path):
     def error(*arguments: str) -> str:
         with pytest.raises(nf.InputError) as raised:

@@ -12,6 +12,7 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -237,9 +238,15 @@ def check_version(state: Mapping[str, Tensor]) -> None:
 
 # The files.
 
+_ARRAY, _SCALAR = np.zeros(1).__reduce__()[0], np.float64(0).__reduce__()[0]
+SAFE: list[Any] = [argparse.Namespace, np.ndarray, np.dtype, *(type(np.dtype(name)) for name in ("int64", "float64"))]
+SAFE += [(made, f"numpy.{core}.multiarray.{made.__name__}") for made in (_ARRAY, _SCALAR) for core in ("core", "_core")]
+"""What fairseq's checkpoints hold beside tensors and plain data: flags, and numpy's numbers in the metrics of
+--eval-bleu (numpy 2 has renamed its core)."""
+
 
 def read_checkpoint(path: Path_, trust: bool = False) -> dict[str, Any]:
-    """A fairseq checkpoint: tensors, plain data and argparse.Namespace.
+    """A fairseq checkpoint: tensors, plain data and what is `SAFE`.
 
     Errors: InputError where it holds anything else, which loading would have to run, unless it is trusted.
     """
@@ -247,8 +254,8 @@ def read_checkpoint(path: Path_, trust: bool = False) -> dict[str, Any]:
         raise InputError(f"{path}: no such file; expected a checkpoint of fairseq")
     try:
         # The context would take back, at its end, what another part of the program has allowed.
-        is_allowed = argparse.Namespace in torch.serialization.get_safe_globals()
-        with torch.serialization.safe_globals([] if is_allowed else [argparse.Namespace]):
+        allowed = torch.serialization.get_safe_globals()
+        with torch.serialization.safe_globals([kind for kind in SAFE if kind not in allowed]):
             found = torch.load(path, map_location="cpu", weights_only=not trust)
     except pickle.UnpicklingError as error:
         raise InputError(

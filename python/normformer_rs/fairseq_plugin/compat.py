@@ -4,7 +4,6 @@ Each patch says which version needs it, does nothing where that version is not t
 twice. Those of Python come before fairseq's import, those of torch after it.
 """
 
-import argparse
 import contextlib
 import dataclasses
 import functools
@@ -16,6 +15,7 @@ from typing import Any
 import torch
 
 from normformer_rs._optional import available, require
+from normformer_rs.convert import SAFE
 
 _FOREIGN = ("fairseq", "fairseq_cli", "hydra")
 
@@ -30,7 +30,7 @@ def apply() -> None:
         extra="fairseq",
         hint="fairseq 0.12.2; its omegaconf 2.0.6 has metadata that only pip before 24.1 takes",
     )
-    allow_namespaces_in_checkpoints()
+    allow_checkpoints()
     switch_fast_path_off()
     keep_half_precision_on_cpus()
 
@@ -79,9 +79,9 @@ def give_finders_find_module() -> None:
     FileFinder.find_module = find_module  # type: ignore[attr-defined]
 
 
-def allow_namespaces_in_checkpoints() -> None:
-    """torch 2.6 and later load tensors and plain data only; a fairseq checkpoint also holds an argparse.Namespace."""
-    torch.serialization.add_safe_globals([argparse.Namespace])
+def allow_checkpoints() -> None:
+    """torch 2.6 and later load tensors and plain data only; a fairseq checkpoint also holds what is `SAFE`."""
+    torch.serialization.add_safe_globals(SAFE)
 
 
 def keep_half_precision_on_cpus() -> None:
