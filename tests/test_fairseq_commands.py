@@ -16,7 +16,7 @@ import pytest
 import torch
 
 import normformer_rs as nf
-from fairseq_support import MARKS, RECIPE, SIZES, SMOOTHED, command, losses_of, parameters, stock, train
+from fairseq_support import MARKS, RECIPE, SIZES, SMOOTHED, command, execute, losses_of, parameters, stock, train
 from normformer_rs import cli
 from normformer_rs.config import tables
 
@@ -173,26 +173,49 @@ def test_trains_with_fairseqs_flags(flags, data, tmp_path):
         assert losses == pytest.approx(train(data, tmp_path / "kept", 6, model), abs=0.002)
 
 
+# A rank of a training that leaves its parameters in the folder that SAVE_DIR names, when it would save a checkpoint.
+RANK = """
+import os, torch
+from normformer_rs.fairseq_plugin.command import main
+from fairseq.trainer import Trainer
+save = Trainer.consolidate_optimizer
+def leave(trainer):
+    torch.save(trainer.model.state_dict(), os.environ["SAVE_DIR"] + "/rank" + os.environ["RANK"])
+    save(trainer)
+Trainer.consolidate_optimizer = leave
+raise SystemExit(main())
+"""
+
+
 def test_two_processes(data, tmp_path):
-    """As torchrun starts them. Both halves of each batch make one update, on both sides the same."""
+    """As torchrun starts them. Both halves of each batch make one update, on both sides the same, also when resumed."""
     model = f"--arch nfrs_transformer {SIZES} --norm layernorm --residual admin --criterion {SMOOTHED}"
-    given = f"{data} {RECIPE} {model} --save-dir {tmp_path}/out --max-update 4 --disable-validation"
+    given = f"{data} {RECIPE} {model} --save-dir {tmp_path} --disable-validation"
     given += " --distributed-backend gloo --ddp-backend legacy_ddp"  # c10d wants GPUs here
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
 
-    def start(rank: int) -> subprocess.CompletedProcess:
-        launched = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": "2", "RANK": str(rank)}
-        return stock("train", *given.split(), **launched)
+    def losses_until(updates: int) -> list[float]:
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = str(free.getsockname()[1])
 
-    with ThreadPoolExecutor(2) as pool:
-        done = list(pool.map(start, range(2)))
-    losses = losses_of(done[0])
-    assert done[1].returncode == 0, done[1].stderr[-3000:]
+        def start(rank: int) -> subprocess.CompletedProcess:
+            launched = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": "2", "RANK": str(rank)}
+            arguments = ["train", *given.split(), "--max-update", str(updates)]
+            return execute(sys.executable, "-c", RANK, *arguments, SAVE_DIR=str(tmp_path), **launched)
+
+        with ThreadPoolExecutor(2) as pool:
+            done = list(pool.map(start, range(2)))
+        assert done[1].returncode == 0, done[1].stderr[-3000:]
+        return losses_of(done[0])
+
+    losses = losses_until(4)
     assert len(losses) == 4 and all(map(math.isfinite, losses)) and losses[-1] < losses[0]
-    state = parameters(tmp_path / "out" / "checkpoint_last.pt")
+    state = parameters(tmp_path / "checkpoint_last.pt")
     assert state["is_profiled"] and (state["encoder.layers.1.residual_scale2"] > 1.05).all()
+    assert len(losses_until(6)) == 2
+    first, second = (torch.load(tmp_path / f"rank{rank}") for rank in range(2))
+    assert all(torch.equal(first[name], second[name]) for name in first if not name.endswith("_float_tensor"))
+    assert not torch.equal(first["decoder.layers.1.linear1.weight"], state["decoder.layers.1.linear1.weight"])
 
 
 SPAWN = """

@@ -1,7 +1,7 @@
 """What fairseq 0.12.2 needs to run with today's Python and torch. No file of fairseq is touched.
 
-Each patch says which version needs it, does nothing where that version is not the one running, and may be applied
-twice. Those of Python come before fairseq's import, those of torch after it.
+Each patch says what needs it and may be applied twice. Those of Python come before fairseq's import and do nothing on
+a version that needs none; those of torch come after it, and this package's only torch, 2.11, needs them all.
 """
 
 import contextlib
@@ -13,6 +13,7 @@ from importlib.machinery import FileFinder
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from normformer_rs._optional import available, require
 from normformer_rs.convert import SAFE
@@ -31,6 +32,7 @@ def apply() -> None:
         hint="fairseq 0.12.2; its omegaconf 2.0.6 has metadata that only pip before 24.1 takes",
     )
     allow_checkpoints()
+    broadcast_objects()
     switch_fast_path_off()
     keep_half_precision_on_cpus()
 
@@ -82,6 +84,19 @@ def give_finders_find_module() -> None:
 def allow_checkpoints() -> None:
     """torch 2.6 and later load tensors and plain data only; a fairseq checkpoint also holds what is `SAFE`."""
     torch.serialization.add_safe_globals(SAFE)
+
+
+def broadcast_objects() -> None:
+    """Where several processes resume, rank 0 sends the others its configuration too, which torch.load refuses there
+    since torch 2.6; pickle takes it."""
+    from fairseq.distributed import utils
+
+    def broadcast_object_slow(obj: Any, src_rank: int, group: Any, dist_device: torch.device) -> Any:
+        sent = [obj]
+        dist.broadcast_object_list(sent, src=src_rank, group=group, device=dist_device)
+        return sent[0]
+
+    utils._broadcast_object_slow = broadcast_object_slow
 
 
 def keep_half_precision_on_cpus() -> None:
