@@ -198,9 +198,19 @@ def test_admin_takes_its_gains_from_the_first_batch(data):
     assert (gains["encoder.layers.1.residual_scale1"] > 1.05).all() and model.state_dict()["is_profiled"]
     model(source, None, target)
     assert all(torch.equal(model.state_dict()[name], gains[name]) for name in names)
-    _, half = built(data, "--norm layernorm --residual admin --dropout 0.1")
-    with pytest.raises(nf.InputError, match=r"in f32; got torch\.bfloat16"):
-        half.bfloat16().train()(source, None, target)
+
+
+REFUSED_AT_THE_START = {
+    f"--residual admin --bf16 --criterion {SMOOTHED}": r"in f32; got torch\.bfloat16: use --amp",
+    "--vocab-mask --criterion cross_entropy": "--vocab-mask needs --criterion nfrs_label_smoothed_cross_entropy",
+}
+
+
+@pytest.mark.parametrize("arguments", REFUSED_AT_THE_START)
+def test_what_only_training_knows_is_refused_before_the_first_update(arguments, data, tmp_path):
+    with pytest.raises(nf.InputError, match=REFUSED_AT_THE_START[arguments]):
+        train(data, tmp_path, 1, f"--arch nfrs_transformer {SIZES} --disable-validation {arguments}")
+    assert not list(tmp_path.iterdir())
 
 
 def test_first_values_are_the_packages(data):
@@ -211,6 +221,15 @@ def test_first_values_are_the_packages(data):
     assert query.std().item() == pytest.approx(math.sqrt(2 / (5 * 64)), rel=0.06)
     assert not model.encoder.embed_tokens.weight[1].any()
     assert model.decoder.output_projection.weight is model.encoder.embed_tokens.weight
+
+
+@pytest.mark.parametrize("tables", ["", "--share-all-embeddings"])
+def test_pretrained_vectors_stay(tables, data, tmp_path):
+    (tmp_path / "vectors").write_text("1 32\na " + " ".join(["3"] * 32) + "\n")
+    task, model = built(data, f"--norm layernorm --encoder-embed-path {tmp_path}/vectors {tables}")
+    number = task.source_dictionary.index("a")
+    assert (model.encoder.embed_tokens.weight[number] == 3).all()
+    assert model.encoder.embed_tokens.weight[number + 1].std() < 0.5
 
 
 def test_layers_keep_their_places_under_layerdrop(data):
@@ -238,8 +257,12 @@ def test_fixnorm_and_word_dropout(data):
 
 
 def test_vocabulary_mask_and_its_loss(data):
+    from normformer_rs.fairseq_plugin.vocabulary import target_types
+
     task, model = built(data, "--norm layernorm --residual postnorm --vocab-mask --dropout 0")
     mask, dictionary = model.decoder.vocab_mask, task.target_dictionary
+    assert mask.all()
+    mask.copy_(target_types(task, "train"))
     seen = {dictionary[i] for i in range(len(dictionary)) if mask[i]}
     assert seen == {*"ABCDEFGHIJ", "</s>", "<unk>"} and "k" in dictionary
     source, target = batch()
@@ -256,26 +279,63 @@ def test_vocabulary_mask_and_its_loss(data):
         own = 0.9 - each if smoothing == "fairseq" else 0.9
         found = loss.compute_loss(model, output, {"target": wanted})
         torch.testing.assert_close(found, (own * nll + each * uniform, nll), rtol=1e-5, atol=1e-4)
-    with pytest.raises(nf.InputError, match="--criterion nfrs_label_smoothed_cross_entropy"):
-        model.train().get_normalized_probs(output, log_probs=True)
+    # Outside V_t: UNK in evaluation, refused in training; never what is thought most likely.
+    other, loss = wanted.masked_fill(target.ne(1), dictionary.index("k")), criterion(task, "fairseq")
+    as_unknown = loss.compute_loss(model, output, {"target": target.masked_fill(target.ne(1), dictionary.unk())})
+    torch.testing.assert_close(loss.compute_loss(model, output, {"target": other}), as_unknown)
+    output[0][..., dictionary.index("k")], output[0][..., dictionary.index("B")] = 9.0, 8.0
+    correct, total = loss.compute_accuracy(model, output, {"target": wanted})
+    assert correct == total == target.ne(1).sum()
+    with pytest.raises(nf.InputError, match="targets that were not there"):
+        loss.compute_loss(model.train(), output, {"target": other})
 
 
-def criterion(task, smoothing: str):
+def test_target_types_are_those_of_every_shard(data, tmp_path):
+    from fairseq.data.indexed_dataset import make_builder
+
+    from normformer_rs.fairseq_plugin.vocabulary import target_types
+
+    task, _ = built(data, "--norm layernorm")
+    types = len(task.target_dictionary)
+
+    def write(folder: str, name: str, ids: list[int], kind: str = "mmap"):
+        path = str(tmp_path / folder / name)
+        (tmp_path / folder).mkdir(exist_ok=True)
+        builder = make_builder(f"{path}.bin", kind, types)
+        for number in ids:
+            builder.add_item(torch.tensor([number, 2]))
+        builder.finalize(f"{path}.idx")
+
+    write("one", "train.de-en.en", [5, 1])
+    write("one", "train1.en-de.en", [6], "cached")
+    write("one", "train3.de-en.en", [7])  # fairseq stops where one is missing
+    write("two", "train.de-en.en", [8])
+    task.cfg.data = f"{tmp_path}/one:{tmp_path}/two"
+    assert target_types(task, "train").nonzero().flatten().tolist() == [2, 3, 5, 6, 8]
+    with pytest.raises(nf.InputError, match=r"one/train2\.de-en\.en or .*: not there; --vocab-mask"):
+        target_types(task, "train2")
+    write("two", "train1.de-en.en", [types])
+    with pytest.raises(nf.InputError, match=r"two/train1\.de-en\.en: holds ids"):
+        target_types(task, "train")
+
+
+def criterion(task, smoothing: str, prefix: int = 0):
     from normformer_rs.fairseq_plugin.criterion import FusedLabelSmoothedCrossEntropy
 
-    return FusedLabelSmoothedCrossEntropy(task, False, 0.1, smoothing)
+    return FusedLabelSmoothedCrossEntropy(task, False, 0.1, smoothing, prefix)
 
 
-def test_the_loss_is_fairseqs(data):
+@pytest.mark.parametrize("prefix", [0, 2])
+def test_the_loss_is_fairseqs(prefix, data):
     from fairseq.criterions.label_smoothed_cross_entropy import LabelSmoothedCrossEntropyCriterion
 
     task, model = built(data, "--norm layernorm --residual postnorm --dropout 0")
     source, target = batch()
     net_input = {"src_tokens": source, "src_lengths": None, "prev_output_tokens": target}
     sample = {"net_input": net_input, "target": target, "ntokens": 9}
-    stock = LabelSmoothedCrossEntropyCriterion(task, False, 0.1, report_accuracy=True)
+    stock = LabelSmoothedCrossEntropyCriterion(task, False, 0.1, prefix, report_accuracy=True)
     results = []
-    for loss_of in (stock, criterion(task, "fairseq")):
+    for loss_of in (stock, criterion(task, "fairseq", prefix)):
         model.zero_grad()
         loss_of.report_accuracy = True
         loss, size, log = loss_of(model, sample)
@@ -285,6 +345,19 @@ def test_the_loss_is_fairseqs(data):
         )
     for a, b in zip(*results):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+
+
+def test_val_decay_resumes_at_the_end_of_an_epoch(data, tmp_path):
+    """Losses fall; taken for scores to maximise, each is worse than the three before: 0.8 at the fourth and fifth."""
+    model = f"--arch nfrs_transformer {SIZES} --criterion {SMOOTHED} --lr-scheduler nfrs_val_decay --warmup-updates 0"
+    model += " --maximize-best-checkpoint-metric"
+    whole = train(data, tmp_path / "whole", 36, model)
+    assert len(train(data, tmp_path / "halves", 28, model)) == 28
+    assert train(data, tmp_path / "halves", 36, model) == whole[28:]
+    for name in ("whole", "halves"):
+        saved = torch.load(tmp_path / name / "checkpoint_last.pt", weights_only=True)
+        assert saved["extra_state"]["train_iterator"]["epoch"] == 6
+        assert saved["last_optimizer_state"]["param_groups"][0]["lr"] == pytest.approx(0.01 * 0.8**2)
 
 
 class FakeOptimizer:

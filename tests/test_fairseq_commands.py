@@ -54,6 +54,7 @@ BAD = {
     "--residual prenorm --branchnorm-steps 10": "an option of branchnorm",
     "--residual rezero --encoder-norm rmsnorm": 'residual "rezero" has no norms',
     "--residual dlcl --encoder-layerdrop 0.1": "needs every layer's output: leave --layerdrop out",
+    "--residual admin --decoder-layerdrop 0.1": "needs every layer's output: leave --layerdrop out",
     "--encoder-attention-heads 5": "must divide the width 32; got 5",
 }
 

@@ -238,9 +238,9 @@ def check_version(state: Mapping[str, Tensor]) -> None:
 
 # The files.
 
-_ARRAY, _SCALAR = np.zeros(1).__reduce__()[0], np.float64(0).__reduce__()[0]
 SAFE: list[Any] = [argparse.Namespace, np.ndarray, np.dtype, *(type(np.dtype(name)) for name in ("int64", "float64"))]
-SAFE += [(made, f"numpy.{core}.multiarray.{made.__name__}") for made in (_ARRAY, _SCALAR) for core in ("core", "_core")]
+for _name, _made in (("_reconstruct", np.zeros(1).__reduce__()[0]), ("scalar", np.float64(0).__reduce__()[0])):
+    SAFE += [(_made, f"numpy.{core}.multiarray.{_name}") for core in ("core", "_core")]
 """What fairseq's checkpoints hold beside tensors and plain data: flags, and numpy's numbers in the metrics of
 --eval-bleu (numpy 2 has renamed its core)."""
 

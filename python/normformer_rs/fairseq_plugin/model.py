@@ -32,7 +32,6 @@ from normformer_rs.nn.stacks import Stack
 
 from .options import DROPOUTS, SHAPES, LanguageModelOptions, TranslationOptions, plain, shape
 from .rows import Packed, RowAttention, Rows, Sight, Step
-from .vocabulary import target_types
 
 
 class SelfLayer(TransformerEncoderLayer):
@@ -108,7 +107,8 @@ class _Side(Stack):
         self.norm, self.place, self.end = None, None, ()
         self.settle(config, self.name)
         assert self.place is not None
-        if self.place.declared.combine is not None and type(self.layers) is not nn.ModuleList:
+        needs_all = self.place.declared.combine is not None or self.place.declared.is_profiled
+        if needs_all and type(self.layers) is not nn.ModuleList:
             raise InputError(f"--residual {config.residual} needs every layer's output: leave --layerdrop out")
         if self.layernorm_embedding is not None:
             self.layernorm_embedding = make(NormAt("layernorm_embedding", config.d_model, last=False), self.place, {})
@@ -121,10 +121,10 @@ class _Side(Stack):
         config = self.place.config
         for layer in self.layers.children():
             layer.draw()
-        if not getattr(self.cfg, self.name).embed_path:
+        is_shared = config.tie_embeddings == "all"
+        if not getattr(self.cfg, self.name).embed_path and not (is_shared and self.name == "decoder"):
             table = {"encoder": "source_embedding", "decoder": "target_embedding"}[self.name]
-            table = "embedding" if config.tie_embeddings == "all" else table
-            draw_table(self.embed_tokens.weight, table, config)
+            draw_table(self.embed_tokens.weight, "embedding" if is_shared else table, config)
         if self.name == "decoder" and config.tie_embeddings == "none":
             draw_table(self.output_projection.weight, "output_projection", config)
 
@@ -312,12 +312,10 @@ class _Model:
             embedding.__class__ = FixNormEmbedding
         return embedding
 
-    def begin(self, task: Any) -> None:
-        """First values, and the target types of the training data."""
+    def begin(self) -> None:
+        """First values."""
         for side in self.children():  # type: ignore[attr-defined]
             side.draw()
-        if self.decoder.vocab_mask is not None:
-            self.decoder.vocab_mask = target_types(task, self.decoder.vocab_mask)
         if self.decoder.place.declared.is_profiled:  # type: ignore[union-attr]
             self.register_buffer("is_profiled", torch.zeros((), dtype=torch.bool))  # type: ignore[attr-defined]
         self.register_buffer("version", torch.tensor(VERSION))  # type: ignore[attr-defined]
@@ -326,18 +324,12 @@ class _Model:
         """Before the first training batch sets the gains that the residual scheme takes from it."""
         if not self.training or not hasattr(self, "is_profiled") or self.is_profiled:
             return
-        dtype = next(self.parameters()).dtype  # type: ignore[attr-defined]
-        if dtype != torch.float32:
-            # fairseq's f32 copies of the parameters were made before and would overwrite the gains
-            raise InputError(f"admin sets its gains from the first batch, in f32; got {dtype}: use --amp")
         self.is_profiled.fill_(True)
         profile(self, **batch)  # type: ignore[arg-type]
 
     def get_normalized_probs(self, net_output: Any, log_probs: bool, sample: Any = None) -> Tensor:
         mask, (logits, *_) = self.decoder.vocab_mask, net_output
         if mask is not None:
-            if self.training:
-                raise InputError("--vocab-mask needs --criterion nfrs_label_smoothed_cross_entropy")
             logits = logits.masked_fill(~mask, float("-inf"))
         return (F.log_softmax if log_probs else F.softmax)(logits, dim=-1, dtype=torch.float32)
 
@@ -371,7 +363,7 @@ class TranslationModel(_Model, TransformerModelBase):
         sides = {"encoder": source, "decoder": target}
         nested.stacks = {name: _stack(flags, name, dictionary) for name, dictionary in sides.items()}
         model = super().build_model(nested, task)
-        model.begin(task)
+        model.begin()
         return model
 
     @classmethod
@@ -405,7 +397,7 @@ class LanguageModel(_Model, FairseqLanguageModel):
         if flags.fixnorm:
             embedding.__class__ = FixNormEmbedding
         model = cls(Decoder(nested, dictionary, embedding, no_encoder_attn=True))
-        model.begin(task)
+        model.begin()
         return model
 
     def forward(self, src_tokens: Tensor, **options: Any) -> Any:

@@ -69,6 +69,7 @@ class ValDecay(_Schedule):
 
     def __init__(self, cfg: Any, optimizer: Any) -> None:
         super().__init__(cfg, optimizer, "val-decay")
+        self.is_resumed = False
 
     def step(self, epoch: int, val_loss: float | None = None) -> float:
         super().step(epoch, val_loss)
@@ -83,4 +84,9 @@ class ValDecay(_Schedule):
         if "memory" not in state:
             raise InputError("the checkpoint was trained with another --lr-scheduler: give --reset-lr-scheduler")
         super().load_state_dict(state)
-        self.schedule.memory = state["memory"]
+        self.schedule.memory, self.is_resumed = state["memory"], True
+
+    def resume(self, extra: dict[str, Any]) -> None:
+        """The validation that ended the epoch before: its checkpoint was written before the schedule was told of it."""
+        if self.is_resumed and extra["train_iterator"].get("iterations_in_epoch") == 0:
+            self.step(extra["train_iterator"]["epoch"] - 1, extra.get("val_loss"))
