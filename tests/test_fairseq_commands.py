@@ -164,7 +164,16 @@ def test_the_command_of_transformers_without_tears(flags, data, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "flags", ["--bf16", "--fp16", "--amp", "--update-freq 2", "--checkpoint-activations", "--layernorm-embedding"]
+    "flags",
+    [
+        "--bf16",
+        "--fp16",
+        "--amp",
+        "--update-freq 2",
+        "--checkpoint-activations",
+        "--layernorm-embedding",
+        "--num-batch-buckets 2",
+    ],
 )
 def test_trains_with_fairseqs_flags(flags, data, tmp_path):
     model = f"--arch nfrs_transformer {SIZES} --norm scalenorm --residual prenorm --criterion {SMOOTHED}"
@@ -284,7 +293,7 @@ def test_language_model(fairseq, tmp_path):
     preprocess.main(options.get_preprocessing_parser().parse_args(given.split()))
     model = "--task language_modeling --arch nfrs_transformer_lm --norm rmsnorm --residual deepnorm --vocab-mask "
     model += "--decoder-layers 2 --decoder-embed-dim 32 --decoder-ffn-embed-dim 48 --decoder-attention-heads 4 "
-    model += f"--share-decoder-input-output-embed --tokens-per-sample 64 --criterion {SMOOTHED}"
+    model += f"--share-decoder-input-output-embed --tokens-per-sample 64 --sample-break-mode eos --criterion {SMOOTHED}"
     recipe = RECIPE.replace("--share-all-embeddings", "")
     losses = losses_of(
         stock("train", *f"{tmp_path}/bin {recipe} {model} --save-dir {tmp_path}/out --max-update 12".split())

@@ -1,17 +1,20 @@
 """What fairseq 0.12.2 needs to run with today's Python and torch. No file of fairseq is touched.
 
-Each patch says what needs it and may be applied twice. Those of Python come before fairseq's import and do nothing on
-a version that needs none; those of torch come after it, and this package's only torch, 2.11, needs them all.
+Each patch says what needs it and may be applied twice. Those of Python come before fairseq's import; they and numpy's
+do nothing on a version that needs none. Those of torch are all needed by the only torch that this package runs with.
 """
 
 import contextlib
 import dataclasses
 import functools
+import importlib
 import sys
+import types
 from collections.abc import Iterator
 from importlib.machinery import FileFinder
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -31,6 +34,7 @@ def apply() -> None:
         extra="fairseq",
         hint="fairseq 0.12.2; its omegaconf 2.0.6 has metadata that only pip before 24.1 takes",
     )
+    lend_names_of_numpy_1()
     allow_checkpoints()
     broadcast_objects()
     switch_fast_path_off()
@@ -79,6 +83,23 @@ def give_finders_find_module() -> None:
         return None if spec is None else spec.loader
 
     FileFinder.find_module = find_module  # type: ignore[attr-defined]
+
+
+def lend_names_of_numpy_1() -> None:
+    """numpy 1.24 dropped `int` and `float`, and 2.0 `compat`: the modules of fairseq that say them have a numpy which
+    also knows those."""
+    if hasattr(np, "int") and hasattr(np, "compat"):
+        return
+    lent: Any = types.ModuleType("numpy")
+    lent.__getattr__ = functools.partial(getattr, np)
+    lent.int, lent.float, lent.compat = int, float, types.SimpleNamespace(long=int)
+    for name in (
+        "data.token_block_dataset",
+        "data.language_pair_dataset",
+        "data.data_utils",
+        "modules.dynamic_crf_layer",
+    ):
+        importlib.import_module(f"fairseq.{name}").np = lent  # type: ignore[attr-defined]
 
 
 def allow_checkpoints() -> None:
