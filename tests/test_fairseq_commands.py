@@ -55,6 +55,9 @@ BAD = {
     "--residual rezero --encoder-norm rmsnorm": 'residual "rezero" has no norms',
     "--residual dlcl --encoder-layerdrop 0.1": "needs every layer's output: leave --layerdrop out",
     "--residual admin --decoder-layerdrop 0.1": "needs every layer's output: leave --layerdrop out",
+    "--word-dropout 1": "--word-dropout must be at least 0 and below 1; got 1.0",
+    "--encoder-layers 0": "--encoder-layers must be at least 1; got 0",
+    "--norm rmsnorm --scalenorm-fixed-g": "an option of --norm scalenorm; got rmsnorm",
     "--encoder-attention-heads 5": "must divide the width 32; got 5",
 }
 
@@ -118,6 +121,9 @@ def test_commands_after_training(data, tmp_path):
     assert done.returncode == 0 and re.search(r"loss \d", done.stdout + done.stderr), done.stderr[-2000:]
     done = stock("generate", str(data), "--path", last, "--cpu", "--batch-size", "8", "--beam", "2")
     assert done.returncode == 0 and "H-23" in done.stdout, done.stderr[-2000:]
+    scored = [str(data), "--path", last, "--cpu", "--batch-size", "8", "--score-reference", "--print-alignment", "hard"]
+    done = stock("generate", *scored)
+    assert done.returncode == 0 and re.search(r"^A-23\t\d+-\d+ ", done.stdout, re.MULTILINE), done.stderr[-2000:]
     (tmp_path / "source").write_text("a b c k\n")
     interactive = [str(data), "--path", last, "--cpu", "--beam", "2", "--input", str(tmp_path / "source")]
     done = stock("interactive", *interactive, "--print-alignment")
@@ -260,6 +266,7 @@ def test_hydra(data, tmp_path):
     model = saved["cfg"]["model"]
     assert (model["norm"], model["residual"], model["encoder_embed_dim"]) == ("scalenorm", "subln", 128)
     assert "encoder.layers.1.inner_norm.weight" in saved["model"]
+    assert model["scalenorm_fixed_g"] is False
     done = command("normformer_rs", "fairseq", "hydra-train", *given.replace("=scalenorm", "=scalnorm").split())
     assert done.returncode != 0 and "scalnorm" in done.stderr
 

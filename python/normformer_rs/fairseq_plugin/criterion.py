@@ -70,6 +70,7 @@ class FusedLabelSmoothedCrossEntropy(LabelSmoothedCrossEntropyCriterion):
         logits, target = logits.flatten(0, -2), target.flatten()
         mask = getattr(getattr(_inner(model), "decoder", None), "vocab_mask", None)
         if mask is not None:
+            mask = mask.bool()
             is_known = mask[target] | target.eq(self.padding_idx)
             if model.training and not is_known.all():
                 raise InputError(

@@ -31,7 +31,7 @@ from normformer_rs.nn.layers import Layer
 from normformer_rs.nn.stacks import Stack
 
 from .options import DROPOUTS, SHAPES, LanguageModelOptions, TranslationOptions, plain, shape
-from .rows import Packed, RowAttention, Rows, Sight, Step
+from .rows import Packed, RowAttention, Rows, Sight, Step, Watched
 
 
 class SelfLayer(TransformerEncoderLayer):
@@ -206,7 +206,7 @@ class Decoder(_Side, TransformerDecoderBase):
         TransformerDecoderBase.__init__(self, cfg, dictionary, embed_tokens, no_encoder_attn)
         self.finish(cfg)
         self.begins_with_bos = cfg.stacks[self.name].decoder_start == "bos"
-        self.register_buffer("vocab_mask", torch.ones(len(dictionary), dtype=torch.bool) if cfg.vocab_mask else None)
+        self.register_buffer("vocab_mask", torch.ones(len(dictionary), dtype=torch.uint8) if cfg.vocab_mask else None)
 
     def build_decoder_layer(self, cfg: Any, no_encoder_attn: bool = False) -> Layer:
         return self.build_layer(SelfLayer if no_encoder_attn else CrossLayer, cfg)
@@ -225,23 +225,29 @@ class Decoder(_Side, TransformerDecoderBase):
         alignment_layer: int | None = None,
         alignment_heads: int | None = None,
     ) -> tuple[Tensor, dict[str, Any]]:
-        """Features (B, T, d), and in a single step the attention to the source, (B, 1, S), as `attn`."""
+        """Features (B, T, d), and as `attn`, in evaluation, one layer's attention to the source, (B, T, S)."""
         memory = encoder_out["encoder_out"][0].transpose(0, 1) if encoder_out is not None else None  # (B, S, d)
         hidden = encoder_out["encoder_padding_mask"][0] if encoder_out is not None else None
+        watched = len(self.layers) - 1 if alignment_layer is None else alignment_layer
         if incremental_state is not None:
-            seen = (memory, hidden, alignment_layer, alignment_heads)
-            return self._step(prev_output_tokens, incremental_state, *seen)
+            return self._step(prev_output_tokens, incremental_state, memory, hidden, watched, alignment_heads)
         rows = Rows.of(prev_output_tokens.eq(self.padding_idx))
         positions = None if self.embed_positions is None else rows.pack(self.embed_positions(prev_output_tokens))
         tokens = rows.pack(prev_output_tokens)
         if self.begins_with_bos:
             tokens = tokens.index_fill(0, rows.spans()[:, 0], self.dictionary.bos())
-        sights: tuple[Sight, ...] = (Packed(rows, causal=not full_context_alignment),)
-        if memory is not None and hidden is not None:
-            memory_rows = Rows.of(hidden)
-            sights += (Packed(rows, memory=memory_rows.pack(memory), memory_rows=memory_rows),)
-        x = self.run(self.embed(tokens, positions), lambda _: sights)
-        return rows.unpack(x), {"attn": [None], "inner_states": []}
+        own = Packed(rows, causal=not full_context_alignment)
+        if memory is None or hidden is None:
+            return rows.unpack(self.run(self.embed(tokens, positions), lambda _: (own,))), _seen(None, None)
+        memory_rows = Rows.of(hidden)
+        other = Packed(rows, memory=memory_rows.pack(memory), memory_rows=memory_rows)
+        kept = Watched(other)
+
+        def sights(layer: int) -> tuple[Sight, ...]:
+            return own, kept if layer == watched and not self.training else other
+
+        x = self.run(self.embed(tokens, positions), sights)
+        return rows.unpack(x), _seen(kept.weights, alignment_heads)
 
     def _step(
         self,
@@ -249,7 +255,7 @@ class Decoder(_Side, TransformerDecoderBase):
         incremental_state: dict[str, Any],
         memory: Tensor | None,
         hidden: Tensor | None,
-        alignment_layer: int | None,
+        watched: int,
         alignment_heads: int | None,
     ) -> tuple[Tensor, dict[str, Any]]:
         kept = self.get_incremental_state(incremental_state, "kept") or {}
@@ -258,7 +264,6 @@ class Decoder(_Side, TransformerDecoderBase):
         padding, positions = newest.eq(self.padding_idx), None
         if self.embed_positions is not None:
             positions = self.embed_positions(tokens, incremental_state=incremental_state)[:, -1]
-        watched = len(self.layers) - 1 if alignment_layer is None else alignment_layer
         weights: list[Step] = []
 
         def sights(layer: int) -> tuple[Sight, ...]:
@@ -273,9 +278,7 @@ class Decoder(_Side, TransformerDecoderBase):
         if self.begins_with_bos and tokens.shape[1] == 1:
             newest = torch.full_like(newest, self.dictionary.bos())
         x = self.run(self.embed(newest[:, 0], positions), sights)
-        seen = weights[-1].weights if weights else None
-        attention = None if seen is None else seen[:, :alignment_heads].mean(1)
-        return x.unsqueeze(1), {"attn": [attention], "inner_states": []}
+        return x.unsqueeze(1), _seen(weights[-1].weights if weights else None, alignment_heads)
 
     def reorder_incremental_state(self, incremental_state: dict[str, Any], new_order: Tensor) -> None:
         """Keeps the sentences of `new_order`. What is read of the source is every beam's of a sentence alike."""
@@ -291,6 +294,11 @@ class Decoder(_Side, TransformerDecoderBase):
         if config.fixnorm and config.tie_embeddings != "none":
             return F.linear(features, F.normalize(projection.weight, dim=-1, eps=1e-12), projection.bias)
         return projection(features)
+
+
+def _seen(weights: Tensor | None, heads: int | None) -> dict[str, Any]:
+    """What fairseq's decoder returns beside its features: of the attention, the mean over the first `heads`."""
+    return {"attn": [None if weights is None else weights[:, :heads].mean(1)], "inner_states": []}
 
 
 class _Model:
@@ -317,7 +325,7 @@ class _Model:
         for side in self.children():  # type: ignore[attr-defined]
             side.draw()
         if self.decoder.place.declared.is_profiled:  # type: ignore[union-attr]
-            self.register_buffer("is_profiled", torch.zeros((), dtype=torch.bool))  # type: ignore[attr-defined]
+            self.register_buffer("is_profiled", torch.zeros((), dtype=torch.uint8))  # type: ignore[attr-defined]
         self.register_buffer("version", torch.tensor(VERSION))  # type: ignore[attr-defined]
 
     def profile_once(self, **batch: Any) -> None:
@@ -330,7 +338,7 @@ class _Model:
     def get_normalized_probs(self, net_output: Any, log_probs: bool, sample: Any = None) -> Tensor:
         mask, (logits, *_) = self.decoder.vocab_mask, net_output
         if mask is not None:
-            logits = logits.masked_fill(~mask, float("-inf"))
+            logits = logits.masked_fill(~mask.bool(), float("-inf"))
         return (F.log_softmax if log_probs else F.softmax)(logits, dim=-1, dtype=torch.float32)
 
     def upgrade_state_dict_named(self, state_dict: dict[str, Tensor], name: str) -> None:
