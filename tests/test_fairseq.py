@@ -42,8 +42,13 @@ def test_layernorm_and_postnorm_are_fairseqs_transformer(data, tmp_path):
 
 
 def test_inverse_sqrt_resumes(data, tmp_path):
-    model = f"--arch nfrs_transformer {SIZES} --criterion {SMOOTHED} --lr-scheduler nfrs_inverse_sqrt"
+    """λ/√d·n/n_w^1.5 at update n of the warm-up, d being the model's."""
+    model = f"--arch nfrs_transformer {SIZES} --criterion {SMOOTHED} --lr-scheduler nfrs_inverse_sqrt --lr-scale 0.2"
+    model += " --warmup-updates 20"
     whole = train(data, tmp_path / "whole", 14, model)
+    saved = torch.load(tmp_path / "whole" / "checkpoint_last.pt", weights_only=True)
+    rate = saved["last_optimizer_state"]["param_groups"][0]["lr"]
+    assert rate == pytest.approx(0.2 / math.sqrt(32) * 15 / 20**1.5)
     halves = [loss for updates in (6, 14) for loss in train(data, tmp_path / "halves", updates, model)]
     assert halves == whole
 
@@ -397,11 +402,30 @@ def schedule(name: str, **options):
     kind = LR_SCHEDULER_REGISTRY[name]
     optimizer = type("Optimizer", (FakeOptimizer, FairseqOptimizer), {"__init__": lambda self: None})()
     common = {"warmup_updates": 4000, "warmup_init_lr": 0.0, "maximize_best_checkpoint_metric": False}
-    return kind(Namespace(**{**common, "lr_scale": None, "lr_width": 512, "lr": [1e-3], **options}), optimizer)
+    return kind(Namespace(**{**common, "lr_scale": None, "lr_width": None, "lr": [1e-3], **options}), optimizer)
+
+
+BAD_SCHEDULES = [
+    ("val_decay", {"warmup_updates": -1}, "warmup must be at least 0, got -1"),
+    ("val_decay", {"lr": [math.nan]}, "--lr must be greater than 0; got nan"),
+    ("val_decay", {"warmup_init_lr": -2.0}, "--warmup-init-lr must be at least 0; got -2"),
+    ("val_decay", {"warmup_init_lr": 1e-7, "warmup_updates": 0}, "begins a warm-up: give --warmup-updates"),
+    ("inverse_sqrt", {"lr_scale": 0.0, "lr_width": 512}, "--lr-scale must be greater than 0; got 0"),
+    ("inverse_sqrt", {"lr_scale": 1.0, "lr_width": -3}, "--lr-width must be at least 1; got -3"),
+    ("inverse_sqrt", {"lr_scale": 1.0, "lr_width": 8, "warmup_init_lr": 1e-7}, "leave --warmup-init-lr out"),
+    ("inverse_sqrt", {"lr_width": 512}, "--lr-width is an option of --lr-scale"),
+    ("inverse_sqrt", {"lr_scale": 1.0}, "needs --lr-width here"),
+]
+
+
+@pytest.mark.parametrize(("name", "options", "message"), BAD_SCHEDULES)
+def test_bad_schedules_are_one_line(name, options, message, fairseq):
+    with pytest.raises(nf.InputError, match=message):
+        schedule(f"nfrs_{name}", **options)
 
 
 def test_schedules(fairseq):
-    twt = schedule("nfrs_inverse_sqrt", lr_scale=2.0)
+    twt = schedule("nfrs_inverse_sqrt", lr_scale=2.0, lr_width=512, warmup_init_lr=-1)
     peak = 2 / math.sqrt(512 * 4000)
     assert [twt.step_update(n - 1) for n in (4000, 2000, 16000)] == pytest.approx([peak, peak / 2, peak / 2])
     given = schedule("nfrs_inverse_sqrt", lr=[5e-3], warmup_updates=2000)
@@ -418,8 +442,6 @@ def test_schedules(fairseq):
     assert again.step_update(20) == pytest.approx(0.8)
     with pytest.raises(nf.InputError, match="--reset-lr-scheduler"):
         again.load_state_dict({"best": 1.0})
-    with pytest.raises(nf.InputError, match="warmup must be at least 0, got -1"):
-        schedule("nfrs_val_decay", warmup_updates=-1)
     losses = schedule("nfrs_val_decay", lr=[1.0], warmup_updates=0)
     for loss in (3.0, 3.0, 3.0, 4.0):
         losses.step(1, loss)

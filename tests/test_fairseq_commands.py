@@ -254,6 +254,7 @@ def test_spawned_workers_are_patched(tmp_path):
 
 def test_hydra(data, tmp_path):
     given = f"task=translation task.data={data} model=nfrs_transformer_tiny model.norm=scalenorm model.residual=subln "
+    given += "model.decoder_norm=layernorm model.scalenorm_fixed_g=true common.bf16=true "
     given += "model.share_all_embeddings=true model.encoder_layers=2 model.decoder_layers=2 common.cpu=true "
     given += "criterion=nfrs_label_smoothed_cross_entropy criterion.label_smoothing=0.1 criterion.smoothing=twt "
     given += "optimizer=adam optimization.lr=[0.01] optimization.max_update=4 lr_scheduler=nfrs_inverse_sqrt "
@@ -265,8 +266,9 @@ def test_hydra(data, tmp_path):
     saved = torch.load(tmp_path / "out" / "checkpoint_last.pt", weights_only=True)
     model = saved["cfg"]["model"]
     assert (model["norm"], model["residual"], model["encoder_embed_dim"]) == ("scalenorm", "subln", 128)
-    assert "encoder.layers.1.inner_norm.weight" in saved["model"]
-    assert model["scalenorm_fixed_g"] is False
+    weight = saved["model"]["decoder.layers.1.inner_norm.weight"]
+    assert torch.equal(weight, weight.bfloat16().float())
+    assert "encoder.layers.1.inner_norm.weight" not in saved["model"]  # its g is fixed
     done = command("normformer_rs", "fairseq", "hydra-train", *given.replace("=scalenorm", "=scalnorm").split())
     assert done.returncode != 0 and "scalnorm" in done.stderr
 
