@@ -100,8 +100,8 @@ class Trainer:
         more = sorted(Path(self.data.data_bin).glob("train1.*idx")) if self.data.data_bin else []
         if more:
             raise InputError(
-                f"{more[0]}: more of train to fairseq, which reads train, train1, …; this loop reads one: preprocess the "
-                "text into a single train"
+                f"{more[0]}: more of train to fairseq, which reads train, train1, …; this loop reads one: preprocess "
+                "the text into a single train"
             )
         return self.model.to_json(), self.training.to_json(), self.data.to_json()
 

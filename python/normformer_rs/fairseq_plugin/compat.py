@@ -1,7 +1,7 @@
 """What fairseq 0.12.2 needs to run with today's Python and torch. No file of fairseq is touched.
 
 Each patch says what needs it and may be applied twice. Those of Python come before fairseq's import; they and numpy's
-do nothing on a version that needs none. Those of torch are all needed by the only torch that this package runs with.
+do nothing on a version that needs none. The others are needed always: there is one torch that this package runs with.
 """
 
 import contextlib
