@@ -73,7 +73,7 @@ def test_what_is_no_binarised_folder_is_one_line(data, tmp_path, capsys):
     for path in data.iterdir():
         (tmp_path / path.name).write_bytes(path.read_bytes())
     (tmp_path / "train1.de-en.de.idx").write_bytes(content)
-    assert "train1.de-en.de.idx: more of train to fairseq" in error(*train, "--data-bin", str(tmp_path))
+    assert "train1.de-en.de.idx: more of train to fairseq" in error(*train, "--data-bin", str(tmp_path), "--dry-run")
     (tmp_path / "train1.de-en.de.idx").unlink()
     (tmp_path / "train.de-en.de.idx").write_bytes(content[:18] + b"\xff" * 7 + content[25:])
     assert "it is damaged" in error(*train, "--data-bin", str(tmp_path))
