@@ -145,6 +145,10 @@ def test_stock_language_models_convert(before, data, tmp_path):
     tokens = torch.tensor([[2, 5, 6, 7]])
     ours = nf.Transformer.from_checkpoint(tmp_path / "run")(None, tokens)
     torch.testing.assert_close(ours, model(tokens)[0], atol=1e-5, rtol=1e-4)
+    flags.decoder_normalize_before, flags.residual = True, "postnorm"
+    torch.save({"model": model.state_dict(), "cfg": {"model": flags, "task": task}}, tmp_path / "lm.pt")
+    with pytest.raises(nf.InputError, match="means --residual prenorm; got --residual postnorm: leave it out"):
+        convert.from_fairseq(tmp_path / "lm.pt", tmp_path / "other")
 
 
 def assert_same_but_for_ties(found: list, expected: list[tuple[str, float]]) -> None:
