@@ -16,7 +16,7 @@ import pytest
 import torch
 
 import normformer_rs as nf
-from fairseq_support import MARKS, RECIPE, SIZES, SMOOTHED, command, losses_of, parameters, stock, train
+from fairseq_support import MARKS, RECIPE, SIZES, SMOOTHED, command, execute, losses_of, parameters, stock, train
 from normformer_rs import cli
 from normformer_rs.config import tables
 
@@ -54,6 +54,10 @@ BAD = {
     "--residual prenorm --branchnorm-steps 10": "an option of branchnorm",
     "--residual rezero --encoder-norm rmsnorm": 'residual "rezero" has no norms',
     "--residual dlcl --encoder-layerdrop 0.1": "needs every layer's output: leave --layerdrop out",
+    "--residual admin --decoder-layerdrop 0.1": "needs every layer's output: leave --layerdrop out",
+    "--word-dropout 1": "--word-dropout must be at least 0 and below 1; got 1.0",
+    "--encoder-layers 0": "--encoder-layers must be at least 1; got 0",
+    "--norm rmsnorm --scalenorm-fixed-g": "an option of --norm scalenorm; got rmsnorm",
     "--encoder-attention-heads 5": "must divide the width 32; got 5",
 }
 
@@ -117,6 +121,9 @@ def test_commands_after_training(data, tmp_path):
     assert done.returncode == 0 and re.search(r"loss \d", done.stdout + done.stderr), done.stderr[-2000:]
     done = stock("generate", str(data), "--path", last, "--cpu", "--batch-size", "8", "--beam", "2")
     assert done.returncode == 0 and "H-23" in done.stdout, done.stderr[-2000:]
+    scored = [str(data), "--path", last, "--cpu", "--batch-size", "8", "--score-reference", "--print-alignment", "hard"]
+    done = stock("generate", *scored)
+    assert done.returncode == 0 and re.search(r"^A-23\t\d+-\d+ ", done.stdout, re.MULTILINE), done.stderr[-2000:]
     (tmp_path / "source").write_text("a b c k\n")
     interactive = [str(data), "--path", last, "--cpu", "--beam", "2", "--input", str(tmp_path / "source")]
     done = stock("interactive", *interactive, "--print-alignment")
@@ -163,7 +170,16 @@ def test_the_command_of_transformers_without_tears(flags, data, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "flags", ["--bf16", "--fp16", "--amp", "--update-freq 2", "--checkpoint-activations", "--layernorm-embedding"]
+    "flags",
+    [
+        "--bf16",
+        "--fp16",
+        "--amp",
+        "--update-freq 2",
+        "--checkpoint-activations",
+        "--layernorm-embedding",
+        "--num-batch-buckets 2",
+    ],
 )
 def test_trains_with_fairseqs_flags(flags, data, tmp_path):
     model = f"--arch nfrs_transformer {SIZES} --norm scalenorm --residual prenorm --criterion {SMOOTHED}"
@@ -173,26 +189,49 @@ def test_trains_with_fairseqs_flags(flags, data, tmp_path):
         assert losses == pytest.approx(train(data, tmp_path / "kept", 6, model), abs=0.002)
 
 
+# A rank of a training that leaves its parameters in the folder that SAVE_DIR names, when it would save a checkpoint.
+RANK = """
+import os, torch
+from normformer_rs.fairseq_plugin.command import main
+from fairseq.trainer import Trainer
+save = Trainer.consolidate_optimizer
+def leave(trainer):
+    torch.save(trainer.model.state_dict(), os.environ["SAVE_DIR"] + "/rank" + os.environ["RANK"])
+    save(trainer)
+Trainer.consolidate_optimizer = leave
+raise SystemExit(main())
+"""
+
+
 def test_two_processes(data, tmp_path):
-    """As torchrun starts them. Both halves of each batch make one update, on both sides the same."""
+    """As torchrun starts them. Both halves of each batch make one update, on both sides the same, also when resumed."""
     model = f"--arch nfrs_transformer {SIZES} --norm layernorm --residual admin --criterion {SMOOTHED}"
-    given = f"{data} {RECIPE} {model} --save-dir {tmp_path}/out --max-update 4 --disable-validation"
+    given = f"{data} {RECIPE} {model} --save-dir {tmp_path} --disable-validation"
     given += " --distributed-backend gloo --ddp-backend legacy_ddp"  # c10d wants GPUs here
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
 
-    def start(rank: int) -> subprocess.CompletedProcess:
-        launched = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": "2", "RANK": str(rank)}
-        return stock("train", *given.split(), **launched)
+    def losses_until(updates: int) -> list[float]:
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = str(free.getsockname()[1])
 
-    with ThreadPoolExecutor(2) as pool:
-        done = list(pool.map(start, range(2)))
-    losses = losses_of(done[0])
-    assert done[1].returncode == 0, done[1].stderr[-3000:]
+        def start(rank: int) -> subprocess.CompletedProcess:
+            launched = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": "2", "RANK": str(rank)}
+            arguments = ["train", *given.split(), "--max-update", str(updates)]
+            return execute(sys.executable, "-c", RANK, *arguments, SAVE_DIR=str(tmp_path), **launched)
+
+        with ThreadPoolExecutor(2) as pool:
+            done = list(pool.map(start, range(2)))
+        assert done[1].returncode == 0, done[1].stderr[-3000:]
+        return losses_of(done[0])
+
+    losses = losses_until(4)
     assert len(losses) == 4 and all(map(math.isfinite, losses)) and losses[-1] < losses[0]
-    state = parameters(tmp_path / "out" / "checkpoint_last.pt")
+    state = parameters(tmp_path / "checkpoint_last.pt")
     assert state["is_profiled"] and (state["encoder.layers.1.residual_scale2"] > 1.05).all()
+    assert len(losses_until(6)) == 2
+    first, second = (torch.load(tmp_path / f"rank{rank}") for rank in range(2))
+    assert all(torch.equal(first[name], second[name]) for name in first if not name.endswith("_float_tensor"))
+    assert not torch.equal(first["decoder.layers.1.linear1.weight"], state["decoder.layers.1.linear1.weight"])
 
 
 SPAWN = """
@@ -215,6 +254,7 @@ def test_spawned_workers_are_patched(tmp_path):
 
 def test_hydra(data, tmp_path):
     given = f"task=translation task.data={data} model=nfrs_transformer_tiny model.norm=scalenorm model.residual=subln "
+    given += "model.decoder_norm=layernorm model.scalenorm_fixed_g=true common.bf16=true "
     given += "model.share_all_embeddings=true model.encoder_layers=2 model.decoder_layers=2 common.cpu=true "
     given += "criterion=nfrs_label_smoothed_cross_entropy criterion.label_smoothing=0.1 criterion.smoothing=twt "
     given += "optimizer=adam optimization.lr=[0.01] optimization.max_update=4 lr_scheduler=nfrs_inverse_sqrt "
@@ -226,7 +266,9 @@ def test_hydra(data, tmp_path):
     saved = torch.load(tmp_path / "out" / "checkpoint_last.pt", weights_only=True)
     model = saved["cfg"]["model"]
     assert (model["norm"], model["residual"], model["encoder_embed_dim"]) == ("scalenorm", "subln", 128)
-    assert "encoder.layers.1.inner_norm.weight" in saved["model"]
+    weight = saved["model"]["decoder.layers.1.inner_norm.weight"]
+    assert torch.equal(weight, weight.bfloat16().float())
+    assert "encoder.layers.1.inner_norm.weight" not in saved["model"]  # its g is fixed
     done = command("normformer_rs", "fairseq", "hydra-train", *given.replace("=scalenorm", "=scalnorm").split())
     assert done.returncode != 0 and "scalnorm" in done.stderr
 
@@ -260,7 +302,7 @@ def test_language_model(fairseq, tmp_path):
     preprocess.main(options.get_preprocessing_parser().parse_args(given.split()))
     model = "--task language_modeling --arch nfrs_transformer_lm --norm rmsnorm --residual deepnorm --vocab-mask "
     model += "--decoder-layers 2 --decoder-embed-dim 32 --decoder-ffn-embed-dim 48 --decoder-attention-heads 4 "
-    model += f"--share-decoder-input-output-embed --tokens-per-sample 64 --criterion {SMOOTHED}"
+    model += f"--share-decoder-input-output-embed --tokens-per-sample 64 --sample-break-mode eos --criterion {SMOOTHED}"
     recipe = RECIPE.replace("--share-all-embeddings", "")
     losses = losses_of(
         stock("train", *f"{tmp_path}/bin {recipe} {model} --save-dir {tmp_path}/out --max-update 12".split())

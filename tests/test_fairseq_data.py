@@ -1,5 +1,6 @@
 """fairseq's binarised folders and checkpoints, read by this package's loop and written for fairseq."""
 
+import argparse
 import gzip
 import itertools
 import math
@@ -71,6 +72,9 @@ def test_what_is_no_binarised_folder_is_one_line(data, tmp_path, capsys):
     content = (data / "train.de-en.de.idx").read_bytes()
     for path in data.iterdir():
         (tmp_path / path.name).write_bytes(path.read_bytes())
+    (tmp_path / "train1.de-en.de.idx").write_bytes(content)
+    assert "train1.de-en.de.idx: more of train to fairseq" in error(*train, "--data-bin", str(tmp_path), "--dry-run")
+    (tmp_path / "train1.de-en.de.idx").unlink()
     (tmp_path / "train.de-en.de.idx").write_bytes(content[:18] + b"\xff" * 7 + content[25:])
     assert "it is damaged" in error(*train, "--data-bin", str(tmp_path))
 
@@ -100,9 +104,51 @@ def test_converts_both_ways(which, data, tmp_path):
     assert which == "stock" or {n: v.tolist() for n, v in second.items() if n != "is_profiled"} == {
         n: v.tolist() for n, v in first.items() if n != "is_profiled"
     }
+    convert.from_fairseq(back, tmp_path / "again", data=data)
+    again = nf.Transformer.from_checkpoint(tmp_path / "again").state_dict()
+    assert all(torch.equal(again[name], value) for name, value in ours.state_dict().items())
+    if which == "stock":
+        torch.save(before_0_9(torch.load(last, weights_only=True)), tmp_path / "old.pt")
+        convert.from_fairseq(tmp_path / "old.pt", tmp_path / "old")
+        old = nf.Transformer.from_checkpoint(tmp_path / "old").state_dict()
+        assert all(torch.equal(old[name], value) for name, value in ours.state_dict().items())
     found = nf.translate(run, nf.Binarised(data), nf.SearchConfig(beam=5, rule="fairseq", max_length=12))
     for path in (last, back):
         assert_same_but_for_ties(found, generate(data, path))
+
+
+def before_0_9(saved: dict) -> dict:
+    """A checkpoint as earlier versions of fairseq wrote it: one matrix for q, k and v."""
+    state = saved["model"]
+    for name in [name for name in state if ".q_proj." in name]:
+        parts = [state.pop(name.replace("q_proj", f"{which}_proj")) for which in "qkv"]
+        state[name.replace("q_proj.", "in_proj_")] = torch.cat(parts)
+    return saved
+
+
+@pytest.mark.parametrize("before", [False, True])
+def test_stock_language_models_convert(before, data, tmp_path):
+    """Postnorm, unless their flag says otherwise."""
+    from fairseq.data import Dictionary
+    from fairseq.models.transformer_lm import TransformerLanguageModel, base_lm_architecture
+
+    dictionary = Dictionary.load(str(data / "dict.de.txt"))
+    sizes = {"decoder_layers": 2, "decoder_embed_dim": 32, "decoder_ffn_embed_dim": 48, "decoder_attention_heads": 4}
+    flags = argparse.Namespace(**sizes, tokens_per_sample=64, share_decoder_input_output_embed=True)
+    base_lm_architecture(flags)
+    flags.decoder_normalize_before, flags.activation_dropout, flags.arch = before, 0.0, "transformer_lm"
+    task = argparse.Namespace(source_dictionary=dictionary, target_dictionary=dictionary)
+    model = TransformerLanguageModel.build_model(flags, task).eval()
+    task = {"data": str(data), "source_lang": "de"}
+    torch.save({"model": model.state_dict(), "cfg": {"model": flags, "task": task}}, tmp_path / "lm.pt")
+    convert.from_fairseq(tmp_path / "lm.pt", tmp_path / "run")
+    tokens = torch.tensor([[2, 5, 6, 7]])
+    ours = nf.Transformer.from_checkpoint(tmp_path / "run")(None, tokens)
+    torch.testing.assert_close(ours, model(tokens)[0], atol=1e-5, rtol=1e-4)
+    flags.decoder_normalize_before, flags.residual = True, "postnorm"
+    torch.save({"model": model.state_dict(), "cfg": {"model": flags, "task": task}}, tmp_path / "lm.pt")
+    with pytest.raises(nf.InputError, match="means --residual prenorm; got --residual postnorm: leave it out"):
+        convert.from_fairseq(tmp_path / "lm.pt", tmp_path / "other")
 
 
 def assert_same_but_for_ties(found: list, expected: list[tuple[str, float]]) -> None:
@@ -165,18 +211,56 @@ def test_checkpoints_of_other_models_are_one_line(data, tmp_path):
         convert.from_fairseq(last, tmp_path / "run")
 
 
+def test_checkpoints_with_bleu(data, tmp_path):
+    """Their metrics hold numpy's arrays."""
+    model = f"--arch nfrs_transformer {SIZES} --criterion {SMOOTHED} --best-checkpoint-metric bleu --eval-bleu "
+    model += '--eval-bleu-args {"beam":2,"max_len_b":12} --eval-bleu-detok space --maximize-best-checkpoint-metric'
+    last = tmp_path / "out" / "checkpoint_last.pt"
+    for updates in (3, 5):
+        train(data, tmp_path / "out", updates, model)
+    generate(data, last)
+    allowed = torch.serialization.get_safe_globals()
+    torch.serialization.clear_safe_globals()  # as in a process without fairseq
+    try:
+        names = torch.serialization.get_unsafe_globals_in_checkpoint(last)
+        assert {name.split(".")[-1] for name in names} >= {"_reconstruct", "ndarray", "dtype"}
+        convert.from_fairseq(last, tmp_path / "run")
+        torch.save(torch.load(last, weights_only=False) | {"more": Path("x")}, last)
+        with pytest.raises(nf.InputError, match="holds pathlib"):
+            convert.from_fairseq(last, tmp_path / "trusted")
+        convert.from_fairseq(last, tmp_path / "trusted", trust=True)
+    finally:
+        torch.serialization.add_safe_globals(allowed)
+    trusted, first = (nf.Transformer.from_checkpoint(tmp_path / name).state_dict() for name in ("trusted", "run"))
+    assert all(torch.equal(trusted[name], value) for name, value in first.items())
+
+
 def test_conversion_refuses(data, tmp_path):
-    def error(*arguments: str) -> str:
+    def error(*arguments: Path, **options: bool) -> str:
         with pytest.raises(nf.InputError) as raised:
-            convert.from_fairseq(*arguments)
+            convert.from_fairseq(*arguments, **options)
         assert "\n" not in str(raised.value)
         return str(raised.value)
 
     assert "no such file" in error(tmp_path / "none.pt", tmp_path / "run")
     torch.save({"model": {}, "args": Path("x")}, tmp_path / "code.pt")
+    assert "code.pt: holds pathlib" in error(tmp_path / "code.pt", tmp_path / "run")
     assert "--trust" in error(tmp_path / "code.pt", tmp_path / "run")
-    (tmp_path / "text.pt").write_text("nothing")
-    assert "text.pt" in error(tmp_path / "text.pt", tmp_path / "run")
+    for content in (b"", b"nothing", gzip.compress(b"nothing")):
+        (tmp_path / "bad.pt").write_bytes(content)
+        for trust in (False, True):
+            said = error(tmp_path / "bad.pt", tmp_path / "run", trust=trust)
+            assert "bad.pt: not a checkpoint of fairseq, or damaged (" in said and "--trust" not in said
+    for saved, expected in (
+        ([], "a dictionary with model"),
+        ({"model": [1], "args": 1}, "a dictionary of tensors"),
+        ({"model": {}, "args": 1}, "cfg, with model and task, or args"),
+        ({"model": {}, "cfg": {"x": 1}}, "cfg, with model and task, or args"),
+        ({"model": {}, "cfg": {"model": None, "task": {}}}, "cfg, with model and task, or args"),
+        ({"model": {}, "cfg": {"model": {"_name": "transformer"}, "task": {}}}, "--data DIR"),
+    ):
+        torch.save(saved, tmp_path / "bad.pt")
+        assert expected in error(tmp_path / "bad.pt", tmp_path / "run")
     torch.save({"model": {}, "cfg": {"model": {"_name": "lstm"}, "task": {}}}, tmp_path / "lstm.pt")
     assert '"lstm"' in error(tmp_path / "lstm.pt", tmp_path / "run")
     flags = {"_name": "transformer_tiny", "encoder_embed_dim": 32, "encoder_layers": 1, "activation_fn": "gelu"}

@@ -5,13 +5,13 @@ Both start from one table of names, torch.nn's: the plug-in's architectures have
 """
 
 import argparse
-import pickle
 import re
 from collections.abc import Mapping
 from os import PathLike
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -60,6 +60,8 @@ def complete(flags: Mapping[str, Any]) -> argparse.Namespace:
     Errors: InputError for flags that a model of this package has no place for.
     """
     flags = dict(flags)
+    if flags.get("scalenorm_fixed_g"):
+        _fix_g(flags)
     for name in REFUSED:
         if flags.get(name):
             raise InputError(f"--{name.replace('_', '-')} has no place in a model of this package: leave it out")
@@ -70,6 +72,18 @@ def complete(flags: Mapping[str, Any]) -> argparse.Namespace:
         if flags.get(name) is None:
             flags[name] = flags["decoder_embed_dim"]
     return argparse.Namespace(**flags)
+
+
+def _fix_g(flags: dict[str, Any]) -> None:
+    """--scalenorm-fixed-g: every ScaleNorm is a scalenorm-fixed."""
+    norms = [flags.get(f"{side}_norm") or flags["norm"] for side in ("encoder", "decoder")]
+    if not {"scalenorm", "scalenorm-fixed"}.intersection(norms):
+        raise InputError(
+            f"--scalenorm-fixed-g is an option of --norm scalenorm; got {' and '.join(dict.fromkeys(norms))}"
+        )
+    for name in ("norm", "encoder_norm", "decoder_norm"):
+        if flags.get(name) == "scalenorm":
+            flags[name] = "scalenorm-fixed"
 
 
 def configure(flags: argparse.Namespace, stack: str, vocab_size: int) -> TransformerConfig:
@@ -109,23 +123,24 @@ def configure(flags: argparse.Namespace, stack: str, vocab_size: int) -> Transfo
 
 def _residual(flags: argparse.Namespace, is_alone: bool) -> str:
     """The residual scheme; fairseq's older flags are understood where they agree with --residual."""
-    named = getattr(flags, "residual", None)  # fairseq's own archs have no such flag
-    if is_alone:  # fairseq's language models are prenorm whatever the flag says
-        return named or "prenorm"
-    before = [flags.encoder_normalize_before, flags.decoder_normalize_before]
+    named = getattr(flags, "residual", None)
+    older = ["decoder_normalize_before"] if is_alone else ["encoder_normalize_before", "decoder_normalize_before"]
+    before = [getattr(flags, name, False) for name in older]
     if not any(before):
-        return named or "postnorm"
+        # nfrs_transformer_lm is prenorm where nothing is said; fairseq's own archs have no --residual
+        return named or ("prenorm" if is_alone and hasattr(flags, "residual") else "postnorm")
     if not all(before) or named not in (None, "prenorm"):
-        raise InputError(
-            "--encoder-normalize-before and --decoder-normalize-before together mean --residual prenorm; got one "
-            f"alone, or --residual {named}: leave them out"
+        means = " and ".join("--" + name.replace("_", "-") for name in older) + (
+            " means" if is_alone else " together mean"
         )
+        got = f"--residual {named}" if all(before) else "one alone"
+        raise InputError(f"{means} --residual prenorm; got {got}: leave {'it' if is_alone else 'them'} out")
     return "prenorm"
 
 
 # What parameters are called.
 
-_STOCK = re.compile(r"(?:^|\.)(?:self_attn|encoder_attn)\.q_proj\.weight$")
+_STOCK = re.compile(r"(?:^|\.)layers\.\d+\.fc1\.weight$")
 _LAYER = re.compile(r"^(encoder|decoder)\.layers\.(\d+)\.(.+)$")
 _NORMS = {
     "encoder": {"self_attn_layer_norm": "norm1", "final_layer_norm": "norm2"},
@@ -139,8 +154,8 @@ _NEVER_TRAINED = re.compile(r"^(in_proj|out_proj|fc1|fc2)_(weight|bias)$")
 def from_fairseq_names(state: dict[str, Tensor]) -> None:
     """Renames, in place, the layers of a checkpoint of fairseq's `transformer` archs to this package's names.
 
-    q, k and v become one matrix, norms are numbered in their order, copies that were never trained go. A checkpoint
-    with this package's names stays as it is.
+    q, k and v become one matrix (they were one until fairseq 0.8), norms are numbered in their order, copies that were
+    never trained go. A checkpoint with this package's names stays as it is.
     """
     if not any(_STOCK.search(name) for name in state):
         return
@@ -237,37 +252,50 @@ def check_version(state: Mapping[str, Tensor]) -> None:
 
 # The files.
 
+SAFE: list[Any] = [argparse.Namespace, np.ndarray, np.dtype, *(type(np.dtype(name)) for name in ("int64", "float64"))]
+for _name, _made in (("_reconstruct", np.zeros(1).__reduce__()[0]), ("scalar", np.float64(0).__reduce__()[0])):
+    SAFE += [(_made, f"numpy.{core}.multiarray.{_name}") for core in ("core", "_core")]
+"""What fairseq's checkpoints hold beside tensors and plain data: flags, and numpy's numbers in the metrics of
+--eval-bleu (numpy 2 has renamed its core)."""
+
 
 def read_checkpoint(path: Path_, trust: bool = False) -> dict[str, Any]:
-    """A fairseq checkpoint: tensors, plain data and argparse.Namespace.
+    """A fairseq checkpoint: tensors, plain data and what is `SAFE`.
 
-    Errors: InputError where it holds anything else, which loading would have to run, unless it is trusted.
+    Errors: InputError for other files, and where it holds anything else, which loading would have to run, unless it is
+    trusted.
     """
     if not Path(path).is_file():
         raise InputError(f"{path}: no such file; expected a checkpoint of fairseq")
     try:
         # The context would take back, at its end, what another part of the program has allowed.
-        is_allowed = argparse.Namespace in torch.serialization.get_safe_globals()
-        with torch.serialization.safe_globals([] if is_allowed else [argparse.Namespace]):
+        allowed = torch.serialization.get_safe_globals()
+        with torch.serialization.safe_globals([kind for kind in SAFE if kind not in allowed]):
             found = torch.load(path, map_location="cpu", weights_only=not trust)
-    except pickle.UnpicklingError as error:
+    except Exception as error:  # what is damaged fails in any way
+        unsafe = re.search(r"Unsupported global: GLOBAL (\S+)", str(error))
+        if unsafe:
+            raise InputError(
+                f"{path}: holds {unsafe[1]}, which is neither a tensor nor plain data, and loading it could run code: "
+                "--trust loads it all the same"
+            ) from error
+        reason = " ".join(str(error).split("\n")[0].split()) or type(error).__name__
+        raise InputError(f"{path}: not a checkpoint of fairseq, or damaged ({reason})") from error
+    state = found.get("model") if isinstance(found, dict) else None
+    if not isinstance(state, dict) or not all(isinstance(value, Tensor) for value in state.values()):
         raise InputError(
-            f"{path}: holds more than tensors and plain data, so that loading it could run code: --trust loads it all "
-            f"the same ({str(error).splitlines()[0]})"
-        ) from error
-    except (RuntimeError, EOFError) as error:
-        raise InputError(f"{path}: not fairseq's, or damaged ({str(error).splitlines()[0]})") from error
-    if not isinstance(found, dict) or "model" not in found or not (found.get("cfg") or found.get("args")):
-        raise InputError(f"{path}: not a checkpoint of fairseq: expected a dictionary with model, and cfg or args")
+            f"{path}: not a checkpoint of fairseq: expected a dictionary with model, a dictionary of tensors"
+        )
     return found
 
 
 def flags_of(saved: Mapping[str, Any], path: Path_) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The model's flags and the task's."""
-    cfg = saved.get("cfg") or {"model": saved["args"], "task": saved["args"]}
-    model, task = (
-        vars(part) if isinstance(part, argparse.Namespace) else dict(part) for part in (cfg["model"], cfg["task"])
-    )
+    """The model's flags and the task's. Errors: InputError where they are not there, or another architecture's."""
+    cfg, args = saved.get("cfg"), saved.get("args")
+    found = [cfg.get("model"), cfg.get("task")] if isinstance(cfg, Mapping) else [args, args]
+    model, task = (vars(part) if isinstance(part, argparse.Namespace) else part for part in found)
+    if not isinstance(model, dict) or not isinstance(task, dict):
+        raise InputError(f"{path}: not a checkpoint of fairseq: expected cfg, with model and task, or args")
     arch = model.get("_name") or model.get("arch") or ""
     if not re.match(r"(nfrs_)?transformer(_|$)", arch):
         raise InputError(f'{path}: a model of the architecture "{arch}"; expected a transformer… or nfrs_transformer…')
@@ -306,7 +334,7 @@ def from_fairseq(path: Path_, output: Path_, *, data: Path_ | None = None, trust
     state = to_canonical(saved["model"], config.tie_embeddings)
     mask = saved["model"].get("decoder.vocab_mask")
     training = TrainingConfig(vocab_mask=mask is not None).to_json()
-    types = None if mask is None else mask.tolist()
+    types = None if mask is None else mask.bool().tolist()
     try:
         _core.save_model(str(output), config.to_json(), training, str(dictionary), types, [*state], [*state.values()])
     except InputError as error:
@@ -340,11 +368,11 @@ def to_fairseq(directory: Path_, output: Path_, *, checkpoint: str = "best") -> 
         )
     state = from_canonical(dict(_core.load_parameters(str(folder))), config.tie_embeddings)
     if declare(config, "decoder").is_profiled:
-        state["is_profiled"] = torch.tensor(True)
+        state["is_profiled"] = torch.tensor(1, dtype=torch.uint8)
     types = _core.target_vocabulary(str(directory))
     flags = flags_from(config) | {"vocab_mask": types is not None}
     if types is not None:
-        state["decoder.vocab_mask"] = torch.tensor(types)
+        state["decoder.vocab_mask"] = torch.tensor(types, dtype=torch.uint8)
     history = {"optimizer_name": "adam", "criterion_name": "nfrs_label_smoothed_cross_entropy", "num_updates": 0}
     history |= {"lr_scheduler_state": {"best": None}}
     iterator = {"epoch": 1, "iterations_in_epoch": 0}

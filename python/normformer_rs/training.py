@@ -97,6 +97,12 @@ class Trainer:
         return history
 
     def _json(self) -> tuple[str, str, str]:
+        more = sorted(Path(self.data.data_bin).glob("train1.*idx")) if self.data.data_bin else []
+        if more:
+            raise InputError(
+                f"{more[0]}: more of train to fairseq, which reads train, train1, …; this loop reads one: preprocess "
+                "the text into a single train"
+            )
         return self.model.to_json(), self.training.to_json(), self.data.to_json()
 
 

@@ -1,21 +1,25 @@
 """What fairseq 0.12.2 needs to run with today's Python and torch. No file of fairseq is touched.
 
-Each patch says which version needs it, does nothing where that version is not the one running, and may be applied
-twice. Those of Python come before fairseq's import, those of torch after it.
+Each patch says what needs it and may be applied twice. Those of Python come before fairseq's import; they and numpy's
+do nothing on a version that needs none. The others are needed always: there is one torch that this package runs with.
 """
 
-import argparse
 import contextlib
 import dataclasses
 import functools
+import importlib
 import sys
+import types
 from collections.abc import Iterator
 from importlib.machinery import FileFinder
 from typing import Any
 
+import numpy as np
 import torch
+import torch.distributed as dist
 
 from normformer_rs._optional import available, require
+from normformer_rs.convert import SAFE
 
 _FOREIGN = ("fairseq", "fairseq_cli", "hydra")
 
@@ -30,7 +34,9 @@ def apply() -> None:
         extra="fairseq",
         hint="fairseq 0.12.2; its omegaconf 2.0.6 has metadata that only pip before 24.1 takes",
     )
-    allow_namespaces_in_checkpoints()
+    lend_names_of_numpy_1()
+    allow_checkpoints()
+    broadcast_objects()
     switch_fast_path_off()
     keep_half_precision_on_cpus()
 
@@ -79,9 +85,39 @@ def give_finders_find_module() -> None:
     FileFinder.find_module = find_module  # type: ignore[attr-defined]
 
 
-def allow_namespaces_in_checkpoints() -> None:
-    """torch 2.6 and later load tensors and plain data only; a fairseq checkpoint also holds an argparse.Namespace."""
-    torch.serialization.add_safe_globals([argparse.Namespace])
+def lend_names_of_numpy_1() -> None:
+    """numpy 1.24 dropped `int` and `float`, and 2.0 `compat`: the modules of fairseq that say them have a numpy which
+    also knows those."""
+    if hasattr(np, "int") and hasattr(np, "compat"):
+        return
+    lent: Any = types.ModuleType("numpy")
+    lent.__getattr__ = functools.partial(getattr, np)
+    lent.int, lent.float, lent.compat = int, float, types.SimpleNamespace(long=int)
+    for name in (
+        "data.token_block_dataset",
+        "data.language_pair_dataset",
+        "data.data_utils",
+        "modules.dynamic_crf_layer",
+    ):
+        importlib.import_module(f"fairseq.{name}").np = lent  # type: ignore[attr-defined]
+
+
+def allow_checkpoints() -> None:
+    """torch 2.6 and later load tensors and plain data only; a fairseq checkpoint also holds what is `SAFE`."""
+    torch.serialization.add_safe_globals(SAFE)
+
+
+def broadcast_objects() -> None:
+    """Where several processes resume, rank 0 sends the others its configuration too, which torch.load refuses there
+    since torch 2.6; pickle takes it."""
+    from fairseq.distributed import utils
+
+    def broadcast_object_slow(obj: Any, src_rank: int, group: Any, dist_device: torch.device) -> Any:
+        sent = [obj]
+        dist.broadcast_object_list(sent, src=src_rank, group=group, device=dist_device)
+        return sent[0]
+
+    utils._broadcast_object_slow = broadcast_object_slow
 
 
 def keep_half_precision_on_cpus() -> None:

@@ -12,6 +12,7 @@ from fairseq.criterions.label_smoothed_cross_entropy import (
 from fairseq.dataclass import ChoiceEnum
 from torch import Tensor
 
+from normformer_rs._core import InputError
 from normformer_rs.config import TrainingConfig
 from normformer_rs.nn.declared import OPS
 
@@ -31,7 +32,7 @@ class FusedLabelSmoothedCrossEntropy(LabelSmoothedCrossEntropyCriterion):
     """A·(−log p_t) + B·Σ_{v∈V_t} −log p_v, summed over the real targets; V_t the model's vocabulary mask, or all types.
 
     `fairseq`: A = 1 − ε − ε_i, B = ε_i = ε/(|V_t| − 1). `twt`: A = 1 − ε, B = ε/|V_t|. Targets outside V_t, which only
-    validation data can have, count as UNK.
+    validation data may have, count as UNK.
     """
 
     # fairseq fills the parameters in by their names.
@@ -48,25 +49,36 @@ class FusedLabelSmoothedCrossEntropy(LabelSmoothedCrossEntropyCriterion):
         self.smoothing, self.unknown = str(smoothing), task.target_dictionary.unk()
 
     def compute_loss(self, model: Any, net_output: Any, sample: Any, reduce: bool = True) -> tuple[Tensor, Tensor]:
-        logits, target = net_output[0], model.get_targets(sample, net_output)
-        if self.ignore_prefix_size > 0:
-            logits, target = logits[:, self.ignore_prefix_size :], target[:, self.ignore_prefix_size :]
-        logits, target = logits.flatten(0, -2), target.flatten()
-        mask = getattr(getattr(_inner(model), "decoder", None), "vocab_mask", None)
-        types = logits.shape[-1]
-        if mask is not None:
-            types = int(mask.sum())
-            target = torch.where(mask[target] | target.eq(self.padding_idx), target, self.unknown)
+        logits, target, mask = self._prepare(model, net_output, sample)
+        types = logits.shape[-1] if mask is None else int(mask.sum())
         each = self.eps / max(types - 1, 1) if self.smoothing == "fairseq" else self.eps / types
         own = 1 - self.eps - (each if self.smoothing == "fairseq" else 0.0)
         loss, nll, _ = OPS.label_smoothed_cross_entropy(logits, target, mask, own, each, self.padding_idx)
         return (loss.sum(), nll.sum()) if reduce else (loss, nll)
 
     def compute_accuracy(self, model: Any, net_output: Any, sample: Any) -> tuple[Tensor, Tensor]:
-        target = model.get_targets(sample, net_output).flatten()
+        logits, target, mask = self._prepare(model, net_output, sample)
         is_real = target.ne(self.padding_idx)
-        guessed = net_output[0].flatten(0, -2).argmax(1)
+        guessed = (logits if mask is None else logits.masked_fill(~mask, float("-inf"))).argmax(1)
         return (guessed.eq(target) & is_real).sum(), is_real.sum()
+
+    def _prepare(self, model: Any, net_output: Any, sample: Any) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Logits and targets, flat and without the prefix that does not count, and V_t."""
+        logits, target = net_output[0], model.get_targets(sample, net_output)
+        if self.ignore_prefix_size > 0:
+            logits, target = logits[:, self.ignore_prefix_size :], target[:, self.ignore_prefix_size :]
+        logits, target = logits.flatten(0, -2), target.flatten()
+        mask = getattr(getattr(_inner(model), "decoder", None), "vocab_mask", None)
+        if mask is not None:
+            mask = mask.bool()
+            is_known = mask[target] | target.eq(self.padding_idx)
+            if model.training and not is_known.all():
+                raise InputError(
+                    "--vocab-mask: the training data hold targets that were not there when the training began: start "
+                    "it again, or leave --vocab-mask out"
+                )
+            target = torch.where(is_known, target, self.unknown)
+        return logits, target, mask
 
 
 def _inner(model: Any) -> Any:

@@ -31,8 +31,7 @@ from normformer_rs.nn.layers import Layer
 from normformer_rs.nn.stacks import Stack
 
 from .options import DROPOUTS, SHAPES, LanguageModelOptions, TranslationOptions, plain, shape
-from .rows import Packed, RowAttention, Rows, Sight, Step
-from .vocabulary import target_types
+from .rows import Packed, RowAttention, Rows, Sight, Step, Watched
 
 
 class SelfLayer(TransformerEncoderLayer):
@@ -108,7 +107,8 @@ class _Side(Stack):
         self.norm, self.place, self.end = None, None, ()
         self.settle(config, self.name)
         assert self.place is not None
-        if self.place.declared.combine is not None and type(self.layers) is not nn.ModuleList:
+        needs_all = self.place.declared.combine is not None or self.place.declared.is_profiled
+        if needs_all and type(self.layers) is not nn.ModuleList:
             raise InputError(f"--residual {config.residual} needs every layer's output: leave --layerdrop out")
         if self.layernorm_embedding is not None:
             self.layernorm_embedding = make(NormAt("layernorm_embedding", config.d_model, last=False), self.place, {})
@@ -121,10 +121,10 @@ class _Side(Stack):
         config = self.place.config
         for layer in self.layers.children():
             layer.draw()
-        if not getattr(self.cfg, self.name).embed_path:
+        is_shared = config.tie_embeddings == "all"
+        if not getattr(self.cfg, self.name).embed_path and not (is_shared and self.name == "decoder"):
             table = {"encoder": "source_embedding", "decoder": "target_embedding"}[self.name]
-            table = "embedding" if config.tie_embeddings == "all" else table
-            draw_table(self.embed_tokens.weight, table, config)
+            draw_table(self.embed_tokens.weight, "embedding" if is_shared else table, config)
         if self.name == "decoder" and config.tie_embeddings == "none":
             draw_table(self.output_projection.weight, "output_projection", config)
 
@@ -206,7 +206,7 @@ class Decoder(_Side, TransformerDecoderBase):
         TransformerDecoderBase.__init__(self, cfg, dictionary, embed_tokens, no_encoder_attn)
         self.finish(cfg)
         self.begins_with_bos = cfg.stacks[self.name].decoder_start == "bos"
-        self.register_buffer("vocab_mask", torch.ones(len(dictionary), dtype=torch.bool) if cfg.vocab_mask else None)
+        self.register_buffer("vocab_mask", torch.ones(len(dictionary), dtype=torch.uint8) if cfg.vocab_mask else None)
 
     def build_decoder_layer(self, cfg: Any, no_encoder_attn: bool = False) -> Layer:
         return self.build_layer(SelfLayer if no_encoder_attn else CrossLayer, cfg)
@@ -225,23 +225,29 @@ class Decoder(_Side, TransformerDecoderBase):
         alignment_layer: int | None = None,
         alignment_heads: int | None = None,
     ) -> tuple[Tensor, dict[str, Any]]:
-        """Features (B, T, d), and in a single step the attention to the source, (B, 1, S), as `attn`."""
+        """Features (B, T, d), and as `attn`, in evaluation, one layer's attention to the source, (B, T, S)."""
         memory = encoder_out["encoder_out"][0].transpose(0, 1) if encoder_out is not None else None  # (B, S, d)
         hidden = encoder_out["encoder_padding_mask"][0] if encoder_out is not None else None
+        watched = len(self.layers) - 1 if alignment_layer is None else alignment_layer
         if incremental_state is not None:
-            seen = (memory, hidden, alignment_layer, alignment_heads)
-            return self._step(prev_output_tokens, incremental_state, *seen)
+            return self._step(prev_output_tokens, incremental_state, memory, hidden, watched, alignment_heads)
         rows = Rows.of(prev_output_tokens.eq(self.padding_idx))
         positions = None if self.embed_positions is None else rows.pack(self.embed_positions(prev_output_tokens))
         tokens = rows.pack(prev_output_tokens)
         if self.begins_with_bos:
             tokens = tokens.index_fill(0, rows.spans()[:, 0], self.dictionary.bos())
-        sights: tuple[Sight, ...] = (Packed(rows, causal=not full_context_alignment),)
-        if memory is not None and hidden is not None:
-            memory_rows = Rows.of(hidden)
-            sights += (Packed(rows, memory=memory_rows.pack(memory), memory_rows=memory_rows),)
-        x = self.run(self.embed(tokens, positions), lambda _: sights)
-        return rows.unpack(x), {"attn": [None], "inner_states": []}
+        own = Packed(rows, causal=not full_context_alignment)
+        if memory is None or hidden is None:
+            return rows.unpack(self.run(self.embed(tokens, positions), lambda _: (own,))), _seen(None, None)
+        memory_rows = Rows.of(hidden)
+        other = Packed(rows, memory=memory_rows.pack(memory), memory_rows=memory_rows)
+        kept = Watched(other)
+
+        def sights(layer: int) -> tuple[Sight, ...]:
+            return own, kept if layer == watched and not self.training else other
+
+        x = self.run(self.embed(tokens, positions), sights)
+        return rows.unpack(x), _seen(kept.weights, alignment_heads)
 
     def _step(
         self,
@@ -249,7 +255,7 @@ class Decoder(_Side, TransformerDecoderBase):
         incremental_state: dict[str, Any],
         memory: Tensor | None,
         hidden: Tensor | None,
-        alignment_layer: int | None,
+        watched: int,
         alignment_heads: int | None,
     ) -> tuple[Tensor, dict[str, Any]]:
         kept = self.get_incremental_state(incremental_state, "kept") or {}
@@ -258,7 +264,6 @@ class Decoder(_Side, TransformerDecoderBase):
         padding, positions = newest.eq(self.padding_idx), None
         if self.embed_positions is not None:
             positions = self.embed_positions(tokens, incremental_state=incremental_state)[:, -1]
-        watched = len(self.layers) - 1 if alignment_layer is None else alignment_layer
         weights: list[Step] = []
 
         def sights(layer: int) -> tuple[Sight, ...]:
@@ -273,9 +278,7 @@ class Decoder(_Side, TransformerDecoderBase):
         if self.begins_with_bos and tokens.shape[1] == 1:
             newest = torch.full_like(newest, self.dictionary.bos())
         x = self.run(self.embed(newest[:, 0], positions), sights)
-        seen = weights[-1].weights if weights else None
-        attention = None if seen is None else seen[:, :alignment_heads].mean(1)
-        return x.unsqueeze(1), {"attn": [attention], "inner_states": []}
+        return x.unsqueeze(1), _seen(weights[-1].weights if weights else None, alignment_heads)
 
     def reorder_incremental_state(self, incremental_state: dict[str, Any], new_order: Tensor) -> None:
         """Keeps the sentences of `new_order`. What is read of the source is every beam's of a sentence alike."""
@@ -291,6 +294,11 @@ class Decoder(_Side, TransformerDecoderBase):
         if config.fixnorm and config.tie_embeddings != "none":
             return F.linear(features, F.normalize(projection.weight, dim=-1, eps=1e-12), projection.bias)
         return projection(features)
+
+
+def _seen(weights: Tensor | None, heads: int | None) -> dict[str, Any]:
+    """What fairseq's decoder returns beside its features: of the attention, the mean over the first `heads`."""
+    return {"attn": [None if weights is None else weights[:, :heads].mean(1)], "inner_states": []}
 
 
 class _Model:
@@ -312,33 +320,25 @@ class _Model:
             embedding.__class__ = FixNormEmbedding
         return embedding
 
-    def begin(self, task: Any) -> None:
-        """First values, and the target types of the training data."""
+    def begin(self) -> None:
+        """First values."""
         for side in self.children():  # type: ignore[attr-defined]
             side.draw()
-        if self.decoder.vocab_mask is not None:
-            self.decoder.vocab_mask = target_types(task, self.decoder.vocab_mask)
         if self.decoder.place.declared.is_profiled:  # type: ignore[union-attr]
-            self.register_buffer("is_profiled", torch.zeros((), dtype=torch.bool))  # type: ignore[attr-defined]
+            self.register_buffer("is_profiled", torch.zeros((), dtype=torch.uint8))  # type: ignore[attr-defined]
         self.register_buffer("version", torch.tensor(VERSION))  # type: ignore[attr-defined]
 
     def profile_once(self, **batch: Any) -> None:
         """Before the first training batch sets the gains that the residual scheme takes from it."""
         if not self.training or not hasattr(self, "is_profiled") or self.is_profiled:
             return
-        dtype = next(self.parameters()).dtype  # type: ignore[attr-defined]
-        if dtype != torch.float32:
-            # fairseq's f32 copies of the parameters were made before and would overwrite the gains
-            raise InputError(f"admin sets its gains from the first batch, in f32; got {dtype}: use --amp")
         self.is_profiled.fill_(True)
         profile(self, **batch)  # type: ignore[arg-type]
 
     def get_normalized_probs(self, net_output: Any, log_probs: bool, sample: Any = None) -> Tensor:
         mask, (logits, *_) = self.decoder.vocab_mask, net_output
         if mask is not None:
-            if self.training:
-                raise InputError("--vocab-mask needs --criterion nfrs_label_smoothed_cross_entropy")
-            logits = logits.masked_fill(~mask, float("-inf"))
+            logits = logits.masked_fill(~mask.bool(), float("-inf"))
         return (F.log_softmax if log_probs else F.softmax)(logits, dim=-1, dtype=torch.float32)
 
     def upgrade_state_dict_named(self, state_dict: dict[str, Tensor], name: str) -> None:
@@ -371,7 +371,7 @@ class TranslationModel(_Model, TransformerModelBase):
         sides = {"encoder": source, "decoder": target}
         nested.stacks = {name: _stack(flags, name, dictionary) for name, dictionary in sides.items()}
         model = super().build_model(nested, task)
-        model.begin(task)
+        model.begin()
         return model
 
     @classmethod
@@ -405,7 +405,7 @@ class LanguageModel(_Model, FairseqLanguageModel):
         if flags.fixnorm:
             embedding.__class__ = FixNormEmbedding
         model = cls(Decoder(nested, dictionary, embedding, no_encoder_attn=True))
-        model.begin(task)
+        model.begin()
         return model
 
     def forward(self, src_tokens: Tensor, **options: Any) -> Any:

@@ -11,6 +11,7 @@ from fairseq.models.transformer import TransformerConfig as FairseqConfig
 from fairseq.models.transformer_lm import TransformerLanguageModelConfig as FairseqLanguageModelConfig
 from omegaconf import DictConfig, OmegaConf
 
+from normformer_rs._core import InputError
 from normformer_rs.config import Field, TrainingConfig, TransformerConfig
 from normformer_rs.convert import FAIRSEQS, SIZES, complete
 
@@ -33,6 +34,12 @@ def _own_fields(is_alone: bool) -> Iterator[tuple[str, Any, Any]]:
     fields += [field for field in TrainingConfig.FIELDS if field.name in TRAINING]
     for field in fields:
         yield _own_field(field._replace(default=defaults.get(field.name, field.default)))
+    yield "scalenorm_fixed_g", bool, dataclasses.field(default=False, metadata={"help": _FIXED_G})
+
+
+_FIXED_G = (
+    "ScaleNorm's g stays what it is at first, √d: --norm scalenorm --scalenorm-fixed-g is --norm scalenorm-fixed."
+)
 
 
 def _own_field(field: Field) -> tuple[str, Any, Any]:
@@ -101,10 +108,17 @@ def _set_default(given: Any, name: str, value: Any) -> None:
 def plain(options: Any) -> argparse.Namespace:
     """The flags as plain values, from a command line, a hydra config or a checkpoint; open sizes are the encoder's.
 
-    Errors: InputError for flags that these architectures have no place for.
+    Errors: InputError for flags that these architectures have no place for, and values that they cannot have.
     """
     if isinstance(options, DictConfig):
         values: Any = OmegaConf.to_container(options, resolve=True, enum_to_str=True)
         options = argparse.Namespace(**values)
-    flags = {key: str(value) if isinstance(value, Enum) else value for key, value in vars(options).items()}
+    flags: dict[str, Any] = {
+        key: str(value) if isinstance(value, Enum) else value for key, value in vars(options).items()
+    }
+    for name in ("encoder_layers", "decoder_layers"):
+        if flags.get(name) is not None and flags[name] < 1:
+            raise InputError(f"--{name.replace('_', '-')} must be at least 1; got {flags[name]}")
+    if not 0 <= flags["word_dropout"] < 1:
+        raise InputError(f"--word-dropout must be at least 0 and below 1; got {flags['word_dropout']}")
     return complete(flags)

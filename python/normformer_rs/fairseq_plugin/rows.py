@@ -41,6 +41,11 @@ class Rows:
         padded = rows.new_zeros(self.shape.numel(), rows.shape[-1])
         return padded.index_copy(0, self.index, rows).unflatten(0, self.shape)
 
+    def padding(self) -> Tensor:
+        """(B, T), True at padding."""
+        real = torch.zeros(self.shape.numel(), dtype=torch.bool, device=self.index.device)
+        return ~real.index_fill(0, self.index, True).unflatten(0, self.shape)
+
     def spans(self) -> Tensor:
         """(B, 2): where each sentence's rows start, and how many there are."""
         return torch.stack((self.lengths.cumsum(0) - self.lengths, self.lengths), 1)
@@ -93,6 +98,30 @@ class Packed:
 
 
 @dataclasses.dataclass
+class Watched:
+    """A look at memory that leaves behind what it saw."""
+
+    at: Packed
+    pad_mask: None = None
+    weights: Tensor | None = None
+    """(B, heads, T, S), left here by the call."""
+
+    def attend(self, attention: RowAttention, query: Tensor) -> Tensor:
+        rows, memory, keys = self.at.rows, self.at.memory, self.at.memory_rows
+        assert memory is not None and keys is not None
+        (q,), (k,) = attention.project(query, "q"), attention.project(memory, "k")
+        self.weights = weigh(attention, rows.unpack(q), keys.unpack(k), keys.padding())
+        return self.at.attend(attention, query)
+
+
+def weigh(attention: RowAttention, q: Tensor, k: Tensor, padding: Tensor) -> Tensor:
+    """(B, heads, T, S) of q (B, T, d), k (B, S, d) and k's padding (B, S)."""
+    q, k = (t.unflatten(-1, (attention.num_heads, -1)).transpose(1, 2) for t in (q, k))
+    scores = (q / math.sqrt(attention.head_dim)) @ k.transpose(-1, -2)
+    return scores.masked_fill(padding[:, None, None, :], -math.inf).softmax(-1)
+
+
+@dataclasses.dataclass
 class Step:
     """The newest token of each sentence, a row each, and the keys and values of those before it, or of `memory`."""
 
@@ -115,10 +144,8 @@ class Step:
             if self.name + "key" not in self.kept:
                 self.kept[self.name + "key"], self.kept[self.name + "value"] = attention.project(self.memory, "kv")
             k, v = self.kept[self.name + "key"], self.kept[self.name + "value"]
-        q, k, v = (t.unflatten(-1, (attention.num_heads, -1)).transpose(1, 2) for t in (q, k, v))
-        scores = (q / math.sqrt(attention.head_dim)) @ k.transpose(-1, -2)
-        self.weights = scores.masked_fill(padding[:, None, None, :], -math.inf).softmax(-1)
-        return (self.weights @ v).transpose(1, 2).flatten(1)
+        self.weights = weigh(attention, q, k, padding)
+        return (self.weights @ v.unflatten(-1, (attention.num_heads, -1)).transpose(1, 2)).transpose(1, 2).flatten(1)
 
     def _append(self, what: str, new: Any) -> Any:
         name = self.name + what

@@ -1,11 +1,12 @@
 """The papers' learning-rate schedules: those of the training loop, moved by fairseq."""
 
 import dataclasses
+import math
 from typing import Any, Optional
 
 from fairseq.dataclass import FairseqDataclass
 from fairseq.optim.lr_scheduler import FairseqLRScheduler, register_lr_scheduler
-from omegaconf import II
+from omegaconf import II, DictConfig
 
 from normformer_rs._core import InputError, Schedule
 from normformer_rs.config import TrainingConfig
@@ -22,7 +23,7 @@ class InverseSqrtConfig(FairseqDataclass):
     lr_scale: Optional[float] = _field(  # noqa: UP045
         None, "λ of Nguyen & Salazar 2019, eq 7: λ/√d·min(1/√n, n/n_w^1.5); --lr is not used then"
     )
-    lr_width: int = _field(512, "d of eq 7, the model's width")
+    lr_width: Optional[int] = _field(None, "d of eq 7; none: the model's width")  # noqa: UP045
     lr: list[float] = II("optimization.lr")  # noqa: RUF009
 
 
@@ -41,7 +42,10 @@ class _Schedule(FairseqLRScheduler):
         super().__init__(cfg, optimizer)
         if len(cfg.lr) > 1:
             raise InputError(f"the schedule takes one --lr, not one an epoch; got {list(cfg.lr)}")
-        options = {"lr": float(cfg.lr[0]), "warmup_init_lr": float(cfg.warmup_init_lr), **options}
+        lr = float(cfg.lr[0])
+        if not 0 < lr < math.inf:
+            raise InputError(f"--lr must be greater than 0; got {lr}")
+        options = {"lr": lr, "warmup_init_lr": _warmup_init_lr(cfg), **options}
         training = TrainingConfig(schedule=name, warmup=cfg.warmup_updates, **options)
         self.schedule, self.made = Schedule(training.to_json(), width), 0
         self.step_update(0)
@@ -53,13 +57,47 @@ class _Schedule(FairseqLRScheduler):
         return self.optimizer.get_lr()
 
 
+def _warmup_init_lr(cfg: Any) -> float:
+    rate = float(cfg.warmup_init_lr)
+    if rate == -1:  # fairseq's word for none
+        return 0.0
+    if not 0 <= rate < math.inf:
+        raise InputError(f"--warmup-init-lr must be at least 0; got {rate}")
+    if rate > 0 and cfg.warmup_updates == 0:
+        raise InputError(f"--warmup-init-lr {rate} begins a warm-up: give --warmup-updates, or leave it out")
+    return rate
+
+
 @register_lr_scheduler("nfrs_inverse_sqrt", dataclass=InverseSqrtConfig)
 class InverseSqrt(_Schedule):
     """λ/√d·min(1/√n, n/n_w^1.5) with --lr-scale λ, else linear to --lr over n_w, then lr·√(n_w/n)."""
 
     def __init__(self, cfg: Any, optimizer: Any) -> None:
-        scaled = {} if cfg.lr_scale is None else {"lr": None, "lr_scale": float(cfg.lr_scale)}
-        super().__init__(cfg, optimizer, "inverse-sqrt", cfg.lr_width, **scaled)
+        if cfg.lr_scale is None:
+            if cfg.lr_width is not None:
+                raise InputError("--lr-width is an option of --lr-scale: give that too, or leave it out")
+            super().__init__(cfg, optimizer, "inverse-sqrt")
+            return
+        if not 0 < cfg.lr_scale < math.inf:
+            raise InputError(f"--lr-scale must be greater than 0; got {cfg.lr_scale}")
+        if _warmup_init_lr(cfg) > 0:
+            raise InputError("--lr-scale warms up from 0: leave --warmup-init-lr out")
+        width = _model_width(cfg) if cfg.lr_width is None else cfg.lr_width
+        if width < 1:
+            raise InputError(f"--lr-width must be at least 1; got {width}")
+        super().__init__(cfg, optimizer, "inverse-sqrt", width, lr=None, lr_scale=float(cfg.lr_scale))
+
+
+def _model_width(cfg: Any) -> int:
+    """The embeddings' width of the model that is trained by this schedule."""
+    root: Any = cfg._get_root() if isinstance(cfg, DictConfig) else {}
+    widths = [getattr(root.get("model"), f"{side}_embed_dim", None) for side in ("encoder", "decoder")]
+    found = next(filter(None, widths), None)
+    if found is None:
+        raise InputError(
+            "--lr-scale needs --lr-width here: the model has neither encoder_embed_dim nor decoder_embed_dim"
+        )
+    return int(found)
 
 
 @register_lr_scheduler("nfrs_val_decay", dataclass=ValDecayConfig)
@@ -69,6 +107,7 @@ class ValDecay(_Schedule):
 
     def __init__(self, cfg: Any, optimizer: Any) -> None:
         super().__init__(cfg, optimizer, "val-decay")
+        self.is_resumed = False
 
     def step(self, epoch: int, val_loss: float | None = None) -> float:
         super().step(epoch, val_loss)
@@ -83,4 +122,9 @@ class ValDecay(_Schedule):
         if "memory" not in state:
             raise InputError("the checkpoint was trained with another --lr-scheduler: give --reset-lr-scheduler")
         super().load_state_dict(state)
-        self.schedule.memory = state["memory"]
+        self.schedule.memory, self.is_resumed = state["memory"], True
+
+    def resume(self, extra: dict[str, Any]) -> None:
+        """The validation that ended the epoch before: its checkpoint was written before the schedule was told of it."""
+        if self.is_resumed and extra["train_iterator"].get("iterations_in_epoch") == 0:
+            self.step(extra["train_iterator"]["epoch"] - 1, extra.get("val_loss"))

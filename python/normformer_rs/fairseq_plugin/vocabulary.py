@@ -1,24 +1,60 @@
-"""The target vocabulary V_t: types seen on the target side of the training data, EOS and UNK; never PAD or BOS."""
+"""The target vocabulary V_t: types on the target side of the training data, EOS and UNK; never PAD or BOS."""
 
+import itertools
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
+from fairseq.data import data_utils
+from fairseq.data.indexed_dataset import infer_dataset_impl
+from fairseq.utils import split_paths
 from torch import Tensor
 
-from normformer_rs import _core
 from normformer_rs._core import InputError
 
 
-def target_types(task: Any, everything: Tensor) -> Tensor:
-    """True in V_t. `everything`, all true, comes back where the training data are not there: a checkpoint says then."""
+def target_types(task: Any, subset: str) -> Tensor:
+    """True in V_t, a flag for each type. `subset` is read as fairseq trains on it: every shard, in every folder.
+
+    Errors: InputError where there are no such data, or ids that are not the dictionary's.
+    """
     cfg = task.cfg or task.args  # fairseq's language modelling has args
+    dictionary = task.target_dictionary
+    seen = torch.zeros(len(dictionary), dtype=torch.bool)
     source, target = getattr(cfg, "source_lang", None), getattr(cfg, "target_lang", None)
-    pair = (source, target) if source and target else None
-    seen = torch.zeros_like(everything)
-    try:
-        for folder in str(cfg.data).split(":"):
-            found = torch.tensor(_core.target_types(folder, pair))
-            seen[: len(found)] |= found  # a task may add types of its own to the dictionary
-    except InputError:
-        return everything
+    endings = [f".{pair}.{target}" for pair in (f"{source}-{target}", f"{target}-{source}")] if target else [""]
+    for folder in split_paths(cfg.data):
+        for path in _shards(Path(folder), subset, endings):
+            for ids in _ids(path, dictionary):
+                if not bool(((ids >= 0) & (ids < len(dictionary))).all()):
+                    raise InputError(
+                        f"{path}: holds ids that its dictionary of {len(dictionary)} types has not; it is damaged, or "
+                        "another dictionary's: preprocess again"
+                    )
+                seen[ids] = True
+    seen[[dictionary.bos(), dictionary.pad()]] = False
+    seen[[dictionary.eos(), dictionary.unk()]] = True
     return seen
+
+
+def _shards(folder: Path, subset: str, endings: list[str]) -> Iterator[str]:
+    """The target sides of `subset`, `subset`1, …, of which fairseq makes one."""
+    for number in itertools.count():
+        paths = [str(folder / f"{subset}{number or ''}{ending}") for ending in endings]
+        found = next(filter(infer_dataset_impl, paths), None)
+        if found is None and number == 0:
+            raise InputError(
+                f"{' or '.join(paths)}: not there; --vocab-mask reads the target side of the training data"
+            )
+        if found is None:
+            return
+        yield found
+
+
+def _ids(path: str, dictionary: Any) -> Iterator[Tensor]:
+    """Thousands of sentences at a time."""
+    kind = infer_dataset_impl(path)
+    data = data_utils.load_indexed_dataset(path, dictionary, "lazy" if kind == "cached" else kind)
+    for start in range(0, len(data), 4096):
+        yield torch.cat([data[i] for i in range(start, min(start + 4096, len(data)))])
