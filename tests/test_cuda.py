@@ -267,7 +267,8 @@ def test_the_address_sanitizer_catches(bug, tmp_path):
     (tmp_path / "patch").write_text(f"{bug.text}\n=====\n{bug.replacement}")
     env = device.environment(tmp_path / "cache", MOCK_PATCH=str(tmp_path / "patch"))
     done = device.sanitized(f"cases.{bug.case.__name__}(*{bug.arguments!r})", env)
-    assert "AddressSanitizer: heap-buffer-overflow" in done.stderr, done.stderr
+    # Past a tensor lies what was never given away, or what was given back.
+    assert re.search("AddressSanitizer: heap-(buffer-overflow|use-after-free)", done.stderr), done.stderr
 
 
 # ---- the launcher ----

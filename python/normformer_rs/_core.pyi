@@ -145,9 +145,6 @@ def save_model(
 def target_vocabulary(model_dir: str) -> list[bool] | None:
     """The target vocabulary of a run, a flag for each type; None where it is the vocabulary."""
 
-def target_types(data_bin: str, pair: tuple[str, str] | None) -> list[bool]:
-    """The target types of fairseq's binarised folder, a flag for each; pair: its languages, source and target."""
-
 class Schedule:
     """A learning-rate schedule of the training loop, for other loops."""
 

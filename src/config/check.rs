@@ -183,6 +183,14 @@ impl TrainingConfig {
         if let Some(lr) = self.lr.filter(|lr| lr.is_nan() || *lr <= 0.0) {
             return Err(Error::invalid(format!("lr must be greater than 0, got {lr}")));
         }
+        for (name, factor) in [("lr_scale", self.lr_scale), ("lr_multiplier", self.lr_multiplier)] {
+            if !(factor > 0.0 && factor.is_finite()) {
+                return Err(Error::invalid(format!("{name} must be greater than 0, got {factor}")));
+            }
+        }
+        if !(self.warmup_init_lr >= 0.0 && self.warmup_init_lr.is_finite()) {
+            return Err(Error::invalid(format!("warmup_init_lr must be at least 0, got {}", self.warmup_init_lr)));
+        }
         check_range("beta1", Some(self.beta1), 0.0, 1.0)?;
         check_range("beta2", Some(self.beta2), 0.0, 1.0)?;
         check_range("label_smoothing", Some(self.label_smoothing), 0.0, 1.0)?;
@@ -255,6 +263,15 @@ mod tests {
         from_json::<TransformerConfig>("model", fine).unwrap().validate().unwrap();
         let fine = r#"{"vocab_size": 10, "encoder_norm": "powernorm-v", "powernorm_alpha_fwd": 0.95}"#;
         from_json::<TransformerConfig>("model", fine).unwrap().validate().unwrap();
+    }
+
+    #[test]
+    fn rates_must_be_such_that_something_is_learned() {
+        for wrong in ["lr_scale\": 0", "lr_scale\": -1", "lr_multiplier\": 0", "warmup_init_lr\": -0.1", "lr\": 0"] {
+            let config: TrainingConfig = from_json("training", &format!("{{\"{wrong}}}")).unwrap();
+            let e = config.validate().unwrap_err().to_string();
+            assert!(e.starts_with(wrong.split('"').next().unwrap()), "{wrong}: {e}");
+        }
     }
 
     #[test]

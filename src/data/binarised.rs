@@ -11,7 +11,7 @@
 //! Nothing that a file says of lengths is believed before it is compared with the sizes of the files, and no memory is
 //! taken for it before that.
 
-use super::vocabulary::{seen_mask, Vocabulary, EOS, UNK};
+use super::vocabulary::{Vocabulary, EOS, UNK};
 use crate::error::{Error, Result};
 use std::collections::BTreeSet;
 use std::fs::{self, File};
@@ -104,15 +104,6 @@ impl Binarised {
             found.push(words.iter().map(|&id| id.max(UNK)).collect());
         })?;
         Ok(found)
-    }
-
-    /// V_t of a split's target side (SPEC §4), a flag for each type of its dictionary.
-    pub fn target_types(&self, split: &str) -> Result<Vec<bool>> {
-        let types = self.dictionary(Side::Target)?.len();
-        let mut seen = vec![false; types];
-        self.read(split, Side::Target, types, |ids| ids.iter().for_each(|&id| seen[id as usize] = true))?;
-        let seen: Vec<u32> = (0..types as u32).filter(|&id| seen[id as usize]).collect();
-        Ok(seen_mask(types, [seen.as_slice()]))
     }
 
     fn language(&self, side: Side) -> Option<&str> {
@@ -425,7 +416,7 @@ mod tests {
     }
 
     #[test]
-    fn dictionaries_must_be_joint_and_types_are_the_targets() {
+    fn dictionaries_must_be_joint() {
         let (index, tokens) = mmap();
         let files: [(&str, &[u8]); 4] = [
             ("train.de-en.de.idx", &index),
@@ -436,7 +427,5 @@ mod tests {
         let there = folder(&files);
         let found = Binarised::parallel(there.path(), "train", Some("en"), Some("de")).unwrap();
         assert!(message(found.joint_dictionary()).contains("--joined-dictionary"));
-        let (no, yes) = (false, true);
-        assert_eq!(found.target_types("train").unwrap(), [no, no, yes, yes, yes, yes, yes, no]);
     }
 }

@@ -115,17 +115,6 @@ fn target_vocabulary(model_dir: &str) -> PyResult<Option<Vec<bool>>> {
     Ok(run::target_vocabulary(Path::new(model_dir))?)
 }
 
-/// The target types of fairseq's binarised folder, a flag for each; of its one language without a pair.
-#[pyfunction]
-fn target_types(py: Python<'_>, data_bin: &str, pair: Option<(String, String)>) -> PyResult<Vec<bool>> {
-    Ok(py.allow_threads(|| match &pair {
-        Some((source, target)) => {
-            Binarised::parallel(data_bin, "train", Some(source), Some(target))?.target_types("train")
-        }
-        None => Binarised::monolingual(data_bin).target_types("train"),
-    })?)
-}
-
 /// A line of split text with its words whole again.
 #[pyfunction]
 fn join_line(line: &str) -> String {
@@ -156,7 +145,6 @@ pub(super) fn add(m: &Bound<'_, PyModule>) -> PyResult<()> {
     m.add_function(wrap_pyfunction!(load_parameters, m)?)?;
     m.add_function(wrap_pyfunction!(save_model, m)?)?;
     m.add_function(wrap_pyfunction!(target_vocabulary, m)?)?;
-    m.add_function(wrap_pyfunction!(target_types, m)?)?;
     m.add_function(wrap_pyfunction!(join_line, m)?)?;
     m.add_function(wrap_pyfunction!(bleu, m)?)
 }

@@ -21,6 +21,7 @@ from hydra.core.config_store import ConfigStore
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from normformer_rs import _core
 from normformer_rs._core import InputError
 from normformer_rs.config import TransformerConfig
 from normformer_rs.convert import VERSION, check_version, configure, from_fairseq_names
@@ -321,7 +322,9 @@ class _Model:
         return embedding
 
     def begin(self) -> None:
-        """First values."""
+        """First values. On the CPU, activations of the same sizes come and go with every update."""
+        if not torch.cuda.is_available():
+            _core.keep_memory()
         for side in self.children():  # type: ignore[attr-defined]
             side.draw()
         if self.decoder.place.declared.is_profiled:  # type: ignore[union-attr]
