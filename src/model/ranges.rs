@@ -49,13 +49,7 @@ impl Ranges {
     }
 
     /// `all`: the rows that queries and keys have without their rooms.
-    fn fitting(
-        rows: &[i64],
-        all: [i64; 2],
-        rooms: Option<(Room, Room)>,
-        causal: bool,
-        device: Device,
-    ) -> Result<Self> {
+    fn fitting(rows: &[i64], all: [i64; 2], rooms: Option<(Room, Room)>, causal: bool, device: Device) -> Result<Self> {
         if device != Device::Cpu || rooms.is_some() {
             if let Some(padded) = Padded::of(rows, all, rooms)?.filter(|padded| padded.is_square || !causal) {
                 return Ok(Ranges::Padded(Rc::new(padded)));
@@ -277,8 +271,13 @@ mod tests {
         let shared = [0, 1, 0, 4, 1, 1, 4, 3, 2, 1, 0, 4];
         let seed = Tensor::from_slice(&[7i64, 3, 1]);
         let gap = [0, 3, 1, 3, 3, 1, 4, 1, 4, 5, 7, 2]; // keys that nobody sees
-        let cases =
-            [(itself, false, 9, 9), (itself, true, 9, 9), (other, false, 9, 9), (gap, false, 9, 11), (shared, false, 3, 7)];
+        let cases = [
+            (itself, false, 9, 9),
+            (itself, true, 9, 9),
+            (other, false, 9, 9),
+            (gap, false, 9, 11),
+            (shared, false, 3, 7),
+        ];
         for ((rows, causal, queries, keys), p) in cases.into_iter().flat_map(|case| [(case, 0.0), (case, 0.4)]) {
             let padded = Padded::of(&rows, [queries, keys], None).unwrap().unwrap();
             let Ranges::Packed(table) = Ranges::of(&rows, Device::Cpu).unwrap() else { panic!("not packed: {rows:?}") };
