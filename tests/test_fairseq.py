@@ -307,8 +307,16 @@ def test_vocabulary_mask_and_its_loss(data):
     output[0][..., dictionary.index("k")], output[0][..., dictionary.index("B")] = 9.0, 8.0
     correct, total = loss.compute_accuracy(model, output, {"target": wanted})
     assert correct == total == target.ne(1).sum()
+    inputs = {"src_tokens": source, "src_lengths": None, "prev_output_tokens": target}
+    sample = {"net_input": inputs, "target": wanted, "ntokens": int(target.ne(1).sum())}
+    logs = [loss(model.train(), sample | {"target": found})[2] for found in (wanted, other)]
+    assert [int(log["outside"]) for log in logs] == [0, int(target.ne(1).sum())]
     with pytest.raises(nf.InputError, match="targets that were not there"):
-        loss.compute_loss(model.train(), output, {"target": other})
+        loss.reduce_metrics(logs)
+    model.decoder.vocab_mask.fill_(1)  # counted again
+    found = loss.compute_loss(model, output, {"target": wanted})[0]
+    model.decoder.vocab_mask = None
+    torch.testing.assert_close(loss.compute_loss(model, output, {"target": wanted})[0], found)
 
 
 def test_target_types_are_those_of_every_shard(data, tmp_path):

@@ -235,6 +235,27 @@ def test_checkpoints_with_bleu(data, tmp_path):
     assert all(torch.equal(trusted[name], value) for name, value in first.items())
 
 
+@pytest.mark.parametrize("flags", ["--norm powernorm --residual branchnorm --vocab-mask", "--residual admin"])
+def test_averages_of_checkpoints(flags, data, tmp_path):
+    """fairseq's script adds up whatever a model holds and divides, whole numbers without a remainder."""
+    last, states = tmp_path / "checkpoint_last.pt", []
+    for updates in (2, 4, 6):
+        train(data, tmp_path, updates, f"--arch nfrs_transformer {SIZES} --criterion {SMOOTHED} {flags}")
+        states.append(torch.load(last, weights_only=True))
+    averaged = {name: tensor.clone() for name, tensor in states[0]["model"].items()}
+    for name, tensor in averaged.items():
+        for state in states[1:]:
+            tensor += state["model"][name]
+        tensor.div_(3) if tensor.is_floating_point() else tensor.floor_divide_(3)
+    torch.save(states[-1] | {"model": averaged}, last)
+    for name in ("version", "decoder.vocab_mask", "is_profiled"):
+        assert name not in averaged or torch.equal(averaged[name], states[-1]["model"][name])
+    found = generate(data, last)
+    convert.from_fairseq(last, tmp_path / "run")
+    ours = nf.translate(tmp_path / "run", nf.Binarised(data), nf.SearchConfig(beam=5, rule="fairseq", max_length=12))
+    assert_same_but_for_ties(ours, found)
+
+
 def test_conversion_refuses(data, tmp_path):
     def error(*arguments: Path, **options: bool) -> str:
         with pytest.raises(nf.InputError) as raised:

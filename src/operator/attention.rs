@@ -44,7 +44,7 @@ pub fn gather(x: &Tensor, rows: &Tensor, back: &Tensor, absent: &Tensor) -> Resu
 
 /// torch's own attention on padded sentences, (sentences, heads, length, d_head), scale·QKᵀ plus a mask; see
 /// `scaled_dot_product_attention`. Not cuDNN's, which torch prefers for 16 bits on recent GPUs: it builds a plan for every
-/// shape it meets, which takes longer than a hundred updates, and sentences have many shapes.
+/// shape it meets, and sentences have many shapes.
 pub fn padded_attention([q, k, v]: [&Tensor; 3], mask: Option<&Tensor>, causal: bool, scale: f64) -> Result<Tensor> {
     struct Restore(bool);
     impl Drop for Restore {

@@ -47,10 +47,29 @@ class FusedLabelSmoothedCrossEntropy(LabelSmoothedCrossEntropyCriterion):
     ) -> None:
         super().__init__(task, sentence_avg, label_smoothing, ignore_prefix_size, report_accuracy)
         self.smoothing, self.unknown = str(smoothing), task.target_dictionary.unk()
+        self._counted: tuple[Tensor, int, int] | None = None
+
+    def forward(self, model: Any, sample: Any, reduce: bool = True) -> tuple[Tensor, int, dict[str, Any]]:
+        loss, size, log = super().forward(model, sample, reduce)
+        mask = _vocab_mask(model)
+        if mask is not None and model.training:
+            target = sample["target"]
+            log["outside"] = (target.ne(self.padding_idx) & ~mask.bool()[target]).sum()
+        return loss, size, log
+
+    @classmethod
+    def reduce_metrics(cls, logging_outputs: Any) -> None:
+        """Errors: InputError for training targets outside V_t. fairseq waits for a GPU here anyway."""
+        if sum(log.get("outside", 0) for log in logging_outputs) > 0:
+            raise InputError(
+                "--vocab-mask: the training data hold targets that were not there when the training began: start "
+                "it again, or leave --vocab-mask out"
+            )
+        super().reduce_metrics(logging_outputs)
 
     def compute_loss(self, model: Any, net_output: Any, sample: Any, reduce: bool = True) -> tuple[Tensor, Tensor]:
         logits, target, mask = self._prepare(model, net_output, sample)
-        types = logits.shape[-1] if mask is None else int(mask.sum())
+        types = self._types(model, logits.shape[-1])
         each = self.eps / max(types - 1, 1) if self.smoothing == "fairseq" else self.eps / types
         own = 1 - self.eps - (each if self.smoothing == "fairseq" else 0.0)
         loss, nll, _ = OPS.label_smoothed_cross_entropy(logits, target, mask, own, each, self.padding_idx)
@@ -68,21 +87,25 @@ class FusedLabelSmoothedCrossEntropy(LabelSmoothedCrossEntropyCriterion):
         if self.ignore_prefix_size > 0:
             logits, target = logits[:, self.ignore_prefix_size :], target[:, self.ignore_prefix_size :]
         logits, target = logits.flatten(0, -2), target.flatten()
-        mask = getattr(getattr(_inner(model), "decoder", None), "vocab_mask", None)
-        if mask is not None:
-            mask = mask.bool()
-            is_known = mask[target] | target.eq(self.padding_idx)
-            if model.training and not is_known.all():
-                raise InputError(
-                    "--vocab-mask: the training data hold targets that were not there when the training began: start "
-                    "it again, or leave --vocab-mask out"
-                )
-            target = torch.where(is_known, target, self.unknown)
-        return logits, target, mask
+        mask = _vocab_mask(model)
+        if mask is None:
+            return logits, target, None
+        mask = mask.bool()
+        is_known = mask[target] | target.eq(self.padding_idx)
+        return logits, torch.where(is_known, target, self.unknown), mask
+
+    def _types(self, model: Any, everything: int) -> int:
+        """|V_t|, counted again only where the mask has been written to: counting waits for a GPU."""
+        mask = _vocab_mask(model)
+        if mask is None:
+            return everything
+        if self._counted is None or self._counted[0] is not mask or self._counted[1] != mask._version:
+            self._counted = mask, mask._version, int(mask.sum())
+        return self._counted[2]
 
 
-def _inner(model: Any) -> Any:
-    """The model that a distributed wrapper holds."""
+def _vocab_mask(model: Any) -> Tensor | None:
+    """V_t as the decoder holds it, also where a distributed wrapper holds the model."""
     while hasattr(model, "module"):
         model = model.module
-    return model
+    return getattr(getattr(model, "decoder", None), "vocab_mask", None)
