@@ -45,7 +45,8 @@ impl From<tch::TchError> for Error {
             tch::TchError::Torch(text) => text,
             other => other.to_string(),
         };
-        let end = text.find("\nException raised from").unwrap_or(text.len());
+        let begins = ["\nException raised from", "\nframe #0:"].iter().filter_map(|stack| text.find(stack));
+        let end = begins.min().unwrap_or(text.len());
         Error::Torch(text[..end].trim_end().to_string())
     }
 }

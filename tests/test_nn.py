@@ -358,14 +358,56 @@ def test_compile_export_and_vmap(residual):
     torch.testing.assert_close(torch.vmap(call)(x), expected, rtol=1e-4, atol=1e-5)
 
 
-def test_autocast_keeps_the_stream():
-    for residual in ("prenorm", "postnorm"):
-        model, x = encoder(residual, dropout=0.1), torch.randn(2, 5, D)
-        with torch.autocast("cpu", torch.bfloat16):
-            y = model(x)
-        assert y.dtype == torch.float32
-        y.sum().backward()
-        assert all(p.grad.dtype == torch.float32 for p in model.parameters())
+@pytest.mark.parametrize("residual", RESIDUALS)
+def test_autocast_keeps_the_stream(residual):
+    model, x = encoder(residual, dropout=0.1), torch.randn(2, 5, D)
+    seen = []
+    model.layers[1].register_forward_pre_hook(lambda module, inputs: seen.append(inputs[0].dtype))
+    with torch.autocast("cpu", torch.bfloat16):
+        y = model(x)
+    assert {y.dtype, *seen} == {torch.float32}
+    y.sum().backward()
+    assert all(p.grad.dtype == torch.float32 for p in model.parameters() if p.grad is not None)
+
+
+def test_a_patched_forward_is_called():
+    model, called = encoder("postnorm", dropout=0.0), []
+    norm = model.layers[0].norm1
+    norm.forward = lambda *inputs, **options: called.append(1) or type(norm).forward(norm, *inputs, **options)
+    model(torch.randn(2, 5, D))
+    assert called
+
+
+def test_wrapped_layers_leave_padding_out_of_the_stacks_statistics():
+    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+
+    layer = nfnn.TransformerEncoderLayer(D, HEADS, FF, 0.0, norm="powernorm-v", residual="prenorm", batch_first=True)
+    plain = nfnn.TransformerEncoder(layer, 2)
+    wrapped = copy.deepcopy(plain)
+    for i, layer in enumerate(wrapped.layers):
+        wrapped.layers[i] = checkpoint_wrapper(layer)
+    x, mask = torch.randn(2, 5, D), torch.tensor([[False] * 5, [False, False, True, True, True]])
+    x[mask] *= 100
+    a, b = (model(x, src_key_padding_mask=mask)[~mask] for model in (plain, wrapped))
+    torch.testing.assert_close(a, b)
+    torch.testing.assert_close(plain.norm.running_phi, wrapped.norm.running_phi)
+
+
+@pytest.mark.parametrize("norm_first", [False, True])
+def test_norms_after_the_stacks_are_known_as_such(norm_first):
+    options = {"norm": "powernorm", "powernorm_mode": "release", "powernorm_warmup": 8000, "norm_first": norm_first}
+    model = nfnn.Transformer(D, HEADS, 2, 2, FF, **options)
+    assert model.encoder.norm.warmup_iters == model.decoder.norm.warmup_iters == 1000
+    assert model.encoder.layers[0].norm1.warmup_iters == 8000
+
+
+def test_copies_keep_their_process_group():
+    norm = nfnn.BatchNorm(D)
+    norm.process_group = object()
+    copied = copy.deepcopy(norm)
+    assert copied.process_group is norm.process_group
+    copied(torch.randn(4, D))
+    assert not torch.equal(copied.running_mean, norm.running_mean)
 
 
 def test_meta_device_costs_nothing_and_materialises():

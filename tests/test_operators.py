@@ -239,6 +239,81 @@ def test_relu_dropout(dtype, p):
     torch.testing.assert_close(dx.double(), dy.double() * (x > 0) * keep * scale, rtol=torch.finfo(dtype).eps, atol=0)
 
 
+@pytest.mark.parametrize("norm", [None, *NORMS])
+def test_gradients_of_either_order_where_one_input_is_made_of_another(norm):
+    """A branch is a function of the stream, and what flows back through it is not the step's to count."""
+    tensors, _ = residual_arguments(norm, 5)
+    x, w = torch.randn(4, 5, dtype=torch.float64, requires_grad=True), torch.randn(5, 5, dtype=torch.float64)
+
+    def step(x):
+        out = residual(norm)(x, torch.sin(x @ w), *tensors[2:], 1e-3, 0.0, None, 0)
+        return (out[0].sin() * out[1]).sum() if norm else out[0].sin().sum()
+
+    (plain,) = torch.autograd.grad(step(x), x)
+    (kept,) = torch.autograd.grad(step(x), x, create_graph=True)
+    torch.testing.assert_close(kept, plain)
+    if norm:
+        y = lambda x: getattr(OPS, norm)(x, x.mean(0), None, 1e-3)[0].sin().sum()  # noqa: E731
+        (plain,), (kept,) = (torch.autograd.grad(y(x), x, create_graph=graph) for graph in (False, True))
+        torch.testing.assert_close(kept, plain)
+    assert gradgradcheck(step, x)
+
+
+def test_attentions_gradient_of_itself():
+    x, ranges = torch.randn(5, 6, dtype=torch.float64, requires_grad=True), torch.tensor([[0, 2, 0, 2], [2, 3, 2, 3]])
+    y = lambda: OPS.attention(x, x, x, ranges, 2, True, 0.4, 0.0, None, 0)[0].sin().sum()  # noqa: E731
+    (plain,), (kept,) = (torch.autograd.grad(y(), x, create_graph=graph) for graph in (False, True))
+    torch.testing.assert_close(kept, plain)
+
+
+@pytest.mark.parametrize("norm", NORMS)
+def test_a_bias_of_one_number(norm):
+    x, bias = torch.randn(3, 5, dtype=torch.float64), torch.randn(1, dtype=torch.float64, requires_grad=True)
+    dy = torch.randn_like(x)
+    (found,) = torch.autograd.grad(getattr(OPS, norm)(x, None, bias, EPS)[0], bias, dy)
+    torch.testing.assert_close(found, dy.sum().reshape(1))
+
+
+@pytest.mark.parametrize("norm", NORMS)
+def test_rows_of_zeros_have_second_derivatives(norm):
+    x = torch.zeros(2, 4, dtype=torch.float64, requires_grad=True)
+    (dx,) = torch.autograd.grad(getattr(OPS, norm)(x, None, None, EPS)[0].sum(), x, create_graph=True)
+    assert torch.autograd.grad(dx.square().sum(), x)[0].isfinite().all()
+
+
+@pytest.mark.cpu
+@pytest.mark.parametrize("rows,width", [(8193, 128), (22002, 48), (70000, 16)])
+@pytest.mark.parametrize("dtype", DTYPES[1:], ids=str)
+def test_large_tensors_of_any_shape(dtype, rows, width):
+    """Results of 4 MB and more are written past the caches, in units that rows need not fill."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        x, f = (torch.randn(rows * 4 // dtype.itemsize, width).to(dtype).requires_grad_() for _ in range(2))
+        x_plus, y = OPS.layer_norm_residual(x, f, None, None, None, None, EPS, 0.0, None, 0)[:2]
+        normed = OPS.layer_norm(x, None, None, EPS)[0]
+        dx, df = torch.autograd.grad([x_plus, y, normed], [x, f], [x_plus, y, normed])
+    finally:
+        torch.set_num_threads(threads)
+    for part in (slice(0, 5), slice(-5, None)):
+        few = x[part].detach().requires_grad_(), f[part].detach().requires_grad_()
+        outs = (*OPS.layer_norm_residual(*few, None, None, None, None, EPS, 0.0, None, 0)[:2],)
+        outs += (OPS.layer_norm(few[0], None, None, EPS)[0],)
+        assert all(torch.equal(a[part], b) for a, b in zip((x_plus, y, normed), outs))
+        for a, b in zip((dx, df), torch.autograd.grad(outs, few, outs)):
+            assert torch.equal(a[part], b)
+
+
+def test_autograd_hears_of_what_is_written_in_place():
+    logits = torch.randn(3, 5, requires_grad=True)
+    used = (2 * logits).exp()
+    target, one = torch.tensor([0, 1, 2]), torch.ones((), dtype=torch.float64)
+    with torch.no_grad():
+        OPS.label_smoothed_cross_entropy_(used, target, None, 1.0, 0.0, -1, one)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        used.sum().backward()
+
+
 LENGTHS = [(3, 5), (1, 1), (9, 70), (33, 2), (0, 4)]  # (queries, keys) of each sentence
 
 
@@ -482,6 +557,26 @@ def test_meta_tensors():
             lambda: OPS.attention(*[torch.ones(4, 6)] * 3, torch.tensor([[0, 4, 0, 4]]), 4, False, 1.0, 0.0, None, 0),
             ValueError,
             "multiple of the number of heads",
+        ),
+        (
+            lambda: OPS.attention(*[torch.ones(4, 0)] * 3, torch.tensor([[0, 4, 0, 4]]), 2, False, 1.0, 0.0, None, 0),
+            ValueError,
+            "and not 0",
+        ),
+        (
+            lambda: OPS.attention(*[torch.ones(4, 6)] * 3, torch.tensor([[2**62] * 4]), 2, False, 1.0, 0.0, None, 0),
+            RuntimeError,
+            "lies outside the 4 query",
+        ),
+        (
+            lambda: OPS.label_smoothed_cross_entropy(torch.ones(2, 0), torch.tensor([0, 0]), None, 1.0, 0.0, -1),
+            ValueError,
+            "at least one class",
+        ),
+        (
+            lambda: OPS.rms_norm_backward(torch.ones(2, 3), torch.ones(4, 3), None, None, torch.ones(4, 1), EPS),
+            ValueError,
+            "dy must have the shape of x",
         ),
         pytest.param(
             lambda: OPS.label_smoothed_cross_entropy(torch.ones(2, 3), torch.tensor([0, 3]), None, 1.0, 0.0, -1),

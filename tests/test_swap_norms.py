@@ -259,3 +259,26 @@ def test_epsilon_is_carried_over(to):
     other = nn.Sequential(nn.LayerNorm(D, eps=1e-12))
     swap_norms(other, to, eps=1e-3)
     assert other[0].eps == 1e-3
+
+
+def test_an_epsilon_of_none_is_the_types_own():
+    for to in ("rmsnorm", "layernorm"):
+        model, x = nn.Sequential(nn.RMSNorm(8)), torch.randn(2, 8) * 1e-3
+        before = model(x)
+        swap_norms(model, to)
+        assert model[0].eps == torch.finfo(torch.float32).eps
+        if to == "rmsnorm":
+            torch.testing.assert_close(model(x), before)
+
+
+def test_options_are_the_new_norms():
+    model = nn.Sequential(nn.RMSNorm(8))
+    with pytest.raises(ValueError, match=r'option of powernorm must be one of eps, .*groups.*; got "grups"'):
+        swap_norms(model, "powernorm", grups=2)
+    swap_norms(model, "layernorm", bias=False)
+    assert model[0].bias is None
+
+
+def test_a_gain_that_goes_is_told_of():
+    (row,) = swap_norms(nn.Sequential(nn.LayerNorm(8)), "scalenorm-fixed")
+    assert row.note == "gain dropped, bias dropped"

@@ -498,3 +498,38 @@ def test_a_lightning_module(tmp_path):
         trainer = lightning.Trainer(max_steps=12, accelerator="cpu", default_root_dir=tmp_path, **quiet)
         trainer.fit(module, torch.utils.data.DataLoader(range(12), batch_size=1))
     assert len(module.losses) == 12 and min(module.losses[-3:]) < module.losses[0]
+
+
+@pytest.mark.parametrize("wrap", ["compile", "checkpoint"])
+def test_wrapped_layers_are_one_stack(wrap):
+    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+
+    model = torchs_encoder()
+    depth = len(model.layers)
+    for i, layer in enumerate(model.layers):
+        model.layers[i] = torch.compile(layer, backend="eager") if wrap == "compile" else checkpoint_wrapper(layer)
+    swap_residuals(model, "deepnorm")
+    assert [layer.place.depth for layer in model.layers] == [depth] * depth
+    assert [layer.place.layer for layer in model.layers] == [*range(depth)]
+
+
+def test_a_frozen_model_gets_new_gains():
+    model = torchs_encoder().requires_grad_(False)
+    swap_residuals(model, "layerscale", init=None)
+    assert [name for name, p in model.named_parameters() if p.requires_grad]
+
+
+def test_weights_that_something_else_makes_are_not_drawn():
+    model = torchs_encoder()
+    nn.utils.parametrizations.weight_norm(model.layers[0].linear1)
+    state = state_of(model)
+    with pytest.raises(ValueError, match=r"linear1 of a .* has no weight of its own"):
+        swap_residuals(model, "deepnorm")
+    assert_same(state_of(model), state)
+    swap_residuals(model, "deepnorm", init=None)
+    admin = nfnn.TransformerEncoder(nfnn.TransformerEncoderLayer(D, HEADS, FF, 0.0, residual="admin"), 2).eval()
+    nn.utils.parametrizations.weight_norm(admin.layers[0].linear1)
+    state = state_of(admin)
+    with pytest.raises(ValueError, match="has no weight of its own"):
+        surgery.fold_admin(admin)
+    assert_same(state_of(admin), state)

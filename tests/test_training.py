@@ -231,6 +231,61 @@ def test_a_resumed_run_with_other_options_is_averaged(tmp_path, corpus):
     assert Path(nfrs.average(tmp_path / "run", last=4)).name == "average"
 
 
+def test_only_the_last_evaluations_are_averaged(tmp_path, corpus, ctrl_c):
+    """Neither what an interruption left, nor an old best checkpoint with a gap after it."""
+    training = {"updates": 12, "evaluate_every": 2, "keep": 2, "lr": 1e-5}
+    ctrl_c(5)
+    with pytest.raises(nfrs.Interrupted):
+        fit(tmp_path / "run", corpus, training=training)
+    with pytest.raises(ValueError, match="the last 2 evaluations, cannot average 3"):
+        nfrs.average(tmp_path / "run", last=3)
+    checkpoints = tmp_path / "run" / "checkpoints"
+    averaged = json.loads((Path(nfrs.average(tmp_path / "run", last=2)) / "state.json").read_text())
+    assert averaged["update"] == 4
+    fit(tmp_path / "run", corpus, training=training, resume=True)
+    best = checkpoints / "update-00000006"
+    best.mkdir()
+    for path in (checkpoints / "last").resolve().iterdir():
+        (best / path.name).write_bytes(path.read_bytes())
+    with pytest.raises(ValueError, match="the last 2 evaluations, cannot average 3"):
+        nfrs.average(tmp_path / "run", last=3)
+
+
+def test_what_was_best_by_another_criterion_is_forgotten(tmp_path, corpus):
+    training = {"updates": 4, "evaluate_every": 1, "lr": 1e-3}
+    fit(tmp_path / "run", corpus, training=training | {"criterion": "bleu"})
+    more = training | {"criterion": "loss", "updates": 8}
+    fit(tmp_path / "run", corpus, training=more, resume=True)
+    assert [e["best"] for e in events(tmp_path / "run", "evaluated")][4:] == [True] * 4
+
+
+def test_a_run_goes_on_with_its_own_text(tmp_path, corpus):
+    fit(tmp_path / "run", corpus, training={"updates": 2})
+    more = {"updates": 4}
+    with pytest.raises(ValueError, match="trained on other text: vocab_mask was true, now false"):
+        fit(tmp_path / "run", corpus, training=more | {"vocab_mask": False}, resume=True)
+    Path(corpus["train_target"]).write_text("a\n" * 41)
+    with pytest.raises(ValueError, match="other target types"):
+        fit(tmp_path / "run", corpus, training=more, resume=True)
+
+
+def test_a_checkpoint_of_another_model_does_not_translate(tmp_path, corpus):
+    for run, heads in (("one", 2), ("other", 4)):
+        fit(tmp_path / run, corpus, {"heads": heads}, training={"updates": 2})
+    with pytest.raises(ValueError, match=r"of another model than the run .*: heads was 2, now 4"):
+        nfrs.translate(tmp_path / "one", ["1 2"], checkpoint=str(tmp_path / "other" / "checkpoints" / "last"))
+    with pytest.raises(ValueError, match=r'no checkpoint "bst"; .* has update-00000001, .*last'):
+        nfrs.translate(tmp_path / "one", ["1 2"], checkpoint="bst")
+
+
+def test_training_leaves_torchs_generator_alone(tmp_path, corpus):
+    state = torch.get_rng_state()
+    fit(tmp_path / "run", corpus, training={"updates": 2})
+    nfrs.Transformer.from_checkpoint(tmp_path / "run")
+    nfrs.Transformer(nfrs.TransformerConfig(**TINY, vocab_size=9), seed=3)
+    assert torch.equal(torch.get_rng_state(), state)
+
+
 def test_a_line_that_was_cut_short_stays_a_line(tmp_path, corpus):
     fit(tmp_path / "run", corpus, training={"updates": 2})
     with (tmp_path / "run" / "log.jsonl").open("a") as log:
@@ -255,6 +310,20 @@ def test_it_learns_translates_and_averages(tmp_path, corpus):
     for name, tensor in weights(tmp_path / "run", "average").items():
         mean = sum(w[name].double() for w in newest) / 3
         torch.testing.assert_close(tensor.double(), mean, rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("segment_length", [2, 64])
+def test_unigrams_of_a_language_model(tmp_path, corpus, segment_length):
+    """Each token counts once, however the stream is cut."""
+    files = {name: path for name, path in corpus.items() if name.endswith("target")} | {
+        "segment_length": segment_length
+    }
+    fit(tmp_path / "run", files, {"architecture": "decoder-only"}, {"updates": 1})
+    lines = Path(corpus["train_target"]).read_text().splitlines()
+    tokens = [token for line in lines for token in [*line.split(), "</s>"]]
+    shares = torch.tensor([tokens.count(token) / len(tokens) for token in {*tokens}], dtype=torch.float64)
+    (started,) = events(tmp_path / "run", "started")
+    assert started["unigram_entropy"] == pytest.approx(-(shares * shares.log()).sum().item(), rel=1e-12)
 
 
 def test_a_language_model(tmp_path, corpus):
@@ -313,6 +382,16 @@ def test_somebody_elses_files_are_not_written_over(tmp_path, corpus):
     with pytest.raises(ValueError, match=r"holds bpe\.codes, which a run would write over"):
         fit(tmp_path / "data", corpus)
     assert [p.name for p in (tmp_path / "data").iterdir()] == ["bpe.codes"]
+    config, checkpoint = tmp_path / "theirs" / "config.json", tmp_path / "theirs" / "checkpoints" / "checkpoint_best.pt"
+    checkpoint.parent.mkdir(parents=True)
+    checkpoint.write_text("fairseq's")
+    config.write_text("{}")
+    with pytest.raises(ValueError, match="was not written by a run"):
+        fit(tmp_path / "theirs", corpus, overwrite=True)
+    config.unlink()
+    for _ in range(2):
+        fit(tmp_path / "theirs", corpus, training={"updates": 2}, overwrite=True)
+    assert checkpoint.read_text() == "fairseq's"
 
 
 def test_long_sentences_are_refused_or_skipped(tmp_path, corpus):

@@ -34,7 +34,7 @@ def declare(model: str, stack: Literal["encoder", "decoder"]) -> str:
     """What a configuration's residual scheme puts into a stack: a JSON object of layers, flow, has_biases, …"""
 
 def growth(steps: int, curve: Literal["linear", "exp", "sigmoid"], t: Tensor) -> Tensor:
-    """α_t of a growing scheme, (1,) float32 on the device of t, which is int64 (1,)."""
+    """α_t of a growing scheme, (1,) float64 on the device of t, which is int64 (1,)."""
 
 def profile(
     model: str,

@@ -43,6 +43,8 @@ class Field(NamedTuple):
         kind = _TYPES[self.kind]
         if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
             raise InputError(f"{self.name} must be {_NOUNS[self.kind]}{' or none' * self.optional}; got {value!r}")
+        if self.kind == "float" and not math.isfinite(value) and self.name != "lpnorm_p":
+            raise InputError(f"{self.name} must be a finite number; got {value}")
         if self.choices and value not in self.choices:
             raise InputError(unknown(self.name, value, self.choices))
         return value

@@ -187,8 +187,11 @@ def is_demo(output: Path, texts: Path) -> bool:
     config = output / "config.json"
     if not config.exists():
         return False
-    source = json.loads(config.read_text())["data"]["train_source"]
-    return source is not None and Path(source).resolve() == (texts / "train.en").resolve()
+    try:
+        source = json.loads(config.read_text())["data"]["train_source"]
+        return Path(source).resolve() == (texts / "train.en").resolve()
+    except (ValueError, KeyError, TypeError):  # not a run's, or a language model's
+        return False
 
 
 def run(output: str | Path, *, updates: int | None = None, progress: bool = True) -> Outcome:

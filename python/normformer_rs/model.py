@@ -1,6 +1,8 @@
 """The Transformer as a `torch.nn.Module`; its arithmetic is Rust's."""
 
+import contextlib
 import json
+from collections.abc import Iterator
 from os import PathLike
 from pathlib import Path
 
@@ -47,7 +49,9 @@ class Transformer(nn.Module):
         if seed is None:
             seed = int(torch.randint(2**63 - 1, (), device="cpu"))
         device = torch.get_default_device() if device is None else device
-        for name, tensor in _core.parameters(config.to_json(), seed, str(device)):
+        with random_state_kept():
+            made = _core.parameters(config.to_json(), seed, str(device))
+        for name, tensor in made:
             self._place(name, tensor)
 
     def _place(self, name: str, tensor: Tensor) -> None:
@@ -135,6 +139,14 @@ class Transformer(nn.Module):
         except RuntimeError as error:  # torch's list of names and shapes that differ
             raise InputError(f"{folder}: the weights are not those of its config.json: {error}") from error
         return model.eval()
+
+
+@contextlib.contextmanager
+def random_state_kept() -> Iterator[None]:
+    """What the core draws inside, from a seed of its own, moves none of torch's generators."""
+    devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
+    with torch.random.fork_rng(devices=devices):
+        yield
 
 
 def _precision(dtype: torch.dtype) -> str:

@@ -13,6 +13,7 @@ from ._core import InputError
 from ._optional import available
 from .config import DataConfig, TrainingConfig, TransformerConfig
 from .history import History
+from .model import random_state_kept
 from .progress import Progress, choose, number
 from .ranks import world
 
@@ -88,7 +89,8 @@ class Trainer:
             if is_first:
                 observer = _Observer(Path(output), choose(progress), tensorboard and available("tensorboard"))
             try:
-                _core.train(*self._json(), str(output), mode, place, observer)
+                with random_state_kept():
+                    _core.train(*self._json(), str(output), mode, place, observer)
             finally:
                 observer.close()
         history = History.read(output)

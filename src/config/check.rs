@@ -73,6 +73,9 @@ impl TransformerConfig {
             check_range(name, p, 0.0, 1.0)?;
         }
         lp_norm::check(self.lpnorm_p.0)?;
+        if let Some(eps) = self.norm_eps.filter(|eps| !(*eps >= 0.0 && eps.is_finite())) {
+            return Err(Error::invalid(format!("norm_eps must be at least 0, got {eps}")));
+        }
         for (name, alpha) in [
             ("batchnorm_alpha", self.batchnorm_alpha),
             ("powernorm_alpha_fwd", self.powernorm_alpha_fwd),
@@ -183,13 +186,22 @@ impl TrainingConfig {
         if let Some(lr) = self.lr.filter(|lr| lr.is_nan() || *lr <= 0.0) {
             return Err(Error::invalid(format!("lr must be greater than 0, got {lr}")));
         }
+        if !(self.adam_eps > 0.0 && self.adam_eps.is_finite()) {
+            return Err(Error::invalid(format!("adam_eps must be greater than 0, got {}", self.adam_eps)));
+        }
         for (name, factor) in [("lr_scale", self.lr_scale), ("lr_multiplier", self.lr_multiplier)] {
             if !(factor > 0.0 && factor.is_finite()) {
                 return Err(Error::invalid(format!("{name} must be greater than 0, got {factor}")));
             }
         }
-        if !(self.warmup_init_lr >= 0.0 && self.warmup_init_lr.is_finite()) {
-            return Err(Error::invalid(format!("warmup_init_lr must be at least 0, got {}", self.warmup_init_lr)));
+        for (name, value) in [
+            ("warmup_init_lr", self.warmup_init_lr),
+            ("weight_decay", self.weight_decay),
+            ("clip_norm", self.clip_norm),
+        ] {
+            if !(value >= 0.0 && value.is_finite()) {
+                return Err(Error::invalid(format!("{name} must be at least 0, got {value}")));
+            }
         }
         check_range("beta1", Some(self.beta1), 0.0, 1.0)?;
         check_range("beta2", Some(self.beta2), 0.0, 1.0)?;
@@ -201,6 +213,9 @@ impl TrainingConfig {
 impl DataConfig {
     /// Checks what one option cannot know of another.
     pub fn validate(&self) -> Result<()> {
+        if self.segment_length < 1 {
+            return Err(Error::invalid(format!("segment_length must be at least 1, got {}", self.segment_length)));
+        }
         let files = [
             ("train_source", self.train_source.is_some()),
             ("train_target", !self.train_target.is_empty()),
@@ -267,7 +282,17 @@ mod tests {
 
     #[test]
     fn rates_must_be_such_that_something_is_learned() {
-        for wrong in ["lr_scale\": 0", "lr_scale\": -1", "lr_multiplier\": 0", "warmup_init_lr\": -0.1", "lr\": 0"] {
+        for wrong in [
+            "lr_scale\": 0",
+            "lr_scale\": -1",
+            "lr_multiplier\": 0",
+            "warmup_init_lr\": -0.1",
+            "lr\": 0",
+            "adam_eps\": 0",
+            "adam_eps\": -1",
+            "weight_decay\": -5",
+            "clip_norm\": -1",
+        ] {
             let config: TrainingConfig = from_json("training", &format!("{{\"{wrong}}}")).unwrap();
             let e = config.validate().unwrap_err().to_string();
             assert!(e.starts_with(wrong.split('"').next().unwrap()), "{wrong}: {e}");

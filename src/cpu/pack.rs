@@ -34,11 +34,14 @@ pub type Of<A, S> = <A as Accumulator>::Pack<S>;
 #[derive(Clone, Copy, Debug)]
 pub struct Store {
     /// Past the caches, for results too large to be found there again: the lines written need not be read first, and
-    /// nothing else is pushed out. Every block must start on a cache line.
+    /// nothing else is pushed out. Blocks that do not start on a cache line, as those of spare rows, go through them.
     streamed: bool,
     /// The processor rounds to bf16 by itself.
     bf16: bool,
 }
+
+/// Bytes in a cache line, which a streamed block has to start on.
+const LINE: usize = 64;
 
 impl Store {
     /// Through the caches.
@@ -47,9 +50,14 @@ impl Store {
     /// The best way for `result`, the rows of `cols` numbers that one thread writes.
     #[inline(always)]
     pub fn of<E>(result: &[E], cols: usize) -> Self {
-        const LINE: usize = 64;
         let aligned = result.as_ptr().addr().is_multiple_of(LINE) && (cols * size_of::<E>()).is_multiple_of(LINE);
         Store { streamed: aligned && size_of_val(result) >= LARGE, bf16: has_avx512_bf16() }
+    }
+
+    /// Whether the block that starts `at` goes past the caches.
+    #[inline(always)]
+    fn streams<E>(self, at: *const E) -> bool {
+        self.streamed && at.addr().is_multiple_of(LINE)
     }
 
     #[inline(always)]

@@ -1,7 +1,10 @@
 //! Work over libtorch's own threads.
 
+use std::any::Any;
 use std::ffi::c_void;
 use std::ops::Range;
+use std::panic::{catch_unwind, resume_unwind, AssertUnwindSafe};
+use std::sync::Mutex;
 
 extern "C" {
     fn nfrs_parallel_for(n: i64, grain: i64, run: extern "C" fn(*const c_void, i64, i64), context: *const c_void);
@@ -14,16 +17,27 @@ pub fn threads() -> usize {
     unsafe { nfrs_num_threads() as usize }
 }
 
-/// Calls `work` on disjoint ranges that together cover 0..n, on several threads where n is at least `grain`.
+/// Calls `work` on disjoint ranges that together cover 0..n, on several threads where n is at least `grain`. A panic of
+/// one of them goes on in the caller when all have ended.
 pub fn for_each<F: Fn(Range<usize>) + Sync>(n: usize, grain: usize, work: F) {
-    extern "C" fn run<F: Fn(Range<usize>) + Sync>(context: *const c_void, begin: i64, end: i64) {
-        // SAFETY: `context` is the closure below, which outlives nfrs_parallel_for's return.
-        // A panic in here aborts (extern "C"): it never unwinds into C++.
-        let work = unsafe { &*context.cast::<F>() };
-        work(begin as usize..end as usize);
+    struct Task<F> {
+        work: F,
+        panic: Mutex<Option<Box<dyn Any + Send>>>,
     }
+    extern "C" fn run<F: Fn(Range<usize>) + Sync>(context: *const c_void, begin: i64, end: i64) {
+        // SAFETY: `context` is the task below, which outlives nfrs_parallel_for's return.
+        let task = unsafe { &*context.cast::<Task<F>>() };
+        // It must not unwind into C++.
+        if let Err(panic) = catch_unwind(AssertUnwindSafe(|| (task.work)(begin as usize..end as usize))) {
+            *task.panic.lock().expect("nobody panics who holds it") = Some(panic);
+        }
+    }
+    let task = Task { work, panic: Mutex::new(None) };
     // SAFETY: at::parallel_for returns only after every call of `run` has returned.
-    unsafe { nfrs_parallel_for(n as i64, grain.max(1) as i64, run::<F>, (&raw const work).cast()) }
+    unsafe { nfrs_parallel_for(n as i64, grain.max(1) as i64, run::<F>, (&raw const task).cast()) }
+    if let Some(panic) = task.panic.into_inner().expect("nobody panics who holds it") {
+        resume_unwind(panic);
+    }
 }
 
 /// A pointer that threads may share: each range of rows writes its own part.

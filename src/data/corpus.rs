@@ -75,6 +75,13 @@ impl Corpus {
         Ok(Self { source: None, target: stream(&tokens, segment_length), start: BOS })
     }
 
+    /// Every token that a model is to predict.
+    pub fn predicted(&self) -> impl Iterator<Item = u32> + '_ {
+        // A segment begins with the token before it.
+        let (given, end) = if self.source.is_some() { (0, Some(EOS)) } else { (1, None) };
+        self.target.iter().flat_map(move |row| row.iter().copied().skip(given).chain(end))
+    }
+
     /// The number of sentence pairs or segments.
     pub fn len(&self) -> usize {
         self.target.len()
@@ -156,6 +163,7 @@ mod tests {
         // The stream is 10 11 12 EOS EOS 13 EOS.
         assert_eq!(corpus.target, [vec![EOS, 10, 11, 12], vec![12, EOS, EOS, 13], vec![13, EOS]]);
         assert_eq!(corpus.lengths(), [(0, 3), (0, 3), (0, 1)]);
+        assert_eq!(corpus.predicted().collect::<Vec<_>>(), [10, 11, 12, EOS, EOS, 13, EOS]);
         for length in [0, 4] {
             assert!(Corpus::language_model(&[], length, 3)
                 .unwrap_err()

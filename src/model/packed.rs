@@ -140,6 +140,11 @@ impl Packed {
         *self.offsets.last().unwrap_or(&0)
     }
 
+    /// No real token.
+    pub fn is_empty(&self) -> bool {
+        self.lengths.iter().all(|n| *n == 0)
+    }
+
     pub fn sentences(&self) -> usize {
         self.offsets.len() - 1
     }

@@ -68,6 +68,11 @@ impl Transformer {
 
     /// Sets the gains that the scheme takes from one training batch, padding included.
     pub fn profile(&self, read: &Sentences, ctx: Context) -> Result<()> {
+        if [Some(&read.target), read.source.as_ref()].into_iter().flatten().any(Packed::is_empty) {
+            return Err(Error::invalid(
+                "gains cannot be taken from a batch of which a side holds no token but padding",
+            ));
+        }
         let device = self.device();
         let source = read.source.as_ref().map(Packed::with_padding).transpose()?;
         let padded = Sentences::new(source, read.target.with_padding()?, device)?.to(device)?;

@@ -103,7 +103,7 @@ pub fn composed(x: &Tensor, weight: Option<&Tensor>, p: f64, eps: f64) -> Result
 }
 
 /// max(‖x‖_p, ε), a constant where it is ε.
-fn clamped_length(x: &Tensor, p: f64, eps: f64) -> Result<Tensor> {
+pub(super) fn clamped_length(x: &Tensor, p: f64, eps: f64) -> Result<Tensor> {
     let magnitude = x.f_abs()?;
     let largest = magnitude.f_amax([-1i64].as_slice(), true)?.f_detach()?;
     let length = if p.is_infinite() {

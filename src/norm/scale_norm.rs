@@ -1,5 +1,6 @@
 //! ScaleNorm: y = g·x/max(n, ε), n = ‖x‖₂, over the last dimension (TwT eq 5; SPEC §1).
 
+use super::lp_norm;
 use super::rows::{magnitude, sum, trusted, Measured, RowNorm, Slope, Sums};
 use crate::cpu::Accumulator;
 use crate::error::Result;
@@ -79,8 +80,7 @@ fn rowwise(weight: Tensor, site: &Site) -> Box<dyn Norm> {
 
 fn composed(x: &Tensor, weight: Option<&Tensor>, bias: Option<&Tensor>, eps: f64) -> Result<Tensor> {
     let wide = accumulate(x)?;
-    let length = wide.f_norm_scalaropt_dim(2.0, [-1i64].as_slice(), true)?.f_clamp_min(eps)?;
-    let mut y = wide.f_div(&length)?;
+    let mut y = wide.f_div(&lp_norm::clamped_length(&wide, 2.0, eps)?)?;
     if let Some(weight) = weight {
         y = y.f_mul(&weight.f_to_kind(wide.kind())?)?;
     }

@@ -238,7 +238,9 @@ pub fn forward(
             (used.shift, used.scale, stats)
         }
     };
-    let mut y = hat(&rows.x, shift.as_ref(), &scale)?;
+    // What stands at padding may be NaN, of which no gradient gets rid again.
+    let x_real = if o.release { rows.x.shallow_clone() } else { rows.real(&rows.x)? };
+    let mut y = hat(&x_real, shift.as_ref(), &scale)?;
     if let Some(weight) = weight {
         y = y.f_mul(&weight.f_to_kind(y.kind())?)?;
     }

@@ -127,11 +127,12 @@ impl Views {
 /// where `keys_too`.
 fn sequences(ranges: &[i64], [q_rows, k_rows]: [i64; 2], keys_too: bool) -> Result<Vec<Sequence>> {
     let (mut q_end, mut k_end) = (0, 0);
+    let beyond = |start: i64, len: i64, rows: i64| len > rows || start > rows - len;
     let mut sequences = Vec::with_capacity(ranges.len() / 4);
     for (i, r) in ranges.chunks_exact(4).enumerate() {
         let (q_start, q_len, k_start, k_len) = (r[0], r[1], r[2], r[3]);
         let bad = |why: String| Err(Error::Torch(format!("attention: range {i} {r:?} {why}")));
-        if r.iter().any(|v| *v < 0) || q_start + q_len > q_rows || k_start + k_len > k_rows {
+        if r.iter().any(|v| *v < 0) || beyond(q_start, q_len, q_rows) || beyond(k_start, k_len, k_rows) {
             return bad(format!("lies outside the {q_rows} query and {k_rows} key rows"));
         }
         if q_start < q_end || keys_too && k_start < k_end {

@@ -2,12 +2,27 @@
 
 use super::folder::{read_configs, remove};
 use crate::error::{Error, Result};
-use crate::train::checkpoint::{self, Store};
+use crate::train::checkpoint::{self, Store, AVERAGE};
 use std::fs;
 use std::path::{Path, PathBuf};
 
 pub(super) fn average_path(folder: &Path) -> PathBuf {
-    folder.join("checkpoints").join("average")
+    folder.join("checkpoints").join(AVERAGE)
+}
+
+/// The checkpoints of the last evaluations, newest first: neither what an interruption left, nor an old best one that
+/// stands alone.
+fn evaluated(store: &Store) -> Result<Vec<PathBuf>> {
+    let (mut found, mut keep) = (Vec::new(), None);
+    for path in store.recent(usize::MAX)? {
+        let (state, config) = checkpoint::load_state(&path)?;
+        keep = keep.or(config["training"]["keep"].as_u64());
+        if state["is_pause"] != true {
+            found.push(path);
+        }
+    }
+    found.truncate(keep.unwrap_or(u64::MAX).max(1) as usize);
+    Ok(found)
 }
 
 /// Averages checkpoints of a run (parameters and running statistics; counters of the newest), stored as `average`: those
@@ -15,26 +30,31 @@ pub(super) fn average_path(folder: &Path) -> PathBuf {
 pub fn average(folder: &Path, count: Option<usize>, updates: Option<Vec<u64>>) -> Result<PathBuf> {
     read_configs(folder)?;
     let store = Store::at(folder);
-    let there = store.list()?;
-    let updates = match (count, updates) {
-        (None, Some(updates)) => updates,
-        (Some(n), None) if (1..=there.len()).contains(&n) => there[there.len() - n..].to_vec(),
+    let paths = match (count, updates) {
+        (None, Some(updates)) => updates.iter().map(|u| store.resolve(&u.to_string())).collect::<Result<Vec<_>>>()?,
         (Some(n), None) => {
-            return Err(Error::invalid(format!(
-                "{} holds {} checkpoints, cannot average the last {n}; training keeps as many as `keep` says",
-                folder.display(),
-                there.len()
-            )))
+            let mut there = evaluated(&store)?;
+            if !(1..=there.len()).contains(&n) {
+                return Err(Error::invalid(format!(
+                    "{} holds the checkpoints of the last {} evaluations, cannot average {n}; training keeps as many as \
+                     `keep` says",
+                    folder.display(),
+                    there.len()
+                )));
+            }
+            there.truncate(n);
+            there
         }
         _ => return Err(Error::invalid("give either how many of the last checkpoints to average, or their updates")),
     };
-    let paths = updates.iter().map(|u| store.resolve(&u.to_string())).collect::<Result<Vec<_>>>()?;
+    let newest = paths.iter().map(|path| checkpoint::load_state(path).map(|(state, _)| state["update"].as_u64()));
+    let newest = newest.collect::<Result<Vec<_>>>()?.into_iter().flatten().max().unwrap_or(0);
     let averaged = checkpoint::average(&paths)?;
     // An earlier average goes when the new one is whole. A name that begins with a dot is cleaned up after a crash.
     let path = average_path(folder);
     let new = path.with_file_name(".average");
     remove(&new, |p| fs::remove_dir_all(p))?;
-    checkpoint::save(&new, updates.into_iter().max().unwrap_or(0), &averaged)?;
+    checkpoint::save(&new, newest, &averaged)?;
     remove(&path, |p| fs::remove_dir_all(p))?;
     fs::rename(&new, &path).map_err(|e| Error::io("rename", &new, e))?;
     Ok(path)

@@ -73,13 +73,30 @@ impl Beginning {
         if mode == Mode::Overwrite {
             // Only what a run writes; anything else in the folder is the user's. The config last: with it, a folder that
             // was left half removed still holds a run.
-            remove(&output.join(CHECKPOINTS), |p| fs::remove_dir_all(p))?;
+            Store::at(output).clear()?;
             for name in FILES.iter().chain(&["curves.png", CONFIG]) {
                 remove(&output.join(name), |p| fs::remove_file(p))?;
             }
         }
         write(output, &self.configs, &self.segmenter, &self.vocabulary, self.mask.as_deref())?;
         Store::open(output).map(drop)
+    }
+}
+
+/// Refuses a folder whose config is not a run's.
+pub(super) fn check_overwritten(output: &Path) -> Result<()> {
+    let path = output.join(CONFIG);
+    let text = match fs::read(&path) {
+        Err(e) if e.kind() == std::io::ErrorKind::NotFound => return Ok(()),
+        read => read.map_err(|e| Error::io("read", &path, e))?,
+    };
+    let found: Option<serde_json::Value> = serde_json::from_slice(&text).ok();
+    match found.is_some_and(|v| ["model", "training", "data"].iter().all(|part| v[part].is_object())) {
+        true => Ok(()),
+        false => Err(Error::invalid(format!(
+            "{} was not written by a run, so --overwrite leaves it alone: choose another output",
+            path.display()
+        ))),
     }
 }
 
@@ -157,29 +174,43 @@ pub fn save_model(
 
 pub(super) type Resumed = (Segmenter, Vocabulary, Option<Checkpoint>);
 
-/// What a run folder holds; no checkpoint where the run was stopped before its first.
-pub(super) fn resume(model: &TransformerConfig, output: &Path) -> Result<Resumed> {
+/// What a run folder holds; no checkpoint where the run was stopped before its first. What is asked for must be the
+/// run's model, cut text as it does, and have a target vocabulary if it has one.
+pub(super) fn resume(
+    model: &TransformerConfig,
+    training: &TrainingConfig,
+    data: &DataConfig,
+    output: &Path,
+) -> Result<Resumed> {
     let configs = read_configs(output)?;
     let vocabulary = Vocabulary::load(output.join(VOCABULARY))?;
     let wanted = TransformerConfig { vocab_size: vocabulary.len() as i64, ..model.clone() };
-    if configs.model != wanted {
-        let (old, new) = (serde_json::to_value(&configs.model), serde_json::to_value(&wanted));
-        let (Ok(serde_json::Value::Object(old)), Ok(serde_json::Value::Object(new))) = (old, new) else {
-            return Err(Error::invalid("the run's model differs from the one asked for"));
-        };
-        let differences: Vec<String> = old
-            .iter()
-            .filter(|(k, v)| new.get(*k) != Some(v))
-            .map(|(k, v)| format!("{k} was {v}, now {}", new[k]))
-            .collect();
-        return Err(Error::invalid(format!(
-            "{} was trained with another model: {}; resume with the same options",
-            output.display(),
-            differences.join("; ")
-        )));
+    let json = |config: &TransformerConfig| serde_json::to_value(config).map_err(|e| Error::invalid(e.to_string()));
+    let of_text = |training: &TrainingConfig, data: &DataConfig| {
+        let merges = (data.bpe_operations, data.bpe_codes.is_some());
+        serde_json::json!({"vocab_mask": training.vocab_mask, "bpe_operations": merges.0, "bpe_codes": merges.1})
+    };
+    for (what, differences) in [
+        ("trained with another model", differences(&json(&configs.model)?, &json(&wanted)?)),
+        ("trained on other text", differences(&of_text(&configs.training, &configs.data), &of_text(training, data))),
+    ] {
+        if !differences.is_empty() {
+            return Err(Error::invalid(format!(
+                "{} was {what}: {differences}; resume with the same options",
+                output.display()
+            )));
+        }
     }
     let checkpoint = Store::open(output)?.to_resume()?.map(checkpoint::load).transpose()?;
     Ok((read_segmenter(output, &configs.data)?, vocabulary, checkpoint))
+}
+
+/// Where two objects of options differ, in words; empty where they do not.
+pub(super) fn differences(old: &serde_json::Value, new: &serde_json::Value) -> String {
+    let names = old.as_object().into_iter().flatten().filter(|(name, value)| new[name.as_str()] != **value);
+    let told: Vec<String> =
+        names.map(|(name, value)| format!("{name} was {value}, now {}", new[name.as_str()])).collect();
+    told.join("; ")
 }
 
 pub(super) fn read_configs(output: &Path) -> Result<Configs> {
@@ -212,7 +243,10 @@ pub fn target_vocabulary(output: &Path) -> Result<Option<Vec<bool>>> {
 
 /// Its types, EOS and UNK.
 pub(super) fn read_mask(output: &Path, vocabulary: &Vocabulary) -> Result<Vec<bool>> {
-    let types = data::read_lines(output.join(TARGET_TYPES))?;
+    let path = output.join(TARGET_TYPES);
+    let text = fs::read_to_string(&path).map_err(|e| Error::io("read", &path, e))?;
+    // Not as lines of text: a piece may end in a carriage return, and there may be none.
+    let types: Vec<&str> = text.split_terminator('\n').collect();
     Ok(data::seen_mask(vocabulary.len(), [vocabulary.encode(&types).as_slice()]))
 }
 

@@ -1,6 +1,6 @@
 //! Training from text files to a folder.
 
-use super::folder::{check_new, resume, Beginning, Log, CONFIG, LOG};
+use super::folder::{check_new, check_overwritten, read_mask, resume, Beginning, Log, CONFIG, LOG};
 use super::prepare::{prepare_with, valid_batches};
 use super::{device, keep_memory, prepare, Mode, Prepared};
 use crate::config::{DataConfig, TrainingConfig, TransformerConfig};
@@ -72,6 +72,7 @@ fn open(
 ) -> Result<(Prepared, Option<Checkpoint>)> {
     match mode {
         Mode::New => check_new(output)?,
+        Mode::Overwrite => check_overwritten(output)?,
         Mode::Resume if !output.join(CONFIG).exists() => {
             return Err(Error::invalid(format!(
                 "{} holds no run to resume: leave out --resume to start one",
@@ -81,14 +82,23 @@ fn open(
         _ => {}
     }
     let resumed = match mode {
-        Mode::Resume => Some(resume(model, output)?),
+        Mode::Resume => Some(resume(model, training, config, output)?),
         _ => None,
     };
     let (known, from) = match resumed {
         Some((segmenter, vocabulary, checkpoint)) => (Some((segmenter, vocabulary)), checkpoint),
         None => (None, None),
     };
-    Ok((prepare_with(model, training, config, known)?, from))
+    let prepared = prepare_with(model, training, config, known)?;
+    if let (Mode::Resume, Some(mask)) = (mode, &prepared.mask) {
+        if *mask != read_mask(output, &prepared.vocabulary)? {
+            return Err(Error::invalid(format!(
+                "{} was trained on text with other target types than train_target's: resume with the same text",
+                output.display()
+            )));
+        }
+    }
+    Ok((prepared, from))
 }
 
 fn trainer(
@@ -115,7 +125,7 @@ fn trainer(
     };
     let valid_count = mask.as_ref().map_or(vocabulary.len(), |m| m.iter().filter(|v| **v).count());
     let mask = mask.map(|m| Tensor::f_from_slice(&m)?.f_to_device(device)).transpose()?;
-    let entropy = unigram_entropy(train.target.iter().flat_map(|row| row.iter().copied().chain([2])));
+    let entropy = unigram_entropy(train.predicted());
     let batches = valid_batches(&valid, training);
     let stream_config = StreamConfig {
         max_tokens: training.max_tokens as usize,
@@ -150,11 +160,12 @@ pub fn dry_run(model: &TransformerConfig, training: &TrainingConfig, data: &Data
     let (d, f) = (model.d_model as usize, model.d_ff as usize);
     let encoder = if model.has_encoder() { model.encoder_layers as usize } else { 0 };
     let layers = encoder + model.decoder_layers as usize;
-    let activations = most * layers * (16 * d + 2 * f) * 4 + 1024 * prepared.model.vocab_size as usize * 4;
+    let activations = most.saturating_mul(layers * (16 * d + 2 * f) * 4);
+    let logits = 1024 * prepared.model.vocab_size as usize * 4;
     Ok(serde_json::json!({
         "parameters": n,
         "parameter_bytes": n * 4,
-        "training_bytes": n * 4 * 4 + activations,
+        "training_bytes": activations.saturating_add(logits + n * 4 * 4),
         "vocabulary": prepared.vocabulary.len(),
         "sentences": prepared.train.len(),
         "skipped": prepared.skipped,

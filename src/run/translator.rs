@@ -1,7 +1,7 @@
 //! A trained model, ready to translate.
 
 use super::average::average_path;
-use super::folder::{read_configs, read_mask, read_segmenter, Configs, VOCABULARY};
+use super::folder::{differences, read_configs, read_mask, read_segmenter, Configs, VOCABULARY};
 use super::keep_memory;
 use super::prepare::{read, valid_batches, within};
 use crate::config::{DataConfig, TrainingConfig};
@@ -43,7 +43,16 @@ impl Translator {
             }
             other => Store::at(folder).resolve(other)?,
         };
-        let (arrays, _) = checkpoint::load_model(path)?;
+        let (arrays, config) = checkpoint::load_model(&path)?;
+        let own = serde_json::to_value(&configs.model).map_err(|e| Error::invalid(e.to_string()))?;
+        let differences = differences(&own, &config["model"]);
+        if !differences.is_empty() {
+            return Err(Error::invalid(format!(
+                "{} is of another model than the run {}: {differences}",
+                path.display(),
+                folder.display()
+            )));
+        }
         let model = Transformer::with_parameters(&configs.model, &load_parameters(&arrays, device)?)?;
         let vocabulary = Vocabulary::load(folder.join(VOCABULARY))?;
         let seen = if configs.training.vocab_mask { Some(read_mask(folder, &vocabulary)?) } else { None };

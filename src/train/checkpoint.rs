@@ -26,7 +26,7 @@ use serde_json::Value;
 pub use arrays::{Array, Arrays};
 pub use average::average;
 pub use safetensors::Dtype;
-pub use store::Store;
+pub use store::{Store, AVERAGE};
 
 use super::files::{self, Digest};
 use crate::error::{Error, Result};
@@ -111,6 +111,15 @@ pub fn load(path: impl AsRef<Path>) -> Result<Checkpoint> {
             config: manifest.config(folder)?,
             state: manifest.state,
         })
+    })
+}
+
+/// The state and the config of a checkpoint, as [`load`] reads them.
+pub fn load_state(path: impl AsRef<Path>) -> Result<(Value, Value)> {
+    whole(path.as_ref(), |folder| {
+        let manifest = Manifest::read(folder)?;
+        let config = manifest.config(folder)?;
+        Ok((manifest.state, config))
     })
 }
 

@@ -195,7 +195,7 @@ fn sync_directory(path: &Path) -> io::Result<()> {
     }
 }
 
-fn remove_any(path: &Path) -> Result<()> {
+pub fn remove_any(path: &Path) -> Result<()> {
     let removed = match path.symlink_metadata() {
         Ok(m) if m.is_dir() => fs::remove_dir_all(path),
         Ok(_) => fs::remove_file(path),

@@ -132,6 +132,10 @@ impl Trainer {
                 schedule.memory = memory.clone();
             }
             progress = resumed;
+            // What was best by another measure says nothing about this one.
+            if checkpoint.config["training"]["criterion"] != serde_json::json!(config.criterion) {
+                (progress.best, progress.since_best) = (None, 0);
+            }
         }
         let kind = match config.precision {
             Precision::F32 => Kind::Float,

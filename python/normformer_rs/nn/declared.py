@@ -220,14 +220,21 @@ def configure(options: Mapping[str, Any], **given: Any) -> TransformerConfig:
 # Making what was declared.
 
 
-def make(what: NormAt | Learned, place: Place, factory: Mapping[str, Any], bias: bool = True) -> Any:
-    """The norm, or the parameter. `factory`: device and dtype; `bias`: whether norms that have one learn it."""
+def make(
+    what: NormAt | Learned,
+    place: Place,
+    factory: Mapping[str, Any],
+    bias: bool = True,
+    ends_stack: bool | None = None,
+) -> Any:
+    """The norm, or the parameter. `factory`: device and dtype; `bias`: whether norms that have one learn it;
+    `ends_stack`: whether the norm stands after the stack; None: as the scheme declares."""
     if isinstance(what, Learned):
         return nn.Parameter(torch.full(what.shape, what.value, **factory))
     last = what.last and place.stack == "decoder"
     where: dict[str, Any] = {
         "last_of_decoder": last,
-        "ends_stack": any(change.what == what for change in place.declared.end),
+        "ends_stack": any(change.what == what for change in place.declared.end) if ends_stack is None else ends_stack,
     }
     return norm_of_config(place.declared.norm, what.width, place.config, **where, bias=bias, **factory)
 
@@ -287,7 +294,8 @@ class Draw:
 def is_plain(module: nn.Module, kind: type) -> bool:
     """It is that class itself and nobody listens to its calls: a fused operator may stand in for it."""
     own = module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
-    return type(module) is kind and not own and not nn.modules.module._has_any_global_hook()
+    is_own = type(module) is kind and "forward" not in module.__dict__
+    return is_own and not own and not nn.modules.module._has_any_global_hook()
 
 
 def rate(dropout: Any) -> float | None:

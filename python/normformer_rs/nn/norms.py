@@ -1,7 +1,7 @@
 """Norms as modules, with torch.nn's constructors and keys."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -32,7 +32,7 @@ class RowNorm(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        shape = (normalized_shape,) if isinstance(normalized_shape, int) else tuple(normalized_shape)
+        shape = tuple(normalized_shape) if isinstance(normalized_shape, Iterable) else (int(normalized_shape),)
         if not shape:
             raise InputError("normalized_shape must name at least one dimension, got none")
         self.normalized_shape, self.eps, self.elementwise_affine = shape, eps, elementwise_affine

@@ -1,5 +1,6 @@
 """Norms with statistics over rows and steps: BatchNorm, PN-V and PowerNorm, and the group scaling before them."""
 
+import copy
 from typing import Any
 
 import torch
@@ -155,8 +156,15 @@ class RunningNorm(nn.Module):
         if not before.is_meta and not self.refused.is_meta:
             self.refused.copy_(before)
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> "RunningNorm":
+        new = type(self).__new__(type(self))
+        memo[id(self)] = new
+        new.__setstate__(copy.deepcopy(self.__getstate__(), memo))
+        new.process_group = self.process_group
+        return new
+
     def __getstate__(self) -> dict[str, Any]:
-        # A group is of this process; elsewhere it is the default group again.
+        # A group is of this process; in a file it is the default group.
         return super().__getstate__() | {"_unkept": Unkept(), "process_group": None}
 
     def extra_repr(self) -> str:

@@ -47,7 +47,8 @@ class Sums(nn.Module):
 
         outputs.append(y if self.on_sums else normed(y))
         weights = self.weight[row, : row + 1].to(y.dtype)
-        total = torch.stack(outputs, -1) @ weights
+        with torch.autocast(y.device.type, enabled=False):  # the residual stream keeps its type
+            total = torch.stack(outputs, -1) @ weights
         return normed(total) if self.on_sums else total
 
 
@@ -121,8 +122,9 @@ class Stack(Growing):
 
 
 def _padding(stack: Stack, x: Tensor, mask: Tensor | None) -> Tensor | None:
-    first = stack.layers[0]
-    return first._padding(x, mask) if isinstance(first, Layer) else None
+    # A wrapper, of torch.compile or activation checkpointing, hands the question on.
+    ask = getattr(stack.layers[0], "_padding", None)
+    return None if ask is None else ask(x, mask)
 
 
 class TransformerEncoder(Stack):
@@ -285,7 +287,7 @@ class Transformer(nn.Module):
         def end(layer: Layer) -> nn.Module | None:
             at = NormAt("norm", d_model, last=True)
             factory = {"device": device, "dtype": dtype}
-            return make(at, layer.place, factory, bias) if residual is None else None
+            return make(at, layer.place, factory, bias, ends_stack=True) if residual is None else None
 
         self.encoder: Any = custom_encoder
         if custom_encoder is None:

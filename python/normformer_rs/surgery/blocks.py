@@ -140,16 +140,35 @@ def shape_of(block: Any) -> dict[str, Any]:
 def width_into(block: nn.Module, part: Part, role: Role) -> int:
     """What the linear layer of that role reads: its fan-in."""
     path = next(linear.path for linear in part.linears if role in linear.roles)
-    return weight_and_bias(block, path)[0].shape[0 if is_transposed(block, path) else 1]
+    owner, weight, _ = _projection(block, path)
+    if getattr(owner, weight, None) is None:
+        raise _made_of_something_else(block, path, owner)
+    return getattr(owner, weight).shape[0 if is_transposed(block, path) else 1]
 
 
 def weight_and_bias(block: nn.Module, path: str) -> tuple[nn.Parameter, nn.Parameter | None]:
-    """Of a linear layer; torch.nn's attention has its stacked projection as a parameter."""
+    """Of a linear layer, to be written to; torch.nn's attention has its stacked projection as a parameter.
+
+    Errors: InputError where the layer has no weight of its own: a parametrization or a wrapper makes it.
+    """
+    owner, weight, bias = _projection(block, path)
+    if weight not in owner._parameters:
+        raise _made_of_something_else(block, path, owner)
+    return getattr(owner, weight), getattr(owner, bias, None)
+
+
+def _projection(block: nn.Module, path: str) -> tuple[nn.Module, str, str]:
+    """Who has the weight and the bias, and as what."""
     if path.endswith("in_proj_weight"):
-        attention: Any = block.get_submodule(parent_of(path))
-        return attention.in_proj_weight, attention.in_proj_bias
-    linear: Any = block.get_submodule(path)
-    return linear.weight, linear.bias
+        return block.get_submodule(parent_of(path)), "in_proj_weight", "in_proj_bias"
+    return block.get_submodule(path), "weight", "bias"
+
+
+def _made_of_something_else(block: nn.Module, path: str, owner: nn.Module) -> InputError:
+    return InputError(
+        f"{path} of a {type(block).__name__} is a {type(owner).__name__}, which has no weight of its own to change: "
+        "change the model first, and then parametrize or wrap its layers"
+    )
 
 
 def is_transposed(block: nn.Module, path: str) -> bool:

@@ -1,5 +1,7 @@
 """Norms exchanged in a model that somebody else wrote."""
 
+import inspect
+import math
 from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
 
@@ -120,7 +122,21 @@ def new_norm(name: str, width: int, bias: bool = True, **settings: Any) -> Any:
     """A norm by its name; `bias` counts for those that have one."""
     kind = nfnn.norm_class(name)
     has_bias = kind is nfnn.LayerNorm or issubclass(kind, RunningNorm)
+    for option in settings:
+        if option not in _options(kind):
+            raise InputError(unknown(f"option of {name}", option, _options(kind)))
     return kind(width, **({"bias": bias} if has_bias else {}), **settings)
+
+
+def _options(kind: type[nn.Module]) -> list[str]:
+    """What its constructor takes beside the width; what it hands on is asked of the class above."""
+    names: list[str] = []
+    for parent in kind.__mro__[: kind.__mro__.index(nn.Module)]:
+        own = [*inspect.signature(vars(parent).get("__init__", kind.__init__)).parameters.values()][2:]
+        names += [p.name for p in own if p.kind != p.VAR_KEYWORD and p.name not in names]
+        if all(p.kind != p.VAR_KEYWORD for p in own):
+            break
+    return names
 
 
 def swap_norms(
@@ -240,15 +256,18 @@ def _twin(
         place["elementwise_affine"] = False
     has_bias = bias is not None or known.computes != "layernorm"
     # ε means the same in these two; in others it is another number's.
-    eps = getattr(old, "eps", getattr(old, "variance_epsilon", None))
-    if {to, known.computes} <= {"layernorm", "rmsnorm"} and isinstance(eps, float):
-        place["eps"] = eps
-    new = new_norm(to, known.width, bias=has_bias, **place | options)
-    note = ""
+    eps = getattr(old, "eps", getattr(old, "variance_epsilon", math.nan))
+    if {to, known.computes} <= {"layernorm", "rmsnorm"}:
+        if eps is None:  # torch's RMSNorm: that of the type computed in
+            place["eps"] = torch.finfo(torch.promote_types(like.dtype, torch.float32)).eps
+        elif eps == eps:
+            place["eps"] = float(eps)
+    new = new_norm(to, known.width, **{"bias": has_bias, **place, **options})
     if init == "match":
         _match(old, new)
-    if isinstance(bias, Tensor) and getattr(new, "bias", None) is None:
-        note = "bias dropped"
+    lost = [name for name in ("weight", "bias") if isinstance(getattr(old, name, None), Tensor)]
+    lost = [name for name in lost if getattr(new, name, None) is None]
+    note = ", ".join({"weight": "gain dropped", "bias": "bias dropped"}[name] for name in lost)
     for name, parameter in new.named_parameters():
         counterpart = getattr(old, name, None)
         parameter.requires_grad_(getattr(first if counterpart is None else counterpart, "requires_grad", True))

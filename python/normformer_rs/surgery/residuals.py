@@ -105,17 +105,23 @@ def find_groups(model: nn.Module) -> list[Group]:
         if type(module) in known:
             # As wide as each other, or they could not follow each other; heads and d_ff may differ within a stack.
             kind = type(module), len(parts_of(module)), shape_of(module)["d_model"]
-            found.setdefault((name.rpartition(".")[0], *kind), {})[name] = module
+            found.setdefault((parent_of(_without_wrappers(name)), *kind), {})[name] = module
     if not found:
-        kinds = ", ".join(sorted(kind.__name__ for kind in {*TORCHS, *known_blocks()}))
+        kinds = ", ".join(sorted({kind.__name__ for kind in (*TORCHS, *known_blocks())}))
         raise InputError(
-            f"{type(model).__name__} holds no Transformer block that is known; known are {kinds}: tell of another "
+            f"{type(model).__name__} holds no Transformer block that is known; known are {kinds}, and not their "
+            "subclasses: tell of another "
             "class with normformer_rs.surgery.register_block(kind, converted)"
         )
     return [
         Group(path, [*blocks], [*blocks.values()], model.get_submodule(path.rpartition(".")[0]))
         for (path, *_), blocks in found.items()
     ]
+
+
+def _without_wrappers(path: str) -> str:
+    """Of what torch.compile and activation checkpointing have put around a layer."""
+    return path.replace("._orig_mod", "").replace("._checkpoint_wrapped_module", "")
 
 
 def _plans(
@@ -136,7 +142,7 @@ def _plans(
             layers = len(group.blocks) if depth is None else depth
             if not isinstance(layers, int):
                 raise InputError(
-                    f"depth must be one number: the model has no decoder that attends to an encoder; got {depth}"
+                    f"depth must be one number: the model has no decoder that attends to an encoder; got {depth!r}"
                 )
             shape |= {"architecture": "decoder-only", "decoder_layers": layers}
         if init not in (None, "scheme"):
@@ -274,7 +280,10 @@ def _repoint(
         if p in known:
             continue
         # the nearest old parameter: the one whose name begins with as much of this one's path
-        anchor = max((q for q in kept & known if q.requires_grad), key=lambda q: (_common(names[q], name), names[q]))
+        there = [q for q in kept & known if q.requires_grad] or [*(kept & known)]
+        if not there:
+            continue
+        anchor = max(there, key=lambda q: (_common(names[q], name), names[q]))
         exchange.setdefault(anchor, [(names[anchor], anchor)]).append((name, p))
     return Repoint(optimizer, exchange, drawn)
 

@@ -61,6 +61,34 @@ multiversion! {
     }
 }
 
+multiversion! {
+    fn put[isa S][E: Element](from: &[E::Acc; BLOCK], to: &mut [E; BLOCK], how: Store) {
+        Of::<E::Acc, S>::store(Of::<E::Acc, S>::pair(from), to, how);
+        how.finish();
+    }
+}
+
+fn check_streaming<E: Element<Acc = f32> + PartialEq + std::fmt::Debug>() {
+    let from: [f32; BLOCK] = from_fn(|l| l as f32);
+    for level in Level::ALL {
+        force(Some(level));
+        for start in 0..BLOCK {
+            let mut room = vec![E::default(); 2 * BLOCK];
+            let to = room[start..].first_chunk_mut().expect("the room is two blocks");
+            put(&from, to, Store { streamed: true, bf16: false });
+            assert_eq!(*to, from.map(E::store), "{level:?} {start}");
+        }
+    }
+    force(None);
+}
+
+#[test]
+fn streamed_blocks_start_anywhere() {
+    check_streaming::<f32>();
+    check_streaming::<bf16>();
+    check_streaming::<f16>();
+}
+
 fn check_arithmetic<A: Accumulator + std::fmt::Debug>(unit: f64) {
     let a: [A; BLOCK] = from_fn(|l| A::from_f64(1.0 + l as f64 / 3.0));
     let b: [A; BLOCK] = from_fn(|l| A::from_f64(2.0 - l as f64 / 7.0));

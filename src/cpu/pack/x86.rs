@@ -87,12 +87,13 @@ impl Pack<f32> for F32x16 {
     fn store<E: Element<Acc = f32>>(block: [Self; 2], to: &mut [E; BLOCK], how: Store) {
         let [F32x16(low), F32x16(high)] = block;
         let at = to.as_mut_ptr();
-        // SAFETY: see the head of this file; the casts are between one type and itself, and a streamed block starts on a
-        // cache line, by the caller.
+        let streams = how.streams(at);
+        // SAFETY: see the head of this file; the casts are between one type and itself, and a block that `streams`
+        // starts on a cache line.
         unsafe {
             if is::<E, f32>() {
                 let at: *mut f32 = at.cast();
-                if how.streamed {
+                if streams {
                     _mm512_stream_ps(at, low);
                     _mm512_stream_ps(at.add(WIDTH), high);
                 } else {
@@ -110,7 +111,7 @@ impl Pack<f32> for F32x16 {
             } else {
                 unreachable!("four types are stored, and f64 does not compute in f32")
             };
-            if how.streamed {
+            if streams {
                 _mm512_stream_si512(at.cast(), both);
             } else {
                 _mm512_storeu_si512(at.cast(), both);
@@ -229,13 +230,14 @@ impl Pack<f32> for F32x8x2 {
     fn store<E: Element<Acc = f32>>(block: [Self; 2], to: &mut [E; BLOCK], how: Store) {
         let [F32x8x2([a, b]), F32x8x2([c, d])] = block;
         let at = to.as_mut_ptr();
-        // SAFETY: see the head of this file; the casts are between one type and itself, and a streamed block starts on a
-        // cache line, by the caller.
+        let streams = how.streams(at);
+        // SAFETY: see the head of this file; the casts are between one type and itself, and a block that `streams`
+        // starts on a cache line.
         unsafe {
             if is::<E, f32>() {
                 let at: *mut f32 = at.cast();
                 for (i, v) in [a, b, c, d].into_iter().enumerate() {
-                    if how.streamed {
+                    if streams {
                         _mm256_stream_ps(at.add(8 * i), v);
                     } else {
                         _mm256_storeu_ps(at.add(8 * i), v);
@@ -244,7 +246,7 @@ impl Pack<f32> for F32x8x2 {
             } else if is::<E, bf16>() {
                 let at: *mut __m256i = at.cast();
                 for (i, v) in [narrow8x2_bf16(a, b), narrow8x2_bf16(c, d)].into_iter().enumerate() {
-                    if how.streamed {
+                    if streams {
                         _mm256_stream_si256(at.add(i), v);
                     } else {
                         _mm256_storeu_si256(at.add(i), v);

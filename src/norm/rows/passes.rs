@@ -356,7 +356,12 @@ impl<'a, A: Accumulator> Weight<'a, A> {
             [dgain] if self.cols > 1 => *dgain = self.dgain,
             _ => dweight.copy_from_slice(&self.dcolumns[..dweight.len()]),
         }
-        dbias.copy_from_slice(&self.dbias[..dbias.len()]);
+        match dbias {
+            [dshift] if self.cols > 1 => {
+                *dshift = self.dbias[..self.cols].iter().fold(A::ZERO, |sum, &column| sum + column);
+            }
+            _ => dbias.copy_from_slice(&self.dbias[..dbias.len()]),
+        }
     }
 }
 

@@ -230,6 +230,36 @@ fn no_norm_is_the_identity() {
     check_splitting::<NoNorm>();
 }
 
+/// Room for `n` numbers that starts on a cache line, as torch's tensors do.
+fn aligned<E: Element>(room: &mut Vec<E>, n: usize) -> &mut [E] {
+    room.resize(n + 64, E::default());
+    let start = room.as_ptr().align_offset(64);
+    &mut room[start..start + n]
+}
+
+/// Large results are streamed: in whole groups and blocks, with rows to spare, and with rows that end inside a block.
+fn check_streamed<E: Tested>() {
+    for level in Level::ALL {
+        force(Some(level));
+        for (extra, cols) in [(0, 128), (1, 128), (0, 48), (3, 48)] {
+            let rows = (4 << 20) / size_of::<E>() / cols / GROUP * GROUP + GROUP + extra;
+            let (x, mut y, mut dx) = (numbers::<E>(rows * cols, 1, 1.0, 0.0), Vec::new(), Vec::new());
+            let (y, dx) = (aligned(&mut y, x.len()), aligned(&mut dx, x.len()));
+            forward::<NoNorm, E>(cols, &x, &[], &[], E::Acc::ZERO, y, &mut []);
+            backward::<NoNorm, E>(cols, &x, &x, &[], E::Acc::ZERO, &[], dx, &mut [], &mut []);
+            assert!(*y == *x && *dx == *x, "{level:?} {rows}×{cols}");
+        }
+    }
+    force(None);
+}
+
+#[test]
+fn large_results_may_have_any_shape() {
+    check_streamed::<f32>();
+    check_streamed::<bf16>();
+    check_streamed::<f16>();
+}
+
 #[test]
 #[should_panic(expected = "takes 0, 1 or 4 coefficients, not 3")]
 fn a_weight_of_another_length_is_refused() {

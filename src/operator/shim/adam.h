@@ -33,6 +33,7 @@ inline void update(Tensor& parameters, Tensor& first, Tensor& second, Tensor& gr
   std::array<View, 7> views;
   for (size_t i = 0; i < all.size(); ++i) views[i] = view(*all[i]);
   check_rust(nfrs_adam_kernel(views.data(), beta1, beta2, eps));
+  for (size_t i = 0; i < 4; ++i) written(*all[i]);
 }
 
 inline void define(torch::Library& m) {

@@ -135,7 +135,7 @@ struct Working {
   void write_back() const {
     if (!buffer.defined()) return;
     buffer.copy_(copy);
-    if (!buffer.is_inference()) buffer.unsafeGetTensorImpl()->bump_version();
+    written(buffer);
   }
   Tensor buffer, copy;
 };

@@ -97,6 +97,11 @@ inline Tensor value(const MaybeTensor& t) { return t ? *t : Tensor(); }
 inline MaybeTensor maybe(const Tensor& t) { return t.defined() ? MaybeTensor(t) : std::nullopt; }
 inline const Tensor* pointer(const MaybeTensor& t) { return t && t->defined() ? &*t : nullptr; }
 
+// For autograd, of a tensor that a kernel wrote to: what was saved of it is gone.
+inline void written(const Tensor& t) {
+  if (!t.is_inference()) t.unsafeGetTensorImpl()->bump_version();
+}
+
 inline void check_rust(int status) { TORCH_CHECK(status == 0, nfrs_rust_error()); }
 // Takes over tensors that Rust made.
 inline Tensor take(Tensor* made) {
@@ -160,10 +165,13 @@ inline bool has_kernel(const Tensor& x) {
   return x.device().is_cpu() || x.device().is_meta();
 }
 
-// Gradients of `composed(inputs)` that can themselves be differentiated. Undefined inputs get undefined gradients.
+// Gradients of `composed(inputs)` that can themselves be differentiated. Undefined inputs get undefined gradients. They
+// are partial ones: of aliases, so that nothing flows on from one input to another that it was made of.
 template <class Composed>
-variable_list higher_order(const variable_list& inputs, const variable_list& grads, Composed composed) {
+variable_list higher_order(const variable_list& originals, const variable_list& grads, Composed composed) {
   at::AutoGradMode enabled(true);
+  variable_list inputs;
+  for (const auto& t : originals) inputs.push_back(t.defined() ? t.view_as(t) : t);
   variable_list outputs = composed(inputs), used_outputs, used_grads, wanted;
   for (size_t i = 0; i < outputs.size(); ++i)
     if (grads[i].defined() && outputs[i].requires_grad()) {

@@ -119,8 +119,8 @@ inline void attention_check(const Tensor& q, const Tensor& k, const Tensor& v, c
   TORCH_CHECK_TYPE(q.scalar_type() == k.scalar_type() && q.scalar_type() == v.scalar_type(),
                    "attention: q, k and v must have one dtype, got ", q.scalar_type(), ", ", k.scalar_type(), ", ",
                    v.scalar_type());
-  TORCH_CHECK_VALUE(heads > 0 && q.sym_size(1) % heads == 0, "attention: the width ", q.sym_size(1),
-                    " must be a multiple of the number of heads, ", heads);
+  TORCH_CHECK_VALUE(heads > 0 && q.sym_size(1) > 0 && q.sym_size(1) % heads == 0, "attention: the width ",
+                    q.sym_size(1), " must be a multiple of the number of heads, ", heads, ", and not 0");
   TORCH_CHECK_VALUE(ranges.dim() == 2 && ranges.sym_size(1) == 4 && ranges.scalar_type() == at::kLong,
                     "attention: ranges must be an int64 matrix of rows (q_start, q_len, k_start, k_len), got ",
                     ranges.scalar_type(), " ", ranges.sym_sizes());
@@ -272,6 +272,7 @@ inline void entropy_check(const Tensor& logits, const Tensor& target, const Mayb
                     ": logits must be (rows, classes) and target (rows), got ", logits.sym_sizes(), " and ",
                     target.sym_sizes());
   TORCH_CHECK_TYPE(target.scalar_type() == at::kLong, op, ": target must be int64, got ", target.scalar_type());
+  TORCH_CHECK_VALUE(logits.sym_size(1) > 0, op, ": logits must have at least one class, got ", logits.sym_sizes());
   check_device(op, "target", logits, target);
   if (pointer(mask)) check_device(op, "mask", logits, *mask);
   if (pointer(mask))
@@ -330,6 +331,7 @@ inline tuple<Tensor, Tensor> entropy_in_place_kernel(Tensor& logits, const Tenso
                        uniform_weight, ignore_index};
   const View by = view(scale);
   check_rust(nfrs_cross_entropy_in_place(&c, &by));
+  written(logits);
   return {loss, nll};
 }
 inline tuple<Tensor, Tensor> entropy_formula(const Tensor& logits, const Tensor& target, const MaybeTensor& mask,

@@ -72,6 +72,8 @@ inline std::tuple<Tensor, Tensor, Tensor> backward_meta(const Tensor& x, const M
 inline std::tuple<Tensor, Tensor, Tensor> backward_kernel(int64_t k, const Tensor& dy, const Tensor& x,
                                                           const MaybeTensor& weight, const MaybeTensor& bias,
                                                           const Tensor& stats, double eps) {
+  TORCH_CHECK_VALUE(dy.sizes() == x.sizes(), name(k), "_backward: dy must have the shape of x, ", x.sizes(), ", got ",
+                    dy.sizes());
   const auto type = parameter_type(x, weight, bias);
   const Tensor dense = x.contiguous(), gradient = dy.to(x.scalar_type()).contiguous(), kept = stats.contiguous();
   const Tensor w = parameter(weight, type);

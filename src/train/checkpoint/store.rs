@@ -9,6 +9,9 @@ use super::{directory, save, Checkpoint};
 use crate::error::{self, Error, Result};
 use crate::train::{fault, files};
 
+/// The mean of some, made on request.
+pub const AVERAGE: &str = "average";
+
 /// The links; each is relative and moves by rename.
 const LINKS: [&str; 2] = ["best", "last"];
 
@@ -73,7 +76,11 @@ impl Store {
         let number = what.strip_prefix("update-").unwrap_or(what);
         let wanted = parse(what).or_else(|| Some((number.parse().ok()?, 0)));
         match wanted {
-            None if what.starts_with("update-") => Err(self.missing(what)),
+            None if what.starts_with("update-")
+                || Path::new(what).components().count() == 1 && !Path::new(what).exists() =>
+            {
+                Err(self.missing(what))
+            }
             None => directory(Path::new(what)),
             Some((update, saving)) => {
                 let fits = |key: &Key| key.0 == update && (saving == 0 || key.1 == saving);
@@ -126,6 +133,25 @@ impl Store {
     pub fn discard(&self, path: &Path) -> Result<()> {
         fault::begin();
         files::remove_directory(path)
+    }
+
+    /// Removes what runs write, and the folder if nothing else is in it.
+    pub fn clear(&self) -> Result<()> {
+        match fs::symlink_metadata(&self.folder) {
+            Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok(()),
+            found => found.map_err(|e| Error::io("read", &self.folder, e))?,
+        };
+        files::clean(&self.folder)?;
+        for path in self.entries()?.into_values() {
+            files::remove_directory(&path)?;
+        }
+        for name in LINKS.iter().chain(&[AVERAGE]) {
+            files::remove_any(&self.folder.join(name))?;
+        }
+        match fs::remove_dir(&self.folder) {
+            Err(e) if e.kind() != io::ErrorKind::DirectoryNotEmpty => Err(Error::io("remove", &self.folder, e)),
+            _ => Ok(()),
+        }
     }
 
     /// Where `last` points; without that link, after everything.
