@@ -681,3 +681,15 @@ def test_ddp(residual, tmp_path):
 def test_bad_input_is_said(call, message):
     with pytest.raises(ValueError, match=message):
         call()
+
+
+def test_profiling_restarts_with_each_chain_of_residuals():
+    def chain():
+        make = lambda i: nfnn.Residual(nn.Linear(D, D), D, scheme="admin", layer=i, layers=2)  # noqa: E731
+        return nn.Sequential(make(0), make(1))
+
+    model = nn.Sequential(chain(), chain())
+    nfnn.profile(model, torch.randn(8, D))
+    first, second = ([layer.residual_scale2 for layer in chained] for chained in model)
+    for gains in (first, second):
+        assert torch.equal(gains[0], torch.ones_like(gains[0])) and not torch.equal(gains[1], gains[0])

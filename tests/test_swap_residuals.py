@@ -533,3 +533,29 @@ def test_weights_that_something_else_makes_are_not_drawn():
     with pytest.raises(ValueError, match="has no weight of its own"):
         surgery.fold_admin(admin)
     assert_same(state_of(admin), state)
+
+
+def test_shared_and_foreign_layers_count_but_are_not_connected():
+    model = torchs_encoder()
+    depth = len(model.layers)
+    model.layers[1] = model.layers[0]
+    for to in ("dlcl", "branchnorm"):
+        with pytest.raises(ValueError, match=rf"each of the {depth} layers of layers in its own way"):
+            swap_residuals(model, to)
+    swap_residuals(model, "deepnorm")
+    assert model.layers[0].place.depth == depth
+
+
+def test_undo_tells_whether_anything_moved():
+    """A fused optimizer moves no counter of writes, and running statistics move without one."""
+    model = torchs_encoder()
+    swapped = swap_norms(model, "scalenorm")
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    train(model, optimizer)
+    assert "trained since" in swapped.undo()[0].note
+    model = torchs_encoder()
+    swap_norms(model, "batchnorm")
+    swapped = swap_residuals(model, "prenorm", init=None)
+    model.train()
+    run(model)
+    assert "trained since" in swapped.undo()[0].note

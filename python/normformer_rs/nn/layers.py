@@ -28,6 +28,7 @@ from .declared import (
 )
 from .growing import Growing
 from .initial import Role, draw_linear
+from .profiling import follow
 
 Activation = str | Callable[[Tensor], Tensor]
 _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"relu": F.relu, "gelu": F.gelu}
@@ -86,7 +87,8 @@ class Residual(Growing):
         config = configure(options, d_model=d_model, d_ff=d_model, heads=1, **given)
         self.place = Place(config, "decoder", _layer_number(layer, layers))
         names = ("self-attention", "feed-forward") if architecture == "decoder-only" else KINDS
-        self.declared = self.place.sublayers[names.index(kind)]
+        self.number = names.index(kind)
+        self.declared = self.place.sublayers[self.number]
         if self.declared.inside or self.place.declared.combine:
             where = "inside the sublayer" if self.declared.inside else "between layers"
             raise InputError(
@@ -105,6 +107,7 @@ class Residual(Growing):
 
     def forward(self, x: Tensor, *args: Any, padding_mask: Tensor | None = None, **kwargs: Any) -> Any:
         """x⁺. `padding_mask`, x's leading shape, True at padding, is for norms with statistics."""
+        follow(self.place.layer, self.number)
         f, *rest = _tuple(self.sublayer(begin(self, self.declared, x, padding_mask), *args, **kwargs))
         step: dict[str, Any] = {"alpha_t": self.alpha(), "padding_mask": padding_mask}
         x_plus, _ = close(self, self.declared, x, f, self.dropout, Draw(x.device), **step)

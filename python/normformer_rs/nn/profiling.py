@@ -20,6 +20,7 @@ class Pass:
     def __init__(self) -> None:
         self.deviation: Tensor | None = None
         self.gains = 0
+        self.place = (-1, -1)
 
 
 _pass: Pass | None = None
@@ -41,6 +42,14 @@ def begin_stack() -> None:
     """r restarts with every stack."""
     if _pass is not None:
         _pass.deviation = None
+
+
+def follow(layer: int, sublayer: int) -> None:
+    """A sublayer that stands in no stack comes next: r restarts with one that is no further on than the last."""
+    if _pass is not None:
+        if (layer, sublayer) <= _pass.place:
+            begin_stack()
+        _pass.place = layer, sublayer
 
 
 def profile_step(omega: Tensor, x: Tensor, f: Tensor, where: tuple[float, Tensor | None, int]) -> None:

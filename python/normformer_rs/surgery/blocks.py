@@ -107,6 +107,8 @@ class Group(NamedTuple):
     blocks: list[nn.Module]
     holder: nn.Module
     """The module that has the list."""
+    depth: int
+    """The list's entries: more than blocks where entries share one, or are something else."""
 
     @property
     def has_memory(self) -> bool:

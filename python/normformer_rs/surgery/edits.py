@@ -53,6 +53,15 @@ def _merged(now: Mapping[str, Any], before: Mapping[str, Any], after: Mapping[st
     return {key: value for key, value in values.items() if value is not _MISSING}
 
 
+def _digest(t: Tensor) -> Tensor | None:
+    """The sum of its bits, on the host; none on the meta device."""
+    if t.is_meta or t.numel() == 0:
+        return None
+    dense = torch.view_as_real(t.detach()) if t.is_complex() else t.detach()
+    bits = dense.contiguous().view({1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[dense.itemsize])
+    return bits.sum(dtype=torch.int64).cpu()
+
+
 class Edits:
     """Changes to modules, in order, each with its way back. What was changed by others in between stays."""
 
@@ -61,7 +70,7 @@ class Edits:
         self._before: dict[nn.Module, _State] = {}
         self._after: dict[nn.Module, _State] = {}
         self._back: list[Callable[[], None]] = []
-        self._written: list[tuple[Tensor, int]] = []
+        self._written: list[tuple[Tensor, Tensor | None]] = []
         self._places: list[tuple[Tensor, torch.device, torch.dtype]] = []
 
     def remember(self, module: nn.Module) -> None:
@@ -89,11 +98,13 @@ class Edits:
         self._after = {module: _State.of(module) for module in self._before}
         for module in self._before:
             _SWAPS.setdefault(module, []).append(self._title)
-        self._written = [(p, p._version) for p in self.model.parameters()]
+        self._written = [(t, _digest(t)) for t in (*self.model.parameters(), *self.model.buffers())]
         self._places = [(p, p.device, p.dtype) for p in self.model.parameters()]
 
     def was_trained(self) -> bool:
-        return any(p._version != version for p, version in self._written)
+        """Parameters or running statistics are no longer what they were. Not by counters of writes: fused optimizers
+        move none."""
+        return any(digest is not None and not torch.equal(digest, _digest(t)) for t, digest in self._written)  # type: ignore[arg-type]
 
     def undo(self) -> None:
         """Takes everything back. Errors: InputError where a later swap changed the same modules; nothing is changed

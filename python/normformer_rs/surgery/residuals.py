@@ -113,10 +113,13 @@ def find_groups(model: nn.Module) -> list[Group]:
             "subclasses: tell of another "
             "class with normformer_rs.surgery.register_block(kind, converted)"
         )
-    return [
-        Group(path, [*blocks], [*blocks.values()], model.get_submodule(path.rpartition(".")[0]))
-        for (path, *_), blocks in found.items()
-    ]
+    return [_group(model, path, blocks) for (path, *_), blocks in found.items()]
+
+
+def _group(model: nn.Module, path: str, blocks: Mapping[str, nn.Module]) -> Group:
+    entries = model.get_submodule(path)
+    depth = len(entries) if isinstance(entries, (nn.ModuleList, nn.Sequential)) else len(blocks)
+    return Group(path, [*blocks], [*blocks.values()], model.get_submodule(parent_of(path)), depth)
 
 
 def _without_wrappers(path: str) -> str:
@@ -135,11 +138,11 @@ def _plans(
     for group in groups:
         shape = shape_of(group.blocks[0])
         if with_memory:
-            sizes = (len((alone or with_memory)[0].blocks), len(with_memory[0].blocks))
+            sizes = ((alone or with_memory)[0].depth, with_memory[0].depth)
             encoder, decoder = sizes if depth is None else (depth, depth) if isinstance(depth, int) else depth
             shape |= {"encoder_layers": encoder, "decoder_layers": decoder}
         else:
-            layers = len(group.blocks) if depth is None else depth
+            layers = group.depth if depth is None else depth
             if not isinstance(layers, int):
                 raise InputError(
                     f"depth must be one number: the model has no decoder that attends to an encoder; got {depth!r}"
@@ -175,6 +178,13 @@ def _check(group: Group, place: Place, to: str) -> None:
         raise InputError(
             f"{to} connects layers with each other, and the loop of {type(group.holder).__name__} does not: use "
             "normformer_rs.nn's TransformerEncoder and TransformerDecoder"
+        )
+    own_way = place.declared.combine or place.declared.growth
+    if own_way and type(group.holder) in TORCH_STACKS and len(group.blocks) < group.depth:
+        raise InputError(
+            f"{to} treats each of the {group.depth} layers of {group.path} in its own way, of which "
+            f"{len(group.blocks)} are {type(group.blocks[0]).__name__}s of their own: others are shared or of another "
+            "class"
         )
 
 
