@@ -83,7 +83,7 @@ for line, translations in zip(lines, nf.translate(folder / "run", lines, nf.Sear
 # %%
 transformer = nf.Transformer.from_checkpoint(folder / "run")
 print(transformer)
-source, target_input = torch.tensor([[5, 6, 7, 2]]), torch.tensor([[2, 8, 9]])
+source, target_input = torch.tensor([[5, 6, 7, 2]]), torch.tensor([[0, 8, 9]])
 logits = transformer(source, target_input)
 logits.logsumexp(-1).sum().backward()
 norms = {name: parameter.grad.norm().item() for name, parameter in transformer.named_parameters()}

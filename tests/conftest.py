@@ -39,6 +39,15 @@ def seeded():
     torch.manual_seed(0)
 
 
+@pytest.fixture
+def one_thread():
+    """Tiny models are slower on two."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
 @pytest.fixture(scope="session")
 def emulator(tmp_path_factory):
     """This process has the emulated device."""
@@ -69,7 +78,6 @@ def device(request):
 @pytest.fixture(scope="session")
 def fairseq():
     """fairseq with the plug-in."""
-    torch.set_num_threads(1)
     import normformer_rs.fairseq_plugin
 
     return normformer_rs.fairseq_plugin

@@ -26,7 +26,7 @@ if not available("fairseq"):
     pytest.skip("fairseq is not installed: make fairseq", allow_module_level=True)
 
 # fairseq and hydra 1.0 warn of much that is not this package's to change.
-MARKS = [pytest.mark.fairseq, pytest.mark.filterwarnings("ignore")]
+MARKS = [pytest.mark.fairseq, pytest.mark.usefixtures("one_thread"), pytest.mark.filterwarnings("ignore")]
 
 
 SIZES = "--encoder-layers 2 --decoder-layers 2 --encoder-embed-dim 32 --encoder-ffn-embed-dim 48 "

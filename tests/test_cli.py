@@ -4,10 +4,11 @@ import gzip
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
-from normformer_rs import InputError, _core, cli, progress
+from normformer_rs import DataConfig, InputError, TrainingConfig, TransformerConfig, _core, cli, progress
 from normformer_rs.options import layered, read_toml
 
 STARTED = {"parameters": 10, "vocabulary": 7, "device": "cpu", "update": 0, "updates": 2, "updates_per_epoch": 2.0}
@@ -106,6 +107,37 @@ def test_files_may_group_options_in_tables(tmp_path):
 def test_one_way_of_cutting_words_replaces_another():
     assert layered(None, {"bpe_operations": 10}, {"no_bpe": True}) == {"no_bpe": True}
     assert layered(None, {"bpe_operations": 10}, {"no_bpe": False}) == {"bpe_operations": 10, "no_bpe": False}
+
+
+@pytest.mark.parametrize("line", ["preset = 3", 'preset = ["a"]', "output = 5", "output = true"])
+def test_names_in_files_are_words(capsys, tmp_path, line):
+    config = tmp_path / "options.toml"
+    config.write_text(line + "\n")
+    fails_with(capsys, ["train", "--config", str(config)], f"{line.split()[0]} must be a")
+
+
+def test_numbers_of_numpy_and_paths_are_taken():
+    import numpy as np
+
+    model = TransformerConfig(d_model=np.int64(64), dropout=np.float32(0.5))
+    assert (model.d_model, model.dropout, type(model.d_model)) == (64, 0.5, int)
+    assert DataConfig(train_source=Path("x")).train_source == "x"
+
+
+@pytest.mark.parametrize(
+    "option,value,message",
+    [
+        ("seed", -1, "seed must be at least 0"),
+        ("updates", 2**63, "updates must be a whole number of 64 bits"),
+        ("lr", float("nan"), "lr must be a finite number"),
+        ("lr", float("inf"), "lr must be a finite number"),
+        ("dropout", float("nan"), "dropout must be a finite number"),
+    ],
+)
+def test_numbers_out_of_range_are_named(option, value, message):
+    kind = TransformerConfig if option == "dropout" else TrainingConfig
+    with pytest.raises(InputError, match=message):
+        kind(**{option: value})
 
 
 def test_none_unsets_what_a_preset_sets(run):

@@ -548,14 +548,14 @@ def test_shared_and_foreign_layers_count_but_are_not_connected():
 
 def test_undo_tells_whether_anything_moved():
     """A fused optimizer moves no counter of writes, and running statistics move without one."""
-    model = torchs_encoder()
+    model, x = torchs_encoder(), torch.randn(2, 5, D)
     swapped = swap_norms(model, "scalenorm")
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
-    train(model, optimizer)
+    model(x).square().sum().backward()
+    optimizer.step()
     assert "trained since" in swapped.undo()[0].note
     model = torchs_encoder()
     swap_norms(model, "batchnorm")
     swapped = swap_residuals(model, "prenorm", init=None)
-    model.train()
-    run(model)
+    model.train()(x)
     assert "trained since" in swapped.undo()[0].note

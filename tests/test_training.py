@@ -1,6 +1,7 @@
 """Training: against the oracle, reproducible, resumable, and what it says of bad input."""
 
 import json
+import pickle
 import random
 import subprocess
 import sys
@@ -12,6 +13,7 @@ import torch
 import normformer_rs as nfrs
 import reference as ref
 
+pytestmark = pytest.mark.usefixtures("one_thread")
 TINY = {"d_model": 16, "d_ff": 24, "heads": 2, "encoder_layers": 2, "decoder_layers": 2, "dropout": 0.0}
 
 
@@ -278,12 +280,36 @@ def test_a_checkpoint_of_another_model_does_not_translate(tmp_path, corpus):
         nfrs.translate(tmp_path / "one", ["1 2"], checkpoint="bst")
 
 
+def test_a_run_has_its_own_modes(tmp_path, corpus):
+    """Whatever gradients and autocast are around it."""
+    fit(tmp_path / "plain", corpus, training={"updates": 3})
+    with torch.inference_mode(), torch.autocast("cpu", torch.bfloat16):
+        fit(tmp_path / "other", corpus, training={"updates": 3})
+    assert losses(tmp_path / "plain") == losses(tmp_path / "other")
+
+
 def test_training_leaves_torchs_generator_alone(tmp_path, corpus):
     state = torch.get_rng_state()
     fit(tmp_path / "run", corpus, training={"updates": 2})
     nfrs.Transformer.from_checkpoint(tmp_path / "run")
     nfrs.Transformer(nfrs.TransformerConfig(**TINY, vocab_size=9), seed=3)
     assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_wrong_lines_are_said(tmp_path, corpus):
+    fit(tmp_path / "run", corpus, training={"updates": 2})
+    for lines, message in (("1 2", "got one text"), ([b"1"], "item 0 is b'1'"), (["1", 2], "item 1 is 2")):
+        with pytest.raises(nfrs.InputError, match=message):
+            nfrs.translate(tmp_path / "run", lines)
+    assert nfrs.translate(tmp_path / "run", ["1 2"], checkpoint=2) == nfrs.translate(tmp_path / "run", ["1 2"])
+    with pytest.raises(nfrs.InputError, match="the model has an encoder: it is evaluated with source text"):
+        nfrs.evaluate_loss(tmp_path / "run", None, corpus["valid_target"])
+
+
+def test_errors_travel_between_processes():
+    for kind in (nfrs.InputError, nfrs.DivergedError, nfrs.Interrupted):
+        error = pickle.loads(pickle.dumps(kind("what went wrong")))
+        assert type(error) is kind and str(error) == "what went wrong"
 
 
 def test_a_line_that_was_cut_short_stays_a_line(tmp_path, corpus):

@@ -114,7 +114,10 @@ def _train(args: argparse.Namespace) -> None:
     best = history.best
     if best is not None:
         write(f"best: update {history.evaluations.update[best]}, perplexity {history.evaluations.perplexity[best]:.2f}")
-    write(f"translate: {PROG} translate --model {output} --input FILE --output FILE")
+    if trainer.model.architecture == "decoder-only":
+        write(f"perplexity: {PROG} evaluate --model {output} --reference FILE")
+    else:
+        write(f"translate: {PROG} translate --model {output} --input FILE --output FILE")
 
 
 def trainer_of(args: argparse.Namespace) -> tuple[Trainer, str | None]:
@@ -127,6 +130,8 @@ def trainer_of(args: argparse.Namespace) -> tuple[Trainer, str | None]:
     flags = given(args, *kinds) | {name: value for name, value in vars(args).items() if name in _COMMAND}
     file = read_toml(args.config, sorted(known)) if args.config else {}
     output = flags.get("output", file.get("output"))
+    if not isinstance(output, str | None) or output == "":
+        raise InputError(f"output must be a folder's path; got {output!r}")
     run = read_run(output, sorted(known)) if output and args.resume else {}
     options = layered(flags.get("preset", file.get("preset")), run, file, flags)
     options = {name: value for name, value in options.items() if name not in _COMMAND}

@@ -8,6 +8,9 @@ import dataclasses
 import difflib
 import json
 import math
+import numbers
+import operator
+import os
 from collections.abc import Iterable, Mapping
 from typing import Any, ClassVar, NamedTuple, TypeVar
 
@@ -38,6 +41,12 @@ class Field(NamedTuple):
             return None
         if self.kind == "float" and isinstance(value, int) and not isinstance(value, bool):
             value = float(value)
+        if self.kind == "int" and not isinstance(value, (int, str)) and hasattr(value, "__index__"):
+            value = operator.index(value)  # numpy's
+        if self.kind == "float" and isinstance(value, numbers.Real) and not isinstance(value, (int, float)):
+            value = float(value)
+        if self.kind == "str" and isinstance(value, os.PathLike):
+            value = os.fspath(value)
         if self.kind == "float" and value == "inf":
             value = math.inf  # JSON has no other word for it
         kind = _TYPES[self.kind]
@@ -45,6 +54,10 @@ class Field(NamedTuple):
             raise InputError(f"{self.name} must be {_NOUNS[self.kind]}{' or none' * self.optional}; got {value!r}")
         if self.kind == "float" and not math.isfinite(value) and self.name != "lpnorm_p":
             raise InputError(f"{self.name} must be a finite number; got {value}")
+        if self.kind == "int" and not -(2**63) <= value < 2**63:
+            raise InputError(f"{self.name} must be a whole number of 64 bits; got {value}")
+        if self.name == "seed" and value < 0:
+            raise InputError(f"seed must be at least 0; got {value}")
         if self.choices and value not in self.choices:
             raise InputError(unknown(self.name, value, self.choices))
         return value
@@ -146,6 +159,8 @@ PRESETS: dict[str, dict[str, Any]] = {
 
 def find_preset(name: str) -> dict[str, Any]:
     """The options of `PRESETS[name]`; InputError with the valid names if there is none."""
+    if not isinstance(name, str):
+        raise InputError(f"preset must be a name, one of {', '.join(PRESETS)}; got {name!r}")
     if name not in PRESETS:
         raise InputError(unknown("preset", name, PRESETS))
     return dict(PRESETS[name])

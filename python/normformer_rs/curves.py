@@ -40,7 +40,7 @@ def save(history: "History", path: Path) -> Path:
     for axis in axes[1]:
         axis.set_xlabel("update")
     title = f"{history.output.name or 'training'}   {len(history.update):,} updates"
-    figure.suptitle(title, fontsize=11, x=0.01, ha="left", weight="bold")
+    figure.suptitle(title, fontsize=11, x=0.01, ha="left", weight="bold", parse_math=False)
     figure.savefig(path)
     return path
 

@@ -177,6 +177,8 @@ def configs(updates: int | None = None) -> tuple[TransformerConfig, TrainingConf
     """The demo's model and training, with another number of updates if wanted."""
     training = TrainingConfig(**TRAINING)
     if updates is not None:
+        if updates < 1:
+            raise _core.InputError(f"updates must be at least 1, got {updates}")
         every = max(1, min(training.evaluate_every, updates))  # type: ignore[attr-defined]
         training = training.replace(updates=updates, evaluate_every=every)
     return TransformerConfig(**MODEL), training

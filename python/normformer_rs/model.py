@@ -48,6 +48,8 @@ class Transformer(nn.Module):
         self.config, self.precision = config, precision
         if seed is None:
             seed = int(torch.randint(2**63 - 1, (), device="cpu"))
+        if not 0 <= seed < 2**64:
+            raise InputError(f"seed must lie in [0, 2⁶⁴), got {seed}")
         device = torch.get_default_device() if device is None else device
         with random_state_kept():
             made = _core.parameters(config.to_json(), seed, str(device))
@@ -119,7 +121,7 @@ class Transformer(nn.Module):
     def from_checkpoint(
         cls,
         directory: str | PathLike[str],
-        checkpoint: str = "best",
+        checkpoint: str | int = "best",
         *,
         precision: str = "f32",
         device: torch.device | str | None = None,
@@ -157,8 +159,9 @@ def _precision(dtype: torch.dtype) -> str:
     return names[dtype]
 
 
-def find_checkpoint(directory: str | PathLike[str], checkpoint: str) -> Path:
+def find_checkpoint(directory: str | PathLike[str], checkpoint: str | int) -> Path:
     """The folder of a checkpoint: its name, or its update's number; InputError that names those there are."""
+    checkpoint = str(checkpoint)
     checkpoints = Path(directory) / "checkpoints"
     exact = checkpoints / checkpoint
     if exact.is_dir():

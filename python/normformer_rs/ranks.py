@@ -47,7 +47,10 @@ def world(device: str) -> Iterator[Rank | None]:
     Gloo on the CPU, NCCL on CUDA (each process on the device of its LOCAL_RANK). Errors: InputError where torchrun's
     variables are incomplete.
     """
-    started = int(os.environ.get("WORLD_SIZE", "1")) > 1
+    size = os.environ.get("WORLD_SIZE", "1")
+    if not size.isdecimal():
+        raise InputError(f"WORLD_SIZE must be a number of processes, got {size!r}: start with torchrun, or unset it")
+    started = int(size) > 1
     if not started or dist.is_initialized():
         yield rank_in()
         return

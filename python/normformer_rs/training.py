@@ -1,12 +1,15 @@
 """Training: the loop runs in Rust and reports here between updates."""
 
+import contextlib
 import dataclasses
 import json
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from os import PathLike
 from pathlib import Path
 from typing import Any, Literal
+
+import torch
 
 from . import _core
 from ._core import InputError
@@ -38,7 +41,7 @@ class Trainer:
 
     Args:
         model: its `vocab_size` may stay 0: the data's is taken.
-        training: default: `TrainingConfig()`.
+        training: how; `TrainingConfig()` has defaults for everything.
         data: the files.
 
     >>> import normformer_rs as nf
@@ -77,6 +80,9 @@ class Trainer:
         train one model: each takes its share of the `accumulate`·K batches of an update, and the first one evaluates,
         writes and shows progress.
 
+        What a run has to say, evaluations and warnings (sentences left out, statistics not taken in), goes to the
+        logger "normformer_rs" and into log.jsonl.
+
         Errors: InputError for wrong options or data; DivergedError when the loss stops being finite; Interrupted after
         Ctrl-C, when everything is saved; OSError from the file system.
         """
@@ -89,7 +95,7 @@ class Trainer:
             if is_first:
                 observer = _Observer(Path(output), choose(progress), tensorboard and available("tensorboard"))
             try:
-                with random_state_kept():
+                with random_state_kept(), _own_modes():
                     _core.train(*self._json(), str(output), mode, place, observer)
             finally:
                 observer.close()
@@ -106,6 +112,17 @@ class Trainer:
                 "the text into a single train"
             )
         return self.model.to_json(), self.training.to_json(), self.data.to_json()
+
+
+@contextlib.contextmanager
+def _own_modes() -> Iterator[None]:
+    """Gradients are on and autocast is off, whatever they are around it: a run's precision is its own."""
+    with contextlib.ExitStack() as modes:
+        modes.enter_context(torch.inference_mode(False))
+        modes.enter_context(torch.enable_grad())
+        for device in ("cpu", "cuda"):
+            modes.enter_context(torch.autocast(device, enabled=False))
+        yield
 
 
 class _Silent:

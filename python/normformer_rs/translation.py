@@ -3,9 +3,10 @@
 import json
 from collections.abc import Iterable, Sequence
 from os import PathLike, fspath
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from . import _core
+from ._core import InputError
 from .config import SearchConfig
 
 
@@ -46,7 +47,7 @@ def translate(
     lines: Iterable[str] | Binarised,
     search: SearchConfig | None = None,
     *,
-    checkpoint: str = "best",
+    checkpoint: str | int = "best",
     max_tokens: int = 8192,
     precision: str = "f32",
     device: str = "cpu",
@@ -65,8 +66,16 @@ def translate(
     Errors: InputError for a missing or damaged checkpoint or folder.
     """
     options = (search or SearchConfig()).to_json()
-    source = (fspath(lines.folder), *lines[1:]) if isinstance(lines, Binarised) else list(lines)
-    found = _core.translate(fspath(model), source, options, checkpoint, max_tokens, precision, device)
+    if isinstance(lines, str | bytes):
+        raise InputError("lines must be a list of sentences; got one text: split it into lines first")
+    source: Any = (fspath(lines.folder), *lines[1:]) if isinstance(lines, Binarised) else list(lines)
+    if not isinstance(lines, Binarised):
+        for i, line in enumerate(source):
+            if not isinstance(line, str):
+                raise InputError(f"lines must be text; item {i} is {line!r}")
+    if max_tokens < 1:
+        raise InputError(f"max_tokens must be at least 1, got {max_tokens}")
+    found = _core.translate(fspath(model), source, options, str(checkpoint), max_tokens, precision, device)
     return [[Translation(text, score) for text, score in hypotheses] for hypotheses in found]
 
 
@@ -86,7 +95,7 @@ def evaluate_loss(
     source: str | PathLike[str] | None,
     target: str | PathLike[str],
     *,
-    checkpoint: str = "best",
+    checkpoint: str | int = "best",
     precision: str = "f32",
     device: str = "cpu",
 ) -> Perplexity:
@@ -95,5 +104,7 @@ def evaluate_loss(
     Errors: InputError for a missing checkpoint or files of different length.
     """
     source = None if source is None else fspath(source)
-    measured = json.loads(_core.evaluate_loss(fspath(model), source, fspath(target), checkpoint, precision, device))
+    measured = json.loads(
+        _core.evaluate_loss(fspath(model), source, fspath(target), str(checkpoint), precision, device)
+    )
     return Perplexity(*(measured[name] for name in Perplexity._fields))

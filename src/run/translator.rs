@@ -109,6 +109,10 @@ impl Translator {
     /// Loss per token of other text.
     pub fn evaluate(&self, source: Option<&str>, target: &str, kind: Kind) -> Result<train::Score> {
         let sided = self.model.config.has_encoder();
+        if let (true, None) | (false, Some(_)) = (sided, source) {
+            let (has, needs) = if sided { ("an encoder", "source") } else { ("no encoder", "no source") };
+            return Err(Error::invalid(format!("the model has {has}: it is evaluated with {needs} text")));
+        }
         let (source, target) = read(sided, "evaluation", source, target)?;
         let target = within(self.encode(&target), self.seen.as_deref());
         let corpus = match sided {

@@ -36,7 +36,8 @@ def main() -> int:
             raise InputError(unknown("command", arguments[0] if arguments else "", FAIRSEQ_COMMANDS))
         sys.argv = [f"fairseq-{arguments[0]}", *arguments[1:]]
         command = importlib.import_module("fairseq_cli." + arguments[0].replace("-", "_")).cli_main
-        if arguments[0] == "train" and "--arch" in arguments and HELP.intersection(arguments):
+        names_arch = any(word in ("--arch", "-a") or word.startswith("--arch=") for word in arguments)
+        if arguments[0] == "train" and names_arch and HELP.intersection(arguments):
             sys.argv = [argument for argument in sys.argv if argument not in HELP]
             command(modify_parser=_PrintLater())
         else:

@@ -73,7 +73,7 @@ fn check_streaming<E: Element<Acc = f32> + PartialEq + std::fmt::Debug>() {
     for level in Level::ALL {
         force(Some(level));
         for start in 0..BLOCK {
-            let mut room = vec![E::default(); 2 * BLOCK];
+            let mut room = [E::default(); 2 * BLOCK];
             let to = room[start..].first_chunk_mut().expect("the room is two blocks");
             put(&from, to, Store { streamed: true, bf16: false });
             assert_eq!(*to, from.map(E::store), "{level:?} {start}");
