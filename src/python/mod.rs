@@ -14,7 +14,12 @@ use pyo3_tch::PyTensor;
 use std::collections::HashMap;
 use tch::{Kind, Tensor};
 
-create_exception!(normformer_rs._core, InputError, PyValueError, "Wrong input or configuration; the message says what to do.");
+create_exception!(
+    normformer_rs._core,
+    InputError,
+    PyValueError,
+    "Wrong input or configuration; the message says what to do."
+);
 create_exception!(normformer_rs._core, DivergedError, PyRuntimeError, "The loss or the gradient is no longer finite.");
 create_exception!(normformer_rs._core, Interrupted, PyException, "Stopped by the user; everything is saved.");
 
