@@ -86,7 +86,7 @@ def configured(which: str, arguments: str, changes: dict):
     config = copy.deepcopy(composed(which, arguments))
     for name, value in changes.items():
         section, _, option = name.partition(".")
-        config[section][option] = value
+        setattr(config[section], option, value)
     return config
 
 

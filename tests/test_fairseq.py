@@ -213,9 +213,61 @@ def test_admin_takes_its_gains_from_the_first_batch(data):
     assert all(torch.equal(model.state_dict()[name], gains[name]) for name in names)
 
 
+def test_profiling_leaves_statistics_alone(data):
+    _, model = built(data, "--norm powernorm --residual admin --dropout 0.1")
+    source, target = batch()
+    model.train()(source, None, target)
+    counted = {int(t) for name, t in model.state_dict().items() if name.endswith("iters")}
+    assert counted == {1}
+
+
+def test_a_languages_tag_stays_where_bos_begins(data):
+    task, model = built(data, "--norm layernorm --decoder-start bos")
+    source, target = batch()
+    tagged, other = target.clone(), target.clone()
+    tagged[:, 0], other[:, 0] = 6, 7
+    bos = target.masked_fill(target.eq(2), task.target_dictionary.bos())
+    logits = [model(source, None, tokens)[0] for tokens in (target, bos, tagged, other)]
+    assert torch.equal(logits[0], logits[1]) and not torch.equal(logits[2], logits[3])
+    memory = model.encoder(source)
+    for tokens, whole in zip((target, tagged), (logits[0], logits[2])):
+        first = model.decoder(tokens[:, :1], encoder_out=memory, incremental_state={})[0]
+        torch.testing.assert_close(first[:, 0], whole[:, 0])
+    target[-1] = 1
+    assert model(source, None, target)[0].isfinite().all()
+
+
+def test_words_outside_the_target_vocabulary_may_be_forced(data, tmp_path):
+    flags = f"--arch nfrs_transformer {SIZES} --criterion {SMOOTHED} --vocab-mask"
+    train(data, tmp_path, 2, flags)
+    folder = tmp_path / "forced"
+    folder.mkdir()
+    for path in data.iterdir():
+        name = path.name.replace("test.de-en.en.", "test.de-en.en.") if ".en." not in path.name else path.name
+        (folder / name).write_bytes(path.read_bytes())
+    for ending in ("bin", "idx"):  # the forced words are those of the other language
+        (folder / f"test.de-en.en.{ending}").write_bytes((data / f"test.de-en.de.{ending}").read_bytes())
+    found = generate(folder, tmp_path / "checkpoint_last.pt", "--prefix-size 2")
+    assert all(len(text.split()) >= 2 and text[0].islower() for text, _ in found)
+
+
+@pytest.mark.parametrize("flags", ["--norm layernorm", "--residual branchnorm", "--norm powernorm --vocab-mask"])
+def test_averages_over_time(flags, data, tmp_path):
+    given = f"--arch nfrs_transformer {SIZES} --criterion {SMOOTHED} {flags} --store-ema --ema-decay 0.5"
+    for updates in (2, 3):
+        train(data, tmp_path, updates, given)
+    saved = torch.load(tmp_path / "checkpoint_last.pt", weights_only=True)
+    ema, model = saved["extra_state"]["ema"], saved["model"]
+    assert ema.keys() == model.keys()
+    whole = [name for name, t in model.items() if not t.is_floating_point()]
+    assert all(torch.equal(ema[name], model[name]) for name in whole)
+    assert not torch.equal(ema["encoder.embed_tokens.weight"], model["encoder.embed_tokens.weight"])
+
+
 REFUSED_AT_THE_START = {
     f"--residual admin --bf16 --criterion {SMOOTHED}": r"in f32; got torch\.bfloat16: use --amp",
     "--vocab-mask --criterion cross_entropy": "--vocab-mask needs --criterion nfrs_label_smoothed_cross_entropy",
+    "--criterion label_smoothed_cross_entropy_with_alignment": "attention weights, which these",
 }
 
 

@@ -256,6 +256,37 @@ def test_averages_of_checkpoints(flags, data, tmp_path):
     assert_same_but_for_ties(ours, found)
 
 
+def test_old_files_with_an_output_matrix_of_their_own_convert(data, tmp_path):
+    """Until fairseq 0.9 it was `decoder.embed_out`; and shared tables were there once."""
+    given = f"{SIZES} --criterion cross_entropy --disable-validation --arch transformer"
+    train(data, tmp_path / "out", 2, given, **{"model.share_all_embeddings": False})
+    last = tmp_path / "out" / "checkpoint_last.pt"
+    convert.from_fairseq(last, tmp_path / "new")
+    saved = torch.load(last, weights_only=True)
+    saved["model"]["decoder.embed_out"] = saved["model"].pop("decoder.output_projection.weight")
+    torch.save(saved, last)
+    convert.from_fairseq(last, tmp_path / "old")
+    new, old = (nf.Transformer.from_checkpoint(tmp_path / name).state_dict() for name in ("new", "old"))
+    assert "output_projection.weight" in new and all(torch.equal(old[name], value) for name, value in new.items())
+    for change, message in (
+        (
+            lambda model, options: model.pop("encoder.layers.0.self_attn.k_proj.weight"),
+            "its model lacks 'encoder.layers.0",
+        ),
+        (lambda model, options: vars(options).pop("dropout"), "its options are not those of .*dropout"),
+        (
+            lambda model, options: vars(options).update(encoder_attention_heads="x"),
+            "encoder_?attention_?heads|heads must",
+        ),
+    ):
+        saved = torch.load(last, weights_only=True)
+        options = saved["cfg"]["model"]
+        change(saved["model"], options)
+        torch.save(saved, tmp_path / "changed.pt")
+        with pytest.raises(nf.InputError, match=message):
+            convert.from_fairseq(tmp_path / "changed.pt", tmp_path / "run")
+
+
 def test_conversion_refuses(data, tmp_path):
     def error(*arguments: Path, **options: bool) -> str:
         with pytest.raises(nf.InputError) as raised:

@@ -296,6 +296,28 @@ def test_training_leaves_torchs_generator_alone(tmp_path, corpus):
     assert torch.equal(torch.get_rng_state(), state)
 
 
+def test_a_terminal_that_goes_ends_no_run(tmp_path, corpus, monkeypatch):
+    class Gone:
+        def isatty(self):
+            return True
+
+        def write(self, text):
+            raise OSError(5, "Input/output error")
+
+        def flush(self):
+            raise OSError(5, "Input/output error")
+
+    from normformer_rs import progress
+
+    monkeypatch.setattr(progress, "SECONDS_BETWEEN_LINES", 0.0)
+    monkeypatch.setattr("normformer_rs.training.choose", lambda wanted: progress.Lines())
+    monkeypatch.setattr(sys, "stderr", Gone())
+    model, training = nfrs.TransformerConfig(**TINY), nfrs.TrainingConfig(updates=2, max_tokens=10000)
+    trainer = nfrs.Trainer(model, training, nfrs.DataConfig(**corpus, no_bpe=True))
+    history = trainer.fit(tmp_path / "run", progress=True, tensorboard=False, curves=False)
+    assert list(history.update) == [1, 2]
+
+
 def test_wrong_lines_are_said(tmp_path, corpus):
     fit(tmp_path / "run", corpus, training={"updates": 2})
     for lines, message in (("1 2", "got one text"), ([b"1"], "item 0 is b'1'"), (["1", 2], "item 1 is 2")):

@@ -45,7 +45,8 @@ REFUSED: tuple[str, ...] = (
     "no_cross_attention",
 )
 REFUSED += ("cross_self_attention", "base_layers", "encoder_layers_to_keep", "decoder_layers_to_keep")
-REFUSED += ("offload_activations", "character_embeddings", "no_decoder_final_norm", "encoder_xformers_att_config")
+REFUSED += ("offload_activations", "character_embeddings", "char_inputs", "tie_adaptive_weights", "tie_adaptive_proj")
+REFUSED += ("no_decoder_final_norm", "encoder_xformers_att_config")
 REFUSED += ("decoder_xformers_att_config", "scale_fc", "scale_attn", "scale_heads", "scale_resids")
 """fairseq's flags that a model of this package has no place for."""
 FIXED: dict[str, Any] = {"activation_fn": "relu", "no_scale_embedding": False, "layernorm_embedding": False}
@@ -117,7 +118,7 @@ def configure(flags: argparse.Namespace, stack: str, vocab_size: int) -> Transfo
         tie_embeddings="all" if named.get("share_all_embeddings") else ties,
         dropout=float(flags.dropout),
         attention_dropout=float(flags.attention_dropout),
-        activation_dropout=float(flags.activation_dropout or named.get("relu_dropout") or 0.0),
+        activation_dropout=float(named.get("activation_dropout") or named.get("relu_dropout") or 0.0),
     )
 
 
@@ -168,6 +169,8 @@ def from_fairseq_names(state: dict[str, Tensor]) -> None:
             if not _NEVER_TRAINED.match(rest):
                 norms = _NORMS["encoder" if is_alone else stack]
                 state[f"{stack}.layers.{number}.{_rename(rest, norms)}"] = value
+        elif name == "decoder.embed_out":  # until fairseq 0.9
+            state["decoder.output_projection.weight"] = state.pop(name)
         elif re.match(r"^(encoder|decoder)\.layer_norm\.", name):
             state[name.replace(".layer_norm.", ".norm.")] = state.pop(name)
     _join(state)
@@ -318,9 +321,17 @@ def from_fairseq(path: Path_, output: Path_, *, data: Path_ | None = None, trust
     saved = read_checkpoint(path, trust)
     flags, task = flags_of(saved, path)
     dictionary = _dictionary(Path(data or str(task.get("data") or ".").split(":")[0]), task)
-    complete_flags = complete(flags)
-    config = configure(complete_flags, "decoder", 0)
-    if config.architecture == "encoder-decoder" and config != configure(complete_flags, "encoder", 0):
+    try:
+        complete_flags = complete(flags)
+        config = configure(complete_flags, "decoder", 0)
+        encoder = config if config.architecture == "decoder-only" else configure(complete_flags, "encoder", 0)
+    except InputError:
+        raise
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise InputError(
+            f"{path}: its options are not those of a Transformer of fairseq 0.7 or later: {error}"
+        ) from error
+    if config != encoder:
         raise InputError(
             f"{path}: encoder and decoder differ in feed-forward width or heads; here they have one of each"
         )
@@ -331,7 +342,10 @@ def from_fairseq(path: Path_, output: Path_, *, data: Path_ | None = None, trust
                 "sinusoidal positions, not normed"
             )
     check_version(saved["model"])
-    state = to_canonical(saved["model"], config.tie_embeddings)
+    try:
+        state = to_canonical(saved["model"], config.tie_embeddings)
+    except KeyError as error:
+        raise InputError(f"{path}: its model lacks {error}") from error
     mask = saved["model"].get("decoder.vocab_mask")
     training = TrainingConfig(vocab_mask=mask is not None).to_json()
     types = None if mask is None else mask.bool().tolist()

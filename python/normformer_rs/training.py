@@ -17,7 +17,7 @@ from ._optional import available
 from .config import DataConfig, TrainingConfig, TransformerConfig
 from .history import History
 from .model import random_state_kept
-from .progress import Progress, choose, number
+from .progress import Progress, Silent, choose, number
 from .ranks import world
 
 logger = logging.getLogger("normformer_rs")
@@ -154,10 +154,10 @@ class _Observer(_Silent):
             from torch.utils.tensorboard import SummaryWriter
 
             self._writer = SummaryWriter(str(self._output / "tensorboard"), purge_step=event["update"] + 1)
-        self._progress.started(event)
+        self._show("started", event)
 
     def updated(self, event: Mapping[str, Any]) -> None:
-        self._progress.updated(event)
+        self._show("updated", event)
         self._write("train", event, "loss", "nll", "lr", "grad_norm", "tokens_per_second")
 
     def evaluated(self, event: Mapping[str, Any]) -> None:
@@ -171,16 +171,23 @@ class _Observer(_Silent):
             "" if bleu is None else f", BLEU {bleu:.2f}",
             " (best)" if event["best"] else "",
         )
-        self._progress.evaluated(event)
+        self._show("evaluated", event)
         self._write("valid", event, "loss", "nll", "perplexity", "bleu")
 
     def message(self, level: str, text: str) -> None:
         logger.log(_LEVELS.get(level, logging.INFO), text)
 
     def close(self) -> None:
-        self._progress.close()
+        self._show("close")
         if self._writer is not None:
             self._writer.close()
+
+    def _show(self, name: str, *event: Mapping[str, Any]) -> None:
+        """A terminal that has gone does not end a run."""
+        try:
+            getattr(self._progress, name)(*event)
+        except OSError:
+            self._progress = Silent()
 
     def _write(self, group: str, event: Mapping[str, Any], *names: str) -> None:
         if self._writer is not None:

@@ -83,6 +83,11 @@ class FusedLabelSmoothedCrossEntropy(LabelSmoothedCrossEntropyCriterion):
 
     def _prepare(self, model: Any, net_output: Any, sample: Any) -> tuple[Tensor, Tensor, Tensor | None]:
         """Logits and targets, flat and without the prefix that does not count, and V_t."""
+        if getattr(_decoder(model), "adaptive_softmax", None) is not None:
+            raise InputError(
+                "--criterion nfrs_label_smoothed_cross_entropy takes logits of the whole vocabulary, and a model with "
+                "--adaptive-softmax-cutoff has none: use --criterion adaptive_loss"
+            )
         logits, target = net_output[0], model.get_targets(sample, net_output)
         if self.ignore_prefix_size > 0:
             logits, target = logits[:, self.ignore_prefix_size :], target[:, self.ignore_prefix_size :]
@@ -105,7 +110,12 @@ class FusedLabelSmoothedCrossEntropy(LabelSmoothedCrossEntropyCriterion):
 
 
 def _vocab_mask(model: Any) -> Tensor | None:
-    """V_t as the decoder holds it, also where a distributed wrapper holds the model."""
+    """V_t as the decoder holds it."""
+    return getattr(_decoder(model), "vocab_mask", None)
+
+
+def _decoder(model: Any) -> Any:
+    """The model's, also where a distributed wrapper holds the model."""
     while hasattr(model, "module"):
         model = model.module
-    return getattr(getattr(model, "decoder", None), "vocab_mask", None)
+    return getattr(model, "decoder", None)

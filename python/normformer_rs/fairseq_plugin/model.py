@@ -151,8 +151,17 @@ class _Side(Stack):
         return self._run(x, call, sights(0)[0].pad_mask)
 
     def upgrade_state_dict_named(self, state_dict: dict[str, Tensor], name: str) -> dict[str, Tensor]:
-        """fairseq's own would look for its own layers; the model renames theirs."""
+        """fairseq's own would look for its own layers, which the model renames. Old files have shared tables once."""
+        assert self.place is not None
+        projection, table = f"{name}.output_projection.weight", f"{name}.embed_tokens.weight"
+        if self.name == "decoder" and self.place.config.tie_embeddings != "none" and table in state_dict:
+            state_dict.setdefault(projection, state_dict[table])
         return state_dict
+
+    def make_generation_fast_(self, name: str, retain_dropout: bool = False, **options: Any) -> None:
+        """Errors: InputError for --retain-dropout."""
+        if retain_dropout:
+            raise InputError("--retain-dropout: dropout is part of these layers' operators, and evaluation has none")
 
     def set_num_updates(self, num_updates: int) -> None:
         """fairseq says how many updates were made; t is the number of the one to come."""
@@ -236,7 +245,7 @@ class Decoder(_Side, TransformerDecoderBase):
         positions = None if self.embed_positions is None else rows.pack(self.embed_positions(prev_output_tokens))
         tokens = rows.pack(prev_output_tokens)
         if self.begins_with_bos:
-            tokens = tokens.index_fill(0, rows.spans()[:, 0], self.dictionary.bos())
+            tokens = self._begun(tokens, rows)
         own = Packed(rows, causal=not full_context_alignment)
         if memory is None or hidden is None:
             return rows.unpack(self.run(self.embed(tokens, positions), lambda _: (own,))), _seen(None, None)
@@ -249,6 +258,12 @@ class Decoder(_Side, TransformerDecoderBase):
 
         x = self.run(self.embed(tokens, positions), sights)
         return rows.unpack(x), _seen(kept.weights, alignment_heads)
+
+    def _begun(self, tokens: Tensor, rows: Rows) -> Tensor:
+        """BOS for the EOS that fairseq begins a sentence with; a language's tag stays."""
+        starts, lengths = rows.spans().unbind(1)
+        is_first = torch.zeros_like(tokens, dtype=torch.bool).index_fill(0, starts[lengths > 0], True)
+        return tokens.masked_fill(is_first & tokens.eq(self.dictionary.eos()), self.dictionary.bos())
 
     def _step(
         self,
@@ -277,7 +292,7 @@ class Decoder(_Side, TransformerDecoderBase):
             return own, other
 
         if self.begins_with_bos and tokens.shape[1] == 1:
-            newest = torch.full_like(newest, self.dictionary.bos())
+            newest = newest.masked_fill(newest.eq(self.dictionary.eos()), self.dictionary.bos())
         x = self.run(self.embed(newest[:, 0], positions), sights)
         return x.unsqueeze(1), _seen(weights[-1].weights if weights else None, alignment_heads)
 
@@ -297,6 +312,9 @@ class Decoder(_Side, TransformerDecoderBase):
         return projection(features)
 
 
+_NEVER = -1e4
+
+
 def _seen(weights: Tensor | None, heads: int | None) -> dict[str, Any]:
     """What fairseq's decoder returns beside its features: of the attention, the mean over the first `heads`."""
     return {"attn": [None if weights is None else weights[:, :heads].mean(1)], "inner_states": []}
@@ -308,6 +326,7 @@ class _Model:
     decoder: Decoder
     training: bool
     options: ClassVar[Any]
+    _takes_parts = False
 
     @classmethod
     def add_args(cls, parser: Any) -> None:
@@ -341,8 +360,17 @@ class _Model:
     def get_normalized_probs(self, net_output: Any, log_probs: bool, sample: Any = None) -> Tensor:
         mask, (logits, *_) = self.decoder.vocab_mask, net_output
         if mask is not None:
-            logits = logits.masked_fill(~mask.bool(), float("-inf"))
+            # A probability of 0 in every dtype; of finite score, for a prefix or a constraint may force such a word.
+            logits = logits.masked_fill(~mask.bool(), _NEVER)
         return (F.log_softmax if log_probs else F.softmax)(logits, dim=-1, dtype=torch.float32)
+
+    def load_state_dict(self, state_dict: Any, strict: bool = True, model_cfg: Any = None, args: Any = None) -> Any:
+        """fairseq's; where not strict, as its averages over time ask, parts are enough."""
+        self._takes_parts = not strict
+        try:
+            return super().load_state_dict(state_dict, strict, model_cfg, args)  # type: ignore[misc]
+        finally:
+            self._takes_parts = False
 
     def upgrade_state_dict_named(self, state_dict: dict[str, Tensor], name: str) -> None:
         """Takes checkpoints of fairseq's own `transformer` archs, too. Errors: InputError for any other's."""
@@ -350,6 +378,8 @@ class _Model:
         check_version(state_dict)
         state_dict["version"] = torch.tensor(VERSION)
         super().upgrade_state_dict_named(state_dict, name)  # type: ignore[misc]
+        if self._takes_parts:
+            return
         own = self.state_dict()  # type: ignore[attr-defined]
         for key in [*own, *state_dict]:
             wanted, given = (tuple(tensors[key].shape) if key in tensors else "none" for tensors in (own, state_dict))
@@ -402,9 +432,14 @@ class LanguageModel(_Model, FairseqLanguageModel):
         flags = plain(cfg)
         if flags.max_target_positions is None:
             flags.max_target_positions = flags.tokens_per_sample
-        nested, dictionary = _nested(flags), task.target_dictionary
+        nested, dictionary, read = _nested(flags), task.target_dictionary, task.source_dictionary
         nested.stacks = {"decoder": _stack(flags, "decoder", dictionary)}
-        embedding = nn.Embedding(len(dictionary), flags.decoder_embed_dim, dictionary.pad())
+        if flags.share_decoder_input_output_embed and len(read) != len(dictionary):
+            raise InputError(
+                "--share-decoder-input-output-embed needs one table, but --output-dictionary-size gives the output "
+                f"{len(dictionary)} types of {len(read)}: leave one of them out"
+            )
+        embedding = nn.Embedding(len(read), flags.decoder_embed_dim, dictionary.pad())
         if flags.fixnorm:
             embedding.__class__ = FixNormEmbedding
         model = cls(Decoder(nested, dictionary, embedding, no_encoder_attn=True))
@@ -439,6 +474,8 @@ def _register_shape(name: str) -> None:
     node = TranslationOptions()
     for field in ("encoder_embed_dim", "encoder_ffn_embed_dim", "encoder_layers", "encoder_attention_heads"):
         setattr(node, field, SHAPES[name].get(field.removeprefix("encoder_"), getattr(node, field)))
+    for key, value in SHAPES[name].items():
+        setattr(node, f"decoder_{key}", value)
     for field, rate in DROPOUTS.get(name, {}).items():
         setattr(node, field, rate)
     node._name = name

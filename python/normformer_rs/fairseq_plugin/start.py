@@ -5,14 +5,16 @@ from typing import Any
 
 import torch
 from fairseq import checkpoint_utils
+from fairseq import trainer as trainer_module
 
 from normformer_rs._core import InputError
 
 from .criterion import FusedLabelSmoothedCrossEntropy
+from .model import Decoder
 from .schedules import ValDecay
 from .vocabulary import target_types
 
-_load = checkpoint_utils.load_checkpoint
+_load, _average = checkpoint_utils.load_checkpoint, trainer_module.build_ema
 
 
 @functools.wraps(_load)
@@ -22,6 +24,13 @@ def load_checkpoint(cfg: Any, trainer: Any, **options: Any) -> Any:
     if extra is not None and isinstance(trainer.lr_scheduler, ValDecay):
         trainer.lr_scheduler.resume(extra)
     model = trainer.get_model()
+    if "WithAlignment" in type(trainer.get_criterion()).__name__ and isinstance(
+        getattr(model, "decoder", None), Decoder
+    ):
+        raise InputError(
+            "--load-alignments trains attention weights, which these architectures compute in evaluation only: leave "
+            "it and its criterion out"
+        )
     mask = getattr(getattr(model, "decoder", None), "vocab_mask", None)
     if mask is not None:
         _settle_vocabulary(mask, trainer)
@@ -33,10 +42,25 @@ def load_checkpoint(cfg: Any, trainer: Any, **options: Any) -> Any:
 checkpoint_utils.load_checkpoint = load_checkpoint
 
 
+@functools.wraps(_average)
+def build_ema(model: Any, config: Any, device: Any) -> Any:
+    """fairseq's average over time; counters, switches and masks are copied, they have no mean."""
+    ema = _average(model, config, device)
+    if ema is not None:
+        named = ((name, t) for name, t in model.state_dict().items() if isinstance(t, torch.Tensor))
+        ema.skip_keys = {*ema.skip_keys, *(name for name, t in named if not t.is_floating_point())}
+    return ema
+
+
+trainer_module.build_ema = build_ema
+
+
 def _settle_vocabulary(mask: torch.Tensor, trainer: Any) -> None:
     """V_t is that of the data to be trained on, a resumed training's like a new one's."""
     if not isinstance(trainer.get_criterion(), FusedLabelSmoothedCrossEntropy):
         raise InputError("--vocab-mask needs --criterion nfrs_label_smoothed_cross_entropy")
+    if getattr(trainer.cfg.task, "add_bos_token", False):
+        raise InputError("--vocab-mask leaves BOS out of V_t, and --add-bos-token makes it a target: leave one out")
     mask.copy_(target_types(trainer.task, trainer.cfg.dataset.train_subset))
 
 

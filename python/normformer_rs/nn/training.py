@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import torch
 from torch import nn
 
 from .._core import InputError
@@ -56,10 +57,13 @@ def profile(model: nn.Module, *batch: Any, **keywords: Any) -> int:
 
     Down each stack, with r = 1 at first: ω_i ← r, r ← √(Var(ω_i x_i) + Var f_i), the biased variance over all elements,
     padding included, f after its dropout (Liu et al. 2020; SPEC §3). Under torch.distributed rank 0's values count.
+    Running statistics stay as they are.
 
     Returns the number of gains that were set. Errors: InputError where there are none.
     """
     was_training = {module: module.training for module in model.modules()}
+    statistics = [module for module in model.modules() if isinstance(module, RunningNorm)]
+    kept = [(t, t.clone()) for module in statistics for t in (*module.buffers(recurse=False), module.refused)]
     try:
         model.train()
         with profiling() as done:
@@ -67,6 +71,9 @@ def profile(model: nn.Module, *batch: Any, **keywords: Any) -> int:
     finally:
         for module, training in was_training.items():
             module.training = training
+        with torch.no_grad():
+            for buffer, before in kept:
+                buffer.copy_(before)
     if done.gains == 0:
         raise InputError('no gain was profiled: the forward met no layer with residual="admin"')
     return done.gains

@@ -152,7 +152,7 @@ fn names_numbers_links_and_paths_resolve() {
         let error = store.resolve(what).unwrap_err().to_string();
         assert!(error.contains("has update-00000001, update-00000002, best, last"), "{error}");
     }
-    assert!(store.resolve("lst").unwrap_err().to_string().contains("there is no checkpoint lst"));
+    assert!(store.resolve("lst").unwrap_err().to_string().contains("there is no checkpoint \"lst\""));
     assert!(store.point("latest", 1).unwrap_err().to_string().contains("best, last"));
     assert!(store.point("last", 3).is_err());
     assert!(Store::at(dir.0.join("none")).resolve("last").unwrap_err().to_string().contains("has no checkpoint"));
