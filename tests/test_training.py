@@ -132,10 +132,14 @@ STATISTICS = [{"norm": "batchnorm"}, {"norm": "powernorm-v"}] + [
 
 @pytest.mark.parametrize("model", [{"residual": name} for name in RESIDUALS] + STATISTICS, ids=str)
 def test_activation_checkpointing_changes_no_bit(tmp_path, corpus, model):
-    """Nor any statistic, though two micro-batches go forward and back between updates."""
+    """Nor any statistic, though two micro-batches go forward and back between updates; layers do run twice."""
+    calls = {}
     for name, recompute in (("plain", False), ("checkpointed", True)):
         training = {"updates": 2, "accumulate": 2, "max_tokens": 150, "activation_checkpointing": recompute}
+        before = nfrs._core.operator_counts()["relu_dropout"]
         fit(tmp_path / name, corpus, {"dropout": 0.3, **model}, training)
+        calls[name] = sum(nfrs._core.operator_counts()["relu_dropout"]) - sum(before)
+    assert calls["checkpointed"] >= calls["plain"] + 2 * 2 * 4  # updates, micro-batches, layers
     assert losses(tmp_path / "plain") == losses(tmp_path / "checkpointed")
     plain, checkpointed = weights(tmp_path / "plain"), weights(tmp_path / "checkpointed")
     assert all(torch.equal(plain[k], checkpointed[k]) for k in plain)
@@ -225,6 +229,25 @@ def test_the_rate_decays_by_bleu(tmp_path, corpus):
     losses = [e["loss"] for e in evaluated]
     assert any(losses[i] > max(losses[i - 3 : i]) for i in range(3, 11)), "by the loss the rate would have decayed"
     assert {e["lr"] for e in events(tmp_path / "run", "updated")} == {0.01}
+    # A language model has no BLEU: there the loss counts, which rises.
+    text = {name: files[name] for name in ("train_target", "valid_target")}
+    fit(tmp_path / "lm", text, {"architecture": "decoder-only"}, training | {"max_tokens": 100})
+    assert min(e["lr"] for e in events(tmp_path / "lm", "updated")) < 0.01
+
+
+def test_what_stops_a_run(tmp_path, corpus):
+    def stopped(name, **training):
+        fit(tmp_path / name, corpus, training={"max_tokens": 100, "evaluate_every": 1, **training})
+        return len(losses(tmp_path / name)), events(tmp_path / name, "message")[-1]["text"]
+
+    updates, text = stopped("epochs", updates=0, epochs=2)
+    assert "2 epochs are done" in text and updates % 2 == 0 and updates > 2
+    updates, text = stopped("patience", updates=100, patience=3, lr=1.0)  # no better than the first
+    assert "3 evaluations without a better one" in text and updates < 100
+    evaluated = events(tmp_path / "patience", "evaluated")
+    assert [e["best"] for e in evaluated[-3:]] == [False] * 3 and evaluated[-4]["best"]
+    updates, text = stopped("rate", updates=100, schedule="inverse-sqrt", lr=1e-3, warmup=2, min_lr=5e-4)
+    assert updates == 8 and "below min_lr 5.00e-4" in text  # 1e-3·√(2/8)
 
 
 def test_a_resumed_run_with_other_options_is_averaged(tmp_path, corpus):
