@@ -80,8 +80,7 @@ class Runs:
         references = [nf._core.join_line(line) for line in target]
         saved = output / f"{Path(test).name}.hypotheses"
         if not saved.exists():
-            kept = sum(1 for path in (output / "checkpoints").glob("update-*") if path.is_dir())
-            nf.average(output, last=min(kept, 10))
+            nf.average(output, last=min(len(nf.History.read(output).evaluations.update), 10))
             search = nf.SearchConfig(beam=5, rule="fairseq")
             found = nf.translate(output, source, search, checkpoint="average")
             saved.write_text("".join(best[0].text + "\n" for best in found))
