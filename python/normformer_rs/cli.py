@@ -1,6 +1,7 @@
 """The command `normformer-rs`: train, translate, evaluate, average, demo, convert, fairseq, fairseq-user-dir."""
 
 import argparse
+import contextlib
 import logging
 import os
 import runpy
@@ -325,7 +326,8 @@ class _Handler(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         prefix = f"{record.levelname.lower()}: " if record.levelno >= logging.WARNING else ""
-        write(prefix + record.getMessage())
+        with contextlib.suppress(OSError):  # a terminal that has gone
+            write(prefix + record.getMessage())
 
 
 def _log_to_stderr() -> None:
