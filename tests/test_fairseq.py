@@ -3,6 +3,7 @@
 import copy
 import math
 import re
+import shutil
 from pathlib import Path
 
 import pytest
@@ -240,11 +241,7 @@ def test_a_languages_tag_stays_where_bos_begins(data):
 def test_words_outside_the_target_vocabulary_may_be_forced(data, tmp_path):
     flags = f"--arch nfrs_transformer {SIZES} --criterion {SMOOTHED} --vocab-mask"
     train(data, tmp_path, 2, flags)
-    folder = tmp_path / "forced"
-    folder.mkdir()
-    for path in data.iterdir():
-        name = path.name.replace("test.de-en.en.", "test.de-en.en.") if ".en." not in path.name else path.name
-        (folder / name).write_bytes(path.read_bytes())
+    folder = shutil.copytree(data, tmp_path / "forced")
     for ending in ("bin", "idx"):  # the forced words are those of the other language
         (folder / f"test.de-en.en.{ending}").write_bytes((data / f"test.de-en.de.{ending}").read_bytes())
     found = generate(folder, tmp_path / "checkpoint_last.pt", "--prefix-size 2")

@@ -559,3 +559,9 @@ def test_undo_tells_whether_anything_moved():
     swapped = swap_residuals(model, "prenorm", init=None)
     model.train()(x)
     assert "trained since" in swapped.undo()[0].note
+
+
+def test_what_stands_beside_the_layers_is_no_layer():
+    model = nn.Sequential(nn.Linear(D, D), *torchs_encoder().layers, nn.Linear(D, 3))
+    swap_residuals(model, "deepnorm")
+    assert [layer.place.depth for layer in model[1:-1]] == [2, 2]

@@ -23,8 +23,15 @@ from .translation import Binarised, average, evaluate_loss, translate
 PROG = "normformer-rs"
 EXIT_FAILURE = 2
 _FAILURES = (
-    *(InputError, ImportError, Interrupted, KeyboardInterrupt, DivergedError),
-    *(OSError, RuntimeError, MemoryError, UnicodeError),
+    InputError,
+    ImportError,
+    Interrupted,
+    KeyboardInterrupt,
+    DivergedError,
+    OSError,
+    RuntimeError,
+    MemoryError,
+    UnicodeError,
 )
 """What is told in one line, without a traceback; anything else is a bug."""
 _COMMAND = {"preset", "output"}

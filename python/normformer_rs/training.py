@@ -117,11 +117,8 @@ class Trainer:
 @contextlib.contextmanager
 def _own_modes() -> Iterator[None]:
     """Gradients are on and autocast is off, whatever they are around it: a run's precision is its own."""
-    with contextlib.ExitStack() as modes:
-        modes.enter_context(torch.inference_mode(False))
-        modes.enter_context(torch.enable_grad())
-        for device in ("cpu", "cuda"):
-            modes.enter_context(torch.autocast(device, enabled=False))
+    cpu, cuda = torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False)
+    with torch.inference_mode(False), torch.enable_grad(), cpu, cuda:
         yield
 
 

@@ -66,17 +66,21 @@ def translate(
     Errors: InputError for a missing or damaged checkpoint or folder.
     """
     options = (search or SearchConfig()).to_json()
-    if isinstance(lines, str | bytes):
-        raise InputError("lines must be a list of sentences; got one text: split it into lines first")
-    source: Any = (fspath(lines.folder), *lines[1:]) if isinstance(lines, Binarised) else list(lines)
-    if not isinstance(lines, Binarised):
-        for i, line in enumerate(source):
-            if not isinstance(line, str):
-                raise InputError(f"lines must be text; item {i} is {line!r}")
+    source: Any = (fspath(lines.folder), *lines[1:]) if isinstance(lines, Binarised) else _sentences(lines)
     if max_tokens < 1:
         raise InputError(f"max_tokens must be at least 1, got {max_tokens}")
     found = _core.translate(fspath(model), source, options, str(checkpoint), max_tokens, precision, device)
     return [[Translation(text, score) for text, score in hypotheses] for hypotheses in found]
+
+
+def _sentences(lines: Iterable[str]) -> list[str]:
+    if isinstance(lines, str | bytes):
+        raise InputError("lines must be a list of sentences; got one text: split it into lines first")
+    sentences = list(lines)
+    for i, line in enumerate(sentences):
+        if not isinstance(line, str):
+            raise InputError(f"lines must be text; item {i} is {line!r}")
+    return sentences
 
 
 def average(model: str | PathLike[str], *, last: int | None = None, updates: Sequence[int] | None = None) -> str:

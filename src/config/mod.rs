@@ -16,6 +16,7 @@ use crate::search::Rule;
 use option::config;
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
+use serde_json::{Map, Value};
 
 choice! {
     pub enum Architecture ("architecture") { EncoderDecoder = "encoder-decoder", DecoderOnly = "decoder-only" }
@@ -262,6 +263,20 @@ config! {
         /// Most tokens generated; none: the source's + 50 (google) or 200 (fairseq).
         max_length: Option<i64> = None,
     }
+}
+
+/// Where two objects of options differ, in words; empty where they do not.
+pub fn differences(old: &Value, new: &Value) -> String {
+    let empty = Map::new();
+    let (old, new) = (old.as_object().unwrap_or(&empty), new.as_object().unwrap_or(&empty));
+    let names = old.keys().chain(new.keys().filter(|name| !old.contains_key(*name)));
+    let value = |options: &Map<String, Value>, name: &String| options.get(name).unwrap_or(&Value::Null).to_string();
+    let told: Vec<String> = names
+        .map(|name| (name, value(old, name), value(new, name)))
+        .filter(|(_, old, new)| old != new)
+        .map(|(name, old, new)| format!("{name} was {old}, now {new}"))
+        .collect();
+    told.join("; ")
 }
 
 /// Reads a configuration out of JSON; `what` is named in the message of a wrong one.

@@ -47,14 +47,12 @@ pub fn average(folder: &Path, count: Option<usize>, updates: Option<Vec<u64>>) -
         }
         _ => return Err(Error::invalid("give either how many of the last checkpoints to average, or their updates")),
     };
-    let newest = paths.iter().map(|path| checkpoint::load_state(path).map(|(state, _)| state["update"].as_u64()));
-    let newest = newest.collect::<Result<Vec<_>>>()?.into_iter().flatten().max().unwrap_or(0);
     let averaged = checkpoint::average(&paths)?;
     // An earlier average goes when the new one is whole. A name that begins with a dot is cleaned up after a crash.
     let path = average_path(folder);
     let new = path.with_file_name(".average");
     remove(&new, |p| fs::remove_dir_all(p))?;
-    checkpoint::save(&new, newest, &averaged)?;
+    checkpoint::save(&new, averaged.state["update"].as_u64().unwrap_or(0), &averaged)?;
     remove(&path, |p| fs::remove_dir_all(p))?;
     fs::rename(&new, &path).map_err(|e| Error::io("rename", &new, e))?;
     Ok(path)

@@ -1,7 +1,7 @@
 //! The folder of a run: what it holds, how it begins, how it is read again, and its log.
 
 use super::Prepared;
-use crate::config::{DataConfig, TrainingConfig, TransformerConfig};
+use crate::config::{differences, DataConfig, TrainingConfig, TransformerConfig};
 use crate::data::{self, Bpe, Segmenter, Vocabulary};
 use crate::error::{Error, Result};
 use crate::model::{Transformer, UNK};
@@ -187,8 +187,8 @@ pub(super) fn resume(
     let wanted = TransformerConfig { vocab_size: vocabulary.len() as i64, ..model.clone() };
     let json = |config: &TransformerConfig| serde_json::to_value(config).map_err(|e| Error::invalid(e.to_string()));
     let of_text = |training: &TrainingConfig, data: &DataConfig| {
-        let merges = (data.bpe_operations, data.bpe_codes.is_some());
-        serde_json::json!({"vocab_mask": training.vocab_mask, "bpe_operations": merges.0, "bpe_codes": merges.1})
+        let (operations, codes) = (data.bpe_operations, data.bpe_codes.is_some());
+        serde_json::json!({"vocab_mask": training.vocab_mask, "bpe_operations": operations, "bpe_codes": codes})
     };
     for (what, differences) in [
         ("trained with another model", differences(&json(&configs.model)?, &json(&wanted)?)),
@@ -203,14 +203,6 @@ pub(super) fn resume(
     }
     let checkpoint = Store::open(output)?.to_resume()?.map(checkpoint::load).transpose()?;
     Ok((read_segmenter(output, &configs.data)?, vocabulary, checkpoint))
-}
-
-/// Where two objects of options differ, in words; empty where they do not.
-pub(super) fn differences(old: &serde_json::Value, new: &serde_json::Value) -> String {
-    let names = old.as_object().into_iter().flatten().filter(|(name, value)| new[name.as_str()] != **value);
-    let told: Vec<String> =
-        names.map(|(name, value)| format!("{name} was {value}, now {}", new[name.as_str()])).collect();
-    told.join("; ")
 }
 
 pub(super) fn read_configs(output: &Path) -> Result<Configs> {

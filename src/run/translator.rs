@@ -1,10 +1,10 @@
 //! A trained model, ready to translate.
 
 use super::average::average_path;
-use super::folder::{differences, read_configs, read_mask, read_segmenter, Configs, VOCABULARY};
+use super::folder::{read_configs, read_mask, read_segmenter, Configs, VOCABULARY};
 use super::keep_memory;
 use super::prepare::{read, valid_batches, within};
-use crate::config::{DataConfig, TrainingConfig};
+use crate::config::{differences, DataConfig, TrainingConfig, TransformerConfig};
 use crate::data::{self, Binarised, Corpus, LongSentences, Segmenter, Side, Vocabulary};
 use crate::error::{Error, Result};
 use crate::model::Transformer;
@@ -44,13 +44,15 @@ impl Translator {
             other => Store::at(folder).resolve(other)?,
         };
         let (arrays, config) = checkpoint::load_model(&path)?;
-        let own = serde_json::to_value(&configs.model).map_err(|e| Error::invalid(e.to_string()))?;
-        let differences = differences(&own, &config["model"]);
-        if !differences.is_empty() {
+        // Read as options, for an earlier version's files know fewer of them.
+        let found: TransformerConfig =
+            crate::config::from_json(&path.display().to_string(), &config["model"].to_string())?;
+        if found != configs.model {
             return Err(Error::invalid(format!(
-                "{} is of another model than the run {}: {differences}",
+                "{} is of another model than the run {}: {}",
                 path.display(),
-                folder.display()
+                folder.display(),
+                differences(&serde_json::json!(configs.model), &serde_json::json!(found))
             )));
         }
         let model = Transformer::with_parameters(&configs.model, &load_parameters(&arrays, device)?)?;

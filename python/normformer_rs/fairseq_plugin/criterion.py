@@ -47,14 +47,14 @@ class FusedLabelSmoothedCrossEntropy(LabelSmoothedCrossEntropyCriterion):
     ) -> None:
         super().__init__(task, sentence_avg, label_smoothing, ignore_prefix_size, report_accuracy)
         self.smoothing, self.unknown = str(smoothing), task.target_dictionary.unk()
-        self._counted: tuple[Tensor, int, int] | None = None
+        self._known: tuple[Tensor, int, Tensor, int] | None = None
 
     def forward(self, model: Any, sample: Any, reduce: bool = True) -> tuple[Tensor, int, dict[str, Any]]:
         loss, size, log = super().forward(model, sample, reduce)
-        mask = _vocab_mask(model)
+        mask, _ = self._vocabulary(model)
         if mask is not None and model.training:
             target = sample["target"]
-            log["outside"] = (target.ne(self.padding_idx) & ~mask.bool()[target]).sum()
+            log["outside"] = (target.ne(self.padding_idx) & ~mask[target]).sum()
         return loss, size, log
 
     @classmethod
@@ -69,7 +69,7 @@ class FusedLabelSmoothedCrossEntropy(LabelSmoothedCrossEntropyCriterion):
 
     def compute_loss(self, model: Any, net_output: Any, sample: Any, reduce: bool = True) -> tuple[Tensor, Tensor]:
         logits, target, mask = self._prepare(model, net_output, sample)
-        types = self._types(model, logits.shape[-1])
+        types = logits.shape[-1] if mask is None else self._vocabulary(model)[1]
         each = self.eps / max(types - 1, 1) if self.smoothing == "fairseq" else self.eps / types
         own = 1 - self.eps - (each if self.smoothing == "fairseq" else 0.0)
         loss, nll, _ = OPS.label_smoothed_cross_entropy(logits, target, mask, own, each, self.padding_idx)
@@ -92,26 +92,20 @@ class FusedLabelSmoothedCrossEntropy(LabelSmoothedCrossEntropyCriterion):
         if self.ignore_prefix_size > 0:
             logits, target = logits[:, self.ignore_prefix_size :], target[:, self.ignore_prefix_size :]
         logits, target = logits.flatten(0, -2), target.flatten()
-        mask = _vocab_mask(model)
+        mask, _ = self._vocabulary(model)
         if mask is None:
             return logits, target, None
-        mask = mask.bool()
         is_known = mask[target] | target.eq(self.padding_idx)
         return logits, torch.where(is_known, target, self.unknown), mask
 
-    def _types(self, model: Any, everything: int) -> int:
-        """|V_t|, counted again only where the mask has been written to: counting waits for a GPU."""
-        mask = _vocab_mask(model)
-        if mask is None:
-            return everything
-        if self._counted is None or self._counted[0] is not mask or self._counted[1] != mask._version:
-            self._counted = mask, mask._version, int(mask.sum())
-        return self._counted[2]
-
-
-def _vocab_mask(model: Any) -> Tensor | None:
-    """V_t as the decoder holds it."""
-    return getattr(_decoder(model), "vocab_mask", None)
+    def _vocabulary(self, model: Any) -> tuple[Tensor | None, int]:
+        """V_t, a flag for each type, and |V_t|; made anew only where it was written to: counting waits for a GPU."""
+        held = getattr(_decoder(model), "vocab_mask", None)
+        if held is None:
+            return None, 0
+        if self._known is None or self._known[0] is not held or self._known[1] != held._version:
+            self._known = held, held._version, held.bool(), int(held.sum())
+        return self._known[2:]
 
 
 def _decoder(model: Any) -> Any:

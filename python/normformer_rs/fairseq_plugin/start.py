@@ -6,6 +6,9 @@ from typing import Any
 import torch
 from fairseq import checkpoint_utils
 from fairseq import trainer as trainer_module
+from fairseq.criterions.label_smoothed_cross_entropy_with_alignment import (
+    LabelSmoothedCrossEntropyCriterionWithAlignment,
+)
 
 from normformer_rs._core import InputError
 
@@ -24,9 +27,8 @@ def load_checkpoint(cfg: Any, trainer: Any, **options: Any) -> Any:
     if extra is not None and isinstance(trainer.lr_scheduler, ValDecay):
         trainer.lr_scheduler.resume(extra)
     model = trainer.get_model()
-    if "WithAlignment" in type(trainer.get_criterion()).__name__ and isinstance(
-        getattr(model, "decoder", None), Decoder
-    ):
+    is_ours = isinstance(getattr(model, "decoder", None), Decoder)
+    if is_ours and isinstance(trainer.get_criterion(), LabelSmoothedCrossEntropyCriterionWithAlignment):
         raise InputError(
             "--load-alignments trains attention weights, which these architectures compute in evaluation only: leave "
             "it and its criterion out"

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from operator import index
 from typing import Any
 
 import torch
@@ -32,7 +33,7 @@ class RowNorm(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        shape = tuple(normalized_shape) if isinstance(normalized_shape, Iterable) else (int(normalized_shape),)
+        shape = tuple(normalized_shape) if isinstance(normalized_shape, Iterable) else (index(normalized_shape),)
         if not shape:
             raise InputError("normalized_shape must name at least one dimension, got none")
         self.normalized_shape, self.eps, self.elementwise_affine = shape, eps, elementwise_affine

@@ -108,7 +108,7 @@ class Group(NamedTuple):
     holder: nn.Module
     """The module that has the list."""
     depth: int
-    """The list's entries: more than blocks where entries share one, or are something else."""
+    """The list's layers: more than blocks where entries share one, or are of a subclass."""
 
     @property
     def has_memory(self) -> bool:

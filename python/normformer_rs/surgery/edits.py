@@ -53,13 +53,15 @@ def _merged(now: Mapping[str, Any], before: Mapping[str, Any], after: Mapping[st
     return {key: value for key, value in values.items() if value is not _MISSING}
 
 
-def _digest(t: Tensor) -> Tensor | None:
-    """The sum of its bits, on the host; none on the meta device."""
-    if t.is_meta or t.numel() == 0:
+def _digest(t: Tensor) -> int | None:
+    """The sum of its bits; none where they are not plain numbers of its own: on the meta device, quantized, sparse, of
+    another class."""
+    is_plain = type(t) in (Tensor, nn.Parameter) and t.layout == torch.strided and not t.is_quantized
+    if not is_plain or t.is_meta or t.numel() == 0:
         return None
     dense = torch.view_as_real(t.detach()) if t.is_complex() else t.detach()
     bits = dense.contiguous().view({1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[dense.itemsize])
-    return bits.sum(dtype=torch.int64).cpu()
+    return int(bits.sum(dtype=torch.int64))
 
 
 class Edits:
@@ -70,7 +72,7 @@ class Edits:
         self._before: dict[nn.Module, _State] = {}
         self._after: dict[nn.Module, _State] = {}
         self._back: list[Callable[[], None]] = []
-        self._written: list[tuple[Tensor, Tensor | None]] = []
+        self._written: list[tuple[Tensor, int | None]] = []
         self._places: list[tuple[Tensor, torch.device, torch.dtype]] = []
 
     def remember(self, module: nn.Module) -> None:
@@ -104,7 +106,7 @@ class Edits:
     def was_trained(self) -> bool:
         """Parameters or running statistics are no longer what they were. Not by counters of writes: fused optimizers
         move none."""
-        return any(digest is not None and not torch.equal(digest, _digest(t)) for t, digest in self._written)  # type: ignore[arg-type]
+        return any(_digest(t) != digest for t, digest in self._written)
 
     def undo(self) -> None:
         """Takes everything back. Errors: InputError where a later swap changed the same modules; nothing is changed

@@ -260,7 +260,7 @@ def _twin(
     if {to, known.computes} <= {"layernorm", "rmsnorm"}:
         if eps is None:  # torch's RMSNorm: that of the type computed in
             place["eps"] = torch.finfo(torch.promote_types(like.dtype, torch.float32)).eps
-        elif eps == eps:
+        elif not math.isnan(eps):
             place["eps"] = float(eps)
     new = new_norm(to, known.width, **{"bias": has_bias, **place, **options})
     if init == "match":

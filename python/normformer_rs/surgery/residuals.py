@@ -110,16 +110,21 @@ def find_groups(model: nn.Module) -> list[Group]:
         kinds = ", ".join(sorted({kind.__name__ for kind in (*TORCHS, *known_blocks())}))
         raise InputError(
             f"{type(model).__name__} holds no Transformer block that is known; known are {kinds}, and not their "
-            "subclasses: tell of another "
-            "class with normformer_rs.surgery.register_block(kind, converted)"
+            "subclasses: tell of another class with normformer_rs.surgery.register_block(kind, converted)"
         )
     return [_group(model, path, blocks) for (path, *_), blocks in found.items()]
 
 
 def _group(model: nn.Module, path: str, blocks: Mapping[str, nn.Module]) -> Group:
-    entries = model.get_submodule(path)
-    depth = len(entries) if isinstance(entries, (nn.ModuleList, nn.Sequential)) else len(blocks)
-    return Group(path, [*blocks], [*blocks.values()], model.get_submodule(parent_of(path)), depth)
+    own = [*blocks.values()]
+    # Each time that a block is there, and subclasses of it, which stay as they are; a head beside them is no layer.
+    wrapped = (
+        getattr(entry, "_checkpoint_wrapped_module", entry) for entry in model.get_submodule(path)._modules.values()
+    )
+    entries = [getattr(entry, "_orig_mod", entry) for entry in wrapped]
+    kind = type(own[0])
+    depth = sum(entry in own or (isinstance(entry, kind) and type(entry) is not kind) for entry in entries)
+    return Group(path, [*blocks], own, model.get_submodule(parent_of(path)), max(depth, len(own)))
 
 
 def _without_wrappers(path: str) -> str:

@@ -3,9 +3,9 @@
 use std::path::{Path, PathBuf};
 
 use half::{bf16, f16};
-use serde_json::Value;
 
 use super::{directory, load_model, Array, Arrays, Checkpoint, Dtype, Manifest};
+use crate::config::differences;
 use crate::error::{Error, Result};
 
 /// The mean of checkpoints of one model: θ = 1/n Σ θ_i for every floating array, running statistics included, summed in
@@ -37,8 +37,9 @@ pub fn average(paths: &[impl AsRef<Path>]) -> Result<Checkpoint> {
             Error::invalid(format!("{} and {} cannot be averaged: {what}", at.display(), folder.display()))
         };
         // Training may have gone on with other options; the model is the same.
-        if let Some(what) = config_difference("model", &config["model"], &other_config["model"]) {
-            return Err(differ(what));
+        let options = differences(&other_config["model"], &config["model"]);
+        if !options.is_empty() {
+            return Err(differ(options));
         }
         if let Some(what) = array_difference(&model, &other) {
             return Err(differ(what));
@@ -102,15 +103,4 @@ fn array_difference(a: &Arrays, b: &Arrays) -> Option<String> {
         "array {name:?} is {:?} {:?} in the first, {:?} {:?} in the second",
         a.dtype, a.shape, b.dtype, b.shape
     ))
-}
-
-/// The first entry in which two configs differ, with its path.
-fn config_difference(at: &str, a: &Value, b: &Value) -> Option<String> {
-    if let (Value::Object(x), Value::Object(y)) = (a, b) {
-        let null = Value::Null;
-        let keys = x.keys().chain(y.keys().filter(|key| !x.contains_key(*key)));
-        let pair = |key: &String| (format!("{at}.{key}"), x.get(key), y.get(key));
-        return keys.map(pair).find_map(|(at, a, b)| config_difference(&at, a.unwrap_or(&null), b.unwrap_or(&null)));
-    }
-    (a != b).then(|| format!("{at} is {a} in the first, {b} in the second"))
 }

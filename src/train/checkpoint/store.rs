@@ -137,10 +137,9 @@ impl Store {
 
     /// Removes what runs write, and the folder if nothing else is in it.
     pub fn clear(&self) -> Result<()> {
-        match fs::symlink_metadata(&self.folder) {
-            Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok(()),
-            found => found.map_err(|e| Error::io("read", &self.folder, e))?,
-        };
+        if !self.folder.is_dir() {
+            return Ok(());
+        }
         files::clean(&self.folder)?;
         for path in self.entries()?.into_values() {
             files::remove_directory(&path)?;
