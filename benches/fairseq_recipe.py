@@ -8,7 +8,8 @@ The first name is that of the run; "stock" is fairseq's own `transformer_tiny`, 
 RUNS gets a folder a run. One process makes each update of two batches of 4,096 tokens, the recipe's two GPUs'; at
 most 8,000 updates, patience 10. A run that was stopped goes on from fairseq's checkpoint_last.pt when the same command
 comes again. Then the last ten epochs' checkpoints are averaged, valid and test.2016 translated with beam 5, and
-tokenised BLEU appended to benches/results/fairseq-recipe.csv, with what it takes to know the run again.
+tokenised BLEU appended to benches/results/fairseq-recipe.csv, with what it takes to know the run again; beside it
+fairseq-recipe-NAME.csv has the losses of each epoch.
 """
 
 import argparse
@@ -67,6 +68,16 @@ def bleu(data: Path, corpus: Path, split: str, checkpoint: Path, output: Path) -
     return score(hypotheses, references, tokenize="none")
 
 
+def losses(log: Path) -> list[dict[str, str]]:
+    """What fairseq logged at the end of each epoch; the last word on one that was begun again counts."""
+    epochs: dict[str, dict[str, str]] = {}
+    line = r"\| (train|valid) \| epoch (\d+) \|.*? loss (\S+) \| nll_loss (\S+) .*num_updates (\d+)"
+    for part, epoch, loss, nll, updates in re.findall(line, log.read_text(encoding="utf-8")):
+        row = epochs.setdefault(epoch, {"epoch": str(int(epoch))})
+        row |= {"updates": updates, f"{part}_loss": loss, f"{part}_nll": nll}
+    return [epochs[epoch] for epoch in sorted(epochs, key=int)]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("name")
@@ -105,6 +116,11 @@ def main() -> None:
         "torch": torch.__version__,
         "cores": os.cpu_count(),
     }
+    with open(arguments.results.with_name(f"fairseq-recipe-{arguments.name}.csv"), "w", newline="") as file:
+        columns = ["epoch", "updates", "train_loss", "train_nll", "valid_loss", "valid_nll"]
+        curve = csv.DictWriter(file, columns, lineterminator="\n")
+        curve.writeheader()
+        curve.writerows(losses(folder / "train.log"))
     is_new = not arguments.results.exists()
     with open(arguments.results, "a", newline="", encoding="utf-8") as file:
         writer = csv.DictWriter(file, [*row], lineterminator="\n")

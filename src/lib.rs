@@ -8,6 +8,7 @@ pub mod cuda;
 pub mod kernel;
 pub mod operator;
 
+pub mod analysis;
 pub mod config;
 pub mod init;
 pub mod norm;

@@ -8,8 +8,10 @@ from pathlib import Path
 
 import pytest
 
+import normformer_rs as nfrs
 from normformer_rs import DataConfig, InputError, TrainingConfig, TransformerConfig, _core, cli, progress
 from normformer_rs.options import layered, read_toml
+from normformer_rs.presets import PRESETS
 
 STARTED = {"parameters": 10, "vocabulary": 7, "device": "cpu", "update": 0, "updates": 2, "updates_per_epoch": 2.0}
 UPDATED = {"epoch": 1, "lr": 1e-3, "grad_norm": 0.5, "tokens_per_second": 100.0, "time_left": None}
@@ -138,6 +140,45 @@ def test_numbers_out_of_range_are_named(option, value, message):
     kind = TransformerConfig if option == "dropout" else TrainingConfig
     with pytest.raises(InputError, match=message):
         kind(**{option: value})
+
+
+SCHEMES = ["--norm scalenorm --fixnorm", "--encoder-norm powernorm --powernorm-warmup 8000 --init xavier"]
+SCHEMES += ["--residual branchnorm --branchnorm-steps 100", "--residual rezero --schedule no-warmup --lr none"]
+
+
+SETUPS = {  # layers, width, feed-forward, heads; dropouts; rate, warm-up; tokens an update, updates
+    "transformer-tiny": ((4, 128, 256, 4), (0.3, None), (5e-3, 2000), (4096, 10000)),
+    "transformer-small": ((6, 512, 1024, 4), (0.3, None), (None, 4000), (4096, 10000)),
+    "transformer-base": ((6, 512, 2048, 8), (0.3, None), (None, 4000), (4096, 10000)),
+    "twt": ((6, 512, 2048, 8), (0.3, None), (None, 8000), (4096, 300_000)),
+    "twt-gl-en": ((4, 512, 2048, 4), (0.4, None), (None, 8000), (4096, 100_000)),
+    "twt-wmt": ((6, 512, 2048, 8), (0.1, None), (1e-3, 4000), (81_920, 0)),
+    "pn-iwslt": ((6, 512, 1024, 4), (0.3, 0.1), (1.5e-3, 8000), (4096, 100_000)),
+    "pn-wmt": ((6, 1024, 4096, 16), (0.3, 0.1), (3e-3, 8000), (131_072, 300_000)),
+    "brn": ((6, 512, 2048, 8), (0.4, None), (5e-4, 4000), (524_288, 100_000)),
+}
+
+
+def test_presets_are_the_papers():
+    found = {}
+    for name in PRESETS:
+        model, training = nfrs.preset(name)
+        assert model.encoder_layers == model.decoder_layers and model.attention_dropout == model.activation_dropout
+        shape = (model.decoder_layers, model.d_model, model.d_ff, model.heads)
+        batch = (training.max_tokens * training.accumulate, training.updates)
+        found[name] = (shape, (model.dropout, model.attention_dropout), (training.lr, training.warmup), batch)
+    assert found == SETUPS
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_every_preset_takes_every_scheme(name, tmp_path, capsys):
+    text = tmp_path / "text"
+    text.write_text("a b c d e f g h\n" * 3)
+    files = [f"--{part}-{side}={text}" for part in ("train", "valid") for side in ("source", "target")]
+    small = ["--encoder-layers", "1", "--decoder-layers", "1"]
+    for scheme in SCHEMES:
+        given = [*files, "--no-bpe", "--preset", name, *small, *scheme.split(), "--dry-run"]
+        assert cli.main(["train", *given]) == 0, capsys.readouterr().err
 
 
 def test_none_unsets_what_a_preset_sets(run):
@@ -324,6 +365,21 @@ def test_evaluate_joins_split_text(capsys, tmp_path):
     argv = ["evaluate", "--hypothesis", str(tmp_path / "whole"), "--reference", str(tmp_path / "split")]
     assert cli.main([*argv, "--no-bpe", "--tokenize", "none"]) == 0
     assert "= 100.00" in capsys.readouterr().out
+
+
+def test_evaluate_splits_compounds(capsys, tmp_path):
+    """the well ##AT##-##AT## known a ##AT##-##AT## b-c - goes (a match takes its letters, so of three two stay one)"""
+    pytest.importorskip("sacrebleu")
+    (tmp_path / "text").write_text("the well-known a-b-c - goes\n" * 2)
+    (tmp_path / "other").write_text("the well-thought a-b-d - goes\n" * 2)
+    argv = ["evaluate", "--hypothesis", str(tmp_path / "other"), "--reference", str(tmp_path / "text")]
+    assert cli.main([*argv, "--split-compounds", "--tokenize", "none"]) == 0
+    for line, begin in zip(capsys.readouterr().out.splitlines(), ("sacreBLEU:  BLEU|", "multi-bleu: ")):
+        assert line.startswith(begin) and " 77.8/" in line and "ref_len" in line and "18" in line  # 7 of 9 words
+        assert ("|compounds:split = " in line) == (begin == "sacreBLEU:  BLEU|")
+    assert cli.main([*argv, "--tokenize", "none"]) == 0
+    assert all(" 60.0/" in line and "compounds" not in line for line in capsys.readouterr().out.splitlines())  # 3 of 5
+    fails_with(capsys, [*argv, "--split-compounds"], 'tokenize = "none"', '"13a"')
 
 
 @pytest.mark.parametrize("output", ["none/out", "."])

@@ -10,8 +10,10 @@ import pytest
 import torch
 
 import normformer_rs as nf
+import reference as ref
 from fairseq_support import MARKS, RECIPE, SIZES, SMOOTHED, batch, configured, generate, parameters, train
 from normformer_rs.config import tables
+from normformer_rs.convert import to_canonical
 
 pytestmark = MARKS
 
@@ -212,6 +214,36 @@ def test_admin_takes_its_gains_from_the_first_batch(data):
     assert (gains["encoder.layers.1.residual_scale1"] > 1.05).all() and model.state_dict()["is_profiled"]
     model(source, None, target)
     assert all(torch.equal(model.state_dict()[name], gains[name]) for name in names)
+
+
+@pytest.mark.parametrize("pad_left", [True, False])
+@pytest.mark.parametrize("norm", ["layernorm", "powernorm"])
+def test_admins_gains_count_padding(norm, pad_left, data):
+    """But no norm does."""
+    _, model = built(data, f"--norm {norm} --residual admin --dropout 0")
+    source, target = batch(pad_left)
+    config = model.decoder.place.config
+    state = {name: value.double() for name, value in to_canonical(model.state_dict(), config.tie_embeddings).items()}
+    expected = ref.profile_admin(state, config.asdict(), source, target, ref.Dropout())
+    model.train()(source, None, target)
+    found = to_canonical(model.state_dict(), config.tie_embeddings)
+    assert len(expected) == 10
+    for name, gain in expected.items():
+        torch.testing.assert_close(found[name].double(), gain.expand_as(found[name]), rtol=1e-5, atol=0, msg=name)
+
+
+def test_padding_enters_no_norm_of_embeddings(data):
+    """While admin's first gains are taken padding has rows; batchnorm's statistics are of the others all the same."""
+    _, model = built(data, "--norm batchnorm --residual admin --dropout 0 --layernorm-embedding")
+    source, target = batch()
+    seen = []
+    model.encoder.layernorm_embedding.register_forward_hook(lambda _m, _i, y: seen.append(y))
+    model.train()(source, None, target)
+    profiled, trained = seen
+    real = int((source != 1).sum())
+    assert len(profiled) == source.numel() and len(trained) == real
+    torch.testing.assert_close(profiled[:real], trained, atol=1e-5, rtol=1e-4)
+    assert not profiled[real:].any()
 
 
 def test_profiling_leaves_statistics_alone(data):

@@ -3,6 +3,7 @@
 import json
 import pickle
 import random
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +13,7 @@ import torch
 
 import normformer_rs as nfrs
 import reference as ref
+from normformer_rs import _core
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 TINY = {"d_model": 16, "d_ff": 24, "heads": 2, "encoder_layers": 2, "decoder_layers": 2, "dropout": 0.0}
@@ -216,6 +218,32 @@ def test_ctrl_c_saves_and_says_how_to_go_on(tmp_path, corpus, ctrl_c, update):
     assert kept("parts") == kept("whole")
 
 
+def test_tensorboard_shows_what_the_log_holds(tmp_path, corpus, ctrl_c):
+    """Every number of log.jsonl, once, over an interruption, too."""
+    event_accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    training = {"max_tokens": 100, "updates": 12, "evaluate_every": 4}
+    ctrl_c(6)
+    with pytest.raises(nfrs.Interrupted):
+        fit(tmp_path / "run", corpus, training=training)
+    fit(tmp_path / "run", corpus, training=training, resume=True)
+    shown = event_accumulator.EventAccumulator(str(tmp_path / "run" / "tensorboard"))
+    shown.Reload()
+    named = {"train": "loss nll lr grad_norm tokens_per_second", "valid": "loss nll perplexity bleu"}
+    names = [
+        (kind, group, name)
+        for kind, group in (("updated", "train"), ("evaluated", "valid"))
+        for name in named[group].split()
+    ]
+    assert sorted(shown.Tags()["scalars"]) == sorted(f"{group}/{name}" for _, group, name in names)
+    for kind, group, name in names:
+        logged = [(e["update"], e[name]) for e in events(tmp_path / "run", kind)]
+        found = [(e.step, e.value) for e in shown.Scalars(f"{group}/{name}")]
+        assert [step for step, _ in found] == [step for step, _ in logged] and len(found) == (
+            12 if group == "train" else 3
+        )
+        assert [value for _, value in found] == pytest.approx([value for _, value in logged], rel=1e-6)
+
+
 def test_the_rate_decays_by_bleu(tmp_path, corpus):
     """Held-out text that training leads away from: its loss rises between evaluations, its BLEU stays zero."""
     lines = {"train": ["a b c"] * 40 + ["d d d d"], "valid": ["d d d d"] * 4}
@@ -350,6 +378,38 @@ def test_wrong_lines_are_said(tmp_path, corpus):
     assert nfrs.translate(tmp_path / "run", ["1 2"], checkpoint=2) == nfrs.translate(tmp_path / "run", ["1 2"])
     with pytest.raises(nfrs.InputError, match="the model has an encoder: it is evaluated with source text"):
         nfrs.evaluate_loss(tmp_path / "run", None, corpus["valid_target"])
+
+
+@pytest.mark.parametrize("work", ["translate", "evaluate_loss"])
+@pytest.mark.parametrize("kind", [KeyboardInterrupt, TimeoutError])
+def test_signals_are_heard_between_batches(tmp_path, corpus, monkeypatch, work, kind):
+    """Ctrl-C's exception becomes this package's; what another handler raises stays what it is."""
+    fit(tmp_path / "run", corpus, training={"updates": 2, "max_tokens": 20})
+    for side in ("source", "target"):
+        text = Path(corpus[f"valid_{side}"]).read_text()
+        (tmp_path / side).write_text(5000 * text)
+    lines = (tmp_path / "source").read_text().splitlines()
+    given = {"translate": [lines], "evaluate_loss": [tmp_path / "source", tmp_path / "target"]}[work]
+    called = getattr(_core, work)
+
+    def interrupted(*arguments):
+        """The signal comes while Rust is at work, for seconds, and Python's handler runs when it is asked for."""
+        signal.setitimer(signal.ITIMER_REAL, 0.2)
+        return called(*arguments)
+
+    def rings(*_):
+        raise kind("the alarm rang")
+
+    monkeypatch.setattr(_core, work, interrupted)
+    before = signal.signal(signal.SIGALRM, rings)
+    try:
+        with pytest.raises((KeyboardInterrupt, TimeoutError, nfrs.Interrupted)) as stopped:
+            getattr(nfrs, work)(tmp_path / "run", *given)
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+    expected = (nfrs.Interrupted, "was stopped") if kind is KeyboardInterrupt else (TimeoutError, "the alarm rang")
+    assert stopped.type is expected[0] and expected[1] in str(stopped.value)
 
 
 def test_errors_travel_between_processes():

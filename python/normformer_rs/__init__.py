@@ -18,9 +18,10 @@ if not str(torch.__version__).startswith("2.11."):
 # torch has come first: its import maps the libtorch that the extension is linked against.
 from . import nn, surgery
 from ._core import DivergedError, InputError, Interrupted, __version__
-from .config import PRESETS, DataConfig, SearchConfig, TrainingConfig, TransformerConfig, preset, tables
+from .config import DataConfig, SearchConfig, TrainingConfig, TransformerConfig, tables
 from .history import Evaluations, History
 from .model import Transformer
+from .presets import PRESETS, preset
 from .training import DryRun, Trainer
 from .translation import Binarised, Perplexity, Translation, average, evaluate_loss, translate
 

@@ -3,6 +3,8 @@
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, Protocol
 
+import numpy as np
+from numpy.typing import NDArray
 from torch import Tensor
 
 __version__: str
@@ -90,6 +92,17 @@ def forward(
     precision: str,
 ) -> Tensor:
     """Logits (B, T, V) of source (B, S) and target_input (B, T), differentiable in `tensors`; seed None: evaluation."""
+
+def observe(
+    model: str,
+    names: Sequence[str],
+    tensors: Sequence[Tensor],
+    source: Tensor | None,
+    target_input: Tensor,
+    seed: Tensor | None,
+    precision: str,
+) -> list[tuple[NDArray[np.float64], NDArray[np.float64], NDArray[np.float64]]]:
+    """Of each stack: cosines (layers,), active (layers,), distances (norms, 3); seed None: evaluation."""
 
 def train(
     model: str,

@@ -1,6 +1,7 @@
 """Writes what is made of Rust's tables: `python -m normformer_rs._stubs --check | --write`.
 
-config.pyi, whose classes are generated at import, and docs/names.md, every norm, residual scheme and initialisation.
+config.pyi, whose classes are generated at import, and docs/names.md, every norm, residual scheme, initialisation and
+preset.
 """
 
 import argparse
@@ -9,7 +10,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from . import config
+from . import config, presets
 from .config import Config
 
 STUB = Path(__file__).with_name("config.pyi")
@@ -48,12 +49,8 @@ class Config:
 '''
 
 _TAIL = """\
-PRESETS: dict[str, dict[str, Any]]
-
 def unknown(what: str, got: str, choices: Iterable[str]) -> str: ...
-def find_preset(name: str) -> dict[str, Any]: ...
 def split(options: Mapping[str, Any], *kinds: type[Config]) -> list[dict[str, Any]]: ...
-def preset(name: str) -> tuple[TransformerConfig, TrainingConfig]: ...
 def tables() -> dict[str, list[dict[str, Any]]]: ...
 """
 
@@ -67,7 +64,7 @@ def names() -> str:
     """The text of docs/names.md."""
     tables = config.tables()
     lines = [
-        "<!-- Made by `python -m normformer_rs._stubs --write` out of Rust's tables; do not edit. -->",
+        "<!-- Made by `python -m normformer_rs._stubs --write` out of Rust's tables and presets.py; do not edit. -->",
         "",
         "# Names",
         "",
@@ -100,6 +97,16 @@ def names() -> str:
         for entry in tables[table]:
             cells = (f"`{entry['name']}`", entry["equation"].replace("|", "\\|"), entry["source"])
             lines.append(f"| {' | '.join(cells)} |")
+    lines += [
+        "",
+        "## Presets",
+        "",
+        "`--preset NAME`; each option beside it counts more. Shown by `pytest -k preset`.",
+        "",
+    ]
+    lines += ["| name | options | source |", "|---|---|---|"]
+    for name, (source, options) in presets.PRESETS.items():
+        lines.append(f"| `{name}` | {', '.join(f'{key} {value}' for key, value in options.items())} | {source} |")
     return "\n".join([*lines, ""])
 
 

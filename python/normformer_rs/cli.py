@@ -14,8 +14,9 @@ from typing import Any
 
 from . import _core, convert, demo, scores, text
 from ._core import DivergedError, InputError, Interrupted, __version__
-from .config import PRESETS, DataConfig, SearchConfig, TrainingConfig, TransformerConfig, split, unknown
+from .config import DataConfig, SearchConfig, TrainingConfig, TransformerConfig, split, unknown
 from .options import Parser, add_flags, flag, given, layered, read_run, read_toml
+from .presets import PRESETS
 from .progress import duration, write
 from .training import Trainer
 from .translation import Binarised, average, evaluate_loss, translate
@@ -196,6 +197,11 @@ def _evaluate_parser() -> _Command:
         bleu.add_argument("--tokenize", metavar="NAME", default="13a", help="13a, or none for tokenised text.")
         bleu.add_argument("--lowercase", action="store_true", help="Case does not count.")
         bleu.add_argument("--no-bpe", action="store_true", help="The texts are split: join pieces that end in `@@`.")
+        bleu.add_argument(
+            "--split-compounds",
+            action="store_true",
+            help="a-b is three words, as for WMT14 En-De; for tokenised text, with --tokenize none.",
+        )
         perplexity = parser.add_argument_group("perplexity of a model, given --source, on --reference")
         _add_model(perplexity, required=False)
         perplexity.add_argument("--source", metavar="FILE", help="Source text; none for a language model.")
@@ -214,7 +220,8 @@ def _evaluate(args: argparse.Namespace) -> None:
 
         baseline = None if args.baseline is None else words(args.baseline)
         lines = words(args.hypothesis), words(args.reference)
-        found = scores.score(*lines, baseline, tokenize=args.tokenize, lowercase=args.lowercase)
+        options = {"tokenize": args.tokenize, "lowercase": args.lowercase, "split_compounds": args.split_compounds}
+        found = scores.score(*lines, baseline, **options)
         print(f"sacreBLEU:  {found.sacrebleu}")
         print(f"multi-bleu: {found.multi_bleu}")
         if found.comparison is not None:

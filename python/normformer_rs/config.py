@@ -134,37 +134,6 @@ TrainingConfig = _generate("TrainingConfig", "training", "A training run.")
 DataConfig = _generate("DataConfig", "data", "The text of a training run, and how it is cut into pieces.")
 SearchConfig = _generate("SearchConfig", "search", "How translations are searched.")
 
-PRESETS: dict[str, dict[str, Any]] = {
-    # fairseq's IWSLT tiny: the recipe behind the Multi30k figure of the README.
-    "transformer-tiny": {
-        "d_model": 128,
-        "d_ff": 256,
-        "heads": 4,
-        "encoder_layers": 4,
-        "decoder_layers": 4,
-        "dropout": 0.3,
-        "lr": 5e-3,
-        "warmup": 2000,
-        "beta2": 0.98,
-        "label_smoothing": 0.1,
-        "keep": 10,
-    },
-    # fairseq's transformer_iwslt_de_en.
-    "transformer-small": {"d_model": 512, "d_ff": 1024, "heads": 4, "encoder_layers": 6, "decoder_layers": 6},
-    # Vaswani et al. 2017, Table 3.
-    "transformer-base": {"d_model": 512, "d_ff": 2048, "heads": 8, "encoder_layers": 6, "decoder_layers": 6},
-}
-"""Options of the model, and of its training where the shape asks for them, by preset. What is left out is default."""
-
-
-def find_preset(name: str) -> dict[str, Any]:
-    """The options of `PRESETS[name]`; InputError with the valid names if there is none."""
-    if not isinstance(name, str):
-        raise InputError(f"preset must be a name, one of {', '.join(PRESETS)}; got {name!r}")
-    if name not in PRESETS:
-        raise InputError(unknown("preset", name, PRESETS))
-    return dict(PRESETS[name])
-
 
 def split(options: Mapping[str, Any], *kinds: type[Config]) -> list[dict[str, Any]]:
     """The options of each class out of flat ones; InputError for a name that none of them has."""
@@ -174,15 +143,6 @@ def split(options: Mapping[str, Any], *kinds: type[Config]) -> list[dict[str, An
         if name not in known:
             raise InputError(unknown("option", name, known))
     return parts
-
-
-def preset(name: str) -> tuple["TransformerConfig", "TrainingConfig"]:
-    """The model and training options of a preset: transformer-tiny, transformer-small or transformer-base.
-
-    The model's `vocab_size` is 0, to be filled in from the data by a Trainer.
-    """
-    model, training = split(find_preset(name), TransformerConfig, TrainingConfig)
-    return TransformerConfig(**model), TrainingConfig(**training)
 
 
 def tables() -> dict[str, list[dict[str, Any]]]:

@@ -175,6 +175,7 @@ class TrainingConfig(Config):
     lr_multiplier: float
     warmup: int
     warmup_init_lr: float
+    count_from_zero: bool
     min_lr: float
     beta1: float
     beta2: float
@@ -208,6 +209,7 @@ class TrainingConfig(Config):
         lr_multiplier: float = ...,
         warmup: int = ...,
         warmup_init_lr: float = ...,
+        count_from_zero: bool = ...,
         min_lr: float = ...,
         beta1: float = ...,
         beta2: float = ...,
@@ -282,10 +284,6 @@ class SearchConfig(Config):
         max_length: int | None = ...,
     ) -> None: ...
 
-PRESETS: dict[str, dict[str, Any]]
-
 def unknown(what: str, got: str, choices: Iterable[str]) -> str: ...
-def find_preset(name: str) -> dict[str, Any]: ...
 def split(options: Mapping[str, Any], *kinds: type[Config]) -> list[dict[str, Any]]: ...
-def preset(name: str) -> tuple[TransformerConfig, TrainingConfig]: ...
 def tables() -> dict[str, list[dict[str, Any]]]: ...

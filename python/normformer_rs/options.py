@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from ._core import InputError
-from .config import Config, Field, find_preset, unknown
+from .config import Config, Field, unknown
+from .presets import find_preset
 
 if sys.version_info >= (3, 11):
     import tomllib

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 from collections.abc import Sequence
 
 from . import _core
@@ -49,6 +50,7 @@ def score(
     *,
     tokenize: str = "13a",
     lowercase: bool = False,
+    split_compounds: bool = False,
     resamples: int = RESAMPLES,
 ) -> Scores:
     """BLEU of hypotheses against one reference each, and against a baseline's translations where they are given.
@@ -56,8 +58,11 @@ def score(
     Args:
         tokenize: sacreBLEU's tokeniser: 13a for plain text, none for text that is tokenised already.
         lowercase: case does not count.
+        split_compounds: a-b becomes a ##AT##-##AT## b in tokenised text, for comparisons on WMT14 En-De
+            (Vaswani et al. 2017; Nguyen & Salazar 2019, App A).
 
-    Errors: InputError for sequences of different length; ImportError without sacrebleu.
+    Errors: InputError for sequences of different length, and compounds to split in text that is not tokenised;
+    ImportError without sacrebleu.
     """
     metrics = require("sacrebleu.metrics", "scoring translations")
     if tokenize not in metrics.BLEU.TOKENIZERS:
@@ -68,15 +73,27 @@ def score(
                 f"the {name} has {len(lines)} lines and the reference {len(references)}; expected one reference for "
                 "each line, in the same order"
             )
+    if split_compounds:
+        if tokenize != "none":
+            raise InputError(
+                f'split_compounds takes text that is tokenised already, with tokenize = "none"; got "{tokenize}"'
+            )
+        hypotheses, references = _split_compounds(hypotheses), _split_compounds(references)
+        baseline = None if baseline is None else _split_compounds(baseline)
     # force: no warning that the text looks tokenised, since `tokenize` says what it is.
     metric = metrics.BLEU(tokenize=tokenize, lowercase=lowercase, force=True, references=[list(references)])
     found = metric.corpus_score(list(hypotheses), None)
+    signature = metric.get_signature().format() + "|compounds:split" * split_compounds
     return Scores(
         bleu=found.score,
-        sacrebleu=found.format(signature=metric.get_signature().format()),
+        sacrebleu=found.format(signature=signature),
         multi_bleu=_multi_bleu(hypotheses, references, lowercase),
         comparison=None if baseline is None else _compare(metric, hypotheses, baseline, resamples),
     )
+
+
+def _split_compounds(lines: Sequence[str]) -> list[str]:
+    return [re.sub(r"(\S)-(\S)", r"\1 ##AT##-##AT## \2", line) for line in lines]
 
 
 def _multi_bleu(hypotheses: Sequence[str], references: Sequence[str], lowercase: bool) -> str:

@@ -1,6 +1,6 @@
 //! What options must be, alone and together.
 
-use super::{Architecture, DataConfig, SearchOptions, TrainingConfig, TransformerConfig};
+use super::{Architecture, DataConfig, ScheduleName, SearchOptions, TrainingConfig, TransformerConfig};
 use crate::error::{Error, Result};
 use crate::norm::lp_norm;
 use crate::search::SearchConfig;
@@ -206,7 +206,19 @@ impl TrainingConfig {
         check_range("beta1", Some(self.beta1), 0.0, 1.0)?;
         check_range("beta2", Some(self.beta2), 0.0, 1.0)?;
         check_range("label_smoothing", Some(self.label_smoothing), 0.0, 1.0)?;
-        check_range("word_dropout", Some(self.word_dropout), 0.0, 1.0)
+        check_range("word_dropout", Some(self.word_dropout), 0.0, 1.0)?;
+        let decides = match (self.schedule, self.lr) {
+            (_, Some(lr)) => Some(format!("lr = {lr}")),
+            (ScheduleName::NoWarmup, None) => Some("schedule = no-warmup".into()),
+            _ => None,
+        };
+        if let (Some(decides), true) = (decides, self.lr_scale != 1.0) {
+            return Err(Error::invalid(format!(
+                "lr_scale = {0} scales the rate that the width gives (TwT eq 7), and here {decides} says it: leave one out, or give lr_multiplier = {0}",
+                self.lr_scale
+            )));
+        }
+        Ok(())
     }
 }
 
@@ -297,6 +309,19 @@ mod tests {
             let e = config.validate().unwrap_err().to_string();
             assert!(e.starts_with(wrong.split('"').next().unwrap()), "{wrong}: {e}");
         }
+    }
+
+    #[test]
+    fn a_scale_that_does_not_enter_the_rate_is_a_mistake() {
+        let check = |options: &str| from_json::<TrainingConfig>("training", options).unwrap().validate();
+        for (options, part) in [
+            (r#"{"lr_scale": 2, "lr": 0.005}"#, "lr = 0.005 says it: leave one out, or give lr_multiplier = 2"),
+            (r#"{"lr_scale": 2, "schedule": "no-warmup"}"#, "schedule = no-warmup says it"),
+        ] {
+            let e = check(options).unwrap_err().to_string();
+            assert!(e.contains(part), "{options}: {e}");
+        }
+        check(r#"{"lr_scale": 2, "schedule": "val-decay"}"#).unwrap();
     }
 
     #[test]

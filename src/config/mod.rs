@@ -176,6 +176,8 @@ config! {
         warmup: i64 = 4000,
         /// Learning rate at the start of warm-up, with a peak learning rate.
         warmup_init_lr: f64 = 0.0,
+        /// Number updates from 0 in the learning rate, as fairseq does, so that the first has `warmup_init_lr`.
+        count_from_zero: bool = false,
         /// Stop when the learning rate falls below this after warm-up.
         min_lr: f64 = 1e-6,
         /// Adam's β₁.

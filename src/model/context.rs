@@ -1,7 +1,9 @@
 //! What a forward pass must know beside its inputs.
 
 use super::Packed;
+use crate::analysis::Watch;
 use crate::config::TransformerConfig;
+use crate::error::Result;
 use crate::norm::running::Kept;
 use crate::norm::Rows;
 use crate::operator::Group;
@@ -51,6 +53,7 @@ pub struct Context {
     kept: Kept,
     /// True at rows that belong to no sentence; none: there are no such rows.
     spare: Option<Tensor>,
+    watch: Option<Rc<Watch>>,
     site: Rc<Cell<i64>>,
 }
 
@@ -68,6 +71,7 @@ impl Context {
             group: Group::ALONE,
             kept: Kept::default(),
             spare: None,
+            watch: None,
             site: Rc::default(),
         }
     }
@@ -84,6 +88,7 @@ impl Context {
             group: Group::ALONE,
             kept: Kept::default(),
             spare: None,
+            watch: None,
             site: Rc::default(),
         }
     }
@@ -112,12 +117,23 @@ impl Context {
     fn clone(&self) -> Self {
         let shared = |t: &Option<Tensor>| t.as_ref().map(Tensor::shallow_clone);
         let (seed, spare) = (shared(&self.seed), shared(&self.spare));
-        Context { seed, spare, kept: self.kept.clone(), site: self.site.clone(), ..*self }
+        let (kept, watch, site) = (self.kept.clone(), self.watch.clone(), self.site.clone());
+        Context { seed, spare, kept, watch, site, ..*self }
     }
 
     /// The same pass, setting gains by profiling.
     pub fn profiling(self) -> Self {
         Context { profile: true, ..self }
+    }
+
+    /// The same pass, looked at.
+    pub fn watched(self, watch: Rc<Watch>) -> Self {
+        Context { watch: Some(watch), ..self }
+    }
+
+    /// Shows something to whoever looks on.
+    pub fn show(&self, what: impl FnOnce(&Watch) -> Result<()>) -> Result<()> {
+        self.watch.as_deref().map_or(Ok(()), what)
     }
 
     /// The next dropout site: sites are numbered in order of execution, whether or not their rate is zero.
@@ -138,6 +154,13 @@ impl Context {
     /// Packed rows: real but for those that fill a batch up. Profiling moves no statistics.
     pub fn rows(&self) -> Rows<'_> {
         let (again, kept) = (self.again || self.profile, self.recompute.then_some(&self.kept));
-        Rows { train: self.train, again, pad_mask: self.spare.as_ref(), kept, group: self.group }
+        Rows {
+            train: self.train,
+            again,
+            pad_mask: self.spare.as_ref(),
+            kept,
+            group: self.group,
+            watch: self.watch.as_deref(),
+        }
     }
 }

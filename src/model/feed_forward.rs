@@ -36,6 +36,7 @@ impl FeedForward {
         let h = linear(&x, &self.weight1, self.bias1.as_ref(), ctx.kind)?; // (rows, d_ff)
         let h = inside.at(Point::BeforeActivation, h, &rows)?;
         let h = operator::relu_dropout(&h, ctx.rates.activation, ctx.seed.as_ref(), ctx.site())?;
+        ctx.show(|watch| watch.activations(&h))?;
         let h = inside.at(Point::Amid, h, &rows)?;
         linear(&h, &self.weight2, self.bias2.as_ref(), ctx.kind)
     }

@@ -109,6 +109,7 @@ impl Stack {
         let Body { layers, flow } = &*self.body;
         let kind = if x.kind() == Kind::Double { Kind::Double } else { Kind::Float };
         let deviation = ctx.profile.then(|| Tensor::f_ones([1i64].as_slice(), (kind, x.device()))).transpose()?;
+        ctx.show(|watch| watch.stack(&x))?;
         let mut stream = Stream { x, normed: None, alpha_t: flow.alpha(kind)?, deviation };
         let mut outputs = vec![];
         for index in 0..layers.len() {
@@ -116,6 +117,7 @@ impl Stack {
                 stream = Stream { x: combine.next(stream.x, &mut outputs, ctx)?, normed: None, ..stream };
             }
             stream = layer(index, stream)?;
+            ctx.show(|watch| watch.layer(&stream.x))?;
         }
         if let Some(combine) = &flow.combine {
             stream = Stream { x: combine.next(stream.x, &mut outputs, ctx)?, normed: None, ..stream };

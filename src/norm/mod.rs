@@ -20,6 +20,7 @@ pub mod running;
 pub mod scale_norm;
 pub mod statistics;
 
+use crate::analysis::Watch;
 use crate::config::TransformerConfig;
 use crate::error::{unknown, Result};
 use crate::model::Builder;
@@ -110,6 +111,7 @@ pub struct Rows<'a> {
     pub kept: Option<&'a Kept>,
     /// The ranks whose rows these are.
     pub group: Group,
+    pub watch: Option<&'a Watch>,
 }
 
 /// A norm whose rows do not touch each other.

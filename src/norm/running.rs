@@ -58,6 +58,11 @@ impl Norm for InModel {
     fn forward(&self, x: &Tensor, rows: &Rows) -> Result<Tensor> {
         let Running { kernels, first, second, iters, options, sync } = &self.running;
         let scaled = if self.groups > 0 { group_scaling(x, self.groups)? } else { x.shallow_clone() };
+        match (rows.watch, second) {
+            (Some(watch), Some(variance)) if kernels.centred => watch.centred(&scaled, first, variance)?,
+            (Some(watch), _) => watch.power(&scaled, first)?,
+            (None, _) => (),
+        }
         let key = std::ptr::from_ref(self) as usize;
         let used = rows.kept.filter(|_| rows.again).and_then(|kept| kept.borrow().get(&key).map(Tensor::shallow_clone));
         // A second run with nothing kept moves copies.

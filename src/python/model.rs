@@ -1,6 +1,7 @@
 //! A model whose parameters Python holds.
 
 use super::{json_text, kind, named};
+use crate::analysis::{Seen, Watch};
 use crate::config::{self, TransformerConfig};
 use crate::error::Error;
 use crate::init::{self, Role, Table};
@@ -8,10 +9,14 @@ use crate::model::{first_values, Context, Packed, Rates, Sentences, Transformer}
 use crate::operator::Cargo;
 use crate::residual::{self, Place};
 use crate::run;
+use ndarray::Array2;
+use numpy::{IntoPyArray, PyArray1, PyArray2};
 use pyo3::prelude::*;
 use pyo3_tch::PyTensor;
 use serde_json::json;
-use tch::Kind;
+use std::collections::HashMap;
+use std::rc::Rc;
+use tch::{Kind, Tensor};
 
 /// New parameters by their canonical names.
 #[pyfunction]
@@ -123,23 +128,74 @@ fn forward(
     let tensors = named(names, tensors);
     let (source, target, seed) = (source.map(|t| t.0), target_input.0, seed.map(|t| t.0));
     let logits = py.allow_threads(move || {
-        let built = Transformer::with_parameters(&model, &tensors)?;
-        // "f32" asks for the parameters' own precision: a model made double computes in double.
-        let double = built.parameters.tensors().first().is_some_and(|t| t.kind() == Kind::Double);
-        let kind = if double { Kind::Double } else { kind };
-        let source = source.as_ref().map(|t| Packed::from_padded("source", t, model.vocab_size)).transpose()?;
-        let packed = Packed::from_padded("target_input", &target, model.vocab_size)?;
-        let device = built.device();
-        let read = Sentences::new(source, packed, device)?.to(device)?;
-        let ctx = match seed {
-            Some(seed) => Context::training(Rates::of(&model), seed, kind),
-            None => Context::evaluation(kind),
-        };
-        let logits = built.logits(&built.features(&read, &ctx)?, kind)?;
+        let (built, read, kind) = reading(&model, &tensors, source, &target, kind)?;
+        let logits = built.logits(&built.features(&read, &context(&model, seed, kind))?, kind)?;
         read.target.unpack(&logits, &target)
     })?;
     Ok(PyTensor(logits))
 }
+
+/// The model of these tensors, the sentences that it is to read, and the type of its products.
+fn reading(
+    model: &TransformerConfig,
+    tensors: &HashMap<String, Tensor>,
+    source: Option<Tensor>,
+    target: &Tensor,
+    kind: Kind,
+) -> crate::error::Result<(Transformer, Sentences, Kind)> {
+    let built = Transformer::with_parameters(model, tensors)?;
+    // "f32" asks for the parameters' own precision: a model made double computes in double.
+    let double = built.parameters.tensors().first().is_some_and(|t| t.kind() == Kind::Double);
+    let source = source.as_ref().map(|t| Packed::from_padded("source", t, model.vocab_size)).transpose()?;
+    let target = Packed::from_padded("target_input", target, model.vocab_size)?;
+    let read = Sentences::new(source, target, built.device())?.to(built.device())?;
+    Ok((built, read, if double { Kind::Double } else { kind }))
+}
+
+/// Training where there is a seed.
+fn context(model: &TransformerConfig, seed: Option<Tensor>, kind: Kind) -> Context {
+    match seed {
+        Some(seed) => Context::training(Rates::of(model), seed, kind),
+        None => Context::evaluation(kind),
+    }
+}
+
+/// What is seen of each stack as it reads padded token ids: (cosines, active, distances), the last (norms, 3) of mean,
+/// variance and ψ². `seed` as in `forward`; running statistics stay.
+#[pyfunction]
+#[pyo3(signature = (model, names, tensors, source, target_input, seed, precision))]
+#[allow(clippy::too_many_arguments)]
+fn observe<'py>(
+    py: Python<'py>,
+    model: &str,
+    names: Vec<String>,
+    tensors: Vec<PyTensor>,
+    source: Option<PyTensor>,
+    target_input: PyTensor,
+    seed: Option<PyTensor>,
+    precision: &str,
+) -> PyResult<Vec<Observed<'py>>> {
+    let model: TransformerConfig = config::from_json("model", model)?;
+    let kind = kind(precision)?;
+    let tensors = named(names, tensors);
+    let (source, target, seed) = (source.map(|t| t.0), target_input.0, seed.map(|t| t.0));
+    let seen = py.allow_threads(move || {
+        let (built, read, kind) = reading(&model, &tensors, source, &target, kind)?;
+        let watch = Rc::new(Watch::default());
+        let ctx = context(&model, seed, kind).fork(true).watched(watch.clone()); // again: nothing moves
+        let _ = tch::no_grad(|| built.features(&read, &ctx))?;
+        Ok::<_, Error>(watch.finish())
+    })?;
+    let stacks = seen.into_iter().map(|Seen { cosines, active, distances }| {
+        let distances: Vec<f64> = distances.iter().flat_map(|d| [d.mean, d.variance, d.power]).collect();
+        let shape = (distances.len() / 3, 3);
+        let distances = Array2::from_shape_vec(shape, distances).expect("three numbers a norm");
+        (cosines.into_pyarray(py), active.into_pyarray(py), distances.into_pyarray(py))
+    });
+    Ok(stacks.collect())
+}
+
+type Observed<'py> = (Bound<'py, PyArray1<f64>>, Bound<'py, PyArray1<f64>>, Bound<'py, PyArray2<f64>>);
 
 /// Sets, in place, the gains that the scheme takes from one training batch (SPEC §3, `admin`).
 #[pyfunction]
@@ -159,13 +215,10 @@ fn profile(
     let tensors = named(names, tensors);
     let (source, target, seed) = (source.map(|t| t.0), target_input.0, seed.0);
     py.allow_threads(move || {
-        let built = Transformer::with_parameters(&model, &tensors)?;
+        let (built, read, kind) = reading(&model, &tensors, source, &target, kind)?;
         if !built.is_profiled()? {
             return Err(Error::invalid(format!("residual {:?} has nothing to profile", model.residual.as_str())));
         }
-        let source = source.as_ref().map(|t| Packed::from_padded("source", t, model.vocab_size)).transpose()?;
-        let target = Packed::from_padded("target_input", &target, model.vocab_size)?;
-        let read = Sentences::new(source, target, built.device())?.to(built.device())?;
         built.profile(&read, Context::training(Rates::of(&model), seed, kind))
     })?;
     Ok(())
@@ -178,5 +231,6 @@ pub(super) fn add(m: &Bound<'_, PyModule>) -> PyResult<()> {
     m.add_function(wrap_pyfunction!(declare, m)?)?;
     m.add_function(wrap_pyfunction!(growth, m)?)?;
     m.add_function(wrap_pyfunction!(forward, m)?)?;
+    m.add_function(wrap_pyfunction!(observe, m)?)?;
     m.add_function(wrap_pyfunction!(profile, m)?)
 }

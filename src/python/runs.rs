@@ -5,6 +5,7 @@ use crate::config::{self, SearchOptions, TrainingConfig, TransformerConfig};
 use crate::data::{self, Binarised};
 use crate::error::Error;
 use crate::{metrics, run, train};
+use pyo3::exceptions::PyKeyboardInterrupt;
 use pyo3::prelude::*;
 use pyo3_tch::PyTensor;
 use serde_json::json;
@@ -32,11 +33,8 @@ fn translate(
 ) -> PyResult<Vec<Vec<(String, f64)>>> {
     let search = config::from_json::<SearchOptions>("search", search)?.config()?;
     let kind = kind(precision)?;
-    Ok(py.allow_threads(|| {
+    listening(py, "translation", |between| {
         let translator = run::Translator::load(Path::new(model_dir), checkpoint, run::device(device)?)?;
-        let interrupted = |_| {
-            Python::with_gil(|py| py.check_signals()).map_err(|_| Error::Interrupted("translation was stopped".into()))
-        };
         let source = match source {
             SourceText::Lines(lines) => translator.encode(&lines),
             SourceText::Binarised(folder, split, source, target) => {
@@ -44,8 +42,30 @@ fn translate(
                 translator.read(&data, &split)?
             }
         };
-        translator.translate(source, &search, batch_tokens, kind, interrupted)
-    })?)
+        translator.translate(source, &search, batch_tokens, kind, between)
+    })
+}
+
+/// Work without the GIL that asks Python's signal handlers now and then whether to go on. Ctrl-C is `Interrupted`; what
+/// other handlers raise stays what it is.
+fn listening<T: Send>(
+    py: Python<'_>,
+    what: &str,
+    work: impl FnOnce(&mut dyn FnMut() -> crate::error::Result<()>) -> crate::error::Result<T> + Send,
+) -> PyResult<T> {
+    let mut raised = None;
+    let done = py.allow_threads(|| {
+        work(&mut || {
+            Python::with_gil(|py| py.check_signals()).map_err(|error| {
+                raised = Some(error);
+                Error::Interrupted(format!("{what} was stopped"))
+            })
+        })
+    });
+    match raised.filter(|error| !error.is_instance_of::<PyKeyboardInterrupt>(py)) {
+        Some(error) => Err(error),
+        None => Ok(done?),
+    }
 }
 
 /// Averages checkpoints: the last `count`, or those of the given updates. Returns the path.
@@ -69,9 +89,9 @@ fn evaluate_loss(
     device: &str,
 ) -> PyResult<String> {
     let kind = kind(precision)?;
-    let score = py.allow_threads(|| {
+    let score = listening(py, "evaluation", |between| {
         let translator = run::Translator::load(Path::new(model_dir), checkpoint, run::device(device)?)?;
-        translator.evaluate(source, target, kind)
+        translator.evaluate(source, target, kind, between)
     })?;
     let perplexity = score.perplexity();
     json_text(&json!({"loss": score.loss, "nll": score.nll, "perplexity": perplexity, "tokens": score.tokens}))

@@ -85,13 +85,12 @@ impl Translator {
         config: &SearchConfig,
         batch_tokens: usize,
         kind: Kind,
-        mut between: impl FnMut(usize) -> Result<()>,
+        mut between: impl FnMut() -> Result<()>,
     ) -> Result<Vec<Vec<(String, f64)>>> {
         let lengths: Vec<(usize, usize)> = source.iter().map(|row| (row.len() + 1, 0)).collect();
         let start = self.model.config.decoder_start.id() as u32;
         let corpus = Corpus { source: Some(source), target: vec![Vec::new(); lengths.len()], start };
         let mut found = vec![Vec::new(); lengths.len()];
-        let mut done = 0;
         for sentences in data::plan(&lengths, batch_tokens, 0, 0) {
             let batch = data::collate(&corpus, &sentences);
             let source = train::Input::new(&batch, self.device)?.read.source;
@@ -102,14 +101,19 @@ impl Translator {
                 found[sentence] =
                     hypotheses.iter().map(|h| (train::to_text(&h.tokens, &self.vocabulary), h.score)).collect();
             }
-            done += sentences.len();
-            between(done)?;
+            between()?;
         }
         Ok(found)
     }
 
     /// Loss per token of other text.
-    pub fn evaluate(&self, source: Option<&str>, target: &str, kind: Kind) -> Result<train::Score> {
+    pub fn evaluate(
+        &self,
+        source: Option<&str>,
+        target: &str,
+        kind: Kind,
+        between: impl FnMut() -> Result<()>,
+    ) -> Result<train::Score> {
         let sided = self.model.config.has_encoder();
         if let (true, None) | (false, Some(_)) = (sided, source) {
             let (has, needs) = if sided { ("an encoder", "source") } else { ("no encoder", "no source") };
@@ -125,6 +129,7 @@ impl Translator {
             false => Corpus::language_model(&target, self.data.segment_length as usize, usize::MAX)?,
         };
         let objective = Objective { mask: self.mask.as_ref().map(Tensor::shallow_clone), smoothing: self.smoothing };
-        no_grad(|| train::evaluate_loss(&self.model, &valid_batches(&corpus, &self.training), &objective, kind))
+        let batches = valid_batches(&corpus, &self.training);
+        no_grad(|| train::evaluate_loss(&self.model, &batches, &objective, kind, between))
     }
 }

@@ -26,8 +26,14 @@ impl Score {
     }
 }
 
-/// The model's loss over batches.
-pub fn evaluate_loss(model: &Transformer, batches: &[Batch], objective: &Objective, kind: Kind) -> Result<Score> {
+/// The model's loss over batches; an `Err` from `between` two of them ends it.
+pub fn evaluate_loss(
+    model: &Transformer,
+    batches: &[Batch],
+    objective: &Objective,
+    kind: Kind,
+    mut between: impl FnMut() -> Result<()>,
+) -> Result<Score> {
     no_grad(|| {
         let mut workspace = Workspace::default();
         let (mut loss, mut nll, mut tokens) = (0.0, 0.0, 0);
@@ -38,6 +44,7 @@ pub fn evaluate_loss(model: &Transformer, batches: &[Batch], objective: &Objecti
             loss += sums.loss.f_double_value(&[])?;
             nll += sums.nll.f_double_value(&[])?;
             tokens += batch.target_output.len();
+            between()?;
         }
         let per_token = 1.0 / tokens.max(1) as f64;
         Ok(Score { loss: loss * per_token, nll: nll * per_token, tokens })

@@ -1,4 +1,4 @@
-//! Learning-rate schedules (SPEC §4), all of update n counted from 1.
+//! Learning-rate schedules (SPEC §4), all of update n; the first is 1, or 0 as fairseq counts.
 
 use crate::config::{ScheduleName, TrainingConfig};
 use serde::{Deserialize, Serialize};
@@ -13,6 +13,8 @@ pub struct Schedule {
     multiplier: f64,
     warmup: f64,
     warmup_init: f64,
+    /// Of the first update.
+    first: f64,
     d_model: f64,
     pub memory: Memory,
 }
@@ -40,14 +42,15 @@ impl Schedule {
             multiplier: config.lr_multiplier,
             warmup: config.warmup as f64,
             warmup_init: config.warmup_init_lr,
+            first: if config.count_from_zero { 0.0 } else { 1.0 },
             d_model: d_model as f64,
             memory: Memory { factor: 1.0, scores: Vec::new() },
         }
     }
 
-    /// The learning rate of update n.
-    pub fn learning_rate(&self, n: u64) -> f64 {
-        let n = n as f64;
+    /// The learning rate of the `update`-th update.
+    pub fn learning_rate(&self, update: u64) -> f64 {
+        let n = self.number(update);
         self.multiplier
             * match self.name {
                 ScheduleName::InverseSqrt => self.inverse_sqrt(n),
@@ -58,25 +61,27 @@ impl Schedule {
             }
     }
 
-    /// Still warming up at update n: no decay and no stop for a small rate.
-    pub fn is_warming(&self, n: u64) -> bool {
-        let warms = matches!(self.name, ScheduleName::InverseSqrt | ScheduleName::ValDecay | ScheduleName::Constant);
-        warms && (n as f64) < self.warmup
+    fn number(&self, update: u64) -> f64 {
+        update as f64 - 1.0 + self.first
     }
 
-    /// An evaluation after update n scored `score`, more being better; what is not finite is worse than everything.
-    pub fn evaluated(&mut self, n: u64, score: f64) {
+    /// Still warming up at the `update`-th update: no decay and no stop for a small rate.
+    pub fn is_warming(&self, update: u64) -> bool {
+        let warms = matches!(self.name, ScheduleName::InverseSqrt | ScheduleName::ValDecay | ScheduleName::Constant);
+        warms && self.number(update) < self.warmup
+    }
+
+    /// An evaluation after the `update`-th update scored `score`, more being better; what is not finite is worse than everything.
+    pub fn evaluated(&mut self, update: u64, score: f64) {
         if !matches!(self.name, ScheduleName::ValDecay | ScheduleName::NoWarmup) {
             return;
         }
         // A number that JSON has.
         let score = if score.is_finite() { score } else { f64::MIN };
+        let is_warming = self.is_warming(update);
         let memory = &mut self.memory;
         let worst = memory.scores.iter().rev().take(LOOK_BACK).copied().fold(f64::INFINITY, f64::min);
-        if memory.scores.len() >= LOOK_BACK
-            && score < worst
-            && !((n as f64) < self.warmup && self.name == ScheduleName::ValDecay)
-        {
+        if memory.scores.len() >= LOOK_BACK && score < worst && !is_warming {
             memory.factor *= DECAY;
         }
         memory.scores.push(score);
@@ -122,6 +127,17 @@ mod tests {
         let s = schedule(ScheduleName::InverseSqrt, Some(5e-3), 2000);
         assert_eq!((s.learning_rate(1000), s.learning_rate(2000), s.learning_rate(8000)), (2.5e-3, 5e-3, 2.5e-3));
         assert_eq!(schedule(ScheduleName::InverseSqrt, Some(1e-3), 0).learning_rate(9), 1e-3);
+    }
+
+    #[test]
+    fn fairseq_counts_from_0() {
+        let config = TrainingConfig { lr: Some(5e-3), warmup: 2000, count_from_zero: true, ..Default::default() };
+        let s = Schedule::new(&TrainingConfig { warmup_init_lr: 1e-3, ..config.clone() }, 512);
+        assert_eq!([1, 1001, 2001, 8001].map(|update| s.learning_rate(update)), [1e-3, 3e-3, 5e-3, 2.5e-3]);
+        let s = Schedule::new(&TrainingConfig { lr: None, ..config.clone() }, 512);
+        assert_eq!(s.learning_rate(1), 0.0);
+        let s = Schedule::new(&TrainingConfig { warmup: 1, ..config }, 512);
+        assert_eq!((s.learning_rate(1), s.is_warming(1), s.is_warming(2)), (0.0, true, false));
     }
 
     #[test]

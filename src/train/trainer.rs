@@ -386,7 +386,8 @@ impl Trainer {
     }
 
     fn measure(&self, observer: &mut dyn Observer) -> Result<(Score, Option<f64>)> {
-        let score = evaluate_loss(&self.pass.model, &self.validation.batches, &self.pass.objective, self.pass.kind)?;
+        let Pass { model, objective, kind, .. } = &*self.pass;
+        let score = evaluate_loss(model, &self.validation.batches, objective, *kind, || Ok(()))?;
         for (norm, batches) in self.pass.model.parameters.take_refused()? {
             let text = format!("{norm}: the statistics of {batches} batches were not finite and were not taken in");
             observer.message("warning", &text)?;

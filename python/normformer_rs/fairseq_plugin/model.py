@@ -129,14 +129,14 @@ class _Side(Stack):
         if self.name == "decoder" and config.tie_embeddings == "none":
             draw_table(self.output_projection.weight, "output_projection", config)
 
-    def embed(self, tokens: Tensor, positions: Tensor | None) -> Tensor:
+    def embed(self, tokens: Tensor, positions: Tensor | None, pad_mask: Tensor | None) -> Tensor:
         """drop(N(√d·W[token] + position)): rows of tokens (N,), positions (N, d)."""
         if self.training and self.cfg.word_dropout > 0:
             lost = torch.rand(tokens.shape, device=tokens.device) < self.cfg.word_dropout
-            tokens = tokens.masked_fill(lost, self.dictionary.unk())
+            tokens = tokens.masked_fill(lost & tokens.ne(self.padding_idx), self.dictionary.unk())
         x = self.embed_scale * self.embed_tokens(tokens)
         x = x if positions is None else x + positions
-        x = x if self.layernorm_embedding is None else apply_norm(self.layernorm_embedding, x, None)
+        x = x if self.layernorm_embedding is None else apply_norm(self.layernorm_embedding, x, pad_mask)
         return self.dropout_module(x)
 
     def run(self, x: Tensor, sights: Callable[[int], tuple[Sight, ...]]) -> Tensor:
@@ -192,7 +192,7 @@ class Encoder(_Side, TransformerEncoderBase):
         padding = src_tokens.eq(self.padding_idx)
         rows = Rows.of(padding)
         positions = None if self.embed_positions is None else rows.pack(self.embed_positions(src_tokens))
-        x = self.run(self.embed(rows.pack(src_tokens), positions), lambda _: (Packed(rows),))
+        x = self.run(self.embed(rows.pack(src_tokens), positions, rows.pad_mask), lambda _: (Packed(rows),))
         return {
             "encoder_out": [rows.unpack(x).transpose(0, 1)],  # (S, B, d)
             "encoder_padding_mask": [padding],
@@ -247,8 +247,9 @@ class Decoder(_Side, TransformerDecoderBase):
         if self.begins_with_bos:
             tokens = self._begun(tokens, rows)
         own = Packed(rows, causal=not full_context_alignment)
+        x = self.embed(tokens, positions, rows.pad_mask)
         if memory is None or hidden is None:
-            return rows.unpack(self.run(self.embed(tokens, positions), lambda _: (own,))), _seen(None, None)
+            return rows.unpack(self.run(x, lambda _: (own,))), _seen(None, None)
         memory_rows = Rows.of(hidden)
         other = Packed(rows, memory=memory_rows.pack(memory), memory_rows=memory_rows)
         kept = Watched(other)
@@ -256,7 +257,7 @@ class Decoder(_Side, TransformerDecoderBase):
         def sights(layer: int) -> tuple[Sight, ...]:
             return own, kept if layer == watched and not self.training else other
 
-        x = self.run(self.embed(tokens, positions), sights)
+        x = self.run(x, sights)
         return rows.unpack(x), _seen(kept.weights, alignment_heads)
 
     def _begun(self, tokens: Tensor, rows: Rows) -> Tensor:
@@ -293,7 +294,7 @@ class Decoder(_Side, TransformerDecoderBase):
 
         if self.begins_with_bos and tokens.shape[1] == 1:
             newest = newest.masked_fill(newest.eq(self.dictionary.eos()), self.dictionary.bos())
-        x = self.run(self.embed(newest[:, 0], positions), sights)
+        x = self.run(self.embed(newest[:, 0], positions, padding[:, 0]), sights)
         return x.unsqueeze(1), _seen(weights[-1].weights if weights else None, alignment_heads)
 
     def reorder_incremental_state(self, incremental_state: dict[str, Any], new_order: Tensor) -> None:

@@ -1,7 +1,8 @@
 """Batches as rows: only real tokens, one row each, sentence after sentence; and attention between such rows.
 
-fairseq pads its batches, on either side. Packed, padding meets no norm, no product and no statistic. Decoding step by
-step is the same with one row a sentence, keys and values of earlier steps being kept.
+fairseq pads its batches, on either side. Packed, padding meets no norm, no product and no statistic; but admin takes
+its first gains from all of a batch (SPEC §3). Decoding step by step is the same with one row a sentence, keys and
+values of earlier steps being kept.
 """
 
 import dataclasses
@@ -14,41 +15,58 @@ from torch import Tensor
 
 from ..nn import MultiheadAttention
 from ..nn.declared import OPS, Draw
+from ..nn.profiling import is_profiling
 
 
 @dataclasses.dataclass(frozen=True)
 class Rows:
-    """Where the real tokens of a (B, T) batch are."""
+    """Where the real tokens of a (B, T) batch are; while gains are profiled, where its padding is, too."""
 
     shape: torch.Size
     index: Tensor
-    """(N,): the place of each in the flattened batch."""
+    """(N,): the place of each row in the flattened batch."""
     lengths: Tensor
-    """(B,)."""
+    """(B,): each sentence's real tokens."""
+    pad_mask: Tensor | None = None
+    """(N,): True at padding, whose rows come after all others; None: there are no such rows."""
 
     @classmethod
     def of(cls, padding: Tensor) -> "Rows":
         """From a mask (B, T), True at padding."""
-        real = ~padding
-        return cls(padding.shape, real.flatten().nonzero().squeeze(1), real.sum(1))
+        flat, lengths = padding.flatten(), (~padding).sum(1)
+        if not is_profiling():
+            return cls(padding.shape, (~flat).nonzero().squeeze(1), lengths)
+        index = flat.to(torch.uint8).argsort(stable=True)
+        return cls(padding.shape, index, lengths, flat[index])
 
     def pack(self, x: Tensor) -> Tensor:
         """(B, T, …) → (N, …)."""
         return x.flatten(0, 1).index_select(0, self.index)
 
     def unpack(self, rows: Tensor) -> Tensor:
-        """(N, d) → (B, T, d), zero at padding."""
+        """(N, d) → (B, T, d), zero at padding that has no row."""
         padded = rows.new_zeros(self.shape.numel(), rows.shape[-1])
         return padded.index_copy(0, self.index, rows).unflatten(0, self.shape)
 
     def padding(self) -> Tensor:
         """(B, T), True at padding."""
-        real = torch.zeros(self.shape.numel(), dtype=torch.bool, device=self.index.device)
-        return ~real.index_fill(0, self.index, True).unflatten(0, self.shape)
+        index = self.index if self.pad_mask is None else self.index[~self.pad_mask]
+        real = torch.zeros(self.shape.numel(), dtype=torch.bool, device=index.device)
+        return ~real.index_fill(0, index, True).unflatten(0, self.shape)
 
     def spans(self) -> Tensor:
         """(B, 2): where each sentence's rows start, and how many there are."""
         return torch.stack((self.lengths.cumsum(0) - self.lengths, self.lengths), 1)
+
+    def ranges(self, keys: "Rows") -> Tensor:
+        """Who attends to whom, as the operator takes it: sentences to those of `keys`, each row of padding to all of
+        its sentence's."""
+        spans = torch.cat((self.spans(), keys.spans()), 1)
+        if self.pad_mask is None:
+            return spans
+        rows = self.pad_mask.nonzero()
+        alone = torch.cat((rows, torch.ones_like(rows)), 1)
+        return torch.cat((spans, torch.cat((alone, keys.spans()[self.index[rows[:, 0]] // self.shape[1]]), 1)))
 
 
 class Sight(Protocol):
@@ -85,16 +103,19 @@ class Packed:
     causal: bool = False
     memory: Tensor | None = None
     memory_rows: Rows | None = None
-    pad_mask: None = None
+
+    @property
+    def pad_mask(self) -> Tensor | None:
+        return self.rows.pad_mask
 
     def attend(self, attention: RowAttention, query: Tensor) -> Tensor:
         if self.memory is None or self.memory_rows is None:
             (q, k, v), keys = attention.project(query, "qkv"), self.rows
         else:
             (q,), (k, v), keys = attention.project(query, "q"), attention.project(self.memory, "kv"), self.memory_rows
-        ranges, scale = torch.cat((self.rows.spans(), keys.spans()), 1), 1 / math.sqrt(attention.head_dim)
+        scale = 1 / math.sqrt(attention.head_dim)
         draw = Draw(query.device)(attention.dropout if attention.training else 0.0)
-        return OPS.attention(q, k, v, ranges, attention.num_heads, self.causal, scale, *draw)[0]
+        return OPS.attention(q, k, v, self.rows.ranges(keys), attention.num_heads, self.causal, scale, *draw)[0]
 
 
 @dataclasses.dataclass

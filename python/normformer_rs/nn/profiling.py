@@ -38,6 +38,10 @@ def profiling() -> Iterator[Pass]:
         _pass = None
 
 
+def is_profiling() -> bool:
+    return _pass is not None
+
+
 def begin_stack() -> None:
     """r restarts with every stack."""
     if _pass is not None:

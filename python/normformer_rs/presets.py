@@ -1,0 +1,171 @@
+"""Sizes and training settings that have a name: common shapes, and the set-ups of the papers.
+
+A preset says nothing of norm, residual scheme and initialisation: those are what is compared, each by its own option.
+"""
+
+from typing import Any, NamedTuple
+
+from ._core import InputError
+from .config import TrainingConfig, TransformerConfig, split, unknown
+
+
+class Preset(NamedTuple):
+    """Options of the model and of its training; what is left out is default."""
+
+    source: str
+    options: dict[str, Any]
+
+
+def _layers(number: int) -> dict[str, int]:
+    return {"encoder_layers": number, "decoder_layers": number}
+
+
+_BASE = {"d_model": 512, "d_ff": 2048, "heads": 8, **_layers(6)}
+_FAIRSEQ = {"positions": "fairseq", "decoder_start": "eos", "vocab_mask": False, "count_from_zero": True}
+_TWT = {
+    "word_dropout": 0.1,
+    "smoothing": "twt",
+    "beta2": 0.999,
+    "clip_norm": 1.0,
+    "warmup": 8000,
+    "max_tokens": 4096,
+    "criterion": "bleu",
+    "evaluation_beam": 4,
+}
+
+PRESETS: dict[str, Preset] = {
+    "transformer-tiny": Preset(
+        "the recipe of the Multi30k figure in docs/status.md",
+        {
+            "d_model": 128,
+            "d_ff": 256,
+            "heads": 4,
+            **_layers(4),
+            "dropout": 0.3,
+            "lr": 5e-3,
+            "warmup": 2000,
+            "beta2": 0.98,
+            "label_smoothing": 0.1,
+            "keep": 10,
+        },
+    ),
+    "transformer-small": Preset(
+        "fairseq's transformer_iwslt_de_en", {"d_model": 512, "d_ff": 1024, "heads": 4, **_layers(6)}
+    ),
+    "transformer-base": Preset("Vaswani et al. 2017, Table 3", {**_BASE}),
+    "twt": Preset(
+        "Nguyen & Salazar 2019, App A and Table 1 (en→vi: BPE of 8,000 operations, 200 epochs of 1,500 updates; sk→en: "
+        "600; en→he and ar→en: 2,000)",
+        {**_BASE, **_TWT, "dropout": 0.3, "updates": 200 * 1500, "evaluate_every": 1500, "patience": 20},
+    ),
+    "twt-gl-en": Preset(
+        "the same for gl→en: BPE of 3,000 operations, 1,000 epochs of 100 updates",
+        {
+            **_BASE,
+            **_TWT,
+            "heads": 4,
+            **_layers(4),
+            "dropout": 0.4,
+            "updates": 1000 * 100,
+            "evaluate_every": 100,
+            "patience": 50,
+        },
+    ),
+    "twt-wmt": Preset(
+        "Nguyen & Salazar 2019, App C (WMT14 En-De)",
+        {
+            **_BASE,
+            **_FAIRSEQ,
+            "dropout": 0.1,
+            "lr": 1e-3,
+            "warmup": 4000,
+            "warmup_init_lr": 1e-7,
+            "beta2": 0.98,
+            "clip_norm": 1.0,
+            "max_tokens": 8192,
+            "accumulate": 10,
+            "updates": 0,
+            "epochs": 40,
+        },
+    ),
+    "pn-iwslt": Preset(
+        "Shen et al. 2020, App A.1 (IWSLT14 De-En, BPE of 10,000 operations), rates and dropout of the release; theirs "
+        "comes with `--encoder-norm powernorm --powernorm-warmup 8000`",
+        {
+            "d_model": 512,
+            "d_ff": 1024,
+            "heads": 4,
+            **_layers(6),
+            **_FAIRSEQ,
+            "dropout": 0.3,
+            "attention_dropout": 0.1,
+            "activation_dropout": 0.1,
+            "lr": 1.5e-3,
+            "warmup": 8000,
+            "warmup_init_lr": 1e-7,
+            "beta2": 0.98,
+            "weight_decay": 1e-4,
+            "max_tokens": 4096,
+            "updates": 100_000,
+            "patience": 5,
+            "keep": 10,
+        },
+    ),
+    "pn-wmt": Preset(
+        "the same for WMT14 En-De, 37,000 types; dropout of transformer_wmt_en_de_big_t2t, 32 GPUs' batch",
+        {
+            "d_model": 1024,
+            "d_ff": 4096,
+            "heads": 16,
+            **_layers(6),
+            **_FAIRSEQ,
+            "dropout": 0.3,
+            "attention_dropout": 0.1,
+            "activation_dropout": 0.1,
+            "lr": 3e-3,
+            "warmup": 8000,
+            "warmup_init_lr": 1e-7,
+            "beta2": 0.98,
+            "max_tokens": 4096,
+            "accumulate": 32,
+            "updates": 300_000,
+            "patience": 10,
+            "keep": 10,
+        },
+    ),
+    "brn": Preset(
+        "Liu et al. 2023, Table 4 (small data, with early stopping, whose patience is not said; dropout 0.2 for WMT14 "
+        "En-Fr, 0.1 for OPUS-100 and MultiUN)",
+        {
+            **_BASE,
+            **_FAIRSEQ,
+            "dropout": 0.4,
+            "lr": 5e-4,
+            "warmup": 4000,
+            "warmup_init_lr": 1e-7,
+            "beta2": 0.98,
+            "weight_decay": 1e-4,
+            "max_tokens": 4096,
+            "accumulate": 128,
+            "updates": 100_000,
+        },
+    ),
+}
+
+
+def find_preset(name: str) -> dict[str, Any]:
+    """The options of a preset; InputError with the valid names if there is none."""
+    if not isinstance(name, str):
+        raise InputError(f"preset must be a name, one of {', '.join(PRESETS)}; got {name!r}")
+    if name not in PRESETS:
+        raise InputError(unknown("preset", name, PRESETS))
+    return dict(PRESETS[name].options)
+
+
+def preset(name: str) -> tuple[TransformerConfig, TrainingConfig]:
+    """The model and training options of a preset; `PRESETS` has the names and their sources.
+
+    The model's `vocab_size` is 0, to be filled in from the data by a Trainer.
+    """
+    model, training = split(find_preset(name), TransformerConfig, TrainingConfig)
+    return TransformerConfig(**model), TrainingConfig(**training)
