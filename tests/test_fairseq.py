@@ -352,8 +352,8 @@ def test_fixnorm_and_word_dropout(data):
     assert (before.abs() <= g.abs() * 1.0001).all()  # a cosine times g
     model.train()
     tokens = torch.full((4000,), 7)
-    found = model.encoder.embed(tokens, None)
-    lost = (found - model.encoder.embed(torch.tensor([7]), None)).abs().sum(1) > 1e-6
+    found = model.encoder.embed(tokens, None, None)
+    lost = (found - model.encoder.embed(torch.tensor([7]), None, None)).abs().sum(1) > 1e-6
     assert min(lost.float().mean(), 1 - lost.float().mean()) > 0.4
 
 
