@@ -14,30 +14,123 @@ pub struct Seen {
     /// Per feed-forward: the share of activations that are not zero (BrN Fig 9).
     pub active: Vec<f64>,
     /// Per norm with running statistics.
-    pub distances: Vec<Distances>,
+    pub statistics: Vec<Statistics>,
 }
 
-/// ‖s_B − s‖₂/d of the rows' own statistics s_B and the running ones s (PN Fig 2, 4); NaN of those that the norm has not.
+/// What concerns μ, σ² and ψ² each; NaN of those that a norm has not.
 #[derive(Clone, Copy, Debug)]
-pub struct Distances {
+pub struct Moments {
     pub mean: f64,
     pub variance: f64,
     /// Of ψ², the mean square.
     pub power: f64,
 }
 
+/// A batch's statistics s_B in a norm that keeps running ones s.
+#[derive(Clone, Copy, Debug)]
+pub struct Statistics {
+    /// ‖s_B − s‖₂/d (PN Fig 2, 4).
+    pub distance: Moments,
+    /// ‖g‖₂/d of what each adds to the gradient of x (PN Fig 3, 4): (γ/σ_B)⊙mean dy of μ_B, (γ/σ_B)⊙mean(dy⊙x̂) of σ²_B,
+    /// and the same with ψ_B. NaN without a gradient.
+    pub gradient: Moments,
+    /// The share of numbers with |γ| ≤ ψ_B, or σ_B (PN Lemma 2).
+    pub bounded: f64,
+}
+
+impl From<Statistics> for [f64; 7] {
+    fn from(Statistics { distance: s, gradient: g, bounded }: Statistics) -> Self {
+        [s.mean, s.variance, s.power, g.mean, g.variance, g.power, bounded]
+    }
+}
+
+/// What a norm with running statistics was given.
+#[derive(Debug)]
+pub struct Columns {
+    /// (…, d), with its groups scaled.
+    pub x: Tensor,
+    /// True at padding, in x's leading shape.
+    pub pad_mask: Option<Tensor>,
+    pub weight: Option<Tensor>,
+    /// The running mean; none: x is not centred.
+    pub mean: Option<Tensor>,
+    /// The running σ², or ψ² where x is not centred.
+    pub square: Tensor,
+    pub eps: f64,
+}
+
+impl Columns {
+    /// Of the real rows; `dy`: the loss's gradient with respect to the norm's output.
+    pub fn statistics(&self, dy: Option<&Tensor>) -> Result<Statistics> {
+        let x = self.real(&self.x)?;
+        let (count, width) = (x.nrows() as f64, x.ncols());
+        let running = self.mean.as_ref().map(vector).transpose()?;
+        let mean = running.as_ref().map_or_else(|| Array1::zeros(width), |_| x.sum_axis(Axis(0)) / count);
+        let x = x - &mean;
+        let square = (&x * &x).sum_axis(Axis(0)) / count;
+        let scale = square.mapv(|v| 1.0 / (v + self.eps).sqrt());
+        let gain = self.weight.as_ref().map_or_else(|| Ok(Array1::ones(width)), vector)? * &scale;
+        let mut gradients = [f64::NAN; 2];
+        if let Some(dy) = dy {
+            let dy = self.real(dy)?;
+            let sums = [dy.sum_axis(Axis(0)), (dy * &x * &scale).sum_axis(Axis(0))];
+            gradients = sums.map(|sum| size(&(sum * &gain / count)));
+        }
+        let moments = |mean: f64, square: f64| match running {
+            Some(_) => Moments { mean, variance: square, power: f64::NAN },
+            None => Moments { mean: f64::NAN, variance: f64::NAN, power: square },
+        };
+        let share = gain.iter().filter(|v| v.abs() <= 1.0).count() as f64 / width as f64;
+        let drift = running.as_ref().map_or(f64::NAN, |running| size(&(&mean - running)));
+        Ok(Statistics {
+            distance: moments(drift, size(&(&square - vector(&self.square)?))),
+            gradient: moments(gradients[0], gradients[1]),
+            bounded: if count > 0.0 { share } else { f64::NAN },
+        })
+    }
+
+    /// The rows of x, or of something of its shape, that are not padding.
+    fn real(&self, x: &Tensor) -> Result<Array2<f64>> {
+        let all = rows(x)?;
+        let Some(mask) = &self.pad_mask else { return Ok(all) };
+        let mask = vector(mask)?;
+        let kept: Vec<usize> = mask.iter().enumerate().filter(|(_, pad)| **pad == 0.0).map(|(i, _)| i).collect();
+        Ok(all.select(Axis(0), &kept))
+    }
+}
+
 /// Looks on as a model runs; with nobody looking nothing is computed.
 #[derive(Debug, Default)]
 pub struct Watch {
     stacks: RefCell<Vec<Seen>>,
+    norms: RefCell<Vec<Normed>>,
     /// The newest output of a layer.
     last: RefCell<Option<Array2<f64>>>,
 }
 
+/// A norm's part in the pass.
+#[derive(Debug)]
+struct Normed {
+    /// The number of its stack.
+    stack: usize,
+    given: Columns,
+    y: Tensor,
+}
+
 impl Watch {
-    /// What was seen of each stack.
-    pub fn finish(&self) -> Vec<Seen> {
-        self.stacks.take()
+    /// What was seen of each stack. With a loss that was made of the pass, its gradients are taken through it.
+    pub fn finish(self, loss: Option<&Tensor>) -> Result<Vec<Seen>> {
+        let (mut stacks, norms) = (self.stacks.into_inner(), self.norms.into_inner());
+        let outputs: Vec<&Tensor> = norms.iter().map(|norm| &norm.y).collect();
+        let gradients = match loss {
+            Some(loss) if !outputs.is_empty() => Tensor::f_run_backward(&[loss], &outputs, false, false)?,
+            _ => Vec::new(),
+        };
+        for (i, norm) in norms.iter().enumerate() {
+            let dy = gradients.get(i).filter(|dy| dy.defined());
+            stacks[norm.stack].statistics.push(norm.given.statistics(dy)?);
+        }
+        Ok(stacks)
     }
 
     /// A stack begins with these rows.
@@ -66,24 +159,11 @@ impl Watch {
         Ok(())
     }
 
-    /// Rows of which a norm has a running mean and variance.
-    pub fn centred(&self, x: &Tensor, mean: &Tensor, variance: &Tensor) -> Result<()> {
-        let x = rows(x)?;
-        let found = Distances {
-            mean: distance(x.mean_axis(Axis(0)), vector(mean)?),
-            variance: distance(Some(x.var_axis(Axis(0), 0.0)), vector(variance)?),
-            power: f64::NAN,
-        };
-        self.add(|seen| seen.distances.push(found));
-        Ok(())
-    }
-
-    /// Rows of which a norm has a running ψ².
-    pub fn power(&self, x: &Tensor, power: &Tensor) -> Result<()> {
-        let squares = rows(x)?.mapv_into(|v| v * v);
-        let power = distance(squares.mean_axis(Axis(0)), vector(power)?);
-        self.add(|seen| seen.distances.push(Distances { mean: f64::NAN, variance: f64::NAN, power }));
-        Ok(())
+    /// A norm with running statistics has made y of what it was given. The pass must move no statistics.
+    pub fn norm(&self, given: Columns, y: &Tensor) {
+        if let Some(stack) = self.stacks.borrow().len().checked_sub(1) {
+            self.norms.borrow_mut().push(Normed { stack, given, y: y.shallow_clone() });
+        }
     }
 
     fn add(&self, note: impl FnOnce(&mut Seen)) {
@@ -103,12 +183,9 @@ fn cosine(x: ArrayView1<f64>, y: ArrayView1<f64>) -> f64 {
     }
 }
 
-/// ‖a − b‖₂/d; NaN of no rows.
-fn distance(a: Option<Array1<f64>>, b: Array1<f64>) -> f64 {
-    a.map_or(f64::NAN, |a| {
-        let difference = a - &b;
-        difference.dot(&difference).sqrt() / b.len() as f64
-    })
+/// ‖v‖₂/d.
+fn size(v: &Array1<f64>) -> f64 {
+    v.dot(v).sqrt() / v.len() as f64
 }
 
 /// (rows, width) in f64, on the host.
@@ -138,22 +215,40 @@ mod tests {
         watch.activations(&Tensor::from_slice(&[0.0, 1.0, 2.0, -0.0]).reshape([1, 4])).unwrap();
         watch.stack(&x).unwrap();
         watch.layer(&x).unwrap();
-        let seen = watch.finish();
+        let seen = watch.finish(None).unwrap();
         assert_eq!((&*seen[0].cosines, &*seen[0].active), ([(0.6 - 1.0) / 2.0, 0.0].as_slice(), [0.5].as_slice()));
         assert_eq!((&*seen[1].cosines, seen[1].active.len()), ([1.0].as_slice(), 0));
     }
 
+    /// Of real rows (1, 2) and (3, 6): means 2, 4; variances 1, 4; ψ² 5, 20.
+    fn given(mean: Option<Tensor>, square: f64) -> Columns {
+        let numbers = |values: &[f64]| Tensor::from_slice(values);
+        let x = numbers(&[1.0, 2.0, 9.0, 9.0, 3.0, 6.0]).reshape([3, 2]);
+        let pad_mask = Some(Tensor::from_slice(&[false, true, false]));
+        Columns { x, pad_mask, weight: Some(numbers(&[-0.5, 4.0])), mean, square: numbers(&[square; 2]), eps: 0.0 }
+    }
+
     #[test]
-    fn distances_are_per_number() {
-        let watch = Watch::default();
-        let x = Tensor::from_slice(&[1.0, 2.0, 3.0, 6.0]).reshape([2, 2]); // means 2, 4; variances 1, 4; ψ² 5, 20
-        watch.stack(&x).unwrap();
-        let ones = Tensor::ones([2], (Kind::Float, Device::Cpu));
-        watch.centred(&x, &ones, &ones).unwrap();
-        watch.power(&x, &(ones * 2)).unwrap();
-        let found = watch.finish().remove(0).distances;
-        assert_eq!((found[0].mean, found[0].variance), (10f64.sqrt() / 2.0, 1.5));
-        assert_eq!(found[1].power, (9f64 + 324.0).sqrt() / 2.0);
-        assert!(found[0].power.is_nan() && found[1].mean.is_nan() && found[1].variance.is_nan());
+    fn statistics_of_batch_norm() {
+        let dy = Tensor::from_slice(&[1.0, 2.0, 7.0, 7.0, 5.0, 4.0]).reshape([3, 2]);
+        let found = given(Some(Tensor::from_slice(&[1.0, 1.0])), 1.0).statistics(Some(&dy)).unwrap();
+        // x̂ is −1 and 1 in either column; γ/σ_B is −0.5 and 2; mean dy is 3 and 3, mean(dy⊙x̂) 2 and 1.
+        assert_eq!((found.distance.mean, found.distance.variance), (10f64.sqrt() / 2.0, 1.5));
+        assert_eq!(found.gradient.mean, (1.5f64.powi(2) + 6f64.powi(2)).sqrt() / 2.0);
+        assert_eq!(found.gradient.variance, (1f64 + 4.0).sqrt() / 2.0);
+        assert!(found.distance.power.is_nan() && found.gradient.power.is_nan());
+        assert_eq!(found.bounded, 0.5);
+    }
+
+    #[test]
+    fn statistics_of_power_norm() {
+        let dy = Tensor::from_slice(&[1.0, 1.0, 7.0, 7.0, 0.0, 0.0]).reshape([3, 2]);
+        let found = given(None, 2.0).statistics(Some(&dy)).unwrap();
+        // γ/ψ_B ⊙ mean(dy⊙x̂) = γ/ψ²_B ⊙ (1, 2)/2
+        assert_eq!(found.distance.power, (9f64 + 324.0).sqrt() / 2.0);
+        assert!((found.gradient.power - (0.05f64.powi(2) + 0.2f64.powi(2)).sqrt() / 2.0).abs() < 1e-15);
+        assert!(found.distance.mean.is_nan() && found.gradient.mean.is_nan() && found.gradient.variance.is_nan());
+        assert_eq!(found.bounded, 1.0);
+        assert!(given(None, 2.0).statistics(None).unwrap().gradient.power.is_nan());
     }
 }

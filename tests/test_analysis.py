@@ -1,5 +1,6 @@
 """What is seen in the Rust model, against hooks on its skeleton in normformer_rs.nn."""
 
+import contextlib
 import itertools
 import math
 
@@ -7,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import normformer_rs as nfrs
 import reference as ref
@@ -47,8 +49,13 @@ def run(model, skeleton):
     ends = {"encoder": embed(SOURCE), "decoder": embed(TARGET)}
     masks = {f"{name}_key_padding_mask": tokens == ref.PAD for name, tokens in (("src", SOURCE), ("tgt", TARGET))}
     causal = torch.ones(4, 4, dtype=torch.bool).triu(1)
-    skeleton(*ends.values(), tgt_mask=causal, memory_key_padding_mask=SOURCE == ref.PAD, **masks)
-    return ends
+    features = skeleton(*ends.values(), tgt_mask=causal, memory_key_padding_mask=SOURCE == ref.PAD, **masks)
+    return ends, features @ table.T
+
+
+def loss(logits):
+    """Uneven over positions and words, and padding without part in it."""
+    return (logits.logsumexp(-1) * torch.linspace(0.5, 2, 12).view(3, 4))[TARGET != ref.PAD].sum() - logits[0, 0, 5]
 
 
 @pytest.mark.parametrize("residual", SCHEMES)
@@ -60,7 +67,7 @@ def test_layers_and_activations_are_the_skeletons(residual):
         for layer in getattr(skeleton, name).layers:
             layer.register_forward_hook(lambda _m, _i, out, to=outputs[name], real=real: to.append(out[real]))
             layer.linear1.register_forward_hook(lambda _m, _i, out, to=active[name], real=real: to.append(out[real]))
-    ends = run(model, skeleton)
+    ends, _ = run(model, skeleton)
     seen = analysis.observe(model.eval(), SOURCE, TARGET)
     assert list(seen) == ["encoder", "decoder"]
     for name, tokens in (("encoder", SOURCE), ("decoder", TARGET)):
@@ -69,34 +76,116 @@ def test_layers_and_activations_are_the_skeletons(residual):
         np.testing.assert_allclose(seen[name].cosines, cosines, rtol=1e-9)
         np.testing.assert_allclose(seen[name].active, [(h > 0).double().mean() for h in active[name]], rtol=1e-12)
         assert seen[name].active.shape == (len(outputs[name]),) and (seen[name].active > 0.1).all()
-        assert seen[name].distances.shape == (0, 3)
+        assert seen[name].statistics == []
+
+
+RUNNING = ["batchnorm", "powernorm-v", "powernorm"]
 
 
 @pytest.mark.parametrize("groups", [0, 2])
-@pytest.mark.parametrize("norm", ["batchnorm", "powernorm-v", "powernorm"])
-def test_distances_of_statistics(norm, groups):
+@pytest.mark.parametrize("norm", RUNNING)
+def test_statistics_of_norms(norm, groups):
+    """Against their definitions, in training, with padding."""
     options = {"encoder_norm": norm, "decoder_norm": "layernorm", "groupscaling": groups}
     model, skeleton = built(**options)
-    before = {name: buffer.clone() for name, buffer in model.named_buffers()}
-    inputs = []
-    for module in skeleton.encoder.modules():
-        if isinstance(module, (nfnn.BatchNorm, nfnn.PowerNormV, nfnn.PowerNorm)):
-            module.register_forward_pre_hook(lambda m, args: inputs.append((m, args[0][SOURCE != ref.PAD])))
-    run(model, skeleton)
-    found = analysis.observe(model.eval(), SOURCE, TARGET)
-    assert found["encoder"].distances.shape == (5, 3) and len(inputs) == 5
-    assert found["decoder"].distances.shape == (0, 3)
-    for row, (module, x) in zip(found["encoder"].distances, inputs):
+    before = {name: buffer.clone() for name, buffer in skeleton.named_buffers()}
+    kinds, met = (nfnn.BatchNorm, nfnn.PowerNormV, nfnn.PowerNorm), {}
+
+    def keep(name):
+        def hook(_module, args, y):
+            y.retain_grad()
+            met[name] = args[0], y
+
+        return hook
+
+    for name, module in skeleton.named_modules():
+        if isinstance(module, kinds):
+            module.register_forward_hook(keep(name))
+    with analysis.statistics(skeleton.train()) as found:
+        loss(run(model, skeleton)[1]).backward()
+    assert list(found) == [f"encoder.layers.{i}.norm{j}" for i in (0, 1) for j in (1, 2)] + ["encoder.norm"]
+    for name, (x, y) in met.items():
+        x, dy, module = x[SOURCE != ref.PAD], y.grad[SOURCE != ref.PAD], skeleton.get_submodule(name)
         if groups:
             x = x.unflatten(-1, (groups, -1))
             x = (x / (x.square().mean(-1, keepdim=True) + 1e-5).sqrt()).flatten(-2)
+        mean = x.mean(0) if norm == "batchnorm" else torch.zeros(D)
+        square = (x - mean).square().mean(0)
+        gain = module.weight / (square + 1e-5).sqrt()
+        of_mean, of_square = gain * dy.mean(0), gain * (dy * (x - mean) / (square + 1e-5).sqrt()).mean(0)
         if norm == "batchnorm":
-            own = [(x.mean(0), module.running_mean), (x.var(0, correction=0), module.running_var), None]
+            old = mean - before[f"{name}.running_mean"], square - before[f"{name}.running_var"]
+            expected = [*old, None, of_mean, of_square, None]
         else:
-            own = [None, None, (x.square().mean(0), module.running_phi.flatten())]
-        expected = [np.nan if pair is None else (pair[0] - pair[1]).norm().item() / D for pair in own]
-        np.testing.assert_allclose(row, expected, rtol=1e-9)
+            expected = [None, None, square - before[f"{name}.running_phi"].flatten(), None, None, of_square]
+        expected = [np.nan if v is None else v.norm().item() / D for v in expected]
+        np.testing.assert_allclose(found[name], [*expected, (gain.abs() <= 1).double().mean()], rtol=1e-9)
+        assert not any(torch.equal(b, before[f"{name}.{own}"]) for own, b in module.named_buffers())
+
+
+@pytest.mark.parametrize("norm", RUNNING)
+def test_the_models_statistics_are_the_skeletons(norm):
+    model, skeleton = built(norm)
+    before = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    with analysis.statistics(skeleton) as expected, torch.no_grad():
+        run(model, skeleton)
+    seen = analysis.observe(model.eval(), SOURCE, TARGET)
+    found = [*seen["encoder"].statistics, *seen["decoder"].statistics]
+    np.testing.assert_allclose(found, list(expected.values()), rtol=1e-9)
+    assert len(found) == 2 * 2 + 3 * 3 + 2 and np.isnan([norm[3:6] for norm in found]).all()
+    with analysis.statistics(skeleton) as expected:
+        loss(run(model, skeleton)[1]).backward()
+    with torch.no_grad():
+        seen = analysis.observe(model, SOURCE, TARGET, loss)
+    found = [*seen["encoder"].statistics, *seen["decoder"].statistics]
+    np.testing.assert_allclose(found, list(expected.values()), rtol=1e-7)
+    assert min(np.nanmin(norm[3:6]) for norm in found) > 0
     assert all(torch.equal(buffer, before[name]) for name, buffer in model.named_buffers())
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_statistics_under_activation_checkpointing(use_reentrant):
+    """And with padding, against the real rows alone."""
+    x, mask = torch.randn(3, 5, 4, requires_grad=True), torch.arange(5).expand(3, 5) > torch.tensor([[2], [4], [3]])
+    found = []
+    for run in (lambda f, x: f(x[~mask]), lambda f, x: checkpoint(f, x, use_reentrant=use_reentrant)):
+        torch.manual_seed(1)
+        model = nn.Sequential(nn.Linear(4, 4), nfnn.BatchNorm(4), nn.Linear(4, 4), nfnn.PowerNorm(4, warmup_iters=0))
+        masks = nfnn.padding_mask(mask) if found else contextlib.nullcontext()
+        with analysis.statistics(model) as statistics, masks:
+            run(model, x).square().sum().backward()
+        found.append(statistics)
+    assert list(found[0]) == ["1", "3"] and found[0]["3"].power_gradient > 0
+    for name, statistics in found[0].items():
+        np.testing.assert_allclose(found[1][name], statistics, rtol=1e-6)
+
+
+def test_statistics_end_with_their_block():
+    model = nn.Sequential(nfnn.PowerNormV(4), nfnn.BatchNorm(4))
+    with pytest.raises(ZeroDivisionError), analysis.statistics(model) as found:
+        raise ZeroDivisionError
+    with analysis.statistics(model) as found:
+        model[1](torch.randn(3, 4))
+        model[1](torch.full((3, 4), torch.nan), padding_mask=torch.ones(3, dtype=torch.bool))
+    assert list(found) == ["1"] and np.isnan(found["1"]).all()
+    assert not model[0]._forward_hooks and not model[0]._forward_pre_hooks
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        (lambda logits: logits, r"one number that depends on the logits; got a Tensor of shape \(3, 4, 20\)"),
+        (lambda logits: logits.detach().sum(), "one number that depends on the logits; got a Tensor"),
+        (lambda logits: 1.0, "got a float"),
+    ],
+)
+def test_a_loss_is_one_number(wrong, said):
+    model, _ = built("batchnorm")
+    with pytest.raises(nfrs.InputError, match=said):
+        analysis.observe(model, SOURCE, TARGET, wrong)
+    with pytest.raises(ZeroDivisionError):
+        analysis.observe(model, SOURCE, TARGET, lambda logits: 1 / 0)
 
 
 @pytest.mark.parametrize(
@@ -112,10 +201,10 @@ def test_in_training_statistics_are_those_that_training_takes_in(norm, alpha, fi
     model(SOURCE, TARGET)
     after = {name: b.clone() for name, b in model.named_buffers()}
     torch.manual_seed(3)
-    distance = analysis.observe(model, SOURCE, TARGET)["encoder"].distances[0, which]
+    distance = analysis.observe(model, SOURCE, TARGET)["encoder"].statistics[0][which]
     assert distance == pytest.approx((buffer - before).norm().item() / D, rel=1e-9)
     assert all(torch.equal(b, after[name]) for name, b in model.named_buffers())
-    assert analysis.observe(model.eval(), SOURCE, TARGET)["encoder"].distances[0, which] != distance
+    assert analysis.observe(model.eval(), SOURCE, TARGET)["encoder"].statistics[0][which] != distance
 
 
 def test_a_language_model_has_one_stack():

@@ -1,6 +1,6 @@
 """The Rust extension. Configurations travel as JSON objects, as `Config.to_json` makes them."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, Protocol
 
 import numpy as np
@@ -101,8 +101,20 @@ def observe(
     target_input: Tensor,
     seed: Tensor | None,
     precision: str,
-) -> list[tuple[NDArray[np.float64], NDArray[np.float64], NDArray[np.float64]]]:
-    """Of each stack: cosines (layers,), active (layers,), distances (norms, 3); seed None: evaluation."""
+    loss: Callable[[Tensor], Tensor] | None,
+) -> list[tuple[NDArray[np.float64], NDArray[np.float64], list[list[float]]]]:
+    """Of each stack: cosines (layers,), active (layers,), statistics (norms, 7); seed None: evaluation."""
+
+def statistics(
+    x: Tensor,
+    pad_mask: Tensor | None,
+    weight: Tensor | None,
+    mean: Tensor | None,
+    square: Tensor,
+    eps: float,
+    dy: Tensor | None,
+) -> list[float]:
+    """Seven numbers: distances of mean, variance and ψ², their gradients' sizes, and the share that is bounded."""
 
 def train(
     model: str,

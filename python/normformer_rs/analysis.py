@@ -12,7 +12,10 @@ Gain(name='encoder.layers.0.norm1', layer=0, kind='encoder.layers.*.norm1', g=4.
 """
 
 import re
-from typing import NamedTuple
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -22,7 +25,10 @@ from torch import Tensor, nn
 from . import _core
 from ._core import InputError
 from .model import Transformer
+from .nn.masks import mask_for
 from .nn.norms import RowNorm
+from .nn.running import OPS, BatchNorm, RunningNorm
+from .nn.unkept import is_second_run
 
 
 class Gain(NamedTuple):
@@ -108,6 +114,96 @@ def _layer(path: str) -> re.Match[str] | None:
     return None if "combine" in path.split(".") else re.search(r"\b\d+\b", path)
 
 
+class Statistics(NamedTuple):
+    """A batch's statistics over its real positions, in a norm that keeps running ones (batchnorm, powernorm-v,
+    powernorm); NaN of those that a norm has not. x̂ is centred and scaled by the batch's own, σ_B = √(σ²_B + ε)."""
+
+    mean: float
+    """‖μ_B − μ‖₂/d, the running μ as the batch found it (Shen et al. 2020, Fig 2)."""
+    variance: float
+    """‖σ²_B − σ²‖₂/d (Fig 2, 4)."""
+    power: float
+    """‖ψ²_B − ψ²‖₂/d (Fig 4)."""
+    mean_gradient: float
+    """‖g_μ‖₂/d, g_μ = (γ/σ_B)⊙mean dy (eq 3, Fig 3); gradients are NaN where none was taken."""
+    variance_gradient: float
+    """‖g_σ²‖₂/d, g_σ² = (γ/σ_B)⊙mean(dy⊙x̂) (eq 3, Fig 3, 4)."""
+    power_gradient: float
+    """‖g_ψ²‖₂/d, g_ψ² = (γ/ψ_B)⊙mean(dy⊙x̂) (eq 6, Fig 4)."""
+    bounded: float
+    """The share of features with |γ_i| ≤ (ψ_B)_i, or (σ_B)_i, where the norm lowers the loss's Lipschitz constant
+    (Lemma 2)."""
+
+
+@contextmanager
+def statistics(model: nn.Module) -> Iterator[dict[str, Statistics]]:
+    """What the norms with running statistics of `normformer_rs.nn` meet inside the block, in any model.
+
+    >>> from normformer_rs.nn import PowerNormV
+    >>> model = nn.Sequential(nn.Linear(4, 4), PowerNormV(4))
+    >>> with statistics(model) as found:
+    ...     model(torch.randn(2, 3, 4)).square().mean().backward()
+    >>> list(found), found["1"].power_gradient > 0
+    (['1'], True)
+
+    The dictionary is filled where the block ends: by the norms' names, in the order of the modules, those of which a
+    forward was seen; of several forwards the last counts. A gradient is there if the block's `backward` went through
+    the norm. What the model computes and keeps does not change. A `normformer_rs.Transformer` has no such modules: see
+    `observe`; and a compiled model calls no hooks: give the model that was compiled.
+    """
+    norms = {name: module for name, module in model.named_modules() if isinstance(module, RunningNorm)}
+    seen: dict[str, _Forward] = {}
+    found: dict[str, Statistics] = {}
+    with ExitStack() as hooks:
+        for name, norm in norms.items():
+            before, after = _hooks(name, seen)
+            hooks.callback(norm.register_forward_pre_hook(before, with_kwargs=True).remove)
+            hooks.callback(norm.register_forward_hook(after).remove)
+        yield found
+    found.update((name, seen[name].statistics()) for name in norms if name in seen)
+
+
+@dataclass
+class _Forward:
+    """What a norm was given, and its output's gradient once there is one."""
+
+    x: Tensor
+    pad_mask: Tensor | None
+    weight: Tensor | None
+    mean: Tensor | None
+    square: Tensor
+    eps: float
+    dy: Tensor | None = None
+
+    def statistics(self) -> Statistics:
+        given = self.x, self.pad_mask, self.weight, self.mean, self.square
+        return Statistics(*_core.statistics(*given, self.eps, self.dy))
+
+
+def _hooks(name: str, seen: dict[str, _Forward]) -> tuple[Callable[..., None], Callable[..., None]]:
+    """Before and after a norm's forward."""
+
+    @torch.no_grad()
+    def before(norm: RunningNorm, args: tuple[Any, ...], given: dict[str, Any]) -> None:
+        if name in seen and is_second_run():  # for activation checkpointing
+            return
+        given = given | dict(zip(("x", "padding_mask"), args))
+        x, mask = given["x"].detach(), given.get("padding_mask")
+        x = OPS.group_scaling(x, norm.groups) if norm.groups else x
+        mask = mask_for(x) if mask is None else mask
+        mean, square = ("running_mean", "running_var") if isinstance(norm, BatchNorm) else ("", "running_phi")
+        weight = None if norm.weight is None else norm.weight.clone()
+        running = norm.get_buffer(mean).clone() if mean else None
+        seen[name] = _Forward(x, mask, weight, running, norm.get_buffer(square).clone(), norm.eps)
+
+    def after(_norm: RunningNorm, _args: tuple[Any, ...], y: Tensor) -> None:
+        forward = seen[name]
+        if y.requires_grad:
+            y.register_hook(lambda dy: setattr(forward, "dy", dy))
+
+    return before, after
+
+
 class Observed(NamedTuple):
     """One stack's pass over the real tokens of a batch."""
 
@@ -117,13 +213,16 @@ class Observed(NamedTuple):
     active: NDArray[np.float64]
     """(layers,): the share of feed-forward activations that are not 0 after ReLU and its dropout (Liu et al. 2023, Fig
     9)."""
-    distances: NDArray[np.float64]
-    """(norms, 3), of the norms that keep statistics, in the order of the pass: ‖μ_B − μ‖₂/d, ‖σ²_B − σ²‖₂/d and
-    ‖ψ²_B − ψ²‖₂/d between the batch's statistics and the running ones; NaN of those that a norm has not (Shen et al.
-    2020, Fig 2, 4)."""
+    statistics: list[Statistics]
+    """Of the norms that keep statistics, in the order of the pass."""
 
 
-def observe(model: Transformer, source: Tensor | None, target_input: Tensor) -> dict[str, Observed]:
+def observe(
+    model: Transformer,
+    source: Tensor | None,
+    target_input: Tensor,
+    loss: Callable[[Tensor], Tensor] | None = None,
+) -> dict[str, Observed]:
     """What is seen of "encoder" and "decoder" as a model reads a batch in the mode that it is in. Nothing moves.
 
     In evaluation nothing is dropped, and norms use their running statistics. In training there is dropout, its masks
@@ -132,13 +231,32 @@ def observe(model: Transformer, source: Tensor | None, target_input: Tensor) -> 
 
     Args:
         source, target_input: token ids, as for the model's call.
+        loss: makes a number of the logits (B, T, V), for the gradients in `statistics`; no parameter's `grad` changes.
 
-    Errors: InputError for other modules.
+    Errors: InputError for other modules, and for a loss that is no number that depends on the logits.
     """
     if not isinstance(model, Transformer):
         raise InputError(f"model must be a normformer_rs.Transformer; got a {type(model).__name__}")
     names, tensors, precision = model._tensors()
     seed = model._draw(tensors[0].device) if model.training else None
-    found = _core.observe(model.config.to_json(), names, tensors, source, target_input, seed, precision)
+    given = model.config.to_json(), names, tensors, source, target_input, seed, precision
+    found = _core.observe(*given, None if loss is None else _number(loss))
     stacks = ["encoder", "decoder"][-len(found) :]
-    return {stack: Observed(*arrays) for stack, arrays in zip(stacks, found)}
+    return {
+        stack: Observed(cosines, active, [Statistics(*norm) for norm in norms])
+        for stack, (cosines, active, norms) in zip(stacks, found)
+    }
+
+
+def _number(loss: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    """`loss` with gradients on, and its result looked at."""
+
+    def checked(logits: Tensor) -> Tensor:
+        with torch.enable_grad():
+            value = loss(logits)
+        if isinstance(value, Tensor) and value.numel() == 1 and value.requires_grad:
+            return value
+        got = f"Tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
+        raise InputError(f"loss must return one number that depends on the logits; got a {got}")
+
+    return checked

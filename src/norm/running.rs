@@ -4,6 +4,7 @@ use super::columns::Options;
 use super::group_scaling::group_scaling;
 use super::statistics::StateTensors;
 use super::{Norm, Rows, Site};
+use crate::analysis::Columns;
 use crate::error::{Error, Result};
 use crate::init::Fill;
 use crate::model::Builder;
@@ -58,11 +59,6 @@ impl Norm for InModel {
     fn forward(&self, x: &Tensor, rows: &Rows) -> Result<Tensor> {
         let Running { kernels, first, second, iters, options, sync } = &self.running;
         let scaled = if self.groups > 0 { group_scaling(x, self.groups)? } else { x.shallow_clone() };
-        match (rows.watch, second) {
-            (Some(watch), Some(variance)) if kernels.centred => watch.centred(&scaled, first, variance)?,
-            (Some(watch), _) => watch.power(&scaled, first)?,
-            (None, _) => (),
-        }
         let key = std::ptr::from_ref(self) as usize;
         let used = rows.kept.filter(|_| rows.again).and_then(|kept| kept.borrow().get(&key).map(Tensor::shallow_clone));
         // A second run with nothing kept moves copies.
@@ -90,6 +86,23 @@ impl Norm for InModel {
         )?;
         if let (false, Some(kept)) = (rows.again, rows.kept) {
             kept.borrow_mut().insert(key, stats);
+        }
+        if let Some(watch) = rows.watch {
+            let (mean, square) = match second {
+                Some(variance) if kernels.centred => (Some(first), variance),
+                _ => (None, first),
+            };
+            watch.norm(
+                Columns {
+                    x: scaled,
+                    pad_mask: rows.pad_mask.map(Tensor::shallow_clone),
+                    weight: Some(self.weight.shallow_clone()),
+                    mean: mean.map(Tensor::shallow_clone),
+                    square: square.shallow_clone(),
+                    eps: options.eps,
+                },
+                &y,
+            );
         }
         Ok(y)
     }

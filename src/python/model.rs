@@ -1,7 +1,7 @@
 //! A model whose parameters Python holds.
 
 use super::{json_text, kind, named};
-use crate::analysis::{Seen, Watch};
+use crate::analysis::{Columns, Seen, Watch};
 use crate::config::{self, TransformerConfig};
 use crate::error::Error;
 use crate::init::{self, Role, Table};
@@ -9,8 +9,7 @@ use crate::model::{first_values, Context, Packed, Rates, Sentences, Transformer}
 use crate::operator::Cargo;
 use crate::residual::{self, Place};
 use crate::run;
-use ndarray::Array2;
-use numpy::{IntoPyArray, PyArray1, PyArray2};
+use numpy::{IntoPyArray, PyArray1};
 use pyo3::prelude::*;
 use pyo3_tch::PyTensor;
 use serde_json::json;
@@ -160,10 +159,10 @@ fn context(model: &TransformerConfig, seed: Option<Tensor>, kind: Kind) -> Conte
     }
 }
 
-/// What is seen of each stack as it reads padded token ids: (cosines, active, distances), the last (norms, 3) of mean,
-/// variance and ψ². `seed` as in `forward`; running statistics stay.
+/// What is seen of each stack as it reads padded token ids: (cosines, active, statistics). `seed` as in `forward`;
+/// `loss` makes one number of the logits. Running statistics stay.
 #[pyfunction]
-#[pyo3(signature = (model, names, tensors, source, target_input, seed, precision))]
+#[pyo3(signature = (model, names, tensors, source, target_input, seed, precision, loss))]
 #[allow(clippy::too_many_arguments)]
 fn observe<'py>(
     py: Python<'py>,
@@ -174,28 +173,61 @@ fn observe<'py>(
     target_input: PyTensor,
     seed: Option<PyTensor>,
     precision: &str,
+    loss: Option<Bound<'py, PyAny>>,
 ) -> PyResult<Vec<Observed<'py>>> {
     let model: TransformerConfig = config::from_json("model", model)?;
     let kind = kind(precision)?;
     let tensors = named(names, tensors);
     let (source, target, seed) = (source.map(|t| t.0), target_input.0, seed.map(|t| t.0));
-    let seen = py.allow_threads(move || {
+    let is_differentiated = loss.is_some();
+    let (watch, logits) = py.allow_threads(move || {
         let (built, read, kind) = reading(&model, &tensors, source, &target, kind)?;
         let watch = Rc::new(Watch::default());
         let ctx = context(&model, seed, kind).fork(true).watched(watch.clone()); // again: nothing moves
-        let _ = tch::no_grad(|| built.features(&read, &ctx))?;
-        Ok::<_, Error>(watch.finish())
+        let logits = if is_differentiated {
+            tch::with_grad(|| read.target.unpack(&built.logits(&built.features(&read, &ctx)?, kind)?, &target))
+                .map(Some)
+        } else {
+            tch::no_grad(|| built.features(&read, &ctx)).map(|_| None)
+        }?;
+        drop(ctx);
+        Ok::<_, Error>((Rc::into_inner(watch).expect("the pass is over"), logits))
     })?;
-    let stacks = seen.into_iter().map(|Seen { cosines, active, distances }| {
-        let distances: Vec<f64> = distances.iter().flat_map(|d| [d.mean, d.variance, d.power]).collect();
-        let shape = (distances.len() / 3, 3);
-        let distances = Array2::from_shape_vec(shape, distances).expect("three numbers a norm");
-        (cosines.into_pyarray(py), active.into_pyarray(py), distances.into_pyarray(py))
+    let loss = match (loss, logits) {
+        (Some(loss), Some(logits)) => Some(loss.call1((PyTensor(logits),))?.extract::<PyTensor>()?.0),
+        _ => None,
+    };
+    let seen = py.allow_threads(move || watch.finish(loss.as_ref()))?;
+    let stacks = seen.into_iter().map(|Seen { cosines, active, statistics }| {
+        let statistics = statistics.into_iter().map(<[f64; 7]>::from).collect();
+        (cosines.into_pyarray(py), active.into_pyarray(py), statistics)
     });
     Ok(stacks.collect())
 }
 
-type Observed<'py> = (Bound<'py, PyArray1<f64>>, Bound<'py, PyArray1<f64>>, Bound<'py, PyArray2<f64>>);
+type Observed<'py> = (Bound<'py, PyArray1<f64>>, Bound<'py, PyArray1<f64>>, Vec<[f64; 7]>);
+
+/// What is seen of a norm with running statistics: distances of mean, variance and ψ², sizes of their gradients, and the
+/// share that is bounded.
+#[pyfunction]
+#[pyo3(signature = (x, pad_mask, weight, mean, square, eps, dy))]
+#[allow(clippy::too_many_arguments)]
+fn statistics(
+    py: Python<'_>,
+    x: PyTensor,
+    pad_mask: Option<PyTensor>,
+    weight: Option<PyTensor>,
+    mean: Option<PyTensor>,
+    square: PyTensor,
+    eps: f64,
+    dy: Option<PyTensor>,
+) -> PyResult<[f64; 7]> {
+    let inner = |t: Option<PyTensor>| t.map(|t| t.0);
+    let (pad_mask, weight, mean, dy) = (inner(pad_mask), inner(weight), inner(mean), inner(dy));
+    let given = Columns { x: x.0, pad_mask, weight, mean, square: square.0, eps };
+    let found = py.allow_threads(move || given.statistics(dy.as_ref()))?;
+    Ok(found.into())
+}
 
 /// Sets, in place, the gains that the scheme takes from one training batch (SPEC §3, `admin`).
 #[pyfunction]
@@ -232,5 +264,6 @@ pub(super) fn add(m: &Bound<'_, PyModule>) -> PyResult<()> {
     m.add_function(wrap_pyfunction!(growth, m)?)?;
     m.add_function(wrap_pyfunction!(forward, m)?)?;
     m.add_function(wrap_pyfunction!(observe, m)?)?;
+    m.add_function(wrap_pyfunction!(statistics, m)?)?;
     m.add_function(wrap_pyfunction!(profile, m)?)
 }
