@@ -140,6 +140,8 @@ def test_the_models_statistics_are_the_skeletons(norm):
     found = [*seen["encoder"].statistics, *seen["decoder"].statistics]
     np.testing.assert_allclose(found, list(expected.values()), rtol=1e-7)
     assert min(np.nanmin(norm[3:6]) for norm in found) > 0
+    in_training = analysis.observe(model.train(), SOURCE, TARGET, loss)["encoder"].statistics  # with dropout
+    assert np.nanmin([norm[:6] for norm in in_training]) > 0 and in_training[0] != found[0]
     assert all(torch.equal(buffer, before[name]) for name, buffer in model.named_buffers())
     assert all(parameter.grad is None for parameter in model.parameters())
 
