@@ -62,6 +62,10 @@ pub struct Columns {
 impl Columns {
     /// Of the real rows; `dy`: the loss's gradient with respect to the norm's output.
     pub fn statistics(&self, dy: Option<&Tensor>) -> Result<Statistics> {
+        if let Some(dy) = dy.filter(|dy| dy.size() != self.x.size()) {
+            let (given, found) = (dy.size(), self.x.size());
+            return Err(Error::invalid(format!("a gradient of shape {given:?} is no gradient of a norm of {found:?}")));
+        }
         let x = self.real(&self.x)?;
         let (count, width) = (x.nrows() as f64, x.ncols());
         let running = self.mean.as_ref().map(vector).transpose()?;

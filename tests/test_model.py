@@ -168,8 +168,10 @@ def test_growth(curve, t):
     compare(model, state, options, ref.pad(SOURCES), ref.pad(TARGETS))
 
 
-def test_profiling():
-    model, state, options = build(residual="admin")
+@pytest.mark.parametrize("norm", ["layernorm", "batchnorm", "powernorm-v", "powernorm"])
+def test_profiling(norm):
+    """Padding counts in the gains and enters no norm's statistics."""
+    model, state, options = build(residual="admin", norm=norm)
     with torch.no_grad():
         for weights in (model.state_dict(), state):  # as at the start: padding has a zero row
             weights["embedding.weight"][ref.PAD] = 0

@@ -16,7 +16,7 @@ if not str(torch.__version__).startswith("2.11."):
     raise ImportError(f'normformer_rs needs torch 2.11, found torch {torch.__version__}: pip install "torch==2.11.*"')
 
 # torch has come first: its import maps the libtorch that the extension is linked against.
-from . import nn, surgery
+from . import analysis, nn, surgery
 from ._core import DivergedError, InputError, Interrupted, __version__
 from .config import DataConfig, SearchConfig, TrainingConfig, TransformerConfig, tables
 from .history import Evaluations, History
@@ -43,6 +43,7 @@ __all__ = [
     "TransformerConfig",
     "Translation",
     "__version__",
+    "analysis",
     "average",
     "evaluate_loss",
     "nn",

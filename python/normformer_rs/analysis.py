@@ -175,6 +175,10 @@ class _Forward:
     eps: float
     dy: Tensor | None = None
 
+    def differentiated(self, dy: Tensor) -> None:
+        """Of second runs the first one: backward passes run backwards, and this is the last forward."""
+        self.dy = dy if self.dy is None else self.dy
+
     def statistics(self) -> Statistics:
         given = self.x, self.pad_mask, self.weight, self.mean, self.square
         return Statistics(*_core.statistics(*given, self.eps, self.dy))
@@ -185,21 +189,22 @@ def _hooks(name: str, seen: dict[str, _Forward]) -> tuple[Callable[..., None], C
 
     @torch.no_grad()
     def before(norm: RunningNorm, args: tuple[Any, ...], given: dict[str, Any]) -> None:
-        if name in seen and is_second_run():  # for activation checkpointing
+        if is_second_run():  # for activation checkpointing
             return
         given = given | dict(zip(("x", "padding_mask"), args))
         x, mask = given["x"].detach(), given.get("padding_mask")
-        x = OPS.group_scaling(x, norm.groups) if norm.groups else x
+        x = OPS.group_scaling(x, norm.groups) if norm.groups else x.clone()
         mask = mask_for(x) if mask is None else mask
+        mask = None if mask is None else mask.clone()
         mean, square = ("running_mean", "running_var") if isinstance(norm, BatchNorm) else ("", "running_phi")
         weight = None if norm.weight is None else norm.weight.clone()
         running = norm.get_buffer(mean).clone() if mean else None
         seen[name] = _Forward(x, mask, weight, running, norm.get_buffer(square).clone(), norm.eps)
 
     def after(_norm: RunningNorm, _args: tuple[Any, ...], y: Tensor) -> None:
-        forward = seen[name]
-        if y.requires_grad:
-            y.register_hook(lambda dy: setattr(forward, "dy", dy))
+        forward = seen.get(name)
+        if forward is not None and y.requires_grad:
+            y.register_hook(forward.differentiated)
 
     return before, after
 

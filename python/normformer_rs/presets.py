@@ -35,7 +35,7 @@ _TWT = {
 
 PRESETS: dict[str, Preset] = {
     "transformer-tiny": Preset(
-        "the recipe of the Multi30k figure in docs/status.md",
+        "shape and rates of the Multi30k recipe, whose whole command is in README",
         {
             "d_model": 128,
             "d_ff": 256,
@@ -135,11 +135,13 @@ PRESETS: dict[str, Preset] = {
     ),
     "brn": Preset(
         "Liu et al. 2023, Table 4 (small data, with early stopping, whose patience is not said; dropout 0.2 for WMT14 "
-        "En-Fr, 0.1 for OPUS-100 and MultiUN)",
+        "En-Fr, 0.1 for OPUS-100 and MultiUN; none elsewhere, as fairseq has it where nothing is said)",
         {
             **_BASE,
             **_FAIRSEQ,
             "dropout": 0.4,
+            "attention_dropout": 0.0,
+            "activation_dropout": 0.0,
             "lr": 5e-4,
             "warmup": 4000,
             "warmup_init_lr": 1e-7,

@@ -63,7 +63,7 @@ def translate(
         precision: f32 or bf16.
         device: cpu, cuda, cuda:N, or auto: cuda where there is one.
 
-    Errors: InputError for a missing or damaged checkpoint or folder.
+    Errors: InputError for a missing or damaged checkpoint or folder; Interrupted after Ctrl-C, between batches.
     """
     options = (search or SearchConfig()).to_json()
     source: Any = (fspath(lines.folder), *lines[1:]) if isinstance(lines, Binarised) else _sentences(lines)
@@ -105,7 +105,7 @@ def evaluate_loss(
 ) -> Perplexity:
     """The perplexity of the file `target`, given the file `source` (None for a language model).
 
-    Errors: InputError for a missing checkpoint or files of different length.
+    Errors: InputError for a missing checkpoint or files of different length; Interrupted after Ctrl-C, between batches.
     """
     source = None if source is None else fspath(source)
     measured = json.loads(

@@ -168,7 +168,7 @@ config! {
         schedule: ScheduleName = ScheduleName::InverseSqrt,
         /// Peak learning rate; none: λ/√d·n_w^-½ for inverse-sqrt, 3e-4 for no-warmup.
         lr: Option<f64> = None,
-        /// λ of inverse-sqrt without a peak learning rate.
+        /// λ, which multiplies a schedule's rate where it has no peak learning rate.
         lr_scale: f64 = 1.0,
         /// Multiplies the learning rate of any schedule (2x-lr: 2).
         lr_multiplier: f64 = 1.0,
@@ -176,7 +176,8 @@ config! {
         warmup: i64 = 4000,
         /// Learning rate at the start of warm-up, with a peak learning rate.
         warmup_init_lr: f64 = 0.0,
-        /// Number updates from 0 in the learning rate, as fairseq does, so that the first has `warmup_init_lr`.
+        /// Number updates from 0 in the learning rate, as fairseq does: where it warms up, the first has the rate that
+        /// warm-up begins with.
         count_from_zero: bool = false,
         /// Stop when the learning rate falls below this after warm-up.
         min_lr: f64 = 1e-6,

@@ -87,8 +87,9 @@ impl Packed {
         let padded = Packed::of(&rows.iter().map(Vec::as_slice).collect::<Vec<_>>())?;
         let real: Vec<f32> =
             self.lengths.iter().flat_map(|n| (0..longest as i64).map(move |i| f32::from(i < *n))).collect();
-        let real = Tensor::f_from_slice(&real)?.f_unsqueeze(1)?;
-        Ok(Packed { lengths: self.lengths.clone(), real: Some(real), ..padded })
+        let real = Tensor::f_from_slice(&real)?;
+        let spare = Some(real.f_eq(0.0)?);
+        Ok(Packed { lengths: self.lengths.clone(), real: Some(real.f_unsqueeze(1)?), spare, ..padded })
     }
 
     /// Of sentences as they are, on the host.

@@ -66,7 +66,7 @@ impl Transformer {
         Ok(residual::find(self.config.residual.as_str())?.is_profiled())
     }
 
-    /// Sets the gains that the scheme takes from one training batch, padding included.
+    /// Sets the gains that the scheme takes from one training batch, padding included, which enters no norm's statistics.
     pub fn profile(&self, read: &Sentences, ctx: Context) -> Result<()> {
         if [Some(&read.target), read.source.as_ref()].into_iter().flatten().any(Packed::is_empty) {
             return Err(Error::invalid(

@@ -13,7 +13,6 @@ use numpy::{IntoPyArray, PyArray1};
 use pyo3::prelude::*;
 use pyo3_tch::PyTensor;
 use serde_json::json;
-use std::collections::HashMap;
 use std::rc::Rc;
 use tch::{Kind, Tensor};
 
@@ -127,26 +126,25 @@ fn forward(
     let tensors = named(names, tensors);
     let (source, target, seed) = (source.map(|t| t.0), target_input.0, seed.map(|t| t.0));
     let logits = py.allow_threads(move || {
-        let (built, read, kind) = reading(&model, &tensors, source, &target, kind)?;
+        let (built, read, kind) = reading(Transformer::with_parameters(&model, &tensors)?, source, &target, kind)?;
         let logits = built.logits(&built.features(&read, &context(&model, seed, kind))?, kind)?;
         read.target.unpack(&logits, &target)
     })?;
     Ok(PyTensor(logits))
 }
 
-/// The model of these tensors, the sentences that it is to read, and the type of its products.
+/// A model, the sentences that it is to read, and the type of its products.
 fn reading(
-    model: &TransformerConfig,
-    tensors: &HashMap<String, Tensor>,
+    built: Transformer,
     source: Option<Tensor>,
     target: &Tensor,
     kind: Kind,
 ) -> crate::error::Result<(Transformer, Sentences, Kind)> {
-    let built = Transformer::with_parameters(model, tensors)?;
+    let vocabulary = built.config.vocab_size;
     // "f32" asks for the parameters' own precision: a model made double computes in double.
     let double = built.parameters.tensors().first().is_some_and(|t| t.kind() == Kind::Double);
-    let source = source.as_ref().map(|t| Packed::from_padded("source", t, model.vocab_size)).transpose()?;
-    let target = Packed::from_padded("target_input", target, model.vocab_size)?;
+    let source = source.as_ref().map(|t| Packed::from_padded("source", t, vocabulary)).transpose()?;
+    let target = Packed::from_padded("target_input", target, vocabulary)?;
     let read = Sentences::new(source, target, built.device())?.to(built.device())?;
     Ok((built, read, if double { Kind::Double } else { kind }))
 }
@@ -181,7 +179,8 @@ fn observe<'py>(
     let (source, target, seed) = (source.map(|t| t.0), target_input.0, seed.map(|t| t.0));
     let is_differentiated = loss.is_some();
     let (watch, logits) = py.allow_threads(move || {
-        let (built, read, kind) = reading(&model, &tensors, source, &target, kind)?;
+        let build = if is_differentiated { Transformer::to_train } else { Transformer::with_parameters };
+        let (built, read, kind) = reading(build(&model, &tensors)?, source, &target, kind)?;
         let watch = Rc::new(Watch::default());
         let ctx = context(&model, seed, kind).fork(true).watched(watch.clone()); // again: nothing moves
         let logits = if is_differentiated {
@@ -247,7 +246,7 @@ fn profile(
     let tensors = named(names, tensors);
     let (source, target, seed) = (source.map(|t| t.0), target_input.0, seed.0);
     py.allow_threads(move || {
-        let (built, read, kind) = reading(&model, &tensors, source, &target, kind)?;
+        let (built, read, kind) = reading(Transformer::with_parameters(&model, &tensors)?, source, &target, kind)?;
         if !built.is_profiled()? {
             return Err(Error::invalid(format!("residual {:?} has nothing to profile", model.residual.as_str())));
         }
