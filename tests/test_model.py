@@ -1,6 +1,9 @@
 """The Rust Transformer against the plain PyTorch oracle, and against torch.nn's layers."""
 
 import itertools
+import os
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -240,3 +243,19 @@ def test_bad_input_is_said():
         nfrs.TransformerConfig(norm="scalnorm")
     with pytest.raises(ValueError, match="divisible by heads"):
         nfrs.Transformer(nfrs.TransformerConfig(**{**SHAPE, "heads": 3}))
+
+
+@pytest.mark.parametrize("limit", [None, "AVX2"])
+def test_bf16_products_after_the_import(limit):
+    """In a process of its own: on some virtual machines torch alone dies of the product. A user's limit stays."""
+    code = """if True:
+        import subprocess, torch, normformer_rs
+        x = torch.ones(64, 64, dtype=torch.bfloat16)
+        assert (x @ x)[0, 0] == 64
+        print(subprocess.check_output("printf %s $ONEDNN_MAX_CPU_ISA", shell=True, text=True))
+    """
+    environment = {name: value for name, value in os.environ.items() if not name.endswith("MAX_CPU_ISA")}
+    environment |= {} if limit is None else {"ONEDNN_MAX_CPU_ISA": limit}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done
+    assert done.stdout.strip() in ({"AVX2"} if limit else {"", "AVX512_CORE_FP16"})

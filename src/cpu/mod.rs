@@ -1,5 +1,6 @@
 //! What every CPU kernel stands on: storage types, run-time choice of instruction set, random numbers, threads.
 
+pub mod amx;
 pub mod element;
 pub mod pack;
 pub mod parallel;

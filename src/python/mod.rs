@@ -56,6 +56,7 @@ fn named(names: Vec<String>, tensors: Vec<PyTensor>) -> HashMap<String, Tensor> 
 
 #[pymodule]
 fn _core(m: &Bound<'_, PyModule>) -> PyResult<()> {
+    crate::cpu::amx::avoid_if_broken();
     crate::operator::register();
     m.add("__version__", env!("CARGO_PKG_VERSION"))?;
     m.add("InputError", m.py().get_type::<InputError>())?;

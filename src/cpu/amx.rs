@@ -1,0 +1,26 @@
+//! AMX that is announced and cannot be used.
+
+use std::arch::x86_64::{__cpuid, __cpuid_count};
+
+/// oneDNN's limits; the first is its present name for it.
+const LIMITS: [&str; 2] = ["ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA"];
+
+/// Keeps torch's bf16 products away from AMX where the processor does not say how large its tiles are. Some virtual
+/// machines show the feature and hide leaf 1Dh of CPUID; oneDNN then loads no tiles, and its first product would end the
+/// process with SIGILL. oneDNN looks at its limit when it is first used, so this comes with the import. A limit that the
+/// user has set stays.
+pub fn avoid_if_broken() {
+    if is_broken() && LIMITS.iter().all(|name| std::env::var_os(name).is_none()) {
+        std::env::set_var(LIMITS[0], "AVX512_CORE_FP16");
+    }
+}
+
+fn is_broken() -> bool {
+    // SAFETY: every x86-64 processor has CPUID, and leaves beyond the last it has are not asked for.
+    #[allow(unused_unsafe)] // safe functions in later versions of Rust
+    unsafe {
+        let last = __cpuid(0).eax;
+        let has_tiles = last >= 7 && __cpuid_count(7, 0).edx & 1 << 24 != 0;
+        has_tiles && (last < 0x1d || __cpuid_count(0x1d, 1).eax == 0)
+    }
+}
