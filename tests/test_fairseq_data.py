@@ -177,7 +177,7 @@ def test_translates_multi30k_as_fairseq_does(which, corpora, fairseq, tmp_path):
         if which == "stock"
         else f"--criterion {SMOOTHED}"
     )
-    losses = train(binarised, tmp_path / "out", 150, f"{model} {loss} --dropout 0.1 --max-tokens 2000")
+    losses = train(binarised, tmp_path / "out", 250, f"{model} {loss} --dropout 0.1 --max-tokens 2000")
     assert losses[-1] < 0.8 * losses[0]
     last = tmp_path / "out" / "checkpoint_last.pt"
     convert.from_fairseq(last, tmp_path / "run")
