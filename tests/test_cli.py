@@ -155,6 +155,7 @@ SETUPS = {  # layers, width, feed-forward, heads; dropouts; rate, warm-up; token
     "twt-wmt": ((6, 512, 2048, 8), (0.1, None), (1e-3, 4000), (81_920, 0)),
     "pn-iwslt": ((6, 512, 1024, 4), (0.3, 0.1), (1.5e-3, 8000), (4096, 100_000)),
     "pn-wmt": ((6, 1024, 4096, 16), (0.3, 0.1), (3e-3, 8000), (131_072, 300_000)),
+    "pn-ptb": ((3, 256, 2100, 8), (0.3, None), (2.5e-4, 4000), (4096, 0)),
     "brn": ((6, 512, 2048, 8), (0.4, 0.0), (5e-4, 4000), (524_288, 100_000)),
 }
 
@@ -163,7 +164,8 @@ def test_presets_are_the_papers():
     found = {}
     for name in PRESETS:
         model, training = nfrs.preset(name)
-        assert model.encoder_layers == model.decoder_layers and model.attention_dropout == model.activation_dropout
+        assert model.architecture == "decoder-only" or model.encoder_layers == model.decoder_layers
+        assert model.attention_dropout == model.activation_dropout
         shape = (model.decoder_layers, model.d_model, model.d_ff, model.heads)
         batch = (training.max_tokens * training.accumulate, training.updates)
         found[name] = (shape, (model.dropout, model.attention_dropout), (training.lr, training.warmup), batch)
@@ -175,8 +177,11 @@ def test_every_preset_takes_every_scheme(name, tmp_path, capsys):
     text = tmp_path / "text"
     text.write_text("a b c d e f g h\n" * 3)
     files = [f"--{part}-{side}={text}" for part in ("train", "valid") for side in ("source", "target")]
-    small = ["--encoder-layers", "1", "--decoder-layers", "1"]
-    for scheme in SCHEMES:
+    small, schemes = ["--encoder-layers", "1", "--decoder-layers", "1"], SCHEMES
+    if nfrs.preset(name)[0].architecture == "decoder-only":
+        files = [*(file for file in files if "target" in file), "--segment-length", "32"]
+        schemes = [scheme.replace("--encoder-norm", "--norm") for scheme in SCHEMES]
+    for scheme in schemes:
         given = [*files, "--no-bpe", "--preset", name, *small, *scheme.split(), "--dry-run"]
         assert cli.main(["train", *given]) == 0, capsys.readouterr().err
 

@@ -84,6 +84,64 @@ def test_decoder_only(norm, residual):
     compare(model, state, options, None, ref.pad(TARGETS))
 
 
+TENSORIZED = {"architecture": "decoder-only", "attention": "tensorized", "tensorized_rank": 6, "tensorized_segment": 7}
+
+
+@pytest.mark.parametrize(
+    "norm,residual", [*((norm, "prenorm") for norm in NORMS), *(("layernorm", r) for r in RESIDUALS)]
+)
+def test_tensorized_attention(norm, residual):
+    if residual in ("normformer", "subln"):
+        with pytest.raises(nfrs.InputError, match=f'residual "{residual}" has a part between heads and .*dlcl'):
+            build(**TENSORIZED, norm=norm, residual=residual)
+        return
+    model, state, options = build(**TENSORIZED, norm=norm, residual=residual)
+    compare(model, state, options, None, ref.pad(TARGETS))
+
+
+def test_tensorized_attention_reads_segments():
+    model, state, options = build(**TENSORIZED)
+    whole = ref.pad([[0, *range(5, 11)], [0, 12]])  # one as long as the model reads
+    compare(model, state, options, None, whole)
+    before = model(None, whole)
+    whole[0, 5] = 20
+    after = model(None, whole)
+    assert torch.equal(before[0, :5], after[0, :5]) and not torch.isclose(before[0, 5:], after[0, 5:]).all(-1).any()
+    with pytest.raises(nfrs.InputError, match=r"8 tokens in a row, .* reads at most tensorized_segment = 7"):
+        model(None, ref.pad([[0, *range(5, 12)]]))
+    model.float().precision = "bf16"
+    rough = model(None, whole)
+    assert (rough.float() - after).abs().max() < 0.1 * after.std()
+    assert model(None, torch.full((2, 3), ref.PAD)).shape == (2, 3, 23)
+
+
+def test_tensorized_attention_as_profiled():
+    """Padding looks at its whole sentence there."""
+    model, state, options = build(**TENSORIZED, residual="admin")
+    tokens = ref.pad(TARGETS)
+    expected = ref.profile_admin(state, options, None, tokens, ref.Dropout())
+    model.profile(None, tokens)
+    found = dict(model.named_parameters())
+    for name, omega in expected.items():
+        torch.testing.assert_close(found[name], omega, rtol=1e-9, atol=0)
+
+
+@pytest.mark.parametrize(
+    "options,message",
+    [
+        ({"architecture": "encoder-decoder"}, "is a language model's"),
+        ({"attention_dropout": 0.1}, "no weights to drop, so attention_dropout = 0.1"),
+        ({"tensorized_rank": 0}, "tensorized_rank must be at least 1, got 0"),
+        ({"attention": "multi-head"}, 'an option of tensorized, and .* attention "multi-head": leave it out'),
+        ({"attention": "linear"}, "multi-head, tensorized"),
+    ],
+    ids=str,
+)
+def test_tensorized_attention_refuses(options, message):
+    with pytest.raises(nfrs.InputError, match=message):
+        nfrs.Transformer(nfrs.TransformerConfig(**{**SHAPE, **TENSORIZED, **options}))
+
+
 def test_f32_within_rounding():
     model, state, options = build(dtype=torch.float32)
     # eps 1.2e-7 times the square root of the few hundred additions on the longest path, times a margin of ten

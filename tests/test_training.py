@@ -14,6 +14,7 @@ import torch
 import normformer_rs as nfrs
 import reference as ref
 from normformer_rs import _core
+from normformer_rs.convert import to_fairseq
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 TINY = {"d_model": 16, "d_ff": 24, "heads": 2, "encoder_layers": 2, "decoder_layers": 2, "dropout": 0.0}
@@ -464,6 +465,22 @@ def test_a_language_model(tmp_path, corpus):
     history = fit(tmp_path / "run", {**data, "segment_length": 8}, model, {"updates": 30, "max_tokens": 200})
     assert history.loss[-1] < history.loss[0]
     assert events(tmp_path / "run", "evaluated")[-1]["bleu"] is None
+
+
+def test_a_tensorized_language_model(tmp_path, corpus):
+    data = {k: v for k, v in corpus.items() if k.endswith("target")}
+    model = {"architecture": "decoder-only", "attention": "tensorized", "tensorized_segment": 8, "tensorized_rank": 5}
+    model["positions"] = "fairseq"
+    with pytest.raises(ValueError, match=r"64 tokens in a row, .*at most tensorized_segment = 8: cut the text shorter"):
+        fit(tmp_path / "run", data, model, {"updates": 30})
+    data["segment_length"] = 8
+    training = {"updates": 30, "max_tokens": 200, "evaluate_every": 10}
+    history = fit(tmp_path / "run", data, model, training)
+    assert history.loss[-1] < history.loss[0]
+    fit(tmp_path / "again", data, model, training | {"activation_checkpointing": True})
+    assert losses(tmp_path / "again") == pytest.approx(losses(tmp_path / "run"), rel=1e-5)
+    with pytest.raises(nfrs.InputError, match="its attention is tensorized"):
+        to_fairseq(tmp_path / "run", tmp_path / "run.pt")
 
 
 def bad(change):

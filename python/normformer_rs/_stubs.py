@@ -49,6 +49,8 @@ class Config:
 '''
 
 _TAIL = """\
+LANGUAGE_MODELS: tuple[str, ...]
+
 def unknown(what: str, got: str, choices: Iterable[str]) -> str: ...
 def split(options: Mapping[str, Any], *kinds: type[Config]) -> list[dict[str, Any]]: ...
 def tables() -> dict[str, list[dict[str, Any]]]: ...
@@ -87,9 +89,9 @@ def names() -> str:
         (
             "Beside them",
             "others",
-            "`--groupscaling N`, `--fixnorm`, and with `--residual admin` by itself (in plain PyTorch "
-            "`normformer_rs.nn.profile`);\n"
-            "shown by `pytest tests/test_model.py tests/test_norms.py -k 'group_scaling or fixnorm or profil'`.",
+            "`--groupscaling N`, `--fixnorm`, `--attention tensorized`, and with `--residual admin` by itself (in\n"
+            "plain PyTorch `normformer_rs.nn.profile`); shown by\n"
+            "`pytest tests/test_model.py tests/test_norms.py -k 'group_scaling or fixnorm or tensorized or profil'`.",
         ),
     ):
         lines += ["", f"## {title}", "", how, ""]

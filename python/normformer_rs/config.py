@@ -133,6 +133,8 @@ TransformerConfig = _generate("TransformerConfig", "model", "A Transformer.")
 TrainingConfig = _generate("TrainingConfig", "training", "A training run.")
 DataConfig = _generate("DataConfig", "data", "The text of a training run, and how it is cut into pieces.")
 SearchConfig = _generate("SearchConfig", "search", "How translations are searched.")
+LANGUAGE_MODELS = ("attention", "tensorized_rank", "tensorized_segment")
+"""Options of a model that only the training loop's language models have."""
 
 
 def split(options: Mapping[str, Any], *kinds: type[Config]) -> list[dict[str, Any]]:

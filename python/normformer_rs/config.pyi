@@ -27,6 +27,7 @@ class Config:
     def from_json(cls: type[_C], text: str) -> _C: ...
 
 _Architecture = Literal["encoder-decoder", "decoder-only"]
+_Attention = Literal["multi-head", "tensorized"]
 _Norm = Literal[
     "layernorm",
     "rmsnorm",
@@ -77,6 +78,9 @@ class TransformerConfig(Config):
     d_model: int
     d_ff: int
     heads: int
+    attention: _Attention
+    tensorized_rank: int
+    tensorized_segment: int
     encoder_layers: int
     decoder_layers: int
     norm: _Norm
@@ -122,6 +126,9 @@ class TransformerConfig(Config):
         d_model: int = ...,
         d_ff: int = ...,
         heads: int = ...,
+        attention: _Attention = ...,
+        tensorized_rank: int = ...,
+        tensorized_segment: int = ...,
         encoder_layers: int = ...,
         decoder_layers: int = ...,
         norm: _Norm = ...,
@@ -283,6 +290,8 @@ class SearchConfig(Config):
         n_best: int = ...,
         max_length: int | None = ...,
     ) -> None: ...
+
+LANGUAGE_MODELS: tuple[str, ...]
 
 def unknown(what: str, got: str, choices: Iterable[str]) -> str: ...
 def split(options: Mapping[str, Any], *kinds: type[Config]) -> list[dict[str, Any]]: ...

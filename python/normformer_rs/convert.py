@@ -17,7 +17,7 @@ from torch import Tensor
 
 from . import _core
 from ._core import InputError
-from .config import TrainingConfig, TransformerConfig
+from .config import LANGUAGE_MODELS, TrainingConfig, TransformerConfig
 from .model import find_checkpoint, read_config
 from .nn.declared import declare
 
@@ -35,8 +35,8 @@ FAIRSEQS: tuple[str, ...] = (
     "decoder_layers",
     "positions",
 )
-FAIRSEQS += ("tie_embeddings", "dropout", "attention_dropout", "activation_dropout")
-"""Options of a model that fairseq has flags of its own for, or that its data decide."""
+FAIRSEQS += ("tie_embeddings", "dropout", "attention_dropout", "activation_dropout", *LANGUAGE_MODELS)
+"""Options of a model that fairseq has flags of its own for, that its data decide, or that a model there cannot have."""
 REFUSED: tuple[str, ...] = (
     "adaptive_input",
     "adaptive_softmax_cutoff",
@@ -370,7 +370,7 @@ def _dictionary(folder: Path, task: Mapping[str, Any]) -> Path:
 def to_fairseq(directory: Path_, output: Path_, *, checkpoint: str = "best") -> None:
     """Writes a run's checkpoint as a .pt of `nfrs_transformer` or `nfrs_transformer_lm`.
 
-    Errors: InputError for positions that fairseq has not, and existing files.
+    Errors: InputError for positions and attention that fairseq has not, and existing files.
     """
     if Path(output).exists():
         raise InputError(f"{output} exists already; give a new file")
@@ -380,6 +380,8 @@ def to_fairseq(directory: Path_, output: Path_, *, checkpoint: str = "best") -> 
         raise InputError(
             f"{directory}: its positions are {config.positions}; a fairseq Transformer has positions=fairseq"
         )
+    if config.attention != "multi-head":
+        raise InputError(f"{directory}: its attention is {config.attention}, which a fairseq Transformer has not")
     state = from_canonical(dict(_core.load_parameters(str(folder))), config.tie_embeddings)
     if declare(config, "decoder").is_profiled:
         state["is_profiled"] = torch.tensor(1, dtype=torch.uint8)

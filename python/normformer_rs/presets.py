@@ -133,6 +133,26 @@ PRESETS: dict[str, Preset] = {
             "keep": 10,
         },
     ),
+    "pn-ptb": Preset(
+        "Shen et al. 2020, App A.2 (language modelling of PTB, 30 epochs), sizes and rate of Ma et al. 2019 (core-1); "
+        "comes with `--segment-length 32`, and theirs with `--norm powernorm`",
+        {
+            "architecture": "decoder-only",
+            "attention": "tensorized",
+            "tensorized_rank": 40,
+            "tensorized_segment": 32,
+            "d_model": 256,
+            "d_ff": 2100,
+            "decoder_layers": 3,
+            "vocab_mask": False,
+            "dropout": 0.3,
+            "lr": 2.5e-4,
+            "warmup": 4000,
+            "beta2": 0.98,
+            "updates": 0,
+            "epochs": 30,
+        },
+    ),
     "brn": Preset(
         "Liu et al. 2023, Table 4 (small data, with early stopping, whose patience is not said; dropout 0.2 for WMT14 "
         "En-Fr, 0.1 for OPUS-100 and MultiUN; none elsewhere, as fairseq has it where nothing is said)",

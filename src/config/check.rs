@@ -1,8 +1,9 @@
 //! What options must be, alone and together.
 
-use super::{Architecture, DataConfig, ScheduleName, SearchOptions, TrainingConfig, TransformerConfig};
+use super::{Architecture, AttentionName, DataConfig, ScheduleName, SearchOptions, TrainingConfig, TransformerConfig};
 use crate::error::{Error, Result};
 use crate::norm::lp_norm;
+use crate::residual::{Place, Point, Scheme, Stack, SCHEMES};
 use crate::search::SearchConfig;
 
 impl SearchOptions {
@@ -88,17 +89,68 @@ impl TransformerConfig {
                 return Err(Error::invalid(format!("{name} must be at least 0, got {value}")));
             }
         }
+        for (name, value) in
+            [("tensorized_rank", self.tensorized_rank), ("tensorized_segment", self.tensorized_segment)]
+        {
+            if value < 1 {
+                return Err(Error::invalid(format!("{name} must be at least 1, got {value}")));
+            }
+        }
         if self.branchnorm_steps < 0 {
             return Err(Error::invalid(format!("branchnorm_steps must be at least 0, got {}", self.branchnorm_steps)));
         }
-        self.check_that_options_matter()
+        self.check_that_options_matter()?;
+        self.check_attention()
     }
 
-    /// An option that would do nothing is a mistake: one of a norm, scheme or init that is not chosen, or a norm where
+    /// What tensorized attention cannot be part of.
+    fn check_attention(&self) -> Result<()> {
+        if self.attention != AttentionName::Tensorized {
+            return Ok(());
+        }
+        if self.has_encoder() {
+            return Err(Error::invalid(
+                "attention = \"tensorized\" is a language model's: give architecture = \"decoder-only\", or leave it out",
+            ));
+        }
+        if let Some(p) = self.attention_dropout {
+            return Err(Error::invalid(format!(
+                "tensorized attention has no weights to drop, so attention_dropout = {p} would do nothing: leave it out"
+            )));
+        }
+        let cuts_in = |scheme: &&dyn Scheme| {
+            scheme.inside(&Place::new(self, Stack::Decoder, 0)).iter().any(|(point, _)| *point == Point::AfterHeads)
+        };
+        let scheme = crate::residual::find(self.residual.as_str())?;
+        if cuts_in(&scheme) {
+            let others: Vec<&str> = SCHEMES.iter().filter(|scheme| !cuts_in(scheme)).map(|s| s.name()).collect();
+            return Err(Error::invalid(format!(
+                "residual {:?} has a part between heads and output projection, and tensorized attention has no heads: \
+                 choose one of {}, or options of it without that part",
+                scheme.name(),
+                others.join(", ")
+            )));
+        }
+        Ok(())
+    }
+
+    /// Refuses sentences that are longer than the model can read.
+    pub fn check_lengths(&self, lengths: &[i64]) -> Result<()> {
+        let most = self.tensorized_segment;
+        match lengths.iter().find(|n| self.attention == AttentionName::Tensorized && **n > most) {
+            Some(n) => Err(Error::invalid(format!(
+                "{n} tokens in a row, and the model's tensorized attention reads at most tensorized_segment = {most}: cut \
+                 the text shorter (segment_length), or make that larger"
+            ))),
+            None => Ok(()),
+        }
+    }
+
+    /// An option that would do nothing is a mistake: one of a norm, scheme, init or attention that is not chosen, or a norm where
     /// the scheme has none.
     fn check_that_options_matter(&self) -> Result<()> {
         let (residual, init) = (self.residual.as_str(), self.init());
-        let chosen = [residual, init, self.encoder_norm(), self.decoder_norm()];
+        let chosen = [residual, init, self.encoder_norm(), self.decoder_norm(), self.attention.name()];
         let default = TransformerConfig::default();
         let json = |config: &TransformerConfig| serde_json::to_value(config).expect("options are plain data");
         let (own, default) = (json(self), json(&default));
@@ -107,13 +159,15 @@ impl TransformerConfig {
             // What is powernorm's is powernorm-v's too.
             if own[field.name] != default[field.name] && !chosen.iter().any(|name| name.starts_with(owner)) {
                 return Err(Error::invalid(format!(
-                    "{} = {} is an option of {owner}, and this model has norm {}, residual {residual:?} and init {init:?}: leave it out",
+                    "{} = {} is an option of {owner}, and this model has norm {}, residual {residual:?}, init {init:?} and \
+                     attention {:?}: leave it out",
                     field.name,
                     own[field.name],
                     match self.encoder_norm() == self.decoder_norm() {
                         true => format!("{:?}", self.decoder_norm()),
                         false => format!("{:?} and {:?}", self.encoder_norm(), self.decoder_norm()),
                     },
+                    self.attention.name(),
                 )));
             }
         }
@@ -155,11 +209,12 @@ impl TransformerConfig {
     }
 }
 
-/// The norm, scheme or init that an option belongs to: the one whose name the option's begins with.
+/// The norm, scheme, init or attention that an option belongs to: the one whose name the option's begins with.
 fn owner(option: &str) -> Option<&'static str> {
     let norms = crate::norm::NORMS.iter().map(|n| n.name);
     let residuals = crate::residual::SCHEMES.iter().map(|s| s.name());
-    let mut names = norms.chain(residuals).chain(crate::init::INITS.iter().map(|i| i.name));
+    let inits = crate::init::INITS.iter().map(|i| i.name);
+    let mut names = norms.chain(residuals).chain(inits).chain([AttentionName::Tensorized.name()]);
     names.find(|name| option.strip_prefix(&name.replace('-', "_")).is_some_and(|rest| rest.starts_with('_')))
 }
 

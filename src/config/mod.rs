@@ -44,6 +44,10 @@ choice! {
     pub enum Ties ("tie_embeddings") { All = "all", Decoder = "decoder", None = "none" }
 }
 choice! {
+    /// How a stack attends to itself: softmax heads, or SPEC §4's tensorized attention.
+    pub enum AttentionName ("attention") { MultiHead = "multi-head", Tensorized = "tensorized" }
+}
+choice! {
     pub enum Smoothing ("smoothing") { Fairseq = "fairseq", Twt = "twt" }
 }
 choice! {
@@ -76,6 +80,12 @@ config! {
         d_ff: i64 = 2048,
         /// Attention heads; must divide d_model.
         heads: i64 = 8,
+        /// A language model's attention: multi-head, or tensorized (Ma et al. 2019), which reads segments of limited length.
+        attention: AttentionName = AttentionName::MultiHead,
+        /// Rank R of tensorized attention's one block.
+        tensorized_rank: i64 = 40,
+        /// T of tensorized attention, the most tokens that it reads at a time; its output projection is (d_model, T²).
+        tensorized_segment: i64 = 64,
         /// Encoder layers.
         encoder_layers: i64 = 6,
         /// Decoder layers.

@@ -1,13 +1,13 @@
 //! Word embeddings with sinusoidal positions, and the output projection that may share them.
 
+use super::sinusoids::Sinusoids;
 use super::{linear, Builder, Context, Packed, PAD};
-use crate::config::{Positions, Ties, TransformerConfig};
+use crate::config::{Ties, TransformerConfig};
 use crate::error::Result;
 use crate::init::{self, Fill, Table};
 use crate::norm::fix_norm;
 use crate::operator;
-use std::cell::RefCell;
-use tch::{Device, Kind, Tensor};
+use tch::{Kind, Tensor};
 
 /// The tables of word vectors: one, two or three, as `tie_embeddings` says.
 pub struct Embeddings {
@@ -55,7 +55,7 @@ impl Embeddings {
             tied: config.tie_embeddings != Ties::None,
             fixnorm: config.fixnorm,
             scale: (d as f64).sqrt(),
-            positions: Sinusoids { layout: config.positions, d_model: d, tables: RefCell::default() },
+            positions: Sinusoids::new(config.positions, d),
         })
     }
 
@@ -73,7 +73,8 @@ impl Embeddings {
         if self.fixnorm {
             words = fix_norm::fix_norm(&words)?;
         }
-        let positions = self.positions.rows(input, words.kind())?;
+        let table = self.positions.table(input.end, words.kind(), input.positions.device())?;
+        let positions = table.f_index_select(0, &input.positions)?;
         let positions = match &input.real {
             Some(real) => positions.f_mul(&real.f_to_kind(positions.kind())?)?,
             None => positions,
@@ -106,50 +107,5 @@ pub fn first_values(table: Table, config: &TransformerConfig, init: &init::Init)
         // A zero row has no direction: under FixNorm padding starts like any other word (its gradient would be 1e12).
         true => Fill::Uniform { bound: fix_norm::INIT_BOUND },
         false => Fill::WithZeroRow(PAD, Box::new((init.embedding)(table, config))),
-    }
-}
-
-/// Sinusoidal positions (SPEC §4), as many rows as were asked for so far.
-struct Sinusoids {
-    layout: Positions,
-    d_model: i64,
-    /// The last one is in use; a recorded CUDA graph may still read the shorter ones before it.
-    tables: RefCell<Vec<Tensor>>,
-}
-
-impl Sinusoids {
-    fn rows(&self, input: &Packed, kind: Kind) -> Result<Tensor> {
-        let (needed, device) = (input.end, input.positions.device());
-        let mut tables = self.tables.borrow_mut();
-        if !tables.last().is_some_and(|t| t.size()[0] >= needed && t.kind() == kind && t.device() == device) {
-            tables.push(self.make((needed as usize).next_power_of_two().max(64), kind, device)?);
-        }
-        let table = tables.last().expect("a table was made above");
-        Ok(table.f_index_select(0, &input.positions)?)
-    }
-
-    fn make(&self, rows: usize, kind: Kind, device: Device) -> Result<Tensor> {
-        let d = self.d_model as usize;
-        let half = d / 2;
-        let mut values = vec![0f64; rows * d];
-        for (position, row) in values.chunks_exact_mut(d).enumerate() {
-            for j in 0..half {
-                match self.layout {
-                    // column 2j is a sine, 2j+1 a cosine, of position·10000^(−2j/d)
-                    Positions::Twt => {
-                        let angle = position as f64 * 10000f64.powf(-2.0 * j as f64 / d as f64);
-                        (row[2 * j], row[2 * j + 1]) = angle.sin_cos();
-                    }
-                    // sines in the first half, cosines in the second; the first token stands at padding_idx + 1
-                    Positions::Fairseq => {
-                        let step = 10000f64.ln() / (half as f64 - 1.0).max(1.0);
-                        let angle = (position as i64 + PAD + 1) as f64 * (-(j as f64) * step).exp();
-                        (row[j], row[half + j]) = angle.sin_cos();
-                    }
-                }
-            }
-        }
-        let table = Tensor::f_from_slice(&values)?.f_reshape([rows as i64, d as i64].as_slice())?;
-        Ok(table.f_to_kind(kind)?.f_to_device(device)?)
     }
 }

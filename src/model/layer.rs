@@ -3,7 +3,9 @@
 use super::attention::Attention;
 use super::feed_forward::FeedForward;
 use super::residual::{shared, Around, Inside};
+use super::tensorized::Tensorized;
 use super::{Builder, Context};
+use crate::config::AttentionName;
 use crate::error::Result;
 use crate::init::Init;
 use crate::norm::Norm;
@@ -24,6 +26,7 @@ pub struct Branch {
 
 pub enum Function {
     SelfAttention(Attention),
+    Tensorized(Tensorized),
     CrossAttention(Attention),
     FeedForward(FeedForward),
 }
@@ -45,6 +48,9 @@ impl Layer {
         let mut sublayers = Vec::new();
         for place in place.each() {
             let function = match place.sublayer {
+                Sublayer::SelfAttention if place.config.attention == AttentionName::Tensorized => {
+                    Function::Tensorized(b.within("self_attn", |b| Tensorized::build(b, &place, init))?)
+                }
                 Sublayer::SelfAttention => Function::SelfAttention(
                     b.within("self_attn", |b| Attention::build(b, &place, init, scheme.has_biases()))?,
                 ),

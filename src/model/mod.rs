@@ -10,7 +10,9 @@ mod parameters;
 mod ranges;
 mod residual;
 mod sentences;
+mod sinusoids;
 mod stack;
+mod tensorized;
 #[cfg(test)]
 mod tests;
 mod transformer;
@@ -23,6 +25,7 @@ pub use parameters::{Builder, Parameters};
 pub use ranges::Ranges;
 pub use sentences::Sentences;
 pub use stack::StackCache;
+pub use tensorized::TENSORIZED;
 pub use transformer::{Memory, Transformer};
 
 use crate::error::Result;

@@ -61,6 +61,26 @@ impl Ranges {
         Ok(Ranges::Packed(Tensor::f_from_slice(rows)?.f_reshape([-1, 4].as_slice())?))
     }
 
+    /// Causal ranges with each sentence's padding, which attends to all of it, in one row with it (where there is nothing
+    /// but padding, to the first of it); none: there are no queries.
+    pub fn segments(&self) -> Result<Option<Rc<Padded>>> {
+        let table = match self {
+            Ranges::Padded(padded) => return Ok(Some(padded.clone())),
+            Ranges::Packed(table) => table,
+        };
+        let mut rows: Vec<i64> = Vec::new();
+        for row in Vec::<i64>::try_from(table.f_to_device(Device::Cpu)?.f_reshape(-1i64)?)?.chunks_exact(4) {
+            match rows.last_chunk_mut::<4>() {
+                Some([_, queries, keys, _]) if *keys == row[2] => *queries += row[1],
+                _ if row[1] > 0 => rows.extend([row[0], row[1], row[2], row[3].max(1)]),
+                _ => {}
+            }
+        }
+        let end = |start: usize| rows.chunks_exact(4).map(|r| r[start] + r[start + 1]).max().unwrap_or(0);
+        let padded = Padded::of(&rows, [end(0), end(2)], None)?;
+        Ok(padded.map(|padded| padded.to(table.device())).transpose()?.map(Rc::new))
+    }
+
     pub fn shallow_clone(&self) -> Self {
         match self {
             Ranges::Packed(table) => Ranges::Packed(table.shallow_clone()),
@@ -145,6 +165,13 @@ impl Places {
     }
 }
 
+impl Cargo for Padded {
+    fn tensors(&mut self) -> Vec<&mut Tensor> {
+        let Padded { queries, keys, real, gaps, .. } = self;
+        queries.tensors().into_iter().chain(keys.tensors()).chain([real, gaps]).collect()
+    }
+}
+
 impl Padded {
     /// On the host, filling the rooms of queries and keys. None where the ranges do not hold every query row once, in
     /// order, or where one has no keys.
@@ -184,13 +211,22 @@ impl Padded {
         }))
     }
 
-    fn tensors(&mut self) -> Vec<&mut Tensor> {
-        let Padded { queries, keys, real, gaps, .. } = self;
-        queries.tensors().into_iter().chain(keys.tensors()).chain([real, gaps]).collect()
+    /// Packed rows of queries, keys and values as (n, q_len, …) and (n, k_len, …); a real row's numbers at padding.
+    pub fn side_by_side(&self, [q, k, v]: [&Tensor; 3]) -> Result<[Tensor; 3]> {
+        let fill = |t: &Tensor, places: &Places, len: i64| -> Result<Tensor> {
+            Ok(places.fill(t)?.f_reshape([self.sentences, len, -1].as_slice())?)
+        };
+        Ok([fill(q, &self.queries, self.q_len)?, fill(k, &self.keys, self.k_len)?, fill(v, &self.keys, self.k_len)?])
     }
 
-    /// What stands at the places of queries, as packed rows.
-    fn pack(&self, filled: &Tensor) -> Result<Tensor> {
+    /// bool (n, k_len): where keys are not real; none: only behind every real query.
+    pub fn absent_keys(&self) -> Result<Option<Tensor>> {
+        let absent = || self.real.f_logical_not()?.f_reshape([self.sentences, self.k_len].as_slice());
+        Ok((!self.is_square).then(absent).transpose()?)
+    }
+
+    /// What stands at the places of queries, (n·q_len, …), as packed rows.
+    pub fn pack(&self, filled: &Tensor) -> Result<Tensor> {
         operator::gather(filled, &self.queries.places, &self.queries.rows, &self.gaps)
     }
 
@@ -204,12 +240,9 @@ impl Padded {
         scale: f64,
         dropout: Option<(f64, &Tensor, i64)>,
     ) -> Result<Tensor> {
-        let split = |t: &Tensor, places: &Places, len: i64| -> Result<Tensor> {
-            let shape = [self.sentences, len, heads, -1];
-            Ok(places.fill(t)?.f_reshape(shape.as_slice())?.f_transpose(1, 2)?)
-        };
-        let q = split(q, &self.queries, self.q_len)?;
-        let (k, v) = (split(k, &self.keys, self.k_len)?, split(v, &self.keys, self.k_len)?);
+        let split = |t: &Tensor| t.f_unflatten(-1, [heads, -1].as_slice())?.f_transpose(1, 2);
+        let [q, k, v] = self.side_by_side([q, k, v])?;
+        let (q, k, v) = (split(&q)?, split(&k)?, split(&v)?);
         let out = match dropout {
             // A causal mask hides keys of padding too: it comes after the real ones.
             None => {

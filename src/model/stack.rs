@@ -3,8 +3,9 @@
 use super::attention::{Attention, Cache};
 use super::layer::{Function, Layer, Stream};
 use super::residual::{Flow, Inside};
+use super::tensorized::Tensorized;
 use super::{Builder, Context, Ranges};
-use crate::error::Result;
+use crate::error::{Error, Result};
 use crate::init::Init;
 use crate::norm::Norm;
 use crate::operator::{self, Inputs};
@@ -90,11 +91,16 @@ impl Stack {
         cache.0.resize_with(self.body.layers.len(), || None);
         self.run(x, ctx, &mut |index, stream| {
             let cache = &mut cache.0[index];
-            self.body.layer(index, stream, ctx, &mut |attends, attention, inside, input| match (attends, memory) {
-                (Attends::Memory, Some((memory, ranges))) => {
+            self.body.layer(index, stream, ctx, &mut |attention, inside, input| match (attention, memory) {
+                (Attends::Memory(attention), Some((memory, ranges))) => {
                     attention.attend_memory(input, &memory[index], ranges, inside, ctx)
                 }
-                _ => attention.step(input, cache, inside, ctx),
+                (Attends::Itself(attention) | Attends::Memory(attention), _) => {
+                    attention.step(input, cache, inside, ctx)
+                }
+                (Attends::Segment(_), _) => {
+                    Err(Error::invalid("tensorized attention reads whole segments: it does not decode token by token"))
+                }
             })
         })
     }
@@ -171,8 +177,9 @@ impl Body {
         for (s, branch) in self.layers[index].sublayers.iter().enumerate() {
             let input = branch.input(&stream, ctx)?;
             let f = match &branch.function {
-                Function::SelfAttention(a) => attend(Attends::Itself, a, &branch.inside, &input)?,
-                Function::CrossAttention(a) => attend(Attends::Memory, a, &branch.inside, &input)?,
+                Function::SelfAttention(a) => attend(Attends::Itself(a), &branch.inside, &input)?,
+                Function::Tensorized(a) => attend(Attends::Segment(a), &branch.inside, &input)?,
+                Function::CrossAttention(a) => attend(Attends::Memory(a), &branch.inside, &input)?,
                 Function::FeedForward(f) => f.forward(&input, &branch.inside, ctx)?,
             };
             stream = branch.close(&stream, f, self.norm_after(index, s), ctx)?;
@@ -193,15 +200,15 @@ impl Body {
     }
 }
 
-/// Whom an attention sublayer looks at.
-#[derive(Clone, Copy, PartialEq, Eq)]
-enum Attends {
-    Itself,
-    Memory,
+/// An attention sublayer, and whom it looks at.
+enum Attends<'a> {
+    Itself(&'a Attention),
+    Segment(&'a Tensorized),
+    Memory(&'a Attention),
 }
 
-/// How attention is computed: whole sentences or a step with a cache. (whom, attention, inside, input) → F.
-type Attend<'a> = dyn FnMut(Attends, &Attention, &Inside, &Tensor) -> Result<Tensor> + 'a;
+/// How attention is computed: whole sentences or a step with a cache. (attention, inside, input) → F.
+type Attend<'a> = dyn FnMut(Attends, &Inside, &Tensor) -> Result<Tensor> + 'a;
 
 /// Of whole sentences, every one to itself (`causal`: to its past), and to the memory if there is one.
 fn whole<'a>(
@@ -209,12 +216,15 @@ fn whole<'a>(
     causal: bool,
     memory: Option<(&'a Tensor, &'a Ranges)>,
     ctx: &'a Context,
-) -> impl FnMut(Attends, &Attention, &Inside, &Tensor) -> Result<Tensor> + 'a {
-    move |attends, attention, inside, input| match (attends, memory) {
-        (Attends::Memory, Some((memory, ranges))) => {
+) -> impl FnMut(Attends, &Inside, &Tensor) -> Result<Tensor> + 'a {
+    move |attention, inside, input| match (attention, memory) {
+        (Attends::Memory(attention), Some((memory, ranges))) => {
             let memory = attention.memory(memory, ctx.kind)?;
             attention.attend_memory(input, &memory, ranges, inside, ctx)
         }
-        _ => attention.attend(input, own, causal, inside, ctx),
+        (Attends::Itself(attention) | Attends::Memory(attention), _) => {
+            attention.attend(input, own, causal, inside, ctx)
+        }
+        (Attends::Segment(attention), _) => attention.attend(input, own, inside, ctx),
     }
 }

@@ -140,6 +140,7 @@ fn the_fused_step_is_the_unfused_one() {
                 super::layer::Function::SelfAttention(a) | super::layer::Function::CrossAttention(a) => {
                     a.attend(&n, &own, true, &branch.inside, &ctx).unwrap()
                 }
+                super::layer::Function::Tensorized(a) => a.attend(&n, &own, &branch.inside, &ctx).unwrap(),
             };
             stream += f;
         }

@@ -82,6 +82,7 @@ impl Transformer {
     /// The decoder's output before the output projection, (target rows, d_model).
     pub fn features(&self, read: &Sentences, ctx: &Context) -> Result<Tensor> {
         let Sentences { source, target, own, across } = read;
+        self.config.check_lengths(&target.lengths)?;
         let on_target = ctx.over(target);
         match (&self.encoder, source.as_ref().zip(across.as_ref())) {
             (Some(encoder), Some((source, [among, across]))) => {

@@ -2,7 +2,7 @@
 
 use super::json_text;
 use crate::config::{DataConfig, SearchOptions, TrainingConfig, TransformerConfig};
-use crate::{init, norm, operator, residual};
+use crate::{init, model, norm, operator, residual};
 use pyo3::prelude::*;
 use serde_json::json;
 use std::collections::HashMap;
@@ -27,7 +27,7 @@ fn fields(which: &str) -> PyResult<String> {
 fn tables() -> PyResult<String> {
     let entry =
         |name: &str, equation: &str, source: &str| json!({"name": name, "equation": equation, "source": source});
-    let others = [norm::group_scaling::ABOUT, norm::fix_norm::ABOUT, residual::PROFILING];
+    let others = [norm::group_scaling::ABOUT, norm::fix_norm::ABOUT, residual::PROFILING, model::TENSORIZED];
     json_text(&json!({
         "norms": norm::NORMS.iter().map(|n| {
             let mut entry = entry(n.name, n.equation, n.source);

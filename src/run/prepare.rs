@@ -32,6 +32,9 @@ pub(super) fn prepare_with(
     training.validate()?;
     config.validate()?;
     let sided = model.has_encoder();
+    if !sided {
+        model.check_lengths(&[config.segment_length])?;
+    }
     let Text { segmenter, vocabulary, train, valid, mut references } = match &config.data_bin {
         Some(folder) => binarised(folder, sided, config, known)?,
         None => files(sided, config, known)?,

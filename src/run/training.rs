@@ -3,7 +3,7 @@
 use super::folder::{check_new, check_overwritten, read_mask, resume, Beginning, Log, CONFIG, LOG};
 use super::prepare::{prepare_with, valid_batches};
 use super::{device, keep_memory, prepare, Mode, Prepared};
-use crate::config::{DataConfig, TrainingConfig, TransformerConfig};
+use crate::config::{AttentionName, DataConfig, TrainingConfig, TransformerConfig};
 use crate::cuda;
 use crate::data::{BatchStream, Prefetch, StreamConfig};
 use crate::error::{Error, Result};
@@ -156,11 +156,19 @@ pub fn dry_run(model: &TransformerConfig, training: &TrainingConfig, data: &Data
     let built = Transformer::new(&prepared.model, Device::Cpu, Kind::Float)?;
     let n = built.parameters.numel();
     let most = training.max_tokens as usize;
-    // Activations kept for the backward pass, f32 units a row: about 16 d + 2 d_ff a layer and side; one block of logits.
+    // Activations kept for the backward pass, f32 units a row: about 16 d + 2 d_ff a layer and side, and for tensorized
+    // attention 3 T·R of products and 2 T² of entries; one block of logits.
     let (d, f) = (model.d_model as usize, model.d_ff as usize);
     let encoder = if model.has_encoder() { model.encoder_layers as usize } else { 0 };
     let layers = encoder + model.decoder_layers as usize;
-    let activations = most.saturating_mul(layers * (16 * d + 2 * f) * 4);
+    let attention = match model.attention {
+        AttentionName::MultiHead => 0,
+        AttentionName::Tensorized => {
+            let (rank, segment) = (model.tensorized_rank as usize, model.tensorized_segment as usize);
+            segment * (3 * rank + 2 * segment)
+        }
+    };
+    let activations = most.saturating_mul(layers * (16 * d + 2 * f + attention) * 4);
     let logits = 1024 * prepared.model.vocab_size as usize * 4;
     Ok(serde_json::json!({
         "parameters": n,

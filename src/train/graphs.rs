@@ -181,7 +181,7 @@ mod tests {
             |step: usize| (0..60).map(|i| (0..1 + i * step % 19).map(|w| 4 + (i + w) as u32 % 16).collect()).collect();
         let corpus = match sides {
             2 => Corpus { source: Some(side(7)), target: side(5), start: BOS as u32 },
-            _ => Corpus::language_model(&side(5), 12, MAX_TOKENS).unwrap(),
+            _ => Corpus::language_model(&side(5), 11, MAX_TOKENS).unwrap(),
         };
         let all = plan(&corpus.lengths(), MAX_TOKENS, 1, 0);
         all.iter().map(|sentences| collate(&corpus, sentences)).collect()
@@ -190,7 +190,7 @@ mod tests {
     fn pass(options: &str) -> Rc<Pass> {
         let text = format!(
             r#"{{"vocab_size": 20, "d_model": 16, "d_ff": 24, "heads": 2, "encoder_layers": 2, "decoder_layers": 2,
-                "dropout": 0.2, "attention_dropout": 0.3, {options}}}"#
+                "dropout": 0.2, {options}}}"#
         );
         let config: TransformerConfig = crate::config::from_json("model", &text).unwrap();
         Rc::new(Pass {
@@ -238,11 +238,12 @@ mod tests {
     #[test]
     fn a_replayed_step_is_the_step_itself() {
         for options in [
-            r#""residual": "prenorm", "norm": "layernorm""#,
+            r#""residual": "prenorm", "norm": "layernorm", "attention_dropout": 0.3"#,
             r#""residual": "branchnorm", "norm": "scalenorm", "fixnorm": true"#,
             r#""residual": "prenorm", "norm": "rmsnorm", "encoder_norm": "batchnorm""#,
             r#""residual": "postnorm", "norm": "powernorm", "powernorm_warmup": 3, "encoder_norm": "powernorm-v""#,
             r#""architecture": "decoder-only", "residual": "subln""#,
+            r#""architecture": "decoder-only", "attention": "tensorized", "tensorized_segment": 11"#,
             r#""residual": "dlcl", "norm": "lpnorm", "lpnorm_p": 3"#,
             r#""residual": "normformer", "norm": "batchnorm", "groupscaling": 2"#,
         ] {

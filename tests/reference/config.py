@@ -11,6 +11,9 @@ DEFAULTS: dict[str, Any] = {
     "d_model": 16,
     "d_ff": 32,
     "heads": 2,
+    "attention": "multi-head",  # or "tensorized"
+    "tensorized_rank": 40,
+    "tensorized_segment": 64,
     "encoder_layers": 2,
     "decoder_layers": 2,
     "norm": "layernorm",

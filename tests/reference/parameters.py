@@ -139,6 +139,9 @@ def _parts(c: Config, stack: str) -> Iterator[Any]:
 
 def _linears(place: Place) -> Iterator[Parameter]:
     d, d_ff = place.config["d_model"], place.config["d_ff"]
+    if place.kind == "self_attn" and place.config["attention"] == "tensorized":
+        yield from _tensorized(f"{place.prefix}.self_attn", place.config)
+        return
     if place.kind == "feed_forward":
         linears = {"linear1.weight": (d_ff, d), "linear2.weight": (d, d_ff)}
         biases = {"linear1.bias": (d_ff,), "linear2.bias": (d,)}
@@ -150,3 +153,13 @@ def _linears(place: Place) -> Iterator[Parameter]:
     if describe_sublayer(place).has_biases:
         for name, shape in biases.items():
             yield Parameter(f"{place.prefix}.{name}", shape, 0.0)
+
+
+def _tensorized(name: str, c: Config) -> Iterator[Parameter]:
+    d, rank = c["d_model"], c["tensorized_rank"]
+    yield Parameter(f"{name}.in_proj_weight", (3 * rank, d))
+    yield Parameter(f"{name}.distance_proj.weight", (rank, d))
+    yield Parameter(f"{name}.core", (rank,), 1 / rank)
+    yield Parameter(f"{name}.content_bias", (rank,), 0.0)
+    yield Parameter(f"{name}.distance_bias", (rank,), 0.0)
+    yield Parameter(f"{name}.out_proj.weight", (d, c["tensorized_segment"] ** 2))

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from .. import _core
 from .._core import InputError
-from ..config import TransformerConfig, unknown
+from ..config import LANGUAGE_MODELS, TransformerConfig, unknown
 from .norms import FixedScaleNorm, LayerNorm, RMSNorm, ScaleNorm, norm_of_config
 from .profiling import profile_step
 
@@ -204,7 +204,7 @@ OWN: tuple[str, ...] = (
     "init",
     "fixnorm",
 )
-OWN += ("positions", "tie_embeddings", "output_bias", "dropout", "embedding_dropout")
+OWN += ("positions", "tie_embeddings", "output_bias", "dropout", "embedding_dropout", *LANGUAGE_MODELS)
 """Options of a whole model that layers take under torch.nn's names, or not at all."""
 
 

@@ -1,0 +1,113 @@
+//! Tensorized attention (Ma et al. 2019) with one block, as the language models of PowerNorm's paper have it (SPEC §4).
+
+use super::residual::Inside;
+use super::sinusoids::Sinusoids;
+use super::{linear, Builder, Context, Ranges};
+use crate::config::Positions;
+use crate::error::Result;
+use crate::init::{Fill, Init, Role};
+use crate::residual::{Place, Point};
+use tch::{Kind, Tensor};
+
+/// Name, definition and source.
+pub const TENSORIZED: [&str; 3] = [
+    "tensorized",
+    "Σ_jk W_o[jk]·Σ_r c_r((q_i + u)_r k_jr + (q_i + w)_r p_{i−j,r}) v_kr over j, k ≤ i in a segment of at most T tokens, p projected \
+     sinusoids of i − j; `--attention tensorized`, language models only. c = 1/R, u = w = 0 at the start *(ours)*",
+    "Ma et al. 2019, one block, as Shen et al. 2020, §5.1",
+];
+
+/// out_i = W_o·vec_{jk} Σ_r c_r((q_i + u)_r k_jr + (q_i + w)_r p_{i−j,r}) v_kr for j, k ≤ i, and 0 at the other of the T² entries.
+pub struct Tensorized {
+    /// q, k and v stacked in one matrix, (3R, d).
+    in_weight: Tensor,
+    /// Of the sinusoids of i − j, (R, d).
+    distance_weight: Tensor,
+    /// c, (R)
+    core: Tensor,
+    /// u and w, (R)
+    biases: [Tensor; 2],
+    /// W_o, (d, T²)
+    out_weight: Tensor,
+    distances: Sinusoids,
+    rank: i64,
+    segment: i64,
+}
+
+impl Tensorized {
+    pub fn build(b: &mut Builder, place: &Place, init: &Init) -> Result<Self> {
+        let (d, rank, segment) = (place.config.d_model, place.config.tensorized_rank, place.config.tensorized_segment);
+        let entries = segment * segment;
+        let mut linear =
+            |name: &str, shape: [i64; 2], fill: &Fill| b.within(name, |b| b.parameter("weight", &shape, fill));
+        let out_weight = linear("out_proj", [d, entries], &(init.linear)(Role::AttentionOutput, entries, d, place))?;
+        let distance_weight = linear("distance_proj", [rank, d], &(init.linear)(Role::Key, d, rank, place))?;
+        let stacked = init.linears(&[Role::Query, Role::Key, Role::Value], d, rank, place);
+        let zeros = Fill::Constant(0.0);
+        Ok(Tensorized {
+            in_weight: b.parameter("in_proj_weight", &[3 * rank, d], &stacked)?,
+            distance_weight,
+            // The mean over r, to begin with.
+            core: b.parameter("core", &[rank], &Fill::Constant(1.0 / rank as f64))?,
+            biases: [b.parameter("content_bias", &[rank], &zeros)?, b.parameter("distance_bias", &[rank], &zeros)?],
+            out_weight,
+            distances: Sinusoids::new(Positions::Twt, d),
+            rank,
+            segment,
+        })
+    }
+
+    /// Every sentence, of at most T tokens, to its past.
+    pub fn attend(&self, x: &Tensor, ranges: &Ranges, inside: &Inside, ctx: &Context) -> Result<Tensor> {
+        let x = inside.at(Point::Input, x.shallow_clone(), &ctx.rows())?;
+        let qkv = linear(&x, &self.in_weight, None, ctx.kind)?.f_split(self.rank, 1)?;
+        let out = match ranges.segments()? {
+            Some(segments) => {
+                let [q, k, v] = segments.side_by_side([&qkv[0], &qkv[1], &qkv[2]])?;
+                // Rooms may be longer than sentences are.
+                let keys = k.size()[1].min(self.segment);
+                let absent = segments.absent_keys()?;
+                let entries = self.entries(&q, &k.f_narrow(1, 0, keys)?, &v.f_narrow(1, 0, keys)?, absent.as_ref())?;
+                segments.pack(&linear(&entries.f_flatten(0, 1)?, &self.output(keys)?, None, ctx.kind)?)?
+            }
+            None => x.f_zeros_like()?.f_to_kind(ctx.kind)?,
+        };
+        inside.at(Point::AfterOutput, out, &ctx.rows())
+    }
+
+    /// What W_o is applied to, (n, queries, keys²); `absent`: bool (n, keys).
+    fn entries(&self, q: &Tensor, k: &Tensor, v: &Tensor, absent: Option<&Tensor>) -> Result<Tensor> {
+        let (kind, device) = (q.kind(), q.device());
+        let [n, queries, rank] = q.size()[..] else { unreachable!("queries have three dimensions") };
+        let keys = k.size()[1];
+        let count = |end: i64| Tensor::f_arange(end, (Kind::Int64, device));
+        let (i, j) = (count(queries)?.f_unsqueeze(1)?, count(keys)?);
+        let distance = i.f_sub(&j)?; // (queries, keys)
+        let table = self.distances.table(queries, self.in_weight.kind(), device)?.f_narrow(0, 0, queries)?;
+        let p = linear(&table, &self.distance_weight, None, kind)?;
+        let p = p
+            .f_index_select(0, &distance.f_clamp_min(0)?.f_flatten(0, 1)?)?
+            .f_reshape([queries, keys, rank].as_slice())?;
+        let core = self.core.f_to_kind(kind)?;
+        let weighted = |bias: &Tensor| q.f_add(&bias.f_to_kind(kind)?)?.f_mul(&core)?.f_unsqueeze(2);
+        let [content, position] = self.biases.each_ref().map(weighted);
+        // (n, queries, keys, R), times v over r
+        let first = content?.f_mul(&k.f_unsqueeze(1)?)?.f_add(&position?.f_mul(&p)?)?;
+        let entries = first.f_reshape([n, queries * keys, rank].as_slice())?.f_matmul(&v.f_transpose(1, 2)?)?;
+        let future = distance.f_lt(0)?;
+        let mut hidden = future.f_unsqueeze(2)?.f_logical_or(&future.f_unsqueeze(1)?)?; // (queries, j, k)
+        if let Some(absent) = absent {
+            let absent = absent.f_unsqueeze(2)?.f_logical_or(&absent.f_unsqueeze(1)?)?.f_unsqueeze(1)?;
+            hidden = hidden.f_logical_or(&absent)?;
+        }
+        let entries = entries.f_reshape([n, queries, keys, keys].as_slice())?.f_masked_fill(&hidden, 0.0)?;
+        Ok(entries.f_flatten(2, 3)?)
+    }
+
+    /// W_o at the entries of the first `keys` positions, (d, keys²).
+    fn output(&self, keys: i64) -> Result<Tensor> {
+        let t = self.segment;
+        let weight = self.out_weight.f_unflatten(1, [t, t].as_slice())?;
+        Ok(weight.f_narrow(1, 0, keys)?.f_narrow(2, 0, keys)?.f_flatten(1, 2)?)
+    }
+}
