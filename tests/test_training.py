@@ -219,6 +219,39 @@ def test_ctrl_c_saves_and_says_how_to_go_on(tmp_path, corpus, ctrl_c, update):
     assert kept("parts") == kept("whole")
 
 
+@pytest.mark.parametrize("architecture", ["encoder-decoder", "decoder-only"])
+def test_ctrl_c_within_an_evaluation(tmp_path, corpus, architecture):
+    """It is heard there, and the evaluation made by the run that goes on."""
+    data = {name: path for name, path in corpus.items() if "target" in name or architecture == "encoder-decoder"}
+    for name, path in data.items():
+        if "valid" in name:
+            Path(path).write_text(Path(path).read_text() * 200)
+    model, training = {"architecture": architecture}, {"max_tokens": 64, "updates": 4, "evaluate_every": 2}
+    fit(tmp_path / "whole", data, model, training)
+
+    def stop(*_):
+        raise KeyboardInterrupt
+
+    class Stopping(nfrs.training._Observer):
+        def updated(self, event):
+            super().updated(event)
+            if event["update"] == 2:
+                signal.setitimer(signal.ITIMER_REAL, 0.02)
+
+    before = signal.signal(signal.SIGALRM, stop)
+    try:
+        with pytest.MonkeyPatch.context() as patch, pytest.raises(nfrs.Interrupted, match=r"after update 2.*--resume"):
+            patch.setattr(nfrs.training, "_Observer", Stopping)
+            fit(tmp_path / "parts", data, model, training)
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    assert not events(tmp_path / "parts", "evaluated")
+    fit(tmp_path / "parts", data, model, training, resume=True)
+    for event, name in (("evaluated", "loss"), ("evaluated", "bleu"), ("updated", "loss")):
+        whole, parts = ([(e["update"], e[name]) for e in events(tmp_path / run, event)] for run in ("whole", "parts"))
+        assert parts == whole and whole[-1][0] == 4
+
+
 def test_tensorboard_shows_what_the_log_holds(tmp_path, corpus, ctrl_c):
     """Every number of log.jsonl, once, over an interruption, too."""
     event_accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")

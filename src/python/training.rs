@@ -62,20 +62,17 @@ impl PyObserver {
         let text = serde_json::to_string(value).map_err(|e| Error::invalid(e.to_string()))?;
         self.call(method, |py| {
             let value = py.import("json")?.call_method1("loads", (text,))?;
-            self.0.call_method1(py, method, (value,))
+            self.0.call_method1(py, method, (value,)).map(drop)
         })
     }
 
-    fn call(&self, method: &str, work: impl FnOnce(Python<'_>) -> PyResult<PyObject>) -> crate::error::Result<()> {
-        Python::with_gil(|py| {
-            let told = py.check_signals().and_then(|()| work(py));
-            match told {
-                Ok(_) => Ok(()),
-                Err(e) if e.is_instance_of::<PyKeyboardInterrupt>(py) => {
-                    Err(Error::Interrupted("stopped by the user".into()))
-                }
-                Err(e) => Err(Error::invalid(format!("the observer's {method} failed: {e}"))),
+    fn call(&self, method: &str, work: impl FnOnce(Python<'_>) -> PyResult<()>) -> crate::error::Result<()> {
+        Python::with_gil(|py| match py.check_signals().and_then(|()| work(py)) {
+            Ok(()) => Ok(()),
+            Err(e) if e.is_instance_of::<PyKeyboardInterrupt>(py) => {
+                Err(Error::Interrupted("stopped by the user".into()))
             }
+            Err(e) => Err(Error::invalid(format!("the observer's {method} failed: {e}"))),
         })
     }
 }
@@ -90,8 +87,11 @@ impl Observer for PyObserver {
     fn evaluated(&mut self, v: &train::Evaluation) -> crate::error::Result<()> {
         self.tell("evaluated", v)
     }
+    fn evaluating(&mut self) -> crate::error::Result<()> {
+        self.call("evaluating", |_| Ok(()))
+    }
     fn message(&mut self, level: &str, text: &str) -> crate::error::Result<()> {
-        self.call("message", |py| self.0.call_method1(py, "message", (level, text)))
+        self.call("message", |py| self.0.call_method1(py, "message", (level, text)).map(drop))
     }
 }
 

@@ -308,6 +308,9 @@ impl Observer for Log<'_> {
         self.write("evaluated", v)?;
         self.observer.evaluated(v)
     }
+    fn evaluating(&mut self) -> Result<()> {
+        self.observer.evaluating()
+    }
     fn message(&mut self, level: &str, text: &str) -> Result<()> {
         self.write("message", &serde_json::json!({ "level": level, "text": text }))?;
         self.observer.message(level, text)

@@ -9,6 +9,13 @@ use crate::model::{Context, Transformer};
 use crate::search::{search, SearchConfig};
 use tch::{no_grad, Kind, Tensor};
 
+/// Held-out data.
+pub struct Validation {
+    pub batches: Vec<Batch>,
+    /// Target text by sentence number, pieces joined; empty: no BLEU.
+    pub references: Vec<String>,
+}
+
 /// Losses per target token, in nats.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Score {
@@ -51,16 +58,16 @@ pub fn evaluate_loss(
     })
 }
 
-/// multi-bleu's BLEU of the model's translations of the batches' sources, pieces joined to words. `references` are by
-/// sentence number.
+/// multi-bleu's BLEU of the model's translations of the batches' sources, pieces joined to words; an `Err` from `between`
+/// two of them ends it.
 pub fn evaluate_bleu(
     model: &Transformer,
-    batches: &[Batch],
-    references: &[String],
+    Validation { batches, references }: &Validation,
     vocabulary: &Vocabulary,
     mask: Option<&Tensor>,
     config: &SearchConfig,
     kind: Kind,
+    mut between: impl FnMut() -> Result<()>,
 ) -> Result<f64> {
     let mut hypotheses = vec![String::new(); references.len()];
     for batch in batches {
@@ -70,6 +77,7 @@ pub fn evaluate_bleu(
                 hypotheses[*sentence] = to_text(&best.tokens, vocabulary);
             }
         }
+        between()?;
     }
     Ok(metrics::bleu(&hypotheses, references)?.bleu)
 }

@@ -15,7 +15,7 @@ mod schedule;
 mod snapshot;
 mod trainer;
 
-pub use evaluate::{evaluate_loss, to_text, Score};
+pub use evaluate::{evaluate_loss, to_text, Score, Validation};
 pub use graphs::{Recorder, Replay, Work};
 pub use input::Input;
 pub use loss::{smoothing, Objective};
@@ -23,4 +23,4 @@ pub use observer::{Evaluation, Observer, Started, Update};
 pub use optimizer::Optimizer;
 pub use schedule::Schedule;
 pub use snapshot::{load_parameters, to_arrays};
-pub use trainer::{Parts, Progress, Trainer, Validation};
+pub use trainer::{Parts, Progress, Trainer};

@@ -15,6 +15,10 @@ pub trait Observer {
     fn evaluated(&mut self, _: &Evaluation) -> Result<()> {
         Ok(())
     }
+    /// Between the batches of an evaluation.
+    fn evaluating(&mut self) -> Result<()> {
+        Ok(())
+    }
     fn message(&mut self, _level: &str, _text: &str) -> Result<()> {
         Ok(())
     }

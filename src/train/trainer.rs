@@ -1,7 +1,7 @@
 //! The trainer: one update, one evaluation, and when to stop.
 
 use super::checkpoint::{Checkpoint, Store};
-use super::evaluate::{evaluate_bleu, evaluate_loss, Score};
+use super::evaluate::{evaluate_bleu, evaluate_loss, Score, Validation};
 use super::graphs::{Graphs, Recorder};
 use super::input::MicroBatch;
 use super::loss::{Objective, Sums, Workspace};
@@ -44,13 +44,6 @@ pub struct Progress {
     #[serde(default)]
     pub is_pause: bool,
     pub schedule: Option<schedule::Memory>,
-}
-
-/// Held-out data.
-pub struct Validation {
-    pub batches: Vec<Batch>,
-    /// Target text by sentence number, pieces joined; empty: no BLEU.
-    pub references: Vec<String>,
 }
 
 pub struct Trainer {
@@ -387,12 +380,12 @@ impl Trainer {
 
     fn measure(&self, observer: &mut dyn Observer) -> Result<(Score, Option<f64>)> {
         let Pass { model, objective, kind, .. } = &*self.pass;
-        let score = evaluate_loss(model, &self.validation.batches, objective, *kind, || Ok(()))?;
+        let score = evaluate_loss(model, &self.validation.batches, objective, *kind, || observer.evaluating())?;
         for (norm, batches) in self.pass.model.parameters.take_refused()? {
             let text = format!("{norm}: the statistics of {batches} batches were not finite and were not taken in");
             observer.message("warning", &text)?;
         }
-        let bleu = if score.loss.is_finite() { self.bleu()? } else { None };
+        let bleu = if score.loss.is_finite() { self.bleu(observer)? } else { None };
         Ok((score, bleu))
     }
 
@@ -410,14 +403,15 @@ impl Trainer {
         }
     }
 
-    fn bleu(&self) -> Result<Option<f64>> {
+    fn bleu(&self, observer: &mut dyn Observer) -> Result<Option<f64>> {
         if self.validation.references.is_empty() {
             return Ok(None);
         }
         let search = SearchConfig { beam: self.config.evaluation_beam as usize, ..SearchConfig::new(Rule::Google) };
         let mask = self.pass.objective.mask.as_ref();
-        let (batches, references) = (&self.validation.batches, &self.validation.references);
-        evaluate_bleu(&self.pass.model, batches, references, &self.vocabulary, mask, &search, self.pass.kind).map(Some)
+        let (model, kind) = (&self.pass.model, self.pass.kind);
+        let between = || observer.evaluating();
+        evaluate_bleu(model, &self.validation, &self.vocabulary, mask, &search, kind, between).map(Some)
     }
 
     /// Writes a checkpoint of this very moment and points `last` at it, and `best` if it is that. `is_pause`: only to go
