@@ -497,8 +497,8 @@ def test_biases_and_norms_of_a_lone_encoder():
     }
     with pytest.raises(ValueError, match="the encoder stands alone"):
         nfnn.TransformerEncoderLayer(D, HEADS, FF, decoder_norm="rmsnorm")
-    with pytest.raises(ValueError, match="attention"):  # the loop's language models have that
-        nfnn.TransformerEncoderLayer(D, HEADS, FF, attention="tensorized")
+    with pytest.raises(ValueError, match='got "tensorized_rank"'):  # the loop's language models have that
+        nfnn.TransformerEncoderLayer(D, HEADS, FF, tensorized_rank=3)
     with pytest.raises(ValueError, match="encoder_norm"):
         nfrs.Transformer(nfrs.TransformerConfig(vocab_size=9, architecture="decoder-only", encoder_norm="rmsnorm"))
 

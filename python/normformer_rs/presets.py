@@ -139,8 +139,6 @@ PRESETS: dict[str, Preset] = {
         {
             "architecture": "decoder-only",
             "attention": "tensorized",
-            "tensorized_rank": 40,
-            "tensorized_segment": 32,
             "d_model": 256,
             "d_ff": 2100,
             "decoder_layers": 3,

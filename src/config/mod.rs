@@ -85,7 +85,7 @@ config! {
         /// Rank R of tensorized attention's one block.
         tensorized_rank: i64 = 40,
         /// T of tensorized attention, the most tokens that it reads at a time; its output projection is (d_model, T²).
-        tensorized_segment: i64 = 64,
+        tensorized_segment: i64 = 32,
         /// Encoder layers.
         encoder_layers: i64 = 6,
         /// Decoder layers.

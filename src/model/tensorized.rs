@@ -12,24 +12,25 @@ use tch::{Kind, Tensor};
 /// Name, definition and source.
 pub const TENSORIZED: [&str; 3] = [
     "tensorized",
-    "Σ_jk W_o[jk]·Σ_r c_r((q_i + u)_r k_jr + (q_i + w)_r p_{i−j,r}) v_kr over j, k ≤ i in a segment of at most T tokens, p projected \
-     sinusoids of i − j; `--attention tensorized`, language models only. c = 1/R, u = w = 0 at the start *(ours)*",
+    "Σ_jk W_o[jk]·Σ_r c_r((q_i + u)_r k_jr + (q_i + w)_r p_jr) v_kr over j, k ≤ i in a segment of at most T tokens, p_j \
+     projected sinusoids of T − 1 − j; `--attention tensorized`, language models only. Each layer has its own u and w; \
+     c = 1/R, u = w = 0 at the start *(ours)*",
     "Ma et al. 2019, one block, as Shen et al. 2020, §5.1",
 ];
 
-/// out_i = W_o·vec_{jk} Σ_r c_r((q_i + u)_r k_jr + (q_i + w)_r p_{i−j,r}) v_kr for j, k ≤ i, and 0 at the other of the T² entries.
+/// out_i = W_o·vec_{jk} Σ_r c_r((q_i + u)_r k_jr + (q_i + w)_r p_jr) v_kr for j, k ≤ i, and 0 at the other of the T² entries.
 pub struct Tensorized {
     /// q, k and v stacked in one matrix, (3R, d).
     in_weight: Tensor,
-    /// Of the sinusoids of i − j, (R, d).
-    distance_weight: Tensor,
+    /// Of the sinusoids of T − 1 − j, (R, d).
+    position_weight: Tensor,
     /// c, (R)
     core: Tensor,
     /// u and w, (R)
     biases: [Tensor; 2],
     /// W_o, (d, T²)
     out_weight: Tensor,
-    distances: Sinusoids,
+    positions: Sinusoids,
     rank: i64,
     segment: i64,
 }
@@ -41,17 +42,17 @@ impl Tensorized {
         let mut linear =
             |name: &str, shape: [i64; 2], fill: &Fill| b.within(name, |b| b.parameter("weight", &shape, fill));
         let out_weight = linear("out_proj", [d, entries], &(init.linear)(Role::AttentionOutput, entries, d, place))?;
-        let distance_weight = linear("distance_proj", [rank, d], &(init.linear)(Role::Key, d, rank, place))?;
+        let position_weight = linear("position_proj", [rank, d], &(init.linear)(Role::Key, d, rank, place))?;
         let stacked = init.linears(&[Role::Query, Role::Key, Role::Value], d, rank, place);
         let zeros = Fill::Constant(0.0);
         Ok(Tensorized {
             in_weight: b.parameter("in_proj_weight", &[3 * rank, d], &stacked)?,
-            distance_weight,
+            position_weight,
             // The mean over r, to begin with.
             core: b.parameter("core", &[rank], &Fill::Constant(1.0 / rank as f64))?,
-            biases: [b.parameter("content_bias", &[rank], &zeros)?, b.parameter("distance_bias", &[rank], &zeros)?],
+            biases: [b.parameter("content_bias", &[rank], &zeros)?, b.parameter("position_bias", &[rank], &zeros)?],
             out_weight,
-            distances: Sinusoids::new(Positions::Twt, d),
+            positions: Sinusoids::new(Positions::Twt, d),
             rank,
             segment,
         })
@@ -80,21 +81,16 @@ impl Tensorized {
         let (kind, device) = (q.kind(), q.device());
         let [n, queries, rank] = q.size()[..] else { unreachable!("queries have three dimensions") };
         let keys = k.size()[1];
-        let count = |end: i64| Tensor::f_arange(end, (Kind::Int64, device));
-        let (i, j) = (count(queries)?.f_unsqueeze(1)?, count(keys)?);
-        let distance = i.f_sub(&j)?; // (queries, keys)
-        let table = self.distances.table(queries, self.in_weight.kind(), device)?.f_narrow(0, 0, queries)?;
-        let p = linear(&table, &self.distance_weight, None, kind)?;
-        let p = p
-            .f_index_select(0, &distance.f_clamp_min(0)?.f_flatten(0, 1)?)?
-            .f_reshape([queries, keys, rank].as_slice())?;
+        let table = self.positions.table(self.segment, self.in_weight.kind(), device)?.f_narrow(0, 0, self.segment)?;
+        let p = linear(&table.f_flip([0i64].as_slice())?.f_narrow(0, 0, keys)?, &self.position_weight, None, kind)?;
         let core = self.core.f_to_kind(kind)?;
         let weighted = |bias: &Tensor| q.f_add(&bias.f_to_kind(kind)?)?.f_mul(&core)?.f_unsqueeze(2);
         let [content, position] = self.biases.each_ref().map(weighted);
         // (n, queries, keys, R), times v over r
         let first = content?.f_mul(&k.f_unsqueeze(1)?)?.f_add(&position?.f_mul(&p)?)?;
         let entries = first.f_reshape([n, queries * keys, rank].as_slice())?.f_matmul(&v.f_transpose(1, 2)?)?;
-        let future = distance.f_lt(0)?;
+        let count = |end: i64| Tensor::f_arange(end, (Kind::Int64, device));
+        let future = count(keys)?.f_gt_tensor(&count(queries)?.f_unsqueeze(1)?)?; // (queries, keys)
         let mut hidden = future.f_unsqueeze(2)?.f_logical_or(&future.f_unsqueeze(1)?)?; // (queries, j, k)
         if let Some(absent) = absent {
             let absent = absent.f_unsqueeze(2)?.f_logical_or(&absent.f_unsqueeze(1)?)?.f_unsqueeze(1)?;

@@ -348,7 +348,9 @@ impl Trainer {
     pub fn evaluate(&mut self, observer: &mut dyn Observer) -> Result<()> {
         let start = Instant::now();
         let measured = if self.group.is_first() { self.measure(observer) } else { Ok((Score::default(), None)) };
-        let (score, bleu) = self.group.agree(measured, self.device)?;
+        // Ctrl-C reaches every rank: those that waited hear it here, so that it does not come a second time.
+        let agreed = self.group.agree(measured, self.device).inspect_err(|_| drop(observer.evaluating()));
+        let (score, bleu) = agreed?;
         let numbers = [score.loss, score.nll, score.tokens as f64, bleu.unwrap_or(f64::NAN)];
         let [loss, nll, tokens, bleu] = self.group.first_of(numbers, self.device)?;
         let (score, bleu) = (Score { loss, nll, tokens: tokens as usize }, Some(bleu).filter(|bleu| !bleu.is_nan()));

@@ -13,7 +13,7 @@ DEFAULTS: dict[str, Any] = {
     "heads": 2,
     "attention": "multi-head",  # or "tensorized"
     "tensorized_rank": 40,
-    "tensorized_segment": 64,
+    "tensorized_segment": 32,
     "encoder_layers": 2,
     "decoder_layers": 2,
     "norm": "layernorm",

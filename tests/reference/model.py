@@ -203,17 +203,17 @@ class _Run:
         return self.changed(inside.get("projected"), place.stack, projected, query_real)
 
     def tensorized(self, place: Place, x: Tensor, real: Tensor) -> Tensor:
-        """W_o·vec_{jk}[Σ_r c_r((q_i + u)_r k_jr + (q_i + w)_r p_{i−j,r}) v_kr], 0 where j or k is future or padding."""
+        """W_o·vec_{jk}[Σ_r c_r((q_i + u)_r k_jr + (q_i + w)_r p_jr) v_kr], 0 where j or k is future or padding."""
         segment, name = self.config["tensorized_segment"], f"{place.prefix}.self_attn"
-        c, u, w = (self.state[f"{name}.{part}"] for part in ("core", "content_bias", "distance_bias"))
+        c, u, w = (self.state[f"{name}.{part}"] for part in ("core", "content_bias", "position_bias"))
         q, k, v = (x @ self.state[f"{name}.in_proj_weight"].T).chunk(3, dim=-1)
-        distances = sinusoids(torch.arange(segment), self.config["d_model"], "twt").to(x.dtype)
-        p = self.linear(f"{name}.distance_proj", distances)
+        left = sinusoids(segment - 1 - torch.arange(segment), self.config["d_model"], "twt").to(x.dtype)
+        p = self.linear(f"{name}.position_proj", left)
         rows = []
         for i in range(x.shape[1]):
             entries = x.new_zeros(len(x), segment, segment)
             for j in range(i + 1):
-                first = c * ((q[:, i] + u) * k[:, j] + (q[:, i] + w) * p[i - j])
+                first = c * ((q[:, i] + u) * k[:, j] + (q[:, i] + w) * p[j])
                 both = real[:, j, None] & real[:, : i + 1]
                 entries[:, j, : i + 1] = torch.einsum("br,bkr->bk", first, v[:, : i + 1]) * both
             rows.append(self.linear(f"{name}.out_proj", entries.flatten(1)))

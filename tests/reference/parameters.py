@@ -158,8 +158,8 @@ def _linears(place: Place) -> Iterator[Parameter]:
 def _tensorized(name: str, c: Config) -> Iterator[Parameter]:
     d, rank = c["d_model"], c["tensorized_rank"]
     yield Parameter(f"{name}.in_proj_weight", (3 * rank, d))
-    yield Parameter(f"{name}.distance_proj.weight", (rank, d))
+    yield Parameter(f"{name}.position_proj.weight", (rank, d))
     yield Parameter(f"{name}.core", (rank,), 1 / rank)
     yield Parameter(f"{name}.content_bias", (rank,), 0.0)
-    yield Parameter(f"{name}.distance_bias", (rank,), 0.0)
+    yield Parameter(f"{name}.position_bias", (rank,), 0.0)
     yield Parameter(f"{name}.out_proj.weight", (d, c["tensorized_segment"] ** 2))
