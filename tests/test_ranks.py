@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -191,17 +192,27 @@ def test_what_one_rank_says_stops_all(tmp_path, corpus):  # noqa: F811
     assert done.returncode != 0 and "already holds a run" in done.stderr
 
 
-def test_ctrl_c_saves_once_for_all(tmp_path, corpus):  # noqa: F811
+@pytest.mark.parametrize("place", ["between updates", "within an evaluation"])
+def test_ctrl_c_saves_once_for_all(tmp_path, corpus, place):  # noqa: F811
+    wanted = 5
+    if place == "within an evaluation":
+        wanted = 2  # the evaluation after the third update takes seconds
+        for name in ("valid_source", "valid_target"):
+            Path(corpus[name]).write_text(Path(corpus[name]).read_text() * 1000)
     words = command(tmp_path / "run", corpus, 2, updates=100000)
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     process = subprocess.Popen(words, env=environment, stderr=subprocess.PIPE, text=True, start_new_session=True)
-    for _ in range(600):
-        if (tmp_path / "run" / "log.jsonl").exists() and len(losses(tmp_path / "run")) > 5:
+    for _ in range(6000):
+        if (tmp_path / "run" / "log.jsonl").exists() and len(losses(tmp_path / "run")) > wanted:
             break
-        time.sleep(0.1)
+        time.sleep(0.01)
     os.killpg(process.pid, signal.SIGINT)
     errors = process.communicate(timeout=120)[1]
-    assert "--resume goes on" in errors, errors
+    assert errors.count("--resume goes on") == 2, errors
     last = max(losses(tmp_path / "run"))
+    if place == "within an evaluation":
+        assert last == 3 and not events(tmp_path / "run", "evaluated")
+        for name in ("valid_source", "valid_target"):
+            Path(corpus[name]).write_text("".join(Path(corpus[name]).read_text().splitlines(True)[:8]))
     assert run(tmp_path / "run", corpus, 2, updates=last + 3, resume=True).returncode == 0
     assert list(losses(tmp_path / "run")) == list(range(1, last + 4))
