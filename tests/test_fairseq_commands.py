@@ -18,7 +18,7 @@ import torch
 import normformer_rs as nf
 from fairseq_support import MARKS, RECIPE, SIZES, SMOOTHED, command, execute, losses_of, parameters, stock, train
 from normformer_rs import cli
-from normformer_rs.config import tables
+from normformer_rs.config import LANGUAGE_MODELS, tables
 
 pytestmark = MARKS
 
@@ -41,6 +41,7 @@ def test_flags_name_everything(fairseq):
     for field in nf.TransformerConfig.FIELDS:
         name = field.name.replace("_", "-")
         known = {"architecture", "vocab-size", "d-model", "d-ff", "heads", "positions", "tie-embeddings"}
+        known |= {option.replace("_", "-") for option in LANGUAGE_MODELS}
         assert name in known or f"--{name} " in text or f"--no-{name} " in text, name
 
 
