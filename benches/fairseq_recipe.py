@@ -7,9 +7,9 @@ The first name is that of the run; "stock" is fairseq's own `transformer_tiny`, 
 `nfrs_transformer_tiny` with the flags after `--`. DATA holds multi30k-bpe-en-de (docs/data.md says where to get it),
 RUNS gets a folder a run. One process makes each update of two batches of 4,096 tokens, the recipe's two GPUs'; at
 most 8,000 updates, patience 10. A run that was stopped goes on from fairseq's checkpoint_last.pt when the same command
-comes again. Then the last ten epochs' checkpoints are averaged, valid and test.2016 translated with beam 5, and
-tokenised BLEU appended to benches/results/fairseq-recipe.csv, with what it takes to know the run again; beside it
-fairseq-recipe-NAME.csv has the losses of each epoch.
+comes again; fairseq counts patience anew there. Then the last ten epochs' checkpoints are averaged, valid and
+test.2016 translated with beam 5, and tokenised BLEU appended to benches/results/fairseq-recipe.csv, with what it takes
+to know the run again; beside it fairseq-recipe-NAME.csv has the losses of each epoch.
 """
 
 import argparse
@@ -27,6 +27,7 @@ import torch
 from fairseq_data import FAIRSEQ, prepare
 from fairseq_worker import RECIPE
 
+from normformer_rs.convert import SAFE
 from normformer_rs.scores import score
 
 LAST = 10
@@ -97,8 +98,11 @@ def main() -> None:
     own = [] if arguments.name == "stock" else [*FUSED, *flags]
     stops = ["--max-update", str(arguments.updates), "--patience", "10", "--keep-last-epochs", str(LAST)]
     size = ["--max-tokens", "4096", "--update-freq", "2", "--save-dir", str(folder)]
-    fairseq("train", str(data), *RECIPE, *own, *size, *stops, output=folder / "train.log", mode="a")
+    log = folder / "train.log"
+    if not (log.exists() and "done training" in log.read_text(encoding="utf-8")):
+        fairseq("train", str(data), *RECIPE, *own, *size, *stops, output=log, mode="a")
 
+    torch.serialization.add_safe_globals(SAFE)
     averaged, kept = folder / "average.pt", epochs(folder)[:LAST]
     average(kept, averaged)
     found = {split: bleu(data, corpus, split, averaged, folder / f"{split}.log") for split in SETS}
@@ -120,7 +124,7 @@ def main() -> None:
         columns = ["epoch", "updates", "train_loss", "train_nll", "valid_loss", "valid_nll"]
         curve = csv.DictWriter(file, columns, lineterminator="\n")
         curve.writeheader()
-        curve.writerows(losses(folder / "train.log"))
+        curve.writerows(losses(log))
     is_new = not arguments.results.exists()
     with open(arguments.results, "a", newline="", encoding="utf-8") as file:
         writer = csv.DictWriter(file, [*row], lineterminator="\n")
