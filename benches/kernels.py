@@ -12,14 +12,14 @@ from collections.abc import Callable
 import torch
 import torch.nn.functional as F
 
-from normformer_rs.bench import gpu
+from normformer_rs.bench import kernels
 
 OPS = torch.ops.normformer_rs
 DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16}
 
 
 def seconds(run: Callable[[], object], repeats: int) -> float:
-    return gpu.seconds(run, "cpu", repeats)
+    return kernels.seconds(run, "cpu", repeats)
 
 
 def norm_rates(x: torch.Tensor, repeats: int) -> dict[str, float]:
@@ -41,7 +41,7 @@ def norm_rates(x: torch.Tensor, repeats: int) -> dict[str, float]:
     return rates
 
 
-def residual_ratio(dtype: torch.dtype, p: float, repeats: int, rows: int = 8192, width: int = 512) -> float:
+def residual_ratio(dtype: torch.dtype, p: float, repeats: int, rows: int, width: int = 512) -> float:
     """Time of dropout + addition + layer_norm in PyTorch calls, over the fused step's; forward and backward."""
     x, f = (torch.randn(rows, width, dtype=dtype, requires_grad=True) for _ in range(2))
     weight, bias = (torch.ones(width, dtype=dtype, requires_grad=True) for _ in range(2))
@@ -64,6 +64,7 @@ def main() -> None:
     parser.add_argument("--megabytes", type=int, nargs="+", default=[1, 8, 64, 256])
     parser.add_argument("--width", type=int, default=512)
     parser.add_argument("--repeats", type=int, default=15)
+    parser.add_argument("--rows", type=int, default=8192, help="rows of the residual step")
     arguments = parser.parse_args()
     print(f"{torch.get_num_threads()} threads, width {arguments.width}, GB/s (share of the copy rate)")
     for name, dtype in DTYPES.items():
@@ -75,7 +76,7 @@ def main() -> None:
             print(f"{name:4} {megabytes:4} MB  {shown}", flush=True)
     for name, dtype in DTYPES.items():
         for p in (0.1, 0.0):
-            ratio = residual_ratio(dtype, p, 3 * arguments.repeats)
+            ratio = residual_ratio(dtype, p, 3 * arguments.repeats, arguments.rows)
             print(f"{name:4} fused residual step, layer_norm, p = {p}: {ratio:.2f} times the PyTorch calls", flush=True)
 
 

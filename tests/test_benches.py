@@ -27,6 +27,20 @@ def test_a_window_of_the_training_benchmark(corpora):
     assert ready["ready"] and window["updates"] >= 1 and window["target_tokens"] > 100
 
 
+@pytest.mark.parametrize(
+    "command, lines",
+    [
+        ("kernels.py --megabytes 1 --repeats 1 --rows 64", 7),
+        ("depth.py --layers 2 --updates 1", 1),
+    ],
+)
+def test_benchmarks_that_nothing_else_runs(command, lines):
+    script, *flags = command.split()
+    done = subprocess.run([sys.executable, BENCHES / script, *flags], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert len(done.stdout.splitlines()) >= lines
+
+
 def options(folder, **others):
     """Of the GPU's benchmark on a CPU, in miniature."""
     return gpu.Options(**{"output": folder, "tests": folder, "device": "cpu", "megabytes": 1, "updates": 2} | others)
