@@ -7,9 +7,10 @@ The first name is that of the run; "stock" is fairseq's own `transformer_tiny`, 
 `nfrs_transformer_tiny` with the flags after `--`. DATA holds multi30k-bpe-en-de (docs/data.md says where to get it),
 RUNS gets a folder a run. One process makes each update of two batches of 4,096 tokens, the recipe's two GPUs'; at
 most 8,000 updates, patience 10. A run that was stopped goes on from fairseq's checkpoint_last.pt when the same command
-comes again; fairseq counts patience anew there. Then the last ten epochs' checkpoints are averaged, valid and
-test.2016 translated with beam 5, and tokenised BLEU appended to benches/results/fairseq-recipe.csv, with what it takes
-to know the run again; beside it fairseq-recipe-NAME.csv has the losses of each epoch.
+comes again; fairseq counts patience anew there. One that has ended is only scored. Then the last ten epochs'
+checkpoints are averaged, valid and test.2016 translated with beam 5, and tokenised BLEU appended to
+benches/results/fairseq-recipe.csv, with what it takes to know the run again; beside it fairseq-recipe-NAME.csv has the
+losses of each epoch.
 """
 
 import argparse
