@@ -1,11 +1,13 @@
 //! Compiles the C++ that registers the operators with PyTorch, against the libtorch that torch-sys found.
 
-use std::{env, path::PathBuf};
+use std::path::{Path, PathBuf};
+use std::{env, fs};
 
 fn main() {
     println!("cargo:rerun-if-changed=src/operator/shim");
     let lib = PathBuf::from(env::var("DEP_TCH_LIBTORCH_LIB").expect("torch-sys reports where libtorch is"));
     let include = lib.parent().expect("libtorch's lib folder has a parent").join("include");
+    println!("cargo:rustc-env=NORMFORMER_RS_TORCH={}", torch_version(&include));
 
     cc::Build::new()
         .cpp(true)
@@ -34,4 +36,15 @@ fn main() {
             println!("cargo:rustc-link-arg=-Wl,--no-as-needed,-ltorch_cuda,--as-needed");
         }
     }
+}
+
+/// The version of the libtorch that is built against, such as 2.11.0.
+fn torch_version(include: &Path) -> String {
+    let header = include.join("torch/headeronly/version.h");
+    let text = fs::read_to_string(&header).unwrap_or_else(|e| panic!("read {}: {e}", header.display()));
+    let number = |part: &str| {
+        let line = text.lines().find_map(|line| line.strip_prefix(&format!("#define TORCH_VERSION_{part} ")));
+        line.unwrap_or_else(|| panic!("{} has no TORCH_VERSION_{part}", header.display())).trim().to_string()
+    };
+    ["MAJOR", "MINOR", "PATCH"].map(number).join(".")
 }

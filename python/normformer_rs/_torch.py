@@ -1,0 +1,80 @@
+"""Does the torch at hand fit the extension? The answer is read from files, because importing torch takes seconds."""
+
+import importlib.metadata
+import importlib.util
+import json
+import os
+import re
+import sys
+import warnings
+from pathlib import Path
+
+ANY_TORCH = "NORMFORMER_RS_ANY_TORCH"
+"""The environment variable that, set to 1, turns a wrong version into a warning."""
+_BUILT_AGAINST = re.compile(rb"normformer_rs is built against torch (\d[\w.]*);")
+"""What `_core.BUILT_AGAINST` says."""
+
+
+def check() -> None:
+    """Raises ImportError, with the command that mends it, where the torch at hand is not the one of the build.
+
+    The C++ interface of libtorch changes with every minor version, so the extension works with one alone.
+    """
+    built, found = _minor(_built()), _found()
+    pin = f'pip install "torch=={built}.*"'
+    if found is None:
+        raise ImportError(f"normformer_rs needs torch {built}, which is not installed: {pin}")
+    if _minor(found) == built:
+        return
+    message = (
+        f"normformer_rs was built against torch {built}, found torch {found}. Build it for this torch: {_install()}; "
+        f"or go back: {pin}"
+    )
+    if os.environ.get(ANY_TORCH) != "1":
+        raise ImportError(message)
+    warnings.warn(f"{message} (going on, because {ANY_TORCH} is 1)", stacklevel=2)
+
+
+def _built() -> str:
+    """The version of the torch that the extension is linked against, out of the extension's file."""
+    core = importlib.util.find_spec(f"{__package__}._core")
+    if core is None or core.origin is None:
+        raise ImportError(f"normformer_rs is not built for this Python: `make build` in a checkout, or {_install()}")
+    said = _BUILT_AGAINST.search(Path(core.origin).read_bytes())
+    if said is None:
+        raise ImportError(f"{core.origin} does not say which torch it was built against: {_install()}")
+    return said[1].decode()
+
+
+def _found() -> str | None:
+    """The version of the torch that an import would find; None without one."""
+    if "torch" in sys.modules:
+        return str(sys.modules["torch"].__version__)
+    spec = importlib.util.find_spec("torch")
+    if spec is None or spec.origin is None:
+        return None
+    try:
+        text = (Path(spec.origin).parent / "version.py").read_text(encoding="utf-8")
+    except OSError:
+        return None
+    version = re.search(r"^__version__ = ['\"]([^'\"]+)", text, re.M)
+    return version[1] if version else None
+
+
+def _minor(version: str) -> str:
+    """2.11.0+cu130 → 2.11"""
+    return ".".join(re.split(r"[.+]", version)[:2])
+
+
+def _install() -> str:
+    """The command that builds the package anew for the torch at hand, from where it was installed from."""
+    source, editable = "normformer_rs", ""
+    try:
+        record = importlib.metadata.distribution("normformer_rs").read_text("direct_url.json")
+        origin = json.loads(record) if record else {}
+    except (importlib.metadata.PackageNotFoundError, ValueError):
+        origin = {}
+    if origin.get("url", "").startswith("file://"):
+        source = origin["url"].removeprefix("file://")
+        editable = "--editable " if origin.get("dir_info", {}).get("editable") else ""
+    return f"pip install --force-reinstall --no-deps --no-cache-dir {editable}{source}"
