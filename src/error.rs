@@ -51,12 +51,12 @@ impl From<tch::TchError> for Error {
     }
 }
 
-/// "`what` must be one of a, b, c; got `got`", with the closest choice named where one is close.
+/// `unknown norm "scalnorm" (did you mean "scalenorm"?); expected one of layernorm, …`
 pub fn unknown<'a>(what: &str, got: &str, choices: impl IntoIterator<Item = &'a str>) -> Error {
     let choices: Vec<&str> = choices.into_iter().collect();
     let close = choices.iter().min_by_key(|c| distance(c, got)).filter(|c| distance(c, got) <= 1 + got.len() / 4);
     let hint = close.map_or(String::new(), |c| format!(" (did you mean {c:?}?)"));
-    Error::Invalid(format!("{what} must be one of {}; got {got:?}{hint}", choices.join(", ")))
+    Error::Invalid(format!("unknown {what} {got:?}{hint}; expected one of {}", choices.join(", ")))
 }
 
 /// Levenshtein's distance.
@@ -80,9 +80,9 @@ mod tests {
     use super::*;
 
     #[test]
-    fn an_unknown_name_lists_the_choices_and_the_closest() {
+    fn an_unknown_name_lists_the_closest_and_the_choices() {
         let e = unknown("norm", "scalnorm", ["layernorm", "scalenorm"]).to_string();
-        assert_eq!(e, "norm must be one of layernorm, scalenorm; got \"scalnorm\" (did you mean \"scalenorm\"?)");
+        assert_eq!(e, "unknown norm \"scalnorm\" (did you mean \"scalenorm\"?); expected one of layernorm, scalenorm");
         assert!(!unknown("norm", "x", ["layernorm", "scalenorm"]).to_string().contains("mean"));
     }
 }

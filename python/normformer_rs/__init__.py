@@ -6,24 +6,13 @@
 (128, 0.005)
 """
 
-try:
-    import torch
-except ModuleNotFoundError as error:
-    raise ImportError('normformer_rs needs torch 2.11, which is not installed: pip install "torch==2.11.*"') from error
+import importlib
+from typing import TYPE_CHECKING
 
-# The extension is linked against libtorch 2.11, whose C++ interface no other version has.
-if not str(torch.__version__).startswith("2.11."):
-    raise ImportError(f'normformer_rs needs torch 2.11, found torch {torch.__version__}: pip install "torch==2.11.*"')
+from . import _loading, _torch
 
-# torch has come first: its import maps the libtorch that the extension is linked against.
-from . import analysis, nn, surgery
-from ._core import DivergedError, InputError, Interrupted, __version__
-from .config import DataConfig, SearchConfig, TrainingConfig, TransformerConfig, tables
-from .history import Evaluations, History
-from .model import Transformer
-from .presets import PRESETS, preset
-from .training import DryRun, Trainer
-from .translation import Binarised, Perplexity, Translation, average, evaluate_loss, translate
+_torch.check()
+_loading.begin()
 
 __all__ = [
     "PRESETS",
@@ -52,3 +41,38 @@ __all__ = [
     "tables",
     "translate",
 ]
+
+if TYPE_CHECKING:
+    from . import analysis, nn, surgery
+    from .config import DataConfig, SearchConfig, TrainingConfig, TransformerConfig, __version__, tables
+    from .errors import DivergedError, InputError, Interrupted
+    from .history import Evaluations, History
+    from .model import Transformer
+    from .presets import PRESETS, preset
+    from .training import DryRun, Trainer
+    from .translation import Binarised, Perplexity, Translation, average, evaluate_loss, translate
+else:
+    _HOMES = {
+        "config": ("DataConfig", "SearchConfig", "TrainingConfig", "TransformerConfig", "__version__", "tables"),
+        "errors": ("DivergedError", "InputError", "Interrupted"),
+        "history": ("Evaluations", "History"),
+        "model": ("Transformer",),
+        "presets": ("PRESETS", "preset"),
+        "training": ("DryRun", "Trainer"),
+        "translation": ("Binarised", "Perplexity", "Translation", "average", "evaluate_loss", "translate"),
+        **dict.fromkeys(("analysis", "nn", "surgery"), ()),
+    }
+    """The modules, each imported when it or one of its names is first asked for: most of them import torch."""
+
+    def __getattr__(name):
+        if name == "_core":
+            return _loading.load()
+        module = name if name in _HOMES else next((home for home, names in _HOMES.items() if name in names), None)
+        if module is None:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        found = importlib.import_module(f".{module}", __name__)
+        globals()[name] = found if module == name else getattr(found, name)
+        return globals()[name]
+
+    def __dir__():
+        return sorted({*globals(), *__all__})

@@ -7,16 +7,13 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
+from .errors import DivergedError as DivergedError
+from .errors import InputError as InputError
+from .errors import Interrupted as Interrupted
+
 __version__: str
-
-class InputError(ValueError):
-    """Wrong input or options; the message says what was expected, what came and what to do."""
-
-class DivergedError(RuntimeError):
-    """The loss or the gradient stopped being finite; the message names the update and the last good checkpoint."""
-
-class Interrupted(Exception):
-    """Stopped by Ctrl-C; everything is saved and the message says how to resume."""
+BUILT_AGAINST: str
+"""A sentence that names the torch version of the build."""
 
 class Observer(Protocol):
     """Called between updates, with the GIL. A KeyboardInterrupt raised in a call stops the run."""
@@ -26,11 +23,8 @@ class Observer(Protocol):
     def evaluated(self, event: Mapping[str, Any]) -> None: ...
     def message(self, level: str, text: str) -> None: ...
 
-def fields(which: Literal["model", "training", "data", "search"]) -> str:
-    """A JSON list of {name, kind, optional, default, choices, help}."""
-
 def tables() -> str:
-    """A JSON object of the norms, residuals and inits: each a list of {name, equation, source}."""
+    """A JSON object, which _tables.json repeats: the version, the options, and the norms, residuals and inits."""
 
 def declare(model: str, stack: Literal["encoder", "decoder"]) -> str:
     """What a configuration's residual scheme puts into a stack: a JSON object of layers, flow, has_biases, …"""

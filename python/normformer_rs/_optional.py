@@ -4,8 +4,16 @@ import importlib
 import importlib.util
 from types import ModuleType
 
+REQUIREMENTS = {
+    "fairseq": "fairseq==0.12.2",
+    "matplotlib": "matplotlib>=3.8",
+    "num2words": "num2words>=0.5.13",
+    "sacrebleu": "sacrebleu>=2.4",
+}
+"""What to install of each package, as pyproject.toml's extras have it."""
 
-def require(name: str, purpose: str, extra: str = "train", hint: str = "") -> ModuleType:
+
+def require(name: str, purpose: str, hint: str = "") -> ModuleType:
     """The module of that name; ImportError that says what it is for and how to install it where it is missing."""
     try:
         return importlib.import_module(name)
@@ -13,8 +21,12 @@ def require(name: str, purpose: str, extra: str = "train", hint: str = "") -> Mo
         package = name.partition(".")[0]
         if (error.name or "").partition(".")[0] != package:
             raise
-        note = f" ({hint})" if hint else ""
-        raise ImportError(f"{purpose} needs {package}: pip install normformer_rs[{extra}]{note}") from error
+        raise ImportError(f"{purpose} needs {package}: {command(package)}{f' ({hint})' if hint else ''}") from error
+
+
+def command(package: str) -> str:
+    """The command that installs the package; it works from any folder."""
+    return f'pip install "{REQUIREMENTS[package]}"'
 
 
 def available(name: str) -> bool:

@@ -1,21 +1,25 @@
 """Writes what is made of Rust's tables: `python -m normformer_rs._stubs --check | --write`.
 
-config.pyi, whose classes are generated at import, and docs/names.md, every norm, residual scheme, initialisation and
-preset.
+_tables.json, which the package reads instead of asking the core; config.pyi, whose classes are generated at import; and
+docs/names.md: every norm, residual scheme, initialisation and preset.
 """
 
 import argparse
+import importlib
 import inspect
+import json
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from . import config, presets
-from .config import Config
+from . import _loading, _tables
+
+if TYPE_CHECKING:
+    from .config import Config, Field
 
 STUB = Path(__file__).with_name("config.pyi")
 NAMES = Path(__file__).parents[2] / "docs" / "names.md"
-_GENERATED = (config.TransformerConfig, config.TrainingConfig, config.DataConfig, config.SearchConfig)
 
 _HEAD = '''\
 """Made by `python -m normformer_rs._stubs --write` out of the lists of options in Rust; do not edit."""
@@ -33,6 +37,7 @@ class Field(NamedTuple):
     default: Any
     choices: tuple[str, ...]
     help: str
+    group: str
     def check(self, value: Any) -> Any: ...
 
 class Config:
@@ -50,20 +55,50 @@ class Config:
 
 _TAIL = """\
 LANGUAGE_MODELS: tuple[str, ...]
+__version__: str
 
+def closest(got: str, choices: Iterable[str]) -> str: ...
 def unknown(what: str, got: str, choices: Iterable[str]) -> str: ...
 def split(options: Mapping[str, Any], *kinds: type[Config]) -> list[dict[str, Any]]: ...
 def tables() -> dict[str, list[dict[str, Any]]]: ...
 """
 
 
+def tables() -> str:
+    """The text of _tables.json, an option or a name on each line."""
+    # Not by the package, which refuses a core that _tables.json does not fit.
+    core: Any = importlib.import_module(_loading.CORE)
+    return _json(json.loads(core.tables())) + "\n"
+
+
+def _json(value: Any, indent: str = "") -> str:
+    """JSON with a line for each object of a list, its name first."""
+    if isinstance(value, dict):
+        lines = [f"{json.dumps(key)}: {_json(item, indent + '  ')}" for key, item in value.items()]
+    elif isinstance(value, list):
+        lines = [json.dumps({"name": item["name"], **item}, ensure_ascii=False) for item in value]
+    else:
+        return json.dumps(value, ensure_ascii=False)
+    begin, end = ("{", "}") if isinstance(value, dict) else ("[", "]")
+    return begin + ",".join(f"\n{indent}  {line}" for line in lines) + f"\n{indent}{end}"
+
+
 def stub() -> str:
     """The text of config.pyi."""
-    return _HEAD + "".join(_choices()) + "\n" + "".join(_class(kind) for kind in _GENERATED) + _TAIL
+    kinds = _configs()
+    return _HEAD + "".join(_choices(kinds)) + "\n" + "".join(_class(kind, kinds) for kind in kinds) + _TAIL
+
+
+def _configs() -> "list[type[Config]]":
+    from . import config  # reads _tables.json, so it comes after the file is written
+
+    return [config.TransformerConfig, config.TrainingConfig, config.DataConfig, config.SearchConfig]
 
 
 def names() -> str:
     """The text of docs/names.md."""
+    from . import config, presets
+
     tables = config.tables()
     lines = [
         "<!-- Made by `python -m normformer_rs._stubs --write` out of Rust's tables and presets.py; do not edit. -->",
@@ -77,21 +112,20 @@ def names() -> str:
         (
             "Norms",
             "norms",
-            "`--norm NAME`; shown by `pytest tests/test_model.py tests/test_norms.py tests/test_norm_modules.py "
-            "-k NAME`.",
+            "`--norm NAME`; shown by `pytest tests/model tests/norms -k NAME`.",
         ),
         (
             "Residual schemes",
             "residuals",
-            "`--residual NAME`; shown by `pytest tests/test_model.py tests/test_training.py -k NAME`.",
+            "`--residual NAME`; shown by `pytest tests/model tests/train -k NAME`.",
         ),
-        ("Initialisations", "inits", "`--init NAME`; shown by `pytest tests/test_model.py -k NAME`."),
+        ("Initialisations", "inits", "`--init NAME`; shown by `pytest tests/model -k NAME`."),
         (
             "Beside them",
             "others",
             "`--groupscaling N`, `--fixnorm`, `--attention tensorized`, and with `--residual admin` by itself (in\n"
             "plain PyTorch `normformer_rs.nn.profile`); shown by\n"
-            "`pytest tests/test_model.py tests/test_norms.py -k 'group_scaling or fixnorm or tensorized or profil'`.",
+            "`pytest tests/model tests/norms -k 'group_scaling or fixnorm or tensorized or profil'`.",
         ),
     ):
         lines += ["", f"## {title}", "", how, ""]
@@ -112,32 +146,32 @@ def names() -> str:
     return "\n".join([*lines, ""])
 
 
-def _class(kind: type[Config]) -> str:
+def _class(kind: "type[Config]", kinds: "list[type[Config]]") -> str:
     summary = inspect.getdoc(kind).splitlines()[0]  # type: ignore[union-attr]
     lines = ["@dataclass(frozen=True)", f"class {kind.__name__}(Config):", f'    """{summary}"""', ""]
-    lines += [f"    {field.name}: {_annotation(field)}" for field in kind.FIELDS]
+    lines += [f"    {field.name}: {_annotation(field, kinds)}" for field in kind.FIELDS]
     lines += ["    def __init__(", "        self,", "        *,"]
-    lines += [f"        {field.name}: {_annotation(field)} = ...," for field in kind.FIELDS]
+    lines += [f"        {field.name}: {_annotation(field, kinds)} = ...," for field in kind.FIELDS]
     return "\n".join([*lines, "    ) -> None: ...", "", ""])
 
 
-def _aliases() -> dict[tuple[str, ...], str]:
+def _aliases(kinds: "list[type[Config]]") -> dict[tuple[str, ...], str]:
     """A type for every set of choices, named after the first option that has it."""
     aliases: dict[tuple[str, ...], str] = {}
-    for field in (field for kind in _GENERATED for field in kind.FIELDS if field.choices):
+    for field in (field for kind in kinds for field in kind.FIELDS if field.choices):
         aliases.setdefault(field.choices, "_" + field.name.title().replace("_", ""))
     return aliases
 
 
-def _choices() -> Iterator[str]:
-    for choices, alias in _aliases().items():
+def _choices(kinds: "list[type[Config]]") -> Iterator[str]:
+    for choices, alias in _aliases(kinds).items():
         words = [json_string(choice) for choice in choices]
         line = f"{alias} = Literal[{', '.join(words)}]\n"
         yield line if len(line) <= 121 else f"{alias} = Literal[\n" + "".join(f"    {w},\n" for w in words) + "]\n"
 
 
-def _annotation(field: config.Field) -> str:
-    kind = _aliases()[field.choices] if field.choices else field.kind
+def _annotation(field: "Field", kinds: "list[type[Config]]") -> str:
+    kind = _aliases(kinds)[field.choices] if field.choices else field.kind
     return kind + " | None" * field.optional
 
 
@@ -154,7 +188,9 @@ def main() -> int:
     what.add_argument("--write", action="store_true", help="write the files")
     is_writing = parser.parse_args().write
     stale = []
-    for path, text in ((STUB, stub()), (NAMES, names())):
+    files = {_tables.PATH: tables, STUB: stub, NAMES: names}  # in this order: the others are made from the first
+    for path, made in files.items():
+        text = made()
         if is_writing:
             path.write_text(text, encoding="utf-8")
         elif not path.exists() or path.read_text(encoding="utf-8") != text:

@@ -23,7 +23,7 @@ from numpy.typing import ArrayLike, NDArray
 from torch import Tensor, nn
 
 from . import _core
-from ._core import InputError
+from .errors import InputError
 from .model import Transformer
 from .nn.masks import mask_for
 from .nn.norms import RowNorm

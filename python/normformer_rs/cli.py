@@ -1,4 +1,7 @@
-"""The command `normformer-rs`: train, translate, evaluate, average, demo, convert, fairseq, fairseq-user-dir."""
+"""The command `normformer-rs`: train, translate, evaluate, average, demo, convert, fairseq, fairseq-user-dir.
+
+A command imports the modules that need torch when it runs: help and mistyped options are answered without them.
+"""
 
 import argparse
 import contextlib
@@ -10,16 +13,17 @@ import time
 import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from . import _core, convert, demo, scores, text
-from ._core import DivergedError, InputError, Interrupted, __version__
-from .config import DataConfig, SearchConfig, TrainingConfig, TransformerConfig, split, unknown
-from .options import Parser, add_flags, flag, given, layered, read_run, read_toml
+from . import demo, fairseq_commands, text
+from .config import DataConfig, SearchConfig, TrainingConfig, TransformerConfig, __version__, split
+from .errors import DivergedError, InputError, Interrupted
+from .options import Parser, UsageError, add_flags, flag, given, layered, read_run, read_toml
 from .presets import PRESETS
 from .progress import duration, write
-from .training import Trainer
-from .translation import Binarised, average, evaluate_loss, translate
+
+if TYPE_CHECKING:
+    from .training import Trainer
 
 PROG = "normformer-rs"
 EXIT_FAILURE = 2
@@ -40,7 +44,10 @@ _COMMAND = {"preset", "output"}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command; returns its exit code: 0, or 2 with one line on stderr that says what is wrong."""
+    """Runs the command; returns its exit code: 0, or 2 with a line on stderr that says what is wrong.
+
+    A command line that cannot be read has a second line: how it is written, or where to look.
+    """
     _log_to_stderr()
     try:
         args = _parser().parse_args(argv)
@@ -58,6 +65,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         what = "interrupted" if isinstance(error, (Interrupted, KeyboardInterrupt)) else "error"
         message = " ".join(str(error).split())
         print(f"{PROG}: {what}" + (f": {message}" if message else ""), file=sys.stderr)
+        if isinstance(error, UsageError):
+            print(error.where, file=sys.stderr)
         return EXIT_FAILURE
 
 
@@ -87,23 +96,35 @@ _Command = tuple[str, Callable[[argparse.Namespace], None], Callable[[argparse.A
 
 def _train_parser() -> _Command:
     def add(parser: argparse.ArgumentParser) -> None:
+        parser.usage = "%(prog)s --output DIR [OPTION …]"
+        kinds = (DataConfig, TransformerConfig, TrainingConfig)
+        # The data say how large the vocabulary is.
+        fields = {field.name: field for kind in kinds for field in kind.FIELDS if field.name != "vocab_size"}
+        names = ["common", *dict.fromkeys(field.group for field in fields.values())]
+        groups = {name: parser.add_argument_group(name) for name in names}
+        common, run = groups["common"], groups["run"]
         said: dict[str, Any] = {"default": argparse.SUPPRESS}  # like the configs' flags: absent unless given
         folder = "Folder of the run: checkpoints, vocabulary, log, curves."
-        parser.add_argument("--output", metavar="DIR", help=folder, **said)
-        parser.add_argument("--preset", metavar="NAME", help=f"Options to start from: {', '.join(PRESETS)}.", **said)
-        parser.add_argument(
-            "--config", metavar="FILE.toml", help="Options; flags go before them, they before a preset."
-        )
-        parser.add_argument("--resume", action="store_true", help="Go on from the last checkpoint in --output.")
-        parser.add_argument("--overwrite", action="store_true", help="Start again where --output holds a run.")
-        parser.add_argument("--dry-run", action="store_true", help="Print parameter count and memory, then stop.")
-        parser.add_argument("--no-progress", action="store_true", help="No progress bar.")
-        add_flags(parser, "data", DataConfig)
-        # The data say how large the vocabulary is.
-        add_flags(parser, "model", TransformerConfig, skip=["vocab_size"])
-        add_flags(parser, "training", TrainingConfig)
+        common.add_argument("--output", metavar="DIR", help=folder, **said)
+        common.add_argument("--preset", metavar="NAME", help=f"Options to start from: {', '.join(PRESETS)}.", **said)
+        file = "TOML file of options. Flags override it, and it overrides the preset."
+        common.add_argument("--config", metavar="FILE.toml", help=file)
+        common.add_argument("--resume", action="store_true", help="Go on from the last checkpoint in --output.")
+        run.add_argument("--overwrite", action="store_true", help="Start again where --output holds a run.")
+        run.add_argument("--dry-run", action="store_true", help="Print parameter count and memory, then stop.")
+        run.add_argument("--no-progress", action="store_true", help="No progress bar.")
+        add_flags(common, (fields.pop(name) for name in _COMMON))
+        for name, group in groups.items():
+            add_flags(group, (field for field in fields.values() if field.group == name))
 
     return "Train a model.", _train, add
+
+
+_COMMON = (
+    *("train_source", "train_target", "valid_source", "valid_target", "bpe_operations"),
+    *("norm", "residual", "init", "updates", "max_tokens", "lr", "precision", "device", "seed"),
+)
+"""Options that help lists first, whatever their group."""
 
 
 def _train(args: argparse.Namespace) -> None:
@@ -129,7 +150,7 @@ def _train(args: argparse.Namespace) -> None:
         write(f"translate: {PROG} translate --model {output} --input FILE --output FILE")
 
 
-def trainer_of(args: argparse.Namespace) -> tuple[Trainer, str | None]:
+def trainer_of(args: argparse.Namespace) -> "tuple[Trainer, str | None]":
     """The trainer and the output folder that flags over --config's file over the preset describe.
 
     With --resume the options of the run itself come between preset and file.
@@ -145,6 +166,8 @@ def trainer_of(args: argparse.Namespace) -> tuple[Trainer, str | None]:
     options = layered(flags.get("preset", file.get("preset")), run, file, flags)
     options = {name: value for name, value in options.items() if name not in _COMMAND}
     model, training, data = split(options, *kinds)
+    from .training import Trainer
+
     return Trainer(TransformerConfig(**model), TrainingConfig(**training), DataConfig(**data)), output
 
 
@@ -162,7 +185,7 @@ def _translate_parser() -> _Command:
         parser.add_argument(
             "--max-tokens", metavar="N", type=int, default=8192, help="Padded source tokens in a batch."
         )
-        add_flags(parser, "search", SearchConfig)
+        add_flags(parser.add_argument_group("search"), SearchConfig.FIELDS)
 
     return "Translate a text, line by line.", _translate, add
 
@@ -172,6 +195,8 @@ def _translate(args: argparse.Namespace) -> None:
         raise InputError(f"max_tokens must lie in [1, 2147483648); got {args.max_tokens}")
     text.check_writable(args.output)
     search = SearchConfig(**given(args, SearchConfig))
+    from .translation import Binarised, translate
+
     lines: list[str] | Binarised
     if args.data_bin is None:
         lines = text.read_lines(args.input)
@@ -213,6 +238,7 @@ def _evaluate(args: argparse.Namespace) -> None:
     if args.hypothesis is None and args.model is None:
         raise InputError("evaluate needs --hypothesis FILE (for BLEU), --model DIR (for perplexity), or both")
     if args.hypothesis is not None:
+        from . import _core, scores
 
         def words(path: str) -> list[str]:
             lines = text.read_lines(path)
@@ -227,6 +253,8 @@ def _evaluate(args: argparse.Namespace) -> None:
         if found.comparison is not None:
             print(f"bootstrap:  {found.comparison}")
     if args.model is not None:
+        from .translation import evaluate_loss
+
         options = {"checkpoint": args.checkpoint, "precision": args.precision, "device": args.device}
         measured = evaluate_loss(args.model, args.source, args.reference, **options)
         print(
@@ -246,6 +274,8 @@ def _average_parser() -> _Command:
 
 
 def _average(args: argparse.Namespace) -> None:
+    from .translation import average
+
     print(average(args.model, last=args.last, updates=args.updates))
 
 
@@ -276,6 +306,8 @@ def _convert_parser() -> _Command:
 def _convert(args: argparse.Namespace) -> None:
     if args.origin.endswith(".pt") == args.to.endswith(".pt"):
         raise InputError(f"one of --from and --to must be a .pt of fairseq; got {args.origin} and {args.to}")
+    from . import convert
+
     if args.origin.endswith(".pt"):
         convert.from_fairseq(args.origin, args.to, data=args.data, trust=args.trust)
     else:
@@ -285,15 +317,15 @@ def _convert(args: argparse.Namespace) -> None:
 
 def _fairseq_parser() -> _Command:
     def add(parser: argparse.ArgumentParser) -> None:
-        parser.add_argument("command", metavar="COMMAND", help=f"One of {', '.join(FAIRSEQ_COMMANDS)}.")
-        parser.add_argument("arguments", nargs=argparse.REMAINDER, help="As for fairseq-COMMAND.")
+        parser.add_argument("command", metavar="COMMAND", help=f"One of {', '.join(fairseq_commands.COMMANDS)}.")
+        rest = parser.add_argument("arguments", nargs=argparse.REMAINDER, help="As for fairseq-COMMAND.")
+        rest.required = False
 
     return "fairseq's commands with this package's architectures, schedules and criterion.", _fairseq, add
 
 
 def _fairseq(args: argparse.Namespace) -> None:
-    if args.command not in FAIRSEQ_COMMANDS:
-        raise InputError(unknown("command", args.command, FAIRSEQ_COMMANDS))
+    fairseq_commands.check(args.command, args.arguments)
     sys.argv = [f"{PROG} fairseq", args.command, *args.arguments]
     # As `python -m` does, so that workers that fairseq spawns find the same main module, and its patches.
     try:
@@ -310,9 +342,6 @@ def _fairseq_user_dir_parser() -> _Command:
         print(Path(__file__).parent / "fairseq_plugin")
 
     return "Print the folder for the --user-dir of fairseq's own commands (Python 3.10).", run, lambda _: None
-
-
-FAIRSEQ_COMMANDS = ("preprocess", "train", "generate", "interactive", "validate", "score", "eval-lm", "hydra-train")
 
 
 def _add_model(parser: Any, required: bool) -> None:

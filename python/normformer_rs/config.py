@@ -1,9 +1,11 @@
 """The options of a model, a training run, its data and a search, as frozen dataclasses.
 
-The lists come from Rust (`_core.fields`), which also feeds the command line; a name, a default, a choice or a help text
-exists once. What one option cannot know of another (`heads` divides `d_model`) is checked in Rust where it is used.
+The lists come from Rust, by way of _tables.json: a name, a default, a choice or a help text exists once. What one
+option cannot know of another (`heads` divides `d_model`) is checked in Rust where it is used. Nothing here imports
+torch, so that the command line answers at once.
 """
 
+import copy
 import dataclasses
 import difflib
 import json
@@ -14,8 +16,8 @@ import os
 from collections.abc import Iterable, Mapping
 from typing import Any, ClassVar, NamedTuple, TypeVar
 
-from . import _core
-from ._core import InputError
+from . import _tables
+from .errors import InputError
 
 _TYPES: dict[str, type] = {"int": int, "float": float, "bool": bool, "str": str}
 _NOUNS = {"int": "an integer", "float": "a number", "bool": "true or false", "str": "a string"}
@@ -34,6 +36,8 @@ class Field(NamedTuple):
     choices: tuple[str, ...]
     """The words allowed; empty: any."""
     help: str
+    group: str
+    """The heading of `--help` that lists it."""
 
     def check(self, value: Any) -> Any:
         """The value as this option's type (an int where a float is meant becomes one); InputError if it is another."""
@@ -63,12 +67,16 @@ class Field(NamedTuple):
         return value
 
 
+def closest(got: str, choices: Iterable[str]) -> str:
+    """` (did you mean "scalenorm"?)`; nothing where no choice is close."""
+    close = difflib.get_close_matches(got, list(choices), n=1)
+    return f' (did you mean "{close[0]}"?)' if close else ""
+
+
 def unknown(what: str, got: str, choices: Iterable[str]) -> str:
-    """ "`what` must be one of a, b, c; got …", with the closest choice named where one is close."""
+    """`unknown norm "scalnorm" (did you mean "scalenorm"?); expected one of layernorm, …`."""
     choices = list(choices)
-    close = difflib.get_close_matches(got, choices, n=1)
-    hint = f' (did you mean "{close[0]}"?)' if close else ""
-    return f'{what} must be one of {", ".join(choices)}; got "{got}"{hint}'
+    return f'unknown {what} "{got}"{closest(got, choices)}; expected one of {", ".join(choices)}'
 
 
 class Config:
@@ -117,8 +125,13 @@ def _document(summary: str, fields: Iterable[Field]) -> str:
     return "\n".join(lines)
 
 
+_TABLES = _tables.read()
+__version__: str = _TABLES["version"]
+
+
 def _generate(name: str, which: str, summary: str) -> Any:
-    fields = tuple(Field(**{**entry, "choices": tuple(entry["choices"])}) for entry in json.loads(_core.fields(which)))
+    entries = _TABLES["options"][which]
+    fields = tuple(Field(**{**entry, "choices": tuple(entry["choices"])}) for entry in entries)
     columns = []
     for field in fields:
         kind = _TYPES[field.kind]
@@ -152,4 +165,4 @@ def tables() -> dict[str, list[dict[str, Any]]]:
 
     A norm that is its formula alone has `formula`, {has_bias}, too. `others` are what models have beside these.
     """
-    return json.loads(_core.tables())
+    return copy.deepcopy(_TABLES["tables"])

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from . import _core
-from ._core import InputError
 from .config import LANGUAGE_MODELS, TrainingConfig, TransformerConfig
+from .errors import InputError
 from .model import find_checkpoint, read_config
 from .nn.declared import declare
 

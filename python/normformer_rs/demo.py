@@ -9,16 +9,16 @@ import random
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from . import _core
-from ._optional import require
+from ._optional import command, require
 from .config import DataConfig, SearchConfig, TrainingConfig, TransformerConfig
-from .history import History
+from .errors import InputError
 from .progress import duration
 from .text import write_lines
-from .training import Trainer
-from .translation import translate
+
+if TYPE_CHECKING:
+    from .history import History
 
 MODEL: dict[str, Any] = {
     "d_model": 128,
@@ -87,7 +87,7 @@ class Outcome(NamedTuple):
     """Of the test set, 0 to 100, multi-bleu.perl's formula."""
     seconds: float
     """Training and translation."""
-    history: History
+    history: "History"
     translations: list[tuple[str, str, str]]
     """(English, the model's Vietnamese, the right Vietnamese)."""
 
@@ -150,7 +150,7 @@ def _date(day: int, month: str, year: int, words: Callable[..., str]) -> Pair:
 
 
 def _words() -> Callable[..., str]:
-    num2words = require("num2words", "the demo's text", extra="demo").num2words
+    num2words = require("num2words", "the demo's text").num2words
 
     def words(n: int, lang: str, to: str = "cardinal") -> str:
         return num2words(n, lang=lang, to=to).replace(",", "").replace("-", " ")
@@ -178,7 +178,7 @@ def configs(updates: int | None = None) -> tuple[TransformerConfig, TrainingConf
     training = TrainingConfig(**TRAINING)
     if updates is not None:
         if updates < 1:
-            raise _core.InputError(f"updates must be at least 1, got {updates}")
+            raise InputError(f"updates must be at least 1, got {updates}")
         every = max(1, min(training.evaluate_every, updates))  # type: ignore[attr-defined]
         training = training.replace(updates=updates, evaluate_every=every)
     return TransformerConfig(**MODEL), training
@@ -202,11 +202,15 @@ def run(output: str | Path, *, updates: int | None = None, progress: bool = True
     The run is written to `output`, in place of an earlier demo's but of nothing else; the text to `output`-text.
     Errors: InputError where `output` holds another run.
     """
+    from . import _core  # here, so that `demo --help` does without torch
+    from .training import Trainer
+    from .translation import translate
+
     output = Path(output)
     made, texts = corpus(), output.with_name(output.name + "-text")
     again = is_demo(output, texts)
     if not again and output.joinpath("config.json").exists():
-        raise _core.InputError(f"{output} already holds a run that is not the demo's: choose another output")
+        raise InputError(f"{output} already holds a run that is not the demo's: choose another output")
     data = write_corpus(texts, made)
     start = time.monotonic()
     history = Trainer(*configs(updates), data).fit(output, overwrite=again, progress=progress)
@@ -229,4 +233,4 @@ def _report(outcome: Outcome, trained: float, bleu: str, output: Path) -> None:
     print(f"\ntest set, {len(outcome.translations)} items that training never saw: {bleu}")
     print(f"time: {duration(trained)} training, {duration(outcome.seconds)} in all")
     curves = output / "curves.png"
-    print(f"curves: {curves}" if curves.exists() else "curves: not drawn, pip install normformer_rs[train]")
+    print(f"curves: {curves}" if curves.exists() else f"curves: not drawn, {command('matplotlib')}")

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from . import _core
-from ._core import InputError
 from .config import TransformerConfig
+from .errors import InputError
 
 PAD = 1
 """The id of padding."""

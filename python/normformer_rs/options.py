@@ -3,14 +3,15 @@
 import argparse
 import contextlib
 import json
+import re
 import sys
 import textwrap
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from ._core import InputError
-from .config import Config, Field, unknown
+from .config import Config, Field, closest, unknown
+from .errors import InputError
 from .presets import find_preset
 
 if sys.version_info >= (3, 11):
@@ -24,33 +25,73 @@ SECTIONS = ("model", "training", "data")
 """Tables in which a file may group its options."""
 EXCLUSIVE = {"bpe_operations", "bpe_codes", "no_bpe", "data_bin"}
 """Ways to cut words (data_bin's are cut); naming one replaces another that a file or an earlier run named."""
+HELP = {"-h", "--help"}
+LISTED = "`normformer-rs train --help` lists the options"
+
+
+class UsageError(InputError):
+    """A command line that cannot be read. `where` is the line that says how it is written, or where to look."""
+
+    def __init__(self, message: str, where: str) -> None:
+        super().__init__(message)
+        self.where = where
 
 
 class _Formatter(argparse.HelpFormatter):
-    """Leaves words such as val-decay whole."""
+    """Leaves words such as val-decay whole, and shows a switch and its opposite as --[no-]fixnorm."""
+
+    def __init__(self, prog: str) -> None:
+        super().__init__(prog, max_help_position=28)
+
+    def _format_action_invocation(self, action: argparse.Action) -> str:
+        if isinstance(action, argparse.BooleanOptionalAction):
+            return "--[no-]" + action.option_strings[0].removeprefix("--")
+        return super()._format_action_invocation(action)
 
     def _split_lines(self, text: str, width: int) -> list[str]:
         return textwrap.wrap(" ".join(text.split()), width, break_on_hyphens=False)
 
 
 class Parser(argparse.ArgumentParser):
-    """Errors in one line, with the closest option where one is unknown."""
+    """A wrong command line is a UsageError; an unknown option is named with the closest one, before anything else."""
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(formatter_class=_Formatter, allow_abbrev=False, **settings)
 
+    @property
+    def _takes_command(self) -> bool:
+        """A command and its own options follow the parser's."""
+        return any(action.nargs in (argparse.PARSER, argparse.REMAINDER) for action in self._actions)
+
     def error(self, message: str) -> Any:
-        raise InputError(message)
+        raise UsageError(message, f"{self.prog} --help lists the {'commands' if self._takes_command else 'options'}")
 
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
         parsed, extra = self.parse_known_args(args, namespace)
         if extra:
             parser = getattr(parsed, "parser", self)
-            flags = [flag for flag in parser._option_string_actions if flag.startswith("--")]
-            if not extra[0].startswith("-"):
-                raise InputError(f'unexpected argument "{extra[0]}"; options begin with --, see {parser.prog} --help')
-            raise InputError(unknown("option", extra[0].partition("=")[0], flags))
+            parser.error(f'unexpected argument "{extra[0]}"; options begin with --')
         return parsed
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        args = sys.argv[1:] if args is None else list(args)
+        rest = next((i for i, word in enumerate(args) if word == "--"), len(args))
+        if self._takes_command:
+            rest = next((i for i, word in enumerate(args) if not word.startswith("-")), len(args))
+        for word in args[:rest] if not HELP.intersection(args) else []:
+            name = word.partition("=")[0]
+            if _FLAG.fullmatch(name) and name not in self._option_string_actions:
+                long = [flag for flag in self._option_string_actions if flag.startswith("--")]
+                self.error(f'unknown option "{name}"{closest(name, long)}')
+        return super().parse_known_args(args, namespace)
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        if action.choices is not None and value not in action.choices:
+            self.error(unknown(str(action.metavar).lower(), value, action.choices))
+
+
+_FLAG = re.compile(r"-[^\s\d.]\S*")
+"""A word that is meant as an option: not -, not a negative number, not text with spaces."""
 
 
 def flag(name: str) -> str:
@@ -58,12 +99,10 @@ def flag(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
-def add_flags(parser: argparse.ArgumentParser, title: str, kind: type[Config], skip: Iterable[str] = ()) -> None:
+def add_flags(group: Any, fields: Iterable[Field]) -> None:
     """A flag for each option of a config. Those not given leave no trace, so that files and presets can speak."""
-    group = parser.add_argument_group(title)
-    for field in kind.FIELDS:
-        if field.name not in skip:
-            _add_flag(group, field)
+    for field in fields:
+        _add_flag(group, field)
 
 
 def _add_flag(group: Any, field: Field) -> None:
@@ -78,18 +117,19 @@ def _add_flag(group: Any, field: Field) -> None:
 
 
 def _help(field: Field) -> str:
-    choices = f" One of {', '.join(field.choices)}." if field.choices else ""
-    default = "none" if field.default is None else field.default
-    if field.kind == "bool":
-        default = "yes" if default else "no"
-    shown = "" if field.default == "" else f" Default: {default}."
+    """The help text, with the choices that it does not name itself and the default."""
+    are_named = all(re.search(rf"(?<![\w-]){choice}(?![\w-])", field.help) for choice in field.choices)
+    choices = "" if are_named else f" One of {', '.join(field.choices)}."
+    default = ("yes" if field.default else "no") if field.kind == "bool" else field.default
+    shown = "" if default in (None, "") else f" Default: {default}."
     return f"{field.help}{choices}{shown}".replace("%", "%%")
 
 
 def _metavar(field: Field) -> str:
-    if field.choices:
-        return "NAME"
-    return {"int": "N", "float": "X"}.get(field.kind, "TEXT")
+    if field.kind != "str":
+        return {"int": "N", "float": "X"}[field.kind]
+    named = {"data_bin": "DIR", "source_lang": "LANG", "target_lang": "LANG"}
+    return named.get(field.name, "FILE" if field.group == "data" else "NAME")
 
 
 def given(args: argparse.Namespace, *kinds: type[Config]) -> dict[str, Any]:
@@ -154,7 +194,7 @@ def _flat(content: dict[str, Any], path: str | Path, known: list[str]) -> dict[s
             if not section and name in SECTIONS:
                 continue
             if name not in known:
-                raise InputError(f"{path}: {unknown('option', key, known)}")
+                raise InputError(f'{path}: unknown option "{key}"{closest(name, known)}; {LISTED}')
             if name in options:
                 raise InputError(f"{path}: {name} is given twice")
             options[name] = value

@@ -5,8 +5,8 @@ A preset says nothing of norm, residual scheme and initialisation: those are wha
 
 from typing import Any, NamedTuple
 
-from ._core import InputError
 from .config import TrainingConfig, TransformerConfig, split, unknown
+from .errors import InputError
 
 
 class Preset(NamedTuple):

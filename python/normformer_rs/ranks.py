@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from . import _core
-from ._core import InputError
+from .errors import InputError
 
 
 class Rank(NamedTuple):

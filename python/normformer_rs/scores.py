@@ -6,9 +6,9 @@ import re
 from collections.abc import Sequence
 
 from . import _core
-from ._core import InputError
 from ._optional import require
 from .config import unknown
+from .errors import InputError
 
 RESAMPLES = 1000
 

@@ -8,7 +8,7 @@ import zlib
 from collections.abc import Iterable
 from pathlib import Path
 
-from ._core import InputError
+from .errors import InputError
 
 STANDARD = "-"
 """Standard input or output."""

@@ -12,9 +12,9 @@ from typing import Any, Literal
 import torch
 
 from . import _core
-from ._core import InputError
 from ._optional import available
 from .config import DataConfig, TrainingConfig, TransformerConfig
+from .errors import InputError
 from .history import History
 from .model import random_state_kept
 from .progress import Progress, Silent, choose, number

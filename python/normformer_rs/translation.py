@@ -6,8 +6,8 @@ from os import PathLike, fspath
 from typing import Any, NamedTuple
 
 from . import _core
-from ._core import InputError
 from .config import SearchConfig
+from .errors import InputError
 
 
 class Translation(NamedTuple):
@@ -90,7 +90,7 @@ def average(model: str | PathLike[str], *, last: int | None = None, updates: Seq
     """
     for name, number, least in (("last", last, 1), *(("updates", update, 0) for update in updates or ())):
         if number is not None and not least <= number < 2**63:
-            raise _core.InputError(f"{name} must be at least {least}, and below 2⁶³; got {number}")
+            raise InputError(f"{name} must be at least {least}, and below 2⁶³; got {number}")
     return _core.average(fspath(model), last, None if updates is None else list(updates))
 
 

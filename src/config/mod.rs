@@ -70,211 +70,228 @@ choice! {
 config! {
     /// A Transformer (SPEC §4).
     pub struct TransformerConfig {
-        /// encoder-decoder for translation, decoder-only for language modelling.
-        architecture: Architecture = Architecture::EncoderDecoder,
-        /// Number of types in the joint vocabulary, special ones included.
-        vocab_size: i64 = 0,
-        /// Width of the model.
-        d_model: i64 = 512,
-        /// Width inside the feed-forward sublayers.
-        d_ff: i64 = 2048,
-        /// Attention heads; must divide d_model.
-        heads: i64 = 8,
-        /// A language model's attention: multi-head, or tensorized (Ma et al. 2019), which reads segments of limited length.
-        attention: AttentionName = AttentionName::MultiHead,
-        /// Rank R of tensorized attention's one block.
-        tensorized_rank: i64 = 40,
-        /// T of tensorized attention, the most tokens that it reads at a time; its output projection is (d_model, T²).
-        tensorized_segment: i64 = 32,
-        /// Encoder layers.
-        encoder_layers: i64 = 6,
-        /// Decoder layers.
-        decoder_layers: i64 = 6,
-        /// The norm.
-        norm: NormName = NormName("layernorm".into()),
-        /// The encoder's norm, where it differs from `norm`.
-        encoder_norm: Option<NormName> = None,
-        /// The decoder's norm, where it differs from `norm`.
-        decoder_norm: Option<NormName> = None,
-        /// The norm's epsilon; none: the norm's own default.
-        norm_eps: Option<f64> = None,
-        /// p of lpnorm, from 1 to inf.
-        lpnorm_p: lp_norm::Exponent = lp_norm::Exponent(2.0),
-        /// α of batchnorm's running statistics: old·α + new·(1 − α).
-        batchnorm_alpha: f64 = 0.9,
-        /// powernorm as the paper defines it, or step for step as its authors released it.
-        powernorm_mode: PowerNormMode = PowerNormMode::Paper,
-        /// Training forwards that powernorm warms up for; set it to the learning rate's warm-up.
-        powernorm_warmup: i64 = 4000,
-        /// α of the running ψ² of powernorm and powernorm-v.
-        powernorm_alpha_fwd: f64 = 0.9,
-        /// α of powernorm's ν.
-        powernorm_alpha_bwd: f64 = 0.9,
-        /// powernorm's statistics over all ranks together, as batchnorm's and powernorm-v's always are.
-        powernorm_sync: bool = false,
-        /// Groups of the scaling before batchnorm, powernorm-v and powernorm; 0: none; powernorm's release: heads.
-        groupscaling: i64 = 1,
-        /// Where the norms stand and how residuals are added.
-        residual: ResidualName = ResidualName("prenorm".into()),
-        /// The initialisation; none: the one that goes with the residual scheme.
-        init: Option<InitName> = None,
-        /// T of branchnorm: α_t = min(1, t/T) reaches 1 at this update.
-        branchnorm_steps: i64 = 4000,
-        /// How branchnorm's α grows.
-        branchnorm_growth: Curve = Curve::Linear,
-        /// Whether dlcl's layers are prenorm's or postnorm's.
-        dlcl_norm: DlclNorm = DlclNorm::Pre,
-        /// normformer (1): each head times its own scalar.
-        normformer_head_scale: bool = true,
-        /// normformer (2): a norm on the self-attention's output.
-        normformer_attention_norm: bool = true,
-        /// normformer (3): a norm inside the feed-forward.
-        normformer_ffn_norm: bool = true,
-        /// normformer (4): a learned scale on the feed-forward's residual.
-        normformer_residual_scale: bool = false,
-        /// normformer's head scales before the output projection (paper) or after it (fairseq).
-        normformer_mode: NormFormerMode = NormFormerMode::Paper,
-        /// r-fixup as its authors released it, or with the paper's scalar before the attention's output projection.
-        r_fixup_mode: RFixupMode = RFixupMode::Release,
-        /// λ of layerscale at the start.
-        layerscale_init: f64 = 1e-4,
-        /// ds-init's α.
-        ds_init_alpha: f64 = 1.0,
-        /// ds-init's bound: ∝ 1/√l (paper) or l^(−1/4) (release).
-        ds_init_mode: DsInitMode = DsInitMode::Paper,
-        /// Normalise word embeddings to unit length, at the input and, tied, at the output (FixNorm).
-        fixnorm: bool = false,
-        /// Layout of the sinusoidal positions.
-        positions: Positions = Positions::Twt,
-        /// What the decoder reads first: bos, or eos as fairseq has it.
-        decoder_start: DecoderStart = DecoderStart::Bos,
-        /// Which embeddings are one table: source, target and output (all), target and output (decoder), none.
-        tie_embeddings: Ties = Ties::All,
-        /// A bias on the logits.
-        output_bias: bool = false,
-        /// Dropout on sublayer outputs, and everywhere below that says nothing else.
-        dropout: f64 = 0.3,
-        /// Dropout on embeddings; none: `dropout`.
-        embedding_dropout: Option<f64> = None,
-        /// Dropout on attention weights; none: `dropout`.
-        attention_dropout: Option<f64> = None,
-        /// Dropout after ReLU; none: `dropout`.
-        activation_dropout: Option<f64> = None,
+        "model" {
+            /// encoder-decoder for translation, decoder-only for language modelling.
+            architecture: Architecture = Architecture::EncoderDecoder,
+            /// Number of types in the joint vocabulary, special ones included.
+            vocab_size: i64 = 0,
+            /// Width of the model.
+            d_model: i64 = 512,
+            /// Width inside the feed-forward sublayers.
+            d_ff: i64 = 2048,
+            /// Attention heads; must divide d_model.
+            heads: i64 = 8,
+            /// A language model's attention: multi-head, or tensorized (Ma et al. 2019), which reads segments of limited
+            /// length.
+            attention: AttentionName = AttentionName::MultiHead,
+            /// Rank R of tensorized attention's one block.
+            tensorized_rank: i64 = 40,
+            /// T of tensorized attention, the most tokens that it reads at a time; its output projection is
+            /// (d_model, T²).
+            tensorized_segment: i64 = 32,
+            /// Encoder layers.
+            encoder_layers: i64 = 6,
+            /// Decoder layers.
+            decoder_layers: i64 = 6,
+        }
+        "norm and residual" {
+            /// The norm.
+            norm: NormName = NormName("layernorm".into()),
+            /// The encoder's norm, where it differs from `norm`.
+            encoder_norm: Option<NormName> = None,
+            /// The decoder's norm, where it differs from `norm`.
+            decoder_norm: Option<NormName> = None,
+            /// The norm's epsilon; none: the norm's own default.
+            norm_eps: Option<f64> = None,
+            /// p of lpnorm, from 1 to inf.
+            lpnorm_p: lp_norm::Exponent = lp_norm::Exponent(2.0),
+            /// α of batchnorm's running statistics: old·α + new·(1 − α).
+            batchnorm_alpha: f64 = 0.9,
+            /// powernorm as the paper defines it, or step for step as its authors released it.
+            powernorm_mode: PowerNormMode = PowerNormMode::Paper,
+            /// Training forwards that powernorm warms up for; set it to the learning rate's warm-up.
+            powernorm_warmup: i64 = 4000,
+            /// α of the running ψ² of powernorm and powernorm-v.
+            powernorm_alpha_fwd: f64 = 0.9,
+            /// α of powernorm's ν.
+            powernorm_alpha_bwd: f64 = 0.9,
+            /// powernorm's statistics over all ranks together, as batchnorm's and powernorm-v's always are.
+            powernorm_sync: bool = false,
+            /// Groups of the scaling before batchnorm, powernorm-v and powernorm; 0: none; powernorm's release: heads.
+            groupscaling: i64 = 1,
+            /// Where the norms stand and how residuals are added.
+            residual: ResidualName = ResidualName("prenorm".into()),
+            /// The initialisation; none: the one that goes with the residual scheme.
+            init: Option<InitName> = None,
+            /// T of branchnorm: α_t = min(1, t/T) reaches 1 at this update.
+            branchnorm_steps: i64 = 4000,
+            /// How branchnorm's α grows.
+            branchnorm_growth: Curve = Curve::Linear,
+            /// Whether dlcl's layers are prenorm's or postnorm's.
+            dlcl_norm: DlclNorm = DlclNorm::Pre,
+            /// normformer (1): each head times its own scalar.
+            normformer_head_scale: bool = true,
+            /// normformer (2): a norm on the self-attention's output.
+            normformer_attention_norm: bool = true,
+            /// normformer (3): a norm inside the feed-forward.
+            normformer_ffn_norm: bool = true,
+            /// normformer (4): a learned scale on the feed-forward's residual.
+            normformer_residual_scale: bool = false,
+            /// normformer's head scales before the output projection (paper) or after it (fairseq).
+            normformer_mode: NormFormerMode = NormFormerMode::Paper,
+            /// r-fixup as its authors released it, or with the paper's scalar before the attention's output projection.
+            r_fixup_mode: RFixupMode = RFixupMode::Release,
+            /// λ of layerscale at the start.
+            layerscale_init: f64 = 1e-4,
+            /// ds-init's α.
+            ds_init_alpha: f64 = 1.0,
+            /// ds-init's bound: ∝ 1/√l (paper) or l^(−1/4) (release).
+            ds_init_mode: DsInitMode = DsInitMode::Paper,
+            /// Normalise word embeddings to unit length, at the input and, tied, at the output (FixNorm).
+            fixnorm: bool = false,
+        }
+        "model" {
+            /// Layout of the sinusoidal positions.
+            positions: Positions = Positions::Twt,
+            /// What the decoder reads first: bos, or eos as fairseq has it.
+            decoder_start: DecoderStart = DecoderStart::Bos,
+            /// Which embeddings are one table: source, target and output (all), target and output (decoder), none.
+            tie_embeddings: Ties = Ties::All,
+            /// A bias on the logits.
+            output_bias: bool = false,
+            /// Dropout on sublayer outputs, and everywhere below that says nothing else.
+            dropout: f64 = 0.3,
+            /// Dropout on embeddings; none: `dropout`.
+            embedding_dropout: Option<f64> = None,
+            /// Dropout on attention weights; none: `dropout`.
+            attention_dropout: Option<f64> = None,
+            /// Dropout after ReLU; none: `dropout`.
+            activation_dropout: Option<f64> = None,
+        }
     }
 }
 
 config! {
     /// A training run (SPEC §4).
     pub struct TrainingConfig {
-        /// Stop after this many updates; 0: no such limit.
-        updates: i64 = 10000,
-        /// Stop after this many epochs; 0: no such limit.
-        epochs: i64 = 0,
-        /// Padded tokens in a micro-batch: sentences times the longest side.
-        max_tokens: i64 = 4096,
-        /// Micro-batches per update.
-        accumulate: i64 = 1,
-        /// Learning-rate schedule.
-        schedule: ScheduleName = ScheduleName::InverseSqrt,
-        /// Peak learning rate; none: λ/√d·n_w^-½ for inverse-sqrt, 3e-4 for no-warmup.
-        lr: Option<f64> = None,
-        /// λ, which multiplies a schedule's rate where it has no peak learning rate.
-        lr_scale: f64 = 1.0,
-        /// Multiplies the learning rate of any schedule (2x-lr: 2).
-        lr_multiplier: f64 = 1.0,
-        /// Warm-up updates n_w.
-        warmup: i64 = 4000,
-        /// Learning rate at the start of warm-up, with a peak learning rate.
-        warmup_init_lr: f64 = 0.0,
-        /// Number updates from 0 in the learning rate, as fairseq does: where it warms up, the first has the rate that
-        /// warm-up begins with.
-        count_from_zero: bool = false,
-        /// Stop when the learning rate falls below this after warm-up.
-        min_lr: f64 = 1e-6,
-        /// Adam's β₁.
-        beta1: f64 = 0.9,
-        /// Adam's β₂.
-        beta2: f64 = 0.98,
-        /// Adam's ε.
-        adam_eps: f64 = 1e-8,
-        /// Decoupled weight decay.
-        weight_decay: f64 = 0.0,
-        /// Clip the global gradient norm to this; 0: never.
-        clip_norm: f64 = 0.0,
-        /// Label smoothing ε.
-        label_smoothing: f64 = 0.1,
-        /// Formula of label smoothing.
-        smoothing: Smoothing = Smoothing::Fairseq,
-        /// Keep target types that training never shows at probability zero.
-        vocab_mask: bool = true,
-        /// Turn source and decoder-input tokens into UNK with this probability.
-        word_dropout: f64 = 0.0,
-        /// Evaluate every so many updates; 0: at the end of each epoch.
-        evaluate_every: i64 = 0,
-        /// What decides which checkpoint is best, and when to stop.
-        criterion: Criterion = Criterion::Loss,
-        /// Stop when the criterion has not improved for so many evaluations; 0: never.
-        patience: i64 = 0,
-        /// Keep this many of the latest evaluations' checkpoints, for averaging.
-        keep: i64 = 10,
-        /// Beam of the translations that evaluations score; 1: greedy.
-        evaluation_beam: i64 = 1,
-        /// Keep only what enters each layer and run layers again for their gradients: less memory, a third more time.
-        activation_checkpointing: bool = false,
-        /// f32, or bf16 products with f32 master weights.
-        precision: Precision = Precision::F32,
-        /// cpu, cuda, cuda:N, or auto: cuda where there is one.
-        device: String = "cpu".into(),
-        /// On a GPU, record the kernels of a step in a CUDA graph for each shape of batch, and give them to it at once.
-        cuda_graphs: bool = true,
-        /// Seed of everything random.
-        seed: u64 = 1,
+        "training" {
+            /// Stop after this many updates; 0: no such limit.
+            updates: i64 = 10000,
+            /// Stop after this many epochs; 0: no such limit.
+            epochs: i64 = 0,
+            /// Padded tokens in a micro-batch: sentences times the longest side.
+            max_tokens: i64 = 4096,
+            /// Micro-batches per update.
+            accumulate: i64 = 1,
+            /// Learning-rate schedule.
+            schedule: ScheduleName = ScheduleName::InverseSqrt,
+            /// Peak learning rate; none: λ/√d·n_w^-½ for inverse-sqrt, 3e-4 for no-warmup.
+            lr: Option<f64> = None,
+            /// λ, which multiplies a schedule's rate where it has no peak learning rate.
+            lr_scale: f64 = 1.0,
+            /// Multiplies the learning rate of any schedule (2x-lr: 2).
+            lr_multiplier: f64 = 1.0,
+            /// Warm-up updates n_w.
+            warmup: i64 = 4000,
+            /// Learning rate at the start of warm-up, with a peak learning rate.
+            warmup_init_lr: f64 = 0.0,
+            /// Number updates from 0 in the learning rate, as fairseq does: where it warms up, the first has the rate
+            /// that warm-up begins with.
+            count_from_zero: bool = false,
+            /// Stop when the learning rate falls below this after warm-up.
+            min_lr: f64 = 1e-6,
+            /// Adam's β₁.
+            beta1: f64 = 0.9,
+            /// Adam's β₂.
+            beta2: f64 = 0.98,
+            /// Adam's ε.
+            adam_eps: f64 = 1e-8,
+            /// Decoupled weight decay.
+            weight_decay: f64 = 0.0,
+            /// Clip the global gradient norm to this; 0: never.
+            clip_norm: f64 = 0.0,
+            /// Label smoothing ε.
+            label_smoothing: f64 = 0.1,
+            /// Formula of label smoothing.
+            smoothing: Smoothing = Smoothing::Fairseq,
+            /// Keep target types that training never shows at probability zero.
+            vocab_mask: bool = true,
+            /// Turn source and decoder-input tokens into UNK with this probability.
+            word_dropout: f64 = 0.0,
+        }
+        "run" {
+            /// Evaluate every so many updates; 0: at the end of each epoch.
+            evaluate_every: i64 = 0,
+            /// What decides which checkpoint is best, and when to stop.
+            criterion: Criterion = Criterion::Loss,
+            /// Stop when the criterion has not improved for so many evaluations; 0: never.
+            patience: i64 = 0,
+            /// Keep this many of the latest evaluations' checkpoints, for averaging.
+            keep: i64 = 10,
+            /// Beam of the translations that evaluations score; 1: greedy.
+            evaluation_beam: i64 = 1,
+            /// Keep only what enters each layer and run layers again for their gradients: less memory, a third more
+            /// time.
+            activation_checkpointing: bool = false,
+            /// f32, or bf16 products with f32 master weights.
+            precision: Precision = Precision::F32,
+            /// cpu, cuda, cuda:N, or auto: cuda where there is one.
+            device: String = "cpu".into(),
+            /// On a GPU, record a step's kernels in a CUDA graph for each shape of batch and launch them at once.
+            cuda_graphs: bool = true,
+            /// Seed of everything random.
+            seed: u64 = 1,
+        }
     }
 }
 
 config! {
     /// The text of a training run: files in UTF-8, one sentence a line, gzip or not; or fairseq's binarised folder.
     pub struct DataConfig {
-        /// Source sentences; none for language modelling.
-        train_source: Option<String> = None,
-        /// Target sentences, or the text of a language model.
-        train_target: String = String::new(),
-        /// Held-out source sentences.
-        valid_source: Option<String> = None,
-        /// Held-out target sentences.
-        valid_target: String = String::new(),
-        /// Learn this many BPE merges on the training text, source and target together.
-        bpe_operations: Option<i64> = None,
-        /// Apply the merges of this file (subword-nmt or fastBPE).
-        bpe_codes: Option<String> = None,
-        /// The text is split already: pieces stand between spaces, and `@@ ` is joined again for scoring.
-        no_bpe: bool = false,
-        /// fairseq's binarised folder instead of the files: splits train and valid, and their dictionary.
-        data_bin: Option<String> = None,
-        /// Source language of data_bin; none: as its files' names have it.
-        source_lang: Option<String> = None,
-        /// Target language of data_bin.
-        target_lang: Option<String> = None,
-        /// Leave out sentences longer than max_tokens instead of refusing them.
-        skip_long: bool = false,
-        /// Tokens in a row of language-model text.
-        segment_length: i64 = 64,
+        "data" {
+            /// Source sentences; none for language modelling.
+            train_source: Option<String> = None,
+            /// Target sentences, or the text of a language model.
+            train_target: String = String::new(),
+            /// Held-out source sentences.
+            valid_source: Option<String> = None,
+            /// Held-out target sentences.
+            valid_target: String = String::new(),
+            /// Learn this many BPE merges on the training text, source and target together.
+            bpe_operations: Option<i64> = None,
+            /// Apply the merges of this file (subword-nmt or fastBPE).
+            bpe_codes: Option<String> = None,
+            /// The text is split already: pieces stand between spaces, and `@@ ` is joined again for scoring.
+            no_bpe: bool = false,
+            /// fairseq's binarised folder instead of the files: splits train and valid, and their dictionary.
+            data_bin: Option<String> = None,
+            /// Source language of data_bin; none: as its files' names have it.
+            source_lang: Option<String> = None,
+            /// Target language of data_bin.
+            target_lang: Option<String> = None,
+            /// Leave out sentences longer than max_tokens instead of refusing them.
+            skip_long: bool = false,
+            /// Tokens in a row of language-model text.
+            segment_length: i64 = 64,
+        }
     }
 }
 
 config! {
     /// How to translate (SPEC §4, "beam").
     pub struct SearchOptions {
-        /// Hypotheses alive at a time; 1: greedy.
-        beam: i64 = 4,
-        /// google: score/((5+len)/6)^α, finished hypotheses compete; fairseq: score/len^α, they are set aside.
-        rule: Rule = Rule::Google,
-        /// Exponent of the length penalty; none: the rule's own (google 0.6, fairseq 1).
-        alpha: Option<f64> = None,
-        /// Translations per sentence, at most `beam`.
-        n_best: i64 = 1,
-        /// Most tokens generated; none: the source's + 50 (google) or 200 (fairseq).
-        max_length: Option<i64> = None,
+        "search" {
+            /// Hypotheses alive at a time; 1: greedy.
+            beam: i64 = 4,
+            /// google: score/((5+len)/6)^α, finished hypotheses compete; fairseq: score/len^α, they are set aside.
+            rule: Rule = Rule::Google,
+            /// Exponent of the length penalty; none: the rule's own (google 0.6, fairseq 1).
+            alpha: Option<f64> = None,
+            /// Translations per sentence, at most `beam`.
+            n_best: i64 = 1,
+            /// Most tokens generated; none: the source's + 50 (google) or 200 (fairseq).
+            max_length: Option<i64> = None,
+        }
     }
 }
 

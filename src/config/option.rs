@@ -14,6 +14,8 @@ pub struct Field {
     pub default: serde_json::Value,
     pub choices: Vec<&'static str>,
     pub help: &'static str,
+    /// The heading of `--help` that lists it.
+    pub group: &'static str,
 }
 
 /// A type that an option may have.
@@ -102,16 +104,19 @@ table_name!(/// A residual scheme of [`crate::residual::SCHEMES`].
 table_name!(/// An initialisation of [`crate::init::INITS`].
     InitName, "init", crate::init::INITS.iter().map(|i| i.name));
 
+/// A struct of options, in groups named as `--help` lists them: `"group" { /// help; name: type = default, … }`.
 macro_rules! config {
-    ($(#[$meta:meta])* pub struct $name:ident { $($(#[doc = $doc:literal])+ $field:ident : $ty:ty = $default:expr),+ $(,)? }) => {
+    ($(#[$meta:meta])* pub struct $name:ident { $($group:literal {
+        $($(#[doc = $doc:literal])+ $field:ident : $ty:ty = $default:expr),+ $(,)?
+    })+ }) => {
         $(#[$meta])*
         #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
         #[serde(default, deny_unknown_fields)]
-        pub struct $name { $($(#[doc = $doc])+ pub $field: $ty),+ }
+        pub struct $name { $($($(#[doc = $doc])+ pub $field: $ty,)+)+ }
 
         impl Default for $name {
             fn default() -> Self {
-                $name { $($field: $default),+ }
+                $name { $($($field: $default,)+)+ }
             }
         }
 
@@ -119,14 +124,15 @@ macro_rules! config {
             /// Every option, in order.
             pub fn fields() -> Vec<Field> {
                 let default = $name::default();
-                vec![$(Field {
+                vec![$($(Field {
                     name: stringify!($field),
                     kind: <$ty as FieldType>::KIND,
                     optional: <$ty as FieldType>::OPTIONAL,
                     default: serde_json::to_value(&default.$field).expect("an option's default is plain data"),
                     choices: <$ty as FieldType>::choices(),
                     help: concat!($($doc),+).trim_ascii(),
-                }),+]
+                    group: $group,
+                },)+)+]
             }
         }
     };

@@ -1,5 +1,5 @@
 //! What the model adds to the tables: fusing the residual step with the next norm, profiling, growth, and the state of
-//! norms. That each scheme computes its equation is for `tests/test_model.py`.
+//! norms. That each scheme computes its equation is for `tests/model`.
 
 use super::stack::Stack;
 use super::{Builder, Context, Packed, Ranges};

@@ -7,38 +7,33 @@ use pyo3::prelude::*;
 use serde_json::json;
 use std::collections::HashMap;
 
-/// The options of a configuration, as JSON.
-#[pyfunction]
-fn fields(which: &str) -> PyResult<String> {
-    let fields = match which {
-        "model" => TransformerConfig::fields(),
-        "training" => TrainingConfig::fields(),
-        "data" => DataConfig::fields(),
-        "search" => SearchOptions::fields(),
-        other => {
-            return Err(crate::error::unknown("configuration", other, ["model", "training", "data", "search"]).into())
-        }
-    };
-    json_text(&fields)
-}
-
-/// The tables of norms, residual schemes and initialisations, as JSON.
+/// What `python -m normformer_rs._stubs --write` keeps in _tables.json, as JSON: the version, every configuration's
+/// options, and the tables of norms, residual schemes and initialisations.
 #[pyfunction]
 fn tables() -> PyResult<String> {
     let entry =
         |name: &str, equation: &str, source: &str| json!({"name": name, "equation": equation, "source": source});
     let others = [norm::group_scaling::ABOUT, norm::fix_norm::ABOUT, residual::PROFILING, model::TENSORIZED];
     json_text(&json!({
-        "norms": norm::NORMS.iter().map(|n| {
-            let mut entry = entry(n.name, n.equation, n.source);
-            if let norm::Build::Formula(formula) = &n.build {
-                entry["formula"] = json!({"has_bias": formula.has_bias});
-            }
-            entry
-        }).collect::<Vec<_>>(),
-        "residuals": residual::SCHEMES.iter().map(|s| entry(s.name(), s.equation(), s.source())).collect::<Vec<_>>(),
-        "inits": init::INITS.iter().map(|i| entry(i.name, i.definition, i.source)).collect::<Vec<_>>(),
-        "others": others.map(|[name, equation, source]| entry(name, equation, source)),
+        "version": env!("CARGO_PKG_VERSION"),
+        "options": {
+            "model": TransformerConfig::fields(),
+            "training": TrainingConfig::fields(),
+            "data": DataConfig::fields(),
+            "search": SearchOptions::fields(),
+        },
+        "tables": {
+            "norms": norm::NORMS.iter().map(|n| {
+                let mut entry = entry(n.name, n.equation, n.source);
+                if let norm::Build::Formula(formula) = &n.build {
+                    entry["formula"] = json!({"has_bias": formula.has_bias});
+                }
+                entry
+            }).collect::<Vec<_>>(),
+            "residuals": residual::SCHEMES.iter().map(|s| entry(s.name(), s.equation(), s.source())).collect::<Vec<_>>(),
+            "inits": init::INITS.iter().map(|i| entry(i.name, i.definition, i.source)).collect::<Vec<_>>(),
+            "others": others.map(|[name, equation, source]| entry(name, equation, source)),
+        },
     }))
 }
 
@@ -94,7 +89,6 @@ fn cuda_compile(py: Python<'_>, program: &str, options: &str, architecture: i32)
 }
 
 pub(super) fn add(m: &Bound<'_, PyModule>) -> PyResult<()> {
-    m.add_function(wrap_pyfunction!(fields, m)?)?;
     m.add_function(wrap_pyfunction!(tables, m)?)?;
     m.add_function(wrap_pyfunction!(operator_counts, m)?)?;
     m.add_function(wrap_pyfunction!(threads_in_kernels, m)?)?;

@@ -7,21 +7,16 @@ mod runs;
 mod training;
 
 use crate::error::Error;
-use pyo3::create_exception;
-use pyo3::exceptions::{PyException, PyOSError, PyRuntimeError, PyValueError};
+use pyo3::exceptions::{PyOSError, PyRuntimeError};
+use pyo3::import_exception;
 use pyo3::prelude::*;
 use pyo3_tch::PyTensor;
 use std::collections::HashMap;
 use tch::{Kind, Tensor};
 
-create_exception!(
-    normformer_rs._core,
-    InputError,
-    PyValueError,
-    "Wrong input or configuration; the message says what to do."
-);
-create_exception!(normformer_rs._core, DivergedError, PyRuntimeError, "The loss or the gradient is no longer finite.");
-create_exception!(normformer_rs._core, Interrupted, PyException, "Stopped by the user; everything is saved.");
+import_exception!(normformer_rs.errors, InputError);
+import_exception!(normformer_rs.errors, DivergedError);
+import_exception!(normformer_rs.errors, Interrupted);
 
 impl From<Error> for PyErr {
     fn from(e: Error) -> PyErr {
@@ -54,11 +49,16 @@ fn named(names: Vec<String>, tensors: Vec<PyTensor>) -> HashMap<String, Tensor> 
     names.into_iter().zip(tensors.into_iter().map(|t| t.0)).collect()
 }
 
+/// Which libtorch the extension is linked against. `_torch.py` reads these words from the file before it loads it:
+/// beside another libtorch the extension cannot be loaded, and the linker's message would not say why.
+static BUILT_AGAINST: &str = concat!("normformer_rs is built against torch ", env!("NORMFORMER_RS_TORCH"), ";");
+
 #[pymodule]
 fn _core(m: &Bound<'_, PyModule>) -> PyResult<()> {
     crate::cpu::amx::avoid_if_broken();
     crate::operator::register();
     m.add("__version__", env!("CARGO_PKG_VERSION"))?;
+    m.add("BUILT_AGAINST", BUILT_AGAINST)?;
     m.add("InputError", m.py().get_type::<InputError>())?;
     m.add("DivergedError", m.py().get_type::<DivergedError>())?;
     m.add("Interrupted", m.py().get_type::<Interrupted>())?;

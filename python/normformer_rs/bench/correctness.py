@@ -13,7 +13,7 @@ import numpy as np
 from .figures import Figures
 from .training import TINY, Precision, history
 
-SUITES = ("test_cuda.py", "test_operators.py", "test_norms.py", "test_norm_modules.py")
+SUITES = ("cuda/test_cuda.py", "operators/test_operators.py", "norms/test_norms.py", "norms/test_norm_modules.py")
 FEW = 280
 """Sentences: an epoch has so few batches that most of ten updates are replayed from CUDA graphs."""
 ALLOWED: dict[Precision, float] = {"f32": 1e-4, "bf16": 3e-2}
@@ -60,7 +60,7 @@ def sanitized(figures: Figures, folder: Path, device: str, tool: str) -> None:
         before = [sanitizer, "--tool", tool, "--report-api-errors", "no", "--error-exitcode", "9"]
         chosen = ["-k", "either_kind or from_one_side or late_rows or relu or cross_entropy or test_adam"]
         log = figures.folder / f"{tool}.log"
-        status = pytest(folder / "test_cuda.py", device, log, before, chosen, PYTORCH_NO_CUDA_MEMORY_CACHING="1")
+        status = pytest(folder / SUITES[0], device, log, before, chosen, PYTORCH_NO_CUDA_MEMORY_CACHING="1")
         if "Device not supported" in log.read_text():
             raise RuntimeError("Device not supported")
         said = {0: "clean", 9: f"errors: see {log.name}"}

@@ -8,11 +8,9 @@ import argparse
 import importlib
 import sys
 
-from normformer_rs._core import InputError
-from normformer_rs.cli import FAIRSEQ_COMMANDS
-from normformer_rs.config import unknown
-
-HELP = {"-h", "--help"}
+from normformer_rs.errors import InputError
+from normformer_rs.fairseq_commands import check
+from normformer_rs.options import HELP, UsageError
 
 
 class _PrintLater:
@@ -32,8 +30,7 @@ def main() -> int:
     """Runs fairseq's command; its exit code, or 2 with one line where the plug-in refuses something."""
     _, *arguments = sys.argv
     try:
-        if not arguments or arguments[0] not in FAIRSEQ_COMMANDS:
-            raise InputError(unknown("command", arguments[0] if arguments else "", FAIRSEQ_COMMANDS))
+        check(arguments[0] if arguments else "", arguments[1:])
         sys.argv = [f"fairseq-{arguments[0]}", *arguments[1:]]
         command = importlib.import_module("fairseq_cli." + arguments[0].replace("-", "_")).cli_main
         names_arch = any(word in ("--arch", "-a") or word.startswith("--arch=") for word in arguments)
@@ -47,6 +44,8 @@ def main() -> int:
         if refusal is None:
             raise
         print(f"normformer-rs fairseq: error: {refusal}", file=sys.stderr)
+        if isinstance(refusal, UsageError):
+            print(refusal.where, file=sys.stderr)
         return 2
     return 0
 

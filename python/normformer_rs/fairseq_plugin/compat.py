@@ -31,8 +31,7 @@ def apply() -> None:
     require(
         "fairseq",
         "the fairseq plug-in",
-        extra="fairseq",
-        hint="fairseq 0.12.2; its omegaconf 2.0.6 has metadata that only pip before 24.1 takes",
+        hint='only pip before 24.1 installs it: first pip install "pip<24.1"',
     )
     lend_names_of_numpy_1()
     allow_checkpoints()

@@ -12,8 +12,8 @@ from fairseq.criterions.label_smoothed_cross_entropy import (
 from fairseq.dataclass import ChoiceEnum
 from torch import Tensor
 
-from normformer_rs._core import InputError
 from normformer_rs.config import TrainingConfig
+from normformer_rs.errors import InputError
 from normformer_rs.nn.declared import OPS
 
 _SMOOTHING = next(field for field in TrainingConfig.FIELDS if field.name == "smoothing")

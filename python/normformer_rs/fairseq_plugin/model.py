@@ -22,9 +22,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from normformer_rs import _core
-from normformer_rs._core import InputError
 from normformer_rs.config import TransformerConfig
 from normformer_rs.convert import VERSION, check_version, configure, from_fairseq_names
+from normformer_rs.errors import InputError
 from normformer_rs.nn import TransformerDecoderLayer, TransformerEncoderLayer, profile
 from normformer_rs.nn.declared import OWN, NormAt, apply_norm, make
 from normformer_rs.nn.initial import draw_table

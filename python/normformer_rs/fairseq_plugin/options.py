@@ -11,9 +11,9 @@ from fairseq.models.transformer import TransformerConfig as FairseqConfig
 from fairseq.models.transformer_lm import TransformerLanguageModelConfig as FairseqLanguageModelConfig
 from omegaconf import DictConfig, OmegaConf
 
-from normformer_rs._core import InputError
 from normformer_rs.config import Field, TrainingConfig, TransformerConfig
 from normformer_rs.convert import FAIRSEQS, SIZES, complete
+from normformer_rs.errors import InputError
 
 TRAINING = {"word_dropout": 0.0, "vocab_mask": False}
 """Options of training that are the model's affair in fairseq; off unless asked for."""

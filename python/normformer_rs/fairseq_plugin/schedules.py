@@ -8,8 +8,9 @@ from fairseq.dataclass import FairseqDataclass
 from fairseq.optim.lr_scheduler import FairseqLRScheduler, register_lr_scheduler
 from omegaconf import II, DictConfig
 
-from normformer_rs._core import InputError, Schedule
+from normformer_rs._core import Schedule
 from normformer_rs.config import TrainingConfig
+from normformer_rs.errors import InputError
 
 
 def _field(default: Any, text: str) -> Any:

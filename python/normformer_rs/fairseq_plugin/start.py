@@ -10,7 +10,7 @@ from fairseq.criterions.label_smoothed_cross_entropy_with_alignment import (
     LabelSmoothedCrossEntropyCriterionWithAlignment,
 )
 
-from normformer_rs._core import InputError
+from normformer_rs.errors import InputError
 
 from .criterion import FusedLabelSmoothedCrossEntropy
 from .model import Decoder

@@ -11,7 +11,7 @@ from fairseq.data.indexed_dataset import infer_dataset_impl
 from fairseq.utils import split_paths
 from torch import Tensor
 
-from normformer_rs._core import InputError
+from normformer_rs.errors import InputError
 
 
 def target_types(task: Any, subset: str) -> Tensor:

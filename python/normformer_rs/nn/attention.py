@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .._core import InputError
+from ..errors import InputError
 from .declared import Change, Inside, apply_changes
 
 

@@ -20,8 +20,8 @@ import torch
 from torch import Tensor, nn
 
 from .. import _core
-from .._core import InputError
 from ..config import LANGUAGE_MODELS, TransformerConfig, unknown
+from ..errors import InputError
 from .norms import FixedScaleNorm, LayerNorm, RMSNorm, ScaleNorm, norm_of_config
 from .profiling import profile_step
 

@@ -7,8 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .._core import InputError
 from ..config import unknown
+from ..errors import InputError
 from .attention import MultiheadAttention, is_masked
 from .declared import (
     OPS,

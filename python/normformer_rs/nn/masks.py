@@ -7,7 +7,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from .._core import InputError
+from ..errors import InputError
 
 _masks: contextvars.ContextVar[tuple[Tensor, ...]] = contextvars.ContextVar("normformer_rs_padding_masks", default=())
 # torch.compile knows no context variables, and takes a thread-local one for a constant; a global it watches.

@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .._core import InputError
 from ..config import TransformerConfig, tables, unknown
+from ..errors import InputError
 from .running import BatchNorm, GroupScaling, PowerNorm, PowerNormV
 
 OPS = torch.ops.normformer_rs

@@ -6,8 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .._core import InputError
 from ..config import unknown
+from ..errors import InputError
 from ..ranks import group_name
 from .masks import mask_for
 from .unkept import Unkept, is_second_run, is_unkept

@@ -8,8 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .._core import InputError
 from ..config import TransformerConfig
+from ..errors import InputError
 from .declared import Change, Combine, NormAt, Place, apply_changes, apply_norm, make, reset, reset_module
 from .growing import Growing
 from .layers import Activation, Layer, TransformerDecoderLayer, TransformerEncoderLayer

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from .._core import InputError
+from ..errors import InputError
 from .growing import Growing
 from .norms import RowNorm
 from .profiling import profiling

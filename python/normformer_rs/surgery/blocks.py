@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from .. import nn as nfnn
-from .._core import InputError
+from ..errors import InputError
 from ..nn.declared import Place
 from ..nn.initial import Role
 from ..nn.layers import KINDS

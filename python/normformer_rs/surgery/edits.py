@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from .._core import InputError
+from ..errors import InputError
 
 _DICTS = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set")
 _WRAPPERS = ("DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule", "DataParallel")

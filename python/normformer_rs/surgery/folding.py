@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from .._core import InputError
+from ..errors import InputError
 from ..model import Transformer
 from ..nn.declared import Learned, Place
 from .blocks import DECODER, ENCODER, Part, is_transposed, parts_of, place_of, weight_and_bias

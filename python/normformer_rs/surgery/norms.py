@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .. import nn as nfnn
-from .._core import InputError
 from ..config import tables, unknown
+from ..errors import InputError
 from ..nn.norms import FixedScaleNorm
 from ..nn.running import RunningNorm
 from .edits import Edits, Repoint, Row, Swaps, refuse_wrapped

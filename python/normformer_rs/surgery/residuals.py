@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 from .. import nn as nfnn
-from .._core import InputError
 from ..config import tables, unknown
+from ..errors import InputError
 from ..nn.declared import Place, configure
 from ..nn.growing import Growing
 from ..nn.layers import Layer

@@ -59,7 +59,7 @@ impl Store {
     pub fn point(&self, link: &str, update: u64) -> Result<()> {
         fault::begin();
         if !LINKS.contains(&link) {
-            return Err(error::unknown("the link", link, LINKS));
+            return Err(error::unknown("link", link, LINKS));
         }
         let found = self.entries()?.into_keys().rfind(|key| key.0 == update);
         let key = found.ok_or_else(|| self.missing(&update.to_string()))?;

@@ -1,0 +1,72 @@
+"""Loads torch and the core in this order, each when it is first needed.
+
+The core is linked against libtorch, which torch's import maps, so torch comes first. The core registers the operators
+`torch.ops.normformer_rs` and keeps oneDNN from broken AMX (src/cpu/amx.rs), so it comes right after torch, also where
+a script imports only torch. `import normformer_rs` alone loads neither: the command line answers before both.
+"""
+
+import importlib
+import sys
+from typing import Any
+
+from . import _tables
+
+CORE = "normformer_rs._core"
+
+
+def begin() -> None:
+    """Loads the core now where torch is loaded already, otherwise as soon as torch is."""
+    if "torch" in sys.modules:
+        load()
+    else:
+        sys.meta_path.insert(0, _Finder())
+
+
+def load() -> Any:
+    """The core, after torch. Errors: ImportError where _tables.json is not the core's."""
+    core: Any = importlib.import_module(CORE)
+    _tables.check(core.tables())
+    return core
+
+
+class _Finder:
+    """Sees the first import of torch or of the core, adds the other's, and leaves.
+
+    It changes what the found loader does, not what is found: to look for a module imports nothing.
+    """
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
+        """The spec of torch or of the core, as the other finders have it; None for other modules."""
+        if name not in ("torch", CORE):
+            return None
+        finders = (finder for finder in sys.meta_path if finder is not self and hasattr(finder, "find_spec"))
+        spec: Any = next(filter(None, (finder.find_spec(name, path, target) for finder in finders)), None)
+        if spec is not None and spec.loader is not None:
+            (self._import_core_after if name == "torch" else self._import_torch_before)(spec.loader)
+        return spec
+
+    def _import_core_after(self, loader: Any) -> None:
+        execute = loader.exec_module
+
+        def exec_module(module: Any) -> None:
+            loader.exec_module = execute
+            execute(module)
+            self._leave()
+            load()
+
+        loader.exec_module = exec_module
+
+    def _import_torch_before(self, loader: Any) -> None:
+        create = loader.create_module
+
+        def create_module(spec: Any) -> Any:
+            loader.create_module = create
+            self._leave()
+            importlib.import_module("torch")
+            return create(spec)
+
+        loader.create_module = create_module
+
+    def _leave(self) -> None:
+        if self in sys.meta_path:
+            sys.meta_path.remove(self)

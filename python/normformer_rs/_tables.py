@@ -1,0 +1,28 @@
+"""Rust's lists of options and names, out of _tables.json: read in a millisecond, without torch and the core.
+
+`python -m normformer_rs._stubs --write` writes the file. An import of torch compares it with the core.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+PATH = Path(__file__).with_name("_tables.json")
+
+
+def read() -> dict[str, Any]:
+    """{version, options: {model, training, data, search}, tables: {norms, residuals, inits, others}}."""
+    return json.loads(PATH.read_text(encoding="utf-8"))
+
+
+def check(core: str) -> None:
+    """Raises ImportError where the file is not what the core says, `_core.tables()`."""
+    try:
+        is_current = read() == json.loads(core)
+    except (OSError, ValueError):
+        is_current = False
+    if not is_current:
+        raise ImportError(
+            f"{PATH} and the compiled core disagree. After a change of Rust's tables run `make build`, then "
+            "`python -m normformer_rs._stubs --write`"
+        )
