@@ -15,7 +15,7 @@
 #
 # Train a Transformer in Rust, watch its curves, and translate with it, from Python, in under two minutes on two cores.
 # The text is made on the spot: numbers, ordinals and dates in words, English to Vietnamese
-# (`pip install normformer_rs[demo]`).
+# (num2words makes them; `pip install ".[demo]"` in the checkout brings it).
 
 # %%
 import tempfile
@@ -65,7 +65,7 @@ try:
 
     display(Image(filename=str(history.plot())))
 except ImportError:
-    print("curves need matplotlib and IPython: pip install normformer_rs[train] ipython")
+    print('curves need matplotlib and IPython: pip install "matplotlib>=3.8" ipython')
 
 # %% [markdown]
 # ## Translating

@@ -1,0 +1,40 @@
+"""Uses an installed normformer_rs as a newcomer would. The argument is the version that must be installed."""
+
+import sys
+from importlib.metadata import version
+from pathlib import Path
+
+import torch
+
+import normformer_rs as nf
+from normformer_rs.nn import ScaleNorm
+from normformer_rs.surgery import swap_norms
+
+
+def main() -> None:
+    expected = sys.argv[1]
+    assert version("normformer_rs") == expected, f"expected {expected}, found {version('normformer_rs')}"
+    assert nf.__version__ == expected.partition("+")[0], nf.__version__
+    assert Path(nf.__file__).is_relative_to(sys.prefix), f"{nf.__file__} is not the installed package"
+    assert torch.__version__.startswith(expected.partition("+torch")[2] + "."), torch.__version__
+
+    torch.manual_seed(0)
+    model = torch.nn.TransformerEncoder(torch.nn.TransformerEncoderLayer(64, 4, 128, batch_first=True), 2)
+    swaps = swap_norms(model, "scalenorm")
+    norms = [norm for layer in model.layers for norm in (layer.norm1, layer.norm2)]
+    assert all(isinstance(norm, ScaleNorm) for norm in norms), swaps
+    optimizer = torch.optim.Adam(model.parameters())
+    x = torch.randn(3, 5, 64)
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    loss = (model(x) - x).square().mean()
+    loss.backward()
+    optimizer.step()
+    assert torch.isfinite(loss)
+    assert all(not torch.equal(old, new) for old, new in zip(before, model.parameters(), strict=True))
+    assert (model(x) - x).square().mean() < loss
+    python = ".".join(map(str, sys.version_info[:3]))
+    print(f"normformer_rs {expected} works on Python {python} with torch {torch.__version__}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,203 @@
+"""Builds the sdist and, from it, one wheel per Python for one torch; each wheel is used in an empty environment.
+
+    python3 .ci/wheels.py --torch 2.11.0 --output dist python3.11 python3.12
+
+A wheel works with one minor version of torch. So its version is 0.1.0+torch2.11, and it requires torch>=2.11,<2.12.
+Its platform tag is the one that auditwheel reads from the extension's symbols.
+"""
+
+import argparse
+import base64
+import hashlib
+import json
+import os
+import re
+import shutil
+import subprocess
+import tarfile
+import tempfile
+import zipfile
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+TOOLS = ROOT / "requirements-wheels.txt"
+PROVIDED = {
+    *("libc10.so", "libc10_cuda.so", "libgomp.so.1", "libtorch.so", "libtorch_cpu.so", "libtorch_cuda.so"),
+    "libtorch_python.so",
+}
+"""Libraries that the torch wheel brings: they lie beside the extension and do not count for its platform tag."""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("pythons", nargs="+", metavar="PYTHON", help="an interpreter, such as python3.12")
+    parser.add_argument("--torch", required=True, help="version to build against: 2.11.0, or 2.11 for its newest patch")
+    parser.add_argument("--output", type=Path, default=ROOT / "dist", help="folder of the sdist and the wheels")
+    options = parser.parse_args()
+    options.output.mkdir(parents=True, exist_ok=True)
+
+    sdist, made = None, []
+    for python in options.pythons:
+        with tempfile.TemporaryDirectory() as temporary:  # 5 GB, most of it torch's CUDA
+            print(f"== {python}: building against torch {options.torch}", flush=True)
+            bin = environment(python, Path(temporary, "env"), torch_requirement(options.torch), "--requirement", TOOLS)
+            sdist = sdist or build_sdist(bin, options.output)
+            built = build_wheel(bin, sdist, Path(temporary))
+            wheel = retag(built, platform_tag(audit(bin, built)), options.output)
+            expected, found = platform_of(wheel), platform_tag(audit(bin, wheel))
+            if expected != found:
+                raise SystemExit(f"{wheel.name}: its tag says {expected}, auditwheel {found}")
+        with tempfile.TemporaryDirectory() as temporary:
+            print(f"== {python}: using {wheel.name}", flush=True)
+            bin = environment(python, Path(temporary, "env"), wheel)
+            use(bin, wheel, Path(temporary))
+        made.append(wheel)
+    for path in (sdist, *made):
+        print(f"{path.name}  {path.stat().st_size / 1e6:.1f} MB")
+
+
+def torch_requirement(version: str) -> str:
+    """2.11.0 → torch==2.11.0; 2.11 → torch==2.11.*"""
+    return f"torch=={version}" if version.count(".") > 1 else f"torch=={version}.*"
+
+
+def environment(python: str, folder: Path, *install: str | Path) -> Path:
+    """A new virtual environment with these installed; its folder of programs."""
+    run(python, "-m", "venv", folder)
+    run(folder / "bin" / "pip", "install", "--quiet", *install)
+    return folder / "bin"
+
+
+def names(bin: Path) -> str:
+    """The environment's Python and torch: cp312-torch2.11.0"""
+    program = "import sys; from importlib.metadata import version; v = sys.version_info; "
+    program += "print(f'cp{v[0]}{v[1]}-torch{version(\"torch\")}')"
+    return run(bin / "python", "-c", program, capture=True).strip()
+
+
+def build_sdist(bin: Path, output: Path) -> Path:
+    with tempfile.TemporaryDirectory() as folder:
+        run(bin / "maturin", "sdist", "--out", folder, cwd=ROOT)
+        (sdist,) = Path(folder).glob("*.tar.gz")
+        return Path(shutil.copy(sdist, output))
+
+
+def build_wheel(bin: Path, sdist: Path, folder: Path) -> Path:
+    """The wheel of the sdist for the environment's Python and torch, as maturin makes it.
+
+    Products of the compiler stay in target/wheels. The source lies there too: cargo knows a package by its path.
+    """
+    products = ROOT / "target" / "wheels" / names(bin)
+    source = products / "source"
+    shutil.rmtree(source, ignore_errors=True)
+    with tarfile.open(sdist) as archive:
+        archive.extractall(source, filter="data")
+    for path in source.rglob("*"):
+        os.utime(path)  # an sdist's files are from 2006, and cargo takes an old file for an unchanged one
+    (root,) = source.iterdir()
+    flags = ("--quiet", "--no-build-isolation", "--no-deps", "--wheel-dir", folder)
+    path = f"{bin}{os.pathsep}{os.environ['PATH']}"  # for maturin
+    changes = {"PATH": path, "CARGO_TARGET_DIR": str(products / "cargo")}
+    run(bin / "pip", "wheel", *flags, root, env={**os.environ, **changes})
+    (wheel,) = folder.glob("*.whl")
+    return wheel
+
+
+def audit(bin: Path, wheel: Path) -> dict:
+    """auditwheel's report. It finds no libraries, so that only the extension's own symbols count."""
+    with tempfile.TemporaryDirectory() as nowhere:
+        return json.loads(run(bin / "auditwheel", "show", "--json", "--ldpaths", nowhere, wheel, capture=True))
+
+
+def platform_tag(report: dict) -> str:
+    """The oldest platform whose symbols suffice, such as manylinux_2_34_x86_64, from auditwheel's report."""
+    foreign = sorted(set(report["external_libs"]) - PROVIDED)
+    if foreign:
+        raise SystemExit(f"{report['wheel']} needs {', '.join(foreign)}, which torch does not bring: expected none")
+    faults = [fault for fault in ("pyfpe", "ucs2", "unsupported_isa") if report[fault]]
+    if faults or not report["sym_tag"].startswith("manylinux_"):
+        raise SystemExit(f"{report['wheel']} fits no manylinux tag: auditwheel says {report['sym_tag']}, {faults}")
+    return report["sym_tag"]
+
+
+def platform_of(wheel: Path) -> str:
+    """a-1-cp312-cp312-manylinux_2_34_x86_64.whl → manylinux_2_34_x86_64"""
+    return wheel.stem.rpartition("-")[2]
+
+
+def retag(wheel: Path, platform: str, output: Path) -> Path:
+    """Copies the wheel with that platform tag, the torch it was built against in its version, and that torch required.
+
+    The extension itself stays as it is: its path to libtorch is relative and fits any environment.
+    """
+    with zipfile.ZipFile(wheel) as archive:
+        entries = [(info, archive.read(info)) for info in archive.infolist() if not info.is_dir()]
+    by_name = {info.filename: data for info, data in entries}
+    major, minor = built_against(by_name)
+    name, version, python, abi, _ = wheel.stem.split("-")
+    local = f"{version}+torch{major}.{minor}"
+    old, new = f"{name}-{version}.dist-info/", f"{name}-{local}.dist-info/"
+
+    rewritten = {
+        old + "METADATA": _replace(
+            _replace(by_name[old + "METADATA"].decode(), r"Version: .*", f"Version: {local}"),
+            r"Requires-Dist: torch\b[^-_;]*",
+            f"Requires-Dist: torch>={major}.{minor},<{major}.{minor + 1}",
+        ),
+        old + "WHEEL": _replace(by_name[old + "WHEEL"].decode(), r"Tag: .*", f"Tag: {python}-{abi}-{platform}"),
+    }
+    target = output / f"{name}-{local}-{python}-{abi}-{platform}.whl"
+    record = []
+    with zipfile.ZipFile(target, "w", zipfile.ZIP_DEFLATED) as archive:
+        for info, data in entries:
+            if info.filename == old + "RECORD":
+                continue
+            if info.filename in rewritten:
+                data = rewritten[info.filename].encode()
+            if info.filename.startswith(old):
+                info.filename = new + info.filename.removeprefix(old)
+            digest = base64.urlsafe_b64encode(hashlib.sha256(data).digest()).rstrip(b"=").decode()
+            record.append(f"{info.filename},sha256={digest},{len(data)}\n")
+            archive.writestr(info, data)
+        archive.writestr(new + "RECORD", "".join(record) + f"{new}RECORD,,\n")
+    return target
+
+
+def built_against(files: dict[str, bytes]) -> tuple[int, int]:
+    """The minor version of torch that the wheel's extension says it was built against."""
+    extensions = [data for name, data in files.items() if re.fullmatch(r"normformer_rs/_core\..*so", name)]
+    said = [re.search(rb"normformer_rs is built against torch (\d+)\.(\d+)", data) for data in extensions]
+    if len(said) != 1 or said[0] is None:
+        raise SystemExit(f"expected one extension that says its torch, found {len(extensions)}: {sorted(files)[:9]}")
+    return int(said[0][1]), int(said[0][2])
+
+
+def _replace(text: str, line: str, by: str) -> str:
+    """The metadata with its one line that matches replaced."""
+    head, blank, body = text.partition("\n\n")  # README follows the metadata
+    head, count = re.subn(rf"^{line}$", by, head, flags=re.M)
+    if count != 1:
+        raise SystemExit(f"expected one line {line!r} in the wheel's metadata, found {count}")
+    return head + blank + body
+
+
+def use(bin: Path, wheel: Path, folder: Path) -> None:
+    """Runs use_wheel.py away from the checkout, so that the installed package is the one that is imported."""
+    _, version, *_ = wheel.stem.split("-")
+    run(bin / "python", "-I", Path(__file__).with_name("use_wheel.py"), version, cwd=folder)
+    run(bin / "normformer-rs", "--version", cwd=folder)
+
+
+def run(*command: str | Path, capture: bool = False, cwd: Path | None = None, env: dict | None = None) -> str:
+    """Runs a command; its failure ends the program with the command's own status."""
+    done = subprocess.run(
+        list(map(str, command)), stdout=subprocess.PIPE if capture else None, text=True, cwd=cwd, env=env, check=False
+    )
+    if done.returncode != 0:
+        print(f"failed ({done.returncode}): {' '.join(map(str, command))}", flush=True)
+        raise SystemExit(done.returncode)
+    return done.stdout or ""
+
+
+if __name__ == "__main__":
+    main()
