@@ -16,14 +16,17 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 help: ## what there is to make
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
 
+# Prints what a command took, and keeps it for `.ci/run`.
+TIMED := .ci/timed
+
 $(VENV)/installed: requirements-dev.txt
-	$(PYTHON) -c 'import sys; v = sys.version_info[:2]; sys.exit(0 if (3, 10) <= v <= (3, 13) else f"normformer_rs needs Python 3.10 to 3.13, {sys.executable} is {v[0]}.{v[1]}: make PYTHON=python3.12")'
+	$(PYTHON) _build.py check
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet --requirement requirements-dev.txt
+	$(TIMED) "install" $(BIN)/pip install --quiet --requirement requirements-dev.txt
 	touch $@
 
-$(VENV)/built: $(VENV)/installed Cargo.toml Cargo.lock pyproject.toml build.rs _build.py $(shell find src -type f)
-	$(BIN)/pip install --quiet --no-build-isolation --no-deps --editable .
+$(VENV)/built: $(VENV)/installed Cargo.toml Cargo.lock pyproject.toml build.rs _build.py .cargo/config.toml $(shell find src -type f)
+	$(TIMED) "compile the extension" $(BIN)/python3 -m pip install --quiet --no-build-isolation --no-deps --editable .
 	touch $@
 
 $(VENV)/fairseq: $(VENV)/installed requirements-fairseq.txt
@@ -47,31 +50,66 @@ format: $(VENV)/installed ## format Rust and Python
 	$(BIN)/ruff check --quiet --fix .
 	$(BIN)/ruff format --quiet .
 
+# cargo as pip's build calls it: what either has compiled serves the other.
+CARGO := $(BIN)/python3 _build.py
+
 .PHONY: lint
-lint: build ## formatting, clippy, ruff, stubs
+lint: build ## formatting, clippy, ruff, stubs, types
 	cargo fmt --check
-	cargo clippy --quiet --release --all-targets -- --deny warnings
+	$(TIMED) clippy $(CARGO) clippy --quiet --release --features python --all-targets -- --deny warnings
 	$(BIN)/ruff check --quiet .
 	$(BIN)/ruff format --quiet --check .
 	$(BIN)/python -m normformer_rs._stubs --check
-	$(BIN)/mypy --config-file pyproject.toml
+	$(TIMED) mypy $(BIN)/mypy --config-file pyproject.toml
+	$(BIN)/check-jsonschema --quiet --builtin-schema vendor.github-workflows .github/workflows/*.yml
 
 .PHONY: test-rust
-test-rust: $(VENV)/installed ## Rust tests
-	cargo test --quiet --release
+test-rust: build ## Rust tests
+	$(TIMED) "compile the Rust tests" $(CARGO) test --quiet --release --lib --no-run
+	$(TIMED) "Rust tests" $(CARGO) test --quiet --release --lib
+
+# As many processes as cores, one thread each.
+PYTEST := $(BIN)/python -m pytest --quiet --numprocesses auto --dist worksteal
 
 .PHONY: test-python
-test-python: build $(VENV)/fairseq ## Python tests, README's and docstrings' examples
-	$(BIN)/python -m pytest --quiet
-	NORMFORMER_RS_TEST_DEVICE=emulated $(BIN)/python -m pytest --quiet -m "device and not cpu" tests/test_operators.py tests/test_norms.py tests/test_norm_modules.py
+test-python: build $(VENV)/fairseq ## the sharp Python tests
+	$(TIMED) "Python tests" $(PYTEST) -m "not full"
 
 .PHONY: test
-test: lint test-rust test-python ## everything
+test: lint test-rust test-python ## formatting, lint, Rust tests, and Python tests of every area
+
+.PHONY: test-all
+test-all: build $(VENV)/fairseq ## the longer Python tests, and the operators' on the emulated GPU
+	$(TIMED) "longer Python tests" $(PYTEST) -m full
+	NORMFORMER_RS_TEST_DEVICE=emulated $(TIMED) "operators on the emulated GPU" $(PYTEST) -m "device and not cpu" tests/operators tests/norms
 
 .PHONY: kill-test
 N ?= 20
 kill-test: build ## kill training N times, resume, compare with an uninterrupted run
-	$(BIN)/python tests/kill_test.py --kills $(N)
+	$(BIN)/python tests/train/kill_test.py --kills $(N)
+
+.PHONY: test-long
+test-long: kill-test ## what runs once per change of its subject: kill-test, every CUDA variant for every architecture
+	NORMFORMER_RS_ALL_VARIANTS=1 $(PYTEST) -m full -k without_spills tests/cuda
+
+# An environment of its own for each TORCH, deleted by `make clean`.
+.PHONY: test-torch
+test-torch: ## build and test against another torch, as in: make test-torch TORCH=2.15.0
+	$(PYTHON) -m venv .venv-torch/$(TORCH)
+	grep -v '^torch==' requirements-dev.txt > .venv-torch/$(TORCH)/requirements.txt
+	.venv-torch/$(TORCH)/bin/pip install --quiet torch==$(TORCH) --requirement .venv-torch/$(TORCH)/requirements.txt
+	PATH=$(CURDIR)/.venv-torch/$(TORCH)/bin:$$PATH $(TIMED) "build for torch $(TORCH)" \
+		.venv-torch/$(TORCH)/bin/pip install --quiet --no-build-isolation --no-deps --force-reinstall .
+	PATH=$(CURDIR)/.venv-torch/$(TORCH)/bin:$$PATH $(TIMED) "tests with torch $(TORCH)" \
+		.venv-torch/$(TORCH)/bin/python -m pytest --quiet --numprocesses auto --dist worksteal -m "not full" \
+		tests/operators tests/norms tests/nn tests/surgery tests/model tests/train
+
+# One torch at a time: a wheel fits one minor version. torch 2.15 has no wheel for Python 3.10, so name PYTHONS with it.
+TORCH ?= 2.11.0
+PYTHONS ?= $(foreach v,3.10 3.11 3.12 3.13,$(shell python$(v) -c '' 2>/dev/null && echo python$(v)))
+.PHONY: wheels
+wheels: ## the sdist and, for TORCH=2.11.0, a wheel per Python of PYTHONS, each used in an empty environment
+	$(PYTHON) .ci/wheels.py --torch $(TORCH) $(PYTHONS)
 
 # The GPU machine has Python 3.12 and torch, and neither Rust nor a network: everything else travels in dist/gpu.
 GPU_PYTHON ?= python3.12
@@ -94,4 +132,4 @@ gpu-check: ## on the GPU machine: install dist/gpu, run the operators' tests and
 
 .PHONY: clean
 clean: ## remove what make made
-	rm -rf $(VENV) $(VENV)-gpu .gpu-site target runs dist/gpu
+	rm -rf $(VENV) $(VENV)-gpu .venv-torch .gpu-site target runs dist

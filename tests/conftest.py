@@ -1,19 +1,19 @@
 """Where the corpora are, and what a missing one means."""
 
 import os
-import random
+from collections import Counter
 from pathlib import Path
 
 import pytest
 import torch
 
+import circles
+from environment import DATA, DEVICE, REQUIRED
 from normformer_rs import _core
 
-ROOT = Path(__file__).parent.parent
-DATA = Path(os.environ.get("NORMFORMER_RS_DATA", ROOT.parent / "shared" / "data"))
-DEVICE = os.environ.get("NORMFORMER_RS_TEST_DEVICE")
-"""Where tests marked `device` run: a CUDA device, "emulated" (CPU tensors through CUDA's kernels), or None: the CPU."""
-REQUIRED = set(filter(None, os.environ.get("NORMFORMER_RS_REQUIRE", "").split(",")))
+if "PYTEST_XDIST_WORKER" in os.environ:  # one thread for each of the processes, theirs included
+    os.environ["OMP_NUM_THREADS"] = "1"
+    torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="session")
@@ -27,11 +27,25 @@ def corpora() -> Path:
     return DATA
 
 
+@pytest.hookimpl(tryfirst=True)  # before -m looks at the markers
 def pytest_collection_modifyitems(items):
-    """Marks what can run on a real CUDA device too."""
+    """Marks what is left to `make test-all`, and what can run on a real CUDA device too."""
+    circles.sort(items)
     for item in items:
         if "on_device" in getattr(item, "fixturenames", ()):
             item.add_marker("device")
+
+
+def pytest_terminal_summary(terminalreporter):
+    """Seconds that each area's tests took, summed over the processes."""
+    seconds: Counter[str] = Counter()
+    for reports in terminalreporter.stats.values():
+        for report in reports:
+            if hasattr(report, "nodeid") and hasattr(report, "duration"):
+                seconds[Path(report.nodeid.partition("::")[0]).parent.name] += report.duration
+    terminalreporter.section("seconds by area")
+    for area, spent in seconds.most_common():
+        terminalreporter.write_line(f"{spent:7.1f} {area}")
 
 
 @pytest.fixture(autouse=True)
@@ -73,25 +87,3 @@ def device(request):
     else:
         with torch.device(DEVICE):
             yield
-
-
-@pytest.fixture(scope="session")
-def fairseq():
-    """fairseq with the plug-in."""
-    import normformer_rs.fairseq_plugin
-
-    return normformer_rs.fairseq_plugin
-
-
-@pytest.fixture(scope="session")
-def data(tmp_path_factory, fairseq) -> Path:
-    """A corpus that fairseq has binarised: letters, and the same letters as capitals; "k" only on the source side."""
-    import fairseq_support
-
-    folder, chosen = tmp_path_factory.mktemp("data"), random.Random(0)
-    for split, lines in (("train", 200), ("valid", 24), ("test", 24)):
-        texts = [chosen.choices("abcdefghij", k=chosen.randint(2, 9)) for _ in range(lines)]
-        source = "".join(" ".join(text) + " k\n" for text in texts)
-        (folder / f"{split}.de").write_text(source)
-        (folder / f"{split}.en").write_text("".join(" ".join(text).upper() + "\n" for text in texts))
-    return fairseq_support.preprocess(folder, folder / "bin")

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 import normformer_rs as nf
-from conftest import REQUIRED
+from environment import REQUIRED
 from normformer_rs._optional import available
 
 if not available("fairseq"):
@@ -38,8 +38,9 @@ RECIPE += "--cpu --num-workers 0 --log-interval 1 --log-format json --no-epoch-c
 
 def preprocess(text: Path, output: Path, arguments: str = "", joined: bool = True) -> Path:
     """fairseq-preprocess."""
-    from fairseq import options
     from fairseq_cli import preprocess
+
+    from fairseq import options
 
     arguments += f" -s de -t en --destdir {output} --workers 1" + " --joined-dictionary" * joined
     for split in ("train", "valid", "test"):
@@ -74,8 +75,9 @@ def logged():
 @functools.cache
 def composed(which: str, arguments: str):
     """fairseq's configuration of a command line; hydra takes seconds for one."""
-    from fairseq import options
     from fairseq.dataclass.utils import convert_namespace_to_omegaconf
+
+    from fairseq import options
 
     parser = {"train": options.get_training_parser, "generate": options.get_generation_parser}[which]()
     return convert_namespace_to_omegaconf(options.parse_args_and_arch(parser, input_args=arguments.split()))

@@ -1,6 +1,6 @@
 """The CUDA kernels and their launcher without a GPU (docs/cuda.md).
 
-With one, `NORMFORMER_RS_TEST_DEVICE=cuda pytest -m device tests/test_cuda.py` runs the same cases on it.
+With one, `NORMFORMER_RS_TEST_DEVICE=cuda pytest -m device tests/cuda` runs the same cases on it.
 """
 
 import itertools
@@ -315,7 +315,7 @@ def test_kernels_may_be_off(tmp_path):
 
 def test_a_wish_may_be_misspelt(tmp_path):
     message = device.run(cases.refuses, env=device.environment(tmp_path, NORMFORMER_RS_CUDA="requir"))
-    assert "must be one of auto, require, off" in message
+    assert "expected one of auto, require, off" in message
 
 
 def test_no_library_means_the_formula(tmp_path):

@@ -6,11 +6,11 @@ import pickle
 
 import pytest
 import torch
+from norms_support import CASES, CLASSES, EPS, OPERATORS, build, close, data
 
 import normformer_rs as nfrs
 import reference as ref
 from normformer_rs import nn
-from norms_support import CASES, CLASSES, EPS, OPERATORS, build, close, data
 
 pytestmark = pytest.mark.device
 OPS = torch.ops.normformer_rs

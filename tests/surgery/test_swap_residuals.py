@@ -6,12 +6,6 @@ import warnings
 
 import pytest
 import torch
-from torch import nn
-
-import normformer_rs as nfrs
-from normformer_rs import nn as nfnn
-from normformer_rs import surgery
-from normformer_rs.surgery import swap_norms, swap_residuals
 from surgery_support import (
     FF,
     HEADS,
@@ -28,6 +22,12 @@ from surgery_support import (
     torchs_transformer,
     train,
 )
+from torch import nn
+
+import normformer_rs as nfrs
+from normformer_rs import nn as nfnn
+from normformer_rs import surgery
+from normformer_rs.surgery import swap_norms, swap_residuals
 
 pytestmark = pytest.mark.filterwarnings("ignore:enable_nested_tensor", "ignore:The PyTorch API of nested tensors")
 

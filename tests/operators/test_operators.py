@@ -439,9 +439,9 @@ def sample(op):
     return (logits, torch.tensor([0, 2, 3, 1, 6]), torch.ones(7, dtype=torch.bool), 0.88, 0.02, 1)
 
 
-# Those that work in place are the trainer's, without autograd: tests/test_cuda.py has them.
+# Those that work in place are the trainer's, without autograd: tests/cuda has them.
 OPERATORS = sorted(op for op in _core.operator_counts() if not op.endswith("_"))
-# Norms with statistics over rows; tests/test_norms.py has more. In warm-up every call's result is the batch's own.
+# Norms with statistics over rows; tests/norms has more. In warm-up every call's result is the batch's own.
 COLUMN_NORMS = ("batch_norm", "power_norm", "power_norm_v")
 
 

@@ -14,9 +14,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from fairseq_support import MARKS, RECIPE, SIZES, SMOOTHED, command, execute, losses_of, parameters, stock, train
 
 import normformer_rs as nf
-from fairseq_support import MARKS, RECIPE, SIZES, SMOOTHED, command, execute, losses_of, parameters, stock, train
 from normformer_rs import cli
 from normformer_rs.config import LANGUAGE_MODELS, tables
 
@@ -110,6 +110,10 @@ def test_the_wrapper_runs_fairseqs_commands(module, data, tmp_path):
     assert done.returncode == 0 and "--save-dir" in done.stdout
     done = command(*name, "train", "--arch", "nfrs_transformer_tiny", "--help")
     assert done.returncode == 0 and "--residual {prenorm,postnorm," in done.stdout and "--save-dir" in done.stdout
+    done = command(*name, "train")
+    *_, last = done.stderr.splitlines()
+    assert done.returncode == 2 and last.startswith("usage: normformer-rs fairseq train DATA --arch ")
+    assert "Traceback" not in done.stderr
     done = command(*name, "trian")
     *_, last = done.stderr.splitlines()
     assert done.returncode == 2 and 'did you mean "train"?' in last and "Traceback" not in done.stderr
@@ -242,7 +246,8 @@ def cli_main():
     worker = multiprocessing.get_context("spawn").Process(target=fairseq.utils.set_torch_seed, args=(1,))
     worker.start(); worker.join(); print("worker", worker.exitcode)
 sys.modules["fairseq_cli.train"] = types.SimpleNamespace(cli_main=cli_main)
-sys.argv = ["normformer-rs", "fairseq", "train"]
+flags = "--arch nfrs_transformer --optimizer adam --max-tokens 100"
+sys.argv = ["normformer-rs", "fairseq", "train", "DATA", *flags.split()]
 from normformer_rs.cli import main
 main(sys.argv[1:])
 """
@@ -287,8 +292,9 @@ def test_hydra_twins_are_their_architectures(fairseq):
 
 
 def test_language_model(fairseq, tmp_path):
-    from fairseq import options
     from fairseq_cli import preprocess
+
+    from fairseq import options
 
     chosen = random.Random(0)
     for split, lines in (("train", 150), ("valid", 20)):
@@ -323,6 +329,6 @@ def test_language_model(fairseq, tmp_path):
 def test_fairseq_missing_is_said(tmp_path):
     (tmp_path / "fairseq.py").write_text("raise ModuleNotFoundError('No module named \\'fairseq\\'', name='fairseq')")
     path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
-    done = command("normformer_rs", "fairseq", "train", PYTHONPATH=path)
+    done = command("normformer_rs", "fairseq", "train", "--help", PYTHONPATH=path)
     assert done.returncode == 2 and done.stderr.count("\n") == 1
-    assert "pip install normformer_rs[fairseq]" in done.stderr and "pip before 24.1" in done.stderr
+    assert 'pip install "fairseq==0.12.2"' in done.stderr and 'pip install "pip<24.1"' in done.stderr

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 
 USE = """
 import sys
@@ -67,11 +67,12 @@ def test_a_norm_and_a_scheme_of_the_guide(tmp_path):
     if shutil.which("cargo") is None or not (ROOT / "Cargo.toml").exists():
         pytest.skip("needs a checkout and cargo, to compile the guide's norm")
     tree = tmp_path / "tree"
-    for name in ("src", "python", "tests", ".cargo"):
+    for name in ("src", "python", "tests", "docs", ".cargo"):
         shutil.copytree(ROOT / name, tree / name, ignore=shutil.ignore_patterns("*.so", "__pycache__"))
-    for name in ("Cargo.toml", "Cargo.lock", "build.rs", "README.md", "pyproject.toml"):
+    for name in ("Cargo.toml", "Cargo.lock", "build.rs", "README.md", "pyproject.toml", "_build.py"):
         shutil.copy(ROOT / name, tree / name)
-    assert follow((ROOT / "CONTRIBUTING.md").read_text(), tree) >= 8
+    guide = (ROOT / "CONTRIBUTING.md").read_text()
+    assert follow(guide, tree) >= 8
     # The dependencies that `make build` has compiled are taken as they are; our own code is not optimised.
     built = sorted((ROOT / "target").glob("python-*"), key=lambda path: path.stat().st_mtime)
     target = built[-1] if built else tmp_path / "target"
@@ -79,26 +80,26 @@ def test_a_norm_and_a_scheme_of_the_guide(tmp_path):
         **os.environ,
         "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
         "CARGO_TARGET_DIR": str(target),
-        "PYO3_PYTHON": sys.executable,
-        "PYO3_BUILD_EXTENSION_MODULE": "1",
         "PYTHONPATH": f"{tree / 'python'}:{tree / 'tests'}",
     }
-    command = (
-        "cargo rustc --quiet --release --features python --lib --crate-type cdylib -- -C opt-level=0 -C debuginfo=0"
-    )
-    subprocess.run(command.split(), cwd=tree, env=environment, check=True)
+    command = "rustc --quiet --release --features python --lib --crate-type cdylib -- -C opt-level=0 -C debuginfo=0"
+    subprocess.run([sys.executable, "_build.py", *command.split()], cwd=tree, env=environment, check=True)
     library = target / "release" / "libnormformer_rs.so"
     suffix = next((ROOT / "python" / "normformer_rs").glob("_core.*.so")).name
     shutil.copy(library, tree / "python" / "normformer_rs" / suffix)
+    run = {"cwd": tree, "env": environment, "capture_output": True, "text": True}
+    stale = subprocess.run([sys.executable, "-c", "import torch, normformer_rs"], **run)
+    assert "python -m normformer_rs._stubs --write" in stale.stderr.splitlines()[-1]
+    write, _ = re.findall(r"`python (-m normformer_rs._stubs --write)`", guide)
+    subprocess.run([sys.executable, *write.split()], **run, check=True)
+    assert "| `maxnorm` |" in (tree / "docs" / "names.md").read_text()
     # Model, loop and twins for the new names only.
     chosen = [
-        f"{tree}/tests/test_model.py",
-        f"{tree}/tests/test_training.py",
+        f"{tree}/tests/model",
+        f"{tree}/tests/train/test_training.py",
         "-k",
         "every_gradient and (maxnorm or damped)",
     ]
-    done = subprocess.run(
-        [sys.executable, "-c", USE, *chosen], cwd=tree, env=environment, capture_output=True, text=True, timeout=1200
-    )
+    done = subprocess.run([sys.executable, "-c", USE, *chosen], **run, timeout=1200)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     assert re.search(r"\d+ passed", done.stdout)

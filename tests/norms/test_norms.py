@@ -8,12 +8,12 @@ from functools import partial
 import pytest
 import torch
 import torch.utils.checkpoint
+from norms_support import CASES, CLASSES, EPS, OPERATORS, build, close, data, oracle, run, same_buffers
 from torch.autograd import gradcheck, gradgradcheck
 
 import reference as ref
 from cuda_emulator.cases import calls
 from normformer_rs import _core, nn
-from norms_support import CASES, CLASSES, EPS, OPERATORS, build, close, data, oracle, run, same_buffers
 
 pytestmark = pytest.mark.device
 OPS = torch.ops.normformer_rs

@@ -2,11 +2,11 @@
 
 import pytest
 import torch
+from surgery_support import MODELS, NORMS, D, assert_same, build, run, state_of, torchs_encoder, train
 from torch import nn
 
 from normformer_rs import nn as nfnn
 from normformer_rs.surgery import swap_norms, swap_residuals
-from surgery_support import MODELS, NORMS, D, assert_same, build, run, state_of, torchs_encoder, train
 
 pytestmark = pytest.mark.filterwarnings("ignore:enable_nested_tensor", "ignore:The PyTorch API of nested tensors")
 
@@ -273,7 +273,9 @@ def test_an_epsilon_of_none_is_the_types_own():
 
 def test_options_are_the_new_norms():
     model = nn.Sequential(nn.RMSNorm(8))
-    with pytest.raises(ValueError, match=r'option of powernorm must be one of eps, .*groups.*; got "grups"'):
+    with pytest.raises(
+        ValueError, match=r'unknown option of powernorm "grups" \(did you mean "groups"\?\); expected one of eps, '
+    ):
         swap_norms(model, "powernorm", grups=2)
     swap_norms(model, "layernorm", bias=False)
     assert model[0].bias is None

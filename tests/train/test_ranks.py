@@ -12,10 +12,10 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from test_training import corpus, events, losses, weights  # noqa: F401
 
 import normformer_rs as nfrs
 from normformer_rs import nn as nfnn
-from test_training import corpus, events, losses, weights  # noqa: F401
 
 D, RANKS, STEPS = 6, 3, 4
 NORMS = {

@@ -4,10 +4,6 @@ import copy
 
 import pytest
 import torch
-from torch import nn
-
-from normformer_rs import nn as nfnn
-from normformer_rs.surgery import swap_norms, swap_residuals
 from surgery_support import (
     MODELS,
     D,
@@ -15,6 +11,10 @@ from surgery_support import (
     run,
     torchs_encoder,
 )
+from torch import nn
+
+from normformer_rs import nn as nfnn
+from normformer_rs.surgery import swap_norms, swap_residuals
 
 pytestmark = pytest.mark.filterwarnings("ignore:enable_nested_tensor", "ignore:The PyTorch API of nested tensors")
 

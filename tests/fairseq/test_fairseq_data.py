@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from fairseq_support import MARKS, RECIPE, SIZES, SMOOTHED, batch, command, generate, parameters, preprocess, train
 
 import normformer_rs as nf
-from fairseq_support import MARKS, RECIPE, SIZES, SMOOTHED, batch, command, generate, parameters, preprocess, train
 from normformer_rs import cli, convert
 
 pytestmark = MARKS

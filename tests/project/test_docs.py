@@ -10,7 +10,7 @@ import pytest
 
 import normformer_rs
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 # the last two need packages that the wheel does without
 WITHOUT = ("_core", "surgery.huggingface", "fairseq_plugin")
 NAMES = [m.name.removeprefix("normformer_rs.") for m in pkgutil.walk_packages(normformer_rs.__path__, "normformer_rs.")]

@@ -15,7 +15,7 @@ from normformer_rs import DataConfig
 from normformer_rs.bench import correctness, gpu, kernels, training
 from normformer_rs.bench.figures import Figures
 
-BENCHES = Path(__file__).parent.parent / "benches"
+BENCHES = Path(__file__).parents[2] / "benches"
 
 
 @pytest.mark.data
@@ -73,7 +73,7 @@ def test_the_gpu_benchmark(tmp_path, monkeypatch):
         ("graph", "whole section"),  # no CUDA graphs on a CPU
         ("bandwidth", "Liger's rms_norm, bf16"),
         ("training", "against the better compiled form"),
-        ("tests", "tests/test_cuda.py on the device"),  # none in that folder
+        ("tests", "tests/cuda/test_cuda.py on the device"),  # none in that folder
         ("memcheck", "compute-sanitizer"),
     ]:
         assert found[section, what].startswith("unmeasured"), (section, what)
@@ -117,7 +117,8 @@ def test_a_section_that_dies_leaves_the_others(tmp_path, monkeypatch, code, reas
 
 def test_what_ends_the_command_ends_its_section(tmp_path):
     suite = "import time; open('started', 'w'); time.sleep(3); open('after', 'w')"
-    (tmp_path / "test_cuda.py").write_text(suite)
+    (tmp_path / "cuda").mkdir()
+    (tmp_path / "cuda" / "test_cuda.py").write_text(suite)
     command = [sys.executable, "-m", "normformer_rs.bench", "gpu", "--device=cpu", "--only=tests", "--tests=."]
     with subprocess.Popen(command, cwd=tmp_path) as running:
         while not (tmp_path / "started").exists():
@@ -176,18 +177,14 @@ def test_of_none():
 
 def test_the_suites_on_the_device(tmp_path):
     (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers = device\n    cpu")
-    suites = {"cuda": "True", "operators": "os.abort()", "norms": "number % 2", "norm_modules": "False"}
-    for suite, holds in suites.items():
-        (tmp_path / f"test_{suite}.py").write_text(SUITE.format(holds=holds))
+    for suite, holds in zip(correctness.SUITES, ["True", "os.abort()", "number % 2", "False"]):
+        (tmp_path / suite).parent.mkdir(exist_ok=True)
+        (tmp_path / suite).write_text(SUITE.format(holds=holds))
     correctness.tests(Figures(tmp_path, "cpu"), tmp_path, "cpu")
     found = values(tmp_path)
-    for suite, said in {
-        "cuda": "30 passed, 1 deselected",
-        "operators": "exit -6: ",
-        "norms": "15 failed, 15 passed, 1 deselected",
-        "norm_modules": "20 failed, 1 deselected",
-    }.items():
-        assert found["tests", f"tests/test_{suite}.py on the device"].startswith(said)
+    expected = ["30 passed, 1 deselected", "exit -6: ", "15 failed, 15 passed, 1 deselected", "20 failed, 1 deselected"]
+    for suite, said in zip(correctness.SUITES, expected):
+        assert found["tests", f"tests/{suite} on the device"].startswith(said)
 
 
 @pytest.mark.parametrize(
@@ -199,7 +196,8 @@ def test_the_suites_on_the_device(tmp_path):
     ],
 )
 def test_what_compute_sanitizer_says(tmp_path, monkeypatch, status, said, value):
-    (tmp_path / "test_cuda.py").touch()
+    (tmp_path / "cuda").mkdir()
+    (tmp_path / "cuda" / "test_cuda.py").touch()
     sanitizer = tmp_path / "compute-sanitizer"
     sanitizer.write_text(f"#!/bin/sh\necho $@ {said}\nexit {status}")
     sanitizer.chmod(0o755)

@@ -176,7 +176,11 @@ def test_it_is_torchs_from_the_same_seed(kind, norm_first, mask):
         torch.testing.assert_close(q.grad, p.grad, rtol=1e-9, atol=1e-9, msg=lambda m, n=name: f"{n}: {m}")
 
 
-@pytest.mark.parametrize("options", [{}, {"bias": False}, {"activation": "gelu"}, {"activation": torch.tanh}], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"bias": False}, {"activation": "gelu"}, {"activation": torch.tanh}],
+    ids=["plain", "no bias", "gelu", "a function"],
+)
 def test_layouts_and_arguments_are_torchs(options):
     for batch_first, shape in ((False, (5, 3, D)), (True, (3, 5, D)), (True, (5, D))):
         theirs, ours = pair("Encoder", batch_first=batch_first, **options)
@@ -497,7 +501,7 @@ def test_biases_and_norms_of_a_lone_encoder():
     }
     with pytest.raises(ValueError, match="the encoder stands alone"):
         nfnn.TransformerEncoderLayer(D, HEADS, FF, decoder_norm="rmsnorm")
-    with pytest.raises(ValueError, match='got "tensorized_rank"'):  # the loop's language models have that
+    with pytest.raises(ValueError, match='unknown option "tensorized_rank"'):  # the loop's language models have that
         nfnn.TransformerEncoderLayer(D, HEADS, FF, tensorized_rank=3)
     with pytest.raises(ValueError, match="encoder_norm"):
         nfrs.Transformer(nfrs.TransformerConfig(vocab_size=9, architecture="decoder-only", encoder_norm="rmsnorm"))

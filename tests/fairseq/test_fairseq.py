@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from fairseq_support import MARKS, RECIPE, SIZES, SMOOTHED, batch, configured, generate, parameters, train
 
 import normformer_rs as nf
 import reference as ref
-from fairseq_support import MARKS, RECIPE, SIZES, SMOOTHED, batch, configured, generate, parameters, train
 from normformer_rs.config import tables
 from normformer_rs.convert import to_canonical
 

@@ -1,0 +1,64 @@
+"""Which tests `make test` leaves to `make test-all`.
+
+`make test` is sharp: it covers every area, every norm × scheme, every command and every public name, in minutes. A test
+named here has many cases that look alike, or is long. `KEPT` says how many of its cases stay in `make test`: each
+so-many-th, from the first on; none where it says `NONE`.
+"""
+
+NONE = 10**9
+KEPT = {
+    # CUDA on the emulated device: each case compiles a kernel or several
+    "test_a_planted_bug_is_caught": 14,
+    "test_the_address_sanitizer_catches": 8,
+    "test_the_address_sanitizer_finds_nothing": NONE,
+    "test_a_norm": 4,
+    "test_lengths_of_another_order": 5,
+    "test_a_column_norm": 4,
+    "test_columns": 3,
+    "test_the_residual_step": 3,
+    "test_parameters_of_16_bits": 3,
+    "test_cross_entropy": 3,
+    "test_variants_compile_without_spills": 3,
+    # operators
+    "test_compile_with_inductor_and_dynamic_shapes": NONE,
+    # training
+    "test_a_killed_run_resumes_to_the_same_bits": NONE,
+    "test_ten_losses_equal_the_oracles": 3,
+    "test_activation_checkpointing_changes_no_bit": 4,
+    "test_a_resumed_run_is_the_uninterrupted_one": 3,
+    "test_real_text_trains_and_translates": NONE,
+    "test_the_same_seed_gives_the_same_bits": 2,
+    "test_ctrl_c_within_an_evaluation": 2,
+    "test_ranks_are_accumulation": 2,
+    "test_a_checkpoint_does_not_depend_on_the_ranks": NONE,
+    "test_ctrl_c_saves_once_for_all": 2,
+    # fairseq
+    "test_translates_multi30k_as_fairseq_does": NONE,
+    "test_converts_both_ways": 3,
+    "test_trains_resumes_validates_and_generates": 5,
+    "test_statistics_come_from_real_tokens_and_stay": 4,
+    "test_language_model": NONE,
+    "test_two_processes": NONE,
+    "test_hydra": NONE,
+    "test_spawned_workers_are_patched": NONE,
+    "test_the_command_of_transformers_without_tears": NONE,
+    "test_trains_with_fairseqs_flags": 3,
+    # what works on the whole project
+    "test_a_norm_and_a_scheme_of_the_guide": NONE,
+    "test_the_notebook": NONE,
+    "test_benchmarks_that_nothing_else_runs": NONE,
+    "test_a_call_of_the_gpu_benchmark_adds_to_an_earlier_one": NONE,
+    "test_what_ends_the_command_ends_its_section": NONE,
+}
+
+
+def sort(items) -> None:
+    """Marks the cases that are left to `make test-all`."""
+    seen: dict[tuple[str, str], int] = {}
+    for item in items:
+        name = getattr(item, "originalname", None) or item.name
+        if name in KEPT:
+            place = (str(item.path), name)
+            seen[place] = seen.get(place, -1) + 1
+            if seen[place] % KEPT[name] or KEPT[name] == NONE:
+                item.add_marker("full")
