@@ -1,13 +1,14 @@
 """Does the torch at hand fit the extension? The answer is read from files, because importing torch takes seconds."""
 
-import importlib.metadata
 import importlib.util
 import json
 import os
 import re
+import shlex
 import sys
 import warnings
 from pathlib import Path
+from urllib.parse import unquote, urlparse
 
 ANY_TORCH = "NORMFORMER_RS_ANY_TORCH"
 """The environment variable that, set to 1, turns a wrong version into a warning."""
@@ -21,7 +22,7 @@ def check() -> None:
     The C++ interface of libtorch changes with every minor version, so the extension works with one alone.
     """
     built, found = _minor(_built()), _found()
-    pin = f'pip install "torch=={built}.*"'
+    pin = f'`pip install "torch=={built}.*"`'
     if found is None:
         raise ImportError(f"normformer_rs needs torch {built}, which is not installed: {pin}")
     if _minor(found) == built:
@@ -39,7 +40,7 @@ def _built() -> str:
     """The version of the torch that the extension is linked against, out of the extension's file."""
     core = importlib.util.find_spec(f"{__package__}._core")
     if core is None or core.origin is None:
-        raise ImportError(f"normformer_rs is not built for this Python: `make build` in a checkout, or {_install()}")
+        raise ImportError(f"normformer_rs is not built for this Python: {_install()}")
     said = _BUILT_AGAINST.search(Path(core.origin).read_bytes())
     if said is None:
         raise ImportError(f"{core.origin} does not say which torch it was built against: {_install()}")
@@ -67,14 +68,16 @@ def _minor(version: str) -> str:
 
 
 def _install() -> str:
-    """The command that builds the package anew for the torch at hand, from where it was installed from."""
-    source, editable = "normformer_rs", ""
+    """The command that builds the package anew for the torch at hand, from the folder that it was installed from."""
+    import importlib.metadata  # 18 ms, for this message alone
+
+    command = "pip install --force-reinstall --no-deps --no-cache-dir"
     try:
         record = importlib.metadata.distribution("normformer_rs").read_text("direct_url.json")
         origin = json.loads(record) if record else {}
     except (importlib.metadata.PackageNotFoundError, ValueError):
         origin = {}
-    if origin.get("url", "").startswith("file://"):
-        source = origin["url"].removeprefix("file://")
-        editable = "--editable " if origin.get("dir_info", {}).get("editable") else ""
-    return f"pip install --force-reinstall --no-deps --no-cache-dir {editable}{source}"
+    if "dir_info" not in origin:
+        return f"in a checkout `{command} .`"
+    folder = unquote(urlparse(origin["url"]).path)
+    return f"`{command} {'--editable ' if origin['dir_info'].get('editable') else ''}{shlex.quote(folder)}`"

@@ -349,3 +349,18 @@ def test_models_train_as_the_oracle_does(options):
             )
         for name, b in ours.named_buffers():
             torch.testing.assert_close(b, state[name], rtol=1e-9, atol=1e-9, msg=lambda m, n=name: f"{n}: {m}")
+
+
+def test_fixnorms_embedding():
+    """Rows and the tied matrix have length one; the padding row gets no gradient."""
+    table = nn.FixNormEmbedding(7, 5, padding_idx=1, scale=5**0.5, dtype=torch.float64)
+    ids = torch.tensor([[2, 1, 6], [2, 2, 0]])
+    weight = table.weight.detach().clone().requires_grad_()
+    rows = ref.fixnorm(weight)[ids] * 5**0.5
+    torch.testing.assert_close(table(ids), rows)
+    torch.testing.assert_close(table.normalised_weight(), ref.fixnorm(weight))
+    dy = torch.randn_like(rows)
+    (theirs,) = torch.autograd.grad(rows, weight, dy.masked_fill(ids.unsqueeze(-1) == 1, 0))
+    (ours,) = torch.autograd.grad(table(ids), table.weight, dy)
+    torch.testing.assert_close(ours, theirs)
+    assert table.weight.abs().max() <= 0.01 and not ours[1].any()

@@ -142,7 +142,7 @@ def test_another_torch_at_import_is_one_line_with_the_command(tmp_path, version)
 
 def test_no_torch_at_import_is_one_line(tmp_path):
     code, line = beside(None, tmp_path)
-    assert code == 1 and "which is not installed: pip install" in line
+    assert code == 1 and "which is not installed: `pip install" in line
 
 
 def test_another_torch_may_be_tried(tmp_path):

@@ -44,3 +44,22 @@ def test_the_notebook(tmp_path):
     nbclient.NotebookClient(notebook, timeout=300, resources={"metadata": {"path": str(tmp_path)}}).execute()
     printed = "".join(o.get("text", "") for cell in notebook.cells for o in cell.get("outputs", []))
     assert "→" in printed
+
+
+PUBLIC = ("normformer_rs", "normformer_rs.nn", "normformer_rs.surgery", "normformer_rs.analysis")
+
+
+@pytest.mark.parametrize("module", PUBLIC)
+def test_every_public_name_is_explained_and_exercised(module):
+    """It has a docstring, and a test names it, or its docstring has an example, or it is the type of a result."""
+    home = importlib.import_module(module)
+    tests = "".join(path.read_text() for path in (ROOT / "tests").rglob("test_*.py"))
+    code = "".join(path.read_text() for path in (ROOT / "python").rglob("*.py"))
+    own = [n for n in vars(home) if n[0] != "_" and getattr(getattr(home, n), "__module__", "") == module]
+    for name in getattr(home, "__all__", own):
+        if name.startswith("__"):
+            continue
+        document = getattr(home, name).__doc__
+        assert document, f"{module}.{name} has no docstring"
+        found = re.search(rf"\b{name}\b", tests) or ">>>" in document or re.search(rf"(->|\w:) [^\n]*\b{name}\b", code)
+        assert found, f"{module}.{name} is in no test"
