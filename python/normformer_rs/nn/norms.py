@@ -109,6 +109,9 @@ class LayerNorm(RowNorm):
     operator = "layer_norm"
     has_bias = True
 
+    def extra_repr(self) -> str:
+        return nn.LayerNorm.extra_repr(self)  # type: ignore[arg-type]  # as this torch writes it
+
 
 class _Offset(RowNorm):
     """Reads the `g` of x-transformers, where a norm ends in ·√d·(g + offset)."""

@@ -5,42 +5,34 @@
 
 namespace nfrs::collective {
 
-inline Tensor wait(const Tensor& t) {
-  static const auto op = c10::Dispatcher::singleton()
-                             .findSchemaOrThrow("_c10d_functional::wait_tensor", "")
-                             .typed<Tensor(const Tensor&)>();
-  return op.call(t);
+// Boxed: from torch 2.15 on a group's name and a reduction are of the type Any instead of str.
+template <class... Arguments>
+Tensor call(const char* name, Arguments&&... arguments) {
+  torch::jit::Stack stack;
+  torch::jit::push(stack, std::forward<Arguments>(arguments)...);
+  c10::Dispatcher::singleton().findSchemaOrThrow(name, "").callBoxed(stack);
+  return stack.back().toTensor();
 }
 
+inline Tensor wait(const Tensor& t) { return call("_c10d_functional::wait_tensor", t); }
+
 inline Tensor all_reduce(const Tensor& t, const std::string& group) {
-  static const auto op = c10::Dispatcher::singleton()
-                             .findSchemaOrThrow("_c10d_functional::all_reduce", "")
-                             .typed<Tensor(const Tensor&, std::string, std::string)>();
-  return wait(op.call(t, "sum", group));
+  return wait(call("_c10d_functional::all_reduce", t, "sum", group));
 }
 
 // In place: the gradients of a model need no copy.
 inline void all_reduce_(Tensor& t, const std::string& group) {
-  static const auto op = c10::Dispatcher::singleton()
-                             .findSchemaOrThrow("_c10d_functional::all_reduce_", "")
-                             .typed<Tensor&(Tensor&, std::string, std::string)>();
-  wait(op.call(t, "sum", group));
+  wait(call("_c10d_functional::all_reduce_", t, "sum", group));
 }
 
 // (size, ...): the ranks' tensors in order.
 inline Tensor all_gather(const Tensor& t, int64_t size, const std::string& group) {
-  static const auto op = c10::Dispatcher::singleton()
-                             .findSchemaOrThrow("_c10d_functional::all_gather_into_tensor", "")
-                             .typed<Tensor(const Tensor&, int64_t, std::string)>();
-  return wait(op.call(t.unsqueeze(0).contiguous(), size, group));
+  return wait(call("_c10d_functional::all_gather_into_tensor", t.unsqueeze(0).contiguous(), size, group));
 }
 
 // Rank 0's.
 inline Tensor broadcast(const Tensor& t, const std::string& group) {
-  static const auto op = c10::Dispatcher::singleton()
-                             .findSchemaOrThrow("_c10d_functional::broadcast", "")
-                             .typed<Tensor(const Tensor&, int64_t, std::string)>();
-  return wait(op.call(t, 0, group));
+  return wait(call("_c10d_functional::broadcast", t, int64_t{0}, group));
 }
 
 }  // namespace nfrs::collective

@@ -86,13 +86,18 @@ struct LpNorm : torch::autograd::Function<LpNorm> {
   }
 };
 
-inline Tensor lp_norm(const Tensor& x, const MaybeTensor& weight, double p, double eps) {
+inline Tensor lp_composed_checked(const Tensor& x, const MaybeTensor& weight, double p, double eps) {
   check("lp_norm", x);
   TORCH_CHECK_VALUE(p >= 1, "lp_norm: p must be at least 1, or inf, got ", p);
   norm::check_parameter("lp_norm", "weight", x, weight);
-  if (x.sym_size(-1) == 0) return x.clone();
-  if (p != 2 && kernel_device(x) >= 0 && has_kernel(x)) return LpNorm::apply(x, weight, p, eps);
-  return lp_composed(x, weight, p, eps);
+  return x.sym_size(-1) == 0 ? x.clone() : lp_composed(x, weight, p, eps);
+}
+
+inline Tensor lp_norm(const Tensor& x, const MaybeTensor& weight, double p, double eps) {
+  const bool is_launched = p != 2 && kernel_device(x) >= 0 && has_kernel(x) && x.dim() > 0 && x.sym_size(-1) != 0;
+  if (!is_launched || !(p >= 1)) return lp_composed_checked(x, weight, p, eps);
+  norm::check_parameter("lp_norm", "weight", x, weight);
+  return LpNorm::apply(x, weight, p, eps);
 }
 
 inline Tensor group_scaling(const Tensor& x, int64_t groups) {
@@ -134,6 +139,10 @@ inline void define(torch::Library& m) {
   m.impl("norm_formula", c10::DispatchKey::CompositeImplicitAutograd, TORCH_FN(norm_formula));
   m.impl("lp_norm", c10::DispatchKey::CompositeImplicitAutograd, TORCH_FN(lp_norm));
   m.impl("group_scaling", c10::DispatchKey::CompositeImplicitAutograd, TORCH_FN(group_scaling));
+  // Under vmap torch batches the compositions' own operations; without these lines torch 2.15 calls example by example.
+  m.impl("norm_formula", c10::DispatchKey::FuncTorchBatched, TORCH_FN(norm_formula));
+  m.impl("lp_norm", c10::DispatchKey::FuncTorchBatched, TORCH_FN(lp_composed_checked));
+  m.impl("group_scaling", c10::DispatchKey::FuncTorchBatched, TORCH_FN(group_scaling));
 }
 
 }  // namespace nfrs::composite
