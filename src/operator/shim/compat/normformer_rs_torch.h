@@ -7,13 +7,24 @@
 
 #include <stdexcept>
 
-#if TORCH_VERSION_MINOR >= 15
 namespace normformer_rs {
 [[noreturn]] inline void dropped(const char* name) {
   throw std::runtime_error(std::string("this version of torch has no ") + name);
 }
 }  // namespace normformer_rs
 
+#if !__has_include(<ATen/ops/align_tensors_ops.h>)  // torch 2.13
+namespace torch {
+template <class... A>
+std::vector<at::Tensor> align_tensors(A&&...) {
+  normformer_rs::dropped("torch::align_tensors");
+}
+}  // namespace torch
+// A member function of at::Tensor, which only a macro can stand in for.
+#define align_as(other) to((normformer_rs::dropped("Tensor::align_as"), at::kFloat))
+#endif
+
+#if !__has_include(<ATen/ops/cholesky_ops.h>)  // torch 2.15
 namespace torch {
 template <class... A>
 at::Tensor cholesky(A&&...) {
@@ -23,6 +34,11 @@ template <class... A>
 at::Tensor cholesky_out(A&&...) {
   normformer_rs::dropped("torch::cholesky_out");
 }
+}  // namespace torch
+#endif
+
+#if !__has_include(<ATen/ops/qr_ops.h>)  // torch 2.15
+namespace torch {
 template <class... A>
 std::tuple<at::Tensor, at::Tensor> qr(A&&...) {
   normformer_rs::dropped("torch::qr");
@@ -31,13 +47,6 @@ template <class... A>
 std::tuple<at::Tensor, at::Tensor> qr_out(A&&...) {
   normformer_rs::dropped("torch::qr_out");
 }
-template <class... A>
-std::vector<at::Tensor> align_tensors(A&&...) {
-  normformer_rs::dropped("torch::align_tensors");
-}
 }  // namespace torch
-
-// A member function of at::Tensor, which only a macro can stand in for.
-#define align_as(other) to((normformer_rs::dropped("Tensor::align_as"), at::kFloat))
 #endif
 #endif
