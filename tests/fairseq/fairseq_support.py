@@ -38,9 +38,8 @@ RECIPE += "--cpu --num-workers 0 --log-interval 1 --log-format json --no-epoch-c
 
 def preprocess(text: Path, output: Path, arguments: str = "", joined: bool = True) -> Path:
     """fairseq-preprocess."""
-    from fairseq_cli import preprocess
-
     from fairseq import options
+    from fairseq_cli import preprocess
 
     arguments += f" -s de -t en --destdir {output} --workers 1" + " --joined-dictionary" * joined
     for split in ("train", "valid", "test"):
@@ -75,9 +74,8 @@ def logged():
 @functools.cache
 def composed(which: str, arguments: str):
     """fairseq's configuration of a command line; hydra takes seconds for one."""
-    from fairseq.dataclass.utils import convert_namespace_to_omegaconf
-
     from fairseq import options
+    from fairseq.dataclass.utils import convert_namespace_to_omegaconf
 
     parser = {"train": options.get_training_parser, "generate": options.get_generation_parser}[which]()
     return convert_namespace_to_omegaconf(options.parse_args_and_arch(parser, input_args=arguments.split()))

@@ -292,9 +292,8 @@ def test_hydra_twins_are_their_architectures(fairseq):
 
 
 def test_language_model(fairseq, tmp_path):
-    from fairseq_cli import preprocess
-
     from fairseq import options
+    from fairseq_cli import preprocess
 
     chosen = random.Random(0)
     for split, lines in (("train", 150), ("valid", 20)):
