@@ -66,7 +66,8 @@ lint: build ## formatting, clippy, ruff, stubs, types
 .PHONY: test-rust
 test-rust: build ## Rust tests
 	$(TIMED) "compile the Rust tests" $(CARGO) test --quiet --release --lib --no-run
-	$(TIMED) "Rust tests" $(CARGO) test --quiet --release --lib
+	# one thread: libtorch's generator is the process's, and tests that seed it must not draw between each other
+	$(TIMED) "Rust tests" $(CARGO) test --quiet --release --lib -- --test-threads=1
 
 # As many processes as cores, one thread each.
 PYTEST := $(BIN)/python -m pytest --quiet --numprocesses auto --dist worksteal
