@@ -1,7 +1,9 @@
 //! What every CPU kernel stands on: storage types, run-time choice of instruction set, random numbers, threads.
 
 pub mod amx;
+pub mod contention;
 pub mod element;
+pub mod memory;
 pub mod pack;
 pub mod parallel;
 pub mod philox;

@@ -1,5 +1,6 @@
 //! Work over libtorch's own threads.
 
+use super::memory;
 use std::any::Any;
 use std::ffi::c_void;
 use std::ops::Range;
@@ -43,9 +44,10 @@ pub fn for_each<F: Fn(Range<usize>) + Sync>(n: usize, grain: usize, work: F) {
 /// A pointer that threads may share: each range of rows writes its own part.
 #[derive(Clone, Copy)]
 pub struct Shared<T>(*mut T);
-// SAFETY: only `slice` reads it, whose caller answers for disjoint ranges.
-unsafe impl<T> Send for Shared<T> {}
-unsafe impl<T> Sync for Shared<T> {}
+// SAFETY: only `slice` reads it, whose caller answers for disjoint ranges: each T is one thread's at a time, which T: Send
+// allows.
+unsafe impl<T: Send> Send for Shared<T> {}
+unsafe impl<T: Send> Sync for Shared<T> {}
 
 impl<T> Shared<T> {
     pub fn new(slice: &mut [T]) -> Self {
@@ -75,7 +77,7 @@ where
     let lengths: Vec<usize> = sums.iter().map(|s| s.len()).collect();
     let total: usize = lengths.iter().sum();
     let parts = threads().min(rows.div_ceil(grain(cols))).max(1);
-    let mut partial = vec![A::default(); parts * total];
+    let mut partial = memory::filled(A::default(), parts * total);
     let shared = Shared::new(&mut partial);
     for_each(parts, 1, |range| {
         for part in range {

@@ -6,6 +6,8 @@
 //!
 //! > key = (seed low, seed high), counter = (⌊c/8⌋, r, site | micro-batch · 2¹⁶, update).
 
+use super::memory;
+
 const _: () = assert!(cfg!(target_endian = "little"), "fill writes words as pairs of halves, low half first");
 
 /// Columns that one Philox block serves.
@@ -122,7 +124,7 @@ pub fn fill(stream: &Stream, first_row: usize, rows: usize, cols: usize, out: &m
 
 /// A buffer that [`fill`] accepts for this many rows and columns.
 pub fn scratch(rows: usize, cols: usize) -> Vec<u16> {
-    vec![0; (rows * padded(cols)).div_ceil(LANES * BLOCK) * LANES * BLOCK]
+    memory::filled(0, rows.saturating_mul(padded(cols)).div_ceil(LANES * BLOCK).saturating_mul(LANES * BLOCK))
 }
 
 #[cfg(test)]

@@ -72,8 +72,8 @@ multiversion! {
         assert!(d > 0, "heads of no columns");
         let sizes = Sizes::of(a, sequences);
         let mut q_t = Buffer::<E::Acc>::new(width * sizes.queries);
-        let mut keys = Buffer::new(sizes.keys * width);
-        let mut values = Buffer::new(sizes.keys * width);
+        let mut keys = Buffer::new(sizes.keys.saturating_mul(width));
+        let mut values = Buffer::new(sizes.keys.saturating_mul(width));
         let mut scores = Buffer::new(sizes.scores);
         let mut result = Buffer::new(sizes.queries * width);
         let mut mask = Mask::new(a, &sizes);
@@ -139,8 +139,8 @@ multiversion! {
         let sizes = Sizes::of(a, sequences);
         let [mut q_t, mut dout_t] = [(); 2].map(|_| Buffer::<E::Acc>::new(width * sizes.queries));
         let [mut queries, mut douts, mut result] = [(); 3].map(|_| Buffer::new(sizes.queries * width));
-        let [mut keys, mut values] = [(); 2].map(|_| Buffer::new(sizes.keys * width));
-        let [mut dkeys, mut dvalues] = [(); 2].map(|_| Buffer::new(a.heads * sizes.keys * width));
+        let [mut keys, mut values] = [(); 2].map(|_| Buffer::new(sizes.keys.saturating_mul(width)));
+        let [mut dkeys, mut dvalues] = [(); 2].map(|_| Buffer::new(sizes.keys.saturating_mul(a.heads * width)));
         let [mut p, mut ds] = [(); 2].map(|_| Buffer::new(sizes.scores));
         let mut mask = Mask::new(a, &sizes);
         for s in sequences {
@@ -233,8 +233,8 @@ impl Sizes {
             let (queries, keys) = (count.next_multiple_of(LANES), s.k_len.next_multiple_of(LANES));
             sizes.queries = sizes.queries.max(queries);
             sizes.keys = sizes.keys.max(keys);
-            sizes.scores = sizes.scores.max(queries * keys);
-            sizes.random = sizes.random.max(count * a.heads * philox::padded(s.k_len));
+            sizes.scores = sizes.scores.max(queries.saturating_mul(keys));
+            sizes.random = sizes.random.max((count * a.heads).saturating_mul(philox::padded(s.k_len)));
         }
         sizes
     }

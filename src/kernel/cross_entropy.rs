@@ -12,7 +12,7 @@
 //! 256 columns that any instruction set vectorises, with the sums in loops of their own.
 
 use crate::cpu::pack::Isa;
-use crate::cpu::{Accumulator, Element};
+use crate::cpu::{memory, Accumulator, Element};
 use crate::cuda::{Program, CHUNK, PRELUDE, REDUCE};
 use crate::kernel::math::{exp, max, sum};
 use crate::multiversion;
@@ -129,7 +129,7 @@ struct Vocabulary<A> {
 /// Refuses the first target outside V_t; spells an empty mask out, so that the loops have one form.
 fn check<A: Accumulator>(cols: usize, targets: Targets, mask: &[u8]) -> Result<Vocabulary<A>, usize> {
     assert!(mask.is_empty() || mask.len() == cols, "a mask of {} for {cols} columns", mask.len());
-    let mut keep = vec![Lanes([A::ZERO; B]); cols.div_ceil(B)];
+    let mut keep = memory::filled(Lanes([A::ZERO; B]), cols.div_ceil(B));
     let mut size = 0;
     for v in 0..cols {
         if mask.is_empty() || mask[v] != 0 {
@@ -146,7 +146,7 @@ fn check<A: Accumulator>(cols: usize, targets: Targets, mask: &[u8]) -> Result<V
 
 /// A row's work space.
 fn scratch<E: Element>(cols: usize) -> Vec<Lanes<E::Acc>> {
-    vec![Lanes([E::Acc::ZERO; B]); cols.div_ceil(B)]
+    memory::filled(Lanes([E::Acc::ZERO; B]), cols.div_ceil(B))
 }
 
 multiversion! {

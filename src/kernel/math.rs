@@ -10,7 +10,7 @@
 //! the instruction `mul_add` is a call into libm, forty times slower than two roundings.
 
 use crate::cpu::pack::Isa;
-use crate::cpu::Accumulator;
+use crate::cpu::{memory, Accumulator};
 use std::ops::{Deref, DerefMut};
 
 /// One AVX-512 register of f32.
@@ -82,7 +82,7 @@ pub struct Buffer<A> {
 
 impl<A: Accumulator> Buffer<A> {
     pub fn new(len: usize) -> Self {
-        let data = vec![A::ZERO; len + 64 / size_of::<A>()];
+        let data = memory::filled(A::ZERO, len.saturating_add(64 / size_of::<A>()));
         let start = data.as_ptr().align_offset(64);
         Buffer { data, start, len }
     }

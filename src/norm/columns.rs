@@ -15,7 +15,7 @@
 //! thousands of rows would lose three digits.
 
 use super::convert::{narrow, target, wide, widen, Row};
-use crate::cpu::{Accumulator, Element};
+use crate::cpu::{memory, Accumulator, Element};
 use crate::multiversion;
 use crate::operator::Group;
 use std::array::from_fn;
@@ -104,9 +104,10 @@ impl Stats {
 
     /// Shift, and scale and slope of 1/√(square + ε); statistics that the batch has not made.
     pub fn new(shift: &[f64], square: &[f64], eps: f64) -> Self {
-        let scale: Vec<f64> = square.iter().map(|v| 1.0 / (v + eps).sqrt()).collect();
-        let gamma = vec![0.0; scale.len()];
-        Stats { shift: shift.to_vec(), slope: scale.clone(), scale, gamma, exact: false, share: 0.0 }
+        let scale = memory::collected(square.iter().map(|v| 1.0 / (v + eps).sqrt()));
+        let [shift, slope] = [shift, &scale].map(|v| memory::collected(v.iter().copied()));
+        let gamma = memory::filled(0.0, scale.len());
+        Stats { shift, slope, scale, gamma, exact: false, share: 0.0 }
     }
 
     /// The same, made by the batch.
@@ -117,16 +118,15 @@ impl Stats {
 
     pub fn write<A: Accumulator>(&self, out: &mut [A]) {
         let cols = self.scale.len();
-        let constants = [f64::from(self.exact), self.share];
-        let [exact, share] = constants.map(|v| vec![v; cols]);
-        let rows = [&self.shift, &self.scale, &self.slope, &self.gamma, &exact, &share];
-        for (out, v) in out.iter_mut().zip(rows.into_iter().flatten()) {
-            *out = A::from_f64(*v);
+        let [exact, share] = [f64::from(self.exact), self.share].map(|v| std::iter::repeat_n(v, cols));
+        let rows = [&self.shift, &self.scale, &self.slope, &self.gamma].into_iter().flatten().copied();
+        for (out, v) in out.iter_mut().zip(rows.chain(exact).chain(share)) {
+            *out = A::from_f64(v);
         }
     }
 
     pub fn read<A: Accumulator>(rows: &[A], cols: usize) -> Self {
-        let row = |i: usize| rows[i * cols..][..cols].iter().map(|v| v.to_f64()).collect::<Vec<_>>();
+        let row = |i: usize| memory::collected(rows[i * cols..][..cols].iter().map(|v| v.to_f64()));
         let first = |i: usize| rows.get(i * cols).map_or(0.0, |v| v.to_f64());
         Stats { shift: row(0), scale: row(1), slope: row(2), gamma: row(3), exact: first(4) == 1.0, share: first(5) }
     }

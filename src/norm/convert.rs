@@ -6,7 +6,7 @@
 //! (`cpu/pack.rs`) convert in registers instead.
 //! All paths give the same bits.
 
-use crate::cpu::{Accumulator, Element};
+use crate::cpu::{memory, Accumulator, Element};
 use std::any::TypeId;
 use std::ops::{Deref, DerefMut};
 
@@ -24,7 +24,7 @@ impl<A: Accumulator> Row<A> {
 
     pub fn filled(len: usize, value: A) -> Self {
         const LINE: usize = 64;
-        let values = vec![value; len + LINE / size_of::<A>()];
+        let values = memory::filled(value, len.saturating_add(LINE / size_of::<A>()));
         let start = values.as_ptr().align_offset(LINE).min(values.len() - len);
         Row { values, start, len }
     }

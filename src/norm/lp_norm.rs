@@ -1,6 +1,6 @@
 //! LpNorm: y = g·x/max(n, ε), n = ‖x‖_p over the last dimension, p from 1 to ∞ (TwT §5; SPEC §1).
 //!
-//! With u = x/n and w = sign(x)(|x|/n)^{p−1} (p = ∞: sign(x) wherever |x| = n), dx = (g/n)(dy − w⟨u, dy⟩) where n > ε,
+//! With u = x/n and w = sign(x)(|x|/n)^{p−1} (p = ∞: sign(x)/k at the k numbers with |x| = n), dx = (g/n)(dy − w⟨u, dy⟩) where n > ε,
 //! else (g/ε)dy. p = 2 is ScaleNorm, with its kernels.
 
 use super::{accumulate, scale_norm, Build, Norm, Rows, Rowwise, Site, Spec};
@@ -107,9 +107,10 @@ pub(super) fn clamped_length(x: &Tensor, p: f64, eps: f64) -> Result<Tensor> {
     let magnitude = x.f_abs()?;
     let largest = magnitude.f_amax([-1i64].as_slice(), true)?.f_detach()?;
     let length = if p.is_infinite() {
-        // Every |x| that is the largest has the whole slope, as SPEC's w has it; torch's own would share it out.
-        let is_largest = x.f_detach()?.f_abs()?.f_eq_tensor(&largest)?;
-        let w = x.f_detach()?.f_sign()?.f_mul(&is_largest.f_to_kind(x.kind())?)?;
+        // Those that tie for the largest share the slope: x·dx is 0, as for every other p.
+        let is_largest = x.f_detach()?.f_abs()?.f_eq_tensor(&largest)?.f_to_kind(x.kind())?;
+        let ties = is_largest.f_sum_dim_intlist([-1i64].as_slice(), true, None)?.f_clamp_min(1.0)?;
+        let w = x.f_detach()?.f_sign()?.f_mul(&is_largest)?.f_div(&ties)?;
         let none = x.f_sub(&x.f_detach()?)?;
         largest.f_add(&w.f_mul(&none)?.f_sum_dim_intlist([-1i64].as_slice(), true, None)?)?
     } else {
@@ -136,7 +137,7 @@ mod tests {
     fn the_gradient_is_the_formulas() {
         let (g, eps) = (1.7, 1e-5);
         for p in [1.0, 1.5, 3.0, f64::INFINITY] {
-            let x = Tensor::from_slice(&[0.5f64, -2.0, 1.0, 0.25]).set_requires_grad(true);
+            let x = Tensor::from_slice(&[0.5f64, -2.0, 2.0, 0.25]).set_requires_grad(true); // two largest
             let dy = Tensor::from_slice(&[1.0f64, 0.5, -1.0, 2.0]);
             let weight = Tensor::from_slice(&[g]);
             let y = composed(&x, Some(&weight), p, eps).unwrap();
@@ -149,7 +150,7 @@ mod tests {
             let along: f64 = v.iter().zip([1.0, 0.5, -1.0, 2.0]).map(|(v, d)| v / n * d).sum();
             for (i, d) in [1.0, 0.5, -1.0, 2.0].into_iter().enumerate() {
                 let w = match p.is_infinite() {
-                    true => v[i].signum() * f64::from(v[i].abs() == n),
+                    true => v[i].signum() * f64::from(v[i].abs() == n) / 2.0,
                     false => v[i].signum() * (v[i].abs() / n).powf(p - 1.0),
                 };
                 let want = g / n * (d - w * along);

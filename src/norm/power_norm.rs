@@ -14,6 +14,7 @@ use super::statistics::{Measured, StateTensors, Used};
 use super::{Build, Spec};
 use crate::choice;
 use crate::column_program;
+use crate::cpu::memory;
 use crate::error::Result;
 use crate::operator::ColumnKernels;
 use tch::{Kind, Tensor};
@@ -73,11 +74,11 @@ fn settle(batch: &Batch, state: &mut State, o: &Options) -> Stats {
     let own = Stats::of_batch(batch, o.eps);
     let t = state.iters[0] + 1;
     let warming = t <= o.warmup && batch.count > 0.0;
-    let used = if warming { own.clone() } else { running };
+    let used = if warming { Stats::of_batch(batch, o.eps) } else { running };
     let over = if o.release { batch.rows } else { batch.count };
     let squares = batch.square_of_all.as_ref().unwrap_or(&batch.square);
     let stats = Stats {
-        gamma: squares.iter().zip(&used.scale).map(|(square, scale)| square * scale * scale).collect(),
+        gamma: memory::collected(squares.iter().zip(&used.scale).map(|(square, scale)| square * scale * scale)),
         share: if batch.count > 0.0 { 1.0 / over } else { 0.0 },
         exact: warming && !o.release,
         slope: if o.release && batch.count > 0.0 { own.slope } else { used.slope },

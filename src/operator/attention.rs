@@ -5,7 +5,7 @@ use super::engine;
 use super::ffi::{borrow, by_dtype, give, pointer, status, take, Draw, View};
 use super::residual::dropout_scale;
 use crate::cpu::parallel;
-use crate::cpu::{Accumulator, Element};
+use crate::cpu::{memory, Accumulator, Element};
 use crate::error::{Error, Result};
 use crate::kernel::attention::{self as kernel, Matrix, MatrixMut, Sequence};
 use std::ffi::c_int;
@@ -46,15 +46,16 @@ pub fn gather(x: &Tensor, rows: &Tensor, back: &Tensor, absent: &Tensor) -> Resu
 /// `scaled_dot_product_attention`. Not cuDNN's, which torch prefers for 16 bits on recent GPUs: it builds a plan for every
 /// shape it meets, and sentences have many shapes.
 pub fn padded_attention([q, k, v]: [&Tensor; 3], mask: Option<&Tensor>, causal: bool, scale: f64) -> Result<Tensor> {
-    struct Restore(bool);
-    impl Drop for Restore {
+    struct Forbidden;
+    impl Drop for Forbidden {
         fn drop(&mut self) {
-            // SAFETY: takes a flag and gives one.
-            unsafe { nfrs_cudnn_attention(self.0) };
+            // SAFETY: no arguments; nfrs_cudnn_forbid has been called.
+            unsafe { nfrs_cudnn_allow() };
         }
     }
-    // SAFETY: as above.
-    let _restore = Restore(unsafe { nfrs_cudnn_attention(false) });
+    // SAFETY: no arguments.
+    unsafe { nfrs_cudnn_forbid() };
+    let _forbidden = Forbidden;
     Ok(Tensor::f_scaled_dot_product_attention(q, k, v, mask, 0.0, causal, scale, false)?)
 }
 
@@ -65,7 +66,8 @@ extern "C" {
         back: *const C_tensor,
         absent: *const C_tensor,
     ) -> *mut C_tensor;
-    fn nfrs_cudnn_attention(allowed: bool) -> bool;
+    fn nfrs_cudnn_forbid();
+    fn nfrs_cudnn_allow();
     fn nfrs_attention(
         q: *const C_tensor,
         k: *const C_tensor,
@@ -128,7 +130,7 @@ impl Views {
 fn sequences(ranges: &[i64], [q_rows, k_rows]: [i64; 2], keys_too: bool) -> Result<Vec<Sequence>> {
     let (mut q_end, mut k_end) = (0, 0);
     let beyond = |start: i64, len: i64, rows: i64| len > rows || start > rows - len;
-    let mut sequences = Vec::with_capacity(ranges.len() / 4);
+    let mut sequences = memory::reserved(ranges.len() / 4);
     for (i, r) in ranges.chunks_exact(4).enumerate() {
         let (q_start, q_len, k_start, k_len) = (r[0], r[1], r[2], r[3]);
         let bad = |why: String| Err(Error::Torch(format!("attention: range {i} {r:?} {why}")));
@@ -217,38 +219,34 @@ fn backward<E: Element>(a: &Views, g: &Gradients) -> Result<()> {
 fn composed(q: &Tensor, k: &Tensor, v: &Tensor, ranges: &Tensor, a: &Formula) -> Result<Tensor> {
     let kind = if q.kind() == Kind::Double { Kind::Double } else { Kind::Float };
     let device = q.device();
-    let flat = Vec::<i64>::try_from(ranges.f_to_device(tch::Device::Cpu)?.f_reshape([-1i64].as_slice())?)?;
+    let mut flat = memory::filled(0, ranges.numel());
+    ranges.f_to_device(tch::Device::Cpu)?.f_contiguous()?.f_copy_data(&mut flat, ranges.numel())?;
     // Before anything is indexed by them: a GPU would not say what was wrong, and do nothing more.
     let sequences = sequences(&flat, [q.size()[0], k.size()[0]], false)?;
     let longest = |len: fn(&Sequence) -> usize| sequences.iter().map(len).max().unwrap_or(0);
     let (q_len, k_len) = (longest(|s| s.q_len), longest(|s| s.k_len));
     let n = sequences.len();
-    if n * q_len * k_len == 0 {
+    if [n, q_len, k_len].contains(&0) {
         return Ok(q.f_mul_scalar(0.0)?);
     }
     // Row numbers by (sequence, place); a place past the end takes the sequence's first row, or where it has none the
     // first of all, and is masked.
     let rows = |range: fn(&Sequence) -> (usize, usize), longest: usize| -> Result<Tensor> {
-        let rows: Vec<i64> = sequences
-            .iter()
-            .map(range)
-            .flat_map(|(start, len)| {
-                let spare = if len > 0 { start } else { 0 };
-                (0..longest).map(move |i| if i < len { start + i } else { spare } as i64)
-            })
-            .collect();
+        let mut rows = memory::reserved::<i64>(n.saturating_mul(longest));
+        rows.extend(sequences.iter().map(range).flat_map(|(start, len)| {
+            let spare = if len > 0 { start } else { 0 };
+            (0..longest).map(move |i| if i < len { start + i } else { spare } as i64)
+        }));
         Ok(Tensor::f_from_slice(&rows)?.f_to_device(device)?)
     };
     let (q_rows, k_rows) = (rows(|s| (s.q_start, s.q_len), q_len)?, rows(|s| (s.k_start, s.k_len), k_len)?);
-    let visible: Vec<bool> = sequences
-        .iter()
-        .flat_map(|s| {
-            let past = move |i: usize, j: usize| j + s.q_len <= i + s.k_len;
-            (0..q_len).flat_map(move |i| (0..k_len).map(move |j| j < s.k_len && (!a.causal || past(i, j))))
-        })
-        .collect();
-    let real: Vec<i64> =
-        sequences.iter().enumerate().flat_map(|(i, s)| (0..s.q_len).map(move |t| (i * q_len + t) as i64)).collect();
+    let mut visible = memory::reserved::<bool>(n.saturating_mul(q_len).saturating_mul(k_len));
+    visible.extend(sequences.iter().flat_map(|s| {
+        let past = move |i: usize, j: usize| j + s.q_len <= i + s.k_len;
+        (0..q_len).flat_map(move |i| (0..k_len).map(move |j| j < s.k_len && (!a.causal || past(i, j))))
+    }));
+    let mut real = memory::reserved::<i64>(sequences.iter().map(|s| s.q_len).sum());
+    real.extend(sequences.iter().enumerate().flat_map(|(i, s)| (0..s.q_len).map(move |t| (i * q_len + t) as i64)));
     let (n, q_len, k_len) = (n as i64, q_len as i64, k_len as i64);
     let visible = Tensor::f_from_slice(&visible)?.f_reshape([n, 1, q_len, k_len].as_slice())?.f_to_device(device)?;
     let heads = |t: &Tensor, rows: &Tensor, len: i64| -> Result<Tensor> {

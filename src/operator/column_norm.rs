@@ -4,7 +4,7 @@ use super::count::Count;
 use super::ffi::{self, by_dtype, give, into_raw, pointer, status, take, View};
 use super::{device_columns, engine};
 use crate::cpu::parallel::{self, Shared};
-use crate::cpu::{Accumulator, Element};
+use crate::cpu::{memory, Accumulator, Element};
 use crate::cuda::Program;
 use crate::error::Result;
 use crate::norm::columns::{self, Batch, Options, Slopes, State, Stats};
@@ -160,21 +160,21 @@ impl Call {
 }
 
 fn as_acc<A: Accumulator>(v: &[f64]) -> Vec<A> {
-    v.iter().map(|v| A::from_f64(*v)).collect()
+    memory::collected(v.iter().map(|v| A::from_f64(*v)))
 }
 
 /// The weight, or ones.
 fn or_ones<A: Accumulator>(weight: &[A], cols: usize) -> Vec<A> {
     if weight.is_empty() {
-        vec![A::ONE; cols]
+        memory::filled(A::ONE, cols)
     } else {
-        weight.to_vec()
+        memory::collected(weight.iter().copied())
     }
 }
 
 /// Σd and Σd² with d = x − guess over the rows of all threads.
 fn sums<E: Element>(cols: usize, x: &[E], pad: &[u8], guess: &[E::Acc]) -> (Vec<f64>, Vec<f64>) {
-    let (mut sum, mut squares) = (vec![0.0; guess.len()], vec![0.0; cols]);
+    let (mut sum, mut squares) = (memory::filled(0.0, guess.len()), memory::filled(0.0, cols));
     parallel::sum_over_rows(x.len() / cols.max(1), cols, &mut [&mut sum, &mut squares], |r, sums| {
         let [sum, squares] = sums else { unreachable!("two sums were asked for") };
         columns::sums::<E>(cols, &x[r.start * cols..r.end * cols], part(pad, &r), guess, sum, squares);
@@ -194,19 +194,22 @@ fn part<'a>(pad: &'a [u8], rows: &std::ops::Range<usize>) -> &'a [u8] {
 fn measure<E: Element>(kernels: &ColumnKernels, cols: usize, x: &[E], pad: &[u8], release: bool) -> Batch {
     let rows = x.len() / cols.max(1);
     let count = (rows - pad.iter().filter(|v| **v != 0).count()) as f64;
-    let mean_of = |sums: Vec<f64>, n: f64| sums.into_iter().map(|s| s / n.max(1.0)).collect::<Vec<f64>>();
+    let mean_of = |mut sums: Vec<f64>, n: f64| {
+        sums.iter_mut().for_each(|s| *s /= n.max(1.0));
+        sums
+    };
     if !kernels.centred {
         let square = mean_of(sums(cols, x, pad, &[]).1, count);
         let all_too = release && !pad.is_empty();
         let square_of_all = all_too.then(|| mean_of(sums(cols, x, &[], &[]).1, rows as f64));
-        return Batch { count, mean: vec![0.0; cols], square, square_of_all, rows: rows as f64 };
+        return Batch { count, mean: memory::filled(0.0, cols), square, square_of_all, rows: rows as f64 };
     }
     // Moments about a guess, the mean of the first real rows: (guess − μ)² is at most rows/64·σ² and typically σ²/64,
     // so that mean d² − (mean d)² loses at most log₂(1 + rows/64) bits, and typically none.
     let first = pad.iter().position(|v| *v == 0).unwrap_or(0);
     let few = first..(first + columns::BLOCK).min(rows);
-    let zero = vec![E::Acc::ZERO; cols];
-    let (mut sum, mut squares) = (vec![0.0; cols], vec![0.0; cols]);
+    let zero = memory::filled(E::Acc::ZERO, cols);
+    let [mut sum, mut squares] = [(); 2].map(|()| memory::filled(0.0, cols));
     let of_few = part(pad, &few);
     columns::sums::<E>(cols, &x[few.start * cols..few.end * cols], of_few, &zero, &mut sum, &mut squares);
     let real = few.len() - of_few.iter().filter(|v| **v != 0).count();
@@ -222,8 +225,8 @@ fn measure<E: Element>(kernels: &ColumnKernels, cols: usize, x: &[E], pad: &[u8]
             variance
         }
     });
-    let square = variance.collect();
-    let mean = offset.iter().zip(&guess).map(|(m, g)| m + g.to_f64()).collect();
+    let square = memory::collected(variance);
+    let mean = memory::collected(offset.iter().zip(&guess).map(|(m, g)| m + g.to_f64()));
     Batch { count, mean, square, square_of_all: None, rows: rows as f64 }
 }
 
@@ -235,13 +238,14 @@ fn over_ranks(batch: Batch, o: &Options) -> Result<Batch> {
     }
     let cols = batch.square.len();
     let of_all = batch.square_of_all.as_ref().unwrap_or(&batch.square);
-    let mine: Vec<f64> =
-        [batch.count, batch.rows].iter().chain(&batch.mean).chain(&batch.square).chain(of_all).copied().collect();
+    let counts = [batch.count, batch.rows];
+    let mine = memory::collected(counts.iter().chain(&batch.mean).chain(&batch.square).chain(of_all).copied());
     let all = Vec::<f64>::try_from(o.group.gather(&Tensor::f_from_slice(&mine)?)?.f_flatten(0, -1)?)?;
     let ranks: Vec<_> = all.chunks(mine.len()).map(|r| (r[0], r[1], r[2..].chunks(cols.max(1)))).collect();
     let (count, rows) = ranks.iter().fold((0.0, 0.0), |(n, all), (count, rows, _)| (n + count, all + rows));
-    let mut merged = Batch { count, rows, mean: vec![0.0; cols], square: vec![0.0; cols], square_of_all: None };
-    let mut square_of_all = vec![0.0; cols];
+    let zeros = || memory::filled(0.0, cols);
+    let mut merged = Batch { count, rows, mean: zeros(), square: zeros(), square_of_all: None };
+    let mut square_of_all = zeros();
     for (n, all, parts) in &ranks {
         let (share, share_of_all) = (n / count.max(1.0), all / rows.max(1.0));
         for (to, (from, share)) in [&mut merged.mean, &mut merged.square, &mut square_of_all]
@@ -273,12 +277,12 @@ fn forward<E: Element>(kernels: &ColumnKernels, v: &Call) -> Result<()> {
         let o = &v.options;
         let batch = match o.train || state.first.is_empty() {
             true => over_ranks(measure(kernels, cols, x, pad, o.release), o)?,
-            false => Batch { mean: vec![0.0; cols], ..Batch::default() },
+            false => Batch { mean: memory::filled(0.0, cols), ..Batch::default() },
         };
         (kernels.settle)(&batch, &mut state, o).write(out);
     }
     let (shift, scale) = (&out[..cols], &out[cols..2 * cols]);
-    let (weight, zero) = (or_ones(weight, cols), vec![E::Acc::ZERO; cols]);
+    let (weight, zero) = (or_ones(weight, cols), memory::filled(E::Acc::ZERO, cols));
     let bias: &[E::Acc] = if bias.is_empty() { &zero } else { bias };
     let pad = if v.options.release { &[] } else { pad };
     let shared = Shared::new(y);
@@ -304,7 +308,7 @@ fn backward<E: Element>(kernels: &ColumnKernels, v: &Call, d: &Gradients) -> Res
     let pad = if o.release { &[] } else { pad };
     let stats = Stats::read::<E::Acc>(rows, cols);
     let (shift, scale) = (as_acc::<E::Acc>(&stats.shift), as_acc::<E::Acc>(&stats.scale));
-    let (mut sum, mut sum_x) = (vec![0.0; cols], vec![0.0; cols]);
+    let [mut sum, mut sum_x] = [(); 2].map(|()| memory::filled(0.0, cols));
     parallel::sum_over_rows(x.len() / cols.max(1), cols, &mut [&mut sum, &mut sum_x], |r, sums| {
         let [sum, sum_x] = sums else { unreachable!("two sums were asked for") };
         let all = r.start * cols..r.end * cols;
@@ -341,23 +345,24 @@ fn slopes<A: Accumulator>(
     state: &mut State,
     o: &Options,
 ) -> (Vec<f64>, Vec<f64>, Vec<f64>) {
-    let by_weight = |v: &[f64]| v.iter().zip(weight).map(|(v, w)| v * w.to_f64()).collect::<Vec<_>>();
+    let by_weight = |v: &[f64]| memory::collected(v.iter().zip(weight).map(|(v, w)| v * w.to_f64()));
     let p = by_weight(&stats.slope);
-    let lambda: Vec<f64> = by_weight(sum_x).into_iter().map(|v| v * stats.share).collect();
-    let (mut q, mut r) = (vec![0.0; p.len()], vec![0.0; p.len()]);
+    let mut lambda = by_weight(sum_x);
+    lambda.iter_mut().for_each(|v| *v *= stats.share);
+    let [mut q, mut r] = [(); 2].map(|()| memory::filled(0.0, p.len()));
     if stats.exact {
-        q = stats.slope.iter().zip(&lambda).map(|(slope, lambda)| slope * lambda).collect();
+        q = memory::collected(stats.slope.iter().zip(&lambda).map(|(slope, lambda)| slope * lambda));
         if kernels.centred {
-            r = p.iter().zip(sum).map(|(p, sum)| p * sum * stats.share).collect();
+            r = memory::collected(p.iter().zip(sum).map(|(p, sum)| p * sum * stats.share));
         }
     }
     if kernels.approximate && o.train && !state.second.is_empty() {
-        let nu: Vec<f64> = state.second.iter().map(|ema| (1.0 - o.alpha_bwd) * ema).collect();
+        let nu = memory::collected(state.second.iter().map(|ema| (1.0 - o.alpha_bwd) * ema));
         if !stats.exact {
-            q = stats.slope.iter().zip(&nu).map(|(slope, nu)| slope * nu).collect();
+            q = memory::collected(stats.slope.iter().zip(&nu).map(|(slope, nu)| slope * nu));
         }
         let terms = state.second.iter().zip(&lambda).zip(nu.iter().zip(&stats.gamma));
-        let moved: Vec<f64> = terms.map(|((ema, lambda), (nu, gamma))| ema + lambda - nu * gamma).collect();
+        let moved = memory::collected(terms.map(|((ema, lambda), (nu, gamma))| ema + lambda - nu * gamma));
         if state.accepts(stats.share, &[&moved]) {
             state.second.copy_from_slice(&moved);
         }
@@ -385,6 +390,11 @@ extern "C" fn nfrs_column_state(norm: i64, which: i64) -> *const c_char {
 #[no_mangle]
 extern "C" fn nfrs_column_approximate(norm: i64) -> bool {
     COLUMN_NORMS[norm as usize].approximate
+}
+
+#[no_mangle]
+extern "C" fn nfrs_column_centred(norm: i64) -> bool {
+    COLUMN_NORMS[norm as usize].centred
 }
 
 #[no_mangle]

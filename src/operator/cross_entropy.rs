@@ -6,12 +6,12 @@ use super::engine;
 use super::ffi::{borrow, by_dtype, give, into_raw, pointer, status, take, View};
 use crate::cpu::parallel::{self, Shared};
 use crate::cpu::{Accumulator, Element};
-use crate::cuda::{self, Device, Grid};
+use crate::cuda::{self, Grid};
 use crate::error::{Error, Result};
 use crate::kernel::cross_entropy::{self as kernel, Smoothing, Targets};
 use std::ffi::c_int;
 use std::sync::Mutex;
-use tch::{Kind, Tensor};
+use tch::{Device, Kind, Tensor};
 use torch_sys::C_tensor;
 
 pub static COUNT: Count = Count::new("label_smoothed_cross_entropy");
@@ -84,8 +84,18 @@ fn composed(
     }
     let log_p = z.f_log_softmax(-1, kind)?;
     let ignored = target.f_eq(ignore_index)?;
-    let index = target.f_masked_fill(&ignored, 0)?.f_unsqueeze(-1)?;
-    let nll = log_p.f_gather(-1, &index, false)?.f_squeeze_dim(-1)?.f_neg()?;
+    let mut target = target.f_masked_fill(&ignored, 0)?;
+    let mut unknown = None;
+    if target.device() != Device::Cpu {
+        // A GPU that gathers out of bounds does nothing more: there a target that is no class gives NaN.
+        let outside = target.f_lt(0)?.f_logical_or(&target.f_ge(*z.size().last().unwrap_or(&0))?)?;
+        target = target.f_masked_fill(&outside, 0)?;
+        unknown = Some(outside);
+    }
+    let mut nll = log_p.f_gather(-1, &target.f_unsqueeze(-1)?, false)?.f_squeeze_dim(-1)?.f_neg()?;
+    if let Some(unknown) = &unknown {
+        nll = nll.f_masked_fill(unknown, f64::NAN)?;
+    }
     let log_p = match &outside {
         Some(outside) => log_p.f_masked_fill(outside, 0.0)?,
         None => log_p,
@@ -270,7 +280,7 @@ struct OnDevice {
     chunks: i32,
 }
 
-fn on_device(device: Device, c: &Views, gradient: Gradient) -> Result<()> {
+fn on_device(device: cuda::Device, c: &Views, gradient: Gradient) -> Result<()> {
     const LANES: u32 = 256;
     let (mode, dloss, dlogits, scale) = match gradient {
         Gradient::No => (0, View::ABSENT, View::ABSENT, View::ABSENT),

@@ -138,7 +138,10 @@ pub fn status(work: impl FnOnce() -> Result<()>) -> c_int {
             1
         }
         Err(panic) => {
-            keep(Error::Torch(format!("a kernel panicked: {}", panic_text(&panic))));
+            keep(match panic.downcast::<Error>() {
+                Ok(e) => *e,
+                Err(panic) => Error::Torch(format!("a kernel panicked: {}", panic_text(&*panic))),
+            });
             1
         }
     }
@@ -233,4 +236,37 @@ pub fn pointer(t: Option<&tch::Tensor>) -> *const C_tensor {
 /// `t` is null or points to a live `at::Tensor`.
 pub unsafe fn borrow(t: *const C_tensor) -> Option<tch::Tensor> {
     (!t.is_null()).then(|| tch::Tensor::clone_from_ptr(t.cast_mut()))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_a_panic_said_arrives() {
+        let said = |work: fn() -> Result<()>| {
+            assert_eq!(status(work), 1);
+            // SAFETY: a NUL-terminated string of this thread, which lives until its next failing call.
+            unsafe { CStr::from_ptr(nfrs_rust_error()) }.to_string_lossy().into_owned()
+        };
+        assert_eq!(said(|| panic!("plain")), "a kernel panicked: plain");
+        assert_eq!(said(|| panic!("row {}", 1 + 1)), "a kernel panicked: row 2");
+        assert_eq!(said(|| Err(Error::invalid("no"))), "no");
+        let refused = said(|| {
+            crate::cpu::memory::filled(0u8, usize::MAX);
+            Ok(())
+        });
+        assert!(refused.starts_with("not enough memory"), "{refused}");
+    }
+
+    #[test]
+    fn a_panic_on_another_thread_arrives_too() {
+        let failed = status(|| {
+            crate::cpu::parallel::for_each(64, 1, |r| assert!(!r.contains(&63), "the last row"));
+            Ok(())
+        });
+        // SAFETY: as above.
+        let text = unsafe { CStr::from_ptr(nfrs_rust_error()) }.to_string_lossy().into_owned();
+        assert_eq!((failed, text.as_str()), (1, "a kernel panicked: the last row"));
+    }
 }

@@ -13,6 +13,11 @@ pub type Inputs = [Option<Tensor>; 3];
 
 /// What a piece computes from its inputs: one output, or two. The flag says that it has been run before, so that what
 /// happens once per training forward (statistics) does not happen twice.
+///
+/// It may hold what is no `Send`: an `Rc` of the model's layers. Autograd runs it for its gradient, and may drop it, on
+/// the thread of its device. SAFETY: nobody else uses the layers meanwhile. The thread that holds the model has called
+/// `backward` and waits in it until the engine has run all nodes; the engine lets go of a node before it counts it as
+/// done, and its queue orders either thread's accesses before the other's.
 type Piece = dyn Fn(Inputs, bool) -> Result<(Tensor, Option<Tensor>)>;
 
 /// Runs `piece` without recording its operations; its backward pass runs it again and differentiates that.

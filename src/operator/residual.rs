@@ -5,7 +5,7 @@ use super::device_rows::{self, Rows, Sums};
 use super::engine;
 use super::ffi::{give, pointer, status, take, Draw, View};
 use crate::cpu::parallel::{self, Shared};
-use crate::cpu::{philox, Accumulator, Element};
+use crate::cpu::{memory, philox, Accumulator, Element};
 use crate::cuda::Program;
 use crate::error::{Error, Result};
 use crate::norm::rows::{NoNorm, Rules};
@@ -339,7 +339,7 @@ unsafe extern "C" fn nfrs_dropout_scale(draw: &Draw, rows: i64, cols: i64) -> *m
 }
 
 pub(super) fn dropout_scale(draw: &Draw, rows: usize, cols: usize) -> Result<Tensor> {
-    let mut scale = vec![1.0; rows * cols];
+    let mut scale = memory::filled(1.0, rows.saturating_mul(cols));
     if let (Some(dropout), true) = (draw.dropout(), rows * cols > 0) {
         let mut random = philox::scratch(rows, cols);
         philox::fill(&dropout.stream, 0, rows, cols, &mut random);

@@ -31,7 +31,15 @@ struct Made {
     stream: Option<SideStream>,
 }
 
-struct Recorded(PyObject);
+/// A graph: torch's object, begun or done.
+struct Recorded(Option<PyObject>);
+
+impl Drop for Recorded {
+    /// Gives its memory back now. Without Python's lock the object would live on until somebody else takes it.
+    fn drop(&mut self) {
+        Python::with_gil(|_| drop(self.0.take()));
+    }
+}
 
 impl Made {
     fn new(device: Device) -> Result<Self> {
@@ -49,7 +57,7 @@ impl Made {
 
     /// A new graph that takes up what is now given to the current stream. What the allocator has spare goes back first, so
     /// that the pool can have it.
-    fn begin(&self, py: Python<'_>) -> PyResult<PyObject> {
+    fn begin(&self, py: Python<'_>) -> PyResult<Recorded> {
         self.torch.call_method0(py, "_cuda_synchronize")?;
         self.torch.call_method0(py, "_cuda_emptyCache")?;
         let graph = self.torch.call_method0(py, "_CUDAGraph")?;
@@ -57,11 +65,11 @@ impl Made {
         let mode = "thread_local".into_pyobject(py)?.into_any().unbind();
         let options = [("pool", self.pool.clone_ref(py)), ("capture_error_mode", mode)].into_py_dict(py)?;
         graph.call_method(py, "capture_begin", (), Some(&options)).inspect_err(|_| self.abandon(py))?;
-        Ok(graph)
+        Ok(Recorded(Some(graph)))
     }
 
-    fn end(&self, py: Python<'_>, graph: &PyObject) -> PyResult<()> {
-        graph.call_method0(py, "capture_end").inspect_err(|_| self.abandon(py))?;
+    fn end(&self, py: Python<'_>, graph: &Recorded) -> PyResult<()> {
+        graph.call(py, "capture_end").inspect_err(|_| self.abandon(py))?;
         Ok(())
     }
 
@@ -83,13 +91,19 @@ impl Recorder for CudaGraphs {
         let worked = work();
         let ended = Python::with_gil(|py| made.end(py, &graph)).map_err(failed);
         worked.and(ended)?;
-        Ok(Box::new(Recorded(graph)))
+        Ok(Box::new(graph))
     }
 }
 
 impl Replay for Recorded {
     fn replay(&self) -> Result<()> {
-        Python::with_gil(|py| self.0.call_method0(py, "replay")).map_err(failed)?;
+        Python::with_gil(|py| self.call(py, "replay")).map_err(failed)
+    }
+}
+
+impl Recorded {
+    fn call(&self, py: Python<'_>, method: &str) -> PyResult<()> {
+        self.0.as_ref().expect("only Drop takes it").call_method0(py, method)?;
         Ok(())
     }
 }

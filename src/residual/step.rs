@@ -12,7 +12,7 @@
 
 use crate::cpu::pack::{Isa, Of, Pack, Store, BLOCK};
 use crate::cpu::philox::{self, Dropout};
-use crate::cpu::{Accumulator, Element};
+use crate::cpu::{memory, Accumulator, Element};
 use crate::cuda::Program;
 use crate::multiversion;
 use crate::norm::convert::Row;
@@ -101,7 +101,7 @@ multiversion! {
         let (mut spare_x_plus, mut spare_y) = (group.spare::<X>(GROUP), group.spare::<Y>(GROUP));
         // What is streamed is out of reach: the norm reads x⁺ from here.
         let held_apart = !y.is_empty() && store.is_streamed();
-        let mut held = vec![X::default(); if held_apart { GROUP * cols } else { 0 }];
+        let mut held = memory::filled(X::default(), if held_apart { GROUP * cols } else { 0 });
         for g in 0..group.count() {
             let (x, f) = (group.rows(g, x, &spare_x), group.rows(g, f, &spare_f));
             if held_apart {

@@ -532,13 +532,13 @@ def test_meta_tensors():
     [
         (lambda: OPS.scale_norm(torch.ones(3, dtype=torch.long), None, None, 0.0), TypeError, "float32, float64"),
         (lambda: OPS.layer_norm(torch.ones(2, 3), torch.ones(4), None, 0.0), ValueError, "must hold 1 or 3 numbers"),
-        (lambda: OPS.layer_norm(torch.tensor(1.0), None, None, 0.0), ValueError, "at least one dimension"),
+        (lambda: OPS.layer_norm(torch.tensor(1.0), None, None, 0.0), ValueError, "got a scalar"),
         (lambda: OPS.relu_dropout(torch.ones(2, 3), 1.5, None, 0), ValueError, r"must lie in \[0, 1\)"),
         (lambda: OPS.relu_dropout(torch.ones(2, 3), 0.5, None, 0), ValueError, "a seed is needed"),
         (
             lambda: OPS.residual(torch.ones(2, 3), torch.ones(2, 4), None, None, None, None, 0.0, 0.0, None, 0),
             ValueError,
-            "one shape",
+            r"f must have shape \[2, 3\], got shape \[2, 4\]",
         ),
         pytest.param(
             lambda: OPS.residual(
@@ -576,7 +576,7 @@ def test_meta_tensors():
         (
             lambda: OPS.rms_norm_backward(torch.ones(2, 3), torch.ones(4, 3), None, None, torch.ones(4, 1), EPS),
             ValueError,
-            "dy must have the shape of x",
+            r"dy must have shape \[4, 3\], got shape \[2, 3\]",
         ),
         pytest.param(
             lambda: OPS.label_smoothed_cross_entropy(torch.ones(2, 3), torch.tensor([0, 3]), None, 1.0, 0.0, -1),

@@ -208,7 +208,7 @@ KERNEL(THREADS, rows_backward, Backward) {
     if (K_STEP && a.dx_plus) dx_plus.fetch_all(team.lane, chunks);
     Row found = {0.f, 1.f};
     f32 sums[2] = {0.f, 0.f};  // of g*xhat, and of g
-    f32 largest[1] = {0.f};
+    f32 largest[1] = {0.f}, ties[1] = {OF_LARGEST ? 0.f : 1.f};
     if (normed) {
       if (chunks > 0) {
         if (Norm::STATS == 2) found.shift = a.stats[2 * row];
@@ -226,6 +226,14 @@ KERNEL(THREADS, rows_backward, Backward) {
         }
       });
       if constexpr (OF_LARGEST) team.combine<Largest>(largest);
+      if constexpr (OF_LARGEST) {
+        each_chunk(team.lane, chunks, [&](int i, int chunk) {
+          const Values x = x_plus.at(i, chunk);
+#pragma unroll
+          for (int j = 0; j < VEC; j++) ties[0] += fabsf(x.v[j]) == largest[0] ? 1.f : 0.f;
+        });
+        team.combine<Add>(ties);
+      }
       if (Norm::STATS == 2) {
         team.combine<Add>(sums);
       } else {
@@ -234,7 +242,7 @@ KERNEL(THREADS, rows_backward, Backward) {
         sums[0] = sum[0];
       }
     }
-    const f32 pull = Norm::pull(found.scale, cols, a.eps, sums[0]);
+    const f32 pull = Norm::pull(found.scale, cols, a.eps, sums[0]) / ties[0];  // which those that tie share
     const f32 share = Norm::STATS == 2 ? found.scale / cols * sums[1] : 0.f;
     each_chunk(team.lane, chunks, [&](int i, int chunk) {
       const i64 at = row * a.chunks + chunk;

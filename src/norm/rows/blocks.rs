@@ -6,7 +6,7 @@
 use super::passes::rows;
 use super::GROUP;
 use crate::cpu::pack::BLOCK;
-use crate::cpu::{Accumulator, Element};
+use crate::cpu::{memory, Accumulator, Element};
 use crate::norm::convert::Row;
 use std::array::from_fn;
 use std::ops::Range;
@@ -52,7 +52,7 @@ impl Group {
 
     /// Rows of zeros, where the last group is short of rows.
     pub fn spare<E: Element>(&self, rows: usize) -> Vec<E> {
-        vec![E::default(); if self.rows.is_multiple_of(GROUP) { 0 } else { rows * self.cols }]
+        memory::filled(E::default(), if self.rows.is_multiple_of(GROUP) { 0 } else { rows * self.cols })
     }
 
     /// Group `g`; `spare` is one row of [`spare`](Self::spare). Empty rows of an empty tensor.

@@ -3,7 +3,7 @@
 use super::blocks::{columns, Blocks, BlocksMut, PARTS};
 use super::{Measured, Rule, Slope, Sums, GROUP};
 use crate::cpu::pack::{Isa, Of, Pack, Store, BLOCK};
-use crate::cpu::{Accumulator, Element};
+use crate::cpu::{memory, Accumulator, Element};
 use crate::norm::convert::Row;
 
 /// An array of what the expression is for each row of a group. Not `map`: a closure is a function of its own, compiled
@@ -63,7 +63,7 @@ impl<A: Accumulator> Rule<A> {
     #[cold]
     #[inline(never)]
     fn measure_scaled<E: Element<Acc = A>>(&self, x: &[E], eps: A) -> Measured<A> {
-        (self.measure_scaled)(&x.iter().map(|v| v.load()).collect::<Vec<_>>(), eps)
+        (self.measure_scaled)(&memory::collected(x.iter().map(|v| v.load())), eps)
     }
 }
 

@@ -15,23 +15,27 @@ namespace nfrs::adam {
 using Update = void(Tensor&, Tensor&, Tensor&, Tensor&, const Tensor&, const Tensor&, const Tensor&, double, double,
                     double);
 
+// n: numbers of a buffer.
+constexpr Argument TABLE[] = {
+    {"parameters", "=n", Type::FLOAT32, LEADER | WRITTEN},
+    {"first", "=n", Type::FLOAT32, WRITTEN},
+    {"second", "=n", Type::FLOAT32, WRITTEN},
+    {"gradients", "=n", Type::FLOAT32, WRITTEN},
+    {"grad_scale", "=1", Type::FLOAT32},
+    {"step_size", "=1", Type::FLOAT32},
+    {"keep", "=1", Type::FLOAT32},
+};
+
 inline void update(Tensor& parameters, Tensor& first, Tensor& second, Tensor& gradients, const Tensor& grad_scale,
                    const Tensor& step_size, const Tensor& keep, double beta1, double beta2, double eps) {
-  const std::array<const Tensor*, 7> all{&parameters, &first, &second, &gradients, &grad_scale, &step_size, &keep};
-  for (size_t i = 0; i < all.size(); ++i) {
-    const Tensor& t = *all[i];
-    TORCH_CHECK_TYPE(t.scalar_type() == at::kFloat, "adam_: buffers and numbers must be float32, got ", t.scalar_type());
-    TORCH_CHECK_VALUE(t.is_contiguous() && t.numel() == (i < 4 ? parameters.numel() : 1),
-                      "adam_: buffers must be contiguous and of one length, and what follows them one number; got ",
-                      t.sizes());
-    check_device("adam_", "every tensor", parameters, t);
-  }
+  const Tensor* const all[] = {&parameters, &first, &second, &gradients, &grad_scale, &step_size, &keep};
+  check({"adam_"}, TABLE, all, {{'n', parameters.sym_numel()}});
   if (kernel_device(parameters) < 0 || !has_kernel(parameters)) {
-    check_rust(nfrs_adam_composed(all.data(), beta1, beta2, eps));
+    check_rust(nfrs_adam_composed(all, beta1, beta2, eps));
     return;
   }
   std::array<View, 7> views;
-  for (size_t i = 0; i < all.size(); ++i) views[i] = view(*all[i]);
+  for (size_t i = 0; i < views.size(); ++i) views[i] = view(*all[i]);
   check_rust(nfrs_adam_kernel(views.data(), beta1, beta2, eps));
   for (size_t i = 0; i < 4; ++i) written(*all[i]);
 }

@@ -31,6 +31,7 @@ int64_t nfrs_column_count();
 const char* nfrs_column_name(int64_t norm);
 const char* nfrs_column_state(int64_t norm, int64_t which);
 bool nfrs_column_approximate(int64_t norm);
+bool nfrs_column_centred(int64_t norm);
 int64_t nfrs_group(const char* name);  // -1: unknown
 bool nfrs_group_name(int64_t group, char* to, int64_t room);
 int64_t nfrs_column_stats();
@@ -83,38 +84,44 @@ inline std::string group_of(const Options& o) {
 
 inline Tensor present(const MaybeTensor& t) { return t && t->defined() ? *t : Tensor(); }
 
-inline void check(int64_t k, const Tensor& x, const MaybeTensor& weight, const MaybeTensor& bias, const Rest& rest) {
-  const auto op = name(k);
-  check_floating(op.c_str(), "x", x);
-  TORCH_CHECK_VALUE(x.dim() >= 1, op, ": x must have at least one dimension, got a scalar");
-  const auto width = x.sym_size(-1);
-  auto check_width = [&](const char* what, const MaybeTensor& t) {
-    if (!pointer(t)) return;
-    TORCH_CHECK_VALUE(t->sym_numel() == width, op, ": ", what, " must hold ", width,
-                      " numbers (the width of x), got shape ", t->sym_sizes());
-    check_floating(op.c_str(), what, *t);
+// s: rows of statistics. The buffers have each norm's own names.
+inline void check_forward(int64_t k, const Tensor& x, const MaybeTensor& weight, const MaybeTensor& bias, const Rest& rest) {
+  const Argument table[] = {
+      {"x", "*d", Type::FLOATING, LEADER},
+      {"weight", "=d", Type::FLOATING, OPTIONAL},
+      {"bias", "=d", Type::FLOATING, OPTIONAL},
+      {"pad_mask", "*", Type::BOOL, OPTIONAL},
+      {nfrs_column_state(k, 0), "=d", Type::FLOATING, OPTIONAL},
+      {nfrs_column_state(k, 1), "=d", Type::FLOATING, OPTIONAL},
+      {"iters", "=1", Type::INT64, OPTIONAL},
+      {"refused", "=1", Type::INT64, OPTIONAL},
+      {"stats", "sd", Type::COMPUTED, OPTIONAL},
   };
-  check_width("weight", weight);
-  check_width("bias", bias);
-  check_width(nfrs_column_state(k, 0), rest.first);
-  check_width(nfrs_column_state(k, 1), rest.second);
-  if (pointer(rest.pad)) {
-    TORCH_CHECK_TYPE(rest.pad->scalar_type() == at::kBool, op, ": pad_mask must be bool (True at padding), got ",
-                     rest.pad->scalar_type());
-    TORCH_CHECK_VALUE(rest.pad->sym_sizes() == x.sym_sizes().slice(0, x.dim() - 1), op,
-                      ": pad_mask must have x's shape without its last dimension, ", x.sym_sizes().slice(0, x.dim() - 1),
-                      "; got ", rest.pad->sym_sizes());
-  }
-  for (const auto& [what, t] :
-       {std::pair{"weight", weight}, {"bias", bias}, {"pad_mask", rest.pad}, {"stats", rest.given}, {"iters", rest.iters},
-        {"refused", rest.refused}, {nfrs_column_state(k, 0), rest.first}, {nfrs_column_state(k, 1), rest.second}})
-    if (pointer(t)) check_device(op.c_str(), what, x, *t);
-  for (const auto& [what, t] : {std::pair{"iters", rest.iters}, std::pair{"refused", rest.refused}})
-    TORCH_CHECK_VALUE(!pointer(t) || (t->scalar_type() == at::kLong && t->sym_numel() == 1), op, ": ", what,
-                      " must be one int64 number");
+  check({nfrs_column_name(k)}, table,
+        {&x, pointer(weight), pointer(bias), pointer(rest.pad), pointer(rest.first), pointer(rest.second),
+         pointer(rest.iters), pointer(rest.refused), pointer(rest.given)},
+        {{'s', nfrs_column_stats()}});
   if (nfrs_column_approximate(k))
-    TORCH_CHECK_VALUE(pointer(rest.first) && pointer(rest.second) && pointer(rest.iters), op, " needs its buffers ",
-                      nfrs_column_state(k, 0), ", ", nfrs_column_state(k, 1), " and iters");
+    TORCH_CHECK_VALUE(pointer(rest.first) && pointer(rest.second) && pointer(rest.iters), nfrs_column_name(k),
+                      " needs its buffers ", nfrs_column_state(k, 0), ", ", nfrs_column_state(k, 1), " and iters");
+  if (nfrs_column_centred(k))
+    TORCH_CHECK_VALUE(!pointer(rest.first) == !pointer(rest.second), nfrs_column_name(k), " needs both of its buffers ",
+                      nfrs_column_state(k, 0), " and ", nfrs_column_state(k, 1), ", or neither");
+}
+inline void check_backward(int64_t k, const Tensor& dy, const Tensor& x, const MaybeTensor& weight, const Tensor& stats,
+                           const Rest& rest) {
+  const Argument table[] = {
+      {"dy", "*d", Type::SAME},
+      {"x", "*d", Type::FLOATING, LEADER},
+      {"weight", "=d", Type::FLOATING, OPTIONAL},
+      {"pad_mask", "*", Type::BOOL, OPTIONAL},
+      {nfrs_column_state(k, 1), "=d", Type::FLOATING, OPTIONAL},
+      {"refused", "=1", Type::INT64, OPTIONAL},
+      {"stats", "sd", Type::COMPUTED},
+  };
+  check({nfrs_column_name(k), "_backward"}, table,
+        {&dy, &x, pointer(weight), pointer(rest.pad), pointer(rest.second), pointer(rest.refused), &stats},
+        {{'s', nfrs_column_stats()}});
 }
 
 inline Tensor empty_stats(const Tensor& x) {
@@ -123,7 +130,7 @@ inline Tensor empty_stats(const Tensor& x) {
 }
 
 inline Two forward_meta(int64_t k, const Tensor& x, const MaybeTensor& weight, const MaybeTensor& bias, const Rest& rest) {
-  check(k, x, weight, bias, rest);
+  check_forward(k, x, weight, bias, rest);
   return {at::empty_like(x, at::MemoryFormat::Contiguous), empty_stats(x)};
 }
 
@@ -181,16 +188,18 @@ inline Two forward_kernel(int64_t k, const Tensor& x_, const MaybeTensor& weight
   return {y, stats};
 }
 
-inline Three backward_meta(const Tensor& x, const MaybeTensor& weight) {
+inline Three backward_meta(int64_t k, const Tensor& dy, const Tensor& x, const MaybeTensor& weight, const Tensor& stats,
+                           const Rest& rest) {
+  check_backward(k, dy, x, weight, stats, rest);
   const auto sums = at::empty_symint({x.sym_size(-1)}, x.options().dtype(acc_type(x)));
   return {at::empty_like(x, at::MemoryFormat::Contiguous), sums, at::empty_like(sums)};
 }
 
 inline Three backward_kernel(int64_t k, const Tensor& dy_, const Tensor& x_, const MaybeTensor& weight, const Tensor& stats_,
                           const Rest& rest) {
-  auto [dx, dweight, dbias] = backward_meta(x_, weight);
+  auto [dx, dweight, dbias] = backward_meta(k, dy_, x_, weight, stats_, rest);
   const auto type = acc_type(x_);
-  const Tensor x = x_.contiguous(), dy = dy_.to(x.scalar_type()).contiguous(), w = parameter(weight, type);
+  const Tensor x = x_.contiguous(), dy = dy_.contiguous(), w = parameter(weight, type);
   const Tensor pad = bytes(rest.pad), stats = stats_.contiguous();
   const Working second(x, rest.second, state_type(x, rest.second)), refused(x, rest.refused, at::kLong);
   const Tensor sums = partial(x);
@@ -205,7 +214,7 @@ inline Three backward_kernel(int64_t k, const Tensor& dy_, const Tensor& x_, con
 }
 
 inline Two composed(int64_t k, const Tensor& x, const MaybeTensor& weight, const MaybeTensor& bias, const Rest& rest) {
-  check(k, x, weight, bias, rest);
+  check_forward(k, x, weight, bias, rest);
   const Tensor* tensors[] = {&x, pointer(weight), pointer(bias), pointer(rest.pad), pointer(rest.first),
                              pointer(rest.second), pointer(rest.iters), pointer(rest.refused), pointer(rest.given)};
   Tensor* stats = nullptr;
@@ -215,6 +224,7 @@ inline Two composed(int64_t k, const Tensor& x, const MaybeTensor& weight, const
 
 inline Three composed_backward(int64_t k, const Tensor& dy, const Tensor& x, const MaybeTensor& weight,
                                const Tensor& stats, const Rest& rest) {
+  check_backward(k, dy, x, weight, stats, rest);
   const Tensor* tensors[] = {&dy, &x, pointer(weight), pointer(rest.pad), pointer(rest.second), pointer(rest.refused), &stats};
   Tensor* made[3] = {nullptr, nullptr, nullptr};
   check_rust(nfrs_column_composed_backward(k, tensors, &rest.options, made));
@@ -358,7 +368,7 @@ struct Entry {
     return has_kernel(x, rest.options) ? backward_kernel(K, dy, x, w, stats, rest)
                                        : composed_backward(K, dy, x, w, stats, rest);
   }
-  static Three meta_backward(NFRS_COLUMN_ARGUMENTS) { return backward_meta(x, w); }
+  static Three meta_backward(NFRS_COLUMN_ARGUMENTS) { return backward_meta(K, dy, x, w, stats, NFRS_COLUMN_REST); }
   static Three fallback_backward(NFRS_COLUMN_ARGUMENTS) { return composed_backward(K, dy, x, w, stats, NFRS_COLUMN_REST); }
 #undef NFRS_COLUMN_ARGUMENTS
 #undef NFRS_COLUMN_REST

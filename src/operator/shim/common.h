@@ -1,6 +1,8 @@
 // What every operator family needs: how a tensor is shown to Rust, how Rust's errors come back, which devices have
 // kernels, and how a higher-order gradient is taken of a composed formula.
 #pragma once
+#include "arguments.h"
+
 #include <ATen/ATen.h>
 #include <ATen/Parallel.h>
 #include <ATen/core/dispatch/Dispatcher.h>
@@ -14,10 +16,8 @@
 #include <tuple>
 #include <vector>
 
-using at::Tensor;
 using torch::autograd::AutogradContext;
 using torch::autograd::variable_list;
-using MaybeTensor = std::optional<Tensor>;
 
 extern "C" {
 // A matrix as Rust sees it (operator/ffi.rs, `View`). data is null where a tensor is absent; device is a CUDA device's
@@ -55,16 +55,7 @@ inline int32_t dtype_code(const Tensor& t) {
     default: return -1;
   }
 }
-inline at::ScalarType acc_type(const Tensor& x) { return x.scalar_type() == at::kDouble ? at::kDouble : at::kFloat; }
-
-inline void check_floating(const char* op, const char* name, const Tensor& t) {
-  TORCH_CHECK_TYPE(dtype_code(t) >= 0 && dtype_code(t) <= 3, op, ": ", name,
-                   " must be float32, float64, bfloat16 or float16, got ", t.scalar_type());
-}
-
-inline void check_device(const char* op, const char* name, const Tensor& x, const Tensor& t) {
-  TORCH_CHECK_VALUE(t.device() == x.device(), op, ": ", name, " must be where x is, on ", x.device(), ", got ", t.device());
-}
+inline at::ScalarType acc_type(const Tensor& x) { return arguments::computed(x.scalar_type()); }
 
 // The CUDA device whose kernels a tensor takes, or -1.
 inline int32_t kernel_device(const Tensor& t) {
@@ -111,14 +102,19 @@ inline Tensor take(Tensor* made) {
   return t;
 }
 
-inline void check_draw(const char* op, double p, const MaybeTensor& seed) {
+inline void check_rate(const Name& op, double p) {
   TORCH_CHECK_VALUE(p >= 0 && p < 1, op, ": dropout p must lie in [0, 1), got ", p);
-  TORCH_CHECK_VALUE(p == 0 || (seed && seed->defined() && seed->scalar_type() == at::kLong && seed->numel() == 3), op,
-                    ": with p > 0 a seed is needed, an int64 tensor (seed, update, micro_batch)");
 }
+// What says what is dropped; the seed itself is checked by the operator's table.
+inline void check_dropout(const Name& op, double p, const Tensor* seed) {
+  check_rate(op, p);
+  TORCH_CHECK_VALUE(p == 0 || seed, op, ": with p > 0 a seed is needed, an int64 tensor (seed, update, micro_batch)");
+}
+// Tables' entry of a seed.
+constexpr Argument SEED{"seed", "=3", Type::INT64, OPTIONAL | HOST};
+
 // The seed tensor holds (seed, update, micro-batch).
-inline Draw draw(const char* op, double p, const MaybeTensor& seed, int64_t site) {
-  check_draw(op, p, seed);
+inline Draw draw(double p, const MaybeTensor& seed, int64_t site) {
   if (p == 0) return Draw{0, 0, 0, 0, 0};
   const Tensor host = seed->cpu().contiguous();
   const auto* s = host.const_data_ptr<int64_t>();
@@ -126,15 +122,14 @@ inline Draw draw(const char* op, double p, const MaybeTensor& seed, int64_t site
 }
 
 // The same for kernels. A GPU's read the numbers where they are: nothing waits for the device. `seed` is seed_beside's.
-inline Draw draw_beside(const char* op, double p, const Tensor& x, const Tensor& seed, int64_t site) {
-  if (p == 0 || kernel_device(x) < 0) return draw(op, p, maybe(seed), site);
+inline Draw draw_beside(double p, const Tensor& x, const Tensor& seed, int64_t site) {
+  if (p == 0 || kernel_device(x) < 0) return draw(p, maybe(seed), site);
   Draw d{p, 0, 0, 0, site};
   d.device_seed = seed.const_data_ptr<int64_t>();
   return d;
 }
-inline Tensor seed_beside(const char* op, double p, const Tensor& x, const MaybeTensor& seed) {
+inline Tensor seed_beside(double p, const Tensor& x, const MaybeTensor& seed) {
   if (p == 0 || kernel_device(x) < 0) return value(seed);
-  check_draw(op, p, seed);
   return seed->to(x.device()).contiguous();
 }
 

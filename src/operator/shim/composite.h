@@ -16,10 +16,16 @@ Tensor* nfrs_norm_formula(const char* name, const Tensor* x, const Tensor* weigh
 
 namespace nfrs::composite {
 
-inline void check(const char* op, const Tensor& x) {
-  check_floating(op, "x", x);
-  TORCH_CHECK_VALUE(x.dim() >= 1, op, ": x must have at least one dimension, got a scalar");
-}
+constexpr Argument X[] = {{"x", "*d", Type::FLOATING, LEADER}};
+constexpr Argument LP[] = {{"x", "*d", Type::FLOATING, LEADER}, {"weight", "1|d", Type::FLOATING, OPTIONAL}};
+constexpr Argument LP_BACKWARD[] = {
+    {"dy", "*d", Type::SAME},
+    {"x", "*d", Type::FLOATING, LEADER},
+    {"weight", "1|d", Type::FLOATING, OPTIONAL},
+    {"stats", "*1", Type::FLOAT32},
+};
+
+inline void check_order(double p) { TORCH_CHECK_VALUE(p >= 1, "lp_norm: p must be at least 1, or inf, got ", p); }
 
 // lp_norm where a GPU has kernels for it, as two operators below autograd:
 //   lp_norm_forward(x, weight?, p, eps) -> (y, stats),  lp_norm_backward(dy, x, weight?, stats, p, eps) -> (dx, dweight)
@@ -27,7 +33,9 @@ using LpForward = std::tuple<Tensor, Tensor>(const Tensor&, const MaybeTensor&, 
 using LpBackward = std::tuple<Tensor, Tensor>(const Tensor&, const Tensor&, const MaybeTensor&, const Tensor&, double,
                                               double);
 
-inline std::tuple<Tensor, Tensor> lp_forward_meta(const Tensor& x, const MaybeTensor&, double, double) {
+inline std::tuple<Tensor, Tensor> lp_forward_meta(const Tensor& x, const MaybeTensor& weight, double p, double) {
+  check({"lp_norm_forward"}, LP, {&x, pointer(weight)});
+  check_order(p);
   auto sizes = x.sym_sizes().vec();
   sizes.back() = 1;
   return {at::empty_like(x, at::MemoryFormat::Contiguous), at::empty_symint(sizes, x.options().dtype(at::kFloat))};
@@ -39,14 +47,18 @@ inline std::tuple<Tensor, Tensor> lp_forward(const Tensor& x_, const MaybeTensor
   check_rust(nfrs_lp_norm_forward(&vx, &vw, p, eps, &vy, &vs));
   return {y, stats};
 }
-inline std::tuple<Tensor, Tensor> lp_backward_meta(const Tensor&, const Tensor& x, const MaybeTensor& weight,
-                                                   const Tensor&, double, double) {
+inline std::tuple<Tensor, Tensor> lp_backward_meta(const Tensor& dy, const Tensor& x, const MaybeTensor& weight,
+                                                   const Tensor& stats, double p, double) {
+  check({"lp_norm_backward"}, LP_BACKWARD, {&dy, &x, pointer(weight), &stats});
+  check_order(p);
   auto [dx, dw, db] = norm::backward_meta(x, weight, std::nullopt);
   return {dx, dw};
 }
 inline std::tuple<Tensor, Tensor> lp_backward(const Tensor& dy_, const Tensor& x_, const MaybeTensor& weight,
                                               const Tensor& stats_, double p, double eps) {
-  const Tensor x = x_.contiguous(), dy = dy_.to(x.scalar_type()).contiguous(), stats = stats_.contiguous();
+  check({"lp_norm_backward"}, LP_BACKWARD, {&dy_, &x_, pointer(weight), &stats_});
+  check_order(p);
+  const Tensor x = x_.contiguous(), dy = dy_.contiguous(), stats = stats_.contiguous();
   const Tensor w = parameter(weight, at::kFloat);
   const Tensor dx = at::empty_like(x), dw = w.defined() ? at::empty_like(w) : at::empty({0}, x.options());
   const View vdy = view(dy), vx = view(x), vw = view(w), vs = view(stats), vdx = view(dx);
@@ -87,21 +99,18 @@ struct LpNorm : torch::autograd::Function<LpNorm> {
 };
 
 inline Tensor lp_composed_checked(const Tensor& x, const MaybeTensor& weight, double p, double eps) {
-  check("lp_norm", x);
-  TORCH_CHECK_VALUE(p >= 1, "lp_norm: p must be at least 1, or inf, got ", p);
-  norm::check_parameter("lp_norm", "weight", x, weight);
+  check({"lp_norm"}, LP, {&x, pointer(weight)});
+  check_order(p);
   return x.sym_size(-1) == 0 ? x.clone() : lp_composed(x, weight, p, eps);
 }
 
 inline Tensor lp_norm(const Tensor& x, const MaybeTensor& weight, double p, double eps) {
   const bool is_launched = p != 2 && kernel_device(x) >= 0 && has_kernel(x) && x.dim() > 0 && x.sym_size(-1) != 0;
-  if (!is_launched || !(p >= 1)) return lp_composed_checked(x, weight, p, eps);
-  norm::check_parameter("lp_norm", "weight", x, weight);
-  return LpNorm::apply(x, weight, p, eps);
+  return is_launched ? LpNorm::apply(x, weight, p, eps) : lp_composed_checked(x, weight, p, eps);
 }
 
 inline Tensor group_scaling(const Tensor& x, int64_t groups) {
-  check("group_scaling", x);
+  check({"group_scaling"}, X, {&x});
   TORCH_CHECK_VALUE(groups >= 1, "group_scaling: groups must be at least 1, got ", groups);
   TORCH_CHECK_VALUE(x.sym_size(-1) % groups == 0, "group_scaling: groups must divide the width of x, got ", groups,
                     " groups and width ", x.sym_size(-1));
@@ -112,9 +121,7 @@ inline Tensor group_scaling(const Tensor& x, int64_t groups) {
 inline Tensor norm_formula(const Tensor& x, const MaybeTensor& weight, const MaybeTensor& bias, double eps,
                            c10::string_view name) {
   const std::string op(name);
-  check(op.c_str(), x);
-  norm::check_parameter(op.c_str(), "weight", x, weight);
-  norm::check_parameter(op.c_str(), "bias", x, bias);
+  check({op.c_str()}, norm::FORWARD, {&x, pointer(weight), pointer(bias)});
   if (x.sym_size(-1) == 0) return x.clone();
   return take(nfrs_norm_formula(op.c_str(), &x, pointer(weight), pointer(bias), eps));
 }

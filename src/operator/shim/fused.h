@@ -44,35 +44,44 @@ using std::tuple;
 using ReluForward = Tensor(const Tensor&, double, const MaybeTensor&, int64_t);
 using ReluBackward = Tensor(const Tensor&, const Tensor&, double);
 
-inline Tensor relu_meta(const Tensor& x, double, const MaybeTensor&, int64_t) {
-  check_floating("relu_dropout", "x", x);
+constexpr Argument RELU[] = {{"x", "*", Type::FLOATING, LEADER}, SEED};
+constexpr Argument RELU_BACKWARD[] = {{"dy", "*", Type::SAME}, {"y", "*", Type::FLOATING, LEADER}};
+
+inline void relu_check(const Tensor& x, double p, const MaybeTensor& seed) {
+  check({"relu_dropout"}, RELU, {&x, pointer(seed)});
+  check_dropout({"relu_dropout"}, p, pointer(seed));
+}
+inline Tensor relu_meta(const Tensor& x, double p, const MaybeTensor& seed, int64_t) {
+  relu_check(x, p, seed);
   return at::empty_like(x, at::MemoryFormat::Contiguous);
 }
 inline Tensor relu_kernel(const Tensor& x_, double p, const MaybeTensor& seed_, int64_t site) {
   auto y = relu_meta(x_, p, seed_, site);
-  const Tensor x = x_.contiguous(), seed = seed_beside("relu_dropout", p, x, seed_);
-  const Draw d = draw_beside("relu_dropout", p, x, seed, site);
+  const Tensor x = x_.contiguous(), seed = seed_beside(p, x, seed_);
+  const Draw d = draw_beside(p, x, seed, site);
   const View vx = view(x), vy = view(y);
   check_rust(nfrs_relu_dropout_forward(&vx, &d, &vy));
   return y;
 }
 inline Tensor relu_composed(const Tensor& x, double p, const MaybeTensor& seed, int64_t site) {
-  check_floating("relu_dropout", "x", x);
+  relu_check(x, p, seed);
   auto y = x.relu();
   if (p == 0) return y;
-  const Draw d = draw("relu_dropout", p, seed, site);
+  const Draw d = draw(p, seed, site);
   const int64_t cols = x.dim() ? x.size(-1) : 1, rows = cols ? x.numel() / cols : 0;
   return y * take(nfrs_dropout_scale(&d, rows, cols)).to(x.device(), x.scalar_type()).reshape(x.sizes());
 }
 inline Tensor relu_cuda(const Tensor& x, double p, const MaybeTensor& seed, int64_t site) {
   return (has_kernel(x) ? relu_kernel : relu_composed)(x, p, seed, site);
 }
-inline Tensor relu_backward_meta(const Tensor&, const Tensor& y, double) {
+inline Tensor relu_backward_meta(const Tensor& dy, const Tensor& y, double p) {
+  check({"relu_dropout_backward"}, RELU_BACKWARD, {&dy, &y});
+  check_rate({"relu_dropout_backward"}, p);
   return at::empty_like(y, at::MemoryFormat::Contiguous);
 }
 inline Tensor relu_backward_kernel(const Tensor& dy_, const Tensor& y_, double p) {
-  const Tensor dy = dy_.to(y_.scalar_type()).contiguous(), y = y_.contiguous();
-  Tensor dx = at::empty_like(y);
+  Tensor dx = relu_backward_meta(dy_, y_, p);
+  const Tensor dy = dy_.contiguous(), y = y_.contiguous();
   const Draw d{p, 0, 0, 0, 0};
   const View vdy = view(dy), vy = view(y), vdx = view(dx);
   check_rust(nfrs_relu_dropout_backward(&vdy, &vy, &d, &vdx));
@@ -110,24 +119,29 @@ using AttentionBackward = tuple<Tensor, Tensor, Tensor>(const Tensor&, const Ten
                                                         const Tensor&, const Tensor&, int64_t, bool, double, double,
                                                         const MaybeTensor&, int64_t);
 
-inline void attention_check(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& ranges, int64_t heads) {
-  check_floating("attention", "q", q);
-  TORCH_CHECK_VALUE(q.dim() == 2 && k.dim() == 2 && v.dim() == 2 && k.sym_sizes() == v.sym_sizes() &&
-                        q.sym_size(1) == k.sym_size(1),
-                    "attention: q must be (rows, d) and k, v (rows, d) with the same d, got ", q.sym_sizes(), ", ",
-                    k.sym_sizes(), ", ", v.sym_sizes());
-  TORCH_CHECK_TYPE(q.scalar_type() == k.scalar_type() && q.scalar_type() == v.scalar_type(),
-                   "attention: q, k and v must have one dtype, got ", q.scalar_type(), ", ", k.scalar_type(), ", ",
-                   v.scalar_type());
+// n, m, w: rows of queries, rows of keys, width; h: heads.
+constexpr Argument ATTENTION[] = {
+    {"q", "nw", Type::FLOATING, LEADER}, {"k", "mw", Type::SAME}, {"v", "mw", Type::SAME},
+    {"ranges", "r4", Type::INT64, HOST}, SEED,
+};
+constexpr Argument ATTENTION_BACKWARD[] = {
+    {"dout", "nw", Type::SAME}, {"q", "nw", Type::FLOATING, LEADER}, {"k", "mw", Type::SAME}, {"v", "mw", Type::SAME},
+    {"lse", "nh", Type::COMPUTED}, {"ranges", "r4", Type::INT64, HOST}, SEED,
+};
+
+inline void check_heads(const Tensor& q, int64_t heads) {
   TORCH_CHECK_VALUE(heads > 0 && q.sym_size(1) > 0 && q.sym_size(1) % heads == 0, "attention: the width ",
                     q.sym_size(1), " must be a multiple of the number of heads, ", heads, ", and not 0");
-  TORCH_CHECK_VALUE(ranges.dim() == 2 && ranges.sym_size(1) == 4 && ranges.scalar_type() == at::kLong,
-                    "attention: ranges must be an int64 matrix of rows (q_start, q_len, k_start, k_len), got ",
-                    ranges.scalar_type(), " ", ranges.sym_sizes());
+}
+inline void attention_check(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& ranges, int64_t heads,
+                            double p, const MaybeTensor& seed) {
+  check({"attention"}, ATTENTION, {&q, &k, &v, &ranges, pointer(seed)});
+  check_dropout({"attention"}, p, pointer(seed));
+  check_heads(q, heads);
 }
 inline tuple<Tensor, Tensor> attention_meta(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& ranges,
-                                            int64_t heads, bool, double, double, const MaybeTensor&, int64_t) {
-  attention_check(q, k, v, ranges, heads);
+                                            int64_t heads, bool, double, double p, const MaybeTensor& seed, int64_t) {
+  attention_check(q, k, v, ranges, heads, p, seed);
   return {at::empty_symint(q.sym_sizes(), q.options()),
           at::empty_symint({q.sym_size(0), heads}, q.options().dtype(acc_type(q)))};
 }
@@ -139,13 +153,17 @@ inline tuple<Tensor, Tensor> attention_kernel(const Tensor& q_, const Tensor& k_
   auto [out, lse] = attention_meta(q_, k_, v_, ranges_, heads, causal, scale, p, seed, site);
   const Tensor q = unit_columns(q_), k = unit_columns(k_), v = unit_columns(v_), ranges = ranges_.contiguous();
   const Attention a{view(q), view(k), view(v), view(ranges), view(out), view(lse), heads, causal, scale,
-                    draw("attention", p, seed, site)};
+                    draw(p, seed, site)};
   check_rust(nfrs_attention_forward(&a));
   return {out, lse};
 }
-inline tuple<Tensor, Tensor, Tensor> attention_backward_meta(const Tensor&, const Tensor& q, const Tensor& k,
-                                                             const Tensor& v, const Tensor&, const Tensor&, int64_t,
-                                                             bool, double, double, const MaybeTensor&, int64_t) {
+inline tuple<Tensor, Tensor, Tensor> attention_backward_meta(const Tensor& dout, const Tensor& q, const Tensor& k,
+                                                             const Tensor& v, const Tensor& lse, const Tensor& ranges,
+                                                             int64_t heads, bool, double, double p,
+                                                             const MaybeTensor& seed, int64_t) {
+  check({"attention_backward"}, ATTENTION_BACKWARD, {&dout, &q, &k, &v, &lse, &ranges, pointer(seed)}, {{'h', heads}});
+  check_dropout({"attention_backward"}, p, pointer(seed));
+  check_heads(q, heads);
   return {at::empty_symint(q.sym_sizes(), q.options()), at::empty_symint(k.sym_sizes(), k.options()),
           at::empty_symint(v.sym_sizes(), v.options())};
 }
@@ -153,20 +171,20 @@ inline tuple<Tensor, Tensor, Tensor> attention_backward_kernel(const Tensor& dou
                                                             const Tensor& v_, const Tensor& lse_, const Tensor& ranges_,
                                                             int64_t heads, bool causal, double scale, double p,
                                                             const MaybeTensor& seed, int64_t site) {
+  const auto [dq, dk, dv] =
+      attention_backward_meta(dout_, q_, k_, v_, lse_, ranges_, heads, causal, scale, p, seed, site);
   const Tensor q = unit_columns(q_), k = unit_columns(k_), v = unit_columns(v_), ranges = ranges_.contiguous();
-  const Tensor dout = dout_.to(q.scalar_type()).contiguous(), lse = lse_.contiguous();
-  auto empty = [](const Tensor& t) { return at::empty(t.sizes(), t.options()); };
-  const Tensor dq = empty(q), dk = empty(k), dv = empty(v);
+  const Tensor dout = dout_.contiguous(), lse = lse_.contiguous();
   const Attention a{view(q), view(k), view(v), view(ranges), View{}, view(lse), heads, causal, scale,
-                    draw("attention", p, seed, site)};
+                    draw(p, seed, site)};
   const AttentionGradients g{view(dout), view(dq), view(dk), view(dv)};
   check_rust(nfrs_attention_backward(&a, &g));
   return {dq, dk, dv};
 }
 inline Tensor attention_formula(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& ranges, int64_t heads,
                                 bool causal, double scale, double p, const MaybeTensor& seed, int64_t site) {
-  attention_check(q, k, v, ranges, heads);
-  const Draw d = draw("attention", p, seed, site);
+  attention_check(q, k, v, ranges, heads, p, seed);
+  const Draw d = draw(p, seed, site);
   return take(nfrs_attention_composed(&q, &k, &v, &ranges, heads, causal, scale, &d));
 }
 inline tuple<Tensor, Tensor> attention_composed(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& ranges,
@@ -176,9 +194,11 @@ inline tuple<Tensor, Tensor> attention_composed(const Tensor& q, const Tensor& k
           at::zeros({q.size(0), heads}, q.options().dtype(acc_type(q)))};
 }
 inline tuple<Tensor, Tensor, Tensor> attention_backward_composed(const Tensor& dout, const Tensor& q, const Tensor& k,
-                                                                 const Tensor& v, const Tensor&, const Tensor& ranges,
-                                                                 int64_t heads, bool causal, double scale, double p,
-                                                                 const MaybeTensor& seed, int64_t site) {
+                                                                 const Tensor& v, const Tensor& lse,
+                                                                 const Tensor& ranges, int64_t heads, bool causal,
+                                                                 double scale, double p, const MaybeTensor& seed,
+                                                                 int64_t site) {
+  check({"attention_backward"}, ATTENTION_BACKWARD, {&dout, &q, &k, &v, &lse, &ranges, pointer(seed)}, {{'h', heads}});
   const auto d = gradients_of({q, k, v}, dout, [&](const variable_list& in) {
     return attention_formula(in[0], in[1], in[2], ranges, heads, causal, scale, p, seed, site);
   });
@@ -265,27 +285,37 @@ using EntropyForward = tuple<Tensor, Tensor, Tensor>(const Tensor&, const Tensor
 using EntropyBackward = Tensor(const Tensor&, const Tensor&, const Tensor&, const MaybeTensor&, const Tensor&, double,
                                double, int64_t);
 
-inline void entropy_check(const Tensor& logits, const Tensor& target, const MaybeTensor& mask) {
-  const char* op = "label_smoothed_cross_entropy";
-  check_floating(op, "logits", logits);
-  TORCH_CHECK_VALUE(logits.dim() == 2 && target.dim() == 1 && logits.sym_size(0) == target.sym_size(0), op,
-                    ": logits must be (rows, classes) and target (rows), got ", logits.sym_sizes(), " and ",
-                    target.sym_sizes());
-  TORCH_CHECK_TYPE(target.scalar_type() == at::kLong, op, ": target must be int64, got ", target.scalar_type());
-  TORCH_CHECK_VALUE(logits.sym_size(1) > 0, op, ": logits must have at least one class, got ", logits.sym_sizes());
-  check_device(op, "target", logits, target);
-  if (pointer(mask)) check_device(op, "mask", logits, *mask);
-  if (pointer(mask))
-    TORCH_CHECK_VALUE(mask->dim() == 1 && mask->scalar_type() == at::kBool && mask->sym_size(0) == logits.sym_size(1), op,
-                      ": mask must be a bool vector with one entry per class (", logits.sym_size(1), "), got ",
-                      mask->scalar_type(), " ", mask->sym_sizes());
+// n, c: rows, classes. The scale is a tensor, and not a number, so that a CUDA graph can be replayed with another.
+constexpr Argument ENTROPY[] = {
+    {"logits", "nc", Type::FLOATING, LEADER},
+    {"target", "n", Type::INT64},
+    {"mask", "c", Type::BOOL, OPTIONAL},
+};
+constexpr Argument ENTROPY_BACKWARD[] = {
+    {"dloss", "n", Type::COMPUTED},
+    {"logits", "nc", Type::FLOATING, LEADER},
+    {"target", "n", Type::INT64},
+    {"mask", "c", Type::BOOL, OPTIONAL},
+    {"lse", "n", Type::COMPUTED},
+};
+constexpr Argument ENTROPY_IN_PLACE[] = {
+    {"logits", "nc", Type::FLOATING, LEADER | WRITTEN},
+    {"target", "n", Type::INT64},
+    {"mask", "c", Type::BOOL, OPTIONAL},
+    {"scale", "=1", Type::FLOAT64},
+};
+
+inline void check_classes(const Tensor& logits) {
+  TORCH_CHECK_VALUE(logits.sym_size(1) > 0, "label_smoothed_cross_entropy: logits must have at least one class, got ",
+                    logits.sym_sizes());
 }
-// A tensor, and not a number, so that a CUDA graph can be replayed with another.
-inline void scale_check(const Tensor& logits, const Tensor& scale) {
-  const char* op = "label_smoothed_cross_entropy_";
-  TORCH_CHECK_VALUE(scale.numel() == 1 && scale.scalar_type() == at::kDouble, op, ": scale must be one float64, got ",
-                    scale.scalar_type(), " ", scale.sym_sizes());
-  check_device(op, "scale", logits, scale);
+inline void entropy_check(const Tensor& logits, const Tensor& target, const MaybeTensor& mask) {
+  check({"label_smoothed_cross_entropy"}, ENTROPY, {&logits, &target, pointer(mask)});
+  check_classes(logits);
+}
+inline void entropy_in_place_check(const Tensor& logits, const Tensor& target, const MaybeTensor& mask, const Tensor& scale) {
+  check({"label_smoothed_cross_entropy_"}, ENTROPY_IN_PLACE, {&logits, &target, pointer(mask), &scale});
+  check_classes(logits);
 }
 inline tuple<Tensor, Tensor, Tensor> entropy_meta(const Tensor& logits, const Tensor& target, const MaybeTensor& mask,
                                                   double, double, int64_t) {
@@ -303,17 +333,19 @@ inline tuple<Tensor, Tensor, Tensor> entropy_kernel(const Tensor& logits_, const
   check_rust(nfrs_cross_entropy_forward(&c));
   return {loss, nll, lse};
 }
-inline Tensor entropy_backward_meta(const Tensor&, const Tensor& logits, const Tensor&, const MaybeTensor&,
-                                    const Tensor&, double, double, int64_t) {
+inline Tensor entropy_backward_meta(const Tensor& dloss, const Tensor& logits, const Tensor& target,
+                                    const MaybeTensor& mask, const Tensor& lse, double, double, int64_t) {
+  check({"label_smoothed_cross_entropy_backward"}, ENTROPY_BACKWARD, {&dloss, &logits, &target, pointer(mask), &lse});
+  check_classes(logits);
   return at::empty_like(logits, at::MemoryFormat::Contiguous);
 }
 inline Tensor entropy_backward_kernel(const Tensor& dloss_, const Tensor& logits_, const Tensor& target_,
                                    const MaybeTensor& mask_, const Tensor& lse_, double nll_weight,
                                    double uniform_weight, int64_t ignore_index) {
+  const Tensor dlogits =
+      entropy_backward_meta(dloss_, logits_, target_, mask_, lse_, nll_weight, uniform_weight, ignore_index);
   const Tensor logits = logits_.contiguous(), target = target_.contiguous(), lse = lse_.contiguous();
-  const Tensor mask = pointer(mask_) ? mask_->contiguous() : Tensor();
-  const Tensor dloss = parameter(dloss_, lse.scalar_type());
-  Tensor dlogits = at::empty_like(logits);
+  const Tensor mask = pointer(mask_) ? mask_->contiguous() : Tensor(), dloss = dloss_.contiguous();
   const CrossEntropy c{view(logits), view(target), view(mask), View{}, View{}, view(lse), nll_weight, uniform_weight,
                        ignore_index};
   const View vl = view(dloss), vd = view(dlogits);
@@ -323,9 +355,8 @@ inline Tensor entropy_backward_kernel(const Tensor& dloss_, const Tensor& logits
 inline tuple<Tensor, Tensor> entropy_in_place_kernel(Tensor& logits, const Tensor& target_, const MaybeTensor& mask_,
                                                   double nll_weight, double uniform_weight, int64_t ignore_index,
                                                   const Tensor& scale) {
+  entropy_in_place_check(logits, target_, mask_, scale);
   auto [loss, nll, lse] = entropy_meta(logits, target_, mask_, nll_weight, uniform_weight, ignore_index);
-  scale_check(logits, scale);
-  TORCH_CHECK_VALUE(logits.is_contiguous(), "label_smoothed_cross_entropy_: logits must be contiguous");
   const Tensor target = target_.contiguous(), mask = pointer(mask_) ? mask_->contiguous() : Tensor();
   const CrossEntropy c{view(logits), view(target), view(mask), view(loss), view(nll), View{}, nll_weight,
                        uniform_weight, ignore_index};
@@ -351,7 +382,7 @@ inline tuple<Tensor, Tensor, Tensor> entropy_composed(const Tensor& logits, cons
 inline tuple<Tensor, Tensor> entropy_in_place_composed(Tensor& logits, const Tensor& target, const MaybeTensor& mask,
                                                        double nll_weight, double uniform_weight, int64_t ignore_index,
                                                        const Tensor& scale) {
-  scale_check(logits, scale);
+  entropy_in_place_check(logits, target, mask, scale);
   at::AutoGradMode enabled(true);
   const Tensor leaf = logits.detach().to(acc_type(logits)).requires_grad_(true);
   auto [loss, nll] = entropy_formula(leaf, target, mask, nll_weight, uniform_weight, ignore_index);

@@ -26,29 +26,38 @@ using Backward = std::tuple<Tensor, Tensor, Tensor>(const Tensor&, const Tensor&
 
 inline std::string name(int64_t k) { return nfrs_norm_name(k); }
 
-inline void check_parameter(const std::string& op, const char* what, const Tensor& x, const MaybeTensor& p) {
-  if (!p || !p->defined()) return;
-  TORCH_CHECK_VALUE(p->dim() <= 1 && (p->sym_numel() == 1 || p->sym_numel() == x.sym_size(-1)), op, ": ", what,
-                    " must hold 1 or ", x.sym_size(-1), " numbers (the width of x), got shape ", p->sym_sizes());
-  check_device(op.c_str(), what, x, *p);
+constexpr Argument FORWARD[] = {
+    {"x", "*d", Type::FLOATING, LEADER},
+    {"weight", "1|d", Type::FLOATING, OPTIONAL},
+    {"bias", "1|d", Type::FLOATING, OPTIONAL},
+};
+// s: numbers kept per row.
+constexpr Argument BACKWARD[] = {
+    {"dy", "*d", Type::SAME},
+    {"x", "*d", Type::FLOATING, LEADER},
+    {"weight", "1|d", Type::FLOATING, OPTIONAL},
+    {"bias", "1|d", Type::FLOATING, OPTIONAL},
+    {"stats", "*s", Type::COMPUTED},
+};
+
+inline void check_forward(int64_t k, const Tensor& x, const MaybeTensor& weight, const MaybeTensor& bias) {
+  check({nfrs_norm_name(k)}, FORWARD, {&x, pointer(weight), pointer(bias)});
 }
-inline void check(int64_t k, const Tensor& x, const MaybeTensor& weight, const MaybeTensor& bias) {
-  const auto op = name(k);
-  check_floating(op.c_str(), "x", x);
-  TORCH_CHECK_VALUE(x.dim() >= 1, op, ": x must have at least one dimension, got a scalar");
-  check_parameter(op, "weight", x, weight);
-  check_parameter(op, "bias", x, bias);
+inline void check_backward(int64_t k, const Tensor& dy, const Tensor& x, const MaybeTensor& weight,
+                           const MaybeTensor& bias, const Tensor& stats) {
+  check({nfrs_norm_name(k), "_backward"}, BACKWARD, {&dy, &x, pointer(weight), pointer(bias), &stats},
+        {{'s', nfrs_norm_stats(k)}});
 }
-inline Tensor empty_stats(int64_t k, const Tensor& x) {
+inline Tensor empty_stats(int64_t per_row, const Tensor& x) {
   auto sizes = x.sym_sizes().vec();
-  sizes.back() = nfrs_norm_stats(k);
+  sizes.back() = per_row;
   return at::empty_symint(sizes, x.options().dtype(acc_type(x)));
 }
 
 inline std::tuple<Tensor, Tensor> forward_meta(int64_t k, const Tensor& x, const MaybeTensor& weight,
                                                const MaybeTensor& bias) {
-  check(k, x, weight, bias);
-  return {at::empty_like(x, at::MemoryFormat::Contiguous), empty_stats(k, x)};
+  check_forward(k, x, weight, bias);
+  return {at::empty_like(x, at::MemoryFormat::Contiguous), empty_stats(nfrs_norm_stats(k), x)};
 }
 
 inline std::tuple<Tensor, Tensor> forward_kernel(int64_t k, const Tensor& x, const MaybeTensor& weight,
@@ -72,10 +81,9 @@ inline std::tuple<Tensor, Tensor, Tensor> backward_meta(const Tensor& x, const M
 inline std::tuple<Tensor, Tensor, Tensor> backward_kernel(int64_t k, const Tensor& dy, const Tensor& x,
                                                           const MaybeTensor& weight, const MaybeTensor& bias,
                                                           const Tensor& stats, double eps) {
-  TORCH_CHECK_VALUE(dy.sizes() == x.sizes(), name(k), "_backward: dy must have the shape of x, ", x.sizes(), ", got ",
-                    dy.sizes());
+  check_backward(k, dy, x, weight, bias, stats);
   const auto type = parameter_type(x, weight, bias);
-  const Tensor dense = x.contiguous(), gradient = dy.to(x.scalar_type()).contiguous(), kept = stats.contiguous();
+  const Tensor dense = x.contiguous(), gradient = dy.contiguous(), kept = stats.contiguous();
   const Tensor w = parameter(weight, type);
   Tensor dx = at::empty_like(dense, at::MemoryFormat::Contiguous);
   Tensor dw = w.defined() ? at::empty_like(w) : at::empty({0}, x.options());
@@ -89,7 +97,7 @@ inline std::tuple<Tensor, Tensor, Tensor> backward_kernel(int64_t k, const Tenso
 }
 
 inline Tensor composed(int64_t k, const Tensor& x, const MaybeTensor& weight, const MaybeTensor& bias, double eps) {
-  check(k, x, weight, bias);
+  check_forward(k, x, weight, bias);
   return take(nfrs_norm_composed(k, &x, pointer(weight), pointer(bias), eps));
 }
 
@@ -140,7 +148,7 @@ struct RowNorm : torch::autograd::Function<RowNorm> {
 
 inline std::tuple<Tensor, Tensor> composed_pair(int64_t k, const Tensor& x, const MaybeTensor& weight,
                                                 const MaybeTensor& bias, double eps) {
-  return {composed(k, x, weight, bias, eps), empty_stats(k, x).zero_()};
+  return {composed(k, x, weight, bias, eps), empty_stats(nfrs_norm_stats(k), x).zero_()};
 }
 
 inline std::tuple<Tensor, Tensor> forward_autograd(int64_t k, const Tensor& x, const MaybeTensor& weight,
@@ -171,8 +179,9 @@ struct Entry {
                                                      const MaybeTensor& b, const Tensor& stats, double eps) {
     return backward_kernel(K, dy, x, w, b, stats, eps);
   }
-  static std::tuple<Tensor, Tensor, Tensor> meta_backward(const Tensor&, const Tensor& x, const MaybeTensor& w,
-                                                          const MaybeTensor& b, const Tensor&, double) {
+  static std::tuple<Tensor, Tensor, Tensor> meta_backward(const Tensor& dy, const Tensor& x, const MaybeTensor& w,
+                                                          const MaybeTensor& b, const Tensor& stats, double) {
+    check_backward(K, dy, x, w, b, stats);
     return backward_meta(x, w, b);
   }
 

@@ -23,53 +23,91 @@ namespace nfrs::residual {
 
 constexpr int64_t NONE = -1;
 
-using Type = std::optional<at::ScalarType>;
+using Kind = std::optional<at::ScalarType>;
 using Three = std::tuple<Tensor, Tensor, Tensor>;
 using Six = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>;
 using Forward = Three(const Tensor&, const Tensor&, const MaybeTensor&, const MaybeTensor&, const MaybeTensor&,
-                      const MaybeTensor&, double, double, const MaybeTensor&, int64_t, Type);
+                      const MaybeTensor&, double, double, const MaybeTensor&, int64_t, Kind);
 using Backward = Six(const MaybeTensor&, const MaybeTensor&, const Tensor&, const MaybeTensor&, const Tensor&,
                      const MaybeTensor&, const MaybeTensor&, const MaybeTensor&, const MaybeTensor&, const Tensor&,
                      double, double, const MaybeTensor&, int64_t);
 
 inline std::string name(int64_t k) { return k == NONE ? "residual" : norm::name(k) + "_residual"; }
 
-inline void check(int64_t k, const Tensor& x, const Tensor& f, const MaybeTensor& alpha, const MaybeTensor& beta,
-                  const MaybeTensor& weight, const MaybeTensor& bias) {
-  const auto op = name(k);
-  check_floating(op.c_str(), "x", x);
-  check_floating(op.c_str(), "f", f);
-  TORCH_CHECK_VALUE(x.dim() >= 1 && x.sym_sizes() == f.sym_sizes(), op, ": x and f must have one shape, got ",
-                    x.sym_sizes(), " and ", f.sym_sizes());
-  TORCH_CHECK_TYPE((x.scalar_type() == at::kDouble) == (f.scalar_type() == at::kDouble), op,
-                   ": x and f must both be float64 or neither, got ", x.scalar_type(), " and ", f.scalar_type());
-  check_device(op.c_str(), "f", x, f);
-  norm::check_parameter(op, "alpha", x, alpha);
-  norm::check_parameter(op, "beta", x, beta);
-  norm::check_parameter(op, "weight", x, weight);
-  norm::check_parameter(op, "bias", x, bias);
+inline Name title(int64_t k, bool backward = false) {
+  if (k == NONE) return {"residual", backward ? "_backward" : ""};
+  return {nfrs_norm_name(k), backward ? "_residual_backward" : "_residual"};
 }
 
-inline Three forward_meta(int64_t k, const Tensor& x, const Tensor& f, const MaybeTensor& alpha,
-                          const MaybeTensor& beta, const MaybeTensor& weight, const MaybeTensor& bias, Type dtype) {
-  check(k, x, f, alpha, beta, weight, bias);
+constexpr Argument FORWARD[] = {
+    {"x", "*d", Type::FLOATING, LEADER},
+    {"f", "*d", Type::WIDTH},
+    {"alpha", "1|d", Type::FLOATING, OPTIONAL},
+    {"beta", "1|d", Type::FLOATING, OPTIONAL},
+    {"weight", "1|d", Type::FLOATING, OPTIONAL},
+    {"bias", "1|d", Type::FLOATING, OPTIONAL},
+    SEED,
+};
+// s: numbers kept per row.
+constexpr Argument BACKWARD[] = {
+    {"dx_plus", "*d", Type::SAME, OPTIONAL},
+    {"dy", "*d", Type::WIDTH, OPTIONAL},
+    {"x_plus", "*d", Type::FLOATING, LEADER},
+    {"x", "*d", Type::SAME, OPTIONAL},
+    {"f", "*d", Type::WIDTH},
+    {"alpha", "1|d", Type::FLOATING, OPTIONAL},
+    {"beta", "1|d", Type::FLOATING, OPTIONAL},
+    {"weight", "1|d", Type::FLOATING, OPTIONAL},
+    {"bias", "1|d", Type::FLOATING, OPTIONAL},
+    {"stats", "*s", Type::COMPUTED},
+    SEED,
+};
+
+// Numbers kept per row.
+inline int64_t stats_of(int64_t k) { return k == NONE ? 0 : nfrs_norm_stats(k); }
+
+inline void check_forward(int64_t k, const Tensor& x, const Tensor& f, const MaybeTensor& alpha, const MaybeTensor& beta,
+                          const MaybeTensor& weight, const MaybeTensor& bias, double p, const MaybeTensor& seed, Kind dtype) {
+  check(title(k), FORWARD,
+        {&x, &f, pointer(alpha), pointer(beta), pointer(weight), pointer(bias), pointer(seed)});
+  check_dropout(title(k), p, pointer(seed));
+  const auto type = dtype.value_or(f.scalar_type());
+  TORCH_CHECK_TYPE(arguments::is_of(Type::WIDTH, type, x.scalar_type()), title(k), ": dtype must be ",
+                   arguments::describe(Type::WIDTH, "x", x.scalar_type()), "; got ", type);
+}
+inline void check_backward(int64_t k, const MaybeTensor& dx_plus, const MaybeTensor& dy, const Tensor& x_plus,
+                           const MaybeTensor& x, const Tensor& f, const MaybeTensor& alpha, const MaybeTensor& beta,
+                           const MaybeTensor& weight, const MaybeTensor& bias, const Tensor& stats, double p,
+                           const MaybeTensor& seed) {
+  check(title(k, true), BACKWARD,
+        {pointer(dx_plus), pointer(dy), &x_plus, pointer(x), &f, pointer(alpha), pointer(beta), pointer(weight),
+         pointer(bias), &stats, pointer(seed)},
+        {{'s', stats_of(k)}});
+  TORCH_CHECK_VALUE(k != NONE || !pointer(dy), "residual_backward: without a norm there is no y, and dy must be absent");
+  check_dropout(title(k, true), p, pointer(seed));
+}
+
+inline Three forward_meta(int64_t k, const Tensor& x, const Tensor& f, const MaybeTensor& alpha, const MaybeTensor& beta,
+                          const MaybeTensor& weight, const MaybeTensor& bias, double p, const MaybeTensor& seed, Kind dtype) {
+  check_forward(k, x, f, alpha, beta, weight, bias, p, seed, dtype);
   auto x_plus = at::empty_like(x, at::MemoryFormat::Contiguous);
   const auto type = dtype.value_or(f.scalar_type());
-  if (k == NONE) return {x_plus, at::empty({0}, x.options().dtype(type)), at::empty({0}, x.options().dtype(acc_type(x)))};
-  return {x_plus, at::empty_like(x, x.options().dtype(type), at::MemoryFormat::Contiguous), norm::empty_stats(k, x)};
+  const auto y = k == NONE ? at::empty({0}, x.options().dtype(type))
+                           : at::empty_like(x, x.options().dtype(type), at::MemoryFormat::Contiguous);
+  return {x_plus, y, norm::empty_stats(stats_of(k), x)};
 }
 
 inline Three forward_kernel(int64_t k, const Tensor& x_, const Tensor& f_, const MaybeTensor& alpha_,
                             const MaybeTensor& beta_, const MaybeTensor& weight_, const MaybeTensor& bias_, double eps,
-                            double p, const MaybeTensor& seed_, int64_t site, Type dtype) {
-  auto [x_plus, y, stats] = forward_meta(k, x_, f_, alpha_, beta_, weight_, bias_, dtype);
+                            double p, const MaybeTensor& seed_, int64_t site, Kind dtype) {
+  auto [x_plus, y, stats] = forward_meta(k, x_, f_, alpha_, beta_, weight_, bias_, p, seed_, dtype);
   const auto type = acc_type(x_);
   const Tensor x = x_.contiguous(), f = f_.contiguous(), alpha = parameter(alpha_, type), beta = parameter(beta_, type);
   const auto own = parameter_type(x_, weight_, bias_);
   const Tensor weight = parameter(weight_, own), bias = parameter(bias_, own);
-  const Tensor seed = seed_beside(name(k).c_str(), p, x, seed_);
+  const Tensor seed = seed_beside(p, x, seed_);
   const Step step{view(x), view(f), view(alpha), view(beta), view(weight), view(bias), view(x_plus), view(y), view(stats),
-                  eps, draw_beside(name(k).c_str(), p, x, seed, site)};
+                  eps, draw_beside(p, x, seed, site)};
   check_rust(nfrs_residual_forward(k, &step));
   return {x_plus, y, stats};
 }
@@ -81,9 +119,11 @@ inline bool same_gradients(const Tensor& x_plus, const Tensor& f, const MaybeTen
 }
 
 // x is given where alpha wants a gradient.
-inline Six backward_meta(const MaybeTensor&, const MaybeTensor&, const Tensor& x_plus, const MaybeTensor& x,
-                         const Tensor& f, const MaybeTensor& alpha, const MaybeTensor& beta, const MaybeTensor& weight,
-                         const MaybeTensor& bias, const Tensor&, double, double p, const MaybeTensor&, int64_t) {
+inline Six backward_meta(int64_t k, const MaybeTensor& dx_plus, const MaybeTensor& dy, const Tensor& x_plus,
+                         const MaybeTensor& x, const Tensor& f, const MaybeTensor& alpha, const MaybeTensor& beta,
+                         const MaybeTensor& weight, const MaybeTensor& bias, const Tensor& stats, double p,
+                         const MaybeTensor& seed) {
+  check_backward(k, dx_plus, dy, x_plus, x, f, alpha, beta, weight, bias, stats, p, seed);
   auto like = [&](const MaybeTensor& t) {
     return t && t->defined() ? at::empty_like(*t, at::MemoryFormat::Contiguous) : at::empty({0}, x_plus.options());
   };
@@ -97,6 +137,7 @@ inline Six backward_kernel(int64_t k, const MaybeTensor& dx_plus_, const MaybeTe
                            const MaybeTensor& x_, const Tensor& f_, const MaybeTensor& alpha_, const MaybeTensor& beta_,
                            const MaybeTensor& weight_, const MaybeTensor& bias_, const Tensor& stats_, double eps,
                            double p, const MaybeTensor& seed_, int64_t site) {
+  check_backward(k, dx_plus_, dy_, x_plus_, x_, f_, alpha_, beta_, weight_, bias_, stats_, p, seed_);
   const auto type = acc_type(x_plus_);
   auto dense = [](const MaybeTensor& t) { return t && t->defined() ? t->contiguous() : Tensor(); };
   const Tensor x_plus = x_plus_.contiguous(), x = dense(x_), f = f_.contiguous(), stats = stats_.contiguous();
@@ -109,9 +150,9 @@ inline Six backward_kernel(int64_t k, const MaybeTensor& dx_plus_, const MaybeTe
   auto sum_like = [&](const Tensor& p, bool wanted) { return wanted && p.defined() ? at::empty_like(p) : Tensor(); };
   const Tensor dalpha = sum_like(alpha, x.defined()), dbeta = sum_like(beta, true);
   const Tensor dweight = sum_like(weight, true), dbias = sum_like(bias, true);
-  const Tensor seed = seed_beside(name(k).c_str(), p, x_plus, seed_);
+  const Tensor seed = seed_beside(p, x_plus, seed_);
   const Step step{view(x), view(f), view(alpha), view(beta), view(weight), view(bias), view(x_plus), View{}, view(stats),
-                  eps, draw_beside(name(k).c_str(), p, x_plus, seed, site)};
+                  eps, draw_beside(p, x_plus, seed, site)};
   const Tensor partial = partial_sums(x_plus, step.x_plus.rows,
                                       length(dalpha) + length(dbeta) + length(dweight) + length(dbias));
   const StepGradients gradients{view(dx_plus), view(dy), view(dx), view(same ? Tensor() : df), view(dalpha), view(dbeta),
@@ -125,12 +166,12 @@ inline Six backward_kernel(int64_t k, const MaybeTensor& dx_plus_, const MaybeTe
 
 inline Three composed(int64_t k, const Tensor& x, const Tensor& f, const MaybeTensor& alpha, const MaybeTensor& beta,
                       const MaybeTensor& weight, const MaybeTensor& bias, double eps, double p, const MaybeTensor& seed,
-                      int64_t site, Type dtype) {
-  check(k, x, f, alpha, beta, weight, bias);
+                      int64_t site, Kind dtype) {
+  check_forward(k, x, f, alpha, beta, weight, bias, p, seed, dtype);
   const auto type = acc_type(x);
   auto branch = f.to(type);
   if (p > 0) {
-    const Draw d = draw(name(k).c_str(), p, seed, site);
+    const Draw d = draw(p, seed, site);
     const int64_t cols = x.size(-1), rows = cols ? x.numel() / cols : 0;
     branch = branch * take(nfrs_dropout_scale(&d, rows, cols)).to(x.device(), type).reshape(x.sizes());
   }
@@ -139,8 +180,9 @@ inline Three composed(int64_t k, const Tensor& x, const Tensor& f, const MaybeTe
   if (pointer(alpha)) stream = stream * alpha->to(type);
   const auto x_plus = (stream + branch).to(x.scalar_type());
   const auto out = dtype.value_or(f.scalar_type());
-  if (k == NONE) return {x_plus, at::empty({0}, x.options().dtype(out)), at::empty({0}, x.options().dtype(type))};
-  return {x_plus, norm::composed(k, x_plus.to(type), weight, bias, eps).to(out), norm::empty_stats(k, x).zero_()};
+  const auto y = k == NONE ? at::empty({0}, x.options().dtype(out))
+                           : norm::composed(k, x_plus.to(type), weight, bias, eps).to(out);
+  return {x_plus, y, norm::empty_stats(stats_of(k), x).zero_()};
 }
 
 template <class Signature>
@@ -157,7 +199,7 @@ struct ResidualStep : torch::autograd::Function<ResidualStep> {
   static variable_list forward(AutogradContext* ctx, int64_t k, const Tensor& x, const Tensor& f,
                                const MaybeTensor& alpha, const MaybeTensor& beta, const MaybeTensor& weight,
                                const MaybeTensor& bias, double eps, double p, const MaybeTensor& seed, int64_t site,
-                               Type dtype) {
+                               Kind dtype) {
     at::AutoDispatchBelowADInplaceOrView guard;
     auto [x_plus, y, stats] = op<Forward>(k, "").call(x, f, alpha, beta, weight, bias, eps, p, seed, site, dtype);
     // Everything the composed formula needs for a second derivative. The common case (no alpha, no beta) keeps x and f
@@ -207,27 +249,27 @@ template <int64_t K>
 struct Entry {
   static Three cpu(const Tensor& x, const Tensor& f, const MaybeTensor& alpha, const MaybeTensor& beta,
                    const MaybeTensor& weight, const MaybeTensor& bias, double eps, double p, const MaybeTensor& seed,
-                   int64_t site, Type dtype) {
+                   int64_t site, Kind dtype) {
     return forward_kernel(K, x, f, alpha, beta, weight, bias, eps, p, seed, site, dtype);
   }
   static Three cuda(const Tensor& x, const Tensor& f, const MaybeTensor& alpha, const MaybeTensor& beta,
                     const MaybeTensor& weight, const MaybeTensor& bias, double eps, double p, const MaybeTensor& seed,
-                    int64_t site, Type dtype) {
+                    int64_t site, Kind dtype) {
     return (has_kernel(x) ? forward_kernel : composed)(K, x, f, alpha, beta, weight, bias, eps, p, seed, site, dtype);
   }
   static Three meta(const Tensor& x, const Tensor& f, const MaybeTensor& alpha, const MaybeTensor& beta,
-                    const MaybeTensor& weight, const MaybeTensor& bias, double, double, const MaybeTensor&, int64_t,
-                    Type dtype) {
-    return forward_meta(K, x, f, alpha, beta, weight, bias, dtype);
+                    const MaybeTensor& weight, const MaybeTensor& bias, double, double p, const MaybeTensor& seed,
+                    int64_t, Kind dtype) {
+    return forward_meta(K, x, f, alpha, beta, weight, bias, p, seed, dtype);
   }
   static Three fallback(const Tensor& x, const Tensor& f, const MaybeTensor& alpha, const MaybeTensor& beta,
                         const MaybeTensor& weight, const MaybeTensor& bias, double eps, double p,
-                        const MaybeTensor& seed, int64_t site, Type dtype) {
+                        const MaybeTensor& seed, int64_t site, Kind dtype) {
     return composed(K, x, f, alpha, beta, weight, bias, eps, p, seed, site, dtype);
   }
   static Three autograd(const Tensor& x, const Tensor& f, const MaybeTensor& alpha, const MaybeTensor& beta,
                         const MaybeTensor& weight, const MaybeTensor& bias, double eps, double p,
-                        const MaybeTensor& seed, int64_t site, Type dtype) {
+                        const MaybeTensor& seed, int64_t site, Kind dtype) {
     if (!has_kernel(x)) return composed(K, x, f, alpha, beta, weight, bias, eps, p, seed, site, dtype);
     auto out = ResidualStep::apply(K, x, f, alpha, beta, weight, bias, eps, p, seed, site, dtype);
     return {out[0], out[1], out[2]};
@@ -237,6 +279,12 @@ struct Entry {
                       const MaybeTensor& bias, const Tensor& stats, double eps, double p, const MaybeTensor& seed,
                       int64_t site) {
     return backward_kernel(K, dx_plus, dy, x_plus, x, f, alpha, beta, weight, bias, stats, eps, p, seed, site);
+  }
+  static Six meta_backward(const MaybeTensor& dx_plus, const MaybeTensor& dy, const Tensor& x_plus,
+                           const MaybeTensor& x, const Tensor& f, const MaybeTensor& alpha, const MaybeTensor& beta,
+                           const MaybeTensor& weight, const MaybeTensor& bias, const Tensor& stats, double, double p,
+                           const MaybeTensor& seed, int64_t) {
+    return backward_meta(K, dx_plus, dy, x_plus, x, f, alpha, beta, weight, bias, stats, p, seed);
   }
 
   static void define(torch::Library& m) {
@@ -256,7 +304,7 @@ struct Entry {
     m.impl(n.c_str(), c10::DispatchKey::FuncTorchBatched, TORCH_FN(fallback));
     m.impl((n + "_backward").c_str(), c10::DispatchKey::CPU, TORCH_FN(backward));
     m.impl((n + "_backward").c_str(), c10::DispatchKey::CUDA, TORCH_FN(backward));
-    m.impl((n + "_backward").c_str(), c10::DispatchKey::Meta, TORCH_FN(backward_meta));
+    m.impl((n + "_backward").c_str(), c10::DispatchKey::Meta, TORCH_FN(meta_backward));
     forbid_autograd(m, n + "_backward");
   }
 };

@@ -21,13 +21,36 @@ auto guarded(Work work) -> decltype(work()) {
     return work();
   } catch (const std::exception& e) {
     last_error = e.what();
-    return {};
+  } catch (...) {
+    last_error = "C++ threw what is no std::exception";
   }
+  return {};
 }
 Tensor* give(Tensor t) { return new Tensor(std::move(t)); }
+
+// Counts who keeps attention from cuDNN: the last to leave puts torch's switch back as the first has found it.
+class Cudnn {
+ public:
+  void forbid() {
+    const std::lock_guard<std::mutex> lock(mutex);
+    if (count++ > 0) return;
+    was = at::globalContext().userEnabledCuDNNSDP();
+    if (was) at::globalContext().setSDPUseCuDNN(false);
+  }
+  void allow() {
+    const std::lock_guard<std::mutex> lock(mutex);
+    if (--count == 0 && was) at::globalContext().setSDPUseCuDNN(true);
+  }
+
+ private:
+  std::mutex mutex;
+  int count = 0;
+  bool was = false;
+};
+Cudnn cudnn;
 }  // namespace
 
-// What Rust calls. A Tensor* is tch's C_tensor*; one that comes back is new and the caller's. Null (or false): failed,
+// What Rust calls; an exception must not leave. A Tensor* is tch's C_tensor*; one that comes back is new and the caller's. Null (or false): failed,
 // with the message in nfrs_last_error().
 extern "C" {
 const char* nfrs_last_error() { return last_error.c_str(); }
@@ -48,21 +71,20 @@ bool nfrs_register() {
   });
 }
 
-void nfrs_parallel_for(int64_t n, int64_t grain, void (*run)(const void*, int64_t, int64_t), const void* context) {
+// noexcept: `run` is Rust's and does not unwind.
+void nfrs_parallel_for(int64_t n, int64_t grain, void (*run)(const void*, int64_t, int64_t), const void* context) noexcept {
   at::parallel_for(0, n, grain, [&](int64_t begin, int64_t end) { run(context, begin, end); });
 }
-int64_t nfrs_num_threads() { return at::get_num_threads(); }
+int64_t nfrs_num_threads() noexcept { return at::get_num_threads(); }
 
 Tensor* nfrs_gather(const Tensor* x, const Tensor* rows, const Tensor* back, const Tensor* absent) {
   return guarded([&] { return give(nfrs::fused::Gather::apply(*x, *rows, *back, *absent)); });
 }
-// Whether scaled_dot_product_attention may be cuDNN's; returns whether it might before.
-bool nfrs_cudnn_attention(bool allowed) {
-  auto& context = at::globalContext();
-  const bool was = context.userEnabledCuDNNSDP();
-  context.setSDPUseCuDNN(allowed);
-  return was;
-}
+// Keeps scaled_dot_product_attention from cuDNN's, for all threads, until as many calls of nfrs_cudnn_allow: torch has
+// one switch per process. Another thread's attention meanwhile takes another of torch's kernels, and its value is the same
+// but for rounding.
+void nfrs_cudnn_forbid() noexcept { cudnn.forbid(); }
+void nfrs_cudnn_allow() noexcept { cudnn.allow(); }
 
 Tensor* nfrs_norm(int64_t k, const Tensor* x, const Tensor* weight, const Tensor* bias, double eps) {
   return guarded([&] {
@@ -88,7 +110,7 @@ Tensor* nfrs_residual(int64_t k, const Tensor* x, const Tensor* f, const Tensor*
                       int32_t dtype, Tensor** y) {
   return guarded([&] {
     auto opt = [](const Tensor* t) { return t ? MaybeTensor(*t) : std::nullopt; };
-    nfrs::residual::Type type = dtype < 0 ? std::nullopt : nfrs::residual::Type(static_cast<at::ScalarType>(dtype));
+    nfrs::residual::Kind type = dtype < 0 ? std::nullopt : nfrs::residual::Kind(static_cast<at::ScalarType>(dtype));
     auto [x_plus, normed, stats] = nfrs::residual::op<nfrs::residual::Forward>(k, "").call(
         *x, *f, opt(alpha), opt(beta), opt(weight), opt(bias), eps, p, opt(seed), site, type);
     if (y) *y = give(normed);
@@ -192,15 +214,15 @@ void* nfrs_side_stream(int device) {
 void* nfrs_stream_enter(const void* stream) {
   return guarded([&]() -> void* { return new c10::StreamGuard(*static_cast<const c10::Stream*>(stream)); });
 }
-void nfrs_stream_leave(void* guard) { delete static_cast<c10::StreamGuard*>(guard); }
-void nfrs_stream_free(void* stream) { delete static_cast<c10::Stream*>(stream); }
+void nfrs_stream_leave(void* guard) noexcept { delete static_cast<c10::StreamGuard*>(guard); }
+void nfrs_stream_free(void* stream) noexcept { delete static_cast<c10::Stream*>(stream); }
 void* nfrs_late(const Tensor* t) {
   return guarded([&]() -> void* { return new nfrs::transfer::Late(*t); });
 }
 Tensor* nfrs_late_read(const void* late) {
   return guarded([&] { return give(static_cast<const nfrs::transfer::Late*>(late)->read()); });
 }
-void nfrs_late_free(void* late) { delete static_cast<nfrs::transfer::Late*>(late); }
+void nfrs_late_free(void* late) noexcept { delete static_cast<nfrs::transfer::Late*>(late); }
 
 // Backward from a tensor that is not a scalar.
 bool nfrs_backward(const Tensor* root, const Tensor* gradient) {

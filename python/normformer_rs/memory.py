@@ -1,0 +1,19 @@
+"""glibc's allocator, told to keep what PyTorch frees."""
+
+from . import _loading
+
+
+def keep_memory() -> None:
+    """Makes freed memory stay with the process, for the next tensors of the same sizes.
+
+    glibc maps every block above 32 MB on its own and returns it when it is freed. PyTorch on a CPU then pays for fresh
+    pages, each cleared by the kernel, with every large tensor. Training and translating in this package keep memory
+    anyway; call this once, early, for models that run in PyTorch itself. docs/status.md has the measured effect.
+
+    The process never becomes smaller than its largest moment, and fragments can make it larger than that. It cannot be
+    taken back. Without effect where NORMFORMER_RS_ALLOCATOR=system is set, and with another allocator than glibc's.
+
+    >>> import normformer_rs as nf
+    >>> nf.keep_memory()
+    """
+    _loading.load().keep_memory()

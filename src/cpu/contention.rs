@@ -1,0 +1,174 @@
+//! Shorter waits where other processes want the cores.
+//!
+//! At the end of a parallel region libgomp's threads spin for about 3 ms before they sleep. On quiet cores that is fast.
+//! Where another process runs on one of them, the threads that spin keep the one that still works from moving to a core
+//! of theirs, and a third of the speed is left. libgomp spins a few microseconds only while it has more threads than
+//! there are cores. So [`watch`] looks at how long this process's threads wait for a core, and while they wait much it
+//! keeps a team of idle threads. The threads that work stay as many, and so do the bits of what they compute.
+
+use super::parallel;
+use std::collections::HashMap;
+use std::ffi::{c_uint, c_void};
+use std::fs;
+use std::sync::mpsc::{channel, Receiver, RecvTimeoutError, Sender};
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
+const WINDOW: Duration = Duration::from_millis(250);
+/// Seconds that threads wait for a core in each second: above the first, cores are crowded.
+const CROWDED: f64 = 0.1;
+const CALM: f64 = 0.02;
+/// So many calm windows in a row end it.
+const CALM_WINDOWS: u32 = 8;
+
+extern "C" {
+    /// libgomp's, part of its stable interface: runs `work` on a team of `threads`, this one included.
+    fn GOMP_parallel(work: extern "C" fn(*mut c_void), data: *mut c_void, threads: c_uint, flags: c_uint);
+}
+
+/// Watches until it is dropped, from a thread of its own. Nothing is to be done with one thread;
+/// NORMFORMER_RS_WAITS=libgomp leaves libgomp alone.
+pub fn watch() -> Option<Watch> {
+    let threads = parallel::threads();
+    let is_off = std::env::var("NORMFORMER_RS_WAITS").is_ok_and(|v| v == "libgomp");
+    (threads > 1 && !is_off).then(|| Watch(Background::start(move |ended| observe(threads, ended))))
+}
+
+pub struct Watch(#[allow(dead_code)] Background);
+
+fn observe(threads: usize, ended: Receiver<()>) {
+    let (mut judge, mut team, mut before) = (Judge::default(), None, waits());
+    loop {
+        let start = Instant::now();
+        if ended.recv_timeout(WINDOW) != Err(RecvTimeoutError::Timeout) {
+            return;
+        }
+        let now = waits();
+        let waited: u64 = now.iter().map(|(id, ns)| ns.saturating_sub(*before.get(id).unwrap_or(&0))).sum();
+        before = now;
+        match judge.is_crowded(waited as f64 / start.elapsed().as_nanos() as f64) {
+            true => drop(team.get_or_insert_with(|| idle_team(threads))),
+            false => team = None,
+        }
+    }
+}
+
+/// Nanoseconds that each thread of this process has been ready and had no core; empty where the system does not count.
+fn waits() -> HashMap<String, u64> {
+    let tasks = fs::read_dir("/proc/self/task").into_iter().flatten().flatten();
+    let read = |task: fs::DirEntry| {
+        let text = fs::read_to_string(task.path().join("schedstat")).ok()?;
+        Some((task.file_name().into_string().ok()?, text.split_whitespace().nth(1)?.parse().ok()?))
+    };
+    tasks.filter_map(read).collect()
+}
+
+/// Crowded from the first window that says so, until several in a row are calm.
+#[derive(Default)]
+struct Judge {
+    crowded: bool,
+    calm: u32,
+}
+
+impl Judge {
+    fn is_crowded(&mut self, share: f64) -> bool {
+        self.calm = if share < CALM { self.calm + 1 } else { 0 };
+        self.crowded = share > CROWDED || self.crowded && self.calm < CALM_WINDOWS;
+        self.crowded
+    }
+}
+
+/// Threads that libgomp counts and that sleep: with the `threads` that work one more than there are cores. They end when
+/// this is dropped.
+fn idle_team(threads: usize) -> Background {
+    extern "C" fn nothing(_: *mut c_void) {}
+    let size = (cores() + 2).saturating_sub(threads).max(2);
+    Background::start(move |ended| {
+        // SAFETY: `nothing` reads no data. libgomp ends the team's threads when this thread ends.
+        unsafe { GOMP_parallel(nothing, std::ptr::null_mut(), size as c_uint, 0) };
+        let _ = ended.recv();
+    })
+}
+
+/// Cores that this process may run on, as libgomp counts them.
+fn cores() -> usize {
+    // SAFETY: the set is plain bits, which the call fills; pid 0 is the calling thread.
+    unsafe {
+        let mut set: libc::cpu_set_t = std::mem::zeroed();
+        match libc::sched_getaffinity(0, size_of::<libc::cpu_set_t>(), &mut set) {
+            0 => libc::CPU_COUNT(&set) as usize,
+            _ => std::thread::available_parallelism().map_or(1, |n| n.get()),
+        }
+    }
+}
+
+/// A thread that is told to end, and waited for, when this is dropped.
+struct Background {
+    end: Option<Sender<()>>,
+    thread: Option<JoinHandle<()>>,
+}
+
+impl Background {
+    fn start(run: impl FnOnce(Receiver<()>) + Send + 'static) -> Self {
+        let (end, ended) = channel();
+        Background { end: Some(end), thread: Some(std::thread::spawn(move || run(ended))) }
+    }
+}
+
+impl Drop for Background {
+    fn drop(&mut self) {
+        self.end = None;
+        let _ = self.thread.take().map(JoinHandle::join);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn one_crowded_window_begins_it_and_calm_ones_end_it() {
+        let mut judge = Judge::default();
+        assert!(![0.0, 0.05, 0.09].map(|share| judge.is_crowded(share)).contains(&true));
+        assert!(judge.is_crowded(0.3) && judge.is_crowded(0.05), "neither crowded nor calm: as before");
+        assert!((1..CALM_WINDOWS).all(|_| judge.is_crowded(0.0)));
+        assert!(!judge.is_crowded(0.0) && !judge.is_crowded(0.05));
+    }
+
+    #[test]
+    fn waiting_for_a_core_is_counted() {
+        assert!(waits().len() > 1, "this test's thread and the main one");
+    }
+
+    /// Processor time of this process over short regions with pauses, in which threads wait for the next region.
+    fn time_spent() -> Duration {
+        let now = || {
+            // SAFETY: plain numbers, which the call fills.
+            let mut usage: libc::rusage = unsafe { std::mem::zeroed() };
+            // SAFETY: as above.
+            unsafe { libc::getrusage(libc::RUSAGE_SELF, &mut usage) };
+            let of = |t: libc::timeval| Duration::new(t.tv_sec as u64, t.tv_usec as u32 * 1000);
+            of(usage.ru_utime) + of(usage.ru_stime)
+        };
+        let start = now();
+        for _ in 0..40 {
+            parallel::for_each(parallel::threads(), 1, |_| ());
+            std::thread::sleep(Duration::from_millis(3));
+        }
+        now() - start
+    }
+
+    #[test]
+    fn an_idle_team_shortens_waits_and_its_end_lengthens_them() {
+        if parallel::threads() < 2 || std::env::var_os("OMP_WAIT_POLICY").is_some() {
+            return; // no thread waits, or the user says how
+        }
+        let long = time_spent();
+        let team = idle_team(parallel::threads());
+        std::thread::sleep(Duration::from_millis(20)); // until it has begun
+        let short = time_spent();
+        drop(team);
+        let again = time_spent();
+        assert!(4 * short < long && 4 * short < again, "{long:?}, with an idle team {short:?}, after it {again:?}");
+    }
+}

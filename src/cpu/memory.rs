@@ -1,0 +1,56 @@
+//! Memory of a size that the caller of an operator decides. Where there is none the kernel ends with an [`Error`], which
+//! `operator::ffi::status` makes an exception: `vec!` would end the process.
+
+use crate::error::Error;
+use std::panic::resume_unwind;
+
+/// `len` times `value`.
+pub fn filled<T: Clone>(value: T, len: usize) -> Vec<T> {
+    let mut values = reserved(len);
+    values.resize(len, value);
+    values
+}
+
+/// The items, whose number the iterator knows.
+pub fn collected<T>(items: impl IntoIterator<Item = T>) -> Vec<T> {
+    let items = items.into_iter();
+    let mut values = reserved(items.size_hint().0);
+    values.extend(items);
+    values
+}
+
+/// Room for `len` values.
+pub fn reserved<T>(len: usize) -> Vec<T> {
+    let mut values = Vec::new();
+    if values.try_reserve_exact(len).is_err() {
+        refuse(len as u128 * size_of::<T>() as u128);
+    }
+    values
+}
+
+#[cold]
+fn refuse(bytes: u128) -> ! {
+    let text =
+        format!("not enough memory: a kernel's work space has {bytes} bytes; call it with fewer rows or columns");
+    // Not `panic!`, which would print it too.
+    resume_unwind(Box::new(Error::Torch(text)))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_cannot_be_had_is_an_error_and_not_the_end() {
+        for len in [1 << 60, usize::MAX] {
+            let caught = std::panic::catch_unwind(|| filled(0.0f32, len)).unwrap_err();
+            let error = caught.downcast::<Error>().unwrap().to_string();
+            let expected = format!("not enough memory: a kernel's work space has {} bytes;", 4 * len as u128);
+            assert!(error.starts_with(&expected), "{error}");
+        }
+        assert_eq!(
+            collected((0..3).map(|i| 2 * i)),
+            filled(1, 3).iter().zip([0, 2, 4]).map(|(a, b)| a * b).collect::<Vec<_>>()
+        );
+    }
+}
