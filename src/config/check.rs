@@ -235,6 +235,10 @@ impl TrainingConfig {
                 return Err(Error::invalid(format!("{name} must be at least {least}, got {value}")));
             }
         }
+        // An update holds its micro-batches, and dropout tells 2¹⁶ of them apart.
+        if self.accumulate > 1 << 16 {
+            return Err(Error::invalid(format!("accumulate must be at most 65536, got {}", self.accumulate)));
+        }
         if self.updates == 0 && self.epochs == 0 && self.patience == 0 && self.min_lr <= 0.0 {
             return Err(Error::invalid("nothing would stop this run: give updates, epochs, patience or min_lr"));
         }

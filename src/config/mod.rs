@@ -54,6 +54,10 @@ choice! {
     pub enum Precision ("precision") { F32 = "f32", Bf16 = "bf16" }
 }
 choice! {
+    /// What Adam adds ε to: √v (fairseq's form), or √v/√(1−β₂ᵗ) (Kingma & Ba's algorithm 1, torch's form).
+    pub enum AdamForm ("adam_form") { Fairseq = "fairseq", Torch = "torch" }
+}
+choice! {
     pub enum ScheduleName ("schedule") {
         InverseSqrt = "inverse-sqrt",
         ValDecay = "val-decay",
@@ -206,6 +210,8 @@ config! {
             beta2: f64 = 0.98,
             /// Adam's ε.
             adam_eps: f64 = 1e-8,
+            /// What Adam adds ε to: √v (fairseq), or the bias-corrected √(v/(1−β₂ᵗ)) (torch).
+            adam_form: AdamForm = AdamForm::Fairseq,
             /// Decoupled weight decay.
             weight_decay: f64 = 0.0,
             /// Clip the global gradient norm to this; 0: never.

@@ -11,6 +11,7 @@
 //! Nothing that a file says of lengths is believed before it is compared with the sizes of the files, and no memory is
 //! taken for it before that.
 
+use super::between::Between;
 use super::vocabulary::{Vocabulary, EOS, UNK};
 use crate::error::{Error, Result};
 use std::collections::BTreeSet;
@@ -97,11 +98,12 @@ impl Binarised {
     /// The sentences of a side of a split, without the EOS at their ends; `types` is the length of its dictionary.
     ///
     /// Text never yields a special symbol but UNK, so other ids below UNK's are read as UNK ([`Vocabulary`]).
-    pub fn sentences(&self, split: &str, side: Side, types: usize) -> Result<Vec<Vec<u32>>> {
+    pub fn sentences(&self, split: &str, side: Side, types: usize, between: Between) -> Result<Vec<Vec<u32>>> {
         let mut found = Vec::new();
         self.read(split, side, types, |ids| {
             let words = ids.strip_suffix(&[EOS]).unwrap_or(ids);
             found.push(words.iter().map(|&id| id.max(UNK)).collect());
+            between()
         })?;
         Ok(found)
     }
@@ -114,7 +116,7 @@ impl Binarised {
     }
 
     /// Hands over the ids of each sentence, all below `types`.
-    fn read(&self, split: &str, side: Side, types: usize, mut visit: impl FnMut(&[u32])) -> Result<()> {
+    fn read(&self, split: &str, side: Side, types: usize, mut visit: impl FnMut(&[u32]) -> Result<()>) -> Result<()> {
         let name = match (&self.pair, self.language(side)) {
             (Some(pair), Some(language)) => format!("{split}.{}.{language}", pair.named),
             _ => split.to_string(),
@@ -148,7 +150,7 @@ impl Binarised {
                 }
                 ids.push(id as u32);
             }
-            visit(&ids);
+            visit(&ids)?;
         }
         Ok(())
     }
@@ -343,7 +345,7 @@ mod tests {
 
     fn read(index: &[u8], tokens: &[u8], types: usize) -> Result<Vec<Vec<u32>>> {
         let folder = folder(&[("train.idx", index), ("train.bin", tokens)]);
-        Binarised::monolingual(folder.path()).sentences("train", Side::Target, types)
+        Binarised::monolingual(folder.path()).sentences("train", Side::Target, types, &mut || Ok(()))
     }
 
     fn message<T>(result: Result<T>) -> String {
@@ -388,7 +390,7 @@ mod tests {
             assert!(foreign.contains("sentence 3 holds the id 6, and the dictionary has 6 types"), "{foreign}");
         }
         let empty = folder(&[]);
-        let missing = message(Binarised::monolingual(empty.path()).sentences("train", Side::Target, 7));
+        let missing = message(Binarised::monolingual(empty.path()).sentences("train", Side::Target, 7, &mut || Ok(())));
         assert!(missing.contains("train.idx: not there"), "{missing}");
     }
 

@@ -4,11 +4,13 @@
 //! list of merges is joined wherever it occurs, left to right, again and again until no pair of neighbours is in the
 //! list. Every piece but a word's last carries `@@`.
 
-use std::collections::HashMap;
+use std::cmp::Reverse;
+use std::collections::{BinaryHeap, HashMap};
+use std::ops::Range;
 use std::path::Path;
 use std::sync::{Mutex, PoisonError};
 
-use crate::data::text::{read_lines, write_lines_atomic};
+use crate::data::text::read_lines;
 use crate::error::{Error, Result};
 
 /// Marks a piece that the next piece continues.
@@ -44,7 +46,7 @@ impl Bpe {
     /// Two columns without a header are version 0.1, as for subword-nmt. A merge listed twice keeps its first place.
     pub fn from_codes(path: impl AsRef<Path>) -> Result<Self> {
         let path = path.as_ref();
-        let lines = read_lines(path)?;
+        let lines = read_lines(path, &mut || Ok(()))?;
         let wrong = |index: usize, what: &str| {
             Error::invalid(format!(
                 "{}: line {}: {what}, got '{}'; expected the merges of subword-nmt \
@@ -125,41 +127,76 @@ impl Bpe {
         out
     }
 
-    /// Writes the merges in subword-nmt's format, whole or not at all.
-    pub fn save(&self, path: impl AsRef<Path>) -> Result<()> {
+    /// The merges in subword-nmt's format.
+    pub fn to_text(&self) -> String {
         let version = match self.word_end {
-            WordEnd::OwnSymbol => "#version: 0.1",
-            WordEnd::OnLastCharacter => "#version: 0.2",
+            WordEnd::OwnSymbol => "#version: 0.1\n",
+            WordEnd::OnLastCharacter => "#version: 0.2\n",
         };
-        let merges = self.merges.iter().map(|(left, right)| format!("{left} {right}"));
-        write_lines_atomic(path, std::iter::once(version.to_owned()).chain(merges))
+        let merges = self.merges.iter().map(|(left, right)| format!("{left} {right}\n"));
+        std::iter::once(version.to_owned()).chain(merges).collect()
     }
 
     fn segment_word(&self, word: &str) -> Vec<String> {
-        let mut symbols: Vec<String> = word.chars().map(String::from).collect();
-        if symbols.len() > 1 {
-            match self.word_end {
-                WordEnd::OwnSymbol => symbols.push(WORD_END.to_owned()),
-                WordEnd::OnLastCharacter => symbols.last_mut().into_iter().for_each(|last| last.push_str(WORD_END)),
-            }
-            while let Some((left, right)) = self.first_merge(&symbols) {
-                symbols = join_pairs(symbols, left, right);
-            }
-            if let Some(last) = symbols.pop() {
-                let last = last.strip_suffix(WORD_END).unwrap_or(&last);
-                symbols.extend((!last.is_empty()).then(|| last.to_owned()));
-            }
+        if word.chars().nth(1).is_none() {
+            return vec![word.to_owned()];
         }
-        let continued = symbols.len().saturating_sub(1);
-        symbols[..continued].iter_mut().for_each(|piece| piece.push_str(CONTINUED));
-        symbols
+        // The mark itself is no text.
+        let mut pieces: Vec<String> = self
+            .symbols(&format!("{word}{WORD_END}"))
+            .into_iter()
+            .filter(|symbol| symbol.start < word.len())
+            .map(|symbol| word[symbol.start..symbol.end.min(word.len())].to_owned())
+            .collect();
+        let continued = pieces.len().saturating_sub(1);
+        pieces[..continued].iter_mut().for_each(|piece| piece.push_str(CONTINUED));
+        pieces
     }
 
-    /// Of the pairs of neighbours, the one that stands first in the list of merges.
-    fn first_merge(&self, symbols: &[String]) -> Option<(&str, &str)> {
-        let rank = |pair: &[String]| self.ranks.get(&pair[0])?.get(&pair[1]).copied();
-        let (left, right) = &self.merges[symbols.windows(2).filter_map(rank).min()?];
-        Some((left, right))
+    /// The bytes of each symbol that the merges leave of a word and its mark.
+    ///
+    /// Symbols are a linked list, and a queue holds every pair of neighbours that is in the list of merges. So a word of n
+    /// characters costs O(n log n), where joining in place would cost O(n²).
+    fn symbols(&self, marked: &str) -> Vec<Range<usize>> {
+        let word = marked.len() - WORD_END.len();
+        let mut ends: Vec<usize> = marked[..word].char_indices().map(|(start, c)| start + c.len_utf8()).collect();
+        match self.word_end {
+            WordEnd::OwnSymbol => ends.push(marked.len()),
+            WordEnd::OnLastCharacter => ends.last_mut().into_iter().for_each(|end| *end = marked.len()),
+        }
+        let count = ends.len();
+        let mut start = 0;
+        let mut symbols: Vec<Range<usize>> =
+            ends.into_iter().map(|end| std::mem::replace(&mut start, end)..end).collect();
+        let mut next: Vec<usize> = (1..=count).collect();
+        let mut previous: Vec<usize> = (0..count).map(|i| i.saturating_sub(1)).collect();
+        let rank = |symbols: &[Range<usize>], next: &[usize], i: usize| {
+            let right = symbols.get(next[i])?.clone();
+            self.ranks.get(&marked[symbols[i].clone()])?.get(&marked[right]).copied()
+        };
+        let place = |symbols: &[Range<usize>], next: &[usize], i| Some(Reverse((rank(symbols, next, i)?, i)));
+        let mut queue: BinaryHeap<_> = (0..count).filter_map(|i| place(&symbols, &next, i)).collect();
+        while let Some(&Reverse((first, _))) = queue.peek() {
+            // All places of this merge, left to right, before any pair that it makes.
+            let mut joined = Vec::new();
+            while let Some(&Reverse((_, i))) = queue.peek().filter(|place| place.0 .0 == first) {
+                queue.pop();
+                if symbols[i].is_empty() || rank(&symbols, &next, i) != Some(first) {
+                    continue;
+                }
+                let gone = next[i];
+                symbols[i].end = symbols[gone].end;
+                symbols[gone] = 0..0;
+                next[i] = next[gone];
+                if let Some(previous) = previous.get_mut(next[i]) {
+                    *previous = i;
+                }
+                joined.push(i);
+            }
+            queue.extend(joined.iter().flat_map(|&i| [previous[i], i]).filter_map(|i| place(&symbols, &next, i)));
+        }
+        symbols.retain(|symbol| !symbol.is_empty());
+        symbols
     }
 }
 
@@ -168,17 +205,15 @@ pub(super) fn spaced_words(line: &str) -> impl Iterator<Item = &str> {
     line.trim_matches(['\r', '\n', ' ']).split(' ').filter(|word| !word.is_empty())
 }
 
-/// Joins each occurrence of the pair, left to right without overlap: in `x x x` the first two.
-fn join_pairs(symbols: Vec<String>, left: &str, right: &str) -> Vec<String> {
-    let mut joined = Vec::with_capacity(symbols.len());
-    let mut rest = symbols.into_iter().peekable();
-    while let Some(mut symbol) = rest.next() {
-        if symbol == left && rest.next_if(|next| next == right).is_some() {
-            symbol.push_str(right);
+#[cfg(test)]
+pub(super) mod testing {
+    /// Random numbers, each below the one given.
+    pub fn numbers(mut state: u64) -> impl FnMut(usize) -> usize {
+        move |n| {
+            state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+            (state >> 33) as usize % n
         }
-        joined.push(symbol);
     }
-    joined
 }
 
 #[cfg(test)]
@@ -254,6 +289,53 @@ mod tests {
         "b@@ \u{2028}@@ lo@@ w \u{85}",
     ];
 
+    /// The definition, word by word: the first pair of the list is joined wherever it stands, until none is left.
+    fn joined_in_place(bpe: &Bpe, word: &str) -> Vec<String> {
+        let mut symbols: Vec<String> = word.chars().map(String::from).collect();
+        match bpe.word_end {
+            WordEnd::OwnSymbol => symbols.push(WORD_END.into()),
+            WordEnd::OnLastCharacter => symbols.last_mut().unwrap().push_str(WORD_END),
+        }
+        let rank = |pair: &[String]| bpe.ranks.get(&pair[0])?.get(&pair[1]).copied();
+        while let Some(first) = symbols.windows(2).filter_map(rank).min() {
+            let (left, right) = &bpe.merges[first];
+            let mut i = 0;
+            while i + 1 < symbols.len() {
+                if symbols[i] == *left && symbols[i + 1] == *right {
+                    let right = symbols.remove(i + 1);
+                    symbols[i].push_str(&right);
+                }
+                i += 1;
+            }
+        }
+        symbols
+    }
+
+    #[test]
+    fn random_merges_join_as_in_place() {
+        let mut below = testing::numbers(7);
+        for round in 0..300 {
+            // Pairs of what there is, in any order: a merge may stand before those that make its parts.
+            let mut known: Vec<String> = ["a", "b", "c", "a</w>", "b</w>", "</w>"].map(String::from).to_vec();
+            let mut merges: Vec<(String, String)> = (0..12)
+                .map(|_| {
+                    let pair = (known[below(known.len())].clone(), known[below(known.len())].clone());
+                    known.push(format!("{}{}", pair.0, pair.1));
+                    pair
+                })
+                .collect();
+            (0..merges.len()).for_each(|i| merges.swap(i, below(12)));
+            let word_end = if round % 2 == 0 { WordEnd::OwnSymbol } else { WordEnd::OnLastCharacter };
+            let bpe = Bpe::new(word_end, merges);
+            for _ in 0..20 {
+                let word: String = (0..2 + below(20)).map(|_| ["a", "b", "c"][below(3)]).collect();
+                let marked = format!("{word}{WORD_END}");
+                let found: Vec<&str> = bpe.symbols(&marked).into_iter().map(|symbol| &marked[symbol]).collect();
+                assert_eq!(found, joined_in_place(&bpe, &word), "{word} by {:?}", bpe.merges);
+            }
+        }
+    }
+
     #[test]
     fn fastbpe_codes_have_counts_and_merge_like_version_02() {
         let with_counts: String = MERGES.lines().map(|line| format!("{line} 17\n")).collect();
@@ -268,7 +350,7 @@ mod tests {
         let path = folder.path().join("codes");
         for header in ["", "#version: 0.1\n", "#version: 0.2\n", "#version: 0.2.0\r\n"] {
             let first = bpe(&format!("{header}{MERGES}\n\n")).unwrap();
-            first.save(&path).unwrap();
+            std::fs::write(&path, first.to_text()).unwrap();
             let second = Bpe::from_codes(&path).unwrap();
             assert_eq!((first.word_end, &first.merges), (second.word_end, &second.merges));
         }

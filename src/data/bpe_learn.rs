@@ -1,54 +1,43 @@
-//! Learning merges: the most frequent pair of neighbours first (Sennrich et al. 2016), by the `tokenizers` crate's
-//! trainer.
+//! Learning merges: the most frequent pair of neighbours first (Sennrich et al. 2016).
+//!
+//! All different words lie in one row of symbols, linked to their neighbours, and every pair knows its places. A merge
+//! costs as much as it has places, so learning is linear in the corpus, however long its words are.
 
-use std::collections::BTreeSet;
+use std::cmp::Reverse;
+use std::collections::{BTreeMap, BTreeSet, BinaryHeap, HashMap};
 
-use tokenizers::models::bpe::{BpeTrainer, BPE};
-use tokenizers::{AddedToken, Trainer};
-
+use super::between::{listening, seldom, Between};
 use super::bpe::{spaced_words, Bpe, WORD_END};
 use crate::error::{Error, Result};
 
 /// A pair seen once is no pattern: subword-nmt's default too.
-const LEAST_PAIR_COUNT: u64 = 2;
+const LEAST_PAIR_COUNT: i64 = 2;
 
 impl Bpe {
     /// Learns at most `operations` merges from lines of words separated by spaces; fewer where no pair occurs twice any
     /// more.
     ///
-    /// The same lines give the same merges. For a joint BPE pass the lines of both languages.
-    pub fn learn<'a>(lines: impl IntoIterator<Item = &'a str>, operations: usize) -> Result<Self> {
+    /// The same lines give the same merges. Of pairs of one count the first comes first, by the symbols' age, then
+    /// alphabetically: so the `tokenizers` crate's trainer has it. For a joint BPE pass the lines of both languages.
+    pub fn learn<'a>(lines: impl IntoIterator<Item = &'a str>, operations: usize, between: Between) -> Result<Self> {
         if operations == 0 {
             return Err(Error::invalid("0 BPE operations; expected at least 1, or no BPE at all (--no-bpe)"));
         }
-        let lines: Vec<&str> = lines.into_iter().collect();
-        let initial = initial_symbols(&lines);
-        let first_merge = initial.len();
-        // The trainer numbers word-final symbols in the order of a hash map with random keys and breaks ties of
-        // frequency by these numbers. Given as special tokens, all first symbols have their numbers beforehand and two
-        // runs agree.
-        let numbered = initial.into_iter().map(|symbol| AddedToken::from(symbol, true)).collect();
-        let mut trainer = BpeTrainer::builder()
-            .show_progress(false)
-            .special_tokens(numbered)
-            .vocab_size(first_merge.saturating_add(operations))
-            .min_frequency(LEAST_PAIR_COUNT)
-            .end_of_word_suffix(WORD_END.to_owned())
-            .build();
-        let mut model = BPE::default();
-        trainer
-            .feed(lines.iter(), |line| Ok(learnable_words(line).map(str::to_owned).collect()))
-            .and_then(|()| trainer.train(&mut model))
-            .map_err(|error| Error::invalid(format!("learning BPE failed: {error}")))?;
-        let mut merges = merges_of(&model)?;
-        // The trainer counts new symbols; a merge that spells an old one anew is free for it, and would exceed what was
-        // asked for.
-        merges.truncate(operations);
+        let mut between = seldom(between);
+        let mut number_of_lines = 0;
+        // In order, so that nothing depends on a hash map's.
+        let mut words: BTreeMap<&str, i64> = BTreeMap::new();
+        listening(&mut between, lines, |lines| {
+            for line in lines {
+                number_of_lines += 1;
+                learnable_words(line).for_each(|word| *words.entry(word).or_default() += 1);
+            }
+        })?;
+        let merges = Learner::new(&words, &mut between)?.learn(operations, &mut between)?;
         if merges.is_empty() {
             return Err(Error::invalid(format!(
-                "no pair of characters occurs twice in the {} lines to learn BPE from; expected more \
-                 text, or no BPE at all (--no-bpe)",
-                lines.len()
+                "no pair of characters occurs twice in the {number_of_lines} lines to learn BPE from; expected more \
+                 text, or no BPE at all (--no-bpe)"
             )));
         }
         Ok(Self::from_merges(merges))
@@ -61,32 +50,260 @@ fn learnable_words(line: &str) -> impl Iterator<Item = &str> {
     spaced_words(line).filter(|word| !word.contains('\r'))
 }
 
-/// Every symbol a word can start from: its characters, and its last one with the end-of-word mark; in alphabetical
-/// order.
-fn initial_symbols(lines: &[&str]) -> BTreeSet<String> {
-    let mut symbols = BTreeSet::new();
-    for word in lines.iter().flat_map(|line| learnable_words(line)) {
+/// A symbol's number, by age: those that words start from, alphabetically, then the merged ones.
+type Id = u32;
+type Pair = (Id, Id);
+
+/// No symbol: a place that a merge has emptied.
+const GONE: Id = Id::MAX;
+/// No place: beyond a word's end.
+const NOWHERE: u32 = u32::MAX;
+
+struct Learner {
+    spelled: Vec<String>,
+    ids: HashMap<String, Id>,
+    /// The words' symbols, each at the place of its first character.
+    symbols: Vec<Id>,
+    next: Vec<u32>,
+    previous: Vec<u32>,
+    /// The number of a place's word.
+    words: Vec<u32>,
+    /// How often each word occurs.
+    frequencies: Vec<i64>,
+    /// How often each pair occurs; of merged ones, how often it did.
+    counts: HashMap<Pair, i64>,
+    /// Where a pair may stand, by its left symbol.
+    places: HashMap<Pair, Vec<u32>>,
+    /// Pairs by count, then by age, with the [`Learner::found`] that they were queued for; a count that has changed since
+    /// is put right when it comes up.
+    queue: BinaryHeap<(i64, Reverse<Pair>, Reverse<usize>)>,
+    /// The words, ascending, in which a pair came up together. A pair that another merge spells anew comes up twice, and
+    /// each time is merged by itself: so the `tokenizers` crate's trainer has it.
+    found: Vec<Vec<u32>>,
+}
+
+impl Learner {
+    fn new(words: &BTreeMap<&str, i64>, between: Between) -> Result<Self> {
+        let mut symbols = BTreeSet::new();
+        listening(between, words.keys(), |words| {
+            for (index, word, character) in words.flat_map(|word| word.char_indices().map(move |(i, c)| (i, word, c))) {
+                symbols.insert(character.to_string());
+                if index + character.len_utf8() == word.len() {
+                    symbols.insert(format!("{character}{WORD_END}"));
+                }
+            }
+        })?;
+        let spelled: Vec<String> = symbols.into_iter().collect();
+        let ids = spelled.iter().enumerate().map(|(id, symbol)| (symbol.clone(), id as Id)).collect();
+        let mut learner = Learner {
+            spelled,
+            ids,
+            symbols: Vec::new(),
+            next: Vec::new(),
+            previous: Vec::new(),
+            words: Vec::new(),
+            frequencies: Vec::new(),
+            counts: HashMap::new(),
+            places: HashMap::new(),
+            queue: BinaryHeap::new(),
+            found: Vec::new(),
+        };
+        listening(between, words, |words| words.for_each(|(word, count)| learner.add(word, *count)))?;
+        if learner.symbols.len() >= NOWHERE as usize {
+            return Err(Error::invalid("more than 4 billion characters in different words; expected text with spaces"));
+        }
+        let word = |place: &u32| learner.words[*place as usize];
+        let first: Vec<(Pair, Vec<u32>)> =
+            learner.places.iter().map(|(pair, places)| (*pair, places.iter().map(word).collect())).collect();
+        first.into_iter().for_each(|(pair, words)| learner.enqueue(pair, words));
+        Ok(learner)
+    }
+
+    fn add(&mut self, word: &str, count: i64) {
+        let first = self.symbols.len();
         for (index, character) in word.char_indices() {
-            // The trainer wants each character without the mark as well.
-            symbols.insert(character.to_string());
-            if index + character.len_utf8() == word.len() {
-                symbols.insert(format!("{character}{WORD_END}"));
+            let is_last = index + character.len_utf8() == word.len();
+            let symbol = format!("{character}{}", if is_last { WORD_END } else { "" });
+            let place = self.symbols.len();
+            self.symbols.push(self.ids[&symbol]);
+            self.words.push(self.frequencies.len() as u32);
+            self.previous.push(if index == 0 { NOWHERE } else { place as u32 - 1 });
+            self.next.push(if is_last { NOWHERE } else { place as u32 + 1 });
+        }
+        self.frequencies.push(count);
+        for place in first + 1..self.symbols.len() {
+            self.count(place as u32 - 1, (self.symbols[place - 1], self.symbols[place]), count);
+        }
+    }
+
+    /// The pair stands at `place` now (`weight` > 0), or does not any more.
+    fn count(&mut self, place: u32, pair: Pair, weight: i64) {
+        *self.counts.entry(pair).or_default() += weight;
+        if weight > 0 {
+            self.places.entry(pair).or_default().push(place);
+        }
+    }
+
+    /// A pair that has come up in these words, which ascend.
+    fn enqueue(&mut self, pair: Pair, mut words: Vec<u32>) {
+        words.dedup();
+        self.queue.push((self.counts[&pair], Reverse(pair), Reverse(self.found.len())));
+        self.found.push(words);
+    }
+
+    /// Merges until there are `operations` new symbols, or no pair occurs often enough.
+    fn learn(mut self, operations: usize, between: Between) -> Result<Vec<(String, String)>> {
+        let enough = self.spelled.len().saturating_add(operations);
+        let mut merged = Vec::new();
+        while self.spelled.len() < enough {
+            between()?;
+            let Some((count, Reverse(pair), found)) = self.queue.pop() else { break };
+            let now = self.counts[&pair];
+            if count != now {
+                self.queue.push((now, Reverse(pair), found));
+                continue;
+            }
+            if count < LEAST_PAIR_COUNT {
+                break;
+            }
+            merged.push(pair);
+            let words = std::mem::take(&mut self.found[found.0]);
+            let is_found = |place: &u32| words.binary_search(&self.words[*place as usize]).is_ok();
+            let (places, others): (Vec<u32>, Vec<u32>) =
+                self.places.remove(&pair).unwrap_or_default().into_iter().partition(is_found);
+            if !others.is_empty() {
+                self.places.insert(pair, others);
+            }
+            self.merge(pair, places);
+        }
+        // A pair that came up again counts where it was merged last.
+        let last: HashMap<Pair, usize> = merged.iter().enumerate().map(|(rank, pair)| (*pair, rank)).collect();
+        let kept = merged.iter().enumerate().filter(|(rank, pair)| last[*pair] == *rank).map(|(_, pair)| pair);
+        let spelled = |id: Id| self.spelled[id as usize].clone();
+        // A merge that spells an old symbol anew is free above, and would exceed what was asked for.
+        Ok(kept.take(operations).map(|&(left, right)| (spelled(left), spelled(right))).collect())
+    }
+
+    /// Joins a pair wherever it stands, in each word from left to right.
+    fn merge(&mut self, (left, right): Pair, mut places: Vec<u32>) {
+        let spelled = format!("{}{}", self.spelled[left as usize], self.spelled[right as usize]);
+        let new = *self.ids.entry(spelled.clone()).or_insert(self.spelled.len() as Id);
+        if new as usize == self.spelled.len() {
+            self.spelled.push(spelled);
+        }
+        places.sort_unstable();
+        places.dedup();
+        let mut made: BTreeMap<Pair, Vec<u32>> = BTreeMap::new();
+        for place in places {
+            let at = place as usize;
+            let gone = self.next[at];
+            if self.symbols[at] != left || gone == NOWHERE || self.symbols[gone as usize] != right {
+                continue;
+            }
+            let (before, after, word) = (self.previous[at], self.next[gone as usize], self.words[at]);
+            let weight = self.frequencies[word as usize];
+            self.symbols[at] = new;
+            self.symbols[gone as usize] = GONE;
+            self.next[at] = after;
+            if before != NOWHERE {
+                let symbol = self.symbols[before as usize];
+                self.count(before, (symbol, left), -weight);
+                self.count(before, (symbol, new), weight);
+                made.entry((symbol, new)).or_default().push(word);
+            }
+            if after != NOWHERE {
+                self.previous[after as usize] = place;
+                let symbol = self.symbols[after as usize];
+                self.count(place, (right, symbol), -weight);
+                self.count(place, (new, symbol), weight);
+                made.entry((new, symbol)).or_default().push(word);
+            }
+        }
+        for (pair, words) in made {
+            match self.counts[&pair] > 0 {
+                true => self.enqueue(pair, words),
+                false => drop(self.places.remove(&pair)),
             }
         }
     }
-    symbols
-}
-
-/// The model's merges in order. Its fields are private: its JSON form is the public way to them.
-fn merges_of(model: &BPE) -> Result<Vec<(String, String)>> {
-    let unreadable = |error| Error::invalid(format!("the merges of the `tokenizers` crate cannot be read: {error}"));
-    let mut json = serde_json::to_value(model).map_err(unreadable)?;
-    serde_json::from_value(json["merges"].take()).map_err(unreadable)
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::data::bpe::testing::numbers;
+    use tokenizers::models::bpe::{BpeTrainer, BPE};
+    use tokenizers::{AddedToken, Trainer};
+
+    fn learn<'a>(lines: impl IntoIterator<Item = &'a str>, operations: usize) -> Result<Bpe> {
+        Bpe::learn(lines, operations, &mut || Ok(()))
+    }
+
+    /// The merges of the `tokenizers` crate's trainer, whose first symbols have their numbers beforehand.
+    fn by_tokenizers(lines: &[String], operations: usize) -> Vec<(String, String)> {
+        let mut initial = BTreeSet::new();
+        for word in lines.iter().flat_map(|line| learnable_words(line)) {
+            initial.extend(word.chars().map(String::from));
+            initial.extend(word.chars().last().map(|c| format!("{c}{WORD_END}")));
+        }
+        let size = initial.len() + operations;
+        let mut trainer = BpeTrainer::builder()
+            .show_progress(false)
+            .special_tokens(initial.into_iter().map(|symbol| AddedToken::from(symbol, true)).collect())
+            .vocab_size(size)
+            .min_frequency(LEAST_PAIR_COUNT as u64)
+            .end_of_word_suffix(WORD_END.to_owned())
+            .build();
+        let mut model = BPE::default();
+        trainer.feed(lines.iter(), |line| Ok(learnable_words(line).map(str::to_owned).collect())).unwrap();
+        trainer.train(&mut model).unwrap();
+        let mut json = serde_json::to_value(&model).unwrap();
+        let mut merges: Vec<(String, String)> = serde_json::from_value(json["merges"].take()).unwrap();
+        merges.truncate(operations);
+        merges
+    }
+
+    /// Few letters and long words: overlapping pairs, ties, and symbols that several merges spell.
+    #[test]
+    fn merges_are_those_of_the_tokenizers_crate() {
+        let mut below = numbers(11);
+        for round in 0..200 {
+            let (letters, longest) = (1 + below(4), 1 + below(30));
+            let word = |below: &mut dyn FnMut(usize) -> usize| -> String {
+                (0..1 + below(longest)).map(|_| ["a", "b", "ü", "</w>"][below(letters)]).collect()
+            };
+            let lines: Vec<String> =
+                (0..1 + below(12)).map(|_| [word(&mut below), word(&mut below), word(&mut below)].join(" ")).collect();
+            for operations in [1, 7, 60] {
+                let expected = by_tokenizers(&lines, operations);
+                match learn(lines.iter().map(String::as_str), operations) {
+                    Ok(bpe) => assert_eq!(bpe.merges(), expected, "round {round}, {operations} of {lines:?}"),
+                    Err(_) => assert!(expected.is_empty(), "round {round}"),
+                }
+            }
+        }
+    }
+
+    /// A word as long as this costs the trainer above a minute.
+    #[test]
+    fn a_long_word_is_learned_and_cut_in_linear_time() {
+        let mut below = numbers(3);
+        let word: String = (0..160_000).map(|_| (b'a' + below(20) as u8) as char).collect();
+        let start = std::time::Instant::now();
+        let bpe = learn([word.as_str()], 8000).unwrap();
+        assert!(bpe.merges().len() > 7000, "{}", bpe.merges().len());
+        let pieces = bpe.segment(&word);
+        assert!(start.elapsed().as_secs() < 20);
+        assert_eq!(crate::data::join(&pieces), word);
+        assert!(pieces.len() < 80_000, "{}", pieces.len());
+    }
+
+    #[test]
+    fn a_wish_to_stop_is_heard() {
+        let lines = std::iter::repeat_n("ab cd abc", 100_000_000);
+        let stopped = Bpe::learn(lines, 5, &mut || Err(Error::Interrupted("stop".into()))).unwrap_err();
+        assert!(matches!(stopped, Error::Interrupted(_)), "{stopped}");
+    }
 
     fn pairs(bpe: &Bpe) -> Vec<String> {
         bpe.merges().iter().map(|(left, right)| format!("{left} {right}")).collect()
@@ -95,7 +312,7 @@ mod tests {
     #[test]
     fn the_most_frequent_pair_comes_first() {
         // l-o 5, o-w</w> 3, o-w 2, w-e 2, e-r</w> 2; after "lo": lo-w</w> 3, lo-w 2.
-        let bpe = Bpe::learn(["low low low", " lower  lower "], 3).unwrap();
+        let bpe = learn(["low low low", " lower  lower "], 3).unwrap();
         assert_eq!(pairs(&bpe)[..2], ["l o", "lo w</w>"]);
         assert_eq!(bpe.merges().len(), 3);
         assert_eq!(bpe.segment("low lot"), ["low", "lo@@", "t"]);
@@ -103,7 +320,7 @@ mod tests {
 
     #[test]
     fn learning_ends_where_no_pair_occurs_twice() {
-        let bpe = Bpe::learn(["ab ab cd"], 100).unwrap();
+        let bpe = learn(["ab ab cd"], 100).unwrap();
         assert_eq!(pairs(&bpe), ["a b</w>"]);
     }
 
@@ -111,19 +328,16 @@ mod tests {
     fn ties_are_broken_the_same_way_every_time() {
         let lines: Vec<String> =
             (0..400u32).map(|i| format!("{:x} {:o}", i.wrapping_mul(2_654_435_761), i * 77)).collect();
-        let learn = || pairs(&Bpe::learn(lines.iter().map(String::as_str), 200).unwrap());
-        let first = learn();
+        let again = || pairs(&learn(lines.iter().map(String::as_str), 200).unwrap());
+        let first = again();
         for _ in 0..5 {
-            assert_eq!(learn(), first);
+            assert_eq!(again(), first);
         }
     }
 
     #[test]
     fn nothing_to_learn_is_an_error() {
-        assert!(Bpe::learn(["a b c", "de"], 10)
-            .unwrap_err()
-            .to_string()
-            .contains("no pair of characters occurs twice"));
-        assert!(Bpe::learn(["aa aa"], 0).unwrap_err().to_string().contains("at least 1"));
+        assert!(learn(["a b c", "de"], 10).unwrap_err().to_string().contains("no pair of characters occurs twice"));
+        assert!(learn(["aa aa"], 0).unwrap_err().to_string().contains("at least 1"));
     }
 }

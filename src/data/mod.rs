@@ -4,6 +4,7 @@
 //! folders hold ids already ([`binarised`]). Sentences of ids form a [`corpus`], and sentences of like length share a
 //! batch ([`batches`]), delivered for ever in an order that a seed fixes ([`stream`]).
 
+pub mod between;
 pub mod text;
 
 pub mod bpe;
@@ -21,11 +22,12 @@ pub mod random;
 pub mod stream;
 
 pub use batches::{collate, plan, word_dropout, Batch, Packed};
+pub use between::{listening, seldom, Between};
 pub use binarised::{Binarised, Side};
 pub use bpe::Bpe;
 pub use corpus::{retain, Corpus, LongSentences};
 pub use random::Random;
 pub use segmenter::{join, join_line, Segmenter};
 pub use stream::{BatchStream, Cursor, Prefetch, StreamConfig};
-pub use text::{read_lines, read_parallel, write_lines_atomic};
+pub use text::{read_lines, read_parallel};
 pub use vocabulary::{seen_mask, Vocabulary};

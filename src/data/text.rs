@@ -4,23 +4,27 @@
 //! other characters that some readers also break at stay inside their sentence, where breaking would shift one side of
 //! a parallel corpus against the other.
 
-use std::fs::{self, File};
-use std::io::{self, BufWriter, Read, Write};
-use std::path::{Path, PathBuf};
+use std::fs::File;
+use std::io::{self, Read};
+use std::path::Path;
 
 use flate2::read::MultiGzDecoder;
 
+use super::between::{listening, Between};
 use crate::error::{Error, Result};
 
+/// Bytes between two questions whether to go on.
+const CHUNK: usize = 1 << 20;
 const GZIP_MAGIC: [u8; 2] = [0x1f, 0x8b];
 
 /// The lines of a UTF-8 text file without their ends (`\n` or `\r\n`); gzip is recognised by its first two bytes,
 /// whatever the name.
 ///
-/// Errors: a missing or empty file, a damaged gzip file, and invalid UTF-8 (with its line number, counted from 1).
-pub fn read_lines(path: impl AsRef<Path>) -> Result<Vec<String>> {
+/// Errors: a missing or empty file, a damaged gzip file, too little memory, invalid UTF-8 (with its line number, counted
+/// from 1), and what `between` returns.
+pub fn read_lines(path: impl AsRef<Path>, between: Between) -> Result<Vec<String>> {
     let path = path.as_ref();
-    let bytes = read_bytes(path)?;
+    let bytes = read_bytes(path, between)?;
     if bytes.is_empty() {
         return Err(Error::invalid(format!(
             "{}: the file is empty; expected text in UTF-8 with one sentence a line",
@@ -31,7 +35,12 @@ pub fn read_lines(path: impl AsRef<Path>) -> Result<Vec<String>> {
     let to_line = |(index, line): (usize, &[u8])| {
         let line = line.strip_suffix(b"\r").unwrap_or(line);
         match std::str::from_utf8(line) {
-            Ok(line) => Ok(line.to_owned()),
+            Ok(line) => {
+                let mut own = String::new();
+                own.try_reserve_exact(line.len()).map_err(|_| too_large(path, bytes.len()))?;
+                own.push_str(line);
+                Ok(own)
+            }
             Err(error) => Err(Error::invalid(format!(
                 "{}: line {}: byte {} (0x{:02x}) is not valid UTF-8; expected text in UTF-8, convert the file first \
                  (for example `iconv -f latin1 -t utf-8`)",
@@ -42,13 +51,17 @@ pub fn read_lines(path: impl AsRef<Path>) -> Result<Vec<String>> {
             ))),
         }
     };
-    body.split(|&byte| byte == b'\n').enumerate().map(to_line).collect()
+    listening(between, body.split(|&byte| byte == b'\n').enumerate(), |lines| lines.map(to_line).collect())?
 }
 
 /// The sentence pairs of two files whose lines correspond.
-pub fn read_parallel(source: impl AsRef<Path>, target: impl AsRef<Path>) -> Result<Vec<(String, String)>> {
+pub fn read_parallel(
+    source: impl AsRef<Path>,
+    target: impl AsRef<Path>,
+    between: Between,
+) -> Result<Vec<(String, String)>> {
     let (source, target) = (source.as_ref(), target.as_ref());
-    let (sources, targets) = (read_lines(source)?, read_lines(target)?);
+    let (sources, targets) = (read_lines(source, between)?, read_lines(target, between)?);
     if sources.len() != targets.len() {
         return Err(Error::invalid(format!(
             "{} has {} lines and {} has {}; expected parallel files, in which line k of one \
@@ -62,33 +75,6 @@ pub fn read_parallel(source: impl AsRef<Path>, target: impl AsRef<Path>) -> Resu
     Ok(sources.into_iter().zip(targets).collect())
 }
 
-/// Writes the lines, each ended by `\n`, so that `path` holds either its old content or all of the new, never a part.
-///
-/// The new file is written beside the old one, synced and renamed, and the folder synced. Something that is no regular
-/// file, such as `/dev/stdout`, cannot be renamed over and is written straight.
-pub fn write_lines_atomic<S: AsRef<str>>(path: impl AsRef<Path>, lines: impl IntoIterator<Item = S>) -> Result<()> {
-    let path = path.as_ref();
-    let failed = |error| Error::io("write", path, error);
-    if fs::metadata(path).is_ok_and(|found| !found.is_file()) {
-        let file = fs::OpenOptions::new().write(true).open(path).map_err(failed)?;
-        return write_lines(&file, lines).map_err(failed);
-    }
-    let beside = beside(path)?;
-    let written = File::create(&beside)
-        .and_then(|file| {
-            write_lines(&file, lines)?;
-            file.sync_all()
-        })
-        .and_then(|()| fs::rename(&beside, path))
-        .and_then(|()| File::open(parent(path))?.sync_all());
-    written.map_err(|error| {
-        // Best effort: the failure to report is the first one, and after a successful rename there is nothing left to
-        // remove.
-        let _ = fs::remove_file(&beside);
-        failed(error)
-    })
-}
-
 /// The words of a line: what white space separates by the definition of Python's `str.split()`, which fairseq and
 /// sacrebleu use.
 ///
@@ -99,69 +85,70 @@ pub fn words(line: &str) -> impl Iterator<Item = &str> {
     line.split(is_space).filter(|word| !word.is_empty())
 }
 
-fn read_bytes(path: &Path) -> Result<Vec<u8>> {
-    let bytes = match fs::read(path) {
-        Ok(bytes) => bytes,
-        Err(error) if error.kind() == io::ErrorKind::NotFound => {
-            return Err(Error::invalid(format!(
-                "{}: no such file; expected a text file in UTF-8, plain or gzip: check the path",
-                path.display()
-            )));
+fn read_bytes(path: &Path, between: Between) -> Result<Vec<u8>> {
+    let refused = |error: io::Error| match error.kind() {
+        io::ErrorKind::NotFound => Error::invalid(format!(
+            "{}: no such file; expected a text file in UTF-8, plain or gzip: check the path",
+            path.display()
+        )),
+        _ if path.is_dir() => {
+            Error::invalid(format!("{}: a folder; expected a text file in UTF-8, plain or gzip", path.display()))
         }
-        Err(_) if path.is_dir() => {
-            return Err(Error::invalid(format!(
-                "{}: a folder; expected a text file in UTF-8, plain or gzip",
-                path.display()
-            )));
-        }
-        Err(error) => return Err(Error::io("read", path, error)),
+        _ => Error::io("read", path, error),
     };
+    let bytes = read_whole(path, File::open(path).map_err(refused)?, refused, between)?;
     if !bytes.starts_with(&GZIP_MAGIC) {
         return Ok(bytes);
     }
-    let mut text = Vec::new();
     // Several members may follow each other (`cat a.gz b.gz`, bgzip); the plain decoder would stop silently after the
     // first.
-    match MultiGzDecoder::new(bytes.as_slice()).read_to_end(&mut text) {
-        Ok(_) => Ok(text),
-        Err(error) => Err(Error::invalid(format!(
+    let damaged = |error: io::Error| {
+        Error::invalid(format!(
             "{}: a damaged or incomplete gzip file ({error}); expected what `gzip -t` accepts: \
              fetch or compress it again",
             path.display()
-        ))),
-    }
-}
-
-fn write_lines<S: AsRef<str>>(file: &File, lines: impl IntoIterator<Item = S>) -> io::Result<()> {
-    let mut out = BufWriter::new(file);
-    for line in lines {
-        out.write_all(line.as_ref().as_bytes())?;
-        out.write_all(b"\n")?;
-    }
-    out.flush()
-}
-
-/// A hidden name in the same folder (a rename does not cross file systems), one per process.
-fn beside(path: &Path) -> Result<PathBuf> {
-    let Some(name) = path.file_name() else {
-        return Err(Error::invalid(format!(
-            "'{}' names no file; expected the path of a file to write",
-            path.display()
-        )));
+        ))
     };
-    Ok(path.with_file_name(format!(".{}.{}.part", name.to_string_lossy(), std::process::id())))
+    read_whole(path, MultiGzDecoder::new(bytes.as_slice()), damaged, between)
 }
 
-fn parent(path: &Path) -> &Path {
-    match path.parent() {
-        Some(parent) if !parent.as_os_str().is_empty() => parent,
-        _ => Path::new("."),
+/// All that `from` has. `between` is asked at every chunk.
+fn read_whole(
+    path: &Path,
+    mut from: impl Read,
+    refused: impl Fn(io::Error) -> Error,
+    between: Between,
+) -> Result<Vec<u8>> {
+    let mut text = Vec::new();
+    loop {
+        match from.by_ref().take(CHUNK as u64).read_to_end(&mut text) {
+            Ok(0) => return Ok(text),
+            Ok(_) => between()?,
+            Err(error) if error.kind() == io::ErrorKind::OutOfMemory => return Err(too_large(path, text.len())),
+            Err(error) => return Err(refused(error)),
+        }
     }
+}
+
+fn too_large(path: &Path, bytes: usize) -> Error {
+    Error::invalid(format!(
+        "{}: its text does not fit into memory (no room after {bytes} bytes of it): give a smaller file, or more memory",
+        path.display()
+    ))
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+    use std::io::Write;
+
+    fn read_lines(path: impl AsRef<Path>) -> Result<Vec<String>> {
+        super::read_lines(path, &mut || Ok(()))
+    }
+
+    fn read_parallel(source: &Path, target: &Path) -> Result<Vec<(String, String)>> {
+        super::read_parallel(source, target, &mut || Ok(()))
+    }
 
     fn file(bytes: &[u8]) -> tempfile::NamedTempFile {
         let mut file = tempfile::NamedTempFile::new().unwrap();
@@ -209,34 +196,41 @@ mod tests {
     }
 
     #[test]
+    fn too_little_memory_is_not_damage() {
+        struct Bomb;
+        impl Read for Bomb {
+            fn read(&mut self, _: &mut [u8]) -> io::Result<usize> {
+                Err(io::ErrorKind::OutOfMemory.into())
+            }
+        }
+        let damaged = |_| Error::invalid("damaged");
+        let said = message(read_whole(Path::new("bomb.gz"), Bomb, damaged, &mut || Ok(())));
+        assert!(said.contains("bomb.gz: its text does not fit into memory"), "{said}");
+    }
+
+    #[test]
+    fn reading_hears_a_wish_to_stop() {
+        let text = file(&vec![b'\n'; 3 * CHUNK]);
+        for questions in 0..5 {
+            let mut left = questions;
+            let stopped = super::read_lines(text.path(), &mut || match left {
+                0 => Err(Error::Interrupted("stop".into())),
+                _ => {
+                    left -= 1;
+                    Ok(())
+                }
+            });
+            assert!(matches!(stopped, Err(Error::Interrupted(_))), "after {questions}");
+        }
+    }
+
+    #[test]
     fn parallel_files_must_have_as_many_lines() {
         let (two, three) = (file(b"a\nb\n"), file(b"x\ny\nz\n"));
         let uneven = message(read_parallel(two.path(), three.path()));
         assert!(uneven.contains("has 2 lines") && uneven.contains("has 3"), "{uneven}");
         let pairs = read_parallel(two.path(), two.path()).unwrap();
         assert_eq!(pairs, [("a".into(), "a".into()), ("b".into(), "b".into())]);
-    }
-
-    #[test]
-    fn writing_replaces_whole_files_and_leaves_nothing_beside() {
-        let folder = tempfile::tempdir().unwrap();
-        let path = folder.path().join("out.txt");
-        for lines in [vec!["long", "old", "text"], vec!["new"]] {
-            write_lines_atomic(&path, &lines).unwrap();
-            assert_eq!(read_lines(&path).unwrap(), lines);
-        }
-        assert_eq!(fs::read_dir(folder.path()).unwrap().count(), 1);
-        let nowhere = message(write_lines_atomic(folder.path().join("no/out.txt"), ["x"]));
-        assert!(nowhere.starts_with("write ") && nowhere.contains("no/out.txt"), "{nowhere}");
-        write_lines_atomic("/dev/null", ["x"]).unwrap();
-        // The rename fails: while the lines were written, a folder took the name.
-        let taken = folder.path().join("taken");
-        let lines = (0..2).map(|line| {
-            let _ = fs::create_dir(&taken);
-            line.to_string()
-        });
-        assert!(message(write_lines_atomic(&taken, lines)).starts_with("write "));
-        assert_eq!(fs::read_dir(folder.path()).unwrap().count(), 2);
     }
 
     #[test]

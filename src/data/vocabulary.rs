@@ -3,7 +3,7 @@
 use std::collections::HashMap;
 use std::path::Path;
 
-use super::text::{read_lines, write_lines_atomic};
+use super::text::read_lines;
 use crate::error::{Error, Result};
 
 /// Begin of sentence: fairseq numbers it and hardly uses it (a decoder starts from [`EOS`]).
@@ -52,7 +52,7 @@ impl Vocabulary {
     pub fn load(path: impl AsRef<Path>) -> Result<Self> {
         let path = path.as_ref();
         let mut vocabulary = Self::with_specials();
-        for (index, line) in read_lines(path)?.iter().enumerate() {
+        for (index, line) in read_lines(path, &mut || Ok(()))?.iter().enumerate() {
             let wrong = |what: String| Error::invalid(format!("{}: line {}: {what}", path.display(), index + 1));
             // From the right: a piece may hold any white space but the line's end.
             let (piece, count) = match line.rsplit_once(' ').map(|(piece, count)| (piece, count.parse())) {
@@ -79,10 +79,10 @@ impl Vocabulary {
         Ok(vocabulary)
     }
 
-    /// Writes the pieces after the special ones as fairseq's `dict.txt`, whole or not at all.
-    pub fn save(&self, path: impl AsRef<Path>) -> Result<()> {
+    /// fairseq's `dict.txt`: the pieces after the special ones.
+    pub fn to_text(&self) -> String {
         let lines = self.pieces.iter().zip(&self.counts).skip(SPECIALS.len());
-        write_lines_atomic(path, lines.map(|(piece, count)| format!("{piece} {count}")))
+        lines.map(|(piece, count)| format!("{piece} {count}\n")).collect()
     }
 
     /// The number of ids, the special symbols' included.
@@ -167,8 +167,8 @@ mod tests {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("dict.txt");
         let vocabulary = Vocabulary::build("a\u{a0}b a\u{a0}b \t x\u{2028} c c c".split(' '));
-        vocabulary.save(&path).unwrap();
-        assert_eq!(std::fs::read_to_string(&path).unwrap(), "c 3\na\u{a0}b 2\n\t 1\nx\u{2028} 1\n");
+        std::fs::write(&path, vocabulary.to_text()).unwrap();
+        assert_eq!(vocabulary.to_text(), "c 3\na\u{a0}b 2\n\t 1\nx\u{2028} 1\n");
         let loaded = Vocabulary::load(&path).unwrap();
         assert_eq!(loaded, vocabulary);
         // A file's order is kept, whatever the counts.

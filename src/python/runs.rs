@@ -48,7 +48,7 @@ fn translate(
 
 /// Work without the GIL that asks Python's signal handlers now and then whether to go on. Ctrl-C is `Interrupted`; what
 /// other handlers raise stays what it is.
-fn listening<T: Send>(
+pub(super) fn listening<T: Send>(
     py: Python<'_>,
     what: &str,
     work: impl FnOnce(&mut dyn FnMut() -> crate::error::Result<()>) -> crate::error::Result<T> + Send,
@@ -135,6 +135,12 @@ fn target_vocabulary(model_dir: &str) -> PyResult<Option<Vec<bool>>> {
     Ok(run::target_vocabulary(Path::new(model_dir))?)
 }
 
+/// Refuses a run's folder whose files are damaged.
+#[pyfunction]
+fn check_run(model_dir: &str) -> PyResult<()> {
+    Ok(run::check(Path::new(model_dir))?)
+}
+
 /// A line of split text with its words whole again.
 #[pyfunction]
 fn join_line(line: &str) -> String {
@@ -165,6 +171,7 @@ pub(super) fn add(m: &Bound<'_, PyModule>) -> PyResult<()> {
     m.add_function(wrap_pyfunction!(load_parameters, m)?)?;
     m.add_function(wrap_pyfunction!(save_model, m)?)?;
     m.add_function(wrap_pyfunction!(target_vocabulary, m)?)?;
+    m.add_function(wrap_pyfunction!(check_run, m)?)?;
     m.add_function(wrap_pyfunction!(join_line, m)?)?;
     m.add_function(wrap_pyfunction!(bleu, m)?)
 }

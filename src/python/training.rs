@@ -1,5 +1,6 @@
 //! Training, told to an observer, and its schedules.
 
+use super::runs::listening;
 use super::{graphs, json_text};
 use crate::config::{self, DataConfig, TrainingConfig, TransformerConfig};
 use crate::error::Error;
@@ -11,9 +12,10 @@ use pyo3::prelude::*;
 use std::path::Path;
 
 /// Trains with the GIL released; the observer is called between updates. `group`: the name of a process group of
-/// torch.distributed, this process's rank in it and its size; none: a process alone.
+/// torch.distributed, this process's rank in it and its size; none: a process alone. `from_checkpoint`: where "resume" goes
+/// on, if not from the newest.
 #[pyfunction]
-#[pyo3(name = "train")]
+#[pyo3(name = "train", signature = (model, training, data, output, mode, group, observer, from_checkpoint=None))]
 #[allow(clippy::too_many_arguments)]
 fn train_py(
     py: Python<'_>,
@@ -24,11 +26,12 @@ fn train_py(
     mode: &str,
     group: Option<(String, usize, usize)>,
     observer: PyObject,
+    from_checkpoint: Option<String>,
 ) -> PyResult<()> {
     let model: TransformerConfig = config::from_json("model", model)?;
     let training: TrainingConfig = config::from_json("training", training)?;
     let data: DataConfig = config::from_json("data", data)?;
-    let mode = Mode::parse(mode)?;
+    let mode = Mode::parse(mode, from_checkpoint)?;
     let group = group.map_or(Ok(Group::ALONE), |(name, rank, size)| Group::new(&name, rank, size))?;
     let mut observer = PyObserver(observer);
     py.allow_threads(|| {
@@ -51,7 +54,7 @@ fn dry_run(py: Python<'_>, model: &str, training: &str, data: &str) -> PyResult<
     let model: TransformerConfig = config::from_json("model", model)?;
     let training: TrainingConfig = config::from_json("training", training)?;
     let data: DataConfig = config::from_json("data", data)?;
-    json_text(&py.allow_threads(|| run::dry_run(&model, &training, &data))?)
+    json_text(&listening(py, "the dry run", |between| run::dry_run(&model, &training, &data, between))?)
 }
 
 /// Python's observer behind Rust's trait.
@@ -87,8 +90,8 @@ impl Observer for PyObserver {
     fn evaluated(&mut self, v: &train::Evaluation) -> crate::error::Result<()> {
         self.tell("evaluated", v)
     }
-    fn evaluating(&mut self) -> crate::error::Result<()> {
-        self.call("evaluating", |_| Ok(()))
+    fn between(&mut self) -> crate::error::Result<()> {
+        self.call("between", |_| Ok(()))
     }
     fn message(&mut self, level: &str, text: &str) -> crate::error::Result<()> {
         self.call("message", |py| self.0.call_method1(py, "message", (level, text)).map(drop))

@@ -1,8 +1,10 @@
 //! The mean of a run's checkpoints.
 
-use super::folder::{read_configs, remove};
+use super::folder::read_configs;
+use super::lock::Lock;
 use crate::error::{Error, Result};
 use crate::train::checkpoint::{self, Store, AVERAGE};
+use crate::train::files;
 use std::fs;
 use std::path::{Path, PathBuf};
 
@@ -29,6 +31,7 @@ fn evaluated(store: &Store) -> Result<Vec<PathBuf>> {
 /// of the given updates, or the last `count`.
 pub fn average(folder: &Path, count: Option<usize>, updates: Option<Vec<u64>>) -> Result<PathBuf> {
     read_configs(folder)?;
+    let _lock = Lock::take(folder)?;
     let store = Store::at(folder);
     let paths = match (count, updates) {
         (None, Some(updates)) => updates.iter().map(|u| store.resolve(&u.to_string())).collect::<Result<Vec<_>>>()?,
@@ -51,9 +54,9 @@ pub fn average(folder: &Path, count: Option<usize>, updates: Option<Vec<u64>>) -
     // An earlier average goes when the new one is whole. A name that begins with a dot is cleaned up after a crash.
     let path = average_path(folder);
     let new = path.with_file_name(".average");
-    remove(&new, |p| fs::remove_dir_all(p))?;
+    files::remove_any(&new)?;
     checkpoint::save(&new, averaged.state["update"].as_u64().unwrap_or(0), &averaged)?;
-    remove(&path, |p| fs::remove_dir_all(p))?;
+    files::remove_any(&path)?;
     fs::rename(&new, &path).map_err(|e| Error::io("rename", &new, e))?;
     Ok(path)
 }

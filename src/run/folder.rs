@@ -1,16 +1,18 @@
 //! The folder of a run: what it holds, how it begins, how it is read again, and its log.
 
+use super::checksums::{self, CHECKSUMS};
+use super::lock::Lock;
 use super::Prepared;
 use crate::config::{differences, DataConfig, TrainingConfig, TransformerConfig};
 use crate::data::{self, Bpe, Segmenter, Vocabulary};
 use crate::error::{Error, Result};
 use crate::model::{Transformer, UNK};
-use crate::train::checkpoint::{self, Checkpoint, Store};
-use crate::train::{self, Observer};
+use crate::train::checkpoint::{Checkpoint, Found, Store};
+use crate::train::{self, fault, files, Observer};
 use serde::{Deserialize, Serialize};
 use std::collections::HashMap;
-use std::fs::{self, File, OpenOptions};
-use std::io::{Read, Seek, SeekFrom, Write};
+use std::fs::{self, File};
+use std::io::{Read, Seek, SeekFrom};
 use std::path::{Path, PathBuf};
 use tch::Tensor;
 
@@ -24,20 +26,26 @@ const CHECKPOINTS: &str = "checkpoints";
 const FILES: [&str; 4] = [VOCABULARY, CODES, TARGET_TYPES, LOG];
 
 /// What to do with an output folder that holds a run.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Mode {
     New,
-    Resume,
+    Resume {
+        /// The checkpoint to go on from: best, last, its name, or its update's number; none: the newest whole one.
+        from: Option<String>,
+    },
     Overwrite,
 }
 
 impl Mode {
-    pub fn parse(word: &str) -> Result<Self> {
-        match word {
-            "new" => Ok(Mode::New),
-            "resume" => Ok(Mode::Resume),
-            "overwrite" => Ok(Mode::Overwrite),
-            other => Err(crate::error::unknown("mode", other, ["new", "resume", "overwrite"])),
+    pub fn parse(word: &str, from: Option<String>) -> Result<Self> {
+        match (word, from) {
+            ("resume", from) => Ok(Mode::Resume { from }),
+            ("new" | "overwrite", Some(from)) => Err(Error::invalid(format!(
+                "from_checkpoint = {from:?} is where a run goes on: give resume, too, or leave it out"
+            ))),
+            ("new", None) => Ok(Mode::New),
+            ("overwrite", None) => Ok(Mode::Overwrite),
+            (other, _) => Err(crate::error::unknown("mode", other, ["new", "resume", "overwrite"])),
         }
     }
 }
@@ -68,15 +76,18 @@ impl Beginning {
         }
     }
 
-    /// Makes the folder, in place of an earlier run if that is wanted; all that could refuse to run has been asked before.
-    pub(super) fn write(&self, output: &Path, mode: Mode) -> Result<()> {
-        if mode == Mode::Overwrite {
-            // Only what a run writes; anything else in the folder is the user's. The config last: with it, a folder that
-            // was left half removed still holds a run.
+    /// Fills the folder, in place of an earlier run if that is wanted; all that could refuse to run has been asked before.
+    pub(super) fn write(&self, output: &Path, mode: &Mode) -> Result<()> {
+        fault::begin();
+        if *mode == Mode::Overwrite {
+            // Only what a run writes; anything else in the folder is the user's. The config first: without it, a folder
+            // that was left half removed is no run that could be resumed.
+            files::remove_file(&output.join(CONFIG))?;
             Store::at(output).clear()?;
-            for name in FILES.iter().chain(&["curves.png", CONFIG]) {
-                remove(&output.join(name), |p| fs::remove_file(p))?;
-            }
+            files::remove_file(&output.join("curves.png"))?;
+        } else {
+            // The user may have put something there while the data were prepared.
+            check_new(output)?;
         }
         write(output, &self.configs, &self.segmenter, &self.vocabulary, self.mask.as_deref())?;
         Store::open(output).map(drop)
@@ -100,7 +111,8 @@ pub(super) fn check_overwritten(output: &Path) -> Result<()> {
     }
 }
 
-/// Refuses a folder where a new run would write over what is there.
+/// Refuses a folder where a new run would write over what is there. A run that was stopped while it began is no obstacle:
+/// it has nothing to lose.
 pub(super) fn check_new(output: &Path) -> Result<()> {
     let shown = output.display();
     if output.join(CONFIG).exists() {
@@ -108,7 +120,9 @@ pub(super) fn check_new(output: &Path) -> Result<()> {
             "{shown} already holds a run: --resume continues it, --overwrite starts anew, or choose another output"
         )));
     }
-    match FILES.iter().chain(&[CHECKPOINTS]).find(|name| output.join(name).exists()) {
+    let begun = checksums::listed(output);
+    let is_there = |name: &&&str| output.join(name).exists() && !begun.iter().any(|begun| begun == *name);
+    match FILES.iter().chain(&[CHECKSUMS, CHECKPOINTS]).find(is_there) {
         Some(name) => Err(Error::invalid(format!(
             "{shown} holds {name}, which a run would write over: choose another output (if it was left by an earlier run, \
              --overwrite removes it)"
@@ -124,18 +138,20 @@ fn write(
     vocabulary: &Vocabulary,
     mask: Option<&[bool]>,
 ) -> Result<()> {
-    fs::create_dir_all(output).map_err(|e| Error::io("create the folder", output, e))?;
-    vocabulary.save(output.join(VOCABULARY))?;
+    let mut texts = vec![(VOCABULARY, vocabulary.to_text())];
     if let Segmenter::Bpe(bpe) = segmenter {
-        bpe.save(output.join(CODES))?;
+        texts.push((CODES, bpe.to_text()));
     }
     if let Some(mask) = mask {
         let ids: Vec<u32> = (0..mask.len() as u32).filter(|id| mask[*id as usize] && *id > UNK as u32).collect();
-        data::write_lines_atomic(output.join(TARGET_TYPES), vocabulary.decode(&ids))?;
+        texts.push((TARGET_TYPES, vocabulary.decode(&ids).iter().map(|piece| format!("{piece}\n")).collect()));
     }
     let text = serde_json::to_string_pretty(configs).map_err(|e| Error::invalid(e.to_string()))?;
     // Last: a folder with a config holds a run.
-    data::write_lines_atomic(output.join(CONFIG), [text])
+    texts.push((CONFIG, text + "\n"));
+    FILES.iter().try_for_each(|name| files::remove_file(&output.join(name)))?;
+    files::write_file(&output.join(CHECKSUMS), checksums::text(&texts).as_bytes())?;
+    texts.iter().try_for_each(|(name, text)| files::write_file(&output.join(name), text.as_bytes()))
 }
 
 /// Writes a model that was trained elsewhere as a run with one checkpoint. Its text is split already, into the pieces of
@@ -148,9 +164,12 @@ pub fn save_model(
     mask: Option<&[bool]>,
     parameters: &HashMap<String, Tensor>,
 ) -> Result<()> {
-    if output.exists() {
+    let is_begun = !checksums::listed(output).is_empty() && !output.join(CONFIG).exists();
+    if output.exists() && !is_begun {
         return Err(Error::invalid(format!("{} exists already; give a new folder", output.display())));
     }
+    let _lock = Lock::take(output)?;
+    check_new(output)?;
     let vocabulary = Vocabulary::load(dictionary)?;
     if let Some(mask) = mask.filter(|mask| mask.len() != vocabulary.len()) {
         return Err(Error::invalid(format!(
@@ -172,15 +191,22 @@ pub fn save_model(
     ["best", "last"].iter().try_for_each(|link| store.point(link, 0))
 }
 
-pub(super) type Resumed = (Segmenter, Vocabulary, Option<Checkpoint>);
+/// What a run goes on with.
+pub(super) struct Resumed {
+    pub segmenter: Segmenter,
+    pub vocabulary: Vocabulary,
+    /// None where the run was stopped before it had saved one.
+    pub found: Option<Found>,
+}
 
-/// What a run folder holds; no checkpoint where the run was stopped before its first. What is asked for must be the
-/// run's model, cut text as it does, and have a target vocabulary if it has one.
+/// What a run folder holds. What is asked for must be the run's model, cut text as it does, and have a target vocabulary
+/// if it has one. `from`: the checkpoint, where not the newest whole one.
 pub(super) fn resume(
     model: &TransformerConfig,
     training: &TrainingConfig,
     data: &DataConfig,
     output: &Path,
+    from: Option<&str>,
 ) -> Result<Resumed> {
     let configs = read_configs(output)?;
     let vocabulary = Vocabulary::load(output.join(VOCABULARY))?;
@@ -201,20 +227,57 @@ pub(super) fn resume(
             )));
         }
     }
-    let checkpoint = Store::open(output)?.to_resume()?.map(checkpoint::load).transpose()?;
-    Ok((read_segmenter(output, &configs.data)?, vocabulary, checkpoint))
+    let store = Store::at(output);
+    let found = match from {
+        Some(from) => Some(store.chosen(from)?),
+        None => store.newest()?,
+    };
+    if found.is_none() && has_saved(output)? {
+        return Err(Error::invalid(format!(
+            "{} holds no checkpoint, and {LOG} says that the run has saved some: restore the folder from a copy, or start \
+             again with --overwrite",
+            output.join(CHECKPOINTS).display()
+        )));
+    }
+    Ok(Resumed { segmenter: read_segmenter(output, &configs.data)?, vocabulary, found })
 }
 
+/// Whether the log tells of a checkpoint. Earlier versions do not log that, but save after an evaluation before they log
+/// anything else.
+fn has_saved(output: &Path) -> Result<bool> {
+    let path = output.join(LOG);
+    let text = match fs::read(&path) {
+        Err(e) if e.kind() == std::io::ErrorKind::NotFound => return Ok(false),
+        read => read.map_err(|e| Error::io("read the log", &path, e))?,
+    };
+    let lines = text.split(|byte| *byte == b'\n').filter_map(|line| serde_json::from_slice(line).ok());
+    let mut is_evaluated = false;
+    Ok(lines.map(|line: serde_json::Value| line["event"].as_str().unwrap_or_default().to_string()).any(|event| {
+        let before = std::mem::replace(&mut is_evaluated, event == "evaluated");
+        event == "saved" || before && event != "started"
+    }))
+}
+
+/// The run's options, once its files are known to be whole.
 pub(super) fn read_configs(output: &Path) -> Result<Configs> {
     let path = output.join(CONFIG);
-    let text = fs::read_to_string(&path).map_err(|e| match e.kind() {
-        std::io::ErrorKind::NotFound => Error::invalid(format!(
+    if !path.exists() {
+        return Err(Error::invalid(format!(
             "{} holds no model: expected the output folder of a training run, with its {CONFIG}",
             output.display()
-        )),
-        _ => Error::io("read", &path, e),
-    })?;
+        )));
+    }
+    checksums::check(output)?;
+    let text = fs::read_to_string(&path).map_err(|e| Error::io("read", &path, e))?;
     crate::config::from_json(&path.display().to_string(), &text)
+}
+
+/// Refuses a run's folder whose files are damaged; a folder without a run is left to others.
+pub fn check(output: &Path) -> Result<()> {
+    match output.join(CONFIG).exists() {
+        true => checksums::check(output),
+        false => Ok(()),
+    }
 }
 
 /// How the run cuts text: by the merges that it keeps, if its options say so.
@@ -240,13 +303,6 @@ pub(super) fn read_mask(output: &Path, vocabulary: &Vocabulary) -> Result<Vec<bo
     // Not as lines of text: a piece may end in a carriage return, and there may be none.
     let types: Vec<&str> = text.split_terminator('\n').collect();
     Ok(data::seen_mask(vocabulary.len(), [vocabulary.encode(&types).as_slice()]))
-}
-
-pub(super) fn remove(path: &Path, act: impl Fn(&Path) -> std::io::Result<()>) -> Result<()> {
-    match act(path) {
-        Err(e) if e.kind() != std::io::ErrorKind::NotFound => Err(Error::io("remove", path, e)),
-        _ => Ok(()),
-    }
 }
 
 fn last_byte(path: &Path) -> std::io::Result<Option<u8>> {
@@ -280,10 +336,7 @@ impl<'a> Log<'a> {
     }
 
     fn put(&self, text: &str) -> Result<()> {
-        let Some(path) = &self.file else { return Ok(()) };
-        let mut file =
-            OpenOptions::new().create(true).append(true).open(path).map_err(|e| Error::io("open the log", path, e))?;
-        file.write_all(text.as_bytes()).map_err(|e| Error::io("write the log", path, e))
+        self.file.as_deref().map_or(Ok(()), |path| files::append(path, text))
     }
 
     fn write(&self, event: &str, value: &impl Serialize) -> Result<()> {
@@ -308,8 +361,12 @@ impl Observer for Log<'_> {
         self.write("evaluated", v)?;
         self.observer.evaluated(v)
     }
-    fn evaluating(&mut self) -> Result<()> {
-        self.observer.evaluating()
+    fn saved(&mut self, v: &train::Saved) -> Result<()> {
+        self.write("saved", v)?;
+        self.observer.saved(v)
+    }
+    fn between(&mut self) -> Result<()> {
+        self.observer.between()
     }
     fn message(&mut self, level: &str, text: &str) -> Result<()> {
         self.write("message", &serde_json::json!({ "level": level, "text": text }))?;

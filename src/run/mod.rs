@@ -3,17 +3,20 @@
 //! ```text
 //! DIR/config.json   the configurations        DIR/log.jsonl      what happened, one JSON object a line
 //! DIR/vocabulary.txt  (fairseq's dict.txt)    DIR/checkpoints/   best, last and the last k
-//! DIR/bpe.codes       (subword-nmt's)                       DIR/target_types.txt  the types of the target vocabulary
+//! DIR/bpe.codes       (subword-nmt's)         DIR/target_types.txt  the types of the target vocabulary
+//! DIR/checksums.txt   of all that stands still
 //! ```
 
 mod average;
+mod checksums;
 mod folder;
+mod lock;
 mod prepare;
 mod training;
 mod translator;
 
 pub use average::average;
-pub use folder::{save_model, target_vocabulary, Mode};
+pub use folder::{check, save_model, target_vocabulary, Mode};
 pub use prepare::{prepare, Prepared};
 pub use training::{dry_run, train, Surroundings};
 pub use translator::Translator;

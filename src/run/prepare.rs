@@ -1,7 +1,9 @@
 //! From text files, or fairseq's binarised folder, to numbered sentences.
 
 use crate::config::{DataConfig, TrainingConfig, TransformerConfig};
-use crate::data::{self, Batch, Binarised, Bpe, Corpus, LongSentences, Segmenter, Side, Vocabulary};
+use crate::data::{
+    self, listening, Batch, Between, Binarised, Bpe, Corpus, LongSentences, Segmenter, Side, Vocabulary,
+};
 use crate::error::{Error, Result};
 use crate::model::UNK;
 
@@ -17,9 +19,14 @@ pub struct Prepared {
     pub skipped: usize,
 }
 
-/// Reads everything a run needs; touches no output.
-pub fn prepare(model: &TransformerConfig, training: &TrainingConfig, config: &DataConfig) -> Result<Prepared> {
-    prepare_with(model, training, config, None)
+/// Reads everything a run needs; touches no output. An error of `between`, which is asked all the while, ends it.
+pub fn prepare(
+    model: &TransformerConfig,
+    training: &TrainingConfig,
+    config: &DataConfig,
+    between: Between,
+) -> Result<Prepared> {
+    prepare_with(model, training, config, None, between)
 }
 
 /// `known`: the segmentation and vocabulary of the run that is resumed.
@@ -28,7 +35,9 @@ pub(super) fn prepare_with(
     training: &TrainingConfig,
     config: &DataConfig,
     known: Option<(Segmenter, Vocabulary)>,
+    between: Between,
 ) -> Result<Prepared> {
+    let between = &mut data::seldom(between);
     training.validate()?;
     config.validate()?;
     let sided = model.has_encoder();
@@ -36,8 +45,8 @@ pub(super) fn prepare_with(
         model.check_lengths(&[config.segment_length])?;
     }
     let Text { segmenter, vocabulary, train, valid, mut references } = match &config.data_bin {
-        Some(folder) => binarised(folder, sided, config, known)?,
-        None => files(sided, config, known)?,
+        Some(folder) => binarised(folder, sided, config, known, between)?,
+        None => files(sided, config, known, between)?,
     };
     let mask = training.vocab_mask.then(|| data::seen_mask(vocabulary.len(), train.1.iter().map(Vec::as_slice)));
     let valid_target = within(valid.1, mask.as_deref());
@@ -82,19 +91,28 @@ struct Text {
     references: Vec<String>,
 }
 
-fn files(sided: bool, config: &DataConfig, known: Option<(Segmenter, Vocabulary)>) -> Result<Text> {
-    let train = read(sided, "train", config.train_source.as_deref(), &config.train_target)?;
-    let valid = read(sided, "valid", config.valid_source.as_deref(), &config.valid_target)?;
+fn files(sided: bool, config: &DataConfig, known: Option<(Segmenter, Vocabulary)>, between: Between) -> Result<Text> {
+    let train = read(sided, "train", config.train_source.as_deref(), &config.train_target, between)?;
+    let valid = read(sided, "valid", config.valid_source.as_deref(), &config.valid_target, between)?;
     let (segmenter, vocabulary) = match known {
         Some((segmenter, vocabulary)) => (segmenter, Some(vocabulary)),
-        None => (segmenter(config, &train)?, None),
+        None => (segmenter(config, &train, between)?, None),
     };
-    let cut = |lines: &[String]| -> Vec<Vec<String>> { lines.iter().map(|l| segmenter.segment(l)).collect() };
-    let pieces = (cut(&train.0), cut(&train.1));
-    let vocabulary =
-        vocabulary.unwrap_or_else(|| Vocabulary::build(pieces.0.iter().chain(&pieces.1).flatten().map(String::as_str)));
-    let ids = |lines: &[Vec<String>]| -> Vec<Vec<u32>> { lines.iter().map(|l| vocabulary.encode(l)).collect() };
-    let (train, held_out) = ((ids(&pieces.0), ids(&pieces.1)), (ids(&cut(&valid.0)), ids(&cut(&valid.1))));
+    let mut cut = |lines: &[String]| -> Result<Vec<Vec<String>>> {
+        listening(between, lines, |lines| lines.map(|line| segmenter.segment(line)).collect())
+    };
+    let pieces = (cut(&train.0)?, cut(&train.1)?);
+    let held_out = (cut(&valid.0)?, cut(&valid.1)?);
+    let vocabulary = match vocabulary {
+        Some(vocabulary) => vocabulary,
+        None => listening(between, pieces.0.iter().chain(&pieces.1), |lines| {
+            Vocabulary::build(lines.flatten().map(String::as_str))
+        })?,
+    };
+    let mut ids = |lines: &[Vec<String>]| -> Result<Vec<Vec<u32>>> {
+        listening(between, lines, |lines| lines.map(|line| vocabulary.encode(line)).collect())
+    };
+    let (train, held_out) = ((ids(&pieces.0)?, ids(&pieces.1)?), (ids(&held_out.0)?, ids(&held_out.1)?));
     let references = match (sided, &segmenter) {
         (false, _) => Vec::new(),
         (true, Segmenter::Split) => valid.1.iter().map(|l| data::join_line(l)).collect(),
@@ -103,7 +121,13 @@ fn files(sided: bool, config: &DataConfig, known: Option<(Segmenter, Vocabulary)
     Ok(Text { segmenter, vocabulary, train, valid: held_out, references })
 }
 
-fn binarised(folder: &str, sided: bool, config: &DataConfig, known: Option<(Segmenter, Vocabulary)>) -> Result<Text> {
+fn binarised(
+    folder: &str,
+    sided: bool,
+    config: &DataConfig,
+    known: Option<(Segmenter, Vocabulary)>,
+    between: Between,
+) -> Result<Text> {
     let found = match sided {
         true => Binarised::parallel(folder, "train", config.source_lang.as_deref(), config.target_lang.as_deref())?,
         false => Binarised::monolingual(folder),
@@ -114,8 +138,8 @@ fn binarised(folder: &str, sided: bool, config: &DataConfig, known: Option<(Segm
             "{folder} has another dictionary than when the run began: resume with the folder it began with"
         )));
     }
-    let side = |split, side| found.sentences(split, side, vocabulary.len());
-    let read = |split| -> Result<Sides<Vec<u32>>> {
+    let mut side = |split, side| found.sentences(split, side, vocabulary.len(), between);
+    let mut read = |split| -> Result<Sides<Vec<u32>>> {
         Ok((if sided { side(split, Side::Source)? } else { Vec::new() }, side(split, Side::Target)?))
     };
     let (train, valid) = (read("train")?, read("valid")?);
@@ -137,27 +161,34 @@ pub(super) fn within(mut targets: Vec<Vec<u32>>, mask: Option<&[bool]>) -> Vec<V
 }
 
 /// (source lines, target lines); no source lines for language modelling.
-pub(super) fn read(sided: bool, what: &str, source: Option<&str>, target: &str) -> Result<Sides<String>> {
+pub(super) fn read(
+    sided: bool,
+    what: &str,
+    source: Option<&str>,
+    target: &str,
+    between: Between,
+) -> Result<Sides<String>> {
     if target.is_empty() {
         return Err(Error::invalid(format!("{what}_target is missing: give a text file, one sentence a line")));
     }
     match (sided, source) {
-        (true, Some(source)) => Ok(data::read_parallel(source, target)?.into_iter().unzip()),
+        (true, Some(source)) => Ok(data::read_parallel(source, target, between)?.into_iter().unzip()),
         (true, None) => Err(Error::invalid(format!(
             "{what}_source is missing: an encoder-decoder model needs source and target files (a language model is \
              architecture = \"decoder-only\")"
         ))),
-        (false, None) => Ok((Vec::new(), data::read_lines(target)?)),
+        (false, None) => Ok((Vec::new(), data::read_lines(target, between)?)),
         (false, Some(source)) => Err(Error::invalid(format!(
             "{what}_source is {source}, but a decoder-only model reads no source: leave it out"
         ))),
     }
 }
 
-fn segmenter(config: &DataConfig, train: &Sides<String>) -> Result<Segmenter> {
+fn segmenter(config: &DataConfig, train: &Sides<String>, between: Between) -> Result<Segmenter> {
     match (config.bpe_operations, &config.bpe_codes, config.no_bpe) {
         (Some(n), None, false) if n >= 1 => {
-            Ok(Segmenter::Bpe(Bpe::learn(train.0.iter().chain(&train.1).map(String::as_str), n as usize)?))
+            let lines = train.0.iter().chain(&train.1).map(String::as_str);
+            Ok(Segmenter::Bpe(Bpe::learn(lines, n as usize, between)?))
         }
         (Some(n), None, false) => Err(Error::invalid(format!("bpe_operations must be at least 1, got {n}"))),
         (None, Some(codes), false) => Ok(Segmenter::Bpe(Bpe::from_codes(codes)?)),

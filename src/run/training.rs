@@ -1,16 +1,18 @@
 //! Training from text files to a folder.
 
-use super::folder::{check_new, check_overwritten, read_mask, resume, Beginning, Log, CONFIG, LOG};
+use super::folder::{check_new, check_overwritten, read_mask, resume, Beginning, Log, Resumed, CONFIG, LOG};
+use super::lock::Lock;
 use super::prepare::{prepare_with, valid_batches};
 use super::{device, keep_memory, prepare, Mode, Prepared};
 use crate::config::{AttentionName, DataConfig, TrainingConfig, TransformerConfig};
+use crate::cpu::contention;
 use crate::cuda;
-use crate::data::{BatchStream, Prefetch, StreamConfig};
+use crate::data::{BatchStream, Between, Prefetch, StreamConfig};
 use crate::error::{Error, Result};
 use crate::metrics::unigram_entropy;
 use crate::model::Transformer;
 use crate::operator::Group;
-use crate::train::checkpoint::{Checkpoint, Store};
+use crate::train::checkpoint::{Found, Store};
 use crate::train::{load_parameters, smoothing, Objective, Observer, Parts, Progress, Recorder, Trainer, Validation};
 use std::path::Path;
 use std::sync::Arc;
@@ -37,16 +39,40 @@ pub fn train(
 ) -> Result<()> {
     let Surroundings { group, recorder, observer } = surroundings;
     keep_memory();
+    let _watch = contention::watch();
     let device = device(&training.device)?;
-    let (mut prepared, from) = group.agree(open(model, training, config, output, mode), device)?;
+    // Before anything is read, so that a second run is refused at once.
+    let lock = match group.is_first() {
+        true => Lock::take(output).map(Some),
+        false => Ok(None),
+    };
+    let lock = group.agree(lock, device)?;
+    let opened = open(model, training, config, output, &mode, &mut || observer.between());
+    let (mut prepared, from) = group.agree(opened, device)?;
     let (skipped, all) = (prepared.skipped, prepared.skipped + prepared.train.len());
-    let beginning = (mode != Mode::Resume && group.is_first()).then(|| Beginning::of(&mut prepared, training, config));
+    let is_new = !matches!(mode, Mode::Resume { .. });
+    let beginning = (is_new && group.is_first()).then(|| Beginning::of(&mut prepared, training, config));
+    let mut warnings = from.as_ref().map_or(Vec::new(), |found| found.passed.clone());
+    if let Some(found) = from.as_ref().filter(|found| !found.passed.is_empty()) {
+        warnings.push(format!("the run goes on from the checkpoint before: {}", found.path.display()));
+    }
+    if !is_new && from.is_none() {
+        warnings.push("the run had saved no checkpoint: it begins at its first update".into());
+    }
     let recorder = recorder.filter(|_| training.cuda_graphs && has_kernels(device)).map(|recorder| recorder(device));
     let made = trainer(prepared, training, output, device, (group, recorder), from);
     let mut trainer = group.agree(made, device)?;
-    let begun = beginning.map_or(Ok(()), |beginning| beginning.write(output, mode));
+    let begun = match beginning {
+        Some(beginning) => beginning.write(output, &mode),
+        None if group.is_first() => Store::open(output).map(drop),
+        None => Ok(()),
+    };
     group.agree(begun, device)?;
     let mut log = group.agree(Log::append(group.is_first().then(|| output.join(LOG)), observer), device)?;
+    if lock.as_ref().is_some_and(|lock| !lock.is_exclusive) {
+        warnings.push(format!("{}: its file system has no locks; start no second run there", output.display()));
+    }
+    warnings.iter().try_for_each(|text| log.message("warning", text))?;
     if skipped > 0 {
         let text = format!("left out {skipped} of {all} sentences: longer than max_tokens {}", training.max_tokens);
         log.message("warning", &text)?;
@@ -68,12 +94,13 @@ fn open(
     training: &TrainingConfig,
     config: &DataConfig,
     output: &Path,
-    mode: Mode,
-) -> Result<(Prepared, Option<Checkpoint>)> {
+    mode: &Mode,
+    between: Between,
+) -> Result<(Prepared, Option<Found>)> {
     match mode {
         Mode::New => check_new(output)?,
         Mode::Overwrite => check_overwritten(output)?,
-        Mode::Resume if !output.join(CONFIG).exists() => {
+        Mode::Resume { .. } if !output.join(CONFIG).exists() => {
             return Err(Error::invalid(format!(
                 "{} holds no run to resume: leave out --resume to start one",
                 output.display()
@@ -81,16 +108,19 @@ fn open(
         }
         _ => {}
     }
-    let resumed = match mode {
-        Mode::Resume => Some(resume(model, training, config, output)?),
-        _ => None,
+    let (known, found) = match mode {
+        Mode::Resume { from } => {
+            let Resumed { segmenter, vocabulary, found } = resume(model, training, config, output, from.as_deref())?;
+            (Some((segmenter, vocabulary)), found)
+        }
+        _ => (None, None),
     };
-    let (known, from) = match resumed {
-        Some((segmenter, vocabulary, checkpoint)) => (Some((segmenter, vocabulary)), checkpoint),
-        None => (None, None),
-    };
-    let prepared = prepare_with(model, training, config, known)?;
-    if let (Mode::Resume, Some(mask)) = (mode, &prepared.mask) {
+    let is_resumed = known.is_some();
+    let prepared = prepare_with(model, training, config, known, between).map_err(|e| match e {
+        Error::Interrupted(_) => Error::Interrupted("stopped while the data were prepared; nothing was written".into()),
+        other => other,
+    })?;
+    if let (true, Some(mask)) = (is_resumed, &prepared.mask) {
         if *mask != read_mask(output, &prepared.vocabulary)? {
             return Err(Error::invalid(format!(
                 "{} was trained on text with other target types than train_target's: resume with the same text",
@@ -98,7 +128,7 @@ fn open(
             )));
         }
     }
-    Ok((prepared, from))
+    Ok((prepared, found))
 }
 
 fn trainer(
@@ -107,20 +137,20 @@ fn trainer(
     output: &Path,
     device: Device,
     (group, recorder): (Group, Option<Box<dyn Recorder>>),
-    from: Option<Checkpoint>,
+    from: Option<Found>,
 ) -> Result<Trainer> {
     let Prepared { model, vocabulary, train, valid, references, mask, .. } = prepared;
     let from = match from {
-        Some(checkpoint) => {
-            let progress: Progress = serde_json::from_value(checkpoint.state.clone())
+        Some(found) => {
+            let progress: Progress = serde_json::from_value(found.checkpoint.state.clone())
                 .map_err(|e| Error::invalid(format!("the checkpoint's state cannot be read: {e}")))?;
-            Some((progress, checkpoint))
+            Some((progress, found))
         }
         None => None,
     };
     tch::manual_seed(training.seed as i64);
     let model = match &from {
-        Some((_, checkpoint)) => Transformer::to_train(&model, &load_parameters(&checkpoint.model, device)?)?,
+        Some((_, found)) => Transformer::to_train(&model, &load_parameters(&found.checkpoint.model, device)?)?,
         None => Transformer::new(&model, device, Kind::Float)?,
     };
     let valid_count = mask.as_ref().map_or(vocabulary.len(), |m| m.iter().filter(|v| **v).count());
@@ -147,12 +177,17 @@ fn trainer(
         group,
         recorder,
     };
-    Trainer::new(parts, Prefetch::new(stream)?, from.as_ref().map(|(p, c)| (p.clone(), c)))
+    Trainer::new(parts, Prefetch::new(stream)?, from.as_ref().map(|(p, found)| (p.clone(), found)))
 }
 
 /// Number of parameters and bytes of a run, without training.
-pub fn dry_run(model: &TransformerConfig, training: &TrainingConfig, data: &DataConfig) -> Result<serde_json::Value> {
-    let prepared = prepare(model, training, data)?;
+pub fn dry_run(
+    model: &TransformerConfig,
+    training: &TrainingConfig,
+    data: &DataConfig,
+    between: Between,
+) -> Result<serde_json::Value> {
+    let prepared = prepare(model, training, data, between)?;
     let built = Transformer::new(&prepared.model, Device::Cpu, Kind::Float)?;
     let n = built.parameters.numel();
     let most = training.max_tokens as usize;

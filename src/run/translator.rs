@@ -5,6 +5,7 @@ use super::folder::{read_configs, read_mask, read_segmenter, Configs, VOCABULARY
 use super::keep_memory;
 use super::prepare::{read, valid_batches, within};
 use crate::config::{differences, DataConfig, TrainingConfig, TransformerConfig};
+use crate::cpu::contention;
 use crate::data::{self, Binarised, Corpus, LongSentences, Segmenter, Side, Vocabulary};
 use crate::error::{Error, Result};
 use crate::model::Transformer;
@@ -26,6 +27,7 @@ pub struct Translator {
     training: TrainingConfig,
     data: DataConfig,
     device: Device,
+    _watch: Option<contention::Watch>,
 }
 
 impl Translator {
@@ -63,7 +65,18 @@ impl Translator {
         let smoothing = smoothing(&configs.training, valid);
         let segmenter = read_segmenter(folder, &configs.data)?;
         let Configs { training, data, .. } = configs;
-        Ok(Translator { model, segmenter, vocabulary, seen, mask, smoothing, training, data, device })
+        Ok(Translator {
+            model,
+            segmenter,
+            vocabulary,
+            seen,
+            mask,
+            smoothing,
+            training,
+            data,
+            device,
+            _watch: contention::watch(),
+        })
     }
 
     /// The ids of a text's lines.
@@ -74,7 +87,7 @@ impl Translator {
     /// The ids of the source side of a split; its folder may number the pieces in another way than this model.
     pub fn read(&self, data: &Binarised, split: &str) -> Result<Vec<Vec<u32>>> {
         let dictionary = data.dictionary(Side::Source)?;
-        let sentences = data.sentences(split, Side::Source, dictionary.len())?;
+        let sentences = data.sentences(split, Side::Source, dictionary.len(), &mut || Ok(()))?;
         Ok(sentences.iter().map(|ids| self.vocabulary.encode(&dictionary.decode(ids))).collect())
     }
 
@@ -112,14 +125,15 @@ impl Translator {
         source: Option<&str>,
         target: &str,
         kind: Kind,
-        between: impl FnMut() -> Result<()>,
+        mut between: impl FnMut() -> Result<()>,
     ) -> Result<train::Score> {
         let sided = self.model.config.has_encoder();
         if let (true, None) | (false, Some(_)) = (sided, source) {
             let (has, needs) = if sided { ("an encoder", "source") } else { ("no encoder", "no source") };
             return Err(Error::invalid(format!("the model has {has}: it is evaluated with {needs} text")));
         }
-        let (source, target) = read(sided, "evaluation", source, target)?;
+        let mut between = data::seldom(&mut between);
+        let (source, target) = read(sided, "evaluation", source, target, &mut between)?;
         let target = within(self.encode(&target), self.seen.as_deref());
         let corpus = match sided {
             // However long: a batch has at least one sentence.

@@ -26,7 +26,7 @@ use serde_json::Value;
 pub use arrays::{Array, Arrays};
 pub use average::average;
 pub use safetensors::Dtype;
-pub use store::{Store, AVERAGE};
+pub use store::{Found, Store, AVERAGE};
 
 use super::files::{self, Digest};
 use crate::error::{Error, Result};
@@ -129,6 +129,14 @@ pub fn load_model(path: impl AsRef<Path>) -> Result<(Arrays, Value)> {
         let manifest = Manifest::read(folder)?;
         Ok((arrays::read(&folder.join(MODEL), manifest.digest(folder, MODEL)?)?, manifest.config(folder)?))
     })
+}
+
+/// Whether a later version wrote it: then it is not damaged, but cannot be read.
+fn is_of_later_format(folder: &Path) -> bool {
+    let text = fs::read(folder.join(STATE)).ok();
+    let value: Option<Value> = text.and_then(|text| serde_json::from_slice(&text).ok());
+    let version = value.and_then(|value| value["format_version"].as_u64());
+    version.is_some_and(|version| version > FORMAT_VERSION.into())
 }
 
 /// Reads the folder that `path` leads to; once more when `path` is a link that moved on while it was read.
@@ -276,7 +284,10 @@ impl<'a> Checked<'a> {
 }
 
 fn damaged(path: &Path, why: String) -> Error {
-    Error::invalid(format!("{} is damaged: {why}; use another checkpoint", path.display()))
+    Error::invalid(format!(
+        "{} is damaged: {why}; use another checkpoint (--checkpoint, or --from-checkpoint with --resume)",
+        path.display()
+    ))
 }
 
 fn json(value: &impl Serialize) -> Result<String> {

@@ -1,5 +1,5 @@
-//! Injected failures: every system act of a checkpoint write first passes a named place here, so that a test can kill the
-//! process, or fill the disk, before any one of them.
+//! Injected failures: every system act that writes into a run's folder first passes a named place here, so that a test can
+//! kill the process, or fill the disk, before any one of them.
 //!
 //! `NORMFORMER_RS_FAULT=kill:K` sends the process SIGKILL at the K-th place it passes (from 1), for tests that run the
 //! program from outside; `enospc:K` reports a full disk there and at every later place of the same operation.

@@ -1,7 +1,7 @@
 //! Writes that survive a crash: content is written aside, flushed to the disk, and only then given its name.
 //!
-//! Everything unfinished is called `.NAME.tmp-PID` beside its final place, so that [`clean`] can tell what a killed
-//! process left. The disk acts pass [`fault::point`] first.
+//! Everything unfinished is called `.NAME.tmp-PID` beside its final place, so that [`clean`] knows a killed process's
+//! leftovers. The disk acts pass [`fault::point`] first.
 
 use std::fs::{self, File};
 use std::io::{self, Write};
@@ -22,6 +22,14 @@ pub struct Digest {
     pub bytes: u64,
     /// CRC-32 (IEEE, as in gzip).
     pub crc32: u32,
+}
+
+impl Digest {
+    pub fn of(bytes: &[u8]) -> Self {
+        let mut crc = Crc::new();
+        crc.update(bytes);
+        Digest { bytes: bytes.len() as u64, crc32: crc.sum() }
+    }
 }
 
 /// A new file being written; errors name `shown`, the file's final place.
@@ -112,6 +120,20 @@ pub fn write_file(target: &Path, bytes: &[u8]) -> Result<()> {
     finish(written, &aside, target)
 }
 
+/// Appends `text` to `path`, which it makes where there is none.
+pub fn append(path: &Path, text: &str) -> Result<()> {
+    let mut file = act("open", path, || File::options().create(true).append(true).open(path))?;
+    act("write", path, || file.write_all(text.as_bytes()))
+}
+
+/// Removes the file `path`, if it is there.
+pub fn remove_file(path: &Path) -> Result<()> {
+    match act("remove", path, || fs::remove_file(path)) {
+        Err(Error::Io { source, .. }) if source.kind() == io::ErrorKind::NotFound => Ok(()),
+        removed => removed,
+    }
+}
+
 /// Makes `link`, which may be a link already, a symbolic link to `to`: a reader finds the old target or the new one.
 pub fn write_link(link: &Path, to: &str) -> Result<()> {
     if link.symlink_metadata().is_ok_and(|m| !m.is_symlink()) {
@@ -155,12 +177,18 @@ pub fn clean(folder: &Path) -> Result<()> {
     for entry in entries {
         let entry = entry.map_err(|e| Error::io("read", folder, e))?;
         let name = entry.file_name().to_string_lossy().into_owned();
-        let pid = name.strip_prefix('.').and_then(|n| n.rsplit_once(".tmp-")).and_then(|(_, pid)| pid.parse().ok());
-        if pid.is_some_and(|pid| pid == std::process::id() || !alive(pid)) {
+        if unfinished_by(&name).is_some_and(|pid| pid == std::process::id() || !alive(pid)) {
             remove_any(&entry.path())?;
         }
     }
     Ok(())
+}
+
+/// The process that has called an unfinished file so: `.NAME.tmp-PID`, and `.NAME.PID.part` in earlier versions.
+fn unfinished_by(name: &str) -> Option<u32> {
+    let name = name.strip_prefix('.')?;
+    let earlier = || name.strip_suffix(".part")?.rsplit_once('.');
+    name.rsplit_once(".tmp-").or_else(earlier)?.1.parse().ok()
 }
 
 /// The last step of a write: the name itself is flushed; after an error nothing unfinished stays.
@@ -174,7 +202,7 @@ fn finish(written: Result<()>, aside: &Path, target: &Path) -> Result<()> {
 }
 
 /// One system act on `path`, past its fault point.
-fn act<T>(name: &'static str, path: &Path, run: impl FnOnce() -> io::Result<T>) -> Result<T> {
+pub fn act<T>(name: &'static str, path: &Path, run: impl FnOnce() -> io::Result<T>) -> Result<T> {
     fault::point(name).and_then(|()| run()).map_err(|e| Error::io(name, path, e))
 }
 
@@ -269,15 +297,21 @@ mod tests {
         let mut child = std::process::Command::new("true").spawn().unwrap();
         child.wait().unwrap();
         let parent = std::os::unix::process::parent_id();
-        let names = [".dead.tmp-", ".living.tmp-", "dead.tmp-", ".x.tmp-y"];
-        let names =
-            [format!("{}{}", names[0], child.id()), format!("{}{parent}", names[1]), names[2].into(), names[3].into()];
+        let dead = child.id();
+        let names = [
+            format!(".dead.tmp-{dead}"),
+            format!(".dead.{dead}.part"),
+            format!(".living.tmp-{parent}"),
+            "dead.tmp-".into(),
+            ".x.tmp-y".into(),
+            format!("{dead}.part"),
+        ];
         for name in &names {
             make_directory(&dir.0.join(name).join("inner")).unwrap();
         }
         clean(&dir.0).unwrap();
         let left: Vec<bool> = names.iter().map(|n| dir.0.join(n).exists()).collect();
-        assert_eq!(left, [false, true, true, true]);
+        assert_eq!(left, [false, false, true, true, true, true]);
     }
 
     #[test]

@@ -19,7 +19,7 @@ pub use evaluate::{evaluate_loss, to_text, Score, Validation};
 pub use graphs::{Recorder, Replay, Work};
 pub use input::Input;
 pub use loss::{smoothing, Objective};
-pub use observer::{Evaluation, Observer, Started, Update};
+pub use observer::{Evaluation, Observer, Saved, Started, Update};
 pub use optimizer::Optimizer;
 pub use schedule::Schedule;
 pub use snapshot::{load_parameters, to_arrays};

@@ -15,8 +15,11 @@ pub trait Observer {
     fn evaluated(&mut self, _: &Evaluation) -> Result<()> {
         Ok(())
     }
-    /// Between the batches of an evaluation.
-    fn evaluating(&mut self) -> Result<()> {
+    fn saved(&mut self, _: &Saved) -> Result<()> {
+        Ok(())
+    }
+    /// Again and again in long work that tells nothing: preparing data, evaluating.
+    fn between(&mut self) -> Result<()> {
         Ok(())
     }
     fn message(&mut self, _level: &str, _text: &str) -> Result<()> {
@@ -74,4 +77,10 @@ pub struct Evaluation {
     pub bleu: Option<f64>,
     pub best: bool,
     pub seconds: f64,
+}
+
+/// A checkpoint that stands.
+#[derive(Clone, Debug, Serialize)]
+pub struct Saved {
+    pub update: u64,
 }

@@ -3,7 +3,7 @@
 
 use super::checkpoint::Array;
 use super::snapshot::{to_array, to_tensor};
-use crate::config::TrainingConfig;
+use crate::config::{AdamForm, TrainingConfig};
 use crate::cpu::parallel::{self, Shared};
 use crate::error::{Error, Result};
 use crate::kernel::adam;
@@ -30,6 +30,7 @@ pub struct Optimizer {
     beta1: f64,
     beta2: f64,
     eps: f64,
+    form: AdamForm,
     weight_decay: f64,
     clip_norm: f64,
 }
@@ -65,6 +66,7 @@ impl Optimizer {
             beta1: config.beta1,
             beta2: config.beta2,
             eps: config.adam_eps,
+            form: config.adam_form,
             weight_decay: config.weight_decay,
             clip_norm: config.clip_norm,
         })
@@ -93,7 +95,12 @@ impl Optimizer {
     }
 
     fn adam(&self, step: u64, lr: f64) -> adam::Adam {
-        let Optimizer { beta1, beta2, eps, weight_decay, .. } = *self;
+        let Optimizer { beta1, beta2, weight_decay, .. } = *self;
+        // m̂/(√v̂ + ε) is √(1−β₂ᵗ)/(1−β₁ᵗ)·m/(√v + ε√(1−β₂ᵗ)).
+        let eps = match self.form {
+            AdamForm::Fairseq => self.eps,
+            AdamForm::Torch => self.eps * (1.0 - beta2.powf(step as f64)).sqrt(),
+        };
         adam::Adam { lr, beta1, beta2, eps, weight_decay, step }
     }
 

@@ -1,11 +1,11 @@
 //! The trainer: one update, one evaluation, and when to stop.
 
-use super::checkpoint::{Checkpoint, Store};
+use super::checkpoint::{Checkpoint, Found, Store};
 use super::evaluate::{evaluate_bleu, evaluate_loss, Score, Validation};
 use super::graphs::{Graphs, Recorder};
 use super::input::MicroBatch;
 use super::loss::{Objective, Sums, Workspace};
-use super::observer::{Evaluation, Observer, Started, Update};
+use super::observer::{Evaluation, Observer, Saved, Started, Update};
 use super::optimizer::Optimizer;
 use super::pass::Pass;
 use super::schedule::{self, Schedule};
@@ -107,7 +107,7 @@ const PACE: usize = 50;
 
 impl Trainer {
     /// A trainer at the start, or, with `from`, where a checkpoint's run stood. `batches` begins at its cursor.
-    pub fn new(parts: Parts, batches: Prefetch, from: Option<(Progress, &Checkpoint)>) -> Result<Self> {
+    pub fn new(parts: Parts, batches: Prefetch, from: Option<(Progress, &Found)>) -> Result<Self> {
         let Parts { model, config, objective, vocabulary, validation, store, unigram_entropy, device, group, .. } =
             parts;
         // With statistics of several ranks' batches a pass is no piece of one device's work; PowerNorm as it was released
@@ -119,12 +119,14 @@ impl Trainer {
         let mut optimizer = Optimizer::new(&model.parameters, &config)?;
         let mut schedule = Schedule::new(&config, model.config.d_model);
         let mut progress = Progress::default();
-        if let Some((resumed, checkpoint)) = from {
+        let mut pause = None;
+        if let Some((resumed, Found { path, checkpoint, .. })) = from {
             optimizer.load(&checkpoint.optimizer)?;
             if let Some(memory) = &resumed.schedule {
                 schedule.memory = memory.clone();
             }
             progress = resumed;
+            pause = std::mem::take(&mut progress.is_pause).then(|| path.clone());
             // What was best by another measure says nothing about this one.
             if checkpoint.config["training"]["criterion"] != serde_json::json!(config.criterion) {
                 (progress.best, progress.since_best) = (None, 0);
@@ -134,7 +136,6 @@ impl Trainer {
             Precision::F32 => Kind::Float,
             Precision::Bf16 => Kind::BFloat16,
         };
-        let pause = if std::mem::take(&mut progress.is_pause) { store.to_resume()? } else { None };
         optimizer.share_parameters(group)?;
         let updates_per_epoch = parts.batches_per_epoch as f64 / (config.accumulate * group.size() as i64) as f64;
         let recompute = config.activation_checkpointing;
@@ -168,7 +169,7 @@ impl Trainer {
         loop {
             let finished = self.finished();
             if self.progress.is_due || finished.is_some() && self.progress.evaluated < self.progress.update {
-                self.interruptible(|t| {
+                self.interruptible(observer, |t, observer| {
                     t.settle(observer)?;
                     t.hear()?;
                     let told = t.evaluate(observer);
@@ -189,7 +190,7 @@ impl Trainer {
                 let settled = self.settle(observer);
                 told = told.and(settled);
             }
-            self.interruptible(|_| told)?;
+            self.interruptible(observer, |_, _| told)?;
         }
     }
 
@@ -223,11 +224,15 @@ impl Trainer {
     }
 
     /// Saves before passing on that the user wants to stop.
-    fn interruptible(&mut self, work: impl FnOnce(&mut Self) -> Result<()>) -> Result<()> {
-        match work(self) {
+    fn interruptible(
+        &mut self,
+        observer: &mut dyn Observer,
+        work: impl FnOnce(&mut Self, &mut dyn Observer) -> Result<()>,
+    ) -> Result<()> {
+        match work(self, observer) {
             Err(Error::Interrupted(_)) => {
                 if self.progress.update == 0 || self.progress.evaluated < self.progress.update {
-                    self.save(false, true)?;
+                    self.save(false, true, observer)?;
                 }
                 Err(Error::Interrupted(format!(
                     "stopped after update {}; everything is saved: the same command with --resume goes on",
@@ -349,7 +354,7 @@ impl Trainer {
         let start = Instant::now();
         let measured = if self.group.is_first() { self.measure(observer) } else { Ok((Score::default(), None)) };
         // Ctrl-C reaches every rank: those that waited hear it here, so that it does not come a second time.
-        let agreed = self.group.agree(measured, self.device).inspect_err(|_| drop(observer.evaluating()));
+        let agreed = self.group.agree(measured, self.device).inspect_err(|_| drop(observer.between()));
         let (score, bleu) = agreed?;
         let numbers = [score.loss, score.nll, score.tokens as f64, bleu.unwrap_or(f64::NAN)];
         let [loss, nll, tokens, bleu] = self.group.first_of(numbers, self.device)?;
@@ -373,7 +378,7 @@ impl Trainer {
         // Told, and logged, before it is saved: of an evaluation whose checkpoint counts nothing is lost, and of one whose
         // checkpoint does not the log is told again.
         let told = observer.evaluated(&self.evaluation(score, bleu, best, start));
-        self.save(best, false)?;
+        self.save(best, false, observer)?;
         if self.group.is_first() {
             self.store.prune(self.config.keep.max(1) as usize)?;
         }
@@ -382,7 +387,7 @@ impl Trainer {
 
     fn measure(&self, observer: &mut dyn Observer) -> Result<(Score, Option<f64>)> {
         let Pass { model, objective, kind, .. } = &*self.pass;
-        let score = evaluate_loss(model, &self.validation.batches, objective, *kind, || observer.evaluating())?;
+        let score = evaluate_loss(model, &self.validation.batches, objective, *kind, || observer.between())?;
         for (norm, batches) in self.pass.model.parameters.take_refused()? {
             let text = format!("{norm}: the statistics of {batches} batches were not finite and were not taken in");
             observer.message("warning", &text)?;
@@ -412,18 +417,20 @@ impl Trainer {
         let search = SearchConfig { beam: self.config.evaluation_beam as usize, ..SearchConfig::new(Rule::Google) };
         let mask = self.pass.objective.mask.as_ref();
         let (model, kind) = (&self.pass.model, self.pass.kind);
-        let between = || observer.evaluating();
+        let between = || observer.between();
         evaluate_bleu(model, &self.validation, &self.vocabulary, mask, &search, kind, between).map(Some)
     }
 
     /// Writes a checkpoint of this very moment and points `last` at it, and `best` if it is that. `is_pause`: only to go
     /// on from, because the user wants to stop.
-    fn save(&mut self, best: bool, is_pause: bool) -> Result<()> {
+    fn save(&mut self, best: bool, is_pause: bool, observer: &mut dyn Observer) -> Result<()> {
         self.progress.is_pause = is_pause;
         self.progress.schedule = Some(self.schedule.memory.clone());
         let saved = if self.group.is_first() { self.write(best) } else { Ok(()) };
         self.pause = None;
-        self.group.agree(saved, self.device)
+        self.group.agree(saved, self.device)?;
+        let told = observer.saved(&Saved { update: self.progress.update });
+        self.group.agree(told, self.device)
     }
 
     fn write(&self, best: bool) -> Result<()> {

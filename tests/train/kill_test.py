@@ -1,45 +1,60 @@
-"""Kills training again and again, resumes it, and compares the final weights with an uninterrupted run's, bit by bit.
+"""Kills training, starts it again, and compares the final weights with an uninterrupted run's, bit by bit.
 
-Kills come at random delays (`--kills N`) and at every system act of a checkpoint write; at each of those acts a full
-disk is injected too. `make kill-test N=20` runs it whole; the test-suite a short version.
+Kills come at random moments of a whole run, from its first millisecond on (`--kills N`), and at every system act that
+writes into the folder, from its making and the lock on; at each of those acts a full disk is injected too. Two
+processes at once train into one folder, and one of them is killed. `make kill-test N=20` runs it whole; the test-suite
+a short version.
+
+A run is a fork of this process, which has the package and torch loaded: so 260 kills take minutes.
 """
 
 import argparse
+import contextlib
 import hashlib
+import importlib
+import itertools
+import json
 import os
 import random
 import shutil
 import signal
-import subprocess
-import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
+
+import torch
+
+from normformer_rs import cli, training  # noqa: F401  (a run imports training)
 
 OPTIONS = {
-    "d-model": 32,
-    "d-ff": 64,
+    "bpe-operations": 12,
+    "d-model": 16,
+    "d-ff": 24,
     "heads": 2,
-    "encoder-layers": 2,
-    "decoder-layers": 2,
+    "encoder-layers": 1,
+    "decoder-layers": 1,
     "norm": "scalenorm",
     "dropout": 0.2,
     "max-tokens": 300,
     "warmup": 10,
-    "evaluate-every": 10,
+    "evaluate-every": 8,
     "keep": 2,
     "seed": 3,
 }
+STARTED = "checkpoints/last"
+"""There as soon as a checkpoint stands."""
 
 
 def write_corpus(folder: Path) -> dict[str, Path]:
     generator = random.Random(1)
     paths = {}
-    for part, n in (("train", 200), ("valid", 20)):
+    for part, n in (("train", 200), ("valid", 6)):
         lines = [[generator.choice("0123456789") for _ in range(generator.randint(1, 9))] for _ in range(n)]
         for side, text in (("source", lines), ("target", [[chr(97 + int(d)) for d in line[::-1]] for line in lines])):
             paths[f"{part}-{side}"] = folder / f"{part}.{side}"
-            paths[f"{part}-{side}"].write_text("".join(" ".join(line) + "\n" for line in text))
+            paths[f"{part}-{side}"].write_text("".join("".join(line) + "\n" for line in text))
     return paths
 
 
@@ -48,75 +63,155 @@ class Run:
 
     def __init__(self, folder: Path, corpus: dict[str, Path], updates: int):
         self.folder = folder
-        self.command = [sys.executable, "-m", "normformer_rs", "train", "--no-bpe", "--output", str(folder)]
+        self.said = folder.with_name(folder.name + ".said")
+        self.command = ["train", "--no-progress", "--output", str(folder)]
         for key, value in {**OPTIONS, **corpus, "updates": updates}.items():
             self.command += [f"--{key}", str(value)]
 
-    def start(self, fault: str | None = None) -> subprocess.Popen:
+    def start(self, fault: str | None = None) -> int:
+        """The number of the process."""
         resume = ["--resume"] if (self.folder / "config.json").exists() else []
-        environment = {**os.environ, **({"NORMFORMER_RS_FAULT": fault} if fault else {})}
-        return subprocess.Popen(self.command + resume, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+        child = os.fork()
+        if child:
+            return child
+        code = 1
+        with contextlib.suppress(BaseException):
+            log = os.open(self.said, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+            os.dup2(log, 1)
+            os.dup2(log, 2)
+            if fault:
+                os.environ["NORMFORMER_RS_FAULT"] = fault
+            code = cli.main(self.command + resume)
+        os._exit(code)
+
+    def wait(self, process: int, seconds: float | None = None) -> int:
+        """The process's end, by a kill after so many seconds; its exit code, or minus the signal's number."""
+        if seconds is not None:
+            time.sleep(seconds)
+            os.kill(process, signal.SIGKILL)
+        code = os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
+        said = self.said.read_text() if self.said.exists() else ""
+        expected = ("No space left", "in use by", "already holds a run")
+        if code not in (0, 2, -signal.SIGKILL) or (code == 2 and not any(text in said for text in expected)):
+            raise SystemExit(f"training in {self.folder} ended with {code}:\n{said}")
+        return code
 
     def finish(self, fault: str | None = None) -> int:
-        process = self.start(fault)
-        _, err = process.communicate()
-        if process.returncode not in (0, 2, -signal.SIGKILL):
-            raise SystemExit(f"training ended with {process.returncode}:\n{err.decode()}")
-        if process.returncode == 2 and b"No space left" not in err:
-            raise SystemExit(f"training failed:\n{err.decode()}")
-        return process.returncode
+        return self.wait(self.start(fault))
+
+    def events(self) -> list[dict[str, Any]]:
+        return [json.loads(line) for line in (self.folder / "log.jsonl").read_text().splitlines()]
 
     def checksum(self) -> str:
-        return hashlib.sha256((self.folder / "checkpoints" / "last" / "model.safetensors").read_bytes()).hexdigest()
+        """Of all that decides what the run is good for."""
+        names = ["vocabulary.txt", "bpe.codes", "target_types.txt", "checksums.txt", "config.json"]
+        names += [
+            f"checkpoints/{link}/{name}.safetensors" for link in ("best", "last") for name in ("model", "optimizer")
+        ]
+        hidden = [path.name for path in self.folder.iterdir() if path.name.startswith(".")]
+        assert not hidden, f"{self.folder} still holds {hidden}"
+        return hashlib.sha256(b"".join((self.folder / name).read_bytes() for name in names)).hexdigest()
+
+
+def kill_at_random(fresh: Iterator[Run], kills: int, expected: str, duration: float) -> None:
+    """Each run is killed again and again, a third of the times before it can have a checkpoint."""
+    generator, early, done = random.Random(os.getpid()), 0, 0
+    run = next(fresh)
+    while done < kills:
+        moment = generator.uniform(0, duration * generator.choice([0.3, 1.0, 1.0]))
+        code = run.wait(run.start(), moment)
+        if code == 0:  # it got to the end: begin anew
+            assert run.checksum() == expected, "the weights differ after a kill at a random moment"
+            run = next(fresh)
+            continue
+        done += 1
+        early += not (run.folder / STARTED).exists()
+        if generator.random() < 0.25:  # many beginnings
+            assert run.finish() == 0 and run.checksum() == expected, "the weights differ after random kills"
+            run = next(fresh)
+    assert run.finish() == 0 and run.checksum() == expected, "the weights differ after random kills"
+    print(
+        f"{done} kills at random moments, {early} before the first checkpoint: the weights are the uninterrupted run's"
+    )
+
+
+def fail_at_writes(fresh: Iterator[Run], kind: str, ended: int, expected: str, stride: int) -> None:
+    early = 0
+    for act in itertools.count(1, stride):
+        run = next(fresh)
+        code = run.finish(f"{kind}:{act}")
+        if code == 0:  # fewer acts than that
+            break
+        assert code == ended, f"{kind} at act {act} ended with {code}"
+        early += not (run.folder / STARTED).exists()
+        assert run.finish() == 0
+        assert run.checksum() == expected, f"the weights differ after {kind} at act {act}"
+        shutil.rmtree(run.folder)
+    told = f"{kind} at {(act - 1) // stride} acts of writing, {early} of them before the first checkpoint"
+    print(f"{told}: the weights are the uninterrupted run's")
+
+
+def two_at_once(fresh: Iterator[Run], rounds: int, expected: str, duration: float) -> None:
+    """The second of two processes is refused by name, whatever the first does; after the first's death it goes on."""
+    generator, refused = random.Random(1), 0
+    for _ in range(rounds):
+        for is_killed in (True, False):
+            run = next(fresh)
+            twin = Run(run.folder, {}, 0)
+            twin.command, twin.said = list(run.command), run.said.with_suffix(".twin")
+            first = run.start()
+            time.sleep(generator.uniform(0, 0.3) * duration)
+            second = twin.start()
+            time.sleep(generator.uniform(0, 0.3) * duration)
+            if is_killed:
+                os.kill(first, signal.SIGKILL)
+            codes = run.wait(first), twin.wait(second)
+            refused += codes.count(2)
+            if is_killed:
+                assert codes[0] in (0, 2, -signal.SIGKILL) and codes[1] in (0, 2), codes
+            else:
+                # Where one came after the other's end, it had nothing left to do.
+                assert sorted(codes) in ([0, 0], [0, 2]), codes
+                started = [event for event in run.events() if event["event"] == "started"]
+                assert [event["update"] for event in started] in ([0], [0, started[-1]["updates"]]), started
+            for said, code in ((run.said, codes[0]), (twin.said, codes[1])):
+                other = first if said == twin.said else second
+                # Or it came between the config and the death of the other.
+                named = (f"in use by process {other} on", "already holds a run")
+                assert code != 2 or any(text in said.read_text() for text in named), said.read_text()
+            assert run.finish() == 0 and run.checksum() == expected, "the weights differ after two processes at once"
+    assert refused >= rounds / 2, f"two processes met only {refused} times"
+    print(
+        f"two processes at once, {2 * rounds} times, {refused} refused by name: the weights are the uninterrupted run's"
+    )
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--kills", type=int, default=20, help="kills at random delays")
-    parser.add_argument("--updates", type=int, default=60)
-    parser.add_argument("--stride", type=int, default=1, help="take every so many-th act of the checkpoint writes")
+    parser.add_argument("--kills", type=int, default=20, help="kills at random moments")
+    parser.add_argument("--updates", type=int, default=16)
+    parser.add_argument("--stride", type=int, default=1, help="take every so many-th act of writing")
     arguments = parser.parse_args()
+    for name in ("matplotlib.pyplot", "torch.utils.tensorboard"):  # a run would import them each time
+        with contextlib.suppress(ImportError):
+            importlib.import_module(name)
+    # Threads would not live through a fork.
+    torch.set_num_threads(1)
     scratch = Path(tempfile.mkdtemp(prefix="kill-test-"))
     try:
         corpus = write_corpus(scratch)
-        whole = Run(scratch / "whole", corpus, arguments.updates)
-        start = time.monotonic()
+        fresh = (Run(scratch / f"run-{number}", corpus, arguments.updates) for number in itertools.count())
+        whole = next(fresh)
         assert whole.finish() == 0
-        duration, expected = time.monotonic() - start, whole.checksum()
-
-        generator = random.Random(os.getpid())
-        killed = Run(scratch / "killed", corpus, arguments.updates)
-        kills = 0
-        while kills < arguments.kills:
-            process = killed.start()
-            try:
-                process.communicate(timeout=generator.uniform(0.3, 1.0) * duration)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.communicate()
-                kills += 1
-            if process.returncode == 0:  # it got to the end: begin anew
-                assert killed.checksum() == expected, "the weights differ after a kill at a random moment"
-                shutil.rmtree(killed.folder)
-        assert killed.finish() == 0 and killed.checksum() == expected, "the weights differ after random kills"
-        print(f"{kills} kills at random moments: the weights are the uninterrupted run's")
-
+        expected, again = whole.checksum(), next(fresh)
+        start = time.monotonic()
+        assert again.finish() == 0
+        duration = time.monotonic() - start
+        assert again.checksum() == expected, "two uninterrupted runs differ"
+        kill_at_random(fresh, arguments.kills, expected, duration)
+        two_at_once(fresh, max(2, arguments.kills // 10), expected, duration)
         for kind, ended in (("kill", -signal.SIGKILL), ("enospc", 2)):
-            act = 1
-            while True:
-                run = Run(scratch / f"{kind}-{act}", corpus, 20)
-                code = run.finish(f"{kind}:{act}")
-                if code == 0:  # fewer acts than that
-                    break
-                assert code == ended, f"{kind} at act {act} ended with {code}"
-                assert run.finish() == 0
-                reference = Run(scratch / "reference", corpus, 20)
-                if not reference.folder.exists():
-                    assert reference.finish() == 0
-                assert run.checksum() == reference.checksum(), f"the weights differ after {kind} at act {act}"
-                shutil.rmtree(run.folder)
-                act += arguments.stride
-            print(f"{kind} at each of {act - 1} acts of the checkpoint writes: the weights are the uninterrupted run's")
+            fail_at_writes(fresh, kind, ended, expected, arguments.stride)
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
 

@@ -5,7 +5,7 @@ use std::fs;
 use std::io;
 use std::path::{Path, PathBuf};
 
-use super::{directory, save, Checkpoint};
+use super::{directory, is_of_later_format, load, save, Checkpoint};
 use crate::error::{self, Error, Result};
 use crate::train::{fault, files};
 
@@ -22,6 +22,14 @@ const LINKS: [&str; 2] = ["best", "last"];
 #[derive(Clone, Debug)]
 pub struct Store {
     folder: PathBuf,
+}
+
+/// A checkpoint that a run goes on from.
+pub struct Found {
+    pub path: PathBuf,
+    pub checkpoint: Checkpoint,
+    /// Why newer ones were passed over.
+    pub passed: Vec<String>,
 }
 
 /// Update, and which saving of it, from 1.
@@ -51,7 +59,7 @@ impl Store {
         fault::begin();
         let saved = self.entries()?.into_keys().rfind(|key| key.0 == update);
         let path = self.folder.join(name((update, saved.map_or(1, |key| key.1 + 1))));
-        save(&path, update, checkpoint).map_err(untouched)?;
+        save(&path, update, checkpoint).map_err(|e| self.untouched(e))?;
         Ok(path)
     }
 
@@ -63,7 +71,7 @@ impl Store {
         }
         let found = self.entries()?.into_keys().rfind(|key| key.0 == update);
         let key = found.ok_or_else(|| self.missing(&update.to_string()))?;
-        files::write_link(&self.folder.join(link), &name(key)).map_err(untouched)
+        files::write_link(&self.folder.join(link), &name(key)).map_err(|e| self.untouched(e))
     }
 
     /// The folder of a checkpoint: `best`, `last`, its name, its update's number, or a path as [`load`](super::load)
@@ -90,14 +98,43 @@ impl Store {
         }
     }
 
-    /// The checkpoint that a run goes on from: `last`, or the newest where the run was killed before that link was made;
-    /// none where there is no checkpoint.
-    pub fn to_resume(&self) -> Result<Option<PathBuf>> {
-        match self.entries()?.into_values().next_back() {
-            Some(newest) if !self.folder.join("last").is_symlink() => directory(&newest).map(Some),
-            Some(_) => self.resolve("last").map(Some),
-            None => Ok(None),
+    /// The checkpoint that a run goes on from: `last`, or the newest where the run was killed before that link was made.
+    /// Where it is missing or damaged, the newest whole one before it; none where there is no checkpoint.
+    ///
+    /// # Errors
+    /// None is whole, or the newest is of a later format.
+    pub fn newest(&self) -> Result<Option<Found>> {
+        let last = self.last();
+        let mut passed = Vec::new();
+        if self.folder.join("last").is_symlink() && !self.entries()?.contains_key(&last) {
+            passed.push(format!("{} is missing, and last leads to it", self.folder.join(name(last)).display()));
         }
+        for (_, path) in self.entries()?.into_iter().rev().filter(|(key, _)| *key <= last) {
+            match load(&path) {
+                Ok(checkpoint) => return Ok(Some(Found { path, checkpoint, passed })),
+                Err(error) if is_of_later_format(&path) => return Err(error),
+                Err(error) => passed.push(error.to_string()),
+            }
+        }
+        match passed.is_empty() {
+            true => Ok(None),
+            false => Err(Error::invalid(format!(
+                "no checkpoint up to the last can be read: {}; restore one from a copy, choose a later one with \
+                 --from-checkpoint, or start again with --overwrite",
+                passed.join("; ")
+            ))),
+        }
+    }
+
+    /// A checkpoint of this run to go on from: `best`, `last`, its name, or its update's number.
+    pub fn chosen(&self, what: &str) -> Result<Found> {
+        if Path::new(what).components().count() != 1 {
+            return Err(self.missing(what));
+        }
+        let path = self.resolve(what)?;
+        let own = self.entries()?.into_values().find(|own| fs::canonicalize(own).is_ok_and(|own| own == path));
+        let path = own.ok_or_else(|| self.missing(what))?;
+        Ok(Found { checkpoint: load(&path)?, path, passed: Vec::new() })
     }
 
     /// The updates that are saved, ascending.
@@ -174,6 +211,16 @@ impl Store {
         Ok(found)
     }
 
+    /// What a failed write means for the run.
+    fn untouched(&self, error: Error) -> Error {
+        let Error::Io { act, path, source } = error else { return error };
+        let kept = match self.entries().is_ok_and(|entries| !entries.is_empty()) {
+            true => "the previous checkpoint is untouched",
+            false => "no checkpoint had been saved yet",
+        };
+        Error::Io { act, path, source: io::Error::new(source.kind(), format!("{source}; {kept}")) }
+    }
+
     fn missing(&self, what: &str) -> Error {
         let mut has: Vec<String> = self.entries().unwrap_or_default().into_keys().map(name).collect();
         has.extend(LINKS.iter().filter(|link| self.folder.join(link).exists()).map(|link| link.to_string()));
@@ -196,17 +243,6 @@ fn parse(text: &str) -> Option<Key> {
     let (update, saving) = rest.split_once('-').unwrap_or((rest, "1"));
     let key = (update.parse().ok()?, saving.parse().ok()?);
     (name(key) == text).then_some(key)
-}
-
-/// What a failed write means for the run.
-fn untouched(error: Error) -> Error {
-    match error {
-        Error::Io { act, path, source } => {
-            let text = format!("{source}; the previous checkpoint is untouched");
-            Error::Io { act, path, source: io::Error::new(source.kind(), text) }
-        }
-        other => other,
-    }
 }
 
 #[cfg(test)]

@@ -81,14 +81,64 @@ fn a_first_checkpoint_is_there_to_resume_or_is_not() {
         let done = step(&store);
         drop(armed);
         // What the process leaves when it is killed: links are not there yet, the checkpoint may be.
-        let found = Store::open(&dir.0).unwrap().to_resume().unwrap();
+        let found = Store::open(&dir.0).unwrap().newest().unwrap();
         has_been[usize::from(found.is_some())] |= done.is_err();
-        assert!(found.is_none_or(|path| load(path).unwrap() == checkpoint(3)), "place {k}");
+        assert!(found.is_none_or(|found| found.checkpoint == checkpoint(3)), "place {k}");
         if done.is_ok() {
             break;
         }
     }
     assert_eq!(has_been, [true; 2]);
+}
+
+#[test]
+fn a_first_save_that_fails_speaks_of_no_previous_checkpoint() {
+    let dir = Scratch::new("store-none");
+    let store = Store::open(&dir.0).unwrap();
+    let armed = arm(Fault::Enospc(2));
+    let text = store.save(1, &checkpoint(1)).unwrap_err().to_string();
+    drop(armed);
+    assert!(text.contains("no checkpoint had been saved yet") && !text.contains("untouched"), "{text}");
+}
+
+#[test]
+fn the_newest_whole_checkpoint_is_found() {
+    let (dir, store) = run("store-newest");
+    store.save(3, &checkpoint(3)).unwrap();
+    store.point("last", 3).unwrap();
+    let newest = || store.newest().map(|found| found.map(|found| (found.checkpoint, found.passed)));
+    assert_eq!(newest().unwrap().unwrap(), (checkpoint(3), vec![]));
+    let damage = |update: u64| {
+        let path = dir.0.join(format!("checkpoints/update-{update:08}/model.safetensors"));
+        fs::write(&path, fs::read(&path).unwrap().split_last().unwrap().1).unwrap();
+    };
+    damage(3);
+    let (found, passed) = newest().unwrap().unwrap();
+    assert_eq!(found, checkpoint(2));
+    assert!(passed.len() == 1 && passed[0].contains("update-00000003/model.safetensors is damaged"), "{passed:?}");
+    fs::remove_dir_all(dir.0.join("checkpoints/update-00000003")).unwrap();
+    let (found, passed) = newest().unwrap().unwrap();
+    assert_eq!(found, checkpoint(2));
+    assert!(passed.len() == 1 && passed[0].contains("update-00000003 is missing"), "{passed:?}");
+    assert_eq!(store.chosen("1").unwrap().checkpoint, checkpoint(1));
+    assert_eq!(store.chosen("best").unwrap().checkpoint, checkpoint(1));
+    assert_eq!(store.chosen("update-00000002").unwrap().checkpoint, checkpoint(2));
+    for strange in ["7", "bst", dir.0.to_str().unwrap()] {
+        assert!(store.chosen(strange).err().unwrap().to_string().contains("there is no checkpoint"), "{strange}");
+    }
+    damage(2);
+    damage(1);
+    let error = newest().unwrap_err().to_string();
+    assert!(error.contains("no checkpoint up to the last can be read") && error.contains("--overwrite"), "{error}");
+}
+
+#[test]
+fn a_later_versions_checkpoint_is_not_passed_over() {
+    let (dir, store) = run("store-later");
+    let path = dir.0.join("checkpoints/update-00000002/state.json");
+    let text = fs::read_to_string(&path).unwrap();
+    fs::write(&path, text.replace("\"format_version\": 1", "\"format_version\": 2")).unwrap();
+    assert!(store.newest().err().unwrap().to_string().contains("upgrade normformer_rs"));
 }
 
 fn is_hidden(entry: &fs::DirEntry) -> bool {

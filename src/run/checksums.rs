@@ -1,0 +1,111 @@
+//! Length and CRC-32 of the files that decide a run's weights, in `checksums.txt` beside them.
+//!
+//! It is written before them: a folder with it and without a config holds a run that was stopped while it began.
+
+use crate::error::{Error, Result};
+use crate::train::files::Digest;
+use std::fs;
+use std::io::ErrorKind;
+use std::path::Path;
+
+pub(super) const CHECKSUMS: &str = "checksums.txt";
+const OF_ITSELF: &str = "of the lines above";
+
+/// The text of [`CHECKSUMS`]: a line `CRC-32 bytes name` for each file, and the CRC-32 of these lines.
+pub(super) fn text(files: &[(&str, String)]) -> String {
+    let line = |(name, text): &(&str, String)| {
+        let Digest { bytes, crc32 } = Digest::of(text.as_bytes());
+        format!("{crc32:08x} {bytes} {name}\n")
+    };
+    let lines: String = files.iter().map(line).collect();
+    format!("{lines}{:08x} {OF_ITSELF}\n", Digest::of(lines.as_bytes()).crc32)
+}
+
+/// Compares the files of a run with its checksums; runs of earlier versions have none.
+///
+/// # Errors
+/// A file is missing or damaged: the message names it and says what to do.
+pub(super) fn check(folder: &Path) -> Result<()> {
+    for (name, expected) in read(folder)?.unwrap_or_default() {
+        let path = folder.join(&name);
+        let found = match fs::read(&path) {
+            Ok(bytes) => Digest::of(&bytes),
+            Err(e) if e.kind() == ErrorKind::NotFound => return Err(damaged(&path, "it is missing".into())),
+            Err(e) => return Err(Error::io("read", &path, e)),
+        };
+        if found != expected {
+            let told = |digest: Digest| format!("{} bytes with CRC-32 {:08x}", digest.bytes, digest.crc32);
+            return Err(damaged(&path, format!("expected {}, found {}", told(expected), told(found))));
+        }
+    }
+    Ok(())
+}
+
+/// The files that a run lists, [`CHECKSUMS`] too; none without a whole [`CHECKSUMS`].
+pub(super) fn listed(folder: &Path) -> Vec<String> {
+    match read(folder) {
+        Ok(Some(files)) => files.into_iter().map(|(name, _)| name).chain([CHECKSUMS.to_string()]).collect(),
+        _ => Vec::new(),
+    }
+}
+
+fn read(folder: &Path) -> Result<Option<Vec<(String, Digest)>>> {
+    let path = folder.join(CHECKSUMS);
+    let text = match fs::read_to_string(&path) {
+        Err(e) if e.kind() == ErrorKind::NotFound => return Ok(None),
+        Err(e) if e.kind() == ErrorKind::InvalidData => return Err(damaged(&path, e.to_string())),
+        text => text.map_err(|e| Error::io("read", &path, e))?,
+    };
+    let end = text.strip_suffix('\n').and_then(|text| text.rfind('\n')).map_or(0, |at| at + 1);
+    let (lines, last) = text.split_at(end);
+    if last != format!("{:08x} {OF_ITSELF}\n", Digest::of(lines.as_bytes()).crc32) {
+        return Err(damaged(&path, "its last line is not the CRC-32 of the others".into()));
+    }
+    let file = |line: &str| {
+        let (crc32, rest) = line.split_once(' ')?;
+        let (bytes, name) = rest.split_once(' ')?;
+        Some((name.to_string(), Digest { bytes: bytes.parse().ok()?, crc32: u32::from_str_radix(crc32, 16).ok()? }))
+    };
+    let files: Option<Vec<_>> = lines.lines().map(file).collect();
+    files.map(Some).ok_or_else(|| damaged(&path, "expected lines of CRC-32, length and name".into()))
+}
+
+fn damaged(path: &Path, why: String) -> Error {
+    Error::invalid(format!(
+        "{} is damaged: {why}; restore it from a copy, or start again with --overwrite (if you changed it on purpose, \
+         delete {CHECKSUMS}: then nothing is compared)",
+        path.display()
+    ))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_flipped_bit_is_found_and_the_file_named() {
+        let folder = tempfile::tempdir().unwrap();
+        let files = [("vocabulary.txt", "a 3\nb 1\n".to_string()), ("config.json", "{}".to_string())];
+        let all = [(CHECKSUMS, text(&files))].into_iter().chain(files.clone()).collect::<Vec<_>>();
+        for (name, text) in &all {
+            fs::write(folder.path().join(name), text).unwrap();
+        }
+        check(folder.path()).unwrap();
+        assert_eq!(listed(folder.path()), ["vocabulary.txt", "config.json", CHECKSUMS]);
+        for (name, text) in &all {
+            let path = folder.path().join(name);
+            for bit in 0..8 * text.len() {
+                let mut bytes = text.clone().into_bytes();
+                bytes[bit / 8] ^= 1 << (bit % 8);
+                fs::write(&path, bytes).unwrap();
+                let said = check(folder.path()).unwrap_err().to_string();
+                assert!(said.starts_with(&format!("{} is damaged: ", path.display())), "{said}");
+            }
+            fs::write(&path, text).unwrap();
+        }
+        fs::remove_file(folder.path().join("config.json")).unwrap();
+        assert!(check(folder.path()).unwrap_err().to_string().contains("config.json is damaged: it is missing"));
+        fs::remove_file(folder.path().join(CHECKSUMS)).unwrap();
+        check(folder.path()).unwrap();
+    }
+}

@@ -1,0 +1,214 @@
+//! One writer at a time in a run's folder.
+
+use crate::error::{Error, Result};
+use crate::train::files::{self, act};
+use serde::{Deserialize, Serialize};
+use std::fs::{self, File, TryLockError};
+use std::io::{self, Read, Write};
+use std::os::unix::fs::MetadataExt;
+use std::path::{Path, PathBuf};
+use std::time::{SystemTime, UNIX_EPOCH};
+
+/// The file that is locked; it tells whose the folder is.
+pub(super) const LOCK: &str = ".lock";
+
+/// A folder that only this process writes into, until this is dropped. The system unlocks the file at any death, so a dead
+/// owner is no obstacle.
+pub(super) struct Lock {
+    /// Open as long as the lock is held.
+    file: File,
+    path: PathBuf,
+    /// Folders made for the lock, outermost first. Those that stay empty are removed again.
+    made: Vec<PathBuf>,
+    /// False on file systems that have no locks.
+    pub is_exclusive: bool,
+}
+
+#[derive(Serialize, Deserialize)]
+struct Owner {
+    pid: u32,
+    host: String,
+    /// Date and time, UTC.
+    since: String,
+}
+
+impl Lock {
+    /// Locks the folder, makes it where there is none, and removes what killed processes left unfinished in it.
+    ///
+    /// # Errors
+    /// Another process has locked it: the message names its number, host and start.
+    pub(super) fn take(folder: &Path) -> Result<Self> {
+        let path = folder.join(LOCK);
+        loop {
+            let made = missing(folder);
+            files::make_directory(folder)?;
+            let open = || File::options().read(true).write(true).create(true).truncate(false).open(&path);
+            let file = match act("open", &path, open) {
+                // Its owner has just removed the folder, which had been made for the lock.
+                Err(Error::Io { source, .. }) if source.kind() == io::ErrorKind::NotFound => continue,
+                opened => opened?,
+            };
+            let is_exclusive = match file.try_lock() {
+                Ok(()) => true,
+                Err(TryLockError::WouldBlock) => return Err(in_use(folder, file)),
+                Err(TryLockError::Error(e)) if has_no_locks(&e) => false,
+                Err(TryLockError::Error(e)) => return Err(Error::io("lock", &path, e)),
+            };
+            // The owner before may have removed the file between opening and locking: then its name is another file's.
+            if !is_named(&file, &path) {
+                continue;
+            }
+            let own = serde_json::to_string(&Owner::this()).map_err(|e| Error::invalid(e.to_string()))?;
+            let mut lock = Lock { file, path, made, is_exclusive };
+            let Lock { file, path, .. } = &mut lock;
+            act("write", path, || file.set_len(0).and_then(|()| file.write_all(own.as_bytes())))?;
+            files::clean(folder)?;
+            return Ok(lock);
+        }
+    }
+}
+
+impl Drop for Lock {
+    fn drop(&mut self) {
+        // Best effort: a file or an empty folder that stays is no obstacle to the next run.
+        let _ = fs::remove_file(&self.path);
+        self.made.iter().rev().for_each(|folder| drop(fs::remove_dir(folder)));
+    }
+}
+
+impl Owner {
+    fn this() -> Self {
+        let seconds = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |since| since.as_secs());
+        Owner { pid: std::process::id(), host: host(), since: utc(seconds) }
+    }
+}
+
+fn in_use(folder: &Path, mut file: File) -> Error {
+    let mut text = String::new();
+    let read = file.read_to_string(&mut text).ok().and_then(|_| serde_json::from_str(&text).ok());
+    let (who, kill) = match read {
+        Some(Owner { pid, host, since }) => {
+            (format!("process {pid} on {host} since {since}"), format!("stop it there (`kill -INT {pid}`)"))
+        }
+        // It has not written yet, or its disk is full.
+        None => ("another process".into(), "stop it".into()),
+    };
+    Error::invalid(format!(
+        "{} is in use by {who}: wait for its end, {kill}, or choose another output",
+        folder.display()
+    ))
+}
+
+/// The folders on the way to `folder` that are not there, outermost first.
+fn missing(folder: &Path) -> Vec<PathBuf> {
+    let mut missing: Vec<PathBuf> = folder
+        .ancestors()
+        .take_while(|folder| !folder.as_os_str().is_empty() && !folder.exists())
+        .map(Path::to_path_buf)
+        .collect();
+    missing.reverse();
+    missing
+}
+
+fn is_named(file: &File, path: &Path) -> bool {
+    match (file.metadata(), fs::metadata(path)) {
+        (Ok(own), Ok(named)) => (own.dev(), own.ino()) == (named.dev(), named.ino()),
+        _ => false,
+    }
+}
+
+/// Some network file systems are mounted without locks.
+fn has_no_locks(error: &io::Error) -> bool {
+    error.kind() == io::ErrorKind::Unsupported || error.raw_os_error() == Some(libc::ENOLCK)
+}
+
+fn host() -> String {
+    let mut name = [0u8; 256];
+    // SAFETY: the pointer is to as many bytes as the call is told.
+    let done = unsafe { libc::gethostname(name.as_mut_ptr().cast(), name.len()) };
+    let end = name.iter().position(|byte| *byte == 0).unwrap_or(name.len());
+    match done {
+        0 => String::from_utf8_lossy(&name[..end]).into_owned(),
+        _ => "an unknown host".into(),
+    }
+}
+
+/// `2026-11-23 12:55:01 UTC`; the calendar's arithmetic is Hinnant's `civil_from_days`.
+fn utc(seconds: u64) -> String {
+    let (days, second) = (seconds / 86400 + 719_468, seconds % 86400);
+    let (era, day_of_era) = (days / 146_097, days % 146_097);
+    let year = (day_of_era - day_of_era / 1460 + day_of_era / 36524 - day_of_era / 146_096) / 365;
+    // Years begin in March here, so that a leap day is the last.
+    let day_of_year = day_of_era - (365 * year + year / 4 - year / 100);
+    let month = (5 * day_of_year + 2) / 153;
+    let day = day_of_year - (153 * month + 2) / 5 + 1;
+    let (year, month) = (year + 400 * era + month / 10, (month + 2) % 12 + 1);
+    format!("{year}-{month:02}-{day:02} {:02}:{:02}:{:02} UTC", second / 3600, second / 60 % 60, second % 60)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_folder_has_one_writer_and_is_free_again() {
+        let folder = tempfile::tempdir().unwrap();
+        let run = folder.path().join("runs/one");
+        let lock = Lock::take(&run).unwrap();
+        let refused = Lock::take(&run).err().unwrap().to_string();
+        let pid = std::process::id();
+        assert!(refused.contains(&format!("in use by process {pid} on {} since 2", host())), "{refused}");
+        drop(lock);
+        assert!(!folder.path().join("runs").exists(), "folders that were made for the lock");
+        let lock = Lock::take(&run).unwrap();
+        fs::write(run.join("config.json"), "{}").unwrap();
+        drop(lock);
+        let names: Vec<_> = fs::read_dir(&run).unwrap().map(|entry| entry.unwrap().file_name()).collect();
+        assert_eq!(names, ["config.json"]);
+    }
+
+    #[test]
+    fn a_dead_owners_file_is_taken_over_and_its_leftovers_go() {
+        let folder = tempfile::tempdir().unwrap();
+        let mut child = std::process::Command::new("true").spawn().unwrap();
+        child.wait().unwrap();
+        fs::write(folder.path().join(LOCK), "{\"pid\": 1, \"host\": \"elsewhere\"").unwrap();
+        fs::write(folder.path().join(format!(".vocabulary.txt.{}.part", child.id())), "half").unwrap();
+        let lock = Lock::take(folder.path()).unwrap();
+        assert_eq!(fs::read_dir(folder.path()).unwrap().count(), 1);
+        drop(lock);
+        assert!(folder.path().exists(), "it was there before");
+    }
+
+    #[test]
+    fn threads_that_come_and_go_exclude_each_other() {
+        let folder = tempfile::tempdir().unwrap();
+        let run = folder.path().join("run");
+        let inside = std::sync::atomic::AtomicUsize::new(0);
+        std::thread::scope(|threads| {
+            for _ in 0..4 {
+                threads.spawn(|| {
+                    let mut turns = 0;
+                    while turns < 50 {
+                        let Ok(_lock) = Lock::take(&run) else { continue };
+                        assert_eq!(inside.fetch_add(1, std::sync::atomic::Ordering::SeqCst), 0);
+                        inside.fetch_sub(1, std::sync::atomic::Ordering::SeqCst);
+                        turns += 1;
+                    }
+                });
+            }
+        });
+    }
+
+    #[test]
+    fn dates_are_the_calendars() {
+        for (seconds, date) in [
+            (0, "1970-01-01 00:00:00 UTC"),
+            (951_827_696, "2000-02-29 12:34:56 UTC"),
+            (1_735_689_599, "2024-12-31 23:59:59 UTC"),
+            (4_107_542_400, "2100-03-01 00:00:00 UTC"),
+        ] {
+            assert_eq!(utc(seconds), date);
+        }
+    }
+}

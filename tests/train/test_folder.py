@@ -1,0 +1,240 @@
+"""A run's folder: one writer, nothing lost, damage named."""
+
+import json
+import os
+import random
+import shutil
+import signal
+import socket
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+from test_training import corpus, ctrl_c, events, fit, losses, weights  # noqa: F401
+
+import normformer_rs as nfrs
+from normformer_rs import cli
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+SAVING = {"updates": 8, "evaluate_every": 2, "keep": 3, "max_tokens": 100}
+
+
+def files(folder):
+    return {
+        path: path.read_bytes() for path in Path(folder).rglob("*") if path.is_file() and "tensorboard" not in str(path)
+    }
+
+
+def fit_bpe(output, corpus, training, **options):  # noqa: F811
+    trainer = nfrs.Trainer(
+        nfrs.TransformerConfig(d_model=16, d_ff=24, heads=2, encoder_layers=1, decoder_layers=1, dropout=0.0),
+        nfrs.TrainingConfig(**{"lr": 1e-2, "schedule": "constant", "warmup": 0, **training}),
+        nfrs.DataConfig(**corpus, bpe_operations=3),
+    )
+    return trainer.fit(output, progress=False, **options)
+
+
+@pytest.fixture
+def letters(corpus):  # noqa: F811
+    """The corpus with its words written together, so that there is something to merge."""
+    for path in corpus.values():
+        Path(path).write_text(Path(path).read_text().replace(" ", ""))
+    return corpus
+
+
+def dead_process():
+    child = subprocess.Popen(["true"])
+    child.wait()
+    return child.pid
+
+
+def test_a_second_writer_is_refused_by_name(tmp_path, corpus, monkeypatch):  # noqa: F811
+    """New, --overwrite, --resume and average, while readers read; the first run is not disturbed."""
+    run, refused, read = tmp_path / "run", [], []
+
+    class Busy(nfrs.training._Observer):
+        def updated(self, event):
+            super().updated(event)
+            if event["update"] != 3:
+                return
+            before = files(run)
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(nfrs.training, "_Observer", Busy.__base__)
+                for start in ({}, {"resume": True}, {"overwrite": True}):
+                    with pytest.raises(nfrs.InputError) as error:
+                        fit(run, corpus, training=SAVING, **start)
+                    refused.append(str(error.value))
+            with pytest.raises(nfrs.InputError) as error:
+                nfrs.average(run, last=1)
+            refused.append(str(error.value))
+            read.extend(nfrs.translate(run, ["1 2"], checkpoint="last"))
+            assert files(run) == before
+
+    monkeypatch.setattr(nfrs.training, "_Observer", Busy)
+    fit(run, corpus, training=SAVING)
+    assert len(refused) == 4 and len(read) == 1
+    owner = f"{run} is in use by process {os.getpid()} on {socket.gethostname()} since 2"
+    assert all(text.startswith(owner) and "choose another output" in text for text in refused), refused
+    assert [*losses(run)] == [*range(1, 9)] and not (run / ".lock").exists()
+    assert Path(nfrs.average(run, last=1)).name == "average"
+
+
+def test_a_run_that_was_stopped_while_it_began_begins_again(tmp_path, letters):
+    """At any of its first files; what a killed process left unfinished goes, and the user's own files stay."""
+    fit_bpe(tmp_path / "whole", letters, SAVING)
+    whole = weights(tmp_path / "whole")
+    names = ["checksums.txt", "vocabulary.txt", "bpe.codes", "target_types.txt"]
+    for number in range(len(names) + 1):
+        run = tmp_path / f"run-{number}"
+        run.mkdir()
+        for name in names[:number]:
+            shutil.copy(tmp_path / "whole" / name, run / name)
+        (run / ".lock").write_text("{")
+        (run / f".vocabulary.txt.{dead_process()}.part").write_text("half")
+        (run / f".config.json.tmp-{dead_process()}").write_text("half")
+        (run / "notes").write_text("mine")
+        with pytest.raises(nfrs.InputError, match="no run to resume: leave out --resume"):
+            fit_bpe(run, letters, SAVING, resume=True)
+        fit_bpe(run, letters, SAVING)
+        assert all(torch.equal(tensor, whole[name]) for name, tensor in weights(run).items())
+        assert not [path for path in run.iterdir() if path.name.startswith(".")] and (run / "notes").exists()
+    # Another run begins there without the codes of the first.
+    run = tmp_path / "other"
+    run.mkdir()
+    for name in names:
+        shutil.copy(tmp_path / "whole" / name, run / name)
+    fit(run, letters, training=SAVING)
+    assert not (run / "bpe.codes").exists()
+
+
+def test_a_flipped_bit_is_named_and_nothing_goes_on(tmp_path, letters, capsys):
+    run = tmp_path / "run"
+    fit_bpe(run, letters, SAVING)
+    flags = ["train", "--output", str(run), "--resume", "--updates", "10", "--no-progress"]
+    for name in ("vocabulary.txt", "bpe.codes", "target_types.txt", "config.json", "checksums.txt"):
+        whole = (run / name).read_bytes()
+        (run / name).write_bytes(whole[:-3] + bytes([whole[-3] ^ 1]) + whole[-2:])
+        before = files(run)
+        for work in (
+            lambda: fit_bpe(run, letters, {**SAVING, "updates": 10}, resume=True),
+            lambda: nfrs.translate(run, ["12"]),
+            lambda: nfrs.evaluate_loss(run, letters["valid_source"], letters["valid_target"]),
+            lambda: nfrs.average(run, last=1),
+        ):
+            with pytest.raises(nfrs.InputError, match=f"{name} is damaged: .*restore it from a copy"):
+                work()
+        assert cli.main(flags) == 2
+        assert f"{name} is damaged" in capsys.readouterr().err
+        assert files(run) == before
+        (run / name).write_bytes(whole)
+    (run / "bpe.codes").rename(tmp_path / "codes")
+    with pytest.raises(nfrs.InputError, match=r"bpe\.codes is damaged: it is missing"):
+        fit_bpe(run, letters, {**SAVING, "updates": 10}, resume=True)
+    (tmp_path / "codes").rename(run / "bpe.codes")
+    (run / "checksums.txt").unlink()  # as earlier versions left it
+    fit_bpe(run, letters, {**SAVING, "updates": 10}, resume=True)
+    assert max(losses(run)) == 10
+
+
+@pytest.mark.parametrize("harm", ["missing", "damaged", "two"])
+def test_a_run_goes_on_from_the_newest_whole_checkpoint(tmp_path, corpus, caplog, harm):  # noqa: F811
+    run = tmp_path / "run"
+    fit(tmp_path / "whole", corpus, training={**SAVING, "updates": 12})
+    fit(run, corpus, training=SAVING)
+    last = (run / "checkpoints" / "last").resolve()
+    if harm == "missing":
+        shutil.rmtree(last)
+    else:
+        for folder in (last, last.with_name("update-00000006"))[: 2 if harm == "two" else 1]:
+            (folder / "optimizer.safetensors").write_bytes(b"")
+    with caplog.at_level("WARNING", "normformer_rs"):
+        fit(run, corpus, training={**SAVING, "updates": 12}, resume=True)
+    at = 4 if harm == "two" else 6
+    assert events(run, "started")[-1]["update"] == at
+    said = [event["text"] for event in events(run, "message") if event["level"] == "warning"]
+    assert said == [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert f"update-{at:08}" in said[-1] and any("update-00000008" in text for text in said)
+    assert losses(run) == losses(tmp_path / "whole")
+    assert all(torch.equal(tensor, weights(run)[name]) for name, tensor in weights(tmp_path / "whole").items())
+
+
+def test_the_checkpoint_to_go_on_from_is_chosen(tmp_path, corpus):  # noqa: F811
+    run = tmp_path / "run"
+    fit(run, corpus, training=SAVING)
+    more = {**SAVING, "updates": 9}
+    for chosen, update in ((6, 6), ("update-00000008-2", 8), ("best", None), ("last", None)):
+        link = run / "checkpoints" / str(chosen)
+        update = update or json.loads((link / "state.json").read_text())["update"]
+        fit(run, corpus, training=more, resume=True, from_checkpoint=chosen)
+        assert events(run, "started")[-1]["update"] == update
+    for chosen in ("bst", "77", str(tmp_path)):
+        with pytest.raises(nfrs.InputError, match=r"there is no checkpoint .* has update-"):
+            fit(run, corpus, training=more, resume=True, from_checkpoint=chosen)
+    with pytest.raises(nfrs.InputError, match="give resume"):
+        fit(run, corpus, training=more, from_checkpoint=4)
+    for folder in (run / "checkpoints").glob("update-*"):
+        (folder / "model.safetensors").write_bytes(b"")
+    for work in (lambda: fit(run, corpus, training=more, resume=True), lambda: nfrs.translate(run, ["1"])):
+        with pytest.raises(nfrs.InputError, match=r"is damaged: .*--from-checkpoint"):
+            work()
+
+
+@pytest.mark.parametrize("stopped", [True, False])
+def test_a_run_without_its_checkpoints_does_not_begin_anew(tmp_path, corpus, ctrl_c, stopped):  # noqa: F811
+    run = tmp_path / "run"
+    if stopped:  # before its first evaluation: only the log tells that something was saved
+        ctrl_c(1)
+        with pytest.raises(nfrs.Interrupted):
+            fit(run, corpus, training=SAVING)
+    else:
+        fit(run, corpus, training=SAVING)
+        log = run / "log.jsonl"  # as earlier versions left it
+        log.write_text("".join(line + "\n" for line in log.read_text().splitlines() if "saved" not in line))
+    shutil.rmtree(run / "checkpoints")
+    before = files(run)
+    with pytest.raises(nfrs.InputError, match=r"checkpoints holds no checkpoint, and log.jsonl says .*--overwrite"):
+        fit(run, corpus, training=SAVING, resume=True)
+    assert files(run) == before
+
+
+def test_a_run_that_had_saved_nothing_says_that_it_begins(tmp_path, corpus):  # noqa: F811
+    """As a kill after the first evaluation's line in the log leaves it: its checkpoint does not stand yet."""
+    run = tmp_path / "run"
+    fit(run, corpus, training=SAVING)
+    whole = losses(run)
+    lines = (run / "log.jsonl").read_text().splitlines()
+    end = next(number for number, line in enumerate(lines) if json.loads(line)["event"] == "evaluated")
+    (run / "log.jsonl").write_text("".join(line + "\n" for line in lines[: end + 1]))
+    shutil.rmtree(run / "checkpoints")
+    fit(run, corpus, training=SAVING, resume=True)
+    assert "had saved no checkpoint" in events(run, "message")[0]["text"] and losses(run) == whole
+
+
+@pytest.mark.parametrize("stage", ["learning", "reading", "dry run"])
+def test_ctrl_c_while_data_are_prepared_leaves_nothing(tmp_path, stage):
+    """The signal comes while Rust is at work, for seconds, and Python's handler runs when it is asked for."""
+    generator = random.Random(1)
+    text = "".join(generator.choices("abcdefghij ", k=200_000)) * 40
+    (tmp_path / "text").write_text("".join(text[i : i + 99] + "\n" for i in range(0, len(text), 99)))
+    text = str(tmp_path / "text")
+    cut = {"no_bpe": True} if stage == "reading" else {"bpe_operations": 3000}
+    data = nfrs.DataConfig(train_target=text, valid_target=text, **cut)
+    model = nfrs.TransformerConfig(architecture="decoder-only", d_model=16, d_ff=24, heads=2, decoder_layers=1)
+    trainer = nfrs.Trainer(model, nfrs.TrainingConfig(updates=1), data)
+
+    def rings(*_):
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGALRM, rings)
+    signal.setitimer(signal.ITIMER_REAL, 0.3)
+    try:
+        with pytest.raises(nfrs.Interrupted, match="was stopped" if stage == "dry run" else "nothing was written"):
+            if stage == "dry run":
+                trainer.dry_run()
+            else:
+                trainer.fit(tmp_path / "runs" / "run", progress=False)
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+    assert not (tmp_path / "runs").exists()
