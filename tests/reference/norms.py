@@ -57,7 +57,7 @@ def lp_norm(x: Tensor, g: Tensor | float, p: float = 2.0, eps: float = DEFAULT_E
 
 
 class _LpNorm(torch.autograd.Function):
-    """u = x/n, w = sign(x)(|x|/n)^{p−1} (p = ∞: sign(x)·1[|x| = n], every tie counts): dx = (g/n)(dy − w⟨u,dy⟩).
+    """u = x/n, w = sign(x)(|x|/n)^{p−1} (p = ∞: sign(x)·1[|x| = n]/k where k entries tie): dx = (g/n)(dy − w⟨u,dy⟩).
 
     Where n ≤ ε: u = x/ε, dx = (g/ε)dy. dg = Σ⟨dy,u⟩.
     """
@@ -75,7 +75,11 @@ class _LpNorm(torch.autograd.Function):
         a, n, g = ctx.saved_tensors
         b, clamped = computed(dy), n.clamp(min=ctx.eps)
         u = a / clamped
-        w = a.sign() * (a.abs() == n if ctx.p == math.inf else u.abs() ** (ctx.p - 1))
+        if ctx.p == math.inf:
+            is_largest = a.abs() == n
+            w = a.sign() * is_largest / is_largest.sum(-1, keepdim=True)
+        else:
+            w = a.sign() * u.abs() ** (ctx.p - 1)
         along = (u * b).sum(-1, keepdim=True)
         dx = g.to(a.dtype) / clamped * (b - torch.where(n > ctx.eps, w * along, 0.0))
         return dx.to(dy.dtype), along.sum().view(g.shape).to(g.dtype), None, None

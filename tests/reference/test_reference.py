@@ -17,13 +17,7 @@ INPUT = ref.pad([[0, 9, 8], [0, 5, 6, 7, 4], [0, 10, 4]])
 TARGET = ref.pad([[9, 8, 2], [5, 6, 7, 4, 2], [10, 4, 2]])
 
 
-@pytest.fixture(autouse=True)
-def one_thread():
-    """Waking a second thread for these tiny tensors costs more than they do: twentyfold on a busy machine."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def test_philox_gives_random123s_known_answers():

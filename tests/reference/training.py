@@ -17,12 +17,14 @@ from .parameters import State, buffer_shapes
 class Adam:
     """θ ← θ − lr·wd·θ − lr·√(1−β₂ᵗ)/(1−β₁ᵗ)·m/(√v+ε), fairseq's form of Kingma & Ba 2015 §2, decay decoupled.
 
-    m ← β₁m + (1−β₁)g, v ← β₂v + (1−β₂)g². Every parameter decays, norms and biases too.
+    m ← β₁m + (1−β₁)g, v ← β₂v + (1−β₂)g². Every parameter decays, norms and biases too. The form "torch" is their
+    algorithm 1, as torch.optim has it: … − lr·m̂/(√v̂+ε), m̂ = m/(1−β₁ᵗ), v̂ = v/(1−β₂ᵗ).
     """
 
     betas: tuple[float, float] = (0.9, 0.98)
     eps: float = 1e-8
     weight_decay: float = 0.0
+    form: str = "fairseq"
     updates: int = 0
     first: dict[str, Tensor] = dataclasses.field(default_factory=dict)
     second: dict[str, Tensor] = dataclasses.field(default_factory=dict)
@@ -31,13 +33,17 @@ class Adam:
         """The state after one update."""
         self.updates += 1
         b1, b2 = self.betas
-        step_size = lr * math.sqrt(1 - b2**self.updates) / (1 - b1**self.updates)
+        rest1, rest2 = 1 - b1**self.updates, 1 - b2**self.updates
         after = {}
         for name, grad in grads.items():
             self.first[name] = b1 * self.first.get(name, torch.zeros_like(grad)) + (1 - b1) * grad
             self.second[name] = b2 * self.second.get(name, torch.zeros_like(grad)) + (1 - b2) * grad**2
             decayed = state[name] - lr * self.weight_decay * state[name]
-            after[name] = (decayed - step_size * self.first[name] / (self.second[name].sqrt() + self.eps)).detach()
+            if self.form == "torch":
+                moved = self.first[name] / rest1 / ((self.second[name] / rest2).sqrt() + self.eps)
+            else:
+                moved = math.sqrt(rest2) / rest1 * self.first[name] / (self.second[name].sqrt() + self.eps)
+            after[name] = (decayed - lr * moved).detach()
         return after
 
 

@@ -1,11 +1,23 @@
-"""A block of the user's own: what `register_block` and `register_stack` ask for is all that a swap needs."""
+"""What a user registers: `register_norm`, and `register_block` with `register_stack`, ask for all that a swap needs."""
 
 import pytest
 import torch
 from torch import nn
 
 from normformer_rs import InputError
-from normformer_rs.surgery import Linear, Part, Row, Swaps, register_block, register_stack, swap_residuals
+from normformer_rs import nn as nfnn
+from normformer_rs.surgery import (
+    Linear,
+    Part,
+    Row,
+    Swaps,
+    recognise,
+    register_block,
+    register_norm,
+    register_stack,
+    swap_norms,
+    swap_residuals,
+)
 from normformer_rs.surgery.steps import BlockResidual
 
 D = 8
@@ -90,3 +102,79 @@ def test_what_is_no_subclass_is_refused():
     with pytest.raises(InputError, match="Linear must be a subclass of Block"):
         register_block(Block, nn.Linear)
     assert Row("a", "b", "c").note == ""
+
+
+class Unasked(nn.Module):
+    """A norm whose forward wants more than x, so that no call shows it to be one."""
+
+    def __init__(self, **parameters):
+        super().__init__()
+        for name, values in parameters.items():
+            setattr(self, name, nn.Parameter(values))
+
+    def forward(self, x, shift):
+        raise NotImplementedError
+
+
+@pytest.fixture
+def unregistered(monkeypatch):
+    """What a test registers is forgotten after it."""
+    monkeypatch.setattr(recognise, "_READERS", {})
+
+
+@pytest.mark.usefixtures("unregistered")
+def test_a_registered_norm_is_swapped_whatever_its_parameters_are_called():
+    class LN(Unasked):
+        eps = 1e-3
+
+    register_norm(LN, lambda m: (m.weight.numel(), "layernorm"))
+    model = nn.Sequential(LN(weight=torch.arange(4.0), bias=torch.ones(4)))
+    swaps = swap_norms(model, "layernorm")
+    assert torch.equal(model[0].weight, torch.arange(4.0)) and torch.equal(model[0].bias, torch.ones(4))
+    assert model[0].eps == 1e-3 and swaps[0].note == ""
+
+    register_norm(LN, lambda m: (4, "rmsnorm"))
+    model = nn.Sequential(LN(), LN(g=torch.arange(4.0)), LN(beta=torch.ones(4), weight=torch.arange(4.0)))
+    swaps = swap_norms(model, "layernorm")
+    assert model[0].weight is None and model[0].bias is None
+    assert torch.equal(model[1].weight, torch.arange(4.0)) and swaps[1].note == "weight is the old g"
+    assert torch.equal(model[2].weight, torch.arange(4.0)) and torch.equal(model[2].bias, torch.ones(4))
+
+    register_norm(LN, lambda m: (4, "scalenorm"))
+    model = nn.Sequential(LN(scale=torch.tensor(3.0)))
+    swap_norms(model, "scalenorm")
+    assert model[0].weight.shape == (1,) and model[0].weight.item() == 3.0
+
+
+@pytest.mark.usefixtures("unregistered")
+def test_a_registered_norm_that_can_be_called_is_read_by_its_numbers():
+    class FromZero(Unasked):
+        def forward(self, x):
+            return nn.functional.layer_norm(x, (4,)) * (1 + self.w) + self.b
+
+    class LN(FromZero):
+        pass
+
+    register_norm(LN, lambda m: (m.w.numel(), "layernorm"))
+    model = nn.Sequential(LN(b=torch.ones(4), w=torch.arange(4.0)))
+    swap_norms(model, nn.LayerNorm)
+    assert torch.equal(model[0].weight, 1 + torch.arange(4.0)) and torch.equal(model[0].bias, torch.ones(4))
+
+
+@pytest.mark.usefixtures("unregistered")
+def test_what_a_reader_may_return():
+    model = nn.Sequential(nn.LayerNorm(4))
+    register_norm(nn.LayerNorm, lambda m: None)
+    with pytest.raises(InputError, match=r"0, a LayerNorm, stays: its reader says that it is no norm"):
+        swap_norms(model, "scalenorm")
+    register_norm(nn.LayerNorm, lambda m: 4)
+    with pytest.raises(InputError, match=r"reader of LayerNorm must return \(width, computes\), .* got 4"):
+        swap_norms(model, "scalenorm")
+    register_norm(nn.LayerNorm, lambda m: (4, "layernrm"))
+    with pytest.raises(InputError, match=r"did you mean .layernorm"):
+        swap_norms(model, "scalenorm")
+    with pytest.raises(InputError, match=r"kind must be a subclass of torch.nn.Module; got 3"):
+        register_norm(3, lambda m: None)
+    register_norm(nn.LayerNorm, lambda m: (4, "layernorm"))
+    swap_norms(model, "scalenorm")
+    assert type(model[0]) is nfnn.ScaleNorm

@@ -3,12 +3,15 @@
 from .blocks import Linear, Part, register_block, register_stack
 from .edits import Row, Swaps
 from .folding import fold_admin
-from .norms import register_norm, swap_norms
+from .norms import swap_norms
+from .recognise import register_norm
 from .residuals import swap_residuals
+from .spec import BlockSpec
 from .steps import BlockResidual
 
 __all__ = [
     "BlockResidual",
+    "BlockSpec",
     "Linear",
     "Part",
     "Row",

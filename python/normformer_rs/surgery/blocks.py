@@ -1,7 +1,5 @@
 """What surgery knows of the blocks of somebody else's model: their sublayers, linear layers, norms and shape."""
 
-import importlib
-import sys
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -12,36 +10,36 @@ from ..errors import InputError
 from ..nn.declared import Place
 from ..nn.initial import Role
 from ..nn.layers import KINDS
-from .norms import read_norm
-
-
-class Linear(NamedTuple):
-    """A linear layer of a block: where it is, what its outputs are (query, key, value, output, fc1, fc2; several where
-    they are stacked), and what the scheme's first values are multiplied by."""
-
-    path: str
-    roles: tuple[Role, ...]
-    factor: float = 1.0
-
-
-class Part(NamedTuple):
-    """A sublayer of a block: its kind (self-attention, cross-attention, feed-forward), and the paths of its norm, of
-    its linear layers, and of a dropout on its output that stands inside a module and moves out to the residual."""
-
-    kind: str
-    norm: str
-    linears: tuple[Linear, ...]
-    dropout: str | None = None
-
+from .converted import ConvertedBlock, converted_class
+from .families import BLOCKS, STACKS, full_name, refuse_old_library
+from .recognise import read_norm
+from .spec import BlockSpec, Linear, Part
 
 _BLOCKS: dict[type[nn.Module], Any] = {}
-STACKS: dict[type[nn.Module], str] = {}
+"""Classes of blocks, each with the class that it becomes."""
+_STACKS: dict[type[nn.Module], str] = {}
 
 
-def register_block(kind: type[nn.Module], converted: type[nn.Module]) -> None:
+def register_block(kind: type[nn.Module], converted: type[nn.Module] | BlockSpec) -> None:
     """Makes `swap_residuals` know a class of blocks.
 
-    `converted` is a subclass with
+    Where a block calls its sublayers one after another, `converted` is a `BlockSpec`, which declares them:
+
+    >>> from torch import nn
+    >>> class Block(nn.Module):
+    ...     def __init__(self):
+    ...         super().__init__()
+    ...         self.heads, self.ln1, self.ln2 = 1, nn.LayerNorm(8), nn.LayerNorm(8)
+    ...         self.attn, self.mlp = nn.Linear(8, 8), nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 8))
+    ...
+    ...     def forward(self, x):
+    ...         x = x + self.attn(self.ln1(x))
+    ...         return x + self.mlp(self.ln2(x))
+    >>> attention = Part("self-attention", "ln1", (Linear("attn", ("output",)),), run=("attn",))
+    >>> mlp = Part("feed-forward", "ln2", (Linear("mlp.0", ("fc1",)), Linear("mlp.2", ("fc2",))), run=("mlp",))
+    >>> register_block(Block, BlockSpec((attention, mlp), heads="heads"))
+
+    Elsewhere it is a subclass with
 
     * `parts(self)`: the list of its `Part`s, in order;
     * a `forward` of kind's signature that runs `x = self.residual.step(i, x, F, dropout)` for each of them, F the
@@ -50,22 +48,47 @@ def register_block(kind: type[nn.Module], converted: type[nn.Module]) -> None:
     * `heads(self)`: the number of attention heads;
     * `sites(self)` (optional): {path of a child that holds one of the residuals: its converted class}. A site finds its
       block as `self.block_of[0]`.
+
+    Errors: InputError for a class that is not a subclass of kind.
     """
-    if not issubclass(converted, kind):
-        raise InputError(f"{converted.__name__} must be a subclass of {kind.__name__}, whose place it takes")
-    _BLOCKS[kind] = converted
+    made = converted_class(kind, converted) if isinstance(converted, BlockSpec) else converted
+    if not issubclass(made, kind):
+        raise InputError(f"{made.__name__} must be a subclass of {kind.__name__}, whose place it takes")
+    _BLOCKS[kind] = made
 
 
 def register_stack(kind: type[nn.Module], end_norm: str) -> None:
     """Tells which attribute of a class of stacks is the norm after its last block."""
-    STACKS[kind] = end_norm
+    _STACKS[kind] = end_norm
 
 
-def known_blocks() -> dict[type[nn.Module], Any]:
-    """With Hugging Face's, if the model at hand may hold them."""
-    if "transformers" in sys.modules:
-        importlib.import_module("normformer_rs.surgery.huggingface")
-    return _BLOCKS
+def converted_of(kind: type[nn.Module]) -> Any:
+    """The class that blocks of this class become; of a converted class itself; None: no block that is known."""
+    if issubclass(kind, ConvertedBlock):
+        return kind
+    if kind not in _BLOCKS and full_name(kind) in BLOCKS:
+        refuse_old_library()
+        register_block(kind, converted_class(kind, BLOCKS[full_name(kind)]))
+    return _BLOCKS.get(kind, kind if kind in _BLOCKS.values() else None)
+
+
+def is_block(kind: type[nn.Module]) -> bool:
+    """A class of blocks that is known, before or after its conversion."""
+    return kind in TORCHS or converted_of(kind) is not None
+
+
+def known_names() -> str:
+    """All that is known, for messages."""
+    names = [*(kind.__name__ for kind in (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer))]
+    names += [name.rpartition(".")[2] for name in BLOCKS]
+    return ", ".join(dict.fromkeys([*names, *(kind.__name__ for kind in _BLOCKS)]))
+
+
+def check_block(block: Any) -> None:
+    """InputError where a block that is declared is not as its declaration says."""
+    spec = getattr(converted_of(type(block)), "spec", None)
+    if spec is not None and place_of(block) is None:
+        spec.check(block)
 
 
 _ATTENTION = (Linear("in_proj_weight", ("query", "key", "value")), Linear("out_proj", ("output",)))
@@ -95,7 +118,7 @@ def parts_of(block: Any) -> Sequence[Part]:
     for kind, parts in TORCHS.items():
         if isinstance(block, kind):
             return parts
-    return known_blocks().get(type(block), type(block)).parts(block)
+    return converted_of(type(block)).parts(block)
 
 
 class Group(NamedTuple):
@@ -109,11 +132,37 @@ class Group(NamedTuple):
     """The module that has the list."""
     depth: int
     """The list's layers: more than blocks where entries share one, or are of a subclass."""
+    end: "End | None" = None
+    """The norm after the last of them."""
 
     @property
     def has_memory(self) -> bool:
         """They attend to an encoder's output."""
         return len(parts_of(self.blocks[0])) == 3
+
+
+class End(NamedTuple):
+    """The norm after a stack: the module that has it, the module's path, and what it is called there."""
+
+    owner: nn.Module
+    path: str
+    name: str
+
+    @property
+    def norm(self) -> nn.Module:
+        return self.owner.get_submodule(self.name)
+
+
+def end_of(model: nn.Module, path: str) -> End | None:
+    """The norm after the blocks of the list at `path`: of the nearest module around them whose class is known to have
+    one."""
+    while path:
+        path = parent_of(path)
+        owner = model.get_submodule(path)
+        name = _STACKS.get(type(owner), STACKS.get(full_name(type(owner))))
+        if name is not None:
+            return End(owner, path, name) if isinstance(getattr(owner, name, None), nn.Module) else None
+    return None
 
 
 def place_of(block: Any) -> Place | None:
@@ -135,7 +184,7 @@ def shape_of(block: Any) -> dict[str, Any]:
             "normformer_rs.surgery.register_norm(kind, reader)"
         )
     d_ff = width_into(block, last, "fc2")
-    heads = block.self_attn.num_heads if isinstance(block, tuple(TORCHS)) else known_blocks()[type(block)].heads(block)
+    heads = block.self_attn.num_heads if isinstance(block, tuple(TORCHS)) else converted_of(type(block)).heads(block)
     return {"d_model": norm.width, "heads": heads, "norm": norm.computes, "d_ff": d_ff}
 
 

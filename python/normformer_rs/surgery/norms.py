@@ -2,19 +2,19 @@
 
 import inspect
 import math
-from collections.abc import Callable
-from typing import Any, Literal, NamedTuple
+from collections.abc import Callable, Hashable, Mapping
+from typing import Any, Literal, NamedTuple, cast
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .. import nn as nfnn
-from ..config import tables, unknown
+from ..config import unknown
 from ..errors import InputError
-from ..nn.norms import FixedScaleNorm
-from ..nn.running import RunningNorm
 from .edits import Edits, Repoint, Row, Swaps, refuse_wrapped
+from .marker import mark
+from .padding import read_padding
+from .probe import KINDS, Known
+from .recognise import alike, examine, looks_like_a_norm, own_name, read_norm
 
 _HOOKS = (
     "_forward_hooks",
@@ -30,118 +30,11 @@ _HOOKS = (
     "_load_state_dict_pre_hooks",
     "_load_state_dict_post_hooks",
 )
-_RMS_NAMES = ("T5LayerNorm", "RMSNorm")
-"""Classes of other libraries that are RMSNorm under another name end so."""
-
-
-class Known(NamedTuple):
-    """A norm over the last dimension: its width, and the name in `normformer_rs.tables()` of what it computes."""
-
-    width: int
-    computes: str
-
-
-Reader = Callable[[Any], Known | None]
-_READERS: dict[type[nn.Module], Reader] = {}
-
-
-def register_norm(kind: type[nn.Module], reader: Reader) -> None:
-    """Makes `swap_norms` know a class of norms.
-
-    `reader(module)` returns (width, computes), `computes` the name of the nearest norm in `normformer_rs.tables()`;
-    None: not a norm over the last dimension. Its parameters, if any, must be named weight and bias.
-    """
-    _READERS[kind] = reader
-
-
-def _torchs(computes: str) -> Reader:
-    def read(module: Any) -> Known | None:
-        shape = module.normalized_shape
-        return Known(shape[0], computes) if len(shape) == 1 else None
-
-    return read
-
-
-register_norm(nn.LayerNorm, _torchs("layernorm"))
-register_norm(nn.RMSNorm, _torchs("rmsnorm"))
-
-
-def read_norm(module: nn.Module) -> Known | None:
-    """What kind of norm this is; None: not one that is known."""
-    if type(module) in _READERS:
-        return _READERS[type(module)](module)
-    computes = own_name(module)
-    if computes is not None:
-        return Known(_width(module), computes)
-    known, weight = None, getattr(module, "weight", None)
-    for kind in type(module).__mro__:
-        if kind in _READERS:
-            known = _READERS[kind](module)
-            break
-    else:
-        if type(module).__name__.endswith(_RMS_NAMES) and isinstance(weight, Tensor) and weight.dim() == 1:
-            known = Known(weight.numel(), "rmsnorm")
-    return known if known is not None and _computes(module, known) else None
-
-
-@torch.no_grad()
-def _computes(module: Any, known: Known) -> bool:
-    """A class that only looks like a norm is asked with two rows of numbers: Gemma's RMSNorm counts its gain from zero,
-    and a subclass of LayerNorm may normalise channels that come first. 0.05 is six roundings of bfloat16; what these do
-    differs by the size of the numbers themselves."""
-    like = next(module.parameters(), torch.empty(0))
-    if like.is_meta:
-        return True
-    x = torch.linspace(-40, 50, 2 * known.width, device=like.device).view(1, 2, known.width).to(like.dtype)
-    formulas: dict[str, Any] = {"layernorm": F.layer_norm, "rmsnorm": F.rms_norm}
-    formula = formulas.get(known.computes)
-    if formula is None:
-        return True
-    wide = [t if t is None else t.double() for t in (module.weight, getattr(module, "bias", None))]
-    expected = formula(x.double(), (known.width,), *wide[: 2 if known.computes == "layernorm" else 1])
-    try:
-        found = type(module).forward(module, x)
-    except Exception:  # whatever it may say of a shape that it does not take
-        return False
-    return found.shape == x.shape and torch.allclose(found.double(), expected, rtol=0.05, atol=0.05)
-
-
-def own_name(module: nn.Module) -> str | None:
-    """The package's name for one of its own norms."""
-    if isinstance(module, nfnn.ScaleNorm) and module.weight is None:
-        return "scalenorm-fixed"
-    kinds = {nfnn.norm_class(entry["name"]): entry["name"] for entry in tables()["norms"]}
-    return {**kinds, FixedScaleNorm: "scalenorm"}.get(type(module))
-
-
-def _width(module: Any) -> int:
-    return module.normalized_shape[0] if hasattr(module, "normalized_shape") else module.num_features
-
-
-def new_norm(name: str, width: int, bias: bool = True, **settings: Any) -> Any:
-    """A norm by its name; `bias` counts for those that have one."""
-    kind = nfnn.norm_class(name)
-    has_bias = kind is nfnn.LayerNorm or issubclass(kind, RunningNorm)
-    for option in settings:
-        if option not in _options(kind):
-            raise InputError(unknown(f"option of {name}", option, _options(kind)))
-    return kind(width, **({"bias": bias} if has_bias else {}), **settings)
-
-
-def _options(kind: type[nn.Module]) -> list[str]:
-    """What its constructor takes beside the width; what it hands on is asked of the class above."""
-    names: list[str] = []
-    for parent in kind.__mro__[: kind.__mro__.index(nn.Module)]:
-        own = [*inspect.signature(vars(parent).get("__init__", kind.__init__)).parameters.values()][2:]
-        names += [p.name for p in own if p.kind != p.VAR_KEYWORD and p.name not in names]
-        if all(p.kind != p.VAR_KEYWORD for p in own):
-            break
-    return names
 
 
 def swap_norms(
     model: nn.Module,
-    to: str,
+    to: str | Callable[..., nn.Module],
     *,
     filter: Callable[[str, nn.Module], bool] | None = None,
     init: Literal["match", "default"] = "match",
@@ -159,19 +52,26 @@ def swap_norms(
     norm2    LayerNorm  ScaleNorm  bias dropped
     (model)  fast path  off        torch.nn's fused evaluation would pass the norms by
 
+    A norm over the last dimension is recognised by what it computes, whatever its class and its gain are called. A copy
+    is called with numbers: the module itself, its buffers, its hooks and the random state stay as they are. Candidates
+    are modules without children and buffers, of at most two parameters of one row, whose forward takes x alone;
+    `normformer_rs.surgery.register_norm` tells of others. Modules that are called norms but stay have a row with the
+    reason.
+
     Device, dtype, training mode, hooks and sharing (one norm under two names stays one) are kept; norms that are of the
     kind already are left alone. torch.nn's fused evaluation of encoder layers, which reads weights instead of calling
     norms, is switched off.
 
     Args:
         model: any tree of modules that holds norms over the last dimension.
-        to: a name out of `normformer_rs.tables()["norms"]`.
+        to: a name out of `normformer_rs.tables()["norms"]`, or its class in `normformer_rs.nn`; or a class of your own,
+            or a function, that makes a norm of the width.
         filter: (name, module) → whether to replace it; None: all.
         init: "match" keeps what was learned: a vector γ is taken over, a single gain becomes its start times the root
             mean square of γ (so that outputs keep their length on average), and the other way round; "default": a new
-            norm's values.
+            norm's values. γ counts as the new norm counts it: Gemma's weight + 1 becomes RMSNorm's weight.
         optimizer: its groups then hold the new parameters in the old ones' places; state of the old ones is dropped.
-        options: the new norm's own (`eps`, …).
+        options: the new norm's own (`eps`, …). ε is taken over between norms that count it alike.
 
     Returns: the table of what was done; its `undo()` brings the old norms back.
 
@@ -179,19 +79,16 @@ def swap_norms(
     DistributedDataParallel and FSDP models; an optimizer that does not own the parameters. Nothing has been changed
     then.
     """
-    names = [entry["name"] for entry in tables()["norms"]]
-    if to not in names:
-        raise InputError(unknown("norm", to, names))
+    target = _target(to)
     if init not in ("match", "default"):
         raise InputError(unknown("init", init, ("match", "default")))
     refuse_wrapped(model)
-    found = [(name, module, read_norm(module)) for name, module in model.named_modules(remove_duplicate=False)]
-    norms = [(name, module, known) for name, module, known in found if known is not None]
+    norms, staying = _find(model, filter)
     if not norms:
-        kinds = [kind.__name__ for kind in _READERS] + list(_RMS_NAMES)
+        named = "".join(f"; {name or 'the model'}, a {row.old}, {row.note}" for name, row in staying.items())
         raise InputError(
-            f"{type(model).__name__} holds no norm that is known; known are {', '.join(kinds)} and "
-            "normformer_rs.nn's own: tell of another class with normformer_rs.surgery.register_norm(kind, reader)"
+            f"{type(model).__name__} holds no norm over the last dimension that is known{named}: tell of a class with "
+            "normformer_rs.surgery.register_norm(kind, reader)"
         )
     if norms[0][1] is model:
         raise InputError(
@@ -199,30 +96,128 @@ def swap_norms(
             "place: make the norm with normformer_rs.nn instead, or pass the module that holds it"
         )
 
-    made: dict[nn.Module, tuple[nn.Module, str]] = {}
+    made: dict[nn.Module, _Made] = {}
     shared: dict[tuple[nn.Parameter, str, torch.Size], nn.Parameter] = {}
     places: list[tuple[str, nn.Module]] = []
     for name, module, known in norms:
-        if own_name(module) == to or (filter is not None and not filter(name, module)):
+        if target.is_met_by(module) or (filter is not None and not filter(name, module)):
             continue
         places.append((name, module))
         if module not in made:
-            made[module] = _twin(module, known, to, init, _nearest(model, name), options)
-            _share(module, made[module][0], shared)
+            made[module] = _twin(module, known, target, init, _nearest(model, name), options)
+            _share(module, made[module], shared)
 
-    repoint = Repoint(optimizer, _exchanged(model, places, {old: new for old, (new, _) in made.items()}))
-    title = f"swap_norms to {to}"
+    repoint = Repoint(optimizer, _exchanged(model, places, made))
+    title = f"swap_norms to {target.title}"
     edits, rows = Edits(model, title), []
     for name, old in places:
         parent, _, leaf = name.rpartition(".")
         holder = model.get_submodule(parent)
         edits.remember(holder)
-        holder._modules[leaf] = made[old][0]
-        rows.append(Row(name, type(old).__name__, type(made[old][0]).__name__, made[old][1]))
-    rows += _switch_off_fast_paths(model, {new for new, _ in made.values()}, edits)
+        holder._modules[leaf] = made[old].norm
+        rows.append(Row(name, type(old).__name__, type(made[old].norm).__name__, made[old].note))
+    rows += staying.values()
+    rows += _switch_off_fast_paths(model, {new.norm for new in made.values()}, edits)
     repoint(edits)
+    read_padding(model, edits)
+    mark(model, "norm", target.title, edits)
     edits.done()
     return Swaps(title, rows, edits)
+
+
+def _find(
+    model: nn.Module, filter: Callable[[str, nn.Module], bool] | None
+) -> tuple[list[tuple[str, nn.Module, Known]], dict[str, Row]]:
+    """The norms under each of their names, and rows for what is called a norm but stays."""
+    norms: list[tuple[str, nn.Module, Known]] = []
+    staying: dict[str, Row] = {}
+    examined: dict[Hashable, Known | str] = {}
+    for name, module in model.named_modules(remove_duplicate=False):
+        if norms and name.startswith(norms[-1][0] + "."):
+            continue  # a part of a norm
+        key = alike(module)
+        found = examined[key] = examined.get(key) or examine(module)
+        if isinstance(found, Known):
+            norms.append((name, module, found))
+        elif looks_like_a_norm(module) and (filter is None or filter(name, module)):
+            kind = type(module).__name__
+            staying[name] = Row(name, kind, kind, f"stays: {found}")
+    return norms, staying
+
+
+# What comes.
+
+
+class _Target(NamedTuple):
+    """What norms are exchanged for."""
+
+    title: str
+    computes: str | None
+    """Its name in the table; None: of the user's own."""
+    make: Callable[..., Any]
+    """(width, options…) → the norm."""
+
+    def is_met_by(self, module: nn.Module) -> bool:
+        return type(module) is self.make if self.computes is None else own_name(module) == self.computes
+
+    def norm(self, width: int, like: Tensor, wanted: Mapping[str, Any], options: Mapping[str, Any]) -> Any:
+        """A norm with the options, and those of the wanted settings that it takes."""
+        taken = _options(self.make)
+        for option in options:
+            if taken is not None and option not in taken:
+                raise InputError(unknown(f"option of {self.title}", option, taken))
+        settings = {name: value for name, value in wanted.items() if taken and name in taken} | {**options}
+        with like.device:
+            made = self.make(width, **settings) if self.computes else self._make_foreign(width, settings)
+        return made if "dtype" in settings else made.to(like.dtype)
+
+    def _make_foreign(self, width: int, settings: Mapping[str, Any]) -> nn.Module:
+        try:
+            made = self.make(width, **settings)
+        except TypeError as error:
+            raise InputError(
+                f"{self.title} must make a norm of the width alone; {self.title}({width}): {error}"
+            ) from error
+        if not isinstance(made, nn.Module):
+            raise InputError(f"{self.title}({width}) must be a torch.nn.Module; got {type(made).__name__}")
+        return made
+
+
+def _target(to: str | Callable[..., nn.Module]) -> _Target:
+    name = next((name for name, kind in KINDS.items() if to is kind), to)
+    if isinstance(name, str):
+        if name not in KINDS:
+            raise InputError(unknown("norm", name, KINDS))
+        return _Target(name, name, KINDS[name])
+    is_class = isinstance(to, type) and issubclass(to, nn.Module)
+    if not is_class and (isinstance(to, type | nn.Module) or not callable(to)):
+        raise InputError(
+            f"to must be one of {', '.join(KINDS)}, a class of norms, or a function that makes one of the width; "
+            f"got {to!r}"
+        )
+    return _Target(getattr(to, "__name__", type(to).__name__), None, cast(Callable[..., Any], to))
+
+
+def _options(make: Callable[..., Any]) -> list[str] | None:
+    """What is taken beside the width; what a class hands on is asked of the class above. None: anything."""
+    names: list[str] = []
+    parents = make.__mro__[: make.__mro__.index(nn.Module)] if isinstance(make, type) else [make]
+    for parent in parents:
+        function = vars(parent).get("__init__", make.__init__) if isinstance(parent, type) else parent  # type: ignore[misc]
+        own = [*inspect.signature(function).parameters.values()][2 if isinstance(parent, type) else 1 :]
+        names += [p.name for p in own if p.kind != p.VAR_KEYWORD and p.name not in names]
+        if all(p.kind != p.VAR_KEYWORD for p in own):
+            return names
+    return None
+
+
+class _Made(NamedTuple):
+    """The norm that takes an old one's place."""
+
+    norm: nn.Module
+    note: str
+    counterparts: dict[str, str]
+    """The name of an old parameter → that of the new one."""
 
 
 def _nearest(model: nn.Module, name: str) -> Tensor:
@@ -237,66 +232,76 @@ def _nearest(model: nn.Module, name: str) -> Tensor:
         name = name.rpartition(".")[0]
 
 
-def _share(old: nn.Module, new: nn.Module, shared: dict[tuple[nn.Parameter, str, torch.Size], nn.Parameter]) -> None:
+def _share(old: nn.Module, made: _Made, shared: dict[tuple[nn.Parameter, str, torch.Size], nn.Parameter]) -> None:
     """Norms that had a parameter in common have one again. `shared`: those that were made so far."""
-    for leaf, parameter in [*new.named_parameters(recurse=False)]:
-        counterpart = getattr(old, leaf, None)
-        if counterpart is not None:
-            setattr(new, leaf, shared.setdefault((counterpart, leaf, parameter.shape), parameter))
+    for leaf, new in made.counterparts.items():
+        parameter = getattr(made.norm, new)
+        setattr(made.norm, new, shared.setdefault((getattr(old, leaf), new, parameter.shape), parameter))
 
 
-def _twin(
-    old: nn.Module, known: Known, to: str, init: str, like: Tensor, options: dict[str, Any]
-) -> tuple[nn.Module, str]:
-    """The norm that takes the old one's place, on the device and of the dtype of `like`, and a note."""
-    first = next((p for p in old.parameters(recurse=False)), None)
-    bias = getattr(old, "bias", None)
-    place: dict[str, Any] = {"device": like.device, "dtype": like.dtype}
-    if first is None:
-        place["elementwise_affine"] = False
-    has_bias = bias is not None or known.computes != "layernorm"
-    # ε means the same in these two; in others it is another number's.
-    eps = getattr(old, "eps", getattr(old, "variance_epsilon", math.nan))
-    if {to, known.computes} <= {"layernorm", "rmsnorm"}:
-        if eps is None:  # torch's RMSNorm: that of the type computed in
-            place["eps"] = torch.finfo(torch.promote_types(like.dtype, torch.float32)).eps
-        elif not math.isnan(eps):
-            place["eps"] = float(eps)
-    new = new_norm(to, known.width, **{"bias": has_bias, **place, **options})
-    if init == "match":
-        _match(old, new)
-    lost = [name for name in ("weight", "bias") if isinstance(getattr(old, name, None), Tensor)]
-    lost = [name for name in lost if getattr(new, name, None) is None]
-    note = ", ".join({"weight": "gain dropped", "bias": "bias dropped"}[name] for name in lost)
-    for name, parameter in new.named_parameters():
-        counterpart = getattr(old, name, None)
-        parameter.requires_grad_(getattr(first if counterpart is None else counterpart, "requires_grad", True))
+def _twin(old: nn.Module, known: Known, target: _Target, init: str, like: Tensor, options: Mapping[str, Any]) -> _Made:
+    """The norm that takes the old one's place, on the device and of the dtype of `like`."""
+    has_bias = known.bias is not None or known.computes != "layernorm"
+    wanted: dict[str, Any] = {"device": like.device, "dtype": like.dtype, "bias": has_bias}
+    if known.gain is None and known.bias is None:
+        wanted["elementwise_affine"] = False
+    computes = target.computes
+    if computes is None:
+        computes = getattr(read_norm(target.norm(known.width, like, wanted, options)), "computes", None)
+    if computes == known.computes or {computes, known.computes} <= {"layernorm", "rmsnorm"}:  # ε means the same
+        if known.eps is None:  # torch's RMSNorm: that of the type computed in
+            wanted["eps"] = torch.finfo(torch.promote_types(like.dtype, torch.float32)).eps
+        elif not math.isnan(known.eps):
+            wanted["eps"] = known.eps
+    new = target.norm(known.width, like, wanted, options)
+
+    new_known, parameters = read_norm(new), dict(new.named_parameters(recurse=False))
+    names = (known.gain, known.bias) if new_known is None else (new_known.gain, new_known.bias)
+    pairs = {mine: its for mine, its in zip((known.gain, known.bias), names) if mine and its and its in parameters}
+    notes = [
+        f"{what} dropped" for what, name in (("gain", known.gain), ("bias", known.bias)) if name and name not in pairs
+    ]
+    if new_known is None:
+        notes.append(f"{type(new).__name__} is no norm that is known: its own first values")
+    elif init == "match":
+        notes += _match(old, known, new, new_known)
+    first = next(old.parameters(recurse=False), None)
+    learned = {its: getattr(old, mine) for mine, its in pairs.items()}
+    for name, parameter in parameters.items():
+        parameter.requires_grad_(getattr(learned.get(name, first), "requires_grad", True))
     new.train(old.training)
     for hooks in _HOOKS:
         if hooks in old.__dict__:
             new.__dict__[hooks] = old.__dict__[hooks]
-    return new, note
+    return _Made(new, ", ".join(notes), pairs)
 
 
 @torch.no_grad()
-def _match(old: Any, new: Any) -> None:
-    """The new norm's gain from the old one's, each counted in units of its start."""
-    if old.weight is None or new.weight is None or new.weight.is_meta:
-        return
-    start = old.gain() if getattr(old, "has_one_gain", False) else 1.0
-    relative = old.weight.detach().to(torch.float64).cpu() / start
-    if new.weight.numel() == 1 and relative.numel() > 1:
-        relative = relative.square().mean().sqrt().reshape(1)
-    new.weight.copy_(new.weight * relative.to(new.weight))
-    bias = getattr(old, "bias", None)
-    if bias is not None and getattr(new, "bias", None) is not None:
-        new.bias.copy_(bias)
+def _match(old: Any, known: Known, new: Any, new_known: Known) -> list[str]:
+    """The new norm's parameters from the old one's, each as its norm counts it. Notes where they count differently."""
+    if known.bias and new_known.bias:
+        getattr(new, new_known.bias).copy_(getattr(old, known.bias))
+    if not (known.gain and new_known.gain):
+        return []
+    mine, its = getattr(old, known.gain).detach(), getattr(new, new_known.gain)
+    if not (mine.is_meta or its.is_meta):
+        relative = known.factor * (known.offset + mine.to("cpu", torch.float64))
+        if its.numel() == 1 and relative.numel() > 1:
+            relative = relative.square().mean().sqrt()
+        its.copy_((relative / new_known.factor - new_known.offset).broadcast_to(its.shape))
+    times, plus = known.factor / new_known.factor, known.offset - new_known.offset * new_known.factor / known.factor
+    if mine.numel() != its.numel() or (known.gain, times, plus) == (new_known.gain, 1, 0):
+        return []
+    count = f"the old {known.gain}" if plus == 0 else f"{plus:g} + the old {known.gain}"
+    if times != 1:
+        count = f"{times:.6g}·" + (count if plus == 0 else f"({count})")
+    return [f"{new_known.gain} is {count}"]
 
 
 Exchange = dict[nn.Parameter, list[tuple[str, nn.Parameter]]]
 
 
-def _exchanged(model: nn.Module, places: list[tuple[str, nn.Module]], made: dict[nn.Module, nn.Module]) -> Exchange:
+def _exchanged(model: nn.Module, places: list[tuple[str, nn.Module]], made: Mapping[nn.Module, _Made]) -> Exchange:
     """For each parameter of the old norms what takes its place; it stays where others have it too."""
     kept = {p for module in model.modules() if module not in made for p in module.parameters(recurse=False)}
     out: Exchange = {}
@@ -307,12 +312,14 @@ def _exchanged(model: nn.Module, places: list[tuple[str, nn.Module]], made: dict
     return out
 
 
-def _exchange(name: str, old: nn.Module, new: nn.Module) -> Exchange:
-    """Of one norm; what has no counterpart goes where the weight was."""
-    olds, news = dict(old.named_parameters(recurse=False)), dict(new.named_parameters(recurse=False))
-    out = {p: [(f"{name}.{leaf}", news[leaf])] if leaf in news else [] for leaf, p in olds.items()}
+def _exchange(name: str, old: nn.Module, made: _Made) -> Exchange:
+    """Of one norm; what has no counterpart goes where the first parameter was."""
+    olds, news = dict(old.named_parameters(recurse=False)), dict(made.norm.named_parameters(recurse=False))
+    taken = made.counterparts
+    out = {p: [(f"{name}.{taken[leaf]}", news[taken[leaf]])] if leaf in taken else [] for leaf, p in olds.items()}
     if olds:
-        out[next(iter(olds.values()))] += [(f"{name}.{leaf}", p) for leaf, p in news.items() if leaf not in olds]
+        rest = [(f"{name}.{leaf}", p) for leaf, p in news.items() if leaf not in taken.values()]
+        out[next(iter(olds.values()))] += rest
     return out
 
 

@@ -1,6 +1,6 @@
 """Residual schemes exchanged in a model that somebody else wrote."""
 
-import weakref
+import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -11,12 +11,26 @@ from .. import nn as nfnn
 from ..config import tables, unknown
 from ..errors import InputError
 from ..nn.declared import Place, configure
-from ..nn.growing import Growing
 from ..nn.layers import Layer
-from .blocks import STACKS, TORCH_STACKS, TORCHS, Group, known_blocks, parent_of, parts_of, place_of, shape_of
+from .blocks import (
+    TORCH_STACKS,
+    TORCHS,
+    Group,
+    check_block,
+    converted_of,
+    end_of,
+    is_block,
+    known_names,
+    parent_of,
+    parts_of,
+    place_of,
+    shape_of,
+)
 from .edits import Edits, Repoint, Row, Swaps, refuse_wrapped
+from .families import refuse_other_schemes
+from .marker import mark
 from .steps import BlockResidual
-from .values import initialise, silence_biases
+from .values import count_weights, initialise, sign_of_training, silence_biases
 
 
 def swap_residuals(
@@ -30,17 +44,28 @@ def swap_residuals(
 ) -> Swaps:
     """Gives a model's Transformer blocks another residual scheme, in place.
 
-    Known are torch.nn's encoder and decoder layers and the blocks of BERT, GPT-2, T5 and Marian of Hugging Face
-    `transformers`; `register_block` adds others. Blocks keep their identity, their linear layers, dropouts, hooks and
-    norms (a scheme without norms puts identities in their places); new norms are of the kind that the block has.
+    Known are torch.nn's encoder and decoder layers, the blocks of Hugging Face `transformers` that docs/names.md lists
+    (BERT, GPT-2, Llama, T5, BART, ViT, …), and timm's ViT; `register_block` adds others. Blocks keep their identity,
+    their linear layers, dropouts, hooks and norms (a scheme without norms puts identities in their places); new norms
+    are of the kind that the block has.
 
     >>> from torch import nn
     >>> model = nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), 2)
     >>> print(swap_residuals(model, "deepnorm"))
     swap_residuals to deepnorm: 2
     module    old                      new                                note
-    layers.0  TransformerEncoderLayer  TransformerEncoderLayer, deepnorm  init deepnorm
-    layers.1  TransformerEncoderLayer  TransformerEncoderLayer, deepnorm  init deepnorm
+    layers.0  TransformerEncoderLayer  TransformerEncoderLayer, deepnorm  init deepnorm, 4 weights drawn
+    layers.1  TransformerEncoderLayer  TransformerEncoderLayer, deepnorm  init deepnorm, 4 weights drawn
+
+    The weights of a pretrained model are lost where the scheme draws its own first values: a warning says so where they
+    look trained, and `init=None` keeps them.
+
+    A Hugging Face model's `config.normformer_rs` then names the scheme, and each swapped block's state has a key of the
+    scheme's name, which the stock class reports as unexpected. Load such a file into a model that was swapped alike:
+
+        model = BertForMaskedLM.from_pretrained(name)        # load the stock model,
+        swap_residuals(model, "deepnorm", init=None)         # then swap,
+        model.load_state_dict(state)                         # then load what a swapped model has saved
 
     Args:
         model: any tree of modules that holds known blocks.
@@ -49,15 +74,15 @@ def swap_residuals(
         init: of the blocks' linear layers: "scheme": the scheme's own; another name out of `tables()["inits"]`; None:
             their values stay. Embeddings and what lies outside the blocks keep theirs.
         optimizer: then holds the scheme's parameters too, in the group of the block's first parameter, and no longer
-            what went out; state of what was drawn anew is dropped. For branchnorm a step hook moves t: no
-            `set_num_updates` is needed.
+            what went out; state of what was drawn anew is dropped.
         options: those of `TransformerConfig` that the scheme has (`branchnorm_steps`, …).
 
     Returns: the table of what was done; its `undo()` takes it back.
 
-    Errors: InputError for unknown names and options; a model without known blocks; DistributedDataParallel and FSDP
-    models; an optimizer that does not own the parameters; dlcl outside torch.nn's stacks, whose loop would have to
-    change.
+    Errors: InputError for unknown names and options; a model without known blocks, or with blocks of another form
+    (norms on both sides of a branch, parallel sublayers), or with blocks that their library has changed;
+    DistributedDataParallel and FSDP models; an optimizer that does not own the parameters; dlcl outside torch.nn's
+    stacks, whose loop would have to change. UserWarning where weights that look trained are drawn anew.
     """
     names = [entry["name"] for entry in tables()["residuals"]]
     if to not in names:
@@ -66,6 +91,7 @@ def swap_residuals(
     plans = [(group, place) for group, place in _plans(model, to, depth, init, options) if not _has(group, place)]
     for group, place in plans:
         _check(group, place, to)
+    learned = next((sign for group, _ in plans if (sign := sign_of_training(group, optimizer))), None)
     title, before = f"swap_residuals to {to}", dict(model.named_parameters())
     edits, rows = Edits(model, title), []
     try:
@@ -73,11 +99,13 @@ def swap_residuals(
             old = [type(block).__name__ for block in group.blocks]
             convert = _convert_torchs if isinstance(group.blocks[0], tuple(TORCHS)) else _convert_foreign
             notes = convert(group, place, edits)
-            note = "weights kept" if init is None else f"init {place.declared.init}"
             for i, block in enumerate(group.blocks):
+                drawn_here = f"init {place.declared.init}, {count_weights(block)} weights drawn"
+                note = "weights kept" if init is None else drawn_here
+                note += "" if place.declared.has_biases else ", biases held at zero"
                 rows.append(Row(group.names[i] or "(model)", old[i], f"{type(block).__name__}, {to}", note))
             rows += notes
-        drawn = []
+        drawn: list[nn.Parameter] = []
         for group, place in plans if init is not None else ():
             drawn += initialise(group, place, edits)
             for layer in group.blocks:
@@ -85,12 +113,18 @@ def swap_residuals(
                     layer.keeps_torchs_values = False
         drawn += [p for group, place in plans if not place.declared.has_biases for p in silence_biases(group, edits)]
         _repoint(optimizer, [group for group, _ in plans], before, dict(model.named_parameters()), drawn)(edits)
+        if plans:
+            mark(model, "residual", to, edits)
     except Exception:
         edits.undo()
         raise
-    if optimizer is not None:
-        _move_t_with(optimizer, model, edits)
     edits.done()
+    if learned is not None and drawn:
+        what = f"drew {sum(p.dim() > 1 for p in drawn)} weights of {type(model).__name__} anew"
+        way = "init=None keeps them, undo() brings them back"
+        if init is None:
+            what, way = f"set {len(drawn)} biases of {type(model).__name__} to zero", "undo() brings them back"
+        warnings.warn(f"{title} {what}, and they look trained ({learned}): {way}", stacklevel=2)
     return Swaps(title, rows, edits)
 
 
@@ -99,18 +133,18 @@ def swap_residuals(
 
 def find_groups(model: nn.Module) -> list[Group]:
     """All known blocks, those of one list that are alike together; InputError if there are none."""
-    known = {*TORCHS, *known_blocks(), *known_blocks().values()}
+    refuse_other_schemes(model)
     found: dict[Any, dict[str, nn.Module]] = {}
     for name, module in model.named_modules():
-        if type(module) in known:
+        if is_block(type(module)):
+            check_block(module)
             # As wide as each other, or they could not follow each other; heads and d_ff may differ within a stack.
             kind = type(module), len(parts_of(module)), shape_of(module)["d_model"]
             found.setdefault((parent_of(_without_wrappers(name)), *kind), {})[name] = module
     if not found:
-        kinds = ", ".join(sorted({kind.__name__ for kind in (*TORCHS, *known_blocks())}))
         raise InputError(
-            f"{type(model).__name__} holds no Transformer block that is known; known are {kinds}, and not their "
-            "subclasses: tell of another class with normformer_rs.surgery.register_block(kind, converted)"
+            f"{type(model).__name__} holds no Transformer block that is known; known are {known_names()}, and not "
+            "their subclasses: tell of another class with normformer_rs.surgery.register_block(kind, converted)"
         )
     return [_group(model, path, blocks) for (path, *_), blocks in found.items()]
 
@@ -124,7 +158,7 @@ def _group(model: nn.Module, path: str, blocks: Mapping[str, nn.Module]) -> Grou
     entries = [getattr(entry, "_orig_mod", entry) for entry in wrapped]
     kind = type(own[0])
     depth = sum(entry in own or (isinstance(entry, kind) and type(entry) is not kind) for entry in entries)
-    return Group(path, [*blocks], own, model.get_submodule(parent_of(path)), max(depth, len(own)))
+    return Group(path, [*blocks], own, model.get_submodule(parent_of(path)), max(depth, len(own)), end_of(model, path))
 
 
 def _without_wrappers(path: str) -> str:
@@ -230,14 +264,14 @@ def _convert_foreign(group: Group, place: Place, edits: Edits) -> list[Row]:
     """Blocks become subclasses of theirs that call the scheme's steps; what the scheme has stands in `residual`."""
     notes, first = [], None
     for i, block in enumerate(group.blocks):
-        converted = known_blocks()[type(block)]
+        converted = converted_of(type(block))
         parts = parts_of(block)
         sites = converted.sites(block) if hasattr(converted, "sites") else {}
         for path in {
             "",
             *sites,
             *(part.norm.rpartition(".")[0] for part in parts),
-            *(parent_of(part.dropout) for part in parts),
+            *(parent_of(part.moves) for part in parts),
         }:
             edits.remember(block.get_submodule(path))
         residual = BlockResidual(block, Place(place.config, place.stack, i), parts, first)
@@ -250,26 +284,20 @@ def _convert_foreign(group: Group, place: Place, edits: Edits) -> list[Row]:
         for j, part in enumerate(parts):
             if not residual.uses(f"norm{j + 1}"):
                 _put(block, part.norm, nn.Identity())
-            if part.dropout is not None:
-                residual.add_module(f"dropout{j + 1}", block.get_submodule(part.dropout))
-                _put(block, part.dropout, nn.Identity())
+            if part.moves is not None:
+                residual.add_module(f"dropout{j + 1}", block.get_submodule(part.moves))
+                _put(block, part.moves, nn.Identity())
             for handle in residual.reach_inside(part, j):
                 edits.afterwards(handle.remove)
         block.residual = residual
-    name = STACKS.get(type(group.holder))
     end = place.declared.end
-    if name is None or not any(change.kind == "norm" for change in end):
+    if group.end is None or not any(change.kind == "norm" for change in end):
         group.blocks[-1].residual.finish(end)  # type: ignore[union-attr, operator]
-        if name is not None:
-            edits.remember(group.holder)
-            notes.append(
-                Row(
-                    f"{parent_of(group.path)}.{name}".lstrip("."),
-                    type(group.holder.get_submodule(name)).__name__,
-                    "Identity",
-                )
-            )
-            setattr(group.holder, name, nn.Identity())
+        if group.end is not None:
+            edits.remember(group.end.owner)
+            path = f"{group.end.path}.{group.end.name}".lstrip(".")
+            notes.append(Row(path, type(group.end.norm).__name__, "Identity", "after the stack"))
+            setattr(group.end.owner, group.end.name, nn.Identity())
     return notes
 
 
@@ -306,23 +334,3 @@ def _repoint(
 def _common(one: str, other: str) -> int:
     a, b = one.split("."), other.split(".")
     return next((i for i, (x, y) in enumerate(zip(a, b)) if x != y), min(len(a), len(b)))
-
-
-_MOVED: "weakref.WeakKeyDictionary[torch.optim.Optimizer, weakref.WeakSet[Growing]]" = weakref.WeakKeyDictionary()
-"""The modules whose t an optimizer moves."""
-
-
-def _move_t_with(optimizer: torch.optim.Optimizer, model: nn.Module, edits: Edits) -> None:
-    """After update k, t is k + 1, wherever t stands and this optimizer does not move it already."""
-    moved_already = _MOVED.setdefault(optimizer, weakref.WeakSet())
-    holders = [m for m in model.modules() if isinstance(m, Growing) and m.growth is not None and m not in moved_already]
-    if not holders:
-        return
-    moved_already.update(holders)
-    edits.afterwards(lambda: moved_already.difference_update(holders))
-
-    def moved(*_: Any) -> None:
-        for holder in holders:
-            holder.t.add_(1)
-
-    edits.afterwards(optimizer.register_step_post_hook(moved).remove)

@@ -9,7 +9,9 @@ from torch import Tensor, nn
 from ..nn.declared import Draw, Learned, NormAt, Place, Sublayer, apply_changes, begin, close, install, make, reset
 from ..nn.growing import Growing
 from ..nn.profiling import begin_stack
-from .blocks import Part, width_into
+from .blocks import width_into
+from .marker import mark_block
+from .spec import Part
 
 
 class Point:
@@ -32,15 +34,19 @@ _POINTS |= {"before_activation": ("fc1", "after"), "amid": ("fc2", "before")}
 class BlockResidual(Growing):
     """A residual scheme in somebody else's block: its parameters and norms, beside the norms that the block has."""
 
+    place: Place
+
     def __init__(self, block: nn.Module, place: Place, parts: Sequence[Part], first: "BlockResidual | None") -> None:
         super().__init__()
         like = next(block.parameters())
         factory = {"device": like.device, "dtype": like.dtype}
         # References, not children: their parameters are the block's and the first block's.
         self._block, self._first = (block,), (first,)
-        self.place, self.paths = place, {f"norm{i + 1}": part.norm for i, part in enumerate(parts)}
+        self.place, self.parts = place, tuple(parts)
+        self.paths = {f"norm{i + 1}": part.norm for i, part in enumerate(parts)}
         self.sublayers = tuple(_local(block, part, sublayer) for part, sublayer in zip(parts, place.sublayers))
         install(self, self._declared(), place, factory=factory)
+        mark_block(self, place.config.residual, like.device)
         self.end: tuple[Any, ...] = ()
         self.training = block.training
         self.grow(place.declared.growth if first is None else None, like.device)
@@ -89,14 +95,19 @@ class BlockResidual(Growing):
     def step(
         self, i: int, x: Tensor, function: Callable[[Tensor], Any], dropout: nn.Module | float | None = None
     ) -> Any:
-        """x⁺ of sublayer i; where the function returns a tuple, its further items after it."""
+        """x⁺ of sublayer i; where the function returns a tuple, its further items after it. `dropout`: a module or a
+        rate; None: as the sublayer's `Part` says."""
         if i == 0 and self._first[0] is None:
             begin_stack()
         sublayer: Sublayer = self.sublayers[i]
         given = apply_changes(self, sublayer.inside.get("input", ()), begin(self, sublayer, x, None), None)
         output = function(given)
         f, *rest = output if isinstance(output, tuple) else (output,)
-        dropout = self._modules.get(f"dropout{i + 1}", dropout)
+        declared = self.parts[i].dropout
+        if self.parts[i].moves is not None:
+            dropout = self._modules[f"dropout{i + 1}"]
+        elif dropout is None and declared is not None:
+            dropout = getattr(self._block[0], declared)
         if not isinstance(dropout, nn.Module):
             dropout = nn.Dropout(dropout or 0.0).train(self.training)
         alpha_t = (self._first[0] or self).alpha()

@@ -7,6 +7,7 @@ from ..nn.declared import Place
 from ..nn.initial import draw_linear
 from .blocks import Group, is_transposed, parts_of, weight_and_bias
 from .edits import Edits
+from .spec import at
 
 
 @torch.no_grad()
@@ -16,12 +17,15 @@ def initialise(group: Group, place: Place, edits: Edits) -> list[nn.Parameter]:
     for i, block in enumerate(group.blocks):
         here = Place(place.config, place.stack, i)
         for j, part in enumerate(parts_of(block)):
-            for path, roles, factor in part.linears:
+            for path, roles, factor, groups in part.linears:
                 weight, bias = weight_and_bias(block, path)
                 parameters = [p for p in (weight, bias) if p is not None]
                 edits.remember_values(parameters)
                 drawn += parameters
                 draw_linear(weight.T if is_transposed(block, path) else weight, bias, roles, here, j)
+                if groups is not None:  # drawn one role after another, kept head by head
+                    heads = weight.unflatten(0, (len(roles), at(block, groups), -1))
+                    weight.copy_(heads.transpose(0, 1).flatten(0, 2))
                 weight.mul_(factor)
     return drawn
 
@@ -41,3 +45,25 @@ def silence_biases(group: Group, edits: Edits) -> list[nn.Parameter]:
         bias.zero_()
         bias.requires_grad_(False)
     return found
+
+
+@torch.no_grad()
+def sign_of_training(group: Group, optimizer: torch.optim.Optimizer | None) -> str | None:
+    """What shows that a group's weights have been learned; None: nothing does.
+
+    Libraries begin with gains of one (Gemma: zero) and biases of zero, and the first update moves them. Linear layers
+    tell nothing: their first values are random. A norm with a single gain tells nothing either.
+    """
+    for name, block in zip(group.names, group.blocks):
+        for part in parts_of(block):
+            for key, p in block.get_submodule(part.norm).named_parameters(prefix=f"{name}.{part.norm}".lstrip(".")):
+                if p.numel() > 1 and not p.is_meta and not (p == p.flatten()[0].round().clamp(0, 1)).all():
+                    return f"{key} is not at its start"
+        if optimizer is not None and any(optimizer.state.get(p) for p in block.parameters()):
+            return "the optimizer has state of them"
+    return None
+
+
+def count_weights(block: nn.Module) -> int:
+    """The matrices that `initialise` draws."""
+    return sum(len(part.linears) for part in parts_of(block))

@@ -1,0 +1,287 @@
+"""The blocks that `swap_residuals` knows by their classes' names, so that no library is imported before its model is
+there; and those whose own scheme it refuses."""
+
+import sys
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+from torch import nn
+
+from ..errors import InputError
+from .huggingface import BertBlock, GPT2Block, T5Block, attention, feed_forward
+from .spec import BlockSpec, Linear, Part
+
+
+class Family(NamedTuple):
+    """Models with blocks alike.
+
+    Attributes:
+        name: as people call them.
+        scheme: their own: an identity swap is into this one.
+        blocks: each class, by module and name, and how it is converted: a `BlockSpec`, or a mixin of `huggingface`.
+        stacks: classes around them with a norm after the last block, and what it is called.
+    """
+
+    name: str
+    scheme: str
+    blocks: Mapping[str, Any]
+    stacks: Mapping[str, str] = {}
+
+
+def _of_transformers(name: str, scheme: str, model: str, blocks: Mapping[str, Any], **stacks: str) -> Family:
+    """A family of transformers.models.{model}."""
+    module = f"transformers.models.{model}.modeling_{model}."
+    named = ({module + kind: what for kind, what in given.items()} for given in (blocks, stacks))
+    return Family(name, scheme, *named)
+
+
+LLAMA = BlockSpec(
+    (
+        Part(
+            "self-attention",
+            "input_layernorm",
+            attention("self_attn", "self_attn.o_proj", "q_proj k_proj v_proj"),
+            run=("self_attn",),
+        ),
+        Part(
+            "feed-forward",
+            "post_attention_layernorm",
+            feed_forward("mlp.gate_proj mlp.up_proj", "mlp.down_proj"),
+            run=("mlp",),
+        ),
+    ),
+    heads="self_attn.config.num_attention_heads",
+)
+DISTILBERT = BlockSpec(
+    (
+        Part(
+            "self-attention",
+            "sa_layer_norm",
+            attention("attention", "attention.out_lin", "q_lin k_lin v_lin"),
+            run=("attention",),
+        ),
+        Part(
+            "feed-forward",
+            "output_layer_norm",
+            feed_forward("ffn.lin1", "ffn.lin2"),
+            "ffn.dropout",
+            run=("ffn",),
+        ),
+    ),
+    heads="attention.n_heads",
+)
+
+
+def _bart_attention(kind: str, path: str) -> Part:
+    linears = attention(path, f"{path}.out_proj", "q_proj k_proj v_proj")
+    return Part(kind, f"{path}_layer_norm", linears, "dropout", run=(path,))
+
+
+_BART_SELF = _bart_attention("self-attention", "self_attn")
+_BART_CROSS = _bart_attention("cross-attention", "encoder_attn")
+_BART_FEED = Part(
+    "feed-forward",
+    "final_layer_norm",
+    feed_forward("fc1", "fc2"),
+    "dropout",
+    run=("fc1", "activation_fn", "activation_dropout", "fc2"),
+)
+BART_ENCODER = BlockSpec((_BART_SELF, _BART_FEED), "self_attn.num_heads", clamps=True)
+BART_DECODER = BlockSpec((_BART_SELF, _BART_CROSS, _BART_FEED), "self_attn.num_heads")
+OPT = BlockSpec((_BART_SELF, _BART_FEED._replace(run=("fc1", "activation_fn", "fc2"))), "self_attn.num_heads")
+VIT = BlockSpec(
+    (
+        Part(
+            "self-attention",
+            "layernorm_before",
+            attention("attention", "attention.o_proj", "q_proj k_proj v_proj"),
+            "dropout",
+            run=("attention",),
+        ),
+        Part("feed-forward", "layernorm_after", feed_forward("mlp.fc1", "mlp.fc2"), "dropout", run=("mlp",)),
+    ),
+    heads="attention.num_attention_heads",
+)
+CLIP = BlockSpec(
+    (
+        Part(
+            "self-attention",
+            "layer_norm1",
+            attention("self_attn", "self_attn.out_proj", "q_proj k_proj v_proj"),
+            run=("self_attn",),
+        ),
+        Part("feed-forward", "layer_norm2", feed_forward("mlp.fc1", "mlp.fc2"), run=("mlp",)),
+    ),
+    heads="self_attn.num_heads",
+)
+_NEOX_HEADS = "attention.config.num_attention_heads"
+GPT_NEOX = BlockSpec(
+    (
+        Part(
+            "self-attention",
+            "input_layernorm",
+            (
+                Linear(
+                    "attention.query_key_value",
+                    ("query", "key", "value"),
+                    groups="attention.config.num_attention_heads",
+                ),
+                Linear("attention.dense", ("output",)),
+            ),
+            "post_attention_dropout",
+            run=("attention",),
+        ),
+        Part(
+            "feed-forward",
+            "post_attention_layernorm",
+            feed_forward("mlp.dense_h_to_4h", "mlp.dense_4h_to_h"),
+            "post_mlp_dropout",
+            run=("mlp",),
+        ),
+    ),
+    heads=_NEOX_HEADS,
+)
+TIMM = BlockSpec(
+    (
+        Part(
+            "self-attention",
+            "norm1",
+            (Linear("attn.qkv", ("query", "key", "value")), Linear("attn.proj", ("output",))),
+            "drop_path1",
+            run=("attn", "ls1"),
+        ),
+        Part("feed-forward", "norm2", feed_forward("mlp.fc1", "mlp.fc2"), "drop_path2", run=("mlp", "ls2")),
+    ),
+    heads="attn.num_heads",
+)
+
+
+def _llama(name: str) -> Family:
+    blocks = {f"{name}DecoderLayer": LLAMA}
+    return _of_transformers(name, "prenorm", name.lower(), blocks, **{f"{name}Model": "norm"})
+
+
+def _bert(name: str, classes: str, model: str) -> Family:
+    return _of_transformers(name, "postnorm", model, {f"{classes}Layer": BertBlock})
+
+
+def _bart(name: str, scheme: str, classes: str, model: str) -> Family:
+    blocks = {f"{classes}EncoderLayer": BART_ENCODER, f"{classes}DecoderLayer": BART_DECODER}
+    ends = {f"{classes}{side}": "layer_norm" for side in ("Encoder", "Decoder")} if scheme == "prenorm" else {}
+    return _of_transformers(name, scheme, model, blocks, **ends)
+
+
+FAMILIES = (
+    _bert("BERT", "Bert", "bert"),
+    _bert("RoBERTa", "Roberta", "roberta"),
+    _bert("XLM-RoBERTa", "XLMRoberta", "xlm_roberta"),
+    _bert("ELECTRA", "Electra", "electra"),
+    _of_transformers("DistilBERT", "postnorm", "distilbert", {"TransformerBlock": DISTILBERT}),
+    _of_transformers("GPT-2", "prenorm", "gpt2", {"GPT2Block": GPT2Block}, GPT2Model="ln_f"),
+    *(_llama(name) for name in ("Llama", "Mistral", "Qwen2", "Qwen3")),
+    _of_transformers(
+        "OPT", "prenorm; OPT-350m postnorm", "opt", {"OPTDecoderLayer": OPT}, OPTDecoder="final_layer_norm"
+    ),
+    _of_transformers(
+        "GPT-NeoX with `use_parallel_residual=False`",
+        "prenorm",
+        "gpt_neox",
+        {"GPTNeoXLayer": GPT_NEOX},
+        GPTNeoXModel="final_layer_norm",
+    ),
+    _of_transformers("T5", "prenorm", "t5", {"T5Block": T5Block}, T5Stack="final_layer_norm"),
+    _bart("BART", "postnorm", "Bart", "bart"),
+    _bart("Marian", "postnorm", "Marian", "marian"),
+    _bart("mBART", "prenorm", "MBart", "mbart"),
+    _bart("Pegasus", "prenorm", "Pegasus", "pegasus"),
+    _bart("M2M-100, NLLB", "prenorm", "M2M100", "m2m_100"),
+    _bart("Whisper", "prenorm", "Whisper", "whisper"),
+    _of_transformers("ViT", "prenorm", "vit", {"ViTLayer": VIT}, ViTModel="layernorm"),
+    _of_transformers(
+        "CLIP, both encoders",
+        "prenorm",
+        "clip",
+        {"CLIPEncoderLayer": CLIP},
+        CLIPTextModel="final_layer_norm",
+        CLIPTextTransformer="final_layer_norm",
+        CLIPVisionModel="post_layernorm",
+        CLIPVisionTransformer="post_layernorm",
+    ),
+    Family(
+        "ViT of timm",
+        "prenorm",
+        {"timm.models.vision_transformer.Block": TIMM},
+        {"timm.models.vision_transformer.VisionTransformer": "norm"},
+    ),
+)
+BLOCKS = {kind: how for family in FAMILIES for kind, how in family.blocks.items()}
+STACKS = {kind: norm for family in FAMILIES for kind, norm in family.stacks.items()}
+
+_SANDWICH = "has a norm on both sides of each branch, x + N(F(N(x))) (sandwich)"
+_PARALLEL = "has parallel sublayers that read the same input, x + A(N(x)) + F(N(x))"
+_REORDERED = "has its norms on the branches, x + N(F(x))"
+
+
+def _always(_: Any) -> bool:
+    return True
+
+
+REFUSED: dict[str, tuple[str, Callable[[Any], bool]]] = {
+    **dict.fromkeys(
+        ("Gemma2DecoderLayer", "Gemma3DecoderLayer", "Gemma3nTextDecoderLayer", "Glm4DecoderLayer"),
+        (_SANDWICH, _always),
+    ),
+    **dict.fromkeys(
+        ("GPTJBlock", "CodeGenBlock", "PhiDecoderLayer", "CohereDecoderLayer", "Cohere2DecoderLayer"),
+        (_PARALLEL, _always),
+    ),
+    "FalconDecoderLayer": (_PARALLEL, lambda block: not hasattr(block, "post_attention_layernorm")),
+    **dict.fromkeys(("GPTNeoXLayer", "StableLmDecoderLayer"), (_PARALLEL, lambda block: block.use_parallel_residual)),
+    **dict.fromkeys(("ParallelScalingBlock", "ParallelThingsBlock"), (_PARALLEL, _always)),
+    **dict.fromkeys(("Olmo2DecoderLayer", "Olmo3DecoderLayer", "ResPostBlock"), (_REORDERED, _always)),
+}
+"""Classes of blocks with another scheme: what it is, and whether this block has it."""
+
+
+def refuse_other_schemes(model: nn.Module) -> None:
+    """InputError that names a block whose own scheme no swap can take out."""
+    for path, block in model.named_modules():
+        name = next((kind.__name__ for kind in type(block).__mro__ if kind.__name__ in REFUSED), None)
+        if name is None or not type(block).__module__.startswith(("transformers.", "timm.")):
+            continue
+        reason, applies = REFUSED[name]
+        if applies(block):
+            raise InputError(
+                f"{name} at {path or 'the top'} {reason}; swap_residuals takes over blocks of x + F(N(x)) and "
+                "N(x + F(x)), one norm a sublayer: choose a model with such blocks, or pass the part of yours that has "
+                "them"
+            )
+
+
+def refuse_old_library() -> None:
+    """InputError for transformers before 5, whose blocks return tuples."""
+    version = getattr(sys.modules.get("transformers"), "__version__", "5")
+    if int(version.partition(".")[0]) < 5:
+        raise InputError(f"swap_residuals knows the blocks of transformers 5 and later; got {version}: upgrade it")
+
+
+def full_name(kind: type) -> str:
+    return f"{kind.__module__}.{kind.__qualname__}"
+
+
+# For the documentation.
+
+
+def table() -> list[tuple[str, list[str], str]]:
+    """(family, classes of blocks, own scheme) of all that is known, torch.nn's first."""
+    torchs = ["TransformerEncoderLayer", "TransformerDecoderLayer"]
+    known = [(f.name, [kind.rpartition(".")[2] for kind in f.blocks], f.scheme) for f in FAMILIES]
+    return [("torch.nn", torchs, "postnorm, or prenorm with `norm_first`"), *known]
+
+
+def refused() -> dict[str, list[str]]:
+    """Classes of blocks by the form that no swap takes over."""
+    forms: dict[str, list[str]] = {}
+    for name, (form, _) in REFUSED.items():
+        forms.setdefault(form.partition(" ")[2], []).append(name)
+    return forms

@@ -1,0 +1,64 @@
+"""What a swapped model's file says of the swap, so that a stock class does not load it without a word.
+
+A Hugging Face configuration carries what was swapped, and `save_pretrained` writes it into config.json. The stock class
+keeps such a key without looking at it. So each swapped block also has a buffer named after its scheme, which the stock
+class reports as unexpected.
+"""
+
+import functools
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from .edits import Edits
+
+KEY = "normformer_rs"
+"""The configuration's attribute."""
+
+
+def mark(model: nn.Module, what: str, name: str, edits: Edits) -> None:
+    """Writes {what: name} ("residual" or "norm") into the configurations of a Hugging Face model; undo takes it back.
+
+    >>> import types
+    >>> from normformer_rs.surgery.edits import Edits
+    >>> model = nn.Linear(2, 2)
+    >>> model.config = types.SimpleNamespace(model_type="bert", to_dict=dict)
+    >>> mark(model, "norm", "scalenorm", Edits(model, "swap_norms to scalenorm"))
+    >>> model.config.normformer_rs
+    {'norm': 'scalenorm'}
+    """
+    for config in _configs(model):
+        edits.afterwards(functools.partial(_write, config, what, getattr(config, KEY, {}).get(what)))
+        _write(config, what, name)
+
+
+def _configs(model: nn.Module) -> Iterator[Any]:
+    """Each configuration once: parts of a model share theirs, or have their own."""
+    configs = {id(module.__dict__.get("config")): module.__dict__.get("config") for module in model.modules()}
+    yield from (config for config in configs.values() if hasattr(config, "model_type") and hasattr(config, "to_dict"))
+
+
+def _write(config: Any, what: str, name: str | None) -> None:
+    marks = {**getattr(config, KEY, {}), what: name}
+    marks = {key: value for key, value in marks.items() if value is not None}
+    if marks:
+        setattr(config, KEY, marks)
+    elif hasattr(config, KEY):
+        delattr(config, KEY)
+
+
+def mark_block(residual: nn.Module, scheme: str, device: Any) -> None:
+    """Gives a block's scheme a buffer of its name: files of different schemes then differ in their keys.
+
+    A state dict without it, of the stock class or an earlier version, loads: who swaps first has said what is wanted.
+    """
+    residual.register_buffer(f"scheme_{scheme}", torch.ones(1, dtype=torch.uint8, device=device))
+    residual.register_load_state_dict_pre_hook(_fill)
+
+
+def _fill(residual: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
+    for name, buffer in residual.named_buffers(recurse=False):
+        if name.startswith("scheme_"):
+            state_dict.setdefault(prefix + name, buffer)

@@ -1,0 +1,296 @@
+"""A module asked with numbers which norm it computes, whatever its class and its parameters are called."""
+
+import contextlib
+import copy
+import inspect
+import math
+import sys
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from .. import nn as nfnn
+from ..config import tables
+from ..nn.norms import RowNorm
+
+
+class Known(NamedTuple):
+    """A norm over the last dimension, y = factor·(offset + gain)⊙x̂ + bias.
+
+    x̂ is the norm `computes` of `normformer_rs.tables()` with its first gain: ScaleNorm's is √d·x/max(‖x‖₂, ε).
+    """
+
+    width: int
+    computes: str
+    gain: str | None = None
+    """The module's own name of the parameter; None: it learns none, and factor·offset is 1."""
+    bias: str | None = None
+    eps: float | None = math.nan
+    """As `computes` counts it. None: the machine epsilon of the type computed in; nan: unknown."""
+    offset: float = 0.0
+    factor: float = 1.0
+
+
+KINDS: dict[str, Any] = {entry["name"]: nfnn.norm_class(entry["name"]) for entry in tables()["norms"]}
+"""The class of every norm of the table."""
+
+
+class _Question(NamedTuple):
+    """Where and in what type a module is asked, the size of its rows, and how exact its answers are."""
+
+    device: torch.device
+    dtype: torch.dtype
+    large: float
+    """ε is lost in rows of this size."""
+    tiny: float
+    """ε is all that counts in rows of this size."""
+    error: float
+
+
+_EXACT = _Question(torch.device("cpu"), torch.float64, 1e6, 1e-30, 1e-9)
+_NEAR = 1e-3
+"""At x ≈ 1 an ε may be added elsewhere, to σ instead of σ², for example."""
+
+
+def probe(module: nn.Module, width: int | None = None, computes: str | None = None) -> Known | str:
+    """The norm found by calls of a copy, or why there is none. The module and the random state stay as they are.
+
+    The first calls are in f64 on the CPU, the next in f32 where the module is: its kernels may know nothing else.
+
+    Args:
+        width, computes: where they are known.
+    """
+    refused = _refused(module)
+    if refused is not None:
+        return refused
+    parameters = dict(module.named_parameters(recurse=False))
+    width = _width(module, parameters) if width is None else width
+    if width is None:
+        return "nothing tells its width"
+    names = [name for name, kind in KINDS.items() if issubclass(kind, RowNorm) and computes in (None, name)]
+    first = next(iter(parameters.values()), None)
+    device = _EXACT.device if first is None or first.is_meta else first.device
+    found: Known | str = f"computes no norm over rows of width {width}"
+    for question in (_EXACT, _Question(device, torch.float32, 1e3, 1e-18, 1e-4)):
+        with _EXACT.device:
+            try:
+                found = _find(_Trial(module, parameters, width, question), names)
+            except Exception as reason:  # whatever it may say of rows that it does not take
+                said = str(reason).partition("\n")[0]
+                found = f"takes no rows of width {width} ({type(reason).__name__}: {said})"
+        if isinstance(found, Known):
+            break
+    return found
+
+
+def _refused(module: nn.Module) -> str | None:
+    """Why a module is not asked."""
+    if type(module).__module__.startswith("torch.nn.") and type(module) not in (nn.LayerNorm, nn.RMSNorm):
+        return "torch.nn's own, and it normalises over other dimensions"
+    if next(module.children(), None) is not None:
+        return "made of other modules"
+    kept = [name for name, buffer in module.named_buffers(recurse=False) if buffer is not None]
+    kept += [name for name, value in vars(module).items() if isinstance(value, Tensor)]
+    if kept:
+        return f"keeps {', '.join(kept)}"
+    if len(module._parameters) > 2:
+        return f"has {len(module._parameters)} parameters"
+    try:
+        _, *more = inspect.signature(_forward(module)).parameters.values()
+    except (TypeError, ValueError):
+        return "its forward takes no x"
+    if len(more) != 1:
+        return f"its forward takes {', '.join(str(p) for p in more[1:]) or 'nothing'} beside x"
+    return None
+
+
+def _forward(module: nn.Module) -> Callable[..., Any]:
+    """As a function of (module, x); a method put into the instance counts."""
+    return getattr(vars(module).get("forward"), "__func__", type(module).forward)
+
+
+def _width(module: nn.Module, parameters: Mapping[str, nn.Parameter]) -> int | None:
+    """The size of its parameters; where they are single numbers or none, the one whole number among its attributes."""
+    sizes = {p.shape[-1] for p in parameters.values() if p.numel() > 1}
+    if not sizes:
+        for name, value in vars(module).items():
+            one = value[0] if isinstance(value, Sequence) and len(value) == 1 else value
+            if name[0] != "_" and type(one) is int and one > 1:
+                sizes.add(one)
+    is_row = all(p.numel() in (1, p.shape[-1]) for p in parameters.values() if p.dim())
+    return sizes.pop() if len(sizes) == 1 and is_row else None
+
+
+class _Trial:
+    """A module, and the rows that it is asked with."""
+
+    def __init__(
+        self, module: nn.Module, parameters: Mapping[str, nn.Parameter], width: int, question: _Question
+    ) -> None:
+        self.module, self.parameters, self.width, self.question = module, parameters, width, question
+        self._generator = torch.Generator("cpu").manual_seed(0)
+        shape = (2, 5 if width == 3 else 3, width)  # no other dimension is as wide
+        self.x = self._normal(*shape) + self._normal(*shape[:2], 1)
+
+    def _normal(self, *shape: int) -> Tensor:
+        return torch.randn(shape, generator=self._generator, dtype=torch.float64)
+
+    def drawn(self) -> dict[str, Tensor]:
+        """Values for the parameters."""
+        return {
+            name: torch.rand(p.shape, generator=self._generator, dtype=torch.float64) + 0.5
+            for name, p in self.parameters.items()
+        }
+
+    def answer(self, scale: float, values: Mapping[str, Tensor], training: bool = False) -> Tensor:
+        """To rows of this size, in f64 on the CPU; parameters that are not given are zero."""
+        device, dtype = self.question.device, self.question.dtype
+        filled = {name: values.get(name, torch.zeros(p.shape)) for name, p in self.parameters.items()}
+        twin = _stand_in(self.module, {name: p.to(device, dtype) for name, p in filled.items()}).train(training)
+        with _undisturbed(self.question):
+            y = _forward(self.module)(twin, (scale * self.x).to(device, dtype))
+        if not isinstance(y, Tensor) or y.shape != self.x.shape:
+            raise ValueError(f"returns {tuple(y.shape) if isinstance(y, Tensor) else type(y).__name__}")
+        return y.double().cpu()
+
+
+def _find(trial: _Trial, names: Sequence[str]) -> Known | str:
+    """The one of these norms that the module computes."""
+    _, _, large, tiny, error = trial.question
+    none = f"computes no norm over rows of width {trial.width}"
+
+    # In large rows y = factor·(offset + gain)⊙x̂ + bias shows everything but ε.
+    zero, values = trial.answer(large, {}), trial.drawn()
+    slopes = {name: trial.answer(large, {name: value}) - zero for name, value in values.items()}
+    biases = [name for name, slope in slopes.items() if _gap(slope, values[name].expand(slope.shape)) < error]
+    gains = [name for name in slopes if name not in biases]
+    if len(biases) > 1 or len(gains) > 1:
+        return "its parameters are not a gain and a bias"
+    gain, bias = next(iter(gains), None), next(iter(biases), None)
+    hat = slopes[gain] / values[gain] if gain else zero
+    fits = [(name, *_fit(hat, _row(name, large * trial.x, 0.0))) for name in names]
+    near = [(name, factor) for name, factor, gap in fits if gap < error]
+    if not near:
+        return none
+    offset, gap = _fit(zero, hat)
+    if gap > error:
+        return "its gain does not multiply a norm"
+    if gain is None and abs(near[0][1] - 1) > error:
+        return f"multiplies by {near[0][1]:.6g}, which no gain of its own could carry"
+    if gain:
+        has_one = trial.parameters[gain].numel() == 1
+        near = [pair for pair in near if KINDS[pair[0]].has_one_gain == has_one] or near
+
+    # In tiny rows x̂ is x over a power of ε; where ε begins to count, norms differ that are alike elsewhere.
+    tiny_zero = trial.answer(tiny, {})
+    tiny_hat = (trial.answer(tiny, {gain: values[gain]}) - tiny_zero) / values[gain] if gain else tiny_zero
+    again, found = trial.drawn(), []
+    for name, factor in near:
+        offset, factor = _rounded(offset, error), _rounded(factor, error, trial.width)
+        eps, size = _epsilon(name, tiny_hat / factor, tiny * trial.x)
+        known = Known(trial.width, name, gain, bias, _attribute(trial, eps), offset, factor)
+        gaps = []
+        for scale in (large, 1.0, max(size, tiny)):
+            expected = _compute(known, scale * trial.x, again, eps)
+            gaps.append(max(_gap(trial.answer(scale, again, training), expected) for training in (False, True)))
+        if max(gaps[:2]) < _NEAR:
+            found.append((gaps[2], known))
+    return min(found, key=lambda pair: pair[0])[1] if found else none
+
+
+def _stand_in(module: nn.Module, parameters: Mapping[str, Tensor]) -> nn.Module:
+    """A copy with other parameters, no hooks, and nothing that it could change in the module itself."""
+    twin = object.__new__(type(module))
+    nn.Module.__init__(twin)
+    hooks = {*vars(twin)}
+    for name, value in vars(module).items():
+        if name not in hooks and name != "forward":
+            vars(twin)[name] = copy.copy(value) if isinstance(value, (list, dict, set)) else value
+    for name in module._parameters:
+        twin._parameters[name] = nn.Parameter(parameters[name], False) if name in parameters else None
+    return twin
+
+
+@contextlib.contextmanager
+def _undisturbed(question: _Question) -> Iterator[None]:
+    """No gradient, no autocast, no compiler, no warning, no number drawn from the user's generators."""
+    device = question.device
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(torch.no_grad())
+        stack.enter_context(torch.autocast(device.type, enabled=False))
+        if "torch._dynamo" in sys.modules:
+            stack.enter_context(torch.compiler.set_stance("force_eager"))
+        stack.enter_context(torch.random.fork_rng([device] if device.type == "cuda" else []))
+        stack.enter_context(warnings.catch_warnings())
+        warnings.simplefilter("ignore")
+        stack.enter_context(device)
+        if question is _EXACT:
+            stack.enter_context(Widened())
+        yield
+
+
+class Widened(TorchFunctionMode):
+    """A forward that computes in f32 computes in f64."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        def wide(value: Any) -> Any:
+            return torch.float64 if isinstance(value, torch.dtype) and value.is_floating_point else value
+
+        if func in (Tensor.float, Tensor.half, Tensor.bfloat16):
+            func = Tensor.double
+        return func(*map(wide, args), **{name: wide(value) for name, value in (kwargs or {}).items()})
+
+
+def _row(name: str, x: Tensor, eps: float) -> Tensor:
+    """x̂ of a norm of the table."""
+    return KINDS[name](x.shape[-1], eps=eps, elementwise_affine=False)(x)
+
+
+def _compute(known: Known, x: Tensor, values: Mapping[str, Tensor], eps: float) -> Tensor:
+    gain = values[known.gain] if known.gain else 0.0
+    y = known.factor * (known.offset + gain) * _row(known.computes, x, eps)
+    return y + values[known.bias] if known.bias else y
+
+
+def _fit(y: Tensor, x: Tensor) -> tuple[float, float]:
+    """The c of y ≈ c·x, and how far apart the two are."""
+    c = float((y * x).sum() / (x * x).sum())
+    return c, _gap(y, c * x, x)
+
+
+def _gap(y: Tensor, expected: Tensor, unit: Tensor | None = None) -> float:
+    """The largest difference, relative to the largest number of `unit`; inf where one is not finite."""
+    gap = float((y - expected).abs().max() / (expected if unit is None else unit).abs().max())
+    return gap if math.isfinite(gap) else math.inf
+
+
+def _rounded(value: float, error: float, width: int = 1) -> float:
+    """The value that was meant: 0, 1, or a power of √d."""
+    meant = (0.0, 1.0, math.sqrt(width), 1 / math.sqrt(width))
+    return next((m for m in meant if abs(value - m) <= error * max(abs(m), 1 / width)), value)
+
+
+def _epsilon(name: str, hat: Tensor, x: Tensor) -> tuple[float, float]:
+    """ε, and the size of rows at which it begins to count, from x̂ of rows that are small beside it."""
+    most = float(hat.abs().max())
+    if not math.isfinite(most) or _gap(hat, _row(name, x, 0.0)) < _NEAR:
+        return 0.0, 0.0
+    one, four = (float(_row(name, x, eps).abs().max()) for eps in (1.0, 4.0))
+    power = math.log(one / four, 4)  # x̂ falls with √ε where ε is added to a mean square, with ε where it is a bound
+    eps = (one / most) ** (1 / power)
+    return eps, eps**power
+
+
+def _attribute(trial: _Trial, eps: float) -> float | None:
+    """The module's own number where it is the ε that was found."""
+    error, own = math.sqrt(trial.question.error), vars(trial.module)
+    if "eps" in own and own["eps"] is None:
+        machine = torch.finfo(trial.question.dtype).eps
+        if abs(eps - machine) <= error * machine:
+            return None
+    numbers = [value for value in own.values() if type(value) is float and value > 0]
+    return next((value for value in numbers if abs(eps - value) <= error * value), float(f"{eps:.10g}"))

@@ -1,0 +1,148 @@
+"""Which norm a module is: told by its reader or its class, or found by calls with numbers."""
+
+import math
+import re
+from collections.abc import Callable, Hashable
+from typing import Any, cast
+
+import torch
+from torch import nn
+
+from .. import nn as nfnn
+from ..config import unknown
+from ..errors import InputError
+from ..nn.norms import FixedScaleNorm, RowNorm
+from .probe import KINDS, Known, probe
+
+Reader = Callable[[Any], "tuple[int, str] | None"]
+_READERS: dict[type[nn.Module], Reader] = {}
+
+
+def register_norm(kind: type[nn.Module], reader: Reader) -> None:
+    """Tells `swap_norms` and `swap_residuals` that a class is a norm, where calling it with numbers does not show it.
+
+    >>> import torch
+    >>> from normformer_rs.surgery import register_norm, swap_norms
+    >>> class Noisy(torch.nn.Module):
+    ...     def __init__(self, width):
+    ...         super().__init__()
+    ...         self.g = torch.nn.Parameter(torch.ones(width))
+    ...     def forward(self, x, sigma=0.1):
+    ...         return self.g * torch.nn.functional.layer_norm(x + sigma * torch.randn_like(x), x.shape[-1:])
+    >>> register_norm(Noisy, lambda m: (m.g.numel(), "layernorm"))
+    >>> model = torch.nn.Sequential(Noisy(4))
+    >>> print(swap_norms(model, "rmsnorm"))
+    swap_norms to rmsnorm: 1
+    module  old    new      note
+    0       Noisy  RMSNorm  weight is the old g
+
+    Args:
+        kind: the class itself; subclasses are registered for themselves.
+        reader: module → (width, computes), `computes` the name of the nearest norm in `normformer_rs.tables()`; or
+            None where it is no norm over the last dimension.
+
+    Calls with numbers find which parameter is the gain and how it counts. Where they fail, the parameter `weight` is
+    the gain, or else the first one; `bias`, or else the second, is the bias; both count as in `computes`.
+
+    Errors: InputError where `kind` is no class of modules; at the swap, where the reader returns anything else.
+    """
+    if not (isinstance(kind, type) and issubclass(kind, nn.Module)):
+        raise InputError(f"kind must be a subclass of torch.nn.Module; got {kind!r}")
+    _READERS[kind] = reader
+
+
+def read_norm(module: nn.Module) -> Known | None:
+    """The norm that a module is; None: none."""
+    found = examine(module)
+    return found if isinstance(found, Known) else None
+
+
+def examine(module: nn.Module) -> Known | str:
+    """The norm that a module is, or why it is none."""
+    kind = type(module)
+    if kind in _READERS:
+        return _registered(module, _READERS[kind](module))
+    computes = own_name(module)
+    if computes is not None:
+        return _by_convention(module, _own_width(module), computes)
+    if kind in _TORCHS and not module._buffers and "forward" not in vars(module):
+        shape = cast(Any, module).normalized_shape
+        if len(shape) != 1:
+            return f"normalises over the last {len(shape)} dimensions"
+        return _by_convention(module, shape[0], _TORCHS[kind])
+    return probe(module)
+
+
+def alike(module: nn.Module) -> Hashable:
+    """Equal for modules of one class with equal numbers and shapes, so that one examination does for all of them; the
+    module itself where it has anything else."""
+    own = {name: value for name, value in vars(module).items() if name not in vars(_EMPTY)}
+    is_plain = all(value is None or isinstance(value, int | float | str | torch.Size) for value in own.values())
+    if type(module) in _READERS or module._modules or module._buffers or not is_plain:
+        return module
+    shapes = ((name, None if p is None else p.shape) for name, p in module._parameters.items())
+    return type(module), (*own.items(),), (*shapes,)
+
+
+_EMPTY = nn.Module()
+_TORCHS: dict[type[nn.Module], str] = {nn.LayerNorm: "layernorm", nn.RMSNorm: "rmsnorm"}
+
+
+def looks_like_a_norm(module: nn.Module) -> bool:
+    """By its class's name; torch's weight and spectral norms, which change a layer's weight, are none."""
+    is_named_so = re.search("norm(?!al|ed)", type(module).__name__, re.IGNORECASE) is not None
+    is_leaf = next(module.children(), None) is None
+    return is_named_so and is_leaf and not type(module).__module__.startswith("torch.nn.utils")
+
+
+def own_name(module: nn.Module) -> str | None:
+    """The package's name for one of its own norms."""
+    if isinstance(module, nfnn.ScaleNorm) and module.weight is None:
+        return "scalenorm-fixed"
+    return _NAMES.get(type(module))
+
+
+_NAMES = {kind: name for name, kind in KINDS.items()} | {FixedScaleNorm: "scalenorm"}
+
+
+def _own_width(module: Any) -> int:
+    return module.normalized_shape[0] if hasattr(module, "normalized_shape") else module.num_features
+
+
+# Told, not asked.
+
+
+def _registered(module: nn.Module, said: Any) -> Known | str:
+    if said is None:
+        return "its reader says that it is no norm over the last dimension"
+    kind = type(module).__name__
+    if not (isinstance(said, tuple) and len(said) == 2 and isinstance(said[0], int) and isinstance(said[1], str)):
+        raise InputError(
+            f'the reader of {kind} must return (width, computes), such as (512, "layernorm"); got {said!r}'
+        )
+    width, computes = said
+    if computes not in KINDS:
+        raise InputError(unknown(f"norm, which the reader of {kind} returned,", computes, KINDS))
+    found = probe(module, width, computes)
+    return found if isinstance(found, Known) else _by_convention(module, width, computes)
+
+
+def _by_convention(module: nn.Module, width: int, computes: str) -> Known:
+    """Its parameters are `computes`'s weight and bias, by their names or else by their order."""
+    names = [name for name, _ in module.named_parameters(recurse=False)]
+    gain = "weight" if "weight" in names else next((name for name in names if name != "bias"), None)
+    bias = "bias" if "bias" in names else next((name for name in names if name != gain), None)
+    kind = KINDS[computes]
+    start = 1.0
+    if issubclass(kind, RowNorm) and gain is not None:
+        start = (module if isinstance(module, RowNorm) else kind(width)).gain()
+    eps = next((getattr(module, name) for name in _EPS if hasattr(module, name)), math.nan)
+    return Known(width, computes, gain, bias, None if eps is None else float(eps), *_counted(gain, 1 / start))
+
+
+_EPS = ("eps", "variance_epsilon", "epsilon")
+
+
+def _counted(gain: str | None, factor: float) -> tuple[float, float]:
+    """(offset, factor)."""
+    return (0.0, factor) if gain is not None else (1.0, 1.0)

@@ -1,0 +1,109 @@
+"""A class of Transformer blocks as data: its sublayers, their norms, linear layers and dropouts."""
+
+import operator
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+from torch import nn
+
+from ..errors import InputError
+from ..nn.initial import Role
+
+
+class Linear(NamedTuple):
+    """A linear layer of a block: where it is, what its outputs are (query, key, value, output, fc1, fc2; several where
+    they are stacked), what the scheme's first values are multiplied by, and the attribute that counts the groups where
+    stacked outputs alternate head by head."""
+
+    path: str
+    roles: tuple[Role, ...]
+    factor: float = 1.0
+    groups: str | None = None
+
+
+class Part(NamedTuple):
+    """A sublayer of a block.
+
+    Attributes:
+        kind: self-attention, cross-attention or feed-forward.
+        norm: the path of its norm.
+        linears: its linear layers; of a gated pair the one before the activation comes first.
+        dropout: the dropout on its output: an attribute of the block (a module or a rate), or a path with a dot: a
+            module inside the sublayer, which moves out to the residual.
+        run: the block's modules that compute the sublayer, called one after another; a number among them is a dropout
+            rate. Attention gets the block's own arguments. Needed where the block has a `BlockSpec`.
+    """
+
+    kind: str
+    norm: str
+    linears: tuple[Linear, ...]
+    dropout: str | None = None
+    run: tuple[str, ...] = ()
+
+    @property
+    def moves(self) -> str | None:
+        """The path of a dropout that moves out of the sublayer."""
+        return self.dropout if self.dropout is not None and "." in self.dropout else None
+
+    def paths(self) -> Iterator[str]:
+        """Everything that the block must hold for it."""
+        yield self.norm
+        yield from (linear.path.removesuffix(".in_proj_weight") for linear in self.linears)
+        yield from (path for path in (self.dropout, *self.run) if path is not None)
+
+
+class BlockSpec(NamedTuple):
+    """A class of blocks as data: what `register_block` needs where the block calls its sublayers one after another.
+
+    Attributes:
+        parts: the sublayers in order; cross-attention is left out of blocks that have none.
+        heads: the path of the number of attention heads.
+        clamps: the block keeps its float16 outputs finite.
+    """
+
+    parts: tuple[Part, ...]
+    heads: str
+    clamps: bool = False
+
+    def parts_of(self, block: Any) -> list[Part]:
+        """Those that this block has."""
+        return [part for part in self.parts if part.kind != "cross-attention" or has(block, part.norm)]
+
+    def heads_of(self, block: Any) -> int:
+        return at(block, self.heads)
+
+    def check(self, block: nn.Module) -> None:
+        """InputError where the block is not as declared: another version of its library may have changed it."""
+        name, parts = type(block).__name__, self.parts_of(block)
+        paths = [*(path for part in parts for path in part.paths()), self.heads]
+        missing = [path for path in paths if not has(block, path)]
+        if missing:
+            raise InputError(
+                f"{name} has no {missing[0]}, which its declaration names: another version of its library may have "
+                "changed it; tell how it looks with normformer_rs.surgery.register_block"
+            )
+        known = {path.partition(".")[0] for path in paths}
+        unknown = [child for child, module in block.named_children() if child not in known and _acts(module)]
+        if unknown:
+            raise InputError(
+                f"{name} holds {unknown[0]}, which its declaration does not run: tell how it looks with "
+                "normformer_rs.surgery.register_block"
+            )
+
+
+def _acts(module: nn.Module) -> bool:
+    return not isinstance(module, nn.Identity)
+
+
+def at(block: Any, path: str) -> Any:
+    """What stands at a path of attributes."""
+    return operator.attrgetter(path)(block)
+
+
+def has(block: Any, path: str) -> bool:
+    """Something stands at the path."""
+    try:
+        at(block, path)
+    except AttributeError:
+        return False
+    return True
