@@ -257,7 +257,7 @@ def x():
         (
             lambda: nn.BatchNorm(4)(x(), torch.zeros(3, 2, dtype=torch.bool)),
             ValueError,
-            r"pad_mask must have x's shape",
+            r"pad_mask must have shape \[2, 3\], got shape \[3, 2\]",
         ),
         (lambda: nn.BatchNorm(4)(x(), torch.zeros(2, 3)), TypeError, "pad_mask must be bool"),
         (lambda: nn.PowerNorm(5)(x()), ValueError, r"x must be \(…, 5\), got \(2, 3, 4\)"),

@@ -378,6 +378,32 @@ def test_lp_norms_gradients_of_both_orders(p):
     assert gradgradcheck(f, (x, g))
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_those_that_tie_for_the_largest_share_the_slope(dtype):
+    """torch.amax's own gradient does so, too; x·dx = 0 then."""
+    x = (4 * torch.randn(9, 40, dtype=torch.float64)).round().clamp(-5, 5).to(dtype)
+    assert ((x.abs() == x.abs().amax(-1, keepdim=True)).sum(-1) > 1).sum() > 4
+    dy = torch.randn(9, 40, dtype=torch.float64).to(dtype)
+    ours, exact = x.clone().requires_grad_(), x.double().requires_grad_()
+    (found,) = torch.autograd.grad(OPS.lp_norm(ours, None, math.inf, EPS), ours, dy)
+    (wanted,) = torch.autograd.grad(exact / exact.abs().amax(-1, keepdim=True), exact, dy.double())
+    eps = max(torch.finfo(dtype).eps, 1e-12)
+    torch.testing.assert_close(found.double(), wanted, rtol=2 * eps, atol=1e-5 * (dtype != torch.float64) + 1e-12)
+    along = (x.double() * found.double()).sum(-1).abs()
+    assert (along <= 4 * eps * (x.double() * found.double()).abs().sum(-1) + 1e-5).all()
+    (twin,) = torch.autograd.grad(ref.lp_norm(exact, 1.0, math.inf, EPS), exact, dy.double())
+    torch.testing.assert_close(twin, wanted)
+
+
+def test_the_second_derivative_where_two_tie():
+    x = torch.tensor([[3.0, -3.0, 1.0, 0.5], [2.0, 1.0, 0.0, -2.0]], dtype=torch.float64, requires_grad=True)
+    second = []
+    for y in (OPS.lp_norm(x, None, math.inf, EPS), x / x.abs().amax(-1, keepdim=True)):
+        (dx,) = torch.autograd.grad(y.sin().sum(), x, create_graph=True)
+        second += torch.autograd.grad(dx.square().sum(), x)
+    torch.testing.assert_close(*second)
+
+
 @pytest.mark.cpu
 def test_lp_norms_kernels_are_a_gpus():
     with pytest.raises(RuntimeError, match="are for CUDA tensors: call lp_norm"):

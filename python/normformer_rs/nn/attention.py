@@ -10,9 +10,10 @@ from torch import Tensor, nn
 
 from ..errors import InputError
 from .declared import Change, Inside, apply_changes
+from .tracing import Unscriptable, leaf
 
 
-class MultiheadAttention(nn.MultiheadAttention):
+class MultiheadAttention(Unscriptable, nn.MultiheadAttention):
     """softmax(QKᵀ/√d_head + mask)V per head, heads joined, output projection: torch.nn.MultiheadAttention with changes
     at points inside it, as a residual scheme declares them.
 
@@ -33,6 +34,7 @@ class MultiheadAttention(nn.MultiheadAttention):
         """From now on these changes are made; their modules and parameters are this module's attributes."""
         self.inside = dict(inside)
 
+    @leaf
     def forward(
         self,
         query: Tensor,

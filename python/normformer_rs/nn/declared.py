@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from .. import _core
 from ..config import LANGUAGE_MODELS, TransformerConfig, unknown
 from ..errors import InputError
+from . import formulas
 from .norms import FixedScaleNorm, LayerNorm, RMSNorm, ScaleNorm, norm_of_config
 from .profiling import profile_step
 
@@ -300,7 +301,7 @@ def is_plain(module: nn.Module, kind: type) -> bool:
 
 def rate(dropout: Any) -> float | None:
     """p of a plain dropout, 0 in evaluation; None where the module itself has to be called."""
-    if not is_plain(dropout, nn.Dropout) or dropout.p >= 1:
+    if torch.compiler.is_exporting() or not is_plain(dropout, nn.Dropout) or dropout.p >= 1:
         return None
     return dropout.p if dropout.training else 0.0
 
@@ -372,6 +373,9 @@ def close(
     step = (x, f, alpha, beta)
     at = sublayer.after or following
     norm: Any = None if at is None else getattr(owner, at.name)
+    if torch.compiler.is_exporting():
+        x_plus = formulas.residual(x, f, alpha, beta)
+        return (x_plus if sublayer.after is None else apply_norm(norm, x_plus, padding_mask)), None
     if norm is None or not is_row_norm(norm):
         x_plus = OPS.residual(*step, None, None, 0.0, *where)[0]
         return (x_plus if sublayer.after is None else apply_norm(norm, x_plus, padding_mask)), None

@@ -1,20 +1,24 @@
-"""t, the update's number that branchnorm's α_t grows with, in plain PyTorch loops."""
+"""What follows an optimizer's steps: t, the update's number that branchnorm's α_t grows with, and the question whether
+admin's gains were profiled."""
 
 import warnings
-from collections.abc import Iterator
-from typing import Any
+import weakref
+from collections.abc import Iterable, Iterator
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from .declared import Growth, growth_now
+from .declared import Growth, Learned, Place, growth_now
 
 
 class Growing(nn.Module):
-    """A module that may hold a `t`: int64 (1,), set to k before the k-th update, 1 at the start, saved with the
-    model."""
+    """A module that may hold a `t`: int64 (1,), the number of the update to come, 1 at the start, saved with the
+    model. It grows by one with each step of the optimizer that has the first trainable matrix of `watched()`."""
 
     growth: Growth | None = None
+    place: Place | None = None
     t: Tensor
 
     def grow(self, growth: Growth | None, device: Any) -> None:
@@ -25,11 +29,24 @@ class Growing(nn.Module):
             self.register_buffer("t", torch.ones(1, dtype=torch.int64, device=device))
         self._watched: tuple[int, int, int] | None = None
         self._has_warned = False
+        self._follow()
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._follow()
+
+    def _follow(self) -> None:
+        if self.growth is not None:
+            follow_steps(self)
+        if self.profiled_gains():
+            _UNPROFILED.add(self)
+            _listen()
 
     def reset_growth(self) -> None:
-        """t = 1."""
+        """t = 1, and gains that wait for their profiling again."""
         if self.growth is not None:
             self.t.fill_(1)
+        self._follow()
 
     def alpha(self) -> Tensor | None:
         """α_t; None where nothing grows."""
@@ -42,20 +59,136 @@ class Growing(nn.Module):
         """Parameters whose updates t should follow."""
         return self.parameters()
 
+    def followed(self) -> Iterator[tuple[nn.Parameter, Tensor]]:
+        """t, after the parameter whose optimizer moves it."""
+        owner = first_trained(self.watched()) if self.growth is not None else None
+        if owner is not None:
+            yield owner, self.t
+
+    def profiled_gains(self) -> list[nn.Parameter]:
+        """Gains of its own that the scheme takes from a training batch (admin's ω)."""
+        if self.place is None or not self.place.declared.is_profiled:
+            return []
+        names = [sublayer.alpha.name for sublayer in self.place.sublayers if isinstance(sublayer.alpha, Learned)]
+        return [p for p in map(self._parameters.get, names) if p is not None]
+
     def _watch(self) -> None:
         """Warns once where parameters have been updated and t has not moved. Reads counters of writes, not the
         device."""
         if not self.training or self._has_warned or torch.compiler.is_compiling():
             return
-        parameter = next((p for p in self.watched() if p.requires_grad), None)
+        parameter = first_trained(self.watched())
         if parameter is None or parameter.is_inference():
             return
         now, before = (id(parameter), parameter._version, self.t._version), self._watched
         self._watched = now
         if before and before[0] == now[0] and before[1] != now[1] and before[2] == now[2]:
+            if any(id(parameter) in _owned(optimizer) for optimizer in _UNDER_WAY):
+                return  # a closure of a step that is not over
             self._has_warned = True
             warnings.warn(
-                "parameters have been updated but branchnorm's t has not moved, so that α_t stays where it is: call "
-                "normformer_rs.nn.set_num_updates(model, k) before the k-th update",
+                "parameters have been updated but branchnorm's t has not moved, so that α_t stays where it is: no "
+                "torch.optim.Optimizer that owns them made the step; call normformer_rs.nn.set_num_updates(model, k) "
+                "before the k-th update",
                 stacklevel=4,
             )
+
+
+def first_trained(parameters: Iterable[nn.Parameter]) -> nn.Parameter | None:
+    """The first matrix that needs a gradient, a branch's weight; where there is none, the first parameter that does."""
+    trained = [p for p in parameters if p.requires_grad]
+    return next((p for p in trained if p.dim() > 1), trained[0] if trained else None)
+
+
+# Steps of any optimizer of the process. While no module here waits for one, nothing listens.
+
+_FOLLOWING: "weakref.WeakSet[Any]" = weakref.WeakSet()
+"""Modules whose `followed()` moves with the steps."""
+_UNPROFILED: "weakref.WeakSet[Growing]" = weakref.WeakSet()
+"""Modules with gains that no step has met, and no profiling."""
+
+
+class _Step(NamedTuple):
+    """A step under way."""
+
+    moved: set[int]
+    """Ids of what was moved inside it: an optimizer that calls another's step, or its parent class's, moves t once."""
+    at_start: list[Growing]
+    """Modules of its gains, if these were all at their start; a closure may yet profile them."""
+
+
+_UNDER_WAY: "weakref.WeakKeyDictionary[torch.optim.Optimizer, _Step]" = weakref.WeakKeyDictionary()
+_LISTENING: list[Any] = []
+
+
+def follow_steps(module: Any) -> None:
+    """From now on what `module.followed()` yields, pairs of (owner, t), moves with its owner's optimizer: t is k + 1
+    after k steps from 1, those that a gradient scaler skipped left out. Copies must call it too.
+
+    Works for every torch.optim.Optimizer, eager, compiled or recorded in a CUDA graph, whose replays move t with the
+    parameters. An optimizer of other tensors, such as float32 copies, does not move it.
+    """
+    _FOLLOWING.add(module)
+    _listen()
+
+
+def were_profiled(modules: Iterable[nn.Module]) -> None:
+    """Their gains have their first values."""
+    _UNPROFILED.difference_update(m for m in modules if isinstance(m, Growing))
+
+
+def _listen() -> None:
+    if not _LISTENING:  # compiled steps call the hooks as they are
+        _LISTENING.append(register_optimizer_step_pre_hook(torch.compiler.disable(_begin)))
+        _LISTENING.append(register_optimizer_step_post_hook(torch.compiler.disable(_end)))
+
+
+def _owned(optimizer: torch.optim.Optimizer) -> set[int]:
+    return {id(p) for group in optimizer.param_groups for p in group["params"]}
+
+
+def _begin(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    if _FOLLOWING or _UNPROFILED:
+        _UNDER_WAY[optimizer] = _Step(set(), _at_start(optimizer) if _UNPROFILED else [])
+
+
+def _end(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    step = _UNDER_WAY.pop(optimizer, None)
+    if step is None:
+        return
+    if _FOLLOWING:
+        _move(optimizer, step.moved)
+    unprofiled = [m for m in step.at_start if m in _UNPROFILED]
+    if unprofiled:
+        were_profiled(unprofiled)  # one warning is enough
+        warnings.warn(
+            f"admin's gains ω were all 1 in {len(unprofiled)} modules, as if never profiled: call "
+            "normformer_rs.nn.profile(model, *batch) with a training batch before the first update",
+            stacklevel=4,
+        )
+
+
+@torch.no_grad()
+def _move(optimizer: torch.optim.Optimizer, moved: set[int]) -> None:
+    owned, skipped = _owned(optimizer), getattr(optimizer, "found_inf", None)
+    for module in [*_FOLLOWING]:
+        for owner, t in module.followed() if hasattr(module, "followed") else ():  # undo() gives classes back
+            if id(owner) in owned and id(t) not in moved:
+                # A fused optimizer skips on the device, where the host does not look.
+                t.add_(1 if skipped is None else (skipped == 0).to(t.device))
+                for around in _UNDER_WAY.values():
+                    around.moved.add(id(t))
+
+
+def _at_start(optimizer: torch.optim.Optimizer) -> list[Growing]:
+    """The modules whose gains the optimizer's first step meets, if every gain is 1: after a profiling only the first
+    of a stack is. The host reads each gain once."""
+    if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+        return []
+    owned = _owned(optimizer)
+    gains = {m: m.profiled_gains() if isinstance(m, Growing) else [] for m in [*_UNPROFILED]}
+    met = [m for m, own in gains.items() if any(id(p) in owned for p in own)]
+    if all(bool((p.detach() == 1).all()) for m in met for p in gains[m]):
+        return met
+    were_profiled(met)
+    return []

@@ -29,13 +29,14 @@ from .declared import (
 from .growing import Growing
 from .initial import Role, draw_linear
 from .profiling import follow
+from .tracing import Unscriptable, leaf
 
 Activation = str | Callable[[Tensor], Tensor]
 _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"relu": F.relu, "gelu": F.gelu}
 KINDS = ("self-attention", "cross-attention", "feed-forward")
 
 
-class Residual(Growing):
+class Residual(Unscriptable, Growing):
     """A residual connection around any module: x⁺ = N_after(α⊙x + β⊙drop(N_amid(F(N_before(x))))), as the scheme says.
 
     >>> import torch
@@ -50,7 +51,7 @@ class Residual(Growing):
         scheme, norm: names out of `normformer_rs.tables()`.
         kind: which sublayer of a layer F is, for schemes that treat them differently: self-attention, cross-attention,
             feed-forward.
-        dropout: the rate on F's output.
+        dropout: the rate p on F's output, from 0 to 1. Below 1 it is rounded to a multiple of 1/65,536.
         layer, layers: this layer's number from 0, and how many there are, for schemes whose constants depend on depth.
         norm_eps: the norm's ε; None: its own default.
         options: those of `TransformerConfig` that the scheme or norm has (`branchnorm_steps`, `layerscale_init`, …).
@@ -61,6 +62,8 @@ class Residual(Growing):
     Shapes: x (…, d_model) → the same. Errors: InputError for unknown names, and for schemes that also reach inside the
     sublayer or between layers (subln, normformer, r-fixup, dlcl): those need a TransformerEncoderLayer or a stack.
     """
+
+    place: Place
 
     def __init__(
         self,
@@ -105,6 +108,7 @@ class Residual(Growing):
         reset_module(self.sublayer)
         self.reset_growth()
 
+    @leaf
     def forward(self, x: Tensor, *args: Any, padding_mask: Tensor | None = None, **kwargs: Any) -> Any:
         """x⁺. `padding_mask`, x's leading shape, True at padding, is for norms with statistics."""
         follow(self.place.layer, self.number)
@@ -130,7 +134,7 @@ def _layer_number(layer: int, layers: int) -> int:
     return layer
 
 
-class Layer(Growing):
+class Layer(Unscriptable, Growing):
     """What encoder and decoder layers share: their construction, and how a residual scheme runs through sublayers."""
 
     kinds: tuple[str, ...]
@@ -336,7 +340,8 @@ class TransformerEncoderLayer(Layer):
     >>> layer(torch.zeros(2, 5, 16)).shape
     torch.Size([2, 5, 16])
 
-    Args: torch.nn's (`layer_norm_eps` is any norm's ε), and by keyword
+    Args: torch.nn's. `layer_norm_eps` is any norm's ε. `dropout` lies in [0, 1), though torch.nn takes 1 too. All rates
+        but attention's are rounded to multiples of 1/65,536. By keyword
         norm, residual, init: names out of `normformer_rs.tables()`. residual=None: postnorm, or prenorm if
             `norm_first`, with torch.nn's first values unless `init` is named; init=None: the one that goes with the
             scheme; init="torch": torch.nn's.
@@ -363,6 +368,7 @@ class TransformerEncoderLayer(Layer):
             return {"architecture": "decoder-only", "decoder_layers": layers}
         return {"architecture": "encoder-decoder", "encoder_layers": layers, "decoder_layers": decoder_layers}
 
+    @leaf
     def forward(
         self,
         src: Tensor,
@@ -399,6 +405,7 @@ class TransformerDecoderLayer(Layer):
         others = layers if encoder_layers is None else encoder_layers
         return {"architecture": "encoder-decoder", "encoder_layers": others, "decoder_layers": layers}
 
+    @leaf
     def forward(
         self,
         tgt: Tensor,

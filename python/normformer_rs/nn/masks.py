@@ -3,6 +3,7 @@
 import contextvars
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,6 +13,23 @@ from ..errors import InputError
 _masks: contextvars.ContextVar[tuple[Tensor, ...]] = contextvars.ContextVar("normformer_rs_padding_masks", default=())
 # torch.compile knows no context variables, and takes a thread-local one for a constant; a global it watches.
 _masks_compiled: tuple[Tensor, ...] = ()
+
+
+class Given(NamedTuple):
+    """Masks that a model was called with, in force while the module that got them runs."""
+
+    masks: tuple[Tensor, ...]
+    """bool, (B, T) or (T, B), True at padding."""
+    takes_both: bool
+    """The module takes a mask for each of two stacks, which take their own again."""
+    reader: Any
+    outer: "Given | None"
+    tally: list[int]
+    """Norms' inputs that a mask fitted, that none fitted, and that several fitted, since the outermost call."""
+
+
+_given: contextvars.ContextVar[Given | None] = contextvars.ContextVar("normformer_rs_given_masks", default=None)
+_given_compiled: Given | None = None
 
 
 @contextmanager
@@ -49,14 +67,15 @@ def padding_mask(*masks: Tensor, batch_first: bool = True) -> Iterator[None]:
 
 
 def mask_for(x: Tensor) -> Tensor | None:
-    """The mask that is in force for x (…, d); None outside of any."""
+    """The mask that is in force for x (…, d): `padding_mask`'s or, outside of any, one that the model was called with.
+    None where there is none."""
     masks = _masks_compiled if torch.compiler.is_compiling() else _masks.get()
-    if not masks:
-        return None
     rows = x.shape[:-1]
+    if not masks:
+        return _given_for(rows)
     fitting = [mask for mask in masks if mask.shape == rows]
     fitting = fitting or [mask.reshape(-1) for mask in masks if (mask.numel(),) == tuple(rows)]
-    if len(fitting) == 1 or (fitting and all(mask is fitting[0] for mask in fitting)):
+    if _is_one(fitting):
         return fitting[0]
     shapes = ", ".join(str(tuple(mask.shape)) for mask in masks)
     if not fitting:
@@ -65,3 +84,37 @@ def mask_for(x: Tensor) -> Tensor | None:
         f"x has shape {tuple(x.shape)}, which fits several of the padding masks in force, {shapes}: put each part of "
         "the model into a `with padding_mask(…)` of its own"
     )
+
+
+def _is_one(fitting: list[Tensor]) -> bool:
+    return len(fitting) > 0 and all(mask is fitting[0] for mask in fitting)
+
+
+# Masks out of a model's own arguments: `surgery.padding` reads them. A norm that none fits goes without.
+
+
+def given() -> Given | None:
+    """What the innermost module that takes masks was called with."""
+    return _given_compiled if torch.compiler.is_compiling() else _given.get()
+
+
+def give(new: Given | None) -> None:
+    """Puts it in force."""
+    global _given_compiled
+    if torch.compiler.is_compiling():
+        _given_compiled = new
+    else:
+        _given.set(new)
+
+
+def _given_for(rows: torch.Size) -> Tensor | None:
+    now = given()
+    if now is None or not now.masks:
+        return None
+    fitting = [mask for mask in now.masks if mask.shape == rows]
+    fitting = fitting or [mask.T for mask in now.masks if len(rows) == 2 and mask.shape == rows[::-1]]
+    fitting = fitting or [mask.reshape(-1) for mask in now.masks if (mask.numel(),) == tuple(rows)]
+    is_one = _is_one(fitting)
+    if len(rows) > 1 and not torch.compiler.is_compiling():
+        now.tally[0 if is_one else 2 if fitting else 1] += 1
+    return fitting[0] if is_one else None

@@ -11,12 +11,17 @@ from torch import Tensor, nn
 
 from ..config import TransformerConfig, tables, unknown
 from ..errors import InputError
-from .running import BatchNorm, GroupScaling, PowerNorm, PowerNormV
+from . import formulas, sharding
+from .running import BatchNorm, GroupScaling, PowerNorm, PowerNormV, check_eps, over_rows
+from .tracing import Unscriptable, leaf
 
 OPS = torch.ops.normformer_rs
+sharding.register()
+FIXNORM_EPS = 1e-12
+"""The ε of FixNorm."""
 
 
-class RowNorm(nn.Module):
+class RowNorm(Unscriptable, nn.Module):
     """A norm over the last dimensions, each row for itself."""
 
     operator: str
@@ -36,6 +41,7 @@ class RowNorm(nn.Module):
         shape = tuple(normalized_shape) if isinstance(normalized_shape, Iterable) else (index(normalized_shape),)
         if not shape:
             raise InputError("normalized_shape must name at least one dimension, got none")
+        check_eps(eps)
         self.normalized_shape, self.eps, self.elementwise_affine = shape, eps, elementwise_affine
         self.register_parameter("weight", None)
         self.register_parameter("bias", None)
@@ -76,11 +82,22 @@ class RowNorm(nn.Module):
         """The operator on rows."""
         return getattr(OPS, self.operator)(x, weight, bias, self.eps_for(x))[0]
 
+    def formula(self, x: Tensor) -> Tensor:
+        """The same in torch's own operations, for exported programs."""
+        raise NotImplementedError
+
+    @leaf
     def forward(self, x: Tensor) -> Tensor:
         """N(x) in x's dtype."""
         n = len(self.normalized_shape)
+        if x.is_nested:
+            return over_rows(self, x)
         if tuple(x.shape[-n:]) != self.normalized_shape:
             raise InputError(f"x must end in {self.normalized_shape}, got shape {tuple(x.shape)}")
+        if torch.compiler.is_exporting():
+            return self.formula(x)
+        if type(x) is not Tensor and not torch.compiler.is_compiling():
+            sharding.register()
         weight, bias = self.parameters_in_use(x)
         if n == 1:
             return self.call(x, weight, bias)
@@ -108,6 +125,9 @@ class LayerNorm(RowNorm):
 
     operator = "layer_norm"
     has_bias = True
+
+    def formula(self, x: Tensor) -> Tensor:
+        return formulas.layer_norm(x, self.weight, self.bias, list(self.normalized_shape), self.eps_for(x))
 
     def extra_repr(self) -> str:
         return nn.LayerNorm.extra_repr(self)  # type: ignore[arg-type]  # as this torch writes it
@@ -152,6 +172,9 @@ class RMSNorm(_Offset):
 
     operator = "rms_norm"
 
+    def formula(self, x: Tensor) -> Tensor:
+        return formulas.rms_norm(x, self.weight, list(self.normalized_shape), self.eps_for(x))
+
 
 class ScaleNorm(_Offset):
     """y = g·x/max(‖x‖₂, ε) over the last dimensions, one g = √d, learned unless elementwise_affine=False.
@@ -174,6 +197,9 @@ class ScaleNorm(_Offset):
     def gain(self) -> float:
         return math.sqrt(self.width)
 
+    def formula(self, x: Tensor) -> Tensor:
+        return formulas.lp_norm(x, self.weight, self.gain(), 2.0, len(self.normalized_shape), self.eps_for(x))
+
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *rest: Any) -> None:
         scale, weight = prefix + "scale", prefix + "weight"
         if self.weight is not None and scale in state_dict and weight not in state_dict:
@@ -191,8 +217,8 @@ class FixedScaleNorm(ScaleNorm):
 class LpNorm(RowNorm):
     """y = g·x/max(‖x‖_p, ε) over the last dimensions, one g = d^{1/p}, learned unless elementwise_affine=False.
 
-    With n = ‖x‖_p, u = x/n and w = sign(x)(|x|/n)^{p−1} (p = ∞: sign(x) wherever |x| = n), dx = (g/n)(dy − w⟨u, dy⟩)
-    where n > ε, else (g/ε)dy. p = 2 is ScaleNorm, with its kernels.
+    With n = ‖x‖_p, u = x/n and w = sign(x)(|x|/n)^{p−1} (p = ∞: sign(x)/k at the k where |x| = n),
+    dx = (g/n)(dy − w⟨u, dy⟩) where n > ε, else (g/ε)dy. p = 2 is ScaleNorm, with its kernels.
 
     >>> LpNorm(8, p=3).weight
     Parameter containing:
@@ -226,11 +252,14 @@ class LpNorm(RowNorm):
     def call(self, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
         return OPS.lp_norm(x, weight, self.p, self.eps_for(x))
 
+    def formula(self, x: Tensor) -> Tensor:
+        return formulas.lp_norm(x, self.weight, self.gain(), self.p, len(self.normalized_shape), self.eps_for(x))
+
     def extra_repr(self) -> str:
         return f"{self.normalized_shape}, p={self.p}, eps={self.eps}, elementwise_affine={self.elementwise_affine}"
 
 
-class FixNormEmbedding(nn.Embedding):
+class FixNormEmbedding(Unscriptable, nn.Embedding):
     """Word embeddings of unit length, w/max(‖w‖₂, 1e-12), times `scale`; the table starts uniform in ±0.01 (FixNorm).
 
     >>> import torch
@@ -262,15 +291,20 @@ class FixNormEmbedding(nn.Embedding):
         """The table as at the start."""
         nn.init.uniform_(self.weight, -0.01, 0.01)
 
+    @leaf
     def forward(self, input: Tensor) -> Tensor:
         """Rows of the normalised table, times `scale`."""
         rows = F.embedding(input, self.weight, self.padding_idx)
+        if torch.compiler.is_exporting():
+            return formulas.lp_norm(rows, None, self.scale, 2.0, 1, FIXNORM_EPS)
         gain = rows.new_full((1,), self.scale, dtype=torch.promote_types(rows.dtype, torch.float32))
-        return OPS.scale_norm(rows, gain, None, 1e-12)[0]
+        return OPS.scale_norm(rows, gain, None, FIXNORM_EPS)[0]
 
     def normalised_weight(self) -> Tensor:
         """The table (V, d), its rows of unit length."""
-        return OPS.scale_norm(self.weight, None, None, 1e-12)[0]
+        if torch.compiler.is_exporting():
+            return formulas.lp_norm(self.weight, None, 1.0, 2.0, 1, FIXNORM_EPS)
+        return OPS.scale_norm(self.weight, None, None, FIXNORM_EPS)[0]
 
     def extra_repr(self) -> str:
         return super().extra_repr() + (f", scale={self.scale}" if self.scale != 1 else "")
@@ -281,6 +315,9 @@ class _Formula(RowNorm):
 
     def call(self, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
         return OPS.norm_formula(x, weight, bias, self.eps_for(x), self.operator)
+
+    def formula(self, x: Tensor) -> Tensor:
+        return self.call(x, *self.parameters_in_use(x))  # a composition, which torch.export takes apart
 
 
 def _of_entry(entry: Mapping[str, Any]) -> type[nn.Module]:

@@ -9,14 +9,16 @@ from torch import Tensor, nn
 from ..config import unknown
 from ..errors import InputError
 from ..ranks import group_name
+from . import formulas
 from .masks import mask_for
+from .tracing import Unscriptable, leaf
 from .unkept import Unkept, is_second_run, is_unkept
 
 OPS = torch.ops.normformer_rs
 MODES = ("paper", "release")
 
 
-class GroupScaling(nn.Module):
+class GroupScaling(Unscriptable, nn.Module):
     """y = x/√(mean over each group of x² + 1e-5) over the last dimension, cut into `groups` equal parts; no parameters.
 
     Shapes: x (…, d) → the same, d a multiple of `groups`. dtypes: f32, f64, bf16, f16; y has x's. Errors: ValueError
@@ -32,14 +34,20 @@ class GroupScaling(nn.Module):
             raise InputError(f"groups must be at least 1, got {groups}")
         self.groups = groups
 
+    @leaf
     def forward(self, x: Tensor) -> Tensor:
-        return OPS.group_scaling(x, self.groups)
+        return scale_groups(x, self.groups)
 
     def extra_repr(self) -> str:
         return f"groups={self.groups}"
 
 
-class RunningNorm(nn.Module):
+def scale_groups(x: Tensor, groups: int) -> Tensor:
+    """GroupScaling as a function; an exported program gets it in torch's own operations."""
+    return formulas.group_scaling(x, groups) if torch.compiler.is_exporting() else OPS.group_scaling(x, groups)
+
+
+class RunningNorm(Unscriptable, nn.Module):
     """What the three share: parameters, buffers, masks, and what happens once per training forward.
 
     Activation checkpointing: compile the checkpointed function, not a function inside a checkpoint, whose second run
@@ -50,7 +58,8 @@ class RunningNorm(nn.Module):
     shown: tuple[str, ...] = ("alpha",)
     takes_pad_mask = True
     refused: Tensor
-    """(1,) int64, no buffer: what loads or fills a module's buffers has nothing to put there."""
+    """(1,) int64, no buffer: what loads or fills a module's buffers has nothing to put there. An exported program may
+    write to buffers alone, so it does not count."""
 
     def __init__(
         self,
@@ -66,6 +75,7 @@ class RunningNorm(nn.Module):
     ) -> None:
         super().__init__()
         self.sync, self.process_group = sync, process_group
+        check_eps(eps, is_positive=True)
         if groups < 0 or (groups and num_features % groups):
             raise InputError(f"groups must divide num_features {num_features}, or be 0 for no scaling; got {groups}")
         self.num_features, self.eps, self.groups = num_features, eps, groups
@@ -110,16 +120,26 @@ class RunningNorm(nn.Module):
         if self.bias is not None:
             nn.init.zeros_(self.bias)
 
+    def frozen(self) -> tuple[Tensor | None, Tensor]:
+        """What evaluation subtracts (None: nothing), and the mean square that it divides by."""
+        raise NotImplementedError
+
+    @leaf
     def forward(self, x: Tensor, padding_mask: Tensor | None = None) -> Tensor:
         """N(x). `padding_mask`: bool in x's leading shape, True at padding; None: that of `with padding_mask(…)`."""
+        if x.is_nested:
+            return over_rows(self, x, padding_mask)
         if x.dim() and x.shape[-1] != self.num_features:
             raise InputError(f"x must be (…, {self.num_features}), got {tuple(x.shape)}")
         if self.groups:
-            x = OPS.group_scaling(x, self.groups)
-        is_compiling = torch.compiler.is_compiling()
+            x = scale_groups(x, self.groups)
+        is_compiling, is_exporting = torch.compiler.is_compiling(), torch.compiler.is_exporting()
+        if is_exporting and not self.training:
+            mask = mask_for(x) if padding_mask is None else padding_mask
+            return formulas.running_norm(x, *self.frozen(), self.weight, self.bias, self.eps, self.hidden(mask))
         if self.refused.device != x.device and not is_compiling:
             self._move_refused(x.device)
-        refused = self.refused if self.refused.device == x.device else None
+        refused = self.refused if self.refused.device == x.device and not is_exporting else None
         earlier = None
         if self.training and not is_compiling and is_second_run():
             earlier = self._unkept.find(x, padding_mask)
@@ -133,6 +153,10 @@ class RunningNorm(nn.Module):
         if self.training and not is_compiling and earlier is None and is_unkept():
             self._unkept.add(x, mask, stats)
         return y
+
+    def hidden(self, mask: Tensor | None) -> Tensor | None:
+        """The mask at whose padding y is 0."""
+        return mask
 
     def refused_batches(self) -> int:
         """How many batches had statistics that were not finite, which were not taken in. Waits for the device."""
@@ -214,6 +238,13 @@ class BatchNorm(RunningNorm):
     def state(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         return self.running_mean, self.running_var, None
 
+    def frozen(self) -> tuple[Tensor | None, Tensor]:
+        return self.running_mean, self.running_var
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *rest: Any) -> None:
+        state_dict.pop(prefix + "num_batches_tracked", None)  # torch.nn's, which only its momentum=None reads
+        super()._load_from_state_dict(state_dict, prefix, *rest)
+
 
 class PowerNormV(RunningNorm):
     """y = γ⊙x/√(ψ²_B + ε) + β, ψ²_B = mean x² per feature over all real positions (PN-V).
@@ -243,6 +274,9 @@ class PowerNormV(RunningNorm):
 
     def state(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         return self.running_phi, None, None
+
+    def frozen(self) -> tuple[Tensor | None, Tensor]:
+        return None, self.running_phi
 
 
 class PowerNorm(RunningNorm):
@@ -317,9 +351,36 @@ class PowerNorm(RunningNorm):
     def state(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         return self.running_phi, self.ema_gz, self.iters
 
+    def frozen(self) -> tuple[Tensor | None, Tensor]:
+        return None, self.running_phi
+
+    def hidden(self, mask: Tensor | None) -> Tensor | None:
+        return None if self.mode == "release" else mask
+
 
 def check_alpha(name: str, alpha: float) -> float:
     """α where it may be one."""
     if not 0 <= alpha < 1:
         raise InputError(f"{name} must lie in [0, 1), got {alpha}")
     return alpha
+
+
+def check_eps(eps: float | None, is_positive: bool = False) -> None:
+    """InputError where ε would make NaN of ordinary rows; None is for the caller to fill in."""
+    if eps is not None and not (eps > 0 if is_positive else eps >= 0):
+        raise InputError(f"eps must be {'greater than 0' if is_positive else 'at least 0'}, got {eps}")
+
+
+def over_rows(norm: nn.Module, x: Any, padding_mask: Tensor | None = None) -> Tensor:
+    """The norm of a nested tensor (jagged layout), whose rows hold no padding."""
+    if x.layout != torch.jagged:
+        raise InputError(
+            "nested tensors must have torch.jagged layout, got torch.strided: make x with layout=torch.jagged"
+        )
+    if x._ragged_idx == x.dim() - 1:
+        raise InputError("the last dimension of a nested tensor must be as wide everywhere, got a jagged one")
+    if x.lengths() is not None:
+        raise InputError("a nested tensor must have no holes between its parts: call x.contiguous() first")
+    if padding_mask is not None:
+        raise InputError("a nested tensor has no padding: leave out padding_mask")
+    return torch.nested.nested_tensor_from_jagged(norm(x.values()), x.offsets(), jagged_dim=x._ragged_idx)

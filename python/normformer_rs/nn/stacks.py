@@ -14,6 +14,7 @@ from .declared import Change, Combine, NormAt, Place, apply_changes, apply_norm,
 from .growing import Growing
 from .layers import Activation, Layer, TransformerDecoderLayer, TransformerEncoderLayer
 from .profiling import begin_stack
+from .tracing import leaf
 
 
 class Sums(nn.Module):
@@ -165,6 +166,7 @@ class TransformerEncoder(Stack):
             stack = "encoder" if "encoder_layers" in depths else "decoder"
             self.settle(encoder_layer.place.config.replace(**depths), stack)
 
+    @leaf
     def forward(
         self,
         src: Tensor,
@@ -200,6 +202,7 @@ class TransformerDecoder(Stack):
             depths = decoder_layer._depths(encoder_layers, num_layers)
             self.settle(decoder_layer.place.config.replace(**depths), "decoder")
 
+    @leaf
     def forward(
         self,
         tgt: Tensor,
@@ -315,6 +318,7 @@ class Transformer(nn.Module):
             if p.dim() > 1 and p not in sums:
                 nn.init.xavier_uniform_(p)
 
+    @leaf
     def forward(
         self,
         src: Tensor,

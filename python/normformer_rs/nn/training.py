@@ -1,14 +1,16 @@
 """What plain PyTorch training loops do for norms and residual schemes."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
 
 from ..errors import InputError
-from .growing import Growing
+from .attention import MultiheadAttention
+from .growing import Growing, were_profiled
 from .norms import RowNorm
-from .profiling import profiling
+from .profiling import is_profiling, profiling
 from .running import RunningNorm
 from .stacks import Sums
 
@@ -16,7 +18,10 @@ _NORMS = (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, nn.modules.batchnorm._NormBase
 
 
 def set_num_updates(model: nn.Module, n: int) -> int:
-    """t ← n in every stack of `model` whose scheme grows (branchnorm). Call it with k before the k-th update.
+    """t ← n in every stack of `model` whose scheme grows (branchnorm): n is the number of the update to come, from 1.
+
+    Steps of torch's optimizers move t by themselves. Call this where the loop counts otherwise (a run that goes on
+    without its saved t), or where no torch optimizer owns the parameters.
 
     Returns how many stacks there were. Errors: InputError for n < 1.
     """
@@ -39,17 +44,25 @@ def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, An
     >>> [(group["weight_decay"], len(group["params"])) for group in groups]
     [(0.1, 1), (0.0, 1)]
     """
-    undecayed = {
-        p
-        for name, module in model.named_modules()
-        # normformer_rs.Transformer is made of nameless modules.
-        if isinstance(module, _NORMS) or (type(module) is nn.Module and name.rpartition(".")[2] == "combine")
-        for p in module.parameters(recurse=False)
-    }
+    undecayed = {id(p) for p in learned_gains(model).values()}
     wanted = [p for p in model.parameters() if p.requires_grad]
-    matrices = [p for p in wanted if p.dim() > 1 and p not in undecayed]
-    others = [p for p in wanted if p.dim() <= 1 or p in undecayed]
+    matrices = [p for p in wanted if p.dim() > 1 and id(p) not in undecayed]
+    others = [p for p in wanted if p.dim() <= 1 or id(p) in undecayed]
     return [{"params": matrices, "weight_decay": weight_decay}, {"params": others, "weight_decay": 0.0}]
+
+
+def learned_gains(model: nn.Module) -> dict[str, nn.Parameter]:
+    """Parameters of norms, and of residual schemes, by their names."""
+    found = {}
+    for name, module in model.named_modules():
+        # normformer_rs.Transformer is made of nameless modules.
+        is_nameless = type(module) is nn.Module
+        is_norm = isinstance(module, _NORMS) or (is_nameless and name.rpartition(".")[2] == "combine")
+        is_scheme = isinstance(module, Growing | MultiheadAttention) or is_nameless
+        for leaf, p in module.named_parameters(recurse=False):
+            if is_norm or (is_scheme and p.dim() <= 1 and not leaf.endswith("bias")):
+                found[f"{name}.{leaf}".lstrip(".")] = p
+    return found
 
 
 def profile(model: nn.Module, *batch: Any, **keywords: Any) -> int:
@@ -76,4 +89,36 @@ def profile(model: nn.Module, *batch: Any, **keywords: Any) -> int:
                 buffer.copy_(before)
     if done.gains == 0:
         raise InputError('no gain was profiled: the forward met no layer with residual="admin"')
+    were_profiled(model.modules())
     return done.gains
+
+
+def profile_at_first_forward(model: nn.Module) -> Callable[[], None]:
+    """`profile` by itself: the first training forward of whatever module of `model` holds gains at their start, and is
+    called outermost, profiles them on its batch. Returns a function that ends the waiting."""
+    gains = {m: m.profiled_gains() for m in model.modules() if isinstance(m, Growing)}
+    waiting = {m for m, own in gains.items() if own}
+    if any(bool((p.detach() != 1).any()) for m in waiting for p in gains[m]):
+        return lambda: None
+    handles: dict[nn.Module, Any] = {}
+
+    def end() -> None:
+        for handle in handles.values():
+            handle.remove()
+
+    @torch.compiler.disable
+    def before(module: nn.Module, batch: tuple[Any, ...], keywords: dict[str, Any]) -> None:
+        if not module.training or not torch.is_grad_enabled() or is_profiling():
+            return
+        for m in (inside := {*module.modules()}) & handles.keys():
+            handles.pop(m).remove()
+        if waiting & inside:
+            waiting.difference_update(inside)
+            profile(module, *batch, **keywords)
+        if not waiting:
+            end()
+
+    for module in model.modules() if waiting else ():
+        if not waiting.isdisjoint(module.modules()):
+            handles[module] = module.register_forward_pre_hook(before, with_kwargs=True)
+    return end

@@ -1,0 +1,90 @@
+"""What every trainer's callback does with gains: their values, and steps that do not decay them."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..errors import InputError
+from ..nn.declared import growth_now
+from ..nn.growing import Growing
+from ..nn.training import learned_gains
+
+
+@torch.no_grad()
+def gain_values(model: nn.Module) -> dict[str, float]:
+    """gain/NAME of each norm's gain and each residual scheme's parameter, the mean of those that are vectors, and
+    alpha/NAME of each stack whose α_t grows. The host waits for the device once."""
+    found: dict[str, Tensor] = {}
+    for name, p in learned_gains(model).items():
+        if not name.endswith("bias"):
+            whole: Tensor = p.full_tensor() if hasattr(p, "full_tensor") else p
+            found[f"gain/{name}"] = whole.detach().double().mean()
+    for name, module in model.named_modules():
+        if isinstance(module, Growing) and module.growth is not None:
+            found[f"alpha/{name}".rstrip("/")] = growth_now(module.t, module.growth.steps, module.growth.curve)[0]
+    if not found:
+        return {}
+    device = next(iter(found.values())).device
+    return dict(zip(found, torch.stack([value.to(device) for value in found.values()]).tolist()))
+
+
+class Undecayed:
+    """While an optimizer steps, gains and schemes' parameters stand in its group without weight decay: the one that
+    has their group's other options or, where there is none, one for the time of the step.
+
+    Between steps the groups are the trainer's own. So its checkpoints have the order that it expects, and a run resumes
+    to the same bits, with this or without. Errors: InputError for what is no torch.optim.Optimizer.
+    """
+
+    def __init__(self, optimizer: Any, model: nn.Module) -> None:
+        while hasattr(optimizer, "optimizer"):  # accelerate's wrapper
+            optimizer = optimizer.optimizer
+        if not isinstance(optimizer, torch.optim.Optimizer):
+            kind = type(optimizer).__name__
+            raise InputError(
+                f"expected a torch.optim.Optimizer, got a {kind}, whose weight decay cannot be kept off gains: pass "
+                "undecayed=False, and give it groups of normformer_rs.nn.parameter_groups"
+            )
+        self._optimizer, self._gains = optimizer, {id(p): p for p in learned_gains(model).values()}
+        self._before: list[tuple[dict[str, Any], list[Any]]] | None = None
+        self._handles = [
+            optimizer.register_step_pre_hook(lambda *_: self._part()),
+            optimizer.register_step_post_hook(lambda *_: self._join()),
+            optimizer.register_state_dict_pre_hook(lambda _: self._join()),
+        ]
+
+    def remove(self) -> None:
+        """The optimizer as it was."""
+        self._join()
+        for handle in self._handles:
+            handle.remove()
+
+    def _part(self) -> None:
+        self._join()  # a step before this one may have raised
+        groups, gains = self._optimizer.param_groups, self._gains
+        self._before = [(group, group["params"]) for group in groups]
+        for group, params in self._before:
+            own = [p for p in params if id(p) in gains]
+            if own and group.get("weight_decay"):
+                group["params"] = [p for p in params if id(p) not in gains]
+                undecayed = next((g for g in groups if _is_same_but_undecayed(g, group)), None)
+                if undecayed is None:
+                    groups.append({**group, "params": own, "weight_decay": 0.0})
+                else:
+                    undecayed["params"] = [*undecayed["params"], *own]
+
+    def _join(self) -> None:
+        if self._before is not None:
+            for group, params in self._before:
+                group["params"] = params
+            self._optimizer.param_groups[:] = [group for group, _ in self._before]
+            self._before = None
+
+
+def _is_same_but_undecayed(one: dict[str, Any], other: dict[str, Any]) -> bool:
+    mine = {"params", "param_names", "weight_decay"}
+    return one.get("weight_decay") == 0 and all(
+        key in mine or one.get(key) is value or (not isinstance(value, Tensor) and one.get(key) == value)
+        for key, value in other.items()
+    )

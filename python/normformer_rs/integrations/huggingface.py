@@ -1,0 +1,72 @@
+"""Hugging Face's Trainer: admin profiled, gains undecayed and logged."""
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+
+from .._optional import require
+from ..nn.training import profile_at_first_forward
+from .gains import Undecayed, gain_values
+
+transformers: Any = require("transformers", "normformer_rs.integrations.huggingface")
+
+
+class NormCallback(transformers.TrainerCallback):
+    """Does for a model with this package's norms and schemes what Hugging Face's Trainer does not know of.
+
+    * The first training batch profiles admin's gains, unless they have moved from 1 already (a run that goes on).
+    * Gains and schemes' parameters are not decayed: within each step they stand in the group without weight decay. The
+      Trainer itself sorts parameters by the names and classes of their modules.
+    * Each log of a training loss gets `gain/NAME` of every norm's gain and scheme's parameter (a vector's mean), and
+      `alpha/NAME` of branchnorm's α_t.
+
+    `NormCallback.add_to(trainer)` puts one in front of the callbacks that report to TensorBoard, W&B and others.
+    `Trainer(callbacks=[NormCallback()])` puts it behind them: the gains then come to the screen and
+    `trainer.state.log_history` alone.
+
+    Args:
+        profile, undecayed, log: whether to do each of the three.
+
+    Errors: ImportError without transformers; InputError for an optimizer that is not torch's, such as DeepSpeed's.
+    """
+
+    def __init__(self, *, profile: bool = True, undecayed: bool = True, log: bool = True) -> None:
+        self.profile, self.undecayed, self.log = profile, undecayed, log
+        self._is_first = False
+        self._ends: list[Callable[[], None]] = []
+
+    @classmethod
+    def add_to(cls, trainer: Any, **options: Any) -> "NormCallback":
+        """The trainer's first callback."""
+        callback = cls(**options)
+        callback._is_first = True
+        trainer.callback_handler.callbacks.insert(0, callback)
+        return callback
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, model: nn.Module, optimizer: Any, **_: Any) -> None:
+        self._end()
+        if self.profile:
+            self._ends.append(profile_at_first_forward(model))
+        if self.undecayed:
+            self._ends.append(Undecayed(optimizer, model).remove)
+        if self.log and args.report_to and not self._is_first:
+            warnings.warn(
+                f"{', '.join(args.report_to)} will not show gains, because it hears of each log before NormCallback: "
+                "use NormCallback.add_to(trainer)",
+                stacklevel=2,
+            )
+
+    def on_log(self, args: Any, state: Any, control: Any, model: nn.Module, logs: dict[str, Any], **_: Any) -> None:
+        if self.log and "loss" in logs:
+            values = gain_values(model)
+            logs.update(values)
+            state.log_history[-1].update(values)
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self._end()
+
+    def _end(self) -> None:
+        while self._ends:
+            self._ends.pop()()

@@ -1,0 +1,57 @@
+"""Lightning's Trainer: admin profiled, gains undecayed and logged."""
+
+from collections.abc import Callable
+from typing import Any
+
+from .._optional import require
+from ..nn.training import profile_at_first_forward
+from .gains import Undecayed, gain_values
+
+pytorch: Any = require("lightning.pytorch", "normformer_rs.integrations.lightning")
+
+
+class NormCallback(pytorch.Callback):
+    """Does for a model with this package's norms and schemes what a plain Lightning module leaves out.
+
+    * The first training batch profiles admin's gains, unless they have moved from 1 already (a run that goes on).
+    * Gains and schemes' parameters are not decayed: within each step they stand in a group without weight decay.
+    * Every `trainer.log_every_n_steps` steps the trainer's loggers get `gain/NAME` of every norm's gain and scheme's
+      parameter (a vector's mean), and `alpha/NAME` of branchnorm's α_t.
+
+    >>> callback = NormCallback()  # lightning.pytorch.Trainer(callbacks=[callback])
+
+    Args:
+        profile, undecayed, log: whether to do each of the three.
+
+    Errors: ImportError without lightning; InputError for an optimizer that is not torch's, such as DeepSpeed's.
+    """
+
+    def __init__(self, *, profile: bool = True, undecayed: bool = True, log: bool = True) -> None:
+        self.profile, self.undecayed, self.log = profile, undecayed, log
+        self._logged = -1
+        self._ends: list[Callable[[], None]] = []
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        self._end()
+        if self.profile:
+            self._ends.append(profile_at_first_forward(pl_module))
+        if self.undecayed:
+            self._ends += [Undecayed(optimizer, pl_module).remove for optimizer in trainer.optimizers]
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
+        step = trainer.global_step
+        if self.log and trainer.loggers and step % trainer.log_every_n_steps == 0 and step != self._logged:
+            self._logged = step  # several batches may make one step
+            values = gain_values(pl_module)
+            for logger in trainer.loggers if values else ():
+                logger.log_metrics(values, step=step)
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        self._end()
+
+    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+        self._end()
+
+    def _end(self) -> None:
+        while self._ends:
+            self._ends.pop()()

@@ -1,0 +1,60 @@
+"""How DTensor shards the row norms' operators.
+
+Rows may be sharded; each rank's gradient of a parameter is then a part of the sum. The width may not.
+"""
+
+import sys
+from typing import Any
+
+import torch
+
+from ..errors import InputError
+
+OPERATORS = ("layer_norm", "rms_norm", "scale_norm")
+_TENSORS = "torch.distributed.tensor"
+_is_registered = False
+
+
+def register() -> None:
+    """Tells DTensor the rules, once, and only where its module has been imported already: its import is slow."""
+    global _is_registered
+    if _is_registered or _TENSORS not in sys.modules:
+        return
+    _is_registered = True
+    from torch.distributed.tensor.experimental import register_sharding
+
+    for name in OPERATORS:
+        register_sharding(getattr(torch.ops.normformer_rs, name).default)(_forward)
+        register_sharding(getattr(torch.ops.normformer_rs, name + "_backward").default)(_backward)
+
+
+def _forward(x: Any, weight: Any, bias: Any, eps: float) -> list[tuple[list[Any], list[Any]]]:
+    """(placements of y and stats, placements of the inputs), one pair per way to shard."""
+    from torch.distributed.tensor import Replicate
+
+    whole = [None if p is None else Replicate() for p in (weight, bias)]
+    return [([at, at], [at, *whole, None]) for at in _places(x)]
+
+
+def _backward(dy: Any, x: Any, weight: Any, bias: Any, stats: Any, eps: float) -> list[tuple[list[Any], list[Any]]]:
+    from torch.distributed.tensor import Partial, Replicate
+
+    whole = [None if p is None else Replicate() for p in (weight, bias)]
+    ways = []
+    for at in _places(x):
+        sums = [Partial() if at.is_shard() and p is not None else Replicate() for p in (weight, bias)]
+        ways.append(([at, *sums], [at, at, *whole, at, None]))
+    return ways
+
+
+def _places(x: Any) -> list[Any]:
+    """Where x may lie: whole, or with the rows of one of its dimensions shared out."""
+    from torch.distributed.tensor import Replicate, Shard
+
+    width = len(x.shape) - 1
+    if any(place.is_shard(width) for place in x.placements):
+        raise InputError(
+            f"a norm needs whole rows, but dimension {width}, its width, is sharded: redistribute x to Replicate(), or "
+            "to Shard of another dimension, first"
+        )
+    return [Replicate(), *(Shard(i) for i in range(width))]

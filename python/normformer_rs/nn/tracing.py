@@ -1,0 +1,39 @@
+"""How torch.fx and torch.jit see the modules of this package: as they see torch.nn's own."""
+
+import functools
+from collections.abc import Callable
+from typing import Any, TypeVar, cast
+
+from torch import nn
+from torch.fx import Proxy
+
+from ..errors import InputError
+
+Forward = TypeVar("Forward", bound=Callable[..., Any])
+
+
+def leaf(forward: Forward) -> Forward:
+    """A module's forward that `torch.fx.symbolic_trace` records as one call instead of tracing through it.
+
+    Tracers look for leaves in torch.nn alone, so the module itself answers when it is given a Proxy.
+    """
+
+    @functools.wraps(forward)
+    def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        x = args[0] if args else next(iter(kwargs.values()), None)
+        if isinstance(x, Proxy):
+            tracer: Any = x.tracer
+            return tracer.create_proxy("call_module", tracer.path_of_module(self), args, kwargs)
+        return forward(self, *args, **kwargs)
+
+    return cast(Forward, call)
+
+
+class Unscriptable:
+    """Modules whose forward TorchScript cannot compile."""
+
+    def __prepare_scriptable__(self) -> Any:  # which torch.jit.script asks first
+        raise InputError(
+            f"torch.jit.script cannot compile {type(self).__name__}, whose operators are not torch's: script "
+            "normformer_rs.to_torch(model) instead"
+        )

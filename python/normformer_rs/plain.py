@@ -1,0 +1,437 @@
+"""Modules written with PyTorch's own operations alone, which TorchScript compiles: `to_torch` builds models of them.
+
+They compute what the package's modules compute in evaluation. A saved TorchScript file of them needs PyTorch alone.
+"""
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from .nn import formulas
+
+
+def keep(module: nn.Module, **tensors: Tensor | None) -> None:
+    """The module's parameters (trained or frozen), buffers (any other tensor), and absent ones (None)."""
+    for name, tensor in tensors.items():
+        if tensor is None or isinstance(tensor, nn.Parameter):
+            module.register_parameter(name, tensor)
+        else:
+            module.register_buffer(name, tensor)
+
+
+class LpNorm(nn.Module):
+    """y = g·x/max(‖x‖_p, ε) over the last `dims` dimensions; `gain` is g where there is no weight."""
+
+    weight: Tensor | None
+
+    def __init__(self, weight: Tensor | None, gain: float, p: float, dims: int, eps: float) -> None:
+        super().__init__()
+        self.gain, self.p, self.dims, self.eps = float(gain), float(p), dims, float(eps)
+        keep(self, weight=weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return formulas.lp_norm(x, self.weight, self.gain, self.p, self.dims, self.eps)
+
+
+class GroupScaling(nn.Module):
+    """x/√(mean over each group of x² + 1e-5)."""
+
+    def __init__(self, groups: int) -> None:
+        super().__init__()
+        self.groups = groups
+
+    def forward(self, x: Tensor) -> Tensor:
+        return formulas.group_scaling(x, self.groups)
+
+
+class RunningNorm(nn.Module):
+    """y = γ⊙(x − μ)/√(s + ε) + β with statistics that stand still, after group scaling (groups = 0: none)."""
+
+    shift: Tensor | None
+    square: Tensor
+    weight: Tensor | None
+    bias: Tensor | None
+
+    def __init__(
+        self,
+        shift: Tensor | None,
+        square: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        eps: float,
+        groups: int,
+    ) -> None:
+        super().__init__()
+        self.eps, self.groups = float(eps), groups
+        keep(self, shift=shift, square=square, weight=weight, bias=bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            raise RuntimeError("this norm's statistics stand still, so that it cannot train: call eval()")
+        if self.groups > 0:
+            x = formulas.group_scaling(x, self.groups)
+        return formulas.running_norm(x, self.shift, self.square, self.weight, self.bias, self.eps, None)
+
+
+class FixNormEmbedding(nn.Module):
+    """Rows of a table, of unit length, times `scale`."""
+
+    weight: Tensor
+
+    def __init__(self, weight: Tensor, scale: float, eps: float) -> None:
+        super().__init__()
+        self.scale, self.eps = float(scale), eps
+        keep(self, weight=weight)
+
+    def forward(self, input: Tensor) -> Tensor:
+        return formulas.lp_norm(F.embedding(input, self.weight), None, self.scale, 2.0, 1, self.eps)
+
+    @torch.jit.export
+    def normalised_weight(self) -> Tensor:
+        """The table, its rows of unit length."""
+        return formulas.lp_norm(self.weight, None, 1.0, 2.0, 1, self.eps)
+
+
+# Changes inside a sublayer.
+
+
+class Shift(nn.Module):
+    """x − b."""
+
+    value: Tensor
+
+    def __init__(self, value: Tensor) -> None:
+        super().__init__()
+        keep(self, value=value)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x - self.value.to(x.dtype)
+
+
+class Scale(nn.Module):
+    """x⊙s."""
+
+    value: Tensor
+
+    def __init__(self, value: Tensor) -> None:
+        super().__init__()
+        keep(self, value=value)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.value.to(x.dtype)
+
+
+class HeadScale(nn.Module):
+    """Every head's part of x times a number of its own."""
+
+    value: Tensor
+
+    def __init__(self, value: Tensor) -> None:
+        super().__init__()
+        keep(self, value=value)
+
+    def forward(self, x: Tensor) -> Tensor:
+        heads = self.value.numel()
+        parts = x.unflatten(-1, [heads, x.shape[-1] // heads])
+        return (parts * self.value.flatten().to(x.dtype).unsqueeze(-1)).flatten(-2)
+
+
+# Layers.
+
+
+class Around(nn.Module):
+    """x⁺ = N_after(α⊙x + β⊙drop(N_amid(f))), f = F(N_before(x)); an absent norm is Identity, an absent gain None."""
+
+    alpha: Tensor | None
+    beta: Tensor | None
+
+    def __init__(
+        self,
+        before: nn.Module,
+        amid: nn.Module,
+        after: nn.Module,
+        alpha: Tensor | None,
+        beta: Tensor | None,
+        dropout: nn.Module,
+    ) -> None:
+        super().__init__()
+        self.before, self.amid, self.after, self.dropout = before, amid, after, dropout
+        keep(self, alpha=alpha, beta=beta)
+
+    def forward(self, x: Tensor, f: Tensor) -> Tensor:
+        return self.after(formulas.residual(x, self.dropout(self.amid(f)), self.alpha, self.beta))
+
+
+class Attention(nn.Module):
+    """Multi-head attention with changes at its input, on the joined heads and at its output."""
+
+    in_proj_weight: Tensor
+    in_proj_bias: Tensor | None
+
+    def __init__(
+        self,
+        in_proj_weight: Tensor,
+        in_proj_bias: Tensor | None,
+        out_proj: nn.Module,
+        heads: int,
+        dropout: float,
+        batch_first: bool,
+        changes: tuple[nn.Module, nn.Module, nn.Module],
+    ) -> None:
+        super().__init__()
+        self.heads, self.dropout, self.batch_first, self.out_proj = heads, float(dropout), batch_first, out_proj
+        self.input, self.after_heads, self.after_output = changes
+        keep(self, in_proj_weight=in_proj_weight, in_proj_bias=in_proj_bias)
+
+    def forward(
+        self,
+        query: Tensor,
+        memory: Tensor | None,
+        attn_mask: Tensor | None,
+        key_padding_mask: Tensor | None,
+        is_causal: bool,
+    ) -> Tensor:
+        """The output; memory=None: attention to the query itself."""
+        is_batched = query.dim() == 3
+        if not is_batched:
+            query = query.unsqueeze(0)
+            memory = None if memory is None else memory.unsqueeze(0)
+            key_padding_mask = None if key_padding_mask is None else key_padding_mask.unsqueeze(0)
+        elif not self.batch_first:
+            query = query.transpose(0, 1)
+            memory = None if memory is None else memory.transpose(0, 1)
+        query = self.input(query)
+        d, bias = query.shape[-1], self.in_proj_bias
+        source = query if memory is None else memory
+        q = F.linear(query, self.in_proj_weight[:d], None if bias is None else bias[:d])
+        k = F.linear(source, self.in_proj_weight[d : 2 * d], None if bias is None else bias[d : 2 * d])
+        v = F.linear(source, self.in_proj_weight[2 * d :], None if bias is None else bias[2 * d :])
+        q, k, v = self.split(q), self.split(k), self.split(v)
+
+        only_causal = is_causal and key_padding_mask is None
+        if is_causal and attn_mask is None:
+            attn_mask = torch.ones(q.shape[-2], k.shape[-2], dtype=torch.bool, device=q.device).triu(1)
+        mask: Tensor | None = None
+        if not only_causal:
+            if attn_mask is not None:
+                mask = self.additive(attn_mask, q)
+                if mask.dim() == 3:
+                    mask = mask.unflatten(0, [q.shape[0], self.heads])
+            if key_padding_mask is not None:
+                padding = self.additive(key_padding_mask, q)[:, None, None, :]
+                mask = padding if mask is None else mask + padding
+        p = self.dropout if self.training else 0.0
+        joined = F.scaled_dot_product_attention(q, k, v, mask, p, only_causal).transpose(1, 2).flatten(-2)
+        out = self.after_output(self.out_proj(self.after_heads(joined)))
+        if not is_batched:
+            return out.squeeze(0)
+        return out if self.batch_first else out.transpose(0, 1)
+
+    def split(self, x: Tensor) -> Tensor:
+        """(B, T, d) → (B, heads, T, d_head)."""
+        return x.unflatten(-1, [self.heads, x.shape[-1] // self.heads]).transpose(1, 2)
+
+    def additive(self, mask: Tensor, like: Tensor) -> Tensor:
+        """A boolean mask as 0 and −∞; a float mask as it is."""
+        if mask.dtype == torch.bool:
+            return torch.zeros_like(mask, dtype=like.dtype).masked_fill(mask, float("-inf"))
+        return mask.to(like.dtype)
+
+
+class TorchAttention(nn.Module):
+    """torch.nn.MultiheadAttention, called as `Attention` is."""
+
+    def __init__(self, attention: nn.Module) -> None:
+        super().__init__()
+        self.attention = attention
+
+    def forward(
+        self,
+        query: Tensor,
+        memory: Tensor | None,
+        attn_mask: Tensor | None,
+        key_padding_mask: Tensor | None,
+        is_causal: bool,
+    ) -> Tensor:
+        source = query if memory is None else memory
+        if attn_mask is None and is_causal:
+            dim = 1 if self.attention.batch_first and query.dim() == 3 else 0
+            shape = [query.shape[dim], source.shape[dim]]
+            attn_mask = torch.ones(shape, dtype=torch.bool, device=query.device).triu(1)
+        return self.attention(
+            query, source, source, attn_mask=attn_mask, key_padding_mask=key_padding_mask, need_weights=False
+        )[0]
+
+
+class FeedForward(nn.Module):
+    """W₂·drop(φ(W₁x + b₁)) + b₂ with changes at its input, before φ and before W₂."""
+
+    def __init__(
+        self,
+        linear1: nn.Module,
+        activation: nn.Module,
+        dropout: nn.Module,
+        linear2: nn.Module,
+        changes: tuple[nn.Module, nn.Module, nn.Module],
+    ) -> None:
+        super().__init__()
+        self.linear1, self.activation, self.dropout, self.linear2 = linear1, activation, dropout, linear2
+        self.input, self.before_activation, self.amid = changes
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.activation(self.before_activation(self.linear1(self.input(x))))
+        return self.linear2(self.amid(self.dropout(h)))
+
+
+class Activation(nn.Module):
+    """A function as a module."""
+
+    def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.function(x)
+
+
+class EncoderLayer(nn.Module):
+    """Self-attention and feed-forward; torch.nn.TransformerEncoderLayer's call."""
+
+    def __init__(self, arounds: list[Around], self_attn: nn.Module, feed_forward: nn.Module) -> None:
+        super().__init__()
+        self.around1, self.around2 = arounds
+        self.self_attn, self.feed_forward = self_attn, feed_forward
+
+    def forward(
+        self,
+        src: Tensor,
+        src_mask: Tensor | None = None,
+        src_key_padding_mask: Tensor | None = None,
+        is_causal: bool = False,
+    ) -> Tensor:
+        f = self.self_attn(self.around1.before(src), None, src_mask, src_key_padding_mask, is_causal)
+        x = self.around1(src, f)
+        return self.around2(x, self.feed_forward(self.around2.before(x)))
+
+
+class DecoderLayer(nn.Module):
+    """Self-attention, attention to the encoder, feed-forward; torch.nn.TransformerDecoderLayer's call."""
+
+    def __init__(
+        self, arounds: list[Around], self_attn: nn.Module, multihead_attn: nn.Module, feed_forward: nn.Module
+    ) -> None:
+        super().__init__()
+        self.around1, self.around2, self.around3 = arounds
+        self.self_attn, self.multihead_attn, self.feed_forward = self_attn, multihead_attn, feed_forward
+
+    def forward(
+        self,
+        tgt: Tensor,
+        memory: Tensor,
+        tgt_mask: Tensor | None = None,
+        memory_mask: Tensor | None = None,
+        tgt_key_padding_mask: Tensor | None = None,
+        memory_key_padding_mask: Tensor | None = None,
+        tgt_is_causal: bool = False,
+        memory_is_causal: bool = False,
+    ) -> Tensor:
+        f = self.self_attn(self.around1.before(tgt), None, tgt_mask, tgt_key_padding_mask, tgt_is_causal)
+        x = self.around1(tgt, f)
+        f = self.multihead_attn(self.around2.before(x), memory, memory_mask, memory_key_padding_mask, memory_is_causal)
+        x = self.around2(x, f)
+        return self.around3(x, self.feed_forward(self.around3.before(x)))
+
+
+class Through(nn.Module):
+    """A layer reads what the one before it made."""
+
+    def forward(self, y: Tensor, outputs: list[Tensor]) -> Tensor:
+        return y
+
+
+class Sum(nn.Module):
+    """A layer reads a learned sum of all outputs so far; `norm` stands on the newest, or on the sum."""
+
+    weight: Tensor
+
+    def __init__(self, weight: Tensor, row: int, norm: nn.Module, on_sum: bool) -> None:
+        super().__init__()
+        self.row, self.norm, self.on_sum = row, norm, on_sum
+        keep(self, weight=weight)
+
+    def forward(self, y: Tensor, outputs: list[Tensor]) -> Tensor:
+        outputs.append(y if self.on_sum else self.norm(y))
+        total = torch.stack(outputs, -1) @ self.weight[self.row, : self.row + 1].to(y.dtype)
+        return self.norm(total) if self.on_sum else total
+
+
+class Encoder(nn.Module):
+    """A stack of layers; torch.nn.TransformerEncoder's call. `sums`: one more than layers."""
+
+    def __init__(self, layers: list[nn.Module], sums: list[nn.Module], end: nn.Module) -> None:
+        super().__init__()
+        self.layers, self.sums, self.end = nn.ModuleList(layers), nn.ModuleList(sums[:-1]), end
+        self.last_sum = sums[-1]
+
+    def forward(
+        self,
+        src: Tensor,
+        mask: Tensor | None = None,
+        src_key_padding_mask: Tensor | None = None,
+        is_causal: bool | None = None,
+    ) -> Tensor:
+        x = src
+        outputs: list[Tensor] = []
+        causal = is_causal is not None and is_causal
+        for layer, enter in zip(self.layers, self.sums):
+            x = layer(enter(x, outputs), mask, src_key_padding_mask, causal)
+        return self.end(self.last_sum(x, outputs))
+
+
+class Decoder(nn.Module):
+    """A stack of layers; torch.nn.TransformerDecoder's call. `sums`: one more than layers."""
+
+    def __init__(self, layers: list[nn.Module], sums: list[nn.Module], end: nn.Module) -> None:
+        super().__init__()
+        self.layers, self.sums, self.end = nn.ModuleList(layers), nn.ModuleList(sums[:-1]), end
+        self.last_sum = sums[-1]
+
+    def forward(
+        self,
+        tgt: Tensor,
+        memory: Tensor,
+        tgt_mask: Tensor | None = None,
+        memory_mask: Tensor | None = None,
+        tgt_key_padding_mask: Tensor | None = None,
+        memory_key_padding_mask: Tensor | None = None,
+        tgt_is_causal: bool | None = None,
+        memory_is_causal: bool = False,
+    ) -> Tensor:
+        x = tgt
+        outputs: list[Tensor] = []
+        causal = tgt_is_causal is not None and tgt_is_causal
+        for layer, enter in zip(self.layers, self.sums):
+            x = layer(
+                enter(x, outputs),
+                memory,
+                tgt_mask,
+                memory_mask,
+                tgt_key_padding_mask,
+                memory_key_padding_mask,
+                causal,
+                memory_is_causal,
+            )
+        return self.end(self.last_sum(x, outputs))
+
+
+class Residual(nn.Module):
+    """x⁺ around a sublayer that takes x alone and returns F(x)."""
+
+    def __init__(self, around: Around, sublayer: nn.Module) -> None:
+        super().__init__()
+        self.around, self.sublayer = around, sublayer
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.around(x, self.sublayer(self.around.before(x)))

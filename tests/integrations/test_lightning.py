@@ -1,0 +1,90 @@
+"""Lightning's Trainer on a module with this package's norms and schemes."""
+
+import csv
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from normformer_rs import nn as nfnn
+
+pytest.importorskip("lightning")
+import lightning.pytorch as pl
+from lightning.pytorch.loggers import CSVLogger
+
+from normformer_rs.integrations.lightning import NormCallback
+
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:.*does not have many workers",
+    "ignore:.*log_every_n_steps",
+    "ignore:The dirpath has changed",
+    "ignore::FutureWarning",
+)
+
+
+class Task(pl.LightningModule):
+    def __init__(self, residual):
+        super().__init__()
+        layer = nfnn.TransformerEncoderLayer(8, 2, 16, 0.0, batch_first=True, residual=residual, norm="scalenorm")
+        self.encoder = nfnn.TransformerEncoder(layer, 2)
+        self.head = nn.Linear(8, 1)
+
+    def training_step(self, batch, _):
+        return self.head(self.encoder(batch)).square().mean()
+
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters(), 1e-2, weight_decay=0.1)
+
+
+def fit(residual, folder, steps=4, seed=0, **options):
+    torch.manual_seed(seed)
+    task, logger = Task(residual), CSVLogger(folder / "logs")
+    rows = torch.linspace(-1, 1, 4 * 3 * 8).sin().view(4, 3, 8)
+    data = torch.utils.data.DataLoader(rows.repeat(2, 1, 1), batch_size=4)  # equal batches: Lightning skips some
+    checkpoint = pl.callbacks.ModelCheckpoint(
+        folder / "kept", filename="{step}", save_top_k=-1, save_on_train_epoch_end=True
+    )
+    trainer = pl.Trainer(
+        max_steps=steps, accelerator="cpu", logger=logger, log_every_n_steps=2, enable_progress_bar=False,
+        enable_model_summary=False, callbacks=[NormCallback(), checkpoint],
+    )  # fmt: skip
+    trainer.fit(task, data, **options)
+    return task, logger
+
+
+def test_t_moves_and_gains_and_alpha_are_logged(tmp_path):
+    task, logger = fit("branchnorm", tmp_path)
+    assert task.encoder.t.item() == 5
+    logged = csv.DictReader(Path(logger.log_dir, "metrics.csv").read_text().splitlines())
+    rows = [row for row in logged if row["alpha/encoder"]]
+    assert [int(row["step"]) for row in rows] == [2, 4]
+    assert float(rows[-1]["alpha/encoder"]) == pytest.approx(5 / 4000)
+    found, gain = rows[-1]["gain/encoder.layers.1.norm2.weight"], task.encoder.layers[1].norm2.weight.item()
+    assert float(found) == pytest.approx(gain)
+
+
+def test_admin_is_profiled_by_the_first_batch_and_a_resumed_run_has_the_same_bits(tmp_path):
+    whole, _ = fit("admin", tmp_path / "a")
+    gains = [layer.residual_scale2 for layer in whole.encoder.layers]
+    assert not any((gain == 1).all() for gain in gains)
+    resumed, _ = fit("admin", tmp_path / "b", seed=5, ckpt_path=str(tmp_path / "a" / "kept" / "step=2.ckpt"))
+    for (name, p), q in zip(whole.named_parameters(), resumed.parameters()):
+        assert torch.equal(p, q), name
+
+
+def test_one_group_with_decay_does_not_reach_gains(tmp_path):
+    class Still(Task):
+        def training_step(self, batch, _):
+            return sum(0 * p.sum() for p in self.parameters())
+
+    task = Still("layerscale")
+    before = {name: p.detach().clone() for name, p in task.named_parameters()}
+    data = torch.utils.data.DataLoader(torch.randn(4, 3, 8), batch_size=4)
+    quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False, "accelerator": "cpu"}
+    trainer = pl.Trainer(max_steps=1, callbacks=[NormCallback()], enable_checkpointing=False, **quiet)
+    trainer.fit(task, data)
+    for name, p in task.named_parameters():
+        is_gain = "norm" in name or "branch_scale" in name
+        assert torch.equal(p, before[name]) == (is_gain or not before[name].any()), name
+    assert len(trainer.optimizers[0].param_groups) == 1

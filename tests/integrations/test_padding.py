@@ -1,0 +1,246 @@
+"""Padding reaches the statistics of swapped models by the models' own arguments."""
+
+import copy
+import pickle
+import warnings
+
+import pytest
+import torch
+from torch import nn
+
+from normformer_rs import nn as nfnn
+from normformer_rs.nn.masks import given, mask_for
+from normformer_rs.nn.running import RunningNorm
+from normformer_rs.surgery import swap_norms
+
+transformers = pytest.importorskip("transformers")
+pytestmark = pytest.mark.filterwarnings("ignore:enable_nested_tensor", "ignore:.gradient_checkpointing_enable")
+D, HEADS, FF = 16, 4, 32
+SHAPE = {"hidden_size": D, "num_hidden_layers": 2, "num_attention_heads": HEADS, "intermediate_size": FF}
+IDS = torch.arange(14).reshape(2, 7) + 5
+IDS[0, 4:] = 0
+MASK = (IDS != 0).long()
+
+
+def bert(norm="powernorm-v", **options):
+    torch.manual_seed(0)
+    dropout = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    model = transformers.BertForMaskedLM(transformers.BertConfig(vocab_size=40, **SHAPE, **dropout, **options))
+    swap_norms(model, norm)
+    return model.train()
+
+
+def seq2seq(name):
+    common = {"vocab_size": 40, "d_model": D, "pad_token_id": 0, "decoder_start_token_id": 0}
+    if name == "t5":
+        return transformers.T5ForConditionalGeneration(
+            transformers.T5Config(d_kv=4, d_ff=FF, num_layers=1, num_heads=HEADS, **common)
+        )
+    widths = {f"{side}_{what}": n for side in ("encoder", "decoder") for what, n in (("layers", 1), ("ffn_dim", FF))}
+    heads = {f"{side}_attention_heads": HEADS for side in ("encoder", "decoder")}
+    common |= {"eos_token_id": 2, "forced_eos_token_id": None, "decoder_vocab_size": 40}
+    return transformers.MarianMTModel(
+        transformers.MarianConfig(max_position_embeddings=16, **widths, **heads, **common)
+    )
+
+
+def statistics(model):
+    return [b.clone() for m in model.modules() if isinstance(m, RunningNorm) for b in m.buffers(recurse=False)]
+
+
+def masks_seen(model):
+    """The mask that each norm is under, by its name, filled by forwards."""
+    seen = {}
+    for name, module in model.named_modules():
+        if isinstance(module, RunningNorm):
+            module.register_forward_pre_hook(lambda _, args, name=name: seen.__setitem__(name, mask_for(args[0])))
+    return seen
+
+
+ADDED = (1.0 - MASK) * torch.finfo(torch.float32).min
+GIVEN = {
+    "by position": lambda model: model(IDS, MASK),
+    "integers": lambda model: model(IDS, attention_mask=MASK),
+    "bool": lambda model: model(IDS, attention_mask=MASK.bool()),
+    "float": lambda model: model(IDS, attention_mask=MASK.float()),
+    "four dimensions, added": lambda model: model(IDS, attention_mask=ADDED[:, None, None, :].expand(2, 1, 7, 7)),
+    "four dimensions, bool": lambda model: model(IDS, attention_mask=MASK.bool()[:, None, None, :].expand(2, 1, 7, 7)),
+}
+
+
+@pytest.mark.parametrize("kind", GIVEN)
+def test_every_kind_of_mask_counts(kind):
+    expected, model = bert(), bert()
+    with nfnn.padding_mask(MASK == 0):
+        expected(IDS, attention_mask=MASK)
+    GIVEN[kind](model)
+    assert given() is None
+    torch.testing.assert_close(statistics(model), statistics(expected), rtol=1e-6, atol=1e-6)
+    without = bert()
+    without.bert(IDS[:, :4])
+    assert not torch.allclose(statistics(without)[1], statistics(expected)[1])
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_recomputation_has_the_masks_of_the_first_run(reentrant):
+    plain, model = bert("powernorm", use_cache=False), bert("powernorm", use_cache=False)
+    model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    for one in (plain, model):
+        one(IDS, attention_mask=MASK).logits[MASK.bool()].square().sum().backward()
+    for a, b in zip(plain.parameters(), model.parameters()):
+        torch.testing.assert_close(b.grad, a.grad, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(statistics(model), statistics(plain))
+
+
+@pytest.mark.parametrize("decoders", [True, False])
+@pytest.mark.parametrize("name", ["t5", "marian"])
+@pytest.mark.filterwarnings("ignore:norms with statistics stand in a causal")
+def test_each_stack_has_its_own_mask_where_shapes_are_equal(name, decoders):
+    model, other = seq2seq(name).train(), MASK.flip(0)
+    swap_norms(model, "batchnorm")
+    seen = masks_seen(model)
+    model(IDS, attention_mask=MASK, decoder_input_ids=IDS.flip(0), decoder_attention_mask=other if decoders else None)
+    assert {path.partition("coder")[0][-2:] for path in seen} == {"en", "de"}
+    for path, mask in seen.items():
+        if "decoder" in path and not decoders:
+            assert mask is None, path
+        else:
+            assert torch.equal(mask, (other if "decoder" in path else MASK) == 0), path
+    model.eval().generate(IDS, attention_mask=MASK, max_new_tokens=3)
+
+
+@pytest.mark.parametrize("batch_first", [True, False])
+def test_torchs_modules(batch_first):
+    """(T, B) as well as (B, T), where B = T and nothing but the layout tells them apart."""
+    model = nn.Transformer(D, HEADS, 1, 1, FF, batch_first=batch_first)
+    swap_norms(model, "powernorm-v")
+    seen, (source, target) = masks_seen(model), torch.zeros(2, 5, 5, dtype=torch.bool)
+    source[0, 3:], target[2, 1:] = True, True
+    x = torch.randn(5, 5, D)
+    model(x, x, src_key_padding_mask=source, tgt_key_padding_mask=target)
+    for path, mask in seen.items():
+        expected = target if "decoder" in path else source
+        assert torch.equal(mask, expected if batch_first else expected.T), path
+    floats = torch.zeros(5, 5).masked_fill(source, -torch.inf)
+    model.encoder(x, src_key_padding_mask=floats)
+    assert torch.equal(seen["encoder.norm"], source if batch_first else source.T)
+
+
+def test_with_padding_mask_comes_first_and_undo_takes_hooks_away():
+    model, explicit = bert(), torch.zeros(2, 7, dtype=torch.bool)
+    explicit[1, 6] = True
+    seen = masks_seen(model)
+    with nfnn.padding_mask(explicit):
+        model(IDS, attention_mask=MASK)
+    assert all(torch.equal(mask, explicit) for mask in seen.values())
+    for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(bert()))):
+        seen = masks_seen(twin)
+        twin(IDS, attention_mask=MASK)
+        assert all(torch.equal(mask, MASK == 0) for mask in seen.values())
+    model = transformers.BertModel(transformers.BertConfig(vocab_size=40, **SHAPE))
+    swap_norms(model, "powernorm-v").undo()
+    assert not any(m._forward_pre_hooks or m._forward_hooks for m in model.modules())
+
+
+def test_a_forward_that_raises_leaves_no_mask_behind():
+    model = bert()
+    model.bert.encoder.layer[1].register_forward_pre_hook(lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        model(IDS, attention_mask=MASK)
+    assert given() is None
+
+
+def test_padding_without_a_mask_is_told_once_and_nothing_else():
+    model = bert()
+    with pytest.warns(UserWarning, match="call BertForMaskedLM with its attention_mask"):
+        model(IDS)
+    model(IDS), model(IDS, attention_mask=MASK)
+    full = bert()
+    full(IDS[:, :4])  # no token of padding, no warning
+    full.eval()(IDS)
+    with torch.no_grad():
+        bert().eval()(IDS)
+
+
+class Wrapped(nn.Module):
+    """Takes a mask for itself, and has a part that takes none."""
+
+    def __init__(self):
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(D, D), nn.LayerNorm(D))
+
+    def forward(self, x, attention_mask=None):
+        return self.body(x)
+
+
+def test_rows_of_another_order_take_the_masks_of_the_model_around_them():
+    model = Wrapped()
+    swap_norms(model, "batchnorm")
+    seen, x = masks_seen(model), torch.randn(2, 7, D)
+    for rows, expected in ((x, MASK == 0), (x.transpose(0, 1), MASK.T == 0), (x.flatten(0, 1), MASK.flatten() == 0)):
+        model(rows, attention_mask=MASK)
+        assert torch.equal(seen["body.1"], expected)
+
+
+def test_compiled_and_exported_models_read_masks_too():
+    model, x = Wrapped(), torch.randn(2, 7, D)
+    swap_norms(model, "powernorm-v")
+    twin = copy.deepcopy(model)
+    expected = model(x, attention_mask=MASK)
+    found = torch.compile(twin, backend="aot_eager", fullgraph=True)(x, attention_mask=MASK)
+    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(statistics(twin), statistics(model))
+    model.eval()
+    found = torch.export.export(model, (x, MASK)).module()(x, MASK)
+    torch.testing.assert_close(found, model(x, MASK))
+    assert not found[0, 4:].any()
+
+
+def test_masks_that_fit_no_norm_are_told_of():
+    class Strided(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.norm = nn.LayerNorm(D)
+
+        def forward(self, x, attention_mask=None):
+            return self.norm(x[:, ::2])
+
+    model = Strided()
+    swap_norms(model, "batchnorm")
+    with pytest.warns(UserWarning, match=r"other shapes than the padding masks \(2, 6\)"):
+        model(torch.randn(2, 6, D), attention_mask=torch.ones(2, 6))
+    model(torch.randn(2, 6, D), attention_mask=torch.ones(2, 6))
+
+
+def gpt2():
+    shape = {"n_embd": D, "n_layer": 1, "n_head": HEADS, "n_positions": 16, "vocab_size": 40}
+    return transformers.GPT2LMHeadModel(transformers.GPT2Config(**shape, bos_token_id=1, eos_token_id=2))
+
+
+def test_causal_models_are_told_of_leaks():
+    """A later token moves earlier logits in training, and the model says so; PowerNorm without a warm-up takes the
+    statistics of earlier batches, so it has nothing to say."""
+    told = "later tokens move its outputs at earlier ones"
+    for norm, options, leaks in (
+        ("powernorm", {}, True),
+        ("batchnorm", {}, True),
+        ("powernorm", {"warmup_iters": 0}, False),
+    ):
+        model, ids = gpt2(), IDS[1:].clone()
+        for module in model.modules():
+            if isinstance(module, nn.Dropout):
+                module.p = 0.0
+        swap_norms(model, norm, **options)
+        other = copy.deepcopy(model)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            before = model.train()(ids).logits[:, :5]
+            ids[0, 6] = 3
+            moved = (other.train()(ids).logits[:, :5] - before).abs().max().item()
+        assert (moved > 1e-3) == leaks and (told in "".join(str(w.message) for w in caught)) == leaks
+    layer = nn.TransformerEncoderLayer(D, HEADS, FF, batch_first=True)
+    swap_norms(layer, "batchnorm")
+    layer(torch.randn(2, 5, D))
+    causal = nn.Transformer.generate_square_subsequent_mask(5)
+    with pytest.warns(UserWarning, match=told):
+        layer(torch.randn(2, 5, D), src_mask=causal, is_causal=True)
