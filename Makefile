@@ -85,9 +85,14 @@ test-all: build $(VENV)/fairseq ## the longer Python tests, and the operators' o
 	NORMFORMER_RS_TEST_DEVICE=emulated $(TIMED) "operators on the emulated GPU" $(PYTEST) -m "device and not cpu" tests/operators tests/norms
 
 .PHONY: kill-test
-N ?= 20
+kill-test: N ?= 20
 kill-test: build ## kill training N times, resume, compare with an uninterrupted run
 	$(BIN)/python tests/train/kill_test.py --kills $(N)
+
+.PHONY: fuzz
+fuzz: N ?= 10000
+fuzz: build ## N random calls of all operators, valid and not, beside guard pages
+	OMP_NUM_THREADS=1 $(BIN)/python tests/operators/fuzz.py --calls $(N)
 
 .PHONY: test-long
 test-long: kill-test ## what runs once per change of its subject: kill-test, every CUDA variant for every architecture

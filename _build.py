@@ -173,17 +173,16 @@ def _prepare() -> None:
     if "CARGO_TARGET_DIR" not in os.environ:
         key = hashlib.sha256(f"{sys.version} {version}".encode()).hexdigest()[:12]
         os.environ["CARGO_TARGET_DIR"] = str(ROOT / "target" / f"python-{key}")
-    bin = _interpreter(Path(os.environ["CARGO_TARGET_DIR"]).absolute(), folder.parent)
-    os.environ["PATH"] = f"{bin}{os.pathsep}{os.environ.get('PATH', '')}"
+    target = Path(os.environ["CARGO_TARGET_DIR"]).absolute()
+    for name, value in (("PATH", _interpreter(target, folder.parent)), ("CPLUS_INCLUDE_PATH", _headers(target))):
+        os.environ[name] = os.pathsep.join(filter(None, (str(value), os.environ.get(name))))
 
 
 def _interpreter(target: Path, packages: Path) -> Path:
     """A folder with this interpreter under both names that torch-sys uses; it imports torch from `target/packages`."""
     bin = target / "bin"
     bin.mkdir(parents=True, exist_ok=True)
-    link = target / "packages"
-    link.unlink(missing_ok=True)
-    link.symlink_to(packages, target_is_directory=True)
+    link = _link(target / "packages", packages)
     for name in ("python", "python3"):
         script = bin / name
         script.write_text(
@@ -192,6 +191,20 @@ def _interpreter(target: Path, packages: Path) -> Path:
         )
         script.chmod(0o755)
     return bin
+
+
+def _headers(target: Path) -> Path:
+    """The folder of the header that .cargo/config.toml includes, by a path that is the same for every checkout.
+
+    cargo compiles all C++ anew where the path differs, as it would for a copy of the sources with the same target.
+    """
+    return _link(target / "compat", ROOT.absolute() / "src" / "operator" / "shim" / "compat")
+
+
+def _link(link: Path, folder: Path) -> Path:
+    link.unlink(missing_ok=True)
+    link.symlink_to(folder, target_is_directory=True)
+    return link
 
 
 def _cargo(arguments: list[str]) -> None:

@@ -1,18 +1,17 @@
 """fairseq's side of the training benchmark: `fairseq-train` itself, run in timed windows.
 
-fairseq 0.12.2 as it is needs an interpreter of its own, Python 3.10 or older, with pip below 24.1 while it installs:
+`make fairseq` installs fairseq 0.12.2 beside this package, whose plug-in makes it run on Python 3.11 and later. fairseq
+without the plug-in needs an interpreter of its own, Python 3.10 or older, with pip below 24.1 while it installs:
 
     python3.10 -m venv FAIRSEQ
     FAIRSEQ/bin/pip install "pip<24.1"
     FAIRSEQ/bin/pip install torch==2.11.0 "numpy<2"
     FAIRSEQ/bin/pip install fairseq==0.12.2
 
-On later Pythons this package's plug-in, where it is installed, makes fairseq run (`make fairseq`).
+The benchmark starts this file on a folder made by `fairseq_data.prepare` and talks to it in lines; each reply is one
+line of JSON on stdout, and everything fairseq says goes to stderr:
 
-The benchmark starts this file under that interpreter, on a folder made by `fairseq_data.prepare`, and talks to it
-in lines; each reply is one line of JSON on stdout, and everything fairseq says goes to stderr:
-
-    FAIRSEQ/bin/python fairseq_worker.py DATA [--max-tokens 4096] [--update-freq 2] [a flag of fairseq-train …]
+    python fairseq_worker.py DATA [--max-tokens 4096] [--update-freq 2] [a flag of fairseq-train …]
 
     (at start)        {"ready": true, "fairseq": "0.12.2", "torch": "2.11.0+cu130", "threads": 2}
     window SECONDS    {"updates": 19, "target_tokens": 132884, "source_tokens": 133930, "seconds": 20.79, "loss": 9.48}

@@ -1,7 +1,8 @@
 """Kernel bandwidth through PyTorch: norms and the fused residual step, against the copy rate of the same run.
 
-    GLIBC_TUNABLES=glibc.malloc.mmap_max=0:glibc.malloc.trim_threshold=17179869184 python benches/kernels.py
+    python benches/kernels.py
 
+First with the allocator as it comes, whose fresh pages large tensors pay for, then with `normformer_rs.keep_memory()`.
 Forward and backward of a norm move 5 times its input (read x, write y; read dy and x, write dx), a copy 2 times. The
 rate counts just these passes. Medians of several; a row is one size and dtype.
 """
@@ -12,6 +13,7 @@ from collections.abc import Callable
 import torch
 import torch.nn.functional as F
 
+import normformer_rs
 from normformer_rs.bench import kernels
 
 OPS = torch.ops.normformer_rs
@@ -67,6 +69,14 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=8192, help="rows of the residual step")
     arguments = parser.parse_args()
     print(f"{torch.get_num_threads()} threads, width {arguments.width}, GB/s (share of the copy rate)")
+    print("allocator as it comes")
+    measure(arguments)
+    normformer_rs.keep_memory()
+    print("freed memory kept")
+    measure(arguments)
+
+
+def measure(arguments: argparse.Namespace) -> None:
     for name, dtype in DTYPES.items():
         for megabytes in arguments.megabytes:
             rows = megabytes * 2**20 // (arguments.width * dtype.itemsize)

@@ -1,10 +1,11 @@
 """Training speed against fairseq 0.12.2: the same data, shape, dropout and batch size, in alternating windows.
 
-    python benches/training.py CORPUS [--fairseq FAIRSEQ/bin/python] [--windows 5] [--seconds 20]
+    python benches/training.py CORPUS [--fairseq PYTHON | --alone] [--windows 5] [--seconds 20]
 
 Prints, per window and as medians, real target tokens per second of fairseq and of this package in f32 and bf16, each
 with the allocator as it comes and with the same setting for both, and their ratios. Only one side runs at a time; the
-others stand still between updates. The first window of each is not counted. Without --fairseq only this package runs.
+others stand still between updates. The first window of each is not counted. fairseq is the one that `make fairseq`
+installs, or that of another interpreter; with --alone only this package runs.
 """
 
 import argparse
@@ -16,7 +17,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from fairseq_data import prepare
+from fairseq_data import FAIRSEQ, prepare
 from fairseq_worker import TUNED_ALLOCATOR
 
 HERE = Path(__file__).parent
@@ -63,7 +64,9 @@ class Worker:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("corpus", type=Path)
-    parser.add_argument("--fairseq", help="the interpreter that has fairseq 0.12.2")
+    sides = parser.add_mutually_exclusive_group()
+    sides.add_argument("--fairseq", metavar="PYTHON", help="another interpreter that has fairseq 0.12.2")
+    sides.add_argument("--alone", action="store_true", help="without fairseq")
     parser.add_argument("--windows", type=int, default=5)
     parser.add_argument("--seconds", type=float, default=20)
     parser.add_argument("--max-tokens", type=int, default=4096)
@@ -75,11 +78,11 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as scratch:
         ours = [sys.executable, str(HERE / "our_worker.py"), str(arguments.corpus), *size]
         for tuned in (False, True):
-            if arguments.fairseq:
-                data = prepare(
-                    arguments.corpus, Path(scratch) / "data", [arguments.fairseq, "-m", "fairseq_cli.preprocess"]
-                )
-                command = [arguments.fairseq, str(HERE / "fairseq_worker.py"), str(data), *size]
+            if not arguments.alone:
+                python = arguments.fairseq or sys.executable
+                preprocess = [python, "-m", "fairseq_cli.preprocess"] if arguments.fairseq else [*FAIRSEQ, "preprocess"]
+                data = prepare(arguments.corpus, Path(scratch) / "data", preprocess)
+                command = [python, str(HERE / "fairseq_worker.py"), str(data), *size]
                 workers[f"fairseq {tuned}"] = Worker("fairseq f32", command, tuned)
             for precision in ("f32", "bf16"):
                 command = [*ours, "--precision", precision]
@@ -97,7 +100,7 @@ def main() -> None:
     medians = {key: statistics.median(worker.rates) for key, worker in workers.items()}
     for key, worker in workers.items():
         print(f"{worker.name:45} {medians[key]:8,.0f} target tokens/s")
-    if arguments.fairseq:
+    if not arguments.alone:
         print(f"\nf32 / fairseq as installed       {medians['f32 False'] / medians['fairseq False']:.2f}")
         print(f"f32 / fairseq, same allocator    {medians['f32 True'] / medians['fairseq True']:.2f}")
         print(f"bf16 / fairseq f32 as installed  {medians['bf16 False'] / medians['fairseq False']:.2f}")

@@ -21,6 +21,17 @@ KEPT = {
     "test_variants_compile_without_spills": 3,
     # operators
     "test_compile_with_inductor_and_dynamic_shapes": NONE,
+    "test_fuzz": 2,
+    # surgery
+    "test_its_own_scheme_changes_nothing": 4,
+    "test_every_family_trains_and_returns": 6,
+    "test_dropout_falls_on_each_sublayer_once": 5,
+    "test_generation": 5,
+    "test_checkpointing_gives_the_same_gradients": 6,
+    "test_what_the_library_records": 5,
+    "test_copies_and_pickles_stand_alone": 3,
+    "test_every_norm_of_a_family_swaps_trains_and_returns": 6,
+    "test_the_same_norm_keeps_a_familys_outputs": 6,
     # training
     "test_a_killed_run_resumes_to_the_same_bits": NONE,
     "test_ten_losses_equal_the_oracles": 3,
@@ -43,6 +54,13 @@ KEPT = {
     "test_spawned_workers_are_patched": NONE,
     "test_the_command_of_transformers_without_tears": NONE,
     "test_trains_with_fairseqs_flags": 3,
+    # export
+    "test_norms_decompose": 2,
+    "test_onnx": 4,
+    "test_a_scheme_becomes_plain": 4,
+    "test_a_swapped_encoder_becomes_plain": 3,
+    "test_rows_on_two_ranks": NONE,
+    "test_the_rules_cost_nothing_until_dtensor_comes": NONE,
     # what works on the whole project
     "test_a_norm_and_a_scheme_of_the_guide": NONE,
     "test_the_notebook": NONE,

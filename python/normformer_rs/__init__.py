@@ -26,6 +26,7 @@ __all__ = [
     "Interrupted",
     "Perplexity",
     "SearchConfig",
+    "Swaps",
     "Trainer",
     "TrainingConfig",
     "Transformer",
@@ -35,10 +36,14 @@ __all__ = [
     "analysis",
     "average",
     "evaluate_loss",
+    "keep_memory",
     "nn",
     "preset",
     "surgery",
+    "swap_norms",
+    "swap_residuals",
     "tables",
+    "to_torch",
     "translate",
 ]
 
@@ -46,21 +51,27 @@ if TYPE_CHECKING:
     from . import analysis, nn, surgery
     from .config import DataConfig, SearchConfig, TrainingConfig, TransformerConfig, __version__, tables
     from .errors import DivergedError, InputError, Interrupted
+    from .export import to_torch
     from .history import Evaluations, History
+    from .memory import keep_memory
     from .model import Transformer
     from .presets import PRESETS, preset
+    from .surgery import Swaps, swap_norms, swap_residuals
     from .training import DryRun, Trainer
     from .translation import Binarised, Perplexity, Translation, average, evaluate_loss, translate
 else:
     _HOMES = {
         "config": ("DataConfig", "SearchConfig", "TrainingConfig", "TransformerConfig", "__version__", "tables"),
         "errors": ("DivergedError", "InputError", "Interrupted"),
+        "export": ("to_torch",),
         "history": ("Evaluations", "History"),
+        "memory": ("keep_memory",),
         "model": ("Transformer",),
         "presets": ("PRESETS", "preset"),
+        "surgery": ("Swaps", "swap_norms", "swap_residuals"),
         "training": ("DryRun", "Trainer"),
         "translation": ("Binarised", "Perplexity", "Translation", "average", "evaluate_loss", "translate"),
-        **dict.fromkeys(("analysis", "nn", "surgery"), ()),
+        **dict.fromkeys(("analysis", "nn"), ()),
     }
     """The modules, each imported when it or one of its names is first asked for: most of them import torch."""
 

@@ -67,6 +67,9 @@ def parameters(model: str, seed: int, device: str) -> list[tuple[str, Tensor]]:
 def draw_linear(weight: Tensor, roles: list[str], model: str, stack: str, layer: int, sublayer: int) -> None:
     """Draws a linear layer's (roles·fan_out, fan_in) first values in place: a block of rows for each role."""
 
+def check_run(model_dir: str) -> None:
+    """Refuses a run's folder whose files are damaged."""
+
 def join_line(line: str) -> str:
     """A line of split text with its words whole again: "a@@ b c" is "ab c"."""
 
@@ -118,10 +121,12 @@ def train(
     mode: Literal["new", "resume", "overwrite"],
     group: tuple[str, int, int] | None,
     observer: Observer,
+    from_checkpoint: str | None = None,
 ) -> None:
     """Trains; writes log.jsonl, config.json, vocabulary.txt and checkpoints/ into `output`.
 
     `group`: the name of a process group of torch.distributed, this process's rank in it, and its size.
+    `from_checkpoint`: the checkpoint that mode "resume" goes on from, if not the newest.
     """
 
 def join_group(name: str, rank: int, size: int) -> None:

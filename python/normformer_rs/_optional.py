@@ -6,11 +6,13 @@ from types import ModuleType
 
 REQUIREMENTS = {
     "fairseq": "fairseq==0.12.2",
+    "lightning": "lightning>=2.6",
     "matplotlib": "matplotlib>=3.8",
     "num2words": "num2words>=0.5.13",
     "sacrebleu": "sacrebleu>=2.4",
+    "transformers": "transformers[torch]>=5.20",
 }
-"""What to install of each package, as pyproject.toml's extras have it."""
+"""The requirement that installs each package, as pyproject.toml's extras have it."""
 
 
 def require(name: str, purpose: str, hint: str = "") -> ModuleType:

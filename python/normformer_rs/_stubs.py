@@ -1,7 +1,7 @@
 """Writes what is made of Rust's tables: `python -m normformer_rs._stubs --check | --write`.
 
 _tables.json, which the package reads instead of asking the core; config.pyi, whose classes are generated at import; and
-docs/names.md: every norm, residual scheme, initialisation and preset.
+docs/names.md: every norm, residual scheme, initialisation, preset, and block that `swap_residuals` knows.
 """
 
 import argparse
@@ -57,6 +57,7 @@ _TAIL = """\
 LANGUAGE_MODELS: tuple[str, ...]
 __version__: str
 
+def readable(name: str, text: str) -> str: ...
 def closest(got: str, choices: Iterable[str]) -> str: ...
 def unknown(what: str, got: str, choices: Iterable[str]) -> str: ...
 def split(options: Mapping[str, Any], *kinds: type[Config]) -> list[dict[str, Any]]: ...
@@ -98,10 +99,12 @@ def _configs() -> "list[type[Config]]":
 def names() -> str:
     """The text of docs/names.md."""
     from . import config, presets
+    from .surgery import families
 
     tables = config.tables()
     lines = [
-        "<!-- Made by `python -m normformer_rs._stubs --write` out of Rust's tables and presets.py; do not edit. -->",
+        "<!-- Made by `python -m normformer_rs._stubs --write` out of Rust's tables, presets.py and families.py;",
+        "do not edit. -->",
         "",
         "# Names",
         "",
@@ -143,6 +146,23 @@ def names() -> str:
     lines += ["| name | options | source |", "|---|---|---|"]
     for name, (source, options) in presets.PRESETS.items():
         lines.append(f"| `{name}` | {', '.join(f'{key} {value}' for key, value in options.items())} | {source} |")
+    lines += [
+        "",
+        "## Blocks of other libraries",
+        "",
+        "`swap_residuals` knows these blocks; `normformer_rs.surgery.register_block` adds others. A swap of a model",
+        "into its own scheme with `init=None` changes no output; but torch.nn.Transformer's post-norm stacks lose the",
+        "norm after them, one more than the equation has. Shown by `pytest tests/surgery/test_blocks.py`.",
+        "",
+        "| family | blocks | own scheme |",
+        "|---|---|---|",
+    ]
+    for family, blocks, scheme in families.table():
+        lines.append(f"| {family} | {', '.join(f'`{block}`' for block in blocks)} | {scheme} |")
+    lines += ["", "Refused by name, where the block", ""]
+    lines += ["| has | classes |", "|---|---|"]
+    for form, blocks in families.refused().items():
+        lines.append(f"| {form} | {', '.join(f'`{block}`' for block in blocks)} |")
     return "\n".join([*lines, ""])
 
 

@@ -13,7 +13,7 @@ from urllib.parse import unquote, urlparse
 ANY_TORCH = "NORMFORMER_RS_ANY_TORCH"
 """The environment variable that, set to 1, turns a wrong version into a warning."""
 _BUILT_AGAINST = re.compile(rb"normformer_rs is built against torch (\d[\w.]*);")
-"""What `_core.BUILT_AGAINST` says."""
+"""Finds the version in the sentence `_core.BUILT_AGAINST`."""
 
 
 def check() -> None:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from . import demo, fairseq_commands, text
-from .config import DataConfig, SearchConfig, TrainingConfig, TransformerConfig, __version__, split
+from .config import DataConfig, SearchConfig, TrainingConfig, TransformerConfig, __version__, readable, split
 from .errors import DivergedError, InputError, Interrupted
 from .options import Parser, UsageError, add_flags, flag, given, layered, read_run, read_toml
 from .presets import PRESETS
@@ -50,6 +50,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     _log_to_stderr()
     try:
+        for word in sys.argv[1:] if argv is None else argv:
+            readable("argument", word)
         args = _parser().parse_args(argv)
         args.run(args)
         return 0
@@ -110,6 +112,8 @@ def _train_parser() -> _Command:
         file = "TOML file of options. Flags override it, and it overrides the preset."
         common.add_argument("--config", metavar="FILE.toml", help=file)
         common.add_argument("--resume", action="store_true", help="Go on from the last checkpoint in --output.")
+        which = "With --resume: go on from this checkpoint: best, last, its name or an update's number."
+        run.add_argument("--from-checkpoint", metavar="NAME", help=which)
         run.add_argument("--overwrite", action="store_true", help="Start again where --output holds a run.")
         run.add_argument("--dry-run", action="store_true", help="Print parameter count and memory, then stop.")
         run.add_argument("--no-progress", action="store_true", help="No progress bar.")
@@ -137,7 +141,8 @@ def _train(args: argparse.Namespace) -> None:
         return
     if output is None:
         raise InputError("train needs --output DIR, the folder that the run is written to")
-    history = trainer.fit(output, resume=args.resume, overwrite=args.overwrite, progress=not args.no_progress)
+    how = {"resume": args.resume, "from_checkpoint": args.from_checkpoint, "overwrite": args.overwrite}
+    history = trainer.fit(output, **how, progress=not args.no_progress)
     if os.environ.get("RANK", "0") != "0":  # torchrun's: the first process speaks
         return
     write(f"trained {len(history.update):,} updates in {duration(history.seconds[-1] if len(history.seconds) else 0)}")
@@ -162,7 +167,12 @@ def trainer_of(args: argparse.Namespace) -> "tuple[Trainer, str | None]":
     output = flags.get("output", file.get("output"))
     if not isinstance(output, str | None) or output == "":
         raise InputError(f"output must be a folder's path; got {output!r}")
-    run = read_run(output, sorted(known)) if output and args.resume else {}
+    run: dict[str, Any] = {}
+    if output and args.resume:
+        from . import _core
+
+        _core.check_run(output)
+        run = read_run(output, sorted(known))
     options = layered(flags.get("preset", file.get("preset")), run, file, flags)
     options = {name: value for name, value in options.items() if name not in _COMMAND}
     model, training, data = split(options, *kinds)

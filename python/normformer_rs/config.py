@@ -8,6 +8,7 @@ torch, so that the command line answers at once.
 import copy
 import dataclasses
 import difflib
+import inspect
 import json
 import math
 import numbers
@@ -62,9 +63,23 @@ class Field(NamedTuple):
             raise InputError(f"{self.name} must be a whole number of 64 bits; got {value}")
         if self.name == "seed" and value < 0:
             raise InputError(f"seed must be at least 0; got {value}")
+        if self.kind == "str":
+            readable(self.name, value)
         if self.choices and value not in self.choices:
             raise InputError(unknown(self.name, value, self.choices))
         return value
+
+
+def readable(name: str, text: str) -> str:
+    """The text; InputError where its bytes are not UTF-8, as those of a file's name may be."""
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise InputError(
+            f"{name}: {os.fsencode(text)!r} is not UTF-8; expected a name in UTF-8: rename the file or folder, or "
+            "give a link to it"
+        ) from error
+    return text
 
 
 def closest(got: str, choices: Iterable[str]) -> str:
@@ -132,11 +147,16 @@ __version__: str = _TABLES["version"]
 def _generate(name: str, which: str, summary: str) -> Any:
     entries = _TABLES["options"][which]
     fields = tuple(Field(**{**entry, "choices": tuple(entry["choices"])}) for entry in entries)
-    columns = []
+    columns, shown = [], []
     for field in fields:
         kind = _TYPES[field.kind]
-        columns.append((field.name, kind | None if field.optional else kind, dataclasses.field(default=field.default)))
+        annotation = kind | None if field.optional else kind
+        columns.append((field.name, annotation, dataclasses.field(default=field.default)))
+        shown.append(
+            inspect.Parameter(field.name, inspect.Parameter.KEYWORD_ONLY, default=field.default, annotation=annotation)
+        )
     namespace = {"FIELDS": fields, "__doc__": _document(summary, fields), "__module__": __name__}
+    namespace["__signature__"] = inspect.Signature(shown)  # of the constructor, for notebooks and help()
     made = dataclasses.make_dataclass(name, columns, bases=(Config,), namespace=namespace, init=False, frozen=True)
     made.__module__ = __name__  # for pickle: Python 3.12 and later put make_dataclass's caller here
     return made

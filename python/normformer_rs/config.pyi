@@ -65,6 +65,7 @@ _Positions = Literal["twt", "fairseq"]
 _DecoderStart = Literal["bos", "eos"]
 _TieEmbeddings = Literal["all", "decoder", "none"]
 _Schedule = Literal["inverse-sqrt", "val-decay", "no-warmup", "t-fixup", "constant"]
+_AdamForm = Literal["fairseq", "torch"]
 _Smoothing = Literal["fairseq", "twt"]
 _Criterion = Literal["bleu", "loss"]
 _Precision = Literal["f32", "bf16"]
@@ -188,6 +189,7 @@ class TrainingConfig(Config):
     beta1: float
     beta2: float
     adam_eps: float
+    adam_form: _AdamForm
     weight_decay: float
     clip_norm: float
     label_smoothing: float
@@ -222,6 +224,7 @@ class TrainingConfig(Config):
         beta1: float = ...,
         beta2: float = ...,
         adam_eps: float = ...,
+        adam_form: _AdamForm = ...,
         weight_decay: float = ...,
         clip_norm: float = ...,
         label_smoothing: float = ...,
@@ -295,6 +298,7 @@ class SearchConfig(Config):
 LANGUAGE_MODELS: tuple[str, ...]
 __version__: str
 
+def readable(name: str, text: str) -> str: ...
 def closest(got: str, choices: Iterable[str]) -> str: ...
 def unknown(what: str, got: str, choices: Iterable[str]) -> str: ...
 def split(options: Mapping[str, Any], *kinds: type[Config]) -> list[dict[str, Any]]: ...

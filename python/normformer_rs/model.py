@@ -2,9 +2,11 @@
 
 import contextlib
 import json
+import textwrap
 from collections.abc import Iterator
 from os import PathLike
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -12,9 +14,15 @@ from torch import Tensor, nn
 from . import _core
 from .config import TransformerConfig
 from .errors import InputError
+from .nn.growing import first_trained, follow_steps
 
 PAD = 1
 """The id of padding."""
+EXPORT = (
+    "normformer_rs.Transformer is one call into Rust, which torch.export cannot see into: export a model around "
+    "normformer_rs.nn.Transformer, whose encoder and decoder load these weights by the same names"
+)
+_SHOWN = ("vocab_size", "d_model", "d_ff", "heads", "encoder_layers", "decoder_layers", "norm", "residual")
 
 
 class Transformer(nn.Module):
@@ -55,6 +63,7 @@ class Transformer(nn.Module):
             made = _core.parameters(config.to_json(), seed, str(device))
         for name, tensor in made:
             self._place(name, tensor)
+        self._follow()
 
     def _place(self, name: str, tensor: Tensor) -> None:
         """Registers a tensor under its dotted name, in plain containers made on the way."""
@@ -76,8 +85,11 @@ class Transformer(nn.Module):
             source: (B, S) token ids, padded with 1 on either side; None for a decoder-only model.
             target_input: (B, T) token ids, padded with 1: the target shifted right.
 
-        Logits at padding mean nothing. In training mode dropout masks follow one draw from torch's generator.
+        Logits at padding mean nothing. In training mode dropout masks follow one draw from torch's generator. Errors:
+        InputError under torch.export.
         """
+        if torch.compiler.is_exporting():
+            raise InputError(EXPORT)
         names, tensors, precision = self._tensors()
         seed = self._draw(tensors[0].device) if self.training else None
         return _core.forward(self.config.to_json(), names, tensors, source, target_input, seed, precision)
@@ -93,10 +105,29 @@ class Transformer(nn.Module):
         _core.profile(self.config.to_json(), names, tensors, source, target_input, seed, precision)
 
     def set_num_updates(self, update: int) -> None:
-        """The number of the update about to be made, 1 for the first: moves branchnorm's t; elsewhere does nothing."""
-        for name, buffer in self.named_buffers():
-            if name in ("encoder.t", "decoder.t"):
-                buffer.fill_(update)
+        """The number of the update about to be made, 1 for the first: moves branchnorm's t; elsewhere does nothing.
+        Steps of torch's optimizers move it by themselves."""
+        for stack in self._growing():
+            stack.t.fill_(update)
+
+    def followed(self) -> Iterator[tuple[nn.Parameter, Tensor]]:
+        """Each stack's t, after the parameter whose optimizer moves it."""
+        for stack in self._growing():
+            owner = first_trained(stack.parameters())
+            if owner is not None:
+                yield owner, stack.t
+
+    def _growing(self) -> list[Any]:
+        stacks = (self._modules.get(name) for name in ("encoder", "decoder"))
+        return [stack for stack in stacks if stack is not None and "t" in stack._buffers]
+
+    def _follow(self) -> None:
+        if self._growing():
+            follow_steps(self)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._follow()
 
     def _tensors(self) -> tuple[list[str], list[Tensor], str]:
         named = dict(self.named_parameters(remove_duplicate=False)) | dict(self.named_buffers(remove_duplicate=False))
@@ -111,11 +142,17 @@ class Transformer(nn.Module):
         return seed
 
     def extra_repr(self) -> str:
-        return f"{self.config!r}, precision={self.precision!r}"
+        """The model's shape, norm and residual scheme, and the options that are not at their defaults, one a line."""
+        lines = []
+        for field in self.config.FIELDS:
+            value = getattr(self.config, field.name)
+            if field.name in _SHOWN or value != field.default:
+                lines.append(f"{field.name}={value!r},")
+        return "\n".join([*lines, f"precision={self.precision!r}"])
 
     def __repr__(self) -> str:
         # The containers hold names only; the options say what the model is.
-        return f"{type(self).__name__}({self.extra_repr()})"
+        return f"{type(self).__name__}(\n" + textwrap.indent(self.extra_repr(), "  ") + "\n)"
 
     @classmethod
     def from_checkpoint(

@@ -26,6 +26,7 @@ _TWT = {
     "word_dropout": 0.1,
     "smoothing": "twt",
     "beta2": 0.999,
+    "adam_form": "torch",
     "clip_norm": 1.0,
     "warmup": 8000,
     "max_tokens": 4096,

@@ -17,7 +17,8 @@ STANDARD = "-"
 def read_lines(path: str) -> list[str]:
     """The lines of a UTF-8 file, plain or gzip, or of standard input for "-", without their ends.
 
-    Errors: InputError for a missing or empty file, a damaged gzip file, and invalid UTF-8 (with line number).
+    Errors: InputError for a missing or empty file, a damaged gzip file, too little memory, and invalid UTF-8 (with line
+    number).
     """
     name = "standard input" if path == STANDARD else path
     try:
@@ -30,6 +31,8 @@ def read_lines(path: str) -> list[str]:
         ) from error
     except IsADirectoryError as error:
         raise InputError(f"{name}: a folder; expected a text file in UTF-8, plain or gzip") from error
+    except MemoryError as error:
+        raise InputError(f"{name}: its text does not fit into memory: give a smaller file, or more memory") from error
     except (gzip.BadGzipFile, EOFError, zlib.error) as error:
         raise InputError(f"{name}: a damaged gzip file ({error}); compress it again or give the plain text") from error
     if not data:

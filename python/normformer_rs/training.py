@@ -13,7 +13,7 @@ import torch
 
 from . import _core
 from ._optional import available
-from .config import DataConfig, TrainingConfig, TransformerConfig
+from .config import DataConfig, TrainingConfig, TransformerConfig, readable
 from .errors import InputError
 from .history import History
 from .model import random_state_kept
@@ -61,6 +61,7 @@ class Trainer:
         output: str | PathLike[str],
         *,
         resume: bool = False,
+        from_checkpoint: str | int | None = None,
         overwrite: bool = False,
         progress: bool = True,
         tensorboard: bool = True,
@@ -70,7 +71,9 @@ class Trainer:
 
         Args:
             output: the folder of checkpoints, vocabulary, log.jsonl and curves.png.
-            resume: go on from the last checkpoint in `output`.
+            resume: go on from the last checkpoint in `output`. Where that is missing or damaged, the newest whole one
+                before it serves, with a warning.
+            from_checkpoint: with `resume`, the checkpoint to go on from: "best", "last", its name, or its update.
             overwrite: start again where `output` holds a run.
             progress: a bar in a terminal or a notebook, elsewhere a line every ten seconds; both on standard error.
             tensorboard: write `output`/tensorboard where tensorboard is installed.
@@ -83,11 +86,19 @@ class Trainer:
         What a run has to say, evaluations and warnings (sentences left out, statistics not taken in), goes to the
         logger "normformer_rs" and into log.jsonl.
 
-        Errors: InputError for wrong options or data; DivergedError when the loss stops being finite; Interrupted after
-        Ctrl-C, when everything is saved; OSError from the file system.
+        `output` has one writer at a time; a second run there is refused. After a kill `resume` goes on or, where
+        config.json is not written yet, the same call begins again. checksums.txt tells whether the files that decide
+        the weights are whole.
+
+        Errors: InputError for wrong options or data, a folder in use, damaged files; DivergedError when the loss stops
+        being finite; Interrupted after Ctrl-C, when everything is saved; OSError from the file system.
         """
         if resume and overwrite:
             raise InputError("resume and overwrite exclude each other: go on with the run, or start again?")
+        if from_checkpoint is not None and not resume:
+            raise InputError(f"from_checkpoint = {from_checkpoint!r} is where a run goes on: give resume, too")
+        folder = readable("output", str(output))
+        chosen = None if from_checkpoint is None else str(from_checkpoint)
         mode: Literal["new", "resume", "overwrite"] = "resume" if resume else "overwrite" if overwrite else "new"
         with world(self.training.device) as place:
             is_first = place is None or place.rank == 0
@@ -96,7 +107,7 @@ class Trainer:
                 observer = _Observer(Path(output), choose(progress), tensorboard and available("tensorboard"))
             try:
                 with random_state_kept(), _own_modes():
-                    _core.train(*self._json(), str(output), mode, place, observer)
+                    _core.train(*self._json(), folder, mode, place, observer, from_checkpoint=chosen)
             finally:
                 observer.close()
         history = History.read(output)

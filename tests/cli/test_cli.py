@@ -23,9 +23,10 @@ def trained(monkeypatch):
     """`_core.train` stood in for: the list of calls, each the options by name, output and mode."""
     calls = []
 
-    def train(model, training, data, output, mode, group, observer):
+    def train(model, training, data, output, mode, group, observer, from_checkpoint):
         assert group is None
-        calls.append({**json.loads(model), **json.loads(training), **json.loads(data), "output": output, "mode": mode})
+        options = {**json.loads(model), **json.loads(training), **json.loads(data)}
+        calls.append({**options, "output": output, "mode": mode, "from_checkpoint": from_checkpoint})
         events = [("started", STARTED)]
         events += [
             ("updated", {"update": u, "loss": 3.0 / u, "nll": 2.0 / u, "seconds": 0.5 * u, **UPDATED}) for u in (1, 2)
@@ -197,6 +198,39 @@ def test_resuming_takes_the_run_s_own_options(run, tmp_path):
     assert (options["d_model"], options["updates"], options["mode"]) == (64, 200, "resume")
 
 
+def test_the_checkpoint_to_go_on_from_is_chosen(run, capsys, tmp_path):
+    assert run("--resume", "--from-checkpoint", "20")["from_checkpoint"] == "20"
+    assert run("--resume")["from_checkpoint"] is None
+    capsys.readouterr()
+    fails_with(
+        capsys, ["train", "--output", str(tmp_path), "--from-checkpoint", "20"], "from_checkpoint", "give resume"
+    )
+
+
+@pytest.mark.parametrize("command", ["train", "translate", "average"])
+def test_a_name_that_is_not_utf8_is_said(capsys, tmp_path, command):
+    folder = str(tmp_path / "na\udcefve")
+    argv = {
+        "train": ["--output", folder],
+        "translate": ["--model", folder],
+        "average": ["--last", "2", "--model", folder],
+    }
+    fails_with(capsys, [command, *argv[command]], r"na\xefve' is not UTF-8; expected a name in UTF-8")
+    with pytest.raises(InputError, match=r"train_source: .* is not UTF-8"):
+        DataConfig(train_source=folder)
+
+
+def test_a_text_larger_than_memory_is_not_damaged(translated, monkeypatch, capsys, tmp_path):
+    def decompress(_):
+        raise MemoryError
+
+    source = tmp_path / "in.gz"
+    source.write_bytes(gzip.compress(b"a"))
+    monkeypatch.setattr(gzip, "decompress", decompress)
+    line = fails_with(capsys, ["translate", "--model", "m", "--input", str(source)], "does not fit into memory")
+    assert "damaged" not in line
+
+
 def test_what_train_writes_is_said_once(capsys, tmp_path):
     fails_with(capsys, ["train"], "--output")
     fails_with(capsys, ["train", "--output", str(tmp_path), "--resume", "--overwrite"], "exclude")
@@ -264,7 +298,7 @@ def test_wrong_files_name_the_right_options(trained, capsys, tmp_path, text, wor
     ],
 )
 def test_what_fails_is_one_line(monkeypatch, capsys, tmp_path, error):
-    def train(*_):
+    def train(*_, **options):
         raise error
 
     monkeypatch.setattr(_core, "train", train)

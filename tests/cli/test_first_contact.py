@@ -33,7 +33,7 @@ AT_ONCE = {
 
 
 def python(code: str) -> str:
-    """What the code prints in a fresh interpreter, which must end well."""
+    """Runs the code in a fresh interpreter, which must end well, and returns its output."""
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
     return done.stdout.strip()

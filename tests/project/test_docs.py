@@ -12,7 +12,7 @@ import normformer_rs
 
 ROOT = Path(__file__).parents[2]
 # the last two need packages that the wheel does without
-WITHOUT = ("_core", "surgery.huggingface", "fairseq_plugin")
+WITHOUT = ("_core", "fairseq_plugin")
 NAMES = [m.name.removeprefix("normformer_rs.") for m in pkgutil.walk_packages(normformer_rs.__path__, "normformer_rs.")]
 MODULES = [name for name in NAMES if not name.startswith(WITHOUT) and not name.endswith("__main__")]
 
