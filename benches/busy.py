@@ -1,4 +1,4 @@
-"""What a busy machine costs: training and translating while another process spins, pinned to one of the cores.
+"""Training and translating on a busy machine: another process spins, pinned to one of the cores.
 
     python benches/busy.py CORPUS [--windows 5] [--seconds 10]
 

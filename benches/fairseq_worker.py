@@ -1,7 +1,7 @@
 """fairseq's side of the training benchmark: `fairseq-train` itself, run in timed windows.
 
-`make fairseq` installs fairseq 0.12.2 beside this package, whose plug-in makes it run on Python 3.11 and later. fairseq
-without the plug-in needs an interpreter of its own, Python 3.10 or older, with pip below 24.1 while it installs:
+`make fairseq` installs fairseq 0.12.2 beside this package; the plug-in makes it run on Python 3.11 and later.
+Without the plug-in fairseq needs an interpreter of its own: Python 3.10 or older, and pip below 24.1 while it installs:
 
     python3.10 -m venv FAIRSEQ
     FAIRSEQ/bin/pip install "pip<24.1"

@@ -2,9 +2,9 @@
 
     python benches/kernels.py
 
-First with the allocator as it comes, whose fresh pages large tensors pay for, then with `normformer_rs.keep_memory()`.
-Forward and backward of a norm move 5 times its input (read x, write y; read dy and x, write dx), a copy 2 times. The
-rate counts just these passes. Medians of several; a row is one size and dtype.
+It measures twice: with the allocator's defaults, where large tensors pay for fresh pages, and after
+`normformer_rs.keep_memory()`. Forward and backward of a norm move 5 times its input (read x, write y; read dy and x,
+write dx), a copy 2 times. The rate counts just these passes. Medians of several; a row is one size and dtype.
 """
 
 import argparse

@@ -1,7 +1,8 @@
-"""Writes what is made of Rust's tables: `python -m normformer_rs._stubs --check | --write`.
+"""Writes the files that follow from Rust's tables: `python -m normformer_rs._stubs --check | --write`.
 
-_tables.json, which the package reads instead of asking the core; config.pyi, whose classes are generated at import; and
-docs/names.md: every norm, residual scheme, initialisation, preset, and block that `swap_residuals` knows.
+- _tables.json: the tables themselves, which the package reads without loading the core.
+- config.pyi: the types of the configuration classes, which the package builds when it is imported.
+- docs/names.md: every norm, residual scheme, initialisation, preset, and block that `swap_residuals` knows.
 """
 
 import argparse

@@ -66,7 +66,8 @@ def _said(name: str) -> str:
 
 
 def _is_ours(kind: type) -> bool:
-    return kind.__module__.split(".")[0] == plain.__name__.split(".")[0] and kind.__module__ != plain.__name__
+    package = __name__.partition(".")[0]
+    return kind.__module__.startswith(f"{package}.") and not kind.__module__.startswith(plain.__name__)
 
 
 def _drop_own_hooks(module: nn.Module) -> None:
@@ -83,7 +84,7 @@ class _Writer:
         self.made: dict[nn.Module, nn.Module] = {}
 
     def write(self, module: nn.Module, name: str, grown: Tensor | None = None) -> nn.Module:
-        """What takes the module's place. `grown`: α_t of the stack that it stands in."""
+        """The plain module that replaces `module`. `grown`: α_t of the stack that it stands in."""
         if module in self.made:
             return self.made[module]
         if isinstance(module, Stack):
@@ -177,7 +178,7 @@ def _torchs_attention(attention: Any) -> nn.MultiheadAttention:
 
 
 def _has_layer_norms(layer: nn.Module) -> bool:
-    """What torch.nn's encoder layer, compiled, wants of its norms."""
+    """All its norms are LayerNorms with weight and bias: torch.nn's encoder layer, compiled, reads both."""
     norms = [child for name, child in layer.named_children() if name.startswith("norm")]
     return all(type(norm) is nn.LayerNorm and norm.weight is not None and norm.bias is not None for norm in norms)
 
@@ -288,7 +289,7 @@ def _plain_layer(layer: Layer, grown: Tensor | None) -> nn.Module:
 
 
 def _plain_torchs_layer(layer: Any) -> nn.Module:
-    """torch.nn's encoder layer, whose compiled form reads the weights of its norms as if they were LayerNorms."""
+    """torch.nn's encoder layer with norms other than LayerNorm. Compiled, the original would compute LayerNorms."""
     arounds, identity = [], nn.Identity()
     for norm, dropout in ((layer.norm1, layer.dropout1), (layer.norm2, layer.dropout2)):
         before, after = (norm, identity) if layer.norm_first else (identity, norm)

@@ -27,7 +27,7 @@ choice! {
     pub enum Positions ("positions") { Twt = "twt", Fairseq = "fairseq" }
 }
 choice! {
-    /// What the decoder reads first: TwT's release begins with BOS, fairseq with EOS.
+    /// The decoder's first token: BOS in TwT's release, EOS in fairseq.
     pub enum DecoderStart ("decoder_start") { Bos = "bos", Eos = "eos" }
 }
 
@@ -67,7 +67,7 @@ choice! {
     }
 }
 choice! {
-    /// What decides which checkpoint is best, and when to stop.
+    /// The measure that decides which checkpoint is best, and when to stop.
     pub enum Criterion ("criterion") { Bleu = "bleu", Loss = "loss" }
 }
 
@@ -157,7 +157,7 @@ config! {
         "model" {
             /// Layout of the sinusoidal positions.
             positions: Positions = Positions::Twt,
-            /// What the decoder reads first: bos, or eos as fairseq has it.
+            /// The decoder's first token: bos, or eos as fairseq has it.
             decoder_start: DecoderStart = DecoderStart::Bos,
             /// Which embeddings are one table: source, target and output (all), target and output (decoder), none.
             tie_embeddings: Ties = Ties::All,
@@ -228,7 +228,7 @@ config! {
         "run" {
             /// Evaluate every so many updates; 0: at the end of each epoch.
             evaluate_every: i64 = 0,
-            /// What decides which checkpoint is best, and when to stop.
+            /// The measure that decides which checkpoint is best, and when to stop.
             criterion: Criterion = Criterion::Loss,
             /// Stop when the criterion has not improved for so many evaluations; 0: never.
             patience: i64 = 0,

@@ -43,7 +43,7 @@ impl Packed {
 pub struct Batch {
     /// Source tokens and EOS; `None` for language modelling.
     pub source: Option<Packed>,
-    /// What the decoder reads: BOS (or what the corpus says) and the target's tokens.
+    /// The decoder's input: BOS (or the corpus's own first token) and the target's tokens.
     pub target_input: Packed,
     /// What the decoder is to say at the same places: the target's tokens and EOS.
     pub target_output: Vec<i64>,

@@ -7,8 +7,8 @@ use pyo3::prelude::*;
 use serde_json::json;
 use std::collections::HashMap;
 
-/// What `python -m normformer_rs._stubs --write` keeps in _tables.json, as JSON: the version, every configuration's
-/// options, and the tables of norms, residual schemes and initialisations.
+/// The content of _tables.json, which `python -m normformer_rs._stubs --write` writes: the version, every
+/// configuration's options, and the tables of norms, residual schemes and initialisations.
 #[pyfunction]
 fn tables() -> PyResult<String> {
     let entry =

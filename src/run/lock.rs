@@ -78,7 +78,7 @@ impl Drop for Lock {
 
 impl Owner {
     fn this() -> Self {
-        let seconds = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |since| since.as_secs());
+        let seconds = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |since| since.as_secs() as i64);
         Owner { pid: std::process::id(), host: host(), since: utc(seconds) }
     }
 }
@@ -133,17 +133,15 @@ fn host() -> String {
     }
 }
 
-/// `2026-11-23 12:55:01 UTC`; the calendar's arithmetic is Hinnant's `civil_from_days`.
-fn utc(seconds: u64) -> String {
-    let (days, second) = (seconds / 86400 + 719_468, seconds % 86400);
-    let (era, day_of_era) = (days / 146_097, days % 146_097);
-    let year = (day_of_era - day_of_era / 1460 + day_of_era / 36524 - day_of_era / 146_096) / 365;
-    // Years begin in March here, so that a leap day is the last.
-    let day_of_year = day_of_era - (365 * year + year / 4 - year / 100);
-    let month = (5 * day_of_year + 2) / 153;
-    let day = day_of_year - (153 * month + 2) / 5 + 1;
-    let (year, month) = (year + 400 * era + month / 10, (month + 2) % 12 + 1);
-    format!("{year}-{month:02}-{day:02} {:02}:{:02}:{:02} UTC", second / 3600, second / 60 % 60, second % 60)
+/// `2026-11-23 12:55:01 UTC`, from seconds since 1970.
+fn utc(seconds: i64) -> String {
+    // SAFETY: a `tm` holds integers and a pointer that nobody reads; zeros are valid for all of them.
+    let mut date: libc::tm = unsafe { std::mem::zeroed() };
+    // SAFETY: both pointers are to live locals. The call fails for years past 2³¹ alone, and then leaves zeros.
+    unsafe { libc::gmtime_r(&seconds, &mut date) };
+    let (year, month) = (1900 + date.tm_year, 1 + date.tm_mon);
+    let (day, hour, minute, second) = (date.tm_mday, date.tm_hour, date.tm_min, date.tm_sec);
+    format!("{year}-{month:02}-{day:02} {hour:02}:{minute:02}:{second:02} UTC")
 }
 
 #[cfg(test)]

@@ -1,4 +1,4 @@
-"""What every trainer's callback does with gains: their values, and steps that do not decay them."""
+"""Gains in other libraries' trainers: their values for the log, and optimizer steps that do not decay them."""
 
 from typing import Any
 

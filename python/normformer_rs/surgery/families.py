@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from ..errors import InputError
-from .huggingface import BertBlock, GPT2Block, T5Block, attention, feed_forward
-from .spec import BlockSpec, Linear, Part
+from .huggingface import BertBlock, GPT2Block, T5Block
+from .spec import BlockSpec, Linear, Part, attention, feed_forward
 
 
 class Family(NamedTuple):
@@ -124,7 +124,7 @@ GPT_NEOX = BlockSpec(
                 Linear(
                     "attention.query_key_value",
                     ("query", "key", "value"),
-                    groups="attention.config.num_attention_heads",
+                    groups=_NEOX_HEADS,
                 ),
                 Linear("attention.dense", ("output",)),
             ),

@@ -8,25 +8,8 @@ from typing import Any
 
 from torch import Tensor
 
-from ..nn.initial import Role
 from .converted import ConvertedBlock, ConvertedSite, converted_class
-from .spec import BlockSpec, Linear, Part
-
-
-def attention(path: str, output: str, names: str, factor: float = 1.0) -> tuple[Linear, ...]:
-    """Linear layers of attention: query, key and value of the module at `path` by their names, and the output's."""
-    roles: tuple[tuple[Role, ...], ...] = (("query",), ("key",), ("value",))
-    inputs = (
-        Linear(f"{path}.{name}", role, factor if role == ("query",) else 1.0)
-        for name, role in zip(names.split(), roles, strict=True)
-    )
-    return (*inputs, Linear(output, ("output",)))
-
-
-def feed_forward(first: str, second: str) -> tuple[Linear, ...]:
-    """Linear layers of a feed-forward; `first` names one, or two of which the first is before the activation."""
-    return (*(Linear(path, ("fc1",)) for path in first.split()), Linear(second, ("fc2",)))
-
+from .spec import BlockSpec, Linear, Part, attention, feed_forward
 
 # BERT: x⁺ = N(x + F(x)) in BertSelfOutput and BertOutput
 

@@ -1,0 +1,42 @@
+"""Modules written with PyTorch's own operations alone, which TorchScript compiles: `to_torch` builds models of them.
+
+They compute what the package's modules compute in evaluation. A saved TorchScript file of them needs PyTorch alone.
+"""
+
+from .layers import (
+    Activation,
+    Around,
+    Attention,
+    Decoder,
+    DecoderLayer,
+    Encoder,
+    EncoderLayer,
+    FeedForward,
+    Residual,
+    Sum,
+    Through,
+    TorchAttention,
+)
+from .norms import FixNormEmbedding, GroupScaling, HeadScale, LpNorm, RunningNorm, Scale, Shift
+
+__all__ = [
+    "Activation",
+    "Around",
+    "Attention",
+    "Decoder",
+    "DecoderLayer",
+    "Encoder",
+    "EncoderLayer",
+    "FeedForward",
+    "FixNormEmbedding",
+    "GroupScaling",
+    "HeadScale",
+    "LpNorm",
+    "Residual",
+    "RunningNorm",
+    "Scale",
+    "Shift",
+    "Sum",
+    "Through",
+    "TorchAttention",
+]

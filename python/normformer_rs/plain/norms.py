@@ -1,0 +1,133 @@
+"""Norms, embeddings, and the changes inside a sublayer."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ..nn import formulas
+
+
+def keep(module: nn.Module, **tensors: Tensor | None) -> None:
+    """The module's parameters (trained or frozen), buffers (any other tensor), and absent ones (None)."""
+    for name, tensor in tensors.items():
+        if tensor is None or isinstance(tensor, nn.Parameter):
+            module.register_parameter(name, tensor)
+        else:
+            module.register_buffer(name, tensor)
+
+
+class LpNorm(nn.Module):
+    """y = g·x/max(‖x‖_p, ε) over the last `dims` dimensions; `gain` is g where there is no weight."""
+
+    weight: Tensor | None
+
+    def __init__(self, weight: Tensor | None, gain: float, p: float, dims: int, eps: float) -> None:
+        super().__init__()
+        self.gain, self.p, self.dims, self.eps = float(gain), float(p), dims, float(eps)
+        keep(self, weight=weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return formulas.lp_norm(x, self.weight, self.gain, self.p, self.dims, self.eps)
+
+
+class GroupScaling(nn.Module):
+    """x/√(mean over each group of x² + 1e-5)."""
+
+    def __init__(self, groups: int) -> None:
+        super().__init__()
+        self.groups = groups
+
+    def forward(self, x: Tensor) -> Tensor:
+        return formulas.group_scaling(x, self.groups)
+
+
+class RunningNorm(nn.Module):
+    """y = γ⊙(x − μ)/√(s + ε) + β with statistics that stand still, after group scaling (groups = 0: none)."""
+
+    shift: Tensor | None
+    square: Tensor
+    weight: Tensor | None
+    bias: Tensor | None
+
+    def __init__(
+        self,
+        shift: Tensor | None,
+        square: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        eps: float,
+        groups: int,
+    ) -> None:
+        super().__init__()
+        self.eps, self.groups = float(eps), groups
+        keep(self, shift=shift, square=square, weight=weight, bias=bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            raise RuntimeError("this norm's statistics stand still, so that it cannot train: call eval()")
+        if self.groups > 0:
+            x = formulas.group_scaling(x, self.groups)
+        return formulas.running_norm(x, self.shift, self.square, self.weight, self.bias, self.eps, None)
+
+
+class FixNormEmbedding(nn.Module):
+    """Rows of a table, of unit length, times `scale`."""
+
+    weight: Tensor
+
+    def __init__(self, weight: Tensor, scale: float, eps: float) -> None:
+        super().__init__()
+        self.scale, self.eps = float(scale), eps
+        keep(self, weight=weight)
+
+    def forward(self, input: Tensor) -> Tensor:
+        return formulas.lp_norm(F.embedding(input, self.weight), None, self.scale, 2.0, 1, self.eps)
+
+    @torch.jit.export
+    def normalised_weight(self) -> Tensor:
+        """The table, its rows of unit length."""
+        return formulas.lp_norm(self.weight, None, 1.0, 2.0, 1, self.eps)
+
+
+# Changes inside a sublayer.
+
+
+class Shift(nn.Module):
+    """x − b."""
+
+    value: Tensor
+
+    def __init__(self, value: Tensor) -> None:
+        super().__init__()
+        keep(self, value=value)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x - self.value.to(x.dtype)
+
+
+class Scale(nn.Module):
+    """x⊙s."""
+
+    value: Tensor
+
+    def __init__(self, value: Tensor) -> None:
+        super().__init__()
+        keep(self, value=value)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.value.to(x.dtype)
+
+
+class HeadScale(nn.Module):
+    """Every head's part of x times a number of its own."""
+
+    value: Tensor
+
+    def __init__(self, value: Tensor) -> None:
+        super().__init__()
+        keep(self, value=value)
+
+    def forward(self, x: Tensor) -> Tensor:
+        heads = self.value.numel()
+        parts = x.unflatten(-1, [heads, x.shape[-1] // heads])
+        return (parts * self.value.flatten().to(x.dtype).unsqueeze(-1)).flatten(-2)
