@@ -102,8 +102,22 @@ def lend_names_of_numpy_1() -> None:
 
 
 def allow_checkpoints() -> None:
-    """torch 2.6 and later load tensors and plain data only; a fairseq checkpoint also holds what is `SAFE`."""
+    """torch 2.6 and later load tensors and plain data only; a fairseq checkpoint also holds what is `SAFE`.
+
+    They are added again before each load: torch's context manager `safe_globals` takes them off when it ends, and other
+    libraries' trainers use it.
+    """
+    from fairseq import checkpoint_utils
+
+    load = checkpoint_utils.load_checkpoint_to_cpu
+
+    @functools.wraps(load)
+    def load_checkpoint_to_cpu(*arguments: Any, **options: Any) -> Any:
+        torch.serialization.add_safe_globals(SAFE)
+        return load(*arguments, **options)
+
     torch.serialization.add_safe_globals(SAFE)
+    checkpoint_utils.load_checkpoint_to_cpu = load_checkpoint_to_cpu
 
 
 def broadcast_objects() -> None:
