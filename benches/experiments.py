@@ -10,6 +10,8 @@ first gradient norms go to FOLDER/NAME-gradients.csv, and their picture to FOLDE
 
 A run "diverged" when its loss stopped being finite, or its training NLL over the last 50 updates is at least 0.95 times
 the entropy of the target's unigrams; it "trains" when its validation NLL is at most 0.75 times that entropy.
+
+TwT is Nguyen & Salazar 2019, PN Shen et al. 2020, BrN Liu et al. 2023 (docs/spec.md §7.1).
 """
 
 import argparse

@@ -1,4 +1,4 @@
-//! What the papers look at in a model (SPEC §5), seen during one pass over sentences.
+//! What the papers look at in a model (docs/spec.md §5), seen during one pass over sentences.
 
 use crate::error::{Error, Result};
 use ndarray::{Array1, Array2, ArrayView1, Axis, Zip};
@@ -9,9 +9,9 @@ use tch::{Device, Kind, Tensor};
 #[derive(Debug, Default)]
 pub struct Seen {
     /// Per layer: the mean over rows of the cosine of its output and the one before, the first's being what the stack
-    /// reads (BrN Fig 8).
+    /// reads (Liu et al. 2023, Fig 8).
     pub cosines: Vec<f64>,
-    /// Per feed-forward: the share of activations that are not zero (BrN Fig 9).
+    /// Per feed-forward: the share of activations that are not zero (Liu et al. 2023, Fig 9).
     pub active: Vec<f64>,
     /// Per norm with running statistics.
     pub statistics: Vec<Statistics>,
@@ -29,12 +29,12 @@ pub struct Moments {
 /// A batch's statistics s_B in a norm that keeps running ones s.
 #[derive(Clone, Copy, Debug)]
 pub struct Statistics {
-    /// ‖s_B − s‖₂/d (PN Fig 2, 4).
+    /// ‖s_B − s‖₂/d (Shen et al. 2020, Fig 2, 4).
     pub distance: Moments,
-    /// ‖g‖₂/d of what each adds to the gradient of x (PN Fig 3, 4): (γ/σ_B)⊙mean dy of μ_B, (γ/σ_B)⊙mean(dy⊙x̂) of σ²_B,
-    /// and the same with ψ_B. NaN without a gradient.
+    /// ‖g‖₂/d of what each adds to the gradient of x (Fig 3, 4 there): (γ/σ_B)⊙mean dy of μ_B, (γ/σ_B)⊙mean(dy⊙x̂) of
+    /// σ²_B, and the same with ψ_B. NaN without a gradient.
     pub gradient: Moments,
-    /// The share of numbers with |γ| ≤ ψ_B, or σ_B (PN Lemma 2).
+    /// The share of numbers with |γ| ≤ ψ_B, or σ_B (Lemma 2 there).
     pub bounded: f64,
 }
 

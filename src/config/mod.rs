@@ -22,12 +22,12 @@ choice! {
     pub enum Architecture ("architecture") { EncoderDecoder = "encoder-decoder", DecoderOnly = "decoder-only" }
 }
 choice! {
-    /// SPEC §4: `twt` interleaves sine and cosine and counts from 0; `fairseq` puts them in two halves and counts from
-    /// padding_idx + 1.
+    /// docs/spec.md §4.2: `twt` interleaves sine and cosine and counts from 0; `fairseq` puts them in two halves and
+    /// counts from padding_idx + 1.
     pub enum Positions ("positions") { Twt = "twt", Fairseq = "fairseq" }
 }
 choice! {
-    /// The decoder's first token: BOS in TwT's release, EOS in fairseq.
+    /// The decoder's first token: BOS in the release of Nguyen & Salazar 2019, EOS in fairseq.
     pub enum DecoderStart ("decoder_start") { Bos = "bos", Eos = "eos" }
 }
 
@@ -44,7 +44,7 @@ choice! {
     pub enum Ties ("tie_embeddings") { All = "all", Decoder = "decoder", None = "none" }
 }
 choice! {
-    /// How a stack attends to itself: softmax heads, or SPEC §4's tensorized attention.
+    /// How a stack attends to itself: softmax heads, or tensorized attention (docs/spec.md §4.4).
     pub enum AttentionName ("attention") { MultiHead = "multi-head", Tensorized = "tensorized" }
 }
 choice! {
@@ -72,7 +72,7 @@ choice! {
 }
 
 config! {
-    /// A Transformer (SPEC §4).
+    /// A Transformer (docs/spec.md §1 to §4).
     pub struct TransformerConfig {
         "model" {
             /// encoder-decoder for translation, decoder-only for language modelling.
@@ -176,7 +176,7 @@ config! {
 }
 
 config! {
-    /// A training run (SPEC §4).
+    /// A training run (docs/spec.md §4.6 to §4.11).
     pub struct TrainingConfig {
         "training" {
             /// Stop after this many updates; 0: no such limit.
@@ -284,7 +284,7 @@ config! {
 }
 
 config! {
-    /// How to translate (SPEC §4, "beam").
+    /// How to translate (docs/spec.md §4.12).
     pub struct SearchOptions {
         "search" {
             /// Hypotheses alive at a time; 1: greedy.

@@ -8,7 +8,7 @@ use super::pack::{Isa, Pack, Portable};
 use half::{bf16, f16};
 use std::ops::{Add, AddAssign, Div, Mul, Neg, Sub};
 
-/// The type statistics and reductions accumulate in: f32, or f64 for f64 inputs (SPEC §1).
+/// The type statistics and reductions accumulate in: f32, or f64 for f64 inputs (docs/spec.md §1.1).
 pub trait Accumulator:
     Element<Acc = Self>
     + PartialOrd

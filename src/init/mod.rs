@@ -1,4 +1,5 @@
-//! Initialisations of linear layers and embeddings: one table (SPEC §3). γ = 1, β = 0 and biases 0 whatever the name.
+//! Initialisations of linear layers and embeddings: one table (docs/spec.md §3). γ = 1, β = 0 and biases 0
+//! whatever the name.
 
 mod schemes;
 

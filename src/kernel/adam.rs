@@ -3,9 +3,9 @@
 //! > g = grad_scale·gradient,  m ← β₁m + (1−β₁)g,  v ← β₂v + (1−β₂)g²
 //! > p ← (1 − lr·weight_decay)·p − lr·√(1−β₂ᵗ)/(1−β₁ᵗ)·m/(√v + ε)
 //!
-//! t the number of this update, 1 for the first. Source: SPEC §4; Kingma & Ba 2015 in the form at the end of §2 (fairseq's),
-//! whose ε is not bias-corrected; decoupled weight decay of Loshchilov & Hutter 2019. The gradients are zeroed on the
-//! way: backward passes accumulate into them, and a separate pass would cost a sixth more traffic.
+//! t the number of this update, 1 for the first. Source: docs/spec.md §4.9; Kingma & Ba 2015 in the form at the end
+//! of §2 (fairseq's), whose ε is not bias-corrected; decoupled weight decay of Loshchilov & Hutter 2019. The gradients
+//! are zeroed on the way: backward passes accumulate into them, and a separate pass would cost a sixth more traffic.
 
 use crate::cpu::Accumulator;
 use crate::cuda::{Program, CHUNK, PRELUDE};

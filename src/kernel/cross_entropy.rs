@@ -4,7 +4,7 @@
 //! > ∂loss/∂z_v = (A + B|V_t|)·p_v − A·1[v = t] − B  on V_t,  0 outside
 //!
 //! z the row's logits, t its target; A and B come from the smoothing rate ε by one of two formulas ([`Smoothing`]).
-//! Outside V_t a logit counts as −∞, whatever it holds. Source: SPEC §4 "vocabulary mask" and "label smoothing" (fairseq's
+//! Outside V_t a logit counts as −∞, whatever it holds. Source: docs/spec.md §4.6, §4.7 (fairseq's
 //! label_smoothed_cross_entropy and the release of Nguyen & Salazar 2019). A NaN inside V_t makes its row's loss NaN.
 //!
 //! The row's maximum is subtracted before the exponential; Σ −log p_v = |V_t|·log Σ exp z − Σ z is put together in f64.

@@ -3,8 +3,8 @@
 //! > y = M∘max(x, 0),  dx = dy/(1 − p) where y ≠ 0, else 0
 //!
 //! M dropout's factors, 0 or 1/(1 − p), from [`Dropout`]'s stream, element by (row, column). The output alone tells the
-//! backward which elements passed: 1/(1 − p) ≥ 1 makes no positive x zero, in any storage type. Source: SPEC §4 (dropout
-//! "after ReLU"). A NaN in x is a NaN in y, dropped or not, and one in y a NaN in dx.
+//! backward which elements passed: 1/(1 − p) ≥ 1 makes no positive x zero, in any storage type. Source: docs/spec.md
+//! §4.3, §4.5. A NaN in x is a NaN in y, dropped or not, and one in y a NaN in dx.
 
 use crate::cpu::philox::{self, Dropout};
 use crate::cpu::{Accumulator, Element};

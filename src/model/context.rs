@@ -41,7 +41,7 @@ pub struct Context {
     pub seed: Option<Tensor>,
     /// The type of matrix products; residual stream and statistics keep their own.
     pub kind: Kind,
-    /// Gains on x are being set by profiling (SPEC §3, `admin`).
+    /// Gains on x are being set by profiling (docs/spec.md §3.4).
     pub profile: bool,
     /// Keep only what enters each layer, and run layers again for their gradients.
     pub recompute: bool,

@@ -38,7 +38,7 @@ pub struct Stream {
     pub normed: Option<Tensor>,
     /// α_t of the stack.
     pub alpha_t: Option<Tensor>,
-    /// Profiling: the deviation of everything added so far (SPEC §3, `admin`).
+    /// Profiling: the deviation of everything added so far (docs/spec.md §3.4).
     pub deviation: Option<Tensor>,
 }
 
@@ -116,7 +116,7 @@ impl Branch {
     }
 }
 
-/// ω ← r; the next r is √(Var(ωx) + Var(drop f)), over all elements (SPEC §3, `admin`).
+/// ω ← r; the next r is √(Var(ωx) + Var(drop f)), over all elements (docs/spec.md §3.4).
 fn profile(
     omega: &Tensor,
     r: &Tensor,

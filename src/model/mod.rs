@@ -1,4 +1,5 @@
-//! The Transformer of SPEC §4 on packed rows, composed of the tables of norms, residual schemes and initialisations.
+//! The Transformer of docs/spec.md §4 on packed rows, composed of the tables of norms, residual schemes and
+//! initialisations.
 
 mod attention;
 mod context;

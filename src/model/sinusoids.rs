@@ -1,4 +1,4 @@
-//! Sinusoidal positions (SPEC §4).
+//! Sinusoidal positions (docs/spec.md §4.2).
 
 use super::PAD;
 use crate::config::Positions;

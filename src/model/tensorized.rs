@@ -1,4 +1,5 @@
-//! Tensorized attention (Ma et al. 2019) with one block, as the language models of PowerNorm's paper have it (SPEC §4).
+//! Tensorized attention (Ma et al. 2019) with one block, as the language models of PowerNorm's paper have it
+//! (docs/spec.md §4.4).
 
 use super::residual::Inside;
 use super::sinusoids::Sinusoids;

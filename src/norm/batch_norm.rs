@@ -1,5 +1,5 @@
 //! BatchNorm over the real rows of a batch: y = γ⊙(x − μ_B)/√(σ²_B + ε) + β per feature, σ² biased
-//! (Ioffe and Szegedy 2015; Shen et al. 2020, Algorithm 1; SPEC §1).
+//! (Ioffe and Szegedy 2015; Shen et al. 2020, Algorithm 1; docs/spec.md §1.7).
 //!
 //! Running μ ← αμ + (1−α)μ_B and σ² alike; evaluation uses them. The gradient,
 //! dx = (γ/σ_B)[dy − mean dy − x̂⊙mean(dy⊙x̂)] (eq 1–3), is the true one.

@@ -1,6 +1,6 @@
 //! Norms with statistics of columns, over rows and steps: the passes over memory, and what such a norm must say.
 //!
-//! The norms of SPEC §1 that keep running statistics have one form. With a shift and a scale for every column,
+//! The norms of docs/spec.md §1.6 keep running statistics. With a shift and a scale for every column, their form is
 //!
 //! > x̂ = (x − shift)⊙scale,  y = γ⊙x̂ + β
 //!

@@ -1,4 +1,4 @@
-//! FixNorm: word embeddings of unit length (SPEC §1; TwT §2.3, eq 6).
+//! FixNorm: word embeddings of unit length (Nguyen & Salazar 2019, §2.3, eq 6; docs/spec.md §1.11).
 
 use crate::error::Result;
 use tch::Tensor;

@@ -1,5 +1,5 @@
 //! Group scaling ("layer-scale"): x/√(mean over each group of x² + 1e-5), no parameters (Shen et al. 2020, Appendix A,
-//! and its code; SPEC §1).
+//! and its code; docs/spec.md §1.10).
 //!
 //! It is rmsnorm's row, a group for a row: its kernels, and its true gradient in training and evaluation.
 

@@ -1,4 +1,4 @@
-//! LayerNorm: y = γ⊙(x − μ)/√(σ² + ε) + β over the last dimension, σ² biased (Ba et al. 2016; SPEC §1).
+//! LayerNorm: y = γ⊙(x − μ)/√(σ² + ε) + β over the last dimension, σ² biased (Ba et al. 2016; docs/spec.md §1.2).
 
 use super::rows::{hypotenuse, magnitude, sum, trusted, Measured, RowNorm, Slope, Sums};
 use crate::cpu::Accumulator;

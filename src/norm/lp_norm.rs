@@ -1,4 +1,5 @@
-//! LpNorm: y = g·x/max(n, ε), n = ‖x‖_p over the last dimension, p from 1 to ∞ (TwT §5; SPEC §1).
+//! LpNorm: y = g·x/max(n, ε), n = ‖x‖_p over the last dimension, p from 1 to ∞ (Nguyen & Salazar 2019, §5;
+//! docs/spec.md §1.5).
 //!
 //! With u = x/n and w = sign(x)(|x|/n)^{p−1} (p = ∞: sign(x)/k at the k numbers with |x| = n), dx = (g/n)(dy − w⟨u, dy⟩) where n > ε,
 //! else (g/ε)dy. p = 2 is ScaleNorm, with its kernels.

@@ -81,7 +81,7 @@ pub struct Site<'a> {
     pub width: i64,
     /// The options of norms are among the model's.
     pub config: &'a TransformerConfig,
-    /// The last norm of the decoder, whose gain `scalenorm-fixed` learns (TwT Table 7).
+    /// The last norm of the decoder, whose gain `scalenorm-fixed` learns (Nguyen & Salazar 2019, Table 7).
     pub last_of_decoder: bool,
     /// It stands after a stack's last layer.
     pub ends_stack: bool,

@@ -1,5 +1,5 @@
 //! PowerNorm: x divided by the running root mean square of its feature, and a running ν in the gradient
-//! (Shen et al. 2020, Definition 3, Algorithm 2, eq 8–13; SPEC §1).
+//! (Shen et al. 2020, Definition 3, Algorithm 2, eq 8–13; docs/spec.md §1.9).
 //!
 //! > x̂ = x/√(ψ² + ε),  y = γ⊙x̂ + β,  then ψ² ← αψ² + (1−α)ψ²_B
 //! > G = γ⊙dy,  X′ = G − ν⊙x̂,  dx = X′/√(ψ² + ε),  then ν ← ν(1 − (1−α_b)Γ) + (1−α_b)Λ
@@ -20,7 +20,7 @@ use crate::operator::ColumnKernels;
 use tch::{Kind, Tensor};
 
 choice! {
-    /// SPEC §1, "PowerNorm modes".
+    /// docs/spec.md §1.9.
     pub enum PowerNormMode ("powernorm_mode") { Paper = "paper", Release = "release" }
 }
 

@@ -1,6 +1,6 @@
 //! Norms over the last dimension, row by row: the passes that every such norm shares.
 //!
-//! The row norms of SPEC §1 have one form. With a shift and a scale that are numbers of the row,
+//! The row norms of docs/spec.md §1 have one form. With a shift and a scale that are numbers of the row,
 //!
 //! > x̂ = (x − shift)·scale,  y = w⊙x̂ + b
 //!

@@ -1,4 +1,4 @@
-//! ScaleNorm: y = g·x/max(n, ε), n = ‖x‖₂, over the last dimension (TwT eq 5; SPEC §1).
+//! ScaleNorm: y = g·x/max(n, ε), n = ‖x‖₂, over the last dimension (Nguyen & Salazar 2019, eq 5; docs/spec.md §1.4).
 
 use super::lp_norm;
 use super::rows::{magnitude, sum, trusted, Measured, RowNorm, Slope, Sums};
@@ -12,7 +12,7 @@ use tch::Tensor;
 
 /// Row kernel: scale = 1/max(n, ε), so x̂ = u.
 ///
-/// dx = (g/n)(dy − u⟨u, dy⟩) if n > ε, else (g/ε)dy (TwT App C, with the clamp's own gradient).
+/// dx = (g/n)(dy − u⟨u, dy⟩) if n > ε, else (g/ε)dy (Nguyen & Salazar 2019, App C, with the clamp's own gradient).
 #[derive(Clone, Copy, Debug)]
 pub struct ScaleNorm;
 

@@ -228,7 +228,7 @@ fn statistics(
     Ok(found.into())
 }
 
-/// Sets, in place, the gains that the scheme takes from one training batch (SPEC §3, `admin`).
+/// Sets, in place, the gains that the scheme takes from one training batch (docs/spec.md §3.4).
 #[pyfunction]
 #[allow(clippy::too_many_arguments)]
 fn profile(

@@ -1,4 +1,4 @@
-//! BranchNorm: `x⁺ = N(x + α_t F(x))`, α_t growing to 1 over the first T updates (BrN eq 7, 8).
+//! BranchNorm: `x⁺ = N(x + α_t F(x))`, α_t growing to 1 over the first T updates (Liu et al. 2023, eq 7, 8).
 
 use super::{Around, Flow, Gain, Growth, Place, Scheme};
 use crate::choice;

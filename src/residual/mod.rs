@@ -106,7 +106,7 @@ pub trait Scheme: Sync {
         true
     }
 
-    /// The gains on x are set by profiling the first batch (SPEC §3, `admin`).
+    /// The gains on x are set by profiling the first batch (docs/spec.md §3.4).
     fn is_profiled(&self) -> bool {
         false
     }

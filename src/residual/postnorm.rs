@@ -1,4 +1,4 @@
-//! PostNorm: `x⁺ = N(x + F(x))`, the original Transformer's (TwT eq 2).
+//! PostNorm: `x⁺ = N(x + F(x))`, the original Transformer's (Nguyen & Salazar 2019, eq 2).
 
 use super::{Around, Flow, Place, Scheme};
 

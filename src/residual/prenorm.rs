@@ -1,4 +1,4 @@
-//! PreNorm: `x⁺ = x + F(N(x))`, and N after the stack (TwT eq 3).
+//! PreNorm: `x⁺ = x + F(N(x))`, and N after the stack (Nguyen & Salazar 2019, eq 3).
 
 use super::{Around, Change, Flow, Place, Scheme};
 

@@ -1,8 +1,8 @@
 //! The fused residual step: x⁺ = α⊙x + β⊙drop(f) and y = N(x⁺), in one pass over memory each way.
 //!
-//! x is the residual stream, f what the sublayer made of it, α and β the scheme's scales (SPEC §2), drop the dropout
-//! on the sublayer's output, N the next norm: the scheme's own (post-norm) or the next sublayer's (pre-norm). y is
-//! computed from x⁺ as rounded to x's type, the very numbers that the backward pass reads. With G = dx⁺ + N′(dy),
+//! x is the residual stream, f what the sublayer made of it, α and β the scheme's scales (docs/spec.md §2.2), drop the
+//! dropout on the sublayer's output, N the next norm: the scheme's own (post-norm) or the next sublayer's (pre-norm).
+//! y is computed from x⁺ as rounded to x's type, the numbers that the backward pass reads. With G = dx⁺ + N′(dy),
 //!
 //! > dx = α⊙G,  df = β⊙drop(G),  dα = Σ G⊙x,  dβ = Σ G⊙drop(f)   (sums over rows)
 //!

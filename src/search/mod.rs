@@ -1,4 +1,4 @@
-//! Greedy and beam search (SPEC §4).
+//! Greedy and beam search (docs/spec.md §4.12).
 //!
 //! A hypothesis y is ranked by
 //!

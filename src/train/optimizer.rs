@@ -1,5 +1,5 @@
 //! Adam over flat buffers: all parameters are views of one tensor, their gradients of another, so an update is one pass
-//! and clipping one norm (SPEC §4).
+//! and clipping one norm (docs/spec.md §4.9).
 
 use super::checkpoint::Array;
 use super::snapshot::{to_array, to_tensor};

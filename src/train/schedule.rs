@@ -1,4 +1,4 @@
-//! Learning-rate schedules (SPEC §4), all of update n; the first is 1, or 0 as fairseq counts.
+//! Learning-rate schedules (docs/spec.md §4.10), all of update n; the first is 1, or 0 as fairseq counts.
 
 use crate::config::{ScheduleName, TrainingConfig};
 use serde::{Deserialize, Serialize};
@@ -7,7 +7,7 @@ use serde::{Deserialize, Serialize};
 #[derive(Clone, Debug, PartialEq)]
 pub struct Schedule {
     name: ScheduleName,
-    /// The peak, or none for TwT eq 7's λ/√d·n_w^-½.
+    /// The peak, or none for λ/√d·n_w^-½ (TwT eq 7; TwT is Nguyen & Salazar 2019).
     peak: Option<f64>,
     scale: f64,
     multiplier: f64,

@@ -366,7 +366,7 @@ impl Trainer {
             (Criterion::Bleu, Some(bleu)) => bleu,
             _ => -score.loss,
         };
-        // SPEC §4: val-decay and no-warmup go by BLEU.
+        // docs/spec.md §4.10: val-decay and no-warmup go by BLEU.
         self.schedule.evaluated(self.progress.update, bleu.unwrap_or(-score.loss));
         let best = self.progress.best.is_none_or(|b| criterion > b);
         self.progress.evaluations += 1;

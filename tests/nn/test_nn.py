@@ -570,7 +570,7 @@ def test_set_num_updates_moves_t_and_says_when_nobody_does():
 
 
 def test_profile_sets_the_rust_models_gains():
-    """SPEC §3, admin; what Rust's own profiling does is tested there."""
+    """docs/spec.md §3.4, admin; what Rust's own profiling does is tested there."""
     layer = nfnn.TransformerEncoderLayer(D, HEADS, FF, 0.0, batch_first=True, residual="admin", norm="layernorm")
     model, x = nfnn.TransformerEncoder(layer, 3).eval(), 2 * torch.randn(4, 5, D)
     y, r, expected = x, torch.ones(()), []

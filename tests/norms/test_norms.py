@@ -67,7 +67,7 @@ def test_error_is_at_most_twice_pytorchs(case, dtype, width, masked, layout):
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("case", CASES)
 def test_fifty_steps_are_the_formulas(case, masked):
-    """SPEC's own steps in f64, warm-up ending on the way: y, gradients and state after every one."""
+    """The steps of docs/spec.md §1.9 in f64, warm-up ending on the way: y, gradients and state after every one."""
     norm, name = build(case, 6)
     if name == "powernorm" and norm.warmup_iters:
         norm.warmup_iters = 20

@@ -1,4 +1,6 @@
-"""The norms that keep statistics across rows and steps (SPEC §1): BatchNorm, PN-V and PowerNorm, forward and backward.
+"""The norms that keep statistics across rows and steps: BatchNorm, PN-V and PowerNorm, forward and backward.
+
+Definitions: docs/spec.md §1.6 to §1.9. PN before an equation is the paper of PowerNorm, Shen et al. 2020.
 
 x is (…, d), pad_mask has x's leading shape, True at padding. Only real positions count, y = 0 and dx = 0 at padding
 (PowerNorm's release mode apart), B is the number of real positions. Each class moves its buffers in place: running

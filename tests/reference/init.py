@@ -1,4 +1,7 @@
-"""What a freshly initialised parameter's values are drawn from (SPEC §3): their mean, standard deviation and limit."""
+"""What a freshly initialised parameter's values are drawn from (docs/spec.md §3): mean, standard deviation, limit.
+
+TwT is Nguyen & Salazar 2019, BrN Liu et al. 2023.
+"""
 
 import math
 from collections.abc import Callable
@@ -128,7 +131,7 @@ def deepnorm_beta(config: Config, stack: str) -> float:
 
 
 def subln_gamma(config: Config, stack: str) -> float:
-    """γ_e = √(⅓·ln 3M·ln 2N), γ_d = √(ln 3M); one stack √(ln 2L) (Wang et al. 2022)."""
+    """γ_e = √(⅓·ln 3M·ln 2N), γ_d = √(ln 3M); one stack √(ln 2L) (Wang et al. 2022b)."""
     n, m = layer_counts(config)
     if is_one_stack(config):
         return math.sqrt(math.log(2 * m))

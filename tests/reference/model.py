@@ -1,4 +1,4 @@
-"""The Transformer of SPEC §4 under any norm and residual scheme, over padded (batch, time) token tensors."""
+"""The Transformer of docs/spec.md §4 under any norm and residual scheme, over padded (batch, time) token tensors."""
 
 import dataclasses
 import math
@@ -47,7 +47,7 @@ class Dropout:
 
 
 def sinusoids(positions: Tensor, d: int, layout: str) -> Tensor:
-    """Sinusoidal positions (…, d) of integer positions (…), in f64 (SPEC §4).
+    """Sinusoidal positions (…, d) of integer positions (…), in f64 (docs/spec.md §4.2).
 
     twt: columns 2i and 2i+1 are sin and cos of pos·10000^{−2i/d}; fairseq: the first half of the columns are the sines,
     the second the cosines, of pos·exp(−j·ln 10000/(d/2−1)), and an odd d ends in a zero column.
@@ -83,10 +83,11 @@ def profile_admin(
     dropout: Dropout,
     count_padding: bool = True,
 ) -> dict[str, Tensor]:
-    """Every residual_scale of `admin`, from one training forward (Liu et al. 2020; SPEC §3). Buffers do not move.
+    """Every residual_scale of `admin`, from one training forward (Liu et al. 2020; docs/spec.md §3.4).
 
-    Down each stack from r = 1: ω_i = r, r ← √(Var(ω_i x_i) + Var f_i), f_i after its dropout, Var the biased variance
-    over all elements; the forward goes on with the ω just set. `count_padding=False`: over real positions only.
+    Buffers do not move. Down each stack from r = 1: ω_i = r, r ← √(Var(ω_i x_i) + Var f_i), f_i after its dropout, Var
+    the biased variance over all elements; the forward goes on with the ω just set. `count_padding=False`: over real
+    positions only.
     """
     run = _Profile({name: value.detach().clone() for name, value in state.items()}, config, dropout, count_padding)
     run.logits(source, target_input)
@@ -364,7 +365,7 @@ def cumulative_lengths(real: Tensor) -> Tensor:
 
 
 def word_dropout(tokens: Tensor, keep: Tensor) -> Tensor:
-    """UNK in place of every non-pad token, BOS and EOS too, where `keep` is False (SPEC §4)."""
+    """UNK in place of every non-pad token, BOS and EOS too, where `keep` is False (docs/spec.md §4.8)."""
     return torch.where((tokens != PAD) & ~keep, UNK, tokens)
 
 

@@ -1,7 +1,7 @@
-"""The normalisation layers (SPEC §1) and the fused residual step (SPEC §2), written as their equations.
+"""The normalisation layers (docs/spec.md §1) and the fused residual step (§2.2), written as their equations.
 
 Every function works over the last dimension, computes in f32 (f64 for f64 inputs) and returns x's dtype. The norms with
-batch statistics are in batch_norms.py.
+batch statistics are in batch_norms.py. TwT is Nguyen & Salazar 2019, PN Shen et al. 2020.
 """
 
 import math
@@ -141,7 +141,7 @@ def residual_step(
     bias: Tensor | None = None,
     eps: float | None = DEFAULT_EPS,
 ) -> tuple[Tensor, Tensor]:
-    """x⁺ = αx + β(f⊙mask·scale), y = N(x⁺); returns (x⁺, y) (SPEC §2).
+    """x⁺ = αx + β(f⊙mask·scale), y = N(x⁺); returns (x⁺, y) (docs/spec.md §2.2).
 
     `mask` is True where f is kept (None: everywhere, without a scale). x⁺ has x's dtype and y f's. y is the norm of x⁺
     as it is stored, that is after rounding to x's dtype. `norm=None` gives y = x⁺ in f's dtype.

@@ -1,4 +1,4 @@
-"""ReLU + dropout, attention and label-smoothed cross-entropy (SPEC §4), written as their equations."""
+"""ReLU + dropout, attention and label-smoothed cross-entropy (docs/spec.md §4.3, §4.7), as their equations."""
 
 import math
 

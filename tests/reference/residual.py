@@ -1,6 +1,7 @@
-"""The residual schemes (SPEC §2): what each puts around a sublayer, inside it, and around the layers of a stack.
+"""The residual schemes (docs/spec.md §2): parts around a sublayer, inside it, and around the layers of a stack.
 
-A scheme only declares, as the dataclasses below; model.py runs what was declared.
+A scheme only declares, as the dataclasses below; model.py runs what was declared. TwT is Nguyen & Salazar 2019, BrN
+Liu et al. 2023.
 """
 
 import dataclasses
@@ -15,7 +16,7 @@ from .config import Config, is_one_stack, layer_counts
 
 @dataclasses.dataclass(frozen=True)
 class Parameter:
-    """A parameter or buffer. `start`: what it is at first, a number for all its elements; None: drawn (SPEC §3)."""
+    """A parameter or buffer. `start`: its first value, one number for all elements; None: drawn (docs/spec.md §3)."""
 
     name: str
     shape: tuple[int, ...]
@@ -237,7 +238,7 @@ def normformer(place: Place) -> Sublayer:
 
 
 def subln(place: Place) -> Sublayer:
-    """x + W^O N(Attn(N(x))), x + W₂N(φ(W₁N(x))); cross-attention as prenorm's (Wang et al. 2022)."""
+    """x + W^O N(Attn(N(x))), x + W₂N(φ(W₁N(x))); cross-attention as prenorm's (Wang et al. 2022b)."""
     inside: dict[str, dict[str, Change]] = {
         "self_attn": {"heads": place.norm("self_attn.inner_norm")},
         "multihead_attn": {},

@@ -1,4 +1,4 @@
-"""Greedy and beam search (SPEC §4), one sentence at a time, without a cache.
+"""Greedy and beam search (docs/spec.md §4.12), one sentence at a time, without a cache.
 
 PAD and BOS are never generated. Of equal candidates the one of the better hypothesis, then of the lower token id, comes
 first.

@@ -1,8 +1,8 @@
 """Batches as rows: only real tokens, one row each, sentence after sentence; and attention between such rows.
 
 fairseq pads its batches, on either side. Packed, padding meets no norm, no product and no statistic; but admin takes
-its first gains from all of a batch (SPEC §3). Decoding step by step is the same with one row a sentence, keys and
-values of earlier steps being kept.
+its first gains from all of a batch (docs/spec.md §3.4). Decoding step by step is the same with one row a sentence,
+keys and values of earlier steps being kept.
 """
 
 import dataclasses

@@ -1,4 +1,4 @@
-"""The profiling pass that gives Admin its first gains (Liu et al. 2020; SPEC §3, `admin`).
+"""The profiling pass that gives Admin its first gains (Liu et al. 2020; docs/spec.md §3.4).
 
 Down each stack with r = 1 at its start: ω ← r, then r ← √(Var(ω⊙x) + Var(drop f)), the biased variance over all
 elements.

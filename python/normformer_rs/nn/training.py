@@ -69,8 +69,8 @@ def profile(model: nn.Module, *batch: Any, **keywords: Any) -> int:
     """Sets admin's gains ω by one forward of `model` on a training batch: model(*batch, **keywords), dropout on.
 
     Down each stack, with r = 1 at first: ω_i ← r, r ← √(Var(ω_i x_i) + Var f_i), the biased variance over all elements,
-    padding included, f after its dropout (Liu et al. 2020; SPEC §3). Under torch.distributed rank 0's values count.
-    Running statistics stay as they are.
+    padding included, f after its dropout (Liu et al. 2020; docs/spec.md §3.4). Under torch.distributed rank 0's values
+    count. Running statistics stay as they are.
 
     Returns the number of gains that were set. Errors: InputError where there are none.
     """

@@ -42,7 +42,7 @@ def fold_admin(model: nn.Module) -> int:
 
     Returns: how many gains were folded. Errors: InputError for a model without them, for a norm whose gain is not one
     number per column, for an ω with a zero in it, and for parameters that layers share; nothing has been changed then.
-    Source: Liu et al. 2020; SPEC §2, `admin`.
+    Source: Liu et al. 2020; docs/spec.md §2.9.
     """
     stacks = [[*stack] for stack in _stacks(model)]
     pairs = [(before, site) for stack in stacks for before, site in itertools.pairwise(stack)]

@@ -118,7 +118,7 @@ fn agrees_with_the_definition_in_f16() {
 
 #[test]
 fn smoothing_weights_sum_to_one_over_the_vocabulary() {
-    // fairseq's: the target has 1 − ε, the others ε/(n−1) each. TwT's: 1 − ε + ε/n, the others ε/n.
+    // fairseq's: the target has 1 − ε, the others ε/(n−1) each. Nguyen & Salazar's: 1 − ε + ε/n, the others ε/n.
     let Smoothing { nll, uniform } = Smoothing::fairseq(0.1, 11);
     assert!((nll + uniform - 0.9).abs() < 1e-15 && (nll + 11.0 * uniform - 1.0).abs() < 1e-15);
     let Smoothing { nll, uniform } = Smoothing::twt(0.1, 10);
