@@ -8,7 +8,7 @@ def keep_memory() -> None:
 
     glibc maps every block above 32 MB on its own and returns it when it is freed. PyTorch on a CPU then pays for fresh
     pages, each cleared by the kernel, with every large tensor. Training and translating in this package keep memory
-    anyway; call this once, early, for models that run in PyTorch itself. docs/status.md has the measured effect.
+    anyway; call this once, early, for models that run in PyTorch itself. `benches/kernels.py` prints the effect.
 
     The process never becomes smaller than its largest moment, and fragments can make it larger than that. It cannot be
     taken back. Without effect where NORMFORMER_RS_ALLOCATOR=system is set, and with another allocator than glibc's.
