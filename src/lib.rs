@@ -2,6 +2,7 @@
 //! training loop on libtorch tensors. The modules stand in the order of the pipeline.
 
 pub mod error;
+pub mod options;
 
 pub mod cpu;
 pub mod cuda;

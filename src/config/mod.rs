@@ -2,18 +2,18 @@
 //! file, Python's keyword arguments and the command line's flags, with their documentation, defaults and choices.
 
 mod check;
-mod option;
+mod names;
 
-pub use option::{Field, FieldType, InitName, NormName, ResidualName};
+pub use names::{InitName, NormName, ResidualName};
 
 use crate::choice;
 use crate::error::{Error, Result};
 use crate::init::DsInitMode;
 use crate::norm::lp_norm;
 use crate::norm::power_norm::PowerNormMode;
+use crate::options::{config, Field, FieldType};
 use crate::residual::{Curve, DlclNorm, NormFormerMode, RFixupMode};
 use crate::search::Rule;
-use option::config;
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};

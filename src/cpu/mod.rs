@@ -2,6 +2,7 @@
 
 pub mod amx;
 pub mod contention;
+pub mod convert;
 pub mod element;
 pub mod memory;
 pub mod pack;

@@ -14,8 +14,6 @@ mod nvrtc;
 pub use layout::Layout;
 
 use crate::error::{Error, Result};
-use crate::kernel::{adam, cross_entropy, relu_dropout};
-use crate::residual::step;
 use driver::{Driver, Function};
 use std::collections::HashMap;
 use std::ffi::{c_void, CString};
@@ -216,20 +214,7 @@ pub fn stand_in() -> bool {
     STAND_IN.load(Ordering::Relaxed)
 }
 
-/// Every program of the package.
-pub fn programs() -> Vec<&'static Program> {
-    let rows = crate::norm::ROW_NORMS.iter().map(|k| &k.program);
-    let columns = crate::norm::COLUMN_NORMS.iter().map(|k| &k.program);
-    let others = [&relu_dropout::PROGRAM, &cross_entropy::PROGRAM, &adam::PROGRAM, &SUMS];
-    rows.chain([&step::NO_NORM]).chain(columns).chain(others).collect()
-}
-
 /// A program's binary for an architecture such as 90, and the compiler's remarks on registers and spills.
-pub fn compile_verbosely(program: &str, options: &str, architecture: i32) -> Result<(Vec<u8>, String)> {
-    let all = programs();
-    let program = all
-        .iter()
-        .find(|p| p.name == program)
-        .ok_or_else(|| crate::error::unknown("program", program, all.iter().map(|p| p.name)))?;
+pub fn compile_verbosely(program: &Program, options: &str, architecture: i32) -> Result<(Vec<u8>, String)> {
     nvrtc::compiler()?.compile(program, &format!("{options} --ptxas-options=-v"), architecture)
 }

@@ -14,7 +14,7 @@
 //! Sums over rows are made in the computing type over [`BLOCK`] rows and in f64 over blocks: plain f32 sums of some
 //! thousands of rows would lose three digits.
 
-use super::convert::{narrow, target, wide, widen, Row};
+use crate::cpu::convert::{narrow, target, wide, widen, Row};
 use crate::cpu::{memory, Accumulator, Element};
 use crate::multiversion;
 use crate::operator::Group;

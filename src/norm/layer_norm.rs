@@ -1,9 +1,9 @@
 //! LayerNorm: y = γ⊙(x − μ)/√(σ² + ε) + β over the last dimension, σ² biased (Ba et al. 2016; docs/spec.md §1.2).
 
-use super::rows::{hypotenuse, magnitude, sum, trusted, Measured, RowNorm, Slope, Sums};
 use crate::cpu::Accumulator;
 use crate::error::Result;
 use crate::init::Fill;
+use crate::kernel::rows::{hypotenuse, magnitude, sum, trusted, Measured, RowNorm, Slope, Sums};
 use crate::model::Builder;
 use crate::norm::{accumulate, Build, Norm, Rowwise, Site, Spec};
 use crate::operator::RowKernels;
@@ -88,8 +88,8 @@ fn composed(x: &Tensor, weight: Option<&Tensor>, bias: Option<&Tensor>, eps: f64
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::norm::rows::forward;
-    use crate::norm::rows::tests::{check, check_nan, check_scale_invariance, check_splitting, Formula};
+    use crate::kernel::rows::forward;
+    use crate::kernel::rows::tests::{check, check_nan, check_scale_invariance, check_splitting, Formula};
 
     fn normalised(x: &[f64], eps: f64) -> (Vec<f64>, f64) {
         let n = x.len() as f64;

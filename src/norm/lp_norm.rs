@@ -5,10 +5,10 @@
 //! else (g/ε)dy. p = 2 is ScaleNorm, with its kernels.
 
 use super::{accumulate, scale_norm, Build, Norm, Rows, Rowwise, Site, Spec};
-use crate::config::FieldType;
 use crate::error::{Error, Result};
 use crate::init::Fill;
 use crate::operator;
+use crate::options::FieldType;
 use serde::{Deserialize, Deserializer, Serialize, Serializer};
 use tch::Tensor;
 

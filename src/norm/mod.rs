@@ -6,7 +6,6 @@
 
 pub mod batch_norm;
 pub mod columns;
-pub mod convert;
 pub mod fix_norm;
 pub mod formula;
 pub mod group_scaling;
@@ -15,7 +14,6 @@ pub mod lp_norm;
 pub mod power_norm;
 pub mod power_norm_v;
 pub mod rms_norm;
-pub mod rows;
 pub mod running;
 pub mod scale_norm;
 pub mod statistics;

@@ -1,9 +1,9 @@
 //! RMSNorm: y = γ⊙x/√(mean x² + ε) over the last dimension (Zhang and Sennrich 2019; docs/spec.md §1.3).
 
-use super::rows::{hypotenuse, magnitude, sum, trusted, Measured, RowNorm, Slope, Sums};
 use crate::cpu::Accumulator;
 use crate::error::Result;
 use crate::init::Fill;
+use crate::kernel::rows::{hypotenuse, magnitude, sum, trusted, Measured, RowNorm, Slope, Sums};
 use crate::model::Builder;
 use crate::norm::{accumulate, Build, Norm, Rowwise, Site, Spec};
 use crate::operator::RowKernels;
@@ -68,7 +68,7 @@ fn composed(x: &Tensor, weight: Option<&Tensor>, bias: Option<&Tensor>, eps: f64
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::norm::rows::tests::{check, check_nan, check_scale_invariance, check_splitting, Formula};
+    use crate::kernel::rows::tests::{check, check_nan, check_scale_invariance, check_splitting, Formula};
 
     fn normalised(x: &[f64], eps: f64) -> (Vec<f64>, f64) {
         let divisor = (x.iter().map(|v| v * v).sum::<f64>() / x.len() as f64 + eps).sqrt();

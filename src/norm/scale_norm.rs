@@ -1,10 +1,10 @@
 //! ScaleNorm: y = g·x/max(n, ε), n = ‖x‖₂, over the last dimension (Nguyen & Salazar 2019, eq 5; docs/spec.md §1.4).
 
 use super::lp_norm;
-use super::rows::{magnitude, sum, trusted, Measured, RowNorm, Slope, Sums};
 use crate::cpu::Accumulator;
 use crate::error::Result;
 use crate::init::Fill;
+use crate::kernel::rows::{magnitude, sum, trusted, Measured, RowNorm, Slope, Sums};
 use crate::norm::{accumulate, Build, Norm, Rowwise, Site, Spec};
 use crate::operator::RowKernels;
 use crate::row_program;
@@ -93,8 +93,8 @@ fn composed(x: &Tensor, weight: Option<&Tensor>, bias: Option<&Tensor>, eps: f64
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::norm::rows::tests::{check, check_nan, check_scale_invariance, check_splitting, Formula};
-    use crate::norm::rows::{backward, forward};
+    use crate::kernel::rows::tests::{check, check_nan, check_scale_invariance, check_splitting, Formula};
+    use crate::kernel::rows::{backward, forward};
 
     fn normalised(x: &[f64], eps: f64) -> (Vec<f64>, f64) {
         let divisor = x.iter().map(|v| v * v).sum::<f64>().sqrt().max(eps);

@@ -36,6 +36,10 @@ pub use row_norm::{row_norm, RowKernels};
 pub use stream::SideStream;
 pub use transfer::{Cargo, Hold, Late};
 
+use crate::cuda::{self, Program};
+use crate::kernel;
+use crate::norm::{COLUMN_NORMS, ROW_NORMS};
+
 /// (operator, kernel calls, composed calls) of every operator since the process started.
 pub fn counts() -> Vec<(&'static str, u64, u64)> {
     let fixed = [
@@ -46,14 +50,22 @@ pub fn counts() -> Vec<(&'static str, u64, u64)> {
         &composite::COUNT,
         &adam::COUNT,
     ];
-    crate::norm::ROW_NORMS
+    ROW_NORMS
         .iter()
         .flat_map(|k| [&k.count, &k.residual_count])
-        .chain(crate::norm::COLUMN_NORMS.iter().map(|k| &k.count))
+        .chain(COLUMN_NORMS.iter().map(|k| &k.count))
         .chain(fixed)
         .map(|c| {
             let (kernel, composed) = c.read();
             (c.operator, kernel, composed)
         })
         .collect()
+}
+
+/// Every program of CUDA kernels.
+pub fn programs() -> Vec<&'static Program> {
+    let rows = ROW_NORMS.iter().map(|k| &k.program);
+    let columns = COLUMN_NORMS.iter().map(|k| &k.program);
+    let others = [&kernel::relu_dropout::PROGRAM, &kernel::cross_entropy::PROGRAM, &kernel::adam::PROGRAM, &cuda::SUMS];
+    rows.chain([&kernel::residual_step::NO_NORM]).chain(columns).chain(others).collect()
 }

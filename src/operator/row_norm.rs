@@ -8,7 +8,7 @@ use crate::cpu::parallel::{self, Shared};
 use crate::cpu::{Accumulator, Element};
 use crate::cuda::Program;
 use crate::error::Result;
-use crate::norm::rows::{self, RowNorm, Rule, Rules};
+use crate::kernel::rows::{self, RowNorm, Rule, Rules};
 use crate::norm::ROW_NORMS;
 use std::ffi::{c_char, c_int, CStr};
 use tch::Tensor;

@@ -2,6 +2,7 @@
 
 use super::json_text;
 use crate::config::{DataConfig, SearchOptions, TrainingConfig, TransformerConfig};
+use crate::error::unknown;
 use crate::{init, model, norm, operator, residual};
 use pyo3::prelude::*;
 use serde_json::json;
@@ -79,13 +80,16 @@ fn cuda_stand_in(on: bool) {
 /// The names of the CUDA programs.
 #[pyfunction]
 fn cuda_programs() -> Vec<&'static str> {
-    crate::cuda::programs().iter().map(|p| p.name).collect()
+    operator::programs().iter().map(|p| p.name).collect()
 }
 
 /// A CUDA program's binary for an architecture such as 90, and the compiler's remarks.
 #[pyfunction]
 fn cuda_compile(py: Python<'_>, program: &str, options: &str, architecture: i32) -> PyResult<(Vec<u8>, String)> {
-    Ok(py.allow_threads(|| crate::cuda::compile_verbosely(program, options, architecture))?)
+    let all = operator::programs();
+    let found = all.iter().find(|p| p.name == program);
+    let found = found.ok_or_else(|| unknown("program", program, all.iter().map(|p| p.name)))?;
+    Ok(py.allow_threads(|| crate::cuda::compile_verbosely(found, options, architecture))?)
 }
 
 pub(super) fn add(m: &Bound<'_, PyModule>) -> PyResult<()> {

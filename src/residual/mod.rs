@@ -21,7 +21,6 @@ mod postnorm;
 mod prenorm;
 mod rezero;
 mod sandwich;
-pub mod step;
 mod subln;
 
 pub use admin::PROFILING;

@@ -10,16 +10,16 @@
 //! PyTorch calls the same takes three passes to draw and apply the mask and eight for the addition, the norm and
 //! their gradients; here it is four forward and five backward.
 
+use crate::cpu::convert::Row;
 use crate::cpu::pack::{Isa, Of, Pack, Store, BLOCK};
 use crate::cpu::philox::{self, Dropout};
 use crate::cpu::{memory, Accumulator, Element};
 use crate::cuda::Program;
-use crate::multiversion;
-use crate::norm::convert::Row;
-use crate::norm::rows::{
+use crate::kernel::rows::{
     columns, each_row, fetch, normalise, rows, Blocks, BlocksMut, Group, Lines, Measured, RowNorm, Rule, Slope, Weight,
     GROUP, PARTS,
 };
+use crate::multiversion;
 use crate::row_program;
 
 /// The step without a norm, on a GPU. With one, it is the norm's program that takes the step.

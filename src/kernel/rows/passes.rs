@@ -2,9 +2,9 @@
 
 use super::blocks::{columns, Blocks, BlocksMut, PARTS};
 use super::{Measured, Rule, Slope, Sums, GROUP};
+use crate::cpu::convert::Row;
 use crate::cpu::pack::{Isa, Of, Pack, Store, BLOCK};
 use crate::cpu::{memory, Accumulator, Element};
-use crate::norm::convert::Row;
 
 /// An array of what the expression is for each row of a group. Not `map`: a closure is a function of its own, compiled
 /// without the instruction set of its surroundings unless LLVM happens to inline it.

@@ -5,9 +5,9 @@
 
 use super::passes::rows;
 use super::GROUP;
+use crate::cpu::convert::Row;
 use crate::cpu::pack::BLOCK;
 use crate::cpu::{memory, Accumulator, Element};
-use crate::norm::convert::Row;
 use std::array::from_fn;
 use std::ops::Range;
 use std::slice::from_mut;

@@ -1,8 +1,7 @@
 //! What an option is: its type, its default, its choices and its line of help, declared once (`config!`) for the Rust
 //! struct, a TOML file's keys, Python's keyword arguments and the command line's flags.
 
-use crate::error::{unknown, Result};
-use serde::{Deserialize, Deserializer, Serialize};
+use serde::Serialize;
 
 /// One option, for those who list them (Python, `--help`, the documentation).
 #[derive(Debug, Clone, Serialize)]
@@ -64,45 +63,12 @@ macro_rules! choice {
                 $name::parse(&word).map_err(serde::de::Error::custom)
             }
         }
-        impl $crate::config::FieldType for $name {
+        impl $crate::options::FieldType for $name {
             const KIND: &'static str = "str";
             fn choices() -> Vec<&'static str> { vec![$($word),+] }
         }
     };
 }
-
-/// A name out of one of the package's tables.
-macro_rules! table_name {
-    ($(#[$meta:meta])* $name:ident, $what:literal, $names:expr) => {
-        $(#[$meta])*
-        #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
-        pub struct $name(pub(super) String);
-        impl $name {
-            pub fn parse(word: &str) -> Result<Self> {
-                if !$names.any(|n| n == word) {
-                    return Err(unknown($what, word, $names));
-                }
-                Ok($name(word.to_string()))
-            }
-            pub fn as_str(&self) -> &str { &self.0 }
-        }
-        impl<'de> Deserialize<'de> for $name {
-            fn deserialize<D: Deserializer<'de>>(d: D) -> Result<Self, D::Error> {
-                $name::parse(&String::deserialize(d)?).map_err(serde::de::Error::custom)
-            }
-        }
-        impl FieldType for $name {
-            const KIND: &'static str = "str";
-            fn choices() -> Vec<&'static str> { $names.collect() }
-        }
-    };
-}
-table_name!(/// A norm of [`crate::norm::NORMS`].
-    NormName, "norm", crate::norm::NORMS.iter().map(|n| n.name));
-table_name!(/// A residual scheme of [`crate::residual::SCHEMES`].
-    ResidualName, "residual", crate::residual::SCHEMES.iter().map(|s| s.name()));
-table_name!(/// An initialisation of [`crate::init::INITS`].
-    InitName, "init", crate::init::INITS.iter().map(|i| i.name));
 
 /// A struct of options, in groups named as `--help` lists them: `"group" { /// help; name: type = default, … }`.
 macro_rules! config {
@@ -137,4 +103,4 @@ macro_rules! config {
         }
     };
 }
-pub(super) use config;
+pub(crate) use config;

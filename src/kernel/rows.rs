@@ -10,7 +10,7 @@
 //!
 //! where p, q and r depend on the row only through Σg and Σg⊙x̂. A norm is the rule for (shift, scale) and the rule
 //! for (p, q, r): [`RowNorm`]. The passes over memory are written here once, and the fused residual step
-//! (`residual/step.rs`) runs the same ones. They are compiled per type and instruction set but not per norm: a norm's
+//! ([`residual_step`](super::residual_step)) runs the same ones. They are compiled per type and instruction set but not per norm: a norm's
 //! rules are a few numbers per row, called through [`Rule`].
 //!
 //! Four rows go together, so that the coefficients of a column are read, and the sums of its gradients read and

@@ -2,11 +2,11 @@
 
 use super::*;
 use crate::cpu::simd::{force, Level};
+use crate::kernel::rows;
+use crate::kernel::rows::tests::{acc, near, numbers, Tested};
+use crate::kernel::rows::NoNorm;
 use crate::norm::layer_norm::LayerNorm;
 use crate::norm::rms_norm::RmsNorm;
-use crate::norm::rows;
-use crate::norm::rows::tests::{acc, near, numbers, Tested};
-use crate::norm::rows::NoNorm;
 use crate::norm::scale_norm::ScaleNorm;
 use half::{bf16, f16};
 use philox::Stream;
