@@ -149,6 +149,9 @@ def translate(
 def average(model_dir: str, count: int | None = None, updates: Sequence[int] | None = None) -> str:
     """The path of the new checkpoint "average"."""
 
+def learn_bpe(lines: Sequence[str], operations: int) -> list[tuple[str, str]]:
+    """The merges that training would learn from these lines, in their order."""
+
 def keep_memory() -> None:
     """Asks glibc to keep freed memory for the next tensors of the same sizes."""
 

@@ -18,7 +18,7 @@ impl Bpe {
     /// more.
     ///
     /// The same lines give the same merges. Of pairs of one count the first comes first, by the symbols' age, then
-    /// alphabetically: so the `tokenizers` crate's trainer has it. For a joint BPE pass the lines of both languages.
+    /// alphabetically: so the `tokenizers` library's trainer has it. For a joint BPE pass the lines of both languages.
     pub fn learn<'a>(lines: impl IntoIterator<Item = &'a str>, operations: usize, between: Between) -> Result<Self> {
         if operations == 0 {
             return Err(Error::invalid("0 BPE operations; expected at least 1, or no BPE at all (--no-bpe)"));
@@ -78,7 +78,7 @@ struct Learner {
     /// is put right when it comes up.
     queue: BinaryHeap<(i64, Reverse<Pair>, Reverse<usize>)>,
     /// The words, ascending, in which a pair came up together. A pair that another merge spells anew comes up twice, and
-    /// each time is merged by itself: so the `tokenizers` crate's trainer has it.
+    /// each time is merged by itself: so the `tokenizers` library's trainer has it (tests/data/test_bpe.py).
     found: Vec<Vec<u32>>,
 }
 
@@ -232,59 +232,12 @@ impl Learner {
 mod tests {
     use super::*;
     use crate::data::bpe::testing::numbers;
-    use tokenizers::models::bpe::{BpeTrainer, BPE};
-    use tokenizers::{AddedToken, Trainer};
 
     fn learn<'a>(lines: impl IntoIterator<Item = &'a str>, operations: usize) -> Result<Bpe> {
         Bpe::learn(lines, operations, &mut || Ok(()))
     }
 
-    /// The merges of the `tokenizers` crate's trainer, whose first symbols have their numbers beforehand.
-    fn by_tokenizers(lines: &[String], operations: usize) -> Vec<(String, String)> {
-        let mut initial = BTreeSet::new();
-        for word in lines.iter().flat_map(|line| learnable_words(line)) {
-            initial.extend(word.chars().map(String::from));
-            initial.extend(word.chars().last().map(|c| format!("{c}{WORD_END}")));
-        }
-        let size = initial.len() + operations;
-        let mut trainer = BpeTrainer::builder()
-            .show_progress(false)
-            .special_tokens(initial.into_iter().map(|symbol| AddedToken::from(symbol, true)).collect())
-            .vocab_size(size)
-            .min_frequency(LEAST_PAIR_COUNT as u64)
-            .end_of_word_suffix(WORD_END.to_owned())
-            .build();
-        let mut model = BPE::default();
-        trainer.feed(lines.iter(), |line| Ok(learnable_words(line).map(str::to_owned).collect())).unwrap();
-        trainer.train(&mut model).unwrap();
-        let mut json = serde_json::to_value(&model).unwrap();
-        let mut merges: Vec<(String, String)> = serde_json::from_value(json["merges"].take()).unwrap();
-        merges.truncate(operations);
-        merges
-    }
-
-    /// Few letters and long words: overlapping pairs, ties, and symbols that several merges spell.
-    #[test]
-    fn merges_are_those_of_the_tokenizers_crate() {
-        let mut below = numbers(11);
-        for round in 0..200 {
-            let (letters, longest) = (1 + below(4), 1 + below(30));
-            let word = |below: &mut dyn FnMut(usize) -> usize| -> String {
-                (0..1 + below(longest)).map(|_| ["a", "b", "ü", "</w>"][below(letters)]).collect()
-            };
-            let lines: Vec<String> =
-                (0..1 + below(12)).map(|_| [word(&mut below), word(&mut below), word(&mut below)].join(" ")).collect();
-            for operations in [1, 7, 60] {
-                let expected = by_tokenizers(&lines, operations);
-                match learn(lines.iter().map(String::as_str), operations) {
-                    Ok(bpe) => assert_eq!(bpe.merges(), expected, "round {round}, {operations} of {lines:?}"),
-                    Err(_) => assert!(expected.is_empty(), "round {round}"),
-                }
-            }
-        }
-    }
-
-    /// A word as long as this costs the trainer above a minute.
+    /// A word as long as this costs the `tokenizers` library a minute.
     #[test]
     fn a_long_word_is_learned_and_cut_in_linear_time() {
         let mut below = numbers(3);
