@@ -1,8 +1,11 @@
 //! Every Transformer normalisation, residual scheme and initialisation, for PyTorch: operators, a Transformer and its
 //! training loop on libtorch tensors. The modules stand in the order of the pipeline.
 
+pub mod atomic;
 pub mod error;
 pub mod options;
+#[cfg(test)]
+mod testing;
 
 pub mod cpu;
 pub mod cuda;
@@ -24,4 +27,4 @@ pub mod search;
 pub mod train;
 
 #[cfg(feature = "python")]
-mod python;
+mod bindings;

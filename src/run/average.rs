@@ -2,9 +2,9 @@
 
 use super::folder::read_configs;
 use super::lock::Lock;
+use crate::atomic;
 use crate::error::{Error, Result};
 use crate::train::checkpoint::{self, Store, AVERAGE};
-use crate::train::files;
 use std::fs;
 use std::path::{Path, PathBuf};
 
@@ -54,9 +54,9 @@ pub fn average(folder: &Path, count: Option<usize>, updates: Option<Vec<u64>>) -
     // An earlier average goes when the new one is whole. A name that begins with a dot is cleaned up after a crash.
     let path = average_path(folder);
     let new = path.with_file_name(".average");
-    files::remove_any(&new)?;
+    atomic::remove_any(&new)?;
     checkpoint::save(&new, averaged.state["update"].as_u64().unwrap_or(0), &averaged)?;
-    files::remove_any(&path)?;
+    atomic::remove_any(&path)?;
     fs::rename(&new, &path).map_err(|e| Error::io("rename", &new, e))?;
     Ok(path)
 }

@@ -2,8 +2,8 @@
 //!
 //! It is written before them: a folder with it and without a config holds a run that was stopped while it began.
 
+use crate::atomic::Digest;
 use crate::error::{Error, Result};
-use crate::train::files::Digest;
 use std::fs;
 use std::io::ErrorKind;
 use std::path::Path;

@@ -3,12 +3,13 @@
 use super::checksums::{self, CHECKSUMS};
 use super::lock::Lock;
 use super::Prepared;
+use crate::atomic::{self, fault};
 use crate::config::{differences, DataConfig, TrainingConfig, TransformerConfig};
 use crate::data::{self, Bpe, Segmenter, Vocabulary};
 use crate::error::{Error, Result};
 use crate::model::{Transformer, UNK};
 use crate::train::checkpoint::{Checkpoint, Found, Store};
-use crate::train::{self, fault, files, Observer};
+use crate::train::{self, Observer};
 use serde::{Deserialize, Serialize};
 use std::collections::HashMap;
 use std::fs::{self, File};
@@ -82,9 +83,9 @@ impl Beginning {
         if *mode == Mode::Overwrite {
             // Only what a run writes; anything else in the folder is the user's. The config first: without it, a folder
             // that was left half removed is no run that could be resumed.
-            files::remove_file(&output.join(CONFIG))?;
+            atomic::remove_file(&output.join(CONFIG))?;
             Store::at(output).clear()?;
-            files::remove_file(&output.join("curves.png"))?;
+            atomic::remove_file(&output.join("curves.png"))?;
         } else {
             // The user may have put something there while the data were prepared.
             check_new(output)?;
@@ -149,9 +150,9 @@ fn write(
     let text = serde_json::to_string_pretty(configs).map_err(|e| Error::invalid(e.to_string()))?;
     // Last: a folder with a config holds a run.
     texts.push((CONFIG, text + "\n"));
-    FILES.iter().try_for_each(|name| files::remove_file(&output.join(name)))?;
-    files::write_file(&output.join(CHECKSUMS), checksums::text(&texts).as_bytes())?;
-    texts.iter().try_for_each(|(name, text)| files::write_file(&output.join(name), text.as_bytes()))
+    FILES.iter().try_for_each(|name| atomic::remove_file(&output.join(name)))?;
+    atomic::write_file(&output.join(CHECKSUMS), checksums::text(&texts).as_bytes())?;
+    texts.iter().try_for_each(|(name, text)| atomic::write_file(&output.join(name), text.as_bytes()))
 }
 
 /// Writes a model that was trained elsewhere as a run with one checkpoint. Its text is split already, into the pieces of
@@ -336,7 +337,7 @@ impl<'a> Log<'a> {
     }
 
     fn put(&self, text: &str) -> Result<()> {
-        self.file.as_deref().map_or(Ok(()), |path| files::append(path, text))
+        self.file.as_deref().map_or(Ok(()), |path| atomic::append(path, text))
     }
 
     fn write(&self, event: &str, value: &impl Serialize) -> Result<()> {

@@ -1,7 +1,7 @@
 //! One writer at a time in a run's folder.
 
+use crate::atomic::{self, act};
 use crate::error::{Error, Result};
-use crate::train::files::{self, act};
 use serde::{Deserialize, Serialize};
 use std::fs::{self, File, TryLockError};
 use std::io::{self, Read, Write};
@@ -41,7 +41,7 @@ impl Lock {
         let path = folder.join(LOCK);
         loop {
             let made = missing(folder);
-            files::make_directory(folder)?;
+            atomic::make_directory(folder)?;
             let open = || File::options().read(true).write(true).create(true).truncate(false).open(&path);
             let file = match act("open", &path, open) {
                 // Its owner has just removed the folder, which had been made for the lock.
@@ -62,7 +62,7 @@ impl Lock {
             let mut lock = Lock { file, path, made, is_exclusive };
             let Lock { file, path, .. } = &mut lock;
             act("write", path, || file.set_len(0).and_then(|()| file.write_all(own.as_bytes())))?;
-            files::clean(folder)?;
+            atomic::clean(folder)?;
             return Ok(lock);
         }
     }

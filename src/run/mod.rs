@@ -12,13 +12,13 @@ mod checksums;
 mod folder;
 mod lock;
 mod prepare;
-mod training;
+mod start;
 mod translator;
 
 pub use average::average;
 pub use folder::{check, save_model, target_vocabulary, Mode};
 pub use prepare::{prepare, Prepared};
-pub use training::{dry_run, train, Surroundings};
+pub use start::{dry_run, train, Surroundings};
 pub use translator::Translator;
 
 use crate::error::{Error, Result};

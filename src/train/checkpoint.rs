@@ -13,6 +13,7 @@
 mod arrays;
 mod average;
 mod store;
+mod tensors;
 
 use std::collections::BTreeMap;
 use std::fs::{self, File};
@@ -27,8 +28,9 @@ pub use arrays::{Array, Arrays};
 pub use average::average;
 pub use safetensors::Dtype;
 pub use store::{Found, Store, AVERAGE};
+pub use tensors::{load_parameters, to_array, to_arrays, to_tensor};
 
-use super::files::{self, Digest};
+use crate::atomic::{self, Digest};
 use crate::error::{Error, Result};
 
 /// The format written here; a checkpoint of a later format is refused.
@@ -75,7 +77,7 @@ struct Manifest {
 pub fn save(path: &Path, update: u64, checkpoint: &Checkpoint) -> Result<()> {
     arrays::check(&checkpoint.model)?;
     arrays::check(&checkpoint.optimizer)?;
-    files::write_directory(path, |folder| {
+    atomic::write_directory(path, |folder| {
         let config = json(&checkpoint.config)? + "\n";
         let digests = BTreeMap::from([
             (MODEL.into(), folder.file(MODEL, |sink| arrays::write(sink, &checkpoint.model))?),

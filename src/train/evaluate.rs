@@ -1,7 +1,7 @@
 //! Validation: the loss per token over held-out batches, and BLEU of their translations.
 
-use super::input::Input;
 use super::loss::{Objective, Workspace};
+use super::micro_batch::Input;
 use crate::data::{self, Batch, Vocabulary};
 use crate::error::Result;
 use crate::metrics;

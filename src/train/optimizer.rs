@@ -2,7 +2,7 @@
 //! and clipping one norm (docs/spec.md §4.9).
 
 use super::checkpoint::Array;
-use super::snapshot::{to_array, to_tensor};
+use super::checkpoint::{to_array, to_tensor};
 use crate::config::{AdamForm, TrainingConfig};
 use crate::cpu::parallel::{self, Shared};
 use crate::error::{Error, Result};

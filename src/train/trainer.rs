@@ -1,15 +1,15 @@
 //! The trainer: one update, one evaluation, and when to stop.
 
+use super::checkpoint::to_arrays;
 use super::checkpoint::{Checkpoint, Found, Store};
+use super::cuda_graphs::{Graphs, Recorder};
 use super::evaluate::{evaluate_bleu, evaluate_loss, Score, Validation};
-use super::graphs::{Graphs, Recorder};
-use super::input::MicroBatch;
+use super::forward_backward::Pass;
 use super::loss::{Objective, Sums, Workspace};
+use super::micro_batch::MicroBatch;
 use super::observer::{Evaluation, Observer, Saved, Started, Update};
 use super::optimizer::Optimizer;
-use super::pass::Pass;
 use super::schedule::{self, Schedule};
-use super::snapshot::to_arrays;
 use crate::config::{Criterion, Precision, TrainingConfig};
 use crate::data::{Batch, Cursor, Prefetch, Vocabulary};
 use crate::error::{Error, Result};

@@ -6,8 +6,8 @@ use std::path::Path;
 use safetensors::tensor::{Metadata, TensorInfo};
 
 use super::{damaged, Checked, Dtype};
+use crate::atomic::{Digest, Sink};
 use crate::error::{Error, Result};
-use crate::train::files::{Digest, Sink};
 
 /// Arrays by name.
 pub type Arrays = BTreeMap<String, Array>;

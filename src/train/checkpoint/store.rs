@@ -6,8 +6,8 @@ use std::io;
 use std::path::{Path, PathBuf};
 
 use super::{directory, is_of_later_format, load, save, Checkpoint};
+use crate::atomic::{self, fault};
 use crate::error::{self, Error, Result};
-use crate::train::{fault, files};
 
 /// The mean of some, made on request.
 pub const AVERAGE: &str = "average";
@@ -40,8 +40,8 @@ impl Store {
     /// unfinished in it is removed.
     pub fn open(dir: impl AsRef<Path>) -> Result<Self> {
         let store = Store::at(dir);
-        files::make_directory(&store.folder)?;
-        files::clean(&store.folder)?;
+        atomic::make_directory(&store.folder)?;
+        atomic::clean(&store.folder)?;
         Ok(store)
     }
 
@@ -71,7 +71,7 @@ impl Store {
         }
         let found = self.entries()?.into_keys().rfind(|key| key.0 == update);
         let key = found.ok_or_else(|| self.missing(&update.to_string()))?;
-        files::write_link(&self.folder.join(link), &name(key)).map_err(|e| self.untouched(e))
+        atomic::write_link(&self.folder.join(link), &name(key)).map_err(|e| self.untouched(e))
     }
 
     /// The folder of a checkpoint: `best`, `last`, its name, its update's number, or a path as [`load`](super::load)
@@ -160,7 +160,7 @@ impl Store {
         let recent = self.recent(keep_last)?;
         for (key, path) in self.entries()? {
             if key <= last && !recent.contains(&path) && !linked.contains(&Some(path.clone())) {
-                files::remove_directory(&path)?;
+                atomic::remove_directory(&path)?;
             }
         }
         Ok(())
@@ -169,7 +169,7 @@ impl Store {
     /// Removes a checkpoint that no link points to.
     pub fn discard(&self, path: &Path) -> Result<()> {
         fault::begin();
-        files::remove_directory(path)
+        atomic::remove_directory(path)
     }
 
     /// Removes what runs write, and the folder if nothing else is in it.
@@ -177,12 +177,12 @@ impl Store {
         if !self.folder.is_dir() {
             return Ok(());
         }
-        files::clean(&self.folder)?;
+        atomic::clean(&self.folder)?;
         for path in self.entries()?.into_values() {
-            files::remove_directory(&path)?;
+            atomic::remove_directory(&path)?;
         }
         for name in LINKS.iter().chain(&[AVERAGE]) {
-            files::remove_any(&self.folder.join(name))?;
+            atomic::remove_any(&self.folder.join(name))?;
         }
         match fs::remove_dir(&self.folder) {
             Err(e) if e.kind() != io::ErrorKind::DirectoryNotEmpty => Err(Error::io("remove", &self.folder, e)),

@@ -1,32 +1,8 @@
 //! What the tests of this folder share.
 
-use std::fs;
-use std::path::PathBuf;
-use std::sync::atomic::{AtomicUsize, Ordering};
-
 use serde_json::json;
 
 use super::{Array, Checkpoint, Dtype};
-
-/// A folder of a test's own, removed at the test's end.
-pub struct Scratch(pub PathBuf);
-
-impl Scratch {
-    pub fn new(name: &str) -> Self {
-        static COUNT: AtomicUsize = AtomicUsize::new(0);
-        let n = COUNT.fetch_add(1, Ordering::Relaxed);
-        let path = std::env::temp_dir().join(format!("normformer_rs-{name}-{}-{n}", std::process::id()));
-        let _ = fs::remove_dir_all(&path);
-        fs::create_dir_all(&path).unwrap();
-        Scratch(path)
-    }
-}
-
-impl Drop for Scratch {
-    fn drop(&mut self) {
-        let _ = fs::remove_dir_all(&self.0);
-    }
-}
 
 pub fn f32s(shape: &[usize], values: impl IntoIterator<Item = f32>) -> Array {
     Array { dtype: Dtype::F32, shape: shape.into(), data: values.into_iter().flat_map(f32::to_le_bytes).collect() }

@@ -2,8 +2,9 @@
 
 use serde_json::json;
 
-use super::testing::{checkpoint, f32s, Scratch};
+use super::testing::{checkpoint, f32s};
 use super::*;
+use crate::testing::Scratch;
 
 fn refused(path: &Path) -> String {
     load(path).expect_err("a refusal").to_string()

@@ -2,10 +2,11 @@
 
 use std::process::Command;
 
-use super::super::testing::{checkpoint, Scratch};
+use super::super::testing::checkpoint;
 use super::super::{average, load};
 use super::*;
-use crate::train::fault::{arm, Fault};
+use crate::atomic::fault::{arm, Fault};
+use crate::testing::Scratch;
 
 const RUN: &str = "NORMFORMER_RS_KILL_TEST_RUN";
 

@@ -2,7 +2,7 @@
 
 use super::{json_text, kind, named};
 use crate::config::{self, SearchOptions, TrainingConfig, TransformerConfig};
-use crate::data::{self, Binarised};
+use crate::data::{self, Binarised, Bpe};
 use crate::error::Error;
 use crate::{metrics, run, train};
 use pyo3::exceptions::PyKeyboardInterrupt;
@@ -163,6 +163,15 @@ fn keep_memory() {
     run::keep_memory();
 }
 
+/// The merges that are learned from lines of words.
+#[pyfunction]
+fn learn_bpe(py: Python<'_>, lines: Vec<String>, operations: usize) -> PyResult<Vec<(String, String)>> {
+    listening(py, "learning BPE", |between| {
+        let bpe = Bpe::learn(lines.iter().map(String::as_str), operations, between)?;
+        Ok(bpe.merges().to_vec())
+    })
+}
+
 pub(super) fn add(m: &Bound<'_, PyModule>) -> PyResult<()> {
     m.add_function(wrap_pyfunction!(translate, m)?)?;
     m.add_function(wrap_pyfunction!(average, m)?)?;
@@ -173,5 +182,6 @@ pub(super) fn add(m: &Bound<'_, PyModule>) -> PyResult<()> {
     m.add_function(wrap_pyfunction!(target_vocabulary, m)?)?;
     m.add_function(wrap_pyfunction!(check_run, m)?)?;
     m.add_function(wrap_pyfunction!(join_line, m)?)?;
+    m.add_function(wrap_pyfunction!(learn_bpe, m)?)?;
     m.add_function(wrap_pyfunction!(bleu, m)?)
 }

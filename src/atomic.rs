@@ -3,13 +3,14 @@
 //! Everything unfinished is called `.NAME.tmp-PID` beside its final place, so that [`clean`] knows a killed process's
 //! leftovers. The disk acts pass [`fault::point`] first.
 
+pub mod fault;
+
 use std::fs::{self, File};
 use std::io::{self, Write};
 use std::path::{Path, PathBuf};
 
 use flate2::Crc;
 
-use super::fault;
 use crate::error::{Error, Result};
 
 /// Bytes per system call, and so per fault point. The tests' files are tiny.
@@ -245,9 +246,9 @@ fn alive(pid: u32) -> bool {
 
 #[cfg(test)]
 mod tests {
+    use super::fault::{arm, Fault};
     use super::*;
-    use crate::train::checkpoint::testing::Scratch;
-    use crate::train::fault::{arm, Fault};
+    use crate::testing::Scratch;
 
     #[test]
     fn a_file_is_the_old_or_the_new_whatever_act_fails() {

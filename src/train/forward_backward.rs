@@ -1,7 +1,7 @@
 //! Forward and backward through the model: from a micro-batch to its losses and the gradients that it adds.
 
-use super::input::MicroBatch;
 use super::loss::{Objective, Sums, Workspace};
+use super::micro_batch::MicroBatch;
 use crate::error::Result;
 use crate::model::{Context, Rates, Transformer};
 use crate::operator::Group;

@@ -1,6 +1,6 @@
 //! Tensors to and from a checkpoint's arrays.
 
-use super::checkpoint::Array;
+use super::Array;
 use crate::error::{Error, Result};
 use crate::model::Parameters;
 use safetensors::Dtype;

@@ -4,9 +4,9 @@
 //! a pass reads of them lies where the graph of that shape looks for it. Filling up changes no number but by rounding: no
 //! real token sees the spare rows, losses and statistics leave them out, and a dropout mask goes by rows.
 
-use super::input::{MicroBatch, Shape};
+use super::forward_backward::Pass;
 use super::loss::Sums;
-use super::pass::Pass;
+use super::micro_batch::{MicroBatch, Shape};
 use crate::data::Batch;
 use crate::error::Result;
 use crate::operator::{Cargo, Hold};
