@@ -125,8 +125,18 @@ def has_overlap(t: Tensor) -> bool:
     return any(s == 0 and n > 1 for n, s in zip(t.shape, t.stride())) or not t.is_contiguous()
 
 
-def faulty(d: Draw, t: Tensor) -> Tensor:
-    """t with a fault, or what may pass for it."""
+def is_freed(t: Tensor) -> bool:
+    """Its storage has been taken away: torch's own functions would crash."""
+    if t.layout != torch.strided or not t.numel() or t.device.type == "meta":
+        return False
+    last = t.storage_offset() + sum((n - 1) * abs(s) for n, s in zip(t.shape, t.stride()))
+    return t.untyped_storage().nbytes() < (last + 1) * t.element_size()
+
+
+def faulty(d: Draw, t: Tensor, may_free: bool = True) -> Tensor:
+    """t with a fault, or what may pass for it. `may_free`: its storage may be taken away."""
+    if is_freed(t):
+        return t
     kind = d.one(
         "dtype",
         "dtype",
@@ -168,7 +178,7 @@ def faulty(d: Draw, t: Tensor) -> Tensor:
         return d.of_another_kind(t)
     if kind == "transposed" and t.dim() >= 2:
         return t.transpose(0, -1)
-    if kind == "freed" and t.numel():
+    if kind == "freed" and may_free and t.numel():
         t = t.clone(memory_format=torch.contiguous_format)
         t.untyped_storage().resize_(d.one(0, t.nbytes // 2))
     return t
