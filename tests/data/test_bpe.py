@@ -30,15 +30,19 @@ def by_tokenizers(lines: list[str], operations: int) -> list[tuple[str, str]]:
     return [tuple(merge) for merge in json.loads(tokenizer.to_str())["model"]["merges"]][:operations]
 
 
+def lines_of(letters: list[str], longest: int) -> list[str]:
+    """Up to twelve lines of three words."""
+    word = ["".join(random.choices(letters, k=random.randint(1, longest))) for _ in range(36)]
+    return [" ".join(word[3 * i : 3 * i + 3]) for i in range(random.randint(1, 12))]
+
+
 @pytest.mark.parametrize("operations", [1, 7, 60])
 def test_merges_are_those_of_tokenizers(operations):
     """Few letters and long words: overlapping pairs, ties, and symbols that several merges spell."""
     random.seed(11)
     learned = 0
     for _ in range(200):
-        letters, longest = ["a", "b", "\u00fc", WORD_END][: random.randint(1, 4)], random.randint(1, 30)
-        word = lambda: "".join(random.choices(letters, k=random.randint(1, longest)))  # noqa: E731
-        lines = [" ".join(word() for _ in range(3)) for _ in range(random.randint(1, 12))]
+        lines = lines_of(["a", "b", "\u00fc", WORD_END][: random.randint(1, 4)], random.randint(1, 30))
         expected = by_tokenizers(lines, operations)
         if not expected:
             with pytest.raises(InputError, match="no pair of characters occurs twice"):
