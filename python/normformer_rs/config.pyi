@@ -55,6 +55,7 @@ _Residual = Literal[
     "subln",
     "sandwich",
     "layerscale",
+    "resi-dual",
 ]
 _Init = Literal["xavier", "smallinit", "fairseq", "deepnorm", "subln", "ds-init", "t-fixup", "r-fixup"]
 _BranchnormGrowth = Literal["linear", "exp", "sigmoid"]

@@ -53,6 +53,7 @@ DEFAULT_INITS = {
     "subln": "subln",
     "t-fixup": "t-fixup",
     "r-fixup": "r-fixup",
+    "resi-dual": "fairseq",
 }  # every other scheme: xavier
 
 

@@ -80,10 +80,13 @@ class Sublayer:
     beta: Gain = 1.0
     inside: Mapping[str, Change] = dataclasses.field(default_factory=dict)
     has_biases: bool = True
+    streams: tuple[tuple[Gain, Gain], ...] = ()
+    """α and β of each stream s beside x: s⁺ = α⊙s + β⊙dropout(N_output(F(…))), of one mask with x⁺."""
 
     def parts(self) -> Iterator[Change | Gain | None]:
         """Everything that may have parameters."""
         yield from (self.before, self.after, self.output, self.alpha, self.beta, *self.inside.values())
+        yield from (gain for gains in self.streams for gain in gains)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,13 +103,15 @@ class Combine:
 
 @dataclasses.dataclass(frozen=True)
 class Stack:
-    """What is done after the last layer, and how a layer's input is made of all earlier outputs (None: the last)."""
+    """What is done after the last layer, how a layer's input is made of all earlier outputs (None: the last), and what
+    is added to x for each stream beside it, before `end`: N(s). Such a stream begins as the embedding."""
 
     end: tuple[Change, ...] = ()
     combine: Combine | None = None
+    streams: tuple[Norm, ...] = ()
 
     def parts(self) -> Iterator[Change | Parameter]:
-        yield from self.end
+        yield from (*self.streams, *self.end)
         if self.combine is not None:
             yield from (Scale(self.combine.weight), *self.combine.norms)
 
@@ -257,6 +262,11 @@ def layerscale(place: Place) -> Sublayer:
     return dataclasses.replace(prenorm(place), beta=place.vector("branch_scale", place.config["layerscale_init"]))
 
 
+def resi_dual(place: Place) -> Sublayer:
+    """x⁺ = N(x+F(x)), s⁺ = s+F(x) (Xie et al. 2023)."""
+    return Sublayer(after=place.norm(f"norm{place.index}"), streams=((1.0, 1.0),))
+
+
 # Around the layers of a stack.
 
 
@@ -268,6 +278,12 @@ def nothing(config: Config, stack: str) -> Stack:
 def end_norm(config: Config, stack: str) -> Stack:
     """N after the last layer."""
     return Stack(end=(Norm(f"{stack}.norm", config["d_model"], stack == "decoder", ends_stack=True),))
+
+
+def end_dual(config: Config, stack: str) -> Stack:
+    """x + N(s) after the last layer."""
+    norm = Norm(f"{stack}.dual_norm", config["d_model"], stack == "decoder", ends_stack=True)
+    return Stack(streams=(norm,))
 
 
 def end_shift(config: Config, stack: str) -> Stack:
@@ -306,6 +322,7 @@ SCHEMES: dict[str, tuple[Callable[[Place], Sublayer], Callable[[Config, str], St
     "subln": (subln, end_norm),
     "sandwich": (sandwich, end_norm),
     "layerscale": (layerscale, end_norm),
+    "resi-dual": (resi_dual, end_dual),
 }
 RESIDUAL_NAMES = tuple(SCHEMES)
 

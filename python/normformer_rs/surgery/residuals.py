@@ -81,8 +81,8 @@ def swap_residuals(
 
     Errors: InputError for unknown names and options; a model without known blocks, or with blocks of another form
     (norms on both sides of a branch, parallel sublayers), or with blocks that their library has changed;
-    DistributedDataParallel and FSDP models; an optimizer that does not own the parameters; dlcl outside torch.nn's
-    stacks, whose loop would have to change. UserWarning where weights that look trained are drawn anew.
+    DistributedDataParallel and FSDP models; an optimizer that does not own the parameters; dlcl and resi-dual outside
+    torch.nn's stacks, whose loop would have to change. UserWarning where weights that look trained are drawn anew.
     """
     names = [entry["name"] for entry in tables()["residuals"]]
     if to not in names:
@@ -213,12 +213,13 @@ def _check(group: Group, place: Place, to: str) -> None:
             f"{group.path} has another residual scheme of normformer_rs already: take that swap back with its undo(), "
             f"or build the layers with residual={to!r}"
         )
-    if place.declared.combine and type(group.holder) not in TORCH_STACKS:
+    joins_layers = place.declared.combine or place.declared.streams
+    if joins_layers and type(group.holder) not in TORCH_STACKS:
         raise InputError(
             f"{to} connects layers with each other, and the loop of {type(group.holder).__name__} does not: use "
             "normformer_rs.nn's TransformerEncoder and TransformerDecoder"
         )
-    own_way = place.declared.combine or place.declared.growth
+    own_way = joins_layers or place.declared.growth
     if own_way and type(group.holder) in TORCH_STACKS and len(group.blocks) < group.depth:
         raise InputError(
             f"{to} treats each of the {group.depth} layers of {group.path} in its own way, of which "
