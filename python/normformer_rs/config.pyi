@@ -14,6 +14,7 @@ class Field(NamedTuple):
     choices: tuple[str, ...]
     help: str
     group: str
+    per_layer: bool = False
     def check(self, value: Any) -> Any: ...
 
 class Config:
@@ -98,7 +99,7 @@ class TransformerConfig(Config):
     powernorm_alpha_bwd: float
     powernorm_sync: bool
     groupscaling: int
-    residual: _Residual
+    residual: _Residual | str
     init: _Init | None
     branchnorm_steps: int
     branchnorm_growth: _BranchnormGrowth
@@ -146,7 +147,7 @@ class TransformerConfig(Config):
         powernorm_alpha_bwd: float = ...,
         powernorm_sync: bool = ...,
         groupscaling: int = ...,
-        residual: _Residual = ...,
+        residual: _Residual | str = ...,
         init: _Init | None = ...,
         branchnorm_steps: int = ...,
         branchnorm_growth: _BranchnormGrowth = ...,

@@ -3,7 +3,7 @@
 use super::{Architecture, AttentionName, DataConfig, ScheduleName, SearchOptions, TrainingConfig, TransformerConfig};
 use crate::error::{Error, Result};
 use crate::norm::lp_norm;
-use crate::residual::{Place, Point, Scheme, Stack, SCHEMES};
+use crate::residual::{Place, Point, Scheme, Schemes, Stack, SCHEMES};
 use crate::search::SearchConfig;
 
 impl SearchOptions {
@@ -60,7 +60,13 @@ impl TransformerConfig {
                 self.encoder_layers
             )));
         }
+        self.schemes()?.check(self)?;
         self.check_options()
+    }
+
+    /// The residual schemes of its layers.
+    pub fn schemes(&self) -> Result<Schemes> {
+        Schemes::parse(self.residual.as_str())
     }
 
     /// Checks the options that do not speak of sizes: all that a layer for itself can know.
@@ -121,8 +127,7 @@ impl TransformerConfig {
         let cuts_in = |scheme: &&dyn Scheme| {
             scheme.inside(&Place::new(self, Stack::Decoder, 0)).iter().any(|(point, _)| *point == Point::AfterHeads)
         };
-        let scheme = crate::residual::find(self.residual.as_str())?;
-        if cuts_in(&scheme) {
+        if let Some(scheme) = self.schemes()?.all().find(cuts_in) {
             let others: Vec<&str> = SCHEMES.iter().filter(|scheme| !cuts_in(scheme)).map(|s| s.name()).collect();
             return Err(Error::invalid(format!(
                 "residual {:?} has a part between heads and output projection, and tensorized attention has no heads: \
@@ -149,8 +154,9 @@ impl TransformerConfig {
     /// An option that would do nothing is a mistake: one of a norm, scheme, init or attention that is not chosen, or a norm where
     /// the scheme has none.
     fn check_that_options_matter(&self) -> Result<()> {
-        let (residual, init) = (self.residual.as_str(), self.init());
-        let chosen = [residual, init, self.encoder_norm(), self.decoder_norm(), self.attention.name()];
+        let (residual, schemes, init) = (self.residual.as_str(), self.schemes()?, self.init());
+        let mut chosen = vec![init, self.encoder_norm(), self.decoder_norm(), self.attention.name()];
+        chosen.extend(schemes.all().map(|scheme| scheme.name()));
         let default = TransformerConfig::default();
         let json = |config: &TransformerConfig| serde_json::to_value(config).expect("options are plain data");
         let (own, default) = (json(self), json(&default));
@@ -171,7 +177,6 @@ impl TransformerConfig {
                 )));
             }
         }
-        let scheme = crate::residual::find(residual)?;
         let norms = [("encoder_norm", &self.encoder_norm), ("decoder_norm", &self.decoder_norm)];
         if let (Some(norm), false) = (&self.encoder_norm, self.has_encoder()) {
             return Err(Error::invalid(format!(
@@ -180,7 +185,7 @@ impl TransformerConfig {
             )));
         }
         match norms.into_iter().find_map(|(name, norm)| Some((name, norm.as_ref()?))) {
-            Some((name, norm)) if !crate::residual::has_norms(scheme, self) => Err(Error::invalid(format!(
+            Some((name, norm)) if !crate::residual::has_norms(&schemes, self) => Err(Error::invalid(format!(
                 "residual {residual:?} has no norms, so {name} = {:?} would do nothing: leave it out",
                 norm.as_str()
             ))),
@@ -196,7 +201,7 @@ impl TransformerConfig {
     pub fn init(&self) -> &str {
         match &self.init {
             Some(name) => name.as_str(),
-            None => crate::residual::find(self.residual.as_str()).map_or("xavier", |scheme| scheme.init()),
+            None => self.schemes().map_or("xavier", |schemes| schemes.init()),
         }
     }
 

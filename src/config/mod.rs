@@ -123,7 +123,8 @@ config! {
             powernorm_sync: bool = false,
             /// Groups of the scaling before batchnorm, powernorm-v and powernorm; 0: none; powernorm's release: heads.
             groupscaling: i64 = 1,
-            /// Where the norms stand and how residuals are added.
+            /// Where the norms stand and how residuals are added. postnorm*3,prenorm: postnorm in a stack's first three
+            /// layers, prenorm in the others; postnorm*1/4,prenorm: in its first quarter.
             residual: ResidualName = ResidualName("prenorm".into()),
             /// The initialisation; none: the one that goes with the residual scheme.
             init: Option<InitName> = None,

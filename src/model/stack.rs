@@ -9,7 +9,7 @@ use crate::error::{Error, Result};
 use crate::init::Init;
 use crate::norm::Norm;
 use crate::operator;
-use crate::residual::{Place, Scheme};
+use crate::residual::{Place, Schemes};
 use std::cell::Cell;
 use std::rc::Rc;
 use tch::{Kind, Tensor};
@@ -39,16 +39,16 @@ pub type StackMemory = Vec<(Tensor, Tensor)>;
 
 impl Stack {
     /// `place` says which stack.
-    pub fn build(b: &mut Builder, place: &Place, init: &Init, scheme: &dyn Scheme) -> Result<Self> {
+    pub fn build(b: &mut Builder, place: &Place, init: &Init, schemes: &Schemes) -> Result<Self> {
         let layers = b.within("layers", |b| {
             (0..place.layers())
                 .map(|layer| {
                     let place = Place { layer, ..*place };
-                    b.within(&layer.to_string(), |b| Layer::build(b, &place, init, scheme))
+                    b.within(&layer.to_string(), |b| Layer::build(b, &place, init, schemes.at(&place)))
                 })
                 .collect::<Result<Vec<_>>>()
         })?;
-        let flow = Flow::build(b, place, &scheme.stack(place))?;
+        let flow = Flow::build(b, place, &schemes.flow(place))?;
         Ok(Stack { body: Rc::new(Body { layers, flow }) })
     }
 

@@ -8,7 +8,7 @@ use crate::config::TransformerConfig;
 use crate::error::Result;
 use crate::init::{self, Fill};
 use crate::norm::{Build, Norm, Rows, Site, Spec};
-use crate::residual::{self, Around, ExtraStream, Flow, Gain, Learned, Place, Scheme, StreamStep};
+use crate::residual::{self, Around, ExtraStream, Flow, Gain, Learned, Place, Scheme, Schemes, StreamStep};
 use std::collections::HashMap;
 use tch::{no_grad, Device, Kind, Tensor};
 
@@ -23,15 +23,15 @@ fn config(residual: &str, layers: i64) -> TransformerConfig {
 }
 
 fn build(config: &TransformerConfig) -> (Stack, HashMap<String, Tensor>) {
-    build_scheme(config, residual::find(config.residual.as_str()).unwrap())
+    build_of(config, &config.schemes().unwrap())
 }
 
-fn build_scheme(config: &TransformerConfig, scheme: &dyn Scheme) -> (Stack, HashMap<String, Tensor>) {
+fn build_of(config: &TransformerConfig, schemes: &Schemes) -> (Stack, HashMap<String, Tensor>) {
     tch::manual_seed(1);
     let mut b = Builder::fresh(Device::Cpu, Kind::Double);
     let init = init::find("xavier").unwrap();
     let place = Place::new(config, residual::Stack::Decoder, 0);
-    let stack = Stack::build(&mut b, &place, init, scheme).unwrap();
+    let stack = Stack::build(&mut b, &place, init, schemes).unwrap();
     let made = b.finish().unwrap();
     let names = made.iter().chain(made.buffers()).map(|(n, t)| (n.to_string(), t.shallow_clone())).collect();
     (stack, names)
@@ -185,7 +185,7 @@ impl Scheme for ThreeStreams {
 
 #[test]
 fn streams_travel_beside_x() {
-    let (stack, names) = build_scheme(&config("t-fixup", 2), &ThreeStreams);
+    let (stack, names) = build_of(&config("t-fixup", 2), &Schemes::of(&ThreeStreams));
     let [mut x, mut s, mut t] = [(); 3].map(|()| rows());
     for (l, layer) in stack.layers().iter().enumerate() {
         for (i, branch) in layer.sublayers.iter().enumerate() {
@@ -201,7 +201,7 @@ fn streams_travel_beside_x() {
 
 #[test]
 fn recomputation_carries_every_stream() {
-    let (stack, names) = build_scheme(&config("t-fixup", 2), &ThreeStreams);
+    let (stack, names) = build_of(&config("t-fixup", 2), &Schemes::of(&ThreeStreams));
     let gradients = |recompute: bool| {
         let x = rows().set_requires_grad(true);
         let ctx = Context::evaluation(Kind::Double).recomputing(recompute);

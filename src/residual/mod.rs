@@ -9,7 +9,9 @@
 //!   every stream s beside x;
 //! * **inside** a sublayer, at named points.
 //!
-//! It only declares, in plain data: [`crate::model`] builds and runs what was declared (and fuses x⁺ with the next norm
+//! A stack's layers may have different schemes ([`Schemes`]).
+//!
+//! A scheme only declares, in plain data: [`crate::model`] builds and runs what was declared (and fuses x⁺ with the next norm
 //! where both have row kernels), and Python's modules are built from the same declarations.
 
 mod admin;
@@ -24,6 +26,7 @@ mod prenorm;
 mod resi_dual;
 mod rezero;
 mod sandwich;
+mod schemes;
 mod subln;
 
 pub use admin::PROFILING;
@@ -31,10 +34,10 @@ pub use branchnorm::Curve;
 pub use dlcl::DlclNorm;
 pub use fixup::RFixupMode;
 pub use normformer::NormFormerMode;
+pub use schemes::Schemes;
 
 use crate::choice;
 use crate::config::TransformerConfig;
-use crate::error::{unknown, Result};
 use serde::Serialize;
 
 /// Every scheme that models may name.
@@ -56,17 +59,12 @@ pub static SCHEMES: &[&dyn Scheme] = &[
     &resi_dual::ResiDual,
 ];
 
-/// The scheme of that name.
-pub fn find(name: &str) -> Result<&'static dyn Scheme> {
-    SCHEMES
-        .iter()
-        .copied()
-        .find(|s| s.name() == name)
-        .ok_or_else(|| unknown("residual", name, SCHEMES.iter().map(|s| s.name())))
+/// Whether a scheme puts a norm anywhere in such a model.
+pub fn has_norms(schemes: &Schemes, config: &TransformerConfig) -> bool {
+    schemes.all().any(|scheme| puts_norms(scheme, config))
 }
 
-/// Whether the scheme puts a norm anywhere in such a model.
-pub fn has_norms(scheme: &dyn Scheme, config: &TransformerConfig) -> bool {
+fn puts_norms(scheme: &dyn Scheme, config: &TransformerConfig) -> bool {
     let place = Place::new(config, Stack::Decoder, 0);
     let is_norm = |change: &Change| matches!(change, Change::Norm(_));
     let has = |place: Place| {

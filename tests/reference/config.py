@@ -62,7 +62,9 @@ def complete(config: Config) -> dict[str, Any]:
     full = {**DEFAULTS, **config}
     for stack in ("encoder", "decoder"):
         full[f"{stack}_norm"] = full[f"{stack}_norm"] or full["norm"]
-    full["init"] = full["init"] or DEFAULT_INITS.get(full["residual"], "xavier")
+    names = [part.partition("*")[0] for part in full["residual"].split(",")]
+    inits = {DEFAULT_INITS.get(name, "xavier") for name in names}
+    full["init"] = full["init"] or (inits.pop() if len(inits) == 1 else "xavier")
     return full
 
 

@@ -328,17 +328,24 @@ RESIDUAL_NAMES = tuple(SCHEMES)
 
 
 def describe_sublayer(place: Place) -> Sublayer:
-    """What stands around and inside the sublayer at `place` under the config's scheme."""
-    return _scheme(place.config)[0](place)
+    """What stands around and inside the sublayer at `place` under its layer's scheme."""
+    return _scheme(place.config, place.stack, place.layer)[0](place)
 
 
 def describe_stack(config: Config, stack: str) -> Stack:
-    """What stands around the layers of `stack` under the config's scheme."""
-    return _scheme(config)[1](config, stack)
+    """What stands around the layers of `stack` under the last layer's scheme."""
+    return _scheme(config, stack, config[f"{stack}_layers"] - 1)[1](config, stack)
 
 
-def _scheme(config: Config):
-    name = config["residual"]
+def _scheme(config: Config, stack: str, layer: int):
+    *first, last = config["residual"].split(",")
+    layers: list[str] = []
+    for part in first:  # name*3: three layers; name*1/4: a quarter of the stack's, rounded down
+        name, _, share = part.partition("*")
+        numerator, _, denominator = share.partition("/")
+        count = config[f"{stack}_layers"] * int(numerator) // int(denominator) if denominator else int(numerator)
+        layers += [name] * count
+    name = layers[layer] if 0 <= layer < len(layers) else last
     if name not in SCHEMES:
         raise ValueError(f"unknown residual scheme {name!r}; the schemes are {', '.join(SCHEMES)}")
     return SCHEMES[name]

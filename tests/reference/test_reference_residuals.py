@@ -230,6 +230,8 @@ def test_identities(monkeypatch):
     ones = {f"residual_scale{i}": 1 for i in (1, 2, 3)}
     assert same({"residual": "admin"}, postnorm, ones) and not same({"residual": "admin"}, postnorm)
     assert same({"residual": "resi-dual"}, postnorm, {"dual_norm.weight": 0, "dual_norm.bias": 0})
+    assert same({"residual": "prenorm*1,prenorm"}, prenorm) and same({"residual": "postnorm*1/3,prenorm"}, prenorm)
+    assert not same({"residual": "postnorm*1,prenorm"}, prenorm)
     assert not same({"residual": "deepnorm"}, postnorm)
     monkeypatch.setattr("reference.residual.deepnorm_alpha", lambda config, stack: 1.0)
     assert same({"residual": "deepnorm"}, postnorm)

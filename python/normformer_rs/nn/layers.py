@@ -217,11 +217,15 @@ class Layer(Unscriptable, Growing):
 
     def _install(self, factory: Mapping[str, Any], bias: bool) -> None:
         self.has_norm_biases = bias
+        self._enter_attentions()
+        for owner, items in self._declared():
+            install(owner, items, self.place, factory=factory, bias=bias)
+
+    def _enter_attentions(self) -> None:
+        """Tells the attentions what stands inside them."""
         for name, sublayer in zip(self.attentions, self.place.sublayers):
             inside = {point: tuple(c.below(name) for c in changes) for point, changes in sublayer.inside.items()}
             getattr(self, name).set_inside(inside)
-        for owner, items in self._declared():
-            install(owner, items, self.place, factory=factory, bias=bias)
 
     def _declared(self) -> Iterator[tuple[nn.Module, list[NormAt | Learned]]]:
         """What the scheme puts into the layer, by the module that has it."""
@@ -232,13 +236,18 @@ class Layer(Unscriptable, Growing):
         yield self, [*self.place.sublayers[-1].within()]
 
     def move(self, place: Place) -> None:
-        """Makes this a layer of another place of the same kind: constants, and norms that depend on the place."""
+        """Makes this a layer of another place of the same kind: the scheme of that layer, constants, and norms that
+        depend on the place. What both places have stays."""
         device = self.linear1.weight.device
         factory = {"device": device, "dtype": self.linear1.weight.dtype}
-        old = {what for sublayer in self.place.sublayers for what in sublayer.around()}
+        old = [{*items} for _, items in self._declared()]
         self.place = place
-        new = [what for sublayer in place.sublayers for what in sublayer.around()]
-        install(self, (what for what in new if what not in old), place, factory=factory, bias=self.has_norm_biases)
+        self._enter_attentions()
+        for had, (owner, wanted) in zip(old, self._declared()):
+            for name in {what.name for what in had} - {what.name for what in wanted}:
+                delattr(owner, name)
+            missing = [what for what in wanted if what not in had]
+            install(owner, missing, place, factory=factory, bias=self.has_norm_biases)
         self.grow(None, device)
 
     def adopt(self, place: Place, in_stack: bool) -> None:
@@ -348,9 +357,9 @@ class TransformerEncoderLayer(Layer):
 
     Args: torch.nn's. `layer_norm_eps` is any norm's ε. `dropout` lies in [0, 1), though torch.nn takes 1 too. All rates
         but attention's are rounded to multiples of 1/65,536. By keyword
-        norm, residual, init: names out of `normformer_rs.tables()`. residual=None: postnorm, or prenorm if
-            `norm_first`, with torch.nn's first values unless `init` is named; init=None: the one that goes with the
-            scheme; init="torch": torch.nn's.
+        norm, residual, init: names out of `normformer_rs.tables()`; `residual` may be a mixture by layers
+            (`postnorm*1/4,prenorm`). residual=None: postnorm, or prenorm if `norm_first`, with torch.nn's first values
+            unless `init` is named; init=None: the one that goes with the scheme; init="torch": torch.nn's.
         layer: this layer's number in its stack, from 0. A TransformerEncoder sets it.
         encoder_layers, decoder_layers: how deep the model is, for schemes whose constants depend on it. Without
             decoder_layers the encoder stands alone, as BERT's does. A TransformerEncoder sets them.

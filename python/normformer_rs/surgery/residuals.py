@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from .. import nn as nfnn
-from ..config import tables, unknown
+from ..config import TransformerConfig
 from ..errors import InputError
 from ..nn.declared import Place, configure
 from ..nn.layers import Layer
@@ -69,7 +69,7 @@ def swap_residuals(
 
     Args:
         model: any tree of modules that holds known blocks.
-        to: a name out of `normformer_rs.tables()["residuals"]`.
+        to: a name out of `normformer_rs.tables()["residuals"]`, or `postnorm*3,prenorm`: a name for each layer.
         depth: layers for the scheme's constants: one number, or (encoder, decoder). None: as many as there are.
         init: of the blocks' linear layers: "scheme": the scheme's own; another name out of `tables()["inits"]`; None:
             their values stay. Embeddings and what lies outside the blocks keep theirs.
@@ -84,9 +84,7 @@ def swap_residuals(
     DistributedDataParallel and FSDP models; an optimizer that does not own the parameters; dlcl and resi-dual outside
     torch.nn's stacks, whose loop would have to change. UserWarning where weights that look trained are drawn anew.
     """
-    names = [entry["name"] for entry in tables()["residuals"]]
-    if to not in names:
-        raise InputError(unknown("residual", to, names))
+    next(field for field in TransformerConfig.FIELDS if field.name == "residual").check(to)
     refuse_wrapped(model)
     plans = [(group, place) for group, place in _plans(model, to, depth, init, options) if not _has(group, place)]
     for group, place in plans:
