@@ -100,6 +100,7 @@ class TransformerConfig(Config):
     powernorm_sync: bool
     groupscaling: int
     residual: _Residual | str
+    qk_norm: bool
     init: _Init | None
     branchnorm_steps: int
     branchnorm_growth: _BranchnormGrowth
@@ -148,6 +149,7 @@ class TransformerConfig(Config):
         powernorm_sync: bool = ...,
         groupscaling: int = ...,
         residual: _Residual | str = ...,
+        qk_norm: bool = ...,
         init: _Init | None = ...,
         branchnorm_steps: int = ...,
         branchnorm_growth: _BranchnormGrowth = ...,

@@ -270,11 +270,11 @@ def _attention(attention: Any) -> nn.Module:
     inside = getattr(attention, "inside", {})
     if not attention._qkv_same_embed_dim or attention.bias_k is not None or attention.add_zero_attn:
         return plain.TorchAttention(attention)
-    points = ("input", "after_heads", "after_output")
-    input, after_heads, after_output = (_changes(attention, inside.get(point, ())) for point in points)
+    points = ("input", "query", "key", "after_heads", "after_output")
+    input, query, key, after_heads, after_output = (_changes(attention, inside.get(point, ())) for point in points)
     projections = (attention.in_proj_weight, attention.in_proj_bias, attention.out_proj)
     shape = (attention.num_heads, attention.dropout, attention.batch_first)
-    return plain.Attention(*projections, *shape, (input, after_heads, after_output))
+    return plain.Attention(*projections, *shape, (input, query, key, after_heads, after_output))
 
 
 def _feed_forward(layer: Any, changes: tuple[nn.Module, nn.Module, nn.Module]) -> nn.Module:

@@ -87,7 +87,7 @@ fn declare(model: &str, stack: &str) -> PyResult<String> {
     let layer = |layer: i64| {
         let place = Place { layer, ..first };
         let scheme = schemes.at(&place);
-        let sublayer = |place: Place| json!({"around": scheme.around(&place), "inside": scheme.inside(&place)});
+        let sublayer = |place: Place| json!({"around": scheme.around(&place), "inside": schemes.inside(&place)});
         json!({"shared": scheme.layer(&place), "sublayers": place.each().map(sublayer).collect::<Vec<_>>()})
     };
     json_text(&json!({

@@ -106,7 +106,20 @@ impl TransformerConfig {
             return Err(Error::invalid(format!("branchnorm_steps must be at least 0, got {}", self.branchnorm_steps)));
         }
         self.check_that_options_matter()?;
+        self.check_qk_norm()?;
         self.check_attention()
+    }
+
+    /// Norms on queries and keys: a head's rows are no positions, of which norms with statistics would have them.
+    fn check_qk_norm(&self) -> Result<()> {
+        let with_statistics = |norm: &&&str| ["batchnorm", "powernorm-v", "powernorm"].contains(*norm);
+        let norms = [self.encoder_norm(), self.decoder_norm()];
+        match norms.iter().find(with_statistics).filter(|_| self.qk_norm) {
+            Some(norm) => Err(Error::invalid(format!(
+                "qk_norm normalises every head for itself, which {norm} cannot: choose a norm without statistics"
+            ))),
+            None => Ok(()),
+        }
     }
 
     /// What tensorized attention cannot be part of.
@@ -118,6 +131,9 @@ impl TransformerConfig {
             return Err(Error::invalid(
                 "attention = \"tensorized\" is a language model's: give architecture = \"decoder-only\", or leave it out",
             ));
+        }
+        if self.qk_norm {
+            return Err(Error::invalid("tensorized attention has no heads, so qk_norm would do nothing: leave it out"));
         }
         if let Some(p) = self.attention_dropout {
             return Err(Error::invalid(format!(
@@ -349,6 +365,8 @@ mod tests {
         check(r#""norm": "rmsnorm", "powernorm_warmup": 10"#, "an option of powernorm, and this model has norm");
         check(r#""encoder_norm": "powernorm", "lpnorm_p": 3"#, r#""powernorm" and "layernorm""#);
         check(r#""residual": "rezero", "decoder_norm": "rmsnorm""#, "has no norms");
+        check(r#""norm": "powernorm-v", "qk_norm": true"#, "which powernorm-v cannot");
+        check(r#""residual": "postnorm*6,prenorm""#, "leaves none to prenorm");
         check(r#""architecture": "decoder-only", "encoder_norm": "rmsnorm""#, "has no encoder");
         let fine = r#"{"vocab_size": 10, "residual": "branchnorm", "branchnorm_steps": 10, "decoder_norm": "rmsnorm"}"#;
         from_json::<TransformerConfig>("model", fine).unwrap().validate().unwrap();

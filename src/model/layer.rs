@@ -10,7 +10,7 @@ use crate::error::Result;
 use crate::init::Init;
 use crate::norm::Norm;
 use crate::operator;
-use crate::residual::{Place, Scheme, Sublayer};
+use crate::residual::{Place, Schemes, Sublayer};
 use tch::{no_grad, Tensor};
 
 pub struct Layer {
@@ -60,7 +60,8 @@ impl Streams {
 }
 
 impl Layer {
-    pub fn build(b: &mut Builder, place: &Place, init: &Init, scheme: &dyn Scheme) -> Result<Self> {
+    pub fn build(b: &mut Builder, place: &Place, init: &Init, schemes: &Schemes) -> Result<Self> {
+        let scheme = schemes.at(place);
         let shared = shared(b, &scheme.layer(place))?;
         let mut sublayers = Vec::new();
         for place in place.each() {
@@ -79,7 +80,7 @@ impl Layer {
                 }
             };
             let around = Around::build(b, &place, &scheme.around(&place), &shared)?;
-            sublayers.push(Branch { function, around, inside: Inside::build(b, &place, &scheme.inside(&place))? });
+            sublayers.push(Branch { function, around, inside: Inside::build(b, &place, &schemes.inside(&place))? });
         }
         Ok(Layer { sublayers })
     }

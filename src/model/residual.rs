@@ -126,6 +126,14 @@ impl Inside {
         Ok(Inside(declared.iter().map(build).collect::<Result<_>>()?))
     }
 
+    /// The heads of x (…, d) after whatever stands at this point.
+    pub fn at_heads(&self, point: Point, x: Tensor, heads: i64, rows: &Rows) -> Result<Tensor> {
+        if self.0.iter().all(|(p, _)| *p != point) {
+            return Ok(x);
+        }
+        Ok(self.at(point, x.f_unflatten(-1, [heads, -1].as_slice())?, rows)?.f_flatten(-2, -1)?)
+    }
+
     /// x after whatever stands at this point.
     pub fn at(&self, point: Point, x: Tensor, rows: &Rows) -> Result<Tensor> {
         self.0.iter().filter(|(p, _)| *p == point).try_fold(x, |x, (_, change)| change.apply(&x, rows))

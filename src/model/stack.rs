@@ -44,7 +44,7 @@ impl Stack {
             (0..place.layers())
                 .map(|layer| {
                     let place = Place { layer, ..*place };
-                    b.within(&layer.to_string(), |b| Layer::build(b, &place, init, schemes.at(&place)))
+                    b.within(&layer.to_string(), |b| Layer::build(b, &place, init, schemes))
                 })
                 .collect::<Result<Vec<_>>>()
         })?;
@@ -74,7 +74,7 @@ impl Stack {
             .iter()
             .flat_map(|layer| &layer.sublayers)
             .filter_map(|s| match &s.function {
-                Function::CrossAttention(attention) => Some(attention.memory(memory, ctx.kind)),
+                Function::CrossAttention(attention) => Some(attention.memory(memory, &s.inside, ctx)),
                 _ => None,
             })
             .collect()
@@ -224,7 +224,7 @@ fn whole<'a>(
 ) -> impl FnMut(Attends, &Inside, &Tensor) -> Result<Tensor> + 'a {
     move |attention, inside, input| match (attention, memory) {
         (Attends::Memory(attention), Some((memory, ranges))) => {
-            let memory = attention.memory(memory, ctx.kind)?;
+            let memory = attention.memory(memory, inside, ctx)?;
             attention.attend_memory(input, &memory, ranges, inside, ctx)
         }
         (Attends::Itself(attention) | Attends::Memory(attention), _) => {

@@ -141,8 +141,10 @@ fn decoding_token_by_token_is_reading_the_whole_sentence() {
     let input = Packed::of(&[&[4, 5, 6, 7, 8]]).unwrap();
     let own = Ranges::causal(&input, Device::Cpu).unwrap();
     let ctx = Context::evaluation(Kind::Double);
-    for scheme in residual::SCHEMES {
-        let (stack, names) = build(&config(scheme.name(), 2));
+    let schemes = residual::SCHEMES.iter().map(|scheme| config(scheme.name(), 2));
+    let with_qk_norm = TransformerConfig { qk_norm: true, ..config("prenorm", 2) };
+    for config in schemes.chain([config("postnorm*1,prenorm", 2), with_qk_norm]) {
+        let (stack, names) = build(&config);
         for parameter in names.values().filter(|t| t.kind() == Kind::Double) {
             let _ = no_grad(|| parameter.shallow_clone().f_add_(&(parameter.randn_like() * 0.1)));
         }
@@ -150,7 +152,7 @@ fn decoding_token_by_token_is_reading_the_whole_sentence() {
         let mut cache = StackCache::default();
         let mut step = |i| stack.step(rows().narrow(0, i, 1), &mut cache, None, &ctx).unwrap();
         let steps: Vec<Tensor> = (0..5).map(&mut step).collect();
-        assert!(close(&whole, &Tensor::cat(&steps, 0)), "{}", scheme.name());
+        assert!(close(&whole, &Tensor::cat(&steps, 0)), "{config:?}");
     }
 }
 

@@ -311,6 +311,10 @@ pub struct StreamStep {
 pub enum Point {
     /// Before q, k and v (self-attention), before q (cross-attention), or before the first linear (feed-forward).
     Input,
+    /// The queries of each head, (…, heads, d_head).
+    Query,
+    /// The keys of each head, (…, heads, d_head).
+    Key,
     /// The heads' outputs, joined, before the output projection.
     AfterHeads,
     /// After the attention's output projection.

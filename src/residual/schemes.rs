@@ -3,7 +3,7 @@
 //! `postnorm*3,prenorm` has PostNorm in the first three layers of a stack and PreNorm in the others;
 //! `postnorm*1/4,prenorm` has PostNorm in the first quarter, rounded down (Mix-LN, Li et al. 2024).
 
-use super::{Flow, Place, Scheme, SCHEMES};
+use super::{Change, Flow, NormAt, Place, Point, Scheme, Sublayer, SCHEMES};
 use crate::config::TransformerConfig;
 use crate::error::{unknown, Error, Result};
 
@@ -90,6 +90,21 @@ impl Schemes {
             }
         }
         self.last
+    }
+
+    /// What stands inside the place's sublayer: its layer's scheme, and norms on queries and keys where the model has
+    /// them (QK-norm, Henry et al. 2020).
+    pub fn inside(&self, place: &Place) -> Vec<(Point, Change)> {
+        let mut inside = self.at(place).inside(place);
+        if place.config.qk_norm && place.sublayer != Sublayer::FeedForward {
+            let width = place.config.d_model / place.config.heads;
+            let norm = |name: &str| {
+                let name = format!("{}{name}", place.sublayer.path());
+                Change::Norm(NormAt { name, width, last: false, ends_stack: false })
+            };
+            inside.extend([(Point::Query, norm("q_norm")), (Point::Key, norm("k_norm"))]);
+        }
+        inside
     }
 
     /// How the layers of the place's stack follow each other. The last layer's scheme says what ends the stack.

@@ -109,6 +109,8 @@ def test_the_skeleton_is_the_rust_model(norm, residual):
         {"residual": "normformer", "normformer_mode": "fairseq"},
         {"residual": "r-fixup", "r_fixup_mode": "paper"},
         {"residual": "branchnorm", "branchnorm_growth": "sigmoid"},
+        {"qk_norm": True},
+        {"qk_norm": True, "norm": "scalenorm", "residual": "r-fixup"},
         {"residual": "postnorm*1/3,prenorm"},
         {"residual": "subln*1,rezero"},
         {"residual": "sandwich*1,postnorm", "norm": "scalenorm-fixed"},

@@ -28,6 +28,7 @@ DEFAULTS: dict[str, Any] = {
     "powernorm_alpha_bwd": 0.9,
     "groupscaling": 1,  # groups, before the norms with batch statistics; 0: off
     "residual": "prenorm",
+    "qk_norm": False,
     "branchnorm_steps": 4000,
     "branchnorm_growth": "linear",  # or "exp", "sigmoid"
     "r_fixup_mode": "release",  # or "paper"

@@ -213,6 +213,8 @@ class _Run:
         p = self.dropout.attention
         keep = self.attention_keep(p, query_real, key_real)
         q, k, v = split(query @ w_q.T + b_q), split(memory @ w_k.T + b_k), split(memory @ w_v.T + b_v)
+        q = self.changed(inside.get("query"), place.stack, q, query_real)
+        k = self.changed(inside.get("key"), place.stack, k, key_real)
         joined = attention(q, k, v, allowed, keep, dropout_scale(p)).transpose(1, 2).flatten(-2)
         joined = self.changed(inside.get("heads"), place.stack, joined, query_real)
         projected = self.linear(f"{name}.out_proj", joined)

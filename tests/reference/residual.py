@@ -69,8 +69,8 @@ Gain = float | Parameter | Growth
 class Sublayer:
     """x⁺ = N_after(α⊙x + β⊙dropout(N_output(F(N_before(x))))), and what happens at F's named points:
 
-    input: what q, k, v (cross-attention: q alone) or linear1 reads; heads: joined, before out_proj; projected: after
-    it; hidden: before the ReLU; activated: after the ReLU and its dropout.
+    input: what q, k, v (cross-attention: q alone) or linear1 reads; query, key: of each head; heads: joined, before
+    out_proj; projected: after it; hidden: before the ReLU; activated: after the ReLU and its dropout.
     """
 
     before: Norm | None = None
@@ -328,8 +328,13 @@ RESIDUAL_NAMES = tuple(SCHEMES)
 
 
 def describe_sublayer(place: Place) -> Sublayer:
-    """What stands around and inside the sublayer at `place` under its layer's scheme."""
-    return _scheme(place.config, place.stack, place.layer)[0](place)
+    """What stands around and inside the sublayer at `place` under its layer's scheme, and QK-norm."""
+    sublayer = _scheme(place.config, place.stack, place.layer)[0](place)
+    if not place.config["qk_norm"] or place.kind == "feed_forward":
+        return sublayer
+    width = place.config["d_model"] // place.config["heads"]
+    norms = {at: Norm(f"{place.prefix}.{place.kind}.{at[0]}_norm", width) for at in ("query", "key")}
+    return dataclasses.replace(sublayer, inside={**sublayer.inside, **norms})
 
 
 def describe_stack(config: Config, stack: str) -> Stack:

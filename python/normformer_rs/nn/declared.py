@@ -68,7 +68,7 @@ class Change:
 
 
 Inside = Mapping[str, tuple[Change, ...]]
-"""Changes by the point they stand at: input, after_heads, after_output, before_activation, amid."""
+"""Changes by the point they stand at: input, query, key, after_heads, after_output, before_activation, amid."""
 
 
 @dataclasses.dataclass(frozen=True)

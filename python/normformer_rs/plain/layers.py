@@ -60,7 +60,8 @@ class Around(nn.Module):
 
 
 class Attention(nn.Module):
-    """Multi-head attention with changes at its input, on the joined heads and at its output."""
+    """Multi-head attention with changes at its input, on each head's queries and keys, on the joined heads and at its
+    output."""
 
     in_proj_weight: Tensor
     in_proj_bias: Tensor | None
@@ -73,11 +74,11 @@ class Attention(nn.Module):
         heads: int,
         dropout: float,
         batch_first: bool,
-        changes: tuple[nn.Module, nn.Module, nn.Module],
+        changes: tuple[nn.Module, nn.Module, nn.Module, nn.Module, nn.Module],
     ) -> None:
         super().__init__()
         self.heads, self.dropout, self.batch_first, self.out_proj = heads, float(dropout), batch_first, out_proj
-        self.input, self.after_heads, self.after_output = changes
+        self.input, self.query, self.key, self.after_heads, self.after_output = changes
         keep(self, in_proj_weight=in_proj_weight, in_proj_bias=in_proj_bias)
 
     def forward(
@@ -103,7 +104,7 @@ class Attention(nn.Module):
         q = F.linear(query, self.in_proj_weight[:d], None if bias is None else bias[:d])
         k = F.linear(source, self.in_proj_weight[d : 2 * d], None if bias is None else bias[d : 2 * d])
         v = F.linear(source, self.in_proj_weight[2 * d :], None if bias is None else bias[2 * d :])
-        q, k, v = self.split(q), self.split(k), self.split(v)
+        q, k, v = self.query(self.split(q)), self.key(self.split(k)), self.split(v)
 
         only_causal = is_causal and key_padding_mask is None
         if is_causal and attn_mask is None:

@@ -211,6 +211,11 @@ def _check(group: Group, place: Place, to: str) -> None:
             f"{group.path} has another residual scheme of normformer_rs already: take that swap back with its undo(), "
             f"or build the layers with residual={to!r}"
         )
+    if place.config.qk_norm and not isinstance(group.blocks[0], tuple(TORCHS)):
+        raise InputError(
+            f"qk_norm=True reaches between projections and products of attention, and {type(group.blocks[0]).__name__} "
+            "keeps those to itself: leave it out"
+        )
     joins_layers = place.declared.combine or place.declared.streams
     if joins_layers and type(group.holder) not in TORCH_STACKS:
         raise InputError(
