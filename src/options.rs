@@ -12,6 +12,9 @@ pub struct Field {
     pub optional: bool,
     pub default: serde_json::Value,
     pub choices: Vec<&'static str>,
+    /// Layers may have different choices: `choice*layers,…,choice`.
+    #[serde(skip_serializing_if = "std::ops::Not::not")]
+    pub per_layer: bool,
     pub help: &'static str,
     /// The heading of `--help` that lists it.
     pub group: &'static str,
@@ -21,6 +24,7 @@ pub struct Field {
 pub trait FieldType {
     const KIND: &'static str;
     const OPTIONAL: bool = false;
+    const PER_LAYER: bool = false;
     fn choices() -> Vec<&'static str> {
         Vec::new()
     }
@@ -96,6 +100,7 @@ macro_rules! config {
                     optional: <$ty as FieldType>::OPTIONAL,
                     default: serde_json::to_value(&default.$field).expect("an option's default is plain data"),
                     choices: <$ty as FieldType>::choices(),
+                    per_layer: <$ty as FieldType>::PER_LAYER,
                     help: concat!($($doc),+).trim_ascii(),
                     group: $group,
                 },)+)+]

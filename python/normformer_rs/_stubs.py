@@ -39,6 +39,7 @@ class Field(NamedTuple):
     choices: tuple[str, ...]
     help: str
     group: str
+    per_layer: bool = False
     def check(self, value: Any) -> Any: ...
 
 class Config:
@@ -193,7 +194,7 @@ def _choices(kinds: "list[type[Config]]") -> Iterator[str]:
 
 def _annotation(field: "Field", kinds: "list[type[Config]]") -> str:
     kind = _aliases(kinds)[field.choices] if field.choices else field.kind
-    return kind + " | None" * field.optional
+    return kind + " | str" * field.per_layer + " | None" * field.optional
 
 
 def json_string(text: str) -> str:

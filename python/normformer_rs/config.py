@@ -39,6 +39,8 @@ class Field(NamedTuple):
     help: str
     group: str
     """The heading of `--help` that lists it."""
+    per_layer: bool = False
+    """Layers may have different choices: `choice*layers,…,choice`, from the bottom up."""
 
     def check(self, value: Any) -> Any:
         """The value as this option's type (an int where a float is meant becomes one); InputError if it is another."""
@@ -65,8 +67,10 @@ class Field(NamedTuple):
             raise InputError(f"seed must be at least 0; got {value}")
         if self.kind == "str":
             readable(self.name, value)
-        if self.choices and value not in self.choices:
-            raise InputError(unknown(self.name, value, self.choices))
+        words = [part.partition("*")[0] for part in value.split(",")] if self.per_layer else [value]
+        for word in words if self.choices else ():
+            if word not in self.choices:
+                raise InputError(unknown(self.name, word, self.choices))
         return value
 
 

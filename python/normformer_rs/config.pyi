@@ -14,6 +14,7 @@ class Field(NamedTuple):
     choices: tuple[str, ...]
     help: str
     group: str
+    per_layer: bool = False
     def check(self, value: Any) -> Any: ...
 
 class Config:
@@ -55,6 +56,7 @@ _Residual = Literal[
     "subln",
     "sandwich",
     "layerscale",
+    "resi-dual",
 ]
 _Init = Literal["xavier", "smallinit", "fairseq", "deepnorm", "subln", "ds-init", "t-fixup", "r-fixup"]
 _BranchnormGrowth = Literal["linear", "exp", "sigmoid"]
@@ -97,7 +99,8 @@ class TransformerConfig(Config):
     powernorm_alpha_bwd: float
     powernorm_sync: bool
     groupscaling: int
-    residual: _Residual
+    residual: _Residual | str
+    qk_norm: bool
     init: _Init | None
     branchnorm_steps: int
     branchnorm_growth: _BranchnormGrowth
@@ -145,7 +148,8 @@ class TransformerConfig(Config):
         powernorm_alpha_bwd: float = ...,
         powernorm_sync: bool = ...,
         groupscaling: int = ...,
-        residual: _Residual = ...,
+        residual: _Residual | str = ...,
+        qk_norm: bool = ...,
         init: _Init | None = ...,
         branchnorm_steps: int = ...,
         branchnorm_growth: _BranchnormGrowth = ...,

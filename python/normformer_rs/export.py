@@ -12,7 +12,7 @@ from . import nn as nfnn
 from . import plain
 from .errors import InputError
 from .model import Transformer
-from .nn.declared import GROWING, Change, Gain, Learned, Sublayer
+from .nn.declared import GROWING, Change, Gain, Learned, NormAt, StreamStep, Sublayer
 from .nn.layers import Layer
 from .nn.norms import FIXNORM_EPS, FixedScaleNorm, RowNorm
 from .nn.running import RunningNorm
@@ -117,7 +117,7 @@ class _Writer:
         if type(module) in (nfnn.TransformerEncoder, nfnn.TransformerDecoder):
             return _torchs_stack(module) or _plain_stack(module)
         if type(module) is nn.TransformerEncoder and any(isinstance(x, plain.EncoderLayer) for x in module.layers):
-            return plain.Encoder([*module.layers], _through(module), module.norm or nn.Identity())
+            return plain.Encoder([*module.layers], _through(module), [], module.norm or nn.Identity())
         if type(module) is nfnn.Transformer:
             return _torchs_transformer(module)
         if type(module) is nfnn.Residual:
@@ -186,7 +186,10 @@ def _has_layer_norms(layer: nn.Module) -> bool:
 def _torchs_layer(layer: Any) -> nn.Module | None:
     sublayers: Iterable[Sublayer] = layer.place.sublayers
     is_bare = all(
-        s.alpha == 1.0 and s.beta == 1.0 and s.amid is None and not s.inside and (s.before is None) != (s.after is None)
+        s.alpha == s.beta == 1.0
+        and s.amid is None
+        and not (s.inside or s.streams)
+        and (s.before is None) != (s.after is None)
         for s in sublayers
     )
     sides = {s.before is not None for s in sublayers}
@@ -211,7 +214,8 @@ def _torchs_stack(stack: Any) -> nn.Module | None:
     kind, of = (nn.TransformerEncoder, nn.TransformerEncoderLayer)
     if type(stack) is nfnn.TransformerDecoder:
         kind, of = nn.TransformerDecoder, nn.TransformerDecoderLayer  # type: ignore[assignment]
-    if not all(type(layer) is of for layer in stack.layers) or stack.end or "combine" in stack._modules:
+    has_own_way = stack.end or stack.streams or "combine" in stack._modules
+    if has_own_way or not all(type(layer) is of for layer in stack.layers):
         return None
     options = {"enable_nested_tensor": False} if kind is nn.TransformerEncoder else {}
     new = kind(stack.layers[0], 0, stack.norm, **options)  # type: ignore[arg-type]
@@ -232,12 +236,16 @@ def _torchs_transformer(model: Any) -> nn.Module:
 
 
 def _around(owner: Any, sublayer: Sublayer, dropout: nn.Module, grown: Tensor | None) -> plain.Around:
-    def norm(at: Any) -> nn.Module:
-        return nn.Identity() if at is None else getattr(owner, at.name)
+    def gains(step: Sublayer | StreamStep) -> tuple[Tensor | None, Tensor | None]:
+        return _gain(owner, step.alpha, grown), _gain(owner, step.beta, grown)
 
-    before, amid, after = norm(sublayer.before), norm(sublayer.amid), norm(sublayer.after)
-    alpha, beta = _gain(owner, sublayer.alpha, grown), _gain(owner, sublayer.beta, grown)
-    return plain.Around(before, amid, after, alpha, beta, dropout)
+    norms = [_norm(owner, at) for at in (sublayer.before, sublayer.amid, sublayer.after)]
+    steps: list[nn.Module] = [plain.StreamStep(*gains(step)) for step in sublayer.streams]
+    return plain.Around(*norms, *gains(sublayer), dropout, steps)
+
+
+def _norm(owner: Any, at: NormAt | None) -> nn.Module:
+    return nn.Identity() if at is None else getattr(owner, at.name)
 
 
 def _gain(owner: nn.Module, declared: Gain, grown: Tensor | None) -> Tensor | None:
@@ -262,11 +270,11 @@ def _attention(attention: Any) -> nn.Module:
     inside = getattr(attention, "inside", {})
     if not attention._qkv_same_embed_dim or attention.bias_k is not None or attention.add_zero_attn:
         return plain.TorchAttention(attention)
-    points = ("input", "after_heads", "after_output")
-    input, after_heads, after_output = (_changes(attention, inside.get(point, ())) for point in points)
+    points = ("input", "query", "key", "after_heads", "after_output")
+    input, query, key, after_heads, after_output = (_changes(attention, inside.get(point, ())) for point in points)
     projections = (attention.in_proj_weight, attention.in_proj_bias, attention.out_proj)
     shape = (attention.num_heads, attention.dropout, attention.batch_first)
-    return plain.Attention(*projections, *shape, (input, after_heads, after_output))
+    return plain.Attention(*projections, *shape, (input, query, key, after_heads, after_output))
 
 
 def _feed_forward(layer: Any, changes: tuple[nn.Module, nn.Module, nn.Module]) -> nn.Module:
@@ -310,4 +318,4 @@ def _plain_stack(stack: Any) -> nn.Module:
         norms = [nn.Identity(), *combine.norms.values()]
         sums = [plain.Sum(combine.weight, row, norm, combine.on_sums) for row, norm in enumerate(norms)]
     kind = plain.Encoder if type(stack) is nfnn.TransformerEncoder else plain.Decoder
-    return kind([*stack.layers], sums, nn.Sequential(*end))
+    return kind([*stack.layers], sums, [_norm(stack, at) for at in stack.streams], nn.Sequential(*end))

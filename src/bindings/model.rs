@@ -75,25 +75,26 @@ fn draw_table(py: Python<'_>, weight: PyTensor, name: &str, model: &str) -> PyRe
     Ok(())
 }
 
-/// What the configuration's residual scheme puts into a stack, as JSON: `layers`, one object a layer of what its
+/// What the configuration's residual schemes put into a stack, as JSON: `layers`, one object a layer of what its
 /// sublayers share and of what stands around and inside each; how the layers follow each other (`flow`); and whether
 /// linears have biases and gains are profiled.
 #[pyfunction]
 fn declare(model: &str, stack: &str) -> PyResult<String> {
     let config: TransformerConfig = config::from_json("model", model)?;
     config.check_options()?;
-    let scheme = residual::find(config.residual.as_str())?;
+    let schemes = config.schemes()?;
     let first = Place::new(&config, residual::Stack::parse(stack)?, 0);
-    let sublayer = |place: Place| json!({"around": scheme.around(&place), "inside": scheme.inside(&place)});
     let layer = |layer: i64| {
         let place = Place { layer, ..first };
+        let scheme = schemes.at(&place);
+        let sublayer = |place: Place| json!({"around": scheme.around(&place), "inside": schemes.inside(&place)});
         json!({"shared": scheme.layer(&place), "sublayers": place.each().map(sublayer).collect::<Vec<_>>()})
     };
     json_text(&json!({
         "layers": (0..first.layers()).map(layer).collect::<Vec<_>>(),
-        "flow": scheme.stack(&first),
-        "has_biases": scheme.has_biases(),
-        "is_profiled": scheme.is_profiled(),
+        "flow": schemes.flow(&first),
+        "has_biases": schemes.has_biases(),
+        "is_profiled": schemes.is_profiled(),
         "norm": first.norm_name(),
         "init": config.init(),
     }))

@@ -3,7 +3,7 @@
 use super::{Architecture, AttentionName, DataConfig, ScheduleName, SearchOptions, TrainingConfig, TransformerConfig};
 use crate::error::{Error, Result};
 use crate::norm::lp_norm;
-use crate::residual::{Place, Point, Scheme, Stack, SCHEMES};
+use crate::residual::{Place, Point, Scheme, Schemes, Stack, SCHEMES};
 use crate::search::SearchConfig;
 
 impl SearchOptions {
@@ -60,7 +60,13 @@ impl TransformerConfig {
                 self.encoder_layers
             )));
         }
+        self.schemes()?.check(self)?;
         self.check_options()
+    }
+
+    /// The residual schemes of its layers.
+    pub fn schemes(&self) -> Result<Schemes> {
+        Schemes::parse(self.residual.as_str())
     }
 
     /// Checks the options that do not speak of sizes: all that a layer for itself can know.
@@ -100,7 +106,20 @@ impl TransformerConfig {
             return Err(Error::invalid(format!("branchnorm_steps must be at least 0, got {}", self.branchnorm_steps)));
         }
         self.check_that_options_matter()?;
+        self.check_qk_norm()?;
         self.check_attention()
+    }
+
+    /// Norms on queries and keys: a head's rows are no positions, of which norms with statistics would have them.
+    fn check_qk_norm(&self) -> Result<()> {
+        let with_statistics = |norm: &&&str| ["batchnorm", "powernorm-v", "powernorm"].contains(*norm);
+        let norms = [self.encoder_norm(), self.decoder_norm()];
+        match norms.iter().find(with_statistics).filter(|_| self.qk_norm) {
+            Some(norm) => Err(Error::invalid(format!(
+                "qk_norm normalises every head for itself, which {norm} cannot: choose a norm without statistics"
+            ))),
+            None => Ok(()),
+        }
     }
 
     /// What tensorized attention cannot be part of.
@@ -113,6 +132,9 @@ impl TransformerConfig {
                 "attention = \"tensorized\" is a language model's: give architecture = \"decoder-only\", or leave it out",
             ));
         }
+        if self.qk_norm {
+            return Err(Error::invalid("tensorized attention has no heads, so qk_norm would do nothing: leave it out"));
+        }
         if let Some(p) = self.attention_dropout {
             return Err(Error::invalid(format!(
                 "tensorized attention has no weights to drop, so attention_dropout = {p} would do nothing: leave it out"
@@ -121,8 +143,7 @@ impl TransformerConfig {
         let cuts_in = |scheme: &&dyn Scheme| {
             scheme.inside(&Place::new(self, Stack::Decoder, 0)).iter().any(|(point, _)| *point == Point::AfterHeads)
         };
-        let scheme = crate::residual::find(self.residual.as_str())?;
-        if cuts_in(&scheme) {
+        if let Some(scheme) = self.schemes()?.all().find(cuts_in) {
             let others: Vec<&str> = SCHEMES.iter().filter(|scheme| !cuts_in(scheme)).map(|s| s.name()).collect();
             return Err(Error::invalid(format!(
                 "residual {:?} has a part between heads and output projection, and tensorized attention has no heads: \
@@ -149,8 +170,9 @@ impl TransformerConfig {
     /// An option that would do nothing is a mistake: one of a norm, scheme, init or attention that is not chosen, or a norm where
     /// the scheme has none.
     fn check_that_options_matter(&self) -> Result<()> {
-        let (residual, init) = (self.residual.as_str(), self.init());
-        let chosen = [residual, init, self.encoder_norm(), self.decoder_norm(), self.attention.name()];
+        let (residual, schemes, init) = (self.residual.as_str(), self.schemes()?, self.init());
+        let mut chosen = vec![init, self.encoder_norm(), self.decoder_norm(), self.attention.name()];
+        chosen.extend(schemes.all().map(|scheme| scheme.name()));
         let default = TransformerConfig::default();
         let json = |config: &TransformerConfig| serde_json::to_value(config).expect("options are plain data");
         let (own, default) = (json(self), json(&default));
@@ -171,7 +193,6 @@ impl TransformerConfig {
                 )));
             }
         }
-        let scheme = crate::residual::find(residual)?;
         let norms = [("encoder_norm", &self.encoder_norm), ("decoder_norm", &self.decoder_norm)];
         if let (Some(norm), false) = (&self.encoder_norm, self.has_encoder()) {
             return Err(Error::invalid(format!(
@@ -180,7 +201,7 @@ impl TransformerConfig {
             )));
         }
         match norms.into_iter().find_map(|(name, norm)| Some((name, norm.as_ref()?))) {
-            Some((name, norm)) if !crate::residual::has_norms(scheme, self) => Err(Error::invalid(format!(
+            Some((name, norm)) if !crate::residual::has_norms(&schemes, self) => Err(Error::invalid(format!(
                 "residual {residual:?} has no norms, so {name} = {:?} would do nothing: leave it out",
                 norm.as_str()
             ))),
@@ -196,7 +217,7 @@ impl TransformerConfig {
     pub fn init(&self) -> &str {
         match &self.init {
             Some(name) => name.as_str(),
-            None => crate::residual::find(self.residual.as_str()).map_or("xavier", |scheme| scheme.init()),
+            None => self.schemes().map_or("xavier", |schemes| schemes.init()),
         }
     }
 
@@ -344,6 +365,8 @@ mod tests {
         check(r#""norm": "rmsnorm", "powernorm_warmup": 10"#, "an option of powernorm, and this model has norm");
         check(r#""encoder_norm": "powernorm", "lpnorm_p": 3"#, r#""powernorm" and "layernorm""#);
         check(r#""residual": "rezero", "decoder_norm": "rmsnorm""#, "has no norms");
+        check(r#""norm": "powernorm-v", "qk_norm": true"#, "which powernorm-v cannot");
+        check(r#""residual": "postnorm*6,prenorm""#, "leaves none to prenorm");
         check(r#""architecture": "decoder-only", "encoder_norm": "rmsnorm""#, "has no encoder");
         let fine = r#"{"vocab_size": 10, "residual": "branchnorm", "branchnorm_steps": 10, "decoder_norm": "rmsnorm"}"#;
         from_json::<TransformerConfig>("model", fine).unwrap().validate().unwrap();

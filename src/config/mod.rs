@@ -123,8 +123,12 @@ config! {
             powernorm_sync: bool = false,
             /// Groups of the scaling before batchnorm, powernorm-v and powernorm; 0: none; powernorm's release: heads.
             groupscaling: i64 = 1,
-            /// Where the norms stand and how residuals are added.
+            /// Where the norms stand and how residuals are added. postnorm*3,prenorm: postnorm in a stack's first three
+            /// layers, prenorm in the others; postnorm*1/4,prenorm: in its first quarter.
             residual: ResidualName = ResidualName("prenorm".into()),
+            /// Norms on the queries and keys of every head, before their products (QK-norm): the stack's norm, which must
+            /// work row by row.
+            qk_norm: bool = false,
             /// The initialisation; none: the one that goes with the residual scheme.
             init: Option<InitName> = None,
             /// T of branchnorm: α_t = min(1, t/T) reaches 1 at this update.

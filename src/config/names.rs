@@ -1,20 +1,18 @@
 //! Options that name an entry of one of the package's tables.
 
-use crate::error::{unknown, Result};
+use crate::error::Result;
 use crate::options::FieldType;
 use serde::{Deserialize, Deserializer, Serialize};
 
 /// A name out of one of the package's tables.
 macro_rules! table_name {
-    ($(#[$meta:meta])* $name:ident, $what:literal, $names:expr) => {
+    ($(#[$meta:meta])* $name:ident, $names:expr, $check:expr, per_layer: $per_layer:literal) => {
         $(#[$meta])*
         #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
         pub struct $name(pub(super) String);
         impl $name {
             pub fn parse(word: &str) -> Result<Self> {
-                if !$names.any(|n| n == word) {
-                    return Err(unknown($what, word, $names));
-                }
+                $check(word)?;
                 Ok($name(word.to_string()))
             }
             pub fn as_str(&self) -> &str { &self.0 }
@@ -26,13 +24,14 @@ macro_rules! table_name {
         }
         impl FieldType for $name {
             const KIND: &'static str = "str";
+            const PER_LAYER: bool = $per_layer;
             fn choices() -> Vec<&'static str> { $names.collect() }
         }
     };
 }
 table_name!(/// A norm of [`crate::norm::NORMS`].
-    NormName, "norm", crate::norm::NORMS.iter().map(|n| n.name));
-table_name!(/// A residual scheme of [`crate::residual::SCHEMES`].
-    ResidualName, "residual", crate::residual::SCHEMES.iter().map(|s| s.name()));
+    NormName, crate::norm::NORMS.iter().map(|n| n.name), crate::norm::find, per_layer: false);
+table_name!(/// Residual schemes of [`crate::residual::SCHEMES`], one for all layers or one for each.
+    ResidualName, crate::residual::SCHEMES.iter().map(|s| s.name()), crate::residual::Schemes::parse, per_layer: true);
 table_name!(/// An initialisation of [`crate::init::INITS`].
-    InitName, "init", crate::init::INITS.iter().map(|i| i.name));
+    InitName, crate::init::INITS.iter().map(|i| i.name), crate::init::find, per_layer: false);

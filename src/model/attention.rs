@@ -46,8 +46,8 @@ impl Attention {
     /// Every sentence to itself.
     pub fn attend(&self, x: &Tensor, ranges: &Ranges, causal: bool, inside: &Inside, ctx: &Context) -> Result<Tensor> {
         let x = inside.at(Point::Input, x.shallow_clone(), &ctx.rows())?;
-        let qkv = linear(&x, &self.in_weight, self.in_bias.as_ref(), ctx.kind)?.f_split(self.d, 1)?;
-        self.finish(&qkv[0], &qkv[1], &qkv[2], ranges, causal, inside, ctx)
+        let [q, k, v] = self.queries_keys_values(&x, inside, ctx)?;
+        self.finish(&q, &k, &v, ranges, causal, inside, ctx)
     }
 
     /// Queries of x to keys and values that [`memory`](Self::memory) made.
@@ -61,14 +61,26 @@ impl Attention {
     ) -> Result<Tensor> {
         let x = inside.at(Point::Input, x.shallow_clone(), &ctx.rows())?;
         let q = self.project(&x, 0, self.d, ctx.kind)?;
+        let q = inside.at_heads(Point::Query, q, self.heads, &ctx.rows())?;
         self.finish(&q, &memory.0, &memory.1, ranges, false, inside, ctx)
     }
 
     /// The encoder output's keys and values.
-    pub fn memory(&self, memory: &Tensor, kind: Kind) -> Result<(Tensor, Tensor)> {
-        let mut kv = self.project(memory, self.d, 2 * self.d, kind)?.f_split(self.d, 1)?;
-        let v = kv.pop().expect("a split of 2d by d has two parts");
-        Ok((kv.pop().expect("a split of 2d by d has two parts"), v))
+    pub fn memory(&self, memory: &Tensor, inside: &Inside, ctx: &Context) -> Result<(Tensor, Tensor)> {
+        let [k, v] = self.parts(self.project(memory, self.d, 2 * self.d, ctx.kind)?)?;
+        Ok((inside.at_heads(Point::Key, k, self.heads, &ctx.rows())?, v))
+    }
+
+    fn queries_keys_values(&self, x: &Tensor, inside: &Inside, ctx: &Context) -> Result<[Tensor; 3]> {
+        let [q, k, v] = self.parts(linear(x, &self.in_weight, self.in_bias.as_ref(), ctx.kind)?)?;
+        let q = inside.at_heads(Point::Query, q, self.heads, &ctx.rows())?;
+        Ok([q, inside.at_heads(Point::Key, k, self.heads, &ctx.rows())?, v])
+    }
+
+    /// (rows, n·d) as n matrices (rows, d).
+    fn parts<const N: usize>(&self, stacked: Tensor) -> Result<[Tensor; N]> {
+        let parts = stacked.f_split(self.d, 1)?;
+        Ok(parts.try_into().expect("a product of n·d columns has n parts of d"))
     }
 
     /// By some rows of the stacked q, k and v.
@@ -80,21 +92,21 @@ impl Attention {
     /// One more token for each slot of the cache; x is (slots, d).
     pub fn step(&self, x: &Tensor, cache: &mut Option<Cache>, inside: &Inside, ctx: &Context) -> Result<Tensor> {
         let x = inside.at(Point::Input, x.shallow_clone(), &ctx.rows())?;
-        let qkv = linear(&x, &self.in_weight, self.in_bias.as_ref(), ctx.kind)?.f_split(self.d, 1)?;
+        let [q, k, v] = self.queries_keys_values(&x, inside, ctx)?;
         let slots = x.size()[0];
         let cache = match cache {
             Some(cache) => cache,
             None => {
-                let empty = || Tensor::f_empty([slots, 16, self.d].as_slice(), (qkv[1].kind(), x.device()));
+                let empty = || Tensor::f_empty([slots, 16, self.d].as_slice(), (k.kind(), x.device()));
                 cache.insert(Cache { keys: empty()?, values: empty()?, length: 0 })
             }
         };
-        cache.push(&qkv[1], &qkv[2])?;
+        cache.push(&k, &v)?;
         let room = cache.keys.size()[1];
         let rows: Vec<i64> = (0..slots).flat_map(|s| [s, 1, s * room, cache.length]).collect();
         let ranges = Ranges::of(&rows, x.device())?;
         let flat = |t: &Tensor| t.f_reshape([-1, self.d].as_slice());
-        self.finish(&qkv[0], &flat(&cache.keys)?, &flat(&cache.values)?, &ranges, false, inside, ctx)
+        self.finish(&q, &flat(&cache.keys)?, &flat(&cache.values)?, &ranges, false, inside, ctx)
     }
 
     fn finish(

@@ -10,7 +10,7 @@ use crate::error::Result;
 use crate::init::Init;
 use crate::norm::Norm;
 use crate::operator;
-use crate::residual::{Place, Scheme, Sublayer};
+use crate::residual::{Place, Schemes, Sublayer};
 use tch::{no_grad, Tensor};
 
 pub struct Layer {
@@ -31,9 +31,11 @@ pub enum Function {
     FeedForward(FeedForward),
 }
 
-/// The residual stream between two sublayers.
-pub struct Stream {
+/// What one sublayer hands to the next.
+pub struct Streams {
     pub x: Tensor,
+    /// The streams beside x, as many as the scheme's [`Flow`](crate::residual::Flow) has.
+    pub others: Vec<Tensor>,
     /// The next sublayer's N(x), where the step that made x has made it too.
     pub normed: Option<Tensor>,
     /// α_t of the stack.
@@ -42,8 +44,24 @@ pub struct Stream {
     pub deviation: Option<Tensor>,
 }
 
+impl Streams {
+    /// The tensors that a layer changes: x, the other streams, and N(x) if it is there.
+    pub fn tensors(&self) -> impl Iterator<Item = &Tensor> {
+        [&self.x].into_iter().chain(&self.others).chain(&self.normed)
+    }
+
+    /// Streams out of such tensors, `others` of them beside x.
+    pub fn of(tensors: impl IntoIterator<Item = Tensor>, others: usize, alpha_t: Option<Tensor>) -> Self {
+        let mut tensors = tensors.into_iter();
+        let x = tensors.next().expect("x is the first of a layer's tensors");
+        let others = tensors.by_ref().take(others).collect();
+        Streams { x, others, normed: tensors.next(), alpha_t, deviation: None }
+    }
+}
+
 impl Layer {
-    pub fn build(b: &mut Builder, place: &Place, init: &Init, scheme: &dyn Scheme) -> Result<Self> {
+    pub fn build(b: &mut Builder, place: &Place, init: &Init, schemes: &Schemes) -> Result<Self> {
+        let scheme = schemes.at(place);
         let shared = shared(b, &scheme.layer(place))?;
         let mut sublayers = Vec::new();
         for place in place.each() {
@@ -62,7 +80,7 @@ impl Layer {
                 }
             };
             let around = Around::build(b, &place, &scheme.around(&place), &shared)?;
-            sublayers.push(Branch { function, around, inside: Inside::build(b, &place, &scheme.inside(&place))? });
+            sublayers.push(Branch { function, around, inside: Inside::build(b, &place, &schemes.inside(&place))? });
         }
         Ok(Layer { sublayers })
     }
@@ -70,49 +88,47 @@ impl Layer {
 
 impl Branch {
     /// What F is applied to.
-    pub fn input(&self, stream: &Stream, ctx: &Context) -> Result<Tensor> {
-        match (&self.around.before, &stream.normed) {
+    pub fn input(&self, streams: &Streams, ctx: &Context) -> Result<Tensor> {
+        match (&self.around.before, &streams.normed) {
             (Some(_), Some(normed)) => Ok(normed.shallow_clone()),
-            (Some(norm), None) => norm.forward(&stream.x, &ctx.rows()),
-            (None, _) => Ok(stream.x.shallow_clone()),
+            (Some(norm), None) => norm.forward(&streams.x, &ctx.rows()),
+            (None, _) => Ok(streams.x.shallow_clone()),
         }
     }
 
-    /// The stream after F(…) = f, in one fused step with the norm that follows it: this sublayer's own, or `next`, the
-    /// one that the next sublayer (or the end of the stack) begins with.
-    pub fn close(&self, stream: &Stream, f: Tensor, next: Option<&dyn Norm>, ctx: &Context) -> Result<Stream> {
+    /// The streams after F(…) = f. x⁺ is made in one fused step with the norm that follows it: this sublayer's own, or
+    /// `next`, the one that the next sublayer (or the end of the stack) begins with.
+    pub fn close(&self, streams: &Streams, f: Tensor, next: Option<&dyn Norm>, ctx: &Context) -> Result<Streams> {
         let Around { alpha, beta, amid, after, .. } = &self.around;
         let f = match amid {
             Some(norm) => norm.forward(&f, &ctx.rows())?,
             None => f,
         };
-        let alpha_t = stream.alpha_t.as_ref();
+        let alpha_t = streams.alpha_t.as_ref();
         let (p, seed, site) = (ctx.rates.residual, ctx.seed.as_ref(), ctx.site());
-        let deviation = match (&stream.deviation, alpha.now(alpha_t)) {
-            (Some(r), Some(omega)) => Some(no_grad(|| profile(omega, r, &stream.x, &f, (p, seed, site)))?),
+        let deviation = match (&streams.deviation, alpha.now(alpha_t)) {
+            (Some(r), Some(omega)) => Some(no_grad(|| profile(omega, r, &streams.x, &f, (p, seed, site)))?),
             _ => None,
         };
         let step =
-            operator::Step { x: &stream.x, f: &f, alpha: alpha.now(alpha_t), beta: beta.now(alpha_t), p, seed, site };
-        let on =
-            |x, normed| Stream { x, normed, alpha_t: stream.alpha_t.as_ref().map(Tensor::shallow_clone), deviation };
-        match (after.as_deref(), next) {
-            (Some(after), _) => {
-                let x = match after.row() {
-                    Some(row) => step.then_norm(row, stream.x.kind())?.1,
-                    None => after.forward(&step.add()?, &ctx.rows())?,
-                };
-                Ok(on(x, None))
-            }
-            (None, Some(next)) => match next.row() {
-                Some(row) => {
-                    let (x, normed) = step.then_norm(row, f.kind())?;
-                    Ok(on(x, Some(normed)))
-                }
-                None => Ok(on(step.add()?, None)),
+            operator::Step { x: &streams.x, f: &f, alpha: alpha.now(alpha_t), beta: beta.now(alpha_t), p, seed, site };
+        // The step's site, so its dropout mask.
+        let others = streams.others.iter().zip(&self.around.streams).map(|(s, (alpha, beta))| {
+            operator::Step { x: s, alpha: alpha.now(alpha_t), beta: beta.now(alpha_t), ..step }.add()
+        });
+        let others = others.collect::<Result<_>>()?;
+        let (x, normed) = match (after.as_deref(), next) {
+            (Some(after), _) => match after.row() {
+                Some(row) => (step.then_norm(row, streams.x.kind())?.1, None),
+                None => (after.forward(&step.add()?, &ctx.rows())?, None),
             },
-            (None, None) => Ok(on(step.add()?, None)),
-        }
+            (None, Some(next)) => match next.row() {
+                Some(row) => step.then_norm(row, f.kind()).map(|(x, normed)| (x, Some(normed)))?,
+                None => (step.add()?, None),
+            },
+            (None, None) => (step.add()?, None),
+        };
+        Ok(Streams { x, others, normed, alpha_t: streams.alpha_t.as_ref().map(Tensor::shallow_clone), deviation })
     }
 }
 

@@ -10,8 +10,7 @@ use tch::{Kind, Tensor};
 /// The stack's norm where a scheme wants it.
 fn norm(b: &mut Builder, place: &Place, at: &NormAt) -> Result<Box<dyn Norm>> {
     let last_of_decoder = at.last && place.stack == declared::Stack::Decoder;
-    let ends_stack = at.name == place.end_norm().name;
-    let site = norm::Site { width: at.width, last_of_decoder, ends_stack, config: place.config };
+    let site = norm::Site { width: at.width, last_of_decoder, ends_stack: at.ends_stack, config: place.config };
     let spec = norm::find(place.norm_name())?;
     b.within(&at.name, |b| spec.build(b, &site))
 }
@@ -54,24 +53,31 @@ impl Gain {
     }
 }
 
-/// Around one sublayer: x⁺ = after(α⊙x + β⊙drop(amid(F(before(x))))).
+/// Around one sublayer: x⁺ = after(α⊙x + β⊙drop(f)), f = amid(F(before(x))), and s⁺ = α⊙s + β⊙drop(f) of every stream
+/// s beside x.
 pub struct Around {
     pub before: Option<Box<dyn Norm>>,
     pub alpha: Gain,
     pub beta: Gain,
     pub amid: Option<Box<dyn Norm>>,
     pub after: Option<Box<dyn Norm>>,
+    /// α and β of each stream beside x.
+    pub streams: Vec<(Gain, Gain)>,
 }
 
 impl Around {
     /// `shared`: the layer's parameters.
     pub fn build(b: &mut Builder, place: &Place, declared: &declared::Around, shared: &[Tensor]) -> Result<Self> {
+        let gains = |b: &mut Builder, step: &declared::StreamStep| {
+            Ok((Gain::build(b, &step.alpha, shared)?, Gain::build(b, &step.beta, shared)?))
+        };
         Ok(Around {
             before: norm_if(b, place, &declared.before)?,
             alpha: Gain::build(b, &declared.alpha, shared)?,
             beta: Gain::build(b, &declared.beta, shared)?,
             amid: norm_if(b, place, &declared.amid)?,
             after: norm_if(b, place, &declared.after)?,
+            streams: declared.streams.iter().map(|step| gains(b, step)).collect::<Result<_>>()?,
         })
     }
 }
@@ -120,6 +126,14 @@ impl Inside {
         Ok(Inside(declared.iter().map(build).collect::<Result<_>>()?))
     }
 
+    /// The heads of x (…, d) after whatever stands at this point.
+    pub fn at_heads(&self, point: Point, x: Tensor, heads: i64, rows: &Rows) -> Result<Tensor> {
+        if self.0.iter().all(|(p, _)| *p != point) {
+            return Ok(x);
+        }
+        Ok(self.at(point, x.f_unflatten(-1, [heads, -1].as_slice())?, rows)?.f_flatten(-2, -1)?)
+    }
+
     /// x after whatever stands at this point.
     pub fn at(&self, point: Point, x: Tensor, rows: &Rows) -> Result<Tensor> {
         self.0.iter().filter(|(p, _)| *p == point).try_fold(x, |x, (_, change)| change.apply(&x, rows))
@@ -130,7 +144,9 @@ impl Inside {
 pub struct Flow {
     pub combine: Option<Combine>,
     growth: Option<(Growth, Tensor)>,
-    pub end: Vec<Change>,
+    /// The norm that each stream beside x ends with.
+    streams: Vec<Option<Box<dyn Norm>>>,
+    end: Vec<Change>,
 }
 
 impl Flow {
@@ -140,8 +156,25 @@ impl Flow {
             Some(growth) => Some((growth, b.buffer("t", &[1], 1.0, Kind::Int64)?)),
             None => None,
         };
+        let streams = declared.streams.iter().map(|stream| norm_if(b, place, &stream.norm)).collect::<Result<_>>()?;
         let end = declared.end.iter().map(|change| Change::build(b, place, change)).collect::<Result<_>>()?;
-        Ok(Flow { combine, growth, end })
+        Ok(Flow { combine, growth, streams, end })
+    }
+
+    /// The streams beside x, which begin as x does.
+    pub fn begin(&self, x: &Tensor) -> Vec<Tensor> {
+        self.streams.iter().map(|_| x.shallow_clone()).collect()
+    }
+
+    /// What follows the last layer: x and the streams beside it become one, and the end's changes.
+    pub fn finish(&self, mut x: Tensor, streams: Vec<Tensor>, ctx: &Context) -> Result<Tensor> {
+        for (norm, s) in self.streams.iter().zip(streams) {
+            x = match norm {
+                Some(norm) => x.f_add(&norm.forward(&s, &ctx.rows())?)?,
+                None => x.f_add(&s)?,
+            };
+        }
+        self.end.iter().try_fold(x, |x, change| change.apply(&x, &ctx.rows()))
     }
 
     /// α_t, for a stream of this kind.
@@ -160,7 +193,7 @@ impl Flow {
     /// The norm that ends the stack, if that is all that does.
     pub fn end_norm(&self) -> Option<&dyn Norm> {
         match self.end.as_slice() {
-            [Change::Norm(norm)] if self.combine.is_none() => Some(norm.as_ref()),
+            [Change::Norm(norm)] if self.combine.is_none() && self.streams.is_empty() => Some(norm.as_ref()),
             _ => None,
         }
     }

@@ -1,15 +1,15 @@
 //! A stack of layers, as the encoder and the decoder are.
 
 use super::attention::{Attention, Cache};
-use super::layer::{Function, Layer, Stream};
+use super::layer::{Function, Layer, Streams};
 use super::residual::{Flow, Inside};
 use super::tensorized::Tensorized;
 use super::{Builder, Context, Ranges};
 use crate::error::{Error, Result};
 use crate::init::Init;
 use crate::norm::Norm;
-use crate::operator::{self, Inputs};
-use crate::residual::{Place, Scheme};
+use crate::operator;
+use crate::residual::{Place, Schemes};
 use std::cell::Cell;
 use std::rc::Rc;
 use tch::{Kind, Tensor};
@@ -39,16 +39,16 @@ pub type StackMemory = Vec<(Tensor, Tensor)>;
 
 impl Stack {
     /// `place` says which stack.
-    pub fn build(b: &mut Builder, place: &Place, init: &Init, scheme: &dyn Scheme) -> Result<Self> {
+    pub fn build(b: &mut Builder, place: &Place, init: &Init, schemes: &Schemes) -> Result<Self> {
         let layers = b.within("layers", |b| {
             (0..place.layers())
                 .map(|layer| {
                     let place = Place { layer, ..*place };
-                    b.within(&layer.to_string(), |b| Layer::build(b, &place, init, scheme))
+                    b.within(&layer.to_string(), |b| Layer::build(b, &place, init, schemes))
                 })
                 .collect::<Result<Vec<_>>>()
         })?;
-        let flow = Flow::build(b, place, &scheme.stack(place))?;
+        let flow = Flow::build(b, place, &schemes.flow(place))?;
         Ok(Stack { body: Rc::new(Body { layers, flow }) })
     }
 
@@ -61,9 +61,9 @@ impl Stack {
         memory: Option<(&Tensor, &Ranges)>,
         ctx: &Context,
     ) -> Result<Tensor> {
-        self.run(x, ctx, &mut |index, stream| match ctx.recompute {
-            true => self.recomputed(index, stream, own, causal, memory, ctx),
-            false => self.body.layer(index, stream, ctx, &mut whole(own, causal, memory, ctx)),
+        self.run(x, ctx, &mut |index, streams| match ctx.recompute {
+            true => self.recomputed(index, streams, own, causal, memory, ctx),
+            false => self.body.layer(index, streams, ctx, &mut whole(own, causal, memory, ctx)),
         })
     }
 
@@ -74,7 +74,7 @@ impl Stack {
             .iter()
             .flat_map(|layer| &layer.sublayers)
             .filter_map(|s| match &s.function {
-                Function::CrossAttention(attention) => Some(attention.memory(memory, ctx.kind)),
+                Function::CrossAttention(attention) => Some(attention.memory(memory, &s.inside, ctx)),
                 _ => None,
             })
             .collect()
@@ -89,9 +89,9 @@ impl Stack {
         ctx: &Context,
     ) -> Result<Tensor> {
         cache.0.resize_with(self.body.layers.len(), || None);
-        self.run(x, ctx, &mut |index, stream| {
+        self.run(x, ctx, &mut |index, streams| {
             let cache = &mut cache.0[index];
-            self.body.layer(index, stream, ctx, &mut |attention, inside, input| match (attention, memory) {
+            self.body.layer(index, streams, ctx, &mut |attention, inside, input| match (attention, memory) {
                 (Attends::Memory(attention), Some((memory, ranges))) => {
                     attention.attend_memory(input, &memory[index], ranges, inside, ctx)
                 }
@@ -111,26 +111,31 @@ impl Stack {
     }
 
     /// All layers, one after the other.
-    fn run(&self, x: Tensor, ctx: &Context, layer: &mut dyn FnMut(usize, Stream) -> Result<Stream>) -> Result<Tensor> {
+    fn run(
+        &self,
+        x: Tensor,
+        ctx: &Context,
+        layer: &mut dyn FnMut(usize, Streams) -> Result<Streams>,
+    ) -> Result<Tensor> {
         let Body { layers, flow } = &*self.body;
         let kind = if x.kind() == Kind::Double { Kind::Double } else { Kind::Float };
         let deviation = ctx.profile.then(|| Tensor::f_ones([1i64].as_slice(), (kind, x.device()))).transpose()?;
         ctx.show(|watch| watch.stack(&x))?;
-        let mut stream = Stream { x, normed: None, alpha_t: flow.alpha(kind)?, deviation };
+        let mut streams = Streams { others: flow.begin(&x), x, normed: None, alpha_t: flow.alpha(kind)?, deviation };
         let mut outputs = vec![];
         for index in 0..layers.len() {
             if let Some(combine) = &flow.combine {
-                stream = Stream { x: combine.next(stream.x, &mut outputs, ctx)?, normed: None, ..stream };
+                streams = Streams { x: combine.next(streams.x, &mut outputs, ctx)?, normed: None, ..streams };
             }
-            stream = layer(index, stream)?;
-            ctx.show(|watch| watch.layer(&stream.x))?;
+            streams = layer(index, streams)?;
+            ctx.show(|watch| watch.layer(&streams.x))?;
         }
         if let Some(combine) = &flow.combine {
-            stream = Stream { x: combine.next(stream.x, &mut outputs, ctx)?, normed: None, ..stream };
+            streams = Streams { x: combine.next(streams.x, &mut outputs, ctx)?, normed: None, ..streams };
         }
-        match stream.normed {
+        match streams.normed {
             Some(normed) => Ok(normed),
-            None => flow.end.iter().try_fold(stream.x, |x, change| change.apply(&x, &ctx.rows())),
+            None => flow.finish(streams.x, streams.others, ctx),
         }
     }
 
@@ -138,32 +143,32 @@ impl Stack {
     fn recomputed(
         &self,
         index: usize,
-        stream: Stream,
+        streams: Streams,
         own: &Ranges,
         causal: bool,
         memory: Option<(&Tensor, &Ranges)>,
         ctx: &Context,
-    ) -> Result<Stream> {
+    ) -> Result<Streams> {
+        let clone = |t: &Option<Tensor>| t.as_ref().map(Tensor::shallow_clone);
         let sites = Rc::new(Cell::new(0));
-        let alpha_t = stream.alpha_t.as_ref().map(Tensor::shallow_clone);
         let piece = {
             let (body, sites, start) = (self.body.clone(), sites.clone(), ctx.fork(false));
             let (own, across) = (own.shallow_clone(), memory.map(|(_, ranges)| ranges.shallow_clone()));
-            move |[x, normed, memory]: Inputs, again| {
+            let (others, alpha_t) = (streams.others.len(), clone(&streams.alpha_t));
+            move |mut inputs: Vec<Tensor>, again| {
                 let ctx = start.fork(again);
-                let x = x.expect("the stream is never absent");
-                let stream =
-                    Stream { x, normed, alpha_t: alpha_t.as_ref().map(Tensor::shallow_clone), deviation: None };
+                let memory = across.as_ref().map(|_| inputs.pop().expect("the memory is the last input"));
                 let memory = memory.as_ref().zip(across.as_ref());
-                let stream = body.layer(index, stream, &ctx, &mut whole(&own, causal, memory, &ctx))?;
+                let streams = Streams::of(inputs, others, clone(&alpha_t));
+                let streams = body.layer(index, streams, &ctx, &mut whole(&own, causal, memory, &ctx))?;
                 sites.set(ctx.sites());
-                Ok((stream.x, stream.normed))
+                Ok(streams.tensors().map(Tensor::shallow_clone).collect())
             }
         };
-        let inputs = [Some(&stream.x), stream.normed.as_ref(), memory.map(|(memory, _)| memory)];
-        let (x, normed) = operator::recomputed(inputs, piece)?;
+        let inputs: Vec<&Tensor> = streams.tensors().chain(memory.map(|(memory, _)| memory)).collect();
+        let outputs = operator::recomputed(&inputs, piece)?;
         ctx.set_sites(sites.get());
-        Ok(Stream { x, normed, ..stream })
+        Ok(Streams::of(outputs, streams.others.len(), streams.alpha_t))
     }
 
     /// The number of the update that is about to be made, for schemes that grow.
@@ -173,18 +178,18 @@ impl Stack {
 }
 
 impl Body {
-    fn layer(&self, index: usize, mut stream: Stream, ctx: &Context, attend: &mut Attend) -> Result<Stream> {
+    fn layer(&self, index: usize, mut streams: Streams, ctx: &Context, attend: &mut Attend) -> Result<Streams> {
         for (s, branch) in self.layers[index].sublayers.iter().enumerate() {
-            let input = branch.input(&stream, ctx)?;
+            let input = branch.input(&streams, ctx)?;
             let f = match &branch.function {
                 Function::SelfAttention(a) => attend(Attends::Itself(a), &branch.inside, &input)?,
                 Function::Tensorized(a) => attend(Attends::Segment(a), &branch.inside, &input)?,
                 Function::CrossAttention(a) => attend(Attends::Memory(a), &branch.inside, &input)?,
                 Function::FeedForward(f) => f.forward(&input, &branch.inside, ctx)?,
             };
-            stream = branch.close(&stream, f, self.norm_after(index, s), ctx)?;
+            streams = branch.close(&streams, f, self.norm_after(index, s), ctx)?;
         }
-        Ok(stream)
+        Ok(streams)
     }
 
     /// The norm that the stream meets first after a sublayer: the next sublayer's, or the stack's last.
@@ -219,7 +224,7 @@ fn whole<'a>(
 ) -> impl FnMut(Attends, &Inside, &Tensor) -> Result<Tensor> + 'a {
     move |attention, inside, input| match (attention, memory) {
         (Attends::Memory(attention), Some((memory, ranges))) => {
-            let memory = attention.memory(memory, ctx.kind)?;
+            let memory = attention.memory(memory, inside, ctx)?;
             attention.attend_memory(input, &memory, ranges, inside, ctx)
         }
         (Attends::Itself(attention) | Attends::Memory(attention), _) => {

@@ -1,13 +1,14 @@
 //! What the model adds to the tables: fusing the residual step with the next norm, profiling, growth, and the state of
 //! norms. That each scheme computes its equation is for `tests/model`.
 
-use super::stack::Stack;
+use super::layer::{Branch, Function};
+use super::stack::{Stack, StackCache};
 use super::{Builder, Context, Packed, Ranges};
 use crate::config::TransformerConfig;
 use crate::error::Result;
 use crate::init::{self, Fill};
 use crate::norm::{Build, Norm, Rows, Site, Spec};
-use crate::residual::{self, Place};
+use crate::residual::{self, Around, ExtraStream, Flow, Gain, Learned, Place, Scheme, Schemes, StreamStep};
 use std::collections::HashMap;
 use tch::{no_grad, Device, Kind, Tensor};
 
@@ -22,11 +23,15 @@ fn config(residual: &str, layers: i64) -> TransformerConfig {
 }
 
 fn build(config: &TransformerConfig) -> (Stack, HashMap<String, Tensor>) {
+    build_of(config, &config.schemes().unwrap())
+}
+
+fn build_of(config: &TransformerConfig, schemes: &Schemes) -> (Stack, HashMap<String, Tensor>) {
     tch::manual_seed(1);
     let mut b = Builder::fresh(Device::Cpu, Kind::Double);
-    let (init, scheme) = (init::find("xavier").unwrap(), residual::find(config.residual.as_str()).unwrap());
+    let init = init::find("xavier").unwrap();
     let place = Place::new(config, residual::Stack::Decoder, 0);
-    let stack = Stack::build(&mut b, &place, init, scheme).unwrap();
+    let stack = Stack::build(&mut b, &place, init, schemes).unwrap();
     let made = b.finish().unwrap();
     let names = made.iter().chain(made.buffers()).map(|(n, t)| (n.to_string(), t.shallow_clone())).collect();
     (stack, names)
@@ -36,6 +41,19 @@ fn run(stack: &Stack, x: &Tensor, ctx: &Context) -> Tensor {
     let input = Packed::of(&[&[4, 5, 6], &[7, 8]]).unwrap();
     let own = Ranges::causal(&input, Device::Cpu).unwrap();
     stack.forward(x.shallow_clone(), &own, true, None, ctx).unwrap()
+}
+
+/// F(x) of one sublayer, on the rows that [`run`] reads.
+fn function(branch: &Branch, x: &Tensor) -> Tensor {
+    let ctx = Context::evaluation(Kind::Double);
+    let input = Packed::of(&[&[4, 5, 6], &[7, 8]]).unwrap();
+    let own = Ranges::causal(&input, Device::Cpu).unwrap();
+    let f = match &branch.function {
+        Function::FeedForward(f) => f.forward(x, &branch.inside, &ctx),
+        Function::SelfAttention(a) | Function::CrossAttention(a) => a.attend(x, &own, true, &branch.inside, &ctx),
+        Function::Tensorized(a) => a.attend(x, &own, &branch.inside, &ctx),
+    };
+    f.unwrap()
 }
 
 fn rows() -> Tensor {
@@ -119,6 +137,89 @@ fn profiling_makes_each_sum_as_wide_as_its_gain() {
 }
 
 #[test]
+fn decoding_token_by_token_is_reading_the_whole_sentence() {
+    let input = Packed::of(&[&[4, 5, 6, 7, 8]]).unwrap();
+    let own = Ranges::causal(&input, Device::Cpu).unwrap();
+    let ctx = Context::evaluation(Kind::Double);
+    let schemes = residual::SCHEMES.iter().map(|scheme| config(scheme.name(), 2));
+    let with_qk_norm = TransformerConfig { qk_norm: true, ..config("prenorm", 2) };
+    for config in schemes.chain([config("postnorm*1,prenorm", 2), with_qk_norm]) {
+        let (stack, names) = build(&config);
+        for parameter in names.values().filter(|t| t.kind() == Kind::Double) {
+            let _ = no_grad(|| parameter.shallow_clone().f_add_(&(parameter.randn_like() * 0.1)));
+        }
+        let whole = stack.forward(rows(), &own, true, None, &ctx).unwrap();
+        let mut cache = StackCache::default();
+        let mut step = |i| stack.step(rows().narrow(0, i, 1), &mut cache, None, &ctx).unwrap();
+        let steps: Vec<Tensor> = (0..5).map(&mut step).collect();
+        assert!(close(&whole, &Tensor::cat(&steps, 0)), "{config:?}");
+    }
+}
+
+/// x⁺ = x + F(x) with two streams beside it, a learned one that ends with a norm and one that doubles and ends bare.
+struct ThreeStreams;
+
+impl Scheme for ThreeStreams {
+    fn name(&self) -> &'static str {
+        "three streams"
+    }
+
+    fn equation(&self) -> &'static str {
+        "x⁺ = x + f, s⁺ = a⊙s + f, t⁺ = 2t + f, f = F(x); x + N(s) + t after the stack"
+    }
+
+    fn source(&self) -> &'static str {
+        ""
+    }
+
+    fn around(&self, place: &Place) -> Around {
+        let a = Learned::new(place.numbered("a"), &[D], 0.5);
+        let steps = [Gain::Learned(a), Gain::Constant(2.0)];
+        let streams = steps.map(|alpha| StreamStep { alpha, beta: Gain::One }).into();
+        Around { streams, ..Around::default() }
+    }
+
+    fn stack(&self, place: &Place) -> Flow {
+        let streams = vec![ExtraStream { norm: Some(place.end_norm()) }, ExtraStream { norm: None }];
+        Flow { streams, ..Flow::default() }
+    }
+}
+
+#[test]
+fn streams_travel_beside_x() {
+    let (stack, names) = build_of(&config("t-fixup", 2), &Schemes::of(&ThreeStreams));
+    let [mut x, mut s, mut t] = [(); 3].map(|()| rows());
+    for (l, layer) in stack.layers().iter().enumerate() {
+        for (i, branch) in layer.sublayers.iter().enumerate() {
+            let f = function(branch, &x);
+            s = s * &names[&format!("layers.{l}.a{}", i + 1)] + &f;
+            t = t * 2.0 + &f;
+            x += f;
+        }
+    }
+    let norm = s.layer_norm([D], Some(&names["norm.weight"]), Some(&names["norm.bias"]), 1e-5, false);
+    assert!(close(&run(&stack, &rows(), &Context::evaluation(Kind::Double)), &(x + norm + t)));
+}
+
+#[test]
+fn recomputation_carries_every_stream() {
+    let (stack, names) = build_of(&config("t-fixup", 2), &Schemes::of(&ThreeStreams));
+    let gradients = |recompute: bool| {
+        let x = rows().set_requires_grad(true);
+        let ctx = Context::evaluation(Kind::Double).recomputing(recompute);
+        run(&stack, &x, &ctx).square().sum(Kind::Double).backward();
+        let mut leaves: Vec<(&String, &Tensor)> = names.iter().collect();
+        leaves.sort_by_key(|(name, _)| *name);
+        let all: Vec<Tensor> = leaves.iter().map(|(_, t)| t).chain([&&x]).map(|t| t.grad().copy()).collect();
+        leaves.iter().for_each(|(_, t)| t.shallow_clone().zero_grad());
+        all
+    };
+    for (plain, again) in gradients(false).iter().zip(gradients(true)) {
+        assert_eq!(plain, &again);
+    }
+}
+
+#[test]
 fn the_fused_step_is_the_unfused_one() {
     let (fused, names) = build(&config("prenorm", 2));
     let x = rows();
@@ -129,20 +230,10 @@ fn the_fused_step_is_the_unfused_one() {
         x.layer_norm([D], Some(w), Some(b), 1e-5, false)
     };
     let mut stream = x.shallow_clone();
-    let input = Packed::of(&[&[4, 5, 6], &[7, 8]]).unwrap();
-    let own = Ranges::causal(&input, Device::Cpu).unwrap();
-    let ctx = Context::evaluation(Kind::Double);
     for (l, layer) in fused.layers().iter().enumerate() {
         for (s, branch) in layer.sublayers.iter().enumerate() {
             let n = norm(&format!("layers.{l}.norm{}", s + 1), &stream);
-            let f = match &branch.function {
-                super::layer::Function::FeedForward(f) => f.forward(&n, &branch.inside, &ctx).unwrap(),
-                super::layer::Function::SelfAttention(a) | super::layer::Function::CrossAttention(a) => {
-                    a.attend(&n, &own, true, &branch.inside, &ctx).unwrap()
-                }
-                super::layer::Function::Tensorized(a) => a.attend(&n, &own, &branch.inside, &ctx).unwrap(),
-            };
-            stream += f;
+            stream += function(branch, &n);
         }
     }
     assert!(close(&y, &norm("norm", &stream)));

@@ -46,11 +46,11 @@ impl Transformer {
 
     fn build(config: &TransformerConfig, mut b: Builder) -> Result<Self> {
         config.validate()?;
-        let scheme = residual::find(config.residual.as_str())?;
+        let schemes = config.schemes()?;
         let init = init::find(config.init())?;
         let embeddings = Embeddings::build(&mut b, config, init)?;
         let mut stack =
-            |name: &str, stack| b.within(name, |b| Stack::build(b, &Place::new(config, stack, 0), init, scheme));
+            |name: &str, stack| b.within(name, |b| Stack::build(b, &Place::new(config, stack, 0), init, &schemes));
         let encoder = config.has_encoder().then(|| stack("encoder", residual::Stack::Encoder)).transpose()?;
         let decoder = stack("decoder", residual::Stack::Decoder)?;
         Ok(Transformer { config: config.clone(), parameters: b.finish()?, embeddings, encoder, decoder })
@@ -63,7 +63,7 @@ impl Transformer {
 
     /// Whether the scheme wants [`profile`](Self::profile) before the first update.
     pub fn is_profiled(&self) -> Result<bool> {
-        Ok(residual::find(self.config.residual.as_str())?.is_profiled())
+        Ok(self.config.schemes()?.is_profiled())
     }
 
     /// Sets the gains that the scheme takes from one training batch, padding included, which enters no norm's statistics.

@@ -29,7 +29,7 @@ pub use column_norm::{column_norm, Column, ColumnKernels};
 pub use composite::lp_norm;
 pub use cross_entropy::{cross_entropy, cross_entropy_in_place};
 pub use engine::{backward_from, register, set_grad};
-pub use recompute::{recomputed, Inputs};
+pub use recompute::recomputed;
 pub use relu_dropout::relu_dropout;
 pub use residual::{dropout, Step};
 pub use row_norm::{row_norm, RowKernels};

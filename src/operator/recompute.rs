@@ -2,49 +2,57 @@
 //! gradient.
 
 use super::engine;
-use super::ffi::{self, into_raw, pointer, status, take};
+use super::ffi::{self, into_raw, shim_error, status};
 use crate::error::Result;
 use std::ffi::{c_int, c_void};
 use tch::Tensor;
 use torch_sys::C_tensor;
 
-/// A piece's inputs; all but the first may be absent.
-pub type Inputs = [Option<Tensor>; 3];
-
-/// What a piece computes from its inputs: one output, or two. The flag says that it has been run before, so that what
-/// happens once per training forward (statistics) does not happen twice.
+/// What a piece computes from its inputs. The flag says that it has been run before, so that what happens once per
+/// training forward (statistics) does not happen twice.
 ///
 /// It may hold what is no `Send`: an `Rc` of the model's layers. Autograd runs it for its gradient, and may drop it, on
 /// the thread of its device. SAFETY: nobody else uses the layers meanwhile. The thread that holds the model has called
 /// `backward` and waits in it until the engine has run all nodes; the engine lets go of a node before it counts it as
 /// done, and its queue orders either thread's accesses before the other's.
-type Piece = dyn Fn(Inputs, bool) -> Result<(Tensor, Option<Tensor>)>;
+type Piece = dyn Fn(Vec<Tensor>, bool) -> Result<Vec<Tensor>>;
 
 /// Runs `piece` without recording its operations; its backward pass runs it again and differentiates that.
 ///
-/// Parameters inside get their gradients added to `.grad`, as ever. The first input must require a gradient.
+/// Parameters inside get their gradients added to `.grad`, as ever. One of the inputs must require a gradient.
 pub fn recomputed(
-    inputs: [Option<&Tensor>; 3],
-    piece: impl Fn(Inputs, bool) -> Result<(Tensor, Option<Tensor>)> + 'static,
-) -> Result<(Tensor, Option<Tensor>)> {
+    inputs: &[&Tensor],
+    piece: impl Fn(Vec<Tensor>, bool) -> Result<Vec<Tensor>> + 'static,
+) -> Result<Vec<Tensor>> {
     engine::register();
     let piece: Box<Box<Piece>> = Box::new(Box::new(piece));
-    let mut second = std::ptr::null_mut();
-    let [a, b, c] = inputs.map(pointer);
-    // SAFETY: the tensors outlive the call; the shim owns the piece from here on and drops it by nfrs_piece_drop.
-    let first = unsafe { take(nfrs_recompute(Box::into_raw(piece).cast(), a, b, c, &mut second))? };
-    // SAFETY: the shim made the second output along with the first, or left the pointer null.
-    Ok((first, if second.is_null() { None } else { Some(unsafe { take(second)? }) }))
+    let inputs: Vec<_> = inputs.iter().map(|t| t.as_ptr()).collect();
+    let mut outputs: Vec<Tensor> = Vec::new();
+    let list = std::ptr::from_mut(&mut outputs).cast();
+    // SAFETY: the tensors and the list outlive the call; the shim owns the piece from here on and drops it by
+    // nfrs_piece_drop.
+    match unsafe { nfrs_recompute(Box::into_raw(piece).cast(), inputs.as_ptr(), inputs.len(), list, push) } {
+        true => Ok(outputs),
+        false => Err(shim_error()),
+    }
+}
+
+/// Appends a tensor to a list of the other side, which takes it over.
+type Push = unsafe extern "C" fn(list: *mut c_void, t: *mut C_tensor);
+
+unsafe extern "C" fn push(list: *mut c_void, t: *mut C_tensor) {
+    // SAFETY: the list is `recomputed`'s, which waits for the shim; the tensor is new.
+    unsafe { (*list.cast::<Vec<Tensor>>()).push(Tensor::from_ptr(t)) }
 }
 
 extern "C" {
     fn nfrs_recompute(
         piece: *mut c_void,
-        a: *const C_tensor,
-        b: *const C_tensor,
-        c: *const C_tensor,
-        second: *mut *mut C_tensor,
-    ) -> *mut C_tensor;
+        inputs: *const *const C_tensor,
+        count: usize,
+        outputs: *mut c_void,
+        push: Push,
+    ) -> bool;
 }
 
 #[no_mangle]
@@ -52,19 +60,19 @@ unsafe extern "C" fn nfrs_piece_run(
     piece: *mut c_void,
     again: bool,
     inputs: *const *const C_tensor,
-    outputs: *mut *mut C_tensor,
+    count: usize,
+    outputs: *mut c_void,
+    push: Push,
 ) -> c_int {
     status(|| {
-        // SAFETY: the shim passes the box of `recomputed`, three live tensors or nulls, and room for two outputs.
-        let (piece, inputs, outputs) = unsafe {
-            let inputs = std::slice::from_raw_parts(inputs, 3);
-            let piece = &*piece.cast::<Box<Piece>>();
-            (piece, [0, 1, 2].map(|i| ffi::borrow(inputs[i])), std::slice::from_raw_parts_mut(outputs, 2))
+        // SAFETY: the shim passes the box of `recomputed` and `count` live tensors.
+        let (piece, inputs) = unsafe {
+            let inputs = std::slice::from_raw_parts(inputs, count);
+            (&*piece.cast::<Box<Piece>>(), inputs.iter().filter_map(|t| ffi::borrow(*t)).collect())
         };
-        let (first, second) = piece(inputs, again)?;
-        outputs[0] = into_raw(first);
-        if let Some(second) = second {
-            outputs[1] = into_raw(second);
+        for t in piece(inputs, again)? {
+            // SAFETY: the shim's list takes over the tensor.
+            unsafe { push(outputs, into_raw(t)) };
         }
         Ok(())
     })

@@ -45,6 +45,7 @@ impl Scheme for Dlcl {
             name: format!("combine.norms.{l}"),
             width: place.config.d_model,
             last: on_sums && l == place.layers(),
+            ends_stack: false,
         };
         let norms = (1..=place.layers()).map(norm).collect();
         let combine = Combine { weight: "combine.weight".into(), norms, on_sums };

@@ -2,12 +2,16 @@
 //!
 //! A scheme answers at four places, each a no-op unless it says otherwise:
 //!
-//! * the **stack**: what a layer's input is, given all earlier outputs, and what follows the last layer;
+//! * the **stack**: what a layer's input is, given all earlier outputs, which streams travel beside x, and what follows
+//!   the last layer;
 //! * the **layer**: parameters that its sublayers share;
-//! * **around** a sublayer: x⁺ = N_after(α⊙x + β⊙drop(N_amid(F(N_before(x)))));
+//! * **around** a sublayer: x⁺ = N_after(α⊙x + β⊙drop(f)), f = N_amid(F(N_before(x))), and s⁺ = α⊙s + β⊙drop(f) of
+//!   every stream s beside x;
 //! * **inside** a sublayer, at named points.
 //!
-//! It only declares, in plain data: [`crate::model`] builds and runs what was declared (and fuses x⁺ with the next norm
+//! A stack's layers may have different schemes ([`Schemes`]).
+//!
+//! A scheme only declares, in plain data: [`crate::model`] builds and runs what was declared (and fuses x⁺ with the next norm
 //! where both have row kernels), and Python's modules are built from the same declarations.
 
 mod admin;
@@ -19,8 +23,10 @@ mod layerscale;
 mod normformer;
 mod postnorm;
 mod prenorm;
+mod resi_dual;
 mod rezero;
 mod sandwich;
+mod schemes;
 mod subln;
 
 pub use admin::PROFILING;
@@ -28,10 +34,10 @@ pub use branchnorm::Curve;
 pub use dlcl::DlclNorm;
 pub use fixup::RFixupMode;
 pub use normformer::NormFormerMode;
+pub use schemes::Schemes;
 
 use crate::choice;
 use crate::config::TransformerConfig;
-use crate::error::{unknown, Result};
 use serde::Serialize;
 
 /// Every scheme that models may name.
@@ -50,19 +56,15 @@ pub static SCHEMES: &[&dyn Scheme] = &[
     &subln::SubLn,
     &sandwich::Sandwich,
     &layerscale::LayerScale,
+    &resi_dual::ResiDual,
 ];
 
-/// The scheme of that name.
-pub fn find(name: &str) -> Result<&'static dyn Scheme> {
-    SCHEMES
-        .iter()
-        .copied()
-        .find(|s| s.name() == name)
-        .ok_or_else(|| unknown("residual", name, SCHEMES.iter().map(|s| s.name())))
+/// Whether a scheme puts a norm anywhere in such a model.
+pub fn has_norms(schemes: &Schemes, config: &TransformerConfig) -> bool {
+    schemes.all().any(|scheme| puts_norms(scheme, config))
 }
 
-/// Whether the scheme puts a norm anywhere in such a model.
-pub fn has_norms(scheme: &dyn Scheme, config: &TransformerConfig) -> bool {
+fn puts_norms(scheme: &dyn Scheme, config: &TransformerConfig) -> bool {
     let place = Place::new(config, Stack::Decoder, 0);
     let is_norm = |change: &Change| matches!(change, Change::Norm(_));
     let has = |place: Place| {
@@ -71,7 +73,8 @@ pub fn has_norms(scheme: &dyn Scheme, config: &TransformerConfig) -> bool {
         before.or(amid).or(after).is_some() || inside.iter().any(|(_, change)| is_norm(change))
     };
     let flow = scheme.stack(&place);
-    place.each().any(has) || flow.combine.is_some() || flow.end.iter().any(is_norm)
+    let has_end_norm = flow.streams.iter().any(|stream| stream.norm.is_some()) || flow.end.iter().any(is_norm);
+    place.each().any(has) || flow.combine.is_some() || has_end_norm
 }
 
 pub trait Scheme: Sync {
@@ -229,7 +232,7 @@ impl<'a> Place<'a> {
 
     /// The sublayer's own norm in a scheme that ends with another.
     pub fn norm(&self) -> NormAt {
-        NormAt { name: self.numbered("norm"), width: self.config.d_model, last: false }
+        NormAt { name: self.numbered("norm"), width: self.config.d_model, last: false, ends_stack: false }
     }
 
     /// The sublayer's own norm in a scheme whose last norm is the last sublayer's.
@@ -239,7 +242,7 @@ impl<'a> Place<'a> {
 
     /// The norm after the last layer.
     pub fn end_norm(&self) -> NormAt {
-        NormAt { name: "norm".into(), width: self.config.d_model, last: true }
+        NormAt { name: "norm".into(), width: self.config.d_model, last: true, ends_stack: true }
     }
 }
 
@@ -250,6 +253,8 @@ pub struct NormAt {
     pub width: i64,
     /// No norm of the stack follows it.
     pub last: bool,
+    /// It stands after the last layer.
+    pub ends_stack: bool,
 }
 
 /// A parameter of the scheme, every number of it `value` at the start.
@@ -289,6 +294,15 @@ pub struct Around {
     pub beta: Gain,
     pub amid: Option<NormAt>,
     pub after: Option<NormAt>,
+    /// What the sublayer does to each stream beside x, in the order of [`Flow::streams`].
+    pub streams: Vec<StreamStep>,
+}
+
+/// s⁺ = α⊙s + β⊙drop(f) of a stream s beside x; f and the dropout's mask are those of x⁺.
+#[derive(Clone, Debug, Default, PartialEq, Serialize)]
+pub struct StreamStep {
+    pub alpha: Gain,
+    pub beta: Gain,
 }
 
 /// Named points inside a sublayer.
@@ -297,6 +311,10 @@ pub struct Around {
 pub enum Point {
     /// Before q, k and v (self-attention), before q (cross-attention), or before the first linear (feed-forward).
     Input,
+    /// The queries of each head, (…, heads, d_head).
+    Query,
+    /// The keys of each head, (…, heads, d_head).
+    Key,
     /// The heads' outputs, joined, before the output projection.
     AfterHeads,
     /// After the attention's output projection.
@@ -325,10 +343,19 @@ pub enum Change {
 pub struct Flow {
     /// A layer's input from all outputs so far; none: the last one.
     pub combine: Option<Combine>,
+    /// What travels beside x from sublayer to sublayer.
+    pub streams: Vec<ExtraStream>,
     /// α_t of [`Gain::Growing`].
     pub growth: Option<Growth>,
     /// After the last layer.
     pub end: Vec<Change>,
+}
+
+/// A residual stream beside x. It begins as x does; each sublayer's [`Around::streams`] move it; after the last layer
+/// x ← x + N(s).
+#[derive(Clone, Debug, PartialEq, Serialize)]
+pub struct ExtraStream {
+    pub norm: Option<NormAt>,
 }
 
 /// Row l of `weight` weighs y_0 (the embedding) to y_l, the layers' outputs, into the input of layer l + 1; the last row
@@ -350,6 +377,18 @@ pub struct Growth {
 #[cfg(test)]
 pub(crate) mod tests {
     use super::*;
+
+    #[test]
+    fn sublayers_move_every_stream_of_their_stack() {
+        for scheme in SCHEMES {
+            for stack in [Stack::Encoder, Stack::Decoder] {
+                let config = TransformerConfig::default();
+                let place = Place::new(&config, stack, 0);
+                let streams = scheme.stack(&place).streams.len();
+                assert!(place.each().all(|place| scheme.around(&place).streams.len() == streams), "{}", scheme.name());
+            }
+        }
+    }
 
     /// A constant of a stack in a model of as many layers on either side.
     pub fn place_of(layers: i64, stack: Stack, constant: fn(&Place) -> f64) -> f64 {

@@ -50,7 +50,7 @@ impl Scheme for NormFormer {
                 vec![(point, Change::HeadScale(gamma))]
             }
             Sublayer::FeedForward if config.normformer_ffn_norm => {
-                let norm = NormAt { name: "inner_norm".into(), width: config.d_ff, last: false };
+                let norm = NormAt { name: "inner_norm".into(), width: config.d_ff, ..place.norm() };
                 vec![(Point::Amid, Change::Norm(norm))]
             }
             _ => Vec::new(),

@@ -32,7 +32,7 @@ impl Scheme for SubLn {
             Sublayer::FeedForward => (Point::Amid, place.config.d_ff),
         };
         let name = format!("{}inner_norm", place.sublayer.path());
-        vec![(point, Change::Norm(NormAt { name, width, last: false }))]
+        vec![(point, Change::Norm(NormAt { name, width, ..place.norm() }))]
     }
 
     fn stack(&self, place: &Place) -> Flow {

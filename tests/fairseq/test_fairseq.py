@@ -145,10 +145,11 @@ def test_steps_of_decoding_use_running_statistics(norm, data):
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 
 
-@pytest.mark.parametrize("residual", SCHEMES)
+@pytest.mark.parametrize("residual", [*SCHEMES, "postnorm*1/2,prenorm", "prenorm --qk-norm"])
 def test_steps_of_decoding_are_the_whole(residual, data):
-    changes = {"model.residual": residual, "model.norm": "layernorm"}
-    _, model = built(data, "--norm scalenorm --residual postnorm", **changes)
+    scheme, _, flag = residual.partition(" ")
+    changes = {"model.residual": scheme, "model.norm": "layernorm"}
+    _, model = built(data, f"--norm scalenorm --residual postnorm {flag}", **changes)
     source, target = batch()
     model = perturbed(model)
     memory = model.encoder(source, None)

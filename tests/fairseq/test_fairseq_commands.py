@@ -35,9 +35,9 @@ def flags_of_help() -> str:
 
 def test_flags_name_everything(fairseq):
     text = flags_of_help()
-    for kind, flags in (("norms", ["--norm", "--encoder-norm", "--decoder-norm"]), ("residuals", ["--residual"])):
-        for flag in flags:
-            assert f"{flag} {{{','.join(entry['name'] for entry in tables()[kind])}}}" in text
+    for flag in ("--norm", "--encoder-norm", "--decoder-norm"):
+        assert f"{flag} {{{','.join(entry['name'] for entry in tables()['norms'])}}}" in text
+    assert f"One of {', '.join(entry['name'] for entry in tables()['residuals'])}. Default: postnorm" in text
     for field in nf.TransformerConfig.FIELDS:
         name = field.name.replace("_", "-")
         known = {"architecture", "vocab-size", "d-model", "d-ff", "heads", "positions", "tie-embeddings"}
@@ -47,7 +47,8 @@ def test_flags_name_everything(fairseq):
 
 BAD = {
     "--norm scalnorm": "invalid choice: 'scalnorm'",
-    "--residual post-norm": "invalid choice: 'post-norm'",
+    "--residual post-norm": 'unknown residual "post-norm" (did you mean "postnorm"?)',
+    "--residual dlcl*1,prenorm": "dlcl changes more than single layers, so it must have all of them",
     "--encoder-normalize-before": "together mean --residual prenorm",
     "--residual deepnorm --encoder-normalize-before --decoder-normalize-before": "together mean --residual prenorm",
     "--adaptive-softmax-cutoff 5,10": "--adaptive-softmax-cutoff has no place",

@@ -109,6 +109,11 @@ def test_the_skeleton_is_the_rust_model(norm, residual):
         {"residual": "normformer", "normformer_mode": "fairseq"},
         {"residual": "r-fixup", "r_fixup_mode": "paper"},
         {"residual": "branchnorm", "branchnorm_growth": "sigmoid"},
+        {"qk_norm": True},
+        {"qk_norm": True, "norm": "scalenorm", "residual": "r-fixup"},
+        {"residual": "postnorm*1/3,prenorm"},
+        {"residual": "subln*1,rezero"},
+        {"residual": "sandwich*1,postnorm", "norm": "scalenorm-fixed"},
         {"norm": "powernorm", "powernorm_mode": "release", "residual": "prenorm"},
         {"norm": "lpnorm", "lpnorm_p": 3.0, "groupscaling": 0},
         {"encoder_norm": "scalenorm", "decoder_norm": "rmsnorm", "residual": "sandwich"},
@@ -348,7 +353,7 @@ def test_dropout_follows_torchs_generator():
     assert torch.equal(model(x), model(x))
 
 
-@pytest.mark.parametrize("residual", ["prenorm", "postnorm", "branchnorm", "dlcl", "subln", "r-fixup"])
+@pytest.mark.parametrize("residual", ["prenorm", "postnorm", "branchnorm", "dlcl", "subln", "r-fixup", "resi-dual"])
 @pytest.mark.filterwarnings("ignore:There is a performance drop")
 def test_compile_export_and_vmap(residual):
     model, x = encoder(residual).eval(), torch.randn(2, 5, D)
@@ -455,7 +460,7 @@ def test_reset_parameters_gives_first_values_back(residual, kind):
             return nfnn.Transformer(D, HEADS, 2, 2, FF, residual=residual)
         return nfnn.TransformerEncoder(nfnn.TransformerEncoderLayer(D, HEADS, FF, residual=residual), 2)
 
-    if kind == "residual" and residual in ("subln", "normformer", "r-fixup", "dlcl"):
+    if kind == "residual" and residual in ("subln", "normformer", "r-fixup", "dlcl", "resi-dual"):
         return
     one, other = build(0).state_dict(), build(1).state_dict()
     constant = [name for name in one if torch.equal(one[name], other[name])]
@@ -532,7 +537,7 @@ def test_residual_passes_tuples_and_arguments():
     x = torch.randn(2, 3, D)
     out, weights = block(x, x, x)
     assert out.shape == x.shape and weights.shape == (2, 3, 3)
-    for scheme in ("subln", "normformer", "r-fixup", "dlcl"):
+    for scheme in ("subln", "normformer", "r-fixup", "dlcl", "resi-dual"):
         with pytest.raises(ValueError, match="out of a Residual's reach"):
             nfnn.Residual(nn.Linear(D, D), D, scheme=scheme)
 

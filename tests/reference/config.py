@@ -28,6 +28,7 @@ DEFAULTS: dict[str, Any] = {
     "powernorm_alpha_bwd": 0.9,
     "groupscaling": 1,  # groups, before the norms with batch statistics; 0: off
     "residual": "prenorm",
+    "qk_norm": False,
     "branchnorm_steps": 4000,
     "branchnorm_growth": "linear",  # or "exp", "sigmoid"
     "r_fixup_mode": "release",  # or "paper"
@@ -53,6 +54,7 @@ DEFAULT_INITS = {
     "subln": "subln",
     "t-fixup": "t-fixup",
     "r-fixup": "r-fixup",
+    "resi-dual": "fairseq",
 }  # every other scheme: xavier
 
 
@@ -61,7 +63,9 @@ def complete(config: Config) -> dict[str, Any]:
     full = {**DEFAULTS, **config}
     for stack in ("encoder", "decoder"):
         full[f"{stack}_norm"] = full[f"{stack}_norm"] or full["norm"]
-    full["init"] = full["init"] or DEFAULT_INITS.get(full["residual"], "xavier")
+    names = [part.partition("*")[0] for part in full["residual"].split(",")]
+    inits = {DEFAULT_INITS.get(name, "xavier") for name in names}
+    full["init"] = full["init"] or (inits.pop() if len(inits) == 1 else "xavier")
     return full
 
 

@@ -144,14 +144,16 @@ class _Run:
                 return self.multihead(place, y, y, allowed, real, real)
             return self.multihead(place, y, memory, memory_real[:, None, None, :], real, memory_real)
 
-        outputs = [x]
+        outputs, streams = [x], [x for _ in about.streams]
         for place in places(self.config, name):
             if place.index == 1:
                 x = self.combined(about.combine, name, outputs, real)
-            x = self.sublayer(place, x, function, real)
+            x, streams = self.sublayer(place, x, streams, function, real)
             if place.kind == "feed_forward":
                 outputs.append(self.remembered(about.combine, name, place.layer, x, real))
         x = self.combined(about.combine, name, outputs, real)
+        for norm, s in zip(about.streams, streams, strict=True):
+            x = x + self.changed(norm, name, s, real)
         for change in about.end:
             x = self.changed(change, name, x, real)
         return x
@@ -169,19 +171,32 @@ class _Run:
         total = sum(weight * y for weight, y in zip(weights, outputs, strict=False))
         return self.changed(None if combine.is_pre or row == 0 else combine.norms[row - 1], stack, total, real)
 
-    def sublayer(self, place: Place, x: Tensor, function: Callable[[Place, Tensor], Tensor], real: Tensor) -> Tensor:
-        """x⁺ = N_after(α⊙x + β⊙dropout(N_output(F(N_before(x)))))."""
+    def sublayer(
+        self,
+        place: Place,
+        x: Tensor,
+        streams: Sequence[Tensor],
+        function: Callable[[Place, Tensor], Tensor],
+        real: Tensor,
+    ) -> tuple[Tensor, list[Tensor]]:
+        """x⁺ = N_after(α⊙x + β⊙dropout(f)), f = N_output(F(N_before(x))), and each stream's α⊙s + β⊙dropout(f)."""
         about = describe_sublayer(place)
         y = self.changed(about.before, place.stack, x, real)
         y = self.changed(about.inside.get("input"), place.stack, y, real)
         f = self.changed(about.output, place.stack, function(place, y), real)
-        return self.changed(about.after, place.stack, self.step(place, x, f, real), real)
+        keep = self.keep(self.dropout.residual, real, x.shape[-1])
+        others = [self.step(s, f, keep, *gains) for s, gains in zip(streams, about.streams, strict=True)]
+        x_plus = self.step_of_x(place, x, f, keep, real)
+        return self.changed(about.after, place.stack, x_plus, real), others
 
-    def step(self, place: Place, x: Tensor, f: Tensor, real: Tensor) -> Tensor:
+    def step_of_x(self, place: Place, x: Tensor, f: Tensor, keep: Tensor | None, real: Tensor) -> Tensor:
+        about = describe_sublayer(place)
+        return self.step(x, f, keep, about.alpha, about.beta)
+
+    def step(self, x: Tensor, f: Tensor, keep: Tensor | None, alpha: Gain, beta: Gain) -> Tensor:
         """α⊙x + β⊙dropout(f)."""
-        about, p = describe_sublayer(place), self.dropout.residual
-        alpha, beta = self.gain(about.alpha), self.gain(about.beta)
-        return residual_step(x, f, self.keep(p, real, x.shape[-1]), dropout_scale(p), alpha, beta)[0]
+        scale = dropout_scale(self.dropout.residual)
+        return residual_step(x, f, keep, scale, self.gain(alpha), self.gain(beta))[0]
 
     def multihead(
         self, place: Place, query: Tensor, memory: Tensor, allowed: Tensor, query_real: Tensor, key_real: Tensor
@@ -198,6 +213,8 @@ class _Run:
         p = self.dropout.attention
         keep = self.attention_keep(p, query_real, key_real)
         q, k, v = split(query @ w_q.T + b_q), split(memory @ w_k.T + b_k), split(memory @ w_v.T + b_v)
+        q = self.changed(inside.get("query"), place.stack, q, query_real)
+        k = self.changed(inside.get("key"), place.stack, k, key_real)
         joined = attention(q, k, v, allowed, keep, dropout_scale(p)).transpose(1, 2).flatten(-2)
         joined = self.changed(inside.get("heads"), place.stack, joined, query_real)
         projected = self.linear(f"{name}.out_proj", joined)
@@ -322,18 +339,18 @@ class _Run:
 
 
 class _Profile(_Run):
-    """Admin's profiling pass: every `step` sets its own ω first."""
+    """Admin's profiling pass: every sublayer sets its own ω first."""
 
     def __init__(self, state: State, config: Config, dropout: Dropout, count_padding: bool) -> None:
         super().__init__(state, config, dropout)
         self.count_padding, self.omegas, self.r = count_padding, {}, 1.0
 
-    def step(self, place: Place, x: Tensor, f: Tensor, real: Tensor) -> Tensor:
+    def step_of_x(self, place: Place, x: Tensor, f: Tensor, keep: Tensor | None, real: Tensor) -> Tensor:
         if (place.layer, place.index) == (0, 1):
             self.r = 1.0
         name = describe_sublayer(place).alpha.name
         self.state[name] = self.omegas[name] = torch.full_like(self.state[name], self.r)
-        x_plus = super().step(place, x, f, real)
+        x_plus = super().step_of_x(place, x, f, keep, real)
         residual, counted = self.r * x, torch.ones_like(real) if self.count_padding else real
         branch = x_plus - residual  # f after its dropout
         self.r = math.sqrt(residual[counted].var(correction=0) + branch[counted].var(correction=0))

@@ -69,8 +69,8 @@ Gain = float | Parameter | Growth
 class Sublayer:
     """x⁺ = N_after(α⊙x + β⊙dropout(N_output(F(N_before(x))))), and what happens at F's named points:
 
-    input: what q, k, v (cross-attention: q alone) or linear1 reads; heads: joined, before out_proj; projected: after
-    it; hidden: before the ReLU; activated: after the ReLU and its dropout.
+    input: what q, k, v (cross-attention: q alone) or linear1 reads; query, key: of each head; heads: joined, before
+    out_proj; projected: after it; hidden: before the ReLU; activated: after the ReLU and its dropout.
     """
 
     before: Norm | None = None
@@ -80,10 +80,13 @@ class Sublayer:
     beta: Gain = 1.0
     inside: Mapping[str, Change] = dataclasses.field(default_factory=dict)
     has_biases: bool = True
+    streams: tuple[tuple[Gain, Gain], ...] = ()
+    """α and β of each stream s beside x: s⁺ = α⊙s + β⊙dropout(N_output(F(…))), of one mask with x⁺."""
 
     def parts(self) -> Iterator[Change | Gain | None]:
         """Everything that may have parameters."""
         yield from (self.before, self.after, self.output, self.alpha, self.beta, *self.inside.values())
+        yield from (gain for gains in self.streams for gain in gains)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,13 +103,15 @@ class Combine:
 
 @dataclasses.dataclass(frozen=True)
 class Stack:
-    """What is done after the last layer, and how a layer's input is made of all earlier outputs (None: the last)."""
+    """What is done after the last layer, how a layer's input is made of all earlier outputs (None: the last), and what
+    is added to x for each stream beside it, before `end`: N(s). Such a stream begins as the embedding."""
 
     end: tuple[Change, ...] = ()
     combine: Combine | None = None
+    streams: tuple[Norm, ...] = ()
 
     def parts(self) -> Iterator[Change | Parameter]:
-        yield from self.end
+        yield from (*self.streams, *self.end)
         if self.combine is not None:
             yield from (Scale(self.combine.weight), *self.combine.norms)
 
@@ -257,6 +262,11 @@ def layerscale(place: Place) -> Sublayer:
     return dataclasses.replace(prenorm(place), beta=place.vector("branch_scale", place.config["layerscale_init"]))
 
 
+def resi_dual(place: Place) -> Sublayer:
+    """x⁺ = N(x+F(x)), s⁺ = s+F(x) (Xie et al. 2023)."""
+    return Sublayer(after=place.norm(f"norm{place.index}"), streams=((1.0, 1.0),))
+
+
 # Around the layers of a stack.
 
 
@@ -268,6 +278,12 @@ def nothing(config: Config, stack: str) -> Stack:
 def end_norm(config: Config, stack: str) -> Stack:
     """N after the last layer."""
     return Stack(end=(Norm(f"{stack}.norm", config["d_model"], stack == "decoder", ends_stack=True),))
+
+
+def end_dual(config: Config, stack: str) -> Stack:
+    """x + N(s) after the last layer."""
+    norm = Norm(f"{stack}.dual_norm", config["d_model"], stack == "decoder", ends_stack=True)
+    return Stack(streams=(norm,))
 
 
 def end_shift(config: Config, stack: str) -> Stack:
@@ -306,22 +322,35 @@ SCHEMES: dict[str, tuple[Callable[[Place], Sublayer], Callable[[Config, str], St
     "subln": (subln, end_norm),
     "sandwich": (sandwich, end_norm),
     "layerscale": (layerscale, end_norm),
+    "resi-dual": (resi_dual, end_dual),
 }
 RESIDUAL_NAMES = tuple(SCHEMES)
 
 
 def describe_sublayer(place: Place) -> Sublayer:
-    """What stands around and inside the sublayer at `place` under the config's scheme."""
-    return _scheme(place.config)[0](place)
+    """What stands around and inside the sublayer at `place` under its layer's scheme, and QK-norm."""
+    sublayer = _scheme(place.config, place.stack, place.layer)[0](place)
+    if not place.config["qk_norm"] or place.kind == "feed_forward":
+        return sublayer
+    width = place.config["d_model"] // place.config["heads"]
+    norms = {at: Norm(f"{place.prefix}.{place.kind}.{at[0]}_norm", width) for at in ("query", "key")}
+    return dataclasses.replace(sublayer, inside={**sublayer.inside, **norms})
 
 
 def describe_stack(config: Config, stack: str) -> Stack:
-    """What stands around the layers of `stack` under the config's scheme."""
-    return _scheme(config)[1](config, stack)
+    """What stands around the layers of `stack` under the last layer's scheme."""
+    return _scheme(config, stack, config[f"{stack}_layers"] - 1)[1](config, stack)
 
 
-def _scheme(config: Config):
-    name = config["residual"]
+def _scheme(config: Config, stack: str, layer: int):
+    *first, last = config["residual"].split(",")
+    layers: list[str] = []
+    for part in first:  # name*3: three layers; name*1/4: a quarter of the stack's, rounded down
+        name, _, share = part.partition("*")
+        numerator, _, denominator = share.partition("/")
+        count = config[f"{stack}_layers"] * int(numerator) // int(denominator) if denominator else int(numerator)
+        layers += [name] * count
+    name = layers[layer] if 0 <= layer < len(layers) else last
     if name not in SCHEMES:
         raise ValueError(f"unknown residual scheme {name!r}; the schemes are {', '.join(SCHEMES)}")
     return SCHEMES[name]

@@ -127,6 +127,7 @@ BY_HAND = {
     "subln": subln,
     "sandwich": lambda h, i, k, x, m: x + h.norm(f"post_norm{i}", h.f(k, h.norm(f"norm{i}", x), m)),
     "layerscale": lambda h, i, k, x, m: x + h.p(f"branch_scale{i}") * h.f(k, h.norm(f"norm{i}", x), m),
+    "resi-dual": postnorm,
 }
 
 
@@ -136,6 +137,7 @@ def stack_by_hand(state, config, stack, x, memory):
     whole.prefix = stack
     kinds = ("self_attn", "feed_forward") if stack == "encoder" else ("self_attn", "multihead_attn", "feed_forward")
     outputs, is_dlcl, is_pre = [x], c["residual"] == "dlcl", c["dlcl_norm"] == "pre"
+    dual = x
 
     def row(n):
         kept = [y if k == 0 or not is_pre else whole.norm(f"combine.norms.{k}", y) for k, y in enumerate(outputs)]
@@ -145,9 +147,12 @@ def stack_by_hand(state, config, stack, x, memory):
     for n in range(c[f"{stack}_layers"]):
         x = row(n) if is_dlcl else x
         for i, kind in enumerate(kinds, 1):
+            dual = dual + Hand(state, config, stack, n).f(kind, x, memory) if c["residual"] == "resi-dual" else dual
             x = BY_HAND[c["residual"]](Hand(state, config, stack, n), i, kind, x, memory)
         outputs.append(x)
     x = row(len(outputs) - 1) if is_dlcl else x
+    if c["residual"] == "resi-dual":
+        return x + whole.norm("dual_norm", dual)
     if c["residual"] == "r-fixup":
         x = x - state[f"{stack}.end_shift"]
         return state["encoder.end_scale"] * x if stack == "encoder" else x
@@ -224,6 +229,9 @@ def test_identities(monkeypatch):
     assert same({"residual": "rezero"}, {"residual": "t-fixup"}, {"branch_scale": 1})
     ones = {f"residual_scale{i}": 1 for i in (1, 2, 3)}
     assert same({"residual": "admin"}, postnorm, ones) and not same({"residual": "admin"}, postnorm)
+    assert same({"residual": "resi-dual"}, postnorm, {"dual_norm.weight": 0, "dual_norm.bias": 0})
+    assert same({"residual": "prenorm*1,prenorm"}, prenorm) and same({"residual": "postnorm*1/3,prenorm"}, prenorm)
+    assert not same({"residual": "postnorm*1,prenorm"}, prenorm)
     assert not same({"residual": "deepnorm"}, postnorm)
     monkeypatch.setattr("reference.residual.deepnorm_alpha", lambda config, stack: 1.0)
     assert same({"residual": "deepnorm"}, postnorm)
@@ -511,7 +519,7 @@ def test_initial_distributions():
 
 
 def test_default_inits_and_first_values():
-    theirs = {"prenorm": "smallinit", "postnorm": "smallinit", "branchnorm": "deepnorm"}
+    theirs = {"prenorm": "smallinit", "postnorm": "smallinit", "branchnorm": "deepnorm", "resi-dual": "fairseq"}
     own = ("deepnorm", "subln", "t-fixup", "r-fixup")
     for name in ref.RESIDUAL_NAMES:
         expected = name if name in own else theirs.get(name, "xavier")

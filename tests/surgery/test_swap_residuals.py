@@ -55,7 +55,7 @@ def test_residuals_swap_train_and_return(name, residual):
     model = build(name).eval()
     before, state, kinds = run(model)[0], state_of(model), [type(m) for m in model.modules()]
     optimizer = torch.optim.Adam(model.parameters(), 1e-2)
-    if residual == "dlcl" and name in HUGGING_FACE:
+    if residual in ("dlcl", "resi-dual") and name in HUGGING_FACE:
         with pytest.raises(ValueError, match="connects layers"):
             swap_residuals(model, residual, optimizer=optimizer)
         return
@@ -544,7 +544,7 @@ def test_shared_and_foreign_layers_count_but_are_not_connected():
     model = torchs_encoder()
     depth = len(model.layers)
     model.layers[1] = model.layers[0]
-    for to in ("dlcl", "branchnorm"):
+    for to in ("dlcl", "branchnorm", "resi-dual"):
         with pytest.raises(ValueError, match=rf"each of the {depth} layers of layers in its own way"):
             swap_residuals(model, to)
     swap_residuals(model, "deepnorm")

@@ -41,8 +41,8 @@ class SelfLayer(TransformerEncoderLayer):
     attention_class = RowAttention
     self_attn: Any
 
-    def forward(self, x: Tensor, own: Sight, *, alpha_t: Tensor | None = None) -> Tensor:  # type: ignore[override]
-        return self._run(x, [lambda q: self.self_attn(q, own)], own.pad_mask, alpha_t)
+    def forward(self, x: Tensor, own: Sight, **travelling: Any) -> Any:  # type: ignore[override]
+        return self._run(x, [lambda q: self.self_attn(q, own)], own.pad_mask, **travelling)
 
 
 class CrossLayer(TransformerDecoderLayer):
@@ -52,12 +52,10 @@ class CrossLayer(TransformerDecoderLayer):
     self_attn: Any
     multihead_attn: Any
 
-    def forward(  # type: ignore[override]
-        self, x: Tensor, own: Sight, memory: Sight, *, alpha_t: Tensor | None = None
-    ) -> Tensor:
+    def forward(self, x: Tensor, own: Sight, memory: Sight, **travelling: Any) -> Any:  # type: ignore[override]
         attend: list[Callable[[Tensor], Tensor]]
         attend = [lambda q: self.self_attn(q, own), lambda q: self.multihead_attn(q, memory)]
-        return self._run(x, attend, own.pad_mask, alpha_t)
+        return self._run(x, attend, own.pad_mask, **travelling)
 
 
 class FixNormEmbedding(nn.Embedding):
@@ -112,7 +110,7 @@ class _Side(Stack):
         if needs_all and type(self.layers) is not nn.ModuleList:
             raise InputError(f"--residual {config.residual} needs every layer's output: leave --layerdrop out")
         if self.layernorm_embedding is not None:
-            self.layernorm_embedding = make(NormAt("layernorm_embedding", config.d_model, last=False), self.place, {})
+            self.layernorm_embedding = make(NormAt("layernorm_embedding", config.d_model), self.place, {})
         if config.embedding_dropout is not None:
             self.dropout_module = FairseqDropout(config.embedding_dropout, module_name=type(self).__name__)
 
@@ -143,10 +141,10 @@ class _Side(Stack):
         """x through the layers; `sights` says what each of them looks at."""
         numbers = {layer: i for i, layer in enumerate(self._modules["layers"].children())}  # type: ignore[union-attr]
 
-        def call(layer: Any, x: Tensor, **grown: Any) -> Tensor:
+        def call(layer: Any, x: Tensor, **travelling: Any) -> Any:
             if self.cfg.checkpoint_activations and self.training:
-                return checkpoint(layer, x, *sights(numbers[layer]), use_reentrant=False, **grown)
-            return layer(x, *sights(numbers[layer]), **grown)
+                return checkpoint(layer, x, *sights(numbers[layer]), use_reentrant=False, **travelling)
+            return layer(x, *sights(numbers[layer]), **travelling)
 
         return self._run(x, call, sights(0)[0].pad_mask)
 

@@ -46,7 +46,9 @@ def _own_field(field: Field) -> tuple[str, Any, Any]:
     """A field of this package as fairseq has them: a switch that is on at first becomes one that turns it off."""
     name, default, help_ = field.name, field.default, field.help.replace("%", "%%")
     kind: Any = {"int": int, "float": float, "bool": bool, "str": str}[field.kind]
-    if field.choices:
+    if field.per_layer:
+        help_ += f" One of {', '.join(field.choices)}."
+    elif field.choices:
         kind = ChoiceEnum(list(field.choices))
     if name == "residual":  # --encoder-normalize-before and --decoder-normalize-before are fairseq's word for it
         default, help_ = None, help_ + " Default: postnorm, prenorm with --*-normalize-before or in a language model."

@@ -88,11 +88,21 @@ class RowAttention(MultiheadAttention):
         return self._change("after_output", self.out_proj(joined), sight.pad_mask)
 
     def project(self, x: Tensor, which: str) -> tuple[Tensor, ...]:
-        """x through the projections of `which`, some neighbours in "qkv", in one product."""
+        """x through the projections of `which`, some neighbours in "qkv", in one product; with what the scheme has on
+        queries and keys."""
         d, start = self.embed_dim, "qkv".index(which)
         chosen = slice(start * d, (start + len(which)) * d)
         bias = None if self.in_proj_bias is None else self.in_proj_bias[chosen]
-        return F.linear(x, self.in_proj_weight[chosen], bias).split(d, -1)
+        parts = F.linear(x, self.in_proj_weight[chosen], bias).split(d, -1)
+        return tuple(self._change_heads(_POINTS[name], part) for name, part in zip(which, parts))
+
+    def _change_heads(self, point: str, x: Tensor) -> Tensor:
+        if point not in self.inside:
+            return x
+        return self._change(point, x.unflatten(-1, (self.num_heads, -1)), None).flatten(-2)
+
+
+_POINTS = {"q": "query", "k": "key", "v": "value"}
 
 
 @dataclasses.dataclass(frozen=True)

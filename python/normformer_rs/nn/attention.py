@@ -18,8 +18,9 @@ class MultiheadAttention(Unscriptable, nn.MultiheadAttention):
     at points inside it, as a residual scheme declares them.
 
     `inside` names changes at `input` (before the projection of queries, and of keys and values too in self-attention),
-    `after_heads` (the heads' outputs, joined) and `after_output` (after `out_proj`). Parameters, masks, layouts and
-    results are torch.nn's; `out_proj` is called as a module, so that its hooks and whatever replaces it count.
+    `query` and `key` (of each head), `after_heads` (the heads' outputs, joined) and `after_output` (after `out_proj`).
+    Parameters, masks, layouts and results are torch.nn's; `out_proj` is called as a module, so that its hooks and
+    whatever replaces it count.
 
     Shapes: query (B, T, d), key and value (B, S, d) with `batch_first`, else (T, B, d) and (S, B, d), or without B;
     `attn_mask` (T, S) or (B·heads, T, S) and `key_padding_mask` (B, S), True or −∞ where not to look. `is_causal`
@@ -65,6 +66,7 @@ class MultiheadAttention(Unscriptable, nn.MultiheadAttention):
         padding = None if key_padding_mask is None or not is_self else is_masked(key_padding_mask)
         query = self._change("input", query, padding)
         q, k, v = self._project(query, *((query, query) if is_self else (key, value)))
+        q, k = self._change("query", q, None), self._change("key", k, None)
         mask, is_causal = self._mask(q, k, attn_mask, key_padding_mask, is_causal, need_weights)
         p, weights = self.dropout if self.training else 0.0, None
         if need_weights:

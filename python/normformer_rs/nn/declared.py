@@ -7,14 +7,14 @@ scheme has a name in this file. Around a sublayer F, with drop the dropout on it
     x⁺ = N_after(α⊙x + β⊙drop(N_amid(F(N_before(x)))))
 
 in one fused step with N_after, or with the norm that the next sublayer begins with, wherever that norm works row by
-row.
+row. A scheme may have further streams beside x, which every sublayer moves along.
 """
 
 import dataclasses
 import functools
 import json
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -33,11 +33,13 @@ GROWING = "growing"
 
 @dataclasses.dataclass(frozen=True)
 class NormAt:
-    """The stack's norm under a name; `last`: no norm of the stack follows it."""
+    """The stack's norm under a name; `last`: no norm of the stack follows it; `ends_stack`: it stands after the last
+    layer."""
 
     name: str
     width: int
-    last: bool
+    last: bool = False
+    ends_stack: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,7 +68,15 @@ class Change:
 
 
 Inside = Mapping[str, tuple[Change, ...]]
-"""Changes by the point they stand at: input, after_heads, after_output, before_activation, amid."""
+"""Changes by the point they stand at: input, query, key, after_heads, after_output, before_activation, amid."""
+
+
+@dataclasses.dataclass(frozen=True)
+class StreamStep:
+    """s⁺ = α⊙s + β⊙drop(f) of a stream s beside x (Rust's `StreamStep`)."""
+
+    alpha: Gain
+    beta: Gain
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,11 +88,13 @@ class Sublayer:
     beta: Gain
     amid: NormAt | None
     after: NormAt | None
+    streams: tuple[StreamStep, ...]
     inside: Inside
 
     def around(self) -> Iterator[NormAt | Learned]:
         """Everything declared around it."""
-        for what in (self.before, self.amid, self.after, self.alpha, self.beta):
+        gains = (gain for step in self.streams for gain in (step.alpha, step.beta))
+        for what in (self.before, self.amid, self.after, self.alpha, self.beta, *gains):
             if isinstance(what, NormAt | Learned):
                 yield what
 
@@ -113,6 +125,8 @@ class Declared:
 
     layers: tuple[tuple[Sublayer, ...], ...]
     combine: Combine | None
+    streams: tuple[NormAt | None, ...]
+    """The norm that each stream beside x ends with."""
     growth: Growth | None
     end: tuple[Change, ...]
     has_biases: bool
@@ -130,6 +144,7 @@ def declare(config: TransformerConfig, stack: Any) -> Declared:
     return Declared(
         layers=tuple(_layer(layer) for layer in found["layers"]),
         combine=combine and Combine(tuple(NormAt(**at) for at in combine["norms"]), combine["on_sums"]),
+        streams=tuple(stream["norm"] and NormAt(**stream["norm"]) for stream in flow["streams"]),
         growth=growth and Growth(**growth),
         end=tuple(_change(change) for change in flow["end"]),
         **{key: found[key] for key in ("has_biases", "is_profiled", "norm", "init")},
@@ -150,7 +165,8 @@ def _layer(found: dict[str, Any]) -> tuple[Sublayer, ...]:
         norms = {key: around[key] and NormAt(**around[key]) for key in ("before", "amid", "after")}
         points = dict.fromkeys(point for point, _ in found["inside"])
         inside = {point: tuple(_change(c) for p, c in found["inside"] if p == point) for point in points}
-        return Sublayer(**norms, alpha=gain(around["alpha"]), beta=gain(around["beta"]), inside=inside)
+        streams = tuple(StreamStep(gain(step["alpha"]), gain(step["beta"])) for step in around["streams"])
+        return Sublayer(**norms, alpha=gain(around["alpha"]), beta=gain(around["beta"]), streams=streams, inside=inside)
 
     return tuple(sublayer(one) for one in found["sublayers"])
 
@@ -226,17 +242,12 @@ def make(
     place: Place,
     factory: Mapping[str, Any],
     bias: bool = True,
-    ends_stack: bool | None = None,
 ) -> Any:
-    """The norm, or the parameter. `factory`: device and dtype; `bias`: whether norms that have one learn it;
-    `ends_stack`: whether the norm stands after the stack; None: as the scheme declares."""
+    """The norm, or the parameter. `factory`: device and dtype; `bias`: whether norms that have one learn it."""
     if isinstance(what, Learned):
         return nn.Parameter(torch.full(what.shape, what.value, **factory))
     last = what.last and place.stack == "decoder"
-    where: dict[str, Any] = {
-        "last_of_decoder": last,
-        "ends_stack": any(change.what == what for change in place.declared.end) if ends_stack is None else ends_stack,
-    }
+    where: dict[str, Any] = {"last_of_decoder": last, "ends_stack": what.ends_stack}
     return norm_of_config(place.declared.norm, what.width, place.config, **where, bias=bias, **factory)
 
 
@@ -341,15 +352,27 @@ def gain(owner: nn.Module, declared: Gain, x: Tensor, alpha_t: Tensor | None) ->
     return None if declared == 1.0 else x.new_full((1,), declared, dtype=accumulation(x.dtype))
 
 
-def begin(owner: nn.Module, sublayer: Sublayer, x: Tensor, padding_mask: Tensor | None) -> Tensor:
+class Streams(NamedTuple):
+    """What one sublayer hands to the next: x, the streams beside it, and the next sublayer's N(x) where the step that
+    made x has made it too."""
+
+    x: Tensor
+    others: tuple[Tensor, ...] = ()
+    normed: Tensor | None = None
+
+
+def begin(owner: nn.Module, sublayer: Sublayer, streams: Streams, padding_mask: Tensor | None) -> Tensor:
     """What F is applied to."""
+    if streams.normed is not None:
+        return streams.normed
+    x = streams.x
     return x if sublayer.before is None else apply_norm(getattr(owner, sublayer.before.name), x, padding_mask)
 
 
 def close(
     owner: Any,
     sublayer: Sublayer,
-    x: Tensor,
+    streams: Streams,
     f: Tensor,
     dropout: nn.Module,
     draw: Draw,
@@ -357,8 +380,10 @@ def close(
     following: NormAt | None = None,
     alpha_t: Tensor | None = None,
     padding_mask: Tensor | None = None,
-) -> tuple[Tensor, Tensor | None]:
-    """x⁺ after F(…) = f; and N(x⁺) too where the `following` norm, which the next sublayer begins with, was fused."""
+) -> Streams:
+    """The streams after F(…) = f; with N(x⁺) where the `following` norm, which the next sublayer begins with, was
+    fused."""
+    x = streams.x
     if sublayer.amid is not None:
         f = apply_norm(getattr(owner, sublayer.amid.name), f, padding_mask)
     p = rate(dropout)
@@ -366,23 +391,29 @@ def close(
         f, p = dropout(f), 0.0
     if x.dtype in (torch.float64, torch.float16, torch.bfloat16) or f.dtype == torch.float64:
         f = f.to(x.dtype)  # the residual stream keeps its type
-    alpha, beta = gain(owner, sublayer.alpha, x, alpha_t), gain(owner, sublayer.beta, x, alpha_t)
     where = draw(p)
+
+    def gains(step: Sublayer | StreamStep) -> tuple[Tensor | None, Tensor | None]:
+        return gain(owner, step.alpha, x, alpha_t), gain(owner, step.beta, x, alpha_t)
+
+    def add(s: Tensor, alpha: Tensor | None, beta: Tensor | None) -> Tensor:
+        if torch.compiler.is_exporting():
+            return formulas.residual(s, f, alpha, beta)
+        return OPS.residual(s, f, alpha, beta, None, None, 0.0, *where)[0]
+
+    others = tuple(add(s, *gains(step)) for s, step in zip(streams.others, sublayer.streams, strict=True))
+    alpha, beta = gains(sublayer)
     if alpha is not None and owner.place.declared.is_profiled:
         profile_step(alpha, x, f, where)
-    step = (x, f, alpha, beta)
     at = sublayer.after or following
     norm: Any = None if at is None else getattr(owner, at.name)
-    if torch.compiler.is_exporting():
-        x_plus = formulas.residual(x, f, alpha, beta)
-        return (x_plus if sublayer.after is None else apply_norm(norm, x_plus, padding_mask)), None
-    if norm is None or not is_row_norm(norm):
-        x_plus = OPS.residual(*step, None, None, 0.0, *where)[0]
-        return (x_plus if sublayer.after is None else apply_norm(norm, x_plus, padding_mask)), None
+    if torch.compiler.is_exporting() or norm is None or not is_row_norm(norm):
+        x_plus = add(x, alpha, beta)
+        return Streams(x_plus if sublayer.after is None else apply_norm(norm, x_plus, padding_mask), others)
     fused = getattr(OPS, norm.operator + "_residual")
     dtype = f.dtype if sublayer.after is None else x.dtype
-    x_plus, y, _ = fused(*step, *norm.parameters_in_use(x), norm.eps_for(x), *where, dtype)
-    return (x_plus, y) if sublayer.after is None else (y, None)
+    x_plus, y, _ = fused(x, f, alpha, beta, *norm.parameters_in_use(x), norm.eps_for(x), *where, dtype)
+    return Streams(x_plus, others, y) if sublayer.after is None else Streams(y, others)
 
 
 ROW_NORMS = (LayerNorm, RMSNorm, ScaleNorm, FixedScaleNorm)

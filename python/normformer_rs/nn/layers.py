@@ -16,6 +16,7 @@ from .declared import (
     Learned,
     NormAt,
     Place,
+    Streams,
     apply_changes,
     begin,
     close,
@@ -60,7 +61,8 @@ class Residual(Unscriptable, Growing):
     its layer). What a scheme puts after the last layer (prenorm's N) is the caller's to add.
 
     Shapes: x (…, d_model) → the same. Errors: InputError for unknown names, and for schemes that also reach inside the
-    sublayer or between layers (subln, normformer, r-fixup, dlcl): those need a TransformerEncoderLayer or a stack.
+    sublayer or between layers (subln, normformer, r-fixup, dlcl, resi-dual): those need a TransformerEncoderLayer or a
+    stack.
     """
 
     place: Place
@@ -92,7 +94,7 @@ class Residual(Unscriptable, Growing):
         names = ("self-attention", "feed-forward") if architecture == "decoder-only" else KINDS
         self.number = names.index(kind)
         self.declared = self.place.sublayers[self.number]
-        if self.declared.inside or self.place.declared.combine:
+        if self.declared.inside or self.place.declared.combine or self.place.declared.streams:
             where = "inside the sublayer" if self.declared.inside else "between layers"
             raise InputError(
                 f"{scheme} also works {where}, out of a Residual's reach: use TransformerEncoderLayer in a "
@@ -112,9 +114,10 @@ class Residual(Unscriptable, Growing):
     def forward(self, x: Tensor, *args: Any, padding_mask: Tensor | None = None, **kwargs: Any) -> Any:
         """x⁺. `padding_mask`, x's leading shape, True at padding, is for norms with statistics."""
         follow(self.place.layer, self.number)
-        f, *rest = _tuple(self.sublayer(begin(self, self.declared, x, padding_mask), *args, **kwargs))
+        streams = Streams(x)
+        f, *rest = _tuple(self.sublayer(begin(self, self.declared, streams, padding_mask), *args, **kwargs))
         step: dict[str, Any] = {"alpha_t": self.alpha(), "padding_mask": padding_mask}
-        x_plus, _ = close(self, self.declared, x, f, self.dropout, Draw(x.device), **step)
+        x_plus = close(self, self.declared, streams, f, self.dropout, Draw(x.device), **step).x
         return (x_plus, *rest) if rest else x_plus
 
     def extra_repr(self) -> str:
@@ -214,11 +217,15 @@ class Layer(Unscriptable, Growing):
 
     def _install(self, factory: Mapping[str, Any], bias: bool) -> None:
         self.has_norm_biases = bias
+        self._enter_attentions()
+        for owner, items in self._declared():
+            install(owner, items, self.place, factory=factory, bias=bias)
+
+    def _enter_attentions(self) -> None:
+        """Tells the attentions what stands inside them."""
         for name, sublayer in zip(self.attentions, self.place.sublayers):
             inside = {point: tuple(c.below(name) for c in changes) for point, changes in sublayer.inside.items()}
             getattr(self, name).set_inside(inside)
-        for owner, items in self._declared():
-            install(owner, items, self.place, factory=factory, bias=bias)
 
     def _declared(self) -> Iterator[tuple[nn.Module, list[NormAt | Learned]]]:
         """What the scheme puts into the layer, by the module that has it."""
@@ -229,13 +236,18 @@ class Layer(Unscriptable, Growing):
         yield self, [*self.place.sublayers[-1].within()]
 
     def move(self, place: Place) -> None:
-        """Makes this a layer of another place of the same kind: constants, and norms that depend on the place."""
+        """Makes this a layer of another place of the same kind: the scheme of that layer, constants, and norms that
+        depend on the place. What both places have stays."""
         device = self.linear1.weight.device
         factory = {"device": device, "dtype": self.linear1.weight.dtype}
-        old = {what for sublayer in self.place.sublayers for what in sublayer.around()}
+        old = [{*items} for _, items in self._declared()]
         self.place = place
-        new = [what for sublayer in place.sublayers for what in sublayer.around()]
-        install(self, (what for what in new if what not in old), place, factory=factory, bias=self.has_norm_biases)
+        self._enter_attentions()
+        for had, (owner, wanted) in zip(old, self._declared()):
+            for name in {what.name for what in had} - {what.name for what in wanted}:
+                delattr(owner, name)
+            missing = [what for what in wanted if what not in had]
+            install(owner, missing, place, factory=factory, bias=self.has_norm_biases)
         self.grow(None, device)
 
     def adopt(self, place: Place, in_stack: bool) -> None:
@@ -280,19 +292,22 @@ class Layer(Unscriptable, Growing):
         x: Tensor,
         attend: Sequence[Callable[[Tensor], Tensor]],
         padding_mask: Tensor | None,
-        alpha_t: Tensor | None,
-    ) -> Tensor:
-        """x through the sublayers: the attentions, given as functions, and the feed-forward."""
+        alpha_t: Tensor | None = None,
+        others: tuple[Tensor, ...] | None = None,
+    ) -> Any:
+        """x through the sublayers: the attentions, given as functions, and the feed-forward. With `others`, the streams
+        beside x, (x, others) comes back; without them they begin and end here."""
         alpha_t = self.alpha() if alpha_t is None else alpha_t
-        draw, normed, sublayers = Draw(x.device), None, self.place.sublayers
+        draw, sublayers = Draw(x.device), self.place.sublayers
+        streams = Streams(x, (x,) * len(self.place.declared.streams) if others is None else others)
         for i, sublayer in enumerate(sublayers):
-            given = begin(self, sublayer, x, padding_mask) if normed is None else normed
+            given = begin(self, sublayer, streams, padding_mask)
             is_last = i + 1 == len(sublayers)
             f = self._feed_forward(given, draw, padding_mask) if is_last else attend[i](given)
             following = None if is_last else sublayers[i + 1].before
             step: dict[str, Any] = {"following": following, "alpha_t": alpha_t, "padding_mask": padding_mask}
-            x, normed = close(self, sublayer, x, f, getattr(self, f"dropout{i + 1}"), draw, **step)
-        return x
+            streams = close(self, sublayer, streams, f, getattr(self, f"dropout{i + 1}"), draw, **step)
+        return streams.x if others is None else streams[:2]
 
     def _feed_forward(self, x: Tensor, draw: Draw, padding_mask: Tensor | None) -> Tensor:
         """W₂·drop(φ(W₁x + b₁)) + b₂."""
@@ -342,9 +357,9 @@ class TransformerEncoderLayer(Layer):
 
     Args: torch.nn's. `layer_norm_eps` is any norm's ε. `dropout` lies in [0, 1), though torch.nn takes 1 too. All rates
         but attention's are rounded to multiples of 1/65,536. By keyword
-        norm, residual, init: names out of `normformer_rs.tables()`. residual=None: postnorm, or prenorm if
-            `norm_first`, with torch.nn's first values unless `init` is named; init=None: the one that goes with the
-            scheme; init="torch": torch.nn's.
+        norm, residual, init: names out of `normformer_rs.tables()`; `residual` may be a mixture by layers
+            (`postnorm*1/4,prenorm`). residual=None: postnorm, or prenorm if `norm_first`, with torch.nn's first values
+            unless `init` is named; init=None: the one that goes with the scheme; init="torch": torch.nn's.
         layer: this layer's number in its stack, from 0. A TransformerEncoder sets it.
         encoder_layers, decoder_layers: how deep the model is, for schemes whose constants depend on it. Without
             decoder_layers the encoder stands alone, as BERT's does. A TransformerEncoder sets them.
@@ -377,14 +392,16 @@ class TransformerEncoderLayer(Layer):
         is_causal: bool = False,
         *,
         alpha_t: Tensor | None = None,
-    ) -> Tensor:
-        """The layer's output. Masks as in torch.nn; `alpha_t` is the stack's, for schemes that grow."""
+        others: tuple[Tensor, ...] | None = None,
+    ) -> Any:
+        """The layer's output. Masks as in torch.nn. The stack gives `alpha_t` for schemes that grow, and `others`, the
+        streams beside x, where the scheme has some: then (output, others) comes back."""
 
         def attend(x: Tensor) -> Tensor:
             masks = {"attn_mask": src_mask, "key_padding_mask": src_key_padding_mask, "is_causal": is_causal}
             return self.self_attn(x, x, x, need_weights=False, **masks)[0]
 
-        return self._run(src, [attend], self._padding(src, src_key_padding_mask), alpha_t)
+        return self._run(src, [attend], self._padding(src, src_key_padding_mask), alpha_t, others)
 
 
 class TransformerDecoderLayer(Layer):
@@ -418,8 +435,10 @@ class TransformerDecoderLayer(Layer):
         memory_is_causal: bool = False,
         *,
         alpha_t: Tensor | None = None,
-    ) -> Tensor:
-        """The layer's output. Masks as in torch.nn; `alpha_t` is the stack's, for schemes that grow."""
+        others: tuple[Tensor, ...] | None = None,
+    ) -> Any:
+        """The layer's output. Masks as in torch.nn. The stack gives `alpha_t` for schemes that grow, and `others`, the
+        streams beside x, where the scheme has some: then (output, others) comes back."""
 
         def attend(x: Tensor) -> Tensor:
             masks = {"attn_mask": tgt_mask, "key_padding_mask": tgt_key_padding_mask, "is_causal": tgt_is_causal}
@@ -433,4 +452,5 @@ class TransformerDecoderLayer(Layer):
             }
             return self.multihead_attn(x, memory, memory, need_weights=False, **masks)[0]
 
-        return self._run(tgt, [attend, attend_memory], self._padding(tgt, tgt_key_padding_mask), alpha_t)
+        padding_mask = self._padding(tgt, tgt_key_padding_mask)
+        return self._run(tgt, [attend, attend_memory], padding_mask, alpha_t, others)

@@ -59,6 +59,8 @@ class Stack(Growing):
     place: Place | None
     norm: nn.Module | None
     combine: Sums | None
+    streams: tuple[NormAt | None, ...] = ()
+    """The norm that each stream beside x ends with."""
     layers: Any
     end: tuple[Change, ...]
 
@@ -99,6 +101,10 @@ class Stack(Growing):
         for change in end:
             if change.kind != "norm" or self.norm is None:
                 setattr(self, change.what.name, make(change.what, place, factory, bias))
+        for at in declared.streams:
+            if at is not None:
+                setattr(self, at.name, make(at, place, factory, bias))
+        self.streams = declared.streams
         self.end = tuple(change for change in end if change.kind != "norm")
         self.grow(declared.growth, factory["device"])
 
@@ -106,18 +112,27 @@ class Stack(Growing):
         """Everything as at the start: the layers, what the scheme has beside them, and t."""
         for module in (*self.layers.children(), self._modules.get("combine"), self.norm):
             reset_module(module)
+        reset(self, (at for at in self.streams if at is not None))
         reset(self, (change.what for change in self.end))
         self.reset_growth()
 
-    def _run(self, x: Tensor, call: Callable[..., Tensor], padding_mask: Tensor | None) -> Tensor:
-        """x through the layers, each called with α_t where the scheme grows."""
+    def _run(self, x: Tensor, call: Callable[..., Any], padding_mask: Tensor | None) -> Tensor:
+        """x through the layers, each called with α_t where the scheme grows, and with the streams beside x if it has
+        some."""
         begin_stack()
         alpha_t = self.alpha()
         grown = {} if alpha_t is None else {"alpha_t": alpha_t}
         combine, outputs = self._modules.get("combine"), []  # type: ignore[var-annotated]
+        others = (x,) * len(self.streams)
         for layer in self.layers:
-            x = call(layer, x if combine is None else combine(x, outputs, padding_mask), **grown)
+            x = x if combine is None else combine(x, outputs, padding_mask)
+            if others:
+                x, others = call(layer, x, **grown, others=others)
+            else:
+                x = call(layer, x, **grown)
         x = x if combine is None else combine(x, outputs, padding_mask)
+        for at, s in zip(self.streams, others):
+            x = x + (s if at is None else apply_norm(getattr(self, at.name), s, padding_mask))
         x = apply_changes(self, self.end, x, padding_mask)
         return x if self.norm is None else apply_norm(self.norm, x, padding_mask)
 
@@ -177,7 +192,7 @@ class TransformerEncoder(Stack):
         """The encoded sequence. Shapes and masks as in torch.nn."""
         masks = {"src_mask": mask, "src_key_padding_mask": src_key_padding_mask, "is_causal": bool(is_causal)}
 
-        def call(layer: nn.Module, x: Tensor, **grown: Any) -> Tensor:
+        def call(layer: nn.Module, x: Tensor, **grown: Any) -> Any:
             return layer(x, **masks, **grown)
 
         return self._run(src, call, _padding(self, src, src_key_padding_mask))
@@ -224,7 +239,7 @@ class TransformerDecoder(Stack):
             "memory_is_causal": memory_is_causal,
         }
 
-        def call(layer: nn.Module, x: Tensor, **grown: Any) -> Tensor:
+        def call(layer: nn.Module, x: Tensor, **grown: Any) -> Any:
             return layer(x, memory, **masks, **grown)
 
         return self._run(tgt, call, _padding(self, tgt, tgt_key_padding_mask))
@@ -288,9 +303,9 @@ class Transformer(nn.Module):
         named["init"] = init
 
         def end(layer: Layer) -> nn.Module | None:
-            at = NormAt("norm", d_model, last=True)
+            at = NormAt("norm", d_model, last=True, ends_stack=True)
             factory = {"device": device, "dtype": dtype}
-            return make(at, layer.place, factory, bias, ends_stack=True) if residual is None else None
+            return make(at, layer.place, factory, bias) if residual is None else None
 
         self.encoder: Any = custom_encoder
         if custom_encoder is None:

@@ -1,6 +1,7 @@
 """Sublayers, layers and stacks."""
 
 from collections.abc import Callable
+from typing import Final
 
 import torch
 import torch.nn.functional as F
@@ -10,8 +11,23 @@ from ..nn import formulas
 from .norms import keep
 
 
+class StreamStep(nn.Module):
+    """α⊙s + β⊙f of a stream s beside x."""
+
+    alpha: Tensor | None
+    beta: Tensor | None
+
+    def __init__(self, alpha: Tensor | None, beta: Tensor | None) -> None:
+        super().__init__()
+        keep(self, alpha=alpha, beta=beta)
+
+    def forward(self, s: Tensor, f: Tensor) -> Tensor:
+        return formulas.residual(s, f, self.alpha, self.beta)
+
+
 class Around(nn.Module):
-    """x⁺ = N_after(α⊙x + β⊙drop(N_amid(f))), f = F(N_before(x)); an absent norm is Identity, an absent gain None."""
+    """x⁺ = N_after(α⊙x + β⊙drop(N_amid(f))), f = F(N_before(x)); an absent norm is Identity, an absent gain None.
+    `steps` move the streams beside x."""
 
     alpha: Tensor | None
     beta: Tensor | None
@@ -24,17 +40,28 @@ class Around(nn.Module):
         alpha: Tensor | None,
         beta: Tensor | None,
         dropout: nn.Module,
+        steps: list[nn.Module] | None = None,
     ) -> None:
         super().__init__()
         self.before, self.amid, self.after, self.dropout = before, amid, after, dropout
+        self.steps = nn.ModuleList(steps)
         keep(self, alpha=alpha, beta=beta)
 
-    def forward(self, x: Tensor, f: Tensor) -> Tensor:
-        return self.after(formulas.residual(x, self.dropout(self.amid(f)), self.alpha, self.beta))
+    def forward(self, x: Tensor, f: Tensor, others: list[Tensor]) -> Tensor:
+        """x⁺; the streams beside x are changed in their list."""
+        f = self.dropout(self.amid(f))
+        for i, step in enumerate(self.steps):
+            others[i] = step(others[i], f)
+        return self.after(formulas.residual(x, f, self.alpha, self.beta))
+
+    def begin(self, x: Tensor, others: list[Tensor] | None) -> list[Tensor]:
+        """The streams beside x; a layer that stands alone begins them."""
+        return [x for _ in range(len(self.steps))] if others is None else others
 
 
 class Attention(nn.Module):
-    """Multi-head attention with changes at its input, on the joined heads and at its output."""
+    """Multi-head attention with changes at its input, on each head's queries and keys, on the joined heads and at its
+    output."""
 
     in_proj_weight: Tensor
     in_proj_bias: Tensor | None
@@ -47,11 +74,11 @@ class Attention(nn.Module):
         heads: int,
         dropout: float,
         batch_first: bool,
-        changes: tuple[nn.Module, nn.Module, nn.Module],
+        changes: tuple[nn.Module, nn.Module, nn.Module, nn.Module, nn.Module],
     ) -> None:
         super().__init__()
         self.heads, self.dropout, self.batch_first, self.out_proj = heads, float(dropout), batch_first, out_proj
-        self.input, self.after_heads, self.after_output = changes
+        self.input, self.query, self.key, self.after_heads, self.after_output = changes
         keep(self, in_proj_weight=in_proj_weight, in_proj_bias=in_proj_bias)
 
     def forward(
@@ -77,7 +104,7 @@ class Attention(nn.Module):
         q = F.linear(query, self.in_proj_weight[:d], None if bias is None else bias[:d])
         k = F.linear(source, self.in_proj_weight[d : 2 * d], None if bias is None else bias[d : 2 * d])
         v = F.linear(source, self.in_proj_weight[2 * d :], None if bias is None else bias[2 * d :])
-        q, k, v = self.split(q), self.split(k), self.split(v)
+        q, k, v = self.query(self.split(q)), self.key(self.split(k)), self.split(v)
 
         only_causal = is_causal and key_padding_mask is None
         if is_causal and attn_mask is None:
@@ -179,10 +206,12 @@ class EncoderLayer(nn.Module):
         src_mask: Tensor | None = None,
         src_key_padding_mask: Tensor | None = None,
         is_causal: bool = False,
+        others: list[Tensor] | None = None,
     ) -> Tensor:
+        streams = self.around1.begin(src, others)
         f = self.self_attn(self.around1.before(src), None, src_mask, src_key_padding_mask, is_causal)
-        x = self.around1(src, f)
-        return self.around2(x, self.feed_forward(self.around2.before(x)))
+        x = self.around1(src, f, streams)
+        return self.around2(x, self.feed_forward(self.around2.before(x)), streams)
 
 
 class DecoderLayer(nn.Module):
@@ -205,12 +234,14 @@ class DecoderLayer(nn.Module):
         memory_key_padding_mask: Tensor | None = None,
         tgt_is_causal: bool = False,
         memory_is_causal: bool = False,
+        others: list[Tensor] | None = None,
     ) -> Tensor:
+        streams = self.around1.begin(tgt, others)
         f = self.self_attn(self.around1.before(tgt), None, tgt_mask, tgt_key_padding_mask, tgt_is_causal)
-        x = self.around1(tgt, f)
+        x = self.around1(tgt, f, streams)
         f = self.multihead_attn(self.around2.before(x), memory, memory_mask, memory_key_padding_mask, memory_is_causal)
-        x = self.around2(x, f)
-        return self.around3(x, self.feed_forward(self.around3.before(x)))
+        x = self.around2(x, f, streams)
+        return self.around3(x, self.feed_forward(self.around3.before(x)), streams)
 
 
 class Through(nn.Module):
@@ -237,15 +268,30 @@ class Sum(nn.Module):
 
 
 class Stack(nn.Module):
-    """Layers, each with the sum that enters it (Through or Sum), the last sum, and what ends the stack.
+    """Layers, each with the sum that enters it (Through or Sum), the last sum, the norms of the streams beside x, and
+    what ends the stack.
 
     Encoder and Decoder write their loops out: TorchScript compiles no loop over layers with the arguments of either.
+    It compiles only one side of a question about a constant, so torch.nn's layers, which take no streams, may stand in
+    a stack without any.
     """
 
-    def __init__(self, layers: list[nn.Module], sums: list[nn.Module], end: nn.Module) -> None:
+    has_streams: Final[bool]
+
+    def __init__(
+        self, layers: list[nn.Module], sums: list[nn.Module], streams: list[nn.Module], end: nn.Module
+    ) -> None:
         super().__init__()
         *sums, self.last_sum = sums
         self.layers, self.sums, self.end = nn.ModuleList(layers), nn.ModuleList(sums), end
+        self.streams, self.has_streams = nn.ModuleList(streams), len(streams) > 0
+
+    def finish(self, x: Tensor, outputs: list[Tensor], others: list[Tensor]) -> Tensor:
+        """What follows the last layer."""
+        x = self.last_sum(x, outputs)
+        for i, norm in enumerate(self.streams):
+            x = x + norm(others[i])
+        return self.end(x)
 
 
 class Encoder(Stack):
@@ -260,10 +306,15 @@ class Encoder(Stack):
     ) -> Tensor:
         x = src
         outputs: list[Tensor] = []
+        others = [src for _ in range(len(self.streams))]
         causal = is_causal is not None and is_causal
         for layer, enter in zip(self.layers, self.sums):
-            x = layer(enter(x, outputs), mask, src_key_padding_mask, causal)
-        return self.end(self.last_sum(x, outputs))
+            x = enter(x, outputs)
+            if self.has_streams:
+                x = layer(x, mask, src_key_padding_mask, causal, others)
+            else:
+                x = layer(x, mask, src_key_padding_mask, causal)
+        return self.finish(x, outputs, others)
 
 
 class Decoder(Stack):
@@ -282,19 +333,16 @@ class Decoder(Stack):
     ) -> Tensor:
         x = tgt
         outputs: list[Tensor] = []
-        causal = tgt_is_causal is not None and tgt_is_causal
+        others = [tgt for _ in range(len(self.streams))]
+        own, other = (tgt_mask, tgt_key_padding_mask), (memory_mask, memory_key_padding_mask)
+        causal = (tgt_is_causal is not None and tgt_is_causal, memory_is_causal)
         for layer, enter in zip(self.layers, self.sums):
-            x = layer(
-                enter(x, outputs),
-                memory,
-                tgt_mask,
-                memory_mask,
-                tgt_key_padding_mask,
-                memory_key_padding_mask,
-                causal,
-                memory_is_causal,
-            )
-        return self.end(self.last_sum(x, outputs))
+            x = enter(x, outputs)
+            if self.has_streams:
+                x = layer(x, memory, own[0], other[0], own[1], other[1], causal[0], causal[1], others)
+            else:
+                x = layer(x, memory, own[0], other[0], own[1], other[1], causal[0], causal[1])
+        return self.finish(x, outputs, others)
 
 
 class Residual(nn.Module):
@@ -305,4 +353,4 @@ class Residual(nn.Module):
         self.around, self.sublayer = around, sublayer
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.around(x, self.sublayer(self.around.before(x)))
+        return self.around(x, self.sublayer(self.around.before(x)), [])

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from .. import nn as nfnn
-from ..config import tables, unknown
+from ..config import TransformerConfig
 from ..errors import InputError
 from ..nn.declared import Place, configure
 from ..nn.layers import Layer
@@ -69,7 +69,7 @@ def swap_residuals(
 
     Args:
         model: any tree of modules that holds known blocks.
-        to: a name out of `normformer_rs.tables()["residuals"]`.
+        to: a name out of `normformer_rs.tables()["residuals"]`, or `postnorm*3,prenorm`: a name for each layer.
         depth: layers for the scheme's constants: one number, or (encoder, decoder). None: as many as there are.
         init: of the blocks' linear layers: "scheme": the scheme's own; another name out of `tables()["inits"]`; None:
             their values stay. Embeddings and what lies outside the blocks keep theirs.
@@ -81,12 +81,10 @@ def swap_residuals(
 
     Errors: InputError for unknown names and options; a model without known blocks, or with blocks of another form
     (norms on both sides of a branch, parallel sublayers), or with blocks that their library has changed;
-    DistributedDataParallel and FSDP models; an optimizer that does not own the parameters; dlcl outside torch.nn's
-    stacks, whose loop would have to change. UserWarning where weights that look trained are drawn anew.
+    DistributedDataParallel and FSDP models; an optimizer that does not own the parameters; dlcl and resi-dual outside
+    torch.nn's stacks, whose loop would have to change. UserWarning where weights that look trained are drawn anew.
     """
-    names = [entry["name"] for entry in tables()["residuals"]]
-    if to not in names:
-        raise InputError(unknown("residual", to, names))
+    next(field for field in TransformerConfig.FIELDS if field.name == "residual").check(to)
     refuse_wrapped(model)
     plans = [(group, place) for group, place in _plans(model, to, depth, init, options) if not _has(group, place)]
     for group, place in plans:
@@ -213,12 +211,18 @@ def _check(group: Group, place: Place, to: str) -> None:
             f"{group.path} has another residual scheme of normformer_rs already: take that swap back with its undo(), "
             f"or build the layers with residual={to!r}"
         )
-    if place.declared.combine and type(group.holder) not in TORCH_STACKS:
+    if place.config.qk_norm and not isinstance(group.blocks[0], tuple(TORCHS)):
+        raise InputError(
+            f"qk_norm=True reaches between projections and products of attention, and {type(group.blocks[0]).__name__} "
+            "keeps those to itself: leave it out"
+        )
+    joins_layers = place.declared.combine or place.declared.streams
+    if joins_layers and type(group.holder) not in TORCH_STACKS:
         raise InputError(
             f"{to} connects layers with each other, and the loop of {type(group.holder).__name__} does not: use "
             "normformer_rs.nn's TransformerEncoder and TransformerDecoder"
         )
-    own_way = place.declared.combine or place.declared.growth
+    own_way = joins_layers or place.declared.growth
     if own_way and type(group.holder) in TORCH_STACKS and len(group.blocks) < group.depth:
         raise InputError(
             f"{to} treats each of the {group.depth} layers of {group.path} in its own way, of which "

@@ -6,7 +6,20 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ..nn.declared import Draw, Learned, NormAt, Place, Sublayer, apply_changes, begin, close, install, make, reset
+from ..nn.declared import (
+    Draw,
+    Learned,
+    NormAt,
+    Place,
+    Streams,
+    Sublayer,
+    apply_changes,
+    begin,
+    close,
+    install,
+    make,
+    reset,
+)
 from ..nn.growing import Growing
 from ..nn.profiling import begin_stack
 from .blocks import width_into
@@ -100,7 +113,8 @@ class BlockResidual(Growing):
         if i == 0 and self._first[0] is None:
             begin_stack()
         sublayer: Sublayer = self.sublayers[i]
-        given = apply_changes(self, sublayer.inside.get("input", ()), begin(self, sublayer, x, None), None)
+        streams = Streams(x)
+        given = apply_changes(self, sublayer.inside.get("input", ()), begin(self, sublayer, streams, None), None)
         output = function(given)
         f, *rest = output if isinstance(output, tuple) else (output,)
         declared = self.parts[i].dropout
@@ -111,7 +125,7 @@ class BlockResidual(Growing):
         if not isinstance(dropout, nn.Module):
             dropout = nn.Dropout(dropout or 0.0).train(self.training)
         alpha_t = (self._first[0] or self).alpha()
-        x, _ = close(self, sublayer, x, f, dropout, Draw(x.device), alpha_t=alpha_t)
+        x = close(self, sublayer, streams, f, dropout, Draw(x.device), alpha_t=alpha_t).x
         if i + 1 == len(self.sublayers):
             x = apply_changes(self, self.end, x, None)
         return (x, *rest) if isinstance(output, tuple) else x

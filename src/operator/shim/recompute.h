@@ -3,8 +3,10 @@
 #include "common.h"
 
 extern "C" {
-// Runs the piece on three inputs (null: absent); writes two outputs (the second may stay null). 0, or 1 with a message.
-int nfrs_piece_run(void* piece, bool again, const Tensor* const* inputs, Tensor** outputs);
+// Appends a tensor to a list of the other side, which takes it over.
+using Push = void (*)(void* list, Tensor* t);
+// Runs the piece on its inputs and appends its outputs. 0, or 1 with a message.
+int nfrs_piece_run(void* piece, bool again, const Tensor* const* inputs, size_t count, void* outputs, Push push);
 void nfrs_piece_drop(void* piece);
 }
 
@@ -15,22 +17,19 @@ struct Piece : torch::CustomClassHolder {
   ~Piece() override { nfrs_piece_drop(rust); }
   void* rust;
 
-  variable_list run(bool again, const variable_list& inputs) const {
-    const Tensor* in[3];
-    for (size_t i = 0; i < 3; ++i) in[i] = inputs[i].defined() ? &inputs[i] : nullptr;
-    Tensor* out[2] = {nullptr, nullptr};
-    check_rust(nfrs_piece_run(rust, again, in, out));
-    variable_list made{take(out[0])};
-    if (out[1]) made.push_back(take(out[1]));
+  variable_list run(bool again, at::TensorList inputs) const {
+    std::vector<const Tensor*> in;
+    for (const auto& t : inputs) in.push_back(&t);
+    variable_list made;
+    const auto push = [](void* list, Tensor* t) noexcept { static_cast<variable_list*>(list)->push_back(take(t)); };
+    check_rust(nfrs_piece_run(rust, again, in.data(), in.size(), &made, push));
     return made;
   }
 };
 
 struct Recompute : torch::autograd::Function<Recompute> {
-  static variable_list forward(AutogradContext* ctx, const Tensor& a, const MaybeTensor& b, const MaybeTensor& c,
-                               c10::intrusive_ptr<Piece> piece) {
-    const variable_list inputs{a, value(b), value(c)};
-    ctx->save_for_backward(inputs);
+  static variable_list forward(AutogradContext* ctx, at::TensorList inputs, c10::intrusive_ptr<Piece> piece) {
+    ctx->save_for_backward(inputs.vec());
     variable_list outputs = piece->run(false, inputs);
     ctx->saved_data["piece"] = c10::IValue::make_capsule(std::move(piece));
     ctx->set_materialize_grads(false);
@@ -40,7 +39,7 @@ struct Recompute : torch::autograd::Function<Recompute> {
     TORCH_CHECK(!at::GradMode::is_enabled(), "activation checkpointing has no double backward: train without it");
     variable_list inputs;
     for (const auto& t : ctx->get_saved_variables())
-      inputs.push_back(t.defined() ? t.detach().requires_grad_(t.requires_grad()) : t);
+      inputs.push_back(t.detach().requires_grad_(t.requires_grad()));
     const auto piece = c10::static_intrusive_pointer_cast<Piece>(ctx->saved_data["piece"].toCapsule());
     at::AutoGradMode enabled(true);
     const variable_list outputs = piece->run(true, inputs);
@@ -52,8 +51,8 @@ struct Recompute : torch::autograd::Function<Recompute> {
       }
     torch::autograd::backward(used_outputs, used_grads);  // adds to the parameters' gradients
     variable_list result;
-    for (const auto& t : inputs) result.push_back(t.defined() && t.requires_grad() ? t.grad() : Tensor());
-    result.push_back(Tensor());
+    for (const auto& t : inputs) result.push_back(t.requires_grad() ? t.grad() : Tensor());
+    result.push_back(Tensor());  // of the piece
     return result;
   }
 };

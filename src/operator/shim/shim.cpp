@@ -175,13 +175,14 @@ bool nfrs_adam_(Tensor* const* tensors, double beta1, double beta2, double eps) 
   });
 }
 
-// Returns the first output; the second, if there is one, through `second`. Takes over the piece.
-Tensor* nfrs_recompute(void* piece, const Tensor* a, const Tensor* b, const Tensor* c, Tensor** second) {
+// Appends the piece's outputs. Takes over the piece.
+bool nfrs_recompute(void* piece, const Tensor* const* inputs, size_t count, void* outputs, Push push) {
   return guarded([&] {
-    auto opt = [](const Tensor* t) { return t ? MaybeTensor(*t) : std::nullopt; };
-    auto out = nfrs::recompute::Recompute::apply(*a, opt(b), opt(c), c10::make_intrusive<nfrs::recompute::Piece>(piece));
-    if (out.size() > 1) *second = give(out[1]);
-    return give(out[0]);
+    auto owned = c10::make_intrusive<nfrs::recompute::Piece>(piece);
+    variable_list given;
+    for (size_t i = 0; i < count; ++i) given.push_back(*inputs[i]);
+    for (auto& t : nfrs::recompute::Recompute::apply(at::TensorList(given), std::move(owned))) push(outputs, give(t));
+    return true;
   });
 }
 

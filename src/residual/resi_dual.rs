@@ -1,0 +1,35 @@
+//! ResiDual: PostNorm's stream, and beside it PreNorm's, which no norm touches before the end (Xie et al. 2023).
+//!
+//! The authors' code gives the norm after the stack ε = 1e-7 and, for f16, can scale the second stream down. Here that
+//! norm has the ε of the others, and the training loop keeps streams in f32 or f64.
+
+use super::{Around, ExtraStream, Flow, NormAt, Place, Scheme, StreamStep};
+
+pub struct ResiDual;
+
+impl Scheme for ResiDual {
+    fn name(&self) -> &'static str {
+        "resi-dual"
+    }
+
+    fn equation(&self) -> &'static str {
+        "x⁺ = N(x + F(x)), s⁺ = s + F(x), s = x at the start; x + N(s) after the stack"
+    }
+
+    fn source(&self) -> &'static str {
+        "Xie et al. 2023"
+    }
+
+    fn init(&self) -> &'static str {
+        "fairseq"
+    }
+
+    fn around(&self, place: &Place) -> Around {
+        Around { after: Some(place.norm()), streams: vec![StreamStep::default()], ..Around::default() }
+    }
+
+    fn stack(&self, place: &Place) -> Flow {
+        let norm = NormAt { name: "dual_norm".into(), ..place.end_norm() };
+        Flow { streams: vec![ExtraStream { norm: Some(norm) }], ..Flow::default() }
+    }
+}

@@ -1,0 +1,222 @@
+//! A scheme for every layer: one name, or several, each for some layers from the bottom up.
+//!
+//! `postnorm*3,prenorm` has PostNorm in the first three layers of a stack and PreNorm in the others;
+//! `postnorm*1/4,prenorm` has PostNorm in the first quarter, rounded down (Mix-LN, Li et al. 2024).
+
+use super::{Change, Flow, NormAt, Place, Point, Scheme, Sublayer, SCHEMES};
+use crate::config::TransformerConfig;
+use crate::error::{unknown, Error, Result};
+
+/// Schemes in the order of the layers that they have; the last one has what the others leave.
+pub struct Schemes {
+    first: Vec<(&'static dyn Scheme, Share)>,
+    last: &'static dyn Scheme,
+}
+
+/// How many of a stack's layers.
+#[derive(Clone, Copy)]
+enum Share {
+    Layers(i64),
+    /// Rounded down.
+    Fraction(i64, i64),
+}
+
+impl Share {
+    fn of(self, layers: i64) -> i64 {
+        match self {
+            Share::Layers(count) => count,
+            Share::Fraction(part, whole) => layers * part / whole,
+        }
+    }
+
+    /// `3` or `1/4`.
+    fn parse(text: &str) -> Option<Self> {
+        let share = match text.split_once('/') {
+            Some((part, whole)) => Share::Fraction(part.parse().ok()?, whole.parse().ok()?),
+            None => Share::Layers(text.parse().ok()?),
+        };
+        let is_sound = match share {
+            Share::Layers(count) => (1..1 << 31).contains(&count),
+            Share::Fraction(part, whole) => 0 < part && part < whole && whole < 1 << 31,
+        };
+        is_sound.then_some(share)
+    }
+}
+
+impl Schemes {
+    /// `last` in every layer.
+    pub fn of(last: &'static dyn Scheme) -> Self {
+        Schemes { first: Vec::new(), last }
+    }
+
+    /// Reads `name` or `name*layers,…,name`.
+    pub fn parse(text: &str) -> Result<Self> {
+        let wrong = |why: String| Error::invalid(format!("residual {text:?}: {why}, as in postnorm*3,prenorm"));
+        let (first, last) = text.rsplit_once(',').unwrap_or(("", text));
+        if let Some((name, _)) = last.split_once('*') {
+            return Err(wrong(format!("the last scheme has the layers that are left, so write {name} alone")));
+        }
+        let mut schemes = Schemes::of(find(last)?);
+        for part in first.split(',').filter(|_| !first.is_empty()) {
+            let (name, share) = part.split_once('*').unwrap_or((part, ""));
+            let scheme = find(name)?;
+            let share = Share::parse(share).ok_or_else(|| {
+                wrong(format!("{name} needs a number of layers (*3) or a part of them (*1/4), got {part:?}"))
+            })?;
+            schemes.first.push((scheme, share));
+        }
+        let whole = schemes.all().find(|scheme| !can_be_mixed(*scheme));
+        match whole.filter(|_| !schemes.first.is_empty()) {
+            Some(scheme) => Err(Error::invalid(format!(
+                "residual {text:?}: {} changes more than single layers, so it must have all of them",
+                scheme.name()
+            ))),
+            None => Ok(schemes),
+        }
+    }
+
+    /// Every scheme, from the bottom up.
+    pub fn all(&self) -> impl Iterator<Item = &'static dyn Scheme> + '_ {
+        self.first.iter().map(|(scheme, _)| *scheme).chain([self.last])
+    }
+
+    /// The scheme of the place's layer.
+    pub fn at(&self, place: &Place) -> &'static dyn Scheme {
+        let mut below = 0;
+        for (scheme, share) in &self.first {
+            below += share.of(place.layers());
+            if place.layer < below {
+                return *scheme;
+            }
+        }
+        self.last
+    }
+
+    /// What stands inside the place's sublayer: its layer's scheme, and norms on queries and keys where the model has
+    /// them (QK-norm, Henry et al. 2020).
+    pub fn inside(&self, place: &Place) -> Vec<(Point, Change)> {
+        let mut inside = self.at(place).inside(place);
+        if place.config.qk_norm && place.sublayer != Sublayer::FeedForward {
+            let width = place.config.d_model / place.config.heads;
+            let norm = |name: &str| {
+                let name = format!("{}{name}", place.sublayer.path());
+                Change::Norm(NormAt { name, width, last: false, ends_stack: false })
+            };
+            inside.extend([(Point::Query, norm("q_norm")), (Point::Key, norm("k_norm"))]);
+        }
+        inside
+    }
+
+    /// How the layers of the place's stack follow each other. The last layer's scheme says what ends the stack.
+    pub fn flow(&self, place: &Place) -> Flow {
+        let top = Place { layer: place.layers() - 1, ..*place };
+        let growth = self.all().find_map(|scheme| scheme.stack(place).growth);
+        Flow { growth, ..self.at(&top).stack(place) }
+    }
+
+    /// The initialisation that goes with all of them, or xavier.
+    pub fn init(&self) -> &'static str {
+        let init = self.last.init();
+        if self.all().all(|scheme| scheme.init() == init) {
+            init
+        } else {
+            "xavier"
+        }
+    }
+
+    /// Linear layers have biases.
+    pub fn has_biases(&self) -> bool {
+        self.last.has_biases()
+    }
+
+    /// The gains on x are set by profiling the first batch.
+    pub fn is_profiled(&self) -> bool {
+        self.last.is_profiled()
+    }
+
+    /// Refuses more layers than the model's stacks have.
+    pub fn check(&self, config: &TransformerConfig) -> Result<()> {
+        let stacks = [("encoder_layers", config.encoder_layers), ("decoder_layers", config.decoder_layers)];
+        for (name, layers) in stacks.into_iter().skip(usize::from(!config.has_encoder())) {
+            let taken: i64 = self.first.iter().map(|(_, share)| share.of(layers)).sum();
+            if taken > layers || (taken == layers && !self.first.is_empty()) {
+                return Err(Error::invalid(format!(
+                    "residual {:?} gives {taken} of {name} = {layers} layers away and leaves none to {}: give fewer",
+                    config.residual.as_str(),
+                    self.last.name()
+                )));
+            }
+        }
+        Ok(())
+    }
+}
+
+/// The scheme of that name.
+fn find(name: &str) -> Result<&'static dyn Scheme> {
+    SCHEMES
+        .iter()
+        .copied()
+        .find(|s| s.name() == name)
+        .ok_or_else(|| unknown("residual", name, SCHEMES.iter().map(|s| s.name())))
+}
+
+/// Its layers can stand among others': nothing travels beside x or is shared by the whole model.
+fn can_be_mixed(scheme: &dyn Scheme) -> bool {
+    let config = TransformerConfig::default();
+    let flow = scheme.stack(&Place::new(&config, super::Stack::Encoder, 0));
+    flow.combine.is_none() && flow.streams.is_empty() && scheme.has_biases() && !scheme.is_profiled()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::residual::Stack;
+
+    fn names(text: &str, layers: i64) -> Vec<&'static str> {
+        let config = TransformerConfig { decoder_layers: layers, ..Default::default() };
+        let (schemes, place) = (Schemes::parse(text).unwrap(), Place::new(&config, Stack::Decoder, 0));
+        (0..layers).map(|layer| schemes.at(&Place { layer, ..place }).name()).collect()
+    }
+
+    #[test]
+    fn layers_are_counted_from_the_bottom() {
+        assert_eq!(names("deepnorm", 2), ["deepnorm", "deepnorm"]);
+        assert_eq!(names("postnorm*2,sandwich*1,prenorm", 4), ["postnorm", "postnorm", "sandwich", "prenorm"]);
+        assert_eq!(names("postnorm*1/4,prenorm", 7), [&["postnorm"][..], &["prenorm"; 6]].concat());
+        assert_eq!(names("postnorm*1/4,prenorm", 3), ["prenorm"; 3]);
+    }
+
+    #[test]
+    fn what_ends_the_stack_is_the_last_layers() {
+        let config = TransformerConfig::default();
+        let place = Place::new(&config, Stack::Decoder, 0);
+        let flow = |text: &str| Schemes::parse(text).unwrap().flow(&place);
+        assert_eq!(flow("branchnorm*1,prenorm"), Flow { growth: flow("branchnorm").growth, ..flow("prenorm") });
+        assert_eq!(flow("prenorm*1,postnorm"), flow("postnorm"));
+        assert_eq!(flow("prenorm*1/2,postnorm*6,prenorm"), flow("postnorm"), "no layer is left to prenorm");
+        assert_eq!(Schemes::parse("postnorm*1,prenorm").unwrap().init(), "smallinit");
+        assert_eq!(Schemes::parse("postnorm*1,deepnorm").unwrap().init(), "xavier");
+    }
+
+    #[test]
+    fn wrong_rows_say_why() {
+        for (text, why) in [
+            ("postnrom*1,prenorm", "did you mean \"postnorm\""),
+            ("postnorm*1,prenorm*2", "so write prenorm alone"),
+            ("postnorm,prenorm", "postnorm needs a number of layers"),
+            ("postnorm*0,prenorm", "got \"postnorm*0\""),
+            ("postnorm*3/2,prenorm", "got \"postnorm*3/2\""),
+            ("dlcl*1,prenorm", "dlcl changes more than single layers"),
+            ("prenorm*1,resi-dual", "resi-dual changes more"),
+            ("admin*1,postnorm", "admin changes more"),
+            ("", "unknown residual"),
+        ] {
+            let e = Schemes::parse(text).err().expect(text).to_string();
+            assert!(e.contains(why), "{text}: {e}");
+        }
+        let config = TransformerConfig { encoder_layers: 2, decoder_layers: 3, ..Default::default() };
+        let e = Schemes::parse("postnorm*2,prenorm").unwrap().check(&config).unwrap_err().to_string();
+        assert!(e.contains("2 of encoder_layers = 2"), "{e}");
+        Schemes::parse("postnorm*1,prenorm").unwrap().check(&config).unwrap();
+    }
+}
