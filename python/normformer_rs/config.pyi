@@ -38,6 +38,7 @@ _Norm = Literal[
     "batchnorm",
     "powernorm-v",
     "powernorm",
+    "dyt",
 ]
 _PowernormMode = Literal["paper", "release"]
 _Residual = Literal[

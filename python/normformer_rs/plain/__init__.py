@@ -17,7 +17,7 @@ from .layers import (
     Through,
     TorchAttention,
 )
-from .norms import FixNormEmbedding, GroupScaling, HeadScale, LpNorm, RunningNorm, Scale, Shift
+from .norms import DyT, FixNormEmbedding, GroupScaling, HeadScale, LpNorm, RunningNorm, Scale, Shift
 
 __all__ = [
     "Activation",
@@ -25,6 +25,7 @@ __all__ = [
     "Attention",
     "Decoder",
     "DecoderLayer",
+    "DyT",
     "Encoder",
     "EncoderLayer",
     "FeedForward",
