@@ -32,6 +32,9 @@ def declare(model: str, stack: Literal["encoder", "decoder"]) -> str:
 def growth(steps: int, curve: Literal["linear", "exp", "sigmoid"], t: Tensor) -> Tensor:
     """α_t of a growing scheme, (1,) float64 on the device of t, which is int64 (1,)."""
 
+def norm_settings(model: str, name: str, last_of_decoder: bool, ends_stack: bool) -> str:
+    """The keyword arguments of a norm's module at a place of a model: a JSON object, infinity the word "inf"."""
+
 def profile(
     model: str,
     names: Sequence[str],

@@ -2,6 +2,7 @@
 
 - _tables.json: the tables themselves, which the package reads without loading the core.
 - config.pyi: the types of the configuration classes, which the package builds when it is imported.
+- nn/composed.pyi: the same for the modules of norms without kernels.
 - docs/names.md: every norm, residual scheme, initialisation, preset, and block that `swap_residuals` knows.
 """
 
@@ -10,6 +11,7 @@ import importlib
 import inspect
 import json
 import sys
+import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,6 +22,7 @@ if TYPE_CHECKING:
     from .config import Config, Field
 
 STUB = Path(__file__).with_name("config.pyi")
+NORMS = Path(__file__).parent / "nn" / "composed.pyi"
 NAMES = Path(__file__).parents[2] / "docs" / "names.md"
 
 _HEAD = '''\
@@ -96,6 +99,53 @@ def _configs() -> "list[type[Config]]":
     from . import config  # reads _tables.json, so it comes after the file is written
 
     return [config.TransformerConfig, config.TrainingConfig, config.DataConfig, config.SearchConfig]
+
+
+_NORMS_HEAD = '''\
+"""Made by `python -m normformer_rs._stubs --write` out of Rust's table of norms; do not edit."""
+
+import collections.abc
+import inspect
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from .norms import RowNorm
+
+class Composed(RowNorm):
+    name: str
+    option_names: tuple[str, ...]
+    def options(self, x: Tensor) -> list[float]: ...
+
+CLASSES: dict[str, type[Composed]]
+
+def signature(entry: collections.abc.Mapping[str, Any]) -> inspect.Signature: ...
+def doc(entry: collections.abc.Mapping[str, Any]) -> str: ...
+
+'''
+
+
+def norms() -> str:
+    """The text of nn/composed.pyi."""
+    from . import config
+    from .nn import composed
+
+    entries = [entry for entry in config.tables()["norms"] if entry["form"] == "composed"]
+    exported = ", ".join(json_string(entry["module"]) for entry in entries)
+    parts = [_NORMS_HEAD + f"__all__ = [{exported}]\n"]
+    for entry in entries:
+        about = textwrap.fill(f'"""{composed.doc(entry)}"""', 116, break_on_hyphens=False).replace("\n", "\n    ")
+        lines = [f"class {entry['module']}(Composed):", f"    {about}", ""]
+        for parameter in entry["parameters"]:
+            optional = " | None" * (parameter["name"] in ("weight", "bias"))
+            lines.append(f"    {parameter['name']}: Parameter{optional}")
+        lines += [f"    {option['name']}: {option['kind']}" for option in entry["options"]]
+        lines += ["    def __init__("]
+        lines += [f"        {parameter}," for parameter in composed.signature(entry).parameters.values()]
+        parts.append("\n".join([*lines, "    ) -> None: ...", ""]))
+    return "\n".join(parts)
 
 
 def names() -> str:
@@ -210,7 +260,8 @@ def main() -> int:
     what.add_argument("--write", action="store_true", help="write the files")
     is_writing = parser.parse_args().write
     stale = []
-    files = {_tables.PATH: tables, STUB: stub, NAMES: names}  # in this order: the others are made from the first
+    # in this order: the others are made from the first
+    files = {_tables.PATH: tables, STUB: stub, NORMS: norms, NAMES: names}
     for path, made in files.items():
         text = made()
         if is_writing:

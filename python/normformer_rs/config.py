@@ -187,6 +187,7 @@ def split(options: Mapping[str, Any], *kinds: type[Config]) -> list[dict[str, An
 def tables() -> dict[str, list[dict[str, Any]]]:
     """The norms, residuals and inits that a model may name: each a list of {name, equation, source}.
 
-    A norm that is its formula alone has `formula`, {has_bias}, too. `others` are what models have beside these.
+    A norm's entry has all that its module is made of, too: its class in `normformer_rs.nn`, parameters, options and
+    operator. `others` are what models have beside these.
     """
     return copy.deepcopy(_TABLES["tables"])

@@ -39,6 +39,7 @@ _Norm = Literal[
     "batchnorm",
     "powernorm-v",
     "powernorm",
+    "dyt",
 ]
 _PowernormMode = Literal["paper", "release"]
 _Residual = Literal[

@@ -160,6 +160,7 @@ _NORMS: dict[type, Callable[[Any], nn.Module]] = {
     nfnn.ScaleNorm: _lp_norm,
     FixedScaleNorm: _lp_norm,
     nfnn.LpNorm: _lp_norm,
+    nfnn.DyT: lambda norm: plain.DyT(norm.alpha, norm.weight, norm.bias),
     nfnn.BatchNorm: _running_norm,
     nfnn.PowerNormV: _running_norm,
     nfnn.PowerNorm: _running_norm,

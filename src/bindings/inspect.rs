@@ -24,13 +24,7 @@ fn tables() -> PyResult<String> {
             "search": SearchOptions::fields(),
         },
         "tables": {
-            "norms": norm::NORMS.iter().map(|n| {
-                let mut entry = entry(n.name, n.equation, n.source);
-                if let norm::Build::Formula(formula) = &n.build {
-                    entry["formula"] = json!({"has_bias": formula.has_bias});
-                }
-                entry
-            }).collect::<Vec<_>>(),
+            "norms": norm::NORMS.iter().map(|n| n.describe()).collect::<Vec<_>>(),
             "residuals": residual::SCHEMES.iter().map(|s| entry(s.name(), s.equation(), s.source())).collect::<Vec<_>>(),
             "inits": init::INITS.iter().map(|i| entry(i.name, i.definition, i.source)).collect::<Vec<_>>(),
             "others": others.map(|[name, equation, source]| entry(name, equation, source)),

@@ -6,6 +6,7 @@ use crate::config::{self, TransformerConfig};
 use crate::error::Error;
 use crate::init::{self, Role, Table};
 use crate::model::{first_values, Context, Packed, Rates, Sentences, Transformer};
+use crate::norm;
 use crate::operator::Cargo;
 use crate::residual::{self, Place};
 use crate::run;
@@ -98,6 +99,14 @@ fn declare(model: &str, stack: &str) -> PyResult<String> {
         "norm": first.norm_name(),
         "init": config.init(),
     }))
+}
+
+/// The keyword arguments of a norm's module at a place of a model, as JSON.
+#[pyfunction]
+fn norm_settings(model: &str, name: &str, last_of_decoder: bool, ends_stack: bool) -> PyResult<String> {
+    let config: TransformerConfig = config::from_json("model", model)?;
+    let site = norm::Site { width: config.d_model, config: &config, last_of_decoder, ends_stack };
+    json_text(&norm::find(name)?.settings(&site))
 }
 
 /// α_t of a growing scheme after t (int64 (1,)), on t's device.
@@ -262,6 +271,7 @@ pub(super) fn add(m: &Bound<'_, PyModule>) -> PyResult<()> {
     m.add_function(wrap_pyfunction!(draw_table, m)?)?;
     m.add_function(wrap_pyfunction!(declare, m)?)?;
     m.add_function(wrap_pyfunction!(growth, m)?)?;
+    m.add_function(wrap_pyfunction!(norm_settings, m)?)?;
     m.add_function(wrap_pyfunction!(forward, m)?)?;
     m.add_function(wrap_pyfunction!(observe, m)?)?;
     m.add_function(wrap_pyfunction!(statistics, m)?)?;

@@ -2,7 +2,7 @@
 
 use super::{Architecture, AttentionName, DataConfig, ScheduleName, SearchOptions, TrainingConfig, TransformerConfig};
 use crate::error::{Error, Result};
-use crate::norm::lp_norm;
+use crate::norm::{lp_norm, Spec};
 use crate::residual::{Place, Point, Scheme, Schemes, Stack, SCHEMES};
 use crate::search::SearchConfig;
 
@@ -112,9 +112,9 @@ impl TransformerConfig {
 
     /// Norms on queries and keys: a head's rows are no positions, of which norms with statistics would have them.
     fn check_qk_norm(&self) -> Result<()> {
-        let with_statistics = |norm: &&&str| ["batchnorm", "powernorm-v", "powernorm"].contains(*norm);
+        let has_statistics = |norm: &&str| crate::norm::find(norm).is_ok_and(Spec::has_statistics);
         let norms = [self.encoder_norm(), self.decoder_norm()];
-        match norms.iter().find(with_statistics).filter(|_| self.qk_norm) {
+        match norms.into_iter().find(has_statistics).filter(|_| self.qk_norm) {
             Some(norm) => Err(Error::invalid(format!(
                 "qk_norm normalises every head for itself, which {norm} cannot: choose a norm without statistics"
             ))),
@@ -193,6 +193,7 @@ impl TransformerConfig {
                 )));
             }
         }
+        self.check_norm_options()?;
         let norms = [("encoder_norm", &self.encoder_norm), ("decoder_norm", &self.decoder_norm)];
         if let (Some(norm), false) = (&self.encoder_norm, self.has_encoder()) {
             return Err(Error::invalid(format!(
@@ -204,6 +205,21 @@ impl TransformerConfig {
             Some((name, norm)) if !crate::residual::has_norms(&schemes, self) => Err(Error::invalid(format!(
                 "residual {residual:?} has no norms, so {name} = {:?} would do nothing: leave it out",
                 norm.as_str()
+            ))),
+            _ => Ok(()),
+        }
+    }
+
+    /// Every norm but those without statistics has an ε.
+    fn check_norm_options(&self) -> Result<()> {
+        let takes_eps = |name: &str| {
+            let has_eps = |spec: &Spec| spec.options.iter().any(|option| option.option == "norm_eps");
+            crate::norm::find(name).map(has_eps)
+        };
+        let (encoder, decoder) = (self.encoder_norm(), self.decoder_norm());
+        match self.norm_eps {
+            Some(eps) if !takes_eps(encoder)? && !takes_eps(decoder)? => Err(Error::invalid(format!(
+                "norm {decoder:?} has no epsilon, so norm_eps = {eps} would do nothing: leave it out"
             ))),
             _ => Ok(()),
         }
@@ -368,6 +384,9 @@ mod tests {
         check(r#""norm": "powernorm-v", "qk_norm": true"#, "which powernorm-v cannot");
         check(r#""residual": "postnorm*6,prenorm""#, "leaves none to prenorm");
         check(r#""architecture": "decoder-only", "encoder_norm": "rmsnorm""#, "has no encoder");
+        check(r#""norm": "dyt", "norm_eps": 1e-3"#, r#"norm "dyt" has no epsilon, so norm_eps = 0.001"#);
+        let fine = r#"{"vocab_size": 10, "norm": "dyt", "decoder_norm": "rmsnorm", "norm_eps": 1e-3}"#;
+        from_json::<TransformerConfig>("model", fine).unwrap().validate().unwrap();
         let fine = r#"{"vocab_size": 10, "residual": "branchnorm", "branchnorm_steps": 10, "decoder_norm": "rmsnorm"}"#;
         from_json::<TransformerConfig>("model", fine).unwrap().validate().unwrap();
         let fine = r#"{"vocab_size": 10, "encoder_norm": "powernorm-v", "powernorm_alpha_fwd": 0.95}"#;

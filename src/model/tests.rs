@@ -6,8 +6,8 @@ use super::stack::{Stack, StackCache};
 use super::{Builder, Context, Packed, Ranges};
 use crate::config::TransformerConfig;
 use crate::error::Result;
-use crate::init::{self, Fill};
-use crate::norm::{Build, Norm, Rows, Site, Spec};
+use crate::init;
+use crate::norm::{Norm, Rows};
 use crate::residual::{self, Around, ExtraStream, Flow, Gain, Learned, Place, Scheme, Schemes, StreamStep};
 use std::collections::HashMap;
 use tch::{no_grad, Device, Kind, Tensor};
@@ -66,20 +66,16 @@ fn close(a: &Tensor, b: &Tensor) -> bool {
 }
 
 /// x over the root of a running mean square, taken over real rows and moved once per training forward.
-static RUNNING: Spec = Spec {
-    name: "running",
-    equation: "",
-    source: "",
-    build: Build::Own(|b, site| {
-        let weight = b.parameter("weight", &[site.width], &Fill::Constant(1.0))?;
-        let square = Tensor::f_ones([site.width].as_slice(), (weight.kind(), weight.device()))?;
-        Ok(Box::new(Running { weight, square }))
-    }),
-};
-
 struct Running {
     weight: Tensor,
     square: Tensor,
+}
+
+impl Running {
+    fn new() -> Self {
+        let [weight, square] = [(); 2].map(|()| Tensor::ones([D], (Kind::Double, Device::Cpu)));
+        Running { weight, square }
+    }
 }
 
 impl Norm for Running {
@@ -99,9 +95,7 @@ impl Norm for Running {
 
 #[test]
 fn a_norm_with_state() {
-    let config = config("prenorm", 1);
-    let site = Site { width: D, config: &config, last_of_decoder: false, ends_stack: false };
-    let norms = [(); 2].map(|()| RUNNING.build(&mut Builder::fresh(Device::Cpu, Kind::Double), &site).unwrap());
+    let norms = [(); 2].map(|()| Running::new());
     let x = rows();
     let mask = Tensor::from_slice(&[false, false, true, true, true]);
     let before = norms[0].forward(&x, &Rows::default()).unwrap();

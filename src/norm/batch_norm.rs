@@ -5,26 +5,31 @@
 //! dx = (γ/σ_B)[dy − mean dy − x̂⊙mean(dy⊙x̂)] (eq 1–3), is the true one.
 
 use super::columns::{Batch, Options, State, Stats};
-use super::running::{build, Running};
+use super::running::{GROUPS, SYNC};
+use super::spec::{Buffer, Form, Read, Setting, Shape, Spec, BIAS, EPS, WEIGHT};
 use super::statistics::{Measured, StateTensors, Used};
-use super::{Build, Spec};
 use crate::column_program;
 use crate::error::Result;
 use crate::operator::ColumnKernels;
 
 pub static SPEC: Spec = Spec {
     name: "batchnorm",
+    module: "BatchNorm",
     equation: "y = γ⊙(x−μ_B)/√(σ²_B+ε)+β per feature over real positions; running μ, σ² in evaluation",
     source: "Ioffe & Szegedy 2015; Shen et al. 2020, Algorithm 1",
-    build: Build::Own(|b, site| {
-        build(b, site, |b, site| {
-            let kind = b.statistics_kind();
-            let mean = b.buffer("running_mean", &[site.width], 0.0, kind)?;
-            let variance = b.buffer("running_var", &[site.width], 1.0, kind)?;
-            let options = Options { alpha: site.config.batchnorm_alpha, ..Options::default() };
-            Ok(Running { kernels: &KERNELS, first: mean, second: Some(variance), iters: None, options, sync: true })
-        })
-    }),
+    parameters: &[WEIGHT, BIAS],
+    buffers: &[Buffer::new("running_mean", Shape::Width, 0.0), Buffer::new("running_var", Shape::Width, 1.0)],
+    options: &[
+        EPS,
+        Setting {
+            keyword: "alpha",
+            option: "batchnorm_alpha",
+            value: Read::Number(|site| site.config.batchnorm_alpha),
+        },
+        GROUPS,
+        SYNC,
+    ],
+    form: Form::Columns(&KERNELS),
 };
 
 pub static KERNELS: ColumnKernels = ColumnKernels {

@@ -2,10 +2,8 @@
 
 use crate::cpu::Accumulator;
 use crate::error::Result;
-use crate::init::Fill;
 use crate::kernel::rows::{hypotenuse, magnitude, sum, trusted, Measured, RowNorm, Slope, Sums};
-use crate::model::Builder;
-use crate::norm::{accumulate, Build, Norm, Rowwise, Site, Spec};
+use crate::norm::spec::{Form, Spec, BIAS, EPS, WEIGHT};
 use crate::operator::RowKernels;
 use crate::row_program;
 use tch::Tensor;
@@ -52,37 +50,27 @@ fn moments<A: Accumulator>(sums: &Sums<A>) -> (A, A) {
 
 pub static SPEC: Spec = Spec {
     name: "layernorm",
+    module: "LayerNorm",
     equation: "y = γ⊙(x−μ)/√(σ²+ε)+β over the last dimension, biased σ²",
     source: "Ba et al. 2016",
-    build: Build::Own(build),
+    parameters: &[WEIGHT, BIAS],
+    buffers: &[],
+    options: &[EPS],
+    form: Form::Rows(&KERNELS),
 };
 
 pub static KERNELS: RowKernels = RowKernels::of::<LayerNorm>(
     c"layer_norm",
     ["layer_norm", "layer_norm_residual"],
-    composed,
+    hat,
     row_program!("layer_norm.cu"),
 );
 
-/// γ = 1, β = 0, ε = 1e-5.
-fn build(b: &mut Builder, site: &Site) -> Result<Box<dyn Norm>> {
-    let weight = Some(b.parameter("weight", &[site.width], &Fill::Constant(1.0))?);
-    let bias = Some(b.parameter("bias", &[site.width], &Fill::Constant(0.0))?);
-    Ok(Box::new(Rowwise { kernels: &KERNELS, weight, bias, eps: site.config.norm_eps.unwrap_or(1e-5) }))
-}
-
-fn composed(x: &Tensor, weight: Option<&Tensor>, bias: Option<&Tensor>, eps: f64) -> Result<Tensor> {
-    let wide = accumulate(x)?;
-    let centred = wide.f_sub(&wide.f_mean_dim([-1i64].as_slice(), true, None)?)?;
+/// x̂ = (x − μ)/√(σ² + ε).
+fn hat(x: &Tensor, _: &[Tensor], options: &[f64]) -> Result<Tensor> {
+    let centred = x.f_sub(&x.f_mean_dim([-1i64].as_slice(), true, None)?)?;
     let variance = centred.f_square()?.f_mean_dim([-1i64].as_slice(), true, None)?;
-    let mut y = centred.f_mul(&variance.f_add_scalar(eps)?.f_rsqrt()?)?;
-    if let Some(weight) = weight {
-        y = y.f_mul(&weight.f_to_kind(wide.kind())?)?;
-    }
-    if let Some(bias) = bias {
-        y = y.f_add(&bias.f_to_kind(wide.kind())?)?;
-    }
-    Ok(y.f_to_kind(x.kind())?)
+    Ok(centred.f_mul(&variance.f_add_scalar(options[0])?.f_rsqrt()?)?)
 }
 
 #[cfg(test)]

@@ -4,9 +4,10 @@
 //! With u = x/n and w = sign(x)(|x|/n)^{p−1} (p = ∞: sign(x)/k at the k numbers with |x| = n), dx = (g/n)(dy − w⟨u, dy⟩) where n > ε,
 //! else (g/ε)dy. p = 2 is ScaleNorm, with its kernels.
 
-use super::{accumulate, scale_norm, Build, Norm, Rows, Rowwise, Site, Spec};
+use super::composed;
+use super::scale_norm;
+use super::spec::{Form, Read, Setting, Spec, EPS, GAIN};
 use crate::error::{Error, Result};
-use crate::init::Fill;
 use crate::operator;
 use crate::options::FieldType;
 use serde::{Deserialize, Deserializer, Serialize, Serializer};
@@ -49,35 +50,25 @@ impl<'de> Deserialize<'de> for Exponent {
 
 pub static SPEC: Spec = Spec {
     name: "lpnorm",
+    module: "LpNorm",
     equation: "y = g·x/max(‖x‖_p, ε) over the last dimension, one learned g = d^{1/p}",
     source: "Nguyen & Salazar 2019, §5",
-    build: Build::Own(|b, site| {
-        let p = site.config.lpnorm_p.0;
-        check(p)?;
-        let weight = b.parameter("weight", &[1], &Fill::Constant(gain(site, p)))?;
-        let eps = site.config.norm_eps.unwrap_or(1e-5);
-        Ok(match p == 2.0 {
-            true => Box::new(Rowwise { kernels: &scale_norm::KERNELS, weight: Some(weight), bias: None, eps }),
-            false => Box::new(LpNorm { weight, p, eps }),
-        })
+    parameters: &[GAIN],
+    buffers: &[],
+    options: &[EPS, Setting { keyword: "p", option: "lpnorm_p", value: Read::Number(|site| site.config.lpnorm_p.0) }],
+    form: Form::Chosen(|options| match options[P] == 2.0 {
+        true => Form::Rows(&scale_norm::KERNELS),
+        false => Form::Operator(|x, weight, options| operator::lp_norm(x, weight, options[P], options[EPSILON])),
     }),
 };
 
-struct LpNorm {
-    weight: Tensor,
-    p: f64,
-    eps: f64,
-}
+/// The places of the options.
+const EPSILON: usize = 0;
+const P: usize = 1;
 
-impl Norm for LpNorm {
-    fn forward(&self, x: &Tensor, _: &Rows) -> Result<Tensor> {
-        operator::lp_norm(x, Some(&self.weight), self.p, self.eps)
-    }
-}
-
-/// g = d^{1/p}, which is 1 for p = ∞.
-fn gain(site: &Site, p: f64) -> f64 {
-    (site.width as f64).powf(1.0 / p)
+/// x̂ = x/max(‖x‖_p, ε).
+fn hat(x: &Tensor, _: &[Tensor], options: &[f64]) -> Result<Tensor> {
+    Ok(x.f_div(&clamped_length(x, options[P], options[EPSILON])?)?)
 }
 
 /// Refuses p below 1, which makes no norm, and NaN.
@@ -94,13 +85,7 @@ pub fn composed(x: &Tensor, weight: Option<&Tensor>, p: f64, eps: f64) -> Result
     if p == 2.0 {
         return operator::row_norm(&scale_norm::KERNELS, x, weight, None, eps);
     }
-    let wide = accumulate(x)?;
-    let length = clamped_length(&wide, p, eps)?;
-    let mut y = wide.f_div(&length)?;
-    if let Some(weight) = weight {
-        y = y.f_mul(&weight.f_to_kind(wide.kind())?)?;
-    }
-    Ok(y.f_to_kind(x.kind())?)
+    composed::apply(hat, x, &[], (weight, None), &[eps, p])
 }
 
 /// max(‖x‖_p, ε), a constant where it is ε.

@@ -1,13 +1,14 @@
 //! Normalisation layers: one table, one file per norm.
 //!
-//! A norm is its equation, its parameters and its composed formula (tch); one that works row by row adds its row
-//! arithmetic, which the plain operator and the fused residual step share; one with statistics of columns adds how it
-//! settles them, which the kernels of `columns` share.
+//! A norm declares its equation, parameters, buffers and options, and its composed form (tch): a [`Spec`]. One that works
+//! row by row may add its row arithmetic, which the plain operator and the fused residual step share; one with statistics
+//! of columns adds how it settles them, which the kernels of `columns` share.
 
 pub mod batch_norm;
 pub mod columns;
+pub mod composed;
+pub mod dyt;
 pub mod fix_norm;
-pub mod formula;
 pub mod group_scaling;
 pub mod layer_norm;
 pub mod lp_norm;
@@ -16,43 +17,16 @@ pub mod power_norm_v;
 pub mod rms_norm;
 pub mod running;
 pub mod scale_norm;
+pub mod spec;
 pub mod statistics;
 
 use crate::analysis::Watch;
 use crate::config::TransformerConfig;
 use crate::error::{unknown, Result};
-use crate::model::Builder;
 use crate::operator::{self, ColumnKernels, Group, RowKernels};
-use formula::Formula;
 use running::Kept;
+pub use spec::{Form, Spec};
 use tch::{Kind, Tensor};
-
-/// An entry of the table.
-pub struct Spec {
-    /// The name users give.
-    pub name: &'static str,
-    pub equation: &'static str,
-    pub source: &'static str,
-    pub build: Build,
-}
-
-/// How an entry of the table becomes a norm in a model.
-pub enum Build {
-    /// By code of its own, which declares the parameters.
-    Own(fn(&mut Builder, &Site) -> Result<Box<dyn Norm>>),
-    /// By its formula alone.
-    Formula(Formula),
-}
-
-impl Spec {
-    /// Declares the parameters and makes the norm.
-    pub fn build(&self, b: &mut Builder, site: &Site) -> Result<Box<dyn Norm>> {
-        match &self.build {
-            Build::Own(build) => build(b, site),
-            Build::Formula(formula) => formula.build(b, site),
-        }
-    }
-}
 
 /// Every norm that models may name.
 pub static NORMS: &[&Spec] = &[
@@ -64,6 +38,7 @@ pub static NORMS: &[&Spec] = &[
     &batch_norm::SPEC,
     &power_norm_v::SPEC,
     &power_norm::SPEC,
+    &dyt::SPEC,
 ];
 
 /// Every norm with row kernels; an operator is registered for each, at its place in this list.

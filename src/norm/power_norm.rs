@@ -9,15 +9,16 @@
 //! release mode computes what the authors' mask_powernorm.py does, after the group scaling that it begins with.
 
 use super::columns::{Batch, Options, State, Stats};
-use super::running::{build, Running};
+use super::running::GROUPS;
+use super::spec::{Buffer, Form, Read, Setting, Shape, Spec, BIAS, EPS, WEIGHT};
 use super::statistics::{Measured, StateTensors, Used};
-use super::{Build, Spec};
+use super::Site;
 use crate::choice;
 use crate::column_program;
 use crate::cpu::memory;
 use crate::error::Result;
 use crate::operator::ColumnKernels;
-use tch::{Kind, Tensor};
+use tch::Tensor;
 
 choice! {
     /// docs/spec.md §1.9.
@@ -29,34 +30,60 @@ const RELEASED_END_WARMUP: i64 = 1000;
 
 pub static SPEC: Spec = Spec {
     name: "powernorm",
+    module: "PowerNorm",
     equation: "y = γ⊙x/√(ψ²+ε)+β with the running ψ² of the step before; running ν in the gradient",
     source: "Shen et al. 2020, Definition 3, Algorithm 2",
-    build: Build::Own(|b, site| {
-        build(b, site, |b, site| {
-            let kind = b.statistics_kind();
-            let shape = [1, site.width, 1, 1];
-            let phi = b.buffer("running_phi", &shape, 1.0, kind)?;
-            let nu = b.buffer("ema_gz", &shape, 0.0, kind)?;
-            let iters = b.buffer("iters", &[1], 0.0, Kind::Int64)?;
-            let release = site.config.powernorm_mode == PowerNormMode::Release;
-            let options = Options {
-                alpha: site.config.powernorm_alpha_fwd,
-                alpha_bwd: site.config.powernorm_alpha_bwd,
-                warmup: if release && site.ends_stack { RELEASED_END_WARMUP } else { site.config.powernorm_warmup },
-                release,
-                ..Options::default()
-            };
-            Ok(Running {
-                kernels: &KERNELS,
-                first: phi,
-                second: Some(nu),
-                iters: Some(iters),
-                options,
-                sync: site.config.powernorm_sync,
-            })
-        })
-    }),
+    parameters: &[WEIGHT, BIAS],
+    buffers: &[
+        Buffer::new("running_phi", Shape::Column, 1.0),
+        Buffer::new("ema_gz", Shape::Column, 0.0),
+        Buffer { is_counter: true, ..Buffer::new("iters", Shape::One, 0.0) },
+    ],
+    options: &[
+        EPS,
+        ALPHA_FWD,
+        Setting {
+            keyword: "alpha_bwd",
+            option: "powernorm_alpha_bwd",
+            value: Read::Number(|site| site.config.powernorm_alpha_bwd),
+        },
+        Setting { keyword: "warmup_iters", option: "powernorm_warmup", value: Read::Count(warmup) },
+        Setting {
+            keyword: "mode",
+            option: "powernorm_mode",
+            value: Read::Word(|site| site.config.powernorm_mode.name()),
+        },
+        Setting { value: Read::Count(groups), ..GROUPS },
+        Setting { keyword: "sync", option: "powernorm_sync", value: Read::Flag(|site| site.config.powernorm_sync) },
+    ],
+    form: Form::Columns(&KERNELS),
 };
+
+/// α of ψ².
+pub(super) const ALPHA_FWD: Setting = Setting {
+    keyword: "alpha_fwd",
+    option: "powernorm_alpha_fwd",
+    value: Read::Number(|site| site.config.powernorm_alpha_fwd),
+};
+
+fn is_release(site: &Site) -> bool {
+    site.config.powernorm_mode == PowerNormMode::Release
+}
+
+fn warmup(site: &Site) -> i64 {
+    match is_release(site) && site.ends_stack {
+        true => RELEASED_END_WARMUP,
+        false => site.config.powernorm_warmup,
+    }
+}
+
+/// The authors' models scale one group per head.
+fn groups(site: &Site) -> i64 {
+    match is_release(site) {
+        true => site.config.heads,
+        false => site.config.groupscaling,
+    }
+}
 
 pub static KERNELS: ColumnKernels = ColumnKernels {
     state: [c"running_phi", c"ema_gz"],

@@ -4,24 +4,23 @@
 //! Running ψ² ← αψ² + (1−α)ψ²_B; evaluation uses it. The gradient, dx = (γ/ψ_B)[dy − x̂⊙mean(dy⊙x̂)], is the true one.
 
 use super::columns::{Batch, Options, State, Stats};
-use super::running::{build, Running};
+use super::power_norm::ALPHA_FWD;
+use super::running::{GROUPS, SYNC};
+use super::spec::{Buffer, Form, Setting, Shape, Spec, BIAS, EPS, WEIGHT};
 use super::statistics::{Measured, StateTensors, Used};
-use super::{Build, Spec};
 use crate::column_program;
 use crate::error::Result;
 use crate::operator::ColumnKernels;
 
 pub static SPEC: Spec = Spec {
     name: "powernorm-v",
+    module: "PowerNormV",
     equation: "y = γ⊙x/√(ψ²_B+ε)+β, ψ²_B = mean x² per feature over real positions; running ψ² in evaluation",
     source: "Shen et al. 2020, Definition 1",
-    build: Build::Own(|b, site| {
-        build(b, site, |b, site| {
-            let phi = b.buffer("running_phi", &[site.width], 1.0, b.statistics_kind())?;
-            let options = Options { alpha: site.config.powernorm_alpha_fwd, ..Options::default() };
-            Ok(Running { kernels: &KERNELS, first: phi, second: None, iters: None, options, sync: true })
-        })
-    }),
+    parameters: &[WEIGHT, BIAS],
+    buffers: &[Buffer::new("running_phi", Shape::Width, 1.0)],
+    options: &[EPS, Setting { keyword: "alpha", ..ALPHA_FWD }, GROUPS, SYNC],
+    form: Form::Columns(&KERNELS),
 };
 
 pub static KERNELS: ColumnKernels = ColumnKernels {

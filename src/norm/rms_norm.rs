@@ -2,10 +2,8 @@
 
 use crate::cpu::Accumulator;
 use crate::error::Result;
-use crate::init::Fill;
 use crate::kernel::rows::{hypotenuse, magnitude, sum, trusted, Measured, RowNorm, Slope, Sums};
-use crate::model::Builder;
-use crate::norm::{accumulate, Build, Norm, Rowwise, Site, Spec};
+use crate::norm::spec::{Form, Spec, EPS, WEIGHT};
 use crate::operator::RowKernels;
 use crate::row_program;
 use tch::Tensor;
@@ -38,31 +36,22 @@ impl RowNorm for RmsNorm {
 
 pub static SPEC: Spec = Spec {
     name: "rmsnorm",
+    module: "RMSNorm",
     equation: "y = γ⊙x/√(mean x²+ε) over the last dimension",
     source: "Zhang & Sennrich 2019; Nguyen & Salazar 2019, §4.2",
-    build: Build::Own(build),
+    parameters: &[WEIGHT],
+    buffers: &[],
+    options: &[EPS],
+    form: Form::Rows(&KERNELS),
 };
 
 pub static KERNELS: RowKernels =
-    RowKernels::of::<RmsNorm>(c"rms_norm", ["rms_norm", "rms_norm_residual"], composed, row_program!("rms_norm.cu"));
+    RowKernels::of::<RmsNorm>(c"rms_norm", ["rms_norm", "rms_norm_residual"], hat, row_program!("rms_norm.cu"));
 
-/// γ = 1, ε = 1e-5.
-fn build(b: &mut Builder, site: &Site) -> Result<Box<dyn Norm>> {
-    let weight = Some(b.parameter("weight", &[site.width], &Fill::Constant(1.0))?);
-    Ok(Box::new(Rowwise { kernels: &KERNELS, weight, bias: None, eps: site.config.norm_eps.unwrap_or(1e-5) }))
-}
-
-fn composed(x: &Tensor, weight: Option<&Tensor>, bias: Option<&Tensor>, eps: f64) -> Result<Tensor> {
-    let wide = accumulate(x)?;
-    let square = wide.f_square()?.f_mean_dim([-1i64].as_slice(), true, None)?;
-    let mut y = wide.f_mul(&square.f_add_scalar(eps)?.f_rsqrt()?)?;
-    if let Some(weight) = weight {
-        y = y.f_mul(&weight.f_to_kind(wide.kind())?)?;
-    }
-    if let Some(bias) = bias {
-        y = y.f_add(&bias.f_to_kind(wide.kind())?)?;
-    }
-    Ok(y.f_to_kind(x.kind())?)
+/// x̂ = x/√(mean x² + ε).
+fn hat(x: &Tensor, _: &[Tensor], options: &[f64]) -> Result<Tensor> {
+    let square = x.f_square()?.f_mean_dim([-1i64].as_slice(), true, None)?;
+    Ok(x.f_mul(&square.f_add_scalar(options[0])?.f_rsqrt()?)?)
 }
 
 #[cfg(test)]

@@ -2,11 +2,12 @@
 
 use super::columns::Options;
 use super::group_scaling::group_scaling;
+use super::power_norm::PowerNormMode;
+use super::spec::{Read, Setting, Spec};
 use super::statistics::StateTensors;
 use super::{Norm, Rows, Site};
 use crate::analysis::Columns;
 use crate::error::{Error, Result};
-use crate::init::Fill;
 use crate::model::Builder;
 use crate::operator::{column_norm, Column, ColumnKernels, Group};
 use std::cell::RefCell;
@@ -17,47 +18,69 @@ use tch::Tensor;
 /// The statistics that each norm used in a forward pass that will be run again for its gradient.
 pub type Kept = Rc<RefCell<HashMap<usize, Tensor>>>;
 
-/// Which statistics, and how they move.
-pub struct Running {
-    pub kernels: &'static ColumnKernels,
-    pub first: Tensor,
-    pub second: Option<Tensor>,
-    pub iters: Option<Tensor>,
-    pub options: Options,
-    /// Over all ranks, where there are several.
-    pub sync: bool,
-}
+/// Groups of the scaling that comes first; 0: none.
+pub(super) const GROUPS: Setting =
+    Setting { keyword: "groups", option: "groupscaling", value: Read::Count(|site| site.config.groupscaling) };
+
+/// Statistics over all ranks, where there are several.
+pub(super) const SYNC: Setting = Setting { keyword: "sync", option: "", value: Read::Flag(|_| true) };
 
 struct InModel {
-    weight: Tensor,
-    bias: Tensor,
-    running: Running,
+    kernels: &'static ColumnKernels,
+    weight: Option<Tensor>,
+    bias: Option<Tensor>,
+    /// μ or ψ².
+    first: Tensor,
+    /// σ² or ν.
+    second: Option<Tensor>,
+    iters: Option<Tensor>,
     /// Statistics that were not finite and not taken in.
     refused: Tensor,
-    /// Of the group scaling that comes first; none: 0.
+    options: Options,
+    sync: bool,
     groups: i64,
 }
 
-/// γ = 1, β = 0, ε = 1e-5, and what `make` declares.
-pub fn build(
+/// The norm in a model: parameters that were made already, and what the entry declares beside them.
+pub(super) fn build(
+    spec: &Spec,
+    kernels: &'static ColumnKernels,
+    weight: Option<Tensor>,
+    bias: Option<Tensor>,
     b: &mut Builder,
     site: &Site,
-    make: impl FnOnce(&mut Builder, &Site) -> Result<Running>,
 ) -> Result<Box<dyn Norm>> {
-    let weight = b.parameter("weight", &[site.width], &Fill::Constant(1.0))?;
-    let bias = b.parameter("bias", &[site.width], &Fill::Constant(0.0))?;
-    let mut running = make(b, site)?;
-    running.options.eps = site.config.norm_eps.unwrap_or(1e-5);
-    let groups = if running.options.release { site.config.heads } else { site.config.groupscaling };
+    let number = |keyword: &str| spec.number(keyword, site);
+    let default = Options::default();
+    let options = Options {
+        eps: number("eps").unwrap_or(default.eps),
+        alpha: number("alpha").or(number("alpha_fwd")).unwrap_or(default.alpha),
+        alpha_bwd: number("alpha_bwd").unwrap_or(default.alpha_bwd),
+        warmup: spec.count("warmup_iters", site).unwrap_or(default.warmup),
+        release: spec.word("mode", site) == Some(PowerNormMode::Release.name()),
+        ..default
+    };
+    let (mut buffers, mut iters) = (Vec::new(), None);
+    for (declared, buffer) in spec.buffers.iter().zip(spec.buffers(b, site)?) {
+        match declared.is_counter {
+            true => iters = Some(buffer),
+            false => buffers.push(buffer),
+        }
+    }
+    let mut buffers = buffers.into_iter();
+    let first = buffers.next().expect("a norm with statistics of columns declares one");
+    let groups = spec.count("groups", site).unwrap_or(0);
     if groups > 0 && site.width % groups != 0 {
         return Err(Error::invalid(format!("a norm of width {} cannot be scaled in {groups} groups", site.width)));
     }
-    Ok(Box::new(InModel { weight, bias, running, refused: b.refused()?, groups }))
+    let sync = spec.flag("sync", site).unwrap_or(false);
+    let (second, refused) = (buffers.next(), b.refused()?);
+    Ok(Box::new(InModel { kernels, weight, bias, first, second, iters, refused, options, sync, groups }))
 }
 
 impl Norm for InModel {
     fn forward(&self, x: &Tensor, rows: &Rows) -> Result<Tensor> {
-        let Running { kernels, first, second, iters, options, sync } = &self.running;
+        let InModel { kernels, first, second, iters, options, .. } = self;
         let scaled = if self.groups > 0 { group_scaling(x, self.groups)? } else { x.shallow_clone() };
         let key = std::ptr::from_ref(self) as usize;
         let used = rows.kept.filter(|_| rows.again).and_then(|kept| kept.borrow().get(&key).map(Tensor::shallow_clone));
@@ -67,8 +90,8 @@ impl Norm for InModel {
             kernels,
             &Column {
                 x: &scaled,
-                weight: Some(&self.weight),
-                bias: Some(&self.bias),
+                weight: self.weight.as_ref(),
+                bias: self.bias.as_ref(),
                 pad_mask: rows.pad_mask,
                 state: StateTensors {
                     first: Some(own(first)),
@@ -79,7 +102,7 @@ impl Norm for InModel {
                 stats: used.as_ref(),
                 options: Options {
                     train: rows.train,
-                    group: if *sync { rows.group } else { Group::ALONE },
+                    group: if self.sync { rows.group } else { Group::ALONE },
                     ..*options
                 },
             },
@@ -96,7 +119,7 @@ impl Norm for InModel {
                 Columns {
                     x: scaled,
                     pad_mask: rows.pad_mask.map(Tensor::shallow_clone),
-                    weight: Some(self.weight.shallow_clone()),
+                    weight: self.weight.as_ref().map(Tensor::shallow_clone),
                     mean: mean.map(Tensor::shallow_clone),
                     square: square.shallow_clone(),
                     eps: options.eps,

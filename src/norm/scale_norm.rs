@@ -3,9 +3,8 @@
 use super::lp_norm;
 use crate::cpu::Accumulator;
 use crate::error::Result;
-use crate::init::Fill;
 use crate::kernel::rows::{magnitude, sum, trusted, Measured, RowNorm, Slope, Sums};
-use crate::norm::{accumulate, Build, Norm, Rowwise, Site, Spec};
+use crate::norm::spec::{Form, Read, Setting, Spec, EPS, GAIN};
 use crate::operator::RowKernels;
 use crate::row_program;
 use tch::Tensor;
@@ -44,50 +43,39 @@ fn clamped<A: Accumulator>(scale: A, eps: A) -> Measured<A> {
 
 pub static SPEC: Spec = Spec {
     name: "scalenorm",
+    module: "ScaleNorm",
     equation: "y = g·x/max(‖x‖₂, ε) over the last dimension, one learned g = √d",
     source: "Nguyen & Salazar 2019, eq 5",
-    build: Build::Own(|b, site| {
-        let weight = b.parameter("weight", &[1], &Fill::Constant(gain(site)))?;
-        Ok(rowwise(weight, site))
-    }),
+    parameters: &[GAIN],
+    buffers: &[],
+    options: &[EPS],
+    form: Form::Rows(&KERNELS),
 };
 
 pub static FIXED: Spec = Spec {
     name: "scalenorm-fixed",
+    module: "FixedScaleNorm",
     equation: "scalenorm with g = √d not learned, but for the decoder's last norm",
     source: "Nguyen & Salazar 2019, Table 7",
-    build: Build::Own(|b, site| match site.last_of_decoder {
-        true => SPEC.build(b, site),
-        false => Ok(rowwise(b.constant(gain(site))?, site)),
-    }),
+    parameters: &[GAIN],
+    buffers: &[],
+    options: &[
+        EPS,
+        Setting { keyword: "elementwise_affine", option: "", value: Read::Flag(|site| site.last_of_decoder) },
+    ],
+    form: Form::Rows(&KERNELS),
 };
 
 pub static KERNELS: RowKernels = RowKernels::of::<ScaleNorm>(
     c"scale_norm",
     ["scale_norm", "scale_norm_residual"],
-    composed,
+    hat,
     row_program!("scale_norm.cu"),
 );
 
-fn gain(site: &Site) -> f64 {
-    (site.width as f64).sqrt()
-}
-
-/// ε = 1e-5.
-fn rowwise(weight: Tensor, site: &Site) -> Box<dyn Norm> {
-    Box::new(Rowwise { kernels: &KERNELS, weight: Some(weight), bias: None, eps: site.config.norm_eps.unwrap_or(1e-5) })
-}
-
-fn composed(x: &Tensor, weight: Option<&Tensor>, bias: Option<&Tensor>, eps: f64) -> Result<Tensor> {
-    let wide = accumulate(x)?;
-    let mut y = wide.f_div(&lp_norm::clamped_length(&wide, 2.0, eps)?)?;
-    if let Some(weight) = weight {
-        y = y.f_mul(&weight.f_to_kind(wide.kind())?)?;
-    }
-    if let Some(bias) = bias {
-        y = y.f_add(&bias.f_to_kind(wide.kind())?)?;
-    }
-    Ok(y.f_to_kind(x.kind())?)
+/// x̂ = x/max(‖x‖₂, ε).
+fn hat(x: &Tensor, _: &[Tensor], options: &[f64]) -> Result<Tensor> {
+    Ok(x.f_div(&lp_norm::clamped_length(x, 2.0, options[0])?)?)
 }
 
 #[cfg(test)]

@@ -3,6 +3,7 @@
 
 use super::accumulate;
 use super::columns::{Options, Stats};
+use super::composed::affine;
 use crate::error::Result;
 use crate::operator::ColumnKernels;
 use tch::{no_grad, Kind, Tensor};
@@ -240,13 +241,7 @@ pub fn forward(
     };
     // What stands at padding may be NaN, of which no gradient gets rid again.
     let x_real = if o.release { rows.x.shallow_clone() } else { rows.real(&rows.x)? };
-    let mut y = hat(&x_real, shift.as_ref(), &scale)?;
-    if let Some(weight) = weight {
-        y = y.f_mul(&weight.f_to_kind(y.kind())?)?;
-    }
-    if let Some(bias) = bias {
-        y = y.f_add(&bias.f_to_kind(y.kind())?)?;
-    }
+    let mut y = affine(hat(&x_real, shift.as_ref(), &scale)?, weight, bias)?;
     if !o.release {
         y = rows.real(&y)?;
     }

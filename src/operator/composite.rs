@@ -7,7 +7,7 @@ use super::engine;
 use super::ffi::{self, give, pointer, status, take, Draw, View};
 use crate::cuda::Device;
 use crate::error::{Error, Result};
-use crate::norm::{group_scaling, lp_norm as lp, scale_norm, Build};
+use crate::norm::{composed, group_scaling, lp_norm as lp, scale_norm};
 use std::ffi::{c_char, c_int, CStr};
 use tch::Tensor;
 use torch_sys::C_tensor;
@@ -75,24 +75,24 @@ unsafe extern "C" fn nfrs_lp_norm_backward(
     })
 }
 
-/// A norm of the table that is its formula alone.
+/// A norm of the table that is its composed form alone. `parameters` holds `count` tensors or nulls.
 #[no_mangle]
-unsafe extern "C" fn nfrs_norm_formula(
+unsafe extern "C" fn nfrs_composed_norm(
     name: *const c_char,
     x: *const C_tensor,
-    weight: *const C_tensor,
-    bias: *const C_tensor,
-    eps: f64,
+    parameters: *const *const C_tensor,
+    count: i64,
+    options: *const f64,
+    option_count: i64,
 ) -> *mut C_tensor {
-    // SAFETY: the shim passes a NUL-terminated name, a live x, and live parameters or null.
-    let (name, x, weight, bias) =
-        unsafe { (CStr::from_ptr(name), ffi::borrow(x), ffi::borrow(weight), ffi::borrow(bias)) };
-    give(|| match &crate::norm::find(&name.to_string_lossy())?.build {
-        Build::Formula(formula) => {
-            formula.apply(x.as_ref().expect("x is never absent"), weight.as_ref(), bias.as_ref(), eps)
-        }
-        Build::Own(_) => Err(Error::invalid(format!("{name:?} is more than a formula: call its own operator"))),
-    })
+    // SAFETY: the shim passes a NUL-terminated name, a live x, as many live parameters or nulls as it says, and numbers.
+    let (name, x, parameters, options) = unsafe {
+        let parameters = (0..count as usize).map(|i| ffi::borrow(*parameters.add(i))).collect();
+        let options = (0..option_count as usize).map(|i| *options.add(i)).collect::<Vec<f64>>();
+        (CStr::from_ptr(name), ffi::borrow(x), parameters, options)
+    };
+    let x = x.as_ref().expect("x is never absent");
+    give(|| composed::call(&name.to_string_lossy(), x, parameters, &options))
 }
 
 #[no_mangle]

@@ -9,6 +9,7 @@ use crate::cpu::{Accumulator, Element};
 use crate::cuda::Program;
 use crate::error::Result;
 use crate::kernel::rows::{self, RowNorm, Rule, Rules};
+use crate::norm::composed::{self, Hat};
 use crate::norm::ROW_NORMS;
 use std::ffi::{c_char, c_int, CStr};
 use tch::Tensor;
@@ -20,29 +21,22 @@ pub struct RowKernels {
     pub operator: &'static CStr,
     stats: usize,
     pub(super) rules: Rules,
-    composed: Composed,
+    /// Their composed form.
+    hat: Hat,
     /// The same kernels for a GPU.
     pub program: Program,
     pub(super) count: Count,
     pub(super) residual_count: Count,
 }
 
-/// A norm's formula in tch: (x, weight, bias, eps) → y, in x's dtype.
-pub type Composed = fn(&Tensor, Option<&Tensor>, Option<&Tensor>, f64) -> Result<Tensor>;
-
 impl RowKernels {
     /// The kernels of `N`; `name` and `residual_name` are for [`super::counts`].
-    pub const fn of<N: RowNorm>(
-        operator: &'static CStr,
-        names: [&'static str; 2],
-        composed: Composed,
-        program: Program,
-    ) -> Self {
+    pub const fn of<N: RowNorm>(operator: &'static CStr, names: [&'static str; 2], hat: Hat, program: Program) -> Self {
         RowKernels {
             operator,
             stats: N::STATS,
             rules: Rules::of::<N>(),
-            composed,
+            hat,
             program,
             count: Count::new(names[0]),
             residual_count: Count::new(names[1]),
@@ -218,6 +212,6 @@ unsafe extern "C" fn nfrs_norm_composed(
     let (x, weight, bias) = unsafe { (ffi::borrow(x), ffi::borrow(weight), ffi::borrow(bias)) };
     give(|| {
         let x = x.as_ref().expect("x is never absent");
-        (kernels.composed)(x, weight.as_ref(), bias.as_ref(), eps)
+        composed::apply(kernels.hat, x, &[], (weight.as_ref(), bias.as_ref()), &[eps])
     })
 }

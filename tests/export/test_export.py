@@ -21,6 +21,8 @@ TABLE = [entry["name"] for entry in nfrs.tables()["norms"]]
 NORMS = {name: (lambda name=name: nfnn.norm_class(name)(D)) for name in TABLE} | {
     "layernorm, two dimensions": lambda: nfnn.LayerNorm((5, D), bias=False),
     "rmsnorm, two dimensions": lambda: nfnn.RMSNorm((5, D), eps=None),
+    "dyt, bare": lambda: nfnn.DyT(D, elementwise_affine=False),
+    "dyt, two dimensions": lambda: nfnn.DyT((5, D)),
     "lpnorm, 1": lambda: nfnn.LpNorm(D, p=1),
     "lpnorm, 3": lambda: nfnn.LpNorm(D, p=3),
     "lpnorm, inf": lambda: nfnn.LpNorm(D, p=math.inf),

@@ -11,7 +11,7 @@ import torch.multiprocessing as mp
 from torch import nn
 
 from normformer_rs import nn as nfnn
-from normformer_rs.nn.declared import ROW_NORMS
+from normformer_rs.nn.registry import FUSED
 from normformer_rs.nn.sharding import OPERATORS
 from normformer_rs.surgery import swap_norms
 
@@ -22,8 +22,9 @@ NORMS = {
     "rmsnorm": lambda: nfnn.RMSNorm(D),
     "scalenorm": lambda: nfnn.ScaleNorm(D),
     "scalenorm-fixed": lambda: nfnn.norm_class("scalenorm-fixed")(D),
+    "dyt": lambda: nfnn.DyT(D),
 }
-SWAPS = ("layernorm", "scalenorm", "rmsnorm")
+SWAPS = ("layernorm", "scalenorm", "rmsnorm", "dyt")
 
 
 def numbers(*shape, seed):
@@ -35,7 +36,7 @@ def shards(mesh):
     from torch.distributed.tensor import Partial, Replicate, Shard, distribute_module, distribute_tensor
 
     x, dy = numbers(4, 6, D, seed=1), numbers(4, 6, D, seed=2)
-    for make in NORMS.values():
+    for name, make in NORMS.items():
         for place in (Shard(0), Shard(1), Replicate()):
             plain = make().double()
             norm = distribute_module(copy.deepcopy(plain), mesh)
@@ -49,6 +50,9 @@ def shards(mesh):
             for found, wanted in zip(norm.parameters(), plain.parameters(), strict=True):
                 assert found.grad.placements == ((Replicate() if place == Replicate() else Partial()),)
                 torch.testing.assert_close(found.grad.full_tensor(), wanted.grad)
+        if name == "dyt":  # no number of a row needs another
+            torch.testing.assert_close(norm(distribute_tensor(x, mesh, [Shard(2)])).full_tensor(), plain(x))
+            continue
         with pytest.raises(RuntimeError, match="a norm needs whole rows, but dimension 2, its width, is sharded"):
             norm(distribute_tensor(x, mesh, [Shard(2)]))
 
@@ -106,4 +110,4 @@ def test_the_rules_cost_nothing_until_dtensor_comes():
 
 
 def test_every_fused_row_norm_has_a_rule():
-    assert {kind.operator for kind in ROW_NORMS} == set(OPERATORS)
+    assert {kind.operator for kind in FUSED} == set(OPERATORS) == {"layer_norm", "rms_norm", "scale_norm"}

@@ -20,6 +20,7 @@ MODULES = {
     "scalenorm": lambda **k: nn.ScaleNorm(8, **k),
     "lpnorm": lambda **k: nn.LpNorm(8, p=3, **k),
     "lpnorm, inf": lambda **k: nn.LpNorm(8, p=math.inf, **k),
+    "dyt": lambda **k: nn.DyT(8, **k),
     "batchnorm": lambda **k: nn.BatchNorm(8, **k),
     "powernorm-v": lambda **k: nn.PowerNormV(8, **k),
     "powernorm": lambda **k: nn.PowerNorm(8, warmup_iters=0, **k),
@@ -30,9 +31,10 @@ MODULES = {
 @pytest.mark.parametrize("name", [n for n in MODULES if n in ref.ROW_NORMS])
 def test_row_modules_are_the_oracle(name):
     norm = MODULES[name](dtype=torch.float64)
-    torch.nn.init.normal_(norm.weight)
+    for parameter in norm.parameters():
+        torch.nn.init.normal_(parameter)
     x = torch.randn(3, 8, dtype=torch.float64)
-    options = {"p": 3.0} if name == "lpnorm" else {}
+    options = {"lpnorm": {"p": 3.0}, "dyt": {"inside": dict(norm.named_parameters())}}.get(name, {})
     expected = ref.apply_norm(name, x, norm.weight, getattr(norm, "bias", None), **options)
     torch.testing.assert_close(norm(x), expected)
 
@@ -56,13 +58,34 @@ def test_several_dimensions_and_torchs_reprs():
     )
 
 
+def test_dyts_parameters_are_the_papers():
+    norm = nn.DyT(8)
+    assert repr(norm) == "DyT((8,), elementwise_affine=True)"
+    shapes = {name: tuple(p.shape) for name, p in norm.named_parameters()}
+    assert shapes == {"alpha": (1,), "weight": (8,), "bias": (8,)} and next(iter(shapes)) == "alpha"
+    assert norm.alpha.item() == 0.5 and (norm.weight == 1).all() and (norm.bias == 0).all()
+    assert [name for name, _ in nn.DyT(8, bias=False).named_parameters()] == ["alpha", "weight"]
+    assert [name for name, _ in nn.DyT((2, 8), False).named_parameters()] == ["alpha"]
+    x = torch.randn(3, 2, 8, dtype=torch.float64, requires_grad=True)
+    wide = nn.DyT((2, 8), dtype=torch.float64)
+    torch.testing.assert_close(wide(x), torch.tanh(0.5 * x))
+    assert torch.autograd.gradcheck(wide, (x,)) and torch.autograd.gradgradcheck(wide, (x,))
+    values = torch.tensor([1.0, -2.0, 3.0, -0.1])
+    torch.testing.assert_close(nn.DyT(4)(2 * values), torch.tensor([0.76159416, -0.96402758, 0.99505475, -0.09966799]))
+
+
 def test_the_table_of_classes():
     config = nfrs.TransformerConfig(
         lpnorm_p=math.inf, powernorm_mode="release", heads=4, norm_eps=0.01, batchnorm_alpha=0.5
     )
     for entry in nfrs.tables()["norms"]:
-        norm = nn.norm_of_config(entry["name"], 8, config)
-        assert isinstance(norm, nn.norm_class(entry["name"])) and norm.eps == 0.01
+        norm = nn.norm_of_config(entry["name"], 8, config.replace(norm_eps=None))
+        assert type(norm) is nn.norm_class(entry["name"]) and type(norm).__name__ == entry["module"]
+        assert [name for name, _ in norm.named_parameters()] == [
+            parameter["name"] for parameter in entry["parameters"] if entry["name"] != "scalenorm-fixed"
+        ]
+        eps = [getattr(norm, "eps", None), getattr(nn.norm_of_config(entry["name"], 8, config), "eps", None)]
+        assert eps == ([None, None] if entry["name"] == "dyt" else [1e-5, 0.01])
     assert nn.norm_of_config("lpnorm", 8, config).p == math.inf
     assert (
         nn.norm_of_config("powernorm", 8, config).groups == 4 and nn.norm_of_config("batchnorm", 8, config).groups == 1
@@ -286,6 +309,17 @@ def x():
         (lambda: model(powernorm_alpha_bwd=1.0), ValueError, "powernorm_alpha_bwd must lie in"),
         (lambda: model(groupscaling=3, norm="batchnorm"), ValueError, "in 3 groups"),
         (lambda: model(powernorm_warmup=-1), ValueError, "at least 0"),
+        (lambda: model(norm="dyt", norm_eps=0.1), ValueError, 'norm "dyt" has no epsilon, so norm_eps = 0.1 would do'),
+        (lambda: nn.TransformerEncoderLayer(8, 2, layer_norm_eps=0.1, norm="dyt"), ValueError, "has no epsilon"),
+        (lambda: nn.DyT(8, eps=0.1), TypeError, "unexpected keyword argument 'eps'"),
+        (lambda: nn.DyT(), TypeError, "missing a required argument: 'normalized_shape'"),
+        (lambda: nn.DyT(5)(x()), ValueError, r"x must end in \(5,\)"),
+        (lambda: nn.DyT(4)(x().long()), TypeError, "float32, float64"),
+        (lambda: OPS.composed_norm(x(), [None], [], "dyt"), RuntimeError, "3 parameters and 0 options, got 1 and 0"),
+        (lambda: OPS.composed_norm(x(), [None] * 3, [], "dyt"), RuntimeError, "needs its parameter alpha, got none"),
+        (lambda: OPS.composed_norm(x(), [torch.ones(3)], [], "dyt"), ValueError, "parameter must hold 1 or 4 numbers"),
+        (lambda: OPS.composed_norm(x(), [], [], "layernorm"), RuntimeError, "has an operator of its own: call that"),
+        (lambda: OPS.composed_norm(x(), [], [], "layernrm"), RuntimeError, "did you mean"),
     ],
 )
 def test_bad_input_is_said(call, error, message):

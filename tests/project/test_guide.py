@@ -17,15 +17,18 @@ import sys
 import pytest
 import torch
 import normformer_rs as nfrs
-from normformer_rs.nn import TransformerEncoderLayer, norm_class
+from normformer_rs.nn import MaxNorm, TransformerEncoderLayer, norm_class
 from normformer_rs.surgery import swap_norms, swap_residuals
 import reference as ref
 
-MaxNorm = norm_class("maxnorm")
+assert norm_class("maxnorm") is MaxNorm
 assert repr(MaxNorm(8)) == "MaxNorm((8,), eps=1e-05, elementwise_affine=True)"
 x = torch.randn(3, 8, dtype=torch.float64, requires_grad=True)
 norm = MaxNorm(8, dtype=torch.float64)
-torch.testing.assert_close(norm(x), ref.apply_norm("maxnorm", x, norm.weight))
+torch.nn.init.constant_(norm.scale, 0.5)
+expected = ref.apply_norm("maxnorm", x, norm.weight, inside={"scale": norm.scale})
+torch.testing.assert_close(norm(x), expected)
+torch.testing.assert_close(norm(x), MaxNorm(8, eps=0.0, elementwise_affine=False, dtype=torch.float64)(x) / 0.5)
 assert torch.autograd.gradcheck(norm, (x,)) and torch.compile(norm, fullgraph=True, backend="eager")(x).shape == x.shape
 assert norm(x.bfloat16()).dtype == torch.bfloat16
 with pytest.raises(ValueError, match="MaxNorm|8"):

@@ -289,8 +289,10 @@ class _Run:
         c, kind = self.config, self.config[f"{stack}_norm"]
         eps = DEFAULT_EPS if c["norm_eps"] is None else c["norm_eps"]
         weight, bias = self.state.get(f"{norm.name}.weight"), self.state.get(f"{norm.name}.bias")
+        prefix = f"{norm.name}."
+        kept = {name.removeprefix(prefix): value for name, value in self.state.items() if name.startswith(prefix)}
         if kind not in BATCH_NORMS:
-            return apply_norm(kind, x, weight, bias, eps, c["lpnorm_p"])
+            return apply_norm(kind, x, weight, bias, eps, c["lpnorm_p"], kept)
         options, groups = {"alpha": c["powernorm_alpha_fwd"]}, c["groupscaling"]
         if kind == "batchnorm":
             options = {"alpha": c["batchnorm_alpha"]}
@@ -303,8 +305,6 @@ class _Run:
                 "alpha_bwd": c["powernorm_alpha_bwd"],
             }
             groups = c["heads"] if is_release else groups
-        prefix = f"{norm.name}."
-        kept = {name.removeprefix(prefix): value for name, value in self.state.items() if name.startswith(prefix)}
         rows = pack(x, real)
         rows = group_scaling(rows, groups) if groups else rows
         layer = BATCH_NORMS[kind](weight, bias, kept, eps=eps, **options)

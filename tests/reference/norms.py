@@ -5,13 +5,14 @@ batch statistics are in batch_norms.py. TwT is Nguyen & Salazar 2019, PN Shen et
 """
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
 DEFAULT_EPS = 1e-5
-ROW_NORMS = ("layernorm", "rmsnorm", "scalenorm", "scalenorm-fixed", "lpnorm")
+ROW_NORMS = ("layernorm", "rmsnorm", "scalenorm", "scalenorm-fixed", "lpnorm", "dyt")
 
 
 def computed(x: Tensor) -> Tensor:
@@ -85,6 +86,12 @@ class _LpNorm(torch.autograd.Function):
         return dx.to(dy.dtype), along.sum().view(g.shape).to(g.dtype), None, None
 
 
+def dyt(x: Tensor, alpha: Tensor, weight: Tensor | None = None, bias: Tensor | None = None) -> Tensor:
+    """y = γ⊙tanh(αx) + β, α of shape (1,) (Zhu et al. 2025, Algorithm 1)."""
+    a = computed(x)
+    return _affine(torch.tanh(alpha.to(a.dtype) * a), weight, bias).to(x.dtype)
+
+
 def group_scaling(x: Tensor, groups: int = 1, eps: float = DEFAULT_EPS) -> Tensor:
     """x/√(mean over each group of x² + ε), `groups` equal parts of the last dimension, no parameters (PN App A)."""
     a = computed(x).unflatten(-1, (groups, -1))
@@ -114,8 +121,13 @@ def apply_norm(
     bias: Tensor | None = None,
     eps: float | None = DEFAULT_EPS,
     p: float = 2.0,
+    inside: Mapping[str, Tensor] | None = None,
 ) -> Tensor:
-    """The row norm called `name`. `scalenorm-fixed` with a weight is the decoder's final one, whose g is learned."""
+    """The row norm called `name`; `inside` has, by name, its parameters but weight and bias.
+
+    `scalenorm-fixed` with a weight is the decoder's final one, whose g is learned.
+    """
+    inside = inside or {}
     if name == "layernorm":
         return layer_norm(x, weight, bias, eps)
     if name == "rmsnorm":
@@ -126,6 +138,8 @@ def apply_norm(
         return scale_norm_fixed(x, eps) if weight is None else scale_norm(x, weight, eps)
     if name == "lpnorm":
         return lp_norm(x, weight, p, eps)
+    if name == "dyt":
+        return dyt(x, inside["alpha"], weight, bias)
     raise ValueError(f"unknown norm {name!r}; the row norms are {', '.join(ROW_NORMS)}")
 
 

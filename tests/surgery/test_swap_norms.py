@@ -254,3 +254,20 @@ def test_options_are_the_new_norms():
 def test_a_gain_that_goes_is_told_of():
     (row,) = swap_norms(nn.Sequential(nn.LayerNorm(8)), "scalenorm-fixed")
     assert row.note == "gain dropped, bias dropped"
+
+
+def test_dyt_comes_and_goes():
+    """Gain and bias are taken over both ways; α comes with its own first value and goes with a note of none."""
+    model = nn.Sequential(nn.LayerNorm(D), nn.Linear(D, D))
+    nn.init.uniform_(model[0].weight), nn.init.uniform_(model[0].bias)
+    weight, bias = model[0].weight.detach().clone(), model[0].bias.detach().clone()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with pytest.raises(ValueError, match=r'unknown option of dyt "eps"; expected one of elementwise_affine, bias, '):
+        swap_norms(model, "dyt", eps=1e-3)
+    swap_norms(model, nfnn.DyT, optimizer=optimizer)
+    assert type(model[0]) is nfnn.DyT and model[0].alpha.item() == 0.5
+    assert torch.equal(model[0].weight, weight) and torch.equal(model[0].bias, bias)
+    assert {*optimizer.param_groups[0]["params"]} == {*model.parameters()}
+    swap_norms(model, "layernorm", optimizer=optimizer)
+    assert torch.equal(model[0].weight, weight) and torch.equal(model[0].bias, bias)
+    assert {*optimizer.param_groups[0]["params"]} == {*model.parameters()}

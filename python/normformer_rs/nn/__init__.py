@@ -1,21 +1,13 @@
 """Drop-in modules: norms, residual connections, and torch.nn's Transformer with every scheme of the package."""
 
+from . import composed
 from .attention import MultiheadAttention
+from .composed import *  # noqa: F403
 from .layers import Residual, TransformerDecoderLayer, TransformerEncoderLayer
 from .masks import padding_mask
-from .norms import (
-    BatchNorm,
-    FixNormEmbedding,
-    GroupScaling,
-    LayerNorm,
-    LpNorm,
-    PowerNorm,
-    PowerNormV,
-    RMSNorm,
-    ScaleNorm,
-    norm_class,
-    norm_of_config,
-)
+from .norms import FixNormEmbedding, LayerNorm, LpNorm, RMSNorm, ScaleNorm
+from .registry import norm_class, norm_of_config
+from .running import BatchNorm, GroupScaling, PowerNorm, PowerNormV
 from .stacks import Transformer, TransformerDecoder, TransformerEncoder
 from .training import parameter_groups, profile, set_num_updates
 
@@ -43,3 +35,4 @@ __all__ = [
     "profile",
     "set_num_updates",
 ]
+__all__ += composed.__all__

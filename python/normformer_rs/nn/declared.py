@@ -23,8 +23,8 @@ from .. import _core
 from ..config import LANGUAGE_MODELS, TransformerConfig, unknown
 from ..errors import InputError
 from . import formulas
-from .norms import FixedScaleNorm, LayerNorm, RMSNorm, ScaleNorm, norm_of_config
 from .profiling import profile_step
+from .registry import FUSED, norm_of_config
 
 OPS = torch.ops.normformer_rs
 GROWING = "growing"
@@ -416,13 +416,9 @@ def close(
     return Streams(x_plus, others, y) if sublayer.after is None else Streams(y, others)
 
 
-ROW_NORMS = (LayerNorm, RMSNorm, ScaleNorm, FixedScaleNorm)
-"""Norms that the fused step knows."""
-
-
 def is_row_norm(norm: Any) -> bool:
     """The fused step may stand in for it."""
-    return any(is_plain(norm, kind) and len(norm.normalized_shape) == 1 for kind in ROW_NORMS)
+    return any(is_plain(norm, kind) and len(norm.normalized_shape) == 1 for kind in FUSED)
 
 
 @torch.library.custom_op("normformer_rs::growth", mutates_args=())

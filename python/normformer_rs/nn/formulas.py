@@ -40,6 +40,17 @@ def lp_norm(x: Tensor, weight: Tensor | None, gain: float, p: float, dims: int, 
     return (y * gain if weight is None else y * weight.to(a.dtype)).to(x.dtype)
 
 
+def dyt(x: Tensor, alpha: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+    """y = γ⊙tanh(αx) + β."""
+    a = wide(x)
+    y = torch.tanh(a * alpha.to(a.dtype))
+    if weight is not None:
+        y = y * weight.to(a.dtype)
+    if bias is not None:
+        y = y + bias.to(a.dtype)
+    return y.to(x.dtype)
+
+
 def running_norm(
     x: Tensor,
     shift: Tensor | None,

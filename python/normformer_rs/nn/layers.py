@@ -175,7 +175,7 @@ class Layer(Unscriptable, Growing):
         super().__init__()
         scheme = residual or ("prenorm" if norm_first else "postnorm")
         depths = self._depths(encoder_layers, decoder_layers)
-        given = {"norm": norm, "residual": scheme, "norm_eps": layer_norm_eps, "dropout": dropout, **depths}
+        given = {"norm": norm, "residual": scheme, "norm_eps": own_eps(layer_norm_eps), "dropout": dropout, **depths}
         if init not in (None, "torch"):
             given["init"] = init
         if len(self.kinds) == 2 and "encoder_layers" not in depths:  # alone, the encoder has one norm
@@ -338,6 +338,11 @@ class Layer(Unscriptable, Growing):
         return f"residual={self.place.config.residual!r}, norm={self.place.declared.norm!r}"
 
 
+def own_eps(layer_norm_eps: float | None) -> float | None:
+    """torch.nn's argument as `norm_eps`: its default, 1e-5, is every norm's, and one without an ε takes no other."""
+    return None if layer_norm_eps == 1e-5 else layer_norm_eps
+
+
 def _activation(activation: Activation) -> Callable[[Tensor], Tensor]:
     if callable(activation):
         return activation
@@ -355,8 +360,8 @@ class TransformerEncoderLayer(Layer):
     >>> layer(torch.zeros(2, 5, 16)).shape
     torch.Size([2, 5, 16])
 
-    Args: torch.nn's. `layer_norm_eps` is any norm's ε. `dropout` lies in [0, 1), though torch.nn takes 1 too. All rates
-        but attention's are rounded to multiples of 1/65,536. By keyword
+    Args: torch.nn's. `layer_norm_eps` is any norm's ε; a norm without one takes 1e-5 alone. `dropout` lies in [0, 1),
+        though torch.nn takes 1 too. All rates but attention's are rounded to multiples of 1/65,536. By keyword
         norm, residual, init: names out of `normformer_rs.tables()`; `residual` may be a mixture by layers
             (`postnorm*1/4,prenorm`). residual=None: postnorm, or prenorm if `norm_first`, with torch.nn's first values
             unless `init` is named; init=None: the one that goes with the scheme; init="torch": torch.nn's.

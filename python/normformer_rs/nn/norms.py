@@ -1,7 +1,7 @@
 """Norms as modules, with torch.nn's constructors and keys."""
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from operator import index
 from typing import Any
 
@@ -9,10 +9,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..config import TransformerConfig, tables, unknown
 from ..errors import InputError
 from . import formulas, sharding
-from .running import BatchNorm, GroupScaling, PowerNorm, PowerNormV, check_eps, over_rows
+from .running import check_eps, over_rows
+from .table import DECLARED, Declared
 from .tracing import Unscriptable, leaf
 
 OPS = torch.ops.normformer_rs
@@ -22,11 +22,27 @@ FIXNORM_EPS = 1e-12
 
 
 class RowNorm(Unscriptable, nn.Module):
-    """A norm over the last dimensions, each row for itself."""
+    """A norm over the last dimensions, each row for itself: y = weight⊙x̂ + bias."""
 
+    declared: Declared
     operator: str
-    has_bias = False
-    has_one_gain = False
+    names: tuple[str, ...]
+    """Of the parameters; those but weight and bias enter x̂."""
+    has_eps: bool
+    has_bias: bool
+    has_one_gain: bool
+
+    def __init_subclass__(cls, norm: str | None = None, **rest: Any) -> None:
+        """`norm`: the name in the table."""
+        super().__init_subclass__(**rest)
+        if norm is None:
+            return
+        cls.declared = declared = DECLARED[norm]
+        cls.operator = declared.operator or ""
+        cls.names = tuple(parameter.name for parameter in declared.parameters)
+        cls.has_eps = "eps" in declared.options
+        cls.has_bias = "bias" in cls.names
+        cls.has_one_gain = any(p.name == "weight" and p.shape == "one" for p in declared.parameters)
 
     def __init__(
         self,
@@ -41,27 +57,35 @@ class RowNorm(Unscriptable, nn.Module):
         shape = tuple(normalized_shape) if isinstance(normalized_shape, Iterable) else (index(normalized_shape),)
         if not shape:
             raise InputError("normalized_shape must name at least one dimension, got none")
-        check_eps(eps)
-        self.normalized_shape, self.eps, self.elementwise_affine = shape, eps, elementwise_affine
-        self.register_parameter("weight", None)
-        self.register_parameter("bias", None)
-        if elementwise_affine:
-            made = {"device": device, "dtype": dtype}
-            self.weight = nn.Parameter(torch.empty(1 if self.has_one_gain else shape, **made))
-            if self.has_bias and bias:
-                self.bias = nn.Parameter(torch.empty(shape, **made))
+        self.normalized_shape, self.elementwise_affine = shape, elementwise_affine
+        if self.has_eps:
+            check_eps(eps)
+            self.eps = eps
+        left_out = {"weight", "bias"} if not elementwise_affine else set() if bias else {"bias"}
+        for declared in self.declared.parameters:
+            empty = torch.empty(1 if declared.shape == "one" else shape, device=device, dtype=dtype)
+            self.register_parameter(declared.name, None if declared.name in left_out else nn.Parameter(empty))
+        if not self.has_bias:
+            self.register_parameter("bias", None)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
         """Parameters as at the start."""
-        if self.weight is not None:
-            nn.init.constant_(self.weight, self.gain())
-        if self.bias is not None:
-            nn.init.zeros_(self.bias)
+        for name, parameter in self._parameters.items():
+            if parameter is not None:
+                nn.init.constant_(parameter, self.start(name))
+
+    def start(self, name: str) -> float:
+        """A parameter at the start."""
+        start = next(parameter.start for parameter in self.declared.parameters if parameter.name == name)
+        if start != "length":
+            return start
+        p: float | None = getattr(self, "p", None)
+        return math.sqrt(self.width) if p is None else self.width ** (1 / p)
 
     def gain(self) -> float:
         """The weight at the start."""
-        return 1.0
+        return self.start("weight")
 
     @property
     def width(self) -> int:
@@ -105,10 +129,12 @@ class RowNorm(Unscriptable, nn.Module):
         return self.call(x.flatten(-n), *flat).unflatten(-1, self.normalized_shape)
 
     def extra_repr(self) -> str:
-        return f"{self.normalized_shape}, eps={self.eps}, elementwise_affine={self.elementwise_affine}"
+        shown = [name for name in self.declared.options if name in vars(self)]
+        options = "".join(f"{name}={getattr(self, name)}, " for name in shown if name != "elementwise_affine")
+        return f"{self.normalized_shape}, {options}elementwise_affine={self.elementwise_affine}"
 
 
-class LayerNorm(RowNorm):
+class LayerNorm(RowNorm, norm="layernorm"):
     """y = γ⊙(x − μ)/√(σ² + ε) + β over the last dimensions, σ² biased: torch.nn.LayerNorm.
 
     >>> LayerNorm(4)
@@ -122,9 +148,6 @@ class LayerNorm(RowNorm):
     bf16, f16, each its own; y has x's, also under autocast. Errors: InputError (a ValueError) for another shape,
     TypeError for integers. Source: Ba et al. 2016.
     """
-
-    operator = "layer_norm"
-    has_bias = True
 
     def formula(self, x: Tensor) -> Tensor:
         return formulas.layer_norm(x, self.weight, self.bias, list(self.normalized_shape), self.eps_for(x))
@@ -157,7 +180,7 @@ class _Offset(RowNorm):
         super()._load_from_state_dict(state_dict, prefix, *rest)
 
 
-class RMSNorm(_Offset):
+class RMSNorm(_Offset, norm="rmsnorm"):
     """y = γ⊙x/√(mean x² + ε) over the last dimensions: torch.nn.RMSNorm, but for its default ε (None there).
 
     >>> RMSNorm(4, eps=None)
@@ -170,13 +193,11 @@ class RMSNorm(_Offset):
     Shapes, dtypes, errors: LayerNorm's. Source: Zhang & Sennrich 2019; Nguyen & Salazar 2019, §4.2.
     """
 
-    operator = "rms_norm"
-
     def formula(self, x: Tensor) -> Tensor:
         return formulas.rms_norm(x, self.weight, list(self.normalized_shape), self.eps_for(x))
 
 
-class ScaleNorm(_Offset):
+class ScaleNorm(_Offset, norm="scalenorm"):
     """y = g·x/max(‖x‖₂, ε) over the last dimensions, one g = √d, learned unless elementwise_affine=False.
 
     >>> ScaleNorm(4).weight
@@ -191,12 +212,6 @@ class ScaleNorm(_Offset):
     Shapes, dtypes, errors: LayerNorm's. Source: Nguyen & Salazar 2019, eq 5.
     """
 
-    operator = "scale_norm"
-    has_one_gain = True
-
-    def gain(self) -> float:
-        return math.sqrt(self.width)
-
     def formula(self, x: Tensor) -> Tensor:
         return formulas.lp_norm(x, self.weight, self.gain(), 2.0, len(self.normalized_shape), self.eps_for(x))
 
@@ -207,14 +222,14 @@ class ScaleNorm(_Offset):
         super()._load_from_state_dict(state_dict, prefix, *rest)
 
 
-class FixedScaleNorm(ScaleNorm):
+class FixedScaleNorm(ScaleNorm, norm="scalenorm-fixed"):
     """ScaleNorm with g = √d that is not learned (Nguyen & Salazar 2019, Table 7)."""
 
     def __init__(self, normalized_shape: int | Sequence[int], eps: float = 1e-5, **settings: Any) -> None:
         super().__init__(normalized_shape, eps, **{"elementwise_affine": False, **settings})
 
 
-class LpNorm(RowNorm):
+class LpNorm(RowNorm, norm="lpnorm"):
     """y = g·x/max(‖x‖_p, ε) over the last dimensions, one g = d^{1/p}, learned unless elementwise_affine=False.
 
     With n = ‖x‖_p, u = x/n and w = sign(x)(|x|/n)^{p−1} (p = ∞: sign(x)/k at the k where |x| = n),
@@ -230,8 +245,6 @@ class LpNorm(RowNorm):
     Shapes, dtypes, errors: LayerNorm's; InputError for p < 1. Source: Nguyen & Salazar 2019, §5 (future work).
     """
 
-    has_one_gain = True
-
     def __init__(
         self,
         normalized_shape: int | Sequence[int],
@@ -245,9 +258,6 @@ class LpNorm(RowNorm):
             raise InputError(f"p must be at least 1, or inf, got {p}")
         self.p = p
         super().__init__(normalized_shape, eps, elementwise_affine, False, device, dtype)
-
-    def gain(self) -> float:
-        return self.width ** (1 / self.p)
 
     def call(self, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
         return OPS.lp_norm(x, weight, self.p, self.eps_for(x))
@@ -310,104 +320,12 @@ class FixNormEmbedding(Unscriptable, nn.Embedding):
         return super().extra_repr() + (f", scale={self.scale}" if self.scale != 1 else "")
 
 
-class _Formula(RowNorm):
-    """A norm that Rust's table gives by its formula alone; the class is made of the entry."""
-
-    def call(self, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
-        return OPS.norm_formula(x, weight, bias, self.eps_for(x), self.operator)
-
-    def formula(self, x: Tensor) -> Tensor:
-        return self.call(x, *self.parameters_in_use(x))  # a composition, which torch.export takes apart
-
-
-def _of_entry(entry: Mapping[str, Any]) -> type[nn.Module]:
-    """maxnorm: MaxNorm(normalized_shape, eps=1e-5, elementwise_affine=True, bias=True, device=None, dtype=None)."""
-    name = "".join(part.capitalize() for part in entry["name"].replace("norm", "-norm").split("-"))
-    doc = f"{entry['equation']}; source: {entry['source']}. Arguments, shapes, dtypes and errors are LayerNorm's."
-    settings = {"operator": entry["name"], "has_bias": entry["formula"]["has_bias"]}
-    return type(name, (_Formula,), {**settings, "__doc__": doc, "__module__": __name__})
-
-
-_CLASSES: dict[str, type[nn.Module]] = {
-    entry["name"]: _of_entry(entry) for entry in tables()["norms"] if "formula" in entry
-} | {
-    "layernorm": LayerNorm,
-    "rmsnorm": RMSNorm,
-    "scalenorm": ScaleNorm,
-    "scalenorm-fixed": FixedScaleNorm,
-    "lpnorm": LpNorm,
-    "batchnorm": BatchNorm,
-    "powernorm-v": PowerNormV,
-    "powernorm": PowerNorm,
-}
-
-
-def norm_class(name: str) -> Any:
-    """The class of a norm's name, one of `normformer_rs.tables()`; InputError with the names if there is none.
-
-    >>> norm_class("scalenorm").__name__
-    'ScaleNorm'
-    """
-    if name not in _CLASSES:
-        raise InputError(unknown("norm", name, _CLASSES))
-    return _CLASSES[name]
-
-
-def norm_of_config(
-    name: str,
-    width: int,
-    config: TransformerConfig,
-    *,
-    last_of_decoder: bool = False,
-    ends_stack: bool = False,
-    bias: bool = True,
-    device: Any = None,
-    dtype: torch.dtype | None = None,
-) -> nn.Module:
-    """The norm that a model of this configuration has, with its options: lpnorm_p, powernorm_mode, groupscaling, …
-
-    `last_of_decoder`: the one that keeps its gain under scalenorm-fixed. `ends_stack`: it stands after a stack, where
-    powernorm's release mode warms up for 1000 forwards. `bias`: whether norms that have one learn it.
-    """
-    settings: dict[str, Any] = {"device": device, "dtype": dtype}
-    if config.norm_eps is not None:
-        settings["eps"] = config.norm_eps
-    groups = config.groupscaling
-    if name == "layernorm":
-        settings.update(bias=bias)
-    elif name == "scalenorm-fixed":
-        settings.update(elementwise_affine=last_of_decoder)
-    elif name == "lpnorm":
-        settings.update(p=config.lpnorm_p)
-    elif name == "batchnorm":
-        settings.update(alpha=config.batchnorm_alpha, groups=groups, sync=True, bias=bias)
-    elif name == "powernorm-v":
-        settings.update(alpha=config.powernorm_alpha_fwd, groups=groups, sync=True, bias=bias)
-    elif name == "powernorm":
-        is_release = config.powernorm_mode == "release"
-        settings.update(
-            alpha_fwd=config.powernorm_alpha_fwd,
-            alpha_bwd=config.powernorm_alpha_bwd,
-            warmup_iters=1000 if is_release and ends_stack else config.powernorm_warmup,
-            mode=config.powernorm_mode,
-            groups=config.heads if is_release else groups,
-            sync=config.powernorm_sync,
-            bias=bias,
-        )
-    return norm_class(name)(width, **settings)
-
-
 __all__ = [
-    "BatchNorm",
     "FixNormEmbedding",
     "FixedScaleNorm",
-    "GroupScaling",
     "LayerNorm",
     "LpNorm",
-    "PowerNorm",
-    "PowerNormV",
     "RMSNorm",
+    "RowNorm",
     "ScaleNorm",
-    "norm_class",
-    "norm_of_config",
 ]

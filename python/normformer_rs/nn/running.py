@@ -11,6 +11,7 @@ from ..errors import InputError
 from ..ranks import group_name
 from . import formulas
 from .masks import mask_for
+from .table import DECLARED, Declared
 from .tracing import Unscriptable, leaf
 from .unkept import Unkept, is_second_run, is_unkept
 
@@ -54,12 +55,25 @@ class RunningNorm(Unscriptable, nn.Module):
     nobody could tell from its first.
     """
 
+    declared: Declared
     operator_name: str
+    _state: tuple[str | None, str | None, str | None]
+    """Its buffers in the operator's order."""
     shown: tuple[str, ...] = ("alpha",)
     takes_pad_mask = True
     refused: Tensor
     """(1,) int64, no buffer: what loads or fills a module's buffers has nothing to put there. An exported program may
     write to buffers alone, so it does not count."""
+
+    def __init_subclass__(cls, norm: str | None = None, **rest: Any) -> None:
+        """`norm`: the name in the table."""
+        super().__init_subclass__(**rest)
+        if norm is not None:
+            cls.declared = DECLARED[norm]
+            cls.operator_name = cls.declared.operator or ""
+            statistics = (buffer.name for buffer in cls.declared.buffers if not buffer.is_counter)
+            counter = next((buffer.name for buffer in cls.declared.buffers if buffer.is_counter), None)
+            cls._state = (next(statistics), next(statistics, None), counter)
 
     def __init__(
         self,
@@ -88,28 +102,26 @@ class RunningNorm(Unscriptable, nn.Module):
             if bias:
                 self.bias = nn.Parameter(torch.empty(num_features, **made))
         kind = torch.float64 if (dtype or torch.get_default_dtype()) == torch.float64 else torch.float32
-        for name, (shape, value) in self.statistics().items():
-            self.register_buffer(name, torch.full(shape, value, device=device, dtype=kind))
+        for buffer in self.declared.buffers:
+            made["dtype"] = torch.int64 if buffer.is_counter else kind
+            self.register_buffer(buffer.name, torch.empty(buffer.size(num_features), **made))
         self.refused = torch.zeros(1, dtype=torch.int64, device=device)
         self._unkept = Unkept()
         self.reset_parameters()
-
-    def statistics(self) -> dict[str, tuple[tuple[int, ...], float]]:
-        """Each running statistic's shape and first value."""
-        raise NotImplementedError
 
     def settings(self) -> dict[str, Any]:
         """The operator's options beside `train` and `eps`."""
         raise NotImplementedError
 
     def state(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        """The operator's buffers."""
-        raise NotImplementedError
+        """The operator's buffers: two statistics and a counter."""
+        first, second, iters = (None if name is None else getattr(self, name) for name in self._state)
+        return first, second, iters
 
     def reset_running_stats(self) -> None:
         """Statistics as at the start."""
-        for name, (_, value) in self.statistics().items():
-            getattr(self, name).fill_(value)
+        for buffer in self.declared.buffers:
+            getattr(self, buffer.name).fill_(buffer.start)
         self.refused.zero_()
 
     def reset_parameters(self) -> None:
@@ -198,7 +210,7 @@ class RunningNorm(Unscriptable, nn.Module):
         return f"{self.num_features}, eps={self.eps}{more}, elementwise_affine={self.elementwise_affine}{groups}{sync}"
 
 
-class BatchNorm(RunningNorm):
+class BatchNorm(RunningNorm, norm="batchnorm"):
     """y = γ⊙(x − μ_B)/√(σ²_B + ε) + β, mean and biased variance per feature over all real positions.
 
     Training moves the running statistics, μ ← αμ + (1−α)μ_B and σ² (biased) alike; evaluation uses them. Features are
@@ -221,7 +233,6 @@ class BatchNorm(RunningNorm):
     Source: Ioffe & Szegedy 2015; Shen et al. 2020, Algorithm 1, eq 1–3.
     """
 
-    operator_name = "batch_norm"
     running_mean: Tensor
     running_var: Tensor
 
@@ -229,14 +240,8 @@ class BatchNorm(RunningNorm):
         self.alpha = check_alpha("alpha", alpha)
         super().__init__(num_features, eps, **settings)
 
-    def statistics(self) -> dict[str, tuple[tuple[int, ...], float]]:
-        return {"running_mean": ((self.num_features,), 0.0), "running_var": ((self.num_features,), 1.0)}
-
     def settings(self) -> dict[str, Any]:
         return {"alpha": self.alpha}
-
-    def state(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        return self.running_mean, self.running_var, None
 
     def frozen(self) -> tuple[Tensor | None, Tensor]:
         return self.running_mean, self.running_var
@@ -246,7 +251,7 @@ class BatchNorm(RunningNorm):
         super()._load_from_state_dict(state_dict, prefix, *rest)
 
 
-class PowerNormV(RunningNorm):
+class PowerNormV(RunningNorm, norm="powernorm-v"):
     """y = γ⊙x/√(ψ²_B + ε) + β, ψ²_B = mean x² per feature over all real positions (PN-V).
 
     Training moves ψ² ← αψ² + (1−α)ψ²_B; evaluation uses it. dx = (γ/ψ_B)[dy − x̂⊙mean(dy⊙x̂)], the true gradient.
@@ -259,27 +264,20 @@ class PowerNormV(RunningNorm):
     Source: Shen et al. 2020, Definition 1, eq 4–6.
     """
 
-    operator_name = "power_norm_v"
     running_phi: Tensor
 
     def __init__(self, num_features: int, eps: float = 1e-5, alpha: float = 0.9, **settings: Any) -> None:
         self.alpha = check_alpha("alpha", alpha)
         super().__init__(num_features, eps, **settings)
 
-    def statistics(self) -> dict[str, tuple[tuple[int, ...], float]]:
-        return {"running_phi": ((self.num_features,), 1.0)}
-
     def settings(self) -> dict[str, Any]:
         return {"alpha": self.alpha}
-
-    def state(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        return self.running_phi, None, None
 
     def frozen(self) -> tuple[Tensor | None, Tensor]:
         return None, self.running_phi
 
 
-class PowerNorm(RunningNorm):
+class PowerNorm(RunningNorm, norm="powernorm"):
     """y = γ⊙x/√(ψ² + ε) + β with the running ψ² of the step before, and a running ν in the gradient.
 
     In training ψ² ← α_f ψ² + (1−α_f)ψ²_B then, ψ²_B = mean x² per feature over real positions. Backward, with G = γ⊙dy:
@@ -307,7 +305,6 @@ class PowerNorm(RunningNorm):
     Source: Shen et al. 2020, Definition 3, Algorithm 2, eq 8–13.
     """
 
-    operator_name = "power_norm"
     shown = ("alpha_fwd", "alpha_bwd", "warmup_iters", "mode")
     running_phi: Tensor
     ema_gz: Tensor
@@ -335,21 +332,8 @@ class PowerNorm(RunningNorm):
         self.warmup_iters, self.mode = warmup_iters, mode
         super().__init__(num_features, eps, groups=groups, **settings)
 
-    def statistics(self) -> dict[str, tuple[tuple[int, ...], float]]:
-        shape = (1, self.num_features, 1, 1)
-        return {"running_phi": (shape, 1.0), "ema_gz": (shape, 0.0)}
-
-    def reset_running_stats(self) -> None:
-        if "iters" not in self._buffers:
-            self.register_buffer("iters", torch.zeros(1, dtype=torch.int64, device=self.running_phi.device))
-        super().reset_running_stats()
-        self.iters.zero_()
-
     def settings(self) -> dict[str, Any]:
         return {"alpha": self.alpha_fwd, "alpha_bwd": self.alpha_bwd, "warmup": self.warmup_iters, "variant": self.mode}
-
-    def state(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        return self.running_phi, self.ema_gz, self.iters
 
     def frozen(self) -> tuple[Tensor | None, Tensor]:
         return None, self.running_phi

@@ -9,8 +9,9 @@ from typing import Any
 import torch
 
 from ..errors import InputError
+from .table import DECLARED
 
-OPERATORS = ("layer_norm", "rms_norm", "scale_norm")
+OPERATORS = tuple(dict.fromkeys(entry.operator for entry in DECLARED.values() if entry.form == "rows"))
 _TENSORS = "torch.distributed.tensor"
 _is_registered = False
 
@@ -23,7 +24,7 @@ def register() -> None:
     _is_registered = True
     from torch.distributed.tensor.experimental import register_sharding
 
-    for name in OPERATORS:
+    for name in map(str, OPERATORS):
         register_sharding(getattr(torch.ops.normformer_rs, name).default)(_forward)
         register_sharding(getattr(torch.ops.normformer_rs, name + "_backward").default)(_backward)
 

@@ -30,6 +30,21 @@ class LpNorm(nn.Module):
         return formulas.lp_norm(x, self.weight, self.gain, self.p, self.dims, self.eps)
 
 
+class DyT(nn.Module):
+    """y = γ⊙tanh(αx) + β."""
+
+    alpha: Tensor
+    weight: Tensor | None
+    bias: Tensor | None
+
+    def __init__(self, alpha: Tensor, weight: Tensor | None, bias: Tensor | None) -> None:
+        super().__init__()
+        keep(self, alpha=alpha, weight=weight, bias=bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return formulas.dyt(x, self.alpha, self.weight, self.bias)
+
+
 class GroupScaling(nn.Module):
     """x/√(mean over each group of x² + 1e-5)."""
 

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ..nn.masks import Given, give, given
-from ..nn.norms import PowerNorm
-from ..nn.running import RunningNorm
+from ..nn.running import PowerNorm, RunningNorm
 from .edits import Edits
 
 _NAMES = (

@@ -71,7 +71,7 @@ def probe(module: nn.Module, width: int | None = None, computes: str | None = No
     width = _width(module, parameters) if width is None else width
     if width is None:
         return "nothing tells its width"
-    names = [name for name, kind in KINDS.items() if issubclass(kind, RowNorm) and computes in (None, name)]
+    names = [name for name, kind in KINDS.items() if _measures(kind) and computes in (None, name)]
     first = next(iter(parameters.values()), None)
     device = _EXACT.device if first is None or first.is_meta else first.device
     found: Known | str = f"computes no norm over rows of width {width}"
@@ -85,6 +85,11 @@ def probe(module: nn.Module, width: int | None = None, computes: str | None = No
         if isinstance(found, Known):
             break
     return found
+
+
+def _measures(kind: Any) -> bool:
+    """A class of norms that divide each row by a length of it, and learn no more than a gain and a bias."""
+    return issubclass(kind, RowNorm) and kind.has_eps and {"weight", "bias"}.issuperset(kind.names)
 
 
 def _refused(module: nn.Module) -> str | None:

@@ -1,7 +1,7 @@
 // Operators that are compositions of others, which PyTorch differentiates, batches and traces by itself:
 //   lp_norm(x, weight?, p, eps) -> y      g·x/max(‖x‖_p, ε) over the last dimension
 //   group_scaling(x, groups) -> y         x/√(mean over each group of x² + 1e-5)
-//   norm_formula(x, weight?, bias?, eps, name) -> y    the norm of Rust's table that has this name and is a formula
+//   composed_norm(x, parameters, options, name) -> y    the norm of Rust's table that has this name and no kernels
 #pragma once
 #include "norm.h"
 
@@ -11,13 +11,15 @@ int nfrs_lp_norm_forward(const View* x, const View* weight, double p, double eps
 int nfrs_lp_norm_backward(const View* dy, const View* x, const View* weight, const View* stats, double p, double eps,
                           const View* dx, const View* dweight, const View* workspace);
 Tensor* nfrs_group_scaling(const Tensor* x, int64_t groups);
-Tensor* nfrs_norm_formula(const char* name, const Tensor* x, const Tensor* weight, const Tensor* bias, double eps);
+Tensor* nfrs_composed_norm(const char* name, const Tensor* x, const Tensor* const* parameters, int64_t count,
+                           const double* options, int64_t option_count);
 }
 
 namespace nfrs::composite {
 
 constexpr Argument X[] = {{"x", "*d", Type::FLOATING, LEADER}};
 constexpr Argument LP[] = {{"x", "*d", Type::FLOATING, LEADER}, {"weight", "1|d", Type::FLOATING, OPTIONAL}};
+constexpr Argument PARAMETER[] = {{"x", "*d", Type::FLOATING, LEADER}, {"a parameter", "1|d", Type::FLOATING, OPTIONAL}};
 constexpr Argument LP_BACKWARD[] = {
     {"dy", "*d", Type::SAME},
     {"x", "*d", Type::FLOATING, LEADER},
@@ -118,12 +120,19 @@ inline Tensor group_scaling(const Tensor& x, int64_t groups) {
   return take(nfrs_group_scaling(&x, groups));
 }
 
-inline Tensor norm_formula(const Tensor& x, const MaybeTensor& weight, const MaybeTensor& bias, double eps,
-                           c10::string_view name) {
+inline Tensor composed_norm(const Tensor& x, const c10::List<MaybeTensor>& parameters, at::ArrayRef<double> options,
+                            c10::string_view name) {
   const std::string op(name);
-  check({op.c_str()}, norm::FORWARD, {&x, pointer(weight), pointer(bias)});
+  check({op.c_str()}, X, {&x});
+  std::vector<MaybeTensor> given;
+  for (const MaybeTensor& parameter : parameters) given.push_back(parameter);
+  std::vector<const Tensor*> pointers;
+  for (const auto& parameter : given) {
+    check({op.c_str()}, PARAMETER, {&x, pointer(parameter)});
+    pointers.push_back(pointer(parameter));
+  }
   if (x.sym_size(-1) == 0) return x.clone();
-  return take(nfrs_norm_formula(op.c_str(), &x, pointer(weight), pointer(bias), eps));
+  return take(nfrs_composed_norm(op.c_str(), &x, pointers.data(), pointers.size(), options.data(), options.size()));
 }
 
 inline void define(torch::Library& m) {
@@ -141,13 +150,13 @@ inline void define(torch::Library& m) {
   forbid_autograd(m, "lp_norm_forward");
   forbid_autograd(m, "lp_norm_backward");
   m.def("group_scaling(Tensor x, int groups=1) -> Tensor", {at::Tag::pt2_compliant_tag});
-  m.def("norm_formula(Tensor x, Tensor? weight, Tensor? bias, float eps, str name) -> Tensor",
+  m.def("composed_norm(Tensor x, Tensor?[] parameters, float[] options, str name) -> Tensor",
         {at::Tag::pt2_compliant_tag});
-  m.impl("norm_formula", c10::DispatchKey::CompositeImplicitAutograd, TORCH_FN(norm_formula));
+  m.impl("composed_norm", c10::DispatchKey::CompositeImplicitAutograd, TORCH_FN(composed_norm));
   m.impl("lp_norm", c10::DispatchKey::CompositeImplicitAutograd, TORCH_FN(lp_norm));
   m.impl("group_scaling", c10::DispatchKey::CompositeImplicitAutograd, TORCH_FN(group_scaling));
   // Under vmap torch batches the compositions' own operations; without these lines torch 2.15 calls example by example.
-  m.impl("norm_formula", c10::DispatchKey::FuncTorchBatched, TORCH_FN(norm_formula));
+  m.impl("composed_norm", c10::DispatchKey::FuncTorchBatched, TORCH_FN(composed_norm));
   m.impl("lp_norm", c10::DispatchKey::FuncTorchBatched, TORCH_FN(lp_composed_checked));
   m.impl("group_scaling", c10::DispatchKey::FuncTorchBatched, TORCH_FN(group_scaling));
 }

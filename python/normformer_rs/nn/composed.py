@@ -1,0 +1,84 @@
+"""Norms that Rust's table gives by their composed form alone: their classes are made of the table's entries.
+
+composed.pyi, which `python -m normformer_rs._stubs --write` writes, tells type checkers of them.
+"""
+
+import inspect
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..config import tables
+from . import formulas
+from .norms import OPS, RowNorm
+
+
+class Composed(RowNorm):
+    """A norm by its composed form, an operator that torch takes apart."""
+
+    name: str
+    option_names: tuple[str, ...]
+
+    def __init_subclass__(cls, **rest: Any) -> None:
+        super().__init_subclass__(**rest)
+        cls.name, cls.option_names = cls.declared.name, cls.declared.options
+
+    def call(self, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+        given = {"weight": weight, "bias": bias}
+        parameters = [given[name] if name in given else getattr(self, name).flatten() for name in self.names]
+        return OPS.composed_norm(x, parameters, self.options(x), self.name)
+
+    def options(self, x: Tensor) -> list[float]:
+        """Those that x̂ is made with."""
+        return [self.eps_for(x) if name == "eps" else getattr(self, name) for name in self.option_names]
+
+    def formula(self, x: Tensor) -> Tensor:
+        written = getattr(formulas, self.name, None)
+        if written is not None:
+            return written(x, *(getattr(self, name) for name in self.names), *self.options(x))
+        n = len(self.normalized_shape)
+        return self.call(x.flatten(-n), *self.parameters_in_use(x)).unflatten(-1, self.normalized_shape)
+
+
+def signature(entry: Mapping[str, Any]) -> inspect.Signature:
+    """The constructor: LayerNorm's, without ε and bias where the norm has none, and with its own options after ε."""
+    has_bias = any(parameter["name"] == "bias" for parameter in entry["parameters"])
+    kinds: dict[str, tuple[Any, Any]] = {"normalized_shape": (int | Sequence[int], inspect.Parameter.empty)}
+    kinds |= {o["name"]: (float, float(o["default"])) for o in entry["options"]}
+    kinds |= {"elementwise_affine": (bool, True)} | ({"bias": (bool, True)} if has_bias else {})
+    kinds |= {"device": (Any, None), "dtype": (torch.dtype | None, None)}
+    either = inspect.Parameter.POSITIONAL_OR_KEYWORD
+    own = [inspect.Parameter(name, either, default=start, annotation=kind) for name, (kind, start) in kinds.items()]
+    return inspect.Signature([inspect.Parameter("self", either), *own], return_annotation=None)
+
+
+def doc(entry: Mapping[str, Any]) -> str:
+    """The class's documentation."""
+    return f"{entry['equation']}; source: {entry['source']}. Arguments, shapes, dtypes and errors are LayerNorm's."
+
+
+def _class(entry: Mapping[str, Any]) -> type[Composed]:
+    constructor = signature(entry)
+    takes = {"eps", "elementwise_affine", "bias", "device", "dtype"}
+
+    def __init__(self: Any, *arguments: Any, **options: Any) -> None:
+        given = constructor.bind(self, *arguments, **options)
+        given.apply_defaults()
+        del given.arguments["self"]
+        shape = given.arguments.pop("normalized_shape")
+        for name in [name for name in given.arguments if name not in takes]:
+            setattr(self, name, given.arguments.pop(name))
+        RowNorm.__init__(self, shape, **given.arguments)
+
+    __init__.__signature__ = constructor  # type: ignore[attr-defined]
+    body = {"__init__": __init__, "__doc__": doc(entry), "__module__": __name__, "__qualname__": entry["module"]}
+    return type(RowNorm)(entry["module"], (Composed,), body, norm=entry["name"])
+
+
+CLASSES: dict[str, type[Composed]] = {
+    entry["module"]: _class(entry) for entry in tables()["norms"] if entry["form"] == "composed"
+}
+globals().update(CLASSES)
+__all__ = [*CLASSES]

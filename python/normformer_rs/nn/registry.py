@@ -1,0 +1,66 @@
+"""Norms by the names of Rust's table."""
+
+import functools
+import json
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from .. import _core
+from ..config import TransformerConfig, unknown
+from ..errors import InputError
+from . import composed, norms, running
+from .table import DECLARED
+
+_CLASSES: dict[str, Any] = {
+    name: next(getattr(home, entry.module) for home in (norms, running, composed) if hasattr(home, entry.module))
+    for name, entry in DECLARED.items()
+}
+FUSED: tuple[type[norms.RowNorm], ...] = tuple(
+    _CLASSES[name] for name, entry in DECLARED.items() if entry.form == "rows"
+)
+"""Norms that the fused residual step knows."""
+
+
+def norm_class(name: str) -> Any:
+    """The class of a norm's name, one of `normformer_rs.tables()`; InputError with the names if there is none.
+
+    >>> norm_class("scalenorm").__name__
+    'ScaleNorm'
+    """
+    if name not in _CLASSES:
+        raise InputError(unknown("norm", name, _CLASSES))
+    return _CLASSES[name]
+
+
+def norm_of_config(
+    name: str,
+    width: int,
+    config: TransformerConfig,
+    *,
+    last_of_decoder: bool = False,
+    ends_stack: bool = False,
+    bias: bool = True,
+    device: Any = None,
+    dtype: torch.dtype | None = None,
+) -> nn.Module:
+    """The norm that a model of this configuration has, with its options: lpnorm_p, powernorm_mode, groupscaling, …
+
+    `last_of_decoder`: the one that keeps its gain under scalenorm-fixed. `ends_stack`: it stands after a stack, where
+    powernorm's release mode warms up for 1000 forwards. `bias`: whether norms that have one learn it.
+    """
+    kind = norm_class(name)
+    settings = {**_settings(name, config, last_of_decoder, ends_stack)}
+    if any(parameter.name == "bias" for parameter in DECLARED[name].parameters):
+        settings["bias"] = bias
+    return kind(width, **settings, device=device, dtype=dtype)
+
+
+@functools.lru_cache(maxsize=256)
+def _settings(name: str, config: TransformerConfig, last_of_decoder: bool, ends_stack: bool) -> Mapping[str, Any]:
+    """The keyword arguments that Rust makes of the configuration."""
+    found = json.loads(_core.norm_settings(config.to_json(), name, last_of_decoder, ends_stack))
+    return {keyword: math.inf if value == "inf" else value for keyword, value in found.items()}

@@ -1,0 +1,47 @@
+"""What Rust's table says of each norm."""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from ..config import tables
+
+
+@dataclasses.dataclass(frozen=True)
+class Kept:
+    """A parameter or a buffer."""
+
+    name: str
+    shape: Literal["one", "width", "column"]
+    start: float | Literal["length"]
+    """Every number of it at the start; "length": d^{1/p}, the length of a row of ones."""
+    is_counter: bool = False
+
+    def size(self, width: int) -> tuple[int, ...]:
+        return {"one": (1,), "width": (width,), "column": (1, width, 1, 1)}[self.shape]
+
+
+@dataclasses.dataclass(frozen=True)
+class Declared:
+    """A norm: what its module has."""
+
+    name: str
+    module: str
+    form: Literal["composed", "rows", "columns", "chosen"]
+    operator: str | None
+    """None: it has none of its own, or its options choose one."""
+    parameters: tuple[Kept, ...]
+    buffers: tuple[Kept, ...]
+    options: tuple[str, ...]
+
+    @classmethod
+    def of(cls, entry: Mapping[str, Any]) -> "Declared":
+        """Out of `normformer_rs.tables()`."""
+        parameters, buffers = (tuple(Kept(**kept) for kept in entry[key]) for key in ("parameters", "buffers"))
+        options = tuple(option["name"] for option in entry["options"])
+        plain = (entry[key] for key in ("name", "module", "form", "operator"))
+        return cls(*plain, parameters, buffers, options)
+
+
+DECLARED: dict[str, Declared] = {entry["name"]: Declared.of(entry) for entry in tables()["norms"]}
+"""Every norm of the table."""

@@ -1,0 +1,60 @@
+//! DyT, dynamic tanh: y = γ⊙tanh(αx) + β with one learned number α (Zhu et al. 2025; docs/spec.md §1.12).
+//!
+//! It stands in a norm's place and measures nothing: no row's mean, variance or length enters y.
+
+use super::spec::{Form, Parameter, Spec, BIAS, WEIGHT};
+
+pub static SPEC: Spec = Spec {
+    name: "dyt",
+    module: "DyT",
+    equation: "y = γ⊙tanh(αx)+β, one learned α, 1/2 at the start; no statistics and no ε",
+    source: "Zhu et al. 2025",
+    parameters: &[Parameter::one("alpha", 0.5), WEIGHT, BIAS],
+    buffers: &[],
+    options: &[],
+    form: Form::Composed(|x, inside, _| Ok(x.f_mul(&inside[0])?.f_tanh()?)),
+};
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::norm::composed;
+    use tch::{Kind, Tensor};
+
+    #[test]
+    fn the_value_and_gradients_are_the_formulas() {
+        let (v, alpha, dy) = ([1.0f64, -2.0, 3.0, -0.1], 0.5, [1.0, 0.5, -1.0, 2.0]);
+        let x = Tensor::from_slice(&v).set_requires_grad(true);
+        let parameters = [vec![alpha], vec![1.0, 2.0, 0.5, 1.0], vec![0.1; 4]]
+            .map(|values: Vec<f64>| Tensor::from_slice(&values).set_requires_grad(true));
+        let given = parameters.iter().map(|p| Some(p.shallow_clone())).collect();
+        let y = composed::call(SPEC.name, &x, given, &[]).unwrap();
+        (&y * Tensor::from_slice(&dy)).sum(Kind::Double).backward();
+        let mut dalpha = 0.0;
+        for (i, (v, dy)) in v.into_iter().zip(dy).enumerate() {
+            let (t, gamma) = ((alpha * v).tanh(), [1.0, 2.0, 0.5, 1.0][i]);
+            let slope = gamma * dy * (1.0 - t * t);
+            dalpha += slope * v;
+            let found = |t: &Tensor| t.double_value(&[i as i64]);
+            let pairs = [
+                (found(&y), gamma * t + 0.1),
+                (found(&x.grad()), slope * alpha),
+                (found(&parameters[1].grad()), t * dy),
+                (found(&parameters[2].grad()), dy),
+            ];
+            assert!(pairs.iter().all(|(found, wanted)| (found - wanted).abs() < 1e-12), "{i}: {pairs:?}");
+        }
+        assert!((parameters[0].grad().double_value(&[0]) - dalpha).abs() < 1e-12);
+    }
+
+    #[test]
+    fn a_call_needs_what_the_norm_declares() {
+        let x = Tensor::from_slice(&[1.0f64, 2.0]);
+        let refused = |name: &str, parameters, options: &[f64]| {
+            composed::call(name, &x, parameters, options).unwrap_err().to_string()
+        };
+        assert!(refused("dyt", vec![None, None], &[]).contains("takes 3 parameters and 0 options, got 2 and 0"));
+        assert!(refused("dyt", vec![None, None, None], &[]).contains("needs its parameter alpha"));
+        assert!(refused("layernorm", vec![None, None], &[1e-5]).contains("an operator of its own"));
+    }
+}
