@@ -57,12 +57,8 @@ pub static SPEC: Spec = Spec {
     build: Build::Own(build),
 };
 
-pub static KERNELS: RowKernels = RowKernels::of::<LayerNorm>(
-    c"layer_norm",
-    ["layer_norm", "layer_norm_residual"],
-    composed,
-    row_program!("layer_norm.cu"),
-);
+pub static KERNELS: RowKernels =
+    RowKernels::of::<LayerNorm>(["layer_norm", "layer_norm_residual"], composed, row_program!("layer_norm.cu"));
 
 /// γ = 1, β = 0, ε = 1e-5.
 fn build(b: &mut Builder, site: &Site) -> Result<Box<dyn Norm>> {

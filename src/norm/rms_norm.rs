@@ -44,7 +44,7 @@ pub static SPEC: Spec = Spec {
 };
 
 pub static KERNELS: RowKernels =
-    RowKernels::of::<RmsNorm>(c"rms_norm", ["rms_norm", "rms_norm_residual"], composed, row_program!("rms_norm.cu"));
+    RowKernels::of::<RmsNorm>(["rms_norm", "rms_norm_residual"], composed, row_program!("rms_norm.cu"));
 
 /// γ = 1, ε = 1e-5.
 fn build(b: &mut Builder, site: &Site) -> Result<Box<dyn Norm>> {

@@ -62,12 +62,8 @@ pub static FIXED: Spec = Spec {
     }),
 };
 
-pub static KERNELS: RowKernels = RowKernels::of::<ScaleNorm>(
-    c"scale_norm",
-    ["scale_norm", "scale_norm_residual"],
-    composed,
-    row_program!("scale_norm.cu"),
-);
+pub static KERNELS: RowKernels =
+    RowKernels::of::<ScaleNorm>(["scale_norm", "scale_norm_residual"], composed, row_program!("scale_norm.cu"));
 
 fn gain(site: &Site) -> f64 {
     (site.width as f64).sqrt()
