@@ -20,6 +20,9 @@ pub enum Error {
     /// libtorch refused.
     #[error("{0}")]
     Torch(String),
+    /// What was asked for has no meaning, or has not been written.
+    #[error("{0}")]
+    NotImplemented(String),
     /// The loss or the gradient stopped being finite; the message names the update and the last good checkpoint.
     #[error("{0}")]
     Diverged(String),

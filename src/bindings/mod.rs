@@ -7,7 +7,7 @@ mod runs;
 mod training;
 
 use crate::error::Error;
-use pyo3::exceptions::{PyOSError, PyRuntimeError};
+use pyo3::exceptions::{PyNotImplementedError, PyOSError, PyRuntimeError};
 use pyo3::import_exception;
 use pyo3::prelude::*;
 use pyo3_tch::PyTensor;
@@ -25,6 +25,7 @@ impl From<Error> for PyErr {
             Error::Invalid(_) => InputError::new_err(text),
             Error::Io { .. } => PyOSError::new_err(text),
             Error::Torch(_) => PyRuntimeError::new_err(text),
+            Error::NotImplemented(_) => PyNotImplementedError::new_err(text),
             Error::Diverged(_) => DivergedError::new_err(text),
             Error::Interrupted(_) => Interrupted::new_err(text),
         }

@@ -33,12 +33,12 @@ pub static SPEC: Spec = Spec {
 };
 
 pub static KERNELS: ColumnKernels = ColumnKernels {
-    state: [c"running_mean", c"running_var"],
+    state: ["running_mean", "running_var"],
     centred: true,
     approximate: false,
     settle,
     composed: settle_composed,
-    ..ColumnKernels::new(c"batch_norm", "batch_norm", column_program!("batch_norm.cu"))
+    ..ColumnKernels::new("batch_norm", column_program!("batch_norm.cu"))
 };
 
 fn settle(batch: &Batch, state: &mut State, o: &Options) -> Stats {

@@ -20,8 +20,7 @@ use crate::multiversion;
 use crate::operator::Group;
 use std::array::from_fn;
 
-/// How a norm with statistics is computed; the C++ side has the same struct.
-#[repr(C)]
+/// How a norm with statistics is computed.
 #[derive(Clone, Copy, Debug)]
 pub struct Options {
     /// Running statistics become α·old + (1−α)·batch.

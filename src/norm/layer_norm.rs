@@ -59,12 +59,8 @@ pub static SPEC: Spec = Spec {
     form: Form::Rows(&KERNELS),
 };
 
-pub static KERNELS: RowKernels = RowKernels::of::<LayerNorm>(
-    c"layer_norm",
-    ["layer_norm", "layer_norm_residual"],
-    hat,
-    row_program!("layer_norm.cu"),
-);
+pub static KERNELS: RowKernels =
+    RowKernels::of::<LayerNorm>(["layer_norm", "layer_norm_residual"], hat, row_program!("layer_norm.cu"));
 
 /// x̂ = (x − μ)/√(σ² + ε).
 fn hat(x: &Tensor, _: &[Tensor], options: &[f64]) -> Result<Tensor> {

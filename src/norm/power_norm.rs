@@ -86,11 +86,11 @@ fn groups(site: &Site) -> i64 {
 }
 
 pub static KERNELS: ColumnKernels = ColumnKernels {
-    state: [c"running_phi", c"ema_gz"],
+    state: ["running_phi", "ema_gz"],
     approximate: true,
     settle,
     composed: settle_composed,
-    ..ColumnKernels::new(c"power_norm", "power_norm", column_program!("power_norm.cu"))
+    ..ColumnKernels::new("power_norm", column_program!("power_norm.cu"))
 };
 
 fn settle(batch: &Batch, state: &mut State, o: &Options) -> Stats {

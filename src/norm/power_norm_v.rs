@@ -24,10 +24,10 @@ pub static SPEC: Spec = Spec {
 };
 
 pub static KERNELS: ColumnKernels = ColumnKernels {
-    state: [c"running_phi", c"unused"],
+    state: ["running_phi", "unused"],
     settle,
     composed: settle_composed,
-    ..ColumnKernels::new(c"power_norm_v", "power_norm_v", column_program!("power_norm_v.cu"))
+    ..ColumnKernels::new("power_norm_v", column_program!("power_norm_v.cu"))
 };
 
 fn settle(batch: &Batch, state: &mut State, o: &Options) -> Stats {

@@ -46,7 +46,7 @@ pub static SPEC: Spec = Spec {
 };
 
 pub static KERNELS: RowKernels =
-    RowKernels::of::<RmsNorm>(c"rms_norm", ["rms_norm", "rms_norm_residual"], hat, row_program!("rms_norm.cu"));
+    RowKernels::of::<RmsNorm>(["rms_norm", "rms_norm_residual"], hat, row_program!("rms_norm.cu"));
 
 /// x̂ = x/√(mean x² + ε).
 fn hat(x: &Tensor, _: &[Tensor], options: &[f64]) -> Result<Tensor> {

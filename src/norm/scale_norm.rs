@@ -66,12 +66,8 @@ pub static FIXED: Spec = Spec {
     form: Form::Rows(&KERNELS),
 };
 
-pub static KERNELS: RowKernels = RowKernels::of::<ScaleNorm>(
-    c"scale_norm",
-    ["scale_norm", "scale_norm_residual"],
-    hat,
-    row_program!("scale_norm.cu"),
-);
+pub static KERNELS: RowKernels =
+    RowKernels::of::<ScaleNorm>(["scale_norm", "scale_norm_residual"], hat, row_program!("scale_norm.cu"));
 
 /// x̂ = x/max(‖x‖₂, ε).
 fn hat(x: &Tensor, _: &[Tensor], options: &[f64]) -> Result<Tensor> {

@@ -289,7 +289,7 @@ impl Spec {
             "equation": self.equation,
             "source": self.source,
             "module": self.module,
-            "operator": operator.map(|name| name.to_string_lossy()),
+            "operator": operator,
             "form": form,
             "parameters": self.parameters.iter().map(parameter).collect::<Vec<_>>(),
             "buffers": self.buffers.iter().map(buffer).collect::<Vec<_>>(),

@@ -1,17 +1,17 @@
 //! Adam's update of flat f32 buffers on a GPU, with everything that changes from step to step read on the device.
 
 use super::count::Count;
+use super::declare::{make, run, tensor, Kernels, Kind, Operator};
 use super::device::aligned;
-use super::engine;
-use super::ffi::{borrow, shim_error, status, View};
+use super::engine::Handle;
+use super::ffi::{Value, View};
 use crate::cuda::{self, Device, Grid};
 use crate::error::Result;
 use crate::kernel::adam::PROGRAM;
-use std::ffi::c_int;
 use tch::Tensor;
-use torch_sys::C_tensor;
 
 pub static COUNT: Count = Count::new("adam_");
+static HANDLE: Handle = Handle::new("adam_");
 
 /// What an update reads and writes: flat f32 tensors of one length, and three of one number.
 pub struct AdamBuffers<'a> {
@@ -30,18 +30,53 @@ pub struct AdamBuffers<'a> {
 
 /// One update through the dispatcher, on any device.
 pub fn adam_in_place(buffers: &AdamBuffers, beta1: f64, beta2: f64, eps: f64) -> Result<()> {
-    engine::register();
-    let AdamBuffers { parameters, first, second, gradients, grad_scale, step_size, keep } = buffers;
-    let tensors = [parameters, first, second, gradients, grad_scale, step_size, keep].map(|t| t.as_ptr());
-    // SAFETY: the tensors outlive the call.
-    match unsafe { nfrs_adam_(tensors.as_ptr(), beta1, beta2, eps) } {
-        true => Ok(()),
-        false => Err(shim_error()),
-    }
+    let AdamBuffers { parameters, first, second, gradients, grad_scale, step_size, keep } = *buffers;
+    let [] = HANDLE.call(&[
+        parameters.into(),
+        first.into(),
+        second.into(),
+        gradients.into(),
+        grad_scale.into(),
+        step_size.into(),
+        keep.into(),
+        beta1.into(),
+        beta2.into(),
+        eps.into(),
+    ])?;
+    Ok(())
 }
 
-extern "C" {
-    fn nfrs_adam_(tensors: *const *const C_tensor, beta1: f64, beta2: f64, eps: f64) -> bool;
+pub(super) fn operator() -> Operator {
+    // n: numbers of a buffer
+    let buffer = |name| tensor(name, "=n", Kind::Float32).written();
+    let one = |name| tensor(name, "=1", Kind::Float32);
+    Operator {
+        schema: "adam_(Tensor(a!) parameters, Tensor(b!) first, Tensor(c!) second, Tensor(d!) gradients, \
+                 Tensor grad_scale, Tensor step_size, Tensor keep, float beta1, float beta2, float eps) -> ()"
+            .into(),
+        arguments: vec![
+            buffer("parameters").leading(),
+            buffer("first"),
+            buffer("second"),
+            buffer("gradients"),
+            one("grad_scale"),
+            one("step_size"),
+            one("keep"),
+        ],
+        kernels: Kernels::Gpu,
+        kernel: run(|call| {
+            let [views @ .., beta1, beta2, eps] = call.arguments::<10>();
+            let device = call.device().expect("the kernels are a GPU's");
+            on_device(device, &views.each_ref().map(|v| v.view), beta1.float(), beta2.float(), eps.float())
+        }),
+        formula: make(|call| {
+            let [tensors @ .., beta1, beta2, eps] = call.arguments::<10>();
+            formula(tensors.each_ref().map(Value::required), beta1.float(), beta2.float(), eps.float())?;
+            Ok(vec![])
+        }),
+        count: Some(&COUNT),
+        ..Operator::default()
+    }
 }
 
 /// adam.cu's `Adam`.
@@ -60,16 +95,6 @@ struct Adam {
     rest2: f32,
     eps: f32,
     count: i64,
-}
-
-/// `views` are seven, in the order of [`AdamBuffers`].
-#[no_mangle]
-unsafe extern "C" fn nfrs_adam_kernel(views: &[View; 7], beta1: f64, beta2: f64, eps: f64) -> c_int {
-    COUNT.kernel();
-    status(|| {
-        let device = views[0].device().expect("the shim sends what is on a GPU");
-        on_device(device, views, beta1, beta2, eps)
-    })
 }
 
 fn on_device(device: Device, views: &[View; 7], beta1: f64, beta2: f64, eps: f64) -> Result<()> {
@@ -94,31 +119,25 @@ fn on_device(device: Device, views: &[View; 7], beta1: f64, beta2: f64, eps: f64
     };
     let blocks = (count as u64).div_ceil(THREADS.into()).min(i32::MAX as u64) as u32;
     let grid = Grid { blocks, threads: THREADS };
-    // SAFETY: the shim checked that the buffers are contiguous f32 of one length and the numbers f32 on their device.
+    // SAFETY: by the operator's table the buffers are contiguous f32 of one length, the numbers f32 on their device.
     unsafe { cuda::launch(device, &PROGRAM, &format!("-DK_VEC={vec}"), "adam", grid, &arguments) }
 }
 
-/// The formula in tch, for devices without a kernel.
-#[no_mangle]
-unsafe extern "C" fn nfrs_adam_composed(tensors: &[*const C_tensor; 7], beta1: f64, beta2: f64, eps: f64) -> c_int {
-    COUNT.composed();
-    status(|| {
-        // SAFETY: the shim passes live tensors.
-        let tensors = tensors.map(|t| unsafe { borrow(t) }.expect("no tensor is absent"));
-        let [parameters, first, second, gradients, grad_scale, step_size, keep] = tensors;
-        let finite = grad_scale.f_isfinite()?;
-        let settle = |to: &Tensor, new: &Tensor| -> Result<()> {
-            to.shallow_clone().f_copy_(&new.f_where_self(&finite, to)?)?;
-            Ok(())
-        };
-        let d = gradients.f_mul(&grad_scale)?;
-        let m = first.f_mul_scalar(beta1)?.f_add(&d.f_mul_scalar(1.0 - beta1)?)?;
-        let v = second.f_mul_scalar(beta2)?.f_add(&d.f_square()?.f_mul_scalar(1.0 - beta2)?)?;
-        let moved = m.f_mul(&step_size)?.f_div(&v.f_sqrt()?.f_add_scalar(eps)?)?;
-        settle(&parameters, &parameters.f_mul(&keep)?.f_sub(&moved)?)?;
-        settle(&first, &m)?;
-        settle(&second, &v)?;
-        let _ = gradients.shallow_clone().f_zero_()?;
+/// The formula in tch.
+fn formula(tensors: [Tensor; 7], beta1: f64, beta2: f64, eps: f64) -> Result<()> {
+    let [parameters, first, second, gradients, grad_scale, step_size, keep] = tensors;
+    let finite = grad_scale.f_isfinite()?;
+    let settle = |to: &Tensor, new: &Tensor| -> Result<()> {
+        to.shallow_clone().f_copy_(&new.f_where_self(&finite, to)?)?;
         Ok(())
-    })
+    };
+    let d = gradients.f_mul(&grad_scale)?;
+    let m = first.f_mul_scalar(beta1)?.f_add(&d.f_mul_scalar(1.0 - beta1)?)?;
+    let v = second.f_mul_scalar(beta2)?.f_add(&d.f_square()?.f_mul_scalar(1.0 - beta2)?)?;
+    let moved = m.f_mul(&step_size)?.f_div(&v.f_sqrt()?.f_add_scalar(eps)?)?;
+    settle(&parameters, &parameters.f_mul(&keep)?.f_sub(&moved)?)?;
+    settle(&first, &m)?;
+    settle(&second, &v)?;
+    let _ = gradients.shallow_clone().f_zero_()?;
+    Ok(())
 }

@@ -1,18 +1,19 @@
 //! Attention over packed sentences: `softmax(scale·QKᵀ + mask)` with dropout, times V, per sentence and head.
 
 use super::count::Count;
-use super::engine;
-use super::ffi::{borrow, by_dtype, give, pointer, status, take, Draw, View};
-use super::residual::dropout_scale;
+use super::declare::{derivative, leader, make, number, run, seed, tensor, Argument, Kernels, Kind as Type, Operator};
+use super::engine::{self, Handle};
+use super::ffi::{by_dtype, take, Call, Draw, Value, View};
+use super::residual::{check_dropout, dropout_scale};
 use crate::cpu::parallel;
 use crate::cpu::{memory, Accumulator, Element};
 use crate::error::{Error, Result};
 use crate::kernel::attention::{self as kernel, Matrix, MatrixMut, Sequence};
-use std::ffi::c_int;
 use tch::{Kind, Tensor};
 use torch_sys::C_tensor;
 
 pub static COUNT: Count = Count::new("attention");
+static HANDLE: Handle = Handle::new("attention");
 
 /// Through the dispatcher: q (rows, d), k and v (rows, d), ranges int64 (n, 4) of (q_start, q_len, k_start, k_len).
 pub fn attention(
@@ -27,11 +28,20 @@ pub fn attention(
     seed: Option<&Tensor>,
     site: i64,
 ) -> Result<Tensor> {
-    engine::register();
     let p = if seed.is_some() { p } else { 0.0 };
-    let (q, k, v, ranges) = (q.as_ptr(), k.as_ptr(), v.as_ptr(), ranges.as_ptr());
-    // SAFETY: the tensors outlive the call; a new tensor comes back.
-    unsafe { take(nfrs_attention(q, k, v, ranges, heads, causal, scale, p, pointer(seed), site)) }
+    let [out, _lse] = HANDLE.call(&[
+        q.into(),
+        k.into(),
+        v.into(),
+        ranges.into(),
+        heads.into(),
+        causal.into(),
+        scale.into(),
+        p.into(),
+        seed.into(),
+        site.into(),
+    ])?;
+    Ok(out)
 }
 
 /// Rows of x, (rows, …), of which `back` says where each row of x went, none to two places; of `absent` ones (bool, a
@@ -68,22 +78,96 @@ extern "C" {
     ) -> *mut C_tensor;
     fn nfrs_cudnn_forbid();
     fn nfrs_cudnn_allow();
-    fn nfrs_attention(
-        q: *const C_tensor,
-        k: *const C_tensor,
-        v: *const C_tensor,
-        ranges: *const C_tensor,
-        heads: i64,
-        causal: bool,
-        scale: f64,
-        p: f64,
-        seed: *const C_tensor,
-        site: i64,
-    ) -> *mut C_tensor;
 }
 
-/// The shim's `Attention`.
-#[repr(C)]
+// ---- the operator ----
+
+/// n, m, w: rows of queries, rows of keys, width.
+fn queries_and_keys() -> [Argument; 4] {
+    [
+        leader("q", "nw").by_columns(),
+        tensor("k", "mw", Type::Same).by_columns(),
+        tensor("v", "mw", Type::Same).by_columns(),
+        tensor("ranges", "r4", Type::Int64).on_host(),
+    ]
+}
+
+fn check_heads(q: &Value, heads: i64) -> Result<()> {
+    let q = q.required();
+    match heads > 0 && !engine::has_columns(&q, 0) && engine::has_columns(&q, heads) {
+        true => Ok(()),
+        false => Err(Error::invalid(format!(
+            "attention: the width {} must be a multiple of the number of heads, {heads}, and not 0",
+            q.size()[1]
+        ))),
+    }
+}
+
+pub(super) fn operator() -> Operator {
+    let [q, k, v, ranges] = queries_and_keys();
+    // h: heads
+    let lse = || tensor("lse", "nh", Type::Computed);
+    Operator {
+        schema: "attention(Tensor q, Tensor k, Tensor v, Tensor ranges, int heads, bool causal, float scale, float p, \
+                 Tensor? seed, int site) -> (Tensor, Tensor)"
+            .into(),
+        arguments: vec![q.clone(), k.clone(), v.clone(), ranges.clone(), number("heads", "h"), seed()],
+        outputs: vec![tensor("out", "nw", Type::Same), lse()],
+        plan: run(|call| {
+            let [q, _, _, _, heads, _, _, p, seed, _] = call.arguments();
+            check_dropout("attention", p, seed)?;
+            check_heads(q, heads.int())
+        }),
+        kernels: Kernels::Cpu,
+        kernel: run(|call| {
+            let ([q, k, v, ranges, numbers @ ..], [out, lse]) = (call.arguments::<10>(), call.outputs());
+            let a = Views { out: out.view, lse: lse.view, ..Views::of(call, [q, k, v, ranges], numbers) };
+            by_dtype!(a.q, E => forward::<E>(&a))
+        }),
+        formula: make(|call| {
+            let [q, k, v, ranges, numbers @ ..] = call.arguments::<10>();
+            let [q, k, v, ranges] = [q, k, v, ranges].map(Value::required);
+            Ok(vec![Some(composed(&q, &k, &v, &ranges, &Formula::of(numbers)?)?), None])
+        }),
+        derivative: derivative(Operator {
+            schema: "attention_backward(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor lse, Tensor ranges, \
+                     int heads, bool causal, float scale, float p, Tensor? seed, int site) -> (Tensor, Tensor, Tensor)"
+                .into(),
+            arguments: vec![tensor("dout", "nw", Type::Same), q, k, v, lse(), ranges, number("heads", "h"), seed()],
+            outputs: vec![
+                tensor("dq", "nw", Type::Same),
+                tensor("dk", "mw", Type::Same),
+                tensor("dv", "mw", Type::Same),
+            ],
+            plan: run(|call| {
+                let [_, q, _, _, _, _, heads, _, _, p, seed, _] = call.arguments();
+                check_dropout("attention_backward", p, seed)?;
+                check_heads(q, heads.int())
+            }),
+            kernels: Kernels::Cpu,
+            kernel: run(|call| {
+                let [dout, q, k, v, lse, ranges, numbers @ ..] = call.arguments::<12>();
+                let [dq, dk, dv] = call.outputs::<3>().each_ref().map(|d| d.view);
+                let a = Views { lse: lse.view, ..Views::of(call, [q, k, v, ranges], numbers) };
+                let g = Gradients { dout: dout.view, dq, dk, dv };
+                by_dtype!(a.q, E => backward::<E>(&a, &g))
+            }),
+            formula: make(|call| {
+                let [dout, q, k, v, _, ranges, numbers @ ..] = call.arguments::<12>();
+                let [dout, q, k, v, ranges] = [dout, q, k, v, ranges].map(Value::required);
+                let numbers = Formula::of(numbers)?;
+                engine::gradients(&[&q, &k, &v], &dout, |t| composed(&t[0], &t[1], &t[2], &ranges, &numbers))
+            }),
+            ..Operator::default()
+        }),
+        has_own_gradient: true,
+        is_looped: true,
+        count: Some(&COUNT),
+        ..Operator::default()
+    }
+}
+
+/// A call; absent views have null data.
 struct Views {
     q: View,
     k: View,
@@ -92,13 +176,11 @@ struct Views {
     out: View,
     lse: View,
     heads: i64,
-    causal: i32,
+    causal: bool,
     scale: f64,
     draw: Draw,
 }
 
-/// The shim's `AttentionGradients`.
-#[repr(C)]
 struct Gradients {
     dout: View,
     dq: View,
@@ -107,9 +189,17 @@ struct Gradients {
 }
 
 impl Views {
+    /// Without its outputs.
+    fn of(call: &Call, tensors: [&Value; 4], [heads, causal, scale, p, seed, site]: &[Value; 6]) -> Views {
+        let [q, k, v, ranges] = tensors.map(|t| t.view);
+        let (heads, causal, scale) = (heads.int(), causal.flag(), scale.float());
+        let draw = Draw::of(call, [p, seed, site]);
+        Views { q, k, v, ranges, out: View::ABSENT, lse: View::ABSENT, heads, causal, scale, draw }
+    }
+
     /// `keys_too` where gradients of keys are written as well.
     fn sequences(&self, keys_too: bool) -> Result<Vec<Sequence>> {
-        // SAFETY: the shim checked that ranges is an int64 matrix with four columns, contiguous.
+        // SAFETY: the operator's table says that ranges is an int64 matrix with four columns, contiguous.
         sequences(unsafe { self.ranges.slice::<i64>() }, [self.q.rows, self.k.rows], keys_too)
     }
 
@@ -119,7 +209,7 @@ impl Views {
             heads,
             d_head: self.q.cols() / heads,
             scale: self.scale,
-            causal: self.causal != 0,
+            causal: self.causal,
             dropout: self.draw.dropout(),
         }
     }
@@ -166,15 +256,9 @@ fn grain(sequences: &[Sequence]) -> usize {
     (128 * sequences.len() / rows.max(1)).max(1)
 }
 
-#[no_mangle]
-unsafe extern "C" fn nfrs_attention_forward(a: &Views) -> c_int {
-    COUNT.kernel();
-    status(|| by_dtype!(a.q, E => forward::<E>(a)))
-}
-
 fn forward<E: Element>(a: &Views) -> Result<()> {
     let (attention, sequences) = (a.attention(), a.sequences(false)?);
-    // SAFETY: the shim checked dtypes and widths; out and lse are fresh, and sequences have disjoint query rows.
+    // SAFETY: the operator's table has dtypes and widths; out and lse are fresh, and sequences have disjoint query rows.
     unsafe {
         if sequences.iter().map(|s| s.q_len).sum::<usize>() < a.q.rows() {
             a.out.slice_mut::<E>().fill(E::default()); // rows in no sequence
@@ -187,11 +271,6 @@ fn forward<E: Element>(a: &Views) -> Result<()> {
         });
     }
     Ok(())
-}
-
-#[no_mangle]
-unsafe extern "C" fn nfrs_attention_backward(a: &Views, g: &Gradients) -> c_int {
-    status(|| by_dtype!(a.q, E => backward::<E>(a, g)))
 }
 
 fn backward<E: Element>(a: &Views, g: &Gradients) -> Result<()> {
@@ -260,7 +339,7 @@ fn composed(q: &Tensor, k: &Tensor, v: &Tensor, ranges: &Tensor, a: &Formula) ->
         scores.f_masked_fill(&hidden, f64::NEG_INFINITY)?.f_softmax(-1, kind)?.f_masked_fill(&hidden, 0.0)?;
     if a.draw.p > 0.0 {
         // Element (query row·heads + head, key), as the kernel draws it.
-        let all = dropout_scale(a.draw, (q.size()[0] * a.heads) as usize, k_len as usize)?;
+        let all = dropout_scale(&a.draw, (q.size()[0] * a.heads) as usize, k_len as usize)?;
         let all = all.f_to_kind(kind)?.f_to_device(device)?.f_reshape([q.size()[0], a.heads, k_len].as_slice())?;
         let mask =
             all.f_index_select(0, &q_rows)?.f_reshape([n, q_len, a.heads, k_len].as_slice())?.f_transpose(1, 2)?;
@@ -273,31 +352,16 @@ fn composed(q: &Tensor, k: &Tensor, v: &Tensor, ranges: &Tensor, a: &Formula) ->
 }
 
 /// The composed formula's numbers.
-struct Formula<'a> {
+struct Formula {
     heads: i64,
     causal: bool,
     scale: f64,
-    draw: &'a Draw,
+    draw: Draw,
 }
 
-#[no_mangle]
-unsafe extern "C" fn nfrs_attention_composed(
-    q: *const C_tensor,
-    k: *const C_tensor,
-    v: *const C_tensor,
-    ranges: *const C_tensor,
-    heads: i64,
-    causal: i32,
-    scale: f64,
-    draw: &Draw,
-) -> *mut C_tensor {
-    COUNT.composed();
-    // SAFETY: the shim passes live tensors.
-    let (q, k, v, ranges) = unsafe { (borrow(q), borrow(k), borrow(v), borrow(ranges)) };
-    give(|| match (&q, &k, &v, &ranges) {
-        (Some(q), Some(k), Some(v), Some(ranges)) => {
-            composed(q, k, v, ranges, &Formula { heads, causal: causal != 0, scale, draw })
-        }
-        _ => unreachable!("the shim's tensors are never absent"),
-    })
+impl Formula {
+    fn of([heads, causal, scale, p, seed, site]: &[Value; 6]) -> Result<Self> {
+        let draw = Draw::of_formula([p, seed, site])?;
+        Ok(Formula { heads: heads.int(), causal: causal.flag(), scale: scale.float(), draw })
+    }
 }

@@ -1,19 +1,32 @@
 //! What the ranks of a process group do together, by torch.distributed's own collectives.
 
-use super::ffi::{shim_error, take};
+use super::engine::Handle;
+use super::ffi::Value;
 use crate::error::{Error, Result};
-use std::ffi::{c_char, CStr, CString};
 use std::sync::{Mutex, MutexGuard};
 use tch::{Device, Kind, Tensor};
-use torch_sys::C_tensor;
 
 /// A process group of torch.distributed, or a process alone: a small number, so that operators can hand it on.
 #[repr(transparent)]
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Group(i64);
 
+// torch.distributed's, of which nothing of ours travels. Tensors lie where the group's backend wants them (gloo: CPU,
+// NCCL: CUDA).
+static ALL_REDUCE: Handle = Handle::of_torch("_c10d_functional::all_reduce");
+static ALL_REDUCE_IN_PLACE: Handle = Handle::of_torch("_c10d_functional::all_reduce_");
+static ALL_GATHER: Handle = Handle::of_torch("_c10d_functional::all_gather_into_tensor");
+static BROADCAST: Handle = Handle::of_torch("_c10d_functional::broadcast");
+static WAIT: Handle = Handle::of_torch("_c10d_functional::wait_tensor");
+
+fn waited(collective: &Handle, arguments: &[Value]) -> Result<Tensor> {
+    let [t] = collective.call(arguments)?;
+    let [t] = WAIT.call(&[(&t).into()])?;
+    Ok(t)
+}
+
 struct Known {
-    name: CString,
+    name: String,
     rank: usize,
     size: usize,
 }
@@ -36,15 +49,22 @@ impl Group {
         if size == 1 {
             return Ok(Group::ALONE);
         }
-        let name = CString::new(name).map_err(|_| Error::invalid("the name of a process group holds a NUL"))?;
         let mut known = known();
-        let found = known.iter().position(|k| (&k.name, k.rank, k.size) == (&name, rank, size));
+        let found = known.iter().position(|k| (k.name.as_str(), k.rank, k.size) == (name, rank, size));
         Ok(Group(
             1 + found.unwrap_or_else(|| {
-                known.push(Known { name, rank, size });
+                known.push(Known { name: name.to_string(), rank, size });
                 known.len() - 1
             }) as i64,
         ))
+    }
+
+    /// The group that was told of by this name; "" is a process alone.
+    pub fn named(name: &str) -> Option<Self> {
+        if name.is_empty() {
+            return Some(Group::ALONE);
+        }
+        known().iter().position(|k| k.name == name).map(|i| Group(i as i64 + 1))
     }
 
     fn with<T>(self, of: impl FnOnce(Option<&Known>) -> T) -> T {
@@ -69,51 +89,41 @@ impl Group {
         self.rank() == 0
     }
 
-    fn name(self) -> CString {
+    pub fn name(self) -> String {
         self.with(|k| k.map(|k| k.name.clone()).unwrap_or_default())
-    }
-
-    fn call(
-        self,
-        t: &Tensor,
-        act: unsafe extern "C" fn(*const C_tensor, i64, *const c_char) -> *mut C_tensor,
-    ) -> Result<Tensor> {
-        let name = self.name();
-        // SAFETY: the tensor and the name outlive the call; a new tensor comes back.
-        unsafe { take(act(t.as_ptr(), self.size() as i64, name.as_ptr())) }
     }
 
     /// Σ over ranks.
     pub fn sum(self, t: &Tensor) -> Result<Tensor> {
         match self.is_alone() {
             true => Ok(t.shallow_clone()),
-            false => self.call(t, nfrs_all_reduce),
+            false => waited(&ALL_REDUCE, &[t.into(), "sum".into(), self.name().as_str().into()]),
         }
     }
 
-    /// t ← Σ over ranks.
+    /// t ← Σ over ranks. The gradients of a model need no copy.
     pub fn sum_in_place(self, t: &mut Tensor) -> Result<()> {
-        let name = self.name();
-        // SAFETY: the tensor and the name outlive the call.
-        match self.is_alone() || unsafe { nfrs_all_reduce_(t.as_mut_ptr(), name.as_ptr()) } {
-            true => Ok(()),
-            false => Err(shim_error()),
+        if !self.is_alone() {
+            let _ = waited(&ALL_REDUCE_IN_PLACE, &[(&*t).into(), "sum".into(), self.name().as_str().into()])?;
         }
+        Ok(())
     }
 
     /// (ranks, …): every rank's t.
     pub fn gather(self, t: &Tensor) -> Result<Tensor> {
-        match self.is_alone() {
-            true => Ok(t.f_unsqueeze(0)?),
-            false => self.call(t, nfrs_all_gather),
+        let t = t.f_unsqueeze(0)?;
+        if self.is_alone() {
+            return Ok(t);
         }
+        let size = self.size() as i64;
+        waited(&ALL_GATHER, &[(&t.f_contiguous()?).into(), size.into(), self.name().as_str().into()])
     }
 
     /// Rank 0's t.
     pub fn first(self, t: &Tensor) -> Result<Tensor> {
         match self.is_alone() {
             true => Ok(t.shallow_clone()),
-            false => self.call(t, nfrs_broadcast),
+            false => waited(&BROADCAST, &[t.into(), 0i64.into(), self.name().as_str().into()]),
         }
     }
 
@@ -154,39 +164,4 @@ impl Group {
 fn host<const N: usize>(t: &Tensor) -> Result<[f64; N]> {
     let numbers = Vec::<f64>::try_from(t.f_to_device(Device::Cpu)?.f_to_kind(Kind::Double)?)?;
     Ok(std::array::from_fn(|i| numbers[i]))
-}
-
-/// For operators, which are given a group by its name; "": alone.
-///
-/// # Safety
-/// `name` is NUL-terminated.
-#[no_mangle]
-unsafe extern "C" fn nfrs_group(name: *const c_char) -> i64 {
-    // SAFETY: the shim passes a std::string's c_str().
-    let name = unsafe { CStr::from_ptr(name) };
-    match known().iter().position(|k| k.name.as_c_str() == name) {
-        Some(i) => i as i64 + 1,
-        None if name.is_empty() => 0,
-        None => -1,
-    }
-}
-
-/// The name of a group, for operators that hand it on; the caller copies it into `to`, which has room for `room` bytes.
-#[no_mangle]
-unsafe extern "C" fn nfrs_group_name(group: i64, to: *mut c_char, room: i64) -> bool {
-    let name = Group(group).name();
-    let bytes = name.as_bytes_with_nul();
-    if bytes.len() > room as usize {
-        return false;
-    }
-    // SAFETY: the shim's buffer has `room` bytes.
-    unsafe { std::ptr::copy_nonoverlapping(bytes.as_ptr().cast(), to, bytes.len()) };
-    true
-}
-
-extern "C" {
-    fn nfrs_all_reduce(t: *const C_tensor, size: i64, group: *const c_char) -> *mut C_tensor;
-    fn nfrs_all_reduce_(t: *mut C_tensor, group: *const c_char) -> bool;
-    fn nfrs_all_gather(t: *const C_tensor, size: i64, group: *const c_char) -> *mut C_tensor;
-    fn nfrs_broadcast(t: *const C_tensor, size: i64, group: *const c_char) -> *mut C_tensor;
 }

@@ -1,25 +1,25 @@
 //! The family of norms with statistics of columns: measure the batch, settle what x̂ is made with, write it; and back.
 
 use super::count::Count;
-use super::ffi::{self, by_dtype, give, into_raw, pointer, status, take, View};
-use super::{device_columns, engine};
+use super::declare::{leader, make, run, tensor, Derivative, Kind as Type, Operator};
+use super::device_columns;
+use super::engine::{self, Handle};
+use super::ffi::{by_dtype, Call, Value, View, Why};
+use super::Group;
 use crate::cpu::parallel::{self, Shared};
 use crate::cpu::{memory, Accumulator, Element};
 use crate::cuda::Program;
-use crate::error::Result;
+use crate::error::{Error, Result};
 use crate::norm::columns::{self, Batch, Options, Slopes, State, Stats};
 use crate::norm::statistics::{self, Measured, StateTensors, Used};
-use crate::norm::COLUMN_NORMS;
-use std::ffi::{c_char, c_int, CStr};
 use tch::Tensor;
-use torch_sys::C_tensor;
 
-/// A norm with statistics of columns as an operator: what the C++ shim registers under `operator`.
+/// A norm with statistics of columns as an operator.
 pub struct ColumnKernels {
     /// torch.ops.normformer_rs.`operator`.
-    pub operator: &'static CStr,
+    pub operator: &'static str,
     /// What the schema calls the two buffers.
-    pub state: [&'static CStr; 2],
+    pub state: [&'static str; 2],
     /// x̂ has a mean taken away.
     pub centred: bool,
     /// The gradient in training is PowerNorm's, made with the second buffer, and no derivative of the formula.
@@ -31,26 +31,23 @@ pub struct ColumnKernels {
     /// The same kernels for a GPU.
     pub program: Program,
     pub count: Count,
+    pub handle: Handle,
 }
 
 impl ColumnKernels {
-    /// Everything unsaid: a norm without a mean, with a true gradient. `settle` and `composed` must be said.
-    pub const fn new(operator: &'static CStr, name: &'static str, program: Program) -> Self {
+    /// Defaults: not centred, exact gradient. `settle` and `composed` must be given.
+    pub const fn new(operator: &'static str, program: Program) -> Self {
         ColumnKernels {
             operator,
-            state: [c"first", c"second"],
+            state: ["first", "second"],
             centred: false,
             approximate: false,
             settle: |_, _, _| unreachable!("every norm says how it settles"),
             composed: |_, _, _| unreachable!("every norm says how it settles"),
             program,
-            count: Count::new(name),
+            count: Count::new(operator),
+            handle: Handle::new(operator),
         }
-    }
-
-    fn index(&'static self) -> i64 {
-        let found = COLUMN_NORMS.iter().position(|k| std::ptr::eq(*k, self));
-        found.expect("every ColumnKernels is listed in norm::COLUMN_NORMS") as i64
     }
 }
 
@@ -68,42 +65,225 @@ pub struct Column<'a> {
 
 /// (N(x), the statistics it used) through the dispatcher: differentiable, on any device.
 pub fn column_norm(kernels: &'static ColumnKernels, call: &Column) -> Result<(Tensor, Tensor)> {
-    engine::register();
-    let state = &call.state;
-    let tensors = [
-        Some(call.x),
-        call.weight,
-        call.bias,
-        call.pad_mask,
-        state.first.as_ref(),
-        state.second.as_ref(),
-        state.iters.as_ref(),
-        state.refused.as_ref(),
-        call.stats,
-    ]
-    .map(pointer);
-    let mut stats = std::ptr::null_mut();
-    // SAFETY: the tensors outlive the call; two new ones come back.
-    unsafe {
-        let y = take(nfrs_column(kernels.index(), tensors.as_ptr(), &call.options, &mut stats))?;
-        Ok((y, take(stats)?))
+    let (state, o) = (&call.state, &call.options);
+    let (variant, group) = (if o.release { "release" } else { "paper" }, o.group.name());
+    kernels
+        .handle
+        .call(&[
+            call.x.into(),
+            call.weight.into(),
+            call.bias.into(),
+            call.pad_mask.into(),
+            state.first.as_ref().into(),
+            state.second.as_ref().into(),
+            state.iters.as_ref().into(),
+            state.refused.as_ref().into(),
+            call.stats.into(),
+            o.train.into(),
+            o.alpha.into(),
+            o.eps.into(),
+            o.alpha_bwd.into(),
+            o.warmup.into(),
+            variant.into(),
+            group.as_str().into(),
+        ])
+        .map(|[y, stats]| (y, stats))
+}
+
+// ---- the operators ----
+
+pub(super) fn operator(k: &'static ColumnKernels) -> Operator {
+    let (name, [first, second]) = (k.operator, k.state);
+    let per_column = |name| tensor(name, "=d", Type::Floating).optional();
+    let pad = || tensor("pad_mask", "*", Type::Bool).optional();
+    let counter = |name| tensor(name, "=1", Type::Int64).optional().state();
+    let stats = || tensor("stats", format!("{}d", Stats::ROWS), Type::Computed);
+    Operator {
+        schema: format!(
+            "{name}(Tensor x, Tensor? weight=None, Tensor? bias=None, Tensor? pad_mask=None, Tensor(a!)? {first}=None, \
+             Tensor(b!)? {second}=None, Tensor(c!)? iters=None, Tensor(d!)? refused=None, Tensor? stats=None, *, \
+             bool train, float alpha=0.9, float eps=1e-05, float alpha_bwd=0.9, int warmup=0, str variant=\"paper\", \
+             str group=\"\") -> (Tensor, Tensor)"
+        ),
+        arguments: vec![
+            leader("x", "*d"),
+            per_column("weight").computed(),
+            per_column("bias").computed().kept(),
+            pad(),
+            per_column(first).state().kept_plain(),
+            per_column(second).state(),
+            counter("iters"),
+            counter("refused"),
+            stats().optional(),
+        ],
+        outputs: vec![tensor("y", "*d", Type::Same), stats()],
+        plan: run(move |call| plan(k, call)),
+        kernel: run(move |call| forward(k, call)),
+        formula: make(move |call| {
+            let [x, weight, bias, pad, buffers @ .., stats, _, _, _, _, _, _, _] = call.arguments::<16>();
+            let [x, weight, bias, pad, stats] = [x, weight, bias, pad, stats].map(Value::tensor);
+            let x = x.expect("the schema requires it");
+            let [first, second, iters, refused] = buffers.each_ref().map(Value::tensor);
+            let state = StateTensors { first, second, iters, refused };
+            let (parameters, o) = ((weight.as_ref(), bias.as_ref()), options(k, call)?);
+            let (y, used) = statistics::forward(k, &x, parameters, pad.as_ref(), &state, stats.as_ref(), &o)?;
+            Ok(vec![Some(y), Some(used)])
+        }),
+        derivative: Some(Derivative {
+            backward: Box::new(Operator {
+                schema: format!(
+                    "{name}_backward(Tensor dy, Tensor x, Tensor? weight, Tensor? pad_mask, Tensor(a!)? {second}, \
+                     Tensor(b!)? refused, Tensor stats, *, bool train, float alpha_bwd=0.9, str variant=\"paper\", \
+                     str group=\"\") -> (Tensor, Tensor, Tensor)"
+                ),
+                arguments: vec![
+                    tensor("dy", "*d", Type::Same),
+                    leader("x", "*d"),
+                    per_column("weight").computed(),
+                    pad(),
+                    per_column(second).state(),
+                    counter("refused"),
+                    stats(),
+                ],
+                outputs: vec![
+                    tensor("dx", "*d", Type::Same),
+                    tensor("dweight", "d", Type::Computed),
+                    tensor("dbias", "d", Type::Computed),
+                ],
+                plan: run(move |call| {
+                    let o = backward_options(k, call)?;
+                    if call.device().is_some() && !o.group.is_alone() {
+                        call.decline();
+                    }
+                    Ok(())
+                }),
+                kernel: run(move |call| backward(k, call)),
+                formula: make(move |call| {
+                    let [dy, x, weight, pad, second, refused, stats, ..] = call.arguments::<11>();
+                    let [dy, x, stats] = [dy, x, stats].map(Value::required);
+                    let (weight, pad) = (weight.tensor(), pad.tensor());
+                    let state =
+                        StateTensors { second: second.tensor(), refused: refused.tensor(), ..StateTensors::default() };
+                    let (weight, pad, o) = (weight.as_ref(), pad.as_ref(), backward_options(k, call)?);
+                    let (dx, dweight, dbias) = statistics::backward(k, &dy, &x, weight, pad, &stats, &state, &o)?;
+                    Ok([dx, dweight, dbias].map(Some).into())
+                }),
+                ..Operator::default()
+            }),
+            again: make(move |call| again(k, call)),
+        }),
+        has_own_gradient: true,
+        count: Some(&k.count),
+        ..Operator::default()
     }
 }
 
-extern "C" {
-    fn nfrs_column(
-        norm: i64,
-        tensors: *const *const C_tensor,
-        options: &Options,
-        stats: *mut *mut C_tensor,
-    ) -> *mut C_tensor;
+fn is_release(k: &ColumnKernels, variant: &Value) -> Result<bool> {
+    match variant.text() {
+        "paper" => Ok(false),
+        "release" => Ok(true),
+        other => Err(Error::invalid(format!("{}: variant must be one of paper, release; got \"{other}\"", k.operator))),
+    }
+}
+
+fn group(k: &ColumnKernels, name: &Value) -> Result<Group> {
+    Group::named(name.text()).ok_or_else(|| {
+        Error::invalid(format!(
+            "{}: \"{}\" is no process group that normformer_rs was told of; give the module sync=True, which tells it",
+            k.operator,
+            name.text()
+        ))
+    })
+}
+
+/// The numbers of a forward call.
+fn options(k: &ColumnKernels, call: &Call) -> Result<Options> {
+    let [.., train, alpha, eps, alpha_bwd, warmup, variant, name] = call.arguments::<16>();
+    Ok(Options {
+        alpha: alpha.float(),
+        alpha_bwd: alpha_bwd.float(),
+        eps: eps.float(),
+        warmup: warmup.int(),
+        group: group(k, name)?,
+        train: train.flag(),
+        release: is_release(k, variant)?,
+    })
+}
+
+fn backward_options(k: &ColumnKernels, call: &Call) -> Result<Options> {
+    let [.., train, alpha_bwd, variant, name] = call.arguments::<11>();
+    let (group, release) = (group(k, name)?, is_release(k, variant)?);
+    Ok(Options { alpha_bwd: alpha_bwd.float(), group, train: train.flag(), release, ..Options::default() })
+}
+
+fn plan(k: &ColumnKernels, call: &Call) -> Result<()> {
+    let ([.., first, second, iters, _, _, _, _, _, _, _, _, _], o) = (call.arguments::<16>(), options(k, call)?);
+    let (name, [own_first, own_second]) = (k.operator, k.state);
+    if k.approximate && [first, second, iters].into_iter().any(Value::is_none) {
+        return Err(Error::invalid(format!("{name} needs its buffers {own_first}, {own_second} and iters")));
+    }
+    if k.centred && first.is_none() != second.is_none() {
+        let both = format!("{name} needs both of its buffers {own_first} and {own_second}, or neither");
+        return Err(Error::invalid(both));
+    }
+    let refuse = |why: &str| Err(Error::NotImplemented(format!("{name}: {why}")));
+    match call.why() {
+        Why::Transform if k.approximate && o.train => refuse(
+            "torch.func differentiates formulas, and the gradient in training is PowerNorm's approximation, which is no \
+             formula's: use loss.backward(), or call eval() first",
+        ),
+        Why::Transform if !o.group.is_alone() => {
+            refuse("torch.func sees one process only: train without sync, or use loss.backward()")
+        }
+        Why::Batch if o.train && !first.is_none() => refuse(
+            "under vmap every example would move the running statistics: call eval() first, or give no buffers",
+        ),
+        _ => {
+            // A GPU's kernels know one process, and buffers of one type.
+            let mixed = !second.is_none() && first.dtype != second.dtype;
+            if call.device().is_some() && (mixed || !o.group.is_alone()) {
+                call.decline();
+            }
+            Ok(())
+        }
+    }
+}
+
+/// Gradients by the formula, which can be differentiated again.
+fn again(k: &ColumnKernels, call: &Call) -> Result<Vec<Option<Tensor>>> {
+    let [x, weight, bias, pad, first, ..] = call.arguments::<16>();
+    let ([_, stats], [dy, _], o) = (call.outputs(), call.gradients(), options(k, call)?);
+    let refuse = |why: &str| Err(Error::NotImplemented(format!("{}: {why}", k.operator)));
+    if !o.group.is_alone() {
+        return refuse(
+            "statistics over several ranks have no second derivative: train without create_graph, or without sync",
+        );
+    }
+    if k.approximate && o.train {
+        return refuse(
+            "the gradient in training is PowerNorm's approximation (Shen et al. 2020, eq 11), which is no function's \
+             derivative and has none itself: train without create_graph, take powernorm-v, or call eval() first",
+        );
+    }
+    k.count.composed();
+    // A formula of the batch is formed again; one of running statistics has them as constants.
+    let from_batch = o.train || first.is_none();
+    let given = if from_batch { None } else { stats.tensor() };
+    let (pad, state, o) = (pad.tensor(), StateTensors::default(), Options { train: from_batch, ..o });
+    let inputs = [x, weight, bias].map(Value::tensor);
+    let mut made = engine::gradients_again(&inputs, &dy.required(), |inputs| {
+        let [Some(x), weight, bias] = inputs else { unreachable!("the schema requires x") };
+        let parameters = (weight.as_ref(), bias.as_ref());
+        Ok(statistics::forward(k, x, parameters, pad.as_ref(), &state, given.as_ref(), &o)?.0)
+    })?;
+    made.resize_with(9, || None);
+    Ok(made)
 }
 
 // ---- kernels ----
 
-/// What the shim passes: x and y (or dy and dx) with everything between them. Absent views have null data.
-#[repr(C)]
-pub(super) struct Call {
+/// x and y (or dy and dx) with everything between them; absent views have null data.
+pub(super) struct Views {
     pub x: View,
     pub weight: View,
     pub bias: View,
@@ -120,23 +300,83 @@ pub(super) struct Call {
     pub options: Options,
     pub y: View,
     pub stats: View,
-    /// On a GPU: [`device_columns::partial_length`] numbers that slabs of rows leave.
-    pub partial: View,
-    /// On a GPU: four rows of float64, what was measured.
-    pub batch: View,
 }
 
-#[repr(C)]
 pub(super) struct Gradients {
     pub dy: View,
     pub dx: View,
     pub dweight: View,
     pub dbias: View,
-    /// On a GPU: three rows, p, q and r.
-    pub slopes: View,
 }
 
-impl Call {
+fn forward(k: &'static ColumnKernels, call: &Call) -> Result<()> {
+    let ([x, weight, bias, pad, first, second, iters, refused, given, ..], [y, stats]) =
+        (call.arguments::<16>(), call.outputs());
+    let v = Views {
+        x: x.view,
+        weight: weight.view,
+        bias: bias.view,
+        pad: pad.view,
+        first: first.view,
+        second: second.view,
+        iters: iters.view,
+        refused: refused.view,
+        wide_state: is_wide(first),
+        given: !given.is_none(),
+        options: options(k, call)?,
+        y: y.view,
+        stats: stats.view,
+    };
+    if let Some(given) = given.tensor() {
+        stats.required().f_copy_(&given)?;
+    }
+    match call.device() {
+        None => by_dtype!(v.x, E => forward_typed::<E>(k, &v))?,
+        Some(device) => device_columns::forward(device, k, &v)?,
+    }
+    if v.options.train && !v.given {
+        // The buffers, by their places among the arguments; PowerNorm's second moves in the backward pass.
+        let moved: &[usize] = if k.approximate { &[4, 6, 7] } else { &[4, 5, 6, 7] };
+        moved.iter().for_each(|i| call.write_back(*i));
+    }
+    Ok(())
+}
+
+fn backward(k: &'static ColumnKernels, call: &Call) -> Result<()> {
+    let ([dy, x, weight, pad, second, refused, stats, ..], [dx, dweight, dbias]) =
+        (call.arguments::<11>(), call.outputs());
+    let v = Views {
+        x: x.view,
+        weight: weight.view,
+        bias: View::ABSENT,
+        pad: pad.view,
+        first: View::ABSENT,
+        second: second.view,
+        iters: View::ABSENT,
+        refused: refused.view,
+        wide_state: is_wide(second),
+        given: false,
+        options: backward_options(k, call)?,
+        y: View::ABSENT,
+        stats: stats.view,
+    };
+    let d = Gradients { dy: dy.view, dx: dx.view, dweight: dweight.view, dbias: dbias.view };
+    match call.device() {
+        None => by_dtype!(v.x, E => backward_typed::<E>(k, &v, &d))?,
+        Some(device) => device_columns::backward(device, k, &v, &d)?,
+    }
+    if v.options.train && k.approximate {
+        // So too, among the backward operator's.
+        [4, 5].into_iter().for_each(|i| call.write_back(i));
+    }
+    Ok(())
+}
+
+fn is_wide(buffer: &Value) -> bool {
+    buffer.dtype == 1
+}
+
+impl Views {
     /// The largest number that the buffers can hold.
     pub fn largest(&self) -> f64 {
         if self.wide_state {
@@ -265,9 +505,9 @@ fn over_ranks(batch: Batch, o: &Options) -> Result<Batch> {
     Ok(merged)
 }
 
-fn forward<E: Element>(kernels: &ColumnKernels, v: &Call) -> Result<()> {
+fn forward_typed<E: Element>(kernels: &ColumnKernels, v: &Views) -> Result<()> {
     let cols = v.stats.cols();
-    // SAFETY: the shim gave contiguous tensors of E (parameters and statistics of its accumulation type), a mask of
+    // SAFETY: C++ gave contiguous tensors of E (parameters and statistics of its accumulation type), a mask of
     // bytes; y, stats and the copies of the buffers are its own.
     let (x, weight, bias, pad) =
         unsafe { (v.x.slice::<E>(), v.weight.slice::<E::Acc>(), v.bias.slice(), v.pad.slice::<u8>()) };
@@ -295,9 +535,9 @@ fn forward<E: Element>(kernels: &ColumnKernels, v: &Call) -> Result<()> {
     Ok(())
 }
 
-fn backward<E: Element>(kernels: &ColumnKernels, v: &Call, d: &Gradients) -> Result<()> {
+fn backward_typed<E: Element>(kernels: &ColumnKernels, v: &Views, d: &Gradients) -> Result<()> {
     let cols = v.stats.cols();
-    // SAFETY: as in `forward`.
+    // SAFETY: as in `forward_typed`.
     let (dy, x, weight, pad, rows) = unsafe {
         (d.dy.slice::<E>(), v.x.slice::<E>(), v.weight.slice::<E::Acc>(), v.pad.slice::<u8>(), v.stats.slice())
     };
@@ -368,113 +608,4 @@ fn slopes<A: Accumulator>(
         }
     }
     (p, q, r)
-}
-
-// ---- what the shim calls ----
-
-#[no_mangle]
-extern "C" fn nfrs_column_count() -> i64 {
-    COLUMN_NORMS.len() as i64
-}
-
-#[no_mangle]
-extern "C" fn nfrs_column_name(norm: i64) -> *const c_char {
-    COLUMN_NORMS[norm as usize].operator.as_ptr()
-}
-
-#[no_mangle]
-extern "C" fn nfrs_column_state(norm: i64, which: i64) -> *const c_char {
-    COLUMN_NORMS[norm as usize].state[which as usize].as_ptr()
-}
-
-#[no_mangle]
-extern "C" fn nfrs_column_approximate(norm: i64) -> bool {
-    COLUMN_NORMS[norm as usize].approximate
-}
-
-#[no_mangle]
-extern "C" fn nfrs_column_centred(norm: i64) -> bool {
-    COLUMN_NORMS[norm as usize].centred
-}
-
-#[no_mangle]
-extern "C" fn nfrs_column_stats() -> i64 {
-    Stats::ROWS as i64
-}
-
-#[no_mangle]
-extern "C" fn nfrs_column_partial(rows: i64, cols: i64) -> i64 {
-    device_columns::partial_length(rows, cols)
-}
-
-#[no_mangle]
-unsafe extern "C" fn nfrs_column_forward(norm: i64, call: &Call) -> c_int {
-    let kernels = COLUMN_NORMS[norm as usize];
-    kernels.count.kernel();
-    status(|| match call.x.device() {
-        None => by_dtype!(call.x, E => forward::<E>(kernels, call)),
-        Some(device) => device_columns::forward(device, kernels, call),
-    })
-}
-
-#[no_mangle]
-unsafe extern "C" fn nfrs_column_backward(norm: i64, call: &Call, gradients: &Gradients) -> c_int {
-    let kernels = COLUMN_NORMS[norm as usize];
-    status(|| match call.x.device() {
-        None => by_dtype!(call.x, E => backward::<E>(kernels, call, gradients)),
-        Some(device) => device_columns::backward(device, kernels, call, gradients),
-    })
-}
-
-/// x, weight, bias, pad_mask, first, second, iters, refused, stats, in this order; any but x may be null.
-#[no_mangle]
-unsafe extern "C" fn nfrs_column_composed(
-    norm: i64,
-    tensors: *const *const C_tensor,
-    options: &Options,
-    stats: *mut *mut C_tensor,
-) -> *mut C_tensor {
-    let kernels = COLUMN_NORMS[norm as usize];
-    kernels.count.composed();
-    // SAFETY: the shim passes nine pointers to live tensors, or null.
-    let [x, weight, bias, pad, first, second, iters, refused, given] = unsafe { borrow_all(tensors) };
-    give(|| {
-        let state = StateTensors { first, second, iters, refused };
-        let x = x.as_ref().expect("x is never absent");
-        let parameters = (weight.as_ref(), bias.as_ref());
-        let (y, used) = statistics::forward(kernels, x, parameters, pad.as_ref(), &state, given.as_ref(), options)?;
-        // SAFETY: the shim gave room for a pointer.
-        unsafe { *stats = into_raw(used) };
-        Ok(y)
-    })
-}
-
-/// dy, x, weight, pad_mask, second, refused, stats, in this order; writes dx, dγ, dβ.
-#[no_mangle]
-unsafe extern "C" fn nfrs_column_composed_backward(
-    norm: i64,
-    tensors: *const *const C_tensor,
-    options: &Options,
-    gradients: *mut *mut C_tensor,
-) -> c_int {
-    // SAFETY: the shim passes seven pointers to live tensors, or null.
-    let [dy, x, weight, pad, second, refused, stats] = unsafe { borrow_all(tensors) };
-    status(|| {
-        let given = [dy, x, stats].map(|t| t.expect("dy, x and stats are never absent"));
-        let [dy, x, stats] = &given;
-        let state = StateTensors { second, refused, ..StateTensors::default() };
-        let kernels = COLUMN_NORMS[norm as usize];
-        let made = statistics::backward(kernels, dy, x, weight.as_ref(), pad.as_ref(), stats, &state, options)?;
-        for (i, t) in [made.0, made.1, made.2].into_iter().enumerate() {
-            // SAFETY: the shim gave room for three pointers.
-            unsafe { *gradients.add(i) = into_raw(t) };
-        }
-        Ok(())
-    })
-}
-
-/// # Safety
-/// `tensors` points to N pointers to live tensors, or null.
-unsafe fn borrow_all<const N: usize>(tensors: *const *const C_tensor) -> [Option<Tensor>; N] {
-    std::array::from_fn(|i| ffi::borrow(*tensors.add(i)))
 }

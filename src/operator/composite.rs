@@ -2,102 +2,149 @@
 //! GPU `lp_norm` runs ScaleNorm's kernels with lengths of another order.
 
 use super::count::Count;
+use super::declare::{derivative, gradient, leader, make, parameter, run, tensor, title, Kernels, Kind, Operator};
 use super::device_rows::{self, Rows, Sums};
-use super::engine;
-use super::ffi::{self, give, pointer, status, take, Draw, View};
+use super::engine::{self, Handle};
+use super::ffi::{Call, Draw, Value, View};
 use crate::cuda::Device;
 use crate::error::{Error, Result};
 use crate::norm::{composed, group_scaling, lp_norm as lp, scale_norm};
-use std::ffi::{c_char, c_int, CStr};
 use tch::Tensor;
-use torch_sys::C_tensor;
 
 pub static COUNT: Count = Count::new("lp_norm");
+static HANDLE: Handle = Handle::new("lp_norm");
+static ON_DEVICE: Handle = Handle::new("lp_norm_forward");
 
 /// g·x/max(‖x‖_p, ε) over the last dimension, through the dispatcher; p = 2 runs ScaleNorm's kernels.
 pub fn lp_norm(x: &Tensor, weight: Option<&Tensor>, p: f64, eps: f64) -> Result<Tensor> {
-    engine::register();
-    // SAFETY: the tensors outlive the call; a new tensor comes back.
-    unsafe { take(nfrs_lp_norm(x.as_ptr(), pointer(weight), p, eps)) }
+    let [y] = HANDLE.call(&[x.into(), weight.into(), p.into(), eps.into()])?;
+    Ok(y)
 }
 
-extern "C" {
-    fn nfrs_lp_norm(x: *const C_tensor, weight: *const C_tensor, p: f64, eps: f64) -> *mut C_tensor;
+fn composition(schema: &str) -> Operator {
+    Operator { schema: schema.into(), kernels: Kernels::Composition, ..Operator::default() }
 }
 
-#[no_mangle]
-unsafe extern "C" fn nfrs_lp_norm_composed(
-    x: *const C_tensor,
-    weight: *const C_tensor,
-    p: f64,
-    eps: f64,
-) -> *mut C_tensor {
-    COUNT.composed();
-    // SAFETY: the shim passes a live x, and a live weight or null.
-    let (x, weight) = unsafe { (ffi::borrow(x), ffi::borrow(weight)) };
-    give(|| lp::composed(x.as_ref().expect("x is never absent"), weight.as_ref(), p, eps))
+/// Rows of no numbers have nothing to be divided by.
+fn unless_empty(x: &Tensor, y: impl FnOnce() -> Result<Tensor>) -> Result<Vec<Option<Tensor>>> {
+    let y = if engine::has_columns(x, 0) { x.f_mul_scalar(1.0)? } else { y()? };
+    Ok(vec![Some(y)])
 }
 
-/// The call as a step's norm on a GPU, x⁺ = x, and the GPU.
-fn on_device(x: View, weight: View, stats: View, p: f64, eps: f64) -> Result<(Device, Rows)> {
-    let call = Rows { x, weight, stats, eps, order: Some(p), x_plus: x, ..Rows::of(Draw::NONE) };
-    match x.device() {
-        Some(device) => Ok((device, call)),
-        None => Err(Error::invalid("lp_norm_forward and lp_norm_backward are for CUDA tensors: call lp_norm")),
+pub(super) fn lp_norm_operator() -> Operator {
+    Operator {
+        arguments: vec![leader("x", "*d"), parameter("weight")],
+        outputs: vec![tensor("y", "*d", Kind::Same)],
+        plan: run(|call| check_order(call.arguments::<4>()[2].float())),
+        formula: make(|call| {
+            let [x, weight, p, eps] = call.arguments();
+            let (x, weight, p, eps) = (x.required(), weight.tensor(), p.float(), eps.float());
+            unless_empty(&x, || {
+                if p != 2.0 && call.device().is_some() {
+                    let [y, _stats] = ON_DEVICE.call(&[(&x).into(), weight.as_ref().into(), p.into(), eps.into()])?;
+                    return Ok(y);
+                }
+                COUNT.composed();
+                lp::composed(&x, weight.as_ref(), p, eps)
+            })
+        }),
+        ..composition("lp_norm(Tensor x, Tensor? weight, float p, float eps) -> Tensor")
     }
 }
 
-#[no_mangle]
-unsafe extern "C" fn nfrs_lp_norm_forward(x: &View, weight: &View, p: f64, eps: f64, y: &View, stats: &View) -> c_int {
-    COUNT.kernel();
-    status(|| {
-        let (device, call) = on_device(*x, *weight, *stats, p, eps)?;
-        device_rows::forward(device, &scale_norm::KERNELS.program, &Rows { y: *y, ..call })
-    })
+/// lp_norm where a GPU has kernels for it.
+pub(super) fn lp_norm_on_device() -> Operator {
+    let weight = || parameter("weight").computed();
+    let stats = || tensor("stats", "*1", Kind::Float32);
+    Operator {
+        schema: "lp_norm_forward(Tensor x, Tensor? weight, float p, float eps) -> (Tensor, Tensor)".into(),
+        arguments: vec![leader("x", "*d"), weight()],
+        outputs: vec![tensor("y", "*d", Kind::Same), stats()],
+        plan: run(|call| check_order(call.arguments::<4>()[2].float())),
+        kernel: run(|call| {
+            let ([x, weight, p, eps], [y, stats]) = (call.arguments(), call.outputs());
+            let (device, rows) = on_device(call, x.view, weight.view, stats.view, p, eps)?;
+            device_rows::forward(device, &scale_norm::KERNELS.program, &Rows { y: y.view, ..rows })
+        }),
+        formula: make(|call| {
+            let [x, weight, p, eps] = call.arguments();
+            let y = lp::composed(&x.required(), weight.tensor().as_ref(), p.float(), eps.float())?;
+            Ok(vec![Some(y), None])
+        }),
+        derivative: derivative(Operator {
+            schema: "lp_norm_backward(Tensor dy, Tensor x, Tensor? weight, Tensor stats, float p, float eps) -> \
+                     (Tensor, Tensor)"
+                .into(),
+            arguments: vec![tensor("dy", "*d", Kind::Same), leader("x", "*d"), weight(), stats()],
+            outputs: vec![gradient("dx", "x"), gradient("dweight", "weight")],
+            plan: run(|call| check_order(call.arguments::<6>()[4].float())),
+            kernel: run(|call| {
+                let ([dy, x, weight, stats, p, eps], [dx, dweight]) = (call.arguments(), call.outputs());
+                let (device, rows) = on_device(call, x.view, weight.view, stats.view, p, eps)?;
+                let (sums, no) = (Sums { dweight: dweight.view, ..Sums::NONE }, View::ABSENT);
+                device_rows::backward(device, &scale_norm::KERNELS.program, &rows, no, dy.view, dx.view, no, &sums)
+            }),
+            ..Operator::default()
+        }),
+        count: Some(&COUNT),
+        ..Operator::default()
+    }
 }
 
-#[no_mangle]
-unsafe extern "C" fn nfrs_lp_norm_backward(
-    dy: &View,
-    x: &View,
-    weight: &View,
-    stats: &View,
-    p: f64,
-    eps: f64,
-    dx: &View,
-    dweight: &View,
-    workspace: &View,
-) -> c_int {
-    let (sums, no) = (Sums { dweight: *dweight, ..Sums::in_workspace(*workspace) }, View::ABSENT);
-    status(|| {
-        let (device, call) = on_device(*x, *weight, *stats, p, eps)?;
-        device_rows::backward(device, &scale_norm::KERNELS.program, &call, no, *dy, *dx, no, &sums)
-    })
+fn check_order(p: f64) -> Result<()> {
+    match p >= 1.0 {
+        true => Ok(()),
+        false => Err(Error::invalid(format!("lp_norm: p must be at least 1, or inf, got {p}"))),
+    }
 }
 
-/// A norm of the table that is its composed form alone. `parameters` holds `count` tensors or nulls.
-#[no_mangle]
-unsafe extern "C" fn nfrs_composed_norm(
-    name: *const c_char,
-    x: *const C_tensor,
-    parameters: *const *const C_tensor,
-    count: i64,
-    options: *const f64,
-    option_count: i64,
-) -> *mut C_tensor {
-    // SAFETY: the shim passes a NUL-terminated name, a live x, as many live parameters or nulls as it says, and numbers.
-    let (name, x, parameters, options) = unsafe {
-        let parameters = (0..count as usize).map(|i| ffi::borrow(*parameters.add(i))).collect();
-        let options = (0..option_count as usize).map(|i| *options.add(i)).collect::<Vec<f64>>();
-        (CStr::from_ptr(name), ffi::borrow(x), parameters, options)
-    };
-    let x = x.as_ref().expect("x is never absent");
-    give(|| composed::call(&name.to_string_lossy(), x, parameters, &options))
+/// The call as a step's norm on a GPU, x⁺ = x, and the GPU.
+fn on_device(call: &Call, x: View, weight: View, stats: View, p: &Value, eps: &Value) -> Result<(Device, Rows)> {
+    let order = Some(p.float());
+    let rows = Rows { x, weight, stats, eps: eps.float(), order, x_plus: x, ..Rows::of(Draw::NONE) };
+    let only = "lp_norm_forward and lp_norm_backward are for CUDA tensors: call lp_norm";
+    call.device().map(|device| (device, rows)).ok_or_else(|| Error::Torch(only.into()))
 }
 
-#[no_mangle]
-unsafe extern "C" fn nfrs_group_scaling(x: *const C_tensor, groups: i64) -> *mut C_tensor {
-    // SAFETY: the shim passes a live x.
-    let x = unsafe { ffi::borrow(x) };
-    give(|| group_scaling::group_scaling(x.as_ref().expect("x is never absent"), groups))
+/// x/√(mean over each group of x² + 1e-5).
+pub(super) fn group_scaling_operator() -> Operator {
+    Operator {
+        arguments: vec![leader("x", "*d")],
+        outputs: vec![tensor("y", "*d", Kind::Same)],
+        plan: run(|call| {
+            let [x, groups] = call.arguments();
+            let (x, groups) = (x.required(), groups.int());
+            let bad = |why: String| Err(Error::invalid(format!("group_scaling: groups must {why}")));
+            if groups < 1 {
+                return bad(format!("be at least 1, got {groups}"));
+            }
+            match engine::has_columns(&x, groups) {
+                true => Ok(()),
+                false => bad(format!(
+                    "divide the width of x, got {groups} groups and width {}",
+                    x.size().last().copied().unwrap_or(1)
+                )),
+            }
+        }),
+        formula: make(|call| {
+            let [x, groups] = call.arguments();
+            let x = x.required();
+            unless_empty(&x, || group_scaling::group_scaling(&x, groups.int()))
+        }),
+        ..composition("group_scaling(Tensor x, int groups=1) -> Tensor")
+    }
+}
+
+/// The norm of the table that has this name and is its composed form alone.
+pub(super) fn composed_norm() -> Operator {
+    Operator {
+        arguments: vec![leader("x", "*d"), parameter("parameters"), title("name")],
+        outputs: vec![tensor("y", "*d", Kind::Same)],
+        formula: make(|call| {
+            let [x, parameters, options, name] = call.arguments();
+            let x = x.required();
+            unless_empty(&x, || composed::call(name.text(), &x, parameters.tensors(), &options.numbers()))
+        }),
+        ..composition("composed_norm(Tensor x, Tensor?[] parameters, float[] options, str name) -> Tensor")
+    }
 }

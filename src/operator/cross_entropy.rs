@@ -1,20 +1,21 @@
 //! Label-smoothed cross-entropy over a target vocabulary.
 
 use super::count::Count;
+use super::declare::{derivative, leader, make, run, tensor, Argument, Kind as Type, Operator};
 use super::device::{columns, columns_at_a_time, type_name};
-use super::engine;
-use super::ffi::{borrow, by_dtype, give, into_raw, pointer, status, take, View};
+use super::engine::{self, Handle};
+use super::ffi::{by_dtype, Value, View};
 use crate::cpu::parallel::{self, Shared};
 use crate::cpu::{Accumulator, Element};
 use crate::cuda::{self, Grid};
 use crate::error::{Error, Result};
 use crate::kernel::cross_entropy::{self as kernel, Smoothing, Targets};
-use std::ffi::c_int;
 use std::sync::Mutex;
 use tch::{Device, Kind, Tensor};
-use torch_sys::C_tensor;
 
 pub static COUNT: Count = Count::new("label_smoothed_cross_entropy");
+static HANDLE: Handle = Handle::new("label_smoothed_cross_entropy");
+static IN_PLACE: Handle = Handle::new("label_smoothed_cross_entropy_");
 
 /// (loss, nll), one number per row, loss differentiable. `mask` is bool (V), true in the target vocabulary.
 pub fn cross_entropy(
@@ -24,21 +25,10 @@ pub fn cross_entropy(
     smoothing: Smoothing,
     ignore_index: i64,
 ) -> Result<(Tensor, Tensor)> {
-    engine::register();
-    let mut nll = std::ptr::null_mut();
-    // SAFETY: the tensors outlive the call; new tensors come back, nll only where loss does.
-    unsafe {
-        let loss = take(nfrs_cross_entropy(
-            logits.as_ptr(),
-            target.as_ptr(),
-            pointer(mask),
-            smoothing.nll,
-            smoothing.uniform,
-            ignore_index,
-            &mut nll,
-        ))?;
-        Ok((loss, take(nll)?))
-    }
+    let Smoothing { nll, uniform } = smoothing;
+    let arguments = [logits.into(), target.into(), mask.into(), nll.into(), uniform.into(), ignore_index.into()];
+    let [loss, nll, _lse] = HANDLE.call(&arguments)?;
+    Ok((loss, nll))
 }
 
 /// The same, and `scale`·∂(Σ loss)/∂logits left where the logits were. `scale` is one float64 beside them.
@@ -50,25 +40,153 @@ pub fn cross_entropy_in_place(
     ignore_index: i64,
     scale: &Tensor,
 ) -> Result<(Tensor, Tensor)> {
-    engine::register();
-    let mut nll = std::ptr::null_mut();
-    // SAFETY: as above; the logits are borrowed mutably.
-    unsafe {
-        let loss = take(nfrs_cross_entropy_(
-            logits.as_mut_ptr(),
-            target.as_ptr(),
-            pointer(mask),
-            smoothing.nll,
-            smoothing.uniform,
-            ignore_index,
-            scale.as_ptr(),
-            &mut nll,
-        ))?;
-        Ok((loss, take(nll)?))
+    let Smoothing { nll, uniform } = smoothing;
+    let logits = &*logits;
+    let [loss, nll] = IN_PLACE.call(&[
+        logits.into(),
+        target.into(),
+        mask.into(),
+        nll.into(),
+        uniform.into(),
+        ignore_index.into(),
+        scale.into(),
+    ])?;
+    Ok((loss, nll))
+}
+
+// ---- the operators ----
+
+/// n, c: rows, classes.
+fn logits() -> Argument {
+    leader("logits", "nc")
+}
+
+fn targets() -> [Argument; 2] {
+    [tensor("target", "n", Type::Int64), tensor("mask", "c", Type::Bool).optional()]
+}
+
+/// One number per row.
+fn per_row(name: &'static str) -> Argument {
+    tensor(name, "n", Type::Computed)
+}
+
+fn check_classes(logits: &Value) -> Result<()> {
+    let logits = logits.required();
+    match engine::has_columns(&logits, 0) {
+        false => Ok(()),
+        true => Err(Error::invalid(format!(
+            "label_smoothed_cross_entropy: logits must have at least one class, got {:?}",
+            logits.size()
+        ))),
     }
 }
 
-/// The formula in tch, for devices without a kernel and for higher derivatives.
+pub(super) fn operator() -> Operator {
+    let [target, mask] = targets();
+    Operator {
+        schema: "label_smoothed_cross_entropy(Tensor logits, Tensor target, Tensor? mask, float nll_weight, \
+                 float uniform_weight, int ignore_index) -> (Tensor, Tensor, Tensor)"
+            .into(),
+        arguments: vec![logits(), target.clone(), mask.clone()],
+        outputs: ["loss", "nll", "lse"].map(per_row).into(),
+        plan: run(|call| check_classes(&call.arguments::<6>()[0])),
+        kernel: run(|call| {
+            let ([logits, target, mask, numbers @ ..], [loss, nll, lse]) = (call.arguments::<6>(), call.outputs());
+            let c = Views {
+                loss: loss.view,
+                nll: nll.view,
+                lse: lse.view,
+                ..Views::of([logits, target, mask], numbers.each_ref())
+            };
+            match call.device() {
+                None => by_dtype!(c.logits, E => forward::<E>(&c)),
+                Some(device) => on_device(device, &c, Gradient::No),
+            }
+        }),
+        formula: make(|call| {
+            let [logits, rest @ ..] = call.arguments::<6>();
+            let (loss, nll) = formula(&logits.required(), rest)?;
+            Ok(vec![Some(loss), Some(nll.f_detach()?), None])
+        }),
+        derivative: derivative(Operator {
+            schema: "label_smoothed_cross_entropy_backward(Tensor dloss, Tensor logits, Tensor target, Tensor? mask, \
+                     Tensor lse, float nll_weight, float uniform_weight, int ignore_index) -> Tensor"
+                .into(),
+            arguments: vec![per_row("dloss"), logits(), target, mask, per_row("lse")],
+            outputs: vec![tensor("dlogits", "nc", Type::Same)],
+            plan: run(|call| check_classes(&call.arguments::<8>()[1])),
+            kernel: run(|call| {
+                let ([dloss, logits, target, mask, lse, numbers @ ..], [dlogits]) =
+                    (call.arguments::<8>(), call.outputs());
+                let c = Views { lse: lse.view, ..Views::of([logits, target, mask], numbers.each_ref()) };
+                match call.device() {
+                    None => by_dtype!(c.logits, E => backward::<E>(&c, &dloss.view, &dlogits.view)),
+                    Some(device) => on_device(device, &c, Gradient::FromLse(&dloss.view, &dlogits.view)),
+                }
+            }),
+            ..Operator::default()
+        }),
+        count: Some(&COUNT),
+        ..Operator::default()
+    }
+}
+
+/// The loss, with the logits turned into scale·∂(Σ loss)/∂logits. The scale is a tensor so that a CUDA graph can be
+/// replayed with another.
+pub(super) fn in_place_operator() -> Operator {
+    let [target, mask] = targets();
+    Operator {
+        schema: "label_smoothed_cross_entropy_(Tensor(a!) logits, Tensor target, Tensor? mask, float nll_weight, \
+                 float uniform_weight, int ignore_index, Tensor scale) -> (Tensor, Tensor)"
+            .into(),
+        arguments: vec![logits().written(), target, mask, tensor("scale", "=1", Type::Float64)],
+        outputs: ["loss", "nll"].map(per_row).into(),
+        plan: run(|call| check_classes(&call.arguments::<7>()[0])),
+        kernel: run(|call| {
+            let ([logits, target, mask, a, b, ignored, scale], [loss, nll]) = (call.arguments(), call.outputs());
+            let c = Views { loss: loss.view, nll: nll.view, ..Views::of([logits, target, mask], [a, b, ignored]) };
+            match call.device() {
+                None => by_dtype!(c.logits, E => in_place::<E>(&c, &scale.view)),
+                Some(device) => on_device(device, &c, Gradient::InPlace(&scale.view)),
+            }
+        }),
+        formula: make(|call| {
+            let [logits, rest @ .., scale] = call.arguments::<7>();
+            let (mut logits, mut losses) = (logits.required(), None);
+            let wide = logits.f_to_kind(computed(&logits))?;
+            let one = Tensor::f_ones([0i64; 0].as_slice(), (wide.kind(), wide.device()))?;
+            let dlogits = engine::gradients(&[&wide], &one, |leaves| {
+                let (loss, nll) = formula(&leaves[0], rest)?;
+                let sum = loss.f_sum(loss.kind())?;
+                losses = Some([loss.f_detach()?, nll.f_detach()?]);
+                Ok(sum)
+            })?;
+            let scale = scale.required().f_reshape([0i64; 0].as_slice())?;
+            if let [Some(dlogits)] = &dlogits[..] {
+                tch::no_grad(|| logits.f_copy_(&dlogits.f_mul(&scale)?))?;
+            }
+            Ok(losses.into_iter().flatten().map(Some).collect())
+        }),
+        count: Some(&COUNT),
+        ..Operator::default()
+    }
+}
+
+fn computed(t: &Tensor) -> Kind {
+    if t.kind() == Kind::Double {
+        Kind::Double
+    } else {
+        Kind::Float
+    }
+}
+
+/// (loss, nll) by the formula in tch.
+fn formula(logits: &Tensor, [target, mask, nll, uniform, ignore_index]: &[Value; 5]) -> Result<(Tensor, Tensor)> {
+    let (target, mask) = (target.required(), mask.tensor());
+    let smoothing = Smoothing { nll: nll.float(), uniform: uniform.float() };
+    composed(logits, &target, mask.as_ref(), smoothing, ignore_index.int())
+}
+
 fn composed(
     logits: &Tensor,
     target: &Tensor,
@@ -76,7 +194,7 @@ fn composed(
     smoothing: Smoothing,
     ignore_index: i64,
 ) -> Result<(Tensor, Tensor)> {
-    let kind = if logits.kind() == Kind::Double { Kind::Double } else { Kind::Float };
+    let kind = computed(logits);
     let mut z = logits.f_to_kind(kind)?;
     let outside = mask.map(|m| m.f_logical_not()).transpose()?;
     if let Some(outside) = &outside {
@@ -105,30 +223,7 @@ fn composed(
     Ok((loss.f_masked_fill(&ignored, 0.0)?, nll.f_masked_fill(&ignored, 0.0)?))
 }
 
-extern "C" {
-    fn nfrs_cross_entropy(
-        logits: *const C_tensor,
-        target: *const C_tensor,
-        mask: *const C_tensor,
-        nll_weight: f64,
-        uniform_weight: f64,
-        ignore_index: i64,
-        nll: *mut *mut C_tensor,
-    ) -> *mut C_tensor;
-    fn nfrs_cross_entropy_(
-        logits: *mut C_tensor,
-        target: *const C_tensor,
-        mask: *const C_tensor,
-        nll_weight: f64,
-        uniform_weight: f64,
-        ignore_index: i64,
-        scale: *const C_tensor,
-        nll: *mut *mut C_tensor,
-    ) -> *mut C_tensor;
-}
-
-/// The shim's `CrossEntropy`.
-#[repr(C)]
+/// A call; absent views have null data.
 struct Views {
     logits: View,
     target: View,
@@ -142,6 +237,14 @@ struct Views {
 }
 
 impl Views {
+    /// Without its outputs.
+    fn of(tensors: [&Value; 3], [nll_weight, uniform_weight, ignore_index]: [&Value; 3]) -> Views {
+        let ([logits, target, mask], absent) = (tensors.map(|t| t.view), View::ABSENT);
+        let (nll_weight, uniform_weight) = (nll_weight.float(), uniform_weight.float());
+        let (loss, nll, lse, ignore_index) = (absent, absent, absent, ignore_index.int());
+        Views { logits, target, mask, loss, nll, lse, nll_weight, uniform_weight, ignore_index }
+    }
+
     fn smoothing(&self) -> Smoothing {
         Smoothing { nll: self.nll_weight, uniform: self.uniform_weight }
     }
@@ -152,7 +255,7 @@ impl Views {
         rows: impl Fn(std::ops::Range<usize>, Targets, &[u8]) -> std::result::Result<(), usize> + Sync,
     ) -> Result<()> {
         let (n, cols) = (self.logits.rows(), self.logits.cols());
-        // SAFETY: the shim checked that target is int64, one per row, and mask bool, one per column; both contiguous.
+        // SAFETY: by the operator's table targets are int64, one per row, and mask bool, one per column; both contiguous.
         let (ids, mask) = unsafe { (self.target.slice::<i64>(), self.mask.slice::<u8>()) };
         let bad = Mutex::new(None::<usize>);
         let ignore = self.ignore_index;
@@ -176,15 +279,6 @@ impl Views {
     }
 }
 
-#[no_mangle]
-unsafe extern "C" fn nfrs_cross_entropy_forward(c: &Views) -> c_int {
-    COUNT.kernel();
-    status(|| match c.logits.device() {
-        None => by_dtype!(c.logits, E => forward::<E>(c)),
-        Some(device) => on_device(device, c, Gradient::No),
-    })
-}
-
 fn forward<E: Element>(c: &Views) -> Result<()> {
     let cols = c.logits.cols();
     // SAFETY: contiguous logits of E; loss, nll and lse are fresh, one number of the accumulation type per row.
@@ -198,14 +292,6 @@ fn forward<E: Element>(c: &Views) -> Result<()> {
         let (loss, nll, lse) = unsafe { (loss.slice(r.clone()), nll.slice(r.clone()), lse.slice(r.clone())) };
         let logits = &logits[r.start * cols..r.end * cols];
         kernel::forward::<E>(cols, logits, targets, mask, smoothing, loss, nll, lse)
-    })
-}
-
-#[no_mangle]
-unsafe extern "C" fn nfrs_cross_entropy_backward(c: &Views, dloss: &View, dlogits: &View) -> c_int {
-    status(|| match c.logits.device() {
-        None => by_dtype!(c.logits, E => backward::<E>(c, dloss, dlogits)),
-        Some(device) => on_device(device, c, Gradient::FromLse(dloss, dlogits)),
     })
 }
 
@@ -226,18 +312,9 @@ fn backward<E: Element>(c: &Views, dloss: &View, dlogits: &View) -> Result<()> {
     })
 }
 
-#[no_mangle]
-unsafe extern "C" fn nfrs_cross_entropy_in_place(c: &Views, scale: &View) -> c_int {
-    COUNT.kernel();
-    status(|| match c.logits.device() {
-        None => by_dtype!(c.logits, E => in_place::<E>(c, scale)),
-        Some(device) => on_device(device, c, Gradient::InPlace(scale)),
-    })
-}
-
 fn in_place<E: Element>(c: &Views, scale: &View) -> Result<()> {
     let cols = c.logits.cols();
-    // SAFETY: the shim checked that it is one f64.
+    // SAFETY: the operator's table says that it is one f64.
     let scale = E::Acc::from_f64(unsafe { scale.slice::<f64>() }[0]);
     // SAFETY: contiguous logits of E that the caller lent for writing; loss and nll are fresh.
     let (logits, loss, nll) = unsafe {
@@ -307,32 +384,9 @@ fn on_device(device: cuda::Device, c: &Views, gradient: Gradient) -> Result<()> 
         format!("-DK_VEC={vec} -DK_LANES={LANES} -DK_ROWS=1 -DK_X={} -DK_GRADIENT={mode}", type_name(c.logits.dtype)?);
     let blocks = u32::try_from(c.logits.rows).ok().filter(|rows| i32::try_from(*rows).is_ok());
     let blocks = blocks.ok_or_else(|| Error::Torch(format!("{} rows have no CUDA kernel", c.logits.rows)))?;
-    // SAFETY: the shim gave contiguous logits, targets for every row, a mask for every column and fresh outputs, and
+    // SAFETY: C++ gave contiguous logits, targets for every row, a mask for every column and fresh outputs, and
     // holds them until the call returns.
     unsafe {
         cuda::launch(device, &kernel::PROGRAM, &options, "cross_entropy", Grid { blocks, threads: LANES }, &arguments)
     }
-}
-
-#[no_mangle]
-unsafe extern "C" fn nfrs_cross_entropy_composed(
-    logits: *const C_tensor,
-    target: *const C_tensor,
-    mask: *const C_tensor,
-    nll_weight: f64,
-    uniform_weight: f64,
-    ignore_index: i64,
-    nll: *mut *mut C_tensor,
-) -> *mut C_tensor {
-    COUNT.composed();
-    // SAFETY: the shim passes live tensors, or null for no mask.
-    let (logits, target, mask) = unsafe { (borrow(logits), borrow(target), borrow(mask)) };
-    give(|| {
-        let (logits, target) = logits.as_ref().zip(target.as_ref()).expect("logits and target are never absent");
-        let smoothing = Smoothing { nll: nll_weight, uniform: uniform_weight };
-        let (loss, each) = composed(logits, target, mask.as_ref(), smoothing, ignore_index)?;
-        // SAFETY: the shim gave a place for the pointer.
-        unsafe { *nll = into_raw(each) };
-        Ok(loss)
-    })
 }

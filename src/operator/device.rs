@@ -5,6 +5,7 @@ use super::ffi::{Draw, View};
 use crate::cpu::philox;
 use crate::cuda::{self, Device, Grid, SUMS};
 use crate::error::{Error, Result};
+use tch::{Kind, Tensor};
 
 /// philox.cuh's `Dropout`.
 #[repr(C)]
@@ -21,6 +22,12 @@ impl Dropout {
         let (threshold, scale) = d.map_or((0, 1.0), |d| (d.threshold, d.scale));
         Dropout { seed: draw.device_seed, site: draw.site as u32, threshold: threshold.into(), scale: scale as f32 }
     }
+}
+
+/// Room for the kernels of one call. It may be dropped before they run: torch's allocator keeps it for their stream.
+pub fn room(device: Device, sizes: &[i64], kind: Kind) -> Result<Tensor> {
+    let place = if cuda::stand_in() { tch::Device::Cpu } else { tch::Device::Cuda(device as usize) };
+    Ok(Tensor::f_empty(sizes, (kind, place))?)
 }
 
 /// What the sources call a storage type.

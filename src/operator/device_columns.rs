@@ -1,12 +1,13 @@
-//! Norms with statistics of columns on a GPU: what `cuda/device/columns.cuh` and `settle.cuh` take, made from the shim's
+//! Norms with statistics of columns on a GPU: what `cuda/device/columns.cuh` and `settle.cuh` take, made from
 //! views, and the order of their passes. No number is read back: what decides is decided on the device.
 
-use super::column_norm::{Call, ColumnKernels, Gradients};
-use super::device::{columns, columns_at_a_time, sum_partials, type_name, Output};
+use super::column_norm::{ColumnKernels, Gradients, Views};
+use super::device::{self, columns, columns_at_a_time, sum_partials, type_name, Output};
 use super::ffi::View;
 use crate::cuda::{self, Device, Grid};
 use crate::error::{Error, Result};
 use std::ptr::null_mut;
+use tch::{Kind, Tensor};
 
 /// Threads of a block: eight warps.
 const THREADS: u32 = 256;
@@ -24,7 +25,7 @@ fn slabs(rows: i64) -> (i64, i64) {
 }
 
 /// The numbers that slabs leave together.
-pub fn partial_length(rows: i64, cols: i64) -> i64 {
+fn partial_length(rows: i64, cols: i64) -> i64 {
     slabs(rows).1 * (MOST_PARTS * cols + 1) + 1
 }
 
@@ -161,19 +162,22 @@ struct Kernels {
     rows: Rows,
     cols: u32,
     slabs: i64,
+    /// What slabs leave.
+    partial: Tensor,
     /// Blocks that take a slab and a tile each.
     tiled: Grid,
 }
 
 impl Kernels {
-    /// `views`: what is read and written some columns at a time.
-    fn of(device: Device, norm: &'static ColumnKernels, v: &Call, views: &[&View]) -> Result<Self> {
+    /// `views`: what is read and written some columns at a time; `measures`: slabs leave something.
+    fn of(device: Device, norm: &'static ColumnKernels, v: &Views, views: &[&View], measures: bool) -> Result<Self> {
         let cols = columns(&v.stats)?;
         let vec = columns_at_a_time(&v.x, views);
         let state = if v.wide_state { "double" } else { "f32" };
         let x = type_name(v.x.dtype)?;
         let (slab, slabs) = slabs(v.x.rows);
         let chunks = cols / vec;
+        let length = if measures { partial_length(v.x.rows, cols.into()) } else { 0 };
         let blocks = i32::try_from(slabs * i64::from(chunks.div_ceil(32)));
         let blocks = blocks.map_err(|_| Error::Torch(format!("rows of {cols} numbers have no CUDA kernel")))?;
         Ok(Kernels {
@@ -183,6 +187,7 @@ impl Kernels {
             rows: Rows { pad: v.pad.data, count: v.x.rows, slab, chunks: chunks as i32 },
             cols,
             slabs,
+            partial: device::room(device, &[length], Kind::Float)?,
             tiled: Grid { blocks: blocks as u32, threads: THREADS },
         })
     }
@@ -214,30 +219,30 @@ impl Kernels {
     }
 
     /// The slabs' counts of real rows, behind what else they leave, and behind those whether y has been written.
-    fn counts(&self, v: &Call) -> *mut f32 {
+    fn counts(&self) -> *mut f32 {
         // SAFETY: the workspace is `partial_length` long.
-        unsafe { v.partial.data.cast::<f32>().add((self.slabs * MOST_PARTS) as usize * self.cols as usize) }
+        unsafe { self.partial.data_ptr().cast::<f32>().add((self.slabs * MOST_PARTS) as usize * self.cols as usize) }
     }
 
-    fn wrote(&self, v: &Call) -> *mut f32 {
+    fn wrote(&self) -> *mut f32 {
         // SAFETY: as above.
-        unsafe { self.counts(v).add(self.slabs as usize) }
+        unsafe { self.counts().add(self.slabs as usize) }
     }
 
     /// Mean and mean square of `rows`, and how many are real; mean and count may be unwanted. With `write` y too, where
     /// it needs nothing of the batch.
     ///
     /// # Safety
-    /// The shim's views are of a forward call; the places have room for every column.
-    unsafe fn measure(&self, v: &Call, rows: Rows, [mean, square, count]: [*mut f64; 3], write: bool) -> Result<()> {
-        let (partial, counts) = (v.partial.data.cast::<f32>(), self.counts(v));
+    /// The views are of a forward call; the places have room for every column.
+    unsafe fn measure(&self, v: &Views, rows: Rows, [mean, square, count]: [*mut f64; 3], write: bool) -> Result<()> {
+        let (partial, counts) = (self.partial.data_ptr().cast::<f32>(), self.counts());
         let ahead = Ahead {
             first: v.first.data,
             iters: v.iters.data,
             weight: v.weight.data,
             bias: v.bias.data,
             y: if write { v.y.data } else { null_mut() },
-            wrote: self.wrote(v),
+            wrote: self.wrote(),
             options: Options::of(v),
         };
         let measure = Measure { x: v.x.data, rows, partial, counts, ahead };
@@ -252,7 +257,7 @@ impl Kernels {
 }
 
 impl Options {
-    fn of(v: &Call) -> Self {
+    fn of(v: &Views) -> Self {
         let o = &v.options;
         let running = !o.train && !v.first.is_absent();
         Options { alpha: o.alpha, eps: o.eps, warmup: o.warmup, train: o.train, release: o.release, running }
@@ -262,11 +267,12 @@ impl Options {
 const ONE_BLOCK: Grid = Grid { blocks: 1, threads: THREADS };
 
 /// y and the statistics that made it, settled from the batch and the buffers, which then move, or given.
-pub fn forward(device: Device, norm: &'static ColumnKernels, v: &Call) -> Result<()> {
+pub fn forward(device: Device, norm: &'static ColumnKernels, v: &Views) -> Result<()> {
     if v.stats.cols == 0 {
         return Ok(());
     }
-    let kernels = Kernels::of(device, norm, v, &[&v.x, &v.y, &v.stats, &v.weight, &v.bias])?;
+    let measures = !v.given && !Options::of(v).running;
+    let kernels = Kernels::of(device, norm, v, &[&v.x, &v.y, &v.stats, &v.weight, &v.bias], measures)?;
     let may_have_written = !v.given && settle(&kernels, v)?;
     let normalise = Normalise {
         x: v.x.data,
@@ -275,21 +281,22 @@ pub fn forward(device: Device, norm: &'static ColumnKernels, v: &Call) -> Result
         weight: v.weight.data,
         bias: v.bias.data,
         y: v.y.data,
-        wrote: if may_have_written { kernels.wrote(v) } else { null_mut() },
+        wrote: if may_have_written { kernels.wrote() } else { null_mut() },
     };
-    // SAFETY: the shim gave contiguous tensors of these types and shapes on the device, y its own, and holds them until
+    // SAFETY: C++ gave contiguous tensors of these types and shapes on the device, y its own, and holds them until
     // the call returns; torch's allocator keeps what is freed then for the stream that the kernels are on.
     unsafe { kernels.launch("columns_normalise", kernels.tiled, &normalise) }
 }
 
 /// The statistics of y, from the batch and the buffers; whether y may have been written on the way.
-fn settle(kernels: &Kernels, v: &Call) -> Result<bool> {
+fn settle(kernels: &Kernels, v: &Views) -> Result<bool> {
     let options = Options::of(v);
     let writes = options.train && !v.first.is_absent();
     let [mut mean, mut square, mut square_of_all, mut count] = [null_mut::<f64>(); 4];
+    let batch = device::room(kernels.device, &[4, v.stats.cols], Kind::Double)?;
     if !options.running {
-        // SAFETY: the shim gave four rows, and of the last the first number is used.
-        let row = |i: usize| unsafe { v.batch.data.cast::<f64>().add(i * v.stats.cols()) };
+        // SAFETY: four rows, and of the last the first number is used.
+        let row = |i: usize| unsafe { batch.data_ptr().cast::<f64>().add(i * v.stats.cols()) };
         (mean, square, square_of_all, count) = (row(0), row(1), row(1), row(3));
         // SAFETY: as in `forward`; the rows of the batch have room for every column.
         unsafe { kernels.measure(v, kernels.rows, [mean, square, count], writes)? };
@@ -320,13 +327,15 @@ fn settle(kernels: &Kernels, v: &Call) -> Result<bool> {
 }
 
 /// dx and the parameters' gradients; moves PowerNorm's ν.
-pub fn backward(device: Device, norm: &'static ColumnKernels, v: &Call, d: &Gradients) -> Result<()> {
+pub fn backward(device: Device, norm: &'static ColumnKernels, v: &Views, d: &Gradients) -> Result<()> {
     if v.stats.cols == 0 {
         return Ok(());
     }
-    let kernels = Kernels::of(device, norm, v, &[&v.x, &d.dy, &d.dx, &v.stats, &v.weight])?;
+    let kernels = Kernels::of(device, norm, v, &[&v.x, &d.dy, &d.dx, &v.stats, &v.weight], true)?;
+    let slopes = device::room(device, &[3, v.stats.cols], Kind::Float)?;
     let rows = kernels.written(v.options.release);
-    let (dy, x, stats, partial, slopes) = (d.dy.data, v.x.data, v.stats.data, v.partial.data, d.slopes.data);
+    let (dy, x, stats) = (d.dy.data, v.x.data, v.stats.data);
+    let [partial, slopes] = [&kernels.partial, &slopes].map(|room| room.data_ptr().cast::<u8>());
     let cols = kernels.cols as i32;
     let sums = [Output::from_column(0, &d.dbias), Output::from_column(cols.into(), &d.dweight)];
     let moves = norm.approximate && v.options.train;

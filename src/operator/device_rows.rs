@@ -1,9 +1,10 @@
 //! Row norms and residual steps on a GPU: what `cuda/device/rows.cuh` takes, made from the shim's views.
 
-use super::device::{aligned, columns, sum_partials, type_name, Dropout, Output};
+use super::device::{self, aligned, columns, sum_partials, type_name, Dropout, Output};
 use super::ffi::{Draw, View};
 use crate::cuda::{self, Device, Layout, Program};
 use crate::error::Result;
+use tch::Kind;
 
 /// A step and the norm after it; a norm alone has x⁺ = x and no f.
 #[derive(Clone, Copy)]
@@ -32,22 +33,18 @@ impl Rows {
     }
 }
 
-/// The gradients that are sums over rows, and room for what each block sums: as many numbers per row of the workspace
-/// as the gradients have together.
+/// The gradients that are sums over rows.
 #[derive(Clone, Copy)]
 pub struct Sums {
     pub dalpha: View,
     pub dbeta: View,
     pub dweight: View,
     pub dbias: View,
-    pub workspace: View,
 }
 
 impl Sums {
-    pub const fn in_workspace(workspace: View) -> Self {
-        const NO: View = View::ABSENT;
-        Sums { dalpha: NO, dbeta: NO, dweight: NO, dbias: NO, workspace }
-    }
+    pub const NONE: Sums =
+        Sums { dalpha: View::ABSENT, dbeta: View::ABSENT, dweight: View::ABSENT, dbias: View::ABSENT };
 
     fn all(&self) -> [&View; 4] {
         [&self.dalpha, &self.dbeta, &self.dweight, &self.dbias]
@@ -112,7 +109,7 @@ fn variant(r: &Rows, backward: bool, types: [i32; 3], views: &[&View]) -> Result
     // norm.cuh takes the largest for 0.
     let order = r.order.map_or(String::new(), |p| format!(" -DK_ORDER={:?}f", if p.is_infinite() { 0.0 } else { p }));
     let [x, f, y] = types.map(type_name);
-    // Of a norm's parameters, which the shim makes one type.
+    // Of a norm's parameters, which C++ makes one type.
     let of_norm = [&r.weight, &r.bias].into_iter().find(|v| !v.is_absent());
     let p = type_name(of_norm.map_or(0, |v| v.dtype))?;
     let [alpha, beta, weight, bias] = parameters.map(kind);
@@ -153,9 +150,15 @@ pub fn forward(device: Device, program: &'static Program, r: &Rows) -> Result<()
         dropout: Dropout::of(&r.draw),
     };
     let grid = layout.grid(r.x.rows as u64, i32::MAX as u32);
-    // SAFETY: the shim gave contiguous tensors of these types and shapes on the device, and holds them until the call
+    // SAFETY: C++ gave contiguous tensors of these types and shapes on the device, and holds them until the call
     // returns; torch's allocator keeps what is freed then for the stream that the kernel is on.
     unsafe { cuda::launch(device, program, &options, "rows_forward", grid, &arguments) }
+}
+
+/// Blocks that may sum over this many rows.
+fn sum_blocks(device: Device, rows: i64) -> i64 {
+    let most = Layout::most_blocks(cuda::multiprocessors(device).unwrap_or(1));
+    rows.min(most.into()).max(1)
 }
 
 /// dx, df and the gradients that are sums over rows.
@@ -173,26 +176,28 @@ pub fn backward(
     let types = [x, if r.f.is_absent() { x } else { r.f.dtype }, if dy.is_absent() { x } else { dy.dtype }];
     let views = [&r.x, &r.f, &r.x_plus, &dx_plus, &dy, &dx, &df];
     let (layout, options, chunks) = variant(r, true, types, &views)?;
-    // A workspace has a row for every block, and blocks that sum run at once: one more would begin when others end.
-    // Without sums there may be any number.
-    let most = match sums.workspace.is_absent() {
-        true => i32::MAX as u32,
-        false => cuda::blocks_at_once(device, program, &options, "rows_backward", layout.threads())?
-            .min(sums.workspace.rows as u32),
+    // Each block leaves its sums, as many numbers as the gradients have together.
+    let lengths = sums.all().map(|sum| if sum.is_absent() { 0 } else { sum.rows * sum.cols });
+    let columns: i64 = lengths.iter().sum();
+    let room = match columns {
+        0 => None,
+        _ => Some(device::room(device, &[sum_blocks(device, r.x_plus.rows), columns], Kind::Float)?),
+    };
+    let workspace = room.as_ref().map_or(View::ABSENT, |room| View::of(room, device));
+    // Blocks that sum run at once: one more would begin when others end. Without sums there may be any number.
+    let most = match columns {
+        0 => i32::MAX as u32,
+        _ => cuda::blocks_at_once(device, program, &options, "rows_backward", layout.threads())?
+            .min(workspace.rows as u32),
     };
     let grid = layout.grid(if chunks > 0 { r.x_plus.rows as u64 } else { 0 }, most);
-    let (mut partial, mut outputs, mut columns) = ([std::ptr::null_mut(); 4], Vec::new(), 0);
-    for (partial, sum) in partial.iter_mut().zip(sums.all()) {
-        let length = sum.rows * sum.cols;
-        if sum.is_absent() || length == 0 {
-            continue;
-        }
+    let (mut partial, mut outputs, mut first) = ([std::ptr::null_mut(); 4], Vec::new(), 0);
+    for ((partial, sum), length) in partial.iter_mut().zip(sums.all()).zip(lengths).filter(|(_, length)| *length > 0) {
         // SAFETY: the workspace has a column for each number of each sum.
-        *partial = unsafe { sums.workspace.data.cast::<f32>().add(columns as usize) };
-        outputs.push(Output::from_column(columns, sum));
-        columns += length;
+        *partial = unsafe { workspace.data.cast::<f32>().add(first as usize) };
+        outputs.push(Output::from_column(first, sum));
+        first += length;
     }
-    assert!(columns == 0 || columns == sums.workspace.cols, "a workspace of {} for {columns}", sums.workspace.cols);
     let arguments = Backward {
         dx_plus: dx_plus.data,
         dy: dy.data,
@@ -214,5 +219,5 @@ pub fn backward(
     };
     // SAFETY: as in `forward`; the workspace has a row for every block.
     unsafe { cuda::launch(device, program, &options, "rows_backward", grid, &arguments)? };
-    sum_partials(device, sums.workspace.data, grid.blocks as i32, columns, &outputs)
+    sum_partials(device, workspace.data, grid.blocks as i32, columns, &outputs)
 }

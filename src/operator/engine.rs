@@ -1,13 +1,33 @@
-//! What tch does not bind: registration, and two calls of the autograd engine.
+//! Calls through the dispatcher, and what tch does not bind: registration, and calls of the autograd engine.
 
-use super::ffi::shim_error;
-use crate::error::Result;
+use super::ffi::{pointer, shim_error, Value};
+use crate::error::{Error, Result};
+use std::ffi::{c_char, c_void};
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::Once;
 use tch::Tensor;
 use torch_sys::C_tensor;
 
 extern "C" {
-    fn nfrs_register() -> bool;
+    fn nfrs_operator(name: *const c_char, length: i64) -> *const c_void;
+    fn nfrs_call(
+        operator: *const c_void,
+        arguments: *const Value,
+        n: i64,
+        outputs: *mut *mut C_tensor,
+        n_outputs: i64,
+    ) -> bool;
+    fn nfrs_above_autograd() -> *mut c_void;
+    fn nfrs_leave_autograd(guard: *mut c_void);
+    fn nfrs_gradients(
+        root: *const C_tensor,
+        gradient: *const C_tensor,
+        inputs: *const *const C_tensor,
+        n: i64,
+        again: bool,
+        made: *mut *mut C_tensor,
+    ) -> bool;
+    fn nfrs_has_columns(x: *const C_tensor, multiple_of: i64) -> bool;
     fn nfrs_backward(root: *const C_tensor, gradient: *const C_tensor) -> bool;
     fn nfrs_set_grad(leaf: *const C_tensor, gradient: *const C_tensor) -> bool;
 }
@@ -16,11 +36,111 @@ extern "C" {
 pub fn register() {
     static ONCE: Once = Once::new();
     ONCE.call_once(|| {
-        // SAFETY: no arguments; C++ exceptions are caught in the shim.
-        if !unsafe { nfrs_register() } {
-            panic!("the operators could not be registered with PyTorch: {}", shim_error());
+        for operator in super::operators() {
+            if let Err(e) = operator.register() {
+                panic!("the operators could not be registered with PyTorch: {e}");
+            }
         }
     });
+}
+
+/// An operator as the dispatcher knows it, looked up at the first call.
+pub struct Handle {
+    library: &'static str,
+    name: &'static str,
+    found: AtomicUsize,
+}
+
+impl Handle {
+    /// One of ours.
+    pub const fn new(name: &'static str) -> Self {
+        Handle { library: "normformer_rs::", name, found: AtomicUsize::new(0) }
+    }
+
+    /// One of torch's, by its whole name.
+    pub const fn of_torch(name: &'static str) -> Self {
+        Handle { library: "", name, found: AtomicUsize::new(0) }
+    }
+
+    fn find(&self) -> Result<*const c_void> {
+        let mut found = self.found.load(Ordering::Relaxed);
+        if found == 0 {
+            register();
+            let name = format!("{}{}", self.library, self.name);
+            // SAFETY: the name outlives the call.
+            found = unsafe { nfrs_operator(name.as_ptr().cast(), name.len() as i64) as usize };
+            self.found.store(found, Ordering::Relaxed);
+        }
+        match found {
+            0 => Err(Error::Torch(format!("{}{} is not registered", self.library, self.name))),
+            found => Ok(found as *const c_void),
+        }
+    }
+
+    /// Calls it with the schema's arguments, all of them.
+    pub fn call<const N: usize>(&self, arguments: &[Value]) -> Result<[Tensor; N]> {
+        let operator = self.find()?;
+        let (mut made, n) = ([std::ptr::null_mut(); N], arguments.len() as i64);
+        // SAFETY: the operator is never freed, the arguments outlive the call, and there is room for N tensors.
+        match unsafe { nfrs_call(operator, arguments.as_ptr(), n, made.as_mut_ptr(), N as i64) } {
+            // SAFETY: C++ made N tensors, each of which is ours.
+            true => Ok(made.map(|t| unsafe { Tensor::from_ptr(t) })),
+            false => Err(shim_error()),
+        }
+    }
+}
+
+/// Gradients of `f(inputs)`, from `gradient`, inside an operator, where autograd has been left behind.
+pub fn gradients(
+    inputs: &[&Tensor],
+    gradient: &Tensor,
+    f: impl FnOnce(&[Tensor]) -> Result<Tensor>,
+) -> Result<Vec<Option<Tensor>>> {
+    struct Above(*mut c_void);
+    impl Drop for Above {
+        fn drop(&mut self) {
+            // SAFETY: made by nfrs_above_autograd in this thread, and nobody else's.
+            unsafe { nfrs_leave_autograd(self.0) }
+        }
+    }
+    // SAFETY: no arguments.
+    let _above = Above(unsafe { nfrs_above_autograd() });
+    let leaves: Vec<Tensor> = inputs.iter().map(|t| t.detach().set_requires_grad(true)).collect();
+    of(&f(&leaves)?, gradient, &leaves, false)
+}
+
+/// Gradients of `f(inputs)` that can be differentiated again. They are partial gradients, of aliases: nothing flows on
+/// from one input to another that it was made of.
+pub fn gradients_again(
+    inputs: &[Option<Tensor>],
+    gradient: &Tensor,
+    f: impl FnOnce(&[Option<Tensor>]) -> Result<Tensor>,
+) -> Result<Vec<Option<Tensor>>> {
+    let aliases: Vec<Option<Tensor>> =
+        inputs.iter().map(|t| t.as_ref().map(|t| t.f_view_as(t)).transpose()).collect::<std::result::Result<_, _>>()?;
+    let y = f(&aliases)?;
+    let wanted = |t: &Option<Tensor>| t.as_ref().is_some_and(Tensor::requires_grad);
+    let leaves: Vec<Tensor> = aliases.iter().filter(|t| wanted(t)).flatten().map(Tensor::shallow_clone).collect();
+    let mut found = of(&y, gradient, &leaves, true)?.into_iter();
+    Ok(aliases.iter().map(|t| if wanted(t) { found.next().flatten() } else { None }).collect())
+}
+
+fn of(y: &Tensor, gradient: &Tensor, leaves: &[Tensor], again: bool) -> Result<Vec<Option<Tensor>>> {
+    let inputs: Vec<_> = leaves.iter().map(|t| pointer(Some(t))).collect();
+    let mut made = vec![std::ptr::null_mut(); inputs.len()];
+    let (n, to) = (inputs.len() as i64, made.as_mut_ptr());
+    // SAFETY: all tensors outlive the call, and there is room for a gradient of each input.
+    match unsafe { nfrs_gradients(y.as_ptr(), gradient.as_ptr(), inputs.as_ptr(), n, again, to) } {
+        // SAFETY: null where y does not depend on an input; else a new tensor of ours.
+        true => Ok(made.into_iter().map(|t| (!t.is_null()).then(|| unsafe { Tensor::from_ptr(t) })).collect()),
+        false => Err(shim_error()),
+    }
+}
+
+/// Whether x's last dimension is a multiple of `n`, also where it is symbolic.
+pub fn has_columns(x: &Tensor, multiple_of: i64) -> bool {
+    // SAFETY: the tensor outlives the call; an exception counts as no.
+    unsafe { nfrs_has_columns(x.as_ptr(), multiple_of) }
 }
 
 /// Back-propagates `gradient` from `root`, which need not be a scalar.

@@ -3,8 +3,8 @@
 use crate::cpu::philox::{Dropout, Stream};
 use crate::cuda::{self, Device, Readiness};
 use crate::error::{Error, Result};
-use std::cell::RefCell;
-use std::ffi::{c_char, c_int, CStr, CString};
+use std::cell::{Cell, RefCell};
+use std::ffi::{c_char, c_int, c_void, CStr, CString};
 use std::panic::AssertUnwindSafe;
 use torch_sys::C_tensor;
 
@@ -23,6 +23,14 @@ pub struct View {
 
 impl View {
     pub const ABSENT: View = View { data: std::ptr::null_mut(), rows: 0, cols: 0, stride: 0, dtype: -1, device: -1 };
+
+    /// Of a contiguous tensor of f32 or f64 that kernels on `device` write.
+    pub fn of(t: &tch::Tensor, device: Device) -> View {
+        let cols = t.size().last().copied().unwrap_or(1);
+        let rows = if cols == 0 { 0 } else { t.numel() as i64 / cols };
+        let dtype = i32::from(t.kind() == tch::Kind::Double);
+        View { data: t.data_ptr().cast(), rows, cols, stride: cols, dtype, device }
+    }
 
     /// The CUDA device it lies on.
     pub fn device(&self) -> Option<Device> {
@@ -83,6 +91,34 @@ pub struct Draw {
 impl Draw {
     pub const NONE: Draw = Draw { p: 0.0, seed: 0, update: 0, micro_batch: 0, site: 0, device_seed: std::ptr::null() };
 
+    /// As kernels read it.
+    pub fn of(call: &Call, [p, seed, site]: [&Value; 3]) -> Draw {
+        let draw = Draw { p: p.float(), site: site.int(), ..Draw::NONE };
+        if draw.p == 0.0 {
+            return Draw::NONE;
+        }
+        match call.device() {
+            Some(_) => Draw { device_seed: seed.view.data.cast(), ..draw },
+            // SAFETY: the operators' tables say that a seed is three int64; C++ keeps it, contiguous, for the call.
+            None => draw.seeded(unsafe { seed.view.slice() }),
+        }
+    }
+
+    /// As formulas read it.
+    pub fn of_formula([p, seed, site]: [&Value; 3]) -> Result<Draw> {
+        let draw = Draw { p: p.float(), site: site.int(), ..Draw::NONE };
+        match seed.tensor() {
+            Some(seed) if draw.p > 0.0 => {
+                Ok(draw.seeded(&Vec::<i64>::try_from(seed.f_to_device(tch::Device::Cpu)?.f_flatten(0, -1)?)?))
+            }
+            _ => Ok(Draw::NONE),
+        }
+    }
+
+    fn seeded(self, seed: &[i64]) -> Draw {
+        Draw { seed: seed[0], update: seed[1], micro_batch: seed[2], ..self }
+    }
+
     pub fn dropout(&self) -> Option<Dropout> {
         let stream = Stream {
             seed: self.seed as u64,
@@ -91,6 +127,199 @@ impl Draw {
             site: self.site as u16,
         };
         Dropout::new(self.p, stream)
+    }
+}
+
+/// One argument, output or gradient of a call: formulas read the tensor, kernels the view.
+#[repr(C)]
+pub struct Value {
+    tag: i32,
+    /// The tensor's own type, whatever it is read in.
+    pub dtype: i32,
+    bits: u64,
+    length: i64,
+    pub view: View,
+}
+
+const NONE: i32 = 0;
+const TENSOR: i32 = 1;
+const INTEGER: i32 = 2;
+const FLOAT: i32 = 3;
+const BOOLEAN: i32 = 4;
+const TEXT: i32 = 5;
+
+impl Value {
+    const fn new(tag: i32, bits: u64) -> Self {
+        Value { tag, dtype: -1, bits, length: 0, view: View::ABSENT }
+    }
+
+    pub fn is_none(&self) -> bool {
+        self.tag == NONE
+    }
+
+    pub fn tensor(&self) -> Option<tch::Tensor> {
+        // SAFETY: C++ keeps the tensors of a call until it is done.
+        (self.tag == TENSOR).then(|| unsafe { tch::Tensor::clone_from_ptr(self.bits as *mut C_tensor) })
+    }
+
+    /// A tensor that the schema requires.
+    pub fn required(&self) -> tch::Tensor {
+        self.tensor().expect("the schema requires this tensor")
+    }
+
+    pub fn int(&self) -> i64 {
+        self.bits as i64
+    }
+
+    pub fn float(&self) -> f64 {
+        f64::from_bits(self.bits)
+    }
+
+    pub fn flag(&self) -> bool {
+        self.bits != 0
+    }
+
+    /// The tensors of a list.
+    pub fn tensors(&self) -> Vec<Option<tch::Tensor>> {
+        // SAFETY: C++ gives a list of this length, and keeps it until the call is done.
+        (0..self.length).map(|i| unsafe { borrow(nfrs_tensor_of(self.bits as *const c_void, i)) }).collect()
+    }
+
+    /// The numbers of a list.
+    pub fn numbers(&self) -> Vec<f64> {
+        // SAFETY: as above.
+        (0..self.length).map(|i| unsafe { nfrs_number_of(self.bits as *const c_void, i) }).collect()
+    }
+
+    pub fn text(&self) -> &str {
+        // SAFETY: C++ gives a string of this length, and keeps it until the call is done.
+        let bytes = unsafe { std::slice::from_raw_parts(self.bits as *const u8, self.length as usize) };
+        std::str::from_utf8(bytes).unwrap_or_default()
+    }
+}
+
+impl From<&tch::Tensor> for Value {
+    fn from(t: &tch::Tensor) -> Self {
+        Value::new(TENSOR, t.as_ptr() as u64)
+    }
+}
+
+impl From<Option<&tch::Tensor>> for Value {
+    fn from(t: Option<&tch::Tensor>) -> Self {
+        t.map_or(Value::new(NONE, 0), Value::from)
+    }
+}
+
+impl From<f64> for Value {
+    fn from(v: f64) -> Self {
+        Value::new(FLOAT, v.to_bits())
+    }
+}
+
+impl From<i64> for Value {
+    fn from(v: i64) -> Self {
+        Value::new(INTEGER, v as u64)
+    }
+}
+
+impl From<Option<i64>> for Value {
+    fn from(v: Option<i64>) -> Self {
+        v.map_or(Value::new(NONE, 0), Value::from)
+    }
+}
+
+impl From<bool> for Value {
+    fn from(v: bool) -> Self {
+        Value::new(BOOLEAN, v.into())
+    }
+}
+
+impl From<&str> for Value {
+    fn from(v: &str) -> Self {
+        Value { length: v.len() as i64, ..Value::new(TEXT, v.as_ptr() as u64) }
+    }
+}
+
+/// A call of an operator, as C++ shows it: declared.h's `Call`.
+#[repr(C)]
+pub struct Call {
+    arguments: *const Value,
+    n_arguments: i64,
+    outputs: *const Value,
+    n_outputs: i64,
+    gradients: *const Value,
+    device: i32,
+    why: i32,
+    absent: Cell<u64>,
+    written: Cell<u64>,
+    composed: Cell<bool>,
+}
+
+/// Why a formula runs.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub enum Why {
+    /// There is no kernel for this call.
+    Device,
+    /// A torch.func transform, or forward mode, differentiates it.
+    Transform,
+    /// vmap batches it.
+    Batch,
+}
+
+/// N values.
+///
+/// # Safety
+/// `values` points to `length` of them, which live as long as the result.
+unsafe fn exactly<'a, const N: usize>(values: *const Value, length: i64) -> &'a [Value; N] {
+    assert_eq!(length, N as i64, "a call with another number of arguments, or outputs, than its operator's");
+    &*values.cast()
+}
+
+impl Call {
+    /// The arguments, in the schema's order.
+    pub fn arguments<const N: usize>(&self) -> &[Value; N] {
+        // SAFETY: C++ gives that many, and keeps them for the call.
+        unsafe { exactly(self.arguments, self.n_arguments) }
+    }
+
+    /// The outputs: for a kernel to write, for a gradient those that the forward pass kept.
+    pub fn outputs<const N: usize>(&self) -> &[Value; N] {
+        // SAFETY: as above.
+        unsafe { exactly(self.outputs, self.n_outputs) }
+    }
+
+    /// The outputs' gradients.
+    pub fn gradients<const N: usize>(&self) -> &[Value; N] {
+        // SAFETY: as above.
+        unsafe { exactly(self.gradients, self.n_outputs) }
+    }
+
+    /// The CUDA device whose kernels take the call.
+    pub fn device(&self) -> Option<Device> {
+        (self.device >= 0).then_some(self.device)
+    }
+
+    pub fn why(&self) -> Why {
+        match self.why {
+            0 => Why::Device,
+            1 => Why::Transform,
+            _ => Why::Batch,
+        }
+    }
+
+    /// Output `k` is not made.
+    pub fn leave_out(&self, k: usize) {
+        self.absent.set(self.absent.get() | 1 << k);
+    }
+
+    /// The working copy of argument `i` has changed, and is what the argument is to be.
+    pub fn write_back(&self, i: usize) {
+        self.written.set(self.written.get() | 1 << i);
+    }
+
+    /// No kernel takes this call: the formula does.
+    pub fn decline(&self) {
+        self.composed.set(true);
     }
 }
 
@@ -129,13 +358,15 @@ fn keep(e: Error) {
     LAST.with(|last| *last.borrow_mut() = CString::new(text).expect("no NUL is left"));
 }
 
-/// Runs a kernel for C++: 0, or 1 with the message kept. A panic becomes such a message, it never unwinds into C++.
+/// Runs a kernel for C++: 0, or 1 with the message kept; 3 for what torch calls a NotImplementedError. A panic becomes
+/// such a message and never unwinds into C++.
 pub fn status(work: impl FnOnce() -> Result<()>) -> c_int {
     match std::panic::catch_unwind(AssertUnwindSafe(work)) {
         Ok(Ok(())) => 0,
         Ok(Err(e)) => {
+            let status = if matches!(e, Error::NotImplemented(_)) { 3 } else { 1 };
             keep(e);
-            1
+            status
         }
         Err(panic) => {
             keep(match panic.downcast::<Error>() {
@@ -147,14 +378,15 @@ pub fn status(work: impl FnOnce() -> Result<()>) -> c_int {
     }
 }
 
-/// Makes a tensor for C++, which takes it over: null with the message kept where that failed.
-pub fn give(work: impl FnOnce() -> Result<tch::Tensor>) -> *mut C_tensor {
-    let mut made = std::ptr::null_mut();
-    status(|| {
-        made = into_raw(work()?);
-        Ok(())
-    });
-    made
+/// The same before a call: invalid arguments are 2, a ValueError.
+pub fn status_of_plan(plan: impl FnOnce() -> Result<()>) -> c_int {
+    let mut is_invalid = false;
+    let status = status(|| plan().inspect_err(|e| is_invalid = matches!(e, Error::Invalid(_))));
+    if is_invalid {
+        2
+    } else {
+        status
+    }
 }
 
 /// The C++ tensor behind a tch tensor, owned by whoever takes it.
@@ -191,12 +423,6 @@ extern "C" fn nfrs_cuda_stand_in() -> bool {
     cuda::stand_in()
 }
 
-/// Blocks that may sum over rows on a device, which has passed [`nfrs_cuda_ready`].
-#[no_mangle]
-extern "C" fn nfrs_cuda_blocks(device: Device) -> i64 {
-    cuda::Layout::most_blocks(cuda::multiprocessors(device).unwrap_or(1)).into()
-}
-
 /// This thread's last message, for C++.
 #[no_mangle]
 extern "C" fn nfrs_rust_error() -> *const c_char {
@@ -204,6 +430,8 @@ extern "C" fn nfrs_rust_error() -> *const c_char {
 }
 
 extern "C" {
+    fn nfrs_tensor_of(list: *const c_void, i: i64) -> *const C_tensor;
+    fn nfrs_number_of(list: *const c_void, i: i64) -> f64;
     fn nfrs_last_error() -> *const c_char;
 }
 

@@ -1,5 +1,6 @@
-//! The operators: registered with PyTorch's dispatcher by the C++ shim, computed by this crate's kernels on the CPU and
-//! by composed formulas elsewhere, and callable from Rust through the dispatcher, differentiable, with no Python.
+//! The operators: each declared in one file, registered with PyTorch's dispatcher by the C++ side, which knows none of
+//! them. This crate's kernels compute them on the CPU and GPUs, formulas elsewhere; Rust calls them through the
+//! dispatcher, differentiable, with no Python.
 //!
 //! Nobody outside this module knows autograd's mechanics.
 
@@ -10,6 +11,7 @@ mod column_norm;
 mod composite;
 mod count;
 mod cross_entropy;
+mod declare;
 mod device;
 mod device_columns;
 mod device_rows;
@@ -39,6 +41,30 @@ pub use transfer::{Cargo, Hold, Late};
 use crate::cuda::{self, Program};
 use crate::kernel;
 use crate::norm::{COLUMN_NORMS, ROW_NORMS};
+use declare::Operator;
+use std::sync::OnceLock;
+
+/// Every operator, but for the backward ones.
+fn operators() -> &'static [Operator] {
+    static ALL: OnceLock<Vec<Operator>> = OnceLock::new();
+    ALL.get_or_init(|| {
+        let steps = ROW_NORMS.iter().copied().map(Some).chain([None]);
+        let norms = ROW_NORMS.iter().map(|k| row_norm::operator(k)).chain(steps.map(residual::operator));
+        let columns = COLUMN_NORMS.iter().map(|k| column_norm::operator(k));
+        let others = [
+            relu_dropout::operator(),
+            attention::operator(),
+            cross_entropy::operator(),
+            cross_entropy::in_place_operator(),
+            adam::operator(),
+            composite::lp_norm_operator(),
+            composite::lp_norm_on_device(),
+            composite::group_scaling_operator(),
+            composite::composed_norm(),
+        ];
+        norms.chain(columns).chain(others).collect()
+    })
+}
 
 /// (operator, kernel calls, composed calls) of every operator since the process started.
 pub fn counts() -> Vec<(&'static str, u64, u64)> {

@@ -1,44 +1,87 @@
 //! `y = drop(max(x, 0))`.
 
 use super::count::Count;
+use super::declare::{leader, make, run, seed, tensor, Derivative, Kind, Operator};
 use super::device::{columns, columns_at_a_time, type_name, Dropout};
-use super::engine;
-use super::ffi::{by_dtype, pointer, status, take, Draw, View};
+use super::engine::Handle;
+use super::ffi::{by_dtype, Draw, View};
+use super::residual::{check_dropout, check_rate, drop};
 use crate::cpu::parallel::{self, Shared};
 use crate::cpu::Element;
 use crate::cuda::{self, Device, Grid};
 use crate::error::Result;
 use crate::kernel::relu_dropout as kernel;
-use std::ffi::c_int;
 use tch::Tensor;
-use torch_sys::C_tensor;
 
 pub static COUNT: Count = Count::new("relu_dropout");
+static FORWARD: Handle = Handle::new("relu_dropout");
+static BACKWARD: Handle = Handle::new("relu_dropout_backward");
 
 /// drop(max(x, 0)) through the dispatcher. `seed` is int64 (seed, update, micro-batch), needed where p > 0.
 pub fn relu_dropout(x: &Tensor, p: f64, seed: Option<&Tensor>, site: i64) -> Result<Tensor> {
-    engine::register();
     let p = if seed.is_some() { p } else { 0.0 };
-    // SAFETY: the tensors outlive the call; a new tensor comes back.
-    unsafe { take(nfrs_relu_dropout(x.as_ptr(), p, pointer(seed), site)) }
+    let [y] = FORWARD.call(&[x.into(), p.into(), seed.into(), site.into()])?;
+    Ok(y)
 }
 
-extern "C" {
-    fn nfrs_relu_dropout(x: *const C_tensor, p: f64, seed: *const C_tensor, site: i64) -> *mut C_tensor;
-}
-
-#[no_mangle]
-unsafe extern "C" fn nfrs_relu_dropout_forward(x: &View, draw: &Draw, y: &View) -> c_int {
-    COUNT.kernel();
-    status(|| match x.device() {
-        None => by_dtype!(x, E => forward::<E>(x, draw, y)),
-        Some(device) => on_device(device, x, None, draw, y),
-    })
+pub(super) fn operator() -> Operator {
+    Operator {
+        schema: "relu_dropout(Tensor x, float p, Tensor? seed, int site) -> Tensor".into(),
+        arguments: vec![leader("x", "*"), seed()],
+        outputs: vec![tensor("y", "*", Kind::Same)],
+        plan: run(|call| {
+            let [_, p, seed, _] = call.arguments();
+            check_dropout("relu_dropout", p, seed)
+        }),
+        kernel: run(|call| {
+            let ([x, p, seed, site], [y]) = (call.arguments(), call.outputs());
+            let (x, y, draw) = (&x.view, &y.view, Draw::of(call, [p, seed, site]));
+            match call.device() {
+                None => by_dtype!(x, E => forward::<E>(x, &draw, y)),
+                Some(device) => on_device(device, x, None, &draw, y),
+            }
+        }),
+        formula: make(|call| {
+            let [x, p, seed, site] = call.arguments();
+            let x = x.required();
+            Ok(vec![Some(drop(x.f_relu()?, [p, seed, site])?)])
+        }),
+        derivative: Some(Derivative {
+            backward: Box::new(Operator {
+                schema: "relu_dropout_backward(Tensor dy, Tensor y, float p) -> Tensor".into(),
+                arguments: vec![tensor("dy", "*", Kind::Same), leader("y", "*")],
+                outputs: vec![tensor("dx", "*", Kind::Same)],
+                plan: run(|call| {
+                    let [_, _, p] = call.arguments();
+                    check_rate("relu_dropout_backward", p.float())
+                }),
+                kernel: run(|call| {
+                    let ([dy, y, p], [dx]) = (call.arguments(), call.outputs());
+                    let (dy, y, dx, draw) = (&dy.view, &y.view, &dx.view, Draw { p: p.float(), ..Draw::NONE });
+                    match call.device() {
+                        None => by_dtype!(y, E => backward::<E>(dy, y, &draw, dx)),
+                        Some(device) => on_device(device, y, Some(dy), &draw, dx),
+                    }
+                }),
+                ..Operator::default()
+            }),
+            // Piecewise constant in x: where y is not zero it is the kept scale, which the kernel reads off.
+            again: make(|call| {
+                let ([_, p, ..], [y], [dy]) = (call.arguments::<4>(), call.outputs(), call.gradients());
+                let y = y.required();
+                let [scale] =
+                    BACKWARD.call(&[(&y.f_ones_like()?).into(), (&y.f_detach()?).into(), p.float().into()])?;
+                Ok(vec![Some(dy.required().f_mul(&scale)?), None])
+            }),
+        }),
+        count: Some(&COUNT),
+        ..Operator::default()
+    }
 }
 
 fn forward<E: Element>(x: &View, draw: &Draw, y: &View) -> Result<()> {
     let (rows, cols) = (x.rows(), x.cols());
-    // SAFETY: the shim gave a contiguous tensor of E and a fresh y of the same shape.
+    // SAFETY: C++ gave a contiguous tensor of E and a fresh y of the same shape.
     let (x, y) = unsafe { (x.slice::<E>(), Shared::new(y.slice_mut::<E>())) };
     let dropout = draw.dropout();
     parallel::for_each(rows, parallel::grain(cols), |r| {
@@ -48,14 +91,6 @@ fn forward<E: Element>(x: &View, draw: &Draw, y: &View) -> Result<()> {
         kernel::forward::<E>(cols, dropout.as_ref(), r.start, &x[range], y);
     });
     Ok(())
-}
-
-#[no_mangle]
-unsafe extern "C" fn nfrs_relu_dropout_backward(dy: &View, y: &View, draw: &Draw, dx: &View) -> c_int {
-    status(|| match y.device() {
-        None => by_dtype!(y, E => backward::<E>(dy, y, draw, dx)),
-        Some(device) => on_device(device, y, Some(dy), draw, dx),
-    })
 }
 
 fn backward<E: Element>(dy: &View, y: &View, draw: &Draw, dx: &View) -> Result<()> {
@@ -96,6 +131,6 @@ fn on_device(device: Device, x: &View, dy: Option<&View>, draw: &Draw, to: &View
     let options = format!("-DK_VEC={vec} -DK_X={} -DK_BACKWARD={backward}", type_name(x.dtype)?);
     let blocks = (count as u64).div_ceil(THREADS.into()).min(i32::MAX as u64) as u32;
     let grid = Grid { blocks, threads: THREADS };
-    // SAFETY: the shim gave contiguous tensors of one dtype and shape, and holds them until the call returns.
+    // SAFETY: C++ gave contiguous tensors of one dtype and shape, and holds them until the call returns.
     unsafe { cuda::launch(device, &kernel::PROGRAM, &options, "relu_dropout", grid, &arguments) }
 }

@@ -1,23 +1,23 @@
 //! The fused residual step: `x⁺ = α⊙x + β⊙drop(f)`, `y = N(x⁺)`, in one pass each way.
 
 use super::count::Count;
+use super::declare::{derivative, gradient, leader, make, parameter, run, seed, tensor, Kind as Type, Operator};
 use super::device_rows::{self, Rows, Sums};
-use super::engine;
-use super::ffi::{give, pointer, status, take, Draw, View};
+use super::engine::Handle;
+use super::ffi::{Call, Draw, Value, View};
+use super::row_norm::RowKernels;
 use crate::cpu::parallel::{self, Shared};
 use crate::cpu::{memory, philox, Accumulator, Element};
 use crate::cuda::Program;
 use crate::error::{Error, Result};
 use crate::kernel::residual_step as step;
 use crate::kernel::rows::{NoNorm, Rules};
-use crate::norm::{self, ROW_NORMS};
-use std::ffi::c_int;
+use crate::norm::Rowwise;
 use tch::{Kind, Tensor};
-use torch_sys::C_tensor;
 
 /// The step without a norm.
 pub static COUNT: Count = Count::new("residual");
-const NO_NORM: i64 = -1;
+static HANDLE: Handle = Handle::new("residual");
 static NO_RULES: Rules = Rules::of::<NoNorm>();
 
 /// One step, for Rust. Gains are scalars or one number per column; none is 1.
@@ -35,55 +35,44 @@ pub struct Step<'a> {
 impl Step<'_> {
     /// x⁺ in x's dtype.
     pub fn add(&self) -> Result<Tensor> {
-        self.call(NO_NORM, None, None, 0.0, None, std::ptr::null_mut())
+        let [x_plus, ..] = self.call(&HANDLE, [None, None], 0.0, None)?;
+        Ok(x_plus)
     }
 
     /// (x⁺ in x's dtype, N(x⁺) in `kind`).
-    pub fn then_norm(&self, norm: &norm::Rowwise, kind: Kind) -> Result<(Tensor, Tensor)> {
-        let k = ROW_NORMS.iter().position(|k| std::ptr::eq(*k, norm.kernels));
-        let k = k.expect("every RowKernels is listed in norm::ROW_NORMS") as i64;
-        let mut y = std::ptr::null_mut();
-        let x_plus = self.call(k, norm.weight.as_ref(), norm.bias.as_ref(), norm.eps, Some(kind), &mut y)?;
-        // SAFETY: the shim made y along with x⁺.
-        Ok((x_plus, unsafe { take(y)? }))
+    pub fn then_norm(&self, norm: &Rowwise, kind: Kind) -> Result<(Tensor, Tensor)> {
+        let parameters = [norm.weight.as_ref(), norm.bias.as_ref()];
+        let [x_plus, y, _] = self.call(&norm.kernels.residual_handle, parameters, norm.eps, Some(scalar_type(kind)))?;
+        Ok((x_plus, y))
     }
 
     fn call(
         &self,
-        norm: i64,
-        weight: Option<&Tensor>,
-        bias: Option<&Tensor>,
+        handle: &Handle,
+        [weight, bias]: [Option<&Tensor>; 2],
         eps: f64,
-        kind: Option<Kind>,
-        y: *mut *mut C_tensor,
-    ) -> Result<Tensor> {
-        engine::register();
-        let p = if self.seed.is_some() { self.p } else { 0.0 };
-        let dtype = kind.map_or(-1, scalar_type);
-        let (alpha, beta) = (pointer(self.alpha), pointer(self.beta));
-        // SAFETY: the tensors outlive the call; new tensors come back.
-        unsafe {
-            take(nfrs_residual(
-                norm,
-                self.x.as_ptr(),
-                self.f.as_ptr(),
-                alpha,
-                beta,
-                pointer(weight),
-                pointer(bias),
-                eps,
-                p,
-                pointer(self.seed),
-                self.site,
-                dtype,
-                y,
-            ))
-        }
+        dtype: Option<i64>,
+    ) -> Result<[Tensor; 3]> {
+        let Step { x, f, alpha, beta, p, seed, site } = *self;
+        let p = if seed.is_some() { p } else { 0.0 };
+        handle.call(&[
+            x.into(),
+            f.into(),
+            alpha.into(),
+            beta.into(),
+            weight.into(),
+            bias.into(),
+            eps.into(),
+            p.into(),
+            seed.into(),
+            site.into(),
+            dtype.into(),
+        ])
     }
 }
 
 /// c10::ScalarType's number (tch keeps its own private).
-fn scalar_type(kind: Kind) -> i32 {
+fn scalar_type(kind: Kind) -> i64 {
     match kind {
         Kind::Half => 5,
         Kind::Float => 6,
@@ -93,6 +82,13 @@ fn scalar_type(kind: Kind) -> i32 {
     }
 }
 
+fn kind_of(scalar_type: i64) -> Kind {
+    [Kind::Half, Kind::Float, Kind::Double, Kind::BFloat16]
+        .into_iter()
+        .find(|kind| self::scalar_type(*kind) == scalar_type)
+        .expect("the operator's table lets floating types through alone")
+}
+
 /// drop(x): the step with α = 0.
 pub fn dropout(x: Tensor, p: f64, seed: Option<&Tensor>, site: i64) -> Result<Tensor> {
     if p == 0.0 || seed.is_none() {
@@ -100,77 +96,6 @@ pub fn dropout(x: Tensor, p: f64, seed: Option<&Tensor>, site: i64) -> Result<Te
     }
     let zero = Tensor::f_zeros([1i64].as_slice(), (Kind::Float, x.device()))?;
     Step { x: &x.detach(), f: &x, alpha: Some(&zero), beta: None, p, seed, site }.add()
-}
-
-extern "C" {
-    fn nfrs_residual(
-        norm: i64,
-        x: *const C_tensor,
-        f: *const C_tensor,
-        alpha: *const C_tensor,
-        beta: *const C_tensor,
-        weight: *const C_tensor,
-        bias: *const C_tensor,
-        eps: f64,
-        p: f64,
-        seed: *const C_tensor,
-        site: i64,
-        dtype: i32,
-        y: *mut *mut C_tensor,
-    ) -> *mut C_tensor;
-}
-
-/// The shim's `Step`.
-#[repr(C)]
-#[derive(Clone, Copy)]
-pub struct StepViews {
-    x: View,
-    f: View,
-    alpha: View,
-    beta: View,
-    weight: View,
-    bias: View,
-    x_plus: View,
-    y: View,
-    stats: View,
-    eps: f64,
-    draw: Draw,
-}
-
-/// The shim's `StepGradients`.
-#[repr(C)]
-pub struct StepGradients {
-    dx_plus: View,
-    dy: View,
-    dx: View,
-    df: View,
-    dalpha: View,
-    dbeta: View,
-    dweight: View,
-    dbias: View,
-    /// A GPU's kernels sum over rows in two stages; the first leaves its sums here.
-    workspace: View,
-}
-
-impl StepViews {
-    fn rows(&self) -> Rows {
-        let StepViews { x, f, alpha, beta, weight, bias, x_plus, y, stats, eps, draw } = *self;
-        Rows { x, f, alpha, beta, weight, bias, x_plus, y, stats, eps, order: None, draw }
-    }
-
-    /// # Safety
-    /// The views' dtypes have the accumulation type A.
-    unsafe fn step<A: Accumulator>(&self, cols: usize) -> step::Step<'_, A> {
-        step::Step {
-            cols,
-            alpha: self.alpha.slice(),
-            beta: self.beta.slice(),
-            dropout: self.draw.dropout(),
-            weight: self.weight.slice(),
-            bias: self.bias.slice(),
-            eps: A::from_f64(self.eps),
-        }
-    }
 }
 
 /// Calls `$work::<X, F, Y>($($arg),*)` for the dtypes that may meet: all alike, or an f32 stream with a 16-bit branch
@@ -196,11 +121,228 @@ macro_rules! by_types {
     }};
 }
 
-fn forward(rules: &Rules, v: &StepViews) -> Result<()> {
-    by_types!(v.x, v.f, v.y, forward_typed(rules, v))
+// ---- the operators ----
+
+/// The step with a norm after it, or without.
+pub(super) fn operator(norm: Option<&'static RowKernels>) -> Operator {
+    let name = norm.map_or("residual".to_string(), |k| format!("{}_residual", k.operator));
+    let backward = format!("{name}_backward");
+    let stats = || norm.map_or("*0".to_string(), RowKernels::stats);
+    let gain = |name| parameter(name).computed();
+    let y = match norm {
+        Some(_) => tensor("y", "*d", Type::Dtype),
+        None => tensor("y", "0", Type::Dtype).fixed(),
+    };
+    let says_dtype = tensor("dtype", "", Type::Dtype);
+    let title = name.clone();
+    Operator {
+        schema: format!(
+            "{name}(Tensor x, Tensor f, Tensor? alpha, Tensor? beta, Tensor? weight, Tensor? bias, float eps, float p, \
+             Tensor? seed, int site, ScalarType? dtype=None) -> (Tensor, Tensor, Tensor)"
+        ),
+        arguments: vec![
+            leader("x", "*d"),
+            tensor("f", "*d", Type::Width),
+            gain("alpha"),
+            gain("beta"),
+            parameter("weight"),
+            parameter("bias"),
+            seed(),
+            says_dtype,
+        ],
+        outputs: vec![
+            tensor("x_plus", "*d", Type::Same),
+            y.like("f"),
+            tensor("stats", stats(), Type::Computed),
+        ],
+        plan: run(move |call| {
+            let [.., p, seed, _, _] = call.arguments::<11>();
+            check_dropout(&title, p, seed)
+        }),
+        kernel: run(move |call| forward(norm, call)),
+        formula: make(move |call| formula(norm, call)),
+        derivative: derivative(Operator {
+            schema: format!(
+                "{backward}(Tensor? dx_plus, Tensor? dy, Tensor x_plus, Tensor? x, Tensor f, Tensor? alpha, Tensor? beta, \
+                 Tensor? weight, Tensor? bias, Tensor stats, float eps, float p, Tensor? seed, int site) -> \
+                 (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
+            ),
+            arguments: vec![
+                tensor("dx_plus", "*d", Type::Same).optional(),
+                tensor("dy", "*d", Type::Width).optional(),
+                leader("x_plus", "*d"),
+                tensor("x", "*d", Type::Same).optional().like("alpha"), // only α's gradient needs it
+                tensor("f", "*d", Type::Width),
+                gain("alpha"),
+                gain("beta"),
+                parameter("weight"),
+                parameter("bias"),
+                tensor("stats", stats(), Type::Computed),
+                seed(),
+            ],
+            outputs: vec![
+                gradient("dx", "x_plus"),
+                gradient("df", "f").or_first(),
+                gradient("dalpha", "alpha"),
+                gradient("dbeta", "beta"),
+                gradient("dweight", "weight"),
+                gradient("dbias", "bias"),
+            ],
+            plan: run(move |call| {
+                let [_, dy, x_plus, x, f, alpha, beta, .., p, seed, _] = call.arguments::<14>();
+                if norm.is_none() && !dy.is_none() {
+                    return Err(Error::invalid(
+                        "residual_backward: without a norm there is no y, and dy must be absent",
+                    ));
+                }
+                check_dropout(&backward, p, seed)?;
+                // Where dx and df are the same numbers autograd hands dx to both: a pass over memory less.
+                if p.float() == 0.0 && alpha.is_none() && beta.is_none() && x_plus.dtype == f.dtype {
+                    call.leave_out(1);
+                }
+                if x.is_none() {
+                    call.leave_out(2);
+                }
+                Ok(())
+            }),
+            kernel: run(move |call| backward_kernel(norm, call)),
+            ..Operator::default()
+        }),
+        count: Some(norm.map_or(&COUNT, |k| &k.residual_count)),
+        ..Operator::default()
+    }
 }
 
-fn forward_typed<X, F, Y>(rules: &Rules, v: &StepViews) -> Result<()>
+/// A norm's rules and its program for a GPU, or those of the step without one.
+fn kernels(norm: Option<&'static RowKernels>) -> (&'static Rules, &'static Program) {
+    norm.map_or((&NO_RULES, &step::NO_NORM), |k| (&k.rules, &k.program))
+}
+
+fn forward(norm: Option<&'static RowKernels>, call: &Call) -> Result<()> {
+    let [x, f, alpha, beta, weight, bias, eps, p, seed, site, _] = call.arguments();
+    let [x_plus, y, stats] = call.outputs();
+    let [x, f, alpha, beta, weight, bias] = [x, f, alpha, beta, weight, bias].map(|v| v.view);
+    let (eps, draw) = (eps.float(), Draw::of(call, [p, seed, site]));
+    // None without a norm.
+    let y = if norm.is_some() { y.view } else { View::ABSENT };
+    let (x_plus, stats) = (x_plus.view, stats.view);
+    let rows = Rows { x, f, alpha, beta, weight, bias, x_plus, y, stats, eps, order: None, draw };
+    let (rules, program) = kernels(norm);
+    match call.device() {
+        None => by_types!(x, f, y, forward_typed(rules, &rows)),
+        Some(device) => device_rows::forward(device, program, &rows),
+    }
+}
+
+fn backward_kernel(norm: Option<&'static RowKernels>, call: &Call) -> Result<()> {
+    let [dx_plus, dy, x_plus, x, f, alpha, beta, weight, bias, stats, eps, p, seed, site] = call.arguments();
+    let [dx, df, dalpha, dbeta, dweight, dbias] = call.outputs::<6>().each_ref().map(|v| v.view);
+    let [x, f, alpha, beta, weight, bias] = [x, f, alpha, beta, weight, bias].map(|v| v.view);
+    let (eps, draw) = (eps.float(), Draw::of(call, [p, seed, site]));
+    let (x_plus, stats, y) = (x_plus.view, stats.view, View::ABSENT);
+    let rows = Rows { x, f, alpha, beta, weight, bias, x_plus, y, stats, eps, order: None, draw };
+    let sums = Sums { dalpha, dbeta, dweight, dbias };
+    let back = Gradients { dx_plus: dx_plus.view, dy: dy.view, dx, df };
+    let (rules, program) = kernels(norm);
+    match call.device() {
+        None => by_types!(x_plus, f, back.dy, backward_typed(rules, &rows, &back, &sums)),
+        Some(device) => device_rows::backward(device, program, &rows, back.dx_plus, back.dy, dx, df, &sums),
+    }
+}
+
+/// What goes into a step's backward pass and comes out of it, beside what is summed over rows.
+struct Gradients {
+    dx_plus: View,
+    dy: View,
+    dx: View,
+    df: View,
+}
+
+fn formula(norm: Option<&'static RowKernels>, call: &Call) -> Result<Vec<Option<Tensor>>> {
+    let [x, f, alpha, beta, weight, bias, eps, p, seed, site, dtype] = call.arguments();
+    let (x, f) = (x.required(), f.required());
+    let kind = if x.kind() == Kind::Double { Kind::Double } else { Kind::Float };
+    let gained = |t: Tensor, gain: &Value| match gain.tensor() {
+        Some(gain) => Ok(t.f_mul(&gain.f_to_kind(kind)?)?),
+        None => Ok::<_, Error>(t),
+    };
+    let branch = gained(drop(f.f_to_kind(kind)?, [p, seed, site])?, beta)?;
+    let x_plus = gained(x.f_to_kind(kind)?, alpha)?.f_add(&branch)?.f_to_kind(x.kind())?;
+    let y = match norm {
+        Some(k) => {
+            let (weight, bias) = (weight.tensor(), bias.tensor());
+            let y = k.formula(&x_plus.f_to_kind(kind)?, weight.as_ref(), bias.as_ref(), eps.float())?;
+            Some(y.f_to_kind(if dtype.is_none() { f.kind() } else { kind_of(dtype.int()) })?)
+        }
+        None => None,
+    };
+    Ok(vec![Some(x_plus), y, None])
+}
+
+// ---- dropout, as other operators have it, too ----
+
+pub(super) fn check_rate(operator: &str, p: f64) -> Result<()> {
+    match (0.0..1.0).contains(&p) {
+        true => Ok(()),
+        false => Err(Error::invalid(format!("{operator}: dropout p must lie in [0, 1), got {p}"))),
+    }
+}
+
+pub(super) fn check_dropout(operator: &str, p: &Value, seed: &Value) -> Result<()> {
+    check_rate(operator, p.float())?;
+    match p.float() == 0.0 || !seed.is_none() {
+        true => Ok(()),
+        false => Err(Error::invalid(format!(
+            "{operator}: with p > 0 a seed is needed, an int64 tensor (seed, update, micro_batch)"
+        ))),
+    }
+}
+
+/// drop(t) by the formula: times 0 or 1/(1 − p).
+pub(super) fn drop(t: Tensor, draw: [&Value; 3]) -> Result<Tensor> {
+    let draw = Draw::of_formula(draw)?;
+    if draw.p == 0.0 {
+        return Ok(t);
+    }
+    let size = t.size();
+    let cols = size.last().map_or(1, |n| *n as usize);
+    let rows = size.iter().product::<i64>() as usize / cols.max(1);
+    let scale = dropout_scale(&draw, rows, cols)?.f_to_device(t.device())?.f_to_kind(t.kind())?;
+    Ok(t.f_mul(&scale.f_reshape(size.as_slice())?)?)
+}
+
+/// The dropout mask times its scale, float64 on the CPU: what the formulas multiply by.
+pub(super) fn dropout_scale(draw: &Draw, rows: usize, cols: usize) -> Result<Tensor> {
+    let mut scale = memory::filled(1.0, rows.saturating_mul(cols));
+    if let (Some(dropout), true) = (draw.dropout(), rows * cols > 0) {
+        let mut random = philox::scratch(rows, cols);
+        philox::fill(&dropout.stream, 0, rows, cols, &mut random);
+        for (scale, random) in scale.chunks_exact_mut(cols).zip(random.chunks_exact(philox::padded(cols))) {
+            for (s, r) in scale.iter_mut().zip(random) {
+                *s = if *r >= dropout.threshold { dropout.scale } else { 0.0 };
+            }
+        }
+    }
+    Ok(Tensor::f_from_slice(&scale)?.f_reshape([rows as i64, cols as i64].as_slice())?)
+}
+
+// ---- the kernels on the CPU ----
+
+/// # Safety
+/// The views' dtypes have the accumulation type A.
+unsafe fn step<A: Accumulator>(v: &Rows, cols: usize) -> step::Step<'_, A> {
+    step::Step {
+        cols,
+        alpha: v.alpha.slice(),
+        beta: v.beta.slice(),
+        dropout: v.draw.dropout(),
+        weight: v.weight.slice(),
+        bias: v.bias.slice(),
+        eps: A::from_f64(v.eps),
+    }
+}
+
+fn forward_typed<X, F, Y>(rules: &Rules, v: &Rows) -> Result<()>
 where
     X: Element,
     F: Element<Acc = X::Acc>,
@@ -208,8 +350,8 @@ where
 {
     let rule = rules.get::<X::Acc>();
     let (rows, cols) = (v.x.rows(), v.x.cols());
-    // SAFETY: the shim gave contiguous tensors of these types and shapes; x_plus, y and stats are fresh.
-    let (step, x, f) = unsafe { (v.step::<X::Acc>(cols), v.x.slice::<X>(), v.f.slice::<F>()) };
+    // SAFETY: C++ gave contiguous tensors of these types and shapes; x_plus, y and stats are fresh.
+    let (step, x, f) = unsafe { (step::<X::Acc>(v, cols), v.x.slice::<X>(), v.f.slice::<F>()) };
     // SAFETY: as above.
     let (x_plus, y, stats) = unsafe {
         (Shared::new(v.x_plus.slice_mut::<X>()), Shared::new(v.y.slice_mut::<Y>()), Shared::new(v.stats.slice_mut()))
@@ -230,11 +372,7 @@ where
     Ok(())
 }
 
-fn backward(rules: &Rules, v: &StepViews, g: &StepGradients) -> Result<()> {
-    by_types!(v.x_plus, v.f, g.dy, backward_typed(rules, v, g))
-}
-
-fn backward_typed<X, F, Y>(rules: &Rules, v: &StepViews, g: &StepGradients) -> Result<()>
+fn backward_typed<X, F, Y>(rules: &Rules, v: &Rows, g: &Gradients, sums: &Sums) -> Result<()>
 where
     X: Element,
     F: Element<Acc = X::Acc>,
@@ -245,7 +383,7 @@ where
     // SAFETY: as in `forward_typed`; the gradients are fresh, their sums of the accumulation type.
     let (step, x_plus, x, f, stats, dx_plus, dy) = unsafe {
         (
-            v.step::<X::Acc>(cols),
+            step::<X::Acc>(v, cols),
             v.x_plus.slice::<X>(),
             v.x.slice::<X>(),
             v.f.slice::<F>(),
@@ -259,7 +397,7 @@ where
     let has_df = !g.df.is_absent();
     // SAFETY: as above.
     let mut sums: [&mut [X::Acc]; 4] =
-        unsafe { [g.dweight.slice_mut(), g.dbias.slice_mut(), g.dalpha.slice_mut(), g.dbeta.slice_mut()] };
+        unsafe { [sums.dweight, sums.dbias, sums.dalpha, sums.dbeta].map(|v| v.slice_mut()) };
     parallel::sum_over_rows(rows, cols, &mut sums, |r, sums| {
         let [dweight, dbias, dalpha, dbeta] = sums else { unreachable!("four sums were asked for") };
         let block = r.start * cols..r.end * cols;
@@ -273,7 +411,7 @@ where
         }
         // SAFETY: the ranges are disjoint and inside 0..rows.
         let dx = unsafe { dx.slice(block.clone()) };
-        // SAFETY: as above; where df is dx itself, the shim asks for one of them.
+        // SAFETY: as above; where df is dx itself, one of them is left out.
         let df = if has_df { unsafe { df.slice(block.clone()) } } else { &mut [] };
         let mut grads = step::Gradients { dweight, dbias, dalpha, dbeta };
         step::backward_by::<X, F, Y>(
@@ -292,62 +430,4 @@ where
         );
     });
     Ok(())
-}
-
-/// A norm's rules and its program for a GPU, or those of the step without one.
-fn kernels(norm: i64) -> (&'static Rules, &'static Program) {
-    match norm {
-        NO_NORM => (&NO_RULES, &step::NO_NORM),
-        norm => {
-            let kernels = ROW_NORMS[norm as usize];
-            (&kernels.rules, &kernels.program)
-        }
-    }
-}
-
-#[no_mangle]
-unsafe extern "C" fn nfrs_residual_forward(norm: i64, step: &StepViews) -> c_int {
-    let count = if norm == NO_NORM { &COUNT } else { &ROW_NORMS[norm as usize].residual_count };
-    count.kernel();
-    let (rules, program) = kernels(norm);
-    status(|| match step.x.device() {
-        None => forward(rules, step),
-        Some(device) => {
-            let y = if step.y.rows > 0 { step.y } else { View::ABSENT }; // none without a norm
-            device_rows::forward(device, program, &Rows { y, ..step.rows() })
-        }
-    })
-}
-
-#[no_mangle]
-unsafe extern "C" fn nfrs_residual_backward(norm: i64, step: &StepViews, gradients: &StepGradients) -> c_int {
-    let (rules, program) = kernels(norm);
-    status(|| match step.x_plus.device() {
-        None => backward(rules, step, gradients),
-        Some(device) => {
-            let StepGradients { dx_plus, dy, dx, df, dalpha, dbeta, dweight, dbias, workspace } = *gradients;
-            let sums = Sums { dalpha, dbeta, dweight, dbias, ..Sums::in_workspace(workspace) };
-            device_rows::backward(device, program, &step.rows(), dx_plus, dy, dx, df, &sums)
-        }
-    })
-}
-
-/// The dropout mask times its scale, float64 on the CPU: what the composed formulas multiply by.
-#[no_mangle]
-unsafe extern "C" fn nfrs_dropout_scale(draw: &Draw, rows: i64, cols: i64) -> *mut C_tensor {
-    give(|| dropout_scale(draw, rows as usize, cols as usize))
-}
-
-pub(super) fn dropout_scale(draw: &Draw, rows: usize, cols: usize) -> Result<Tensor> {
-    let mut scale = memory::filled(1.0, rows.saturating_mul(cols));
-    if let (Some(dropout), true) = (draw.dropout(), rows * cols > 0) {
-        let mut random = philox::scratch(rows, cols);
-        philox::fill(&dropout.stream, 0, rows, cols, &mut random);
-        for (scale, random) in scale.chunks_exact_mut(cols).zip(random.chunks_exact(philox::padded(cols))) {
-            for (s, r) in scale.iter_mut().zip(random) {
-                *s = if *r >= dropout.threshold { dropout.scale } else { 0.0 };
-            }
-        }
-    }
-    Ok(Tensor::f_from_slice(&scale)?.f_reshape([rows as i64, cols as i64].as_slice())?)
 }

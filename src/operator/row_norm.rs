@@ -1,114 +1,65 @@
 //! The family of row norms: kernels by norm and dtype, rows over threads, parameter gradients summed over rows.
 
 use super::count::Count;
-use super::device_rows::{self, Rows};
-use super::ffi::{by_dtype, give, pointer, status, take, Draw, View};
-use super::{engine, ffi};
+use super::declare::{derivative, gradient, leader, make, parameter, run, tensor, Kind, Operator};
+use super::device_rows::{self, Rows, Sums};
+use super::engine::Handle;
+use super::ffi::{by_dtype, Call, Draw, View};
 use crate::cpu::parallel::{self, Shared};
 use crate::cpu::{Accumulator, Element};
 use crate::cuda::Program;
 use crate::error::Result;
 use crate::kernel::rows::{self, RowNorm, Rule, Rules};
 use crate::norm::composed::{self, Hat};
-use crate::norm::ROW_NORMS;
-use std::ffi::{c_char, c_int, CStr};
 use tch::Tensor;
-use torch_sys::C_tensor;
 
-/// A row norm as an operator: what the C++ shim registers under `operator`.
+/// A row norm as an operator, and with a residual step before it as another.
 pub struct RowKernels {
     /// torch.ops.normformer_rs.`operator`, and `operator`_residual.
-    pub operator: &'static CStr,
+    pub operator: &'static str,
     stats: usize,
     pub(super) rules: Rules,
-    /// Their composed form.
+    /// The composed form.
     hat: Hat,
     /// The same kernels for a GPU.
     pub program: Program,
     pub(super) count: Count,
     pub(super) residual_count: Count,
+    handle: Handle,
+    pub(super) residual_handle: Handle,
 }
 
 impl RowKernels {
-    /// The kernels of `N`; `name` and `residual_name` are for [`super::counts`].
-    pub const fn of<N: RowNorm>(operator: &'static CStr, names: [&'static str; 2], hat: Hat, program: Program) -> Self {
+    /// The kernels of `N`; `names` are the operators': of the norm alone, and after a residual step.
+    pub const fn of<N: RowNorm>(names: [&'static str; 2], hat: Hat, program: Program) -> Self {
         RowKernels {
-            operator,
+            operator: names[0],
             stats: N::STATS,
             rules: Rules::of::<N>(),
             hat,
             program,
             count: Count::new(names[0]),
             residual_count: Count::new(names[1]),
+            handle: Handle::new(names[0]),
+            residual_handle: Handle::new(names[1]),
         }
     }
 
-    fn index(&'static self) -> i64 {
-        let found = ROW_NORMS.iter().position(|k| std::ptr::eq(*k, self));
-        found.expect("every RowKernels is listed in norm::ROW_NORMS") as i64
+    /// y in x's type, by the composed form.
+    pub(super) fn formula(
+        &self,
+        x: &Tensor,
+        weight: Option<&Tensor>,
+        bias: Option<&Tensor>,
+        eps: f64,
+    ) -> Result<Tensor> {
+        composed::apply(self.hat, x, &[], (weight, bias), &[eps])
     }
-}
 
-struct Norm {
-    x: View,
-    weight: View,
-    bias: View,
-    eps: f64,
-    y: View,
-    stats: View,
-}
-
-struct NormGradients {
-    dy: View,
-    x: View,
-    weight: View,
-    eps: f64,
-    stats: View,
-    dx: View,
-    dweight: View,
-    dbias: View,
-}
-
-/// A norm's call as the step that it is on a GPU: x⁺ = x.
-fn alone(x: View, weight: View, stats: View, eps: f64) -> Rows {
-    Rows { x, weight, stats, eps, x_plus: x, ..Rows::of(Draw::NONE) }
-}
-
-fn forward<E: Element>(rule: &Rule<E::Acc>, v: &Norm) -> Result<()> {
-    let (rows, cols) = (v.x.rows(), v.x.cols());
-    // SAFETY: the shim gave contiguous tensors of E (parameters and statistics of its accumulation type), y and stats
-    // are its own fresh ones.
-    let (x, weight, bias, y, stats) =
-        unsafe { (v.x.slice::<E>(), v.weight.slice(), v.bias.slice(), v.y.slice_mut::<E>(), v.stats.slice_mut()) };
-    let (y, stats) = (Shared::new(y), Shared::new(stats));
-    let eps = E::Acc::from_f64(v.eps);
-    parallel::for_each(rows, parallel::grain(cols), |r| {
-        // SAFETY: the ranges are disjoint and inside 0..rows.
-        let (y, stats) =
-            unsafe { (y.slice(r.start * cols..r.end * cols), stats.slice(r.start * rule.stats..r.end * rule.stats)) };
-        rows::forward_by::<E>(rule, cols, &x[r.start * cols..r.end * cols], weight, bias, eps, y, stats);
-    });
-    Ok(())
-}
-
-fn backward<E: Element>(rule: &Rule<E::Acc>, v: &NormGradients) -> Result<()> {
-    let (rows, cols) = (v.x.rows(), v.x.cols());
-    // SAFETY: as in `forward`; dx, dweight and dbias are fresh.
-    let (dy, x, weight, stats, dx) =
-        unsafe { (v.dy.slice::<E>(), v.x.slice::<E>(), v.weight.slice(), v.stats.slice(), v.dx.slice_mut::<E>()) };
-    // SAFETY: as above.
-    let (dweight, dbias): (&mut [E::Acc], &mut [E::Acc]) = unsafe { (v.dweight.slice_mut(), v.dbias.slice_mut()) };
-    let dx = Shared::new(dx);
-    let eps = E::Acc::from_f64(v.eps);
-    parallel::sum_over_rows(rows, cols, &mut [dweight, dbias], |r, sums| {
-        let [dweight, dbias] = sums else { unreachable!("two sums were asked for") };
-        // SAFETY: the ranges are disjoint and inside 0..rows.
-        let dx = unsafe { dx.slice(r.start * cols..r.end * cols) };
-        let (dy, x) = (&dy[r.start * cols..r.end * cols], &x[r.start * cols..r.end * cols]);
-        let stats = &stats[r.start * rule.stats..r.end * rule.stats];
-        rows::backward_by::<E>(rule, cols, dy, x, weight, eps, stats, dx, dweight, dbias);
-    });
-    Ok(())
+    /// The size of the statistics that a forward pass keeps of x, (*d).
+    pub(super) fn stats(&self) -> String {
+        format!("*{}", self.stats)
+    }
 }
 
 /// N(x) through the dispatcher: differentiable, on any device.
@@ -119,99 +70,126 @@ pub fn row_norm(
     bias: Option<&Tensor>,
     eps: f64,
 ) -> Result<Tensor> {
-    engine::register();
-    // SAFETY: the tensors outlive the call; a new tensor comes back.
-    unsafe { take(nfrs_norm(kernels.index(), x.as_ptr(), pointer(weight), pointer(bias), eps)) }
+    let [y, _stats] = kernels.handle.call(&[x.into(), weight.into(), bias.into(), eps.into()])?;
+    Ok(y)
 }
 
-extern "C" {
-    fn nfrs_norm(
-        norm: i64,
-        x: *const C_tensor,
-        weight: *const C_tensor,
-        bias: *const C_tensor,
-        eps: f64,
-    ) -> *mut C_tensor;
-}
-
-// ---- what the shim calls ----
-
-#[no_mangle]
-extern "C" fn nfrs_norm_count() -> i64 {
-    ROW_NORMS.len() as i64
-}
-
-#[no_mangle]
-extern "C" fn nfrs_norm_name(norm: i64) -> *const c_char {
-    ROW_NORMS[norm as usize].operator.as_ptr()
-}
-
-#[no_mangle]
-extern "C" fn nfrs_norm_stats(norm: i64) -> i64 {
-    ROW_NORMS[norm as usize].stats as i64
-}
-
-#[no_mangle]
-unsafe extern "C" fn nfrs_norm_forward(
-    norm: i64,
-    x: &View,
-    weight: &View,
-    bias: &View,
-    eps: f64,
-    y: &View,
-    stats: &View,
-) -> c_int {
-    let kernels = ROW_NORMS[norm as usize];
-    kernels.count.kernel();
-    if let Some(device) = x.device() {
-        let rows = Rows { bias: *bias, y: *y, ..alone(*x, *weight, *stats, eps) };
-        return status(|| device_rows::forward(device, &kernels.program, &rows));
+pub(super) fn operator(k: &'static RowKernels) -> Operator {
+    let name = k.operator;
+    Operator {
+        schema: format!("{name}(Tensor x, Tensor? weight, Tensor? bias, float eps) -> (Tensor, Tensor)"),
+        arguments: vec![leader("x", "*d"), parameter("weight"), parameter("bias")],
+        outputs: vec![tensor("y", "*d", Kind::Same), tensor("stats", k.stats(), Kind::Computed)],
+        kernel: run(move |call| forward(k, call)),
+        formula: make(move |call| {
+            let [x, weight, bias, eps] = call.arguments();
+            let y = k.formula(&x.required(), weight.tensor().as_ref(), bias.tensor().as_ref(), eps.float())?;
+            Ok(vec![Some(y), None])
+        }),
+        derivative: derivative(Operator {
+            schema: format!(
+                "{name}_backward(Tensor dy, Tensor x, Tensor? weight, Tensor? bias, Tensor stats, float eps) -> \
+                 (Tensor, Tensor, Tensor)"
+            ),
+            arguments: vec![
+                tensor("dy", "*d", Kind::Same),
+                leader("x", "*d"),
+                parameter("weight"),
+                parameter("bias"),
+                tensor("stats", k.stats(), Kind::Computed),
+            ],
+            outputs: vec![gradient("dx", "x"), gradient("dweight", "weight"), gradient("dbias", "bias")],
+            kernel: run(move |call| backward(k, call)),
+            ..Operator::default()
+        }),
+        count: Some(&k.count),
+        ..Operator::default()
     }
-    let v = Norm { x: *x, weight: *weight, bias: *bias, eps, y: *y, stats: *stats };
-    status(|| by_dtype!(x, E => forward::<E>(kernels.rules.get(), &v)))
 }
 
-#[no_mangle]
-unsafe extern "C" fn nfrs_norm_backward(
-    norm: i64,
-    dy: &View,
-    x: &View,
-    weight: &View,
-    eps: f64,
-    stats: &View,
-    dx: &View,
-    dweight: &View,
-    dbias: &View,
-    workspace: &View,
-) -> c_int {
-    let kernels = ROW_NORMS[norm as usize];
-    if let Some(device) = x.device() {
-        let rows = Rows { bias: *dbias, ..alone(*x, *weight, *stats, eps) };
-        let sums =
-            device_rows::Sums { dweight: *dweight, dbias: *dbias, ..device_rows::Sums::in_workspace(*workspace) };
-        return status(|| {
-            device_rows::backward(device, &kernels.program, &rows, View::ABSENT, *dy, *dx, View::ABSENT, &sums)
-        });
+fn forward(k: &'static RowKernels, call: &Call) -> Result<()> {
+    let ([x, weight, bias, eps], [y, stats]) = (call.arguments(), call.outputs());
+    let (x, eps, v) =
+        (x.view, eps.float(), Norm { weight: weight.view, bias: bias.view, y: y.view, stats: stats.view });
+    match call.device() {
+        None => by_dtype!(x, E => forward_typed::<E>(k.rules.get(), &x, eps, &v)),
+        Some(device) => {
+            let rows = Rows { bias: v.bias, y: v.y, ..alone(x, v.weight, v.stats, eps) };
+            device_rows::forward(device, &k.program, &rows)
+        }
     }
-    let (dx, dweight, dbias) = (*dx, *dweight, *dbias);
-    let v = NormGradients { dy: *dy, x: *x, weight: *weight, eps, stats: *stats, dx, dweight, dbias };
-    status(|| by_dtype!(x, E => backward::<E>(kernels.rules.get(), &v)))
 }
 
-#[no_mangle]
-unsafe extern "C" fn nfrs_norm_composed(
-    norm: i64,
-    x: *const C_tensor,
-    weight: *const C_tensor,
-    bias: *const C_tensor,
-    eps: f64,
-) -> *mut C_tensor {
-    let kernels = ROW_NORMS[norm as usize];
-    kernels.count.composed();
-    // SAFETY: the shim passes live tensors, or null where a parameter is absent.
-    let (x, weight, bias) = unsafe { (ffi::borrow(x), ffi::borrow(weight), ffi::borrow(bias)) };
-    give(|| {
-        let x = x.as_ref().expect("x is never absent");
-        composed::apply(kernels.hat, x, &[], (weight.as_ref(), bias.as_ref()), &[eps])
-    })
+fn backward(k: &'static RowKernels, call: &Call) -> Result<()> {
+    let ([dy, x, weight, _, stats, eps], [dx, dweight, dbias]) = (call.arguments(), call.outputs());
+    match call.device() {
+        None => {
+            let (dx, dweight, dbias) = (dx.view, dweight.view, dbias.view);
+            let v = Gradients { dy: dy.view, weight: weight.view, stats: stats.view, dx, dweight, dbias };
+            by_dtype!(x.view, E => backward_typed::<E>(k.rules.get(), &x.view, eps.float(), &v))
+        }
+        Some(device) => {
+            let rows = Rows { bias: dbias.view, ..alone(x.view, weight.view, stats.view, eps.float()) };
+            let sums = Sums { dweight: dweight.view, dbias: dbias.view, ..Sums::NONE };
+            device_rows::backward(device, &k.program, &rows, View::ABSENT, dy.view, dx.view, View::ABSENT, &sums)
+        }
+    }
+}
+
+/// A norm's call as the step that it is on a GPU: x⁺ = x.
+fn alone(x: View, weight: View, stats: View, eps: f64) -> Rows {
+    Rows { x, weight, stats, eps, x_plus: x, ..Rows::of(Draw::NONE) }
+}
+
+struct Norm {
+    weight: View,
+    bias: View,
+    y: View,
+    stats: View,
+}
+
+struct Gradients {
+    dy: View,
+    weight: View,
+    stats: View,
+    dx: View,
+    dweight: View,
+    dbias: View,
+}
+
+fn forward_typed<E: Element>(rule: &Rule<E::Acc>, x: &View, eps: f64, v: &Norm) -> Result<()> {
+    let (rows, cols) = (x.rows(), x.cols());
+    // SAFETY: C++ gave contiguous tensors of E (parameters and statistics of its accumulation type); y and stats are
+    // fresh.
+    let (x, weight, bias, y, stats) =
+        unsafe { (x.slice::<E>(), v.weight.slice(), v.bias.slice(), v.y.slice_mut::<E>(), v.stats.slice_mut()) };
+    let (y, stats) = (Shared::new(y), Shared::new(stats));
+    let eps = E::Acc::from_f64(eps);
+    parallel::for_each(rows, parallel::grain(cols), |r| {
+        // SAFETY: the ranges are disjoint and inside 0..rows.
+        let (y, stats) =
+            unsafe { (y.slice(r.start * cols..r.end * cols), stats.slice(r.start * rule.stats..r.end * rule.stats)) };
+        rows::forward_by::<E>(rule, cols, &x[r.start * cols..r.end * cols], weight, bias, eps, y, stats);
+    });
+    Ok(())
+}
+
+fn backward_typed<E: Element>(rule: &Rule<E::Acc>, x: &View, eps: f64, v: &Gradients) -> Result<()> {
+    let (rows, cols) = (x.rows(), x.cols());
+    // SAFETY: as in `forward_typed`; dx, dweight and dbias are fresh.
+    let (dy, x, weight, stats, dx) =
+        unsafe { (v.dy.slice::<E>(), x.slice::<E>(), v.weight.slice(), v.stats.slice(), v.dx.slice_mut::<E>()) };
+    // SAFETY: as above.
+    let (dweight, dbias): (&mut [E::Acc], &mut [E::Acc]) = unsafe { (v.dweight.slice_mut(), v.dbias.slice_mut()) };
+    let dx = Shared::new(dx);
+    let eps = E::Acc::from_f64(eps);
+    parallel::sum_over_rows(rows, cols, &mut [dweight, dbias], |r, sums| {
+        let [dweight, dbias] = sums else { unreachable!("two sums were asked for") };
+        // SAFETY: the ranges are disjoint and inside 0..rows.
+        let dx = unsafe { dx.slice(r.start * cols..r.end * cols) };
+        let (dy, x) = (&dy[r.start * cols..r.end * cols], &x[r.start * cols..r.end * cols]);
+        let stats = &stats[r.start * rule.stats..r.end * rule.stats];
+        rows::backward_by::<E>(rule, cols, dy, x, weight, eps, stats, dx, dweight, dbias);
+    });
+    Ok(())
 }

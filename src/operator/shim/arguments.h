@@ -8,7 +8,6 @@
 #include <optional>
 
 using at::Tensor;
-using MaybeTensor = std::optional<Tensor>;
 
 namespace nfrs {
 
@@ -21,6 +20,10 @@ enum class Type : uint8_t {
   FLOAT64,
   INT64,
   BOOL,
+  // arguments that are no tensors:
+  NUMBER,  // tells a letter of sizes
+  DTYPE,   // a type as wide as the leader's; of an output: the type it says, or that of what the output is like
+  TITLE,   // what messages call the operator
 };
 
 // Beside these an argument is required, lies on the leader's device, and is read.
@@ -29,13 +32,18 @@ enum : uint8_t {
   OPTIONAL = 2,  // may be absent
   HOST = 4,      // may lie on the CPU, too
   WRITTEN = 8,   // where it lies: contiguous, and no other tensor's memory
+  KEPT = 16,     // a node keeps it, though the backward operator does not take it
+  PLAIN = 32,    // so too, whatever is written to it
+  // of outputs:
+  FIXED = 64,    // has no derivative
+  SHARED = 128,  // where it is absent the first output is this one, too
 };
 
 struct Argument {
   const char* name;
-  // A letter or a digit per dimension: a letter is one number wherever it stands; s and h are told by the caller. "*"
-  // stands for any first dimensions, the same wherever it stands. "=d": d numbers, whatever the shape. "1|d": a scalar
-  // or a vector, of 1 or d numbers.
+  // A letter or a digit per dimension: a letter is one number wherever it stands. "*" stands for any first dimensions,
+  // the same wherever it stands. "=d": d numbers, whatever the shape. "1|d": a scalar or a vector, of 1 or d numbers.
+  // Of an output also "@": the shape of what it is like.
   const char* sizes;
   Type type;
   uint8_t is = 0;
@@ -47,12 +55,6 @@ struct Name {
   const char* part = "";
 };
 inline std::ostream& operator<<(std::ostream& out, const Name& name) { return out << name.family << name.part; }
-
-// A letter that the caller tells.
-struct Told {
-  char letter;
-  c10::SymInt number;
-};
 
 inline bool is_floating(at::ScalarType t) {
   return t == at::kFloat || t == at::kDouble || t == at::kBFloat16 || t == at::kHalf;
@@ -68,7 +70,13 @@ struct Sizes {
   c10::SymIntArrayRef first;
   bool has_first = false;
 
+  c10::SymInt told, counted;  // what a letter stands for that no dimension is
+
   const c10::SymInt*& of(char letter) { return letters[letter - 'a']; }
+  void tell(char letter, int64_t number) {
+    told = number;
+    of(letter) = &told;
+  }
 
   bool is(char wanted, const c10::SymInt& size) {
     if (is_digit(wanted)) return size == wanted - '0';
@@ -79,7 +87,10 @@ struct Sizes {
 
   bool counts(char wanted, const Tensor& t) {
     const auto numbers = t.sym_numel();
-    return is_digit(wanted) ? numbers == wanted - '0' : of(wanted) && numbers == *of(wanted);
+    if (is_digit(wanted)) return numbers == wanted - '0';
+    auto& known = of(wanted);
+    if (!known) counted = numbers, known = &counted;
+    return numbers == *known;
   }
 
   // What is not known yet stands for what is found.
@@ -100,6 +111,14 @@ struct Sizes {
     for (const auto& size : sizes)
       if (!is(*wanted++, size)) return false;
     return true;
+  }
+
+  // A shape of what is known.
+  at::SmallVector<c10::SymInt, 6> build(const char* wanted) const {
+    at::SmallVector<c10::SymInt, 6> shape;
+    if (*wanted == '*') ++wanted, shape.append(first.begin(), first.end());
+    for (; *wanted; ++wanted) shape.push_back(is_digit(*wanted) ? c10::SymInt(*wanted - '0') : *letters[*wanted - 'a']);
+    return shape;
   }
 
   // In words: "hold 1 or 8 numbers", "have shape [3, 8]".
@@ -141,8 +160,8 @@ inline bool is_of(Type wanted, at::ScalarType type, at::ScalarType leader) {
     case Type::FLOAT64: return type == at::kDouble;
     case Type::INT64: return type == at::kLong;
     case Type::BOOL: return type == at::kBool;
+    default: return false;
   }
-  return false;
 }
 
 inline std::string describe(Type wanted, const char* leader, at::ScalarType type) {
@@ -156,8 +175,8 @@ inline std::string describe(Type wanted, const char* leader, at::ScalarType type
     case Type::FLOAT64: return "float64";
     case Type::INT64: return "int64";
     case Type::BOOL: return "bool";
+    default: return "";
   }
-  return "";
 }
 
 // Memory may have been taken from under a tensor (FSDP does so): bytes that it lacks.
@@ -191,13 +210,11 @@ inline void check_written(const Name& op, const Argument* table, const Tensor* c
   }
 }
 
-// Not a template, and not inlined into every operator.
-[[gnu::noinline]] inline void check(const Name& op, const Argument* table, const Tensor* const* tensors, size_t n,
-                                    std::initializer_list<Told> told) {
+// Refuses tensors that are not as the operator's table says; an absent one is null. In the order of the table, but the
+// leader first.
+inline void check(const Name& op, const Argument* table, const Tensor* const* tensors, size_t n, Sizes& sizes) {
   size_t leader = 0;
   while (!(table[leader].is & LEADER)) ++leader;
-  Sizes sizes;
-  for (const auto& t : told) sizes.of(t.letter) = &t.number;
   bool writes = false;
   const auto one = [&](size_t i) {
     const Tensor* t = tensors[i];
@@ -213,12 +230,5 @@ inline void check_written(const Name& op, const Argument* table, const Tensor* c
 }
 
 }  // namespace arguments
-
-// Refuses tensors that are not as the operator's table says; an absent one is null. In the order of the table, but the
-// leader first.
-template <size_t N>
-void check(const Name& op, const Argument (&table)[N], const Tensor* const (&tensors)[N], std::initializer_list<Told> told = {}) {
-  arguments::check(op, table, tensors, N, told);
-}
 
 }  // namespace nfrs

@@ -1,6 +1,6 @@
 // Activation checkpointing: a piece of the model that keeps only its inputs, and is run again for its gradient.
 #pragma once
-#include "common.h"
+#include "node.h"
 
 extern "C" {
 // Appends a tensor to a list of the other side, which takes it over.
@@ -12,6 +12,8 @@ void nfrs_piece_drop(void* piece);
 
 namespace nfrs::recompute {
 
+using torch::autograd::AutogradContext;
+
 struct Piece : torch::CustomClassHolder {
   explicit Piece(void* rust) : rust(rust) {}
   ~Piece() override { nfrs_piece_drop(rust); }
@@ -21,7 +23,7 @@ struct Piece : torch::CustomClassHolder {
     std::vector<const Tensor*> in;
     for (const auto& t : inputs) in.push_back(&t);
     variable_list made;
-    const auto push = [](void* list, Tensor* t) noexcept { static_cast<variable_list*>(list)->push_back(take(t)); };
+    const auto push = [](void* list, Tensor* t) noexcept { static_cast<variable_list*>(list)->push_back(take_over(t)); };
     check_rust(nfrs_piece_run(rust, again, in.data(), in.size(), &made, push));
     return made;
   }

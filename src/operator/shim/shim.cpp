@@ -1,16 +1,14 @@
 // Registers the operators with PyTorch's dispatcher and lends Rust what tch does not bind. No arithmetic lives here:
 // kernels and composed formulas are Rust's.
-#include "adam.h"
-#include "collective.h"
-#include "column.h"
-#include "composite.h"
-#include "fused.h"
-#include "norm.h"
+#include "operators.h"
 #include "recompute.h"
-#include "residual.h"
 #include "transfer.h"
 
+#include <ATen/Parallel.h>
+
 #include <mutex>
+
+using at::Tensor;
 
 namespace {
 thread_local std::string last_error;
@@ -27,6 +25,19 @@ auto guarded(Work work) -> decltype(work()) {
   return {};
 }
 Tensor* give(Tensor t) { return new Tensor(std::move(t)); }
+
+// x's rows, none of them twice where a gradient matters; `back` has where each went, `absent` which went nowhere.
+struct Gather : torch::autograd::Function<Gather> {
+  static Tensor forward(torch::autograd::AutogradContext* ctx, const Tensor& x, const Tensor& rows, const Tensor& back,
+                        const Tensor& absent) {
+    ctx->save_for_backward({back, absent});
+    return x.index_select(0, rows);
+  }
+  static nfrs::variable_list backward(torch::autograd::AutogradContext* ctx, nfrs::variable_list grads) {
+    const auto s = ctx->get_saved_variables();
+    return {grads[0].index_select(0, s[0]).masked_fill_(s[1], 0), Tensor(), Tensor(), Tensor()};
+  }
+};
 
 // Counts who keeps attention from cuDNN: the last to leave puts torch's switch back as the first has found it.
 class Cudnn {
@@ -55,19 +66,12 @@ Cudnn cudnn;
 extern "C" {
 const char* nfrs_last_error() { return last_error.c_str(); }
 
-bool nfrs_register() {
-  return guarded([] {
-    static const bool done = [] {
-      static torch::Library library(torch::Library::DEF, "normformer_rs", std::nullopt, __FILE__, __LINE__);
-      nfrs::norm::define(library);
-      nfrs::column::define(library);
-      nfrs::composite::define(library);
-      nfrs::residual::define(library);
-      nfrs::fused::define(library);
-      nfrs::adam::define(library);
-      return true;
-    }();
-    return done;
+// Registers an operator as Rust declares it.
+bool nfrs_define(const OperatorRow* row) {
+  return guarded([&] {
+    static torch::Library library(torch::Library::DEF, "normformer_rs", std::nullopt, __FILE__, __LINE__);
+    nfrs::define(library, *row);
+    return true;
   });
 }
 
@@ -78,7 +82,7 @@ void nfrs_parallel_for(int64_t n, int64_t grain, void (*run)(const void*, int64_
 int64_t nfrs_num_threads() noexcept { return at::get_num_threads(); }
 
 Tensor* nfrs_gather(const Tensor* x, const Tensor* rows, const Tensor* back, const Tensor* absent) {
-  return guarded([&] { return give(nfrs::fused::Gather::apply(*x, *rows, *back, *absent)); });
+  return guarded([&] { return give(Gather::apply(*x, *rows, *back, *absent)); });
 }
 // Keeps scaled_dot_product_attention from cuDNN's, for all threads, until as many calls of nfrs_cudnn_allow: torch has
 // one switch per process. Another thread's attention meanwhile takes another of torch's kernels, and its value is the same
@@ -86,92 +90,71 @@ Tensor* nfrs_gather(const Tensor* x, const Tensor* rows, const Tensor* back, con
 void nfrs_cudnn_forbid() noexcept { cudnn.forbid(); }
 void nfrs_cudnn_allow() noexcept { cudnn.allow(); }
 
-Tensor* nfrs_norm(int64_t k, const Tensor* x, const Tensor* weight, const Tensor* bias, double eps) {
-  return guarded([&] {
-    auto opt = [](const Tensor* t) { return t ? MaybeTensor(*t) : std::nullopt; };
-    return give(std::get<0>(nfrs::norm::forward_op(k).call(*x, opt(weight), opt(bias), eps)));
+// An operator, for nfrs_call; null where there is none of this name.
+const void* nfrs_operator(const char* name, int64_t length) {
+  return guarded([&]() -> const void* {
+    const auto found = c10::Dispatcher::singleton().findSchema({std::string(name, length), ""});
+    return found ? new c10::OperatorHandle(*found) : nullptr;
   });
 }
-
-// tensors: x, weight, bias, pad_mask, first, second, iters, refused, stats. Returns y; the statistics used through `stats`.
-Tensor* nfrs_column(int64_t k, const Tensor* const* tensors, const ColumnOptions* options, Tensor** stats) {
+// Calls it, through the dispatcher.
+bool nfrs_call(const void* op, const Value* arguments, int64_t n, Tensor** outputs, int64_t n_outputs) {
   return guarded([&] {
-    auto opt = [&](int i) { return tensors[i] ? MaybeTensor(*tensors[i]) : std::nullopt; };
-    auto [y, used] = nfrs::column::call_forward(
-        k, *tensors[0], opt(1), opt(2), nfrs::column::Rest{opt(3), opt(4), opt(5), opt(6), opt(7), opt(8), *options});
-    *stats = give(used);
-    return give(y);
-  });
-}
-
-// Returns x_plus; y through `y` unless k is -1. dtype < 0: y has f's dtype.
-Tensor* nfrs_residual(int64_t k, const Tensor* x, const Tensor* f, const Tensor* alpha, const Tensor* beta,
-                      const Tensor* weight, const Tensor* bias, double eps, double p, const Tensor* seed, int64_t site,
-                      int32_t dtype, Tensor** y) {
-  return guarded([&] {
-    auto opt = [](const Tensor* t) { return t ? MaybeTensor(*t) : std::nullopt; };
-    nfrs::residual::Kind type = dtype < 0 ? std::nullopt : nfrs::residual::Kind(static_cast<at::ScalarType>(dtype));
-    auto [x_plus, normed, stats] = nfrs::residual::op<nfrs::residual::Forward>(k, "").call(
-        *x, *f, opt(alpha), opt(beta), opt(weight), opt(bias), eps, p, opt(seed), site, type);
-    if (y) *y = give(normed);
-    return give(x_plus);
-  });
-}
-
-Tensor* nfrs_lp_norm(const Tensor* x, const Tensor* weight, double p, double eps) {
-  return guarded([&] {
-    static const auto op = nfrs::operator_handle<Tensor(const Tensor&, const MaybeTensor&, double, double)>("lp_norm");
-    return give(op.call(*x, weight ? MaybeTensor(*weight) : std::nullopt, p, eps));
-  });
-}
-
-Tensor* nfrs_relu_dropout(const Tensor* x, double p, const Tensor* seed, int64_t site) {
-  return guarded([&] {
-    static const auto op = nfrs::operator_handle<nfrs::fused::ReluForward>("relu_dropout");
-    return give(op.call(*x, p, seed ? MaybeTensor(*seed) : std::nullopt, site));
-  });
-}
-
-Tensor* nfrs_attention(const Tensor* q, const Tensor* k, const Tensor* v, const Tensor* ranges, int64_t heads,
-                       bool causal, double scale, double p, const Tensor* seed, int64_t site) {
-  return guarded([&] {
-    static const auto op = nfrs::operator_handle<nfrs::fused::AttentionForward>("attention");
-    return give(std::get<0>(
-        op.call(*q, *k, *v, *ranges, heads, causal, scale, p, seed ? MaybeTensor(*seed) : std::nullopt, site)));
-  });
-}
-
-// Returns the loss per row; the NLL per row through `nll`.
-Tensor* nfrs_cross_entropy(const Tensor* logits, const Tensor* target, const Tensor* mask, double nll_weight,
-                           double uniform_weight, int64_t ignore_index, Tensor** nll) {
-  return guarded([&] {
-    static const auto op = nfrs::operator_handle<nfrs::fused::EntropyForward>("label_smoothed_cross_entropy");
-    auto [loss, each, lse] = op.call(*logits, *target, mask ? MaybeTensor(*mask) : std::nullopt, nll_weight,
-                                     uniform_weight, ignore_index);
-    *nll = give(each);
-    return give(loss);
-  });
-}
-Tensor* nfrs_cross_entropy_(Tensor* logits, const Tensor* target, const Tensor* mask, double nll_weight,
-                            double uniform_weight, int64_t ignore_index, const Tensor* scale,
-                            Tensor** nll) {
-  return guarded([&] {
-    using Signature = std::tuple<Tensor, Tensor>(Tensor&, const Tensor&, const MaybeTensor&, double, double, int64_t,
-                                                 const Tensor&);
-    static const auto op = nfrs::operator_handle<Signature>("label_smoothed_cross_entropy_");
-    auto [loss, each] = op.call(*logits, *target, mask ? MaybeTensor(*mask) : std::nullopt, nll_weight, uniform_weight,
-                                ignore_index, *scale);
-    *nll = give(each);
-    return give(loss);
-  });
-}
-
-// tensors: those of `adam_`, in its order.
-bool nfrs_adam_(Tensor* const* tensors, double beta1, double beta2, double eps) {
-  return guarded([&] {
-    static const auto op = nfrs::operator_handle<nfrs::adam::Update>("adam_");
-    op.call(*tensors[0], *tensors[1], *tensors[2], *tensors[3], *tensors[4], *tensors[5], *tensors[6], beta1, beta2, eps);
+    torch::jit::Stack stack;
+    stack.reserve(std::max(n, n_outputs));
+    for (const auto& a : at::ArrayRef<Value>(arguments, n)) {
+      switch (a.tag) {
+        case Value::TENSOR: stack.emplace_back(*a.tensor); break;
+        case Value::INTEGER: stack.emplace_back(a.integer); break;
+        case Value::FLOAT: stack.emplace_back(a.number); break;
+        case Value::BOOLEAN: stack.emplace_back(a.integer != 0); break;
+        case Value::TEXT: stack.emplace_back(std::string(a.text, a.length)); break;
+        default: stack.emplace_back();
+      }
+    }
+    static_cast<const c10::OperatorHandle*>(op)->callBoxed(stack);
+    const int64_t n_made = stack.size();
+    TORCH_CHECK(n_made == n_outputs, "an operator made ", n_made, " tensors, not ", n_outputs);
+    for (size_t k = 0; k < stack.size(); ++k) outputs[k] = give(std::move(stack[k]).toTensor());
     return true;
+  });
+}
+
+// An element of a list that is an argument: a tensor, null where there is none, or a number.
+const Tensor* nfrs_tensor_of(const c10::IValue* list, int64_t i) noexcept {
+  const Tensor& t = nfrs::tensor(list->toListRef()[i]);
+  return t.defined() ? &t : nullptr;
+}
+double nfrs_number_of(const c10::IValue* list, int64_t i) noexcept { return list->toListRef()[i].toDouble(); }
+
+// Records again what is called inside an operator, which has left autograd behind, until nfrs_leave_autograd.
+struct Above {
+  static c10::impl::LocalDispatchKeySet keys() {
+    auto keys = c10::impl::tls_local_dispatch_key_set();
+    keys.excluded_ = keys.excluded_ - c10::autograd_dispatch_keyset_with_ADInplaceOrView;
+    return keys;
+  }
+  const c10::impl::ForceDispatchKeyGuard above{keys()};
+  const at::AutoGradMode enabled{true};
+};
+void* nfrs_above_autograd() noexcept { return new Above; }
+void nfrs_leave_autograd(void* above) noexcept { delete static_cast<Above*>(above); }
+// A gradient for each of n inputs, null where `root` does not depend on it; with `again` they can be differentiated.
+bool nfrs_gradients(const Tensor* root, const Tensor* gradient, const Tensor* const* inputs, int64_t n, bool again,
+                    Tensor** made) {
+  return guarded([&] {
+    nfrs::variable_list leaves;
+    for (int64_t i = 0; i < n; ++i) leaves.push_back(*inputs[i]);
+    const auto found = torch::autograd::grad({*root}, leaves, {*gradient}, again, again, true);
+    for (int64_t i = 0; i < n; ++i) made[i] = found[i].defined() ? give(found[i]) : nullptr;
+    return true;
+  });
+}
+// Whether the last dimension is a multiple of a number (of 0: is 0), symbolic or not.
+bool nfrs_has_columns(const Tensor* x, int64_t multiple_of) {
+  return guarded([&]() -> bool {
+    const auto columns = x->sym_size(-1);
+    return multiple_of == 0 ? columns == 0 : columns % multiple_of == 0;
   });
 }
 
@@ -179,27 +162,11 @@ bool nfrs_adam_(Tensor* const* tensors, double beta1, double beta2, double eps) 
 bool nfrs_recompute(void* piece, const Tensor* const* inputs, size_t count, void* outputs, Push push) {
   return guarded([&] {
     auto owned = c10::make_intrusive<nfrs::recompute::Piece>(piece);
-    variable_list given;
+    nfrs::variable_list given;
     for (size_t i = 0; i < count; ++i) given.push_back(*inputs[i]);
     for (auto& t : nfrs::recompute::Recompute::apply(at::TensorList(given), std::move(owned))) push(outputs, give(t));
     return true;
   });
-}
-
-Tensor* nfrs_all_reduce(const Tensor* t, int64_t, const char* group) {
-  return guarded([&] { return give(nfrs::collective::all_reduce(*t, group)); });
-}
-bool nfrs_all_reduce_(Tensor* t, const char* group) {
-  return guarded([&] {
-    nfrs::collective::all_reduce_(*t, group);
-    return true;
-  });
-}
-Tensor* nfrs_all_gather(const Tensor* t, int64_t size, const char* group) {
-  return guarded([&] { return give(nfrs::collective::all_gather(*t, size, group)); });
-}
-Tensor* nfrs_broadcast(const Tensor* t, int64_t, const char* group) {
-  return guarded([&] { return give(nfrs::collective::broadcast(*t, group)); });
 }
 
 Tensor* nfrs_upload(const Tensor* host, int device) {

@@ -1,6 +1,6 @@
 // Copies between host and device that nobody waits for, and streams. torch's generic interfaces only: nothing of CUDA is needed here.
 #pragma once
-#include "common.h"
+#include "node.h"
 
 #include <c10/core/Event.h>
 #include <c10/core/StreamGuard.h>

@@ -1,0 +1,215 @@
+// The autograd node of every operator that Rust declares with a derivative.
+#pragma once
+#include "declared.h"
+
+#include <torch/csrc/autograd/autograd.h>
+#include <torch/csrc/autograd/custom_function.h>
+#include <torch/csrc/autograd/functions/utils.h>
+
+namespace nfrs {
+
+using torch::autograd::SavedVariable;
+using torch::autograd::variable_list;
+
+// A gradient in the shape and type of what it is the gradient of; undefined where it was not made.
+inline Tensor like(const Tensor& gradient, const Tensor& t) {
+  if (!t.defined()) return gradient;
+  Tensor d = gradient.scalar_type() == t.scalar_type() ? gradient : gradient.to(t.scalar_type());
+  if (d.sym_sizes() == t.sym_sizes()) return d;
+  return d.dim() == 1 && d.sym_size(0) == 0 ? Tensor() : d.view_symint(t.sym_sizes());
+}
+
+// An operator's arguments and outputs as a node has kept them; what it has not is None.
+struct Kept {
+  std::vector<IValue> arguments, outputs;
+};
+
+// Gradients by the backward operator's kernel or formula.
+inline variable_list by_operator(const Op& op, const Kept& kept, const std::vector<IValue>& gradients,
+                                 uint64_t wanted) {
+  const Op& b = *op.backward;
+  const auto is_wanted = [&](int64_t argument) {
+    const auto at = std::find(op.positions.begin(), op.positions.end(), argument) - op.positions.begin();
+    return argument < 0 || (wanted >> at & 1);
+  };
+  Stack stack;
+  stack.reserve(std::max(b.n_args, b.made.size()));
+  for (const auto& s : b.sources) {
+    if (s.kind == Source::NOTHING || !is_wanted(s.only_for)) stack.emplace_back();
+    else if (s.kind == Source::GRADIENT) stack.push_back(gradients[s.index]);
+    else stack.push_back((s.kind == Source::OUTPUT ? kept.outputs : kept.arguments)[s.index]);
+  }
+  b.handle.callBoxed(stack);
+  variable_list result(op.table.size());
+  for (size_t k = 0; k < b.results.size(); ++k) {
+    if (!(wanted >> b.results[k] & 1)) continue;
+    auto& d = result[b.results[k]];
+    const Tensor& t = entry(op, kept.arguments, b.results[k]);
+    d = like(stack[k].toTensor(), t);
+    if (!d.defined() && (b.made[k].is & SHARED)) d = like(stack[0].toTensor(), t);
+  }
+  return result;
+}
+
+// The same where they are to be differentiated again, by Rust: it knows the gradient as a formula.
+inline variable_list by_rust(const Op& op, const Kept& kept, const std::vector<IValue>& gradients) {
+  const Values values = all_shown(kept.arguments), outputs = all_shown(kept.outputs), given = all_shown(gradients);
+  Call call = call_of(values, -1);
+  call.outputs = outputs.data(), call.n_outputs = outputs.size(), call.gradients = given.data();
+  at::SmallVector<Tensor*, 8> out(op.table.size(), nullptr);
+  check_rust(nfrs_run(op.rust, GRADIENT, &call, out.data()));
+  variable_list result;
+  for (auto* t : out) result.push_back(take_over(t));
+  return result;
+}
+
+// The same by the operator's formula, run again. They are partial gradients: of aliases, so that nothing flows on from
+// one input to another that it was made of.
+inline variable_list by_formula(const Op& op, Kept kept, const std::vector<IValue>& gradients, uint64_t wanted) {
+  const at::AutoGradMode enabled(true);
+  variable_list leaves, used, given, result(op.table.size());
+  for (size_t i = 0; i < op.table.size(); ++i) {
+    if (!(wanted >> i & 1)) continue;
+    auto& slot = kept.arguments[op.positions[i]];
+    leaves.push_back(slot.toTensor().view_as(slot.toTensor()));
+    slot = leaves.back();
+  }
+  const auto made = composed(op, kept.arguments, DEVICE);
+  for (size_t k = 0; k < made.size(); ++k)
+    if (!gradients[k].isNone() && made[k].requires_grad())
+      used.push_back(made[k]), given.push_back(gradients[k].toTensor());
+  if (used.empty() || leaves.empty()) return result;
+  const auto found = torch::autograd::grad(used, leaves, given, true, true, true);
+  for (size_t i = 0, n = 0; i < result.size(); ++i)
+    if (wanted >> i & 1) result[i] = found[n++];
+  return result;
+}
+
+// Gradients of op.table's tensors; `tensors` are those that op.saved names, `grads` of the outputs that have gradients.
+inline variable_list differentiate(const Op& op, const std::vector<IValue>& plain, const variable_list& tensors,
+                                   const variable_list& grads, uint64_t wanted) {
+  if (std::none_of(grads.begin(), grads.end(), [](const Tensor& t) { return t.defined(); }))
+    return variable_list(op.table.size());
+  Kept kept{plain, std::vector<IValue>(op.made.size())};
+  for (size_t i = 0; i < tensors.size(); ++i)
+    (op.saved[i].kind == Source::OUTPUT ? kept.outputs : kept.arguments)[op.saved[i].index] = value(tensors[i]);
+  std::vector<IValue> gradients(op.made.size());
+  for (size_t k = 0, i = 0; k < op.made.size(); ++k)
+    if (op.has_gradient[k]) gradients[k] = value(grads[i++]);
+  if (!at::GradMode::is_enabled()) return by_operator(op, kept, gradients, wanted);
+  return op.is & DIFFERENTIATES ? by_rust(op, kept, gradients) : by_formula(op, std::move(kept), gradients, wanted);
+}
+
+using NodePointer = decltype(torch::autograd::Edge::function);  // a shared_ptr; in later versions an intrusive_ptr
+
+struct Derivative : torch::autograd::Node {
+  explicit Derivative(const Op& op) : op(op) {}
+  const Op& op;
+  std::vector<SavedVariable> saved;  // as op.saved says
+  std::vector<IValue> plain;                          // the other arguments
+
+  std::string name() const override { return op.name + "Backward"; }
+  void release_variables() override {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    for (auto& s : saved) s.reset_data();
+  }
+  uint64_t wanted() const {
+    uint64_t mask = 0;
+    for (size_t i = 0; i < op.table.size(); ++i) mask |= uint64_t(task_should_compute_output(i)) << i;
+    return mask;
+  }
+  variable_list unpack() {
+    variable_list all;
+    all.reserve(saved.size());
+    for (size_t i = 0; i < saved.size(); ++i)
+      all.push_back(op.saved[i].kind == Source::OUTPUT ? saved[i].unpack(getptr()) : saved[i].unpack());
+    return all;
+  }
+  variable_list apply(variable_list&& grads) override {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    return differentiate(op, plain, unpack(), grads, wanted());
+  }
+
+  // Compiled autograd: numbers are constants of the graph, tensors its inputs.
+  void compiled_args(torch::autograd::CompiledNodeArgs& args) const override {
+    args.collect(op.name);
+    args.collect(saved, true);
+    for (const auto& v : plain) {
+      if (v.isInt()) args.collect(v.toInt());
+      else if (v.isDouble()) args.collect(v.toDouble());
+      else args.collect(v);
+    }
+  }
+  variable_list apply_with_saved(const variable_list& grads, torch::autograd::SwapSavedVariables& swap) override {
+    using namespace torch::dynamo::autograd;
+    swap.before(saved);
+    std::vector<IValue> packed;
+    std::vector<at::TypePtr> types;
+    for (const auto& t : unpack()) packed.push_back(value(t)), types.push_back(c10::OptionalType::ofTensor());
+    const auto& python = getPyCompilerInterface();
+    const auto bound = python->bind_function(
+        swap.get_py_compiler(), name(),
+        [&op = op, plain = plain, wanted = wanted()](const variable_list& grads, const std::vector<IValue>& packed) {
+          variable_list tensors;
+          for (const auto& v : packed) tensors.push_back(tensor(v));
+          return differentiate(op, plain, tensors, grads, wanted);
+        },
+        types, true, true);
+    auto metadata = IValuePacker<std::vector<std::optional<torch::autograd::InputMetadata>>>::pack(
+        get_input_metadata(next_edges()));
+    auto result = python->call_function(swap.get_py_compiler(), "apply_functional", bound, grads, packed, metadata);
+    swap.after(saved);
+    return result;
+  }
+};
+
+template <class T>
+NodePointer make_node(const Op& op) {
+  if constexpr (std::is_base_of_v<c10::intrusive_ptr_target, T>) return c10::make_intrusive<T>(op);
+  else return NodePointer(new T(op), [](auto* node) { deleteNode(node); });
+}
+
+// Computes with `below`, and records how to differentiate that.
+template <class Below>
+void record(const Op& op, const Below& below, Stack* stack) {
+  const auto args = torch::jit::last(*stack, op.n_args);
+  const NodePointer pointer = make_node<Derivative>(op);
+  auto& node = static_cast<Derivative&>(*pointer);
+  torch::autograd::edge_list edges(op.table.size());
+  for (size_t i = 0; i < edges.size(); ++i)
+    if (const Tensor& t = entry(op, args, i); t.defined()) edges[i] = torch::autograd::impl::gradient_edge(t);
+  node.set_next_edges(std::move(edges));
+  node.saved.resize(op.saved.size());
+  for (size_t i = 0; i < op.saved.size(); ++i)
+    if (op.saved[i].kind == Source::ARGUMENT) node.saved[i] = SavedVariable(tensor(args[op.saved[i].index]), false);
+  node.plain.resize(op.n_args);
+  for (size_t i = 0; i < op.n_args; ++i)
+    if (op.plain[i]) node.plain[i] = args[i];
+  below();
+  const auto made = torch::jit::last(*stack, op.made.size());
+  for (size_t k = 0; k < made.size(); ++k)
+    if (op.has_gradient[k]) torch::autograd::set_history(made[k].toTensor(), pointer);
+  for (size_t i = 0; i < op.saved.size(); ++i)
+    if (op.saved[i].kind == Source::OUTPUT) node.saved[i] = SavedVariable(made[op.saved[i].index].toTensor(), true);
+}
+
+// The Autograd key. Under torch.func formulas run, whose operations all have rules for it; so they do in forward mode,
+// for which nothing else has a derivative, and where no kernel is.
+inline void autograd(const Op& op, c10::DispatchKeySet keys, Stack* stack) {
+  const auto args = torch::jit::last(*stack, op.n_args);
+  const bool has_tangent = std::any_of(op.positions.begin(), op.positions.end(), [&](size_t i) {
+    return torch::autograd::isFwGradDefined(tensor(args[i]));
+  });
+  if (is_transformed() || has_tangent) return fallback<TRANSFORM>(op, keys, stack);
+  if (!(op.is & RECORDED) && !has_kernel(op, leader(op, args))) return fallback<DEVICE>(op, keys, stack);
+  const auto below = [&] {
+    const at::AutoDispatchBelowADInplaceOrView guard;
+    op.handle.redispatchBoxed(keys & c10::after_ADInplaceOrView_keyset, stack);
+  };
+  const auto needs_gradient = [&](size_t i) { return tensor(args[i]).defined() && tensor(args[i]).requires_grad(); };
+  const bool is_needed =
+      at::GradMode::is_enabled() && std::any_of(op.positions.begin(), op.positions.end(), needs_gradient);
+  is_needed ? record(op, below, stack) : below();
+}
+
+}  // namespace nfrs
