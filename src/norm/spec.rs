@@ -143,6 +143,20 @@ pub enum Read {
 pub const EPS: Setting =
     Setting { keyword: "eps", option: "norm_eps", value: Read::Number(|site| site.config.norm_eps.unwrap_or(1e-5)) };
 
+macro_rules! readers {
+    ($($name:ident: $kind:ident -> $value:ty),+) => {
+        $(
+            /// The option of this keyword at a site; none: the norm has no such option.
+            pub(super) fn $name(&self, keyword: &str, site: &Site) -> Option<$value> {
+                match self.options.iter().find(|option| option.keyword == keyword)?.value {
+                    Read::$kind(value) => Some(value(site)),
+                    _ => None,
+                }
+            }
+        )+
+    };
+}
+
 impl Spec {
     /// Its rows touch each other, by statistics of the batch.
     pub fn has_statistics(&self) -> bool {
@@ -202,38 +216,7 @@ impl Spec {
         self.buffers.iter().map(buffer).collect()
     }
 
-    fn read(&self, keyword: &str) -> Option<Read> {
-        self.options.iter().find(|option| option.keyword == keyword).map(|option| option.value)
-    }
-
-    /// The option of this keyword, if it has one.
-    pub(super) fn number(&self, keyword: &str, site: &Site) -> Option<f64> {
-        match self.read(keyword)? {
-            Read::Number(value) => Some(value(site)),
-            _ => None,
-        }
-    }
-
-    pub(super) fn count(&self, keyword: &str, site: &Site) -> Option<i64> {
-        match self.read(keyword)? {
-            Read::Count(value) => Some(value(site)),
-            _ => None,
-        }
-    }
-
-    pub(super) fn flag(&self, keyword: &str, site: &Site) -> Option<bool> {
-        match self.read(keyword)? {
-            Read::Flag(value) => Some(value(site)),
-            _ => None,
-        }
-    }
-
-    pub(super) fn word(&self, keyword: &str, site: &Site) -> Option<&'static str> {
-        match self.read(keyword)? {
-            Read::Word(value) => Some(value(site)),
-            _ => None,
-        }
-    }
+    readers! { number: Number -> f64, count: Count -> i64, flag: Flag -> bool, word: Word -> &'static str }
 
     /// Options that are numbers, in order: what the composed form is given.
     fn numbers(&self, site: &Site) -> Vec<f64> {
