@@ -31,6 +31,10 @@ class RowNorm(Unscriptable, nn.Module):
     has_eps: bool
     has_bias: bool
     has_one_gain: bool
+    weight: Any
+    """A parameter; None: there is none."""
+    bias: Any
+    """As weight."""
 
     def __init_subclass__(cls, norm: str | None = None, **rest: Any) -> None:
         """`norm`: the name in the table."""

@@ -39,8 +39,8 @@ class Declared:
         """Out of `normformer_rs.tables()`."""
         parameters, buffers = (tuple(Kept(**kept) for kept in entry[key]) for key in ("parameters", "buffers"))
         options = tuple(option["name"] for option in entry["options"])
-        plain = (entry[key] for key in ("name", "module", "form", "operator"))
-        return cls(*plain, parameters, buffers, options)
+        plain = {key: entry[key] for key in ("name", "module", "form", "operator")}
+        return cls(**plain, parameters=parameters, buffers=buffers, options=options)
 
 
 DECLARED: dict[str, Declared] = {entry["name"]: Declared.of(entry) for entry in tables()["norms"]}
