@@ -152,6 +152,30 @@ def test_schemes_on_torchs_transformer_are_the_packages():
         ]
 
 
+def test_layers_swap_to_schemes_of_their_own():
+    model = torchs_transformer().eval()
+    swap_residuals(model, "sandwich*1,prenorm")
+    kinds = [hasattr(layer, "post_norm1") for layer in (*model.encoder.layers, *model.decoder.layers)]
+    assert kinds == [True, False, True, False, False] and model.encoder.norm is not None
+    model = hugging_face("bert")
+    swap_residuals(model, "sandwich*1,prenorm")
+    assert [hasattr(block.residual, "post_norm1") for block in model.bert.encoder.layer] == [True, False]
+    with pytest.raises(ValueError, match="did you mean"):
+        swap_residuals(model, "sandwhich*1,prenorm")
+
+
+def test_norms_on_queries_and_keys_need_attention_that_shows_them():
+    model, x, y = torchs_transformer().eval(), torch.randn(2, 5, D), torch.randn(2, 4, D)
+    before = model(x, y)
+    done = swap_residuals(model, "postnorm", qk_norm=True, init=None)
+    assert type(model.encoder.layers[0].self_attn.q_norm) is nfnn.LayerNorm
+    assert not torch.equal(model(x, y), before)
+    done.undo()
+    assert torch.equal(model(x, y), before)
+    with pytest.raises(ValueError, match=r"qk_norm=True reaches between projections .* BertLayer"):
+        swap_residuals(hugging_face("bert"), "postnorm", qk_norm=True)
+
+
 def test_depth_is_what_the_constants_count():
     model = hugging_face("bert")
     swap_residuals(model, "deepnorm", depth=50)
