@@ -240,9 +240,10 @@ def _around(owner: Any, sublayer: Sublayer, dropout: nn.Module, grown: Tensor | 
     def gains(step: Sublayer | StreamStep) -> tuple[Tensor | None, Tensor | None]:
         return _gain(owner, step.alpha, grown), _gain(owner, step.beta, grown)
 
-    norms = [_norm(owner, at) for at in (sublayer.before, sublayer.amid, sublayer.after)]
+    before, amid, after = (_norm(owner, at) for at in (sublayer.before, sublayer.amid, sublayer.after))
+    alpha, beta = gains(sublayer)
     steps: list[nn.Module] = [plain.StreamStep(*gains(step)) for step in sublayer.streams]
-    return plain.Around(*norms, *gains(sublayer), dropout, steps)
+    return plain.Around(before, amid, after, alpha, beta, dropout, steps)
 
 
 def _norm(owner: Any, at: NormAt | None) -> nn.Module:
