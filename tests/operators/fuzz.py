@@ -45,10 +45,6 @@ SILENCE = 120
 """Seconds without a call's end after which a child counts as crashed."""
 
 
-def is_tensor(argument) -> bool:
-    return "Tensor" in str(argument.type)
-
-
 def run(op: str, a: dict) -> list[Tensor]:
     arguments = OPS_BY_NAME[op]
     positional = [a[s.name] for s in arguments if not s.kwarg_only]
@@ -56,21 +52,25 @@ def run(op: str, a: dict) -> list[Tensor]:
     return [] if out is None else [out] if isinstance(out, Tensor) else list(out)
 
 
+def drawn(d: Draw, kind: str):
+    """Anything of that type, as schemas print it."""
+    if kind.startswith("List["):
+        return [drawn(d, kind[5:-1]) for _ in range(d.one(0, 1, 2, 3))]
+    if "Tensor" not in kind:
+        return d.scalar(kind)
+    return None if "Optional" in kind and d.chance(0.4) else d.anything()
+
+
 def anything(d: Draw, op: str) -> dict:
-    return {
-        s.name: (None if "Optional" in str(s.type) and d.chance(0.4) else d.anything())
-        if is_tensor(s)
-        else d.scalar(str(s.type))
-        for s in OPS_BY_NAME[op]
-    }
+    return {s.name: drawn(d, str(s.type)) for s in OPS_BY_NAME[op]}
 
 
 def with_faults(d: Draw, op: str, a: dict) -> dict:
     a = dict(a)
     for _ in range(d.one(1, 1, 2, 3)):
         s = d.one(*OPS_BY_NAME[op])
-        if not is_tensor(s):
-            a[s.name] = d.scalar(str(s.type))
+        if not is_tensor(s) or str(s.type).startswith("List["):
+            a[s.name] = drawn(d, str(s.type))
         elif a[s.name] is None or d.chance(0.1):
             a[s.name] = d.anything()
         elif "Optional" in str(s.type) and d.chance(0.2):

@@ -149,6 +149,15 @@ def test_hooks_that_change_what_was_saved(call):
         y.sum().backward()
 
 
+@pytest.mark.parametrize("op", ["batch_norm", "power_norm_v", "power_norm"])
+def test_hooks_that_change_the_device_of_what_is_differentiated_again(op):
+    x = X.clone().requires_grad_()
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: t.to("meta"), lambda t: t):
+        y = getattr(OPS, op)(x, train=True)[0]
+    with pytest.raises(ValueError, match=f"{op}: saved tensors must lie on cpu, got one on meta"):
+        torch.autograd.grad(y.sum(), x, create_graph=True)
+
+
 @pytest.mark.parametrize("layout", ["to_sparse", "to_mkldnn"])
 @pytest.mark.parametrize(
     "call",

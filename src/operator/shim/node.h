@@ -51,8 +51,19 @@ inline variable_list by_operator(const Op& op, const Kept& kept, const std::vect
   return result;
 }
 
+// A hook may have handed back something else than it was given.
+inline void check_devices(const Op& op, const std::vector<IValue>& all, const Tensor& x) {
+  for (const auto& v : all)
+    if (const Tensor& t = tensor(v); t.defined())
+      TORCH_CHECK_VALUE(t.device() == x.device() && t.layout() == x.layout(), op.name, ": saved tensors must lie on ",
+                        x.device(), ", got one on ", t.device(), " with layout ", t.layout());
+}
+
 // The same where they are to be differentiated again, by Rust: it knows the gradient as a formula.
 inline variable_list by_rust(const Op& op, const Kept& kept, const std::vector<IValue>& gradients) {
+  const auto some = std::find_if(gradients.begin(), gradients.end(), [](const IValue& v) { return tensor(v).defined(); });
+  check_devices(op, kept.arguments, tensor(*some));
+  check_devices(op, kept.outputs, tensor(*some));
   const Values values = all_shown(kept.arguments), outputs = all_shown(kept.outputs), given = all_shown(gradients);
   Call call = call_of(values, -1);
   call.outputs = outputs.data(), call.n_outputs = outputs.size(), call.gradients = given.data();
