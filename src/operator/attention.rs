@@ -163,7 +163,6 @@ pub(super) fn operator() -> Operator {
         has_own_gradient: true,
         is_looped: true,
         count: Some(&COUNT),
-        ..Operator::default()
     }
 }
 
