@@ -204,13 +204,16 @@ fn recomputation_carries_every_stream() {
         run(&stack, &x, &ctx).square().sum(Kind::Double).backward();
         let mut leaves: Vec<(&String, &Tensor)> = names.iter().collect();
         leaves.sort_by_key(|(name, _)| *name);
-        let all: Vec<Tensor> = leaves.iter().map(|(_, t)| t).chain([&&x]).map(|t| t.grad().copy()).collect();
+        let all: Vec<Tensor> = leaves.iter().map(|(_, t)| t.grad().copy()).collect();
         leaves.iter().for_each(|(_, t)| t.shallow_clone().zero_grad());
-        all
+        (all, x.grad().copy())
     };
-    for (plain, again) in gradients(false).iter().zip(gradients(true)) {
-        assert_eq!(plain, &again);
-    }
+    let ((plain, x), (again, x_again)) = (gradients(false), gradients(true));
+    assert_eq!(plain, again);
+    // All three streams begin with x, and autograd adds up their gradients in another order.
+    let largest = |t: &Tensor| t.abs().max().double_value(&[]);
+    let (apart, size) = (largest(&(&x - x_again)), largest(&x));
+    assert!(apart < 1e-14 * size, "{apart} of {size}");
 }
 
 #[test]
