@@ -149,7 +149,7 @@ def test_hooks_that_change_what_was_saved(call):
         y.sum().backward()
 
 
-@pytest.mark.parametrize("op", ["batch_norm", "power_norm_v", "power_norm"])
+@pytest.mark.parametrize("op", ["batch_norm", "power_norm_v"])
 def test_hooks_that_change_the_device_of_what_is_differentiated_again(op):
     x = X.clone().requires_grad_()
     with torch.autograd.graph.saved_tensors_hooks(lambda t: t.to("meta"), lambda t: t):
