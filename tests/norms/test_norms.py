@@ -95,10 +95,12 @@ def test_fifty_steps_are_the_formulas(case, masked):
 def test_the_composed_form_is_the_kernel(case, training, masked):
     """What runs on devices without kernels, called on CPU tensors."""
     norm, name = build(case, 6)
+    composed_calls = lambda: _core.operator_counts()[OPERATORS[name]][1]  # noqa: E731
+    before = composed_calls()
     x, mask = data(6, masked=masked)
     dy, results = torch.randn_like(x), []
     keys = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
-    for device in ("CPU", "CUDA"):
+    for device in ("CPU", "MPS"):
         operator, backward = (
             torch.library.get_kernel(f"normformer_rs::{OPERATORS[name]}{suffix}", device)
             for suffix in ("", "_backward")
@@ -113,6 +115,7 @@ def test_the_composed_form_is_the_kernel(case, training, masked):
             options = {k: v for k, v in options.items() if k in ("alpha_bwd", "variant")}
             d = backward.call_boxed(keys, dy, x, own.weight, mask, *moved, stats, train=training, **options)
         results.append([y, stats, *d, *own.state_dict().values(), own.refused])
+    assert composed_calls() == before + 1
     close(*results)
 
 
