@@ -161,9 +161,10 @@ impl Flow {
         Ok(Flow { combine, growth, streams, end })
     }
 
-    /// The streams beside x, which begin as x does.
-    pub fn begin(&self, x: &Tensor) -> Vec<Tensor> {
-        self.streams.iter().map(|_| x.shallow_clone()).collect()
+    /// The streams beside x, which begin as x does. Views, so that autograd adds up their gradients in one order, whether
+    /// layers run again for them or not.
+    pub fn begin(&self, x: &Tensor) -> Result<Vec<Tensor>> {
+        self.streams.iter().map(|_| Ok(x.f_view_as(x)?)).collect()
     }
 
     /// What follows the last layer: x and the streams beside it become one, and the end's changes.

@@ -121,7 +121,7 @@ impl Stack {
         let kind = if x.kind() == Kind::Double { Kind::Double } else { Kind::Float };
         let deviation = ctx.profile.then(|| Tensor::f_ones([1i64].as_slice(), (kind, x.device()))).transpose()?;
         ctx.show(|watch| watch.stack(&x))?;
-        let mut streams = Streams { others: flow.begin(&x), x, normed: None, alpha_t: flow.alpha(kind)?, deviation };
+        let mut streams = Streams { others: flow.begin(&x)?, x, normed: None, alpha_t: flow.alpha(kind)?, deviation };
         let mut outputs = vec![];
         for index in 0..layers.len() {
             if let Some(combine) = &flow.combine {

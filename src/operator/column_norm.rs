@@ -316,7 +316,7 @@ fn forward(k: &'static ColumnKernels, call: &Call) -> Result<()> {
         x: x.view,
         weight: weight.view,
         bias: bias.view,
-        pad: pad.view,
+        pad: of_rows(&x.view, pad),
         first: first.view,
         second: second.view,
         iters: iters.view,
@@ -349,7 +349,7 @@ fn backward(k: &'static ColumnKernels, call: &Call) -> Result<()> {
         x: x.view,
         weight: weight.view,
         bias: View::ABSENT,
-        pad: pad.view,
+        pad: of_rows(&x.view, pad),
         first: View::ABSENT,
         second: second.view,
         iters: View::ABSENT,
@@ -420,6 +420,14 @@ fn sums<E: Element>(cols: usize, x: &[E], pad: &[u8], guess: &[E::Acc]) -> (Vec<
         columns::sums::<E>(cols, &x[r.start * cols..r.end * cols], part(pad, &r), guess, sum, squares);
     });
     (sum, squares)
+}
+
+/// The mask of x's rows: none where x has no numbers, of which its view has no rows.
+fn of_rows(x: &View, pad: &Value) -> View {
+    match x.rows() {
+        0 => View::ABSENT,
+        _ => pad.view,
+    }
 }
 
 /// The mask's part for these rows.

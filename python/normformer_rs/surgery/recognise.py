@@ -64,7 +64,7 @@ def examine(module: nn.Module) -> Known | str:
         return _registered(module, _READERS[kind](module))
     computes = own_name(module)
     if computes is not None:
-        return _by_convention(module, _own_width(module), computes)
+        return _by_convention(module, _own_width(module), computes, by_order=False)
     if kind in _TORCHS and not module._buffers and "forward" not in vars(module):
         shape = cast(Any, module).normalized_shape
         if len(shape) != 1:
@@ -127,11 +127,13 @@ def _registered(module: nn.Module, said: Any) -> Known | str:
     return found if isinstance(found, Known) else _by_convention(module, width, computes)
 
 
-def _by_convention(module: nn.Module, width: int, computes: str) -> Known:
-    """Its parameters are `computes`'s weight and bias, by their names or else by their order."""
+def _by_convention(module: nn.Module, width: int, computes: str, by_order: bool = True) -> Known:
+    """Its parameters are `computes`'s weight and bias, by their names or else by their order; `by_order=False`: by their
+    names alone, since others enter x̂."""
     names = [name for name, _ in module.named_parameters(recurse=False)]
-    gain = "weight" if "weight" in names else next((name for name in names if name != "bias"), None)
-    bias = "bias" if "bias" in names else next((name for name in names if name != gain), None)
+    others = names if by_order else []
+    gain = "weight" if "weight" in names else next((name for name in others if name != "bias"), None)
+    bias = "bias" if "bias" in names else next((name for name in others if name != gain), None)
     kind = KINDS[computes]
     start = 1.0
     if issubclass(kind, RowNorm) and gain is not None:

@@ -52,18 +52,23 @@ inline variable_list by_operator(const Op& op, const Kept& kept, const std::vect
 }
 
 // A hook may have handed back something else than it was given.
-inline void check_devices(const Op& op, const std::vector<IValue>& all, const Tensor& x) {
-  for (const auto& v : all)
-    if (const Tensor& t = tensor(v); t.defined())
-      TORCH_CHECK_VALUE(t.device() == x.device() && t.layout() == x.layout(), op.name, ": saved tensors must lie on ",
-                        x.device(), ", got one on ", t.device(), " with layout ", t.layout());
+inline void check_kept(const Op& op, const Kept& kept, const Tensor& gradient) {
+  arguments::Sizes sizes;
+  const Tensor& x = leader(op, kept.arguments);
+  for (size_t i = 0; i < op.table.size(); ++i)
+    if (const Tensor& t = entry(op, kept.arguments, i); t.defined())
+      arguments::check_one({op.name.c_str()}, op.table[i], t, op.table[op.leader], x, sizes);
+  for (const auto* all : {&kept.arguments, &kept.outputs})
+    for (const auto& v : *all)
+      if (const Tensor& t = tensor(v); t.defined())
+        TORCH_CHECK_VALUE(t.device() == gradient.device() && t.layout() == gradient.layout(), op.name,
+                          ": saved tensors must lie on ", gradient.device(), ", got one on ", t.device());
 }
 
 // The same where they are to be differentiated again, by Rust: it knows the gradient as a formula.
 inline variable_list by_rust(const Op& op, const Kept& kept, const std::vector<IValue>& gradients) {
   const auto some = std::find_if(gradients.begin(), gradients.end(), [](const IValue& v) { return tensor(v).defined(); });
-  check_devices(op, kept.arguments, tensor(*some));
-  check_devices(op, kept.outputs, tensor(*some));
+  check_kept(op, kept, tensor(*some));
   const Values values = all_shown(kept.arguments), outputs = all_shown(kept.outputs), given = all_shown(gradients);
   Call call = call_of(values, -1);
   call.outputs = outputs.data(), call.n_outputs = outputs.size(), call.gradients = given.data();
