@@ -128,8 +128,8 @@ def _registered(module: nn.Module, said: Any) -> Known | str:
 
 
 def _by_convention(module: nn.Module, width: int, computes: str, by_order: bool = True) -> Known:
-    """Its parameters are `computes`'s weight and bias, by their names or else by their order; `by_order=False`: by their
-    names alone, since others enter x̂."""
+    """Its parameters are `computes`'s weight and bias, by their names or else by their order; `by_order=False`: by
+    their names alone, since others enter x̂."""
     names = [name for name, _ in module.named_parameters(recurse=False)]
     others = names if by_order else []
     gain = "weight" if "weight" in names else next((name for name in others if name != "bias"), None)
