@@ -179,7 +179,9 @@ def test_compile_fullgraph(name, training):
         torch.manual_seed(step)
         x, dy = torch.randn(3, 5, 8), torch.randn(3, 5, 8)
         found, wanted = (run_module(module, x, dy) for module in (compiled, plain))
-        close(found, wanted, 1e-6)
+        for ours, theirs in zip(found, wanted, strict=True):
+            # Terms of the gradient cancel, so the error is relative to the largest number.
+            torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-6 * max(1.0, theirs.abs().max().item()))
         close(norm.buffers(), plain.buffers(), 1e-6)
 
 
