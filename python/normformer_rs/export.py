@@ -56,8 +56,8 @@ def to_torch(model: nn.Module) -> nn.Module:
 
 _NO_FORM = "{} has no form in torch's own operations: replace it before to_torch"
 _REASONS: dict[type, str] = {
-    Transformer: "normformer_rs.{} is one call into Rust: give to_torch a model around normformer_rs.nn.Transformer, "
-    "whose encoder and decoder load its weights by the same names",
+    Transformer: "normformer_rs.{} is one call into Rust: give to_torch a model around normformer_rs.nn.Transformer; "
+    "its encoder and decoder load these weights by the same names",
 }
 
 

@@ -20,7 +20,7 @@ PAD = 1
 """The id of padding."""
 EXPORT = (
     "normformer_rs.Transformer is one call into Rust, which torch.export cannot see into: export a model around "
-    "normformer_rs.nn.Transformer, whose encoder and decoder load these weights by the same names"
+    "normformer_rs.nn.Transformer; its encoder and decoder load these weights by the same names"
 )
 _SHOWN = ("vocab_size", "d_model", "d_ff", "heads", "encoder_layers", "decoder_layers", "norm", "residual")
 

@@ -283,6 +283,15 @@ struct OperatorRow {
     backward: *const OperatorRow,
 }
 
+// declared.h's flags of an operator.
+const ON_CPU: u32 = 1;
+const ON_GPU: u32 = 2;
+const COMPOSED: u32 = 4;
+const COMPOSITION: u32 = 8;
+const RECORDED: u32 = 16;
+const BATCHED: u32 = 32;
+const DIFFERENTIATES: u32 = 64;
+
 extern "C" {
     fn nfrs_define(row: &OperatorRow) -> bool;
 }
@@ -295,18 +304,18 @@ impl Operator {
     /// declared.h's flags.
     fn flags(&self) -> u32 {
         let kernels = match self.kernels {
-            Kernels::Everywhere => 1 | 2,
-            Kernels::Cpu => 1,
-            Kernels::Gpu => 2,
-            Kernels::Composition => 2 | 8,
+            Kernels::Everywhere => ON_CPU | ON_GPU,
+            Kernels::Cpu => ON_CPU,
+            Kernels::Gpu => ON_GPU,
+            Kernels::Composition => ON_GPU | COMPOSITION,
         };
         let has_formula = self.formula.is_some();
         let again = self.derivative.as_ref().is_some_and(|d| d.again.is_some());
         let more = [
-            (has_formula, 4),
-            (self.has_own_gradient, 16),
-            (has_formula && self.derivative.is_some() && !self.is_looped, 32),
-            (again, 64),
+            (has_formula, COMPOSED),
+            (self.has_own_gradient, RECORDED),
+            (has_formula && self.derivative.is_some() && !self.is_looped, BATCHED),
+            (again, DIFFERENTIATES),
         ];
         more.into_iter().filter(|(is, _)| *is).fold(kernels, |flags, (_, flag)| flags | flag)
     }

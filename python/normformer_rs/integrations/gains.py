@@ -43,8 +43,8 @@ class Undecayed:
         if not isinstance(optimizer, torch.optim.Optimizer):
             kind = type(optimizer).__name__
             raise InputError(
-                f"expected a torch.optim.Optimizer, got a {kind}, whose weight decay cannot be kept off gains: pass "
-                "undecayed=False, and give it groups of normformer_rs.nn.parameter_groups"
+                f"expected a torch.optim.Optimizer, got a {kind}: its weight decay cannot be kept off gains. "
+                "Pass undecayed=False, and give it the groups of normformer_rs.nn.parameter_groups"
             )
         self._optimizer, self._gains = optimizer, {id(p): p for p in learned_gains(model).values()}
         self._before: list[tuple[dict[str, Any], list[Any]]] | None = None

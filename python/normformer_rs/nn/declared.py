@@ -353,8 +353,8 @@ def gain(owner: nn.Module, declared: Gain, x: Tensor, alpha_t: Tensor | None) ->
 
 
 class Streams(NamedTuple):
-    """What one sublayer hands to the next: x, the streams beside it, and the next sublayer's N(x) where the step that
-    made x has made it too."""
+    """The tensors that one sublayer hands to the next: x and the streams beside it. `normed` is the next sublayer's
+    N(x), where one fused step made both."""
 
     x: Tensor
     others: tuple[Tensor, ...] = ()

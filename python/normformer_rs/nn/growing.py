@@ -1,4 +1,4 @@
-"""What follows an optimizer's steps: t, the update's number that branchnorm's α_t grows with, and the question whether
+"""Hooks on optimizers' steps. They count t, the number of updates that branchnorm's α_t grows with, and ask whether
 admin's gains were profiled."""
 
 import warnings

@@ -55,7 +55,7 @@ inline variable_list by_operator(const Op& op, const Kept& kept, const std::vect
 inline void check_kept(const Op& op, const Kept& kept, const Tensor& gradient) {
   arguments::Sizes sizes;
   const Tensor& x = leader(op, kept.arguments);
-  for (size_t i = 0; i < op.table.size(); ++i)
+  for (size_t i = 0; x.defined() && i < op.table.size(); ++i)
     if (const Tensor& t = entry(op, kept.arguments, i); t.defined())
       arguments::check_one({op.name.c_str()}, op.table[i], t, op.table[op.leader], x, sizes);
   for (const auto* all : {&kept.arguments, &kept.outputs})
