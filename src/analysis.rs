@@ -15,6 +15,8 @@ pub struct Seen {
     pub active: Vec<f64>,
     /// Per norm with running statistics.
     pub statistics: Vec<Statistics>,
+    /// The mean |x| of what the stack reads, and of every layer's output (coordinate checks, Yang et al. 2022, App D.1).
+    pub sizes: Vec<f64>,
 }
 
 /// What concerns μ, σ² and ψ² each; NaN of those that a norm has not.
@@ -140,7 +142,7 @@ impl Watch {
     /// A stack begins with these rows.
     pub fn stack(&self, x: &Tensor) -> Result<()> {
         self.stacks.borrow_mut().push(Seen::default());
-        self.last.replace(Some(rows(x)?));
+        self.remember(rows(x)?);
         Ok(())
     }
 
@@ -151,8 +153,14 @@ impl Watch {
             let cosines = Zip::from(before.rows()).and(x.rows()).map_collect(cosine);
             self.add(|seen| seen.cosines.push(cosines.mean().unwrap_or(f64::NAN)));
         }
-        self.last.replace(Some(x));
+        self.remember(x);
         Ok(())
+    }
+
+    /// Keeps the newest rows of the stream, and their size.
+    fn remember(&self, x: Array2<f64>) {
+        self.add(|seen| seen.sizes.push(x.mapv(f64::abs).mean().unwrap_or(f64::NAN)));
+        self.last.replace(Some(x));
     }
 
     /// After an activation.

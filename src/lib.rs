@@ -16,6 +16,7 @@ pub mod analysis;
 pub mod config;
 pub mod init;
 pub mod norm;
+pub mod parametrisation;
 pub mod residual;
 
 pub mod model;

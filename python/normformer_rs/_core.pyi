@@ -24,7 +24,20 @@ class Observer(Protocol):
     def message(self, level: str, text: str) -> None: ...
 
 def tables() -> str:
-    """A JSON object, which _tables.json repeats: the version, the options, and the norms, residuals and inits."""
+    """A JSON object, which _tables.json repeats: the version, the options, and the norms, residuals, inits and
+    parametrisations."""
+
+def parameter_role(name: str, dimensions: int) -> Literal["embedding", "hidden-matrix", "hidden-vector", "end"]:
+    """The role that a parameter's canonical name and number of dimensions give it."""
+
+def multipliers(
+    parametrisation: str,
+    role: str,
+    width: float,
+    depth: float,
+    alpha: float | None = None,
+) -> dict[Literal["init", "lr", "weight_decay", "eps"], float]:
+    """A role's multipliers in a model `width` times as wide and `depth` times as deep as its base."""
 
 def declare(model: str, stack: Literal["encoder", "decoder"]) -> str:
     """What a configuration's residual scheme puts into a stack: a JSON object of layers, flow, has_biases, …"""
@@ -102,8 +115,9 @@ def observe(
     seed: Tensor | None,
     precision: str,
     loss: Callable[[Tensor], Tensor] | None,
-) -> list[tuple[NDArray[np.float64], NDArray[np.float64], list[list[float]]]]:
-    """Of each stack: cosines (layers,), active (layers,), statistics (norms, 7); seed None: evaluation."""
+) -> list[tuple[NDArray[np.float64], NDArray[np.float64], list[list[float]], NDArray[np.float64]]]:
+    """Of each stack: cosines (layers,), active (layers,), statistics (norms, 7), sizes (layers + 1,); seed None:
+    evaluation."""
 
 def statistics(
     x: Tensor,

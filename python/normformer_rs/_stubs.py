@@ -60,6 +60,7 @@ class Config:
 
 _TAIL = """\
 LANGUAGE_MODELS: tuple[str, ...]
+PARAMETRISATION: tuple[str, ...]
 __version__: str
 
 def readable(name: str, text: str) -> str: ...
@@ -175,6 +176,12 @@ def names() -> str:
             "`--residual NAME`; shown by `pytest tests/model tests/train -k NAME`.",
         ),
         ("Initialisations", "inits", "`--init NAME`; shown by `pytest tests/model -k NAME`."),
+        (
+            "Parametrisations",
+            "parametrisations",
+            "`--parametrisation NAME` with `--base-width` and `--base-depth`; in plain PyTorch\n"
+            "`normformer_rs.param_groups`; shown by `pytest tests/model/test_parametrisation.py -k NAME`.",
+        ),
         (
             "Beside them",
             "others",

@@ -220,6 +220,8 @@ class Observed(NamedTuple):
     9)."""
     statistics: list[Statistics]
     """Of the norms that keep statistics, in the order of the pass."""
+    sizes: NDArray[np.float64]
+    """(layers + 1,): the mean |x| of what the stack reads, and of each layer's output (Yang et al. 2022, App D.1)."""
 
 
 def observe(
@@ -248,8 +250,8 @@ def observe(
     found = _core.observe(*given, None if loss is None else _number(loss))
     stacks = ["encoder", "decoder"][-len(found) :]
     return {
-        stack: Observed(cosines, active, [Statistics(*norm) for norm in norms])
-        for stack, (cosines, active, norms) in zip(stacks, found)
+        stack: Observed(cosines, active, [Statistics(*norm) for norm in norms], sizes)
+        for stack, (cosines, active, norms, sizes) in zip(stacks, found)
     }
 
 

@@ -172,6 +172,8 @@ DataConfig = _generate("DataConfig", "data", "The text of a training run, and ho
 SearchConfig = _generate("SearchConfig", "search", "How translations are searched.")
 LANGUAGE_MODELS = ("attention", "tensorized_rank", "tensorized_segment")
 """Options of a model that only the training loop's language models have."""
+PARAMETRISATION = tuple(field.name for field in TransformerConfig.FIELDS if field.group == "parametrisation")
+"""Options that say how multipliers follow width and depth."""
 
 
 def split(options: Mapping[str, Any], *kinds: type[Config]) -> list[dict[str, Any]]:

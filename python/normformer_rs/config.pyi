@@ -59,11 +59,13 @@ _Residual = Literal[
     "layerscale",
     "resi-dual",
 ]
-_Init = Literal["xavier", "smallinit", "fairseq", "deepnorm", "subln", "ds-init", "t-fixup", "r-fixup"]
+_Init = Literal["xavier", "smallinit", "fairseq", "deepnorm", "subln", "ds-init", "t-fixup", "r-fixup", "gpt2"]
 _BranchnormGrowth = Literal["linear", "exp", "sigmoid"]
 _DlclNorm = Literal["pre", "post"]
 _NormformerMode = Literal["paper", "fairseq"]
 _RFixupMode = Literal["release", "paper"]
+_Parametrisation = Literal["standard", "mup", "depth-mup", "completep"]
+_AttentionScale = Literal["inverse-sqrt", "inverse"]
 _Positions = Literal["twt", "fairseq"]
 _DecoderStart = Literal["bos", "eos"]
 _TieEmbeddings = Literal["all", "decoder", "none"]
@@ -116,6 +118,13 @@ class TransformerConfig(Config):
     ds_init_alpha: float
     ds_init_mode: _PowernormMode
     fixnorm: bool
+    parametrisation: _Parametrisation
+    base_width: int | None
+    base_depth: int | None
+    depth_alpha: float | None
+    input_alpha: float
+    output_alpha: float
+    attention_scale: _AttentionScale | None
     positions: _Positions
     decoder_start: _DecoderStart
     tie_embeddings: _TieEmbeddings
@@ -165,6 +174,13 @@ class TransformerConfig(Config):
         ds_init_alpha: float = ...,
         ds_init_mode: _PowernormMode = ...,
         fixnorm: bool = ...,
+        parametrisation: _Parametrisation = ...,
+        base_width: int | None = ...,
+        base_depth: int | None = ...,
+        depth_alpha: float | None = ...,
+        input_alpha: float = ...,
+        output_alpha: float = ...,
+        attention_scale: _AttentionScale | None = ...,
         positions: _Positions = ...,
         decoder_start: _DecoderStart = ...,
         tie_embeddings: _TieEmbeddings = ...,
@@ -301,6 +317,7 @@ class SearchConfig(Config):
     ) -> None: ...
 
 LANGUAGE_MODELS: tuple[str, ...]
+PARAMETRISATION: tuple[str, ...]
 __version__: str
 
 def readable(name: str, text: str) -> str: ...

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from . import _core
-from .config import LANGUAGE_MODELS, TrainingConfig, TransformerConfig
+from .config import LANGUAGE_MODELS, PARAMETRISATION, TrainingConfig, TransformerConfig
 from .errors import InputError
 from .model import find_checkpoint, read_config
 from .nn.declared import declare
@@ -36,6 +36,7 @@ FAIRSEQS: tuple[str, ...] = (
     "positions",
 )
 FAIRSEQS += ("tie_embeddings", "dropout", "attention_dropout", "activation_dropout", *LANGUAGE_MODELS)
+FAIRSEQS += PARAMETRISATION
 """Options of a model that fairseq has flags of its own for, that its data decide, or that a model there cannot have."""
 REFUSED: tuple[str, ...] = (
     "adaptive_input",
@@ -397,7 +398,11 @@ def to_fairseq(directory: Path_, output: Path_, *, checkpoint: str = "best") -> 
 
 
 def flags_from(config: TransformerConfig) -> dict[str, Any]:
-    """The plug-in's flags of a configuration: the inverse of `configure`."""
+    """The plug-in's flags of a configuration: the inverse of `configure`. Errors: InputError for a parametrisation,
+    which the plug-in has none of."""
+    for field in TransformerConfig.FIELDS:
+        if field.name in PARAMETRISATION and (value := getattr(config, field.name)) != field.default:
+            raise InputError(f"{field.name} = {value} has no place in fairseq: only the training loop and nn have it")
     flags: dict[str, Any] = {"data": ".", "criterion": "cross_entropy"}
     if config.architecture == "encoder-decoder":
         flags |= {"arch": "nfrs_transformer", "task": "translation"}

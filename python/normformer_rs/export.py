@@ -107,7 +107,7 @@ class _Writer:
         """The module's own new form; its children have theirs."""
         if type(module) in _NORMS:
             return _NORMS[type(module)](module)
-        if type(module) is nfnn.MultiheadAttention and not module.inside:
+        if type(module) is nfnn.MultiheadAttention and not module.inside and module.scale is None:
             return _torchs_attention(module)
         if type(module) in (nfnn.TransformerEncoderLayer, nfnn.TransformerDecoderLayer):
             grown = module.alpha() if grown is None else grown
@@ -175,6 +175,7 @@ _NORMS: dict[type, Callable[[Any], nn.Module]] = {
 def _torchs_attention(attention: Any) -> nn.MultiheadAttention:
     attention.__class__ = nn.MultiheadAttention
     attention.__dict__.pop("inside", None)
+    attention.__dict__.pop("scale", None)
     return attention
 
 
@@ -187,7 +188,7 @@ def _has_layer_norms(layer: nn.Module) -> bool:
 def _torchs_layer(layer: Any) -> nn.Module | None:
     sublayers: Iterable[Sublayer] = layer.place.sublayers
     is_bare = all(
-        s.alpha == s.beta == 1.0
+        s.alpha == s.beta == s.scale == 1.0
         and s.amid is None
         and not (s.inside or s.streams)
         and (s.before is None) != (s.after is None)
@@ -195,6 +196,7 @@ def _torchs_layer(layer: Any) -> nn.Module | None:
     )
     sides = {s.before is not None for s in sublayers}
     functions = (F.relu, F.gelu)
+    is_bare &= layer.place.declared.attention is None
     if not is_bare or len(sides) > 1 or layer.activation not in functions or not _has_layer_norms(layer):
         return None
     norm_first, attention = sides.pop(), layer.self_attn
@@ -243,7 +245,7 @@ def _around(owner: Any, sublayer: Sublayer, dropout: nn.Module, grown: Tensor | 
     before, amid, after = (_norm(owner, at) for at in (sublayer.before, sublayer.amid, sublayer.after))
     alpha, beta = gains(sublayer)
     steps: list[nn.Module] = [plain.StreamStep(*gains(step)) for step in sublayer.streams]
-    return plain.Around(before, amid, after, alpha, beta, dropout, steps)
+    return plain.Around(before, amid, after, alpha, beta, dropout, steps, sublayer.scale)
 
 
 def _norm(owner: Any, at: NormAt | None) -> nn.Module:
@@ -276,7 +278,8 @@ def _attention(attention: Any) -> nn.Module:
     input, query, key, after_heads, after_output = (_changes(attention, inside.get(point, ())) for point in points)
     projections = (attention.in_proj_weight, attention.in_proj_bias, attention.out_proj)
     shape = (attention.num_heads, attention.dropout, attention.batch_first)
-    return plain.Attention(*projections, *shape, (input, query, key, after_heads, after_output))
+    changes = (input, query, key, after_heads, after_output)
+    return plain.Attention(*projections, *shape, changes, getattr(attention, "scale", None))
 
 
 def _feed_forward(layer: Any, changes: tuple[nn.Module, nn.Module, nn.Module]) -> nn.Module:

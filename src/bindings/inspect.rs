@@ -3,18 +3,20 @@
 use super::json_text;
 use crate::config::{DataConfig, SearchOptions, TrainingConfig, TransformerConfig};
 use crate::error::unknown;
-use crate::{init, model, norm, operator, residual};
+use crate::{init, model, norm, operator, parametrisation, residual};
 use pyo3::prelude::*;
 use serde_json::json;
 use std::collections::HashMap;
 
 /// The content of _tables.json, which `python -m normformer_rs._stubs --write` writes: the version, every
-/// configuration's options, and the tables of norms, residual schemes and initialisations.
+/// configuration's options, and the tables of norms, residual schemes, initialisations and
+/// parametrisations.
 #[pyfunction]
 fn tables() -> PyResult<String> {
     let entry =
         |name: &str, equation: &str, source: &str| json!({"name": name, "equation": equation, "source": source});
     let others = [norm::group_scaling::ABOUT, norm::fix_norm::ABOUT, residual::PROFILING, model::TENSORIZED];
+    let parametrisations = parametrisation::PARAMETRISATIONS.iter();
     json_text(&json!({
         "version": env!("CARGO_PKG_VERSION"),
         "options": {
@@ -27,6 +29,7 @@ fn tables() -> PyResult<String> {
             "norms": norm::NORMS.iter().map(|n| n.describe()).collect::<Vec<_>>(),
             "residuals": residual::SCHEMES.iter().map(|s| entry(s.name(), s.equation(), s.source())).collect::<Vec<_>>(),
             "inits": init::INITS.iter().map(|i| entry(i.name, i.definition, i.source)).collect::<Vec<_>>(),
+            "parametrisations": parametrisations.map(|p| entry(p.name, p.equation, p.source)).collect::<Vec<_>>(),
             "others": others.map(|[name, equation, source]| entry(name, equation, source)),
         },
     }))

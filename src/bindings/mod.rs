@@ -3,6 +3,7 @@
 mod graphs;
 mod inspect;
 mod model;
+mod parametrisation;
 mod runs;
 mod training;
 
@@ -65,6 +66,7 @@ fn _core(m: &Bound<'_, PyModule>) -> PyResult<()> {
     m.add("Interrupted", m.py().get_type::<Interrupted>())?;
     inspect::add(m)?;
     model::add(m)?;
+    parametrisation::add(m)?;
     training::add(m)?;
     runs::add(m)
 }

@@ -68,7 +68,7 @@ fn draw_table(py: Python<'_>, weight: PyTensor, name: &str, model: &str) -> PyRe
     let config: TransformerConfig = config::from_json("model", model)?;
     let init = init::find(config.init())?;
     let fill = match name {
-        "output_projection" => (init.output)(config.d_model, config.vocab_size),
+        "output_projection" => init.output_matrix(&config),
         table => first_values(Table::parse(table)?, &config, init),
     };
     let weight = weight.0;
@@ -88,7 +88,10 @@ fn declare(model: &str, stack: &str) -> PyResult<String> {
     let layer = |layer: i64| {
         let place = Place { layer, ..first };
         let scheme = schemes.at(&place);
-        let sublayer = |place: Place| json!({"around": scheme.around(&place), "inside": schemes.inside(&place)});
+        let sublayer = |place: Place| {
+            let (around, scale) = scheme.around(&place).times(config.scaled().branch(place.layers()));
+            json!({"around": around, "inside": schemes.inside(&place), "scale": scale})
+        };
         json!({"shared": scheme.layer(&place), "sublayers": place.each().map(sublayer).collect::<Vec<_>>()})
     };
     json_text(&json!({
@@ -98,6 +101,7 @@ fn declare(model: &str, stack: &str) -> PyResult<String> {
         "is_profiled": schemes.is_profiled(),
         "norm": first.norm_name(),
         "init": config.init(),
+        "attention": config.unusual_scores(),
     }))
 }
 
@@ -207,14 +211,14 @@ fn observe<'py>(
         _ => None,
     };
     let seen = py.allow_threads(move || watch.finish(loss.as_ref()))?;
-    let stacks = seen.into_iter().map(|Seen { cosines, active, statistics }| {
+    let stacks = seen.into_iter().map(|Seen { cosines, active, statistics, sizes }| {
         let statistics = statistics.into_iter().map(<[f64; 7]>::from).collect();
-        (cosines.into_pyarray(py), active.into_pyarray(py), statistics)
+        (cosines.into_pyarray(py), active.into_pyarray(py), statistics, sizes.into_pyarray(py))
     });
     Ok(stacks.collect())
 }
 
-type Observed<'py> = (Bound<'py, PyArray1<f64>>, Bound<'py, PyArray1<f64>>, Vec<[f64; 7]>);
+type Observed<'py> = (Bound<'py, PyArray1<f64>>, Bound<'py, PyArray1<f64>>, Vec<[f64; 7]>, Bound<'py, PyArray1<f64>>);
 
 /// What is seen of a norm with running statistics: distances of mean, variance and ψ², sizes of their gradients, and the
 /// share that is bounded.

@@ -1,5 +1,6 @@
 //! What options must be, alone and together.
 
+use super::parametrisation;
 use super::{Architecture, AttentionName, DataConfig, ScheduleName, SearchOptions, TrainingConfig, TransformerConfig};
 use crate::error::{Error, Result};
 use crate::norm::{lp_norm, Spec};
@@ -106,6 +107,7 @@ impl TransformerConfig {
             return Err(Error::invalid(format!("branchnorm_steps must be at least 0, got {}", self.branchnorm_steps)));
         }
         self.check_that_options_matter()?;
+        parametrisation::check(self)?;
         self.check_qk_norm()?;
         self.check_attention()
     }

@@ -3,8 +3,9 @@
 
 mod check;
 mod names;
+mod parametrisation;
 
-pub use names::{InitName, NormName, ResidualName};
+pub use names::{InitName, NormName, ParametrisationName, ResidualName};
 
 use crate::choice;
 use crate::error::{Error, Result};
@@ -12,6 +13,7 @@ use crate::init::DsInitMode;
 use crate::norm::lp_norm;
 use crate::norm::power_norm::PowerNormMode;
 use crate::options::{config, Field, FieldType};
+use crate::parametrisation::AttentionScale;
 use crate::residual::{Curve, DlclNorm, NormFormerMode, RFixupMode};
 use crate::search::Rule;
 use serde::de::DeserializeOwned;
@@ -157,6 +159,24 @@ config! {
             ds_init_mode: DsInitMode = DsInitMode::Paper,
             /// Normalise word embeddings to unit length, at the input and, tied, at the output (FixNorm).
             fixnorm: bool = false,
+        }
+        "parametrisation" {
+            /// How init, forward pass, learning rate, weight decay and Adam's ε change with width and depth.
+            parametrisation: ParametrisationName = ParametrisationName("standard".into()),
+            /// d_model of the base model, for which learning rate and the like were tuned: m_d = d_model/base_width.
+            base_width: Option<i64> = None,
+            /// Layers of each of the base model's stacks: m_L = layers/base_depth, stack by stack.
+            base_depth: Option<i64> = None,
+            /// α of depth-mup and completep, from 0.5 to 1: branches are multiplied by m_L^(−α); none: the
+            /// parametrisation's own.
+            depth_alpha: Option<f64> = None,
+            /// α_in, which multiplies embeddings with their positions, for a parametrisation other than standard.
+            input_alpha: f64 = 1.0,
+            /// α_out, which multiplies logits, for a parametrisation other than standard.
+            output_alpha: f64 = 1.0,
+            /// What multiplies attention's scores: 1/d_head (inverse) or 1/√d_head (inverse-sqrt); none: the
+            /// parametrisation's own.
+            attention_scale: Option<AttentionScale> = None,
         }
         "model" {
             /// Layout of the sinusoidal positions.

@@ -2,6 +2,7 @@
 
 use crate::error::Result;
 use crate::options::FieldType;
+use crate::parametrisation;
 use serde::{Deserialize, Deserializer, Serialize};
 
 /// A name out of one of the package's tables.
@@ -35,3 +36,5 @@ table_name!(/// Residual schemes of [`crate::residual::SCHEMES`], one for all la
     ResidualName, crate::residual::SCHEMES.iter().map(|s| s.name()), crate::residual::Schemes::parse, per_layer: true);
 table_name!(/// An initialisation of [`crate::init::INITS`].
     InitName, crate::init::INITS.iter().map(|i| i.name), crate::init::find, per_layer: false);
+table_name!(/// A parametrisation of [`PARAMETRISATIONS`](crate::parametrisation::PARAMETRISATIONS).
+    ParametrisationName, parametrisation::PARAMETRISATIONS.iter().map(|p| p.name), parametrisation::find, per_layer: false);

@@ -43,6 +43,21 @@ pub enum Fill {
 }
 
 impl Fill {
+    /// The fill with its values times a factor.
+    pub fn times(self, factor: f64) -> Self {
+        match self {
+            _ if factor == 1.0 => self,
+            Fill::Constant(value) => Fill::Constant(value * factor),
+            Fill::Normal { std } => Fill::Normal { std: std * factor },
+            Fill::Uniform { bound } => Fill::Uniform { bound: bound * factor },
+            Fill::Rows(blocks) => {
+                Fill::Rows(blocks.into_iter().map(|(rows, fill)| (rows, fill.times(factor))).collect())
+            }
+            Fill::WithZeroRow(row, fill) => Fill::WithZeroRow(row, Box::new(fill.times(factor))),
+            Fill::RunningMean => self,
+        }
+    }
+
     /// Fills a tensor in place, from libtorch's generator.
     pub fn write(&self, t: &Tensor) -> Result<()> {
         let mut t = t.shallow_clone();
@@ -95,12 +110,29 @@ pub struct Init {
     pub embedding: fn(Table, &TransformerConfig) -> Fill,
     /// The fill of an output projection that is not tied to an embedding, (V, d).
     pub output: fn(d_model: i64, vocab_size: i64) -> Fill,
+    /// Linear layers have the same std at every width.
+    pub has_fixed_std: bool,
 }
 
 impl Init {
+    /// The fill of a layer's (fan_out, fan_in) matrix under the model's parametrisation.
+    pub fn matrix(&self, role: Role, fan_in: i64, fan_out: i64, place: &Place) -> Fill {
+        (self.linear)(role, fan_in, fan_out, place).times(place.config.scaled().matrix(self.has_fixed_std))
+    }
+
     /// The fill of matrices (fan_out, fan_in) that stand on each other, one for each role.
     pub fn linears(&self, roles: &[Role], fan_in: i64, fan_out: i64, place: &Place) -> Fill {
-        Fill::Rows(roles.iter().map(|&role| (fan_out, (self.linear)(role, fan_in, fan_out, place))).collect())
+        Fill::Rows(roles.iter().map(|&role| (fan_out, self.matrix(role, fan_in, fan_out, place))).collect())
+    }
+
+    /// The fill of a table of word embeddings, (V, d): the base model's std, whatever the width.
+    pub fn table(&self, table: Table, config: &TransformerConfig) -> Fill {
+        (self.embedding)(table, &TransformerConfig { d_model: config.scaled().base_width, ..config.clone() })
+    }
+
+    /// The fill of an untied output projection, (V, d): the base model's std.
+    pub fn output_matrix(&self, config: &TransformerConfig) -> Fill {
+        (self.output)(config.scaled().base_width, config.vocab_size)
     }
 }
 
@@ -114,6 +146,7 @@ pub static INITS: &[&Init] = &[
     &schemes::DS_INIT,
     &schemes::T_FIXUP,
     &schemes::R_FIXUP,
+    &schemes::GPT2,
 ];
 
 /// The table's entry of that name.

@@ -11,6 +11,7 @@ pub static XAVIER: Init = Init {
     linear: |_, fan_in, fan_out, _| xavier_normal(1.0, fan_in, fan_out),
     embedding: |_, config| embedding(config.d_model),
     output: |d, v| xavier_normal(1.0, d, v),
+    has_fixed_std: false,
 };
 
 pub static SMALL: Init = Init {
@@ -110,6 +111,7 @@ pub static T_FIXUP: Init = Init {
         Fill::Normal { std: scale * (config.d_model as f64).powf(-0.5) }
     },
     output: |d, v| xavier_uniform(1.0, d, v),
+    ..XAVIER
 };
 
 fn t_fixup_gain(place: &Place) -> f64 {
@@ -137,6 +139,26 @@ pub static R_FIXUP: Init = Init {
     },
     output: |_, _| Fill::Constant(0.0),
     ..XAVIER
+};
+
+/// GPT-2's σ.
+const GPT2_STD: f64 = 0.02;
+
+pub static GPT2: Init = Init {
+    name: "gpt2",
+    definition:
+        "every linear, embedding and untied output N(0, 0.02²); attention's out and fc2 0.02/√(2N), N layers of their \
+                 stack, under the parametrisation standard",
+    source: "Radford et al. 2019, §2.3; nanoGPT",
+    linear: |role, _, _, place| match role {
+        Role::AttentionOutput | Role::FeedForward2 if place.config.scaled().parametrisation.is_standard() => {
+            Fill::Normal { std: GPT2_STD / (2.0 * place.layers() as f64).sqrt() }
+        }
+        _ => Fill::Normal { std: GPT2_STD },
+    },
+    embedding: |_, _| Fill::Normal { std: GPT2_STD },
+    output: |_, _| Fill::Normal { std: GPT2_STD },
+    has_fixed_std: true,
 };
 
 /// The gain of the matrices on the way of the values; 1 for q and k.

@@ -9,7 +9,8 @@ use crate::operator;
 use crate::residual::{Place, Point};
 use tch::{Kind, Tensor};
 
-/// softmax(QKᵀ/√d_head)V per head, heads joined, output projection. torch.nn's layout: q, k and v stacked in one matrix.
+/// softmax(s·QKᵀ)V per head, heads joined, output projection; s is 1/√d_head, or 1/d_head by the parametrisation.
+/// torch.nn's layout: q, k and v stacked in one matrix.
 pub struct Attention {
     in_weight: Tensor,
     in_bias: Option<Tensor>,
@@ -37,10 +38,11 @@ impl Attention {
         let in_weight = b.parameter("in_proj_weight", &[3 * d, d], &stacked)?;
         let in_bias = bias(b, "in_proj_bias", 3 * d)?;
         let (out_weight, out_bias) = b.within("out_proj", |b| {
-            let weight = b.parameter("weight", &[d, d], &(init.linear)(Role::AttentionOutput, d, d, place))?;
+            let weight = b.parameter("weight", &[d, d], &init.matrix(Role::AttentionOutput, d, d, place))?;
             Ok((weight, bias(b, "bias", d)?))
         })?;
-        Ok(Attention { in_weight, in_bias, out_weight, out_bias, d, heads, scale: ((d / heads) as f64).powf(-0.5) })
+        let scale = place.config.scaled().scores(d / heads);
+        Ok(Attention { in_weight, in_bias, out_weight, out_bias, d, heads, scale })
     }
 
     /// Every sentence to itself.

@@ -1,7 +1,7 @@
 //! Word embeddings with sinusoidal positions, and the output projection that may share them.
 
 use super::sinusoids::Sinusoids;
-use super::{linear, Builder, Context, Packed, PAD};
+use super::{linear, times, Builder, Context, Packed, PAD};
 use crate::config::{Ties, TransformerConfig};
 use crate::error::Result;
 use crate::init::{self, Fill, Table};
@@ -19,13 +19,15 @@ pub struct Embeddings {
     tied: bool,
     fixnorm: bool,
     scale: f64,
+    /// Multiplies words and positions together.
+    alpha: f64,
     positions: Sinusoids,
 }
 
 impl Embeddings {
     pub fn build(b: &mut Builder, config: &TransformerConfig, init: &init::Init) -> Result<Self> {
         let (v, d) = (config.vocab_size, config.d_model);
-        let has_source = config.has_encoder();
+        let (has_source, scaled) = (config.has_encoder(), config.scaled());
         let table = |b: &mut Builder, of: Table| {
             b.within(of.name(), |b| b.parameter("weight", &[v, d], &first_values(of, config, init)))
         };
@@ -40,7 +42,9 @@ impl Embeddings {
             }
         };
         let output = match config.tie_embeddings {
-            Ties::None => b.within("output_projection", |b| b.parameter("weight", &[v, d], &(init.output)(d, v)))?,
+            Ties::None => {
+                b.within("output_projection", |b| b.parameter("weight", &[v, d], &init.output_matrix(config)))?
+            }
             _ => target.shallow_clone(),
         };
         let output_bias = match config.output_bias {
@@ -54,12 +58,13 @@ impl Embeddings {
             output_bias,
             tied: config.tie_embeddings != Ties::None,
             fixnorm: config.fixnorm,
-            scale: (d as f64).sqrt(),
+            scale: (scaled.base_width as f64).sqrt(),
+            alpha: scaled.input,
             positions: Sinusoids::new(config.positions, d),
         })
     }
 
-    /// drop(√d·W[token] + position): (rows, d) in the parameters' type.
+    /// drop(α_in(√d·W[token] + position)), d the base's width: (rows, d) in the parameters' type.
     pub fn source(&self, input: &Packed, ctx: &Context) -> Result<Tensor> {
         self.embed(self.source.as_ref().unwrap_or(&self.target), input, ctx)
     }
@@ -79,7 +84,7 @@ impl Embeddings {
             Some(real) => positions.f_mul(&real.f_to_kind(positions.kind())?)?,
             None => positions,
         };
-        let x = (words * self.scale).f_add(&positions)?;
+        let x = times((words * self.scale).f_add(&positions)?, self.alpha)?;
         operator::dropout(x, ctx.rates.embedding, ctx.seed.as_ref(), ctx.site())
     }
 
@@ -106,6 +111,6 @@ pub fn first_values(table: Table, config: &TransformerConfig, init: &init::Init)
     match config.fixnorm {
         // A zero row has no direction: under FixNorm padding starts like any other word (its gradient would be 1e12).
         true => Fill::Uniform { bound: fix_norm::INIT_BOUND },
-        false => Fill::WithZeroRow(PAD, Box::new((init.embedding)(table, config))),
+        false => Fill::WithZeroRow(PAD, Box::new(init.table(table, config))),
     }
 }

@@ -20,7 +20,7 @@ impl FeedForward {
         let (d, f) = (place.config.d_model, place.config.d_ff);
         let mut layer = |name: &str, role, fan_in, fan_out| {
             b.within(name, |b| {
-                let weight = b.parameter("weight", &[fan_out, fan_in], &(init.linear)(role, fan_in, fan_out, place))?;
+                let weight = b.parameter("weight", &[fan_out, fan_in], &init.matrix(role, fan_in, fan_out, place))?;
                 let bias = has_biases.then(|| b.parameter("bias", &[fan_out], &Fill::Constant(0.0))).transpose()?;
                 Ok((weight, bias))
             })

@@ -4,7 +4,7 @@ use super::attention::Attention;
 use super::feed_forward::FeedForward;
 use super::residual::{shared, Around, Inside};
 use super::tensorized::Tensorized;
-use super::{Builder, Context};
+use super::{times, Builder, Context};
 use crate::config::AttentionName;
 use crate::error::Result;
 use crate::init::Init;
@@ -22,6 +22,8 @@ pub struct Branch {
     pub function: Function,
     pub around: Around,
     pub inside: Inside,
+    /// Of F(x): the parametrisation's factor, where β has not taken it.
+    scale: f64,
 }
 
 pub enum Function {
@@ -79,8 +81,10 @@ impl Layer {
                     Function::FeedForward(FeedForward::build(b, &place, init, scheme.has_biases())?)
                 }
             };
-            let around = Around::build(b, &place, &scheme.around(&place), &shared)?;
-            sublayers.push(Branch { function, around, inside: Inside::build(b, &place, &schemes.inside(&place))? });
+            let (around, scale) = scheme.around(&place).times(place.config.scaled().branch(place.layers()));
+            let around = Around::build(b, &place, &around, &shared)?;
+            let inside = Inside::build(b, &place, &schemes.inside(&place))?;
+            sublayers.push(Branch { function, around, inside, scale });
         }
         Ok(Layer { sublayers })
     }
@@ -104,10 +108,14 @@ impl Branch {
             Some(norm) => norm.forward(&f, &ctx.rows())?,
             None => f,
         };
+        let f = times(f, self.scale)?;
         let alpha_t = streams.alpha_t.as_ref();
         let (p, seed, site) = (ctx.rates.residual, ctx.seed.as_ref(), ctx.site());
         let deviation = match (&streams.deviation, alpha.now(alpha_t)) {
-            (Some(r), Some(omega)) => Some(no_grad(|| profile(omega, r, &streams.x, &f, (p, seed, site)))?),
+            (Some(r), Some(omega)) => {
+                let branch = beta.now(alpha_t).map(|beta| f.f_mul(&beta.f_to_kind(f.kind())?)).transpose()?;
+                Some(no_grad(|| profile(omega, r, &streams.x, branch.as_ref().unwrap_or(&f), (p, seed, site)))?)
+            }
             _ => None,
         };
         let step =

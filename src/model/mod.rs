@@ -38,6 +38,14 @@ pub const PAD: i64 = 1;
 pub const EOS: i64 = 2;
 pub const UNK: i64 = 3;
 
+/// x times a constant factor; x itself where that is 1.
+fn times(x: Tensor, factor: f64) -> Result<Tensor> {
+    if factor == 1.0 {
+        return Ok(x);
+    }
+    Ok(x.f_mul_scalar(factor)?)
+}
+
 /// y = x Wᵀ + b in the computing type, whatever the types of x and of the parameters.
 pub(crate) fn linear(x: &Tensor, weight: &Tensor, bias: Option<&Tensor>, kind: Kind) -> Result<Tensor> {
     let (x, weight) = (x.f_to_kind(kind)?, weight.f_to_kind(kind)?);

@@ -2,7 +2,7 @@
 
 use super::embedding::Embeddings;
 use super::stack::{Stack, StackCache, StackMemory};
-use super::{Builder, Context, Packed, Parameters, Ranges, Sentences};
+use super::{times, Builder, Context, Packed, Parameters, Ranges, Sentences};
 use crate::config::TransformerConfig;
 use crate::error::{Error, Result};
 use crate::init;
@@ -79,8 +79,13 @@ impl Transformer {
         tch::no_grad(|| self.features(&padded, &ctx.profiling()).map(drop))
     }
 
-    /// The decoder's output before the output projection, (target rows, d_model).
+    /// What the output projection reads: the decoder's output, (target rows, d_model), times the parametrisation's factor.
     pub fn features(&self, read: &Sentences, ctx: &Context) -> Result<Tensor> {
+        times(self.decoded(read, ctx)?, self.config.scaled().logits())
+    }
+
+    /// The decoder's output, (target rows, d_model).
+    fn decoded(&self, read: &Sentences, ctx: &Context) -> Result<Tensor> {
         let Sentences { source, target, own, across } = read;
         self.config.check_lengths(&target.lengths)?;
         let on_target = ctx.over(target);
@@ -152,7 +157,7 @@ impl Transformer {
             None => None,
         };
         let memory = memory.zip(across.as_ref()).map(|(m, ranges)| (&m.keys_values, ranges));
-        let h = self.decoder.step(x, cache, memory, ctx)?;
+        let h = times(self.decoder.step(x, cache, memory, ctx)?, self.config.scaled().logits())?;
         self.logits(&h, ctx.kind)
     }
 }

@@ -298,6 +298,25 @@ pub struct Around {
     pub streams: Vec<StreamStep>,
 }
 
+impl Around {
+    /// The declaration with F(x) times m: folded into β where every β is a constant; else the factor that is left for
+    /// F(x).
+    pub fn times(mut self, m: f64) -> (Self, f64) {
+        let mut gains: Vec<&mut Gain> = self.streams.iter_mut().map(|step| &mut step.beta).collect();
+        gains.push(&mut self.beta);
+        if m == 1.0 || !gains.iter().all(|gain| matches!(gain, Gain::One | Gain::Constant(_))) {
+            return (self, m);
+        }
+        for gain in gains {
+            *gain = match gain {
+                Gain::Constant(value) => Gain::Constant(*value * m),
+                _ => Gain::Constant(m),
+            };
+        }
+        (self, 1.0)
+    }
+}
+
 /// s⁺ = α⊙s + β⊙drop(f) of a stream s beside x; f and the dropout's mask are those of x⁺.
 #[derive(Clone, Debug, Default, PartialEq, Serialize)]
 pub struct StreamStep {
@@ -388,6 +407,22 @@ pub(crate) mod tests {
                 assert!(place.each().all(|place| scheme.around(&place).streams.len() == streams), "{}", scheme.name());
             }
         }
+    }
+
+    #[test]
+    fn constants_take_a_branchs_factor_and_learned_gains_leave_it() {
+        let learned = || Gain::Learned(Learned::new("branch_scale", &[1], 0.0));
+        let around = |beta, stream| Around {
+            beta,
+            streams: vec![StreamStep { alpha: Gain::One, beta: stream }],
+            ..Around::default()
+        };
+        let scaled = around(Gain::One, Gain::Constant(3.0)).times(0.5);
+        assert_eq!(scaled, (around(Gain::Constant(0.5), Gain::Constant(1.5)), 1.0));
+        for around in [around(learned(), Gain::One), around(Gain::One, learned()), around(Gain::Growing, Gain::One)] {
+            assert_eq!(around.clone().times(0.5), (around, 0.5));
+        }
+        assert_eq!(around(Gain::One, Gain::One).times(1.0), (around(Gain::One, Gain::One), 1.0));
     }
 
     /// A constant of a stack in a model of as many layers on either side.

@@ -3,13 +3,15 @@
 
 use super::checkpoint::Array;
 use super::checkpoint::{to_array, to_tensor};
-use crate::config::{AdamForm, TrainingConfig};
+use crate::config::{AdamForm, TrainingConfig, TransformerConfig};
 use crate::cpu::parallel::{self, Shared};
 use crate::error::{Error, Result};
 use crate::kernel::adam;
 use crate::model::Parameters;
 use crate::operator::{self, AdamBuffers, Group};
+use crate::parametrisation::Multipliers;
 use std::collections::BTreeMap;
+use std::ops::Range;
 use std::sync::Mutex;
 use tch::{no_grad, Device, Kind, Tensor};
 
@@ -25,6 +27,8 @@ pub struct Optimizer {
     gradients: Tensor,
     first: Tensor,
     second: Tensor,
+    /// Numbers that are updated alike, from the buffers' first to their last.
+    segments: Vec<Segment>,
     /// On a GPU: 0, or NaN since an update that was not finite. The host learns of that late, and until then nothing moves.
     health: Tensor,
     beta1: f64,
@@ -35,16 +39,33 @@ pub struct Optimizer {
     clip_norm: f64,
 }
 
+/// The numbers of neighbouring parameters that have the same multipliers.
+#[derive(Debug, PartialEq)]
+struct Segment {
+    numbers: Range<usize>,
+    multipliers: Multipliers,
+}
+
+impl Segment {
+    /// Its part of a buffer.
+    fn of(&self, flat: &Tensor) -> Result<Tensor> {
+        Ok(flat.f_narrow(0, self.numbers.start as i64, self.numbers.len() as i64)?)
+    }
+}
+
 impl Optimizer {
-    /// Moves the model's parameters into one buffer and hangs their gradients on another.
-    pub fn new(parameters: &Parameters, config: &TrainingConfig) -> Result<Self> {
+    /// Moves the model's parameters into one buffer and hangs their gradients on another. They lie there as the model
+    /// declares them, or, where its parametrisation tells roles apart, role by role.
+    pub fn new(parameters: &Parameters, config: &TrainingConfig, model: &TransformerConfig) -> Result<Self> {
         let aligned = |t: &Tensor| t.numel().div_ceil(ALIGN) * ALIGN;
         let total: usize = parameters.tensors().iter().map(aligned).sum();
         let device = parameters.tensors().first().map_or(Device::Cpu, Tensor::device);
         let zeros = || Tensor::f_zeros([total as i64].as_slice(), (Kind::Float, device));
         let (flat, gradients) = (zeros()?, zeros()?);
-        let mut start = 0;
-        for t in parameters.tensors() {
+        let mut sorted: Vec<_> = parameters.iter().map(|(name, t)| (model.multipliers(name, t.dim()), t)).collect();
+        sorted.sort_by_key(|((order, _), _)| *order);
+        let (mut start, mut segments) = (0, Vec::<Segment>::new());
+        for ((_, multipliers), t) in sorted {
             if t.kind() != Kind::Float {
                 return Err(Error::invalid(format!("training keeps its parameters in float32, got {:?}", t.kind())));
             }
@@ -55,13 +76,19 @@ impl Optimizer {
             no_grad(|| own.shallow_clone().f_copy_(t))?;
             t.shallow_clone().f_set_data(&own)?;
             operator::set_grad(t, &view(&gradients)?)?;
-            start += aligned(t);
+            let numbers = start..start + aligned(t);
+            start = numbers.end;
+            match segments.last_mut().filter(|last| last.multipliers == multipliers) {
+                Some(last) => last.numbers.end = start,
+                None => segments.push(Segment { numbers, multipliers }),
+            }
         }
         Ok(Optimizer {
             parameters: flat,
             gradients,
             first: zeros()?,
             second: zeros()?,
+            segments,
             health: Tensor::f_zeros([0i64; 0].as_slice(), (Kind::Double, device))?,
             beta1: config.beta1,
             beta2: config.beta2,
@@ -87,34 +114,37 @@ impl Optimizer {
     /// before clipping, a 0-dim float64 tensor beside them, so that nobody waits for the device. Where that or `loss`
     /// (0-dim) is not finite nothing moves, on a GPU at later updates neither.
     pub fn step(&mut self, step: u64, lr: f64, loss: &Tensor) -> Result<Tensor> {
-        let adam = self.adam(step, lr);
         match self.parameters.device() {
-            Device::Cpu => self.step_on_cpu(&adam, loss),
-            _ => no_grad(|| self.step_on_device(&adam, loss)),
+            Device::Cpu => self.step_on_cpu(step, lr, loss),
+            _ => no_grad(|| self.step_on_device(step, lr, loss)),
         }
     }
 
-    fn adam(&self, step: u64, lr: f64) -> adam::Adam {
+    fn adam(&self, step: u64, lr: f64, multipliers: &Multipliers) -> adam::Adam {
         let Optimizer { beta1, beta2, weight_decay, .. } = *self;
         // m̂/(√v̂ + ε) is √(1−β₂ᵗ)/(1−β₁ᵗ)·m/(√v + ε√(1−β₂ᵗ)).
         let eps = match self.form {
             AdamForm::Fairseq => self.eps,
             AdamForm::Torch => self.eps * (1.0 - beta2.powf(step as f64)).sqrt(),
         };
-        adam::Adam { lr, beta1, beta2, eps, weight_decay, step }
+        let (lr, eps) = (lr * multipliers.lr, eps * multipliers.eps);
+        adam::Adam { lr, beta1, beta2, eps, weight_decay: weight_decay * multipliers.weight_decay, step }
     }
 
-    fn step_on_cpu(&mut self, adam: &adam::Adam, loss: &Tensor) -> Result<Tensor> {
+    fn step_on_cpu(&mut self, step: u64, lr: f64, loss: &Tensor) -> Result<Tensor> {
         let norm = self.norm_on_cpu();
         if norm.is_finite() && loss.f_double_value(&[])?.is_finite() {
             let limit = self.clip_norm / (norm + CLIP_EPS);
-            self.update_on_cpu(adam, if self.clip_norm > 0.0 { limit.min(1.0) } else { 1.0 });
+            let scale = if self.clip_norm > 0.0 { limit.min(1.0) } else { 1.0 };
+            for segment in &self.segments {
+                self.update_on_cpu(segment, &self.adam(step, lr, &segment.multipliers), scale);
+            }
         }
         Ok(Tensor::f_from_slice(&[norm])?.f_squeeze()?)
     }
 
     /// The same through the operator, which reads what clipping found where it is.
-    fn step_on_device(&mut self, adam: &adam::Adam, loss: &Tensor) -> Result<Tensor> {
+    fn step_on_device(&mut self, step: u64, lr: f64, loss: &Tensor) -> Result<Tensor> {
         let norm = self.gradients.f_norm()?.f_to_kind(Kind::Double)?;
         // 0·v is 0, or NaN where v is not finite.
         self.health = self.health.f_add(&norm.f_mul_scalar(0.0)?)?.f_add(&loss.f_mul_scalar(0.0)?)?;
@@ -124,17 +154,21 @@ impl Optimizer {
                 .f_mul(&norm.f_add_scalar(CLIP_EPS)?.f_reciprocal()?.f_mul_scalar(self.clip_norm)?.f_clamp_max(1.0)?)?,
             false => scale,
         };
+        let scale = scale.f_to_kind(Kind::Float)?;
         let number = |v: f64| Tensor::f_full([1i64].as_slice(), v, (Kind::Float, norm.device()));
-        let buffers = AdamBuffers {
-            parameters: &self.parameters,
-            first: &self.first,
-            second: &self.second,
-            gradients: &self.gradients,
-            grad_scale: &scale.f_to_kind(Kind::Float)?,
-            step_size: &number(adam.step_size())?,
-            keep: &number(1.0 - adam.lr * adam.weight_decay)?,
-        };
-        operator::adam_in_place(&buffers, adam.beta1, adam.beta2, adam.eps)?;
+        for segment in &self.segments {
+            let adam = self.adam(step, lr, &segment.multipliers);
+            let buffers = AdamBuffers {
+                parameters: &segment.of(&self.parameters)?,
+                first: &segment.of(&self.first)?,
+                second: &segment.of(&self.second)?,
+                gradients: &segment.of(&self.gradients)?,
+                grad_scale: &scale,
+                step_size: &number(adam.step_size())?,
+                keep: &number(1.0 - adam.lr * adam.weight_decay)?,
+            };
+            operator::adam_in_place(&buffers, adam.beta1, adam.beta2, adam.eps)?;
+        }
         Ok(norm)
     }
 
@@ -154,12 +188,13 @@ impl Optimizer {
         sums.iter().sum::<f64>().sqrt()
     }
 
-    fn update_on_cpu(&mut self, adam: &adam::Adam, scale: f64) {
-        let n = self.parameters.numel();
-        let [p, g, m, v] =
-            [&self.parameters, &self.gradients, &self.first, &self.second].map(|t| Shared::new(host_mut(t)));
-        parallel::for_each(n, GRAIN, |range| {
-            // SAFETY: the ranges are disjoint and inside the buffers, which only this call touches.
+    /// Called by `step_on_cpu` alone, which holds the optimizer mutably.
+    fn update_on_cpu(&self, segment: &Segment, adam: &adam::Adam, scale: f64) {
+        let Range { start, end } = segment.numbers;
+        let [p, g, m, v] = [&self.parameters, &self.gradients, &self.first, &self.second]
+            .map(|t| Shared::new(&mut host_mut(t)[start..end]));
+        parallel::for_each(end - start, GRAIN, |range| {
+            // SAFETY: the ranges are disjoint and inside the segment, which only this call touches.
             let (p, g, m, v) =
                 unsafe { (p.slice(range.clone()), g.slice(range.clone()), m.slice(range.clone()), v.slice(range)) };
             adam::update(adam, &(scale as f32), p, m, v, g);
@@ -203,7 +238,8 @@ fn host(t: &Tensor) -> &[f32] {
 
 #[allow(clippy::mut_from_ref)]
 fn host_mut(t: &Tensor) -> &mut [f32] {
-    // SAFETY: as `host`; `update_on_cpu`, which holds the optimizer mutably, is the only caller and uses each buffer once.
+    // SAFETY: as `host`; `update_on_cpu` is the only caller, uses each buffer once at a time, and stands below
+    // `step_on_cpu`, which holds the optimizer mutably.
     unsafe { std::slice::from_raw_parts_mut(t.data_ptr().cast(), t.numel()) }
 }
 
@@ -214,11 +250,37 @@ mod tests {
     use crate::model::Builder;
 
     fn optimizer(clip_norm: f64) -> Optimizer {
+        optimizer_of("{}", clip_norm)
+    }
+
+    /// Of a model's options as JSON.
+    fn optimizer_of(model: &str, clip_norm: f64) -> Optimizer {
         let mut b = Builder::fresh(Device::Cpu, Kind::Float);
-        let _ = b.parameter("matrix", &[7, 5], &Fill::Constant(0.3)).unwrap();
-        let _ = b.parameter("vector", &[300], &Fill::Constant(-1.0)).unwrap();
+        let _ = b.parameter("embedding.weight", &[7, 5], &Fill::Constant(0.3)).unwrap();
+        for (stack, layer) in [("encoder", 0), ("encoder", 1), ("decoder", 0)] {
+            let name = |leaf: &str| format!("{stack}.layers.{layer}.{leaf}");
+            let _ = b.parameter(&name("linear1.weight"), &[7, 5], &Fill::Constant(0.3)).unwrap();
+            let _ = b.parameter(&name("linear1.bias"), &[300], &Fill::Constant(-1.0)).unwrap();
+        }
+        let _ = b.parameter("decoder.norm.weight", &[20], &Fill::Constant(2.0)).unwrap();
         let config = TrainingConfig { clip_norm, weight_decay: 0.1, ..TrainingConfig::default() };
-        Optimizer::new(&b.finish().unwrap(), &config).unwrap()
+        let model = crate::config::from_json("model", model).unwrap();
+        Optimizer::new(&b.finish().unwrap(), &config, &model).unwrap()
+    }
+
+    const COMPLETEP: &str = r#"{"parametrisation": "completep", "base_width": 64, "base_depth": 2,
+        "encoder_layers": 8, "decoder_layers": 4, "depth_alpha": 0.75}"#;
+
+    #[test]
+    fn equal_multipliers_lie_side_by_side() {
+        let standard = optimizer(1.0);
+        let all = Segment { numbers: 0..standard.parameters.numel(), multipliers: Multipliers::ONE };
+        assert_eq!(standard.segments, [all]);
+        let segments = optimizer_of(COMPLETEP, 1.0).segments;
+        let lengths: Vec<usize> = segments.iter().map(|segment| segment.numbers.len()).collect();
+        // The table; matrices and vectors of the encoder's two layers and of the decoder's one; the norm at the end.
+        assert_eq!(lengths, [48, 2 * 48, 48, 2 * 304, 304, 32]);
+        assert!(segments.windows(2).all(|pair| pair[0].numbers.end == pair[1].numbers.start));
     }
 
     fn gradient(optimizer: &Optimizer, seed: i64) -> Tensor {
@@ -228,8 +290,8 @@ mod tests {
 
     #[test]
     fn a_device_makes_the_update_that_the_cpu_makes() {
-        for clip_norm in [0.0, 1.0] {
-            let (mut cpu, mut device) = (optimizer(clip_norm), optimizer(clip_norm));
+        for (model, clip_norm) in [("{}", 0.0), ("{}", 1.0), (COMPLETEP, 1.0)] {
+            let (mut cpu, mut device) = (optimizer_of(model, clip_norm), optimizer_of(model, clip_norm));
             let start = cpu.parameters.copy();
             let finite = Tensor::from(2.5);
             // Below the limit and above it.
@@ -237,8 +299,9 @@ mod tests {
                 let gradient = gradient(&cpu, step) * size;
                 cpu.gradients.copy_(&gradient);
                 device.gradients.copy_(&gradient);
-                let adam = cpu.adam(step as u64, 1e-2);
-                let norms = [cpu.step_on_cpu(&adam, &finite), no_grad(|| device.step_on_device(&adam, &finite))];
+                let (number, lr) = (step as u64, 1e-2);
+                let norms =
+                    [cpu.step_on_cpu(number, lr, &finite), no_grad(|| device.step_on_device(number, lr, &finite))];
                 let [ours, theirs] = norms.map(|norm| norm.unwrap().double_value(&[]));
                 assert!((ours / theirs - 1.0).abs() < 1e-6, "{ours} {theirs}");
                 for (ours, theirs) in [(&cpu.parameters, &device.parameters), (&cpu.second, &device.second)] {
@@ -257,10 +320,10 @@ mod tests {
                 let mut optimizer = optimizer(1.0);
                 let step = |optimizer: &mut Optimizer, number: i64, size: f64, loss: f64| {
                     optimizer.gradients.copy_(&(gradient(optimizer, number) * size));
-                    let (adam, loss) = (optimizer.adam(number as u64, 1e-2), Tensor::from(loss));
+                    let (number, lr, loss) = (number as u64, 1e-2, Tensor::from(loss));
                     let norm = match on_device {
-                        true => no_grad(|| optimizer.step_on_device(&adam, &loss)),
-                        false => optimizer.step_on_cpu(&adam, &loss),
+                        true => no_grad(|| optimizer.step_on_device(number, lr, &loss)),
+                        false => optimizer.step_on_cpu(number, lr, &loss),
                     };
                     let state = [&optimizer.parameters, &optimizer.first, &optimizer.second].map(Tensor::copy);
                     (norm.unwrap().double_value(&[]), state)

@@ -116,8 +116,8 @@ impl Trainer {
             || group.is_alone() && model.config.powernorm_mode == PowerNormMode::Paper;
         let recorder = parts.recorder.filter(|_| is_piece);
         let graphs = recorder.map(|recorder| Graphs::new(recorder, config.max_tokens as usize, device));
-        let mut optimizer = Optimizer::new(&model.parameters, &config)?;
-        let mut schedule = Schedule::new(&config, model.config.d_model);
+        let mut optimizer = Optimizer::new(&model.parameters, &config, &model.config)?;
+        let mut schedule = Schedule::new(&config, model.config.scaled().base_width);
         let mut progress = Progress::default();
         let mut pause = None;
         if let Some((resumed, Found { path, checkpoint, .. })) = from {

@@ -42,6 +42,13 @@ DEFAULTS: dict[str, Any] = {
     "init": None,  # None: the scheme's own
     "ds_init_mode": "paper",  # or "release"
     "fixnorm": False,
+    "parametrisation": "standard",  # or "mup", "depth-mup", "completep"
+    "base_width": None,
+    "base_depth": None,
+    "depth_alpha": None,  # None: the parametrisation's own
+    "input_alpha": 1.0,
+    "output_alpha": 1.0,
+    "attention_scale": None,  # or "inverse", "inverse-sqrt"
     "positions": "twt",  # or "fairseq"
     "tie_embeddings": "all",  # or "decoder", "none"
     "output_bias": False,

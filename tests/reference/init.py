@@ -11,6 +11,7 @@ from torch import Tensor
 
 from .config import Config, complete, is_one_stack, layer_counts
 from .parameters import parameters
+from .parametrisation import base_width
 
 
 class Linear(NamedTuple):
@@ -35,17 +36,20 @@ def expected_std(config: Config, name: str, part: int = 0) -> float:
     each: `part` 0, 1 and 2 of an in_proj_weight. Embeddings N(0, 1/d), under FixNorm U(−0.01, 0.01), of std 0.01/√3.
     """
     c, parameter = complete(config), parameters(config)[name]
-    d, init = c["d_model"], c["init"]
-    if init not in GAINS:
-        raise ValueError(f"unknown init {init!r}; the inits are {', '.join(GAINS)}")
+    d, init = base_width(c), c["init"]
+    if init not in INIT_NAMES:
+        raise ValueError(f"unknown init {init!r}; the inits are {', '.join(INIT_NAMES)}")
     if parameter.start is not None:
         return 0.0
+    if name.endswith("embedding.weight") and c["fixnorm"]:
+        return 0.01 / math.sqrt(3)
+    if init == "gpt2":
+        return _gpt2_std(c, name)
     if name.endswith("embedding.weight"):
-        if c["fixnorm"]:
-            return 0.01 / math.sqrt(3)
         return d**-0.5 * (t_fixup_embedding_gain(c, name) if init == "t-fixup" else 1.0)
     if name == "output_projection.weight":
-        return {"fairseq": d**-0.5, "r-fixup": 0.0}.get(init, _xavier(*parameter.shape))
+        return {"fairseq": d**-0.5, "r-fixup": 0.0}.get(init, _xavier(d, c["vocab_size"]))
+    d = c["d_model"]
     fan_out, fan_in = (d, d) if name.endswith("in_proj_weight") else parameter.shape
     return GAINS[init](c, _linear(name, part)) * _xavier(fan_in, fan_out)
 
@@ -116,8 +120,20 @@ GAINS: dict[str, Callable[[Config, Linear], float]] = {
     "t-fixup": t_fixup_gain,
     "r-fixup": r_fixup_gain,
 }
-INIT_NAMES = tuple(GAINS)
+INIT_NAMES = (*GAINS, "gpt2")
 UNIFORM_INITS = ("fairseq", "ds-init", "t-fixup")
+
+
+def _gpt2_std(config: Config, name: str) -> float:
+    """0.02, and /√(2L) in out and fc2 of a stack of L layers. Parametrisations have 0.02/√m_d in layers instead."""
+    if ".layers." not in name:
+        return 0.02
+    if config["parametrisation"] != "standard":
+        return 0.02 / math.sqrt(config["d_model"] / config["base_width"])
+    linear = _linear(name, 0)
+    layers = config["decoder_layers"] if is_one_stack(config) else config[f"{linear.stack}_layers"]
+    return 0.02 / math.sqrt(2 * layers) if linear.role in ("out", "fc2") else 0.02
+
 
 # Their constants, of N encoder and M decoder layers.
 

@@ -12,6 +12,7 @@ from .config import Config, complete
 from .norms import DEFAULT_EPS, apply_norm, fixnorm, group_scaling, residual_step
 from .operators import PAD, UNK, attention, causal_mask, masked_log_softmax, relu_dropout
 from .parameters import State, buffer_shapes, parameter_shapes
+from .parametrisation import forward_factors
 from .philox import dropout_keep, dropout_scale
 from .residual import (
     Change,
@@ -117,12 +118,13 @@ class _Run:
         return self.project(x)
 
     def embed(self, side: str, tokens: Tensor) -> Tensor:
-        """dropout(√d·E[token] + position), position counted over real tokens."""
+        """dropout(α_in(√d·E[token] + position)), position counted over real tokens; d is the base model's."""
         table, real, d = self.table(side), tokens != PAD, self.config["d_model"]
         position = real.cumsum(-1) - 1
         first = 0 if self.config["positions"] == "twt" else PAD + 1
         encoding = sinusoids(position + first, d, self.config["positions"]) * real.unsqueeze(-1)
-        x = math.sqrt(d) * table[tokens] + encoding.to(table.dtype)
+        times = forward_factors(self.config, "decoder")
+        x = times.input * (times.embedding * table[tokens] + encoding.to(table.dtype))
         mask = self.keep(self.dropout.embedding, real, d)
         return x if mask is None else x * mask * dropout_scale(self.dropout.embedding)
 
@@ -184,6 +186,7 @@ class _Run:
         y = self.changed(about.before, place.stack, x, real)
         y = self.changed(about.inside.get("input"), place.stack, y, real)
         f = self.changed(about.output, place.stack, function(place, y), real)
+        f = f * forward_factors(self.config, place.stack).branch
         keep = self.keep(self.dropout.residual, real, x.shape[-1])
         others = [self.step(s, f, keep, *gains) for s, gains in zip(streams, about.streams, strict=True)]
         x_plus = self.step_of_x(place, x, f, keep, real)
@@ -214,6 +217,7 @@ class _Run:
         keep = self.attention_keep(p, query_real, key_real)
         q, k, v = split(query @ w_q.T + b_q), split(memory @ w_k.T + b_k), split(memory @ w_v.T + b_v)
         q = self.changed(inside.get("query"), place.stack, q, query_real)
+        q = q * (forward_factors(self.config, place.stack).scores * math.sqrt(d // heads))  # attention has 1/√d_head
         k = self.changed(inside.get("key"), place.stack, k, key_real)
         joined = attention(q, k, v, allowed, keep, dropout_scale(p)).transpose(1, 2).flatten(-2)
         joined = self.changed(inside.get("heads"), place.stack, joined, query_real)
@@ -251,7 +255,7 @@ class _Run:
         """logits = x·Wᵀ (+ b), W the target embedding as it is used at the input (unscaled) where they are tied."""
         tied = self.config["tie_embeddings"] != "none"
         weight = self.table("target") if tied else self.state["output_projection.weight"]
-        logits = x @ weight.T
+        logits = (x * forward_factors(self.config, "decoder").logits) @ weight.T
         return logits + self.state["output_projection.bias"] if self.config["output_bias"] else logits
 
     def table(self, side: str) -> Tensor:

@@ -494,7 +494,7 @@ def test_initial_distributions():
         "t-fixup": ([half, half] + [fixup_e] * 4, [half, half] + [fixup_d] * 4 + [half, fixup_d, fixup_d]),
         "r-fixup": ([sixth] * 3 + [0, branches**-0.5, 0], [sixth] * 3 + [0, branches**-0.5, 0, sixth, sixth, 0]),
     }
-    assert tuple(tables) == ref.INIT_NAMES
+    assert (*tables, "gpt2") == ref.INIT_NAMES
     for init, stacks in tables.items():
         config = {**shape, "init": init}
         for stack, row in zip(("encoder", "decoder"), stacks):
@@ -512,6 +512,13 @@ def test_initial_distributions():
             assert ref.expected_std(config, name) == pytest.approx(gain * 128**-0.5)
             assert ref.expected_bound(config, name) is None
             assert ref.expected_bound({**config, "fixnorm": True}, name) == pytest.approx(0.01)
+    gpt2 = {**shape, "init": "gpt2"}
+    for stack, depth in (("encoder", 12**-0.5), ("decoder", 8**-0.5)):
+        for role, (name, part, _) in roles.items():
+            if stack == "decoder" or not role.startswith("cross"):
+                std = ref.expected_std(gpt2, f"{stack}.layers.2.{name}", part)
+                assert std == pytest.approx(0.02 * (depth if role.endswith(("out", "fc2")) else 1)), (stack, role)
+    assert ref.expected_std(gpt2, "source_embedding.weight") == 0.02
     release = {**shape, "init": "ds-init", "ds_init_mode": "release"}
     assert ref.expected_std(release, "encoder.layers.3.linear1.weight") == pytest.approx(4**-0.25 * math.sqrt(2 / 448))
     shared = {**shape, "init": "t-fixup", "tie_embeddings": "all"}

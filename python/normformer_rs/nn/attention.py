@@ -14,8 +14,8 @@ from .tracing import Unscriptable, leaf
 
 
 class MultiheadAttention(Unscriptable, nn.MultiheadAttention):
-    """softmax(QKᵀ/√d_head + mask)V per head, heads joined, output projection: torch.nn.MultiheadAttention with changes
-    at points inside it, as a residual scheme declares them.
+    """softmax(s·QKᵀ + mask)V per head, heads joined, output projection: torch.nn.MultiheadAttention with changes
+    at points inside it, as a residual scheme declares them. s is `scale`, or 1/√d_head where that is None.
 
     `inside` names changes at `input` (before the projection of queries, and of keys and values too in self-attention),
     `query` and `key` (of each head), `after_heads` (the heads' outputs, joined) and `after_output` (after `out_proj`).
@@ -30,6 +30,7 @@ class MultiheadAttention(Unscriptable, nn.MultiheadAttention):
     """
 
     inside: Inside = types.MappingProxyType({})
+    scale: float | None = None
 
     def set_inside(self, inside: Inside) -> None:
         """From now on these changes are made; their modules and parameters are this module's attributes."""
@@ -49,9 +50,10 @@ class MultiheadAttention(Unscriptable, nn.MultiheadAttention):
     ) -> tuple[Tensor, Tensor | None]:
         """(output, weights or None). Weights are (B, T, S), or (B, heads, T, S) with average_attn_weights=False."""
         if not self._qkv_same_embed_dim or self.bias_k is not None or self.add_zero_attn:
-            if self.inside:
+            if self.inside or self.scale is not None:
                 raise InputError(
-                    "changes inside attention need kdim = vdim = embed_dim, no bias_kv and no add_zero_attn"
+                    "changes inside attention and another scale need kdim = vdim = embed_dim, no bias_kv and no "
+                    "add_zero_attn"
                 )
             given: Any = (query, key, value, key_padding_mask, need_weights, attn_mask, average_attn_weights, is_causal)
             return super().forward(*given)
@@ -70,12 +72,15 @@ class MultiheadAttention(Unscriptable, nn.MultiheadAttention):
         mask, is_causal = self._mask(q, k, attn_mask, key_padding_mask, is_causal, need_weights)
         p, weights = self.dropout if self.training else 0.0, None
         if need_weights:
-            scores = (q * math.sqrt(1.0 / self.head_dim)) @ k.transpose(-1, -2)
+            scale = math.sqrt(1.0 / self.head_dim) if self.scale is None else self.scale
+            scores = (q * scale) @ k.transpose(-1, -2)
             weights = F.softmax(scores if mask is None else scores + mask, dim=-1)
             heads = (F.dropout(weights, p) if p > 0 else weights) @ v
             weights = weights.mean(1) if average_attn_weights else weights
         else:
-            heads = F.scaled_dot_product_attention(q, k, v, mask, p, is_causal)  # (B, heads, T, d_head)
+            heads = F.scaled_dot_product_attention(
+                q, k, v, mask, p, is_causal, scale=self.scale
+            )  # (B, heads, T, d_head)
         joined = self._change("after_heads", heads.transpose(1, 2).flatten(-2), padding)
         out = self._change("after_output", self.out_proj(joined), padding)
         if not is_batched:

@@ -90,6 +90,8 @@ class Sublayer:
     after: NormAt | None
     streams: tuple[StreamStep, ...]
     inside: Inside
+    scale: float
+    """Of F(x): the parametrisation's factor, where β has not taken it."""
 
     def around(self) -> Iterator[NormAt | Learned]:
         """Everything declared around it."""
@@ -133,6 +135,8 @@ class Declared:
     is_profiled: bool
     norm: str
     init: str
+    attention: float | None
+    """What scores are multiplied by; None: 1/√d_head."""
 
 
 @functools.lru_cache(maxsize=64)
@@ -147,7 +151,7 @@ def declare(config: TransformerConfig, stack: Any) -> Declared:
         streams=tuple(stream["norm"] and NormAt(**stream["norm"]) for stream in flow["streams"]),
         growth=growth and Growth(**growth),
         end=tuple(_change(change) for change in flow["end"]),
-        **{key: found[key] for key in ("has_biases", "is_profiled", "norm", "init")},
+        **{key: found[key] for key in ("has_biases", "is_profiled", "norm", "init", "attention")},
     )
 
 
@@ -166,7 +170,8 @@ def _layer(found: dict[str, Any]) -> tuple[Sublayer, ...]:
         points = dict.fromkeys(point for point, _ in found["inside"])
         inside = {point: tuple(_change(c) for p, c in found["inside"] if p == point) for point in points}
         streams = tuple(StreamStep(gain(step["alpha"]), gain(step["beta"])) for step in around["streams"])
-        return Sublayer(**norms, alpha=gain(around["alpha"]), beta=gain(around["beta"]), streams=streams, inside=inside)
+        alpha, beta = gain(around["alpha"]), gain(around["beta"])
+        return Sublayer(**norms, alpha=alpha, beta=beta, streams=streams, inside=inside, scale=found["scale"])
 
     return tuple(sublayer(one) for one in found["sublayers"])
 
@@ -220,6 +225,8 @@ OWN: tuple[str, ...] = (
     "residual",
     "init",
     "fixnorm",
+    "input_alpha",
+    "output_alpha",
 )
 OWN += ("positions", "tie_embeddings", "output_bias", "dropout", "embedding_dropout", *LANGUAGE_MODELS)
 """Options of a whole model that layers take under torch.nn's names, or not at all."""
@@ -386,6 +393,8 @@ def close(
     x = streams.x
     if sublayer.amid is not None:
         f = apply_norm(getattr(owner, sublayer.amid.name), f, padding_mask)
+    if sublayer.scale != 1.0:
+        f = f * sublayer.scale
     p = rate(dropout)
     if p is None:
         f, p = dropout(f), 0.0
@@ -404,7 +413,7 @@ def close(
     others = tuple(add(s, *gains(step)) for s, step in zip(streams.others, sublayer.streams, strict=True))
     alpha, beta = gains(sublayer)
     if alpha is not None and owner.place.declared.is_profiled:
-        profile_step(alpha, x, f, where)
+        profile_step(alpha, x, f if beta is None else f * beta.to(f.dtype), where)
     at = sublayer.after or following
     norm: Any = None if at is None else getattr(owner, at.name)
     if torch.compiler.is_exporting() or norm is None or not is_row_norm(norm):

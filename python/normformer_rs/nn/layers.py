@@ -222,10 +222,12 @@ class Layer(Unscriptable, Growing):
             install(owner, items, self.place, factory=factory, bias=bias)
 
     def _enter_attentions(self) -> None:
-        """Tells the attentions what stands inside them."""
+        """Tells the attentions what stands inside them, and what their scores are multiplied by."""
         for name, sublayer in zip(self.attentions, self.place.sublayers):
             inside = {point: tuple(c.below(name) for c in changes) for point, changes in sublayer.inside.items()}
-            getattr(self, name).set_inside(inside)
+            attention: MultiheadAttention = getattr(self, name)
+            attention.set_inside(inside)
+            attention.scale = self.place.declared.attention
 
     def _declared(self) -> Iterator[tuple[nn.Module, list[NormAt | Learned]]]:
         """What the scheme puts into the layer, by the module that has it."""
@@ -369,7 +371,9 @@ class TransformerEncoderLayer(Layer):
         encoder_layers, decoder_layers: how deep the model is, for schemes whose constants depend on it. Without
             decoder_layers the encoder stands alone, as BERT's does. A TransformerEncoder sets them.
         options: those of `TransformerConfig` that the scheme or norm has (`branchnorm_steps`, `normformer_mode`, …),
-            and `attention_dropout`, `activation_dropout` (None: `dropout`).
+            and `attention_dropout`, `activation_dropout` (None: `dropout`); `parametrisation`, `base_width`,
+            `base_depth`, `depth_alpha` and `attention_scale`. Factors of embeddings and logits are the caller's, and
+            rates `normformer_rs.param_groups`'.
 
     Parameters and buffers bear torch.nn's names; a scheme's own those of `normformer_rs.Transformer`. With layernorm,
     state dicts are torch.nn's both ways. Dropout masks follow torch's generator, but are not torch.nn's.

@@ -26,8 +26,8 @@ class StreamStep(nn.Module):
 
 
 class Around(nn.Module):
-    """x⁺ = N_after(α⊙x + β⊙drop(N_amid(f))), f = F(N_before(x)); an absent norm is Identity, an absent gain None.
-    `steps` move the streams beside x."""
+    """x⁺ = N_after(α⊙x + β⊙drop(s·N_amid(f))), f = F(N_before(x)), s = `scale`; an absent norm is Identity, an absent
+    gain None. `steps` move the streams beside x."""
 
     alpha: Tensor | None
     beta: Tensor | None
@@ -41,15 +41,19 @@ class Around(nn.Module):
         beta: Tensor | None,
         dropout: nn.Module,
         steps: list[nn.Module] | None = None,
+        scale: float = 1.0,
     ) -> None:
         super().__init__()
         self.before, self.amid, self.after, self.dropout = before, amid, after, dropout
+        self.scale = scale
         self.steps = nn.ModuleList(steps)
         keep(self, alpha=alpha, beta=beta)
 
     def forward(self, x: Tensor, f: Tensor, others: list[Tensor]) -> Tensor:
         """x⁺; the streams beside x are changed in their list."""
         f = self.dropout(self.amid(f))
+        if self.scale != 1.0:
+            f = f * self.scale
         for i, step in enumerate(self.steps):
             others[i] = step(others[i], f)
         return self.after(formulas.residual(x, f, self.alpha, self.beta))
@@ -65,6 +69,7 @@ class Attention(nn.Module):
 
     in_proj_weight: Tensor
     in_proj_bias: Tensor | None
+    scale: float | None
 
     def __init__(
         self,
@@ -75,8 +80,10 @@ class Attention(nn.Module):
         dropout: float,
         batch_first: bool,
         changes: tuple[nn.Module, nn.Module, nn.Module, nn.Module, nn.Module],
+        scale: float | None = None,
     ) -> None:
         super().__init__()
+        self.scale = scale
         self.heads, self.dropout, self.batch_first, self.out_proj = heads, float(dropout), batch_first, out_proj
         self.input, self.query, self.key, self.after_heads, self.after_output = changes
         keep(self, in_proj_weight=in_proj_weight, in_proj_bias=in_proj_bias)
@@ -119,7 +126,8 @@ class Attention(nn.Module):
                 padding = self.additive(key_padding_mask, q)[:, None, None, :]
                 mask = padding if mask is None else mask + padding
         p = self.dropout if self.training else 0.0
-        joined = F.scaled_dot_product_attention(q, k, v, mask, p, only_causal).transpose(1, 2).flatten(-2)
+        heads = F.scaled_dot_product_attention(q, k, v, mask, p, only_causal, scale=self.scale)
+        joined = heads.transpose(1, 2).flatten(-2)
         out = self.after_output(self.out_proj(self.after_heads(joined)))
         if not is_batched:
             return out.squeeze(0)

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from .. import nn as nfnn
-from ..config import TransformerConfig
+from ..config import PARAMETRISATION, TransformerConfig
 from ..errors import InputError
 from ..nn.declared import Place, configure
 from ..nn.layers import Layer
@@ -169,6 +169,12 @@ def _plans(
 ) -> list[tuple[Group, Place]]:
     """For each group of blocks the place of its first: the configuration says how deep the model is, and which stack it
     is."""
+    for name in options:
+        if name in PARAMETRISATION:
+            raise InputError(
+                f"{name} is an option of models that are built here, and swap_residuals has no parametrisation: leave "
+                "it out; normformer_rs.param_groups gives an optimizer the parametrisation's rates"
+            )
     groups = find_groups(model)
     with_memory, alone = [g for g in groups if g.has_memory], [g for g in groups if not g.has_memory]
     plans = []

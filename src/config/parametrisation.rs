@@ -1,0 +1,131 @@
+//! A model's parametrisation, as its options say it.
+
+use super::{AttentionName, TransformerConfig};
+use crate::error::{Error, Result};
+use crate::parametrisation::{self, AttentionScale, Multipliers, Parametrisation, Scaled, PARAMETRISATIONS};
+use crate::residual::Stack;
+
+impl TransformerConfig {
+    /// What its parametrisation multiplies.
+    pub fn scaled(&self) -> Scaled {
+        // The name was checked when the option was read.
+        let parametrisation = parametrisation::find(self.parametrisation.as_str()).unwrap_or(PARAMETRISATIONS[0]);
+        Scaled {
+            parametrisation,
+            d_model: self.d_model,
+            base_width: self.base_width.unwrap_or(self.d_model),
+            base_depth: self.base_depth,
+            depth_alpha: self.depth_alpha,
+            input: self.input_alpha,
+            output: self.output_alpha,
+            attention: self.attention_scale.unwrap_or(parametrisation.attention),
+        }
+    }
+
+    /// A parameter's multipliers, and a number by which an optimizer may sort parameters so that equal multipliers lie
+    /// side by side.
+    pub fn multipliers(&self, name: &str, dimensions: usize) -> (u8, Multipliers) {
+        let scaled = self.scaled();
+        if scaled.parametrisation.is_standard() {
+            return (0, Multipliers::ONE);
+        }
+        let (stack, layers) = match name.starts_with("encoder.") {
+            true => (Stack::Encoder, self.encoder_layers),
+            false => (Stack::Decoder, self.decoder_layers),
+        };
+        let (role, multipliers) = scaled.parameter(name, dimensions, layers);
+        (2 * role as u8 + stack as u8, multipliers)
+    }
+
+    /// What attention's scores are multiplied by, where that is not 1/√d_head.
+    pub fn unusual_scores(&self) -> Option<f64> {
+        let scaled = self.scaled();
+        (scaled.attention != AttentionScale::InverseSqrt).then(|| scaled.scores(self.d_model / self.heads.max(1)))
+    }
+}
+
+/// Refuses options that contradict each other or would do nothing.
+pub(super) fn check(config: &TransformerConfig) -> Result<()> {
+    let (found, name) = (config.scaled().parametrisation, config.parametrisation.as_str());
+    for (option, base) in [("base_width", config.base_width), ("base_depth", config.base_depth)] {
+        let is_needed = found.base.contains(&option);
+        match base {
+            None if is_needed => {
+                return Err(Error::invalid(format!(
+                    "parametrisation {name:?} needs {option}: that of the model for which learning rate and the like were tuned"
+                )))
+            }
+            Some(base) if !is_needed => {
+                return Err(Error::invalid(format!(
+                    "{option} = {base} would do nothing, as parametrisation is {name:?}: leave it out, or choose one of {}",
+                    names_where(|p| p.base.contains(&option))
+                )))
+            }
+            Some(base) if base < 1 => return Err(Error::invalid(format!("{option} must be at least 1, got {base}"))),
+            _ => {}
+        }
+    }
+    for (option, value) in [("input_alpha", config.input_alpha), ("output_alpha", config.output_alpha)] {
+        if !(value > 0.0 && value.is_finite()) {
+            return Err(Error::invalid(format!("{option} must be greater than 0, got {value}")));
+        }
+        if value != 1.0 && found.is_standard() {
+            return Err(Error::invalid(format!(
+                "{option} = {value} would do nothing, as parametrisation is \"standard\": leave it out, or choose one of {}",
+                names_where(|p| !p.is_standard())
+            )));
+        }
+    }
+    match config.depth_alpha {
+        Some(alpha) if found.alpha.is_none() => {
+            return Err(Error::invalid(format!(
+            "depth_alpha = {alpha} would do nothing, as parametrisation is {name:?}: leave it out, or choose one of {}",
+            names_where(|p| p.alpha.is_some())
+        )))
+        }
+        Some(alpha) if !(0.5..=1.0).contains(&alpha) => {
+            return Err(Error::invalid(format!("depth_alpha must lie in [0.5, 1], got {alpha}")))
+        }
+        _ => {}
+    }
+    let is_tensorized = config.attention == AttentionName::Tensorized;
+    if is_tensorized && config.attention_scale.is_some() {
+        return Err(Error::invalid(
+            "tensorized attention has no heads, so attention_scale would do nothing: leave it out",
+        ));
+    }
+    let unsettled = [(is_tensorized, "attention = \"tensorized\""), (config.fixnorm, "fixnorm = true")];
+    match unsettled.into_iter().find(|(is_on, _)| *is_on && !found.is_standard()) {
+        Some((_, what)) => Err(Error::invalid(format!(
+            "parametrisation {name:?} does not say what becomes of {what}: leave that out, or take parametrisation \
+             \"standard\""
+        ))),
+        None => Ok(()),
+    }
+}
+
+fn names_where(is_so: impl Fn(&Parametrisation) -> bool) -> String {
+    PARAMETRISATIONS.iter().filter(|p| is_so(p)).map(|p| p.name).collect::<Vec<_>>().join(", ")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn each_stack_has_its_own_depth() {
+        let text = r#"{"parametrisation": "completep", "base_width": 256, "base_depth": 2, "depth_alpha": 0.5,
+            "encoder_layers": 8, "decoder_layers": 32}"#;
+        let config: TransformerConfig = crate::config::from_json("model", text).unwrap();
+        assert_eq!([8, 32].map(|layers| config.scaled().branch(layers)), [0.5, 0.25]);
+        let of = |name, dimensions| config.multipliers(name, dimensions).1;
+        let encoder = Multipliers { init: 0.5f64.sqrt(), lr: 0.25, weight_decay: 2.0, eps: 0.25 };
+        let found = of("encoder.layers.0.linear1.weight", 2);
+        assert!((found.init - encoder.init).abs() < 1e-15);
+        assert_eq!(Multipliers { init: encoder.init, ..found }, encoder);
+        let decoder = Multipliers { init: 1.0, lr: 0.25, weight_decay: 0.0, eps: 0.125 };
+        assert_eq!(of("decoder.layers.0.linear1.bias", 1), decoder);
+        assert_eq!(of("embedding.weight", 2), Multipliers { eps: 0.5, ..Multipliers::ONE });
+        assert_eq!(config.scaled().logits(), 0.5);
+    }
+}

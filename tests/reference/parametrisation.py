@@ -1,0 +1,41 @@
+"""What a parametrisation multiplies (docs/spec.md §3.7): Dey et al. 2025, Table 1 and eq 40; μP without the depth."""
+
+import math
+from typing import NamedTuple
+
+from .config import Config, complete, is_one_stack
+
+ALPHAS = {"depth-mup": 0.5, "completep": 1.0}
+
+
+class Forward(NamedTuple):
+    embedding: float
+    """Of words: √d in the standard parametrisation, the base's in others."""
+    input: float
+    """Of words and positions together."""
+    branch: float
+    """Of every F(x) in the stack."""
+    logits: float
+    scores: float
+
+
+def base_width(config: Config) -> int:
+    c = complete(config)
+    return c["base_width"] or c["d_model"]
+
+
+def forward_factors(config: Config, stack: str) -> Forward:
+    c = complete(config)
+    name, d_head = c["parametrisation"], c["d_model"] // c["heads"]
+    scores = {None: None, "inverse": 1 / d_head, "inverse-sqrt": 1 / math.sqrt(d_head)}[c["attention_scale"]]
+    if name == "standard":
+        return Forward(math.sqrt(c["d_model"]), 1.0, 1.0, 1.0, scores or 1 / math.sqrt(d_head))
+    layers = c["decoder_layers"] if is_one_stack(c) else c[f"{stack}_layers"]
+    alpha = c["depth_alpha"] or ALPHAS.get(name)
+    return Forward(
+        embedding=math.sqrt(c["base_width"]),
+        input=c["input_alpha"],
+        branch=1.0 if alpha is None else (layers / c["base_depth"]) ** -alpha,
+        logits=c["output_alpha"] * c["base_width"] / c["d_model"],
+        scores=scores or 1 / d_head,
+    )
