@@ -38,6 +38,7 @@ __all__ = [
     "evaluate_loss",
     "keep_memory",
     "nn",
+    "param_groups",
     "preset",
     "surgery",
     "swap_norms",
@@ -55,6 +56,7 @@ if TYPE_CHECKING:
     from .history import Evaluations, History
     from .memory import keep_memory
     from .model import Transformer
+    from .parametrisation import param_groups
     from .presets import PRESETS, preset
     from .surgery import Swaps, swap_norms, swap_residuals
     from .training import DryRun, Trainer
@@ -67,6 +69,7 @@ else:
         "history": ("Evaluations", "History"),
         "memory": ("keep_memory",),
         "model": ("Transformer",),
+        "parametrisation": ("param_groups",),
         "presets": ("PRESETS", "preset"),
         "surgery": ("Swaps", "swap_norms", "swap_residuals"),
         "training": ("DryRun", "Trainer"),

@@ -37,7 +37,7 @@ def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, An
     """Two groups for an optimizer: matrices, with `weight_decay`, and norms, gains and biases, without.
 
     A parameter of at most one dimension, in a norm, or of dlcl's sums counts as the latter; those that need no gradient
-    are left out.
+    are left out. `normformer_rs.param_groups` does this too, and scales rates by a parametrisation.
 
     >>> from torch import nn
     >>> groups = parameter_groups(nn.Linear(2, 3), 0.1)

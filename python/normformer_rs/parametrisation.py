@@ -1,0 +1,247 @@
+"""Groups of parameters for an optimizer: weight decay, and the multipliers of a parametrisation.
+
+>>> import normformer_rs as nf
+>>> shape = {"d_model": 64, "d_ff": 128, "heads": 4, "encoder_layers": 4, "decoder_layers": 4}
+>>> scaled = {"parametrisation": "completep", "base_width": 32, "base_depth": 2}
+>>> model = nf.Transformer(nf.TransformerConfig(vocab_size=20, **shape, **scaled), seed=1)
+>>> for group in nf.param_groups(model, 1e-2, weight_decay=0.1):
+...     print(group["role"], len(group["params"]), group["lr"], group["weight_decay"], group["eps"])
+embedding 1 0.01 0.1 5e-09
+hidden-matrix 40 0.005 0.2 2.5e-09
+hidden-vector 80 0.01 0.0 2.5e-09
+end 4 0.01 0.0 5e-09
+"""
+
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+from torch import nn
+
+from . import _core
+from .config import tables, unknown
+from .errors import InputError
+from .model import Transformer
+from .nn.layers import Layer
+from .nn.training import learned_gains
+
+ROLES = ("embedding", "hidden-matrix", "hidden-vector", "end")
+_WIDTHS = ("d_model", "hidden_size", "n_embd", "embed_dim", "dim")
+"""Names that configurations of other libraries have for the width of the residual stream."""
+
+
+def param_groups(
+    model: nn.Module,
+    lr: float,
+    *,
+    parametrisation: str | None = None,
+    base_width: int | None = None,
+    base_depth: int | None = None,
+    depth_alpha: float | None = None,
+    weight_decay: float = 0.0,
+    eps: float = 1e-8,
+    width: int | None = None,
+    depth: int | None = None,
+) -> list[dict[str, Any]]:
+    """Groups for Adam or AdamW, each with its lr, weight_decay and eps: what the base model was tuned to, times the
+    parametrisation's multipliers for the role of the group's parameters.
+
+    With m_d = width/base_width, m_L = depth/base_depth and the exponent α (completep 1, depth-mup 1/2):
+
+        role           lr                       weight decay               ε
+        embedding      lr                       weight_decay               ε/m_d
+        hidden-matrix  lr·(1/m_d)·m_L^(α−1)     weight_decay·m_d           (ε/m_d)·m_L^(−α)
+        hidden-vector  lr·m_L^(α−1)             0                          (ε/m_d)·m_L^(−α)
+        end            lr                       0                          ε/m_d
+
+    mup has these without m_L, and leaves weight_decay as it is; standard multiplies nothing, and decays no vectors.
+
+    A normformer_rs.Transformer gives parametrisation and sizes itself, and so do the layers of `normformer_rs.nn`. In
+    any other model a block is a module of a ModuleList or Sequential all of whose modules are of one class and hold
+    matrices. Its matrices are hidden-matrix, its vectors, norms and gains hidden-vector. Tables (nn.Embedding) are
+    embedding, and so are matrices outside blocks that lead into or out of the width (an output head, tied or not,
+    position tables, a patch projection); one of width × width there is a hidden-matrix with m_L = 1. Everything else is end.
+
+    **Only half of a parametrisation.** Of a model that is not this package's, its author multiplies init and forward
+    pass: std of hidden matrices × 1/√m_d, branches × m_L^(−α), logits × 1/m_d, attention scores 1/d_head. Without these
+    the optimal rate does not carry over to other sizes.
+
+    Args:
+        lr, weight_decay, eps: as tuned on the base model.
+        parametrisation: a name out of `normformer_rs.tables()["parametrisations"]`; None: the model's own, else
+            standard.
+        base_width, base_depth: of the base model; None: the model's own.
+        depth_alpha: α, from 0.5 to 1; None: the model's own, or the parametrisation's.
+        width: of the residual stream; None: found in the model's config or embeddings.
+        depth: layers of every stack; None: each stack's own.
+
+    Returns dictionaries of params, role, lr, weight_decay and eps, one for each role and depth that occurs; parameters
+    that need no gradient are left out. Schedulers multiply each group's lr.
+
+    Errors: InputError where a size is missing or blocks cannot be told, for options that would do nothing, and for
+    numbers out of range. Sources: Yang et al. 2022; Dey et al. 2025, Table 1, eq 40 (docs/spec.md §3.7).
+    """
+    own = _own_options(model)
+    name = _agreed("parametrisation", parametrisation, own.get("parametrisation"), "standard")
+    base_width = _agreed("base_width", base_width, own.get("base_width"))
+    base_depth = _agreed("base_depth", base_depth, own.get("base_depth"))
+    alpha = _agreed("depth_alpha", depth_alpha, own.get("depth_alpha"))
+    _check(name, base_width, base_depth, alpha, lr=lr, weight_decay=weight_decay, eps=eps)
+    places = [*_places(model, name != "standard", width)]
+    m_d = 1.0 if base_width is None else _width(model, width) / base_width
+    groups: dict[tuple[int, float], dict[str, Any]] = {}
+    for place in places:
+        layers = place.layers if depth is None else depth
+        has_depth = base_depth is not None and place.layers > 0 and place.role.startswith("hidden")
+        m_L = layers / base_depth if has_depth else 1.0
+        key = ROLES.index(place.role), m_L
+        if key not in groups:
+            times = _core.multipliers(name, place.role, m_d, m_L, alpha)
+            decay = weight_decay if place.role in ("embedding", "hidden-matrix") else 0.0
+            groups[key] = {
+                "params": [],
+                "role": place.role,
+                "lr": lr * times["lr"],
+                "weight_decay": decay * times["weight_decay"],
+                "eps": eps * times["eps"],
+            }
+        groups[key]["params"].append(place.parameter)
+    return [groups[key] for key in sorted(groups)]
+
+
+class _Placed(NamedTuple):
+    """A parameter, its role, and how many layers its stack has (0 outside stacks)."""
+
+    parameter: nn.Parameter
+    role: str
+    layers: int
+
+
+def _own_options(model: nn.Module) -> dict[str, Any]:
+    """Of a model, or of layers, that this package built."""
+    config = model.config if isinstance(model, Transformer) else None
+    if config is None:
+        layers = [module for module in model.modules() if isinstance(module, Layer)]
+        config = layers[0].place.config if layers else None
+    names = ("parametrisation", "base_width", "base_depth", "depth_alpha")
+    return {} if config is None else {name: getattr(config, name) for name in names}
+
+
+def _agreed(name: str, given: Any, own: Any, otherwise: Any = None) -> Any:
+    """What was given or what the model has; InputError where both are there and differ."""
+    if given is not None and own is not None and given != own:
+        raise InputError(
+            f"{name} = {given} was given, and the model was built with {own}: leave it out, or build another"
+        )
+    found = own if given is None else given
+    return otherwise if found is None else found
+
+
+def _check(name: str, base_width: int | None, base_depth: int | None, alpha: float | None, **numbers: float) -> None:
+    names = [entry["name"] for entry in tables()["parametrisations"]]
+    if name not in names:
+        raise InputError(unknown("parametrisation", name, names))
+    has_depth = name in ("depth-mup", "completep")
+    for option, value, is_needed in (
+        ("base_width", base_width, name != "standard"),
+        ("base_depth", base_depth, has_depth),
+    ):
+        if is_needed and value is None:
+            raise InputError(f'parametrisation "{name}" needs {option}: that of the model for which lr was tuned')
+        if not is_needed and value is not None:
+            raise InputError(f'{option} = {value} would do nothing, as parametrisation is "{name}": leave it out')
+        if value is not None and value < 1:
+            raise InputError(f"{option} must be at least 1; got {value}")
+    if alpha is not None and not has_depth:
+        raise InputError(f'depth_alpha = {alpha} would do nothing, as parametrisation is "{name}": leave it out')
+    if alpha is not None and not 0.5 <= alpha <= 1:
+        raise InputError(f"depth_alpha must lie in [0.5, 1]; got {alpha}")
+    for option, number in numbers.items():
+        if not 0 <= number < float("inf"):
+            raise InputError(f"{option} must be at least 0; got {number}")
+
+
+def _places(model: nn.Module, needs_blocks: bool, width: int | None) -> Iterator[_Placed]:
+    """Every parameter that is trained, once."""
+    if isinstance(model, Transformer):
+        depths = {"encoder": model.config.encoder_layers, "decoder": model.config.decoder_layers}
+        for name, p in model.named_parameters():
+            if p.requires_grad:
+                yield _Placed(p, _core.parameter_role(name, p.dim()), depths.get(name.partition(".")[0], 0))
+        return
+    blocks = dict(_blocks(model))
+    if needs_blocks and not blocks:
+        raise InputError(
+            f"found no repeated blocks in {type(model).__name__}: expected a ModuleList or Sequential of modules of "
+            "one class that hold matrices; give the module that has it"
+        )
+    gains = {id(p) for p in learned_gains(model).values()}
+    seen = set()
+    for path, module in model.named_modules():
+        layers = next((n for block, n in blocks.items() if f"{path}.".startswith(f"{block}.")), 0)
+        for _, p in module.named_parameters(recurse=False):
+            if p.requires_grad and id(p) not in seen:
+                seen.add(id(p))
+                is_vector = p.dim() <= 1 or id(p) in gains
+                yield _Placed(p, _role(model, module, p, is_vector, layers > 0, width), layers)
+
+
+def _role(
+    model: nn.Module, module: nn.Module, p: nn.Parameter, is_vector: bool, is_in_block: bool, width: int | None
+) -> str:
+    if isinstance(module, nn.Embedding) and not is_vector:
+        return "embedding"
+    if is_in_block:
+        return "hidden-vector" if is_vector else "hidden-matrix"
+    if is_vector:
+        return "end"
+    square = p.dim() == 2 and p.shape[0] == p.shape[1]
+    return "hidden-matrix" if square and p.shape[0] == _find_width(model, width) else "embedding"
+
+
+def _blocks(model: nn.Module) -> Iterator[tuple[str, int]]:
+    """The path of every block, and how many its stack has. Of lists inside blocks, as experts are, none counts."""
+    outer: list[str] = []
+    for path, module in model.named_modules():
+        children = [*module.named_children()]
+        is_list = isinstance(module, nn.ModuleList | nn.Sequential) and len({type(child) for _, child in children}) == 1
+        if not is_list or any(f"{path}.".startswith(f"{block}.") for block in outer):
+            continue
+        if all(_has_matrices(child) for _, child in children):
+            for name, _ in children:
+                outer.append(f"{path}.{name}".lstrip("."))
+                yield outer[-1], len(children)
+
+
+def _has_matrices(module: nn.Module) -> bool:
+    """Modules in it, not the module itself, have them: a list of linear layers is no stack."""
+    return sum(p.dim() > 1 and "." in name for name, p in module.named_parameters()) > 1
+
+
+def _width(model: nn.Module, given: int | None) -> int:
+    found = _find_width(model, given)
+    if found is None:
+        raise InputError(
+            f"cannot tell the width of {type(model).__name__}: its config has none of {', '.join(_WIDTHS)}, and its "
+            "embeddings do not agree on one; give width="
+        )
+    return found
+
+
+def _find_width(model: nn.Module, given: int | None) -> int | None:
+    """Of the residual stream: as given, as a configuration says, or as wide as all embeddings are."""
+    if given is not None:
+        return given
+    own = [module.place.config.d_model for module in model.modules() if isinstance(module, Layer)]
+    if own:
+        return own[0]
+    config = getattr(model, "config", None)
+    named = (getattr(config, name, None) for name in _WIDTHS)
+    said = next((width for width in named if isinstance(width, int)), None)
+    if said is not None:
+        return said
+    torchs = (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
+    layers = [module.self_attn.embed_dim for module in model.modules() if isinstance(module, torchs)]
+    tables_ = [module.embedding_dim for module in model.modules() if isinstance(module, nn.Embedding)]
+    widths = Counter(layers or tables_)
+    return next(iter(widths)) if len(widths) == 1 else None
