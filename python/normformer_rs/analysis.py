@@ -23,6 +23,8 @@ from numpy.typing import ArrayLike, NDArray
 from torch import Tensor, nn
 
 from . import _core
+from .coordinates import CoordinateCheck as CoordinateCheck
+from .coordinates import coordinate_check as coordinate_check
 from .errors import InputError
 from .model import Transformer
 from .nn.masks import mask_for

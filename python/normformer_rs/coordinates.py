@@ -1,0 +1,169 @@
+"""Coordinate checks: how large activations are after a few updates, at several widths or depths."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from os import PathLike, fspath
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from ._optional import require
+from .config import TransformerConfig
+from .errors import InputError
+from .model import Transformer
+from .parametrisation import param_groups
+
+PLACES = ("embedding", "first layer", "middle layer", "last layer", "logits")
+_GRID = {"color": "#e4e4e4", "linewidth": 0.8}
+
+
+@dataclass(frozen=True)
+class CoordinateCheck:
+    """The mean |x| at five places of models that differ in one size."""
+
+    over: str
+    """"width" or "depth"."""
+    values: tuple[int, ...]
+    """The widths, or the layers of each stack."""
+    sizes: NDArray[np.float64]
+    """(values, updates + 1, 5): before training and after each update, the geometric mean over seeds of the mean |x| of
+    what the decoder reads, of its first, middle and last layer's output, and of the logits."""
+    parametrisation: str
+
+    def slopes(self, update: int = -1) -> dict[str, float]:
+        """By place, the slope of log size against log width or depth after that update (0: before the first); 0 where
+        sizes do not depend on it."""
+        x = np.log(self.values)
+        return {place: float(np.polyfit(x, np.log(self.sizes[:, update, i]), 1)[0]) for i, place in enumerate(PLACES)}
+
+    def save(self, path: str | PathLike[str]) -> None:
+        """A picture: a panel for each place, a line for each update, both axes logarithmic.
+
+        Errors: ImportError without matplotlib.
+        """
+        require("matplotlib", "the picture of a coordinate check")
+        from matplotlib import colormaps
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+
+        figure = Figure(figsize=(13, 3.4), dpi=150, layout="constrained")
+        FigureCanvasAgg(figure)
+        axes: Any = figure.subplots(1, len(PLACES))
+        updates, slopes = self.sizes.shape[1], self.slopes()
+        for i, (axis, place) in enumerate(zip(axes, PLACES)):
+            for update in range(updates):
+                color = colormaps["viridis"](0.85 * (1 - update / max(updates - 1, 1)))
+                axis.plot(self.values, self.sizes[:, update, i], "o-", color=color, markersize=3, label=str(update))
+            axis.set_xscale("log", base=2)
+            axis.set_yscale("log", base=10)
+            low, high = self.sizes[:, :, i].min(), self.sizes[:, :, i].max()
+            middle = (low * high) ** 0.5  # at least a decade, so that flat lines look flat
+            axis.set_ylim(min(low / 1.2, middle / 3.2), max(high * 1.2, middle * 3.2))
+            axis.set_xticks(self.values, [str(value) for value in self.values])
+            axis.set_title(f"{place}   slope {slopes[place]:+.2f}", loc="left", fontsize=9)
+            axis.set_xlabel(self.over)
+            axis.grid(True, **_GRID)
+            axis.spines[["top", "right"]].set_visible(False)
+        axes[0].set_ylabel("mean |x|")
+        axes[0].legend(frameon=False, fontsize=8, title="updates", title_fontsize=8)
+        title = f"{self.parametrisation}   coordinate check over {self.over}"
+        figure.suptitle(title, fontsize=11, x=0.01, ha="left", weight="bold")
+        figure.savefig(fspath(path))
+
+
+def coordinate_check(
+    config: TransformerConfig,
+    *,
+    widths: Sequence[int] = (),
+    depths: Sequence[int] = (),
+    updates: int = 3,
+    lr: float = 1e-2,
+    weight_decay: float = 0.0,
+    eps: float = 1e-8,
+    seeds: Sequence[int] = (1, 2, 3),
+    sentences: int = 4,
+    length: int = 16,
+) -> CoordinateCheck:
+    """Trains models of several widths, or depths, for a few updates on one batch of random tokens, and measures sizes.
+
+    Under a parametrisation that holds, activations stay as large whatever the width (Yang et al. 2022, App D.1) and
+    depth (Dey et al. 2025, Fig 7): `slopes` are near 0. Logits may shrink with width at first, and their slope then
+    approaches 0 from below.
+
+    >>> import normformer_rs as nf
+    >>> from normformer_rs import analysis
+    >>> shape = {"d_model": 8, "d_ff": 16, "heads": 2, "decoder_layers": 1, "architecture": "decoder-only"}
+    >>> config = nf.TransformerConfig(vocab_size=20, **shape, parametrisation="mup", base_width=8)
+    >>> check = analysis.coordinate_check(config, widths=(8, 16), updates=1, seeds=(1,))
+    >>> check.over, check.values, check.sizes.shape
+    ('width', (8, 16), (2, 2, 5))
+
+    Args:
+        config: a model; dropout is left out. With a width go d_ff in proportion and as many heads as keep d_head; with
+            a depth, the layers of both stacks.
+        widths, depths: one of them, at least two sizes.
+        updates: AdamW's, β = (0.9, 0.98), with `param_groups(model, lr, weight_decay=…, eps=…)`.
+        seeds: of models and batches.
+        sentences, length: of the batch.
+
+    Returns sizes, slopes and a picture (`save`). Errors: InputError for sizes that do not fit.
+    """
+    if bool(widths) == bool(depths) or len(widths or depths) < 2:
+        raise InputError(f"give two or more widths or two or more depths, not both; got {widths!r} and {depths!r}")
+    over, values = ("width", widths) if widths else ("depth", depths)
+    given: dict[str, Any] = {"lr": lr, "weight_decay": weight_decay, "eps": eps}
+    sizes = [
+        np.mean(
+            [_trained(_sized(config, over, n), updates, seed, (sentences, length), given) for seed in seeds], axis=0
+        )
+        for n in values
+    ]
+    return CoordinateCheck(over, tuple(values), np.exp(np.stack(sizes)), config.parametrisation)
+
+
+def _sized(config: TransformerConfig, over: str, value: int) -> TransformerConfig:
+    rates = dict.fromkeys(("dropout", "embedding_dropout", "attention_dropout", "activation_dropout"), 0.0)
+    if config.attention == "tensorized":
+        del rates["attention_dropout"]
+    if over == "depth":
+        return config.replace(**rates, encoder_layers=value, decoder_layers=value)
+    d_head = config.d_model // config.heads
+    if value % d_head or value * config.d_ff % config.d_model:
+        raise InputError(
+            f"widths must be multiples of d_head = {d_head} that leave d_ff/d_model = {config.d_ff}/{config.d_model} "
+            f"as it is; got {value}"
+        )
+    d_ff = value * config.d_ff // config.d_model
+    return config.replace(**rates, d_model=value, d_ff=d_ff, heads=value // d_head)
+
+
+def _trained(
+    config: TransformerConfig, updates: int, seed: int, shape: tuple[int, int], given: dict[str, Any]
+) -> NDArray[np.float64]:
+    """(updates + 1, 5): logarithms of sizes."""
+    model = Transformer(config, seed=seed, device="cpu").train()
+    generator = torch.Generator().manual_seed(seed)
+    source, target_input, target = (torch.randint(4, config.vocab_size, shape, generator=generator) for _ in range(3))
+    reads = source if config.architecture == "encoder-decoder" else None
+    optimizer = torch.optim.AdamW(param_groups(model, **given), betas=(0.9, 0.98))
+    found = [_sizes(model, reads, target_input)]
+    for _ in range(updates):
+        optimizer.zero_grad()
+        logits = model(reads, target_input)
+        torch.nn.functional.cross_entropy(logits.flatten(0, 1), target.flatten()).backward()
+        optimizer.step()
+        found.append(_sizes(model, reads, target_input))
+    return np.log(found)
+
+
+@torch.no_grad()
+def _sizes(model: Transformer, source: Tensor | None, target_input: Tensor) -> NDArray[np.float64]:
+    from .analysis import observe  # which has this module's names
+
+    layers = observe(model, source, target_input)["decoder"].sizes
+    last = len(layers) - 1
+    logits = model(source, target_input).abs().mean().item()
+    return np.array([layers[0], layers[1], layers[(last + 1) // 2], layers[last], logits])
