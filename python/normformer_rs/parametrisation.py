@@ -60,7 +60,8 @@ def param_groups(
     any other model a block is a module of a ModuleList or Sequential all of whose modules are of one class and hold
     matrices. Its matrices are hidden-matrix, its vectors, norms and gains hidden-vector. Tables (nn.Embedding) are
     embedding, and so are matrices outside blocks that lead into or out of the width (an output head, tied or not,
-    position tables, a patch projection); one of width × width there is a hidden-matrix with m_L = 1. Everything else is end.
+    position tables, a patch projection); one of width × width there is a hidden-matrix with m_L = 1. Everything else
+    is end.
 
     **Only half of a parametrisation.** Of a model that is not this package's, its author multiplies init and forward
     pass: std of hidden matrices × 1/√m_d, branches × m_L^(−α), logits × 1/m_d, attention scores 1/d_head. Without these
