@@ -32,6 +32,7 @@ def test_a_window_of_the_training_benchmark(corpora):
     [
         ("kernels.py --megabytes 1 --repeats 1 --rows 64", 7),
         ("depth.py --layers 2 --updates 1", 1),
+        (f"against.py {BENCHES.parent} speed --pairs 1 --megabytes 1", 10),
     ],
 )
 def test_benchmarks_that_nothing_else_runs(command, lines):
