@@ -19,7 +19,7 @@ from . import _core
 from .config import LANGUAGE_MODELS, TrainingConfig, TransformerConfig
 from .errors import InputError
 from .model import find_checkpoint, read_config
-from .nn.declared import declare
+from .nn.scheme import declare
 
 Path_ = str | PathLike[str]
 

@@ -12,7 +12,7 @@ from . import nn as nfnn
 from . import plain
 from .errors import InputError
 from .model import Transformer
-from .nn.declared import GROWING, Change, Gain, Learned, NormAt, StreamStep, Sublayer
+from .nn.scheme import GROWING, Change, Gain, Learned, NormAt, StreamStep, Sublayer
 from .nn.layers import Layer
 from .nn.norms import FIXNORM_EPS, FixedScaleNorm, RowNorm
 from .nn.running import RunningNorm

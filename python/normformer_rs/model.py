@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from . import _core
 from .config import TransformerConfig
 from .errors import InputError
-from .nn.growing import first_trained, follow_steps
+from .nn.updates import first_trained, follow_steps
 
 PAD = 1
 """The id of padding."""

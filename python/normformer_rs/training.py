@@ -18,7 +18,7 @@ from .errors import InputError
 from .history import History
 from .model import random_state_kept
 from .progress import Progress, Silent, choose, number
-from .ranks import world
+from .distributed import world
 
 logger = logging.getLogger("normformer_rs")
 logger.addHandler(logging.NullHandler())

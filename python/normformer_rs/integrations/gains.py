@@ -6,8 +6,8 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import InputError
-from ..nn.declared import growth_now
-from ..nn.growing import Growing
+from ..nn.scheme import growth_now
+from ..nn.updates import Growing
 from ..nn.training import learned_gains
 
 

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..errors import InputError
-from .declared import Change, Inside, apply_changes
+from .scheme import Change, Inside, apply_changes
 from .tracing import Unscriptable, leaf
 
 

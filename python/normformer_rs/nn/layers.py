@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from ..config import unknown
 from ..errors import InputError
 from .attention import MultiheadAttention, is_masked
-from .declared import (
+from .scheme import (
     OPS,
     Draw,
     Learned,
@@ -27,8 +27,8 @@ from .declared import (
     reset,
     reset_module,
 )
-from .growing import Growing
-from .initial import Role, draw_linear
+from .updates import Growing
+from .init import Role, draw_linear
 from .profiling import follow
 from .tracing import Unscriptable, leaf
 

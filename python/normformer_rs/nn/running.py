@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from ..config import unknown
 from ..errors import InputError
-from ..ranks import group_name
+from ..distributed import group_name
 from . import formulas
 from .masks import mask_for
 from .table import DECLARED, Declared

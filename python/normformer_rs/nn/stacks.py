@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from ..config import TransformerConfig
 from ..errors import InputError
-from .declared import Change, Combine, NormAt, Place, apply_changes, apply_norm, make, reset, reset_module
-from .growing import Growing
+from .scheme import Change, Combine, NormAt, Place, apply_changes, apply_norm, make, reset, reset_module
+from .updates import Growing
 from .layers import Activation, Layer, TransformerDecoderLayer, TransformerEncoderLayer
 from .profiling import begin_stack
 from .tracing import leaf

@@ -8,7 +8,7 @@ from torch import nn
 
 from ..errors import InputError
 from .attention import MultiheadAttention
-from .growing import Growing, were_profiled
+from .updates import Growing, were_profiled
 from .norms import RowNorm
 from .profiling import is_profiling, profiling
 from .running import RunningNorm

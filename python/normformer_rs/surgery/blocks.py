@@ -7,8 +7,8 @@ from torch import nn
 
 from .. import nn as nfnn
 from ..errors import InputError
-from ..nn.declared import Place
-from ..nn.initial import Role
+from ..nn.scheme import Place
+from ..nn.init import Role
 from ..nn.layers import KINDS
 from .converted import ConvertedBlock, converted_class
 from .families import BLOCKS, STACKS, full_name, refuse_old_library

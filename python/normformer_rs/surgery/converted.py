@@ -1,4 +1,4 @@
-"""Classes that somebody else's blocks become: subclasses that hand their residuals to `self.residual` (`steps.py`)."""
+"""Classes that somebody else's blocks become: subclasses that hand their residuals to `self.residual` (`block_residual.py`)."""
 
 import functools
 import inspect

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from ..errors import InputError
 from ..model import Transformer
-from ..nn.declared import Learned, Place
+from ..nn.scheme import Learned, Place
 from .blocks import DECODER, ENCODER, Part, is_transposed, parts_of, place_of, weight_and_bias
 from .residuals import find_groups
 

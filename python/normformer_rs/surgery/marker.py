@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from .edits import Edits
+from .undo import Edits
 
 KEY = "normformer_rs"
 """The configuration's attribute."""
@@ -22,7 +22,7 @@ def mark(model: nn.Module, what: str, name: str, edits: Edits) -> None:
     """Writes {what: name} ("residual" or "norm") into the configurations of a Hugging Face model; undo takes it back.
 
     >>> import types
-    >>> from normformer_rs.surgery.edits import Edits
+    >>> from normformer_rs.surgery.undo import Edits
     >>> model = nn.Linear(2, 2)
     >>> model.config = types.SimpleNamespace(model_type="bert", to_dict=dict)
     >>> mark(model, "norm", "scalenorm", Edits(model, "swap_norms to scalenorm"))

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from ..config import unknown
 from ..errors import InputError
-from .edits import Edits, Repoint, Row, Swaps, refuse_wrapped
+from .undo import Edits, Repoint, Row, Swaps, refuse_wrapped
 from .marker import mark
 from .padding import read_padding
 from .probe import KINDS, Known

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from ..nn.masks import Given, give, given
 from ..nn.running import PowerNorm, RunningNorm
-from .edits import Edits
+from .undo import Edits
 
 _NAMES = (
     "attention_mask",

@@ -10,7 +10,7 @@ from torch import nn
 from .. import nn as nfnn
 from ..config import TransformerConfig
 from ..errors import InputError
-from ..nn.declared import Place, configure
+from ..nn.scheme import Place, configure
 from ..nn.layers import Layer
 from .blocks import (
     TORCH_STACKS,
@@ -26,11 +26,11 @@ from .blocks import (
     place_of,
     shape_of,
 )
-from .edits import Edits, Repoint, Row, Swaps, refuse_wrapped
+from .undo import Edits, Repoint, Row, Swaps, refuse_wrapped
 from .families import refuse_other_schemes
 from .marker import mark
-from .steps import BlockResidual
-from .values import count_weights, initialise, sign_of_training, silence_biases
+from .block_residual import BlockResidual
+from .init import count_weights, initialise, sign_of_training, silence_biases
 
 
 def swap_residuals(

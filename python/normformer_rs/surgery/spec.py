@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from ..errors import InputError
-from ..nn.initial import Role
+from ..nn.init import Role
 
 
 class Linear(NamedTuple):

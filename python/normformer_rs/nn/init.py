@@ -8,7 +8,7 @@ from torch import Tensor
 
 from .. import _core
 from ..config import TransformerConfig
-from .declared import Place
+from .scheme import Place
 
 Role = Literal["query", "key", "value", "output", "fc1", "fc2"]
 

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..nn import MultiheadAttention
-from ..nn.declared import OPS, Draw
+from ..nn.scheme import OPS, Draw
 from ..nn.profiling import is_profiling
 
 

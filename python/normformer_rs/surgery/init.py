@@ -3,10 +3,10 @@
 import torch
 from torch import nn
 
-from ..nn.declared import Place
-from ..nn.initial import draw_linear
+from ..nn.scheme import Place
+from ..nn.init import draw_linear
 from .blocks import Group, is_transposed, parts_of, weight_and_bias
-from .edits import Edits
+from .undo import Edits
 from .spec import at
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ..nn.declared import (
+from ..nn.scheme import (
     Draw,
     Learned,
     NormAt,
@@ -20,7 +20,7 @@ from ..nn.declared import (
     make,
     reset,
 )
-from ..nn.growing import Growing
+from ..nn.updates import Growing
 from ..nn.profiling import begin_stack
 from .blocks import width_into
 from .marker import mark_block
