@@ -172,7 +172,7 @@ def test_norms_on_queries_and_keys_need_attention_that_shows_them():
     assert not torch.equal(model(x, y), before)
     done.undo()
     assert torch.equal(model(x, y), before)
-    with pytest.raises(ValueError, match=r"qk_norm=True reaches between projections .* BertLayer"):
+    with pytest.raises(ValueError, match=r"qk_norm=True acts between projections .* BertLayer"):
         swap_residuals(hugging_face("bert"), "postnorm", qk_norm=True)
 
 
@@ -483,7 +483,7 @@ def test_a_registered_block():
 def test_layers_outside_a_stack():
     model = nn.ModuleList(nn.TransformerEncoderLayer(D, HEADS, FF, batch_first=True) for _ in range(3))
     done = swap_residuals(model, "prenorm")
-    assert "yours to add" in repr(done) and type(model[2]) is nfnn.TransformerEncoderLayer
+    assert "add it yourself" in repr(done) and type(model[2]) is nfnn.TransformerEncoderLayer
     x = torch.randn(2, 3, D)
     for layer in model:
         x = layer(x)
@@ -569,7 +569,7 @@ def test_shared_and_foreign_layers_count_but_are_not_connected():
     depth = len(model.layers)
     model.layers[1] = model.layers[0]
     for to in ("dlcl", "branchnorm", "resi-dual"):
-        with pytest.raises(ValueError, match=rf"each of the {depth} layers of layers in its own way"):
+        with pytest.raises(ValueError, match=rf"each layer of layers differently, but only . of its {depth} layers"):
             swap_residuals(model, to)
     swap_residuals(model, "deepnorm")
     assert model.layers[0].place.depth == depth

@@ -1,4 +1,4 @@
-"""Surgery on models that somebody else wrote: other norms, other residual schemes, in place and with a way back."""
+"""Surgery on other libraries' models: other norms and residual schemes, in place, with undo."""
 
 from .blocks import Linear, Part, register_block, register_stack
 from .undo import Row, Swaps
