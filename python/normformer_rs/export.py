@@ -12,10 +12,10 @@ from . import nn as nfnn
 from . import plain
 from .errors import InputError
 from .model import Transformer
-from .nn.scheme import GROWING, Change, Gain, Learned, NormAt, StreamStep, Sublayer
 from .nn.layers import Layer
 from .nn.norms import FIXNORM_EPS, FixedScaleNorm, RowNorm
 from .nn.running import RunningNorm
+from .nn.scheme import GROWING, Change, Gain, Learned, NormAt, StreamStep, Sublayer
 from .nn.stacks import Stack
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")

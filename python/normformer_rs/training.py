@@ -14,11 +14,11 @@ import torch
 from . import _core
 from ._optional import available
 from .config import DataConfig, TrainingConfig, TransformerConfig, readable
+from .distributed import world
 from .errors import InputError
 from .history import History
 from .model import random_state_kept
 from .progress import Progress, Silent, choose, number
-from .distributed import world
 
 logger = logging.getLogger("normformer_rs")
 logger.addHandler(logging.NullHandler())

@@ -13,7 +13,13 @@ import numpy as np
 from .figures import Figures
 from .training import TINY, Precision, history
 
-SUITES = ("cuda/test_cuda.py", "operators/test_operators.py", "norms/test_norms.py", "norms/test_norm_modules.py")
+SUITES = (
+    "cuda/test_cuda.py",
+    "operators/test_kernels.py",
+    "operators/test_operators.py",
+    "norms/test_norms.py",
+    "norms/test_norm_modules.py",
+)
 FEW = 280
 """Sentences: an epoch has so few batches that most of ten updates are replayed from CUDA graphs."""
 ALLOWED: dict[Precision, float] = {"f32": 1e-4, "bf16": 3e-2}

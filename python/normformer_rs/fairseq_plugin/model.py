@@ -26,9 +26,9 @@ from normformer_rs.config import TransformerConfig
 from normformer_rs.convert import VERSION, check_version, configure, from_fairseq_names
 from normformer_rs.errors import InputError
 from normformer_rs.nn import TransformerDecoderLayer, TransformerEncoderLayer, profile
-from normformer_rs.nn.scheme import OWN, NormAt, apply_norm, make
 from normformer_rs.nn.init import draw_table
 from normformer_rs.nn.layers import Layer
+from normformer_rs.nn.scheme import OWN, NormAt, apply_norm, make
 from normformer_rs.nn.stacks import Stack
 
 from .options import DROPOUTS, SHAPES, LanguageModelOptions, TranslationOptions, plain, shape

@@ -37,9 +37,7 @@ def _own_fields(is_alone: bool) -> Iterator[tuple[str, Any, Any]]:
     yield "scalenorm_fixed_g", bool, dataclasses.field(default=False, metadata={"help": _FIXED_G})
 
 
-_FIXED_G = (
-    "ScaleNorm's g stays at its first value, √d: --norm scalenorm --scalenorm-fixed-g is --norm scalenorm-fixed."
-)
+_FIXED_G = "ScaleNorm's g stays at its first value, √d: --norm scalenorm --scalenorm-fixed-g is --norm scalenorm-fixed."
 
 
 def _own_field(field: Field) -> tuple[str, Any, Any]:

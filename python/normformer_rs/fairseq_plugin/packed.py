@@ -14,8 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..nn import MultiheadAttention
-from ..nn.scheme import OPS, Draw
 from ..nn.profiling import is_profiling
+from ..nn.scheme import OPS, Draw
 
 
 @dataclasses.dataclass(frozen=True)

@@ -7,8 +7,8 @@ from torch import Tensor, nn
 
 from ..errors import InputError
 from ..nn.scheme import growth_now
-from ..nn.updates import Growing
 from ..nn.training import learned_gains
+from ..nn.updates import Growing
 
 
 @torch.no_grad()

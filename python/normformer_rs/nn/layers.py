@@ -10,6 +10,8 @@ from torch import Tensor, nn
 from ..config import unknown
 from ..errors import InputError
 from .attention import MultiheadAttention, is_masked
+from .init import Role, draw_linear
+from .profiling import follow
 from .scheme import (
     OPS,
     Draw,
@@ -27,10 +29,8 @@ from .scheme import (
     reset,
     reset_module,
 )
-from .updates import Growing
-from .init import Role, draw_linear
-from .profiling import follow
 from .tracing import Unscriptable, leaf
+from .updates import Growing
 
 Activation = str | Callable[[Tensor], Tensor]
 _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"relu": F.relu, "gelu": F.gelu}

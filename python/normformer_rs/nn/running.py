@@ -7,8 +7,8 @@ import torch
 from torch import Tensor, nn
 
 from ..config import unknown
-from ..errors import InputError
 from ..distributed import group_name
+from ..errors import InputError
 from . import formulas
 from .masks import mask_for
 from .table import DECLARED, Declared

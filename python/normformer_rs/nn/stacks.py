@@ -10,11 +10,11 @@ from torch import Tensor, nn
 
 from ..config import TransformerConfig
 from ..errors import InputError
-from .scheme import Change, Combine, NormAt, Place, apply_changes, apply_norm, make, reset, reset_module
-from .updates import Growing
 from .layers import Activation, Layer, TransformerDecoderLayer, TransformerEncoderLayer
 from .profiling import begin_stack
+from .scheme import Change, Combine, NormAt, Place, apply_changes, apply_norm, make, reset, reset_module
 from .tracing import leaf
+from .updates import Growing
 
 
 class Sums(nn.Module):

@@ -6,6 +6,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from ..nn.profiling import begin_stack
 from ..nn.scheme import (
     Draw,
     Learned,
@@ -21,7 +22,6 @@ from ..nn.scheme import (
     reset,
 )
 from ..nn.updates import Growing
-from ..nn.profiling import begin_stack
 from .blocks import width_into
 from .marker import mark_block
 from .spec import Part

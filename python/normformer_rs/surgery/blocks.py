@@ -7,9 +7,9 @@ from torch import nn
 
 from .. import nn as nfnn
 from ..errors import InputError
-from ..nn.scheme import Place
 from ..nn.init import Role
 from ..nn.layers import KINDS
+from ..nn.scheme import Place
 from .converted import ConvertedBlock, converted_class
 from .families import BLOCKS, STACKS, full_name, refuse_old_library
 from .recognise import read_norm

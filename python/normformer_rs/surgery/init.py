@@ -3,11 +3,11 @@
 import torch
 from torch import nn
 
-from ..nn.scheme import Place
 from ..nn.init import draw_linear
+from ..nn.scheme import Place
 from .blocks import Group, is_transposed, parts_of, weight_and_bias
-from .undo import Edits
 from .spec import at
+from .undo import Edits
 
 
 @torch.no_grad()

@@ -10,11 +10,11 @@ from torch import Tensor, nn
 
 from ..config import unknown
 from ..errors import InputError
-from .undo import Edits, Repoint, Row, Swaps, refuse_wrapped
 from .marker import mark
 from .padding import read_padding
 from .probe import KINDS, Known
 from .recognise import alike, examine, looks_like_a_norm, own_name, read_norm
+from .undo import Edits, Repoint, Row, Swaps, refuse_wrapped
 
 _HOOKS = (
     "_forward_hooks",

@@ -10,8 +10,9 @@ from torch import nn
 from .. import nn as nfnn
 from ..config import TransformerConfig
 from ..errors import InputError
-from ..nn.scheme import Place, configure
 from ..nn.layers import Layer
+from ..nn.scheme import Place, configure
+from .block_residual import BlockResidual
 from .blocks import (
     TORCH_STACKS,
     TORCHS,
@@ -26,11 +27,10 @@ from .blocks import (
     place_of,
     shape_of,
 )
-from .undo import Edits, Repoint, Row, Swaps, refuse_wrapped
 from .families import refuse_other_schemes
-from .marker import mark
-from .block_residual import BlockResidual
 from .init import count_weights, initialise, sign_of_training, silence_biases
+from .marker import mark
+from .undo import Edits, Repoint, Row, Swaps, refuse_wrapped
 
 
 def swap_residuals(
@@ -142,7 +142,7 @@ def find_groups(model: nn.Module) -> list[Group]:
     if not found:
         raise InputError(
             f"{type(model).__name__} holds no known Transformer block; known are {known_names()}, but not their "
-                "subclasses: register another class with normformer_rs.surgery.register_block(kind, converted)"
+            "subclasses: register another class with normformer_rs.surgery.register_block(kind, converted)"
         )
     return [_group(model, path, blocks) for (path, *_), blocks in found.items()]
 
