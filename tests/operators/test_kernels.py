@@ -22,15 +22,11 @@ from torch.autograd import gradcheck, gradgradcheck
 
 import normformer_rs as nfrs
 import reference as ref
-from cuda_emulator.cases import calls
+from cuda_emulator.checks import calls
+from layouts import LAYOUTS
 from normformer_rs import _core
 
-LAYOUTS = {
-    "contiguous": lambda x: x,
-    "transposed": lambda x: x.transpose(0, 1).contiguous().transpose(0, 1),
-    "strided": lambda x: torch.stack([x, x], -1).flatten(-2)[..., ::2],
-    "expanded": lambda x: x[:1].expand_as(x),
-}
+pytestmark = pytest.mark.device
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

@@ -162,7 +162,7 @@ def test_what_computes_none_is_not_one(forward, attributes, reason):
     stranger = module(forward, **attributes)
     found = examine(stranger)
     assert isinstance(found, str) and re.search(reason, found), found
-    with pytest.raises(nfrs.InputError, match="holds no norm"):
+    with pytest.raises(nfrs.InputError, match="holds no known norm"):
         swap_norms(nn.Sequential(stranger), "scalenorm")
 
 

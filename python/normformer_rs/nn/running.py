@@ -210,7 +210,18 @@ class RunningNorm(Unscriptable, nn.Module):
         return f"{self.num_features}, eps={self.eps}{more}, elementwise_affine={self.elementwise_affine}{groups}{sync}"
 
 
-class BatchNorm(RunningNorm, norm="batchnorm"):
+class _OneAlpha(RunningNorm):
+    """A norm whose running statistics all move by one α."""
+
+    def __init__(self, num_features: int, eps: float = 1e-5, alpha: float = 0.9, **settings: Any) -> None:
+        self.alpha = check_alpha("alpha", alpha)
+        super().__init__(num_features, eps, **settings)
+
+    def settings(self) -> dict[str, Any]:
+        return {"alpha": self.alpha}
+
+
+class BatchNorm(_OneAlpha, norm="batchnorm"):
     """y = γ⊙(x − μ_B)/√(σ²_B + ε) + β, mean and biased variance per feature over all real positions.
 
     Training moves the running statistics, μ ← αμ + (1−α)μ_B and σ² (biased) alike; evaluation uses them. Features are
@@ -236,13 +247,6 @@ class BatchNorm(RunningNorm, norm="batchnorm"):
     running_mean: Tensor
     running_var: Tensor
 
-    def __init__(self, num_features: int, eps: float = 1e-5, alpha: float = 0.9, **settings: Any) -> None:
-        self.alpha = check_alpha("alpha", alpha)
-        super().__init__(num_features, eps, **settings)
-
-    def settings(self) -> dict[str, Any]:
-        return {"alpha": self.alpha}
-
     def frozen(self) -> tuple[Tensor | None, Tensor]:
         return self.running_mean, self.running_var
 
@@ -251,7 +255,7 @@ class BatchNorm(RunningNorm, norm="batchnorm"):
         super()._load_from_state_dict(state_dict, prefix, *rest)
 
 
-class PowerNormV(RunningNorm, norm="powernorm-v"):
+class PowerNormV(_OneAlpha, norm="powernorm-v"):
     """y = γ⊙x/√(ψ²_B + ε) + β, ψ²_B = mean x² per feature over all real positions (PN-V).
 
     Training moves ψ² ← αψ² + (1−α)ψ²_B; evaluation uses it. dx = (γ/ψ_B)[dy − x̂⊙mean(dy⊙x̂)], the true gradient.
@@ -265,13 +269,6 @@ class PowerNormV(RunningNorm, norm="powernorm-v"):
     """
 
     running_phi: Tensor
-
-    def __init__(self, num_features: int, eps: float = 1e-5, alpha: float = 0.9, **settings: Any) -> None:
-        self.alpha = check_alpha("alpha", alpha)
-        super().__init__(num_features, eps, **settings)
-
-    def settings(self) -> dict[str, Any]:
-        return {"alpha": self.alpha}
 
     def frozen(self) -> tuple[Tensor | None, Tensor]:
         return None, self.running_phi
