@@ -8,8 +8,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
-from . import cases, column_cases, device  # noqa: F401  the cases name their detectors
+from . import cases, column_cases, device, equivalent  # noqa: F401  the cases name their detectors
 from .checks import DETECTORS
 from .mutants import Mutant, mutants
 
@@ -98,3 +99,19 @@ class Hunt:
         indices = self.detectors(mutant)
         found = next((str(DETECTORS[i]) for i in indices if self.finds(i, mutant)), None)
         return found or next((f"sanitized {DETECTORS[i]}" for i in indices if self.is_unsafe(i, mutant)), None)
+
+
+def main() -> None:
+    """Looks for every mutant of UNFOUND, and prints what finds it."""
+    every, _ = mutants()
+    unfound = equivalent.unfound(every)
+    with TemporaryDirectory() as folder:
+        hunt = Hunt(Path(folder))
+        for mutant in every:
+            if mutant.number in unfound:
+                print(f"{mutant}: {hunt.finder(mutant) or 'not found'}: {mutant.code}", flush=True)
+        hunt.close()
+
+
+if __name__ == "__main__":
+    main()

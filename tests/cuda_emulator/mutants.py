@@ -58,6 +58,9 @@ PREFIX = 1 << 30
 """Added to the end of an edit that has no text after its part: it comes before all others that start there."""
 
 
+_ALIKE = re.compile(r"static DEV \w+ (\w+)\((f32|double|int|i64) \w+, \2 ")
+
+
 def sources() -> list[Path]:
     """Every CUDA source, in a fixed order."""
     return sorted([*SRC.rglob("*.cu"), *SRC.rglob("*.cuh")])
@@ -67,10 +70,11 @@ def mutants() -> tuple[list[Mutant], dict[Path, str]]:
     """All mutants, and each file's text with all of its mutants in it."""
     found: list[Mutant] = []
     written = {}
-    for path in sources():
-        text = path.read_text()
+    texts = {path: path.read_text() for path in sources()}
+    declared = {name for text in texts.values() for name, _ in _ALIKE.findall(text)}
+    for path, text in texts.items():
         lines, numbered = text.splitlines(), []
-        for edit in sorted(edits(text), key=lambda edit: (edit.start, edit.rule)):
+        for edit in sorted(edits(text, declared), key=lambda edit: (edit.start, edit.rule)):
             line = text.count("\n", 0, edit.start) + 1
             column = edit.start - text.rfind("\n", 0, edit.start)
             numbered.append((len(found), edit))
@@ -97,8 +101,9 @@ def _edited(text: str, numbered: list[tuple[int, Edit]]) -> str:
 # The rules.
 
 
-def edits(text: str) -> Iterator[Edit]:
-    """The places of every rule. Declarations, templates, `if constexpr` and preprocessor lines have none."""
+def edits(text: str, declared: set[str]) -> Iterator[Edit]:
+    """The places of every rule. Declarations, templates, `if constexpr` and preprocessor lines have none. `declared`:
+    functions whose first two arguments are of one type."""
     code = _functions(text)
     headers = [*_loops(code)]
     yield from _in_loops(code, headers)
@@ -111,7 +116,7 @@ def edits(text: str) -> Iterator[Edit]:
     yield from _comparisons(code)
     yield from _arithmetic(code)
     yield from _indices(code, text)
-    yield from _calls(code, text)
+    yield from _calls(code, declared)
 
 
 def _functions(text: str) -> str:
@@ -130,6 +135,8 @@ def _functions(text: str) -> str:
             kinds.pop()
         if letter in "{};":
             previous = at + 1
+    for match in re.finditer(r"\)\s*:(?= \w+\()([^;]*?)\{", code):  # a constructor's list
+        inside[match.start(1) : match.end(1)] = [True] * len(match[1])
     code = "".join(c if keep or c in "\n" else " " for c, keep in zip(code, inside))
     for match in re.finditer(r"\bif constexpr ", text):  # what the compiler decides
         opened = match.end()
@@ -209,6 +216,10 @@ def _conditions(code: str) -> Iterator[Edit]:
     for match in re.finditer(r"\b(if|while) (\()", code):
         rules = ("always", "never") if match[1] == "if" else ("never",)
         yield from _decided(match.end(), _closing(code, match.start(2)), rules)
+    for match in re.finditer(r" (?:==|!=) ", code):
+        start, end = _begin(code, match.start()), _end(code, match.end(), is_whole=True)
+        if code[end] == ";" and "?" not in code[start:end] and re.search(r"(?:return |[^=!<>]= )$", code[:start]):
+            yield from _decided(start, end, ("always", "never"))
     for match in re.finditer(r"\s\? ", code):
         yield from _decided(_begin(code, match.start()), match.start(), ("always", "never"))
     for match in re.finditer(r" (&&|\|\|) ", code):
@@ -302,8 +313,7 @@ def _indices(code: str, text: str) -> Iterator[Edit]:
             yield Edit("neighbour", match.end(), _closing(code, match.start(2)), after=" + mutant({})")
 
 
-def _calls(code: str, text: str) -> Iterator[Edit]:
-    declared = {name for name, _ in re.findall(r"static DEV \w+ (\w+)\((f32|double|int|i64) \w+, \2 ", text)}
+def _calls(code: str, declared: set[str]) -> Iterator[Edit]:
     for name in sorted(declared):
         for match in re.finditer(rf"(?<![\w.:])(?:\w+::)?{name}(?=\()", code):
             yield Edit("swap", match.start(), match.end(), "SWAPPED({}, ", ")")
