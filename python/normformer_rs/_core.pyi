@@ -27,7 +27,7 @@ def tables() -> str:
     """A JSON object, which _tables.json repeats: the version, the options, and the norms, residuals and inits."""
 
 def declare(model: str, stack: Literal["encoder", "decoder"]) -> str:
-    """What a configuration's residual scheme puts into a stack: a JSON object of layers, flow, has_biases, …"""
+    """A configuration's residual scheme in one stack: a JSON object of layers, flow, has_biases, …"""
 
 def growth(steps: int, curve: Literal["linear", "exp", "sigmoid"], t: Tensor) -> Tensor:
     """α_t of a growing scheme, (1,) float64 on the device of t, which is int64 (1,)."""
@@ -103,7 +103,7 @@ def observe(
     precision: str,
     loss: Callable[[Tensor], Tensor] | None,
 ) -> list[tuple[NDArray[np.float64], NDArray[np.float64], list[list[float]]]]:
-    """Of each stack: cosines (layers,), active (layers,), statistics (norms, 7); seed None: evaluation."""
+    """Each stack's cosines (layers,), active (layers,), statistics (norms, 7); seed None: evaluation."""
 
 def statistics(
     x: Tensor,
@@ -179,11 +179,11 @@ class Schedule:
     """A learning-rate schedule of the training loop, for other loops."""
 
     memory: str
-    """What evaluations have taught it, as JSON."""
+    """Its state after the evaluations so far, as JSON."""
 
     def __init__(self, training: str, d_model: int) -> None: ...
     def learning_rate(self, n: int) -> float:
-        """Of update n, 1 for the first."""
+        """The rate of update n, 1 for the first."""
 
     def evaluated(self, n: int, score: float) -> None:
         """An evaluation after update n scored `score`, more being better."""

@@ -1,4 +1,4 @@
-"""Packages that the wheel does without: imported when they are used."""
+"""Packages that the wheel does not require: imported when they are used."""
 
 import importlib
 import importlib.util
@@ -16,7 +16,8 @@ REQUIREMENTS = {
 
 
 def require(name: str, purpose: str, hint: str = "") -> ModuleType:
-    """The module of that name; ImportError that says what it is for and how to install it where it is missing."""
+    """The module of that name. Errors: ImportError, with its purpose and the command that installs it, where it is
+    missing."""
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:

@@ -1,4 +1,4 @@
-"""What a training run logged, as numpy arrays."""
+"""The log of a training run, as numpy arrays."""
 
 import dataclasses
 import json

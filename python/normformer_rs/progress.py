@@ -1,4 +1,4 @@
-"""What a person watches while a model trains: a bar in a terminal or a notebook, lines of text elsewhere."""
+"""The progress of training for a person: a bar in a terminal or a notebook, lines of text elsewhere."""
 
 import math
 import sys
@@ -22,7 +22,7 @@ class Progress(Protocol):
 
 
 def choose(wanted: bool) -> Progress:
-    """The progress that fits where standard error goes."""
+    """The form of progress that suits standard error."""
     if not wanted:
         return Silent()
     if available("tqdm") and (_in_notebook() or sys.stderr.isatty()):
@@ -31,7 +31,7 @@ def choose(wanted: bool) -> Progress:
 
 
 class Silent:
-    """Nothing."""
+    """Shows nothing."""
 
     def started(self, event: Mapping[str, Any]) -> None: ...
     def updated(self, event: Mapping[str, Any]) -> None: ...
@@ -105,7 +105,7 @@ def write(text: str) -> None:
 
 
 def number(event: Mapping[str, Any], name: str) -> float:
-    """A value of an event; what JSON cannot hold, NaN and infinities, comes as None and is NaN again."""
+    """A value of an event. None becomes NaN: JSON cannot hold NaN and infinities."""
     value = event.get(name)
     return math.nan if value is None else float(value)
 

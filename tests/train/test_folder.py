@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_training import corpus, ctrl_c, events, fit, losses, weights  # noqa: F401
+from train_support import events, fit, losses, weights
 
 import normformer_rs as nfrs
 from normformer_rs import cli
@@ -26,7 +26,7 @@ def files(folder):
     }
 
 
-def fit_bpe(output, corpus, training, **options):  # noqa: F811
+def fit_bpe(output, corpus, training, **options):
     trainer = nfrs.Trainer(
         nfrs.TransformerConfig(d_model=16, d_ff=24, heads=2, encoder_layers=1, decoder_layers=1, dropout=0.0),
         nfrs.TrainingConfig(**{"lr": 1e-2, "schedule": "constant", "warmup": 0, **training}),
@@ -36,7 +36,7 @@ def fit_bpe(output, corpus, training, **options):  # noqa: F811
 
 
 @pytest.fixture
-def letters(corpus):  # noqa: F811
+def letters(corpus):
     """The corpus with its words written together, so that there is something to merge."""
     for path in corpus.values():
         Path(path).write_text(Path(path).read_text().replace(" ", ""))
@@ -49,7 +49,7 @@ def dead_process():
     return child.pid
 
 
-def test_a_second_writer_is_refused_by_name(tmp_path, corpus, monkeypatch):  # noqa: F811
+def test_a_second_writer_is_refused_by_name(tmp_path, corpus, monkeypatch):
     """New, --overwrite, --resume and average, while readers read; the first run is not disturbed."""
     run, refused, read = tmp_path / "run", [], []
 
@@ -138,7 +138,7 @@ def test_a_flipped_bit_is_named_and_nothing_goes_on(tmp_path, letters, capsys):
 
 
 @pytest.mark.parametrize("harm", ["missing", "damaged", "two"])
-def test_a_run_goes_on_from_the_newest_whole_checkpoint(tmp_path, corpus, caplog, harm):  # noqa: F811
+def test_a_run_goes_on_from_the_newest_whole_checkpoint(tmp_path, corpus, caplog, harm):
     run = tmp_path / "run"
     fit(tmp_path / "whole", corpus, training={**SAVING, "updates": 12})
     fit(run, corpus, training=SAVING)
@@ -159,7 +159,7 @@ def test_a_run_goes_on_from_the_newest_whole_checkpoint(tmp_path, corpus, caplog
     assert all(torch.equal(tensor, weights(run)[name]) for name, tensor in weights(tmp_path / "whole").items())
 
 
-def test_the_checkpoint_to_go_on_from_is_chosen(tmp_path, corpus):  # noqa: F811
+def test_the_checkpoint_to_go_on_from_is_chosen(tmp_path, corpus):
     run = tmp_path / "run"
     fit(run, corpus, training=SAVING)
     more = {**SAVING, "updates": 9}
@@ -181,7 +181,7 @@ def test_the_checkpoint_to_go_on_from_is_chosen(tmp_path, corpus):  # noqa: F811
 
 
 @pytest.mark.parametrize("stopped", [True, False])
-def test_a_run_without_its_checkpoints_does_not_begin_anew(tmp_path, corpus, ctrl_c, stopped):  # noqa: F811
+def test_a_run_without_its_checkpoints_does_not_begin_anew(tmp_path, corpus, ctrl_c, stopped):
     run = tmp_path / "run"
     if stopped:  # before its first evaluation: only the log tells that something was saved
         ctrl_c(1)
@@ -198,7 +198,7 @@ def test_a_run_without_its_checkpoints_does_not_begin_anew(tmp_path, corpus, ctr
     assert files(run) == before
 
 
-def test_a_run_that_had_saved_nothing_says_that_it_begins(tmp_path, corpus):  # noqa: F811
+def test_a_run_that_had_saved_nothing_says_that_it_begins(tmp_path, corpus):
     """As a kill after the first evaluation's line in the log leaves it: its checkpoint does not stand yet."""
     run = tmp_path / "run"
     fit(run, corpus, training=SAVING)

@@ -14,9 +14,9 @@ transformers: Any = require("transformers", "normformer_rs.integrations.huggingf
 
 
 class NormCallback(transformers.TrainerCallback):
-    """Does for a model with this package's norms and schemes what Hugging Face's Trainer does not know of.
+    """Adds to Hugging Face's Trainer the steps that this package's norms and schemes need.
 
-    * The first training batch profiles admin's gains, unless they have moved from 1 already (a run that goes on).
+    * The first training batch profiles admin's gains, unless they have moved from 1 already (a resumed run).
     * Gains and schemes' parameters are not decayed: within each step they stand in the group without weight decay. The
       Trainer itself sorts parameters by the names and classes of their modules.
     * Each log of a training loss gets `gain/NAME` of every norm's gain and scheme's parameter (a vector's mean), and
@@ -53,7 +53,7 @@ class NormCallback(transformers.TrainerCallback):
             self._ends.append(Undecayed(optimizer, model).remove)
         if self.log and args.report_to and not self._is_first:
             warnings.warn(
-                f"{', '.join(args.report_to)} will not show gains, because it hears of each log before NormCallback: "
+                f"{', '.join(args.report_to)} will not show gains, because it gets each log before NormCallback: "
                 "use NormCallback.add_to(trainer)",
                 stacklevel=2,
             )

@@ -11,9 +11,9 @@ pytorch: Any = require("lightning.pytorch", "normformer_rs.integrations.lightnin
 
 
 class NormCallback(pytorch.Callback):
-    """Does for a model with this package's norms and schemes what a plain Lightning module leaves out.
+    """Adds to Lightning's Trainer the steps that this package's norms and schemes need.
 
-    * The first training batch profiles admin's gains, unless they have moved from 1 already (a run that goes on).
+    * The first training batch profiles admin's gains, unless they have moved from 1 already (a resumed run).
     * Gains and schemes' parameters are not decayed: within each step they stand in a group without weight decay.
     * Every `trainer.log_every_n_steps` steps the trainer's loggers get `gain/NAME` of every norm's gain and scheme's
       parameter (a vector's mean), and `alpha/NAME` of branchnorm's α_t.

@@ -1,8 +1,8 @@
-"""Batches as rows: only real tokens, one row each, sentence after sentence; and attention between such rows.
+"""Packed batches: one row for each real token, sentence after sentence; and attention between such rows.
 
-fairseq pads its batches, on either side. Packed, padding meets no norm, no product and no statistic; but admin takes
-its first gains from all of a batch (docs/spec.md §3.4). Decoding step by step is the same with one row a sentence,
-keys and values of earlier steps being kept.
+fairseq pads its batches, on either side. Packing keeps padding out of norms, products and statistics. While admin is
+profiled padding has rows too, because its gains come from the whole batch (docs/spec.md §3.4). Step-by-step decoding
+has one row for each sentence, and keeps the keys and values of earlier steps.
 """
 
 import dataclasses
@@ -14,19 +14,19 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..nn import MultiheadAttention
-from ..nn.declared import OPS, Draw
 from ..nn.profiling import is_profiling
+from ..nn.scheme import OPS, Draw
 
 
 @dataclasses.dataclass(frozen=True)
 class Rows:
-    """Where the real tokens of a (B, T) batch are; while gains are profiled, where its padding is, too."""
+    """The positions of a (B, T) batch's real tokens; while gains are profiled, of its padding too."""
 
     shape: torch.Size
     index: Tensor
     """(N,): the place of each row in the flattened batch."""
     lengths: Tensor
-    """(B,): each sentence's real tokens."""
+    """(B,): the number of each sentence's real tokens."""
     pad_mask: Tensor | None = None
     """(N,): True at padding, whose rows come after all others; None: there are no such rows."""
 
@@ -59,8 +59,8 @@ class Rows:
         return torch.stack((self.lengths.cumsum(0) - self.lengths, self.lengths), 1)
 
     def ranges(self, keys: "Rows") -> Tensor:
-        """Who attends to whom, as the operator takes it: sentences to those of `keys`, each row of padding to all of
-        its sentence's."""
+        """The operator's ranges of attention: each sentence attends to that of `keys`, each row of padding to all rows
+        of its sentence's."""
         spans = torch.cat((self.spans(), keys.spans()), 1)
         if self.pad_mask is None:
             return spans
@@ -70,7 +70,7 @@ class Rows:
 
 
 class Sight(Protocol):
-    """What the rows of one sublayer's queries may look at."""
+    """The keys and values that one sublayer's queries attend to."""
 
     @property
     def pad_mask(self) -> Tensor | None: ...
@@ -88,8 +88,8 @@ class RowAttention(MultiheadAttention):
         return self._change("after_output", self.out_proj(joined), sight.pad_mask)
 
     def project(self, x: Tensor, which: str) -> tuple[Tensor, ...]:
-        """x through the projections of `which`, some neighbours in "qkv", in one product; with what the scheme has on
-        queries and keys."""
+        """x through the projections of `which`, neighbouring letters of "qkv", in one product, with the scheme's
+        changes on queries and keys."""
         d, start = self.embed_dim, "qkv".index(which)
         chosen = slice(start * d, (start + len(which)) * d)
         bias = None if self.in_proj_bias is None else self.in_proj_bias[chosen]
@@ -107,7 +107,7 @@ _POINTS = {"q": "query", "k": "key", "v": "value"}
 
 @dataclasses.dataclass(frozen=True)
 class Packed:
-    """Whole sentences: queries of `rows` look at themselves, or at `memory`, whose rows are `memory_rows`."""
+    """Whole sentences: queries of `rows` attend to `rows`, or to `memory` with its rows `memory_rows`."""
 
     rows: Rows
     causal: bool = False
@@ -130,12 +130,12 @@ class Packed:
 
 @dataclasses.dataclass
 class Watched:
-    """A look at memory that leaves behind what it saw."""
+    """Attention to memory that also records its weights."""
 
     at: Packed
     pad_mask: None = None
     weights: Tensor | None = None
-    """(B, heads, T, S), left here by the call."""
+    """(B, heads, T, S), set by `attend`."""
 
     def attend(self, attention: RowAttention, query: Tensor) -> Tensor:
         rows, memory, keys = self.at.rows, self.at.memory, self.at.memory_rows
@@ -146,7 +146,7 @@ class Watched:
 
 
 def weigh(attention: RowAttention, q: Tensor, k: Tensor, padding: Tensor) -> Tensor:
-    """(B, heads, T, S) of q (B, T, d), k (B, S, d) and k's padding (B, S)."""
+    """The attention weights (B, heads, T, S) of q (B, T, d), k (B, S, d) and k's padding (B, S)."""
     q, k = (t.unflatten(-1, (attention.num_heads, -1)).transpose(1, 2) for t in (q, k))
     scores = (q / math.sqrt(attention.head_dim)) @ k.transpose(-1, -2)
     return scores.masked_fill(padding[:, None, None, :], -math.inf).softmax(-1)
@@ -154,17 +154,18 @@ def weigh(attention: RowAttention, q: Tensor, k: Tensor, padding: Tensor) -> Ten
 
 @dataclasses.dataclass
 class Step:
-    """The newest token of each sentence, a row each, and the keys and values of those before it, or of `memory`."""
+    """One step of decoding: a row for each sentence's newest token, and the keys and values of earlier tokens, or of
+    `memory`."""
 
     kept: dict[str, Tensor]
-    """By name, the batch first: beams are reordered by selecting from every tensor in it."""
+    """The cache by name, batch first: reordering the beams selects from each of its tensors."""
     name: str
     padding: Tensor
-    """Of the newest tokens, (B, 1), or of memory, (B, S)."""
+    """The padding of the newest tokens, (B, 1), or of memory, (B, S)."""
     memory: Tensor | None = None
     pad_mask: Tensor | None = None
     weights: Tensor | None = None
-    """(B, heads, 1, S), left here by the call."""
+    """(B, heads, 1, S), set by `attend`."""
 
     def attend(self, attention: RowAttention, query: Tensor) -> Tensor:
         if self.memory is None:

@@ -1,13 +1,13 @@
-"""What a residual scheme declares, read from Rust, and the one interpreter of it.
+"""A residual scheme's declaration, read from Rust, and its one interpreter.
 
-Rust writes each scheme once (`src/residual`), as plain data: which norms, gains and changes stand at the four places of
-a Transformer. Here they become child modules and parameters of a `torch.nn.Module`, and are called in their places; no
-scheme has a name in this file. Around a sublayer F, with drop the dropout on its output,
+Rust writes each scheme once (`src/residual`), as plain data: the norms, gains and changes at the four places of a
+Transformer. This file makes child modules and parameters of them and runs them; it names no scheme. Around a sublayer
+F, with drop the dropout on its output,
 
     x⁺ = N_after(α⊙x + β⊙drop(N_amid(F(N_before(x)))))
 
-in one fused step with N_after, or with the norm that the next sublayer begins with, wherever that norm works row by
-row. A scheme may have further streams beside x, which every sublayer moves along.
+in one step. It is fused with N_after, or with the next sublayer's first norm, where that norm works row by row. A
+scheme may have further streams beside x; every sublayer updates them.
 """
 
 import dataclasses
@@ -28,7 +28,7 @@ from .registry import FUSED, norm_of_config
 
 OPS = torch.ops.normformer_rs
 GROWING = "growing"
-"""A gain that is the stack's α_t."""
+"""Stands for a gain that is the stack's α_t."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,7 +44,7 @@ class NormAt:
 
 @dataclasses.dataclass(frozen=True)
 class Learned:
-    """A parameter, every number of it `value` at the start."""
+    """A parameter; all its elements start at `value`."""
 
     name: str
     shape: tuple[int, ...]
@@ -52,18 +52,18 @@ class Learned:
 
 
 Gain = float | str | Learned
-"""What x or F(x) is multiplied by: a number, GROWING, or a parameter (a scalar or one number per column)."""
+"""The factor of x or F(x): a number, GROWING, or a parameter (a scalar or one number per column)."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Change:
-    """What happens at a point inside a sublayer, or after the stack."""
+    """A norm, shift or scale at a point inside a sublayer, or after the stack."""
 
     kind: Literal["norm", "shift", "scale", "head_scale"]
     what: NormAt | Learned
 
     def below(self, path: str) -> "Change":
-        """The same, named as the module at `path` names it."""
+        """The same change, its name relative to the module at `path`."""
         return Change(self.kind, dataclasses.replace(self.what, name=self.what.name.removeprefix(path + ".")))
 
 
@@ -121,7 +121,7 @@ class Growth:
 
 @dataclasses.dataclass(frozen=True)
 class Declared:
-    """What a scheme puts into one stack."""
+    """A scheme's declaration for one stack."""
 
     layers: tuple[tuple[Sublayer, ...], ...]
     combine: Combine | None
@@ -137,7 +137,7 @@ class Declared:
 
 @functools.lru_cache(maxsize=64)
 def declare(config: TransformerConfig, stack: Any) -> Declared:
-    """What the configuration's scheme declares for its "encoder" or "decoder"."""
+    """The declaration of the configuration's scheme for its "encoder" or "decoder"."""
     found = json.loads(_core.declare(config.to_json(), stack))
     flow = found["flow"]
     combine, growth = flow["combine"], flow["growth"]
@@ -183,7 +183,7 @@ def _change(found: dict[str, Any]) -> Change:
 
 @dataclasses.dataclass(frozen=True)
 class Place:
-    """Where a layer stands: the model it belongs to, which of its stacks, and how far up (0-based)."""
+    """A layer's position: the model's configuration, the stack, and the layer's number from 0."""
 
     config: TransformerConfig
     stack: str
@@ -201,7 +201,7 @@ class Place:
     def depth(self) -> int:
         return len(self.declared.layers)
 
-    # The declarations of a whole stack are not to be copied and saved with each of its layers.
+    # `declared` is the whole stack's: copies of a layer share it, and pickles read it again.
     def __deepcopy__(self, _: Any) -> "Place":
         return self
 
@@ -234,7 +234,7 @@ def configure(options: Mapping[str, Any], **given: Any) -> TransformerConfig:
     return TransformerConfig(**{"vocab_size": 5, **options, **given})
 
 
-# Making what was declared.
+# Modules and parameters from a declaration.
 
 
 def make(
@@ -252,7 +252,7 @@ def make(
 
 
 def install(owner: nn.Module, items: Iterable[NormAt | Learned], place: Place, **making: Any) -> None:
-    """Gives the owner what was declared, under its names; a parameter that sublayers share is made once."""
+    """Registers the declared norms and parameters in `owner`; a parameter that sublayers share is made once."""
     made = set()
     for what in items:
         if what not in made:
@@ -262,7 +262,7 @@ def install(owner: nn.Module, items: Iterable[NormAt | Learned], place: Place, *
 
 @torch.no_grad()
 def reset(owner: nn.Module, items: Iterable[NormAt | Learned]) -> None:
-    """What was declared, as at the start."""
+    """Sets the declared norms and parameters to their first values."""
     for what in items:
         made: Any = getattr(owner, what.name)
         if isinstance(what, Learned):
@@ -272,7 +272,7 @@ def reset(owner: nn.Module, items: Iterable[NormAt | Learned]) -> None:
 
 
 def reset_module(module: nn.Module | None) -> None:
-    """First values of a module and all in it, as the module itself or its parts draw them."""
+    """Sets a module to its first values, by its own `reset_parameters` or else by its children's."""
     if module is None:
         return
     if isinstance(module, nn.MultiheadAttention):
@@ -285,7 +285,7 @@ def reset_module(module: nn.Module | None) -> None:
         reset_module(child)
 
 
-# Running it.
+# Running a declaration.
 
 
 class Draw:
@@ -304,26 +304,26 @@ class Draw:
 
 
 def is_plain(module: nn.Module, kind: type) -> bool:
-    """It is that class itself and nobody listens to its calls: a fused operator may stand in for it."""
+    """The module is exactly of that class and has no hooks, so a fused operator may replace its call."""
     own = module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
     is_own = type(module) is kind and "forward" not in module.__dict__
     return is_own and not own and not nn.modules.module._has_any_global_hook()
 
 
 def rate(dropout: Any) -> float | None:
-    """p of a plain dropout, 0 in evaluation; None where the module itself has to be called."""
+    """p of a plain dropout, 0 in evaluation; None: the module itself must be called."""
     if torch.compiler.is_exporting() or not is_plain(dropout, nn.Dropout) or dropout.p >= 1:
         return None
     return dropout.p if dropout.training else 0.0
 
 
 def apply_norm(norm: nn.Module, x: Tensor, padding_mask: Tensor | None) -> Tensor:
-    """N(x), with the padding for norms whose statistics must leave it out."""
+    """N(x); a norm with statistics gets the padding mask too."""
     return norm(x, padding_mask) if getattr(norm, "takes_pad_mask", False) else norm(x)
 
 
 def apply_changes(owner: nn.Module, changes: Iterable[Change], x: Tensor, padding_mask: Tensor | None) -> Tensor:
-    """x after what stands at one point."""
+    """x after the changes at one point."""
     for change in changes:
         made = getattr(owner, change.what.name)
         if change.kind == "norm":
@@ -338,7 +338,7 @@ def apply_changes(owner: nn.Module, changes: Iterable[Change], x: Tensor, paddin
 
 
 def accumulation(dtype: torch.dtype) -> torch.dtype:
-    """The type that rows of `dtype` are added up in."""
+    """The accumulation type for rows of `dtype`."""
     return torch.promote_types(dtype, torch.float32)
 
 
@@ -362,7 +362,7 @@ class Streams(NamedTuple):
 
 
 def begin(owner: nn.Module, sublayer: Sublayer, streams: Streams, padding_mask: Tensor | None) -> Tensor:
-    """What F is applied to."""
+    """F's input: N_before(x), or x where there is no such norm."""
     if streams.normed is not None:
         return streams.normed
     x = streams.x
@@ -381,8 +381,8 @@ def close(
     alpha_t: Tensor | None = None,
     padding_mask: Tensor | None = None,
 ) -> Streams:
-    """The streams after F(…) = f; with N(x⁺) where the `following` norm, which the next sublayer begins with, was
-    fused."""
+    """The streams after F(…) = f. `following`: the next sublayer's first norm; where the step fuses it, the result
+    holds N(x⁺) too."""
     x = streams.x
     if sublayer.amid is not None:
         f = apply_norm(getattr(owner, sublayer.amid.name), f, padding_mask)
@@ -417,13 +417,13 @@ def close(
 
 
 def is_row_norm(norm: Any) -> bool:
-    """The fused step may stand in for it."""
+    """The fused step can compute this norm."""
     return any(is_plain(norm, kind) and len(norm.normalized_shape) == 1 for kind in FUSED)
 
 
 @torch.library.custom_op("normformer_rs::growth", mutates_args=())
 def growth_now(t: Tensor, steps: int, curve: str) -> Tensor:
-    """α_t of t, (1,) int64, on its device: the host never reads it. An operator, so that compilers carry it along."""
+    """α_t of t, (1,) int64, on t's device: the host never reads it. An operator, so that compiled graphs contain it."""
     return _core.growth(steps, curve, t)  # type: ignore[arg-type]
 
 

@@ -1,4 +1,4 @@
-"""A residual scheme at work in somebody else's block."""
+"""A residual scheme in another library's block."""
 
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
@@ -6,7 +6,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ..nn.declared import (
+from ..nn.profiling import begin_stack
+from ..nn.scheme import (
     Draw,
     Learned,
     NormAt,
@@ -20,15 +21,14 @@ from ..nn.declared import (
     make,
     reset,
 )
-from ..nn.growing import Growing
-from ..nn.profiling import begin_stack
+from ..nn.updates import Growing
 from .blocks import width_into
 from .marker import mark_block
 from .spec import Part
 
 
 class Point:
-    """A hook that makes a scheme's changes at one point inside a block."""
+    """A hook that applies a scheme's changes at one point inside a block."""
 
     def __init__(self, residual: "BlockResidual", changes: Sequence[Any]) -> None:
         self.residual, self.changes = residual, tuple(changes)
@@ -45,7 +45,7 @@ _POINTS |= {"before_activation": ("fc1", "after"), "amid": ("fc2", "before")}
 
 
 class BlockResidual(Growing):
-    """A residual scheme in somebody else's block: its parameters and norms, beside the norms that the block has."""
+    """A residual scheme in another library's block: its parameters, and the norms that the block lacks."""
 
     place: Place
 
@@ -65,11 +65,11 @@ class BlockResidual(Growing):
         self.grow(place.declared.growth if first is None else None, like.device)
 
     def _declared(self) -> list[NormAt | Learned]:
-        """What the scheme has here that the block does not have itself."""
+        """The scheme's norms and parameters that the block itself lacks."""
         return [what for s in self.sublayers for what in (*s.around(), *s.within()) if what.name not in self.paths]
 
     def reset_parameters(self) -> None:
-        """The scheme's norms, gains and t as at the start."""
+        """Resets the scheme's norms, gains and t."""
         reset(self, [*self._declared(), *(change.what for change in self.end)])
         self.reset_growth()
 
@@ -84,10 +84,10 @@ class BlockResidual(Growing):
         return any(what.name == name for sublayer in self.sublayers for what in sublayer.around())
 
     def reach_inside(self, part: Part, i: int) -> list[Any]:
-        """Hooks on the block's linear layers for what stands inside sublayer i; their handles."""
+        """Registers hooks on the block's linear layers for the changes inside sublayer i; returns their handles."""
         handles = []
         for point, changes in self.sublayers[i].inside.items():
-            if point == "input":  # `step` does that
+            if point == "input":  # `step` applies these
                 continue
             role, when = _POINTS[point]
             linear = self._block[0].get_submodule(next(lin.path for lin in part.linears if role in lin.roles))
@@ -99,7 +99,7 @@ class BlockResidual(Growing):
         return handles
 
     def finish(self, end: Sequence[Any]) -> None:
-        """This is the last block: what follows the stack follows here."""
+        """Makes this the last block, which also applies the changes after the stack."""
         like = next(self._block[0].parameters())
         for change in end:
             setattr(self, change.what.name, make(change.what, self.place, {"device": like.device, "dtype": like.dtype}))
@@ -108,8 +108,8 @@ class BlockResidual(Growing):
     def step(
         self, i: int, x: Tensor, function: Callable[[Tensor], Any], dropout: nn.Module | float | None = None
     ) -> Any:
-        """x⁺ of sublayer i; where the function returns a tuple, its further items after it. `dropout`: a module or a
-        rate; None: as the sublayer's `Part` says."""
+        """x⁺ of sublayer i, with F = `function`. Of a tuple that F returns, the first item is F(x); the others follow
+        x⁺. `dropout`: a module or a rate; None: the one that the sublayer's `Part` names."""
         if i == 0 and self._first[0] is None:
             begin_stack()
         sublayer: Sublayer = self.sublayers[i]
@@ -135,8 +135,8 @@ class BlockResidual(Growing):
 
 
 def _local(block: nn.Module, part: Part, sublayer: Sublayer) -> Sublayer:
-    """Named as attributes of one module: self_attn.inner_norm is self_attn_inner_norm. A norm after the heads is as
-    wide as they are together, which in T5 need not be d_model."""
+    """The sublayer with names of one module's attributes: self_attn.inner_norm becomes self_attn_inner_norm. A norm
+    after the heads gets the heads' joint width, which in T5 need not be d_model."""
 
     def flat(point: str, what: Any) -> Any:
         if not isinstance(what, NormAt | Learned):

@@ -1,4 +1,4 @@
-"""The processes that train together, as torchrun starts them."""
+"""The processes that train one model together, as torchrun starts them."""
 
 import contextlib
 import os
@@ -32,7 +32,7 @@ def rank_in(group: "dist.ProcessGroup | None" = None) -> Rank | None:
 
 
 def group_name(group: "dist.ProcessGroup | None" = None) -> str:
-    """The name by which operators take a group, made known to them; "" for a process alone."""
+    """The name of a group, which it registers with the operators; "" for a process alone."""
     place = rank_in(group)
     if place is None:
         return ""
@@ -42,7 +42,7 @@ def group_name(group: "dist.ProcessGroup | None" = None) -> str:
 
 @contextlib.contextmanager
 def world(device: str) -> Iterator[Rank | None]:
-    """This process's place among all: in the group that exists, or in one of our own where torchrun started us.
+    """This process's place in the existing group, or in a new one if torchrun started the process.
 
     Gloo on the CPU, NCCL on CUDA (each process on the device of its LOCAL_RANK). Errors: InputError where torchrun's
     variables are incomplete.

@@ -1,5 +1,5 @@
-"""Hooks on optimizers' steps. They count t, the number of updates that branchnorm's α_t grows with, and ask whether
-admin's gains were profiled."""
+"""Hooks on optimizers' steps. They advance t, the number of the update that branchnorm's α_t depends on, and warn where
+admin's gains were never profiled."""
 
 import warnings
 import weakref
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from .declared import Growth, Learned, Place, growth_now
+from .scheme import Growth, Learned, Place, growth_now
 
 
 class Growing(nn.Module):
@@ -22,7 +22,7 @@ class Growing(nn.Module):
     t: Tensor
 
     def grow(self, growth: Growth | None, device: Any) -> None:
-        """Takes over the growth, or hands it to whoever holds it from now on (None)."""
+        """Makes this module hold t for the growth. None: another module holds it, or nothing grows."""
         self.growth = growth
         self._buffers.pop("t", None)
         if growth is not None:
@@ -43,7 +43,7 @@ class Growing(nn.Module):
             _listen()
 
     def reset_growth(self) -> None:
-        """t = 1, and gains that wait for their profiling again."""
+        """t = 1, and gains count as not profiled."""
         if self.growth is not None:
             self.t.fill_(1)
         self._follow()
@@ -60,21 +60,21 @@ class Growing(nn.Module):
         return self.parameters()
 
     def followed(self) -> Iterator[tuple[nn.Parameter, Tensor]]:
-        """t, after the parameter whose optimizer moves it."""
+        """(parameter, t): the optimizer of that parameter advances t."""
         owner = first_trained(self.watched()) if self.growth is not None else None
         if owner is not None:
             yield owner, self.t
 
     def profiled_gains(self) -> list[nn.Parameter]:
-        """Gains of its own that the scheme takes from a training batch (admin's ω)."""
+        """This module's gains that profiling sets from a training batch (admin's ω)."""
         if self.place is None or not self.place.declared.is_profiled:
             return []
         names = [sublayer.alpha.name for sublayer in self.place.sublayers if isinstance(sublayer.alpha, Learned)]
         return [p for p in map(self._parameters.get, names) if p is not None]
 
     def _watch(self) -> None:
-        """Warns once where parameters have been updated and t has not moved. Reads counters of writes, not the
-        device."""
+        """Warns once if parameters were updated and t was not. It compares version counters, so the host does not wait
+        for the device."""
         if not self.training or self._has_warned or torch.compiler.is_compiling():
             return
         parameter = first_trained(self.watched())
@@ -84,7 +84,7 @@ class Growing(nn.Module):
         self._watched = now
         if before and before[0] == now[0] and before[1] != now[1] and before[2] == now[2]:
             if any(id(parameter) in _owned(optimizer) for optimizer in _UNDER_WAY):
-                return  # a closure of a step that is not over
+                return  # inside a step's closure: t moves when the step ends
             self._has_warned = True
             warnings.warn(
                 "parameters have been updated but branchnorm's t has not moved, so that α_t stays where it is: no "
@@ -100,21 +100,21 @@ def first_trained(parameters: Iterable[nn.Parameter]) -> nn.Parameter | None:
     return next((p for p in trained if p.dim() > 1), trained[0] if trained else None)
 
 
-# Steps of any optimizer of the process. While no module here waits for one, nothing listens.
+# Hooks on every optimizer of the process, registered when the first module needs them.
 
 _FOLLOWING: "weakref.WeakSet[Any]" = weakref.WeakSet()
-"""Modules whose `followed()` moves with the steps."""
+"""Modules with a t that steps advance."""
 _UNPROFILED: "weakref.WeakSet[Growing]" = weakref.WeakSet()
-"""Modules with gains that no step has met, and no profiling."""
+"""Modules with gains that neither a profiling nor a step has met."""
 
 
 class _Step(NamedTuple):
-    """A step under way."""
+    """A step that has begun and not ended."""
 
     moved: set[int]
-    """Ids of what was moved inside it: an optimizer that calls another's step, or its parent class's, moves t once."""
+    """Ids of the t advanced in it: where one step calls another's, or its parent class's, t advances once."""
     at_start: list[Growing]
-    """Modules of its gains, if these were all at their start; a closure may yet profile them."""
+    """Modules whose gains all were 1 when the step began; its closure may still profile them."""
 
 
 _UNDER_WAY: "weakref.WeakKeyDictionary[torch.optim.Optimizer, _Step]" = weakref.WeakKeyDictionary()
@@ -122,23 +122,25 @@ _LISTENING: list[Any] = []
 
 
 def follow_steps(module: Any) -> None:
-    """From now on what `module.followed()` yields, pairs of (owner, t), moves with its owner's optimizer: t is k + 1
-    after k steps from 1, those that a gradient scaler skipped left out. Copies must call it too.
+    """Advances each t of `module.followed()`, pairs (owner, t), with the steps of owner's optimizer.
 
-    Works for every torch.optim.Optimizer, eager, compiled or recorded in a CUDA graph, whose replays move t with the
-    parameters. An optimizer of other tensors, such as float32 copies, does not move it.
+    After k steps from t = 1, t is k + 1; steps that a gradient scaler skips do not count. Copies of a module must call
+    this too.
+
+    Works for every torch.optim.Optimizer: eager, compiled, or recorded in a CUDA graph, where replays advance t with
+    the parameters. An optimizer of other tensors, such as float32 copies, does not advance it.
     """
     _FOLLOWING.add(module)
     _listen()
 
 
 def were_profiled(modules: Iterable[nn.Module]) -> None:
-    """Their gains have their first values."""
+    """Marks the modules' gains as profiled."""
     _UNPROFILED.difference_update(m for m in modules if isinstance(m, Growing))
 
 
 def _listen() -> None:
-    if not _LISTENING:  # compiled steps call the hooks as they are
+    if not _LISTENING:  # compiled steps run the hooks eagerly
         _LISTENING.append(register_optimizer_step_pre_hook(torch.compiler.disable(_begin)))
         _LISTENING.append(register_optimizer_step_post_hook(torch.compiler.disable(_end)))
 
@@ -172,17 +174,17 @@ def _end(optimizer: torch.optim.Optimizer, *_: Any) -> None:
 def _move(optimizer: torch.optim.Optimizer, moved: set[int]) -> None:
     owned, skipped = _owned(optimizer), getattr(optimizer, "found_inf", None)
     for module in [*_FOLLOWING]:
-        for owner, t in module.followed() if hasattr(module, "followed") else ():  # undo() gives classes back
+        for owner, t in module.followed() if hasattr(module, "followed") else ():  # after undo() another class
             if id(owner) in owned and id(t) not in moved:
-                # A fused optimizer skips on the device, where the host does not look.
+                # A fused optimizer decides on the device whether to skip; the host does not read it.
                 t.add_(1 if skipped is None else (skipped == 0).to(t.device))
                 for around in _UNDER_WAY.values():
                     around.moved.add(id(t))
 
 
 def _at_start(optimizer: torch.optim.Optimizer) -> list[Growing]:
-    """The modules whose gains the optimizer's first step meets, if every gain is 1: after a profiling only the first
-    of a stack is. The host reads each gain once."""
+    """The unprofiled modules that this optimizer owns, if all their gains are 1: profiling leaves only a stack's first
+    gain at 1. The host reads each gain once."""
     if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
         return []
     owned = _owned(optimizer)

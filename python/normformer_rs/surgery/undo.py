@@ -1,5 +1,4 @@
-"""What every kind of surgery shares: changes that can be taken back, the table of what was done, optimizers
-re-pointed."""
+"""Shared by all surgery: changes with undo, the table of changes, and the exchange of parameters in optimizers."""
 
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -15,7 +14,7 @@ _WRAPPERS = ("DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule"
 
 
 class Row(NamedTuple):
-    """One line of the table: a module's path, what it was, what it is, and what to know about it."""
+    """One line of the table: a module's path, its old and its new class, and a note."""
 
     name: str
     old: str
@@ -25,12 +24,12 @@ class Row(NamedTuple):
 
 _MISSING: Any = object()
 _SWAPS: "weakref.WeakKeyDictionary[nn.Module, list[list[str]]]" = weakref.WeakKeyDictionary()
-"""The titles of the swaps that changed a module and have not been taken back, in order; each stands in a list of its
-own, which tells it from another of the same words."""
+"""For each module the titles of the swaps that changed it and were not undone, in order. A title is a list of its own:
+identity tells equal titles apart."""
 
 
 class _State(NamedTuple):
-    """A module's class, attributes, and what its dictionaries of parameters, buffers and children hold."""
+    """A module's class, attributes, and the contents of its dictionaries of parameters, buffers and children."""
 
     kind: type[nn.Module]
     attributes: dict[str, Any]
@@ -47,15 +46,15 @@ def _copied(held: dict[str, Any] | set[str]) -> dict[str, Any]:
 
 
 def _merged(now: Mapping[str, Any], before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, Any]:
-    """`now` without what led from `before` to `after`; in the order of `before`."""
+    """`now` with the changes from `before` to `after` reversed; in the order of `before`."""
     changed = {key for key in {**before, **after} if before.get(key, _MISSING) is not after.get(key, _MISSING)}
     values = {key: (before if key in changed else now).get(key, _MISSING) for key in {**before, **now}}
     return {key: value for key, value in values.items() if value is not _MISSING}
 
 
 def _digest(t: Tensor) -> int | None:
-    """The sum of its bits; none where they are not plain numbers of its own: on the meta device, quantized, sparse, of
-    another class."""
+    """The sum of the tensor's bits; None for a tensor without plain numbers of its own: on the meta device, quantized,
+    sparse, of another class."""
     is_plain = type(t) in (Tensor, nn.Parameter) and t.layout == torch.strided and not t.is_quantized
     if not is_plain or t.is_meta or t.numel() == 0:
         return None
@@ -65,7 +64,7 @@ def _digest(t: Tensor) -> int | None:
 
 
 class Edits:
-    """Changes to modules, in order, each with its way back. What was changed by others in between stays."""
+    """Changes to modules, in order, and their reversal. Changes that others made in between stay."""
 
     def __init__(self, model: nn.Module, title: str) -> None:
         self.model, self._title = model, [title]
@@ -76,11 +75,11 @@ class Edits:
         self._places: list[tuple[Tensor, torch.device, torch.dtype]] = []
 
     def remember(self, module: nn.Module) -> None:
-        """Before its class, attributes, parameters, buffers or children change."""
+        """Records a module. Call it before its class, attributes, parameters, buffers or children change."""
         self._before.setdefault(module, _State.of(module))
 
     def remember_values(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Before they are drawn anew."""
+        """Records the values of parameters. Call it before they are drawn anew."""
         kept = [(p, p.detach().clone(), p.requires_grad) for p in parameters]
 
         @torch.no_grad()
@@ -92,11 +91,11 @@ class Edits:
         self._back.append(back)
 
     def afterwards(self, back: Callable[[], None]) -> None:
-        """One more thing that `undo` does."""
+        """Adds a function that `undo` calls; the latest runs first."""
         self._back.append(back)
 
     def done(self) -> None:
-        """From here on, writes to parameters are training."""
+        """Ends the changes: from here on, writes to parameters count as training."""
         self._after = {module: _State.of(module) for module in self._before}
         for module in self._before:
             _SWAPS.setdefault(module, []).append(self._title)
@@ -104,13 +103,13 @@ class Edits:
         self._places = [(p, p.device, p.dtype) for p in self.model.parameters()]
 
     def was_trained(self) -> bool:
-        """Parameters or running statistics are no longer what they were. Not by counters of writes: fused optimizers
-        move none."""
+        """Parameters or running statistics differ from those after the changes. Version counters cannot tell: fused
+        optimizers do not advance them."""
         return any(_digest(t) != digest for t, digest in self._written)
 
     def undo(self) -> None:
-        """Takes everything back. Errors: InputError where a later swap changed the same modules; nothing is changed
-        then."""
+        """Reverses all changes. Errors: InputError, before anything changes, where a later swap changed the same
+        modules."""
         for module in self._after:
             (later,) = _SWAPS[module][-1]
             if _SWAPS[module][-1] is not self._title:
@@ -144,7 +143,7 @@ class Edits:
             values.update(found)
 
     def _bring_along(self, there: set[int]) -> None:
-        """What has come back (is not `there`) goes where the model has gone since, and takes the type it was given."""
+        """Moves restored tensors (those not `there`) to the device and dtype that the model was given since."""
         types = {(device, dtype): (p.device, p.dtype) for p, device, dtype in self._places}
         devices = {device: p.device for p, device, _ in self._places}
         for parameter in self.model.parameters():
@@ -158,7 +157,7 @@ class Edits:
 
 
 def _hand_on(now: nn.Module, back: nn.Module | None) -> None:
-    """What comes back is trained or evaluated, and frozen, as what stands in its place now."""
+    """A restored module takes the training mode and `requires_grad` of the module in its place."""
     if back is None or now is back:
         return
     back.train(now.training)
@@ -168,19 +167,19 @@ def _hand_on(now: nn.Module, back: nn.Module | None) -> None:
 
 
 class Swaps(Sequence[Row]):
-    """What a swap did: rows of (name, old, new, note). Prints as a table; `undo()` takes the swap back."""
+    """The table of a swap: rows of (name, old, new, note). Prints as a table; `undo()` reverses the swap."""
 
     def __init__(self, title: str, rows: Sequence[Row], edits: Edits | None = None) -> None:
         self.title, self._rows, self._edits = title, list(rows), edits
 
     def undo(self) -> "Swaps":
-        """The model as it was. Without training in between its outputs are bit-equal; after training, what was swapped
-        out returns with the weights from before the swap, everything else keeps what it has learned, and the table says
-        so.
+        """Restores the model. Without training in between, its outputs are bit-equal to those before the swap.
 
-        What others have changed in between, hooks for example, stays; what comes back takes the device and the dtype
-        that the model has been given since. Errors: InputError if this swap has been taken back already, or if a later
-        one changed the same modules: that comes first.
+        After training, restored modules have their weights from before the swap; all other weights keep what they
+        learned. The table's notes say which of the two holds. Changes that others made in between, hooks for example,
+        stay. Restored modules take the device and dtype that the model was given since.
+
+        Errors: InputError if this swap was undone already, or if a later one changed the same modules: undo that first.
         """
         if self._edits is None:
             raise InputError(f"{self.title}: this has been taken back already, or is itself the way back")
@@ -211,7 +210,7 @@ class Swaps(Sequence[Row]):
 
 
 def refuse_wrapped(model: nn.Module) -> None:
-    """InputError for a model in which something else holds on to parameters."""
+    """InputError for a model in a wrapper that keeps references to its parameters."""
     if not isinstance(model, nn.Module):
         raise InputError(f"model must be a torch.nn.Module; got {type(model).__name__}")
     for name, module in model.named_modules():
@@ -224,11 +223,11 @@ def refuse_wrapped(model: nn.Module) -> None:
 
 
 class Repoint:
-    """An optimizer's parameters exchanged for others; what can go wrong is found before anything is changed.
+    """Exchanges an optimizer's parameters for others; the constructor raises every error, before anything changes.
 
-    `exchange`: for each old parameter the (name, parameter) pairs that take its place; they inherit its group's
-    options, and its state is dropped unless it is among them. `drawn`: parameters that stay, but whose state goes.
-    Parameters that need no gradient need not be the optimizer's.
+    `exchange`: for each old parameter the (name, parameter) pairs that replace it; they inherit its group's options,
+    and its state is dropped unless it is among them. `drawn`: parameters that stay and lose their state. The optimizer
+    need not own parameters without gradients.
     """
 
     def __init__(
@@ -268,8 +267,8 @@ class Repoint:
         edits.afterwards(back)
 
     def _take_back(self, group: dict[str, Any], before: Sequence[tuple[str, nn.Parameter]]) -> set[nn.Parameter]:
-        """What was exchanged in a group stands in it again, what others have changed there since stays. Returns what
-        went."""
+        """Restores a group's exchanged parameters; changes that others made since stay. Returns the removed
+        parameters."""
         came = {q for _, p in before for _, q in self.exchange.get(p, ())} - {p for _, p in before}
         kept = [(name, q) for name, q in _named(group) if q not in came]
         for i, (name, p) in enumerate(before):

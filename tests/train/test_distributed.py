@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from test_training import corpus, events, losses, weights  # noqa: F401
+from train_support import events, losses, weights
 
 import normformer_rs as nfrs
 from normformer_rs import nn as nfnn
@@ -163,7 +163,7 @@ def same_weights(a, b, tolerance):
     [{"norm": "scalenorm"}, {"residual": "admin", "activation-checkpointing": "true"}],
     ids=["scalenorm", "admin"],
 )
-def test_ranks_are_accumulation(tmp_path, corpus, options):  # noqa: F811
+def test_ranks_are_accumulation(tmp_path, corpus, options):
     """Two ranks take turns with the micro-batches, and the random numbers, that one rank accumulates."""
     flags = {k: v for k, v in options.items() if v != "true"}
     extra = [f"--{k}" for k, v in options.items() if v == "true"]
@@ -179,21 +179,21 @@ def test_ranks_are_accumulation(tmp_path, corpus, options):  # noqa: F811
     same_weights(tmp_path / "alone", tmp_path / "two", 2e-4)
 
 
-def test_a_checkpoint_does_not_depend_on_the_ranks(tmp_path, corpus):  # noqa: F811
+def test_a_checkpoint_does_not_depend_on_the_ranks(tmp_path, corpus):
     assert run(tmp_path / "run", corpus, 2, updates=3, accumulate=1, norm="batchnorm").returncode == 0
     done = run(tmp_path / "run", corpus, 1, updates=6, accumulate=2, norm="batchnorm", resume=True)
     assert done.returncode == 0, done.stderr
     assert list(losses(tmp_path / "run")) == [1, 2, 3, 4, 5, 6]
 
 
-def test_what_one_rank_says_stops_all(tmp_path, corpus):  # noqa: F811
+def test_what_one_rank_says_stops_all(tmp_path, corpus):
     assert run(tmp_path / "run", corpus, 1).returncode == 0
     done = run(tmp_path / "run", corpus, 2)
     assert done.returncode != 0 and "already holds a run" in done.stderr
 
 
 @pytest.mark.parametrize("place", ["between updates", "within an evaluation"])
-def test_ctrl_c_saves_once_for_all(tmp_path, corpus, place):  # noqa: F811
+def test_ctrl_c_saves_once_for_all(tmp_path, corpus, place):
     wanted = 5
     if place == "within an evaluation":
         wanted = 2  # the evaluation after the third update takes seconds

@@ -1,18 +1,18 @@
-"""The first values of blocks whose residual scheme was exchanged."""
+"""First values for blocks whose residual scheme was exchanged."""
 
 import torch
 from torch import nn
 
-from ..nn.declared import Place
-from ..nn.initial import draw_linear
+from ..nn.init import draw_linear
+from ..nn.scheme import Place
 from .blocks import Group, is_transposed, parts_of, weight_and_bias
-from .edits import Edits
 from .spec import at
+from .undo import Edits
 
 
 @torch.no_grad()
 def initialise(group: Group, place: Place, edits: Edits) -> list[nn.Parameter]:
-    """Draws the blocks' linear layers as the scheme's init says, biases zero; what was drawn."""
+    """Draws the blocks' linear layers as the scheme's init says, and zeroes their biases. Returns these parameters."""
     drawn = []
     for i, block in enumerate(group.blocks):
         here = Place(place.config, place.stack, i)
@@ -32,7 +32,7 @@ def initialise(group: Group, place: Place, edits: Edits) -> list[nn.Parameter]:
 
 @torch.no_grad()
 def silence_biases(group: Group, edits: Edits) -> list[nn.Parameter]:
-    """A scheme without biases holds those that are there at zero."""
+    """Freezes the blocks' biases at zero, for schemes without biases. Returns them."""
     biases = [
         weight_and_bias(block, lin.path)[1]
         for block in group.blocks
@@ -49,21 +49,21 @@ def silence_biases(group: Group, edits: Edits) -> list[nn.Parameter]:
 
 @torch.no_grad()
 def sign_of_training(group: Group, optimizer: torch.optim.Optimizer | None) -> str | None:
-    """What shows that a group's weights have been learned; None: nothing does.
+    """A sign that a group's weights were trained, in words; None: there is no sign.
 
     Libraries begin with gains of one (Gemma: zero) and biases of zero, and the first update moves them. Linear layers
-    tell nothing: their first values are random. A norm with a single gain tells nothing either.
+    give no sign, because their first values are random; nor does a norm with a single gain.
     """
     for name, block in zip(group.names, group.blocks):
         for part in parts_of(block):
             for key, p in block.get_submodule(part.norm).named_parameters(prefix=f"{name}.{part.norm}".lstrip(".")):
                 if p.numel() > 1 and not p.is_meta and not (p == p.flatten()[0].round().clamp(0, 1)).all():
-                    return f"{key} is not at its start"
+                    return f"{key} is not at its first value"
         if optimizer is not None and any(optimizer.state.get(p) for p in block.parameters()):
             return "the optimizer has state of them"
     return None
 
 
 def count_weights(block: nn.Module) -> int:
-    """The matrices that `initialise` draws."""
+    """The number of matrices that `initialise` draws."""
     return sum(len(part.linears) for part in parts_of(block))
