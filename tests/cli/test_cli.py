@@ -78,6 +78,13 @@ def test_the_bar_ends_with_the_last_evaluation(capsys, monkeypatch):
         assert [line for line in shown if line][-1].endswith("valid 1.500 BLEU 38.10]")
 
 
+@pytest.mark.parametrize("widgets", [True, False])
+def test_a_notebook_without_widgets_gets_lines(monkeypatch, widgets):
+    monkeypatch.setattr(progress, "_in_notebook", lambda: True)
+    monkeypatch.setattr(progress, "available", lambda name: widgets or name != "ipywidgets")
+    assert type(progress.choose(True)) is (progress.Bar if widgets else progress.Lines)
+
+
 def test_defaults_are_the_core_s(run):
     options = run()
     for which in ("model", "training", "data"):
@@ -166,6 +173,7 @@ def test_presets_are_the_papers():
     found = {}
     for name in PRESETS:
         model, training = nfrs.preset(name)
+        assert training.adam_form == ("torch" if name in ("twt", "twt-gl-en") else "fairseq")
         assert model.architecture == "decoder-only" or model.encoder_layers == model.decoder_layers
         assert model.attention_dropout == model.activation_dropout
         shape = (model.decoder_layers, model.d_model, model.d_ff, model.heads)
