@@ -2,11 +2,13 @@
 
 import gzip
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 import normformer_rs as nfrs
 from normformer_rs import DataConfig, InputError, TrainingConfig, TransformerConfig, _core, cli, progress
@@ -237,6 +239,23 @@ def test_a_text_larger_than_memory_is_not_damaged(translated, monkeypatch, capsy
     monkeypatch.setattr(gzip, "decompress", decompress)
     line = fails_with(capsys, ["translate", "--model", "m", "--input", str(source)], "does not fit into memory")
     assert "damaged" not in line
+
+
+class Executes:
+    """A pickle of this makes a folder where it is loaded."""
+
+    def __init__(self, folder):
+        self.folder = folder
+
+    def __reduce__(self):
+        return os.mkdir, (str(self.folder),)
+
+
+def test_a_file_that_would_execute_something_is_refused(capsys, tmp_path):
+    torch.save({"model": {}, "args": Executes(tmp_path / "executed")}, tmp_path / "evil.pt")
+    argv = ["convert", "--from", str(tmp_path / "evil.pt"), "--to", str(tmp_path / "run")]
+    fails_with(capsys, argv, "holds posix.mkdir, which is neither a tensor nor plain data")
+    assert not (tmp_path / "executed").exists() and not (tmp_path / "run").exists()
 
 
 def test_what_train_writes_is_said_once(capsys, tmp_path):
