@@ -275,7 +275,7 @@ def read_checkpoint(path: Path_, trust: bool = False) -> dict[str, Any]:
         with torch.serialization.safe_globals([kind for kind in SAFE if kind not in allowed]):
             found = torch.load(path, map_location="cpu", weights_only=not trust)
     except Exception as error:  # a damaged file may raise anything
-        unsafe = re.search(r"Unsupported global: GLOBAL (\S+)", str(error))
+        unsafe = re.search(r"[Uu]nsupported (?:global: )?GLOBAL (\S+)", str(error))
         if unsafe:
             raise InputError(
                 f"{path}: holds {unsafe[1]}, which is neither a tensor nor plain data, and loading it could run code: "

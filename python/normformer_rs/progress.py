@@ -3,7 +3,6 @@
 import math
 import sys
 import time
-import warnings
 from collections.abc import Mapping
 from typing import Any, Protocol
 
@@ -25,7 +24,8 @@ def choose(wanted: bool) -> Progress:
     """The form of progress that suits standard error."""
     if not wanted:
         return Silent()
-    if available("tqdm") and (_in_notebook() or sys.stderr.isatty()):
+    # Without widgets every step of a bar in a notebook is an output of its own.
+    if available("tqdm") and (available("ipywidgets") if _in_notebook() else sys.stderr.isatty()):
         return Bar()
     return Lines()
 
@@ -43,9 +43,8 @@ class Bar:
     """tqdm's bar."""
 
     def __init__(self) -> None:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # in a notebook without ipywidgets tqdm warns and draws with text
-            from tqdm.auto import tqdm
+        from tqdm.auto import tqdm
+
         self._tqdm = tqdm
         self._bar: Any = None
         self._update = self._evaluation = ""

@@ -75,7 +75,8 @@ class Trainer:
                 whole one before it, with a warning.
             from_checkpoint: with `resume`, the checkpoint to go on from: "best", "last", its name, or its update.
             overwrite: start again where `output` holds a run.
-            progress: a bar in a terminal or a notebook, elsewhere a line every ten seconds; both on standard error.
+            progress: a bar in a terminal or, where ipywidgets is installed, in a notebook; elsewhere a line every ten
+                seconds; both on standard error.
             tensorboard: write `output`/tensorboard where tensorboard is installed.
             curves: draw `output`/curves.png at the end where matplotlib is installed.
 

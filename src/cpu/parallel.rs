@@ -103,3 +103,23 @@ where
         start += sum.len();
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::rc::Rc;
+
+    trait Either<A> {
+        fn either() {}
+    }
+    impl<T> Either<()> for T {}
+    impl<T: Send> Either<u8> for T {}
+
+    #[test]
+    fn what_is_no_send_is_not_shared() {
+        fn is_shared<T: Send + Sync>() {}
+        is_shared::<Shared<f32>>();
+        // Were it Send, the call would be ambiguous, and this no program.
+        <Shared<Rc<()>> as Either<_>>::either();
+    }
+}

@@ -2,6 +2,7 @@
 
 use super::engine::Handle;
 use super::ffi::Value;
+use crate::cpu::memory;
 use crate::error::{Error, Result};
 use std::sync::{Mutex, MutexGuard};
 use tch::{Device, Kind, Tensor};
@@ -162,6 +163,14 @@ impl Group {
 }
 
 fn host<const N: usize>(t: &Tensor) -> Result<[f64; N]> {
-    let numbers = Vec::<f64>::try_from(t.f_to_device(Device::Cpu)?.f_to_kind(Kind::Double)?)?;
+    let numbers = numbers(t)?;
     Ok(std::array::from_fn(|i| numbers[i]))
+}
+
+/// A tensor's numbers in its kernel's work space; tch's `Vec::try_from` ends the process where memory is short.
+pub(super) fn numbers(t: &Tensor) -> Result<Vec<f64>> {
+    let t = t.f_to_device(Device::Cpu)?.f_to_kind(Kind::Double)?;
+    let mut numbers = memory::filled(0.0, t.numel());
+    t.f_copy_data(&mut numbers, t.numel())?;
+    Ok(numbers)
 }

@@ -1,5 +1,6 @@
 //! The family of norms with statistics of columns: measure the batch, settle what x̂ is made with, write it; and back.
 
+use super::collective::numbers;
 use super::count::Count;
 use super::declare::{leader, make, run, tensor, Derivative, Kind as Type, Operator};
 use super::device_columns;
@@ -488,7 +489,7 @@ fn over_ranks(batch: Batch, o: &Options) -> Result<Batch> {
     let of_all = batch.square_of_all.as_ref().unwrap_or(&batch.square);
     let counts = [batch.count, batch.rows];
     let mine = memory::collected(counts.iter().chain(&batch.mean).chain(&batch.square).chain(of_all).copied());
-    let all = Vec::<f64>::try_from(o.group.gather(&Tensor::f_from_slice(&mine)?)?.f_flatten(0, -1)?)?;
+    let all = numbers(&o.group.gather(&Tensor::f_from_slice(&mine)?)?)?;
     let ranks: Vec<_> = all.chunks(mine.len()).map(|r| (r[0], r[1], r[2..].chunks(cols.max(1)))).collect();
     let (count, rows) = ranks.iter().fold((0.0, 0.0), |(n, all), (count, rows, _)| (n + count, all + rows));
     let zeros = || memory::filled(0.0, cols);
@@ -566,10 +567,10 @@ fn backward_typed<E: Element>(kernels: &ColumnKernels, v: &Views, d: &Gradients)
         out.iter_mut().zip(sums).for_each(|(d, s)| *d = E::Acc::from_f64(*s));
     }
     if !o.group.is_alone() && (stats.exact || (kernels.approximate && o.train)) {
-        let all = o.group.sum(&Tensor::f_from_slice(&[sum, sum_x].concat())?)?;
-        let mut all = Vec::<f64>::try_from(all)?;
-        sum_x = all.split_off(cols);
-        sum = all;
+        let mine = memory::collected(sum.iter().chain(&sum_x).copied());
+        let all = numbers(&o.group.sum(&Tensor::f_from_slice(&mine)?)?)?;
+        sum.copy_from_slice(&all[..cols]);
+        sum_x.copy_from_slice(&all[cols..]);
     }
     let (p, q, r) = slopes(kernels, &stats, &or_ones(weight, cols), (&sum, &sum_x), &mut state, o);
     let (p, q, r) = (as_acc::<E::Acc>(&p), as_acc::<E::Acc>(&q), as_acc::<E::Acc>(&r));

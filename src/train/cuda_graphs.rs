@@ -148,6 +148,7 @@ mod tests {
     use crate::model::{Transformer, BOS};
     use crate::operator::Group;
     use crate::train::Objective;
+    use std::sync::Arc;
     use tch::{Kind, Tensor};
 
     /// A device without a stream: what was recorded is done again.
@@ -171,6 +172,25 @@ mod tests {
     impl Recorder for Never {
         fn record(&mut self, _: Work) -> Result<Box<dyn Replay>> {
             Err(crate::error::Error::invalid("not here"))
+        }
+    }
+
+    /// A device with room for one graph.
+    struct Once(Arc<()>);
+
+    impl Recorder for Once {
+        fn record(&mut self, work: Work) -> Result<Box<dyn Replay>> {
+            struct Recorded(Work, #[expect(dead_code, reason = "counts the graphs that live")] Arc<()>);
+            impl Replay for Recorded {
+                fn replay(&self) -> Result<()> {
+                    (self.0)()
+                }
+            }
+            match Arc::strong_count(&self.0) {
+                // The test's and this one's.
+                2 => Ok(Box::new(Recorded(work, Arc::clone(&self.0)))),
+                _ => Err(crate::error::Error::invalid("full")),
+            }
         }
     }
 
@@ -278,6 +298,19 @@ mod tests {
         assert_eq!(told, ["no CUDA graphs, and so a slower training: not here"]);
         let plain = results(&other, &batches, plain);
         assert!(tried.iter().zip(&plain).all(|(tried, plain)| tried.allclose(plain, 1e-9, 1e-11, false)));
+    }
+
+    #[test]
+    fn a_failed_recording_frees_the_graphs_before_it() {
+        let (pass, batches, alive) = (pass(r#""residual": "prenorm""#), batches(2), Arc::new(()));
+        let mut graphs = Graphs::new(Box::new(Once(Arc::clone(&alive))), MAX_TOKENS, Device::Cpu);
+        let mut most = 0;
+        for (number, batch) in (1i64..).zip(batches.iter().chain(&batches)) {
+            graphs.run(&pass, batch, [1, number, 0], 0.01).unwrap();
+            most = most.max(Arc::strong_count(&alive));
+        }
+        assert!(most == 3 && graphs.complaint().is_some(), "one graph was recorded, and a second was not");
+        assert_eq!(Arc::strong_count(&alive), 2, "the first graph keeps its memory");
     }
 
     #[test]

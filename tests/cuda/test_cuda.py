@@ -294,7 +294,7 @@ def test_double_precision(emulated):
 
 
 def test_a_step_is_recorded_and_replayed(emulated, tmp_path):
-    asked, warnings = emulated(launcher_cases.training_by_graphs, tmp_path)
+    asked, warnings, _ = emulated(launcher_cases.training_by_graphs, tmp_path)
     assert [name for name, *_ in asked[:2]] == ["_cuda_synchronize", "_cuda_emptyCache"]
     assert asked[2:4] == [BEGIN, ("capture_end",)] and asked[4:] == [("replay",)] and not warnings
 
@@ -304,11 +304,17 @@ BEGIN = ("capture_begin", ("pool", (0, 1)), ("capture_error_mode", "thread_local
 
 @pytest.mark.parametrize("fails", ["_cuda_emptyCache", "capture_begin", "capture_end"])
 def test_a_step_that_cannot_be_recorded_is_done(emulated, tmp_path, fails):
-    asked, warnings = emulated(launcher_cases.training_by_graphs, tmp_path, fails=fails)
+    """And the memory of its graph is free by then."""
+    asked, warnings, freed = emulated(launcher_cases.training_by_graphs, tmp_path, fails=fails)
     assert len(warnings) == 1
     assert "no CUDA graphs" in warnings[0] and "not permitted when stream is capturing" in warnings[0]
     # Once the allocator gives from the graphs' pool it is told to stop.
     assert (("_cuda_endAllocateToPool", 0, (0, 1)) in asked) == (fails != "_cuda_emptyCache")
+    assert freed == ([] if fails == "_cuda_emptyCache" else [True])
+
+
+def test_cudnns_attention_stays_off_until_the_last_thread_leaves(emulated, tmp_path):
+    assert emulated(launcher_cases.attention_of_two_threads, tmp_path) == [False, True]
 
 
 # ---- the cache ----

@@ -3,6 +3,7 @@
 import json
 import os
 import tempfile
+import threading
 from pathlib import Path
 
 import torch
@@ -28,13 +29,15 @@ def launches(norm, **options):
 def training_by_graphs(folder, fails=None):
     """Two updates of one shape of batch, the second recorded and replayed, and the same two without graphs. For torch's
     graphs stands what the CPU can do: what is recorded is done, and nothing when it is replayed. Returns what torch was
-    asked, and the warnings; `fails`: which of these does."""
-    asked, warnings = [], []
+    asked, the warnings, and for each graph whether it was freed before any operator ran after the failure; `fails`:
+    which of the questions does."""
+    asked, warnings, freed, at_failure = [], [], [], []
 
     def said(name, result=None):
         def call(*arguments, **options):
             asked.append((name, *arguments, *options.items()))
             if name == fails:
+                at_failure.append(_core.operator_counts())
                 raise RuntimeError("operation not permitted when stream is capturing")
             return result
 
@@ -44,6 +47,9 @@ def training_by_graphs(folder, fails=None):
         def __init__(self):
             self.capture_begin, self.capture_end = said("capture_begin"), said("capture_end")
             self.replay = said("replay")
+
+        def __del__(self):
+            freed.append(at_failure == [_core.operator_counts()])
 
     torch._C._CUDAGraph, torch._C._graph_pool_handle = Graph, lambda: (0, 1)
     for name in ("_cuda_synchronize", "_cuda_emptyCache", "_cuda_endAllocateToPool"):
@@ -70,7 +76,48 @@ def training_by_graphs(folder, fails=None):
         results.append((history.loss, nfrs.Transformer.from_checkpoint(output, "last").state_dict()))
     if fails != "capture_end":  # what a device would not have done by then, the CPU has
         torch.testing.assert_close(*results, rtol=1e-4, atol=1e-6)
-    return asked, warnings
+    return asked, warnings, freed
+
+
+def attention_of_two_threads(folder):
+    """Two trainings at once; the first to call torch's attention leaves it while the second is inside. Returns torch's
+    switch for cuDNN's attention as the second has it then, and as both leave it."""
+    text = Path(folder, "text")
+    text.write_text("a b c\nc b\nb b a a c\n")
+    data = {f"{part}_{side}": str(text) for part in ("train", "valid") for side in ("source", "target")}
+    model = {"d_model": 16, "d_ff": 24, "heads": 2, "encoder_layers": 1, "decoder_layers": 1, "dropout": 0.0}
+    training = {"updates": 1, "max_tokens": 64, "lr": 1e-2, "warmup": 0, "schedule": "constant", "cuda_graphs": True}
+    inside, left = [threading.Event(), threading.Event()], threading.Event()
+    enabled, found = torch.backends.cuda.cudnn_sdp_enabled, []
+
+    def train(number, meet):
+        def keep(t):  # attention alone keeps tensors of four dimensions, before it returns
+            if t.dim() == 4 and not inside[number].is_set():
+                assert not enabled()
+                inside[number].set()
+                meet()
+            return t
+
+        configs = nfrs.TransformerConfig(**model), nfrs.TrainingConfig(**training), nfrs.DataConfig(**data, no_bpe=True)
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
+            nfrs.Trainer(*configs).fit(Path(folder, str(number)), progress=False, curves=False, tensorboard=False)
+
+    def first():
+        train(0, lambda: inside[1].wait(60))
+        left.set()
+
+    def second():
+        left.wait(60)
+        found.append(enabled())
+
+    _core.cuda_stand_in(True)
+    thread = threading.Thread(target=first)
+    thread.start()
+    assert inside[0].wait(60)
+    train(1, second)
+    thread.join()
+    _core.cuda_stand_in(False)
+    return [*found, enabled()]
 
 
 def warns_and_falls_back():

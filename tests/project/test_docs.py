@@ -44,6 +44,7 @@ def test_the_notebook(tmp_path):
     nbclient.NotebookClient(notebook, timeout=300, resources={"metadata": {"path": str(tmp_path)}}).execute()
     printed = "".join(o.get("text", "") for cell in notebook.cells for o in cell.get("outputs", []))
     assert "→" in printed
+    assert max(len(cell.get("outputs", [])) for cell in notebook.cells) < 10, "a bar that cannot be redrawn"
 
 
 PUBLIC = ("normformer_rs", "normformer_rs.nn", "normformer_rs.surgery", "normformer_rs.analysis")

@@ -1,5 +1,6 @@
 """What the training loop says of bad files, folders and numbers."""
 
+import json
 import pickle
 from pathlib import Path
 
@@ -142,6 +143,16 @@ def test_damaged_checkpoints_are_said(tmp_path, corpus):
         nfrs.translate(tmp_path / "run", ["1 2"], checkpoint="update-7")
     weights_file = tmp_path / "run" / "checkpoints" / "last" / "model.safetensors"
     whole = weights_file.read_bytes()
-    weights_file.write_bytes(whole[: len(whole) // 2])
-    with pytest.raises(ValueError, match=r"model\.safetensors"):
-        nfrs.translate(tmp_path / "run", ["1 2"], checkpoint="last")
+    header = int.from_bytes(whole[:8], "little")
+    forged = json.loads(whole[8 : 8 + header])
+    name = next(name for name in forged if name != "__metadata__")
+    forged[name] |= {"shape": [2**40, 2**20], "data_offsets": [0, 2**62]}
+    text = json.dumps(forged).encode()
+    for damaged in (
+        whole[: len(whole) // 2],
+        (2**63).to_bytes(8, "little") + whole[8:],
+        len(text).to_bytes(8, "little") + text + whole[8 + header :],
+    ):
+        weights_file.write_bytes(damaged)
+        with pytest.raises(ValueError, match=r"model\.safetensors"):
+            nfrs.translate(tmp_path / "run", ["1 2"], checkpoint="last")

@@ -1,10 +1,12 @@
 """Several processes that train one model, over gloo: statistics of all ranks' batches, and the training loop."""
 
+import ast
 import itertools
 import os
 import signal
 import subprocess
 import sys
+import textwrap
 import time
 from pathlib import Path
 
@@ -135,6 +137,50 @@ def test_without_sync_each_rank_has_its_own(found):
 def test_an_unknown_group_is_said():
     with pytest.raises(ValueError, match="no process group that normformer_rs was told of"):
         torch.ops.normformer_rs.batch_norm(torch.randn(3, D), train=True, group="elsewhere")
+
+
+def test_statistics_of_ranks_with_little_memory_left():
+    """Numbers of all ranks are refused as a kernel's other work space is, and the process lives on. torch's fake group
+    stands for the ranks."""
+    program = """
+        import resource
+        import torch
+        import torch.distributed as dist
+        from torch.testing._internal.distributed.fake_pg import FakeStore
+        from normformer_rs import nn
+        torch.set_num_threads(1)
+        dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
+        columns = 4_000_000
+        norm, x = nn.BatchNorm(columns, elementwise_affine=False, sync=True), torch.zeros(2, columns)
+        x.requires_grad_()
+        y, limit, told = norm(x), resource.getrlimit(resource.RLIMIT_AS), {}
+        dy = torch.zeros(2, columns)
+        for name, call in {
+            "forward": lambda: norm(x),
+            "backward": lambda: torch.autograd.grad(y, x, dy, retain_graph=True),
+        }.items():
+            for megabytes in range(20, 1600, 20):
+                now = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
+                resource.setrlimit(resource.RLIMIT_AS, (now + (megabytes << 20), limit[1]))
+                try:
+                    call()
+                    said = "done"
+                except RuntimeError as e:
+                    said = "work space" if "work space" in str(e) else "torch's" if "memory" in str(e) else str(e)
+                finally:
+                    resource.setrlimit(resource.RLIMIT_AS, limit)
+                told[name, said] = told.get((name, said), 0) + 1
+                if said == "done":
+                    break
+        print(told)
+    """
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "MALLOC_ARENA_MAX": "1"}
+    words = [sys.executable, "-W", "ignore", "-c", textwrap.dedent(program)]
+    done = subprocess.run(words, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    told = ast.literal_eval(done.stdout)
+    wanted = {(name, said) for name in ("forward", "backward") for said in ("done", "work space")}
+    assert wanted <= told.keys() <= wanted | {(name, "torch's") for name in ("forward", "backward")}, told
 
 
 def command(output, data, ranks, **options):

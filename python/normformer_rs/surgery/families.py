@@ -114,6 +114,25 @@ CLIP = BlockSpec(
     ),
     heads="self_attn.num_heads",
 )
+WAV2VEC2 = BlockSpec(
+    (
+        Part(
+            "self-attention",
+            "layer_norm",
+            attention("attention", "attention.out_proj", "q_proj k_proj v_proj"),
+            "dropout",
+            run=("attention",),
+        ),
+        Part(
+            "feed-forward",
+            "final_layer_norm",
+            feed_forward("feed_forward.intermediate_dense", "feed_forward.output_dense"),
+            "feed_forward.output_dropout",
+            run=("feed_forward",),
+        ),
+    ),
+    heads="attention.num_heads",
+)
 _NEOX_HEADS = "attention.config.num_attention_heads"
 GPT_NEOX = BlockSpec(
     (
@@ -178,7 +197,7 @@ FAMILIES = (
     _bert("ELECTRA", "Electra", "electra"),
     _of_transformers("DistilBERT", "postnorm", "distilbert", {"TransformerBlock": DISTILBERT}),
     _of_transformers("GPT-2", "prenorm", "gpt2", {"GPT2Block": GPT2Block}, GPT2Model="ln_f"),
-    *(_llama(name) for name in ("Llama", "Mistral", "Qwen2", "Qwen3")),
+    *(_llama(name) for name in ("Llama", "Mistral", "Qwen2", "Qwen3", "Gemma")),
     _of_transformers(
         "OPT", "prenorm; OPT-350m postnorm", "opt", {"OPTDecoderLayer": OPT}, OPTDecoder="final_layer_norm"
     ),
@@ -206,6 +225,13 @@ FAMILIES = (
         CLIPTextTransformer="final_layer_norm",
         CLIPVisionModel="post_layernorm",
         CLIPVisionTransformer="post_layernorm",
+    ),
+    _of_transformers(
+        "wav2vec 2.0",
+        "postnorm; with `do_stable_layer_norm` prenorm",
+        "wav2vec2",
+        {"Wav2Vec2EncoderLayer": WAV2VEC2, "Wav2Vec2EncoderLayerStableLayerNorm": WAV2VEC2},
+        Wav2Vec2EncoderStableLayerNorm="layer_norm",
     ),
     Family(
         "ViT of timm",
