@@ -5,6 +5,7 @@
 //! Nobody outside this module knows autograd's mechanics.
 
 mod adam;
+mod argument;
 mod attention;
 mod call;
 mod collective;
@@ -15,7 +16,9 @@ mod declare;
 mod dropout;
 mod engine;
 mod ffi;
+mod function;
 mod recompute;
+mod register;
 mod relu_dropout;
 mod residual;
 mod row_norm;
@@ -64,7 +67,7 @@ static OPERATORS: LazyLock<Vec<Operator>> = LazyLock::new(|| {
 /// (operator, kernel calls, composed calls) of every operator since the process started. One that has several forms is
 /// there as often.
 pub fn counts() -> Vec<(&'static str, u64, u64)> {
-    let counted = OPERATORS.iter().filter_map(Operator::handle);
+    let counted = OPERATORS.iter().filter_map(|o| o.handle);
     counted
         .map(|handle| (handle.name, handle.counts()))
         .map(|(name, (kernel, composed))| (name, kernel, composed))
