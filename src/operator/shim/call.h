@@ -184,10 +184,6 @@ inline Tensor reading(const Op& op, Args args, size_t i, int32_t device) {
   return t.scalar_type() == type && t.is_contiguous() ? Tensor() : t.to(type).contiguous();
 }
 
-inline void written(const Tensor& t) {
-  if (!t.is_inference()) t.unsafeGetTensorImpl()->bump_version();
-}
-
 // By the kernels, where there are any for this call.
 inline Tensors by_kernel(const Op& op, Args args) {
   const Tensor& x = leader(op, args);
@@ -214,9 +210,10 @@ inline Tensors by_kernel(const Op& op, Args args) {
   p.call.outputs = span(outputs);
   check_rust(nfrs_run(op.rust, KERNEL, &p.call, nullptr));
   for (size_t i = 0; i < op.table.size(); ++i) {
+    const Tensor& t = entry(op, args, i);
     const bool moved = read[i].defined() && (p.call.written >> op.table[i].place & 1);
-    if (moved) entry(op, args, i).copy_(read[i]);
-    if (moved || (op.table[i].is & WRITTEN)) written(entry(op, args, i));
+    if (moved) t.copy_(read[i]);
+    if ((moved || (op.table[i].is & WRITTEN)) && !t.is_inference()) t.unsafeGetTensorImpl()->bump_version();
   }
   for (size_t k = 0; k < op.made.size(); ++k) {
     const auto type = type_of(op, args, k, false);

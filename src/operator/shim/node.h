@@ -52,14 +52,18 @@ inline variable_list by_operator(const Op& op, const Kept& kept, const std::vect
 inline void check_kept(const Op& op, const Kept& kept, const Tensor& gradient) {
   Sizes sizes;
   const Tensor& x = leader(op, kept.arguments);
-  for (size_t i = 0; x.defined() && i < op.table.size(); ++i)
-    if (const Tensor& t = entry(op, kept.arguments, i); t.defined())
-      check_one(op.name, op.table[i], t, op.table[op.leader].name, x, sizes);
-  for (const auto* all : {&kept.arguments, &kept.outputs})
-    for (const auto& v : *all)
-      if (const Tensor& t = tensor(v); t.defined())
-        TORCH_CHECK_VALUE(t.device() == gradient.device() && t.layout() == gradient.layout(), op.name,
-                          ": saved tensors must lie on ", gradient.device(), ", got one on ", t.device());
+  const auto check_place = [&](const Tensor& t) {
+    TORCH_CHECK_VALUE(t.device() == gradient.device() && t.layout() == gradient.layout(), op.name,
+                      ": saved tensors must lie on ", gradient.device(), ", got one on ", t.device());
+  };
+  for (size_t i = 0; i < op.table.size(); ++i) {
+    const Tensor& t = entry(op, kept.arguments, i);
+    if (!t.defined()) continue;
+    if (x.defined()) check_one(op.name, op.table[i], t, op.table[op.leader].name, x, sizes);
+    if (!(op.table[i].is & HOST) || !t.is_cpu()) check_place(t);
+  }
+  for (const auto& v : kept.outputs)
+    if (tensor(v).defined()) check_place(tensor(v));
 }
 
 // The same where they are to be differentiated again, by Rust: it knows the gradient as a formula.
@@ -172,9 +176,7 @@ void record(const Op& op, const Below& below, Stack* stack) {
   node.saved.resize(op.saved.size());
   for (size_t i = 0; i < op.saved.size(); ++i)
     if (op.saved[i].kind == Origin::ARGUMENT) node.saved[i] = SavedVariable(tensor(args[op.saved[i].index]), false);
-  node.plain.resize(op.n_args);
-  for (size_t i = 0; i < op.n_args; ++i)
-    if (op.plain[i]) node.plain[i] = args[i];
+  for (size_t i = 0; i < op.n_args; ++i) node.plain.push_back(op.plain[i] ? args[i] : IValue());
   below();
   const auto made = torch::jit::last(*stack, op.made.size());
   for (size_t k = 0; k < made.size(); ++k)
