@@ -4,13 +4,13 @@
 //! Running μ ← αμ + (1−α)μ_B and σ² alike; evaluation uses them. The gradient,
 //! dx = (γ/σ_B)[dy − mean dy − x̂⊙mean(dy⊙x̂)] (eq 1–3), is the true one.
 
-use super::columns::{Batch, Options, State, Stats};
+use super::kernels::ColumnKernels;
 use super::running::{GROUPS, SYNC};
 use super::spec::{Buffer, Form, Read, Setting, Shape, Spec, BIAS, EPS, WEIGHT};
 use super::statistics::{Measured, StateTensors, Used};
 use crate::column_program;
 use crate::error::Result;
-use crate::operator::ColumnKernels;
+use crate::kernel::columns::{Batch, Options, Rule, State, Stats};
 
 pub static SPEC: Spec = Spec {
     name: "batchnorm",
@@ -33,12 +33,10 @@ pub static SPEC: Spec = Spec {
 };
 
 pub static KERNELS: ColumnKernels = ColumnKernels {
+    operator: "batch_norm",
     state: ["running_mean", "running_var"],
-    centred: true,
-    approximate: false,
-    settle,
+    rule: Rule { centred: true, approximate: false, settle, program: column_program!("batch_norm.cu") },
     composed: settle_composed,
-    ..ColumnKernels::new("batch_norm", column_program!("batch_norm.cu"))
 };
 
 fn settle(batch: &Batch, state: &mut State, o: &Options) -> Stats {

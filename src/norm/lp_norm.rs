@@ -79,12 +79,9 @@ pub fn check(p: f64) -> Result<()> {
     }
 }
 
-/// y by its formula, differentiable to every order; p = 2 goes to ScaleNorm's operator. Rows have at least one number.
+/// y by its formula, differentiable to every order. Rows have at least one number.
 pub fn composed(x: &Tensor, weight: Option<&Tensor>, p: f64, eps: f64) -> Result<Tensor> {
     check(p)?;
-    if p == 2.0 {
-        return operator::row_norm(&scale_norm::KERNELS, x, weight, None, eps);
-    }
     composed::apply(hat, x, &[], (weight, None), &[eps, p])
 }
 

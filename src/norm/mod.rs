@@ -2,14 +2,14 @@
 //!
 //! A norm declares its equation, parameters, buffers and options, and its composed form (tch): a [`Spec`]. One that works
 //! row by row may add its row arithmetic, which the plain operator and the fused residual step share; one with statistics
-//! of columns adds how it settles them, which the kernels of `columns` share.
+//! of columns adds how it settles them, which [`kernel::columns`](crate::kernel::columns) runs.
 
 pub mod batch_norm;
-pub mod columns;
 pub mod composed;
 pub mod dyt;
 pub mod fix_norm;
 pub mod group_scaling;
+pub mod kernels;
 pub mod layer_norm;
 pub mod lp_norm;
 pub mod power_norm;
@@ -23,7 +23,8 @@ pub mod statistics;
 use crate::analysis::Watch;
 use crate::config::TransformerConfig;
 use crate::error::{unknown, Result};
-use crate::operator::{self, ColumnKernels, Group, RowKernels};
+use crate::operator::{Group, RowOperator};
+use kernels::{ColumnKernels, RowKernels};
 use running::Kept;
 pub use spec::{Form, Spec};
 use tch::{Kind, Tensor};
@@ -89,7 +90,7 @@ pub struct Rows<'a> {
 
 /// A norm whose rows do not touch each other.
 pub struct Rowwise {
-    pub kernels: &'static RowKernels,
+    pub operator: &'static RowOperator,
     pub weight: Option<Tensor>,
     pub bias: Option<Tensor>,
     pub eps: f64,
@@ -97,7 +98,7 @@ pub struct Rowwise {
 
 impl Norm for Rowwise {
     fn forward(&self, x: &Tensor, _: &Rows) -> Result<Tensor> {
-        operator::row_norm(self.kernels, x, self.weight.as_ref(), self.bias.as_ref(), self.eps)
+        self.operator.call(x, self.weight.as_ref(), self.bias.as_ref(), self.eps)
     }
 
     fn row(&self) -> Option<&Rowwise> {

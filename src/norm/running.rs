@@ -1,15 +1,15 @@
 //! A norm with running statistics, in a model.
 
-use super::columns::Options;
-use super::group_scaling::group_scaling;
+use super::kernels::ColumnKernels;
 use super::power_norm::PowerNormMode;
 use super::spec::{Read, Setting, Spec};
 use super::statistics::StateTensors;
 use super::{Norm, Rows, Site};
 use crate::analysis::Columns;
 use crate::error::{Error, Result};
+use crate::kernel::columns::Options;
 use crate::model::Builder;
-use crate::operator::{column_norm, Column, ColumnKernels, Group};
+use crate::operator::{group_scaling, Column, ColumnOperator};
 use std::cell::RefCell;
 use std::collections::HashMap;
 use std::rc::Rc;
@@ -26,7 +26,8 @@ pub(super) const GROUPS: Setting =
 pub(super) const SYNC: Setting = Setting { keyword: "sync", option: "", value: Read::Flag(|_| true) };
 
 struct InModel {
-    kernels: &'static ColumnKernels,
+    operator: &'static ColumnOperator,
+    centred: bool,
     weight: Option<Tensor>,
     bias: Option<Tensor>,
     /// μ or ψ².
@@ -75,44 +76,42 @@ pub(super) fn build(
     }
     let sync = spec.flag("sync", site).unwrap_or(false);
     let (second, refused) = (buffers.next(), b.refused()?);
-    Ok(Box::new(InModel { kernels, weight, bias, first, second, iters, refused, options, sync, groups }))
+    let (operator, centred) = (ColumnOperator::of(kernels), kernels.rule.centred);
+    Ok(Box::new(InModel { operator, centred, weight, bias, first, second, iters, refused, options, sync, groups }))
 }
 
 impl Norm for InModel {
     fn forward(&self, x: &Tensor, rows: &Rows) -> Result<Tensor> {
-        let InModel { kernels, first, second, iters, options, .. } = self;
+        let InModel { operator, first, second, iters, options, .. } = self;
         let scaled = if self.groups > 0 { group_scaling(x, self.groups)? } else { x.shallow_clone() };
         let key = std::ptr::from_ref(self) as usize;
         let used = rows.kept.filter(|_| rows.again).and_then(|kept| kept.borrow().get(&key).map(Tensor::shallow_clone));
         // A second run with nothing kept moves copies.
         let own = |t: &Tensor| if rows.again && used.is_none() { t.copy() } else { t.shallow_clone() };
-        let (y, stats) = column_norm(
-            kernels,
-            &Column {
-                x: &scaled,
-                weight: self.weight.as_ref(),
-                bias: self.bias.as_ref(),
-                pad_mask: rows.pad_mask,
-                state: StateTensors {
-                    first: Some(own(first)),
-                    second: second.as_ref().map(own),
-                    iters: iters.as_ref().map(own),
-                    refused: Some(own(&self.refused)),
-                },
-                stats: used.as_ref(),
-                options: Options {
-                    train: rows.train,
-                    group: if self.sync { rows.group } else { Group::ALONE },
-                    ..*options
-                },
+        let (y, stats) = operator.call(&Column {
+            x: &scaled,
+            weight: self.weight.as_ref(),
+            bias: self.bias.as_ref(),
+            pad_mask: rows.pad_mask,
+            state: StateTensors {
+                first: Some(own(first)),
+                second: second.as_ref().map(own),
+                iters: iters.as_ref().map(own),
+                refused: Some(own(&self.refused)),
             },
-        )?;
+            stats: used.as_ref(),
+            options: Options {
+                train: rows.train,
+                ranks: if self.sync { rows.group.ranks() } else { None },
+                ..*options
+            },
+        })?;
         if let (false, Some(kept)) = (rows.again, rows.kept) {
             kept.borrow_mut().insert(key, stats);
         }
         if let Some(watch) = rows.watch {
             let (mean, square) = match second {
-                Some(variance) if kernels.centred => (Some(first), variance),
+                Some(variance) if self.centred => (Some(first), variance),
                 _ => (None, first),
             };
             watch.norm(

@@ -1,12 +1,13 @@
 //! What a norm declares, and how a model is given what was declared.
 
 use super::composed::{Composed, Hat};
+use super::kernels::{ColumnKernels, RowKernels};
 use super::{running, Norm, Rows, Rowwise, Site};
 use crate::config::TransformerConfig;
 use crate::error::Result;
 use crate::init::Fill;
 use crate::model::Builder;
-use crate::operator::{ColumnKernels, RowKernels};
+use crate::operator::RowOperator;
 use serde_json::{json, Value};
 use tch::{Kind, Tensor};
 
@@ -182,7 +183,8 @@ impl Spec {
         Ok(match form {
             Form::Composed(hat) => Box::new(Composed { hat, inside, weight, bias, options }),
             Form::Rows(kernels) => {
-                Box::new(Rowwise { kernels, weight, bias, eps: self.number("eps", site).unwrap_or(0.0) })
+                let (operator, eps) = (RowOperator::of(kernels), self.number("eps", site).unwrap_or(0.0));
+                Box::new(Rowwise { operator, weight, bias, eps })
             }
             Form::Operator(call) => Box::new(Called { call, weight, options }),
             Form::Columns(kernels) => running::build(self, kernels, weight, bias, b, site)?,
