@@ -1,11 +1,11 @@
 //! What a forward pass must know beside its inputs.
 
+use super::norm::Rows;
+use super::running::Kept;
 use super::Packed;
 use crate::analysis::Watch;
 use crate::config::TransformerConfig;
 use crate::error::Result;
-use crate::norm::running::Kept;
-use crate::norm::Rows;
 use crate::operator::Group;
 use std::cell::Cell;
 use std::rc::Rc;

@@ -2,13 +2,12 @@
 
 use super::attention::Attention;
 use super::feed_forward::FeedForward;
+use super::norm::Norm;
 use super::residual::{shared, Around, Inside};
 use super::tensorized::Tensorized;
 use super::{Builder, Context};
-use crate::config::AttentionName;
 use crate::error::Result;
 use crate::init::Init;
-use crate::norm::Norm;
 use crate::operator;
 use crate::residual::{Place, Schemes, Sublayer};
 use tch::{no_grad, Tensor};
@@ -65,17 +64,17 @@ impl Layer {
         let shared = shared(b, &scheme.layer(place))?;
         let mut sublayers = Vec::new();
         for place in place.each() {
-            let function = match place.sublayer {
-                Sublayer::SelfAttention if place.config.attention == AttentionName::Tensorized => {
-                    Function::Tensorized(b.within("self_attn", |b| Tensorized::build(b, &place, init))?)
+            let function = match (place.sublayer, place.model.tensorized) {
+                (Sublayer::SelfAttention, Some(sizes)) => {
+                    Function::Tensorized(b.within("self_attn", |b| Tensorized::build(b, &place, init, sizes))?)
                 }
-                Sublayer::SelfAttention => Function::SelfAttention(
+                (Sublayer::SelfAttention, None) => Function::SelfAttention(
                     b.within("self_attn", |b| Attention::build(b, &place, init, scheme.has_biases()))?,
                 ),
-                Sublayer::CrossAttention => Function::CrossAttention(
+                (Sublayer::CrossAttention, _) => Function::CrossAttention(
                     b.within("multihead_attn", |b| Attention::build(b, &place, init, scheme.has_biases()))?,
                 ),
-                Sublayer::FeedForward => {
+                (Sublayer::FeedForward, _) => {
                     Function::FeedForward(FeedForward::build(b, &place, init, scheme.has_biases())?)
                 }
             };

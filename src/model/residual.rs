@@ -1,18 +1,20 @@
 //! What a residual scheme declared, built: its norms, gains, changes and connections.
 
+use super::norm::{self, Norm, Rows};
 use super::{Builder, Context};
 use crate::error::Result;
 use crate::init::Fill;
-use crate::norm::{self, Norm, Rows};
+use crate::norm::{find, Site};
 use crate::residual::{self as declared, Growth, NormAt, Place, Point};
 use tch::{Kind, Tensor};
 
 /// The stack's norm where a scheme wants it.
 fn norm(b: &mut Builder, place: &Place, at: &NormAt) -> Result<Box<dyn Norm>> {
     let last_of_decoder = at.last && place.stack == declared::Stack::Decoder;
-    let site = norm::Site { width: at.width, last_of_decoder, ends_stack: at.ends_stack, config: place.config };
-    let spec = norm::find(place.norm_name())?;
-    b.within(&at.name, |b| spec.build(b, &site))
+    let (heads, options) = (place.model.heads, place.options);
+    let site = Site { width: at.width, heads, options, last_of_decoder, ends_stack: at.ends_stack };
+    let spec = find(place.norm_name())?;
+    b.within(&at.name, |b| norm::build(spec, b, &site))
 }
 
 fn norm_if(b: &mut Builder, place: &Place, at: &Option<NormAt>) -> Result<Option<Box<dyn Norm>>> {

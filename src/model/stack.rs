@@ -2,12 +2,12 @@
 
 use super::attention::{Attention, Cache};
 use super::layer::{Function, Layer, Streams};
+use super::norm::Norm;
 use super::residual::{Flow, Inside};
 use super::tensorized::Tensorized;
 use super::{Builder, Context, Ranges};
 use crate::error::{Error, Result};
 use crate::init::Init;
-use crate::norm::Norm;
 use crate::operator;
 use crate::residual::{Place, Schemes};
 use std::cell::Cell;

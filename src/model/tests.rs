@@ -2,12 +2,12 @@
 //! norms. That each scheme computes its equation is for `tests/model`.
 
 use super::layer::{Branch, Function};
+use super::norm::{Norm, Rows};
 use super::stack::{Stack, StackCache};
 use super::{Builder, Context, Packed, Ranges};
 use crate::config::TransformerConfig;
 use crate::error::Result;
 use crate::init;
-use crate::norm::{Norm, Rows};
 use crate::residual::{self, Around, ExtraStream, Flow, Gain, Learned, Place, Scheme, Schemes, StreamStep};
 use std::collections::HashMap;
 use tch::{no_grad, Device, Kind, Tensor};
@@ -30,7 +30,7 @@ fn build_of(config: &TransformerConfig, schemes: &Schemes) -> (Stack, HashMap<St
     tch::manual_seed(1);
     let mut b = Builder::fresh(Device::Cpu, Kind::Double);
     let init = init::find("xavier").unwrap();
-    let place = Place::new(config, residual::Stack::Decoder, 0);
+    let place = config.place(residual::Stack::Decoder, 0);
     let stack = Stack::build(&mut b, &place, init, schemes).unwrap();
     let made = b.finish().unwrap();
     let names = made.iter().chain(made.buffers()).map(|(n, t)| (n.to_string(), t.shallow_clone())).collect();

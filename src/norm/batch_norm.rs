@@ -5,12 +5,13 @@
 //! dx = (γ/σ_B)[dy − mean dy − x̂⊙mean(dy⊙x̂)] (eq 1–3), is the true one.
 
 use super::columns::{Batch, Options, State, Stats};
-use super::running::{GROUPS, SYNC};
-use super::spec::{Buffer, Form, Read, Setting, Shape, Spec, BIAS, EPS, WEIGHT};
+use super::group_scaling::GROUPS;
+use super::spec::{Buffer, Form, Keyword, Shape, Spec, BIAS, EPS, SYNC, WEIGHT};
 use super::statistics::{Measured, StateTensors, Used};
 use crate::column_program;
 use crate::error::Result;
 use crate::operator::ColumnKernels;
+use crate::options::{below_one, Setting};
 
 pub static SPEC: Spec = Spec {
     name: "batchnorm",
@@ -19,17 +20,15 @@ pub static SPEC: Spec = Spec {
     source: "Ioffe & Szegedy 2015; Shen et al. 2020, Algorithm 1",
     parameters: &[WEIGHT, BIAS],
     buffers: &[Buffer::new("running_mean", Shape::Width, 0.0), Buffer::new("running_var", Shape::Width, 1.0)],
-    options: &[
-        EPS,
-        Setting {
-            keyword: "alpha",
-            option: "batchnorm_alpha",
-            value: Read::Number(|site| site.config.batchnorm_alpha),
-        },
-        GROUPS,
-        SYNC,
-    ],
+    options: &[EPS, Keyword::of("alpha", &ALPHA), GROUPS, SYNC],
     form: Form::Columns(&KERNELS),
+};
+
+const ALPHA: Setting<f64> = Setting {
+    name: "batchnorm_alpha",
+    default: 0.9,
+    check: below_one,
+    help: "α of batchnorm's running statistics: old·α + new·(1 − α).",
 };
 
 pub static KERNELS: ColumnKernels = ColumnKernels {

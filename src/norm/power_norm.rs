@@ -9,15 +9,15 @@
 //! release mode computes what the authors' mask_powernorm.py does, after the group scaling that it begins with.
 
 use super::columns::{Batch, Options, State, Stats};
-use super::running::GROUPS;
-use super::spec::{Buffer, Form, Read, Setting, Shape, Spec, BIAS, EPS, WEIGHT};
+use super::group_scaling::GROUPSCALING;
+use super::spec::{Buffer, Form, Keyword, Shape, Site, Spec, BIAS, EPS, WEIGHT};
 use super::statistics::{Measured, StateTensors, Used};
-use super::Site;
 use crate::choice;
 use crate::column_program;
 use crate::cpu::memory;
 use crate::error::Result;
 use crate::operator::ColumnKernels;
+use crate::options::{anything, below_one, not_negative, Setting};
 use tch::Tensor;
 
 choice! {
@@ -41,48 +41,57 @@ pub static SPEC: Spec = Spec {
     ],
     options: &[
         EPS,
-        ALPHA_FWD,
-        Setting {
-            keyword: "alpha_bwd",
-            option: "powernorm_alpha_bwd",
-            value: Read::Number(|site| site.config.powernorm_alpha_bwd),
-        },
-        Setting { keyword: "warmup_iters", option: "powernorm_warmup", value: Read::Count(warmup) },
-        Setting {
-            keyword: "mode",
-            option: "powernorm_mode",
-            value: Read::Word(|site| site.config.powernorm_mode.name()),
-        },
-        Setting { value: Read::Count(groups), ..GROUPS },
-        Setting { keyword: "sync", option: "powernorm_sync", value: Read::Flag(|site| site.config.powernorm_sync) },
+        Keyword::of("alpha_fwd", &ALPHA_FWD),
+        Keyword::of("alpha_bwd", &ALPHA_BWD),
+        Keyword::at("warmup_iters", Some(&WARMUP), |site| match is_release(site) && site.ends_stack {
+            true => RELEASED_END_WARMUP.into(),
+            false => site.options.get(&WARMUP).into(),
+        }),
+        Keyword::of("mode", &MODE),
+        // The authors' models scale one group per head.
+        Keyword::at("groups", Some(&GROUPSCALING), |site| match is_release(site) {
+            true => site.heads.into(),
+            false => site.options.get(&GROUPSCALING).into(),
+        }),
+        Keyword::of("sync", &POWERNORM_SYNC),
     ],
     form: Form::Columns(&KERNELS),
 };
 
 /// α of ψ².
-pub(super) const ALPHA_FWD: Setting = Setting {
-    keyword: "alpha_fwd",
-    option: "powernorm_alpha_fwd",
-    value: Read::Number(|site| site.config.powernorm_alpha_fwd),
+pub(super) const ALPHA_FWD: Setting<f64> = Setting {
+    name: "powernorm_alpha_fwd",
+    default: 0.9,
+    check: below_one,
+    help: "α of the running ψ² of powernorm and powernorm-v.",
+};
+
+const ALPHA_BWD: Setting<f64> =
+    Setting { name: "powernorm_alpha_bwd", default: 0.9, check: below_one, help: "α of powernorm's ν." };
+
+const WARMUP: Setting<i64> = Setting {
+    name: "powernorm_warmup",
+    default: 4000,
+    check: not_negative,
+    help: "Training forwards that powernorm warms up for; set it to the learning rate's warm-up.",
+};
+
+pub const MODE: Setting<PowerNormMode> = Setting {
+    name: "powernorm_mode",
+    default: PowerNormMode::Paper,
+    check: anything,
+    help: "powernorm as the paper defines it, or step for step as its authors released it.",
+};
+
+const POWERNORM_SYNC: Setting<bool> = Setting {
+    name: "powernorm_sync",
+    default: false,
+    check: anything,
+    help: "powernorm's statistics over all ranks together, as batchnorm's and powernorm-v's always are.",
 };
 
 fn is_release(site: &Site) -> bool {
-    site.config.powernorm_mode == PowerNormMode::Release
-}
-
-fn warmup(site: &Site) -> i64 {
-    match is_release(site) && site.ends_stack {
-        true => RELEASED_END_WARMUP,
-        false => site.config.powernorm_warmup,
-    }
-}
-
-/// The authors' models scale one group per head.
-fn groups(site: &Site) -> i64 {
-    match is_release(site) {
-        true => site.config.heads,
-        false => site.config.groupscaling,
-    }
+    site.options.get(&MODE) == PowerNormMode::Release
 }
 
 pub static KERNELS: ColumnKernels = ColumnKernels {

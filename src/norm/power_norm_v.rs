@@ -4,9 +4,9 @@
 //! Running ψ² ← αψ² + (1−α)ψ²_B; evaluation uses it. The gradient, dx = (γ/ψ_B)[dy − x̂⊙mean(dy⊙x̂)], is the true one.
 
 use super::columns::{Batch, Options, State, Stats};
+use super::group_scaling::GROUPS;
 use super::power_norm::ALPHA_FWD;
-use super::running::{GROUPS, SYNC};
-use super::spec::{Buffer, Form, Setting, Shape, Spec, BIAS, EPS, WEIGHT};
+use super::spec::{Buffer, Form, Keyword, Shape, Spec, BIAS, EPS, SYNC, WEIGHT};
 use super::statistics::{Measured, StateTensors, Used};
 use crate::column_program;
 use crate::error::Result;
@@ -19,7 +19,7 @@ pub static SPEC: Spec = Spec {
     source: "Shen et al. 2020, Definition 1",
     parameters: &[WEIGHT, BIAS],
     buffers: &[Buffer::new("running_phi", Shape::Width, 1.0)],
-    options: &[EPS, Setting { keyword: "alpha", ..ALPHA_FWD }, GROUPS, SYNC],
+    options: &[EPS, Keyword::of("alpha", &ALPHA_FWD), GROUPS, SYNC],
     form: Form::Columns(&KERNELS),
 };
 

@@ -1,9 +1,8 @@
 //! The composed form (tch) of norms with statistics of columns: on devices without a kernel, under torch.func, and for
 //! second derivatives. No number of a tensor is read: decisions are masks.
 
-use super::accumulate;
 use super::columns::{Options, Stats};
-use super::composed::affine;
+use super::composed::{accumulate, affine};
 use crate::error::Result;
 use crate::operator::ColumnKernels;
 use tch::{no_grad, Kind, Tensor};

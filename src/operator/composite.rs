@@ -6,19 +6,40 @@ use super::declare::{derivative, gradient, leader, make, parameter, run, tensor,
 use super::device_rows::{self, Rows, Sums};
 use super::engine::{self, Handle};
 use super::ffi::{Call, Draw, Value, View};
+use super::row_norm::row_norm;
 use crate::cuda::Device;
 use crate::error::{Error, Result};
-use crate::norm::{composed, group_scaling, lp_norm as lp, scale_norm};
+use crate::norm::{self, lp_norm as lp, rms_norm, scale_norm};
 use tch::Tensor;
 
 pub static COUNT: Count = Count::new("lp_norm");
 static HANDLE: Handle = Handle::new("lp_norm");
 static ON_DEVICE: Handle = Handle::new("lp_norm_forward");
 
-/// g·x/max(‖x‖_p, ε) over the last dimension, through the dispatcher; p = 2 runs ScaleNorm's kernels.
-pub fn lp_norm(x: &Tensor, weight: Option<&Tensor>, p: f64, eps: f64) -> Result<Tensor> {
-    let [y] = HANDLE.call(&[x.into(), weight.into(), p.into(), eps.into()])?;
+/// y of a norm that names its operator ([`norm::Form::Operator`]), through the dispatcher; `options` as it declares them.
+pub fn norm_by_name(name: &str, x: &Tensor, weight: Option<&Tensor>, options: &[f64]) -> Result<Tensor> {
+    let [y] = match name {
+        "lp_norm" => HANDLE.call(&[x.into(), weight.into(), options[lp::P].into(), options[lp::EPSILON].into()])?,
+        other => unreachable!("no operator {other} is a norm"),
+    };
     Ok(y)
+}
+
+/// lp_norm's formula; p = 2 goes to ScaleNorm's operator.
+fn lp_composed(x: &Tensor, weight: Option<&Tensor>, p: f64, eps: f64) -> Result<Tensor> {
+    match p == 2.0 {
+        true => row_norm(&scale_norm::KERNELS, x, weight, None, eps),
+        false => lp::composed(x, weight, p, eps),
+    }
+}
+
+/// x (…, d) in `groups` equal parts of its last dimension, each divided by its root mean square: rmsnorm's kernels.
+pub fn group_scaling(x: &Tensor, groups: i64) -> Result<Tensor> {
+    let scaled = |x: &Tensor| row_norm(&rms_norm::KERNELS, x, None, None, norm::group_scaling::EPS);
+    match groups {
+        1 => scaled(x),
+        _ => Ok(scaled(&x.f_unflatten(-1, [groups, -1].as_slice())?)?.f_flatten(-2, -1)?),
+    }
 }
 
 fn composition(schema: &str) -> Operator {
@@ -45,7 +66,7 @@ pub(super) fn lp_norm_operator() -> Operator {
                     return Ok(y);
                 }
                 COUNT.composed();
-                lp::composed(&x, weight.as_ref(), p, eps)
+                lp_composed(&x, weight.as_ref(), p, eps)
             })
         }),
         ..composition("lp_norm(Tensor x, Tensor? weight, float p, float eps) -> Tensor")
@@ -68,7 +89,7 @@ pub(super) fn lp_norm_on_device() -> Operator {
         }),
         formula: make(|call| {
             let [x, weight, p, eps] = call.arguments();
-            let y = lp::composed(&x.required(), weight.tensor().as_ref(), p.float(), eps.float())?;
+            let y = lp_composed(&x.required(), weight.tensor().as_ref(), p.float(), eps.float())?;
             Ok(vec![Some(y), None])
         }),
         derivative: derivative(Operator {
@@ -129,7 +150,7 @@ pub(super) fn group_scaling_operator() -> Operator {
         formula: make(|call| {
             let [x, groups] = call.arguments();
             let x = x.required();
-            unless_empty(&x, || group_scaling::group_scaling(&x, groups.int()))
+            unless_empty(&x, || group_scaling(&x, groups.int()))
         }),
         ..composition("group_scaling(Tensor x, int groups=1) -> Tensor")
     }
@@ -143,7 +164,8 @@ pub(super) fn composed_norm() -> Operator {
         formula: make(|call| {
             let [x, parameters, options, name] = call.arguments();
             let x = x.required();
-            unless_empty(&x, || composed::call(name.text(), &x, parameters.tensors(), &options.numbers()))
+            let spec = norm::find(name.text())?;
+            unless_empty(&x, || spec.composed(&x, parameters.tensors(), &options.numbers()))
         }),
         ..composition("composed_norm(Tensor x, Tensor?[] parameters, float[] options, str name) -> Tensor")
     }

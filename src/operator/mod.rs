@@ -28,13 +28,13 @@ pub use adam::{adam_in_place, AdamBuffers};
 pub use attention::{attention, gather, padded_attention};
 pub use collective::Group;
 pub use column_norm::{column_norm, Column, ColumnKernels};
-pub use composite::lp_norm;
+pub use composite::{group_scaling, norm_by_name};
 pub use cross_entropy::{cross_entropy, cross_entropy_in_place};
 pub use engine::{backward_from, register, set_grad};
 pub use recompute::recomputed;
 pub use relu_dropout::relu_dropout;
 pub use residual::{dropout, Step};
-pub use row_norm::{row_norm, RowKernels};
+pub use row_norm::{row_norm, RowKernels, Rowwise};
 pub use stream::SideStream;
 pub use transfer::{Cargo, Hold, Late};
 

@@ -5,14 +5,13 @@ use super::declare::{derivative, gradient, leader, make, parameter, run, seed, t
 use super::device_rows::{self, Rows, Sums};
 use super::engine::Handle;
 use super::ffi::{Call, Draw, Value, View};
-use super::row_norm::RowKernels;
+use super::row_norm::{RowKernels, Rowwise};
 use crate::cpu::parallel::{self, Shared};
 use crate::cpu::{memory, philox, Accumulator, Element};
 use crate::cuda::Program;
 use crate::error::{Error, Result};
 use crate::kernel::residual_step as step;
 use crate::kernel::rows::{NoNorm, Rules};
-use crate::norm::Rowwise;
 use tch::{Kind, Tensor};
 
 /// The step without a norm.

@@ -62,6 +62,14 @@ impl RowKernels {
     }
 }
 
+/// A row norm with its parameters.
+pub struct Rowwise {
+    pub kernels: &'static RowKernels,
+    pub weight: Option<Tensor>,
+    pub bias: Option<Tensor>,
+    pub eps: f64,
+}
+
 /// N(x) through the dispatcher: differentiable, on any device.
 pub fn row_norm(
     kernels: &'static RowKernels,

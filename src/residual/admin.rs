@@ -25,7 +25,7 @@ impl Scheme for Admin {
     }
 
     fn around(&self, place: &Place) -> Around {
-        let omega = Learned::new(place.numbered("residual_scale"), &[place.config.d_model], 1.0);
+        let omega = Learned::new(place.numbered("residual_scale"), &[place.model.d_model], 1.0);
         Around { alpha: Gain::Learned(omega), after: Some(place.closing_norm()), ..Around::default() }
     }
 

@@ -3,11 +3,19 @@
 
 use super::{Around, Change, Flow, Gain, Learned, Place, Point, Scheme, Stack, Sublayer};
 use crate::choice;
+use crate::options::{anything, Declared, Setting};
 
 choice! {
     /// `paper` adds a scalar before the attention's output projection.
     pub enum RFixupMode ("r_fixup_mode") { Release = "release", Paper = "paper" }
 }
+
+const MODE: Setting<RFixupMode> = Setting {
+    name: "r_fixup_mode",
+    default: RFixupMode::Release,
+    check: anything,
+    help: "r-fixup as its authors released it, or with the paper's scalar before the attention's output projection.",
+};
 
 pub struct RFixup;
 
@@ -22,6 +30,10 @@ impl Scheme for RFixup {
 
     fn source(&self) -> &'static str {
         "Zhang et al. 2019"
+    }
+
+    fn options(&self) -> &'static [&'static dyn Declared] {
+        &[&MODE]
     }
 
     fn init(&self) -> &'static str {
@@ -44,7 +56,7 @@ impl Scheme for RFixup {
             ];
         }
         let mut changes = vec![(Point::Input, shift("input_shift"))];
-        if place.config.r_fixup_mode == RFixupMode::Paper {
+        if place.options.get(&MODE) == RFixupMode::Paper {
             let scale = Learned::new(format!("{path}output_scale"), &[1], 1.0);
             changes.push((Point::AfterHeads, Change::Scale(scale)));
         }

@@ -1,6 +1,10 @@
 //! LayerScale: `x⁺ = x + λ⊙F(N(x))`, λ small at the start (Touvron et al. 2021).
 
 use super::{prenorm::PreNorm, Around, Flow, Gain, Learned, Place, Scheme};
+use crate::options::{anything, Declared, Setting};
+
+const START: Setting<f64> =
+    Setting { name: "layerscale_init", default: 1e-4, check: anything, help: "λ of layerscale at the start." };
 
 pub struct LayerScale;
 
@@ -17,9 +21,12 @@ impl Scheme for LayerScale {
         "Touvron et al. 2021"
     }
 
+    fn options(&self) -> &'static [&'static dyn Declared] {
+        &[&START]
+    }
+
     fn around(&self, place: &Place) -> Around {
-        let lambda =
-            Learned::new(place.numbered("branch_scale"), &[place.config.d_model], place.config.layerscale_init);
+        let lambda = Learned::new(place.numbered("branch_scale"), &[place.model.d_model], place.options.get(&START));
         Around { beta: Gain::Learned(lambda), ..PreNorm.around(place) }
     }
 

@@ -1,6 +1,7 @@
 //! From logits to each slot's most probable next tokens: the work on the model's device.
 
-use super::{Rule, SearchConfig};
+use super::SearchConfig;
+use crate::config::SearchRule;
 use crate::error::{Error, Result};
 use crate::model::{BOS, EOS, PAD};
 use tch::{Device, Kind, Tensor};
@@ -26,7 +27,7 @@ impl Eos {
     pub fn at(length: usize, config: &SearchConfig) -> Self {
         match config.rule {
             _ if length == 0 => Eos::Forbidden,
-            Rule::Fairseq if length + 1 == Rule::Fairseq.limit(0, config.max_length) => Eos::Forced,
+            SearchRule::Fairseq if length + 1 == SearchRule::Fairseq.limit(0, config.max_length) => Eos::Forced,
             _ => Eos::Allowed,
         }
     }

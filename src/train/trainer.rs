@@ -10,13 +10,13 @@ use super::micro_batch::MicroBatch;
 use super::observer::{Evaluation, Observer, Saved, Started, Update};
 use super::optimizer::Optimizer;
 use super::schedule::{self, Schedule};
-use crate::config::{Criterion, Precision, TrainingConfig};
+use crate::config::{Criterion, Precision, SearchRule, TrainingConfig};
 use crate::data::{Batch, Cursor, Prefetch, Vocabulary};
 use crate::error::{Error, Result};
 use crate::model::Transformer;
-use crate::norm::power_norm::PowerNormMode;
+use crate::norm::power_norm::{self, PowerNormMode};
 use crate::operator::{Cargo, Group, Late};
-use crate::search::{Rule, SearchConfig};
+use crate::search::SearchConfig;
 use serde::{Deserialize, Serialize};
 use std::cell::RefCell;
 use std::path::PathBuf;
@@ -113,7 +113,7 @@ impl Trainer {
         // With statistics of several ranks' batches a pass is no piece of one device's work; PowerNorm as it was released
         // takes rows that fill a batch up for real.
         let is_piece = !model.parameters.have_statistics()
-            || group.is_alone() && model.config.powernorm_mode == PowerNormMode::Paper;
+            || group.is_alone() && model.config.options.get(&power_norm::MODE) == PowerNormMode::Paper;
         let recorder = parts.recorder.filter(|_| is_piece);
         let graphs = recorder.map(|recorder| Graphs::new(recorder, config.max_tokens as usize, device));
         let mut optimizer = Optimizer::new(&model.parameters, &config)?;
@@ -414,7 +414,8 @@ impl Trainer {
         if self.validation.references.is_empty() {
             return Ok(None);
         }
-        let search = SearchConfig { beam: self.config.evaluation_beam as usize, ..SearchConfig::new(Rule::Google) };
+        let search =
+            SearchConfig { beam: self.config.evaluation_beam as usize, ..SearchConfig::new(SearchRule::Google) };
         let mask = self.pass.objective.mask.as_ref();
         let (model, kind) = (&self.pass.model, self.pass.kind);
         let between = || observer.between();
