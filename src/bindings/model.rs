@@ -48,7 +48,7 @@ fn draw_linear(
 ) -> PyResult<()> {
     let config: TransformerConfig = config::from_json("model", model)?;
     let roles = roles.iter().map(|role| Role::parse(role)).collect::<Result<Vec<_>, _>>()?;
-    let first = config.place(residual::Stack::parse(stack)?, layer);
+    let first = config.place(residual::StackName::parse(stack)?, layer);
     let place = first
         .each()
         .nth(sublayer)
@@ -84,7 +84,7 @@ fn declare(model: &str, stack: &str) -> PyResult<String> {
     let config: TransformerConfig = config::from_json("model", model)?;
     config.check_options()?;
     let schemes = config.schemes()?;
-    let first = config.place(residual::Stack::parse(stack)?, 0);
+    let first = config.place(residual::StackName::parse(stack)?, 0);
     let layer = |layer: i64| {
         let place = Place { layer, ..first };
         let scheme = schemes.at(&place);

@@ -5,7 +5,7 @@ use crate::error::{Error, Result};
 use crate::norm::spec::NORM_EPS;
 use crate::norm::Spec;
 use crate::options::{below_one, Declared};
-use crate::residual::{Outline, Place, Point, Scheme, Schemes, Stack, TensorizedSizes, SCHEMES};
+use crate::residual::{Outline, Place, Point, Scheme, Schemes, StackName, TensorizedSizes, SCHEMES};
 
 impl TransformerConfig {
     /// Checks what one option cannot know of another.
@@ -107,7 +107,7 @@ impl TransformerConfig {
             )));
         }
         let cuts_in = |scheme: &&dyn Scheme| {
-            scheme.inside(&self.place(Stack::Decoder, 0)).iter().any(|(point, _)| *point == Point::AfterHeads)
+            scheme.inside(&self.place(StackName::Decoder, 0)).iter().any(|(point, _)| *point == Point::AfterHeads)
         };
         if let Some(scheme) = self.schemes()?.all().find(cuts_in) {
             let others: Vec<&str> = SCHEMES.iter().filter(|scheme| !cuts_in(scheme)).map(|s| s.name()).collect();
@@ -214,7 +214,7 @@ impl TransformerConfig {
     }
 
     /// The first sublayer of a layer (0-based).
-    pub fn place(&self, stack: Stack, layer: i64) -> Place<'_> {
+    pub fn place(&self, stack: StackName, layer: i64) -> Place<'_> {
         Place::new(self.outline(), &self.options, stack, layer)
     }
 

@@ -54,7 +54,7 @@ choice! {
     }
 }
 choice! {
-    pub enum Smoothing ("smoothing") { Fairseq = "fairseq", Twt = "twt" }
+    pub enum SmoothingName ("smoothing") { Fairseq = "fairseq", Twt = "twt" }
 }
 choice! {
     pub enum Precision ("precision") { F32 = "f32", Bf16 = "bf16" }
@@ -191,7 +191,7 @@ config! {
             /// Label smoothing ε.
             label_smoothing: f64 = 0.1,
             /// Formula of label smoothing.
-            smoothing: Smoothing = Smoothing::Fairseq,
+            smoothing: SmoothingName = SmoothingName::Fairseq,
             /// Keep target types that training never shows at probability zero.
             vocab_mask: bool = true,
             /// Turn source and decoder-input tokens into UNK with this probability.

@@ -3,7 +3,7 @@
 use super::{embedding, xavier_normal, xavier_uniform, Fill, Init, Role, Table};
 use crate::choice;
 use crate::options::{anything, Setting};
-use crate::residual::{Place, Stack, Sublayer};
+use crate::residual::{Place, StackName, Sublayer};
 
 pub static XAVIER: Init = Init {
     name: "xavier",
@@ -127,8 +127,8 @@ pub static T_FIXUP: Init = Init {
 
 fn t_fixup_gain(place: &Place) -> f64 {
     match place.stack {
-        Stack::Encoder => 0.67 * (place.encoder_layers() as f64).powf(-0.25),
-        Stack::Decoder => (9.0 * place.decoder_layers() as f64).powf(-0.25),
+        StackName::Encoder => 0.67 * (place.encoder_layers() as f64).powf(-0.25),
+        StackName::Decoder => (9.0 * place.decoder_layers() as f64).powf(-0.25),
     }
 }
 
@@ -168,8 +168,8 @@ mod tests {
     #[test]
     fn the_papers_constants() {
         let check = |constant: fn(&Place) -> f64, layers, encoder, decoder| {
-            near(place_of(layers, Stack::Encoder, constant), encoder);
-            near(place_of(layers, Stack::Decoder, constant), decoder);
+            near(place_of(layers, StackName::Encoder, constant), encoder);
+            near(place_of(layers, StackName::Decoder, constant), decoder);
         };
         check(deepnorm_beta, 6, "0.4970", "0.3433");
         check(deepnorm_beta, 18, "0.3526", "0.2608");

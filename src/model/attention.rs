@@ -119,7 +119,7 @@ impl Attention {
         inside: &Inside,
         ctx: &Context,
     ) -> Result<Tensor> {
-        let rows: Rows = ctx.rows();
+        let rows: PassRows = ctx.rows();
         let (seed, site) = (ctx.seed.as_ref(), ctx.site());
         let p = if seed.is_some() { ctx.rates.attention } else { 0.0 };
         let dropout = seed.filter(|_| p > 0.0).map(|seed| (p, seed, site));

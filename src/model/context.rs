@@ -152,9 +152,9 @@ impl Context {
     }
 
     /// Packed rows: real but for those that fill a batch up. Profiling moves no statistics.
-    pub fn rows(&self) -> Rows<'_> {
+    pub fn rows(&self) -> PassRows<'_> {
         let (again, kept) = (self.again || self.profile, self.recompute.then_some(&self.kept));
-        Rows {
+        PassRows {
             train: self.train,
             again,
             pad_mask: self.spare.as_ref(),

@@ -3,7 +3,7 @@
 use super::attention::Attention;
 use super::feed_forward::FeedForward;
 use super::norm::Norm;
-use super::residual::{shared, Around, Inside};
+use super::residual::{shared, BuiltAround, Inside};
 use super::tensorized::Tensorized;
 use super::{Builder, Context};
 use crate::error::Result;
@@ -19,7 +19,7 @@ pub struct Layer {
 /// A sublayer with its residual.
 pub struct Branch {
     pub function: Function,
-    pub around: Around,
+    pub around: BuiltAround,
     pub inside: Inside,
 }
 
@@ -78,7 +78,7 @@ impl Layer {
                     Function::FeedForward(FeedForward::build(b, &place, init, scheme.has_biases())?)
                 }
             };
-            let around = Around::build(b, &place, &scheme.around(&place), &shared)?;
+            let around = BuiltAround::build(b, &place, &scheme.around(&place), &shared)?;
             sublayers.push(Branch { function, around, inside: Inside::build(b, &place, &schemes.inside(&place))? });
         }
         Ok(Layer { sublayers })

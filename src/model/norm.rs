@@ -6,7 +6,7 @@ use crate::analysis::Watch;
 use crate::error::Result;
 use crate::init::Fill;
 use crate::norm::composed::{self, Hat};
-use crate::norm::spec::{Parameter, Shape, Start};
+use crate::norm::spec::{DeclaredShape, Parameter, Start};
 use crate::norm::{Form, Site, Spec};
 use crate::operator::{self, Group, Rowwise};
 use tch::Tensor;
@@ -14,7 +14,7 @@ use tch::Tensor;
 /// A norm in a model.
 pub trait Norm: Send {
     /// N(x) over the last dimension. `rows` says what the rows are, for norms with statistics across them.
-    fn forward(&self, x: &Tensor, rows: &Rows) -> Result<Tensor>;
+    fn forward(&self, x: &Tensor, rows: &PassRows) -> Result<Tensor>;
 
     /// What the fused residual step needs, for a norm with row kernels.
     fn row(&self) -> Option<&Rowwise> {
@@ -24,7 +24,7 @@ pub trait Norm: Send {
 
 /// What a norm with statistics across rows must know of them.
 #[derive(Clone, Copy, Debug, Default)]
-pub struct Rows<'a> {
+pub struct PassRows<'a> {
     /// Training: statistics are taken from the batch and move once per forward.
     pub train: bool,
     /// A second run of the same forward pass, for its gradient: nothing moves.
@@ -77,13 +77,13 @@ fn parameter_of(spec: &Spec, parameter: &Parameter, b: &mut Builder, site: &Site
     let is_learned = !parameter.is_affine() || spec.value("elementwise_affine", site).is_none_or(|flag| flag == true);
     Ok(match (is_learned, parameter.shape) {
         (true, shape) => Some(b.parameter(parameter.name, &shape.of(site.width), &Fill::Constant(start))?),
-        (false, Shape::One) => Some(b.constant(start)?),
+        (false, DeclaredShape::One) => Some(b.constant(start)?),
         (false, _) => None,
     })
 }
 
 impl Norm for Rowwise {
-    fn forward(&self, x: &Tensor, _: &Rows) -> Result<Tensor> {
+    fn forward(&self, x: &Tensor, _: &PassRows) -> Result<Tensor> {
         operator::row_norm(self.kernels, x, self.weight.as_ref(), self.bias.as_ref(), self.eps)
     }
 
@@ -102,7 +102,7 @@ struct Composed {
 }
 
 impl Norm for Composed {
-    fn forward(&self, x: &Tensor, _: &Rows) -> Result<Tensor> {
+    fn forward(&self, x: &Tensor, _: &PassRows) -> Result<Tensor> {
         composed::apply(self.hat, x, &self.inside, (self.weight.as_ref(), self.bias.as_ref()), &self.options)
     }
 }
@@ -115,7 +115,7 @@ struct ByOperator {
 }
 
 impl Norm for ByOperator {
-    fn forward(&self, x: &Tensor, _: &Rows) -> Result<Tensor> {
+    fn forward(&self, x: &Tensor, _: &PassRows) -> Result<Tensor> {
         operator::norm_by_name(self.name, x, self.weight.as_ref(), &self.options)
     }
 }

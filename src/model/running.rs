@@ -1,12 +1,12 @@
 //! A norm with running statistics, in a model.
 
-use super::norm::{Norm, Rows};
+use super::norm::{Norm, PassRows};
 use super::Builder;
 use crate::analysis::Columns;
 use crate::error::{Error, Result};
 use crate::norm::columns::Options;
 use crate::norm::power_norm::PowerNormMode;
-use crate::norm::spec::Buffer;
+use crate::norm::spec::StateBuffer;
 use crate::norm::statistics::StateTensors;
 use crate::norm::{Site, Spec};
 use crate::operator::{column_norm, group_scaling, Column, ColumnKernels, Group};
@@ -82,7 +82,7 @@ fn buffers_of(spec: &Spec, b: &mut Builder, site: &Site) -> Result<Vec<Tensor>> 
 }
 
 impl Norm for InModel {
-    fn forward(&self, x: &Tensor, rows: &Rows) -> Result<Tensor> {
+    fn forward(&self, x: &Tensor, rows: &PassRows) -> Result<Tensor> {
         let InModel { kernels, first, second, iters, options, .. } = self;
         let scaled = if self.groups > 0 { group_scaling(x, self.groups)? } else { x.shallow_clone() };
         let key = std::ptr::from_ref(self) as usize;

@@ -3,7 +3,7 @@
 use super::attention::{Attention, Cache};
 use super::layer::{Function, Layer, Streams};
 use super::norm::Norm;
-use super::residual::{Flow, Inside};
+use super::residual::{BuiltFlow, Inside};
 use super::tensorized::Tensorized;
 use super::{Builder, Context, Ranges};
 use crate::error::{Error, Result};
@@ -20,7 +20,7 @@ pub struct Stack {
 
 struct Body {
     layers: Vec<Layer>,
-    flow: Flow,
+    flow: BuiltFlow,
 }
 
 /// Per layer, the keys and values of what has been decoded.
@@ -48,7 +48,7 @@ impl Stack {
                 })
                 .collect::<Result<Vec<_>>>()
         })?;
-        let flow = Flow::build(b, place, &schemes.flow(place))?;
+        let flow = BuiltFlow::build(b, place, &schemes.flow(place))?;
         Ok(Stack { body: Rc::new(Body { layers, flow }) })
     }
 

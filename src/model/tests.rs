@@ -2,7 +2,7 @@
 //! norms. That each scheme computes its equation is for `tests/model`.
 
 use super::layer::{Branch, Function};
-use super::norm::{Norm, Rows};
+use super::norm::{Norm, PassRows};
 use super::stack::{Stack, StackCache};
 use super::{Builder, Context, Packed, Ranges};
 use crate::config::TransformerConfig;
@@ -30,7 +30,7 @@ fn build_of(config: &TransformerConfig, schemes: &Schemes) -> (Stack, HashMap<St
     tch::manual_seed(1);
     let mut b = Builder::fresh(Device::Cpu, Kind::Double);
     let init = init::find("xavier").unwrap();
-    let place = config.place(residual::Stack::Decoder, 0);
+    let place = config.place(residual::StackName::Decoder, 0);
     let stack = Stack::build(&mut b, &place, init, schemes).unwrap();
     let made = b.finish().unwrap();
     let names = made.iter().chain(made.buffers()).map(|(n, t)| (n.to_string(), t.shallow_clone())).collect();
@@ -79,7 +79,7 @@ impl Running {
 }
 
 impl Norm for Running {
-    fn forward(&self, x: &Tensor, rows: &Rows) -> Result<Tensor> {
+    fn forward(&self, x: &Tensor, rows: &PassRows) -> Result<Tensor> {
         let y = x.f_div(&self.square.f_sqrt()?)?.f_mul(&self.weight)?;
         if rows.train {
             let real = match rows.pad_mask {
@@ -98,11 +98,12 @@ fn a_norm_with_state() {
     let norms = [(); 2].map(|()| Running::new());
     let x = rows();
     let mask = Tensor::from_slice(&[false, false, true, true, true]);
-    let before = norms[0].forward(&x, &Rows::default()).unwrap();
-    let trained = norms[0].forward(&x, &Rows { train: true, pad_mask: Some(&mask), ..Rows::default() }).unwrap();
+    let before = norms[0].forward(&x, &PassRows::default()).unwrap();
+    let trained =
+        norms[0].forward(&x, &PassRows { train: true, pad_mask: Some(&mask), ..PassRows::default() }).unwrap();
     assert!(close(&before, &trained), "the forward that moves the statistics still uses the old ones");
-    let _ = norms[1].forward(&x.narrow(0, 0, 2), &Rows { train: true, ..Rows::default() }).unwrap();
-    let [a, b] = norms.map(|n| n.forward(&x, &Rows::default()).unwrap());
+    let _ = norms[1].forward(&x.narrow(0, 0, 2), &PassRows { train: true, ..PassRows::default() }).unwrap();
+    let [a, b] = norms.map(|n| n.forward(&x, &PassRows::default()).unwrap());
     assert!(!close(&before, &a), "a training forward moves them");
     assert!(close(&a, &b), "padding enters no statistic");
 }

@@ -51,8 +51,8 @@ impl Transformer {
         let embeddings = Embeddings::build(&mut b, config, init)?;
         let mut stack =
             |name: &str, stack| b.within(name, |b| Stack::build(b, &config.place(stack, 0), init, &schemes));
-        let encoder = config.has_encoder().then(|| stack("encoder", residual::Stack::Encoder)).transpose()?;
-        let decoder = stack("decoder", residual::Stack::Decoder)?;
+        let encoder = config.has_encoder().then(|| stack("encoder", residual::StackName::Encoder)).transpose()?;
+        let decoder = stack("decoder", residual::StackName::Decoder)?;
         Ok(Transformer { config: config.clone(), parameters: b.finish()?, embeddings, encoder, decoder })
     }
 

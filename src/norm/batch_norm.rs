@@ -6,7 +6,7 @@
 
 use super::columns::{Batch, Options, State, Stats};
 use super::group_scaling::GROUPS;
-use super::spec::{Buffer, Form, Keyword, Shape, Spec, BIAS, EPS, SYNC, WEIGHT};
+use super::spec::{DeclaredShape, Form, Keyword, Spec, StateBuffer, BIAS, EPS, SYNC, WEIGHT};
 use super::statistics::{Measured, StateTensors, Used};
 use crate::column_program;
 use crate::error::Result;
@@ -19,7 +19,10 @@ pub static SPEC: Spec = Spec {
     equation: "y = γ⊙(x−μ_B)/√(σ²_B+ε)+β per feature over real positions; running μ, σ² in evaluation",
     source: "Ioffe & Szegedy 2015; Shen et al. 2020, Algorithm 1",
     parameters: &[WEIGHT, BIAS],
-    buffers: &[Buffer::new("running_mean", Shape::Width, 0.0), Buffer::new("running_var", Shape::Width, 1.0)],
+    buffers: &[
+        StateBuffer::new("running_mean", DeclaredShape::Width, 0.0),
+        StateBuffer::new("running_var", DeclaredShape::Width, 1.0),
+    ],
     options: &[EPS, Keyword::of("alpha", &ALPHA), GROUPS, SYNC],
     form: Form::Columns(&KERNELS),
 };

@@ -10,7 +10,7 @@
 
 use super::columns::{Batch, Options, State, Stats};
 use super::group_scaling::GROUPSCALING;
-use super::spec::{Buffer, Form, Keyword, Shape, Site, Spec, BIAS, EPS, WEIGHT};
+use super::spec::{DeclaredShape, Form, Keyword, Site, Spec, StateBuffer, BIAS, EPS, WEIGHT};
 use super::statistics::{Measured, StateTensors, Used};
 use crate::choice;
 use crate::column_program;
@@ -35,9 +35,9 @@ pub static SPEC: Spec = Spec {
     source: "Shen et al. 2020, Definition 3, Algorithm 2",
     parameters: &[WEIGHT, BIAS],
     buffers: &[
-        Buffer::new("running_phi", Shape::Column, 1.0),
-        Buffer::new("ema_gz", Shape::Column, 0.0),
-        Buffer { is_counter: true, ..Buffer::new("iters", Shape::One, 0.0) },
+        StateBuffer::new("running_phi", DeclaredShape::Column, 1.0),
+        StateBuffer::new("ema_gz", DeclaredShape::Column, 0.0),
+        StateBuffer { is_counter: true, ..StateBuffer::new("iters", DeclaredShape::One, 0.0) },
     ],
     options: &[
         EPS,

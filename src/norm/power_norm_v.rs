@@ -6,7 +6,7 @@
 use super::columns::{Batch, Options, State, Stats};
 use super::group_scaling::GROUPS;
 use super::power_norm::ALPHA_FWD;
-use super::spec::{Buffer, Form, Keyword, Shape, Spec, BIAS, EPS, SYNC, WEIGHT};
+use super::spec::{DeclaredShape, Form, Keyword, Spec, StateBuffer, BIAS, EPS, SYNC, WEIGHT};
 use super::statistics::{Measured, StateTensors, Used};
 use crate::column_program;
 use crate::error::Result;
@@ -18,7 +18,7 @@ pub static SPEC: Spec = Spec {
     equation: "y = γ⊙x/√(ψ²_B+ε)+β, ψ²_B = mean x² per feature over real positions; running ψ² in evaluation",
     source: "Shen et al. 2020, Definition 1",
     parameters: &[WEIGHT, BIAS],
-    buffers: &[Buffer::new("running_phi", Shape::Width, 1.0)],
+    buffers: &[StateBuffer::new("running_phi", DeclaredShape::Width, 1.0)],
     options: &[EPS, Keyword::of("alpha", &ALPHA_FWD), GROUPS, SYNC],
     form: Form::Columns(&KERNELS),
 };

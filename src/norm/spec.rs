@@ -19,7 +19,7 @@ pub struct Spec {
     /// What it learns: `weight` and `bias`, if it has them; every other parameter enters x̂.
     pub parameters: &'static [Parameter],
     /// Running statistics.
-    pub buffers: &'static [Buffer],
+    pub buffers: &'static [StateBuffer],
     pub options: &'static [Keyword],
     pub form: Form,
 }
@@ -41,7 +41,7 @@ pub enum Form {
 
 /// The shape of a parameter or a buffer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Shape {
+pub enum DeclaredShape {
     /// (1,)
     One,
     /// (d,)
@@ -50,21 +50,21 @@ pub enum Shape {
     Column,
 }
 
-impl Shape {
+impl DeclaredShape {
     /// In a norm of that width.
     pub fn of(self, width: i64) -> Vec<i64> {
         match self {
-            Shape::One => vec![1],
-            Shape::Width => vec![width],
-            Shape::Column => vec![1, width, 1, 1],
+            DeclaredShape::One => vec![1],
+            DeclaredShape::Width => vec![width],
+            DeclaredShape::Column => vec![1, width, 1, 1],
         }
     }
 
     fn name(self) -> &'static str {
         match self {
-            Shape::One => "one",
-            Shape::Width => "width",
-            Shape::Column => "column",
+            DeclaredShape::One => "one",
+            DeclaredShape::Width => "width",
+            DeclaredShape::Column => "column",
         }
     }
 }
@@ -81,21 +81,21 @@ pub enum Start {
 #[derive(Clone, Copy, Debug)]
 pub struct Parameter {
     pub name: &'static str,
-    pub shape: Shape,
+    pub shape: DeclaredShape,
     pub start: Start,
 }
 
 /// γ = 1 per column.
-pub const WEIGHT: Parameter = Parameter { name: "weight", shape: Shape::Width, start: Start::Is(1.0) };
+pub const WEIGHT: Parameter = Parameter { name: "weight", shape: DeclaredShape::Width, start: Start::Is(1.0) };
 /// β = 0 per column.
-pub const BIAS: Parameter = Parameter { name: "bias", shape: Shape::Width, start: Start::Is(0.0) };
+pub const BIAS: Parameter = Parameter { name: "bias", shape: DeclaredShape::Width, start: Start::Is(0.0) };
 /// One g for all columns, such that y has x's length on average.
-pub const GAIN: Parameter = Parameter { name: "weight", shape: Shape::One, start: Start::Length };
+pub const GAIN: Parameter = Parameter { name: "weight", shape: DeclaredShape::One, start: Start::Length };
 
 impl Parameter {
     /// One number that enters x̂.
     pub const fn one(name: &'static str, start: f64) -> Self {
-        Parameter { name, shape: Shape::One, start: Start::Is(start) }
+        Parameter { name, shape: DeclaredShape::One, start: Start::Is(start) }
     }
 
     /// It stands outside x̂.
@@ -106,17 +106,17 @@ impl Parameter {
 
 /// State that training moves without a gradient, in f32 or f64; a counter is int64.
 #[derive(Clone, Copy, Debug)]
-pub struct Buffer {
+pub struct StateBuffer {
     pub name: &'static str,
-    pub shape: Shape,
+    pub shape: DeclaredShape,
     pub start: f64,
     pub is_counter: bool,
 }
 
-impl Buffer {
+impl StateBuffer {
     /// A running statistic.
-    pub const fn new(name: &'static str, shape: Shape, start: f64) -> Self {
-        Buffer { name, shape, start, is_counter: false }
+    pub const fn new(name: &'static str, shape: DeclaredShape, start: f64) -> Self {
+        StateBuffer { name, shape, start, is_counter: false }
     }
 }
 

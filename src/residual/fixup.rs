@@ -1,7 +1,7 @@
 //! The Fixups, which train without norms: R-Fixup by scalar shifts and scales (Zhang et al. 2019), T-Fixup by its
 //! initialisation alone (Huang et al. 2020).
 
-use super::{Around, Change, Flow, Gain, Learned, Place, Point, Scheme, Stack, Sublayer};
+use super::{Around, Change, Flow, Gain, Learned, Place, Point, Scheme, StackName, Sublayer};
 use crate::choice;
 use crate::options::{anything, Declared, Setting};
 
@@ -65,7 +65,7 @@ impl Scheme for RFixup {
 
     fn stack(&self, place: &Place) -> Flow {
         let mut end = vec![Change::Shift(Learned::new("end_shift", &[1], 0.0))];
-        if place.stack == Stack::Encoder {
+        if place.stack == StackName::Encoder {
             end.push(Change::Scale(Learned::new("end_scale", &[1], 1.0)));
         }
         Flow { end, ..Flow::default() }

@@ -36,7 +36,7 @@ mod subln;
 pub use admin::PROFILING;
 pub use declared::{Around, Change, Combine, ExtraStream, Flow, Gain, Learned, NormAt, Point, StreamStep};
 pub use growth::{Curve, Growth};
-pub use place::{Outline, Place, Stack, Sublayer, TensorizedSizes};
+pub use place::{Outline, Place, StackName, Sublayer, TensorizedSizes};
 pub use scheme::Scheme;
 pub use schemes::Schemes;
 
@@ -74,7 +74,7 @@ pub(crate) mod tests {
     #[test]
     fn sublayers_move_every_stream_of_their_stack() {
         for scheme in SCHEMES {
-            for stack in [Stack::Encoder, Stack::Decoder] {
+            for stack in [StackName::Encoder, StackName::Decoder] {
                 let options = Options::default();
                 let place = Place::new(Outline::SMALL, &options, stack, 0);
                 let streams = scheme.stack(&place).streams.len();
@@ -84,7 +84,7 @@ pub(crate) mod tests {
     }
 
     /// A constant of a stack in a model of as many layers on either side.
-    pub fn place_of(layers: i64, stack: Stack, constant: fn(&Place) -> f64) -> f64 {
+    pub fn place_of(layers: i64, stack: StackName, constant: fn(&Place) -> f64) -> f64 {
         let model = Outline { encoder_layers: layers, decoder_layers: layers, ..Outline::SMALL };
         constant(&Place::new(model, &Options::default(), stack, 0))
     }

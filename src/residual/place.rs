@@ -6,15 +6,15 @@ use crate::options::Options;
 
 choice! {
     /// Which stack a layer belongs to.
-    pub enum Stack ("stack") { Encoder = "encoder", Decoder = "decoder" }
+    pub enum StackName ("stack") { Encoder = "encoder", Decoder = "decoder" }
 }
 
-impl Stack {
+impl StackName {
     /// The sublayers of its layers.
     pub fn sublayers(self, model: &Outline) -> &'static [Sublayer] {
         use Sublayer::{CrossAttention, FeedForward, SelfAttention};
         match self {
-            Stack::Decoder if model.has_encoder => &[SelfAttention, CrossAttention, FeedForward],
+            StackName::Decoder if model.has_encoder => &[SelfAttention, CrossAttention, FeedForward],
             _ => &[SelfAttention, FeedForward],
         }
     }
@@ -86,7 +86,7 @@ pub struct Place<'a> {
     pub model: Outline<'a>,
     /// What the model's configuration says of the tables' options.
     pub options: &'a Options,
-    pub stack: Stack,
+    pub stack: StackName,
     /// 0-based.
     pub layer: i64,
     pub sublayer: Sublayer,
@@ -98,7 +98,7 @@ pub struct Place<'a> {
 
 impl<'a> Place<'a> {
     /// The first sublayer of a layer.
-    pub fn new(model: Outline<'a>, options: &'a Options, stack: Stack, layer: i64) -> Self {
+    pub fn new(model: Outline<'a>, options: &'a Options, stack: StackName, layer: i64) -> Self {
         let sublayers = stack.sublayers(&model);
         Place { model, options, stack, layer, sublayer: sublayers[0], index: 0, sublayers: sublayers.len() as i64 }
     }
@@ -126,8 +126,8 @@ impl<'a> Place<'a> {
     /// Layers of this stack, L.
     pub fn layers(&self) -> i64 {
         match self.stack {
-            Stack::Encoder => self.encoder_layers(),
-            Stack::Decoder => self.decoder_layers(),
+            StackName::Encoder => self.encoder_layers(),
+            StackName::Decoder => self.decoder_layers(),
         }
     }
 
@@ -140,9 +140,9 @@ impl<'a> Place<'a> {
     ) -> f64 {
         let (n, m) = (self.encoder_layers() as f64, self.decoder_layers() as f64);
         match self.stack {
-            Stack::Encoder => encoder(n, m),
-            Stack::Decoder if self.model.has_encoder => decoder(n, m),
-            Stack::Decoder => alone(m),
+            StackName::Encoder => encoder(n, m),
+            StackName::Decoder if self.model.has_encoder => decoder(n, m),
+            StackName::Decoder => alone(m),
         }
     }
 
@@ -154,8 +154,8 @@ impl<'a> Place<'a> {
     /// The stack's norm.
     pub fn norm_name(&self) -> &'a str {
         match self.stack {
-            Stack::Encoder => self.model.encoder_norm,
-            Stack::Decoder => self.model.decoder_norm,
+            StackName::Encoder => self.model.encoder_norm,
+            StackName::Decoder => self.model.decoder_norm,
         }
     }
 

@@ -3,7 +3,7 @@
 //! `postnorm*3,prenorm` has PostNorm in the first three layers of a stack and PreNorm in the others;
 //! `postnorm*1/4,prenorm` has PostNorm in the first quarter, rounded down (Mix-LN, Li et al. 2024).
 
-use super::{Around, Change, Flow, NormAt, Outline, Place, Point, Scheme, Stack, Sublayer, SCHEMES};
+use super::{Around, Change, Flow, NormAt, Outline, Place, Point, Scheme, StackName, Sublayer, SCHEMES};
 use crate::error::{unknown, Error, Result};
 use crate::options::Options;
 
@@ -136,7 +136,7 @@ impl Schemes {
 
     /// Whether any of them puts a norm anywhere in such a model.
     pub fn have_norms(&self, model: Outline, options: &Options) -> bool {
-        let place = Place::new(model, options, Stack::Decoder, 0);
+        let place = Place::new(model, options, StackName::Decoder, 0);
         self.all().any(|scheme| puts_norms(scheme, &place))
     }
 
@@ -180,7 +180,7 @@ fn puts_norms(scheme: &dyn Scheme, place: &Place) -> bool {
 /// Its layers can stand among others': nothing travels beside x or is shared by the whole model.
 fn can_be_mixed(scheme: &dyn Scheme) -> bool {
     let options = Options::default();
-    let flow = scheme.stack(&Place::new(Outline::SMALL, &options, Stack::Encoder, 0));
+    let flow = scheme.stack(&Place::new(Outline::SMALL, &options, StackName::Encoder, 0));
     flow.combine.is_none() && flow.streams.is_empty() && scheme.has_biases() && !scheme.is_profiled()
 }
 
@@ -190,7 +190,7 @@ mod tests {
 
     fn names(text: &str, layers: i64) -> Vec<&'static str> {
         let (model, options) = (Outline { decoder_layers: layers, ..Outline::SMALL }, Options::default());
-        let (schemes, place) = (Schemes::parse(text).unwrap(), Place::new(model, &options, Stack::Decoder, 0));
+        let (schemes, place) = (Schemes::parse(text).unwrap(), Place::new(model, &options, StackName::Decoder, 0));
         (0..layers).map(|layer| schemes.at(&Place { layer, ..place }).name()).collect()
     }
 
@@ -205,7 +205,7 @@ mod tests {
     #[test]
     fn what_ends_the_stack_is_the_last_layers() {
         let (model, options) = (Outline { decoder_layers: 6, ..Outline::SMALL }, Options::default());
-        let place = Place::new(model, &options, Stack::Decoder, 0);
+        let place = Place::new(model, &options, StackName::Decoder, 0);
         let flow = |text: &str| Schemes::parse(text).unwrap().flow(&place);
         assert_eq!(flow("branchnorm*1,prenorm"), Flow { growth: flow("branchnorm").growth, ..flow("prenorm") });
         assert_eq!(flow("prenorm*1,postnorm"), flow("postnorm"));

@@ -26,7 +26,7 @@ use crate::config::{SearchOptions, SearchRule};
 use crate::error::{Error, Result};
 use crate::model::{Context, Packed, StackCache, Transformer};
 use beam::Beam;
-use continuation::{best, Continuation, Eos, Vocabulary};
+use continuation::{best, Continuation, Eos, TargetVocabulary};
 use tch::{Kind, Tensor};
 
 /// How to search. [`SearchConfig::new`] has each rule's usual settings.
@@ -130,7 +130,7 @@ pub fn search(
     kind: Kind,
 ) -> Result<Vec<Vec<Hypothesis>>> {
     config.validate()?;
-    let vocabulary = Vocabulary::new(mask, model.config.vocab_size)?;
+    let vocabulary = TargetVocabulary::new(mask, model.config.vocab_size)?;
     if source.sentences() == 0 {
         return Ok(Vec::new());
     }

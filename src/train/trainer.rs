@@ -5,7 +5,7 @@ use super::checkpoint::{Checkpoint, Found, Store};
 use super::cuda_graphs::{Graphs, Recorder};
 use super::evaluate::{evaluate_bleu, evaluate_loss, Score, Validation};
 use super::forward_backward::Pass;
-use super::loss::{Objective, Sums, Workspace};
+use super::loss::{LossSums, Objective, Workspace};
 use super::micro_batch::MicroBatch;
 use super::observer::{Evaluation, Observer, Saved, Started, Update};
 use super::optimizer::Optimizer;
@@ -43,7 +43,7 @@ pub struct Progress {
     /// The checkpoint was made because the user wanted to stop; it goes when the next one stands.
     #[serde(default)]
     pub is_pause: bool,
-    pub schedule: Option<schedule::Memory>,
+    pub schedule: Option<schedule::ScheduleMemory>,
 }
 
 pub struct Trainer {
@@ -269,7 +269,7 @@ impl Trainer {
             }
             self.optimizer.share_parameters(self.group)?;
         }
-        let mut sums = None::<Sums>;
+        let mut sums = None::<LossSums>;
         for (micro_batch, batch) in &batches {
             let own = self.forward_backward(batch, [seed, number as i64, *micro_batch], scale)?;
             match &mut sums {
@@ -291,7 +291,7 @@ impl Trainer {
         Ok(Running { number, epoch, lr, tokens, start, numbers })
     }
 
-    fn forward_backward(&mut self, batch: &Batch, seed: [i64; 3], scale: f64) -> Result<Sums> {
+    fn forward_backward(&mut self, batch: &Batch, seed: [i64; 3], scale: f64) -> Result<LossSums> {
         match &mut self.graphs {
             Some(graphs) => graphs.run(&self.pass, batch, seed, scale),
             None => self.pass.run(&MicroBatch::on_host(batch, None, seed, scale, self.device)?.to(self.device)?),
