@@ -67,12 +67,22 @@ pub fn grain(cols: usize) -> usize {
     (16 * 1024 / cols.max(1)).max(1)
 }
 
-/// Calls `work` on ranges of rows, one part per thread. Every part adds into sums of its own, zero at first, of these
+/// [`for_each`] over rows of `cols` numbers: `work` gets some rows, and where their numbers lie.
+pub fn over_rows(rows: usize, cols: usize, work: impl Fn(Range<usize>, Range<usize>) + Sync) {
+    for_each(rows, grain(cols), |r| work(r.clone(), numbers(&r, cols)));
+}
+
+/// Where the numbers of these rows lie, `cols` a row.
+pub fn numbers(rows: &Range<usize>, cols: usize) -> Range<usize> {
+    rows.start * cols..rows.end * cols
+}
+
+/// Calls `work` on ranges of rows and of their numbers, one part per thread. Every part adds into sums of its own, zero at first, of these
 /// lengths; the parts are then added in order, so the result depends on the number of threads alone.
 pub fn sum_over_rows<A, F>(rows: usize, cols: usize, sums: &mut [&mut [A]], work: F)
 where
     A: Copy + Default + std::ops::AddAssign + Send + Sync,
-    F: Fn(Range<usize>, &mut [&mut [A]]) + Sync,
+    F: Fn(Range<usize>, Range<usize>, &mut [&mut [A]]) + Sync,
 {
     let lengths: Vec<usize> = sums.iter().map(|s| s.len()).collect();
     let total: usize = lengths.iter().sum();
@@ -89,7 +99,8 @@ where
                 own.push(head);
                 rest = tail;
             }
-            work(rows * part / parts..rows * (part + 1) / parts, &mut own);
+            let mine = rows * part / parts..rows * (part + 1) / parts;
+            work(mine.clone(), numbers(&mine, cols), &mut own);
         }
     });
     let mut start = 0;

@@ -14,16 +14,17 @@ use crate::cpu::convert::Row;
 use crate::cpu::pack::{Isa, Of, Pack, Store, BLOCK};
 use crate::cpu::philox::{self, Dropout};
 use crate::cpu::{memory, Accumulator, Element};
-use crate::cuda::Program;
 use crate::kernel::rows::{
-    columns, each_row, fetch, normalise, rows, Blocks, BlocksMut, Group, Lines, Measured, RowNorm, Rule, Slope, Weight,
-    GROUP, PARTS,
+    columns, each_row, fetch, normalise, rows, Blocks, BlocksMut, Group, Lines, Measured, NoNorm, RowNorm, Rule, Rules,
+    Slope, Weight, GROUP, PARTS,
 };
 use crate::multiversion;
 use crate::row_program;
 
-/// The step without a norm, on a GPU. With one, it is the norm's program that takes the step.
-pub static NO_NORM: Program = row_program!("no_norm.cu");
+pub mod call;
+
+/// The step without a norm. With one, the norm's rules and its program take the step.
+pub static NO_NORM: Rules = Rules::of::<NoNorm>(row_program!("no_norm.cu"));
 
 /// What does not change from row to row. A scale is empty (one), one number, or one per column; `weight`, `bias` and
 /// `eps` are the norm's.

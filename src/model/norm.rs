@@ -8,7 +8,7 @@ use crate::init::Fill;
 use crate::norm::composed::{self, Hat};
 use crate::norm::spec::{DeclaredShape, Parameter, Start};
 use crate::norm::{Form, Site, Spec};
-use crate::operator::{self, Group, Rowwise};
+use crate::operator::{self, Group, RowOperator, Rowwise};
 use tch::Tensor;
 
 /// A norm in a model.
@@ -57,7 +57,8 @@ pub fn build(spec: &Spec, b: &mut Builder, site: &Site) -> Result<Box<dyn Norm>>
     Ok(match form {
         Form::Composed(hat) => Box::new(Composed { hat, inside, weight, bias, options }),
         Form::Rows(kernels) => {
-            Box::new(Rowwise { kernels, weight, bias, eps: spec.number("eps", site).unwrap_or(0.0) })
+            let (operator, eps) = (RowOperator::of(kernels), spec.number("eps", site).unwrap_or(0.0));
+            Box::new(Rowwise { operator, weight, bias, eps })
         }
         Form::Operator(name) => Box::new(ByOperator { name, weight, options }),
         Form::Columns(kernels) => running::build(spec, kernels, weight, bias, b, site)?,
@@ -84,7 +85,7 @@ fn parameter_of(spec: &Spec, parameter: &Parameter, b: &mut Builder, site: &Site
 
 impl Norm for Rowwise {
     fn forward(&self, x: &Tensor, _: &PassRows) -> Result<Tensor> {
-        operator::row_norm(self.kernels, x, self.weight.as_ref(), self.bias.as_ref(), self.eps)
+        self.operator.call(x, self.weight.as_ref(), self.bias.as_ref(), self.eps)
     }
 
     fn row(&self) -> Option<&Rowwise> {

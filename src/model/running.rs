@@ -4,12 +4,13 @@ use super::norm::{Norm, PassRows};
 use super::Builder;
 use crate::analysis::Columns;
 use crate::error::{Error, Result};
-use crate::norm::columns::Options;
+use crate::kernel::columns::Options;
+use crate::norm::kernels::ColumnKernels;
 use crate::norm::power_norm::PowerNormMode;
 use crate::norm::spec::StateBuffer;
 use crate::norm::statistics::StateTensors;
 use crate::norm::{Site, Spec};
-use crate::operator::{column_norm, group_scaling, Column, ColumnKernels, Group};
+use crate::operator::{group_scaling, Column, ColumnOperator};
 use std::cell::RefCell;
 use std::collections::HashMap;
 use std::rc::Rc;
@@ -19,7 +20,8 @@ use tch::{Kind, Tensor};
 pub type Kept = Rc<RefCell<HashMap<usize, Tensor>>>;
 
 struct InModel {
-    kernels: &'static ColumnKernels,
+    operator: &'static ColumnOperator,
+    centred: bool,
     weight: Option<Tensor>,
     bias: Option<Tensor>,
     /// μ or ψ².
@@ -69,12 +71,13 @@ pub(super) fn build(
     }
     let sync = spec.value("sync", site).is_some_and(|sync| sync == true);
     let (second, refused) = (buffers.next(), b.refused()?);
-    Ok(Box::new(InModel { kernels, weight, bias, first, second, iters, refused, options, sync, groups }))
+    let (operator, centred) = (ColumnOperator::of(kernels), kernels.rule.centred);
+    Ok(Box::new(InModel { operator, centred, weight, bias, first, second, iters, refused, options, sync, groups }))
 }
 
 /// The buffers, in order.
 fn buffers_of(spec: &Spec, b: &mut Builder, site: &Site) -> Result<Vec<Tensor>> {
-    let buffer = |buffer: &Buffer| {
+    let buffer = |buffer: &StateBuffer| {
         let kind = if buffer.is_counter { Kind::Int64 } else { b.statistics_kind() };
         b.buffer(buffer.name, &buffer.shape.of(site.width), buffer.start, kind)
     };
@@ -83,39 +86,36 @@ fn buffers_of(spec: &Spec, b: &mut Builder, site: &Site) -> Result<Vec<Tensor>> 
 
 impl Norm for InModel {
     fn forward(&self, x: &Tensor, rows: &PassRows) -> Result<Tensor> {
-        let InModel { kernels, first, second, iters, options, .. } = self;
+        let InModel { operator, first, second, iters, options, .. } = self;
         let scaled = if self.groups > 0 { group_scaling(x, self.groups)? } else { x.shallow_clone() };
         let key = std::ptr::from_ref(self) as usize;
         let used = rows.kept.filter(|_| rows.again).and_then(|kept| kept.borrow().get(&key).map(Tensor::shallow_clone));
         // A second run with nothing kept moves copies.
         let own = |t: &Tensor| if rows.again && used.is_none() { t.copy() } else { t.shallow_clone() };
-        let (y, stats) = column_norm(
-            kernels,
-            &Column {
-                x: &scaled,
-                weight: self.weight.as_ref(),
-                bias: self.bias.as_ref(),
-                pad_mask: rows.pad_mask,
-                state: StateTensors {
-                    first: Some(own(first)),
-                    second: second.as_ref().map(own),
-                    iters: iters.as_ref().map(own),
-                    refused: Some(own(&self.refused)),
-                },
-                stats: used.as_ref(),
-                options: Options {
-                    train: rows.train,
-                    group: if self.sync { rows.group } else { Group::ALONE },
-                    ..*options
-                },
+        let (y, stats) = operator.call(&Column {
+            x: &scaled,
+            weight: self.weight.as_ref(),
+            bias: self.bias.as_ref(),
+            pad_mask: rows.pad_mask,
+            state: StateTensors {
+                first: Some(own(first)),
+                second: second.as_ref().map(own),
+                iters: iters.as_ref().map(own),
+                refused: Some(own(&self.refused)),
             },
-        )?;
+            stats: used.as_ref(),
+            options: Options {
+                train: rows.train,
+                ranks: if self.sync { rows.group.ranks() } else { None },
+                ..*options
+            },
+        })?;
         if let (false, Some(kept)) = (rows.again, rows.kept) {
             kept.borrow_mut().insert(key, stats);
         }
         if let Some(watch) = rows.watch {
             let (mean, square) = match second {
-                Some(variance) if kernels.centred => (Some(first), variance),
+                Some(variance) if self.centred => (Some(first), variance),
                 _ => (None, first),
             };
             watch.norm(

@@ -4,13 +4,13 @@
 //! Running μ ← αμ + (1−α)μ_B and σ² alike; evaluation uses them. The gradient,
 //! dx = (γ/σ_B)[dy − mean dy − x̂⊙mean(dy⊙x̂)] (eq 1–3), is the true one.
 
-use super::columns::{Batch, Options, State, Stats};
 use super::group_scaling::GROUPS;
+use super::kernels::ColumnKernels;
 use super::spec::{DeclaredShape, Form, Keyword, Spec, StateBuffer, BIAS, EPS, SYNC, WEIGHT};
 use super::statistics::{Measured, StateTensors, Used};
 use crate::column_program;
 use crate::error::Result;
-use crate::operator::ColumnKernels;
+use crate::kernel::columns::{Batch, Options, Rule, State, Stats};
 use crate::options::{below_one, Setting};
 
 pub static SPEC: Spec = Spec {
@@ -35,12 +35,10 @@ const ALPHA: Setting<f64> = Setting {
 };
 
 pub static KERNELS: ColumnKernels = ColumnKernels {
+    operator: "batch_norm",
     state: ["running_mean", "running_var"],
-    centred: true,
-    approximate: false,
-    settle,
+    rule: Rule { centred: true, approximate: false, settle, program: column_program!("batch_norm.cu") },
     composed: settle_composed,
-    ..ColumnKernels::new("batch_norm", column_program!("batch_norm.cu"))
 };
 
 fn settle(batch: &Batch, state: &mut State, o: &Options) -> Stats {

@@ -2,14 +2,14 @@
 //!
 //! A norm declares its equation, parameters, buffers and options, and its composed form (tch): a [`Spec`]. One that works
 //! row by row may add its row arithmetic, which the plain operator and the fused residual step share; one with statistics
-//! of columns adds how it settles them, which the kernels of `columns` share.
+//! of columns adds how it settles them, which [`kernel::columns`](crate::kernel::columns) runs.
 
 pub mod batch_norm;
-pub mod columns;
 pub mod composed;
 pub mod dyt;
 pub mod fix_norm;
 pub mod group_scaling;
+pub mod kernels;
 pub mod layer_norm;
 pub mod lp_norm;
 pub mod power_norm;
@@ -20,8 +20,8 @@ pub mod spec;
 pub mod statistics;
 
 use crate::error::{unknown, Result};
-use crate::operator::{ColumnKernels, RowKernels};
 use crate::options::{distinct, Declared};
+use kernels::{ColumnKernels, RowKernels};
 pub use spec::{Form, Site, Spec};
 
 /// Every norm that models may name.

@@ -8,15 +8,15 @@
 //! t ≤ warm-up the forward divides by the batch's own ψ_B, with PN-V's exact gradient, and ψ² is the mean so far. The
 //! release mode computes what the authors' mask_powernorm.py does, after the group scaling that it begins with.
 
-use super::columns::{Batch, Options, State, Stats};
 use super::group_scaling::GROUPSCALING;
+use super::kernels::ColumnKernels;
 use super::spec::{DeclaredShape, Form, Keyword, Site, Spec, StateBuffer, BIAS, EPS, WEIGHT};
 use super::statistics::{Measured, StateTensors, Used};
 use crate::choice;
 use crate::column_program;
 use crate::cpu::memory;
 use crate::error::Result;
-use crate::operator::ColumnKernels;
+use crate::kernel::columns::{Batch, Options, Rule, State, Stats};
 use crate::options::{anything, below_one, not_negative, Setting};
 use tch::Tensor;
 
@@ -95,11 +95,10 @@ fn is_release(site: &Site) -> bool {
 }
 
 pub static KERNELS: ColumnKernels = ColumnKernels {
+    operator: "power_norm",
     state: ["running_phi", "ema_gz"],
-    approximate: true,
-    settle,
+    rule: Rule { centred: false, approximate: true, settle, program: column_program!("power_norm.cu") },
     composed: settle_composed,
-    ..ColumnKernels::new("power_norm", column_program!("power_norm.cu"))
 };
 
 fn settle(batch: &Batch, state: &mut State, o: &Options) -> Stats {

@@ -3,14 +3,14 @@
 //!
 //! Running ψ² ← αψ² + (1−α)ψ²_B; evaluation uses it. The gradient, dx = (γ/ψ_B)[dy − x̂⊙mean(dy⊙x̂)], is the true one.
 
-use super::columns::{Batch, Options, State, Stats};
 use super::group_scaling::GROUPS;
+use super::kernels::ColumnKernels;
 use super::power_norm::ALPHA_FWD;
 use super::spec::{DeclaredShape, Form, Keyword, Spec, StateBuffer, BIAS, EPS, SYNC, WEIGHT};
 use super::statistics::{Measured, StateTensors, Used};
 use crate::column_program;
 use crate::error::Result;
-use crate::operator::ColumnKernels;
+use crate::kernel::columns::{Batch, Options, Rule, State, Stats};
 
 pub static SPEC: Spec = Spec {
     name: "powernorm-v",
@@ -24,10 +24,10 @@ pub static SPEC: Spec = Spec {
 };
 
 pub static KERNELS: ColumnKernels = ColumnKernels {
+    operator: "power_norm_v",
     state: ["running_phi", "unused"],
-    settle,
+    rule: Rule { centred: false, approximate: false, settle, program: column_program!("power_norm_v.cu") },
     composed: settle_composed,
-    ..ColumnKernels::new("power_norm_v", column_program!("power_norm_v.cu"))
 };
 
 fn settle(batch: &Batch, state: &mut State, o: &Options) -> Stats {

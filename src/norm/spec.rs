@@ -1,8 +1,8 @@
 //! What a norm declares.
 
 use super::composed::{self, Hat};
+use super::kernels::{ColumnKernels, RowKernels};
 use crate::error::{Error, Result};
-use crate::operator::{ColumnKernels, RowKernels};
 use crate::options::{Declared, Options, Setting};
 use serde_json::{json, Value};
 use tch::Tensor;

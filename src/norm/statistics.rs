@@ -1,10 +1,10 @@
 //! The composed form (tch) of norms with statistics of columns: on devices without a kernel, under torch.func, and for
 //! second derivatives. No number of a tensor is read: decisions are masks.
 
-use super::columns::{Options, Stats};
 use super::composed::{accumulate, affine};
+use super::kernels::ColumnKernels;
 use crate::error::Result;
-use crate::operator::ColumnKernels;
+use crate::kernel::columns::{Options, Stats};
 use tch::{no_grad, Kind, Tensor};
 
 /// What a call of the operator has beside x and its parameters.
@@ -16,7 +16,7 @@ pub struct StateTensors {
     pub refused: Option<Tensor>,
 }
 
-/// What was measured of a batch; see [`Batch`](super::columns::Batch).
+/// What was measured of a batch; see [`Batch`](crate::kernel::columns::Batch).
 pub struct Measured {
     /// A scalar.
     pub count: Tensor,
@@ -103,14 +103,12 @@ impl Measured {
 
     /// The batches of all ranks as one: from counts, means and mean squares about those means, never as mean x² − mean².
     fn over_ranks(self, o: &Options) -> Result<Self> {
-        if o.group.is_alone() {
-            return Ok(self);
-        }
+        let Some(ranks) = o.ranks else { return Ok(self) };
         let flat = |t: &Tensor| t.f_view(-1);
         let of_all = self.square_of_all.as_ref().unwrap_or(&self.square);
         let mine =
             [flat(&self.count)?, flat(&self.rows)?, self.mean()?, self.square.shallow_clone(), of_all.shallow_clone()];
-        let all = o.group.gather(&Tensor::f_cat(&mine, 0)?)?; // (ranks, 2 + 3d)
+        let all = ranks.gather(&Tensor::f_cat(&mine, 0)?)?; // (ranks, 2 + 3d)
         let d = self.square.size()[0];
         let part = |from: i64, n: i64| all.f_narrow(1, from, n);
         let over = |shares: &Tensor, t: &Tensor| shares.f_mul(t)?.f_sum_dim_intlist([0i64].as_slice(), false, None);
@@ -231,7 +229,7 @@ pub fn forward(
         Some(stats) => (Some(stats.f_get(0)?), stats.f_get(1)?, stats.f_detach_copy()?),
         None => {
             let from_batch = o.train || state.first.is_none();
-            let measured = Measured::of(&rows, kernels.centred, o.release)?;
+            let measured = Measured::of(&rows, kernels.rule.centred, o.release)?;
             let measured = if from_batch { measured.over_ranks(o)? } else { measured };
             let used = (kernels.composed)(&measured, state, o)?;
             let stats = used.stats()?;
@@ -277,16 +275,16 @@ pub fn backward(
     };
     let p = weight.f_mul(&slope)?;
     // Parameters have this rank's gradients, x the batch's.
-    let (all, all_x) = match o.group.is_alone() {
-        true => (sum.shallow_clone(), sum_x.shallow_clone()),
-        false => {
-            let both = o.group.sum(&Tensor::f_stack(&[&sum, &sum_x], 0)?)?;
+    let (all, all_x) = match o.ranks {
+        None => (sum.shallow_clone(), sum_x.shallow_clone()),
+        Some(ranks) => {
+            let both = ranks.sum(&Tensor::f_stack(&[&sum, &sum_x], 0)?)?;
             (both.f_get(0)?, both.f_get(1)?)
         }
     };
     let lambda = weight.f_mul(&all_x)?.f_mul(&share)?;
     let mut q = slope.f_mul(&lambda)?.f_mul(&exact)?;
-    if let (true, true, Some(ema)) = (kernels.approximate, o.train, &state.second) {
+    if let (true, true, Some(ema)) = (kernels.rule.approximate, o.train, &state.second) {
         let old = ema.f_flatten(0, -1)?.f_to_kind(g.kind())?;
         let nu = old.f_mul_scalar(1.0 - o.alpha_bwd)?;
         q = q.f_where_self(&exact.f_eq(1.0)?, &slope.f_mul(&nu)?)?;
@@ -297,7 +295,7 @@ pub fn backward(
         state.replace(ema, &now, &has_rows.f_logical_and(&finite)?)?;
     }
     let mut dx = p.f_mul(&g)?.f_sub(&q.f_mul(&hat)?)?;
-    if kernels.centred {
+    if kernels.rule.centred {
         dx = dx.f_sub(&p.f_mul(&all)?.f_mul(&share)?.f_mul(&exact)?)?;
     }
     debug_assert_eq!(stats.size()[0] as usize, Stats::ROWS);

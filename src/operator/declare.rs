@@ -1,8 +1,9 @@
 //! How an operator is declared, once: schema, what its tensors must be, outputs, kernels, formula and derivative.
 //! The C++ side (`shim/operators.h`) registers what is declared here, and knows no operator.
 
-use super::count::Count;
-use super::ffi::{self, into_raw, shim_error, status, Call};
+use super::call::Call;
+use super::engine::Handle;
+use super::ffi::{self, into_raw, shim_error, status};
 use crate::error::{Error, Result};
 use std::ffi::{c_int, c_void};
 use tch::Tensor;
@@ -14,24 +15,18 @@ type Make = Box<dyn Fn(&Call) -> Result<Vec<Option<Tensor>>> + Send + Sync>;
 
 /// An operator.
 pub struct Operator {
-    /// As torch reads it.
-    pub schema: String,
-    /// What each of its tensors must be, in the schema's order.
-    pub arguments: Vec<Argument>,
-    pub outputs: Vec<Argument>,
-    /// What no table says: refuses numbers, and says which outputs are not made ([`Call::leave_out`]).
-    pub plan: Option<Run>,
-    /// Writes the outputs, on the CPU or a GPU.
-    pub kernel: Option<Run>,
-    pub kernels: Kernels,
-    /// Its outputs in tch: where no kernel is, under torch.func, and for the gradient that is differentiated again.
-    pub formula: Option<Make>,
-    pub derivative: Option<Derivative>,
-    /// Outside a torch.func transform the derivative is the backward operator's, where no kernel is, too.
-    pub has_own_gradient: bool,
-    /// vmap calls it for one example after the other.
-    pub is_looped: bool,
-    pub count: Option<&'static Count>,
+    schema: String,
+    arguments: Vec<Argument>,
+    outputs: Vec<Argument>,
+    kernels: Kernels,
+    plan: Option<Run>,
+    kernel: Option<Run>,
+    formula: Option<Make>,
+    backward: Option<Box<Operator>>,
+    again: Option<Make>,
+    has_own_gradient: bool,
+    is_looped: bool,
+    handle: Option<&'static Handle>,
 }
 
 /// Where an operator has kernels.
@@ -44,45 +39,83 @@ pub enum Kernels {
     Composition,
 }
 
-/// How an operator is differentiated. The backward operator's arguments say what a node keeps: `dNAME` is the gradient
-/// of output NAME, any other is the output or argument of that name. Its output `dNAME` is argument NAME's gradient.
-pub struct Derivative {
-    pub backward: Box<Operator>,
-    /// Gradients of the tensor arguments that can be differentiated again; None: the formula is run again.
-    pub again: Option<Make>,
-}
-
-impl Default for Operator {
-    fn default() -> Self {
+impl Operator {
+    /// `schema` as torch reads it; what each of its tensors must be, in the schema's order; and its outputs.
+    pub fn new(
+        schema: impl Into<String>,
+        arguments: impl Into<Vec<Argument>>,
+        outputs: impl Into<Vec<Argument>>,
+    ) -> Self {
         Operator {
-            schema: String::new(),
-            arguments: vec![],
-            outputs: vec![],
+            schema: schema.into(),
+            arguments: arguments.into(),
+            outputs: outputs.into(),
+            kernels: Kernels::Everywhere,
             plan: None,
             kernel: None,
-            kernels: Kernels::Everywhere,
             formula: None,
-            derivative: None,
+            backward: None,
+            again: None,
             has_own_gradient: false,
             is_looped: false,
-            count: None,
+            handle: None,
         }
     }
-}
 
-/// A closure as an [`Operator`] keeps it.
-pub fn run(run: impl Fn(&Call) -> Result<()> + Send + Sync + 'static) -> Option<Run> {
-    Some(Box::new(run))
-}
+    /// What no table says: refuses numbers, and says which outputs are not made ([`Call::leave_out`]).
+    pub fn plan(self, plan: impl Fn(&Call) -> Result<()> + Send + Sync + 'static) -> Self {
+        Operator { plan: Some(Box::new(plan)), ..self }
+    }
 
-/// As [`run`], of tensors.
-pub fn make(make: impl Fn(&Call) -> Result<Vec<Option<Tensor>>> + Send + Sync + 'static) -> Option<Make> {
-    Some(Box::new(make))
-}
+    /// Writes the outputs, on the CPU or a GPU.
+    pub fn kernel(self, kernel: impl Fn(&Call) -> Result<()> + Send + Sync + 'static) -> Self {
+        self.kernel_on(Kernels::Everywhere, kernel)
+    }
 
-/// A derivative by a backward operator, and by the formula run again.
-pub fn derivative(backward: Operator) -> Option<Derivative> {
-    Some(Derivative { backward: Box::new(backward), again: None })
+    /// As [`kernel`](Self::kernel), on one of them alone.
+    pub fn kernel_on(self, kernels: Kernels, kernel: impl Fn(&Call) -> Result<()> + Send + Sync + 'static) -> Self {
+        Operator { kernels, kernel: Some(Box::new(kernel)), ..self }
+    }
+
+    /// Its outputs in tch: where no kernel is, under torch.func, and for the gradient that is differentiated again.
+    pub fn formula(self, formula: impl Fn(&Call) -> Result<Vec<Option<Tensor>>> + Send + Sync + 'static) -> Self {
+        Operator { formula: Some(Box::new(formula)), ..self }
+    }
+
+    /// It is its formula alone, and PyTorch differentiates and traces what that calls.
+    pub fn composition(self) -> Self {
+        Operator { kernels: Kernels::Composition, ..self }
+    }
+
+    /// How it is differentiated. The backward operator's arguments say what a node keeps: `dNAME` is the gradient of
+    /// output NAME, any other is the output or argument of that name. Its output `dNAME` is argument NAME's gradient.
+    pub fn backward(self, backward: Operator) -> Self {
+        Operator { backward: Some(Box::new(backward)), ..self }
+    }
+
+    /// Gradients of the tensor arguments that can be differentiated again; without it the formula is run again.
+    pub fn again(self, again: impl Fn(&Call) -> Result<Vec<Option<Tensor>>> + Send + Sync + 'static) -> Self {
+        Operator { again: Some(Box::new(again)), ..self }
+    }
+
+    /// Outside a torch.func transform the derivative is the backward operator's, where no kernel is, too.
+    pub fn with_own_gradient(self) -> Self {
+        Operator { has_own_gradient: true, ..self }
+    }
+
+    /// vmap calls it for one example after the other.
+    pub fn looped(self) -> Self {
+        Operator { is_looped: true, ..self }
+    }
+
+    /// The handle counts its calls.
+    pub fn counted(self, handle: &'static Handle) -> Self {
+        Operator { handle: Some(handle), ..self }
+    }
+
+    pub fn handle(&self) -> Option<&'static Handle> {
+        self.handle
+    }
 }
 
 /// What a tensor, or a number, must be (`shim/arguments.h` has the language of `sizes`).
@@ -310,12 +343,12 @@ impl Operator {
             Kernels::Composition => ON_GPU | COMPOSITION,
         };
         let has_formula = self.formula.is_some();
-        let again = self.derivative.as_ref().is_some_and(|d| d.again.is_some());
+
         let more = [
             (has_formula, COMPOSED),
             (self.has_own_gradient, RECORDED),
-            (has_formula && self.derivative.is_some() && !self.is_looped, BATCHED),
-            (again, DIFFERENTIATES),
+            (has_formula && self.backward.is_some() && !self.is_looped, BATCHED),
+            (self.again.is_some(), DIFFERENTIATES),
         ];
         more.into_iter().filter(|(is, _)| *is).fold(kernels, |flags, (_, flag)| flags | flag)
     }
@@ -336,8 +369,8 @@ impl Operator {
                 backward,
             })
         };
-        match &self.derivative {
-            Some(d) => d.backward.with_row(&mut |row| all(row)),
+        match &self.backward {
+            Some(backward) => backward.with_row(&mut |row| all(row)),
             None => all(std::ptr::null()),
         }
     }
@@ -366,16 +399,16 @@ unsafe extern "C" fn nfrs_run(operator: *const c_void, stage: c_int, call: &Call
     match stage {
         PLAN => operator.plan.as_ref().map_or(0, |plan| ffi::status_of_plan(|| plan(call))),
         KERNEL => {
-            operator.count.inspect(|c| c.kernel());
+            operator.handle.inspect(|h| h.count_kernel());
             status(|| operator.kernel.as_ref().ok_or_else(missing)?(call))
         }
         _ => status(|| {
             let formula = match stage {
                 FORMULA => {
-                    operator.count.inspect(|c| c.composed());
+                    operator.handle.inspect(|h| h.count_composed());
                     operator.formula.as_ref()
                 }
-                _ => operator.derivative.as_ref().and_then(|d| d.again.as_ref()),
+                _ => operator.again.as_ref(),
             };
             for (i, t) in formula.ok_or_else(missing)?(call)?.into_iter().enumerate() {
                 // SAFETY: as said above.

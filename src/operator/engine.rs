@@ -1,9 +1,10 @@
 //! Calls through the dispatcher, and what tch does not bind: registration, and calls of the autograd engine.
 
-use super::ffi::{pointer, shim_error, Value};
+use super::call::Value;
+use super::ffi::{pointer, shim_error};
 use crate::error::{Error, Result};
 use std::ffi::{c_char, c_void};
-use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::sync::Once;
 use tch::Tensor;
 use torch_sys::C_tensor;
@@ -36,7 +37,7 @@ extern "C" {
 pub fn register() {
     static ONCE: Once = Once::new();
     ONCE.call_once(|| {
-        for operator in super::operators() {
+        for operator in super::OPERATORS.iter() {
             if let Err(e) = operator.register() {
                 panic!("the operators could not be registered with PyTorch: {e}");
             }
@@ -44,22 +45,38 @@ pub fn register() {
     });
 }
 
-/// An operator as the dispatcher knows it, looked up at the first call.
+/// An operator as the dispatcher knows it, looked up at the first call, and how often it has run.
 pub struct Handle {
     library: &'static str,
-    name: &'static str,
+    pub name: &'static str,
     found: AtomicUsize,
+    kernel: AtomicU64,
+    composed: AtomicU64,
 }
 
 impl Handle {
     /// One of ours.
     pub const fn new(name: &'static str) -> Self {
-        Handle { library: "normformer_rs::", name, found: AtomicUsize::new(0) }
+        let (found, kernel, composed) = (AtomicUsize::new(0), AtomicU64::new(0), AtomicU64::new(0));
+        Handle { library: "normformer_rs::", name, found, kernel, composed }
     }
 
     /// One of torch's, by its whole name.
     pub const fn of_torch(name: &'static str) -> Self {
-        Handle { library: "", name, found: AtomicUsize::new(0) }
+        Handle { library: "", ..Handle::new(name) }
+    }
+
+    pub fn count_kernel(&self) {
+        self.kernel.fetch_add(1, Ordering::Relaxed);
+    }
+
+    pub fn count_composed(&self) {
+        self.composed.fetch_add(1, Ordering::Relaxed);
+    }
+
+    /// Calls of its kernel and of its formula since the process started, so that tests can assert which ran.
+    pub fn counts(&self) -> (u64, u64) {
+        (self.kernel.load(Ordering::Relaxed), self.composed.load(Ordering::Relaxed))
     }
 
     fn find(&self) -> Result<*const c_void> {

@@ -30,13 +30,11 @@ struct OperatorRow {
   uint32_t is;
   const OperatorRow* backward;  // or null
 };
-// A matrix: rows of `cols` numbers, `stride` apart. data is null where a tensor is absent; device is a CUDA device's
-// number, or -1 for the CPU.
+// A matrix: rows of `cols` numbers, `stride` apart. data is null where a tensor is absent.
 struct View {
   void* data;
   int64_t rows, cols, stride;
   int32_t dtype;
-  int32_t device = -1;
 };
 // One argument, output or gradient: formulas read `tensor`, kernels `view`. `dtype` is the tensor's own.
 struct Value {
@@ -250,13 +248,13 @@ inline int32_t dtype_code(const Tensor& t) {
   }
 }
 // Rows are all dimensions but the last.
-inline View view(const Tensor& t, int32_t device) {
+inline View view(const Tensor& t) {
   const int64_t cols = t.dim() == 0 ? 1 : t.size(-1);
   const int64_t rows = cols == 0 ? 0 : t.numel() / cols;
   const int64_t stride = t.dim() == 2 ? t.stride(0) : cols;
-  return View{const_cast<void*>(t.const_data_ptr()), rows, cols, stride, dtype_code(t), device};
+  return View{const_cast<void*>(t.const_data_ptr()), rows, cols, stride, dtype_code(t)};
 }
-constexpr View NO_VIEW{nullptr, 0, 0, 0, -1, -1};
+constexpr View NO_VIEW{nullptr, 0, 0, 0, -1};
 
 inline Value shown(const Tensor& t) {
   Value v{Value::NONE, -1, {}, 0, NO_VIEW};
@@ -360,13 +358,13 @@ inline Tensors compute(const Op& op, Args args) {
     if (!t.defined() || (op.readings[i] == Reading::SEED && !is_dropped)) continue;
     read[i] = reading(op, args, i, device);
     if (op.table[i].is & WRITTEN) t.mutable_data_ptr();  // its own memory from now on, where it was a lazy copy
-    values[op.positions[i]].view = view(read[i].defined() ? read[i] : t, device);
+    values[op.positions[i]].view = view(read[i].defined() ? read[i] : t);
   }
   for (size_t k = 0; k < op.made.size(); ++k) {
     made[k] = allocate(op, args, sizes, call, k, true);
     const bool is_made = !is_absent(op, args, call, k);
     outputs.push_back(shown(is_made ? made[k] : Tensor()));
-    if (is_made) outputs[k].view = view(made[k], device);
+    if (is_made) outputs[k].view = view(made[k]);
   }
   call.outputs = outputs.data(), call.n_outputs = outputs.size();
   check_rust(nfrs_run(op.rust, KERNEL, &call, nullptr));

@@ -1,28 +1,10 @@
-//! What the operators' callers of CUDA kernels share: what sources are told of tensors, dropout, and the second stage of
-//! sums over rows.
+//! What launches of CUDA kernels share: what sources are told of tensors, room to work in, and the second stage of sums
+//! over rows.
 
-use super::ffi::{Draw, View};
-use crate::cpu::philox;
+use super::view::View;
 use crate::cuda::{self, Device, Grid, SUMS};
 use crate::error::{Error, Result};
 use tch::{Kind, Tensor};
-
-/// philox.cuh's `Dropout`.
-#[repr(C)]
-pub struct Dropout {
-    seed: *const i64,
-    site: u32,
-    threshold: u32,
-    scale: f32,
-}
-
-impl Dropout {
-    pub fn of(draw: &Draw) -> Self {
-        let d = philox::Dropout::new(draw.p, philox::Stream::default());
-        let (threshold, scale) = d.map_or((0, 1.0), |d| (d.threshold, d.scale));
-        Dropout { seed: draw.device_seed, site: draw.site as u32, threshold: threshold.into(), scale: scale as f32 }
-    }
-}
 
 /// Room for the kernels of one call. It may be dropped before they run: torch's allocator keeps it for their stream.
 pub fn room(device: Device, sizes: &[i64], kind: Kind) -> Result<Tensor> {
@@ -59,6 +41,13 @@ pub fn columns_at_a_time(matrix: &View, views: &[&View]) -> u32 {
 pub fn columns(matrix: &View) -> Result<u32> {
     let cols = i32::try_from(matrix.cols).map(|c| c as u32);
     cols.map_err(|_| Error::Torch(format!("rows of {} numbers have no CUDA kernel", matrix.cols)))
+}
+
+/// A thread for each of `count` chunks; past what a grid holds, threads take several.
+pub fn grid_of_chunks(count: i64) -> Grid {
+    const THREADS: u32 = 256;
+    let blocks = (count as u64).div_ceil(THREADS.into()).min(i32::MAX as u64) as u32;
+    Grid { blocks, threads: THREADS }
 }
 
 /// sums.cu's `Output`: where the columns from `first` on go, and as what.

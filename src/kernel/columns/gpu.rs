@@ -1,11 +1,12 @@
 //! Norms with statistics of columns on a GPU: what `cuda/device/columns.cuh` and `settle.cuh` take, made from
 //! views, and the order of their passes. No number is read back: what decides is decided on the device.
 
-use super::column_norm::{ColumnKernels, Gradients, Views};
-use super::device::{self, columns, columns_at_a_time, sum_partials, type_name, Output};
-use super::ffi::View;
+use super::call::{ColumnGradients, ColumnViews};
+use super::Rule;
 use crate::cuda::{self, Device, Grid};
 use crate::error::{Error, Result};
+use crate::kernel::launch::{columns, columns_at_a_time, room, sum_partials, type_name, Output};
+use crate::kernel::view::View;
 use std::ptr::null_mut;
 use tch::{Kind, Tensor};
 
@@ -157,7 +158,7 @@ struct Slopes {
 /// A norm's kernels for one matrix.
 struct Kernels {
     device: Device,
-    norm: &'static ColumnKernels,
+    rule: &'static Rule,
     options: String,
     rows: Rows,
     cols: u32,
@@ -170,7 +171,7 @@ struct Kernels {
 
 impl Kernels {
     /// `views`: what is read and written some columns at a time; `measures`: slabs leave something.
-    fn of(device: Device, norm: &'static ColumnKernels, v: &Views, views: &[&View], measures: bool) -> Result<Self> {
+    fn of(device: Device, rule: &'static Rule, v: &ColumnViews, views: &[&View], measures: bool) -> Result<Self> {
         let cols = columns(&v.stats)?;
         let vec = columns_at_a_time(&v.x, views);
         let state = if v.wide_state { "double" } else { "f32" };
@@ -182,12 +183,12 @@ impl Kernels {
         let blocks = blocks.map_err(|_| Error::Torch(format!("rows of {cols} numbers have no CUDA kernel")))?;
         Ok(Kernels {
             device,
-            norm,
+            rule,
             options: format!("-DK_LANES={THREADS} -DK_ROWS=1 -DK_VEC={vec} -DK_X={x} -DK_STATE={state}"),
             rows: Rows { pad: v.pad.data, count: v.x.rows, slab, chunks: chunks as i32 },
             cols,
             slabs,
-            partial: device::room(device, &[length], Kind::Float)?,
+            partial: room(device, &[length], Kind::Float)?,
             tiled: Grid { blocks: blocks as u32, threads: THREADS },
         })
     }
@@ -215,7 +216,7 @@ impl Kernels {
     /// As [`cuda::launch`].
     unsafe fn launch<A>(&self, kernel: &'static str, grid: Grid, arguments: &A) -> Result<()> {
         // SAFETY: as the caller promises.
-        unsafe { cuda::launch(self.device, &self.norm.program, &self.options, kernel, grid, arguments) }
+        unsafe { cuda::launch(self.device, &self.rule.program, &self.options, kernel, grid, arguments) }
     }
 
     /// The slabs' counts of real rows, behind what else they leave, and behind those whether y has been written.
@@ -234,7 +235,13 @@ impl Kernels {
     ///
     /// # Safety
     /// The views are of a forward call; the places have room for every column.
-    unsafe fn measure(&self, v: &Views, rows: Rows, [mean, square, count]: [*mut f64; 3], write: bool) -> Result<()> {
+    unsafe fn measure(
+        &self,
+        v: &ColumnViews,
+        rows: Rows,
+        [mean, square, count]: [*mut f64; 3],
+        write: bool,
+    ) -> Result<()> {
         let (partial, counts) = (self.partial.data_ptr().cast::<f32>(), self.counts());
         let ahead = Ahead {
             first: v.first.data,
@@ -257,7 +264,7 @@ impl Kernels {
 }
 
 impl Options {
-    fn of(v: &Views) -> Self {
+    fn of(v: &ColumnViews) -> Self {
         let o = &v.options;
         let running = !o.train && !v.first.is_absent();
         Options { alpha: o.alpha, eps: o.eps, warmup: o.warmup, train: o.train, release: o.release, running }
@@ -267,12 +274,12 @@ impl Options {
 const ONE_BLOCK: Grid = Grid { blocks: 1, threads: THREADS };
 
 /// y and the statistics that made it, settled from the batch and the buffers, which then move, or given.
-pub fn forward(device: Device, norm: &'static ColumnKernels, v: &Views) -> Result<()> {
+pub fn forward(device: Device, rule: &'static Rule, v: &ColumnViews) -> Result<()> {
     if v.stats.cols == 0 {
         return Ok(());
     }
     let measures = !v.given && !Options::of(v).running;
-    let kernels = Kernels::of(device, norm, v, &[&v.x, &v.y, &v.stats, &v.weight, &v.bias], measures)?;
+    let kernels = Kernels::of(device, rule, v, &[&v.x, &v.y, &v.stats, &v.weight, &v.bias], measures)?;
     let may_have_written = !v.given && settle(&kernels, v)?;
     let normalise = Normalise {
         x: v.x.data,
@@ -289,11 +296,11 @@ pub fn forward(device: Device, norm: &'static ColumnKernels, v: &Views) -> Resul
 }
 
 /// The statistics of y, from the batch and the buffers; whether y may have been written on the way.
-fn settle(kernels: &Kernels, v: &Views) -> Result<bool> {
+fn settle(kernels: &Kernels, v: &ColumnViews) -> Result<bool> {
     let options = Options::of(v);
     let writes = options.train && !v.first.is_absent();
     let [mut mean, mut square, mut square_of_all, mut count] = [null_mut::<f64>(); 4];
-    let batch = device::room(kernels.device, &[4, v.stats.cols], Kind::Double)?;
+    let batch = room(kernels.device, &[4, v.stats.cols], Kind::Double)?;
     if !options.running {
         // SAFETY: four rows, and of the last the first number is used.
         let row = |i: usize| unsafe { batch.data_ptr().cast::<f64>().add(i * v.stats.cols()) };
@@ -327,18 +334,18 @@ fn settle(kernels: &Kernels, v: &Views) -> Result<bool> {
 }
 
 /// dx and the parameters' gradients; moves PowerNorm's ν.
-pub fn backward(device: Device, norm: &'static ColumnKernels, v: &Views, d: &Gradients) -> Result<()> {
+pub fn backward(device: Device, rule: &'static Rule, v: &ColumnViews, d: &ColumnGradients) -> Result<()> {
     if v.stats.cols == 0 {
         return Ok(());
     }
-    let kernels = Kernels::of(device, norm, v, &[&v.x, &d.dy, &d.dx, &v.stats, &v.weight], true)?;
-    let slopes = device::room(device, &[3, v.stats.cols], Kind::Float)?;
+    let kernels = Kernels::of(device, rule, v, &[&v.x, &d.dy, &d.dx, &v.stats, &v.weight], true)?;
+    let slopes = room(device, &[3, v.stats.cols], Kind::Float)?;
     let rows = kernels.written(v.options.release);
     let (dy, x, stats) = (d.dy.data, v.x.data, v.stats.data);
     let [partial, slopes] = [&kernels.partial, &slopes].map(|room| room.data_ptr().cast::<u8>());
     let cols = kernels.cols as i32;
     let sums = [Output::from_column(0, &d.dbias), Output::from_column(cols.into(), &d.dweight)];
-    let moves = norm.approximate && v.options.train;
+    let moves = rule.approximate && v.options.train;
     let second = if moves { v.second.data } else { null_mut() };
     let (weight, alpha_bwd, dx) = (v.weight.data, v.options.alpha_bwd, d.dx.data);
     let sums_of = GradientSums { dy, x, rows, stats, partial, weight, second, alpha_bwd, dx };

@@ -1,55 +1,12 @@
-//! Row norms and residual steps on a GPU: what `cuda/device/rows.cuh` takes, made from the shim's views.
+//! Row norms and residual steps on a GPU: what `cuda/device/rows.cuh` takes, made from views.
 
-use super::device::{self, aligned, columns, sum_partials, type_name, Dropout, Output};
-use super::ffi::{Draw, View};
+use super::call::{RowGradients, RowViews};
 use crate::cuda::{self, Device, Layout, Program};
 use crate::error::Result;
+use crate::kernel::dropout::OnDevice;
+use crate::kernel::launch::{aligned, columns, room, sum_partials, type_name, Output};
+use crate::kernel::view::View;
 use tch::Kind;
-
-/// A step and the norm after it; a norm alone has x⁺ = x and no f.
-#[derive(Clone, Copy)]
-pub struct Rows {
-    pub x: View,
-    pub f: View,
-    pub alpha: View,
-    pub beta: View,
-    pub weight: View,
-    pub bias: View,
-    pub x_plus: View,
-    pub y: View,
-    pub stats: View,
-    pub eps: f64,
-    /// p of the length, where it is not 2.
-    pub order: Option<f64>,
-    pub draw: Draw,
-}
-
-impl Rows {
-    /// Nothing but dropout.
-    pub const fn of(draw: Draw) -> Self {
-        const NO: View = View::ABSENT;
-        let (eps, order) = (0.0, None);
-        Rows { x: NO, f: NO, alpha: NO, beta: NO, weight: NO, bias: NO, x_plus: NO, y: NO, stats: NO, eps, order, draw }
-    }
-}
-
-/// The gradients that are sums over rows.
-#[derive(Clone, Copy)]
-pub struct Sums {
-    pub dalpha: View,
-    pub dbeta: View,
-    pub dweight: View,
-    pub dbias: View,
-}
-
-impl Sums {
-    pub const NONE: Sums =
-        Sums { dalpha: View::ABSENT, dbeta: View::ABSENT, dweight: View::ABSENT, dbias: View::ABSENT };
-
-    fn all(&self) -> [&View; 4] {
-        [&self.dalpha, &self.dbeta, &self.dweight, &self.dbias]
-    }
-}
 
 /// rows.cuh's `Forward`.
 #[repr(C)]
@@ -66,7 +23,7 @@ struct Forward {
     rows: i64,
     chunks: i32,
     eps: f32,
-    dropout: Dropout,
+    dropout: OnDevice,
 }
 
 /// rows.cuh's `Backward`.
@@ -88,7 +45,7 @@ struct Backward {
     chunks: i32,
     sums: i32,
     eps: f32,
-    dropout: Dropout,
+    dropout: OnDevice,
 }
 
 /// parameter.cuh's kinds.
@@ -101,7 +58,7 @@ fn kind(parameter: &View) -> i32 {
 }
 
 /// The layout, the options that name a variant, and chunks per row.
-fn variant(r: &Rows, backward: bool, types: [i32; 3], views: &[&View]) -> Result<(Layout, String, i32)> {
+fn variant(r: &RowViews, backward: bool, types: [i32; 3], views: &[&View]) -> Result<(Layout, String, i32)> {
     let cols = columns(&r.x_plus)?;
     let bytes = if types == [0; 3] { 4 } else { 2 };
     let parameters = [&r.alpha, &r.beta, &r.weight, &r.bias];
@@ -127,7 +84,7 @@ fn variant(r: &Rows, backward: bool, types: [i32; 3], views: &[&View]) -> Result
 }
 
 /// x⁺, y and the statistics of every row.
-pub fn forward(device: Device, program: &'static Program, r: &Rows) -> Result<()> {
+pub fn forward(device: Device, program: &'static Program, r: &RowViews) -> Result<()> {
     if r.x.rows == 0 || r.x.cols == 0 {
         return Ok(());
     }
@@ -147,7 +104,7 @@ pub fn forward(device: Device, program: &'static Program, r: &Rows) -> Result<()
         rows: r.x.rows,
         chunks,
         eps: r.eps as f32,
-        dropout: Dropout::of(&r.draw),
+        dropout: OnDevice::of(&r.draw),
     };
     let grid = layout.grid(r.x.rows as u64, i32::MAX as u32);
     // SAFETY: C++ gave contiguous tensors of these types and shapes on the device, and holds them until the call
@@ -162,45 +119,34 @@ fn sum_blocks(device: Device, rows: i64) -> i64 {
 }
 
 /// dx, df and the gradients that are sums over rows.
-pub fn backward(
-    device: Device,
-    program: &'static Program,
-    r: &Rows,
-    dx_plus: View,
-    dy: View,
-    dx: View,
-    df: View,
-    sums: &Sums,
-) -> Result<()> {
+pub fn backward(device: Device, program: &'static Program, r: &RowViews, g: &RowGradients) -> Result<()> {
     let x = r.x_plus.dtype;
-    let types = [x, if r.f.is_absent() { x } else { r.f.dtype }, if dy.is_absent() { x } else { dy.dtype }];
-    let views = [&r.x, &r.f, &r.x_plus, &dx_plus, &dy, &dx, &df];
+    let types = [x, if r.f.is_absent() { x } else { r.f.dtype }, if g.dy.is_absent() { x } else { g.dy.dtype }];
+    let views = [&r.x, &r.f, &r.x_plus, &g.dx_plus, &g.dy, &g.dx, &g.df];
     let (layout, options, chunks) = variant(r, true, types, &views)?;
     // Each block leaves its sums, as many numbers as the gradients have together.
-    let lengths = sums.all().map(|sum| if sum.is_absent() { 0 } else { sum.rows * sum.cols });
+    let all = [&g.dalpha, &g.dbeta, &g.dweight, &g.dbias];
+    let lengths = all.map(|sum| if sum.is_absent() { 0 } else { sum.rows * sum.cols });
     let columns: i64 = lengths.iter().sum();
-    let room = match columns {
-        0 => None,
-        _ => Some(device::room(device, &[sum_blocks(device, r.x_plus.rows), columns], Kind::Float)?),
-    };
-    let workspace = room.as_ref().map_or(View::ABSENT, |room| View::of(room, device));
-    // Blocks that sum run at once: one more would begin when others end. Without sums there may be any number.
-    let most = match columns {
-        0 => i32::MAX as u32,
-        _ => cuda::blocks_at_once(device, program, &options, "rows_backward", layout.threads())?
-            .min(workspace.rows as u32),
-    };
+    let (mut workspace, mut most) = (None, i32::MAX as u32);
+    if columns > 0 {
+        // Blocks that sum run at once: one more would begin when others end. Without sums there may be any number.
+        let blocks = sum_blocks(device, r.x_plus.rows);
+        workspace = Some(room(device, &[blocks, columns], Kind::Float)?);
+        most = cuda::blocks_at_once(device, program, &options, "rows_backward", layout.threads())?.min(blocks as u32);
+    }
+    let sums = workspace.as_ref().map_or(std::ptr::null_mut(), |room| room.data_ptr().cast::<f32>());
     let grid = layout.grid(if chunks > 0 { r.x_plus.rows as u64 } else { 0 }, most);
     let (mut partial, mut outputs, mut first) = ([std::ptr::null_mut(); 4], Vec::new(), 0);
-    for ((partial, sum), length) in partial.iter_mut().zip(sums.all()).zip(lengths).filter(|(_, length)| *length > 0) {
+    for ((partial, sum), length) in partial.iter_mut().zip(all).zip(lengths).filter(|(_, length)| *length > 0) {
         // SAFETY: the workspace has a column for each number of each sum.
-        *partial = unsafe { workspace.data.cast::<f32>().add(first as usize) };
+        *partial = unsafe { sums.add(first as usize) };
         outputs.push(Output::from_column(first, sum));
         first += length;
     }
     let arguments = Backward {
-        dx_plus: dx_plus.data,
-        dy: dy.data,
+        dx_plus: g.dx_plus.data,
+        dy: g.dy.data,
         x_plus: r.x_plus.data,
         x: r.x.data,
         f: r.f.data,
@@ -208,16 +154,16 @@ pub fn backward(
         alpha: r.alpha.data,
         beta: r.beta.data,
         weight: r.weight.data,
-        dx: dx.data,
-        df: df.data,
+        dx: g.dx.data,
+        df: g.df.data,
         partial,
         rows: r.x_plus.rows,
         chunks,
         sums: columns as i32,
         eps: r.eps as f32,
-        dropout: Dropout::of(&r.draw),
+        dropout: OnDevice::of(&r.draw),
     };
     // SAFETY: as in `forward`; the workspace has a row for every block.
     unsafe { cuda::launch(device, program, &options, "rows_backward", grid, &arguments)? };
-    sum_partials(device, workspace.data, grid.blocks as i32, columns, &outputs)
+    sum_partials(device, sums.cast(), grid.blocks as i32, columns, &outputs)
 }
