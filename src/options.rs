@@ -205,6 +205,22 @@ pub fn below_one(name: &str, value: f64) -> Result<()> {
     }
 }
 
+/// [`Setting`]s, as constants: `/// help; NAME ("key"): type = default, check;`, [`anything`] where no check is given.
+macro_rules! setting {
+    ($($(#[doc = $doc:literal])+ $vis:vis $name:ident ($key:literal): $ty:ty = $default:expr $(, $check:expr)?;)+) => { $(
+        $(#[doc = $doc])+
+        $vis const $name: $crate::options::Setting<$ty> = $crate::options::Setting {
+            name: $key,
+            default: $default,
+            check: $crate::options::setting!(@check $($check)?),
+            help: concat!($($doc),+).trim_ascii(),
+        };
+    )+ };
+    (@check) => { $crate::options::anything };
+    (@check $check:expr) => { $check };
+}
+pub(crate) use setting;
+
 /// A struct of options, in groups named as `--help` lists them: `"group" { /// help; name: type = default, … }`.
 ///
 /// One `with options` has the tables' options, too, in the field of that name: `"group" { … } + settings` puts those of

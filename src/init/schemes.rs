@@ -2,7 +2,7 @@
 
 use super::{embedding, xavier_normal, xavier_uniform, Fill, Init, Role, Table};
 use crate::choice;
-use crate::options::{anything, Setting};
+use crate::options::setting;
 use crate::residual::{Place, StackName, Sublayer};
 
 pub static XAVIER: Init = Init {
@@ -78,14 +78,12 @@ choice! {
     pub enum DsInitMode ("ds_init_mode") { Paper = "paper", Release = "release" }
 }
 
-const DS_ALPHA: Setting<f64> = Setting { name: "ds_init_alpha", default: 1.0, check: anything, help: "ds-init's α." };
-
-const DS_MODE: Setting<DsInitMode> = Setting {
-    name: "ds_init_mode",
-    default: DsInitMode::Paper,
-    check: anything,
-    help: "ds-init's bound: ∝ 1/√l (paper) or l^(−1/4) (release).",
-};
+setting! {
+    /// ds-init's α.
+    DS_ALPHA ("ds_init_alpha"): f64 = 1.0;
+    /// ds-init's bound: ∝ 1/√l (paper) or l^(−1/4) (release).
+    DS_MODE ("ds_init_mode"): DsInitMode = DsInitMode::Paper;
+}
 
 pub static DS_INIT: Init = Init {
     name: "ds-init",

@@ -1,6 +1,6 @@
 //! Multi-head attention on packed rows.
 
-use super::norm::Rows;
+use super::norm::PassRows;
 use super::residual::Inside;
 use super::{linear, Builder, Context, Ranges};
 use crate::error::Result;

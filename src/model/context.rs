@@ -1,6 +1,6 @@
 //! What a forward pass must know beside its inputs.
 
-use super::norm::Rows;
+use super::norm::PassRows;
 use super::running::Kept;
 use super::Packed;
 use crate::analysis::Watch;

@@ -18,12 +18,12 @@ pub struct Layer {
 
 /// A sublayer with its residual.
 pub struct Branch {
-    pub function: Function,
+    pub function: SublayerFunction,
     pub around: BuiltAround,
     pub inside: Inside,
 }
 
-pub enum Function {
+pub enum SublayerFunction {
     SelfAttention(Attention),
     Tensorized(Tensorized),
     CrossAttention(Attention),
@@ -66,16 +66,16 @@ impl Layer {
         for place in place.each() {
             let function = match (place.sublayer, place.model.tensorized) {
                 (Sublayer::SelfAttention, Some(sizes)) => {
-                    Function::Tensorized(b.within("self_attn", |b| Tensorized::build(b, &place, init, sizes))?)
+                    SublayerFunction::Tensorized(b.within("self_attn", |b| Tensorized::build(b, &place, init, sizes))?)
                 }
-                (Sublayer::SelfAttention, None) => Function::SelfAttention(
+                (Sublayer::SelfAttention, None) => SublayerFunction::SelfAttention(
                     b.within("self_attn", |b| Attention::build(b, &place, init, scheme.has_biases()))?,
                 ),
-                (Sublayer::CrossAttention, _) => Function::CrossAttention(
+                (Sublayer::CrossAttention, _) => SublayerFunction::CrossAttention(
                     b.within("multihead_attn", |b| Attention::build(b, &place, init, scheme.has_biases()))?,
                 ),
                 (Sublayer::FeedForward, _) => {
-                    Function::FeedForward(FeedForward::build(b, &place, init, scheme.has_biases())?)
+                    SublayerFunction::FeedForward(FeedForward::build(b, &place, init, scheme.has_biases())?)
                 }
             };
             let around = BuiltAround::build(b, &place, &scheme.around(&place), &shared)?;
@@ -98,7 +98,7 @@ impl Branch {
     /// The streams after F(…) = f. x⁺ is made in one fused step with the norm that follows it: this sublayer's own, or
     /// `next`, the one that the next sublayer (or the end of the stack) begins with.
     pub fn close(&self, streams: &Streams, f: Tensor, next: Option<&dyn Norm>, ctx: &Context) -> Result<Streams> {
-        let Around { alpha, beta, amid, after, .. } = &self.around;
+        let BuiltAround { alpha, beta, amid, after, .. } = &self.around;
         let f = match amid {
             Some(norm) => norm.forward(&f, &ctx.rows())?,
             None => f,

@@ -1,7 +1,7 @@
 //! What the model adds to the tables: fusing the residual step with the next norm, profiling, growth, and the state of
 //! norms. That each scheme computes its equation is for `tests/model`.
 
-use super::layer::{Branch, Function};
+use super::layer::{Branch, SublayerFunction};
 use super::norm::{Norm, PassRows};
 use super::stack::{Stack, StackCache};
 use super::{Builder, Context, Packed, Ranges};
@@ -49,9 +49,11 @@ fn function(branch: &Branch, x: &Tensor) -> Tensor {
     let input = Packed::of(&[&[4, 5, 6], &[7, 8]]).unwrap();
     let own = Ranges::causal(&input, Device::Cpu).unwrap();
     let f = match &branch.function {
-        Function::FeedForward(f) => f.forward(x, &branch.inside, &ctx),
-        Function::SelfAttention(a) | Function::CrossAttention(a) => a.attend(x, &own, true, &branch.inside, &ctx),
-        Function::Tensorized(a) => a.attend(x, &own, &branch.inside, &ctx),
+        SublayerFunction::FeedForward(f) => f.forward(x, &branch.inside, &ctx),
+        SublayerFunction::SelfAttention(a) | SublayerFunction::CrossAttention(a) => {
+            a.attend(x, &own, true, &branch.inside, &ctx)
+        }
+        SublayerFunction::Tensorized(a) => a.attend(x, &own, &branch.inside, &ctx),
     };
     f.unwrap()
 }

@@ -7,11 +7,11 @@
 use super::group_scaling::GROUPS;
 use super::kernels::ColumnKernels;
 use super::spec::{DeclaredShape, Form, Keyword, Spec, StateBuffer, BIAS, EPS, SYNC, WEIGHT};
-use super::statistics::{Measured, StateTensors, Used};
+use super::statistics::{BatchTensors, StateTensors, Used};
 use crate::column_program;
 use crate::error::Result;
 use crate::kernel::columns::{Batch, Options, Rule, State, Stats};
-use crate::options::{below_one, Setting};
+use crate::options::{below_one, setting};
 
 pub static SPEC: Spec = Spec {
     name: "batchnorm",
@@ -27,12 +27,10 @@ pub static SPEC: Spec = Spec {
     form: Form::Columns(&KERNELS),
 };
 
-const ALPHA: Setting<f64> = Setting {
-    name: "batchnorm_alpha",
-    default: 0.9,
-    check: below_one,
-    help: "α of batchnorm's running statistics: old·α + new·(1 − α).",
-};
+setting! {
+    /// α of batchnorm's running statistics: old·α + new·(1 − α).
+    ALPHA ("batchnorm_alpha"): f64 = 0.9, below_one;
+}
 
 pub static KERNELS: ColumnKernels = ColumnKernels {
     operator: "batch_norm",
@@ -53,7 +51,7 @@ fn settle(batch: &Batch, state: &mut State, o: &Options) -> Stats {
     Stats::of_batch(batch, o.eps)
 }
 
-fn settle_composed(batch: &Measured, state: &StateTensors, o: &Options) -> Result<Used> {
+fn settle_composed(batch: &BatchTensors, state: &StateTensors, o: &Options) -> Result<Used> {
     let (Some(mean), Some(variance)) = (&state.first, &state.second) else { return batch.used(o) };
     if !o.train {
         return Used::running(Some(mean), variance, batch, o);

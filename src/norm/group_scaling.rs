@@ -4,7 +4,7 @@
 //! It is rmsnorm's row, a group for a row: its kernels, and its true gradient in training and evaluation.
 
 use super::spec::Keyword;
-use crate::options::{not_negative, Setting};
+use crate::options::{not_negative, setting};
 
 /// Name, equation and source.
 pub const ABOUT: [&str; 3] = [
@@ -16,12 +16,10 @@ pub const ABOUT: [&str; 3] = [
 /// ε of the authors' code.
 pub const EPS: f64 = 1e-5;
 
-pub(super) const GROUPSCALING: Setting<i64> = Setting {
-    name: "groupscaling",
-    default: 1,
-    check: not_negative,
-    help: "Groups of the scaling before batchnorm, powernorm-v and powernorm; 0: none; powernorm's release: heads.",
-};
+setting! {
+    /// Groups of the scaling before batchnorm, powernorm-v and powernorm; 0: none; powernorm's release: heads.
+    pub(super) GROUPSCALING ("groupscaling"): i64 = 1, not_negative;
+}
 
 /// Groups of the scaling that comes first; 0: none.
 pub(super) const GROUPS: Keyword = Keyword::of("groups", &GROUPSCALING);

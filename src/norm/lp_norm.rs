@@ -8,7 +8,7 @@ use super::composed;
 use super::scale_norm;
 use super::spec::{Form, Keyword, Spec, EPS, GAIN};
 use crate::error::{Error, Result};
-use crate::options::{FieldType, Setting};
+use crate::options::{setting, FieldType};
 use serde::{Deserialize, Deserializer, Serialize, Serializer};
 use tch::Tensor;
 
@@ -61,8 +61,10 @@ pub static SPEC: Spec = Spec {
     }),
 };
 
-const ORDER: Setting<Exponent> =
-    Setting { name: "lpnorm_p", default: Exponent(2.0), check: |_, p| check(p.0), help: "p of lpnorm, from 1 to inf." };
+setting! {
+    /// p of lpnorm, from 1 to inf.
+    ORDER ("lpnorm_p"): Exponent = Exponent(2.0), |_, p| check(p.0);
+}
 
 /// The places of the options.
 pub const EPSILON: usize = 0;

@@ -11,13 +11,13 @@
 use super::group_scaling::GROUPSCALING;
 use super::kernels::ColumnKernels;
 use super::spec::{DeclaredShape, Form, Keyword, Site, Spec, StateBuffer, BIAS, EPS, WEIGHT};
-use super::statistics::{Measured, StateTensors, Used};
+use super::statistics::{BatchTensors, StateTensors, Used};
 use crate::choice;
 use crate::column_program;
 use crate::cpu::memory;
 use crate::error::Result;
 use crate::kernel::columns::{Batch, Options, Rule, State, Stats};
-use crate::options::{anything, below_one, not_negative, Setting};
+use crate::options::{below_one, not_negative, setting};
 use tch::Tensor;
 
 choice! {
@@ -58,37 +58,18 @@ pub static SPEC: Spec = Spec {
     form: Form::Columns(&KERNELS),
 };
 
-/// α of ψ².
-pub(super) const ALPHA_FWD: Setting<f64> = Setting {
-    name: "powernorm_alpha_fwd",
-    default: 0.9,
-    check: below_one,
-    help: "α of the running ψ² of powernorm and powernorm-v.",
-};
-
-const ALPHA_BWD: Setting<f64> =
-    Setting { name: "powernorm_alpha_bwd", default: 0.9, check: below_one, help: "α of powernorm's ν." };
-
-const WARMUP: Setting<i64> = Setting {
-    name: "powernorm_warmup",
-    default: 4000,
-    check: not_negative,
-    help: "Training forwards that powernorm warms up for; set it to the learning rate's warm-up.",
-};
-
-pub const MODE: Setting<PowerNormMode> = Setting {
-    name: "powernorm_mode",
-    default: PowerNormMode::Paper,
-    check: anything,
-    help: "powernorm as the paper defines it, or step for step as its authors released it.",
-};
-
-const POWERNORM_SYNC: Setting<bool> = Setting {
-    name: "powernorm_sync",
-    default: false,
-    check: anything,
-    help: "powernorm's statistics over all ranks together, as batchnorm's and powernorm-v's always are.",
-};
+setting! {
+    /// α of the running ψ² of powernorm and powernorm-v.
+    pub(super) ALPHA_FWD ("powernorm_alpha_fwd"): f64 = 0.9, below_one;
+    /// α of powernorm's ν.
+    ALPHA_BWD ("powernorm_alpha_bwd"): f64 = 0.9, below_one;
+    /// Training forwards that powernorm warms up for; set it to the learning rate's warm-up.
+    WARMUP ("powernorm_warmup"): i64 = 4000, not_negative;
+    /// powernorm as the paper defines it, or step for step as its authors released it.
+    pub MODE ("powernorm_mode"): PowerNormMode = PowerNormMode::Paper;
+    /// powernorm's statistics over all ranks together, as batchnorm's and powernorm-v's always are.
+    POWERNORM_SYNC ("powernorm_sync"): bool = false;
+}
 
 fn is_release(site: &Site) -> bool {
     site.options.get(&MODE) == PowerNormMode::Release
@@ -134,7 +115,7 @@ fn settle(batch: &Batch, state: &mut State, o: &Options) -> Stats {
     stats
 }
 
-fn settle_composed(batch: &Measured, state: &StateTensors, o: &Options) -> Result<Used> {
+fn settle_composed(batch: &BatchTensors, state: &StateTensors, o: &Options) -> Result<Used> {
     let (Some(phi), Some(iters)) = (&state.first, &state.iters) else {
         unreachable!("the operator has asked for both")
     };

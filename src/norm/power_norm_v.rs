@@ -7,7 +7,7 @@ use super::group_scaling::GROUPS;
 use super::kernels::ColumnKernels;
 use super::power_norm::ALPHA_FWD;
 use super::spec::{DeclaredShape, Form, Keyword, Spec, StateBuffer, BIAS, EPS, SYNC, WEIGHT};
-use super::statistics::{Measured, StateTensors, Used};
+use super::statistics::{BatchTensors, StateTensors, Used};
 use crate::column_program;
 use crate::error::Result;
 use crate::kernel::columns::{Batch, Options, Rule, State, Stats};
@@ -41,7 +41,7 @@ fn settle(batch: &Batch, state: &mut State, o: &Options) -> Stats {
     Stats::of_batch(batch, o.eps)
 }
 
-fn settle_composed(batch: &Measured, state: &StateTensors, o: &Options) -> Result<Used> {
+fn settle_composed(batch: &BatchTensors, state: &StateTensors, o: &Options) -> Result<Used> {
     let Some(phi) = &state.first else { return batch.used(o) };
     if !o.train {
         return Used::running(None, phi, batch, o);

@@ -3,7 +3,7 @@
 use super::composed::{self, Hat};
 use super::kernels::{ColumnKernels, RowKernels};
 use crate::error::{Error, Result};
-use crate::options::{Declared, Options, Setting};
+use crate::options::{setting, Declared, Options};
 use serde_json::{json, Value};
 use tch::Tensor;
 
@@ -165,18 +165,15 @@ impl Keyword {
     }
 }
 
-/// A norm's ε.
-pub const NORM_EPS: Setting<Option<f64>> = Setting {
-    name: "norm_eps",
-    default: None,
-    check: |name, eps| match eps {
+setting! {
+    /// The norm's epsilon; none: the norm's own default.
+    pub NORM_EPS ("norm_eps"): Option<f64> = None, |name, eps| match eps {
         Some(eps) if !(eps >= 0.0 && eps.is_finite()) => {
             Err(Error::invalid(format!("{name} must be at least 0, got {eps}")))
         }
         _ => Ok(()),
-    },
-    help: "The norm's epsilon; none: the norm's own default.",
-};
+    };
+}
 
 /// ε, 1e-5 where nothing is said.
 pub const EPS: Keyword = Keyword::at("eps", Some(&NORM_EPS), |site| site.options.get(&NORM_EPS).unwrap_or(1e-5).into());
@@ -254,8 +251,7 @@ impl Spec {
             };
             json!({"name": option.name, "kind": kind, "default": default})
         };
-        let buffer =
-            |b: &Buffer| json!({"name": b.name, "shape": b.shape.name(), "start": b.start, "is_counter": b.is_counter});
+        let buffer = |b: &StateBuffer| json!({"name": b.name, "shape": b.shape.name(), "start": b.start, "is_counter": b.is_counter});
         let (form, operator) = match self.form {
             Form::Composed(_) => ("composed", None),
             Form::Rows(kernels) => ("rows", Some(kernels.operator)),

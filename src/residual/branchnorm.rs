@@ -1,17 +1,14 @@
 //! BranchNorm: `x⁺ = N(x + α_t F(x))`, α_t growing to 1 over the first T updates (Liu et al. 2023, eq 7, 8).
 
 use super::{Around, Curve, Flow, Gain, Growth, Place, Scheme};
-use crate::options::{anything, not_negative, Declared, Setting};
+use crate::options::{not_negative, setting, Declared};
 
-const STEPS: Setting<i64> = Setting {
-    name: "branchnorm_steps",
-    default: 4000,
-    check: not_negative,
-    help: "T of branchnorm: α_t = min(1, t/T) reaches 1 at this update.",
-};
-
-const GROWTH: Setting<Curve> =
-    Setting { name: "branchnorm_growth", default: Curve::Linear, check: anything, help: "How branchnorm's α grows." };
+setting! {
+    /// T of branchnorm: α_t = min(1, t/T) reaches 1 at this update.
+    STEPS ("branchnorm_steps"): i64 = 4000, not_negative;
+    /// How branchnorm's α grows.
+    GROWTH ("branchnorm_growth"): Curve = Curve::Linear;
+}
 
 pub struct BranchNorm;
 

@@ -2,19 +2,17 @@
 
 use super::{postnorm, prenorm, Around, Combine, Flow, NormAt, Place, Scheme};
 use crate::choice;
-use crate::options::{anything, Declared, Setting};
+use crate::options::{setting, Declared};
 
 choice! {
     /// Whether the layers are PreNorm's or PostNorm's.
     pub enum DlclNorm ("dlcl_norm") { Pre = "pre", Post = "post" }
 }
 
-const NORM: Setting<DlclNorm> = Setting {
-    name: "dlcl_norm",
-    default: DlclNorm::Pre,
-    check: anything,
-    help: "Whether dlcl's layers are prenorm's or postnorm's.",
-};
+setting! {
+    /// Whether dlcl's layers are prenorm's or postnorm's.
+    NORM ("dlcl_norm"): DlclNorm = DlclNorm::Pre;
+}
 
 pub struct Dlcl;
 

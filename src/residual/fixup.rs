@@ -3,19 +3,17 @@
 
 use super::{Around, Change, Flow, Gain, Learned, Place, Point, Scheme, StackName, Sublayer};
 use crate::choice;
-use crate::options::{anything, Declared, Setting};
+use crate::options::{setting, Declared};
 
 choice! {
     /// `paper` adds a scalar before the attention's output projection.
     pub enum RFixupMode ("r_fixup_mode") { Release = "release", Paper = "paper" }
 }
 
-const MODE: Setting<RFixupMode> = Setting {
-    name: "r_fixup_mode",
-    default: RFixupMode::Release,
-    check: anything,
-    help: "r-fixup as its authors released it, or with the paper's scalar before the attention's output projection.",
-};
+setting! {
+    /// r-fixup as its authors released it, or with the paper's scalar before the attention's output projection.
+    MODE ("r_fixup_mode"): RFixupMode = RFixupMode::Release;
+}
 
 pub struct RFixup;
 

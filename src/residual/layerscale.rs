@@ -1,10 +1,12 @@
 //! LayerScale: `x⁺ = x + λ⊙F(N(x))`, λ small at the start (Touvron et al. 2021).
 
 use super::{prenorm::PreNorm, Around, Flow, Gain, Learned, Place, Scheme};
-use crate::options::{anything, Declared, Setting};
+use crate::options::{setting, Declared};
 
-const START: Setting<f64> =
-    Setting { name: "layerscale_init", default: 1e-4, check: anything, help: "λ of layerscale at the start." };
+setting! {
+    /// λ of layerscale at the start.
+    START ("layerscale_init"): f64 = 1e-4;
+}
 
 pub struct LayerScale;
 

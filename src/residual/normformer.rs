@@ -2,43 +2,25 @@
 
 use super::{prenorm::PreNorm, Around, Change, Flow, Gain, Learned, NormAt, Place, Point, Scheme, Sublayer};
 use crate::choice;
-use crate::options::{anything, Declared, Setting};
+use crate::options::{setting, Declared};
 
 choice! {
     /// Head scales before the output projection (`paper`) or, as in fairseq, after it.
     pub enum NormFormerMode ("normformer_mode") { Paper = "paper", Fairseq = "fairseq" }
 }
 
-const HEAD_SCALE: Setting<bool> = Setting {
-    name: "normformer_head_scale",
-    default: true,
-    check: anything,
-    help: "normformer (1): each head times its own scalar.",
-};
-const ATTENTION_NORM: Setting<bool> = Setting {
-    name: "normformer_attention_norm",
-    default: true,
-    check: anything,
-    help: "normformer (2): a norm on the self-attention's output.",
-};
-const FFN_NORM: Setting<bool> = Setting {
-    name: "normformer_ffn_norm",
-    default: true,
-    check: anything,
-    help: "normformer (3): a norm inside the feed-forward.",
-};
-const RESIDUAL_SCALE: Setting<bool> = Setting {
-    name: "normformer_residual_scale",
-    default: false,
-    check: anything,
-    help: "normformer (4): a learned scale on the feed-forward's residual.",
-};
-const MODE: Setting<NormFormerMode> = Setting {
-    name: "normformer_mode",
-    default: NormFormerMode::Paper,
-    check: anything,
-    help: "normformer's head scales before the output projection (paper) or after it (fairseq).",
-};
+setting! {
+    /// normformer (1): each head times its own scalar.
+    HEAD_SCALE ("normformer_head_scale"): bool = true;
+    /// normformer (2): a norm on the self-attention's output.
+    ATTENTION_NORM ("normformer_attention_norm"): bool = true;
+    /// normformer (3): a norm inside the feed-forward.
+    FFN_NORM ("normformer_ffn_norm"): bool = true;
+    /// normformer (4): a learned scale on the feed-forward's residual.
+    RESIDUAL_SCALE ("normformer_residual_scale"): bool = false;
+    /// normformer's head scales before the output projection (paper) or after it (fairseq).
+    MODE ("normformer_mode"): NormFormerMode = NormFormerMode::Paper;
+}
 
 pub struct NormFormer;
 
