@@ -3,12 +3,10 @@
 
 mod schemes;
 
-pub use schemes::DsInitMode;
-
 use crate::choice;
-use crate::config::TransformerConfig;
 use crate::error::{unknown, Result};
-use crate::residual::Place;
+use crate::options::{distinct, Declared};
+use crate::residual::{Outline, Place};
 use tch::{no_grad, Kind, Tensor};
 
 choice! {
@@ -89,10 +87,11 @@ pub struct Init {
     pub name: &'static str,
     pub definition: &'static str,
     pub source: &'static str,
+    pub options: &'static [&'static dyn Declared],
     /// The fill of an (fan_out, fan_in) matrix.
     pub linear: fn(Role, fan_in: i64, fan_out: i64, &Place) -> Fill,
     /// The fill of word embeddings, (V, d).
-    pub embedding: fn(Table, &TransformerConfig) -> Fill,
+    pub embedding: fn(Table, &Outline) -> Fill,
     /// The fill of an output projection that is not tied to an embedding, (V, d).
     pub output: fn(d_model: i64, vocab_size: i64) -> Fill,
 }
@@ -119,6 +118,11 @@ pub static INITS: &[&Init] = &[
 /// The table's entry of that name.
 pub fn find(name: &str) -> Result<&'static Init> {
     INITS.iter().copied().find(|i| i.name == name).ok_or_else(|| unknown("init", name, INITS.iter().map(|i| i.name)))
+}
+
+/// The options of all initialisations.
+pub fn settings() -> Vec<&'static dyn Declared> {
+    distinct(INITS.iter().flat_map(|init| init.options).copied())
 }
 
 /// Xavier's normal distribution: std = gain·√(2/(fan_in + fan_out)).

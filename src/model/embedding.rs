@@ -106,6 +106,6 @@ pub fn first_values(table: Table, config: &TransformerConfig, init: &init::Init)
     match config.fixnorm {
         // A zero row has no direction: under FixNorm padding starts like any other word (its gradient would be 1e12).
         true => Fill::Uniform { bound: fix_norm::INIT_BOUND },
-        false => Fill::WithZeroRow(PAD, Box::new((init.embedding)(table, config))),
+        false => Fill::WithZeroRow(PAD, Box::new((init.embedding)(table, &config.outline()))),
     }
 }

@@ -2,13 +2,12 @@
 
 use super::attention::Attention;
 use super::feed_forward::FeedForward;
-use super::residual::{shared, Around, Inside};
+use super::norm::Norm;
+use super::residual::{shared, BuiltAround, Inside};
 use super::tensorized::Tensorized;
 use super::{Builder, Context};
-use crate::config::AttentionName;
 use crate::error::Result;
 use crate::init::Init;
-use crate::norm::Norm;
 use crate::operator;
 use crate::residual::{Place, Schemes, Sublayer};
 use tch::{no_grad, Tensor};
@@ -19,12 +18,12 @@ pub struct Layer {
 
 /// A sublayer with its residual.
 pub struct Branch {
-    pub function: Function,
-    pub around: Around,
+    pub function: SublayerFunction,
+    pub around: BuiltAround,
     pub inside: Inside,
 }
 
-pub enum Function {
+pub enum SublayerFunction {
     SelfAttention(Attention),
     Tensorized(Tensorized),
     CrossAttention(Attention),
@@ -65,21 +64,21 @@ impl Layer {
         let shared = shared(b, &scheme.layer(place))?;
         let mut sublayers = Vec::new();
         for place in place.each() {
-            let function = match place.sublayer {
-                Sublayer::SelfAttention if place.config.attention == AttentionName::Tensorized => {
-                    Function::Tensorized(b.within("self_attn", |b| Tensorized::build(b, &place, init))?)
+            let function = match (place.sublayer, place.model.tensorized) {
+                (Sublayer::SelfAttention, Some(sizes)) => {
+                    SublayerFunction::Tensorized(b.within("self_attn", |b| Tensorized::build(b, &place, init, sizes))?)
                 }
-                Sublayer::SelfAttention => Function::SelfAttention(
+                (Sublayer::SelfAttention, None) => SublayerFunction::SelfAttention(
                     b.within("self_attn", |b| Attention::build(b, &place, init, scheme.has_biases()))?,
                 ),
-                Sublayer::CrossAttention => Function::CrossAttention(
+                (Sublayer::CrossAttention, _) => SublayerFunction::CrossAttention(
                     b.within("multihead_attn", |b| Attention::build(b, &place, init, scheme.has_biases()))?,
                 ),
-                Sublayer::FeedForward => {
-                    Function::FeedForward(FeedForward::build(b, &place, init, scheme.has_biases())?)
+                (Sublayer::FeedForward, _) => {
+                    SublayerFunction::FeedForward(FeedForward::build(b, &place, init, scheme.has_biases())?)
                 }
             };
-            let around = Around::build(b, &place, &scheme.around(&place), &shared)?;
+            let around = BuiltAround::build(b, &place, &scheme.around(&place), &shared)?;
             sublayers.push(Branch { function, around, inside: Inside::build(b, &place, &schemes.inside(&place))? });
         }
         Ok(Layer { sublayers })
@@ -99,7 +98,7 @@ impl Branch {
     /// The streams after F(…) = f. x⁺ is made in one fused step with the norm that follows it: this sublayer's own, or
     /// `next`, the one that the next sublayer (or the end of the stack) begins with.
     pub fn close(&self, streams: &Streams, f: Tensor, next: Option<&dyn Norm>, ctx: &Context) -> Result<Streams> {
-        let Around { alpha, beta, amid, after, .. } = &self.around;
+        let BuiltAround { alpha, beta, amid, after, .. } = &self.around;
         let f = match amid {
             Some(norm) => norm.forward(&f, &ctx.rows())?,
             None => f,

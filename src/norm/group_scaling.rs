@@ -3,6 +3,9 @@
 //!
 //! It is rmsnorm's row, a group for a row: its kernels, and its true gradient in training and evaluation.
 
+use super::spec::Keyword;
+use crate::options::{not_negative, setting};
+
 /// Name, equation and source.
 pub const ABOUT: [&str; 3] = [
     "groupscaling",
@@ -12,3 +15,11 @@ pub const ABOUT: [&str; 3] = [
 
 /// ε of the authors' code.
 pub const EPS: f64 = 1e-5;
+
+setting! {
+    /// Groups of the scaling before batchnorm, powernorm-v and powernorm; 0: none; powernorm's release: heads.
+    pub(super) GROUPSCALING ("groupscaling"): i64 = 1, not_negative;
+}
+
+/// Groups of the scaling that comes first; 0: none.
+pub(super) const GROUPS: Keyword = Keyword::of("groups", &GROUPSCALING);

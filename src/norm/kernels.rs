@@ -1,7 +1,7 @@
 //! What a norm with kernels hands to the operators that are registered for it.
 
 use super::composed::{self, Hat};
-use super::statistics::{Measured, StateTensors, Used};
+use super::statistics::{BatchTensors, StateTensors, Used};
 use crate::error::Result;
 use crate::kernel::columns::{self, Options};
 use crate::kernel::rows::Rules;
@@ -33,5 +33,5 @@ pub struct ColumnKernels {
     pub state: [&'static str; 2],
     pub rule: columns::Rule,
     /// `rule.settle` in tch.
-    pub composed: fn(&Measured, &StateTensors, &Options) -> Result<Used>,
+    pub composed: fn(&BatchTensors, &StateTensors, &Options) -> Result<Used>,
 }

@@ -5,7 +5,7 @@ use crate::cpu::Accumulator;
 use crate::error::Result;
 use crate::kernel::rows::{magnitude, sum, trusted, Measured, RowNorm, Rules, Slope, Sums};
 use crate::norm::kernels::RowKernels;
-use crate::norm::spec::{Form, Read, Setting, Spec, EPS, GAIN};
+use crate::norm::spec::{Form, Keyword, Spec, EPS, GAIN};
 use crate::row_program;
 use tch::Tensor;
 
@@ -59,10 +59,7 @@ pub static FIXED: Spec = Spec {
     source: "Nguyen & Salazar 2019, Table 7",
     parameters: &[GAIN],
     buffers: &[],
-    options: &[
-        EPS,
-        Setting { keyword: "elementwise_affine", option: "", value: Read::Flag(|site| site.last_of_decoder) },
-    ],
+    options: &[EPS, Keyword::at("elementwise_affine", None, |site| site.last_of_decoder.into())],
     form: Form::Rows(&KERNELS),
 };
 

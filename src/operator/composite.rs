@@ -8,16 +8,20 @@ use super::row_norm::RowOperator;
 use crate::cuda::Device;
 use crate::error::{Error, Result};
 use crate::kernel::rows::call::{self as kernel, RowGradients, RowViews};
-use crate::norm::{composed, group_scaling as scaling, lp_norm as lp, rms_norm, scale_norm};
+use crate::norm::{find, group_scaling as scaling, lp_norm as lp, rms_norm, scale_norm};
 use std::sync::LazyLock;
 use tch::Tensor;
 
 static HANDLE: Handle = Handle::new("lp_norm");
 static ON_DEVICE: Handle = Handle::new("lp_norm_forward");
 
-/// g·x/max(‖x‖_p, ε) over the last dimension, through the dispatcher; p = 2 runs ScaleNorm's kernels.
-pub fn lp_norm(x: &Tensor, weight: Option<&Tensor>, p: f64, eps: f64) -> Result<Tensor> {
-    let [y] = HANDLE.call(&[x.into(), weight.into(), p.into(), eps.into()])?;
+/// y of a norm that names its operator ([`Form::Operator`](crate::norm::Form::Operator)), through the dispatcher;
+/// `options` as it declares them.
+pub fn norm_by_name(name: &str, x: &Tensor, weight: Option<&Tensor>, options: &[f64]) -> Result<Tensor> {
+    let [y] = match name {
+        "lp_norm" => HANDLE.call(&[x.into(), weight.into(), options[lp::P].into(), options[lp::EPSILON].into()])?,
+        other => unreachable!("no operator {other} is a norm"),
+    };
     Ok(y)
 }
 
@@ -152,7 +156,7 @@ pub(super) fn composed_norm() -> Operator {
             let [_, parameters, options, name] = call.arguments();
             let parameters = parameters.elements().iter().map(Value::tensor).collect();
             let options: Vec<f64> = options.elements().iter().map(Value::float).collect();
-            composed::call(name.text(), x, parameters, &options)
+            find(name.text())?.composed(x, parameters, &options)
         },
     )
 }

@@ -5,7 +5,6 @@ use super::ffi::{shim_error, Span};
 use crate::error::{Error, Result};
 use std::ffi::{c_char, c_int, c_void};
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
-use std::sync::Once;
 use tch::Tensor;
 use torch_sys::C_tensor;
 
@@ -28,18 +27,6 @@ extern "C" {
     ) -> bool;
     fn nfrs_has_columns(x: *const C_tensor, multiple_of: i64) -> bool;
     fn nfrs_set_grad(leaf: *const C_tensor, gradient: *const C_tensor) -> bool;
-}
-
-/// Registers the operators with PyTorch; later calls do nothing. Everything below calls it.
-pub fn register() {
-    static ONCE: Once = Once::new();
-    ONCE.call_once(|| {
-        for operator in super::OPERATORS.iter() {
-            if let Err(e) = super::register::register(operator) {
-                panic!("the operators could not be registered with PyTorch: {e}");
-            }
-        }
-    });
 }
 
 /// An operator as the dispatcher knows it, looked up at the first call, and how often it has run.
@@ -79,14 +66,18 @@ impl Handle {
     fn find(&self) -> Result<*const c_void> {
         let mut found = self.found.load(Ordering::Relaxed);
         if found == 0 {
-            register();
+            #[cfg(test)]
+            super::register();
             let name = format!("{}{}", self.library, self.name);
             // SAFETY: the name outlives the call.
             found = unsafe { nfrs_operator(name.as_ptr().cast(), name.len() as i64) as usize };
             self.found.store(found, Ordering::Relaxed);
         }
         match found {
-            0 => Err(Error::Torch(format!("{}{} is not registered", self.library, self.name))),
+            0 => Err(Error::Torch(format!(
+                "{}{} is not registered: call operator::register first",
+                self.library, self.name
+            ))),
             found => Ok(found as *const c_void),
         }
     }

@@ -29,13 +29,13 @@ pub use adam::{adam_in_place, AdamBuffers};
 pub use attention::{attention, gather, padded_attention};
 pub use collective::Group;
 pub use column_norm::{Column, ColumnOperator};
-pub use composite::{group_scaling, lp_norm};
+pub use composite::{group_scaling, norm_by_name};
 pub use cross_entropy::{cross_entropy, cross_entropy_in_place};
-pub use engine::{backward_from, register, set_grad};
+pub use engine::{backward_from, set_grad};
 pub use recompute::recomputed;
 pub use relu_dropout::relu_dropout;
 pub use residual::{dropout, Step};
-pub use row_norm::RowOperator;
+pub use row_norm::{RowOperator, Rowwise};
 pub use stream::SideStream;
 pub use transfer::{Cargo, Hold, Late};
 
@@ -43,7 +43,7 @@ use crate::cuda::{self, Program};
 use crate::kernel;
 use crate::norm::{COLUMN_NORMS, ROW_NORMS};
 use declare::Operator;
-use std::sync::LazyLock;
+use std::sync::{LazyLock, Once};
 
 /// Every operator, but for the backward ones.
 static OPERATORS: LazyLock<Vec<Operator>> = LazyLock::new(|| {
@@ -63,6 +63,19 @@ static OPERATORS: LazyLock<Vec<Operator>> = LazyLock::new(|| {
     ];
     norms.chain(steps).chain(columns).chain(others).collect()
 });
+
+/// Registers the operators with PyTorch; later calls do nothing. It must come before any call of an operator: the Python
+/// module does it as it is imported, and tests of Rust at their first call.
+pub fn register() {
+    static ONCE: Once = Once::new();
+    ONCE.call_once(|| {
+        for operator in OPERATORS.iter() {
+            if let Err(e) = register::register(operator) {
+                panic!("the operators could not be registered with PyTorch: {e}");
+            }
+        }
+    });
+}
 
 /// (operator, kernel calls, composed calls) of every operator since the process started. One that has several forms is
 /// there as often.

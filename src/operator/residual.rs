@@ -4,14 +4,13 @@ use super::call::{Call, Value};
 use super::declare::{gradient, leader, parameter, seed, tensor, Kind as Type, Operator};
 use super::dropout::{check_dropout, draw, draw_composed};
 use super::engine::Handle;
-use super::row_norm::RowOperator;
+use super::row_norm::{RowOperator, Rowwise};
 use crate::error::{Error, Result};
 use crate::kernel::dropout;
 use crate::kernel::residual_step::{call as kernel, NO_NORM};
 use crate::kernel::rows::call::{RowGradients, RowViews};
 use crate::kernel::view::View;
 use crate::norm::kernels::RowKernels;
-use crate::norm::Rowwise;
 use tch::{Kind, Tensor};
 
 /// The step without a norm.

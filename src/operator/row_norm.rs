@@ -43,6 +43,14 @@ impl RowOperator {
     }
 }
 
+/// A row norm with its parameters.
+pub struct Rowwise {
+    pub operator: &'static RowOperator,
+    pub weight: Option<Tensor>,
+    pub bias: Option<Tensor>,
+    pub eps: f64,
+}
+
 pub(super) fn operator(o: &'static RowOperator) -> Operator {
     let (k, name) = (o.kernels, o.kernels.operator);
     let stats = || tensor("stats", format!("*{}", k.rules.stats()), Kind::Computed);

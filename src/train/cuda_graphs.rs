@@ -5,7 +5,7 @@
 //! real token sees the spare rows, losses and statistics leave them out, and a dropout mask goes by rows.
 
 use super::forward_backward::Pass;
-use super::loss::Sums;
+use super::loss::LossSums;
 use super::micro_batch::{MicroBatch, Shape};
 use crate::data::Batch;
 use crate::error::Result;
@@ -56,7 +56,7 @@ pub struct Graphs {
 struct Graph {
     hold: Hold,
     recorded: Box<dyn Replay>,
-    sums: Rc<RefCell<Option<Sums>>>,
+    sums: Rc<RefCell<Option<LossSums>>>,
 }
 
 impl Graphs {
@@ -67,7 +67,7 @@ impl Graphs {
     }
 
     /// [`Pass::run`] of a batch, by the graph of its shape where there is one.
-    pub fn run(&mut self, pass: &Rc<Pass>, batch: &Batch, seed: [i64; 3], scale: f64) -> Result<Sums> {
+    pub fn run(&mut self, pass: &Rc<Pass>, batch: &Batch, seed: [i64; 3], scale: f64) -> Result<LossSums> {
         let shape = shape(batch, self.max_tokens);
         let filling = |shape| MicroBatch::on_host(batch, shape, seed, scale, self.device);
         if let Some(graph) = self.graphs.get_mut(&shape) {
@@ -108,13 +108,13 @@ impl Graph {
         Ok(Graph { hold, recorded, sums })
     }
 
-    fn run(&mut self, batch: &mut MicroBatch) -> Result<Sums> {
+    fn run(&mut self, batch: &mut MicroBatch) -> Result<LossSums> {
         self.hold.reload(batch)?;
         self.again()
     }
 
     /// With the batch that is in its place.
-    fn again(&mut self) -> Result<Sums> {
+    fn again(&mut self) -> Result<LossSums> {
         self.recorded.replay()?;
         // The next replay writes over them.
         self.sums.borrow().as_ref().expect("recording makes them").copy()
@@ -237,7 +237,7 @@ mod tests {
     fn results(
         pass: &Rc<Pass>,
         batches: &[Batch],
-        mut run: impl FnMut(&Rc<Pass>, &Batch, [i64; 3]) -> Sums,
+        mut run: impl FnMut(&Rc<Pass>, &Batch, [i64; 3]) -> LossSums,
     ) -> Vec<Tensor> {
         let mut results = vec![];
         for (number, batch) in (1i64..).zip(batches) {
@@ -251,7 +251,7 @@ mod tests {
         results
     }
 
-    fn plain(pass: &Rc<Pass>, batch: &Batch, seed: [i64; 3]) -> Sums {
+    fn plain(pass: &Rc<Pass>, batch: &Batch, seed: [i64; 3]) -> LossSums {
         pass.run(&MicroBatch::on_host(batch, None, seed, 0.01, Device::Cpu).unwrap()).unwrap()
     }
 
@@ -319,7 +319,7 @@ mod tests {
             (0..30_000).map(|i| 3 + i * 7919 % 83).map(|n| (n, n + n * 7 % 5 - 2)).collect();
         let batch = |sentences: &Vec<usize>| {
             let packed = |lengths: Vec<usize>| {
-                crate::data::Packed::from_rows(lengths.into_iter().map(|n| std::iter::repeat_n(5, n)))
+                crate::data::PackedIds::from_rows(lengths.into_iter().map(|n| std::iter::repeat_n(5, n)))
             };
             let source = packed(sentences.iter().map(|&s| lengths[s].0).collect());
             let target_input = packed(sentences.iter().map(|&s| lengths[s].1).collect());

@@ -1,29 +1,23 @@
 //! A norm with running statistics, in a model.
 
-use super::kernels::ColumnKernels;
-use super::power_norm::PowerNormMode;
-use super::spec::{Read, Setting, Spec};
-use super::statistics::StateTensors;
-use super::{Norm, Rows, Site};
+use super::norm::{Norm, PassRows};
+use super::Builder;
 use crate::analysis::Columns;
 use crate::error::{Error, Result};
 use crate::kernel::columns::Options;
-use crate::model::Builder;
+use crate::norm::kernels::ColumnKernels;
+use crate::norm::power_norm::PowerNormMode;
+use crate::norm::spec::StateBuffer;
+use crate::norm::statistics::StateTensors;
+use crate::norm::{Site, Spec};
 use crate::operator::{group_scaling, Column, ColumnOperator};
 use std::cell::RefCell;
 use std::collections::HashMap;
 use std::rc::Rc;
-use tch::Tensor;
+use tch::{Kind, Tensor};
 
 /// The statistics that each norm used in a forward pass that will be run again for its gradient.
 pub type Kept = Rc<RefCell<HashMap<usize, Tensor>>>;
-
-/// Groups of the scaling that comes first; 0: none.
-pub(super) const GROUPS: Setting =
-    Setting { keyword: "groups", option: "groupscaling", value: Read::Count(|site| site.config.groupscaling) };
-
-/// Statistics over all ranks, where there are several.
-pub(super) const SYNC: Setting = Setting { keyword: "sync", option: "", value: Read::Flag(|_| true) };
 
 struct InModel {
     operator: &'static ColumnOperator,
@@ -52,17 +46,18 @@ pub(super) fn build(
     site: &Site,
 ) -> Result<Box<dyn Norm>> {
     let number = |keyword: &str| spec.number(keyword, site);
+    let count = |keyword: &str| spec.value(keyword, site).and_then(|value| value.as_i64());
     let default = Options::default();
     let options = Options {
         eps: number("eps").unwrap_or(default.eps),
         alpha: number("alpha").or(number("alpha_fwd")).unwrap_or(default.alpha),
         alpha_bwd: number("alpha_bwd").unwrap_or(default.alpha_bwd),
-        warmup: spec.count("warmup_iters", site).unwrap_or(default.warmup),
-        release: spec.word("mode", site) == Some(PowerNormMode::Release.name()),
+        warmup: count("warmup_iters").unwrap_or(default.warmup),
+        release: spec.value("mode", site).is_some_and(|mode| mode == PowerNormMode::Release.name()),
         ..default
     };
     let (mut buffers, mut iters) = (Vec::new(), None);
-    for (declared, buffer) in spec.buffers.iter().zip(spec.buffers(b, site)?) {
+    for (declared, buffer) in spec.buffers.iter().zip(buffers_of(spec, b, site)?) {
         match declared.is_counter {
             true => iters = Some(buffer),
             false => buffers.push(buffer),
@@ -70,18 +65,27 @@ pub(super) fn build(
     }
     let mut buffers = buffers.into_iter();
     let first = buffers.next().expect("a norm with statistics of columns declares one");
-    let groups = spec.count("groups", site).unwrap_or(0);
+    let groups = count("groups").unwrap_or(0);
     if groups > 0 && site.width % groups != 0 {
         return Err(Error::invalid(format!("a norm of width {} cannot be scaled in {groups} groups", site.width)));
     }
-    let sync = spec.flag("sync", site).unwrap_or(false);
+    let sync = spec.value("sync", site).is_some_and(|sync| sync == true);
     let (second, refused) = (buffers.next(), b.refused()?);
     let (operator, centred) = (ColumnOperator::of(kernels), kernels.rule.centred);
     Ok(Box::new(InModel { operator, centred, weight, bias, first, second, iters, refused, options, sync, groups }))
 }
 
+/// The buffers, in order.
+fn buffers_of(spec: &Spec, b: &mut Builder, site: &Site) -> Result<Vec<Tensor>> {
+    let buffer = |buffer: &StateBuffer| {
+        let kind = if buffer.is_counter { Kind::Int64 } else { b.statistics_kind() };
+        b.buffer(buffer.name, &buffer.shape.of(site.width), buffer.start, kind)
+    };
+    spec.buffers.iter().map(buffer).collect()
+}
+
 impl Norm for InModel {
-    fn forward(&self, x: &Tensor, rows: &Rows) -> Result<Tensor> {
+    fn forward(&self, x: &Tensor, rows: &PassRows) -> Result<Tensor> {
         let InModel { operator, first, second, iters, options, .. } = self;
         let scaled = if self.groups > 0 { group_scaling(x, self.groups)? } else { x.shallow_clone() };
         let key = std::ptr::from_ref(self) as usize;
