@@ -77,7 +77,7 @@ def test_every_install_command_works_before_a_release():
             for requirement in re.findall(r'"([\w-]+[=<>]=[^"{]*)"', command):
                 name = requirement_name(requirement)
                 assert requirement == stated.get(name, requirement), f"{path}: {requirement}, expected {stated[name]}"
-    assert extras == {"train", "demo", "fairseq", "trainers"} == set(EXTRAS)
+    assert extras == {"train", "demo", "fairseq", "notebooks", "trainers"} == set(EXTRAS)
 
 
 # Wheels.
