@@ -38,6 +38,7 @@ __all__ = [
     "evaluate_loss",
     "keep_memory",
     "nn",
+    "plot",
     "preset",
     "surgery",
     "swap_norms",
@@ -50,6 +51,7 @@ __all__ = [
 if TYPE_CHECKING:
     from . import analysis, nn, surgery
     from .config import DataConfig, SearchConfig, TrainingConfig, TransformerConfig, __version__, tables
+    from .curves import plot
     from .errors import DivergedError, InputError, Interrupted
     from .export import to_torch
     from .history import Evaluations, History
@@ -62,6 +64,7 @@ if TYPE_CHECKING:
 else:
     _HOMES = {
         "config": ("DataConfig", "SearchConfig", "TrainingConfig", "TransformerConfig", "__version__", "tables"),
+        "curves": ("plot",),
         "errors": ("DivergedError", "InputError", "Interrupted"),
         "export": ("to_torch",),
         "history": ("Evaluations", "History"),

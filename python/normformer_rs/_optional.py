@@ -9,6 +9,7 @@ REQUIREMENTS = {
     "lightning": "lightning>=2.6",
     "matplotlib": "matplotlib>=3.8",
     "num2words": "num2words>=0.5.13",
+    "pandas": "pandas>=2.2",
     "sacrebleu": "sacrebleu>=2.4",
     "transformers": "transformers[torch]>=5.20",
 }

@@ -1,4 +1,4 @@
-"""The command `normformer-rs`: train, translate, evaluate, average, demo, convert, fairseq, fairseq-user-dir.
+"""The command `normformer-rs`: train, translate, evaluate, average, plot, demo, convert, fairseq, fairseq-user-dir.
 
 A command imports the modules that need torch when it runs: help and mistyped options are answered without them.
 """
@@ -81,6 +81,7 @@ def _parser() -> Parser:
         ("translate", _translate_parser),
         ("evaluate", _evaluate_parser),
         ("average", _average_parser),
+        ("plot", _plot_parser),
         ("demo", _demo_parser),
         ("convert", _convert_parser),
         ("fairseq", _fairseq_parser),
@@ -287,6 +288,23 @@ def _average(args: argparse.Namespace) -> None:
     from .translation import average
 
     print(average(args.model, last=args.last, updates=args.updates))
+
+
+def _plot_parser() -> _Command:
+    def add(parser: argparse.ArgumentParser) -> None:
+        parser.add_argument("runs", metavar="RUN", nargs="+", help="The --output of training; several are overlaid.")
+        where = "The picture, by its ending png, svg or pdf. Default: curves.png, of one run in its folder, else here."
+        parser.add_argument("--output", metavar="FILE", help=where)
+        parser.add_argument("--names", metavar="NAME", nargs="+", help="Of the runs. Default: their folders.")
+
+    return "Draw loss, BLEU or perplexity, gradient norm and learning rate of runs.", _plot, add
+
+
+def _plot(args: argparse.Namespace) -> None:
+    from .curves import plot
+
+    alone = Path(args.runs[0]) / "curves.png" if len(args.runs) == 1 else "curves.png"
+    print(plot(*args.runs, path=args.output or alone, names=args.names))
 
 
 def _demo_parser() -> _Command:

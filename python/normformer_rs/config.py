@@ -17,7 +17,7 @@ import os
 from collections.abc import Iterable, Mapping
 from typing import Any, ClassVar, NamedTuple, TypeVar
 
-from . import _tables
+from . import _html, _tables
 from .errors import InputError
 
 _TYPES: dict[str, type] = {"int": int, "float": float, "bool": bool, "str": str}
@@ -190,4 +190,4 @@ def tables() -> dict[str, list[dict[str, Any]]]:
     A norm's entry has all that its module is made of, too: its class in `normformer_rs.nn`, parameters, options and
     operator. `others` are further parts of models.
     """
-    return copy.deepcopy(_TABLES["tables"])
+    return _html.Tables({name: _html.Table(rows) for name, rows in copy.deepcopy(_TABLES["tables"]).items()})

@@ -36,7 +36,7 @@ _TWT = {
 
 PRESETS: dict[str, Preset] = {
     "transformer-tiny": Preset(
-        "shape and rates of the Multi30k recipe, whose whole command is in README",
+        "shape and rates of the Multi30k recipe, whose whole command is in docs/train.md",
         {
             "d_model": 128,
             "d_ff": 256,

@@ -4,7 +4,7 @@ import contextlib
 import dataclasses
 import json
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from os import PathLike
 from pathlib import Path
 from typing import Any, Literal
@@ -22,6 +22,8 @@ from .progress import Progress, Silent, choose, number
 
 logger = logging.getLogger("normformer_rs")
 logger.addHandler(logging.NullHandler())
+Callback = Callable[[str, Mapping[str, Any]], None]
+"""What `fit` calls: (event, values)."""
 _LEVELS = {"debug": logging.DEBUG, "info": logging.INFO, "warning": logging.WARNING, "error": logging.ERROR}
 
 
@@ -66,6 +68,7 @@ class Trainer:
         progress: bool = True,
         tensorboard: bool = True,
         curves: bool = True,
+        callbacks: Sequence[Callback] = (),
     ) -> History:
         """Trains, and returns the log.
 
@@ -79,6 +82,11 @@ class Trainer:
                 seconds; both on standard error.
             tensorboard: write `output`/tensorboard where tensorboard is installed.
             curves: draw `output`/curves.png at the end where matplotlib is installed.
+            callbacks: functions of (event, values), called on the first process after the run's own log has the event:
+                "started" (values update, updates, parameters, vocabulary, device, …), "updated" (update, epoch, loss,
+                nll, lr, grad_norm, tokens_per_second, seconds, …), "evaluated" (update, epoch, loss, nll, perplexity,
+                bleu, best, seconds). A number that JSON cannot hold, and BLEU that was not measured, is None. What one
+                raises ends the run and is raised here; KeyboardInterrupt saves first.
 
         Under `torchrun --nproc-per-node K`, or in a process group of torch.distributed that exists already, K processes
         train one model: each takes its share of the `accumulate`·K batches of an update, and the first one evaluates,
@@ -105,10 +113,15 @@ class Trainer:
             is_first = place is None or place.rank == 0
             observer = _Silent()
             if is_first:
-                observer = _Observer(Path(output), choose(progress), tensorboard and available("tensorboard"))
+                writes = tensorboard and available("tensorboard")
+                observer = _Observer(Path(output), choose(progress), writes, callbacks)
             try:
                 with random_state_kept(), _own_modes():
                     _core.train(*self._json(), folder, mode, place, observer, from_checkpoint=chosen)
+            except InputError:
+                if observer.failure is not None:
+                    raise observer.failure from None
+                raise
             finally:
                 observer.close()
         history = History.read(output)
@@ -137,6 +150,9 @@ def _own_modes() -> Iterator[None]:
 class _Silent:
     """Reports nothing: for every process but the first."""
 
+    failure: Exception | None = None
+    """What a callback raised."""
+
     def started(self, event: Mapping[str, Any]) -> None: ...
     def updated(self, event: Mapping[str, Any]) -> None: ...
     def evaluated(self, event: Mapping[str, Any]) -> None: ...
@@ -147,8 +163,8 @@ class _Silent:
 class _Observer(_Silent):
     """Hands what the loop reports to the progress bar, the logger and TensorBoard."""
 
-    def __init__(self, output: Path, progress: Progress, tensorboard: bool) -> None:
-        self._output, self._progress, self._tensorboard = output, progress, tensorboard
+    def __init__(self, output: Path, progress: Progress, tensorboard: bool, callbacks: Sequence[Callback]) -> None:
+        self._output, self._progress, self._tensorboard, self._callbacks = output, progress, tensorboard, callbacks
         self._writer: Any = None
 
     def started(self, event: Mapping[str, Any]) -> None:
@@ -164,10 +180,12 @@ class _Observer(_Silent):
 
             self._writer = SummaryWriter(str(self._output / "tensorboard"), purge_step=event["update"] + 1)
         self._show("started", event)
+        self._call("started", event)
 
     def updated(self, event: Mapping[str, Any]) -> None:
         self._show("updated", event)
         self._write("train", event, "loss", "nll", "lr", "grad_norm", "tokens_per_second")
+        self._call("updated", event)
 
     def evaluated(self, event: Mapping[str, Any]) -> None:
         bleu = event.get("bleu")
@@ -182,6 +200,7 @@ class _Observer(_Silent):
         )
         self._show("evaluated", event)
         self._write("valid", event, "loss", "nll", "perplexity", "bleu")
+        self._call("evaluated", event)
 
     def message(self, level: str, text: str) -> None:
         logger.log(_LEVELS.get(level, logging.INFO), text)
@@ -197,6 +216,14 @@ class _Observer(_Silent):
             getattr(self._progress, name)(*event)
         except OSError:
             self._progress = Silent()
+
+    def _call(self, name: str, event: Mapping[str, Any]) -> None:
+        for callback in self._callbacks:
+            try:
+                callback(name, event)
+            except Exception as error:
+                self.failure = error
+                raise
 
     def _write(self, group: str, event: Mapping[str, Any], *names: str) -> None:
         if self._writer is not None:

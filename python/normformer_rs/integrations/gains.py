@@ -5,6 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..analysis import gradient_norms
 from ..errors import InputError
 from ..nn.scheme import growth_now
 from ..nn.training import learned_gains
@@ -27,6 +28,13 @@ def gain_values(model: nn.Module) -> dict[str, float]:
         return {}
     device = next(iter(found.values())).device
     return dict(zip(found, torch.stack([value.to(device) for value in found.values()]).tolist()))
+
+
+def gradient_values(model: nn.Module) -> dict[str, float]:
+    """gradient/NAME of each layer: `analysis.gradient_norms`; nothing where no parameter has a gradient."""
+    if all(p.grad is None for p in model.parameters()):
+        return {}
+    return {f"gradient/{name}": norm for name, norm in gradient_norms(model).items()}
 
 
 class Undecayed:

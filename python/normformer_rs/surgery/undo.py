@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from .._html import table
 from ..errors import InputError
 
 _DICTS = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set")
@@ -199,6 +200,10 @@ class Swaps(Sequence[Row]):
 
     def __iter__(self) -> Iterator[Row]:
         return iter(self._rows)
+
+    def _repr_html_(self) -> str:
+        """The table, for notebooks."""
+        return table(Row._fields, self._rows, f"{self.title}: {len(self._rows) or 'nothing to do'}")
 
     def __repr__(self) -> str:
         if not self._rows:
