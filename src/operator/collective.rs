@@ -6,7 +6,7 @@ use crate::cpu::memory::numbers;
 use crate::error::{Error, Result};
 use crate::kernel::columns::Ranks;
 use std::sync::{Mutex, MutexGuard};
-use tch::{Device, Kind, Tensor};
+use tch::{Device, Tensor};
 
 /// A process group of torch.distributed, or a process alone.
 #[derive(Clone, Copy, Debug, Default)]
