@@ -84,6 +84,18 @@ test-all: build $(VENV)/fairseq ## the longer Python tests, and the operators' o
 	$(TIMED) "longer Python tests" $(PYTEST) -m full
 	NORMFORMER_RS_TEST_DEVICE=emulated $(TIMED) "operators on the emulated GPU" $(PYTEST) -m "device and not cpu" tests/operators tests/norms
 
+# mkdocs has an environment of its own: it makes HTML of pages that the package's environment has written.
+$(VENV)-docs/installed: requirements-docs.txt
+	$(PYTHON) -m venv $(VENV)-docs
+	$(VENV)-docs/bin/pip install --quiet --requirement requirements-docs.txt
+	touch $@
+
+.PHONY: docs
+docs: build $(VENV)/fairseq $(VENV)-docs/installed ## the documentation as a site, in site/html; notebooks run when they have changed
+	$(TIMED) "pages and notebooks" $(BIN)/python -m docs.generate write
+	$(TIMED) "site" $(VENV)-docs/bin/mkdocs build --quiet --strict --config-file site/mkdocs.yml
+	$(BIN)/python -m docs.generate check site/html
+
 .PHONY: kill-test
 kill-test: N ?= 20
 kill-test: build ## kill training N times, resume, compare with an uninterrupted run
@@ -138,4 +150,4 @@ gpu-check: ## on the GPU machine: install dist/gpu, run the operators' tests and
 
 .PHONY: clean
 clean: ## remove what make made
-	rm -rf $(VENV) $(VENV)-gpu .venv-torch .gpu-site target runs dist
+	rm -rf $(VENV) $(VENV)-docs $(VENV)-gpu .venv-torch .gpu-site target runs dist site

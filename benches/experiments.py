@@ -6,7 +6,7 @@ NAME is ladder, table5, norms, depth18, depth50, french, shakespeare or bf16. DA
 and tinyshakespeare (docs/data.md says where to get them); RUNS gets one folder a run. A run that is finished is not
 made again, one that was stopped goes on. The table goes to standard output and, row by row, to FOLDER/NAME.csv; rows
 that are there already are taken from it, so that a table can be made over several days and machines. The depth runs'
-first gradient norms go to FOLDER/NAME-gradients.csv, and their picture to FOLDER/NAME.png.
+first gradient norms go to FOLDER/NAME-gradients.csv, and their picture to FOLDER/NAME.png (benches/figures.py).
 
 A run "diverged" when its loss stopped being finite, or its training NLL over the last 50 updates is at least 0.95 times
 the entropy of the target's unigrams; it "trains" when its validation NLL is at most 0.75 times that entropy.
@@ -24,6 +24,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import figures
 import numpy as np
 
 import normformer_rs as nf
@@ -294,23 +295,8 @@ class Results:
             self.draw()
 
     def draw(self) -> None:
-        """The gradient norm of the first 100 updates, a panel per learning rate (BrN Fig 3)."""
-        from matplotlib import colormaps
-        from matplotlib.figure import Figure
-
-        rates = sorted({lr for _, lr in self.curves}, key=float)
-        schemes = list(dict.fromkeys(residual for residual, _ in self.curves))
-        figure = Figure(figsize=(6 * len(rates), 5), dpi=150, layout="constrained")
-        for axis, lr in zip(figure.subplots(1, len(rates), sharey=True, squeeze=False)[0], rates):
-            for (residual, rate), norms in self.curves.items():
-                style, colour = ("-", "--", ":")[schemes.index(residual) // 10 % 3], schemes.index(residual) % 10
-                if rate == lr:
-                    axis.plot(range(1, len(norms) + 1), norms, style, color=colormaps["tab10"](colour), label=residual)
-            axis.set(yscale="log", xlabel="update", title=f"{self.rows[0]['layers']} layers, lr {float(lr):g}")
-            axis.grid(True, color="#e4e4e4", linewidth=0.8)
-        figure.axes[0].set_ylabel("‖g‖ before clipping")
-        figure.axes[-1].legend(frameon=False, fontsize=8, ncols=2)
-        figure.savefig(self.path(".png"))
+        """The gradient norm of the first 100 updates, a panel for each scheme (BrN Fig 3)."""
+        figures.gradients(self.curves, f"Gradient norms, {self.rows[0]['layers']} layers", self.path(".png"))
 
 
 def main() -> None:

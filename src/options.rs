@@ -1,7 +1,13 @@
-//! What an option is: its type, its default, its choices and its line of help, declared once (`config!`) for the Rust
-//! struct, a TOML file's keys, Python's keyword arguments and the command line's flags.
+//! What an option is: its type, its default, its choices and its line of help, declared once for Rust, a TOML file's keys,
+//! Python's keyword arguments and the command line's flags. `config!` declares the options that a configuration has as
+//! fields; a norm, a residual scheme or an initialisation declares its own as [`Setting`]s, in its own file, and a
+//! configuration holds what it says of them in [`Options`].
 
+use crate::error::{Error, Result};
+use serde::de::DeserializeOwned;
 use serde::Serialize;
+use serde_json::Value;
+use std::collections::BTreeMap;
 
 /// One option, for those who list them (Python, `--help`, the documentation).
 #[derive(Debug, Clone, Serialize)]
@@ -10,7 +16,7 @@ pub struct Field {
     /// int, float, bool or str.
     pub kind: &'static str,
     pub optional: bool,
-    pub default: serde_json::Value,
+    pub default: Value,
     pub choices: Vec<&'static str>,
     /// Layers may have different choices: `choice*layers,…,choice`.
     #[serde(skip_serializing_if = "std::ops::Not::not")]
@@ -48,8 +54,8 @@ impl<T: FieldType> FieldType for Option<T> {
 macro_rules! choice {
     ($(#[$meta:meta])* pub enum $name:ident ($what:literal) { $($(#[$doc:meta])* $variant:ident = $word:literal),+ $(,)? }) => {
         $(#[$meta])*
-        #[derive(Clone, Copy, Debug, PartialEq, Eq, serde::Serialize)]
-        pub enum $name { $($(#[$doc])* #[serde(rename = $word)] $variant),+ }
+        #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+        pub enum $name { $($(#[$doc])* $variant),+ }
         impl $name {
             pub fn name(self) -> &'static str {
                 match self { $($name::$variant => $word),+ }
@@ -59,6 +65,11 @@ macro_rules! choice {
                     $($word => Ok($name::$variant),)+
                     other => Err($crate::error::unknown($what, other, [$($word),+])),
                 }
+            }
+        }
+        impl serde::Serialize for $name {
+            fn serialize<S: serde::Serializer>(&self, s: S) -> Result<S::Ok, S::Error> {
+                s.serialize_str(self.name())
             }
         }
         impl<'de> serde::Deserialize<'de> for $name {
@@ -74,7 +85,146 @@ macro_rules! choice {
     };
 }
 
+/// An option that entries of a table declare: norms, residual schemes or initialisations. It begins with its owner's
+/// name, unless it is of several.
+#[derive(Clone, Copy)]
+pub struct Setting<T> {
+    pub name: &'static str,
+    pub default: T,
+    /// (name, value): refuses a value of the right type that cannot be meant.
+    pub check: fn(&str, T) -> Result<()>,
+    pub help: &'static str,
+}
+
+/// A [`Setting`] of any type.
+pub trait Declared: Sync {
+    fn name(&self) -> &'static str;
+
+    /// As lists show it, under that heading of `--help`.
+    fn field(&self, group: &'static str) -> Field;
+
+    /// The value as [`Options`] keeps it, or what is wrong with it.
+    fn read(&self, value: Value) -> serde_json::Result<Value>;
+
+    /// Refuses a value that cannot be meant.
+    fn check(&self, options: &Options) -> Result<()>;
+}
+
+impl<T: Copy + Sync + FieldType + Serialize + DeserializeOwned> Declared for Setting<T> {
+    fn name(&self) -> &'static str {
+        self.name
+    }
+
+    fn field(&self, group: &'static str) -> Field {
+        Field {
+            name: self.name,
+            kind: T::KIND,
+            optional: T::OPTIONAL,
+            default: plain(self.default),
+            choices: T::choices(),
+            per_layer: T::PER_LAYER,
+            help: self.help,
+            group,
+        }
+    }
+
+    fn read(&self, value: Value) -> serde_json::Result<Value> {
+        serde_json::from_value::<T>(value).map(plain)
+    }
+
+    fn check(&self, options: &Options) -> Result<()> {
+        (self.check)(self.name, options.get(self))
+    }
+}
+
+/// An option's value as JSON.
+pub(crate) fn plain(value: impl Serialize) -> Value {
+    serde_json::to_value(value).expect("an option is plain data")
+}
+
+/// What a configuration says of the tables' options; of the others it says their defaults.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct Options(BTreeMap<&'static str, Value>);
+
+impl Options {
+    /// Nothing is said.
+    pub const NONE: Options = Options(BTreeMap::new());
+
+    pub fn get<T: Copy + DeserializeOwned>(&self, setting: &Setting<T>) -> T {
+        match self.0.get(setting.name) {
+            Some(value) => serde_json::from_value(value.clone()).expect("`set` has read it"),
+            None => setting.default,
+        }
+    }
+
+    /// The option's value as JSON.
+    pub fn value(&self, setting: &dyn Declared) -> Value {
+        self.0.get(setting.name()).cloned().unwrap_or_else(|| setting.field("").default)
+    }
+
+    /// An error says what is wrong with the value.
+    pub fn set(&mut self, setting: &dyn Declared, value: Value) -> serde_json::Result<()> {
+        let value = setting.read(value)?;
+        match value == setting.field("").default {
+            true => drop(self.0.remove(setting.name())),
+            false => drop(self.0.insert(setting.name(), value)),
+        }
+        Ok(())
+    }
+}
+
+/// Options in order, those that several entries declare once.
+pub fn distinct(declared: impl Iterator<Item = &'static dyn Declared>) -> Vec<&'static dyn Declared> {
+    let mut found: Vec<&'static dyn Declared> = Vec::new();
+    for setting in declared {
+        if found.iter().all(|known| known.name() != setting.name()) {
+            found.push(setting);
+        }
+    }
+    found
+}
+
+/// Any value of an option's type can be meant.
+pub fn anything<T>(_: &str, _: T) -> Result<()> {
+    Ok(())
+}
+
+/// 0, 1, 2, …
+pub fn not_negative(name: &str, value: i64) -> Result<()> {
+    match value >= 0 {
+        true => Ok(()),
+        false => Err(Error::invalid(format!("{name} must be at least 0, got {value}"))),
+    }
+}
+
+/// Of [0, 1): a probability, or a share that is kept.
+pub fn below_one(name: &str, value: f64) -> Result<()> {
+    match (0.0..1.0).contains(&value) {
+        true => Ok(()),
+        false => Err(Error::invalid(format!("{name} must lie in [0, 1), got {value}"))),
+    }
+}
+
+/// [`Setting`]s, as constants: `/// help; NAME ("key"): type = default, check;`, [`anything`] where no check is given.
+macro_rules! setting {
+    ($($(#[doc = $doc:literal])+ $vis:vis $name:ident ($key:literal): $ty:ty = $default:expr $(, $check:expr)?;)+) => { $(
+        $(#[doc = $doc])+
+        $vis const $name: $crate::options::Setting<$ty> = $crate::options::Setting {
+            name: $key,
+            default: $default,
+            check: $crate::options::setting!(@check $($check)?),
+            help: concat!($($doc),+).trim_ascii(),
+        };
+    )+ };
+    (@check) => { $crate::options::anything };
+    (@check $check:expr) => { $check };
+}
+pub(crate) use setting;
+
 /// A struct of options, in groups named as `--help` lists them: `"group" { /// help; name: type = default, … }`.
+///
+/// One `with options` has the tables' options, too, in the field of that name: `"group" { … } + settings` puts those of
+/// the function `settings` behind the group's own. In JSON they stand among the others.
 macro_rules! config {
     ($(#[$meta:meta])* pub struct $name:ident { $($group:literal {
         $($(#[doc = $doc:literal])+ $field:ident : $ty:ty = $default:expr),+ $(,)?
@@ -94,18 +244,118 @@ macro_rules! config {
             /// Every option, in order.
             pub fn fields() -> Vec<Field> {
                 let default = $name::default();
-                vec![$($(Field {
-                    name: stringify!($field),
-                    kind: <$ty as FieldType>::KIND,
-                    optional: <$ty as FieldType>::OPTIONAL,
-                    default: serde_json::to_value(&default.$field).expect("an option's default is plain data"),
-                    choices: <$ty as FieldType>::choices(),
-                    per_layer: <$ty as FieldType>::PER_LAYER,
-                    help: concat!($($doc),+).trim_ascii(),
-                    group: $group,
-                },)+)+]
+                vec![$($(config!(@field default, $group, $field: $ty, $($doc),+),)+)+]
             }
+        }
+    };
+
+    ($(#[$meta:meta])* pub struct $name:ident with $options:ident { $($group:literal {
+        $($(#[doc = $doc:literal])+ $field:ident : $ty:ty = $default:expr),+ $(,)?
+    } $(+ $settings:path)*)+ }) => {
+        $(#[$meta])*
+        #[derive(Clone, Debug, PartialEq)]
+        pub struct $name {
+            $($($(#[doc = $doc])+ pub $field: $ty,)+)+
+            /// The options that the tables declare.
+            pub $options: Options,
+        }
+
+        impl Default for $name {
+            fn default() -> Self {
+                $name { $($($field: $default,)+)+ $options: Options::default() }
+            }
+        }
+
+        impl $name {
+            /// Every option, in order.
+            pub fn fields() -> Vec<Field> {
+                let (default, mut fields) = ($name::default(), Vec::new());
+                $(
+                    fields.extend([$(config!(@field default, $group, $field: $ty, $($doc),+)),+]);
+                    $(fields.extend($settings().iter().map(|setting| setting.field($group)));)*
+                )+
+                fields
+            }
+
+            /// The options that the tables declare.
+            pub fn settings() -> Vec<&'static dyn Declared> {
+                [$($($settings(),)*)+].concat()
+            }
+        }
+
+        impl Serialize for $name {
+            fn serialize<S: serde::Serializer>(&self, s: S) -> std::result::Result<S::Ok, S::Error> {
+                use serde::ser::SerializeMap;
+                let mut map = s.serialize_map(None)?;
+                let options = &self.$options;
+                $(
+                    $(map.serialize_entry(stringify!($field), &self.$field)?;)+
+                    $(for setting in $settings() {
+                        map.serialize_entry(setting.name(), &options.value(setting))?;
+                    })*
+                )+
+                map.end()
+            }
+        }
+
+        impl<'de> Deserialize<'de> for $name {
+            fn deserialize<D: serde::Deserializer<'de>>(d: D) -> std::result::Result<Self, D::Error> {
+                struct Reader;
+
+                impl<'de> serde::de::Visitor<'de> for Reader {
+                    type Value = $name;
+
+                    fn expecting(&self, f: &mut std::fmt::Formatter) -> std::fmt::Result {
+                        f.write_str(concat!("struct ", stringify!($name)))
+                    }
+
+                    fn visit_map<M: serde::de::MapAccess<'de>>(
+                        self,
+                        mut map: M,
+                    ) -> std::result::Result<$name, M::Error> {
+                        let (mut read, mut seen) = ($name::default(), std::collections::HashSet::new());
+                        let settings = $name::settings();
+                        while let Some(name) = map.next_key::<String>()? {
+                            if seen.contains(&name) {
+                                return Err(serde::de::Error::custom(format!("duplicate field `{name}`")));
+                            }
+                            match name.as_str() {
+                                $($(stringify!($field) => read.$field = map.next_value()?,)+)+
+                                name => match settings.iter().find(|setting| setting.name() == name) {
+                                    Some(setting) => {
+                                        read.$options.set(*setting, map.next_value()?).map_err(serde::de::Error::custom)?
+                                    }
+                                    None => return Err(unknown_field(name, &$name::fields())),
+                                },
+                            }
+                            seen.insert(name);
+                        }
+                        Ok(read)
+                    }
+                }
+
+                d.deserialize_map(Reader)
+            }
+        }
+    };
+
+    (@field $default_of:ident, $group:literal, $field:ident: $ty:ty, $($doc:literal),+) => {
+        Field {
+            name: stringify!($field),
+            kind: <$ty as FieldType>::KIND,
+            optional: <$ty as FieldType>::OPTIONAL,
+            default: $crate::options::plain(&$default_of.$field),
+            choices: <$ty as FieldType>::choices(),
+            per_layer: <$ty as FieldType>::PER_LAYER,
+            help: concat!($($doc),+).trim_ascii(),
+            group: $group,
         }
     };
 }
 pub(crate) use config;
+
+/// serde's error of a key that no option has.
+pub(crate) fn unknown_field<E: serde::de::Error>(name: &str, known: &[Field]) -> E {
+    let known: Vec<String> = known.iter().map(|field| format!("`{}`", field.name)).collect();
+    E::custom(format!("unknown field `{name}`, expected one of {}", known.join(", ")))
+}

@@ -194,6 +194,20 @@ pub struct Scaled {
 }
 
 impl Scaled {
+    /// Of a model of that width without a parametrisation.
+    pub const fn standard(d_model: i64) -> Self {
+        Scaled {
+            parametrisation: &STANDARD,
+            d_model,
+            base_width: d_model,
+            base_depth: None,
+            depth_alpha: None,
+            input: 1.0,
+            output: 1.0,
+            attention: AttentionScale::InverseSqrt,
+        }
+    }
+
     /// Of a stack of so many layers; without one, m_L is 1.
     fn ratios(&self, layers: Option<i64>) -> Ratios {
         let depth = layers.zip(self.base_depth).map_or(1.0, |(layers, base)| layers as f64 / base as f64);

@@ -39,6 +39,7 @@ __all__ = [
     "keep_memory",
     "nn",
     "param_groups",
+    "plot",
     "preset",
     "surgery",
     "swap_norms",
@@ -51,6 +52,7 @@ __all__ = [
 if TYPE_CHECKING:
     from . import analysis, nn, surgery
     from .config import DataConfig, SearchConfig, TrainingConfig, TransformerConfig, __version__, tables
+    from .curves import plot
     from .errors import DivergedError, InputError, Interrupted
     from .export import to_torch
     from .history import Evaluations, History
@@ -64,6 +66,7 @@ if TYPE_CHECKING:
 else:
     _HOMES = {
         "config": ("DataConfig", "SearchConfig", "TrainingConfig", "TransformerConfig", "__version__", "tables"),
+        "curves": ("plot",),
         "errors": ("DivergedError", "InputError", "Interrupted"),
         "export": ("to_torch",),
         "history": ("Evaluations", "History"),

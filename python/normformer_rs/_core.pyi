@@ -40,7 +40,7 @@ def multipliers(
     """A role's multipliers in a model `width` times as wide and `depth` times as deep as its base."""
 
 def declare(model: str, stack: Literal["encoder", "decoder"]) -> str:
-    """What a configuration's residual scheme puts into a stack: a JSON object of layers, flow, has_biases, …"""
+    """A configuration's residual scheme in one stack: a JSON object of layers, flow, has_biases, …"""
 
 def growth(steps: int, curve: Literal["linear", "exp", "sigmoid"], t: Tensor) -> Tensor:
     """α_t of a growing scheme, (1,) float64 on the device of t, which is int64 (1,)."""
@@ -116,7 +116,7 @@ def observe(
     precision: str,
     loss: Callable[[Tensor], Tensor] | None,
 ) -> list[tuple[NDArray[np.float64], NDArray[np.float64], list[list[float]], NDArray[np.float64]]]:
-    """Of each stack: cosines (layers,), active (layers,), statistics (norms, 7), sizes (layers + 1,); seed None:
+    """Each stack's cosines (layers,), active (layers,), statistics (norms, 7), sizes (layers + 1,); seed None:
     evaluation."""
 
 def statistics(
@@ -193,11 +193,11 @@ class Schedule:
     """A learning-rate schedule of the training loop, for other loops."""
 
     memory: str
-    """What evaluations have taught it, as JSON."""
+    """Its state after the evaluations so far, as JSON."""
 
     def __init__(self, training: str, d_model: int) -> None: ...
     def learning_rate(self, n: int) -> float:
-        """Of update n, 1 for the first."""
+        """The rate of update n, 1 for the first."""
 
     def evaluated(self, n: int, score: float) -> None:
         """An evaluation after update n scored `score`, more being better."""

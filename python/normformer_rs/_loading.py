@@ -30,9 +30,9 @@ def load() -> Any:
 
 
 class _Finder:
-    """Sees the first import of torch or of the core, adds the other's, and leaves.
+    """At the first import of torch or of the core, imports the other too, and removes itself.
 
-    It changes what the found loader does, not what is found: to look for a module imports nothing.
+    It wraps the loader, not the search, so that looking for a module imports nothing.
     """
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:

@@ -1,4 +1,4 @@
-"""Packages that the wheel does without: imported when they are used."""
+"""Packages that the wheel does not require: imported when they are used."""
 
 import importlib
 import importlib.util
@@ -9,6 +9,7 @@ REQUIREMENTS = {
     "lightning": "lightning>=2.6",
     "matplotlib": "matplotlib>=3.8",
     "num2words": "num2words>=0.5.13",
+    "pandas": "pandas>=2.2",
     "sacrebleu": "sacrebleu>=2.4",
     "transformers": "transformers[torch]>=5.20",
 }
@@ -16,7 +17,8 @@ REQUIREMENTS = {
 
 
 def require(name: str, purpose: str, hint: str = "") -> ModuleType:
-    """The module of that name; ImportError that says what it is for and how to install it where it is missing."""
+    """The module of that name. Errors: ImportError, with its purpose and the command that installs it, where it is
+    missing."""
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:

@@ -73,7 +73,7 @@ def tables() -> dict[str, list[dict[str, Any]]]: ...
 
 def tables() -> str:
     """The text of _tables.json, an option or a name on each line."""
-    # Not by the package, which refuses a core that _tables.json does not fit.
+    # Not by the package, which refuses a core that differs from _tables.json.
     core: Any = importlib.import_module(_loading.CORE)
     return _json(json.loads(core.tables())) + "\n"
 
@@ -260,7 +260,7 @@ def json_string(text: str) -> str:
 
 
 def main() -> int:
-    """0 if the files are what they should be, or have been written."""
+    """0 if the files are up to date, or have been written."""
     parser = argparse.ArgumentParser(prog="python -m normformer_rs._stubs", description=__doc__)
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("--check", action="store_true", help="fail if a file is out of date")

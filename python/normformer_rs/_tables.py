@@ -1,4 +1,4 @@
-"""Rust's lists of options and names, out of _tables.json: read in a millisecond, without torch and the core.
+"""Rust's lists of options and names, from _tables.json: read in a millisecond, without torch and the core.
 
 `python -m normformer_rs._stubs --write` writes the file. An import of torch compares it with the core.
 """
@@ -16,7 +16,7 @@ def read() -> dict[str, Any]:
 
 
 def check(core: str) -> None:
-    """Raises ImportError where the file is not what the core says, `_core.tables()`."""
+    """Raises ImportError where the file differs from `core`, the text of `_core.tables()`."""
     try:
         is_current = read() == json.loads(core)
     except (OSError, ValueError):

@@ -1,4 +1,4 @@
-"""Does the torch at hand fit the extension? The answer is read from files, because importing torch takes seconds."""
+"""Checks that the installed torch fits the extension. It reads files only, because importing torch takes seconds."""
 
 import importlib.util
 import json
@@ -17,9 +17,9 @@ _BUILT_AGAINST = re.compile(rb"normformer_rs is built against torch (\d[\w.]*);"
 
 
 def check() -> None:
-    """Raises ImportError, with the command that mends it, where the torch at hand is not the one of the build.
+    """Raises ImportError, with the command that mends it, where the installed torch is not the one of the build.
 
-    The C++ interface of libtorch changes with every minor version, so the extension works with one alone.
+    The C++ interface of libtorch changes with every minor version, so the extension works with only one.
     """
     built, found = _minor(_built()), _found()
     pin = f'`pip install "torch=={built}.*"`'
@@ -68,7 +68,7 @@ def _minor(version: str) -> str:
 
 
 def _install() -> str:
-    """The command that builds the package anew for the torch at hand, from the folder that it was installed from."""
+    """The command that builds the package anew for the installed torch, from the folder that it was installed from."""
     import importlib.metadata  # 18 ms, for this message alone
 
     command = "pip install --force-reinstall --no-deps --no-cache-dir"

@@ -1,4 +1,4 @@
-"""What the papers look at in a trained model.
+"""The papers' analyses of a trained model: gains, gradients, spectra, statistics, cosines.
 
 >>> import normformer_rs as nf
 >>> from normformer_rs import analysis
@@ -23,8 +23,7 @@ from numpy.typing import ArrayLike, NDArray
 from torch import Tensor, nn
 
 from . import _core
-from .coordinates import CoordinateCheck as CoordinateCheck
-from .coordinates import coordinate_check as coordinate_check
+from .coordinates import CoordinateCheck, coordinate_check
 from .errors import InputError
 from .model import Transformer
 from .nn.masks import mask_for
@@ -32,16 +31,29 @@ from .nn.norms import RowNorm
 from .nn.running import OPS, BatchNorm, RunningNorm
 from .nn.unkept import is_second_run
 
+__all__ = [
+    "CoordinateCheck",
+    "Gain",
+    "Observed",
+    "Statistics",
+    "coordinate_check",
+    "gains",
+    "gradient_norms",
+    "observe",
+    "spectrum",
+    "statistics",
+]
+
 
 class Gain(NamedTuple):
     """The learned g of a norm that has one."""
 
     name: str
-    """The norm's."""
+    """The norm's name."""
     layer: int | None
-    """The first number in the name: its layer, from 0. None outside layers, as dlcl's sums are."""
+    """The first number in the name: its layer, from 0. None outside layers, such as dlcl's sums."""
     kind: str
-    """The name without that number: what one curve over depth has in common."""
+    """The name without that number, which the points of one curve over depth share."""
     g: float
 
 
@@ -67,12 +79,12 @@ def gains(model: nn.Module) -> list[Gain]:
 
 
 def gradient_norms(model: nn.Module) -> dict[str, float]:
-    """The Euclidean norm of the gradient of each layer, and of what stands outside layers by its outermost module, in
-    the order of the modules (Nguyen & Salazar 2019, Fig 2; Liu et al. 2023, Fig 3). Call it after `backward`, before
-    clipping.
+    """The Euclidean norm of each layer's gradient (Nguyen & Salazar 2019, Fig 2; Liu et al. 2023, Fig 3). Call it after
+    `backward`, before clipping.
 
-    A layer is what a name has up to its first number. The squares of all norms sum up to the whole gradient's. With a
-    gradient scaler, unscale first.
+    A parameter's layer is its name up to the first number; outside layers it is the outermost module. Entries follow
+    the order of the modules. The squares of all norms sum up to the whole gradient's. With a gradient scaler, unscale
+    first.
 
     Errors: InputError where there are no gradients.
     """
@@ -94,7 +106,7 @@ def spectrum(weight: Tensor | ArrayLike) -> NDArray[np.float64]:
     >>> spectrum([[0.0, 2.0], [1.0, 0.0], [0.0, 0.0]])
     array([1. , 0.5])
 
-    Errors: InputError for what is not a matrix of finite numbers, or holds zeros only.
+    Errors: InputError for anything but a matrix of finite numbers, and for zeros only.
     """
     try:
         given = torch.as_tensor(weight).detach()
@@ -112,13 +124,13 @@ def spectrum(weight: Tensor | ArrayLike) -> NDArray[np.float64]:
 
 
 def _layer(path: str) -> re.Match[str] | None:
-    """Where a module's name says its layer: the first number, but for dlcl's sums, which stand between layers."""
+    """The layer in a module's name: the first number. None for dlcl's sums, which stand between layers."""
     return None if "combine" in path.split(".") else re.search(r"\b\d+\b", path)
 
 
 class Statistics(NamedTuple):
     """A batch's statistics over its real positions, in a norm that keeps running ones (batchnorm, powernorm-v,
-    powernorm); NaN of those that a norm has not. x̂ is centred and scaled by the batch's own, σ_B = √(σ²_B + ε)."""
+    powernorm); NaN for those that a norm does not have. The batch's own centre and scale x̂, σ_B = √(σ²_B + ε)."""
 
     mean: float
     """‖μ_B − μ‖₂/d, the running μ as the batch found it (Shen et al. 2020, Fig 2)."""
@@ -139,7 +151,7 @@ class Statistics(NamedTuple):
 
 @contextmanager
 def statistics(model: nn.Module) -> Iterator[dict[str, Statistics]]:
-    """What the norms with running statistics of `normformer_rs.nn` meet inside the block, in any model.
+    """The statistics of batches in `normformer_rs.nn`'s norms with running ones, inside the block, in any model.
 
     >>> from normformer_rs.nn import PowerNormV
     >>> model = nn.Sequential(nn.Linear(4, 4), PowerNormV(4))
@@ -148,10 +160,10 @@ def statistics(model: nn.Module) -> Iterator[dict[str, Statistics]]:
     >>> list(found), found["1"].power_gradient > 0
     (['1'], True)
 
-    The dictionary is filled where the block ends: by the norms' names, in the order of the modules, those of which a
-    forward was seen; of several forwards the last counts. A gradient is there if the block's `backward` went through
-    the norm. What the model computes and keeps does not change. A `normformer_rs.Transformer` has no such modules: see
-    `observe`; and a compiled model calls no hooks: give the model that was compiled.
+    The dictionary is filled when the block ends. Its keys are the names of the norms that ran, in the order of the
+    modules; a norm's last forward counts. Gradients need a `backward` through the norm inside the block. The model's
+    outputs and state do not change. `normformer_rs.Transformer` has no such modules: use `observe`. A compiled model
+    calls no hooks: give the original model.
     """
     norms = {name: module for name, module in model.named_modules() if isinstance(module, RunningNorm)}
     seen: dict[str, _Forward] = {}
@@ -167,7 +179,7 @@ def statistics(model: nn.Module) -> Iterator[dict[str, Statistics]]:
 
 @dataclass
 class _Forward:
-    """What a norm was given, and its output's gradient once there is one."""
+    """A norm's inputs, and its output's gradient once there is one."""
 
     x: Tensor
     pad_mask: Tensor | None
@@ -178,7 +190,7 @@ class _Forward:
     dy: Tensor | None = None
 
     def differentiated(self, dy: Tensor) -> None:
-        """Of second runs the first one: backward passes run backwards, and this is the last forward."""
+        """Keeps the first gradient: backward runs in reverse, so this one is the last forward's."""
         self.dy = dy if self.dy is None else self.dy
 
     def statistics(self) -> Statistics:
@@ -215,8 +227,8 @@ class Observed(NamedTuple):
     """One stack's pass over the real tokens of a batch."""
 
     cosines: NDArray[np.float64]
-    """(layers,): the mean cosine similarity of each layer's output and the output before it, the first one's being what
-    the stack reads (Liu et al. 2023, Fig 8)."""
+    """(layers,): the mean cosine similarity of each layer's output and the previous layer's (Liu et al. 2023, Fig 8).
+    The first layer is compared with the stack's input."""
     active: NDArray[np.float64]
     """(layers,): the share of feed-forward activations that are not 0 after ReLU and its dropout (Liu et al. 2023, Fig
     9)."""
@@ -232,17 +244,17 @@ def observe(
     target_input: Tensor,
     loss: Callable[[Tensor], Tensor] | None = None,
 ) -> dict[str, Observed]:
-    """What is seen of "encoder" and "decoder" as a model reads a batch in the mode that it is in. Nothing moves.
+    """Observes "encoder" and "decoder" in one pass over a batch, in the model's present mode. No state changes.
 
-    In evaluation nothing is dropped, and norms use their running statistics. In training there is dropout, its masks
-    following one draw from torch's generator, and norms use what they use in training; that is what running statistics
-    are to be compared with, for dropout widens a batch's.
+    In evaluation there is no dropout, and norms use their running statistics. In training, dropout masks follow one
+    draw from torch's generator, and norms use their training statistics. Compare running statistics with those, because
+    dropout widens a batch's.
 
     Args:
         source, target_input: token ids, as for the model's call.
         loss: makes a number of the logits (B, T, V), for the gradients in `statistics`; no parameter's `grad` changes.
 
-    Errors: InputError for other modules, and for a loss that is no number that depends on the logits.
+    Errors: InputError for other modules, and for a loss that is not one number that depends on the logits.
     """
     if not isinstance(model, Transformer):
         raise InputError(f"model must be a normformer_rs.Transformer; got a {type(model).__name__}")
@@ -258,7 +270,7 @@ def observe(
 
 
 def _number(loss: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
-    """`loss` with gradients on, and its result looked at."""
+    """`loss` with gradients on, and its result checked."""
 
     def checked(logits: Tensor) -> Tensor:
         with torch.enable_grad():

@@ -1,4 +1,4 @@
-"""The command `normformer-rs`: train, translate, evaluate, average, demo, convert, fairseq, fairseq-user-dir.
+"""The command `normformer-rs`: train, translate, evaluate, average, plot, demo, convert, fairseq, fairseq-user-dir.
 
 A command imports the modules that need torch when it runs: help and mistyped options are answered without them.
 """
@@ -38,9 +38,9 @@ _FAILURES = (
     MemoryError,
     UnicodeError,
 )
-"""What is told in one line, without a traceback; anything else is a bug."""
+"""Errors reported in one line, without a traceback; any other is a bug."""
 _COMMAND = {"preset", "output"}
-"""What a file may say besides the configs' options."""
+"""Options that a file may have besides the configs'."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -56,7 +56,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         args.run(args)
         return 0
     except BrokenPipeError:
-        # The reader of the output has gone, as in `… | head`; nothing is left to say, at exit neither.
+        # The output's reader has gone, as in `… | head`: the flush at exit must not fail too.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return EXIT_FAILURE
     except (Exception, KeyboardInterrupt) as error:
@@ -81,6 +81,7 @@ def _parser() -> Parser:
         ("translate", _translate_parser),
         ("evaluate", _evaluate_parser),
         ("average", _average_parser),
+        ("plot", _plot_parser),
         ("demo", _demo_parser),
         ("convert", _convert_parser),
         ("fairseq", _fairseq_parser),
@@ -100,7 +101,7 @@ def _train_parser() -> _Command:
     def add(parser: argparse.ArgumentParser) -> None:
         parser.usage = "%(prog)s --output DIR [OPTION …]"
         kinds = (DataConfig, TransformerConfig, TrainingConfig)
-        # The data say how large the vocabulary is.
+        # The vocabulary's size follows from the data.
         fields = {field.name: field for kind in kinds for field in kind.FIELDS if field.name != "vocab_size"}
         names = ["common", *dict.fromkeys(field.group for field in fields.values())]
         groups = {name: parser.add_argument_group(name) for name in names}
@@ -143,7 +144,7 @@ def _train(args: argparse.Namespace) -> None:
         raise InputError("train needs --output DIR, the folder that the run is written to")
     how = {"resume": args.resume, "from_checkpoint": args.from_checkpoint, "overwrite": args.overwrite}
     history = trainer.fit(output, **how, progress=not args.no_progress)
-    if os.environ.get("RANK", "0") != "0":  # torchrun's: the first process speaks
+    if os.environ.get("RANK", "0") != "0":  # under torchrun, only the first process reports
         return
     write(f"trained {len(history.update):,} updates in {duration(history.seconds[-1] if len(history.seconds) else 0)}")
     best = history.best
@@ -156,7 +157,7 @@ def _train(args: argparse.Namespace) -> None:
 
 
 def trainer_of(args: argparse.Namespace) -> "tuple[Trainer, str | None]":
-    """The trainer and the output folder that flags over --config's file over the preset describe.
+    """The trainer and the output folder of a command line: flags override --config's file, which overrides the preset.
 
     With --resume the options of the run itself come between preset and file.
     """
@@ -186,7 +187,7 @@ def _translate_parser() -> _Command:
         _add_model(parser, required=True)
         source = parser.add_mutually_exclusive_group()
         source.add_argument("--input", metavar="FILE", default=text.STANDARD, help="Source text; -: standard input.")
-        source.add_argument("--data-bin", metavar="DIR", help="fairseq's binarised folder, of which --split is read.")
+        source.add_argument("--data-bin", metavar="DIR", help="fairseq's binarised folder; its --split is read.")
         binarised = parser.add_argument_group("with --data-bin")
         binarised.add_argument("--split", metavar="NAME", default="test", help="Default: test.")
         binarised.add_argument("--source-lang", metavar="LANG", help="Default: as the files' names have it.")
@@ -227,15 +228,15 @@ def _evaluate_parser() -> _Command:
     def add(parser: argparse.ArgumentParser) -> None:
         bleu = parser.add_argument_group("BLEU of translations")
         bleu.add_argument("--hypothesis", metavar="FILE", help="Translations, one a line.")
-        bleu.add_argument("--reference", metavar="FILE", required=True, help="What they should be.")
+        bleu.add_argument("--reference", metavar="FILE", required=True, help="Reference translations.")
         bleu.add_argument("--baseline", metavar="FILE", help="Another system's translations, for a paired bootstrap.")
         bleu.add_argument("--tokenize", metavar="NAME", default="13a", help="13a, or none for tokenised text.")
-        bleu.add_argument("--lowercase", action="store_true", help="Case does not count.")
+        bleu.add_argument("--lowercase", action="store_true", help="Ignore case.")
         bleu.add_argument("--no-bpe", action="store_true", help="The texts are split: join pieces that end in `@@`.")
         bleu.add_argument(
             "--split-compounds",
             action="store_true",
-            help="a-b is three words, as for WMT14 En-De; for tokenised text, with --tokenize none.",
+            help="Split a-b into three words, as for WMT14 En-De; for tokenised text, with --tokenize none.",
         )
         perplexity = parser.add_argument_group("perplexity of a model, given --source, on --reference")
         _add_model(perplexity, required=False)
@@ -289,6 +290,23 @@ def _average(args: argparse.Namespace) -> None:
     print(average(args.model, last=args.last, updates=args.updates))
 
 
+def _plot_parser() -> _Command:
+    def add(parser: argparse.ArgumentParser) -> None:
+        parser.add_argument("runs", metavar="RUN", nargs="+", help="The --output of training; several are overlaid.")
+        where = "The picture, by its ending png, svg or pdf. Default: curves.png, of one run in its folder, else here."
+        parser.add_argument("--output", metavar="FILE", help=where)
+        parser.add_argument("--names", metavar="NAME", nargs="+", help="Of the runs. Default: their folders.")
+
+    return "Draw loss, BLEU or perplexity, gradient norm and learning rate of runs.", _plot, add
+
+
+def _plot(args: argparse.Namespace) -> None:
+    from .curves import plot
+
+    alone = Path(args.runs[0]) / "curves.png" if len(args.runs) == 1 else "curves.png"
+    print(plot(*args.runs, path=args.output or alone, names=args.names))
+
+
 def _demo_parser() -> _Command:
     def add(parser: argparse.ArgumentParser) -> None:
         parser.add_argument("--output", metavar="DIR", default="runs/demo", help="Default: runs/demo.")
@@ -307,7 +325,7 @@ def _convert_parser() -> _Command:
         parser.add_argument("--from", dest="origin", metavar="PATH", required=True, help="A .pt, or a run's --output.")
         parser.add_argument("--to", metavar="PATH", required=True, help="A new --output folder, or a new .pt.")
         parser.add_argument("--data", metavar="DIR", help="fairseq's binarised folder, for its dictionary.")
-        parser.add_argument("--checkpoint", metavar="NAME", default="best", help="Of --from, where that is a folder.")
+        parser.add_argument("--checkpoint", metavar="NAME", default="best", help="Of --from, if that is a folder.")
         parser.add_argument("--trust", action="store_true", help="Load a .pt even if that could run code.")
 
     return "Turn a fairseq checkpoint into a model of this package, or back.", _convert, add
@@ -337,13 +355,13 @@ def _fairseq_parser() -> _Command:
 def _fairseq(args: argparse.Namespace) -> None:
     fairseq_commands.check(args.command, args.arguments)
     sys.argv = [f"{PROG} fairseq", args.command, *args.arguments]
-    # As `python -m` does, so that workers that fairseq spawns find the same main module, and its patches.
+    # Like `python -m`, so that workers that fairseq spawns find the same main module and its patches.
     try:
         runpy.run_module("normformer_rs.fairseq_plugin.command", run_name="__main__", alter_sys=True)
     except (ImportError, KeyboardInterrupt):
         raise
     except Exception:
-        traceback.print_exc()  # what fairseq says of itself
+        traceback.print_exc()  # fairseq's own error
         raise SystemExit(1) from None
 
 

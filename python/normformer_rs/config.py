@@ -1,8 +1,8 @@
 """The options of a model, a training run, its data and a search, as frozen dataclasses.
 
-The lists come from Rust, by way of _tables.json: a name, a default, a choice or a help text exists once. What one
-option cannot know of another (`heads` divides `d_model`) is checked in Rust where it is used. Nothing here imports
-torch, so that the command line answers at once.
+The lists come from Rust, by way of _tables.json: a name, a default, a choice or a help text exists once. Rust checks
+options against each other (`heads` divides `d_model`) where it uses them. Nothing here imports torch, so that the
+command line answers at once.
 """
 
 import copy
@@ -17,7 +17,7 @@ import os
 from collections.abc import Iterable, Mapping
 from typing import Any, ClassVar, NamedTuple, TypeVar
 
-from . import _tables
+from . import _html, _tables
 from .errors import InputError
 
 _TYPES: dict[str, type] = {"int": int, "float": float, "bool": bool, "str": str}
@@ -32,7 +32,7 @@ class Field(NamedTuple):
     kind: str
     """int, float, bool or str."""
     optional: bool
-    """None is a value, too."""
+    """None is allowed."""
     default: Any
     choices: tuple[str, ...]
     """The words allowed; empty: any."""
@@ -55,7 +55,7 @@ class Field(NamedTuple):
         if self.kind == "str" and isinstance(value, os.PathLike):
             value = os.fspath(value)
         if self.kind == "float" and value == "inf":
-            value = math.inf  # JSON has no other word for it
+            value = math.inf  # JSON cannot write infinity
         kind = _TYPES[self.kind]
         if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
             raise InputError(f"{self.name} must be {_NOUNS[self.kind]}{' or none' * self.optional}; got {value!r}")
@@ -190,6 +190,6 @@ def tables() -> dict[str, list[dict[str, Any]]]:
     """The norms, residuals and inits that a model may name: each a list of {name, equation, source}.
 
     A norm's entry has all that its module is made of, too: its class in `normformer_rs.nn`, parameters, options and
-    operator. `others` are what models have beside these.
+    operator. `others` are further parts of models.
     """
-    return copy.deepcopy(_TABLES["tables"])
+    return _html.Tables({name: _html.Table(rows) for name, rows in copy.deepcopy(_TABLES["tables"]).items()})

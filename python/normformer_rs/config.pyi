@@ -61,9 +61,9 @@ _Residual = Literal[
 ]
 _Init = Literal["xavier", "smallinit", "fairseq", "deepnorm", "subln", "ds-init", "t-fixup", "r-fixup", "gpt2"]
 _BranchnormGrowth = Literal["linear", "exp", "sigmoid"]
+_RFixupMode = Literal["release", "paper"]
 _DlclNorm = Literal["pre", "post"]
 _NormformerMode = Literal["paper", "fairseq"]
-_RFixupMode = Literal["release", "paper"]
 _Parametrisation = Literal["standard", "mup", "depth-mup", "completep"]
 _AttentionScale = Literal["inverse-sqrt", "inverse"]
 _Positions = Literal["twt", "fairseq"]
@@ -96,24 +96,24 @@ class TransformerConfig(Config):
     norm_eps: float | None
     lpnorm_p: float
     batchnorm_alpha: float
-    powernorm_mode: _PowernormMode
-    powernorm_warmup: int
+    groupscaling: int
     powernorm_alpha_fwd: float
     powernorm_alpha_bwd: float
+    powernorm_warmup: int
+    powernorm_mode: _PowernormMode
     powernorm_sync: bool
-    groupscaling: int
     residual: _Residual | str
     qk_norm: bool
     init: _Init | None
     branchnorm_steps: int
     branchnorm_growth: _BranchnormGrowth
+    r_fixup_mode: _RFixupMode
     dlcl_norm: _DlclNorm
     normformer_head_scale: bool
     normformer_attention_norm: bool
     normformer_ffn_norm: bool
     normformer_residual_scale: bool
     normformer_mode: _NormformerMode
-    r_fixup_mode: _RFixupMode
     layerscale_init: float
     ds_init_alpha: float
     ds_init_mode: _PowernormMode
@@ -152,24 +152,24 @@ class TransformerConfig(Config):
         norm_eps: float | None = ...,
         lpnorm_p: float = ...,
         batchnorm_alpha: float = ...,
-        powernorm_mode: _PowernormMode = ...,
-        powernorm_warmup: int = ...,
+        groupscaling: int = ...,
         powernorm_alpha_fwd: float = ...,
         powernorm_alpha_bwd: float = ...,
+        powernorm_warmup: int = ...,
+        powernorm_mode: _PowernormMode = ...,
         powernorm_sync: bool = ...,
-        groupscaling: int = ...,
         residual: _Residual | str = ...,
         qk_norm: bool = ...,
         init: _Init | None = ...,
         branchnorm_steps: int = ...,
         branchnorm_growth: _BranchnormGrowth = ...,
+        r_fixup_mode: _RFixupMode = ...,
         dlcl_norm: _DlclNorm = ...,
         normformer_head_scale: bool = ...,
         normformer_attention_norm: bool = ...,
         normformer_ffn_norm: bool = ...,
         normformer_residual_scale: bool = ...,
         normformer_mode: _NormformerMode = ...,
-        r_fixup_mode: _RFixupMode = ...,
         layerscale_init: float = ...,
         ds_init_alpha: float = ...,
         ds_init_mode: _PowernormMode = ...,

@@ -1,7 +1,7 @@
-"""fairseq's checkpoints and this package's, both ways: what flags mean, what parameters are called, and the files.
+"""Conversion between fairseq's checkpoints and this package's, both ways: flags, parameters' names, and files.
 
-Both start from one table of names, torch.nn's: the plug-in's architectures have it already, and fairseq's own
-`transformer` archs are renamed to it.
+Both ways use torch.nn's names: the plug-in's architectures have them already, and fairseq's own `transformer` archs are
+renamed.
 """
 
 import argparse
@@ -19,11 +19,11 @@ from . import _core
 from .config import LANGUAGE_MODELS, PARAMETRISATION, TrainingConfig, TransformerConfig
 from .errors import InputError
 from .model import find_checkpoint, read_config
-from .nn.declared import declare
+from .nn.scheme import declare
 
 Path_ = str | PathLike[str]
 
-# What fairseq's flags mean.
+# fairseq's flags.
 
 FAIRSEQS: tuple[str, ...] = (
     "architecture",
@@ -37,7 +37,7 @@ FAIRSEQS: tuple[str, ...] = (
 )
 FAIRSEQS += ("tie_embeddings", "dropout", "attention_dropout", "activation_dropout", *LANGUAGE_MODELS)
 FAIRSEQS += PARAMETRISATION
-"""Options of a model that fairseq has flags of its own for, that its data decide, or that a model there cannot have."""
+"""Options of a model for which fairseq has its own flags, that its data decide, or that its models cannot have."""
 REFUSED: tuple[str, ...] = (
     "adaptive_input",
     "adaptive_softmax_cutoff",
@@ -49,17 +49,17 @@ REFUSED += ("cross_self_attention", "base_layers", "encoder_layers_to_keep", "de
 REFUSED += ("offload_activations", "character_embeddings", "char_inputs", "tie_adaptive_weights", "tie_adaptive_proj")
 REFUSED += ("no_decoder_final_norm", "encoder_xformers_att_config")
 REFUSED += ("decoder_xformers_att_config", "scale_fc", "scale_attn", "scale_heads", "scale_resids")
-"""fairseq's flags that a model of this package has no place for."""
+"""fairseq's flags that models of this package do not support."""
 FIXED: dict[str, Any] = {"activation_fn": "relu", "no_scale_embedding": False, "layernorm_embedding": False}
 FIXED |= {"no_token_positional_embeddings": False, "encoder_learned_pos": False, "decoder_learned_pos": False}
-"""What the plug-in's architectures take from fairseq's flags, and the training loop does one way only."""
+"""Flags that the plug-in's architectures obey; the training loop has these values only."""
 SIZES = ("embed_dim", "ffn_embed_dim", "layers", "attention_heads")
 
 
 def complete(flags: Mapping[str, Any]) -> argparse.Namespace:
-    """A model's flags with the decoder's sizes filled in: where open, they are the encoder's.
+    """A model's flags; sizes that the decoder lacks are the encoder's.
 
-    Errors: InputError for flags that a model of this package has no place for.
+    Errors: InputError for flags that models of this package do not support.
     """
     flags = dict(flags)
     if flags.get("scalenorm_fixed_g"):
@@ -124,12 +124,12 @@ def configure(flags: argparse.Namespace, stack: str, vocab_size: int) -> Transfo
 
 
 def _residual(flags: argparse.Namespace, is_alone: bool) -> str:
-    """The residual scheme; fairseq's older flags are understood where they agree with --residual."""
+    """The residual scheme; fairseq's older flags count where they agree with --residual."""
     named = getattr(flags, "residual", None)
     older = ["decoder_normalize_before"] if is_alone else ["encoder_normalize_before", "decoder_normalize_before"]
     before = [getattr(flags, name, False) for name in older]
     if not any(before):
-        # nfrs_transformer_lm is prenorm where nothing is said; fairseq's own archs have no --residual
+        # nfrs_transformer_lm is prenorm by default; fairseq's own archs have no --residual
         return named or ("prenorm" if is_alone and hasattr(flags, "residual") else "postnorm")
     if not all(before) or named not in (None, "prenorm"):
         means = " and ".join("--" + name.replace("_", "-") for name in older) + (
@@ -140,7 +140,7 @@ def _residual(flags: argparse.Namespace, is_alone: bool) -> str:
     return "prenorm"
 
 
-# What parameters are called.
+# Parameters' names.
 
 _STOCK = re.compile(r"(?:^|\.)layers\.\d+\.fc1\.weight$")
 _LAYER = re.compile(r"^(encoder|decoder)\.layers\.(\d+)\.(.+)$")
@@ -156,8 +156,8 @@ _NEVER_TRAINED = re.compile(r"^(in_proj|out_proj|fc1|fc2)_(weight|bias)$")
 def from_fairseq_names(state: dict[str, Tensor]) -> None:
     """Renames, in place, the layers of a checkpoint of fairseq's `transformer` archs to this package's names.
 
-    q, k and v become one matrix (they were one until fairseq 0.8), norms are numbered in their order, copies that were
-    never trained go. A checkpoint with this package's names stays as it is.
+    q, k and v become one matrix (they were one until fairseq 0.8), norms are numbered in their order, and copies that
+    were never trained are dropped. A checkpoint with this package's names stays as it is.
     """
     if not any(_STOCK.search(name) for name in state):
         return
@@ -224,7 +224,7 @@ def to_canonical(state: Mapping[str, Tensor], ties: str) -> dict[str, Tensor]:
 
 
 def from_canonical(state: Mapping[str, Tensor], ties: str) -> dict[str, Tensor]:
-    """The inverse: what a model of the plug-in loads."""
+    """The inverse: the state dict of a model of the plug-in."""
     found = {name: value for name, value in state.items() if name.split(".")[0] in ("encoder", "decoder")}
     sides = {name.split(".")[0] for name in found}
     for table, holders in _TABLES[ties].items():
@@ -241,7 +241,7 @@ def from_canonical(state: Mapping[str, Tensor], ties: str) -> dict[str, Tensor]:
 
 
 VERSION = 1
-"""Of what these architectures save in fairseq's checkpoints."""
+"""The version of the nfrs architectures' state in fairseq's checkpoints."""
 
 
 def check_version(state: Mapping[str, Tensor]) -> None:
@@ -259,25 +259,24 @@ def check_version(state: Mapping[str, Tensor]) -> None:
 SAFE: list[Any] = [argparse.Namespace, np.ndarray, np.dtype, *(type(np.dtype(name)) for name in ("int64", "float64"))]
 for _name, _made in (("_reconstruct", np.zeros(1).__reduce__()[0]), ("scalar", np.float64(0).__reduce__()[0])):
     SAFE += [(_made, f"numpy.{core}.multiarray.{_name}") for core in ("core", "_core")]
-"""What fairseq's checkpoints hold beside tensors and plain data: flags, and numpy's numbers in the metrics of
+"""Types in fairseq's checkpoints beside tensors and plain data: flags, and numpy's numbers in the metrics of
 --eval-bleu (numpy 2 has renamed its core)."""
 
 
 def read_checkpoint(path: Path_, trust: bool = False) -> dict[str, Any]:
-    """A fairseq checkpoint: tensors, plain data and what is `SAFE`.
+    """A fairseq checkpoint: tensors, plain data and the types in `SAFE`.
 
-    Errors: InputError for other files, and where it holds anything else, which loading would have to run, unless it is
-    trusted.
+    Errors: InputError for other files, and, without `trust`, for other types, because loading them could run code.
     """
     if not Path(path).is_file():
         raise InputError(f"{path}: no such file; expected a checkpoint of fairseq")
     try:
-        # The context would take back, at its end, what another part of the program has allowed.
+        # At its end the context removes its types, and another part of the program may have allowed some of them.
         allowed = torch.serialization.get_safe_globals()
         with torch.serialization.safe_globals([kind for kind in SAFE if kind not in allowed]):
             found = torch.load(path, map_location="cpu", weights_only=not trust)
-    except Exception as error:  # what is damaged fails in any way
-        unsafe = re.search(r"Unsupported global: GLOBAL (\S+)", str(error))
+    except Exception as error:  # a damaged file may raise anything
+        unsafe = re.search(r"[Uu]nsupported (?:global: )?GLOBAL (\S+)", str(error))
         if unsafe:
             raise InputError(
                 f"{path}: holds {unsafe[1]}, which is neither a tensor nor plain data, and loading it could run code: "
@@ -334,13 +333,13 @@ def from_fairseq(path: Path_, output: Path_, *, data: Path_ | None = None, trust
         ) from error
     if config != encoder:
         raise InputError(
-            f"{path}: encoder and decoder differ in feed-forward width or heads; here they have one of each"
+            f"{path}: encoder and decoder differ in feed-forward width or heads; this package has one of each"
         )
     for flag, said in FIXED.items():
         if flags.get(flag) not in (None, False, said):
             raise InputError(
-                f"{path}: --{flag.replace('_', '-')} {flags[flag]}: here models have ReLU, word vectors times √d, and "
-                "sinusoidal positions, not normed"
+                f"{path}: --{flag.replace('_', '-')} {flags[flag]}: models of this package have ReLU, word "
+                "vectors times √d, and sinusoidal positions, not normed"
             )
     check_version(saved["model"])
     try:
@@ -364,14 +363,14 @@ def _dictionary(folder: Path, task: Mapping[str, Any]) -> Path:
     if not paths or not all(path.is_file() for path in paths):
         raise InputError(f"{folder}: no {' or '.join(names) or 'dict.LANG.txt'}: give --data DIR")
     if any(path.read_bytes() != paths[0].read_bytes() for path in paths):
-        raise InputError(f"{folder}: two dictionaries; models here have one for both languages (--joined-dictionary)")
+        raise InputError(f"{folder}: two dictionaries; this package has one for both languages (--joined-dictionary)")
     return paths[0]
 
 
 def to_fairseq(directory: Path_, output: Path_, *, checkpoint: str = "best") -> None:
     """Writes a run's checkpoint as a .pt of `nfrs_transformer` or `nfrs_transformer_lm`.
 
-    Errors: InputError for positions and attention that fairseq has not, and existing files.
+    Errors: InputError for positions and attention that fairseq does not have, and existing files.
     """
     if Path(output).exists():
         raise InputError(f"{output} exists already; give a new file")
@@ -382,7 +381,7 @@ def to_fairseq(directory: Path_, output: Path_, *, checkpoint: str = "best") -> 
             f"{directory}: its positions are {config.positions}; a fairseq Transformer has positions=fairseq"
         )
     if config.attention != "multi-head":
-        raise InputError(f"{directory}: its attention is {config.attention}, which a fairseq Transformer has not")
+        raise InputError(f"{directory}: its attention is {config.attention}, which no fairseq Transformer has")
     state = from_canonical(dict(_core.load_parameters(str(folder))), config.tie_embeddings)
     if declare(config, "decoder").is_profiled:
         state["is_profiled"] = torch.tensor(1, dtype=torch.uint8)

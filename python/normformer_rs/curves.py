@@ -1,77 +1,274 @@
-"""The picture of a training run."""
+"""Pictures of training runs: one run, or several laid over each other."""
 
+import io
+from collections.abc import Callable, Sequence
+from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from ._optional import require
+from .errors import InputError
 
 if TYPE_CHECKING:
     from .history import History
 
-_TRAIN, _VALID, _BEST = "#8fb3d9", "#c8442f", "#1f6f4a"
+_TRAIN, _VALID, _BEST, _LINE = "#8fb3d9", "#c8442f", "#1f6f4a", "#46688c"
+_MANY = 8
+"""Runs from which on panels are taller and lines smoother."""
 _GRID = {"color": "#e4e4e4", "linewidth": 0.8}
+COLOURS = (
+    *("#3b6fb5", "#d1495b", "#2e8b57", "#e08e1b", "#7a4fb3", "#17a2b8", "#9a5b3c", "#d64fa3", "#6b7a1f", "#444444"),
+    *("#86b6ee", "#f2939e", "#7fcfa0", "#f6c46a", "#b99ae6", "#7fd6e3", "#c99a80", "#f0a3d3", "#b5c25c", "#9a9a9a"),
+)
+"""Of runs, in order; told apart by names at the lines' ends, too."""
+_Panel = Callable[[Any, "Sequence[History]", "Sequence[str]"], None]
 
 
-def save(history: "History", path: Path) -> Path:
-    """Loss, BLEU, gradient norm and learning rate against updates, as one picture; the user's pyplot is not touched.
+def plot(
+    *runs: "History | str | PathLike[str]",
+    path: str | PathLike[str] = "curves.png",
+    names: Sequence[str] | None = None,
+) -> Path:
+    """Draws runs over each other into one picture: loss, BLEU or perplexity, gradient norm, learning rate.
 
-    Errors: ImportError without matplotlib.
+    Args:
+        runs: what `Trainer.fit` returned, or the folders of runs; at most 20.
+        path: of the picture; its ending says which kind: png, svg, pdf.
+        names: of the runs, at the ends of their lines; None: their folders' names, with as much of the path as tells
+            them apart.
+
+    BLEU stands where a run has measured it, else perplexity; a panel that no run has numbers for is left out. pyplot is
+    not touched.
+
+    Returns: the path. Errors: InputError for no run, for more than 20, for a folder without log.jsonl, for another
+    number of names than of runs; ImportError without matplotlib.
     """
+    from .history import LOG, History
+
+    if not 1 <= len(runs) <= len(COLOURS):
+        raise InputError(f"plot takes 1 to {len(COLOURS)} runs; got {len(runs)}")
+    if names is not None and len(names) != len(runs):
+        raise InputError(f"plot needs a name for each of the {len(runs)} runs; got {len(names)} names")
+    found = []
+    for run in runs:
+        if not isinstance(run, History):
+            if not Path(run, LOG).is_file():
+                raise InputError(f"{run}: no {LOG} there; expected the --output folder of a run")
+            run = History.read(run)
+        found.append(run)
+    for run in found:
+        if not len(run.update):
+            raise InputError(f"{run.output}: this run has made no update yet, so there is nothing to draw")
+    return _save(_figure(found, names or told_apart([run.output for run in found])), Path(path))
+
+
+def told_apart(folders: Sequence[Path]) -> list[str]:
+    """The end of each path that no other has.
+
+    >>> told_apart([Path("a/run"), Path("b/run")])
+    ['a/run', 'b/run']
+    """
+    parts = [folder.parts or ("training",) for folder in folders]
+    length = next(
+        (n for n in range(1, max(map(len, parts))) if len({part[-n:] for part in parts}) == len(parts)),
+        max(map(len, parts)),
+    )
+    return ["/".join(part[-length:]) for part in parts]
+
+
+def png(history: "History") -> bytes:
+    """The picture of one run, for notebooks. Errors: ImportError without matplotlib."""
+    picture = io.BytesIO()
+    _figure([history], told_apart([history.output])).savefig(picture, format="png", dpi=90)
+    return picture.getvalue()
+
+
+def _figure(runs: "Sequence[History]", names: Sequence[str]) -> Any:
     require("matplotlib", "the picture of the curves")
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(10, 6.4), dpi=150, layout="constrained")
+    panels = _panels(runs)
+    rows, columns = (2, 2) if len(panels) == 4 else (1, len(panels))
+    is_wide = len(runs) > 1  # names stand beside the lines
+    height = 4.6 if len(runs) > _MANY else 3.2
+    figure = Figure(figsize=((6.2 if is_wide else 5) * columns, height * rows), dpi=150, layout="constrained")
     FigureCanvasAgg(figure)
-    axes = figure.subplots(2, 2, sharex=True)
-    _loss(axes[0, 0], history)
-    _bleu(axes[0, 1], history)
-    _line(axes[1, 0], history, history.grad_norm, "gradient norm", "‖g‖ before clipping")
-    axes[1, 0].set_yscale("log")
-    _line(axes[1, 1], history, history.lr, "learning rate", "learning rate")
-    axes[1, 1].ticklabel_format(axis="y", style="sci", scilimits=(-2, 3))
+    axes = figure.subplots(rows, columns, sharex=True, squeeze=False)
     for axis in axes.flat:
         axis.grid(True, **_GRID)
         axis.set_axisbelow(True)
         axis.spines[["top", "right"]].set_visible(False)
         axis.margins(x=0.01)
-    for axis in axes[1]:
+    for axis, panel in zip(axes.flat, panels):
+        panel(axis, runs, names)
+    for axis in axes[-1]:
         axis.set_xlabel("update")
-    title = f"{history.output.name or 'training'}   {len(history.update):,} updates"
+    title = f"{names[0]}   {len(runs[0].update):,} updates" if len(runs) == 1 else f"{len(runs)} runs"
     figure.suptitle(title, fontsize=11, x=0.01, ha="left", weight="bold", parse_math=False)
+    return figure
+
+
+def _save(figure: Any, path: Path) -> Path:
     figure.savefig(path)
     return path
 
 
-def _loss(axis: Any, history: "History") -> None:
-    evaluations = history.evaluations
-    axis.plot(history.update, history.loss, color=_TRAIN, linewidth=1.0, label="training")
-    if len(evaluations.update):
-        axis.plot(evaluations.update, evaluations.loss, "o-", color=_VALID, markersize=3, label="validation")
-    axis.set_title("loss", loc="left", fontsize=10)
-    axis.set_ylabel("nats per token, smoothed")
-    axis.legend(frameon=False, fontsize=8)
+def _panels(runs: "Sequence[History]") -> list[_Panel]:
+    panels: list[_Panel] = [_loss]
+    if any(np.isfinite(run.evaluations.bleu).any() for run in runs):
+        panels.append(_bleu)
+    elif any(np.isfinite(run.evaluations.perplexity).any() for run in runs):
+        panels.append(_perplexity)
+    return [*panels, _grad_norm, _rate]
 
 
-def _bleu(axis: Any, history: "History") -> None:
-    evaluations = history.evaluations
-    axis.set_title("validation BLEU", loc="left", fontsize=10)
-    axis.set_ylabel("BLEU")
-    scored = np.isfinite(evaluations.bleu)
-    if not scored.any():
-        axis.text(0.5, 0.5, "not measured", transform=axis.transAxes, ha="center", color="#888888")
-        return
-    update, bleu = evaluations.update[scored], evaluations.bleu[scored]
-    axis.plot(update, bleu, "o-", color=_VALID, markersize=3)
-    best = bleu.argmax()
-    axis.plot(update[best], bleu[best], "o", color=_BEST, markersize=6, label=f"best {bleu[best]:.2f}")
-    axis.set_ylim(bottom=0)
-    axis.legend(frameon=False, fontsize=8, loc="lower right")
-
-
-def _line(axis: Any, history: "History", values: Any, title: str, label: str) -> None:
-    axis.plot(history.update, values, color="#46688c", linewidth=1.0)
+def _titled(axis: Any, title: str, label: str) -> None:
     axis.set_title(title, loc="left", fontsize=10)
     axis.set_ylabel(label)
+
+
+def _loss(axis: Any, runs: "Sequence[History]", names: Sequence[str]) -> None:
+    _titled(axis, "loss", "nats per token, smoothed")
+    if len(runs) == 1:
+        history, evaluations = runs[0], runs[0].evaluations
+        axis.plot(history.update, history.loss, color=_TRAIN, linewidth=1.0, label="training")
+        if len(evaluations.update):
+            axis.plot(evaluations.update, evaluations.loss, "o-", color=_VALID, markersize=3, label="validation")
+        axis.legend(frameon=False, fontsize=8)
+        return
+    axis.set_title("loss   (thin: training, dots: validation)", loc="left", fontsize=10)
+    for run, colour in zip(runs, COLOURS):
+        axis.plot(run.update, _smooth(run.loss), color=colour, linewidth=0.9, alpha=0.75)
+        axis.plot(run.evaluations.update, run.evaluations.loss, "o-", color=colour, markersize=3, linewidth=1.3)
+    _name(axis, [(_last(run.evaluations.loss if len(run.evaluations.update) else _smooth(run.loss)), name, colour)
+                 for run, name, colour in zip(runs, names, COLOURS)])  # fmt: skip
+
+
+def _bleu(axis: Any, runs: "Sequence[History]", names: Sequence[str]) -> None:
+    _titled(axis, "validation BLEU", "BLEU")
+    axis.set_ylim(0, 1.08 * max(float(np.nanmax(run.evaluations.bleu, initial=0.0)) for run in runs) or 1)
+    _evaluated(axis, runs, names, "bleu", np.nanargmax, ".2f")
+
+
+def _perplexity(axis: Any, runs: "Sequence[History]", names: Sequence[str]) -> None:
+    _titled(axis, "validation perplexity", "e^nats per token")
+    _logarithmic(axis)
+    _evaluated(axis, runs, names, "perplexity", np.nanargmin, ".4g")
+
+
+def _evaluated(axis: Any, runs: "Sequence[History]", names: Sequence[str], field: str, best: Any, form: str) -> None:
+    """A number of each evaluation; the best one is marked."""
+    for run, colour in zip(runs, COLOURS):
+        values = getattr(run.evaluations, field)
+        measured = np.isfinite(values)
+        if not measured.any():
+            continue
+        update, values = run.evaluations.update[measured], values[measured]
+        at = best(values)
+        axis.plot(update, values, "o-", color=colour if len(runs) > 1 else _VALID, markersize=3, linewidth=1.3)
+        if len(runs) == 1:
+            axis.plot(update[at], values[at], "o", color=_BEST, markersize=6, label=f"best {values[at]:{form}}")
+            axis.legend(frameon=False, fontsize=8)
+    if len(runs) > 1:
+        _name(axis, [(_last(getattr(r.evaluations, field)), name, c) for r, name, c in zip(runs, names, COLOURS)])
+
+
+def _grad_norm(axis: Any, runs: "Sequence[History]", names: Sequence[str]) -> None:
+    _titled(axis, "gradient norm", "‖g‖ before clipping")
+    _logarithmic(axis)
+    parts = 25 if len(runs) > _MANY else 100
+    _lines(axis, runs, names, [_smooth(run.grad_norm, parts) if len(runs) > 1 else run.grad_norm for run in runs])
+
+
+def _rate(axis: Any, runs: "Sequence[History]", names: Sequence[str]) -> None:
+    _titled(axis, "learning rate", "learning rate")
+    axis.yaxis.set_major_formatter(lambda value, _: f"{value:.4g}")
+    axis.set_ylim(0, 1.08 * max(float(np.nanmax(run.lr)) for run in runs) or 1)
+    _lines(axis, runs, names, [run.lr for run in runs])
+
+
+def _logarithmic(axis: Any) -> None:
+    """With marks at 1, 2 and 5, so that a panel of less than a decade has some."""
+    from matplotlib.ticker import LogLocator, NullFormatter
+
+    axis.set_yscale("log")
+    axis.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axis.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
+    axis.yaxis.set_minor_formatter(NullFormatter())
+
+
+def _lines(axis: Any, runs: "Sequence[History]", names: Sequence[str], values: Sequence[Any]) -> None:
+    if len(runs) == 1:
+        axis.plot(runs[0].update, values[0], color=_LINE, linewidth=1.0)
+        return
+    alike: dict[bytes, list[int]] = {}
+    for index, numbers in enumerate(values):
+        alike.setdefault(numbers.tobytes(), []).append(index)
+    ends = []
+    for indices in alike.values():
+        first, colour = indices[0], COLOURS[indices[0]] if len(indices) == 1 else _LINE
+        axis.plot(runs[first].update, values[first], color=colour, linewidth=1.1, alpha=0.85)
+        several = "all" if len(indices) == len(runs) else f"{len(indices)} runs"
+        ends.append((_last(values[first]), names[first] if len(indices) == 1 else several, colour))
+    _name(axis, ends)
+
+
+def _smooth(values: Any, parts: int = 100) -> Any:
+    """The mean over a part of the run, so that lines that lie together can be followed."""
+    width = min(max(1, len(values) // parts), len(values))
+    if width <= 1:
+        return values
+    padded = np.concatenate([np.full(width - 1, values[0]), values])
+    return np.convolve(padded, np.full(width, 1 / width), mode="valid")
+
+
+def _last(values: Any) -> float:
+    """The last number that is one; NaN: none is."""
+    finite = values[np.isfinite(values)]
+    return float(finite[-1]) if len(finite) else float("nan")
+
+
+def _name(axis: Any, ends: Sequence[tuple[float, str, str]]) -> None:
+    """Each line's name beside its end, in its colour, moved apart where they would lie on each other."""
+    low, high = axis.get_ylim()
+    axis.set_ylim(low, high)
+    is_log = axis.get_yscale() == "log"
+
+    def height(value: float) -> float:
+        """From 0, the lower edge of the panel, to 1."""
+        value, lower, upper = np.log(np.array([value, low, high])) if is_log else (value, low, high)
+        return float((value - lower) / (upper - lower))
+
+    marked = sorted((height(value), name, colour) for value, name, colour in ends if np.isfinite(value))
+    for (y, name, colour), at in zip(marked, spread([y for y, *_ in marked])):
+        joint = {"arrowstyle": "-", "color": colour, "linewidth": 0.6, "shrinkA": 0, "shrinkB": 0, "relpos": (0, 0.5)}
+        axis.annotate(
+            name, (1, y), (1.035, at), xycoords="axes fraction", textcoords="axes fraction", color=colour, fontsize=7.5,
+            va="center", ha="left", annotation_clip=False, parse_math=False, arrowprops=joint,
+        )  # fmt: skip
+
+
+def spread(heights: Sequence[float], gap: float = 0.062) -> list[float]:
+    """Rising heights, moved as little as needed so that neighbours are `gap` apart.
+
+    >>> spread([0.5, 0.5], gap=0.1)
+    [0.45, 0.55]
+    """
+    groups: list[list[float]] = []  # of heights that touch; a group is centred on their mean
+    for height in heights:
+        groups.append([height])
+        while len(groups) > 1 and _bottom(groups[-1], gap) - _top(groups[-2], gap) < gap:
+            last = groups.pop()
+            groups[-1] += last
+    return [_bottom(group, gap) + i * gap for group in groups for i in range(len(group))]
+
+
+def _bottom(group: Sequence[float], gap: float) -> float:
+    return sum(group) / len(group) - gap * (len(group) - 1) / 2
+
+
+def _top(group: Sequence[float], gap: float) -> float:
+    return _bottom(group, gap) + gap * (len(group) - 1)

@@ -1,7 +1,7 @@
-"""A translation task made on the spot: numbers, ordinals and dates in words, English to Vietnamese.
+"""A generated translation task: numbers, ordinals and dates in words, English to Vietnamese.
 
-num2words writes the words; nothing is downloaded. Sentence pairs are split by what they say (a number, a date), so
-nothing that is tested was seen in training.
+num2words writes the words; nothing is downloaded. Sentence pairs are split by their content (a number, a date), so no
+test item occurs in training.
 """
 
 import json
@@ -81,7 +81,7 @@ class Corpus(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """What a demo run came to."""
+    """The result of a demo run."""
 
     bleu: float
     """Of the test set, 0 to 100, multi-bleu.perl's formula."""
@@ -199,10 +199,10 @@ def is_demo(output: Path, texts: Path) -> bool:
 def run(output: str | Path, *, updates: int | None = None, progress: bool = True) -> Outcome:
     """Trains on the corpus, translates the test set, and prints translations, BLEU, the time and the curves' path.
 
-    The run is written to `output`, in place of an earlier demo's but of nothing else; the text to `output`-text.
+    The run goes to `output`, where it replaces only an earlier demo's, and the text to `output`-text.
     Errors: InputError where `output` holds another run.
     """
-    from . import _core  # here, so that `demo --help` does without torch
+    from . import _core  # here, so that `demo --help` does not import torch
     from .training import Trainer
     from .translation import translate
 

@@ -2,7 +2,7 @@
 
 
 class InputError(ValueError):
-    """Wrong input or options; the message says what was expected, what came and what to do."""
+    """Wrong input or options; the message says what was expected, what was given and what to do."""
 
 
 class DivergedError(RuntimeError):

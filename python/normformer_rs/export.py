@@ -12,10 +12,10 @@ from . import nn as nfnn
 from . import plain
 from .errors import InputError
 from .model import Transformer
-from .nn.declared import GROWING, Change, Gain, Learned, NormAt, StreamStep, Sublayer
 from .nn.layers import Layer
 from .nn.norms import FIXNORM_EPS, FixedScaleNorm, RowNorm
 from .nn.running import RunningNorm
+from .nn.scheme import GROWING, Change, Gain, Learned, NormAt, StreamStep, Sublayer
 from .nn.stacks import Stack
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
@@ -38,7 +38,7 @@ def to_torch(model: nn.Module) -> nn.Module:
     >>> torch.allclose(scripted(x), model(x))
     True
 
-    Running statistics and branchnorm's α_t stand still in the copy, and a norm with statistics raises RuntimeError in
+    Running statistics and branchnorm's α_t are constant in the copy, and a norm with statistics raises RuntimeError in
     training mode. Padding masks reach attention, not norms: outputs at padding differ. A Residual takes x alone. Hooks
     of this package are left out.
 
@@ -104,7 +104,7 @@ class _Writer:
         return new
 
     def _one(self, module: Any, grown: Tensor | None) -> nn.Module:
-        """The module's own new form; its children have theirs."""
+        """The plain form of one module, whose children are rewritten already."""
         if type(module) in _NORMS:
             return _NORMS[type(module)](module)
         if type(module) is nfnn.MultiheadAttention and not module.inside and module.scale is None:
@@ -227,7 +227,7 @@ def _torchs_stack(stack: Any) -> nn.Module | None:
 
 
 def _torchs_transformer(model: Any) -> nn.Module:
-    empty = nn.Identity()  # for the constructor draws every matrix anew
+    empty = nn.Identity()  # because the constructor draws every matrix anew
     new = nn.Transformer(
         model.d_model, model.nhead, batch_first=model.batch_first, custom_encoder=empty, custom_decoder=empty
     )

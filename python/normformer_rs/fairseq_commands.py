@@ -1,4 +1,4 @@
-"""fairseq's commands and what each cannot do without, said before fairseq is imported, which takes seconds."""
+"""fairseq's commands and the options that each requires, checked before fairseq's import, which takes seconds."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -13,7 +13,7 @@ class Command(NamedTuple):
 
     usage: str
     needs: tuple[tuple[str, ...], ...] = ()
-    """Of each group one option must be given."""
+    """One option of each group must be given."""
 
 
 COMMANDS = {

@@ -1,6 +1,8 @@
-"""What a training run logged, as numpy arrays."""
+"""The log of a training run, as numpy arrays."""
 
+import base64
 import dataclasses
+import html
 import json
 import logging
 import math
@@ -12,7 +14,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from ._html import table
+from ._optional import available, require
+
 LOG = "log.jsonl"
+_SHOWN = ("update", "epoch", "loss", "nll", "perplexity", "bleu", "best", "seconds")
+"""What notebooks show of an evaluation."""
 _logger = logging.getLogger("normformer_rs")
 
 
@@ -77,16 +84,44 @@ class History:
         )
 
     def plot(self, path: str | PathLike[str] | None = None) -> Path:
-        """Draws loss, BLEU, gradient norm and learning rate to `path`, by default `output`/curves.png.
+        """Draws loss, BLEU or perplexity, gradient norm and learning rate to `path`, by default `output`/curves.png.
+        `normformer_rs.plot` lays several runs over each other.
 
-        Errors: ImportError without matplotlib.
+        Errors: InputError before the first update; ImportError without matplotlib.
         """
-        from .curves import save
+        from .curves import plot
 
-        return save(self, Path(path) if path is not None else self.output / "curves.png")
+        return plot(self, path=path if path is not None else self.output / "curves.png")
+
+    def to_pandas(self) -> Any:
+        """A pandas.DataFrame with a row for each update, and what `evaluations` has as columns `valid_loss`, …: NaN
+        where an update was not evaluated.
+
+        Errors: ImportError without pandas.
+        """
+        pandas = require("pandas", "History.to_pandas")
+        updates, evaluated = (pandas.DataFrame(_arrays(part)).set_index("update") for part in (self, self.evaluations))
+        return updates.join(evaluated.drop(columns="epoch").add_prefix("valid_"))
+
+    def _repr_html_(self) -> str:
+        """The picture, where matplotlib is installed, and the evaluations."""
+        picture = ""
+        if len(self.update) and available("matplotlib"):
+            from .curves import png
+
+            data = base64.b64encode(png(self)).decode()
+            picture = f'<img src="data:image/png;base64,{data}" alt="{html.escape(repr(self))}">'
+        rows = zip(*(getattr(self.evaluations, name) for name in _SHOWN))
+        cells = [[f"{value:.4g}" if isinstance(value, float) else f"{value}" for value in row] for row in rows]
+        return table(_SHOWN, cells, repr(self)) + picture
 
     def __repr__(self) -> str:
         return f"History({len(self.update)} updates, {len(self.evaluations.update)} evaluations, {str(self.output)!r})"
+
+
+def _arrays(part: "History | Evaluations") -> dict[str, NDArray[Any]]:
+    values = {field.name: getattr(part, field.name) for field in dataclasses.fields(part)}
+    return {name: value for name, value in values.items() if isinstance(value, np.ndarray)}
 
 
 def _parse(lines: Iterable[str], path: Path) -> Iterable[dict[str, Any]]:

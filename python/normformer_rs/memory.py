@@ -1,4 +1,4 @@
-"""glibc's allocator, told to keep what PyTorch frees."""
+"""Makes glibc's allocator keep the memory that PyTorch frees."""
 
 from . import _loading
 
@@ -10,8 +10,8 @@ def keep_memory() -> None:
     pages, each cleared by the kernel, with every large tensor. Training and translating in this package keep memory
     anyway; call this once, early, for models that run in PyTorch itself. `benches/kernels.py` prints the effect.
 
-    The process never becomes smaller than its largest moment, and fragments can make it larger than that. It cannot be
-    taken back. Without effect where NORMFORMER_RS_ALLOCATOR=system is set, and with another allocator than glibc's.
+    The process keeps its peak size, and fragmentation can make it larger. The call cannot be undone. It has no effect
+    where NORMFORMER_RS_ALLOCATOR=system is set, and with another allocator than glibc's.
 
     >>> import normformer_rs as nf
     >>> nf.keep_memory()

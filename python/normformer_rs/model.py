@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from . import _core
 from .config import TransformerConfig
 from .errors import InputError
-from .nn.growing import first_trained, follow_steps
+from .nn.updates import first_trained, follow_steps
 
 PAD = 1
 """The id of padding."""
@@ -105,13 +105,13 @@ class Transformer(nn.Module):
         _core.profile(self.config.to_json(), names, tensors, source, target_input, seed, precision)
 
     def set_num_updates(self, update: int) -> None:
-        """The number of the update about to be made, 1 for the first: moves branchnorm's t; elsewhere does nothing.
-        Steps of torch's optimizers move it by themselves."""
+        """Sets branchnorm's t to the number of the update about to be made, 1 for the first. Other schemes ignore it.
+        Steps of torch's optimizers advance t by themselves."""
         for stack in self._growing():
             stack.t.fill_(update)
 
     def followed(self) -> Iterator[tuple[nn.Parameter, Tensor]]:
-        """Each stack's t, after the parameter whose optimizer moves it."""
+        """(parameter, t) of each stack: the optimizer of that parameter advances t."""
         for stack in self._growing():
             owner = first_trained(stack.parameters())
             if owner is not None:
@@ -182,7 +182,7 @@ class Transformer(nn.Module):
 
 @contextlib.contextmanager
 def random_state_kept() -> Iterator[None]:
-    """What the core draws inside, from a seed of its own, moves none of torch's generators."""
+    """Restores torch's generators at the end: inside, the core draws from a seed of its own."""
     devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
     with torch.random.fork_rng(devices=devices):
         yield
@@ -197,7 +197,8 @@ def _precision(dtype: torch.dtype) -> str:
 
 
 def find_checkpoint(directory: str | PathLike[str], checkpoint: str | int) -> Path:
-    """The folder of a checkpoint: its name, or its update's number; InputError that names those there are."""
+    """The folder of a checkpoint, by its name or its update's number. Errors: InputError that lists the existing
+    ones."""
     checkpoint = str(checkpoint)
     checkpoints = Path(directory) / "checkpoints"
     exact = checkpoints / checkpoint

@@ -1,4 +1,4 @@
-"""Options from the command line and from TOML files: both have the configs' names, and nothing else is known."""
+"""Options from the command line and from TOML files: both use the configs' names, and any other name is an error."""
 
 import argparse
 import contextlib
@@ -24,7 +24,7 @@ RUN_CONFIG = "config.json"
 SECTIONS = ("model", "training", "data")
 """Tables in which a file may group its options."""
 EXCLUSIVE = {"bpe_operations", "bpe_codes", "no_bpe", "data_bin"}
-"""Ways to cut words (data_bin's are cut); naming one replaces another that a file or an earlier run named."""
+"""Ways to cut words (data_bin's are cut already); naming one replaces another that a file or an earlier run named."""
 HELP = {"-h", "--help"}
 LISTED = "`normformer-rs train --help` lists the options"
 
@@ -100,7 +100,7 @@ def flag(name: str) -> str:
 
 
 def add_flags(group: Any, fields: Iterable[Field]) -> None:
-    """A flag for each option of a config. Those not given leave no trace, so that files and presets can speak."""
+    """A flag for each option of a config. A flag that is not given sets nothing, so that files and presets apply."""
     for field in fields:
         _add_flag(group, field)
 
@@ -150,7 +150,7 @@ def parse(field: Field, text: str) -> Any:
     if field.optional and text.lower() == "none":
         return None
     value: Any = text
-    with contextlib.suppress(ValueError):  # what stays a string is refused by name
+    with contextlib.suppress(ValueError):  # `check` refuses a remaining string by name
         value = {"int": int, "float": float}.get(field.kind, str)(text)
     return field.check(value)
 
@@ -184,7 +184,7 @@ def read_run(output: str | Path, known: Iterable[str]) -> dict[str, Any]:
 
 
 def _flat(content: dict[str, Any], path: str | Path, known: list[str]) -> dict[str, Any]:
-    """The options by name, out of tables too."""
+    """The options by name, those in tables too."""
     options: dict[str, Any] = {}
     for section, table in [("", content), *((name, content[name]) for name in SECTIONS if name in content)]:
         if not isinstance(table, dict):

@@ -1,6 +1,6 @@
-"""Sizes and training settings that have a name: common shapes, and the set-ups of the papers.
+"""Named sizes and training settings: common shapes, and the set-ups of the papers.
 
-A preset says nothing of norm, residual scheme and initialisation: those are what is compared, each by its own option.
+A preset sets no norm, residual scheme or initialisation: these are compared, each by its own option.
 """
 
 from typing import Any, NamedTuple
@@ -10,7 +10,7 @@ from .errors import InputError
 
 
 class Preset(NamedTuple):
-    """Options of the model and of its training; what is left out is default."""
+    """Options of the model and of its training; all others are at their defaults."""
 
     source: str
     options: dict[str, Any]
@@ -36,7 +36,7 @@ _TWT = {
 
 PRESETS: dict[str, Preset] = {
     "transformer-tiny": Preset(
-        "shape and rates of the Multi30k recipe, whose whole command is in README",
+        "shape and rates of the Multi30k recipe, whose whole command is in docs/train.md",
         {
             "d_model": 128,
             "d_ff": 256,

@@ -1,9 +1,8 @@
-"""What a person watches while a model trains: a bar in a terminal or a notebook, lines of text elsewhere."""
+"""The progress of training for a person: a bar in a terminal or a notebook, lines of text elsewhere."""
 
 import math
 import sys
 import time
-import warnings
 from collections.abc import Mapping
 from typing import Any, Protocol
 
@@ -22,16 +21,17 @@ class Progress(Protocol):
 
 
 def choose(wanted: bool) -> Progress:
-    """The progress that fits where standard error goes."""
+    """The form of progress that suits standard error."""
     if not wanted:
         return Silent()
-    if available("tqdm") and (_in_notebook() or sys.stderr.isatty()):
+    # Without widgets every step of a bar in a notebook is an output of its own.
+    if available("tqdm") and (available("ipywidgets") if _in_notebook() else sys.stderr.isatty()):
         return Bar()
     return Lines()
 
 
 class Silent:
-    """Nothing."""
+    """Shows nothing."""
 
     def started(self, event: Mapping[str, Any]) -> None: ...
     def updated(self, event: Mapping[str, Any]) -> None: ...
@@ -43,9 +43,8 @@ class Bar:
     """tqdm's bar."""
 
     def __init__(self) -> None:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # in a notebook without ipywidgets tqdm warns and draws with text
-            from tqdm.auto import tqdm
+        from tqdm.auto import tqdm
+
         self._tqdm = tqdm
         self._bar: Any = None
         self._update = self._evaluation = ""
@@ -105,7 +104,7 @@ def write(text: str) -> None:
 
 
 def number(event: Mapping[str, Any], name: str) -> float:
-    """A value of an event; what JSON cannot hold, NaN and infinities, comes as None and is NaN again."""
+    """A value of an event. None becomes NaN: JSON cannot hold NaN and infinities."""
     value = event.get(name)
     return math.nan if value is None else float(value)
 

@@ -39,7 +39,7 @@ class Scores:
     sacrebleu: str
     """Its line, signature first."""
     multi_bleu: str
-    """multi-bleu.perl's line: the words are what white space separates."""
+    """multi-bleu.perl's line: white space separates words."""
     comparison: Comparison | None = None
 
 
@@ -57,7 +57,7 @@ def score(
 
     Args:
         tokenize: sacreBLEU's tokeniser: 13a for plain text, none for text that is tokenised already.
-        lowercase: case does not count.
+        lowercase: ignore case.
         split_compounds: a-b becomes a ##AT##-##AT## b in tokenised text, for comparisons on WMT14 En-De
             (Vaswani et al. 2017; Nguyen & Salazar 2019, App A).
 

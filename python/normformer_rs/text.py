@@ -51,7 +51,7 @@ def _decode(line: bytes, number: int, name: str) -> str:
 
 
 def check_writable(path: str) -> None:
-    """InputError where `write_lines` could not write: better before the work than after it."""
+    """InputError where `write_lines` could not write; called before the work."""
     target = Path(path)
     if path == STANDARD:
         return

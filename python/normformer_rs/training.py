@@ -4,7 +4,7 @@ import contextlib
 import dataclasses
 import json
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from os import PathLike
 from pathlib import Path
 from typing import Any, Literal
@@ -14,20 +14,22 @@ import torch
 from . import _core
 from ._optional import available
 from .config import DataConfig, TrainingConfig, TransformerConfig, readable
+from .distributed import world
 from .errors import InputError
 from .history import History
 from .model import random_state_kept
 from .progress import Progress, Silent, choose, number
-from .ranks import world
 
 logger = logging.getLogger("normformer_rs")
 logger.addHandler(logging.NullHandler())
+Callback = Callable[[str, Mapping[str, Any]], None]
+"""What `fit` calls: (event, values)."""
 _LEVELS = {"debug": logging.DEBUG, "info": logging.INFO, "warning": logging.WARNING, "error": logging.ERROR}
 
 
 @dataclasses.dataclass(frozen=True)
 class DryRun:
-    """What a run would need."""
+    """The size of a run."""
 
     parameters: int
     parameter_bytes: int
@@ -52,7 +54,7 @@ class Trainer:
         self.model, self.training, self.data = model, training, data
 
     def dry_run(self) -> DryRun:
-        """Reads the data and says what training would need, without training. Errors as for `fit`."""
+        """Reads the data and computes the size of the run, without training. Errors as for `fit`."""
         needs = json.loads(_core.dry_run(*self._json()))
         return DryRun(**{field.name: needs[field.name] for field in dataclasses.fields(DryRun)})
 
@@ -66,29 +68,36 @@ class Trainer:
         progress: bool = True,
         tensorboard: bool = True,
         curves: bool = True,
+        callbacks: Sequence[Callback] = (),
     ) -> History:
-        """Trains, and returns what was logged.
+        """Trains, and returns the log.
 
         Args:
             output: the folder of checkpoints, vocabulary, log.jsonl and curves.png.
-            resume: go on from the last checkpoint in `output`. Where that is missing or damaged, the newest whole one
-                before it serves, with a warning.
+            resume: go on from the last checkpoint in `output`. If that is missing or damaged, go on from the newest
+                whole one before it, with a warning.
             from_checkpoint: with `resume`, the checkpoint to go on from: "best", "last", its name, or its update.
             overwrite: start again where `output` holds a run.
-            progress: a bar in a terminal or a notebook, elsewhere a line every ten seconds; both on standard error.
+            progress: a bar in a terminal or, where ipywidgets is installed, in a notebook; elsewhere a line every ten
+                seconds; both on standard error.
             tensorboard: write `output`/tensorboard where tensorboard is installed.
             curves: draw `output`/curves.png at the end where matplotlib is installed.
+            callbacks: functions of (event, values), called on the first process after the run's own log has the event:
+                "started" (values update, updates, parameters, vocabulary, device, …), "updated" (update, epoch, loss,
+                nll, lr, grad_norm, tokens_per_second, seconds, …), "evaluated" (update, epoch, loss, nll, perplexity,
+                bleu, best, seconds). A number that JSON cannot hold, and BLEU that was not measured, is None. What one
+                raises ends the run and is raised here; KeyboardInterrupt saves first.
 
         Under `torchrun --nproc-per-node K`, or in a process group of torch.distributed that exists already, K processes
         train one model: each takes its share of the `accumulate`·K batches of an update, and the first one evaluates,
         writes and shows progress.
 
-        What a run has to say, evaluations and warnings (sentences left out, statistics not taken in), goes to the
-        logger "normformer_rs" and into log.jsonl.
+        Evaluations and warnings (of omitted sentences, of refused statistics) go to the logger "normformer_rs" and into
+        log.jsonl.
 
-        `output` has one writer at a time; a second run there is refused. After a kill `resume` goes on or, where
-        config.json is not written yet, the same call begins again. checksums.txt tells whether the files that decide
-        the weights are whole.
+        `output` has one writer at a time; a second run there is refused. After a kill, call again with `resume`; if
+        config.json was not written yet, repeat the same call. checksums.txt tells whether the files that decide the
+        weights are whole.
 
         Errors: InputError for wrong options or data, a folder in use, damaged files; DivergedError when the loss stops
         being finite; Interrupted after Ctrl-C, when everything is saved; OSError from the file system.
@@ -96,7 +105,7 @@ class Trainer:
         if resume and overwrite:
             raise InputError("resume and overwrite exclude each other: go on with the run, or start again?")
         if from_checkpoint is not None and not resume:
-            raise InputError(f"from_checkpoint = {from_checkpoint!r} is where a run goes on: give resume, too")
+            raise InputError(f"from_checkpoint = {from_checkpoint!r} is a checkpoint to resume from: give resume, too")
         folder = readable("output", str(output))
         chosen = None if from_checkpoint is None else str(from_checkpoint)
         mode: Literal["new", "resume", "overwrite"] = "resume" if resume else "overwrite" if overwrite else "new"
@@ -104,10 +113,15 @@ class Trainer:
             is_first = place is None or place.rank == 0
             observer = _Silent()
             if is_first:
-                observer = _Observer(Path(output), choose(progress), tensorboard and available("tensorboard"))
+                writes = tensorboard and available("tensorboard")
+                observer = _Observer(Path(output), choose(progress), writes, callbacks)
             try:
                 with random_state_kept(), _own_modes():
                     _core.train(*self._json(), folder, mode, place, observer, from_checkpoint=chosen)
+            except InputError:
+                if observer.failure is not None:
+                    raise observer.failure from None
+                raise
             finally:
                 observer.close()
         history = History.read(output)
@@ -119,22 +133,25 @@ class Trainer:
         more = sorted(Path(self.data.data_bin).glob("train1.*idx")) if self.data.data_bin else []
         if more:
             raise InputError(
-                f"{more[0]}: more of train to fairseq, which reads train, train1, …; this loop reads one: preprocess "
-                "the text into a single train"
+                f"{more[0]}: fairseq reads train, train1, … as one; this loop reads train alone: preprocess the text "
+                "into a single train"
             )
         return self.model.to_json(), self.training.to_json(), self.data.to_json()
 
 
 @contextlib.contextmanager
 def _own_modes() -> Iterator[None]:
-    """Gradients are on and autocast is off, whatever they are around it: a run's precision is its own."""
+    """Gradients are on and autocast is off, whatever the caller has set: a run has its own precision."""
     cpu, cuda = torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False)
     with torch.inference_mode(False), torch.enable_grad(), cpu, cuda:
         yield
 
 
 class _Silent:
-    """For processes that another one speaks for."""
+    """Reports nothing: for every process but the first."""
+
+    failure: Exception | None = None
+    """What a callback raised."""
 
     def started(self, event: Mapping[str, Any]) -> None: ...
     def updated(self, event: Mapping[str, Any]) -> None: ...
@@ -146,8 +163,8 @@ class _Silent:
 class _Observer(_Silent):
     """Hands what the loop reports to the progress bar, the logger and TensorBoard."""
 
-    def __init__(self, output: Path, progress: Progress, tensorboard: bool) -> None:
-        self._output, self._progress, self._tensorboard = output, progress, tensorboard
+    def __init__(self, output: Path, progress: Progress, tensorboard: bool, callbacks: Sequence[Callback]) -> None:
+        self._output, self._progress, self._tensorboard, self._callbacks = output, progress, tensorboard, callbacks
         self._writer: Any = None
 
     def started(self, event: Mapping[str, Any]) -> None:
@@ -163,10 +180,12 @@ class _Observer(_Silent):
 
             self._writer = SummaryWriter(str(self._output / "tensorboard"), purge_step=event["update"] + 1)
         self._show("started", event)
+        self._call("started", event)
 
     def updated(self, event: Mapping[str, Any]) -> None:
         self._show("updated", event)
         self._write("train", event, "loss", "nll", "lr", "grad_norm", "tokens_per_second")
+        self._call("updated", event)
 
     def evaluated(self, event: Mapping[str, Any]) -> None:
         bleu = event.get("bleu")
@@ -181,6 +200,7 @@ class _Observer(_Silent):
         )
         self._show("evaluated", event)
         self._write("valid", event, "loss", "nll", "perplexity", "bleu")
+        self._call("evaluated", event)
 
     def message(self, level: str, text: str) -> None:
         logger.log(_LEVELS.get(level, logging.INFO), text)
@@ -191,11 +211,19 @@ class _Observer(_Silent):
             self._writer.close()
 
     def _show(self, name: str, *event: Mapping[str, Any]) -> None:
-        """A terminal that has gone does not end a run."""
+        """Shows an event; a closed terminal does not end a run."""
         try:
             getattr(self._progress, name)(*event)
         except OSError:
             self._progress = Silent()
+
+    def _call(self, name: str, event: Mapping[str, Any]) -> None:
+        for callback in self._callbacks:
+            try:
+                callback(name, event)
+            except Exception as error:
+                self.failure = error
+                raise
 
     def _write(self, group: str, event: Mapping[str, Any], *names: str) -> None:
         if self._writer is not None:

@@ -1,4 +1,4 @@
-"""What a trained model does: translations, its average over checkpoints, its perplexity."""
+"""Uses of a trained model: translation, averages over checkpoints, perplexity."""
 
 import json
 from collections.abc import Iterable, Sequence
@@ -35,7 +35,7 @@ class Binarised(NamedTuple):
     """The source side of a split of fairseq's binarised folder."""
 
     folder: str | PathLike[str]
-    """What fairseq-preprocess calls --destdir."""
+    """The --destdir of fairseq-preprocess."""
     split: str = "test"
     source_lang: str | None = None
     """None: as the files' names have it."""
@@ -86,7 +86,7 @@ def _sentences(lines: Iterable[str]) -> list[str]:
 def average(model: str | PathLike[str], *, last: int | None = None, updates: Sequence[int] | None = None) -> str:
     """Averages the parameters of the `last` checkpoints, or of those of the named updates, as checkpoint "average".
 
-    Returns its path. Errors: InputError where there are not as many, and for numbers that count nothing.
+    Returns its path. Errors: InputError where there are fewer checkpoints, and for numbers out of range.
     """
     for name, number, least in (("last", last, 1), *(("updates", update, 0) for update in updates or ())):
         if number is not None and not least <= number < 2**63:

@@ -48,7 +48,7 @@ fn draw_linear(
 ) -> PyResult<()> {
     let config: TransformerConfig = config::from_json("model", model)?;
     let roles = roles.iter().map(|role| Role::parse(role)).collect::<Result<Vec<_>, _>>()?;
-    let first = Place::new(&config, residual::Stack::parse(stack)?, layer);
+    let first = config.place(residual::StackName::parse(stack)?, layer);
     let place = first
         .each()
         .nth(sublayer)
@@ -68,7 +68,7 @@ fn draw_table(py: Python<'_>, weight: PyTensor, name: &str, model: &str) -> PyRe
     let config: TransformerConfig = config::from_json("model", model)?;
     let init = init::find(config.init())?;
     let fill = match name {
-        "output_projection" => init.output_matrix(&config),
+        "output_projection" => init.output_matrix(&config.outline(), config.vocab_size),
         table => first_values(Table::parse(table)?, &config, init),
     };
     let weight = weight.0;
@@ -84,12 +84,12 @@ fn declare(model: &str, stack: &str) -> PyResult<String> {
     let config: TransformerConfig = config::from_json("model", model)?;
     config.check_options()?;
     let schemes = config.schemes()?;
-    let first = Place::new(&config, residual::Stack::parse(stack)?, 0);
+    let first = config.place(residual::StackName::parse(stack)?, 0);
     let layer = |layer: i64| {
         let place = Place { layer, ..first };
         let scheme = schemes.at(&place);
         let sublayer = |place: Place| {
-            let (around, scale) = scheme.around(&place).times(config.scaled().branch(place.layers()));
+            let (around, scale) = scheme.around(&place).times(place.model.scaled.branch(place.layers()));
             json!({"around": around, "inside": schemes.inside(&place), "scale": scale})
         };
         json!({"shared": scheme.layer(&place), "sublayers": place.each().map(sublayer).collect::<Vec<_>>()})
@@ -109,7 +109,8 @@ fn declare(model: &str, stack: &str) -> PyResult<String> {
 #[pyfunction]
 fn norm_settings(model: &str, name: &str, last_of_decoder: bool, ends_stack: bool) -> PyResult<String> {
     let config: TransformerConfig = config::from_json("model", model)?;
-    let site = norm::Site { width: config.d_model, config: &config, last_of_decoder, ends_stack };
+    let (width, heads, options) = (config.d_model, config.heads, &config.options);
+    let site = norm::Site { width, heads, options, last_of_decoder, ends_stack };
     json_text(&norm::find(name)?.settings(&site))
 }
 

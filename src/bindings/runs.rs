@@ -4,6 +4,7 @@ use super::{json_text, kind, named};
 use crate::config::{self, SearchOptions, TrainingConfig, TransformerConfig};
 use crate::data::{self, Binarised, Bpe};
 use crate::error::Error;
+use crate::search::SearchConfig;
 use crate::{metrics, run, train};
 use pyo3::exceptions::PyKeyboardInterrupt;
 use pyo3::prelude::*;
@@ -31,7 +32,7 @@ fn translate(
     precision: &str,
     device: &str,
 ) -> PyResult<Vec<Vec<(String, f64)>>> {
-    let search = config::from_json::<SearchOptions>("search", search)?.config()?;
+    let search = SearchConfig::of(&config::from_json::<SearchOptions>("search", search)?)?;
     let kind = kind(precision)?;
     listening(py, "translation", |between| {
         let translator = run::Translator::load(Path::new(model_dir), checkpoint, run::device(device)?)?;

@@ -99,16 +99,16 @@ impl Observer for PyObserver {
 }
 
 /// A learning-rate schedule of the training loop, for other loops.
-#[pyclass]
-struct Schedule(train::Schedule);
+#[pyclass(name = "Schedule")]
+struct PySchedule(train::Schedule);
 
 #[pymethods]
-impl Schedule {
+impl PySchedule {
     #[new]
     fn new(training: &str, d_model: i64) -> PyResult<Self> {
         let training: TrainingConfig = config::from_json("training", training)?;
         training.validate()?;
-        Ok(Schedule(train::Schedule::new(&training, d_model)))
+        Ok(PySchedule(train::Schedule::new(&training, d_model)))
     }
 
     /// Of update n, 1 for the first.
@@ -135,7 +135,7 @@ impl Schedule {
 }
 
 pub(super) fn add(m: &Bound<'_, PyModule>) -> PyResult<()> {
-    m.add_class::<Schedule>()?;
+    m.add_class::<PySchedule>()?;
     m.add_function(wrap_pyfunction!(train_py, m)?)?;
     m.add_function(wrap_pyfunction!(join_group, m)?)?;
     m.add_function(wrap_pyfunction!(dry_run, m)?)

@@ -1,28 +1,12 @@
 //! What options must be, alone and together.
 
 use super::parametrisation;
-use super::{Architecture, AttentionName, DataConfig, ScheduleName, SearchOptions, TrainingConfig, TransformerConfig};
+use super::{Architecture, AttentionName, DataConfig, ScheduleName, TrainingConfig, TransformerConfig};
 use crate::error::{Error, Result};
-use crate::norm::{lp_norm, Spec};
-use crate::residual::{Place, Point, Scheme, Schemes, Stack, SCHEMES};
-use crate::search::SearchConfig;
-
-impl SearchOptions {
-    pub fn config(&self) -> Result<SearchConfig> {
-        let size = |name: &str, n: i64| {
-            usize::try_from(n).map_err(|_| Error::invalid(format!("{name} must be at least 1, got {n}")))
-        };
-        let config = SearchConfig {
-            beam: size("beam", self.beam)?,
-            rule: self.rule,
-            alpha: self.alpha.unwrap_or(SearchConfig::new(self.rule).alpha),
-            n_best: size("n_best", self.n_best)?,
-            max_length: self.max_length.map(|n| size("max_length", n)).transpose()?,
-        };
-        config.validate()?;
-        Ok(config)
-    }
-}
+use crate::norm::spec::NORM_EPS;
+use crate::norm::Spec;
+use crate::options::{below_one, Declared};
+use crate::residual::{Outline, Place, Point, Scheme, Schemes, StackName, TensorizedSizes, SCHEMES};
 
 impl TransformerConfig {
     /// Checks what one option cannot know of another.
@@ -61,7 +45,7 @@ impl TransformerConfig {
                 self.encoder_layers
             )));
         }
-        self.schemes()?.check(self)?;
+        self.schemes()?.check(self.residual.as_str(), &self.outline())?;
         self.check_options()
     }
 
@@ -78,33 +62,15 @@ impl TransformerConfig {
             ("attention_dropout", self.attention_dropout),
             ("activation_dropout", self.activation_dropout),
         ] {
-            check_range(name, p, 0.0, 1.0)?;
+            p.map_or(Ok(()), |p| below_one(name, p))?;
         }
-        lp_norm::check(self.lpnorm_p.0)?;
-        if let Some(eps) = self.norm_eps.filter(|eps| !(*eps >= 0.0 && eps.is_finite())) {
-            return Err(Error::invalid(format!("norm_eps must be at least 0, got {eps}")));
-        }
-        for (name, alpha) in [
-            ("batchnorm_alpha", self.batchnorm_alpha),
-            ("powernorm_alpha_fwd", self.powernorm_alpha_fwd),
-            ("powernorm_alpha_bwd", self.powernorm_alpha_bwd),
-        ] {
-            check_range(name, Some(alpha), 0.0, 1.0)?;
-        }
-        for (name, value) in [("powernorm_warmup", self.powernorm_warmup), ("groupscaling", self.groupscaling)] {
-            if value < 0 {
-                return Err(Error::invalid(format!("{name} must be at least 0, got {value}")));
-            }
-        }
+        TransformerConfig::settings().iter().try_for_each(|setting| setting.check(&self.options))?;
         for (name, value) in
             [("tensorized_rank", self.tensorized_rank), ("tensorized_segment", self.tensorized_segment)]
         {
             if value < 1 {
                 return Err(Error::invalid(format!("{name} must be at least 1, got {value}")));
             }
-        }
-        if self.branchnorm_steps < 0 {
-            return Err(Error::invalid(format!("branchnorm_steps must be at least 0, got {}", self.branchnorm_steps)));
         }
         self.check_that_options_matter()?;
         parametrisation::check(self)?;
@@ -143,7 +109,7 @@ impl TransformerConfig {
             )));
         }
         let cuts_in = |scheme: &&dyn Scheme| {
-            scheme.inside(&Place::new(self, Stack::Decoder, 0)).iter().any(|(point, _)| *point == Point::AfterHeads)
+            scheme.inside(&self.place(StackName::Decoder, 0)).iter().any(|(point, _)| *point == Point::AfterHeads)
         };
         if let Some(scheme) = self.schemes()?.all().find(cuts_in) {
             let others: Vec<&str> = SCHEMES.iter().filter(|scheme| !cuts_in(scheme)).map(|s| s.name()).collect();
@@ -204,7 +170,7 @@ impl TransformerConfig {
             )));
         }
         match norms.into_iter().find_map(|(name, norm)| Some((name, norm.as_ref()?))) {
-            Some((name, norm)) if !crate::residual::has_norms(&schemes, self) => Err(Error::invalid(format!(
+            Some((name, norm)) if !schemes.have_norms(self.outline(), &self.options) => Err(Error::invalid(format!(
                 "residual {residual:?} has no norms, so {name} = {:?} would do nothing: leave it out",
                 norm.as_str()
             ))),
@@ -215,11 +181,12 @@ impl TransformerConfig {
     /// Every norm but those without statistics has an ε.
     fn check_norm_options(&self) -> Result<()> {
         let takes_eps = |name: &str| {
-            let has_eps = |spec: &Spec| spec.options.iter().any(|option| option.option == "norm_eps");
+            let is_eps = |option: &&dyn Declared| option.name() == NORM_EPS.name;
+            let has_eps = |spec: &Spec| spec.options.iter().any(|keyword| keyword.option.as_ref().is_some_and(is_eps));
             crate::norm::find(name).map(has_eps)
         };
         let (encoder, decoder) = (self.encoder_norm(), self.decoder_norm());
-        match self.norm_eps {
+        match self.options.get(&NORM_EPS) {
             Some(eps) if !takes_eps(encoder)? && !takes_eps(decoder)? => Err(Error::invalid(format!(
                 "norm {decoder:?} has no epsilon, so norm_eps = {eps} would do nothing: leave it out"
             ))),
@@ -229,6 +196,29 @@ impl TransformerConfig {
 
     pub fn has_encoder(&self) -> bool {
         self.architecture == Architecture::EncoderDecoder
+    }
+
+    /// The model's form, as the tables are asked about it.
+    pub fn outline(&self) -> Outline<'_> {
+        let sizes = TensorizedSizes { rank: self.tensorized_rank, segment: self.tensorized_segment };
+        Outline {
+            d_model: self.d_model,
+            d_ff: self.d_ff,
+            heads: self.heads,
+            has_encoder: self.has_encoder(),
+            encoder_layers: self.encoder_layers,
+            decoder_layers: self.decoder_layers,
+            encoder_norm: self.encoder_norm(),
+            decoder_norm: self.decoder_norm(),
+            qk_norm: self.qk_norm,
+            tensorized: (self.attention == AttentionName::Tensorized).then_some(sizes),
+            scaled: self.scaled(),
+        }
+    }
+
+    /// The first sublayer of a layer (0-based).
+    pub fn place(&self, stack: StackName, layer: i64) -> Place<'_> {
+        Place::new(self.outline(), &self.options, stack, layer)
     }
 
     /// The initialisation: the one named, or the scheme's.
@@ -301,10 +291,10 @@ impl TrainingConfig {
                 return Err(Error::invalid(format!("{name} must be at least 0, got {value}")));
             }
         }
-        check_range("beta1", Some(self.beta1), 0.0, 1.0)?;
-        check_range("beta2", Some(self.beta2), 0.0, 1.0)?;
-        check_range("label_smoothing", Some(self.label_smoothing), 0.0, 1.0)?;
-        check_range("word_dropout", Some(self.word_dropout), 0.0, 1.0)?;
+        below_one("beta1", self.beta1)?;
+        below_one("beta2", self.beta2)?;
+        below_one("label_smoothing", self.label_smoothing)?;
+        below_one("word_dropout", self.word_dropout)?;
         let decides = match (self.schedule, self.lr) {
             (_, Some(lr)) => Some(format!("lr = {lr}")),
             (ScheduleName::NoWarmup, None) => Some("schedule = no-warmup".into()),
@@ -348,15 +338,6 @@ impl DataConfig {
     }
 }
 
-fn check_range(name: &str, value: Option<f64>, least: f64, below: f64) -> Result<()> {
-    match value {
-        Some(v) if !(least..below).contains(&v) => {
-            Err(Error::invalid(format!("{name} must lie in [{least}, {below}), got {v}")))
-        }
-        _ => Ok(()),
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -368,6 +349,45 @@ mod tests {
         assert!(e.contains("layernorm") && e.contains("did you mean \"scalenorm\""), "{e}");
         let e = from_json::<TransformerConfig>("model", r#"{"scale_fc": true}"#).unwrap_err().to_string();
         assert!(e.contains("scale_fc") && e.contains("d_model") && !e.contains("line"), "{e}");
+    }
+
+    #[test]
+    fn the_tables_options_are_keys_like_others() {
+        let read = |text: &str| from_json::<TransformerConfig>("model", text);
+        let says = |text: &str| read(text).unwrap_err().to_string();
+        let config =
+            read(r#"{"branchnorm_steps": 7, "lpnorm_p": "inf", "norm_eps": 1, "ds_init_alpha": 1.0}"#).unwrap();
+        let written = serde_json::to_value(&config).unwrap();
+        let names: Vec<&str> = TransformerConfig::fields().iter().map(|field| field.name).collect();
+        assert!(
+            names.iter().all(|name| written.get(name).is_some()) && names.len() == written.as_object().unwrap().len()
+        );
+        let found = ["branchnorm_steps", "lpnorm_p", "norm_eps", "ds_init_alpha", "branchnorm_growth"];
+        assert_eq!(found.map(|name| written[name].to_string()), ["7", "\"inf\"", "1.0", "1.0", "\"linear\""]);
+        assert_eq!(read(&written.to_string()).unwrap(), config);
+        assert_eq!(read(r#"{"ds_init_alpha": 1, "norm_eps": null}"#).unwrap(), TransformerConfig::default());
+        assert_eq!(says(r#"{"branchnorm_steps": "x"}"#), r#"model: invalid type: string "x", expected i64"#);
+        assert_eq!(says(r#"{"d_model": "x"}"#), r#"model: invalid type: string "x", expected i64"#);
+        assert!(says(r#"{"branchnorm_growth": "linaer"}"#).contains("did you mean \"linear\""));
+        for twice in [r#"{"d_ff": 1, "d_ff": 1}"#, r#"{"dlcl_norm": "pre", "dlcl_norm": "pre"}"#] {
+            assert!(says(twice).contains("duplicate field `d"), "{twice}");
+        }
+        assert!(says("3").contains("expected struct TransformerConfig"));
+    }
+
+    #[test]
+    fn an_option_of_several_is_declared_once() {
+        let norms = crate::norm::NORMS.iter().flat_map(|norm| norm.options).filter_map(|keyword| keyword.option);
+        let schemes = SCHEMES.iter().flat_map(|scheme| scheme.options()).copied();
+        let inits = crate::init::INITS.iter().flat_map(|init| init.options).copied();
+        let shown = |option: &dyn Declared| serde_json::to_value(option.field("")).unwrap();
+        let all = TransformerConfig::settings();
+        for option in norms.chain(schemes).chain(inits) {
+            let same: Vec<_> = all.iter().filter(|other| other.name() == option.name()).collect();
+            assert!(same.len() == 1 && shown(*same[0]) == shown(option), "{}", option.name());
+        }
+        let own: Vec<&str> = TransformerConfig::fields().iter().map(|field| field.name).collect();
+        assert!(own.iter().all(|name| own.iter().filter(|other| other == &name).count() == 1));
     }
 
     #[test]

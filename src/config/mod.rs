@@ -8,14 +8,11 @@ mod parametrisation;
 pub use names::{InitName, NormName, ParametrisationName, ResidualName};
 
 use crate::choice;
+use crate::data::vocabulary;
 use crate::error::{Error, Result};
-use crate::init::DsInitMode;
-use crate::norm::lp_norm;
-use crate::norm::power_norm::PowerNormMode;
-use crate::options::{config, Field, FieldType};
+use crate::options::{config, unknown_field, Declared, Field, FieldType, Options};
 use crate::parametrisation::AttentionScale;
-use crate::residual::{Curve, DlclNorm, NormFormerMode, RFixupMode};
-use crate::search::Rule;
+use crate::{init, norm, residual};
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
@@ -37,8 +34,8 @@ impl DecoderStart {
     /// The type's id.
     pub fn id(self) -> i64 {
         match self {
-            DecoderStart::Bos => crate::model::BOS,
-            DecoderStart::Eos => crate::model::EOS,
+            DecoderStart::Bos => vocabulary::BOS.into(),
+            DecoderStart::Eos => vocabulary::EOS.into(),
         }
     }
 }
@@ -50,7 +47,16 @@ choice! {
     pub enum AttentionName ("attention") { MultiHead = "multi-head", Tensorized = "tensorized" }
 }
 choice! {
-    pub enum Smoothing ("smoothing") { Fairseq = "fairseq", Twt = "twt" }
+    /// How hypotheses are ranked and when a search ends.
+    pub enum SearchRule ("rule") {
+        /// ((5 + len)/6)^α; finished hypotheses compete with those that go on.
+        Google = "google",
+        /// len^α; finished hypotheses are set aside.
+        Fairseq = "fairseq",
+    }
+}
+choice! {
+    pub enum SmoothingName ("smoothing") { Fairseq = "fairseq", Twt = "twt" }
 }
 choice! {
     pub enum Precision ("precision") { F32 = "f32", Bf16 = "bf16" }
@@ -75,7 +81,7 @@ choice! {
 
 config! {
     /// A Transformer (docs/spec.md §1 to §4).
-    pub struct TransformerConfig {
+    pub struct TransformerConfig with options {
         "model" {
             /// encoder-decoder for translation, decoder-only for language modelling.
             architecture: Architecture = Architecture::EncoderDecoder,
@@ -107,24 +113,8 @@ config! {
             encoder_norm: Option<NormName> = None,
             /// The decoder's norm, where it differs from `norm`.
             decoder_norm: Option<NormName> = None,
-            /// The norm's epsilon; none: the norm's own default.
-            norm_eps: Option<f64> = None,
-            /// p of lpnorm, from 1 to inf.
-            lpnorm_p: lp_norm::Exponent = lp_norm::Exponent(2.0),
-            /// α of batchnorm's running statistics: old·α + new·(1 − α).
-            batchnorm_alpha: f64 = 0.9,
-            /// powernorm as the paper defines it, or step for step as its authors released it.
-            powernorm_mode: PowerNormMode = PowerNormMode::Paper,
-            /// Training forwards that powernorm warms up for; set it to the learning rate's warm-up.
-            powernorm_warmup: i64 = 4000,
-            /// α of the running ψ² of powernorm and powernorm-v.
-            powernorm_alpha_fwd: f64 = 0.9,
-            /// α of powernorm's ν.
-            powernorm_alpha_bwd: f64 = 0.9,
-            /// powernorm's statistics over all ranks together, as batchnorm's and powernorm-v's always are.
-            powernorm_sync: bool = false,
-            /// Groups of the scaling before batchnorm, powernorm-v and powernorm; 0: none; powernorm's release: heads.
-            groupscaling: i64 = 1,
+        } + norm::settings
+        "norm and residual" {
             /// Where the norms stand and how residuals are added. postnorm*3,prenorm: postnorm in a stack's first three
             /// layers, prenorm in the others; postnorm*1/4,prenorm: in its first quarter.
             residual: ResidualName = ResidualName("prenorm".into()),
@@ -133,30 +123,8 @@ config! {
             qk_norm: bool = false,
             /// The initialisation; none: the one that goes with the residual scheme.
             init: Option<InitName> = None,
-            /// T of branchnorm: α_t = min(1, t/T) reaches 1 at this update.
-            branchnorm_steps: i64 = 4000,
-            /// How branchnorm's α grows.
-            branchnorm_growth: Curve = Curve::Linear,
-            /// Whether dlcl's layers are prenorm's or postnorm's.
-            dlcl_norm: DlclNorm = DlclNorm::Pre,
-            /// normformer (1): each head times its own scalar.
-            normformer_head_scale: bool = true,
-            /// normformer (2): a norm on the self-attention's output.
-            normformer_attention_norm: bool = true,
-            /// normformer (3): a norm inside the feed-forward.
-            normformer_ffn_norm: bool = true,
-            /// normformer (4): a learned scale on the feed-forward's residual.
-            normformer_residual_scale: bool = false,
-            /// normformer's head scales before the output projection (paper) or after it (fairseq).
-            normformer_mode: NormFormerMode = NormFormerMode::Paper,
-            /// r-fixup as its authors released it, or with the paper's scalar before the attention's output projection.
-            r_fixup_mode: RFixupMode = RFixupMode::Release,
-            /// λ of layerscale at the start.
-            layerscale_init: f64 = 1e-4,
-            /// ds-init's α.
-            ds_init_alpha: f64 = 1.0,
-            /// ds-init's bound: ∝ 1/√l (paper) or l^(−1/4) (release).
-            ds_init_mode: DsInitMode = DsInitMode::Paper,
+        } + residual::settings + init::settings
+        "norm and residual" {
             /// Normalise word embeddings to unit length, at the input and, tied, at the output (FixNorm).
             fixnorm: bool = false,
         }
@@ -243,7 +211,7 @@ config! {
             /// Label smoothing ε.
             label_smoothing: f64 = 0.1,
             /// Formula of label smoothing.
-            smoothing: Smoothing = Smoothing::Fairseq,
+            smoothing: SmoothingName = SmoothingName::Fairseq,
             /// Keep target types that training never shows at probability zero.
             vocab_mask: bool = true,
             /// Turn source and decoder-input tokens into UNK with this probability.
@@ -314,7 +282,7 @@ config! {
             /// Hypotheses alive at a time; 1: greedy.
             beam: i64 = 4,
             /// google: score/((5+len)/6)^α, finished hypotheses compete; fairseq: score/len^α, they are set aside.
-            rule: Rule = Rule::Google,
+            rule: SearchRule = SearchRule::Google,
             /// Exponent of the length penalty; none: the rule's own (google 0.6, fairseq 1).
             alpha: Option<f64> = None,
             /// Translations per sentence, at most `beam`.

@@ -3,7 +3,7 @@
 use super::{AttentionName, TransformerConfig};
 use crate::error::{Error, Result};
 use crate::parametrisation::{self, AttentionScale, Multipliers, Parametrisation, Scaled, PARAMETRISATIONS};
-use crate::residual::Stack;
+use crate::residual::StackName;
 
 impl TransformerConfig {
     /// What its parametrisation multiplies.
@@ -30,8 +30,8 @@ impl TransformerConfig {
             return (0, Multipliers::ONE);
         }
         let (stack, layers) = match name.starts_with("encoder.") {
-            true => (Stack::Encoder, self.encoder_layers),
-            false => (Stack::Decoder, self.decoder_layers),
+            true => (StackName::Encoder, self.encoder_layers),
+            false => (StackName::Decoder, self.decoder_layers),
         };
         let (role, multipliers) = scaled.parameter(name, dimensions, layers);
         (2 * role as u8 + stack as u8, multipliers)

@@ -1,8 +1,9 @@
 //! Memory of a size that the caller of an operator decides. Where there is none the kernel ends with an [`Error`], which
 //! `operator::ffi::status` makes an exception: `vec!` would end the process.
 
-use crate::error::Error;
+use crate::error::{Error, Result};
 use std::panic::resume_unwind;
+use tch::{Device, Kind, Tensor};
 
 /// `len` times `value`.
 pub fn filled<T: Clone>(value: T, len: usize) -> Vec<T> {
@@ -26,6 +27,14 @@ pub fn reserved<T>(len: usize) -> Vec<T> {
         refuse(len as u128 * size_of::<T>() as u128);
     }
     values
+}
+
+/// A tensor's numbers; tch's `Vec::try_from` ends the process where memory is short.
+pub fn numbers(t: &Tensor) -> Result<Vec<f64>> {
+    let t = t.f_to_device(Device::Cpu)?.f_to_kind(Kind::Double)?;
+    let mut numbers = filled(0.0, t.numel());
+    t.f_copy_data(&mut numbers, t.numel())?;
+    Ok(numbers)
 }
 
 #[cold]

@@ -9,13 +9,12 @@ use std::sync::Mutex;
 
 extern "C" {
     fn nfrs_parallel_for(n: i64, grain: i64, run: extern "C" fn(*const c_void, i64, i64), context: *const c_void);
-    fn nfrs_num_threads() -> i64;
 }
 
 /// Threads that [`for_each`] may use: `torch.get_num_threads()`.
 pub fn threads() -> usize {
     // SAFETY: no arguments; at::get_num_threads does not throw.
-    unsafe { nfrs_num_threads() as usize }
+    unsafe { torch_sys::at_get_num_threads() as usize }
 }
 
 /// Calls `work` on disjoint ranges that together cover 0..n, on several threads where n is at least `grain`. A panic of
@@ -67,12 +66,22 @@ pub fn grain(cols: usize) -> usize {
     (16 * 1024 / cols.max(1)).max(1)
 }
 
-/// Calls `work` on ranges of rows, one part per thread. Every part adds into sums of its own, zero at first, of these
+/// [`for_each`] over rows of `cols` numbers: `work` gets some rows, and where their numbers lie.
+pub fn over_rows(rows: usize, cols: usize, work: impl Fn(Range<usize>, Range<usize>) + Sync) {
+    for_each(rows, grain(cols), |r| work(r.clone(), numbers(&r, cols)));
+}
+
+/// Where the numbers of these rows lie, `cols` a row.
+pub fn numbers(rows: &Range<usize>, cols: usize) -> Range<usize> {
+    rows.start * cols..rows.end * cols
+}
+
+/// Calls `work` on ranges of rows and of their numbers, one part per thread. Every part adds into sums of its own, zero at first, of these
 /// lengths; the parts are then added in order, so the result depends on the number of threads alone.
 pub fn sum_over_rows<A, F>(rows: usize, cols: usize, sums: &mut [&mut [A]], work: F)
 where
     A: Copy + Default + std::ops::AddAssign + Send + Sync,
-    F: Fn(Range<usize>, &mut [&mut [A]]) + Sync,
+    F: Fn(Range<usize>, Range<usize>, &mut [&mut [A]]) + Sync,
 {
     let lengths: Vec<usize> = sums.iter().map(|s| s.len()).collect();
     let total: usize = lengths.iter().sum();
@@ -89,7 +98,8 @@ where
                 own.push(head);
                 rest = tail;
             }
-            work(rows * part / parts..rows * (part + 1) / parts, &mut own);
+            let mine = rows * part / parts..rows * (part + 1) / parts;
+            work(mine.clone(), numbers(&mine, cols), &mut own);
         }
     });
     let mut start = 0;
@@ -101,5 +111,25 @@ where
             }
         }
         start += sum.len();
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::rc::Rc;
+
+    trait Either<A> {
+        fn either() {}
+    }
+    impl<T> Either<()> for T {}
+    impl<T: Send> Either<u8> for T {}
+
+    #[test]
+    fn what_is_no_send_is_not_shared() {
+        fn is_shared<T: Send + Sync>() {}
+        is_shared::<Shared<f32>>();
+        // Were it Send, the call would be ambiguous, and this no program.
+        <Shared<Rc<()>> as Either<_>>::either();
     }
 }

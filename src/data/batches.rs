@@ -6,7 +6,7 @@ use super::vocabulary::{EOS, UNK};
 
 /// Rows of real tokens one after the other, without padding.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
-pub struct Packed {
+pub struct PackedIds {
     /// Ids of all rows, n in all.
     pub tokens: Vec<i64>,
     /// The place of each token in its row, from 0.
@@ -17,7 +17,7 @@ pub struct Packed {
     pub longest: usize,
 }
 
-impl Packed {
+impl PackedIds {
     /// Packs rows of ids.
     pub fn from_rows<R: IntoIterator<Item = u32>>(rows: impl IntoIterator<Item = R>) -> Self {
         let mut packed = Self { offsets: vec![0], ..Self::default() };
@@ -42,9 +42,9 @@ impl Packed {
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Batch {
     /// Source tokens and EOS; `None` for language modelling.
-    pub source: Option<Packed>,
+    pub source: Option<PackedIds>,
     /// The decoder's input: BOS (or the corpus's own first token) and the target's tokens.
-    pub target_input: Packed,
+    pub target_input: PackedIds,
     /// What the decoder is to say at the same places: the target's tokens and EOS.
     pub target_output: Vec<i64>,
     /// Which sentences of the corpus these are, row by row.
@@ -83,15 +83,15 @@ pub fn collate(corpus: &Corpus, sentences: &[usize]) -> Batch {
     let targets = || chosen(&corpus.target, sentences);
     let (target_input, target_output) = match corpus.source {
         Some(_) => (
-            Packed::from_rows(targets().map(|row| [corpus.start].into_iter().chain(row.iter().copied()))),
+            PackedIds::from_rows(targets().map(|row| [corpus.start].into_iter().chain(row.iter().copied()))),
             targets().flat_map(ended).map(i64::from).collect(),
         ),
         None => (
-            Packed::from_rows(targets().map(|row| row[..row.len().saturating_sub(1)].iter().copied())),
+            PackedIds::from_rows(targets().map(|row| row[..row.len().saturating_sub(1)].iter().copied())),
             targets().flat_map(|row| row.iter().skip(1)).map(|&token| i64::from(token)).collect(),
         ),
     };
-    let source = corpus.source.as_ref().map(|source| Packed::from_rows(chosen(source, sentences).map(ended)));
+    let source = corpus.source.as_ref().map(|source| PackedIds::from_rows(chosen(source, sentences).map(ended)));
     Batch { source, target_input, target_output, sentences: sentences.to_vec() }
 }
 

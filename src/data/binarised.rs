@@ -182,7 +182,7 @@ fn refused(act: &'static str, path: &Path, error: std::io::Error) -> Error {
 /// How long the sentences of a `.bin` are, and how its numbers are to be read.
 #[derive(Debug, PartialEq)]
 struct Index {
-    kind: Kind,
+    kind: IdKind,
     /// What id 0 is written as.
     first: i64,
     lengths: Vec<i64>,
@@ -191,21 +191,21 @@ struct Index {
 }
 
 #[derive(Clone, Copy, Debug, PartialEq)]
-struct Kind {
+struct IdKind {
     bytes: usize,
     is_signed: bool,
 }
 
 /// fairseq's codes of integer types.
-const KINDS: [(i64, Kind); 8] = [
-    (1, Kind { bytes: 1, is_signed: false }),
-    (2, Kind { bytes: 1, is_signed: true }),
-    (3, Kind { bytes: 2, is_signed: true }),
-    (4, Kind { bytes: 4, is_signed: true }),
-    (5, Kind { bytes: 8, is_signed: true }),
-    (8, Kind { bytes: 2, is_signed: false }),
-    (9, Kind { bytes: 4, is_signed: false }),
-    (10, Kind { bytes: 8, is_signed: false }),
+const KINDS: [(i64, IdKind); 8] = [
+    (1, IdKind { bytes: 1, is_signed: false }),
+    (2, IdKind { bytes: 1, is_signed: true }),
+    (3, IdKind { bytes: 2, is_signed: true }),
+    (4, IdKind { bytes: 4, is_signed: true }),
+    (5, IdKind { bytes: 8, is_signed: true }),
+    (8, IdKind { bytes: 2, is_signed: false }),
+    (9, IdKind { bytes: 4, is_signed: false }),
+    (10, IdKind { bytes: 8, is_signed: false }),
 ];
 const MMAP: &[u8] = b"MMIDIDX\0\0";
 const TORCHNET: &[u8] = b"TNTIDX\0\0";
@@ -224,7 +224,7 @@ impl Index {
     }
 
     fn mmap(mut body: &[u8]) -> Result<Self, String> {
-        let kind = Kind::find(one(&mut body, 8)?, one(&mut body, 1)?)?;
+        let kind = IdKind::find(one(&mut body, 8)?, one(&mut body, 1)?)?;
         let count = one(&mut body, 8)?;
         let (lengths, starts) = (column(&mut body, count, 4)?, column(&mut body, count, 8)?);
         let index = Index::of(kind, 0, lengths)?;
@@ -233,7 +233,7 @@ impl Index {
     }
 
     fn torchnet(mut body: &[u8]) -> Result<Self, String> {
-        let kind = Kind::find(one(&mut body, 8)?, one(&mut body, 8)?)?;
+        let kind = IdKind::find(one(&mut body, 8)?, one(&mut body, 8)?)?;
         let bytes = one(&mut body, 8)?;
         let (count, dimensions) = (one(&mut body, 8)?, one(&mut body, 8)?);
         if bytes != kind.bytes as i64 || dimensions != count {
@@ -252,7 +252,7 @@ impl Index {
         index.ends_with(body, starts.map(Some))
     }
 
-    fn of(kind: Kind, first: i64, lengths: impl Iterator<Item = i64>) -> Result<Self, String> {
+    fn of(kind: IdKind, first: i64, lengths: impl Iterator<Item = i64>) -> Result<Self, String> {
         let lengths: Vec<i64> = lengths.collect();
         if lengths.iter().any(|length| *length < 0) {
             return Err("a length below 0; it is damaged".into());
@@ -284,7 +284,7 @@ impl Index {
     }
 }
 
-impl Kind {
+impl IdKind {
     fn find(version: i64, code: i64) -> Result<Self, String> {
         let found = KINDS.iter().find(|(known, _)| *known == code && version == 1);
         found.map(|(_, kind)| *kind).ok_or_else(|| {

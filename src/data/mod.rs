@@ -21,7 +21,7 @@ pub mod batches;
 pub mod random;
 pub mod stream;
 
-pub use batches::{collate, plan, word_dropout, Batch, Packed};
+pub use batches::{collate, plan, word_dropout, Batch, PackedIds};
 pub use between::{listening, seldom, Between};
 pub use binarised::{Binarised, Side};
 pub use bpe::Bpe;

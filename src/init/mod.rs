@@ -3,12 +3,10 @@
 
 mod schemes;
 
-pub use schemes::DsInitMode;
-
 use crate::choice;
-use crate::config::TransformerConfig;
 use crate::error::{unknown, Result};
-use crate::residual::Place;
+use crate::options::{distinct, Declared};
+use crate::residual::{Outline, Place};
 use tch::{no_grad, Kind, Tensor};
 
 choice! {
@@ -104,10 +102,11 @@ pub struct Init {
     pub name: &'static str,
     pub definition: &'static str,
     pub source: &'static str,
+    pub options: &'static [&'static dyn Declared],
     /// The fill of an (fan_out, fan_in) matrix.
     pub linear: fn(Role, fan_in: i64, fan_out: i64, &Place) -> Fill,
     /// The fill of word embeddings, (V, d).
-    pub embedding: fn(Table, &TransformerConfig) -> Fill,
+    pub embedding: fn(Table, &Outline) -> Fill,
     /// The fill of an output projection that is not tied to an embedding, (V, d).
     pub output: fn(d_model: i64, vocab_size: i64) -> Fill,
     /// Linear layers have the same std at every width.
@@ -117,7 +116,7 @@ pub struct Init {
 impl Init {
     /// The fill of a layer's (fan_out, fan_in) matrix under the model's parametrisation.
     pub fn matrix(&self, role: Role, fan_in: i64, fan_out: i64, place: &Place) -> Fill {
-        (self.linear)(role, fan_in, fan_out, place).times(place.config.scaled().matrix(self.has_fixed_std))
+        (self.linear)(role, fan_in, fan_out, place).times(place.model.scaled.matrix(self.has_fixed_std))
     }
 
     /// The fill of matrices (fan_out, fan_in) that stand on each other, one for each role.
@@ -126,13 +125,13 @@ impl Init {
     }
 
     /// The fill of a table of word embeddings, (V, d): the base model's std, whatever the width.
-    pub fn table(&self, table: Table, config: &TransformerConfig) -> Fill {
-        (self.embedding)(table, &TransformerConfig { d_model: config.scaled().base_width, ..config.clone() })
+    pub fn table(&self, table: Table, model: &Outline) -> Fill {
+        (self.embedding)(table, &Outline { d_model: model.scaled.base_width, ..*model })
     }
 
     /// The fill of an untied output projection, (V, d): the base model's std.
-    pub fn output_matrix(&self, config: &TransformerConfig) -> Fill {
-        (self.output)(config.scaled().base_width, config.vocab_size)
+    pub fn output_matrix(&self, model: &Outline, vocab_size: i64) -> Fill {
+        (self.output)(model.scaled.base_width, vocab_size)
     }
 }
 
@@ -152,6 +151,11 @@ pub static INITS: &[&Init] = &[
 /// The table's entry of that name.
 pub fn find(name: &str) -> Result<&'static Init> {
     INITS.iter().copied().find(|i| i.name == name).ok_or_else(|| unknown("init", name, INITS.iter().map(|i| i.name)))
+}
+
+/// The options of all initialisations.
+pub fn settings() -> Vec<&'static dyn Declared> {
+    distinct(INITS.iter().flat_map(|init| init.options).copied())
 }
 
 /// Xavier's normal distribution: std = gain·√(2/(fan_in + fan_out)).

@@ -2,14 +2,16 @@
 
 use super::{embedding, xavier_normal, xavier_uniform, Fill, Init, Role, Table};
 use crate::choice;
-use crate::residual::{Place, Stack, Sublayer};
+use crate::options::setting;
+use crate::residual::{Place, StackName, Sublayer};
 
 pub static XAVIER: Init = Init {
     name: "xavier",
     definition: "every linear Xavier normal, std √(2/(fan_in + fan_out)), q, k and v each for itself",
     source: "Glorot & Bengio 2010",
+    options: &[],
     linear: |_, fan_in, fan_out, _| xavier_normal(1.0, fan_in, fan_out),
-    embedding: |_, config| embedding(config.d_model),
+    embedding: |_, model| embedding(model.d_model),
     output: |d, v| xavier_normal(1.0, d, v),
     has_fixed_std: false,
 };
@@ -20,7 +22,7 @@ pub static SMALL: Init = Init {
     source: "Nguyen & Salazar 2019, §2.2",
     linear: |role, fan_in, fan_out, place| match role {
         Role::FeedForward1 | Role::FeedForward2 => xavier_normal(1.0, fan_in, fan_out),
-        _ => xavier_normal(1.0, place.config.d_model, 4 * place.config.d_model),
+        _ => xavier_normal(1.0, place.model.d_model, 4 * place.model.d_model),
     },
     ..XAVIER
 };
@@ -77,17 +79,25 @@ choice! {
     pub enum DsInitMode ("ds_init_mode") { Paper = "paper", Release = "release" }
 }
 
+setting! {
+    /// ds-init's α.
+    DS_ALPHA ("ds_init_alpha"): f64 = 1.0;
+    /// ds-init's bound: ∝ 1/√l (paper) or l^(−1/4) (release).
+    DS_MODE ("ds_init_mode"): DsInitMode = DsInitMode::Paper;
+}
+
 pub static DS_INIT: Init = Init {
     name: "ds-init",
     definition: "U(−a, a), a = √(6/(fan_in + fan_out))·α/√l in layer l of its stack",
     source: "Zhang et al. 2019 (DS-Init)",
+    options: &[&DS_ALPHA, &DS_MODE],
     linear: |_, fan_in, fan_out, place| {
         let depth = (place.layer + 1) as f64;
-        let shrink = match place.config.ds_init_mode {
+        let shrink = match place.options.get(&DS_MODE) {
             DsInitMode::Paper => depth.powf(-0.5),
             DsInitMode::Release => depth.powf(-0.25),
         };
-        xavier_uniform(place.config.ds_init_alpha * shrink, fan_in, fan_out)
+        xavier_uniform(place.options.get(&DS_ALPHA) * shrink, fan_in, fan_out)
     },
     output: |d, v| xavier_uniform(1.0, d, v),
     ..XAVIER
@@ -97,18 +107,19 @@ pub static T_FIXUP: Init = Init {
     name: "t-fixup",
     definition: "Xavier uniform; q, k × 1/√2; encoder v, out, fc1, fc2 × 0.67·N^(−1/4); decoder's × (9M)^(−1/4); embeddings std d^(−1/2)·(9N)^(−1/4) or (9M)^(−1/4)",
     source: "Huang et al. 2020",
+    options: &[],
     linear: |role, fan_in, fan_out, place| match role {
         Role::Query | Role::Key => xavier_uniform(0.5f64.sqrt(), fan_in, fan_out),
         _ => xavier_uniform(t_fixup_gain(place), fan_in, fan_out),
     },
-    embedding: |table, config| {
-        let decoder = (9.0 * config.decoder_layers as f64).powf(-0.25);
+    embedding: |table, model| {
+        let decoder = (9.0 * model.decoder_layers as f64).powf(-0.25);
         let scale = match table {
             Table::Target => decoder,
-            _ if !config.has_encoder() => decoder,
-            Table::Source | Table::Shared => (9.0 * config.encoder_layers as f64).powf(-0.25),
+            _ if !model.has_encoder => decoder,
+            Table::Source | Table::Shared => (9.0 * model.encoder_layers as f64).powf(-0.25),
         };
-        Fill::Normal { std: scale * (config.d_model as f64).powf(-0.5) }
+        Fill::Normal { std: scale * (model.d_model as f64).powf(-0.5) }
     },
     output: |d, v| xavier_uniform(1.0, d, v),
     ..XAVIER
@@ -116,8 +127,8 @@ pub static T_FIXUP: Init = Init {
 
 fn t_fixup_gain(place: &Place) -> f64 {
     match place.stack {
-        Stack::Encoder => 0.67 * (place.encoder_layers() as f64).powf(-0.25),
-        Stack::Decoder => (9.0 * place.decoder_layers() as f64).powf(-0.25),
+        StackName::Encoder => 0.67 * (place.encoder_layers() as f64).powf(-0.25),
+        StackName::Decoder => (9.0 * place.decoder_layers() as f64).powf(-0.25),
     }
 }
 
@@ -127,7 +138,7 @@ pub static R_FIXUP: Init = Init {
         "L = 2N + 3M branches (one stack 2L): q, k, v Xavier normal × L^(−1/6), fc1 × L^(−1/2), out, fc2 and an untied output zero",
     source: "Zhang et al. 2019 (Fixup)",
     linear: |role, fan_in, fan_out, place| {
-        let branches = match place.config.has_encoder() {
+        let branches = match place.model.has_encoder {
             true => 2 * place.encoder_layers() + 3 * place.decoder_layers(),
             false => 2 * place.decoder_layers(),
         } as f64;
@@ -150,8 +161,9 @@ pub static GPT2: Init = Init {
         "every linear, embedding and untied output N(0, 0.02²); attention's out and fc2 0.02/√(2N), N layers of their \
                  stack, under the parametrisation standard",
     source: "Radford et al. 2019, §2.3; nanoGPT",
+    options: &[],
     linear: |role, _, _, place| match role {
-        Role::AttentionOutput | Role::FeedForward2 if place.config.scaled().parametrisation.is_standard() => {
+        Role::AttentionOutput | Role::FeedForward2 if place.model.scaled.parametrisation.is_standard() => {
             Fill::Normal { std: GPT2_STD / (2.0 * place.layers() as f64).sqrt() }
         }
         _ => Fill::Normal { std: GPT2_STD },
@@ -177,8 +189,8 @@ mod tests {
     #[test]
     fn the_papers_constants() {
         let check = |constant: fn(&Place) -> f64, layers, encoder, decoder| {
-            near(place_of(layers, Stack::Encoder, constant), encoder);
-            near(place_of(layers, Stack::Decoder, constant), decoder);
+            near(place_of(layers, StackName::Encoder, constant), encoder);
+            near(place_of(layers, StackName::Decoder, constant), decoder);
         };
         check(deepnorm_beta, 6, "0.4970", "0.3433");
         check(deepnorm_beta, 18, "0.3526", "0.2608");

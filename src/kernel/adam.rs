@@ -11,6 +11,8 @@ use crate::cpu::Accumulator;
 use crate::cuda::{Program, CHUNK, PRELUDE};
 use crate::multiversion;
 
+pub mod call;
+
 /// The same for a GPU.
 pub static PROGRAM: Program = Program { name: "adam.cu", files: &[PRELUDE, CHUNK, include_str!("adam.cu")] };
 

@@ -13,12 +13,15 @@
 //! Scores lie transposed, a key to a row and sixteen queries to a register: maximum, exponential and sum then go down
 //! the columns without a horizontal step. Every product has one form, [`product()`].
 
+pub mod call;
+mod composed;
 mod matrix;
 mod product;
 #[cfg(test)]
 mod tests;
 mod weights;
 
+pub use composed::composed;
 pub use matrix::{Matrix, MatrixMut};
 
 use crate::cpu::philox::{self, Dropout};

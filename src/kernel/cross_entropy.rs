@@ -17,6 +17,9 @@ use crate::cuda::{Program, CHUNK, PRELUDE, REDUCE};
 use crate::kernel::math::{exp, max, sum};
 use crate::multiversion;
 
+pub mod call;
+pub mod composed;
+
 /// The same for a GPU.
 pub static PROGRAM: Program =
     Program { name: "cross_entropy.cu", files: &[PRELUDE, CHUNK, REDUCE, include_str!("cross_entropy.cu")] };

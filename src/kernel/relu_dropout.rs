@@ -11,6 +11,8 @@ use crate::cpu::{Accumulator, Element};
 use crate::cuda::{Program, CHUNK, PHILOX, PRELUDE};
 use crate::multiversion;
 
+pub mod call;
+
 /// The same for a GPU.
 pub static PROGRAM: Program =
     Program { name: "relu_dropout.cu", files: &[PRELUDE, CHUNK, PHILOX, include_str!("relu_dropout.cu")] };

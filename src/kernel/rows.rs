@@ -20,10 +20,13 @@
 
 use crate::cpu::pack::Store;
 use crate::cpu::{Accumulator, Element};
+use crate::cuda::Program;
 use crate::multiversion;
 use std::any::Any;
 
 mod blocks;
+pub mod call;
+pub(crate) mod gpu;
 mod passes;
 mod sums;
 pub use blocks::{columns, Blocks, BlocksMut, Group, PARTS};
@@ -92,15 +95,21 @@ impl<A: Accumulator> Rule<A> {
     }
 }
 
-/// A [`Rule`] for either computing type.
+/// A norm's kernels: its [`Rule`] for either computing type, and the same for a GPU.
 pub struct Rules {
     single: Rule<f32>,
     double: Rule<f64>,
+    pub program: Program,
 }
 
 impl Rules {
-    pub const fn of<N: RowNorm>() -> Self {
-        Rules { single: Rule::of::<N>(), double: Rule::of::<N>() }
+    pub const fn of<N: RowNorm>(program: Program) -> Self {
+        Rules { single: Rule::of::<N>(), double: Rule::of::<N>(), program }
+    }
+
+    /// Numbers kept per row for the backward pass.
+    pub fn stats(&self) -> usize {
+        self.single.stats
     }
 
     pub fn get<A: Accumulator>(&self) -> &Rule<A> {

@@ -1,10 +1,10 @@
 //! Multi-head attention on packed rows.
 
+use super::norm::PassRows;
 use super::residual::Inside;
 use super::{linear, Builder, Context, Ranges};
 use crate::error::Result;
 use crate::init::{Fill, Init, Role};
-use crate::norm::Rows;
 use crate::operator;
 use crate::residual::{Place, Point};
 use tch::{Kind, Tensor};
@@ -30,7 +30,7 @@ pub struct Cache {
 
 impl Attention {
     pub fn build(b: &mut Builder, place: &Place, init: &Init, has_biases: bool) -> Result<Self> {
-        let (d, heads) = (place.config.d_model, place.config.heads);
+        let (d, heads) = (place.model.d_model, place.model.heads);
         let stacked = init.linears(&[Role::Query, Role::Key, Role::Value], d, d, place);
         let bias = |b: &mut Builder, name: &str, width: i64| {
             has_biases.then(|| b.parameter(name, &[width], &Fill::Constant(0.0))).transpose()
@@ -41,7 +41,7 @@ impl Attention {
             let weight = b.parameter("weight", &[d, d], &init.matrix(Role::AttentionOutput, d, d, place))?;
             Ok((weight, bias(b, "bias", d)?))
         })?;
-        let scale = place.config.scaled().scores(d / heads);
+        let scale = place.model.scaled.scores(d / heads);
         Ok(Attention { in_weight, in_bias, out_weight, out_bias, d, heads, scale })
     }
 
@@ -121,7 +121,7 @@ impl Attention {
         inside: &Inside,
         ctx: &Context,
     ) -> Result<Tensor> {
-        let rows: Rows = ctx.rows();
+        let rows: PassRows = ctx.rows();
         let (seed, site) = (ctx.seed.as_ref(), ctx.site());
         let p = if seed.is_some() { ctx.rates.attention } else { 0.0 };
         let dropout = seed.filter(|_| p > 0.0).map(|seed| (p, seed, site));

@@ -1,11 +1,11 @@
 //! What a forward pass must know beside its inputs.
 
+use super::norm::PassRows;
+use super::running::Kept;
 use super::Packed;
 use crate::analysis::Watch;
 use crate::config::TransformerConfig;
 use crate::error::Result;
-use crate::norm::running::Kept;
-use crate::norm::Rows;
 use crate::operator::Group;
 use std::cell::Cell;
 use std::rc::Rc;
@@ -152,9 +152,9 @@ impl Context {
     }
 
     /// Packed rows: real but for those that fill a batch up. Profiling moves no statistics.
-    pub fn rows(&self) -> Rows<'_> {
+    pub fn rows(&self) -> PassRows<'_> {
         let (again, kept) = (self.again || self.profile, self.recompute.then_some(&self.kept));
-        Rows {
+        PassRows {
             train: self.train,
             again,
             pad_mask: self.spare.as_ref(),

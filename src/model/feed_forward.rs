@@ -17,7 +17,7 @@ pub struct FeedForward {
 
 impl FeedForward {
     pub fn build(b: &mut Builder, place: &Place, init: &Init, has_biases: bool) -> Result<Self> {
-        let (d, f) = (place.config.d_model, place.config.d_ff);
+        let (d, f) = (place.model.d_model, place.model.d_ff);
         let mut layer = |name: &str, role, fan_in, fan_out| {
             b.within(name, |b| {
                 let weight = b.parameter("weight", &[fan_out, fan_in], &init.matrix(role, fan_in, fan_out, place))?;

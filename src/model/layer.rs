@@ -2,13 +2,12 @@
 
 use super::attention::Attention;
 use super::feed_forward::FeedForward;
-use super::residual::{shared, Around, Inside};
+use super::norm::Norm;
+use super::residual::{shared, BuiltAround, Inside};
 use super::tensorized::Tensorized;
 use super::{times, Builder, Context};
-use crate::config::AttentionName;
 use crate::error::Result;
 use crate::init::Init;
-use crate::norm::Norm;
 use crate::operator;
 use crate::residual::{Place, Schemes, Sublayer};
 use tch::{no_grad, Tensor};
@@ -19,14 +18,14 @@ pub struct Layer {
 
 /// A sublayer with its residual.
 pub struct Branch {
-    pub function: Function,
-    pub around: Around,
+    pub function: SublayerFunction,
+    pub around: BuiltAround,
     pub inside: Inside,
     /// Of F(x): the parametrisation's factor, where β has not taken it.
     scale: f64,
 }
 
-pub enum Function {
+pub enum SublayerFunction {
     SelfAttention(Attention),
     Tensorized(Tensorized),
     CrossAttention(Attention),
@@ -67,22 +66,22 @@ impl Layer {
         let shared = shared(b, &scheme.layer(place))?;
         let mut sublayers = Vec::new();
         for place in place.each() {
-            let function = match place.sublayer {
-                Sublayer::SelfAttention if place.config.attention == AttentionName::Tensorized => {
-                    Function::Tensorized(b.within("self_attn", |b| Tensorized::build(b, &place, init))?)
+            let function = match (place.sublayer, place.model.tensorized) {
+                (Sublayer::SelfAttention, Some(sizes)) => {
+                    SublayerFunction::Tensorized(b.within("self_attn", |b| Tensorized::build(b, &place, init, sizes))?)
                 }
-                Sublayer::SelfAttention => Function::SelfAttention(
+                (Sublayer::SelfAttention, None) => SublayerFunction::SelfAttention(
                     b.within("self_attn", |b| Attention::build(b, &place, init, scheme.has_biases()))?,
                 ),
-                Sublayer::CrossAttention => Function::CrossAttention(
+                (Sublayer::CrossAttention, _) => SublayerFunction::CrossAttention(
                     b.within("multihead_attn", |b| Attention::build(b, &place, init, scheme.has_biases()))?,
                 ),
-                Sublayer::FeedForward => {
-                    Function::FeedForward(FeedForward::build(b, &place, init, scheme.has_biases())?)
+                (Sublayer::FeedForward, _) => {
+                    SublayerFunction::FeedForward(FeedForward::build(b, &place, init, scheme.has_biases())?)
                 }
             };
-            let (around, scale) = scheme.around(&place).times(place.config.scaled().branch(place.layers()));
-            let around = Around::build(b, &place, &around, &shared)?;
+            let (around, scale) = scheme.around(&place).times(place.model.scaled.branch(place.layers()));
+            let around = BuiltAround::build(b, &place, &around, &shared)?;
             let inside = Inside::build(b, &place, &schemes.inside(&place))?;
             sublayers.push(Branch { function, around, inside, scale });
         }
@@ -103,7 +102,7 @@ impl Branch {
     /// The streams after F(…) = f. x⁺ is made in one fused step with the norm that follows it: this sublayer's own, or
     /// `next`, the one that the next sublayer (or the end of the stack) begins with.
     pub fn close(&self, streams: &Streams, f: Tensor, next: Option<&dyn Norm>, ctx: &Context) -> Result<Streams> {
-        let Around { alpha, beta, amid, after, .. } = &self.around;
+        let BuiltAround { alpha, beta, amid, after, .. } = &self.around;
         let f = match amid {
             Some(norm) => norm.forward(&f, &ctx.rows())?,
             None => f,

@@ -6,10 +6,12 @@ mod context;
 mod embedding;
 mod feed_forward;
 mod layer;
+mod norm;
 mod packed;
 mod parameters;
 mod ranges;
 mod residual;
+mod running;
 mod sentences;
 mod sinusoids;
 mod stack;
@@ -29,14 +31,15 @@ pub use stack::StackCache;
 pub use tensorized::TENSORIZED;
 pub use transformer::{Memory, Transformer};
 
+use crate::data::vocabulary;
 use crate::error::Result;
 use tch::{Kind, Tensor};
 
-/// Special types, in fairseq's order.
-pub const BOS: i64 = 0;
-pub const PAD: i64 = 1;
-pub const EOS: i64 = 2;
-pub const UNK: i64 = 3;
+/// Special types as a tensor of ids has them.
+pub const BOS: i64 = vocabulary::BOS as i64;
+pub const PAD: i64 = vocabulary::PAD as i64;
+pub const EOS: i64 = vocabulary::EOS as i64;
+pub const UNK: i64 = vocabulary::UNK as i64;
 
 /// x times a constant factor; x itself where that is 1.
 fn times(x: Tensor, factor: f64) -> Result<Tensor> {

@@ -1,18 +1,20 @@
 //! What a residual scheme declared, built: its norms, gains, changes and connections.
 
+use super::norm::{self, Norm, PassRows};
 use super::{Builder, Context};
 use crate::error::Result;
 use crate::init::Fill;
-use crate::norm::{self, Norm, Rows};
+use crate::norm::{find, Site};
 use crate::residual::{self as declared, Growth, NormAt, Place, Point};
 use tch::{Kind, Tensor};
 
 /// The stack's norm where a scheme wants it.
 fn norm(b: &mut Builder, place: &Place, at: &NormAt) -> Result<Box<dyn Norm>> {
-    let last_of_decoder = at.last && place.stack == declared::Stack::Decoder;
-    let site = norm::Site { width: at.width, last_of_decoder, ends_stack: at.ends_stack, config: place.config };
-    let spec = norm::find(place.norm_name())?;
-    b.within(&at.name, |b| spec.build(b, &site))
+    let last_of_decoder = at.last && place.stack == declared::StackName::Decoder;
+    let (heads, options) = (place.model.heads, place.options);
+    let site = Site { width: at.width, heads, options, last_of_decoder, ends_stack: at.ends_stack };
+    let spec = find(place.norm_name())?;
+    b.within(&at.name, |b| norm::build(spec, b, &site))
 }
 
 fn norm_if(b: &mut Builder, place: &Place, at: &Option<NormAt>) -> Result<Option<Box<dyn Norm>>> {
@@ -24,7 +26,7 @@ fn learned(b: &mut Builder, declared: &declared::Learned) -> Result<Tensor> {
 }
 
 /// What x or F(x) is multiplied by.
-pub enum Gain {
+pub enum BuiltGain {
     One,
     /// A scalar or one number per column.
     Is(Tensor),
@@ -32,49 +34,49 @@ pub enum Gain {
     Growing,
 }
 
-impl Gain {
+impl BuiltGain {
     fn build(b: &mut Builder, declared: &declared::Gain, shared: &[Tensor]) -> Result<Self> {
         Ok(match declared {
-            declared::Gain::One => Gain::One,
-            declared::Gain::Constant(value) => Gain::Is(b.constant(*value)?),
-            declared::Gain::Learned(parameter) => Gain::Is(learned(b, parameter)?),
-            declared::Gain::Shared(index) => Gain::Is(shared[*index].shallow_clone()),
-            declared::Gain::Growing => Gain::Growing,
+            declared::Gain::One => BuiltGain::One,
+            declared::Gain::Constant(value) => BuiltGain::Is(b.constant(*value)?),
+            declared::Gain::Learned(parameter) => BuiltGain::Is(learned(b, parameter)?),
+            declared::Gain::Shared(index) => BuiltGain::Is(shared[*index].shallow_clone()),
+            declared::Gain::Growing => BuiltGain::Growing,
         })
     }
 
     /// None is 1.
     pub fn now<'a>(&'a self, alpha_t: Option<&'a Tensor>) -> Option<&'a Tensor> {
         match self {
-            Gain::One => None,
-            Gain::Is(gain) => Some(gain),
-            Gain::Growing => alpha_t,
+            BuiltGain::One => None,
+            BuiltGain::Is(gain) => Some(gain),
+            BuiltGain::Growing => alpha_t,
         }
     }
 }
 
 /// Around one sublayer: x⁺ = after(α⊙x + β⊙drop(f)), f = amid(F(before(x))), and s⁺ = α⊙s + β⊙drop(f) of every stream
 /// s beside x.
-pub struct Around {
+pub struct BuiltAround {
     pub before: Option<Box<dyn Norm>>,
-    pub alpha: Gain,
-    pub beta: Gain,
+    pub alpha: BuiltGain,
+    pub beta: BuiltGain,
     pub amid: Option<Box<dyn Norm>>,
     pub after: Option<Box<dyn Norm>>,
     /// α and β of each stream beside x.
-    pub streams: Vec<(Gain, Gain)>,
+    pub streams: Vec<(BuiltGain, BuiltGain)>,
 }
 
-impl Around {
+impl BuiltAround {
     /// `shared`: the layer's parameters.
     pub fn build(b: &mut Builder, place: &Place, declared: &declared::Around, shared: &[Tensor]) -> Result<Self> {
         let gains = |b: &mut Builder, step: &declared::StreamStep| {
-            Ok((Gain::build(b, &step.alpha, shared)?, Gain::build(b, &step.beta, shared)?))
+            Ok((BuiltGain::build(b, &step.alpha, shared)?, BuiltGain::build(b, &step.beta, shared)?))
         };
-        Ok(Around {
+        Ok(BuiltAround {
             before: norm_if(b, place, &declared.before)?,
-            alpha: Gain::build(b, &declared.alpha, shared)?,
-            beta: Gain::build(b, &declared.beta, shared)?,
+            alpha: BuiltGain::build(b, &declared.alpha, shared)?,
+            beta: BuiltGain::build(b, &declared.beta, shared)?,
             amid: norm_if(b, place, &declared.amid)?,
             after: norm_if(b, place, &declared.after)?,
             streams: declared.streams.iter().map(|step| gains(b, step)).collect::<Result<_>>()?,
@@ -87,29 +89,29 @@ pub fn shared(b: &mut Builder, declared: &[declared::Learned]) -> Result<Vec<Ten
     declared.iter().map(|parameter| learned(b, parameter)).collect()
 }
 
-pub enum Change {
+pub enum BuiltChange {
     Norm(Box<dyn Norm>),
     Shift(Tensor),
     Scale(Tensor),
     HeadScale(Tensor),
 }
 
-impl Change {
+impl BuiltChange {
     fn build(b: &mut Builder, place: &Place, declared: &declared::Change) -> Result<Self> {
         Ok(match declared {
-            declared::Change::Norm(at) => Change::Norm(norm(b, place, at)?),
-            declared::Change::Shift(parameter) => Change::Shift(learned(b, parameter)?),
-            declared::Change::Scale(parameter) => Change::Scale(learned(b, parameter)?),
-            declared::Change::HeadScale(parameter) => Change::HeadScale(learned(b, parameter)?),
+            declared::Change::Norm(at) => BuiltChange::Norm(norm(b, place, at)?),
+            declared::Change::Shift(parameter) => BuiltChange::Shift(learned(b, parameter)?),
+            declared::Change::Scale(parameter) => BuiltChange::Scale(learned(b, parameter)?),
+            declared::Change::HeadScale(parameter) => BuiltChange::HeadScale(learned(b, parameter)?),
         })
     }
 
-    pub fn apply(&self, x: &Tensor, rows: &Rows) -> Result<Tensor> {
+    pub fn apply(&self, x: &Tensor, rows: &PassRows) -> Result<Tensor> {
         Ok(match self {
-            Change::Norm(norm) => norm.forward(x, rows)?,
-            Change::Shift(b) => x.f_sub(&b.f_to_kind(x.kind())?)?,
-            Change::Scale(s) => x.f_mul(&s.f_to_kind(x.kind())?)?,
-            Change::HeadScale(s) => {
+            BuiltChange::Norm(norm) => norm.forward(x, rows)?,
+            BuiltChange::Shift(b) => x.f_sub(&b.f_to_kind(x.kind())?)?,
+            BuiltChange::Scale(s) => x.f_mul(&s.f_to_kind(x.kind())?)?,
+            BuiltChange::HeadScale(s) => {
                 let heads = x.f_unflatten(-1, [s.numel() as i64, -1].as_slice())?;
                 heads.f_mul(&s.f_to_kind(x.kind())?.f_unsqueeze(-1)?)?.f_flatten(-2, -1)?
             }
@@ -118,16 +120,16 @@ impl Change {
 }
 
 /// What stands inside a sublayer.
-pub struct Inside(Vec<(Point, Change)>);
+pub struct Inside(Vec<(Point, BuiltChange)>);
 
 impl Inside {
     pub fn build(b: &mut Builder, place: &Place, declared: &[(Point, declared::Change)]) -> Result<Self> {
-        let build = |(point, change): &(Point, declared::Change)| Ok((*point, Change::build(b, place, change)?));
+        let build = |(point, change): &(Point, declared::Change)| Ok((*point, BuiltChange::build(b, place, change)?));
         Ok(Inside(declared.iter().map(build).collect::<Result<_>>()?))
     }
 
     /// The heads of x (…, d) after whatever stands at this point.
-    pub fn at_heads(&self, point: Point, x: Tensor, heads: i64, rows: &Rows) -> Result<Tensor> {
+    pub fn at_heads(&self, point: Point, x: Tensor, heads: i64, rows: &PassRows) -> Result<Tensor> {
         if self.0.iter().all(|(p, _)| *p != point) {
             return Ok(x);
         }
@@ -135,30 +137,30 @@ impl Inside {
     }
 
     /// x after whatever stands at this point.
-    pub fn at(&self, point: Point, x: Tensor, rows: &Rows) -> Result<Tensor> {
+    pub fn at(&self, point: Point, x: Tensor, rows: &PassRows) -> Result<Tensor> {
         self.0.iter().filter(|(p, _)| *p == point).try_fold(x, |x, (_, change)| change.apply(&x, rows))
     }
 }
 
 /// How the layers of a stack follow each other.
-pub struct Flow {
-    pub combine: Option<Combine>,
+pub struct BuiltFlow {
+    pub combine: Option<BuiltCombine>,
     growth: Option<(Growth, Tensor)>,
     /// The norm that each stream beside x ends with.
     streams: Vec<Option<Box<dyn Norm>>>,
-    end: Vec<Change>,
+    end: Vec<BuiltChange>,
 }
 
-impl Flow {
+impl BuiltFlow {
     pub fn build(b: &mut Builder, place: &Place, declared: &declared::Flow) -> Result<Self> {
-        let combine = declared.combine.as_ref().map(|c| Combine::build(b, place, c)).transpose()?;
+        let combine = declared.combine.as_ref().map(|c| BuiltCombine::build(b, place, c)).transpose()?;
         let growth = match declared.growth {
             Some(growth) => Some((growth, b.buffer("t", &[1], 1.0, Kind::Int64)?)),
             None => None,
         };
         let streams = declared.streams.iter().map(|stream| norm_if(b, place, &stream.norm)).collect::<Result<_>>()?;
-        let end = declared.end.iter().map(|change| Change::build(b, place, change)).collect::<Result<_>>()?;
-        Ok(Flow { combine, growth, streams, end })
+        let end = declared.end.iter().map(|change| BuiltChange::build(b, place, change)).collect::<Result<_>>()?;
+        Ok(BuiltFlow { combine, growth, streams, end })
     }
 
     /// The streams beside x, which begin as x does. Views, so that autograd adds up their gradients in one order, whether
@@ -194,23 +196,23 @@ impl Flow {
     /// The norm that ends the stack, if that is all that does.
     pub fn end_norm(&self) -> Option<&dyn Norm> {
         match self.end.as_slice() {
-            [Change::Norm(norm)] if self.combine.is_none() && self.streams.is_empty() => Some(norm.as_ref()),
+            [BuiltChange::Norm(norm)] if self.combine.is_none() && self.streams.is_empty() => Some(norm.as_ref()),
             _ => None,
         }
     }
 }
 
 /// Learned sums of all outputs so far.
-pub struct Combine {
+pub struct BuiltCombine {
     weight: Tensor,
     norms: Vec<Box<dyn Norm>>,
     on_sums: bool,
 }
 
-impl Combine {
+impl BuiltCombine {
     fn build(b: &mut Builder, place: &Place, declared: &declared::Combine) -> Result<Self> {
         let rows = declared.norms.len() as i64 + 1;
-        Ok(Combine {
+        Ok(BuiltCombine {
             weight: b.parameter(&declared.weight, &[rows, rows], &Fill::RunningMean)?,
             norms: declared.norms.iter().map(|at| norm(b, place, at)).collect::<Result<_>>()?,
             on_sums: declared.on_sums,

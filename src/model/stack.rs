@@ -1,13 +1,13 @@
 //! A stack of layers, as the encoder and the decoder are.
 
 use super::attention::{Attention, Cache};
-use super::layer::{Function, Layer, Streams};
-use super::residual::{Flow, Inside};
+use super::layer::{Layer, Streams, SublayerFunction};
+use super::norm::Norm;
+use super::residual::{BuiltFlow, Inside};
 use super::tensorized::Tensorized;
 use super::{Builder, Context, Ranges};
 use crate::error::{Error, Result};
 use crate::init::Init;
-use crate::norm::Norm;
 use crate::operator;
 use crate::residual::{Place, Schemes};
 use std::cell::Cell;
@@ -20,7 +20,7 @@ pub struct Stack {
 
 struct Body {
     layers: Vec<Layer>,
-    flow: Flow,
+    flow: BuiltFlow,
 }
 
 /// Per layer, the keys and values of what has been decoded.
@@ -48,7 +48,7 @@ impl Stack {
                 })
                 .collect::<Result<Vec<_>>>()
         })?;
-        let flow = Flow::build(b, place, &schemes.flow(place))?;
+        let flow = BuiltFlow::build(b, place, &schemes.flow(place))?;
         Ok(Stack { body: Rc::new(Body { layers, flow }) })
     }
 
@@ -74,7 +74,7 @@ impl Stack {
             .iter()
             .flat_map(|layer| &layer.sublayers)
             .filter_map(|s| match &s.function {
-                Function::CrossAttention(attention) => Some(attention.memory(memory, &s.inside, ctx)),
+                SublayerFunction::CrossAttention(attention) => Some(attention.memory(memory, &s.inside, ctx)),
                 _ => None,
             })
             .collect()
@@ -182,10 +182,10 @@ impl Body {
         for (s, branch) in self.layers[index].sublayers.iter().enumerate() {
             let input = branch.input(&streams, ctx)?;
             let f = match &branch.function {
-                Function::SelfAttention(a) => attend(Attends::Itself(a), &branch.inside, &input)?,
-                Function::Tensorized(a) => attend(Attends::Segment(a), &branch.inside, &input)?,
-                Function::CrossAttention(a) => attend(Attends::Memory(a), &branch.inside, &input)?,
-                Function::FeedForward(f) => f.forward(&input, &branch.inside, ctx)?,
+                SublayerFunction::SelfAttention(a) => attend(Attends::Itself(a), &branch.inside, &input)?,
+                SublayerFunction::Tensorized(a) => attend(Attends::Segment(a), &branch.inside, &input)?,
+                SublayerFunction::CrossAttention(a) => attend(Attends::Memory(a), &branch.inside, &input)?,
+                SublayerFunction::FeedForward(f) => f.forward(&input, &branch.inside, ctx)?,
             };
             streams = branch.close(&streams, f, self.norm_after(index, s), ctx)?;
         }

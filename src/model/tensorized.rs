@@ -7,7 +7,7 @@ use super::{linear, Builder, Context, Ranges};
 use crate::config::Positions;
 use crate::error::Result;
 use crate::init::{Fill, Init, Role};
-use crate::residual::{Place, Point};
+use crate::residual::{Place, Point, TensorizedSizes};
 use tch::{Kind, Tensor};
 
 /// Name, definition and source.
@@ -37,8 +37,8 @@ pub struct Tensorized {
 }
 
 impl Tensorized {
-    pub fn build(b: &mut Builder, place: &Place, init: &Init) -> Result<Self> {
-        let (d, rank, segment) = (place.config.d_model, place.config.tensorized_rank, place.config.tensorized_segment);
+    pub fn build(b: &mut Builder, place: &Place, init: &Init, sizes: TensorizedSizes) -> Result<Self> {
+        let (d, TensorizedSizes { rank, segment }) = (place.model.d_model, sizes);
         let entries = segment * segment;
         let mut linear =
             |name: &str, shape: [i64; 2], fill: &Fill| b.within(name, |b| b.parameter("weight", &shape, fill));

@@ -1,13 +1,13 @@
 //! What the model adds to the tables: fusing the residual step with the next norm, profiling, growth, and the state of
 //! norms. That each scheme computes its equation is for `tests/model`.
 
-use super::layer::{Branch, Function};
+use super::layer::{Branch, SublayerFunction};
+use super::norm::{Norm, PassRows};
 use super::stack::{Stack, StackCache};
 use super::{Builder, Context, Packed, Ranges};
 use crate::config::TransformerConfig;
 use crate::error::Result;
 use crate::init;
-use crate::norm::{Norm, Rows};
 use crate::residual::{self, Around, ExtraStream, Flow, Gain, Learned, Place, Scheme, Schemes, StreamStep};
 use std::collections::HashMap;
 use tch::{no_grad, Device, Kind, Tensor};
@@ -30,7 +30,7 @@ fn build_of(config: &TransformerConfig, schemes: &Schemes) -> (Stack, HashMap<St
     tch::manual_seed(1);
     let mut b = Builder::fresh(Device::Cpu, Kind::Double);
     let init = init::find("xavier").unwrap();
-    let place = Place::new(config, residual::Stack::Decoder, 0);
+    let place = config.place(residual::StackName::Decoder, 0);
     let stack = Stack::build(&mut b, &place, init, schemes).unwrap();
     let made = b.finish().unwrap();
     let names = made.iter().chain(made.buffers()).map(|(n, t)| (n.to_string(), t.shallow_clone())).collect();
@@ -49,9 +49,11 @@ fn function(branch: &Branch, x: &Tensor) -> Tensor {
     let input = Packed::of(&[&[4, 5, 6], &[7, 8]]).unwrap();
     let own = Ranges::causal(&input, Device::Cpu).unwrap();
     let f = match &branch.function {
-        Function::FeedForward(f) => f.forward(x, &branch.inside, &ctx),
-        Function::SelfAttention(a) | Function::CrossAttention(a) => a.attend(x, &own, true, &branch.inside, &ctx),
-        Function::Tensorized(a) => a.attend(x, &own, &branch.inside, &ctx),
+        SublayerFunction::FeedForward(f) => f.forward(x, &branch.inside, &ctx),
+        SublayerFunction::SelfAttention(a) | SublayerFunction::CrossAttention(a) => {
+            a.attend(x, &own, true, &branch.inside, &ctx)
+        }
+        SublayerFunction::Tensorized(a) => a.attend(x, &own, &branch.inside, &ctx),
     };
     f.unwrap()
 }
@@ -79,7 +81,7 @@ impl Running {
 }
 
 impl Norm for Running {
-    fn forward(&self, x: &Tensor, rows: &Rows) -> Result<Tensor> {
+    fn forward(&self, x: &Tensor, rows: &PassRows) -> Result<Tensor> {
         let y = x.f_div(&self.square.f_sqrt()?)?.f_mul(&self.weight)?;
         if rows.train {
             let real = match rows.pad_mask {
@@ -98,11 +100,12 @@ fn a_norm_with_state() {
     let norms = [(); 2].map(|()| Running::new());
     let x = rows();
     let mask = Tensor::from_slice(&[false, false, true, true, true]);
-    let before = norms[0].forward(&x, &Rows::default()).unwrap();
-    let trained = norms[0].forward(&x, &Rows { train: true, pad_mask: Some(&mask), ..Rows::default() }).unwrap();
+    let before = norms[0].forward(&x, &PassRows::default()).unwrap();
+    let trained =
+        norms[0].forward(&x, &PassRows { train: true, pad_mask: Some(&mask), ..PassRows::default() }).unwrap();
     assert!(close(&before, &trained), "the forward that moves the statistics still uses the old ones");
-    let _ = norms[1].forward(&x.narrow(0, 0, 2), &Rows { train: true, ..Rows::default() }).unwrap();
-    let [a, b] = norms.map(|n| n.forward(&x, &Rows::default()).unwrap());
+    let _ = norms[1].forward(&x.narrow(0, 0, 2), &PassRows { train: true, ..PassRows::default() }).unwrap();
+    let [a, b] = norms.map(|n| n.forward(&x, &PassRows::default()).unwrap());
     assert!(!close(&before, &a), "a training forward moves them");
     assert!(close(&a, &b), "padding enters no statistic");
 }

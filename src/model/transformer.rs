@@ -7,7 +7,7 @@ use crate::config::TransformerConfig;
 use crate::error::{Error, Result};
 use crate::init;
 use crate::operator::Cargo;
-use crate::residual::{self, Place};
+use crate::residual;
 use tch::{Device, Kind, Tensor};
 
 pub struct Transformer {
@@ -50,9 +50,9 @@ impl Transformer {
         let init = init::find(config.init())?;
         let embeddings = Embeddings::build(&mut b, config, init)?;
         let mut stack =
-            |name: &str, stack| b.within(name, |b| Stack::build(b, &Place::new(config, stack, 0), init, &schemes));
-        let encoder = config.has_encoder().then(|| stack("encoder", residual::Stack::Encoder)).transpose()?;
-        let decoder = stack("decoder", residual::Stack::Decoder)?;
+            |name: &str, stack| b.within(name, |b| Stack::build(b, &config.place(stack, 0), init, &schemes));
+        let encoder = config.has_encoder().then(|| stack("encoder", residual::StackName::Encoder)).transpose()?;
+        let decoder = stack("decoder", residual::StackName::Decoder)?;
         Ok(Transformer { config: config.clone(), parameters: b.finish()?, embeddings, encoder, decoder })
     }
 

@@ -4,13 +4,14 @@
 //! Running μ ← αμ + (1−α)μ_B and σ² alike; evaluation uses them. The gradient,
 //! dx = (γ/σ_B)[dy − mean dy − x̂⊙mean(dy⊙x̂)] (eq 1–3), is the true one.
 
-use super::columns::{Batch, Options, State, Stats};
-use super::running::{GROUPS, SYNC};
-use super::spec::{Buffer, Form, Read, Setting, Shape, Spec, BIAS, EPS, WEIGHT};
-use super::statistics::{Measured, StateTensors, Used};
+use super::group_scaling::GROUPS;
+use super::kernels::ColumnKernels;
+use super::spec::{DeclaredShape, Form, Keyword, Spec, StateBuffer, BIAS, EPS, SYNC, WEIGHT};
+use super::statistics::{BatchTensors, StateTensors, Used};
 use crate::column_program;
 use crate::error::Result;
-use crate::operator::ColumnKernels;
+use crate::kernel::columns::{Batch, Options, Rule, State, Stats};
+use crate::options::{below_one, setting};
 
 pub static SPEC: Spec = Spec {
     name: "batchnorm",
@@ -18,27 +19,24 @@ pub static SPEC: Spec = Spec {
     equation: "y = γ⊙(x−μ_B)/√(σ²_B+ε)+β per feature over real positions; running μ, σ² in evaluation",
     source: "Ioffe & Szegedy 2015; Shen et al. 2020, Algorithm 1",
     parameters: &[WEIGHT, BIAS],
-    buffers: &[Buffer::new("running_mean", Shape::Width, 0.0), Buffer::new("running_var", Shape::Width, 1.0)],
-    options: &[
-        EPS,
-        Setting {
-            keyword: "alpha",
-            option: "batchnorm_alpha",
-            value: Read::Number(|site| site.config.batchnorm_alpha),
-        },
-        GROUPS,
-        SYNC,
+    buffers: &[
+        StateBuffer::new("running_mean", DeclaredShape::Width, 0.0),
+        StateBuffer::new("running_var", DeclaredShape::Width, 1.0),
     ],
+    options: &[EPS, Keyword::of("alpha", &ALPHA), GROUPS, SYNC],
     form: Form::Columns(&KERNELS),
 };
 
+setting! {
+    /// α of batchnorm's running statistics: old·α + new·(1 − α).
+    ALPHA ("batchnorm_alpha"): f64 = 0.9, below_one;
+}
+
 pub static KERNELS: ColumnKernels = ColumnKernels {
+    operator: "batch_norm",
     state: ["running_mean", "running_var"],
-    centred: true,
-    approximate: false,
-    settle,
+    rule: Rule { centred: true, approximate: false, settle, program: column_program!("batch_norm.cu") },
     composed: settle_composed,
-    ..ColumnKernels::new("batch_norm", column_program!("batch_norm.cu"))
 };
 
 fn settle(batch: &Batch, state: &mut State, o: &Options) -> Stats {
@@ -53,7 +51,7 @@ fn settle(batch: &Batch, state: &mut State, o: &Options) -> Stats {
     Stats::of_batch(batch, o.eps)
 }
 
-fn settle_composed(batch: &Measured, state: &StateTensors, o: &Options) -> Result<Used> {
+fn settle_composed(batch: &BatchTensors, state: &StateTensors, o: &Options) -> Result<Used> {
     let (Some(mean), Some(variance)) = (&state.first, &state.second) else { return batch.used(o) };
     if !o.train {
         return Used::running(Some(mean), variance, batch, o);

@@ -18,7 +18,7 @@ pub static SPEC: Spec = Spec {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::norm::composed;
+    use crate::norm::layer_norm;
     use tch::{Kind, Tensor};
 
     #[test]
@@ -28,7 +28,7 @@ mod tests {
         let parameters = [vec![alpha], vec![1.0, 2.0, 0.5, 1.0], vec![0.1; 4]]
             .map(|values: Vec<f64>| Tensor::from_slice(&values).set_requires_grad(true));
         let given = parameters.iter().map(|p| Some(p.shallow_clone())).collect();
-        let y = composed::call(SPEC.name, &x, given, &[]).unwrap();
+        let y = SPEC.composed(&x, given, &[]).unwrap();
         (&y * Tensor::from_slice(&dy)).sum(Kind::Double).backward();
         let mut dalpha = 0.0;
         for (i, (v, dy)) in v.into_iter().zip(dy).enumerate() {
@@ -50,11 +50,10 @@ mod tests {
     #[test]
     fn a_call_needs_what_the_norm_declares() {
         let x = Tensor::from_slice(&[1.0f64, 2.0]);
-        let refused = |name: &str, parameters, options: &[f64]| {
-            composed::call(name, &x, parameters, options).unwrap_err().to_string()
-        };
-        assert!(refused("dyt", vec![None, None], &[]).contains("takes 3 parameters and 0 options, got 2 and 0"));
-        assert!(refused("dyt", vec![None, None, None], &[]).contains("needs its parameter alpha"));
-        assert!(refused("layernorm", vec![None, None], &[1e-5]).contains("an operator of its own"));
+        let refused =
+            |spec: &Spec, parameters, options: &[f64]| spec.composed(&x, parameters, options).unwrap_err().to_string();
+        assert!(refused(&SPEC, vec![None, None], &[]).contains("takes 3 parameters and 0 options, got 2 and 0"));
+        assert!(refused(&SPEC, vec![None, None, None], &[]).contains("needs its parameter alpha"));
+        assert!(refused(&layer_norm::SPEC, vec![None, None], &[1e-5]).contains("an operator of its own"));
     }
 }

@@ -3,10 +3,8 @@
 //!
 //! It is rmsnorm's row, a group for a row: its kernels, and its true gradient in training and evaluation.
 
-use super::rms_norm;
-use crate::error::Result;
-use crate::operator;
-use tch::Tensor;
+use super::spec::Keyword;
+use crate::options::{not_negative, setting};
 
 /// Name, equation and source.
 pub const ABOUT: [&str; 3] = [
@@ -18,11 +16,10 @@ pub const ABOUT: [&str; 3] = [
 /// ε of the authors' code.
 pub const EPS: f64 = 1e-5;
 
-/// x (…, d) in `groups` equal parts of its last dimension.
-pub fn group_scaling(x: &Tensor, groups: i64) -> Result<Tensor> {
-    if groups == 1 {
-        return operator::row_norm(&rms_norm::KERNELS, x, None, None, EPS);
-    }
-    let parts = x.f_unflatten(-1, [groups, -1].as_slice())?;
-    Ok(operator::row_norm(&rms_norm::KERNELS, &parts, None, None, EPS)?.f_flatten(-2, -1)?)
+setting! {
+    /// Groups of the scaling before batchnorm, powernorm-v and powernorm; 0: none; powernorm's release: heads.
+    pub(super) GROUPSCALING ("groupscaling"): i64 = 1, not_negative;
 }
+
+/// Groups of the scaling that comes first; 0: none.
+pub(super) const GROUPS: Keyword = Keyword::of("groups", &GROUPSCALING);

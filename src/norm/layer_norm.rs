@@ -2,9 +2,9 @@
 
 use crate::cpu::Accumulator;
 use crate::error::Result;
-use crate::kernel::rows::{hypotenuse, magnitude, sum, trusted, Measured, RowNorm, Slope, Sums};
+use crate::kernel::rows::{hypotenuse, magnitude, sum, trusted, Measured, RowNorm, Rules, Slope, Sums};
+use crate::norm::kernels::RowKernels;
 use crate::norm::spec::{Form, Spec, BIAS, EPS, WEIGHT};
-use crate::operator::RowKernels;
 use crate::row_program;
 use tch::Tensor;
 
@@ -59,8 +59,12 @@ pub static SPEC: Spec = Spec {
     form: Form::Rows(&KERNELS),
 };
 
-pub static KERNELS: RowKernels =
-    RowKernels::of::<LayerNorm>(["layer_norm", "layer_norm_residual"], hat, row_program!("layer_norm.cu"));
+pub static KERNELS: RowKernels = RowKernels {
+    operator: "layer_norm",
+    residual: "layer_norm_residual",
+    rules: Rules::of::<LayerNorm>(row_program!("layer_norm.cu")),
+    hat,
+};
 
 /// x̂ = (x − μ)/√(σ² + ε).
 fn hat(x: &Tensor, _: &[Tensor], options: &[f64]) -> Result<Tensor> {

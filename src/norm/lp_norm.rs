@@ -6,10 +6,9 @@
 
 use super::composed;
 use super::scale_norm;
-use super::spec::{Form, Read, Setting, Spec, EPS, GAIN};
+use super::spec::{Form, Keyword, Spec, EPS, GAIN};
 use crate::error::{Error, Result};
-use crate::operator;
-use crate::options::FieldType;
+use crate::options::{setting, FieldType};
 use serde::{Deserialize, Deserializer, Serialize, Serializer};
 use tch::Tensor;
 
@@ -55,16 +54,21 @@ pub static SPEC: Spec = Spec {
     source: "Nguyen & Salazar 2019, §5",
     parameters: &[GAIN],
     buffers: &[],
-    options: &[EPS, Setting { keyword: "p", option: "lpnorm_p", value: Read::Number(|site| site.config.lpnorm_p.0) }],
+    options: &[EPS, Keyword::of("p", &ORDER)],
     form: Form::Chosen(|options| match options[P] == 2.0 {
         true => Form::Rows(&scale_norm::KERNELS),
-        false => Form::Operator(|x, weight, options| operator::lp_norm(x, weight, options[P], options[EPSILON])),
+        false => Form::Operator("lp_norm"),
     }),
 };
 
+setting! {
+    /// p of lpnorm, from 1 to inf.
+    ORDER ("lpnorm_p"): Exponent = Exponent(2.0), |_, p| check(p.0);
+}
+
 /// The places of the options.
-const EPSILON: usize = 0;
-const P: usize = 1;
+pub const EPSILON: usize = 0;
+pub const P: usize = 1;
 
 /// x̂ = x/max(‖x‖_p, ε).
 fn hat(x: &Tensor, _: &[Tensor], options: &[f64]) -> Result<Tensor> {
@@ -79,12 +83,9 @@ pub fn check(p: f64) -> Result<()> {
     }
 }
 
-/// y by its formula, differentiable to every order; p = 2 goes to ScaleNorm's operator. Rows have at least one number.
+/// y by its formula, differentiable to every order. Rows have at least one number.
 pub fn composed(x: &Tensor, weight: Option<&Tensor>, p: f64, eps: f64) -> Result<Tensor> {
     check(p)?;
-    if p == 2.0 {
-        return operator::row_norm(&scale_norm::KERNELS, x, weight, None, eps);
-    }
     composed::apply(hat, x, &[], (weight, None), &[eps, p])
 }
 

@@ -8,16 +8,16 @@
 //! t ≤ warm-up the forward divides by the batch's own ψ_B, with PN-V's exact gradient, and ψ² is the mean so far. The
 //! release mode computes what the authors' mask_powernorm.py does, after the group scaling that it begins with.
 
-use super::columns::{Batch, Options, State, Stats};
-use super::running::GROUPS;
-use super::spec::{Buffer, Form, Read, Setting, Shape, Spec, BIAS, EPS, WEIGHT};
-use super::statistics::{Measured, StateTensors, Used};
-use super::Site;
+use super::group_scaling::GROUPSCALING;
+use super::kernels::ColumnKernels;
+use super::spec::{DeclaredShape, Form, Keyword, Site, Spec, StateBuffer, BIAS, EPS, WEIGHT};
+use super::statistics::{BatchTensors, StateTensors, Used};
 use crate::choice;
 use crate::column_program;
 use crate::cpu::memory;
 use crate::error::Result;
-use crate::operator::ColumnKernels;
+use crate::kernel::columns::{Batch, Options, Rule, State, Stats};
+use crate::options::{below_one, not_negative, setting};
 use tch::Tensor;
 
 choice! {
@@ -35,62 +35,51 @@ pub static SPEC: Spec = Spec {
     source: "Shen et al. 2020, Definition 3, Algorithm 2",
     parameters: &[WEIGHT, BIAS],
     buffers: &[
-        Buffer::new("running_phi", Shape::Column, 1.0),
-        Buffer::new("ema_gz", Shape::Column, 0.0),
-        Buffer { is_counter: true, ..Buffer::new("iters", Shape::One, 0.0) },
+        StateBuffer::new("running_phi", DeclaredShape::Column, 1.0),
+        StateBuffer::new("ema_gz", DeclaredShape::Column, 0.0),
+        StateBuffer { is_counter: true, ..StateBuffer::new("iters", DeclaredShape::One, 0.0) },
     ],
     options: &[
         EPS,
-        ALPHA_FWD,
-        Setting {
-            keyword: "alpha_bwd",
-            option: "powernorm_alpha_bwd",
-            value: Read::Number(|site| site.config.powernorm_alpha_bwd),
-        },
-        Setting { keyword: "warmup_iters", option: "powernorm_warmup", value: Read::Count(warmup) },
-        Setting {
-            keyword: "mode",
-            option: "powernorm_mode",
-            value: Read::Word(|site| site.config.powernorm_mode.name()),
-        },
-        Setting { value: Read::Count(groups), ..GROUPS },
-        Setting { keyword: "sync", option: "powernorm_sync", value: Read::Flag(|site| site.config.powernorm_sync) },
+        Keyword::of("alpha_fwd", &ALPHA_FWD),
+        Keyword::of("alpha_bwd", &ALPHA_BWD),
+        Keyword::at("warmup_iters", Some(&WARMUP), |site| match is_release(site) && site.ends_stack {
+            true => RELEASED_END_WARMUP.into(),
+            false => site.options.get(&WARMUP).into(),
+        }),
+        Keyword::of("mode", &MODE),
+        // The authors' models scale one group per head.
+        Keyword::at("groups", Some(&GROUPSCALING), |site| match is_release(site) {
+            true => site.heads.into(),
+            false => site.options.get(&GROUPSCALING).into(),
+        }),
+        Keyword::of("sync", &POWERNORM_SYNC),
     ],
     form: Form::Columns(&KERNELS),
 };
 
-/// α of ψ².
-pub(super) const ALPHA_FWD: Setting = Setting {
-    keyword: "alpha_fwd",
-    option: "powernorm_alpha_fwd",
-    value: Read::Number(|site| site.config.powernorm_alpha_fwd),
-};
+setting! {
+    /// α of the running ψ² of powernorm and powernorm-v.
+    pub(super) ALPHA_FWD ("powernorm_alpha_fwd"): f64 = 0.9, below_one;
+    /// α of powernorm's ν.
+    ALPHA_BWD ("powernorm_alpha_bwd"): f64 = 0.9, below_one;
+    /// Training forwards that powernorm warms up for; set it to the learning rate's warm-up.
+    WARMUP ("powernorm_warmup"): i64 = 4000, not_negative;
+    /// powernorm as the paper defines it, or step for step as its authors released it.
+    pub MODE ("powernorm_mode"): PowerNormMode = PowerNormMode::Paper;
+    /// powernorm's statistics over all ranks together, as batchnorm's and powernorm-v's always are.
+    POWERNORM_SYNC ("powernorm_sync"): bool = false;
+}
 
 fn is_release(site: &Site) -> bool {
-    site.config.powernorm_mode == PowerNormMode::Release
-}
-
-fn warmup(site: &Site) -> i64 {
-    match is_release(site) && site.ends_stack {
-        true => RELEASED_END_WARMUP,
-        false => site.config.powernorm_warmup,
-    }
-}
-
-/// The authors' models scale one group per head.
-fn groups(site: &Site) -> i64 {
-    match is_release(site) {
-        true => site.config.heads,
-        false => site.config.groupscaling,
-    }
+    site.options.get(&MODE) == PowerNormMode::Release
 }
 
 pub static KERNELS: ColumnKernels = ColumnKernels {
+    operator: "power_norm",
     state: ["running_phi", "ema_gz"],
-    approximate: true,
-    settle,
+    rule: Rule { centred: false, approximate: true, settle, program: column_program!("power_norm.cu") },
     composed: settle_composed,
-    ..ColumnKernels::new("power_norm", column_program!("power_norm.cu"))
 };
 
 fn settle(batch: &Batch, state: &mut State, o: &Options) -> Stats {
@@ -126,7 +115,7 @@ fn settle(batch: &Batch, state: &mut State, o: &Options) -> Stats {
     stats
 }
 
-fn settle_composed(batch: &Measured, state: &StateTensors, o: &Options) -> Result<Used> {
+fn settle_composed(batch: &BatchTensors, state: &StateTensors, o: &Options) -> Result<Used> {
     let (Some(phi), Some(iters)) = (&state.first, &state.iters) else {
         unreachable!("the operator has asked for both")
     };

@@ -3,14 +3,14 @@
 //!
 //! Running ψ² ← αψ² + (1−α)ψ²_B; evaluation uses it. The gradient, dx = (γ/ψ_B)[dy − x̂⊙mean(dy⊙x̂)], is the true one.
 
-use super::columns::{Batch, Options, State, Stats};
+use super::group_scaling::GROUPS;
+use super::kernels::ColumnKernels;
 use super::power_norm::ALPHA_FWD;
-use super::running::{GROUPS, SYNC};
-use super::spec::{Buffer, Form, Setting, Shape, Spec, BIAS, EPS, WEIGHT};
-use super::statistics::{Measured, StateTensors, Used};
+use super::spec::{DeclaredShape, Form, Keyword, Spec, StateBuffer, BIAS, EPS, SYNC, WEIGHT};
+use super::statistics::{BatchTensors, StateTensors, Used};
 use crate::column_program;
 use crate::error::Result;
-use crate::operator::ColumnKernels;
+use crate::kernel::columns::{Batch, Options, Rule, State, Stats};
 
 pub static SPEC: Spec = Spec {
     name: "powernorm-v",
@@ -18,16 +18,16 @@ pub static SPEC: Spec = Spec {
     equation: "y = γ⊙x/√(ψ²_B+ε)+β, ψ²_B = mean x² per feature over real positions; running ψ² in evaluation",
     source: "Shen et al. 2020, Definition 1",
     parameters: &[WEIGHT, BIAS],
-    buffers: &[Buffer::new("running_phi", Shape::Width, 1.0)],
-    options: &[EPS, Setting { keyword: "alpha", ..ALPHA_FWD }, GROUPS, SYNC],
+    buffers: &[StateBuffer::new("running_phi", DeclaredShape::Width, 1.0)],
+    options: &[EPS, Keyword::of("alpha", &ALPHA_FWD), GROUPS, SYNC],
     form: Form::Columns(&KERNELS),
 };
 
 pub static KERNELS: ColumnKernels = ColumnKernels {
+    operator: "power_norm_v",
     state: ["running_phi", "unused"],
-    settle,
+    rule: Rule { centred: false, approximate: false, settle, program: column_program!("power_norm_v.cu") },
     composed: settle_composed,
-    ..ColumnKernels::new("power_norm_v", column_program!("power_norm_v.cu"))
 };
 
 fn settle(batch: &Batch, state: &mut State, o: &Options) -> Stats {
@@ -41,7 +41,7 @@ fn settle(batch: &Batch, state: &mut State, o: &Options) -> Stats {
     Stats::of_batch(batch, o.eps)
 }
 
-fn settle_composed(batch: &Measured, state: &StateTensors, o: &Options) -> Result<Used> {
+fn settle_composed(batch: &BatchTensors, state: &StateTensors, o: &Options) -> Result<Used> {
     let Some(phi) = &state.first else { return batch.used(o) };
     if !o.train {
         return Used::running(None, phi, batch, o);

@@ -2,9 +2,9 @@
 
 use crate::cpu::Accumulator;
 use crate::error::Result;
-use crate::kernel::rows::{hypotenuse, magnitude, sum, trusted, Measured, RowNorm, Slope, Sums};
+use crate::kernel::rows::{hypotenuse, magnitude, sum, trusted, Measured, RowNorm, Rules, Slope, Sums};
+use crate::norm::kernels::RowKernels;
 use crate::norm::spec::{Form, Spec, EPS, WEIGHT};
-use crate::operator::RowKernels;
 use crate::row_program;
 use tch::Tensor;
 
@@ -45,8 +45,12 @@ pub static SPEC: Spec = Spec {
     form: Form::Rows(&KERNELS),
 };
 
-pub static KERNELS: RowKernels =
-    RowKernels::of::<RmsNorm>(["rms_norm", "rms_norm_residual"], hat, row_program!("rms_norm.cu"));
+pub static KERNELS: RowKernels = RowKernels {
+    operator: "rms_norm",
+    residual: "rms_norm_residual",
+    rules: Rules::of::<RmsNorm>(row_program!("rms_norm.cu")),
+    hat,
+};
 
 /// x̂ = x/√(mean x² + ε).
 fn hat(x: &Tensor, _: &[Tensor], options: &[f64]) -> Result<Tensor> {

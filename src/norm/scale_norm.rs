@@ -3,9 +3,9 @@
 use super::lp_norm;
 use crate::cpu::Accumulator;
 use crate::error::Result;
-use crate::kernel::rows::{magnitude, sum, trusted, Measured, RowNorm, Slope, Sums};
-use crate::norm::spec::{Form, Read, Setting, Spec, EPS, GAIN};
-use crate::operator::RowKernels;
+use crate::kernel::rows::{magnitude, sum, trusted, Measured, RowNorm, Rules, Slope, Sums};
+use crate::norm::kernels::RowKernels;
+use crate::norm::spec::{Form, Keyword, Spec, EPS, GAIN};
 use crate::row_program;
 use tch::Tensor;
 
@@ -59,15 +59,16 @@ pub static FIXED: Spec = Spec {
     source: "Nguyen & Salazar 2019, Table 7",
     parameters: &[GAIN],
     buffers: &[],
-    options: &[
-        EPS,
-        Setting { keyword: "elementwise_affine", option: "", value: Read::Flag(|site| site.last_of_decoder) },
-    ],
+    options: &[EPS, Keyword::at("elementwise_affine", None, |site| site.last_of_decoder.into())],
     form: Form::Rows(&KERNELS),
 };
 
-pub static KERNELS: RowKernels =
-    RowKernels::of::<ScaleNorm>(["scale_norm", "scale_norm_residual"], hat, row_program!("scale_norm.cu"));
+pub static KERNELS: RowKernels = RowKernels {
+    operator: "scale_norm",
+    residual: "scale_norm_residual",
+    rules: Rules::of::<ScaleNorm>(row_program!("scale_norm.cu")),
+    hat,
+};
 
 /// x̂ = x/max(‖x‖₂, ε).
 fn hat(x: &Tensor, _: &[Tensor], options: &[f64]) -> Result<Tensor> {

@@ -1,14 +1,11 @@
-//! What a norm declares, and how a model is given what was declared.
+//! What a norm declares.
 
-use super::composed::{Composed, Hat};
-use super::{running, Norm, Rows, Rowwise, Site};
-use crate::config::TransformerConfig;
-use crate::error::Result;
-use crate::init::Fill;
-use crate::model::Builder;
-use crate::operator::{ColumnKernels, RowKernels};
+use super::composed::{self, Hat};
+use super::kernels::{ColumnKernels, RowKernels};
+use crate::error::{Error, Result};
+use crate::options::{setting, Declared, Options};
 use serde_json::{json, Value};
-use tch::{Kind, Tensor};
+use tch::Tensor;
 
 /// A norm: y = weight⊙x̂ + bias, and how x̂ is made. The training loop, Python's modules, the command line and the
 /// documentation read this entry, so it is all that a norm has to say.
@@ -22,8 +19,8 @@ pub struct Spec {
     /// What it learns: `weight` and `bias`, if it has them; every other parameter enters x̂.
     pub parameters: &'static [Parameter],
     /// Running statistics.
-    pub buffers: &'static [Buffer],
-    pub options: &'static [Setting],
+    pub buffers: &'static [StateBuffer],
+    pub options: &'static [Keyword],
     pub form: Form,
 }
 
@@ -34,8 +31,8 @@ pub enum Form {
     Composed(Hat),
     /// Row by row, by kernels; the fused residual step has them, too.
     Rows(&'static RowKernels),
-    /// Row by row, by an operator of its own: (x, weight, options) → y.
-    Operator(fn(&Tensor, Option<&Tensor>, &[f64]) -> Result<Tensor>),
+    /// Row by row, by the operator of that name: (x, weight, options) → y.
+    Operator(&'static str),
     /// One of the above, by the options.
     Chosen(fn(&[f64]) -> Form),
     /// By statistics of columns.
@@ -44,7 +41,7 @@ pub enum Form {
 
 /// The shape of a parameter or a buffer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Shape {
+pub enum DeclaredShape {
     /// (1,)
     One,
     /// (d,)
@@ -53,20 +50,21 @@ pub enum Shape {
     Column,
 }
 
-impl Shape {
-    fn of(self, width: i64) -> Vec<i64> {
+impl DeclaredShape {
+    /// In a norm of that width.
+    pub fn of(self, width: i64) -> Vec<i64> {
         match self {
-            Shape::One => vec![1],
-            Shape::Width => vec![width],
-            Shape::Column => vec![1, width, 1, 1],
+            DeclaredShape::One => vec![1],
+            DeclaredShape::Width => vec![width],
+            DeclaredShape::Column => vec![1, width, 1, 1],
         }
     }
 
     fn name(self) -> &'static str {
         match self {
-            Shape::One => "one",
-            Shape::Width => "width",
-            Shape::Column => "column",
+            DeclaredShape::One => "one",
+            DeclaredShape::Width => "width",
+            DeclaredShape::Column => "column",
         }
     }
 }
@@ -83,79 +81,105 @@ pub enum Start {
 #[derive(Clone, Copy, Debug)]
 pub struct Parameter {
     pub name: &'static str,
-    pub shape: Shape,
+    pub shape: DeclaredShape,
     pub start: Start,
 }
 
 /// γ = 1 per column.
-pub const WEIGHT: Parameter = Parameter { name: "weight", shape: Shape::Width, start: Start::Is(1.0) };
+pub const WEIGHT: Parameter = Parameter { name: "weight", shape: DeclaredShape::Width, start: Start::Is(1.0) };
 /// β = 0 per column.
-pub const BIAS: Parameter = Parameter { name: "bias", shape: Shape::Width, start: Start::Is(0.0) };
+pub const BIAS: Parameter = Parameter { name: "bias", shape: DeclaredShape::Width, start: Start::Is(0.0) };
 /// One g for all columns, such that y has x's length on average.
-pub const GAIN: Parameter = Parameter { name: "weight", shape: Shape::One, start: Start::Length };
+pub const GAIN: Parameter = Parameter { name: "weight", shape: DeclaredShape::One, start: Start::Length };
 
 impl Parameter {
     /// One number that enters x̂.
     pub const fn one(name: &'static str, start: f64) -> Self {
-        Parameter { name, shape: Shape::One, start: Start::Is(start) }
+        Parameter { name, shape: DeclaredShape::One, start: Start::Is(start) }
     }
 
     /// It stands outside x̂.
-    pub(super) fn is_affine(&self) -> bool {
+    pub fn is_affine(&self) -> bool {
         matches!(self.name, "weight" | "bias")
     }
 }
 
 /// State that training moves without a gradient, in f32 or f64; a counter is int64.
 #[derive(Clone, Copy, Debug)]
-pub struct Buffer {
+pub struct StateBuffer {
     pub name: &'static str,
-    pub shape: Shape,
+    pub shape: DeclaredShape,
     pub start: f64,
     pub is_counter: bool,
 }
 
-impl Buffer {
+impl StateBuffer {
     /// A running statistic.
-    pub const fn new(name: &'static str, shape: Shape, start: f64) -> Self {
-        Buffer { name, shape, start, is_counter: false }
+    pub const fn new(name: &'static str, shape: DeclaredShape, start: f64) -> Self {
+        StateBuffer { name, shape, start, is_counter: false }
     }
 }
 
-/// An option: a keyword of the module, and what a model's configuration makes of it.
-pub struct Setting {
-    pub keyword: &'static str,
-    /// The option of [`TransformerConfig`] that a user gives; empty: none.
-    pub option: &'static str,
-    pub value: Read,
+/// Where a norm stands in a model, for those that care.
+#[derive(Clone, Copy, Debug)]
+pub struct Site<'a> {
+    /// Numbers per row.
+    pub width: i64,
+    /// The model's attention heads.
+    pub heads: i64,
+    /// What the model's configuration says of the tables' options.
+    pub options: &'a Options,
+    /// The last norm of the decoder, whose gain `scalenorm-fixed` learns (Nguyen & Salazar 2019, Table 7).
+    pub last_of_decoder: bool,
+    /// It stands after a stack's last layer.
+    pub ends_stack: bool,
 }
 
-/// An option's value at a site.
+/// A keyword of the norm's module, and what it is in a model: what the configuration says, or what its place asks for.
 #[derive(Clone, Copy)]
-pub enum Read {
-    Number(fn(&Site) -> f64),
-    Count(fn(&Site) -> i64),
-    Flag(fn(&Site) -> bool),
-    Word(fn(&Site) -> &'static str),
+pub struct Keyword {
+    pub name: &'static str,
+    /// What a user gives; none: nothing.
+    pub option: Option<&'static dyn Declared>,
+    /// The value at a place, where that is not the option's: a float, an integer, a bool or a string.
+    pub at: Option<fn(&Site) -> Value>,
 }
 
-/// ε = 1e-5.
-pub const EPS: Setting =
-    Setting { keyword: "eps", option: "norm_eps", value: Read::Number(|site| site.config.norm_eps.unwrap_or(1e-5)) };
+impl Keyword {
+    /// The option, under the module's name for it.
+    pub const fn of(name: &'static str, option: &'static dyn Declared) -> Self {
+        Keyword { name, option: Some(option), at: None }
+    }
 
-macro_rules! readers {
-    ($($name:ident: $kind:ident -> $value:ty),+) => {
-        $(
-            /// The option of this keyword at a site; none: the norm has no such option.
-            pub(super) fn $name(&self, keyword: &str, site: &Site) -> Option<$value> {
-                match self.options.iter().find(|option| option.keyword == keyword)?.value {
-                    Read::$kind(value) => Some(value(site)),
-                    _ => None,
-                }
-            }
-        )+
+    /// The value at a place, with or without an option that has a say in it.
+    pub const fn at(name: &'static str, option: Option<&'static dyn Declared>, at: fn(&Site) -> Value) -> Self {
+        Keyword { name, option, at: Some(at) }
+    }
+
+    fn value(&self, site: &Site) -> Value {
+        match (self.at, self.option) {
+            (Some(at), _) => at(site),
+            (None, Some(option)) => site.options.value(option),
+            (None, None) => unreachable!("`of` and `at` give one of them"),
+        }
+    }
+}
+
+setting! {
+    /// The norm's epsilon; none: the norm's own default.
+    pub NORM_EPS ("norm_eps"): Option<f64> = None, |name, eps| match eps {
+        Some(eps) if !(eps >= 0.0 && eps.is_finite()) => {
+            Err(Error::invalid(format!("{name} must be at least 0, got {eps}")))
+        }
+        _ => Ok(()),
     };
 }
+
+/// ε, 1e-5 where nothing is said.
+pub const EPS: Keyword = Keyword::at("eps", Some(&NORM_EPS), |site| site.options.get(&NORM_EPS).unwrap_or(1e-5).into());
+
+/// Statistics over all ranks, where there are several.
+pub const SYNC: Keyword = Keyword::at("sync", None, |_| true.into());
 
 impl Spec {
     /// Its rows touch each other, by statistics of the batch.
@@ -163,81 +187,49 @@ impl Spec {
         matches!(self.form, Form::Columns(_))
     }
 
-    /// Declares the parameters and makes the norm.
-    pub fn build(&self, b: &mut Builder, site: &Site) -> Result<Box<dyn Norm>> {
-        let (mut inside, mut weight, mut bias) = (Vec::new(), None, None);
-        for parameter in self.parameters {
-            let made = self.parameter(parameter, b, site)?;
-            match (parameter.name, made) {
-                ("weight", made) => weight = made,
-                ("bias", made) => bias = made,
-                (_, made) => inside.extend(made),
-            }
-        }
-        let options = self.numbers(site);
-        let form = match self.form {
-            Form::Chosen(choose) => choose(&options),
-            form => form,
-        };
-        Ok(match form {
-            Form::Composed(hat) => Box::new(Composed { hat, inside, weight, bias, options }),
-            Form::Rows(kernels) => {
-                Box::new(Rowwise { kernels, weight, bias, eps: self.number("eps", site).unwrap_or(0.0) })
-            }
-            Form::Operator(call) => Box::new(Called { call, weight, options }),
-            Form::Columns(kernels) => running::build(self, kernels, weight, bias, b, site)?,
-            Form::Chosen(_) => unreachable!("options choose a form that is computed"),
-        })
+    /// The keyword's value at a site; none: the norm has no such keyword.
+    pub fn value(&self, keyword: &str, site: &Site) -> Option<Value> {
+        Some(self.options.iter().find(|option| option.name == keyword)?.value(site))
     }
 
-    /// None: the norm goes without it.
-    fn parameter(&self, parameter: &Parameter, b: &mut Builder, site: &Site) -> Result<Option<Tensor>> {
-        let start = match parameter.start {
-            Start::Is(value) => value,
-            Start::Length => match self.number("p", site) {
-                Some(p) => (site.width as f64).powf(1.0 / p),
-                None => (site.width as f64).sqrt(),
-            },
-        };
-        let is_learned = !parameter.is_affine() || self.flag("elementwise_affine", site).unwrap_or(true);
-        Ok(match (is_learned, parameter.shape) {
-            (true, shape) => Some(b.parameter(parameter.name, &shape.of(site.width), &Fill::Constant(start))?),
-            (false, Shape::One) => Some(b.constant(start)?),
-            (false, _) => None,
-        })
+    pub fn number(&self, keyword: &str, site: &Site) -> Option<f64> {
+        self.value(keyword, site).as_ref().and_then(number)
     }
-
-    /// The buffers, in order.
-    pub(super) fn buffers(&self, b: &mut Builder, site: &Site) -> Result<Vec<Tensor>> {
-        let buffer = |buffer: &Buffer| {
-            let kind = if buffer.is_counter { Kind::Int64 } else { b.statistics_kind() };
-            b.buffer(buffer.name, &buffer.shape.of(site.width), buffer.start, kind)
-        };
-        self.buffers.iter().map(buffer).collect()
-    }
-
-    readers! { number: Number -> f64, count: Count -> i64, flag: Flag -> bool, word: Word -> &'static str }
 
     /// Options that are numbers, in order: what the composed form is given.
-    fn numbers(&self, site: &Site) -> Vec<f64> {
-        self.options.iter().filter_map(|option| self.number(option.keyword, site)).collect()
+    pub fn numbers(&self, site: &Site) -> Vec<f64> {
+        self.options.iter().filter_map(|option| number(&option.value(site))).collect()
     }
 
-    /// How many numbers the composed form is given.
-    pub(super) fn count_of_numbers(&self) -> usize {
-        self.options.iter().filter(|option| matches!(option.value, Read::Number(_))).count()
+    /// y of a norm that must be its composed form alone. `parameters` and `options` as it declares them.
+    pub fn composed(&self, x: &Tensor, parameters: Vec<Option<Tensor>>, options: &[f64]) -> Result<Tensor> {
+        let name = self.name;
+        let Form::Composed(hat) = self.form else {
+            return Err(Error::invalid(format!("{name} has an operator of its own: call that")));
+        };
+        let wanted = (self.parameters.len(), self.numbers(&Site::ANY).len());
+        let got = (parameters.len(), options.len());
+        if wanted != got {
+            return Err(Error::invalid(format!(
+                "{name} takes {} parameters and {} options, got {} and {}",
+                wanted.0, wanted.1, got.0, got.1
+            )));
+        }
+        let (mut inside, mut weight, mut bias) = (Vec::new(), None, None);
+        for (declared, given) in self.parameters.iter().zip(parameters) {
+            match (declared.name, given) {
+                ("weight", given) => weight = given,
+                ("bias", given) => bias = given,
+                (_, Some(given)) => inside.push(given),
+                (absent, None) => return Err(Error::invalid(format!("{name} needs its parameter {absent}, got none"))),
+            }
+        }
+        composed::apply(hat, x, &inside, (weight.as_ref(), bias.as_ref()), options)
     }
 
     /// The module's keyword arguments at a site, as JSON; infinity is the word "inf".
     pub fn settings(&self, site: &Site) -> Value {
-        let value = |read: &Read| match read {
-            Read::Number(value) if value(site).is_infinite() => json!("inf"),
-            Read::Number(value) => json!(value(site)),
-            Read::Count(value) => json!(value(site)),
-            Read::Flag(value) => json!(value(site)),
-            Read::Word(value) => json!(value(site)),
-        };
-        self.options.iter().map(|option| (option.keyword.to_string(), value(&option.value))).collect()
+        self.options.iter().map(|option| (option.name.to_string(), option.value(site))).collect()
     }
 
     /// The entry, as JSON: what Python makes the module of.
@@ -249,18 +241,17 @@ impl Spec {
             };
             json!({"name": p.name, "shape": p.shape.name(), "start": start})
         };
-        let kind = |read: &Read| match read {
-            Read::Number(_) => "float",
-            Read::Count(_) => "int",
-            Read::Flag(_) => "bool",
-            Read::Word(_) => "str",
+        let option = |option: &Keyword| {
+            let default = option.value(&Site::ANY);
+            let kind = match &default {
+                Value::Bool(_) => "bool",
+                Value::String(_) => "str",
+                Value::Number(n) if n.is_i64() => "int",
+                _ => "float",
+            };
+            json!({"name": option.name, "kind": kind, "default": default})
         };
-        let config = TransformerConfig::default();
-        let first = Site { width: config.d_model, config: &config, last_of_decoder: false, ends_stack: false };
-        let defaults = self.settings(&first);
-        let option = |o: &Setting| json!({"name": o.keyword, "kind": kind(&o.value), "default": defaults[o.keyword]});
-        let buffer =
-            |b: &Buffer| json!({"name": b.name, "shape": b.shape.name(), "start": b.start, "is_counter": b.is_counter});
+        let buffer = |b: &StateBuffer| json!({"name": b.name, "shape": b.shape.name(), "start": b.start, "is_counter": b.is_counter});
         let (form, operator) = match self.form {
             Form::Composed(_) => ("composed", None),
             Form::Rows(kernels) => ("rows", Some(kernels.operator)),
@@ -281,15 +272,16 @@ impl Spec {
     }
 }
 
-/// A norm by an operator of its own.
-struct Called {
-    call: fn(&Tensor, Option<&Tensor>, &[f64]) -> Result<Tensor>,
-    weight: Option<Tensor>,
-    options: Vec<f64>,
+impl Site<'_> {
+    /// In a model of which nothing was said.
+    pub const ANY: Site<'static> =
+        Site { width: 1, heads: 1, options: &Options::NONE, last_of_decoder: false, ends_stack: false };
 }
 
-impl Norm for Called {
-    fn forward(&self, x: &Tensor, _: &Rows) -> Result<Tensor> {
-        (self.call)(x, self.weight.as_ref(), &self.options)
+fn number(value: &Value) -> Option<f64> {
+    match value {
+        Value::Number(n) if n.is_f64() => n.as_f64(),
+        Value::String(word) if word == "inf" => Some(f64::INFINITY),
+        _ => None,
     }
 }

@@ -1,11 +1,10 @@
 //! The composed form (tch) of norms with statistics of columns: on devices without a kernel, under torch.func, and for
 //! second derivatives. No number of a tensor is read: decisions are masks.
 
-use super::accumulate;
-use super::columns::{Options, Stats};
-use super::composed::affine;
+use super::composed::{accumulate, affine};
+use super::kernels::ColumnKernels;
 use crate::error::Result;
-use crate::operator::ColumnKernels;
+use crate::kernel::columns::{Options, Stats};
 use tch::{no_grad, Kind, Tensor};
 
 /// What a call of the operator has beside x and its parameters.
@@ -17,8 +16,8 @@ pub struct StateTensors {
     pub refused: Option<Tensor>,
 }
 
-/// What was measured of a batch; see [`Batch`](super::columns::Batch).
-pub struct Measured {
+/// What was measured of a batch; see [`Batch`](crate::kernel::columns::Batch).
+pub struct BatchTensors {
     /// A scalar.
     pub count: Tensor,
     /// All rows, a scalar.
@@ -41,19 +40,19 @@ pub struct Used {
 }
 
 /// Rows, padding apart: (…, d) and what marks some of its rows.
-struct Rows {
+struct MaskedRows {
     x: Tensor,
     /// (…, 1)
     pad: Option<Tensor>,
     dims: Vec<i64>,
 }
 
-impl Rows {
+impl MaskedRows {
     fn new(x: &Tensor, pad: Option<&Tensor>) -> Result<Self> {
         let x = accumulate(x)?;
         let x = if x.dim() == 1 { x.f_unsqueeze(0)? } else { x };
         let dims = (0..x.dim() as i64 - 1).collect();
-        Ok(Rows { x, pad: pad.map(|pad| pad.f_unsqueeze(-1)).transpose()?, dims })
+        Ok(MaskedRows { x, pad: pad.map(|pad| pad.f_unsqueeze(-1)).transpose()?, dims })
     }
 
     /// t with zeros at padding.
@@ -80,8 +79,8 @@ impl Rows {
     }
 }
 
-impl Measured {
-    fn of(rows: &Rows, centred: bool, all_too: bool) -> Result<Self> {
+impl BatchTensors {
+    fn of(rows: &MaskedRows, centred: bool, all_too: bool) -> Result<Self> {
         let count = rows.count()?;
         let divisor = count.f_clamp_min(1.0)?;
         let real = rows.real(&rows.x)?;
@@ -99,19 +98,17 @@ impl Measured {
             false => None,
         };
         let all = count.f_full_like(rows.rows())?;
-        Ok(Measured { count, rows: all, mean, square, square_of_all })
+        Ok(BatchTensors { count, rows: all, mean, square, square_of_all })
     }
 
     /// The batches of all ranks as one: from counts, means and mean squares about those means, never as mean x² − mean².
     fn over_ranks(self, o: &Options) -> Result<Self> {
-        if o.group.is_alone() {
-            return Ok(self);
-        }
+        let Some(ranks) = o.ranks else { return Ok(self) };
         let flat = |t: &Tensor| t.f_view(-1);
         let of_all = self.square_of_all.as_ref().unwrap_or(&self.square);
         let mine =
             [flat(&self.count)?, flat(&self.rows)?, self.mean()?, self.square.shallow_clone(), of_all.shallow_clone()];
-        let all = o.group.gather(&Tensor::f_cat(&mine, 0)?)?; // (ranks, 2 + 3d)
+        let all = ranks.gather(&Tensor::f_cat(&mine, 0)?)?; // (ranks, 2 + 3d)
         let d = self.square.size()[0];
         let part = |from: i64, n: i64| all.f_narrow(1, from, n);
         let over = |shares: &Tensor, t: &Tensor| shares.f_mul(t)?.f_sum_dim_intlist([0i64].as_slice(), false, None);
@@ -125,7 +122,7 @@ impl Measured {
             true => Some(over(&rows.f_div(&all_rows.f_clamp_min(1.0)?)?, &part(2 + 2 * d, d)?)?),
             false => None,
         };
-        Ok(Measured { count, rows: all_rows, mean: self.mean.map(|_| mean), square, square_of_all })
+        Ok(BatchTensors { count, rows: all_rows, mean: self.mean.map(|_| mean), square, square_of_all })
     }
 
     /// The batch's mean; zero for a norm without one.
@@ -160,7 +157,7 @@ impl Used {
     }
 
     /// x̂ by running statistics.
-    pub fn running(mean: Option<&Tensor>, square: &Tensor, batch: &Measured, o: &Options) -> Result<Self> {
+    pub fn running(mean: Option<&Tensor>, square: &Tensor, batch: &BatchTensors, o: &Options) -> Result<Self> {
         let flat = |t: &Tensor| t.f_flatten(0, -1)?.f_to_kind(batch.square.kind());
         let mean = mean.map(flat).transpose()?;
         Used::of(mean.as_ref(), &flat(square)?, &batch.count, o)
@@ -180,7 +177,7 @@ impl Used {
 
 impl StateTensors {
     /// Whether these statistics may be taken in, as a tensor; counts those that may not.
-    pub fn accepts(&self, batch: &Measured, values: &[&Tensor]) -> Result<Tensor> {
+    pub fn accepts(&self, batch: &BatchTensors, values: &[&Tensor]) -> Result<Tensor> {
         no_grad(|| {
             let kind = self.first.as_ref().map_or(Kind::Double, Tensor::kind);
             let has_rows = batch.count.f_gt(0.0)?;
@@ -227,12 +224,12 @@ pub fn forward(
     given: Option<&Tensor>,
     o: &Options,
 ) -> Result<(Tensor, Tensor)> {
-    let rows = Rows::new(x, pad)?;
+    let rows = MaskedRows::new(x, pad)?;
     let (shift, scale, stats) = match given {
         Some(stats) => (Some(stats.f_get(0)?), stats.f_get(1)?, stats.f_detach_copy()?),
         None => {
             let from_batch = o.train || state.first.is_none();
-            let measured = Measured::of(&rows, kernels.centred, o.release)?;
+            let measured = BatchTensors::of(&rows, kernels.rule.centred, o.release)?;
             let measured = if from_batch { measured.over_ranks(o)? } else { measured };
             let used = (kernels.composed)(&measured, state, o)?;
             let stats = used.stats()?;
@@ -267,7 +264,7 @@ pub fn backward(
     state: &StateTensors,
     o: &Options,
 ) -> Result<(Tensor, Tensor, Tensor)> {
-    let rows = Rows::new(x, if o.release { None } else { pad })?;
+    let rows = MaskedRows::new(x, if o.release { None } else { pad })?;
     let g = rows.real(&dy.f_to_kind(rows.x.kind())?.f_view_as(&rows.x)?)?;
     let [shift, scale, slope, gamma, exact, share] = [0, 1, 2, 3, 4, 5].map(|i| stats.get(i));
     let hat = rows.real(&hat(&rows.x, Some(&shift), &scale)?)?;
@@ -278,16 +275,16 @@ pub fn backward(
     };
     let p = weight.f_mul(&slope)?;
     // Parameters have this rank's gradients, x the batch's.
-    let (all, all_x) = match o.group.is_alone() {
-        true => (sum.shallow_clone(), sum_x.shallow_clone()),
-        false => {
-            let both = o.group.sum(&Tensor::f_stack(&[&sum, &sum_x], 0)?)?;
+    let (all, all_x) = match o.ranks {
+        None => (sum.shallow_clone(), sum_x.shallow_clone()),
+        Some(ranks) => {
+            let both = ranks.sum(&Tensor::f_stack(&[&sum, &sum_x], 0)?)?;
             (both.f_get(0)?, both.f_get(1)?)
         }
     };
     let lambda = weight.f_mul(&all_x)?.f_mul(&share)?;
     let mut q = slope.f_mul(&lambda)?.f_mul(&exact)?;
-    if let (true, true, Some(ema)) = (kernels.approximate, o.train, &state.second) {
+    if let (true, true, Some(ema)) = (kernels.rule.approximate, o.train, &state.second) {
         let old = ema.f_flatten(0, -1)?.f_to_kind(g.kind())?;
         let nu = old.f_mul_scalar(1.0 - o.alpha_bwd)?;
         q = q.f_where_self(&exact.f_eq(1.0)?, &slope.f_mul(&nu)?)?;
@@ -298,7 +295,7 @@ pub fn backward(
         state.replace(ema, &now, &has_rows.f_logical_and(&finite)?)?;
     }
     let mut dx = p.f_mul(&g)?.f_sub(&q.f_mul(&hat)?)?;
-    if kernels.centred {
+    if kernels.rule.centred {
         dx = dx.f_sub(&p.f_mul(&all)?.f_mul(&share)?.f_mul(&exact)?)?;
     }
     debug_assert_eq!(stats.size()[0] as usize, Stats::ROWS);

@@ -1,15 +1,16 @@
 //! What the ranks of a process group do together, by torch.distributed's own collectives.
 
+use super::call::Value;
 use super::engine::Handle;
-use super::ffi::Value;
+use crate::cpu::memory::numbers;
 use crate::error::{Error, Result};
+use crate::kernel::columns::Ranks;
 use std::sync::{Mutex, MutexGuard};
-use tch::{Device, Kind, Tensor};
+use tch::{Device, Tensor};
 
-/// A process group of torch.distributed, or a process alone: a small number, so that operators can hand it on.
-#[repr(transparent)]
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Group(i64);
+/// A process group of torch.distributed, or a process alone.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Group(Option<&'static Known>);
 
 // torch.distributed's, of which nothing of ours travels. Tensors lie where the group's backend wants them (gloo: CPU,
 // NCCL: CUDA).
@@ -25,21 +26,38 @@ fn waited(collective: &Handle, arguments: &[Value]) -> Result<Tensor> {
     Ok(t)
 }
 
+#[derive(Debug)]
 struct Known {
     name: String,
     rank: usize,
     size: usize,
 }
 
-static KNOWN: Mutex<Vec<Known>> = Mutex::new(Vec::new());
+/// The groups that were told of. They stay.
+static KNOWN: Mutex<Vec<&'static Known>> = Mutex::new(Vec::new());
 
-fn known() -> MutexGuard<'static, Vec<Known>> {
+fn known() -> MutexGuard<'static, Vec<&'static Known>> {
     KNOWN.lock().unwrap_or_else(|poisoned| poisoned.into_inner())
+}
+
+impl Ranks for Known {
+    fn name(&self) -> &str {
+        &self.name
+    }
+
+    fn gather(&self, t: &Tensor) -> Result<Tensor> {
+        let t = t.f_unsqueeze(0)?.f_contiguous()?;
+        waited(&ALL_GATHER, &[(&t).into(), (self.size as i64).into(), self.name().into()])
+    }
+
+    fn sum(&self, t: &Tensor) -> Result<Tensor> {
+        waited(&ALL_REDUCE, &[t.into(), "sum".into(), self.name().into()])
+    }
 }
 
 impl Group {
     /// One process.
-    pub const ALONE: Group = Group(0);
+    pub const ALONE: Group = Group(None);
 
     /// The group that torch.distributed knows by this name, of which this process is `rank` of `size`.
     pub fn new(name: &str, rank: usize, size: usize) -> Result<Self> {
@@ -50,13 +68,12 @@ impl Group {
             return Ok(Group::ALONE);
         }
         let mut known = known();
-        let found = known.iter().position(|k| (k.name.as_str(), k.rank, k.size) == (name, rank, size));
-        Ok(Group(
-            1 + found.unwrap_or_else(|| {
-                known.push(Known { name: name.to_string(), rank, size });
-                known.len() - 1
-            }) as i64,
-        ))
+        let found = known.iter().find(|k| (k.name.as_str(), k.rank, k.size) == (name, rank, size)).copied();
+        Ok(Group(Some(found.unwrap_or_else(|| {
+            let new = Box::leak(Box::new(Known { name: name.to_string(), rank, size }));
+            known.push(new);
+            new
+        }))))
     }
 
     /// The group that was told of by this name; "" is a process alone.
@@ -64,24 +81,24 @@ impl Group {
         if name.is_empty() {
             return Some(Group::ALONE);
         }
-        known().iter().position(|k| k.name == name).map(|i| Group(i as i64 + 1))
+        known().iter().find(|k| k.name == name).map(|k| Group(Some(*k)))
     }
 
-    fn with<T>(self, of: impl FnOnce(Option<&Known>) -> T) -> T {
-        let known = known();
-        of((self.0 as usize).checked_sub(1).and_then(|i| known.get(i)))
+    /// As norms know them; none: a process alone.
+    pub fn ranks(self) -> Option<&'static dyn Ranks> {
+        self.0.map(|known| known as &dyn Ranks)
     }
 
     pub fn rank(self) -> usize {
-        self.with(|k| k.map_or(0, |k| k.rank))
+        self.0.map_or(0, |k| k.rank)
     }
 
     pub fn size(self) -> usize {
-        self.with(|k| k.map_or(1, |k| k.size))
+        self.0.map_or(1, |k| k.size)
     }
 
     pub fn is_alone(self) -> bool {
-        self == Group::ALONE
+        self.0.is_none()
     }
 
     /// This process writes files and speaks.
@@ -89,41 +106,24 @@ impl Group {
         self.rank() == 0
     }
 
-    pub fn name(self) -> String {
-        self.with(|k| k.map(|k| k.name.clone()).unwrap_or_default())
-    }
-
     /// Σ over ranks.
     pub fn sum(self, t: &Tensor) -> Result<Tensor> {
-        match self.is_alone() {
-            true => Ok(t.shallow_clone()),
-            false => waited(&ALL_REDUCE, &[t.into(), "sum".into(), self.name().as_str().into()]),
-        }
+        self.0.map_or_else(|| Ok(t.shallow_clone()), |k| k.sum(t))
     }
 
     /// t ← Σ over ranks. The gradients of a model need no copy.
     pub fn sum_in_place(self, t: &mut Tensor) -> Result<()> {
-        if !self.is_alone() {
-            let _ = waited(&ALL_REDUCE_IN_PLACE, &[(&*t).into(), "sum".into(), self.name().as_str().into()])?;
+        if let Some(k) = self.0 {
+            let _ = waited(&ALL_REDUCE_IN_PLACE, &[(&*t).into(), "sum".into(), k.name().into()])?;
         }
         Ok(())
     }
 
-    /// (ranks, …): every rank's t.
-    pub fn gather(self, t: &Tensor) -> Result<Tensor> {
-        let t = t.f_unsqueeze(0)?;
-        if self.is_alone() {
-            return Ok(t);
-        }
-        let size = self.size() as i64;
-        waited(&ALL_GATHER, &[(&t.f_contiguous()?).into(), size.into(), self.name().as_str().into()])
-    }
-
     /// Rank 0's t.
     pub fn first(self, t: &Tensor) -> Result<Tensor> {
-        match self.is_alone() {
-            true => Ok(t.shallow_clone()),
-            false => waited(&BROADCAST, &[t.into(), 0i64.into(), self.name().as_str().into()]),
+        match self.0 {
+            None => Ok(t.shallow_clone()),
+            Some(k) => waited(&BROADCAST, &[t.into(), 0i64.into(), k.name().into()]),
         }
     }
 
@@ -162,6 +162,6 @@ impl Group {
 }
 
 fn host<const N: usize>(t: &Tensor) -> Result<[f64; N]> {
-    let numbers = Vec::<f64>::try_from(t.f_to_device(Device::Cpu)?.f_to_kind(Kind::Double)?)?;
-    Ok(std::array::from_fn(|i| numbers[i]))
+    let all = numbers(t)?;
+    Ok(std::array::from_fn(|i| all[i]))
 }

@@ -5,19 +5,20 @@
 //! Nobody outside this module knows autograd's mechanics.
 
 mod adam;
+mod argument;
 mod attention;
+mod call;
 mod collective;
 mod column_norm;
 mod composite;
-mod count;
 mod cross_entropy;
 mod declare;
-mod device;
-mod device_columns;
-mod device_rows;
+mod dropout;
 mod engine;
 mod ffi;
+mod function;
 mod recompute;
+mod register;
 mod relu_dropout;
 mod residual;
 mod row_norm;
@@ -27,14 +28,14 @@ mod transfer;
 pub use adam::{adam_in_place, AdamBuffers};
 pub use attention::{attention, gather, padded_attention};
 pub use collective::Group;
-pub use column_norm::{column_norm, Column, ColumnKernels};
-pub use composite::lp_norm;
+pub use column_norm::{Column, ColumnOperator};
+pub use composite::{group_scaling, norm_by_name};
 pub use cross_entropy::{cross_entropy, cross_entropy_in_place};
-pub use engine::{backward_from, register, set_grad};
+pub use engine::{backward_from, set_grad};
 pub use recompute::recomputed;
 pub use relu_dropout::relu_dropout;
 pub use residual::{dropout, Step};
-pub use row_norm::{row_norm, RowKernels};
+pub use row_norm::{RowOperator, Rowwise};
 pub use stream::SideStream;
 pub use transfer::{Cargo, Hold, Late};
 
@@ -42,56 +43,54 @@ use crate::cuda::{self, Program};
 use crate::kernel;
 use crate::norm::{COLUMN_NORMS, ROW_NORMS};
 use declare::Operator;
-use std::sync::OnceLock;
+use std::sync::{LazyLock, Once};
 
 /// Every operator, but for the backward ones.
-fn operators() -> &'static [Operator] {
-    static ALL: OnceLock<Vec<Operator>> = OnceLock::new();
-    ALL.get_or_init(|| {
-        let steps = ROW_NORMS.iter().copied().map(Some).chain([None]);
-        let norms = ROW_NORMS.iter().map(|k| row_norm::operator(k)).chain(steps.map(residual::operator));
-        let columns = COLUMN_NORMS.iter().map(|k| column_norm::operator(k));
-        let others = [
-            relu_dropout::operator(),
-            attention::operator(),
-            cross_entropy::operator(),
-            cross_entropy::in_place_operator(),
-            adam::operator(),
-            composite::lp_norm_operator(),
-            composite::lp_norm_on_device(),
-            composite::group_scaling_operator(),
-            composite::composed_norm(),
-        ];
-        norms.chain(columns).chain(others).collect()
-    })
+static OPERATORS: LazyLock<Vec<Operator>> = LazyLock::new(|| {
+    let norms = RowOperator::all().iter().map(row_norm::operator);
+    let steps = RowOperator::all().iter().map(Some).chain([None]).map(residual::operator);
+    let columns = ColumnOperator::all().iter().map(column_norm::operator);
+    let others = [
+        relu_dropout::operator(),
+        attention::operator(),
+        cross_entropy::operator(),
+        cross_entropy::in_place_operator(),
+        adam::operator(),
+        composite::lp_norm_operator(),
+        composite::lp_norm_on_device(),
+        composite::group_scaling_operator(),
+        composite::composed_norm(),
+    ];
+    norms.chain(steps).chain(columns).chain(others).collect()
+});
+
+/// Registers the operators with PyTorch; later calls do nothing. It must come before any call of an operator: the Python
+/// module does it as it is imported, and tests of Rust at their first call.
+pub fn register() {
+    static ONCE: Once = Once::new();
+    ONCE.call_once(|| {
+        for operator in OPERATORS.iter() {
+            if let Err(e) = register::register(operator) {
+                panic!("the operators could not be registered with PyTorch: {e}");
+            }
+        }
+    });
 }
 
-/// (operator, kernel calls, composed calls) of every operator since the process started.
+/// (operator, kernel calls, composed calls) of every operator since the process started. One that has several forms is
+/// there as often.
 pub fn counts() -> Vec<(&'static str, u64, u64)> {
-    let fixed = [
-        &residual::COUNT,
-        &relu_dropout::COUNT,
-        &attention::COUNT,
-        &cross_entropy::COUNT,
-        &composite::COUNT,
-        &adam::COUNT,
-    ];
-    ROW_NORMS
-        .iter()
-        .flat_map(|k| [&k.count, &k.residual_count])
-        .chain(COLUMN_NORMS.iter().map(|k| &k.count))
-        .chain(fixed)
-        .map(|c| {
-            let (kernel, composed) = c.read();
-            (c.operator, kernel, composed)
-        })
+    let counted = OPERATORS.iter().filter_map(|o| o.handle);
+    counted
+        .map(|handle| (handle.name, handle.counts()))
+        .map(|(name, (kernel, composed))| (name, kernel, composed))
         .collect()
 }
 
 /// Every program of CUDA kernels.
 pub fn programs() -> Vec<&'static Program> {
-    let rows = ROW_NORMS.iter().map(|k| &k.program);
-    let columns = COLUMN_NORMS.iter().map(|k| &k.program);
+    let rows = ROW_NORMS.iter().map(|k| &k.rules.program);
+    let columns = COLUMN_NORMS.iter().map(|k| &k.rule.program);
     let others = [&kernel::relu_dropout::PROGRAM, &kernel::cross_entropy::PROGRAM, &kernel::adam::PROGRAM, &cuda::SUMS];
-    rows.chain([&kernel::residual_step::NO_NORM]).chain(columns).chain(others).collect()
+    rows.chain([&kernel::residual_step::NO_NORM.program]).chain(columns).chain(others).collect()
 }

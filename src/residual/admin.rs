@@ -25,7 +25,7 @@ impl Scheme for Admin {
     }
 
     fn around(&self, place: &Place) -> Around {
-        let omega = Learned::new(place.numbered("residual_scale"), &[place.config.d_model], 1.0);
+        let omega = Learned::new(place.numbered("residual_scale"), &[place.model.d_model], 1.0);
         Around { alpha: Gain::Learned(omega), after: Some(place.closing_norm()), ..Around::default() }
     }
 
@@ -71,13 +71,13 @@ fn omega(place: &Place) -> f64 {
 mod tests {
     use super::*;
     use crate::residual::tests::{near, place_of};
-    use crate::residual::Stack;
+    use crate::residual::StackName;
 
     #[test]
     fn the_constants() {
         for (layers, encoder, decoder) in [(6, "2.017", "2.335"), (100, "6.075", "7.193")] {
-            near(place_of(layers, Stack::Encoder, omega), encoder);
-            near(place_of(layers, Stack::Decoder, omega), decoder);
+            near(place_of(layers, StackName::Encoder, omega), encoder);
+            near(place_of(layers, StackName::Decoder, omega), decoder);
         }
     }
 }

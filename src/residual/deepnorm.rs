@@ -42,7 +42,7 @@ fn alpha(place: &Place) -> f64 {
 mod tests {
     use super::*;
     use crate::residual::tests::{near, place_of};
-    use crate::residual::Stack;
+    use crate::residual::StackName;
 
     #[test]
     fn the_papers_constants() {
@@ -53,8 +53,8 @@ mod tests {
             (100, "3.4157", "4.1618"),
             (500, "5.6482", "6.2233"),
         ] {
-            near(place_of(layers, Stack::Encoder, alpha), encoder);
-            near(place_of(layers, Stack::Decoder, alpha), decoder);
+            near(place_of(layers, StackName::Encoder, alpha), encoder);
+            near(place_of(layers, StackName::Decoder, alpha), decoder);
         }
     }
 }

@@ -2,17 +2,23 @@
 
 use super::{postnorm, prenorm, Around, Combine, Flow, NormAt, Place, Scheme};
 use crate::choice;
+use crate::options::{setting, Declared};
 
 choice! {
     /// Whether the layers are PreNorm's or PostNorm's.
     pub enum DlclNorm ("dlcl_norm") { Pre = "pre", Post = "post" }
 }
 
+setting! {
+    /// Whether dlcl's layers are prenorm's or postnorm's.
+    NORM ("dlcl_norm"): DlclNorm = DlclNorm::Pre;
+}
+
 pub struct Dlcl;
 
 impl Dlcl {
     fn layers(place: &Place) -> &'static dyn Scheme {
-        match place.config.dlcl_norm {
+        match place.options.get(&NORM) {
             DlclNorm::Pre => &prenorm::PreNorm,
             DlclNorm::Post => &postnorm::PostNorm,
         }
@@ -32,6 +38,10 @@ impl Scheme for Dlcl {
         "Wang et al. 2019"
     }
 
+    fn options(&self) -> &'static [&'static dyn Declared] {
+        &[&NORM]
+    }
+
     fn around(&self, place: &Place) -> Around {
         let mut around = Dlcl::layers(place).around(place);
         // The norm of the last sum follows.
@@ -40,10 +50,10 @@ impl Scheme for Dlcl {
     }
 
     fn stack(&self, place: &Place) -> Flow {
-        let on_sums = place.config.dlcl_norm == DlclNorm::Post;
+        let on_sums = place.options.get(&NORM) == DlclNorm::Post;
         let norm = |l: i64| NormAt {
             name: format!("combine.norms.{l}"),
-            width: place.config.d_model,
+            width: place.model.d_model,
             last: on_sums && l == place.layers(),
             ends_stack: false,
         };

@@ -1,12 +1,18 @@
 //! The Fixups, which train without norms: R-Fixup by scalar shifts and scales (Zhang et al. 2019), T-Fixup by its
 //! initialisation alone (Huang et al. 2020).
 
-use super::{Around, Change, Flow, Gain, Learned, Place, Point, Scheme, Stack, Sublayer};
+use super::{Around, Change, Flow, Gain, Learned, Place, Point, Scheme, StackName, Sublayer};
 use crate::choice;
+use crate::options::{setting, Declared};
 
 choice! {
     /// `paper` adds a scalar before the attention's output projection.
     pub enum RFixupMode ("r_fixup_mode") { Release = "release", Paper = "paper" }
+}
+
+setting! {
+    /// r-fixup as its authors released it, or with the paper's scalar before the attention's output projection.
+    MODE ("r_fixup_mode"): RFixupMode = RFixupMode::Release;
 }
 
 pub struct RFixup;
@@ -22,6 +28,10 @@ impl Scheme for RFixup {
 
     fn source(&self) -> &'static str {
         "Zhang et al. 2019"
+    }
+
+    fn options(&self) -> &'static [&'static dyn Declared] {
+        &[&MODE]
     }
 
     fn init(&self) -> &'static str {
@@ -44,7 +54,7 @@ impl Scheme for RFixup {
             ];
         }
         let mut changes = vec![(Point::Input, shift("input_shift"))];
-        if place.config.r_fixup_mode == RFixupMode::Paper {
+        if place.options.get(&MODE) == RFixupMode::Paper {
             let scale = Learned::new(format!("{path}output_scale"), &[1], 1.0);
             changes.push((Point::AfterHeads, Change::Scale(scale)));
         }
@@ -53,7 +63,7 @@ impl Scheme for RFixup {
 
     fn stack(&self, place: &Place) -> Flow {
         let mut end = vec![Change::Shift(Learned::new("end_shift", &[1], 0.0))];
-        if place.stack == Stack::Encoder {
+        if place.stack == StackName::Encoder {
             end.push(Change::Scale(Learned::new("end_scale", &[1], 1.0)));
         }
         Flow { end, ..Flow::default() }

@@ -1,6 +1,12 @@
 //! LayerScale: `x⁺ = x + λ⊙F(N(x))`, λ small at the start (Touvron et al. 2021).
 
 use super::{prenorm::PreNorm, Around, Flow, Gain, Learned, Place, Scheme};
+use crate::options::{setting, Declared};
+
+setting! {
+    /// λ of layerscale at the start.
+    START ("layerscale_init"): f64 = 1e-4;
+}
 
 pub struct LayerScale;
 
@@ -17,9 +23,12 @@ impl Scheme for LayerScale {
         "Touvron et al. 2021"
     }
 
+    fn options(&self) -> &'static [&'static dyn Declared] {
+        &[&START]
+    }
+
     fn around(&self, place: &Place) -> Around {
-        let lambda =
-            Learned::new(place.numbered("branch_scale"), &[place.config.d_model], place.config.layerscale_init);
+        let lambda = Learned::new(place.numbered("branch_scale"), &[place.model.d_model], place.options.get(&START));
         Around { beta: Gain::Learned(lambda), ..PreNorm.around(place) }
     }
 

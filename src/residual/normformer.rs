@@ -2,10 +2,24 @@
 
 use super::{prenorm::PreNorm, Around, Change, Flow, Gain, Learned, NormAt, Place, Point, Scheme, Sublayer};
 use crate::choice;
+use crate::options::{setting, Declared};
 
 choice! {
     /// Head scales before the output projection (`paper`) or, as in fairseq, after it.
     pub enum NormFormerMode ("normformer_mode") { Paper = "paper", Fairseq = "fairseq" }
+}
+
+setting! {
+    /// normformer (1): each head times its own scalar.
+    HEAD_SCALE ("normformer_head_scale"): bool = true;
+    /// normformer (2): a norm on the self-attention's output.
+    ATTENTION_NORM ("normformer_attention_norm"): bool = true;
+    /// normformer (3): a norm inside the feed-forward.
+    FFN_NORM ("normformer_ffn_norm"): bool = true;
+    /// normformer (4): a learned scale on the feed-forward's residual.
+    RESIDUAL_SCALE ("normformer_residual_scale"): bool = false;
+    /// normformer's head scales before the output projection (paper) or after it (fairseq).
+    MODE ("normformer_mode"): NormFormerMode = NormFormerMode::Paper;
 }
 
 pub struct NormFormer;
@@ -23,14 +37,18 @@ impl Scheme for NormFormer {
         "Shleifer et al. 2021"
     }
 
+    fn options(&self) -> &'static [&'static dyn Declared] {
+        &[&HEAD_SCALE, &ATTENTION_NORM, &FFN_NORM, &RESIDUAL_SCALE, &MODE]
+    }
+
     fn around(&self, place: &Place) -> Around {
-        let (config, mut around) = (place.config, PreNorm.around(place));
+        let mut around = PreNorm.around(place);
         match place.sublayer {
-            Sublayer::SelfAttention if config.normformer_attention_norm => {
+            Sublayer::SelfAttention if place.options.get(&ATTENTION_NORM) => {
                 around.amid = Some(NormAt { name: place.numbered("post_norm"), ..place.norm() });
             }
-            Sublayer::FeedForward if config.normformer_residual_scale => {
-                let lambda = Learned::new(place.numbered("residual_scale"), &[config.d_model], 1.0);
+            Sublayer::FeedForward if place.options.get(&RESIDUAL_SCALE) => {
+                let lambda = Learned::new(place.numbered("residual_scale"), &[place.model.d_model], 1.0);
                 around.alpha = Gain::Learned(lambda);
             }
             _ => {}
@@ -39,18 +57,17 @@ impl Scheme for NormFormer {
     }
 
     fn inside(&self, place: &Place) -> Vec<(Point, Change)> {
-        let config = place.config;
         match place.sublayer {
-            Sublayer::SelfAttention if config.normformer_head_scale => {
-                let point = match config.normformer_mode {
+            Sublayer::SelfAttention if place.options.get(&HEAD_SCALE) => {
+                let point = match place.options.get(&MODE) {
                     NormFormerMode::Paper => Point::AfterHeads,
                     NormFormerMode::Fairseq => Point::AfterOutput,
                 };
-                let gamma = Learned::new(format!("{}head_scale", place.sublayer.path()), &[config.heads], 1.0);
+                let gamma = Learned::new(format!("{}head_scale", place.sublayer.path()), &[place.model.heads], 1.0);
                 vec![(point, Change::HeadScale(gamma))]
             }
-            Sublayer::FeedForward if config.normformer_ffn_norm => {
-                let norm = NormAt { name: "inner_norm".into(), width: config.d_ff, ..place.norm() };
+            Sublayer::FeedForward if place.options.get(&FFN_NORM) => {
+                let norm = NormAt { name: "inner_norm".into(), width: place.model.d_ff, ..place.norm() };
                 vec![(Point::Amid, Change::Norm(norm))]
             }
             _ => Vec::new(),

@@ -3,9 +3,9 @@
 //! `postnorm*3,prenorm` has PostNorm in the first three layers of a stack and PreNorm in the others;
 //! `postnorm*1/4,prenorm` has PostNorm in the first quarter, rounded down (Mix-LN, Li et al. 2024).
 
-use super::{Change, Flow, NormAt, Place, Point, Scheme, Sublayer, SCHEMES};
-use crate::config::TransformerConfig;
+use super::{Around, Change, Flow, NormAt, Outline, Place, Point, Scheme, StackName, Sublayer, SCHEMES};
 use crate::error::{unknown, Error, Result};
+use crate::options::Options;
 
 /// Schemes in the order of the layers that they have; the last one has what the others leave.
 pub struct Schemes {
@@ -96,8 +96,8 @@ impl Schemes {
     /// them (QK-norm, Henry et al. 2020).
     pub fn inside(&self, place: &Place) -> Vec<(Point, Change)> {
         let mut inside = self.at(place).inside(place);
-        if place.config.qk_norm && place.sublayer != Sublayer::FeedForward {
-            let width = place.config.d_model / place.config.heads;
+        if place.model.qk_norm && place.sublayer != Sublayer::FeedForward {
+            let width = place.model.d_model / place.model.heads;
             let norm = |name: &str| {
                 let name = format!("{}{name}", place.sublayer.path());
                 Change::Norm(NormAt { name, width, last: false, ends_stack: false })
@@ -134,15 +134,20 @@ impl Schemes {
         self.last.is_profiled()
     }
 
-    /// Refuses more layers than the model's stacks have.
-    pub fn check(&self, config: &TransformerConfig) -> Result<()> {
-        let stacks = [("encoder_layers", config.encoder_layers), ("decoder_layers", config.decoder_layers)];
-        for (name, layers) in stacks.into_iter().skip(usize::from(!config.has_encoder())) {
+    /// Whether any of them puts a norm anywhere in such a model.
+    pub fn have_norms(&self, model: Outline, options: &Options) -> bool {
+        let place = Place::new(model, options, StackName::Decoder, 0);
+        self.all().any(|scheme| puts_norms(scheme, &place))
+    }
+
+    /// Refuses more layers than the model's stacks have; `residual` is what the schemes were read of.
+    pub fn check(&self, residual: &str, model: &Outline) -> Result<()> {
+        let stacks = [("encoder_layers", model.encoder_layers), ("decoder_layers", model.decoder_layers)];
+        for (name, layers) in stacks.into_iter().skip(usize::from(!model.has_encoder)) {
             let taken: i64 = self.first.iter().map(|(_, share)| share.of(layers)).sum();
             if taken > layers || (taken == layers && !self.first.is_empty()) {
                 return Err(Error::invalid(format!(
-                    "residual {:?} gives {taken} of {name} = {layers} layers away and leaves none to {}: give fewer",
-                    config.residual.as_str(),
+                    "residual {residual:?} gives {taken} of {name} = {layers} layers away and leaves none to {}: give fewer",
                     self.last.name()
                 )));
             }
@@ -160,21 +165,32 @@ fn find(name: &str) -> Result<&'static dyn Scheme> {
         .ok_or_else(|| unknown("residual", name, SCHEMES.iter().map(|s| s.name())))
 }
 
+fn puts_norms(scheme: &dyn Scheme, place: &Place) -> bool {
+    let is_norm = |change: &Change| matches!(change, Change::Norm(_));
+    let has = |place: Place| {
+        let Around { before, amid, after, .. } = scheme.around(&place);
+        let inside = scheme.inside(&place);
+        before.or(amid).or(after).is_some() || inside.iter().any(|(_, change)| is_norm(change))
+    };
+    let flow = scheme.stack(place);
+    let has_end_norm = flow.streams.iter().any(|stream| stream.norm.is_some()) || flow.end.iter().any(is_norm);
+    place.each().any(has) || flow.combine.is_some() || has_end_norm
+}
+
 /// Its layers can stand among others': nothing travels beside x or is shared by the whole model.
 fn can_be_mixed(scheme: &dyn Scheme) -> bool {
-    let config = TransformerConfig::default();
-    let flow = scheme.stack(&Place::new(&config, super::Stack::Encoder, 0));
+    let options = Options::default();
+    let flow = scheme.stack(&Place::new(Outline::SMALL, &options, StackName::Encoder, 0));
     flow.combine.is_none() && flow.streams.is_empty() && scheme.has_biases() && !scheme.is_profiled()
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::residual::Stack;
 
     fn names(text: &str, layers: i64) -> Vec<&'static str> {
-        let config = TransformerConfig { decoder_layers: layers, ..Default::default() };
-        let (schemes, place) = (Schemes::parse(text).unwrap(), Place::new(&config, Stack::Decoder, 0));
+        let (model, options) = (Outline { decoder_layers: layers, ..Outline::SMALL }, Options::default());
+        let (schemes, place) = (Schemes::parse(text).unwrap(), Place::new(model, &options, StackName::Decoder, 0));
         (0..layers).map(|layer| schemes.at(&Place { layer, ..place }).name()).collect()
     }
 
@@ -188,8 +204,8 @@ mod tests {
 
     #[test]
     fn what_ends_the_stack_is_the_last_layers() {
-        let config = TransformerConfig::default();
-        let place = Place::new(&config, Stack::Decoder, 0);
+        let (model, options) = (Outline { decoder_layers: 6, ..Outline::SMALL }, Options::default());
+        let place = Place::new(model, &options, StackName::Decoder, 0);
         let flow = |text: &str| Schemes::parse(text).unwrap().flow(&place);
         assert_eq!(flow("branchnorm*1,prenorm"), Flow { growth: flow("branchnorm").growth, ..flow("prenorm") });
         assert_eq!(flow("prenorm*1,postnorm"), flow("postnorm"));
@@ -214,9 +230,10 @@ mod tests {
             let e = Schemes::parse(text).err().expect(text).to_string();
             assert!(e.contains(why), "{text}: {e}");
         }
-        let config = TransformerConfig { encoder_layers: 2, decoder_layers: 3, ..Default::default() };
-        let e = Schemes::parse("postnorm*2,prenorm").unwrap().check(&config).unwrap_err().to_string();
+        let model = Outline { encoder_layers: 2, decoder_layers: 3, ..Outline::SMALL };
+        let check = |text: &str| Schemes::parse(text).unwrap().check(text, &model);
+        let e = check("postnorm*2,prenorm").unwrap_err().to_string();
         assert!(e.contains("2 of encoder_layers = 2"), "{e}");
-        Schemes::parse("postnorm*1,prenorm").unwrap().check(&config).unwrap();
+        check("postnorm*1,prenorm").unwrap();
     }
 }

@@ -27,9 +27,9 @@ impl Scheme for SubLn {
 
     fn inside(&self, place: &Place) -> Vec<(Point, Change)> {
         let (point, width) = match place.sublayer {
-            Sublayer::SelfAttention => (Point::AfterHeads, place.config.d_model),
+            Sublayer::SelfAttention => (Point::AfterHeads, place.model.d_model),
             Sublayer::CrossAttention => return Vec::new(),
-            Sublayer::FeedForward => (Point::Amid, place.config.d_ff),
+            Sublayer::FeedForward => (Point::Amid, place.model.d_ff),
         };
         let name = format!("{}inner_norm", place.sublayer.path());
         vec![(point, Change::Norm(NormAt { name, width, ..place.norm() }))]

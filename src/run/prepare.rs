@@ -44,7 +44,7 @@ pub(super) fn prepare_with(
     if !sided {
         model.check_lengths(&[config.segment_length])?;
     }
-    let Text { segmenter, vocabulary, train, valid, mut references } = match &config.data_bin {
+    let TextAsIds { segmenter, vocabulary, train, valid, mut references } = match &config.data_bin {
         Some(folder) => binarised(folder, sided, config, known, between)?,
         None => files(sided, config, known, between)?,
     };
@@ -82,7 +82,7 @@ pub(super) fn prepare_with(
 type Sides<T> = (Vec<T>, Vec<T>);
 
 /// Text as ids.
-struct Text {
+struct TextAsIds {
     segmenter: Segmenter,
     vocabulary: Vocabulary,
     train: Sides<Vec<u32>>,
@@ -91,7 +91,12 @@ struct Text {
     references: Vec<String>,
 }
 
-fn files(sided: bool, config: &DataConfig, known: Option<(Segmenter, Vocabulary)>, between: Between) -> Result<Text> {
+fn files(
+    sided: bool,
+    config: &DataConfig,
+    known: Option<(Segmenter, Vocabulary)>,
+    between: Between,
+) -> Result<TextAsIds> {
     let train = read(sided, "train", config.train_source.as_deref(), &config.train_target, between)?;
     let valid = read(sided, "valid", config.valid_source.as_deref(), &config.valid_target, between)?;
     let (segmenter, vocabulary) = match known {
@@ -118,7 +123,7 @@ fn files(sided: bool, config: &DataConfig, known: Option<(Segmenter, Vocabulary)
         (true, Segmenter::Split) => valid.1.iter().map(|l| data::join_line(l)).collect(),
         (true, Segmenter::Bpe(_)) => valid.1,
     };
-    Ok(Text { segmenter, vocabulary, train, valid: held_out, references })
+    Ok(TextAsIds { segmenter, vocabulary, train, valid: held_out, references })
 }
 
 fn binarised(
@@ -127,7 +132,7 @@ fn binarised(
     config: &DataConfig,
     known: Option<(Segmenter, Vocabulary)>,
     between: Between,
-) -> Result<Text> {
+) -> Result<TextAsIds> {
     let found = match sided {
         true => Binarised::parallel(folder, "train", config.source_lang.as_deref(), config.target_lang.as_deref())?,
         false => Binarised::monolingual(folder),
@@ -147,7 +152,7 @@ fn binarised(
         true => valid.1.iter().map(|ids| data::join(&vocabulary.decode(ids))).collect(),
         false => Vec::new(),
     };
-    Ok(Text { segmenter: Segmenter::Split, vocabulary, train, valid, references })
+    Ok(TextAsIds { segmenter: Segmenter::Split, vocabulary, train, valid, references })
 }
 
 /// Held-out targets as the model can say them: types that training's targets never show are UNK.

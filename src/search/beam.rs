@@ -1,6 +1,7 @@
 //! One sentence's hypotheses: which continuations live on, and when the search for this sentence is over.
 
-use super::{Continuation, Hypothesis, Rule, SearchConfig};
+use super::{Continuation, Hypothesis, SearchConfig};
+use crate::config::SearchRule;
 use crate::error::{Error, Result};
 use crate::model::EOS;
 
@@ -66,16 +67,16 @@ impl<'a> Beam<'a> {
         let pool = self.pool(next);
         self.length += 1;
         match self.config.rule {
-            Rule::Google => self.advance_google(pool),
-            Rule::Fairseq => self.advance_fairseq(pool),
+            SearchRule::Google => self.advance_google(pool),
+            SearchRule::Fairseq => self.advance_fairseq(pool),
         }
     }
 
     /// The `n_best` best, best first.
     pub fn finish(mut self) -> Result<Vec<Hypothesis>> {
         let mut found: Vec<Hypothesis> = match self.config.rule {
-            Rule::Google => self.hypotheses.into_iter().map(|partial| partial.hypothesis).collect(),
-            Rule::Fairseq => {
+            SearchRule::Google => self.hypotheses.into_iter().map(|partial| partial.hypothesis).collect(),
+            SearchRule::Fairseq => {
                 self.finals.truncate(self.config.beam);
                 self.finals.sort_by(|a, b| b.score.total_cmp(&a.score));
                 self.finals

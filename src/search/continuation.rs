@@ -1,6 +1,7 @@
 //! From logits to each slot's most probable next tokens: the work on the model's device.
 
-use super::{Rule, SearchConfig};
+use super::SearchConfig;
+use crate::config::SearchRule;
 use crate::error::{Error, Result};
 use crate::model::{BOS, EOS, PAD};
 use tch::{Device, Kind, Tensor};
@@ -26,21 +27,21 @@ impl Eos {
     pub fn at(length: usize, config: &SearchConfig) -> Self {
         match config.rule {
             _ if length == 0 => Eos::Forbidden,
-            Rule::Fairseq if length + 1 == Rule::Fairseq.limit(0, config.max_length) => Eos::Forced,
+            SearchRule::Fairseq if length + 1 == SearchRule::Fairseq.limit(0, config.max_length) => Eos::Forced,
             _ => Eos::Allowed,
         }
     }
 }
 
 /// V_t, what the model may say.
-pub(super) struct Vocabulary {
+pub(super) struct TargetVocabulary {
     /// 0 in V_t, −∞ outside; (V). Added to logits: libtorch does that six times faster than masked_fill_.
     bias: Option<Tensor>,
 }
 
-impl Vocabulary {
+impl TargetVocabulary {
     pub fn new(mask: Option<&Tensor>, size: i64) -> Result<Self> {
-        let Some(mask) = mask else { return Ok(Vocabulary { bias: None }) };
+        let Some(mask) = mask else { return Ok(TargetVocabulary { bias: None }) };
         if mask.kind() != Kind::Bool || mask.size() != [size] {
             return Err(Error::invalid(format!(
                 "the target vocabulary's mask must be bool of shape [{size}], got {:?} of shape {:?}",
@@ -56,7 +57,7 @@ impl Vocabulary {
             ));
         }
         let bias = Tensor::f_zeros([size].as_slice(), (Kind::Float, mask.device()))?;
-        Ok(Vocabulary { bias: Some(bias.f_masked_fill(&mask.f_logical_not()?, f64::NEG_INFINITY)?) })
+        Ok(TargetVocabulary { bias: Some(bias.f_masked_fill(&mask.f_logical_not()?, f64::NEG_INFINITY)?) })
     }
 
     /// log softmax over V_t; after that −∞ for what may not come here. (slots, V)
@@ -158,7 +159,7 @@ mod tests {
     fn nan_is_seen() {
         let mut logits = vec![0.5f32; 3000];
         logits[1700] = f32::NAN;
-        let vocabulary = Vocabulary::new(None, 1000).unwrap();
+        let vocabulary = TargetVocabulary::new(None, 1000).unwrap();
         let log_p = vocabulary.log_probabilities(Tensor::from_slice(&logits).reshape([3, 1000]), Eos::Allowed).unwrap();
         let seen: Vec<bool> =
             best(&log_p, 3).unwrap().iter().map(|row| row.iter().any(|c| c.log_probability.is_nan())).collect();
@@ -167,7 +168,8 @@ mod tests {
 
     #[test]
     fn a_mask_must_fit_and_leave_something_to_say() {
-        let message = |flags: &[bool]| Vocabulary::new(Some(&Tensor::from_slice(flags)), 6).err().unwrap().to_string();
+        let message =
+            |flags: &[bool]| TargetVocabulary::new(Some(&Tensor::from_slice(flags)), 6).err().unwrap().to_string();
         assert!(message(&[true; 5]).contains("bool of shape [6], got Bool of shape [5]"));
         assert!(message(&[true, true, true, false, false, false]).contains("at least one type besides EOS"));
         assert!(message(&[false, false, false, true, true, true]).contains("must allow EOS"));
@@ -176,7 +178,7 @@ mod tests {
     #[test]
     fn probability_is_shared_among_the_masks_types() {
         let mask = Tensor::from_slice(&[false, false, true, true, false, true]);
-        let vocabulary = Vocabulary::new(Some(&mask), 6).unwrap();
+        let vocabulary = TargetVocabulary::new(Some(&mask), 6).unwrap();
         let log_p = |eos| {
             let log_p =
                 vocabulary.log_probabilities(Tensor::zeros([1, 6], (Kind::BFloat16, Device::Cpu)), eos).unwrap();

@@ -1,29 +1,29 @@
 //! What the two rules make of length.
 
-use super::Rule;
+use crate::config::SearchRule;
 
-impl Rule {
+impl SearchRule {
     /// The usual exponent of the length penalty.
     pub fn alpha(self) -> f64 {
         match self {
-            Rule::Google => 0.6,
-            Rule::Fairseq => 1.0,
+            SearchRule::Google => 0.6,
+            SearchRule::Fairseq => 1.0,
         }
     }
 
     /// lp(len), `length` with EOS: ((5 + len)/6)^α (Wu et al. 2016, eq 14), or len^α.
     pub fn penalty(self, length: usize, alpha: f64) -> f64 {
         match self {
-            Rule::Google => ((5 + length) as f64 / 6.0).powf(alpha),
-            Rule::Fairseq => (length as f64).powf(alpha),
+            SearchRule::Google => ((5 + length) as f64 / 6.0).powf(alpha),
+            SearchRule::Fairseq => (length as f64).powf(alpha),
         }
     }
 
     /// The most tokens generated, EOS included. Google's `max_length` counts EOS, fairseq's does not.
     pub fn limit(self, source_length: usize, max_length: Option<usize>) -> usize {
         match self {
-            Rule::Google => max_length.unwrap_or(source_length + 50),
-            Rule::Fairseq => max_length.unwrap_or(200).saturating_add(1),
+            SearchRule::Google => max_length.unwrap_or(source_length + 50),
+            SearchRule::Fairseq => max_length.unwrap_or(200).saturating_add(1),
         }
     }
 }
@@ -34,10 +34,10 @@ mod tests {
 
     #[test]
     fn limits_and_penalties() {
-        assert_eq!([None, Some(7)].map(|most| Rule::Google.limit(12, most)), [62, 7]);
-        assert_eq!([None, Some(7)].map(|most| Rule::Fairseq.limit(12, most)), [201, 8]);
-        assert_eq!(Rule::Fairseq.limit(0, Some(usize::MAX)), usize::MAX);
-        assert_eq!([1, 7].map(|length| Rule::Google.penalty(length, 0.5)), [1.0, 2f64.sqrt()]);
-        assert_eq!([1, 9].map(|length| Rule::Fairseq.penalty(length, 0.5)), [1.0, 3.0]);
+        assert_eq!([None, Some(7)].map(|most| SearchRule::Google.limit(12, most)), [62, 7]);
+        assert_eq!([None, Some(7)].map(|most| SearchRule::Fairseq.limit(12, most)), [201, 8]);
+        assert_eq!(SearchRule::Fairseq.limit(0, Some(usize::MAX)), usize::MAX);
+        assert_eq!([1, 7].map(|length| SearchRule::Google.penalty(length, 0.5)), [1.0, 2f64.sqrt()]);
+        assert_eq!([1, 9].map(|length| SearchRule::Fairseq.penalty(length, 0.5)), [1.0, 3.0]);
     }
 }

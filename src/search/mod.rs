@@ -22,28 +22,19 @@ mod length;
 #[cfg(test)]
 mod tests;
 
+use crate::config::{SearchOptions, SearchRule};
 use crate::error::{Error, Result};
 use crate::model::{Context, Packed, StackCache, Transformer};
 use beam::Beam;
-use continuation::{best, Continuation, Eos, Vocabulary};
+use continuation::{best, Continuation, Eos, TargetVocabulary};
 use tch::{Kind, Tensor};
-
-crate::choice! {
-    /// How hypotheses are ranked and when a search ends.
-    pub enum Rule ("rule") {
-        /// ((5 + len)/6)^α; finished hypotheses compete with those that go on.
-        Google = "google",
-        /// len^α; finished hypotheses are set aside.
-        Fairseq = "fairseq",
-    }
-}
 
 /// How to search. [`SearchConfig::new`] has each rule's usual settings.
 #[derive(Clone, Debug, PartialEq)]
 pub struct SearchConfig {
     /// Hypotheses alive at a time; 1: greedy.
     pub beam: usize,
-    pub rule: Rule,
+    pub rule: SearchRule,
     /// Exponent of the length penalty: the larger, the longer the translations.
     pub alpha: f64,
     /// Hypotheses returned per sentence, at most `beam`.
@@ -54,12 +45,28 @@ pub struct SearchConfig {
 
 impl SearchConfig {
     /// google: beam 4, α 0.6 (Nguyen and Salazar 2019); fairseq: beam 5, α 1 (its `--lenpen`).
-    pub fn new(rule: Rule) -> Self {
+    pub fn new(rule: SearchRule) -> Self {
         let beam = match rule {
-            Rule::Google => 4,
-            Rule::Fairseq => 5,
+            SearchRule::Google => 4,
+            SearchRule::Fairseq => 5,
         };
         SearchConfig { beam, rule, alpha: rule.alpha(), n_best: 1, max_length: None }
+    }
+
+    /// The search that the options ask for.
+    pub fn of(options: &SearchOptions) -> Result<Self> {
+        let size = |name: &str, n: i64| {
+            usize::try_from(n).map_err(|_| Error::invalid(format!("{name} must be at least 1, got {n}")))
+        };
+        let config = SearchConfig {
+            beam: size("beam", options.beam)?,
+            rule: options.rule,
+            alpha: options.alpha.unwrap_or(options.rule.alpha()),
+            n_best: size("n_best", options.n_best)?,
+            max_length: options.max_length.map(|n| size("max_length", n)).transpose()?,
+        };
+        config.validate()?;
+        Ok(config)
     }
 
     pub fn validate(&self) -> Result<()> {
@@ -82,15 +89,15 @@ impl SearchConfig {
     /// Continuations of a hypothesis that can matter: under fairseq's rule half of them may end.
     fn candidates(&self) -> usize {
         match self.rule {
-            Rule::Google => self.beam,
-            Rule::Fairseq => 2 * self.beam,
+            SearchRule::Google => self.beam,
+            SearchRule::Fairseq => 2 * self.beam,
         }
     }
 }
 
 impl Default for SearchConfig {
     fn default() -> Self {
-        SearchConfig::new(Rule::Google)
+        SearchConfig::new(SearchRule::Google)
     }
 }
 
@@ -123,7 +130,7 @@ pub fn search(
     kind: Kind,
 ) -> Result<Vec<Vec<Hypothesis>>> {
     config.validate()?;
-    let vocabulary = Vocabulary::new(mask, model.config.vocab_size)?;
+    let vocabulary = TargetVocabulary::new(mask, model.config.vocab_size)?;
     if source.sentences() == 0 {
         return Ok(Vec::new());
     }
@@ -162,7 +169,7 @@ pub fn greedy(
     model: &Transformer,
     source: &Packed,
     mask: Option<&Tensor>,
-    rule: Rule,
+    rule: SearchRule,
     max_length: Option<usize>,
     kind: Kind,
 ) -> Result<Vec<Hypothesis>> {

@@ -71,8 +71,8 @@ fn uncached(model: &Transformer, source: &[i64], prefix: &[i64], mask: Option<&T
 }
 
 /// What the rules let follow a prefix.
-fn allowed(rule: Rule, prefix: &[i64], limit: usize) -> impl Iterator<Item = i64> {
-    let (first, last) = (prefix.is_empty(), rule == Rule::Fairseq && prefix.len() + 1 == limit);
+fn allowed(rule: SearchRule, prefix: &[i64], limit: usize) -> impl Iterator<Item = i64> {
+    let (first, last) = (prefix.is_empty(), rule == SearchRule::Fairseq && prefix.len() + 1 == limit);
     (EOS..V).filter(move |&id| if id == EOS { !first } else { !last })
 }
 
@@ -80,7 +80,7 @@ fn naive_greedy(
     model: &Transformer,
     source: &[i64],
     mask: Option<&Tensor>,
-    rule: Rule,
+    rule: SearchRule,
     limit: usize,
 ) -> (Vec<i64>, f64) {
     let (mut tokens, mut total) = (vec![], 0.0);
@@ -105,7 +105,12 @@ fn with_eos(hypothesis: &Hypothesis) -> Vec<i64> {
 #[test]
 fn a_beam_of_one_is_greedy() {
     // google's own limit is the source's length + 50; fairseq's 200 takes the uncached decoding too long
-    let settings = [(Rule::Google, None), (Rule::Google, Some(1)), (Rule::Fairseq, Some(1)), (Rule::Fairseq, Some(9))];
+    let settings = [
+        (SearchRule::Google, None),
+        (SearchRule::Google, Some(1)),
+        (SearchRule::Fairseq, Some(1)),
+        (SearchRule::Fairseq, Some(9)),
+    ];
     for (bend, mask) in [(0.0, None), (0.25, Some(mask()))] {
         let (model, mask) = (model(bend), mask.as_ref());
         for (rule, max_length) in settings {
@@ -124,7 +129,9 @@ fn a_beam_of_one_is_greedy() {
 #[test]
 fn a_batch_is_its_sentences_and_the_cache_changes_nothing() {
     let (mut ended, mut lengths) = (0, std::collections::BTreeSet::new());
-    for (rule, beam) in [(Rule::Google, 4), (Rule::Fairseq, 5), (Rule::Google, 3), (Rule::Fairseq, 2)] {
+    for (rule, beam) in
+        [(SearchRule::Google, 4), (SearchRule::Fairseq, 5), (SearchRule::Google, 3), (SearchRule::Fairseq, 2)]
+    {
         for (bend, mask) in [(0.0, None), (0.25, Some(mask())), (0.5, None)] {
             let (model, mask) = (model(bend), mask.as_ref());
             let config = SearchConfig { beam, n_best: beam, max_length: Some(20), ..SearchConfig::new(rule) };
@@ -157,7 +164,7 @@ fn a_batch_is_its_sentences_and_the_cache_changes_nothing() {
 #[test]
 fn n_best_is_the_beginning_of_all() {
     let model = model(0.0);
-    for rule in [Rule::Google, Rule::Fairseq] {
+    for rule in [SearchRule::Google, SearchRule::Fairseq] {
         let config = SearchConfig { beam: 5, n_best: 5, ..SearchConfig::new(rule) };
         let all = run(&model, &SENTENCES, None, &config);
         let two = run(&model, &SENTENCES, None, &SearchConfig { n_best: 2, ..config });
@@ -171,7 +178,7 @@ fn n_best_is_the_beginning_of_all() {
 fn exhaust(
     model: &Transformer,
     mask: &Tensor,
-    rule: Rule,
+    rule: SearchRule,
     limit: usize,
     prefix: &[i64],
     total: f64,
@@ -188,7 +195,7 @@ fn exhaust(
 
 #[test]
 fn a_beam_as_wide_as_all_there_is_finds_the_best() {
-    for (rule, max_length) in [(Rule::Google, 3), (Rule::Fairseq, 2)] {
+    for (rule, max_length) in [(SearchRule::Google, 3), (SearchRule::Fairseq, 2)] {
         for bend in [0.0, 0.25] {
             let model = model(bend);
             let mut all = Vec::new();
@@ -198,7 +205,7 @@ fn a_beam_as_wide_as_all_there_is_finds_the_best() {
             let score = |(tokens, total): &(Vec<i64>, f64)| total / rule.penalty(tokens.len(), config.alpha);
             all.sort_by(|a, b| score(b).total_cmp(&score(a)));
             // 6 words: a word and EOS, two and EOS, and, under google's rule, three cut off
-            assert_eq!(all.len(), if rule == Rule::Google { 6 + 36 + 216 } else { 6 + 36 });
+            assert_eq!(all.len(), if rule == SearchRule::Google { 6 + 36 + 216 } else { 6 + 36 });
             let found = &run(&model, &SENTENCES[..1], Some(&mask()), &config)[0];
             assert_eq!(
                 found.iter().map(with_eos).collect::<Vec<_>>(),
@@ -217,8 +224,8 @@ fn of_equals_the_better_hypothesis_and_the_lower_id_come_first() {
         |rule, max_length| SearchConfig { beam: 3, n_best: 3, max_length: Some(max_length), ..SearchConfig::new(rule) };
     let found = |config| run(&model, &SENTENCES[..2], None, &config)[1].iter().map(with_eos).collect::<Vec<_>>();
     // Longer is less probable, but α = 1 divides that away.
-    assert_eq!(found(config(Rule::Fairseq, 2)), [vec![3, EOS], vec![3, 3, EOS], vec![3, 4, EOS]]);
-    assert_eq!(found(config(Rule::Google, 2)), [vec![3, EOS], vec![3, 3], vec![3, 4]]);
+    assert_eq!(found(config(SearchRule::Fairseq, 2)), [vec![3, EOS], vec![3, 3, EOS], vec![3, 4, EOS]]);
+    assert_eq!(found(config(SearchRule::Google, 2)), [vec![3, EOS], vec![3, 3], vec![3, 4]]);
 }
 
 #[test]

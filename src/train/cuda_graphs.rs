@@ -5,7 +5,7 @@
 //! real token sees the spare rows, losses and statistics leave them out, and a dropout mask goes by rows.
 
 use super::forward_backward::Pass;
-use super::loss::Sums;
+use super::loss::LossSums;
 use super::micro_batch::{MicroBatch, Shape};
 use crate::data::Batch;
 use crate::error::Result;
@@ -56,7 +56,7 @@ pub struct Graphs {
 struct Graph {
     hold: Hold,
     recorded: Box<dyn Replay>,
-    sums: Rc<RefCell<Option<Sums>>>,
+    sums: Rc<RefCell<Option<LossSums>>>,
 }
 
 impl Graphs {
@@ -67,7 +67,7 @@ impl Graphs {
     }
 
     /// [`Pass::run`] of a batch, by the graph of its shape where there is one.
-    pub fn run(&mut self, pass: &Rc<Pass>, batch: &Batch, seed: [i64; 3], scale: f64) -> Result<Sums> {
+    pub fn run(&mut self, pass: &Rc<Pass>, batch: &Batch, seed: [i64; 3], scale: f64) -> Result<LossSums> {
         let shape = shape(batch, self.max_tokens);
         let filling = |shape| MicroBatch::on_host(batch, shape, seed, scale, self.device);
         if let Some(graph) = self.graphs.get_mut(&shape) {
@@ -108,13 +108,13 @@ impl Graph {
         Ok(Graph { hold, recorded, sums })
     }
 
-    fn run(&mut self, batch: &mut MicroBatch) -> Result<Sums> {
+    fn run(&mut self, batch: &mut MicroBatch) -> Result<LossSums> {
         self.hold.reload(batch)?;
         self.again()
     }
 
     /// With the batch that is in its place.
-    fn again(&mut self) -> Result<Sums> {
+    fn again(&mut self) -> Result<LossSums> {
         self.recorded.replay()?;
         // The next replay writes over them.
         self.sums.borrow().as_ref().expect("recording makes them").copy()
@@ -148,6 +148,7 @@ mod tests {
     use crate::model::{Transformer, BOS};
     use crate::operator::Group;
     use crate::train::Objective;
+    use std::sync::Arc;
     use tch::{Kind, Tensor};
 
     /// A device without a stream: what was recorded is done again.
@@ -171,6 +172,25 @@ mod tests {
     impl Recorder for Never {
         fn record(&mut self, _: Work) -> Result<Box<dyn Replay>> {
             Err(crate::error::Error::invalid("not here"))
+        }
+    }
+
+    /// A device with room for one graph.
+    struct Once(Arc<()>);
+
+    impl Recorder for Once {
+        fn record(&mut self, work: Work) -> Result<Box<dyn Replay>> {
+            struct Recorded(Work, #[expect(dead_code, reason = "counts the graphs that live")] Arc<()>);
+            impl Replay for Recorded {
+                fn replay(&self) -> Result<()> {
+                    (self.0)()
+                }
+            }
+            match Arc::strong_count(&self.0) {
+                // The test's and this one's.
+                2 => Ok(Box::new(Recorded(work, Arc::clone(&self.0)))),
+                _ => Err(crate::error::Error::invalid("full")),
+            }
         }
     }
 
@@ -217,7 +237,7 @@ mod tests {
     fn results(
         pass: &Rc<Pass>,
         batches: &[Batch],
-        mut run: impl FnMut(&Rc<Pass>, &Batch, [i64; 3]) -> Sums,
+        mut run: impl FnMut(&Rc<Pass>, &Batch, [i64; 3]) -> LossSums,
     ) -> Vec<Tensor> {
         let mut results = vec![];
         for (number, batch) in (1i64..).zip(batches) {
@@ -231,7 +251,7 @@ mod tests {
         results
     }
 
-    fn plain(pass: &Rc<Pass>, batch: &Batch, seed: [i64; 3]) -> Sums {
+    fn plain(pass: &Rc<Pass>, batch: &Batch, seed: [i64; 3]) -> LossSums {
         pass.run(&MicroBatch::on_host(batch, None, seed, 0.01, Device::Cpu).unwrap()).unwrap()
     }
 
@@ -281,12 +301,25 @@ mod tests {
     }
 
     #[test]
+    fn a_failed_recording_frees_the_graphs_before_it() {
+        let (pass, batches, alive) = (pass(r#""residual": "prenorm""#), batches(2), Arc::new(()));
+        let mut graphs = Graphs::new(Box::new(Once(Arc::clone(&alive))), MAX_TOKENS, Device::Cpu);
+        let mut most = 0;
+        for (number, batch) in (1i64..).zip(batches.iter().chain(&batches)) {
+            graphs.run(&pass, batch, [1, number, 0], 0.01).unwrap();
+            most = most.max(Arc::strong_count(&alive));
+        }
+        assert!(most == 3 && graphs.complaint().is_some(), "one graph was recorded, and a second was not");
+        assert_eq!(Arc::strong_count(&alive), 2, "the first graph keeps its memory");
+    }
+
+    #[test]
     fn shapes_are_few_and_not_much_larger_than_their_batches() {
         let lengths: Vec<(usize, usize)> =
             (0..30_000).map(|i| 3 + i * 7919 % 83).map(|n| (n, n + n * 7 % 5 - 2)).collect();
         let batch = |sentences: &Vec<usize>| {
             let packed = |lengths: Vec<usize>| {
-                crate::data::Packed::from_rows(lengths.into_iter().map(|n| std::iter::repeat_n(5, n)))
+                crate::data::PackedIds::from_rows(lengths.into_iter().map(|n| std::iter::repeat_n(5, n)))
             };
             let source = packed(sentences.iter().map(|&s| lengths[s].0).collect());
             let target_input = packed(sentences.iter().map(|&s| lengths[s].1).collect());

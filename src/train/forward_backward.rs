@@ -1,6 +1,6 @@
 //! Forward and backward through the model: from a micro-batch to its losses and the gradients that it adds.
 
-use super::loss::{Objective, Sums, Workspace};
+use super::loss::{LossSums, Objective, Workspace};
 use super::micro_batch::MicroBatch;
 use crate::error::Result;
 use crate::model::{Context, Rates, Transformer};
@@ -22,7 +22,7 @@ pub struct Pass {
 
 impl Pass {
     /// Sums of the losses; the gradients of `scale`·Σ loss are added to the parameters' own.
-    pub fn run(&self, batch: &MicroBatch) -> Result<Sums> {
+    pub fn run(&self, batch: &MicroBatch) -> Result<LossSums> {
         let ctx = self.context(&batch.seed).recomputing(self.recompute).across(self.group);
         let features = self.model.features(&batch.input.read, &ctx)?;
         let (output, workspace) = (&batch.input.output, &mut self.workspace.borrow_mut());

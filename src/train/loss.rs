@@ -1,7 +1,7 @@
 //! The output projection and the loss, in blocks of rows: logits exist for one block at a time, and the cross-entropy
 //! leaves their gradient where they were, so that 10,000 logits a token never travel to memory and back.
 
-use crate::config::{Smoothing, TrainingConfig};
+use crate::config::{SmoothingName, TrainingConfig};
 use crate::error::Result;
 use crate::kernel::cross_entropy as kernel;
 use crate::model::{Transformer, PAD};
@@ -14,13 +14,13 @@ const BLOCK: i64 = 1024;
 /// Label smoothing's two weights, for a target vocabulary of `valid` types.
 pub fn smoothing(config: &TrainingConfig, valid: usize) -> kernel::Smoothing {
     match config.smoothing {
-        Smoothing::Fairseq => kernel::Smoothing::fairseq(config.label_smoothing, valid),
-        Smoothing::Twt => kernel::Smoothing::twt(config.label_smoothing, valid),
+        SmoothingName::Fairseq => kernel::Smoothing::fairseq(config.label_smoothing, valid),
+        SmoothingName::Twt => kernel::Smoothing::twt(config.label_smoothing, valid),
     }
 }
 
 /// Sums over target tokens, in nats; 0-dim f64 tensors, so that nobody waits for the device.
-pub struct Sums {
+pub struct LossSums {
     pub loss: Tensor,
     pub nll: Tensor,
 }
@@ -60,7 +60,7 @@ impl Objective {
         scale: &Tensor,
         kind: Kind,
         workspace: &mut Workspace,
-    ) -> Result<Sums> {
+    ) -> Result<LossSums> {
         let (weight, bias) = model.output()?; // (V, d)
         let (sums, dh, dweight, dbias) = no_grad(|| {
             let (w, b) = (weight.f_to_kind(kind)?, bias.map(|b| b.f_to_kind(kind)).transpose()?);
@@ -68,7 +68,7 @@ impl Objective {
             let dh = h.f_empty_like()?;
             let mut dweight = Tensor::f_zeros_like(&weight)?;
             let mut dbias = bias.map(Tensor::f_zeros_like).transpose()?;
-            let mut sums = Sums::zero(&h)?;
+            let mut sums = LossSums::zero(&h)?;
             for (start, rows) in blocks(h.size()[0]) {
                 let h = h.f_narrow(0, start, rows)?;
                 let mut logits = workspace.block(rows, w.size()[0], kind, &h)?;
@@ -108,11 +108,11 @@ impl Objective {
         targets: &Tensor,
         kind: Kind,
         workspace: &mut Workspace,
-    ) -> Result<Sums> {
+    ) -> Result<LossSums> {
         let (weight, bias) = model.output()?;
         let (w, b) = (weight.f_to_kind(kind)?, bias.map(|b| b.f_to_kind(kind)).transpose()?);
         let h = features.f_to_kind(kind)?;
-        let mut sums = Sums::zero(&h)?;
+        let mut sums = LossSums::zero(&h)?;
         for (start, rows) in blocks(h.size()[0]) {
             let logits = workspace.block(rows, w.size()[0], kind, &h)?;
             project(&h.f_narrow(0, start, rows)?, &w, b.as_ref(), &logits)?;
@@ -124,10 +124,10 @@ impl Objective {
     }
 }
 
-impl Sums {
+impl LossSums {
     fn zero(like: &Tensor) -> Result<Self> {
         let zero = || Tensor::f_zeros([0i64; 0].as_slice(), (Kind::Double, like.device()));
-        Ok(Sums { loss: zero()?, nll: zero()? })
+        Ok(LossSums { loss: zero()?, nll: zero()? })
     }
 
     fn add(&mut self, loss: &Tensor, nll: &Tensor) -> Result<()> {
@@ -139,11 +139,11 @@ impl Sums {
 
     /// The same numbers in memory of their own.
     pub fn copy(&self) -> Result<Self> {
-        Ok(Sums { loss: self.loss.f_detach_copy()?, nll: self.nll.f_detach_copy()? })
+        Ok(LossSums { loss: self.loss.f_detach_copy()?, nll: self.nll.f_detach_copy()? })
     }
 
     /// Adds another batch's sums.
-    pub fn merge(&mut self, other: &Sums) -> Result<()> {
+    pub fn merge(&mut self, other: &LossSums) -> Result<()> {
         let _ = self.loss.f_add_(&other.loss)?;
         let _ = self.nll.f_add_(&other.nll)?;
         Ok(())

@@ -38,7 +38,7 @@ impl Input {
 
     /// On the host, for a device.
     fn on_host(batch: &Batch, shape: Option<Shape>, device: Device) -> Result<Self> {
-        let packed = |p: &data::Packed, room: Option<Room>| {
+        let packed = |p: &data::PackedIds, room: Option<Room>| {
             let packed = Packed::new(&p.tokens, &p.positions, p.offsets.clone())?;
             match room {
                 Some(room) => packed.filling(room),

@@ -16,12 +16,12 @@ pub struct Schedule {
     /// Of the first update.
     first: f64,
     d_model: f64,
-    pub memory: Memory,
+    pub memory: ScheduleMemory,
 }
 
 /// What validation has taught `val-decay` and `no-warmup`.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-pub struct Memory {
+pub struct ScheduleMemory {
     factor: f64,
     scores: Vec<f64>,
 }
@@ -44,7 +44,7 @@ impl Schedule {
             warmup_init: config.warmup_init_lr,
             first: if config.count_from_zero { 0.0 } else { 1.0 },
             d_model: d_model as f64,
-            memory: Memory { factor: 1.0, scores: Vec::new() },
+            memory: ScheduleMemory { factor: 1.0, scores: Vec::new() },
         }
     }
 
@@ -164,6 +164,6 @@ mod tests {
         }
         assert!((s.learning_rate(1) - 2.4e-4).abs() < 1e-15);
         let saved = serde_json::to_string(&s.memory).unwrap();
-        assert_eq!(serde_json::from_str::<Memory>(&saved).unwrap(), s.memory);
+        assert_eq!(serde_json::from_str::<ScheduleMemory>(&saved).unwrap(), s.memory);
     }
 }

@@ -5,18 +5,18 @@ use super::checkpoint::{Checkpoint, Found, Store};
 use super::cuda_graphs::{Graphs, Recorder};
 use super::evaluate::{evaluate_bleu, evaluate_loss, Score, Validation};
 use super::forward_backward::Pass;
-use super::loss::{Objective, Sums, Workspace};
+use super::loss::{LossSums, Objective, Workspace};
 use super::micro_batch::MicroBatch;
 use super::observer::{Evaluation, Observer, Saved, Started, Update};
 use super::optimizer::Optimizer;
 use super::schedule::{self, Schedule};
-use crate::config::{Criterion, Precision, TrainingConfig};
+use crate::config::{Criterion, Precision, SearchRule, TrainingConfig};
 use crate::data::{Batch, Cursor, Prefetch, Vocabulary};
 use crate::error::{Error, Result};
 use crate::model::Transformer;
-use crate::norm::power_norm::PowerNormMode;
+use crate::norm::power_norm::{self, PowerNormMode};
 use crate::operator::{Cargo, Group, Late};
-use crate::search::{Rule, SearchConfig};
+use crate::search::SearchConfig;
 use serde::{Deserialize, Serialize};
 use std::cell::RefCell;
 use std::path::PathBuf;
@@ -43,7 +43,7 @@ pub struct Progress {
     /// The checkpoint was made because the user wanted to stop; it goes when the next one stands.
     #[serde(default)]
     pub is_pause: bool,
-    pub schedule: Option<schedule::Memory>,
+    pub schedule: Option<schedule::ScheduleMemory>,
 }
 
 pub struct Trainer {
@@ -113,7 +113,7 @@ impl Trainer {
         // With statistics of several ranks' batches a pass is no piece of one device's work; PowerNorm as it was released
         // takes rows that fill a batch up for real.
         let is_piece = !model.parameters.have_statistics()
-            || group.is_alone() && model.config.powernorm_mode == PowerNormMode::Paper;
+            || group.is_alone() && model.config.options.get(&power_norm::MODE) == PowerNormMode::Paper;
         let recorder = parts.recorder.filter(|_| is_piece);
         let graphs = recorder.map(|recorder| Graphs::new(recorder, config.max_tokens as usize, device));
         let mut optimizer = Optimizer::new(&model.parameters, &config, &model.config)?;
@@ -269,7 +269,7 @@ impl Trainer {
             }
             self.optimizer.share_parameters(self.group)?;
         }
-        let mut sums = None::<Sums>;
+        let mut sums = None::<LossSums>;
         for (micro_batch, batch) in &batches {
             let own = self.forward_backward(batch, [seed, number as i64, *micro_batch], scale)?;
             match &mut sums {
@@ -291,7 +291,7 @@ impl Trainer {
         Ok(Running { number, epoch, lr, tokens, start, numbers })
     }
 
-    fn forward_backward(&mut self, batch: &Batch, seed: [i64; 3], scale: f64) -> Result<Sums> {
+    fn forward_backward(&mut self, batch: &Batch, seed: [i64; 3], scale: f64) -> Result<LossSums> {
         match &mut self.graphs {
             Some(graphs) => graphs.run(&self.pass, batch, seed, scale),
             None => self.pass.run(&MicroBatch::on_host(batch, None, seed, scale, self.device)?.to(self.device)?),
@@ -414,7 +414,8 @@ impl Trainer {
         if self.validation.references.is_empty() {
             return Ok(None);
         }
-        let search = SearchConfig { beam: self.config.evaluation_beam as usize, ..SearchConfig::new(Rule::Google) };
+        let search =
+            SearchConfig { beam: self.config.evaluation_beam as usize, ..SearchConfig::new(SearchRule::Google) };
         let mask = self.pass.objective.mask.as_ref();
         let (model, kind) = (&self.pass.model, self.pass.kind);
         let between = || observer.between();

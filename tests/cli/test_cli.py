@@ -2,11 +2,13 @@
 
 import gzip
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 import normformer_rs as nfrs
 from normformer_rs import DataConfig, InputError, TrainingConfig, TransformerConfig, _core, cli, progress
@@ -76,6 +78,13 @@ def test_the_bar_ends_with_the_last_evaluation(capsys, monkeypatch):
         bar.close()
         shown = capsys.readouterr().err.replace("\r", "\n").split("\n")
         assert [line for line in shown if line][-1].endswith("valid 1.500 BLEU 38.10]")
+
+
+@pytest.mark.parametrize("widgets", [True, False])
+def test_a_notebook_without_widgets_gets_lines(monkeypatch, widgets):
+    monkeypatch.setattr(progress, "_in_notebook", lambda: True)
+    monkeypatch.setattr(progress, "available", lambda name: widgets or name != "ipywidgets")
+    assert type(progress.choose(True)) is (progress.Bar if widgets else progress.Lines)
 
 
 def test_defaults_are_the_core_s(run):
@@ -166,6 +175,7 @@ def test_presets_are_the_papers():
     found = {}
     for name in PRESETS:
         model, training = nfrs.preset(name)
+        assert training.adam_form == ("torch" if name in ("twt", "twt-gl-en") else "fairseq")
         assert model.architecture == "decoder-only" or model.encoder_layers == model.decoder_layers
         assert model.attention_dropout == model.activation_dropout
         shape = (model.decoder_layers, model.d_model, model.d_ff, model.heads)
@@ -229,6 +239,23 @@ def test_a_text_larger_than_memory_is_not_damaged(translated, monkeypatch, capsy
     monkeypatch.setattr(gzip, "decompress", decompress)
     line = fails_with(capsys, ["translate", "--model", "m", "--input", str(source)], "does not fit into memory")
     assert "damaged" not in line
+
+
+class Executes:
+    """A pickle of this makes a folder where it is loaded."""
+
+    def __init__(self, folder):
+        self.folder = folder
+
+    def __reduce__(self):
+        return os.mkdir, (str(self.folder),)
+
+
+def test_a_file_that_would_execute_something_is_refused(capsys, tmp_path):
+    torch.save({"model": {}, "args": Executes(tmp_path / "executed")}, tmp_path / "evil.pt")
+    argv = ["convert", "--from", str(tmp_path / "evil.pt"), "--to", str(tmp_path / "run")]
+    fails_with(capsys, argv, "holds posix.mkdir, which is neither a tensor nor plain data")
+    assert not (tmp_path / "executed").exists() and not (tmp_path / "run").exists()
 
 
 def test_what_train_writes_is_said_once(capsys, tmp_path):

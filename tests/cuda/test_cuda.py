@@ -13,11 +13,10 @@ from functools import partial
 import pytest
 import torch
 
-from cuda_emulator import cases, device
-from cuda_emulator.planted import BUGS
+from cuda_emulator import cases, checks, column_cases, device, launcher_cases
 from normformer_rs import _core
 
-NORMS = [norm for norm in cases.NORMS if norm]
+NORMS = [norm for norm in checks.NORMS if norm]
 WIDTHS = [1, 3, 32, 100, 512, 1030, 8200]
 COLUMN_WIDTHS = [1, 3, 32, 100, 512, 2056]
 ARCHITECTURES = [80, 90, 100]
@@ -32,11 +31,11 @@ def cache(tmp_path_factory):
 @pytest.fixture
 def on_device(emulated):
     """Runs a case on the emulated device, or on the real one that NORMFORMER_RS_TEST_DEVICE names."""
-    if not cases.REAL:
+    if not checks.REAL:
         return emulated
 
     def run(case, *arguments, **options):
-        with torch.device(cases.REAL):
+        with torch.device(checks.REAL):
             case(*arguments, **options)
 
     return run
@@ -57,11 +56,11 @@ def emulated(cache):
 @pytest.mark.parametrize("norm", NORMS)
 def test_a_norm(on_device, norm, width):
     # Every norm meets every width and every dtype.
-    dtype = list(cases.TYPES)[(WIDTHS.index(width) + NORMS.index(norm)) % 3]
+    dtype = list(checks.TYPES)[(WIDTHS.index(width) + NORMS.index(norm)) % 3]
     on_device(cases.row_norm, norm, dtype, width, 3 if width > 5000 else 9)
 
 
-LENGTHS = [(p, dtype, 100) for p in (1.0, 1.5, 3.0, math.inf) for dtype in cases.TYPES]
+LENGTHS = [(p, dtype, 100) for p in (1.0, 1.5, 3.0, math.inf) for dtype in checks.TYPES]
 
 
 @pytest.mark.parametrize("p, dtype, width", [*LENGTHS, (3.0, "f32", 1), (1.0, "bf16", 8200), (math.inf, "f32", 1030)])
@@ -74,7 +73,7 @@ def test_lengths_of_another_order_under_the_clamp(on_device, p):
     on_device(cases.lp_norm, p, "f32", 40, clamped=True)
 
 
-@pytest.mark.parametrize("dtype", cases.TYPES)
+@pytest.mark.parametrize("dtype", checks.TYPES)
 def test_misaligned_rows(on_device, dtype):
     on_device(cases.row_norm, "layer_norm", dtype, 96, misaligned=True)
 
@@ -131,10 +130,10 @@ def test_properties(on_device, norm, case):
 
 
 @pytest.mark.parametrize("width", COLUMN_WIDTHS)
-@pytest.mark.parametrize("norm", cases.COLUMN_NORMS)
+@pytest.mark.parametrize("norm", checks.COLUMN_NORMS)
 def test_a_column_norm(on_device, norm, width):
-    dtype = list(cases.TYPES)[(COLUMN_WIDTHS.index(width) + list(cases.COLUMN_NORMS).index(norm)) % 3]
-    on_device(cases.column_norm, norm, dtype, width)
+    dtype = list(checks.TYPES)[(COLUMN_WIDTHS.index(width) + list(checks.COLUMN_NORMS).index(norm)) % 3]
+    on_device(column_cases.column_norm, norm, dtype, width)
 
 
 COLUMNS = [
@@ -157,25 +156,25 @@ COLUMNS = [
 
 @pytest.mark.parametrize("norm, dtype, width, options", COLUMNS, ids=str)
 def test_columns(on_device, norm, dtype, width, options):
-    on_device(cases.column_norm, norm, dtype, width, **options)
+    on_device(column_cases.column_norm, norm, dtype, width, **options)
 
 
-@pytest.mark.parametrize("norm", cases.COLUMN_NORMS)
+@pytest.mark.parametrize("norm", checks.COLUMN_NORMS)
 def test_corners_of_columns(on_device, norm):
-    on_device(cases.column_corners, norm)
+    on_device(column_cases.column_corners, norm)
 
 
 def test_late_rows(on_device):
-    on_device(cases.late_rows)
+    on_device(column_cases.late_rows)
 
 
 def test_a_gradient_of_columns_is_refused(on_device):
-    on_device(cases.refuses_a_gradient)
+    on_device(column_cases.refuses_a_gradient)
 
 
-@pytest.mark.parametrize("norm", cases.COLUMN_NORMS)
+@pytest.mark.parametrize("norm", checks.COLUMN_NORMS)
 def test_columns_are_repeatable(on_device, norm):
-    on_device(cases.columns_are_repeatable, norm, 40)
+    on_device(column_cases.columns_are_repeatable, norm, 40)
 
 
 def test_norms_made_of_others(on_device):
@@ -229,61 +228,19 @@ def test_targets_outside_the_vocabulary(on_device):
     on_device(cases.bad_targets)
 
 
-# ---- planted bugs ----
-
-
-@pytest.mark.parametrize("bug", [b for b in BUGS if not b.sanitized], ids=lambda b: b.what)
-def test_a_planted_bug_is_caught(bug, tmp_path):
-    (tmp_path / "patch").write_text(f"{bug.text}\n=====\n{bug.replacement}")
-    planted = tmp_path / "planted"
-    env = device.environment(tmp_path / "cache", MOCK_PATCH=str(tmp_path / "patch"), MOCK_PLANTED=str(planted))
-    with pytest.raises(AssertionError) as caught:
-        device.run(bug.case, *bug.arguments, env=env)
-    assert planted.exists(), f"the bug's text is not in the sources: {bug.text!r}"
-    # Compiled, and found out by what it computed.
-    assert "COMPILATION" not in str(caught.value), caught.value
-
-
-SANE = """
-cases.row_norm("layer_norm", "bf16", 1000)
-cases.row_norm("layer_norm", "f32", 1030, 3)
-cases.row_norm("scale_norm", "f16", 7)
-cases.residual("rms_norm", ("f32", "bf16"), 136, 0.3, "each")
-cases.column_norm("batch_norm", "bf16", 1000, 70, steps=1)
-cases.column_norm("power_norm", "f32", 19)
-cases.relu_dropout("f32", 19, 0.3)
-cases.cross_entropy("bf16", 515, True)
-cases.adam(1027)
-"""
-
-
-def test_the_address_sanitizer_finds_nothing(tmp_path):
-    done = device.sanitized(SANE, device.environment(tmp_path))
-    assert done.returncode == 0, done.stderr
-
-
-@pytest.mark.parametrize("bug", [b for b in BUGS if b.sanitized], ids=lambda b: b.what)
-def test_the_address_sanitizer_catches(bug, tmp_path):
-    (tmp_path / "patch").write_text(f"{bug.text}\n=====\n{bug.replacement}")
-    env = device.environment(tmp_path / "cache", MOCK_PATCH=str(tmp_path / "patch"))
-    done = device.sanitized(f"cases.{bug.case.__name__}(*{bug.arguments!r})", env)
-    # Past a tensor lies what was never given away, or what was given back.
-    assert re.search("AddressSanitizer: heap-(buffer-overflow|use-after-free)", done.stderr), done.stderr
-
-
 # ---- the launcher ----
 
 
 def test_the_launches_of_a_norm(emulated, tmp_path):
     log = str(tmp_path / "log")
-    names = emulated(cases.launches, "layer_norm", env={"MOCK_LOG": log})
+    names = emulated(launcher_cases.launches, "layer_norm", env={"MOCK_LOG": log})
     assert names == ["rows_forward", "rows_backward", "sum_partials"]
 
 
 @pytest.mark.parametrize("train", [True, False])
 def test_the_launches_of_a_column_norm(emulated, tmp_path, train):
     log = str(tmp_path / "log")
-    names = emulated(cases.launches, "batch_norm", train=train, env={"MOCK_LOG": log})
+    names = emulated(launcher_cases.launches, "batch_norm", train=train, env={"MOCK_LOG": log})
     measured = ["columns_measure", "columns_merge"] if train else []
     back = ["columns_gradient_sums", "sum_partials", "columns_slopes", "columns_gradient"]
     assert names == [*measured, "columns_settle", "columns_normalise", *back]
@@ -297,45 +254,47 @@ REQUIRED += " nvrtcGetCUBINSize nvrtcGetCUBIN"
 @pytest.mark.parametrize("function", REQUIRED.split())
 def test_a_failing_function_means_the_formula(tmp_path, function):
     env = device.environment(tmp_path, MOCK_FAIL=function)
-    warning = device.run(cases.warns_and_falls_back, env=env)
+    warning = device.run(launcher_cases.warns_and_falls_back, env=env)
     said = "NVRTC says" if function.startswith("nvrtc") else "the CUDA driver says invalid argument"
     assert "composed formulas run" in warning and said in warning, warning
 
 
 def test_kernels_may_be_required(tmp_path):
     env = device.environment(tmp_path, MOCK_FAIL="cuInit", NORMFORMER_RS_CUDA="require")
-    message = device.run(cases.refuses, env=env)
+    message = device.run(launcher_cases.refuses, env=env)
     assert "NORMFORMER_RS_CUDA=require" in message and "cuInit" in message
 
 
 def test_kernels_may_be_off(tmp_path):
-    warning = device.run(cases.warns_and_falls_back, env=device.environment(tmp_path, NORMFORMER_RS_CUDA="off"))
+    warning = device.run(
+        launcher_cases.warns_and_falls_back, env=device.environment(tmp_path, NORMFORMER_RS_CUDA="off")
+    )
     assert "NORMFORMER_RS_CUDA=off" in warning
 
 
 def test_a_wish_may_be_misspelt(tmp_path):
-    message = device.run(cases.refuses, env=device.environment(tmp_path, NORMFORMER_RS_CUDA="requir"))
+    message = device.run(launcher_cases.refuses, env=device.environment(tmp_path, NORMFORMER_RS_CUDA="requir"))
     assert "expected one of auto, require, off" in message
 
 
 def test_no_library_means_the_formula(tmp_path):
     env = {"NORMFORMER_RS_CUDA_LIBRARIES": str(tmp_path), "NORMFORMER_RS_CACHE": str(tmp_path)}
-    assert "libcuda.so.1 cannot be loaded" in device.run(cases.warns_and_falls_back, env=env)
+    assert "libcuda.so.1 cannot be loaded" in device.run(launcher_cases.warns_and_falls_back, env=env)
 
 
 def test_a_launch_that_fails_is_an_error(emulated):
-    assert "cuLaunchKernel: the CUDA driver says invalid argument" in emulated(cases.launch_fails)
+    assert "cuLaunchKernel: the CUDA driver says invalid argument" in emulated(launcher_cases.launch_fails)
 
 
 def test_double_precision(emulated):
-    emulated(cases.double_runs_the_formula)
+    emulated(launcher_cases.double_runs_the_formula)
 
 
 # ---- the training loop ----
 
 
 def test_a_step_is_recorded_and_replayed(emulated, tmp_path):
-    asked, warnings = emulated(cases.training_by_graphs, tmp_path)
+    asked, warnings, _ = emulated(launcher_cases.training_by_graphs, tmp_path)
     assert [name for name, *_ in asked[:2]] == ["_cuda_synchronize", "_cuda_emptyCache"]
     assert asked[2:4] == [BEGIN, ("capture_end",)] and asked[4:] == [("replay",)] and not warnings
 
@@ -345,11 +304,17 @@ BEGIN = ("capture_begin", ("pool", (0, 1)), ("capture_error_mode", "thread_local
 
 @pytest.mark.parametrize("fails", ["_cuda_emptyCache", "capture_begin", "capture_end"])
 def test_a_step_that_cannot_be_recorded_is_done(emulated, tmp_path, fails):
-    asked, warnings = emulated(cases.training_by_graphs, tmp_path, fails=fails)
+    """And the memory of its graph is free by then."""
+    asked, warnings, freed = emulated(launcher_cases.training_by_graphs, tmp_path, fails=fails)
     assert len(warnings) == 1
     assert "no CUDA graphs" in warnings[0] and "not permitted when stream is capturing" in warnings[0]
     # Once the allocator gives from the graphs' pool it is told to stop.
     assert (("_cuda_endAllocateToPool", 0, (0, 1)) in asked) == (fails != "_cuda_emptyCache")
+    assert freed == ([] if fails == "_cuda_emptyCache" else [True])
+
+
+def test_cudnns_attention_stays_off_until_the_last_thread_leaves(emulated, tmp_path):
+    assert emulated(launcher_cases.attention_of_two_threads, tmp_path) == [False, True]
 
 
 # ---- the cache ----

@@ -1,14 +1,14 @@
 // A libnvrtc.so for machines without a GPU: compiles a kernel's own source for the host, where driver.cpp runs it. What
 // it makes is a shared library, which travels through the cache and the loader as a cubin does.
 //
-//   MOCK_PATCH=file   a planted bug: the text before the line "=====" becomes the text after it; once, or the
-//                     compilation fails         MOCK_FLAGS=flags   for g++
-//   MOCK_FAIL=name    that function fails       MOCK_COUNT=file    a byte per compilation
+//   MOCK_PATCHES=folder  the text of a NAME.old in it becomes that of NAME.new   MOCK_FLAGS=flags   for g++
+//   MOCK_FAIL=name       that function fails                                     MOCK_COUNT=file    a byte per compilation
 #include <unistd.h>
 
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <filesystem>
 #include <fstream>
 #include <sstream>
 #include <string>
@@ -33,18 +33,16 @@ bool fails(const char* name) {
 }
 #define FAIL_IF_ASKED if (fails(__func__)) return OUT_OF_MEMORY
 
-bool plant(std::string& source) {
-  const char* path = getenv("MOCK_PATCH");
-  if (!path) return true;
-  const std::string patch = contents(path), mark = "\n=====\n";
-  const size_t middle = patch.find(mark);
-  const std::string before = patch.substr(0, middle), after = patch.substr(middle + mark.size());
-  const size_t at = source.find(before);
-  if (at == std::string::npos) return true;  // another program's
-  if (source.find(before, at + 1) != std::string::npos) return false;
-  source.replace(at, before.size(), after);
-  if (const char* planted = getenv("MOCK_PLANTED")) std::ofstream(planted) << "planted";
-  return true;
+void plant(std::string& source) {
+  const char* folder = getenv("MOCK_PATCHES");
+  if (!folder) return;
+  for (const auto& entry : std::filesystem::directory_iterator(folder)) {
+    auto path = entry.path();
+    if (path.extension() != ".old") continue;
+    const std::string before = contents(path);
+    const size_t at = source.find(before);
+    if (at != std::string::npos) source.replace(at, before.size(), contents(path.replace_extension(".new")));
+  }
 }
 
 }  // namespace
@@ -68,10 +66,7 @@ int nvrtcCompileProgram(void* program, int count, const char* const* options) {
   FAIL_IF_ASKED;
   auto* p = (Program*)program;
   if (const char* counter = getenv("MOCK_COUNT")) std::ofstream(counter, std::ios::app) << 'x';
-  if (!plant(p->source)) {
-    p->log = "the planted bug fits in several places";
-    return COMPILATION;
-  }
+  plant(p->source);
   char folder[] = "/tmp/kernel-XXXXXX";
   if (!mkdtemp(folder)) return OUT_OF_MEMORY;
   const std::string base = folder, source = base + "/k.cpp", binary = base + "/k.so", log = base + "/log";

@@ -1,6 +1,7 @@
 """The emulated device, and processes in which it is the only one there is."""
 
 import atexit
+import json
 import multiprocessing
 import os
 import shutil
@@ -37,26 +38,44 @@ def environment(cache_folder: Path, **more: str) -> dict[str, str]:
     return {"NORMFORMER_RS_CUDA_LIBRARIES": str(libraries()), "NORMFORMER_RS_CACHE": str(cache_folder), **more}
 
 
-def sanitized(code: str, env: dict[str, str]) -> subprocess.CompletedProcess:
-    """Python code on the emulated device under the address sanitizer, which sees each access to memory that torch has
-    not allocated."""
-    found = subprocess.run(["gcc", "-print-file-name=libasan.so"], capture_output=True, text=True, check=True).stdout
-    sanitizer = {"LD_PRELOAD": found.strip(), "ASAN_OPTIONS": "detect_leaks=0", "MOCK_FLAGS": "-fsanitize=address"}
-    path = os.pathsep.join(filter(None, sys.path))
-    setup = "import torch; torch.set_num_threads(1)\nfrom cuda_emulator import cases\n"
-    return subprocess.run(
-        [sys.executable, "-c", setup + code],
-        env={**os.environ, **env, **sanitizer, "PYTHONPATH": path},
-        capture_output=True,
-        text=True,
-    )
+class Server:
+    """A process that runs cases on the emulated device, each in a fork that needs no warming up.
+
+    `is_sanitized`: under the address sanitizer, which sees each access to memory that torch has not allocated.
+    """
+
+    def __init__(self, is_sanitized: bool = False) -> None:
+        more = {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+        if is_sanitized:
+            found = subprocess.run(["gcc", "-print-file-name=libasan.so"], capture_output=True, text=True, check=True)
+            more |= {"LD_PRELOAD": found.stdout.strip(), "ASAN_OPTIONS": "detect_leaks=0"}
+            more |= {"MOCK_FLAGS": "-fsanitize=address"}
+        self._process = subprocess.Popen(
+            [sys.executable, "-c", "from cuda_emulator import server; server.serve()"],
+            env={**os.environ, **more},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+
+    def run(self, detector: int, env: dict[str, str]) -> str:
+        """What goes wrong in the call DETECTORS[detector] with these variables; "" where it passes. Kernels under the
+        sanitizer need a cache of their own."""
+        assert self._process.stdin is not None and self._process.stdout is not None
+        self._process.stdin.write(json.dumps([detector, env]) + "\n")
+        self._process.stdin.flush()
+        return json.loads(self._process.stdout.readline())
+
+    def close(self) -> None:
+        """Ends the process."""
+        self._process.communicate("")
 
 
 @cache
 def _server() -> multiprocessing.context.ForkServerContext:
     """Where processes fork from, with everything imported."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["cuda_emulator.cases"])
+    context.set_forkserver_preload([f"cuda_emulator.{name}" for name in ("cases", "column_cases", "launcher_cases")])
     # The server imports along its own path, and before Python 3.13 nobody tells it ours.
     before = os.environ.get("PYTHONPATH")
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
@@ -86,14 +105,19 @@ def run(work: Callable[..., Any], *arguments: Any, env: dict[str, str]) -> Any:
 def _child(connection: Any, work: Callable[..., Any], arguments: tuple, env: dict[str, str]) -> None:
     os.environ.update(env)
     try:
-        import torch
-
-        torch.set_num_threads(1)
-        torch.manual_seed(0)
-        # New tensors are full of NaN: what a kernel leaves unwritten shows.
-        torch._C._set_deterministic_algorithms(True)
-        connection.send((True, work(*arguments)))
+        connection.send((True, attempt(work, *arguments)))
     except BaseException:
         connection.send((False, traceback.format_exc()))
     sys.stdout.flush()
     os._exit(0)
+
+
+def attempt(work: Callable[..., Any], *arguments: Any) -> Any:
+    """work(*arguments) in this process, from a fixed seed and on one thread."""
+    import torch
+
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    # New tensors are full of NaN: what a kernel leaves unwritten shows.
+    torch._C._set_deterministic_algorithms(True)
+    return work(*arguments)

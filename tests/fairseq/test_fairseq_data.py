@@ -74,7 +74,7 @@ def test_what_is_no_binarised_folder_is_one_line(data, tmp_path, capsys):
     for path in data.iterdir():
         (tmp_path / path.name).write_bytes(path.read_bytes())
     (tmp_path / "train1.de-en.de.idx").write_bytes(content)
-    assert "train1.de-en.de.idx: more of train to fairseq" in error(*train, "--data-bin", str(tmp_path), "--dry-run")
+    assert "train1.de-en.de.idx: fairseq reads train, train1" in error(*train, "--data-bin", str(tmp_path), "--dry-run")
     (tmp_path / "train1.de-en.de.idx").unlink()
     (tmp_path / "train.de-en.de.idx").write_bytes(content[:18] + b"\xff" * 7 + content[25:])
     assert "it is damaged" in error(*train, "--data-bin", str(tmp_path))
@@ -325,8 +325,8 @@ def test_conversion_refuses(data, tmp_path):
     task = {"data": str(data), "source_lang": "de", "target_lang": "en"}
     state = {"decoder.embed_tokens.weight": torch.zeros(9, 32)}
     for change, message in {
-        "activation_fn": "--activation-fn gelu: here models have ReLU",
-        "layernorm_embedding": "--layernorm-embedding True: here models have",
+        "activation_fn": "--activation-fn gelu: models of this package have ReLU",
+        "layernorm_embedding": "--layernorm-embedding True: models of this package have",
         "": "embedding.weight must have shape [32, 32], the given one has [9, 32]",
     }.items():
         changed = {**flags, "activation_fn": "relu", **({change: flags.get(change, True)} if change else {})}

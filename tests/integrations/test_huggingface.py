@@ -210,3 +210,17 @@ def test_a_missing_package_is_named(package, module, monkeypatch):
     monkeypatch.setitem(sys.modules, package, None)
     with pytest.raises(ImportError, match=rf"integrations\.{module} needs {package}: pip install"):
         importlib.import_module(name)
+
+
+def test_gradients_are_logged_on_request(tmp_path):
+    """Of each layer, as the Trainer has clipped them: together they have the length that it clips to."""
+    for wanted in (False, True):
+        made = trainer(bert(), tmp_path, max_grad_norm=0.01)
+        NormCallback.add_to(made, gradients=wanted, log=False)
+        made.train()
+        logs = [log for log in made.state.log_history if "loss" in log]
+        norms = [{k: v for k, v in log.items() if k.startswith("gradient/")} for log in logs]
+        assert len(logs) == 2 and all(bool(found) is wanted for found in norms)
+    assert "gradient/bert.encoder.layer.1" in norms[-1] and not any(name.startswith("gain/") for name in logs[-1])
+    assert sum(norm**2 for norm in norms[-1].values()) ** 0.5 == pytest.approx(0.01, rel=1e-3)
+    assert logs[-1]["grad_norm"] > 0.1

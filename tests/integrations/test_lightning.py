@@ -37,7 +37,7 @@ class Task(pl.LightningModule):
         return torch.optim.AdamW(self.parameters(), 1e-2, weight_decay=0.1)
 
 
-def fit(residual, folder, steps=4, seed=0, **options):
+def fit(residual, folder, steps=4, seed=0, callback=None, clip=None, **options):
     torch.manual_seed(seed)
     task, logger = Task(residual), CSVLogger(folder / "logs")
     rows = torch.linspace(-1, 1, 4 * 3 * 8).sin().view(4, 3, 8)
@@ -47,7 +47,7 @@ def fit(residual, folder, steps=4, seed=0, **options):
     )
     trainer = pl.Trainer(
         max_steps=steps, accelerator="cpu", logger=logger, log_every_n_steps=2, enable_progress_bar=False,
-        enable_model_summary=False, callbacks=[NormCallback(), checkpoint],
+        enable_model_summary=False, callbacks=[callback or NormCallback(), checkpoint], gradient_clip_val=clip,
     )  # fmt: skip
     trainer.fit(task, data, **options)
     return task, logger
@@ -62,6 +62,27 @@ def test_t_moves_and_gains_and_alpha_are_logged(tmp_path):
     assert float(rows[-1]["alpha/encoder"]) == pytest.approx(5 / 4000)
     found, gain = rows[-1]["gain/encoder.layers.1.norm2.weight"], task.encoder.layers[1].norm2.weight.item()
     assert float(found) == pytest.approx(gain)
+
+
+def test_gradients_are_logged_on_request_before_clipping(tmp_path):
+    """Their squares sum up to the whole gradient's, which the clipping to 1e-6 would have made tiny."""
+    heard = []
+
+    class Hearing(Task):
+        def configure_gradient_clipping(self, optimizer, *given, **options):
+            heard.append(torch.nn.utils.get_total_norm([p.grad for p in self.parameters()]).item())
+            super().configure_gradient_clipping(optimizer, *given, **options)
+
+    tasks, folder = {False: Task, True: Hearing}, tmp_path
+    for wanted, kind in tasks.items():
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("test_lightning.Task", kind)
+            _, logger = fit("prenorm", folder / str(wanted), callback=NormCallback(gradients=wanted), clip=1e-6)
+        (*_, last) = csv.DictReader(Path(logger.log_dir, "metrics.csv").read_text().splitlines())
+        norms = {name: float(value) for name, value in last.items() if name.startswith("gradient/")}
+        assert bool(norms) is wanted
+    assert "gradient/encoder.layers.1" in norms and "gradient/head" in norms
+    assert sum(norm**2 for norm in norms.values()) ** 0.5 == pytest.approx(heard[-1], rel=1e-4)
 
 
 def test_admin_is_profiled_by_the_first_batch_and_a_resumed_run_has_the_same_bits(tmp_path):

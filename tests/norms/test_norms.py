@@ -12,21 +12,14 @@ from norms_support import CASES, CLASSES, EPS, OPERATORS, build, close, data, or
 from torch.autograd import gradcheck, gradgradcheck
 
 import reference as ref
-from cuda_emulator.cases import calls
+from cuda_emulator.checks import calls
+from layouts import LAYOUTS
 from normformer_rs import _core, nn
 
 pytestmark = pytest.mark.device
 OPS = torch.ops.normformer_rs
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 TRUE = [name for name in CASES if not name.startswith("powernorm, release") and name != "powernorm"]
-
-
-LAYOUTS = {
-    "contiguous": lambda x: x,
-    "transposed": lambda x: x.transpose(0, 1).contiguous().transpose(0, 1),
-    "strided": lambda x: torch.stack([x, x], -1).flatten(-2)[..., ::2],
-    "expanded": lambda x: x[:1].expand_as(x),
-}
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

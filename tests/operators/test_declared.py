@@ -77,6 +77,7 @@ def test_compiled_autograd():
     ],
     ids=["layer_norm", "step", "batch_norm", "relu_dropout", "cross_entropy"],
 )
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:FutureWarning")  # by torch's own rules, from 2.15
 def test_forward_mode(f):
     x, tangent = leaf(3, 4, dtype=torch.float64), torch.randn(3, 4, dtype=torch.float64)
     with forward_ad.dual_level():

@@ -246,6 +246,52 @@ def test_kernels_with_little_memory_left():
     assert told["cross_entropy"][2], "no work space of a kernel was refused"
 
 
+THROWS = """
+#include <cstdlib>
+#include <cstring>
+#include <dlfcn.h>
+#include <new>
+static std::size_t armed = 0;
+extern "C" void arm(std::size_t bytes) { armed = bytes; }
+void* operator new(std::size_t bytes) {
+  Dl_info by;
+  if (bytes == armed && dladdr(__builtin_return_address(0), &by) && std::strstr(by.dli_fname, "normformer_rs/_core")) {
+    armed = 0;
+    throw 7;
+  }
+  if (void* p = std::malloc(bytes)) return p;
+  throw std::bad_alloc();
+}
+void operator delete(void* p) noexcept { std::free(p); }
+void operator delete(void* p, std::size_t) noexcept { std::free(p); }
+"""
+
+
+def test_whatever_cpp_throws_is_an_error(tmp_path):
+    """An int, where Rust calls attention through the dispatcher with ten arguments of 16 bytes."""
+    library = tmp_path / "throws.so"
+    command = ["g++", "-std=c++17", "-shared", "-fPIC", "-x", "c++", "-", "-o", str(library), "-ldl"]
+    subprocess.run(command, input=THROWS, text=True, check=True)
+    program = """
+        import ctypes, sys
+        import torch
+        import normformer_rs as nfrs
+        shape = {"d_model": 8, "d_ff": 16, "heads": 2, "encoder_layers": 1, "decoder_layers": 1}
+        model, ids = nfrs.Transformer(nfrs.TransformerConfig(vocab_size=9, **shape)).eval(), torch.tensor([[5, 6, 2]])
+        before = model(ids, ids)
+        ctypes.CDLL(sys.argv[1]).arm(ctypes.c_size_t(160))
+        try:
+            model(ids, ids)
+        except RuntimeError as error:
+            print(error)
+        assert torch.equal(model(ids, ids), before)
+    """
+    words = [sys.executable, "-c", textwrap.dedent(program), str(library)]
+    done = subprocess.run(words, env=os.environ | {"LD_PRELOAD": str(library)}, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "C++ threw what is no std::exception" in done.stdout
+
+
 def test_more_micro_batches_than_dropout_tells_apart():
     with pytest.raises(ValueError, match="accumulate must be at most 65536"):
         nfrs.Trainer(nfrs.TransformerConfig(), nfrs.TrainingConfig(accumulate=2**63 - 1), nfrs.DataConfig()).fit(

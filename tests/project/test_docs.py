@@ -1,14 +1,21 @@
-"""What the documentation shows works: README's Python, docstrings' examples, the notebook."""
+"""What the documentation shows works: its Python, its commands, docstrings' examples, the notebooks."""
 
+import contextlib
 import doctest
 import importlib
+import io
 import pkgutil
 import re
+import shlex
+import sys
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
 import normformer_rs
+from normformer_rs import cli
+from normformer_rs._optional import available
 
 ROOT = Path(__file__).parents[2]
 # the last two need packages that the wheel does without
@@ -17,11 +24,70 @@ NAMES = [m.name.removeprefix("normformer_rs.") for m in pkgutil.walk_packages(no
 MODULES = [name for name in NAMES if not name.startswith(WITHOUT) and not name.endswith("__main__")]
 
 
-def test_readmes_python():
-    blocks = re.findall(r"^```python\n(.*?)^```", (ROOT / "README.md").read_text(), re.M | re.S)
-    assert blocks
-    for block in blocks:
-        exec(compile(block, "README.md", "exec"), {})
+WRITTEN = ["README.md", *(f"docs/{path.name}" for path in sorted((ROOT / "docs").glob("*.md")))]
+"""The pages that are written by hand."""
+
+
+def of_pages(*kinds: str) -> list:
+    """The pages' blocks of code of these kinds: page, text, and the output that stands below it, if any."""
+    found = []
+    for name in WRITTEN:
+        text = (ROOT / name).read_text()
+        for match in re.finditer(r"^```(\S*).*?\n(.*?)^```\n(?:\n```text\n(.*?)^```)?", text, re.M | re.S):
+            line = text[: match.start()].count("\n") + 1
+            if match[1] in kinds:
+                found.append(pytest.param(name, match[2], match[3], id=f"{name}:{line}"))
+    return found
+
+
+@pytest.mark.parametrize("page, code, output", of_pages("python"))
+def test_python_of_the_pages(page, code, output, monkeypatch):
+    """It runs, and prints what stands below it."""
+    if "import wandb" in code:  # which no test installs
+        monkeypatch.setitem(sys.modules, "wandb", ModuleType("wandb"))
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        exec(compile(code, page, "exec"), {})
+    if output is not None:
+        assert printed.getvalue() == output
+
+
+def test_readme_begins_with_a_swap_and_what_it_prints():
+    begin = (ROOT / "README.md").read_text().partition("## ")[0]
+    assert re.search(r"```python\n.*swap_norms.*```\n\n```text\nswap_norms to", begin, re.S)
+    assert all((ROOT / path).exists() for path in re.findall(r"!\[[^\]]*\]\(([^)]+)\)", begin))
+
+
+def test_readmes_ratios_are_in_the_rows_they_lead_to():
+    """As they are, or as the ratio of two of a row's numbers."""
+    begin, results = (ROOT / "README.md").read_text().partition("## ")[0], (ROOT / "docs" / "results.md").read_text()
+    ratios = re.findall(r"\[([\d.]+)\]\(docs/results\.md#([\w-]+)\)", begin)
+    assert len(ratios) == 5
+    for ratio, anchor in ratios:
+        (row,) = re.findall(rf'^\|.*id="{anchor}".*$', results, re.M)
+        numbers = [float(cell) for cell in re.findall(r"(?<= )[\d.]+(?= \|)", row)]
+        found = [*numbers, *(a / b for a in numbers for b in numbers if b)]
+        assert any(abs(float(ratio) - number) < 0.005 for number in found), f"{ratio} is not in {row}"
+
+
+@pytest.mark.parametrize("page, code, output", of_pages("", "console", "bash"))
+def test_commands_of_the_pages(page, code, output):
+    """Their flags exist. What has … in it is no whole command."""
+    lines = re.sub(r"\\\n *", "", code).splitlines()
+    for line in lines:
+        command = re.split(r" +#| *&& ", line)[0]
+        if command.startswith("normformer-rs ") and "…" not in command:
+            cli._parser().parse_args(shlex.split(command)[1:])
+
+
+@pytest.mark.parametrize("page, code, output", of_pages("toml"))
+def test_files_of_options_of_the_pages(page, code, output, tmp_path):
+    """The options exist, their values are allowed; those that are commented out, too."""
+    for text in (code, re.sub(r"(?m)^# (?=\w+ = )", "", code)):
+        path = tmp_path / "options.toml"
+        path.write_text(text)
+        trainer, folder = cli.trainer_of(cli._parser().parse_args(["train", "--config", str(path)]))
+        assert trainer.training.updates > 0 and folder
 
 
 def test_every_entry_of_the_tables_is_documented():
@@ -38,12 +104,20 @@ def test_docstrings(name):
     assert doctest.testmod(module).failed == 0
 
 
-def test_the_notebook(tmp_path):
+@pytest.mark.parametrize("path", sorted((ROOT / "notebooks").glob("*.py")), ids=lambda path: path.stem)
+def test_the_notebook(path, tmp_path):
+    """Its last cell prints or shows something, so that none ends early; and it says what it found."""
     jupytext, nbclient = pytest.importorskip("jupytext"), pytest.importorskip("nbclient")
-    notebook = jupytext.read(ROOT / "notebooks" / "quickstart.py")
+    if path.stem == "fairseq" and not available("fairseq"):
+        pytest.skip("fairseq is not installed: make fairseq")
+    notebook = jupytext.read(path)
     nbclient.NotebookClient(notebook, timeout=300, resources={"metadata": {"path": str(tmp_path)}}).execute()
-    printed = "".join(o.get("text", "") for cell in notebook.cells for o in cell.get("outputs", []))
-    assert "→" in printed
+    assert max(len(cell.get("outputs", [])) for cell in notebook.cells) < 10, "a bar that cannot be redrawn"
+    code = [cell for cell in notebook.cells if cell.cell_type == "code"]
+    assert code[-1].outputs, "the last cell shows nothing"
+    if path.stem == "quickstart":
+        printed = "".join(o.get("text", "") for cell in notebook.cells for o in cell.get("outputs", []))
+        assert "→" in printed
 
 
 PUBLIC = ("normformer_rs", "normformer_rs.nn", "normformer_rs.surgery", "normformer_rs.analysis")

@@ -38,8 +38,13 @@ with pytest.raises(ValueError, match="did you mean .*maxnorm"):
 layer = torch.nn.TransformerEncoderLayer(8, 2, 16)
 swap_norms(layer, "maxnorm")
 assert isinstance(layer.norm1, MaxNorm)
-layer = TransformerEncoderLayer(8, 2, 16, norm="maxnorm", residual="damped")
-assert layer(torch.randn(4, 2, 8)).shape == (4, 2, 8) and any("damping" in name for name, _ in layer.named_parameters())
+layer = TransformerEncoderLayer(8, 2, 16, norm="maxnorm", residual="damped", damped_start=0.25)
+assert layer(torch.randn(4, 2, 8)).shape == (4, 2, 8)
+assert [c.item() for name, c in layer.named_parameters() if "damping" in name] == [0.25, 0.25]
+with pytest.raises(ValueError, match="damped_start must lie in"):
+    TransformerEncoderLayer(8, 2, 16, residual="damped", damped_start=1.0)
+with pytest.raises(ValueError, match="damped_start = 0.25 is an option of damped, and this model has"):
+    nfrs.Transformer(nfrs.TransformerConfig(vocab_size=9, damped_start=0.25))
 swap_residuals(torch.nn.TransformerEncoder(torch.nn.TransformerEncoderLayer(8, 2, 16), 2), "damped")
 sys.exit(pytest.main(["-q", "-p", "no:cacheprovider", *sys.argv[1:]]))
 """

@@ -77,7 +77,7 @@ def test_every_install_command_works_before_a_release():
             for requirement in re.findall(r'"([\w-]+[=<>]=[^"{]*)"', command):
                 name = requirement_name(requirement)
                 assert requirement == stated.get(name, requirement), f"{path}: {requirement}, expected {stated[name]}"
-    assert extras == {"train", "demo", "fairseq", "trainers"} == set(EXTRAS)
+    assert extras == {"train", "demo", "fairseq", "notebooks", "trainers"} == set(EXTRAS)
 
 
 # Wheels.
@@ -212,4 +212,4 @@ def test_workflows_call_what_exists():
             called.update(re.findall(r"^make ([a-z-]+)", commands, re.M))
             for file in re.findall(r"\.ci/\w+(?:\.py)?", commands):
                 assert (ROOT / file).exists(), f"{path.name}: {file}"
-    assert called == {"wheels", "test-torch"} and called <= targets
+    assert called == {"docs", "wheels", "test-torch"} and called <= targets

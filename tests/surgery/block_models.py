@@ -51,6 +51,20 @@ CLIP = {
 WHISPER = BART | {"num_mel_bins": 5, "max_source_positions": 4, "max_target_positions": 32}
 for name in ("max_position_embeddings", "forced_eos_token_id", "forced_bos_token_id"):
     WHISPER.pop(name)
+WAV2VEC2 = WIDTHS | {
+    "conv_dim": (8, 8),
+    "conv_kernel": (3, 3),
+    "conv_stride": (2, 2),
+    "num_conv_pos_embeddings": 4,
+    "num_conv_pos_embedding_groups": 2,
+    "classifier_proj_size": 8,
+    "apply_spec_augment": False,  # it draws with numpy
+    "layerdrop": 0.0,
+    "hidden_dropout": 0.0,
+    "activation_dropout": 0.0,
+    "attention_dropout": 0.0,
+    "feat_proj_dropout": 0.0,
+}
 
 FAMILIES = {
     "Bert": ("BertForMaskedLM", ENCODER, "postnorm"),
@@ -82,9 +96,16 @@ FAMILIES = {
     "ViT": ("ViTForImageClassification", WIDTHS | PIXELS | {"hidden_dropout_prob": 0.0}, "prenorm"),
     "CLIP": ("CLIPModel", CLIP, "prenorm"),
     "timm": (None, {}, "prenorm"),
+    "Gemma": ("GemmaForCausalLM", LLAMA, "prenorm"),
+    "Wav2Vec2": ("Wav2Vec2ForSequenceClassification", WAV2VEC2, "postnorm"),
+    "Wav2Vec2, stable": (
+        "Wav2Vec2ForSequenceClassification",
+        WAV2VEC2 | {"do_stable_layer_norm": True, "feat_extract_norm": "layer"},
+        "prenorm",
+    ),
 }
 GENERATING = ["GPT2", "Llama", "Mistral", "Qwen2", "Qwen3", "OPT", "OPT, post-norm", "GPTNeoX", "T5", "Bart", "Marian"]
-GENERATING += ["MBart", "Pegasus", "M2M100", "Whisper"]
+GENERATING += ["MBart", "Pegasus", "M2M100", "Whisper", "Gemma"]
 
 
 def build(name, **options):
@@ -125,6 +146,10 @@ def inputs(name, dtype=torch.float32):
         return {"pixel_values": pixels}
     if name == "CLIP":
         return {"input_ids": tokens, "attention_mask": mask, "pixel_values": pixels}
+    if name.startswith("Wav2Vec2"):
+        samples = torch.ones(2, 40, dtype=torch.long)
+        samples[1, 28:] = 0
+        return {"input_values": torch.randn(2, 40, dtype=dtype), "attention_mask": samples}
     if name == "Whisper":
         return {"input_features": torch.randn(2, 5, 8, dtype=dtype), "labels": tokens}
     return {"input_ids": tokens, "attention_mask": mask, "labels": tokens}

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 import torch
-from block_models import FAMILIES, GENERATING, HEADS, D, build, inputs, loss, move, outputs
+from block_models import FAMILIES, GENERATING, HEADS, LAYERS, D, build, inputs, loss, move, outputs
 from surgery_support import assert_same, state_of
 from torch import nn
 
@@ -184,6 +184,27 @@ def test_interleaved_heads_get_the_values_of_their_roles():
     beta, xavier = (8 * 2) ** -0.25, d**-0.5
     for i, gain in enumerate((1.0, 1.0, beta)):
         assert weight[:, i].std().item() == pytest.approx(gain * xavier, rel=0.05)
+
+
+@pytest.mark.parametrize("name", ["Llama", "Gemma", "T5"])
+def test_a_shift_before_the_activation_falls_on_the_gate(name):
+    """Of a gated pair the activation reads one, and its declaration says which."""
+    model, met = build(name).eval(), {}
+    swap_residuals(model, "r-fixup")
+    shifts = [p for path, p in model.named_parameters() if path.endswith("shift2")]
+    with torch.no_grad():
+        for shift in shifts:
+            shift.fill_(3.0)
+    feeds = [m for m in model.modules() if hasattr(m, "gate_proj") or hasattr(m, "wi_0")]
+    assert len(feeds) == len(shifts) >= LAYERS
+    for feed in feeds:
+        names = ("gate_proj", "act_fn") if name != "T5" else ("wi_0", "act")
+        for module in (getattr(feed, path) for path in names):
+            module.register_forward_pre_hook(lambda module, args: met.__setitem__(module, args[0].detach()))
+    outputs(model, inputs(name))
+    for feed in feeds:
+        gate, activation = (getattr(feed, path) for path in names)
+        torch.testing.assert_close(met[activation], met[gate] @ gate.weight.T - 3.0)
 
 
 @pytest.mark.parametrize("name", ["Bart", "MBart"])

@@ -152,7 +152,7 @@ STRANGERS = {
     "an exponential gain": (lambda m, x: F.layer_norm(x, (D,)) * m.g.exp(), {"g": gain()}, "computes no norm"),
     "a gate": (lambda m, x, gate=None: F.rms_norm(x, (D,), m.g), {"g": gain()}, "its forward takes gate=None beside x"),
     "unit length": (lambda m, x: unit(x), {"dim": D}, "multiplies by 0.25"),
-    "no width": (lambda m, x: unit(x) * m.g, {"g": gain(1)}, "nothing tells its width"),
+    "no width": (lambda m, x: unit(x) * m.g, {"g": gain(1)}, "its width is unknown"),
     "two gains": (lambda m, x: F.layer_norm(x, (D,)) * (m.g + m.h), {"g": gain(), "h": gain()}, "a gain and a bias"),
 }
 
@@ -162,7 +162,7 @@ def test_what_computes_none_is_not_one(forward, attributes, reason):
     stranger = module(forward, **attributes)
     found = examine(stranger)
     assert isinstance(found, str) and re.search(reason, found), found
-    with pytest.raises(nfrs.InputError, match="holds no norm"):
+    with pytest.raises(nfrs.InputError, match="holds no known norm"):
         swap_norms(nn.Sequential(stranger), "scalenorm")
 
 
@@ -285,7 +285,7 @@ def test_a_class_of_the_users_own():
     assert type(model[0]) is nn.RMSNorm and model[0].eps == 1e-2
     (row,) = swap_norms(model, Tanh, alpha=0.25)
     assert model[0].alpha.item() == 0.25 and torch.equal(model[0].weight, torch.full((D,), 2.0).double())
-    assert row.note == "Tanh is no norm that is known: its own first values"
+    assert row.note == "Tanh is no known norm: its own first values"
 
 
 def test_what_makes_no_norm_is_refused():

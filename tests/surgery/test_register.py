@@ -18,7 +18,7 @@ from normformer_rs.surgery import (
     swap_norms,
     swap_residuals,
 )
-from normformer_rs.surgery.steps import BlockResidual
+from normformer_rs.surgery.block_residual import BlockResidual
 
 D = 8
 

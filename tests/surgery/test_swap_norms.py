@@ -4,6 +4,7 @@ import pytest
 import torch
 from surgery_support import MODELS, NORMS, D, assert_same, build, run, state_of, torchs_encoder, train
 from torch import nn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from normformer_rs import nn as nfnn
 from normformer_rs.surgery import swap_norms, swap_residuals
@@ -174,6 +175,29 @@ def test_the_optimizers_groups_and_states():
     with pytest.raises(ValueError, match="does not own"):
         swap_norms(model, "scalenorm", optimizer=stranger)
     assert list(model.modules()) == before
+
+
+@pytest.mark.parametrize("norm", ["scalenorm", "powernorm"])
+def test_averages_of_weights_follow_a_swapped_model(norm):
+    """torch's exponential averages, buffers too; the average is a model of its own."""
+    model = build("bert")
+    swap_norms(model, norm)
+    average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.75), use_buffers=True)
+    optimizer = torch.optim.SGD(model.parameters(), 0.5)
+    expected = {}
+    for _ in range(3):
+        train(model, optimizer, updates=1)
+        average.update_parameters(model)
+        for name, value in model.state_dict().items():
+            old = expected.get(name)
+            is_whole = old is None or not value.is_floating_point()
+            expected[name] = value.clone() if is_whole else 0.75 * old + 0.25 * value
+    found = average.module.state_dict()
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        if value.is_floating_point():
+            torch.testing.assert_close(found[name], value)
+    assert not torch.equal(run(average.module.eval())[0], run(model.eval())[0])
 
 
 def test_bad_input_is_said():

@@ -24,7 +24,6 @@ from surgery_support import (
 )
 from torch import nn
 
-import normformer_rs as nfrs
 from normformer_rs import nn as nfnn
 from normformer_rs import surgery
 from normformer_rs.surgery import swap_norms, swap_residuals
@@ -95,27 +94,6 @@ def test_without_a_change_the_blocks_compute_what_they_did(name):
     torch.testing.assert_close(run(model)[0], before, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("name", ["bert", "gpt2"])
-def test_cross_attention_and_masks_of_hugging_face(name):
-    """Decoders that attend to an encoder's output, with padding on both sides: the converted blocks change nothing."""
-    torch.manual_seed(0)
-    config = hugging_face(name).config
-    config.is_decoder = config.add_cross_attention = True
-    transformers = pytest.importorskip("transformers")
-    model = {"bert": transformers.BertLMHeadModel, "gpt2": transformers.GPT2LMHeadModel}[name](config).eval()
-    tokens, memory = torch.arange(3, 11).repeat(2, 1), torch.randn(2, 5, D)
-    mask, memory_mask = torch.ones(2, 8), torch.ones(2, 5)
-    mask[0, 6:], memory_mask[1, 3:] = 0, 0
-    given = {"attention_mask": mask, "encoder_hidden_states": memory, "encoder_attention_mask": memory_mask}
-    before = model(input_ids=tokens, **given).logits
-    done = swap_residuals(model, "prenorm" if name == "gpt2" else "postnorm", init=None)
-    torch.testing.assert_close(model(input_ids=tokens, **given).logits, before, rtol=1e-5, atol=1e-6)
-    done.undo()
-    swap_residuals(model, "subln")
-    model(input_ids=tokens, **given).logits.sum().backward()
-    assert all(p.grad is not None for p in model.parameters() if p.requires_grad)
-
-
 def test_end_norms_follow_the_scheme():
     """prenorm ends in a norm, deepnorm's last sublayer does: the stack's own goes, or one is added."""
     for name, end in (("gpt2", "transformer.ln_f"), ("t5", "decoder.final_layer_norm")):
@@ -172,7 +150,7 @@ def test_norms_on_queries_and_keys_need_attention_that_shows_them():
     assert not torch.equal(model(x, y), before)
     done.undo()
     assert torch.equal(model(x, y), before)
-    with pytest.raises(ValueError, match=r"qk_norm=True reaches between projections .* BertLayer"):
+    with pytest.raises(ValueError, match=r"qk_norm=True acts between projections .* BertLayer"):
         swap_residuals(hugging_face("bert"), "postnorm", qk_norm=True)
 
 
@@ -215,18 +193,6 @@ def test_layers_of_other_inner_widths_are_one_stack():
     assert [(layer.place.layer, layer.place.depth) for layer in stack.layers] == [(0, 3), (1, 3), (2, 3)]
 
 
-@pytest.mark.parametrize("name", ["marian", "t5"])
-def test_profiling_begins_anew_with_each_stack(name):
-    model = hugging_face(name)
-    swap_residuals(model, "admin")
-    tokens = torch.randint(3, 40, (4, 7))
-    nfnn.profile(model, input_ids=tokens, labels=tokens)
-    for side in (model.get_encoder(), model.get_decoder()):
-        blocks = [m for m in side.modules() if hasattr(m, "residual")]
-        gains = [p for n, p in blocks[0].residual.named_parameters() if "residual_scale" in n]
-        assert torch.allclose(gains[0], torch.ones(1)) and not torch.allclose(gains[1], torch.ones(1)), gains
-
-
 def test_branchnorm_says_that_t_stays_and_follows_a_later_optimizer():
     model, tokens = hugging_face("bert"), torch.randint(3, 40, (2, 5))
     swap_residuals(model, "branchnorm")
@@ -255,78 +221,6 @@ def test_branchnorm_says_that_t_stays_and_follows_a_later_optimizer():
     assert all(int(m.t) == 3 for m in held)
 
 
-@pytest.mark.parametrize("name", HUGGING_FACE)
-def test_the_schemes_first_values(name):
-    """deepnorm's on every linear layer of a block, whichever way round it keeps its matrix."""
-    torch.manual_seed(0)
-    transformers = pytest.importorskip("transformers")
-    model = hugging_face(name)
-    config = model.config
-    for key in ("hidden_size", "n_embd", "d_model"):
-        if key in config.to_dict():
-            setattr(config, key, 128)
-    for key in ("intermediate_size", "n_inner", "d_ff", "encoder_ffn_dim", "decoder_ffn_dim"):
-        if key in config.to_dict():
-            setattr(config, key, 512)
-    if name.startswith("t5"):
-        config.d_kv = 32
-    model = type(model)(config)
-    assert transformers
-    swap_residuals(model, "deepnorm")
-    both = name.startswith(("t5", "marian"))
-    for path, module in model.named_modules():
-        if not hasattr(module, "residual"):
-            continue
-        beta = {"enc": 0.87 * (2**4 * 2) ** (-1 / 16), "dec": (12 * 2) ** -0.25, "one": (8 * 2) ** -0.25}
-        beta = beta["one" if not both else "dec" if "decoder" in path else "enc"]
-        for part in module.parts():
-            for linear in part.linears:
-                layer = module.get_submodule(linear.path)
-                weight = layer.weight.T if type(layer).__name__ == "Conv1D" else layer.weight
-                for role, block in zip(linear.roles, weight.chunk(len(linear.roles))):
-                    fan_out, fan_in = block.shape
-                    gain = (1.0 if role in ("query", "key") else beta) * (
-                        32**-0.5 if role == "query" and name[:2] == "t5" else 1
-                    )
-                    expected = gain * (2 / (fan_in + fan_out)) ** 0.5
-                    assert abs(block.std().item() / expected - 1) < 5 / (2 * block.numel()) ** 0.5, (path, linear)
-                if getattr(layer, "bias", None) is not None:
-                    assert not layer.bias.any()
-
-
-@pytest.mark.parametrize(
-    "residual,norm",
-    [("deepnorm", "scalenorm"), ("branchnorm", "rmsnorm"), ("sandwich", "scalenorm"), ("rezero", None)],
-)
-@pytest.mark.parametrize("name", HUGGING_FACE)
-def test_saved_and_loaded_by_hugging_face(name, residual, norm, tmp_path):
-    """The recipe: a subclass that swaps as it is built; from_pretrained then finds every name."""
-
-    def swap(model):
-        swap_residuals(model, residual)
-        if norm is not None:
-            swap_norms(model, norm)
-        return model
-
-    model = swap(build(name)).eval()
-    kind = type(model)
-
-    class Swapped(kind):
-        def __init__(self, config):
-            super().__init__(config)
-            swap(self)
-
-    with torch.no_grad():
-        for p in model.parameters():
-            if p.requires_grad:  # Marian's positions are constants, not saved
-                p.add_(0.1 * torch.randn_like(p))
-    nfnn.set_num_updates(model, 7)
-    model.save_pretrained(tmp_path)
-    loaded, report = Swapped.from_pretrained(tmp_path, output_loading_info=True)
-    assert not report["missing_keys"] and not report["unexpected_keys"] and not report["mismatched_keys"]
-    assert torch.equal(run(loaded.eval())[0], run(model)[0])
-
-
 @pytest.mark.parametrize("name", MODELS)
 def test_converted_models_copy_and_pickle(name):
     model = build(name)
@@ -346,33 +240,6 @@ def test_converted_models_copy_and_pickle(name):
         done.undo()
 
 
-def test_generation_attentions_and_checkpointing_of_hugging_face():
-    for name in HUGGING_FACE:
-        model = build(name)
-        swap_residuals(model, "deepnorm")
-        tokens = torch.arange(3, 8).repeat(2, 1)
-        if name != "bert":
-            cached, plain = (
-                model.eval().generate(tokens, max_new_tokens=4, do_sample=False, use_cache=use) for use in (True, False)
-            )
-            assert torch.equal(cached, plain)
-        model.train()
-        for module in model.modules():
-            for rate in ("p", "dropout", "activation_dropout", "attention_dropout"):
-                if isinstance(getattr(module, rate, None), float):
-                    setattr(module, rate, 0.0)
-        loss = run(model)[1]
-        loss.backward()
-        expected = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
-        model.zero_grad()
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            model.gradient_checkpointing_enable({"use_reentrant": False})
-            run(model)[1].backward()
-        for n, p in model.named_parameters():
-            torch.testing.assert_close(p.grad, expected.get(n), rtol=1e-4, atol=1e-5)
-
-
 def test_both_swaps_and_admins_profile():
     model = build("bert")
     swap_residuals(model, "admin")
@@ -383,107 +250,10 @@ def test_both_swaps_and_admins_profile():
     assert len(gains) == 4 and all((p == p[0]).all() for p in gains) and gains[0][0] == 1 and gains[3][0] > 1
 
 
-@pytest.mark.parametrize("name", ["rust", "rust, decoder-only", *MODELS])
-def test_admins_gains_fold_into_the_weights(name):
-    if name.startswith("rust"):
-        shape = {"d_model": D, "heads": HEADS, "d_ff": FF, "encoder_layers": 2, "decoder_layers": 2}
-        alone = {"architecture": "decoder-only"} if "only" in name else {}
-        model = nfrs.Transformer(nfrs.TransformerConfig(vocab_size=20, residual="admin", **shape | alone))
-        tokens = torch.arange(4, 18).reshape(2, 7)
-        outputs = lambda: model(None if alone else tokens, tokens)  # noqa: E731
-    else:
-        model = build(name)
-        swap_residuals(model, "admin")
-        outputs = lambda: run(model)[0]  # noqa: E731
-    gains = [p for n, p in model.named_parameters() if "residual_scale" in n]
-    with torch.no_grad():
-        for p in gains:
-            p.uniform_(0.5, 2)
-    model.eval().double()
-    expected = outputs()
-    stacks = 2 if name in ("rust", "transformer", "t5", "t5-gated", "marian") else 1
-    assert surgery.fold_admin(model) == len(gains) - stacks
-    assert sum(bool((p == 1).all()) for p in gains) == len(gains) - stacks
-    torch.testing.assert_close(outputs(), expected, rtol=1e-9, atol=1e-9)
-    assert surgery.fold_admin(model) == len(gains) - stacks  # nothing is left to fold
-
-
-def test_what_cannot_be_folded():
-    with pytest.raises(ValueError, match='holds no layer with residual="admin"'):
-        surgery.fold_admin(nfnn.Transformer(D, HEADS, 1, 1, FF, residual="deepnorm"))
-    model = nfnn.Transformer(D, HEADS, 1, 1, FF, residual="admin", norm="scalenorm")
-    with pytest.raises(ValueError, match="ScaleNorm, has no gain for each column"):
-        surgery.fold_admin(model)
-    model = nfnn.Transformer(D, HEADS, 2, 1, FF, residual="admin")
-    model.encoder.layers[0].linear1.weight = model.encoder.layers[1].linear1.weight
-    with pytest.raises(ValueError, match="layers share parameters"):
-        surgery.fold_admin(model)
-    model = nfnn.Transformer(D, HEADS, 1, 1, FF, residual="admin")
-    with torch.no_grad():
-        model.decoder.layers[0].residual_scale2[3] = 0
-    before = copy.deepcopy(model.state_dict())
-    with pytest.raises(ValueError, match="norm2 has a zero"):
-        surgery.fold_admin(model)
-    assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
-
-
-class Block(nn.Module):
-    """Somebody's own pre-norm block."""
-
-    def __init__(self):
-        super().__init__()
-        self.ln1, self.ln2 = nn.LayerNorm(D), nn.LayerNorm(D)
-        self.attn, self.drop = nn.MultiheadAttention(D, HEADS, batch_first=True), nn.Dropout(0.1)
-        self.mlp = nn.Sequential(nn.Linear(D, FF), nn.ReLU(), nn.Linear(FF, D), nn.Dropout(0.1))
-
-    def forward(self, x):
-        y = self.ln1(x)
-        x = x + self.drop(self.attn(y, y, y)[0])
-        return x + self.mlp(self.ln2(x))
-
-
-class ConvertedBlock(Block):
-    def parts(self):
-        stacked = surgery.Linear("attn.in_proj_weight", ("query", "key", "value"))
-        return [
-            surgery.Part("self-attention", "ln1", (stacked, surgery.Linear("attn.out_proj", ("output",)))),
-            surgery.Part(
-                "feed-forward", "ln2", (surgery.Linear("mlp.0", ("fc1",)), surgery.Linear("mlp.2", ("fc2",))), "mlp.3"
-            ),
-        ]
-
-    def heads(self):
-        return self.attn.num_heads
-
-    def forward(self, x):
-        x, *_ = self.residual.step(0, x, lambda y: self.attn(y, y, y), self.drop)
-        return self.residual.step(1, x, self.mlp)
-
-
-def test_a_registered_block():
-    model = nn.Sequential(Block(), Block()).eval()
-    with pytest.raises(ValueError, match="register_block"):
-        swap_residuals(model, "deepnorm")
-    surgery.register_block(Block, ConvertedBlock)
-    x = torch.randn(2, 3, D)
-    before = model(x)
-    kept = swap_residuals(model, "prenorm", init=None)
-    final = copy.deepcopy(model[-1].residual.norm)
-    torch.testing.assert_close(model(x), final(before))
-    kept.undo()
-    assert torch.equal(model(x), before)
-    swap_residuals(model, "sandwich")
-    assert type(model[0].residual.post_norm1) is nfnn.LayerNorm and model(x).shape == x.shape
-    with pytest.raises(ValueError, match="has another residual scheme"):
-        swap_residuals(model, "deepnorm")
-    with pytest.raises(ValueError, match="subclass of Block"):
-        surgery.register_block(Block, nn.Linear)
-
-
 def test_layers_outside_a_stack():
     model = nn.ModuleList(nn.TransformerEncoderLayer(D, HEADS, FF, batch_first=True) for _ in range(3))
     done = swap_residuals(model, "prenorm")
-    assert "yours to add" in repr(done) and type(model[2]) is nfnn.TransformerEncoderLayer
+    assert "add it yourself" in repr(done) and type(model[2]) is nfnn.TransformerEncoderLayer
     x = torch.randn(2, 3, D)
     for layer in model:
         x = layer(x)
@@ -569,25 +339,10 @@ def test_shared_and_foreign_layers_count_but_are_not_connected():
     depth = len(model.layers)
     model.layers[1] = model.layers[0]
     for to in ("dlcl", "branchnorm", "resi-dual"):
-        with pytest.raises(ValueError, match=rf"each of the {depth} layers of layers in its own way"):
+        with pytest.raises(ValueError, match=rf"each layer of layers differently, but only . of its {depth} layers"):
             swap_residuals(model, to)
     swap_residuals(model, "deepnorm")
     assert model.layers[0].place.depth == depth
-
-
-def test_undo_tells_whether_anything_moved():
-    """A fused optimizer moves no counter of writes, and running statistics move without one."""
-    model, x = torchs_encoder(), torch.randn(2, 5, D)
-    swapped = swap_norms(model, "scalenorm")
-    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
-    model(x).square().sum().backward()
-    optimizer.step()
-    assert "trained since" in swapped.undo()[0].note
-    model = torchs_encoder()
-    swap_norms(model, "batchnorm")
-    swapped = swap_residuals(model, "prenorm", init=None)
-    model.train()(x)
-    assert "trained since" in swapped.undo()[0].note
 
 
 def test_what_stands_beside_the_layers_is_no_layer():

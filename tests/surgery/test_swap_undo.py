@@ -82,3 +82,18 @@ def test_what_comes_back_is_in_the_models_mode():
             assert {m.training for m in model.modules()} == {not before}
             if swap is swap_norms:
                 assert not any(p.requires_grad for p in model.parameters())
+
+
+def test_undo_tells_whether_anything_moved():
+    """A fused optimizer moves no counter of writes, and running statistics move without one."""
+    model, x = torchs_encoder(), torch.randn(2, 5, D)
+    swapped = swap_norms(model, "scalenorm")
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    model(x).square().sum().backward()
+    optimizer.step()
+    assert "trained since" in swapped.undo()[0].note
+    model = torchs_encoder()
+    swap_norms(model, "batchnorm")
+    swapped = swap_residuals(model, "prenorm", init=None)
+    model.train()(x)
+    assert "trained since" in swapped.undo()[0].note

@@ -3,15 +3,19 @@
 import json
 import os
 import random
+import re
+import resource
 import shutil
 import signal
 import socket
 import subprocess
+import sys
+import textwrap
 from pathlib import Path
 
 import pytest
 import torch
-from test_training import corpus, ctrl_c, events, fit, losses, weights  # noqa: F401
+from train_support import events, fit, losses, weights
 
 import normformer_rs as nfrs
 from normformer_rs import cli
@@ -26,7 +30,7 @@ def files(folder):
     }
 
 
-def fit_bpe(output, corpus, training, **options):  # noqa: F811
+def fit_bpe(output, corpus, training, **options):
     trainer = nfrs.Trainer(
         nfrs.TransformerConfig(d_model=16, d_ff=24, heads=2, encoder_layers=1, decoder_layers=1, dropout=0.0),
         nfrs.TrainingConfig(**{"lr": 1e-2, "schedule": "constant", "warmup": 0, **training}),
@@ -36,7 +40,7 @@ def fit_bpe(output, corpus, training, **options):  # noqa: F811
 
 
 @pytest.fixture
-def letters(corpus):  # noqa: F811
+def letters(corpus):
     """The corpus with its words written together, so that there is something to merge."""
     for path in corpus.values():
         Path(path).write_text(Path(path).read_text().replace(" ", ""))
@@ -49,7 +53,7 @@ def dead_process():
     return child.pid
 
 
-def test_a_second_writer_is_refused_by_name(tmp_path, corpus, monkeypatch):  # noqa: F811
+def test_a_second_writer_is_refused_by_name(tmp_path, corpus, monkeypatch):
     """New, --overwrite, --resume and average, while readers read; the first run is not disturbed."""
     run, refused, read = tmp_path / "run", [], []
 
@@ -138,7 +142,7 @@ def test_a_flipped_bit_is_named_and_nothing_goes_on(tmp_path, letters, capsys):
 
 
 @pytest.mark.parametrize("harm", ["missing", "damaged", "two"])
-def test_a_run_goes_on_from_the_newest_whole_checkpoint(tmp_path, corpus, caplog, harm):  # noqa: F811
+def test_a_run_goes_on_from_the_newest_whole_checkpoint(tmp_path, corpus, caplog, harm):
     run = tmp_path / "run"
     fit(tmp_path / "whole", corpus, training={**SAVING, "updates": 12})
     fit(run, corpus, training=SAVING)
@@ -159,7 +163,7 @@ def test_a_run_goes_on_from_the_newest_whole_checkpoint(tmp_path, corpus, caplog
     assert all(torch.equal(tensor, weights(run)[name]) for name, tensor in weights(tmp_path / "whole").items())
 
 
-def test_the_checkpoint_to_go_on_from_is_chosen(tmp_path, corpus):  # noqa: F811
+def test_the_checkpoint_to_go_on_from_is_chosen(tmp_path, corpus):
     run = tmp_path / "run"
     fit(run, corpus, training=SAVING)
     more = {**SAVING, "updates": 9}
@@ -181,7 +185,7 @@ def test_the_checkpoint_to_go_on_from_is_chosen(tmp_path, corpus):  # noqa: F811
 
 
 @pytest.mark.parametrize("stopped", [True, False])
-def test_a_run_without_its_checkpoints_does_not_begin_anew(tmp_path, corpus, ctrl_c, stopped):  # noqa: F811
+def test_a_run_without_its_checkpoints_does_not_begin_anew(tmp_path, corpus, ctrl_c, stopped):
     run = tmp_path / "run"
     if stopped:  # before its first evaluation: only the log tells that something was saved
         ctrl_c(1)
@@ -198,7 +202,7 @@ def test_a_run_without_its_checkpoints_does_not_begin_anew(tmp_path, corpus, ctr
     assert files(run) == before
 
 
-def test_a_run_that_had_saved_nothing_says_that_it_begins(tmp_path, corpus):  # noqa: F811
+def test_a_run_that_had_saved_nothing_says_that_it_begins(tmp_path, corpus):
     """As a kill after the first evaluation's line in the log leaves it: its checkpoint does not stand yet."""
     run = tmp_path / "run"
     fit(run, corpus, training=SAVING)
@@ -209,6 +213,99 @@ def test_a_run_that_had_saved_nothing_says_that_it_begins(tmp_path, corpus):  # 
     shutil.rmtree(run / "checkpoints")
     fit(run, corpus, training=SAVING, resume=True)
     assert "had saved no checkpoint" in events(run, "message")[0]["text"] and losses(run) == whole
+
+
+def train(run, corpus, updates, limit=None):  # noqa: F811
+    """The command line; `limit`: bytes that a file may have."""
+    options = {"d-model": 16, "d-ff": 24, "heads": 2, "encoder-layers": 1, "decoder-layers": 1, "updates": updates}
+    options |= {"max-tokens": 100, "evaluate-every": 4, "keep": 2, "warmup": 2, "lr": 1e-2, "seed": 3}
+    options |= {name.replace("_", "-"): path for name, path in corpus.items()}
+    words = [sys.executable, "-m", "normformer_rs", "train", "--no-bpe", "--no-progress", "--output", str(run)]
+    words += [word for name, value in options.items() for word in (f"--{name}", str(value))]
+    words += ["--resume"] if (run / "config.json").exists() else []
+
+    def limited():
+        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
+
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    return subprocess.run(
+        words, env=environment, preexec_fn=None if limit is None else limited, capture_output=True, text=True
+    )
+
+
+def ended_for(done, run, cause):
+    """The file that the run's one line of error names."""
+    assert done.returncode == 2 and "Traceback" not in done.stderr, (done.returncode, done.stderr)
+    (line,) = [line for line in done.stderr.splitlines() if "error:" in line]
+    named = re.search(rf"{run}/(\S+): .*{cause}", line)
+    assert named, line
+    return named[1]
+
+
+def assert_is_whole(run, whole):
+    assert events(run, "updated")[-1]["update"] == 12
+    assert all(torch.equal(tensor, weights(run)[name]) for name, tensor in weights(whole).items())
+    assert not [path for path in run.rglob(".*") if path.is_file()]
+
+
+def test_files_that_may_not_grow(tmp_path, corpus):  # noqa: F811
+    """`ulimit -f`: a readable end at any file, and the folder goes on to the weights of an uninterrupted run."""
+    whole = tmp_path / "whole"
+    assert train(whole, corpus, 12).returncode == 0
+    sizes = {path.name: path.stat().st_size for path in (whole / "checkpoints" / "last").iterdir()}
+    named = []
+    for number, limit in enumerate((1, 300, sizes["model.safetensors"] - 1, sizes["optimizer.safetensors"] - 1)):
+        run = tmp_path / f"run-{number}"
+        named.append(ended_for(train(run, corpus, 12, limit), run, "File too large"))
+        assert train(run, corpus, 12).returncode == 0
+        assert_is_whole(run, whole)
+    assert len({*named}) == 4 and named[2].endswith("model.safetensors"), named
+    # After a checkpoint, which stays.
+    run = tmp_path / "later"
+    assert train(run, corpus, 4).returncode == 0
+    before = files(run / "checkpoints")
+    ended_for(train(run, corpus, 12, sizes["model.safetensors"] - 1), run, "File too large")
+    assert before.items() <= files(run / "checkpoints").items()
+    assert train(run, corpus, 12).returncode == 0
+    assert_is_whole(run, whole)
+
+
+def test_a_full_disk(tmp_path, corpus):  # noqa: F811
+    """A real one, of a few pages, in a namespace of the test's own."""
+    isolated = ["unshare", "--user", "--map-root-user", "--mount"]
+    can_mount = [*isolated, "mount", "-t", "tmpfs", "none", str(tmp_path)]
+    if not shutil.which("unshare") or subprocess.run(can_mount, capture_output=True).returncode:
+        pytest.skip("no namespaces in which a file system can be mounted")
+    whole, disk = tmp_path / "whole", tmp_path / "disk"
+    assert train(whole, corpus, 12).returncode == 0
+    disk.mkdir()
+    used = sum(path.stat().st_size for path in (whole / "checkpoints" / "last").iterdir())
+    program = """
+        import json, os, pickle, shutil, subprocess, sys
+        from pathlib import Path
+        import test_folder
+        disk, corpus, kilobytes, result = Path(sys.argv[1]), json.loads(sys.argv[2]), *sys.argv[3:]
+        mount = lambda size, *more: subprocess.run(
+            ["mount", "-t", "tmpfs", "-o", f"size={size}k" + "".join(more), "none", str(disk)], check=True)
+        mount(kilobytes)
+        first = test_folder.train(disk / "run", corpus, 12)
+        mount(65536, ",remount")
+        second = test_folder.train(disk / "run", corpus, 12)
+        shutil.copytree(disk / "run", result, symlinks=True)
+        print(json.dumps([[done.returncode, done.stderr] for done in (first, second)]))
+    """
+    named = set()
+    for kilobytes in (8, 20, used // 1024, 3 * used // 1024):
+        result = tmp_path / f"run-{kilobytes}"
+        words = [*isolated, sys.executable, "-c", textwrap.dedent(program)]
+        words += [str(disk), json.dumps(corpus), str(kilobytes), str(result)]
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *sys.path])}
+        done = subprocess.run(words, env=environment, capture_output=True, text=True, check=True)
+        first, second = (subprocess.CompletedProcess([], code, "", said) for code, said in json.loads(done.stdout))
+        named.add(ended_for(first, disk / "run", "No space left"))
+        assert second.returncode == 0, second.stderr
+        assert_is_whole(result, whole)
+    assert len(named) > 2, named
 
 
 @pytest.mark.parametrize("stage", ["learning", "reading", "dry run"])

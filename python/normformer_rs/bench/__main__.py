@@ -1,4 +1,4 @@
-"""`python -m normformer_rs.bench gpu --output FOLDER`: everything that is claimed of a GPU, measured on this one."""
+"""`python -m normformer_rs.bench gpu --output FOLDER`: measures every claim about GPUs on this one."""
 
 import argparse
 import os
@@ -29,13 +29,13 @@ def main() -> None:
     command.add_argument("--here", action="store_true", help="in this process, without limits")
     arguments = vars(parser.parse_args())
     only, limit, here = (arguments.pop(name) for name in ("only", "limit", "here"))
-    # Composed formulas are not to be measured as if they were kernels.
+    # Composed formulas must not be measured as if they were kernels.
     os.environ["NORMFORMER_RS_CUDA"] = "require"
     options = gpu.Options(**arguments)
     if here:
         gpu.here(options, only)
     else:
-        # Whoever ends this process ends the section's too, as Ctrl-C does.
+        # SIGTERM ends the section's process too, as Ctrl-C does.
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
         gpu.measure(options, only, limit)
 

@@ -1,4 +1,4 @@
-"""What a GPU computes: the operators' tests on it, under compute-sanitizer too, and training against the CPU."""
+"""Correctness on a GPU: the operators' tests, under compute-sanitizer too, and training against the CPU."""
 
 import os
 import shutil
@@ -13,7 +13,13 @@ import numpy as np
 from .figures import Figures
 from .training import TINY, Precision, history
 
-SUITES = ("cuda/test_cuda.py", "operators/test_operators.py", "norms/test_norms.py", "norms/test_norm_modules.py")
+SUITES = (
+    "cuda/test_cuda.py",
+    "operators/test_kernels.py",
+    "operators/test_operators.py",
+    "norms/test_norms.py",
+    "norms/test_norm_modules.py",
+)
 FEW = 280
 """Sentences: an epoch has so few batches that most of ten updates are replayed from CUDA graphs."""
 ALLOWED: dict[Precision, float] = {"f32": 1e-4, "bf16": 3e-2}
@@ -50,13 +56,13 @@ def tests(figures: Figures, folder: Path, device: str) -> None:
 
 
 def sanitized(figures: Figures, folder: Path, device: str, tool: str) -> None:
-    """Some of the tests, of each kernel, under a tool of compute-sanitizer. torch's allocator would hide what is
-    written beside a tensor, so it allocates each by itself."""
+    """Some of the tests, of each kernel, under a tool of compute-sanitizer. torch allocates each tensor by itself here,
+    because its allocator would hide writes beside a tensor."""
     with figures.attempt(tool, "compute-sanitizer"):
         sanitizer = shutil.which("compute-sanitizer")
         if sanitizer is None:
             raise FileNotFoundError("compute-sanitizer is not on PATH")
-        # torch asks some things of the driver that it expects to be refused.
+        # torch makes some calls to the driver that it expects to fail.
         before = [sanitizer, "--tool", tool, "--report-api-errors", "no", "--error-exitcode", "9"]
         chosen = ["-k", "either_kind or from_one_side or late_rows or relu or cross_entropy or test_adam"]
         log = figures.folder / f"{tool}.log"
@@ -70,7 +76,7 @@ def sanitized(figures: Figures, folder: Path, device: str, tool: str) -> None:
 def pytest(
     tests: Path, device: str, log: Path, before: Sequence[str] = (), chosen: Sequence[str] = (), **environment: str
 ) -> int:
-    """The exit status of tests that run on a device; what they say goes to the log as it comes."""
+    """The exit status of tests that run on a device; their output goes to the log as it comes."""
     if not tests.exists():
         raise FileNotFoundError(f"{tests} is not there: it is among the project's tests")
     environment = {"NORMFORMER_RS_TEST_DEVICE": device, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", **environment}

@@ -29,7 +29,7 @@ class Figures:
             raise SystemExit(f"{self.path} holds figures of {', '.join(others)}, this is {name}: name another --output")
 
     def rows(self, section: str | None = None) -> list[Row]:
-        """All that there are, or a section's."""
+        """All rows, or a section's."""
         if not self.path.exists():
             return []
         with self.path.open(newline="") as file:
@@ -38,7 +38,7 @@ class Figures:
     def add(
         self, section: str, what: str, value: float | str, unit: str, bar: float | None = None, most: bool = False
     ) -> None:
-        """A figure; `bar` is the least that it should be on a GPU, or the most."""
+        """Adds a figure; `bar` is its lower bound on a GPU or, with `most`, its upper bound."""
         bar = bar if self.on_cuda else None
         shown = value if isinstance(value, str) else f"{value:.0f}" if value >= 1000 else f"{value:.4g}"
         met = ""
@@ -51,7 +51,7 @@ class Figures:
 
     @contextmanager
     def attempt(self, section: str, what: str) -> Iterator[None]:
-        """What fails inside is reported as unmeasured, and the rest goes on."""
+        """Reports a failure inside as unmeasured, and goes on."""
         try:
             yield
         except Exception as error:  # whatever a machine may lack
@@ -60,13 +60,13 @@ class Figures:
             self.add(section, what, f"unmeasured: {type(error).__name__}: {reason}", "")
 
     def forget_unmeasured(self, section: str) -> None:
-        """Before the section is tried again."""
+        """Drops a section's unmeasured rows, before it is tried again."""
         kept = [r for r in self.rows() if r["section"] != section or not r["value"].startswith("unmeasured")]
         self._write({(row["section"], row["what"]): row for row in kept})
 
     def _write(self, rows: dict[tuple[str, str], Row]) -> None:
         names = ["section", "what", "value", "unit", "bar", "met", *self.common]
-        aside = self.path.with_suffix(".part")  # Whoever is killed here leaves the file as it was.
+        aside = self.path.with_suffix(".part")  # A kill here leaves the file as it was.
         with aside.open("w", newline="") as file:
             writer = csv.DictWriter(file, names, lineterminator="\n")
             writer.writeheader()

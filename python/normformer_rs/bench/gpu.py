@@ -30,7 +30,7 @@ from .figures import Figures, line
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """As on the command line."""
+    """The command line's options."""
 
     output: Path
     tests: Path
@@ -103,7 +103,7 @@ def here(options: Options, sections: Sequence[str]) -> None:
 
 
 def apart(section: str, options: Options, limit: float) -> str:
-    """Measures a section in a process whose output goes to gpu.log. How the process failed, if it did."""
+    """Measures a section in a process whose output goes to gpu.log. Returns how the process failed, or ""."""
     log = options.output / "gpu.log"
     with log.open("a") as file:
         print(f"==== {section}", file=file, flush=True)

@@ -1,4 +1,4 @@
-"""Bandwidths of the kernels, and what a launch costs."""
+"""Bandwidths of the kernels, and the cost of a launch."""
 
 import statistics
 import time
@@ -22,12 +22,12 @@ CALLS = 10
 BARS = {"layer_norm": (0.9, 0.85), "rms_norm": (0.9, 0.85), "scale_norm": (0.9, 0.85), "power_norm": (0.8, 0.8)}
 """In bf16: forward, backward."""
 Norm = tuple[str, Callable[[], Tensor], list[Tensor]]
-"""Name, forward pass, what gets a gradient."""
+"""Name, forward pass, tensors that get a gradient."""
 
 
 def seconds(run: Callable[[], object], device: str, repeats: int = REPEATS) -> float:
     """The median time of a call, by the device's own clock."""
-    for _ in range(3):  # A CPU's heap has to find its shape, a GPU's kernels have to be there.
+    for _ in range(3):  # Warm up: a CPU's heap settles, a GPU's kernels are compiled.
         run()
     if not device.startswith("cuda"):
         times = []
@@ -36,7 +36,7 @@ def seconds(run: Callable[[], object], device: str, repeats: int = REPEATS) -> f
             run()
             times.append(time.perf_counter() - start)
         return statistics.median(times)
-    awaken(device, 0.1)  # Compiling may have taken its time.
+    awaken(device, 0.1)  # The clocks may have fallen during the compilation.
     events = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(repeats)]
     for before, after in events:
         before.record()
@@ -47,7 +47,7 @@ def seconds(run: Callable[[], object], device: str, repeats: int = REPEATS) -> f
 
 
 def awaken(device: str, duration: float = 0.5) -> None:
-    """So many seconds of copies: an idle GPU's clocks are low."""
+    """Copies for `duration` seconds, because an idle GPU's clocks are low."""
     if device.startswith("cuda"):
         x = torch.zeros(2**26, device=device)
         until = time.perf_counter() + duration
@@ -57,7 +57,7 @@ def awaken(device: str, duration: float = 0.5) -> None:
 
 
 def buffers(device: str, megabytes: int) -> Iterator[tuple[str, Tensor]]:
-    """So large that no cache holds them."""
+    """Tensors that are larger than any cache."""
     awaken(device)
     for name, dtype in DTYPES.items():
         yield name, torch.randn(megabytes * 2**20 // (WIDTH * dtype.itemsize), WIDTH, device=device, dtype=dtype)
@@ -75,7 +75,7 @@ def bandwidth(figures: Figures, device: str, megabytes: int) -> None:
 
 
 def compiled(figures: Figures, device: str, megabytes: int) -> None:
-    """What torch.compile makes of layer norm."""
+    """Layer norm under torch.compile."""
     import torch._functorch.config as config
 
     with config.patch(donated_buffer=False):  # Its backward pass is to be run many times.
@@ -109,7 +109,7 @@ def shares(figures: Figures, section: str, name: str, x: Tensor, norms: Iterable
 
 
 def norm_seconds(call: Callable[[], Tensor], inputs: list[Tensor], device: str) -> tuple[float, float]:
-    """Of the forward and of the backward pass."""
+    """Seconds of the forward and of the backward pass."""
     forward, y = seconds(lambda: call().detach(), device), call()
     dy = torch.randn_like(y)
     return forward, seconds(lambda: torch.autograd.grad(y, inputs, dy, retain_graph=True), device)
@@ -157,7 +157,7 @@ def residual(x: Tensor, p: float, device: str) -> float:
 
 
 def small(figures: Figures, device: str) -> None:
-    """4096×512 in a CUDA graph, against torch's own layer norm: what launches cost is left out."""
+    """4096×512 in a CUDA graph, against torch's own layer norm: without the cost of launches."""
     awaken(device)
     x = torch.randn(4096, 512, device=device, dtype=torch.bfloat16, requires_grad=True)
     weight, bias = (torch.ones(512, device=device, dtype=x.dtype).requires_grad_() for _ in range(2))
@@ -179,7 +179,7 @@ def small(figures: Figures, device: str) -> None:
 
 
 def captured(run: Callable[[], None], calls: int) -> Any:
-    """A CUDA graph of so many calls."""
+    """A CUDA graph of that number of calls."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):

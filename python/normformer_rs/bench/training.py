@@ -28,7 +28,7 @@ SPECIAL = 4
 """Types before the words: beginning, padding, end, unknown."""
 PAD = 1
 WINDOW = 50
-"""Latest updates that History's rate is of."""
+"""The number of latest updates in History's rate."""
 RATE = "target tokens/s"
 OURS, UNRECORDED, EAGER = "normformer_rs", "normformer_rs, no CUDA graphs", "torch.nn.Transformer, eager"
 COMPILED = {
@@ -39,12 +39,12 @@ Precision = Literal["f32", "bf16"]
 
 
 def size(device: str) -> tuple[dict[str, Any], int]:
-    """The model's shape, and sentences: little on a CPU, to see that this works."""
+    """The model's shape, and the number of sentences: small on a CPU, for a trial."""
     return (BASE, 4000) if device.startswith("cuda") else (TINY, 100)
 
 
 def types(count: int) -> int:
-    """In the vocabulary of an even number of sentences: a multiple of 8."""
+    """The size of the vocabulary for an even number of sentences: a multiple of 8."""
     return min(8192, 4 * count)
 
 
@@ -60,8 +60,8 @@ def sentences(count: int) -> list[list[int]]:
 
 @contextmanager
 def corpus(count: int) -> Iterator[DataConfig]:
-    """So many sentences as files; the target is the source, reversed. Little is held out, and short: a run ends by
-    translating it."""
+    """`count` sentences as files; the target is the source, reversed. The validation set is small and short, because a
+    run ends by translating it."""
     held_out = [words[:5] for words in sentences(4)]
     with tempfile.TemporaryDirectory() as folder:
         files: dict[str, Any] = {}
@@ -76,7 +76,7 @@ def corpus(count: int) -> Iterator[DataConfig]:
 def history(
     shape: dict[str, Any], device: str, updates: int, precision: Precision, count: int, cuda_graphs: bool = True
 ) -> History:
-    """A run of the training loop. Errors: RuntimeError where it was not the run that was meant."""
+    """A run of the training loop. Errors: RuntimeError after a warning, or with a vocabulary of another size."""
     model = TransformerConfig(**shape, **PLAIN, norm="layernorm", residual="prenorm")
     training = TrainingConfig(
         updates=updates, max_tokens=MAX_TOKENS, device=device, precision=precision, lr=1e-3, warmup=100, clip_norm=1.0,
@@ -140,7 +140,7 @@ class Reference(nn.Module):
         d = shape["d_model"]
         self.embedding, self.positions = nn.Embedding(types, d, PAD), nn.Embedding(64, d)
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of a fast path for evaluation, which is not measured
+            warnings.simplefilter("ignore")  # about a fast path for evaluation, which is not measured
             self.transformer = nn.Transformer(
                 d, shape["heads"], shape["encoder_layers"], shape["decoder_layers"], shape["d_ff"], shape["dropout"],
                 batch_first=True, norm_first=True,

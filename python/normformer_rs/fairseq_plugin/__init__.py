@@ -15,7 +15,7 @@ from normformer_rs.fairseq_plugin import compat
 
 compat.apply()
 
-from normformer_rs.fairseq_plugin import criterion, model, schedules, start  # noqa: E402, F401
+from normformer_rs.fairseq_plugin import criterion, hooks, model, schedules  # noqa: E402, F401
 
 if __name__ == "fairseq_plugin":
     # fairseq has put the package's own folder in front of sys.path, where its modules would hide others' names.

@@ -1,7 +1,7 @@
-"""fairseq-COMMAND with the plug-in in it.
+"""fairseq-COMMAND with the plug-in.
 
-A spawned worker imports this module again before it imports fairseq, and with it the package, which patches Python
-first: so nothing may move from the package into `main`.
+A spawned worker imports this module, and with it the package, before fairseq. The package patches Python at its import,
+so no patch may move into `main`.
 """
 
 import argparse
@@ -14,8 +14,8 @@ from normformer_rs.options import HELP, UsageError
 
 
 class _PrintLater:
-    """Prints a parser's help when it is handed over the second time: fairseq's own --help ends before it has added the
-    flags of the architecture."""
+    """Prints a parser's help at the second call: fairseq's own --help ends before the architecture's flags are
+    added."""
 
     is_complete = False
 
@@ -51,7 +51,7 @@ def main() -> int:
 
 
 def _refusal(error: BaseException | None) -> InputError | None:
-    """What the plug-in refused, also where fairseq has raised an exception of its own over it."""
+    """The plug-in's InputError, also where fairseq has raised an exception of its own over it."""
     while error is not None and not isinstance(error, InputError):
         error = error.__cause__ or error.__context__
     return error

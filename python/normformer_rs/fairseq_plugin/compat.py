@@ -1,7 +1,7 @@
-"""What fairseq 0.12.2 needs to run with today's Python and torch. No file of fairseq is touched.
+"""Patches with which fairseq 0.12.2 runs on today's Python and torch. fairseq's files do not change.
 
-Each patch says what needs it and may be applied twice. Those of Python come before fairseq's import; they and numpy's
-do nothing on a version that needs none. The others are needed always: there is one torch that this package runs with.
+Each patch names its reason and may be applied twice. Python's come before fairseq's import; they and numpy's do nothing
+on a version that needs none. The others always apply, because this package runs with one torch.
 """
 
 import contextlib
@@ -43,7 +43,7 @@ def apply() -> None:
 def allow_dataclass_defaults() -> None:
     """Python 3.11 refuses an unhashable field default; fairseq's and hydra 1.0's configs have dataclasses there.
 
-    `dataclasses` asks whether the default's type has a hash, so the type is lent one while the field is made.
+    `dataclasses` asks whether the default's type has a hash, so the type gets one while the field is made.
     A default_factory would not do: fairseq reads `Field.default`.
     """
     made: Any = dataclasses._get_field  # type: ignore[attr-defined]
@@ -85,8 +85,8 @@ def give_finders_find_module() -> None:
 
 
 def lend_names_of_numpy_1() -> None:
-    """numpy 1.24 dropped `int` and `float`, and 2.0 `compat`: the modules of fairseq that say them have a numpy which
-    also knows those."""
+    """numpy 1.24 dropped `int` and `float`, and 2.0 `compat`. The modules of fairseq that use them get a numpy that
+    still has them."""
     if hasattr(np, "int") and hasattr(np, "compat"):
         return
     lent: Any = types.ModuleType("numpy")
@@ -102,10 +102,10 @@ def lend_names_of_numpy_1() -> None:
 
 
 def allow_checkpoints() -> None:
-    """torch 2.6 and later load tensors and plain data only; a fairseq checkpoint also holds what is `SAFE`.
+    """torch 2.6 and later load tensors and plain data only; a fairseq checkpoint also holds the types in `SAFE`.
 
-    They are added again before each load: torch's context manager `safe_globals` takes them off when it ends, and other
-    libraries' trainers use it.
+    They are added before each load: torch's context manager `safe_globals`, which other libraries' trainers use,
+    removes them when it ends.
     """
     from fairseq import checkpoint_utils
 
@@ -121,8 +121,8 @@ def allow_checkpoints() -> None:
 
 
 def broadcast_objects() -> None:
-    """Where several processes resume, rank 0 sends the others its configuration too, which torch.load refuses there
-    since torch 2.6; pickle takes it."""
+    """When several processes resume, rank 0 sends the others its configuration too. torch.load refuses it since torch
+    2.6; pickle takes it."""
     from fairseq.distributed import utils
 
     def broadcast_object_slow(obj: Any, src_rank: int, group: Any, dist_device: torch.device) -> Any:
@@ -134,8 +134,8 @@ def broadcast_objects() -> None:
 
 
 def keep_half_precision_on_cpus() -> None:
-    """fairseq 0.12.2's command line takes --bf16 for a wish for TPUs, and fails where there is no torch_xla; its flat
-    gradients of --fp16 ask for the current GPU, and fail where there is none."""
+    """fairseq 0.12.2's command line reads --bf16 as a request for TPUs, and fails without torch_xla. Its flat gradients
+    of --fp16 ask for the current GPU, and fail without one."""
     from fairseq import options
 
     parse = options.parse_args_and_arch

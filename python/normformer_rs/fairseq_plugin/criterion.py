@@ -14,7 +14,7 @@ from torch import Tensor
 
 from normformer_rs.config import TrainingConfig
 from normformer_rs.errors import InputError
-from normformer_rs.nn.declared import OPS
+from normformer_rs.nn.scheme import OPS
 
 _SMOOTHING = next(field for field in TrainingConfig.FIELDS if field.name == "smoothing")
 _Smoothing = ChoiceEnum(list(_SMOOTHING.choices))
@@ -82,7 +82,7 @@ class FusedLabelSmoothedCrossEntropy(LabelSmoothedCrossEntropyCriterion):
         return (guessed.eq(target) & is_real).sum(), is_real.sum()
 
     def _prepare(self, model: Any, net_output: Any, sample: Any) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Logits and targets, flat and without the prefix that does not count, and V_t."""
+        """Logits and targets, flat and without the ignored prefix, and V_t."""
         if getattr(_decoder(model), "adaptive_softmax", None) is not None:
             raise InputError(
                 "--criterion nfrs_label_smoothed_cross_entropy takes logits of the whole vocabulary, and a model with "
@@ -99,7 +99,8 @@ class FusedLabelSmoothedCrossEntropy(LabelSmoothedCrossEntropyCriterion):
         return logits, torch.where(is_known, target, self.unknown), mask
 
     def _vocabulary(self, model: Any) -> tuple[Tensor | None, int]:
-        """V_t, a flag for each type, and |V_t|; made anew only where it was written to: counting waits for a GPU."""
+        """V_t, a flag for each type, and |V_t|; counted anew only after a write to the mask, because counting waits for
+        a GPU."""
         held = getattr(_decoder(model), "vocab_mask", None)
         if held is None:
             return None, 0
@@ -109,7 +110,7 @@ class FusedLabelSmoothedCrossEntropy(LabelSmoothedCrossEntropyCriterion):
 
 
 def _decoder(model: Any) -> Any:
-    """The model's, also where a distributed wrapper holds the model."""
+    """The model's decoder, also where a distributed wrapper holds the model."""
     while hasattr(model, "module"):
         model = model.module
     return getattr(model, "decoder", None)

@@ -26,13 +26,13 @@ from normformer_rs.config import TransformerConfig
 from normformer_rs.convert import VERSION, check_version, configure, from_fairseq_names
 from normformer_rs.errors import InputError
 from normformer_rs.nn import TransformerDecoderLayer, TransformerEncoderLayer, profile
-from normformer_rs.nn.declared import OWN, NormAt, apply_norm, make
-from normformer_rs.nn.initial import draw_table
+from normformer_rs.nn.init import draw_table
 from normformer_rs.nn.layers import Layer
+from normformer_rs.nn.scheme import OWN, NormAt, apply_norm, make
 from normformer_rs.nn.stacks import Stack
 
 from .options import DROPOUTS, SHAPES, LanguageModelOptions, TranslationOptions, plain, shape
-from .rows import Packed, RowAttention, Rows, Sight, Step, Watched
+from .packed import Packed, RowAttention, Rows, Sight, Step, Watched
 
 
 class SelfLayer(TransformerEncoderLayer):
@@ -46,7 +46,7 @@ class SelfLayer(TransformerEncoderLayer):
 
 
 class CrossLayer(TransformerDecoderLayer):
-    """A layer of a decoder that looks at an encoder's output."""
+    """A layer of a decoder that attends to an encoder's output."""
 
     attention_class = RowAttention
     self_attn: Any
@@ -66,9 +66,9 @@ class FixNormEmbedding(nn.Embedding):
 
 
 class _Side(Stack):
-    """What encoder and decoder do alike: a fairseq stack whose layers, and what stands around them, are this package's.
+    """The common part of encoder and decoder: a fairseq stack with this package's layers and residual scheme.
 
-    It goes before fairseq's class, whose constructor it calls first.
+    A mixin before fairseq's class; constructors call that class's first and then `finish`.
     """
 
     name: str
@@ -90,18 +90,18 @@ class _Side(Stack):
         taken = (*OWN, "encoder_layers", "decoder_layers")
         options = {key: value for key, value in config.asdict().items() if key not in taken}
         depths = {"decoder_layers": config.decoder_layers}
-        if config.architecture == "decoder-only":  # to a layer, a single stack is an encoder that stands alone
+        if config.architecture == "decoder-only":  # a layer takes a single stack for an encoder alone
             depths = {"encoder_layers": config.decoder_layers}
         elif self.name == "encoder" or kind is CrossLayer:
             depths["encoder_layers"] = config.encoder_layers
         activation = fairseq.utils.get_activation_fn(cfg.activation_fn)
         named: dict[str, Any] = {"d_model": config.d_model, "nhead": config.heads, "dim_feedforward": config.d_ff}
         named |= {"dropout": config.dropout, "activation": activation, "layer_norm_eps": config.norm_eps}
-        named |= {"norm": config.norm, "residual": config.residual, "init": "torch"}  # drawn in its place
+        named |= {"norm": config.norm, "residual": config.residual, "init": "torch"}  # `draw` follows
         return kind(**named, **depths, **options)
 
     def finish(self, cfg: Any) -> None:
-        """Adds what the residual scheme declares for the stack, after fairseq's constructor."""
+        """Adds the residual scheme's parts of the stack; called after fairseq's constructor."""
         config: TransformerConfig = cfg.stacks[self.name]
         self.norm, self.place, self.end = None, None, ()
         self.settle(config, self.name)
@@ -138,7 +138,7 @@ class _Side(Stack):
         return self.dropout_module(x)
 
     def run(self, x: Tensor, sights: Callable[[int], tuple[Sight, ...]]) -> Tensor:
-        """x through the layers; `sights` says what each of them looks at."""
+        """x through the layers; `sights(layer)` gives the keys and values of its attentions."""
         numbers = {layer: i for i, layer in enumerate(self._modules["layers"].children())}  # type: ignore[union-attr]
 
         def call(layer: Any, x: Tensor, **travelling: Any) -> Any:
@@ -149,7 +149,8 @@ class _Side(Stack):
         return self._run(x, call, sights(0)[0].pad_mask)
 
     def upgrade_state_dict_named(self, state_dict: dict[str, Tensor], name: str) -> dict[str, Tensor]:
-        """fairseq's own would look for its own layers, which the model renames. Old files have shared tables once."""
+        """Replaces fairseq's, which looks for its own layers' names; the model renames these. Old files have shared
+        tables once."""
         assert self.place is not None
         projection, table = f"{name}.output_projection.weight", f"{name}.embed_tokens.weight"
         if self.name == "decoder" and self.place.config.tie_embeddings != "none" and table in state_dict:
@@ -162,7 +163,7 @@ class _Side(Stack):
             raise InputError("--retain-dropout: dropout is part of these layers' operators, and evaluation has none")
 
     def set_num_updates(self, num_updates: int) -> None:
-        """fairseq says how many updates were made; t is the number of the one to come."""
+        """fairseq passes the number of updates made; t is the number of the next one."""
         if self.growth is not None:
             self.t.fill_(num_updates + 1)
 
@@ -186,7 +187,7 @@ class Encoder(_Side, TransformerEncoderBase):
         return_all_hiddens: bool = False,
         token_embeddings: Tensor | None = None,
     ) -> dict[str, list[Tensor]]:
-        """What fairseq's encoder returns, but for the hidden states of each layer, which are left out."""
+        """The outputs of fairseq's encoder, without the hidden states of each layer."""
         padding = src_tokens.eq(self.padding_idx)
         rows = Rows.of(padding)
         positions = None if self.embed_positions is None else rows.pack(self.embed_positions(src_tokens))
@@ -259,7 +260,7 @@ class Decoder(_Side, TransformerDecoderBase):
         return rows.unpack(x), _seen(kept.weights, alignment_heads)
 
     def _begun(self, tokens: Tensor, rows: Rows) -> Tensor:
-        """BOS for the EOS that fairseq begins a sentence with; a language's tag stays."""
+        """Replaces the EOS with which fairseq begins a sentence by BOS; a language's tag stays."""
         starts, lengths = rows.spans().unbind(1)
         is_first = torch.zeros_like(tokens, dtype=torch.bool).index_fill(0, starts[lengths > 0], True)
         return tokens.masked_fill(is_first & tokens.eq(self.dictionary.eos()), self.dictionary.bos())
@@ -296,7 +297,8 @@ class Decoder(_Side, TransformerDecoderBase):
         return x.unsqueeze(1), _seen(weights[-1].weights if weights else None, alignment_heads)
 
     def reorder_incremental_state(self, incremental_state: dict[str, Any], new_order: Tensor) -> None:
-        """Keeps the sentences of `new_order`. What is read of the source is every beam's of a sentence alike."""
+        """Reorders the cache by `new_order`. All beams of a sentence share its source's keys and values, so these move
+        only where their number changes."""
         kept = self.get_incremental_state(incremental_state, "kept") or {}
         for name, tensor in kept.items():
             if ".own." in name or len(tensor) != len(new_order):
@@ -315,12 +317,12 @@ _NEVER = -1e4
 
 
 def _seen(weights: Tensor | None, heads: int | None) -> dict[str, Any]:
-    """What fairseq's decoder returns beside its features: of the attention, the mean over the first `heads`."""
+    """The outputs of fairseq's decoder beside its features: the attention, averaged over the first `heads` heads."""
     return {"attn": [None if weights is None else weights[:, :heads].mean(1)], "inner_states": []}
 
 
 class _Model:
-    """What both kinds of model do alike."""
+    """The common part of both kinds of model."""
 
     decoder: Decoder
     training: bool
@@ -340,7 +342,7 @@ class _Model:
         return embedding
 
     def begin(self) -> None:
-        """First values. On the CPU, activations of the same sizes come and go with every update."""
+        """Draws first values. On the CPU it keeps freed memory, because every update allocates the same sizes."""
         if not torch.cuda.is_available():
             _core.keep_memory()
         for side in self.children():  # type: ignore[attr-defined]
@@ -350,7 +352,7 @@ class _Model:
         self.register_buffer("version", torch.tensor(VERSION))  # type: ignore[attr-defined]
 
     def profile_once(self, **batch: Any) -> None:
-        """Before the first training batch sets the gains that the residual scheme takes from it."""
+        """Profiles the residual scheme's gains on the first training batch."""
         if not self.training or not hasattr(self, "is_profiled") or self.is_profiled:
             return
         self.is_profiled.fill_(True)
@@ -359,12 +361,12 @@ class _Model:
     def get_normalized_probs(self, net_output: Any, log_probs: bool, sample: Any = None) -> Tensor:
         mask, (logits, *_) = self.decoder.vocab_mask, net_output
         if mask is not None:
-            # A probability of 0 in every dtype; of finite score, for a prefix or a constraint may force such a word.
+            # Probability 0 in every dtype, but a finite score: a prefix or a constraint may force such a word.
             logits = logits.masked_fill(~mask.bool(), _NEVER)
         return (F.log_softmax if log_probs else F.softmax)(logits, dim=-1, dtype=torch.float32)
 
     def load_state_dict(self, state_dict: Any, strict: bool = True, model_cfg: Any = None, args: Any = None) -> Any:
-        """fairseq's; where not strict, as its averages over time ask, parts are enough."""
+        """fairseq's own. Where it is not strict, as for averages over time, a part of the state is enough."""
         self._takes_parts = not strict
         try:
             return super().load_state_dict(state_dict, strict, model_cfg, args)  # type: ignore[misc]

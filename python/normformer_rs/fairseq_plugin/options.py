@@ -1,4 +1,4 @@
-"""The architectures' flags: fairseq's own for a Transformer, and this package's, out of its tables."""
+"""The architectures' flags: fairseq's own for a Transformer, and this package's, from its tables."""
 
 import argparse
 import dataclasses
@@ -16,14 +16,14 @@ from normformer_rs.convert import FAIRSEQS, SIZES, complete
 from normformer_rs.errors import InputError
 
 TRAINING = {"word_dropout": 0.0, "vocab_mask": False}
-"""Options of training that are the model's affair in fairseq; off unless asked for."""
+"""Options of training that belong to the model in fairseq; off by default."""
 SHAPES: dict[str, dict[str, Any]] = {
     "nfrs_transformer_tiny": {"embed_dim": 128, "ffn_embed_dim": 256, "layers": 4, "attention_heads": 4},
     "nfrs_transformer_iwslt_de_en": {"ffn_embed_dim": 1024, "attention_heads": 4},
     "nfrs_transformer_wmt_en_de": {},
     "nfrs_transformer_wmt_en_de_big": {"embed_dim": 1024, "ffn_embed_dim": 4096, "attention_heads": 16},
 }
-"""What encoder and decoder are where --encoder-… and --decoder-… flags say nothing else."""
+"""The defaults of --encoder-… and --decoder-… flags."""
 DROPOUTS: dict[str, dict[str, float]] = {"nfrs_transformer_wmt_en_de_big": {"dropout": 0.3, "attention_dropout": 0.1}}
 
 
@@ -37,20 +37,18 @@ def _own_fields(is_alone: bool) -> Iterator[tuple[str, Any, Any]]:
     yield "scalenorm_fixed_g", bool, dataclasses.field(default=False, metadata={"help": _FIXED_G})
 
 
-_FIXED_G = (
-    "ScaleNorm's g stays what it is at first, √d: --norm scalenorm --scalenorm-fixed-g is --norm scalenorm-fixed."
-)
+_FIXED_G = "ScaleNorm's g stays at its first value, √d: --norm scalenorm --scalenorm-fixed-g is --norm scalenorm-fixed."
 
 
 def _own_field(field: Field) -> tuple[str, Any, Any]:
-    """A field of this package as fairseq has them: a switch that is on at first becomes one that turns it off."""
+    """A field of this package in fairseq's form; a switch that is on by default becomes one that turns it off."""
     name, default, help_ = field.name, field.default, field.help.replace("%", "%%")
     kind: Any = {"int": int, "float": float, "bool": bool, "str": str}[field.kind]
     if field.per_layer:
         help_ += f" One of {', '.join(field.choices)}."
     elif field.choices:
         kind = ChoiceEnum(list(field.choices))
-    if name == "residual":  # --encoder-normalize-before and --decoder-normalize-before are fairseq's word for it
+    if name == "residual":  # fairseq's flags for it: --encoder-normalize-before, --decoder-normalize-before
         default, help_ = None, help_ + " Default: postnorm, prenorm with --*-normalize-before or in a language model."
     if default is True:
         name, default, help_ = "no_" + name, False, "Leave out: " + help_
@@ -62,7 +60,7 @@ def _own_field(field: Field) -> tuple[str, Any, Any]:
 
 
 def _fairseq_fields(config: type, prefix: str = "") -> Iterator[tuple[str, Any, Any]]:
-    """fairseq's fields by their flags' names, nested ones flat; what only points at another field is left open."""
+    """fairseq's fields by their flags' names, nested ones flat; a default that points at another field becomes None."""
     for field in dataclasses.fields(config):
         if field.name.startswith("_"):
             continue
@@ -78,7 +76,7 @@ def _fairseq_fields(config: type, prefix: str = "") -> Iterator[tuple[str, Any, 
 
 
 _FROM_DECODER = ("decoder_input_dim", "decoder_output_dim")
-"""Widths that are the decoder's where nothing else is said."""
+"""Widths that default to the decoder's."""
 
 
 def _dataclass(name: str, summary: str, fairseqs: type) -> Any:
@@ -94,7 +92,7 @@ LanguageModelOptions = _dataclass("LanguageModelOptions", "Flags of nfrs_transfo
 
 
 def shape(name: str, given: Any) -> None:
-    """Gives the flags that are not there the values of the named architecture."""
+    """Gives missing flags the values of the named architecture."""
     for stack in ("encoder", "decoder"):
         for key, value in SHAPES[name].items():
             _set_default(given, f"{stack}_{key}", value)
@@ -108,9 +106,9 @@ def _set_default(given: Any, name: str, value: Any) -> None:
 
 
 def plain(options: Any) -> argparse.Namespace:
-    """The flags as plain values, from a command line, a hydra config or a checkpoint; open sizes are the encoder's.
+    """The flags as plain values, from a command line, a hydra config or a checkpoint; missing sizes are the encoder's.
 
-    Errors: InputError for flags that these architectures have no place for, and values that they cannot have.
+    Errors: InputError for flags that these architectures do not support, and for invalid values.
     """
     if isinstance(options, DictConfig):
         values: Any = OmegaConf.to_container(options, resolve=True, enum_to_str=True)

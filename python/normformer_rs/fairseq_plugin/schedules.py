@@ -52,7 +52,7 @@ class _Schedule(FairseqLRScheduler):
         self.step_update(0)
 
     def step_update(self, num_updates: int) -> float:
-        """fairseq says how many updates were made; the rate is for the one to come."""
+        """fairseq passes the number of updates made; the rate is the next one's."""
         self.made = num_updates
         self.optimizer.set_lr(self.schedule.learning_rate(num_updates + 1))
         return self.optimizer.get_lr()
@@ -60,7 +60,7 @@ class _Schedule(FairseqLRScheduler):
 
 def _warmup_init_lr(cfg: Any) -> float:
     rate = float(cfg.warmup_init_lr)
-    if rate == -1:  # fairseq's word for none
+    if rate == -1:  # fairseq's value for none
         return 0.0
     if not 0 <= rate < math.inf:
         raise InputError(f"--warmup-init-lr must be at least 0; got {rate}")
@@ -126,6 +126,6 @@ class ValDecay(_Schedule):
         self.schedule.memory, self.is_resumed = state["memory"], True
 
     def resume(self, extra: dict[str, Any]) -> None:
-        """The validation that ended the epoch before: its checkpoint was written before the schedule was told of it."""
+        """Repeats the validation that ended the epoch before: its checkpoint was written before the schedule saw it."""
         if self.is_resumed and extra["train_iterator"].get("iterations_in_epoch") == 0:
             self.step(extra["train_iterator"]["epoch"] - 1, extra.get("val_loss"))

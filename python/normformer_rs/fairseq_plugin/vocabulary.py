@@ -29,7 +29,7 @@ def target_types(task: Any, subset: str) -> Tensor:
             for ids in _ids(path, dictionary):
                 if not bool(((ids >= 0) & (ids < len(dictionary))).all()):
                     raise InputError(
-                        f"{path}: holds ids that its dictionary of {len(dictionary)} types has not; it is damaged, or "
+                        f"{path}: holds ids outside its dictionary of {len(dictionary)} types; it is damaged, or "
                         "another dictionary's: preprocess again"
                     )
                 seen[ids] = True
@@ -39,7 +39,7 @@ def target_types(task: Any, subset: str) -> Tensor:
 
 
 def _shards(folder: Path, subset: str, endings: list[str]) -> Iterator[str]:
-    """The target sides of `subset`, `subset`1, …, of which fairseq makes one."""
+    """The target sides of `subset`, `subset`1, …, which fairseq joins."""
     for number in itertools.count():
         paths = [str(folder / f"{subset}{number or ''}{ending}") for ending in endings]
         found = next(filter(infer_dataset_impl, paths), None)
@@ -53,7 +53,7 @@ def _shards(folder: Path, subset: str, endings: list[str]) -> Iterator[str]:
 
 
 def _ids(path: str, dictionary: Any) -> Iterator[Tensor]:
-    """Thousands of sentences at a time."""
+    """The token ids of 4,096 sentences at a time."""
     kind = infer_dataset_impl(path)
     data = data_utils.load_indexed_dataset(path, dictionary, "lazy" if kind == "cached" else kind)
     for start in range(0, len(data), 4096):

@@ -5,10 +5,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..analysis import gradient_norms
 from ..errors import InputError
-from ..nn.declared import growth_now
-from ..nn.growing import Growing
+from ..nn.scheme import growth_now
 from ..nn.training import learned_gains
+from ..nn.updates import Growing
 
 
 @torch.no_grad()
@@ -29,12 +30,19 @@ def gain_values(model: nn.Module) -> dict[str, float]:
     return dict(zip(found, torch.stack([value.to(device) for value in found.values()]).tolist()))
 
 
-class Undecayed:
-    """While an optimizer steps, gains and schemes' parameters stand in its group without weight decay: the one that
-    has their group's other options or, where there is none, one for the time of the step.
+def gradient_values(model: nn.Module) -> dict[str, float]:
+    """gradient/NAME of each layer: `analysis.gradient_norms`; nothing where no parameter has a gradient."""
+    if all(p.grad is None for p in model.parameters()):
+        return {}
+    return {f"gradient/{name}": norm for name, norm in gradient_norms(model).items()}
 
-    Between steps the groups are the trainer's own. So its checkpoints have the order that it expects, and a run resumes
-    to the same bits, with this or without. Errors: InputError for what is no torch.optim.Optimizer.
+
+class Undecayed:
+    """While an optimizer steps, keeps gains and schemes' parameters in a group without weight decay.
+
+    That group has the other options of their own group; where there is none, it exists during the step only. Between
+    steps the groups are the trainer's own. So its checkpoints have the order that it expects, and a run resumes to the
+    same bits, with this or without. Errors: InputError for anything but a torch.optim.Optimizer.
     """
 
     def __init__(self, optimizer: Any, model: nn.Module) -> None:
@@ -55,7 +63,7 @@ class Undecayed:
         ]
 
     def remove(self) -> None:
-        """The optimizer as it was."""
+        """Restores the optimizer."""
         self._join()
         for handle in self._handles:
             handle.remove()

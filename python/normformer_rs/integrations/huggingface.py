@@ -8,33 +8,39 @@ from torch import nn
 
 from .._optional import require
 from ..nn.training import profile_at_first_forward
-from .gains import Undecayed, gain_values
+from .gains import Undecayed, gain_values, gradient_values
 
 transformers: Any = require("transformers", "normformer_rs.integrations.huggingface")
 
 
 class NormCallback(transformers.TrainerCallback):
-    """Does for a model with this package's norms and schemes what Hugging Face's Trainer does not know of.
+    """Adds to Hugging Face's Trainer the steps that this package's norms and schemes need.
 
-    * The first training batch profiles admin's gains, unless they have moved from 1 already (a run that goes on).
+    * The first training batch profiles admin's gains, unless they have moved from 1 already (a resumed run).
     * Gains and schemes' parameters are not decayed: within each step they stand in the group without weight decay. The
       Trainer itself sorts parameters by the names and classes of their modules.
     * Each log of a training loss gets `gain/NAME` of every norm's gain and scheme's parameter (a vector's mean), and
       `alpha/NAME` of branchnorm's α_t.
+    * With `gradients=True` it gets `gradient/NAME`, too: the Euclidean norm of each layer's gradient at the last step,
+      as the Trainer has clipped it; its own `grad_norm` is from before.
 
     `NormCallback.add_to(trainer)` puts one in front of the callbacks that report to TensorBoard, W&B and others.
     `Trainer(callbacks=[NormCallback()])` puts it behind them: the gains then come to the screen and
     `trainer.state.log_history` alone.
 
     Args:
-        profile, undecayed, log: whether to do each of the three.
+        profile, undecayed, log: whether to do each of the first three.
+        gradients: whether to log the norms of gradients; the host then waits for the device at each step.
 
     Errors: ImportError without transformers; InputError for an optimizer that is not torch's, such as DeepSpeed's.
     """
 
-    def __init__(self, *, profile: bool = True, undecayed: bool = True, log: bool = True) -> None:
-        self.profile, self.undecayed, self.log = profile, undecayed, log
+    def __init__(
+        self, *, profile: bool = True, undecayed: bool = True, log: bool = True, gradients: bool = False
+    ) -> None:
+        self.profile, self.undecayed, self.log, self.gradients = profile, undecayed, log, gradients
         self._is_first = False
+        self._norms: dict[str, float] = {}
         self._ends: list[Callable[[], None]] = []
 
     @classmethod
@@ -47,20 +53,25 @@ class NormCallback(transformers.TrainerCallback):
 
     def on_train_begin(self, args: Any, state: Any, control: Any, model: nn.Module, optimizer: Any, **_: Any) -> None:
         self._end()
+        self._norms = {}
         if self.profile:
             self._ends.append(profile_at_first_forward(model))
         if self.undecayed:
             self._ends.append(Undecayed(optimizer, model).remove)
-        if self.log and args.report_to and not self._is_first:
+        if (self.log or self.gradients) and args.report_to and not self._is_first:
             warnings.warn(
-                f"{', '.join(args.report_to)} will not show gains, because it hears of each log before NormCallback: "
+                f"{', '.join(args.report_to)} will not show gains, because it gets each log before NormCallback: "
                 "use NormCallback.add_to(trainer)",
                 stacklevel=2,
             )
 
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, model: nn.Module, **_: Any) -> None:
+        if self.gradients:
+            self._norms = gradient_values(model)
+
     def on_log(self, args: Any, state: Any, control: Any, model: nn.Module, logs: dict[str, Any], **_: Any) -> None:
-        if self.log and "loss" in logs:
-            values = gain_values(model)
+        if "loss" in logs:
+            values = (gain_values(model) if self.log else {}) | self._norms
             logs.update(values)
             state.log_history[-1].update(values)
 

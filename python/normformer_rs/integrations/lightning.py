@@ -5,44 +5,55 @@ from typing import Any
 
 from .._optional import require
 from ..nn.training import profile_at_first_forward
-from .gains import Undecayed, gain_values
+from .gains import Undecayed, gain_values, gradient_values
 
 pytorch: Any = require("lightning.pytorch", "normformer_rs.integrations.lightning")
 
 
 class NormCallback(pytorch.Callback):
-    """Does for a model with this package's norms and schemes what a plain Lightning module leaves out.
+    """Adds to Lightning's Trainer the steps that this package's norms and schemes need.
 
-    * The first training batch profiles admin's gains, unless they have moved from 1 already (a run that goes on).
+    * The first training batch profiles admin's gains, unless they have moved from 1 already (a resumed run).
     * Gains and schemes' parameters are not decayed: within each step they stand in a group without weight decay.
     * Every `trainer.log_every_n_steps` steps the trainer's loggers get `gain/NAME` of every norm's gain and scheme's
       parameter (a vector's mean), and `alpha/NAME` of branchnorm's α_t.
+    * With `gradients=True` they get `gradient/NAME`, too: the Euclidean norm of each layer's gradient before clipping.
 
     >>> callback = NormCallback()  # lightning.pytorch.Trainer(callbacks=[callback])
 
     Args:
-        profile, undecayed, log: whether to do each of the three.
+        profile, undecayed, log: whether to do each of the first three.
+        gradients: whether to log the norms of gradients; the host then waits for the device at each step.
 
     Errors: ImportError without lightning; InputError for an optimizer that is not torch's, such as DeepSpeed's.
     """
 
-    def __init__(self, *, profile: bool = True, undecayed: bool = True, log: bool = True) -> None:
-        self.profile, self.undecayed, self.log = profile, undecayed, log
+    def __init__(
+        self, *, profile: bool = True, undecayed: bool = True, log: bool = True, gradients: bool = False
+    ) -> None:
+        self.profile, self.undecayed, self.log, self.gradients = profile, undecayed, log, gradients
+        self._norms: dict[str, float] = {}
         self._logged = -1
         self._ends: list[Callable[[], None]] = []
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         self._end()
+        self._norms = {}
         if self.profile:
             self._ends.append(profile_at_first_forward(pl_module))
         if self.undecayed:
             self._ends += [Undecayed(optimizer, pl_module).remove for optimizer in trainer.optimizers]
 
+    def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
+        if self.gradients:
+            self._norms = gradient_values(pl_module)
+
     def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
         step = trainer.global_step
-        if self.log and trainer.loggers and step % trainer.log_every_n_steps == 0 and step != self._logged:
+        wanted = self.log or self.gradients
+        if wanted and trainer.loggers and step % trainer.log_every_n_steps == 0 and step != self._logged:
             self._logged = step  # several batches may make one step
-            values = gain_values(pl_module)
+            values = (gain_values(pl_module) if self.log else {}) | self._norms
             for logger in trainer.loggers if values else ():
                 logger.log_metrics(values, step=step)
 

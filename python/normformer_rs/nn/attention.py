@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..errors import InputError
-from .declared import Change, Inside, apply_changes
+from .scheme import Change, Inside, apply_changes
 from .tracing import Unscriptable, leaf
 
 
@@ -19,8 +19,8 @@ class MultiheadAttention(Unscriptable, nn.MultiheadAttention):
 
     `inside` names changes at `input` (before the projection of queries, and of keys and values too in self-attention),
     `query` and `key` (of each head), `after_heads` (the heads' outputs, joined) and `after_output` (after `out_proj`).
-    Parameters, masks, layouts and results are torch.nn's; `out_proj` is called as a module, so that its hooks and
-    whatever replaces it count.
+    Parameters, masks, layouts and results are torch.nn's; `out_proj` is called as a module, so its hooks and
+    replacements take effect.
 
     Shapes: query (B, T, d), key and value (B, S, d) with `batch_first`, else (T, B, d) and (S, B, d), or without B;
     `attn_mask` (T, S) or (B·heads, T, S) and `key_padding_mask` (B, S), True or −∞ where not to look. `is_causal`
@@ -33,7 +33,7 @@ class MultiheadAttention(Unscriptable, nn.MultiheadAttention):
     scale: float | None = None
 
     def set_inside(self, inside: Inside) -> None:
-        """From now on these changes are made; their modules and parameters are this module's attributes."""
+        """Sets the changes; their modules and parameters are attributes of this module."""
         self.inside = dict(inside)
 
     @leaf
@@ -92,7 +92,7 @@ class MultiheadAttention(Unscriptable, nn.MultiheadAttention):
         return apply_changes(self, changes, x, padding)
 
     def _project(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """(B, heads, T or S, d_head) each; in one product where they are of one tensor, two where only k and v are."""
+        """(B, heads, T or S, d_head) each: one product where all three read one tensor, two where only k and v do."""
         d, weight, bias = self.embed_dim, self.in_proj_weight, self.in_proj_bias
 
         def rows(x: Tensor, start: int, blocks: int) -> tuple[Tensor, ...]:
@@ -115,7 +115,7 @@ class MultiheadAttention(Unscriptable, nn.MultiheadAttention):
         is_causal: bool,
         need_weights: bool,
     ) -> tuple[Tensor | None, bool]:
-        """What is added to the scores, (·, ·, T, S), and whether SDPA is told that it is causal instead."""
+        """The mask that is added to the scores, (·, ·, T, S), and whether SDPA applies its own causal mask instead."""
         queries, keys = q.shape[-2], k.shape[-2]
         if is_causal and key_padding_mask is None and not need_weights:
             return None, True

@@ -1,6 +1,6 @@
-"""Norms that Rust's table gives by their composed form alone: their classes are made of the table's entries.
+"""Norms without kernels: classes made of those entries of Rust's table that have a composed form only.
 
-composed.pyi, which `python -m normformer_rs._stubs --write` writes, tells type checkers of them.
+composed.pyi declares them for type checkers; `python -m normformer_rs._stubs --write` writes it.
 """
 
 import inspect
@@ -16,7 +16,7 @@ from .norms import OPS, RowNorm
 
 
 class Composed(RowNorm):
-    """A norm by its composed form, an operator that torch takes apart."""
+    """A norm computed by its composed form, an operator that torch decomposes."""
 
     name: str
     option_names: tuple[str, ...]
@@ -31,7 +31,7 @@ class Composed(RowNorm):
         return OPS.composed_norm(x, parameters, self.options(x), self.name)
 
     def options(self, x: Tensor) -> list[float]:
-        """Those that x̂ is made with."""
+        """The options of x̂ as numbers, in the table's order."""
         return [self.eps_for(x) if name == "eps" else getattr(self, name) for name in self.option_names]
 
     def formula(self, x: Tensor) -> Tensor:

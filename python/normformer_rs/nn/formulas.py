@@ -1,4 +1,4 @@
-"""The norms' equations in PyTorch's own operations: what an exported program and `to_torch`'s modules run.
+"""The norms' equations in PyTorch's own operations, for exported programs and `to_torch`'s modules.
 
 TorchScript compiles every function here. All compute in f32 (f64 for f64 inputs) and return x's dtype.
 """
@@ -34,7 +34,7 @@ def lp_norm(x: Tensor, weight: Tensor | None, gain: float, p: float, dims: int, 
     a = wide(x)
     over = [-1 - i for i in range(dims)]
     largest = a.detach().abs().amax(over, keepdim=True)
-    unit = torch.where(largest > 0, largest, torch.ones_like(largest))  # in units of it no power leaves the range
+    unit = torch.where(largest > 0, largest, torch.ones_like(largest))  # divided by the largest, no power overflows
     length = (torch.linalg.vector_norm(a / unit, p, over, keepdim=True) * unit).clamp_min(eps)
     y = a / length
     return (y * gain if weight is None else y * weight.to(a.dtype)).to(x.dtype)

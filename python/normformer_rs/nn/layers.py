@@ -10,7 +10,9 @@ from torch import Tensor, nn
 from ..config import unknown
 from ..errors import InputError
 from .attention import MultiheadAttention, is_masked
-from .declared import (
+from .init import Role, draw_linear
+from .profiling import follow
+from .scheme import (
     OPS,
     Draw,
     Learned,
@@ -27,10 +29,8 @@ from .declared import (
     reset,
     reset_module,
 )
-from .growing import Growing
-from .initial import Role, draw_linear
-from .profiling import follow
 from .tracing import Unscriptable, leaf
+from .updates import Growing
 
 Activation = str | Callable[[Tensor], Tensor]
 _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"relu": F.relu, "gelu": F.gelu}
@@ -46,10 +46,10 @@ class Residual(Unscriptable, Growing):
     torch.Size([2, 8])
 
     Args:
-        sublayer: F. Its further arguments are the Residual's; where it returns a tuple, the first item is F(x) and the
+        sublayer: F. The Residual passes on further arguments. Of a tuple that F returns, the first item is F(x); the
             Residual returns the others after x⁺.
         d_model: the width of x.
-        scheme, norm: names out of `normformer_rs.tables()`.
+        scheme, norm: names from `normformer_rs.tables()`.
         kind: which sublayer of a layer F is, for schemes that treat them differently: self-attention, cross-attention,
             feed-forward.
         dropout: the rate p on F's output, from 0 to 1. Below 1 it is rounded to a multiple of 1/65,536.
@@ -58,7 +58,7 @@ class Residual(Unscriptable, Growing):
         options: those of `TransformerConfig` that the scheme or norm has (`branchnorm_steps`, `layerscale_init`, …).
 
     Modules and parameters: `norm1`, `post_norm1`, `residual_scale1`, `branch_scale`, … (the number is the sublayer's in
-    its layer). What a scheme puts after the last layer (prenorm's N) is the caller's to add.
+    its layer). A norm that the scheme declares after the last layer (prenorm's N) is the caller's to add.
 
     Shapes: x (…, d_model) → the same. Errors: InputError for unknown names, and for schemes that also reach inside the
     sublayer or between layers (subln, normformer, r-fixup, dlcl, resi-dual): those need a TransformerEncoderLayer or a
@@ -105,7 +105,7 @@ class Residual(Unscriptable, Growing):
         self.grow(self.place.declared.growth, device)
 
     def reset_parameters(self) -> None:
-        """The scheme's norms, gains and t as at the start, and F as its own `reset_parameters` says."""
+        """Resets the scheme's norms, gains and t, and F by its own `reset_parameters`."""
         reset(self, self.declared.around())
         reset_module(self.sublayer)
         self.reset_growth()
@@ -138,7 +138,7 @@ def _layer_number(layer: int, layers: int) -> int:
 
 
 class Layer(Unscriptable, Growing):
-    """What encoder and decoder layers share: their construction, and how a residual scheme runs through sublayers."""
+    """The base of encoder and decoder layers: construction, and a residual scheme's run through the sublayers."""
 
     kinds: tuple[str, ...]
     attentions: tuple[str, ...]
@@ -148,7 +148,7 @@ class Layer(Unscriptable, Growing):
     multihead_attn: Any
     activation: Any
     is_torchs: bool
-    """No scheme and no initialisation were named: torch.nn's arrangement and first values."""
+    """Neither a scheme nor an initialisation was named: torch.nn's arrangement and first values."""
 
     def __init__(
         self,
@@ -222,7 +222,7 @@ class Layer(Unscriptable, Growing):
             install(owner, items, self.place, factory=factory, bias=bias)
 
     def _enter_attentions(self) -> None:
-        """Tells the attentions what stands inside them, and what their scores are multiplied by."""
+        """Hands the attentions the changes inside them, and what their scores are multiplied by."""
         for name, sublayer in zip(self.attentions, self.place.sublayers):
             inside = {point: tuple(c.below(name) for c in changes) for point, changes in sublayer.inside.items()}
             attention: MultiheadAttention = getattr(self, name)
@@ -230,7 +230,7 @@ class Layer(Unscriptable, Growing):
             attention.scale = self.place.declared.attention
 
     def _declared(self) -> Iterator[tuple[nn.Module, list[NormAt | Learned]]]:
-        """What the scheme puts into the layer, by the module that has it."""
+        """The scheme's norms and parameters in the layer, with the module that holds them."""
         yield self, [what for sublayer in self.place.sublayers for what in sublayer.around()]
         for name in self.attentions:
             attention: MultiheadAttention = getattr(self, name)
@@ -238,8 +238,8 @@ class Layer(Unscriptable, Growing):
         yield self, [*self.place.sublayers[-1].within()]
 
     def move(self, place: Place) -> None:
-        """Makes this a layer of another place of the same kind: the scheme of that layer, constants, and norms that
-        depend on the place. What both places have stays."""
+        """Moves the layer to another place of the same kind, with that place's scheme, constants and norms. Parts that
+        both places share stay."""
         device = self.linear1.weight.device
         factory = {"device": device, "dtype": self.linear1.weight.dtype}
         old = [{*items} for _, items in self._declared()]
@@ -253,7 +253,7 @@ class Layer(Unscriptable, Growing):
         self.grow(None, device)
 
     def adopt(self, place: Place, in_stack: bool) -> None:
-        """Of what was torch.nn's layer makes this one: its children stay, with the norms that the scheme keeps."""
+        """Completes a converted torch.nn layer: its children stay, with the norms that the scheme keeps."""
         self.place, self.is_torchs, self.keeps_torchs_values = place, False, True
         norms = {name: self._modules.pop(name) for name in [*self._modules] if name.startswith("norm")}
         for name in self.attentions:
@@ -268,7 +268,7 @@ class Layer(Unscriptable, Growing):
         self.train(self.training)
 
     def reset_parameters(self) -> None:
-        """Everything as at the start: linear layers as `init` says, or as torch.nn does; norms, gains and t."""
+        """Resets linear layers (as `init` says, or as torch.nn does), norms, gains and t."""
         if self.keeps_torchs_values:
             for module in (*(getattr(self, name) for name in self.attentions), self.linear1, self.linear2):
                 reset_module(module)
@@ -279,7 +279,7 @@ class Layer(Unscriptable, Growing):
         self.reset_growth()
 
     def draw(self) -> None:
-        """Draws them, whoever's they were."""
+        """Draws the linear layers as `init` says, whatever their values were."""
         for i, name in enumerate(self.attentions):
             attention: MultiheadAttention = getattr(self, name)
             stacked: tuple[Role, ...] = ("query", "key", "value")
@@ -298,7 +298,7 @@ class Layer(Unscriptable, Growing):
         others: tuple[Tensor, ...] | None = None,
     ) -> Any:
         """x through the sublayers: the attentions, given as functions, and the feed-forward. With `others`, the streams
-        beside x, (x, others) comes back; without them they begin and end here."""
+        beside x, returns (x, others); without, the streams begin and end here."""
         alpha_t = self.alpha() if alpha_t is None else alpha_t
         draw, sublayers = Draw(x.device), self.place.sublayers
         streams = Streams(x, (x,) * len(self.place.declared.streams) if others is None else others)
@@ -341,7 +341,8 @@ class Layer(Unscriptable, Growing):
 
 
 def own_eps(layer_norm_eps: float | None) -> float | None:
-    """torch.nn's argument as `norm_eps`: its default, 1e-5, is every norm's, and one without an ε takes no other."""
+    """torch.nn's argument as `norm_eps`. 1e-5 becomes None: it is every norm's default, and norms without an ε refuse
+    others."""
     return None if layer_norm_eps == 1e-5 else layer_norm_eps
 
 
@@ -388,7 +389,7 @@ class TransformerEncoderLayer(Layer):
 
     def _depths(self, encoder_layers: int | None, decoder_layers: int | None) -> dict[str, Any]:
         layers = 1 if encoder_layers is None else encoder_layers
-        if decoder_layers is None:  # one stack: what Rust calls a decoder alone
+        if decoder_layers is None:  # one stack, which Rust calls a decoder alone
             return {"architecture": "decoder-only", "decoder_layers": layers}
         return {"architecture": "encoder-decoder", "encoder_layers": layers, "decoder_layers": decoder_layers}
 
@@ -403,8 +404,8 @@ class TransformerEncoderLayer(Layer):
         alpha_t: Tensor | None = None,
         others: tuple[Tensor, ...] | None = None,
     ) -> Any:
-        """The layer's output. Masks as in torch.nn. The stack gives `alpha_t` for schemes that grow, and `others`, the
-        streams beside x, where the scheme has some: then (output, others) comes back."""
+        """The layer's output. Masks as in torch.nn. A stack passes `alpha_t` if the scheme grows, and `others`, the
+        streams beside x, if there are any: the result is then (output, others)."""
 
         def attend(x: Tensor) -> Tensor:
             masks = {"attn_mask": src_mask, "key_padding_mask": src_key_padding_mask, "is_causal": is_causal}
@@ -446,8 +447,8 @@ class TransformerDecoderLayer(Layer):
         alpha_t: Tensor | None = None,
         others: tuple[Tensor, ...] | None = None,
     ) -> Any:
-        """The layer's output. Masks as in torch.nn. The stack gives `alpha_t` for schemes that grow, and `others`, the
-        streams beside x, where the scheme has some: then (output, others) comes back."""
+        """The layer's output. Masks as in torch.nn. A stack passes `alpha_t` if the scheme grows, and `others`, the
+        streams beside x, if there are any: the result is then (output, others)."""
 
         def attend(x: Tensor) -> Tensor:
             masks = {"attn_mask": tgt_mask, "key_padding_mask": tgt_key_padding_mask, "is_causal": tgt_is_causal}

@@ -11,7 +11,7 @@ from torch import Tensor
 from ..errors import InputError
 
 _masks: contextvars.ContextVar[tuple[Tensor, ...]] = contextvars.ContextVar("normformer_rs_padding_masks", default=())
-# torch.compile knows no context variables, and takes a thread-local one for a constant; a global it watches.
+# torch.compile supports no context variables and takes thread-locals for constants, but it guards globals.
 _masks_compiled: tuple[Tensor, ...] = ()
 
 
@@ -21,11 +21,11 @@ class Given(NamedTuple):
     masks: tuple[Tensor, ...]
     """bool, (B, T) or (T, B), True at padding."""
     takes_both: bool
-    """The module takes a mask for each of two stacks, which take their own again."""
+    """The module takes masks for two stacks, and each stack is called with its own."""
     reader: Any
     outer: "Given | None"
     tally: list[int]
-    """Norms' inputs that a mask fitted, that none fitted, and that several fitted, since the outermost call."""
+    """Since the outermost call, the numbers of norm inputs that one mask fitted, none fitted, and several fitted."""
 
 
 _given: contextvars.ContextVar[Given | None] = contextvars.ContextVar("normformer_rs_given_masks", default=None)
@@ -67,8 +67,7 @@ def padding_mask(*masks: Tensor, batch_first: bool = True) -> Iterator[None]:
 
 
 def mask_for(x: Tensor) -> Tensor | None:
-    """The mask that is in force for x (…, d): `padding_mask`'s or, outside of any, one that the model was called with.
-    None where there is none."""
+    """The mask in force for x (…, d): `padding_mask`'s, else one that the model was called with, else None."""
     masks = _masks_compiled if torch.compiler.is_compiling() else _masks.get()
     rows = x.shape[:-1]
     if not masks:
@@ -90,16 +89,16 @@ def _is_one(fitting: list[Tensor]) -> bool:
     return len(fitting) > 0 and all(mask is fitting[0] for mask in fitting)
 
 
-# Masks out of a model's own arguments: `surgery.padding` reads them. A norm that none fits goes without.
+# Masks from a model's own arguments, read by `surgery.padding`. A norm's input that none fits gets no mask.
 
 
 def given() -> Given | None:
-    """What the innermost module that takes masks was called with."""
+    """The masks of the innermost running module that takes masks."""
     return _given_compiled if torch.compiler.is_compiling() else _given.get()
 
 
 def give(new: Given | None) -> None:
-    """Puts it in force."""
+    """Puts these masks in force."""
     global _given_compiled
     if torch.compiler.is_compiling():
         _given_compiled = new

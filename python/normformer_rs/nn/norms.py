@@ -27,14 +27,14 @@ class RowNorm(Unscriptable, nn.Module):
     declared: Declared
     operator: str
     names: tuple[str, ...]
-    """Of the parameters; those but weight and bias enter x̂."""
+    """The parameters' names; all but weight and bias enter x̂."""
     has_eps: bool
     has_bias: bool
     has_one_gain: bool
     weight: Any
-    """A parameter; None: there is none."""
+    """A parameter, or None."""
     bias: Any
-    """As weight."""
+    """A parameter, or None."""
 
     def __init_subclass__(cls, norm: str | None = None, **rest: Any) -> None:
         """`norm`: the name in the table."""
@@ -74,13 +74,13 @@ class RowNorm(Unscriptable, nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Parameters as at the start."""
+        """Sets the parameters to their first values."""
         for name, parameter in self._parameters.items():
             if parameter is not None:
                 nn.init.constant_(parameter, self.start(name))
 
     def start(self, name: str) -> float:
-        """A parameter at the start."""
+        """The first value of a parameter."""
         start = next(parameter.start for parameter in self.declared.parameters if parameter.name == name)
         if start != "length":
             return start
@@ -88,7 +88,7 @@ class RowNorm(Unscriptable, nn.Module):
         return math.sqrt(self.width) if p is None else self.width ** (1 / p)
 
     def gain(self) -> float:
-        """The weight at the start."""
+        """The first value of the weight."""
         return self.start("weight")
 
     @property
@@ -179,7 +179,7 @@ class _Offset(RowNorm):
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *rest: Any) -> None:
         g, weight = prefix + "g", prefix + "weight"
         if self.weight is not None and g in state_dict and weight not in state_dict:
-            # x/‖x‖·√d is x̂ already where a weight is wanted per feature, and a unit vector ·√d where it is one gain.
+            # Their factor √d belongs to x̂ where there is a weight per feature, and to the weight where it is one gain.
             state_dict[weight] = (state_dict.pop(g) + float(self.unit_offset)) * self.gain()
         super()._load_from_state_dict(state_dict, prefix, *rest)
 
@@ -302,7 +302,7 @@ class FixNormEmbedding(Unscriptable, nn.Embedding):
         self.scale = scale
 
     def reset_parameters(self) -> None:
-        """The table as at the start."""
+        """Draws the table anew, uniform in ±0.01."""
         nn.init.uniform_(self.weight, -0.01, 0.01)
 
     @leaf

@@ -28,7 +28,7 @@ _pass: Pass | None = None
 
 @contextlib.contextmanager
 def profiling() -> Iterator[Pass]:
-    """Forwards inside it set the gains on x that they meet."""
+    """Forwards inside this context set the gains on x."""
     global _pass
     _pass = Pass()
     try:
@@ -49,7 +49,8 @@ def begin_stack() -> None:
 
 
 def follow(layer: int, sublayer: int) -> None:
-    """A sublayer that stands in no stack comes next: r restarts with one that is no further on than the last."""
+    """Announces the next sublayer outside a stack; r restarts unless it comes after the last one in (layer, sublayer)
+    order."""
     if _pass is not None:
         if (layer, sublayer) <= _pass.place:
             begin_stack()

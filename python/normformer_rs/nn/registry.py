@@ -61,6 +61,6 @@ def norm_of_config(
 
 @functools.lru_cache(maxsize=256)
 def _settings(name: str, config: TransformerConfig, last_of_decoder: bool, ends_stack: bool) -> Mapping[str, Any]:
-    """The keyword arguments that Rust makes of the configuration."""
+    """The norm's keyword arguments, which Rust derives from the configuration."""
     found = json.loads(_core.norm_settings(config.to_json(), name, last_of_decoder, ends_stack))
     return {keyword: math.inf if value == "inf" else value for keyword, value in found.items()}

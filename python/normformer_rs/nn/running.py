@@ -7,8 +7,8 @@ import torch
 from torch import Tensor, nn
 
 from ..config import unknown
+from ..distributed import group_name
 from ..errors import InputError
-from ..ranks import group_name
 from . import formulas
 from .masks import mask_for
 from .table import DECLARED, Declared
@@ -49,10 +49,10 @@ def scale_groups(x: Tensor, groups: int) -> Tensor:
 
 
 class RunningNorm(Unscriptable, nn.Module):
-    """What the three share: parameters, buffers, masks, and what happens once per training forward.
+    """The base of the three: parameters, buffers, masks, and one update of the statistics per training forward.
 
-    Activation checkpointing: compile the checkpointed function, not a function inside a checkpoint, whose second run
-    nobody could tell from its first.
+    Activation checkpointing: compile the checkpointed function. A function compiled inside a checkpoint cannot tell its
+    second run from its first.
     """
 
     declared: Declared
@@ -62,8 +62,8 @@ class RunningNorm(Unscriptable, nn.Module):
     shown: tuple[str, ...] = ("alpha",)
     takes_pad_mask = True
     refused: Tensor
-    """(1,) int64, no buffer: what loads or fills a module's buffers has nothing to put there. An exported program may
-    write to buffers alone, so it does not count."""
+    """(1,) int64. Not a buffer, so checkpoints ignore it. An exported program may write to buffers only, so it does not
+    count."""
 
     def __init_subclass__(cls, norm: str | None = None, **rest: Any) -> None:
         """`norm`: the name in the table."""
@@ -133,7 +133,7 @@ class RunningNorm(Unscriptable, nn.Module):
             nn.init.zeros_(self.bias)
 
     def frozen(self) -> tuple[Tensor | None, Tensor]:
-        """What evaluation subtracts (None: nothing), and the mean square that it divides by."""
+        """Evaluation's statistics: the mean that is subtracted (None: none), and the mean square of the divisor."""
         raise NotImplementedError
 
     @leaf
@@ -167,11 +167,11 @@ class RunningNorm(Unscriptable, nn.Module):
         return y
 
     def hidden(self, mask: Tensor | None) -> Tensor | None:
-        """The mask at whose padding y is 0."""
+        """The mask of the positions where y is 0; None: nowhere."""
         return mask
 
     def refused_batches(self) -> int:
-        """How many batches had statistics that were not finite, which were not taken in. Waits for the device."""
+        """The number of batches that moved no statistics because theirs were not finite. Waits for the device."""
         return int(self.refused)
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
@@ -179,7 +179,7 @@ class RunningNorm(Unscriptable, nn.Module):
         super()._apply(fn, recurse)
         for name, old in before.items():
             new = self._buffers[name]
-            # .half() and .bfloat16() are for parameters; an average over steps needs its digits.
+            # .half() and .bfloat16() convert parameters only: running averages need their digits.
             if old is not None and new is not None and new.dtype in (torch.float16, torch.bfloat16):
                 self._buffers[name] = old.to(new.device)
         self._unkept = Unkept()
@@ -200,7 +200,7 @@ class RunningNorm(Unscriptable, nn.Module):
         return new
 
     def __getstate__(self) -> dict[str, Any]:
-        # A group is of this process; in a file it is the default group.
+        # A process group exists in this process only; a pickle means the default group.
         return super().__getstate__() | {"_unkept": Unkept(), "process_group": None}
 
     def extra_repr(self) -> str:
@@ -210,7 +210,18 @@ class RunningNorm(Unscriptable, nn.Module):
         return f"{self.num_features}, eps={self.eps}{more}, elementwise_affine={self.elementwise_affine}{groups}{sync}"
 
 
-class BatchNorm(RunningNorm, norm="batchnorm"):
+class _OneAlpha(RunningNorm):
+    """A norm whose running statistics all move by one α."""
+
+    def __init__(self, num_features: int, eps: float = 1e-5, alpha: float = 0.9, **settings: Any) -> None:
+        self.alpha = check_alpha("alpha", alpha)
+        super().__init__(num_features, eps, **settings)
+
+    def settings(self) -> dict[str, Any]:
+        return {"alpha": self.alpha}
+
+
+class BatchNorm(_OneAlpha, norm="batchnorm"):
     """y = γ⊙(x − μ_B)/√(σ²_B + ε) + β, mean and biased variance per feature over all real positions.
 
     Training moves the running statistics, μ ← αμ + (1−α)μ_B and σ² (biased) alike; evaluation uses them. Features are
@@ -236,13 +247,6 @@ class BatchNorm(RunningNorm, norm="batchnorm"):
     running_mean: Tensor
     running_var: Tensor
 
-    def __init__(self, num_features: int, eps: float = 1e-5, alpha: float = 0.9, **settings: Any) -> None:
-        self.alpha = check_alpha("alpha", alpha)
-        super().__init__(num_features, eps, **settings)
-
-    def settings(self) -> dict[str, Any]:
-        return {"alpha": self.alpha}
-
     def frozen(self) -> tuple[Tensor | None, Tensor]:
         return self.running_mean, self.running_var
 
@@ -251,7 +255,7 @@ class BatchNorm(RunningNorm, norm="batchnorm"):
         super()._load_from_state_dict(state_dict, prefix, *rest)
 
 
-class PowerNormV(RunningNorm, norm="powernorm-v"):
+class PowerNormV(_OneAlpha, norm="powernorm-v"):
     """y = γ⊙x/√(ψ²_B + ε) + β, ψ²_B = mean x² per feature over all real positions (PN-V).
 
     Training moves ψ² ← αψ² + (1−α)ψ²_B; evaluation uses it. dx = (γ/ψ_B)[dy − x̂⊙mean(dy⊙x̂)], the true gradient.
@@ -265,13 +269,6 @@ class PowerNormV(RunningNorm, norm="powernorm-v"):
     """
 
     running_phi: Tensor
-
-    def __init__(self, num_features: int, eps: float = 1e-5, alpha: float = 0.9, **settings: Any) -> None:
-        self.alpha = check_alpha("alpha", alpha)
-        super().__init__(num_features, eps, **settings)
-
-    def settings(self) -> dict[str, Any]:
-        return {"alpha": self.alpha}
 
     def frozen(self) -> tuple[Tensor | None, Tensor]:
         return None, self.running_phi
@@ -343,14 +340,14 @@ class PowerNorm(RunningNorm, norm="powernorm"):
 
 
 def check_alpha(name: str, alpha: float) -> float:
-    """α where it may be one."""
+    """α; InputError outside [0, 1)."""
     if not 0 <= alpha < 1:
         raise InputError(f"{name} must lie in [0, 1), got {alpha}")
     return alpha
 
 
 def check_eps(eps: float | None, is_positive: bool = False) -> None:
-    """InputError where ε would make NaN of ordinary rows; None is for the caller to fill in."""
+    """InputError for an ε that makes ordinary rows NaN; None passes, and the caller replaces it."""
     if eps is not None and not (eps > 0 if is_positive else eps >= 0):
         raise InputError(f"eps must be {'greater than 0' if is_positive else 'at least 0'}, got {eps}")
 
@@ -362,7 +359,7 @@ def over_rows(norm: nn.Module, x: Any, padding_mask: Tensor | None = None) -> Te
             "nested tensors must have torch.jagged layout, got torch.strided: make x with layout=torch.jagged"
         )
     if x._ragged_idx == x.dim() - 1:
-        raise InputError("the last dimension of a nested tensor must be as wide everywhere, got a jagged one")
+        raise InputError("the last dimension of a nested tensor must have one width, got a jagged one")
     if x.lengths() is not None:
         raise InputError("a nested tensor must have no holes between its parts: call x.contiguous() first")
     if padding_mask is not None:

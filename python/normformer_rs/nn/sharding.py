@@ -17,7 +17,7 @@ _is_registered = False
 
 
 def register() -> None:
-    """Tells DTensor the rules, once, and only where its module has been imported already: its import is slow."""
+    """Registers the rules with DTensor, once, and only if its module is imported already: importing it is slow."""
     global _is_registered
     if _is_registered or _TENSORS not in sys.modules:
         return
@@ -49,7 +49,7 @@ def _backward(dy: Any, x: Any, weight: Any, bias: Any, stats: Any, eps: float) -
 
 
 def _places(x: Any) -> list[Any]:
-    """Where x may lie: whole, or with the rows of one of its dimensions shared out."""
+    """The placements that x may have: replicated, or sharded along a dimension other than the width."""
     from torch.distributed.tensor import Replicate, Shard
 
     width = len(x.shape) - 1

@@ -10,16 +10,18 @@ from torch import Tensor, nn
 
 from ..config import TransformerConfig
 from ..errors import InputError
-from .declared import Change, Combine, NormAt, Place, apply_changes, apply_norm, make, reset, reset_module
-from .growing import Growing
 from .layers import Activation, Layer, TransformerDecoderLayer, TransformerEncoderLayer
 from .profiling import begin_stack
+from .scheme import Change, Combine, NormAt, Place, apply_changes, apply_norm, make, reset, reset_module
 from .tracing import leaf
+from .updates import Growing
 
 
 class Sums(nn.Module):
-    """Learned sums of all outputs so far: row l of `weight` weighs y_0 (the embedding) to y_l, the layers' outputs,
-    into what layer l + 1 reads; the last row makes the stack's output (Wang et al. 2019). Row l starts at 1/(l + 1).
+    """Learned sums of all outputs so far (Wang et al. 2019).
+
+    Row l of `weight` weighs y_0 (the embedding) to y_l, the layers' outputs. Its sum is the input of layer l + 1; the
+    last row's sum is the stack's output. Row l starts at 1/(l + 1).
 
     `norms["l"]` stands on y_l, or on row l's sum.
     """
@@ -33,14 +35,14 @@ class Sums(nn.Module):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Means of what is there, and the norms as at the start."""
+        """Sets the weights to those of means, and the norms to their first values."""
         counts = torch.arange(1, len(self.weight) + 1, device=self.weight.device, dtype=self.weight.dtype)
         self.weight.copy_((torch.ones_like(self.weight) / counts[:, None]).tril())
         for norm in self.norms.values():
             reset_module(norm)
 
     def forward(self, y: Tensor, outputs: list[Tensor], padding_mask: Tensor | None) -> Tensor:
-        """What follows y, given those before it; `outputs` grows by it."""
+        """The next input after output y, whose predecessors are `outputs`; y joins them."""
         row = len(outputs)
 
         def normed(x: Tensor) -> Tensor:
@@ -54,7 +56,7 @@ class Sums(nn.Module):
 
 
 class Stack(Growing):
-    """What encoder and decoder share: layers that follow each other as a residual scheme says, and what ends them."""
+    """The base of encoder and decoder: layers, connected as the residual scheme declares, and the scheme's end."""
 
     place: Place | None
     norm: nn.Module | None
@@ -72,12 +74,13 @@ class Stack(Growing):
         self.num_layers, self.norm, self.place, self.end = num_layers, norm, None, ()
 
     def settle(self, config: TransformerConfig, stack: str) -> None:
-        """Makes the layers those of one stack of the configuration, and adds what its scheme declares for the stack."""
+        """Gives each layer its place in one stack of the configuration, and adds the scheme's own parts of the
+        stack."""
         first: Any = self.layers[0]
         declared = (place := Place(config, stack)).declared
         weight = first.linear1.weight
         factory = {"device": weight.device, "dtype": weight.dtype}
-        for i, layer in enumerate(self.layers.children()):  # fairseq's list leaves out layers when it is walked
+        for i, layer in enumerate(self.layers.children()):  # fairseq's list skips layers in iteration
             layer.move(Place(config, stack, i))
         self._extend(place, declared.end if not first.is_torchs else (), factory, first.has_norm_biases)
         for layer in self.layers.children():
@@ -85,7 +88,7 @@ class Stack(Growing):
                 layer.draw()
 
     def adopt(self, place: Place) -> None:
-        """Of what was torch.nn's stack makes this one: its layers stay, and its norm if the scheme ends with one."""
+        """Completes a converted torch.nn stack: its layers stay, and its norm if the scheme ends with one."""
         weight, end = self.layers[0].linear1.weight, place.declared.end
         if not any(change.kind == "norm" for change in end):
             self.norm = None
@@ -94,7 +97,7 @@ class Stack(Growing):
         self.train(self.training)
 
     def _extend(self, place: Place, end: tuple[Change, ...], factory: Mapping[str, Any], bias: bool) -> None:
-        """Adds what the scheme declares for the stack; a norm that is there stays."""
+        """Adds the scheme's own parts of the stack; an existing norm stays."""
         self.place, declared = place, place.declared
         if declared.combine is not None:
             self.combine = Sums(declared.combine, place, factory, bias)
@@ -109,7 +112,7 @@ class Stack(Growing):
         self.grow(declared.growth, factory["device"])
 
     def reset_parameters(self) -> None:
-        """Everything as at the start: the layers, what the scheme has beside them, and t."""
+        """Resets the layers, the scheme's own parts of the stack, and t."""
         for module in (*self.layers.children(), self._modules.get("combine"), self.norm):
             reset_module(module)
         reset(self, (at for at in self.streams if at is not None))
@@ -117,8 +120,7 @@ class Stack(Growing):
         self.reset_growth()
 
     def _run(self, x: Tensor, call: Callable[..., Any], padding_mask: Tensor | None) -> Tensor:
-        """x through the layers, each called with α_t where the scheme grows, and with the streams beside x if it has
-        some."""
+        """x through the layers; each gets α_t if the scheme grows, and the streams beside x if there are any."""
         begin_stack()
         alpha_t = self.alpha()
         grown = {} if alpha_t is None else {"alpha_t": alpha_t}
@@ -138,7 +140,7 @@ class Stack(Growing):
 
 
 def _padding(stack: Stack, x: Tensor, mask: Tensor | None) -> Tensor | None:
-    # A wrapper, of torch.compile or activation checkpointing, hands the question on.
+    # The wrappers of torch.compile and activation checkpointing pass attributes through.
     ask = getattr(stack.layers[0], "_padding", None)
     return None if ask is None else ask(x, mask)
 
@@ -155,9 +157,9 @@ class TransformerEncoder(Stack):
     Args:
         encoder_layer: one layer; if its `residual` or `init` was named, every copy is drawn anew for its depth.
         num_layers: how many.
-        norm: a module after the last layer. None: none, as in torch.nn, or, if the layer's `residual` was named, what
-            its scheme puts there (prenorm's N, …).
-        enable_nested_tensor, mask_check: taken and not used: there is no nested path that could pass norms by.
+        norm: a module after the last layer. None: none, as in torch.nn; if the layer's `residual` was named, the
+            scheme's own (prenorm's N, …).
+        enable_nested_tensor, mask_check: accepted and ignored: there is no nested path that could bypass norms.
         decoder_layers: how deep the decoder is, for schemes whose constants depend on it; None: the encoder stands
             alone.
 
@@ -258,8 +260,8 @@ class Transformer(nn.Module):
         with a norm; a named scheme ends its stacks as its equation says.
 
     With layernorm and residual=None, keys, first values and outputs are torch.nn's. Names under `encoder.` and
-    `decoder.` are those of `normformer_rs.Transformer`, whose stacks this is from the same weights. Errors: InputError;
-    RuntimeError as in torch.nn where widths or batches of src and tgt differ.
+    `decoder.` are those of `normformer_rs.Transformer`, which computes the same stacks from the same weights. Errors:
+    InputError; RuntimeError as in torch.nn where widths or batches of src and tgt differ.
     """
 
     def __init__(
@@ -321,7 +323,7 @@ class Transformer(nn.Module):
             self._reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Everything as at the start: as `init` says, or torch.nn.Transformer's, all matrices Xavier uniform."""
+        """Resets everything: as `init` says, or as torch.nn.Transformer does, all matrices Xavier uniform."""
         for stack in (self.encoder, self.decoder):
             reset_module(stack)
         if self.keeps_torchs_values:
@@ -352,7 +354,7 @@ class Transformer(nn.Module):
         batch = 0 if self.batch_first else 1
         if src.dim() == 3 and src.shape[batch] != tgt.shape[batch]:
             raise RuntimeError(
-                f"src and tgt must have as many sentences; got {src.shape[batch]} and {tgt.shape[batch]}"
+                f"src and tgt must have the same number of sentences; got {src.shape[batch]} and {tgt.shape[batch]}"
             )
         if src.shape[-1] != self.d_model or tgt.shape[-1] != self.d_model:
             raise RuntimeError(

@@ -1,4 +1,4 @@
-"""What Rust's table says of each norm."""
+"""Rust's table of norms, as dataclasses."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -14,7 +14,7 @@ class Kept:
     name: str
     shape: Literal["one", "width", "column"]
     start: float | Literal["length"]
-    """Every number of it at the start; "length": d^{1/p}, the length of a row of ones."""
+    """The first value of every element; "length": d^{1/p}, the length of a row of ones."""
     is_counter: bool = False
 
     def size(self, width: int) -> tuple[int, ...]:
@@ -23,7 +23,7 @@ class Kept:
 
 @dataclasses.dataclass(frozen=True)
 class Declared:
-    """A norm: what its module has."""
+    """A norm's entry: its module's class, parameters, buffers and options, and its operator."""
 
     name: str
     module: str
@@ -36,7 +36,7 @@ class Declared:
 
     @classmethod
     def of(cls, entry: Mapping[str, Any]) -> "Declared":
-        """Out of `normformer_rs.tables()`."""
+        """From an entry of `normformer_rs.tables()`."""
         parameters, buffers = (tuple(Kept(**kept) for kept in entry[key]) for key in ("parameters", "buffers"))
         options = tuple(option["name"] for option in entry["options"])
         plain = {key: entry[key] for key in ("name", "module", "form", "operator")}

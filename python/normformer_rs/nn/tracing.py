@@ -1,4 +1,5 @@
-"""How torch.fx and torch.jit see the modules of this package: as they see torch.nn's own."""
+"""The package's modules under torch.fx, which records each as one call like torch.nn's, and torch.jit, which refuses
+them."""
 
 import functools
 from collections.abc import Callable
@@ -32,7 +33,7 @@ def leaf(forward: Forward) -> Forward:
 class Unscriptable:
     """Modules whose forward TorchScript cannot compile."""
 
-    def __prepare_scriptable__(self) -> Any:  # which torch.jit.script asks first
+    def __prepare_scriptable__(self) -> Any:  # torch.jit.script calls this first
         raise InputError(
             f"torch.jit.script cannot compile {type(self).__name__}, whose operators are not torch's: script "
             "normformer_rs.to_torch(model) instead"

@@ -1,4 +1,4 @@
-"""What plain PyTorch training loops do for norms and residual schemes."""
+"""Helpers for plain PyTorch training loops: update numbers, parameter groups, admin's profiling."""
 
 from collections.abc import Callable
 from typing import Any
@@ -8,11 +8,11 @@ from torch import nn
 
 from ..errors import InputError
 from .attention import MultiheadAttention
-from .growing import Growing, were_profiled
 from .norms import RowNorm
 from .profiling import is_profiling, profiling
 from .running import RunningNorm
 from .stacks import Sums
+from .updates import Growing, were_profiled
 
 _NORMS = (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, nn.modules.batchnorm._NormBase, RowNorm, RunningNorm, Sums)
 
@@ -20,10 +20,10 @@ _NORMS = (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, nn.modules.batchnorm._NormBase
 def set_num_updates(model: nn.Module, n: int) -> int:
     """t ← n in every stack of `model` whose scheme grows (branchnorm): n is the number of the update to come, from 1.
 
-    Steps of torch's optimizers move t by themselves. Call this where the loop counts otherwise (a run that goes on
+    Steps of torch's optimizers advance t by themselves. Call this where the loop counts otherwise (a run that resumes
     without its saved t), or where no torch optimizer owns the parameters.
 
-    Returns how many stacks there were. Errors: InputError for n < 1.
+    Returns the number of such stacks. Errors: InputError for n < 1.
     """
     if n < 1:
         raise InputError(f"n is the number of the update about to be made, from 1; got {n}")
@@ -55,7 +55,7 @@ def learned_gains(model: nn.Module) -> dict[str, nn.Parameter]:
     """Parameters of norms, and of residual schemes, by their names."""
     found = {}
     for name, module in model.named_modules():
-        # normformer_rs.Transformer is made of nameless modules.
+        # normformer_rs.Transformer consists of plain nn.Module containers.
         is_nameless = type(module) is nn.Module
         is_norm = isinstance(module, _NORMS) or (is_nameless and name.rpartition(".")[2] == "combine")
         is_scheme = isinstance(module, Growing | MultiheadAttention) or is_nameless
@@ -94,8 +94,8 @@ def profile(model: nn.Module, *batch: Any, **keywords: Any) -> int:
 
 
 def profile_at_first_forward(model: nn.Module) -> Callable[[], None]:
-    """`profile` by itself: the first training forward of whatever module of `model` holds gains at their start, and is
-    called outermost, profiles them on its batch. Returns a function that ends the waiting."""
+    """Calls `profile` at the first training forward, on its batch: for the outermost called module with gains at 1.
+    Returns a function that removes the hooks."""
     gains = {m: m.profiled_gains() for m in model.modules() if isinstance(m, Growing)}
     waiting = {m for m, own in gains.items() if own}
     if any(bool((p.detach() != 1).any()) for m in waiting for p in gains[m]):

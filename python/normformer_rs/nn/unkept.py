@@ -1,5 +1,5 @@
-"""Training forwards whose activations are not kept, because activation checkpointing runs them again in the backward
-pass."""
+"""Statistics of training forwards that activation checkpointing runs again in the backward pass, as it keeps no
+activations."""
 
 from typing import NamedTuple
 
@@ -7,11 +7,11 @@ import torch
 from torch import Tensor
 
 LIMIT = 32
-"""So many of them may stand between a forward and its backward."""
+"""The most such forwards of one norm that may wait for their backward pass."""
 
 
 def is_unkept() -> bool:
-    """The forward under way will be run again: no graph is made of it, or what it saves goes elsewhere."""
+    """The current forward will run again: it builds no graph, or hooks take the tensors that it saves."""
     return not torch.is_grad_enabled() or torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
 
 
@@ -27,14 +27,16 @@ class _Run(NamedTuple):
 
 
 class Unkept:
-    """What a norm's last such forwards measured, found again by what they were given: the explicit mask, and sums of
-    x's columns. Of those that were given the same, the one that was found least often, and then the latest: backward
-    passes run backwards. The host waits for the device only where some had a mask and some had none.
+    """The statistics of a norm's last such forwards, looked up by their inputs: the explicit mask, and sums of x's
+    columns.
+
+    Ties: least used, then latest, as backward runs in reverse. The host waits for the device only where some forwards
+    had a mask and some had none.
     """
 
     def __init__(self) -> None:
         self._runs: dict[torch.Size, list[_Run]] = {}
-        self._found: dict[torch.Size, Tensor] = {}  # how often each was
+        self._found: dict[torch.Size, Tensor] = {}  # how often each was looked up
         self._shapes: list[torch.Size] = []  # in the order in which they came
         self._backward, self._finds = -1, 0
 
@@ -56,8 +58,8 @@ class Unkept:
 
     @torch.no_grad()
     def find(self, x: Tensor, mask: Tensor | None) -> tuple[Tensor | None, Tensor] | None:
-        """The mask and the statistics of the forward whose second run this is; None: there was none of that shape.
-        `mask`: the one that was given explicitly. Errors: RuntimeError where more forwards come back than are kept."""
+        """The mask and the statistics of this forward's first run; None: no forward of that shape is known. `mask`: the
+        explicit one. Errors: RuntimeError if a backward pass repeats more forwards than are kept."""
         runs = self._runs.get(x.shape, [])
         if not runs or self._found[x.shape].device != x.device:
             return None
@@ -81,7 +83,7 @@ class Unkept:
         one = order.argmin(0, keepdim=True)
         self._found[x.shape] = found + (latest_first == len(runs) - one)
         masks = [run.mask for run in runs if run.mask is not None]
-        if masks and len(masks) < len(runs):  # with a mask it is another graph: the host has to know
+        if masks and len(masks) < len(runs):  # a mask makes another graph, so the host must know
             return runs[int(one)].mask, runs[int(one)].stats
         return torch.stack(masks)[one][0] if masks else None, torch.stack([run.stats for run in runs])[one][0]
 
@@ -92,7 +94,7 @@ def _is_same(one: Tensor | None, other: Tensor | None) -> bool:
 
 
 def _sums(x: Tensor) -> Tensor:
-    """x's columns, its rows weighed differently: (d,)."""
+    """(d,): the sums of x's columns, with another weight for each row."""
     rows = x.detach().reshape(-1, x.shape[-1])
     weights = torch.linspace(0.5, 1.5, len(rows), dtype=x.dtype, device=x.device) / max(len(rows), 1)
     return (weights @ rows).nan_to_num()

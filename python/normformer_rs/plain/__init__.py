@@ -1,6 +1,6 @@
-"""Modules written with PyTorch's own operations alone, which TorchScript compiles: `to_torch` builds models of them.
+"""Modules in PyTorch's own operations alone, which TorchScript compiles: `to_torch` builds models of them.
 
-They compute what the package's modules compute in evaluation. A saved TorchScript file of them needs PyTorch alone.
+In evaluation they compute the same as the package's modules. A saved TorchScript file of them needs PyTorch alone.
 """
 
 from .layers import (

@@ -253,14 +253,14 @@ class DecoderLayer(nn.Module):
 
 
 class Through(nn.Module):
-    """A layer reads what the one before it made."""
+    """A layer's input is the previous layer's output."""
 
     def forward(self, y: Tensor, outputs: list[Tensor]) -> Tensor:
         return y
 
 
 class Sum(nn.Module):
-    """A layer reads a learned sum of all outputs so far; `norm` stands on the newest, or on the sum."""
+    """A layer's input is a learned sum of all outputs so far; `norm` stands on the newest, or on the sum."""
 
     weight: Tensor
 
@@ -277,11 +277,11 @@ class Sum(nn.Module):
 
 class Stack(nn.Module):
     """Layers, each with the sum that enters it (Through or Sum), the last sum, the norms of the streams beside x, and
-    what ends the stack.
+    the end of the stack.
 
-    Encoder and Decoder write their loops out: TorchScript compiles no loop over layers with the arguments of either.
-    It compiles only one side of a question about a constant, so torch.nn's layers, which take no streams, may stand in
-    a stack without any.
+    Encoder and Decoder write their loops out: TorchScript compiles no loop over layers with the arguments of either. It
+    compiles only one side of a condition on a constant, so torch.nn's layers, which take no streams, may stand in a
+    stack without any.
     """
 
     has_streams: Final[bool]
@@ -295,7 +295,7 @@ class Stack(nn.Module):
         self.streams, self.has_streams = nn.ModuleList(streams), len(streams) > 0
 
     def finish(self, x: Tensor, outputs: list[Tensor], others: list[Tensor]) -> Tensor:
-        """What follows the last layer."""
+        """The stack's output, from the last layer's."""
         x = self.last_sum(x, outputs)
         for i, norm in enumerate(self.streams):
             x = x + norm(others[i])

@@ -8,7 +8,7 @@ from ..nn import formulas
 
 
 def keep(module: nn.Module, **tensors: Tensor | None) -> None:
-    """The module's parameters (trained or frozen), buffers (any other tensor), and absent ones (None)."""
+    """Registers parameters (trained or frozen), buffers (any other tensor), and absent ones (None)."""
     for name, tensor in tensors.items():
         if tensor is None or isinstance(tensor, nn.Parameter):
             module.register_parameter(name, tensor)
@@ -57,7 +57,7 @@ class GroupScaling(nn.Module):
 
 
 class RunningNorm(nn.Module):
-    """y = γ⊙(x − μ)/√(s + ε) + β with statistics that stand still, after group scaling (groups = 0: none)."""
+    """y = γ⊙(x − μ)/√(s + ε) + β with constant statistics, after group scaling (groups = 0: none)."""
 
     shift: Tensor | None
     square: Tensor
@@ -79,7 +79,7 @@ class RunningNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         if self.training:
-            raise RuntimeError("this norm's statistics stand still, so that it cannot train: call eval()")
+            raise RuntimeError("this norm's statistics are constant, so it cannot train: call eval()")
         if self.groups > 0:
             x = formulas.group_scaling(x, self.groups)
         return formulas.running_norm(x, self.shift, self.square, self.weight, self.bias, self.eps, None)

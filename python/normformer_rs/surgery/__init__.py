@@ -1,13 +1,13 @@
-"""Surgery on models that somebody else wrote: other norms, other residual schemes, in place and with a way back."""
+"""Surgery on other libraries' models: other norms and residual schemes, in place, with undo."""
 
+from .block_residual import BlockResidual
 from .blocks import Linear, Part, register_block, register_stack
-from .edits import Row, Swaps
 from .folding import fold_admin
 from .norms import swap_norms
 from .recognise import register_norm
 from .residuals import swap_residuals
 from .spec import BlockSpec
-from .steps import BlockResidual
+from .undo import Row, Swaps
 
 __all__ = [
     "BlockResidual",

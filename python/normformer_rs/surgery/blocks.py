@@ -1,4 +1,4 @@
-"""What surgery knows of the blocks of somebody else's model: their sublayers, linear layers, norms and shape."""
+"""The blocks of other libraries' models as surgery reads them: sublayers, linear layers, norms and shape."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -7,9 +7,9 @@ from torch import nn
 
 from .. import nn as nfnn
 from ..errors import InputError
-from ..nn.declared import Place
-from ..nn.initial import Role
+from ..nn.init import Role
 from ..nn.layers import KINDS
+from ..nn.scheme import Place
 from .converted import ConvertedBlock, converted_class
 from .families import BLOCKS, STACKS, full_name, refuse_old_library
 from .recognise import read_norm
@@ -58,12 +58,12 @@ def register_block(kind: type[nn.Module], converted: type[nn.Module] | BlockSpec
 
 
 def register_stack(kind: type[nn.Module], end_norm: str) -> None:
-    """Tells which attribute of a class of stacks is the norm after its last block."""
+    """Registers the attribute of a class of stacks that is the norm after its last block."""
     _STACKS[kind] = end_norm
 
 
 def converted_of(kind: type[nn.Module]) -> Any:
-    """The class that blocks of this class become; of a converted class itself; None: no block that is known."""
+    """The class that blocks of this class become, a converted class itself; None for unknown classes."""
     if issubclass(kind, ConvertedBlock):
         return kind
     if kind not in _BLOCKS and full_name(kind) in BLOCKS:
@@ -78,14 +78,14 @@ def is_block(kind: type[nn.Module]) -> bool:
 
 
 def known_names() -> str:
-    """All that is known, for messages."""
+    """The names of all known classes of blocks, for messages."""
     names = [*(kind.__name__ for kind in (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer))]
     names += [name.rpartition(".")[2] for name in BLOCKS]
     return ", ".join(dict.fromkeys([*names, *(kind.__name__ for kind in _BLOCKS)]))
 
 
 def check_block(block: Any) -> None:
-    """InputError where a block that is declared is not as its declaration says."""
+    """InputError for a block that differs from its declaration."""
     spec = getattr(converted_of(type(block)), "spec", None)
     if spec is not None and place_of(block) is None:
         spec.check(block)
@@ -125,13 +125,13 @@ class Group(NamedTuple):
     """Blocks that follow each other."""
 
     path: str
-    """Of their list."""
+    """The path of their list."""
     names: list[str]
     blocks: list[nn.Module]
     holder: nn.Module
     """The module that has the list."""
     depth: int
-    """The list's layers: more than blocks where entries share one, or are of a subclass."""
+    """The list's number of layers: more than blocks where entries share one, or are of a subclass."""
     end: "End | None" = None
     """The norm after the last of them."""
 
@@ -142,7 +142,7 @@ class Group(NamedTuple):
 
 
 class End(NamedTuple):
-    """The norm after a stack: the module that has it, the module's path, and what it is called there."""
+    """The norm after a stack: its owner, the owner's path, and the norm's name there."""
 
     owner: nn.Module
     path: str
@@ -154,8 +154,7 @@ class End(NamedTuple):
 
 
 def end_of(model: nn.Module, path: str) -> End | None:
-    """The norm after the blocks of the list at `path`: of the nearest module around them whose class is known to have
-    one."""
+    """The norm after the blocks of the list at `path`, in the nearest module around them of a registered class."""
     while path:
         path = parent_of(path)
         owner = model.get_submodule(path)
@@ -166,12 +165,12 @@ def end_of(model: nn.Module, path: str) -> End | None:
 
 
 def place_of(block: Any) -> Place | None:
-    """Where a block stands that has a scheme of the package already."""
+    """The place of a block that has a scheme of the package already; else None."""
     return getattr(getattr(block, "residual", block), "place", None)
 
 
 def shape_of(block: Any) -> dict[str, Any]:
-    """The options of a configuration that the block itself decides."""
+    """The options of a configuration that follow from the block: width, heads, norm, feed-forward width."""
     place = place_of(block)
     if place is not None:
         return {name: getattr(place.config, name) for name in ("d_model", "heads", "norm", "d_ff")}
@@ -180,7 +179,7 @@ def shape_of(block: Any) -> dict[str, Any]:
     if norm is None:
         kind = type(block.get_submodule(first.norm)).__name__
         raise InputError(
-            f"{type(block).__name__}'s {first.norm} is a {kind}, no norm that is known: tell of it with "
+            f"{type(block).__name__}'s {first.norm} is a {kind}, no known norm: register it with "
             "normformer_rs.surgery.register_norm(kind, reader)"
         )
     d_ff = width_into(block, last, "fc2")
@@ -189,7 +188,7 @@ def shape_of(block: Any) -> dict[str, Any]:
 
 
 def width_into(block: nn.Module, part: Part, role: Role) -> int:
-    """What the linear layer of that role reads: its fan-in."""
+    """The fan-in of the linear layer with that role."""
     path = next(linear.path for linear in part.linears if role in linear.roles)
     owner, weight, _ = _projection(block, path)
     if getattr(owner, weight, None) is None:
@@ -198,7 +197,7 @@ def width_into(block: nn.Module, part: Part, role: Role) -> int:
 
 
 def weight_and_bias(block: nn.Module, path: str) -> tuple[nn.Parameter, nn.Parameter | None]:
-    """Of a linear layer, to be written to; torch.nn's attention has its stacked projection as a parameter.
+    """A linear layer's weight and bias, for writing; torch.nn's attention has its stacked projection as a parameter.
 
     Errors: InputError where the layer has no weight of its own: a parametrization or a wrapper makes it.
     """
@@ -209,7 +208,7 @@ def weight_and_bias(block: nn.Module, path: str) -> tuple[nn.Parameter, nn.Param
 
 
 def _projection(block: nn.Module, path: str) -> tuple[nn.Module, str, str]:
-    """Who has the weight and the bias, and as what."""
+    """(owner, the weight's name, the bias's name) of a linear layer."""
     if path.endswith("in_proj_weight"):
         return block.get_submodule(parent_of(path)), "in_proj_weight", "in_proj_bias"
     return block.get_submodule(path), "weight", "bias"

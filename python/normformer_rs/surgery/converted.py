@@ -1,4 +1,4 @@
-"""Classes that somebody else's blocks become: subclasses that hand their residuals to `self.residual` (`steps.py`)."""
+"""The classes of converted blocks: subclasses that hand their residuals to `self.residual` (`block_residual.py`)."""
 
 import functools
 import inspect
@@ -11,8 +11,8 @@ from .spec import BlockSpec, Part, at
 
 
 class Converted:
-    """A block, or a module inside one, with a scheme. Its class is made when a swap first needs it, so pickles name the
-    class that it stands for."""
+    """A block with a scheme, or a module inside one. Its class is made at run time, so pickles name the original
+    class."""
 
     kind: ClassVar[type[nn.Module]]
     how: ClassVar[Any]
@@ -22,7 +22,7 @@ class Converted:
 
 
 class ConvertedBlock(Converted):
-    """A block: what its declaration says of it. Own forwards call `self.residual.step` themselves."""
+    """A converted block. Forwards of their own call `self.residual.step` themselves."""
 
     residual: Any
     spec: ClassVar[BlockSpec]

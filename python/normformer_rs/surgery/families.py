@@ -1,5 +1,5 @@
-"""The blocks that `swap_residuals` knows by their classes' names, so that no library is imported before its model is
-there; and those whose own scheme it refuses."""
+"""The blocks that `swap_residuals` knows, and those that it refuses, by their classes' names: no library is
+imported."""
 
 import sys
 from collections.abc import Callable, Mapping
@@ -16,10 +16,10 @@ class Family(NamedTuple):
     """Models with blocks alike.
 
     Attributes:
-        name: as people call them.
-        scheme: their own: an identity swap is into this one.
-        blocks: each class, by module and name, and how it is converted: a `BlockSpec`, or a mixin of `huggingface`.
-        stacks: classes around them with a norm after the last block, and what it is called.
+        name: their usual name.
+        scheme: their own; a swap into it with init=None changes no output.
+        blocks: each class, by module and name, and its conversion: a `BlockSpec`, or a mixin of `huggingface`.
+        stacks: classes around them with a norm after the last block, and that norm's name.
     """
 
     name: str
@@ -114,6 +114,25 @@ CLIP = BlockSpec(
     ),
     heads="self_attn.num_heads",
 )
+WAV2VEC2 = BlockSpec(
+    (
+        Part(
+            "self-attention",
+            "layer_norm",
+            attention("attention", "attention.out_proj", "q_proj k_proj v_proj"),
+            "dropout",
+            run=("attention",),
+        ),
+        Part(
+            "feed-forward",
+            "final_layer_norm",
+            feed_forward("feed_forward.intermediate_dense", "feed_forward.output_dense"),
+            "feed_forward.output_dropout",
+            run=("feed_forward",),
+        ),
+    ),
+    heads="attention.num_heads",
+)
 _NEOX_HEADS = "attention.config.num_attention_heads"
 GPT_NEOX = BlockSpec(
     (
@@ -178,7 +197,7 @@ FAMILIES = (
     _bert("ELECTRA", "Electra", "electra"),
     _of_transformers("DistilBERT", "postnorm", "distilbert", {"TransformerBlock": DISTILBERT}),
     _of_transformers("GPT-2", "prenorm", "gpt2", {"GPT2Block": GPT2Block}, GPT2Model="ln_f"),
-    *(_llama(name) for name in ("Llama", "Mistral", "Qwen2", "Qwen3")),
+    *(_llama(name) for name in ("Llama", "Mistral", "Qwen2", "Qwen3", "Gemma")),
     _of_transformers(
         "OPT", "prenorm; OPT-350m postnorm", "opt", {"OPTDecoderLayer": OPT}, OPTDecoder="final_layer_norm"
     ),
@@ -206,6 +225,13 @@ FAMILIES = (
         CLIPTextTransformer="final_layer_norm",
         CLIPVisionModel="post_layernorm",
         CLIPVisionTransformer="post_layernorm",
+    ),
+    _of_transformers(
+        "wav2vec 2.0",
+        "postnorm; with `do_stable_layer_norm` prenorm",
+        "wav2vec2",
+        {"Wav2Vec2EncoderLayer": WAV2VEC2, "Wav2Vec2EncoderLayerStableLayerNorm": WAV2VEC2},
+        Wav2Vec2EncoderStableLayerNorm="layer_norm",
     ),
     Family(
         "ViT of timm",
@@ -244,7 +270,7 @@ REFUSED: dict[str, tuple[str, Callable[[Any], bool]]] = {
 
 
 def refuse_other_schemes(model: nn.Module) -> None:
-    """InputError that names a block whose own scheme no swap can take out."""
+    """InputError that names a block with a scheme that no swap can replace."""
     for path, block in model.named_modules():
         name = next((kind.__name__ for kind in type(block).__mro__ if kind.__name__ in REFUSED), None)
         if name is None or not type(block).__module__.startswith(("transformers.", "timm.")):
@@ -273,7 +299,7 @@ def full_name(kind: type) -> str:
 
 
 def table() -> list[tuple[str, list[str], str]]:
-    """(family, classes of blocks, own scheme) of all that is known, torch.nn's first."""
+    """(family, classes of blocks, own scheme) of all known blocks, torch.nn's first."""
     torchs = ["TransformerEncoderLayer", "TransformerDecoderLayer"]
     known = [(f.name, [kind.rpartition(".")[2] for kind in f.blocks], f.scheme) for f in FAMILIES]
     return [("torch.nn", torchs, "postnorm, or prenorm with `norm_first`"), *known]

@@ -9,13 +9,13 @@ from torch import Tensor, nn
 
 from ..errors import InputError
 from ..model import Transformer
-from ..nn.declared import Learned, Place
+from ..nn.scheme import Learned, Place
 from .blocks import DECODER, ENCODER, Part, is_transposed, parts_of, place_of, weight_and_bias
 from .residuals import find_groups
 
 
 class _Site(NamedTuple):
-    """A sublayer: what its norm is called, its gain ω, the norm itself, and the matrices that x is multiplied by."""
+    """A sublayer: its norm's name, its gain ω, the norm itself, and the matrices that x is multiplied by."""
 
     name: str
     omega: nn.Parameter
@@ -25,12 +25,12 @@ class _Site(NamedTuple):
 
 @torch.no_grad()
 def fold_admin(model: nn.Module) -> int:
-    """Moves admin's gains ω into the weights around them, in place, so that a plain post-norm Transformer remains but
-    for the first sublayer of each stack.
+    """Moves admin's gains ω into the weights around them, in place. A plain post-norm Transformer remains, except for
+    each stack's first sublayer.
 
-    For x⁺ = N(ω⊙x + F(x)), where x comes from the norm of the sublayer before: that norm's γ and β are multiplied by ω,
-    the columns of what reads x (queries, keys and values, or fc1; of attention to an encoder the queries only) are
-    divided by ω, and ω becomes 1. Outputs stay what they are but for rounding; outputs of single layers do not.
+    In x⁺ = N(ω⊙x + F(x)), x comes from the norm of the sublayer before. That norm's γ and β are multiplied by ω, and ω
+    becomes 1. The columns of the matrices that read x are divided by ω: queries, keys and values, or fc1; of attention
+    to an encoder the queries only. The model's outputs change by rounding only; outputs of single layers change.
 
     >>> from normformer_rs import nn
     >>> fold_admin(nn.Transformer(8, 2, 2, 2, 16, residual="admin"))
@@ -52,7 +52,7 @@ def fold_admin(model: nn.Module) -> int:
         weight = getattr(before.norm, "weight", None)
         if weight is None or weight.shape != site.omega.shape:
             kind = type(before.norm).__name__
-            raise InputError(f"{before.name}, a {kind}, has no gain for each column that could take ω in")
+            raise InputError(f"{before.name}, a {kind}, has no gain for each column to take ω in")
         if not site.omega.all():
             raise InputError(f"the ω before {site.name} has a zero, and columns cannot be divided by it")
     changed = [t.data_ptr() for before, site in pairs for t in (before.norm.weight, *site.readers)]

@@ -1,8 +1,8 @@
-"""What a swapped model's file says of the swap, so that a stock class does not load it without a word.
+"""Marks in a swapped model's files, so that a stock class warns when it loads them.
 
-A Hugging Face configuration carries what was swapped, and `save_pretrained` writes it into config.json. The stock class
-keeps such a key without looking at it. So each swapped block also has a buffer named after its scheme, which the stock
-class reports as unexpected.
+A Hugging Face configuration names the swap, and `save_pretrained` writes it into config.json. The stock class keeps
+such a key unread. So each swapped block also has a buffer named after its scheme, which the stock class reports as
+unexpected.
 """
 
 import functools
@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from .edits import Edits
+from .undo import Edits
 
 KEY = "normformer_rs"
 """The configuration's attribute."""
@@ -22,7 +22,7 @@ def mark(model: nn.Module, what: str, name: str, edits: Edits) -> None:
     """Writes {what: name} ("residual" or "norm") into the configurations of a Hugging Face model; undo takes it back.
 
     >>> import types
-    >>> from normformer_rs.surgery.edits import Edits
+    >>> from normformer_rs.surgery.undo import Edits
     >>> model = nn.Linear(2, 2)
     >>> model.config = types.SimpleNamespace(model_type="bert", to_dict=dict)
     >>> mark(model, "norm", "scalenorm", Edits(model, "swap_norms to scalenorm"))
@@ -52,7 +52,8 @@ def _write(config: Any, what: str, name: str | None) -> None:
 def mark_block(residual: nn.Module, scheme: str, device: Any) -> None:
     """Gives a block's scheme a buffer of its name: files of different schemes then differ in their keys.
 
-    A state dict without it, of the stock class or an earlier version, loads: who swaps first has said what is wanted.
+    A state dict without it, of the stock class or an earlier version, still loads: the swap before it has named the
+    scheme.
     """
     residual.register_buffer(f"scheme_{scheme}", torch.ones(1, dtype=torch.uint8, device=device))
     residual.register_load_state_dict_pre_hook(_fill)

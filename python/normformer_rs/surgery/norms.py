@@ -1,4 +1,4 @@
-"""Norms exchanged in a model that somebody else wrote."""
+"""`swap_norms`: other norms in a model."""
 
 import inspect
 import math
@@ -10,11 +10,11 @@ from torch import Tensor, nn
 
 from ..config import unknown
 from ..errors import InputError
-from .edits import Edits, Repoint, Row, Swaps, refuse_wrapped
 from .marker import mark
 from .padding import read_padding
 from .probe import KINDS, Known
 from .recognise import alike, examine, looks_like_a_norm, own_name, read_norm
+from .undo import Edits, Repoint, Row, Swaps, refuse_wrapped
 
 _HOOKS = (
     "_forward_hooks",
@@ -50,13 +50,12 @@ def swap_norms(
     module   old        new        note
     norm1    LayerNorm  ScaleNorm  bias dropped
     norm2    LayerNorm  ScaleNorm  bias dropped
-    (model)  fast path  off        torch.nn's fused evaluation would pass the norms by
+    (model)  fast path  off        torch.nn's fused evaluation would bypass the norms
 
-    A norm over the last dimension is recognised by what it computes, whatever its class and its gain are called. A copy
-    is called with numbers: the module itself, its buffers, its hooks and the random state stay as they are. Candidates
-    are modules without children and buffers, of at most two parameters of one row, whose forward takes x alone;
-    `normformer_rs.surgery.register_norm` tells of others. Modules that are called norms but stay have a row with the
-    reason.
+    Trial calls of a copy recognise norms over the last dimension, whatever their classes and gains are called. The
+    module itself, its buffers, its hooks and the random state do not change. Candidates have no children, no buffers,
+    at most two parameters of one row, and a forward that takes x alone; `normformer_rs.surgery.register_norm` adds
+    others. Modules with a norm's name that stay have a row with the reason.
 
     Device, dtype, training mode, hooks and sharing (one norm under two names stays one) are kept; norms that are of the
     kind already are left alone. torch.nn's fused evaluation of encoder layers, which reads weights instead of calling
@@ -64,18 +63,18 @@ def swap_norms(
 
     Args:
         model: any tree of modules that holds norms over the last dimension.
-        to: a name out of `normformer_rs.tables()["norms"]`, or its class in `normformer_rs.nn`; or a class of your own,
+        to: a name from `normformer_rs.tables()["norms"]`, or its class in `normformer_rs.nn`; or a class of your own,
             or a function, that makes a norm of the width.
         filter: (name, module) → whether to replace it; None: all.
-        init: "match" keeps what was learned: a vector γ is taken over, a single gain becomes its start times the root
-            mean square of γ (so that outputs keep their length on average), and the other way round; "default": a new
-            norm's values. γ counts as the new norm counts it: Gemma's weight + 1 becomes RMSNorm's weight.
+        init: "match" keeps what was learned: a vector γ is copied, and a single gain becomes its first value times the
+            root mean square of γ (so that outputs keep their length on average), and the reverse. Offsets are
+            converted: Gemma's weight + 1 becomes RMSNorm's weight. "default": a new norm's first values.
         optimizer: its groups then hold the new parameters in the old ones' places; state of the old ones is dropped.
-        options: the new norm's own (`eps`, …). ε is taken over between norms that count it alike.
+        options: the new norm's own (`eps`, …). ε is copied between norms that use it alike.
 
-    Returns: the table of what was done; its `undo()` brings the old norms back.
+    Returns: the table of the changes; its `undo()` brings the old norms back.
 
-    Errors: InputError for an unknown name; a model without norms that are known, or that is itself one;
+    Errors: InputError for an unknown name; a model without known norms, or that is itself a norm;
     DistributedDataParallel and FSDP models; an optimizer that does not own the parameters. Nothing has been changed
     then.
     """
@@ -87,13 +86,13 @@ def swap_norms(
     if not norms:
         named = "".join(f"; {name or 'the model'}, a {row.old}, {row.note}" for name, row in staying.items())
         raise InputError(
-            f"{type(model).__name__} holds no norm over the last dimension that is known{named}: tell of a class with "
+            f"{type(model).__name__} holds no known norm over the last dimension{named}: register a class with "
             "normformer_rs.surgery.register_norm(kind, reader)"
         )
     if norms[0][1] is model:
         raise InputError(
-            f"the model is itself a {type(model).__name__}, which no module holds, so that nothing can be put in its "
-            "place: make the norm with normformer_rs.nn instead, or pass the module that holds it"
+            f"the model is itself a {type(model).__name__}, and no module holds it, so nothing can take its place: "
+            "make the norm with normformer_rs.nn instead, or pass the module that holds it"
         )
 
     made: dict[nn.Module, _Made] = {}
@@ -128,7 +127,7 @@ def swap_norms(
 def _find(
     model: nn.Module, filter: Callable[[str, nn.Module], bool] | None
 ) -> tuple[list[tuple[str, nn.Module, Known]], dict[str, Row]]:
-    """The norms under each of their names, and rows for what is called a norm but stays."""
+    """The norms under each of their names, and rows for modules with a norm's name that stay."""
     norms: list[tuple[str, nn.Module, Known]] = []
     staying: dict[str, Row] = {}
     examined: dict[Hashable, Known | str] = {}
@@ -145,15 +144,15 @@ def _find(
     return norms, staying
 
 
-# What comes.
+# The new norms.
 
 
 class _Target(NamedTuple):
-    """What norms are exchanged for."""
+    """The replacement of norms."""
 
     title: str
     computes: str | None
-    """Its name in the table; None: of the user's own."""
+    """Its name in the table; None: a norm of the user's own."""
     make: Callable[..., Any]
     """(width, options…) → the norm."""
 
@@ -161,7 +160,7 @@ class _Target(NamedTuple):
         return type(module) is self.make if self.computes is None else own_name(module) == self.computes
 
     def norm(self, width: int, like: Tensor, wanted: Mapping[str, Any], options: Mapping[str, Any]) -> Any:
-        """A norm with the options, and those of the wanted settings that it takes."""
+        """A norm with the options, and with those wanted settings that its constructor takes."""
         taken = _options(self.make)
         for option in options:
             if taken is not None and option not in taken:
@@ -199,7 +198,7 @@ def _target(to: str | Callable[..., nn.Module]) -> _Target:
 
 
 def _options(make: Callable[..., Any]) -> list[str] | None:
-    """What is taken beside the width; what a class hands on is asked of the class above. None: anything."""
+    """The constructor's options beside the width, and the parent class's where it passes **options on. None: any."""
     names: list[str] = []
     parents = make.__mro__[: make.__mro__.index(nn.Module)] if isinstance(make, type) else [make]
     for parent in parents:
@@ -233,7 +232,7 @@ def _nearest(model: nn.Module, name: str) -> Tensor:
 
 
 def _share(old: nn.Module, made: _Made, shared: dict[tuple[nn.Parameter, str, torch.Size], nn.Parameter]) -> None:
-    """Norms that had a parameter in common have one again. `shared`: those that were made so far."""
+    """Gives norms that shared a parameter one new parameter. `shared`: those made so far."""
     for leaf, new in made.counterparts.items():
         parameter = getattr(made.norm, new)
         setattr(made.norm, new, shared.setdefault((getattr(old, leaf), new, parameter.shape), parameter))
@@ -262,7 +261,7 @@ def _twin(old: nn.Module, known: Known, target: _Target, init: str, like: Tensor
         f"{what} dropped" for what, name in (("gain", known.gain), ("bias", known.bias)) if name and name not in pairs
     ]
     if new_known is None:
-        notes.append(f"{type(new).__name__} is no norm that is known: its own first values")
+        notes.append(f"{type(new).__name__} is no known norm: its own first values")
     elif init == "match":
         notes += _match(old, known, new, new_known)
     first = next(old.parameters(recurse=False), None)
@@ -278,7 +277,8 @@ def _twin(old: nn.Module, known: Known, target: _Target, init: str, like: Tensor
 
 @torch.no_grad()
 def _match(old: Any, known: Known, new: Any, new_known: Known) -> list[str]:
-    """The new norm's parameters from the old one's, each as its norm counts it. Notes where they count differently."""
+    """Sets the new norm's parameters from the old one's, in the new one's offset and factor. Returns notes where these
+    differ."""
     if known.bias and new_known.bias:
         getattr(new, new_known.bias).copy_(getattr(old, known.bias))
     if not (known.gain and new_known.gain):
@@ -302,7 +302,7 @@ Exchange = dict[nn.Parameter, list[tuple[str, nn.Parameter]]]
 
 
 def _exchanged(model: nn.Module, places: list[tuple[str, nn.Module]], made: Mapping[nn.Module, _Made]) -> Exchange:
-    """For each parameter of the old norms what takes its place; it stays where others have it too."""
+    """For each parameter of the old norms its replacements; it stays where other modules have it too."""
     kept = {p for module in model.modules() if module not in made for p in module.parameters(recurse=False)}
     out: Exchange = {}
     for name, old in places:
@@ -313,7 +313,7 @@ def _exchanged(model: nn.Module, places: list[tuple[str, nn.Module]], made: Mapp
 
 
 def _exchange(name: str, old: nn.Module, made: _Made) -> Exchange:
-    """Of one norm; what has no counterpart goes where the first parameter was."""
+    """The exchange of one norm; new parameters without a counterpart join the first one's replacements."""
     olds, news = dict(old.named_parameters(recurse=False)), dict(made.norm.named_parameters(recurse=False))
     taken = made.counterparts
     out = {p: [(f"{name}.{taken[leaf]}", news[taken[leaf]])] if leaf in taken else [] for leaf, p in olds.items()}
@@ -324,15 +324,15 @@ def _exchange(name: str, old: nn.Module, made: _Made) -> Exchange:
 
 
 def _switch_off_fast_paths(model: nn.Module, new: set[nn.Module], edits: Edits) -> list[Row]:
-    """torch.nn's encoder in evaluation reads its norms' weights and computes LayerNorm of them whatever they are."""
+    """Switches off torch.nn's fused encoder evaluation, which would compute LayerNorm with any new norm's weights."""
     rows, changed = [], set()
     for name, module in model.named_modules():
         if isinstance(module, nn.TransformerEncoderLayer) and new & {*module.children()}:
             edits.remember(module)
-            module.activation_relu_or_gelu = 0  # what its forward asks before it takes the fast path
+            module.activation_relu_or_gelu = 0  # its forward checks this before it takes the fast path
             changed.add(module)
             rows.append(
-                Row(name or "(model)", "fast path", "off", "torch.nn's fused evaluation would pass the norms by")
+                Row(name or "(model)", "fast path", "off", "torch.nn's fused evaluation would bypass the norms")
             )
     for module in model.modules():
         if isinstance(module, nn.TransformerEncoder) and changed & {*module.layers}:

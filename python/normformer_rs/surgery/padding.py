@@ -1,4 +1,4 @@
-"""Padding masks, read from the calls of somebody else's model, for norms that keep statistics."""
+"""Padding masks, read from a model's own calls, for norms that keep statistics."""
 
 import inspect
 import warnings
@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from ..nn.masks import Given, give, given
 from ..nn.running import PowerNorm, RunningNorm
-from .edits import Edits
+from .undo import Edits
 
 _NAMES = (
     "attention_mask",
@@ -23,11 +23,12 @@ _PAIRS = ({"attention_mask", "decoder_attention_mask"}, {"src_key_padding_mask",
 _CAUSAL = ("is_causal", "tgt_is_causal")
 _OTHERWISE = "call the model inside `with normformer_rs.nn.padding_mask(…)`"
 _LOOKS = 8
-"""Maskless training batches that are searched for padding tokens; the host waits for the device in each."""
+"""The number of training batches without masks that are searched for padding tokens; the host waits for the device in
+each."""
 
 
 def read_padding(model: nn.Module, edits: Edits) -> None:
-    """From now on each module of `model` that takes padding masks hands them to the norms with statistics in it.
+    """Makes each module of `model` that takes padding masks hand them to the norms with statistics in it.
 
     The innermost such module counts. One that gets no mask leaves its outer one's in force, except where that takes a
     mask for each of two stacks. Masks of attention, (B, 1, T, T), count where nothing outer was given.
@@ -44,7 +45,7 @@ def read_padding(model: nn.Module, edits: Edits) -> None:
 
 
 def _places(module: nn.Module) -> dict[str, int]:
-    """Where its forward takes masks: names and positions."""
+    """The masks among its forward's arguments: names and positions."""
     try:
         names = [*inspect.signature(module.forward).parameters]
     except (TypeError, ValueError):  # a forward in C
@@ -102,7 +103,7 @@ class _Reader:
     def _padding(self, name: str, mask: Tensor) -> Tensor:
         """bool, True at padding, laid out as the module's input."""
         padding = mask != 0 if name.endswith("key_padding_mask") else is_hidden(mask)
-        if padding.dim() > 2:  # (B, …, Q, K): nobody looks at padding
+        if padding.dim() > 2:  # (B, …, Q, K): no query attends to padding
             padding = padding.flatten(1, -2).all(1)
         return padding if self.batch_first or padding.dim() < 2 else padding.transpose(0, 1)
 
@@ -117,7 +118,7 @@ class _Reader:
         self.looked_for_causal = True
 
     def _warn_of_padding_tokens(self, module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        """Where neither padding nor its token can be told, nothing is said."""
+        """Warns of padding tokens in a batch without a mask; silent where padding or its token cannot be told."""
         config: Any = getattr(module, "config", None)
         ends = {getattr(config, f"{name}_token_id", None) for name in ("bos", "eos", "sep")}
         pad, ids = getattr(config, "pad_token_id", None), kwargs.get("input_ids", args[0] if args else None)
@@ -131,7 +132,7 @@ class _Reader:
                 self._say("tokens", f"{text}, or {_OTHERWISE}")
 
     def _say(self, what: str, message: str) -> None:
-        """Once."""
+        """Warns once per kind of message."""
         if what not in self.said:
             self.said.add(what)
             warnings.warn(message, stacklevel=2)
@@ -147,7 +148,8 @@ def is_hidden(mask: Tensor) -> Tensor:
 
 
 def _leaks(module: nn.Module) -> bool:
-    """Its training forward depends on all rows of the batch; PowerNorm's, after its warm-up, on earlier batches."""
+    """Its training forward depends on all rows of the batch. PowerNorm's after its warm-up does not: it uses earlier
+    batches."""
     return isinstance(module, RunningNorm) and not (
         isinstance(module, PowerNorm) and module.mode == "paper" and module.warmup_iters == 0
     )

@@ -1,4 +1,4 @@
-"""A module asked with numbers which norm it computes, whatever its class and its parameters are called."""
+"""Trial calls that find which norm a module computes, whatever its class and its parameters are called."""
 
 import contextlib
 import copy
@@ -30,7 +30,7 @@ class Known(NamedTuple):
     """The module's own name of the parameter; None: it learns none, and factor·offset is 1."""
     bias: str | None = None
     eps: float | None = math.nan
-    """As `computes` counts it. None: the machine epsilon of the type computed in; nan: unknown."""
+    """ε in the formula of `computes`. None: the machine epsilon of the type computed in; nan: unknown."""
     offset: float = 0.0
     factor: float = 1.0
 
@@ -40,26 +40,27 @@ KINDS: dict[str, Any] = {entry["name"]: nfnn.norm_class(entry["name"]) for entry
 
 
 class _Question(NamedTuple):
-    """Where and in what type a module is asked, the size of its rows, and how exact its answers are."""
+    """Settings of trial calls: device, dtype, the sizes of rows, and the allowed error."""
 
     device: torch.device
     dtype: torch.dtype
     large: float
-    """ε is lost in rows of this size."""
+    """In rows of this size ε is lost."""
     tiny: float
-    """ε is all that counts in rows of this size."""
+    """In rows of this size ε dominates."""
     error: float
 
 
 _EXACT = _Question(torch.device("cpu"), torch.float64, 1e6, 1e-30, 1e-9)
 _NEAR = 1e-3
-"""At x ≈ 1 an ε may be added elsewhere, to σ instead of σ², for example."""
+"""The allowed error at x ≈ 1, where ε's place shows: it may be added to σ instead of σ², for example."""
 
 
 def probe(module: nn.Module, width: int | None = None, computes: str | None = None) -> Known | str:
-    """The norm found by calls of a copy, or why there is none. The module and the random state stay as they are.
+    """The norm found by trial calls of a copy, or the reason why there is none. The module and the random state do not
+    change.
 
-    The first calls are in f64 on the CPU, the next in f32 where the module is: its kernels may know nothing else.
+    The first calls are in f64 on the CPU, the next in f32 on the module's device: its kernels may support nothing else.
 
     Args:
         width, computes: where they are known.
@@ -70,7 +71,7 @@ def probe(module: nn.Module, width: int | None = None, computes: str | None = No
     parameters = dict(module.named_parameters(recurse=False))
     width = _width(module, parameters) if width is None else width
     if width is None:
-        return "nothing tells its width"
+        return "its width is unknown"
     names = [name for name, kind in KINDS.items() if _measures(kind) and computes in (None, name)]
     first = next(iter(parameters.values()), None)
     device = _EXACT.device if first is None or first.is_meta else first.device
@@ -79,7 +80,7 @@ def probe(module: nn.Module, width: int | None = None, computes: str | None = No
         with _EXACT.device:
             try:
                 found = _find(_Trial(module, parameters, width, question), names)
-            except Exception as reason:  # whatever it may say of rows that it does not take
+            except Exception as reason:  # a module may raise anything for rows that it does not take
                 said = str(reason).partition("\n")[0]
                 found = f"takes no rows of width {width} ({type(reason).__name__}: {said})"
         if isinstance(found, Known):
@@ -93,7 +94,7 @@ def _measures(kind: Any) -> bool:
 
 
 def _refused(module: nn.Module) -> str | None:
-    """Why a module is not asked."""
+    """The reason why a module gets no trial calls, or None."""
     if type(module).__module__.startswith("torch.nn.") and type(module) not in (nn.LayerNorm, nn.RMSNorm):
         return "torch.nn's own, and it normalises over other dimensions"
     if next(module.children(), None) is not None:
@@ -131,7 +132,7 @@ def _width(module: nn.Module, parameters: Mapping[str, nn.Parameter]) -> int | N
 
 
 class _Trial:
-    """A module, and the rows that it is asked with."""
+    """A module, and the rows of its trial calls."""
 
     def __init__(
         self, module: nn.Module, parameters: Mapping[str, nn.Parameter], width: int, question: _Question
@@ -145,14 +146,14 @@ class _Trial:
         return torch.randn(shape, generator=self._generator, dtype=torch.float64)
 
     def drawn(self) -> dict[str, Tensor]:
-        """Values for the parameters."""
+        """Random values for the parameters."""
         return {
             name: torch.rand(p.shape, generator=self._generator, dtype=torch.float64) + 0.5
             for name, p in self.parameters.items()
         }
 
     def answer(self, scale: float, values: Mapping[str, Tensor], training: bool = False) -> Tensor:
-        """To rows of this size, in f64 on the CPU; parameters that are not given are zero."""
+        """The module's output for rows of this size, in f64 on the CPU; parameters that are not given are zero."""
         device, dtype = self.question.device, self.question.dtype
         filled = {name: values.get(name, torch.zeros(p.shape)) for name, p in self.parameters.items()}
         twin = _stand_in(self.module, {name: p.to(device, dtype) for name, p in filled.items()}).train(training)
@@ -164,7 +165,7 @@ class _Trial:
 
 
 def _find(trial: _Trial, names: Sequence[str]) -> Known | str:
-    """The one of these norms that the module computes."""
+    """The one of these norms that the module computes, or the reason why it computes none."""
     _, _, large, tiny, error = trial.question
     none = f"computes no norm over rows of width {trial.width}"
 
@@ -190,7 +191,7 @@ def _find(trial: _Trial, names: Sequence[str]) -> Known | str:
         has_one = trial.parameters[gain].numel() == 1
         near = [pair for pair in near if KINDS[pair[0]].has_one_gain == has_one] or near
 
-    # In tiny rows x̂ is x over a power of ε; where ε begins to count, norms differ that are alike elsewhere.
+    # In tiny rows x̂ is x over a power of ε. Norms that agree elsewhere differ where ε begins to count.
     tiny_zero = trial.answer(tiny, {})
     tiny_hat = (trial.answer(tiny, {gain: values[gain]}) - tiny_zero) / values[gain] if gain else tiny_zero
     again, found = trial.drawn(), []
@@ -208,7 +209,7 @@ def _find(trial: _Trial, names: Sequence[str]) -> Known | str:
 
 
 def _stand_in(module: nn.Module, parameters: Mapping[str, Tensor]) -> nn.Module:
-    """A copy with other parameters, no hooks, and nothing that it could change in the module itself."""
+    """A copy with other parameters and no hooks, whose forward cannot change the module itself."""
     twin = object.__new__(type(module))
     nn.Module.__init__(twin)
     hooks = {*vars(twin)}
@@ -239,7 +240,7 @@ def _undisturbed(question: _Question) -> Iterator[None]:
 
 
 class Widened(TorchFunctionMode):
-    """A forward that computes in f32 computes in f64."""
+    """Makes a forward that converts to f32 compute in f64."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         def wide(value: Any) -> Any:
@@ -274,13 +275,13 @@ def _gap(y: Tensor, expected: Tensor, unit: Tensor | None = None) -> float:
 
 
 def _rounded(value: float, error: float, width: int = 1) -> float:
-    """The value that was meant: 0, 1, or a power of √d."""
+    """0, 1, √d or 1/√d where the value is one of them but for its error; else the value."""
     meant = (0.0, 1.0, math.sqrt(width), 1 / math.sqrt(width))
     return next((m for m in meant if abs(value - m) <= error * max(abs(m), 1 / width)), value)
 
 
 def _epsilon(name: str, hat: Tensor, x: Tensor) -> tuple[float, float]:
-    """ε, and the size of rows at which it begins to count, from x̂ of rows that are small beside it."""
+    """ε, and the size of rows at which it begins to count, from x̂ of much smaller rows."""
     most = float(hat.abs().max())
     if not math.isfinite(most) or _gap(hat, _row(name, x, 0.0)) < _NEAR:
         return 0.0, 0.0
@@ -291,7 +292,7 @@ def _epsilon(name: str, hat: Tensor, x: Tensor) -> tuple[float, float]:
 
 
 def _attribute(trial: _Trial, eps: float) -> float | None:
-    """The module's own number where it is the ε that was found."""
+    """The module's own attribute that equals the ε found, or else that ε."""
     error, own = math.sqrt(trial.question.error), vars(trial.module)
     if "eps" in own and own["eps"] is None:
         machine = torch.finfo(trial.question.dtype).eps

@@ -1,4 +1,4 @@
-"""Which norm a module is: told by its reader or its class, or found by calls with numbers."""
+"""Recognises which norm a module is: by its registered reader, its class, or trial calls."""
 
 import math
 import re
@@ -19,7 +19,7 @@ _READERS: dict[type[nn.Module], Reader] = {}
 
 
 def register_norm(kind: type[nn.Module], reader: Reader) -> None:
-    """Tells `swap_norms` and `swap_residuals` that a class is a norm, where calling it with numbers does not show it.
+    """Registers a class as a norm for `swap_norms` and `swap_residuals`, where trial calls do not recognise it.
 
     >>> import torch
     >>> from normformer_rs.surgery import register_norm, swap_norms
@@ -41,7 +41,7 @@ def register_norm(kind: type[nn.Module], reader: Reader) -> None:
         reader: module → (width, computes), `computes` the name of the nearest norm in `normformer_rs.tables()`; or
             None where it is no norm over the last dimension.
 
-    Calls with numbers find which parameter is the gain and how it counts. Where they fail, the parameter `weight` is
+    Trial calls find which parameter is the gain, its offset and its factor. Where they fail, the parameter `weight` is
     the gain, or else the first one; `bias`, or else the second, is the bias; both count as in `computes`.
 
     Errors: InputError where `kind` is no class of modules; at the swap, where the reader returns anything else.
@@ -52,13 +52,13 @@ def register_norm(kind: type[nn.Module], reader: Reader) -> None:
 
 
 def read_norm(module: nn.Module) -> Known | None:
-    """The norm that a module is; None: none."""
+    """The norm that a module is, or None."""
     found = examine(module)
     return found if isinstance(found, Known) else None
 
 
 def examine(module: nn.Module) -> Known | str:
-    """The norm that a module is, or why it is none."""
+    """The norm that a module is, or the reason why it is none."""
     kind = type(module)
     if kind in _READERS:
         return _registered(module, _READERS[kind](module))
@@ -74,8 +74,8 @@ def examine(module: nn.Module) -> Known | str:
 
 
 def alike(module: nn.Module) -> Hashable:
-    """Equal for modules of one class with equal numbers and shapes, so that one examination does for all of them; the
-    module itself where it has anything else."""
+    """A key that modules of one class with equal numbers and shapes share, so that one examination serves all. A module
+    with other attributes is its own key."""
     own = {name: value for name, value in vars(module).items() if name not in vars(_EMPTY)}
     is_plain = all(value is None or isinstance(value, int | float | str | torch.Size) for value in own.values())
     if type(module) in _READERS or module._modules or module._buffers or not is_plain:
@@ -89,7 +89,7 @@ _TORCHS: dict[type[nn.Module], str] = {nn.LayerNorm: "layernorm", nn.RMSNorm: "r
 
 
 def looks_like_a_norm(module: nn.Module) -> bool:
-    """By its class's name; torch's weight and spectral norms, which change a layer's weight, are none."""
+    """The class's name says norm. torch's weight and spectral norms, which change a layer's weight, do not count."""
     is_named_so = re.search("norm(?!al|ed)", type(module).__name__, re.IGNORECASE) is not None
     is_leaf = next(module.children(), None) is None
     return is_named_so and is_leaf and not type(module).__module__.startswith("torch.nn.utils")
@@ -109,7 +109,7 @@ def _own_width(module: Any) -> int:
     return module.normalized_shape[0] if hasattr(module, "normalized_shape") else module.num_features
 
 
-# Told, not asked.
+# Norms without trial calls.
 
 
 def _registered(module: nn.Module, said: Any) -> Known | str:
@@ -128,8 +128,8 @@ def _registered(module: nn.Module, said: Any) -> Known | str:
 
 
 def _by_convention(module: nn.Module, width: int, computes: str, by_order: bool = True) -> Known:
-    """Its parameters are `computes`'s weight and bias, by their names or else by their order; `by_order=False`: by
-    their names alone, since others enter x̂."""
+    """A norm with parameters that count as `computes`'s weight and bias, by name or else by order. `by_order=False`: by
+    name only, since others enter x̂."""
     names = [name for name, _ in module.named_parameters(recurse=False)]
     others = names if by_order else []
     gain = "weight" if "weight" in names else next((name for name in others if name != "bias"), None)

@@ -1,4 +1,4 @@
-"""Residual schemes exchanged in a model that somebody else wrote."""
+"""`swap_residuals`: another residual scheme for the blocks of a model."""
 
 import warnings
 from collections.abc import Mapping, Sequence
@@ -10,8 +10,9 @@ from torch import nn
 from .. import nn as nfnn
 from ..config import PARAMETRISATION, TransformerConfig
 from ..errors import InputError
-from ..nn.declared import Place, configure
 from ..nn.layers import Layer
+from ..nn.scheme import Place, configure
+from .block_residual import BlockResidual
 from .blocks import (
     TORCH_STACKS,
     TORCHS,
@@ -26,11 +27,10 @@ from .blocks import (
     place_of,
     shape_of,
 )
-from .edits import Edits, Repoint, Row, Swaps, refuse_wrapped
 from .families import refuse_other_schemes
+from .init import count_weights, initialise, sign_of_training, silence_biases
 from .marker import mark
-from .steps import BlockResidual
-from .values import count_weights, initialise, sign_of_training, silence_biases
+from .undo import Edits, Repoint, Row, Swaps, refuse_wrapped
 
 
 def swap_residuals(
@@ -57,8 +57,8 @@ def swap_residuals(
     layers.0  TransformerEncoderLayer  TransformerEncoderLayer, deepnorm  init deepnorm, 4 weights drawn
     layers.1  TransformerEncoderLayer  TransformerEncoderLayer, deepnorm  init deepnorm, 4 weights drawn
 
-    The weights of a pretrained model are lost where the scheme draws its own first values: a warning says so where they
-    look trained, and `init=None` keeps them.
+    Where the scheme draws its own first values, a pretrained model's weights are lost. A warning says so if they look
+    trained; `init=None` keeps them.
 
     A Hugging Face model's `config.normformer_rs` then names the scheme, and each swapped block's state has a key of the
     scheme's name, which the stock class reports as unexpected. Load such a file into a model that was swapped alike:
@@ -69,15 +69,15 @@ def swap_residuals(
 
     Args:
         model: any tree of modules that holds known blocks.
-        to: a name out of `normformer_rs.tables()["residuals"]`, or `postnorm*3,prenorm`: a name for each layer.
+        to: a name from `normformer_rs.tables()["residuals"]`, or `postnorm*3,prenorm`: a name for each layer.
         depth: layers for the scheme's constants: one number, or (encoder, decoder). None: as many as there are.
         init: of the blocks' linear layers: "scheme": the scheme's own; another name out of `tables()["inits"]`; None:
-            their values stay. Embeddings and what lies outside the blocks keep theirs.
-        optimizer: then holds the scheme's parameters too, in the group of the block's first parameter, and no longer
-            what went out; state of what was drawn anew is dropped.
+            their values stay. Embeddings and all else outside the blocks keep their values.
+        optimizer: gets the scheme's parameters, in the group of the block's first parameter, and loses the removed
+            ones; the state of parameters drawn anew is dropped.
         options: those of `TransformerConfig` that the scheme has (`branchnorm_steps`, …).
 
-    Returns: the table of what was done; its `undo()` takes it back.
+    Returns: the table of the changes; its `undo()` reverses them.
 
     Errors: InputError for unknown names and options; a model without known blocks, or with blocks of another form
     (norms on both sides of a branch, parallel sublayers), or with blocks that their library has changed;
@@ -126,30 +126,30 @@ def swap_residuals(
     return Swaps(title, rows, edits)
 
 
-# Finding the blocks, and what their model looks like.
+# Finding the blocks.
 
 
 def find_groups(model: nn.Module) -> list[Group]:
-    """All known blocks, those of one list that are alike together; InputError if there are none."""
+    """All known blocks, grouped by list, class and width; InputError if there are none."""
     refuse_other_schemes(model)
     found: dict[Any, dict[str, nn.Module]] = {}
     for name, module in model.named_modules():
         if is_block(type(module)):
             check_block(module)
-            # As wide as each other, or they could not follow each other; heads and d_ff may differ within a stack.
+            # Blocks that follow each other have one width; heads and d_ff may differ within a stack.
             kind = type(module), len(parts_of(module)), shape_of(module)["d_model"]
             found.setdefault((parent_of(_without_wrappers(name)), *kind), {})[name] = module
     if not found:
         raise InputError(
-            f"{type(model).__name__} holds no Transformer block that is known; known are {known_names()}, and not "
-            "their subclasses: tell of another class with normformer_rs.surgery.register_block(kind, converted)"
+            f"{type(model).__name__} holds no known Transformer block; known are {known_names()}, but not their "
+            "subclasses: register another class with normformer_rs.surgery.register_block(kind, converted)"
         )
     return [_group(model, path, blocks) for (path, *_), blocks in found.items()]
 
 
 def _group(model: nn.Module, path: str, blocks: Mapping[str, nn.Module]) -> Group:
     own = [*blocks.values()]
-    # Each time that a block is there, and subclasses of it, which stay as they are; a head beside them is no layer.
+    # A block counts once for each of its entries; subclasses, which are not converted, count too, and heads do not.
     wrapped = (
         getattr(entry, "_checkpoint_wrapped_module", entry) for entry in model.get_submodule(path)._modules.values()
     )
@@ -160,15 +160,14 @@ def _group(model: nn.Module, path: str, blocks: Mapping[str, nn.Module]) -> Grou
 
 
 def _without_wrappers(path: str) -> str:
-    """Of what torch.compile and activation checkpointing have put around a layer."""
+    """The path without the wrappers of torch.compile and activation checkpointing."""
     return path.replace("._orig_mod", "").replace("._checkpoint_wrapped_module", "")
 
 
 def _plans(
     model: nn.Module, to: str, depth: int | tuple[int, int] | None, init: str | None, options: Mapping[str, Any]
 ) -> list[tuple[Group, Place]]:
-    """For each group of blocks the place of its first: the configuration says how deep the model is, and which stack it
-    is."""
+    """Each group of blocks with the place of its first: a configuration with the model's depths, and the stack."""
     for name in options:
         if name in PARAMETRISATION:
             raise InputError(
@@ -205,7 +204,7 @@ def _plans(
 
 
 def _has(group: Group, place: Place) -> bool:
-    """The blocks have this very scheme already."""
+    """The blocks have exactly this scheme already."""
     now = place_of(group.blocks[0])
     return now is not None and now.config == place.config
 
@@ -219,8 +218,8 @@ def _check(group: Group, place: Place, to: str) -> None:
         )
     if place.config.qk_norm and not isinstance(group.blocks[0], tuple(TORCHS)):
         raise InputError(
-            f"qk_norm=True reaches between projections and products of attention, and {type(group.blocks[0]).__name__} "
-            "keeps those to itself: leave it out"
+            f"qk_norm=True acts between projections and products of attention, which {type(group.blocks[0]).__name__} "
+            "does not expose: leave it out"
         )
     joins_layers = place.declared.combine or place.declared.streams
     if joins_layers and type(group.holder) not in TORCH_STACKS:
@@ -231,9 +230,8 @@ def _check(group: Group, place: Place, to: str) -> None:
     own_way = joins_layers or place.declared.growth
     if own_way and type(group.holder) in TORCH_STACKS and len(group.blocks) < group.depth:
         raise InputError(
-            f"{to} treats each of the {group.depth} layers of {group.path} in its own way, of which "
-            f"{len(group.blocks)} are {type(group.blocks[0]).__name__}s of their own: others are shared or of another "
-            "class"
+            f"{to} treats each layer of {group.path} differently, but only {len(group.blocks)} of its {group.depth} "
+            f"layers are {type(group.blocks[0]).__name__}s of their own: others are shared or of another class"
         )
 
 
@@ -247,7 +245,7 @@ _OURS = {
 
 
 def _convert_torchs(group: Group, place: Place, edits: Edits) -> list[Row]:
-    """torch.nn's layers, and the stack if they stand in one, become the package's: children and names are the same."""
+    """Turns torch.nn's layers, and their stack if there is one, into the package's; children and names stay."""
     notes, holder = [], group.holder
     in_stack = type(holder) in TORCH_STACKS
     for i, layer in enumerate(group.blocks):
@@ -265,13 +263,13 @@ def _convert_torchs(group: Group, place: Place, edits: Edits) -> list[Row]:
             notes.append(Row(path, names[0], names[1], "after the stack"))
     elif place.declared.end:
         notes.append(
-            Row(group.path, "", "", f"{place.config.residual} wants a norm after the last layer: that is yours to add")
+            Row(group.path, "", "", f"{place.config.residual} needs a norm after the last layer: add it yourself")
         )
     return notes
 
 
 def _convert_foreign(group: Group, place: Place, edits: Edits) -> list[Row]:
-    """Blocks become subclasses of theirs that call the scheme's steps; what the scheme has stands in `residual`."""
+    """Turns blocks into subclasses that call the scheme's steps; the scheme's modules go into `residual`."""
     notes, first = [], None
     for i, block in enumerate(group.blocks):
         converted = converted_of(type(block))
@@ -324,15 +322,14 @@ def _repoint(
     after: Mapping[str, nn.Parameter],
     drawn: Sequence[nn.Parameter],
 ) -> Repoint:
-    """What went out leaves the optimizer; what is new stands behind the first parameter of its module that the
-    optimizer has."""
+    """Takes the removed parameters out of the optimizer, and puts each new one after the nearest old one by path."""
     known, kept = {*before.values()}, {*after.values()}
     exchange: dict[nn.Parameter, list[tuple[str, nn.Parameter]]] = {p: [] for p in known - kept}
     names = {p: name for name, p in before.items()}
     for name, p in after.items():
         if p in known:
             continue
-        # the nearest old parameter: the one whose name begins with as much of this one's path
+        # the nearest old parameter shares the longest beginning of the path
         there = [q for q in kept & known if q.requires_grad] or [*(kept & known)]
         if not there:
             continue

@@ -7,13 +7,18 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from ..errors import InputError
-from ..nn.initial import Role
+from ..nn.init import Role
 
 
 class Linear(NamedTuple):
-    """A linear layer of a block: where it is, what its outputs are (query, key, value, output, fc1, fc2; several where
-    they are stacked), what the scheme's first values are multiplied by, and the attribute that counts the groups where
-    stacked outputs alternate head by head."""
+    """A linear layer of a block.
+
+    Attributes:
+        path: its path in the block.
+        roles: its outputs: query, key, value, output, fc1, fc2; several where they are stacked.
+        factor: multiplies the scheme's first values.
+        groups: the path of the number of groups, where stacked outputs alternate head by head.
+    """
 
     path: str
     roles: tuple[Role, ...]
@@ -61,14 +66,14 @@ class Part(NamedTuple):
         return self.dropout if self.dropout is not None and "." in self.dropout else None
 
     def paths(self) -> Iterator[str]:
-        """Everything that the block must hold for it."""
+        """The paths that the block must have for it."""
         yield self.norm
         yield from (linear.path.removesuffix(".in_proj_weight") for linear in self.linears)
         yield from (path for path in (self.dropout, *self.run) if path is not None)
 
 
 class BlockSpec(NamedTuple):
-    """A class of blocks as data: what `register_block` needs where the block calls its sublayers one after another.
+    """A class of blocks as data, for `register_block`, where the block calls its sublayers one after another.
 
     Attributes:
         parts: the sublayers in order; cross-attention is left out of blocks that have none.
@@ -81,7 +86,7 @@ class BlockSpec(NamedTuple):
     clamps: bool = False
 
     def parts_of(self, block: Any) -> list[Part]:
-        """Those that this block has."""
+        """The sublayers that this block has."""
         return [part for part in self.parts if part.kind != "cross-attention" or has(block, part.norm)]
 
     def heads_of(self, block: Any) -> int:
@@ -95,13 +100,13 @@ class BlockSpec(NamedTuple):
         if missing:
             raise InputError(
                 f"{name} has no {missing[0]}, which its declaration names: another version of its library may have "
-                "changed it; tell how it looks with normformer_rs.surgery.register_block"
+                "changed it; declare it with normformer_rs.surgery.register_block"
             )
         known = {path.partition(".")[0] for path in paths}
         unknown = [child for child, module in block.named_children() if child not in known and _acts(module)]
         if unknown:
             raise InputError(
-                f"{name} holds {unknown[0]}, which its declaration does not run: tell how it looks with "
+                f"{name} holds {unknown[0]}, which its declaration does not run: declare it with "
                 "normformer_rs.surgery.register_block"
             )
 
@@ -111,12 +116,12 @@ def _acts(module: nn.Module) -> bool:
 
 
 def at(block: Any, path: str) -> Any:
-    """What stands at a path of attributes."""
+    """The value at a path of attributes."""
     return operator.attrgetter(path)(block)
 
 
 def has(block: Any, path: str) -> bool:
-    """Something stands at the path."""
+    """The path exists."""
     try:
         at(block, path)
     except AttributeError:

@@ -1,0 +1,21 @@
+"""The command line's page: each command's help."""
+
+import argparse
+import os
+from unittest import mock
+
+from normformer_rs import cli
+
+
+def page() -> str:
+    """Every command with all its options, as `--help` prints them."""
+    with mock.patch.dict(os.environ, {"COLUMNS": "96"}):
+        parser = cli._parser()
+        (commands,) = (action for action in parser._actions if isinstance(action, argparse._SubParsersAction))
+        parts = [
+            "# Command line",
+            "`normformer-rs COMMAND --help` prints the same.",
+            f"```text\n{parser.format_help()}```",
+        ]
+        parts += [f"## {name}\n\n```text\n{command.format_help()}```" for name, command in commands.choices.items()]
+    return "\n\n".join(parts) + "\n"

@@ -1,0 +1,36 @@
+"""Examples: code that is run when the pages are made, and shown with what it printed."""
+
+import contextlib
+import io
+import re
+import warnings
+from functools import cache
+
+from .spec import ROOT
+
+
+def run(code: str, name: str = "example") -> str:
+    """What the code prints. A warning or an error ends the making of the pages."""
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed), warnings.catch_warnings():
+        warnings.simplefilter("error")
+        warnings.filterwarnings("ignore", category=DeprecationWarning, module="torch")
+        exec(compile(code, name, "exec"), {"__name__": name})
+    return printed.getvalue()
+
+
+def shown(code: str) -> str:
+    """The code and its output, as Markdown."""
+    printed = run(code).rstrip()
+    return f"```python\n{code.rstrip()}\n```" + (f"\n\n```text\n{printed}\n```" if printed else "")
+
+
+@cache
+def of_names() -> dict[str, str]:
+    """The code of docs/examples.md for each name that a section lists."""
+    found = {}
+    text = (ROOT / "docs" / "examples.md").read_text(encoding="utf-8")
+    for section in re.split(r"^## ", text, flags=re.M)[1:]:
+        head, _, rest = section.partition("```python\n")
+        found |= dict.fromkeys(re.findall(r"`(normformer_rs[\w.]+)`", head), rest.partition("```")[0])
+    return found

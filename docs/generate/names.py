@@ -1,0 +1,183 @@
+"""A page for every norm and every residual scheme, made of Rust's tables, docs/spec.md, docs/notes.md and
+benches/results. A new name has its page as soon as it is in the tables."""
+
+import inspect
+import re
+from pathlib import Path
+from typing import Any
+
+from benches import figures
+
+from normformer_rs import config
+from normformer_rs import nn as nfnn
+
+from . import equations, spec
+from .examples import shown
+from .tables import RESULTS, results, table
+
+NOTES = spec.ROOT / "docs" / "notes.md"
+KINDS = {"norms": "Norms", "residuals": "Residual schemes"}
+_CHOOSERS = {"norm", "encoder_norm", "decoder_norm", "residual", "init"}
+"""Options that name a norm or a scheme, and belong to none."""
+_DEPTHS = (("18+18", "depth18"), ("50+50", "depth50"))
+_STARTS = {"length": "√d, or d^(1/p)"}
+
+
+def pages(folder: Path) -> dict[str, str]:
+    """The pages by path; pictures are written to `folder`/images."""
+    made = {}
+    for kind, title in KINDS.items():
+        entries = config.tables()[kind]
+        made[f"{kind}/index.md"] = _index(kind, title, entries)
+        for entry in entries:
+            page = _norm if kind == "norms" else _residual
+            made[f"{kind}/{entry['name']}.md"] = page(entry, folder)
+    return made
+
+
+def _index(kind: str, title: str, entries: list[dict[str, Any]]) -> str:
+    rows = [(f"[`{e['name']}`]({e['name']}.md)", equations.render(e["equation"]), e["source"]) for e in entries]
+    option = "norm" if kind == "norms" else "residual"
+    about = f'`--{option} NAME` on the command line, `{option}="NAME"` in Python. [Names](../names.md) has the'
+    about += " initialisations and presets, too; the [specification](../spec.md) its notation."
+    return f"# {title}\n\n{about}\n\n{table(('name', 'definition', 'source'), rows)}"
+
+
+def _head(entry: dict[str, Any]) -> list[str]:
+    parts = [f"# `{entry['name']}`", f'<div class="equation">{equations.render(entry["equation"])}</div>']
+    found = spec.papers(entry["source"], entry["name"])
+    parts.append(f"Source: {entry['source']}." + "".join(f"\n\n- {paper}" for paper in found))
+    return parts
+
+
+def _specification(name: str) -> list[str]:
+    found = spec.section(name)
+    if found is None:
+        return []
+    anchor, text = found
+    # links of the specification to itself
+    text = re.sub(r"\]\((#[\w-]+)\)", r"](../spec.md\1)", text).replace("](results.md", "](../results.md")
+    text = text.replace("](names.md", "](../names.md").replace("](roadmap.md", "](../roadmap.md")
+    return ["## Definition", equations.blocks("\n\n" + text + "\n\n").strip(),
+            f"[The specification](../spec.md#{anchor}) has its notation and what else holds."]  # fmt: skip
+
+
+def notes(name: str) -> list[str]:
+    """What docs/notes.md says of a name."""
+    match = re.search(rf"^## `{re.escape(name)}`\n(.*?)(?=^## |\Z)", NOTES.read_text(encoding="utf-8"), re.M | re.S)
+    if match is None:
+        return []
+    return ["## Where it helps and fails", re.sub(r"\]\((\w+\.md)", r"](../\1", match[1]).strip()]
+
+
+def options(name: str, kind: str) -> list[config.Field]:
+    """The options of `TransformerConfig` that a norm or scheme has: by their prefix, or named in their help."""
+    names = sorted((e["name"] for e in config.tables()[kind]), key=len, reverse=True)
+    found = []
+    for field in config.TransformerConfig.FIELDS:
+        if field.group != "norm and residual" or field.name in _CHOOSERS:
+            continue
+        owner = next((n for n in names if field.name.startswith(n.replace("-", "_") + "_")), None)
+        is_named = re.search(rf"(?<![\w-]){re.escape(name)}(?![\w-])", field.help) is not None
+        of_statistics = field.name == "groupscaling" or (owner is not None and kind == "norms")
+        if owner == name or (kind == "norms" and is_named and of_statistics):
+            found.append(field)
+    return found
+
+
+def option_table(fields: list[config.Field]) -> str:
+    """Options with type, default and help."""
+    rows = [(f"`{f.name}`", _type(f), f"`{f.default!r}`", _escaped(f.help)) for f in fields]
+    return table(("option", "type", "default", "what"), rows)
+
+
+def _type(field: config.Field) -> str:
+    kind = ", ".join(f"`{choice}`" for choice in field.choices) or field.kind
+    return kind + (", or none" if field.optional else "")
+
+
+def _escaped(text: str) -> str:
+    """Help is plain text."""
+    return re.sub(r"([*_<])", r"\\\1", text)
+
+
+def _norm(entry: dict[str, Any], folder: Path) -> str:
+    name, module = entry["name"], entry["module"]
+    made = f"nfnn.{module}(64)" if module in nfnn.__all__ else f'nfnn.norm_class("{name}")(64)'
+    code = f"""\
+import torch
+import normformer_rs as nfrs
+from normformer_rs import nn as nfnn
+
+norm = {made}
+print(norm)
+y = norm(torch.randn(8, 10, 64))
+
+model = torch.nn.TransformerEncoderLayer(64, 4, 128, batch_first=True)
+print(nfrs.swap_norms(model, "{name}"))
+"""
+    parts = [*_head(entry), "## Example", shown(code)]
+    parts.append(f'In the training loop: `--norm {name}`, or `normformer_rs.TransformerConfig(norm="{name}")`.')
+    parts.append(f"With fairseq: `normformer-rs fairseq train … --norm {name}`.")
+    parts += _specification(name) + notes(name)
+    constructor = inspect.signature(nfnn.norm_class(name)).parameters.values()
+    rows = [(f"`{p.name}`", f"`{p.default!r}`") for p in constructor if p.default is not p.empty]
+    parts += ["## Options", f"Of the module, `normformer_rs.nn`'s {module}, beside the width:"]
+    parts.append(table(("argument", "default"), rows))
+    if fields := options(name, "norms"):
+        parts += ["Of the training loop and of `normformer_rs.TransformerConfig`:", option_table(fields)]
+    kept = [(f"`{k['name']}`", what, _shape(k["shape"]), _STARTS.get(k["start"], k["start"]))
+            for what, key in (("parameter", "parameters"), ("buffer", "buffers")) for k in entry[key]]  # fmt: skip
+    parts += ["## Parameters and buffers", table(("name", "what", "shape", "at the start"), kept)]
+    rows = [(r["encoder_norm"], r["bleu_test_2016"], r["train_nll"], r["valid_nll"]) for r in results("norms")]
+    if any(row[0] == name for row in rows):
+        rows = [tuple(f"**{cell}**" for cell in row) if row[0] == name else row for row in rows]
+        parts += ["## Measured", table(("encoder's norm", "BLEU", "training NLL", "validation NLL"), rows)]
+        parts.append("[Multi30k, 2,500 updates, one seed](../results.md#the-encoders-norms-exchanged-as-in-pn-table-1)")
+    return "\n\n".join(parts) + "\n"
+
+
+def _shape(shape: str) -> str:
+    return {"one": "(1,)", "width": "(d,)", "column": "(1, d, 1, 1)"}[shape]
+
+
+_MORE = {
+    "admin": "nfnn.profile(model, torch.randn(2, 5, 64))  # once, before training: sets ω",
+    "branchnorm": "nfnn.set_num_updates(model, 1000)       # t; an optimizer of torch moves it by itself",
+}
+
+
+def _residual(entry: dict[str, Any], folder: Path) -> str:
+    name = entry["name"]
+    more = f"{_MORE[name]}\n" if name in _MORE else ""
+    code = f"""\
+import torch
+import normformer_rs as nfrs
+from normformer_rs import nn as nfnn
+
+layer = nfnn.TransformerEncoderLayer(64, 4, 128, residual="{name}", batch_first=True)
+encoder = nfnn.TransformerEncoder(layer, 2)
+y = encoder(torch.randn(2, 5, 64))
+
+model = torch.nn.TransformerEncoder(torch.nn.TransformerEncoderLayer(64, 4, 128, batch_first=True), 2)
+print(nfrs.swap_residuals(model, "{name}"))
+{more}"""
+    parts = [*_head(entry), "## Example", shown(code)]
+    parts.append(f'In the training loop: `--residual {name}`, or `normformer_rs.TransformerConfig(residual="{name}")`.')
+    parts.append(f"With fairseq: `normformer-rs fairseq train … --residual {name}`.")
+    parts += _specification(name) + notes(name)
+    fields = options(name, "residuals")
+    parts += ["## Options", option_table(fields) or "It has none of its own."]
+    rows = [(depth, f"{float(r['lr']):g}", r["verdict"], r["train_nll"], r["valid_nll"], r["largest_grad_norm"])
+            for depth, table_name in _DEPTHS for r in results(table_name) if r["residual"] == name]  # fmt: skip
+    if rows:
+        head = ("layers", "learning rate", "verdict", "training NLL", "validation NLL", "largest gradient norm")
+        parts += ["## Measured", "Multi30k, d 64, constant rate without warm-up, one seed; NLL in nats per token. "
+                  "[18+18 layers](../results.md#1818-layers): 600 updates; [50+50](../results.md#5050-layers): 300. "
+                  "[The verdicts](../spec.md#verdicts).", table(head, rows)]  # fmt: skip
+    sources = [(depth, RESULTS / f"{table_name}-gradients.csv") for depth, table_name in _DEPTHS]
+    picture = folder / "images" / f"gradients-{name}.png"
+    if figures.scheme(name, sources, picture):
+        parts.append(f"![gradient norms of the first 100 updates: {name}, the other schemes in grey]"
+                     f"(../images/{picture.name})")  # fmt: skip
+    return "\n\n".join(parts) + "\n"

@@ -1,0 +1,165 @@
+"""All pages: those written by hand, with their links turned to where things are in the site, and the generated ones."""
+
+import json
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+from normformer_rs import config
+from normformer_rs.surgery import families
+
+from . import api, commands, equations, names, notebooks
+from .spec import ROOT
+from .tables import table
+
+WRITTEN = {"README.md": "index.md", "CONTRIBUTING.md": "contributing.md", "CHANGELOG.md": "changelog.md"}
+"""Pages outside docs/."""
+CONTENTS: list[tuple[str, list[str]]] = [
+    ("Start", ["index.md", "install.md", "swap.md", "models.md", "train.md", "language-models.md", "fairseq.md"]),
+    ("Notebooks", ["notebooks/"]),
+    ("Norms", ["norms/"]),
+    ("Residual schemes", ["residuals/"]),
+    ("Reference", ["names.md", "spec.md", "notes.md", "commands.md", "examples.md", "api/"]),
+    ("Evidence", ["results.md", "reliability.md", "data.md"]),
+    ("Project", ["architecture.md", "cuda.md", "roadmap.md", "contributing.md", "changelog.md"]),
+]
+"""The menu: pages, and folders of which all pages are listed. A page that is not there is left out."""
+
+
+def write(output: Path, with_notebooks: bool = True) -> dict[str, str]:
+    """Writes `output`/pages and `output`/mkdocs.yml; returns the pages' text by path."""
+    folder = output / "pages"
+    shutil.rmtree(folder, ignore_errors=True)
+    pages = {WRITTEN.get(path, Path(path).name): _moved(path, folder) for path in _sources()}
+    pages["spec.md"] = equations.blocks(pages["spec.md"])
+    pages["models.md"] = models()
+    pages["commands.md"] = commands.page()
+    pages |= names.pages(folder) | api.pages()
+    if with_notebooks:
+        pages |= notebooks.pages(folder, output / "notebooks")
+    for name, text in pages.items():
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+    settings = {
+        "INHERIT": "../mkdocs.yml",
+        "docs_dir": "pages",
+        "site_dir": "html",
+        "theme": {"custom_dir": "../docs/theme"},
+        "nav": menu(pages),
+    }
+    output.joinpath("mkdocs.yml").write_text(json.dumps(settings, indent=1, ensure_ascii=False), encoding="utf-8")
+    return pages
+
+
+def _sources() -> list[str]:
+    return [*WRITTEN, *(f"docs/{path.name}" for path in sorted((ROOT / "docs").glob("*.md")))]
+
+
+def menu(pages: dict[str, str]) -> list[Any]:
+    """mkdocs' `nav`. Every page is in it."""
+    found: list[Any] = []
+    listed = set()
+    for title, entries in CONTENTS:
+        inside: list[Any] = []
+        for entry in entries:
+            if entry.endswith("/"):
+                here = sorted((name for name in pages if name.startswith(entry)), key=_order)
+                inside += [
+                    {_title(name, pages[name]): name} if not name.endswith("index.md") else name for name in here
+                ]
+                listed.update(here)
+            elif entry in pages:
+                inside.append({"Start": entry} if entry == "index.md" else {_title(entry, pages[entry]): entry})
+                listed.add(entry)
+        if inside:
+            found.append({title: inside})
+    if missing := set(pages) - listed:
+        raise ValueError(f"pages that pages.CONTENTS does not list: {', '.join(sorted(missing))}")
+    return found
+
+
+def _order(name: str) -> tuple[int, Any]:
+    """The index first, names in the tables' order, notebooks in theirs, the rest by name."""
+    tables = [entry["name"] for kind in ("norms", "residuals") for entry in config.tables()[kind]]
+    stem = Path(name).stem
+    if stem == "index":
+        return 0, ""
+    if name.startswith("notebooks/"):
+        return 1, f"{notebooks.order(stem):04} {stem}"
+    return 1, f"{tables.index(stem):04}" if stem in tables else stem
+
+
+def _title(name: str, text: str) -> str:
+    match = re.search(r"^# (.+)$", text, re.M)
+    if match is None:
+        raise ValueError(f"{name} has no heading")
+    return match[1].replace("`", "")
+
+
+def models() -> str:
+    """The models that `swap_residuals` knows, and those it refuses."""
+    known = [(family, ", ".join(f"`{block}`" for block in blocks), scheme)
+             for family, blocks, scheme in families.table()]  # fmt: skip
+    refused = [(form, ", ".join(f"`{block}`" for block in blocks)) for form, blocks in families.refused().items()]
+    return f"""\
+# Supported models
+
+`swap_norms` finds norms by what they compute, in any model. `swap_residuals` knows the blocks below;
+[`register_block`](api/normformer_rs.surgery.md#register_block) adds others. [Swap](swap.md) shows both.
+
+A swap of a model into its own scheme with `init=None` changes no output. torch.nn.Transformer's post-norm stacks lose
+the norm after them, one more than the equation has.
+
+{table(("family", "blocks", "own scheme"), known)}
+## Refused
+
+These blocks have another form, so `swap_residuals` refuses them by name. `swap_norms` takes them.
+
+{table(("the block has", "classes"), refused)}"""
+
+
+_LINK = re.compile(r"(!?\[[^\]]*\])\(([^)\s]+)\)")
+
+
+def _moved(source: str, folder: Path) -> str:
+    """A page's text, with links as they are in the site. Errors: ValueError for a link to nothing."""
+    text = (ROOT / source).read_text(encoding="utf-8")
+    text = _lists(re.sub(r"^<!--.*?-->\n+", "", text, flags=re.S))
+
+    def link(match: re.Match[str]) -> str:
+        target, _, anchor = match[2].partition("#")
+        if "://" in target or not target:
+            return match[0]
+        path = (ROOT / source).parent.joinpath(target).resolve()
+        if not path.exists():
+            raise ValueError(f"{source}: {match[0]} leads nowhere")
+        inside = path.relative_to(ROOT).as_posix()
+        if path.suffix == ".png":
+            folder.joinpath("images").mkdir(parents=True, exist_ok=True)
+            shutil.copy(path, folder / "images" / path.name)
+            return f"{match[1]}(images/{path.name})"
+        if path.suffix == ".md":
+            page = WRITTEN.get(inside, path.name)
+        elif path.parent == notebooks.NOTEBOOKS:
+            page = f"notebooks/{path.stem}.md"
+        else:
+            raise ValueError(f"{source}: {match[0]} is no page of the site: name the file without a link")
+        return f"{match[1]}({page}{'#' + anchor if anchor else ''})"
+
+    # code keeps what looks like a link
+    parts = re.split(r"(^ *```.*?^ *```$|`[^`\n]+`)", text, flags=re.M | re.S)
+    return "".join(part if i % 2 else _LINK.sub(link, part) for i, part in enumerate(parts))
+
+
+def _lists(text: str) -> str:
+    """What belongs to an item of a numbered list stands four spaces in, where GitHub is content with three."""
+    lines, is_item = [], False
+    for line in text.splitlines():
+        if re.match(r"\d+\. ", line):
+            is_item = True
+        elif line and not line.startswith("   "):
+            is_item = False
+        lines.append(" " + line if is_item and line.startswith("   ") else line)
+    return "\n".join(lines) + "\n"

@@ -1,0 +1,38 @@
+"""What docs/spec.md says of a name, and which papers it names."""
+
+import re
+from functools import cache
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+SPEC = ROOT / "docs" / "spec.md"
+
+
+@cache
+def text() -> str:
+    return SPEC.read_text(encoding="utf-8")
+
+
+def section(name: str) -> tuple[str, str] | None:
+    """(anchor, text without the heading) of the section that has `name` in its heading; None where there is none."""
+    for match in re.finditer(
+        r"^((?:<a id=\"[\w-]+\"></a>)*)\n#+ [^\n]*`" + re.escape(name) + r"`[^\n]*\n", text(), re.M
+    ):
+        end = re.compile(r"^(?:<a id=|#)", re.M).search(text(), match.end())
+        anchors = re.findall(r'id="([\w-]+)"', match[1])
+        if anchors:
+            anchor = name if name in anchors else anchors[0]
+            return anchor, text()[match.end() : end.start() if end else None].strip("\n")
+    return None
+
+
+def papers(source: str, name: str) -> list[str]:
+    """The papers that a table's `source` names, in full, out of docs/spec.md §7.1."""
+    begin = text().index('<a id="papers"></a>')
+    table = re.findall(r"^\| ([^|]+) \| ([^|]+) \|$", text()[begin : text().index("<a id=", begin + 1)], re.M)
+    found = []
+    for keys, paper in table:
+        short = [key.strip(" *") for key in re.split("[;,]", keys)]
+        if any(re.search(re.escape(key) + r"(?!\w| \()", source) for key in short) or f"where {name} is meant" in keys:
+            found.append(paper.strip())
+    return found

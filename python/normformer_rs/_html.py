@@ -1,0 +1,35 @@
+"""Tables as notebooks show them."""
+
+import html
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+_CELL = 'style="text-align: left; vertical-align: top"'
+
+
+def table(head: Sequence[str], rows: Iterable[Sequence[object]], caption: str = "") -> str:
+    """An HTML table; every cell is text."""
+    lines = [f"<caption style='text-align: left'><b>{html.escape(caption)}</b></caption>" if caption else ""]
+    lines.append(_row(head, "th"))
+    lines += [_row(row, "td") for row in rows]
+    return f"<table>{''.join(lines)}</table>"
+
+
+def _row(cells: Sequence[object], tag: str) -> str:
+    return "<tr>" + "".join(f"<{tag} {_CELL}>{html.escape(str(cell))}</{tag}>" for cell in cells) + "</tr>"
+
+
+class Table(list[dict[str, Any]]):
+    """A list of objects with the same keys, which a notebook shows as a table of those that are text."""
+
+    def _repr_html_(self) -> str:
+        shown = [key for key in self[0] if isinstance(self[0][key], str)] if self else []
+        shown = [key for key in ("name", "equation", "source") if key in shown] or shown
+        return table(shown, ([row[key] for key in shown] for row in self))
+
+
+class Tables(dict[str, list[dict[str, Any]]]):
+    """Named tables, which a notebook shows one below the other."""
+
+    def _repr_html_(self) -> str:
+        return "".join(f"<h4>{html.escape(name)}</h4>{Table(rows)._repr_html_()}" for name, rows in self.items())

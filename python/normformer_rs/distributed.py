@@ -1,0 +1,67 @@
+"""The processes that train one model together, as torchrun starts them."""
+
+import contextlib
+import os
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from . import _core
+from .errors import InputError
+
+
+class Rank(NamedTuple):
+    """A process's place in a group of torch.distributed."""
+
+    group: str
+    """The group's name, by which torch's collectives find it."""
+    rank: int
+    size: int
+
+
+def rank_in(group: "dist.ProcessGroup | None" = None) -> Rank | None:
+    """This process's place in `group` (default: all processes); None for a process alone."""
+    if not (dist.is_available() and dist.is_initialized()):
+        return None
+    group = dist.group.WORLD if group is None else group
+    if group is None or group.size() == 1:
+        return None
+    return Rank(group.group_name, group.rank(), group.size())
+
+
+def group_name(group: "dist.ProcessGroup | None" = None) -> str:
+    """The name of a group, which it registers with the operators; "" for a process alone."""
+    place = rank_in(group)
+    if place is None:
+        return ""
+    _core.join_group(*place)
+    return place.group
+
+
+@contextlib.contextmanager
+def world(device: str) -> Iterator[Rank | None]:
+    """This process's place in the existing group, or in a new one if torchrun started the process.
+
+    Gloo on the CPU, NCCL on CUDA (each process on the device of its LOCAL_RANK). Errors: InputError where torchrun's
+    variables are incomplete.
+    """
+    size = os.environ.get("WORLD_SIZE", "1")
+    if not size.isdecimal():
+        raise InputError(f"WORLD_SIZE must be a number of processes, got {size!r}: start with torchrun, or unset it")
+    started = int(size) > 1
+    if not started or dist.is_initialized():
+        yield rank_in()
+        return
+    missing = [name for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
+    if missing:
+        raise InputError(f"WORLD_SIZE is set, {', '.join(missing)} is not: start with torchrun, or unset WORLD_SIZE")
+    on_cuda = device.startswith("cuda") or (device == "auto" and torch.cuda.is_available())
+    if on_cuda:
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+    dist.init_process_group("nccl" if on_cuda else "gloo")
+    try:
+        yield rank_in()
+    finally:
+        dist.destroy_process_group()

@@ -1,0 +1,74 @@
+"""Hooks on fairseq's functions: checks and settings between fairseq-train's load of a checkpoint and its first
+update."""
+
+import functools
+from typing import Any
+
+import torch
+from fairseq import checkpoint_utils
+from fairseq import trainer as trainer_module
+from fairseq.criterions.label_smoothed_cross_entropy_with_alignment import (
+    LabelSmoothedCrossEntropyCriterionWithAlignment,
+)
+
+from normformer_rs.errors import InputError
+
+from .criterion import FusedLabelSmoothedCrossEntropy
+from .model import Decoder
+from .schedules import ValDecay
+from .vocabulary import target_types
+
+_load, _average = checkpoint_utils.load_checkpoint, trainer_module.build_ema
+
+
+@functools.wraps(_load)
+def load_checkpoint(cfg: Any, trainer: Any, **options: Any) -> Any:
+    """fairseq's own, then this package's checks. Only fairseq-train calls it."""
+    extra, epochs = _load(cfg, trainer, **options)
+    if extra is not None and isinstance(trainer.lr_scheduler, ValDecay):
+        trainer.lr_scheduler.resume(extra)
+    model = trainer.get_model()
+    is_ours = isinstance(getattr(model, "decoder", None), Decoder)
+    if is_ours and isinstance(trainer.get_criterion(), LabelSmoothedCrossEntropyCriterionWithAlignment):
+        raise InputError(
+            "--load-alignments trains attention weights, which these architectures compute in evaluation only: leave "
+            "it and its criterion out"
+        )
+    mask = getattr(getattr(model, "decoder", None), "vocab_mask", None)
+    if mask is not None:
+        _settle_vocabulary(mask, trainer)
+    if not getattr(model, "is_profiled", True):
+        _check_profiling(model)
+    return extra, epochs
+
+
+checkpoint_utils.load_checkpoint = load_checkpoint
+
+
+@functools.wraps(_average)
+def build_ema(model: Any, config: Any, device: Any) -> Any:
+    """fairseq's average over time; counters, switches and masks are copied, because they have no mean."""
+    ema = _average(model, config, device)
+    if ema is not None:
+        named = ((name, t) for name, t in model.state_dict().items() if isinstance(t, torch.Tensor))
+        ema.skip_keys = {*ema.skip_keys, *(name for name, t in named if not t.is_floating_point())}
+    return ema
+
+
+trainer_module.build_ema = build_ema
+
+
+def _settle_vocabulary(mask: torch.Tensor, trainer: Any) -> None:
+    """Sets V_t from the training data, in a resumed training as in a new one."""
+    if not isinstance(trainer.get_criterion(), FusedLabelSmoothedCrossEntropy):
+        raise InputError("--vocab-mask needs --criterion nfrs_label_smoothed_cross_entropy")
+    if getattr(trainer.cfg.task, "add_bos_token", False):
+        raise InputError("--vocab-mask leaves BOS out of V_t, and --add-bos-token makes it a target: leave one out")
+    mask.copy_(target_types(trainer.task, trainer.cfg.dataset.train_subset))
+
+
+def _check_profiling(model: Any) -> None:
+    dtype = next(model.parameters()).dtype
+    if dtype != torch.float32:
+        # fairseq has made its f32 copies of the parameters already; they would overwrite the gains
+        raise InputError(f"admin sets its gains from the first batch, in f32; got {dtype}: use --amp")

@@ -1,0 +1,185 @@
+"""Packed batches: one row for each real token, sentence after sentence; and attention between such rows.
+
+fairseq pads its batches, on either side. Packing keeps padding out of norms, products and statistics. While admin is
+profiled padding has rows too, because its gains come from the whole batch (docs/spec.md §3.4). Step-by-step decoding
+has one row for each sentence, and keeps the keys and values of earlier steps.
+"""
+
+import dataclasses
+import math
+from typing import Any, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..nn import MultiheadAttention
+from ..nn.profiling import is_profiling
+from ..nn.scheme import OPS, Draw
+
+
+@dataclasses.dataclass(frozen=True)
+class Rows:
+    """The positions of a (B, T) batch's real tokens; while gains are profiled, of its padding too."""
+
+    shape: torch.Size
+    index: Tensor
+    """(N,): the place of each row in the flattened batch."""
+    lengths: Tensor
+    """(B,): the number of each sentence's real tokens."""
+    pad_mask: Tensor | None = None
+    """(N,): True at padding, whose rows come after all others; None: there are no such rows."""
+
+    @classmethod
+    def of(cls, padding: Tensor) -> "Rows":
+        """From a mask (B, T), True at padding."""
+        flat, lengths = padding.flatten(), (~padding).sum(1)
+        if not is_profiling():
+            return cls(padding.shape, (~flat).nonzero().squeeze(1), lengths)
+        index = flat.to(torch.uint8).argsort(stable=True)
+        return cls(padding.shape, index, lengths, flat[index])
+
+    def pack(self, x: Tensor) -> Tensor:
+        """(B, T, …) → (N, …)."""
+        return x.flatten(0, 1).index_select(0, self.index)
+
+    def unpack(self, rows: Tensor) -> Tensor:
+        """(N, d) → (B, T, d), zero at padding that has no row."""
+        padded = rows.new_zeros(self.shape.numel(), rows.shape[-1])
+        return padded.index_copy(0, self.index, rows).unflatten(0, self.shape)
+
+    def padding(self) -> Tensor:
+        """(B, T), True at padding."""
+        index = self.index if self.pad_mask is None else self.index[~self.pad_mask]
+        real = torch.zeros(self.shape.numel(), dtype=torch.bool, device=index.device)
+        return ~real.index_fill(0, index, True).unflatten(0, self.shape)
+
+    def spans(self) -> Tensor:
+        """(B, 2): where each sentence's rows start, and how many there are."""
+        return torch.stack((self.lengths.cumsum(0) - self.lengths, self.lengths), 1)
+
+    def ranges(self, keys: "Rows") -> Tensor:
+        """The operator's ranges of attention: each sentence attends to that of `keys`, each row of padding to all rows
+        of its sentence's."""
+        spans = torch.cat((self.spans(), keys.spans()), 1)
+        if self.pad_mask is None:
+            return spans
+        rows = self.pad_mask.nonzero()
+        alone = torch.cat((rows, torch.ones_like(rows)), 1)
+        return torch.cat((spans, torch.cat((alone, keys.spans()[self.index[rows[:, 0]] // self.shape[1]]), 1)))
+
+
+class Sight(Protocol):
+    """The keys and values that one sublayer's queries attend to."""
+
+    @property
+    def pad_mask(self) -> Tensor | None: ...
+
+    def attend(self, attention: "RowAttention", query: Tensor) -> Tensor:
+        """The heads' outputs, joined: (N, d) of queries (N, d)."""
+
+
+class RowAttention(MultiheadAttention):
+    """Attention between rows; parameters and a residual scheme's changes are MultiheadAttention's."""
+
+    def forward(self, query: Tensor, sight: Sight) -> Tensor:  # type: ignore[override]
+        query = self._change("input", query, sight.pad_mask)
+        joined = self._change("after_heads", sight.attend(self, query), sight.pad_mask)
+        return self._change("after_output", self.out_proj(joined), sight.pad_mask)
+
+    def project(self, x: Tensor, which: str) -> tuple[Tensor, ...]:
+        """x through the projections of `which`, neighbouring letters of "qkv", in one product, with the scheme's
+        changes on queries and keys."""
+        d, start = self.embed_dim, "qkv".index(which)
+        chosen = slice(start * d, (start + len(which)) * d)
+        bias = None if self.in_proj_bias is None else self.in_proj_bias[chosen]
+        parts = F.linear(x, self.in_proj_weight[chosen], bias).split(d, -1)
+        return tuple(self._change_heads(_POINTS[name], part) for name, part in zip(which, parts))
+
+    def _change_heads(self, point: str, x: Tensor) -> Tensor:
+        if point not in self.inside:
+            return x
+        return self._change(point, x.unflatten(-1, (self.num_heads, -1)), None).flatten(-2)
+
+
+_POINTS = {"q": "query", "k": "key", "v": "value"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Packed:
+    """Whole sentences: queries of `rows` attend to `rows`, or to `memory` with its rows `memory_rows`."""
+
+    rows: Rows
+    causal: bool = False
+    memory: Tensor | None = None
+    memory_rows: Rows | None = None
+
+    @property
+    def pad_mask(self) -> Tensor | None:
+        return self.rows.pad_mask
+
+    def attend(self, attention: RowAttention, query: Tensor) -> Tensor:
+        if self.memory is None or self.memory_rows is None:
+            (q, k, v), keys = attention.project(query, "qkv"), self.rows
+        else:
+            (q,), (k, v), keys = attention.project(query, "q"), attention.project(self.memory, "kv"), self.memory_rows
+        scale = 1 / math.sqrt(attention.head_dim)
+        draw = Draw(query.device)(attention.dropout if attention.training else 0.0)
+        return OPS.attention(q, k, v, self.rows.ranges(keys), attention.num_heads, self.causal, scale, *draw)[0]
+
+
+@dataclasses.dataclass
+class Watched:
+    """Attention to memory that also records its weights."""
+
+    at: Packed
+    pad_mask: None = None
+    weights: Tensor | None = None
+    """(B, heads, T, S), set by `attend`."""
+
+    def attend(self, attention: RowAttention, query: Tensor) -> Tensor:
+        rows, memory, keys = self.at.rows, self.at.memory, self.at.memory_rows
+        assert memory is not None and keys is not None
+        (q,), (k,) = attention.project(query, "q"), attention.project(memory, "k")
+        self.weights = weigh(attention, rows.unpack(q), keys.unpack(k), keys.padding())
+        return self.at.attend(attention, query)
+
+
+def weigh(attention: RowAttention, q: Tensor, k: Tensor, padding: Tensor) -> Tensor:
+    """The attention weights (B, heads, T, S) of q (B, T, d), k (B, S, d) and k's padding (B, S)."""
+    q, k = (t.unflatten(-1, (attention.num_heads, -1)).transpose(1, 2) for t in (q, k))
+    scores = (q / math.sqrt(attention.head_dim)) @ k.transpose(-1, -2)
+    return scores.masked_fill(padding[:, None, None, :], -math.inf).softmax(-1)
+
+
+@dataclasses.dataclass
+class Step:
+    """One step of decoding: a row for each sentence's newest token, and the keys and values of earlier tokens, or of
+    `memory`."""
+
+    kept: dict[str, Tensor]
+    """The cache by name, batch first: reordering the beams selects from each of its tensors."""
+    name: str
+    padding: Tensor
+    """The padding of the newest tokens, (B, 1), or of memory, (B, S)."""
+    memory: Tensor | None = None
+    pad_mask: Tensor | None = None
+    weights: Tensor | None = None
+    """(B, heads, 1, S), set by `attend`."""
+
+    def attend(self, attention: RowAttention, query: Tensor) -> Tensor:
+        if self.memory is None:
+            q, k, v = attention.project(query.unsqueeze(1), "qkv")
+            k, v, padding = self._append("key", k), self._append("value", v), self._append("padding", self.padding)
+        else:
+            (q,), padding = attention.project(query.unsqueeze(1), "q"), self.padding
+            if self.name + "key" not in self.kept:
+                self.kept[self.name + "key"], self.kept[self.name + "value"] = attention.project(self.memory, "kv")
+            k, v = self.kept[self.name + "key"], self.kept[self.name + "value"]
+        self.weights = weigh(attention, q, k, padding)
+        return (self.weights @ v.unflatten(-1, (attention.num_heads, -1)).transpose(1, 2)).transpose(1, 2).flatten(1)
+
+    def _append(self, what: str, new: Any) -> Any:
+        name = self.name + what
+        self.kept[name] = torch.cat((self.kept[name], new), 1) if name in self.kept else new
+        return self.kept[name]

@@ -1,0 +1,441 @@
+"""A residual scheme's declaration, read from Rust, and its one interpreter.
+
+Rust writes each scheme once (`src/residual`), as plain data: the norms, gains and changes at the four places of a
+Transformer. This file makes child modules and parameters of them and runs them; it names no scheme. Around a sublayer
+F, with drop the dropout on its output,
+
+    x⁺ = N_after(α⊙x + β⊙drop(N_amid(F(N_before(x)))))
+
+in one step. It is fused with N_after, or with the next sublayer's first norm, where that norm works row by row. A
+scheme may have further streams beside x; every sublayer updates them.
+"""
+
+import dataclasses
+import functools
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from .. import _core
+from ..config import LANGUAGE_MODELS, TransformerConfig, unknown
+from ..errors import InputError
+from . import formulas
+from .profiling import profile_step
+from .registry import FUSED, norm_of_config
+
+OPS = torch.ops.normformer_rs
+GROWING = "growing"
+"""Stands for a gain that is the stack's α_t."""
+
+
+@dataclasses.dataclass(frozen=True)
+class NormAt:
+    """The stack's norm under a name; `last`: no norm of the stack follows it; `ends_stack`: it stands after the last
+    layer."""
+
+    name: str
+    width: int
+    last: bool = False
+    ends_stack: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class Learned:
+    """A parameter; all its elements start at `value`."""
+
+    name: str
+    shape: tuple[int, ...]
+    value: float
+
+
+Gain = float | str | Learned
+"""The factor of x or F(x): a number, GROWING, or a parameter (a scalar or one number per column)."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Change:
+    """A norm, shift or scale at a point inside a sublayer, or after the stack."""
+
+    kind: Literal["norm", "shift", "scale", "head_scale"]
+    what: NormAt | Learned
+
+    def below(self, path: str) -> "Change":
+        """The same change, its name relative to the module at `path`."""
+        return Change(self.kind, dataclasses.replace(self.what, name=self.what.name.removeprefix(path + ".")))
+
+
+Inside = Mapping[str, tuple[Change, ...]]
+"""Changes by the point they stand at: input, query, key, after_heads, after_output, before_activation, amid."""
+
+
+@dataclasses.dataclass(frozen=True)
+class StreamStep:
+    """s⁺ = α⊙s + β⊙drop(f) of a stream s beside x (Rust's `StreamStep`)."""
+
+    alpha: Gain
+    beta: Gain
+
+
+@dataclasses.dataclass(frozen=True)
+class Sublayer:
+    """Around and inside one sublayer."""
+
+    before: NormAt | None
+    alpha: Gain
+    beta: Gain
+    amid: NormAt | None
+    after: NormAt | None
+    streams: tuple[StreamStep, ...]
+    inside: Inside
+    scale: float
+    """Of F(x): the parametrisation's factor, where β has not taken it."""
+
+    def around(self) -> Iterator[NormAt | Learned]:
+        """Everything declared around it."""
+        gains = (gain for step in self.streams for gain in (step.alpha, step.beta))
+        for what in (self.before, self.amid, self.after, self.alpha, self.beta, *gains):
+            if isinstance(what, NormAt | Learned):
+                yield what
+
+    def within(self) -> Iterator[NormAt | Learned]:
+        """Everything declared inside it."""
+        return (change.what for changes in self.inside.values() for change in changes)
+
+
+@dataclasses.dataclass(frozen=True)
+class Combine:
+    """A layer's input as a learned sum of all outputs so far (Rust's `Combine`)."""
+
+    norms: tuple[NormAt, ...]
+    on_sums: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class Growth:
+    """α_t = min(1, curve(t/steps))."""
+
+    steps: int
+    curve: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Declared:
+    """A scheme's declaration for one stack."""
+
+    layers: tuple[tuple[Sublayer, ...], ...]
+    combine: Combine | None
+    streams: tuple[NormAt | None, ...]
+    """The norm that each stream beside x ends with."""
+    growth: Growth | None
+    end: tuple[Change, ...]
+    has_biases: bool
+    is_profiled: bool
+    norm: str
+    init: str
+    attention: float | None
+    """What scores are multiplied by; None: 1/√d_head."""
+
+
+@functools.lru_cache(maxsize=64)
+def declare(config: TransformerConfig, stack: Any) -> Declared:
+    """The declaration of the configuration's scheme for its "encoder" or "decoder"."""
+    found = json.loads(_core.declare(config.to_json(), stack))
+    flow = found["flow"]
+    combine, growth = flow["combine"], flow["growth"]
+    return Declared(
+        layers=tuple(_layer(layer) for layer in found["layers"]),
+        combine=combine and Combine(tuple(NormAt(**at) for at in combine["norms"]), combine["on_sums"]),
+        streams=tuple(stream["norm"] and NormAt(**stream["norm"]) for stream in flow["streams"]),
+        growth=growth and Growth(**growth),
+        end=tuple(_change(change) for change in flow["end"]),
+        **{key: found[key] for key in ("has_biases", "is_profiled", "norm", "init", "attention")},
+    )
+
+
+def _layer(found: dict[str, Any]) -> tuple[Sublayer, ...]:
+    shared = [_learned(parameter) for parameter in found["shared"]]
+
+    def gain(found: Any) -> Gain:
+        if isinstance(found, str):
+            return 1.0 if found == "one" else found
+        ((kind, value),) = found.items()
+        return {"constant": lambda: value, "learned": lambda: _learned(value), "shared": lambda: shared[value]}[kind]()
+
+    def sublayer(found: dict[str, Any]) -> Sublayer:
+        around = found["around"]
+        norms = {key: around[key] and NormAt(**around[key]) for key in ("before", "amid", "after")}
+        points = dict.fromkeys(point for point, _ in found["inside"])
+        inside = {point: tuple(_change(c) for p, c in found["inside"] if p == point) for point in points}
+        streams = tuple(StreamStep(gain(step["alpha"]), gain(step["beta"])) for step in around["streams"])
+        alpha, beta = gain(around["alpha"]), gain(around["beta"])
+        return Sublayer(**norms, alpha=alpha, beta=beta, streams=streams, inside=inside, scale=found["scale"])
+
+    return tuple(sublayer(one) for one in found["sublayers"])
+
+
+def _learned(found: dict[str, Any]) -> Learned:
+    return Learned(found["name"], tuple(found["shape"]), found["value"])
+
+
+def _change(found: dict[str, Any]) -> Change:
+    kind: Any
+    ((kind, what),) = found.items()
+    return Change(kind, NormAt(**what) if kind == "norm" else _learned(what))
+
+
+@dataclasses.dataclass(frozen=True)
+class Place:
+    """A layer's position: the model's configuration, the stack, and the layer's number from 0."""
+
+    config: TransformerConfig
+    stack: str
+    layer: int = 0
+    declared: Declared = dataclasses.field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "declared", declare(self.config, self.stack))
+
+    @property
+    def sublayers(self) -> tuple[Sublayer, ...]:
+        return self.declared.layers[self.layer]
+
+    @property
+    def depth(self) -> int:
+        return len(self.declared.layers)
+
+    # `declared` is the whole stack's: copies of a layer share it, and pickles read it again.
+    def __deepcopy__(self, _: Any) -> "Place":
+        return self
+
+    def __reduce__(self) -> Any:
+        return Place, (self.config, self.stack, self.layer)
+
+
+OWN: tuple[str, ...] = (
+    "architecture",
+    "vocab_size",
+    "d_model",
+    "d_ff",
+    "heads",
+    "norm",
+    "norm_eps",
+    "residual",
+    "init",
+    "fixnorm",
+    "input_alpha",
+    "output_alpha",
+)
+OWN += ("positions", "tie_embeddings", "output_bias", "dropout", "embedding_dropout", *LANGUAGE_MODELS)
+"""Options of a whole model that layers take under torch.nn's names, or not at all."""
+
+
+def configure(options: Mapping[str, Any], **given: Any) -> TransformerConfig:
+    """A TransformerConfig of a module's arguments and its free options; InputError for an unknown option."""
+    known = [field.name for field in TransformerConfig.FIELDS if field.name not in OWN]
+    for name in options:
+        if name not in known:
+            raise InputError(unknown("option", name, known))
+    return TransformerConfig(**{"vocab_size": 5, **options, **given})
+
+
+# Modules and parameters from a declaration.
+
+
+def make(
+    what: NormAt | Learned,
+    place: Place,
+    factory: Mapping[str, Any],
+    bias: bool = True,
+) -> Any:
+    """The norm, or the parameter. `factory`: device and dtype; `bias`: whether norms that have one learn it."""
+    if isinstance(what, Learned):
+        return nn.Parameter(torch.full(what.shape, what.value, **factory))
+    last = what.last and place.stack == "decoder"
+    where: dict[str, Any] = {"last_of_decoder": last, "ends_stack": what.ends_stack}
+    return norm_of_config(place.declared.norm, what.width, place.config, **where, bias=bias, **factory)
+
+
+def install(owner: nn.Module, items: Iterable[NormAt | Learned], place: Place, **making: Any) -> None:
+    """Registers the declared norms and parameters in `owner`; a parameter that sublayers share is made once."""
+    made = set()
+    for what in items:
+        if what not in made:
+            made.add(what)
+            setattr(owner, what.name, make(what, place, **making))
+
+
+@torch.no_grad()
+def reset(owner: nn.Module, items: Iterable[NormAt | Learned]) -> None:
+    """Sets the declared norms and parameters to their first values."""
+    for what in items:
+        made: Any = getattr(owner, what.name)
+        if isinstance(what, Learned):
+            made.fill_(what.value)
+        else:
+            reset_module(made)
+
+
+def reset_module(module: nn.Module | None) -> None:
+    """Sets a module to its first values, by its own `reset_parameters` or else by its children's."""
+    if module is None:
+        return
+    if isinstance(module, nn.MultiheadAttention):
+        module.out_proj.reset_parameters()  # its own reset leaves that out
+    own: Any = getattr(module, "reset_parameters", getattr(module, "_reset_parameters", None))
+    if own is not None:
+        own()
+        return
+    for child in module.children():
+        reset_module(child)
+
+
+# Running a declaration.
+
+
+class Draw:
+    """Dropout masks of one forward: a seed from torch's generator, drawn when first needed, and a site for each
+    mask."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device, self.seed, self.sites = device, None, 0  # type: tuple[torch.device, Tensor | None, int]
+
+    def __call__(self, p: float) -> tuple[float, Tensor | None, int]:
+        """(p, seed, site) as operators take them."""
+        if p > 0 and self.seed is None:
+            self.seed = torch.randint(2**63 - 1, (3,), device=self.device)
+        self.sites += 1
+        return p, self.seed if p > 0 else None, self.sites
+
+
+def is_plain(module: nn.Module, kind: type) -> bool:
+    """The module is exactly of that class and has no hooks, so a fused operator may replace its call."""
+    own = module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
+    is_own = type(module) is kind and "forward" not in module.__dict__
+    return is_own and not own and not nn.modules.module._has_any_global_hook()
+
+
+def rate(dropout: Any) -> float | None:
+    """p of a plain dropout, 0 in evaluation; None: the module itself must be called."""
+    if torch.compiler.is_exporting() or not is_plain(dropout, nn.Dropout) or dropout.p >= 1:
+        return None
+    return dropout.p if dropout.training else 0.0
+
+
+def apply_norm(norm: nn.Module, x: Tensor, padding_mask: Tensor | None) -> Tensor:
+    """N(x); a norm with statistics gets the padding mask too."""
+    return norm(x, padding_mask) if getattr(norm, "takes_pad_mask", False) else norm(x)
+
+
+def apply_changes(owner: nn.Module, changes: Iterable[Change], x: Tensor, padding_mask: Tensor | None) -> Tensor:
+    """x after the changes at one point."""
+    for change in changes:
+        made = getattr(owner, change.what.name)
+        if change.kind == "norm":
+            x = apply_norm(made, x, padding_mask)
+        elif change.kind == "shift":
+            x = x - made.to(x.dtype)
+        elif change.kind == "scale":
+            x = x * made.to(x.dtype)
+        else:
+            x = (x.unflatten(-1, (made.numel(), -1)) * made.to(x.dtype).unsqueeze(-1)).flatten(-2)
+    return x
+
+
+def accumulation(dtype: torch.dtype) -> torch.dtype:
+    """The accumulation type for rows of `dtype`."""
+    return torch.promote_types(dtype, torch.float32)
+
+
+def gain(owner: nn.Module, declared: Gain, x: Tensor, alpha_t: Tensor | None) -> Tensor | None:
+    """The factor as a tensor; None: one."""
+    if isinstance(declared, Learned):
+        return getattr(owner, declared.name)
+    if declared == GROWING:
+        return alpha_t
+    assert isinstance(declared, float)
+    return None if declared == 1.0 else x.new_full((1,), declared, dtype=accumulation(x.dtype))
+
+
+class Streams(NamedTuple):
+    """The tensors that one sublayer hands to the next: x and the streams beside it. `normed` is the next sublayer's
+    N(x), where one fused step made both."""
+
+    x: Tensor
+    others: tuple[Tensor, ...] = ()
+    normed: Tensor | None = None
+
+
+def begin(owner: nn.Module, sublayer: Sublayer, streams: Streams, padding_mask: Tensor | None) -> Tensor:
+    """F's input: N_before(x), or x where there is no such norm."""
+    if streams.normed is not None:
+        return streams.normed
+    x = streams.x
+    return x if sublayer.before is None else apply_norm(getattr(owner, sublayer.before.name), x, padding_mask)
+
+
+def close(
+    owner: Any,
+    sublayer: Sublayer,
+    streams: Streams,
+    f: Tensor,
+    dropout: nn.Module,
+    draw: Draw,
+    *,
+    following: NormAt | None = None,
+    alpha_t: Tensor | None = None,
+    padding_mask: Tensor | None = None,
+) -> Streams:
+    """The streams after F(…) = f. `following`: the next sublayer's first norm; where the step fuses it, the result
+    holds N(x⁺) too."""
+    x = streams.x
+    if sublayer.amid is not None:
+        f = apply_norm(getattr(owner, sublayer.amid.name), f, padding_mask)
+    if sublayer.scale != 1.0:
+        f = f * sublayer.scale
+    p = rate(dropout)
+    if p is None:
+        f, p = dropout(f), 0.0
+    if x.dtype in (torch.float64, torch.float16, torch.bfloat16) or f.dtype == torch.float64:
+        f = f.to(x.dtype)  # the residual stream keeps its type
+    where = draw(p)
+
+    def gains(step: Sublayer | StreamStep) -> tuple[Tensor | None, Tensor | None]:
+        return gain(owner, step.alpha, x, alpha_t), gain(owner, step.beta, x, alpha_t)
+
+    def add(s: Tensor, alpha: Tensor | None, beta: Tensor | None) -> Tensor:
+        if torch.compiler.is_exporting():
+            return formulas.residual(s, f, alpha, beta)
+        return OPS.residual(s, f, alpha, beta, None, None, 0.0, *where)[0]
+
+    others = tuple(add(s, *gains(step)) for s, step in zip(streams.others, sublayer.streams, strict=True))
+    alpha, beta = gains(sublayer)
+    if alpha is not None and owner.place.declared.is_profiled:
+        profile_step(alpha, x, f if beta is None else f * beta.to(f.dtype), where)
+    at = sublayer.after or following
+    norm: Any = None if at is None else getattr(owner, at.name)
+    if torch.compiler.is_exporting() or norm is None or not is_row_norm(norm):
+        x_plus = add(x, alpha, beta)
+        return Streams(x_plus if sublayer.after is None else apply_norm(norm, x_plus, padding_mask), others)
+    fused = getattr(OPS, norm.operator + "_residual")
+    dtype = f.dtype if sublayer.after is None else x.dtype
+    x_plus, y, _ = fused(x, f, alpha, beta, *norm.parameters_in_use(x), norm.eps_for(x), *where, dtype)
+    return Streams(x_plus, others, y) if sublayer.after is None else Streams(y, others)
+
+
+def is_row_norm(norm: Any) -> bool:
+    """The fused step can compute this norm."""
+    return any(is_plain(norm, kind) and len(norm.normalized_shape) == 1 for kind in FUSED)
+
+
+@torch.library.custom_op("normformer_rs::growth", mutates_args=())
+def growth_now(t: Tensor, steps: int, curve: str) -> Tensor:
+    """α_t of t, (1,) int64, on t's device: the host never reads it. An operator, so that compiled graphs contain it."""
+    return _core.growth(steps, curve, t)  # type: ignore[arg-type]
+
+
+@growth_now.register_fake
+def _(t: Tensor, steps: int, curve: str) -> Tensor:
+    return torch.empty_like(t, dtype=torch.float64)

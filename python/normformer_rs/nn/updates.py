@@ -1,0 +1,196 @@
+"""Hooks on optimizers' steps. They advance t, the number of the update that branchnorm's α_t depends on, and warn where
+admin's gains were never profiled."""
+
+import warnings
+import weakref
+from collections.abc import Iterable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from .scheme import Growth, Learned, Place, growth_now
+
+
+class Growing(nn.Module):
+    """A module that may hold a `t`: int64 (1,), the number of the update to come, 1 at the start, saved with the
+    model. It grows by one with each step of the optimizer that has the first trainable matrix of `watched()`."""
+
+    growth: Growth | None = None
+    place: Place | None = None
+    t: Tensor
+
+    def grow(self, growth: Growth | None, device: Any) -> None:
+        """Makes this module hold t for the growth. None: another module holds it, or nothing grows."""
+        self.growth = growth
+        self._buffers.pop("t", None)
+        if growth is not None:
+            self.register_buffer("t", torch.ones(1, dtype=torch.int64, device=device))
+        self._watched: tuple[int, int, int] | None = None
+        self._has_warned = False
+        self._follow()
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._follow()
+
+    def _follow(self) -> None:
+        if self.growth is not None:
+            follow_steps(self)
+        if self.profiled_gains():
+            _UNPROFILED.add(self)
+            _listen()
+
+    def reset_growth(self) -> None:
+        """t = 1, and gains count as not profiled."""
+        if self.growth is not None:
+            self.t.fill_(1)
+        self._follow()
+
+    def alpha(self) -> Tensor | None:
+        """α_t; None where nothing grows."""
+        if self.growth is None:
+            return None
+        self._watch()
+        return growth_now(self.t, self.growth.steps, self.growth.curve)
+
+    def watched(self) -> Iterator[nn.Parameter]:
+        """Parameters whose updates t should follow."""
+        return self.parameters()
+
+    def followed(self) -> Iterator[tuple[nn.Parameter, Tensor]]:
+        """(parameter, t): the optimizer of that parameter advances t."""
+        owner = first_trained(self.watched()) if self.growth is not None else None
+        if owner is not None:
+            yield owner, self.t
+
+    def profiled_gains(self) -> list[nn.Parameter]:
+        """This module's gains that profiling sets from a training batch (admin's ω)."""
+        if self.place is None or not self.place.declared.is_profiled:
+            return []
+        names = [sublayer.alpha.name for sublayer in self.place.sublayers if isinstance(sublayer.alpha, Learned)]
+        return [p for p in map(self._parameters.get, names) if p is not None]
+
+    def _watch(self) -> None:
+        """Warns once if parameters were updated and t was not. It compares version counters, so the host does not wait
+        for the device."""
+        if not self.training or self._has_warned or torch.compiler.is_compiling():
+            return
+        parameter = first_trained(self.watched())
+        if parameter is None or parameter.is_inference():
+            return
+        now, before = (id(parameter), parameter._version, self.t._version), self._watched
+        self._watched = now
+        if before and before[0] == now[0] and before[1] != now[1] and before[2] == now[2]:
+            if any(id(parameter) in _owned(optimizer) for optimizer in _UNDER_WAY):
+                return  # inside a step's closure: t moves when the step ends
+            self._has_warned = True
+            warnings.warn(
+                "parameters have been updated but branchnorm's t has not moved, so that α_t stays where it is: no "
+                "torch.optim.Optimizer that owns them made the step; call normformer_rs.nn.set_num_updates(model, k) "
+                "before the k-th update",
+                stacklevel=4,
+            )
+
+
+def first_trained(parameters: Iterable[nn.Parameter]) -> nn.Parameter | None:
+    """The first matrix that needs a gradient, a branch's weight; where there is none, the first parameter that does."""
+    trained = [p for p in parameters if p.requires_grad]
+    return next((p for p in trained if p.dim() > 1), trained[0] if trained else None)
+
+
+# Hooks on every optimizer of the process, registered when the first module needs them.
+
+_FOLLOWING: "weakref.WeakSet[Any]" = weakref.WeakSet()
+"""Modules with a t that steps advance."""
+_UNPROFILED: "weakref.WeakSet[Growing]" = weakref.WeakSet()
+"""Modules with gains that neither a profiling nor a step has met."""
+
+
+class _Step(NamedTuple):
+    """A step that has begun and not ended."""
+
+    moved: set[int]
+    """Ids of the t advanced in it: where one step calls another's, or its parent class's, t advances once."""
+    at_start: list[Growing]
+    """Modules whose gains all were 1 when the step began; its closure may still profile them."""
+
+
+_UNDER_WAY: "weakref.WeakKeyDictionary[torch.optim.Optimizer, _Step]" = weakref.WeakKeyDictionary()
+_LISTENING: list[Any] = []
+
+
+def follow_steps(module: Any) -> None:
+    """Advances each t of `module.followed()`, pairs (owner, t), with the steps of owner's optimizer.
+
+    After k steps from t = 1, t is k + 1; steps that a gradient scaler skips do not count. Copies of a module must call
+    this too.
+
+    Works for every torch.optim.Optimizer: eager, compiled, or recorded in a CUDA graph, where replays advance t with
+    the parameters. An optimizer of other tensors, such as float32 copies, does not advance it.
+    """
+    _FOLLOWING.add(module)
+    _listen()
+
+
+def were_profiled(modules: Iterable[nn.Module]) -> None:
+    """Marks the modules' gains as profiled."""
+    _UNPROFILED.difference_update(m for m in modules if isinstance(m, Growing))
+
+
+def _listen() -> None:
+    if not _LISTENING:  # compiled steps run the hooks eagerly
+        _LISTENING.append(register_optimizer_step_pre_hook(torch.compiler.disable(_begin)))
+        _LISTENING.append(register_optimizer_step_post_hook(torch.compiler.disable(_end)))
+
+
+def _owned(optimizer: torch.optim.Optimizer) -> set[int]:
+    return {id(p) for group in optimizer.param_groups for p in group["params"]}
+
+
+def _begin(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    if _FOLLOWING or _UNPROFILED:
+        _UNDER_WAY[optimizer] = _Step(set(), _at_start(optimizer) if _UNPROFILED else [])
+
+
+def _end(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    step = _UNDER_WAY.pop(optimizer, None)
+    if step is None:
+        return
+    if _FOLLOWING:
+        _move(optimizer, step.moved)
+    unprofiled = [m for m in step.at_start if m in _UNPROFILED]
+    if unprofiled:
+        were_profiled(unprofiled)  # one warning is enough
+        warnings.warn(
+            f"admin's gains ω were all 1 in {len(unprofiled)} modules, as if never profiled: call "
+            "normformer_rs.nn.profile(model, *batch) with a training batch before the first update",
+            stacklevel=4,
+        )
+
+
+@torch.no_grad()
+def _move(optimizer: torch.optim.Optimizer, moved: set[int]) -> None:
+    owned, skipped = _owned(optimizer), getattr(optimizer, "found_inf", None)
+    for module in [*_FOLLOWING]:
+        for owner, t in module.followed() if hasattr(module, "followed") else ():  # after undo() another class
+            if id(owner) in owned and id(t) not in moved:
+                # A fused optimizer decides on the device whether to skip; the host does not read it.
+                t.add_(1 if skipped is None else (skipped == 0).to(t.device))
+                for around in _UNDER_WAY.values():
+                    around.moved.add(id(t))
+
+
+def _at_start(optimizer: torch.optim.Optimizer) -> list[Growing]:
+    """The unprofiled modules that this optimizer owns, if all their gains are 1: profiling leaves only a stack's first
+    gain at 1. The host reads each gain once."""
+    if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+        return []
+    owned = _owned(optimizer)
+    gains = {m: m.profiled_gains() if isinstance(m, Growing) else [] for m in [*_UNPROFILED]}
+    met = [m for m, own in gains.items() if any(id(p) in owned for p in own)]
+    if all(bool((p.detach() == 1).all()) for m in met for p in gains[m]):
+        return met
+    were_profiled(met)
+    return []

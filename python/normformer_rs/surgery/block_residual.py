@@ -1,0 +1,152 @@
+"""A residual scheme in another library's block."""
+
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from torch import Tensor, nn
+
+from ..nn.profiling import begin_stack
+from ..nn.scheme import (
+    Draw,
+    Learned,
+    NormAt,
+    Place,
+    Streams,
+    Sublayer,
+    apply_changes,
+    begin,
+    close,
+    install,
+    make,
+    reset,
+)
+from ..nn.updates import Growing
+from .blocks import width_into
+from .marker import mark_block
+from .spec import Part
+
+
+class Point:
+    """A hook that applies a scheme's changes at one point inside a block."""
+
+    def __init__(self, residual: "BlockResidual", changes: Sequence[Any]) -> None:
+        self.residual, self.changes = residual, tuple(changes)
+
+    def before(self, _: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        return apply_changes(self.residual, self.changes, args[0], None), *args[1:]
+
+    def after(self, _: nn.Module, __: Any, output: Tensor) -> Tensor:
+        return apply_changes(self.residual, self.changes, output, None)
+
+
+_POINTS = {"after_heads": ("output", "before"), "after_output": ("output", "after")}
+_POINTS |= {"before_activation": ("fc1", "after"), "amid": ("fc2", "before")}
+
+
+class BlockResidual(Growing):
+    """A residual scheme in another library's block: its parameters, and the norms that the block lacks."""
+
+    place: Place
+
+    def __init__(self, block: nn.Module, place: Place, parts: Sequence[Part], first: "BlockResidual | None") -> None:
+        super().__init__()
+        like = next(block.parameters())
+        factory = {"device": like.device, "dtype": like.dtype}
+        # References, not children: their parameters are the block's and the first block's.
+        self._block, self._first = (block,), (first,)
+        self.place, self.parts = place, tuple(parts)
+        self.paths = {f"norm{i + 1}": part.norm for i, part in enumerate(parts)}
+        self.sublayers = tuple(_local(block, part, sublayer) for part, sublayer in zip(parts, place.sublayers))
+        install(self, self._declared(), place, factory=factory)
+        mark_block(self, place.config.residual, like.device)
+        self.end: tuple[Any, ...] = ()
+        self.training = block.training
+        self.grow(place.declared.growth if first is None else None, like.device)
+
+    def _declared(self) -> list[NormAt | Learned]:
+        """The scheme's norms and parameters that the block itself lacks."""
+        return [what for s in self.sublayers for what in (*s.around(), *s.within()) if what.name not in self.paths]
+
+    def reset_parameters(self) -> None:
+        """Resets the scheme's norms, gains and t."""
+        reset(self, [*self._declared(), *(change.what for change in self.end)])
+        self.reset_growth()
+
+    def __getattr__(self, name: str) -> Any:
+        paths = self.__dict__.get("paths", {})
+        return self._block[0].get_submodule(paths[name]) if name in paths else super().__getattr__(name)
+
+    def watched(self) -> Iterator[nn.Parameter]:
+        return self._block[0].parameters()
+
+    def uses(self, name: str) -> bool:
+        return any(what.name == name for sublayer in self.sublayers for what in sublayer.around())
+
+    def reach_inside(self, part: Part, i: int) -> list[Any]:
+        """Registers hooks on the block's linear layers for the changes inside sublayer i; returns their handles."""
+        handles = []
+        for point, changes in self.sublayers[i].inside.items():
+            if point == "input":  # `step` applies these
+                continue
+            role, when = _POINTS[point]
+            linear = self._block[0].get_submodule(next(lin.path for lin in part.linears if role in lin.roles))
+            hook = Point(self, changes)
+            before = when == "before"
+            handles.append(
+                linear.register_forward_pre_hook(hook.before) if before else linear.register_forward_hook(hook.after)
+            )
+        return handles
+
+    def finish(self, end: Sequence[Any]) -> None:
+        """Makes this the last block, which also applies the changes after the stack."""
+        like = next(self._block[0].parameters())
+        for change in end:
+            setattr(self, change.what.name, make(change.what, self.place, {"device": like.device, "dtype": like.dtype}))
+        self.end = tuple(end)
+
+    def step(
+        self, i: int, x: Tensor, function: Callable[[Tensor], Any], dropout: nn.Module | float | None = None
+    ) -> Any:
+        """x⁺ of sublayer i, with F = `function`. Of a tuple that F returns, the first item is F(x); the others follow
+        x⁺. `dropout`: a module or a rate; None: the one that the sublayer's `Part` names."""
+        if i == 0 and self._first[0] is None:
+            begin_stack()
+        sublayer: Sublayer = self.sublayers[i]
+        streams = Streams(x)
+        given = apply_changes(self, sublayer.inside.get("input", ()), begin(self, sublayer, streams, None), None)
+        output = function(given)
+        f, *rest = output if isinstance(output, tuple) else (output,)
+        declared = self.parts[i].dropout
+        if self.parts[i].moves is not None:
+            dropout = self._modules[f"dropout{i + 1}"]
+        elif dropout is None and declared is not None:
+            dropout = getattr(self._block[0], declared)
+        if not isinstance(dropout, nn.Module):
+            dropout = nn.Dropout(dropout or 0.0).train(self.training)
+        alpha_t = (self._first[0] or self).alpha()
+        x = close(self, sublayer, streams, f, dropout, Draw(x.device), alpha_t=alpha_t).x
+        if i + 1 == len(self.sublayers):
+            x = apply_changes(self, self.end, x, None)
+        return (x, *rest) if isinstance(output, tuple) else x
+
+    def extra_repr(self) -> str:
+        return f"{self.place.config.residual!r}, layer {self.place.layer} of {self.place.depth}"
+
+
+def _local(block: nn.Module, part: Part, sublayer: Sublayer) -> Sublayer:
+    """The sublayer with names of one module's attributes: self_attn.inner_norm becomes self_attn_inner_norm. A norm
+    after the heads gets the heads' joint width, which in T5 need not be d_model."""
+
+    def flat(point: str, what: Any) -> Any:
+        if not isinstance(what, NormAt | Learned):
+            return what
+        what = dataclasses.replace(what, name=what.name.replace(".", "_"))
+        is_wide = point == "after_heads" and isinstance(what, NormAt)
+        return dataclasses.replace(what, width=width_into(block, part, "output")) if is_wide else what
+
+    inside = {
+        point: tuple(dataclasses.replace(change, what=flat(point, change.what)) for change in changes)
+        for point, changes in sublayer.inside.items()
+    }
+    return dataclasses.replace(sublayer, inside=inside)

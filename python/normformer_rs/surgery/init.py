@@ -1,0 +1,69 @@
+"""First values for blocks whose residual scheme was exchanged."""
+
+import torch
+from torch import nn
+
+from ..nn.init import draw_linear
+from ..nn.scheme import Place
+from .blocks import Group, is_transposed, parts_of, weight_and_bias
+from .spec import at
+from .undo import Edits
+
+
+@torch.no_grad()
+def initialise(group: Group, place: Place, edits: Edits) -> list[nn.Parameter]:
+    """Draws the blocks' linear layers as the scheme's init says, and zeroes their biases. Returns these parameters."""
+    drawn = []
+    for i, block in enumerate(group.blocks):
+        here = Place(place.config, place.stack, i)
+        for j, part in enumerate(parts_of(block)):
+            for path, roles, factor, groups in part.linears:
+                weight, bias = weight_and_bias(block, path)
+                parameters = [p for p in (weight, bias) if p is not None]
+                edits.remember_values(parameters)
+                drawn += parameters
+                draw_linear(weight.T if is_transposed(block, path) else weight, bias, roles, here, j)
+                if groups is not None:  # drawn one role after another, kept head by head
+                    heads = weight.unflatten(0, (len(roles), at(block, groups), -1))
+                    weight.copy_(heads.transpose(0, 1).flatten(0, 2))
+                weight.mul_(factor)
+    return drawn
+
+
+@torch.no_grad()
+def silence_biases(group: Group, edits: Edits) -> list[nn.Parameter]:
+    """Freezes the blocks' biases at zero, for schemes without biases. Returns them."""
+    biases = [
+        weight_and_bias(block, lin.path)[1]
+        for block in group.blocks
+        for part in parts_of(block)
+        for lin in part.linears
+    ]
+    found = [bias for bias in biases if bias is not None]
+    edits.remember_values(found)
+    for bias in found:
+        bias.zero_()
+        bias.requires_grad_(False)
+    return found
+
+
+@torch.no_grad()
+def sign_of_training(group: Group, optimizer: torch.optim.Optimizer | None) -> str | None:
+    """A sign that a group's weights were trained, in words; None: there is no sign.
+
+    Libraries begin with gains of one (Gemma: zero) and biases of zero, and the first update moves them. Linear layers
+    give no sign, because their first values are random; nor does a norm with a single gain.
+    """
+    for name, block in zip(group.names, group.blocks):
+        for part in parts_of(block):
+            for key, p in block.get_submodule(part.norm).named_parameters(prefix=f"{name}.{part.norm}".lstrip(".")):
+                if p.numel() > 1 and not p.is_meta and not (p == p.flatten()[0].round().clamp(0, 1)).all():
+                    return f"{key} is not at its first value"
+        if optimizer is not None and any(optimizer.state.get(p) for p in block.parameters()):
+            return "the optimizer has state of them"
+    return None
+
+
+def count_weights(block: nn.Module) -> int:
+    """The number of matrices that `initialise` draws."""
+    return sum(len(part.linears) for part in parts_of(block))

@@ -1,0 +1,295 @@
+"""Shared by all surgery: changes with undo, the table of changes, and the exchange of parameters in optimizers."""
+
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from .._html import table
+from ..errors import InputError
+
+_DICTS = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set")
+_WRAPPERS = ("DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule", "DataParallel")
+
+
+class Row(NamedTuple):
+    """One line of the table: a module's path, its old and its new class, and a note."""
+
+    name: str
+    old: str
+    new: str
+    note: str = ""
+
+
+_MISSING: Any = object()
+_SWAPS: "weakref.WeakKeyDictionary[nn.Module, list[list[str]]]" = weakref.WeakKeyDictionary()
+"""For each module the titles of the swaps that changed it and were not undone, in order. A title is a list of its own:
+identity tells equal titles apart."""
+
+
+class _State(NamedTuple):
+    """A module's class, attributes, and the contents of its dictionaries of parameters, buffers and children."""
+
+    kind: type[nn.Module]
+    attributes: dict[str, Any]
+    held: dict[str, dict[str, Any]]
+
+    @classmethod
+    def of(cls, module: nn.Module) -> "_State":
+        attributes = {name: value for name, value in module.__dict__.items() if name not in _DICTS}
+        return cls(type(module), attributes, {name: _copied(module.__dict__[name]) for name in _DICTS})
+
+
+def _copied(held: dict[str, Any] | set[str]) -> dict[str, Any]:
+    return dict.fromkeys(held, True) if isinstance(held, set) else {**held}
+
+
+def _merged(now: Mapping[str, Any], before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, Any]:
+    """`now` with the changes from `before` to `after` reversed; in the order of `before`."""
+    changed = {key for key in {**before, **after} if before.get(key, _MISSING) is not after.get(key, _MISSING)}
+    values = {key: (before if key in changed else now).get(key, _MISSING) for key in {**before, **now}}
+    return {key: value for key, value in values.items() if value is not _MISSING}
+
+
+def _digest(t: Tensor) -> int | None:
+    """The sum of the tensor's bits; None for a tensor without plain numbers of its own: on the meta device, quantized,
+    sparse, of another class."""
+    is_plain = type(t) in (Tensor, nn.Parameter) and t.layout == torch.strided and not t.is_quantized
+    if not is_plain or t.is_meta or t.numel() == 0:
+        return None
+    dense = torch.view_as_real(t.detach()) if t.is_complex() else t.detach()
+    bits = dense.contiguous().view({1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[dense.itemsize])
+    return int(bits.sum(dtype=torch.int64))
+
+
+class Edits:
+    """Changes to modules, in order, and their reversal. Changes that others made in between stay."""
+
+    def __init__(self, model: nn.Module, title: str) -> None:
+        self.model, self._title = model, [title]
+        self._before: dict[nn.Module, _State] = {}
+        self._after: dict[nn.Module, _State] = {}
+        self._back: list[Callable[[], None]] = []
+        self._written: list[tuple[Tensor, int | None]] = []
+        self._places: list[tuple[Tensor, torch.device, torch.dtype]] = []
+
+    def remember(self, module: nn.Module) -> None:
+        """Records a module. Call it before its class, attributes, parameters, buffers or children change."""
+        self._before.setdefault(module, _State.of(module))
+
+    def remember_values(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Records the values of parameters. Call it before they are drawn anew."""
+        kept = [(p, p.detach().clone(), p.requires_grad) for p in parameters]
+
+        @torch.no_grad()
+        def back() -> None:
+            for parameter, values, requires_grad in kept:
+                parameter.requires_grad_(requires_grad)
+                parameter.copy_(values)
+
+        self._back.append(back)
+
+    def afterwards(self, back: Callable[[], None]) -> None:
+        """Adds a function that `undo` calls; the latest runs first."""
+        self._back.append(back)
+
+    def done(self) -> None:
+        """Ends the changes: from here on, writes to parameters count as training."""
+        self._after = {module: _State.of(module) for module in self._before}
+        for module in self._before:
+            _SWAPS.setdefault(module, []).append(self._title)
+        self._written = [(t, _digest(t)) for t in (*self.model.parameters(), *self.model.buffers())]
+        self._places = [(p, p.device, p.dtype) for p in self.model.parameters()]
+
+    def was_trained(self) -> bool:
+        """Parameters or running statistics differ from those after the changes. Version counters cannot tell: fused
+        optimizers do not advance them."""
+        return any(_digest(t) != digest for t, digest in self._written)
+
+    def undo(self) -> None:
+        """Reverses all changes. Errors: InputError, before anything changes, where a later swap changed the same
+        modules."""
+        for module in self._after:
+            (later,) = _SWAPS[module][-1]
+            if _SWAPS[module][-1] is not self._title:
+                same = f"{self._title[0]} and changed the same {type(module).__name__}"
+                raise InputError(f"{later} came after {same}: undo() that first")
+        there = {id(t) for t in (*self.model.parameters(), *self.model.buffers())}
+        for module, before in self._before.items():
+            self._restore(module, before, self._after.get(module) or _State.of(module))
+            if module in self._after:
+                _SWAPS[module].pop()
+        while self._back:
+            self._back.pop()()
+        self._bring_along(there)
+        self._before, self._after = {}, {}
+
+    def _restore(self, module: nn.Module, before: _State, after: _State) -> None:
+        if before.kind is not after.kind:
+            module.__class__ = before.kind
+        held = {name: module.__dict__[name] for name in _DICTS}
+        own = {name: value for name, value in module.__dict__.items() if name not in _DICTS}
+        own = _merged(own, before.attributes, after.attributes)
+        module.__dict__.clear()
+        module.__dict__.update(own | held)
+        for name, values in held.items():
+            found = _merged(_copied(values), before.held[name], after.held[name])
+            if name == "_modules":
+                for key in found:
+                    now = values.get(key)
+                    _hand_on(module if now is None else now, found[key])
+            values.clear()
+            values.update(found)
+
+    def _bring_along(self, there: set[int]) -> None:
+        """Moves restored tensors (those not `there`) to the device and dtype that the model was given since."""
+        types = {(device, dtype): (p.device, p.dtype) for p, device, dtype in self._places}
+        devices = {device: p.device for p, device, _ in self._places}
+        for parameter in self.model.parameters():
+            here = parameter.device, parameter.dtype
+            if id(parameter) not in there and types.get(here, here) != here:
+                parameter.data, parameter.grad = parameter.data.to(*types[here]), None
+        for module in self.model.modules():
+            for name, buffer in module._buffers.items():
+                if buffer is not None and id(buffer) not in there:
+                    module._buffers[name] = buffer.to(devices.get(buffer.device, buffer.device))
+
+
+def _hand_on(now: nn.Module, back: nn.Module | None) -> None:
+    """A restored module takes the training mode and `requires_grad` of the module in its place."""
+    if back is None or now is back:
+        return
+    back.train(now.training)
+    own = dict(now.named_parameters(recurse=False))
+    for name, parameter in back.named_parameters(recurse=False):
+        parameter.requires_grad_(own.get(name, next(iter(own.values()), parameter)).requires_grad)
+
+
+class Swaps(Sequence[Row]):
+    """The table of a swap: rows of (name, old, new, note). Prints as a table; `undo()` reverses the swap."""
+
+    def __init__(self, title: str, rows: Sequence[Row], edits: Edits | None = None) -> None:
+        self.title, self._rows, self._edits = title, list(rows), edits
+
+    def undo(self) -> "Swaps":
+        """Restores the model. Without training in between, its outputs are bit-equal to those before the swap.
+
+        After training, restored modules have their weights from before the swap; all other weights keep what they
+        learned. The table's notes say which of the two holds. Changes that others made in between, hooks for example,
+        stay. Restored modules take the device and dtype that the model was given since.
+
+        Errors: InputError if this swap was undone already, or if a later one changed the same modules: undo that first.
+        """
+        if self._edits is None:
+            raise InputError(f"{self.title}: this has been taken back already, or is itself the way back")
+        trained, edits = self._edits.was_trained(), self._edits
+        edits.undo()
+        self._edits = None
+        note = (
+            "trained since: its weights are those from before the swap" if trained else "bit-equal to before the swap"
+        )
+        return Swaps(f"{self.title}, taken back", [Row(r.name, r.new, r.old, note) for r in self._rows])
+
+    def __getitem__(self, index: Any) -> Any:
+        return self._rows[index]
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __iter__(self) -> Iterator[Row]:
+        return iter(self._rows)
+
+    def _repr_html_(self) -> str:
+        """The table, for notebooks."""
+        return table(Row._fields, self._rows, f"{self.title}: {len(self._rows) or 'nothing to do'}")
+
+    def __repr__(self) -> str:
+        if not self._rows:
+            return f"{self.title}: nothing to do"
+        table = [Row("module", "old", "new", "note"), *self._rows]
+        widths = [max(len(row[i]) for row in table) for i in range(4)]
+        lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in table]
+        return "\n".join([f"{self.title}: {len(self._rows)}", *lines])
+
+
+def refuse_wrapped(model: nn.Module) -> None:
+    """InputError for a model in a wrapper that keeps references to its parameters."""
+    if not isinstance(model, nn.Module):
+        raise InputError(f"model must be a torch.nn.Module; got {type(model).__name__}")
+    for name, module in model.named_modules():
+        wrapper = next((kind.__name__ for kind in type(module).__mro__ if kind.__name__ in _WRAPPERS), None)
+        if wrapper is not None:
+            raise InputError(
+                f"{name or 'the model'} is wrapped in {wrapper}, which holds on to the parameters it was given and "
+                "would neither synchronise nor shard new ones: swap first, then wrap"
+            )
+
+
+class Repoint:
+    """Exchanges an optimizer's parameters for others; the constructor raises every error, before anything changes.
+
+    `exchange`: for each old parameter the (name, parameter) pairs that replace it; they inherit its group's options,
+    and its state is dropped unless it is among them. `drawn`: parameters that stay and lose their state. The optimizer
+    need not own parameters without gradients.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer | None,
+        exchange: Mapping[nn.Parameter, Sequence[tuple[str, nn.Parameter]]],
+        drawn: Sequence[nn.Parameter] = (),
+    ) -> None:
+        self.optimizer, self.exchange, self.drawn = optimizer, exchange, drawn
+        if optimizer is None:
+            return
+        owned = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        missing = [p for p in exchange if p.requires_grad and id(p) not in owned]
+        if missing:
+            raise InputError(
+                f"the optimizer does not own {len(missing)} of the {len(exchange)} parameters that are swapped "
+                f"(the first is of shape {tuple(missing[0].shape)}): pass the optimizer that was made of this model's "
+                "parameters"
+            )
+
+    def __call__(self, edits: Edits) -> None:
+        if self.optimizer is None:
+            return
+        optimizer, old = self.optimizer, []
+        for group in optimizer.param_groups:
+            before = _named(group)
+            old.append((group, before))
+            _set(group, [made for name, p in before for made in self.exchange.get(p, [(name, p)])])
+        for p in [*self.drawn, *(p for p, new in self.exchange.items() if all(p is not q for _, q in new))]:
+            optimizer.state.pop(p, None)
+
+        def back() -> None:
+            for group, before in old:
+                for q in self._take_back(group, before):
+                    optimizer.state.pop(q, None)
+
+        edits.afterwards(back)
+
+    def _take_back(self, group: dict[str, Any], before: Sequence[tuple[str, nn.Parameter]]) -> set[nn.Parameter]:
+        """Restores a group's exchanged parameters; changes that others made since stay. Returns the removed
+        parameters."""
+        came = {q for _, p in before for _, q in self.exchange.get(p, ())} - {p for _, p in before}
+        kept = [(name, q) for name, q in _named(group) if q not in came]
+        for i, (name, p) in enumerate(before):
+            if p in self.exchange and all(p is not q for _, q in kept):
+                earlier = {q for _, q in before[:i]}
+                kept.insert(max((j + 1 for j, (_, q) in enumerate(kept) if q in earlier), default=0), (name, p))
+        _set(group, kept)
+        return came
+
+
+def _named(group: dict[str, Any]) -> list[tuple[str, nn.Parameter]]:
+    """A group's parameters, with their names if it has any."""
+    return [*zip(group.get("param_names") or [""] * len(group["params"]), group["params"])]
+
+
+def _set(group: dict[str, Any], named: Sequence[tuple[str, nn.Parameter]]) -> None:
+    group["params"] = [p for _, p in named]
+    if "param_names" in group:
+        group["param_names"] = [name for name, _ in named]

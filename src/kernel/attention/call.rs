@@ -1,0 +1,132 @@
+//! A call's tensors: sequences over threads on the CPU. GPUs have no kernel of it.
+
+use super::{backward as backward_sequences, forward as forward_sequences};
+use super::{Attention, Matrix, MatrixMut, Sequence};
+use crate::cpu::{memory, parallel, Accumulator, Element};
+use crate::error::{Error, Result};
+use crate::kernel::dropout::Draw;
+use crate::kernel::view::{by_dtype, View};
+
+/// What is computed, as kernels and the formula take it.
+#[derive(Clone, Copy)]
+pub struct Settings {
+    pub heads: i64,
+    pub causal: bool,
+    /// On the scores.
+    pub scale: f64,
+    /// On the weights.
+    pub draw: Draw,
+}
+
+/// What either pass reads. n query rows and m key rows are packed sentences; ranges, int64 (sentences, 4), says which:
+/// (q_start, q_len, k_start, k_len).
+pub struct AttentionViews {
+    pub q: View,
+    pub k: View,
+    pub v: View,
+    pub ranges: View,
+    pub settings: Settings,
+}
+
+/// out and the log sums.
+pub fn forward(a: &AttentionViews, out: &View, lse: &View) -> Result<()> {
+    by_dtype!(a.q, E => forward_typed::<E>(a, out, lse))
+}
+
+/// dq, dk and dv, from the forward's log sums.
+pub fn backward(a: &AttentionViews, dout: &View, lse: &View, gradients: &[View; 3]) -> Result<()> {
+    by_dtype!(a.q, E => backward_typed::<E>(a, dout, lse, gradients))
+}
+
+impl AttentionViews {
+    /// `keys_too` where gradients of keys are written as well.
+    fn sequences(&self, keys_too: bool) -> Result<Vec<Sequence>> {
+        // SAFETY: the operator's table says that ranges is an int64 matrix with four columns, contiguous.
+        sequences(unsafe { self.ranges.slice::<i64>() }, [self.q.rows, self.k.rows], keys_too)
+    }
+
+    fn attention(&self) -> Attention {
+        let Settings { heads, causal, scale, draw } = self.settings;
+        let heads = heads as usize;
+        Attention { heads, d_head: self.q.cols() / heads, scale, causal, dropout: draw.dropout() }
+    }
+}
+
+/// Ranges, checked: inside the rows of queries and keys, queries in order and disjoint (threads write them), and keys
+/// where `keys_too`.
+pub(super) fn sequences(ranges: &[i64], [q_rows, k_rows]: [i64; 2], keys_too: bool) -> Result<Vec<Sequence>> {
+    let (mut q_end, mut k_end) = (0, 0);
+    let beyond = |start: i64, len: i64, rows: i64| len > rows || start > rows - len;
+    let mut sequences = memory::reserved(ranges.len() / 4);
+    for (i, r) in ranges.chunks_exact(4).enumerate() {
+        let (q_start, q_len, k_start, k_len) = (r[0], r[1], r[2], r[3]);
+        let bad = |why: String| Err(Error::Torch(format!("attention: range {i} {r:?} {why}")));
+        if r.iter().any(|v| *v < 0) || beyond(q_start, q_len, q_rows) || beyond(k_start, k_len, k_rows) {
+            return bad(format!("lies outside the {q_rows} query and {k_rows} key rows"));
+        }
+        if q_start < q_end || keys_too && k_start < k_end {
+            return bad("overlaps one before it: ranges must be in order and disjoint".to_string());
+        }
+        (q_end, k_end) = (q_start + q_len, k_start + k_len);
+        let [q_start, q_len, k_start, k_len] = [q_start, q_len, k_start, k_len].map(|v| v as usize);
+        sequences.push(Sequence { q_start, q_len, k_start, k_len });
+    }
+    Ok(sequences)
+}
+
+/// # Safety
+/// The view is of E, and lives as long as the matrix is used.
+unsafe fn matrix<'a, E>(v: &View) -> Matrix<'a, E> {
+    Matrix { data: v.slice(), stride: v.stride as usize }
+}
+
+/// # Safety
+/// As [`matrix`]; the tensor is fresh, and each thread keeps to the rows of its own sequences.
+unsafe fn matrix_mut<E>(v: &View) -> MatrixMut<E> {
+    let all = v.slice_mut::<E>();
+    MatrixMut::new(all.as_mut_ptr(), all.len(), v.stride as usize)
+}
+
+/// Sequences that are worth a thread of their own.
+fn grain(sequences: &[Sequence]) -> usize {
+    let rows: usize = sequences.iter().map(|s| s.q_len).sum();
+    (128 * sequences.len() / rows.max(1)).max(1)
+}
+
+fn forward_typed<E: Element>(a: &AttentionViews, out: &View, lse: &View) -> Result<()> {
+    let (attention, sequences) = (a.attention(), a.sequences(false)?);
+    // SAFETY: the operator's table has dtypes and widths; out and lse are fresh, and sequences have disjoint query rows.
+    unsafe {
+        if sequences.iter().map(|s| s.q_len).sum::<usize>() < a.q.rows() {
+            out.slice_mut::<E>().fill(E::default()); // rows in no sequence
+            lse.slice_mut::<E::Acc>().fill(E::Acc::ZERO);
+        }
+        let (q, k, v) = (matrix::<E>(&a.q), matrix::<E>(&a.k), matrix::<E>(&a.v));
+        let (out, lse) = (matrix_mut::<E>(out), matrix_mut::<E::Acc>(lse));
+        parallel::for_each(sequences.len(), grain(&sequences), |r| {
+            forward_sequences::<E>(&attention, &sequences[r], q, k, v, out, lse);
+        });
+    }
+    Ok(())
+}
+
+fn backward_typed<E: Element>(a: &AttentionViews, dout: &View, lse: &View, [dq, dk, dv]: &[View; 3]) -> Result<()> {
+    let (attention, sequences) = (a.attention(), a.sequences(true)?);
+    // SAFETY: as in `forward_typed`; dq, dk and dv are fresh, and sequences have disjoint key rows too.
+    unsafe {
+        let queries: usize = sequences.iter().map(|s| s.q_len).sum();
+        let keys: usize = sequences.iter().map(|s| s.k_len).sum();
+        for (d, covered) in [(dq, queries), (dk, keys), (dv, keys)] {
+            if covered < d.rows() {
+                d.slice_mut::<E>().fill(E::default());
+            }
+        }
+        let (q, k, v) = (matrix::<E>(&a.q), matrix::<E>(&a.k), matrix::<E>(&a.v));
+        let (dout, lse) = (matrix::<E>(dout), matrix::<E::Acc>(lse));
+        let (dq, dk, dv) = (matrix_mut::<E>(dq), matrix_mut::<E>(dk), matrix_mut::<E>(dv));
+        parallel::for_each(sequences.len(), grain(&sequences), |r| {
+            backward_sequences::<E>(&attention, &sequences[r], q, k, v, dout, lse, dq, dk, dv);
+        });
+    }
+    Ok(())
+}

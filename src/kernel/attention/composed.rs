@@ -1,0 +1,65 @@
+//! Attention in tch, for devices without a kernel and for higher derivatives.
+
+use super::call::{sequences, Settings};
+use super::Sequence;
+use crate::cpu::memory;
+use crate::error::Result;
+use crate::kernel::dropout;
+use tch::{Kind, Tensor};
+
+/// out, of sentences padded to the longest.
+pub fn composed(q: &Tensor, k: &Tensor, v: &Tensor, ranges: &Tensor, a: &Settings) -> Result<Tensor> {
+    let kind = if q.kind() == Kind::Double { Kind::Double } else { Kind::Float };
+    let device = q.device();
+    let mut flat = memory::filled(0, ranges.numel());
+    ranges.f_to_device(tch::Device::Cpu)?.f_contiguous()?.f_copy_data(&mut flat, ranges.numel())?;
+    // Before anything is indexed by them: a GPU would not say what was wrong, and do nothing more.
+    let sequences = sequences(&flat, [q.size()[0], k.size()[0]], false)?;
+    let longest = |len: fn(&Sequence) -> usize| sequences.iter().map(len).max().unwrap_or(0);
+    let (q_len, k_len) = (longest(|s| s.q_len), longest(|s| s.k_len));
+    let n = sequences.len();
+    if [n, q_len, k_len].contains(&0) {
+        return Ok(q.f_mul_scalar(0.0)?);
+    }
+    // Row numbers by (sequence, place); a place past the end takes the sequence's first row, or where it has none the
+    // first of all, and is masked.
+    let rows = |range: fn(&Sequence) -> (usize, usize), longest: usize| -> Result<Tensor> {
+        let mut rows = memory::reserved::<i64>(n.saturating_mul(longest));
+        rows.extend(sequences.iter().map(range).flat_map(|(start, len)| {
+            let spare = if len > 0 { start } else { 0 };
+            (0..longest).map(move |i| if i < len { start + i } else { spare } as i64)
+        }));
+        Ok(Tensor::f_from_slice(&rows)?.f_to_device(device)?)
+    };
+    let (q_rows, k_rows) = (rows(|s| (s.q_start, s.q_len), q_len)?, rows(|s| (s.k_start, s.k_len), k_len)?);
+    let mut visible = memory::reserved::<bool>(n.saturating_mul(q_len).saturating_mul(k_len));
+    visible.extend(sequences.iter().flat_map(|s| {
+        let past = move |i: usize, j: usize| j + s.q_len <= i + s.k_len;
+        (0..q_len).flat_map(move |i| (0..k_len).map(move |j| j < s.k_len && (!a.causal || past(i, j))))
+    }));
+    let mut real = memory::reserved::<i64>(sequences.iter().map(|s| s.q_len).sum());
+    real.extend(sequences.iter().enumerate().flat_map(|(i, s)| (0..s.q_len).map(move |t| (i * q_len + t) as i64)));
+    let (n, q_len, k_len) = (n as i64, q_len as i64, k_len as i64);
+    let visible = Tensor::f_from_slice(&visible)?.f_reshape([n, 1, q_len, k_len].as_slice())?.f_to_device(device)?;
+    let heads = |t: &Tensor, rows: &Tensor, len: i64| -> Result<Tensor> {
+        let t = t.f_to_kind(kind)?.f_index_select(0, rows)?;
+        Ok(t.f_reshape([n, len, a.heads, -1].as_slice())?.f_transpose(1, 2)?) // (n, heads, len, d_head)
+    };
+    let (qh, kh, vh) = (heads(q, &q_rows, q_len)?, heads(k, &k_rows, k_len)?, heads(v, &k_rows, k_len)?);
+    let scores = qh.f_matmul(&kh.f_transpose(-2, -1)?)?.f_mul_scalar(a.scale)?;
+    let hidden = visible.f_logical_not()?;
+    let mut weights =
+        scores.f_masked_fill(&hidden, f64::NEG_INFINITY)?.f_softmax(-1, kind)?.f_masked_fill(&hidden, 0.0)?;
+    if a.draw.p > 0.0 {
+        // Element (query row·heads + head, key), as the kernel draws it.
+        let all = dropout::mask(&a.draw, (q.size()[0] * a.heads) as usize, k_len as usize)?;
+        let all = all.f_to_kind(kind)?.f_to_device(device)?.f_reshape([q.size()[0], a.heads, k_len].as_slice())?;
+        let mask =
+            all.f_index_select(0, &q_rows)?.f_reshape([n, q_len, a.heads, k_len].as_slice())?.f_transpose(1, 2)?;
+        weights = weights.f_mul(&mask)?;
+    }
+    let out = weights.f_matmul(&vh)?.f_transpose(1, 2)?.f_reshape([n * q_len, -1].as_slice())?; // (n·q_len, d)
+    let real = Tensor::f_from_slice(&real)?.f_to_device(device)?;
+    let zeros = q.f_to_kind(kind)?.f_zeros_like()?;
+    Ok(zeros.f_index_copy(0, &q_rows.f_index_select(0, &real)?, &out.f_index_select(0, &real)?)?.f_to_kind(q.kind())?)
+}

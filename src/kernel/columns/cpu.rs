@@ -1,0 +1,230 @@
+//! The CPU's side of a call: measure the batch, settle what x̂ is made with, write it; and back.
+
+use super::call::{ColumnGradients, ColumnViews};
+use super::passes::{self, Slopes};
+use super::{Batch, Options, Rule, State, Stats};
+use crate::cpu::parallel::{self, Shared};
+use crate::cpu::{memory, Accumulator, Element};
+use crate::error::Result;
+use std::ops::Range;
+use tch::Tensor;
+
+impl ColumnViews {
+    /// # Safety
+    /// As [`View::slice_mut`]: the copies of the buffers are the call's own.
+    unsafe fn state<'a>(&self) -> State<'a> {
+        State {
+            first: self.first.slice_mut(),
+            second: self.second.slice_mut(),
+            iters: self.iters.slice_mut(),
+            refused: self.refused.slice_mut(),
+            largest: self.largest(),
+        }
+    }
+}
+
+fn as_acc<A: Accumulator>(v: &[f64]) -> Vec<A> {
+    memory::collected(v.iter().map(|v| A::from_f64(*v)))
+}
+
+/// The weight, or ones.
+fn or_ones<A: Accumulator>(weight: &[A], cols: usize) -> Vec<A> {
+    if weight.is_empty() {
+        memory::filled(A::ONE, cols)
+    } else {
+        memory::collected(weight.iter().copied())
+    }
+}
+
+/// Σd and Σd² with d = x − guess over the rows of all threads.
+fn sums<E: Element>(cols: usize, x: &[E], pad: &[u8], guess: &[E::Acc]) -> (Vec<f64>, Vec<f64>) {
+    let (mut sum, mut squares) = (memory::filled(0.0, guess.len()), memory::filled(0.0, cols));
+    parallel::sum_over_rows(x.len() / cols.max(1), cols, &mut [&mut sum, &mut squares], |r, all, sums| {
+        let [sum, squares] = sums else { unreachable!("two sums were asked for") };
+        passes::sums::<E>(cols, &x[all], part(pad, &r), guess, sum, squares);
+    });
+    (sum, squares)
+}
+
+/// The mask's part for these rows.
+fn part<'a>(pad: &'a [u8], rows: &Range<usize>) -> &'a [u8] {
+    if pad.is_empty() {
+        pad
+    } else {
+        &pad[rows.clone()]
+    }
+}
+
+fn measure<E: Element>(rule: &Rule, cols: usize, x: &[E], pad: &[u8], release: bool) -> Batch {
+    let rows = x.len() / cols.max(1);
+    let count = (rows - pad.iter().filter(|v| **v != 0).count()) as f64;
+    let mean_of = |mut sums: Vec<f64>, n: f64| {
+        sums.iter_mut().for_each(|s| *s /= n.max(1.0));
+        sums
+    };
+    if !rule.centred {
+        let square = mean_of(sums(cols, x, pad, &[]).1, count);
+        let all_too = release && !pad.is_empty();
+        let square_of_all = all_too.then(|| mean_of(sums(cols, x, &[], &[]).1, rows as f64));
+        return Batch { count, mean: memory::filled(0.0, cols), square, square_of_all, rows: rows as f64 };
+    }
+    // Moments about a guess, the mean of the first real rows: (guess − μ)² is at most rows/64·σ² and typically σ²/64,
+    // so that mean d² − (mean d)² loses at most log₂(1 + rows/64) bits, and typically none.
+    let first = pad.iter().position(|v| *v == 0).unwrap_or(0);
+    let few = first..(first + passes::BLOCK).min(rows);
+    let zero = memory::filled(E::Acc::ZERO, cols);
+    let [mut sum, mut squares] = [(); 2].map(|()| memory::filled(0.0, cols));
+    let of_few = part(pad, &few);
+    passes::sums::<E>(cols, &x[few.start * cols..few.end * cols], of_few, &zero, &mut sum, &mut squares);
+    let real = few.len() - of_few.iter().filter(|v| **v != 0).count();
+    let guess: Vec<E::Acc> = as_acc(&mean_of(sum, real as f64));
+    let (sum, squares) = sums(cols, x, pad, &guess);
+    let (offset, square) = (mean_of(sum, count), mean_of(squares, count));
+    let variance = square.iter().zip(&offset).map(|(s, m)| {
+        let variance = s - m * m;
+        // Not `max`: a NaN has to stay one.
+        if variance < 0.0 {
+            0.0
+        } else {
+            variance
+        }
+    });
+    let square = memory::collected(variance);
+    let mean = memory::collected(offset.iter().zip(&guess).map(|(m, g)| m + g.to_f64()));
+    Batch { count, mean, square, square_of_all: None, rows: rows as f64 }
+}
+
+/// The batches of all ranks as one (Chan, Golub and LeVeque 1979): from counts, means and mean squares about those
+/// means, never as mean x² − mean², which cancels.
+fn over_ranks(batch: Batch, o: &Options) -> Result<Batch> {
+    let Some(ranks) = o.ranks else { return Ok(batch) };
+    let cols = batch.square.len();
+    let of_all = batch.square_of_all.as_ref().unwrap_or(&batch.square);
+    let counts = [batch.count, batch.rows];
+    let mine = memory::collected(counts.iter().chain(&batch.mean).chain(&batch.square).chain(of_all).copied());
+    let all = memory::numbers(&ranks.gather(&Tensor::f_from_slice(&mine)?)?)?;
+    let batches: Vec<_> = all.chunks(mine.len()).map(|r| (r[0], r[1], r[2..].chunks(cols.max(1)))).collect();
+    let (count, rows) = batches.iter().fold((0.0, 0.0), |(n, all), (count, rows, _)| (n + count, all + rows));
+    let zeros = || memory::filled(0.0, cols);
+    let mut merged = Batch { count, rows, mean: zeros(), square: zeros(), square_of_all: None };
+    let mut square_of_all = zeros();
+    for (n, all, parts) in &batches {
+        let (share, share_of_all) = (n / count.max(1.0), all / rows.max(1.0));
+        for (to, (from, share)) in [&mut merged.mean, &mut merged.square, &mut square_of_all]
+            .into_iter()
+            .zip(parts.clone().zip([share, share, share_of_all]))
+        {
+            to.iter_mut().zip(from).for_each(|(to, from)| *to += share * from);
+        }
+    }
+    for (n, _, parts) in &batches {
+        let mean = parts.clone().next().unwrap_or(&[]);
+        for ((square, mean), own) in merged.square.iter_mut().zip(&merged.mean).zip(mean) {
+            *square += n / count.max(1.0) * (own - mean).powi(2);
+        }
+    }
+    merged.square_of_all = o.release.then_some(square_of_all);
+    Ok(merged)
+}
+
+pub fn forward<E: Element>(rule: &Rule, v: &ColumnViews) -> Result<()> {
+    let cols = v.stats.cols();
+    // SAFETY: C++ gave contiguous tensors of E (parameters and statistics of its accumulation type), a mask of
+    // bytes; y, stats and the copies of the buffers are its own.
+    let (x, weight, bias, pad) =
+        unsafe { (v.x.slice::<E>(), v.weight.slice::<E::Acc>(), v.bias.slice(), v.pad.slice::<u8>()) };
+    // SAFETY: as above.
+    let (y, out, mut state) = unsafe { (v.y.slice_mut::<E>(), v.stats.slice_mut::<E::Acc>(), v.state()) };
+    if !v.given {
+        let o = &v.options;
+        let batch = match o.train || state.first.is_empty() {
+            true => over_ranks(measure(rule, cols, x, pad, o.release), o)?,
+            false => Batch { mean: memory::filled(0.0, cols), ..Batch::default() },
+        };
+        (rule.settle)(&batch, &mut state, o).write(out);
+    }
+    let (shift, scale) = (&out[..cols], &out[cols..2 * cols]);
+    let (weight, zero) = (or_ones(weight, cols), memory::filled(E::Acc::ZERO, cols));
+    let bias: &[E::Acc] = if bias.is_empty() { &zero } else { bias };
+    let pad = if v.options.release { &[] } else { pad };
+    let shared = Shared::new(y);
+    parallel::over_rows(x.len() / cols.max(1), cols, |r, all| {
+        // SAFETY: the ranges are disjoint and inside y.
+        let y = unsafe { shared.slice(all.clone()) };
+        passes::normalise::<E>(cols, &x[all], part(pad, &r), shift, scale, &weight, bias, y);
+    });
+    Ok(())
+}
+
+pub fn backward<E: Element>(rule: &Rule, v: &ColumnViews, d: &ColumnGradients) -> Result<()> {
+    let cols = v.stats.cols();
+    // SAFETY: as in `forward`.
+    let (dy, x, weight, pad, rows) = unsafe {
+        (d.dy.slice::<E>(), v.x.slice::<E>(), v.weight.slice::<E::Acc>(), v.pad.slice::<u8>(), v.stats.slice())
+    };
+    // SAFETY: the gradients are fresh, the copies of the buffers the call's own.
+    let (dx, dweight, dbias, mut state) =
+        unsafe { (d.dx.slice_mut::<E>(), d.dweight.slice_mut::<E::Acc>(), d.dbias.slice_mut::<E::Acc>(), v.state()) };
+    let o = &v.options;
+    let pad = if o.release { &[] } else { pad };
+    let stats = Stats::read::<E::Acc>(rows, cols);
+    let (shift, scale) = (as_acc::<E::Acc>(&stats.shift), as_acc::<E::Acc>(&stats.scale));
+    let [mut sum, mut sum_x] = [(); 2].map(|()| memory::filled(0.0, cols));
+    parallel::sum_over_rows(x.len() / cols.max(1), cols, &mut [&mut sum, &mut sum_x], |r, all, sums| {
+        let [sum, sum_x] = sums else { unreachable!("two sums were asked for") };
+        passes::gradient_sums::<E>(cols, &dy[all.clone()], &x[all], part(pad, &r), &shift, &scale, sum, sum_x);
+    });
+    for (out, sums) in [(dweight, &sum_x), (dbias, &sum)] {
+        out.iter_mut().zip(sums).for_each(|(d, s)| *d = E::Acc::from_f64(*s));
+    }
+    if let (Some(ranks), true) = (o.ranks, stats.exact || (rule.approximate && o.train)) {
+        let mine = memory::collected(sum.iter().chain(&sum_x).copied());
+        let all = memory::numbers(&ranks.sum(&Tensor::f_from_slice(&mine)?)?)?;
+        sum.copy_from_slice(&all[..cols]);
+        sum_x.copy_from_slice(&all[cols..]);
+    }
+    let (p, q, r) = slopes(rule, &stats, &or_ones(weight, cols), (&sum, &sum_x), &mut state, o);
+    let (p, q, r) = (as_acc::<E::Acc>(&p), as_acc::<E::Acc>(&q), as_acc::<E::Acc>(&r));
+    let shared = Shared::new(dx);
+    parallel::over_rows(x.len() / cols.max(1), cols, |rows, all| {
+        // SAFETY: the ranges are disjoint and inside dx.
+        let dx = unsafe { shared.slice(all.clone()) };
+        let slopes = Slopes { p: &p, q: &q, r: &r };
+        passes::gradient::<E>(cols, &dy[all.clone()], &x[all], part(pad, &rows), &shift, &scale, slopes, dx);
+    });
+    Ok(())
+}
+
+/// p, q and r of dx = p⊙dy − q⊙x̂ − r; moves ν.
+fn slopes<A: Accumulator>(
+    rule: &Rule,
+    stats: &Stats,
+    weight: &[A],
+    (sum, sum_x): (&[f64], &[f64]),
+    state: &mut State,
+    o: &Options,
+) -> (Vec<f64>, Vec<f64>, Vec<f64>) {
+    let by_weight = |v: &[f64]| memory::collected(v.iter().zip(weight).map(|(v, w)| v * w.to_f64()));
+    let p = by_weight(&stats.slope);
+    let mut lambda = by_weight(sum_x);
+    lambda.iter_mut().for_each(|v| *v *= stats.share);
+    let [mut q, mut r] = [(); 2].map(|()| memory::filled(0.0, p.len()));
+    if stats.exact {
+        q = memory::collected(stats.slope.iter().zip(&lambda).map(|(slope, lambda)| slope * lambda));
+        if rule.centred {
+            r = memory::collected(p.iter().zip(sum).map(|(p, sum)| p * sum * stats.share));
+        }
+    }
+    if rule.approximate && o.train && !state.second.is_empty() {
+        let nu = memory::collected(state.second.iter().map(|ema| (1.0 - o.alpha_bwd) * ema));
+        if !stats.exact {
+            q = memory::collected(stats.slope.iter().zip(&nu).map(|(slope, nu)| slope * nu));
+        }
+        let terms = state.second.iter().zip(&lambda).zip(nu.iter().zip(&stats.gamma));
+        let moved = memory::collected(terms.map(|((ema, lambda), (nu, gamma))| ema + lambda - nu * gamma));
+        if state.accepts(stats.share, &[&moved]) {
+            state.second.copy_from_slice(&moved);
+        }
+    }
+    (p, q, r)
+}

@@ -1,0 +1,384 @@
+//! Norms with statistics of columns on a GPU: what `cuda/device/columns.cuh` and `settle.cuh` take, made from
+//! views, and the order of their passes. No number is read back: what decides is decided on the device.
+
+use super::call::{ColumnGradients, ColumnViews};
+use super::Rule;
+use crate::cuda::{self, Device, Grid};
+use crate::error::{Error, Result};
+use crate::kernel::launch::{columns, columns_at_a_time, room, sum_partials, type_name, Output};
+use crate::kernel::view::View;
+use std::ptr::null_mut;
+use tch::{Kind, Tensor};
+
+/// Threads of a block: eight warps.
+const THREADS: u32 = 256;
+/// A slab's least rows: eight for a warp.
+const SLAB: i64 = 64;
+/// Beyond that many slabs they grow: what they leave is soon merged.
+const MOST_SLABS: i64 = 512;
+/// What slabs leave of a column at most: columns.cuh's PARTS, and the two sums of a gradient.
+const MOST_PARTS: i64 = 3;
+
+/// Rows of a slab, and how many slabs there are.
+fn slabs(rows: i64) -> (i64, i64) {
+    let slab = SLAB.max((rows + MOST_SLABS - 1) / MOST_SLABS);
+    (slab, (rows + slab - 1) / slab)
+}
+
+/// The numbers that slabs leave together.
+fn partial_length(rows: i64, cols: i64) -> i64 {
+    slabs(rows).1 * (MOST_PARTS * cols + 1) + 1
+}
+
+/// columns.cuh's `Rows`.
+#[repr(C)]
+#[derive(Clone, Copy)]
+struct Rows {
+    pad: *const u8,
+    count: i64,
+    slab: i64,
+    chunks: i32,
+}
+
+/// columns.cuh's `Ahead`.
+#[repr(C)]
+struct Ahead {
+    first: *const u8,
+    iters: *const u8,
+    weight: *const u8,
+    bias: *const u8,
+    y: *mut u8,
+    wrote: *mut f32,
+    options: Options,
+}
+
+/// columns.cuh's `Measure`.
+#[repr(C)]
+struct Measure {
+    x: *const u8,
+    rows: Rows,
+    partial: *mut f32,
+    counts: *mut f32,
+    ahead: Ahead,
+}
+
+/// columns.cuh's `Normalise`.
+#[repr(C)]
+struct Normalise {
+    x: *const u8,
+    rows: Rows,
+    stats: *const u8,
+    weight: *const u8,
+    bias: *const u8,
+    y: *mut u8,
+    wrote: *const f32,
+}
+
+/// columns.cuh's `GradientSums`.
+#[repr(C)]
+struct GradientSums {
+    dy: *const u8,
+    x: *const u8,
+    rows: Rows,
+    stats: *const u8,
+    partial: *mut u8,
+    weight: *const u8,
+    second: *const u8,
+    alpha_bwd: f64,
+    dx: *mut u8,
+}
+
+/// columns.cuh's `Gradient`.
+#[repr(C)]
+struct Gradient {
+    dy: *const u8,
+    x: *const u8,
+    rows: Rows,
+    stats: *const u8,
+    slopes: *const u8,
+    dx: *mut u8,
+}
+
+/// settle.cuh's `Merge`.
+#[repr(C)]
+struct Merge {
+    partial: *const f32,
+    counts: *const f32,
+    mean: *mut f64,
+    square: *mut f64,
+    count: *mut f64,
+    slabs: i32,
+    cols: i32,
+}
+
+/// column_norm.cuh's `Options`.
+#[repr(C)]
+struct Options {
+    alpha: f64,
+    eps: f64,
+    warmup: i64,
+    train: bool,
+    release: bool,
+    running: bool,
+}
+
+/// settle.cuh's `Settle`.
+#[repr(C)]
+struct Settle {
+    mean: *const f64,
+    square: *const f64,
+    square_of_all: *const f64,
+    count: *const f64,
+    rows: f64,
+    first: *mut u8,
+    second: *mut u8,
+    iters: *mut u8,
+    refused: *mut u8,
+    stats: *mut u8,
+    cols: i32,
+    options: Options,
+    largest: f64,
+}
+
+/// settle.cuh's `Slopes`.
+#[repr(C)]
+struct Slopes {
+    sum: *const u8,
+    sum_x: *const u8,
+    stats: *const u8,
+    weight: *const u8,
+    second: *mut u8,
+    refused: *mut u8,
+    slopes: *mut u8,
+    cols: i32,
+    alpha_bwd: f64,
+    largest: f64,
+}
+
+/// A norm's kernels for one matrix.
+struct Kernels {
+    device: Device,
+    rule: &'static Rule,
+    options: String,
+    rows: Rows,
+    cols: u32,
+    slabs: i64,
+    /// What slabs leave.
+    partial: Tensor,
+    /// Blocks that take a slab and a tile each.
+    tiled: Grid,
+}
+
+impl Kernels {
+    /// `views`: what is read and written some columns at a time; `measures`: slabs leave something.
+    fn of(device: Device, rule: &'static Rule, v: &ColumnViews, views: &[&View], measures: bool) -> Result<Self> {
+        let cols = columns(&v.stats)?;
+        let vec = columns_at_a_time(&v.x, views);
+        let state = if v.wide_state { "double" } else { "f32" };
+        let x = type_name(v.x.dtype)?;
+        let (slab, slabs) = slabs(v.x.rows);
+        let chunks = cols / vec;
+        let length = if measures { partial_length(v.x.rows, cols.into()) } else { 0 };
+        let blocks = i32::try_from(slabs * i64::from(chunks.div_ceil(32)));
+        let blocks = blocks.map_err(|_| Error::Torch(format!("rows of {cols} numbers have no CUDA kernel")))?;
+        Ok(Kernels {
+            device,
+            rule,
+            options: format!("-DK_LANES={THREADS} -DK_ROWS=1 -DK_VEC={vec} -DK_X={x} -DK_STATE={state}"),
+            rows: Rows { pad: v.pad.data, count: v.x.rows, slab, chunks: chunks as i32 },
+            cols,
+            slabs,
+            partial: room(device, &[length], Kind::Float)?,
+            tiled: Grid { blocks: blocks as u32, threads: THREADS },
+        })
+    }
+
+    /// All rows, padding too.
+    fn all_rows(&self) -> Rows {
+        Rows { pad: null_mut(), ..self.rows }
+    }
+
+    /// The rows that y and dx are computed of.
+    fn written(&self, release: bool) -> Rows {
+        if release {
+            self.all_rows()
+        } else {
+            self.rows
+        }
+    }
+
+    /// Blocks that take 32 columns each.
+    fn by_columns(&self) -> Grid {
+        Grid { blocks: self.cols.div_ceil(32), threads: THREADS }
+    }
+
+    /// # Safety
+    /// As [`cuda::launch`].
+    unsafe fn launch<A>(&self, kernel: &'static str, grid: Grid, arguments: &A) -> Result<()> {
+        // SAFETY: as the caller promises.
+        unsafe { cuda::launch(self.device, &self.rule.program, &self.options, kernel, grid, arguments) }
+    }
+
+    /// The slabs' counts of real rows, behind what else they leave, and behind those whether y has been written.
+    fn counts(&self) -> *mut f32 {
+        // SAFETY: the workspace is `partial_length` long.
+        unsafe { self.partial.data_ptr().cast::<f32>().add((self.slabs * MOST_PARTS) as usize * self.cols as usize) }
+    }
+
+    fn wrote(&self) -> *mut f32 {
+        // SAFETY: as above.
+        unsafe { self.counts().add(self.slabs as usize) }
+    }
+
+    /// Mean and mean square of `rows`, and how many are real; mean and count may be unwanted. With `write` y too, where
+    /// it needs nothing of the batch.
+    ///
+    /// # Safety
+    /// The views are of a forward call; the places have room for every column.
+    unsafe fn measure(
+        &self,
+        v: &ColumnViews,
+        rows: Rows,
+        [mean, square, count]: [*mut f64; 3],
+        write: bool,
+    ) -> Result<()> {
+        let (partial, counts) = (self.partial.data_ptr().cast::<f32>(), self.counts());
+        let ahead = Ahead {
+            first: v.first.data,
+            iters: v.iters.data,
+            weight: v.weight.data,
+            bias: v.bias.data,
+            y: if write { v.y.data } else { null_mut() },
+            wrote: self.wrote(),
+            options: Options::of(v),
+        };
+        let measure = Measure { x: v.x.data, rows, partial, counts, ahead };
+        let (slabs, cols) = (self.slabs as i32, self.cols as i32);
+        let merge = Merge { partial, counts, mean, square, count, slabs, cols };
+        // SAFETY: every slab has its place in the workspace.
+        unsafe {
+            self.launch("columns_measure", self.tiled, &measure)?;
+            self.launch("columns_merge", self.by_columns(), &merge)
+        }
+    }
+}
+
+impl Options {
+    fn of(v: &ColumnViews) -> Self {
+        let o = &v.options;
+        let running = !o.train && !v.first.is_absent();
+        Options { alpha: o.alpha, eps: o.eps, warmup: o.warmup, train: o.train, release: o.release, running }
+    }
+}
+
+const ONE_BLOCK: Grid = Grid { blocks: 1, threads: THREADS };
+
+/// y and the statistics that made it, settled from the batch and the buffers, which then move, or given.
+pub fn forward(device: Device, rule: &'static Rule, v: &ColumnViews) -> Result<()> {
+    if v.stats.cols == 0 {
+        return Ok(());
+    }
+    let measures = !v.given && !Options::of(v).running;
+    let kernels = Kernels::of(device, rule, v, &[&v.x, &v.y, &v.stats, &v.weight, &v.bias], measures)?;
+    let may_have_written = !v.given && settle(&kernels, v)?;
+    let normalise = Normalise {
+        x: v.x.data,
+        rows: kernels.written(v.options.release),
+        stats: v.stats.data,
+        weight: v.weight.data,
+        bias: v.bias.data,
+        y: v.y.data,
+        wrote: if may_have_written { kernels.wrote() } else { null_mut() },
+    };
+    // SAFETY: C++ gave contiguous tensors of these types and shapes on the device, y its own, and holds them until
+    // the call returns; torch's allocator keeps what is freed then for the stream that the kernels are on.
+    unsafe { kernels.launch("columns_normalise", kernels.tiled, &normalise) }
+}
+
+/// The statistics of y, from the batch and the buffers; whether y may have been written on the way.
+fn settle(kernels: &Kernels, v: &ColumnViews) -> Result<bool> {
+    let options = Options::of(v);
+    let writes = options.train && !v.first.is_absent();
+    let [mut mean, mut square, mut square_of_all, mut count] = [null_mut::<f64>(); 4];
+    let batch = room(kernels.device, &[4, v.stats.cols], Kind::Double)?;
+    if !options.running {
+        // SAFETY: four rows, and of the last the first number is used.
+        let row = |i: usize| unsafe { batch.data_ptr().cast::<f64>().add(i * v.stats.cols()) };
+        (mean, square, square_of_all, count) = (row(0), row(1), row(1), row(3));
+        // SAFETY: as in `forward`; the rows of the batch have room for every column.
+        unsafe { kernels.measure(v, kernels.rows, [mean, square, count], writes)? };
+        if options.release && !v.pad.is_absent() {
+            square_of_all = row(2);
+            // SAFETY: as above.
+            unsafe { kernels.measure(v, kernels.all_rows(), [null_mut(), square_of_all, null_mut()], false)? };
+        }
+    }
+    let settle = Settle {
+        mean,
+        square,
+        square_of_all,
+        count,
+        rows: v.x.rows as f64,
+        first: v.first.data,
+        second: v.second.data,
+        iters: v.iters.data,
+        refused: v.refused.data,
+        stats: v.stats.data,
+        cols: kernels.cols as i32,
+        options,
+        largest: v.largest(),
+    };
+    // SAFETY: as above; the buffers, of one type, and the statistics have a number for every column.
+    unsafe { kernels.launch("columns_settle", ONE_BLOCK, &settle)? };
+    Ok(writes)
+}
+
+/// dx and the parameters' gradients; moves PowerNorm's ν.
+pub fn backward(device: Device, rule: &'static Rule, v: &ColumnViews, d: &ColumnGradients) -> Result<()> {
+    if v.stats.cols == 0 {
+        return Ok(());
+    }
+    let kernels = Kernels::of(device, rule, v, &[&v.x, &d.dy, &d.dx, &v.stats, &v.weight], true)?;
+    let slopes = room(device, &[3, v.stats.cols], Kind::Float)?;
+    let rows = kernels.written(v.options.release);
+    let (dy, x, stats) = (d.dy.data, v.x.data, v.stats.data);
+    let [partial, slopes] = [&kernels.partial, &slopes].map(|room| room.data_ptr().cast::<u8>());
+    let cols = kernels.cols as i32;
+    let sums = [Output::from_column(0, &d.dbias), Output::from_column(cols.into(), &d.dweight)];
+    let moves = rule.approximate && v.options.train;
+    let second = if moves { v.second.data } else { null_mut() };
+    let (weight, alpha_bwd, dx) = (v.weight.data, v.options.alpha_bwd, d.dx.data);
+    let sums_of = GradientSums { dy, x, rows, stats, partial, weight, second, alpha_bwd, dx };
+    let slopes_of = Slopes {
+        sum: d.dbias.data,
+        sum_x: d.dweight.data,
+        stats,
+        weight,
+        second,
+        refused: v.refused.data,
+        slopes,
+        cols,
+        alpha_bwd,
+        largest: v.largest(),
+    };
+    // SAFETY: as in `forward`; the gradients are fresh, a slab has its place in the workspace, and slopes has three rows.
+    unsafe {
+        kernels.launch("columns_gradient_sums", kernels.tiled, &sums_of)?;
+        sum_partials(device, partial, kernels.slabs as i32, 2 * i64::from(cols), &sums)?;
+        kernels.launch("columns_slopes", ONE_BLOCK, &slopes_of)?;
+        kernels.launch("columns_gradient", kernels.tiled, &Gradient { dy, x, rows, stats, slopes, dx })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn slabs_hold_every_row_and_none_is_empty() {
+        for rows in (0..3000).chain([32_768, 32_769, 140_000, 10_000_019]) {
+            let (slab, slabs) = slabs(rows);
+            assert!(slab * slabs >= rows && slab * (slabs - 1) < rows.max(1) && slabs <= MOST_SLABS, "{rows}");
+        }
+    }
+}

@@ -1,0 +1,273 @@
+//! The passes over memory of all norms with statistics of columns.
+
+use crate::cpu::convert::{narrow, target, wide, widen, Row};
+use crate::cpu::{Accumulator, Element};
+use crate::multiversion;
+use std::array::from_fn;
+
+/// Rows summed in the computing type before their sum is added in f64.
+pub const BLOCK: usize = 64;
+/// Rows added at a time: a partial sum in memory is then touched once for four rows.
+const GROUP: usize = 4;
+
+/// Whether a row is padding; an empty mask marks none.
+#[inline(always)]
+fn is_pad(pad: &[u8], r: usize) -> bool {
+    pad.get(r).is_some_and(|v| *v != 0)
+}
+
+/// Calls `add` on the real rows, four indices and how many of them count, and `flush` after every block.
+#[inline(always)]
+fn in_blocks(rows: usize, pad: &[u8], mut step: impl FnMut([usize; GROUP], usize, bool)) {
+    let (mut group, mut n, mut groups) = ([0; GROUP], 0, 0);
+    for r in 0..rows {
+        if is_pad(pad, r) {
+            continue;
+        }
+        group[n] = r;
+        n += 1;
+        if n == GROUP {
+            groups += 1;
+            let flush = groups == BLOCK / GROUP;
+            step(group, n, flush);
+            n = 0;
+            if flush {
+                groups = 0;
+            }
+        }
+    }
+    step(group, n, true);
+}
+
+#[inline(always)]
+fn flush<A: Accumulator>(part: &mut [A], total: &mut [f64]) {
+    for (part, total) in part.iter_mut().zip(total) {
+        *total += part.to_f64();
+        *part = A::ZERO;
+    }
+}
+
+multiversion! {
+    /// sum += Σd and squares += Σd² over real rows, d = x − guess. Without a guess (empty) d = x, and `sum` stays as it is.
+    pub fn sums[E: Element](
+        cols: usize, x: &[E], pad: &[u8], guess: &[E::Acc], sum: &mut [f64], squares: &mut [f64],
+    ) {
+        if cols == 0 {
+            return;
+        }
+        let centred = !guess.is_empty();
+        let zero = Row::new(cols);
+        // A row that adds nothing, for groups that are not full.
+        let absent: &[E::Acc] = if centred { guess } else { &zero };
+        let mut held = [(); GROUP].map(|()| Row::for_type::<E>(cols));
+        let (mut part, mut part_squares) = (Row::new(if centred { cols } else { 0 }), Row::new(cols));
+        in_blocks(x.len() / cols, pad, |group, n, end| {
+            if n > 0 {
+                for i in 0..n {
+                    widen(&x[group[i] * cols..][..cols], &mut held[i]);
+                }
+                let rows: [&[E::Acc]; GROUP] =
+                    from_fn(|i| if i < n { wide(&x[group[i] * cols..][..cols], &held[i]) } else { absent });
+                match centred {
+                    true => add_centred(rows, guess, &mut part, &mut part_squares),
+                    false => add_squares(rows, &mut part_squares),
+                }
+            }
+            if end {
+                flush(&mut part, sum);
+                flush(&mut part_squares, squares);
+            }
+        });
+    }
+}
+
+#[inline(always)]
+fn add_centred<A: Accumulator>(rows: [&[A]; GROUP], guess: &[A], sum: &mut [A], squares: &mut [A]) {
+    let n = squares.len();
+    let (rows, guess, sum) = (rows.map(|r| &r[..n]), &guess[..n], &mut sum[..n]);
+    for c in 0..n {
+        let d: [A; GROUP] = from_fn(|i| rows[i][c] - guess[c]);
+        sum[c] += (d[0] + d[1]) + (d[2] + d[3]);
+        squares[c] += (d[0] * d[0] + d[1] * d[1]) + (d[2] * d[2] + d[3] * d[3]);
+    }
+}
+
+#[inline(always)]
+fn add_squares<A: Accumulator>(rows: [&[A]; GROUP], squares: &mut [A]) {
+    let n = squares.len();
+    let rows = rows.map(|r| &r[..n]);
+    for c in 0..n {
+        let d: [A; GROUP] = from_fn(|i| rows[i][c]);
+        squares[c] += (d[0] * d[0] + d[1] * d[1]) + (d[2] * d[2] + d[3] * d[3]);
+    }
+}
+
+multiversion! {
+    /// y = γ⊙x̂ + β, and 0 at padding.
+    pub fn normalise[E: Element](
+        cols: usize, x: &[E], pad: &[u8], shift: &[E::Acc], scale: &[E::Acc], weight: &[E::Acc], bias: &[E::Acc],
+        y: &mut [E],
+    ) {
+        if cols == 0 {
+            return;
+        }
+        let (mut held, mut out) = (Row::for_type::<E>(cols), Row::for_type::<E>(cols));
+        for r in 0..x.len() / cols {
+            let (x, y) = (&x[r * cols..][..cols], &mut y[r * cols..][..cols]);
+            if is_pad(pad, r) {
+                y.fill(E::default());
+                continue;
+            }
+            widen(x, &mut held);
+            write(wide(x, &held), shift, scale, weight, bias, target(y, &mut out));
+            narrow(&out, y);
+        }
+    }
+}
+
+#[inline(always)]
+fn write<A: Accumulator>(x: &[A], shift: &[A], scale: &[A], weight: &[A], bias: &[A], y: &mut [A]) {
+    let n = y.len();
+    let (x, shift, scale, weight, bias) = (&x[..n], &shift[..n], &scale[..n], &weight[..n], &bias[..n]);
+    for c in 0..n {
+        y[c] = (x[c] - shift[c]) * scale[c] * weight[c] + bias[c];
+    }
+}
+
+multiversion! {
+    /// sum += Σdy and sum_x += Σdy⊙x̂ over real rows.
+    pub fn gradient_sums[E: Element](
+        cols: usize, dy: &[E], x: &[E], pad: &[u8], shift: &[E::Acc], scale: &[E::Acc], sum: &mut [f64],
+        sum_x: &mut [f64],
+    ) {
+        if cols == 0 {
+            return;
+        }
+        let zero = Row::new(cols);
+        let mut held = [(); GROUP].map(|()| (Row::for_type::<E>(cols), Row::for_type::<E>(cols)));
+        let (mut part, mut part_x) = (Row::new(cols), Row::new(cols));
+        in_blocks(x.len() / cols, pad, |group, n, end| {
+            if n > 0 {
+                for i in 0..n {
+                    widen(&dy[group[i] * cols..][..cols], &mut held[i].0);
+                    widen(&x[group[i] * cols..][..cols], &mut held[i].1);
+                }
+                let dys: [&[E::Acc]; GROUP] =
+                    from_fn(|i| if i < n { wide(&dy[group[i] * cols..][..cols], &held[i].0) } else { &*zero });
+                // Any row will do where dy is zero, if it is finite: the shift, whose x̂ is zero.
+                let xs: [&[E::Acc]; GROUP] =
+                    from_fn(|i| if i < n { wide(&x[group[i] * cols..][..cols], &held[i].1) } else { shift });
+                add_gradients(dys, xs, shift, scale, &mut part, &mut part_x);
+            }
+            if end {
+                flush(&mut part, sum);
+                flush(&mut part_x, sum_x);
+            }
+        });
+    }
+}
+
+#[inline(always)]
+fn add_gradients<A: Accumulator>(
+    dy: [&[A]; GROUP],
+    x: [&[A]; GROUP],
+    shift: &[A],
+    scale: &[A],
+    sum: &mut [A],
+    sum_x: &mut [A],
+) {
+    let n = sum.len();
+    let (dy, x) = (dy.map(|r| &r[..n]), x.map(|r| &r[..n]));
+    let (shift, scale, sum_x) = (&shift[..n], &scale[..n], &mut sum_x[..n]);
+    for c in 0..n {
+        let g: [A; GROUP] = from_fn(|i| dy[i][c]);
+        let gx: [A; GROUP] = from_fn(|i| g[i] * ((x[i][c] - shift[c]) * scale[c]));
+        sum[c] += (g[0] + g[1]) + (g[2] + g[3]);
+        sum_x[c] += (gx[0] + gx[1]) + (gx[2] + gx[3]);
+    }
+}
+
+/// dx = p⊙dy − q⊙x̂ − r.
+#[derive(Clone, Copy)]
+pub struct Slopes<'a, A> {
+    pub p: &'a [A],
+    pub q: &'a [A],
+    pub r: &'a [A],
+}
+
+multiversion! {
+    /// dx, 0 at padding.
+    pub fn gradient[E: Element](
+        cols: usize, dy: &[E], x: &[E], pad: &[u8], shift: &[E::Acc], scale: &[E::Acc], slopes: Slopes<E::Acc>,
+        dx: &mut [E],
+    ) {
+        if cols == 0 {
+            return;
+        }
+        let [mut held_dy, mut held_x, mut out] = [(); 3].map(|()| Row::for_type::<E>(cols));
+        for r in 0..x.len() / cols {
+            let (dy, x, dx) = (&dy[r * cols..][..cols], &x[r * cols..][..cols], &mut dx[r * cols..][..cols]);
+            if is_pad(pad, r) {
+                dx.fill(E::default());
+                continue;
+            }
+            widen(dy, &mut held_dy);
+            widen(x, &mut held_x);
+            slope(wide(dy, &held_dy), wide(x, &held_x), shift, scale, slopes, target(dx, &mut out));
+            narrow(&out, dx);
+        }
+    }
+}
+
+#[inline(always)]
+fn slope<A: Accumulator>(dy: &[A], x: &[A], shift: &[A], scale: &[A], slopes: Slopes<A>, dx: &mut [A]) {
+    let n = dx.len();
+    let (dy, x, shift, scale) = (&dy[..n], &x[..n], &shift[..n], &scale[..n]);
+    let (p, q, r) = (&slopes.p[..n], &slopes.q[..n], &slopes.r[..n]);
+    for c in 0..n {
+        dx[c] = p[c] * dy[c] - q[c] * ((x[c] - shift[c]) * scale[c]) - r[c];
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::cpu::simd::{force, Level};
+
+    /// Numbers in [−1, 1), some of them exactly representable in bf16.
+    fn numbers(n: usize, step: usize) -> Vec<f32> {
+        (0..n).map(|i| ((i * step + i * i * 7) % 509) as f32 / 254.5 - 1.0).collect()
+    }
+
+    #[test]
+    fn sums_skip_padding_at_every_level_with_the_same_bits() {
+        let (rows, cols) = (203, 37);
+        let x = numbers(rows * cols, 31);
+        let pad: Vec<u8> = (0..rows).map(|r| u8::from(r % 5 == 2)).collect();
+        let guess: Vec<f32> = x[..cols].to_vec();
+        let mut seen: Vec<(Vec<f64>, Vec<f64>)> = vec![];
+        for level in Level::ALL {
+            force(Some(level));
+            let (mut sum, mut squares) = (vec![0.0; cols], vec![0.0; cols]);
+            sums::<f32>(cols, &x, &pad, &guess, &mut sum, &mut squares);
+            seen.push((sum, squares));
+        }
+        force(None);
+        for c in 0..cols {
+            let d = |r: usize| x[r * cols + c] as f64 - guess[c] as f64;
+            let real = || (0..rows).filter(|r| r % 5 != 2);
+            let (sum, squares): (f64, f64) = (real().map(d).sum(), real().map(|r| d(r) * d(r)).sum());
+            assert!((seen[0].0[c] - sum).abs() < 1e-4 && (seen[0].1[c] - squares).abs() < 1e-4);
+        }
+        assert!(seen.iter().all(|s| *s == seen[0]));
+    }
+
+    #[test]
+    fn thousands_of_rows_lose_nothing() {
+        let x = vec![0.1f32; 100_000];
+        let mut squares = vec![0.0];
+        sums::<f32>(1, &x, &[], &[], &mut [], &mut squares);
+        let exact = 100_000.0 * 0.1f32 as f64 * 0.1f32 as f64;
+        assert!((squares[0] / exact - 1.0).abs() < 3e-7, "{squares:?}");
+    }
+}

@@ -1,0 +1,190 @@
+//! A call's tensors: rows over threads on the CPU, a launch on a GPU.
+
+use super::{backward as backward_rows, forward as forward_rows, in_place as in_place_rows};
+use super::{Smoothing, Targets, PROGRAM};
+use crate::cpu::parallel::{self, Shared};
+use crate::cpu::{Accumulator, Element};
+use crate::cuda::{self, Device, Grid};
+use crate::error::{Error, Result};
+use crate::kernel::launch::{columns, columns_at_a_time, type_name};
+use crate::kernel::view::{by_dtype, View};
+use std::ops::Range;
+use std::sync::Mutex;
+
+/// What every pass reads: logits (rows, classes), a target per row, and classes that count, which may be absent.
+pub struct LossViews {
+    pub logits: View,
+    pub target: View,
+    pub mask: View,
+    pub smoothing: Smoothing,
+    pub ignore_index: i64,
+}
+
+/// Losses of rows; lse is absent where no backward pass follows.
+pub struct Losses {
+    pub loss: View,
+    pub nll: View,
+    pub lse: View,
+}
+
+/// The losses, and the log sums that the backward pass needs.
+pub fn forward(device: Option<Device>, c: &LossViews, losses: &Losses) -> Result<()> {
+    match device {
+        None => by_dtype!(c.logits, E => forward_typed::<E>(c, losses)),
+        Some(device) => launch(device, c, losses, Gradient::No),
+    }
+}
+
+/// dlogits, from the forward's log sums.
+pub fn backward(device: Option<Device>, c: &LossViews, lse: View, dloss: &View, dlogits: &View) -> Result<()> {
+    match device {
+        None => by_dtype!(c.logits, E => backward_typed::<E>(c, &lse, dloss, dlogits)),
+        Some(device) => {
+            let losses = Losses { loss: View::ABSENT, nll: View::ABSENT, lse };
+            launch(device, c, &losses, Gradient::FromLse(dloss, dlogits))
+        }
+    }
+}
+
+/// The losses, and `scale`·∂(Σ loss)/∂logits where the logits were.
+pub fn in_place(device: Option<Device>, c: &LossViews, losses: &Losses, scale: &View) -> Result<()> {
+    match device {
+        None => by_dtype!(c.logits, E => in_place_typed::<E>(c, losses, scale)),
+        Some(device) => launch(device, c, losses, Gradient::InPlace(scale)),
+    }
+}
+
+impl LossViews {
+    /// Runs `rows` on ranges of rows over threads; an Err is the first bad row within its range.
+    fn each(
+        &self,
+        rows: impl Fn(Range<usize>, Range<usize>, Targets, &[u8]) -> std::result::Result<(), usize> + Sync,
+    ) -> Result<()> {
+        let (n, cols) = (self.logits.rows(), self.logits.cols());
+        // SAFETY: by the operator's table targets are int64, one per row, and mask bool, one per column; both contiguous.
+        let (ids, mask) = unsafe { (self.target.slice::<i64>(), self.mask.slice::<u8>()) };
+        let bad = Mutex::new(None::<usize>);
+        let ignore = self.ignore_index;
+        parallel::over_rows(n, cols, |r, all| {
+            let targets = Targets { ids: &ids[r.clone()], ignore };
+            if let Err(row) = rows(r.clone(), all, targets, mask) {
+                let mut first = bad.lock().unwrap_or_else(|e| e.into_inner());
+                *first = Some(first.map_or(r.start + row, |f| f.min(r.start + row)));
+            }
+        });
+        match bad.into_inner().unwrap_or_else(|e| e.into_inner()) {
+            None => Ok(()),
+            Some(row) => Err(Error::Torch(format!(
+                "label_smoothed_cross_entropy: the target of row {row} is {}, which is not in the target vocabulary \
+                 ({cols} classes{}); ignored targets are {}",
+                ids[row],
+                if mask.is_empty() { "" } else { ", some of them masked out" },
+                self.ignore_index
+            ))),
+        }
+    }
+}
+
+fn forward_typed<E: Element>(c: &LossViews, to: &Losses) -> Result<()> {
+    let (cols, smoothing) = (c.logits.cols(), c.smoothing);
+    // SAFETY: contiguous logits of E; loss, nll and lse are fresh, one number of the accumulation type per row.
+    let (logits, loss, nll, lse) = unsafe {
+        let row = |v: &View| Shared::new(v.slice_mut::<E::Acc>());
+        (c.logits.slice::<E>(), row(&to.loss), row(&to.nll), row(&to.lse))
+    };
+    c.each(|r, all, targets, mask| {
+        // SAFETY: the ranges are disjoint.
+        let (loss, nll, lse) = unsafe { (loss.slice(r.clone()), nll.slice(r.clone()), lse.slice(r.clone())) };
+        forward_rows::<E>(cols, &logits[all], targets, mask, smoothing, loss, nll, lse)
+    })
+}
+
+fn backward_typed<E: Element>(c: &LossViews, lse: &View, dloss: &View, dlogits: &View) -> Result<()> {
+    let (cols, smoothing) = (c.logits.cols(), c.smoothing);
+    // SAFETY: as in `forward_typed`; dlogits is fresh.
+    let (logits, lse, dloss, dlogits) = unsafe {
+        let dlogits = Shared::new(dlogits.slice_mut::<E>());
+        (c.logits.slice::<E>(), lse.slice::<E::Acc>(), dloss.slice::<E::Acc>(), dlogits)
+    };
+    c.each(|r, all, targets, mask| {
+        // SAFETY: the ranges are disjoint.
+        let dlogits = unsafe { dlogits.slice(all.clone()) };
+        let (lse, dloss) = (&lse[r.clone()], &dloss[r.clone()]);
+        backward_rows::<E>(cols, &logits[all], targets, mask, smoothing, lse, dloss, dlogits)
+    })
+}
+
+fn in_place_typed<E: Element>(c: &LossViews, to: &Losses, scale: &View) -> Result<()> {
+    let (cols, smoothing) = (c.logits.cols(), c.smoothing);
+    // SAFETY: the operator's table says that it is one f64.
+    let scale = E::Acc::from_f64(unsafe { scale.slice::<f64>() }[0]);
+    // SAFETY: contiguous logits of E that the caller lent for writing; loss and nll are fresh.
+    let (logits, loss, nll) = unsafe {
+        let row = |v: &View| Shared::new(v.slice_mut::<E::Acc>());
+        (Shared::new(c.logits.slice_mut::<E>()), row(&to.loss), row(&to.nll))
+    };
+    c.each(|r, all, targets, mask| {
+        // SAFETY: the ranges are disjoint.
+        let (logits, loss, nll) = unsafe { (logits.slice(all), loss.slice(r.clone()), nll.slice(r.clone())) };
+        in_place_rows::<E>(cols, logits, targets, mask, smoothing, scale, loss, nll)
+    })
+}
+
+/// What a GPU's kernel makes besides losses (cross_entropy.cu, K_GRADIENT).
+enum Gradient<'a> {
+    No,
+    /// (dloss, dlogits)
+    FromLse(&'a View, &'a View),
+    /// The scale.
+    InPlace(&'a View),
+}
+
+/// cross_entropy.cu's `CrossEntropy`.
+#[repr(C)]
+struct Arguments {
+    logits: *const u8,
+    target: *const u8,
+    mask: *const u8,
+    loss: *mut u8,
+    nll: *mut u8,
+    lse: *mut u8,
+    dloss: *const u8,
+    dlogits: *mut u8,
+    ignore_index: i64,
+    nll_weight: f64,
+    uniform_weight: f64,
+    scale: *const u8,
+    chunks: i32,
+}
+
+fn launch(device: Device, c: &LossViews, losses: &Losses, gradient: Gradient) -> Result<()> {
+    const LANES: u32 = 256;
+    let (mode, dloss, dlogits, scale) = match gradient {
+        Gradient::No => (0, View::ABSENT, View::ABSENT, View::ABSENT),
+        Gradient::FromLse(dloss, dlogits) => (1, *dloss, *dlogits, View::ABSENT),
+        Gradient::InPlace(scale) => (2, View::ABSENT, c.logits, *scale),
+    };
+    let vec = columns_at_a_time(&c.logits, &[&c.logits, &dlogits]);
+    let arguments = Arguments {
+        logits: c.logits.data,
+        target: c.target.data,
+        mask: c.mask.data,
+        loss: losses.loss.data,
+        nll: losses.nll.data,
+        lse: losses.lse.data,
+        dloss: dloss.data,
+        dlogits: dlogits.data,
+        ignore_index: c.ignore_index,
+        nll_weight: c.smoothing.nll,
+        uniform_weight: c.smoothing.uniform,
+        scale: scale.data,
+        chunks: (columns(&c.logits)? / vec) as i32,
+    };
+    let options =
+        format!("-DK_VEC={vec} -DK_LANES={LANES} -DK_ROWS=1 -DK_X={} -DK_GRADIENT={mode}", type_name(c.logits.dtype)?);
+    let blocks = u32::try_from(c.logits.rows).ok().filter(|rows| i32::try_from(*rows).is_ok());
+    let blocks = blocks.ok_or_else(|| Error::Torch(format!("{} rows have no CUDA kernel", c.logits.rows)))?;
+    // SAFETY: C++ gave contiguous logits, targets for every row, a mask for every column and fresh outputs, and
+    // holds them until the call returns.
+    unsafe { cuda::launch(device, &PROGRAM, &options, "cross_entropy", Grid { blocks, threads: LANES }, &arguments) }
+}

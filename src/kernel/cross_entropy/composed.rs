@@ -1,0 +1,51 @@
+//! The loss in tch, for devices without a kernel and for higher derivatives.
+
+use super::Smoothing;
+use crate::error::Result;
+use tch::{Device, Kind, Tensor};
+
+/// The type that logits are computed in.
+pub fn computed(t: &Tensor) -> Kind {
+    if t.kind() == Kind::Double {
+        Kind::Double
+    } else {
+        Kind::Float
+    }
+}
+
+/// (loss, nll).
+pub fn composed(
+    logits: &Tensor,
+    target: &Tensor,
+    mask: Option<&Tensor>,
+    smoothing: Smoothing,
+    ignore_index: i64,
+) -> Result<(Tensor, Tensor)> {
+    let kind = computed(logits);
+    let mut z = logits.f_to_kind(kind)?;
+    let outside = mask.map(|m| m.f_logical_not()).transpose()?;
+    if let Some(outside) = &outside {
+        z = z.f_masked_fill(outside, f64::NEG_INFINITY)?;
+    }
+    let log_p = z.f_log_softmax(-1, kind)?;
+    let ignored = target.f_eq(ignore_index)?;
+    let mut target = target.f_masked_fill(&ignored, 0)?;
+    let mut unknown = None;
+    if target.device() != Device::Cpu {
+        // A GPU that gathers out of bounds does nothing more: there a target that is no class gives NaN.
+        let outside = target.f_lt(0)?.f_logical_or(&target.f_ge(*z.size().last().unwrap_or(&0))?)?;
+        target = target.f_masked_fill(&outside, 0)?;
+        unknown = Some(outside);
+    }
+    let mut nll = log_p.f_gather(-1, &target.f_unsqueeze(-1)?, false)?.f_squeeze_dim(-1)?.f_neg()?;
+    if let Some(unknown) = &unknown {
+        nll = nll.f_masked_fill(unknown, f64::NAN)?;
+    }
+    let log_p = match &outside {
+        Some(outside) => log_p.f_masked_fill(outside, 0.0)?,
+        None => log_p,
+    };
+    let uniform = log_p.f_sum_dim_intlist([-1i64].as_slice(), false, kind)?.f_neg()?;
+    let loss = (&nll * smoothing.nll).f_add(&(uniform * smoothing.uniform))?;
+    Ok((loss.f_masked_fill(&ignored, 0.0)?, nll.f_masked_fill(&ignored, 0.0)?))
+}

@@ -1,0 +1,82 @@
+//! Dropout as a call draws it: by a kernel on the CPU, by one on a GPU, or as a mask in tch.
+
+use crate::cpu::memory;
+use crate::cpu::philox::{self, Stream};
+use crate::error::Result;
+use tch::Tensor;
+
+/// What dropout needs.
+#[derive(Clone, Copy)]
+pub struct Draw {
+    pub p: f64,
+    pub seed: i64,
+    pub update: i64,
+    pub micro_batch: i64,
+    pub site: i64,
+    /// The first three once more, where a GPU's kernel reads them.
+    pub device_seed: *const i64,
+}
+
+impl Draw {
+    pub const NONE: Draw = Draw { p: 0.0, seed: 0, update: 0, micro_batch: 0, site: 0, device_seed: std::ptr::null() };
+
+    /// With (seed, update, micro-batch).
+    pub fn seeded(self, seed: &[i64]) -> Draw {
+        Draw { seed: seed[0], update: seed[1], micro_batch: seed[2], ..self }
+    }
+
+    /// As the CPU's kernels take it.
+    pub fn dropout(&self) -> Option<philox::Dropout> {
+        let stream = Stream {
+            seed: self.seed as u64,
+            update: self.update as u32,
+            micro_batch: self.micro_batch as u16,
+            site: self.site as u16,
+        };
+        philox::Dropout::new(self.p, stream)
+    }
+}
+
+/// philox.cuh's `Dropout`.
+#[repr(C)]
+pub struct OnDevice {
+    seed: *const i64,
+    site: u32,
+    threshold: u32,
+    scale: f32,
+}
+
+impl OnDevice {
+    pub fn of(draw: &Draw) -> Self {
+        let d = philox::Dropout::new(draw.p, Stream::default());
+        let (threshold, scale) = d.map_or((0, 1.0), |d| (d.threshold, d.scale));
+        OnDevice { seed: draw.device_seed, site: draw.site as u32, threshold: threshold.into(), scale: scale as f32 }
+    }
+}
+
+/// drop(t) in tch: times 0 or 1/(1 − p).
+pub fn drop(t: Tensor, draw: &Draw) -> Result<Tensor> {
+    if draw.p == 0.0 {
+        return Ok(t);
+    }
+    let size = t.size();
+    let cols = size.last().map_or(1, |n| *n as usize);
+    let rows = size.iter().product::<i64>() as usize / cols.max(1);
+    let scale = mask(draw, rows, cols)?.f_to_device(t.device())?.f_to_kind(t.kind())?;
+    Ok(t.f_mul(&scale.f_reshape(size.as_slice())?)?)
+}
+
+/// What an element of so many rows and columns is multiplied by, float64 on the CPU.
+pub fn mask(draw: &Draw, rows: usize, cols: usize) -> Result<Tensor> {
+    let mut scale = memory::filled(1.0, rows.saturating_mul(cols));
+    if let (Some(dropout), true) = (draw.dropout(), rows * cols > 0) {
+        let mut random = philox::scratch(rows, cols);
+        philox::fill(&dropout.stream, 0, rows, cols, &mut random);
+        for (scale, random) in scale.chunks_exact_mut(cols).zip(random.chunks_exact(philox::padded(cols))) {
+            for (s, r) in scale.iter_mut().zip(random) {
+                *s = if *r >= dropout.threshold { dropout.scale } else { 0.0 };
+            }
+        }
+    }
+    Ok(Tensor::f_from_slice(&scale)?.f_reshape([rows as i64, cols as i64].as_slice())?)
+}

@@ -1,0 +1,85 @@
+//! What launches of CUDA kernels share: what sources are told of tensors, room to work in, and the second stage of sums
+//! over rows.
+
+use super::view::View;
+use crate::cuda::{self, Device, Grid, SUMS};
+use crate::error::{Error, Result};
+use tch::{Kind, Tensor};
+
+/// Room for the kernels of one call. It may be dropped before they run: torch's allocator keeps it for their stream.
+pub fn room(device: Device, sizes: &[i64], kind: Kind) -> Result<Tensor> {
+    let place = if cuda::stand_in() { tch::Device::Cpu } else { tch::Device::Cuda(device as usize) };
+    Ok(Tensor::f_empty(sizes, (kind, place))?)
+}
+
+/// What the sources call a storage type.
+pub fn type_name(dtype: i32) -> Result<&'static str> {
+    match dtype {
+        0 => Ok("f32"),
+        2 => Ok("bf16"),
+        3 => Ok("f16"),
+        other => Err(Error::Torch(format!("dtype code {other} has no CUDA kernel"))),
+    }
+}
+
+/// Whether every pointer lets 16 bytes be read at a time.
+pub fn aligned(views: &[&View]) -> bool {
+    views.iter().all(|v| v.data.addr().is_multiple_of(16))
+}
+
+/// Columns that are read at a time of a matrix whose rows these views have.
+pub fn columns_at_a_time(matrix: &View, views: &[&View]) -> u32 {
+    let widest = if matrix.dtype == 0 { 4 } else { 8 };
+    if aligned(views) && matrix.cols % widest == 0 {
+        widest as u32
+    } else {
+        1
+    }
+}
+
+/// A width as kernels count.
+pub fn columns(matrix: &View) -> Result<u32> {
+    let cols = i32::try_from(matrix.cols).map(|c| c as u32);
+    cols.map_err(|_| Error::Torch(format!("rows of {} numbers have no CUDA kernel", matrix.cols)))
+}
+
+/// A thread for each of `count` chunks; past what a grid holds, threads take several.
+pub fn grid_of_chunks(count: i64) -> Grid {
+    const THREADS: u32 = 256;
+    let blocks = (count as u64).div_ceil(THREADS.into()).min(i32::MAX as u64) as u32;
+    Grid { blocks, threads: THREADS }
+}
+
+/// sums.cu's `Output`: where the columns from `first` on go, and as what.
+#[repr(C)]
+#[derive(Clone, Copy)]
+pub struct Output {
+    to: *mut u8,
+    first: i32,
+    dtype: i32,
+}
+
+impl Output {
+    pub const fn from_column(first: i64, to: &View) -> Self {
+        Output { to: to.data, first: first as i32, dtype: to.dtype }
+    }
+}
+
+/// sums.cu's `Sums`.
+#[repr(C)]
+struct SumPartials {
+    partial: *const u8,
+    blocks: i32,
+    columns: i32,
+    outputs: [Output; 4],
+}
+
+/// Adds up `blocks` rows of `columns` numbers, each output taking its share of the columns.
+pub fn sum_partials(device: Device, partial: *const u8, blocks: i32, columns: i64, to: &[Output]) -> Result<()> {
+    let mut outputs = [Output { to: std::ptr::null_mut(), first: i32::MAX, dtype: 0 }; 4];
+    outputs[..to.len()].copy_from_slice(to);
+    let grid = Grid { blocks: (columns as u32).div_ceil(32), threads: 256 };
+    let arguments = SumPartials { partial, blocks, columns: columns as i32, outputs };
+    // SAFETY: the outputs have `columns` numbers together, the workspace as many in each of `blocks` rows.
+    unsafe { cuda::launch(device, &SUMS, "", "sum_partials", grid, &arguments) }
+}

@@ -1,0 +1,83 @@
+//! A call's tensors: rows over threads on the CPU, a launch on a GPU, the formula in tch.
+
+use super::{backward as backward_rows, forward as forward_rows, PROGRAM};
+use crate::cpu::parallel::{self, Shared};
+use crate::cpu::Element;
+use crate::cuda::{self, Device};
+use crate::error::Result;
+use crate::kernel::dropout::{self, Draw};
+use crate::kernel::launch::{columns, columns_at_a_time, grid_of_chunks, type_name};
+use crate::kernel::view::{by_dtype, View};
+use tch::Tensor;
+
+/// y of x, on the CPU or a GPU.
+pub fn forward(device: Option<Device>, x: &View, draw: &Draw, y: &View) -> Result<()> {
+    match device {
+        None => by_dtype!(x, E => forward_typed::<E>(x, draw, y)),
+        Some(device) => launch(device, x, None, draw, y),
+    }
+}
+
+/// dx of dy and y; of the draw p alone matters.
+pub fn backward(device: Option<Device>, dy: &View, y: &View, draw: &Draw, dx: &View) -> Result<()> {
+    match device {
+        None => by_dtype!(y, E => backward_typed::<E>(dy, y, draw, dx)),
+        Some(device) => launch(device, y, Some(dy), draw, dx),
+    }
+}
+
+/// y in tch.
+pub fn composed(x: &Tensor, draw: &Draw) -> Result<Tensor> {
+    dropout::drop(x.f_relu()?, draw)
+}
+
+fn forward_typed<E: Element>(x: &View, draw: &Draw, y: &View) -> Result<()> {
+    let (rows, cols) = (x.rows(), x.cols());
+    // SAFETY: C++ gave a contiguous tensor of E and a fresh y of the same shape.
+    let (x, y) = unsafe { (x.slice::<E>(), Shared::new(y.slice_mut::<E>())) };
+    let dropout = draw.dropout();
+    parallel::over_rows(rows, cols, |r, all| {
+        // SAFETY: the ranges are disjoint and inside y.
+        let y = unsafe { y.slice(all.clone()) };
+        forward_rows::<E>(cols, dropout.as_ref(), r.start, &x[all], y);
+    });
+    Ok(())
+}
+
+fn backward_typed<E: Element>(dy: &View, y: &View, draw: &Draw, dx: &View) -> Result<()> {
+    let (rows, cols) = (y.rows(), y.cols());
+    // SAFETY: as in `forward_typed`.
+    let (dy, y, dx) = unsafe { (dy.slice::<E>(), y.slice::<E>(), Shared::new(dx.slice_mut::<E>())) };
+    let dropout = draw.dropout();
+    parallel::over_rows(rows, cols, |_, all| {
+        // SAFETY: the ranges are disjoint and inside dx.
+        let dx = unsafe { dx.slice(all.clone()) };
+        backward_rows::<E>(dropout.as_ref(), &y[all.clone()], &dy[all], dx);
+    });
+    Ok(())
+}
+
+/// relu_dropout.cu's `Relu`.
+#[repr(C)]
+struct Relu {
+    x: *const u8,
+    dy: *const u8,
+    y: *mut u8,
+    count: i64,
+    chunks: i32,
+    dropout: dropout::OnDevice,
+}
+
+/// With `dy`, x is the forward's y and `to` is dx.
+fn launch(device: Device, x: &View, dy: Option<&View>, draw: &Draw, to: &View) -> Result<()> {
+    let vec = columns_at_a_time(x, &[x, dy.unwrap_or(x), to]);
+    let chunks = columns(x)? / vec;
+    let count = x.rows * i64::from(chunks);
+    let dy_data = dy.map_or(std::ptr::null(), |dy| dy.data.cast_const());
+    let dropout = dropout::OnDevice::of(draw);
+    let arguments = Relu { x: x.data, dy: dy_data, y: to.data, count, chunks: chunks as i32, dropout };
+    let backward = i32::from(dy.is_some());
+    let options = format!("-DK_VEC={vec} -DK_X={} -DK_BACKWARD={backward}", type_name(x.dtype)?);
+    // SAFETY: C++ gave contiguous tensors of one dtype and shape, and holds them until the call returns.
+    unsafe { cuda::launch(device, &PROGRAM, &options, "relu_dropout", grid_of_chunks(count), &arguments) }
+}

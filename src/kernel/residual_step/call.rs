@@ -1,0 +1,150 @@
+//! A call's tensors: the step's rows over threads on the CPU; on a GPU the launch is the norm's
+//! ([`rows::gpu`](crate::kernel::rows::gpu)).
+
+use super::{backward_by, forward_by, Gradients, Step};
+use crate::cpu::parallel::{self, Shared};
+use crate::cpu::{Accumulator, Element};
+use crate::cuda::Device;
+use crate::error::{Error, Result};
+use crate::kernel::rows::call::{RowGradients, RowViews};
+use crate::kernel::rows::{gpu, Rules};
+
+/// Calls `$work::<X, F, Y>($($arg),*)` for the dtypes that may meet: all alike, or an f32 stream with a 16-bit branch
+/// whose norm is of the branch's type or the stream's.
+macro_rules! by_types {
+    ($x:expr, $f:expr, $y:expr, $work:ident($($arg:expr),*)) => {{
+        use half::{bf16, f16};
+        // A step without a norm has no y, or an empty one: any type will do.
+        match ($x.dtype, $f.dtype, if $y.is_absent() { $f.dtype } else { $y.dtype }) {
+            (0, 0, 0) => $work::<f32, f32, f32>($($arg),*),
+            (1, 1, 1) => $work::<f64, f64, f64>($($arg),*),
+            (2, 2, 2) => $work::<bf16, bf16, bf16>($($arg),*),
+            (3, 3, 3) => $work::<f16, f16, f16>($($arg),*),
+            (0, 2, 2) => $work::<f32, bf16, bf16>($($arg),*),
+            (0, 2, 0) => $work::<f32, bf16, f32>($($arg),*),
+            (0, 3, 3) => $work::<f32, f16, f16>($($arg),*),
+            (0, 3, 0) => $work::<f32, f16, f32>($($arg),*),
+            _ => Err(Error::Torch(
+                "the residual step takes x, f and N(x) of one dtype, or x in float32 with f in bfloat16 or float16 and \
+                 N(x) in either's dtype: convert the inputs".to_string(),
+            )),
+        }
+    }};
+}
+
+/// x⁺, y and the statistics of every row; y and stats are absent without a norm.
+pub fn forward(device: Option<Device>, rules: &'static Rules, v: &RowViews) -> Result<()> {
+    match device {
+        None => by_types!(v.x, v.f, v.y, forward_typed(rules, v)),
+        Some(device) => gpu::forward(device, &rules.program, v),
+    }
+}
+
+/// Every gradient.
+pub fn backward(device: Option<Device>, rules: &'static Rules, v: &RowViews, g: &RowGradients) -> Result<()> {
+    match device {
+        None => by_types!(v.x_plus, v.f, g.dy, backward_typed(rules, v, g)),
+        Some(device) => gpu::backward(device, &rules.program, v, g),
+    }
+}
+
+/// # Safety
+/// The views' dtypes have the accumulation type A.
+unsafe fn step<A: Accumulator>(v: &RowViews, cols: usize) -> Step<'_, A> {
+    Step {
+        cols,
+        alpha: v.alpha.slice(),
+        beta: v.beta.slice(),
+        dropout: v.draw.dropout(),
+        weight: v.weight.slice(),
+        bias: v.bias.slice(),
+        eps: A::from_f64(v.eps),
+    }
+}
+
+fn forward_typed<X, F, Y>(rules: &Rules, v: &RowViews) -> Result<()>
+where
+    X: Element,
+    F: Element<Acc = X::Acc>,
+    Y: Element<Acc = X::Acc>,
+{
+    let rule = rules.get::<X::Acc>();
+    let (rows, cols) = (v.x.rows(), v.x.cols());
+    // SAFETY: C++ gave contiguous tensors of these types and shapes; x_plus, y and stats are fresh.
+    let (step, x, f) = unsafe { (step::<X::Acc>(v, cols), v.x.slice::<X>(), v.f.slice::<F>()) };
+    // SAFETY: as above.
+    let (x_plus, y, stats) = unsafe {
+        (Shared::new(v.x_plus.slice_mut::<X>()), Shared::new(v.y.slice_mut::<Y>()), Shared::new(v.stats.slice_mut()))
+    };
+    let has_y = v.y.rows() > 0;
+    parallel::over_rows(rows, cols, |r, all| {
+        // SAFETY: the ranges are disjoint and inside x_plus, y (empty for a step without a norm) and stats.
+        let (x_plus, y, stats) = unsafe {
+            (
+                x_plus.slice(all.clone()),
+                if has_y { y.slice(all.clone()) } else { &mut [] },
+                stats.slice(parallel::numbers(&r, rule.stats)),
+            )
+        };
+        forward_by::<X, F, Y>(rule, &step, r.start, &x[all.clone()], &f[all], x_plus, y, stats);
+    });
+    Ok(())
+}
+
+fn backward_typed<X, F, Y>(rules: &Rules, v: &RowViews, g: &RowGradients) -> Result<()>
+where
+    X: Element,
+    F: Element<Acc = X::Acc>,
+    Y: Element<Acc = X::Acc>,
+{
+    let rule = rules.get::<X::Acc>();
+    let (rows, cols) = (v.x_plus.rows(), v.x_plus.cols());
+    // SAFETY: as in `forward_typed`; the gradients are fresh, their sums of the accumulation type.
+    let (step, x_plus, x, f, stats, dx_plus, dy) = unsafe {
+        (
+            step::<X::Acc>(v, cols),
+            v.x_plus.slice::<X>(),
+            v.x.slice::<X>(),
+            v.f.slice::<F>(),
+            v.stats.slice::<X::Acc>(),
+            g.dx_plus.slice::<X>(),
+            g.dy.slice::<Y>(),
+        )
+    };
+    // SAFETY: as above.
+    let (dx, df) = unsafe { (Shared::new(g.dx.slice_mut::<X>()), Shared::new(g.df.slice_mut::<F>())) };
+    let has_df = !g.df.is_absent();
+    // SAFETY: as above.
+    let mut sums: [&mut [X::Acc]; 4] = unsafe { [g.dweight, g.dbias, g.dalpha, g.dbeta].map(|v| v.slice_mut()) };
+    parallel::sum_over_rows(rows, cols, &mut sums, |r, all, sums| {
+        let [dweight, dbias, dalpha, dbeta] = sums else { unreachable!("four sums were asked for") };
+        // An absent tensor is empty and stays so.
+        fn part<T>(t: &[T], all: std::ops::Range<usize>) -> &[T] {
+            if t.is_empty() {
+                t
+            } else {
+                &t[all]
+            }
+        }
+        // SAFETY: the ranges are disjoint and inside dx.
+        let dx = unsafe { dx.slice(all.clone()) };
+        // SAFETY: as above; where df is dx itself, one of them is left out.
+        let df = if has_df { unsafe { df.slice(all.clone()) } } else { &mut [] };
+        let mut grads = Gradients { dweight, dbias, dalpha, dbeta };
+        backward_by::<X, F, Y>(
+            rule,
+            &step,
+            r.start,
+            part(dx_plus, all.clone()),
+            part(dy, all.clone()),
+            &x_plus[all.clone()],
+            part(x, all.clone()),
+            part(f, all),
+            &stats[parallel::numbers(&r, rule.stats)],
+            dx,
+            df,
+            &mut grads,
+        );
+    });
+    Ok(())
+}

@@ -1,0 +1,108 @@
+//! A call's tensors: a norm of rows, over threads on the CPU or as a launch on a GPU ([`gpu`](super::gpu)).
+
+use super::{backward_by, forward_by, gpu, Rule, Rules};
+use crate::cpu::parallel::{self, Shared};
+use crate::cpu::{Accumulator, Element};
+use crate::cuda::Device;
+use crate::error::Result;
+use crate::kernel::dropout::Draw;
+use crate::kernel::view::{by_dtype, View};
+
+/// A residual step and the norm after it; a norm alone has x⁺ = x and no f.
+#[derive(Clone, Copy)]
+pub struct RowViews {
+    pub x: View,
+    pub f: View,
+    pub alpha: View,
+    pub beta: View,
+    pub weight: View,
+    pub bias: View,
+    pub x_plus: View,
+    pub y: View,
+    pub stats: View,
+    pub eps: f64,
+    /// p of the length, where it is not 2.
+    pub order: Option<f64>,
+    pub draw: Draw,
+}
+
+impl RowViews {
+    /// Of the norm of x alone.
+    pub const fn alone(x: View, weight: View, stats: View, eps: f64) -> Self {
+        const NO: View = View::ABSENT;
+        let (order, draw) = (None, Draw::NONE);
+        RowViews { x, f: NO, alpha: NO, beta: NO, weight, bias: NO, x_plus: x, y: NO, stats, eps, order, draw }
+    }
+}
+
+/// What goes into a backward pass and comes out of it. Absent gradients are not wanted.
+#[derive(Clone, Copy)]
+pub struct RowGradients {
+    pub dx_plus: View,
+    pub dy: View,
+    pub dx: View,
+    pub df: View,
+    pub dalpha: View,
+    pub dbeta: View,
+    pub dweight: View,
+    pub dbias: View,
+}
+
+impl RowGradients {
+    /// Of a norm's x alone.
+    pub const fn alone(dy: View, dx: View) -> Self {
+        const NO: View = View::ABSENT;
+        RowGradients { dx_plus: NO, dy, dx, df: NO, dalpha: NO, dbeta: NO, dweight: NO, dbias: NO }
+    }
+}
+
+/// y and the statistics of every row.
+pub fn forward(device: Option<Device>, rules: &'static Rules, v: &RowViews) -> Result<()> {
+    match device {
+        None => by_dtype!(v.x, E => forward_typed::<E>(rules.get(), v)),
+        Some(device) => gpu::forward(device, &rules.program, v),
+    }
+}
+
+/// dx and the parameters' gradients.
+pub fn backward(device: Option<Device>, rules: &'static Rules, v: &RowViews, g: &RowGradients) -> Result<()> {
+    match device {
+        None => by_dtype!(v.x, E => backward_typed::<E>(rules.get(), v, g)),
+        Some(device) => gpu::backward(device, &rules.program, v, g),
+    }
+}
+
+fn forward_typed<E: Element>(rule: &Rule<E::Acc>, v: &RowViews) -> Result<()> {
+    let (rows, cols) = (v.x.rows(), v.x.cols());
+    // SAFETY: C++ gave contiguous tensors of E (parameters and statistics of its accumulation type); y and stats are
+    // fresh.
+    let (x, weight, bias, y, stats) =
+        unsafe { (v.x.slice::<E>(), v.weight.slice(), v.bias.slice(), v.y.slice_mut::<E>(), v.stats.slice_mut()) };
+    let (y, stats) = (Shared::new(y), Shared::new(stats));
+    let eps = E::Acc::from_f64(v.eps);
+    parallel::over_rows(rows, cols, |r, all| {
+        // SAFETY: the ranges are disjoint and inside y and stats.
+        let (y, stats) = unsafe { (y.slice(all.clone()), stats.slice(parallel::numbers(&r, rule.stats))) };
+        forward_by::<E>(rule, cols, &x[all], weight, bias, eps, y, stats);
+    });
+    Ok(())
+}
+
+fn backward_typed<E: Element>(rule: &Rule<E::Acc>, v: &RowViews, g: &RowGradients) -> Result<()> {
+    let (rows, cols) = (v.x.rows(), v.x.cols());
+    // SAFETY: as in `forward_typed`; dx, dweight and dbias are fresh.
+    let (dy, x, weight, stats, dx) =
+        unsafe { (g.dy.slice::<E>(), v.x.slice::<E>(), v.weight.slice(), v.stats.slice(), g.dx.slice_mut::<E>()) };
+    // SAFETY: as above.
+    let (dweight, dbias): (&mut [E::Acc], &mut [E::Acc]) = unsafe { (g.dweight.slice_mut(), g.dbias.slice_mut()) };
+    let dx = Shared::new(dx);
+    let eps = E::Acc::from_f64(v.eps);
+    parallel::sum_over_rows(rows, cols, &mut [dweight, dbias], |r, all, sums| {
+        let [dweight, dbias] = sums else { unreachable!("two sums were asked for") };
+        // SAFETY: the ranges are disjoint and inside dx.
+        let dx = unsafe { dx.slice(all.clone()) };
+        let stats = &stats[parallel::numbers(&r, rule.stats)];
+        backward_by::<E>(rule, cols, &dy[all.clone()], &x[all], weight, eps, stats, dx, dweight, dbias);
+    });
+    Ok(())
+}

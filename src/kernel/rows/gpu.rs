@@ -1,0 +1,169 @@
+//! Row norms and residual steps on a GPU: what `cuda/device/rows.cuh` takes, made from views.
+
+use super::call::{RowGradients, RowViews};
+use crate::cuda::{self, Device, Layout, Program};
+use crate::error::Result;
+use crate::kernel::dropout::OnDevice;
+use crate::kernel::launch::{aligned, columns, room, sum_partials, type_name, Output};
+use crate::kernel::view::View;
+use tch::Kind;
+
+/// rows.cuh's `Forward`.
+#[repr(C)]
+struct Forward {
+    x: *const u8,
+    f: *const u8,
+    alpha: *const u8,
+    beta: *const u8,
+    weight: *const u8,
+    bias: *const u8,
+    x_plus: *mut u8,
+    y: *mut u8,
+    stats: *mut u8,
+    rows: i64,
+    chunks: i32,
+    eps: f32,
+    dropout: OnDevice,
+}
+
+/// rows.cuh's `Backward`.
+#[repr(C)]
+struct Backward {
+    dx_plus: *const u8,
+    dy: *const u8,
+    x_plus: *const u8,
+    x: *const u8,
+    f: *const u8,
+    stats: *const u8,
+    alpha: *const u8,
+    beta: *const u8,
+    weight: *const u8,
+    dx: *mut u8,
+    df: *mut u8,
+    partial: [*mut f32; 4],
+    rows: i64,
+    chunks: i32,
+    sums: i32,
+    eps: f32,
+    dropout: OnDevice,
+}
+
+/// parameter.cuh's kinds.
+fn kind(parameter: &View) -> i32 {
+    match (parameter.is_absent(), parameter.rows * parameter.cols) {
+        (true, _) => 0,
+        (false, 1) => 1,
+        (false, _) => 2,
+    }
+}
+
+/// The layout, the options that name a variant, and chunks per row.
+fn variant(r: &RowViews, backward: bool, types: [i32; 3], views: &[&View]) -> Result<(Layout, String, i32)> {
+    let cols = columns(&r.x_plus)?;
+    let bytes = if types == [0; 3] { 4 } else { 2 };
+    let parameters = [&r.alpha, &r.beta, &r.weight, &r.bias];
+    let layout = Layout::of(cols, bytes, aligned(views) && aligned(&parameters));
+    // norm.cuh takes the largest for 0.
+    let order = r.order.map_or(String::new(), |p| format!(" -DK_ORDER={:?}f", if p.is_infinite() { 0.0 } else { p }));
+    let [x, f, y] = types.map(type_name);
+    // Of a norm's parameters, which C++ makes one type.
+    let of_norm = [&r.weight, &r.bias].into_iter().find(|v| !v.is_absent());
+    let p = type_name(of_norm.map_or(0, |v| v.dtype))?;
+    let [alpha, beta, weight, bias] = parameters.map(kind);
+    let step = i32::from(!r.f.is_absent());
+    let options = format!(
+        "{} -DK_BACKWARD={} -DK_STEP={step} -DK_X={} -DK_F={} -DK_Y={} -DK_P={p} -DK_ALPHA={alpha} -DK_BETA={beta} -DK_WEIGHT={weight} \
+         -DK_BIAS={bias}{order}",
+        layout.options(),
+        i32::from(backward),
+        x?,
+        f?,
+        y?
+    );
+    Ok((layout, options, (cols / layout.vec) as i32))
+}
+
+/// x⁺, y and the statistics of every row.
+pub fn forward(device: Device, program: &'static Program, r: &RowViews) -> Result<()> {
+    if r.x.rows == 0 || r.x.cols == 0 {
+        return Ok(());
+    }
+    let x = r.x.dtype;
+    let types = [x, if r.f.is_absent() { x } else { r.f.dtype }, if r.y.is_absent() { x } else { r.y.dtype }];
+    let (layout, options, chunks) = variant(r, false, types, &[&r.x, &r.f, &r.x_plus, &r.y])?;
+    let arguments = Forward {
+        x: r.x.data,
+        f: r.f.data,
+        alpha: r.alpha.data,
+        beta: r.beta.data,
+        weight: r.weight.data,
+        bias: r.bias.data,
+        x_plus: r.x_plus.data,
+        y: r.y.data,
+        stats: r.stats.data,
+        rows: r.x.rows,
+        chunks,
+        eps: r.eps as f32,
+        dropout: OnDevice::of(&r.draw),
+    };
+    let grid = layout.grid(r.x.rows as u64, i32::MAX as u32);
+    // SAFETY: C++ gave contiguous tensors of these types and shapes on the device, and holds them until the call
+    // returns; torch's allocator keeps what is freed then for the stream that the kernel is on.
+    unsafe { cuda::launch(device, program, &options, "rows_forward", grid, &arguments) }
+}
+
+/// Blocks that may sum over this many rows.
+fn sum_blocks(device: Device, rows: i64) -> i64 {
+    let most = Layout::most_blocks(cuda::multiprocessors(device).unwrap_or(1));
+    rows.min(most.into()).max(1)
+}
+
+/// dx, df and the gradients that are sums over rows.
+pub fn backward(device: Device, program: &'static Program, r: &RowViews, g: &RowGradients) -> Result<()> {
+    let x = r.x_plus.dtype;
+    let types = [x, if r.f.is_absent() { x } else { r.f.dtype }, if g.dy.is_absent() { x } else { g.dy.dtype }];
+    let views = [&r.x, &r.f, &r.x_plus, &g.dx_plus, &g.dy, &g.dx, &g.df];
+    let (layout, options, chunks) = variant(r, true, types, &views)?;
+    // Each block leaves its sums, as many numbers as the gradients have together.
+    let all = [&g.dalpha, &g.dbeta, &g.dweight, &g.dbias];
+    let lengths = all.map(|sum| if sum.is_absent() { 0 } else { sum.rows * sum.cols });
+    let columns: i64 = lengths.iter().sum();
+    let (mut workspace, mut most) = (None, i32::MAX as u32);
+    if columns > 0 {
+        // Blocks that sum run at once: one more would begin when others end. Without sums there may be any number.
+        let blocks = sum_blocks(device, r.x_plus.rows);
+        workspace = Some(room(device, &[blocks, columns], Kind::Float)?);
+        most = cuda::blocks_at_once(device, program, &options, "rows_backward", layout.threads())?.min(blocks as u32);
+    }
+    let sums = workspace.as_ref().map_or(std::ptr::null_mut(), |room| room.data_ptr().cast::<f32>());
+    let grid = layout.grid(if chunks > 0 { r.x_plus.rows as u64 } else { 0 }, most);
+    let (mut partial, mut outputs, mut first) = ([std::ptr::null_mut(); 4], Vec::new(), 0);
+    for ((partial, sum), length) in partial.iter_mut().zip(all).zip(lengths).filter(|(_, length)| *length > 0) {
+        // SAFETY: the workspace has a column for each number of each sum.
+        *partial = unsafe { sums.add(first as usize) };
+        outputs.push(Output::from_column(first, sum));
+        first += length;
+    }
+    let arguments = Backward {
+        dx_plus: g.dx_plus.data,
+        dy: g.dy.data,
+        x_plus: r.x_plus.data,
+        x: r.x.data,
+        f: r.f.data,
+        stats: r.stats.data,
+        alpha: r.alpha.data,
+        beta: r.beta.data,
+        weight: r.weight.data,
+        dx: g.dx.data,
+        df: g.df.data,
+        partial,
+        rows: r.x_plus.rows,
+        chunks,
+        sums: columns as i32,
+        eps: r.eps as f32,
+        dropout: OnDevice::of(&r.draw),
+    };
+    // SAFETY: as in `forward`; the workspace has a row for every block.
+    unsafe { cuda::launch(device, program, &options, "rows_backward", grid, &arguments)? };
+    sum_partials(device, sums.cast(), grid.blocks as i32, columns, &outputs)
+}

@@ -1,0 +1,82 @@
+//! A tensor as kernels get it: a matrix in memory, of a type that is known at run time.
+
+/// A matrix: `rows` rows of `cols` numbers, `stride` apart. `data` is null where a tensor is absent.
+#[repr(C)]
+#[derive(Clone, Copy)]
+pub struct View {
+    pub data: *mut u8,
+    pub rows: i64,
+    pub cols: i64,
+    pub stride: i64,
+    /// As [`by_dtype!`](crate::kernel::view::by_dtype) counts; int64 is 4, a byte 5.
+    pub dtype: i32,
+}
+
+impl View {
+    pub const ABSENT: View = View { data: std::ptr::null_mut(), rows: 0, cols: 0, stride: 0, dtype: -1 };
+
+    pub fn is_absent(&self) -> bool {
+        self.data.is_null()
+    }
+
+    pub fn rows(&self) -> usize {
+        self.rows as usize
+    }
+
+    pub fn cols(&self) -> usize {
+        self.cols as usize
+    }
+
+    fn len(&self) -> usize {
+        match (self.rows, self.cols) {
+            (0, _) | (_, 0) => 0,
+            (rows, cols) => ((rows - 1) * self.stride + cols) as usize,
+        }
+    }
+
+    /// Empty where the tensor is absent.
+    ///
+    /// # Safety
+    /// The view's dtype is T, the caller of the kernel keeps the tensor alive for `'a`, and nobody writes it meanwhile.
+    pub unsafe fn slice<'a, T>(&self) -> &'a [T] {
+        if self.is_absent() || self.len() == 0 {
+            return &[];
+        }
+        std::slice::from_raw_parts(self.data.cast(), self.len())
+    }
+
+    /// # Safety
+    /// As [`slice`](Self::slice), and this is the tensor's only slice.
+    pub unsafe fn slice_mut<'a, T>(&self) -> &'a mut [T] {
+        if self.is_absent() || self.len() == 0 {
+            return &mut [];
+        }
+        std::slice::from_raw_parts_mut(self.data.cast(), self.len())
+    }
+}
+
+/// Calls `$body` with `$E` standing for the element type of a view's dtype.
+macro_rules! by_dtype {
+    ($view:expr, $E:ident => $body:expr) => {
+        match $view.dtype {
+            0 => {
+                type $E = f32;
+                $body
+            }
+            1 => {
+                type $E = f64;
+                $body
+            }
+            2 => {
+                type $E = half::bf16;
+                $body
+            }
+            3 => {
+                type $E = half::f16;
+                $body
+            }
+            other => Err($crate::error::Error::Torch(format!("dtype code {other} has no kernel"))),
+        }
+    };
+}
+pub(crate) use by_dtype;

@@ -1,0 +1,135 @@
+//! A norm with running statistics, in a model.
+
+use super::norm::{Norm, PassRows};
+use super::Builder;
+use crate::analysis::Columns;
+use crate::error::{Error, Result};
+use crate::kernel::columns::Options;
+use crate::norm::kernels::ColumnKernels;
+use crate::norm::power_norm::PowerNormMode;
+use crate::norm::spec::StateBuffer;
+use crate::norm::statistics::StateTensors;
+use crate::norm::{Site, Spec};
+use crate::operator::{group_scaling, Column, ColumnOperator};
+use std::cell::RefCell;
+use std::collections::HashMap;
+use std::rc::Rc;
+use tch::{Kind, Tensor};
+
+/// The statistics that each norm used in a forward pass that will be run again for its gradient.
+pub type Kept = Rc<RefCell<HashMap<usize, Tensor>>>;
+
+struct InModel {
+    operator: &'static ColumnOperator,
+    centred: bool,
+    weight: Option<Tensor>,
+    bias: Option<Tensor>,
+    /// μ or ψ².
+    first: Tensor,
+    /// σ² or ν.
+    second: Option<Tensor>,
+    iters: Option<Tensor>,
+    /// Statistics that were not finite and not taken in.
+    refused: Tensor,
+    options: Options,
+    sync: bool,
+    groups: i64,
+}
+
+/// The norm in a model: parameters that were made already, and what the entry declares beside them.
+pub(super) fn build(
+    spec: &Spec,
+    kernels: &'static ColumnKernels,
+    weight: Option<Tensor>,
+    bias: Option<Tensor>,
+    b: &mut Builder,
+    site: &Site,
+) -> Result<Box<dyn Norm>> {
+    let number = |keyword: &str| spec.number(keyword, site);
+    let count = |keyword: &str| spec.value(keyword, site).and_then(|value| value.as_i64());
+    let default = Options::default();
+    let options = Options {
+        eps: number("eps").unwrap_or(default.eps),
+        alpha: number("alpha").or(number("alpha_fwd")).unwrap_or(default.alpha),
+        alpha_bwd: number("alpha_bwd").unwrap_or(default.alpha_bwd),
+        warmup: count("warmup_iters").unwrap_or(default.warmup),
+        release: spec.value("mode", site).is_some_and(|mode| mode == PowerNormMode::Release.name()),
+        ..default
+    };
+    let (mut buffers, mut iters) = (Vec::new(), None);
+    for (declared, buffer) in spec.buffers.iter().zip(buffers_of(spec, b, site)?) {
+        match declared.is_counter {
+            true => iters = Some(buffer),
+            false => buffers.push(buffer),
+        }
+    }
+    let mut buffers = buffers.into_iter();
+    let first = buffers.next().expect("a norm with statistics of columns declares one");
+    let groups = count("groups").unwrap_or(0);
+    if groups > 0 && site.width % groups != 0 {
+        return Err(Error::invalid(format!("a norm of width {} cannot be scaled in {groups} groups", site.width)));
+    }
+    let sync = spec.value("sync", site).is_some_and(|sync| sync == true);
+    let (second, refused) = (buffers.next(), b.refused()?);
+    let (operator, centred) = (ColumnOperator::of(kernels), kernels.rule.centred);
+    Ok(Box::new(InModel { operator, centred, weight, bias, first, second, iters, refused, options, sync, groups }))
+}
+
+/// The buffers, in order.
+fn buffers_of(spec: &Spec, b: &mut Builder, site: &Site) -> Result<Vec<Tensor>> {
+    let buffer = |buffer: &StateBuffer| {
+        let kind = if buffer.is_counter { Kind::Int64 } else { b.statistics_kind() };
+        b.buffer(buffer.name, &buffer.shape.of(site.width), buffer.start, kind)
+    };
+    spec.buffers.iter().map(buffer).collect()
+}
+
+impl Norm for InModel {
+    fn forward(&self, x: &Tensor, rows: &PassRows) -> Result<Tensor> {
+        let InModel { operator, first, second, iters, options, .. } = self;
+        let scaled = if self.groups > 0 { group_scaling(x, self.groups)? } else { x.shallow_clone() };
+        let key = std::ptr::from_ref(self) as usize;
+        let used = rows.kept.filter(|_| rows.again).and_then(|kept| kept.borrow().get(&key).map(Tensor::shallow_clone));
+        // A second run with nothing kept moves copies.
+        let own = |t: &Tensor| if rows.again && used.is_none() { t.copy() } else { t.shallow_clone() };
+        let (y, stats) = operator.call(&Column {
+            x: &scaled,
+            weight: self.weight.as_ref(),
+            bias: self.bias.as_ref(),
+            pad_mask: rows.pad_mask,
+            state: StateTensors {
+                first: Some(own(first)),
+                second: second.as_ref().map(own),
+                iters: iters.as_ref().map(own),
+                refused: Some(own(&self.refused)),
+            },
+            stats: used.as_ref(),
+            options: Options {
+                train: rows.train,
+                ranks: if self.sync { rows.group.ranks() } else { None },
+                ..*options
+            },
+        })?;
+        if let (false, Some(kept)) = (rows.again, rows.kept) {
+            kept.borrow_mut().insert(key, stats);
+        }
+        if let Some(watch) = rows.watch {
+            let (mean, square) = match second {
+                Some(variance) if self.centred => (Some(first), variance),
+                _ => (None, first),
+            };
+            watch.norm(
+                Columns {
+                    x: scaled,
+                    pad_mask: rows.pad_mask.map(Tensor::shallow_clone),
+                    weight: self.weight.as_ref().map(Tensor::shallow_clone),
+                    mean: mean.map(Tensor::shallow_clone),
+                    square: square.shallow_clone(),
+                    eps: options.eps,
+                },
+                &y,
+            );
+        }
+        Ok(y)
+    }
+}

@@ -1,0 +1,213 @@
+//! A call of an operator, as C++ shows it to Rust and takes it from Rust: declared.h's `Call` and `Value`.
+
+use super::ffi::Span;
+use crate::cuda::Device;
+use crate::kernel::view::View;
+use std::cell::Cell;
+use std::ffi::c_void;
+use tch::Tensor;
+use torch_sys::C_tensor;
+
+/// One argument, output or gradient of a call: formulas read the tensor, kernels the view.
+#[repr(C)]
+#[derive(Clone, Copy)]
+pub struct Value {
+    tag: i32,
+    /// The tensor's own type, whatever it is read in.
+    pub dtype: i32,
+    bits: u64,
+    length: i64,
+    pub view: View,
+}
+
+const NONE: i32 = 0;
+const TENSOR: i32 = 1;
+const INTEGER: i32 = 2;
+const FLOAT: i32 = 3;
+const BOOLEAN: i32 = 4;
+const TEXT: i32 = 5;
+
+extern "C" {
+    fn nfrs_element(list: *const c_void, i: i64) -> Value;
+}
+
+impl Value {
+    const fn new(tag: i32, bits: u64) -> Self {
+        Value { tag, dtype: -1, bits, length: 0, view: View::ABSENT }
+    }
+
+    pub fn is_none(&self) -> bool {
+        self.tag == NONE
+    }
+
+    pub fn tensor(&self) -> Option<Tensor> {
+        // SAFETY: C++ keeps the tensors of a call until it is done.
+        (self.tag == TENSOR).then(|| unsafe { Tensor::clone_from_ptr(self.bits as *mut C_tensor) })
+    }
+
+    /// A tensor that the schema requires.
+    pub fn required(&self) -> Tensor {
+        self.tensor().expect("the schema requires this tensor")
+    }
+
+    pub fn int(&self) -> i64 {
+        self.bits as i64
+    }
+
+    pub fn float(&self) -> f64 {
+        f64::from_bits(self.bits)
+    }
+
+    pub fn flag(&self) -> bool {
+        self.bits != 0
+    }
+
+    /// The elements of a list.
+    pub fn elements(&self) -> Vec<Value> {
+        // SAFETY: C++ gives a list of this length, and keeps it until the call is done.
+        (0..self.length).map(|i| unsafe { nfrs_element(self.bits as *const c_void, i) }).collect()
+    }
+
+    pub fn text(&self) -> &str {
+        // SAFETY: C++ gives a string of this length, and keeps it until the call is done.
+        let bytes = unsafe { std::slice::from_raw_parts(self.bits as *const u8, self.length as usize) };
+        std::str::from_utf8(bytes).unwrap_or_default()
+    }
+}
+
+impl From<&Tensor> for Value {
+    fn from(t: &Tensor) -> Self {
+        Value::new(TENSOR, t.as_ptr() as u64)
+    }
+}
+
+impl From<f64> for Value {
+    fn from(v: f64) -> Self {
+        Value::new(FLOAT, v.to_bits())
+    }
+}
+
+impl From<i64> for Value {
+    fn from(v: i64) -> Self {
+        Value::new(INTEGER, v as u64)
+    }
+}
+
+impl From<bool> for Value {
+    fn from(v: bool) -> Self {
+        Value::new(BOOLEAN, v.into())
+    }
+}
+
+impl From<&str> for Value {
+    fn from(v: &str) -> Self {
+        Value { length: v.len() as i64, ..Value::new(TEXT, v.as_ptr() as u64) }
+    }
+}
+
+impl<T: Into<Value>> From<Option<T>> for Value {
+    fn from(v: Option<T>) -> Self {
+        v.map_or(Value::new(NONE, 0), T::into)
+    }
+}
+
+/// A call in one of its stages.
+#[repr(C)]
+pub struct Call {
+    arguments: Span<Value>,
+    outputs: Span<Value>,
+    gradients: *const Value,
+    wanted: u64,
+    device: i32,
+    why: i32,
+    absent: Cell<u64>,
+    written: Cell<u64>,
+    composed: Cell<bool>,
+}
+
+/// Why a formula runs.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub enum Why {
+    /// There is no kernel for this call.
+    Device,
+    /// A torch.func transform, or forward mode, differentiates it.
+    Transform,
+    /// vmap batches it.
+    Batch,
+}
+
+impl Call {
+    /// The arguments, in the schema's order.
+    pub fn arguments<const N: usize>(&self) -> &[Value; N] {
+        exactly(self.all())
+    }
+
+    fn all(&self) -> &[Value] {
+        // SAFETY: C++ keeps them for the call.
+        unsafe { self.arguments.get() }
+    }
+
+    /// The first argument, a tensor that the schema requires.
+    pub fn first(&self) -> Tensor {
+        self.all()[0].required()
+    }
+
+    /// The outputs: for a kernel to write, for a gradient those that the forward pass kept.
+    pub fn outputs<const N: usize>(&self) -> &[Value; N] {
+        // SAFETY: as above.
+        exactly(unsafe { self.outputs.get() })
+    }
+
+    /// The outputs' gradients.
+    pub fn given(&self) -> Vec<Option<Tensor>> {
+        // SAFETY: as above; in this stage there is one for each output.
+        let outputs: &[Value] = unsafe { self.outputs.get() };
+        // SAFETY: as above.
+        (0..outputs.len()).map(|k| unsafe { &*self.gradients.add(k) }.tensor()).collect()
+    }
+
+    /// The arguments whose gradients are wanted.
+    pub fn wanted(&self) -> Vec<Option<Tensor>> {
+        self.all().iter().enumerate().map(|(i, v)| v.tensor().filter(|_| self.wanted >> i & 1 == 1)).collect()
+    }
+
+    /// Calls `formula` with these tensors in the place of arguments.
+    pub fn with<T>(&self, tensors: &[Option<Tensor>], formula: impl FnOnce(&Call) -> T) -> T {
+        let replaced = |(own, other): (&Value, &Option<Tensor>)| other.as_ref().map_or(*own, Value::from);
+        let arguments: Vec<Value> = self.all().iter().zip(tensors).map(replaced).collect();
+        let (none, no) = (Cell::new(0), Cell::new(false));
+        formula(&Call { arguments: Span::of(&arguments), absent: none.clone(), written: none, composed: no, ..*self })
+    }
+
+    /// The CUDA device whose kernels take the call.
+    pub fn device(&self) -> Option<Device> {
+        (self.device >= 0).then_some(self.device)
+    }
+
+    pub fn why(&self) -> Why {
+        match self.why {
+            0 => Why::Device,
+            1 => Why::Transform,
+            _ => Why::Batch,
+        }
+    }
+
+    /// Output `k` is not made.
+    pub fn leave_out(&self, k: usize) {
+        self.absent.set(self.absent.get() | 1 << k);
+    }
+
+    /// The working copy of argument `i` has changed, and is what the argument is to be.
+    pub fn write_back(&self, i: usize) {
+        self.written.set(self.written.get() | 1 << i);
+    }
+
+    /// No kernel takes this call: the formula does.
+    pub fn decline(&self) {
+        self.composed.set(true);
+    }
+}
+
+fn exactly<const N: usize>(values: &[Value]) -> &[Value; N] {
+    values.try_into().expect("a call has as many arguments and outputs as its operator")
+}

@@ -1,0 +1,144 @@
+//! What a scheme declares, in plain data.
+
+use super::growth::Growth;
+use serde::Serialize;
+
+/// The stack's norm under a name.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+pub struct NormAt {
+    pub name: String,
+    pub width: i64,
+    /// No norm of the stack follows it.
+    pub last: bool,
+    /// It stands after the last layer.
+    pub ends_stack: bool,
+}
+
+/// A parameter of the scheme, every number of it `value` at the start.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+pub struct Learned {
+    pub name: String,
+    pub shape: Vec<i64>,
+    pub value: f64,
+}
+
+impl Learned {
+    pub fn new(name: impl Into<String>, shape: &[i64], value: f64) -> Self {
+        Learned { name: name.into(), shape: shape.to_vec(), value }
+    }
+}
+
+/// What x or F(x) is multiplied by.
+#[derive(Clone, Debug, Default, PartialEq, Serialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Gain {
+    #[default]
+    One,
+    Constant(f64),
+    /// A scalar or one number per column.
+    Learned(Learned),
+    /// The layer's parameter of that number.
+    Shared(usize),
+    /// α_t, which the stack's [`Growth`] moves.
+    Growing,
+}
+
+/// What stands around one sublayer.
+#[derive(Clone, Debug, Default, PartialEq, Serialize)]
+pub struct Around {
+    pub before: Option<NormAt>,
+    pub alpha: Gain,
+    pub beta: Gain,
+    pub amid: Option<NormAt>,
+    pub after: Option<NormAt>,
+    /// What the sublayer does to each stream beside x, in the order of [`Flow::streams`].
+    pub streams: Vec<StreamStep>,
+}
+
+impl Around {
+    /// The declaration with F(x) times m: folded into β where every β is a constant; else the factor that is left for
+    /// F(x).
+    pub fn times(mut self, m: f64) -> (Self, f64) {
+        let mut gains: Vec<&mut Gain> = self.streams.iter_mut().map(|step| &mut step.beta).collect();
+        gains.push(&mut self.beta);
+        if m == 1.0 || !gains.iter().all(|gain| matches!(gain, Gain::One | Gain::Constant(_))) {
+            return (self, m);
+        }
+        for gain in gains {
+            *gain = match gain {
+                Gain::Constant(value) => Gain::Constant(*value * m),
+                _ => Gain::Constant(m),
+            };
+        }
+        (self, 1.0)
+    }
+}
+
+/// s⁺ = α⊙s + β⊙drop(f) of a stream s beside x; f and the dropout's mask are those of x⁺.
+#[derive(Clone, Debug, Default, PartialEq, Serialize)]
+pub struct StreamStep {
+    pub alpha: Gain,
+    pub beta: Gain,
+}
+
+/// Named points inside a sublayer.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Point {
+    /// Before q, k and v (self-attention), before q (cross-attention), or before the first linear (feed-forward).
+    Input,
+    /// The queries of each head, (…, heads, d_head).
+    Query,
+    /// The keys of each head, (…, heads, d_head).
+    Key,
+    /// The heads' outputs, joined, before the output projection.
+    AfterHeads,
+    /// After the attention's output projection.
+    AfterOutput,
+    /// After the first linear, before the activation.
+    BeforeActivation,
+    /// After the activation and its dropout, before the second linear.
+    Amid,
+}
+
+/// What happens at a point.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Change {
+    Norm(NormAt),
+    /// x − b
+    Shift(Learned),
+    /// x ⊙ s
+    Scale(Learned),
+    /// Each head's columns times its own scalar.
+    HeadScale(Learned),
+}
+
+/// How the layers of a stack follow each other.
+#[derive(Clone, Debug, Default, PartialEq, Serialize)]
+pub struct Flow {
+    /// A layer's input from all outputs so far; none: the last one.
+    pub combine: Option<Combine>,
+    /// What travels beside x from sublayer to sublayer.
+    pub streams: Vec<ExtraStream>,
+    /// α_t of [`Gain::Growing`].
+    pub growth: Option<Growth>,
+    /// After the last layer.
+    pub end: Vec<Change>,
+}
+
+/// A residual stream beside x. It begins as x does; each sublayer's [`Around::streams`] move it; after the last layer
+/// x ← x + N(s).
+#[derive(Clone, Debug, PartialEq, Serialize)]
+pub struct ExtraStream {
+    pub norm: Option<NormAt>,
+}
+
+/// Row l of `weight` weighs y_0 (the embedding) to y_l, the layers' outputs, into the input of layer l + 1; the last row
+/// makes the stack's output. `norms[l − 1]` stands on y_l, or on row l's sum.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+pub struct Combine {
+    pub weight: String,
+    pub norms: Vec<NormAt>,
+    pub on_sums: bool,
+}

@@ -1,0 +1,58 @@
+//! How α_t of [`Gain::Growing`](super::Gain::Growing) grows (Liu et al. 2023, eq 8).
+
+use crate::choice;
+use crate::error::Result;
+use serde::Serialize;
+use tch::{Kind, Tensor};
+
+/// α_t = min(1, curve(t/T)), t a buffer named `t`.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize)]
+pub struct Growth {
+    pub steps: i64,
+    pub curve: Curve,
+}
+
+choice! {
+    /// How α grows with x = t/T: x; (e^5x − 1)/(e⁵ − 1); the logistic of 10(x − ½), rescaled to run from 0 to 1.
+    pub enum Curve ("branchnorm_growth") { Linear = "linear", Exp = "exp", Sigmoid = "sigmoid" }
+}
+
+impl Growth {
+    /// α_t of t, int64 (1,), as (1,) of that kind on the same device: the host never reads it.
+    pub fn alpha(&self, t: &Tensor, kind: Kind) -> Result<Tensor> {
+        if self.steps == 0 {
+            return Ok(t.f_ones_like()?.f_to_kind(kind)?);
+        }
+        let x = t.f_to_kind(Kind::Double)?.f_div_scalar(self.steps as f64)?;
+        let grown = match self.curve {
+            Curve::Linear => x,
+            Curve::Exp => x.f_mul_scalar(5.0)?.f_expm1()?.f_div_scalar(5f64.exp_m1())?,
+            Curve::Sigmoid => {
+                let logistic = |x: f64| 1.0 / (1.0 + (-x).exp());
+                let (low, high) = (logistic(-5.0), logistic(5.0));
+                let now = x.f_sub_scalar(0.5)?.f_mul_scalar(10.0)?.f_sigmoid()?;
+                now.f_sub_scalar(low)?.f_div_scalar(high - low)?
+            }
+        };
+        Ok(grown.f_clamp_max(1.0)?.f_to_kind(kind)?)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_three_curves() {
+        for (curve, at_1000, at_2000) in
+            [(Curve::Linear, 0.25, 0.5), (Curve::Exp, 0.016894, 0.075858), (Curve::Sigmoid, 0.070104, 0.5)]
+        {
+            let growth = Growth { steps: 4000, curve };
+            let alpha = |t: i64| growth.alpha(&Tensor::from_slice(&[t]), Kind::Double).unwrap().double_value(&[0]);
+            assert!((alpha(1000) - at_1000).abs() < 1e-6 && (alpha(2000) - at_2000).abs() < 1e-6, "{curve:?}");
+            assert!(alpha(1) > 0.0 && (alpha(4000) - 1.0).abs() < 1e-6 && (alpha(9000) - 1.0).abs() < 1e-6);
+        }
+        let at_once = Growth { steps: 0, curve: Curve::Linear };
+        assert_eq!(at_once.alpha(&Tensor::from_slice(&[1i64]), Kind::Float).unwrap().double_value(&[0]), 1.0);
+    }
+}

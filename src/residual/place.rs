@@ -1,0 +1,185 @@
+//! Where in a model something is declared.
+
+use super::declared::NormAt;
+use crate::choice;
+use crate::options::Options;
+use crate::parametrisation::Scaled;
+
+choice! {
+    /// Which stack a layer belongs to.
+    pub enum StackName ("stack") { Encoder = "encoder", Decoder = "decoder" }
+}
+
+impl StackName {
+    /// The sublayers of its layers.
+    pub fn sublayers(self, model: &Outline) -> &'static [Sublayer] {
+        use Sublayer::{CrossAttention, FeedForward, SelfAttention};
+        match self {
+            StackName::Decoder if model.has_encoder => &[SelfAttention, CrossAttention, FeedForward],
+            _ => &[SelfAttention, FeedForward],
+        }
+    }
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Sublayer {
+    SelfAttention,
+    CrossAttention,
+    FeedForward,
+}
+
+impl Sublayer {
+    /// torch.nn's name of an attention; a feed-forward's linears stand in the layer itself.
+    pub fn path(self) -> &'static str {
+        match self {
+            Sublayer::SelfAttention => "self_attn.",
+            Sublayer::CrossAttention => "multihead_attn.",
+            Sublayer::FeedForward => "",
+        }
+    }
+}
+
+/// A model's form, as far as tables ask for it.
+#[derive(Clone, Copy, Debug)]
+pub struct Outline<'a> {
+    pub d_model: i64,
+    pub d_ff: i64,
+    pub heads: i64,
+    /// A model without one has a decoder alone.
+    pub has_encoder: bool,
+    pub encoder_layers: i64,
+    pub decoder_layers: i64,
+    pub encoder_norm: &'a str,
+    pub decoder_norm: &'a str,
+    /// Norms stand on the queries and keys of every head.
+    pub qk_norm: bool,
+    /// None: attention has heads.
+    pub tensorized: Option<TensorizedSizes>,
+    /// What the parametrisation multiplies.
+    pub scaled: Scaled,
+}
+
+impl Outline<'_> {
+    /// A small model, for what does not depend on it.
+    pub const SMALL: Outline<'static> = Outline {
+        d_model: 2,
+        d_ff: 2,
+        heads: 1,
+        has_encoder: true,
+        encoder_layers: 1,
+        decoder_layers: 1,
+        encoder_norm: "layernorm",
+        decoder_norm: "layernorm",
+        qk_norm: false,
+        tensorized: None,
+        scaled: Scaled::standard(2),
+    };
+}
+
+/// Of tensorized attention.
+#[derive(Clone, Copy, Debug)]
+pub struct TensorizedSizes {
+    pub rank: i64,
+    /// The most tokens that it reads at a time.
+    pub segment: i64,
+}
+
+/// Where in the model something is declared.
+#[derive(Clone, Copy, Debug)]
+pub struct Place<'a> {
+    pub model: Outline<'a>,
+    /// What the model's configuration says of the tables' options.
+    pub options: &'a Options,
+    pub stack: StackName,
+    /// 0-based.
+    pub layer: i64,
+    pub sublayer: Sublayer,
+    /// The sublayer's 0-based number within its layer.
+    pub index: i64,
+    /// Sublayers in a layer of this stack.
+    pub sublayers: i64,
+}
+
+impl<'a> Place<'a> {
+    /// The first sublayer of a layer.
+    pub fn new(model: Outline<'a>, options: &'a Options, stack: StackName, layer: i64) -> Self {
+        let sublayers = stack.sublayers(&model);
+        Place { model, options, stack, layer, sublayer: sublayers[0], index: 0, sublayers: sublayers.len() as i64 }
+    }
+
+    /// Every sublayer of this layer.
+    pub fn each(self) -> impl Iterator<Item = Place<'a>> {
+        let sublayers = self.stack.sublayers(&self.model).iter();
+        sublayers.enumerate().map(move |(index, &sublayer)| Place { index: index as i64, sublayer, ..self })
+    }
+
+    /// Layers of the encoder, N; 0 in a decoder-only model.
+    pub fn encoder_layers(&self) -> i64 {
+        if self.model.has_encoder {
+            self.model.encoder_layers
+        } else {
+            0
+        }
+    }
+
+    /// Layers of the decoder, M.
+    pub fn decoder_layers(&self) -> i64 {
+        self.model.decoder_layers
+    }
+
+    /// Layers of this stack, L.
+    pub fn layers(&self) -> i64 {
+        match self.stack {
+            StackName::Encoder => self.encoder_layers(),
+            StackName::Decoder => self.decoder_layers(),
+        }
+    }
+
+    /// What a constant of this stack is made of: a scheme's three formulas, one for each kind of stack.
+    pub fn constant(
+        &self,
+        encoder: impl Fn(f64, f64) -> f64,
+        decoder: impl Fn(f64, f64) -> f64,
+        alone: impl Fn(f64) -> f64,
+    ) -> f64 {
+        let (n, m) = (self.encoder_layers() as f64, self.decoder_layers() as f64);
+        match self.stack {
+            StackName::Encoder => encoder(n, m),
+            StackName::Decoder if self.model.has_encoder => decoder(n, m),
+            StackName::Decoder => alone(m),
+        }
+    }
+
+    /// The stack's last sublayer.
+    pub fn is_last(&self) -> bool {
+        self.layer + 1 == self.layers() && self.index + 1 == self.sublayers
+    }
+
+    /// The stack's norm.
+    pub fn norm_name(&self) -> &'a str {
+        match self.stack {
+            StackName::Encoder => self.model.encoder_norm,
+            StackName::Decoder => self.model.decoder_norm,
+        }
+    }
+
+    /// `stem` with the sublayer's number: torch.nn's norm1, norm2, …
+    pub fn numbered(&self, stem: &str) -> String {
+        format!("{stem}{}", self.index + 1)
+    }
+
+    /// The sublayer's own norm in a scheme that ends with another.
+    pub fn norm(&self) -> NormAt {
+        NormAt { name: self.numbered("norm"), width: self.model.d_model, last: false, ends_stack: false }
+    }
+
+    /// The sublayer's own norm in a scheme whose last norm is the last sublayer's.
+    pub fn closing_norm(&self) -> NormAt {
+        NormAt { last: self.is_last(), ..self.norm() }
+    }
+
+    /// The norm after the last layer.
+    pub fn end_norm(&self) -> NormAt {
+        NormAt { name: "norm".into(), width: self.model.d_model, last: true, ends_stack: true }
+    }
+}

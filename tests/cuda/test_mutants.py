@@ -1,0 +1,67 @@
+"""Mutants of the CUDA kernels (cuda_emulator/mutants.py): each is found by a case, or listed (equivalent.py)."""
+
+import os
+import random
+
+import pytest
+
+from cuda_emulator import equivalent, mutants
+from cuda_emulator.checks import DETECTORS, REAL
+from cuda_emulator.hunt import Hunt
+from normformer_rs import _core
+
+pytestmark = pytest.mark.skipif(REAL is not None, reason="mutants live on the emulated device")
+SEED = 1
+SAMPLED_DETECTORS, SAMPLED_MUTANTS = 2, 10
+ALL, TEXTS = mutants.mutants()
+
+
+JUDGED, UNFOUND = equivalent.judged(ALL), equivalent.unfound(ALL)
+SOUGHT = [mutant for mutant in ALL if mutant.number not in JUDGED.keys() | UNFOUND]
+
+
+@pytest.fixture(scope="session")
+def hunt(tmp_path_factory):
+    """One folder for all of pytest's processes, so that each program is compiled once."""
+    base = tmp_path_factory.getbasetemp()
+    made = Hunt((base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "mutants")
+    yield made
+    made.close()
+
+
+def test_each_source_has_mutants_and_each_program_a_source():
+    files = {mutant.file for mutant in ALL}
+    assert files == {path.name for path in mutants.sources()} - {"norm.cuh", "no_norm.cu"}  # declarations alone
+    assert set(_core.cuda_programs()) <= {path.name for path in TEXTS}
+    assert {mutant.rule for mutant in ALL} == set(mutants.RULES)
+
+
+def test_each_entry_names_a_mutant():
+    unused = [entry for entry in equivalent.EQUIVALENT if entry not in JUDGED.values()]
+    unused += sorted({*equivalent.UNFOUND.read_text().splitlines()} - {*equivalent.lines(ALL).values()})
+    assert not unused, "these mutants are no more: take the entries out"
+    assert not JUDGED.keys() & UNFOUND
+
+
+def test_a_sample_of_mutants_is_found(hunt):
+    """Of some detectors, by a fixed seed, some of the mutants that they meet."""
+    draw = random.Random(SEED)
+    sought = {mutant.number: mutant for mutant in SOUGHT}
+    for index in draw.sample(range(len(DETECTORS)), SAMPLED_DETECTORS):
+        met = sorted(hunt.met(index)[0] & sought.keys())
+        for number in draw.sample(met, SAMPLED_MUTANTS):
+            mutant = sought[number]
+            assert hunt.finds(index, mutant) or hunt.finder(mutant), f"nothing finds {mutant}: {mutant.code}"
+
+
+@pytest.mark.parametrize("mutant", SOUGHT, ids=str)
+def test_a_mutant_is_found(hunt, mutant):
+    if mutant.rule in mutants.TYPED and not hunt.detectors(mutant):
+        return  # the types do not fit, so there is no mutant
+    assert hunt.detectors(mutant), f"no detector meets {mutant}: {mutant.code}"
+    assert hunt.finder(mutant), f"nothing finds {mutant}: {mutant.code}"
+
+
+@pytest.mark.parametrize("index", range(0, len(DETECTORS), 3), ids=lambda index: str(DETECTORS[index]))
+def test_the_address_sanitizer_finds_nothing(hunt, index):
+    assert not hunt.is_unsafe(index, None)

@@ -1,0 +1,88 @@
+"""The row norms' oracles, and tensors for them."""
+
+import itertools
+
+import torch
+
+import reference as ref
+
+OPS = torch.ops.normformer_rs
+DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
+WIDTHS = [1, 2, 7, 16, 31, 123, 512, 1000]
+EPS = 1e-5
+# name → oracle(x, weight, bias) with the parameters the norm has
+NORMS = {
+    "layer_norm": lambda x, w, b: ref.layer_norm(x, w, b, EPS),
+    "rms_norm": lambda x, w, b: ref.rms_norm(x, w, EPS),
+    "scale_norm": lambda x, w, b: ref.scale_norm(x, w, EPS),
+}
+
+
+def parameters(norm, width, dtype=torch.float64):
+    weight = torch.randn(1 if norm == "scale_norm" else width, dtype=dtype)
+    bias = torch.randn(width, dtype=dtype) if norm == "layer_norm" else None
+    return weight, bias
+
+
+def leaves(*tensors):
+    return [None if t is None else t.detach().clone().requires_grad_() for t in tensors]
+
+
+def gradients(y, inputs, dy):
+    return torch.autograd.grad(y, [t for t in inputs if t is not None], dy)
+
+
+def residual_arguments(norm, width=8, p=0.0, gains=False, x_type=torch.float64, f_type=torch.float64):
+    x, f = torch.randn(4, width).to(x_type), torch.randn(4, width).to(f_type)
+    weight, bias = parameters(norm, width, torch.float64) if norm else (None, None)
+    alpha, beta = (torch.rand(1).double() + 0.5, torch.rand(width).double() + 0.5) if gains else (None, None)
+    seed = torch.tensor([77, 3, 1]) if p else None
+    return leaves(x, f, alpha, beta, weight, bias), seed
+
+
+def residual(norm):
+    return getattr(OPS, f"{norm}_residual" if norm else "residual")
+
+
+def residual_oracle(norm, tensors, p, kind=torch.float64):
+    x, f, alpha, beta, weight, bias = (None if t is None else t.to(kind) for t in tensors)
+    keep = ref.dropout_keep(77, 3, 1, 5, 4, x.shape[-1], p).to(x.device) if p else None
+    x_plus = (1 if alpha is None else alpha) * x
+    branch = f if keep is None else f * keep * ref.dropout_scale(p)
+    x_plus = x_plus + (1 if beta is None else beta) * branch
+    return x_plus, NORMS[norm](x_plus, weight, bias) if norm else None
+
+
+LENGTHS = [(3, 5), (1, 1), (9, 70), (33, 2), (0, 4)]  # (queries, keys) of each sentence
+
+
+def attention_arguments(causal, dtype=torch.float64, heads=3, d_head=5):
+    lengths = [(k, k) if causal else (q, k) for q, k in LENGTHS]
+    starts = list(itertools.accumulate(lengths, lambda a, b: (a[0] + b[0], a[1] + b[1]), initial=(0, 0)))
+    ranges = torch.tensor([[qs, q, ks, k] for (qs, ks), (q, k) in zip(starts, lengths)])
+    q_rows, k_rows = starts[-1]
+    # slices of a fused projection: rows further apart than they are wide
+    q = torch.randn(q_rows, 2 * heads * d_head).to(dtype)[:, : heads * d_head]
+    kv = torch.randn(k_rows, 2 * heads * d_head).to(dtype)
+    return q, kv[:, : heads * d_head], kv[:, heads * d_head :], ranges, heads
+
+
+def attention_oracle(q, k, v, ranges, heads, causal, scale, p):
+    keep = ref.dropout_keep(9, 8, 7, 6, len(q) * heads, max(ranges[:, 3]).item(), p).to(q.device) if p else None
+    rows = []
+    for q_start, q_len, k_start, k_len in ranges.tolist():
+        cut = lambda t, start, n: t[start : start + n].unflatten(1, (heads, -1)).transpose(0, 1)  # noqa: E731
+        mask = ref.causal_mask(k_len) if causal else None
+        own = None
+        if p:
+            own = keep[q_start * heads : (q_start + q_len) * heads, :k_len].unflatten(0, (q_len, heads)).transpose(0, 1)
+        out = ref.attention(
+            cut(q, q_start, q_len) * scale,
+            cut(k, k_start, k_len),
+            cut(v, k_start, k_len),
+            mask,
+            own,
+            ref.dropout_scale(p) if p else 1.0,
+        )
+        rows.append(out.transpose(0, 1).flatten(1))
+    return torch.cat(rows)

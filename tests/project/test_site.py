@@ -1,0 +1,159 @@
+"""The documentation's site: generated pages, their links, their examples; `make docs` builds the rest."""
+
+import importlib
+import inspect
+import json
+import re
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+import normformer_rs as nfrs
+
+ROOT = Path(__file__).parents[2]
+sys.path.insert(0, str(ROOT))
+
+from docs.generate import api, check, equations, examples, names, notebooks, pages, spec  # noqa: E402
+from docs.generate.tables import results  # noqa: E402
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    """The pages without the notebooks; making them runs the examples of the names' pages."""
+    return pages.write(tmp_path_factory.mktemp("site"), with_notebooks=False)
+
+
+@pytest.mark.parametrize("kind", ["norms", "residuals"])
+def test_every_name_has_its_page(made, kind):
+    for entry in nfrs.tables()[kind]:
+        page = made[f"{kind}/{entry['name']}.md"]
+        assert page.startswith(f"# `{entry['name']}`\n")
+        for part in ("Source: ", "## Example\n\n```python\n", "```text\n", "## Definition\n", "## Options\n"):
+            assert part in page, f"{entry['name']} lacks {part!r}"
+        is_measured = any(entry["name"] in row.values() for name in ("norms", "depth18") for row in results(name))
+        assert not is_measured or "## Where it helps and fails\n" in page, f"docs/notes.md lacks {entry['name']}"
+        assert f"({entry['name']}.md)" in made[f"{kind}/index.md"]
+
+
+def test_a_name_without_notes_and_specification_has_its_page(made, monkeypatch, tmp_path):
+    entry = {**nfrs.tables()["norms"][0], "source": "an example"}
+    monkeypatch.setattr(spec, "section", lambda name: None)
+    monkeypatch.setattr(names, "notes", lambda name: [])
+    page = names._norm(entry, tmp_path)
+    assert "## Example" in page and "Definition" not in page and "helps" not in page
+
+
+def test_options_belong_to_their_names():
+    found = {name: [field.name for field in names.options(name, "norms")] for name in ("scalenorm", "powernorm-v")}
+    assert found["scalenorm"] == []
+    assert found["powernorm-v"] == ["powernorm_alpha_fwd", "powernorm_sync", "groupscaling"]
+    assert [f.name for f in names.options("branchnorm", "residuals")] == ["branchnorm_steps", "branchnorm_growth"]
+    assert names.options("prenorm", "residuals") == []
+
+
+def test_the_reference_has_every_public_name_and_option(made):
+    for module in api.MODULES:
+        page = made[f"api/{module}.md"]
+        headings = set(re.findall(r"^## (\S+)$", page, re.M))
+        assert headings == set(api.public(module))
+    reference = made["api/normformer_rs.md"]
+    for kind in (nfrs.TransformerConfig, nfrs.TrainingConfig, nfrs.DataConfig, nfrs.SearchConfig):
+        for field in kind.FIELDS:
+            assert f"| `{field.name}` |" in reference
+    assert "swap_norms(\n    model: Module,\n    to: str | Callable[..., Module],\n    *,\n" in reference
+    assert "layer_norm(Tensor x" in made["api/operators.md"].replace("\n", " ")
+
+
+@pytest.mark.parametrize("module", api.MODULES)
+def test_every_public_name_has_an_example(module):
+    """In its docstring or in docs/examples.md, which names nothing else."""
+    home = importlib.import_module(module)
+    missing = [name for name in api.public(module) if not inspect.ismodule(getattr(home, name))
+               and ">>>" not in (getattr(home, name).__doc__ or "")
+               and f"{module}.{name}" not in examples.of_names()]  # fmt: skip
+    assert not missing
+    listed = [name.rpartition(".") for name in examples.of_names()]
+    assert all(name in api.public(module) for home, _, name in listed if home == module)
+
+
+def test_the_commands_have_their_page(made):
+    assert "## train\n" in made["commands.md"] and "--powernorm-mode" in made["commands.md"]
+
+
+def test_every_page_is_in_the_menu_once(made):
+    menu = json.dumps(pages.menu(made))
+    for name in made:
+        assert menu.count(f'"{name}"') == 1, name
+    with pytest.raises(ValueError, match=r"CONTENTS does not list: stray\.md"):
+        pages.menu({**made, "stray.md": "# Stray"})
+
+
+def test_links_lead_to_pages_and_pictures(made):
+    known = {*made, *(f"notebooks/{path.stem}.md" for path in notebooks.NOTEBOOKS.glob("*.py"))}
+    for name, page in made.items():
+        for target in re.findall(r"\]\(([^)#\s]+\.md)", re.sub(r"```.*?```", "", page, flags=re.S)):
+            path = (Path("/") / name).parent.joinpath(target).resolve().relative_to("/").as_posix()
+            assert path in known, f"{name}: {target}"
+
+
+def test_a_link_to_nothing_is_refused(monkeypatch, tmp_path):
+    monkeypatch.setattr(pages, "ROOT", tmp_path)
+    (tmp_path / "page.md").write_text("# A page\n\n`[code](stays.md)` and [this](nowhere.md#at-all)\n")
+    with pytest.raises(ValueError, match=r"page\.md: \[this\]\(nowhere\.md#at-all\) leads nowhere"):
+        pages._moved("page.md", tmp_path)
+
+
+@pytest.mark.parametrize(
+    "line, formula",
+    [
+        ("x̂ = a/√(b² + ε)", "<mover"),
+        ("y = γ⊙x/√(mean x²+ε) over the last dimension", "over the last dimension"),
+        ("α_e = 0.81(N⁴M)^(1/16)", '<msup><mrow class="group"><mo stretchy="false"'),
+        ("‖x‖_p", "<msub><mrow><mo"),
+        ("x⁺ = N(x + F(x)),   s⁺ = s", '<span class="gap"></span>'),
+    ],
+)
+def test_equations_are_drawn(line, formula):
+    found = equations.render(line)
+    assert "<math" in found and formula in found
+    assert found.count("<mrow") == found.count("</mrow>")
+
+
+def test_a_fraction_needs_no_parentheses():
+    found = equations.render("(x − μ)/√(σ² + ε)")
+    assert "<mfrac><mrow><mi>x</mi>" in found and "<msqrt><mrow>" in found and "(" not in found.partition(">")[2]
+
+
+def test_every_equation_of_the_tables_can_be_read():
+    for kind in ("norms", "residuals"):
+        for entry in nfrs.tables()[kind]:
+            assert "<code>" not in equations.render(entry["equation"]), entry["name"]
+
+
+def test_what_is_no_equation_stays():
+    assert equations.render("a) b(") == "<code>a) b(</code>"
+
+
+def test_the_finished_site_is_checked(tmp_path):
+    (tmp_path / "a.html").write_text('<a href="b.html#here">x</a><a href="#top">y</a><p id="top"></p>')
+    (tmp_path / "b.html").write_text(
+        '<p id="here"></p><img src="c.png"><script src="https://cdn.example/x.js"></script>'
+    )
+    assert check.faults(tmp_path) == ["b.html: c.png is not there", "b.html: loads https://cdn.example/x.js"]
+    (tmp_path / "a.html").write_text('<a href="b.html#there">x</a>')
+    assert "a.html: b.html#there names no anchor" in check.faults(tmp_path)
+
+
+def test_a_docstring_becomes_markdown():
+    text = "Sums x_i*y.\n\n>>> 1 + 1\n2\n\nArgs:\n    a, b: what\n        they are.\n    *c: more.\n\nErrors: none."
+    made = api.document(text)
+    assert made.startswith("Sums x\\_i\\*y.\n\n```pycon\n>>> 1 + 1\n2\n```")
+    assert "| `a`, `b` | what they are. |" in made and "| `*c` | more. |" in made and "**Errors:** none." in made
+
+
+def test_progress_bars_show_their_end():
+    assert notebooks._last_states("0%\r50%\r100%\ndone\n") == "100%\ndone\n"
+    pieces = [SimpleNamespace(output_type="stream", text=text) for text in ("0%", "\r50%", "\r100%\ndone\n")]
+    assert [*notebooks._outputs(pieces, "name", Path())] == ["```text\n100%\ndone\n```"]

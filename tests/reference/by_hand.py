@@ -1,0 +1,47 @@
+"""A batch, and layers of the oracle written out by hand."""
+
+import torch
+from torch.nn import functional
+
+import reference as ref
+
+SOURCE = ref.pad([[5, 6, 7, 8, 2], [9, 4, 2], [11, 2]])
+INPUT = ref.pad([[0, 9, 8], [0, 5, 6, 7, 4], [0, 10, 4]])
+TARGET = ref.pad([[9, 8, 2], [5, 6, 7, 4, 2], [10, 4, 2]])
+RATES = ref.Dropout(0.1, 0.2, 0.3, 0.4, seed=7, update=3)
+
+
+class Hand:
+    """A layer's parameters and pieces, written with torch.nn.functional: layernorm, no padding, no dropout."""
+
+    def __init__(self, state, config, stack, layer):
+        self.state, self.config, self.stack, self.prefix = state, ref.complete(config), stack, f"{stack}.layers.{layer}"
+
+    def p(self, name):
+        return self.state.get(f"{self.prefix}.{name}")
+
+    def norm(self, name, x):
+        return functional.layer_norm(x, x.shape[-1:], self.p(f"{name}.weight"), self.p(f"{name}.bias"))
+
+    def heads(self, kind, query, memory):
+        d, heads = query.shape[-1], self.config["heads"]
+        weights = self.p(f"{kind}.in_proj_weight").split(d)
+        biases = [None] * 3 if (bias := self.p(f"{kind}.in_proj_bias")) is None else bias.split(d)
+        q, k, v = map(functional.linear, (query, memory, memory), weights, biases)
+        q, k, v = (t.unflatten(-1, (heads, -1)).transpose(1, 2) for t in (q, k, v))
+        is_causal = self.stack == "decoder" and kind == "self_attn"
+        return functional.scaled_dot_product_attention(q, k, v, is_causal=is_causal).transpose(1, 2).flatten(-2)
+
+    def linear(self, name, x):
+        return functional.linear(x, self.p(f"{name}.weight"), self.p(f"{name}.bias"))
+
+    def f(self, kind, x, memory):
+        """F as it is without a scheme."""
+        if kind == "feed_forward":
+            return self.linear("linear2", self.linear("linear1", x).relu())
+        return self.linear(f"{kind}.out_proj", self.heads(kind, x, x if kind == "self_attn" else memory))
+
+
+def embedded(state, tokens):
+    d = state["embedding.weight"].shape[1]
+    return d**0.5 * state["embedding.weight"][tokens] + ref.sinusoids(torch.arange(tokens.shape[1]), d, "twt")

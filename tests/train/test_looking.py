@@ -1,0 +1,210 @@
+"""Looking at runs: pictures, tables in notebooks, callbacks."""
+
+import json
+import re
+import sys
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+
+import numpy as np
+import pytest
+
+import normformer_rs as nfrs
+from normformer_rs import _html, cli, curves, demo
+
+
+def written(folder: Path, updates=40, bleu=True, evaluations=True, scale=1.0) -> Path:
+    """A run's folder with a log, as the loop writes it."""
+    folder.mkdir(parents=True)
+    events = [{"event": "started", "update": 0, "parameters": 10}]
+    for u in range(1, updates + 1):
+        values = {"loss": scale * 9 / u, "nll": scale * 8 / u, "lr": scale * u * 1e-4, "grad_norm": scale + 1 / u}
+        events.append(
+            {"event": "updated", "update": u, "epoch": 1, "tokens_per_second": 9.0, "seconds": u / 4, **values}
+        )
+        if evaluations and u % 10 == 0:
+            values = {"loss": scale * 9.5 / u, "nll": scale * 9 / u, "perplexity": float(np.exp(scale * 9 / u))}
+            values |= {"bleu": float(u) if bleu else None, "best": True, "seconds": 0.1}
+            events.append({"event": "evaluated", "update": u, "epoch": 1, **values})
+    (folder / "log.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
+    return folder
+
+
+def panels(*runs, names=None):
+    """The titles of the picture's panels, and the words in each."""
+    figure = curves._figure([nfrs.History.read(run) for run in runs], names or [run.name for run in runs])
+    return {axis.get_title(loc="left"): [text.get_text() for text in axis.texts] for axis in figure.axes}
+
+
+def test_a_language_models_curves_have_no_empty_panel(tmp_path):
+    titles = list(panels(written(tmp_path / "a", bleu=False)))
+    assert titles == ["loss", "validation perplexity", "gradient norm", "learning rate"]
+    titles = list(panels(written(tmp_path / "b", evaluations=False)))
+    assert titles == ["loss", "gradient norm", "learning rate"]
+    assert "validation BLEU" in panels(written(tmp_path / "c"))
+
+
+def test_runs_are_overlaid_and_named_at_their_ends(tmp_path):
+    runs = [written(tmp_path / name, scale=scale) for name, scale in (("a", 1.0), ("b", 1.001), ("c", 2.0))]
+    found = panels(*runs)
+    assert len(found) == 4
+    for title, words in found.items():
+        assert sorted(words) == ["a", "b", "c"], title
+    figure = curves._figure([nfrs.History.read(run) for run in runs], ["a", "b", "c"])
+    heights = sorted(text.xyann[1] for text in figure.axes[0].texts)
+    assert min(np.diff(heights)) > 0.06  # a and b lie on each other, their names do not
+    colours = {text.get_text(): text.get_color() for axis in figure.axes for text in axis.texts}
+    lines = {line.get_color() for axis in figure.axes for line in axis.lines}
+    assert set(colours.values()) == lines and len(lines) == 3
+
+
+def test_lines_that_are_the_same_have_one_name(tmp_path):
+    found = panels(*(written(tmp_path / name) for name in "ab"))
+    assert found["learning rate"] == ["all"] and sorted(found["validation BLEU"]) == ["a", "b"]
+    found = panels(tmp_path / "a", tmp_path / "b", written(tmp_path / "c", scale=2.0))
+    assert sorted(found["learning rate"]) == ["2 runs", "c"]
+
+
+def test_names_lie_apart_and_near_their_lines():
+    assert curves.spread([0.1, 0.5, 0.9]) == [0.1, 0.5, 0.9]
+    found = curves.spread([0.5, 0.5, 0.5, 0.52], gap=0.1)
+    assert np.allclose(np.diff(found), 0.1) and abs(np.mean(found) - 0.505) < 1e-9
+
+
+def test_smoothed_lines_keep_length_and_level():
+    values = np.linspace(5.0, 1.0, 400)
+    assert len(curves._smooth(values)) == 400
+    assert np.allclose(curves._smooth(np.full(400, 3.0)), 3.0) and list(curves._smooth(values[:5])) == list(values[:5])
+
+
+def test_runs_of_one_name_are_told_apart():
+    assert curves.told_apart([Path("a/run"), Path("b/run"), Path("c")]) == ["a/run", "b/run", "c"]
+    assert curves.told_apart([Path("x/a"), Path("x/b")]) == ["a", "b"]
+    assert curves.told_apart([Path("x/a"), Path("x/a")]) == ["x/a", "x/a"]
+
+
+def test_the_command_draws(tmp_path, capsys, monkeypatch):
+    runs = [str(written(tmp_path / name)) for name in "ab"]
+    assert cli.main(["plot", runs[0]]) == 0
+    assert (tmp_path / "a" / "curves.png").read_bytes().startswith(b"\x89PNG")
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(["plot", *runs, "--names", "one", "two"]) == 0
+    assert capsys.readouterr().out.splitlines()[-1] == "curves.png" and (tmp_path / "curves.png").exists()
+    assert cli.main(["plot", *runs, "--output", "both.svg"]) == 0
+    assert "<svg" in (tmp_path / "both.svg").read_text()
+
+
+@pytest.mark.parametrize(
+    "words, message",
+    [
+        (["none"], "none: no log.jsonl there; expected the --output folder of a run"),
+        (["a", "--names", "x", "y"], "a name for each of the 1 runs; got 2 names"),
+        (["a"] * 21, "plot takes 1 to 20 runs; got 21"),
+        (["empty"], "empty: this run has made no update yet"),
+    ],
+)
+def test_what_cannot_be_drawn_is_said(tmp_path, capsys, monkeypatch, words, message):
+    monkeypatch.chdir(tmp_path)
+    written(tmp_path / "a")
+    written(tmp_path / "empty", updates=0)
+    assert cli.main(["plot", *words]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_python_draws_histories_and_folders(tmp_path):
+    runs = [written(tmp_path / name) for name in "ab"]
+    path = nfrs.plot(nfrs.History.read(runs[0]), runs[1], path=tmp_path / "both.png", names=["x", "y"])
+    assert path == tmp_path / "both.png" and path.stat().st_size > 1000
+
+
+def test_a_history_in_a_notebook(tmp_path, monkeypatch):
+    history = nfrs.History.read(written(tmp_path / "run"))
+    shown = history._repr_html_()
+    assert "<th" in shown and "perplexity" in shown and "data:image/png;base64," in shown
+    assert shown.count("<tr>") == 1 + len(history.evaluations.update)
+    monkeypatch.setattr("normformer_rs.history.available", lambda name: False)
+    assert "<img" not in history._repr_html_()
+
+
+def test_swaps_and_tables_in_a_notebook():
+    import torch
+
+    model = torch.nn.TransformerEncoderLayer(8, 2, 16)
+    swaps = nfrs.swap_norms(model, "scalenorm", filter=lambda name, norm: name == "norm1")
+    shown = swaps._repr_html_()
+    assert shown.count("<tr>") == 1 + len(swaps) and "ScaleNorm" in shown and "<b>swap_norms to scalenorm" in shown
+    tables = nfrs.tables()
+    assert isinstance(tables, dict) and tables["norms"][0]["name"] == "layernorm"
+    assert "x⁺ = x + F(N(x))" in tables._repr_html_() and "Ba et al. 2016" in tables["norms"]._repr_html_()
+    assert _html.table(["a"], [["<script>"]]).count("&lt;script&gt;") == 1
+
+
+def test_a_history_as_a_data_frame(tmp_path):
+    pytest.importorskip("pandas")
+    frame = nfrs.History.read(written(tmp_path / "run")).to_pandas()
+    assert list(frame.index) == list(range(1, 41)) and frame.index.name == "update"
+    assert frame.loc[10, "valid_bleu"] == 10 and np.isnan(frame.loc[11, "valid_bleu"])
+    assert frame["loss"].iloc[0] == 9.0 and {"lr", "grad_norm", "valid_perplexity"} <= set(frame.columns)
+
+
+def test_a_data_frame_needs_pandas(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "pandas", None)
+    history = nfrs.History.read(written(tmp_path / "run"))
+    with pytest.raises(ImportError, match=r'History\.to_pandas needs pandas: pip install "pandas>=2\.2"'):
+        history.to_pandas()
+
+
+@pytest.fixture
+def trainer(tmp_path):
+    """Four updates on number words, evaluated twice."""
+    pytest.importorskip("num2words")
+    data = demo.write_corpus(tmp_path / "text", demo.Corpus(*(part[:60] for part in demo.corpus())))
+    model, training = demo.configs(4)
+    model = model.replace(d_model=16, d_ff=16, heads=2, encoder_layers=1, decoder_layers=1)
+    return nfrs.Trainer(model, training.replace(evaluate_every=2, criterion="loss", max_tokens=400), data)
+
+
+def test_callbacks_hear_what_the_log_has(trainer, tmp_path):
+    heard = []
+    trainer.fit(tmp_path / "run", progress=False, curves=False, callbacks=[lambda *event: heard.append(event)])
+    logged = [json.loads(line) for line in (tmp_path / "run" / "log.jsonl").read_text().splitlines()]
+    logged = [event for event in logged if event["event"] in ("started", "updated", "evaluated")]
+    assert [name for name, _ in heard] == [event["event"] for event in logged]
+    assert [name for name, _ in heard].count("updated") == 4 and [name for name, _ in heard].count("evaluated") >= 2
+    for (_, values), event in zip(heard, logged):
+        assert values.items() <= event.items()
+
+
+def test_what_a_callback_raises_comes_back(trainer, tmp_path):
+    class Mine(Exception):
+        pass
+
+    def stop(event, values):
+        if event == "updated" and values["update"] == 2:
+            raise Mine("enough")
+
+    with pytest.raises(Mine, match="enough"):
+        trainer.fit(tmp_path / "run", progress=False, curves=False, callbacks=[stop])
+    history = trainer.fit(tmp_path / "run", progress=False, curves=False, overwrite=True)
+    assert len(history.update) == 4
+
+
+def test_the_callbacks_of_the_documentation(trainer, tmp_path, monkeypatch):
+    """docs/train.md's, for TensorBoard and for Weights & Biases, hear a run."""
+    text = (Path(__file__).parents[2] / "docs" / "train.md").read_text()
+    blocks = [block for block in re.findall(r"^```python\n(.*?)^```", text, re.M | re.S) if "def to_" in block]
+    assert len(blocks) == 2
+    logged, scalars = [], []
+    wandb = ModuleType("wandb")
+    wandb.init, wandb.log = (lambda **options: logged.append(options)), logged.append
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
+    names = {}
+    for block in blocks:
+        exec(block, names)
+    writer = SimpleNamespace(add_scalar=lambda *values: scalars.append(values))
+    callbacks = [names["to_tensorboard"](writer), names["to_wandb"]]
+    trainer.fit(tmp_path / "run", progress=False, curves=False, tensorboard=False, callbacks=callbacks)
+    assert logged[0]["project"] == "normformer" and logged[0]["config"]["parameters"] > 0
+    assert any("evaluated/perplexity" in values for values in logged[1:])
+    assert ("updated/loss", 1) in {(name, update) for name, _, update in scalars}
+    assert {name for name, *_ in scalars} >= {"evaluated/loss", "evaluated/perplexity", "updated/lr"}
