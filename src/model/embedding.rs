@@ -42,9 +42,9 @@ impl Embeddings {
             }
         };
         let output = match config.tie_embeddings {
-            Ties::None => {
-                b.within("output_projection", |b| b.parameter("weight", &[v, d], &init.output_matrix(&config.outline(), v)))?
-            }
+            Ties::None => b.within("output_projection", |b| {
+                b.parameter("weight", &[v, d], &init.output_matrix(&config.outline(), v))
+            })?,
             _ => target.shallow_clone(),
         };
         let output_bias = match config.output_bias {
