@@ -9,13 +9,12 @@ use std::sync::Mutex;
 
 extern "C" {
     fn nfrs_parallel_for(n: i64, grain: i64, run: extern "C" fn(*const c_void, i64, i64), context: *const c_void);
-    fn nfrs_num_threads() -> i64;
 }
 
 /// Threads that [`for_each`] may use: `torch.get_num_threads()`.
 pub fn threads() -> usize {
     // SAFETY: no arguments; at::get_num_threads does not throw.
-    unsafe { nfrs_num_threads() as usize }
+    unsafe { torch_sys::at_get_num_threads() as usize }
 }
 
 /// Calls `work` on disjoint ranges that together cover 0..n, on several threads where n is at least `grain`. A panic of

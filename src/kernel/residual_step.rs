@@ -12,7 +12,7 @@
 
 use crate::cpu::convert::Row;
 use crate::cpu::pack::{Isa, Of, Pack, Store, BLOCK};
-use crate::cpu::philox::{self, Dropout};
+use crate::cpu::philox::Dropout;
 use crate::cpu::{memory, Accumulator, Element};
 use crate::kernel::rows::{
     columns, each_row, fetch, normalise, rows, Blocks, BlocksMut, Group, Lines, Measured, NoNorm, RowNorm, Rule, Rules,
@@ -20,8 +20,10 @@ use crate::kernel::rows::{
 };
 use crate::multiversion;
 use crate::row_program;
+use mask::{Bits, Mask};
 
 pub mod call;
+mod mask;
 
 /// The step without a norm. With one, the norm's rules and its program take the step.
 pub static NO_NORM: Rules = Rules::of::<NoNorm>(row_program!("no_norm.cu"));
@@ -167,13 +169,10 @@ multiversion! {
         store.finish();
         store_f.finish();
         weight.finish(grads.dweight, grads.dbias);
-        finish(&scales.dalpha[..sum_length(grads.dalpha, cols)], None, grads.dalpha);
-        finish(&scales.dbeta[..sum_length(grads.dbeta, cols)], step.dropout, grads.dbeta);
+        finish(&scales.dalpha[..cols.min(scales.dalpha.len())], None, grads.dalpha);
+        finish(&scales.dbeta[..cols.min(scales.dbeta.len())], step.dropout, grads.dbeta);
     }
 }
-
-/// Random bits of a group of rows, and the threshold from which an element is kept.
-type Bits<'a> = Option<(u16, [&'a [u16]; GROUP])>;
 
 /// The four rows of a buffer.
 #[inline(always)]
@@ -372,14 +371,6 @@ fn sum_of<A: Accumulator>(gradient: &[A], cols: usize) -> Row<A> {
     Row::new(if gradient.is_empty() { 0 } else { cols.next_multiple_of(BLOCK) })
 }
 
-fn sum_length<A>(gradient: &[A], cols: usize) -> usize {
-    if gradient.is_empty() {
-        0
-    } else {
-        cols
-    }
-}
-
 /// Adds the column sums, or their sum, times dropout's scale.
 fn finish<A: Accumulator>(sums: &[A], dropout: Option<Dropout>, gradient: &mut [A]) {
     let scale = A::from_f64(dropout.map_or(1.0, |d| d.scale));
@@ -396,46 +387,6 @@ fn branch_scale<A: Accumulator>(step: &Step<A>) -> Row<A> {
         *beta = *beta * scale;
     }
     beta
-}
-
-/// The dropout mask, drawn for a few groups at a time: narrow rows share Philox's groups of sixteen blocks.
-struct Mask {
-    dropout: Option<Dropout>,
-    first_row: usize,
-    group: Group,
-    cols: usize,
-    /// Groups drawn together.
-    batch: usize,
-    bits: Vec<u16>,
-}
-
-impl Mask {
-    fn new(dropout: Option<Dropout>, first_row: usize, group: Group) -> Self {
-        let cols = group.cols();
-        let batch = (2048 / (GROUP * philox::padded(cols))).clamp(1, group.count().max(1));
-        let bits = if dropout.is_some() { philox::scratch(batch * GROUP, cols) } else { Vec::new() };
-        Mask { dropout, first_row, group, cols, batch, bits }
-    }
-
-    /// Groups are asked for in order. Rows that stand in for absent ones have bits of their own, which nothing hangs on.
-    #[inline(always)]
-    fn group(&mut self, g: usize) -> Bits<'_> {
-        let dropout = self.dropout?;
-        let place = g % self.batch;
-        if place == 0 {
-            let rows = GROUP * self.batch.min(self.group.count() - g);
-            fill(&dropout.stream, self.first_row + GROUP * g, rows, self.cols, &mut self.bits);
-        }
-        let (row, cols) = (philox::padded(self.cols), self.cols);
-        let bits = &self.bits[place * GROUP * row..];
-        Some((dropout.threshold, rows!(r => &bits[r * row..r * row + cols])))
-    }
-}
-
-multiversion! {
-    fn fill(stream: &philox::Stream, first_row: usize, rows: usize, cols: usize, out: &mut [u16]) {
-        philox::fill(stream, first_row, rows, cols, out);
-    }
 }
 
 #[cfg(test)]

@@ -4,13 +4,13 @@ use super::call::Value;
 use super::declare::{leader, number, seed, tensor, Kernels, Kind as Type, Operator};
 use super::dropout::{check_dropout, draw, draw_composed};
 use super::engine::{self, Handle};
-use super::ffi::take;
+use super::function::{apply, Differentiable};
 use crate::error::{Error, Result};
 use crate::kernel::attention::call::{self as kernel, AttentionViews, Settings};
 use crate::kernel::attention::composed;
 use crate::kernel::dropout::Draw;
+use std::sync::{Mutex, PoisonError};
 use tch::Tensor;
-use torch_sys::C_tensor;
 
 static HANDLE: Handle = Handle::new("attention");
 
@@ -47,36 +47,72 @@ pub fn attention(
 /// column), which went nowhere, the gradient is 0. So the gradient is read too: adding up, as `index_select` does, takes
 /// more passes, and on a GPU another order every time.
 pub fn gather(x: &Tensor, rows: &Tensor, back: &Tensor, absent: &Tensor) -> Result<Tensor> {
-    // SAFETY: the tensors outlive the call; a new tensor comes back.
-    unsafe { take(nfrs_gather(x.as_ptr(), rows.as_ptr(), back.as_ptr(), absent.as_ptr())) }
+    let [rows, back, absent] = [rows, back, absent].map(Tensor::shallow_clone);
+    let [y]: [Tensor; 1] = apply(Gather { rows, back, absent }, &[x])?.try_into().expect("it has one output");
+    Ok(y)
+}
+
+struct Gather {
+    rows: Tensor,
+    back: Tensor,
+    absent: Tensor,
+}
+
+impl Differentiable for Gather {
+    fn saves_inputs(&self) -> bool {
+        false
+    }
+
+    fn forward(&self, x: Vec<Tensor>) -> Result<Vec<Tensor>> {
+        Ok(vec![x[0].f_index_select(0, &self.rows)?])
+    }
+
+    fn backward(&self, _: Vec<Tensor>, gradients: Vec<Option<Tensor>>) -> Result<Vec<Option<Tensor>>> {
+        let back = |g: &Tensor| Ok(g.f_index_select(0, &self.back)?.f_masked_fill_(&self.absent, 0.0)?);
+        gradients.iter().map(|g| g.as_ref().map(back).transpose()).collect()
+    }
 }
 
 /// torch's own attention on padded sentences, (sentences, heads, length, d_head), scale·QKᵀ plus a mask; see
 /// `scaled_dot_product_attention`. Not cuDNN's, which torch prefers for 16 bits on recent GPUs: it builds a plan for every
 /// shape it meets, and sentences have many shapes.
 pub fn padded_attention([q, k, v]: [&Tensor; 3], mask: Option<&Tensor>, causal: bool, scale: f64) -> Result<Tensor> {
-    struct Forbidden;
-    impl Drop for Forbidden {
-        fn drop(&mut self) {
-            // SAFETY: no arguments; nfrs_cudnn_forbid has been called.
-            unsafe { nfrs_cudnn_allow() };
-        }
-    }
-    // SAFETY: no arguments.
-    unsafe { nfrs_cudnn_forbid() };
-    let _forbidden = Forbidden;
+    let _without = WithoutCudnn::new();
     Ok(Tensor::f_scaled_dot_product_attention(q, k, v, mask, 0.0, causal, scale, false)?)
 }
 
+/// Keeps torch's attention from cuDNN's while any of these lives. torch has one switch per process: another thread's
+/// attention meanwhile takes another of torch's kernels, and its value is the same but for rounding.
+struct WithoutCudnn;
+
+/// How many live, and what the first has found.
+static WITHOUT_CUDNN: Mutex<(usize, bool)> = Mutex::new((0, false));
+
+impl WithoutCudnn {
+    fn new() -> Self {
+        let mut state = WITHOUT_CUDNN.lock().unwrap_or_else(PoisonError::into_inner);
+        if state.0 == 0 {
+            // SAFETY: it sets torch's switch, and says how it was.
+            state.1 = unsafe { nfrs_set_cudnn_attention(false) };
+        }
+        state.0 += 1;
+        WithoutCudnn
+    }
+}
+
+impl Drop for WithoutCudnn {
+    fn drop(&mut self) {
+        let mut state = WITHOUT_CUDNN.lock().unwrap_or_else(PoisonError::into_inner);
+        state.0 -= 1;
+        if *state == (0, true) {
+            // SAFETY: as above.
+            unsafe { nfrs_set_cudnn_attention(true) };
+        }
+    }
+}
+
 extern "C" {
-    fn nfrs_gather(
-        x: *const C_tensor,
-        rows: *const C_tensor,
-        back: *const C_tensor,
-        absent: *const C_tensor,
-    ) -> *mut C_tensor;
-    fn nfrs_cudnn_forbid();
-    fn nfrs_cudnn_allow();
+    fn nfrs_set_cudnn_attention(on: bool) -> bool;
 }
 
 // ---- the operator ----

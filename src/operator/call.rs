@@ -1,14 +1,16 @@
 //! A call of an operator, as C++ shows it to Rust and takes it from Rust: declared.h's `Call` and `Value`.
 
-use super::ffi::borrow;
+use super::ffi::Span;
 use crate::cuda::Device;
 use crate::kernel::view::View;
 use std::cell::Cell;
 use std::ffi::c_void;
+use tch::Tensor;
 use torch_sys::C_tensor;
 
 /// One argument, output or gradient of a call: formulas read the tensor, kernels the view.
 #[repr(C)]
+#[derive(Clone, Copy)]
 pub struct Value {
     tag: i32,
     /// The tensor's own type, whatever it is read in.
@@ -26,8 +28,7 @@ const BOOLEAN: i32 = 4;
 const TEXT: i32 = 5;
 
 extern "C" {
-    fn nfrs_tensor_of(list: *const c_void, i: i64) -> *const C_tensor;
-    fn nfrs_number_of(list: *const c_void, i: i64) -> f64;
+    fn nfrs_element(list: *const c_void, i: i64) -> Value;
 }
 
 impl Value {
@@ -39,13 +40,13 @@ impl Value {
         self.tag == NONE
     }
 
-    pub fn tensor(&self) -> Option<tch::Tensor> {
+    pub fn tensor(&self) -> Option<Tensor> {
         // SAFETY: C++ keeps the tensors of a call until it is done.
-        (self.tag == TENSOR).then(|| unsafe { tch::Tensor::clone_from_ptr(self.bits as *mut C_tensor) })
+        (self.tag == TENSOR).then(|| unsafe { Tensor::clone_from_ptr(self.bits as *mut C_tensor) })
     }
 
     /// A tensor that the schema requires.
-    pub fn required(&self) -> tch::Tensor {
+    pub fn required(&self) -> Tensor {
         self.tensor().expect("the schema requires this tensor")
     }
 
@@ -61,16 +62,10 @@ impl Value {
         self.bits != 0
     }
 
-    /// The tensors of a list.
-    pub fn tensors(&self) -> Vec<Option<tch::Tensor>> {
+    /// The elements of a list.
+    pub fn elements(&self) -> Vec<Value> {
         // SAFETY: C++ gives a list of this length, and keeps it until the call is done.
-        (0..self.length).map(|i| unsafe { borrow(nfrs_tensor_of(self.bits as *const c_void, i)) }).collect()
-    }
-
-    /// The numbers of a list.
-    pub fn numbers(&self) -> Vec<f64> {
-        // SAFETY: as above.
-        (0..self.length).map(|i| unsafe { nfrs_number_of(self.bits as *const c_void, i) }).collect()
+        (0..self.length).map(|i| unsafe { nfrs_element(self.bits as *const c_void, i) }).collect()
     }
 
     pub fn text(&self) -> &str {
@@ -80,8 +75,8 @@ impl Value {
     }
 }
 
-impl From<&tch::Tensor> for Value {
-    fn from(t: &tch::Tensor) -> Self {
+impl From<&Tensor> for Value {
+    fn from(t: &Tensor) -> Self {
         Value::new(TENSOR, t.as_ptr() as u64)
     }
 }
@@ -119,11 +114,10 @@ impl<T: Into<Value>> From<Option<T>> for Value {
 /// A call in one of its stages.
 #[repr(C)]
 pub struct Call {
-    arguments: *const Value,
-    n_arguments: i64,
-    outputs: *const Value,
-    n_outputs: i64,
+    arguments: Span<Value>,
+    outputs: Span<Value>,
     gradients: *const Value,
+    wanted: u64,
     device: i32,
     why: i32,
     absent: Cell<u64>,
@@ -142,38 +136,47 @@ pub enum Why {
     Batch,
 }
 
-/// N values.
-///
-/// # Safety
-/// `values` points to `length` of them, which live as long as the result.
-unsafe fn exactly<'a, const N: usize>(values: *const Value, length: i64) -> &'a [Value; N] {
-    assert_eq!(length, N as i64, "a call with another number of arguments, or outputs, than its operator's");
-    &*values.cast()
-}
-
 impl Call {
     /// The arguments, in the schema's order.
     pub fn arguments<const N: usize>(&self) -> &[Value; N] {
-        // SAFETY: C++ gives that many, and keeps them for the call.
-        unsafe { exactly(self.arguments, self.n_arguments) }
+        exactly(self.all())
+    }
+
+    fn all(&self) -> &[Value] {
+        // SAFETY: C++ keeps them for the call.
+        unsafe { self.arguments.get() }
     }
 
     /// The first argument, a tensor that the schema requires.
-    pub fn first(&self) -> tch::Tensor {
-        // SAFETY: as above; it has one.
-        unsafe { &*self.arguments }.required()
+    pub fn first(&self) -> Tensor {
+        self.all()[0].required()
     }
 
     /// The outputs: for a kernel to write, for a gradient those that the forward pass kept.
     pub fn outputs<const N: usize>(&self) -> &[Value; N] {
         // SAFETY: as above.
-        unsafe { exactly(self.outputs, self.n_outputs) }
+        exactly(unsafe { self.outputs.get() })
     }
 
     /// The outputs' gradients.
-    pub fn gradients<const N: usize>(&self) -> &[Value; N] {
+    pub fn given(&self) -> Vec<Option<Tensor>> {
+        // SAFETY: as above; in this stage there is one for each output.
+        let outputs: &[Value] = unsafe { self.outputs.get() };
         // SAFETY: as above.
-        unsafe { exactly(self.gradients, self.n_outputs) }
+        (0..outputs.len()).map(|k| unsafe { &*self.gradients.add(k) }.tensor()).collect()
+    }
+
+    /// The arguments whose gradients are wanted.
+    pub fn wanted(&self) -> Vec<Option<Tensor>> {
+        self.all().iter().enumerate().map(|(i, v)| v.tensor().filter(|_| self.wanted >> i & 1 == 1)).collect()
+    }
+
+    /// Calls `formula` with these tensors in the place of arguments.
+    pub fn with<T>(&self, tensors: &[Option<Tensor>], formula: impl FnOnce(&Call) -> T) -> T {
+        let replaced = |(own, other): (&Value, &Option<Tensor>)| other.as_ref().map_or(*own, Value::from);
+        let arguments: Vec<Value> = self.all().iter().zip(tensors).map(replaced).collect();
+        let (none, no) = (Cell::new(0), Cell::new(false));
+        formula(&Call { arguments: Span::of(&arguments), absent: none.clone(), written: none, composed: no, ..*self })
     }
 
     /// The CUDA device whose kernels take the call.
@@ -203,4 +206,8 @@ impl Call {
     pub fn decline(&self) {
         self.composed.set(true);
     }
+}
+
+fn exactly<const N: usize>(values: &[Value]) -> &[Value; N] {
+    values.try_into().expect("a call has as many arguments and outputs as its operator")
 }

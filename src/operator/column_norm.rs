@@ -235,7 +235,7 @@ fn plan(k: &ColumnKernels, call: &Call) -> Result<()> {
 fn again(o: &ColumnOperator, call: &Call) -> Result<Vec<Option<Tensor>>> {
     let (k, count) = (o.kernels, &o.handle);
     let [x, weight, bias, pad, first, ..] = call.arguments::<16>();
-    let ([_, stats], [dy, _], o) = (call.outputs(), call.gradients(), options(k, call)?);
+    let ([_, stats], o) = (call.outputs(), options(k, call)?);
     let refuse = |why: &str| Err(Error::NotImplemented(format!("{}: {why}", k.operator)));
     if o.ranks.is_some() {
         return refuse(
@@ -254,13 +254,11 @@ fn again(o: &ColumnOperator, call: &Call) -> Result<Vec<Option<Tensor>>> {
     let given = if from_batch { None } else { stats.tensor() };
     let (pad, state, o) = (pad.tensor(), StateTensors::default(), Options { train: from_batch, ..o });
     let inputs = [x, weight, bias].map(Value::tensor);
-    let mut made = engine::gradients_again(&inputs, &dy.required(), |inputs| {
+    engine::gradients_again(&inputs, &call.given(), |inputs| {
         let [Some(x), weight, bias] = inputs else { unreachable!("the schema requires x") };
         let parameters = (weight.as_ref(), bias.as_ref());
-        Ok(statistics::forward(k, x, parameters, pad.as_ref(), &state, given.as_ref(), &o)?.0)
-    })?;
-    made.resize_with(9, || None);
-    Ok(made)
+        Ok(vec![Some(statistics::forward(k, x, parameters, pad.as_ref(), &state, given.as_ref(), &o)?.0)])
+    })
 }
 
 // ---- the kernels' arguments ----

@@ -154,7 +154,9 @@ pub(super) fn composed_norm() -> Operator {
         [leader("x", "*d"), parameter("parameters"), title("name")],
         |call, x| {
             let [_, parameters, options, name] = call.arguments();
-            find(name.text())?.composed(x, parameters.tensors(), &options.numbers())
+            let parameters = parameters.elements().iter().map(Value::tensor).collect();
+            let options: Vec<f64> = options.elements().iter().map(Value::float).collect();
+            find(name.text())?.composed(x, parameters, &options)
         },
     )
 }

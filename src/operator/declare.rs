@@ -1,9 +1,11 @@
 //! How an operator is declared, once: schema, what its tensors must be, outputs, kernels, formula and derivative.
-//! The C++ side (`shim/operators.h`) registers what is declared here, and knows no operator.
+//! `register` tells C++ what is declared here.
+
+pub use super::argument::{gradient, leader, number, parameter, seed, tensor, title, Argument, Kind};
 
 use super::call::Call;
-use super::engine::Handle;
-use super::ffi::{self, into_raw, shim_error, status};
+use super::engine::{self, Handle};
+use super::ffi::{into_raw, status, status_of_plan};
 use crate::error::{Error, Result};
 use std::ffi::{c_int, c_void};
 use tch::Tensor;
@@ -15,18 +17,18 @@ type Make = Box<dyn Fn(&Call) -> Result<Vec<Option<Tensor>>> + Send + Sync>;
 
 /// An operator.
 pub struct Operator {
-    schema: String,
-    arguments: Vec<Argument>,
-    outputs: Vec<Argument>,
-    kernels: Kernels,
+    pub(super) schema: String,
+    pub(super) arguments: Vec<Argument>,
+    pub(super) outputs: Vec<Argument>,
+    pub(super) kernels: Kernels,
     plan: Option<Run>,
     kernel: Option<Run>,
-    formula: Option<Make>,
-    backward: Option<Box<Operator>>,
-    again: Option<Make>,
-    has_own_gradient: bool,
-    is_looped: bool,
-    handle: Option<&'static Handle>,
+    pub(super) formula: Option<Make>,
+    pub(super) backward: Option<Box<Operator>>,
+    pub(super) again: Option<Make>,
+    pub(super) has_own_gradient: bool,
+    pub(super) is_looped: bool,
+    pub(super) handle: Option<&'static Handle>,
 }
 
 /// Where an operator has kernels.
@@ -93,7 +95,8 @@ impl Operator {
         Operator { backward: Some(Box::new(backward)), ..self }
     }
 
-    /// Gradients of the tensor arguments that can be differentiated again; without it the formula is run again.
+    /// Gradients of its arguments, by their places, that can be differentiated again; without it the formula is run
+    /// again.
     pub fn again(self, again: impl Fn(&Call) -> Result<Vec<Option<Tensor>>> + Send + Sync + 'static) -> Self {
         Operator { again: Some(Box::new(again)), ..self }
     }
@@ -113,279 +116,35 @@ impl Operator {
         Operator { handle: Some(handle), ..self }
     }
 
-    pub fn handle(&self) -> Option<&'static Handle> {
-        self.handle
-    }
-}
-
-/// What a tensor, or a number, must be (`shim/arguments.h` has the language of `sizes`).
-#[derive(Clone)]
-pub struct Argument {
-    name: &'static str,
-    sizes: String,
-    kind: Kind,
-    is: u8,
-    reading: Reading,
-    like: &'static str,
-}
-
-/// arguments.h's `Type`.
-#[derive(Clone, Copy)]
-pub enum Kind {
-    Floating,
-    /// The leader's; of an output: the type of what it is like.
-    Same,
-    /// Floating, and float64 where the leader is.
-    Width,
-    /// What the leader is computed in.
-    Computed,
-    Float32,
-    Float64,
-    Int64,
-    Bool,
-    /// An integer that a letter of sizes stands for.
-    Number,
-    /// What the argument `dtype` says.
-    Dtype,
-    /// A string that messages call the operator.
-    Title,
-}
-
-/// How kernels get a tensor: declared.h's `Reading`.
-#[derive(Clone, Copy)]
-enum Reading {
-    Dense,
-    Columns,
-    Computed,
-    Parameter,
-    Seed,
-    State,
-}
-
-// arguments.h's flags.
-const LEADER: u8 = 1;
-const OPTIONAL: u8 = 2;
-const HOST: u8 = 4;
-const WRITTEN: u8 = 8;
-const KEPT: u8 = 16;
-const PLAIN: u8 = 32;
-const FIXED: u8 = 64;
-const SHARED: u8 = 128;
-
-/// A tensor that must be there, read as it is.
-pub fn tensor(name: &'static str, sizes: impl Into<String>, kind: Kind) -> Argument {
-    Argument { name, sizes: sizes.into(), kind, is: 0, reading: Reading::Dense, like: "" }
-}
-
-/// The floating tensor that types and devices are compared with.
-pub fn leader(name: &'static str, sizes: &str) -> Argument {
-    tensor(name, sizes, Kind::Floating).leading()
-}
-
-/// A norm's gain or bias: absent, one number, or one for each column.
-pub fn parameter(name: &'static str) -> Argument {
-    Argument { reading: Reading::Parameter, ..tensor(name, "1|d", Kind::Floating).optional() }
-}
-
-/// int64 (seed, update, micro-batch), needed where `p` > 0.
-pub fn seed() -> Argument {
-    Argument { reading: Reading::Seed, ..tensor("seed", "=3", Kind::Int64).optional().flag(HOST) }
-}
-
-/// An integer argument that `letter` of sizes stands for.
-pub fn number(name: &'static str, letter: &str) -> Argument {
-    tensor(name, letter, Kind::Number)
-}
-
-/// A string that messages call the operator by.
-pub fn title(name: &'static str) -> Argument {
-    tensor(name, "", Kind::Title)
-}
-
-/// The gradient of the argument `of`.
-pub fn gradient(name: &'static str, of: &'static str) -> Argument {
-    tensor(name, "@", Kind::Same).like(of)
-}
-
-impl Argument {
-    fn flag(self, flag: u8) -> Self {
-        Argument { is: self.is | flag, ..self }
-    }
-
-    pub fn optional(self) -> Self {
-        self.flag(OPTIONAL)
-    }
-
-    /// What types and devices are compared with.
-    pub fn leading(self) -> Self {
-        self.flag(LEADER)
-    }
-
-    /// It may lie on the CPU, wherever the leader is.
-    pub fn on_host(self) -> Self {
-        self.flag(HOST)
-    }
-
-    /// Written where it lies.
-    pub fn written(self) -> Self {
-        self.flag(WRITTEN)
-    }
-
-    /// A node keeps it, though the backward operator does not take it.
-    pub fn kept(self) -> Self {
-        self.flag(KEPT)
-    }
-
-    /// So too, whatever is written to it meanwhile.
-    pub fn kept_plain(self) -> Self {
-        self.flag(PLAIN)
-    }
-
-    /// An output without a derivative, though its gradient has a name.
-    pub fn fixed(self) -> Self {
-        self.flag(FIXED)
-    }
-
-    /// An output that is the first one, where it is left out.
-    pub fn or_first(self) -> Self {
-        self.flag(SHARED)
-    }
-
-    /// An output: like this argument. An argument of a backward operator: given where this one's gradient is wanted.
-    pub fn like(self, like: &'static str) -> Self {
-        Argument { like, ..self }
-    }
-
-    /// Read in what the leader is computed in.
-    pub fn computed(self) -> Self {
-        Argument { reading: Reading::Computed, ..self }
-    }
-
-    /// Read as a matrix whose rows may be any distance apart.
-    pub fn by_columns(self) -> Self {
-        Argument { reading: Reading::Columns, ..self }
-    }
-
-    /// Read as a working copy, in float64 on the CPU; [`Call::write_back`] says that it has changed.
-    pub fn state(self) -> Self {
-        Argument { reading: Reading::State, ..self }
-    }
-}
-
-// ---- what C++ is told ----
-
-#[repr(C)]
-struct Text {
-    data: *const u8,
-    length: i64,
-}
-
-impl From<&str> for Text {
-    fn from(text: &str) -> Self {
-        Text { data: text.as_ptr(), length: text.len() as i64 }
-    }
-}
-
-#[repr(C)]
-struct ArgumentRow {
-    name: Text,
-    sizes: Text,
-    like: Text,
-    kind: u8,
-    is: u8,
-    reading: u8,
-}
-
-impl From<&Argument> for ArgumentRow {
-    fn from(a: &Argument) -> Self {
-        let texts = [a.name, &a.sizes, a.like].map(Text::from);
-        let [name, sizes, like] = texts;
-        ArgumentRow { name, sizes, like, kind: a.kind as u8, is: a.is, reading: a.reading as u8 }
-    }
-}
-
-#[repr(C)]
-struct OperatorRow {
-    operator: *const c_void,
-    schema: Text,
-    arguments: *const ArgumentRow,
-    n_arguments: i64,
-    outputs: *const ArgumentRow,
-    n_outputs: i64,
-    is: u32,
-    backward: *const OperatorRow,
-}
-
-// declared.h's flags of an operator.
-const ON_CPU: u32 = 1;
-const ON_GPU: u32 = 2;
-const COMPOSED: u32 = 4;
-const COMPOSITION: u32 = 8;
-const RECORDED: u32 = 16;
-const BATCHED: u32 = 32;
-const DIFFERENTIATES: u32 = 64;
-
-extern "C" {
-    fn nfrs_define(row: &OperatorRow) -> bool;
-}
-
-impl Operator {
-    fn name(&self) -> &str {
+    pub fn name(&self) -> &str {
         self.schema.split('(').next().unwrap_or_default()
     }
 
-    /// declared.h's flags.
-    fn flags(&self) -> u32 {
-        let kernels = match self.kernels {
-            Kernels::Everywhere => ON_CPU | ON_GPU,
-            Kernels::Cpu => ON_CPU,
-            Kernels::Gpu => ON_GPU,
-            Kernels::Composition => ON_GPU | COMPOSITION,
-        };
-        let has_formula = self.formula.is_some();
-
-        let more = [
-            (has_formula, COMPOSED),
-            (self.has_own_gradient, RECORDED),
-            (has_formula && self.backward.is_some() && !self.is_looped, BATCHED),
-            (self.again.is_some(), DIFFERENTIATES),
-        ];
-        more.into_iter().filter(|(is, _)| *is).fold(kernels, |flags, (_, flag)| flags | flag)
+    fn missing(&self) -> Error {
+        Error::Torch(format!("{} has no kernel here", self.name()))
     }
 
-    /// Calls `with` with what C++ reads of this operator.
-    fn with_row<T>(&'static self, with: &mut dyn FnMut(&OperatorRow) -> T) -> T {
-        let [arguments, outputs] =
-            [&self.arguments, &self.outputs].map(|rows| rows.iter().map(ArgumentRow::from).collect::<Vec<_>>());
-        let mut all = |backward: *const OperatorRow| {
-            with(&OperatorRow {
-                operator: std::ptr::from_ref(self).cast(),
-                schema: self.schema.as_str().into(),
-                arguments: arguments.as_ptr(),
-                n_arguments: arguments.len() as i64,
-                outputs: outputs.as_ptr(),
-                n_outputs: outputs.len() as i64,
-                is: self.flags(),
-                backward,
-            })
-        };
-        match &self.backward {
-            Some(backward) => backward.with_row(&mut |row| all(row)),
-            None => all(std::ptr::null()),
-        }
+    fn run_kernel(&self, call: &Call) -> Result<()> {
+        self.handle.inspect(|h| h.count_kernel());
+        self.kernel.as_ref().ok_or_else(|| self.missing())?(call)
     }
 
-    /// Registers it with PyTorch's dispatcher.
-    pub fn register(&'static self) -> Result<()> {
-        // SAFETY: the row and all that it points to outlive the call; the operator outlives everything.
-        match self.with_row(&mut |row| unsafe { nfrs_define(row) }) {
-            true => Ok(()),
-            false => Err(shim_error()),
+    fn run_formula(&self, call: &Call) -> Result<Vec<Option<Tensor>>> {
+        self.handle.inspect(|h| h.count_composed());
+        self.formula.as_ref().ok_or_else(|| self.missing())?(call)
+    }
+
+    fn gradients_again(&self, call: &Call) -> Result<Vec<Option<Tensor>>> {
+        match &self.again {
+            Some(again) => again(call),
+            None => engine::gradients_again(&call.wanted(), &call.given(), |inputs| {
+                call.with(inputs, |call| self.run_formula(call))
+            }),
         }
     }
 }
 
-/// declared.h's `Stage`.
+// declared.h's `Stage`; the fourth is gradients.
 const PLAN: c_int = 0;
 const KERNEL: c_int = 1;
 const FORMULA: c_int = 2;
@@ -393,24 +152,14 @@ const FORMULA: c_int = 2;
 /// Runs a stage of a call for C++; `made` has room for what the stage makes.
 #[no_mangle]
 unsafe extern "C" fn nfrs_run(operator: *const c_void, stage: c_int, call: &Call, made: *mut *mut C_tensor) -> c_int {
-    // SAFETY: C++ hands back what `register` has given it.
+    // SAFETY: C++ hands back what it was given when the operator was registered.
     let operator = unsafe { &*operator.cast::<Operator>() };
-    let missing = || Error::Torch(format!("{} has no kernel here", operator.name()));
     match stage {
-        PLAN => operator.plan.as_ref().map_or(0, |plan| ffi::status_of_plan(|| plan(call))),
-        KERNEL => {
-            operator.handle.inspect(|h| h.count_kernel());
-            status(|| operator.kernel.as_ref().ok_or_else(missing)?(call))
-        }
+        PLAN => operator.plan.as_ref().map_or(0, |plan| status_of_plan(|| plan(call))),
+        KERNEL => status(|| operator.run_kernel(call)),
         _ => status(|| {
-            let formula = match stage {
-                FORMULA => {
-                    operator.handle.inspect(|h| h.count_composed());
-                    operator.formula.as_ref()
-                }
-                _ => operator.again.as_ref(),
-            };
-            for (i, t) in formula.ok_or_else(missing)?(call)?.into_iter().enumerate() {
+            let all = if stage == FORMULA { operator.run_formula(call)? } else { operator.gradients_again(call)? };
+            for (i, t) in all.into_iter().enumerate() {
                 // SAFETY: as said above.
                 unsafe { *made.add(i) = t.map_or(std::ptr::null_mut(), into_raw) };
             }

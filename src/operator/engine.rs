@@ -1,9 +1,9 @@
 //! Calls through the dispatcher, and what tch does not bind: registration, and calls of the autograd engine.
 
 use super::call::Value;
-use super::ffi::{pointer, shim_error};
+use super::ffi::{shim_error, Span};
 use crate::error::{Error, Result};
-use std::ffi::{c_char, c_void};
+use std::ffi::{c_char, c_int, c_void};
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use tch::Tensor;
 use torch_sys::C_tensor;
@@ -12,23 +12,20 @@ extern "C" {
     fn nfrs_operator(name: *const c_char, length: i64) -> *const c_void;
     fn nfrs_call(
         operator: *const c_void,
-        arguments: *const Value,
-        n: i64,
+        arguments: Span<Value>,
         outputs: *mut *mut C_tensor,
-        n_outputs: i64,
+        n_outputs: usize,
     ) -> bool;
     fn nfrs_above_autograd() -> *mut c_void;
     fn nfrs_leave_autograd(guard: *mut c_void);
     fn nfrs_gradients(
-        root: *const C_tensor,
-        gradient: *const C_tensor,
-        inputs: *const *const C_tensor,
-        n: i64,
+        roots: Span<Value>,
+        gradients: Span<Value>,
+        inputs: Span<Value>,
         again: bool,
         made: *mut *mut C_tensor,
     ) -> bool;
     fn nfrs_has_columns(x: *const C_tensor, multiple_of: i64) -> bool;
-    fn nfrs_backward(root: *const C_tensor, gradient: *const C_tensor) -> bool;
     fn nfrs_set_grad(leaf: *const C_tensor, gradient: *const C_tensor) -> bool;
 }
 
@@ -88,9 +85,9 @@ impl Handle {
     /// Calls it with the schema's arguments, all of them.
     pub fn call<const N: usize>(&self, arguments: &[Value]) -> Result<[Tensor; N]> {
         let operator = self.find()?;
-        let (mut made, n) = ([std::ptr::null_mut(); N], arguments.len() as i64);
+        let mut made = [std::ptr::null_mut(); N];
         // SAFETY: the operator is never freed, the arguments outlive the call, and there is room for N tensors.
-        match unsafe { nfrs_call(operator, arguments.as_ptr(), n, made.as_mut_ptr(), N as i64) } {
+        match unsafe { nfrs_call(operator, Span::of(arguments), made.as_mut_ptr(), N) } {
             // SAFETY: C++ made N tensors, each of which is ours.
             true => Ok(made.map(|t| unsafe { Tensor::from_ptr(t) })),
             false => Err(shim_error()),
@@ -114,32 +111,41 @@ pub fn gradients(
     // SAFETY: no arguments.
     let _above = Above(unsafe { nfrs_above_autograd() });
     let leaves: Vec<Tensor> = inputs.iter().map(|t| t.detach().set_requires_grad(true)).collect();
-    of(&f(&leaves)?, gradient, &leaves, false)
+    let _recorded = Recording::set(true);
+    run(&[&f(&leaves)?], &[gradient], &leaves.iter().collect::<Vec<_>>(), false)
 }
 
-/// Gradients of `f(inputs)` that can be differentiated again. They are partial gradients, of aliases: nothing flows on
-/// from one input to another that it was made of.
+/// Gradients of `f(inputs)` that can be differentiated again, of the inputs that require one. They are partial
+/// gradients, of aliases: nothing flows on from one input to another that it was made of.
 pub fn gradients_again(
     inputs: &[Option<Tensor>],
-    gradient: &Tensor,
-    f: impl FnOnce(&[Option<Tensor>]) -> Result<Tensor>,
+    gradients: &[Option<Tensor>],
+    f: impl FnOnce(&[Option<Tensor>]) -> Result<Vec<Option<Tensor>>>,
 ) -> Result<Vec<Option<Tensor>>> {
-    let aliases: Vec<Option<Tensor>> =
-        inputs.iter().map(|t| t.as_ref().map(|t| t.f_view_as(t)).transpose()).collect::<std::result::Result<_, _>>()?;
-    let y = f(&aliases)?;
+    let alias = |t: &Option<Tensor>| Ok(t.as_ref().map(|t| t.f_view_as(t)).transpose()?);
+    let aliases = inputs.iter().map(alias).collect::<Result<Vec<_>>>()?;
+    let made = f(&aliases)?;
+    let differentiable = |t: &&Tensor| t.requires_grad();
+    let both = made.iter().zip(gradients).filter_map(|(t, g)| t.as_ref().filter(differentiable).zip(g.as_ref()));
+    let (roots, given): (Vec<_>, Vec<_>) = both.unzip();
     let wanted = |t: &Option<Tensor>| t.as_ref().is_some_and(Tensor::requires_grad);
-    let leaves: Vec<Tensor> = aliases.iter().filter(|t| wanted(t)).flatten().map(Tensor::shallow_clone).collect();
-    let mut found = of(&y, gradient, &leaves, true)?.into_iter();
+    let leaves: Vec<&Tensor> = aliases.iter().filter(|t| wanted(t)).flatten().collect();
+    let mut found = match roots.is_empty() || leaves.is_empty() {
+        true => vec![].into_iter(),
+        false => run(&roots, &given, &leaves, true)?.into_iter(),
+    };
     Ok(aliases.iter().map(|t| if wanted(t) { found.next().flatten() } else { None }).collect())
 }
 
-fn of(y: &Tensor, gradient: &Tensor, leaves: &[Tensor], again: bool) -> Result<Vec<Option<Tensor>>> {
-    let inputs: Vec<_> = leaves.iter().map(|t| pointer(Some(t))).collect();
-    let mut made = vec![std::ptr::null_mut(); inputs.len()];
-    let (n, to) = (inputs.len() as i64, made.as_mut_ptr());
-    // SAFETY: all tensors outlive the call, and there is room for a gradient of each input.
-    match unsafe { nfrs_gradients(y.as_ptr(), gradient.as_ptr(), inputs.as_ptr(), n, again, to) } {
-        // SAFETY: null where y does not depend on an input; else a new tensor of ours.
+/// A gradient for each leaf; without leaves they are added to those that the roots depend on.
+fn run(roots: &[&Tensor], gradients: &[&Tensor], leaves: &[&Tensor], again: bool) -> Result<Vec<Option<Tensor>>> {
+    let [from, given, to] =
+        [roots, gradients, leaves].map(|all| all.iter().map(|t| (*t).into()).collect::<Vec<Value>>());
+    let mut made = vec![std::ptr::null_mut(); to.len()];
+    let [from, given, to] = [&from, &given, &to].map(|all| Span::of(all));
+    // SAFETY: all tensors outlive the call, and there is room for a gradient of each leaf.
+    match unsafe { nfrs_gradients(from, given, to, again, made.as_mut_ptr()) } {
+        // SAFETY: null where no root depends on a leaf; else a new tensor of ours.
         true => Ok(made.into_iter().map(|t| (!t.is_null()).then(|| unsafe { Tensor::from_ptr(t) })).collect()),
         false => Err(shim_error()),
     }
@@ -151,13 +157,35 @@ pub fn has_columns(x: &Tensor, multiple_of: i64) -> bool {
     unsafe { nfrs_has_columns(x.as_ptr(), multiple_of) }
 }
 
-/// Back-propagates `gradient` from `root`, which need not be a scalar.
-pub fn backward_from(root: &Tensor, gradient: &Tensor) -> Result<()> {
-    // SAFETY: both tensors outlive the call.
-    match unsafe { nfrs_backward(root.as_ptr(), gradient.as_ptr()) } {
-        true => Ok(()),
-        false => Err(shim_error()),
+/// While it lives, autograd records what this thread calls, or does not; then as before, which it holds.
+pub struct Recording(c_int);
+
+impl Recording {
+    pub fn set(on: bool) -> Self {
+        // SAFETY: it sets this thread's switch, and says how it was.
+        Recording(unsafe { torch_sys::at_grad_set_enabled(on.into()) })
     }
+
+    pub fn is_on() -> bool {
+        Recording::set(false).0 == 1
+    }
+}
+
+impl Drop for Recording {
+    fn drop(&mut self) {
+        // SAFETY: as above.
+        unsafe { torch_sys::at_grad_set_enabled(self.0) };
+    }
+}
+
+/// Back-propagates `gradients` from `roots`, which need not be scalars.
+pub fn backward(roots: &[&Tensor], gradients: &[&Tensor]) -> Result<()> {
+    run(roots, gradients, &[], false).map(drop)
+}
+
+/// The same from one root.
+pub fn backward_from(root: &Tensor, gradient: &Tensor) -> Result<()> {
+    backward(&[root], &[gradient])
 }
 
 /// Makes `gradient` the tensor that backward passes add into: leaf.grad.

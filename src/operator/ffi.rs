@@ -47,6 +47,34 @@ pub fn status_of_plan(plan: impl FnOnce() -> Result<()>) -> c_int {
     }
 }
 
+/// declared.h's `Span`: an array of the other side's.
+#[repr(C)]
+#[derive(Clone, Copy)]
+pub struct Span<T> {
+    data: *const T,
+    length: usize,
+}
+
+impl<T> Span<T> {
+    pub fn of(all: &[T]) -> Self {
+        Span { data: all.as_ptr(), length: all.len() }
+    }
+
+    /// For good.
+    pub fn kept(all: Vec<T>) -> Self {
+        Span::of(all.leak())
+    }
+
+    /// # Safety
+    /// The array lives for `'a`.
+    pub unsafe fn get<'a>(&self) -> &'a [T] {
+        if self.length == 0 {
+            return &[];
+        }
+        std::slice::from_raw_parts(self.data, self.length)
+    }
+}
+
 /// The C++ tensor behind a tch tensor, owned by whoever takes it.
 pub fn into_raw(t: tch::Tensor) -> *mut C_tensor {
     let mut t = std::mem::ManuallyDrop::new(t);
@@ -96,30 +124,6 @@ pub fn shim_error() -> Error {
     // SAFETY: the shim returns a NUL-terminated thread-local string that lives until its next failing call.
     let text = unsafe { CStr::from_ptr(nfrs_last_error()) }.to_string_lossy().into_owned();
     tch::TchError::Torch(text).into()
-}
-
-/// Takes over a tensor that the shim made, or its error.
-///
-/// # Safety
-/// `made` is null or a new `at::Tensor` that nobody else frees.
-pub unsafe fn take(made: *mut C_tensor) -> Result<tch::Tensor> {
-    if made.is_null() {
-        return Err(shim_error());
-    }
-    Ok(tch::Tensor::from_ptr(made))
-}
-
-/// The pointer of an optional tensor, null where there is none.
-pub fn pointer(t: Option<&tch::Tensor>) -> *const C_tensor {
-    t.map_or(std::ptr::null(), tch::Tensor::as_ptr)
-}
-
-/// A tensor of the C++ side, by a reference of our own.
-///
-/// # Safety
-/// `t` is null or points to a live `at::Tensor`.
-pub unsafe fn borrow(t: *const C_tensor) -> Option<tch::Tensor> {
-    (!t.is_null()).then(|| tch::Tensor::clone_from_ptr(t.cast_mut()))
 }
 
 #[cfg(test)]

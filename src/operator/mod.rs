@@ -5,6 +5,7 @@
 //! Nobody outside this module knows autograd's mechanics.
 
 mod adam;
+mod argument;
 mod attention;
 mod call;
 mod collective;
@@ -15,7 +16,9 @@ mod declare;
 mod dropout;
 mod engine;
 mod ffi;
+mod function;
 mod recompute;
+mod register;
 mod relu_dropout;
 mod residual;
 mod row_norm;
@@ -67,7 +70,7 @@ pub fn register() {
     static ONCE: Once = Once::new();
     ONCE.call_once(|| {
         for operator in OPERATORS.iter() {
-            if let Err(e) = operator.register() {
+            if let Err(e) = register::register(operator) {
                 panic!("the operators could not be registered with PyTorch: {e}");
             }
         }
@@ -77,7 +80,7 @@ pub fn register() {
 /// (operator, kernel calls, composed calls) of every operator since the process started. One that has several forms is
 /// there as often.
 pub fn counts() -> Vec<(&'static str, u64, u64)> {
-    let counted = OPERATORS.iter().filter_map(Operator::handle);
+    let counted = OPERATORS.iter().filter_map(|o| o.handle);
     counted
         .map(|handle| (handle.name, handle.counts()))
         .map(|(name, (kernel, composed))| (name, kernel, composed))

@@ -53,10 +53,11 @@ pub(super) fn operator() -> Operator {
     )
     // Piecewise constant in x: where y is not zero it is the kept scale, which the kernel reads off.
     .again(|call| {
-        let ([_, p, ..], [y], [dy]) = (call.arguments::<4>(), call.outputs(), call.gradients());
+        let ([_, p, ..], [y]) = (call.arguments::<4>(), call.outputs());
         let y = y.required();
         let [scale] = BACKWARD.call(&[(&y.f_ones_like()?).into(), (&y.f_detach()?).into(), p.float().into()])?;
-        Ok(vec![Some(dy.required().f_mul(&scale)?), None])
+        let dx = |dy: &Tensor| Ok(dy.f_mul(&scale)?);
+        call.given().iter().map(|dy| dy.as_ref().map(dx).transpose()).collect()
     })
     .counted(&FORWARD)
 }

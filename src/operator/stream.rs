@@ -7,29 +7,26 @@ use std::marker::PhantomData;
 use std::ptr::NonNull;
 
 /// A stream of a CUDA device beside its current one, out of torch's.
-pub struct SideStream(NonNull<c_void>);
-
-// SAFETY: it is torch's plain number of a stream, which any thread may use.
-unsafe impl Send for SideStream {}
+pub struct SideStream {
+    device: c_int,
+    number: i64,
+}
 
 impl SideStream {
     pub fn of(device: usize) -> Result<Self> {
-        // SAFETY: what comes back is this one's own.
-        NonNull::new(unsafe { nfrs_side_stream(device as c_int) }).map(SideStream).ok_or_else(shim_error)
+        let device = device as c_int;
+        // SAFETY: plain numbers.
+        match unsafe { nfrs_side_stream(device) } {
+            0 => Err(shim_error()),
+            number => Ok(SideStream { device, number }),
+        }
     }
 
     /// Makes it this thread's current stream, and its device the current one, for as long as the result lives.
     pub fn enter(&self) -> Result<Entered<'_>> {
-        // SAFETY: the stream is alive; what comes back is the Entered's own.
-        let guard = NonNull::new(unsafe { nfrs_stream_enter(self.0.as_ptr()) }).ok_or_else(shim_error)?;
+        // SAFETY: torch's streams stay; what comes back is the Entered's own.
+        let guard = NonNull::new(unsafe { nfrs_stream_enter(self.device, self.number) }).ok_or_else(shim_error)?;
         Ok(Entered { guard, stream: PhantomData })
-    }
-}
-
-impl Drop for SideStream {
-    fn drop(&mut self) {
-        // SAFETY: made by nfrs_side_stream, and nobody else's.
-        unsafe { nfrs_stream_free(self.0.as_ptr()) }
     }
 }
 
@@ -47,8 +44,7 @@ impl Drop for Entered<'_> {
 }
 
 extern "C" {
-    fn nfrs_side_stream(device: c_int) -> *mut c_void;
-    fn nfrs_stream_enter(stream: *const c_void) -> *mut c_void;
+    fn nfrs_side_stream(device: c_int) -> i64;
+    fn nfrs_stream_enter(device: c_int, stream: i64) -> *mut c_void;
     fn nfrs_stream_leave(guard: *mut c_void);
-    fn nfrs_stream_free(stream: *mut c_void);
 }

@@ -1,11 +1,11 @@
 //! What travels between host and device without anybody waiting.
 
-use super::ffi::{shim_error, take};
+use super::engine::Handle;
+use super::ffi::shim_error;
 use crate::error::{Error, Result};
 use std::ffi::{c_int, c_void};
 use std::ptr::NonNull;
 use tch::{Device, Tensor};
-use torch_sys::C_tensor;
 
 /// What goes to a device as a whole.
 pub trait Cargo: Sized {
@@ -73,47 +73,66 @@ fn side_by_side(tensors: &[&mut Tensor]) -> Result<Vec<u8>> {
     Ok(bytes)
 }
 
-/// Numbers of the host on a device, copied when its stream comes to it.
+/// Numbers of the host on a device, copied when its stream comes to it: from pinned memory, which torch's allocator keeps
+/// until the copy is done.
 fn upload(numbers: &[u8], device: Device) -> Result<Tensor> {
+    static PIN: Handle = Handle::of_torch("aten::pin_memory");
     let host = Tensor::f_from_slice(numbers)?;
     match device {
-        // SAFETY: the tensor outlives the call; a new one comes back.
-        Device::Cuda(index) => unsafe { take(nfrs_upload(host.as_ptr(), index as c_int)) },
+        Device::Cuda(_) => {
+            let [pinned] = PIN.call(&[(&host).into(), None::<i64>.into()])?;
+            Ok(pinned.f_to_device_(device, host.kind(), true, false)?)
+        }
         _ => Ok(host.f_to_device(device)?),
     }
 }
 
 /// Numbers of a device on their way to the host. Reading waits until the stream has come so far, and no farther: what
 /// was put on it since goes on.
-pub struct Late(NonNull<c_void>);
+pub struct Late {
+    host: Tensor,
+    /// None where they were there.
+    arrived: Option<Event>,
+}
+
+/// What is on a CUDA device's current stream up to now.
+struct Event(NonNull<c_void>);
 
 impl Late {
     /// Sets the numbers on their way.
     pub fn of(t: &Tensor) -> Result<Self> {
-        // SAFETY: the tensor outlives the call; the Late that comes back is this one's own.
-        NonNull::new(unsafe { nfrs_late(t.as_ptr()) }).map(Late).ok_or_else(shim_error)
+        let host = t.f_to_device_(Device::Cpu, t.kind(), true, false)?;
+        let arrived = match t.device() {
+            // SAFETY: the event that comes back is this one's own.
+            Device::Cuda(device) => {
+                Some(Event(NonNull::new(unsafe { nfrs_event(device as c_int) }).ok_or_else(shim_error)?))
+            }
+            _ => None,
+        };
+        Ok(Late { host, arrived })
     }
 
     /// The numbers, once they have arrived.
     pub fn read(&self) -> Result<Vec<f64>> {
-        // SAFETY: the Late is alive; a new tensor comes back.
-        let host = unsafe { take(nfrs_late_read(self.0.as_ptr())) }?;
-        Ok(Vec::<f64>::try_from(host.f_reshape([-1i64].as_slice())?)?)
+        // SAFETY: the event is alive.
+        if self.arrived.as_ref().is_some_and(|event| !unsafe { nfrs_event_wait(event.0.as_ptr()) }) {
+            return Err(shim_error());
+        }
+        Ok(Vec::<f64>::try_from(self.host.f_reshape([-1i64].as_slice())?)?)
     }
 }
 
-impl Drop for Late {
+impl Drop for Event {
     fn drop(&mut self) {
-        // SAFETY: made by nfrs_late, and nobody else's.
-        unsafe { nfrs_late_free(self.0.as_ptr()) }
+        // SAFETY: made by nfrs_event, and nobody else's.
+        unsafe { nfrs_event_free(self.0.as_ptr()) }
     }
 }
 
 extern "C" {
-    fn nfrs_upload(host: *const C_tensor, device: c_int) -> *mut C_tensor;
-    fn nfrs_late(t: *const C_tensor) -> *mut c_void;
-    fn nfrs_late_read(late: *const c_void) -> *mut C_tensor;
-    fn nfrs_late_free(late: *mut c_void);
+    fn nfrs_event(device: c_int) -> *mut c_void;
+    fn nfrs_event_wait(event: *const c_void) -> bool;
+    fn nfrs_event_free(event: *mut c_void);
 }
 
 #[cfg(test)]

@@ -1,6 +1,7 @@
 //! The fused step against its parts composed in f64, and what must not change its bits.
 
 use super::*;
+use crate::cpu::philox::{self, Stream};
 use crate::cpu::simd::{force, Level};
 use crate::kernel::rows;
 use crate::kernel::rows::tests::{acc, near, numbers, Tested};
@@ -9,7 +10,6 @@ use crate::norm::layer_norm::LayerNorm;
 use crate::norm::rms_norm::RmsNorm;
 use crate::norm::scale_norm::ScaleNorm;
 use half::{bf16, f16};
-use philox::Stream;
 
 const ROWS: usize = 9;
 const FIRST: usize = 70;

@@ -1,6 +1,6 @@
 // The autograd node of every operator that Rust declares with a derivative.
 #pragma once
-#include "declared.h"
+#include "call.h"
 
 #include <torch/csrc/autograd/autograd.h>
 #include <torch/csrc/autograd/custom_function.h>
@@ -28,18 +28,15 @@ struct Kept {
 inline variable_list by_operator(const Op& op, const Kept& kept, const std::vector<IValue>& gradients,
                                  uint64_t wanted) {
   const Op& b = *op.backward;
-  const auto is_wanted = [&](int64_t argument) {
-    const auto at = std::find(op.positions.begin(), op.positions.end(), argument) - op.positions.begin();
-    return argument < 0 || (wanted >> at & 1);
-  };
   Stack stack;
   stack.reserve(std::max(b.n_args, b.made.size()));
   for (const auto& s : b.sources) {
-    if (s.kind == Source::NOTHING || !is_wanted(s.only_for)) stack.emplace_back();
-    else if (s.kind == Source::GRADIENT) stack.push_back(gradients[s.index]);
-    else stack.push_back((s.kind == Source::OUTPUT ? kept.outputs : kept.arguments)[s.index]);
+    const bool is_given = s.only_for < 0 || (wanted >> s.only_for & 1);
+    if (s.kind == Origin::NOTHING || !is_given) stack.emplace_back();
+    else if (s.kind == Origin::GRADIENT) stack.push_back(gradients[s.index]);
+    else stack.push_back((s.kind == Origin::OUTPUT ? kept.outputs : kept.arguments)[s.index]);
   }
-  b.handle.callBoxed(stack);
+  b.handle->callBoxed(stack);
   variable_list result(op.table.size());
   for (size_t k = 0; k < b.results.size(); ++k) {
     if (!(wanted >> b.results[k] & 1)) continue;
@@ -53,51 +50,33 @@ inline variable_list by_operator(const Op& op, const Kept& kept, const std::vect
 
 // A hook may have handed back something else than it was given.
 inline void check_kept(const Op& op, const Kept& kept, const Tensor& gradient) {
-  arguments::Sizes sizes;
+  Sizes sizes;
   const Tensor& x = leader(op, kept.arguments);
-  for (size_t i = 0; x.defined() && i < op.table.size(); ++i)
-    if (const Tensor& t = entry(op, kept.arguments, i); t.defined())
-      arguments::check_one({op.name.c_str()}, op.table[i], t, op.table[op.leader], x, sizes);
-  for (const auto* all : {&kept.arguments, &kept.outputs})
-    for (const auto& v : *all)
-      if (const Tensor& t = tensor(v); t.defined())
-        TORCH_CHECK_VALUE(t.device() == gradient.device() && t.layout() == gradient.layout(), op.name,
-                          ": saved tensors must lie on ", gradient.device(), ", got one on ", t.device());
+  const auto check_place = [&](const Tensor& t) {
+    TORCH_CHECK_VALUE(t.device() == gradient.device() && t.layout() == gradient.layout(), op.name,
+                      ": saved tensors must lie on ", gradient.device(), ", got one on ", t.device());
+  };
+  for (size_t i = 0; i < op.table.size(); ++i) {
+    const Tensor& t = entry(op, kept.arguments, i);
+    if (!t.defined()) continue;
+    if (x.defined()) check_one(op.name, op.table[i], t, op.table[op.leader].name, x, sizes);
+    if (!(op.table[i].is & HOST) || !t.is_cpu()) check_place(t);
+  }
+  for (const auto& v : kept.outputs)
+    if (tensor(v).defined()) check_place(tensor(v));
 }
 
 // The same where they are to be differentiated again, by Rust: it knows the gradient as a formula.
-inline variable_list by_rust(const Op& op, const Kept& kept, const std::vector<IValue>& gradients) {
-  const auto some = std::find_if(gradients.begin(), gradients.end(), [](const IValue& v) { return tensor(v).defined(); });
-  check_kept(op, kept, tensor(*some));
-  const Values values = all_shown(kept.arguments), outputs = all_shown(kept.outputs), given = all_shown(gradients);
-  Call call = call_of(values, -1);
-  call.outputs = outputs.data(), call.n_outputs = outputs.size(), call.gradients = given.data();
-  at::SmallVector<Tensor*, 8> out(op.table.size(), nullptr);
+inline variable_list by_rust(const Op& op, const Kept& kept, const std::vector<IValue>& gradients, uint64_t wanted) {
+  const auto some = std::find_if(gradients.begin(), gradients.end(), [](const IValue& v) { return !v.isNone(); });
+  check_kept(op, kept, some->toTensor());
+  const Values arguments = all_shown(kept.arguments), outputs = all_shown(kept.outputs), given = all_shown(gradients);
+  Call call{span(arguments), span(outputs), given.data(), 0, -1};
+  for (size_t i = 0; i < op.table.size(); ++i) call.wanted |= (wanted >> i & 1) << op.table[i].place;
+  at::SmallVector<Tensor*, 20> out(op.n_args, nullptr);
   check_rust(nfrs_run(op.rust, GRADIENT, &call, out.data()));
   variable_list result;
-  for (auto* t : out) result.push_back(take_over(t));
-  return result;
-}
-
-// The same by the operator's formula, run again. They are partial gradients: of aliases, so that nothing flows on from
-// one input to another that it was made of.
-inline variable_list by_formula(const Op& op, Kept kept, const std::vector<IValue>& gradients, uint64_t wanted) {
-  const at::AutoGradMode enabled(true);
-  variable_list leaves, used, given, result(op.table.size());
-  for (size_t i = 0; i < op.table.size(); ++i) {
-    if (!(wanted >> i & 1)) continue;
-    auto& slot = kept.arguments[op.positions[i]];
-    leaves.push_back(slot.toTensor().view_as(slot.toTensor()));
-    slot = leaves.back();
-  }
-  const auto made = composed(op, kept.arguments, DEVICE);
-  for (size_t k = 0; k < made.size(); ++k)
-    if (!gradients[k].isNone() && made[k].requires_grad())
-      used.push_back(made[k]), given.push_back(gradients[k].toTensor());
-  if (used.empty() || leaves.empty()) return result;
-  const auto found = torch::autograd::grad(used, leaves, given, true, true, true);
-  for (size_t i = 0, n = 0; i < result.size(); ++i)
-    if (wanted >> i & 1) result[i] = found[n++];
+  for (const auto& a : op.table) result.push_back(take_over(out[a.place]));
   return result;
 }
 
@@ -108,12 +87,11 @@ inline variable_list differentiate(const Op& op, const std::vector<IValue>& plai
     return variable_list(op.table.size());
   Kept kept{plain, std::vector<IValue>(op.made.size())};
   for (size_t i = 0; i < tensors.size(); ++i)
-    (op.saved[i].kind == Source::OUTPUT ? kept.outputs : kept.arguments)[op.saved[i].index] = value(tensors[i]);
+    (op.saved[i].kind == Origin::OUTPUT ? kept.outputs : kept.arguments)[op.saved[i].index] = value(tensors[i]);
   std::vector<IValue> gradients(op.made.size());
   for (size_t k = 0, i = 0; k < op.made.size(); ++k)
     if (op.has_gradient[k]) gradients[k] = value(grads[i++]);
-  if (!at::GradMode::is_enabled()) return by_operator(op, kept, gradients, wanted);
-  return op.is & DIFFERENTIATES ? by_rust(op, kept, gradients) : by_formula(op, std::move(kept), gradients, wanted);
+  return (at::GradMode::is_enabled() ? by_rust : by_operator)(op, kept, gradients, wanted);
 }
 
 using NodePointer = decltype(torch::autograd::Edge::function);  // a shared_ptr; in later versions an intrusive_ptr
@@ -122,9 +100,9 @@ struct Derivative : torch::autograd::Node {
   explicit Derivative(const Op& op) : op(op) {}
   const Op& op;
   std::vector<SavedVariable> saved;  // as op.saved says
-  std::vector<IValue> plain;                          // the other arguments
+  std::vector<IValue> plain;         // the other arguments
 
-  std::string name() const override { return op.name + "Backward"; }
+  std::string name() const override { return std::string(op.name) + "Backward"; }
   void release_variables() override {
     const std::lock_guard<std::mutex> lock(mutex_);
     for (auto& s : saved) s.reset_data();
@@ -138,7 +116,7 @@ struct Derivative : torch::autograd::Node {
     variable_list all;
     all.reserve(saved.size());
     for (size_t i = 0; i < saved.size(); ++i)
-      all.push_back(op.saved[i].kind == Source::OUTPUT ? saved[i].unpack(getptr()) : saved[i].unpack());
+      all.push_back(op.saved[i].kind == Origin::OUTPUT ? saved[i].unpack(getptr()) : saved[i].unpack());
     return all;
   }
   variable_list apply(variable_list&& grads) override {
@@ -148,7 +126,7 @@ struct Derivative : torch::autograd::Node {
 
   // Compiled autograd: numbers are constants of the graph, tensors its inputs.
   void compiled_args(torch::autograd::CompiledNodeArgs& args) const override {
-    args.collect(op.name);
+    args.collect(std::string(op.name));
     args.collect(saved, true);
     for (const auto& v : plain) {
       if (v.isInt()) args.collect(v.toInt());
@@ -197,34 +175,31 @@ void record(const Op& op, const Below& below, Stack* stack) {
   node.set_next_edges(std::move(edges));
   node.saved.resize(op.saved.size());
   for (size_t i = 0; i < op.saved.size(); ++i)
-    if (op.saved[i].kind == Source::ARGUMENT) node.saved[i] = SavedVariable(tensor(args[op.saved[i].index]), false);
-  node.plain.resize(op.n_args);
-  for (size_t i = 0; i < op.n_args; ++i)
-    if (op.plain[i]) node.plain[i] = args[i];
+    if (op.saved[i].kind == Origin::ARGUMENT) node.saved[i] = SavedVariable(tensor(args[op.saved[i].index]), false);
+  for (size_t i = 0; i < op.n_args; ++i) node.plain.push_back(op.plain[i] ? args[i] : IValue());
   below();
   const auto made = torch::jit::last(*stack, op.made.size());
   for (size_t k = 0; k < made.size(); ++k)
     if (op.has_gradient[k]) torch::autograd::set_history(made[k].toTensor(), pointer);
   for (size_t i = 0; i < op.saved.size(); ++i)
-    if (op.saved[i].kind == Source::OUTPUT) node.saved[i] = SavedVariable(made[op.saved[i].index].toTensor(), true);
+    if (op.saved[i].kind == Origin::OUTPUT) node.saved[i] = SavedVariable(made[op.saved[i].index].toTensor(), true);
 }
 
 // The Autograd key. Under torch.func formulas run, whose operations all have rules for it; so they do in forward mode,
 // for which nothing else has a derivative, and where no kernel is.
 inline void autograd(const Op& op, c10::DispatchKeySet keys, Stack* stack) {
   const auto args = torch::jit::last(*stack, op.n_args);
-  const bool has_tangent = std::any_of(op.positions.begin(), op.positions.end(), [&](size_t i) {
-    return torch::autograd::isFwGradDefined(tensor(args[i]));
+  const bool has_tangent = std::any_of(op.table.begin(), op.table.end(), [&](const Argument& a) {
+    return torch::autograd::isFwGradDefined(tensor(args[a.place]));
   });
-  if (is_transformed() || has_tangent) return fallback<TRANSFORM>(op, keys, stack);
-  if (!(op.is & RECORDED) && !has_kernel(op, leader(op, args))) return fallback<DEVICE>(op, keys, stack);
+  if (is_transformed() || has_tangent) return boxed<by_formula<TRANSFORM>>(op, keys, stack);
+  if (!(op.is & RECORDED) && !has_kernel(op, leader(op, args))) return boxed<by_formula<DEVICE>>(op, keys, stack);
   const auto below = [&] {
     const at::AutoDispatchBelowADInplaceOrView guard;
-    op.handle.redispatchBoxed(keys & c10::after_ADInplaceOrView_keyset, stack);
+    op.handle->redispatchBoxed(keys & c10::after_ADInplaceOrView_keyset, stack);
   };
-  const auto needs_gradient = [&](size_t i) { return tensor(args[i]).defined() && tensor(args[i]).requires_grad(); };
-  const bool is_needed =
-      at::GradMode::is_enabled() && std::any_of(op.positions.begin(), op.positions.end(), needs_gradient);
+  const auto needs_gradient = [&](const Argument& a) { return tensor(args[a.place]).requires_grad(); };
+  const bool is_needed = at::GradMode::is_enabled() && std::any_of(op.table.begin(), op.table.end(), needs_gradient);
   is_needed ? record(op, below, stack) : below();
 }
 

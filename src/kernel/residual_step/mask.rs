@@ -1,0 +1,48 @@
+//! Dropout's random bits, group by group.
+
+use crate::cpu::philox::{self, Dropout};
+use crate::kernel::rows::{rows, Group, GROUP};
+use crate::multiversion;
+
+/// Random bits of a group of rows, and the threshold from which an element is kept.
+pub type Bits<'a> = Option<(u16, [&'a [u16]; GROUP])>;
+
+/// The dropout mask, drawn for a few groups at a time: narrow rows share Philox's groups of sixteen blocks.
+pub struct Mask {
+    dropout: Option<Dropout>,
+    first_row: usize,
+    group: Group,
+    cols: usize,
+    /// Groups drawn together.
+    batch: usize,
+    bits: Vec<u16>,
+}
+
+impl Mask {
+    pub fn new(dropout: Option<Dropout>, first_row: usize, group: Group) -> Self {
+        let cols = group.cols();
+        let batch = (2048 / (GROUP * philox::padded(cols))).clamp(1, group.count().max(1));
+        let bits = if dropout.is_some() { philox::scratch(batch * GROUP, cols) } else { Vec::new() };
+        Mask { dropout, first_row, group, cols, batch, bits }
+    }
+
+    /// Groups are asked for in order. Rows that stand in for absent ones have bits of their own, which nothing hangs on.
+    #[inline(always)]
+    pub fn group(&mut self, g: usize) -> Bits<'_> {
+        let dropout = self.dropout?;
+        let place = g % self.batch;
+        if place == 0 {
+            let rows = GROUP * self.batch.min(self.group.count() - g);
+            fill(&dropout.stream, self.first_row + GROUP * g, rows, self.cols, &mut self.bits);
+        }
+        let (row, cols) = (philox::padded(self.cols), self.cols);
+        let bits = &self.bits[place * GROUP * row..];
+        Some((dropout.threshold, rows!(r => &bits[r * row..r * row + cols])))
+    }
+}
+
+multiversion! {
+    fn fill(stream: &philox::Stream, first_row: usize, rows: usize, cols: usize, out: &mut [u16]) {
+        philox::fill(stream, first_row, rows, cols, out);
+    }
+}

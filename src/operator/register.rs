@@ -1,0 +1,334 @@
+//! What C++ is told of an operator: its declaration, the names resolved to places. declared.h has the same structs.
+
+use super::argument::{Argument, Kind, FIXED, KEPT, LEADER, PLAIN};
+use super::declare::{Kernels, Operator};
+use super::ffi::{shim_error, Span};
+use crate::error::{Error, Result};
+use std::ffi::{c_char, c_void, CString};
+
+#[repr(C)]
+struct ArgumentRow {
+    name: *const c_char,
+    sizes: *const c_char,
+    place: usize,
+    kind: u8,
+    is: u8,
+    reading: u8,
+}
+
+impl ArgumentRow {
+    fn new(a: &Argument, place: usize) -> Self {
+        let [name, sizes] = [a.name, &a.sizes].map(kept);
+        ArgumentRow { name, sizes, place, kind: a.kind as u8, is: a.is, reading: a.reading as u8 }
+    }
+}
+
+/// Where an argument of a backward operator comes from.
+#[repr(C)]
+#[derive(Clone, Copy)]
+struct Origin {
+    kind: i32,
+    index: u32,
+    only_for: i64,
+}
+
+// Its kinds.
+const NOTHING: i32 = 0;
+const GRADIENT: i32 = 1;
+const ARGUMENT: i32 = 2;
+const OUTPUT: i32 = 3;
+
+impl Origin {
+    fn of(kind: i32, index: usize) -> Self {
+        Origin { kind, index: index as u32, only_for: -1 }
+    }
+}
+
+#[repr(C)]
+struct Op {
+    rust: *const c_void,
+    name: *const c_char,
+    schema: *const c_char,
+    n_args: usize,
+    leader: usize,
+    dtype: i64,
+    told: i64,
+    title: i64,
+    p: i64,
+    letter: u8,
+    is: u32,
+    table: Span<ArgumentRow>,
+    made: Span<ArgumentRow>,
+    lists: Span<ArgumentRow>,
+    has_gradient: Span<u8>,
+    plain: Span<u8>,
+    saved: Span<Origin>,
+    backward: *mut Op,
+    sources: Span<Origin>,
+    results: Span<usize>,
+    handle: *const c_void,
+}
+
+// declared.h's flags of an operator.
+const ON_CPU: u32 = 1;
+const ON_GPU: u32 = 2;
+const COMPOSED: u32 = 4;
+const COMPOSITION: u32 = 8;
+const RECORDED: u32 = 16;
+const BATCHED: u32 = 32;
+
+extern "C" {
+    fn nfrs_define(op: *mut Op) -> bool;
+}
+
+/// Text for C++, for good.
+fn kept(text: &str) -> *const c_char {
+    CString::new(text).expect("declarations have no NUL").into_raw()
+}
+
+/// An argument, as a schema has it.
+struct Formal<'a> {
+    name: &'a str,
+    is_tensor: bool,
+    is_list: bool,
+    is_written: bool,
+}
+
+/// A declaration beside its schema.
+struct Declared<'a> {
+    operator: &'a Operator,
+    formals: Vec<Formal<'a>>,
+    /// Tensor arguments, and their places in the schema; and those that are lists of tensors.
+    table: Vec<(&'a Argument, usize)>,
+    lists: Vec<(&'a Argument, usize)>,
+}
+
+impl<'a> Declared<'a> {
+    fn new(operator: &'a Operator) -> Result<Self> {
+        let (arguments, returns) = operator.schema.split_once(") -> ").unwrap_or_default();
+        let arguments = arguments.split_once('(').unwrap_or_default().1;
+        let formal = |text: &'a str| {
+            let (kind, name) = text.split('=').next().unwrap_or_default().rsplit_once(' ').unwrap_or_default();
+            let (is_any, is_list) = (kind.starts_with("Tensor"), kind.ends_with("[]"));
+            Formal { name, is_tensor: is_any && !is_list, is_list: is_any && is_list, is_written: kind.contains('!') }
+        };
+        let formals = arguments.split(", ").filter(|a| !["", "*"].contains(a)).map(formal).collect();
+        let mut declared = Declared { operator, formals, table: vec![], lists: vec![] };
+        for a in &operator.arguments {
+            let place = declared.argument(a.name)?;
+            match declared.formals[place].is_list {
+                _ if matches!(a.kind, Kind::Dtype | Kind::Number | Kind::Title) => (),
+                true => declared.lists.push((a, place)),
+                false => declared.table.push((a, place)),
+            }
+        }
+        if let Some(a) = declared.formals.iter().find(|a| a.is_tensor && declared.row(a.name).is_none()) {
+            return declared.wrong(format!("does not say what {} must be", a.name));
+        }
+        let count = returns.split(", ").filter(|r| *r != "()").count();
+        match count == operator.outputs.len() {
+            true => Ok(declared),
+            false => declared.wrong(format!("has {count} outputs and describes {}", operator.outputs.len())),
+        }
+    }
+
+    fn wrong<T>(&self, what: impl std::fmt::Display) -> Result<T> {
+        Err(Error::Torch(format!("{} {what}", self.operator.name())))
+    }
+
+    /// The place of an argument in the schema.
+    fn argument(&self, name: &str) -> Result<usize> {
+        let found = self.formals.iter().position(|a| a.name == name);
+        found.map_or_else(|| self.wrong(format!("has no argument {name}")), Ok)
+    }
+
+    /// The place of a tensor argument in the table.
+    fn row(&self, name: &str) -> Option<usize> {
+        self.table.iter().position(|(a, _)| a.name == name)
+    }
+
+    fn output(&self, name: &str) -> Option<usize> {
+        self.operator.outputs.iter().position(|a| a.name == name)
+    }
+
+    /// The place of the argument of a kind, or -1.
+    fn only(&self, kind: Kind) -> Result<i64> {
+        let found = self.operator.arguments.iter().find(|a| a.kind == kind);
+        found.map_or(Ok(-1), |a| Ok(self.argument(a.name)? as i64))
+    }
+
+    /// What C++ reads, but for the derivative.
+    fn op(&self) -> Result<Op> {
+        let o = self.operator;
+        let leader = self.table.iter().position(|(a, _)| a.is & LEADER != 0);
+        let Some(leader) = leader else { return self.wrong("has no leader") };
+        let row = |(a, place): &(&Argument, usize)| ArgumentRow::new(a, *place);
+        let made = |a: &Argument| match a.like {
+            "" => Ok(ArgumentRow::new(a, leader)),
+            like => match self.row(like) {
+                Some(place) => Ok(ArgumentRow::new(a, place)),
+                None => self.wrong(format!("has an output {} that is like no argument", a.name)),
+            },
+        };
+        let letter = o.arguments.iter().find(|a| a.kind == Kind::Number).map_or(0, |a| a.sizes.as_bytes()[0]);
+        Ok(Op {
+            rust: std::ptr::from_ref(o).cast(),
+            name: kept(o.name()),
+            schema: kept(&o.schema),
+            n_args: self.formals.len(),
+            leader,
+            dtype: self.only(Kind::Dtype)?,
+            told: self.only(Kind::Number)?,
+            title: self.only(Kind::Title)?,
+            p: self.formals.iter().position(|a| a.name == "p").map_or(-1, |p| p as i64),
+            letter,
+            is: flags(o),
+            table: Span::kept(self.table.iter().map(row).collect()),
+            made: Span::kept(o.outputs.iter().map(made).collect::<Result<_>>()?),
+            lists: Span::kept(self.lists.iter().map(row).collect()),
+            has_gradient: Span::kept(vec![]),
+            plain: Span::kept(vec![]),
+            saved: Span::kept(vec![]),
+            backward: std::ptr::null_mut(),
+            sources: Span::kept(vec![]),
+            results: Span::kept(vec![]),
+            handle: std::ptr::null(),
+        })
+    }
+
+    /// Where the arguments of the backward operator `b` come from, by their names, and where its outputs go.
+    fn connected(&self, b: &Declared) -> Result<Op> {
+        let (mut op, mut back) = (self.op()?, b.op()?);
+        let (mut sources, mut saved) = (vec![], vec![]);
+        let mut has_gradient = vec![0; self.operator.outputs.len()];
+        let mut plain: Vec<u8> = self.formals.iter().map(|a| u8::from(!a.is_tensor)).collect();
+        let mut is_kept = vec![self.operator.again.is_none(); plain.len()]; // what the formula needs is everything
+        for a in &b.formals {
+            let gradient = a.name.strip_prefix('d').and_then(|name| self.output(name));
+            let mut source = match (gradient, self.output(a.name)) {
+                (Some(k), _) if self.operator.outputs[k].is & FIXED != 0 => Origin::of(NOTHING, 0),
+                (Some(k), _) => {
+                    has_gradient[k] = 1;
+                    Origin::of(GRADIENT, k)
+                }
+                (None, Some(k)) => {
+                    saved.push(Origin::of(OUTPUT, k));
+                    Origin::of(OUTPUT, k)
+                }
+                (None, None) => {
+                    let Ok(place) = self.argument(a.name) else {
+                        return b.wrong(format!("has an argument {} that the operator has not kept", a.name));
+                    };
+                    match a.is_written {
+                        true => plain[place] = 1,
+                        false => is_kept[place] = true,
+                    }
+                    Origin::of(ARGUMENT, place)
+                }
+            };
+            if let Some(only) = b.row(a.name).map(|i| b.table[i].0.like).filter(|like| !like.is_empty()) {
+                let Some(row) = self.row(only) else {
+                    return b.wrong(format!("has {} for {only}, which is none", a.name));
+                };
+                source.only_for = row as i64;
+            }
+            sources.push(source);
+        }
+        for (a, place) in &self.table {
+            plain[*place] |= u8::from(a.is & PLAIN != 0);
+            if (is_kept[*place] || a.is & KEPT != 0) && plain[*place] == 0 {
+                saved.push(Origin::of(ARGUMENT, *place));
+            }
+        }
+        let result = |a: &Argument| match a.name.strip_prefix('d').and_then(|name| self.row(name)) {
+            Some(row) => Ok(row),
+            None => b.wrong(format!("has an output {} that is no argument's gradient", a.name)),
+        };
+        back.sources = Span::kept(sources);
+        back.results = Span::kept(b.operator.outputs.iter().map(result).collect::<Result<_>>()?);
+        op.has_gradient = Span::kept(has_gradient);
+        op.plain = Span::kept(plain);
+        op.saved = Span::kept(saved);
+        op.backward = Box::into_raw(Box::new(back));
+        Ok(op)
+    }
+}
+
+fn flags(o: &Operator) -> u32 {
+    let kernels = match o.kernels {
+        Kernels::Everywhere => ON_CPU | ON_GPU,
+        Kernels::Cpu => ON_CPU,
+        Kernels::Gpu => ON_GPU,
+        Kernels::Composition => ON_GPU | COMPOSITION,
+    };
+    let has_formula = o.formula.is_some();
+    let more = [
+        (has_formula, COMPOSED),
+        (o.has_own_gradient, RECORDED),
+        (has_formula && o.backward.is_some() && !o.is_looped, BATCHED),
+    ];
+    more.into_iter().filter(|(is, _)| *is).fold(kernels, |flags, (_, flag)| flags | flag)
+}
+
+/// Registers an operator, and its backward operator, with PyTorch's dispatcher.
+pub fn register(operator: &'static Operator) -> Result<()> {
+    let declared = Declared::new(operator)?;
+    let op = match &operator.backward {
+        Some(backward) => declared.connected(&Declared::new(backward)?)?,
+        None => declared.op()?,
+    };
+    // SAFETY: the row stays for good, and so do the operator and all that the row points to.
+    match unsafe { nfrs_define(Box::into_raw(Box::new(op))) } {
+        true => Ok(()),
+        false => Err(shim_error()),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::operator::declare::{gradient, leader, parameter, tensor};
+
+    fn forward(arguments: Vec<Argument>, like: &'static str) -> Operator {
+        let outputs = [tensor("y", "*d", Kind::Same).like(like), tensor("stats", "*1", Kind::Computed)];
+        Operator::new("f(Tensor x, Tensor? w=None, *, float p=0.5) -> (Tensor, Tensor)", arguments, outputs)
+    }
+
+    fn backward(argument: &str, result: &'static str) -> Operator {
+        let schema = format!("b(Tensor dy, Tensor x, Tensor stats, float {argument}) -> (Tensor, Tensor)");
+        let arguments = [tensor("dy", "*d", Kind::Same), leader("x", "*d"), tensor("stats", "*1", Kind::Computed)];
+        Operator::new(schema, arguments, [gradient("dx", "x"), gradient(result, "x")])
+    }
+
+    fn said<T>(result: Result<T>) -> String {
+        result.err().map_or(String::new(), |e| e.to_string())
+    }
+
+    #[test]
+    fn names_become_places() {
+        let (f, b) = (forward(vec![leader("x", "*d"), parameter("w")], ""), backward("p", "dw"));
+        let op = Declared::new(&f).unwrap().connected(&Declared::new(&b).unwrap()).unwrap();
+        assert_eq!((op.n_args, op.p, op.dtype), (3, 2, -1));
+        // SAFETY: they were made for good.
+        let (back, saved) = unsafe { (&*op.backward, op.saved.get()) };
+        // SAFETY: as above.
+        let (sources, results) = unsafe { (back.sources.get(), back.results.get()) };
+        let places = |all: &[Origin]| all.iter().map(|s| (s.kind, s.index)).collect::<Vec<_>>();
+        assert_eq!(places(sources), [(GRADIENT, 0), (ARGUMENT, 0), (OUTPUT, 1), (ARGUMENT, 2)]);
+        assert_eq!(places(saved), [(OUTPUT, 1), (ARGUMENT, 0), (ARGUMENT, 1)]);
+        assert_eq!(results, [0, 1]);
+    }
+
+    #[test]
+    fn names_that_mean_nothing_are_refused() {
+        let whole = || vec![leader("x", "*d"), parameter("w")];
+        assert_eq!(said(Declared::new(&forward(vec![leader("v", "*d")], ""))), "f has no argument v");
+        assert_eq!(said(Declared::new(&forward(vec![leader("x", "*d")], ""))), "f does not say what w must be");
+        let like = forward(whole(), "v");
+        assert_eq!(said(Declared::new(&like).unwrap().op()), "f has an output y that is like no argument");
+        let f = forward(whole(), "");
+        let connected = |b: Operator| said(Declared::new(&f).unwrap().connected(&Declared::new(&b).unwrap()));
+        assert_eq!(connected(backward("q", "dw")), "b has an argument q that the operator has not kept");
+        assert_eq!(connected(backward("p", "dv")), "b has an output dv that is no argument's gradient");
+    }
+}

@@ -1,0 +1,233 @@
+// A call on its way to Rust: checked, planned, shown, and what the dispatch keys do with it.
+#pragma once
+#include "arguments.h"
+
+namespace nfrs {
+
+using Tensors = at::SmallVector<Tensor, 8>;
+using Values = at::SmallVector<Value, 20>;
+
+// ---- devices ----
+
+inline bool is_transformed() {
+  return c10::impl::tls_is_dispatch_key_included(c10::DispatchKey::FuncTorchDynamicLayerBackMode);
+}
+// The CUDA device whose kernels a tensor takes, or -1.
+inline int32_t kernel_device(const Tensor& t) {
+  if (t.is_cuda()) return t.get_device();
+  return t.is_cpu() && nfrs_cuda_stand_in() && t.scalar_type() != at::kDouble ? 0 : -1;
+}
+inline bool cuda_ready(int32_t device) {
+  const int ready = nfrs_cuda_ready(device);
+  TORCH_CHECK(ready >= 0, nfrs_rust_error());
+  if (ready == 0)
+    TORCH_WARN_ONCE("normformer_rs: composed formulas run on CUDA device ", device, ", not its kernels: ",
+                    nfrs_rust_error());
+  return ready == 1;
+}
+// Whether there is a kernel for this leader. A torch.func transform differentiates and batches formulas alone.
+inline bool has_kernel(const Op& op, const Tensor& x) {
+  if (is_transformed()) return false;
+  const auto device = kernel_device(x);
+  if (device >= 0) return (op.is & ON_GPU) && x.scalar_type() != at::kDouble && cuda_ready(device);
+  return (op.is & ON_CPU) && (x.is_cpu() || x.is_meta());
+}
+
+// ---- types and shapes ----
+
+// What parameters are read in.
+inline at::ScalarType parameter_type(const Op& op, Args args) {
+  const Tensor& x = leader(op, args);
+  const auto computed = computing(x.scalar_type());
+  if (kernel_device(x) < 0) return computed;
+  auto type = at::kFloat;
+  bool has_any = false;
+  for (size_t i = 0; i < op.table.size(); ++i) {
+    const Tensor& t = entry(op, args, i);
+    if (op.table[i].reading != Reading::PARAMETER || !t.defined()) continue;
+    if (has_any && t.scalar_type() != type) return computed;
+    type = t.scalar_type(), has_any = true;
+  }
+  return type == at::kBFloat16 || type == at::kHalf ? type : computed;
+}
+
+// An output's type; `working`: as kernels write it.
+inline at::ScalarType type_of(const Op& op, Args args, size_t k, bool working) {
+  const Tensor& x = leader(op, args);
+  const size_t i = op.made[k].place;
+  const Tensor& like = entry(op, args, i).defined() ? entry(op, args, i) : x;
+  switch (op.made[k].type) {
+    case Type::COMPUTED: return computing(x.scalar_type());
+    case Type::FLOAT32: return at::kFloat;
+    case Type::DTYPE: return args[op.dtype].isNone() ? like.scalar_type() : args[op.dtype].toScalarType();
+    default: break;
+  }
+  if (working && op.table[i].reading == Reading::PARAMETER) return parameter_type(op, args);
+  if (working && op.table[i].reading == Reading::COMPUTED) return computing(x.scalar_type());
+  return like.scalar_type();
+}
+
+inline bool is_absent(const Op& op, Args args, const Call& call, size_t k) {
+  return (call.absent >> k & 1) || !entry(op, args, op.made[k].place).defined();
+}
+
+// Absent outputs are empty. Sizes stay symbolic.
+inline Tensor allocate(const Op& op, Args args, const Sizes& sizes, const Call& call, size_t k, bool working) {
+  const auto options = leader(op, args).options().dtype(type_of(op, args, k, working));
+  if (is_absent(op, args, call, k)) return at::empty({0}, options);
+  if (*op.made[k].sizes == '@') return at::empty_symint(entry(op, args, op.made[k].place).sym_sizes(), options);
+  return at::empty_symint(sizes.build(op.made[k].sizes), options);
+}
+
+// ---- a call, shown to Rust ----
+
+inline int32_t dtype_code(const Tensor& t) {
+  switch (t.scalar_type()) {
+    case at::kFloat: return 0;
+    case at::kDouble: return 1;
+    case at::kBFloat16: return 2;
+    case at::kHalf: return 3;
+    case at::kLong: return 4;
+    case at::kBool:
+    case at::kByte: return 5;
+    default: return -1;
+  }
+}
+// Rows are all dimensions but the last.
+inline View view(const Tensor& t) {
+  const int64_t cols = t.dim() == 0 ? 1 : t.size(-1);
+  const int64_t rows = cols == 0 ? 0 : t.numel() / cols;
+  const int64_t stride = t.dim() == 2 ? t.stride(0) : cols;
+  return View{const_cast<void*>(t.const_data_ptr()), rows, cols, stride, dtype_code(t)};
+}
+
+inline Value shown(const Tensor& t) {
+  Value v;
+  if (t.defined()) v.tag = Value::TENSOR, v.dtype = dtype_code(t), v.tensor = &t;
+  return v;
+}
+inline Value shown(const IValue& given) {
+  if (given.isTensor()) return shown(given.toTensor());
+  Value v;
+  if (given.isInt()) v.tag = Value::INTEGER, v.integer = given.toInt();
+  else if (given.isDouble()) v.tag = Value::FLOAT, v.number = given.toDouble();
+  else if (given.isBool()) v.tag = Value::BOOLEAN, v.integer = given.toBool();
+  else if (given.isString())
+    v.tag = Value::TEXT, v.text = given.toStringRef().data(), v.length = given.toStringRef().size();
+  else if (given.isList()) v.tag = Value::LIST, v.list = &given, v.length = given.toListRef().size();
+  else if (given.isSymInt()) v.tag = Value::INTEGER, v.integer = given.toSymInt().guard_int(__FILE__, __LINE__);
+  else TORCH_CHECK(given.isNone(), "an operator's argument is a ", given.tagKind());
+  return v;
+}
+template <class All>
+Values all_shown(const All& given) {
+  Values all;
+  for (const auto& v : given) all.push_back(shown(v));
+  return all;
+}
+inline Span<Value> span(const Values& values) { return {values.data(), values.size()}; }
+
+// A call that the tables allow and Rust has planned.
+struct Planned {
+  Sizes sizes;
+  Values values;
+  Call call{};
+
+  Planned(const Op& op, Args args, int32_t device, Why why = DEVICE) : values(all_shown(args)) {
+    check(op, args, sizes);
+    call.arguments = span(values);
+    call.device = device;
+    call.why = why;
+    check_rust(nfrs_run(op.rust, PLAN, &call, nullptr));
+  }
+};
+
+// ---- the kernels of dispatch keys ----
+
+inline Tensors meta(const Op& op, Args args) {
+  const Planned p(op, args, -1);
+  Tensors made;
+  for (size_t k = 0; k < op.made.size(); ++k) made.push_back(allocate(op, args, p.sizes, p.call, k, false));
+  return made;
+}
+
+// By the formula; WHY it runs.
+template <Why WHY>
+Tensors by_formula(const Op& op, Args args) {
+  const Tensor& x = leader(op, args);
+  Planned p(op, args, has_kernel(op, x) ? kernel_device(x) : -1, WHY);
+  at::SmallVector<Tensor*, 8> out(op.made.size(), nullptr);
+  check_rust(nfrs_run(op.rust, FORMULA, &p.call, out.data()));
+  Tensors made;
+  for (auto* t : out) made.push_back(take_over(t));
+  for (size_t k = 0; k < made.size(); ++k)
+    if (!made[k].defined()) made[k] = allocate(op, args, p.sizes, p.call, k, false).zero_();
+  return made;
+}
+
+// A tensor of a call as kernels read it, where that is not how it came; else undefined.
+inline Tensor reading(const Op& op, Args args, size_t i, int32_t device) {
+  const Tensor &t = entry(op, args, i), &x = leader(op, args);
+  auto type = t.scalar_type();
+  switch (op.table[i].reading) {
+    case Reading::COLUMNS: return t.stride(1) == 1 || t.size(1) <= 1 ? Tensor() : t.contiguous();
+    case Reading::SEED:
+      if (device < 0) return t.is_cpu() && t.is_contiguous() ? Tensor() : t.cpu().contiguous();
+      return t.device() == x.device() && t.is_contiguous() ? Tensor() : t.to(x.device()).contiguous();
+    case Reading::STATE:
+      if (at::isFloatingType(type)) type = device < 0 || type == at::kDouble ? at::kDouble : at::kFloat;
+      return t.to(type, false, device < 0).contiguous();
+    case Reading::COMPUTED: type = computing(x.scalar_type()); break;
+    case Reading::PARAMETER: type = parameter_type(op, args); break;
+    case Reading::DENSE: break;
+  }
+  return t.scalar_type() == type && t.is_contiguous() ? Tensor() : t.to(type).contiguous();
+}
+
+// By the kernels, where there are any for this call.
+inline Tensors by_kernel(const Op& op, Args args) {
+  const Tensor& x = leader(op, args);
+  if ((op.is & COMPOSED) && !has_kernel(op, x)) return by_formula<DEVICE>(op, args);
+  const int32_t device = kernel_device(x);
+  Planned p(op, args, device);
+  if (p.call.composed) return by_formula<DEVICE>(op, args);
+  const bool is_dropped = op.p < 0 || args[op.p].toDouble() != 0;
+  Tensors read(op.table.size()), made(op.made.size());
+  for (size_t i = 0; i < op.table.size(); ++i) {
+    const Tensor& t = entry(op, args, i);
+    if (!t.defined() || (op.table[i].reading == Reading::SEED && !is_dropped)) continue;
+    read[i] = reading(op, args, i, device);
+    if (op.table[i].is & WRITTEN) t.mutable_data_ptr();  // its own memory from now on, where it was a lazy copy
+    p.values[op.table[i].place].view = view(read[i].defined() ? read[i] : t);
+  }
+  Values outputs;
+  for (size_t k = 0; k < op.made.size(); ++k) {
+    made[k] = allocate(op, args, p.sizes, p.call, k, true);
+    const bool is_made = !is_absent(op, args, p.call, k);
+    outputs.push_back(shown(is_made ? made[k] : Tensor()));
+    if (is_made) outputs[k].view = view(made[k]);
+  }
+  p.call.outputs = span(outputs);
+  check_rust(nfrs_run(op.rust, KERNEL, &p.call, nullptr));
+  for (size_t i = 0; i < op.table.size(); ++i) {
+    const Tensor& t = entry(op, args, i);
+    const bool moved = read[i].defined() && (p.call.written >> op.table[i].place & 1);
+    if (moved) t.copy_(read[i]);
+    if ((moved || (op.table[i].is & WRITTEN)) && !t.is_inference()) t.unsafeGetTensorImpl()->bump_version();
+  }
+  for (size_t k = 0; k < op.made.size(); ++k) {
+    const auto type = type_of(op, args, k, false);
+    if (made[k].scalar_type() != type) made[k] = made[k].to(type);
+  }
+  return made;
+}
+
+// One of the above as a boxed kernel: what it makes takes the arguments' place.
+template <Tensors (*RUN)(const Op&, Args)>
+void boxed(const Op& op, c10::DispatchKeySet, Stack* stack) {
+  Tensors made = RUN(op, torch::jit::last(*stack, op.n_args));
+  torch::jit::drop(*stack, op.n_args);
+  for (auto& t : made) stack->emplace_back(std::move(t));
+}
+
+}  // namespace nfrs

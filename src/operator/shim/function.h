@@ -1,0 +1,49 @@
+// A function of Rust's as a node of autograd.
+#pragma once
+#include "node.h"
+
+extern "C" {
+// Appends a tensor to a list of the other side, which takes it over.
+using Push = void (*)(void* list, at::Tensor* t);
+// What it makes of its inputs; or, `back`, of the outputs' gradients for its inputs. 0, or 1 with a message.
+int nfrs_function_run(void* function, bool back, nfrs::Span<nfrs::Value> inputs, nfrs::Span<nfrs::Value> gradients,
+                      void* made, Push push);
+void nfrs_function_drop(void* function);
+}
+
+namespace nfrs {
+
+using torch::autograd::AutogradContext;
+
+struct Held : torch::CustomClassHolder {
+  Held(void* rust, bool saves) : rust(rust), saves(saves) {}
+  ~Held() override { nfrs_function_drop(rust); }
+  void* const rust;
+  const bool saves;  // its backward pass needs its inputs
+
+  variable_list run(bool back, at::TensorList inputs, at::TensorList gradients) const {
+    const Values in = all_shown(inputs), given = all_shown(gradients);
+    const auto push = [](void* to, Tensor* t) noexcept { static_cast<variable_list*>(to)->push_back(take_over(t)); };
+    variable_list made;
+    check_rust(nfrs_function_run(rust, back, span(in), span(given), &made, push));
+    return made;
+  }
+};
+
+struct Function : torch::autograd::Function<Function> {
+  static variable_list forward(AutogradContext* ctx, at::TensorList inputs, c10::intrusive_ptr<Held> held) {
+    if (held->saves) ctx->save_for_backward(inputs.vec());
+    ctx->set_materialize_grads(false);
+    variable_list outputs = held->run(false, inputs, {});
+    ctx->saved_data["held"] = IValue::make_capsule(std::move(held));
+    return outputs;
+  }
+  static variable_list backward(AutogradContext* ctx, variable_list gradients) {
+    const auto held = c10::static_intrusive_pointer_cast<Held>(ctx->saved_data["held"].toCapsule());
+    variable_list result = held->run(true, ctx->get_saved_variables(), gradients);
+    result.push_back(Tensor());  // of the function
+    return result;
+  }
+};
+
+}  // namespace nfrs
