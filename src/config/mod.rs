@@ -9,7 +9,7 @@ pub use names::{InitName, NormName, ResidualName};
 use crate::choice;
 use crate::data::vocabulary;
 use crate::error::{Error, Result};
-use crate::options::{config, unknown_field, Declared, Field, FieldType, Options};
+use crate::options::{config, unknown_field, Field, FieldType, Listed, Options};
 use crate::{init, norm, residual};
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
