@@ -97,7 +97,7 @@ pub struct Setting<T> {
 }
 
 /// A [`Setting`] of any type.
-pub trait Declared: Sync {
+pub trait Listed: Sync {
     fn name(&self) -> &'static str;
 
     /// As lists show it, under that heading of `--help`.
@@ -110,7 +110,7 @@ pub trait Declared: Sync {
     fn check(&self, options: &Options) -> Result<()>;
 }
 
-impl<T: Copy + Sync + FieldType + Serialize + DeserializeOwned> Declared for Setting<T> {
+impl<T: Copy + Sync + FieldType + Serialize + DeserializeOwned> Listed for Setting<T> {
     fn name(&self) -> &'static str {
         self.name
     }
@@ -158,12 +158,12 @@ impl Options {
     }
 
     /// The option's value as JSON.
-    pub fn value(&self, setting: &dyn Declared) -> Value {
+    pub fn value(&self, setting: &dyn Listed) -> Value {
         self.0.get(setting.name()).cloned().unwrap_or_else(|| setting.field("").default)
     }
 
     /// An error says what is wrong with the value.
-    pub fn set(&mut self, setting: &dyn Declared, value: Value) -> serde_json::Result<()> {
+    pub fn set(&mut self, setting: &dyn Listed, value: Value) -> serde_json::Result<()> {
         let value = setting.read(value)?;
         match value == setting.field("").default {
             true => drop(self.0.remove(setting.name())),
@@ -174,8 +174,8 @@ impl Options {
 }
 
 /// Options in order, those that several entries declare once.
-pub fn distinct(declared: impl Iterator<Item = &'static dyn Declared>) -> Vec<&'static dyn Declared> {
-    let mut found: Vec<&'static dyn Declared> = Vec::new();
+pub fn distinct(declared: impl Iterator<Item = &'static dyn Listed>) -> Vec<&'static dyn Listed> {
+    let mut found: Vec<&'static dyn Listed> = Vec::new();
     for setting in declared {
         if found.iter().all(|known| known.name() != setting.name()) {
             found.push(setting);
@@ -278,7 +278,7 @@ macro_rules! config {
             }
 
             /// The options that the tables declare.
-            pub fn settings() -> Vec<&'static dyn Declared> {
+            pub fn settings() -> Vec<&'static dyn Listed> {
                 [$($($settings(),)*)+].concat()
             }
         }

@@ -5,7 +5,7 @@ use super::{Architecture, AttentionName, DataConfig, ScheduleName, TrainingConfi
 use crate::error::{Error, Result};
 use crate::norm::spec::NORM_EPS;
 use crate::norm::Spec;
-use crate::options::{below_one, Declared};
+use crate::options::{below_one, Listed};
 use crate::residual::{Outline, Place, Point, Scheme, Schemes, StackName, TensorizedSizes, SCHEMES};
 
 impl TransformerConfig {
@@ -181,7 +181,7 @@ impl TransformerConfig {
     /// Every norm but those without statistics has an ε.
     fn check_norm_options(&self) -> Result<()> {
         let takes_eps = |name: &str| {
-            let is_eps = |option: &&dyn Declared| option.name() == NORM_EPS.name;
+            let is_eps = |option: &&dyn Listed| option.name() == NORM_EPS.name;
             let has_eps = |spec: &Spec| spec.options.iter().any(|keyword| keyword.option.as_ref().is_some_and(is_eps));
             crate::norm::find(name).map(has_eps)
         };
@@ -380,7 +380,7 @@ mod tests {
         let norms = crate::norm::NORMS.iter().flat_map(|norm| norm.options).filter_map(|keyword| keyword.option);
         let schemes = SCHEMES.iter().flat_map(|scheme| scheme.options()).copied();
         let inits = crate::init::INITS.iter().flat_map(|init| init.options).copied();
-        let shown = |option: &dyn Declared| serde_json::to_value(option.field("")).unwrap();
+        let shown = |option: &dyn Listed| serde_json::to_value(option.field("")).unwrap();
         let all = TransformerConfig::settings();
         for option in norms.chain(schemes).chain(inits) {
             let same: Vec<_> = all.iter().filter(|other| other.name() == option.name()).collect();

@@ -10,7 +10,7 @@ pub use names::{InitName, NormName, ParametrisationName, ResidualName};
 use crate::choice;
 use crate::data::vocabulary;
 use crate::error::{Error, Result};
-use crate::options::{config, unknown_field, Declared, Field, FieldType, Options};
+use crate::options::{config, unknown_field, Field, FieldType, Listed, Options};
 use crate::parametrisation::AttentionScale;
 use crate::{init, norm, residual};
 use serde::de::DeserializeOwned;

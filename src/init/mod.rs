@@ -5,7 +5,7 @@ mod schemes;
 
 use crate::choice;
 use crate::error::{unknown, Result};
-use crate::options::{distinct, Declared};
+use crate::options::{distinct, Listed};
 use crate::residual::{Outline, Place};
 use tch::{no_grad, Kind, Tensor};
 
@@ -102,7 +102,7 @@ pub struct Init {
     pub name: &'static str,
     pub definition: &'static str,
     pub source: &'static str,
-    pub options: &'static [&'static dyn Declared],
+    pub options: &'static [&'static dyn Listed],
     /// The fill of an (fan_out, fan_in) matrix.
     pub linear: fn(Role, fan_in: i64, fan_out: i64, &Place) -> Fill,
     /// The fill of word embeddings, (V, d).
@@ -154,7 +154,7 @@ pub fn find(name: &str) -> Result<&'static Init> {
 }
 
 /// The options of all initialisations.
-pub fn settings() -> Vec<&'static dyn Declared> {
+pub fn settings() -> Vec<&'static dyn Listed> {
     distinct(INITS.iter().flat_map(|init| init.options).copied())
 }
 

@@ -20,7 +20,7 @@ pub mod spec;
 pub mod statistics;
 
 use crate::error::{unknown, Result};
-use crate::options::{distinct, Declared};
+use crate::options::{distinct, Listed};
 use kernels::{ColumnKernels, RowKernels};
 pub use spec::{Form, Site, Spec};
 
@@ -49,6 +49,6 @@ pub fn find(name: &str) -> Result<&'static Spec> {
 }
 
 /// The options of all norms.
-pub fn settings() -> Vec<&'static dyn Declared> {
+pub fn settings() -> Vec<&'static dyn Listed> {
     distinct(NORMS.iter().flat_map(|norm| norm.options).filter_map(|keyword| keyword.option))
 }

@@ -3,7 +3,7 @@
 use super::composed::{self, Hat};
 use super::kernels::{ColumnKernels, RowKernels};
 use crate::error::{Error, Result};
-use crate::options::{setting, Declared, Options};
+use crate::options::{setting, Listed, Options};
 use serde_json::{json, Value};
 use tch::Tensor;
 
@@ -140,19 +140,19 @@ pub struct Site<'a> {
 pub struct Keyword {
     pub name: &'static str,
     /// What a user gives; none: nothing.
-    pub option: Option<&'static dyn Declared>,
+    pub option: Option<&'static dyn Listed>,
     /// The value at a place, where that is not the option's: a float, an integer, a bool or a string.
     pub at: Option<fn(&Site) -> Value>,
 }
 
 impl Keyword {
     /// The option, under the module's name for it.
-    pub const fn of(name: &'static str, option: &'static dyn Declared) -> Self {
+    pub const fn of(name: &'static str, option: &'static dyn Listed) -> Self {
         Keyword { name, option: Some(option), at: None }
     }
 
     /// The value at a place, with or without an option that has a say in it.
-    pub const fn at(name: &'static str, option: Option<&'static dyn Declared>, at: fn(&Site) -> Value) -> Self {
+    pub const fn at(name: &'static str, option: Option<&'static dyn Listed>, at: fn(&Site) -> Value) -> Self {
         Keyword { name, option, at: Some(at) }
     }
 

@@ -1,7 +1,7 @@
 //! BranchNorm: `x⁺ = N(x + α_t F(x))`, α_t growing to 1 over the first T updates (Liu et al. 2023, eq 7, 8).
 
 use super::{Around, Curve, Flow, Gain, Growth, Place, Scheme};
-use crate::options::{not_negative, setting, Declared};
+use crate::options::{not_negative, setting, Listed};
 
 setting! {
     /// T of branchnorm: α_t = min(1, t/T) reaches 1 at this update.
@@ -25,7 +25,7 @@ impl Scheme for BranchNorm {
         "Liu et al. 2023, eq 7, 8"
     }
 
-    fn options(&self) -> &'static [&'static dyn Declared] {
+    fn options(&self) -> &'static [&'static dyn Listed] {
         &[&STEPS, &GROWTH]
     }
 

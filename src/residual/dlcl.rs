@@ -2,7 +2,7 @@
 
 use super::{postnorm, prenorm, Around, Combine, Flow, NormAt, Place, Scheme};
 use crate::choice;
-use crate::options::{setting, Declared};
+use crate::options::{setting, Listed};
 
 choice! {
     /// Whether the layers are PreNorm's or PostNorm's.
@@ -38,7 +38,7 @@ impl Scheme for Dlcl {
         "Wang et al. 2019"
     }
 
-    fn options(&self) -> &'static [&'static dyn Declared] {
+    fn options(&self) -> &'static [&'static dyn Listed] {
         &[&NORM]
     }
 

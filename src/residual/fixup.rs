@@ -3,7 +3,7 @@
 
 use super::{Around, Change, Flow, Gain, Learned, Place, Point, Scheme, StackName, Sublayer};
 use crate::choice;
-use crate::options::{setting, Declared};
+use crate::options::{setting, Listed};
 
 choice! {
     /// `paper` adds a scalar before the attention's output projection.
@@ -30,7 +30,7 @@ impl Scheme for RFixup {
         "Zhang et al. 2019"
     }
 
-    fn options(&self) -> &'static [&'static dyn Declared] {
+    fn options(&self) -> &'static [&'static dyn Listed] {
         &[&MODE]
     }
 

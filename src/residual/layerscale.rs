@@ -1,7 +1,7 @@
 //! LayerScale: `x⁺ = x + λ⊙F(N(x))`, λ small at the start (Touvron et al. 2021).
 
 use super::{prenorm::PreNorm, Around, Flow, Gain, Learned, Place, Scheme};
-use crate::options::{setting, Declared};
+use crate::options::{setting, Listed};
 
 setting! {
     /// λ of layerscale at the start.
@@ -23,7 +23,7 @@ impl Scheme for LayerScale {
         "Touvron et al. 2021"
     }
 
-    fn options(&self) -> &'static [&'static dyn Declared] {
+    fn options(&self) -> &'static [&'static dyn Listed] {
         &[&START]
     }
 

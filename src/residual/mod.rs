@@ -40,7 +40,7 @@ pub use place::{Outline, Place, StackName, Sublayer, TensorizedSizes};
 pub use scheme::Scheme;
 pub use schemes::Schemes;
 
-use crate::options::{distinct, Declared};
+use crate::options::{distinct, Listed};
 
 /// Every scheme that models may name.
 pub static SCHEMES: &[&dyn Scheme] = &[
@@ -62,7 +62,7 @@ pub static SCHEMES: &[&dyn Scheme] = &[
 ];
 
 /// The options of all schemes.
-pub fn settings() -> Vec<&'static dyn Declared> {
+pub fn settings() -> Vec<&'static dyn Listed> {
     distinct(SCHEMES.iter().flat_map(|scheme| scheme.options()).copied())
 }
 

@@ -2,7 +2,7 @@
 
 use super::{prenorm::PreNorm, Around, Change, Flow, Gain, Learned, NormAt, Place, Point, Scheme, Sublayer};
 use crate::choice;
-use crate::options::{setting, Declared};
+use crate::options::{setting, Listed};
 
 choice! {
     /// Head scales before the output projection (`paper`) or, as in fairseq, after it.
@@ -37,7 +37,7 @@ impl Scheme for NormFormer {
         "Shleifer et al. 2021"
     }
 
-    fn options(&self) -> &'static [&'static dyn Declared] {
+    fn options(&self) -> &'static [&'static dyn Listed] {
         &[&HEAD_SCALE, &ATTENTION_NORM, &FFN_NORM, &RESIDUAL_SCALE, &MODE]
     }
 

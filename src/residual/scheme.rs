@@ -2,7 +2,7 @@
 
 use super::declared::{Around, Change, Flow, Learned, Point};
 use super::place::Place;
-use crate::options::Declared;
+use crate::options::Listed;
 
 pub trait Scheme: Sync {
     fn name(&self) -> &'static str;
@@ -10,7 +10,7 @@ pub trait Scheme: Sync {
     fn source(&self) -> &'static str;
 
     /// Its options.
-    fn options(&self) -> &'static [&'static dyn Declared] {
+    fn options(&self) -> &'static [&'static dyn Listed] {
         &[]
     }
 
