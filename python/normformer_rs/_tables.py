@@ -11,7 +11,8 @@ PATH = Path(__file__).with_name("_tables.json")
 
 
 def read() -> dict[str, Any]:
-    """{version, options: {model, training, data, search}, tables: {norms, residuals, inits, others}}."""
+    """{version, options: {model, training, data, search}, tables: {norms, residuals, inits, parametrisations,
+    others}}."""
     return json.loads(PATH.read_text(encoding="utf-8"))
 
 
