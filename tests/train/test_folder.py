@@ -215,7 +215,7 @@ def test_a_run_that_had_saved_nothing_says_that_it_begins(tmp_path, corpus):
     assert "had saved no checkpoint" in events(run, "message")[0]["text"] and losses(run) == whole
 
 
-def train(run, corpus, updates, limit=None):  # noqa: F811
+def train(run, corpus, updates, limit=None):
     """The command line; `limit`: bytes that a file may have."""
     options = {"d-model": 16, "d-ff": 24, "heads": 2, "encoder-layers": 1, "decoder-layers": 1, "updates": updates}
     options |= {"max-tokens": 100, "evaluate-every": 4, "keep": 2, "warmup": 2, "lr": 1e-2, "seed": 3}
@@ -248,7 +248,7 @@ def assert_is_whole(run, whole):
     assert not [path for path in run.rglob(".*") if path.is_file()]
 
 
-def test_files_that_may_not_grow(tmp_path, corpus):  # noqa: F811
+def test_files_that_may_not_grow(tmp_path, corpus):
     """`ulimit -f`: a readable end at any file, and the folder goes on to the weights of an uninterrupted run."""
     whole = tmp_path / "whole"
     assert train(whole, corpus, 12).returncode == 0
@@ -270,7 +270,7 @@ def test_files_that_may_not_grow(tmp_path, corpus):  # noqa: F811
     assert_is_whole(run, whole)
 
 
-def test_a_full_disk(tmp_path, corpus):  # noqa: F811
+def test_a_full_disk(tmp_path, corpus):
     """A real one, of a few pages, in a namespace of the test's own."""
     isolated = ["unshare", "--user", "--map-root-user", "--mount"]
     can_mount = [*isolated, "mount", "-t", "tmpfs", "none", str(tmp_path)]
