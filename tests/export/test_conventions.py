@@ -57,7 +57,7 @@ def test_jagged_tensors_that_are_refused():
     mask = torch.zeros(2, 5, dtype=torch.bool)
     for x, rest, message in [
         (holes, (), r"call x\.contiguous\(\) first"),
-        (columns, (), "as wide everywhere"),
+        (columns, (), "must have one width"),
         (holes.contiguous(), (mask,), "leave out padding_mask"),
     ]:
         with pytest.raises(nfrs.InputError, match=message):

@@ -48,7 +48,7 @@ def test_a_name_without_notes_and_specification_has_its_page(made, monkeypatch, 
 def test_options_belong_to_their_names():
     found = {name: [field.name for field in names.options(name, "norms")] for name in ("scalenorm", "powernorm-v")}
     assert found["scalenorm"] == []
-    assert found["powernorm-v"] == ["powernorm_alpha_fwd", "powernorm_sync", "groupscaling"]
+    assert set(found["powernorm-v"]) == {"powernorm_alpha_fwd", "powernorm_sync", "groupscaling"}
     assert [f.name for f in names.options("branchnorm", "residuals")] == ["branchnorm_steps", "branchnorm_growth"]
     assert names.options("prenorm", "residuals") == []
 
