@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_training import TINY, corpus, events, fit, losses, weights, whole_batch  # noqa: F401
+from train_support import TINY, events, fit, losses, weights, whole_batch
 
 import normformer_rs as nfrs
 import reference as ref
@@ -20,7 +20,7 @@ SCALED = {
 
 @pytest.mark.parametrize("clip_norm", [0.0, 0.3])
 @pytest.mark.parametrize("name", SCALED)
-def test_an_update_is_torchs(tmp_path, corpus, name, clip_norm):  # noqa: F811
+def test_an_update_is_torchs(tmp_path, corpus, name, clip_norm):
     """ε is as large as gradients are, so that a wrong one shows. `standard` decays vectors in the loop alone."""
     lr, eps, decay = 1e-3, 1e-2, 0.0 if name == "standard" else 0.1
     training = {"adam_form": "torch", "adam_eps": eps, "lr": lr, "weight_decay": decay, "clip_norm": clip_norm}
@@ -42,7 +42,7 @@ def test_an_update_is_torchs(tmp_path, corpus, name, clip_norm):  # noqa: F811
 
 
 @pytest.mark.parametrize("name", ["mup", "completep"])
-def test_a_resumed_run_is_the_uninterrupted_one(tmp_path, corpus, name):  # noqa: F811
+def test_a_resumed_run_is_the_uninterrupted_one(tmp_path, corpus, name):
     training = {"max_tokens": 100, "schedule": "inverse-sqrt", "lr": None, "warmup": 4, "evaluate_every": 5}
     model = {"dropout": 0.3, **SCALED[name]}
     fit(tmp_path / "whole", corpus, model, {**training, "updates": 12})
@@ -55,14 +55,14 @@ def test_a_resumed_run_is_the_uninterrupted_one(tmp_path, corpus, name):  # noqa
         fit(tmp_path / "parts", corpus, {**model, "base_width": 8}, {**training, "updates": 14}, resume=True)
 
 
-def test_the_schedules_own_rate_is_the_bases(tmp_path, corpus):  # noqa: F811
+def test_the_schedules_own_rate_is_the_bases(tmp_path, corpus):
     """λ/√d·n_w^-½ has the base's d, so that the rate is that of the base model."""
     training = {"schedule": "inverse-sqrt", "lr": None, "warmup": 4, "updates": 4}
     fit(tmp_path / "run", corpus, SCALED["mup"], training)
     assert events(tmp_path / "run", "updated")[3]["lr"] == pytest.approx(4**-0.5 * 4**-0.5)
 
 
-def test_decoding_scales_as_training_does(tmp_path, corpus):  # noqa: F811
+def test_decoding_scales_as_training_does(tmp_path, corpus):
     """Greedy translations are the oracle's, whose every step reads the whole prefix."""
     model = SCALED["completep"]
     fit(tmp_path / "run", corpus, model, {"updates": 30})
