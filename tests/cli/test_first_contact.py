@@ -123,7 +123,7 @@ def help_of(monkeypatch, capsys, *words: str, columns: int = 80) -> str:
 def test_help_of_train_groups_every_option(monkeypatch, capsys):
     shown = help_of(monkeypatch, capsys, "train")
     headings = re.findall(r"^(\w[\w ]*):$", shown, re.M)
-    assert headings == ["options", "common", "data", "model", "norm and residual", "training", "run"]
+    assert headings == ["options", "common", "data", "model", "norm and residual", "parametrisation", "training", "run"]
     sections = dict(zip(headings, re.split(r"^\w[\w ]*:$", shown, flags=re.M)[1:], strict=True))
     flags = {heading: re.findall(r"^  --(?:\[no-\])?([\w-]+)", section, re.M) for heading, section in sections.items()}
     assert flags["common"][:3] == ["output", "preset", "config"]
