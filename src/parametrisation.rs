@@ -7,6 +7,7 @@
 
 use crate::choice;
 use crate::error::{unknown, Result};
+use serde_json::{json, Value};
 
 choice! {
     /// A parameter's place in the parametrisation.
@@ -167,7 +168,18 @@ pub fn find(name: &str) -> Result<&'static Parametrisation> {
 impl Parametrisation {
     /// Of a parameter in a model so much larger than its base; `alpha`: another exponent than the parametrisation's.
     pub fn multipliers(&self, role: ParameterRole, width: f64, depth: f64, alpha: Option<f64>) -> Multipliers {
-        (self.multipliers)(role, &Ratios { width, depth, alpha: alpha.or(self.alpha).unwrap_or(0.0) })
+        (self.multipliers)(role, &Ratios { width, depth, alpha: self.exponent(alpha) })
+    }
+
+    /// α: the one that an option gives, or its own; 0 where the depth changes nothing.
+    fn exponent(&self, given: Option<f64>) -> f64 {
+        given.or(self.alpha).unwrap_or(0.0)
+    }
+
+    /// The entry, as JSON: Python's `param_groups` checks its arguments by it.
+    pub fn describe(&self) -> Value {
+        let Parametrisation { name, equation, source, base, alpha, .. } = self;
+        json!({"name": name, "equation": equation, "source": source, "needs": base, "alpha": alpha})
     }
 
     /// It multiplies nothing.
@@ -212,7 +224,7 @@ impl Scaled {
     fn ratios(&self, layers: Option<i64>) -> Ratios {
         let depth = layers.zip(self.base_depth).map_or(1.0, |(layers, base)| layers as f64 / base as f64);
         let width = self.d_model as f64 / self.base_width as f64;
-        Ratios { width, depth, alpha: self.depth_alpha.or(self.parametrisation.alpha).unwrap_or(0.0) }
+        Ratios { width, depth, alpha: self.parametrisation.exponent(self.depth_alpha) }
     }
 
     /// What every F(x) is multiplied by in a stack of so many layers.

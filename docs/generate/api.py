@@ -184,7 +184,7 @@ def escape(text: str) -> str:
 
 
 _WORDS = re.compile(r"(?m)(?:^|(?<=\. ))((?:Returns|Errors|Shapes?|Source|Modules and parameters|Example):)(?= |$)")
-"""What begins a part of a docstring."""
+"""The words that begin a part of a docstring."""
 
 
 def document(text: str) -> str:

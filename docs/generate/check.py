@@ -1,5 +1,5 @@
-"""What mkdocs does not look at in the finished site: every link and picture leads somewhere inside it, and nothing is
-loaded from elsewhere."""
+"""Checks the finished site, beyond mkdocs: each link and picture leads to a place inside it, and pages load nothing from
+other sites."""
 
 from html.parser import HTMLParser
 from pathlib import Path

@@ -205,7 +205,7 @@ class _Parser:
         return f'<mrow class="group">{fence}{opened}</mo>{inside}{fence}{_OPEN[opened]}</mo></mrow>'
 
     def scripts(self) -> tuple[str, str]:
-        """What follows below and above: `_B`, `²`, `^(1/4)`."""
+        """(subscript, superscript) of the symbol just read, such as `_B`, `²` or `^(1/4)`."""
         below = above = ""
         while (token := self.peek()) is not None:
             if token == "_":
@@ -225,7 +225,7 @@ class _Parser:
         return below, above
 
     def script(self) -> str:
-        """What stands above or below; a fraction there would be too small to read."""
+        """One subscript or superscript. Fractions in it stay on one line: they would be too small to read."""
         token = self.take()
         if token in _OPEN:
             was_small, self.is_small = self.is_small, True

@@ -63,7 +63,7 @@ def _specification(name: str) -> list[str]:
 
 
 def notes(name: str) -> list[str]:
-    """What docs/notes.md says of a name."""
+    """The section of docs/notes.md about a name."""
     match = re.search(rf"^## `{re.escape(name)}`\n(.*?)(?=^## |\Z)", NOTES.read_text(encoding="utf-8"), re.M | re.S)
     if match is None:
         return []

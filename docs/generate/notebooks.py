@@ -87,6 +87,6 @@ def _outputs(outputs: list[Any], name: str, folder: Path) -> Iterator[str]:
 
 
 def _last_states(text: str) -> str:
-    """What a terminal shows at the end: a progress bar is written over itself."""
+    """The text as a terminal shows it at the end, where a progress bar has overwritten itself."""
     plain = re.sub(r"\x1b\[[0-9;]*[A-Za-z]", "", text)
     return "\n".join(line.rstrip("\r").rpartition("\r")[2] for line in plain.split("\n"))

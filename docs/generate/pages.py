@@ -154,7 +154,7 @@ def _moved(source: str, folder: Path) -> str:
 
 
 def _lists(text: str) -> str:
-    """What belongs to an item of a numbered list stands four spaces in, where GitHub is content with three."""
+    """Indents the text of numbered items by four spaces, which mkdocs needs; GitHub is content with three."""
     lines, is_item = [], False
     for line in text.splitlines():
         if re.match(r"\d+\. ", line):

@@ -1,4 +1,4 @@
-"""What docs/spec.md says of a name, and which papers it names."""
+"""The sections of docs/spec.md about a name, and the papers that they cite."""
 
 import re
 from functools import cache

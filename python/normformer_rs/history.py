@@ -19,7 +19,7 @@ from ._optional import available, require
 
 LOG = "log.jsonl"
 _SHOWN = ("update", "epoch", "loss", "nll", "perplexity", "bleu", "best", "seconds")
-"""What notebooks show of an evaluation."""
+"""The columns of an evaluation in notebooks."""
 _logger = logging.getLogger("normformer_rs")
 
 

@@ -129,7 +129,7 @@ def _own_options(model: nn.Module) -> dict[str, Any]:
 
 
 def _agreed(name: str, given: Any, own: Any, otherwise: Any = None) -> Any:
-    """What was given or what the model has; InputError where both are there and differ."""
+    """The value given, else the model's own, else `otherwise`; InputError where given and own differ."""
     if given is not None and own is not None and given != own:
         raise InputError(
             f"{name} = {given} was given, and the model was built with {own}: leave it out, or build another"
@@ -139,21 +139,18 @@ def _agreed(name: str, given: Any, own: Any, otherwise: Any = None) -> Any:
 
 
 def _check(name: str, base_width: int | None, base_depth: int | None, alpha: float | None, **numbers: float) -> None:
-    names = [entry["name"] for entry in tables()["parametrisations"]]
-    if name not in names:
-        raise InputError(unknown("parametrisation", name, names))
-    has_depth = name in ("depth-mup", "completep")
-    for option, value, is_needed in (
-        ("base_width", base_width, name != "standard"),
-        ("base_depth", base_depth, has_depth),
-    ):
+    entries = {entry["name"]: entry for entry in tables()["parametrisations"]}
+    if name not in entries:
+        raise InputError(unknown("parametrisation", name, [*entries]))
+    for option, value in (("base_width", base_width), ("base_depth", base_depth)):
+        is_needed = option in entries[name]["needs"]
         if is_needed and value is None:
             raise InputError(f'parametrisation "{name}" needs {option}: that of the model for which lr was tuned')
         if not is_needed and value is not None:
             raise InputError(f'{option} = {value} would do nothing, as parametrisation is "{name}": leave it out')
         if value is not None and value < 1:
             raise InputError(f"{option} must be at least 1; got {value}")
-    if alpha is not None and not has_depth:
+    if alpha is not None and entries[name]["alpha"] is None:
         raise InputError(f'depth_alpha = {alpha} would do nothing, as parametrisation is "{name}": leave it out')
     if alpha is not None and not 0.5 <= alpha <= 1:
         raise InputError(f"depth_alpha must lie in [0.5, 1]; got {alpha}")

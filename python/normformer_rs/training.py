@@ -23,7 +23,7 @@ from .progress import Progress, Silent, choose, number
 logger = logging.getLogger("normformer_rs")
 logger.addHandler(logging.NullHandler())
 Callback = Callable[[str, Mapping[str, Any]], None]
-"""What `fit` calls: (event, values)."""
+"""A function that `fit` calls with (event, values)."""
 _LEVELS = {"debug": logging.DEBUG, "info": logging.INFO, "warning": logging.WARNING, "error": logging.ERROR}
 
 
@@ -151,7 +151,7 @@ class _Silent:
     """Reports nothing: for every process but the first."""
 
     failure: Exception | None = None
-    """What a callback raised."""
+    """The exception of a callback, with its name."""
 
     def started(self, event: Mapping[str, Any]) -> None: ...
     def updated(self, event: Mapping[str, Any]) -> None: ...

@@ -16,7 +16,7 @@ fn tables() -> PyResult<String> {
     let entry =
         |name: &str, equation: &str, source: &str| json!({"name": name, "equation": equation, "source": source});
     let others = [norm::group_scaling::ABOUT, norm::fix_norm::ABOUT, residual::PROFILING, model::TENSORIZED];
-    let parametrisations = parametrisation::PARAMETRISATIONS.iter();
+    let parametrisations = parametrisation::PARAMETRISATIONS.iter().map(|p| p.describe());
     json_text(&json!({
         "version": env!("CARGO_PKG_VERSION"),
         "options": {
@@ -29,7 +29,7 @@ fn tables() -> PyResult<String> {
             "norms": norm::NORMS.iter().map(|n| n.describe()).collect::<Vec<_>>(),
             "residuals": residual::SCHEMES.iter().map(|s| entry(s.name(), s.equation(), s.source())).collect::<Vec<_>>(),
             "inits": init::INITS.iter().map(|i| entry(i.name, i.definition, i.source)).collect::<Vec<_>>(),
-            "parametrisations": parametrisations.map(|p| entry(p.name, p.equation, p.source)).collect::<Vec<_>>(),
+            "parametrisations": parametrisations.collect::<Vec<_>>(),
             "others": others.map(|[name, equation, source]| entry(name, equation, source)),
         },
     }))
