@@ -70,12 +70,13 @@ def main() -> None:
     parser.add_argument("--pairs", type=int, default=15)
     parser.add_argument("--seconds", type=float, default=5, help="length of a window of training")
     parser.add_argument("--megabytes", type=int, nargs="+", default=MEGABYTES)
+    parser.add_argument("--norms", nargs="*", default=NORMS, choices=NORMS)
     arguments = parser.parse_args()
     checkouts = (HERE.parent, arguments.other.resolve())
     if arguments.what == "bits":
         compare_bits(*checkouts)
     else:
-        compare_kernels(checkouts, arguments.pairs, arguments.megabytes)
+        compare_kernels(checkouts, arguments.pairs, arguments.megabytes, arguments.norms)
         if arguments.corpus:
             for precision in ("f32", "bf16"):
                 compare_training(checkouts, precision, arguments)
@@ -84,11 +85,11 @@ def main() -> None:
 # ---- speed ----
 
 
-def compare_kernels(checkouts: tuple[Path, Path], pairs: int, megabytes: list[int]) -> None:
+def compare_kernels(checkouts: tuple[Path, Path], pairs: int, megabytes: list[int], norms: list[str]) -> None:
     own, other = (Side(checkout, [__file__, "--worker", "kernels"]) for checkout in checkouts)
     for dtype in ("float32", "bfloat16"):
         for size in megabytes:
-            for norm in NORMS:
+            for norm in norms:
                 call = f"{norm} {dtype} {size}"
                 report(f"{norm:10} {dtype:8} {size:3} MB", lambda side, call=call: side.ask(call), own, other, pairs)
     own.quit()
