@@ -154,14 +154,14 @@ class ExactSwap:
             for matrix in self.sites[norm].readers:
                 matrix.take_in(None, getattr(norm, self.known[norm].bias or "").detach())
         rows = []
-        for name, matrix, module in self.writers:
+        for name, written, module in self.writers:
             kind = type(module).__name__
-            if matrix is not None:
-                matrix.centre()
+            if written is not None:
+                written.centre()
             else:
                 edits.remember(module)
                 module.__class__ = converted_class(type(module), Centred)
-            rows.append(Row(name, kind, kind, "output centred" if matrix is None else "centred"))
+            rows.append(Row(name, kind, kind, "output centred" if written is None else "centred"))
         return rows
 
     def edited(self, swapped: Collection[nn.Module]) -> list[nn.Parameter]:
@@ -203,15 +203,13 @@ def _refuse_strangers(group: Group, groups: list[Group], stack: Stack) -> None:
     listed = group.path.removeprefix(group.end.path).lstrip(".")
     paths = [group.end.name, listed, *stack.after, *(path for some in stack.writers or () for path in some.split("|"))]
     own = {path.partition(".")[0] for path in paths}
-    strangers = [(name, child) for name, child in owner.named_children() if name not in own]
+    strangers: list[tuple[str, Any]] = [(n, p) for n, p in owner._parameters.items() if p is not None and n not in own]
+    strangers += [(n, child) for n, child in owner.named_children() if n not in own and [*child.parameters()]]
     holder = owner.get_submodule(listed)
-    strangers += [(join(listed, name), child) for name, child in holder.named_children() if child not in known]
+    strangers += [(join(listed, n), child) for n, child in holder.named_children() if _unwrapped(child) not in known]
     for name, child in strangers:
-        inside = (getattr(child, name, None) for name in ("_checkpoint_wrapped_module", "_orig_mod"))
-        if next(child.parameters(), None) is None or any(module in known for module in inside):
-            continue
         what = f"{join(group.end.path, name)}, a {type(child).__name__} of {type(owner).__name__}"
-        if read_norm(child) is not None:
+        if isinstance(child, nn.Module) and read_norm(child) is not None:
             raise InputError(
                 f"{what}, is a norm that writes the residual stream: γ⊙x̂ + β has a mean that no weight before it "
                 f"takes away, so {BY} cannot keep the outputs. Swap without exact=True, or pass a part of the model "
@@ -221,6 +219,13 @@ def _refuse_strangers(group: Group, groups: list[Group], stack: Stack) -> None:
             f"{what}, may write the residual stream, and its declaration does not name it: register the class with "
             "normformer_rs.surgery.register_stack(kind, end_norm, writers=(...), after=(...))"
         )
+
+
+def _unwrapped(module: nn.Module) -> nn.Module:
+    """The module in activation checkpointing's or the compiler's wrapper."""
+    for name in ("_checkpoint_wrapped_module", "_orig_mod"):
+        module = getattr(module, name, module)
+    return module
 
 
 def _of_blocks(group: Group, places: Places) -> Iterator[_Writer]:

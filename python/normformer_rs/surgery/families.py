@@ -41,7 +41,7 @@ def _of_transformers(
     """A family of transformers.models.{model}. `stacks`: the norm's name, or all that is declared."""
     module = f"transformers.models.{model}.modeling_{model}."
     ends = {kind: Stack(what) if isinstance(what, str) else what for kind, what in stacks.items()}
-    named = ({module + kind: what for kind, what in given.items()} for given in (blocks, ends, heads or {}))
+    named: Any = ({module + kind: what for kind, what in given.items()} for given in (blocks, ends, heads or {}))
     return Family(name, scheme, *named)
 
 

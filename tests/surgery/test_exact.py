@@ -1,0 +1,404 @@
+"""`swap_norms(model, "rmsnorm", exact=True)`: LayerNorm becomes RMSNorm and no output changes."""
+
+import copy
+import pickle
+import re
+
+import exact_support as own
+import pytest
+import torch
+from exact_support import Block, Lora, Model, OwnLinear, Parallel, build, gap, run, scattered
+from torch import nn
+
+import normformer_rs as nfrs
+from normformer_rs import nn as nfnn
+from normformer_rs.nn.norms import BiasedRMSNorm
+from normformer_rs.surgery import register_stack
+
+MODELS = {
+    "GPT2": {},
+    "RobertaPreLayerNorm": {},
+    "ViT": {},
+    "OPT": {},
+    "GPTNeoX": {},
+    "GPTNeoX, parallel": {"use_parallel_residual": True},
+    "CLIP's text": {},
+    "own": {},
+    "own, parallel": {},
+    "own, one block twice": {},
+}
+
+
+def made(case):
+    """(model, the name for `run`)."""
+    if case.startswith("own"):
+        shared = Block()
+        blocks = {"own": (Block(), Block()), "own, parallel": (Parallel(), Parallel())}.get(case, (shared, shared))
+        return scattered(Model(*blocks)), None
+    name = case.partition(",")[0].partition("'")[0]
+    model = build(name, **MODELS[case])
+    return (model.text_model if name == "CLIP" else model), name
+
+
+def exact(model, **options):
+    return nfrs.swap_norms(model, "rmsnorm", exact=True, **options)
+
+
+def blocks_of(model):
+    return [m for m in model.modules() if type(m).__name__.endswith(("Block", "Layer", "Parallel"))]
+
+
+@pytest.mark.parametrize("case", MODELS)
+def test_outputs_are_equal_and_undo_is_bit_for_bit(case):
+    model, name = made(case)
+    expected = run(model, name)
+    before = {key: value.clone() for key, value in model.state_dict().items()}
+    kinds = [type(m) for m in model.modules()]
+    swapped = exact(model)
+    assert gap(run(model, name), expected) < 1e-9
+    # no LayerNorm reads the stream any more, and the stream has no mean
+    means = []
+    for block in blocks_of(model):
+        assert not any(isinstance(m, nn.LayerNorm) for m in block.modules())
+        block.register_forward_hook(lambda _, args, y: means.append((y[0] if isinstance(y, tuple) else y).mean(-1)))
+    run(model, name)
+    assert means and max(mean.abs().max().item() for mean in means) < 1e-12
+    for block in blocks_of(model):
+        block._forward_hooks.clear()
+    assert any(not torch.equal(value, before[key]) for key, value in model.state_dict().items() if key in before)
+    swapped.undo()
+    assert [type(m) for m in model.modules()] == kinds
+    after = model.state_dict()
+    assert list(after) == list(before) and all(torch.equal(after[key], before[key]) for key in before)
+    assert torch.equal(run(model, name), expected)
+
+
+@pytest.mark.parametrize("name", ["GPT2", "RobertaPreLayerNorm", "ViT"])
+def test_the_error_in_bf16_is_at_most_twice_the_originals(name):
+    """Root mean squares over models, against the same weights in f64."""
+    errors = torch.zeros(2, dtype=torch.float64)
+    for seed in range(6):
+        plain = build(name, seed).bfloat16()
+        swapped = copy.deepcopy(plain)
+        exact(swapped)
+        expected = run(copy.deepcopy(plain).double(), name)
+        errors += torch.stack([(run(m, name).double() - expected).square().sum() for m in (plain, swapped)]).detach()
+    assert 0 < errors[1] <= 4 * errors[0], errors.sqrt()
+
+
+def test_where_each_bias_goes():
+    model = build("GPT2")
+    table = {row.name: row for row in exact(model)}
+    assert table["transformer.h.0.ln_1"].new == "RMSNorm" and "into c_attn" in table["transformer.h.0.ln_1"].note
+    last = table["transformer.ln_f"]
+    assert last.new == "BiasedRMSNorm" and "lm_head shares a parameter with transformer.wte.weight" in last.note
+    model = build("ViT", qkv_bias=False)
+    expected = run(model, "ViT")
+    table = {row.name: row.note for row in exact(model)}
+    assert table["vit.layers.0.layernorm_before"] == "bias kept: vit.layers.0.attention.q_proj has none"
+    assert table["vit.layers.0.layernorm_after"] == "bias into fc1"
+    assert gap(run(model, "ViT"), expected) < 1e-9
+
+
+def test_a_tied_embedding_is_centred_after_the_look_up():
+    model = build("GPT2")
+    before, tokens = model.lm_head.weight.clone(), torch.arange(5)
+    exact(model)
+    assert model.lm_head.weight is model.transformer.wte.weight and torch.equal(model.lm_head.weight, before)
+    assert model.transformer.wte(tokens).mean(-1).abs().max() < 1e-15
+    assert isinstance(model.transformer.wte, nn.Embedding)
+    model = build("GPT2", tie_word_embeddings=False)
+    head, expected = model.lm_head.weight.clone(), run(model, "GPT2")
+    exact(model)
+    assert type(model.transformer.wte) is nn.Embedding and model.transformer.wte.weight.mean(-1).abs().max() < 1e-15
+    assert torch.equal(model.lm_head.weight, head) and gap(run(model, "GPT2"), expected) < 1e-9
+
+
+def test_copies_pickles_and_generation():
+    model = build("GPT2")
+    tokens = torch.arange(3, 9)[None]
+    expected, logits = model.generate(tokens, max_new_tokens=6, do_sample=False), run(model, "GPT2")
+    exact(model)
+    for twin in (model, copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert gap(run(twin, "GPT2"), logits) < 1e-9
+        assert torch.equal(twin.generate(tokens, max_new_tokens=6, do_sample=False), expected)
+
+
+@pytest.mark.parametrize("name", ["GPT2", "RobertaPreLayerNorm", "ViT"])
+def test_the_file_loads_into_the_stock_class_and_into_a_swapped_one(name, tmp_path):
+    model = build(name)
+    expected = run(model, name)
+    exact(model)
+    model.save_pretrained(tmp_path)
+    stock = type(model).from_pretrained(tmp_path).double().eval()
+    assert any(isinstance(m, nn.LayerNorm) for m in stock.modules())
+    assert gap(run(stock, name), expected) < 1e-9
+    again = build(name, seed=5)
+    exact(again)
+    again.load_state_dict(model.state_dict())
+    assert gap(run(again, name), expected) < 1e-9
+
+
+def test_a_filter_leaves_norms_and_keeps_outputs():
+    model = build("ViT")
+    expected = run(model, "ViT")
+    exact(model, filter=lambda name, _: "before" in name)
+    kinds = [type(m) for m in model.modules()]
+    assert nfnn.RMSNorm in kinds and nn.LayerNorm in kinds and gap(run(model, "ViT"), expected) < 1e-9
+
+
+def test_a_norm_with_two_names_goes_by_both():
+    """A filter that takes one of them leaves the norm, whose bias would else be added twice."""
+    model = scattered(Model(Parallel(), Parallel()))
+    expected = run(model)
+    exact(model, filter=lambda name, _: not name.endswith("ln2"))
+    assert type(model.blocks[0].ln1) is nn.LayerNorm and type(model.norm) is not nn.LayerNorm
+    assert gap(run(model), expected) < 1e-9
+
+
+def test_the_optimizer_holds_the_new_norms():
+    model = build("ViT")
+    optimizer = torch.optim.AdamW(model.parameters())
+    run(model, "ViT").sum().backward()
+    optimizer.step()
+    done = exact(model, optimizer=optimizer)
+    (group,) = optimizer.param_groups
+    assert {*group["params"]} == {*model.parameters()}
+    assert not optimizer.state[model.vit.layers[0].mlp.fc2.weight] and optimizer.state[model.classifier.weight] == {}
+    done.undo()
+    assert {*group["params"]} == {*model.parameters()}
+
+
+def test_a_wrapped_reader_keeps_the_bias_in_the_norm():
+    model = build("ViT")
+    mlp = model.vit.layers[0].mlp
+    mlp.fc1 = Lora(mlp.fc1)
+    expected = run(model, "ViT")
+    table = {row.name: row for row in exact(model)}
+    row = table["vit.layers.0.layernorm_after"]
+    assert row.new == "BiasedRMSNorm" and "fc1 is a Lora, and no plain linear layer" in row.note
+    assert gap(run(model, "ViT"), expected) < 1e-9
+
+
+@pytest.mark.parametrize("kind", ["weight", "layer", "bias"])
+def test_shared_linear_layers(kind):
+    """Writers may share: all are centred. Readers that share keep their norms' biases apart."""
+    model = build("ViT")
+    first, second = (layer.mlp for layer in model.vit.layers)
+    if kind == "layer":
+        second.fc1, second.fc2 = first.fc1, first.fc2
+    else:
+        for a, b in ((first.fc1, second.fc1), (first.fc2, second.fc2)):
+            setattr(b, kind, getattr(a, kind))
+    expected = run(model, "ViT")
+    swapped = exact(model)
+    table = {row.name: row for row in swapped}
+    for i in range(2):
+        row = table[f"vit.layers.{i}.layernorm_after"]
+        assert row.new == "BiasedRMSNorm" and "share" in row.note, row
+    assert gap(run(model, "ViT"), expected) < 1e-9
+    swapped.undo()
+    assert torch.equal(run(model, "ViT"), expected)
+
+
+def test_norms_that_compute_rmsnorm_already():
+    model = build("Llama")
+    before = {key: value.clone() for key, value in model.state_dict().items()}
+    assert not exact(model.train()) and all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
+    model = build("GPT2")
+    exact(model)
+    after = run(model, "GPT2")
+    assert all("no residual stream" in row.note for row in exact(model)) and torch.equal(run(model, "GPT2"), after)
+
+
+def test_the_biased_norm():
+    x = torch.randn(3, 4, 6, dtype=torch.float64)
+    norm = BiasedRMSNorm(6, dtype=torch.float64)
+    scattered(norm)
+    expected = norm.weight * x / (x.square().mean(-1, keepdim=True) + norm.eps).sqrt() + norm.bias
+    torch.testing.assert_close(norm(x), expected, rtol=1e-12, atol=1e-12)
+    low = copy.deepcopy(norm).bfloat16()
+    near = low.weight.double() * low(x.bfloat16()).double().new_tensor(0) + copy.deepcopy(low).double()(
+        x.bfloat16().double()
+    )
+    assert torch.equal(low(x.bfloat16()), near.bfloat16())  # rounded once
+    norm.reset_parameters()
+    assert (norm.weight == 1).all() and not norm.bias.any()
+    plain = nfrs.to_torch(nn.Sequential(scattered(norm)))
+    torch.testing.assert_close(torch.jit.script(plain)(x), norm(x), rtol=1e-12, atol=1e-12)
+    exported = torch.export.export(nn.Sequential(norm), (x,)).module()
+    torch.testing.assert_close(exported(x), norm(x), rtol=1e-12, atol=1e-12)
+
+
+# Refusals
+
+
+def _clip():
+    return build("CLIP")
+
+
+def _lora_writer():
+    model = build("ViT")
+    model.vit.layers[1].mlp.fc2 = Lora(model.vit.layers[1].mlp.fc2)
+    return model
+
+
+def _own_linear():
+    model = scattered(Model(Block()))
+    model.blocks[0].fc2 = OwnLinear(12, own.D).double().eval()
+    return model
+
+
+def _hooked():
+    model = build("ViT")
+    model.vit.layers[0].mlp.fc2.register_forward_hook(lambda *_: None)
+    return model
+
+
+def _patched():
+    model = build("GPT2")
+    model.transformer.wte.forward = model.transformer.wte.forward
+    return model
+
+
+def _tied_writer():
+    model = scattered(Model(Block()))
+    model.probe = nn.Linear(12, own.D, dtype=torch.float64).eval()
+    model.probe.weight = model.blocks[0].fc2.weight
+    register_stack(Model, "norm", writers=("embedding", "position"), after=("head", "probe"))
+    return model
+
+
+def _layer_scale():
+    model = scattered(Model(Block()))
+    model.blocks[0].scale = nn.Linear(own.D, own.D, dtype=torch.float64).eval()
+    return model
+
+
+def _adapter():
+    model = build("GPT2")
+    model.transformer.adapter = nn.Linear(16, 16).eval()
+    return model
+
+
+def _parameter():
+    model = scattered(Model(Block()))
+    model.prompt = nn.Parameter(torch.ones(own.D))
+    return model
+
+
+def _stranger():
+    model = build("GPT2")
+    model.transformer.h.append(nn.Linear(16, 16).eval())
+    return model
+
+
+def _mixed():
+    model = build("ViT")
+    model.vit.layers[0].layernorm_after = nfnn.RMSNorm(16).double().eval()
+    return model
+
+
+def _no_end():
+    model = build("ViT")
+    model.vit.layernorm = nn.Identity().eval()
+    return model
+
+
+def _meta():
+    with torch.device("meta"):
+        return own.first_values("GPT2").eval()
+
+
+def _undeclared_writers():
+    model = scattered(Model(Block()))
+    register_stack(Model, "norm")
+    return model
+
+
+def _wrong_writers():
+    register_stack(Model, "norm", writers=("embedding", "position", "type.weight"), after=("head",))
+    return scattered(Model(Block()))
+
+
+def _wide_writer():
+    register_stack(Model, "norm", writers=("embedding", "position", "head"))
+    return scattered(Model(Block()))
+
+
+REFUSED = {
+    "a norm that writes": (_clip, r"vision_model\.pre_layrnorm, a LayerNorm of CLIPVisionModel, is a norm that writes"),
+    "LoRA": (_lora_writer, r"vit\.layers\.1\.mlp\.fc2 is a Lora, and no plain linear layer, .* merge it first"),
+    "a linear of its own": (_own_linear, r"blocks\.0\.fc2 is a OwnLinear, and no plain"),
+    "a hook": (_hooked, r"vit\.layers\.0\.mlp\.fc2 has forward hooks, .* leave exact=True out"),
+    "a forward": (_patched, r"transformer\.wte has a forward of its own, .* cannot be centred"),
+    "a tied writer": (_tied_writer, r"blocks\.0\.fc2 shares a parameter with probe\.weight"),
+    "LayerScale": (_layer_scale, r"blocks\.0\.scale, a Linear, changes what blocks\.0\.mixer\.out writes"),
+    "an adapter": (_adapter, r"transformer\.adapter, a Linear of GPT2Model, may write .*register_stack\("),
+    "a parameter": (_parameter, r"prompt, a Parameter of Model, may write"),
+    "a stranger": (_stranger, r"transformer\.h\.2, a Linear of GPT2Model, may write"),
+    "RMSNorm beside LayerNorm": (_mixed, r"layers\.0\.layernorm_after is a RMSNorm \(rmsnorm\).*undo earlier swaps"),
+    "no last norm": (_no_end, r"vit\.layernorm is a Identity \(no known norm\)"),
+    "training": (lambda: build("GPT2").train(), r"the model|it is in training mode: .* Call model\.eval\(\)"),
+    "a part in training": (lambda: _train_a_part(), r"transformer\.h\.1\.mlp\.dropout is in training mode"),
+    "meta": (_meta, r"transformer\.wte\.weight is on the meta device, .* load the weights first"),
+    "post-norm": (lambda: build("Bert"), r"bert\.encoder\.layer\.0, a BertLayer, is not declared to be pre-norm"),
+    "OPT, post-norm": (lambda: build("OPT, post-norm"), r"OPTDecoderLayer, is not declared to be pre-norm"),
+    "not said": (lambda: scattered(Model(own.Undeclared())), r"blocks\.0, a Undeclared, .*norm_first=True"),
+    "writers not declared": (_undeclared_writers, r"nothing is declared to write it.*register_stack\("),
+    "writers unknown": (lambda: build("MBart"), r"encoder\.layers\.0, a MBartEncoderLayer: nothing is declared"),
+    "no such writer": (_wrong_writers, r"Model has no type.weight, which its declaration says"),
+    "another width": (_wide_writer, r"head has 11 outputs, .* has 8: correct the declaration"),
+    "no blocks": (
+        lambda: scattered(nn.Sequential(nn.LayerNorm(4))),
+        r"holds no known Transformer block.*register_block",
+    ),
+    "another scheme": (lambda: _with_scheme(), r"GPT2Block, is not declared to be pre-norm"),
+}
+
+
+def _train_a_part():
+    model = build("GPT2")
+    model.transformer.h[1].mlp.dropout.train()
+    return model
+
+
+def _with_scheme():
+    model = build("GPT2")
+    nfrs.swap_residuals(model, "sandwich", init=None)
+    return model.eval()
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_cannot_be_kept_is_refused_and_nothing_changes(case):
+    make, message = REFUSED[case]
+    try:
+        model = make()
+        before = {key: (id(value), value.clone()) for key, value in model.state_dict(keep_vars=True).items()}
+        with pytest.raises(nfrs.InputError) as caught:
+            exact(model)
+    finally:
+        register_stack(Model, "norm", writers=("embedding", "position"), after=("head",))
+    assert re.search(message, str(caught.value)), caught.value
+    after = model.state_dict(keep_vars=True)
+    assert [*after] == [*before] and all(id(after[key]) == there for key, (there, _) in before.items())
+    assert all(after[key].is_meta or torch.equal(after[key], value) for key, (_, value) in before.items())
+
+
+@pytest.mark.parametrize("arguments", [("layernorm",), ("scalenorm",), ("rmsnorm", "default"), ("rmsnorm", "eps")])
+def test_exact_takes_no_other_target_or_option(arguments):
+    to, *more = arguments
+    options = {"eps": {"eps": 1e-3}, "default": {"init": "default"}}.get(*more, {}) if more else {}
+    with pytest.raises(
+        nfrs.InputError, match=r'call swap_norms\(model, "rmsnorm", exact=True\) without init'
+    ) as caught:
+        nfrs.swap_norms(build("GPT2"), to, exact=True, **options)
+    assert repr(to) in str(caught.value) and all(f"{name}=" in str(caught.value) for name in options)
+
+
+def test_the_package_s_own_pre_norm_scheme_stays_exact():
+    model = build("GPT2")
+    expected = run(model, "GPT2")
+    nfrs.swap_residuals(model, "prenorm", init=None)
+    exact(model.eval())
+    assert gap(run(model, "GPT2"), expected) < 1e-9
