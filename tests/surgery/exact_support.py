@@ -108,6 +108,19 @@ class Model(nn.Module):
         return self.head(self.norm(x))
 
 
+class Torchs(nn.Module):
+    """A language model around torch.nn's encoder."""
+
+    def __init__(self):
+        super().__init__()
+        layer = nn.TransformerEncoderLayer(D, 2, 12, 0.1, norm_first=True, batch_first=True)
+        self.embedding = nn.Embedding(VOCABULARY, D)
+        self.encoder = nn.TransformerEncoder(layer, 2, nn.LayerNorm(D), enable_nested_tensor=False)
+
+    def forward(self, tokens):
+        return self.encoder(self.embedding(tokens))
+
+
 _MIXER = Part(
     "self-attention",
     "ln1",
@@ -119,6 +132,7 @@ _SPEC = BlockSpec((_MIXER, _MLP), heads="heads", norm_first=True)
 register_block(Block, _SPEC)
 register_block(Parallel, _SPEC)
 register_block(Undeclared, _SPEC._replace(norm_first=None))
+register_stack(Torchs, "encoder.norm", writers=("embedding",))
 register_stack(Model, "norm", writers=("embedding", "position"), after=("head",))
 
 

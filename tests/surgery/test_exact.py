@@ -7,7 +7,7 @@ import re
 import exact_support as own
 import pytest
 import torch
-from exact_support import Block, Lora, Model, OwnLinear, Parallel, build, gap, run, scattered
+from exact_support import Block, Lora, Model, OwnLinear, Parallel, Torchs, build, gap, run, scattered
 from torch import nn
 
 import normformer_rs as nfrs
@@ -26,12 +26,15 @@ MODELS = {
     "own": {},
     "own, parallel": {},
     "own, one block twice": {},
+    "own, around torch.nn's encoder": {},
 }
 
 
 def made(case):
     """(model, the name for `run`)."""
     if case.startswith("own"):
+        if "torch" in case:
+            return scattered(Torchs()), None
         shared = Block()
         blocks = {"own": (Block(), Block()), "own, parallel": (Parallel(), Parallel())}.get(case, (shared, shared))
         return scattered(Model(*blocks)), None
@@ -112,6 +115,18 @@ def test_a_tied_embedding_is_centred_after_the_look_up():
     exact(model)
     assert type(model.transformer.wte) is nn.Embedding and model.transformer.wte.weight.mean(-1).abs().max() < 1e-15
     assert torch.equal(model.lm_head.weight, head) and gap(run(model, "GPT2"), expected) < 1e-9
+
+
+@pytest.mark.parametrize("option", ["max_norm", "subclass"])
+def test_an_embedding_that_is_more_than_a_table(option):
+    model = scattered(Model(Block(), Block()))
+    if option == "max_norm":
+        model.embedding.max_norm = 0.5
+    else:
+        model.embedding.__class__ = type("Shifted", (nn.Embedding,), {"forward": lambda m, x: m.weight[x] ** 2})
+    expected = run(model)
+    assert {row.name: row.note for row in exact(model)}["embedding"] == "output centred"
+    assert gap(run(model), expected) < 1e-9
 
 
 def test_copies_pickles_and_generation():

@@ -220,6 +220,52 @@ def test_what_cannot_be_folded_stays(change, reason):
     assert model.blocks[1].ln2 is kept and gap(run(model), expected) < 1e-9
 
 
+def _pooler(model):
+    model.vit.pooler = nn.Linear(16, 16).double()
+
+
+def _base(model):
+    model.base = model.vit
+
+
+def _wrapped_head(model):
+    model.classifier = Lora(model.classifier)
+
+
+@pytest.mark.parametrize(
+    "change,reason",
+    [
+        (_pooler, "stays: no linear layer is known to be its only reader"),
+        (_base, "stays: no linear layer is known to be its only reader"),
+        (_wrapped_head, "stays: classifier is a Lora, and no plain linear layer"),
+    ],
+)
+def test_the_last_norm_stays_where_it_may_be_read_twice(change, reason):
+    model = build("ViT")
+    change(model)
+    expected, kept = run(model, "ViT"), model.vit.layernorm
+    assert {row.note for row in fold_norms(model) if row.name.endswith(".layernorm")} == {reason}
+    assert model.vit.layernorm is kept and gap(run(model, "ViT"), expected) < 1e-9
+
+
+def test_norm_and_reader_shared_together_are_folded_once():
+    model = scattered(Model(Block(), Block()))
+    first, second = model.blocks
+    second.ln2, second.fc1 = first.ln2, first.fc1
+    expected = run(model)
+    fold_norms(model)
+    assert second.ln2 is first.ln2 and first.ln2.weight is None and gap(run(model), expected) < 1e-9
+
+
+def test_a_norm_of_readers_that_share_a_weight_stays():
+    model = scattered(Model(Block(), Block()))
+    first, second = model.blocks
+    second.ln2, second.fc1.weight = first.ln2, first.fc1.weight
+    expected = run(model)
+    assert "shares a parameter with another layer" in {row.name: row.note for row in fold_norms(model)}["blocks.0.ln2"]
+    assert gap(run(model), expected) < 1e-9
+
+
 def test_two_norms_of_one_linear_layer():
     """x + A(N(x)) and x + F(M(x)) with A = F."""
 
