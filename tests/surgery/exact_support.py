@@ -36,8 +36,12 @@ def run(model, name=None, **given):
     arguments = inputs(name, dtype) | given
     if name == "CLIP" and not hasattr(model, "logit_scale"):
         arguments.pop("pixel_values")
+    if getattr(model.config if hasattr(model, "config") else None, "add_cross_attention", False):
+        arguments["encoder_hidden_states"] = torch.linspace(-1, 1, 2 * 3 * 16, dtype=dtype).reshape(2, 3, 16)
     with Widened() if dtype == torch.float64 else contextlib.nullcontext():
         out = model(**arguments)
+    if isinstance(out, torch.Tensor):
+        return out
     for key in ("logits_per_text", "logits", "last_hidden_state"):
         if key in out:
             return out[key]

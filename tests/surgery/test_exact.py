@@ -17,12 +17,16 @@ from normformer_rs.surgery import register_stack
 
 MODELS = {
     "GPT2": {},
+    "GPT2, attending to an encoder": {"add_cross_attention": True},
     "RobertaPreLayerNorm": {},
+    "RobertaPreLayerNorm, attending to an encoder": {"add_cross_attention": True, "is_decoder": True},
     "ViT": {},
     "OPT": {},
+    "OPT, projected": {"word_embed_proj_dim": 8},
     "GPTNeoX": {},
     "GPTNeoX, parallel": {"use_parallel_residual": True},
     "CLIP's text": {},
+    "timm": {},
     "own": {},
     "own, parallel": {},
     "own, one block twice": {},
@@ -296,6 +300,17 @@ def _adapter():
     return model
 
 
+def _quantized():
+    model = scattered(Model(Block()))
+
+    class Packed(nn.Parameter):
+        pass
+
+    weight = model.blocks[0].fc2.weight.detach().as_subclass(Packed)
+    model.blocks[0].fc2._parameters["weight"] = weight
+    return model
+
+
 def _parameter():
     model = scattered(Model(Block()))
     model.prompt = nn.Parameter(torch.ones(own.D))
@@ -350,6 +365,10 @@ REFUSED = {
     "a tied writer": (_tied_writer, r"blocks\.0\.fc2 shares a parameter with probe\.weight"),
     "LayerScale": (_layer_scale, r"blocks\.0\.scale, a Linear, changes what blocks\.0\.mixer\.out writes"),
     "an adapter": (_adapter, r"transformer\.adapter, a Linear of GPT2Model, may write .*register_stack\("),
+    "a weight of another class": (
+        _quantized,
+        r"blocks\.0\.fc2 has a Packed of torch\.float64, .* leave exact=True out",
+    ),
     "a parameter": (_parameter, r"prompt, a Parameter of Model, may write"),
     "a stranger": (_stranger, r"transformer\.h\.2, a Linear of GPT2Model, may write"),
     "RMSNorm beside LayerNorm": (_mixed, r"layers\.0\.layernorm_after is a RMSNorm \(rmsnorm\).*undo earlier swaps"),

@@ -29,6 +29,7 @@ KEPT = {
     "GPTNeoX": 0,
     "RobertaPreLayerNorm": 1,
     "ViT": 0,
+    "timm": 0,
 }
 """Norms that keep weights, of those that read or write a stream, by family."""
 
@@ -60,9 +61,17 @@ def test_outputs_are_equal_and_undo_is_bit_for_bit(name):
     assert folded_and_back(build(name), name) == KEPT[name]
 
 
-def test_parallel_sublayers_of_gpt_neox():
-    model = build("GPTNeoX", use_parallel_residual=True)
-    assert folded_and_back(model, "GPTNeoX") == 0
+@pytest.mark.parametrize(
+    "name,options,left",
+    [
+        ("GPTNeoX", {"use_parallel_residual": True}, 0),
+        ("GPT2", {"add_cross_attention": True}, 1),
+        ("RobertaPreLayerNorm", {"add_cross_attention": True, "is_decoder": True}, 1),
+        ("OPT", {"word_embed_proj_dim": 8}, 0),  # the last norm's reader is project_out
+    ],
+)
+def test_variants(name, options, left):
+    assert folded_and_back(build(name, **options), name) == left
 
 
 @pytest.mark.parametrize("name", ["GPT2", "Llama", "Gemma"])
@@ -105,10 +114,10 @@ def test_after_an_exact_swap(name):
     assert torch.equal(run(model, name), expected)
 
 
-@pytest.mark.parametrize("name", ["Llama", "Gemma"])
+@pytest.mark.parametrize("name", ["Llama", "Gemma", "GPT2"])
 def test_the_stock_class_loads_the_file(name, tmp_path):
     """It puts norms of one where the file has none."""
-    model = build(name, tie_word_embeddings=False)
+    model = build(name, tie_word_embeddings=name == "GPT2")
     expected = run(model, name)
     fold_norms(model)
     model.save_pretrained(tmp_path)
@@ -117,18 +126,21 @@ def test_the_stock_class_loads_the_file(name, tmp_path):
 
 
 @pytest.mark.parametrize("cross", [False, True])
-def test_torchs_layers(cross):
+def test_torchs_layers_and_the_packages(cross):
     """In attention to an encoder the norm is read by the queries alone."""
-    kind = nn.TransformerDecoderLayer if cross else nn.TransformerEncoderLayer
-    for bias in (True, False):
-        model = scattered(kind(own.D, 2, 12, 0.1, norm_first=True, batch_first=True, bias=bias))
+    side = "Decoder" if cross else "Encoder"
+    torchs, ours = (getattr(home, f"Transformer{side}Layer") for home in (nn, nfnn))
+    pre = {"norm_first": True, "batch_first": True}
+    own_way = {"residual": "prenorm", "batch_first": True}
+    for kind, options in ((torchs, pre), (torchs, pre | {"bias": False}), (ours, own_way | {"qk_norm": True})):
+        model = scattered(kind(own.D, 2, 12, 0.1, **options))
         x = (torch.randn(2, 3, own.D, dtype=torch.float64), torch.randn(2, 4, own.D, dtype=torch.float64))[: 1 + cross]
         expected = model(*x)
         done = fold_norms(model)
         with torch.no_grad():
             assert gap(model(*x), expected) < 1e-9
-        assert not any(m.weight is not None for m in model.modules() if isinstance(m, nfnn.LayerNorm))
-        assert sum(isinstance(m, nfnn.LayerNorm) for m in model.modules()) == 2 + cross
+        norms = [child for name, child in model.named_children() if name.startswith("norm")]
+        assert len(norms) == 2 + cross and all(type(m) is nfnn.LayerNorm and m.weight is None for m in norms)
         done.undo()
         assert torch.equal(model(*x), expected)
 

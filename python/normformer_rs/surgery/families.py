@@ -224,12 +224,8 @@ FAMILIES = (
         "roberta_prelayernorm",
         {"RobertaPreLayerNormLayer": RobertaPreLayerNormBlock},
         {
-            f"RobertaPreLayerNormFor{task}": Head("roberta_prelayernorm", f"{reader}.dense")
-            for task, reader in (
-                ("MaskedLM", "lm_head"),
-                ("CausalLM", "lm_head"),
-                ("SequenceClassification", "classifier"),
-            )
+            f"RobertaPreLayerNormFor{task}LM": Head("roberta_prelayernorm", "lm_head.dense")
+            for task in ("Masked", "Causal")
         },
         RobertaPreLayerNormModel=Stack("LayerNorm", ("embeddings.LayerNorm",), ("pooler",)),
     ),
@@ -389,6 +385,11 @@ def table() -> list[tuple[str, list[str], str]]:
     torchs = ["TransformerEncoderLayer", "TransformerDecoderLayer"]
     known = [(f.name, [kind.rpartition(".")[2] for kind in f.blocks], f.scheme) for f in FAMILIES]
     return [("torch.nn", torchs, "postnorm, or prenorm with `norm_first`"), *known]
+
+
+def exact() -> list[str]:
+    """The families with a declared residual stream, for exact swaps."""
+    return [f.name for f in FAMILIES if any(stack.writers for stack in f.stacks.values())]
 
 
 def refused() -> dict[str, list[str]]:

@@ -16,7 +16,7 @@ from .norms import replace, unweighted
 from .probe import Known
 from .recognise import read_norm
 from .residuals import find_groups
-from .stream import Places, Site, prenorm_groups, readers, refuse_meta, sites
+from .stream import Places, Site, prenorm_groups, readers, refuse_meta, sites, widened
 from .undo import Edits, Row, Swaps, refuse_wrapped
 
 
@@ -48,7 +48,7 @@ def fold_norms(model: nn.Module) -> Swaps:
 
     Errors: InputError for a model without known blocks or with post-norm ones, for DistributedDataParallel and FSDP
     models, and for weights on the meta device. Nothing has been changed then.
-    Source: Graef et al. 2024 (FlashNorm); docs/spec.md §1.14.
+    Source: Graef et al. 2024 (FlashNorm); docs/spec.md §4.16.
     """
     by = "fold_norms"
     refuse_wrapped(model)
@@ -76,7 +76,7 @@ def fold_norms(model: nn.Module) -> Swaps:
 
 def _fold(norm: nn.Module, known: Known, site: Site, edits: Edits) -> None:
     """γ and β into the layers that read the norm."""
-    gain = None if known.gain is None else known.factor * (known.offset + getattr(norm, known.gain).double())
+    gain = None if known.gain is None else known.factor * (known.offset + widened(getattr(norm, known.gain)))
     bias = None if known.bias is None else getattr(norm, known.bias)
     for matrix in site.readers:
         if bias is not None and matrix.offsets() is None:

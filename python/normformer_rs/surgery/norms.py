@@ -77,7 +77,7 @@ def swap_norms(
             All that writes the residual stream is centred: weights and biases of its writers, or the output of an
             embedding that shares its weight. β goes into the biases of the linear layers behind, or stays. Hidden
             states of the stream lose their mean, and `inputs_embeds` must have none. Training on is another matter:
-            updates and dropout give the stream a mean again. Source: Jiang et al. 2023; docs/spec.md §1.14.
+            updates and dropout give the stream a mean again. Source: Jiang et al. 2023; docs/spec.md §4.16.
         options: the new norm's own (`eps`, …). ε is copied between norms that use it alike.
 
     Returns: the table of the changes; its `undo()` brings the old norms back.

@@ -57,12 +57,12 @@ class Matrix(NamedTuple):
     def take_in(self, gain: Tensor | None, bias: Tensor | None) -> None:
         """W ← W·diag(gain), b ← b + W·bias: the layer then reads x̂ instead of gain⊙x̂ + bias. In f64, rounded once."""
         rows, offsets = self.rows(), self.offsets()
-        wide = rows.double()
+        before = widened(rows)
         if bias is not None:
             assert offsets is not None
-            offsets.copy_(offsets.double() + wide @ bias.to(wide))
+            offsets.copy_(widened(offsets) + before @ bias.to(before))
         if gain is not None:
-            rows.copy_(wide * gain.to(wide))
+            rows.copy_(before * gain.to(before))
 
     def add_bias(self) -> None:
         """Gives the layer a bias of zeros."""
@@ -74,8 +74,8 @@ class Matrix(NamedTuple):
         """W ← W − mean over outputs, b ← b − mean b: its outputs then add up to 0. In f64, rounded once."""
         for outputs in (self.rows(), self.offsets()):
             if outputs is not None:
-                wide = outputs.double()
-                outputs.copy_(wide - wide.mean(0, keepdim=True))
+                before = widened(outputs)
+                outputs.copy_(before - before.mean(0, keepdim=True))
 
     def fault(self) -> str:
         """The reason why its weight and bias cannot be edited for its output's sake, or nothing."""
@@ -83,6 +83,9 @@ class Matrix(NamedTuple):
         conv1d = full_name(kind) == "transformers.pytorch_utils.Conv1D"
         if self.weight not in self.parameters or not (conv1d or kind.forward in _AFFINE):
             return f"{self.name} is a {kind.__name__}, and no plain linear layer"
+        odd = next((p for p in self.parameters.values() if not (_is_plain(p) and p.is_floating_point())), None)
+        if odd is not None:
+            return f"{self.name} has a {type(odd).__name__} of {odd.dtype}, which cannot be edited in place"
         if getattr(self.owner, "max_norm", None) is not None:
             return f"{self.name} has max_norm, which rescales its weight at each look-up"
         return disturbed(self.name, self.owner)
@@ -147,8 +150,18 @@ class Places:
 
 
 def _key(tensor: Tensor) -> Any:
-    is_plain = type(tensor) in (Tensor, nn.Parameter) and tensor.layout == torch.strided
-    return (tensor.device, tensor.data_ptr()) if is_plain and tensor.numel() and not tensor.is_meta else id(tensor)
+    has_place = _is_plain(tensor) and tensor.numel() and not tensor.is_meta
+    return (tensor.device, tensor.data_ptr()) if has_place else id(tensor)
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    """No subclass (quantized, distributed) and not sparse."""
+    return type(tensor) in (Tensor, nn.Parameter) and tensor.layout == torch.strided
+
+
+def widened(tensor: Tensor) -> Tensor:
+    """In the widest type of the device."""
+    return tensor.to(torch.float32 if tensor.device.type == "mps" else torch.float64)
 
 
 def join(*paths: str) -> str:
