@@ -99,17 +99,28 @@ class Undeclared(Block):
 class Model(nn.Module):
     """A language model around blocks, its head untied."""
 
-    def __init__(self, *blocks):
+    def __init__(self, *blocks, width=D):
         super().__init__()
-        self.embedding, self.position = nn.Embedding(VOCABULARY, D), nn.Parameter(torch.zeros(5, D))
-        self.blocks, self.norm = nn.ModuleList(blocks), nn.LayerNorm(D)
-        self.head = nn.Linear(D, VOCABULARY, bias=False)
+        self.embedding, self.position = nn.Embedding(VOCABULARY, width), nn.Parameter(torch.zeros(5, width))
+        self.blocks, self.norm = nn.ModuleList(blocks), nn.LayerNorm(width)
+        self.head = nn.Linear(width, VOCABULARY, bias=False)
 
     def forward(self, tokens):
         x = self.embedding(tokens) + self.position
         for block in self.blocks:
             x = block(x)
         return self.head(self.norm(x))
+
+
+class Towers(nn.Module):
+    """Two models of different widths, their logits added up."""
+
+    def __init__(self):
+        super().__init__()
+        self.narrow, self.wide = Model(Block()), Model(Block(12), width=12)
+
+    def forward(self, tokens):
+        return self.narrow(tokens) + self.wide(tokens)
 
 
 class Torchs(nn.Module):

@@ -7,7 +7,7 @@ import re
 import exact_support as own
 import pytest
 import torch
-from exact_support import Block, Lora, Model, OwnLinear, Parallel, Torchs, build, gap, run, scattered
+from exact_support import Block, Lora, Model, OwnLinear, Parallel, Torchs, Towers, build, gap, run, scattered
 from torch import nn
 
 import normformer_rs as nfrs
@@ -31,14 +31,21 @@ MODELS = {
     "own, parallel": {},
     "own, one block twice": {},
     "own, around torch.nn's encoder": {},
+    "own, two widths": {},
+    "own, positions in a buffer": {},
 }
 
 
 def made(case):
     """(model, the name for `run`)."""
     if case.startswith("own"):
-        if "torch" in case:
-            return scattered(Torchs()), None
+        if "torch" in case or "widths" in case:
+            return scattered(Torchs() if "torch" in case else Towers()), None
+        if "buffer" in case:
+            model = Model(Block())
+            del model.position
+            model.register_buffer("position", torch.randn(5, own.D))
+            return scattered(model), None
         shared = Block()
         blocks = {"own": (Block(), Block()), "own, parallel": (Parallel(), Parallel())}.get(case, (shared, shared))
         return scattered(Model(*blocks)), None
@@ -311,6 +318,18 @@ def _quantized():
     return model
 
 
+def _no_writers():
+    register_stack(Model, "norm", writers=())
+    return scattered(Model(Block()))
+
+
+def _attribute():
+    model = scattered(Model(Block()))
+    del model.position
+    model.position = torch.ones(5, own.D, dtype=torch.float64)
+    return model
+
+
 def _parameter():
     model = scattered(Model(Block()))
     model.prompt = nn.Parameter(torch.ones(own.D))
@@ -369,6 +388,8 @@ REFUSED = {
         _quantized,
         r"blocks\.0\.fc2 has a Packed of torch\.float64, .* leave exact=True out",
     ),
+    "an empty list of writers": (_no_writers, "nothing is declared to write it"),
+    "a plain attribute": (_attribute, "position is a Tensor, and neither a module, a parameter nor a buffer"),
     "a parameter": (_parameter, r"prompt, a Parameter of Model, may write"),
     "a stranger": (_stranger, r"transformer\.h\.2, a Linear of GPT2Model, may write"),
     "RMSNorm beside LayerNorm": (_mixed, r"layers\.0\.layernorm_after is a RMSNorm \(rmsnorm\).*undo earlier swaps"),

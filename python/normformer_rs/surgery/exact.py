@@ -33,6 +33,8 @@ class _Writer(NamedTuple):
     name: str
     matrix: Matrix | None
     module: nn.Module
+    width: int
+    """The stream's."""
 
 
 class ExactSwap:
@@ -58,16 +60,17 @@ class ExactSwap:
                 "centred vector with a mean again. Call model.eval() first"
             )
         refuse_meta(model, BY)
-        owners: dict[nn.Module, Stack] = {}
+        owners: dict[nn.Module, tuple[Stack, int]] = {}
         for group in groups:
             stack = _stack(group)
             _refuse_strangers(group, groups, stack)
             assert group.end is not None
-            owners[group.end.owner] = stack
-            self.writers += _of_blocks(group, self.places)
-        for owner, stack in owners.items():
+            width = known[group.end.norm].width
+            owners[group.end.owner] = (stack, width)
+            self.writers += _of_blocks(group, self.places, width)
+        for owner, (stack, width) in owners.items():
             for path in self.places.modules[owner]:
-                self.writers += _sources(owner, path, stack)
+                self.writers += _sources(owner, path, stack, width)
         self._settle()
 
     def _refuse_norms(self) -> None:
@@ -86,16 +89,15 @@ class ExactSwap:
         for writer in self.writers:
             names.setdefault(writer.module, set()).add(writer.name)
         every = {writer.name if writer.matrix is None else writer.matrix.name for writer in self.writers}
-        width = next(iter(self.known[norm].width for norm in self.sites))
         settled: dict[Any, _Writer] = {}
         for writer in self.writers:
             matrix = writer.matrix
             key = writer.module if matrix is None else tuple(map(id, matrix.parameters.values()))
             fault = self._fault(writer, every)
-            if matrix is not None and not fault and (outputs := matrix.rows().shape[0]) != width:
+            if matrix is not None and not fault and (outputs := matrix.rows().shape[0]) != writer.width:
                 raise InputError(
                     f"{writer.name} has {outputs} outputs, and the residual stream that it is declared to write has "
-                    f"{width}: correct the declaration"
+                    f"{writer.width}: correct the declaration"
                 )
             if fault:
                 # an embedding is centred after the look-up where its weight serves others, too
@@ -154,7 +156,7 @@ class ExactSwap:
             for matrix in self.sites[norm].readers:
                 matrix.take_in(None, getattr(norm, self.known[norm].bias or "").detach())
         rows = []
-        for name, written, module in self.writers:
+        for name, written, module, _ in self.writers:
             kind = type(module).__name__
             if written is not None:
                 written.centre()
@@ -166,7 +168,7 @@ class ExactSwap:
 
     def edited(self, swapped: Collection[nn.Module]) -> list[nn.Parameter]:
         """The parameters that `apply` writes, each once."""
-        found = [matrix for _, matrix, _ in self.writers if matrix is not None]
+        found = [matrix for _, matrix, _, _ in self.writers if matrix is not None]
         for norm in swapped:
             if self.known[norm].bias is not None and self.folds(norm):
                 found += self.sites[norm].readers
@@ -186,7 +188,7 @@ def _computes(known: Mapping[nn.Module, Known], norm: nn.Module) -> str | None:
 def _stack(group: Group) -> Stack:
     """The declared stream around the blocks."""
     first = f"{group.names[0]}, a {type(group.blocks[0]).__name__}" if group.names[0] else "the model"
-    if group.end is None or group.end.stack.writers is None:
+    if group.end is None or not group.end.stack.writers:
         around = "no norm is declared after the blocks" if group.end is None else "nothing is declared to write it"
         raise InputError(
             f"{BY} must know the residual stream around {first}: {around}, in {type(group.holder).__name__} or around "
@@ -228,7 +230,7 @@ def _unwrapped(module: nn.Module) -> nn.Module:
     return module
 
 
-def _of_blocks(group: Group, places: Places) -> Iterator[_Writer]:
+def _of_blocks(group: Group, places: Places, width: int) -> Iterator[_Writer]:
     """The last linear layers of all sublayers."""
     for block in group.blocks:
         for part in parts_of(block):
@@ -239,7 +241,7 @@ def _of_blocks(group: Group, places: Places) -> Iterator[_Writer]:
                         f"the declaration of {type(block).__name__} names no linear layer that ends its {part.kind}: "
                         'give one the role "output" or "fc2" in normformer_rs.surgery.register_block'
                     )
-                yield from (_Writer(matrix.name, matrix, matrix.owner) for matrix in found)
+                yield from (_Writer(matrix.name, matrix, matrix.owner, width) for matrix in found)
             _refuse_after(block, places.modules[block][0], part)
 
 
@@ -256,7 +258,7 @@ def _refuse_after(block: nn.Module, name: str, part: Part) -> None:
             )
 
 
-def _sources(owner: nn.Module, path: str, stack: Stack) -> Iterator[_Writer]:
+def _sources(owner: nn.Module, path: str, stack: Stack, width: int) -> Iterator[_Writer]:
     """The modules and parameters that make the first block's input."""
     for paths in stack.writers or ():
         try:
@@ -270,12 +272,17 @@ def _sources(owner: nn.Module, path: str, stack: Stack) -> Iterator[_Writer]:
         if found is None:
             continue
         what, name = at(owner, found), join(path, found)
-        if isinstance(what, nn.Parameter):
-            parent, _, leaf = found.rpartition(".")
-            module = owner.get_submodule(parent)
-            yield _Writer(name, Matrix(join(path, parent), module, leaf, "", what.dim() - 1), module)
+        parent, _, leaf = found.rpartition(".")
+        module = owner.get_submodule(parent)
+        if leaf in module._parameters or leaf in module._buffers:
+            yield _Writer(name, Matrix(join(path, parent), module, leaf, "", what.dim() - 1), module, width)
         elif isinstance(what, nn.Embedding | nn.Linear | nn.Conv1d | nn.Conv2d | nn.Conv3d):
             axis = 1 if isinstance(what, nn.Embedding) else 0
-            yield _Writer(name, Matrix(name, what, "weight", "bias", axis), what)
+            yield _Writer(name, Matrix(name, what, "weight", "bias", axis), what, width)
+        elif isinstance(what, nn.Module):
+            yield _Writer(name, None, what, width)
         else:
-            yield _Writer(name, None, what)
+            raise InputError(
+                f"{name} is a {type(what).__name__}, and neither a module, a parameter nor a buffer, so that it cannot "
+                f"be centred: {_WAYS}"
+            )

@@ -33,7 +33,7 @@ def fold_norms(model: nn.Module) -> Swaps:
     >>> from torch import nn
     >>> model = nn.TransformerEncoderLayer(8, 2, 16, norm_first=True, batch_first=True)
     >>> print(fold_norms(model))
-    fold_norms: 2
+    fold_norms: 3
     module   old        new                    note
     norm1    LayerNorm  LayerNorm, unweighted  weight, bias into self_attn
     norm2    LayerNorm  LayerNorm, unweighted  weight, bias into linear1

@@ -23,7 +23,8 @@ _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 
 
 class Matrix(NamedTuple):
-    """An affine layer's weight and bias, or one of equal shares of its outputs; a parameter alone is one, too."""
+    """An affine layer's weight and bias, or one of equal shares of its outputs; a parameter or a buffer alone is one,
+    too."""
 
     name: str
     """The layer's path in the model."""
@@ -36,9 +37,9 @@ class Matrix(NamedTuple):
     """(i, n): the i-th of n."""
 
     @property
-    def parameters(self) -> dict[str, nn.Parameter]:
+    def parameters(self) -> dict[str, Any]:
         """Weight and bias by their names in the owner, as far as there are any."""
-        own = self.owner._parameters
+        own = self.owner._parameters | self.owner._buffers
         return {name: p for name in (self.weight, self.bias) if (p := own.get(name)) is not None}
 
     def rows(self) -> Tensor:
