@@ -7,6 +7,7 @@ from block_models import FAMILIES, inputs
 from block_models import build as first_values
 from torch import nn
 
+import normformer_rs as nfrs
 from normformer_rs.surgery import BlockSpec, Linear, Part, register_block, register_stack
 from normformer_rs.surgery.probe import Widened
 
@@ -46,6 +47,11 @@ def run(model, name=None, **given):
         if key in out:
             return out[key]
     raise AssertionError(list(out))
+
+
+def exact(model, **options):
+    """The swap under test."""
+    return nfrs.swap_norms(model, "rmsnorm", exact=True, **options)
 
 
 def gap(found, expected):
