@@ -113,6 +113,8 @@ A swap of a model into its own scheme with `init=None` changes no output. torch.
 the norm after them, one more than the equation has.
 
 {table(("family", "blocks", "own scheme"), known)}
+Exact swaps know the residual streams of {"; ".join(families.exact())}. CLIP's vision encoder is refused.
+
 ## Refused
 
 These blocks have another form, so `swap_residuals` refuses them by name. `swap_norms` takes them.

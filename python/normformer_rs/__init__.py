@@ -36,6 +36,7 @@ __all__ = [
     "analysis",
     "average",
     "evaluate_loss",
+    "fold_norms",
     "keep_memory",
     "nn",
     "param_groups",
@@ -60,7 +61,7 @@ if TYPE_CHECKING:
     from .model import Transformer
     from .parametrisation import param_groups
     from .presets import PRESETS, preset
-    from .surgery import Swaps, swap_norms, swap_residuals
+    from .surgery import Swaps, fold_norms, swap_norms, swap_residuals
     from .training import DryRun, Trainer
     from .translation import Binarised, Perplexity, Translation, average, evaluate_loss, translate
 else:
@@ -74,7 +75,7 @@ else:
         "model": ("Transformer",),
         "parametrisation": ("param_groups",),
         "presets": ("PRESETS", "preset"),
-        "surgery": ("Swaps", "swap_norms", "swap_residuals"),
+        "surgery": ("Swaps", "fold_norms", "swap_norms", "swap_residuals"),
         "training": ("DryRun", "Trainer"),
         "translation": ("Binarised", "Perplexity", "Translation", "average", "evaluate_loss", "translate"),
         **dict.fromkeys(("analysis", "nn"), ()),

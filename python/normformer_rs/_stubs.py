@@ -218,6 +218,10 @@ def names() -> str:
     ]
     for family, blocks, scheme in families.table():
         lines.append(f"| {family} | {', '.join(f'`{block}`' for block in blocks)} | {scheme} |")
+    lines += [
+        "",
+        f"Exact swaps know the residual streams of {'; '.join(families.exact())}. CLIP's vision encoder is refused.",
+    ]
     lines += ["", "Refused by name, where the block", ""]
     lines += ["| has | classes |", "|---|---|"]
     for form, blocks in families.refused().items():

@@ -13,7 +13,7 @@ from . import plain
 from .errors import InputError
 from .model import Transformer
 from .nn.layers import Layer
-from .nn.norms import FIXNORM_EPS, FixedScaleNorm, RowNorm
+from .nn.norms import FIXNORM_EPS, BiasedRMSNorm, FixedScaleNorm, RowNorm
 from .nn.running import RunningNorm
 from .nn.scheme import GROWING, Change, Gain, Learned, NormAt, StreamStep, Sublayer
 from .nn.stacks import Stack
@@ -146,6 +146,12 @@ def _rms_norm(norm: nfnn.RMSNorm) -> nn.Module:
     return new
 
 
+def _biased_rms_norm(norm: Any) -> nn.Module:
+    if norm.bias is None:
+        return _rms_norm(norm)
+    return plain.BiasedRMSNorm(norm.weight, norm.bias, [*norm.normalized_shape], _eps(norm))
+
+
 def _lp_norm(norm: Any) -> nn.Module:
     return plain.LpNorm(norm.weight, norm.gain(), getattr(norm, "p", 2.0), len(norm.normalized_shape), _eps(norm))
 
@@ -157,6 +163,7 @@ def _running_norm(norm: RunningNorm) -> nn.Module:
 _NORMS: dict[type, Callable[[Any], nn.Module]] = {
     nfnn.LayerNorm: _layer_norm,
     nfnn.RMSNorm: _rms_norm,
+    BiasedRMSNorm: _biased_rms_norm,
     nfnn.ScaleNorm: _lp_norm,
     FixedScaleNorm: _lp_norm,
     nfnn.LpNorm: _lp_norm,

@@ -78,6 +78,7 @@ FAMILIES = {
         | {"attention_dropout": 0.0},
         "postnorm",
     ),
+    "RobertaPreLayerNorm": ("RobertaPreLayerNormForMaskedLM", ENCODER, "prenorm"),
     "GPT2": ("GPT2LMHeadModel", GPT2, "prenorm"),
     "Llama": ("LlamaForCausalLM", LLAMA, "prenorm"),
     "Mistral": ("MistralForCausalLM", LLAMA, "prenorm"),

@@ -201,6 +201,40 @@ class RMSNorm(_Offset, norm="rmsnorm"):
         return formulas.rms_norm(x, self.weight, list(self.normalized_shape), self.eps_for(x))
 
 
+class BiasedRMSNorm(RMSNorm):
+    """y = γ⊙x/√(mean x² + ε) + β: the RMSNorm of exact swaps, where no linear layer can take β. 16-bit rows are
+    computed in f32 and rounded once.
+
+    >>> BiasedRMSNorm(4).bias
+    Parameter containing:
+    tensor([0., 0., 0., 0.], requires_grad=True)
+    """
+
+    def __init__(
+        self, normalized_shape: int | Sequence[int], eps: float | None = 1e-5, bias: bool = True, **rest: Any
+    ) -> None:
+        super().__init__(normalized_shape, eps, **rest)
+        if bias:
+            empty = torch.empty(self.normalized_shape, device=rest.get("device"), dtype=rest.get("dtype"))
+            self.bias = nn.Parameter(empty)
+            self.reset_parameters()
+
+    def start(self, name: str) -> float:
+        return 0.0 if name == "bias" else super().start(name)
+
+    def call(self, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+        if bias is None:
+            return super().call(x, weight, None)
+        wide = torch.promote_types(x.dtype, torch.float32)
+        y = super().call(x.to(wide), None if weight is None else weight.to(wide), None)
+        return (y + bias.to(wide)).to(x.dtype)
+
+    def formula(self, x: Tensor) -> Tensor:
+        wide = torch.promote_types(x.dtype, torch.float32)
+        y = super().formula(x.to(wide))
+        return (y if self.bias is None else y + self.bias).to(x.dtype)
+
+
 class ScaleNorm(_Offset, norm="scalenorm"):
     """y = g·x/max(‖x‖₂, ε) over the last dimensions, one g = √d, learned unless elementwise_affine=False.
 

@@ -18,12 +18,13 @@ from .layers import (
     Through,
     TorchAttention,
 )
-from .norms import DyT, FixNormEmbedding, GroupScaling, HeadScale, LpNorm, RunningNorm, Scale, Shift
+from .norms import BiasedRMSNorm, DyT, FixNormEmbedding, GroupScaling, HeadScale, LpNorm, RunningNorm, Scale, Shift
 
 __all__ = [
     "Activation",
     "Around",
     "Attention",
+    "BiasedRMSNorm",
     "Decoder",
     "DecoderLayer",
     "DyT",

@@ -30,6 +30,21 @@ class LpNorm(nn.Module):
         return formulas.lp_norm(x, self.weight, self.gain, self.p, self.dims, self.eps)
 
 
+class BiasedRMSNorm(nn.Module):
+    """y = γ⊙x/√(mean x² + ε) + β over the dimensions of `shape`."""
+
+    weight: Tensor | None
+    bias: Tensor
+
+    def __init__(self, weight: Tensor | None, bias: Tensor, shape: list[int], eps: float) -> None:
+        super().__init__()
+        self.shape, self.eps = shape, float(eps)
+        keep(self, weight=weight, bias=bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return formulas.rms_norm(x, self.weight, self.shape, self.eps) + self.bias
+
+
 class DyT(nn.Module):
     """y = γ⊙tanh(αx) + β."""
 

@@ -2,7 +2,7 @@
 
 from .block_residual import BlockResidual
 from .blocks import Linear, Part, register_block, register_stack
-from .folding import fold_admin
+from .folding import fold_admin, fold_norms
 from .norms import swap_norms
 from .recognise import register_norm
 from .residuals import swap_residuals
@@ -17,6 +17,7 @@ __all__ = [
     "Row",
     "Swaps",
     "fold_admin",
+    "fold_norms",
     "register_block",
     "register_norm",
     "register_stack",

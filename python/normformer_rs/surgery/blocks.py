@@ -11,13 +11,13 @@ from ..nn.init import Role
 from ..nn.layers import KINDS
 from ..nn.scheme import Place
 from .converted import ConvertedBlock, converted_class
-from .families import BLOCKS, STACKS, full_name, refuse_old_library
+from .families import BLOCKS, STACKS, full_name, is_norm_first, refuse_old_library
 from .recognise import read_norm
-from .spec import BlockSpec, Linear, Part
+from .spec import BlockSpec, Linear, Part, Stack, at, has
 
 _BLOCKS: dict[type[nn.Module], Any] = {}
 """Classes of blocks, each with the class that it becomes."""
-_STACKS: dict[type[nn.Module], str] = {}
+_STACKS: dict[type[nn.Module], Stack] = {}
 
 
 def register_block(kind: type[nn.Module], converted: type[nn.Module] | BlockSpec) -> None:
@@ -57,9 +57,29 @@ def register_block(kind: type[nn.Module], converted: type[nn.Module] | BlockSpec
     _BLOCKS[kind] = made
 
 
-def register_stack(kind: type[nn.Module], end_norm: str) -> None:
-    """Registers the attribute of a class of stacks that is the norm after its last block."""
-    _STACKS[kind] = end_norm
+def register_stack(
+    kind: type[nn.Module], end_norm: str, writers: Sequence[str] | None = None, after: Sequence[str] = ()
+) -> None:
+    """Registers a class of stacks: the norm after its last block, and the beginning of its residual stream.
+
+    >>> import torch
+    >>> from torch import nn
+    >>> class Model(nn.Module):
+    ...     def __init__(self):
+    ...         super().__init__()
+    ...         self.embedding, self.position = nn.Embedding(9, 8), nn.Parameter(torch.zeros(5, 8))
+    ...         self.blocks, self.norm, self.head = nn.ModuleList(), nn.LayerNorm(8), nn.Linear(8, 9)
+    >>> register_stack(Model, "norm", writers=("embedding", "position"), after=("head",))
+
+    Args:
+        kind: the class itself, around a list of blocks.
+        end_norm: the path of the norm after the last block.
+        writers: for exact swaps: the paths of the modules and parameters that add up to the first block's input; each
+            module writes its output. `a|b` stands for b where a is None; a path whose value is None writes nothing.
+        after: the names of children that read the norm or come later. Another child with parameters is an error at an
+            exact swap, since it might write the stream.
+    """
+    _STACKS[kind] = Stack(end_norm, None if writers is None else tuple(writers), tuple(after))
 
 
 def converted_of(kind: type[nn.Module]) -> Any:
@@ -147,6 +167,7 @@ class End(NamedTuple):
     owner: nn.Module
     path: str
     name: str
+    stack: Stack
 
     @property
     def norm(self) -> nn.Module:
@@ -158,10 +179,22 @@ def end_of(model: nn.Module, path: str) -> End | None:
     while path:
         path = parent_of(path)
         owner = model.get_submodule(path)
-        name = _STACKS.get(type(owner), STACKS.get(full_name(type(owner))))
-        if name is not None:
-            return End(owner, path, name) if isinstance(getattr(owner, name, None), nn.Module) else None
+        stack = _STACKS.get(type(owner), STACKS.get(full_name(type(owner))))
+        if stack is not None:
+            there = has(owner, stack.norm) and isinstance(at(owner, stack.norm), nn.Module)
+            return End(owner, path, stack.norm, stack) if there else None
     return None
+
+
+def is_prenorm(block: Any) -> bool:
+    """The block is known to compute x + F(N(x)), and nothing else."""
+    place = place_of(block)
+    if place is not None:
+        return place.config.residual == "prenorm"
+    if isinstance(block, nn.TransformerEncoderLayer | nn.TransformerDecoderLayer):
+        return block.norm_first
+    converted = converted_of(type(block))
+    return is_norm_first(type(block), getattr(converted, "spec", None), block)
 
 
 def place_of(block: Any) -> Place | None:
@@ -190,7 +223,7 @@ def shape_of(block: Any) -> dict[str, Any]:
 def width_into(block: nn.Module, part: Part, role: Role) -> int:
     """The fan-in of the linear layer with that role."""
     path = next(linear.path for linear in part.linears if role in linear.roles)
-    owner, weight, _ = _projection(block, path)
+    owner, weight, _ = projection(block, path)
     if getattr(owner, weight, None) is None:
         raise _made_of_something_else(block, path, owner)
     return getattr(owner, weight).shape[0 if is_transposed(block, path) else 1]
@@ -201,13 +234,13 @@ def weight_and_bias(block: nn.Module, path: str) -> tuple[nn.Parameter, nn.Param
 
     Errors: InputError where the layer has no weight of its own: a parametrization or a wrapper makes it.
     """
-    owner, weight, bias = _projection(block, path)
+    owner, weight, bias = projection(block, path)
     if weight not in owner._parameters:
         raise _made_of_something_else(block, path, owner)
     return getattr(owner, weight), getattr(owner, bias, None)
 
 
-def _projection(block: nn.Module, path: str) -> tuple[nn.Module, str, str]:
+def projection(block: nn.Module, path: str) -> tuple[nn.Module, str, str]:
     """(owner, the weight's name, the bias's name) of a linear layer."""
     if path.endswith("in_proj_weight"):
         return block.get_submodule(parent_of(path)), "in_proj_weight", "in_proj_bias"

@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from ..errors import InputError
-from .huggingface import BertBlock, GPT2Block, T5Block
-from .spec import BlockSpec, Linear, Part, attention, feed_forward
+from .huggingface import BertBlock, GPT2Block, RobertaPreLayerNormBlock, T5Block
+from .spec import BlockSpec, Head, Linear, Part, Stack, at, attention, feed_forward
 
 
 class Family(NamedTuple):
@@ -19,19 +19,29 @@ class Family(NamedTuple):
         name: their usual name.
         scheme: their own; a swap into it with init=None changes no output.
         blocks: each class, by module and name, and its conversion: a `BlockSpec`, or a mixin of `huggingface`.
-        stacks: classes around them with a norm after the last block, and that norm's name.
+        stacks: classes around them with a norm after the last block.
+        heads: classes of models around those, where one linear layer reads that norm.
     """
 
     name: str
     scheme: str
     blocks: Mapping[str, Any]
-    stacks: Mapping[str, str] = {}
+    stacks: Mapping[str, Stack] = {}
+    heads: Mapping[str, Head] = {}
 
 
-def _of_transformers(name: str, scheme: str, model: str, blocks: Mapping[str, Any], **stacks: str) -> Family:
-    """A family of transformers.models.{model}."""
+def _of_transformers(
+    name: str,
+    scheme: str,
+    model: str,
+    blocks: Mapping[str, Any],
+    heads: Mapping[str, Head] | None = None,
+    **stacks: str | Stack,
+) -> Family:
+    """A family of transformers.models.{model}. `stacks`: the norm's name, or all that is declared."""
     module = f"transformers.models.{model}.modeling_{model}."
-    named = ({module + kind: what for kind, what in given.items()} for given in (blocks, stacks))
+    ends = {kind: Stack(what) if isinstance(what, str) else what for kind, what in stacks.items()}
+    named: Any = ({module + kind: what for kind, what in given.items()} for given in (blocks, ends, heads or {}))
     return Family(name, scheme, *named)
 
 
@@ -88,7 +98,11 @@ _BART_FEED = Part(
 )
 BART_ENCODER = BlockSpec((_BART_SELF, _BART_FEED), "self_attn.num_heads", clamps=True)
 BART_DECODER = BlockSpec((_BART_SELF, _BART_CROSS, _BART_FEED), "self_attn.num_heads")
-OPT = BlockSpec((_BART_SELF, _BART_FEED._replace(run=("fc1", "activation_fn", "fc2"))), "self_attn.num_heads")
+OPT = BlockSpec(
+    (_BART_SELF, _BART_FEED._replace(run=("fc1", "activation_fn", "fc2"))),
+    "self_attn.num_heads",
+    norm_first="do_layer_norm_before",
+)
 VIT = BlockSpec(
     (
         Part(
@@ -177,7 +191,8 @@ TIMM = BlockSpec(
 
 def _llama(name: str) -> Family:
     blocks = {f"{name}DecoderLayer": LLAMA}
-    return _of_transformers(name, "prenorm", name.lower(), blocks, **{f"{name}Model": "norm"})
+    heads = {f"{name}ForCausalLM": Head("model", "lm_head")}
+    return _of_transformers(name, "prenorm", name.lower(), blocks, heads, **{f"{name}Model": "norm"})
 
 
 def _bert(name: str, classes: str, model: str) -> Family:
@@ -187,7 +202,14 @@ def _bert(name: str, classes: str, model: str) -> Family:
 def _bart(name: str, scheme: str, classes: str, model: str) -> Family:
     blocks = {f"{classes}EncoderLayer": BART_ENCODER, f"{classes}DecoderLayer": BART_DECODER}
     ends = {f"{classes}{side}": "layer_norm" for side in ("Encoder", "Decoder")} if scheme == "prenorm" else {}
-    return _of_transformers(name, scheme, model, blocks, **ends)
+    return _of_transformers(name, scheme, model, blocks, None, **ends)
+
+
+_CLIP_TEXT = Stack("final_layer_norm", ("embeddings.token_embedding", "embeddings.position_embedding"))
+_CLIP_VISION = Stack(
+    "post_layernorm",
+    ("embeddings.class_embedding", "embeddings.patch_embedding", "embeddings.position_embedding"),
+)
 
 
 FAMILIES = (
@@ -196,52 +218,102 @@ FAMILIES = (
     _bert("XLM-RoBERTa", "XLMRoberta", "xlm_roberta"),
     _bert("ELECTRA", "Electra", "electra"),
     _of_transformers("DistilBERT", "postnorm", "distilbert", {"TransformerBlock": DISTILBERT}),
-    _of_transformers("GPT-2", "prenorm", "gpt2", {"GPT2Block": GPT2Block}, GPT2Model="ln_f"),
+    _of_transformers(
+        "RoBERTa-PreLayerNorm",
+        "prenorm",
+        "roberta_prelayernorm",
+        {"RobertaPreLayerNormLayer": RobertaPreLayerNormBlock},
+        {
+            f"RobertaPreLayerNormFor{task}LM": Head("roberta_prelayernorm", "lm_head.dense")
+            for task in ("Masked", "Causal")
+        },
+        RobertaPreLayerNormModel=Stack("LayerNorm", ("embeddings.LayerNorm",), ("pooler",)),
+    ),
+    _of_transformers(
+        "GPT-2",
+        "prenorm",
+        "gpt2",
+        {"GPT2Block": GPT2Block},
+        {"GPT2LMHeadModel": Head("transformer", "lm_head")},
+        GPT2Model=Stack("ln_f", ("wte", "wpe")),
+    ),
     *(_llama(name) for name in ("Llama", "Mistral", "Qwen2", "Qwen3", "Gemma")),
     _of_transformers(
-        "OPT", "prenorm; OPT-350m postnorm", "opt", {"OPTDecoderLayer": OPT}, OPTDecoder="final_layer_norm"
+        "OPT",
+        "prenorm; OPT-350m postnorm",
+        "opt",
+        {"OPTDecoderLayer": OPT},
+        {"OPTForCausalLM": Head("model.decoder", "model.decoder.project_out|lm_head")},
+        OPTDecoder=Stack("final_layer_norm", ("project_in|embed_tokens", "embed_positions"), ("project_out",)),
     ),
     _of_transformers(
         "GPT-NeoX with `use_parallel_residual=False`",
         "prenorm",
         "gpt_neox",
         {"GPTNeoXLayer": GPT_NEOX},
-        GPTNeoXModel="final_layer_norm",
+        {"GPTNeoXForCausalLM": Head("gpt_neox", "lm_head|embed_out")},
+        GPTNeoXModel=Stack("final_layer_norm", ("embed_in",)),
     ),
-    _of_transformers("T5", "prenorm", "t5", {"T5Block": T5Block}, T5Stack="final_layer_norm"),
+    _of_transformers("T5", "prenorm", "t5", {"T5Block": T5Block}, None, T5Stack="final_layer_norm"),
     _bart("BART", "postnorm", "Bart", "bart"),
     _bart("Marian", "postnorm", "Marian", "marian"),
     _bart("mBART", "prenorm", "MBart", "mbart"),
     _bart("Pegasus", "prenorm", "Pegasus", "pegasus"),
     _bart("M2M-100, NLLB", "prenorm", "M2M100", "m2m_100"),
     _bart("Whisper", "prenorm", "Whisper", "whisper"),
-    _of_transformers("ViT", "prenorm", "vit", {"ViTLayer": VIT}, ViTModel="layernorm"),
+    _of_transformers(
+        "ViT",
+        "prenorm",
+        "vit",
+        {"ViTLayer": VIT},
+        {"ViTForImageClassification": Head("vit", "classifier")},
+        ViTModel=Stack(
+            "layernorm",
+            (
+                "embeddings.patch_embeddings.projection",
+                "embeddings.cls_token",
+                "embeddings.mask_token",
+                "embeddings.position_embeddings",
+            ),
+            ("pooler",),
+        ),
+    ),
     _of_transformers(
         "CLIP, both encoders",
         "prenorm",
         "clip",
         {"CLIPEncoderLayer": CLIP},
-        CLIPTextModel="final_layer_norm",
-        CLIPTextTransformer="final_layer_norm",
-        CLIPVisionModel="post_layernorm",
-        CLIPVisionTransformer="post_layernorm",
+        CLIPTextModel=_CLIP_TEXT,
+        CLIPTextTransformer=_CLIP_TEXT,
+        CLIPVisionModel=_CLIP_VISION,
+        CLIPVisionTransformer=_CLIP_VISION,
     ),
     _of_transformers(
         "wav2vec 2.0",
         "postnorm; with `do_stable_layer_norm` prenorm",
         "wav2vec2",
-        {"Wav2Vec2EncoderLayer": WAV2VEC2, "Wav2Vec2EncoderLayerStableLayerNorm": WAV2VEC2},
+        {
+            "Wav2Vec2EncoderLayer": WAV2VEC2._replace(norm_first=False),
+            "Wav2Vec2EncoderLayerStableLayerNorm": WAV2VEC2._replace(norm_first=True),
+        },
         Wav2Vec2EncoderStableLayerNorm="layer_norm",
     ),
     Family(
         "ViT of timm",
         "prenorm",
         {"timm.models.vision_transformer.Block": TIMM},
-        {"timm.models.vision_transformer.VisionTransformer": "norm"},
+        {
+            "timm.models.vision_transformer.VisionTransformer": Stack(
+                "norm", ("patch_embed.proj", "cls_token", "reg_token", "pos_embed"), ("fc_norm", "head")
+            )
+        },
+        {"timm.models.vision_transformer.VisionTransformer": Head("", "head")},
     ),
 )
 BLOCKS = {kind: how for family in FAMILIES for kind, how in family.blocks.items()}
-STACKS = {kind: norm for family in FAMILIES for kind, norm in family.stacks.items()}
+STACKS = {kind: stack for family in FAMILIES for kind, stack in family.stacks.items()}
+HEADS = {kind: head for family in FAMILIES for kind, head in family.heads.items()}
+_SCHEMES = {kind: family.scheme for family in FAMILIES for kind in family.blocks}
 
 _SANDWICH = "has a norm on both sides of each branch, x + N(F(N(x))) (sandwich)"
 _PARALLEL = "has parallel sublayers that read the same input, x + A(N(x)) + F(N(x))"
@@ -269,18 +341,28 @@ REFUSED: dict[str, tuple[str, Callable[[Any], bool]]] = {
 """Classes of blocks with another scheme: what it is, and whether this block has it."""
 
 
-def refuse_other_schemes(model: nn.Module) -> None:
-    """InputError that names a block with a scheme that no swap can replace."""
+def is_norm_first(kind: type, spec: BlockSpec | None, block: Any) -> bool:
+    """A block of this class is declared to compute x + F(N(x))."""
+    declared = None if spec is None else spec.norm_first
+    if isinstance(declared, str):
+        return bool(at(block, declared))
+    return _SCHEMES.get(full_name(kind)) == "prenorm" if declared is None else declared
+
+
+def refuse_other_schemes(model: nn.Module, by: str = "swap_residuals", takes_parallel: bool = False) -> None:
+    """InputError that names a block of a form that `by` cannot take. `takes_parallel`: it takes declared blocks with
+    parallel sublayers, each with its own norm."""
     for path, block in model.named_modules():
         name = next((kind.__name__ for kind in type(block).__mro__ if kind.__name__ in REFUSED), None)
         if name is None or not type(block).__module__.startswith(("transformers.", "timm.")):
             continue
         reason, applies = REFUSED[name]
-        if applies(block):
+        is_taken = takes_parallel and reason is _PARALLEL and full_name(type(block)) in BLOCKS
+        if applies(block) and not is_taken:
+            forms = "x + F(N(x)) and N(x + F(x))" if by == "swap_residuals" else "x + F(N(x))"
             raise InputError(
-                f"{name} at {path or 'the top'} {reason}; swap_residuals takes over blocks of x + F(N(x)) and "
-                "N(x + F(x)), one norm a sublayer: choose a model with such blocks, or pass the part of yours that has "
-                "them"
+                f"{name} at {path or 'the top'} {reason}; {by} takes over blocks of {forms}, one norm a sublayer: "
+                "choose a model with such blocks, or pass the part of yours that has them"
             )
 
 
@@ -303,6 +385,11 @@ def table() -> list[tuple[str, list[str], str]]:
     torchs = ["TransformerEncoderLayer", "TransformerDecoderLayer"]
     known = [(f.name, [kind.rpartition(".")[2] for kind in f.blocks], f.scheme) for f in FAMILIES]
     return [("torch.nn", torchs, "postnorm, or prenorm with `norm_first`"), *known]
+
+
+def exact() -> list[str]:
+    """The families with a declared residual stream, for exact swaps."""
+    return [f.name for f in FAMILIES if any(stack.writers for stack in f.stacks.values())]
 
 
 def refused() -> dict[str, list[str]]:

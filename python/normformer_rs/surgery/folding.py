@@ -1,4 +1,4 @@
-"""Admin's gains folded into the weights around them, after training."""
+"""Gains folded into the weights around them, after training: norms' and admin's."""
 
 import itertools
 from collections.abc import Iterator
@@ -10,8 +10,81 @@ from torch import Tensor, nn
 from ..errors import InputError
 from ..model import Transformer
 from ..nn.scheme import Learned, Place
-from .blocks import DECODER, ENCODER, Part, is_transposed, parts_of, place_of, weight_and_bias
+from .blocks import DECODER, ENCODER, Part, parts_of, place_of, weight_and_bias
+from .marker import mark
+from .norms import replace, unweighted
+from .probe import Known
+from .recognise import read_norm
 from .residuals import find_groups
+from .stream import Places, Site, prenorm_groups, readers, refuse_meta, sites, widened
+from .undo import Edits, Row, Swaps, refuse_wrapped
+
+
+@torch.no_grad()
+def fold_norms(model: nn.Module) -> Swaps:
+    """Folds the γ and β of norms into the linear layers that read them, in place; the norms remain without weights.
+
+    With y = γ⊙x̂ + β and z = Wy + b, z = (W·diag(γ))x̂ + (b + Wβ). This holds for layernorm and rmsnorm in pre-norm
+    blocks: queries, keys and values, or the first linear layers of the feed-forward, read the norm. The last norm is
+    folded where one linear layer reads it, and that layer shares no weight with an embedding. A linear layer without a
+    bias gets one where there is a β. The model's outputs change by rounding only, in training mode, too; gradients are
+    those of another parametrisation, so make an optimizer afterwards.
+
+    >>> from torch import nn
+    >>> model = nn.TransformerEncoderLayer(8, 2, 16, norm_first=True, batch_first=True)
+    >>> print(fold_norms(model))
+    fold_norms: 3
+    module   old        new                    note
+    norm1    LayerNorm  LayerNorm, unweighted  weight, bias into self_attn
+    norm2    LayerNorm  LayerNorm, unweighted  weight, bias into linear1
+    (model)  fast path  off                    torch.nn's fused evaluation would bypass the norms
+
+    Args:
+        model: any tree of modules that holds known pre-norm blocks: torch.nn's with `norm_first`, those that
+            docs/names.md lists, and those of `register_block`, with `norm_first=True`.
+
+    Returns: the table of the changes; norms that stay have a row with the reason. Its `undo()` brings weights and norms
+    back bit for bit.
+
+    Errors: InputError for a model without known blocks or with post-norm ones, for DistributedDataParallel and FSDP
+    models, and for weights on the meta device. Nothing has been changed then.
+    Source: Graef et al. 2024 (FlashNorm); docs/spec.md §4.16.
+    """
+    by = "fold_norms"
+    refuse_wrapped(model)
+    places = Places(model)
+    found = sites(prenorm_groups(model, by), places)
+    refuse_meta(model, by)
+    edits, rows, folded = Edits(model, by), [], {}
+    for norm, site in found.items():
+        known, kind, name = read_norm(norm), type(norm).__name__, min(site.names)
+        own = [] if known is None else [leaf for leaf in (known.gain, known.bias) if leaf is not None]
+        fault = site.fault if known and known.computes in ("layernorm", "rmsnorm") else "no layernorm or rmsnorm"
+        if fault:
+            rows.append(Row(name, kind, kind, f"stays: {fault}"))
+        elif known is not None and own:
+            folded[norm] = unweighted(model, name, norm, known)
+            note = f"{', '.join(own)} into {site.said}"
+            rows += [Row(name, kind, f"{type(folded[norm]).__name__}, unweighted", note) for name in sorted(site.names)]
+            _fold(norm, known, site, edits)
+    rows += replace(model, [(name, norm) for norm in folded for name in sorted(found[norm].names)], folded, edits)
+    if folded:
+        mark(model, "folded", "norms", edits)
+    edits.done()
+    return Swaps(by, rows, edits)
+
+
+def _fold(norm: nn.Module, known: Known, site: Site, edits: Edits) -> None:
+    """γ and β into the layers that read the norm."""
+    gain = None if known.gain is None else known.factor * (known.offset + widened(getattr(norm, known.gain)))
+    bias = None if known.bias is None else getattr(norm, known.bias)
+    for matrix in site.readers:
+        if bias is not None and matrix.offsets() is None:
+            edits.remember(matrix.owner)
+            matrix.add_bias()
+    edits.remember_values([*dict.fromkeys(p for matrix in site.readers for p in matrix.parameters.values())])
+    for matrix in site.readers:
+        matrix.take_in(gain, bias)
 
 
 class _Site(NamedTuple):
@@ -95,10 +168,6 @@ def _sites(block: nn.Module, owner: nn.Module, place: Place) -> Iterator[_Site]:
 
 def _readers(block: nn.Module, part: Part) -> Iterator[Tensor]:
     """The matrices of a sublayer that x is multiplied by, as views whose last dimension is x's."""
-    reading = {"query", "fc1"} if part.kind == "cross-attention" else {"query", "key", "value", "fc1"}
     for linear in part.linears:
-        weight = weight_and_bias(block, linear.path)[0]
-        rows = weight.T if is_transposed(block, linear.path) else weight
-        for role, matrix in zip(linear.roles, rows.chunk(len(linear.roles))):
-            if role in reading:
-                yield matrix
+        weight_and_bias(block, linear.path)  # refuses layers without a weight of their own
+    yield from (matrix.rows() for matrix in readers(block, "", part))

@@ -65,6 +65,37 @@ class BertBlock(ConvertedBlock):
         return self.residual.step(last, attention_output, function, self.output.dropout)
 
 
+# RoBERTa-PreLayerNorm: x⁺ = x + F(N(x)), in BERT's modules
+
+
+class RobertaPreLayerNormBlock(BertBlock):
+    spec = BlockSpec(
+        (
+            *(
+                Part(
+                    kind,
+                    f"{path}.LayerNorm",
+                    attention(f"{path}.self", f"{path}.output.dense", "query key value"),
+                )
+                for kind, path in (("self-attention", "attention"), ("cross-attention", "crossattention"))
+            ),
+            Part(
+                "feed-forward",
+                "intermediate.LayerNorm",
+                feed_forward("intermediate.dense", "output.dense"),
+            ),
+        ),
+        heads="attention.self.num_attention_heads",
+    )
+
+    def feed_forward_chunk(self: Any, attention_output: Tensor) -> Tensor:
+        def function(x: Tensor) -> Tensor:
+            return self.output.dense(self.intermediate.intermediate_act_fn(self.intermediate.dense(x)))
+
+        last = len(self.residual.sublayers) - 1
+        return self.residual.step(last, attention_output, function, self.output.dropout)
+
+
 # GPT-2: x⁺ = x + F(N(x)), dropout inside F
 
 

@@ -2,7 +2,7 @@
 
 import inspect
 import math
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from typing import Any, Literal, NamedTuple, cast
 
 import torch
@@ -10,6 +10,8 @@ from torch import Tensor, nn
 
 from ..config import unknown
 from ..errors import InputError
+from ..nn.norms import BiasedRMSNorm
+from .exact import ExactSwap
 from .marker import mark
 from .padding import read_padding
 from .probe import KINDS, Known
@@ -39,6 +41,7 @@ def swap_norms(
     filter: Callable[[str, nn.Module], bool] | None = None,
     init: Literal["match", "default"] = "match",
     optimizer: torch.optim.Optimizer | None = None,
+    exact: bool = False,
     **options: Any,
 ) -> Swaps:
     """Replaces norms of a model by others, in place.
@@ -70,15 +73,27 @@ def swap_norms(
             root mean square of γ (so that outputs keep their length on average), and the reverse. Offsets are
             converted: Gemma's weight + 1 becomes RMSNorm's weight. "default": a new norm's first values.
         optimizer: its groups then hold the new parameters in the old ones' places; state of the old ones is dropped.
+        exact: keeps the model's outputs in evaluation mode, where layernorm becomes rmsnorm in known pre-norm blocks.
+            All that writes the residual stream is centred: weights and biases of its writers, or the output of an
+            embedding that shares its weight. β goes into the biases of the linear layers behind, or stays. Hidden
+            states of the stream lose their mean, and `inputs_embeds` must have none. Training on is another matter:
+            updates and dropout give the stream a mean again. Source: Jiang et al. 2023; docs/spec.md §4.16.
         options: the new norm's own (`eps`, …). ε is copied between norms that use it alike.
 
     Returns: the table of the changes; its `undo()` brings the old norms back.
 
     Errors: InputError for an unknown name; a model without known norms, or that is itself a norm;
-    DistributedDataParallel and FSDP models; an optimizer that does not own the parameters. Nothing has been changed
-    then.
+    DistributedDataParallel and FSDP models; an optimizer that does not own the parameters; with exact=True another
+    target, blocks or writers that are not declared or cannot be centred, a norm that writes the stream, training mode,
+    the meta device. Nothing has been changed then.
     """
     target = _target(to)
+    if exact and (target.computes != "rmsnorm" or init != "match" or options):
+        raise InputError(
+            'exact=True turns layernorm into rmsnorm with its own ε: call swap_norms(model, "rmsnorm", exact=True) '
+            f"without init and options; got {to!r}{f', init={init!r}' if init != 'match' else ''}"
+            + "".join(f", {name}={value!r}" for name, value in options.items())
+        )
     if init not in ("match", "default"):
         raise InputError(unknown("init", init, ("match", "default")))
     refuse_wrapped(model)
@@ -95,28 +110,38 @@ def swap_norms(
             "make the norm with normformer_rs.nn instead, or pass the module that holds it"
         )
 
+    plan = ExactSwap(model, {module: known for _, module, known in norms}) if exact else None
     made: dict[nn.Module, _Made] = {}
     shared: dict[tuple[nn.Parameter, str, torch.Size], nn.Parameter] = {}
     places: list[tuple[str, nn.Module]] = []
     for name, module, known in norms:
-        if target.is_met_by(module) or (filter is not None and not filter(name, module)):
+        if target.is_met_by(module) or (exact and known.computes == "rmsnorm"):
+            continue
+        names = [name] if plan is None else plan.places.modules[module]  # β leaves a norm under all of its names
+        if filter is not None and not all(filter(name, module) for name in names):
+            continue
+        if plan is not None and (reason := plan.reason(module)):
+            kind = type(module).__name__
+            staying |= {} if plan.writes(module) else {name: Row(name, kind, kind, f"stays: {reason}")}
             continue
         places.append((name, module))
         if module not in made:
-            made[module] = _twin(module, known, target, init, _nearest(model, name), options)
+            keeps_bias = plan is not None and known.bias is not None and not plan.folds(module)
+            into = target._replace(make=BiasedRMSNorm) if keeps_bias else target
+            made[module] = _twin(module, known, into, init, _nearest(model, name), options)
+            if plan is not None:
+                made[module] = made[module]._replace(note=plan.note(module))
             _share(module, made[module], shared)
 
-    repoint = Repoint(optimizer, _exchanged(model, places, made))
-    title = f"swap_norms to {target.title}"
+    edited = [] if plan is None else plan.edited(made)
+    repoint = Repoint(optimizer, _exchanged(model, places, made), edited)
+    title = f"swap_norms to {target.title}" + (", exact" if exact else "")
     edits, rows = Edits(model, title), []
     for name, old in places:
-        parent, _, leaf = name.rpartition(".")
-        holder = model.get_submodule(parent)
-        edits.remember(holder)
-        holder._modules[leaf] = made[old].norm
         rows.append(Row(name, type(old).__name__, type(made[old].norm).__name__, made[old].note))
     rows += staying.values()
-    rows += _switch_off_fast_paths(model, {new.norm for new in made.values()}, edits)
+    rows += [] if plan is None else plan.apply(edits, made)
+    rows += replace(model, places, {old: new.norm for old, new in made.items()}, edits)
     repoint(edits)
     read_padding(model, edits)
     mark(model, "norm", target.title, edits)
@@ -142,6 +167,24 @@ def _find(
             kind = type(module).__name__
             staying[name] = Row(name, kind, kind, f"stays: {found}")
     return norms, staying
+
+
+def replace(
+    model: nn.Module, places: Iterable[tuple[str, nn.Module]], made: Mapping[nn.Module, nn.Module], edits: Edits
+) -> list[Row]:
+    """Puts new norms into the places of old ones, by name. Returns rows of the fast paths that it switches off."""
+    for name, old in places:
+        parent, _, leaf = name.rpartition(".")
+        holder = model.get_submodule(parent)
+        edits.remember(holder)
+        holder._modules[leaf] = made[old]
+    return _switch_off_fast_paths(model, {*made.values()}, edits)
+
+
+def unweighted(model: nn.Module, name: str, norm: nn.Module, known: Known) -> nn.Module:
+    """x̂ of a norm of the model: the norm of its kind without γ and β."""
+    target = _target(known.computes)
+    return _twin(norm, known, target, "match", _nearest(model, name), {"elementwise_affine": False}).norm
 
 
 # The new norms.

@@ -129,9 +129,9 @@ def swap_residuals(
 # Finding the blocks.
 
 
-def find_groups(model: nn.Module) -> list[Group]:
-    """All known blocks, grouped by list, class and width; InputError if there are none."""
-    refuse_other_schemes(model)
+def find_groups(model: nn.Module, by: str = "swap_residuals") -> list[Group]:
+    """All known blocks, grouped by list, class and width; InputError, in the name of `by`, if there are none."""
+    refuse_other_schemes(model, by, takes_parallel=by != "swap_residuals")
     found: dict[Any, dict[str, nn.Module]] = {}
     for name, module in model.named_modules():
         if is_block(type(module)):
@@ -302,10 +302,10 @@ def _convert_foreign(group: Group, place: Place, edits: Edits) -> list[Row]:
     if group.end is None or not any(change.kind == "norm" for change in end):
         group.blocks[-1].residual.finish(end)  # type: ignore[union-attr, operator]
         if group.end is not None:
-            edits.remember(group.end.owner)
+            edits.remember(group.end.owner.get_submodule(parent_of(group.end.name)))
             path = f"{group.end.path}.{group.end.name}".lstrip(".")
             notes.append(Row(path, type(group.end.norm).__name__, "Identity", "after the stack"))
-            setattr(group.end.owner, group.end.name, nn.Identity())
+            _put(group.end.owner, group.end.name, nn.Identity())
     return notes
 
 

@@ -72,6 +72,28 @@ class Part(NamedTuple):
         yield from (path for path in (self.dropout, *self.run) if path is not None)
 
 
+class Stack(NamedTuple):
+    """The residual stream around a stack's blocks; paths are those of the module that holds them.
+
+    Attributes:
+        norm: the norm after the last block.
+        writers: the modules and parameters that add up to the first block's input; `a|b`: b where a is None. None: not
+            declared.
+        after: children that read the norm, or come later.
+    """
+
+    norm: str
+    writers: tuple[str, ...] | None = None
+    after: tuple[str, ...] = ()
+
+
+class Head(NamedTuple):
+    """The one reader of a stack's last norm in a class of models: paths of the stack, and of a linear layer."""
+
+    stack: str
+    reader: str
+
+
 class BlockSpec(NamedTuple):
     """A class of blocks as data, for `register_block`, where the block calls its sublayers one after another.
 
@@ -79,11 +101,14 @@ class BlockSpec(NamedTuple):
         parts: the sublayers in order; cross-attention is left out of blocks that have none.
         heads: the path of the number of attention heads.
         clamps: the block keeps its float16 outputs finite.
+        norm_first: its norms stand before its sublayers, x + F(N(x)); or the path of the attribute that says so.
+            Needed by `fold_norms` and exact swaps, which take no other blocks.
     """
 
     parts: tuple[Part, ...]
     heads: str
     clamps: bool = False
+    norm_first: bool | str | None = None
 
     def parts_of(self, block: Any) -> list[Part]:
         """The sublayers that this block has."""
@@ -118,6 +143,15 @@ def _acts(module: nn.Module) -> bool:
 def at(block: Any, path: str) -> Any:
     """The value at a path of attributes."""
     return operator.attrgetter(path)(block)
+
+
+def chosen(module: Any, paths: str) -> str | None:
+    """The first of the paths `a|b` that is there and not None; None: all of them are None. AttributeError where none is
+    there."""
+    there = [path for path in paths.split("|") if has(module, path)]
+    if not there:
+        at(module, paths.split("|")[0])
+    return next((path for path in there if at(module, path) is not None), None)
 
 
 def has(block: Any, path: str) -> bool:

@@ -1,0 +1,294 @@
+"""The residual stream of pre-norm models: the norms that read it, and the linear layers before and behind them."""
+
+import dataclasses
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from .. import nn as nfnn
+from ..errors import InputError
+from ..nn.init import Role
+from .blocks import Group, is_prenorm, is_transposed, parent_of, parts_of, projection
+from .families import HEADS, full_name
+from .residuals import find_groups
+from .spec import Part, chosen
+
+_AFFINE = (
+    *(kind.forward for kind in (nn.Linear, nn.Embedding, nn.Conv1d, nn.Conv2d, nn.Conv3d)),
+    *(kind.forward for kind in (nn.MultiheadAttention, nfnn.MultiheadAttention)),
+)
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks")
+
+
+class Matrix(NamedTuple):
+    """An affine layer's weight and bias, or one of equal shares of its outputs; a parameter or a buffer alone is one,
+    too."""
+
+    name: str
+    """The layer's path in the model."""
+    owner: nn.Module
+    weight: str
+    bias: str
+    axis: int
+    """The weight's dimension of outputs."""
+    share: tuple[int, int] = (0, 1)
+    """(i, n): the i-th of n."""
+
+    @property
+    def parameters(self) -> dict[str, Any]:
+        """Weight and bias by their names in the owner, as far as there are any."""
+        own = self.owner._parameters | self.owner._buffers
+        return {name: p for name in (self.weight, self.bias) if (p := own.get(name)) is not None}
+
+    def rows(self) -> Tensor:
+        """The weight as a view whose first dimension is the outputs."""
+        return self._shared(self.parameters[self.weight].detach().movedim(self.axis, 0))
+
+    def offsets(self) -> Tensor | None:
+        """The bias as a view."""
+        bias = self.parameters.get(self.bias)
+        return None if bias is None else self._shared(bias.detach())
+
+    def _shared(self, outputs: Tensor) -> Tensor:
+        i, n = self.share
+        return outputs.chunk(n)[i]
+
+    def take_in(self, gain: Tensor | None, bias: Tensor | None) -> None:
+        """W ← W·diag(gain), b ← b + W·bias: the layer then reads x̂ instead of gain⊙x̂ + bias. In f64, rounded once."""
+        rows, offsets = self.rows(), self.offsets()
+        before = widened(rows)
+        if bias is not None:
+            assert offsets is not None
+            offsets.copy_(widened(offsets) + before @ bias.to(before))
+        if gain is not None:
+            rows.copy_(before * gain.to(before))
+
+    def add_bias(self) -> None:
+        """Gives the layer a bias of zeros."""
+        weight = self.parameters[self.weight]
+        bias = nn.Parameter(weight.new_zeros(weight.shape[self.axis]), weight.requires_grad)
+        self.owner.register_parameter(self.bias, bias)
+
+    def centre(self) -> None:
+        """W ← W − mean over outputs, b ← b − mean b: its outputs then add up to 0. In f64, rounded once."""
+        for outputs in (self.rows(), self.offsets()):
+            if outputs is not None:
+                before = widened(outputs)
+                outputs.copy_(before - before.mean(0, keepdim=True))
+
+    def fault(self) -> str:
+        """The reason why its weight and bias cannot be edited for its output's sake, or nothing."""
+        kind = type(self.owner)
+        conv1d = full_name(kind) == "transformers.pytorch_utils.Conv1D"
+        if self.weight not in self.parameters or not (conv1d or kind.forward in _AFFINE):
+            return f"{self.name} is a {kind.__name__}, and no plain linear layer"
+        odd = next((p for p in self.parameters.values() if not (_is_plain(p) and p.is_floating_point())), None)
+        if odd is not None:
+            return f"{self.name} has a {type(odd).__name__} of {odd.dtype}, which cannot be edited in place"
+        if getattr(self.owner, "max_norm", None) is not None:
+            return f"{self.name} has max_norm, which rescales its weight at each look-up"
+        return disturbed(self.name, self.owner)
+
+
+def disturbed(name: str, module: nn.Module) -> str:
+    """The reason why a module may compute something else than its class does, or nothing."""
+    if "forward" in vars(module):
+        return f"{name} has a forward of its own, which was put into the instance"
+    if any(getattr(module, hooks) for hooks in _HOOKS):
+        return f"{name} has forward hooks, which may change its inputs or outputs"
+    return ""
+
+
+def matrices(block: nn.Module, name: str, part: Part, roles: Iterable[Role]) -> list[Matrix]:
+    """The linear layers of a sublayer that have one of these roles, or the shares of them that do."""
+    found, wanted = [], {*roles}
+    for linear in part.linears:
+        owner, weight, bias = projection(block, linear.path)
+        path = join(name, parent_of(linear.path) if weight == "in_proj_weight" else linear.path)
+        whole = Matrix(path, owner, weight, bias, 1 if is_transposed(block, linear.path) else 0)
+        if wanted.issuperset(linear.roles):
+            found.append(whole)
+        else:
+            n = len(linear.roles)
+            found += [whole._replace(share=(i, n)) for i, role in enumerate(linear.roles) if role in wanted]
+    return found
+
+
+def readers(block: nn.Module, name: str, part: Part) -> list[Matrix]:
+    """The linear layers of a sublayer that read its norm; of attention to an encoder the queries only."""
+    is_cross = part.kind == "cross-attention"
+    return matrices(block, name, part, ("query", "fc1") if is_cross else ("query", "key", "value", "fc1"))
+
+
+class Places:
+    """All names of each module and tensor of a model. Tied tensors count as one."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.modules: dict[nn.Module, list[str]] = {}
+        self._tensors: dict[Any, set[str]] = {}
+        for path, module in model.named_modules(remove_duplicate=False):
+            self.modules.setdefault(module, []).append(path)
+            for name, tensor in (*module._parameters.items(), *module._buffers.items()):
+                if tensor is not None:
+                    self._tensors.setdefault(_key(tensor), set()).add(join(path, name))
+
+    def beyond(self, matrix: Matrix, expected: Iterable[str]) -> str:
+        """A name of its weight or bias outside the layers that are expected to have it, or nothing."""
+        known = {join(name, leaf) for name in expected for leaf in matrix.parameters}
+        names = {name for p in matrix.parameters.values() for name in self._tensors[_key(p)]}
+        return min(names - known, default="")
+
+    def tied(self, found: Iterable[Matrix]) -> str:
+        """A name of one of these layers that has a tensor of another of them, or nothing."""
+        owners: dict[Any, nn.Module] = {}
+        for matrix in found:
+            for p in matrix.parameters.values():
+                if owners.setdefault(_key(p), matrix.owner) is not matrix.owner:
+                    return matrix.name
+        return ""
+
+
+def _key(tensor: Tensor) -> Any:
+    has_place = _is_plain(tensor) and tensor.numel() and not tensor.is_meta
+    return (tensor.device, tensor.data_ptr()) if has_place else id(tensor)
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    """No subclass (quantized, distributed) and not sparse."""
+    return type(tensor) in (Tensor, nn.Parameter) and tensor.layout == torch.strided
+
+
+def widened(tensor: Tensor) -> Tensor:
+    """In the widest type of the device."""
+    return tensor.to(torch.float32 if tensor.device.type == "mps" else torch.float64)
+
+
+def join(*paths: str) -> str:
+    """One path of several; an empty one is the top."""
+    return ".".join(path for path in paths if path)
+
+
+@dataclasses.dataclass
+class Site:
+    """A norm that reads the stream: its declared names, those of the linear layers that read it, these layers, and why
+    nothing can be folded into them, if so."""
+
+    names: set[str] = dataclasses.field(default_factory=set)
+    layers: set[str] = dataclasses.field(default_factory=set)
+    readers: list[Matrix] = dataclasses.field(default_factory=list)
+    fault: str = ""
+
+    def add(self, found: Iterable[Matrix]) -> None:
+        """Adds readers, each layer's share once."""
+        known = {(matrix.owner, matrix.share) for matrix in self.readers}
+        self.readers += [matrix for matrix in found if (matrix.owner, matrix.share) not in known]
+
+    @property
+    def said(self) -> str:
+        """The last parts of the layers' names."""
+        return ", ".join(dict.fromkeys(m.name.rpartition(".")[2] for m in self.readers))
+
+
+def prenorm_groups(model: nn.Module, by: str) -> list[Group]:
+    """All known blocks; InputError, in the name of `by`, where one is not known to be x + F(N(x))."""
+    groups = find_groups(model, by)
+    for group in groups:
+        for name, block in zip(group.names, group.blocks):
+            if not is_prenorm(block):
+                raise InputError(
+                    f"{name or 'the model'}, a {type(block).__name__}, is not declared to be pre-norm, x + F(N(x)), "
+                    f"and {by} takes no others: in post-norm blocks norms write the stream. Where yours is pre-norm, "
+                    "register it with normformer_rs.surgery.register_block(kind, BlockSpec(..., norm_first=True))"
+                )
+    return groups
+
+
+def refuse_meta(model: nn.Module, by: str) -> None:
+    """InputError for a model with weights on the meta device."""
+    name = next((name for name, p in model.named_parameters() if p.is_meta), None)
+    if name is not None:
+        raise InputError(
+            f"{by} changes weights' values, and {name} is on the meta device, where it has none: load the weights first"
+        )
+
+
+def sites(groups: Sequence[Group], places: Places) -> dict[nn.Module, Site]:
+    """Each norm that reads the stream, with its readers."""
+    found: dict[nn.Module, Site] = {}
+    for group in groups:
+        for block in group.blocks:
+            for part in parts_of(block):
+                site = found.setdefault(block.get_submodule(part.norm), Site())
+                for name in places.modules[block]:
+                    own = readers(block, name, part)
+                    site.names.add(join(name, part.norm))
+                    site.layers |= {matrix.name for matrix in own}
+                site.add(own)
+                if not own:
+                    site.fault = f"the declaration of {type(block).__name__} names no linear layer that reads it"
+    for group in groups:
+        if group.end is not None:
+            site = found.setdefault(group.end.norm, Site())
+            site.names |= {join(name, group.end.name) for name in places.modules[group.end.owner]}
+            head, names = _head(group, places)
+            site.layers |= names
+            site.add([] if head is None else [head])
+            if head is None:
+                site.fault = "no linear layer is known to be its only reader"
+    _find_faults(found, places)
+    return found
+
+
+def _head(group: Group, places: Places) -> tuple[Matrix | None, set[str]]:
+    """The only linear layer that reads the norm after the blocks, and its names; None where the model returns the
+    norm's output, or is not declared."""
+    end = group.end
+    assert end is not None
+    for model, paths in places.modules.items():
+        head = HEADS.get(full_name(type(model)))
+        if head is None or _module(model, head.stack) is not end.owner:
+            continue
+        path = chosen(model, head.reader)
+        seen = {join(name, head.stack) for name in paths}
+        others = [
+            name
+            for name in end.stack.after
+            if (child := getattr(end.owner, name, None)) is not None
+            and join(head.stack, name) != path
+            and next(child.parameters(), None) is not None
+        ]
+        if path is None or others or seen != {*places.modules[end.owner]}:
+            return None, set()
+        matrix = Matrix(join(paths[0], path), model.get_submodule(path), "weight", "bias", 0)
+        return matrix, {join(name, path) for name in paths}
+    return None, set()
+
+
+def _module(model: nn.Module, path: str) -> nn.Module | None:
+    try:
+        return model.get_submodule(path)
+    except AttributeError:
+        return None
+
+
+def _find_faults(found: dict[nn.Module, Site], places: Places) -> None:
+    """Faults of norms and readers that are used elsewhere, too."""
+    read_by: dict[tuple[nn.Module, tuple[int, int]], set[nn.Module]] = {}
+    for norm, site in found.items():
+        for matrix in site.readers:
+            read_by.setdefault((matrix.owner, matrix.share), set()).add(norm)
+    for norm, site in found.items():
+        elsewhere = min({*places.modules[norm]} - site.names, default="")
+        faults = [site.fault, f"it is {elsewhere}, too" if elsewhere else ""]
+        tied = places.tied(site.readers)
+        faults += [f"{tied} shares a parameter with another layer"] if tied else []
+        for matrix in site.readers:
+            other = places.beyond(matrix, site.layers)
+            faults += [
+                matrix.fault(),
+                f"{matrix.name} shares a parameter with {other}" if other else "",
+                f"{matrix.name} reads another norm, too" if len(read_by[matrix.owner, matrix.share]) > 1 else "",
+            ]
+        site.fault = next(filter(None, faults), "")

@@ -1,0 +1,330 @@
+"""`fold_norms`: γ and β of norms folded into the linear layers that read them."""
+
+import copy
+
+import exact_support as own
+import pytest
+import torch
+from exact_support import Block, Lora, Model, Parallel, build, gap, run, scattered
+from torch import nn
+
+import normformer_rs as nfrs
+from normformer_rs import nn as nfnn
+from normformer_rs.surgery import fold_norms
+
+KEPT = {
+    # families whose last norm stays: its reader is tied to the embedding, unknown, or the last norm is the output
+    "GPT2": 1,
+    "OPT": 1,
+    "T5": 2,
+    "MBart": 4,
+    "Pegasus": 2,
+    "M2M100": 2,
+    "Whisper": 2,
+    "CLIP": 3,
+    "Wav2Vec2, stable": 1,
+    "Llama": 0,
+    "Gemma": 1,
+    "Qwen3": 0,
+    "GPTNeoX": 0,
+    "RobertaPreLayerNorm": 1,
+    "ViT": 0,
+    "timm": 0,
+}
+"""Norms that keep weights, of those that read or write a stream, by family."""
+
+
+def weighted(model):
+    """Norms as wide as the model that have a weight; norms of single heads and of features are others."""
+    width = 16
+    norms = [m for n, m in model.named_modules() if "norm" in type(m).__name__.lower() and not n.startswith("lm_head")]
+    norms = [m for m in norms if getattr(m, "weight", None) is not None and m.weight.shape == (width,)]
+    return len(norms)
+
+
+def folded_and_back(model, name):
+    """Folds, compares outputs, and takes it back; returns the number of norms that keep weights."""
+    expected = run(model, name)
+    before = {key: value.clone() for key, value in model.state_dict().items()}
+    done = fold_norms(model)
+    assert gap(run(model, name), expected) < 1e-9
+    left = weighted(model)
+    done.undo()
+    after = model.state_dict()
+    assert list(after) == list(before) and all(torch.equal(after[key], before[key]) for key in before)
+    assert torch.equal(run(model, name), expected)
+    return left
+
+
+@pytest.mark.parametrize("name", KEPT)
+def test_outputs_are_equal_and_undo_is_bit_for_bit(name):
+    assert folded_and_back(build(name), name) == KEPT[name]
+
+
+@pytest.mark.parametrize(
+    "name,options,left",
+    [
+        ("GPTNeoX", {"use_parallel_residual": True}, 0),
+        ("GPT2", {"add_cross_attention": True}, 1),
+        ("RobertaPreLayerNorm", {"add_cross_attention": True, "is_decoder": True}, 1),
+        ("OPT", {"word_embed_proj_dim": 8}, 0),  # the last norm's reader is project_out
+    ],
+)
+def test_variants(name, options, left):
+    assert folded_and_back(build(name, **options), name) == left
+
+
+@pytest.mark.parametrize("name", ["GPT2", "Llama", "Gemma"])
+@pytest.mark.parametrize("tied", [False, True])
+def test_the_last_norm_is_folded_where_the_head_is_untied(name, tied):
+    model = build(name, tie_word_embeddings=tied)
+    expected = run(model, name)
+    table = {row.name: row for row in fold_norms(model)}
+    row = table["transformer.ln_f" if name == "GPT2" else "model.norm"]
+    assert ("stays: lm_head shares a parameter with" in row.note) == tied, row
+    assert tied or row.new == f"{'LayerNorm' if name == 'GPT2' else 'RMSNorm'}, unweighted"
+    assert gap(run(model, name), expected) < 1e-9
+    # β needs a bias, which GPT-2's head had not
+    assert (model.lm_head.bias is not None) == (name == "GPT2" and not tied)
+
+
+@pytest.mark.parametrize("name", ["Llama", "Gemma", "GPT2", "RobertaPreLayerNorm", "ViT"])
+def test_the_error_in_bf16_is_at_most_twice_the_originals(name):
+    """Root mean squares over models, against the same weights in f64."""
+    errors = torch.zeros(2, dtype=torch.float64)
+    for seed in range(6):
+        plain = build(name, seed).bfloat16()
+        folded = copy.deepcopy(plain)
+        fold_norms(folded)
+        expected = run(copy.deepcopy(plain).double(), name)
+        errors += torch.stack([(run(m, name).double() - expected).square().sum() for m in (plain, folded)]).detach()
+    assert 0 < errors[1] <= 4 * errors[0], errors.sqrt()
+
+
+@pytest.mark.parametrize("name", ["GPT2", "RobertaPreLayerNorm", "ViT"])
+def test_after_an_exact_swap(name):
+    model = build(name)
+    expected = run(model, name)
+    swapped = nfrs.swap_norms(model, "rmsnorm", exact=True)
+    done = fold_norms(model)
+    assert gap(run(model, name), expected) < 1e-9 and weighted(model) == KEPT[name]
+    with pytest.raises(nfrs.InputError, match="fold_norms came after"):
+        swapped.undo()
+    done.undo(), swapped.undo()
+    assert torch.equal(run(model, name), expected)
+
+
+@pytest.mark.parametrize("name", ["Llama", "Gemma", "GPT2"])
+def test_the_stock_class_loads_the_file(name, tmp_path):
+    """It puts norms of one where the file has none."""
+    model = build(name, tie_word_embeddings=name == "GPT2")
+    expected = run(model, name)
+    fold_norms(model)
+    model.save_pretrained(tmp_path)
+    stock = type(model).from_pretrained(tmp_path).double().eval()
+    assert weighted(stock) == 5 and gap(run(stock, name), expected) < 1e-9
+
+
+@pytest.mark.parametrize("cross", [False, True])
+def test_torchs_layers_and_the_packages(cross):
+    """In attention to an encoder the norm is read by the queries alone."""
+    side = "Decoder" if cross else "Encoder"
+    torchs, ours = (getattr(home, f"Transformer{side}Layer") for home in (nn, nfnn))
+    pre = {"norm_first": True, "batch_first": True}
+    own_way = {"residual": "prenorm", "batch_first": True}
+    for kind, options in ((torchs, pre), (torchs, pre | {"bias": False}), (ours, own_way | {"qk_norm": True})):
+        model = scattered(kind(own.D, 2, 12, 0.1, **options))
+        x = (torch.randn(2, 3, own.D, dtype=torch.float64), torch.randn(2, 4, own.D, dtype=torch.float64))[: 1 + cross]
+        expected = model(*x)
+        done = fold_norms(model)
+        with torch.no_grad():
+            assert gap(model(*x), expected) < 1e-9
+        norms = [child for name, child in model.named_children() if name.startswith("norm")]
+        assert len(norms) == 2 + cross and all(type(m) is nfnn.LayerNorm and m.weight is None for m in norms)
+        done.undo()
+        assert torch.equal(model(*x), expected)
+
+
+def test_a_linear_layer_without_a_bias_gets_one():
+    model = build("ViT", qkv_bias=False)
+    expected = run(model, "ViT")
+    done = fold_norms(model)
+    query = model.vit.layers[0].attention.q_proj
+    assert query.bias.shape == (16,) and query.bias.any() and gap(run(model, "ViT"), expected) < 1e-9
+    done.undo()
+    assert query.bias is None
+
+
+def test_norms_without_weights_and_second_calls():
+    model = build("Llama")
+    assert len(fold_norms(model)) == 5
+    after = run(model, "Llama")
+    assert not fold_norms(model) and torch.equal(run(model, "Llama"), after)
+
+
+def test_a_norm_that_two_sublayers_read():
+    model = scattered(Model(Parallel(), Parallel()))
+    expected = run(model)
+    assert [row.note for row in fold_norms(model)][:2] == ["weight, bias into value, fc1"] * 2
+    assert gap(run(model), expected) < 1e-9
+    assert model.blocks[0].ln1 is model.blocks[0].ln2 and model.blocks[0].ln1.weight is None
+
+
+def test_one_block_in_two_places_is_folded_once():
+    block = Block()
+    model = scattered(Model(block, block))
+    expected = run(model)
+    fold_norms(model)
+    assert block.ln1.weight is None and gap(run(model), expected) < 1e-9
+
+
+def _shared_layer(model):
+    model.blocks[1].fc1 = model.blocks[0].fc1
+
+
+def _shared_weight(model):
+    model.blocks[1].fc1.weight = model.blocks[0].fc1.weight
+
+
+def _same_storage(model):
+    model.blocks[1].fc1.weight.data = model.blocks[0].fc1.weight.data
+
+
+def _wrapped(model):
+    model.blocks[1].fc1 = Lora(model.blocks[1].fc1)
+
+
+def _parametrized(model):
+    nn.utils.parametrizations.weight_norm(model.blocks[1].fc1)
+
+
+def _hooked(model):
+    model.blocks[1].fc1.register_forward_pre_hook(lambda _, args: (args[0] + 1,))
+
+
+def _norm_elsewhere(model):
+    model.other = model.blocks[1].ln2
+
+
+def _reader_elsewhere(model):
+    model.other = model.blocks[1].fc1
+
+
+@pytest.mark.parametrize(
+    "change,reason",
+    [
+        (_shared_layer, "stays: blocks.1.fc1 shares a parameter with blocks.0.fc1.bias"),
+        (_shared_weight, "stays: blocks.1.fc1 shares a parameter with blocks.0.fc1.weight"),
+        (_same_storage, "stays: blocks.1.fc1 shares a parameter with blocks.0.fc1.weight"),
+        (_wrapped, "stays: blocks.1.fc1 is a Lora, and no plain linear layer"),
+        (_parametrized, "stays: blocks.1.fc1 is a ParametrizedLinear, and no plain linear layer"),
+        (_hooked, "stays: blocks.1.fc1 has forward hooks, which may change its inputs or outputs"),
+        (_norm_elsewhere, "stays: it is other, too"),
+        (_reader_elsewhere, "stays: blocks.1.fc1 shares a parameter with other.bias"),
+    ],
+)
+def test_what_cannot_be_folded_stays(change, reason):
+    model = scattered(Model(Block(), Block()))
+    change(model)
+    expected, kept = run(model), model.blocks[1].ln2
+    table = {row.name: row.note for row in fold_norms(model)}
+    assert table["blocks.1.ln2"] == reason and table["blocks.1.ln1"] == "weight, bias into value"
+    assert model.blocks[1].ln2 is kept and gap(run(model), expected) < 1e-9
+
+
+def _pooler(model):
+    model.vit.pooler = nn.Linear(16, 16).double()
+
+
+def _base(model):
+    model.base = model.vit
+
+
+def _wrapped_head(model):
+    model.classifier = Lora(model.classifier)
+
+
+@pytest.mark.parametrize(
+    "change,reason",
+    [
+        (_pooler, "stays: no linear layer is known to be its only reader"),
+        (_base, "stays: no linear layer is known to be its only reader"),
+        (_wrapped_head, "stays: classifier is a Lora, and no plain linear layer"),
+    ],
+)
+def test_the_last_norm_stays_where_it_may_be_read_twice(change, reason):
+    model = build("ViT")
+    change(model)
+    expected, kept = run(model, "ViT"), model.vit.layernorm
+    assert {row.note for row in fold_norms(model) if row.name.endswith(".layernorm")} == {reason}
+    assert model.vit.layernorm is kept and gap(run(model, "ViT"), expected) < 1e-9
+
+
+def test_norm_and_reader_shared_together_are_folded_once():
+    model = scattered(Model(Block(), Block()))
+    first, second = model.blocks
+    second.ln2, second.fc1 = first.ln2, first.fc1
+    expected = run(model)
+    fold_norms(model)
+    assert second.ln2 is first.ln2 and first.ln2.weight is None and gap(run(model), expected) < 1e-9
+
+
+def test_a_norm_of_readers_that_share_a_weight_stays():
+    model = scattered(Model(Block(), Block()))
+    first, second = model.blocks
+    second.ln2, second.fc1.weight = first.ln2, first.fc1.weight
+    expected = run(model)
+    assert "shares a parameter with another layer" in {row.name: row.note for row in fold_norms(model)}["blocks.0.ln2"]
+    assert gap(run(model), expected) < 1e-9
+
+
+def test_two_norms_of_one_linear_layer():
+    """x + A(N(x)) and x + F(M(x)) with A = F."""
+
+    class Twice(Block):
+        pass
+
+    part = own._MLP
+    nfrs.surgery.register_block(Twice, own._SPEC._replace(parts=(part._replace(norm="ln1"), part)))
+    model = scattered(Model(Twice()))
+    model.blocks[0].forward = lambda x: (lambda b, y: y + b.fc2(b.act(b.fc1(b.ln2(y)))))(
+        model.blocks[0], x + model.blocks[0].fc2(model.blocks[0].act(model.blocks[0].fc1(model.blocks[0].ln1(x))))
+    )
+    del model.blocks[0].mixer
+    nfrs.surgery.register_block(
+        Twice, own._SPEC._replace(parts=(part._replace(norm="ln1", run=("fc1", "act", "fc2", "scale")), part))
+    )
+    expected = run(model)
+    notes = [row.note for row in fold_norms(model)]
+    assert notes[:2] == ["stays: blocks.0.fc1 reads another norm, too"] * 2 and gap(run(model), expected) < 1e-9
+
+
+@pytest.mark.parametrize(
+    "make,message",
+    [
+        (lambda: build("Bert"), r"bert\.encoder\.layer\.0, a BertLayer, is not declared to be pre-norm.*fold_norms"),
+        (lambda: scattered(Model(own.Undeclared())), r"a Undeclared, .*BlockSpec\(\.\.\., norm_first=True\)"),
+        (lambda: scattered(nn.Sequential(nn.LayerNorm(4))), r"holds no known Transformer block.*register_block"),
+        (lambda: _meta(), r"fold_norms changes weights' values, and .* is on the meta device.*load the weights first"),
+        (lambda: nn.DataParallel(Model(Block())), "swap first, then wrap"),
+        (lambda: nn.TransformerEncoderLayer(8, 2, 12), "is not declared to be pre-norm"),
+    ],
+)
+def test_what_is_refused(make, message):
+    with pytest.raises(nfrs.InputError, match=message):
+        fold_norms(make())
+
+
+def _meta():
+    with torch.device("meta"):
+        return own.first_values("Llama")
+
+
+def test_training_goes_on_from_equal_outputs():
+    """Folds are exact in training mode, too, and every weight that is left learns."""
+    model = build("Llama", attention_dropout=0.0).train()
+    expected = run(model, "Llama")
+    fold_norms(model)
+    assert gap(run(model, "Llama"), expected) < 1e-9 and all(m.training for m in model.modules())
+    run(model, "Llama").sum().backward()
+    assert all(p.grad is not None for p in model.parameters())
