@@ -83,6 +83,7 @@ from .residual import (
     admin_omega,
     branchnorm_alpha,
     deepnorm_alpha,
+    is_defined,
 )
 from .search import (
     RULES,
@@ -156,6 +157,7 @@ __all__ = [
     "group_scaling",
     "inverse_sqrt_lambda",
     "inverse_sqrt_peak",
+    "is_defined",
     "label_smoothed_cross_entropy",
     "layer_norm",
     "length_penalty",

@@ -58,6 +58,11 @@ def test_residuals_swap_train_and_return(name, residual):
         with pytest.raises(ValueError, match="connects layers"):
             swap_residuals(model, residual, optimizer=optimizer)
         return
+    if residual in ("hybridnorm", "hybridnorm-star", "olmo2") and name in HUGGING_FACE:
+        with pytest.raises(ValueError, match=f"^{residual} acts between projections and products of attention"):
+            swap_residuals(model, residual, optimizer=optimizer)
+        assert_same(state_of(model), state)
+        return
     done = swap_residuals(model, residual, optimizer=optimizer)
     owned = {id(p) for g in optimizer.param_groups for p in g["params"]}
     assert owned == {id(p) for p in model.parameters()} and not model.training
@@ -112,6 +117,19 @@ def test_end_norms_follow_the_scheme():
     model = torchs_transformer()
     swap_residuals(model, "rezero")
     assert model.encoder.norm is model.decoder.norm is None
+
+
+def test_the_embeddings_norm_stands_before_the_first_block_alone():
+    model = hugging_face("gpt2").eval()
+    swap_residuals(model, "peri-ln", init=None)
+    first, second = model.transformer.h[0].residual, model.transformer.h[1].residual
+    assert type(first.embedding_norm) is nfnn.LayerNorm and not hasattr(second, "embedding_norm")
+    tokens = torch.tensor([[5, 6, 7]])
+    expected = model.transformer(tokens).last_hidden_state
+    with torch.no_grad():  # layernorm forgets the scale of its rows
+        for table in (model.transformer.wte, model.transformer.wpe):
+            table.weight *= 1000
+    torch.testing.assert_close(model.transformer(tokens).last_hidden_state, expected, rtol=1e-3, atol=1e-3)
 
 
 def test_schemes_on_torchs_transformer_are_the_packages():

@@ -18,7 +18,7 @@ from .layers import (
     Through,
     TorchAttention,
 )
-from .norms import DyT, FixNormEmbedding, GroupScaling, HeadScale, LpNorm, RunningNorm, Scale, Shift
+from .norms import DyT, FixNormEmbedding, GroupScaling, HeadScale, JoinedHeads, LpNorm, RunningNorm, Scale, Shift, Times
 
 __all__ = [
     "Activation",
@@ -33,6 +33,7 @@ __all__ = [
     "FixNormEmbedding",
     "GroupScaling",
     "HeadScale",
+    "JoinedHeads",
     "LpNorm",
     "Residual",
     "RunningNorm",
@@ -41,5 +42,6 @@ __all__ = [
     "StreamStep",
     "Sum",
     "Through",
+    "Times",
     "TorchAttention",
 ]
