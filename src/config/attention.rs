@@ -31,9 +31,7 @@ fn check_norms_before_products(config: &TransformerConfig) -> Result<()> {
     };
     let has_statistics = |norm: &&str| crate::norm::find(norm).is_ok_and(Spec::has_statistics);
     match [config.encoder_norm(), config.decoder_norm()].into_iter().find(has_statistics) {
-        Some(norm) => {
-            Err(Error::invalid(format!("{owner}, which {norm} cannot be: choose a norm without statistics")))
-        }
+        Some(norm) => Err(Error::invalid(format!("{owner}, which {norm} cannot be: choose a norm without statistics"))),
         None => Ok(()),
     }
 }
@@ -88,7 +86,10 @@ mod tests {
             assert!(e.contains(part), "{e}");
         };
         check(r#""norm": "powernorm-v", "qk_norm": true"#, "which powernorm-v cannot");
-        check(r#""encoder_norm": "batchnorm", "residual": "olmo2""#, r#""olmo2" has norms on queries and keys, which batch"#);
+        check(
+            r#""encoder_norm": "batchnorm", "residual": "olmo2""#,
+            r#""olmo2" has norms on queries and keys, which batch"#,
+        );
         check(r#""norm": "powernorm", "residual": "prenorm*1,hybridnorm""#, r#"residual "hybridnorm" has norms"#);
         check(r#""residual": "hybridnorm", "qk_norm": true"#, "leave qk_norm out");
         let tensorized = r#""architecture": "decoder-only", "attention": "tensorized""#;

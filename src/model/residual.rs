@@ -215,7 +215,9 @@ impl BuiltFlow {
     /// The norm that ends the stack, if that is all that does.
     pub fn end_norm(&self) -> Option<&dyn Norm> {
         match self.end.as_slice() {
-            [BuiltChange::Norm { norm, .. }] if self.combine.is_none() && self.streams.is_empty() => Some(norm.as_ref()),
+            [BuiltChange::Norm { norm, .. }] if self.combine.is_none() && self.streams.is_empty() => {
+                Some(norm.as_ref())
+            }
             _ => None,
         }
     }

@@ -17,6 +17,11 @@ from .config import (
     Config,
     complete,
 )
+from .constants import (
+    admin_omega,
+    branchnorm_alpha,
+    deepnorm_alpha,
+)
 from .init import (
     INIT_NAMES,
     deepnorm_beta,
@@ -80,9 +85,6 @@ from .philox import (
 )
 from .residual import (
     RESIDUAL_NAMES,
-    admin_omega,
-    branchnorm_alpha,
-    deepnorm_alpha,
     is_defined,
 )
 from .search import (

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from .batch_norms import BATCH_NORMS
 from .config import Config, complete
+from .constants import branchnorm_alpha
 from .norms import DEFAULT_EPS, apply_norm, fixnorm, group_scaling, residual_step
 from .operators import PAD, UNK, attention, causal_mask, masked_log_softmax, relu_dropout
 from .parameters import State, buffer_shapes, parameter_shapes
@@ -26,7 +27,6 @@ from .residual import (
     Scale,
     Shift,
     Times,
-    branchnorm_alpha,
     describe_stack,
     describe_sublayer,
     places,
@@ -219,6 +219,7 @@ class _Run:
 
         p = self.dropout.attention
         keep = self.attention_keep(p, query_real, key_real)
+
         def projected(point: str, x: Tensor, real: Tensor) -> Tensor:
             change = inside.get(point)
             is_whole = isinstance(change, Norm) and change.width == d

@@ -5,14 +5,14 @@ Liu et al. 2023.
 """
 
 import dataclasses
-import math
 from collections.abc import Callable, Iterator, Mapping
 
 import torch
 from torch import Tensor
 
 from .batch_norms import BATCH_NORMS
-from .config import Config, complete, is_one_stack, layer_counts
+from .config import Config, complete, is_one_stack
+from .constants import admin_omega, deepnorm_alpha
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,9 +79,9 @@ Gain = float | Parameter | Growth
 class Sublayer:
     """x⁺ = N_after(α⊙x + β⊙dropout(N_output(F(N_before(x))))), and what happens at F's named points:
 
-    input: what q, k, v (cross-attention: q alone) or linear1 reads; query, key, value: each head's (a norm of d_head) or
-    the whole vector (a norm of d_model); heads: joined, before out_proj; projected: after it; hidden: before the ReLU;
-    activated: after the ReLU and its dropout. With `skip`, x is N_skip(x) everywhere in the equation.
+    input: what q, k, v (cross-attention: q alone) or linear1 reads; query, key, value: each head's (a norm of d_head)
+    or the whole vector (a norm of d_model); heads: joined, before out_proj; projected: after it; hidden: before the
+    ReLU; activated: after the ReLU and its dropout. With `skip`, x is N_skip(x) everywhere in the equation.
     """
 
     skip: Norm | None = None
@@ -117,7 +117,7 @@ class Combine:
 @dataclasses.dataclass(frozen=True)
 class Stack:
     """What is done after the last layer, how a layer's input is made of all earlier outputs (None: the last), and what
-    is added to x for each stream beside it, before `end`: N(s). Such a stream begins as the embedding, after `begin`."""
+    is added to x for each stream beside it, before `end`: N(s). Such a stream begins as x does after `begin`."""
 
     begin: tuple[Change, ...] = ()
     end: tuple[Change, ...] = ()
@@ -428,39 +428,3 @@ def _scheme(config: Config, stack: str, layer: int):
     if name not in SCHEMES:
         raise ValueError(f"unknown residual scheme {name!r}; the schemes are {', '.join(SCHEMES)}")
     return SCHEMES[name]
-
-
-# Constants.
-
-
-def deepnorm_alpha(config: Config, stack: str) -> float:
-    """α_e = 0.81(N⁴M)^{1/16}, α_d = (3M)^{1/4}; one stack: (2L)^{1/4} (BrN eq 3)."""
-    n, m = layer_counts(config)
-    if is_one_stack(config):
-        return (2 * m) ** 0.25
-    return 0.81 * (n**4 * m) ** (1 / 16) if stack == "encoder" else (3 * m) ** 0.25
-
-
-def admin_omega(config: Config, stack: str) -> float:
-    """ω = √((n+1)/ln(n+1) − 1), n = 2N, 3M, or 2L of one stack (admin-torch)."""
-    encoder_layers, decoder_layers = layer_counts(config)
-    n = 2 * encoder_layers if stack == "encoder" else (2 if is_one_stack(config) else 3) * decoder_layers
-    return math.sqrt((n + 1) / math.log(n + 1) - 1)
-
-
-def branchnorm_alpha(t: int, steps: int, growth: str = "linear") -> float:
-    """α_t, at most 1, with u = t/T (BrN eq 8); T = 0: 1.
-
-    linear: u; exp: (e^{5u}−1)/(e⁵−1); sigmoid: logistic(10(u−½)), rescaled to run from 0 at u = 0 to 1 at u = 1.
-    """
-    if steps == 0 or t >= steps:
-        return 1.0
-    u = t / steps
-    if growth == "linear":
-        return u
-    if growth == "exp":
-        return math.expm1(5 * u) / math.expm1(5)
-    if growth == "sigmoid":
-        low, here, high = (1 / (1 + math.exp(-10 * (v - 0.5))) for v in (0.0, u, 1.0))
-        return (here - low) / (high - low)
-    raise ValueError(f"unknown growth {growth!r}; the growths are linear, exp, sigmoid")

@@ -21,7 +21,9 @@ class MultiheadAttention(Unscriptable, nn.MultiheadAttention):
     at points inside it, as a residual scheme declares them. s is `scale`, or 1/√d_head where that is None.
 
     `inside` names changes at `input` (before the projection of queries, and of keys and values too in self-attention),
-    `query`, `key` and `value` (a norm of d_head on each head's, one of d_model on all heads' joined), `after_heads` (the heads' outputs, joined) and `after_output` (after `out_proj`).
+    `query`, `key` and `value` (a norm of d_head on each head's, one of d_model on all heads' joined), `after_heads`
+    (the heads' outputs, joined) and `after_output` (after `out_proj`).
+
     Parameters, masks, layouts and results are torch.nn's; `out_proj` is called as a module, so its hooks and
     replacements take effect.
 
