@@ -25,13 +25,15 @@ fn check_norms_before_products(config: &TransformerConfig) -> Result<()> {
         )));
     }
     let owner = match own {
-        Some(scheme) => format!("residual {:?} has norms on queries and keys", scheme.name()),
-        None if config.qk_norm => "qk_norm normalises every head for itself".into(),
+        Some(scheme) => format!("residual {:?}", scheme.name()),
+        None if config.qk_norm => "qk_norm".into(),
         None => return Ok(()),
     };
     let has_statistics = |norm: &&str| crate::norm::find(norm).is_ok_and(Spec::has_statistics);
     match [config.encoder_norm(), config.decoder_norm()].into_iter().find(has_statistics) {
-        Some(norm) => Err(Error::invalid(format!("{owner}, which {norm} cannot be: choose a norm without statistics"))),
+        Some(norm) => Err(Error::invalid(format!(
+            "{owner} has norms on queries and keys, which {norm} cannot be: choose a norm without statistics"
+        ))),
         None => Ok(()),
     }
 }

@@ -135,14 +135,13 @@ impl TransformerConfig {
 
     /// A scheme that says how a norm's weight starts needs norms that learn one.
     fn check_first_values(&self) -> Result<()> {
+        let schemes = self.schemes()?;
         for stack in StackName::of(&self.outline()) {
             let first = self.place(*stack, 0);
             let norm = crate::norm::find(first.norm_name())?;
-            let around = (0..first.layers()).flat_map(|layer| Place { layer, ..first }.each()).map(|place| {
-                let scheme = self.schemes().expect("the schemes were read before").at(&place);
-                scheme.around(&place)
-            });
-            if !norm.learns_weight() && around.flat_map(Around::norms).any(|at| at.start != 1.0) {
+            let places = (0..first.layers()).flat_map(|layer| Place { layer, ..first }.each());
+            let mut around = places.map(|place| schemes.at(&place).around(&place));
+            if !norm.learns_weight() && around.any(|around| around.norms().any(|at| at.start != 1.0)) {
                 return Err(Error::invalid(format!(
                     "residual {:?} sets the first value of its norms' weights, and {} has none: leave its option out, or \
                      choose another norm",

@@ -96,6 +96,11 @@ def test_pairs_that_are_not_defined_are_refused(norm, residual):
         build(norm=norm, residual=residual)
 
 
+def test_a_norm_without_a_weight_has_no_first_value_to_set():
+    with pytest.raises(nfrs.InputError, match=r'"ln-scaling" sets the first value .* scalenorm-fixed has none'):
+        build(norm="scalenorm-fixed", residual="ln-scaling", ln_scaling_mode="weight")
+
+
 @pytest.mark.parametrize("norm,residual", PAIRS)
 def test_decoder_only(norm, residual):
     model, state, options = build(architecture="decoder-only", norm=norm, residual=residual)

@@ -172,6 +172,12 @@ def test_norms_on_queries_and_keys_need_attention_that_shows_them():
         swap_residuals(hugging_face("bert"), "postnorm", qk_norm=True)
 
 
+def test_norms_that_a_model_has_keep_their_weights():
+    for model in (torchs_transformer(), hugging_face("gpt2")):
+        with pytest.raises(ValueError, match="keeps its norms as they are: leave the options out"):
+            swap_residuals(model, "ln-scaling", ln_scaling_mode="weight")
+
+
 def test_depth_is_what_the_constants_count():
     model = hugging_face("bert")
     swap_residuals(model, "deepnorm", depth=50)

@@ -12,7 +12,7 @@ from ..config import PARAMETRISATION, TransformerConfig
 from ..errors import InputError
 from ..nn.attention import BEFORE_PRODUCTS
 from ..nn.layers import Layer
-from ..nn.scheme import Place, configure
+from ..nn.scheme import NormAt, Place, configure
 from .block_residual import BlockResidual
 from .blocks import (
     TORCH_STACKS,
@@ -218,12 +218,18 @@ def _check(group: Group, place: Place, to: str) -> None:
             f"{group.path} has another residual scheme of normformer_rs already: take that swap back with its undo(), "
             f"or build the layers with residual={to!r}"
         )
-    inside = {point for layer in place.declared.layers for sublayer in layer for point in sublayer.inside}
+    sublayers = [sublayer for layer in place.declared.layers for sublayer in layer]
+    inside = {point for sublayer in sublayers for point in sublayer.inside}
     if inside & BEFORE_PRODUCTS and not isinstance(group.blocks[0], tuple(TORCHS)):
         what, way = (to, "choose another scheme") if not place.config.qk_norm else ("qk_norm=True", "leave it out")
         raise InputError(
             f"{what} acts between projections and products of attention, which {type(group.blocks[0]).__name__} "
             f"does not expose: {way}"
+        )
+    if any(isinstance(what, NormAt) and what.start != 1.0 for sublayer in sublayers for what in sublayer.around()):
+        raise InputError(
+            f"{to} with these options sets how the weights of norms start, and {group.path} keeps its norms as they "
+            "are: leave the options out"
         )
     joins_layers = place.declared.combine or place.declared.streams
     if joins_layers and type(group.holder) not in TORCH_STACKS:
