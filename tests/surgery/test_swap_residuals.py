@@ -125,11 +125,13 @@ def test_the_embeddings_norm_stands_before_the_first_block_alone():
     first, second = model.transformer.h[0].residual, model.transformer.h[1].residual
     assert type(first.embedding_norm) is nfnn.LayerNorm and not hasattr(second, "embedding_norm")
     tokens = torch.tensor([[5, 6, 7]])
-    expected = model.transformer(tokens).last_hidden_state
-    with torch.no_grad():  # layernorm forgets the scale of its rows
-        for table in (model.transformer.wte, model.transformer.wpe):
-            table.weight *= 1000
-    torch.testing.assert_close(model.transformer(tokens).last_hidden_state, expected, rtol=1e-3, atol=1e-3)
+    seen = []
+    for _ in range(2):  # layernorm forgets the scale of its rows, but for ε
+        with torch.no_grad():
+            for table in (model.transformer.wte, model.transformer.wpe):
+                table.weight *= 1000
+        seen.append(model.transformer(tokens).last_hidden_state)
+    torch.testing.assert_close(*seen, rtol=1e-4, atol=1e-4)
 
 
 def test_schemes_on_torchs_transformer_are_the_packages():
