@@ -353,7 +353,7 @@ mod tests {
     #[test]
     fn an_option_of_several_is_declared_once() {
         let norms = crate::norm::NORMS.iter().flat_map(|norm| norm.options).filter_map(|keyword| keyword.option);
-        let schemes = SCHEMES.iter().flat_map(|scheme| scheme.options()).copied();
+        let schemes = crate::residual::SCHEMES.iter().flat_map(|scheme| scheme.options()).copied();
         let inits = crate::init::INITS.iter().flat_map(|init| init.options).copied();
         let shown = |option: &dyn Listed| serde_json::to_value(option.field("")).unwrap();
         let all = TransformerConfig::settings();

@@ -22,7 +22,7 @@ impl Scheme for LnScaling {
     }
 
     fn equation(&self) -> &'static str {
-        "x⁺ = x + F(N(x)/√l) in layer l = 1, 2, …, N after the stack"
+        "x⁺ = x + F(N(x)/√l) in layer l, counted from 1; N after the stack"
     }
 
     fn source(&self) -> &'static str {
