@@ -18,7 +18,7 @@ choice! {
         HiddenMatrix = "hidden-matrix",
         /// A bias, a norm's parameter or a scheme's gain of a layer.
         HiddenVector = "hidden-vector",
-        /// Outside the layers and no table: the norm after the stack, the output's bias, dlcl's sums.
+        /// Outside the layers and no table: a norm before or after the stack, the output's bias, dlcl's sums.
         End = "end",
     }
 }

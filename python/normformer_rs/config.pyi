@@ -58,12 +58,19 @@ _Residual = Literal[
     "sandwich",
     "layerscale",
     "resi-dual",
+    "hybridnorm",
+    "hybridnorm-star",
+    "peri-ln",
+    "olmo2",
+    "ln-scaling",
+    "mix-ln",
 ]
 _Init = Literal["xavier", "smallinit", "fairseq", "deepnorm", "subln", "ds-init", "t-fixup", "r-fixup", "gpt2"]
 _BranchnormGrowth = Literal["linear", "exp", "sigmoid"]
 _RFixupMode = Literal["release", "paper"]
 _DlclNorm = Literal["pre", "post"]
 _NormformerMode = Literal["paper", "fairseq"]
+_LnScalingMode = Literal["constant", "weight"]
 _Parametrisation = Literal["standard", "mup", "depth-mup", "completep"]
 _AttentionScale = Literal["inverse-sqrt", "inverse"]
 _Positions = Literal["twt", "fairseq"]
@@ -115,6 +122,9 @@ class TransformerConfig(Config):
     normformer_residual_scale: bool
     normformer_mode: _NormformerMode
     layerscale_init: float
+    peri_ln_embedding_norm: bool
+    ln_scaling_mode: _LnScalingMode
+    mix_ln_part: float
     ds_init_alpha: float
     ds_init_mode: _PowernormMode
     fixnorm: bool
@@ -171,6 +181,9 @@ class TransformerConfig(Config):
         normformer_residual_scale: bool = ...,
         normformer_mode: _NormformerMode = ...,
         layerscale_init: float = ...,
+        peri_ln_embedding_norm: bool = ...,
+        ln_scaling_mode: _LnScalingMode = ...,
+        mix_ln_part: float = ...,
         ds_init_alpha: float = ...,
         ds_init_mode: _PowernormMode = ...,
         fixnorm: bool = ...,

@@ -12,6 +12,7 @@ from . import nn as nfnn
 from . import plain
 from .errors import InputError
 from .model import Transformer
+from .nn.attention import BEFORE_PRODUCTS, is_of_joined_heads
 from .nn.layers import Layer
 from .nn.norms import FIXNORM_EPS, BiasedRMSNorm, FixedScaleNorm, RowNorm
 from .nn.running import RunningNorm
@@ -224,7 +225,7 @@ def _torchs_stack(stack: Any) -> nn.Module | None:
     kind, of = (nn.TransformerEncoder, nn.TransformerEncoderLayer)
     if type(stack) is nfnn.TransformerDecoder:
         kind, of = nn.TransformerDecoder, nn.TransformerDecoderLayer  # type: ignore[assignment]
-    has_own_way = stack.end or stack.streams or "combine" in stack._modules
+    has_own_way = stack.begin or stack.end or stack.streams or "combine" in stack._modules
     if has_own_way or not all(type(layer) is of for layer in stack.layers):
         return None
     options = {"enable_nested_tensor": False} if kind is nn.TransformerEncoder else {}
@@ -269,10 +270,18 @@ def _gain(owner: nn.Module, declared: Gain, grown: Tensor | None) -> Tensor | No
     return None if declared == 1.0 else torch.full((1,), declared, dtype=wide, device=like.device)  # type: ignore[arg-type]
 
 
-def _changes(owner: nn.Module, changes: Iterable[Change]) -> nn.Module:
+def _changes(owner: Any, changes: Iterable[Change], heads: bool = False) -> nn.Module:
+    """The changes at one point; `heads`: of queries, keys or values (B, heads, T, d_head)."""
     kinds: dict[str, Callable[[Any], nn.Module]] = {"shift": plain.Shift, "scale": plain.Scale}
     kinds |= {"head_scale": plain.HeadScale, "norm": lambda norm: norm}
-    made = [kinds[change.kind](getattr(owner, change.what.name)) for change in changes]
+
+    def plain_of(change: Change) -> nn.Module:
+        if change.kind == "times":
+            return plain.Times(change.what)
+        new = kinds[change.kind](getattr(owner, change.what.name))
+        return plain.JoinedHeads(new) if heads and is_of_joined_heads(change, owner.head_dim) else new
+
+    made = [plain_of(change) for change in changes]
     return made[0] if len(made) == 1 else nn.Sequential(*made) if made else nn.Identity()
 
 
@@ -281,11 +290,10 @@ def _attention(attention: Any) -> nn.Module:
     inside = getattr(attention, "inside", {})
     if not attention._qkv_same_embed_dim or attention.bias_k is not None or attention.add_zero_attn:
         return plain.TorchAttention(attention)
-    points = ("input", "query", "key", "after_heads", "after_output")
-    input, query, key, after_heads, after_output = (_changes(attention, inside.get(point, ())) for point in points)
+    points = ("input", "query", "key", "value", "after_heads", "after_output")
+    changes = {point: _changes(attention, inside.get(point, ()), point in BEFORE_PRODUCTS) for point in points}
     projections = (attention.in_proj_weight, attention.in_proj_bias, attention.out_proj)
     shape = (attention.num_heads, attention.dropout, attention.batch_first)
-    changes = (input, query, key, after_heads, after_output)
     return plain.Attention(*projections, *shape, changes, getattr(attention, "scale", None))
 
 
@@ -330,4 +338,5 @@ def _plain_stack(stack: Any) -> nn.Module:
         norms = [nn.Identity(), *combine.norms.values()]
         sums = [plain.Sum(combine.weight, row, norm, combine.on_sums) for row, norm in enumerate(norms)]
     kind = plain.Encoder if type(stack) is nfnn.TransformerEncoder else plain.Decoder
-    return kind([*stack.layers], sums, [_norm(stack, at) for at in stack.streams], nn.Sequential(*end))
+    streams = [_norm(stack, at) for at in stack.streams]
+    return kind([*stack.layers], sums, streams, nn.Sequential(*end), _changes(stack, stack.begin))

@@ -110,7 +110,7 @@ fn declare(model: &str, stack: &str) -> PyResult<String> {
 fn norm_settings(model: &str, name: &str, last_of_decoder: bool, ends_stack: bool) -> PyResult<String> {
     let config: TransformerConfig = config::from_json("model", model)?;
     let (width, heads, options) = (config.d_model, config.heads, &config.options);
-    let site = norm::Site { width, heads, options, last_of_decoder, ends_stack };
+    let site = norm::Site { width, heads, options, last_of_decoder, ends_stack, start: 1.0 };
     json_text(&norm::find(name)?.settings(&site))
 }
 

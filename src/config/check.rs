@@ -1,12 +1,12 @@
 //! What options must be, alone and together.
 
-use super::parametrisation;
+use super::{attention, parametrisation};
 use super::{Architecture, AttentionName, DataConfig, ScheduleName, TrainingConfig, TransformerConfig};
 use crate::error::{Error, Result};
 use crate::norm::spec::NORM_EPS;
 use crate::norm::Spec;
 use crate::options::{below_one, Listed};
-use crate::residual::{Outline, Place, Point, Scheme, Schemes, StackName, TensorizedSizes, SCHEMES};
+use crate::residual::{Outline, Place, Schemes, StackName, TensorizedSizes};
 
 impl TransformerConfig {
     /// Checks what one option cannot know of another.
@@ -74,53 +74,7 @@ impl TransformerConfig {
         }
         self.check_that_options_matter()?;
         parametrisation::check(self)?;
-        self.check_qk_norm()?;
-        self.check_attention()
-    }
-
-    /// Norms on queries and keys: a head's rows are no positions, of which norms with statistics would have them.
-    fn check_qk_norm(&self) -> Result<()> {
-        let has_statistics = |norm: &&str| crate::norm::find(norm).is_ok_and(Spec::has_statistics);
-        let norms = [self.encoder_norm(), self.decoder_norm()];
-        match norms.into_iter().find(has_statistics).filter(|_| self.qk_norm) {
-            Some(norm) => Err(Error::invalid(format!(
-                "qk_norm normalises every head for itself, which {norm} cannot: choose a norm without statistics"
-            ))),
-            None => Ok(()),
-        }
-    }
-
-    /// What tensorized attention cannot be part of.
-    fn check_attention(&self) -> Result<()> {
-        if self.attention != AttentionName::Tensorized {
-            return Ok(());
-        }
-        if self.has_encoder() {
-            return Err(Error::invalid(
-                "attention = \"tensorized\" is a language model's: give architecture = \"decoder-only\", or leave it out",
-            ));
-        }
-        if self.qk_norm {
-            return Err(Error::invalid("tensorized attention has no heads, so qk_norm would do nothing: leave it out"));
-        }
-        if let Some(p) = self.attention_dropout {
-            return Err(Error::invalid(format!(
-                "tensorized attention has no weights to drop, so attention_dropout = {p} would do nothing: leave it out"
-            )));
-        }
-        let cuts_in = |scheme: &&dyn Scheme| {
-            scheme.inside(&self.place(StackName::Decoder, 0)).iter().any(|(point, _)| *point == Point::AfterHeads)
-        };
-        if let Some(scheme) = self.schemes()?.all().find(cuts_in) {
-            let others: Vec<&str> = SCHEMES.iter().filter(|scheme| !cuts_in(scheme)).map(|s| s.name()).collect();
-            return Err(Error::invalid(format!(
-                "residual {:?} has a part between heads and output projection, and tensorized attention has no heads: \
-                 choose one of {}, or options of it without that part",
-                scheme.name(),
-                others.join(", ")
-            )));
-        }
-        Ok(())
+        attention::check(self)
     }
 
     /// Refuses sentences that are longer than the model can read.
@@ -162,6 +116,7 @@ impl TransformerConfig {
             }
         }
         self.check_norm_options()?;
+        self.check_first_values()?;
         let norms = [("encoder_norm", &self.encoder_norm), ("decoder_norm", &self.decoder_norm)];
         if let (Some(norm), false) = (&self.encoder_norm, self.has_encoder()) {
             return Err(Error::invalid(format!(
@@ -176,6 +131,26 @@ impl TransformerConfig {
             ))),
             _ => Ok(()),
         }
+    }
+
+    /// A scheme that says how a norm's weight starts needs norms that learn one.
+    fn check_first_values(&self) -> Result<()> {
+        let schemes = self.schemes()?;
+        for stack in StackName::of(&self.outline()) {
+            let first = self.place(*stack, 0);
+            let norm = crate::norm::find(first.norm_name())?;
+            let places = (0..first.layers()).flat_map(|layer| Place { layer, ..first }.each());
+            let mut around = places.map(|place| schemes.at(&place).around(&place));
+            if !norm.learns_weight() && around.any(|around| around.norms().any(|at| at.start != 1.0)) {
+                return Err(Error::invalid(format!(
+                    "residual {:?} sets the first value of its norms' weights, and {} has none: leave its option out, or \
+                     choose another norm",
+                    self.residual.as_str(),
+                    norm.name
+                )));
+            }
+        }
+        Ok(())
     }
 
     /// Every norm but those without statistics has an ε.
@@ -378,7 +353,7 @@ mod tests {
     #[test]
     fn an_option_of_several_is_declared_once() {
         let norms = crate::norm::NORMS.iter().flat_map(|norm| norm.options).filter_map(|keyword| keyword.option);
-        let schemes = SCHEMES.iter().flat_map(|scheme| scheme.options()).copied();
+        let schemes = crate::residual::SCHEMES.iter().flat_map(|scheme| scheme.options()).copied();
         let inits = crate::init::INITS.iter().flat_map(|init| init.options).copied();
         let shown = |option: &dyn Listed| serde_json::to_value(option.field("")).unwrap();
         let all = TransformerConfig::settings();
@@ -403,7 +378,6 @@ mod tests {
         check(r#""norm": "rmsnorm", "powernorm_warmup": 10"#, "an option of powernorm, and this model has norm");
         check(r#""encoder_norm": "powernorm", "lpnorm_p": 3"#, r#""powernorm" and "layernorm""#);
         check(r#""residual": "rezero", "decoder_norm": "rmsnorm""#, "has no norms");
-        check(r#""norm": "powernorm-v", "qk_norm": true"#, "which powernorm-v cannot");
         check(r#""residual": "postnorm*6,prenorm""#, "leaves none to prenorm");
         check(r#""architecture": "decoder-only", "encoder_norm": "rmsnorm""#, "has no encoder");
         check(r#""norm": "dyt", "norm_eps": 1e-3"#, r#"norm "dyt" has no epsilon, so norm_eps = 0.001"#);

@@ -1,6 +1,7 @@
 //! The options of a model and of a training run: one list each, from which come the Rust struct, the keys of a TOML
 //! file, Python's keyword arguments and the command line's flags, with their documentation, defaults and choices.
 
+mod attention;
 mod check;
 mod names;
 mod parametrisation;

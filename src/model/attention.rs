@@ -70,13 +70,14 @@ impl Attention {
     /// The encoder output's keys and values.
     pub fn memory(&self, memory: &Tensor, inside: &Inside, ctx: &Context) -> Result<(Tensor, Tensor)> {
         let [k, v] = self.parts(self.project(memory, self.d, 2 * self.d, ctx.kind)?)?;
-        Ok((inside.at_heads(Point::Key, k, self.heads, &ctx.rows())?, v))
+        let change = |point, x| inside.at_heads(point, x, self.heads, &ctx.rows());
+        Ok((change(Point::Key, k)?, change(Point::Value, v)?))
     }
 
     fn queries_keys_values(&self, x: &Tensor, inside: &Inside, ctx: &Context) -> Result<[Tensor; 3]> {
         let [q, k, v] = self.parts(linear(x, &self.in_weight, self.in_bias.as_ref(), ctx.kind)?)?;
-        let q = inside.at_heads(Point::Query, q, self.heads, &ctx.rows())?;
-        Ok([q, inside.at_heads(Point::Key, k, self.heads, &ctx.rows())?, v])
+        let change = |point, x| inside.at_heads(point, x, self.heads, &ctx.rows());
+        Ok([change(Point::Query, q)?, change(Point::Key, k)?, change(Point::Value, v)?])
     }
 
     /// (rows, n·d) as n matrices (rows, d).

@@ -6,7 +6,7 @@ use crate::analysis::Watch;
 use crate::error::Result;
 use crate::init::Fill;
 use crate::norm::composed::{self, Hat};
-use crate::norm::spec::{DeclaredShape, Parameter, Start};
+use crate::norm::spec::{DeclaredShape, Parameter, Start, WEIGHT};
 use crate::norm::{Form, Site, Spec};
 use crate::operator::{self, Group, RowOperator, Rowwise};
 use tch::Tensor;
@@ -75,6 +75,7 @@ fn parameter_of(spec: &Spec, parameter: &Parameter, b: &mut Builder, site: &Site
             None => (site.width as f64).sqrt(),
         },
     };
+    let start = if parameter.name == WEIGHT.name { start * site.start } else { start };
     let is_learned = !parameter.is_affine() || spec.value("elementwise_affine", site).is_none_or(|flag| flag == true);
     Ok(match (is_learned, parameter.shape) {
         (true, shape) => Some(b.parameter(parameter.name, &shape.of(site.width), &Fill::Constant(start))?),

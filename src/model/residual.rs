@@ -12,7 +12,8 @@ use tch::{Kind, Tensor};
 fn norm(b: &mut Builder, place: &Place, at: &NormAt) -> Result<Box<dyn Norm>> {
     let last_of_decoder = at.last && place.stack == declared::StackName::Decoder;
     let (heads, options) = (place.model.heads, place.options);
-    let site = Site { width: at.width, heads, options, last_of_decoder, ends_stack: at.ends_stack };
+    let (ends_stack, start) = (at.ends_stack, at.start);
+    let site = Site { width: at.width, heads, options, last_of_decoder, ends_stack, start };
     let spec = find(place.norm_name())?;
     b.within(&at.name, |b| norm::build(spec, b, &site))
 }
@@ -90,33 +91,40 @@ pub fn shared(b: &mut Builder, declared: &[declared::Learned]) -> Result<Vec<Ten
 }
 
 pub enum BuiltChange {
-    Norm(Box<dyn Norm>),
+    Norm { norm: Box<dyn Norm>, width: i64 },
     Shift(Tensor),
     Scale(Tensor),
+    Times(f64),
     HeadScale(Tensor),
 }
 
 impl BuiltChange {
     fn build(b: &mut Builder, place: &Place, declared: &declared::Change) -> Result<Self> {
         Ok(match declared {
-            declared::Change::Norm(at) => BuiltChange::Norm(norm(b, place, at)?),
+            declared::Change::Norm(at) => BuiltChange::Norm { norm: norm(b, place, at)?, width: at.width },
             declared::Change::Shift(parameter) => BuiltChange::Shift(learned(b, parameter)?),
             declared::Change::Scale(parameter) => BuiltChange::Scale(learned(b, parameter)?),
+            declared::Change::Times(c) => BuiltChange::Times(*c),
             declared::Change::HeadScale(parameter) => BuiltChange::HeadScale(learned(b, parameter)?),
         })
     }
 
     pub fn apply(&self, x: &Tensor, rows: &PassRows) -> Result<Tensor> {
         Ok(match self {
-            BuiltChange::Norm(norm) => norm.forward(x, rows)?,
+            BuiltChange::Norm { norm, .. } => norm.forward(x, rows)?,
             BuiltChange::Shift(b) => x.f_sub(&b.f_to_kind(x.kind())?)?,
             BuiltChange::Scale(s) => x.f_mul(&s.f_to_kind(x.kind())?)?,
+            BuiltChange::Times(c) => x.f_mul_scalar(*c)?,
             BuiltChange::HeadScale(s) => {
                 let heads = x.f_unflatten(-1, [s.numel() as i64, -1].as_slice())?;
                 heads.f_mul(&s.f_to_kind(x.kind())?.f_unsqueeze(-1)?)?.f_flatten(-2, -1)?
             }
         })
     }
+}
+
+fn built(b: &mut Builder, place: &Place, declared: &[declared::Change]) -> Result<Vec<BuiltChange>> {
+    declared.iter().map(|change| BuiltChange::build(b, place, change)).collect()
 }
 
 /// What stands inside a sublayer.
@@ -128,12 +136,17 @@ impl Inside {
         Ok(Inside(declared.iter().map(build).collect::<Result<_>>()?))
     }
 
-    /// The heads of x (…, d) after whatever stands at this point.
+    /// Queries, keys or values (…, d) after whatever stands at this point: a norm as wide as all heads works on them
+    /// joined, any other change on each.
     pub fn at_heads(&self, point: Point, x: Tensor, heads: i64, rows: &PassRows) -> Result<Tensor> {
-        if self.0.iter().all(|(p, _)| *p != point) {
-            return Ok(x);
-        }
-        Ok(self.at(point, x.f_unflatten(-1, [heads, -1].as_slice())?, rows)?.f_flatten(-2, -1)?)
+        let d = *x.size().last().expect("rows have a width");
+        self.0.iter().filter(|(p, _)| *p == point).try_fold(x, |x, (_, change)| match change {
+            BuiltChange::Norm { width, .. } if *width == d => change.apply(&x, rows),
+            _ => {
+                let apart = x.f_unflatten(-1, [heads, -1].as_slice())?;
+                Ok(change.apply(&apart, rows)?.f_flatten(-2, -1)?)
+            }
+        })
     }
 
     /// x after whatever stands at this point.
@@ -144,6 +157,7 @@ impl Inside {
 
 /// How the layers of a stack follow each other.
 pub struct BuiltFlow {
+    begin: Vec<BuiltChange>,
     pub combine: Option<BuiltCombine>,
     growth: Option<(Growth, Tensor)>,
     /// The norm that each stream beside x ends with.
@@ -153,14 +167,19 @@ pub struct BuiltFlow {
 
 impl BuiltFlow {
     pub fn build(b: &mut Builder, place: &Place, declared: &declared::Flow) -> Result<Self> {
+        let begin = built(b, place, &declared.begin)?;
         let combine = declared.combine.as_ref().map(|c| BuiltCombine::build(b, place, c)).transpose()?;
         let growth = match declared.growth {
             Some(growth) => Some((growth, b.buffer("t", &[1], 1.0, Kind::Int64)?)),
             None => None,
         };
         let streams = declared.streams.iter().map(|stream| norm_if(b, place, &stream.norm)).collect::<Result<_>>()?;
-        let end = declared.end.iter().map(|change| BuiltChange::build(b, place, change)).collect::<Result<_>>()?;
-        Ok(BuiltFlow { combine, growth, streams, end })
+        Ok(BuiltFlow { begin, combine, growth, streams, end: built(b, place, &declared.end)? })
+    }
+
+    /// What the layers read of the embedding x.
+    pub fn enter(&self, x: Tensor, ctx: &Context) -> Result<Tensor> {
+        self.begin.iter().try_fold(x, |x, change| change.apply(&x, &ctx.rows()))
     }
 
     /// The streams beside x, which begin as x does. Views, so that autograd adds up their gradients in one order, whether
@@ -196,7 +215,9 @@ impl BuiltFlow {
     /// The norm that ends the stack, if that is all that does.
     pub fn end_norm(&self) -> Option<&dyn Norm> {
         match self.end.as_slice() {
-            [BuiltChange::Norm(norm)] if self.combine.is_none() && self.streams.is_empty() => Some(norm.as_ref()),
+            [BuiltChange::Norm { norm, .. }] if self.combine.is_none() && self.streams.is_empty() => {
+                Some(norm.as_ref())
+            }
             _ => None,
         }
     }

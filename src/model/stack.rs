@@ -119,6 +119,7 @@ impl Stack {
     ) -> Result<Tensor> {
         let Body { layers, flow } = &*self.body;
         let kind = if x.kind() == Kind::Double { Kind::Double } else { Kind::Float };
+        let x = flow.enter(x, ctx)?;
         let deviation = ctx.profile.then(|| Tensor::f_ones([1i64].as_slice(), (kind, x.device()))).transpose()?;
         ctx.show(|watch| watch.stack(&x))?;
         let mut streams = Streams { others: flow.begin(&x)?, x, normed: None, alpha_t: flow.alpha(kind)?, deviation };

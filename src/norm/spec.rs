@@ -133,6 +133,8 @@ pub struct Site<'a> {
     pub last_of_decoder: bool,
     /// It stands after a stack's last layer.
     pub ends_stack: bool,
+    /// What its weight's first value is multiplied by.
+    pub start: f64,
 }
 
 /// A keyword of the norm's module, and what it is in a model: what the configuration says, or what its place asks for.
@@ -185,6 +187,12 @@ impl Spec {
     /// Its rows touch each other, by statistics of the batch.
     pub fn has_statistics(&self) -> bool {
         matches!(self.form, Form::Columns(_))
+    }
+
+    /// Its weight is a parameter wherever it stands.
+    pub fn learns_weight(&self) -> bool {
+        let has_weight = self.parameters.iter().any(|parameter| parameter.name == WEIGHT.name);
+        has_weight && self.value("elementwise_affine", &Site::ANY).is_none_or(|flag| flag == true)
     }
 
     /// The keyword's value at a site; none: the norm has no such keyword.
@@ -275,7 +283,7 @@ impl Spec {
 impl Site<'_> {
     /// In a model of which nothing was said.
     pub const ANY: Site<'static> =
-        Site { width: 1, heads: 1, options: &Options::NONE, last_of_decoder: false, ends_stack: false };
+        Site { width: 1, heads: 1, options: &Options::NONE, last_of_decoder: false, ends_stack: false, start: 1.0 };
 }
 
 fn number(value: &Value) -> Option<f64> {

@@ -12,6 +12,8 @@ pub struct NormAt {
     pub last: bool,
     /// It stands after the last layer.
     pub ends_stack: bool,
+    /// Its weight starts at this times its own first value.
+    pub start: f64,
 }
 
 /// A parameter of the scheme, every number of it `value` at the start.
@@ -56,6 +58,11 @@ pub struct Around {
 }
 
 impl Around {
+    /// Its norms.
+    pub fn norms(self) -> impl Iterator<Item = NormAt> {
+        [self.before, self.amid, self.after].into_iter().flatten()
+    }
+
     /// The declaration with F(x) times m: folded into β where every β is a constant; else the factor that is left for
     /// F(x).
     pub fn times(mut self, m: f64) -> (Self, f64) {
@@ -87,10 +94,10 @@ pub struct StreamStep {
 pub enum Point {
     /// Before q, k and v (self-attention), before q (cross-attention), or before the first linear (feed-forward).
     Input,
-    /// The queries of each head, (…, heads, d_head).
+    /// The queries. A norm of d_head works on each head's, one of d_model on all heads' joined; so at keys and values.
     Query,
-    /// The keys of each head, (…, heads, d_head).
     Key,
+    Value,
     /// The heads' outputs, joined, before the output projection.
     AfterHeads,
     /// After the attention's output projection.
@@ -99,6 +106,13 @@ pub enum Point {
     BeforeActivation,
     /// After the activation and its dropout, before the second linear.
     Amid,
+}
+
+impl Point {
+    /// Between the projections and the products of attention.
+    pub fn is_before_products(self) -> bool {
+        matches!(self, Point::Query | Point::Key | Point::Value)
+    }
 }
 
 /// What happens at a point.
@@ -110,6 +124,8 @@ pub enum Change {
     Shift(Learned),
     /// x ⊙ s
     Scale(Learned),
+    /// c·x
+    Times(f64),
     /// Each head's columns times its own scalar.
     HeadScale(Learned),
 }
@@ -117,6 +133,8 @@ pub enum Change {
 /// How the layers of a stack follow each other.
 #[derive(Clone, Debug, Default, PartialEq, Serialize)]
 pub struct Flow {
+    /// Before the first layer, and before the streams beside x begin.
+    pub begin: Vec<Change>,
     /// A layer's input from all outputs so far; none: the last one.
     pub combine: Option<Combine>,
     /// What travels beside x from sublayer to sublayer.

@@ -53,9 +53,8 @@ impl Scheme for Dlcl {
         let on_sums = place.options.get(&NORM) == DlclNorm::Post;
         let norm = |l: i64| NormAt {
             name: format!("combine.norms.{l}"),
-            width: place.model.d_model,
             last: on_sums && l == place.layers(),
-            ends_stack: false,
+            ..place.norm()
         };
         let norms = (1..=place.layers()).map(norm).collect();
         let combine = Combine { weight: "combine.weight".into(), norms, on_sums };

@@ -2,8 +2,8 @@
 //!
 //! A scheme answers at four places, each a no-op unless it says otherwise:
 //!
-//! * the **stack**: what a layer's input is, given all earlier outputs, which streams travel beside x, and what follows
-//!   the last layer;
+//! * the **stack**: what stands before the first layer, what a layer's input is, given all earlier outputs, which streams
+//!   travel beside x, and what follows the last layer;
 //! * the **layer**: parameters that its sublayers share;
 //! * **around** a sublayer: x⁺ = N_after(α⊙x + β⊙drop(f)), f = N_amid(F(N_before(x))), and s⁺ = α⊙s + β⊙drop(f) of
 //!   every stream s beside x;
@@ -21,8 +21,13 @@ mod deepnorm;
 mod dlcl;
 mod fixup;
 mod growth;
+mod hybridnorm;
 mod layerscale;
+mod ln_scaling;
+mod mix_ln;
 mod normformer;
+mod olmo2;
+mod peri_ln;
 mod place;
 mod postnorm;
 mod prenorm;
@@ -59,6 +64,12 @@ pub static SCHEMES: &[&dyn Scheme] = &[
     &sandwich::Sandwich,
     &layerscale::LayerScale,
     &resi_dual::ResiDual,
+    &hybridnorm::HybridNorm,
+    &hybridnorm::HybridNormStar,
+    &peri_ln::PeriLn,
+    &olmo2::Olmo2,
+    &ln_scaling::LnScaling,
+    &mix_ln::MixLn,
 ];
 
 /// The options of all schemes.

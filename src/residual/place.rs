@@ -11,6 +11,14 @@ choice! {
 }
 
 impl StackName {
+    /// The stacks of a model.
+    pub fn of(model: &Outline) -> &'static [StackName] {
+        match model.has_encoder {
+            true => &[StackName::Encoder, StackName::Decoder],
+            false => &[StackName::Decoder],
+        }
+    }
+
     /// The sublayers of its layers.
     pub fn sublayers(self, model: &Outline) -> &'static [Sublayer] {
         use Sublayer::{CrossAttention, FeedForward, SelfAttention};
@@ -170,7 +178,7 @@ impl<'a> Place<'a> {
 
     /// The sublayer's own norm in a scheme that ends with another.
     pub fn norm(&self) -> NormAt {
-        NormAt { name: self.numbered("norm"), width: self.model.d_model, last: false, ends_stack: false }
+        NormAt { name: self.numbered("norm"), width: self.model.d_model, last: false, ends_stack: false, start: 1.0 }
     }
 
     /// The sublayer's own norm in a scheme whose last norm is the last sublayer's.
@@ -180,6 +188,16 @@ impl<'a> Place<'a> {
 
     /// The norm after the last layer.
     pub fn end_norm(&self) -> NormAt {
-        NormAt { name: "norm".into(), width: self.model.d_model, last: true, ends_stack: true }
+        NormAt { name: "norm".into(), last: true, ends_stack: true, ..self.norm() }
+    }
+
+    /// A norm of an attention's queries, keys or values: `name` over rows of that width.
+    pub fn projected_norm(&self, name: &str, width: i64) -> NormAt {
+        NormAt { name: format!("{}{name}", self.sublayer.path()), width, ..self.norm() }
+    }
+
+    /// Numbers in a head.
+    pub fn d_head(&self) -> i64 {
+        self.model.d_model / self.model.heads.max(1)
     }
 }

@@ -3,7 +3,7 @@
 //! `postnorm*3,prenorm` has PostNorm in the first three layers of a stack and PreNorm in the others;
 //! `postnorm*1/4,prenorm` has PostNorm in the first quarter, rounded down (Mix-LN, Li et al. 2024).
 
-use super::{Around, Change, Flow, NormAt, Outline, Place, Point, Scheme, StackName, Sublayer, SCHEMES};
+use super::{Change, Flow, Outline, Place, Point, Scheme, StackName, Sublayer, SCHEMES};
 use crate::error::{unknown, Error, Result};
 use crate::options::Options;
 
@@ -97,21 +97,18 @@ impl Schemes {
     pub fn inside(&self, place: &Place) -> Vec<(Point, Change)> {
         let mut inside = self.at(place).inside(place);
         if place.model.qk_norm && place.sublayer != Sublayer::FeedForward {
-            let width = place.model.d_model / place.model.heads;
-            let norm = |name: &str| {
-                let name = format!("{}{name}", place.sublayer.path());
-                Change::Norm(NormAt { name, width, last: false, ends_stack: false })
-            };
+            let norm = |name: &str| Change::Norm(place.projected_norm(name, place.d_head()));
             inside.extend([(Point::Query, norm("q_norm")), (Point::Key, norm("k_norm"))]);
         }
         inside
     }
 
-    /// How the layers of the place's stack follow each other. The last layer's scheme says what ends the stack.
+    /// How the layers of the place's stack follow each other. The first layer's scheme says what begins the stack, the
+    /// last's what ends it.
     pub fn flow(&self, place: &Place) -> Flow {
-        let top = Place { layer: place.layers() - 1, ..*place };
+        let [bottom, top] = [0, place.layers() - 1].map(|layer| self.at(&Place { layer, ..*place }).stack(place));
         let growth = self.all().find_map(|scheme| scheme.stack(place).growth);
-        Flow { growth, ..self.at(&top).stack(place) }
+        Flow { growth, begin: bottom.begin, ..top }
     }
 
     /// The initialisation that goes with all of them, or xavier.
@@ -168,13 +165,12 @@ fn find(name: &str) -> Result<&'static dyn Scheme> {
 fn puts_norms(scheme: &dyn Scheme, place: &Place) -> bool {
     let is_norm = |change: &Change| matches!(change, Change::Norm(_));
     let has = |place: Place| {
-        let Around { before, amid, after, .. } = scheme.around(&place);
         let inside = scheme.inside(&place);
-        before.or(amid).or(after).is_some() || inside.iter().any(|(_, change)| is_norm(change))
+        scheme.around(&place).norms().next().is_some() || inside.iter().any(|(_, change)| is_norm(change))
     };
     let flow = scheme.stack(place);
-    let has_end_norm = flow.streams.iter().any(|stream| stream.norm.is_some()) || flow.end.iter().any(is_norm);
-    place.each().any(has) || flow.combine.is_some() || has_end_norm
+    let has_own_norm = flow.streams.iter().any(|stream| stream.norm.is_some()) || flow.combine.is_some();
+    place.each().any(has) || has_own_norm || flow.begin.iter().chain(&flow.end).any(is_norm)
 }
 
 /// Its layers can stand among others': nothing travels beside x or is shared by the whole model.
@@ -203,12 +199,14 @@ mod tests {
     }
 
     #[test]
-    fn what_ends_the_stack_is_the_last_layers() {
+    fn the_outer_layers_begin_and_end_the_stack() {
         let (model, options) = (Outline { decoder_layers: 6, ..Outline::SMALL }, Options::default());
         let place = Place::new(model, &options, StackName::Decoder, 0);
         let flow = |text: &str| Schemes::parse(text).unwrap().flow(&place);
         assert_eq!(flow("branchnorm*1,prenorm"), Flow { growth: flow("branchnorm").growth, ..flow("prenorm") });
         assert_eq!(flow("prenorm*1,postnorm"), flow("postnorm"));
+        assert_eq!(flow("peri-ln*1,postnorm"), Flow { begin: flow("peri-ln").begin, ..flow("postnorm") });
+        assert_eq!(flow("postnorm*1,peri-ln"), flow("prenorm"));
         assert_eq!(flow("prenorm*1/2,postnorm*6,prenorm"), flow("postnorm"), "no layer is left to prenorm");
         assert_eq!(Schemes::parse("postnorm*1,prenorm").unwrap().init(), "smallinit");
         assert_eq!(Schemes::parse("postnorm*1,deepnorm").unwrap().init(), "xavier");

@@ -10,6 +10,7 @@ from test_export import NORMS, TABLE, Block, D, stirred
 from torch import nn
 
 import normformer_rs as nfrs
+import reference as ref
 from normformer_rs import nn as nfnn
 from normformer_rs.export import to_torch
 from normformer_rs.surgery import swap_norms
@@ -64,7 +65,8 @@ def test_a_swapped_encoder_becomes_plain(name):
 
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_a_scheme_becomes_plain(scheme):
-    norm = TABLE[SCHEMES.index(scheme) % len(TABLE)]
+    fitting = [norm for norm in TABLE if ref.is_defined(norm, scheme)]
+    norm = fitting[SCHEMES.index(scheme) % len(fitting)]
     model = nfnn.Transformer(D, 2, 2, 2, 16, 0.0, norm=norm, residual=scheme)
     same_everywhere(model, numbers(5, 2, D), numbers(3, 2, D))
 

@@ -14,6 +14,7 @@ import reference as ref
 
 NORMS = [entry["name"] for entry in nfrs.tables()["norms"]]
 RESIDUALS = [entry["name"] for entry in nfrs.tables()["residuals"]]
+PAIRS = [pair for pair in itertools.product(NORMS, RESIDUALS) if ref.is_defined(*pair)]
 SHAPE = {"vocab_size": 23, "d_model": 16, "d_ff": 24, "heads": 4, "encoder_layers": 2, "decoder_layers": 3}
 SOURCES = [[5, 6, 7, 8, 9, 2], [10, 2], [11, 12, 13, 2]]
 TARGETS = [[0, 14, 15], [0, 16, 17, 18, 19], [0]]
@@ -46,8 +47,7 @@ def compare(model, state, options, source, target, dropout=None, rtol=1e-9):
         )
 
 
-@pytest.mark.parametrize("residual", RESIDUALS)
-@pytest.mark.parametrize("norm", NORMS)
+@pytest.mark.parametrize("norm,residual", PAIRS)
 def test_logits_and_every_gradient_equal_the_oracles(norm, residual):
     model, state, options = build(norm=norm, residual=residual)
     compare(model, state, options, ref.pad(SOURCES), ref.pad(TARGETS))
@@ -63,6 +63,11 @@ def test_logits_and_every_gradient_equal_the_oracles(norm, residual):
         {"residual": "normformer", "normformer_head_scale": False, "normformer_attention_norm": False},
         {"residual": "normformer", "normformer_ffn_norm": False},
         {"residual": "layerscale", "layerscale_init": 0.5},
+        {"residual": "peri-ln", "peri_ln_embedding_norm": False},
+        {"residual": "ln-scaling", "ln_scaling_mode": "weight"},
+        {"residual": "ln-scaling", "ln_scaling_mode": "weight", "norm": "scalenorm"},
+        {"residual": "mix-ln", "mix_ln_part": 0.5},
+        {"residual": "peri-ln*1,hybridnorm*1,olmo2", "encoder_layers": 3},
         {"qk_norm": True},
         {"qk_norm": True, "norm": "scalenorm-fixed", "residual": "r-fixup"},
         {"qk_norm": True, "norm": "rmsnorm", "residual": "normformer"},
@@ -85,7 +90,18 @@ def test_options(options):
     compare(model, state, options, ref.pad(SOURCES), ref.pad(TARGETS))
 
 
-@pytest.mark.parametrize("norm,residual", itertools.product(NORMS, RESIDUALS))
+@pytest.mark.parametrize("norm,residual", sorted({*itertools.product(NORMS, RESIDUALS)} - {*PAIRS}))
+def test_pairs_that_are_not_defined_are_refused(norm, residual):
+    with pytest.raises(nfrs.InputError, match=f'residual "{residual}" has norms on queries and keys, which {norm}'):
+        build(norm=norm, residual=residual)
+
+
+def test_a_norm_without_a_weight_has_no_first_value_to_set():
+    with pytest.raises(nfrs.InputError, match=r'"ln-scaling" sets the first value .* scalenorm-fixed has none'):
+        build(norm="scalenorm-fixed", residual="ln-scaling", ln_scaling_mode="weight")
+
+
+@pytest.mark.parametrize("norm,residual", PAIRS)
 def test_decoder_only(norm, residual):
     model, state, options = build(architecture="decoder-only", norm=norm, residual=residual)
     compare(model, state, options, None, ref.pad(TARGETS))
@@ -98,8 +114,8 @@ TENSORIZED = {"architecture": "decoder-only", "attention": "tensorized", "tensor
     "norm,residual", [*((norm, "prenorm") for norm in NORMS), *(("layernorm", r) for r in RESIDUALS)]
 )
 def test_tensorized_attention(norm, residual):
-    if residual in ("normformer", "subln"):
-        with pytest.raises(nfrs.InputError, match=f'residual "{residual}" has a part between heads and .*dlcl'):
+    if residual in ("normformer", "subln", "hybridnorm", "hybridnorm-star", "olmo2"):
+        with pytest.raises(nfrs.InputError, match=f'residual "{residual}" has a part between attention.*dlcl'):
             build(**TENSORIZED, norm=norm, residual=residual)
         return
     model, state, options = build(**TENSORIZED, norm=norm, residual=residual)

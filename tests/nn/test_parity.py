@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from nn_support import FF, HEADS, NORMS, RESIDUALS, SHAPE, SOURCES, TARGETS, D, embed, rust_and_skeleton, shake
+from nn_support import FF, HEADS, PAIRS, SHAPE, SOURCES, TARGETS, D, embed, rust_and_skeleton, shake
 from torch import nn
 
 import normformer_rs as nfrs
@@ -43,8 +43,7 @@ def compare(rust, skeleton, left=False, rtol=1e-9):
         torch.testing.assert_close(ours[name], grad, rtol=10 * rtol, atol=10 * rtol, msg=lambda m, n=name: f"{n}: {m}")
 
 
-@pytest.mark.parametrize("residual", RESIDUALS)
-@pytest.mark.parametrize("norm", NORMS)
+@pytest.mark.parametrize("norm,residual", PAIRS)
 def test_the_skeleton_is_the_rust_model(norm, residual):
     compare(*rust_and_skeleton(norm, residual))
 
@@ -60,6 +59,8 @@ def test_the_skeleton_is_the_rust_model(norm, residual):
         {"qk_norm": True},
         {"qk_norm": True, "norm": "scalenorm", "residual": "r-fixup"},
         {"residual": "postnorm*1/3,prenorm"},
+        {"residual": "ln-scaling", "ln_scaling_mode": "weight"},
+        {"residual": "peri-ln*1,olmo2", "norm": "scalenorm"},
         {"residual": "subln*1,rezero"},
         {"residual": "sandwich*1,postnorm", "norm": "scalenorm-fixed"},
         {"norm": "powernorm", "powernorm_mode": "release", "residual": "prenorm"},

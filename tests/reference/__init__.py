@@ -17,6 +17,11 @@ from .config import (
     Config,
     complete,
 )
+from .constants import (
+    admin_omega,
+    branchnorm_alpha,
+    deepnorm_alpha,
+)
 from .init import (
     INIT_NAMES,
     deepnorm_beta,
@@ -80,9 +85,7 @@ from .philox import (
 )
 from .residual import (
     RESIDUAL_NAMES,
-    admin_omega,
-    branchnorm_alpha,
-    deepnorm_alpha,
+    is_defined,
 )
 from .search import (
     RULES,
@@ -156,6 +159,7 @@ __all__ = [
     "group_scaling",
     "inverse_sqrt_lambda",
     "inverse_sqrt_peak",
+    "is_defined",
     "label_smoothed_cross_entropy",
     "layer_norm",
     "length_penalty",

@@ -28,7 +28,12 @@ class Hand:
         weights = self.p(f"{kind}.in_proj_weight").split(d)
         biases = [None] * 3 if (bias := self.p(f"{kind}.in_proj_bias")) is None else bias.split(d)
         q, k, v = map(functional.linear, (query, memory, memory), weights, biases)
+        is_whole = self.config["residual"] == "olmo2"
+        if is_whole:
+            q, k = self.norm(f"{kind}.q_norm", q), self.norm(f"{kind}.k_norm", k)
         q, k, v = (t.unflatten(-1, (heads, -1)).transpose(1, 2) for t in (q, k, v))
+        if self.p(f"{kind}.q_norm.weight") is not None and not is_whole:
+            q, k, v = (self.norm(f"{kind}.{name}_norm", t) for name, t in (("q", q), ("k", k), ("v", v)))
         is_causal = self.stack == "decoder" and kind == "self_attn"
         return functional.scaled_dot_product_attention(q, k, v, is_causal=is_causal).transpose(1, 2).flatten(-2)
 

@@ -39,6 +39,9 @@ DEFAULTS: dict[str, Any] = {
     "normformer_ffn_norm": True,
     "normformer_residual_scale": False,
     "layerscale_init": 1e-4,
+    "peri_ln_embedding_norm": True,
+    "ln_scaling_mode": "constant",  # or "weight"
+    "mix_ln_part": 0.25,
     "init": None,  # None: the scheme's own
     "ds_init_mode": "paper",  # or "release"
     "fixnorm": False,
@@ -62,6 +65,9 @@ DEFAULT_INITS = {
     "t-fixup": "t-fixup",
     "r-fixup": "r-fixup",
     "resi-dual": "fairseq",
+    "hybridnorm": "gpt2",
+    "hybridnorm-star": "gpt2",
+    "mix-ln": "smallinit",
 }  # every other scheme: xavier
 
 

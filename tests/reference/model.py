@@ -9,6 +9,7 @@ from torch import Tensor
 
 from .batch_norms import BATCH_NORMS
 from .config import Config, complete
+from .constants import branchnorm_alpha
 from .norms import DEFAULT_EPS, apply_norm, fixnorm, group_scaling, residual_step
 from .operators import PAD, UNK, attention, causal_mask, masked_log_softmax, relu_dropout
 from .parameters import State, buffer_shapes, parameter_shapes
@@ -25,7 +26,7 @@ from .residual import (
     Place,
     Scale,
     Shift,
-    branchnorm_alpha,
+    Times,
     describe_stack,
     describe_sublayer,
     places,
@@ -146,6 +147,8 @@ class _Run:
                 return self.multihead(place, y, y, allowed, real, real)
             return self.multihead(place, y, memory, memory_real[:, None, None, :], real, memory_real)
 
+        for change in about.begin:
+            x = self.changed(change, name, x, real)
         outputs, streams = [x], [x for _ in about.streams]
         for place in places(self.config, name):
             if place.index == 1:
@@ -183,6 +186,7 @@ class _Run:
     ) -> tuple[Tensor, list[Tensor]]:
         """x⁺ = N_after(α⊙x + β⊙dropout(f)), f = N_output(F(N_before(x))), and each stream's α⊙s + β⊙dropout(f)."""
         about = describe_sublayer(place)
+        x = self.changed(about.skip, place.stack, x, real)
         y = self.changed(about.before, place.stack, x, real)
         y = self.changed(about.inside.get("input"), place.stack, y, real)
         f = self.changed(about.output, place.stack, function(place, y), real)
@@ -215,10 +219,17 @@ class _Run:
 
         p = self.dropout.attention
         keep = self.attention_keep(p, query_real, key_real)
-        q, k, v = split(query @ w_q.T + b_q), split(memory @ w_k.T + b_k), split(memory @ w_v.T + b_v)
-        q = self.changed(inside.get("query"), place.stack, q, query_real)
+
+        def projected(point: str, x: Tensor, real: Tensor) -> Tensor:
+            change = inside.get(point)
+            is_whole = isinstance(change, Norm) and change.width == d
+            x = self.changed(change, place.stack, x, real) if is_whole else x
+            return split(x) if is_whole else self.changed(change, place.stack, split(x), real)
+
+        q = projected("query", query @ w_q.T + b_q, query_real)
+        k = projected("key", memory @ w_k.T + b_k, key_real)
+        v = projected("value", memory @ w_v.T + b_v, key_real)
         q = q * (forward_factors(self.config, place.stack).scores * math.sqrt(d // heads))  # attention has 1/√d_head
-        k = self.changed(inside.get("key"), place.stack, k, key_real)
         joined = attention(q, k, v, allowed, keep, dropout_scale(p)).transpose(1, 2).flatten(-2)
         joined = self.changed(inside.get("heads"), place.stack, joined, query_real)
         projected = self.linear(f"{name}.out_proj", joined)
@@ -275,6 +286,8 @@ class _Run:
                 return x - self.state[by.name]
             case Scale(by):
                 return x * self.state[by.name]
+            case Times(factor):
+                return x * factor
             case HeadScale(by):
                 scale = self.state[by.name]
                 return (x.unflatten(-1, (len(scale), -1)) * scale.unsqueeze(-1)).flatten(-2)

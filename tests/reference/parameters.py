@@ -1,6 +1,7 @@
 """The names, shapes and first values of a model's parameters and buffers. Names are torch.nn.Transformer's where it has
 them."""
 
+import dataclasses
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -113,7 +114,10 @@ def _parameters(c: Config) -> Iterator[Parameter]:
             yield from _linears(place)
         for part in _parts(c, stack):
             if isinstance(part, Norm):
-                yield from norm_parameters(c[f"{stack}_norm"], part, c["lpnorm_p"])
+                for parameter in norm_parameters(c[f"{stack}_norm"], part, c["lpnorm_p"]):
+                    is_weight = parameter.name.endswith(".weight")
+                    start = parameter.start * part.start if is_weight else parameter.start
+                    yield dataclasses.replace(parameter, start=start)
             elif isinstance(part, Parameter):
                 yield part
     if c["tie_embeddings"] == "none":

@@ -5,13 +5,14 @@ Liu et al. 2023.
 """
 
 import dataclasses
-import math
 from collections.abc import Callable, Iterator, Mapping
 
 import torch
 from torch import Tensor
 
-from .config import Config, is_one_stack, layer_counts
+from .batch_norms import BATCH_NORMS
+from .config import Config, complete, is_one_stack
+from .constants import admin_omega, deepnorm_alpha
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,12 +26,14 @@ class Parameter:
 
 @dataclasses.dataclass(frozen=True)
 class Norm:
-    """The stack's norm. `is_last_of_decoder`: scalenorm-fixed learns its g there; `ends_stack`: after the layers."""
+    """The stack's norm. `is_last_of_decoder`: scalenorm-fixed learns its g there; `ends_stack`: after the layers;
+    `start`: its weight's first value, as a multiple of the usual one."""
 
     name: str
     width: int
     is_last_of_decoder: bool = False
     ends_stack: bool = False
+    start: float = 1.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,6 +51,13 @@ class Scale:
 
 
 @dataclasses.dataclass(frozen=True)
+class Times:
+    """x·c"""
+
+    factor: float
+
+
+@dataclasses.dataclass(frozen=True)
 class HeadScale:
     """The columns of head h times γ_h."""
 
@@ -61,7 +71,7 @@ class Growth:
     t: Parameter
 
 
-Change = Norm | Shift | Scale | HeadScale
+Change = Norm | Shift | Scale | Times | HeadScale
 Gain = float | Parameter | Growth
 
 
@@ -69,9 +79,12 @@ Gain = float | Parameter | Growth
 class Sublayer:
     """x⁺ = N_after(α⊙x + β⊙dropout(N_output(F(N_before(x))))), and what happens at F's named points:
 
-    input: what q, k, v (cross-attention: q alone) or linear1 reads; query, key: of each head; heads: joined, before
-    out_proj; projected: after it; hidden: before the ReLU; activated: after the ReLU and its dropout.
+    input: what q, k, v (cross-attention: q alone) or linear1 reads; query, key, value: each head's (a norm of d_head)
+    or the whole vector (a norm of d_model); heads: joined, before out_proj; projected: after it; hidden: before the
+    ReLU; activated: after the ReLU and its dropout. With `skip`, x is N_skip(x) everywhere in the equation.
     """
+
+    skip: Norm | None = None
 
     before: Norm | None = None
     after: Norm | None = None
@@ -85,7 +98,7 @@ class Sublayer:
 
     def parts(self) -> Iterator[Change | Gain | None]:
         """Everything that may have parameters."""
-        yield from (self.before, self.after, self.output, self.alpha, self.beta, *self.inside.values())
+        yield from (self.skip, self.before, self.after, self.output, self.alpha, self.beta, *self.inside.values())
         yield from (gain for gains in self.streams for gain in gains)
 
 
@@ -104,14 +117,15 @@ class Combine:
 @dataclasses.dataclass(frozen=True)
 class Stack:
     """What is done after the last layer, how a layer's input is made of all earlier outputs (None: the last), and what
-    is added to x for each stream beside it, before `end`: N(s). Such a stream begins as the embedding."""
+    is added to x for each stream beside it, before `end`: N(s). Such a stream begins as x does after `begin`."""
 
+    begin: tuple[Change, ...] = ()
     end: tuple[Change, ...] = ()
     combine: Combine | None = None
     streams: tuple[Norm, ...] = ()
 
     def parts(self) -> Iterator[Change | Parameter]:
-        yield from (*self.streams, *self.end)
+        yield from (*self.begin, *self.streams, *self.end)
         if self.combine is not None:
             yield from (Scale(self.combine.weight), *self.combine.norms)
 
@@ -267,6 +281,46 @@ def resi_dual(place: Place) -> Sublayer:
     return Sublayer(after=place.norm(f"norm{place.index}"), streams=((1.0, 1.0),))
 
 
+def hybridnorm(place: Place) -> Sublayer:
+    """Attention: x + Attn(x), with norms on each head's q, k and v. Feed-forward: z = N(x), x⁺ = z+F(z) (Zhuo et al.
+    2025, release). N is named after the attention before it."""
+    if place.kind == "feed_forward":
+        return Sublayer(skip=place.norm(f"norm{place.index - 1}"))
+    width = place.config["d_model"] // place.config["heads"]
+    points = ("query", "key", "value")
+    return Sublayer(inside={at: Norm(f"{place.prefix}.{place.kind}.{at[0]}_norm", width) for at in points})
+
+
+def hybridnorm_star(place: Place) -> Sublayer:
+    """hybridnorm; in the first layer x+F(N(x)), with the norms on q, k and v."""
+    sublayer = hybridnorm(place)
+    if place.layer > 0:
+        return sublayer
+    return dataclasses.replace(sublayer, skip=None, before=place.norm(f"norm{place.index}"))
+
+
+def olmo2(place: Place) -> Sublayer:
+    """x⁺ = x+N(F(x)), norms on the whole q and k (OLMo-core)."""
+    inside: dict[str, Change] = {}
+    if place.kind != "feed_forward":
+        inside = {at: place.norm(f"{place.kind}.{at[0]}_norm") for at in ("query", "key")}
+    return Sublayer(output=place.norm(f"norm{place.index}"), inside=inside)
+
+
+def ln_scaling(place: Place) -> Sublayer:
+    """x⁺ = x+F(N(x)/√l), l from 1; or 1/√l as the first value of N's weight (Sun et al. 2025)."""
+    factor, sublayer = (place.layer + 1) ** -0.5, prenorm(place)
+    if place.config["ln_scaling_mode"] == "constant":
+        return dataclasses.replace(sublayer, inside={"input": Times(factor)})
+    return dataclasses.replace(sublayer, before=dataclasses.replace(sublayer.before, start=factor))
+
+
+def mix_ln(place: Place) -> Sublayer:
+    """postnorm in the first quarter of the layers, rounded down, then prenorm (Li et al. 2024)."""
+    is_post = place.layer < int(place.config["mix_ln_part"] * place.config[f"{place.stack}_layers"])
+    return postnorm(place) if is_post else prenorm(place)
+
+
 # Around the layers of a stack.
 
 
@@ -278,6 +332,12 @@ def nothing(config: Config, stack: str) -> Stack:
 def end_norm(config: Config, stack: str) -> Stack:
     """N after the last layer."""
     return Stack(end=(Norm(f"{stack}.norm", config["d_model"], stack == "decoder", ends_stack=True),))
+
+
+def both_ends(config: Config, stack: str) -> Stack:
+    """N before the first layer, by an option, and N after the last (Kim et al. 2025)."""
+    begin = (Norm(f"{stack}.embedding_norm", config["d_model"]),)
+    return dataclasses.replace(end_norm(config, stack), begin=begin if config["peri_ln_embedding_norm"] else ())
 
 
 def end_dual(config: Config, stack: str) -> Stack:
@@ -304,7 +364,7 @@ def combination(config: Config, stack: str) -> Stack:
         for row in range(1, size)
     )
     combine = Combine(Parameter(f"{stack}.combine.weight", (size, size), start), norms, is_pre)
-    return Stack(end_norm(config, stack).end if is_pre else (), combine)
+    return Stack(end=end_norm(config, stack).end if is_pre else (), combine=combine)
 
 
 SCHEMES: dict[str, tuple[Callable[[Place], Sublayer], Callable[[Config, str], Stack]]] = {
@@ -323,8 +383,21 @@ SCHEMES: dict[str, tuple[Callable[[Place], Sublayer], Callable[[Config, str], St
     "sandwich": (sandwich, end_norm),
     "layerscale": (layerscale, end_norm),
     "resi-dual": (resi_dual, end_dual),
+    "hybridnorm": (hybridnorm, end_norm),
+    "hybridnorm-star": (hybridnorm_star, end_norm),
+    "peri-ln": (sandwich, both_ends),
+    "olmo2": (olmo2, end_norm),
+    "ln-scaling": (ln_scaling, end_norm),
+    "mix-ln": (mix_ln, end_norm),
 }
 RESIDUAL_NAMES = tuple(SCHEMES)
+
+
+def is_defined(norm: str, residual: str) -> bool:
+    """Whether the scheme can have the norm: queries, keys and values have no statistics of batches."""
+    config = complete({"norm": norm, "residual": residual})
+    points = {point for place in places(config, "decoder") for point in describe_sublayer(place).inside}
+    return norm not in BATCH_NORMS or not points & {"query", "key", "value"}
 
 
 def describe_sublayer(place: Place) -> Sublayer:
@@ -338,8 +411,9 @@ def describe_sublayer(place: Place) -> Sublayer:
 
 
 def describe_stack(config: Config, stack: str) -> Stack:
-    """What stands around the layers of `stack` under the last layer's scheme."""
-    return _scheme(config, stack, config[f"{stack}_layers"] - 1)[1](config, stack)
+    """What stands around the layers of `stack`: before them by the first layer's scheme, after them by the last's."""
+    first, last = (_scheme(config, stack, layer)[1](config, stack) for layer in (0, config[f"{stack}_layers"] - 1))
+    return dataclasses.replace(last, begin=first.begin)
 
 
 def _scheme(config: Config, stack: str, layer: int):
@@ -354,39 +428,3 @@ def _scheme(config: Config, stack: str, layer: int):
     if name not in SCHEMES:
         raise ValueError(f"unknown residual scheme {name!r}; the schemes are {', '.join(SCHEMES)}")
     return SCHEMES[name]
-
-
-# Constants.
-
-
-def deepnorm_alpha(config: Config, stack: str) -> float:
-    """α_e = 0.81(N⁴M)^{1/16}, α_d = (3M)^{1/4}; one stack: (2L)^{1/4} (BrN eq 3)."""
-    n, m = layer_counts(config)
-    if is_one_stack(config):
-        return (2 * m) ** 0.25
-    return 0.81 * (n**4 * m) ** (1 / 16) if stack == "encoder" else (3 * m) ** 0.25
-
-
-def admin_omega(config: Config, stack: str) -> float:
-    """ω = √((n+1)/ln(n+1) − 1), n = 2N, 3M, or 2L of one stack (admin-torch)."""
-    encoder_layers, decoder_layers = layer_counts(config)
-    n = 2 * encoder_layers if stack == "encoder" else (2 if is_one_stack(config) else 3) * decoder_layers
-    return math.sqrt((n + 1) / math.log(n + 1) - 1)
-
-
-def branchnorm_alpha(t: int, steps: int, growth: str = "linear") -> float:
-    """α_t, at most 1, with u = t/T (BrN eq 8); T = 0: 1.
-
-    linear: u; exp: (e^{5u}−1)/(e⁵−1); sigmoid: logistic(10(u−½)), rescaled to run from 0 at u = 0 to 1 at u = 1.
-    """
-    if steps == 0 or t >= steps:
-        return 1.0
-    u = t / steps
-    if growth == "linear":
-        return u
-    if growth == "exp":
-        return math.expm1(5 * u) / math.expm1(5)
-    if growth == "sigmoid":
-        low, here, high = (1 / (1 + math.exp(-10 * (v - 0.5))) for v in (0.0, u, 1.0))
-        return (here - low) / (high - low)
-    raise ValueError(f"unknown growth {growth!r}; the growths are linear, exp, sigmoid")

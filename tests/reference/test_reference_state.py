@@ -30,6 +30,12 @@ def test_names():
             {"post_norm2.weight", "multihead_attn.head_scale", "residual_scale1"},
         ),
         (
+            {"residual": "hybridnorm"},
+            {"norm2.weight", *(f"{a}_attn.{n}_norm.weight" for a in ("self", "multihead") for n in "qkv")},
+            {"norm1.weight", "norm3.weight"},
+        ),
+        ({"residual": "olmo2"}, {"norm1.weight", "multihead_attn.k_norm.weight"}, {"self_attn.v_norm.weight"}),
+        (
             {"residual": "r-fixup", "r_fixup_mode": "paper"},
             {"self_attn.input_shift", "multihead_attn.output_scale", "shift1", "shift2", "shift3", "branch_scale3"},
             {"linear1.bias", "self_attn.in_proj_bias", "multihead_attn.out_proj.bias", "norm1.weight"},
@@ -237,6 +243,7 @@ def test_initial_distributions():
 
 def test_default_inits_and_first_values():
     theirs = {"prenorm": "smallinit", "postnorm": "smallinit", "branchnorm": "deepnorm", "resi-dual": "fairseq"}
+    theirs |= {"hybridnorm": "gpt2", "hybridnorm-star": "gpt2", "mix-ln": "smallinit"}
     own = ("deepnorm", "subln", "t-fixup", "r-fixup")
     for name in ref.RESIDUAL_NAMES:
         expected = name if name in own else theirs.get(name, "xavier")
@@ -250,6 +257,7 @@ def test_default_inits_and_first_values():
         ({"residual": "r-fixup"}, f"{layer}shift2", 0),
         ({"residual": "admin"}, f"{layer}residual_scale1", 1),
         ({"residual": "subln", "norm": "scalenorm"}, f"{layer}inner_norm.weight", 32**0.5),
+        ({"residual": "ln-scaling", "ln_scaling_mode": "weight"}, "encoder.layers.1.norm1.weight", 2**-0.5),
         ({"norm": "lpnorm", "lpnorm_p": 4}, f"{layer}norm1.weight", 2),
         ({"norm": "lpnorm", "lpnorm_p": math.inf}, f"{layer}norm1.weight", 1),
         ({"norm": "powernorm"}, f"{layer}norm1.weight", 1),

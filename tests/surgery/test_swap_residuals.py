@@ -58,6 +58,11 @@ def test_residuals_swap_train_and_return(name, residual):
         with pytest.raises(ValueError, match="connects layers"):
             swap_residuals(model, residual, optimizer=optimizer)
         return
+    if residual in ("hybridnorm", "hybridnorm-star", "olmo2") and name in HUGGING_FACE:
+        with pytest.raises(ValueError, match=f"^{residual} acts between projections and products of attention"):
+            swap_residuals(model, residual, optimizer=optimizer)
+        assert_same(state_of(model), state)
+        return
     done = swap_residuals(model, residual, optimizer=optimizer)
     owned = {id(p) for g in optimizer.param_groups for p in g["params"]}
     assert owned == {id(p) for p in model.parameters()} and not model.training
@@ -114,6 +119,21 @@ def test_end_norms_follow_the_scheme():
     assert model.encoder.norm is model.decoder.norm is None
 
 
+def test_the_embeddings_norm_stands_before_the_first_block_alone():
+    model = hugging_face("gpt2").eval()
+    swap_residuals(model, "peri-ln", init=None)
+    first, second = model.transformer.h[0].residual, model.transformer.h[1].residual
+    assert type(first.embedding_norm) is nfnn.LayerNorm and not hasattr(second, "embedding_norm")
+    tokens = torch.tensor([[5, 6, 7]])
+    seen = []
+    for factor in (100, 3):  # layernorm forgets the scale of its rows, but for ε
+        with torch.no_grad():
+            for table in (model.transformer.wte, model.transformer.wpe):
+                table.weight *= factor
+        seen.append(model.transformer(tokens).last_hidden_state)
+    torch.testing.assert_close(*seen, rtol=1e-4, atol=1e-4)
+
+
 def test_schemes_on_torchs_transformer_are_the_packages():
     """Converted from torch.nn, or built with the scheme: from the same weights the same outputs."""
     for residual in RESIDUALS:
@@ -152,6 +172,12 @@ def test_norms_on_queries_and_keys_need_attention_that_shows_them():
     assert torch.equal(model(x, y), before)
     with pytest.raises(ValueError, match=r"qk_norm=True acts between projections .* BertLayer"):
         swap_residuals(hugging_face("bert"), "postnorm", qk_norm=True)
+
+
+def test_norms_that_a_model_has_keep_their_weights():
+    for model in (torchs_transformer(), hugging_face("gpt2")):
+        with pytest.raises(ValueError, match="keeps its norms as they are: leave the options out"):
+            swap_residuals(model, "ln-scaling", ln_scaling_mode="weight")
 
 
 def test_depth_is_what_the_constants_count():

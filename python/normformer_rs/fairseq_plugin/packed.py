@@ -14,8 +14,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..nn import MultiheadAttention
+from ..nn.attention import is_of_joined_heads
 from ..nn.profiling import is_profiling
-from ..nn.scheme import OPS, Draw
+from ..nn.scheme import OPS, Draw, apply_changes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,7 +90,7 @@ class RowAttention(MultiheadAttention):
 
     def project(self, x: Tensor, which: str) -> tuple[Tensor, ...]:
         """x through the projections of `which`, neighbouring letters of "qkv", in one product, with the scheme's
-        changes on queries and keys."""
+        changes on queries, keys and values."""
         d, start = self.embed_dim, "qkv".index(which)
         chosen = slice(start * d, (start + len(which)) * d)
         bias = None if self.in_proj_bias is None else self.in_proj_bias[chosen]
@@ -97,9 +98,12 @@ class RowAttention(MultiheadAttention):
         return tuple(self._change_heads(_POINTS[name], part) for name, part in zip(which, parts))
 
     def _change_heads(self, point: str, x: Tensor) -> Tensor:
-        if point not in self.inside:
-            return x
-        return self._change(point, x.unflatten(-1, (self.num_heads, -1)), None).flatten(-2)
+        for change in self.inside.get(point, ()):
+            if is_of_joined_heads(change, self.head_dim):
+                x = apply_changes(self, (change,), x, None)
+            else:
+                x = apply_changes(self, (change,), x.unflatten(-1, (self.num_heads, -1)), None).flatten(-2)
+        return x
 
 
 _POINTS = {"q": "query", "k": "key", "v": "value"}

@@ -12,13 +12,18 @@ from ..errors import InputError
 from .scheme import Change, Inside, apply_changes
 from .tracing import Unscriptable, leaf
 
+BEFORE_PRODUCTS = frozenset(("query", "key", "value"))
+"""The points between the projections and the products of attention."""
+
 
 class MultiheadAttention(Unscriptable, nn.MultiheadAttention):
     """softmax(s·QKᵀ + mask)V per head, heads joined, output projection: torch.nn.MultiheadAttention with changes
     at points inside it, as a residual scheme declares them. s is `scale`, or 1/√d_head where that is None.
 
     `inside` names changes at `input` (before the projection of queries, and of keys and values too in self-attention),
-    `query` and `key` (of each head), `after_heads` (the heads' outputs, joined) and `after_output` (after `out_proj`).
+    `query`, `key` and `value` (a norm of d_head on each head's, one of d_model on all heads' joined), `after_heads`
+    (the heads' outputs, joined) and `after_output` (after `out_proj`).
+
     Parameters, masks, layouts and results are torch.nn's; `out_proj` is called as a module, so its hooks and
     replacements take effect.
 
@@ -68,7 +73,7 @@ class MultiheadAttention(Unscriptable, nn.MultiheadAttention):
         padding = None if key_padding_mask is None or not is_self else is_masked(key_padding_mask)
         query = self._change("input", query, padding)
         q, k, v = self._project(query, *((query, query) if is_self else (key, value)))
-        q, k = self._change("query", q, None), self._change("key", k, None)
+        q, k, v = (self._change_heads(point, x) for point, x in (("query", q), ("key", k), ("value", v)))
         mask, is_causal = self._mask(q, k, attn_mask, key_padding_mask, is_causal, need_weights)
         p, weights = self.dropout if self.training else 0.0, None
         if need_weights:
@@ -90,6 +95,16 @@ class MultiheadAttention(Unscriptable, nn.MultiheadAttention):
     def _change(self, point: str, x: Tensor, padding: Tensor | None) -> Tensor:
         changes: tuple[Change, ...] = self.inside.get(point, ())
         return apply_changes(self, changes, x, padding)
+
+    def _change_heads(self, point: str, x: Tensor) -> Tensor:
+        """The changes of queries, keys or values, (B, heads, T, d_head)."""
+        for change in self.inside.get(point, ()):
+            if is_of_joined_heads(change, self.head_dim):
+                joined = apply_changes(self, (change,), x.transpose(1, 2).flatten(-2), None)
+                x = joined.unflatten(-1, (self.num_heads, -1)).transpose(1, 2)
+            else:
+                x = apply_changes(self, (change,), x, None)
+        return x
 
     def _project(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """(B, heads, T or S, d_head) each: one product where all three read one tensor, two where only k and v do."""
@@ -139,6 +154,11 @@ class MultiheadAttention(Unscriptable, nn.MultiheadAttention):
             raise InputError(f"attention mask must be {single} or {whole}; got {tuple(attn_mask.shape)}")
         if key_padding_mask is not None and key_padding_mask.shape != (batch, keys):
             raise InputError(f"key padding mask must be {(batch, keys)}; got {tuple(key_padding_mask.shape)}")
+
+
+def is_of_joined_heads(change: Change, head_dim: int) -> bool:
+    """A change of queries, keys or values that works on all heads joined, and not on each."""
+    return change.kind == "norm" and change.what.width != head_dim
 
 
 def additive(mask: Tensor, dtype: torch.dtype) -> Tensor:

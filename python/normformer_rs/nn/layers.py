@@ -25,6 +25,7 @@ from .scheme import (
     configure,
     install,
     is_plain,
+    made_of,
     rate,
     reset,
     reset_module,
@@ -58,11 +59,12 @@ class Residual(Unscriptable, Growing):
         options: those of `TransformerConfig` that the scheme or norm has (`branchnorm_steps`, `layerscale_init`, …).
 
     Modules and parameters: `norm1`, `post_norm1`, `residual_scale1`, `branch_scale`, … (the number is the sublayer's in
-    its layer). A norm that the scheme declares after the last layer (prenorm's N) is the caller's to add.
+    its layer). A norm that the scheme declares before the first layer or after the last (prenorm's N) is the caller's
+    to add.
 
     Shapes: x (…, d_model) → the same. Errors: InputError for unknown names, and for schemes that also reach inside the
-    sublayer or between layers (subln, normformer, r-fixup, dlcl, resi-dual): those need a TransformerEncoderLayer or a
-    stack.
+    sublayer or between layers (subln, normformer, r-fixup, ln-scaling, an attention of hybridnorm or olmo2, dlcl,
+    resi-dual): those need a TransformerEncoderLayer or a stack.
     """
 
     place: Place
@@ -234,7 +236,7 @@ class Layer(Unscriptable, Growing):
         yield self, [what for sublayer in self.place.sublayers for what in sublayer.around()]
         for name in self.attentions:
             attention: MultiheadAttention = getattr(self, name)
-            yield attention, [change.what for changes in attention.inside.values() for change in changes]
+            yield attention, [what for changes in attention.inside.values() for what in made_of(changes)]
         yield self, [*self.place.sublayers[-1].within()]
 
     def move(self, place: Place) -> None:

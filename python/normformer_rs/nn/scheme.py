@@ -13,7 +13,7 @@ scheme may have further streams beside x; every sublayer updates them.
 import dataclasses
 import functools
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -34,12 +34,13 @@ GROWING = "growing"
 @dataclasses.dataclass(frozen=True)
 class NormAt:
     """The stack's norm under a name; `last`: no norm of the stack follows it; `ends_stack`: it stands after the last
-    layer."""
+    layer; `start`: multiplies the first value of its weight."""
 
     name: str
     width: int
     last: bool = False
     ends_stack: bool = False
+    start: float = 1.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,18 +58,26 @@ Gain = float | str | Learned
 
 @dataclasses.dataclass(frozen=True)
 class Change:
-    """A norm, shift or scale at a point inside a sublayer, or after the stack."""
+    """A norm, shift, scale or constant factor (`times`) at a point inside a sublayer, or before or after the stack."""
 
-    kind: Literal["norm", "shift", "scale", "head_scale"]
-    what: NormAt | Learned
+    kind: Literal["norm", "shift", "scale", "head_scale", "times"]
+    what: Any
+    """A NormAt, a Learned, or the constant."""
 
     def below(self, path: str) -> "Change":
         """The same change, its name relative to the module at `path`."""
+        if self.kind == "times":
+            return self
         return Change(self.kind, dataclasses.replace(self.what, name=self.what.name.removeprefix(path + ".")))
 
 
+def made_of(changes: Iterable[Change]) -> list[NormAt | Learned]:
+    """The norms and parameters of changes."""
+    return [change.what for change in changes if change.kind != "times"]
+
+
 Inside = Mapping[str, tuple[Change, ...]]
-"""Changes by the point they stand at: input, query, key, after_heads, after_output, before_activation, amid."""
+"""Changes by the point they stand at: input, query, key, value, after_heads, after_output, before_activation, amid."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -102,7 +111,7 @@ class Sublayer:
 
     def within(self) -> Iterator[NormAt | Learned]:
         """Everything declared inside it."""
-        return (change.what for changes in self.inside.values() for change in changes)
+        return (what for changes in self.inside.values() for what in made_of(changes))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -126,6 +135,7 @@ class Declared:
     """A scheme's declaration for one stack."""
 
     layers: tuple[tuple[Sublayer, ...], ...]
+    begin: tuple[Change, ...]
     combine: Combine | None
     streams: tuple[NormAt | None, ...]
     """The norm that each stream beside x ends with."""
@@ -147,6 +157,7 @@ def declare(config: TransformerConfig, stack: Any) -> Declared:
     combine, growth = flow["combine"], flow["growth"]
     return Declared(
         layers=tuple(_layer(layer) for layer in found["layers"]),
+        begin=tuple(_change(change) for change in flow["begin"]),
         combine=combine and Combine(tuple(NormAt(**at) for at in combine["norms"]), combine["on_sums"]),
         streams=tuple(stream["norm"] and NormAt(**stream["norm"]) for stream in flow["streams"]),
         growth=growth and Growth(**growth),
@@ -183,7 +194,8 @@ def _learned(found: dict[str, Any]) -> Learned:
 def _change(found: dict[str, Any]) -> Change:
     kind: Any
     ((kind, what),) = found.items()
-    return Change(kind, NormAt(**what) if kind == "norm" else _learned(what))
+    read: dict[str, Callable[[Any], Any]] = {"norm": lambda what: NormAt(**what), "times": float}
+    return Change(kind, read.get(kind, _learned)(what))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -255,7 +267,16 @@ def make(
         return nn.Parameter(torch.full(what.shape, what.value, **factory))
     last = what.last and place.stack == "decoder"
     where: dict[str, Any] = {"last_of_decoder": last, "ends_stack": what.ends_stack}
-    return norm_of_config(place.declared.norm, what.width, place.config, **where, bias=bias, **factory)
+    norm = norm_of_config(place.declared.norm, what.width, place.config, **where, bias=bias, **factory)
+    _begin_at(norm, what)
+    return norm
+
+
+@torch.no_grad()
+def _begin_at(norm: Any, at: NormAt) -> None:
+    """The first value of a norm's weight, from the norm's own."""
+    if at.start != 1.0:
+        norm.weight.mul_(at.start)
 
 
 def install(owner: nn.Module, items: Iterable[NormAt | Learned], place: Place, **making: Any) -> None:
@@ -276,6 +297,7 @@ def reset(owner: nn.Module, items: Iterable[NormAt | Learned]) -> None:
             made.fill_(what.value)
         else:
             reset_module(made)
+            _begin_at(made, what)
 
 
 def reset_module(module: nn.Module | None) -> None:
@@ -332,13 +354,15 @@ def apply_norm(norm: nn.Module, x: Tensor, padding_mask: Tensor | None) -> Tenso
 def apply_changes(owner: nn.Module, changes: Iterable[Change], x: Tensor, padding_mask: Tensor | None) -> Tensor:
     """x after the changes at one point."""
     for change in changes:
-        made = getattr(owner, change.what.name)
+        made = change.what if change.kind == "times" else getattr(owner, change.what.name)
         if change.kind == "norm":
             x = apply_norm(made, x, padding_mask)
         elif change.kind == "shift":
             x = x - made.to(x.dtype)
         elif change.kind == "scale":
             x = x * made.to(x.dtype)
+        elif change.kind == "times":
+            x = x * made
         else:
             x = (x.unflatten(-1, (made.numel(), -1)) * made.to(x.dtype).unsqueeze(-1)).flatten(-2)
     return x

@@ -12,7 +12,7 @@ from ..config import TransformerConfig
 from ..errors import InputError
 from .layers import Activation, Layer, TransformerDecoderLayer, TransformerEncoderLayer
 from .profiling import begin_stack
-from .scheme import Change, Combine, NormAt, Place, apply_changes, apply_norm, make, reset, reset_module
+from .scheme import Change, Combine, NormAt, Place, apply_changes, apply_norm, made_of, make, reset, reset_module
 from .tracing import leaf
 from .updates import Growing
 
@@ -63,6 +63,7 @@ class Stack(Growing):
     combine: Sums | None
     streams: tuple[NormAt | None, ...] = ()
     """The norm that each stream beside x ends with."""
+    begin: tuple[Change, ...] = ()
     layers: Any
     end: tuple[Change, ...]
 
@@ -104,10 +105,10 @@ class Stack(Growing):
         for change in end:
             if change.kind != "norm" or self.norm is None:
                 setattr(self, change.what.name, make(change.what, place, factory, bias))
-        for at in declared.streams:
+        for at in (*made_of(declared.begin), *declared.streams):
             if at is not None:
                 setattr(self, at.name, make(at, place, factory, bias))
-        self.streams = declared.streams
+        self.begin, self.streams = declared.begin, declared.streams
         self.end = tuple(change for change in end if change.kind != "norm")
         self.grow(declared.growth, factory["device"])
 
@@ -116,12 +117,13 @@ class Stack(Growing):
         for module in (*self.layers.children(), self._modules.get("combine"), self.norm):
             reset_module(module)
         reset(self, (at for at in self.streams if at is not None))
-        reset(self, (change.what for change in self.end))
+        reset(self, made_of((*self.begin, *self.end)))
         self.reset_growth()
 
     def _run(self, x: Tensor, call: Callable[..., Any], padding_mask: Tensor | None) -> Tensor:
         """x through the layers; each gets α_t if the scheme grows, and the streams beside x if there are any."""
         begin_stack()
+        x = apply_changes(self, self.begin, x, padding_mask)
         alpha_t = self.alpha()
         grown = {} if alpha_t is None else {"alpha_t": alpha_t}
         combine, outputs = self._modules.get("combine"), []  # type: ignore[var-annotated]

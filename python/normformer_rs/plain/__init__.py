@@ -18,7 +18,19 @@ from .layers import (
     Through,
     TorchAttention,
 )
-from .norms import BiasedRMSNorm, DyT, FixNormEmbedding, GroupScaling, HeadScale, LpNorm, RunningNorm, Scale, Shift
+from .norms import (
+    BiasedRMSNorm,
+    DyT,
+    FixNormEmbedding,
+    GroupScaling,
+    HeadScale,
+    JoinedHeads,
+    LpNorm,
+    RunningNorm,
+    Scale,
+    Shift,
+    Times,
+)
 
 __all__ = [
     "Activation",
@@ -34,6 +46,7 @@ __all__ = [
     "FixNormEmbedding",
     "GroupScaling",
     "HeadScale",
+    "JoinedHeads",
     "LpNorm",
     "Residual",
     "RunningNorm",
@@ -42,5 +55,6 @@ __all__ = [
     "StreamStep",
     "Sum",
     "Through",
+    "Times",
     "TorchAttention",
 ]

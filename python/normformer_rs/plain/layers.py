@@ -64,7 +64,7 @@ class Around(nn.Module):
 
 
 class Attention(nn.Module):
-    """Multi-head attention with changes at its input, on each head's queries and keys, on the joined heads and at its
+    """Multi-head attention with changes at its input, on queries, keys and values, on the joined heads and at its
     output."""
 
     in_proj_weight: Tensor
@@ -79,13 +79,14 @@ class Attention(nn.Module):
         heads: int,
         dropout: float,
         batch_first: bool,
-        changes: tuple[nn.Module, nn.Module, nn.Module, nn.Module, nn.Module],
+        changes: dict[str, nn.Module],
         scale: float | None = None,
     ) -> None:
         super().__init__()
         self.scale = scale
         self.heads, self.dropout, self.batch_first, self.out_proj = heads, float(dropout), batch_first, out_proj
-        self.input, self.query, self.key, self.after_heads, self.after_output = changes
+        self.input, self.query, self.key, self.value = (changes[at] for at in ("input", "query", "key", "value"))
+        self.after_heads, self.after_output = changes["after_heads"], changes["after_output"]
         keep(self, in_proj_weight=in_proj_weight, in_proj_bias=in_proj_bias)
 
     def forward(
@@ -111,7 +112,7 @@ class Attention(nn.Module):
         q = F.linear(query, self.in_proj_weight[:d], None if bias is None else bias[:d])
         k = F.linear(source, self.in_proj_weight[d : 2 * d], None if bias is None else bias[d : 2 * d])
         v = F.linear(source, self.in_proj_weight[2 * d :], None if bias is None else bias[2 * d :])
-        q, k, v = self.query(self.split(q)), self.key(self.split(k)), self.split(v)
+        q, k, v = self.query(self.split(q)), self.key(self.split(k)), self.value(self.split(v))
 
         only_causal = is_causal and key_padding_mask is None
         if is_causal and attn_mask is None:
@@ -277,7 +278,7 @@ class Sum(nn.Module):
 
 class Stack(nn.Module):
     """Layers, each with the sum that enters it (Through or Sum), the last sum, the norms of the streams beside x, and
-    the end of the stack.
+    the end and the begin of the stack.
 
     Encoder and Decoder write their loops out: TorchScript compiles no loop over layers with the arguments of either. It
     compiles only one side of a condition on a constant, so torch.nn's layers, which take no streams, may stand in a
@@ -287,9 +288,15 @@ class Stack(nn.Module):
     has_streams: Final[bool]
 
     def __init__(
-        self, layers: list[nn.Module], sums: list[nn.Module], streams: list[nn.Module], end: nn.Module
+        self,
+        layers: list[nn.Module],
+        sums: list[nn.Module],
+        streams: list[nn.Module],
+        end: nn.Module,
+        begin: nn.Module | None = None,
     ) -> None:
         super().__init__()
+        self.begin = nn.Identity() if begin is None else begin
         *sums, self.last_sum = sums
         self.layers, self.sums, self.end = nn.ModuleList(layers), nn.ModuleList(sums), end
         self.streams, self.has_streams = nn.ModuleList(streams), len(streams) > 0
@@ -312,9 +319,9 @@ class Encoder(Stack):
         src_key_padding_mask: Tensor | None = None,
         is_causal: bool | None = None,
     ) -> Tensor:
-        x = src
+        x = self.begin(src)
         outputs: list[Tensor] = []
-        others = [src for _ in range(len(self.streams))]
+        others = [x for _ in range(len(self.streams))]
         causal = is_causal is not None and is_causal
         for layer, enter in zip(self.layers, self.sums):
             x = enter(x, outputs)
@@ -339,9 +346,9 @@ class Decoder(Stack):
         tgt_is_causal: bool | None = None,
         memory_is_causal: bool = False,
     ) -> Tensor:
-        x = tgt
+        x = self.begin(tgt)
         outputs: list[Tensor] = []
-        others = [tgt for _ in range(len(self.streams))]
+        others = [x for _ in range(len(self.streams))]
         own, other = (tgt_mask, tgt_key_padding_mask), (memory_mask, memory_key_padding_mask)
         causal = (tgt_is_causal is not None and tgt_is_causal, memory_is_causal)
         for layer, enter in zip(self.layers, self.sums):

@@ -148,6 +148,29 @@ class Scale(nn.Module):
         return x * self.value.to(x.dtype)
 
 
+class Times(nn.Module):
+    """c·x with a constant c."""
+
+    def __init__(self, factor: float) -> None:
+        super().__init__()
+        self.factor = factor
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.factor
+
+
+class JoinedHeads(nn.Module):
+    """A norm over all heads of x (B, heads, T, d_head) joined."""
+
+    def __init__(self, norm: nn.Module) -> None:
+        super().__init__()
+        self.norm = norm
+
+    def forward(self, x: Tensor) -> Tensor:
+        joined = self.norm(x.transpose(1, 2).flatten(-2))
+        return joined.unflatten(-1, [x.shape[1], x.shape[-1]]).transpose(1, 2)
+
+
 class HeadScale(nn.Module):
     """Every head's part of x times a number of its own."""
 

@@ -18,6 +18,7 @@ from ..nn.scheme import (
     begin,
     close,
     install,
+    made_of,
     make,
     reset,
 )
@@ -60,6 +61,8 @@ class BlockResidual(Growing):
         self.sublayers = tuple(_local(block, part, sublayer) for part, sublayer in zip(parts, place.sublayers))
         install(self, self._declared(), place, factory=factory)
         mark_block(self, place.config.residual, like.device)
+        self.begin: tuple[Any, ...] = place.declared.begin if first is None else ()
+        install(self, made_of(self.begin), place, factory=factory)
         self.end: tuple[Any, ...] = ()
         self.training = block.training
         self.grow(place.declared.growth if first is None else None, like.device)
@@ -70,7 +73,7 @@ class BlockResidual(Growing):
 
     def reset_parameters(self) -> None:
         """Resets the scheme's norms, gains and t."""
-        reset(self, [*self._declared(), *(change.what for change in self.end)])
+        reset(self, [*self._declared(), *made_of((*self.begin, *self.end))])
         self.reset_growth()
 
     def __getattr__(self, name: str) -> Any:
@@ -112,6 +115,8 @@ class BlockResidual(Growing):
         x⁺. `dropout`: a module or a rate; None: the one that the sublayer's `Part` names."""
         if i == 0 and self._first[0] is None:
             begin_stack()
+        if i == 0:
+            x = apply_changes(self, self.begin, x, None)
         sublayer: Sublayer = self.sublayers[i]
         streams = Streams(x)
         given = apply_changes(self, sublayer.inside.get("input", ()), begin(self, sublayer, streams, None), None)

@@ -10,8 +10,9 @@ from torch import nn
 from .. import nn as nfnn
 from ..config import PARAMETRISATION, TransformerConfig
 from ..errors import InputError
+from ..nn.attention import BEFORE_PRODUCTS
 from ..nn.layers import Layer
-from ..nn.scheme import Place, configure
+from ..nn.scheme import NormAt, Place, configure
 from .block_residual import BlockResidual
 from .blocks import (
     TORCH_STACKS,
@@ -81,8 +82,9 @@ def swap_residuals(
 
     Errors: InputError for unknown names and options; a model without known blocks, or with blocks of another form
     (norms on both sides of a branch, parallel sublayers), or with blocks that their library has changed;
-    DistributedDataParallel and FSDP models; an optimizer that does not own the parameters; dlcl and resi-dual outside
-    torch.nn's stacks, whose loop would have to change. UserWarning where weights that look trained are drawn anew.
+    DistributedDataParallel and FSDP models; an optimizer that does not own the parameters; outside torch.nn's layers
+    hybridnorm, hybridnorm-star and olmo2, which reach into attention, and outside its stacks dlcl and resi-dual, which
+    would have to change their loop. UserWarning where weights that look trained are drawn anew.
     """
     next(field for field in TransformerConfig.FIELDS if field.name == "residual").check(to)
     refuse_wrapped(model)
@@ -216,10 +218,18 @@ def _check(group: Group, place: Place, to: str) -> None:
             f"{group.path} has another residual scheme of normformer_rs already: take that swap back with its undo(), "
             f"or build the layers with residual={to!r}"
         )
-    if place.config.qk_norm and not isinstance(group.blocks[0], tuple(TORCHS)):
+    sublayers = [sublayer for layer in place.declared.layers for sublayer in layer]
+    inside = {point for sublayer in sublayers for point in sublayer.inside}
+    if inside & BEFORE_PRODUCTS and not isinstance(group.blocks[0], tuple(TORCHS)):
+        what, way = (to, "choose another scheme") if not place.config.qk_norm else ("qk_norm=True", "leave it out")
         raise InputError(
-            f"qk_norm=True acts between projections and products of attention, which {type(group.blocks[0]).__name__} "
-            "does not expose: leave it out"
+            f"{what} acts between projections and products of attention, which {type(group.blocks[0]).__name__} "
+            f"does not expose: {way}"
+        )
+    if any(isinstance(what, NormAt) and what.start != 1.0 for sublayer in sublayers for what in sublayer.around()):
+        raise InputError(
+            f"{to} with these options sets how the weights of norms start, and {group.path} keeps its norms as they "
+            "are: leave the options out"
         )
     joins_layers = place.declared.combine or place.declared.streams
     if joins_layers and type(group.holder) not in TORCH_STACKS:
@@ -261,10 +271,10 @@ def _convert_torchs(group: Group, place: Place, edits: Edits) -> list[Row]:
         if (norm is None) != (holder.norm is None):
             names = ["none" if n is None else type(n).__name__ for n in (norm, holder.norm)]
             notes.append(Row(path, names[0], names[1], "after the stack"))
-    elif place.declared.end:
-        notes.append(
-            Row(group.path, "", "", f"{place.config.residual} needs a norm after the last layer: add it yourself")
-        )
+    for where, changes in (("before the first", place.declared.begin), ("after the last", place.declared.end)):
+        if changes and not in_stack:
+            note = f"{place.config.residual} needs a norm {where} layer: add it yourself"
+            notes.append(Row(group.path, "", "", note))
     return notes
 
 

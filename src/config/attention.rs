@@ -1,0 +1,100 @@
+//! What attention asks of the rest of a configuration.
+
+use super::{AttentionName, TransformerConfig};
+use crate::error::{Error, Result};
+use crate::norm::Spec;
+use crate::residual::{Change, Place, Point, Scheme, StackName, SCHEMES};
+
+pub(super) fn check(config: &TransformerConfig) -> Result<()> {
+    check_norms_before_products(config)?;
+    match config.attention {
+        AttentionName::Tensorized => check_tensorized(config),
+        _ => Ok(()),
+    }
+}
+
+/// Norms on queries, keys and values: their rows are heads', or another stack's, and no positions, of which norms with
+/// statistics would have them.
+fn check_norms_before_products(config: &TransformerConfig) -> Result<()> {
+    let schemes = config.schemes()?;
+    let own = schemes.all().find(|scheme| is_inside(config, *scheme, Point::is_before_products));
+    if let Some(scheme) = own.filter(|_| config.qk_norm) {
+        return Err(Error::invalid(format!(
+            "residual {:?} has norms on queries and keys of its own: leave qk_norm out",
+            scheme.name()
+        )));
+    }
+    let owner = match own {
+        Some(scheme) => format!("residual {:?}", scheme.name()),
+        None if config.qk_norm => "qk_norm".into(),
+        None => return Ok(()),
+    };
+    let has_statistics = |norm: &&str| crate::norm::find(norm).is_ok_and(Spec::has_statistics);
+    match [config.encoder_norm(), config.decoder_norm()].into_iter().find(has_statistics) {
+        Some(norm) => Err(Error::invalid(format!(
+            "{owner} has norms on queries and keys, which {norm} cannot be: choose a norm without statistics"
+        ))),
+        None => Ok(()),
+    }
+}
+
+/// What tensorized attention cannot be part of.
+fn check_tensorized(config: &TransformerConfig) -> Result<()> {
+    if config.has_encoder() {
+        return Err(Error::invalid(
+            "attention = \"tensorized\" is a language model's: give architecture = \"decoder-only\", or leave it out",
+        ));
+    }
+    if config.qk_norm {
+        return Err(Error::invalid("tensorized attention has no heads, so qk_norm would do nothing: leave it out"));
+    }
+    if let Some(p) = config.attention_dropout {
+        return Err(Error::invalid(format!(
+            "tensorized attention has no weights to drop, so attention_dropout = {p} would do nothing: leave it out"
+        )));
+    }
+    let is_at_heads = |point: Point| point.is_before_products() || point == Point::AfterHeads;
+    let needs_heads = |scheme: &&dyn Scheme| is_inside(config, *scheme, is_at_heads);
+    if let Some(scheme) = config.schemes()?.all().find(needs_heads) {
+        let others: Vec<&str> = SCHEMES.iter().filter(|scheme| !needs_heads(scheme)).map(|s| s.name()).collect();
+        return Err(Error::invalid(format!(
+            "residual {:?} has a part between attention's projections, and tensorized attention has no heads: choose one \
+             of {}, or options of it without that part",
+            scheme.name(),
+            others.join(", ")
+        )));
+    }
+    Ok(())
+}
+
+/// The scheme changes something at such a point.
+fn is_inside(config: &TransformerConfig, scheme: &dyn Scheme, is_there: impl Fn(Point) -> bool) -> bool {
+    let decoder = config.place(StackName::Decoder, 0);
+    (0..decoder.layers()).flat_map(|layer| Place { layer, ..decoder }.each()).any(|place| {
+        let inside: Vec<(Point, Change)> = scheme.inside(&place);
+        inside.iter().any(|(point, _)| is_there(*point))
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use crate::config::{from_json, TransformerConfig};
+
+    #[test]
+    fn norms_before_products_have_no_statistics_and_one_owner() {
+        let check = |options: &str, part: &str| {
+            let text = format!(r#"{{"vocab_size": 10, {options}}}"#);
+            let e = from_json::<TransformerConfig>("model", &text).unwrap().validate().unwrap_err().to_string();
+            assert!(e.contains(part), "{e}");
+        };
+        check(r#""norm": "powernorm-v", "qk_norm": true"#, "which powernorm-v cannot");
+        check(
+            r#""encoder_norm": "batchnorm", "residual": "olmo2""#,
+            r#""olmo2" has norms on queries and keys, which batch"#,
+        );
+        check(r#""norm": "powernorm", "residual": "prenorm*1,hybridnorm""#, r#"residual "hybridnorm" has norms"#);
+        check(r#""residual": "hybridnorm", "qk_norm": true"#, "leave qk_norm out");
+        let tensorized = r#""architecture": "decoder-only", "attention": "tensorized""#;
+        check(&format!(r#"{tensorized}, "residual": "olmo2""#), "between attention's projections");
+    }
+}

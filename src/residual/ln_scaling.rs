@@ -1,0 +1,58 @@
+//! LayerNorm scaling: `x⁺ = x + F(N(x)/√l)` in layer l, counted from 1 (Sun et al. 2025).
+
+use super::{prenorm::PreNorm, Around, Change, Flow, NormAt, Place, Point, Scheme};
+use crate::choice;
+use crate::options::{setting, Listed};
+
+choice! {
+    /// 1/√l as a constant on the norm's output, or as the first value of its weight.
+    pub enum LnScalingMode ("ln_scaling_mode") { Constant = "constant", Weight = "weight" }
+}
+
+setting! {
+    /// ln-scaling's 1/√l as a constant on the norm's output (OLMo-core), or as the first value of its weight (GPAS, ProRes).
+    MODE ("ln_scaling_mode"): LnScalingMode = LnScalingMode::Constant;
+}
+
+pub struct LnScaling;
+
+impl Scheme for LnScaling {
+    fn name(&self) -> &'static str {
+        "ln-scaling"
+    }
+
+    fn equation(&self) -> &'static str {
+        "x⁺ = x + F(N(x)/√l) in layer l, counted from 1; N after the stack"
+    }
+
+    fn source(&self) -> &'static str {
+        "Sun et al. 2025"
+    }
+
+    fn options(&self) -> &'static [&'static dyn Listed] {
+        &[&MODE]
+    }
+
+    fn around(&self, place: &Place) -> Around {
+        let start = match place.options.get(&MODE) {
+            LnScalingMode::Constant => 1.0,
+            LnScalingMode::Weight => factor(place),
+        };
+        Around { before: Some(NormAt { start, ..place.norm() }), ..Around::default() }
+    }
+
+    fn inside(&self, place: &Place) -> Vec<(Point, Change)> {
+        match place.options.get(&MODE) {
+            LnScalingMode::Constant => vec![(Point::Input, Change::Times(factor(place)))],
+            LnScalingMode::Weight => Vec::new(),
+        }
+    }
+
+    fn stack(&self, place: &Place) -> Flow {
+        PreNorm.stack(place)
+    }
+}
+
+fn factor(place: &Place) -> f64 {
+    ((place.layer + 1) as f64).sqrt().recip()
+}

@@ -1,0 +1,46 @@
+//! Mix-LN: PostNorm in a stack's first layers, PreNorm in the others (Li et al. 2024).
+
+use super::{postnorm::PostNorm, prenorm::PreNorm, Around, Flow, Place, Scheme};
+use crate::options::{below_one, setting, Listed};
+
+setting! {
+    /// The part of mix-ln's layers that are postnorm's, rounded down.
+    PART ("mix_ln_part"): f64 = 0.25, below_one;
+}
+
+pub struct MixLn;
+
+impl Scheme for MixLn {
+    fn name(&self) -> &'static str {
+        "mix-ln"
+    }
+
+    fn equation(&self) -> &'static str {
+        "postnorm in the first ⌊L/4⌋ of a stack's L layers, prenorm in the others, N after the stack"
+    }
+
+    fn source(&self) -> &'static str {
+        "Li et al. 2024"
+    }
+
+    fn options(&self) -> &'static [&'static dyn Listed] {
+        &[&PART]
+    }
+
+    fn init(&self) -> &'static str {
+        PreNorm.init()
+    }
+
+    fn around(&self, place: &Place) -> Around {
+        // 0.29·100 is a little less than 29 in f64.
+        let first = (place.options.get(&PART) * place.layers() as f64 + 1e-9).floor() as i64;
+        match place.layer < first {
+            true => PostNorm.around(place),
+            false => PreNorm.around(place),
+        }
+    }
+
+    fn stack(&self, place: &Place) -> Flow {
+        PreNorm.stack(place)
+    }
+}

@@ -1,0 +1,35 @@
+//! OLMo 2's order: a norm on the branch's output alone, and norms on whole queries and keys (Team OLMo 2025).
+
+use super::{prenorm::PreNorm, Around, Change, Flow, Place, Point, Scheme, Sublayer};
+
+pub struct Olmo2;
+
+impl Scheme for Olmo2 {
+    fn name(&self) -> &'static str {
+        "olmo2"
+    }
+
+    fn equation(&self) -> &'static str {
+        "x⁺ = x + N(F(x)), N on q and k over all heads joined, N after the stack"
+    }
+
+    fn source(&self) -> &'static str {
+        "Team OLMo 2025; OLMo-core, ReorderedNormTransformerBlock"
+    }
+
+    fn around(&self, place: &Place) -> Around {
+        Around { amid: Some(place.norm()), ..Around::default() }
+    }
+
+    fn inside(&self, place: &Place) -> Vec<(Point, Change)> {
+        if place.sublayer == Sublayer::FeedForward {
+            return Vec::new();
+        }
+        let norm = |name: &str| Change::Norm(place.projected_norm(name, place.model.d_model));
+        vec![(Point::Query, norm("q_norm")), (Point::Key, norm("k_norm"))]
+    }
+
+    fn stack(&self, place: &Place) -> Flow {
+        PreNorm.stack(place)
+    }
+}

@@ -1,0 +1,39 @@
+//! Peri-LN: a norm before and one after each branch, and one on the embedding (Kim et al. 2025).
+
+use super::{sandwich::Sandwich, Around, Change, Flow, NormAt, Place, Scheme};
+use crate::options::{setting, Listed};
+
+setting! {
+    /// peri-ln's norm on the embedding, which its paper calls optional.
+    EMBEDDING_NORM ("peri_ln_embedding_norm"): bool = true;
+}
+
+pub struct PeriLn;
+
+impl Scheme for PeriLn {
+    fn name(&self) -> &'static str {
+        "peri-ln"
+    }
+
+    fn equation(&self) -> &'static str {
+        "x = N(embedding) before the stack, x⁺ = x + N(F(N(x))), N after the stack"
+    }
+
+    fn source(&self) -> &'static str {
+        "Kim et al. 2025"
+    }
+
+    fn options(&self) -> &'static [&'static dyn Listed] {
+        &[&EMBEDDING_NORM]
+    }
+
+    fn around(&self, place: &Place) -> Around {
+        Sandwich.around(place)
+    }
+
+    fn stack(&self, place: &Place) -> Flow {
+        let norm = Change::Norm(NormAt { name: "embedding_norm".into(), ..place.norm() });
+        let begin = if place.options.get(&EMBEDDING_NORM) { vec![norm] } else { Vec::new() };
+        Flow { begin, ..Sandwich.stack(place) }
+    }
+}
