@@ -4,7 +4,7 @@ use super::runs::listening;
 use super::{graphs, json_text};
 use crate::config::{self, DataConfig, TrainingConfig, TransformerConfig};
 use crate::error::Error;
-use crate::operator::Group;
+use crate::operator::ProcessGroup;
 use crate::run::{self, Mode, Surroundings};
 use crate::train::{self, Observer};
 use pyo3::exceptions::PyKeyboardInterrupt;
@@ -32,7 +32,7 @@ fn train_py(
     let training: TrainingConfig = config::from_json("training", training)?;
     let data: DataConfig = config::from_json("data", data)?;
     let mode = Mode::parse(mode, from_checkpoint)?;
-    let group = group.map_or(Ok(Group::ALONE), |(name, rank, size)| Group::new(&name, rank, size))?;
+    let group = group.map_or(Ok(ProcessGroup::ALONE), |(name, rank, size)| ProcessGroup::new(&name, rank, size))?;
     let mut observer = PyObserver(observer);
     py.allow_threads(|| {
         let surroundings = Surroundings { group, recorder: Some(graphs::recorder), observer: &mut observer };
@@ -44,7 +44,7 @@ fn train_py(
 /// Tells the operators of a process group, which they then take by its name.
 #[pyfunction]
 fn join_group(name: &str, rank: usize, size: usize) -> PyResult<()> {
-    Group::new(name, rank, size)?;
+    ProcessGroup::new(name, rank, size)?;
     Ok(())
 }
 

@@ -28,13 +28,13 @@ extern "C" {
 
 /// Watches until it is dropped, from a thread of its own. Nothing is to be done with one thread;
 /// NORMFORMER_RS_WAITS=libgomp leaves libgomp alone.
-pub fn watch() -> Option<Watch> {
+pub fn watch() -> Option<ContentionWatch> {
     let threads = parallel::threads();
     let is_off = std::env::var("NORMFORMER_RS_WAITS").is_ok_and(|v| v == "libgomp");
-    (threads > 1 && !is_off).then(|| Watch(Background::start(move |ended| observe(threads, ended))))
+    (threads > 1 && !is_off).then(|| ContentionWatch(Background::start(move |ended| observe(threads, ended))))
 }
 
-pub struct Watch(#[allow(dead_code)] Background);
+pub struct ContentionWatch(#[allow(dead_code)] Background);
 
 fn observe(threads: usize, ended: Receiver<()>) {
     let (mut judge, mut team, mut before) = (Judge::default(), None, waits());

@@ -30,7 +30,7 @@ use crate::kernel::math::{Buffer, LANES};
 use crate::multiversion;
 use matrix::{load, store, transpose};
 use product::{product, TILE};
-use weights::{hide, score_gradients, softmax, weights, Mask};
+use weights::{hide, score_gradients, softmax, weights, DropoutFactors};
 
 /// Queries taken together; fewer where the keys are many, so that the scores stay within [`SCORES`].
 const QUERIES: usize = 64;
@@ -39,7 +39,7 @@ const SCORES: usize = 8192;
 
 /// What is computed.
 #[derive(Clone, Copy, Debug)]
-pub struct Attention {
+pub struct ScaledDotProduct {
     pub heads: usize,
     pub d_head: usize,
     /// On the scores; 1/√d_head by custom.
@@ -61,7 +61,7 @@ pub struct Sequence {
 multiversion! {
     /// `out` and the log sums `lse` (a matrix of `heads` columns) in the rows of the sequences' queries.
     pub fn forward[E: Element](
-        attention: &Attention,
+        attention: &ScaledDotProduct,
         sequences: &[Sequence],
         q: Matrix<E>,
         k: Matrix<E>,
@@ -79,7 +79,7 @@ multiversion! {
         let mut values = Buffer::new(sizes.keys.saturating_mul(width));
         let mut scores = Buffer::new(sizes.scores);
         let mut result = Buffer::new(sizes.queries * width);
-        let mut mask = Mask::new(a, &sizes);
+        let mut mask = DropoutFactors::new(a, &sizes);
         let mut sums = [E::Acc::ZERO; QUERIES];
         let mut maxima = [E::Acc::ZERO; QUERIES];
         for s in sequences {
@@ -124,7 +124,7 @@ multiversion! {
     /// `dq` in the rows of the sequences' queries, `dk` and `dv` in those of their keys, all overwritten. Sequences must
     /// not share keys.
     pub fn backward[E: Element](
-        attention: &Attention,
+        attention: &ScaledDotProduct,
         sequences: &[Sequence],
         q: Matrix<E>,
         k: Matrix<E>,
@@ -145,7 +145,7 @@ multiversion! {
         let [mut keys, mut values] = [(); 2].map(|_| Buffer::new(sizes.keys.saturating_mul(width)));
         let [mut dkeys, mut dvalues] = [(); 2].map(|_| Buffer::new(sizes.keys.saturating_mul(a.heads * width)));
         let [mut p, mut ds] = [(); 2].map(|_| Buffer::new(sizes.scores));
-        let mut mask = Mask::new(a, &sizes);
+        let mut mask = DropoutFactors::new(a, &sizes);
         for s in sequences {
             let tiles = s.k_len.next_multiple_of(TILE);
             let per_head = tiles * width;
@@ -229,7 +229,7 @@ struct Sizes {
 }
 
 impl Sizes {
-    fn of(a: &Attention, sequences: &[Sequence]) -> Self {
+    fn of(a: &ScaledDotProduct, sequences: &[Sequence]) -> Self {
         let mut sizes = Sizes { queries: 0, keys: 0, scores: 0, random: 0 };
         for s in sequences {
             let count = block_size(s.k_len).min(s.q_len);

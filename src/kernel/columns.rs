@@ -25,13 +25,13 @@ mod gpu;
 mod passes;
 
 /// A norm with statistics of columns, as its kernels take it.
-pub struct Rule {
+pub struct ColumnRule {
     /// x̂ has a mean taken away.
     pub centred: bool,
     /// The gradient in training is PowerNorm's, made with the second buffer, and no derivative of the formula.
     pub approximate: bool,
     /// Says what x̂ is made with, and then moves the state.
-    pub settle: fn(&Batch, &mut State, &Options) -> Stats,
+    pub settle: fn(&BatchStatistics, &mut State, &ColumnOptions) -> Stats,
     /// The same kernels for a GPU.
     pub program: Program,
 }
@@ -50,7 +50,7 @@ pub trait Ranks: std::fmt::Debug + Sync {
 
 /// How a norm with statistics is computed.
 #[derive(Clone, Copy, Debug)]
-pub struct Options {
+pub struct ColumnOptions {
     /// Running statistics become α·old + (1−α)·batch.
     pub alpha: f64,
     /// PowerNorm's α of ν.
@@ -65,15 +65,15 @@ pub struct Options {
     pub release: bool,
 }
 
-impl Default for Options {
+impl Default for ColumnOptions {
     fn default() -> Self {
-        Options { alpha: 0.9, alpha_bwd: 0.9, eps: 1e-5, warmup: 0, ranks: None, train: false, release: false }
+        ColumnOptions { alpha: 0.9, alpha_bwd: 0.9, eps: 1e-5, warmup: 0, ranks: None, train: false, release: false }
     }
 }
 
 /// What was measured of a batch, per column.
 #[derive(Clone, Debug, Default)]
-pub struct Batch {
+pub struct BatchStatistics {
     /// Real rows.
     pub count: f64,
     /// Their mean, for a centred norm; zero for others.
@@ -138,7 +138,7 @@ impl Stats {
     }
 
     /// The same, made by the batch.
-    pub fn of_batch(batch: &Batch, eps: f64) -> Self {
+    pub fn of_batch(batch: &BatchStatistics, eps: f64) -> Self {
         let share = if batch.count > 0.0 { 1.0 / batch.count } else { 0.0 };
         Stats { exact: true, share, ..Stats::new(&batch.mean, &batch.square, eps) }
     }

@@ -124,13 +124,13 @@ pub fn in_place<E: Element>(
 }
 
 /// V_t's size, and a 1 for each of its columns: as wide as what it selects, or AVX2's loops would not vectorise.
-struct Vocabulary<A> {
+struct VocabularyMask<A> {
     keep: Vec<Lanes<A>>,
     size: usize,
 }
 
 /// Refuses the first target outside V_t; spells an empty mask out, so that the loops have one form.
-fn check<A: Accumulator>(cols: usize, targets: Targets, mask: &[u8]) -> Result<Vocabulary<A>, usize> {
+fn check<A: Accumulator>(cols: usize, targets: Targets, mask: &[u8]) -> Result<VocabularyMask<A>, usize> {
     assert!(mask.is_empty() || mask.len() == cols, "a mask of {} for {cols} columns", mask.len());
     let mut keep = memory::filled(Lanes([A::ZERO; B]), cols.div_ceil(B));
     let mut size = 0;
@@ -143,7 +143,7 @@ fn check<A: Accumulator>(cols: usize, targets: Targets, mask: &[u8]) -> Result<V
     let known = |t: i64| usize::try_from(t).is_ok_and(|t| t < cols && keep[t / B].0[t % B] != A::ZERO);
     match targets.ids.iter().position(|t| *t != targets.ignore && !known(*t)) {
         Some(row) => Err(row),
-        None => Ok(Vocabulary { keep, size }),
+        None => Ok(VocabularyMask { keep, size }),
     }
 }
 
@@ -157,7 +157,7 @@ multiversion! {
         cols: usize,
         logits: &[E],
         targets: Targets,
-        vocabulary: &Vocabulary<E::Acc>,
+        vocabulary: &VocabularyMask<E::Acc>,
         smoothing: Smoothing,
         loss: &mut [E::Acc],
         nll: &mut [E::Acc],
@@ -182,7 +182,7 @@ multiversion! {
         cols: usize,
         logits: &[E],
         targets: Targets,
-        vocabulary: &Vocabulary<E::Acc>,
+        vocabulary: &VocabularyMask<E::Acc>,
         smoothing: Smoothing,
         lse: &[E::Acc],
         dloss: &[E::Acc],
@@ -207,7 +207,7 @@ multiversion! {
         cols: usize,
         logits: &mut [E],
         targets: Targets,
-        vocabulary: &Vocabulary<E::Acc>,
+        vocabulary: &VocabularyMask<E::Acc>,
         smoothing: Smoothing,
         scale: E::Acc,
         loss: &mut [E::Acc],
@@ -253,13 +253,13 @@ impl<A: Accumulator> Weights<A> {
 }
 
 /// m = max z, Σ exp(z − m) and Σ z over V_t.
-struct Sums<A> {
+struct LogitSums<A> {
     max: A,
     exp: A,
     total: A,
 }
 
-impl<A: Accumulator> Sums<A> {
+impl<A: Accumulator> LogitSums<A> {
     /// Loss and −log p_t for the target's z.
     #[inline(always)]
     fn losses(&self, target: A, size: usize, smoothing: Smoothing) -> (A, A) {
@@ -318,10 +318,14 @@ fn exponentials<A: Accumulator, S: Isa>(max: A, w: &mut [Lanes<A>]) -> A {
 
 /// The softmax's row of sums; its exponentials stay in `w`.
 #[inline(always)]
-fn softmax<S: Isa, E: Element>(z: &[E], vocabulary: &Vocabulary<E::Acc>, w: &mut [Lanes<E::Acc>]) -> Sums<E::Acc> {
+fn softmax<S: Isa, E: Element>(
+    z: &[E],
+    vocabulary: &VocabularyMask<E::Acc>,
+    w: &mut [Lanes<E::Acc>],
+) -> LogitSums<E::Acc> {
     let (max, total) = select(z, &vocabulary.keep, w);
     let exp = exponentials::<_, S>(max, w);
-    Sums { max, exp, total }
+    LogitSums { max, exp, total }
 }
 
 /// dz from the exponentials; 0 stands for outside V_t.

@@ -31,7 +31,7 @@ pub static NO_NORM: Rules = Rules::of::<NoNorm>(row_program!("no_norm.cu"));
 /// What does not change from row to row. A scale is empty (one), one number, or one per column; `weight`, `bias` and
 /// `eps` are the norm's.
 #[derive(Clone, Copy, Debug)]
-pub struct Step<'a, A> {
+pub struct StepParameters<'a, A> {
     pub cols: usize,
     pub alpha: &'a [A],
     pub beta: &'a [A],
@@ -53,7 +53,7 @@ pub struct Gradients<'a, A> {
 /// x⁺ and y for the rows of `x`, the first of which is row `first_row` of the whole. `y` is empty where there is no
 /// norm; `stats` receives `N::STATS` numbers a row.
 pub fn forward<N: RowNorm, X: Element, F: Element<Acc = X::Acc>, Y: Element<Acc = X::Acc>>(
-    step: &Step<X::Acc>,
+    step: &StepParameters<X::Acc>,
     first_row: usize,
     x: &[X],
     f: &[F],
@@ -69,7 +69,7 @@ pub fn forward<N: RowNorm, X: Element, F: Element<Acc = X::Acc>, Y: Element<Acc 
 /// `dx_plus` or `dy` is empty where nothing came back on that side; `x_plus` and `stats` are read only with `dy`, `x`
 /// only with `grads.dalpha`, `f` only with `grads.dbeta`.
 pub fn backward<N: RowNorm, X: Element, F: Element<Acc = X::Acc>, Y: Element<Acc = X::Acc>>(
-    step: &Step<X::Acc>,
+    step: &StepParameters<X::Acc>,
     first_row: usize,
     dx_plus: &[X],
     dy: &[Y],
@@ -87,8 +87,8 @@ pub fn backward<N: RowNorm, X: Element, F: Element<Acc = X::Acc>, Y: Element<Acc
 multiversion! {
     /// [`forward`] with the norm of this rule.
     pub fn forward_by[isa S][X: Element, F: Element<Acc = X::Acc>, Y: Element<Acc = X::Acc>](
-        rule: &Rule<X::Acc>, step: &Step<X::Acc>, first_row: usize, x: &[X], f: &[F], x_plus: &mut [X], y: &mut [Y],
-        stats: &mut [X::Acc],
+        rule: &Rule<X::Acc>, step: &StepParameters<X::Acc>, first_row: usize, x: &[X], f: &[F], x_plus: &mut [X],
+        y: &mut [Y], stats: &mut [X::Acc],
     ) {
         let cols = step.cols;
         if cols == 0 {
@@ -132,8 +132,8 @@ multiversion! {
 multiversion! {
     /// [`backward`] with the norm of this rule.
     pub fn backward_by[isa S][X: Element, F: Element<Acc = X::Acc>, Y: Element<Acc = X::Acc>](
-        rule: &Rule<X::Acc>, step: &Step<X::Acc>, first_row: usize, dx_plus: &[X], dy: &[Y], x_plus: &[X], x: &[X],
-        f: &[F], stats: &[X::Acc], dx: &mut [X], df: &mut [F], grads: &mut Gradients<X::Acc>,
+        rule: &Rule<X::Acc>, step: &StepParameters<X::Acc>, first_row: usize, dx_plus: &[X], dy: &[Y], x_plus: &[X],
+        x: &[X], f: &[F], stats: &[X::Acc], dx: &mut [X], df: &mut [F], grads: &mut Gradients<X::Acc>,
     ) {
         let cols = step.cols;
         if cols == 0 {
@@ -380,7 +380,7 @@ fn finish<A: Accumulator>(sums: &[A], dropout: Option<Dropout>, gradient: &mut [
 }
 
 /// β times what dropout multiplies the kept elements by.
-fn branch_scale<A: Accumulator>(step: &Step<A>) -> Row<A> {
+fn branch_scale<A: Accumulator>(step: &StepParameters<A>) -> Row<A> {
     let scale = A::from_f64(step.dropout.map_or(1.0, |d| d.scale));
     let mut beta = columns(step.beta, step.cols, A::ONE);
     for beta in beta.iter_mut() {

@@ -6,7 +6,7 @@ use super::Packed;
 use crate::analysis::Watch;
 use crate::config::TransformerConfig;
 use crate::error::Result;
-use crate::operator::Group;
+use crate::operator::ProcessGroup;
 use std::cell::Cell;
 use std::rc::Rc;
 use tch::{Kind, Tensor};
@@ -48,7 +48,7 @@ pub struct Context {
     /// This is such a second run: statistics have moved already.
     pub again: bool,
     /// Whose batches norms with statistics take for one.
-    pub group: Group,
+    pub group: ProcessGroup,
     /// The statistics that norms used, for the second run.
     kept: Kept,
     /// True at rows that belong to no sentence; none: there are no such rows.
@@ -68,7 +68,7 @@ impl Context {
             profile: false,
             recompute: false,
             again: false,
-            group: Group::ALONE,
+            group: ProcessGroup::ALONE,
             kept: Kept::default(),
             spare: None,
             watch: None,
@@ -85,7 +85,7 @@ impl Context {
             profile: false,
             recompute: false,
             again: false,
-            group: Group::ALONE,
+            group: ProcessGroup::ALONE,
             kept: Kept::default(),
             spare: None,
             watch: None,
@@ -99,7 +99,7 @@ impl Context {
     }
 
     /// The same pass on every rank of a group.
-    pub fn across(self, group: Group) -> Self {
+    pub fn across(self, group: ProcessGroup) -> Self {
         Context { group, ..self }
     }
 

@@ -8,7 +8,7 @@ use crate::init::Fill;
 use crate::norm::composed::{self, Hat};
 use crate::norm::spec::{DeclaredShape, Parameter, Start, WEIGHT};
 use crate::norm::{Form, Site, Spec};
-use crate::operator::{self, Group, RowOperator, Rowwise};
+use crate::operator::{self, ProcessGroup, RowOperator, Rowwise};
 use tch::Tensor;
 
 /// A norm in a model.
@@ -34,7 +34,7 @@ pub struct PassRows<'a> {
     /// Where norms leave what they used for a second run, and find it in one.
     pub kept: Option<&'a Kept>,
     /// The ranks whose rows these are.
-    pub group: Group,
+    pub group: ProcessGroup,
     pub watch: Option<&'a Watch>,
 }
 

@@ -4,7 +4,7 @@ use super::norm::{Norm, PassRows};
 use super::Builder;
 use crate::analysis::Columns;
 use crate::error::{Error, Result};
-use crate::kernel::columns::Options;
+use crate::kernel::columns::ColumnOptions;
 use crate::norm::kernels::ColumnKernels;
 use crate::norm::power_norm::PowerNormMode;
 use crate::norm::spec::StateBuffer;
@@ -31,7 +31,7 @@ struct InModel {
     iters: Option<Tensor>,
     /// Statistics that were not finite and not taken in.
     refused: Tensor,
-    options: Options,
+    options: ColumnOptions,
     sync: bool,
     groups: i64,
 }
@@ -47,8 +47,8 @@ pub(super) fn build(
 ) -> Result<Box<dyn Norm>> {
     let number = |keyword: &str| spec.number(keyword, site);
     let count = |keyword: &str| spec.value(keyword, site).and_then(|value| value.as_i64());
-    let default = Options::default();
-    let options = Options {
+    let default = ColumnOptions::default();
+    let options = ColumnOptions {
         eps: number("eps").unwrap_or(default.eps),
         alpha: number("alpha").or(number("alpha_fwd")).unwrap_or(default.alpha),
         alpha_bwd: number("alpha_bwd").unwrap_or(default.alpha_bwd),
@@ -104,7 +104,7 @@ impl Norm for InModel {
                 refused: Some(own(&self.refused)),
             },
             stats: used.as_ref(),
-            options: Options {
+            options: ColumnOptions {
                 train: rows.train,
                 ranks: if self.sync { rows.group.ranks() } else { None },
                 ..*options

@@ -10,7 +10,7 @@ use super::spec::{DeclaredShape, Form, Keyword, Spec, StateBuffer, BIAS, EPS, SY
 use super::statistics::{BatchTensors, StateTensors, Used};
 use crate::column_program;
 use crate::error::Result;
-use crate::kernel::columns::{Batch, Options, Rule, State, Stats};
+use crate::kernel::columns::{BatchStatistics, ColumnOptions, ColumnRule, State, Stats};
 use crate::options::{below_one, setting};
 
 pub static SPEC: Spec = Spec {
@@ -35,11 +35,11 @@ setting! {
 pub static KERNELS: ColumnKernels = ColumnKernels {
     operator: "batch_norm",
     state: ["running_mean", "running_var"],
-    rule: Rule { centred: true, approximate: false, settle, program: column_program!("batch_norm.cu") },
+    rule: ColumnRule { centred: true, approximate: false, settle, program: column_program!("batch_norm.cu") },
     composed: settle_composed,
 };
 
-fn settle(batch: &Batch, state: &mut State, o: &Options) -> Stats {
+fn settle(batch: &BatchStatistics, state: &mut State, o: &ColumnOptions) -> Stats {
     if !o.train && !state.first.is_empty() {
         return Stats::new(state.first, state.second, o.eps);
     }
@@ -51,7 +51,7 @@ fn settle(batch: &Batch, state: &mut State, o: &Options) -> Stats {
     Stats::of_batch(batch, o.eps)
 }
 
-fn settle_composed(batch: &BatchTensors, state: &StateTensors, o: &Options) -> Result<Used> {
+fn settle_composed(batch: &BatchTensors, state: &StateTensors, o: &ColumnOptions) -> Result<Used> {
     let (Some(mean), Some(variance)) = (&state.first, &state.second) else { return batch.used(o) };
     if !o.train {
         return Used::running(Some(mean), variance, batch, o);

@@ -3,7 +3,7 @@
 use super::composed::{self, Hat};
 use super::statistics::{BatchTensors, StateTensors, Used};
 use crate::error::Result;
-use crate::kernel::columns::{self, Options};
+use crate::kernel::columns::{self, ColumnOptions};
 use crate::kernel::rows::Rules;
 use tch::Tensor;
 
@@ -31,7 +31,7 @@ pub struct ColumnKernels {
     pub operator: &'static str,
     /// What the schema calls the two buffers.
     pub state: [&'static str; 2],
-    pub rule: columns::Rule,
+    pub rule: columns::ColumnRule,
     /// `rule.settle` in tch.
-    pub composed: fn(&BatchTensors, &StateTensors, &Options) -> Result<Used>,
+    pub composed: fn(&BatchTensors, &StateTensors, &ColumnOptions) -> Result<Used>,
 }

@@ -16,7 +16,7 @@ use crate::choice;
 use crate::column_program;
 use crate::cpu::memory;
 use crate::error::Result;
-use crate::kernel::columns::{Batch, Options, Rule, State, Stats};
+use crate::kernel::columns::{BatchStatistics, ColumnOptions, ColumnRule, State, Stats};
 use crate::options::{below_one, not_negative, setting};
 use tch::Tensor;
 
@@ -78,11 +78,11 @@ fn is_release(site: &Site) -> bool {
 pub static KERNELS: ColumnKernels = ColumnKernels {
     operator: "power_norm",
     state: ["running_phi", "ema_gz"],
-    rule: Rule { centred: false, approximate: true, settle, program: column_program!("power_norm.cu") },
+    rule: ColumnRule { centred: false, approximate: true, settle, program: column_program!("power_norm.cu") },
     composed: settle_composed,
 };
 
-fn settle(batch: &Batch, state: &mut State, o: &Options) -> Stats {
+fn settle(batch: &BatchStatistics, state: &mut State, o: &ColumnOptions) -> Stats {
     let running = Stats::new(&batch.mean, state.first, o.eps);
     if !o.train {
         return running;
@@ -115,7 +115,7 @@ fn settle(batch: &Batch, state: &mut State, o: &Options) -> Stats {
     stats
 }
 
-fn settle_composed(batch: &BatchTensors, state: &StateTensors, o: &Options) -> Result<Used> {
+fn settle_composed(batch: &BatchTensors, state: &StateTensors, o: &ColumnOptions) -> Result<Used> {
     let (Some(phi), Some(iters)) = (&state.first, &state.iters) else {
         unreachable!("the operator has asked for both")
     };

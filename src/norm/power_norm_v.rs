@@ -10,7 +10,7 @@ use super::spec::{DeclaredShape, Form, Keyword, Spec, StateBuffer, BIAS, EPS, SY
 use super::statistics::{BatchTensors, StateTensors, Used};
 use crate::column_program;
 use crate::error::Result;
-use crate::kernel::columns::{Batch, Options, Rule, State, Stats};
+use crate::kernel::columns::{BatchStatistics, ColumnOptions, ColumnRule, State, Stats};
 
 pub static SPEC: Spec = Spec {
     name: "powernorm-v",
@@ -26,11 +26,11 @@ pub static SPEC: Spec = Spec {
 pub static KERNELS: ColumnKernels = ColumnKernels {
     operator: "power_norm_v",
     state: ["running_phi", "unused"],
-    rule: Rule { centred: false, approximate: false, settle, program: column_program!("power_norm_v.cu") },
+    rule: ColumnRule { centred: false, approximate: false, settle, program: column_program!("power_norm_v.cu") },
     composed: settle_composed,
 };
 
-fn settle(batch: &Batch, state: &mut State, o: &Options) -> Stats {
+fn settle(batch: &BatchStatistics, state: &mut State, o: &ColumnOptions) -> Stats {
     if !o.train && !state.first.is_empty() {
         return Stats::new(&batch.mean, state.first, o.eps);
     }
@@ -41,7 +41,7 @@ fn settle(batch: &Batch, state: &mut State, o: &Options) -> Stats {
     Stats::of_batch(batch, o.eps)
 }
 
-fn settle_composed(batch: &BatchTensors, state: &StateTensors, o: &Options) -> Result<Used> {
+fn settle_composed(batch: &BatchTensors, state: &StateTensors, o: &ColumnOptions) -> Result<Used> {
     let Some(phi) = &state.first else { return batch.used(o) };
     if !o.train {
         return Used::running(None, phi, batch, o);

@@ -4,7 +4,7 @@
 use super::composed::{accumulate, affine};
 use super::kernels::ColumnKernels;
 use crate::error::Result;
-use crate::kernel::columns::{Options, Stats};
+use crate::kernel::columns::{ColumnOptions, Stats};
 use tch::{no_grad, Kind, Tensor};
 
 /// What a call of the operator has beside x and its parameters.
@@ -16,7 +16,7 @@ pub struct StateTensors {
     pub refused: Option<Tensor>,
 }
 
-/// What was measured of a batch; see [`Batch`](crate::kernel::columns::Batch).
+/// What was measured of a batch; see [`BatchStatistics`](crate::kernel::columns::BatchStatistics).
 pub struct BatchTensors {
     /// A scalar.
     pub count: Tensor,
@@ -102,7 +102,7 @@ impl BatchTensors {
     }
 
     /// The batches of all ranks as one: from counts, means and mean squares about those means, never as mean x² − mean².
-    fn over_ranks(self, o: &Options) -> Result<Self> {
+    fn over_ranks(self, o: &ColumnOptions) -> Result<Self> {
         let Some(ranks) = o.ranks else { return Ok(self) };
         let flat = |t: &Tensor| t.f_view(-1);
         let of_all = self.square_of_all.as_ref().unwrap_or(&self.square);
@@ -134,7 +134,7 @@ impl BatchTensors {
     }
 
     /// x̂ by the batch's own statistics.
-    pub fn used(&self, o: &Options) -> Result<Used> {
+    pub fn used(&self, o: &ColumnOptions) -> Result<Used> {
         let has_rows = self.count.f_gt(0.0)?;
         let share = self.count.f_reciprocal()?.f_where_self(&has_rows, &self.count.f_zeros_like()?)?;
         let used = Used::of(self.mean.as_ref(), &self.square, &self.count, o)?;
@@ -143,7 +143,7 @@ impl BatchTensors {
 }
 
 impl Used {
-    fn of(shift: Option<&Tensor>, square: &Tensor, count: &Tensor, o: &Options) -> Result<Self> {
+    fn of(shift: Option<&Tensor>, square: &Tensor, count: &Tensor, o: &ColumnOptions) -> Result<Self> {
         let scale = square.f_add_scalar(o.eps)?.f_rsqrt()?;
         Ok(Used {
             shift: shift.map(Tensor::shallow_clone),
@@ -157,7 +157,7 @@ impl Used {
     }
 
     /// x̂ by running statistics.
-    pub fn running(mean: Option<&Tensor>, square: &Tensor, batch: &BatchTensors, o: &Options) -> Result<Self> {
+    pub fn running(mean: Option<&Tensor>, square: &Tensor, batch: &BatchTensors, o: &ColumnOptions) -> Result<Self> {
         let flat = |t: &Tensor| t.f_flatten(0, -1)?.f_to_kind(batch.square.kind());
         let mean = mean.map(flat).transpose()?;
         Used::of(mean.as_ref(), &flat(square)?, &batch.count, o)
@@ -222,7 +222,7 @@ pub fn forward(
     pad: Option<&Tensor>,
     state: &StateTensors,
     given: Option<&Tensor>,
-    o: &Options,
+    o: &ColumnOptions,
 ) -> Result<(Tensor, Tensor)> {
     let rows = MaskedRows::new(x, pad)?;
     let (shift, scale, stats) = match given {
@@ -262,7 +262,7 @@ pub fn backward(
     pad: Option<&Tensor>,
     stats: &Tensor,
     state: &StateTensors,
-    o: &Options,
+    o: &ColumnOptions,
 ) -> Result<(Tensor, Tensor, Tensor)> {
     let rows = MaskedRows::new(x, if o.release { None } else { pad })?;
     let g = rows.real(&dy.f_to_kind(rows.x.kind())?.f_view_as(&rows.x)?)?;

@@ -10,7 +10,7 @@ use tch::{Device, Tensor};
 
 /// A process group of torch.distributed, or a process alone.
 #[derive(Clone, Copy, Debug, Default)]
-pub struct Group(Option<&'static Known>);
+pub struct ProcessGroup(Option<&'static Known>);
 
 // torch.distributed's, of which nothing of ours travels. Tensors lie where the group's backend wants them (gloo: CPU,
 // NCCL: CUDA).
@@ -55,9 +55,9 @@ impl Ranks for Known {
     }
 }
 
-impl Group {
+impl ProcessGroup {
     /// One process.
-    pub const ALONE: Group = Group(None);
+    pub const ALONE: ProcessGroup = ProcessGroup(None);
 
     /// The group that torch.distributed knows by this name, of which this process is `rank` of `size`.
     pub fn new(name: &str, rank: usize, size: usize) -> Result<Self> {
@@ -65,11 +65,11 @@ impl Group {
             return Err(Error::invalid(format!("rank {rank} of a process group of {size}; expected one below {size}")));
         }
         if size == 1 {
-            return Ok(Group::ALONE);
+            return Ok(ProcessGroup::ALONE);
         }
         let mut known = known();
         let found = known.iter().find(|k| (k.name.as_str(), k.rank, k.size) == (name, rank, size)).copied();
-        Ok(Group(Some(found.unwrap_or_else(|| {
+        Ok(ProcessGroup(Some(found.unwrap_or_else(|| {
             let new = Box::leak(Box::new(Known { name: name.to_string(), rank, size }));
             known.push(new);
             new
@@ -79,9 +79,9 @@ impl Group {
     /// The group that was told of by this name; "" is a process alone.
     pub fn named(name: &str) -> Option<Self> {
         if name.is_empty() {
-            return Some(Group::ALONE);
+            return Some(ProcessGroup::ALONE);
         }
-        known().iter().find(|k| k.name == name).map(|k| Group(Some(*k)))
+        known().iter().find(|k| k.name == name).map(|k| ProcessGroup(Some(*k)))
     }
 
     /// As norms know them; none: a process alone.

@@ -3,10 +3,10 @@
 use super::call::{Call, Value, Why};
 use super::declare::{leader, tensor, Kind as Type, Operator};
 use super::engine::{self, Handle};
-use super::Group;
+use super::ProcessGroup;
 use crate::error::{Error, Result};
 use crate::kernel::columns::call::{self as kernel, ColumnGradients, ColumnViews};
-use crate::kernel::columns::{Options, Ranks, Stats};
+use crate::kernel::columns::{ColumnOptions, Ranks, Stats};
 use crate::kernel::view::View;
 use crate::norm::kernels::ColumnKernels;
 use crate::norm::statistics::{self, StateTensors};
@@ -29,7 +29,7 @@ pub struct Column<'a> {
     pub state: StateTensors,
     /// The statistics of an earlier run of the same forward pass: used as they are, and nothing moves.
     pub stats: Option<&'a Tensor>,
-    pub options: Options,
+    pub options: ColumnOptions,
 }
 
 impl ColumnOperator {
@@ -168,7 +168,7 @@ fn is_release(k: &ColumnKernels, variant: &Value) -> Result<bool> {
 }
 
 fn ranks(k: &ColumnKernels, name: &Value) -> Result<Option<&'static dyn Ranks>> {
-    let group = Group::named(name.text()).ok_or_else(|| {
+    let group = ProcessGroup::named(name.text()).ok_or_else(|| {
         Error::invalid(format!(
             "{}: \"{}\" is no process group that normformer_rs was told of; give the module sync=True, which tells it",
             k.operator,
@@ -179,9 +179,9 @@ fn ranks(k: &ColumnKernels, name: &Value) -> Result<Option<&'static dyn Ranks>> 
 }
 
 /// The numbers of a forward call.
-fn options(k: &ColumnKernels, call: &Call) -> Result<Options> {
+fn options(k: &ColumnKernels, call: &Call) -> Result<ColumnOptions> {
     let [.., train, alpha, eps, alpha_bwd, warmup, variant, name] = call.arguments::<16>();
-    Ok(Options {
+    Ok(ColumnOptions {
         alpha: alpha.float(),
         alpha_bwd: alpha_bwd.float(),
         eps: eps.float(),
@@ -192,10 +192,10 @@ fn options(k: &ColumnKernels, call: &Call) -> Result<Options> {
     })
 }
 
-fn backward_options(k: &ColumnKernels, call: &Call) -> Result<Options> {
+fn backward_options(k: &ColumnKernels, call: &Call) -> Result<ColumnOptions> {
     let [.., train, alpha_bwd, variant, name] = call.arguments::<11>();
     let (ranks, release) = (ranks(k, name)?, is_release(k, variant)?);
-    Ok(Options { alpha_bwd: alpha_bwd.float(), ranks, train: train.flag(), release, ..Options::default() })
+    Ok(ColumnOptions { alpha_bwd: alpha_bwd.float(), ranks, train: train.flag(), release, ..ColumnOptions::default() })
 }
 
 fn plan(k: &ColumnKernels, call: &Call) -> Result<()> {
@@ -252,7 +252,7 @@ fn again(o: &ColumnOperator, call: &Call) -> Result<Vec<Option<Tensor>>> {
     // A formula of the batch is formed again; one of running statistics has them as constants.
     let from_batch = o.train || first.is_none();
     let given = if from_batch { None } else { stats.tensor() };
-    let (pad, state, o) = (pad.tensor(), StateTensors::default(), Options { train: from_batch, ..o });
+    let (pad, state, o) = (pad.tensor(), StateTensors::default(), ColumnOptions { train: from_batch, ..o });
     let inputs = [x, weight, bias].map(Value::tensor);
     engine::gradients_again(&inputs, &call.given(), |inputs| {
         let [Some(x), weight, bias] = inputs else { unreachable!("the schema requires x") };

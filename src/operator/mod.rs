@@ -27,7 +27,7 @@ mod transfer;
 
 pub use adam::{adam_in_place, AdamBuffers};
 pub use attention::{attention, gather, padded_attention};
-pub use collective::Group;
+pub use collective::ProcessGroup;
 pub use column_norm::{Column, ColumnOperator};
 pub use composite::{group_scaling, norm_by_name};
 pub use cross_entropy::{cross_entropy, cross_entropy_in_place};

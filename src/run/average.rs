@@ -4,7 +4,7 @@ use super::folder::read_configs;
 use super::lock::Lock;
 use crate::atomic;
 use crate::error::{Error, Result};
-use crate::train::checkpoint::{self, Store, AVERAGE};
+use crate::train::checkpoint::{self, CheckpointStore, AVERAGE};
 use std::fs;
 use std::path::{Path, PathBuf};
 
@@ -14,7 +14,7 @@ pub(super) fn average_path(folder: &Path) -> PathBuf {
 
 /// The checkpoints of the last evaluations, newest first: neither what an interruption left, nor an old best one that
 /// stands alone.
-fn evaluated(store: &Store) -> Result<Vec<PathBuf>> {
+fn evaluated(store: &CheckpointStore) -> Result<Vec<PathBuf>> {
     let (mut found, mut keep) = (Vec::new(), None);
     for path in store.recent(usize::MAX)? {
         let (state, config) = checkpoint::load_state(&path)?;
@@ -32,7 +32,7 @@ fn evaluated(store: &Store) -> Result<Vec<PathBuf>> {
 pub fn average(folder: &Path, count: Option<usize>, updates: Option<Vec<u64>>) -> Result<PathBuf> {
     read_configs(folder)?;
     let _lock = Lock::take(folder)?;
-    let store = Store::at(folder);
+    let store = CheckpointStore::at(folder);
     let paths = match (count, updates) {
         (None, Some(updates)) => updates.iter().map(|u| store.resolve(&u.to_string())).collect::<Result<Vec<_>>>()?,
         (Some(n), None) => {

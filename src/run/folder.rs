@@ -8,7 +8,7 @@ use crate::config::{differences, DataConfig, TrainingConfig, TransformerConfig};
 use crate::data::{self, Bpe, Segmenter, Vocabulary};
 use crate::error::{Error, Result};
 use crate::model::{Transformer, UNK};
-use crate::train::checkpoint::{Checkpoint, Found, Store};
+use crate::train::checkpoint::{Checkpoint, CheckpointStore, Found};
 use crate::train::{self, Observer};
 use serde::{Deserialize, Serialize};
 use std::collections::HashMap;
@@ -84,14 +84,14 @@ impl Beginning {
             // Only what a run writes; anything else in the folder is the user's. The config first: without it, a folder
             // that was left half removed is no run that could be resumed.
             atomic::remove_file(&output.join(CONFIG))?;
-            Store::at(output).clear()?;
+            CheckpointStore::at(output).clear()?;
             atomic::remove_file(&output.join("curves.png"))?;
         } else {
             // The user may have put something there while the data were prepared.
             check_new(output)?;
         }
         write(output, &self.configs, &self.segmenter, &self.vocabulary, self.mask.as_deref())?;
-        Store::open(output).map(drop)
+        CheckpointStore::open(output).map(drop)
     }
 }
 
@@ -187,7 +187,7 @@ pub fn save_model(
     let configs = Configs { model, training: training.clone(), data };
     write(output, &configs, &Segmenter::Split, &vocabulary, mask)?;
     let checkpoint = Checkpoint { model: train::to_arrays(&built.parameters)?, config, ..Default::default() };
-    let store = Store::open(output)?;
+    let store = CheckpointStore::open(output)?;
     store.save(0, &checkpoint)?;
     ["best", "last"].iter().try_for_each(|link| store.point(link, 0))
 }
@@ -228,7 +228,7 @@ pub(super) fn resume(
             )));
         }
     }
-    let store = Store::at(output);
+    let store = CheckpointStore::at(output);
     let found = match from {
         Some(from) => Some(store.chosen(from)?),
         None => store.newest()?,

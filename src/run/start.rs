@@ -11,8 +11,8 @@ use crate::data::{BatchStream, Between, Prefetch, StreamConfig};
 use crate::error::{Error, Result};
 use crate::metrics::unigram_entropy;
 use crate::model::Transformer;
-use crate::operator::Group;
-use crate::train::checkpoint::{Found, Store};
+use crate::operator::ProcessGroup;
+use crate::train::checkpoint::{CheckpointStore, Found};
 use crate::train::{load_parameters, smoothing, Objective, Observer, Parts, Progress, Recorder, Trainer, Validation};
 use std::path::Path;
 use std::sync::Arc;
@@ -21,7 +21,7 @@ use tch::{Device, Kind, Tensor};
 /// What a training finds where it runs.
 pub struct Surroundings<'a> {
     /// The processes that train together.
-    pub group: Group,
+    pub group: ProcessGroup,
     /// Who records CUDA graphs on a device.
     pub recorder: Option<fn(Device) -> Box<dyn Recorder>>,
     pub observer: &'a mut dyn Observer,
@@ -64,7 +64,7 @@ pub fn train(
     let mut trainer = group.agree(made, device)?;
     let begun = match beginning {
         Some(beginning) => beginning.write(output, &mode),
-        None if group.is_first() => Store::open(output).map(drop),
+        None if group.is_first() => CheckpointStore::open(output).map(drop),
         None => Ok(()),
     };
     group.agree(begun, device)?;
@@ -136,7 +136,7 @@ fn trainer(
     training: &TrainingConfig,
     output: &Path,
     device: Device,
-    (group, recorder): (Group, Option<Box<dyn Recorder>>),
+    (group, recorder): (ProcessGroup, Option<Box<dyn Recorder>>),
     from: Option<Found>,
 ) -> Result<Trainer> {
     let Prepared { model, vocabulary, train, valid, references, mask, .. } = prepared;
@@ -170,7 +170,7 @@ fn trainer(
         objective: Objective { mask, smoothing: smoothing(training, valid_count) },
         vocabulary,
         validation: Validation { batches, references },
-        store: Store::at(output),
+        store: CheckpointStore::at(output),
         unigram_entropy: entropy,
         batches_per_epoch: stream.batches_per_epoch(),
         device,

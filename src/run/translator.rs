@@ -10,7 +10,7 @@ use crate::data::{self, Binarised, Corpus, LongSentences, Segmenter, Side, Vocab
 use crate::error::{Error, Result};
 use crate::model::Transformer;
 use crate::search::{search, SearchConfig};
-use crate::train::checkpoint::{self, Store};
+use crate::train::checkpoint::{self, CheckpointStore};
 use crate::train::{self, load_parameters, smoothing, Objective};
 use std::path::Path;
 use tch::{no_grad, Device, Kind, Tensor};
@@ -27,7 +27,7 @@ pub struct Translator {
     training: TrainingConfig,
     data: DataConfig,
     device: Device,
-    _watch: Option<contention::Watch>,
+    _watch: Option<contention::ContentionWatch>,
 }
 
 impl Translator {
@@ -43,7 +43,7 @@ impl Translator {
                     folder.display()
                 )))
             }
-            other => Store::at(folder).resolve(other)?,
+            other => CheckpointStore::at(folder).resolve(other)?,
         };
         let (arrays, config) = checkpoint::load_model(&path)?;
         // Read as options, for an earlier version's files know fewer of them.

@@ -7,8 +7,8 @@
 //! | `config.json` | how the model is built |
 //! | `state.json` | format version, update, length and CRC-32 of the files above, the training state, its own CRC-32 |
 //!
-//! [`Store`] keeps a run's checkpoints: their folders never change once they have their name, and `best` and `last` are
-//! links that move by rename, so a reader finds a whole checkpoint at every instant.
+//! [`CheckpointStore`] keeps a run's checkpoints: their folders never change once they have their name, and `best` and
+//! `last` are links that move by rename, so a reader finds a whole checkpoint at every instant.
 
 mod arrays;
 mod average;
@@ -27,7 +27,7 @@ use serde_json::Value;
 pub use arrays::{Array, Arrays};
 pub use average::average;
 pub use safetensors::Dtype;
-pub use store::{Found, Store, AVERAGE};
+pub use store::{CheckpointStore, Found, AVERAGE};
 pub use tensors::{load_parameters, to_array, to_arrays, to_tensor};
 
 use crate::atomic::{self, Digest};

@@ -146,7 +146,7 @@ mod tests {
     use crate::data::{collate, plan, Corpus};
     use crate::kernel::cross_entropy::Smoothing;
     use crate::model::{Transformer, BOS};
-    use crate::operator::Group;
+    use crate::operator::ProcessGroup;
     use crate::train::Objective;
     use std::sync::Arc;
     use tch::{Kind, Tensor};
@@ -218,7 +218,7 @@ mod tests {
             objective: Objective { mask: None, smoothing: Smoothing::fairseq(0.1, 20) },
             kind: Kind::Double,
             recompute: options.contains("rmsnorm"),
-            group: Group::ALONE,
+            group: ProcessGroup::ALONE,
             workspace: RefCell::default(),
         })
     }

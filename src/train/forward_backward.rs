@@ -4,7 +4,7 @@ use super::loss::{LossSums, Objective, Workspace};
 use super::micro_batch::MicroBatch;
 use crate::error::Result;
 use crate::model::{Context, Rates, Transformer};
-use crate::operator::Group;
+use crate::operator::ProcessGroup;
 use std::cell::RefCell;
 use tch::{Kind, Tensor};
 
@@ -16,7 +16,7 @@ pub struct Pass {
     pub kind: Kind,
     pub recompute: bool,
     /// Whose batches norms with statistics take for one.
-    pub group: Group,
+    pub group: ProcessGroup,
     pub workspace: RefCell<Workspace>,
 }
 

@@ -8,7 +8,7 @@ use crate::cpu::parallel::{self, Shared};
 use crate::error::{Error, Result};
 use crate::kernel::adam;
 use crate::model::Parameters;
-use crate::operator::{self, AdamBuffers, Group};
+use crate::operator::{self, AdamBuffers, ProcessGroup};
 use crate::parametrisation::Multipliers;
 use std::collections::BTreeMap;
 use std::ops::Range;
@@ -100,12 +100,12 @@ impl Optimizer {
     }
 
     /// Every rank's gradients become the sum of all.
-    pub fn sum_gradients(&mut self, group: Group) -> Result<()> {
+    pub fn sum_gradients(&mut self, group: ProcessGroup) -> Result<()> {
         group.sum_in_place(&mut self.gradients)
     }
 
     /// Every rank's parameters become rank 0's.
-    pub fn share_parameters(&mut self, group: Group) -> Result<()> {
+    pub fn share_parameters(&mut self, group: ProcessGroup) -> Result<()> {
         let first = group.first(&self.parameters)?;
         no_grad(|| Ok(self.parameters.f_copy_(&first)?))
     }

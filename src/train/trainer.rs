@@ -1,7 +1,7 @@
 //! The trainer: one update, one evaluation, and when to stop.
 
 use super::checkpoint::to_arrays;
-use super::checkpoint::{Checkpoint, Found, Store};
+use super::checkpoint::{Checkpoint, CheckpointStore, Found};
 use super::cuda_graphs::{Graphs, Recorder};
 use super::evaluate::{evaluate_bleu, evaluate_loss, Score, Validation};
 use super::forward_backward::Pass;
@@ -15,7 +15,7 @@ use crate::data::{Batch, Cursor, Prefetch, Vocabulary};
 use crate::error::{Error, Result};
 use crate::model::Transformer;
 use crate::norm::power_norm::{self, PowerNormMode};
-use crate::operator::{Cargo, Group, Late};
+use crate::operator::{Cargo, Late, ProcessGroup};
 use crate::search::SearchConfig;
 use serde::{Deserialize, Serialize};
 use std::cell::RefCell;
@@ -54,7 +54,7 @@ pub struct Trainer {
     graphs: Option<Graphs>,
     pub vocabulary: Vocabulary,
     pub validation: Validation,
-    pub store: Store,
+    pub store: CheckpointStore,
     pub unigram_entropy: f64,
     pub updates_per_epoch: f64,
     optimizer: Optimizer,
@@ -62,7 +62,7 @@ pub struct Trainer {
     batches: Prefetch,
     device: Device,
     /// The processes that train together; rank 0 evaluates, writes and speaks.
-    group: Group,
+    group: ProcessGroup,
     /// The latest update, while its numbers are on their way.
     running: Option<Running>,
     /// Why this rank asks to stop, while the others have not heard of it.
@@ -93,11 +93,11 @@ pub struct Parts {
     pub objective: Objective,
     pub vocabulary: Vocabulary,
     pub validation: Validation,
-    pub store: Store,
+    pub store: CheckpointStore,
     pub unigram_entropy: f64,
     pub batches_per_epoch: usize,
     pub device: Device,
-    pub group: Group,
+    pub group: ProcessGroup,
     /// Who records CUDA graphs, where passes are to be replayed from them.
     pub recorder: Option<Box<dyn Recorder>>,
 }

@@ -69,6 +69,10 @@ WRONG = {
         lambda: OPS.layer_norm_backward(X, X, None, None, torch.zeros(6, 1), EPS),
         r"stats must have shape \[6, 2\], got shape \[6, 1\]",
     ),
+    "statistics on another device": (
+        lambda: OPS.layer_norm_backward(X, X, None, None, torch.zeros(6, 2, device="meta"), EPS),
+        "stats must be where x is, on cpu, got meta",
+    ),
     "a row norm's gradient in 16 bits": (
         lambda: OPS.layer_norm_backward(X.half(), X, None, None, torch.zeros(6, 2), EPS),
         "dy must be Float, as x is; got Half",
@@ -97,8 +101,13 @@ WRONG = {
 }
 
 
-# values, and what has no kernel for tensors without memory
-ONLY_CPU = ("fewer keys than the ranges", "logits that overlap", "buffers of one memory")
+# values, what has no kernel for tensors without memory, and two devices
+ONLY_CPU = (
+    "fewer keys than the ranges",
+    "logits that overlap",
+    "buffers of one memory",
+    "statistics on another device",
+)
 
 
 @pytest.mark.parametrize(
@@ -155,6 +164,14 @@ def test_hooks_that_change_the_device_of_what_is_differentiated_again(op):
     with torch.autograd.graph.saved_tensors_hooks(lambda t: t.to("meta"), lambda t: t):
         y = getattr(OPS, op)(x, train=True)[0]
     with pytest.raises(ValueError, match=f"{op}: saved tensors must lie on cpu, got one on meta"):
+        torch.autograd.grad(y.sum(), x, create_graph=True)
+
+
+def test_hooks_that_change_the_shape_of_what_is_differentiated_again():
+    x, weight = X.clone().requires_grad_(), torch.ones(8)
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: t[:, 1:] if t.shape == x.shape else t, lambda t: t):
+        y = OPS.layer_norm(x, weight, None, EPS)[0]
+    with pytest.raises(ValueError, match="layer_norm: weight must hold 1 or 7 numbers"):
         torch.autograd.grad(y.sum(), x, create_graph=True)
 
 

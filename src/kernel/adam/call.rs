@@ -27,7 +27,7 @@ pub type Decays = [f64; 3];
 
 /// adam.cu's `Adam`.
 #[repr(C)]
-struct Adam {
+struct AdamArguments {
     parameters: *mut u8,
     first: *mut u8,
     second: *mut u8,
@@ -47,7 +47,7 @@ pub fn launch(device: Device, buffers: &Buffers<View>, [beta1, beta2, eps]: Deca
     let Buffers { parameters, first, second, gradients, grad_scale, step_size, keep } = buffers;
     let vec = if aligned(&[parameters, first, second, gradients]) && parameters.cols % 4 == 0 { 4 } else { 1 };
     let count = parameters.rows * parameters.cols / vec;
-    let arguments = Adam {
+    let arguments = AdamArguments {
         parameters: parameters.data,
         first: first.data,
         second: second.data,

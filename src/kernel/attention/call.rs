@@ -1,7 +1,7 @@
 //! A call's tensors: sequences over threads on the CPU. GPUs have no kernel of it.
 
 use super::{backward as backward_sequences, forward as forward_sequences};
-use super::{Attention, Matrix, MatrixMut, Sequence};
+use super::{Matrix, MatrixMut, ScaledDotProduct, Sequence};
 use crate::cpu::{memory, parallel, Accumulator, Element};
 use crate::error::{Error, Result};
 use crate::kernel::dropout::Draw;
@@ -45,10 +45,10 @@ impl AttentionViews {
         sequences(unsafe { self.ranges.slice::<i64>() }, [self.q.rows, self.k.rows], keys_too)
     }
 
-    fn attention(&self) -> Attention {
+    fn attention(&self) -> ScaledDotProduct {
         let Settings { heads, causal, scale, draw } = self.settings;
         let heads = heads as usize;
-        Attention { heads, d_head: self.q.cols() / heads, scale, causal, dropout: draw.dropout() }
+        ScaledDotProduct { heads, d_head: self.q.cols() / heads, scale, causal, dropout: draw.dropout() }
     }
 }
 

@@ -11,7 +11,7 @@ fn noise(i: usize) -> f64 {
 
 /// Queries, keys and values as slices of one projection of `stride` columns, as a trainer has them.
 struct Case<E: Element> {
-    attention: Attention,
+    attention: ScaledDotProduct,
     sequences: Vec<Sequence>,
     rows: usize,
     qkv: Vec<E>,
@@ -37,7 +37,7 @@ impl<E: Element> Case<E> {
         }
         let stream = Stream { seed: 11, update: 3, micro_batch: 1, site: 9 };
         let scale = 1.0 / (d_head as f64).sqrt();
-        let attention = Attention { heads, d_head, scale, causal, dropout: Dropout::new(p, stream) };
+        let attention = ScaledDotProduct { heads, d_head, scale, causal, dropout: Dropout::new(p, stream) };
         let width = heads * d_head;
         let random = |n, from| (0..n).map(|i| E::store(E::Acc::from_f64(size * noise(i + from)))).collect();
         Case { attention, sequences, rows, qkv: random(rows * 3 * width, 0), dout: random(rows * width, 7_000_000) }
@@ -240,7 +240,7 @@ fn rows_beyond_the_output_are_refused() {
     let x = [0.0f32; 8];
     let (mut out, mut lse) = ([0.0f32; 3], [0.0f32; 4]);
     let m = Matrix { data: &x, stride: 2 };
-    let a = Attention { heads: 1, d_head: 2, scale: 1.0, causal: false, dropout: None };
+    let a = ScaledDotProduct { heads: 1, d_head: 2, scale: 1.0, causal: false, dropout: None };
     // SAFETY: as long as said, and used by nothing else.
     let (o, l) = unsafe { (MatrixMut::new(out.as_mut_ptr(), 3, 2), MatrixMut::new(lse.as_mut_ptr(), 4, 1)) };
     forward(&a, &[Sequence { q_start: 0, q_len: 2, k_start: 0, k_len: 2 }], m, m, m, o, l);

@@ -1,7 +1,7 @@
 //! From scores to weights and back, a key to a row: visibility, softmax, dropout.
 
 use super::matrix::transpose;
-use super::{Attention, Block, Sequence, Sizes, QUERIES};
+use super::{Block, ScaledDotProduct, Sequence, Sizes, QUERIES};
 use crate::cpu::pack::Isa;
 use crate::cpu::philox::{self, Stream};
 use crate::cpu::Accumulator;
@@ -10,7 +10,7 @@ use crate::multiversion;
 
 /// −∞ where a key lies after its query.
 #[inline(always)]
-pub(super) fn hide<A: Accumulator>(a: &Attention, s: &Sequence, block: Block, scores: &mut [A], lanes: usize) {
+pub(super) fn hide<A: Accumulator>(a: &ScaledDotProduct, s: &Sequence, block: Block, scores: &mut [A], lanes: usize) {
     if a.causal {
         for (j, scores) in scores.chunks_exact_mut(lanes).take(s.k_len).enumerate() {
             let hidden = (j + s.q_len).saturating_sub(s.k_len + block.first).min(lanes);
@@ -89,16 +89,16 @@ pub(super) fn score_gradients<A: Accumulator>(p: &[A], dp: &mut [A], lanes: usiz
 
 /// Dropout's factors. The random half words are drawn for a block and all heads at once: rows (query, head) are
 /// consecutive in the stream, and a register of it serves several.
-pub(super) struct Mask<A> {
+pub(super) struct DropoutFactors<A> {
     random: Vec<u16>,
     rows: Buffer<A>,
     factors: Buffer<A>,
 }
 
-impl<A: Accumulator> Mask<A> {
-    pub(super) fn new(a: &Attention, sizes: &Sizes) -> Self {
+impl<A: Accumulator> DropoutFactors<A> {
+    pub(super) fn new(a: &ScaledDotProduct, sizes: &Sizes) -> Self {
         let len = |n| if a.dropout.is_some() { n } else { 0 };
-        Mask {
+        DropoutFactors {
             random: philox::scratch(1, len(sizes.random)),
             rows: Buffer::new(len(sizes.scores)),
             factors: Buffer::new(len(sizes.scores)),
@@ -106,7 +106,7 @@ impl<A: Accumulator> Mask<A> {
     }
 
     #[inline(always)]
-    pub(super) fn draw(&mut self, a: &Attention, s: &Sequence, block: Block) {
+    pub(super) fn draw(&mut self, a: &ScaledDotProduct, s: &Sequence, block: Block) {
         if let Some(dropout) = &a.dropout {
             let first = (s.q_start + block.first) * a.heads;
             fill(&dropout.stream, first, block.count * a.heads, s.k_len, &mut self.random);
@@ -115,7 +115,7 @@ impl<A: Accumulator> Mask<A> {
 
     /// Prepares one head's factors, a key to a row; without dropout nothing.
     #[inline(always)]
-    pub(super) fn prepare(&mut self, a: &Attention, head: usize, keys: usize, queries: usize, lanes: usize) {
+    pub(super) fn prepare(&mut self, a: &ScaledDotProduct, head: usize, keys: usize, queries: usize, lanes: usize) {
         let Some(dropout) = a.dropout.as_ref().filter(|_| keys > 0) else { return };
         let (per_row, width) = (philox::padded(keys), keys.next_multiple_of(LANES));
         let kept = A::from_f64(dropout.scale);
@@ -132,7 +132,7 @@ impl<A: Accumulator> Mask<A> {
 
     /// x ← M∘x.
     #[inline(always)]
-    pub(super) fn apply(&self, a: &Attention, x: &mut [A]) {
+    pub(super) fn apply(&self, a: &ScaledDotProduct, x: &mut [A]) {
         if a.dropout.is_some() {
             for (x, m) in x.iter_mut().zip(self.factors.iter()) {
                 *x = *x * *m;

@@ -1,6 +1,6 @@
 //! A call's tensors: over threads on the CPU ([`cpu`](super::cpu)), or launches on a GPU ([`gpu`](super::gpu)).
 
-use super::{cpu, gpu, Options, Rule};
+use super::{cpu, gpu, ColumnOptions, ColumnRule};
 use crate::cuda::Device;
 use crate::error::Result;
 use crate::kernel::view::{by_dtype, View};
@@ -20,7 +20,7 @@ pub struct ColumnViews {
     pub wide_state: bool,
     /// `stats` holds the statistics of an earlier run.
     pub given: bool,
-    pub options: Options,
+    pub options: ColumnOptions,
     pub y: View,
     pub stats: View,
 }
@@ -45,7 +45,7 @@ pub struct ColumnGradients {
 }
 
 /// y and the statistics that made it, settled from the batch and the buffers, which then move, or given.
-pub fn forward(device: Option<Device>, rule: &'static Rule, v: &ColumnViews) -> Result<()> {
+pub fn forward(device: Option<Device>, rule: &'static ColumnRule, v: &ColumnViews) -> Result<()> {
     match device {
         None => by_dtype!(v.x, E => cpu::forward::<E>(rule, v)),
         Some(device) => gpu::forward(device, rule, v),
@@ -53,7 +53,7 @@ pub fn forward(device: Option<Device>, rule: &'static Rule, v: &ColumnViews) -> 
 }
 
 /// dx and the parameters' gradients; moves PowerNorm's ν.
-pub fn backward(device: Option<Device>, rule: &'static Rule, v: &ColumnViews, d: &ColumnGradients) -> Result<()> {
+pub fn backward(device: Option<Device>, rule: &'static ColumnRule, v: &ColumnViews, d: &ColumnGradients) -> Result<()> {
     match device {
         None => by_dtype!(v.x, E => cpu::backward::<E>(rule, v, d)),
         Some(device) => gpu::backward(device, rule, v, d),

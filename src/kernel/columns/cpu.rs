@@ -1,8 +1,8 @@
 //! The CPU's side of a call: measure the batch, settle what x̂ is made with, write it; and back.
 
 use super::call::{ColumnGradients, ColumnViews};
-use super::passes::{self, Slopes};
-use super::{Batch, Options, Rule, State, Stats};
+use super::passes::{self, GradientCoefficients};
+use super::{BatchStatistics, ColumnOptions, ColumnRule, State, Stats};
 use crate::cpu::parallel::{self, Shared};
 use crate::cpu::{memory, Accumulator, Element};
 use crate::error::Result;
@@ -55,7 +55,7 @@ fn part<'a>(pad: &'a [u8], rows: &Range<usize>) -> &'a [u8] {
     }
 }
 
-fn measure<E: Element>(rule: &Rule, cols: usize, x: &[E], pad: &[u8], release: bool) -> Batch {
+fn measure<E: Element>(rule: &ColumnRule, cols: usize, x: &[E], pad: &[u8], release: bool) -> BatchStatistics {
     let rows = x.len() / cols.max(1);
     let count = (rows - pad.iter().filter(|v| **v != 0).count()) as f64;
     let mean_of = |mut sums: Vec<f64>, n: f64| {
@@ -66,7 +66,7 @@ fn measure<E: Element>(rule: &Rule, cols: usize, x: &[E], pad: &[u8], release: b
         let square = mean_of(sums(cols, x, pad, &[]).1, count);
         let all_too = release && !pad.is_empty();
         let square_of_all = all_too.then(|| mean_of(sums(cols, x, &[], &[]).1, rows as f64));
-        return Batch { count, mean: memory::filled(0.0, cols), square, square_of_all, rows: rows as f64 };
+        return BatchStatistics { count, mean: memory::filled(0.0, cols), square, square_of_all, rows: rows as f64 };
     }
     // Moments about a guess, the mean of the first real rows: (guess − μ)² is at most rows/64·σ² and typically σ²/64,
     // so that mean d² − (mean d)² loses at most log₂(1 + rows/64) bits, and typically none.
@@ -91,12 +91,12 @@ fn measure<E: Element>(rule: &Rule, cols: usize, x: &[E], pad: &[u8], release: b
     });
     let square = memory::collected(variance);
     let mean = memory::collected(offset.iter().zip(&guess).map(|(m, g)| m + g.to_f64()));
-    Batch { count, mean, square, square_of_all: None, rows: rows as f64 }
+    BatchStatistics { count, mean, square, square_of_all: None, rows: rows as f64 }
 }
 
 /// The batches of all ranks as one (Chan, Golub and LeVeque 1979): from counts, means and mean squares about those
 /// means, never as mean x² − mean², which cancels.
-fn over_ranks(batch: Batch, o: &Options) -> Result<Batch> {
+fn over_ranks(batch: BatchStatistics, o: &ColumnOptions) -> Result<BatchStatistics> {
     let Some(ranks) = o.ranks else { return Ok(batch) };
     let cols = batch.square.len();
     let of_all = batch.square_of_all.as_ref().unwrap_or(&batch.square);
@@ -106,7 +106,7 @@ fn over_ranks(batch: Batch, o: &Options) -> Result<Batch> {
     let batches: Vec<_> = all.chunks(mine.len()).map(|r| (r[0], r[1], r[2..].chunks(cols.max(1)))).collect();
     let (count, rows) = batches.iter().fold((0.0, 0.0), |(n, all), (count, rows, _)| (n + count, all + rows));
     let zeros = || memory::filled(0.0, cols);
-    let mut merged = Batch { count, rows, mean: zeros(), square: zeros(), square_of_all: None };
+    let mut merged = BatchStatistics { count, rows, mean: zeros(), square: zeros(), square_of_all: None };
     let mut square_of_all = zeros();
     for (n, all, parts) in &batches {
         let (share, share_of_all) = (n / count.max(1.0), all / rows.max(1.0));
@@ -127,7 +127,7 @@ fn over_ranks(batch: Batch, o: &Options) -> Result<Batch> {
     Ok(merged)
 }
 
-pub fn forward<E: Element>(rule: &Rule, v: &ColumnViews) -> Result<()> {
+pub fn forward<E: Element>(rule: &ColumnRule, v: &ColumnViews) -> Result<()> {
     let cols = v.stats.cols();
     // SAFETY: C++ gave contiguous tensors of E (parameters and statistics of its accumulation type), a mask of
     // bytes; y, stats and the copies of the buffers are its own.
@@ -139,7 +139,7 @@ pub fn forward<E: Element>(rule: &Rule, v: &ColumnViews) -> Result<()> {
         let o = &v.options;
         let batch = match o.train || state.first.is_empty() {
             true => over_ranks(measure(rule, cols, x, pad, o.release), o)?,
-            false => Batch { mean: memory::filled(0.0, cols), ..Batch::default() },
+            false => BatchStatistics { mean: memory::filled(0.0, cols), ..BatchStatistics::default() },
         };
         (rule.settle)(&batch, &mut state, o).write(out);
     }
@@ -156,7 +156,7 @@ pub fn forward<E: Element>(rule: &Rule, v: &ColumnViews) -> Result<()> {
     Ok(())
 }
 
-pub fn backward<E: Element>(rule: &Rule, v: &ColumnViews, d: &ColumnGradients) -> Result<()> {
+pub fn backward<E: Element>(rule: &ColumnRule, v: &ColumnViews, d: &ColumnGradients) -> Result<()> {
     let cols = v.stats.cols();
     // SAFETY: as in `forward`.
     let (dy, x, weight, pad, rows) = unsafe {
@@ -189,7 +189,7 @@ pub fn backward<E: Element>(rule: &Rule, v: &ColumnViews, d: &ColumnGradients) -
     parallel::over_rows(x.len() / cols.max(1), cols, |rows, all| {
         // SAFETY: the ranges are disjoint and inside dx.
         let dx = unsafe { shared.slice(all.clone()) };
-        let slopes = Slopes { p: &p, q: &q, r: &r };
+        let slopes = GradientCoefficients { p: &p, q: &q, r: &r };
         passes::gradient::<E>(cols, &dy[all.clone()], &x[all], part(pad, &rows), &shift, &scale, slopes, dx);
     });
     Ok(())
@@ -197,12 +197,12 @@ pub fn backward<E: Element>(rule: &Rule, v: &ColumnViews, d: &ColumnGradients) -
 
 /// p, q and r of dx = p⊙dy − q⊙x̂ − r; moves ν.
 fn slopes<A: Accumulator>(
-    rule: &Rule,
+    rule: &ColumnRule,
     stats: &Stats,
     weight: &[A],
     (sum, sum_x): (&[f64], &[f64]),
     state: &mut State,
-    o: &Options,
+    o: &ColumnOptions,
 ) -> (Vec<f64>, Vec<f64>, Vec<f64>) {
     let by_weight = |v: &[f64]| memory::collected(v.iter().zip(weight).map(|(v, w)| v * w.to_f64()));
     let p = by_weight(&stats.slope);

@@ -2,7 +2,7 @@
 //! views, and the order of their passes. No number is read back: what decides is decided on the device.
 
 use super::call::{ColumnGradients, ColumnViews};
-use super::Rule;
+use super::ColumnRule;
 use crate::cuda::{self, Device, Grid};
 use crate::error::{Error, Result};
 use crate::kernel::launch::{columns, columns_at_a_time, room, sum_partials, type_name, Output};
@@ -49,7 +49,7 @@ struct Ahead {
     bias: *const u8,
     y: *mut u8,
     wrote: *mut f32,
-    options: Options,
+    options: DeviceOptions,
 }
 
 /// columns.cuh's `Measure`.
@@ -113,7 +113,7 @@ struct Merge {
 
 /// column_norm.cuh's `Options`.
 #[repr(C)]
-struct Options {
+struct DeviceOptions {
     alpha: f64,
     eps: f64,
     warmup: i64,
@@ -136,7 +136,7 @@ struct Settle {
     refused: *mut u8,
     stats: *mut u8,
     cols: i32,
-    options: Options,
+    options: DeviceOptions,
     largest: f64,
 }
 
@@ -156,9 +156,9 @@ struct Slopes {
 }
 
 /// A norm's kernels for one matrix.
-struct Kernels {
+struct Launcher {
     device: Device,
-    rule: &'static Rule,
+    rule: &'static ColumnRule,
     options: String,
     rows: Rows,
     cols: u32,
@@ -169,9 +169,9 @@ struct Kernels {
     tiled: Grid,
 }
 
-impl Kernels {
+impl Launcher {
     /// `views`: what is read and written some columns at a time; `measures`: slabs leave something.
-    fn of(device: Device, rule: &'static Rule, v: &ColumnViews, views: &[&View], measures: bool) -> Result<Self> {
+    fn of(device: Device, rule: &'static ColumnRule, v: &ColumnViews, views: &[&View], measures: bool) -> Result<Self> {
         let cols = columns(&v.stats)?;
         let vec = columns_at_a_time(&v.x, views);
         let state = if v.wide_state { "double" } else { "f32" };
@@ -181,7 +181,7 @@ impl Kernels {
         let length = if measures { partial_length(v.x.rows, cols.into()) } else { 0 };
         let blocks = i32::try_from(slabs * i64::from(chunks.div_ceil(32)));
         let blocks = blocks.map_err(|_| Error::Torch(format!("rows of {cols} numbers have no CUDA kernel")))?;
-        Ok(Kernels {
+        Ok(Launcher {
             device,
             rule,
             options: format!("-DK_LANES={THREADS} -DK_ROWS=1 -DK_VEC={vec} -DK_X={x} -DK_STATE={state}"),
@@ -250,7 +250,7 @@ impl Kernels {
             bias: v.bias.data,
             y: if write { v.y.data } else { null_mut() },
             wrote: self.wrote(),
-            options: Options::of(v),
+            options: DeviceOptions::of(v),
         };
         let measure = Measure { x: v.x.data, rows, partial, counts, ahead };
         let (slabs, cols) = (self.slabs as i32, self.cols as i32);
@@ -263,23 +263,23 @@ impl Kernels {
     }
 }
 
-impl Options {
+impl DeviceOptions {
     fn of(v: &ColumnViews) -> Self {
         let o = &v.options;
         let running = !o.train && !v.first.is_absent();
-        Options { alpha: o.alpha, eps: o.eps, warmup: o.warmup, train: o.train, release: o.release, running }
+        DeviceOptions { alpha: o.alpha, eps: o.eps, warmup: o.warmup, train: o.train, release: o.release, running }
     }
 }
 
 const ONE_BLOCK: Grid = Grid { blocks: 1, threads: THREADS };
 
 /// y and the statistics that made it, settled from the batch and the buffers, which then move, or given.
-pub fn forward(device: Device, rule: &'static Rule, v: &ColumnViews) -> Result<()> {
+pub fn forward(device: Device, rule: &'static ColumnRule, v: &ColumnViews) -> Result<()> {
     if v.stats.cols == 0 {
         return Ok(());
     }
-    let measures = !v.given && !Options::of(v).running;
-    let kernels = Kernels::of(device, rule, v, &[&v.x, &v.y, &v.stats, &v.weight, &v.bias], measures)?;
+    let measures = !v.given && !DeviceOptions::of(v).running;
+    let kernels = Launcher::of(device, rule, v, &[&v.x, &v.y, &v.stats, &v.weight, &v.bias], measures)?;
     let may_have_written = !v.given && settle(&kernels, v)?;
     let normalise = Normalise {
         x: v.x.data,
@@ -296,8 +296,8 @@ pub fn forward(device: Device, rule: &'static Rule, v: &ColumnViews) -> Result<(
 }
 
 /// The statistics of y, from the batch and the buffers; whether y may have been written on the way.
-fn settle(kernels: &Kernels, v: &ColumnViews) -> Result<bool> {
-    let options = Options::of(v);
+fn settle(kernels: &Launcher, v: &ColumnViews) -> Result<bool> {
+    let options = DeviceOptions::of(v);
     let writes = options.train && !v.first.is_absent();
     let [mut mean, mut square, mut square_of_all, mut count] = [null_mut::<f64>(); 4];
     let batch = room(kernels.device, &[4, v.stats.cols], Kind::Double)?;
@@ -334,11 +334,11 @@ fn settle(kernels: &Kernels, v: &ColumnViews) -> Result<bool> {
 }
 
 /// dx and the parameters' gradients; moves PowerNorm's ν.
-pub fn backward(device: Device, rule: &'static Rule, v: &ColumnViews, d: &ColumnGradients) -> Result<()> {
+pub fn backward(device: Device, rule: &'static ColumnRule, v: &ColumnViews, d: &ColumnGradients) -> Result<()> {
     if v.stats.cols == 0 {
         return Ok(());
     }
-    let kernels = Kernels::of(device, rule, v, &[&v.x, &d.dy, &d.dx, &v.stats, &v.weight], true)?;
+    let kernels = Launcher::of(device, rule, v, &[&v.x, &d.dy, &d.dx, &v.stats, &v.weight], true)?;
     let slopes = room(device, &[3, v.stats.cols], Kind::Float)?;
     let rows = kernels.written(v.options.release);
     let (dy, x, stats) = (d.dy.data, v.x.data, v.stats.data);

@@ -189,7 +189,7 @@ fn add_gradients<A: Accumulator>(
 
 /// dx = p⊙dy − q⊙x̂ − r.
 #[derive(Clone, Copy)]
-pub struct Slopes<'a, A> {
+pub struct GradientCoefficients<'a, A> {
     pub p: &'a [A],
     pub q: &'a [A],
     pub r: &'a [A],
@@ -198,8 +198,8 @@ pub struct Slopes<'a, A> {
 multiversion! {
     /// dx, 0 at padding.
     pub fn gradient[E: Element](
-        cols: usize, dy: &[E], x: &[E], pad: &[u8], shift: &[E::Acc], scale: &[E::Acc], slopes: Slopes<E::Acc>,
-        dx: &mut [E],
+        cols: usize, dy: &[E], x: &[E], pad: &[u8], shift: &[E::Acc], scale: &[E::Acc],
+        slopes: GradientCoefficients<E::Acc>, dx: &mut [E],
     ) {
         if cols == 0 {
             return;
@@ -220,7 +220,7 @@ multiversion! {
 }
 
 #[inline(always)]
-fn slope<A: Accumulator>(dy: &[A], x: &[A], shift: &[A], scale: &[A], slopes: Slopes<A>, dx: &mut [A]) {
+fn slope<A: Accumulator>(dy: &[A], x: &[A], shift: &[A], scale: &[A], slopes: GradientCoefficients<A>, dx: &mut [A]) {
     let n = dx.len();
     let (dy, x, shift, scale) = (&dy[..n], &x[..n], &shift[..n], &scale[..n]);
     let (p, q, r) = (&slopes.p[..n], &slopes.q[..n], &slopes.r[..n]);

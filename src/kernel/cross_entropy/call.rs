@@ -31,7 +31,7 @@ pub struct Losses {
 pub fn forward(device: Option<Device>, c: &LossViews, losses: &Losses) -> Result<()> {
     match device {
         None => by_dtype!(c.logits, E => forward_typed::<E>(c, losses)),
-        Some(device) => launch(device, c, losses, Gradient::No),
+        Some(device) => launch(device, c, losses, LogitGradient::No),
     }
 }
 
@@ -41,7 +41,7 @@ pub fn backward(device: Option<Device>, c: &LossViews, lse: View, dloss: &View, 
         None => by_dtype!(c.logits, E => backward_typed::<E>(c, &lse, dloss, dlogits)),
         Some(device) => {
             let losses = Losses { loss: View::ABSENT, nll: View::ABSENT, lse };
-            launch(device, c, &losses, Gradient::FromLse(dloss, dlogits))
+            launch(device, c, &losses, LogitGradient::FromLse(dloss, dlogits))
         }
     }
 }
@@ -50,7 +50,7 @@ pub fn backward(device: Option<Device>, c: &LossViews, lse: View, dloss: &View, 
 pub fn in_place(device: Option<Device>, c: &LossViews, losses: &Losses, scale: &View) -> Result<()> {
     match device {
         None => by_dtype!(c.logits, E => in_place_typed::<E>(c, losses, scale)),
-        Some(device) => launch(device, c, losses, Gradient::InPlace(scale)),
+        Some(device) => launch(device, c, losses, LogitGradient::InPlace(scale)),
     }
 }
 
@@ -131,7 +131,7 @@ fn in_place_typed<E: Element>(c: &LossViews, to: &Losses, scale: &View) -> Resul
 }
 
 /// What a GPU's kernel makes besides losses (cross_entropy.cu, K_GRADIENT).
-enum Gradient<'a> {
+enum LogitGradient<'a> {
     No,
     /// (dloss, dlogits)
     FromLse(&'a View, &'a View),
@@ -157,12 +157,12 @@ struct Arguments {
     chunks: i32,
 }
 
-fn launch(device: Device, c: &LossViews, losses: &Losses, gradient: Gradient) -> Result<()> {
+fn launch(device: Device, c: &LossViews, losses: &Losses, gradient: LogitGradient) -> Result<()> {
     const LANES: u32 = 256;
     let (mode, dloss, dlogits, scale) = match gradient {
-        Gradient::No => (0, View::ABSENT, View::ABSENT, View::ABSENT),
-        Gradient::FromLse(dloss, dlogits) => (1, *dloss, *dlogits, View::ABSENT),
-        Gradient::InPlace(scale) => (2, View::ABSENT, c.logits, *scale),
+        LogitGradient::No => (0, View::ABSENT, View::ABSENT, View::ABSENT),
+        LogitGradient::FromLse(dloss, dlogits) => (1, *dloss, *dlogits, View::ABSENT),
+        LogitGradient::InPlace(scale) => (2, View::ABSENT, c.logits, *scale),
     };
     let vec = columns_at_a_time(&c.logits, &[&c.logits, &dlogits]);
     let arguments = Arguments {

@@ -1,7 +1,7 @@
 //! A call's tensors: the step's rows over threads on the CPU; on a GPU the launch is the norm's
 //! ([`rows::gpu`](crate::kernel::rows::gpu)).
 
-use super::{backward_by, forward_by, Gradients, Step};
+use super::{backward_by, forward_by, Gradients, StepParameters};
 use crate::cpu::parallel::{self, Shared};
 use crate::cpu::{Accumulator, Element};
 use crate::cuda::Device;
@@ -50,8 +50,8 @@ pub fn backward(device: Option<Device>, rules: &'static Rules, v: &RowViews, g: 
 
 /// # Safety
 /// The views' dtypes have the accumulation type A.
-unsafe fn step<A: Accumulator>(v: &RowViews, cols: usize) -> Step<'_, A> {
-    Step {
+unsafe fn step<A: Accumulator>(v: &RowViews, cols: usize) -> StepParameters<'_, A> {
+    StepParameters {
         cols,
         alpha: v.alpha.slice(),
         beta: v.beta.slice(),

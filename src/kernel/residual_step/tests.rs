@@ -66,8 +66,15 @@ fn check<N: RowNorm, X: Tested, F: Tested<Acc = X::Acc> + Element, Y: Tested<Acc
     let round = |v: &[f64]| v.iter().map(|v| *v as f32 as f64).collect::<Vec<f64>>();
     let (alpha, beta, weight, bias, eps) = (round(&case.alpha), round(&case.beta), f64s(3), f64s(4), 1e-5f32 as f64);
     let (a, b, w, c) = (acc(&alpha), acc(&beta), acc(&weight), acc(&bias));
-    let step =
-        Step { cols, alpha: &a, beta: &b, dropout: case.dropout, weight: &w, bias: &c, eps: X::Acc::from_f64(eps) };
+    let step = StepParameters {
+        cols,
+        alpha: &a,
+        beta: &b,
+        dropout: case.dropout,
+        weight: &w,
+        bias: &c,
+        eps: X::Acc::from_f64(eps),
+    };
     let (x, f): (Vec<X>, Vec<F>) = (numbers(n, 5, 1.0, 0.5), numbers(n, 6, 1.0, 0.0));
     let (dx_plus, dy): (Vec<X>, Vec<Y>) = (numbers(n, 7, 1.0, 0.0), numbers(n, 8, 1.0, 0.1));
     let dx_plus = if case.sides.0 { dx_plus } else { Vec::new() };
@@ -151,7 +158,7 @@ fn rows_do_not_depend_on_how_they_are_split() {
     let stream = Stream { seed: 3, ..Default::default() };
     for cols in WIDTHS {
         let weight = vec![1.25f32; cols];
-        let step = Step {
+        let step = StepParameters {
             cols,
             alpha: &[],
             beta: &[],
@@ -184,7 +191,7 @@ fn rows_do_not_depend_on_how_they_are_split() {
 #[test]
 fn a_dropped_element_is_zero_whatever_it_was() {
     let dropout = Dropout::new(0.5, Stream::default());
-    let step = Step { cols: 512, alpha: &[], beta: &[], dropout, weight: &[], bias: &[], eps: 1e-5 };
+    let step = StepParameters { cols: 512, alpha: &[], beta: &[], dropout, weight: &[], bias: &[], eps: 1e-5 };
     let (mut x_plus, mut y) = ([0.0f32; 512], [0.0f32; 0]);
     forward::<NoNorm, f32, f32, f32>(&step, 0, &[1.0; 512], &[f32::NAN; 512], &mut x_plus, &mut y, &mut []);
     let dropped = x_plus.iter().filter(|v| **v == 1.0).count();
@@ -194,7 +201,7 @@ fn a_dropped_element_is_zero_whatever_it_was() {
 #[test]
 fn nothing_in_nothing_out() {
     for cols in [0, 4] {
-        let step = Step { cols, alpha: &[], beta: &[], dropout: None, weight: &[], bias: &[], eps: 1e-5f32 };
+        let step = StepParameters { cols, alpha: &[], beta: &[], dropout: None, weight: &[], bias: &[], eps: 1e-5f32 };
         forward::<LayerNorm, f32, f32, f32>(&step, 0, &[], &[], &mut [], &mut [], &mut []);
         let grads = &mut Gradients { dweight: &mut [], dbias: &mut [], dalpha: &mut [], dbeta: &mut [] };
         backward::<LayerNorm, f32, f32, f32>(&step, 0, &[], &[], &[], &[], &[], &[], &mut [], &mut [], grads);

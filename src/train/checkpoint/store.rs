@@ -20,7 +20,7 @@ const LINKS: [&str; 2] = ["best", "last"];
 /// A checkpoint is `update-00001234` (or `update-00001234-2`, … where that update was saved before: after a resume from
 /// an earlier one). It never changes once it has that name; `best` and `last` are links to one each.
 #[derive(Clone, Debug)]
-pub struct Store {
+pub struct CheckpointStore {
     folder: PathBuf,
 }
 
@@ -35,11 +35,11 @@ pub struct Found {
 /// Update, and which saving of it, from 1.
 type Key = (u64, u32);
 
-impl Store {
+impl CheckpointStore {
     /// The checkpoints of the run in `dir`, to be written: the folder is made, and what killed processes left
     /// unfinished in it is removed.
     pub fn open(dir: impl AsRef<Path>) -> Result<Self> {
-        let store = Store::at(dir);
+        let store = CheckpointStore::at(dir);
         atomic::make_directory(&store.folder)?;
         atomic::clean(&store.folder)?;
         Ok(store)
@@ -47,7 +47,7 @@ impl Store {
 
     /// The checkpoints of the run in `dir`, to be read: nothing is touched.
     pub fn at(dir: impl AsRef<Path>) -> Self {
-        Store { folder: dir.as_ref().join("checkpoints") }
+        CheckpointStore { folder: dir.as_ref().join("checkpoints") }
     }
 
     /// Writes a checkpoint and returns its folder; no link moves.

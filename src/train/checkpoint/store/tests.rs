@@ -11,9 +11,9 @@ use crate::testing::Scratch;
 const RUN: &str = "NORMFORMER_RS_KILL_TEST_RUN";
 
 /// A run with updates 1 and 2 saved, 1 the best, 2 the last.
-fn run(name: &str) -> (Scratch, Store) {
+fn run(name: &str) -> (Scratch, CheckpointStore) {
     let dir = Scratch::new(name);
-    let store = Store::open(&dir.0).unwrap();
+    let store = CheckpointStore::open(&dir.0).unwrap();
     for update in [1, 2] {
         store.save(update, &checkpoint(update)).unwrap();
     }
@@ -23,7 +23,7 @@ fn run(name: &str) -> (Scratch, Store) {
 }
 
 /// What a trainer does at an update.
-fn step(store: &Store) -> Result<()> {
+fn step(store: &CheckpointStore) -> Result<()> {
     store.save(3, &checkpoint(3))?;
     store.point("best", 3)?;
     store.point("last", 3)?;
@@ -40,10 +40,10 @@ fn places() -> usize {
 /// Whatever happened, both links lead to a whole checkpoint, the old or the new; the next start goes on.
 fn check(dir: &Scratch, place: usize) {
     for (link, old) in [("last", 2), ("best", 1)] {
-        let found = load(Store::at(&dir.0).resolve(link).unwrap()).unwrap();
+        let found = load(CheckpointStore::at(&dir.0).resolve(link).unwrap()).unwrap();
         assert!(found == checkpoint(old) || found == checkpoint(3), "{link} at place {place}: {:?}", found.state);
     }
-    let store = Store::open(&dir.0).unwrap();
+    let store = CheckpointStore::open(&dir.0).unwrap();
     for update in store.list().unwrap() {
         assert_eq!(load(store.resolve(&update.to_string()).unwrap()).unwrap(), checkpoint(update), "place {place}");
     }
@@ -77,12 +77,12 @@ fn a_first_checkpoint_is_there_to_resume_or_is_not() {
     let mut has_been = [false; 2];
     for k in 1.. {
         let dir = Scratch::new("store-first");
-        let store = Store::open(&dir.0).unwrap();
+        let store = CheckpointStore::open(&dir.0).unwrap();
         let armed = arm(Fault::Enospc(k));
         let done = step(&store);
         drop(armed);
         // What the process leaves when it is killed: links are not there yet, the checkpoint may be.
-        let found = Store::open(&dir.0).unwrap().newest().unwrap();
+        let found = CheckpointStore::open(&dir.0).unwrap().newest().unwrap();
         has_been[usize::from(found.is_some())] |= done.is_err();
         assert!(found.is_none_or(|found| found.checkpoint == checkpoint(3)), "place {k}");
         if done.is_ok() {
@@ -95,7 +95,7 @@ fn a_first_checkpoint_is_there_to_resume_or_is_not() {
 #[test]
 fn a_first_save_that_fails_speaks_of_no_previous_checkpoint() {
     let dir = Scratch::new("store-none");
-    let store = Store::open(&dir.0).unwrap();
+    let store = CheckpointStore::open(&dir.0).unwrap();
     let armed = arm(Fault::Enospc(2));
     let text = store.save(1, &checkpoint(1)).unwrap_err().to_string();
     drop(armed);
@@ -158,7 +158,7 @@ fn a_kill_at_any_place_leaves_the_old_or_the_new() {
         let output = child.output().unwrap();
         let killed = if k <= places { Some(libc::SIGKILL) } else { None };
         assert_eq!(output.status.signal(), killed, "place {k}: {output:?}");
-        assert!(k <= places || output.status.success() && Store::at(&dir.0).last() == (3, 1), "{output:?}");
+        assert!(k <= places || output.status.success() && CheckpointStore::at(&dir.0).last() == (3, 1), "{output:?}");
         check(&dir, k);
     }
 }
@@ -167,7 +167,7 @@ fn a_kill_at_any_place_leaves_the_old_or_the_new() {
 #[ignore = "the process that the kill test kills"]
 fn child() {
     if let Some(dir) = std::env::var_os(RUN) {
-        step(&Store::at(dir)).unwrap();
+        step(&CheckpointStore::at(dir)).unwrap();
     }
 }
 
@@ -206,7 +206,11 @@ fn names_numbers_links_and_paths_resolve() {
     assert!(store.resolve("lst").unwrap_err().to_string().contains("there is no checkpoint \"lst\""));
     assert!(store.point("latest", 1).unwrap_err().to_string().contains("best, last"));
     assert!(store.point("last", 3).is_err());
-    assert!(Store::at(dir.0.join("none")).resolve("last").unwrap_err().to_string().contains("has no checkpoint"));
+    assert!(CheckpointStore::at(dir.0.join("none"))
+        .resolve("last")
+        .unwrap_err()
+        .to_string()
+        .contains("has no checkpoint"));
 }
 
 #[test]
