@@ -15,7 +15,8 @@ pub fn avoid_if_broken() {
     }
 }
 
-fn is_broken() -> bool {
+/// Whether the processor announces tiles and does not say how large they are.
+pub fn is_broken() -> bool {
     // SAFETY: every x86-64 processor has CPUID, and leaves beyond the last it has are not asked for.
     #[allow(unused_unsafe)] // safe functions in later versions of Rust
     unsafe {
@@ -23,4 +24,12 @@ fn is_broken() -> bool {
         let has_tiles = last >= 7 && __cpuid_count(7, 0).edx & 1 << 24 != 0;
         has_tiles && (last < 0x1d || __cpuid_count(0x1d, 1).eax == 0)
     }
+}
+
+/// Whether the processor is Intel's.
+pub fn is_intel() -> bool {
+    // SAFETY: every x86-64 processor has leaf 0 of CPUID.
+    #[allow(unused_unsafe)] // safe functions in later versions of Rust
+    let leaf = unsafe { __cpuid(0) };
+    [leaf.ebx, leaf.edx, leaf.ecx].map(u32::to_le_bytes).concat() == *b"GenuineIntel"
 }

@@ -9,6 +9,7 @@ pub mod cross_entropy;
 pub mod dropout;
 pub mod launch;
 pub mod math;
+pub mod product;
 pub mod relu_dropout;
 pub mod residual_step;
 pub mod rows;

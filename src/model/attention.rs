@@ -2,12 +2,12 @@
 
 use super::norm::PassRows;
 use super::residual::Inside;
-use super::{linear, Builder, Context, Ranges};
+use super::{Builder, Context, Ranges};
 use crate::error::Result;
 use crate::init::{Fill, Init, Role};
 use crate::operator;
 use crate::residual::{Place, Point};
-use tch::{Kind, Tensor};
+use tch::Tensor;
 
 /// softmax(s·QKᵀ)V per head, heads joined, output projection; s is 1/√d_head, or 1/d_head by the parametrisation.
 /// torch.nn's layout: q, k and v stacked in one matrix.
@@ -62,20 +62,20 @@ impl Attention {
         ctx: &Context,
     ) -> Result<Tensor> {
         let x = inside.at(Point::Input, x.shallow_clone(), &ctx.rows())?;
-        let q = self.project(&x, 0, self.d, ctx.kind)?;
+        let q = self.project(&x, 0, self.d, ctx)?;
         let q = inside.at_heads(Point::Query, q, self.heads, &ctx.rows())?;
         self.finish(&q, &memory.0, &memory.1, ranges, false, inside, ctx)
     }
 
     /// The encoder output's keys and values.
     pub fn memory(&self, memory: &Tensor, inside: &Inside, ctx: &Context) -> Result<(Tensor, Tensor)> {
-        let [k, v] = self.parts(self.project(memory, self.d, 2 * self.d, ctx.kind)?)?;
+        let [k, v] = self.parts(self.project(memory, self.d, 2 * self.d, ctx)?)?;
         let change = |point, x| inside.at_heads(point, x, self.heads, &ctx.rows());
         Ok((change(Point::Key, k)?, change(Point::Value, v)?))
     }
 
     fn queries_keys_values(&self, x: &Tensor, inside: &Inside, ctx: &Context) -> Result<[Tensor; 3]> {
-        let [q, k, v] = self.parts(linear(x, &self.in_weight, self.in_bias.as_ref(), ctx.kind)?)?;
+        let [q, k, v] = self.parts(ctx.linear(x, &self.in_weight, self.in_bias.as_ref())?)?;
         let change = |point, x| inside.at_heads(point, x, self.heads, &ctx.rows());
         Ok([change(Point::Query, q)?, change(Point::Key, k)?, change(Point::Value, v)?])
     }
@@ -87,9 +87,9 @@ impl Attention {
     }
 
     /// By some rows of the stacked q, k and v.
-    fn project(&self, x: &Tensor, start: i64, length: i64, kind: Kind) -> Result<Tensor> {
+    fn project(&self, x: &Tensor, start: i64, length: i64, ctx: &Context) -> Result<Tensor> {
         let part = |t: &Tensor| t.f_narrow(0, start, length);
-        linear(x, &part(&self.in_weight)?, self.in_bias.as_ref().map(part).transpose()?.as_ref(), kind)
+        ctx.linear(x, &part(&self.in_weight)?, self.in_bias.as_ref().map(part).transpose()?.as_ref())
     }
 
     /// One more token for each slot of the cache; x is (slots, d).
@@ -133,7 +133,7 @@ impl Attention {
             }
         };
         let heads = inside.at(Point::AfterHeads, heads, &rows)?;
-        let out = linear(&heads, &self.out_weight, self.out_bias.as_ref(), ctx.kind)?;
+        let out = ctx.linear(&heads, &self.out_weight, self.out_bias.as_ref())?;
         inside.at(Point::AfterOutput, out, &rows)
     }
 }

@@ -1,5 +1,6 @@
 //! What a forward pass must know beside its inputs.
 
+use super::linear::{linear, Flat};
 use super::norm::PassRows;
 use super::running::Kept;
 use super::Packed;
@@ -53,6 +54,8 @@ pub struct Context {
     kept: Kept,
     /// True at rows that belong to no sentence; none: there are no such rows.
     spare: Option<Tensor>,
+    /// Where parameters and their gradients lie, if linear layers add to gradients there.
+    flat: Option<Rc<Flat>>,
     watch: Option<Rc<Watch>>,
     site: Rc<Cell<i64>>,
 }
@@ -71,6 +74,7 @@ impl Context {
             group: ProcessGroup::ALONE,
             kept: Kept::default(),
             spare: None,
+            flat: None,
             watch: None,
             site: Rc::default(),
         }
@@ -88,6 +92,7 @@ impl Context {
             group: ProcessGroup::ALONE,
             kept: Kept::default(),
             spare: None,
+            flat: None,
             watch: None,
             site: Rc::default(),
         }
@@ -101,6 +106,11 @@ impl Context {
     /// The same pass on every rank of a group.
     pub fn across(self, group: ProcessGroup) -> Self {
         Context { group, ..self }
+    }
+
+    /// The same pass, adding to gradients in these buffers.
+    pub fn adding_to(self, flat: Option<Rc<Flat>>) -> Self {
+        Context { flat, ..self }
     }
 
     /// This pass from where it stands, to be run later, or `again`.
@@ -118,7 +128,7 @@ impl Context {
         let shared = |t: &Option<Tensor>| t.as_ref().map(Tensor::shallow_clone);
         let (seed, spare) = (shared(&self.seed), shared(&self.spare));
         let (kept, watch, site) = (self.kept.clone(), self.watch.clone(), self.site.clone());
-        Context { seed, spare, kept, watch, site, ..*self }
+        Context { seed, spare, kept, watch, site, flat: self.flat.clone(), ..*self }
     }
 
     /// The same pass, setting gains by profiling.
@@ -134,6 +144,11 @@ impl Context {
     /// Shows something to whoever looks on.
     pub fn show(&self, what: impl FnOnce(&Watch) -> Result<()>) -> Result<()> {
         self.watch.as_deref().map_or(Ok(()), what)
+    }
+
+    /// y = x Wᵀ + b in the computing type.
+    pub fn linear(&self, x: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> Result<Tensor> {
+        linear(x, weight, bias, self.kind, self.flat.as_deref())
     }
 
     /// The next dropout site: sites are numbered in order of execution, whether or not their rate is zero.

@@ -1,7 +1,8 @@
 //! Word embeddings with sinusoidal positions, and the output projection that may share them.
 
+use super::linear::linear;
 use super::sinusoids::Sinusoids;
-use super::{linear, times, Builder, Context, Packed, PAD};
+use super::{times, Builder, Context, Packed, PAD};
 use crate::config::{Ties, TransformerConfig};
 use crate::error::Result;
 use crate::init::{self, Fill, Table};
@@ -102,7 +103,7 @@ impl Embeddings {
 
     /// Logits, (rows, V), in the computing type.
     pub fn logits(&self, h: &Tensor, kind: Kind) -> Result<Tensor> {
-        linear(h, &self.output_weight()?, self.output_bias.as_ref(), kind)
+        linear(h, &self.output_weight()?, self.output_bias.as_ref(), kind, None)
     }
 }
 

@@ -1,7 +1,7 @@
 //! The feed-forward sublayer: `W₂·drop(relu(W₁x + b₁)) + b₂`.
 
 use super::residual::Inside;
-use super::{linear, Builder, Context};
+use super::{Builder, Context};
 use crate::error::Result;
 use crate::init::{Fill, Init, Role};
 use crate::operator;
@@ -33,11 +33,11 @@ impl FeedForward {
     pub fn forward(&self, x: &Tensor, inside: &Inside, ctx: &Context) -> Result<Tensor> {
         let rows = ctx.rows();
         let x = inside.at(Point::Input, x.shallow_clone(), &rows)?;
-        let h = linear(&x, &self.weight1, self.bias1.as_ref(), ctx.kind)?; // (rows, d_ff)
+        let h = ctx.linear(&x, &self.weight1, self.bias1.as_ref())?; // (rows, d_ff)
         let h = inside.at(Point::BeforeActivation, h, &rows)?;
         let h = operator::relu_dropout(&h, ctx.rates.activation, ctx.seed.as_ref(), ctx.site())?;
         ctx.show(|watch| watch.activations(&h))?;
         let h = inside.at(Point::Amid, h, &rows)?;
-        linear(&h, &self.weight2, self.bias2.as_ref(), ctx.kind)
+        ctx.linear(&h, &self.weight2, self.bias2.as_ref())
     }
 }

@@ -6,6 +6,7 @@ mod context;
 mod embedding;
 mod feed_forward;
 mod layer;
+mod linear;
 mod norm;
 mod packed;
 mod parameters;
@@ -23,6 +24,7 @@ mod transformer;
 pub use attention::Cache;
 pub use context::{Context, Rates};
 pub use embedding::first_values;
+pub use linear::{Flat, Placed};
 pub use packed::{Packed, Room};
 pub use parameters::{Builder, Parameters};
 pub use ranges::Ranges;
@@ -33,7 +35,7 @@ pub use transformer::{Memory, Transformer};
 
 use crate::data::vocabulary;
 use crate::error::Result;
-use tch::{Kind, Tensor};
+use tch::Tensor;
 
 /// Special types as a tensor of ids has them.
 pub const BOS: i64 = vocabulary::BOS as i64;
@@ -47,13 +49,4 @@ fn times(x: Tensor, factor: f64) -> Result<Tensor> {
         return Ok(x);
     }
     Ok(x.f_mul_scalar(factor)?)
-}
-
-/// y = x Wᵀ + b in the computing type, whatever the types of x and of the parameters.
-pub(crate) fn linear(x: &Tensor, weight: &Tensor, bias: Option<&Tensor>, kind: Kind) -> Result<Tensor> {
-    let (x, weight) = (x.f_to_kind(kind)?, weight.f_to_kind(kind)?);
-    match bias {
-        Some(bias) => Ok(x.f_linear(&weight, Some(&bias.f_to_kind(kind)?))?),
-        None => Ok(x.f_linear::<&Tensor>(&weight, None)?),
-    }
 }

@@ -1,9 +1,10 @@
 //! Tensorized attention (Ma et al. 2019) with one block, as the language models of PowerNorm's paper have it
 //! (docs/spec.md §4.4).
 
+use super::linear::linear;
 use super::residual::Inside;
 use super::sinusoids::Sinusoids;
-use super::{linear, Builder, Context, Ranges};
+use super::{Builder, Context, Ranges};
 use crate::config::Positions;
 use crate::error::Result;
 use crate::init::{Fill, Init, Role};
@@ -62,7 +63,7 @@ impl Tensorized {
     /// Every sentence, of at most T tokens, to its past.
     pub fn attend(&self, x: &Tensor, ranges: &Ranges, inside: &Inside, ctx: &Context) -> Result<Tensor> {
         let x = inside.at(Point::Input, x.shallow_clone(), &ctx.rows())?;
-        let qkv = linear(&x, &self.in_weight, None, ctx.kind)?.f_split(self.rank, 1)?;
+        let qkv = ctx.linear(&x, &self.in_weight, None)?.f_split(self.rank, 1)?;
         let out = match ranges.segments()? {
             Some(segments) => {
                 let [q, k, v] = segments.side_by_side([&qkv[0], &qkv[1], &qkv[2]])?;
@@ -70,7 +71,7 @@ impl Tensorized {
                 let keys = k.size()[1].min(self.segment);
                 let absent = segments.absent_keys()?;
                 let entries = self.entries(&q, &k.f_narrow(1, 0, keys)?, &v.f_narrow(1, 0, keys)?, absent.as_ref())?;
-                segments.pack(&linear(&entries.f_flatten(0, 1)?, &self.output(keys)?, None, ctx.kind)?)?
+                segments.pack(&ctx.linear(&entries.f_flatten(0, 1)?, &self.output(keys)?, None)?)?
             }
             None => x.f_zeros_like()?.f_to_kind(ctx.kind)?,
         };
@@ -83,7 +84,8 @@ impl Tensorized {
         let [n, queries, rank] = q.size()[..] else { unreachable!("queries have three dimensions") };
         let keys = k.size()[1];
         let table = self.positions.table(self.segment, self.in_weight.kind(), device)?.f_narrow(0, 0, self.segment)?;
-        let p = linear(&table.f_flip([0i64].as_slice())?.f_narrow(0, 0, keys)?, &self.position_weight, None, kind)?;
+        let table = table.f_flip([0i64].as_slice())?.f_narrow(0, 0, keys)?;
+        let p = linear(&table, &self.position_weight, None, kind, None)?;
         let core = self.core.f_to_kind(kind)?;
         let weighted = |bias: &Tensor| q.f_add(&bias.f_to_kind(kind)?)?.f_mul(&core)?.f_unsqueeze(2);
         let [content, position] = self.biases.each_ref().map(weighted);

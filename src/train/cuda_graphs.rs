@@ -219,6 +219,7 @@ mod tests {
             kind: Kind::Double,
             recompute: options.contains("rmsnorm"),
             group: ProcessGroup::ALONE,
+            flat: None,
             workspace: RefCell::default(),
         })
     }

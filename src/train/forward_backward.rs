@@ -3,9 +3,10 @@
 use super::loss::{LossSums, Objective, Workspace};
 use super::micro_batch::MicroBatch;
 use crate::error::Result;
-use crate::model::{Context, Rates, Transformer};
+use crate::model::{Context, Flat, Rates, Transformer};
 use crate::operator::ProcessGroup;
 use std::cell::RefCell;
+use std::rc::Rc;
 use tch::{Kind, Tensor};
 
 /// All that a micro-batch goes through; on a GPU nobody waits for it.
@@ -17,16 +18,19 @@ pub struct Pass {
     pub recompute: bool,
     /// Whose batches norms with statistics take for one.
     pub group: ProcessGroup,
+    /// On a CPU: the flat buffers, in which linear layers add to gradients.
+    pub flat: Option<Rc<Flat>>,
     pub workspace: RefCell<Workspace>,
 }
 
 impl Pass {
     /// Sums of the losses; the gradients of `scale`·Σ loss are added to the parameters' own.
     pub fn run(&self, batch: &MicroBatch) -> Result<LossSums> {
-        let ctx = self.context(&batch.seed).recomputing(self.recompute).across(self.group);
+        let ctx = self.context(&batch.seed).recomputing(self.recompute).across(self.group).adding_to(self.flat.clone());
         let features = self.model.features(&batch.input.read, &ctx)?;
         let (output, workspace) = (&batch.input.output, &mut self.workspace.borrow_mut());
-        self.objective.backward(&self.model, &features, output, &batch.scale, self.kind, workspace)
+        let flat = self.flat.as_deref();
+        self.objective.backward(&self.model, &features, output, &batch.scale, self.kind, flat, workspace)
     }
 
     /// Sets the gains that the residual scheme takes from one batch.

@@ -4,7 +4,8 @@
 use crate::config::{SmoothingName, TrainingConfig};
 use crate::error::Result;
 use crate::kernel::cross_entropy as kernel;
-use crate::model::{Transformer, PAD};
+use crate::kernel::product::{add_product, add_rows};
+use crate::model::{Flat, Placed, Transformer, PAD};
 use crate::operator;
 use tch::{no_grad, Kind, Tensor};
 
@@ -59,20 +60,21 @@ impl Objective {
         targets: &Tensor,
         scale: &Tensor,
         kind: Kind,
+        flat: Option<&Flat>,
         workspace: &mut Workspace,
     ) -> Result<LossSums> {
         let (weight, bias) = model.output()?; // (V, d)
-        let (sums, dh, dweight, dbias) = no_grad(|| {
-            let (w, b) = (weight.f_to_kind(kind)?, bias.map(|b| b.f_to_kind(kind)).transpose()?);
+        let (sums, dh, weight, bias) = no_grad(|| {
+            let (weight, bias) =
+                (Adding::to(&weight, kind, flat)?, bias.map(|b| Adding::to(b, kind, flat)).transpose()?);
+            let (w, b) = (&weight.place.value, bias.as_ref().map(|b| &b.place.value));
             let h = features.f_detach()?.f_to_kind(kind)?;
             let dh = h.f_empty_like()?;
-            let mut dweight = Tensor::f_zeros_like(&weight)?;
-            let mut dbias = bias.map(Tensor::f_zeros_like).transpose()?;
             let mut sums = LossSums::zero(&h)?;
             for (start, rows) in blocks(h.size()[0]) {
                 let h = h.f_narrow(0, start, rows)?;
                 let mut logits = workspace.block(rows, w.size()[0], kind, &h)?;
-                project(&h, &w, b.as_ref(), &logits)?;
+                project(&h, w, b, &logits)?;
                 let targets = targets.f_narrow(0, start, rows)?;
                 let (loss, nll) = operator::cross_entropy_in_place(
                     &mut logits,
@@ -84,18 +86,17 @@ impl Objective {
                 )?;
                 sums.add(&loss, &nll)?;
                 // logits now holds their gradient
-                dh.f_narrow(0, start, rows)?.f_copy_(&logits.f_mm(&w)?)?;
-                let _ = dweight.f_add_(&logits.f_transpose(0, 1)?.f_mm(&h)?)?;
-                if let Some(dbias) = &mut dbias {
-                    let _ = dbias.f_add_(&logits.f_sum_dim_intlist([0i64].as_slice(), false, Kind::Float)?)?;
+                let _ = logits.f_mm_out(&dh.f_narrow(0, start, rows)?, w)?;
+                add_product(&weight.place.gradient, &logits, &h)?;
+                if let Some(bias) = &bias {
+                    add_rows(&bias.place.gradient, &logits)?;
                 }
             }
-            Ok::<_, crate::error::Error>((sums, dh, dweight, dbias))
+            Ok::<_, crate::error::Error>((sums, dh, weight, bias))
         })?;
-        if let Some((bias, dbias)) = bias.zip(dbias) {
-            operator::backward_from(bias, &dbias)?;
+        for summed in [Some(weight), bias].into_iter().flatten() {
+            summed.hand_on()?;
         }
-        operator::backward_from(&weight, &dweight)?;
         operator::backward_from(features, &dh.f_to_kind(features.kind())?)?;
         Ok(sums)
     }
@@ -121,6 +122,29 @@ impl Objective {
             sums.add(&loss, &nll)?;
         }
         Ok(sums)
+    }
+}
+
+/// A parameter of the output projection, or a function of one, and its gradient of all blocks.
+struct Adding {
+    place: Placed,
+    /// It is not in the flat buffers: autograd takes its gradient on, when all blocks are in it.
+    elsewhere: Option<Tensor>,
+}
+
+impl Adding {
+    fn to(t: &Tensor, kind: Kind, flat: Option<&Flat>) -> Result<Self> {
+        Ok(match flat.map(|flat| flat.place(t)).transpose()?.flatten() {
+            Some(place) => Adding { place, elsewhere: None },
+            None => {
+                let place = Placed { value: t.f_to_kind(kind)?, gradient: t.f_zeros_like()? };
+                Adding { place, elsewhere: Some(t.shallow_clone()) }
+            }
+        })
+    }
+
+    fn hand_on(self) -> Result<()> {
+        self.elsewhere.map_or(Ok(()), |t| operator::backward_from(&t, &self.place.gradient))
     }
 }
 

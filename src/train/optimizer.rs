@@ -7,7 +7,7 @@ use crate::config::{AdamForm, TrainingConfig, TransformerConfig};
 use crate::cpu::parallel::{self, Shared};
 use crate::error::{Error, Result};
 use crate::kernel::adam;
-use crate::model::Parameters;
+use crate::model::{Flat, Parameters};
 use crate::operator::{self, AdamBuffers, ProcessGroup};
 use crate::parametrisation::Multipliers;
 use std::collections::BTreeMap;
@@ -97,6 +97,12 @@ impl Optimizer {
             weight_decay: config.weight_decay,
             clip_norm: config.clip_norm,
         })
+    }
+
+    /// The buffers for linear layers, with products in `kind`; none on a GPU, where passes are recorded in graphs.
+    pub fn flat(&self, kind: Kind) -> Result<Option<Flat>> {
+        let on_cpu = self.parameters.device() == Device::Cpu;
+        on_cpu.then(|| Flat::new(&self.parameters, &self.gradients, kind)).transpose()
     }
 
     /// Every rank's gradients become the sum of all.

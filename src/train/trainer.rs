@@ -5,7 +5,7 @@ use super::checkpoint::{Checkpoint, CheckpointStore, Found};
 use super::cuda_graphs::{Graphs, Recorder};
 use super::evaluate::{evaluate_bleu, evaluate_loss, Score, Validation};
 use super::forward_backward::Pass;
-use super::loss::{LossSums, Objective, Workspace};
+use super::loss::{LossSums, Objective};
 use super::micro_batch::MicroBatch;
 use super::observer::{Evaluation, Observer, Saved, Started, Update};
 use super::optimizer::Optimizer;
@@ -139,7 +139,8 @@ impl Trainer {
         optimizer.share_parameters(group)?;
         let updates_per_epoch = parts.batches_per_epoch as f64 / (config.accumulate * group.size() as i64) as f64;
         let recompute = config.activation_checkpointing;
-        let pass = Pass { model, objective, kind, recompute, group, workspace: RefCell::new(Workspace::default()) };
+        let flat = optimizer.flat(kind)?.map(Rc::new);
+        let pass = Pass { model, objective, kind, recompute, group, flat, workspace: RefCell::default() };
         Ok(Trainer {
             config,
             progress,
@@ -269,6 +270,7 @@ impl Trainer {
             }
             self.optimizer.share_parameters(self.group)?;
         }
+        self.pass.flat.as_ref().map_or(Ok(()), |flat| flat.refresh())?;
         let mut sums = None::<LossSums>;
         for (micro_batch, batch) in &batches {
             let own = self.forward_backward(batch, [seed, number as i64, *micro_batch], scale)?;

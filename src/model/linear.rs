@@ -1,0 +1,120 @@
+//! Linear layers of a model in training, whose parameters and gradients lie in flat buffers.
+//!
+//! Autograd would cast each weight in each pass, make its gradient anew in the type of products, cast that and add it.
+//! Here a weight is cast once an update, and a product adds to the gradient where it lies.
+
+use crate::error::Result;
+use crate::kernel::product::{add_product, add_rows};
+use crate::operator::{apply, Differentiable, Recording};
+use tch::{Device, Kind, Tensor};
+
+/// The flat buffers of a model in training on a CPU: every parameter is a view of one, its gradient of the other.
+#[derive(Debug)]
+pub struct Flat {
+    parameters: Tensor,
+    gradients: Tensor,
+    /// The parameters in the type of products; the buffer itself where that is theirs.
+    cast: Tensor,
+}
+
+/// A parameter, or some rows of it, in the flat buffers.
+pub struct Placed {
+    /// In the type of products.
+    pub value: Tensor,
+    /// Its gradient, which passes add to.
+    pub gradient: Tensor,
+}
+
+impl Flat {
+    /// Of contiguous buffers of equal length, one with the parameters and one with their gradients.
+    pub fn new(parameters: &Tensor, gradients: &Tensor, kind: Kind) -> Result<Self> {
+        let cast = parameters.f_detach()?.f_to_kind(kind)?;
+        Ok(Flat { parameters: parameters.shallow_clone(), gradients: gradients.shallow_clone(), cast })
+    }
+
+    /// Takes up parameters that have changed.
+    pub fn refresh(&self) -> Result<()> {
+        if self.cast.kind() != self.parameters.kind() {
+            self.cast.shallow_clone().f_copy_(&self.parameters.f_detach()?)?;
+        }
+        Ok(())
+    }
+
+    /// Where `t` lies; None for a tensor that is no parameter nor some rows of one.
+    pub fn place(&self, t: &Tensor) -> Result<Option<Placed>> {
+        if t.kind() != self.parameters.kind() || t.device() != Device::Cpu || !t.is_contiguous() {
+            return Ok(None);
+        }
+        let [start, end] = [&self.parameters, t].map(|t| t.data_ptr() as usize);
+        let bytes = t.kind().elt_size_in_bytes();
+        let first = end.wrapping_sub(start) / bytes;
+        if end < start || first + t.numel() > self.parameters.numel() {
+            return Ok(None);
+        }
+        let view = |flat: &Tensor| flat.f_narrow(0, first as i64, t.numel() as i64)?.f_view(t.size().as_slice());
+        Ok(Some(Placed { value: view(&self.cast)?, gradient: view(&self.gradients)? }))
+    }
+}
+
+/// y = x Wᵀ + b in the computing type, whatever the types of x and of the parameters; x is (…, columns of W).
+///
+/// With the buffers of a model in training, gradients of W and b are added to theirs.
+pub fn linear(x: &Tensor, weight: &Tensor, bias: Option<&Tensor>, kind: Kind, flat: Option<&Flat>) -> Result<Tensor> {
+    let x = x.f_to_kind(kind)?;
+    let is_recorded = Recording::is_on();
+    if let Some(flat) = flat.filter(|_| !is_recorded || x.requires_grad()) {
+        if let Some(placed) = InPlace::of(flat, weight, bias)? {
+            return match is_recorded {
+                true => Ok(apply(placed, &[&x])?.swap_remove(0)),
+                false => placed.value(&x),
+            };
+        }
+    }
+    let bias = bias.map(|bias| bias.f_to_kind(kind)).transpose()?;
+    Ok(x.f_linear(&weight.f_to_kind(kind)?, bias.as_ref())?)
+}
+
+/// A linear layer whose parameters are in the flat buffers.
+struct InPlace {
+    weight: Placed,
+    bias: Option<Placed>,
+}
+
+impl InPlace {
+    fn of(flat: &Flat, weight: &Tensor, bias: Option<&Tensor>) -> Result<Option<Self>> {
+        let Some(weight) = flat.place(weight)? else { return Ok(None) };
+        let bias = match bias {
+            Some(bias) => match flat.place(bias)? {
+                Some(bias) => Some(bias),
+                None => return Ok(None),
+            },
+            None => None,
+        };
+        Ok(Some(InPlace { weight, bias }))
+    }
+
+    fn value(&self, x: &Tensor) -> Result<Tensor> {
+        Ok(x.f_linear(&self.weight.value, self.bias.as_ref().map(|bias| &bias.value))?)
+    }
+}
+
+impl Differentiable for InPlace {
+    fn saves_inputs(&self) -> bool {
+        true
+    }
+
+    fn forward(&self, inputs: Vec<Tensor>) -> Result<Vec<Tensor>> {
+        Ok(vec![self.value(&inputs[0])?])
+    }
+
+    fn backward(&self, inputs: Vec<Tensor>, gradients: Vec<Option<Tensor>>) -> Result<Vec<Option<Tensor>>> {
+        let Some(dy) = &gradients[0] else { return Ok(vec![None]) };
+        let rows = |t: &Tensor| t.f_flatten(0, -2);
+        let (x, flat) = (rows(&inputs[0])?, rows(dy)?);
+        add_product(&self.weight.gradient, &flat, &x)?;
+        if let Some(bias) = &self.bias {
+            add_rows(&bias.gradient, &flat)?;
+        }
+        Ok(vec![Some(dy.f_matmul(&self.weight.value)?)])
+    }
+}
