@@ -103,7 +103,7 @@ def _check_data(entries: Sequence[Reproduction], scale: str, data: Path, kept: S
         raise UsageError(
             f"reproduce {wanted[name]} --scale {scale} needs {len(files)} files that {data} lacks (plain or .gz): "
             f"{', '.join(files)}",
-            f"{CORPORA[name].title}: {CORPORA[name].origin}; docs/data.md has more. --data DIR says where they are",
+            f"{CORPORA[name].title}: {CORPORA[name].origin}. --data DIR says where they are",
         )
 
 
@@ -168,7 +168,7 @@ def _show(entry: Reproduction, scale: str, results: Results, write_to: Path | No
     lacking = len(results.wanted) - len(results.measured)
     print(f"{entry.title}\nsource: {entry.source}\nit says, or asks: {entry.claim}\n")
     print(markdown(*table(results, shown), aligned=True))
-    print(f"{entry.scales[scale].about}." + (f" {lacking} rows are still to be measured." if lacking else ""))
+    print(f"{entry.scales[scale].about}." + (f" Rows that are still to be measured: {lacking}." if lacking else ""))
     if scale == "check":
         print("A check shows that the command works; its figures say nothing about the paper.")
     print(f"table: {results.path('.csv')}")

@@ -61,7 +61,7 @@ def _dots(results: Results, title: str, value: str) -> Any:
 def _validation(results: Results, title: str, value: str) -> Any:
     """A line for each run, its name at its end; dots where only the table is there."""
     updates, losses = (results.series.get(name, {}) for name in ("evaluated", "validation"))
-    runs = [key for key in losses if key in updates]
+    runs = [key for key in losses if losses[key] and key in updates]
     if not runs:
         return _dots(results, title, value)
     figure = new_figure(7.2, 3.6)

@@ -1,5 +1,6 @@
 """Tables of reproductions beside the papers' figures, in a terminal and as a part of a Markdown file."""
 
+import math
 import os
 import re
 import textwrap
@@ -58,7 +59,7 @@ def table(results: Results, shown: Shown) -> tuple[list[str], list[list[str]]]:
         keys = list(measured[0][0].key) if measured else []
         headings = [COMPARED[shown.compared] if name == "p" else COLUMNS[name].heading for name in shown.columns]
         lines = [
-            [*row.key.values(), *(_formatted(found.get(name, ""), COLUMNS[name].form) for name in shown.columns),
+            [*row.key.values(), *(_measured(found, name) for name in shown.columns),
              *(row.paper.get(name, "") for name in papers)]
             for row, found in measured
         ]  # fmt: skip
@@ -83,9 +84,15 @@ def _words(key: str) -> str:
     return key.replace("_", " ")
 
 
-def _formatted(value: str, form: str) -> str:
-    found = number(value)
-    return value if found is None else f"{found:{form}}"
+def _measured(found: dict[str, str], name: str) -> str:
+    """A measured cell; the verdict where a run that diverged has no BLEU."""
+    value = found.get(name, "")
+    if name == "bleu" and not value:
+        return found["verdict"] if found.get("verdict") == "diverged" else ""
+    read = number(value)
+    if read is None:
+        return value
+    return "" if math.isnan(read) else f"{read:{COLUMNS[name].form}}"
 
 
 def _cell(found: dict[str, str], form: str) -> str:
