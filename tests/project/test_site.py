@@ -11,11 +11,12 @@ from types import SimpleNamespace
 import pytest
 
 import normformer_rs as nfrs
+from normformer_rs.reproduce import REPRODUCTIONS
 
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT))
 
-from docs.generate import api, check, equations, examples, names, notebooks, pages, spec  # noqa: E402
+from docs.generate import api, check, equations, examples, names, notebooks, pages, reproductions, spec  # noqa: E402
 from docs.generate.tables import results  # noqa: E402
 
 
@@ -81,6 +82,20 @@ def test_every_public_name_has_an_example(module):
 
 def test_the_commands_have_their_page(made):
     assert "## train\n" in made["commands.md"] and "--powernorm-mode" in made["commands.md"]
+
+
+def test_every_reproduction_is_on_its_page(made, monkeypatch, tmp_path):
+    """With its runs, and what benches/results has of it; a new one, too."""
+    page = made["reproduce.md"]
+    for name, entry in REPRODUCTIONS.items():
+        section = page.partition(f"\n### {name}\n")[2].partition("\n### ")[0]
+        assert entry.claim in section
+        assert all(f"| {scale} | {len(found.rows)} |" in section for scale, found in entry.scales.items())
+        measured = results(f"{name}-here")
+        assert bool(measured) == ("Measured at scale here" in section) == (f"(images/{name}-here.png)" in section)
+    assert "| postnorm+layernorm | 36.32 |" in page and "stays" in page.partition("## Names")[0]
+    monkeypatch.setitem(REPRODUCTIONS, "added", REPRODUCTIONS["bf16"]._replace(name="added"))
+    assert "\n### added\n" in reproductions.entries("# P\n\n## Names\n", tmp_path)
 
 
 def test_every_page_is_in_the_menu_once(made):

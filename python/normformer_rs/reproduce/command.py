@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from .._optional import available, command
-from ..config import unknown
+from ..config import closest, unknown
 from ..errors import InputError
 from ..options import UsageError
 from ..progress import write
@@ -23,7 +23,14 @@ if TYPE_CHECKING:
 
 
 def chosen(names: Sequence[str], scale: str) -> list[Reproduction]:
-    """The entries of the names, or, for `all`, those that have the scale. Errors: InputError for a scale one lacks."""
+    """The entries of the names, or, for `all`, those that have the scale.
+
+    Errors: UsageError for an unknown name, InputError for a scale that one lacks.
+    """
+    for name in names:
+        if name not in (*REPRODUCTIONS, "all"):
+            near = closest(name, REPRODUCTIONS)
+            raise UsageError(f'unknown name "{name}"{near}', "normformer-rs reproduce --help lists the names")
     if "all" in names:
         return [entry for entry in REPRODUCTIONS.values() if scale in entry.scales]
     entries = [REPRODUCTIONS[name] for name in dict.fromkeys(names)]

@@ -15,8 +15,7 @@ def parser() -> tuple[str, Callable[[argparse.Namespace], None], Callable[[argpa
         entries = [f"{entry.name}: {entry.title}; {entry.source}." for entry in REPRODUCTIONS.values()]
         sizes = [f"{scale}: {about}." for scale, about in SCALES.items()]
         parser.epilog = "\n".join(["names:", *entries, "all: each that has the scale.", "", "scales:", *sizes])
-        names = [*REPRODUCTIONS, "all"]
-        parser.add_argument("names", metavar="NAME", nargs="+", choices=names, help="Listed below; or all.")
+        parser.add_argument("names", metavar="NAME", nargs="+", help="Listed below; or all.")
         parser.add_argument("--scale", metavar="SCALE", choices=[*SCALES], required=True, help="Listed below.")
         parser.add_argument("--data", metavar="DIR", default="data", help="Folder of the corpora. Default: data.")
         runs = "Folder of the runs. A stopped one goes on when the command is given again. Default: runs/reproduce."
