@@ -234,7 +234,7 @@ def test_a_page_is_written_between_its_marks(reproduce):
     call = "bf16 --scale here --no-train --results kept --write docs/page.md"
     assert reproduce(call)[0] == 0
     text = page.read_text()
-    assert text.startswith(f"# Page\n\nbefore\n\n{begin}\n`normformer-rs reproduce bf16 --scale here`: ")
+    assert text.startswith(f"# Page\n\nbefore\n\n{begin}\n\n`normformer-rs reproduce bf16 --scale here`: ")
     assert text.endswith(f"\n\n![bf16 against f32](../kept/bf16-here.png)\n\n{end}\n\nafter | stays\n")
     assert "2026-01-01 to 2026-01-02" in text and "old" not in text
     assert "\n| f32 | 2.5000 | 1.000 | 2.000 |\n| bf16 | 1.5000 | 1.000 | 2.000 |\n" in text, "in the entry's order"

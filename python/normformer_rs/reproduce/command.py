@@ -49,7 +49,7 @@ def plan(entry: Reproduction, scale: str, data: Path) -> str:
     lines = [
         f"{entry.name}, scale {scale}: {entry.title}",
         f"  source: {entry.source}",
-        f"  it says, or asks: {entry.claim}",
+        f"  {entry.stance}",
         f"  recipe: {found.about}",
     ]
     for name in corpora:
@@ -173,7 +173,7 @@ def _show(entry: Reproduction, scale: str, results: Results, write_to: Path | No
     if not results.measured:
         raise InputError(f"{results.path('.csv')}: nothing of {entry.name} has been measured yet: leave --no-train out")
     lacking = len(results.wanted) - len(results.measured)
-    print(f"{entry.title}\nsource: {entry.source}\nit says, or asks: {entry.claim}\n")
+    print(f"{entry.title}\nsource: {entry.source}\n{entry.stance}\n")
     print(markdown(*table(results, shown), aligned=True))
     print(f"{entry.scales[scale].about}." + (f" Rows that are still to be measured: {lacking}." if lacking else ""))
     if scale == "check":

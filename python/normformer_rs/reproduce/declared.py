@@ -68,3 +68,8 @@ class Reproduction(NamedTuple):
     """What the paper says, or the question."""
     scales: dict[str, Scale]
     """By names of `SCALES`."""
+
+    @property
+    def stance(self) -> str:
+        """The claim, or question, and a word that says which."""
+        return f"{'question' if self.source.startswith('ours') else 'claim'}: {self.claim}"

@@ -134,7 +134,7 @@ def section(entry: Reproduction, scale: str, results: Results, file: Path) -> st
     about = (
         f"`normformer-rs reproduce {entry.name} --scale {scale}`: {chosen.about}{when} (`{results.path('.csv').name}`)."
     )
-    parts = [begin, *textwrap.wrap(about, WIDTH, break_long_words=False, break_on_hyphens=False), ""]
+    parts = [begin, "", *textwrap.wrap(about, WIDTH, break_long_words=False, break_on_hyphens=False), ""]
     parts.append(markdown(*table(results, chosen.shown)))
     picture = results.path(".png")
     if picture.exists():

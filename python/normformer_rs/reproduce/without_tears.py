@@ -115,7 +115,8 @@ TABLE5 = Reproduction(
             "BLEU stalls; 200 epochs of 1,500 updates at most; BLEU of the development set, beam 4",
             tuple(
                 Row({"residual": residual, "layers": str(number)},
-                    {**_of_pair("en→vi"), **layers(number), "schedule": "no-warmup", "lr": 3e-4, "residual": residual},
+                    {**_of_pair("en→vi"), **layers(number), "schedule": "no-warmup", "warmup": 0, "lr": 3e-4,
+                     "residual": residual},
                     "en→vi", {f"TwT, {n} layers": b for n, b in zip((4, 5, 6), _BY_LAYERS[residual])}, {"beam": 4})
                 for residual in _BY_LAYERS for number in (4, 5, 6)
             ),
