@@ -45,6 +45,8 @@ KEPT = {
     "test_what_one_rank_says_stops_all": NONE,
     "test_files_that_may_not_grow": NONE,
     "test_a_full_disk": NONE,
+    "test_every_reproduction_within_its_limit": NONE,
+    "test_every_rows_options_are_taken": 4,
     # fairseq
     "test_translates_multi30k_as_fairseq_does": NONE,
     "test_converts_both_ways": 3,

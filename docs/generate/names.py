@@ -19,7 +19,7 @@ NOTES = spec.ROOT / "docs" / "notes.md"
 KINDS = {"norms": "Norms", "residuals": "Residual schemes"}
 _CHOOSERS = {"norm", "encoder_norm", "decoder_norm", "residual", "init"}
 """Options that name a norm or a scheme, and belong to none."""
-_DEPTHS = (("18+18", "depth18"), ("50+50", "depth50"))
+_DEPTHS = (("18+18", "brn-table1-18-here"), ("50+50", "brn-table1-50-here"))
 _STARTS = {"length": "√d, or d^(1/p)"}
 
 
@@ -129,7 +129,7 @@ print(nfrs.swap_norms(model, "{name}"))
     kept = [(f"`{k['name']}`", what, _shape(k["shape"]), _STARTS.get(k["start"], k["start"]))
             for what, key in (("parameter", "parameters"), ("buffer", "buffers")) for k in entry[key]]  # fmt: skip
     parts += ["## Parameters and buffers", table(("name", "what", "shape", "at the start"), kept)]
-    rows = [(r["encoder_norm"], r["bleu_test_2016"], r["train_nll"], r["valid_nll"]) for r in results("norms")]
+    rows = [(r["encoder_norm"], r["bleu"], r["train_nll"], r["valid_nll"]) for r in results("pn-table1-here")]
     if any(row[0] == name for row in rows):
         rows = [tuple(f"**{cell}**" for cell in row) if row[0] == name else row for row in rows]
         parts += ["## Measured", table(("encoder's norm", "BLEU", "training NLL", "validation NLL"), rows)]

@@ -9,7 +9,7 @@ from typing import Any
 from normformer_rs import config
 from normformer_rs.surgery import families
 
-from . import api, commands, equations, names, notebooks
+from . import api, commands, equations, names, notebooks, reproductions
 from .spec import ROOT
 from .tables import table
 
@@ -21,7 +21,7 @@ CONTENTS: list[tuple[str, list[str]]] = [
     ("Norms", ["norms/"]),
     ("Residual schemes", ["residuals/"]),
     ("Reference", ["names.md", "spec.md", "notes.md", "commands.md", "examples.md", "api/"]),
-    ("Evidence", ["results.md", "reliability.md", "data.md"]),
+    ("Evidence", ["results.md", "reproduce.md", "reliability.md", "data.md"]),
     ("Project", ["architecture.md", "cuda.md", "roadmap.md", "contributing.md", "changelog.md"]),
 ]
 """The menu: pages, and folders of which all pages are listed. A page that is not there is left out."""
@@ -35,6 +35,7 @@ def write(output: Path, with_notebooks: bool = True) -> dict[str, str]:
     pages["spec.md"] = equations.blocks(pages["spec.md"])
     pages["models.md"] = models()
     pages["commands.md"] = commands.page()
+    pages["reproduce.md"] = reproductions.entries(pages["reproduce.md"], folder)
     pages |= names.pages(folder) | api.pages()
     if with_notebooks:
         pages |= notebooks.pages(folder, output / "notebooks")

@@ -1,11 +1,9 @@
-"""The command `normformer-rs`: train, translate, evaluate, average, plot, demo, convert, fairseq, fairseq-user-dir.
+"""The command `normformer-rs`; `_parser` lists its commands.
 
 A command imports the modules that need torch when it runs: help and mistyped options are answered without them.
 """
 
 import argparse
-import contextlib
-import logging
 import os
 import runpy
 import sys
@@ -20,7 +18,8 @@ from .config import DataConfig, SearchConfig, TrainingConfig, TransformerConfig,
 from .errors import DivergedError, InputError, Interrupted
 from .options import Parser, UsageError, add_flags, flag, given, layered, read_run, read_toml
 from .presets import PRESETS
-from .progress import duration, write
+from .progress import duration, log_to_stderr, write
+from .reproduce import flags as reproduce_flags
 
 if TYPE_CHECKING:
     from .training import Trainer
@@ -48,7 +47,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     A command line that cannot be read has a second line: how it is written, or where to look.
     """
-    _log_to_stderr()
+    log_to_stderr()
     try:
         for word in sys.argv[1:] if argv is None else argv:
             readable("argument", word)
@@ -83,6 +82,7 @@ def _parser() -> Parser:
         ("average", _average_parser),
         ("plot", _plot_parser),
         ("demo", _demo_parser),
+        ("reproduce", reproduce_flags.parser),
         ("convert", _convert_parser),
         ("fairseq", _fairseq_parser),
         ("fairseq-user-dir", _fairseq_user_dir_parser),
@@ -95,6 +95,7 @@ def _parser() -> Parser:
 
 
 _Command = tuple[str, Callable[[argparse.Namespace], None], Callable[[argparse.ArgumentParser], None]]
+"""A line of help, the function that runs the command, and the one that adds its flags."""
 
 
 def _train_parser() -> _Command:
@@ -390,19 +391,3 @@ def _size(count: float) -> str:
             return f"{count:.4g} {unit}"
         count /= 1024
     return f"{count:.4g} GiB"
-
-
-class _Handler(logging.Handler):
-    """The package's log on standard error, above the progress bar."""
-
-    def emit(self, record: logging.LogRecord) -> None:
-        prefix = f"{record.levelname.lower()}: " if record.levelno >= logging.WARNING else ""
-        with contextlib.suppress(OSError):  # a terminal that has gone
-            write(prefix + record.getMessage())
-
-
-def _log_to_stderr() -> None:
-    logger = logging.getLogger("normformer_rs")
-    if not any(isinstance(handler, _Handler) for handler in logger.handlers):
-        logger.addHandler(_Handler())
-        logger.setLevel(logging.INFO)

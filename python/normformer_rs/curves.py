@@ -143,7 +143,7 @@ def _loss(axis: Any, runs: "Sequence[History]", names: Sequence[str]) -> None:
     for run, colour in zip(runs, COLOURS):
         axis.plot(run.update, _smooth(run.loss), color=colour, linewidth=0.9, alpha=0.75)
         axis.plot(run.evaluations.update, run.evaluations.loss, "o-", color=colour, markersize=3, linewidth=1.3)
-    _name(axis, [(_last(run.evaluations.loss if len(run.evaluations.update) else _smooth(run.loss)), name, colour)
+    name_ends(axis, [(_last(run.evaluations.loss if len(run.evaluations.update) else _smooth(run.loss)), name, colour)
                  for run, name, colour in zip(runs, names, COLOURS)])  # fmt: skip
 
 
@@ -155,7 +155,7 @@ def _bleu(axis: Any, runs: "Sequence[History]", names: Sequence[str]) -> None:
 
 def _perplexity(axis: Any, runs: "Sequence[History]", names: Sequence[str]) -> None:
     _titled(axis, "validation perplexity", "e^nats per token")
-    _logarithmic(axis)
+    logarithmic(axis)
     _evaluated(axis, runs, names, "perplexity", np.nanargmin, ".4g")
 
 
@@ -173,12 +173,12 @@ def _evaluated(axis: Any, runs: "Sequence[History]", names: Sequence[str], field
             axis.plot(update[at], values[at], "o", color=_BEST, markersize=6, label=f"best {values[at]:{form}}")
             axis.legend(frameon=False, fontsize=8)
     if len(runs) > 1:
-        _name(axis, [(_last(getattr(r.evaluations, field)), name, c) for r, name, c in zip(runs, names, COLOURS)])
+        name_ends(axis, [(_last(getattr(r.evaluations, field)), name, c) for r, name, c in zip(runs, names, COLOURS)])
 
 
 def _grad_norm(axis: Any, runs: "Sequence[History]", names: Sequence[str]) -> None:
     _titled(axis, "gradient norm", "‖g‖ before clipping")
-    _logarithmic(axis)
+    logarithmic(axis)
     parts = 25 if len(runs) > _MANY else 100
     _lines(axis, runs, names, [_smooth(run.grad_norm, parts) if len(runs) > 1 else run.grad_norm for run in runs])
 
@@ -190,7 +190,7 @@ def _rate(axis: Any, runs: "Sequence[History]", names: Sequence[str]) -> None:
     _lines(axis, runs, names, [run.lr for run in runs])
 
 
-def _logarithmic(axis: Any) -> None:
+def logarithmic(axis: Any) -> None:
     """With marks at 1, 2 and 5, so that a panel of less than a decade has some."""
     from matplotlib.ticker import LogLocator, NullFormatter
 
@@ -213,7 +213,7 @@ def _lines(axis: Any, runs: "Sequence[History]", names: Sequence[str], values: S
         axis.plot(runs[first].update, values[first], color=colour, linewidth=1.1, alpha=0.85)
         several = "all" if len(indices) == len(runs) else f"{len(indices)} runs"
         ends.append((_last(values[first]), names[first] if len(indices) == 1 else several, colour))
-    _name(axis, ends)
+    name_ends(axis, ends)
 
 
 def _smooth(values: Any, parts: int = 100) -> Any:
@@ -231,7 +231,7 @@ def _last(values: Any) -> float:
     return float(finite[-1]) if len(finite) else float("nan")
 
 
-def _name(axis: Any, ends: Sequence[tuple[float, str, str]]) -> None:
+def name_ends(axis: Any, ends: Sequence[tuple[float, str, str]]) -> None:
     """Each line's name beside its end, in its colour, moved apart where they would lie on each other."""
     low, high = axis.get_ylim()
     axis.set_ylim(low, high)

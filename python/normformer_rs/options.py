@@ -48,6 +48,15 @@ class _Formatter(argparse.HelpFormatter):
             return "--[no-]" + action.option_strings[0].removeprefix("--")
         return super()._format_action_invocation(action)
 
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        """Each line is a paragraph; the lines of a list hang below their first word."""
+        made = []
+        for line in text.splitlines():
+            first, others = ("  ", "      ") if re.match(r"[\w-]+: ", line) else ("", "")
+            wrapped = textwrap.wrap(line, width, initial_indent=first, subsequent_indent=others, break_on_hyphens=False)
+            made += wrapped or [""]
+        return "\n".join(indent + line for line in made)
+
     def _split_lines(self, text: str, width: int) -> list[str]:
         return textwrap.wrap(" ".join(text.split()), width, break_on_hyphens=False)
 

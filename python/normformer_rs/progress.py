@@ -1,5 +1,7 @@
 """The progress of training for a person: a bar in a terminal or a notebook, lines of text elsewhere."""
 
+import contextlib
+import logging
 import math
 import sys
 import time
@@ -101,6 +103,23 @@ def write(text: str) -> None:
         print(text, file=sys.stderr, flush=True)
     else:
         tqdm.tqdm.write(text, file=sys.stderr)
+
+
+class Handler(logging.Handler):
+    """The package's log on standard error, above the progress bar."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        prefix = f"{record.levelname.lower()}: " if record.levelno >= logging.WARNING else ""
+        with contextlib.suppress(OSError):  # a terminal that has gone
+            write(prefix + record.getMessage())
+
+
+def log_to_stderr() -> None:
+    """The package's log goes to standard error from now on."""
+    logger = logging.getLogger("normformer_rs")
+    if not any(isinstance(handler, Handler) for handler in logger.handlers):
+        logger.addHandler(Handler())
+        logger.setLevel(logging.INFO)
 
 
 def number(event: Mapping[str, Any], name: str) -> float:

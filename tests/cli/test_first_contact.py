@@ -23,6 +23,8 @@ AT_ONCE = {
     "train --help": 0,
     "translate --help": 0,
     "demo --help": 0,
+    "reproduce --help": 0,
+    "reproduce twt-tabel3 --scale check": 2,
     "train --nrom rmsnorm --help": 0,
     "trian": 2,
     "train --nrom rmsnorm": 2,
@@ -50,7 +52,7 @@ def test_help_and_mistakes_need_no_torch(words):
     assert done.stdout.splitlines()[-1] == f"end {AT_ONCE[words]} []", done.stdout + done.stderr
 
 
-@pytest.mark.parametrize("words", ["--help", "train --help", "train --nrom rmsnorm"])
+@pytest.mark.parametrize("words", ["--help", "train --help", "reproduce --help", "train --nrom rmsnorm"])
 def test_the_answer_takes_half_a_second_at_most(words):
     seconds = []
     for _ in range(3):
@@ -73,6 +75,11 @@ def test_the_answer_takes_half_a_second_at_most(words):
             "translate --modle m",
             'unknown option "--modle" (did you mean "--model"?)',
             "translate --help lists the options",
+        ),
+        (
+            "reproduce twt-tabel3 --scale check",
+            'unknown name "twt-tabel3" (did you mean "twt-table3"?)',
+            "reproduce --help lists the names",
         ),
         ("translate", "the following arguments are required: --model", "translate --help lists the options"),
         (
@@ -139,7 +146,9 @@ def test_help_of_train_groups_every_option(monkeypatch, capsys):
 
 
 @pytest.mark.parametrize("columns", [80, 120])
-@pytest.mark.parametrize("command", ["train", "translate", "evaluate", "average", "demo", "convert", "fairseq"])
+@pytest.mark.parametrize(
+    "command", ["train", "translate", "evaluate", "average", "demo", "reproduce", "convert", "fairseq"]
+)
 def test_help_fits_the_terminal(monkeypatch, capsys, command, columns):
     lines = help_of(monkeypatch, capsys, command, columns=columns).splitlines()
     assert max(map(len, lines)) <= columns

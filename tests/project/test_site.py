@@ -11,11 +11,12 @@ from types import SimpleNamespace
 import pytest
 
 import normformer_rs as nfrs
+from normformer_rs.reproduce import REPRODUCTIONS
 
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT))
 
-from docs.generate import api, check, equations, examples, names, notebooks, pages, spec  # noqa: E402
+from docs.generate import api, check, equations, examples, names, notebooks, pages, reproductions, spec  # noqa: E402
 from docs.generate.tables import results  # noqa: E402
 
 
@@ -32,7 +33,8 @@ def test_every_name_has_its_page(made, kind):
         assert page.startswith(f"# `{entry['name']}`\n")
         for part in ("Source: ", "## Example\n\n```python\n", "```text\n", "## Definition\n", "## Options\n"):
             assert part in page, f"{entry['name']} lacks {part!r}"
-        is_measured = any(entry["name"] in row.values() for name in ("norms", "depth18") for row in results(name))
+        tables = [results(name) for name in ("pn-table1-here", "brn-table1-18-here")]
+        is_measured = any(entry["name"] in row.values() for rows in tables for row in rows)
         assert not is_measured or "## Where it helps and fails\n" in page, f"docs/notes.md lacks {entry['name']}"
         assert f"({entry['name']}.md)" in made[f"{kind}/index.md"]
 
@@ -80,6 +82,20 @@ def test_every_public_name_has_an_example(module):
 
 def test_the_commands_have_their_page(made):
     assert "## train\n" in made["commands.md"] and "--powernorm-mode" in made["commands.md"]
+
+
+def test_every_reproduction_is_on_its_page(made, monkeypatch, tmp_path):
+    """With its runs, and what benches/results has of it; a new one, too."""
+    page = made["reproduce.md"]
+    for name, entry in REPRODUCTIONS.items():
+        section = page.partition(f"\n### {name}\n")[2].partition("\n### ")[0]
+        assert entry.claim in section
+        assert all(f"| {scale} | {len(found.rows)} |" in section for scale, found in entry.scales.items())
+        measured = results(f"{name}-here")
+        assert bool(measured) == ("Measured at scale here" in section) == (f"(images/{name}-here.png)" in section)
+    assert "| postnorm+layernorm | 36.32 |" in page and "stays" in page.partition("## Names")[0]
+    monkeypatch.setitem(REPRODUCTIONS, "added", REPRODUCTIONS["bf16"]._replace(name="added"))
+    assert "\n### added\n" in reproductions.entries("# P\n\n## Names\n", tmp_path)
 
 
 def test_every_page_is_in_the_menu_once(made):

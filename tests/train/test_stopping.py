@@ -187,9 +187,9 @@ def test_a_terminal_that_goes_ends_no_run(tmp_path, corpus, monkeypatch):
         def flush(self):
             raise OSError(5, "Input/output error")
 
-    from normformer_rs import cli, progress
+    from normformer_rs import progress
 
-    cli._log_to_stderr()
+    progress.log_to_stderr()
     monkeypatch.setattr(progress, "SECONDS_BETWEEN_LINES", 0.0)
     monkeypatch.setattr("normformer_rs.training.choose", lambda wanted: progress.Lines())
     monkeypatch.setattr(sys, "stderr", Gone())

@@ -1,0 +1,13 @@
+"""The papers' comparisons, each by one command: `normformer-rs reproduce NAME --scale check|here|paper`.
+
+A reproduction is an entry of `ENTRIES` of one of the modules below, made of `declared.py`'s parts. The command, its
+help, the site's page, tables and pictures are made of the entries. Nothing here imports torch until a run begins.
+"""
+
+from . import branch_norm, power_norm, real_text, without_tears
+from .declared import SCALES, Reproduction, Row, Scale, Shown
+
+REPRODUCTIONS: dict[str, Reproduction] = {
+    entry.name: entry for module in (without_tears, power_norm, branch_norm, real_text) for entry in module.ENTRIES
+}
+__all__ = ["REPRODUCTIONS", "SCALES", "Reproduction", "Row", "Scale", "Shown"]

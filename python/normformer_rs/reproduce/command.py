@@ -1,0 +1,191 @@
+"""`normformer-rs reproduce`: checks the data, runs what is missing, prints the table, draws, writes."""
+
+import contextlib
+import logging
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from .._optional import available, command
+from ..config import closest, unknown
+from ..errors import InputError
+from ..options import UsageError
+from ..progress import write
+from . import REPRODUCTIONS
+from .corpora import CORPORA, missing
+from .declared import Reproduction, Row, Scale
+from .results import Results
+from .tables import markdown, table, write_section
+
+if TYPE_CHECKING:
+    from .runs import Run, Runs
+
+
+def chosen(names: Sequence[str], scale: str) -> list[Reproduction]:
+    """The entries of the names, or, for `all`, those that have the scale.
+
+    Errors: UsageError for an unknown name, InputError for a scale that one lacks.
+    """
+    for name in names:
+        if name not in (*REPRODUCTIONS, "all"):
+            near = closest(name, REPRODUCTIONS)
+            raise UsageError(f'unknown name "{name}"{near}', "normformer-rs reproduce --help lists the names")
+    if "all" in names:
+        return [entry for entry in REPRODUCTIONS.values() if scale in entry.scales]
+    entries = [REPRODUCTIONS[name] for name in dict.fromkeys(names)]
+    for entry in entries:
+        if scale not in entry.scales:
+            raise InputError(unknown(f"scale of {entry.name}", scale, entry.scales))
+    return entries
+
+
+def plan(entry: Reproduction, scale: str, data: Path) -> str:
+    """The recipe, the runs and the files that they need."""
+    found = entry.scales[scale]
+    corpora = list(dict.fromkeys(row.corpus for row in found.rows))
+    shared = {name: value for name, value in found.rows[0].options.items()
+              if all(row.options.get(name) == value for row in found.rows)}  # fmt: skip
+    lines = [
+        f"{entry.name}, scale {scale}: {entry.title}",
+        f"  source: {entry.source}",
+        f"  {entry.stance}",
+        f"  recipe: {found.about}",
+    ]
+    for name in corpora:
+        corpus, lacking = CORPORA[name], missing([name], data).get(name, [])
+        lines.append(f"  text: {corpus.title}; {corpus.origin}")
+        lines += [f"    {data / path}{' (missing)' if path in lacking else ''}" for path in corpus.files.values()]
+    lines.append(f"  options of all {len(found.rows)} runs: {_listed(shared)}")
+    for row in found.rows:
+        own = {name: value for name, value in row.options.items() if name not in shared}
+        lines.append(f"    {', '.join(row.key.values())}: {_listed(own)}")
+    return "\n".join(lines) + "\n"
+
+
+def _listed(options: dict[str, object]) -> str:
+    return ", ".join(f"{name} {value}" for name, value in options.items())
+
+
+def run(
+    names: Sequence[str],
+    scale: str,
+    *,
+    data: Path = Path("data"),
+    output: Path = Path("runs/reproduce"),
+    results: Path | None = None,
+    write_to: Path | None = None,
+    train: bool = True,
+    dry_run: bool = False,
+    device: str = "cpu",
+    progress: bool = True,
+) -> None:
+    """Makes the reproductions, one after another; `cli.py` says what each argument does.
+
+    Errors: InputError for a scale that an entry lacks, missing data, damaged runs; Interrupted after Ctrl-C: the same
+    call goes on; ImportError without sacrebleu or, at scale check, num2words.
+    """
+    entries = chosen(names, scale)
+    if write_to is not None and not write_to.is_file():
+        raise InputError(f"--write {write_to}: no such file; expected a Markdown file, as docs/results.md")
+    if dry_run or scale == "paper":
+        print("\n".join(plan(entry, scale, data) for entry in entries))
+    if dry_run:
+        return
+    kept = [Results(entry, scale, results or output / scale) for entry in entries]
+    if train:
+        _check_data(entries, scale, data, kept)
+    for entry, found in zip(entries, kept):
+        if train:
+            with _quiet(scale == "check"):
+                _measure(entry.scales[scale], found, output / scale / "runs", data, device, progress)
+        _show(entry, scale, found, write_to)
+
+
+def _check_data(entries: Sequence[Reproduction], scale: str, data: Path, kept: Sequence[Results]) -> None:
+    """Errors: UsageError where rows are to be measured and their text is not there."""
+    wanted = {row.corpus: entry.name for entry, found in zip(entries, kept)
+              for row in entry.scales[scale].rows if found.find(row) is None}  # fmt: skip
+    for name, files in missing(wanted, data).items():
+        raise UsageError(
+            f"reproduce {wanted[name]} --scale {scale} needs {len(files)} files that {data} lacks (plain or .gz): "
+            f"{', '.join(files)}",
+            f"{CORPORA[name].title}: {CORPORA[name].origin}. --data DIR says where they are",
+        )
+
+
+@contextlib.contextmanager
+def _quiet(wanted: bool) -> Iterator[None]:
+    """Warnings alone, where the runs take a second each."""
+    logger = logging.getLogger("normformer_rs")
+    level = logger.level
+    if wanted:
+        logger.setLevel(logging.WARNING)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
+
+
+def _measure(scale: Scale, results: Results, folder: Path, data: Path, device: str, progress: bool) -> None:
+    """Runs and measures the rows that the table lacks."""
+    open_rows = [row for row in scale.rows if results.find(row) is None]
+    if not open_rows:
+        return
+    from .measures import MEASURES
+    from .runs import Runs
+
+    runs = Runs(folder, data, device=device, progress=progress and logging.getLogger("normformer_rs").level < 30)
+    for number, row in enumerate(open_rows, 1):
+        write(f"{results.stem}: {', '.join(row.key.values())} ({number} of {len(open_rows)})")
+        done = runs.run(row)
+        found = [MEASURES[name](runs, done, scale) for name in scale.shown.measures]
+        columns = {name: value for measured in found for name, value in measured.columns.items()}
+        if scale.shown.compared:
+            columns["p"] = _p_value(scale, row, done, runs)
+        series = {name: numbers for measured in found for name, numbers in measured.series.items()}
+        results.add(row, {**columns, **done.verdict, "date": time.strftime("%Y-%m-%d")}, series)
+
+
+def _baseline(scale: Scale, row: Row) -> Row | None:
+    """The row that this one is compared with: of the same text, the one before it, or the first."""
+    same = [other for other in scale.rows if other.corpus == row.corpus]
+    at = same.index(row)
+    return None if at == 0 else same[at - 1 if scale.shown.compared == "before" else 0]
+
+
+def _p_value(scale: Scale, row: Row, done: "Run", runs: "Runs") -> float | str:
+    """Empty where there is nothing to compare with, or its run is elsewhere."""
+    from .measures import p_value
+
+    baseline = _baseline(scale, row)
+    if baseline is None:
+        return ""
+    if not runs.is_over(baseline):
+        name = ", ".join(baseline.key.values())
+        write(f"no p-value: the run of {name} is not in {runs.folder}, only its row is in the table")
+        return ""
+    return p_value(runs, done, runs.run(baseline), scale)
+
+
+def _show(entry: Reproduction, scale: str, results: Results, write_to: Path | None) -> None:
+    shown = entry.scales[scale].shown
+    if not results.measured:
+        raise InputError(f"{results.path('.csv')}: nothing of {entry.name} has been measured yet: leave --no-train out")
+    lacking = len(results.wanted) - len(results.measured)
+    print(f"{entry.title}\nsource: {entry.source}\n{entry.stance}\n")
+    print(markdown(*table(results, shown), aligned=True))
+    print(f"{entry.scales[scale].about}." + (f" Rows that are still to be measured: {lacking}." if lacking else ""))
+    if scale == "check":
+        print("A check shows that the command works; its figures say nothing about the paper.")
+    print(f"table: {results.path('.csv')}")
+    if available("matplotlib"):
+        from .pictures import draw
+
+        print(f"picture: {draw(entry, scale, results)}")
+    else:
+        print(f"picture: not drawn, {command('matplotlib')}")
+    if write_to is not None:
+        write_section(write_to, entry, scale, results)
+        print(f"written: {write_to}")
+    print(flush=True)

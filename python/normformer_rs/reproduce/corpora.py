@@ -1,0 +1,114 @@
+"""The texts of the reproductions: the files that each needs, where they come from, and what is made of them."""
+
+import os
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import NamedTuple
+
+from .. import demo, text
+from .declared import Options
+
+Files = dict[str, Path]
+"""By role: train_source, train_target, valid_source, …, test_target. A language model has no sources."""
+_DEMO = {"train": 300, "valid": 20, "test": 30}
+
+
+class Corpus(NamedTuple):
+    """A text and its held-out parts."""
+
+    title: str
+    origin: str
+    """Where the files come from."""
+    files: dict[str, str]
+    """Paths below the folder of data, by role; each may end in .gz, too."""
+    options: Options
+    """Of `DataConfig`: how words are cut."""
+    tokenize: str = "none"
+    """sacreBLEU's tokeniser; none for text that is tokenised."""
+    make: Callable[[Files, Path], Files] | None = None
+    """Writes the files that training reads into a folder, out of those above."""
+
+    @property
+    def is_split(self) -> bool:
+        """The lines are pieces that end in `@@`, to be joined before they are scored."""
+        return bool(self.options.get("no_bpe"))
+
+
+def _demo(_: Files, folder: Path) -> Files:
+    parts = {part: getattr(demo.corpus(), part)[:size] for part, size in _DEMO.items()}
+    demo.write_corpus(folder, demo.Corpus(**parts))
+    return {f"{part}_{side}": folder / f"{part}.{language}" for part in _DEMO
+            for side, language in (("source", "en"), ("target", "vi"))}  # fmt: skip
+
+
+def _demo_words(files: Files, folder: Path) -> Files:
+    return {role: path for role, path in _demo(files, folder).items() if role.endswith("target")}
+
+
+def _last_tenth_held_out(files: Files, folder: Path) -> Files:
+    lines = [line for line in text.read_lines(str(files["text"])) if line.strip()]
+    cut = len(lines) * 9 // 10
+    made = {"train_target": folder / "train.txt", "valid_target": folder / "valid.txt"}
+    for path, part in zip(made.values(), (lines[:cut], lines[cut:])):
+        text.write_lines(str(path), part)
+    return made
+
+
+def _pair(folder: str, source: str, target: str, valid: str = "valid", test: str = "test") -> dict[str, str]:
+    prefix = f"{folder}/" if folder else ""
+    names = {"train": "train", "valid": valid, "test": test}
+    return {f"{part}_{side}": f"{prefix}{name}.{language}" for part, name in names.items()
+            for side, language in (("source", source), ("target", target))}  # fmt: skip
+
+
+_BPE: Options = {"no_bpe": True}
+_TED = "the TED talks of Qi et al. 2018 (github neulab/word-embeddings-for-nmt), one sentence a line"
+
+CORPORA: dict[str, Corpus] = {
+    "demo": Corpus("the demo's number words, English to Vietnamese", "made on the spot", {},
+                   {"bpe_operations": 100}, "13a", _demo),
+    "demo-words": Corpus("the demo's Vietnamese", "made on the spot", {}, {"bpe_operations": 100}, "13a", _demo_words),
+    "multi30k-bpe": Corpus("Multi30k en→de, lower-cased, tokenised, split by BPE", "github LividWo/Revisit-MMT",
+                           _pair("multi30k-bpe-en-de", "en", "de", test="test.2016"), _BPE),
+    "multi30k-french": Corpus("Multi30k en→fr, raw text", "github multi30k/dataset, task 1",
+                              _pair("multi30k", "en", "fr", "val", "test_2016_flickr"),
+                              {"bpe_operations": 6000}, "13a"),
+    "shakespeare": Corpus("tinyshakespeare", "github karpathy/char-rnn", {"text": "tinyshakespeare/input.txt"},
+                          {"bpe_operations": 4000}, make=_last_tenth_held_out),
+    "gl→en": Corpus("TED gl→en", _TED, _pair("gl-en", "gl", "en", "dev"), {"bpe_operations": 3000}),
+    "sk→en": Corpus("TED sk→en", _TED, _pair("sk-en", "sk", "en", "dev"), {"bpe_operations": 8000}),
+    "en→vi": Corpus("IWSLT'15 en→vi", "the IWSLT'15 English-Vietnamese data of the Stanford NLP group, tokenised",
+                    _pair("en-vi", "en", "vi", "dev"), {"bpe_operations": 8000}),
+    "en→he": Corpus("TED en→he", _TED, _pair("en-he", "en", "he", "dev"), {"bpe_operations": 8000}),
+    "ar→en": Corpus("TED ar→en", _TED, _pair("ar-en", "ar", "en", "dev"), {"bpe_operations": 8000}),
+    "iwslt14": Corpus("IWSLT'14 de→en", "fairseq's examples/translation/prepare-iwslt14.sh writes them",
+                      _pair("iwslt14.tokenized.de-en", "de", "en"), _BPE),
+    "wmt14": Corpus("WMT'14 en→de", "fairseq's examples/translation/prepare-wmt14en2de.sh --icml17 writes them",
+                    _pair("wmt14_en_de", "en", "de"), _BPE),
+    "wmt17": Corpus("WMT'17 en→de", "fairseq's examples/translation/prepare-wmt14en2de.sh writes them",
+                    _pair("wmt17_en_de", "en", "de"), _BPE),
+}  # fmt: skip
+
+
+def found(path: Path) -> Path | None:
+    """The file, plain or gzip; None where neither is there."""
+    return next((p for p in (path, path.with_name(path.name + ".gz")) if p.is_file()), None)
+
+
+def missing(names: Iterable[str], data: Path) -> dict[str, list[str]]:
+    """The files that the folder lacks, by corpus."""
+    lacking = {name: [path for path in CORPORA[name].files.values() if found(data / path) is None] for name in names}
+    return {name: paths for name, paths in lacking.items() if paths}
+
+
+def prepare(name: str, data: Path, folder: Path) -> Files:
+    """The corpus' files by role; those that are made go into `folder`/`name`.
+
+    Errors: ImportError without num2words, for the demo's text; OSError from the file system.
+    """
+    corpus = CORPORA[name]
+    files = {role: path for role, part in corpus.files.items() if (path := found(data / part)) is not None}
+    if corpus.make is None:
+        return files
+    os.makedirs(folder / name, exist_ok=True)
+    return corpus.make(files, folder / name)

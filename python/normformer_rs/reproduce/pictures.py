@@ -1,0 +1,190 @@
+"""The pictures of reproductions, drawn from their tables and series. pyplot is not touched."""
+
+import math
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from .._optional import require
+from ..curves import COLOURS, logarithmic, name_ends
+from .declared import Reproduction
+from .results import Results, Series
+from .tables import COLUMNS, number
+
+INK, OTHERS, PALE = "#333333", "#cfcfcf", "#ececec"
+
+
+def draw(entry: Reproduction, scale: str, results: Results) -> Path:
+    """Draws the picture of what was measured; its path. Errors: ImportError without matplotlib."""
+    require("matplotlib", "the picture of a reproduction")
+    shown = entry.scales[scale].shown
+    figure = PICTURES[shown.picture](
+        results, entry.title if scale != "check" else f"{entry.title} (check)", shown.value
+    )
+    return save(figure, results.path(".png"))
+
+
+def _dots(results: Results, title: str, value: str) -> Any:
+    """A line for each row, in the table's order; a colour for each value of the key that runs across."""
+    shown = results.scale.shown
+    points: dict[str, list[tuple[str, float]]] = {}
+    for row, found in results.measured:
+        measured = number(found.get(value, ""))
+        label = ", ".join(v if k in ("run", "residual", "norm", "encoder_norm") else f"{k} {v}"
+                          for k, v in row.key.items() if k != shown.across)  # fmt: skip
+        points.setdefault(label, [])
+        if measured is not None and math.isfinite(measured):
+            points[label].append((row.key.get(shown.across, ""), measured))
+    groups = list(dict.fromkeys(row.key.get(shown.across, "") for row, _ in results.measured))
+    figure = new_figure(7.2, 0.34 * len(points) + 1.35)
+    axis = figure.subplots()
+    for height, found_here in enumerate(reversed(points.values())):
+        axis.axhline(height, color=PALE, linewidth=1, zorder=0)
+        for group, measured in found_here:
+            colour = COLOURS[groups.index(group) % len(COLOURS)]
+            axis.plot(measured, height, "o", color=colour, markersize=6, zorder=2)
+            if len(groups) == 1:  # numbers of several would lie on each other
+                text = f"{measured:{COLUMNS[value].form}}"
+                where = {"xytext": (0, 6), "textcoords": "offset points", "ha": "center"}
+                axis.annotate(text, (measured, height), **where, fontsize=7.5, color=colour)
+    axis.set_yticks(range(len(points)), [*reversed(points)], fontsize=9)
+    axis.set_ylim(-0.6, len(points) - 0.2)
+    axis.margins(x=0.12)
+    axis.spines[["top", "right", "left"]].set_visible(False)
+    axis.tick_params(left=False, labelsize=8.5)
+    axis.set_xlabel(COLUMNS[value].heading, fontsize=9)
+    names = [(f"{shown.across} {group}", COLOURS[i % len(COLOURS)]) for i, group in enumerate(groups) if group]
+    heading(figure, title, names)
+    return figure
+
+
+def _validation(results: Results, title: str, value: str) -> Any:
+    """A line for each run, its name at its end; dots where only the table is there."""
+    updates, losses = (results.series.get(name, {}) for name in ("evaluated", "validation"))
+    runs = [key for key in losses if losses[key] and key in updates]
+    if not runs:
+        return _dots(results, title, value)
+    figure = new_figure(7.2, 3.6)
+    axis = figure.subplots()
+    for key, shade in zip(runs, COLOURS):
+        axis.plot(updates[key], losses[key], "o-", color=shade, markersize=3, linewidth=1.3)
+    axis.grid(True, color=PALE, linewidth=0.6)
+    axis.set_axisbelow(True)
+    axis.spines[["top", "right"]].set_visible(False)
+    _of_updates(axis)
+    axis.set_ylabel("validation NLL, nats per token", fontsize=9)
+    axis.margins(x=0.01)
+    name_ends(axis, [(losses[key][-1], ", ".join(key), shade) for key, shade in zip(runs, COLOURS)])
+    heading(figure, title, [])
+    return figure
+
+
+def _gradients(results: Results, title: str, value: str) -> Any:
+    return gradients(results.series.get("gradients", {}), f"{title}: gradient norms of the first updates")
+
+
+def gradients(found: Series, title: str) -> Any:
+    """A panel for each scheme, a line for each rate; behind them, in grey, those of all schemes."""
+    schemes, rates = list(dict.fromkeys(scheme for scheme, _ in found)), rates_of(found)
+    columns = min(5, len(schemes)) if len(schemes) > 6 else 3
+    rows = math.ceil(len(schemes) / columns)
+    figure = new_figure(2.35 * columns, 1.75 * rows + 0.9)
+    axes = figure.subplots(rows, columns, sharex=True, sharey=True, squeeze=False)
+    for axis, scheme in zip(axes.flat, schemes):
+        highlight(axis, found, [(scheme, rate, colour(rate, rates)) for rate in rates])
+        axis.set_title(scheme, loc="left", fontsize=9.5, color=INK, pad=3)
+    for axis in axes.flat[len(schemes) :]:
+        axis.set_visible(False)
+    for axis in axes[-1]:
+        axis.set_xlabel("update", fontsize=8.5)
+    figure.supylabel("‖g‖ before clipping", fontsize=9)
+    heading(figure, title, [(f"lr {float(rate):g}", colour(rate, rates)) for rate in rates])
+    return figure
+
+
+def _start(results: Results, title: str, value: str) -> Any:
+    """BrN Fig 3: a panel for each rate, a colour for each scheme; gradient norms above, training NLL below."""
+    norms, losses = results.series.get("gradients", {}), results.series.get("losses", {})
+    schemes, rates = list(dict.fromkeys(scheme for scheme, _ in norms)), rates_of(norms)
+    parts = [("‖g‖ before clipping", norms), *([("training NLL, nats", losses)] if losses else [])]
+    figure = new_figure(4.4 * len(rates) + 0.4, 2.5 * len(parts) + 0.6)
+    axes = figure.subplots(len(parts), len(rates), sharex=True, sharey="row", squeeze=False)
+    for line, (label, series) in zip(axes, parts):
+        line[0].set_ylabel(label, fontsize=9)
+        for axis, rate in zip(line, rates):
+            for scheme, shade in zip(schemes, COLOURS):
+                values = series.get((scheme, rate), [])
+                axis.plot(range(1, len(values) + 1), values, color=shade, linewidth=1.2)
+            axis.grid(True, color=PALE, linewidth=0.6)
+            axis.spines[["top", "right"]].set_visible(False)
+            axis.margins(x=0.01)
+    for axis, rate in zip(axes[0], rates):
+        logarithmic(axis)
+        axis.set_title(f"lr {float(rate):g}", loc="left", fontsize=9.5, color=INK)
+    for axis in axes[-1]:
+        _of_updates(axis)
+    heading(figure, title, [*zip(schemes, COLOURS)])
+    return figure
+
+
+def _of_updates(axis: Any) -> None:
+    axis.set_xlabel("update", fontsize=8.5)
+    axis.xaxis.get_major_locator().set_params(integer=True)
+    axis.tick_params(labelsize=8.5)
+
+
+PICTURES: dict[str, Callable[[Results, str, str], Any]] = {
+    "dots": _dots,
+    "validation": _validation,
+    "gradients": _gradients,
+    "start": _start,
+}
+"""By the name that `Shown.picture` has; each takes the results, the title and the column of `Shown.value`."""
+
+
+def rates_of(found: Series) -> list[str]:
+    return sorted({rate for _, rate in found}, key=float)
+
+
+def colour(rate: str, rates: Sequence[str]) -> str:
+    return COLOURS[rates.index(rate) % len(COLOURS)]
+
+
+def new_figure(width: float, height: float) -> Any:
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(width, height), dpi=150, layout="constrained")
+    FigureCanvasAgg(figure)
+    return figure
+
+
+def highlight(axis: Any, found: Series, chosen: Sequence[tuple[str, str, str]]) -> None:
+    """All runs in grey, the chosen (scheme, rate, colour) on them."""
+    for norms in found.values():
+        axis.plot(range(1, len(norms) + 1), norms, color=OTHERS, linewidth=0.4, alpha=0.6, zorder=1)
+    for name, rate, shade in chosen:
+        if (name, rate) in found:
+            chosen_norms = found[name, rate]
+            axis.plot(range(1, len(chosen_norms) + 1), chosen_norms, color=shade, linewidth=1.1, zorder=2)
+    axis.set_yscale("log")
+    axis.grid(True, color=PALE, linewidth=0.6)
+    axis.set_axisbelow(True)
+    axis.spines[["top", "right"]].set_visible(False)
+    axis.tick_params(labelsize=8)
+    axis.margins(x=0.01)
+
+
+def heading(figure: Any, title: str, names: Sequence[tuple[str, str]]) -> None:
+    """The title; below it, at the right, the names of the colours, drawn in them."""
+    figure.suptitle(title, fontsize=11, x=0.01, ha="left", weight="bold", color=INK)
+    at = 0.995
+    for name, shade in reversed(names):
+        figure.text(at, 0.992, f"●  {name}", color=shade, fontsize=9.5, ha="right", va="top", weight="bold")
+        at -= (0.105 * len(name) + 0.35) / figure.get_figwidth()
+
+
+def save(figure: Any, path: Path) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, metadata={"Software": None})
+    return path

@@ -1,0 +1,142 @@
+"""The training runs of reproductions: a folder for each, resumed after a stop, with a verdict at its end."""
+
+import hashlib
+import json
+import math
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from .. import _core, text
+from ..config import DataConfig, SearchConfig, TrainingConfig, TransformerConfig, split
+from ..errors import DivergedError, Interrupted
+from ..history import LOG, History
+from ..progress import write
+from ..training import Trainer
+from ..translation import average, translate
+from .corpora import CORPORA, Files, prepare
+from .declared import Options, Row, Scale
+
+VERDICT = "verdict.json"
+"""Stands in a run's folder when the run is over."""
+_LAST = 50
+"""Updates over which the training NLL is a mean."""
+
+
+def folder_of(row: Row) -> str:
+    """The run's name. Rows with the same options and corpus are one run, whichever reproduction they belong to."""
+    options = json.dumps([row.corpus, row.options], sort_keys=True, ensure_ascii=False)
+    names = [row.options.get(name) for name in ("residual", "encoder_norm", "norm")]
+    words = [str(name) for name in names if name] or [row.corpus]
+    return "-".join([*words, hashlib.sha256(options.encode()).hexdigest()[:8]])
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run that is over."""
+
+    output: Path
+    row: Row
+    files: Files
+    verdict: Options
+    """Losses in nats per token, and whether it diverged or trains (docs/spec.md, Verdicts)."""
+    has_ended: bool
+    """It reached its end; otherwise its loss stopped being finite."""
+
+    @cached_property
+    def history(self) -> History:
+        return History.read(self.output)
+
+
+class Runs:
+    """The runs below one folder."""
+
+    def __init__(self, folder: Path, data: Path, *, device: str, progress: bool) -> None:
+        self.folder, self.data, self.device, self.progress = folder, data, device, progress
+        self._files: dict[str, Files] = {}
+
+    def output(self, row: Row) -> Path:
+        return self.folder / folder_of(row)
+
+    def is_over(self, row: Row) -> bool:
+        return (self.output(row) / VERDICT).exists()
+
+    def files(self, corpus: str) -> Files:
+        """The corpus' files, prepared once."""
+        if corpus not in self._files:
+            self._files[corpus] = prepare(corpus, self.data, self.folder / "text")
+        return self._files[corpus]
+
+    def run(self, row: Row) -> Run:
+        """The run of a row; one that is over is not made again, one that was stopped goes on.
+
+        Errors: InputError for options that do not fit and damaged files; Interrupted after Ctrl-C; OSError.
+        """
+        output = self.output(row)
+        if not self.is_over(row):
+            has_ended = self._train(row, output)
+            verdict = {**judge(output, has_ended), "has_ended": has_ended}
+            text.write_lines(str(output / VERDICT), [json.dumps(verdict)])
+        verdict = json.loads((output / VERDICT).read_text(encoding="utf-8"))
+        has_ended = verdict.pop("has_ended")
+        return Run(output, row, self.files(row.corpus), verdict, has_ended)
+
+    def _train(self, row: Row, output: Path) -> bool:
+        files = {role: str(path) for role, path in self.files(row.corpus).items() if not role.startswith("test")}
+        options = {**CORPORA[row.corpus].options, **files, **row.options, "device": self.device}
+        model, training, data = split(options, TransformerConfig, TrainingConfig, DataConfig)
+        trainer = Trainer(TransformerConfig(**model), TrainingConfig(**training), DataConfig(**data))
+        is_begun = (output / "config.json").exists()
+        output.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            trainer.fit(output, resume=is_begun, progress=self.progress, tensorboard=False, curves=False)
+        except DivergedError as error:
+            write(f"{output.name}: {error}")
+            return False
+        except Interrupted as error:
+            raise Interrupted(f"{output.name} {str(error).partition(';')[0]}; the same command goes on") from None
+        return True
+
+    def translations(self, run: Run, scale: Scale) -> tuple[list[str], list[str]]:
+        """Translations of the scored part and their references, by the scale's checkpoint and the row's search."""
+        how = [scale.checkpoint, scale.scored, run.row.search]
+        saved = run.output / f"{scale.scored}-{hashlib.sha256(json.dumps(how).encode()).hexdigest()[:8]}.txt"
+        corpus = CORPORA[run.row.corpus]
+        references = text.read_lines(str(run.files[f"{scale.scored}_target"]))
+        if not saved.exists():
+            if scale.checkpoint == "average":
+                keep = max(1, run.row.options.get("keep", TrainingConfig().keep))  # type: ignore[attr-defined]
+                average(run.output, last=min(len(run.history.evaluations.update), keep))
+            lines = text.read_lines(str(run.files[f"{scale.scored}_source"]))
+            search = SearchConfig(**run.row.search)
+            found = translate(run.output, lines, search, checkpoint=scale.checkpoint, device=self.device)
+            text.write_lines(str(saved), (hypotheses[0].text for hypotheses in found))
+        if corpus.is_split:
+            references = [_core.join_line(line) for line in references]
+        # the file's own lines: a translation may be empty, and then so is its line
+        return saved.read_text(encoding="utf-8").split("\n")[:-1], references
+
+
+def judge(output: Path, has_ended: bool) -> dict[str, Any]:
+    """A run's losses in nats per token and its verdict, docs/spec.md's: diverged, trains or neither."""
+    log = map(json.loads, (output / LOG).read_text(encoding="utf-8").splitlines())
+    entropy = next(event for event in log if event["event"] == "started")["unigram_entropy"]
+    history = History.read(output)
+    train = float(np.mean(history.nll[-_LAST:])) if len(history.nll) else math.nan
+    valid = float(history.evaluations.nll[-1]) if len(history.evaluations.nll) else math.nan
+    if not has_ended or not train < 0.95 * entropy:
+        verdict = "diverged"
+    else:
+        verdict = "trains" if valid <= 0.75 * entropy else "neither"
+    return {
+        "verdict": verdict,
+        "updates": len(history.update),
+        "train_nll": round(train, 4),
+        "valid_nll": round(valid, 4),
+        "unigram_entropy": round(entropy, 4),
+        "largest_grad_norm": round(float(np.max(history.grad_norm)), 2) if len(history.grad_norm) else math.nan,
+        "seconds": round(float(history.seconds[-1])) if len(history.seconds) else 0,
+    }

@@ -1,0 +1,161 @@
+"""Tables of reproductions beside the papers' figures, in a terminal and as a part of a Markdown file."""
+
+import math
+import os
+import re
+import textwrap
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from .. import text
+from ..errors import InputError
+from .declared import Reproduction, Row, Shown
+from .results import Results
+
+
+class Column(NamedTuple):
+    """A measured column."""
+
+    heading: str
+    form: str
+    """Of `format`."""
+
+
+COLUMNS = {
+    "bleu": Column("BLEU", ".2f"),
+    "p": Column("p", ".3f"),
+    "verdict": Column("verdict", ""),
+    "train_nll": Column("training NLL", ".3f"),
+    "valid_nll": Column("validation NLL", ".3f"),
+    "valid_loss": Column("validation loss", ".4f"),
+    "largest_grad_norm": Column("largest gradient norm", ".2f"),
+    "perplexity": Column("validation perplexity", ".2f"),
+    "unigram": Column("the unigram model's", ".2f"),
+    "ratio": Column("ratio", ".3f"),
+    "first_norm": Column("first gradient norm", ".2f"),
+    "median_norm": Column("median", ".2f"),
+    "largest_norm": Column("largest", ".2f"),
+    "last_nll": Column("training NLL after them", ".2f"),
+}
+COMPARED = {"before": "p against the row before", "first": "p against the first row"}
+"""The heading of `p`, by paired bootstrap."""
+WIDTH = 120
+
+
+def number(text: str) -> float | None:
+    """The number; None where there is none."""
+    try:
+        return float(text)
+    except ValueError:
+        return None
+
+
+def table(results: Results, shown: Shown) -> tuple[list[str], list[list[str]]]:
+    """The heading and the lines: the row's key, what was measured, the paper's figures."""
+    measured = results.measured
+    papers = list(dict.fromkeys(name for row, _ in measured for name in row.paper))
+    if not shown.across:
+        keys = list(measured[0][0].key) if measured else []
+        headings = [COMPARED[shown.compared] if name == "p" else COLUMNS[name].heading for name in shown.columns]
+        lines = [
+            [*row.key.values(), *(_measured(found, name) for name in shown.columns),
+             *(row.paper.get(name, "") for name in papers)]
+            for row, found in measured
+        ]  # fmt: skip
+        return [*map(_words, keys), *headings, *papers], lines
+    values = list(dict.fromkeys(row.key[shown.across] for row, _ in measured))
+    grouped: dict[tuple[str, ...], dict[str, tuple[Row, dict[str, str]]]] = {}
+    for row, found in measured:
+        rest = tuple(value for key, value in row.key.items() if key != shown.across)
+        grouped.setdefault(rest, {})[row.key[shown.across]] = row, found
+    keys = [key for key in measured[0][0].key if key != shown.across] if measured else []
+    lines = []
+    for rest, found_by in grouped.items():
+        cells = [_cell(found_by[value][1], shown.cell) if value in found_by else "" for value in values]
+        paper: dict[str, str] = {}
+        for row, _ in found_by.values():
+            paper |= row.paper
+        lines.append([*rest, *cells, *(paper.get(name, "") for name in papers)])
+    return [*map(_words, keys), *(f"{_words(shown.across)} {value}" for value in values), *papers], lines
+
+
+def _words(key: str) -> str:
+    return key.replace("_", " ")
+
+
+def _measured(found: dict[str, str], name: str) -> str:
+    """A measured cell; the verdict where a run that diverged has no BLEU."""
+    value = found.get(name, "")
+    if name == "bleu" and not value:
+        return found["verdict"] if found.get("verdict") == "diverged" else ""
+    read = number(value)
+    if read is None:
+        return value
+    return "" if math.isnan(read) else f"{read:{COLUMNS[name].form}}"
+
+
+def _cell(found: dict[str, str], form: str) -> str:
+    """The form, filled; empty where a number that it wants was not measured."""
+    values = {name: value if (read := number(value)) is None else read for name, value in found.items()}
+    try:
+        return form.format_map(values)
+    except (KeyError, ValueError):
+        return found.get("verdict", "")
+
+
+def markdown(head: Sequence[str], lines: Iterable[Sequence[object]], *, aligned: bool = False) -> str:
+    """A table of Markdown; nothing where it has no lines. Bars within cells are escaped, but for those in code."""
+    cells = [[_escaped(str(cell)) for cell in line] for line in (head, *lines)]
+    if len(cells) == 1:
+        return ""
+    widths = [max(map(len, column)) if aligned else 0 for column in zip(*cells)]
+    made = ["| " + " | ".join(cell.ljust(width) for cell, width in zip(line, widths)) + " |" for line in cells]
+    rule = "|".join("-" * (width + 2) if aligned else "---" for width in widths)
+    return "\n".join([made[0], f"|{rule}|", *made[1:], ""])
+
+
+def _escaped(cell: str) -> str:
+    parts = re.split(r"(`[^`]+`)", cell.replace("\n", " "))
+    return "".join(part if i % 2 else part.replace("|", "\\|") for i, part in enumerate(parts))
+
+
+def marks(entry: Reproduction, scale: str) -> tuple[str, str]:
+    """The lines of a Markdown file between which the command writes."""
+    return f"<!-- reproduce {entry.name} --scale {scale} -->", f"<!-- end of {entry.name} --scale {scale} -->"
+
+
+def section(entry: Reproduction, scale: str, results: Results, file: Path) -> str:
+    """The part of a Markdown file, marks and all: the recipe, the table, the picture."""
+    begin, end = marks(entry, scale)
+    chosen = entry.scales[scale]
+    dates = sorted({found["date"] for _, found in results.measured if found.get("date")})
+    when = f"; {' to '.join(dict.fromkeys((dates[0], dates[-1])))}" if dates else ""
+    about = (
+        f"`normformer-rs reproduce {entry.name} --scale {scale}`: {chosen.about}{when} (`{results.path('.csv').name}`)."
+    )
+    parts = [begin, "", *textwrap.wrap(about, WIDTH, break_long_words=False, break_on_hyphens=False), ""]
+    parts.append(markdown(*table(results, chosen.shown)))
+    picture = results.path(".png")
+    if picture.exists():
+        path = Path(os.path.relpath(picture, file.parent)).as_posix()
+        parts += [f"![{entry.title}]({path})", ""]
+    return "\n".join([*parts[:-1], "", end] if parts[-1] == "" else [*parts, end])
+
+
+def write_section(file: Path, entry: Reproduction, scale: str, results: Results) -> None:
+    """Puts the section between its marks; at the file's end, under a heading, where they are not there yet.
+
+    Errors: InputError for a file that is not there, and for one of the marks without the other.
+    """
+    whole = "\n".join(text.read_lines(str(file))) + "\n"
+    begin, end = marks(entry, scale)
+    made = section(entry, scale, results, file)
+    if (begin in whole) != (end in whole) or whole.find(end) < whole.find(begin):
+        raise InputError(f"{file}: expected the line {begin} and, after it, {end}; one is missing: write both, or none")
+    if begin in whole:
+        head, rest = whole.split(begin, 1)
+        whole = head + made + rest.split(end, 1)[1]
+    else:
+        whole = f"{whole.rstrip()}\n\n## {entry.title}\n\n{made}\n"
+    text.write_lines(str(file), whole.removesuffix("\n").split("\n"))

@@ -1,0 +1,318 @@
+"""`normformer-rs reproduce`: run as a user would, stopped and resumed, without its data, written into a page."""
+
+import csv
+import json
+import math
+import os
+import re
+import time
+from pathlib import Path
+
+import matplotlib.image
+import pytest
+
+import normformer_rs as nfrs
+from normformer_rs import cli, demo, scores
+from normformer_rs.config import split
+from normformer_rs.reproduce import REPRODUCTIONS, SCALES, Reproduction, Row, Scale, Shown, command, corpora, tables
+from normformer_rs.reproduce.results import Results
+from normformer_rs.reproduce.runs import Runs, folder_of, judge
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+LIMIT = 180
+"""Seconds of all checks on one core."""
+
+
+@pytest.fixture
+def reproduce(tmp_path, capsys):
+    """Runs the command in an empty folder; its exit code, output and error lines."""
+    before = Path.cwd()
+    os.chdir(tmp_path)  # monkeypatch is undone by ctrl_c
+
+    def run(words: str):
+        code = cli.main(["reproduce", *words.split(), "--no-progress"])
+        captured = capsys.readouterr()
+        return code, captured.out, captured.err.splitlines()
+
+    yield run
+    os.chdir(before)
+
+
+def rows_of(name: str) -> list[dict[str, str]]:
+    with open(f"runs/reproduce/check/{name}-check.csv", newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def is_drawn(path: str | Path) -> bool:
+    """The picture has more than a background: lines or dots in colour."""
+    pixels = matplotlib.image.imread(path)[..., :3]
+    return bool(((pixels.max(-1) - pixels.min(-1)) > 0.2).mean() > 0.0005)
+
+
+def test_a_table_beside_its_picture(reproduce):
+    code, said, _ = reproduce("bf16 --scale check")
+    assert code == 0
+    found = {row["precision"]: row for row in rows_of("bf16")}
+    assert set(found) == {"f32", "bf16"} and re.search(r"\| precision +\| validation loss +\| training NLL", said)
+    for precision, row in found.items():
+        assert re.search(rf"\| {precision} +\| {float(row['valid_loss']):.4f} ", said)
+        assert float(row["valid_nll"]) < math.log(1000) and row["date"] == time.strftime("%Y-%m-%d")
+    assert found["f32"]["train_nll"] != "nan" and "figures say nothing about the paper" in said
+    assert is_drawn("runs/reproduce/check/bf16-check.png")
+    logs = {path: path.stat().st_mtime_ns for path in Path().glob("runs/reproduce/check/runs/*/log.jsonl")}
+    assert len(logs) == 2
+    again = reproduce("bf16 --scale check")
+    assert (again[0], again[1]) == (0, said), "a second call says the same"
+    assert {path: path.stat().st_mtime_ns for path in logs} == logs, "and trains nothing"
+
+
+def test_every_reproduction_within_its_limit(reproduce):
+    """All names, their tables, pictures and parts of a page."""
+    start = time.monotonic()
+    Path("page.md").write_text("# Results\n")
+    code, said, _ = reproduce("all --scale check --write page.md")
+    assert code == 0 and time.monotonic() - start < LIMIT
+    page = Path("page.md").read_text()
+    for name, entry in REPRODUCTIONS.items():
+        wanted, measured = entry.scales["check"].rows, rows_of(name)
+        assert [{key: found[key] for key in row.key} for row, found in zip(wanted, measured)] == [r.key for r in wanted]
+        assert all(found["verdict"] in ("trains", "neither", "diverged") for found in measured)
+        assert all(math.isfinite(float(found["valid_nll"])) for found in measured)
+        assert f"source: {entry.source}" in said
+        assert is_drawn(f"runs/reproduce/check/{name}-check.png"), name
+        assert page.count(f"<!-- reproduce {name} --scale check -->\n") == 1
+        for figure in {figure for row in wanted for figure in row.paper.values()}:
+            assert re.search(rf"\| {re.escape(figure)} +\|", said), (name, figure)
+    assert len(rows_of("brn-table1-18")) == 2 * len(nfrs.tables()["residuals"])
+
+
+def test_bleu_and_p_are_those_of_the_runs_translations(reproduce, monkeypatch):
+    """Of good ones, which stand in for those of models of 6 updates; no run is made again for them."""
+    entry = REPRODUCTIONS["twt-table3"]
+    scale = entry.scales["check"]._replace(rows=entry.scales["check"].rows[:3])
+    monkeypatch.setitem(REPRODUCTIONS, "twt-table3", entry._replace(scales={"check": scale}))
+    assert reproduce("twt-table3 --scale check")[0] == 0
+    references = [pair.vietnamese for pair in demo.corpus().test[:30]]
+    runs = Runs(Path("runs/reproduce/check/runs"), Path("data"), device="cpu", progress=False)
+    logs = {path: path.stat().st_mtime_ns for path in runs.folder.glob("*/log.jsonl")}
+    good = [[line if i % every else line[::-1] for i, line in enumerate(references)] for every in (2, 9, 3)]
+    for row, lines in zip(scale.rows, good):
+        run = runs.run(row)
+        made, wanted = runs.translations(run, scale)
+        assert len(made) == 30 and wanted == references
+        (saved,) = run.output.glob("test-*.txt")
+        saved.write_text("".join(line + "\n" for line in lines))
+    os.remove("runs/reproduce/check/twt-table3-check.csv")
+    assert reproduce("twt-table3 --scale check")[0] == 0
+    assert {path: path.stat().st_mtime_ns for path in logs} == logs and len(logs) == 3
+    pairs = [(good[0], None), (good[1], good[0]), (good[2], good[1])]
+    found = [scores.score(lines, references, baseline) for lines, baseline in pairs]
+    table = rows_of("twt-table3")
+    assert [row["bleu"] for row in table] == [str(round(score.bleu, 2)) for score in found]
+    assert [row["p"] for row in table] == ["", *(str(round(score.comparison.p_value, 4)) for score in found[1:])]
+    assert len({row["bleu"] for row in table}) == 3
+
+
+def test_a_stopped_reproduction_goes_on(reproduce, ctrl_c, tmp_path):
+    ctrl_c(4)
+    code, said, lines = reproduce("multi30k-french --scale check")
+    assert code == 2 and said == ""
+    assert lines[-1].startswith("normformer-rs: interrupted: prenorm-scalenorm-")
+    assert lines[-1].endswith("stopped after update 4; the same command goes on")
+    assert not Path("runs/reproduce/check/multi30k-french-check.csv").exists()
+    assert reproduce("multi30k-french --scale check")[0] == 0
+    (log,) = Path().glob("runs/reproduce/check/runs/*/log.jsonl")
+    starts = [event for event in map(json.loads, log.read_text().splitlines()) if event["event"] == "started"]
+    assert [event["update"] for event in starts] == [0, 4]
+    stopped = rows_of("multi30k-french")
+    whole = f"multi30k-french --scale check --output {tmp_path / 'whole'}"
+    assert reproduce(whole)[0] == 0
+    with open(tmp_path / "whole/check/multi30k-french-check.csv", newline="") as file:
+        (row,) = csv.DictReader(file)
+    for column in ("bleu", "train_nll", "valid_nll", "updates", "largest_grad_norm"):
+        assert row[column] == stopped[0][column]
+
+
+def test_rows_that_are_there_stay(reproduce):
+    folder = Path("kept")
+    folder.mkdir()
+    (folder / "bf16-check.csv").write_text("precision,valid_loss,train_nll,valid_nll\nbf16,1.2345,1,2\n")
+    code, said, _ = reproduce("bf16 --scale check --no-train --results kept")
+    assert code == 0 and "| bf16      | 1.2345 " in said and "Rows that are still to be measured: 1." in said
+    assert reproduce("bf16 --scale check --results kept")[0] == 0
+    with open(folder / "bf16-check.csv", newline="") as file:
+        rows = {row["precision"]: row for row in csv.DictReader(file)}
+    assert rows["bf16"]["valid_loss"] == "1.2345" and rows["bf16"]["date"] == "" and float(rows["f32"]["valid_loss"])
+    (run,) = Path("runs/reproduce/check/runs").glob("*/config.json")
+    assert json.loads(run.read_text())["training"]["precision"] == "f32"
+
+
+def test_a_run_that_diverges_is_a_row(reproduce, monkeypatch):
+    """Its loss is not finite; the others are measured all the same."""
+    entry = REPRODUCTIONS["multi30k-layernorm"]
+    first, second = entry.scales["check"].rows
+    wild = first._replace(options={**first.options, "lr": 1e30, "schedule": "constant", "warmup": 0})
+    short = entry.scales["check"]._replace(rows=(wild, second))
+    monkeypatch.setitem(REPRODUCTIONS, entry.name, entry._replace(scales={"check": short}))
+    code, said, _ = reproduce("multi30k-layernorm --scale check")
+    assert code == 0 and re.search(r"\| layernorm \| diverged \| +\| +[\d.]+ +\| +\| +\|\n", said)
+    assert is_drawn("runs/reproduce/check/multi30k-layernorm-check.png")
+    diverged, other = rows_of("multi30k-layernorm")
+    assert (diverged["verdict"], diverged["bleu"]) == ("diverged", "")
+    assert other["bleu"] != "" and other["p"] == ""
+
+
+def test_runs_with_the_same_options_are_one(reproduce):
+    ladder, norms = REPRODUCTIONS["twt-table3"], REPRODUCTIONS["pn-table1"]
+    for scale in ("check", "here"):
+        assert folder_of(ladder.scales[scale].rows[1]) == folder_of(norms.scales[scale].rows[0])
+    folders = [folder_of(row) for entry in REPRODUCTIONS.values() for row in entry.scales["here"].rows]
+    fig3 = [folder_of(row) for row in REPRODUCTIONS["brn-fig3"].scales["here"].rows]
+    assert len(fig3) == 6 and all(folders.count(folder) == 2 for folder in fig3)
+    for entry in REPRODUCTIONS.values():
+        for scale in entry.scales.values():
+            assert len({folder_of(row) for row in scale.rows}) == len(scale.rows)
+
+
+def test_missing_data_is_asked_for(reproduce):
+    (Path("data") / "multi30k-bpe-en-de").mkdir(parents=True)
+    Path("data/multi30k-bpe-en-de/train.en.gz").touch()
+    Path("data/multi30k-bpe-en-de/train.de").touch()
+    code, said, lines = reproduce("twt-table3 --scale here")
+    files = ["valid.en", "valid.de", "test.2016.en", "test.2016.de"]
+    listed = ", ".join(f"multi30k-bpe-en-de/{file}" for file in files)
+    assert (code, said) == (2, "")
+    assert lines == [
+        "normformer-rs: error: reproduce twt-table3 --scale here needs 4 files that data lacks (plain or .gz): "
+        + listed,
+        "Multi30k en→de, lower-cased, tokenised, split by BPE: github LividWo/Revisit-MMT. "
+        "--data DIR says where they are",
+    ]
+    assert not Path("runs").exists()
+
+
+@pytest.mark.parametrize("name", [name for name, entry in REPRODUCTIONS.items() if "paper" in entry.scales])
+def test_the_papers_scale_says_what_it_needs_first(reproduce, name):
+    scale = REPRODUCTIONS[name].scales["paper"]
+    code, said, lines = reproduce(f"{name} --scale paper")
+    assert code == 2 and len(lines) == 2 and f"reproduce {name} --scale paper needs " in lines[0]
+    assert scale.about in said and f"options of all {len(scale.rows)} runs" in said
+    for row in scale.rows:
+        assert f"    {', '.join(row.key.values())}: " in said
+        for path in corpora.CORPORA[row.corpus].files.values():
+            assert f"    data/{path} (missing)\n" in said
+    assert reproduce(f"{name} --scale paper --dry-run") == (0, said, [])
+
+
+def test_a_scale_that_an_entry_lacks(reproduce):
+    _, said, lines = reproduce("bf16 --scale paper")
+    message = 'normformer-rs: error: unknown scale of bf16 "paper"; expected one of check, here'
+    assert (said, lines) == ("", [message])
+    assert {entry.name for entry in command.chosen(["all"], "paper")} == {
+        name for name, entry in REPRODUCTIONS.items() if "paper" in entry.scales
+    }
+
+
+def test_nothing_measured_is_said(reproduce):
+    code, said, lines = reproduce("bf16 --scale here --no-train")
+    assert code == 2 and said == "" and "nothing of bf16 has been measured yet: leave --no-train out" in lines[0]
+
+
+def _kept(folder: Path, text: str) -> None:
+    folder.mkdir()
+    (folder / "bf16-here.csv").write_text(text)
+
+
+def test_a_page_is_written_between_its_marks(reproduce):
+    _kept(
+        Path("kept"), "precision,valid_loss,train_nll,valid_nll,date\nbf16,1.5,1,2,2026-01-02\nf32,2.5,1,2,2026-01-01\n"
+    )
+    page = Path("docs/page.md")
+    page.parent.mkdir()
+    begin, end = "<!-- reproduce bf16 --scale here -->", "<!-- end of bf16 --scale here -->"
+    page.write_text(f"# Page\n\nbefore\n\n{begin}\nold\n{end}\n\nafter | stays\n")
+    call = "bf16 --scale here --no-train --results kept --write docs/page.md"
+    assert reproduce(call)[0] == 0
+    text = page.read_text()
+    assert text.startswith(f"# Page\n\nbefore\n\n{begin}\n\n`normformer-rs reproduce bf16 --scale here`: ")
+    assert text.endswith(f"\n\n![bf16 against f32](../kept/bf16-here.png)\n\n{end}\n\nafter | stays\n")
+    assert "2026-01-01 to 2026-01-02" in text and "old" not in text
+    assert "\n| f32 | 2.5000 | 1.000 | 2.000 |\n| bf16 | 1.5000 | 1.000 | 2.000 |\n" in text, "in the entry's order"
+    assert reproduce(call)[0] == 0 and page.read_text() == text
+    page.write_text("# Page\n")
+    assert reproduce(call)[0] == 0
+    assert page.read_text().startswith(f"# Page\n\n## bf16 against f32\n\n{begin}\n")
+    page.write_text(f"{end}\n{begin}\n")
+    assert "one is missing: write both, or none" in reproduce(call)[2][-1]
+    assert "no such file" in reproduce(call.replace("page.md", "pag.md"))[2][0]
+
+
+def test_a_new_entry_is_everywhere(reproduce, monkeypatch, tmp_path, capsys):
+    old = REPRODUCTIONS["bf16"]
+    title = "An entry that was added, with a long title, so that it is broken into lines in help"
+    monkeypatch.setitem(REPRODUCTIONS, "added", old._replace(name="added", title=title))
+    with pytest.raises(SystemExit, match="0"):
+        cli.main(["reproduce", "--help"])
+    assert f"added: {title}; ours." in " ".join(capsys.readouterr().out.split())
+    assert reproduce("added --scale check --dry-run")[1].startswith(f"added, scale check: {title}\n")
+    assert "added" in [entry.name for entry in command.chosen(["all"], "check")]
+
+
+@pytest.mark.parametrize("name", REPRODUCTIONS)
+def test_every_rows_options_are_taken(name, tmp_path):
+    """By the configurations and by the loop; with one layer, so that no large model is laid out."""
+    entry, text = REPRODUCTIONS[name], tmp_path / "text"
+    text.write_text("a b c d e f g h\n" * 3)
+    assert set(entry.scales) <= set(SCALES) and {"check", "here"} <= set(entry.scales)
+    for scale in entry.scales.values():
+        assert scale.shown.columns or scale.shown.cell
+        for row in scale.rows:
+            corpus = corpora.CORPORA[row.corpus]
+            is_alone = row.options.get("architecture") == "decoder-only"
+            files = {f"{part}_{side}": str(text) for part in ("train", "valid")
+                     for side in (("target",) if is_alone else ("source", "target"))}  # fmt: skip
+            options = {**corpus.options, **files, **row.options, "encoder_layers": 1, "decoder_layers": 1}
+            options = {name: value for name, value in options.items() if name != "bpe_operations"} | {"no_bpe": True}
+            model, training, data = split(options, nfrs.TransformerConfig, nfrs.TrainingConfig, nfrs.DataConfig)
+            configs = nfrs.TransformerConfig(**model), nfrs.TrainingConfig(**training), nfrs.DataConfig(**data)
+            assert nfrs.Trainer(*configs).dry_run().parameters > 0
+            nfrs.SearchConfig(**row.search)
+
+
+@pytest.mark.parametrize(
+    "train, valid, has_ended, verdict",
+    [
+        ([9.0] * 60 + [1.0] * 50, 0.75 * 2, True, "trains"),
+        ([1.0] * 50, 0.76 * 2, True, "neither"),
+        ([1.0] * 60 + [0.95 * 2] * 50, 1.0, True, "diverged"),
+        ([1.0] * 50, 1.0, False, "diverged"),
+        ([], None, False, "diverged"),
+    ],
+)
+def test_verdicts_are_the_specifications(tmp_path, train, valid, has_ended, verdict):
+    """E = 2 nats: diverged from 0.95 E of the last 50 updates on, trains up to 0.75 E of validation."""
+    events = [{"event": "started", "update": 0, "unigram_entropy": 2.0}]
+    events += [
+        {"event": "updated", "update": i, "nll": nll, "grad_norm": 1.0, "seconds": 1.0 * i}
+        for i, nll in enumerate(train, 1)
+    ]
+    events += [{"event": "evaluated", "update": len(train), "nll": valid}] if valid else []
+    (tmp_path / "log.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
+    assert judge(tmp_path, has_ended)["verdict"] == verdict
+
+
+def test_cells_of_a_table(tmp_path):
+    """A key that runs across; what was not measured; a bar in a cell."""
+    keys = [{"scheme": scheme, "lr": lr} for scheme in ("a|b", "c") for lr in ("0.1", "0.2")]
+    shown = Shown(across="lr", cell="{verdict}; {valid_nll:.1f}")
+    rows = tuple(Row(key, {}, "demo", {"the paper": key["scheme"].upper()}) for key in keys)
+    entry = Reproduction("x", "X", "ours", "?", {"here": Scale("about", rows, shown)})
+    results = Results(entry, "here", tmp_path)
+    for key, columns in ((keys[0], {"verdict": "trains", "valid_nll": 1.25}), (keys[3], {"verdict": "diverged"})):
+        results.add(Row(key, {}, "demo"), columns, {"gradients": [1.0, 2.5]})
+    for read in (results, Results(entry, "here", tmp_path)):
+        head, lines = tables.table(read, shown)
+        assert head == ["scheme", "lr 0.1", "lr 0.2", "the paper"]
+        assert lines == [["a|b", "trains; 1.2", "", "A|B"], ["c", "", "diverged", "C"]]
+        assert read.series == {"gradients": {("a|b", "0.1"): [1.0, 2.5], ("c", "0.2"): [1.0, 2.5]}}
+    assert tables.markdown(head, lines).splitlines()[2] == "| a\\|b | trains; 1.2 |  | A\\|B |"
