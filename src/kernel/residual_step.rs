@@ -14,9 +14,10 @@ use crate::cpu::convert::Row;
 use crate::cpu::pack::{Isa, Of, Pack, Store, BLOCK};
 use crate::cpu::philox::Dropout;
 use crate::cpu::{memory, Accumulator, Element};
+use crate::kernel::rows::curve::{Bend, BendBack, NUMBERS};
 use crate::kernel::rows::{
-    columns, each_row, fetch, normalise, rows, Blocks, BlocksMut, Group, Lines, Measured, NoNorm, RowNorm, Rule, Rules,
-    Slope, Weight, GROUP, PARTS,
+    columns, each_row, fetch, normalise, rows, split, split_ref, Blocks, BlocksMut, Group, Lines, Measured, NoNorm,
+    RowNorm, Rule, Rules, Slope, Weight, GROUP, PARTS,
 };
 use crate::multiversion;
 use crate::row_program;
@@ -28,8 +29,8 @@ mod mask;
 /// The step without a norm. With one, the norm's rules and its program take the step.
 pub static NO_NORM: Rules = Rules::of::<NoNorm>(row_program!("no_norm.cu"));
 
-/// What does not change from row to row. A scale is empty (one), one number, or one per column; `weight`, `bias` and
-/// `eps` are the norm's.
+/// What does not change from row to row. A scale is empty (one), one number, or one per column; `weight`, `bias`, `eps`
+/// and, of a curve, `numbers` are the norm's.
 #[derive(Clone, Copy, Debug)]
 pub struct Step<'a, A> {
     pub cols: usize,
@@ -39,6 +40,7 @@ pub struct Step<'a, A> {
     pub weight: &'a [A],
     pub bias: &'a [A],
     pub eps: A,
+    pub numbers: [A; NUMBERS],
 }
 
 /// Sums over rows, added to: each as long as its parameter, or empty where not wanted.
@@ -48,6 +50,7 @@ pub struct Gradients<'a, A> {
     pub dbias: &'a mut [A],
     pub dalpha: &'a mut [A],
     pub dbeta: &'a mut [A],
+    pub dnumbers: &'a mut [A],
 }
 
 /// x⁺ and y for the rows of `x`, the first of which is row `first_row` of the whole. `y` is empty where there is no
@@ -102,6 +105,7 @@ multiversion! {
         let mut mask = Mask::new(step.dropout, first_row, group);
         let (spare_x, spare_f) = (group.spare::<X>(1), group.spare::<F>(1));
         let (mut spare_x_plus, mut spare_y) = (group.spare::<X>(GROUP), group.spare::<Y>(GROUP));
+        let mut bend = rule.curve.as_ref().map(|curve| Bend::new(curve, step.numbers, cols));
         // What is streamed is out of reach: the norm reads x⁺ from here.
         let held_apart = !y.is_empty() && store.is_streamed();
         let mut held = memory::filled(X::default(), if held_apart { GROUP * cols } else { 0 });
@@ -118,6 +122,11 @@ multiversion! {
                 continue;
             }
             let x_plus = if held_apart { split_ref(&held, cols) } else { group.rows(g, x_plus, &spare_x_plus) };
+            if let Some(bend) = &mut bend {
+                let y = group.rows_mut(g, y, &mut spare_y);
+                bend.forward::<S, X, Y>(x_plus, group.range(g).len(), &weight, &bias, y, store_y);
+                continue;
+            }
             let found = rule.measure::<S, X>(x_plus, step.eps);
             for (r, found) in group.range(g).zip(found) {
                 found.keep(rule.stats, r, stats);
@@ -140,6 +149,14 @@ multiversion! {
             return;
         }
         let mut weight = Weight::new(rule, step.weight, cols, step.eps, grads.dweight, grads.dbias);
+        let mut bend = match &rule.curve {
+            Some(curve) if !dy.is_empty() => {
+                Some(BendBack::new(curve, step.numbers, step.weight, cols, grads.dweight, grads.dbias, grads.dnumbers))
+            }
+            _ => None,
+        };
+        // A curve's G, in the type that it is computed in.
+        let mut total = memory::filled(X::Acc::ZERO, if bend.is_some() { GROUP * cols } else { 0 });
         let mut scales = Scales {
             alpha: columns(step.alpha, cols, X::Acc::ONE),
             beta: branch_scale(step),
@@ -156,36 +173,35 @@ multiversion! {
             let dy = group.rows(g, dy, &spare_y);
             let x_plus = if dy[0].is_empty() { [&[][..]; GROUP] } else { group.rows(g, x_plus, &spare_x) };
             let mut slopes = [(Measured::NONE, Slope::NONE); GROUP];
-            if !dy[0].is_empty() {
+            if !dy[0].is_empty() && bend.is_none() {
                 slopes = weight.slopes::<S, X, Y>(dy, x_plus, Measured::restore(rule.stats, group.range(g), stats));
             }
             let x = if scales.dalpha.is_empty() { [&[][..]; GROUP] } else { group.rows(g, x, &spare_x) };
             let f = if scales.dbeta.is_empty() { [&[][..]; GROUP] } else { group.rows(g, f, &spare_f) };
-            let sides = Sides { dx_plus: group.rows(g, dx_plus, &spare_x), dy, x_plus, x, f };
+            let dx_plus = group.rows(g, dx_plus, &spare_x);
             let dx = group.rows_mut(g, dx, &mut spare_dx);
             let df = group.rows_mut(g, df, &mut spare_df);
-            scales.apply::<S, X, F, Y>(weight.columns(), slopes, sides, mask.group(g), dx, store, df, store_f);
+            let bits = mask.group(g);
+            if let Some(bend) = &mut bend {
+                let (rows, to) = (group.range(g).len(), split(&mut total, cols));
+                bend.backward::<S, X, Y, X::Acc>(dy, x_plus, dx_plus, rows, to, Store::PLAIN);
+                let none = [&[][..]; GROUP];
+                let sides = Sides { dx_plus: split_ref(&total, cols), dy: [&[]; GROUP], x_plus: none, x, f };
+                scales.apply::<S, X, F, Y, X::Acc>(&[], slopes, sides, bits, dx, store, df, store_f);
+            } else {
+                let sides = Sides { dx_plus, dy, x_plus, x, f };
+                scales.apply::<S, X, F, Y, X>(weight.columns(), slopes, sides, bits, dx, store, df, store_f);
+            }
         }
         store.finish();
         store_f.finish();
-        weight.finish(grads.dweight, grads.dbias);
+        match bend {
+            Some(bend) => bend.finish(grads.dweight, grads.dbias, grads.dnumbers),
+            None => weight.finish(grads.dweight, grads.dbias),
+        }
         finish(&scales.dalpha[..cols.min(scales.dalpha.len())], None, grads.dalpha);
         finish(&scales.dbeta[..cols.min(scales.dbeta.len())], step.dropout, grads.dbeta);
     }
-}
-
-/// The four rows of a buffer.
-#[inline(always)]
-fn split<E>(all: &mut [E], cols: usize) -> [&mut [E]; GROUP] {
-    let (a, rest) = all.split_at_mut(cols);
-    let (b, rest) = rest.split_at_mut(cols);
-    let (c, d) = rest.split_at_mut(cols);
-    [a, b, c, d]
-}
-
-#[inline(always)]
-fn split_ref<E>(all: &[E], cols: usize) -> [&[E]; GROUP] {
-    rows!(r => &all[r * cols..(r + 1) * cols])
 }
 
 /// x⁺ = α⊙x + β⊙drop(f).
@@ -247,9 +263,9 @@ fn copy<S: Isa, X: Element>(from: [&[X]; GROUP], to: [&mut [X]; GROUP], store: S
     to.finish();
 }
 
-/// What the gradient reads of a group of rows; absent rows are empty.
-struct Sides<'a, X, F, Y> {
-    dx_plus: [&'a [X]; GROUP],
+/// What the gradient reads of a group of rows; absent rows are empty. With a curve `dx_plus` is G itself.
+struct Sides<'a, X, F, Y, D> {
+    dx_plus: [&'a [D]; GROUP],
     dy: [&'a [Y]; GROUP],
     x_plus: [&'a [X]; GROUP],
     x: [&'a [X]; GROUP],
@@ -268,11 +284,11 @@ struct Scales<A> {
 impl<A: Accumulator> Scales<A> {
     /// dx = α⊙G and df = β⊙drop(G) of G = dx⁺ + N′(dy), and what a group adds to dα and dβ.
     #[inline(always)]
-    fn apply<S: Isa, X: Element<Acc = A>, F: Element<Acc = A>, Y: Element<Acc = A>>(
+    fn apply<S: Isa, X: Element<Acc = A>, F: Element<Acc = A>, Y: Element<Acc = A>, D: Element<Acc = A>>(
         &mut self,
         weight: &[A],
         slopes: [(Measured<A>, Slope<A>); GROUP],
-        sides: Sides<X, F, Y>,
+        sides: Sides<X, F, Y, D>,
         bits: Bits,
         dx: [&mut [X]; GROUP],
         store: Store,

@@ -21,6 +21,8 @@ MODULES = {
     "lpnorm": lambda **k: nn.LpNorm(8, p=3, **k),
     "lpnorm, inf": lambda **k: nn.LpNorm(8, p=math.inf, **k),
     "dyt": lambda **k: nn.DyT(8, **k),
+    "derf": lambda **k: nn.Derf(8, **k),
+    "l2norm": lambda **k: nn.L2Norm(8, **k),
     "batchnorm": lambda **k: nn.BatchNorm(8, **k),
     "powernorm-v": lambda **k: nn.PowerNormV(8, **k),
     "powernorm": lambda **k: nn.PowerNorm(8, warmup_iters=0, **k),
@@ -34,8 +36,9 @@ def test_row_modules_are_the_oracle(name):
     for parameter in norm.parameters():
         torch.nn.init.normal_(parameter)
     x = torch.randn(3, 8, dtype=torch.float64)
-    options = {"lpnorm": {"p": 3.0}, "dyt": {"inside": dict(norm.named_parameters())}}.get(name, {})
-    expected = ref.apply_norm(name, x, norm.weight, getattr(norm, "bias", None), **options)
+    options = {"p": 3.0} if name == "lpnorm" else {}
+    inside = {number: getattr(norm, number) for number in norm.numbers}
+    expected = ref.apply_norm(name, x, norm.weight, norm.bias, inside=inside, **options)
     torch.testing.assert_close(norm(x), expected)
 
 
@@ -85,7 +88,8 @@ def test_the_table_of_classes():
             parameter["name"] for parameter in entry["parameters"] if entry["name"] != "scalenorm-fixed"
         ]
         eps = [getattr(norm, "eps", None), getattr(nn.norm_of_config(entry["name"], 8, config), "eps", None)]
-        assert eps == ([None, None] if entry["name"] == "dyt" else [1e-5, 0.01])
+        own = next((option["default"] for option in entry["options"] if option["name"] == "eps"), None)
+        assert eps == ([None, None] if own is None else [own, 0.01])
     assert nn.norm_of_config("lpnorm", 8, config).p == math.inf
     assert (
         nn.norm_of_config("powernorm", 8, config).groups == 4 and nn.norm_of_config("batchnorm", 8, config).groups == 1

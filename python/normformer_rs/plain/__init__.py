@@ -18,7 +18,7 @@ from .layers import (
     Through,
     TorchAttention,
 )
-from .norms import DyT, FixNormEmbedding, GroupScaling, HeadScale, LpNorm, RunningNorm, Scale, Shift
+from .norms import Derf, DyT, FixNormEmbedding, GroupScaling, HeadScale, LpNorm, RunningNorm, Scale, Shift
 
 __all__ = [
     "Activation",
@@ -26,6 +26,7 @@ __all__ = [
     "Attention",
     "Decoder",
     "DecoderLayer",
+    "Derf",
     "DyT",
     "Encoder",
     "EncoderLayer",

@@ -83,6 +83,21 @@ impl Group {
     }
 }
 
+/// The four rows of a buffer.
+#[inline(always)]
+pub fn split<E>(all: &mut [E], cols: usize) -> [&mut [E]; GROUP] {
+    let (a, rest) = all.split_at_mut(cols);
+    let (b, rest) = rest.split_at_mut(cols);
+    let (c, d) = rest.split_at_mut(cols);
+    [a, b, c, d]
+}
+
+/// As [`split`], to be read.
+#[inline(always)]
+pub fn split_ref<E>(all: &[E], cols: usize) -> [&[E]; GROUP] {
+    rows!(r => &all[r * cols..(r + 1) * cols])
+}
+
 /// A group of rows to read, in two parts: the whole blocks, and the filled-up one where a row ends inside a block.
 pub struct Blocks<'a, E> {
     whole: [&'a [[E; BLOCK]]; GROUP],

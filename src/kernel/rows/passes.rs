@@ -356,17 +356,20 @@ impl<'a, A: Accumulator> Weight<'a, A> {
             [dgain] if self.cols > 1 => *dgain = self.dgain,
             _ => dweight.copy_from_slice(&self.dcolumns[..dweight.len()]),
         }
-        match dbias {
-            [dshift] if self.cols > 1 => {
-                *dshift = self.dbias[..self.cols].iter().fold(A::ZERO, |sum, &column| sum + column);
-            }
-            _ => dbias.copy_from_slice(&self.dbias[..dbias.len()]),
-        }
+        write_columns(&self.dbias[..self.cols.min(self.dbias.len())], dbias);
+    }
+}
+
+/// Writes sums per column, or, to one number, their sum; nothing where they are not wanted.
+pub fn write_columns<A: Accumulator>(sums: &[A], to: &mut [A]) {
+    match to {
+        [sum] if sums.len() > 1 => *sum = sums.iter().fold(A::ZERO, |sum, &column| sum + column),
+        _ => to.copy_from_slice(&sums[..to.len()]),
     }
 }
 
 /// Sums per column as they are so far, filled up to whole blocks.
-fn start<A: Accumulator>(sums: &[A], cols: usize) -> Row<A> {
+pub fn start<A: Accumulator>(sums: &[A], cols: usize) -> Row<A> {
     let mut row = Row::new(cols.next_multiple_of(BLOCK));
     row[..sums.len()].copy_from_slice(sums);
     row
