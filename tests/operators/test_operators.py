@@ -144,8 +144,16 @@ def test_meta_tensors():
         (lambda: OPS.scale_norm(torch.ones(3, dtype=torch.long), None, None, 0.0), TypeError, "float32, float64"),
         (lambda: OPS.layer_norm(torch.ones(2, 3), torch.ones(4), None, 0.0), ValueError, "must hold 1 or 3 numbers"),
         (lambda: OPS.layer_norm(torch.tensor(1.0), None, None, 0.0), ValueError, "got a scalar"),
-        (lambda: OPS.dyt(torch.ones(2, 3), None, None, torch.ones(3)), ValueError, "alpha must hold 1 number, got shape"),
-        (lambda: OPS.dyt(torch.ones(2, 3), None, None, torch.ones(1).long()), TypeError, "alpha must be float32, float64"),
+        (
+            lambda: OPS.dyt(torch.ones(2, 3), None, None, torch.ones(3)),
+            ValueError,
+            "alpha must hold 1 number, got shape",
+        ),
+        (
+            lambda: OPS.dyt(torch.ones(2, 3), None, None, torch.ones(1).long()),
+            TypeError,
+            "alpha must be float32, float64",
+        ),
         (lambda: OPS.relu_dropout(torch.ones(2, 3), 1.5, None, 0), ValueError, r"must lie in \[0, 1\)"),
         (lambda: OPS.relu_dropout(torch.ones(2, 3), 0.5, None, 0), ValueError, "a seed is needed"),
         (

@@ -94,9 +94,7 @@ def dyt(x: Tensor, alpha: Tensor, weight: Tensor | None = None, bias: Tensor | N
     return _affine(torch.tanh(alpha.to(a.dtype) * a), weight, bias).to(x.dtype)
 
 
-def derf(
-    x: Tensor, alpha: Tensor, s: Tensor, weight: Tensor | None = None, bias: Tensor | None = None
-) -> Tensor:
+def derf(x: Tensor, alpha: Tensor, s: Tensor, weight: Tensor | None = None, bias: Tensor | None = None) -> Tensor:
     """y = γ⊙erf(αx + s) + β, α and s of shape (1,) (Chen et al. 2025)."""
     a = computed(x)
     return _affine(torch.erf(alpha.to(a.dtype) * a + s.to(a.dtype)), weight, bias).to(x.dtype)

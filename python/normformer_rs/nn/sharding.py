@@ -30,8 +30,7 @@ def register() -> None:
 
 
 def _forward(x: Any, weight: Any, bias: Any, *own: Any) -> list[tuple[list[Any], list[Any]]]:
-    """(placements of y and stats, placements of the inputs), one pair per way to shard. `own`: ε, or the learned numbers
-    of x̂."""
+    """(placements of y and stats, placements of the inputs), one pair per way to shard. `own`: ε, or x̂'s numbers."""
     whole = [_whole(p) for p in (weight, bias, *own)]
     return [([at, at], [at, *whole]) for at in _places(x)]
 
