@@ -49,8 +49,8 @@ def test_error_is_at_most_twice_pytorchs(norm, dtype, width, layout):
     after = _core.operator_counts()[norm]
     assert (after[0] - before[0], after[1] - before[1]) == calls(dtype), "kernel, composed formula"
     theirs = run(NORMS[norm], dtype)
-    # What is summed, before it cancels: for dx the rows of w⊙dy·scale, for parameters dy⊙x̂ and dy, for a curve's numbers
-    # w⊙dy⊙x and w⊙dy.
+    # What is summed, before it cancels: for dx the rows of w⊙dy·scale, for parameters dy⊙x̂ and dy, for numbers
+    # of a curve w⊙dy⊙x and w⊙dy.
     stats = call(norm, x, *given)[1].double()
     scale = stats[..., -1].abs() if stats.numel() else learned[0].double().abs()
     row = dy.double().abs().amax(-1) * weight.double().abs().max() * scale

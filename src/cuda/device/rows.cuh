@@ -29,9 +29,12 @@ struct Row {
   f32 shift, scale;
 };
 
+constexpr bool NORMED = Norm::STATS > 0 || Norm::CURVED;
+enum { OF_CURVE = Norm::CURVED };  // the kind of a curve's numbers, ONE where there is a curve
+
 // What stands for a measured row: a curve's numbers, the scale and the shift. Adding -0 changes nothing.
 static DEV Row learned(const f32* const (&numbers)[2]) {
-  return Row{numbers[1] ? *numbers[1] : -0.f, numbers[0] ? *numbers[0] : 1.f};
+  return Row{numbers[1] ? *numbers[1] : -0.f, *numbers[0]};
 }
 
 static DEV f32 hat_of(Row row, f32 x) {
@@ -152,7 +155,7 @@ KERNEL(THREADS, rows_forward, Forward) {
     } else {
       line.fetch_all(team.lane, chunks);
     }
-    if (Norm::STATS == 0 && !Norm::CURVED) continue;
+    if (!NORMED) continue;
     Row found;
     if constexpr (Norm::CURVED) {
       found = learned(a.numbers);
@@ -214,9 +217,9 @@ KERNEL(THREADS, rows_backward, Backward) {
   Sum<K_BETA> dbeta(a.dbeta, a.sums, team.lane, a.chunks);
   Sum<K_WEIGHT> dweight(a.dweight, a.sums, team.lane, a.chunks);
   Sum<K_BIAS> dbias(a.dbias, a.sums, team.lane, a.chunks);
-  Sum<Norm::CURVED ? ONE : NONE> dscale(a.dscale, a.sums, team.lane, a.chunks);
-  Sum<Norm::CURVED ? ONE : NONE> dshift(a.dshift, a.sums, team.lane, a.chunks);
-  const bool normed = (Norm::STATS > 0 || Norm::CURVED) && a.dy;
+  Sum<OF_CURVE> dscale(a.dscale, a.sums, team.lane, a.chunks);
+  Sum<OF_CURVE> dshift(a.dshift, a.sums, team.lane, a.chunks);
+  const bool normed = NORMED && a.dy;
   for (i64 first = (i64)blockIdx.x * ROWS; first < a.rows; first += (i64)gridDim.x * ROWS) {
     const i64 row = first + team.row;
     const int chunks = row < a.rows ? a.chunks : 0;
@@ -231,8 +234,9 @@ KERNEL(THREADS, rows_backward, Backward) {
     Row found = {0.f, 1.f};
     f32 sums[2] = {0.f, 0.f};  // of g*xhat, and of g
     f32 largest[1] = {0.f}, ties[1] = {OF_LARGEST ? 0.f : 1.f};
-    if (Norm::CURVED) found = learned(a.numbers);
-    if (normed && !Norm::CURVED) {
+    if constexpr (Norm::CURVED) {
+      found = learned(a.numbers);
+    } else if (normed) {
       if (chunks > 0) {
         if (Norm::STATS == 2) found.shift = a.stats[2 * row];
         found.scale = a.stats[Norm::STATS * (row + 1) - 1];

@@ -24,6 +24,21 @@ pub fn columns<A: Accumulator>(values: &[A], cols: usize, default: A) -> Row<A> 
     row
 }
 
+/// Writes sums per column, or, to one number, their sum; nothing where they are not wanted.
+pub fn write_columns<A: Accumulator>(sums: &[A], to: &mut [A]) {
+    match to {
+        [sum] if sums.len() > 1 => *sum = sums.iter().fold(A::ZERO, |sum, &column| sum + column),
+        _ => to.copy_from_slice(&sums[..to.len()]),
+    }
+}
+
+/// Sums per column as they are so far, filled up to whole blocks.
+pub fn start<A: Accumulator>(sums: &[A], cols: usize) -> Row<A> {
+    let mut row = Row::new(cols.next_multiple_of(BLOCK));
+    row[..sums.len()].copy_from_slice(sums);
+    row
+}
+
 /// How rows fall into groups.
 #[derive(Clone, Copy, Debug)]
 pub struct Group {

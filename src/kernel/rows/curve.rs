@@ -7,8 +7,8 @@
 //! scale and shift are numbers, so their sums run over all elements: over a row in lanes, then row by row. A curve is two
 //! functions on a buffer of z, called through [`Curve`]; only they are compiled per curve.
 
-use super::blocks::{columns, split, split_ref, Blocks, BlocksMut, Group, PARTS};
-use super::passes::{each_row, fetch, normalise, rows, start, write_columns};
+use super::blocks::{columns, split, split_ref, start, write_columns, Blocks, BlocksMut, Group, PARTS};
+use super::passes::{each_row, fetch, normalise, rows};
 use super::{CurveNorm, Measured, GROUP};
 use crate::cpu::convert::Row;
 use crate::cpu::pack::{Isa, Of, Pack, Store, BLOCK};

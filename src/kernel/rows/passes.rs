@@ -1,6 +1,6 @@
 //! The four passes over a group of rows: measure and normalise, and the two halves of the gradient.
 
-use super::blocks::{columns, Blocks, BlocksMut, PARTS};
+use super::blocks::{columns, start, write_columns, Blocks, BlocksMut, PARTS};
 use super::{Measured, Rule, Slope, Sums, GROUP};
 use crate::cpu::convert::Row;
 use crate::cpu::pack::{Isa, Of, Pack, Store, BLOCK};
@@ -358,21 +358,6 @@ impl<'a, A: Accumulator> Weight<'a, A> {
         }
         write_columns(&self.dbias[..self.cols.min(self.dbias.len())], dbias);
     }
-}
-
-/// Writes sums per column, or, to one number, their sum; nothing where they are not wanted.
-pub fn write_columns<A: Accumulator>(sums: &[A], to: &mut [A]) {
-    match to {
-        [sum] if sums.len() > 1 => *sum = sums.iter().fold(A::ZERO, |sum, &column| sum + column),
-        _ => to.copy_from_slice(&sums[..to.len()]),
-    }
-}
-
-/// Sums per column as they are so far, filled up to whole blocks.
-pub fn start<A: Accumulator>(sums: &[A], cols: usize) -> Row<A> {
-    let mut row = Row::new(cols.next_multiple_of(BLOCK));
-    row[..sums.len()].copy_from_slice(sums);
-    row
 }
 
 /// x̂ of a row; the shift is zero where not `C`.
