@@ -15,13 +15,12 @@ use std::slice::from_mut;
 /// Coefficients per column, filled up to whole blocks: the caller's, or one number (the given one, or a default)
 /// repeated.
 pub fn columns<A: Accumulator>(values: &[A], cols: usize, default: A) -> Row<A> {
-    let mut row = Row::filled(cols.next_multiple_of(BLOCK), values.first().copied().unwrap_or(default));
+    let (len, first) = (cols.next_multiple_of(BLOCK), values.first().copied().unwrap_or(default));
     match values.len() {
-        0 | 1 => {}
-        n if n == cols => row[..cols].copy_from_slice(values),
+        0 | 1 => Row::filled(len, first),
+        n if n == cols => Row::filled_up(values, len, first),
         n => panic!("a row of {cols} columns takes 0, 1 or {cols} coefficients, not {n}"),
     }
-    row
 }
 
 /// Writes sums per column, or, to one number, their sum; nothing where they are not wanted.
@@ -34,9 +33,7 @@ pub fn write_columns<A: Accumulator>(sums: &[A], to: &mut [A]) {
 
 /// Sums per column as they are so far, filled up to whole blocks.
 pub fn start<A: Accumulator>(sums: &[A], cols: usize) -> Row<A> {
-    let mut row = Row::new(cols.next_multiple_of(BLOCK));
-    row[..sums.len()].copy_from_slice(sums);
-    row
+    Row::filled_up(sums, cols.next_multiple_of(BLOCK), A::ZERO)
 }
 
 /// How rows fall into groups.
