@@ -4,11 +4,12 @@ use super::call::{Call, Value};
 use super::declare::{gradient, leader, parameter, seed, tensor, Kind as Type, Operator};
 use super::dropout::{check_dropout, draw, draw_composed};
 use super::engine::Handle;
-use super::row_norm::{composed, own, views, Own, RowOperator, Rowwise};
+use super::row_norm::{composed, own, views, with_own, Own, RowOperator, Rowwise};
 use crate::error::{Error, Result};
 use crate::kernel::dropout;
 use crate::kernel::residual_step::{call as kernel, NO_NORM};
 use crate::kernel::rows::call::{RowGradients, RowViews};
+use crate::kernel::rows::curve::NUMBERS;
 use crate::kernel::view::View;
 use crate::norm::kernels::RowKernels;
 use tch::{Kind, Tensor};
@@ -31,7 +32,7 @@ pub struct Step<'a> {
 impl Step<'_> {
     /// x⁺ in x's dtype.
     pub fn add(&self) -> Result<Tensor> {
-        let [x_plus, ..] = self.call(&HANDLE, [None, None], vec![0.0.into()], None)?;
+        let [x_plus, ..] = self.call(&HANDLE, [None, None], [Some(0.0.into()), None], None)?;
         Ok(x_plus)
     }
 
@@ -46,14 +47,14 @@ impl Step<'_> {
         &self,
         handle: &Handle,
         [weight, bias]: [Option<&Tensor>; 2],
-        own: Vec<Value>,
+        own: [Option<Value>; NUMBERS],
         dtype: Option<i64>,
     ) -> Result<[Tensor; 3]> {
         let Step { x, f, alpha, beta, p, seed, site } = *self;
         let p = if seed.is_some() { p } else { 0.0 };
         let before = [x.into(), f.into(), alpha.into(), beta.into(), weight.into(), bias.into()];
         let after = [p.into(), seed.into(), site.into(), dtype.into()];
-        handle.call(&before.into_iter().chain(own).chain(after).collect::<Vec<_>>())
+        with_own(&before, own, &after, |all| handle.call(all))
     }
 }
 

@@ -60,17 +60,33 @@ impl Rowwise {
     /// N(x), as [`RowOperator::call`].
     pub fn call(&self, x: &Tensor) -> Result<Tensor> {
         let affine = [x.into(), self.weight.as_ref().into(), self.bias.as_ref().into()];
-        let [y, _stats] = self.operator.handle.call(&affine.into_iter().chain(self.own()).collect::<Vec<_>>())?;
+        let [y, _stats] = with_own(&affine, self.own(), &[], |all| self.operator.handle.call(all))?;
         Ok(y)
     }
 
     /// The norm's own arguments: a curve's numbers, or ε.
-    pub(super) fn own(&self) -> Vec<Value> {
-        match self.numbers.is_empty() {
-            true => vec![self.eps.into()],
-            false => self.numbers.iter().map(Value::from).collect(),
+    pub(super) fn own(&self) -> [Option<Value>; NUMBERS] {
+        match self.numbers.first() {
+            None => [Some(self.eps.into()), None],
+            Some(first) => [Some(first.into()), self.numbers.get(1).map(Value::from)],
         }
     }
+}
+
+/// Calls `f` with `before`, a norm's own arguments, and `after`, in a row.
+pub(super) fn with_own<T>(
+    before: &[Value],
+    own: [Option<Value>; NUMBERS],
+    after: &[Value],
+    f: impl FnOnce(&[Value]) -> T,
+) -> T {
+    const MOST: usize = 12;
+    let (mut all, mut count) = ([Value::from(0.0); MOST], 0);
+    for value in before.iter().copied().chain(own.into_iter().flatten()).chain(after.iter().copied()) {
+        all[count] = value;
+        count += 1;
+    }
+    f(&all[..count])
 }
 
 /// What an operator's declaration says of a norm's own arguments, a curve's numbers or ε: where they stand in the schema
