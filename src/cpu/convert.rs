@@ -34,7 +34,7 @@ impl<A: Accumulator> Row<A> {
     /// `values`, filled up.
     pub fn filled_up(values: &[A], len: usize, value: A) -> Self {
         let most = LINE / size_of::<A>();
-        let mut all = memory::reserved(len.saturating_add(most));
+        let mut all: Vec<A> = memory::reserved(len.saturating_add(most));
         let start = all.as_ptr().align_offset(LINE).min(most);
         all.resize(start, value);
         all.extend_from_slice(values);

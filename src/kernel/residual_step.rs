@@ -15,8 +15,8 @@ use crate::cpu::philox::Dropout;
 use crate::cpu::{memory, Accumulator, Element};
 use crate::kernel::rows::curve::{Bend, BendBack, NUMBERS};
 use crate::kernel::rows::{
-    columns, each_row, fetch, normalise, split, split_ref, Blocks, BlocksMut, Group, Measured, NoNorm, RowNorm, Rule,
-    Rules, Slope, Weight, GROUP, PARTS,
+    columns, each_row, fetch, normalise, rows, split, split_ref, Blocks, BlocksMut, Group, Measured, NoNorm, RowNorm,
+    Rule, Rules, Slope, Weight, GROUP, PARTS,
 };
 use crate::multiversion;
 use crate::row_program;

@@ -55,7 +55,7 @@ mod tests {
 
     #[test]
     fn equals_the_formula() {
-        check::<DyT>(|z| (z.tanh(), 1.0 - z.tanh().powi(2)));
+        check::<DyT>(|z| (z.tanh(), 1.0 / z.cosh().powi(2)));
     }
 
     #[test]

@@ -31,7 +31,8 @@ impl RowKernels {
         numbers: &[Tensor],
     ) -> Result<Tensor> {
         let numbers = numbers.iter().map(|n| Ok(n.f_reshape([1i64])?)).collect::<Result<Vec<_>>>()?;
-        composed::apply(self.hat, x, &numbers, affine, if numbers.is_empty() { &[eps] } else { &[] })
+        let options: &[f64] = &[eps];
+        composed::apply(self.hat, x, &numbers, affine, if numbers.is_empty() { options } else { &[] })
     }
 }
 

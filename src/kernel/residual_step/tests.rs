@@ -68,7 +68,7 @@ fn check<N: RowNorm, X: Tested, F: Tested<Acc = X::Acc> + Element, Y: Tested<Acc
     let round = |v: &[f64]| v.iter().map(|v| *v as f32 as f64).collect::<Vec<f64>>();
     let (alpha, beta, weight, bias, eps) = (round(&case.alpha), round(&case.beta), f64s(3), f64s(4), 1e-5f32 as f64);
     let (a, b, w, c) = (acc(&alpha), acc(&beta), acc(&weight), acc(&bias));
-    let (numbers, mut dn) = (curve::numbers([None; NUMBERS]), []);
+    let (learned, mut dn) = (curve::numbers([None; NUMBERS]), []);
     let step = Step {
         cols,
         alpha: &a,
@@ -77,7 +77,7 @@ fn check<N: RowNorm, X: Tested, F: Tested<Acc = X::Acc> + Element, Y: Tested<Acc
         weight: &w,
         bias: &c,
         eps: X::Acc::from_f64(eps),
-        numbers,
+        numbers: learned,
     };
     let (x, f): (Vec<X>, Vec<F>) = (numbers(n, 5, 1.0, 0.5), numbers(n, 6, 1.0, 0.0));
     let (dx_plus, dy): (Vec<X>, Vec<Y>) = (numbers(n, 7, 1.0, 0.0), numbers(n, 8, 1.0, 0.1));
