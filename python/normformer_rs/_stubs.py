@@ -118,8 +118,10 @@ from .norms import RowNorm
 class Composed(RowNorm):
     name: str
     option_names: tuple[str, ...]
+    def own(self, x: Tensor) -> collections.abc.Sequence[Any]: ...
     def options(self, x: Tensor) -> list[float]: ...
 
+ENTRIES: list[collections.abc.Mapping[str, Any]]
 CLASSES: dict[str, type[Composed]]
 
 def signature(entry: collections.abc.Mapping[str, Any]) -> inspect.Signature: ...
@@ -130,10 +132,9 @@ def doc(entry: collections.abc.Mapping[str, Any]) -> str: ...
 
 def norms() -> str:
     """The text of nn/composed.pyi."""
-    from . import config
     from .nn import composed
 
-    entries = [entry for entry in config.tables()["norms"] if entry["form"] == "composed"]
+    entries = composed.ENTRIES
     exported = ", ".join(json_string(entry["module"]) for entry in entries)
     parts = [_NORMS_HEAD + f"__all__ = [{exported}]\n"]
     for entry in entries:

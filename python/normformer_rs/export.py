@@ -168,6 +168,8 @@ _NORMS: dict[type, Callable[[Any], nn.Module]] = {
     nfnn.ScaleNorm: _lp_norm,
     FixedScaleNorm: _lp_norm,
     nfnn.LpNorm: _lp_norm,
+    nfnn.L2Norm: lambda norm: plain.LpNorm(None, 1.0, 2.0, len(norm.normalized_shape), norm.eps),
+    nfnn.Derf: lambda norm: plain.Derf(norm.alpha, norm.s, norm.weight, norm.bias),
     nfnn.DyT: lambda norm: plain.DyT(norm.alpha, norm.weight, norm.bias),
     nfnn.BatchNorm: _running_norm,
     nfnn.PowerNormV: _running_norm,

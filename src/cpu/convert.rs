@@ -10,7 +10,10 @@ use crate::cpu::{memory, Accumulator, Element};
 use std::any::TypeId;
 use std::ops::{Deref, DerefMut};
 
-/// A zeroed row that starts on a cache line: an unaligned AVX-512 access costs two.
+/// Bytes in a cache line.
+const LINE: usize = 64;
+
+/// A row that starts on a cache line: an unaligned AVX-512 access costs two.
 pub struct Row<A> {
     values: Vec<A>,
     start: usize,
@@ -23,10 +26,20 @@ impl<A: Accumulator> Row<A> {
     }
 
     pub fn filled(len: usize, value: A) -> Self {
-        const LINE: usize = 64;
         let values = memory::filled(value, len.saturating_add(LINE / size_of::<A>()));
         let start = values.as_ptr().align_offset(LINE).min(values.len() - len);
         Row { values, start, len }
+    }
+
+    /// `values`, filled up.
+    pub fn filled_up(values: &[A], len: usize, value: A) -> Self {
+        let most = LINE / size_of::<A>();
+        let mut all: Vec<A> = memory::reserved(len.saturating_add(most));
+        let start = all.as_ptr().align_offset(LINE).min(most);
+        all.resize(start, value);
+        all.extend_from_slice(values);
+        all.resize(start + len, value);
+        Row { values: all, start, len }
     }
 
     /// No row at all where it would only be a copy: E is already the type E computes in.

@@ -78,12 +78,12 @@ pub fn numbers(rows: &Range<usize>, cols: usize) -> Range<usize> {
 
 /// Calls `work` on ranges of rows and of their numbers, one part per thread. Every part adds into sums of its own, zero at first, of these
 /// lengths; the parts are then added in order, so the result depends on the number of threads alone.
-pub fn sum_over_rows<A, F>(rows: usize, cols: usize, sums: &mut [&mut [A]], work: F)
+pub fn sum_over_rows<A, F, const N: usize>(rows: usize, cols: usize, sums: [&mut [A]; N], work: F)
 where
     A: Copy + Default + std::ops::AddAssign + Send + Sync,
-    F: Fn(Range<usize>, Range<usize>, &mut [&mut [A]]) + Sync,
+    F: Fn(Range<usize>, Range<usize>, [&mut [A]; N]) + Sync,
 {
-    let lengths: Vec<usize> = sums.iter().map(|s| s.len()).collect();
+    let lengths = sums.each_ref().map(|s| s.len());
     let total: usize = lengths.iter().sum();
     let parts = threads().min(rows.div_ceil(grain(cols))).max(1);
     let mut partial = memory::filled(A::default(), parts * total);
@@ -92,14 +92,13 @@ where
         for part in range {
             // SAFETY: each part has its own `total` numbers, and is in exactly one range.
             let mut rest = unsafe { shared.slice(part * total..(part + 1) * total) };
-            let mut own = Vec::with_capacity(lengths.len());
-            for &length in &lengths {
-                let (head, tail) = rest.split_at_mut(length);
-                own.push(head);
+            let own = lengths.map(|length| {
+                let (head, tail) = std::mem::take(&mut rest).split_at_mut(length);
                 rest = tail;
-            }
+                head
+            });
             let mine = rows * part / parts..rows * (part + 1) / parts;
-            work(mine.clone(), numbers(&mine, cols), &mut own);
+            work(mine.clone(), numbers(&mine, cols), own);
         }
     });
     let mut start = 0;

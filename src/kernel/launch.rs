@@ -65,18 +65,21 @@ impl Output {
     }
 }
 
+/// Outputs that one launch may write.
+const OUTPUTS: usize = 6;
+
 /// sums.cu's `Sums`.
 #[repr(C)]
 struct SumPartials {
     partial: *const u8,
     blocks: i32,
     columns: i32,
-    outputs: [Output; 4],
+    outputs: [Output; OUTPUTS],
 }
 
 /// Adds up `blocks` rows of `columns` numbers, each output taking its share of the columns.
 pub fn sum_partials(device: Device, partial: *const u8, blocks: i32, columns: i64, to: &[Output]) -> Result<()> {
-    let mut outputs = [Output { to: std::ptr::null_mut(), first: i32::MAX, dtype: 0 }; 4];
+    let mut outputs = [Output { to: std::ptr::null_mut(), first: i32::MAX, dtype: 0 }; OUTPUTS];
     outputs[..to.len()].copy_from_slice(to);
     let grid = Grid { blocks: (columns as u32).div_ceil(32), threads: 256 };
     let arguments = SumPartials { partial, blocks, columns: columns as i32, outputs };

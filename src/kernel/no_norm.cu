@@ -1,5 +1,5 @@
 // The residual step without a norm.
-struct Norm {
+struct Norm : Straight {
   enum { STATS = 0 };
   static DEV f32 scale(Length, f32, f32) { return 1.f; }
   static DEV f32 pull(f32, f32, f32, f32) { return 0.f; }

@@ -13,23 +13,28 @@
 //! ([`residual_step`](super::residual_step)) runs the same ones. They are compiled per type and instruction set but not per norm: a norm's
 //! rules are a few numbers per row, called through [`Rule`].
 //!
+//! Norms that measure nothing are curves of learned numbers: x̂ = f(scale·x + shift), [`CurveNorm`]. Their passes are in
+//! [`curve`].
+//!
 //! Four rows go together, so that the coefficients of a column are read, and the sums of its gradients read and
 //! written, once for the four. From its first pass on a group is in the second-level cache at least, so only that pass
 //! waits for memory, and it asks for the next group meanwhile. Sums run over explicit lanes in a fixed order, whatever
 //! the grouping; see [`pack`](crate::cpu::pack) for what holds between instruction sets.
 
-use crate::cpu::pack::Store;
+use crate::cpu::pack::{Isa, Store};
 use crate::cpu::{Accumulator, Element};
 use crate::cuda::Program;
 use crate::multiversion;
+use curve::Curve;
 use std::any::Any;
 
 mod blocks;
 pub mod call;
+pub mod curve;
 pub(crate) mod gpu;
 mod passes;
 mod sums;
-pub use blocks::{columns, Blocks, BlocksMut, Group, PARTS};
+pub use blocks::{columns, split, split_ref, Blocks, BlocksMut, Group, PARTS};
 pub(crate) use passes::{each_row, rows};
 pub use passes::{fetch, normalise, Lines, Weight};
 pub use sums::{hypotenuse, magnitude, sum, trusted};
@@ -51,6 +56,12 @@ pub trait RowNorm: Copy + Send + Sync + 'static {
 
     /// dx as a function of g and x̂, given Σg (only where STATS is 2: nobody else asks) and Σg⊙x̂ over `cols` columns.
     fn slope<A: Accumulator>(row: Measured<A>, eps: A, cols: A, sum_g: A, sum_gx: A) -> Slope<A>;
+}
+
+/// A curve that stands in a norm's place: x̂ = f(scale·x + shift), scale and shift one learned number each.
+pub trait CurveNorm: 'static {
+    /// (f(z), f′(z)).
+    fn at<A: Accumulator, S: Isa>(z: A) -> (A, A);
 }
 
 /// What was summed over a row.
@@ -80,10 +91,12 @@ pub struct Slope<A> {
     pub r: A,
 }
 
-/// A [`RowNorm`] as the kernels take it.
+/// A [`RowNorm`] or a [`CurveNorm`] as the kernels take it.
 #[derive(Clone, Copy)]
 pub struct Rule<A> {
     pub stats: usize,
+    /// Of a curve, which has no use for the rest.
+    pub curve: Option<Curve<A>>,
     measure: fn(&Sums<A>, A) -> Option<Measured<A>>,
     measure_scaled: fn(&[A], A) -> Measured<A>,
     slope: fn(Measured<A>, A, A, A, A) -> Slope<A>,
@@ -91,7 +104,11 @@ pub struct Rule<A> {
 
 impl<A: Accumulator> Rule<A> {
     pub const fn of<N: RowNorm>() -> Self {
-        Rule { stats: N::STATS, measure: N::measure, measure_scaled: N::measure_scaled, slope: N::slope }
+        Rule { stats: N::STATS, curve: None, measure: N::measure, measure_scaled: N::measure_scaled, slope: N::slope }
+    }
+
+    pub const fn of_curve<N: CurveNorm>() -> Self {
+        Rule { curve: Some(Curve::of::<N>()), ..Rule::of::<NoNorm>() }
     }
 }
 
@@ -105,6 +122,10 @@ pub struct Rules {
 impl Rules {
     pub const fn of<N: RowNorm>(program: Program) -> Self {
         Rules { single: Rule::of::<N>(), double: Rule::of::<N>(), program }
+    }
+
+    pub const fn of_curve<N: CurveNorm>(program: Program) -> Self {
+        Rules { single: Rule::of_curve::<N>(), double: Rule::of_curve::<N>(), program }
     }
 
     /// Numbers kept per row for the backward pass.

@@ -58,7 +58,7 @@ pub fn build(spec: &Spec, b: &mut Builder, site: &Site) -> Result<Box<dyn Norm>>
         Form::Composed(hat) => Box::new(Composed { hat, inside, weight, bias, options }),
         Form::Rows(kernels) => {
             let (operator, eps) = (RowOperator::of(kernels), spec.number("eps", site).unwrap_or(0.0));
-            Box::new(Rowwise { operator, weight, bias, eps })
+            Box::new(Rowwise { operator, weight, bias, numbers: inside, eps })
         }
         Form::Operator(name) => Box::new(ByOperator { name, weight, options }),
         Form::Columns(kernels) => running::build(spec, kernels, weight, bias, b, site)?,
@@ -86,7 +86,7 @@ fn parameter_of(spec: &Spec, parameter: &Parameter, b: &mut Builder, site: &Site
 
 impl Norm for Rowwise {
     fn forward(&self, x: &Tensor, _: &PassRows) -> Result<Tensor> {
-        self.operator.call(x, self.weight.as_ref(), self.bias.as_ref(), self.eps)
+        self.call(x)
     }
 
     fn row(&self) -> Option<&Rowwise> {

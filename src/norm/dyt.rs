@@ -2,7 +2,25 @@
 //!
 //! It stands in a norm's place and measures nothing: no row's mean, variance or length enters y.
 
-use super::spec::{Form, Parameter, Spec, BIAS, WEIGHT};
+use crate::cpu::pack::Isa;
+use crate::cpu::Accumulator;
+use crate::error::Result;
+use crate::kernel::math::tanh;
+use crate::kernel::rows::{CurveNorm, Rules};
+use crate::norm::kernels::RowKernels;
+use crate::norm::spec::{Form, Parameter, Spec, BIAS, WEIGHT};
+use crate::row_program;
+use tch::Tensor;
+
+/// The curve: f = tanh, f′ = 1 − tanh².
+pub struct DyT;
+
+impl CurveNorm for DyT {
+    #[inline(always)]
+    fn at<A: Accumulator, S: Isa>(z: A) -> (A, A) {
+        tanh::<A, S>(z)
+    }
+}
 
 pub static SPEC: Spec = Spec {
     name: "dyt",
@@ -12,14 +30,33 @@ pub static SPEC: Spec = Spec {
     parameters: &[Parameter::one("alpha", 0.5), WEIGHT, BIAS],
     buffers: &[],
     options: &[],
-    form: Form::Composed(|x, inside, _| Ok(x.f_mul(&inside[0])?.f_tanh()?)),
+    form: Form::Rows(&KERNELS),
 };
+
+pub static KERNELS: RowKernels = RowKernels {
+    operator: "dyt",
+    residual: "dyt_residual",
+    numbers: &["alpha"],
+    rules: Rules::of_curve::<DyT>(row_program!("dyt.cu")),
+    hat,
+};
+
+/// x̂ = tanh(αx).
+fn hat(x: &Tensor, inside: &[Tensor], _: &[f64]) -> Result<Tensor> {
+    Ok(x.f_mul(&inside[0])?.f_tanh()?)
+}
 
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::kernel::rows::curve::tests::check;
     use crate::norm::layer_norm;
-    use tch::{Kind, Tensor};
+    use tch::Kind;
+
+    #[test]
+    fn equals_the_formula() {
+        check::<DyT>(|z| (z.tanh(), 1.0 / z.cosh().powi(2)));
+    }
 
     #[test]
     fn the_value_and_gradients_are_the_formulas() {

@@ -13,15 +13,26 @@ pub struct RowKernels {
     pub operator: &'static str,
     /// The norm after a residual step.
     pub residual: &'static str,
+    /// Of a curve: the names of its learned numbers, first the scale, then the shift, where it has one. A norm that has
+    /// them has no ε.
+    pub numbers: &'static [&'static str],
     pub rules: Rules,
     /// The composed form.
     pub hat: Hat,
 }
 
 impl RowKernels {
-    /// y in x's type, by the composed form.
-    pub fn composed(&self, x: &Tensor, weight: Option<&Tensor>, bias: Option<&Tensor>, eps: f64) -> Result<Tensor> {
-        composed::apply(self.hat, x, &[], (weight, bias), &[eps])
+    /// y in x's type, by the composed form, with ε or with a curve's numbers.
+    pub fn composed(
+        &self,
+        x: &Tensor,
+        affine: (Option<&Tensor>, Option<&Tensor>),
+        eps: f64,
+        numbers: &[Tensor],
+    ) -> Result<Tensor> {
+        let numbers = numbers.iter().map(|n| Ok(n.f_reshape([1i64])?)).collect::<Result<Vec<_>>>()?;
+        let options: &[f64] = &[eps];
+        composed::apply(self.hat, x, &numbers, affine, if numbers.is_empty() { options } else { &[] })
     }
 }
 

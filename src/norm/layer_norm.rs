@@ -62,6 +62,7 @@ pub static SPEC: Spec = Spec {
 pub static KERNELS: RowKernels = RowKernels {
     operator: "layer_norm",
     residual: "layer_norm_residual",
+    numbers: &[],
     rules: Rules::of::<LayerNorm>(row_program!("layer_norm.cu")),
     hat,
 };

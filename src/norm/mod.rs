@@ -6,10 +6,12 @@
 
 pub mod batch_norm;
 pub mod composed;
+pub mod derf;
 pub mod dyt;
 pub mod fix_norm;
 pub mod group_scaling;
 pub mod kernels;
+pub mod l2_norm;
 pub mod layer_norm;
 pub mod lp_norm;
 pub mod power_norm;
@@ -35,10 +37,13 @@ pub static NORMS: &[&Spec] = &[
     &power_norm_v::SPEC,
     &power_norm::SPEC,
     &dyt::SPEC,
+    &derf::SPEC,
+    &l2_norm::SPEC,
 ];
 
 /// Every norm with row kernels; an operator is registered for each, at its place in this list.
-pub static ROW_NORMS: &[&RowKernels] = &[&layer_norm::KERNELS, &rms_norm::KERNELS, &scale_norm::KERNELS];
+pub static ROW_NORMS: &[&RowKernels] =
+    &[&layer_norm::KERNELS, &rms_norm::KERNELS, &scale_norm::KERNELS, &dyt::KERNELS, &derf::KERNELS];
 
 /// Every norm with statistics of columns; an operator is registered for each, at its place in this list.
 pub static COLUMN_NORMS: &[&ColumnKernels] = &[&batch_norm::KERNELS, &power_norm_v::KERNELS, &power_norm::KERNELS];

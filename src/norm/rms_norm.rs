@@ -48,6 +48,7 @@ pub static SPEC: Spec = Spec {
 pub static KERNELS: RowKernels = RowKernels {
     operator: "rms_norm",
     residual: "rms_norm_residual",
+    numbers: &[],
     rules: Rules::of::<RmsNorm>(row_program!("rms_norm.cu")),
     hat,
 };

@@ -1,5 +1,5 @@
 // scale_norm.rs, and lp_norm.rs with K_ORDER: scale = 1/max(length, eps), and no pull where the clamp holds.
-struct Norm {
+struct Norm : Straight {
   enum { STATS = 1 };
   static DEV f32 scale(Length x, f32, f32 eps) {
     const f32 scale = 1.f / x.unit / x.root, most = 1.f / eps;

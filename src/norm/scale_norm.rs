@@ -66,6 +66,7 @@ pub static FIXED: Spec = Spec {
 pub static KERNELS: RowKernels = RowKernels {
     operator: "scale_norm",
     residual: "scale_norm_residual",
+    numbers: &[],
     rules: Rules::of::<ScaleNorm>(row_program!("scale_norm.cu")),
     hat,
 };

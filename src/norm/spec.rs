@@ -209,11 +209,13 @@ impl Spec {
         self.options.iter().filter_map(|option| number(&option.value(site))).collect()
     }
 
-    /// y of a norm that must be its composed form alone. `parameters` and `options` as it declares them.
+    /// y of a norm that must be its composed form alone, or a curve. `parameters` and `options` as it declares them.
     pub fn composed(&self, x: &Tensor, parameters: Vec<Option<Tensor>>, options: &[f64]) -> Result<Tensor> {
         let name = self.name;
-        let Form::Composed(hat) = self.form else {
-            return Err(Error::invalid(format!("{name} has an operator of its own: call that")));
+        let hat = match self.form {
+            Form::Composed(hat) => hat,
+            Form::Rows(RowKernels { hat, numbers, .. }) if !numbers.is_empty() => *hat,
+            _ => return Err(Error::invalid(format!("{name} has an operator of its own: call that"))),
         };
         let wanted = (self.parameters.len(), self.numbers(&Site::ANY).len());
         let got = (parameters.len(), options.len());

@@ -142,9 +142,16 @@ impl Call {
         exactly(self.all())
     }
 
-    fn all(&self) -> &[Value] {
+    /// As [`arguments`](Self::arguments), where their number depends on the declaration.
+    pub fn all(&self) -> &[Value] {
         // SAFETY: C++ keeps them for the call.
         unsafe { self.arguments.get() }
+    }
+
+    /// The outputs, likewise.
+    pub fn all_outputs(&self) -> &[Value] {
+        // SAFETY: as above.
+        unsafe { self.outputs.get() }
     }
 
     /// The first argument, a tensor that the schema requires.
@@ -154,8 +161,7 @@ impl Call {
 
     /// The outputs: for a kernel to write, for a gradient those that the forward pass kept.
     pub fn outputs<const N: usize>(&self) -> &[Value; N] {
-        // SAFETY: as above.
-        exactly(unsafe { self.outputs.get() })
+        exactly(self.all_outputs())
     }
 
     /// The outputs' gradients.

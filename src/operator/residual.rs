@@ -4,11 +4,12 @@ use super::call::{Call, Value};
 use super::declare::{gradient, leader, parameter, seed, tensor, Kind as Type, Operator};
 use super::dropout::{check_dropout, draw, draw_composed};
 use super::engine::Handle;
-use super::row_norm::{RowOperator, Rowwise};
+use super::row_norm::{composed, own, views, with_own, Own, RowOperator, Rowwise};
 use crate::error::{Error, Result};
 use crate::kernel::dropout;
 use crate::kernel::residual_step::{call as kernel, NO_NORM};
 use crate::kernel::rows::call::{RowGradients, RowViews};
+use crate::kernel::rows::curve::NUMBERS;
 use crate::kernel::view::View;
 use crate::norm::kernels::RowKernels;
 use tch::{Kind, Tensor};
@@ -31,14 +32,14 @@ pub struct Step<'a> {
 impl Step<'_> {
     /// x⁺ in x's dtype.
     pub fn add(&self) -> Result<Tensor> {
-        let [x_plus, ..] = self.call(&HANDLE, [None, None], 0.0, None)?;
+        let [x_plus, ..] = self.call(&HANDLE, [None, None], [Some(0.0.into()), None], None)?;
         Ok(x_plus)
     }
 
     /// (x⁺ in x's dtype, N(x⁺) in `kind`).
     pub fn then_norm(&self, norm: &Rowwise, kind: Kind) -> Result<(Tensor, Tensor)> {
         let parameters = [norm.weight.as_ref(), norm.bias.as_ref()];
-        let [x_plus, y, _] = self.call(&norm.operator.residual, parameters, norm.eps, Some(scalar_type(kind)))?;
+        let [x_plus, y, _] = self.call(&norm.operator.residual, parameters, norm.own(), Some(scalar_type(kind)))?;
         Ok((x_plus, y))
     }
 
@@ -46,24 +47,14 @@ impl Step<'_> {
         &self,
         handle: &Handle,
         [weight, bias]: [Option<&Tensor>; 2],
-        eps: f64,
+        own: [Option<Value>; NUMBERS],
         dtype: Option<i64>,
     ) -> Result<[Tensor; 3]> {
         let Step { x, f, alpha, beta, p, seed, site } = *self;
         let p = if seed.is_some() { p } else { 0.0 };
-        handle.call(&[
-            x.into(),
-            f.into(),
-            alpha.into(),
-            beta.into(),
-            weight.into(),
-            bias.into(),
-            eps.into(),
-            p.into(),
-            seed.into(),
-            site.into(),
-            dtype.into(),
-        ])
+        let before = [x.into(), f.into(), alpha.into(), beta.into(), weight.into(), bias.into()];
+        let after = [p.into(), seed.into(), site.into(), dtype.into()];
+        with_own(&before, own, &after, |all| handle.call(all))
     }
 }
 
@@ -104,39 +95,48 @@ pub(super) fn operator(norm: Option<&'static RowOperator>) -> Operator {
     let backward = format!("{name}_backward");
     let stats = || tensor("stats", format!("*{}", rules.stats()), Type::Computed);
     let gain = |name| parameter(name).computed();
+    let declared = Own::of(kernels, "norm_");
     let y = match norm {
         Some(_) => tensor("y", "*d", Type::Dtype),
         None => tensor("y", "0", Type::Dtype).fixed(),
     };
     Operator::new(
         format!(
-            "{name}(Tensor x, Tensor f, Tensor? alpha, Tensor? beta, Tensor? weight, Tensor? bias, float eps, float p, \
-             Tensor? seed, int site, ScalarType? dtype=None) -> (Tensor, Tensor, Tensor)"
+            "{name}(Tensor x, Tensor f, Tensor? alpha, Tensor? beta, Tensor? weight, Tensor? bias, {}, float p, \
+             Tensor? seed, int site, ScalarType? dtype=None) -> (Tensor, Tensor, Tensor)",
+            declared.schema
         ),
         [
-            leader("x", "*d"),
-            tensor("f", "*d", Type::Width),
-            gain("alpha"),
-            gain("beta"),
-            parameter("weight"),
-            parameter("bias"),
-            seed(),
-            tensor("dtype", "", Type::Dtype),
-        ],
+            vec![
+                leader("x", "*d"),
+                tensor("f", "*d", Type::Width),
+                gain("alpha"),
+                gain("beta"),
+                parameter("weight"),
+                parameter("bias"),
+            ],
+            declared.arguments.clone(),
+            vec![seed(), tensor("dtype", "", Type::Dtype)],
+        ]
+        .concat(),
         [tensor("x_plus", "*d", Type::Same), y.like("f"), stats()],
     )
     .plan(move |call| {
-        let [.., p, seed, _, _] = call.arguments::<11>();
+        let [.., p, seed, _, _] = call.all() else { unreachable!("the schema has these") };
         check_dropout(name, p, seed)
     })
     .kernel(move |call| {
-        let ([tensors @ .., eps, p, seed, site, _], [x_plus, y, stats]) = (call.arguments::<11>(), call.outputs());
-        let [x, f, alpha, beta, weight, bias] = tensors.each_ref().map(|v| v.view);
-        let (eps, draw) = (eps.float(), draw(call, [p, seed, site]));
+        let ([x, f, alpha, beta, weight, bias, given @ .., p, seed, site, _], [x_plus, y, stats]) =
+            (call.all(), call.outputs())
+        else {
+            unreachable!("the schema has these")
+        };
+        let [x, f, alpha, beta, weight, bias] = [x, f, alpha, beta, weight, bias].map(|v| v.view);
+        let ((eps, numbers), draw) = (own(given), draw(call, [p, seed, site]));
         // None without a norm.
         let y = if norm.is_some() { y.view } else { View::ABSENT };
         let (x_plus, stats) = (x_plus.view, stats.view);
-        let views = RowViews { x, f, alpha, beta, weight, bias, x_plus, y, stats, eps, order: None, draw };
+        let views = RowViews { x, f, alpha, beta, weight, bias, numbers, x_plus, y, stats, eps, order: None, draw };
         kernel::forward(call.device(), rules, &views)
     })
     .formula(move |call| formula(kernels, call))
@@ -144,10 +144,12 @@ pub(super) fn operator(norm: Option<&'static RowOperator>) -> Operator {
         Operator::new(
             format!(
                 "{backward}(Tensor? dx_plus, Tensor? dy, Tensor x_plus, Tensor? x, Tensor f, Tensor? alpha, Tensor? beta, \
-                 Tensor? weight, Tensor? bias, Tensor stats, float eps, float p, Tensor? seed, int site) -> \
-                 (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
+                 Tensor? weight, Tensor? bias, Tensor stats, {}, float p, Tensor? seed, int site) -> {}",
+                declared.schema,
+                declared.results(6)
             ),
             [
+                vec![
                 tensor("dx_plus", "*d", Type::Same).optional(),
                 tensor("dy", "*d", Type::Width).optional(),
                 leader("x_plus", "*d"),
@@ -158,19 +160,26 @@ pub(super) fn operator(norm: Option<&'static RowOperator>) -> Operator {
                 parameter("weight"),
                 parameter("bias"),
                 stats(),
-                seed(),
-            ],
+                ],
+                declared.arguments.clone(),
+                vec![seed()],
+            ].concat(),
             [
+                vec![
                 gradient("dx", "x_plus"),
                 gradient("df", "f").or_first(),
                 gradient("dalpha", "alpha"),
                 gradient("dbeta", "beta"),
                 gradient("dweight", "weight"),
                 gradient("dbias", "bias"),
-            ],
+                ],
+                declared.gradients.clone(),
+            ].concat(),
         )
         .plan(move |call| {
-            let [_, dy, x_plus, x, f, alpha, beta, .., p, seed, _] = call.arguments::<14>();
+            let [_, dy, x_plus, x, f, alpha, beta, .., p, seed, _] = call.all() else {
+                unreachable!("the schema has these")
+            };
             if norm.is_none() && !dy.is_none() {
                 return Err(Error::invalid("residual_backward: without a norm there is no y, and dy must be absent"));
             }
@@ -185,12 +194,20 @@ pub(super) fn operator(norm: Option<&'static RowOperator>) -> Operator {
             Ok(())
         })
         .kernel(move |call| {
-            let [tensors @ .., eps, p, seed, site] = call.arguments::<14>();
-            let [dx_plus, dy, x_plus, x, f, alpha, beta, weight, bias, stats] = tensors.each_ref().map(|v| v.view);
-            let [dx, df, dalpha, dbeta, dweight, dbias] = call.outputs::<6>().each_ref().map(|v| v.view);
-            let (y, eps, draw) = (View::ABSENT, eps.float(), draw(call, [p, seed, site]));
-            let views = RowViews { x, f, alpha, beta, weight, bias, x_plus, y, stats, eps, order: None, draw };
-            let gradients = RowGradients { dx_plus, dy, dx, df, dalpha, dbeta, dweight, dbias };
+            let (
+                [dx_plus, dy, x_plus, x, f, alpha, beta, weight, bias, stats, given @ .., p, seed, site],
+                [dx, df, dalpha, dbeta, dweight, dbias, dnumbers @ ..],
+            ) = (call.all(), call.all_outputs())
+            else {
+                unreachable!("the schema has these")
+            };
+            let [dx_plus, dy, x_plus, x, f, alpha, beta, weight, bias, stats] =
+                [dx_plus, dy, x_plus, x, f, alpha, beta, weight, bias, stats].map(|v| v.view);
+            let [dx, df, dalpha, dbeta, dweight, dbias] = [dx, df, dalpha, dbeta, dweight, dbias].map(|v| v.view);
+            let ((eps, numbers), dnumbers) = (own(given), views(dnumbers));
+            let (y, draw) = (View::ABSENT, draw(call, [p, seed, site]));
+            let views = RowViews { x, f, alpha, beta, weight, bias, numbers, x_plus, y, stats, eps, order: None, draw };
+            let gradients = RowGradients { dx_plus, dy, dx, df, dalpha, dbeta, dweight, dbias, dnumbers };
             kernel::backward(call.device(), rules, &views, &gradients)
         }),
     )
@@ -198,7 +215,9 @@ pub(super) fn operator(norm: Option<&'static RowOperator>) -> Operator {
 }
 
 fn formula(norm: Option<&RowKernels>, call: &Call) -> Result<Vec<Option<Tensor>>> {
-    let [x, f, alpha, beta, weight, bias, eps, p, seed, site, dtype] = call.arguments();
+    let [x, f, alpha, beta, weight, bias, own @ .., p, seed, site, dtype] = call.all() else {
+        unreachable!("the schema has these")
+    };
     let (x, f) = (x.required(), f.required());
     let kind = if x.kind() == Kind::Double { Kind::Double } else { Kind::Float };
     let gained = |t: Tensor, gain: &Value| match gain.tensor() {
@@ -209,8 +228,7 @@ fn formula(norm: Option<&RowKernels>, call: &Call) -> Result<Vec<Option<Tensor>>
     let x_plus = gained(x.f_to_kind(kind)?, alpha)?.f_add(&branch)?.f_to_kind(x.kind())?;
     let y = match norm {
         Some(k) => {
-            let (weight, bias) = (weight.tensor(), bias.tensor());
-            let y = k.composed(&x_plus.f_to_kind(kind)?, weight.as_ref(), bias.as_ref(), eps.float())?;
+            let y = composed(k, &x_plus.f_to_kind(kind)?, [weight, bias], own)?;
             Some(y.f_to_kind(if dtype.is_none() { f.kind() } else { kind_of(dtype.int()) })?)
         }
         None => None,

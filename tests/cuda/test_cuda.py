@@ -104,6 +104,8 @@ STEPS = [
     (None, ("bf16", "bf16"), 64, 0.0, None),
     ("layer_norm", ("f32", "bf16"), 64, 0.3, "each"),
     ("layer_norm", ("bf16", "bf16"), 1030, 0.3, "one"),
+    ("dyt", ("bf16", "bf16"), 1030, 0.3, "one"),
+    ("derf", ("f32", "f16"), 100, 0.3, "each"),
     ("rms_norm", ("f32", "f32"), 64, 0.3, None),
     ("rms_norm", ("f32", "f16"), 136, 0.1, "one"),
     ("scale_norm", ("f16", "f16"), 520, 0.3, "each"),
@@ -188,6 +190,7 @@ def test_under_the_clamp(on_device):
 @pytest.mark.parametrize("width", [64, 1030])
 def test_results_are_repeatable(on_device, width):
     on_device(cases.repeatable, "layer_norm", width)
+    on_device(cases.repeatable, "derf", width)
 
 
 @pytest.mark.parametrize(
@@ -396,6 +399,7 @@ def real_compiler():
 def every_variant():
     """(program, options) of all kernels: each layout with each combination of types, the rest by turns."""
     weights = {"layer_norm.cu": (2, 2), "rms_norm.cu": (2, 0), "scale_norm.cu": (1, 0)}
+    weights |= {"dyt.cu": (2, 2), "derf.cu": (2, 2)}
     norms = itertools.cycle([*weights.items(), ("no_norm.cu", (0, 0))])
     for options, (program, (weight, bias)) in zip(variants(), norms):
         for backward in (0, 1):

@@ -7,7 +7,23 @@ import torch
 
 import reference as ref
 
-from .checks import EPS, NORMS, OPS, SEED, SITE, TYPES, check, close, detects, leaves, on_device, parameters, randn
+from .checks import (
+    EPS,
+    NORMS,
+    OPS,
+    SEED,
+    SITE,
+    TYPES,
+    call,
+    check,
+    close,
+    detects,
+    leaves,
+    on_device,
+    parameters,
+    randn,
+    step,
+)
 
 
 @detects(
@@ -16,23 +32,27 @@ from .checks import EPS, NORMS, OPS, SEED, SITE, TYPES, check, close, detects, l
     ("layer_norm", "f32", 32, 300),
     ("rms_norm", "f32", 100),
     ("rms_norm", "bf16", 512),
+    ("derf", "f32", 100),
+    ("dyt", "bf16", 1030, 3),
     *(("layer_norm", "bf16", 64, 9, False, None, (type, type)) for type in ("bf16", "f16")),
 )
 def row_norm(norm, dtype, width, rows=9, misaligned=False, per_column=None, types=("f32", "f32")):
     """A norm alone. `per_column` overrides whether the weight is one number or one per column; `types`: of weight and
     bias."""
-    weight, bias = parameters(norm, width)
+    weight, bias, *numbers = parameters(norm, width)
     if per_column is not None:
         weight = torch.randn(width if per_column else 1)
     weight, bias = (None if t is None else t.to(TYPES[type]) for t, type in zip((weight, bias), types))
     x = randn(rows, width, TYPES[dtype], misaligned)
 
-    def formula(x, w, b):
-        return [NORMS[norm](x, w, b)]
+    def formula(*a):
+        return [NORMS[norm](*a)]
 
-    stats = getattr(OPS, norm)(x.double().cpu(), None, None, EPS)[1]  # a GPU has no kernel, so no statistics, in f64
-    slope = stats[..., -1].max().to(x.device) * weight.abs().max()
-    check(lambda *a: [getattr(OPS, norm)(*a, EPS)[0]], formula, [x, weight, bias], [("y", True)], norm, slope)
+    # A GPU has no kernel, so no statistics, in f64.
+    stats = call(norm, x.double().cpu(), None, None, *(n.cpu() for n in numbers))[1]
+    largest = stats[..., -1].max().to(x.device) if stats.numel() else max(numbers[0].abs().max(), x.abs().max())
+    slope = largest * weight.abs().max()
+    check(lambda *a: [call(norm, *a)[0]], formula, [x, weight, bias, *numbers], [("y", True)], norm, slope)
 
 
 @detects((3.0, "f32", 40), (1.0, "f32", 40), (math.inf, "f32", 40), (math.inf, "f32", 400))
@@ -55,6 +75,7 @@ def lp_norm(p, dtype, width, rows=9, clamped=False):
     ("layer_norm", ("bf16", "bf16"), 64),
     ("layer_norm", ("f32", "f32"), 1030, 0.3, "one", 5),
     ("rms_norm", ("f32", "f32"), 64, 0.3),
+    ("derf", ("f32", "bf16"), 64, 0.3, "each"),
     (None, ("f32", "f16"), 19, 0.3, "each"),
 )
 def residual(norm, types, width, p=0.0, gains=None, rows=9, backs=(True, True), of_norm="f32"):
@@ -62,31 +83,31 @@ def residual(norm, types, width, p=0.0, gains=None, rows=9, backs=(True, True), 
     of the norm's parameters."""
     stream, branch = (TYPES[t] for t in types)
     x, f = randn(rows, width, stream), randn(rows, width, branch)
-    weight, bias = (None if t is None else t.to(TYPES[of_norm]) for t in parameters(norm, width))
+    given = [None if t is None else t.to(TYPES[of_norm]) for t in parameters(norm, width)]
     alpha, beta = (torch.rand(1 if gains == "one" else width) + 0.5 if gains else None for _ in range(2))
     seed = torch.tensor(SEED) if p else None
     keep = ref.dropout_keep(*SEED, SITE, rows, width, p).to(x.device) if p else None
     operator = f"{norm}_residual" if norm else "residual"
 
-    def step(*a):
-        x_plus, y, _ = getattr(OPS, operator)(*a, EPS, p, seed, SITE)
+    def run(*a):
+        x_plus, y, _ = step(norm, *a, rest=(p, seed, SITE))
         return [x_plus, y] if norm else [x_plus]
 
-    def formula(x, f, alpha, beta, weight, bias):
+    def formula(x, f, alpha, beta, *given):
         dropped = f if keep is None else f * keep * ref.dropout_scale(p)
         x_plus = (1 if alpha is None else alpha) * x + (1 if beta is None else beta) * dropped
         # N reads x⁺ as it is stored; its rounding has slope one.
         x_plus = x_plus + (x_plus.detach().to(stream).to(x_plus.dtype) - x_plus.detach())
-        return [x_plus, NORMS[norm](x_plus, weight, bias)] if norm else [x_plus]
+        return [x_plus, NORMS[norm](x_plus, *given)] if norm else [x_plus]
 
     outputs = [("x_plus", backs[0])] + ([("y", backs[1])] if norm else [])
-    check(step, formula, [x, f, alpha, beta, weight, bias], outputs, operator)
+    check(run, formula, [x, f, alpha, beta, *given], outputs, operator)
 
 
-@detects(("layer_norm",), ("rms_norm",), ("scale_norm",))
+@detects(("layer_norm",), ("rms_norm",), ("scale_norm",), ("dyt",))
 def extreme_rows(norm):
     """Rows of zeros, huge, tiny and not finite keep to themselves."""
-    weight, bias = parameters(norm, 8)
+    _, _, *numbers = given = parameters(norm, 8)
     x = torch.randn(6, 8)
     x[1] = 0
     x[2] *= 1e30  # squares overflow f32
@@ -94,9 +115,12 @@ def extreme_rows(norm):
     x[4, 3] = float("nan")
     x[5, 3] = float("inf")
     with on_device(norm):
-        y = getattr(OPS, norm)(x, weight, bias, EPS)[0]
-    exact = NORMS[norm](x.double(), weight.double(), None if bias is None else bias.double())
-    assert y[:4].isfinite().all() and not y[4].isfinite().any() and not y[5].isfinite().all()
+        y = call(norm, x, *given)[0]
+    exact = NORMS[norm](x.double(), *(None if t is None else t.double() for t in given))
+    if numbers:  # a curve knows no rows
+        assert y.isfinite().sum() == 47 and y[4, 3].isnan()
+    else:
+        assert y[:4].isfinite().all() and not y[4].isfinite().any() and not y[5].isfinite().all()
     torch.testing.assert_close(y[:4].double(), exact[:4], rtol=1e-5, atol=1e-5)
 
 
@@ -224,26 +248,26 @@ def adams_formula():
 def empty(norm):
     """No rows, no columns, a vector."""
     for shape in [(0, 5), (3, 0), (2, 0, 4), (7,)]:
-        weight, bias = leaves(parameters(norm, shape[-1]))
+        given = leaves(parameters(norm, shape[-1]))
         x = torch.randn(shape, requires_grad=True)
         with on_device(norm):
-            y = getattr(OPS, norm)(x, weight, bias, EPS)[0]
+            y = call(norm, x, *given)[0]
             y.sum().backward()
-        assert y.shape == x.shape == x.grad.shape and weight.grad.shape == weight.shape
-        assert x.numel() or not weight.grad.any()
+        assert y.shape == x.shape == x.grad.shape
+        assert all(t.grad.shape == t.shape and (x.numel() or not t.grad.any()) for t in given if t is not None)
 
 
 def repeatable(norm, width):
     """Bitwise, whatever order the threads run in."""
     x, dy = torch.randn(40, width), torch.randn(40, width)
-    weight, bias = parameters(norm, width)
+    given = parameters(norm, width)
     results = []
     for seed in range(3):
         os.environ["MOCK_SEED"] = str(seed)
-        own = [t for t in leaves([x, weight, bias]) if t is not None]
+        own = leaves([x, *given])
         with on_device(norm):
-            y = getattr(OPS, norm)(own[0], own[1], own[2] if bias is not None else None, EPS)[0]
-            results.append([y, *torch.autograd.grad(y, own, dy)])
+            y = call(norm, *own)[0]
+            results.append([y, *torch.autograd.grad(y, [t for t in own if t is not None], dy)])
     for other in results[1:]:
         assert all(torch.equal(a, b) for a, b in zip(results[0], other))
 
@@ -251,10 +275,10 @@ def repeatable(norm, width):
 def rows_are_independent(norm):
     """A row's result does not depend on how many there are, nor on its place."""
     x = torch.randn(13, 64)
-    weight, bias = parameters(norm, 64)
+    given = parameters(norm, 64)
     with on_device(norm):
-        whole = getattr(OPS, norm)(x, weight, bias, EPS)[0]
-        parts = [getattr(OPS, norm)(part, weight, bias, EPS)[0] for part in (x[:1], x[1:6], x[6:])]
+        whole = call(norm, x, *given)[0]
+        parts = [call(norm, part, *given)[0] for part in (x[:1], x[1:6], x[6:])]
     assert torch.equal(whole, torch.cat(parts))
 
 

@@ -8,18 +8,14 @@ from typing import Any, NamedTuple
 import torch
 
 import reference as ref
+import row_norms
 from normformer_rs import _core
+from row_norms import EPS, OPS, call, step
 
-OPS = torch.ops.normformer_rs
-EPS = 1e-5
+__all__ = ["EPS", "OPS", "call", "step"]
 SEED = (5 << 32 | 77, 3, 1)
 SITE = 5
-NORMS = {
-    None: None,
-    "layer_norm": lambda x, w, b: ref.layer_norm(x, w, b, EPS),
-    "rms_norm": lambda x, w, b: ref.rms_norm(x, w, EPS),
-    "scale_norm": lambda x, w, b: ref.scale_norm(x, w, EPS),
-}
+NORMS = {None: None, **row_norms.NORMS}
 COLUMN_NORMS = {"batch_norm": ref.BatchNorm, "power_norm_v": ref.PowerNormV, "power_norm": ref.PowerNorm}
 REAL = os.environ.get("NORMFORMER_RS_TEST_DEVICE", "").replace("emulated", "") or None
 """A real device to run on, where the tests were told of one."""
@@ -56,10 +52,8 @@ def randn(rows, width, dtype, misaligned=False):
 
 
 def parameters(norm, width):
-    if norm is None:
-        return None, None
-    weight = torch.randn(1 if norm == "scale_norm" else width)
-    return weight, torch.randn(width) if norm == "layer_norm" else None
+    """[weight, bias, *numbers]."""
+    return [None, None] if norm is None else row_norms.parameters(norm, width, torch.float32)
 
 
 def leaves(tensors, dtype=None):

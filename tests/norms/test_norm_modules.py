@@ -21,6 +21,8 @@ MODULES = {
     "lpnorm": lambda **k: nn.LpNorm(8, p=3, **k),
     "lpnorm, inf": lambda **k: nn.LpNorm(8, p=math.inf, **k),
     "dyt": lambda **k: nn.DyT(8, **k),
+    "derf": lambda **k: nn.Derf(8, **k),
+    "l2norm": lambda **k: nn.L2Norm(8, **k),
     "batchnorm": lambda **k: nn.BatchNorm(8, **k),
     "powernorm-v": lambda **k: nn.PowerNormV(8, **k),
     "powernorm": lambda **k: nn.PowerNorm(8, warmup_iters=0, **k),
@@ -34,8 +36,9 @@ def test_row_modules_are_the_oracle(name):
     for parameter in norm.parameters():
         torch.nn.init.normal_(parameter)
     x = torch.randn(3, 8, dtype=torch.float64)
-    options = {"lpnorm": {"p": 3.0}, "dyt": {"inside": dict(norm.named_parameters())}}.get(name, {})
-    expected = ref.apply_norm(name, x, norm.weight, getattr(norm, "bias", None), **options)
+    options = {"p": 3.0} if name == "lpnorm" else {}
+    inside = {number: getattr(norm, number) for number in norm.numbers}
+    expected = ref.apply_norm(name, x, norm.weight, norm.bias, inside=inside, **options)
     torch.testing.assert_close(norm(x), expected)
 
 
@@ -74,6 +77,46 @@ def test_dyts_parameters_are_the_papers():
     torch.testing.assert_close(nn.DyT(4)(2 * values), torch.tensor([0.76159416, -0.96402758, 0.99505475, -0.09966799]))
 
 
+GAMMA, BETA = [1.0, 0.5, 2.0, -1.0], [0.1, -0.1, 0.0, 0.2]
+# Beside each the numbers of x = (1, −2, 3, 1/2), computed apart from this package: the papers' equations in f64.
+VECTORS = [
+    ("layernorm", {}, {}, [0.31055839, -0.83695436, 2.66707294, 0.27018613]),
+    ("rmsnorm", {"eps": 1e-6}, {}, [0.52981287, -0.52981287, 3.17887721, -0.26490643]),
+    ("dyt", {}, {}, [0.56211716, -0.48079708, 1.81029651, -0.04491866]),
+    ("derf", {}, {}, [0.62049988, -0.5213504, 1.93221029, -0.07632639]),
+    ("derf", {}, {"s": 0.1}, [0.70385609, -0.49845411, 1.95269677, -0.17938205]),
+    ("l2norm", {}, {}, [0.26490647, -0.52981294, 0.79471941, 0.13245324]),
+]
+
+
+@pytest.mark.parametrize("name, options, inside, wanted", VECTORS)
+def test_the_papers_numbers(name, options, inside, wanted):
+    norm = nn.norm_class(name)(4, **options, dtype=torch.float64)
+    given = {"weight": GAMMA, "bias": BETA} | {number: [value] for number, value in inside.items()}
+    own = dict(norm.named_parameters())
+    norm.load_state_dict({key: torch.tensor(given[key]) if key in given else own[key].detach() for key in own})
+    x = torch.tensor([1.0, -2.0, 3.0, 0.5], dtype=torch.float64)
+    torch.testing.assert_close(norm(x), torch.tensor(wanted, dtype=torch.float64), rtol=0, atol=1e-8)
+
+
+def test_derf_and_l2norm():
+    derf = nn.Derf(8)
+    assert {name: tuple(p.shape) for name, p in derf.named_parameters()} == {
+        "alpha": (1,),
+        "s": (1,),
+        "weight": (8,),
+        "bias": (8,),
+    }
+    assert (derf.alpha.item(), derf.s.item()) == (0.5, 0.0) and repr(derf) == "Derf((8,), elementwise_affine=True)"
+    norm = nn.L2Norm((2, 4))
+    assert not list(norm.parameters()) and repr(norm) == "L2Norm((2, 4), eps=1e-12)"
+    x = torch.randn(3, 2, 4)
+    x[1] = 0
+    torch.testing.assert_close(norm(x).flatten(1), torch.nn.functional.normalize(x.flatten(1)))
+    with pytest.raises(TypeError, match="unexpected keyword argument 'elementwise_affine'"):
+        nn.L2Norm(4, elementwise_affine=False)
+
+
 def test_the_table_of_classes():
     config = nfrs.TransformerConfig(
         lpnorm_p=math.inf, powernorm_mode="release", heads=4, norm_eps=0.01, batchnorm_alpha=0.5
@@ -85,7 +128,8 @@ def test_the_table_of_classes():
             parameter["name"] for parameter in entry["parameters"] if entry["name"] != "scalenorm-fixed"
         ]
         eps = [getattr(norm, "eps", None), getattr(nn.norm_of_config(entry["name"], 8, config), "eps", None)]
-        assert eps == ([None, None] if entry["name"] == "dyt" else [1e-5, 0.01])
+        own = next((option["default"] for option in entry["options"] if option["name"] == "eps"), None)
+        assert eps == ([None, None] if own is None else [own, 0.01])
     assert nn.norm_of_config("lpnorm", 8, config).p == math.inf
     assert (
         nn.norm_of_config("powernorm", 8, config).groups == 4 and nn.norm_of_config("batchnorm", 8, config).groups == 1

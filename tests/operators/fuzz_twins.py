@@ -12,6 +12,7 @@ from torch import Tensor
 
 import normformer_rs  # noqa: F401  # registers the operators
 import reference as ref
+import row_norms
 
 OPS = torch.ops.normformer_rs
 OPS_BY_NAME = {
@@ -35,24 +36,28 @@ def eps(d: Draw) -> float:
     return d.one(1e-5, 1e-5, 1.0)
 
 
-NORMS = {
-    "layer_norm": lambda x, w, b, eps: ref.layer_norm(x, w, b, eps),
-    "rms_norm": lambda x, w, b, eps: plus(ref.rms_norm(x, w, eps), b),
-    "scale_norm": lambda x, w, b, eps: plus(ref.scale_norm(x, 1.0 if w is None else w, eps), b),
-}
+def own(d: Draw, op: str) -> dict:
+    """A norm's own arguments: ε, or the learned numbers of a curve."""
+    norm = op.removesuffix("_residual")
+    prefix = "norm_" if norm != op else ""
+    of_curve = row_norms.numbers(norm) if norm in row_norms.ENTRIES else []
+    number = lambda: d.normal(d.one((1,), (1,), (), (1, 1)), d.one(*FLOATS))  # noqa: E731
+    return {prefix + name: number() for name in of_curve} or {"eps": eps(d)}
 
 
-def plus(y: Tensor, b: Tensor | None) -> Tensor:
-    return y if b is None else y + b
+def norm_of(op: str, x: Tensor, a: dict) -> Tensor:
+    norm = op.removesuffix("_residual")
+    given = [a[name] for name in (("norm_" + n if norm != op else n) for n in row_norms.numbers(norm))]
+    return row_norms.NORMS[norm](x, a["weight"], a["bias"], *given, eps=a.get("eps"))
 
 
 def row_norm(d: Draw, op: str):
     x, dtype, width = matrix(d)
-    return {"x": x, "weight": gain(d, width, dtype), "bias": gain(d, width, dtype), "eps": eps(d)}
+    return {"x": x, "weight": gain(d, width, dtype), "bias": gain(d, width, dtype), **own(d, op)}
 
 
 def row_norm_oracle(op: str, a: dict):
-    return {0: NORMS[op](a["x"], a["weight"], a["bias"], a["eps"])}
+    return {0: norm_of(op, a["x"], a)}
 
 
 def seed_of(d: Draw, p: float) -> Tensor | None:
@@ -87,7 +92,7 @@ def residual(d: Draw, op: str):
         "x": x,
         "f": d.normal(x.shape, branch),
         **gains,
-        "eps": eps(d),
+        **own(d, op),
         "p": p,
         "seed": seed_of(d, p),
         "site": d.random.randrange(65536),
@@ -102,7 +107,7 @@ def residual_oracle(op: str, a: dict):
     if op != "residual":
         # N reads x⁺ as it is stored; its rounding has slope one.
         stored = x_plus + (a["stored"][0].double() - x_plus.detach())
-        outputs[1] = NORMS[op.removesuffix("_residual")](stored, a["weight"], a["bias"], a["eps"])
+        outputs[1] = norm_of(op, stored, a)
     return outputs
 
 
@@ -313,7 +318,7 @@ def adam_oracle(op: str, a: dict):
 
 
 FAMILIES = {
-    **dict.fromkeys(NORMS, (row_norm, row_norm_oracle)),
+    **dict.fromkeys(row_norms.NORMS, (row_norm, row_norm_oracle)),
     "lp_norm": (lp_norm, lp_norm_oracle),
     "lp_norm_forward": (lp_norm, None),  # CUDA's alone
     "group_scaling": (group_scaling, group_scaling_oracle),
@@ -324,12 +329,13 @@ FAMILIES = {
     "label_smoothed_cross_entropy_": (cross_entropy, cross_entropy_oracle),
     "adam_": (adam, adam_oracle),
 }
-DIFFERENTIABLE = ("x", "f", "alpha", "beta", "q", "k", "v", "logits", "weight", "bias")
+NUMBERS = {prefix + name for norm in row_norms.NORMS for name in row_norms.numbers(norm) for prefix in ("", "norm_")}
+DIFFERENTIABLE = ("x", "f", "alpha", "beta", "q", "k", "v", "logits", "weight", "bias", *sorted(NUMBERS - {"alpha"}))
 
 
 def family(op: str):
     if op == "residual" or op.endswith("_residual"):
-        known = op == "residual" or op.removesuffix("_residual") in NORMS
+        known = op == "residual" or op.removesuffix("_residual") in row_norms.NORMS
         return (residual, residual_oracle if known else None)
     return FAMILIES.get(op)
 

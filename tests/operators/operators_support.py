@@ -5,23 +5,11 @@ import itertools
 import torch
 
 import reference as ref
+from row_norms import EPS, NORMS, OPS, parameters
 
-OPS = torch.ops.normformer_rs
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 WIDTHS = [1, 2, 7, 16, 31, 123, 512, 1000]
-EPS = 1e-5
-# name → oracle(x, weight, bias) with the parameters the norm has
-NORMS = {
-    "layer_norm": lambda x, w, b: ref.layer_norm(x, w, b, EPS),
-    "rms_norm": lambda x, w, b: ref.rms_norm(x, w, EPS),
-    "scale_norm": lambda x, w, b: ref.scale_norm(x, w, EPS),
-}
-
-
-def parameters(norm, width, dtype=torch.float64):
-    weight = torch.randn(1 if norm == "scale_norm" else width, dtype=dtype)
-    bias = torch.randn(width, dtype=dtype) if norm == "layer_norm" else None
-    return weight, bias
+__all__ = ["EPS", "NORMS", "OPS", "parameters"]
 
 
 def leaves(*tensors):
@@ -34,23 +22,19 @@ def gradients(y, inputs, dy):
 
 def residual_arguments(norm, width=8, p=0.0, gains=False, x_type=torch.float64, f_type=torch.float64):
     x, f = torch.randn(4, width).to(x_type), torch.randn(4, width).to(f_type)
-    weight, bias = parameters(norm, width, torch.float64) if norm else (None, None)
+    given = parameters(norm, width, torch.float64) if norm else [None, None]
     alpha, beta = (torch.rand(1).double() + 0.5, torch.rand(width).double() + 0.5) if gains else (None, None)
     seed = torch.tensor([77, 3, 1]) if p else None
-    return leaves(x, f, alpha, beta, weight, bias), seed
-
-
-def residual(norm):
-    return getattr(OPS, f"{norm}_residual" if norm else "residual")
+    return leaves(x, f, alpha, beta, *given), seed
 
 
 def residual_oracle(norm, tensors, p, kind=torch.float64):
-    x, f, alpha, beta, weight, bias = (None if t is None else t.to(kind) for t in tensors)
+    x, f, alpha, beta, *given = (None if t is None else t.to(kind) for t in tensors)
     keep = ref.dropout_keep(77, 3, 1, 5, 4, x.shape[-1], p).to(x.device) if p else None
     x_plus = (1 if alpha is None else alpha) * x
     branch = f if keep is None else f * keep * ref.dropout_scale(p)
     x_plus = x_plus + (1 if beta is None else beta) * branch
-    return x_plus, NORMS[norm](x_plus, weight, bias) if norm else None
+    return x_plus, NORMS[norm](x_plus, *given) if norm else None
 
 
 LENGTHS = [(3, 5), (1, 1), (9, 70), (33, 2), (0, 4)]  # (queries, keys) of each sentence

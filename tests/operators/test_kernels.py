@@ -14,7 +14,6 @@ from operators_support import (
     gradients,
     leaves,
     parameters,
-    residual,
     residual_arguments,
     residual_oracle,
 )
@@ -25,6 +24,7 @@ import reference as ref
 from cuda_emulator.checks import calls
 from layouts import LAYOUTS
 from normformer_rs import _core
+from row_norms import bare, call, numbers, step
 
 pytestmark = pytest.mark.device
 
@@ -35,31 +35,35 @@ pytestmark = pytest.mark.device
 @pytest.mark.parametrize("norm", NORMS)
 def test_error_is_at_most_twice_pytorchs(norm, dtype, width, layout):
     x = LAYOUTS[layout](torch.randn(3, 5, width, dtype=torch.float64).to(dtype))
-    weight, bias = parameters(norm, width, dtype)
+    weight, bias, *learned = given = parameters(norm, width, dtype)
     dy = torch.randn_like(x)
     before = _core.operator_counts()[norm]
 
     def run(f, kind):
-        own = leaves(*(None if t is None else t.to(kind) for t in (x, weight, bias)))
+        own = leaves(*(None if t is None else t.to(kind) for t in (x, *given)))
         y = f(*own)
         return [y.detach(), *gradients(y, own, dy.to(kind))]
 
     exact = run(NORMS[norm], torch.float64)
-    ours = run(lambda *a: getattr(OPS, norm)(*a, EPS)[0], dtype)
+    ours = run(lambda *a: call(norm, *a)[0], dtype)
     after = _core.operator_counts()[norm]
     assert (after[0] - before[0], after[1] - before[1]) == calls(dtype), "kernel, composed formula"
-    theirs = run(lambda x, w, b: NORMS[norm](x, w, b), dtype)
-    # What is summed, before it cancels: for dx the rows of w⊙dy·scale, for parameters dy⊙x̂ and dy.
-    stats = getattr(OPS, norm)(x, weight, bias, EPS)[1].double()
-    row = dy.double().abs().amax(-1) * weight.double().abs().max() * stats[..., -1].abs()
-    hat = getattr(OPS, norm)(x.double(), None, None, EPS)[0]
+    theirs = run(NORMS[norm], dtype)
+    # What is summed, before it cancels: for dx the rows of w⊙dy·scale, for parameters dy⊙x̂ and dy, for numbers
+    # of a curve w⊙dy⊙x and w⊙dy.
+    stats = call(norm, x, *given)[1].double()
+    scale = stats[..., -1].abs() if stats.numel() else learned[0].double().abs()
+    row = dy.double().abs().amax(-1) * weight.double().abs().max() * scale
+    hat = call(norm, x.double(), None, None, *(t.double() for t in learned))[0]
+    through = (dy * weight).double()
     terms = {
         "y": 0,
         "dx": row.max(),
         "dweight": (dy.double() * hat).abs().sum(),
-        "dbias": dy.double().abs().sum((0, 1)).max(),
+        **({} if bias is None else {"dbias": dy.double().abs().sum((0, 1)).max()}),
+        **{f"d{name}": (through * by).abs().sum() for name, by in zip(numbers(norm), (x.double(), 1.0))},
     }
-    for name, e, o, t in zip(terms, exact, ours, theirs):
+    for name, e, o, t in zip(terms, exact, ours, theirs, strict=True):
         assert o.dtype == dtype and o.shape == e.shape
         if dtype == torch.float64:  # the oracle's own
             torch.testing.assert_close(o, e, rtol=1e-11, atol=1e-11)
@@ -75,11 +79,12 @@ def test_error_is_at_most_twice_pytorchs(norm, dtype, width, layout):
 def test_gradients_of_both_orders(norm):
     x = torch.randn(3, 6, dtype=torch.float64)
     x[1] = 1e-7 * x[1]  # inside scale_norm's clamp
-    inputs = leaves(x, *parameters(norm, 6))
-    inputs = [t for t in inputs if t is not None]
+    all_inputs = leaves(x, *parameters(norm, 6))
+    inputs = [t for t in all_inputs if t is not None]
 
-    def f(x, w, b=None):
-        return getattr(OPS, norm)(x, w, b, 1e-3)[0]
+    def f(*used):
+        filled = iter(used)
+        return call(norm, *(None if t is None else next(filled) for t in all_inputs), eps=1e-3)[0]
 
     assert gradcheck(f, inputs)
     assert gradgradcheck(f, inputs)
@@ -87,27 +92,32 @@ def test_gradients_of_both_orders(norm):
 
 @pytest.mark.parametrize("norm", NORMS)
 def test_extreme_rows_stay_in_their_rows(norm):
-    weight, bias = parameters(norm, 8, torch.float32)
+    given = parameters(norm, 8, torch.float32)
     x = torch.randn(6, 8)
     x[1] = 0
     x[2] *= 1e30  # squares overflow f32
     x[3] *= 1e-30
     x[4, 3] = float("nan")
     x[5, 3] = float("inf")
-    y = getattr(OPS, norm)(x, weight, bias, EPS)[0]
-    exact = NORMS[norm](x.double(), weight.double(), None if bias is None else bias.double())
-    assert y[:4].isfinite().all() and not y[4].isfinite().any() and not y[5].isfinite().all()
+    y = call(norm, x, *given)[0]
+    exact = NORMS[norm](x.double(), *(None if t is None else t.double() for t in given))
+    if numbers(norm):  # a curve knows no rows
+        assert y.isfinite().sum() == 47 and y[4, 3].isnan()
+        torch.testing.assert_close(y[5].double(), exact[5], rtol=1e-5, atol=1e-5)
+    else:
+        assert y[:4].isfinite().all() and not y[4].isfinite().any() and not y[5].isfinite().all()
     torch.testing.assert_close(y[:4].double(), exact[:4], rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("shape", [(0, 5), (3, 0), (2, 0, 4), (7,)])
 @pytest.mark.parametrize("norm", NORMS)
 def test_empty_tensors_and_vectors(norm, shape):
-    weight, bias = leaves(*parameters(norm, shape[-1], torch.float32))
+    given = leaves(*parameters(norm, shape[-1], torch.float32))
     x = torch.randn(shape, requires_grad=True)
-    y = getattr(OPS, norm)(x, weight, bias, EPS)[0]
+    y = call(norm, x, *given)[0]
     y.sum().backward()
-    assert y.shape == x.shape == x.grad.shape and weight.grad.shape == weight.shape
+    assert y.shape == x.shape == x.grad.shape
+    assert all(t.grad.shape == t.shape and (x.numel() or not t.grad.any()) for t in given if t is not None)
 
 
 @pytest.mark.cpu
@@ -118,9 +128,8 @@ def test_each_instruction_set(norm, level):
         _core.cpu_level(None)
         pytest.skip(f"this processor has no {level}")
     try:
-        x, (weight, bias) = torch.randn(9, 123), parameters(norm, 123, torch.float32)
-        inputs = leaves(x, weight, bias)
-        y = getattr(OPS, norm)(*inputs, EPS)[0]
+        inputs = leaves(torch.randn(9, 123), *parameters(norm, 123, torch.float32))
+        y = call(norm, *inputs)[0]
         expected = NORMS[norm](*inputs)
         torch.testing.assert_close(y, expected, rtol=1e-5, atol=1e-5)
         dy = torch.randn_like(y)
@@ -135,7 +144,7 @@ def test_each_instruction_set(norm, level):
 @pytest.mark.parametrize("norm", [None, *NORMS])
 def test_the_residual_step(norm, p, gains):
     tensors, seed = residual_arguments(norm, 19, p, gains)
-    x_plus, y, _ = residual(norm)(*tensors, EPS, p, seed, 5)
+    x_plus, y, _ = step(norm, *tensors, rest=(p, seed, 5))
     outputs, expected = [x_plus], list(residual_oracle(norm, tensors, p))[: 2 if norm else 1]
     outputs += [y] if norm else []
     used = [t for t in tensors if t is not None]
@@ -158,7 +167,8 @@ def test_the_residual_steps_second_derivative(norm):
 
     def f(*used):
         filled = iter(used)
-        out = residual(norm)(*(None if t is None else next(filled) for t in tensors), 1e-3, 0.3, seed, 5)
+        all_tensors = (None if t is None else next(filled) for t in tensors)
+        out = step(norm, *all_tensors, eps=1e-3, rest=(0.3, seed, 5))
         return out[:2] if norm else out[0]
 
     used = [t for t in tensors if t is not None]
@@ -172,7 +182,7 @@ def test_the_residual_steps_second_derivative(norm):
 def test_the_residual_step_keeps_each_dtype(norm, f_type, out):
     tensors, seed = residual_arguments(norm, 64, 0.2, False, torch.float32, f_type)
     y_type = f_type if out == "branch" else torch.float32
-    x_plus, y, _ = residual(norm)(*tensors, EPS, 0.2, seed, 5, y_type)
+    x_plus, y, _ = step(norm, *tensors, rest=(0.2, seed, 5, y_type))
     assert (x_plus.dtype, y.dtype) == (torch.float32, y_type)
     expected = residual_oracle(norm, tensors, 0.2)
     torch.testing.assert_close(x_plus.double(), expected[0], rtol=1e-6, atol=1e-6)
@@ -200,18 +210,18 @@ def test_gradients_of_either_order_where_one_input_is_made_of_another(norm):
     tensors, _ = residual_arguments(norm, 5)
     x, w = torch.randn(4, 5, dtype=torch.float64, requires_grad=True), torch.randn(5, 5, dtype=torch.float64)
 
-    def step(x):
-        out = residual(norm)(x, torch.sin(x @ w), *tensors[2:], 1e-3, 0.0, None, 0)
+    def loss(x):
+        out = step(norm, x, torch.sin(x @ w), *tensors[2:], eps=1e-3)
         return (out[0].sin() * out[1]).sum() if norm else out[0].sin().sum()
 
-    (plain,) = torch.autograd.grad(step(x), x)
-    (kept,) = torch.autograd.grad(step(x), x, create_graph=True)
+    (plain,) = torch.autograd.grad(loss(x), x)
+    (kept,) = torch.autograd.grad(loss(x), x, create_graph=True)
     torch.testing.assert_close(kept, plain)
     if norm:
-        y = lambda x: getattr(OPS, norm)(x, x.mean(0), None, 1e-3)[0].sin().sum()  # noqa: E731
+        y = lambda x: call(norm, x, x.mean(0), None, *bare(norm), eps=1e-3)[0].sin().sum()  # noqa: E731
         (plain,), (kept,) = (torch.autograd.grad(y(x), x, create_graph=graph) for graph in (False, True))
         torch.testing.assert_close(kept, plain)
-    assert gradgradcheck(step, x)
+    assert gradgradcheck(loss, x)
 
 
 def test_attentions_gradient_of_itself():
@@ -225,14 +235,14 @@ def test_attentions_gradient_of_itself():
 def test_a_bias_of_one_number(norm):
     x, bias = torch.randn(3, 5, dtype=torch.float64), torch.randn(1, dtype=torch.float64, requires_grad=True)
     dy = torch.randn_like(x)
-    (found,) = torch.autograd.grad(getattr(OPS, norm)(x, None, bias, EPS)[0], bias, dy)
+    (found,) = torch.autograd.grad(call(norm, x, None, bias, *bare(norm))[0], bias, dy)
     torch.testing.assert_close(found, dy.sum().reshape(1))
 
 
 @pytest.mark.parametrize("norm", NORMS)
 def test_rows_of_zeros_have_second_derivatives(norm):
     x = torch.zeros(2, 4, dtype=torch.float64, requires_grad=True)
-    (dx,) = torch.autograd.grad(getattr(OPS, norm)(x, None, None, EPS)[0].sum(), x, create_graph=True)
+    (dx,) = torch.autograd.grad(call(norm, x, None, None, *bare(norm))[0].sum(), x, create_graph=True)
     assert torch.autograd.grad(dx.square().sum(), x)[0].isfinite().all()
 
 
@@ -328,3 +338,16 @@ def test_layer_norm_is_torchs():
     x, (weight, bias) = torch.randn(30, 77), parameters("layer_norm", 77, torch.float32)
     torch.testing.assert_close(OPS.layer_norm(x, weight, bias, EPS)[0], F.layer_norm(x, (77,), weight, bias, EPS))
     assert nfrs.__version__
+
+
+@pytest.mark.parametrize("norm", [norm for norm in NORMS if numbers(norm)])
+@pytest.mark.parametrize("shape", [(), (1,), (1, 1, 1)])
+def test_a_number_of_any_shape(norm, shape):
+    x = torch.randn(5)
+    given = [torch.full(shape, 0.5, requires_grad=True) for _ in numbers(norm)]
+    y = call(norm, x, None, None, *given)[0]
+    torch.testing.assert_close(y, NORMS[norm](x, None, None, *given))
+    (double,) = torch.autograd.grad(y.sum(), given[0], create_graph=True)
+    assert double.shape == shape and torch.autograd.grad(double, given[0])[0].shape == shape
+    with pytest.raises(ValueError, match=f"{numbers(norm)[-1]} must hold 1 number, got shape"):
+        call(norm, x, None, None, *given[1:], torch.ones(5))

@@ -6,6 +6,7 @@ from operators_support import EPS, NORMS, OPS, attention_arguments, leaves, para
 from torch.library import opcheck
 
 from normformer_rs import _core
+from row_norms import call, numbers
 
 pytestmark = pytest.mark.device
 
@@ -28,12 +29,11 @@ def test_autograd_hears_of_what_is_written_in_place():
 def sample(op):
     """A call of each operator: (arguments, those that are differentiable)."""
     if op in NORMS:
-        x, weight, bias = leaves(torch.randn(4, 8), *parameters(op, 8, torch.float32))
-        return (x, weight, bias, EPS)
+        return (*leaves(torch.randn(4, 8), *parameters(op, 8, torch.float32)), *([] if numbers(op) else [EPS]))
     if op == "residual" or op.endswith("_residual"):
         norm = op.removesuffix("residual").removesuffix("_") or None
         tensors, seed = residual_arguments(norm, 8, 0.2, True, torch.float32, torch.float32)
-        return (*tensors, EPS, 0.2, seed, 5)
+        return (*tensors, *([EPS] if norm is None or not numbers(norm) else []), 0.2, seed, 5)
     if op == "lp_norm":
         return (*leaves(torch.randn(4, 8), torch.randn(1)), 3.0, EPS)
     if op in COLUMN_NORMS:
@@ -97,12 +97,12 @@ def test_compile_with_inductor_and_dynamic_shapes():
 
 @pytest.mark.parametrize("norm", NORMS)
 def test_functorch_takes_the_composed_formula(norm):
-    x, (weight, bias) = torch.randn(3, 5, 8), parameters(norm, 8, torch.float32)
-    f = lambda x: getattr(OPS, norm)(x, weight, bias, EPS)[0]  # noqa: E731
-    expected = NORMS[norm](x, weight, bias)
+    x, given = torch.randn(3, 5, 8), parameters(norm, 8, torch.float32)
+    f = lambda x: call(norm, x, *given)[0]  # noqa: E731
+    expected = NORMS[norm](x, *given)
     torch.testing.assert_close(torch.vmap(f)(x), expected)
     ours = torch.func.grad(lambda x: f(x).sin().sum())(x)
-    theirs = torch.func.grad(lambda x: NORMS[norm](x, weight, bias).sin().sum())(x)
+    theirs = torch.func.grad(lambda x: NORMS[norm](x, *given).sin().sum())(x)
     torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
     jacobian = torch.func.jacrev(f)(x[0, 0])
     assert jacobian.shape == (8, 8)
@@ -144,6 +144,16 @@ def test_meta_tensors():
         (lambda: OPS.scale_norm(torch.ones(3, dtype=torch.long), None, None, 0.0), TypeError, "float32, float64"),
         (lambda: OPS.layer_norm(torch.ones(2, 3), torch.ones(4), None, 0.0), ValueError, "must hold 1 or 3 numbers"),
         (lambda: OPS.layer_norm(torch.tensor(1.0), None, None, 0.0), ValueError, "got a scalar"),
+        (
+            lambda: OPS.dyt(torch.ones(2, 3), None, None, torch.ones(3)),
+            ValueError,
+            "alpha must hold 1 number, got shape",
+        ),
+        (
+            lambda: OPS.dyt(torch.ones(2, 3), None, None, torch.ones(1).long()),
+            TypeError,
+            "alpha must be float32, float64",
+        ),
         (lambda: OPS.relu_dropout(torch.ones(2, 3), 1.5, None, 0), ValueError, r"must lie in \[0, 1\)"),
         (lambda: OPS.relu_dropout(torch.ones(2, 3), 0.5, None, 0), ValueError, "a seed is needed"),
         (

@@ -10,7 +10,7 @@ from torch import Tensor
 from .batch_norms import BATCH_NORMS
 from .config import Config, complete
 from .constants import branchnorm_alpha
-from .norms import DEFAULT_EPS, apply_norm, fixnorm, group_scaling, residual_step
+from .norms import DEFAULT_EPS, L2_EPS, apply_norm, fixnorm, group_scaling, residual_step
 from .operators import PAD, UNK, attention, causal_mask, masked_log_softmax, relu_dropout
 from .parameters import State, buffer_shapes, parameter_shapes
 from .parametrisation import forward_factors
@@ -304,7 +304,8 @@ class _Run:
     def norm(self, stack: str, norm: Norm, x: Tensor, real: Tensor) -> Tensor:
         """The stack's norm. One with batch statistics is given the real positions alone, and leaves 0 at padding."""
         c, kind = self.config, self.config[f"{stack}_norm"]
-        eps = DEFAULT_EPS if c["norm_eps"] is None else c["norm_eps"]
+        own = L2_EPS if kind == "l2norm" else DEFAULT_EPS
+        eps = own if c["norm_eps"] is None else c["norm_eps"]
         weight, bias = self.state.get(f"{norm.name}.weight"), self.state.get(f"{norm.name}.bias")
         prefix = f"{norm.name}."
         kept = {name.removeprefix(prefix): value for name, value in self.state.items() if name.startswith(prefix)}

@@ -12,7 +12,9 @@ import torch
 from torch import Tensor
 
 DEFAULT_EPS = 1e-5
-ROW_NORMS = ("layernorm", "rmsnorm", "scalenorm", "scalenorm-fixed", "lpnorm", "dyt")
+L2_EPS = 1e-12
+"""l2norm's."""
+ROW_NORMS = ("layernorm", "rmsnorm", "scalenorm", "scalenorm-fixed", "lpnorm", "dyt", "derf", "l2norm")
 
 
 def computed(x: Tensor) -> Tensor:
@@ -92,6 +94,18 @@ def dyt(x: Tensor, alpha: Tensor, weight: Tensor | None = None, bias: Tensor | N
     return _affine(torch.tanh(alpha.to(a.dtype) * a), weight, bias).to(x.dtype)
 
 
+def derf(x: Tensor, alpha: Tensor, s: Tensor, weight: Tensor | None = None, bias: Tensor | None = None) -> Tensor:
+    """y = γ⊙erf(αx + s) + β, α and s of shape (1,) (Chen et al. 2025)."""
+    a = computed(x)
+    return _affine(torch.erf(alpha.to(a.dtype) * a + s.to(a.dtype)), weight, bias).to(x.dtype)
+
+
+def l2_norm(x: Tensor, eps: float = L2_EPS) -> Tensor:
+    """y = x/max(‖x‖₂, ε) (Loshchilov et al. 2024, who have no ε; torch's `normalize`)."""
+    a = computed(x)
+    return (a / clamped_length(a, eps)).to(x.dtype)
+
+
 def group_scaling(x: Tensor, groups: int = 1, eps: float = DEFAULT_EPS) -> Tensor:
     """x/√(mean over each group of x² + ε), `groups` equal parts of the last dimension, no parameters (PN App A)."""
     a = computed(x).unflatten(-1, (groups, -1))
@@ -140,6 +154,10 @@ def apply_norm(
         return lp_norm(x, weight, p, eps)
     if name == "dyt":
         return dyt(x, inside["alpha"], weight, bias)
+    if name == "derf":
+        return derf(x, inside["alpha"], inside["s"], weight, bias)
+    if name == "l2norm":
+        return l2_norm(x, eps)
     raise ValueError(f"unknown norm {name!r}; the row norms are {', '.join(ROW_NORMS)}")
 
 

@@ -71,13 +71,14 @@ def random_state(config: Config, seed: int = 0, dtype: torch.dtype = torch.float
 
 
 def norm_parameters(kind: str, norm: Norm, p: float = 2.0) -> list[Parameter]:
-    """γ = 1 and β = 0 (width,), or g (1,): √d, d^{1/p} for lpnorm; dyt's α = 1/2."""
+    """γ = 1 and β = 0 (width,), or g (1,): √d, d^{1/p} for lpnorm; dyt's and derf's α = 1/2, derf's s = 0."""
     weight, bias = f"{norm.name}.weight", f"{norm.name}.bias"
     if kind == "rmsnorm":
         return [Parameter(weight, (norm.width,), 1.0)]
-    if kind == "dyt":
-        alpha = Parameter(f"{norm.name}.alpha", (1,), 0.5)
-        return [alpha, Parameter(weight, (norm.width,), 1.0), Parameter(bias, (norm.width,), 0.0)]
+    if kind in ("dyt", "derf"):
+        inside = [Parameter(f"{norm.name}.alpha", (1,), 0.5), Parameter(f"{norm.name}.s", (1,), 0.0)]
+        affine = [Parameter(weight, (norm.width,), 1.0), Parameter(bias, (norm.width,), 0.0)]
+        return inside[: 1 if kind == "dyt" else 2] + affine
     if kind in ("layernorm", *BATCH_NORMS):
         return [Parameter(weight, (norm.width,), 1.0), Parameter(bias, (norm.width,), 0.0)]
     if kind == "lpnorm":

@@ -13,6 +13,15 @@ def wide(x: Tensor) -> Tensor:
     return x if x.dtype == torch.float64 else x.to(torch.float32)
 
 
+def affine(hat: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+    """weight⊙x̂ + bias in x̂'s type."""
+    if weight is not None:
+        hat = hat * weight.to(hat.dtype)
+    if bias is not None:
+        hat = hat + bias.to(hat.dtype)
+    return hat
+
+
 def layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, shape: list[int], eps: float) -> Tensor:
     """y = γ⊙(x − μ)/√(σ² + ε) + β over the last dimensions, which have this shape."""
     a = wide(x)
@@ -43,12 +52,18 @@ def lp_norm(x: Tensor, weight: Tensor | None, gain: float, p: float, dims: int, 
 def dyt(x: Tensor, alpha: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
     """y = γ⊙tanh(αx) + β."""
     a = wide(x)
-    y = torch.tanh(a * alpha.to(a.dtype))
-    if weight is not None:
-        y = y * weight.to(a.dtype)
-    if bias is not None:
-        y = y + bias.to(a.dtype)
-    return y.to(x.dtype)
+    return affine(torch.tanh(a * alpha.to(a.dtype)), weight, bias).to(x.dtype)
+
+
+def derf(x: Tensor, alpha: Tensor, s: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+    """y = γ⊙erf(αx + s) + β."""
+    a = wide(x)
+    return affine(torch.erf(a * alpha.to(a.dtype) + s.to(a.dtype)), weight, bias).to(x.dtype)
+
+
+def l2norm(x: Tensor, eps: float) -> Tensor:
+    """y = x/max(‖x‖₂, ε) over the last dimension."""
+    return lp_norm(x, None, 1.0, 2.0, 1, eps)
 
 
 def running_norm(
@@ -66,11 +81,7 @@ def running_norm(
         a = a.masked_fill(padding_mask.unsqueeze(-1), 0.0)
     if shift is not None:
         a = a - shift.flatten().to(a.dtype)
-    y = a * torch.rsqrt(square.flatten().to(a.dtype) + eps)
-    if weight is not None:
-        y = y * weight.to(a.dtype)
-    if bias is not None:
-        y = y + bias.to(a.dtype)
+    y = affine(a * torch.rsqrt(square.flatten().to(a.dtype) + eps), weight, bias)
     if padding_mask is not None:
         y = y.masked_fill(padding_mask.unsqueeze(-1), 0.0)
     return y.to(x.dtype)

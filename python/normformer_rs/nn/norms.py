@@ -27,7 +27,9 @@ class RowNorm(Unscriptable, nn.Module):
     declared: Declared
     operator: str
     names: tuple[str, ...]
-    """The parameters' names; all but weight and bias enter x̂."""
+    """The parameters' names."""
+    numbers: tuple[str, ...]
+    """Those that enter x̂: all but weight and bias."""
     has_eps: bool
     has_bias: bool
     has_one_gain: bool
@@ -44,6 +46,7 @@ class RowNorm(Unscriptable, nn.Module):
         cls.declared = declared = DECLARED[norm]
         cls.operator = declared.operator or ""
         cls.names = tuple(parameter.name for parameter in declared.parameters)
+        cls.numbers = tuple(name for name in cls.names if name not in ("weight", "bias"))
         cls.has_eps = "eps" in declared.options
         cls.has_bias = "bias" in cls.names
         cls.has_one_gain = any(p.name == "weight" and p.shape == "one" for p in declared.parameters)
@@ -69,8 +72,8 @@ class RowNorm(Unscriptable, nn.Module):
         for declared in self.declared.parameters:
             empty = torch.empty(1 if declared.shape == "one" else shape, device=device, dtype=dtype)
             self.register_parameter(declared.name, None if declared.name in left_out else nn.Parameter(empty))
-        if not self.has_bias:
-            self.register_parameter("bias", None)
+        for name in {"weight", "bias"}.difference(self.names):
+            self.register_parameter(name, None)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -106,6 +109,10 @@ class RowNorm(Unscriptable, nn.Module):
         """ε; None stands for the machine epsilon of the type that x is computed in, as in torch."""
         return torch.finfo(torch.promote_types(x.dtype, torch.float32)).eps if self.eps is None else self.eps
 
+    def own(self, x: Tensor) -> Sequence[Any]:
+        """What the operator takes beside weight and bias: ε, or the learned numbers of x̂."""
+        return (self.eps_for(x),)
+
     def call(self, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
         """The operator on rows."""
         return getattr(OPS, self.operator)(x, weight, bias, self.eps_for(x))[0]
@@ -134,8 +141,10 @@ class RowNorm(Unscriptable, nn.Module):
 
     def extra_repr(self) -> str:
         shown = [name for name in self.declared.options if name in vars(self)]
-        options = "".join(f"{name}={getattr(self, name)}, " for name in shown if name != "elementwise_affine")
-        return f"{self.normalized_shape}, {options}elementwise_affine={self.elementwise_affine}"
+        options = [f"{name}={getattr(self, name)}" for name in shown if name != "elementwise_affine"]
+        if self.names:
+            options.append(f"elementwise_affine={self.elementwise_affine}")
+        return ", ".join([str(self.normalized_shape), *options])
 
 
 class LayerNorm(RowNorm, norm="layernorm"):

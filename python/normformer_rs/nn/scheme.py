@@ -445,7 +445,7 @@ def close(
         return Streams(x_plus if sublayer.after is None else apply_norm(norm, x_plus, padding_mask), others)
     fused = getattr(OPS, norm.operator + "_residual")
     dtype = f.dtype if sublayer.after is None else x.dtype
-    x_plus, y, _ = fused(x, f, alpha, beta, *norm.parameters_in_use(x), norm.eps_for(x), *where, dtype)
+    x_plus, y, _ = fused(x, f, alpha, beta, *norm.parameters_in_use(x), *norm.own(x), *where, dtype)
     return Streams(x_plus, others, y) if sublayer.after is None else Streams(y, others)
 
 

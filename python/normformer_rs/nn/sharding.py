@@ -29,23 +29,29 @@ def register() -> None:
         register_sharding(getattr(torch.ops.normformer_rs, name + "_backward").default)(_backward)
 
 
-def _forward(x: Any, weight: Any, bias: Any, eps: float) -> list[tuple[list[Any], list[Any]]]:
-    """(placements of y and stats, placements of the inputs), one pair per way to shard."""
-    from torch.distributed.tensor import Replicate
-
-    whole = [None if p is None else Replicate() for p in (weight, bias)]
-    return [([at, at], [at, *whole, None]) for at in _places(x)]
+def _forward(x: Any, weight: Any, bias: Any, *own: Any) -> list[tuple[list[Any], list[Any]]]:
+    """(placements of y and stats, placements of the inputs), one pair per way to shard. `own`: ε, or x̂'s numbers."""
+    whole = [_whole(p) for p in (weight, bias, *own)]
+    return [([at, at], [at, *whole]) for at in _places(x)]
 
 
-def _backward(dy: Any, x: Any, weight: Any, bias: Any, stats: Any, eps: float) -> list[tuple[list[Any], list[Any]]]:
+def _backward(dy: Any, x: Any, weight: Any, bias: Any, stats: Any, *own: Any) -> list[tuple[list[Any], list[Any]]]:
     from torch.distributed.tensor import Partial, Replicate
 
-    whole = [None if p is None else Replicate() for p in (weight, bias)]
+    affine, numbers = [_whole(p) for p in (weight, bias)], [_whole(p) for p in own]
+    learned = [*affine, *(p for p in numbers if p is not None)]
     ways = []
     for at in _places(x):
-        sums = [Partial() if at.is_shard() and p is not None else Replicate() for p in (weight, bias)]
-        ways.append(([at, *sums], [at, at, *whole, at, None]))
+        sums = [Partial() if at.is_shard() and p is not None else Replicate() for p in learned]
+        ways.append(([at, *sums], [at, at, *affine, at, *numbers]))
     return ways
+
+
+def _whole(argument: Any) -> Any:
+    """The placement of a parameter; None where there is none, and for a number."""
+    from torch.distributed.tensor import Replicate
+
+    return None if argument is None or isinstance(argument, float) else Replicate()
 
 
 def _places(x: Any) -> list[Any]:

@@ -20,6 +20,7 @@ from .layers import (
 )
 from .norms import (
     BiasedRMSNorm,
+    Derf,
     DyT,
     FixNormEmbedding,
     GroupScaling,
@@ -39,6 +40,7 @@ __all__ = [
     "BiasedRMSNorm",
     "Decoder",
     "DecoderLayer",
+    "Derf",
     "DyT",
     "Encoder",
     "EncoderLayer",

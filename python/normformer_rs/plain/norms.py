@@ -60,6 +60,22 @@ class DyT(nn.Module):
         return formulas.dyt(x, self.alpha, self.weight, self.bias)
 
 
+class Derf(nn.Module):
+    """y = γ⊙erf(αx + s) + β."""
+
+    alpha: Tensor
+    s: Tensor
+    weight: Tensor | None
+    bias: Tensor | None
+
+    def __init__(self, alpha: Tensor, s: Tensor, weight: Tensor | None, bias: Tensor | None) -> None:
+        super().__init__()
+        keep(self, alpha=alpha, s=s, weight=weight, bias=bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return formulas.derf(x, self.alpha, self.s, self.weight, self.bias)
+
+
 class GroupScaling(nn.Module):
     """x/√(mean over each group of x² + 1e-5)."""
 

@@ -89,8 +89,8 @@ def probe(module: nn.Module, width: int | None = None, computes: str | None = No
 
 
 def _measures(kind: Any) -> bool:
-    """A class of norms that divide each row by a length of it, and learn no more than a gain and a bias."""
-    return issubclass(kind, RowNorm) and kind.has_eps and {"weight", "bias"}.issuperset(kind.names)
+    """A class of norms that divide each row by a length of it, and learn a gain and no more than a bias beside it."""
+    return issubclass(kind, RowNorm) and kind.has_eps and kind.names in (("weight",), ("weight", "bias"))
 
 
 def _refused(module: nn.Module) -> str | None:

@@ -2,6 +2,7 @@
 //   x_plus = alpha*x + beta*drop(f),  y = N(x_plus)        with K_STEP = 1; x_plus = x with K_STEP = 0
 //   dx = alpha*G,  df = beta*drop(G),  G = dx_plus + N'(dy)
 //   dw = sum dy*xhat,  db = sum dy,  dalpha = sum G*x,  dbeta = sum G*drop(f)      over rows
+// and those of a curve's two numbers (norm.cuh).
 // K_BACKWARD: which of the two kernels is made. K_X, K_F, K_Y, K_P: storage types of the stream, the branch, y, and the
 // norm's weight and bias; other parameters are f32. K_WEIGHT, K_BIAS, K_ALPHA, K_BETA: kinds of parameters.
 // y is computed from x_plus as rounded to its type, the very numbers that the backward pass reads.
@@ -27,6 +28,21 @@ struct Line {
 struct Row {
   f32 shift, scale;
 };
+
+constexpr bool NORMED = Norm::STATS > 0 || Norm::CURVED;
+enum { OF_CURVE = Norm::CURVED };  // the kind of a curve's numbers, ONE where there is a curve
+
+// What stands for a measured row: a curve's numbers, the scale and the shift. Adding -0 changes nothing.
+static DEV Row learned(const f32* const (&numbers)[2]) {
+  return Row{numbers[1] ? *numbers[1] : -0.f, *numbers[0]};
+}
+
+static DEV f32 hat_of(Row row, f32 x) {
+  if constexpr (Norm::CURVED)
+    return Norm::value(fmaf(row.scale, x, row.shift));
+  else
+    return (x - row.shift) * row.scale;
+}
 
 #if !K_BACKWARD
 // sum and one more power of |d|. A NaN stays one.
@@ -101,6 +117,7 @@ struct Forward {
   const void *x, *f;
   const f32 *alpha, *beta;
   const K_P *weight, *bias;
+  const f32* numbers[2];
   void *x_plus, *y;
   f32* stats;
   i64 rows;
@@ -138,18 +155,23 @@ KERNEL(THREADS, rows_forward, Forward) {
     } else {
       line.fetch_all(team.lane, chunks);
     }
-    if (Norm::STATS == 0) continue;
-    const Row found = measure(team, line, chunks, a.eps);
-    if (team.lane == 0 && chunks > 0) {
-      if (Norm::STATS == 2) a.stats[2 * row] = found.shift;
-      a.stats[Norm::STATS * (row + 1) - 1] = found.scale;
+    if (!NORMED) continue;
+    Row found;
+    if constexpr (Norm::CURVED) {
+      found = learned(a.numbers);
+    } else {
+      found = measure(team, line, chunks, a.eps);
+      if (team.lane == 0 && chunks > 0) {
+        if (Norm::STATS == 2) a.stats[2 * row] = found.shift;
+        a.stats[Norm::STATS * (row + 1) - 1] = found.scale;
+      }
     }
     each_chunk(team.lane, chunks, [&](int i, int chunk) {
       const Values x = line.at(i, chunk), weight = values<K_WEIGHT>(a.weight, chunk, 1.f);
       const Values bias = values<K_BIAS>(a.bias, chunk, 0.f);
       Values y;
 #pragma unroll
-      for (int j = 0; j < VEC; j++) y.v[j] = fmaf(weight.v[j], (x.v[j] - found.shift) * found.scale, bias.v[j]);
+      for (int j = 0; j < VEC; j++) y.v[j] = fmaf(weight.v[j], hat_of(found, x.v[j]), bias.v[j]);
       store<K_Y>(a.y, row * a.chunks + chunk, y);
     });
   }
@@ -161,8 +183,9 @@ struct Backward {
   const void *dx_plus, *dy, *x_plus, *x, *f;
   const f32 *stats, *alpha, *beta;
   const K_P* weight;
+  const f32* numbers[2];
   void *dx, *df;
-  f32 *dalpha, *dbeta, *dweight, *dbias;  // the first block's sums
+  f32 *dalpha, *dbeta, *dweight, *dbias, *dscale, *dshift;  // the first block's sums
   i64 rows;
   int chunks;
   int sums;  // from one block's sums to the next's
@@ -194,7 +217,9 @@ KERNEL(THREADS, rows_backward, Backward) {
   Sum<K_BETA> dbeta(a.dbeta, a.sums, team.lane, a.chunks);
   Sum<K_WEIGHT> dweight(a.dweight, a.sums, team.lane, a.chunks);
   Sum<K_BIAS> dbias(a.dbias, a.sums, team.lane, a.chunks);
-  const bool normed = Norm::STATS > 0 && a.dy;
+  Sum<OF_CURVE> dscale(a.dscale, a.sums, team.lane, a.chunks);
+  Sum<OF_CURVE> dshift(a.dshift, a.sums, team.lane, a.chunks);
+  const bool normed = NORMED && a.dy;
   for (i64 first = (i64)blockIdx.x * ROWS; first < a.rows; first += (i64)gridDim.x * ROWS) {
     const i64 row = first + team.row;
     const int chunks = row < a.rows ? a.chunks : 0;
@@ -209,7 +234,9 @@ KERNEL(THREADS, rows_backward, Backward) {
     Row found = {0.f, 1.f};
     f32 sums[2] = {0.f, 0.f};  // of g*xhat, and of g
     f32 largest[1] = {0.f}, ties[1] = {OF_LARGEST ? 0.f : 1.f};
-    if (normed) {
+    if constexpr (Norm::CURVED) {
+      found = learned(a.numbers);
+    } else if (normed) {
       if (chunks > 0) {
         if (Norm::STATS == 2) found.shift = a.stats[2 * row];
         found.scale = a.stats[Norm::STATS * (row + 1) - 1];
@@ -252,16 +279,26 @@ KERNEL(THREADS, rows_backward, Backward) {
       if (normed) {
         const Values x = x_plus.at(i, chunk), d = dy.at(i, chunk);
         const Values weight = values<K_WEIGHT>(a.weight, chunk, 1.f);
-        Values dw;
+        Values dw, u, ux;
 #pragma unroll
         for (int j = 0; j < VEC; j++) {
-          const f32 hat = (x.v[j] - found.shift) * found.scale;
-          const f32 slope = slope_of(x.v[j], hat, largest[0]);
-          total.v[j] = fmaf(found.scale, weight.v[j] * d.v[j], -fmaf(pull, slope, share));
+          const f32 hat = hat_of(found, x.v[j]);
           dw.v[j] = d.v[j] * hat;
+          if constexpr (Norm::CURVED) {
+            u.v[j] = weight.v[j] * d.v[j] * Norm::slope(fmaf(found.scale, x.v[j], found.shift), hat);
+            ux.v[j] = u.v[j] * x.v[j];
+            total.v[j] = found.scale * u.v[j];
+          } else {
+            const f32 slope = slope_of(x.v[j], hat, largest[0]);
+            total.v[j] = fmaf(found.scale, weight.v[j] * d.v[j], -fmaf(pull, slope, share));
+          }
         }
         dweight.add(i, chunk, dw.v);
         dbias.add(i, chunk, d.v);
+        if constexpr (Norm::CURVED) {
+          dscale.add(i, chunk, ux.v);
+          dshift.add(i, chunk, u.v);
+        }
       }
       if (K_STEP && a.dx_plus) {
         const Values d = dx_plus.at(i, chunk);
@@ -300,5 +337,7 @@ KERNEL(THREADS, rows_backward, Backward) {
   dbeta.finish(team, scratch, a.chunks);
   dweight.finish(team, scratch, a.chunks);
   dbias.finish(team, scratch, a.chunks);
+  dscale.finish(team, scratch, a.chunks);
+  dshift.finish(team, scratch, a.chunks);
 }
 #endif

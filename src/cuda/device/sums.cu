@@ -10,10 +10,11 @@ static DEV void set(void* to, int at, f32 v) {
   const f32 one[1] = {v};
   narrow(one, ((Pack<T, 1>*)to)[at]);
 }
+enum { OUTPUTS = 6 };
 struct Sums {
   const f32* partial;
   int blocks, columns;
-  Output outputs[4];  // by their first columns
+  Output outputs[OUTPUTS];  // by their first columns
 };
 
 KERNEL(256, sum_partials, Sums) {
@@ -29,7 +30,7 @@ KERNEL(256, sum_partials, Sums) {
   // No index that is a variable: the arguments would be copied to memory.
   Output output = a.outputs[0];
 #pragma unroll
-  for (int k = 1; k < 4; k++)
+  for (int k = 1; k < OUTPUTS; k++)
     if (column >= a.outputs[k].first) output = a.outputs[k];
   const int at = column - output.first;
   if (output.type == 0)

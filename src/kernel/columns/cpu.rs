@@ -39,8 +39,7 @@ fn or_ones<A: Accumulator>(weight: &[A], cols: usize) -> Vec<A> {
 /// Σd and Σd² with d = x − guess over the rows of all threads.
 fn sums<E: Element>(cols: usize, x: &[E], pad: &[u8], guess: &[E::Acc]) -> (Vec<f64>, Vec<f64>) {
     let (mut sum, mut squares) = (memory::filled(0.0, guess.len()), memory::filled(0.0, cols));
-    parallel::sum_over_rows(x.len() / cols.max(1), cols, &mut [&mut sum, &mut squares], |r, all, sums| {
-        let [sum, squares] = sums else { unreachable!("two sums were asked for") };
+    parallel::sum_over_rows(x.len() / cols.max(1), cols, [&mut sum, &mut squares], |r, all, [sum, squares]| {
         passes::sums::<E>(cols, &x[all], part(pad, &r), guess, sum, squares);
     });
     (sum, squares)
@@ -170,8 +169,7 @@ pub fn backward<E: Element>(rule: &ColumnRule, v: &ColumnViews, d: &ColumnGradie
     let stats = Stats::read::<E::Acc>(rows, cols);
     let (shift, scale) = (as_acc::<E::Acc>(&stats.shift), as_acc::<E::Acc>(&stats.scale));
     let [mut sum, mut sum_x] = [(); 2].map(|()| memory::filled(0.0, cols));
-    parallel::sum_over_rows(x.len() / cols.max(1), cols, &mut [&mut sum, &mut sum_x], |r, all, sums| {
-        let [sum, sum_x] = sums else { unreachable!("two sums were asked for") };
+    parallel::sum_over_rows(x.len() / cols.max(1), cols, [&mut sum, &mut sum_x], |r, all, [sum, sum_x]| {
         passes::gradient_sums::<E>(cols, &dy[all.clone()], &x[all], part(pad, &r), &shift, &scale, sum, sum_x);
     });
     for (out, sums) in [(dweight, &sum_x), (dbias, &sum)] {

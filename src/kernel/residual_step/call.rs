@@ -7,6 +7,7 @@ use crate::cpu::{Accumulator, Element};
 use crate::cuda::Device;
 use crate::error::{Error, Result};
 use crate::kernel::rows::call::{RowGradients, RowViews};
+use crate::kernel::rows::curve::NUMBERS;
 use crate::kernel::rows::{gpu, Rules};
 
 /// Calls `$work::<X, F, Y>($($arg),*)` for the dtypes that may meet: all alike, or an f32 stream with a 16-bit branch
@@ -59,6 +60,7 @@ unsafe fn step<A: Accumulator>(v: &RowViews, cols: usize) -> StepParameters<'_, 
         weight: v.weight.slice(),
         bias: v.bias.slice(),
         eps: A::from_f64(v.eps),
+        numbers: v.numbers(),
     }
 }
 
@@ -115,9 +117,12 @@ where
     let (dx, df) = unsafe { (Shared::new(g.dx.slice_mut::<X>()), Shared::new(g.df.slice_mut::<F>())) };
     let has_df = !g.df.is_absent();
     // SAFETY: as above.
-    let mut sums: [&mut [X::Acc]; 4] = unsafe { [g.dweight, g.dbias, g.dalpha, g.dbeta].map(|v| v.slice_mut()) };
-    parallel::sum_over_rows(rows, cols, &mut sums, |r, all, sums| {
-        let [dweight, dbias, dalpha, dbeta] = sums else { unreachable!("four sums were asked for") };
+    let [dweight, dbias, dalpha, dbeta]: [&mut [X::Acc]; 4] =
+        unsafe { [g.dweight, g.dbias, g.dalpha, g.dbeta].map(|v| v.slice_mut()) };
+    let mut found = [X::Acc::ZERO; NUMBERS];
+    let dnumbers = if rule.curve.is_some() { &mut found[..] } else { &mut [] };
+    parallel::sum_over_rows(rows, cols, [dweight, dbias, dalpha, dbeta, dnumbers], |r, all, sums| {
+        let [dweight, dbias, dalpha, dbeta, dnumbers] = sums;
         // An absent tensor is empty and stays so.
         fn part<T>(t: &[T], all: std::ops::Range<usize>) -> &[T] {
             if t.is_empty() {
@@ -130,7 +135,7 @@ where
         let dx = unsafe { dx.slice(all.clone()) };
         // SAFETY: as above; where df is dx itself, one of them is left out.
         let df = if has_df { unsafe { df.slice(all.clone()) } } else { &mut [] };
-        let mut grads = Gradients { dweight, dbias, dalpha, dbeta };
+        let mut grads = Gradients { dweight, dbias, dalpha, dbeta, dnumbers };
         backward_by::<X, F, Y>(
             rule,
             &step,
@@ -146,5 +151,7 @@ where
             &mut grads,
         );
     });
+    // SAFETY: they are fresh.
+    unsafe { g.write_numbers(&found) };
     Ok(())
 }

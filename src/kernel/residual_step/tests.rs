@@ -3,14 +3,16 @@
 use super::*;
 use crate::cpu::philox::{self, Stream};
 use crate::cpu::simd::{force, Level};
-use crate::kernel::rows;
 use crate::kernel::rows::tests::{acc, near, numbers, Tested};
 use crate::kernel::rows::NoNorm;
+use crate::kernel::rows::{self, curve};
+use crate::norm::dyt::DyT;
 use crate::norm::layer_norm::LayerNorm;
 use crate::norm::rms_norm::RmsNorm;
 use crate::norm::scale_norm::ScaleNorm;
 use half::{bf16, f16};
 
+const NONE: [f32; NUMBERS] = [1.0, -0.0];
 const ROWS: usize = 9;
 const FIRST: usize = 70;
 const WIDTHS: [usize; 7] = [1, 7, 16, 31, 123, 512, 1000];
@@ -66,6 +68,7 @@ fn check<N: RowNorm, X: Tested, F: Tested<Acc = X::Acc> + Element, Y: Tested<Acc
     let round = |v: &[f64]| v.iter().map(|v| *v as f32 as f64).collect::<Vec<f64>>();
     let (alpha, beta, weight, bias, eps) = (round(&case.alpha), round(&case.beta), f64s(3), f64s(4), 1e-5f32 as f64);
     let (a, b, w, c) = (acc(&alpha), acc(&beta), acc(&weight), acc(&bias));
+    let (learned, mut dn) = (curve::numbers([None; NUMBERS]), []);
     let step = StepParameters {
         cols,
         alpha: &a,
@@ -74,6 +77,7 @@ fn check<N: RowNorm, X: Tested, F: Tested<Acc = X::Acc> + Element, Y: Tested<Acc
         weight: &w,
         bias: &c,
         eps: X::Acc::from_f64(eps),
+        numbers: learned,
     };
     let (x, f): (Vec<X>, Vec<F>) = (numbers(n, 5, 1.0, 0.5), numbers(n, 6, 1.0, 0.0));
     let (dx_plus, dy): (Vec<X>, Vec<Y>) = (numbers(n, 7, 1.0, 0.0), numbers(n, 8, 1.0, 0.1));
@@ -85,7 +89,7 @@ fn check<N: RowNorm, X: Tested, F: Tested<Acc = X::Acc> + Element, Y: Tested<Acc
     forward::<N, X, F, Y>(&step, FIRST, &x, &f, &mut x_plus, &mut y, &mut stats);
     let (mut dx, mut df) = (vec![X::default(); n], vec![F::default(); n]);
     let [mut dw, mut dc, mut da, mut db] = [&w, &c, &a, &b].map(|v| vec![X::Acc::ZERO; v.len()]);
-    let mut grads = Gradients { dweight: &mut dw, dbias: &mut dc, dalpha: &mut da, dbeta: &mut db };
+    let mut grads = Gradients { dweight: &mut dw, dbias: &mut dc, dalpha: &mut da, dbeta: &mut db, dnumbers: &mut dn };
     if !(dx_plus.is_empty() && dy.is_empty()) {
         backward::<N, X, F, Y>(&step, FIRST, &dx_plus, &dy, &x_plus, &x, &f, &stats, &mut dx, &mut df, &mut grads);
     }
@@ -166,6 +170,7 @@ fn rows_do_not_depend_on_how_they_are_split() {
             weight: &weight,
             bias: &[],
             eps: 1e-5,
+            numbers: NONE,
         };
         let n = 8 * cols;
         let (x, f): (Vec<f32>, Vec<bf16>) = (numbers(n, 1, 1.0, 0.0), numbers(n, 2, 1.0, 0.0));
@@ -178,7 +183,13 @@ fn rows_do_not_depend_on_how_they_are_split() {
                 let (x, f) = (&x[range.clone()], &f[range.clone()]);
                 let (x_plus, y) = (&mut x_plus[range.clone()], &mut y[range.clone()]);
                 forward::<RmsNorm, f32, bf16, bf16>(&step, 5 + first, x, f, x_plus, y, &mut stats);
-                let grads = &mut Gradients { dweight: &mut dweight, dbias: &mut [], dalpha: &mut [], dbeta: &mut [] };
+                let grads = &mut Gradients {
+                    dweight: &mut dweight,
+                    dbias: &mut [],
+                    dalpha: &mut [],
+                    dbeta: &mut [],
+                    dnumbers: &mut [],
+                };
                 let (dx, df) = (&mut dx[range.clone()], &mut df[range.clone()]);
                 backward::<RmsNorm, f32, bf16, bf16>(&step, 5 + first, x, y, x_plus, &[], &[], &stats, dx, df, grads);
             }
@@ -191,7 +202,8 @@ fn rows_do_not_depend_on_how_they_are_split() {
 #[test]
 fn a_dropped_element_is_zero_whatever_it_was() {
     let dropout = Dropout::new(0.5, Stream::default());
-    let step = StepParameters { cols: 512, alpha: &[], beta: &[], dropout, weight: &[], bias: &[], eps: 1e-5 };
+    let step =
+        StepParameters { cols: 512, alpha: &[], beta: &[], dropout, weight: &[], bias: &[], eps: 1e-5, numbers: NONE };
     let (mut x_plus, mut y) = ([0.0f32; 512], [0.0f32; 0]);
     forward::<NoNorm, f32, f32, f32>(&step, 0, &[1.0; 512], &[f32::NAN; 512], &mut x_plus, &mut y, &mut []);
     let dropped = x_plus.iter().filter(|v| **v == 1.0).count();
@@ -201,9 +213,99 @@ fn a_dropped_element_is_zero_whatever_it_was() {
 #[test]
 fn nothing_in_nothing_out() {
     for cols in [0, 4] {
-        let step = StepParameters { cols, alpha: &[], beta: &[], dropout: None, weight: &[], bias: &[], eps: 1e-5f32 };
+        let step = StepParameters {
+            cols,
+            alpha: &[],
+            beta: &[],
+            dropout: None,
+            weight: &[],
+            bias: &[],
+            eps: 1e-5f32,
+            numbers: NONE,
+        };
         forward::<LayerNorm, f32, f32, f32>(&step, 0, &[], &[], &mut [], &mut [], &mut []);
-        let grads = &mut Gradients { dweight: &mut [], dbias: &mut [], dalpha: &mut [], dbeta: &mut [] };
+        let grads =
+            &mut Gradients { dweight: &mut [], dbias: &mut [], dalpha: &mut [], dbeta: &mut [], dnumbers: &mut [] };
         backward::<LayerNorm, f32, f32, f32>(&step, 0, &[], &[], &[], &[], &[], &[], &mut [], &mut [], grads);
     }
+}
+
+/// A step before a curve against x⁺ first and the curve then, in one type: the same numbers.
+fn check_curve<X: Tested, F: Tested<Acc = X::Acc> + Element>(case: &Case) {
+    let (cols, n) = (case.cols, ROWS * case.cols);
+    let rule = Rule::<X::Acc>::of_curve::<DyT>();
+    let bend = rule.curve.as_ref().expect("DyT is a curve");
+    let [weight, bias] = [3, 4].map(|seed| acc::<X::Acc>(&numbers::<f64>(cols, seed, 0.5, 2.0)));
+    let (alpha, beta) = (acc::<X::Acc>(&case.alpha), acc::<X::Acc>(&case.beta));
+    let learned = [0.75, 0.25].map(X::Acc::from_f64);
+    let step = |numbers| StepParameters {
+        cols,
+        alpha: &alpha,
+        beta: &beta,
+        dropout: case.dropout,
+        weight: &weight,
+        bias: &bias,
+        eps: X::Acc::ZERO,
+        numbers,
+    };
+    let (x, f): (Vec<X>, Vec<F>) = (numbers(n, 5, 1.0, 0.5), numbers(n, 6, 1.0, 0.0));
+    let (dx_plus, dy): (Vec<X>, Vec<X>) = (numbers(n, 7, 1.0, 0.0), numbers(n, 8, 1.0, 0.1));
+    let none = Rule::of::<NoNorm>();
+    let [mut x_plus, mut y, mut plain, mut plain_y] = [(); 4].map(|()| vec![X::default(); n]);
+    forward_by::<X, F, X>(&rule, &step(learned), FIRST, &x, &f, &mut x_plus, &mut y, &mut []);
+    forward_by::<X, F, X>(&none, &step(learned), FIRST, &x, &f, &mut plain, &mut [], &mut []);
+    curve::forward::<X>(bend, cols, &plain, learned, &weight, &bias, &mut plain_y);
+    assert!(x_plus == plain && y == plain_y, "{cols}");
+
+    // Its own gradient, computed in X's accumulator and then rounded once less.
+    let run = |rule: &Rule<X::Acc>, dx_plus: &[X], dy: &[X]| {
+        let (mut dx, mut df) = (vec![X::default(); n], vec![F::default(); n]);
+        let sums = [cols, cols, alpha.len(), beta.len(), NUMBERS].map(|len| vec![X::Acc::ZERO; len]);
+        let [mut dweight, mut dbias, mut dalpha, mut dbeta, mut dnumbers] = sums;
+        let mut grads = Gradients {
+            dweight: &mut dweight,
+            dbias: &mut dbias,
+            dalpha: &mut dalpha,
+            dbeta: &mut dbeta,
+            dnumbers: if rule.curve.is_some() { &mut dnumbers } else { &mut [] },
+        };
+        let step = step(learned);
+        backward_by::<X, F, X>(rule, &step, FIRST, dx_plus, dy, &x_plus, &x, &f, &[], &mut dx, &mut df, &mut grads);
+        (dx, df, [dweight, dbias, dalpha, dbeta, dnumbers])
+    };
+    let dx_plus = if case.sides.0 { dx_plus } else { Vec::new() };
+    let dy = if case.sides.1 { dy } else { Vec::new() };
+    let (dx, df, sums) = run(&rule, &dx_plus, &dy);
+    let (mut of_norm, mut want) = (vec![X::default(); n], sums.each_ref().map(|sum| vec![X::Acc::ZERO; sum.len()]));
+    if !dy.is_empty() {
+        let [dweight, dbias, _, _, dnumbers] = &mut want;
+        curve::backward::<X>(bend, cols, &dy, &plain, learned, &weight, &mut of_norm, dweight, dbias, dnumbers);
+    }
+    let total: Vec<X> = (0..n).map(|i| X::of(of_norm[i].value() + dx_plus.get(i).map_or(0.0, |v| v.value()))).collect();
+    let (want_dx, want_df, [_, _, dalpha, dbeta, _]) = run(&none, &total, &[]);
+    (want[2], want[3]) = (dalpha, dbeta);
+    let unit = 4.0 * (X::UNIT + X::UNIT_ACC);
+    for i in 0..n {
+        near(dx[i], want_dx[i].value(), unit * 4.0, format_args!("dx {i} of {cols}"));
+        near(df[i], want_df[i].value(), unit * 40.0, format_args!("df {i} of {cols}"));
+    }
+    for (k, (got, want)) in sums.iter().flatten().zip(want.iter().flatten()).enumerate() {
+        let bound = unit * (100.0 * (n as f64).sqrt() + want.to_f64().abs());
+        assert!((got.to_f64() - want.to_f64()).abs() <= bound, "sum {k} of {cols}: {} {}", got.to_f64(), want.to_f64());
+    }
+}
+
+#[test]
+fn a_curve_follows_the_step() {
+    for level in Level::ALL {
+        force(Some(level));
+        for case in cases() {
+            check_curve::<f32, f32>(&case);
+            check_curve::<f64, f64>(&case);
+            check_curve::<bf16, bf16>(&case);
+            check_curve::<f16, f16>(&case);
+            check_curve::<f32, bf16>(&case);
+        }
+    }
+    force(None);
 }

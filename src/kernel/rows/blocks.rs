@@ -15,13 +15,25 @@ use std::slice::from_mut;
 /// Coefficients per column, filled up to whole blocks: the caller's, or one number (the given one, or a default)
 /// repeated.
 pub fn columns<A: Accumulator>(values: &[A], cols: usize, default: A) -> Row<A> {
-    let mut row = Row::filled(cols.next_multiple_of(BLOCK), values.first().copied().unwrap_or(default));
+    let (len, first) = (cols.next_multiple_of(BLOCK), values.first().copied().unwrap_or(default));
     match values.len() {
-        0 | 1 => {}
-        n if n == cols => row[..cols].copy_from_slice(values),
+        0 | 1 => Row::filled(len, first),
+        n if n == cols => Row::filled_up(values, len, first),
         n => panic!("a row of {cols} columns takes 0, 1 or {cols} coefficients, not {n}"),
     }
-    row
+}
+
+/// Writes sums per column, or, to one number, their sum; nothing where they are not wanted.
+pub fn write_columns<A: Accumulator>(sums: &[A], to: &mut [A]) {
+    match to {
+        [sum] if sums.len() > 1 => *sum = sums.iter().fold(A::ZERO, |sum, &column| sum + column),
+        _ => to.copy_from_slice(&sums[..to.len()]),
+    }
+}
+
+/// Sums per column as they are so far, filled up to whole blocks.
+pub fn start<A: Accumulator>(sums: &[A], cols: usize) -> Row<A> {
+    Row::filled_up(sums, cols.next_multiple_of(BLOCK), A::ZERO)
 }
 
 /// How rows fall into groups.
@@ -81,6 +93,21 @@ impl Group {
         let mut rows = rows.chain(spare.chunks_exact_mut(self.cols));
         from_fn(|_| rows.next().expect("spare rows make up a group"))
     }
+}
+
+/// The four rows of a buffer.
+#[inline(always)]
+pub fn split<E>(all: &mut [E], cols: usize) -> [&mut [E]; GROUP] {
+    let (a, rest) = all.split_at_mut(cols);
+    let (b, rest) = rest.split_at_mut(cols);
+    let (c, d) = rest.split_at_mut(cols);
+    [a, b, c, d]
+}
+
+/// As [`split`], to be read.
+#[inline(always)]
+pub fn split_ref<E>(all: &[E], cols: usize) -> [&[E]; GROUP] {
+    rows!(r => &all[r * cols..(r + 1) * cols])
 }
 
 /// A group of rows to read, in two parts: the whole blocks, and the filled-up one where a row ends inside a block.

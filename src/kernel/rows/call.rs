@@ -1,5 +1,6 @@
 //! A call's tensors: a norm of rows, over threads on the CPU or as a launch on a GPU ([`gpu`](super::gpu)).
 
+use super::curve::{self, NUMBERS};
 use super::{backward_by, forward_by, gpu, Rule, Rules};
 use crate::cpu::parallel::{self, Shared};
 use crate::cpu::{Accumulator, Element};
@@ -17,6 +18,8 @@ pub struct RowViews {
     pub beta: View,
     pub weight: View,
     pub bias: View,
+    /// A curve's learned numbers.
+    pub numbers: [View; NUMBERS],
     pub x_plus: View,
     pub y: View,
     pub stats: View,
@@ -31,7 +34,14 @@ impl RowViews {
     pub const fn alone(x: View, weight: View, stats: View, eps: f64) -> Self {
         const NO: View = View::ABSENT;
         let (order, draw) = (None, Draw::NONE);
-        RowViews { x, f: NO, alpha: NO, beta: NO, weight, bias: NO, x_plus: x, y: NO, stats, eps, order, draw }
+        let (bias, numbers) = (NO, [NO; NUMBERS]);
+        RowViews { x, f: NO, alpha: NO, beta: NO, weight, bias, numbers, x_plus: x, y: NO, stats, eps, order, draw }
+    }
+
+    /// # Safety
+    /// The numbers are of type A.
+    pub unsafe fn numbers<A: Accumulator>(&self) -> [A; NUMBERS] {
+        curve::numbers(self.numbers.map(|v| v.slice::<A>().first().copied()))
     }
 }
 
@@ -46,13 +56,25 @@ pub struct RowGradients {
     pub dbeta: View,
     pub dweight: View,
     pub dbias: View,
+    pub dnumbers: [View; NUMBERS],
 }
 
 impl RowGradients {
     /// Of a norm's x alone.
     pub const fn alone(dy: View, dx: View) -> Self {
         const NO: View = View::ABSENT;
-        RowGradients { dx_plus: NO, dy, dx, df: NO, dalpha: NO, dbeta: NO, dweight: NO, dbias: NO }
+        let dnumbers = [NO; NUMBERS];
+        RowGradients { dx_plus: NO, dy, dx, df: NO, dalpha: NO, dbeta: NO, dweight: NO, dbias: NO, dnumbers }
+    }
+
+    /// # Safety
+    /// The gradients of the numbers are of type A, and no one else's.
+    pub unsafe fn write_numbers<A: Accumulator>(&self, found: &[A]) {
+        for (v, found) in self.dnumbers.iter().zip(found) {
+            if let Some(to) = v.slice_mut::<A>().first_mut() {
+                *to = *found;
+            }
+        }
     }
 }
 
@@ -79,6 +101,16 @@ fn forward_typed<E: Element>(rule: &Rule<E::Acc>, v: &RowViews) -> Result<()> {
     let (x, weight, bias, y, stats) =
         unsafe { (v.x.slice::<E>(), v.weight.slice(), v.bias.slice(), v.y.slice_mut::<E>(), v.stats.slice_mut()) };
     let (y, stats) = (Shared::new(y), Shared::new(stats));
+    if let Some(curve) = &rule.curve {
+        // SAFETY: as above.
+        let numbers = unsafe { v.numbers() };
+        parallel::over_rows(rows, cols, |_, all| {
+            // SAFETY: the ranges are disjoint and inside y.
+            let y = unsafe { y.slice(all.clone()) };
+            curve::forward::<E>(curve, cols, &x[all], numbers, weight, bias, y);
+        });
+        return Ok(());
+    }
     let eps = E::Acc::from_f64(v.eps);
     parallel::over_rows(rows, cols, |r, all| {
         // SAFETY: the ranges are disjoint and inside y and stats.
@@ -96,9 +128,21 @@ fn backward_typed<E: Element>(rule: &Rule<E::Acc>, v: &RowViews, g: &RowGradient
     // SAFETY: as above.
     let (dweight, dbias): (&mut [E::Acc], &mut [E::Acc]) = unsafe { (g.dweight.slice_mut(), g.dbias.slice_mut()) };
     let dx = Shared::new(dx);
+    if let Some(curve) = &rule.curve {
+        // SAFETY: as above.
+        let (numbers, mut dnumbers) = (unsafe { v.numbers() }, [E::Acc::ZERO; NUMBERS]);
+        parallel::sum_over_rows(rows, cols, [dweight, dbias, &mut dnumbers], |_, all, [dweight, dbias, dnumbers]| {
+            // SAFETY: the ranges are disjoint and inside dx.
+            let dx = unsafe { dx.slice(all.clone()) };
+            let (dy, x) = (&dy[all.clone()], &x[all]);
+            curve::backward::<E>(curve, cols, dy, x, numbers, weight, dx, dweight, dbias, dnumbers);
+        });
+        // SAFETY: they are fresh.
+        unsafe { g.write_numbers(&dnumbers) };
+        return Ok(());
+    }
     let eps = E::Acc::from_f64(v.eps);
-    parallel::sum_over_rows(rows, cols, &mut [dweight, dbias], |r, all, sums| {
-        let [dweight, dbias] = sums else { unreachable!("two sums were asked for") };
+    parallel::sum_over_rows(rows, cols, [dweight, dbias], |r, all, [dweight, dbias]| {
         // SAFETY: the ranges are disjoint and inside dx.
         let dx = unsafe { dx.slice(all.clone()) };
         let stats = &stats[parallel::numbers(&r, rule.stats)];

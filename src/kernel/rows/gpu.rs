@@ -1,6 +1,7 @@
 //! Row norms and residual steps on a GPU: what `cuda/device/rows.cuh` takes, made from views.
 
 use super::call::{RowGradients, RowViews};
+use super::curve::NUMBERS;
 use crate::cuda::{self, Device, Layout, Program};
 use crate::error::Result;
 use crate::kernel::dropout::OnDevice;
@@ -17,6 +18,7 @@ struct Forward {
     beta: *const u8,
     weight: *const u8,
     bias: *const u8,
+    numbers: [*const u8; NUMBERS],
     x_plus: *mut u8,
     y: *mut u8,
     stats: *mut u8,
@@ -38,9 +40,10 @@ struct Backward {
     alpha: *const u8,
     beta: *const u8,
     weight: *const u8,
+    numbers: [*const u8; NUMBERS],
     dx: *mut u8,
     df: *mut u8,
-    partial: [*mut f32; 4],
+    partial: [*mut f32; 4 + NUMBERS],
     rows: i64,
     chunks: i32,
     sums: i32,
@@ -98,6 +101,7 @@ pub fn forward(device: Device, program: &'static Program, r: &RowViews) -> Resul
         beta: r.beta.data,
         weight: r.weight.data,
         bias: r.bias.data,
+        numbers: r.numbers.map(|v| v.data.cast_const()),
         x_plus: r.x_plus.data,
         y: r.y.data,
         stats: r.stats.data,
@@ -125,7 +129,8 @@ pub fn backward(device: Device, program: &'static Program, r: &RowViews, g: &Row
     let views = [&r.x, &r.f, &r.x_plus, &g.dx_plus, &g.dy, &g.dx, &g.df];
     let (layout, options, chunks) = variant(r, true, types, &views)?;
     // Each block leaves its sums, as many numbers as the gradients have together.
-    let all = [&g.dalpha, &g.dbeta, &g.dweight, &g.dbias];
+    let [dscale, dshift] = &g.dnumbers;
+    let all = [&g.dalpha, &g.dbeta, &g.dweight, &g.dbias, dscale, dshift];
     let lengths = all.map(|sum| if sum.is_absent() { 0 } else { sum.rows * sum.cols });
     let columns: i64 = lengths.iter().sum();
     let (mut workspace, mut most) = (None, i32::MAX as u32);
@@ -137,7 +142,7 @@ pub fn backward(device: Device, program: &'static Program, r: &RowViews, g: &Row
     }
     let sums = workspace.as_ref().map_or(std::ptr::null_mut(), |room| room.data_ptr().cast::<f32>());
     let grid = layout.grid(if chunks > 0 { r.x_plus.rows as u64 } else { 0 }, most);
-    let (mut partial, mut outputs, mut first) = ([std::ptr::null_mut(); 4], Vec::new(), 0);
+    let (mut partial, mut outputs, mut first) = ([std::ptr::null_mut(); 4 + NUMBERS], Vec::new(), 0);
     for ((partial, sum), length) in partial.iter_mut().zip(all).zip(lengths).filter(|(_, length)| *length > 0) {
         // SAFETY: the workspace has a column for each number of each sum.
         *partial = unsafe { sums.add(first as usize) };
@@ -154,6 +159,7 @@ pub fn backward(device: Device, program: &'static Program, r: &RowViews, g: &Row
         alpha: r.alpha.data,
         beta: r.beta.data,
         weight: r.weight.data,
+        numbers: r.numbers.map(|v| v.data.cast_const()),
         dx: g.dx.data,
         df: g.df.data,
         partial,

@@ -1,6 +1,6 @@
 //! The four passes over a group of rows: measure and normalise, and the two halves of the gradient.
 
-use super::blocks::{columns, Blocks, BlocksMut, PARTS};
+use super::blocks::{columns, start, write_columns, Blocks, BlocksMut, PARTS};
 use super::{Measured, Rule, Slope, Sums, GROUP};
 use crate::cpu::convert::Row;
 use crate::cpu::pack::{Isa, Of, Pack, Store, BLOCK};
@@ -356,20 +356,8 @@ impl<'a, A: Accumulator> Weight<'a, A> {
             [dgain] if self.cols > 1 => *dgain = self.dgain,
             _ => dweight.copy_from_slice(&self.dcolumns[..dweight.len()]),
         }
-        match dbias {
-            [dshift] if self.cols > 1 => {
-                *dshift = self.dbias[..self.cols].iter().fold(A::ZERO, |sum, &column| sum + column);
-            }
-            _ => dbias.copy_from_slice(&self.dbias[..dbias.len()]),
-        }
+        write_columns(&self.dbias[..self.cols.min(self.dbias.len())], dbias);
     }
-}
-
-/// Sums per column as they are so far, filled up to whole blocks.
-fn start<A: Accumulator>(sums: &[A], cols: usize) -> Row<A> {
-    let mut row = Row::new(cols.next_multiple_of(BLOCK));
-    row[..sums.len()].copy_from_slice(sums);
-    row
 }
 
 /// x̂ of a row; the shift is zero where not `C`.

@@ -1,0 +1,151 @@
+//! The backward pass's second half: from G to dx, df and the gradients of the scales.
+
+use super::mask::Bits;
+use super::{keep, StepParameters};
+use crate::cpu::convert::Row;
+use crate::cpu::pack::{Isa, Of, Pack, Store, BLOCK};
+use crate::cpu::philox::Dropout;
+use crate::cpu::{Accumulator, Element};
+use crate::kernel::rows::{columns, each_row, fetch, rows, Blocks, BlocksMut, Lines, Measured, Slope, GROUP, PARTS};
+
+/// What the gradient reads of a group of rows; absent rows are empty. With a curve `dx_plus` is G itself.
+pub struct Sides<'a, X, F, Y, D> {
+    pub dx_plus: [&'a [D]; GROUP],
+    pub dy: [&'a [Y]; GROUP],
+    pub x_plus: [&'a [X]; GROUP],
+    pub x: [&'a [X]; GROUP],
+    pub f: [&'a [F]; GROUP],
+}
+
+/// The scales α and β per column, and the sums of their gradients (but for dropout's scale); these are empty where not
+/// wanted.
+pub struct Scales<A> {
+    pub alpha: Row<A>,
+    pub beta: Row<A>,
+    pub dalpha: Row<A>,
+    pub dbeta: Row<A>,
+}
+
+impl<A: Accumulator> Scales<A> {
+    /// dx = α⊙G and df = β⊙drop(G) of G = dx⁺ + N′(dy), and what a group adds to dα and dβ.
+    #[inline(always)]
+    pub fn apply<S: Isa, X: Element<Acc = A>, F: Element<Acc = A>, Y: Element<Acc = A>, D: Element<Acc = A>>(
+        &mut self,
+        weight: &[A],
+        slopes: [(Measured<A>, Slope<A>); GROUP],
+        sides: Sides<X, F, Y, D>,
+        bits: Bits,
+        dx: [&mut [X]; GROUP],
+        store: Store,
+        df: [&mut [F]; GROUP],
+        store_f: Store,
+    ) {
+        let weighted = !weight.is_empty();
+        let (has_dy, has_dx_plus) = (!sides.dy[0].is_empty(), !sides.dx_plus[0].is_empty());
+        let (wants_dx, wants_df) = (!dx[0].is_empty(), !df[0].is_empty());
+        let (wants_dalpha, wants_dbeta) = (!self.dalpha.is_empty(), !self.dbeta.is_empty());
+        let dropped = bits.is_some();
+        let (threshold, bits) = bits.unwrap_or((0, [&[]; GROUP]));
+        let lines = rows!(r => Lines::<A, S, true>::of(slopes[r]));
+        let ahead = GROUP * sides.dx_plus[0].len();
+        let (dy, x_plus, dx_plus) = (Blocks::of(sides.dy), Blocks::of(sides.x_plus), Blocks::of(sides.dx_plus));
+        let (x, f, bits) = (Blocks::of(sides.x), Blocks::of(sides.f), Blocks::of(bits));
+        let (mut dx, mut df) = (BlocksMut::of(dx), BlocksMut::of(df));
+        let mut done = 0;
+        for part in 0..PARTS {
+            let n = if has_dy { dy.len(part) } else { dx_plus.len(part) };
+            let of = |there: bool| if there { n } else { 0 };
+            let (dy, x_plus) = (dy.part(part, of(has_dy)), x_plus.part(part, of(has_dy)));
+            let dx_plus = dx_plus.part(part, of(has_dx_plus));
+            let (x, f) = (x.part(part, of(wants_dalpha)), f.part(part, of(wants_dbeta)));
+            let bits = bits.part(part, of(dropped));
+            let (dx, df) = (dx.part(part, of(wants_dx)), df.part(part, of(wants_df)));
+            let here = |there: bool| if there { done..done + n } else { 0..0 };
+            let weight = &weight.as_chunks::<BLOCK>().0[here(weighted)];
+            let alpha = &self.alpha.as_chunks::<BLOCK>().0[here(true)];
+            let beta = &self.beta.as_chunks::<BLOCK>().0[here(true)];
+            let dalpha = &mut self.dalpha.as_chunks_mut::<BLOCK>().0[here(wants_dalpha)];
+            let dbeta = &mut self.dbeta.as_chunks_mut::<BLOCK>().0[here(wants_dbeta)];
+            done += n;
+            for i in 0..n {
+                let mut total = [[Of::<A, S>::zero(); 2]; GROUP];
+                if has_dy {
+                    let w = if weighted { Of::<A, S>::pair(&weight[i]) } else { [Of::<A, S>::splat(A::ONE); 2] };
+                    each_row!(r => {
+                        let (dy, x) = (Of::<A, S>::pair(&dy[r][i]), Of::<A, S>::pair(&x_plus[r][i]));
+                        total[r] = [lines[r].at(w[0].mul(dy[0]), x[0]), lines[r].at(w[1].mul(dy[1]), x[1])];
+                    });
+                }
+                if has_dx_plus {
+                    each_row!(r => {
+                        fetch(&dx_plus[r][i], ahead);
+                        let d = Of::<A, S>::pair(&dx_plus[r][i]);
+                        total[r] = [total[r][0].add(d[0]), total[r][1].add(d[1])];
+                    });
+                }
+                if wants_dx {
+                    let a = Of::<A, S>::pair(&alpha[i]);
+                    each_row!(r => {
+                        Of::<A, S>::store([a[0].mul(total[r][0]), a[1].mul(total[r][1])], &mut dx[r][i], store);
+                    });
+                }
+                if wants_dalpha {
+                    let mut sum = Of::<A, S>::pair(&dalpha[i]);
+                    each_row!(r => {
+                        let x = Of::<A, S>::pair(&x[r][i]);
+                        sum = [x[0].mul_add(total[r][0], sum[0]), x[1].mul_add(total[r][1], sum[1])];
+                    });
+                    Of::<A, S>::store(sum, &mut dalpha[i], Store::PLAIN);
+                }
+                if wants_df {
+                    let b = Of::<A, S>::pair(&beta[i]);
+                    each_row!(r => {
+                        let mut d = [b[0].mul(total[r][0]), b[1].mul(total[r][1])];
+                        if dropped {
+                            d = keep::<A, S>(d, &bits[r][i], threshold);
+                        }
+                        Of::<A, S>::store(d, &mut df[r][i], store_f);
+                    });
+                }
+                if wants_dbeta {
+                    let mut sum = Of::<A, S>::pair(&dbeta[i]);
+                    each_row!(r => {
+                        let f = Of::<A, S>::pair(&f[r][i]);
+                        // The product is dropped, not the factor: what was dropped may have been infinite.
+                        let mut d = [f[0].mul(total[r][0]), f[1].mul(total[r][1])];
+                        if dropped {
+                            d = keep::<A, S>(d, &bits[r][i], threshold);
+                        }
+                        sum = [sum[0].add(d[0]), sum[1].add(d[1])];
+                    });
+                    Of::<A, S>::store(sum, &mut dbeta[i], Store::PLAIN);
+                }
+            }
+        }
+        dx.finish();
+        df.finish();
+    }
+}
+
+/// Columns to sum in: none where the gradient is not wanted.
+pub fn sum_of<A: Accumulator>(gradient: &[A], cols: usize) -> Row<A> {
+    Row::new(if gradient.is_empty() { 0 } else { cols.next_multiple_of(BLOCK) })
+}
+
+/// Adds the column sums, or their sum, times dropout's scale.
+pub fn finish<A: Accumulator>(sums: &[A], dropout: Option<Dropout>, gradient: &mut [A]) {
+    let scale = A::from_f64(dropout.map_or(1.0, |d| d.scale));
+    for (i, sum) in sums.iter().enumerate() {
+        gradient[if gradient.len() == 1 { 0 } else { i }] += scale * *sum;
+    }
+}
+
+/// β times what dropout multiplies the kept elements by.
+pub fn branch_scale<A: Accumulator>(step: &StepParameters<A>) -> Row<A> {
+    let scale = A::from_f64(step.dropout.map_or(1.0, |d| d.scale));
+    let mut beta = columns(step.beta, step.cols, A::ONE);
+    for beta in beta.iter_mut() {
+        *beta = *beta * scale;
+    }
+    beta
+}

@@ -1,0 +1,393 @@
+//! Norms that are curves: y = w⊙f(z) + b with z = scale·x + shift, element by element.
+//!
+//! With g = w⊙dy and u = g⊙f′(z):
+//!
+//! > dx = scale·u,  dscale = Σ u⊙x,  dshift = Σ u,  dw = Σ dy⊙f(z),  db = Σ dy   (sums over rows)
+//!
+//! scale and shift are numbers, so their sums run over all elements: over a row in lanes, then row by row. A curve is two
+//! functions on a buffer of z, called through [`Curve`]; only they are compiled per curve.
+
+use super::blocks::{columns, split, split_ref, start, write_columns, Blocks, BlocksMut, Group, PARTS};
+use super::passes::{each_row, fetch, normalise, rows};
+use super::{CurveNorm, Measured, GROUP};
+use crate::cpu::convert::Row;
+use crate::cpu::pack::{Isa, Of, Pack, Store, BLOCK};
+use crate::cpu::{Accumulator, Element};
+use crate::multiversion;
+
+/// Learned numbers of a curve: the scale and the shift.
+pub const NUMBERS: usize = 2;
+
+/// A [`CurveNorm`] as the kernels take it.
+#[derive(Clone, Copy)]
+pub struct Curve<A> {
+    /// z ← f(z).
+    values: fn(&mut [A]),
+    /// z ← f(z), and f′(z).
+    slopes: fn(&mut [A], &mut [A]),
+}
+
+impl<A: Accumulator> Curve<A> {
+    pub const fn of<N: CurveNorm>() -> Self {
+        Curve { values: values::<A, N>, slopes: slopes::<A, N> }
+    }
+}
+
+multiversion! {
+    fn values[isa S][A: Accumulator, N: CurveNorm](z: &mut [A]) {
+        for z in z.iter_mut() {
+            *z = N::at::<A, S>(*z).0;
+        }
+    }
+}
+
+multiversion! {
+    fn slopes[isa S][A: Accumulator, N: CurveNorm](z: &mut [A], slopes: &mut [A]) {
+        for (z, slope) in z.iter_mut().zip(slopes) {
+            (*z, *slope) = N::at::<A, S>(*z);
+        }
+    }
+}
+
+/// The numbers of a norm that has fewer, or none.
+pub fn numbers<A: Accumulator>(given: [Option<A>; NUMBERS]) -> [A; NUMBERS] {
+    // Adding −0 changes nothing, adding 0 would turn −0 into 0.
+    [given[0].unwrap_or(A::ONE), given[1].unwrap_or(-A::ZERO)]
+}
+
+multiversion! {
+    /// y = w⊙f(scale·x + shift) + b of `numbers` (scale, shift), for rows of `cols` numbers. `weight` and `bias` as in
+    /// [`super::forward`].
+    pub fn forward[isa S][E: Element](
+        curve: &Curve<E::Acc>, cols: usize, x: &[E], numbers: [E::Acc; NUMBERS], weight: &[E::Acc], bias: &[E::Acc],
+        y: &mut [E],
+    ) {
+        if cols == 0 {
+            return;
+        }
+        let (weight, bias) = (columns(weight, cols, E::Acc::ONE), columns(bias, cols, E::Acc::ZERO));
+        let (store, group) = (Store::of(y, cols), Group::new(x.len() / cols, cols));
+        let (spare, mut spare_out) = (group.spare::<E>(1), group.spare::<E>(GROUP));
+        let mut bend = Bend::new(curve, numbers, cols);
+        for g in 0..group.count() {
+            let (x, y) = (group.rows(g, x, &spare), group.rows_mut(g, y, &mut spare_out));
+            bend.forward::<S, E, E>(x, group.range(g).len(), &weight, &bias, y, store);
+        }
+        store.finish();
+    }
+}
+
+multiversion! {
+    /// The gradient of [`forward`]: overwrites `dx`, adds to `dweight` (empty, or as long as `weight`), `dbias` (empty, or
+    /// one per column) and `dnumbers` (empty, or two).
+    pub fn backward[isa S][E: Element](
+        curve: &Curve<E::Acc>, cols: usize, dy: &[E], x: &[E], numbers: [E::Acc; NUMBERS], weight: &[E::Acc],
+        dx: &mut [E], dweight: &mut [E::Acc], dbias: &mut [E::Acc], dnumbers: &mut [E::Acc],
+    ) {
+        if cols == 0 {
+            return;
+        }
+        let mut bend = BendBack::new(curve, numbers, weight, cols, dweight, dbias, dnumbers);
+        let (store, group) = (Store::of(dx, cols), Group::new(x.len() / cols, cols));
+        let (spare, mut spare_out) = (group.spare::<E>(1), group.spare::<E>(GROUP));
+        for g in 0..group.count() {
+            let (dy, x) = (group.rows(g, dy, &spare), group.rows(g, x, &spare));
+            let dx = group.rows_mut(g, dx, &mut spare_out);
+            bend.backward::<S, E, E, E>(dy, x, [&[]; GROUP], group.range(g).len(), dx, store);
+        }
+        store.finish();
+        bend.finish(dweight, dbias, dnumbers);
+    }
+}
+
+/// A curve with its numbers, and room for what it makes of a group of rows.
+pub struct Bend<'a, A> {
+    curve: &'a Curve<A>,
+    numbers: [A; NUMBERS],
+    cols: usize,
+    /// z, then f(z).
+    hats: Row<A>,
+}
+
+impl<'a, A: Accumulator> Bend<'a, A> {
+    pub fn new(curve: &'a Curve<A>, numbers: [A; NUMBERS], cols: usize) -> Self {
+        Bend { curve, numbers, cols, hats: Row::new(GROUP * cols) }
+    }
+
+    /// y = w⊙f(z) + b; the first `count` rows are real.
+    #[inline(always)]
+    pub fn forward<S: Isa, X: Element<Acc = A>, Y: Element<Acc = A>>(
+        &mut self,
+        x: [&[X]; GROUP],
+        count: usize,
+        weight: &[A],
+        bias: &[A],
+        y: [&mut [Y]; GROUP],
+        store: Store,
+    ) {
+        self.straight::<S, X>(x);
+        (self.curve.values)(&mut self.hats[..count * self.cols]);
+        normalise::<S, A, Y, false>(split_ref(&self.hats, self.cols), [Measured::NONE; GROUP], weight, bias, y, store);
+    }
+
+    /// z of a group of rows.
+    #[inline(always)]
+    fn straight<S: Isa, X: Element<Acc = A>>(&mut self, x: [&[X]; GROUP]) {
+        let [scale, shift] = self.numbers.map(Of::<A, S>::splat);
+        let ahead = GROUP * self.cols;
+        let (x, mut z) = (Blocks::of(x), BlocksMut::of(split(&mut self.hats, self.cols)));
+        for part in 0..PARTS {
+            let n = x.len(part);
+            let (x, z) = (x.part(part, n), z.part(part, n));
+            for b in 0..n {
+                each_row!(r => {
+                    fetch(&x[r][b], ahead);
+                    let [low, high] = Of::<A, S>::pair(&x[r][b]);
+                    let block = [scale.mul_add(low, shift), scale.mul_add(high, shift)];
+                    Of::<A, S>::store(block, &mut z[r][b], Store::PLAIN);
+                });
+            }
+        }
+        z.finish();
+    }
+}
+
+/// A curve for the backward pass, and the sums of its gradients over rows.
+pub struct BendBack<'a, A> {
+    bend: Bend<'a, A>,
+    slopes: Row<A>,
+    weight: Row<A>,
+    dweight: Row<A>,
+    dbias: Row<A>,
+    dnumbers: [A; NUMBERS],
+}
+
+impl<'a, A: Accumulator> BendBack<'a, A> {
+    /// `dweight`, `dbias` and `dnumbers` are what is added to; [`finish`](Self::finish) writes them.
+    pub fn new(
+        curve: &'a Curve<A>,
+        numbers: [A; NUMBERS],
+        weight: &[A],
+        cols: usize,
+        dweight: &[A],
+        dbias: &[A],
+        dnumbers: &[A],
+    ) -> Self {
+        BendBack {
+            bend: Bend::new(curve, numbers, cols),
+            slopes: Row::new(GROUP * cols),
+            weight: columns(weight, cols, A::ONE),
+            dweight: start(dweight, cols),
+            dbias: start(dbias, cols),
+            dnumbers: dnumbers.try_into().unwrap_or([A::ZERO; NUMBERS]),
+        }
+    }
+
+    /// dx = scale·u, plus `dx_plus` where that is not empty, and what the rows add to the sums; the first `count` rows are
+    /// real.
+    #[inline(always)]
+    pub fn backward<S: Isa, X: Element<Acc = A>, Y: Element<Acc = A>, D: Element<Acc = A>>(
+        &mut self,
+        dy: [&[Y]; GROUP],
+        x: [&[X]; GROUP],
+        dx_plus: [&[X]; GROUP],
+        count: usize,
+        dx: [&mut [D]; GROUP],
+        store: Store,
+    ) {
+        self.bend.straight::<S, X>(x);
+        let (cols, has_dx_plus) = (self.bend.cols, !dx_plus[0].is_empty());
+        let numbers = count * cols;
+        (self.bend.curve.slopes)(&mut self.bend.hats[..numbers], &mut self.slopes[..numbers]);
+        let scale = Of::<A, S>::splat(self.bend.numbers[0]);
+        let (dy, x, dx_plus, mut dx) = (Blocks::of(dy), Blocks::of(x), Blocks::of(dx_plus), BlocksMut::of(dx));
+        let (hats, slopes) = (Blocks::of(split_ref(&self.bend.hats, cols)), Blocks::of(split_ref(&self.slopes, cols)));
+        let (mut sum_u, mut sum_ux) = ([[Of::<A, S>::zero(); 2]; GROUP], [[Of::<A, S>::zero(); 2]; GROUP]);
+        let (mut done, ahead) = (0, GROUP * cols);
+        for part in 0..PARTS {
+            let n = x.len(part);
+            let (dy, x, dx) = (dy.part(part, n), x.part(part, n), dx.part(part, n));
+            let (hats, slopes) = (hats.part(part, n), slopes.part(part, n));
+            let dx_plus = dx_plus.part(part, if has_dx_plus { n } else { 0 });
+            let weight = &self.weight.as_chunks::<BLOCK>().0[done..done + n];
+            let dweight = &mut self.dweight.as_chunks_mut::<BLOCK>().0[done..done + n];
+            let dbias = &mut self.dbias.as_chunks_mut::<BLOCK>().0[done..done + n];
+            done += n;
+            for b in 0..n {
+                let w = Of::<A, S>::pair(&weight[b]);
+                let (mut dw, mut db) = (Of::<A, S>::pair(&dweight[b]), Of::<A, S>::pair(&dbias[b]));
+                each_row!(r => {
+                    fetch(&dy[r][b], ahead);
+                    let (dy, x) = (Of::<A, S>::pair(&dy[r][b]), Of::<A, S>::pair(&x[r][b]));
+                    let (hat, slope) = (Of::<A, S>::pair(&hats[r][b]), Of::<A, S>::pair(&slopes[r][b]));
+                    dw = [dy[0].mul_add(hat[0], dw[0]), dy[1].mul_add(hat[1], dw[1])];
+                    db = [db[0].add(dy[0]), db[1].add(dy[1])];
+                    let u = [w[0].mul(dy[0]).mul(slope[0]), w[1].mul(dy[1]).mul(slope[1])];
+                    sum_u[r] = [sum_u[r][0].add(u[0]), sum_u[r][1].add(u[1])];
+                    sum_ux[r] = [u[0].mul_add(x[0], sum_ux[r][0]), u[1].mul_add(x[1], sum_ux[r][1])];
+                    let mut block = [scale.mul(u[0]), scale.mul(u[1])];
+                    if has_dx_plus {
+                        let d = Of::<A, S>::pair(&dx_plus[r][b]);
+                        block = [block[0].add(d[0]), block[1].add(d[1])];
+                    }
+                    Of::<A, S>::store(block, &mut dx[r][b], store);
+                });
+                Of::<A, S>::store(dw, &mut dweight[b], Store::PLAIN);
+                Of::<A, S>::store(db, &mut dbias[b], Store::PLAIN);
+            }
+        }
+        dx.finish();
+        let sums = rows!(r => [sum_ux[r][0].add(sum_ux[r][1]).sum(), sum_u[r][0].add(sum_u[r][1]).sum()]);
+        for row in &sums[..count] {
+            self.dnumbers[0] += row[0];
+            self.dnumbers[1] += row[1];
+        }
+    }
+
+    /// Writes the sums; each is empty where not wanted.
+    pub fn finish(&self, dweight: &mut [A], dbias: &mut [A], dnumbers: &mut [A]) {
+        write_columns(&self.dweight[..self.bend.cols], dweight);
+        write_columns(&self.dbias[..self.bend.cols], dbias);
+        dnumbers.copy_from_slice(&self.dnumbers[..dnumbers.len()]);
+    }
+}
+
+#[cfg(test)]
+pub(crate) mod tests {
+    use super::super::tests::{acc, near, numbers, Tested, WIDTHS};
+    use super::*;
+    use crate::cpu::simd::{force, Level};
+    use half::{bf16, f16};
+
+    type Exact = fn(f64) -> (f64, f64);
+
+    /// A curve against its formula (f, f′): every type, width, kind of weight, and level.
+    pub fn check<N: CurveNorm>(exact: Exact) {
+        for level in Level::ALL {
+            force(Some(level));
+            for cols in WIDTHS {
+                check_type::<N, f32>(exact, cols);
+                check_type::<N, f64>(exact, cols);
+                check_type::<N, bf16>(exact, cols);
+                check_type::<N, f16>(exact, cols);
+            }
+            check_nan::<N>();
+        }
+        force(None);
+        check_splitting::<N>();
+    }
+
+    fn check_type<N: CurveNorm, E: Tested>(exact: Exact, cols: usize) {
+        let seed = cols as u64;
+        // Near 0, where it bends, and where it is flat; ten rows are no whole number of groups.
+        let kinds = [(1.0, 0.0), (1.0, 0.5), (0.0, 0.0), (100.0, 0.0), (1e-4, 0.0), (3.0, 1.0), (E::HUGE, 0.0)];
+        let x: Vec<E> = (0..).zip(kinds).flat_map(|(k, (s, m))| numbers::<E>(cols, seed + k, s, m)).collect();
+        let dy = numbers::<E>(x.len(), seed + 100, 1.0, 0.1);
+        let (per_column, gain) = (numbers::<f64>(cols, seed + 200, 0.5, 2.0), vec![1.75]);
+        for (weight, bias) in [(vec![], vec![]), (gain, vec![0.5]), (per_column, numbers::<f64>(cols, 300, 1.0, 0.0))] {
+            for learned in [[0.5, -0.0], [-1.25, 0.375], [0.0, 0.5]] {
+                check_rows::<N, E>(exact, cols, (&x, &dy), (&acc(&weight), &acc(&bias)), learned);
+            }
+        }
+    }
+
+    fn at(values: &[f64], i: usize, absent: f64) -> f64 {
+        if values.len() == 1 {
+            values[0]
+        } else {
+            *values.get(i).unwrap_or(&absent)
+        }
+    }
+
+    fn check_rows<N: CurveNorm, E: Tested>(
+        exact: Exact,
+        cols: usize,
+        (x, dy): (&[E], &[E]),
+        (w, b): (&[E::Acc], &[E::Acc]),
+        learned: [f64; NUMBERS],
+    ) {
+        let curve = Curve::of::<N>();
+        let given = learned.map(E::Acc::from_f64);
+        let (mut y, mut dx) = (vec![E::default(); x.len()], vec![E::default(); x.len()]);
+        // What was in the sums before is kept.
+        let [mut dw, mut db, mut dn] = [w.len(), b.len(), NUMBERS].map(|len| vec![E::Acc::ONE; len]);
+        forward::<E>(&curve, cols, x, given, w, b, &mut y);
+        backward::<E>(&curve, cols, dy, x, given, w, &mut dx, &mut dw, &mut db, &mut dn);
+        let unit = 8.0 * E::UNIT_ACC;
+        let [weight, bias] = [w, b].map(|v| v.iter().map(|v| v.to_f64()).collect::<Vec<_>>());
+        let [mut want_dw, mut want_db, mut want_dn] = [w.len(), b.len(), NUMBERS].map(|len| vec![1.0; len]);
+        let (mut sum_error, last) = (unit, |sums: &[f64]| sums.len().saturating_sub(1));
+        for i in 0..x.len() {
+            let (x, dy, w) = (x[i].value(), dy[i].value(), at(&weight, i % cols, 1.0));
+            let z = learned[0] * x + learned[1];
+            // z is rounded before it goes through the curve, whose slope is at most 1.2.
+            let (hat, slope) = exact(z);
+            let u = w * dy * slope;
+            // f′ has the rounding of z or z² in an exponent.
+            let relative = unit * (1.0 + z * z);
+            let error = unit + relative * slope;
+            near(y[i], w * hat + at(&bias, i % cols, 0.0), 4.0 * error, format_args!("y {i} of {cols}"));
+            near(dx[i], learned[0] * u, error * 4.0, format_args!("dx {i} of {cols}, {learned:?}"));
+            sum_error += relative * (u.abs() + (u * x).abs()) + unit * dy.abs();
+            want_dn[0] += u * x;
+            want_dn[1] += u;
+            for (sums, term) in [(&mut want_dw, dy * hat), (&mut want_db, dy)] {
+                let place = last(sums).min(i % cols);
+                if let Some(sum) = sums.get_mut(place) {
+                    *sum += term;
+                }
+            }
+        }
+        let pairs = [(&dw, &want_dw), (&db, &want_db), (&dn, &want_dn)];
+        for (k, (got, want)) in pairs.into_iter().flat_map(|(g, w)| g.iter().zip(w)).enumerate() {
+            let error = 2.0 * sum_error;
+            assert!((got.to_f64() - want).abs() <= error, "sum {k} of {cols}: {} for {want} ± {error:e}", got.to_f64());
+        }
+    }
+
+    /// A NaN stays where it is, and makes the sums of its column.
+    fn check_nan<N: CurveNorm>() {
+        let (curve, mut x) = (Curve::of::<N>(), [0.5f32; 5 * 40]);
+        x[2 * 40 + 7] = f32::NAN;
+        let (mut y, mut dx, mut dw) = ([0.0; 5 * 40], [0.0; 5 * 40], [0.0; 40]);
+        forward::<f32>(&curve, 40, &x, [0.5, 0.25], &[], &[], &mut y);
+        let ones = [1.0; 40];
+        backward::<f32>(&curve, 40, &y, &x, [0.5, 0.25], &ones, &mut dx, &mut dw, &mut [], &mut []);
+        for (i, (y, dx)) in y.iter().zip(&dx).enumerate() {
+            assert!((y.is_nan(), dx.is_nan()) == (i == 87, i == 87), "{i}");
+        }
+        assert!((0..40).all(|i| dw[i].is_nan() == (i == 7)));
+    }
+
+    /// Rows do not depend on how they are split, nor do the sums.
+    fn check_splitting<N: CurveNorm>() {
+        let curve = Curve::of::<N>();
+        for cols in WIDTHS {
+            let (x, dy) = (numbers::<f32>(8 * cols, 1, 1.0, 0.0), numbers::<f32>(8 * cols, 2, 1.0, 0.5));
+            let run = |rows: usize| {
+                let (mut y, mut dx) = (vec![0.0; 8 * cols], vec![0.0; 8 * cols]);
+                let (mut db, mut dn) = (vec![0.0; cols], [0.0; NUMBERS]);
+                for part in (0..8 * cols).step_by(rows * cols) {
+                    let part = part..part + rows * cols;
+                    forward::<f32>(&curve, cols, &x[part.clone()], [0.5, 0.25], &[], &[], &mut y[part.clone()]);
+                    let (dy, x, dx) = (&dy[part.clone()], &x[part.clone()], &mut dx[part]);
+                    backward::<f32>(&curve, cols, dy, x, [0.5, 0.25], &[], dx, &mut [], &mut db, &mut dn);
+                }
+                (y, dx, db, dn)
+            };
+            assert!(run(8) == run(1) && run(8) == run(4), "{cols}");
+        }
+    }
+
+    #[test]
+    #[should_panic(expected = "takes 0, 1 or 4 coefficients, not 3")]
+    fn a_weight_of_another_length_is_refused() {
+        struct Line;
+        impl CurveNorm for Line {
+            fn at<A: Accumulator, S: Isa>(z: A) -> (A, A) {
+                (z, A::ONE)
+            }
+        }
+        forward::<f32>(&Curve::of::<Line>(), 4, &[0.0; 4], [1.0, 0.0], &[1.0; 3], &[], &mut [0.0; 4]);
+    }
+}

@@ -1,0 +1,19 @@
+//! l2norm: y = x/max(‖x‖₂, ε) over the last dimension, nothing learned (Loshchilov et al. 2024, `justnorm`;
+//! docs/spec.md §1.14). The kernels are ScaleNorm's, without a gain.
+
+use super::scale_norm;
+use super::spec::{Form, Keyword, Spec, NORM_EPS};
+
+/// ε keeps rows of zeros at zero; nGPT has none, torch's `normalize` 1e-12.
+const EPS: Keyword = Keyword::at("eps", Some(&NORM_EPS), |site| site.options.get(&NORM_EPS).unwrap_or(1e-12).into());
+
+pub static SPEC: Spec = Spec {
+    name: "l2norm",
+    module: "L2Norm",
+    equation: "y = x/max(‖x‖₂, ε) over the last dimension, ε = 1e-12, nothing learned",
+    source: "Loshchilov et al. 2024",
+    parameters: &[],
+    buffers: &[],
+    options: &[EPS],
+    form: Form::Rows(&scale_norm::KERNELS),
+};
