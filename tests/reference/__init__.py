@@ -17,6 +17,7 @@ from .config import (
     Config,
     complete,
 )
+from .growth import branchnorm_alpha
 from .init import (
     INIT_NAMES,
     deepnorm_beta,
@@ -35,7 +36,6 @@ from .model import (
     log_probabilities,
     pack,
     pad,
-    profile_admin,
     sinusoids,
     unpack,
     word_dropout,
@@ -78,10 +78,10 @@ from .philox import (
     dropout_threshold,
     philox4x32,
 )
+from .profiling import profile_admin
 from .residual import (
     RESIDUAL_NAMES,
     admin_omega,
-    branchnorm_alpha,
     deepnorm_alpha,
 )
 from .search import (

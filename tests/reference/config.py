@@ -39,6 +39,9 @@ DEFAULTS: dict[str, Any] = {
     "normformer_ffn_norm": True,
     "normformer_residual_scale": False,
     "layerscale_init": 1e-4,
+    "attnres_block": 1,  # sublayers
+    "mhc_streams": 4,
+    "mhc_iterations": 20,
     "init": None,  # None: the scheme's own
     "ds_init_mode": "paper",  # or "release"
     "fixnorm": False,

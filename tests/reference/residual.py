@@ -9,18 +9,10 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 
 import torch
-from torch import Tensor
 
+from . import mixing as mixes
 from .config import Config, is_one_stack, layer_counts
-
-
-@dataclasses.dataclass(frozen=True)
-class Parameter:
-    """A parameter or buffer. `start`: its first value, one number for all elements; None: drawn (docs/spec.md §3)."""
-
-    name: str
-    shape: tuple[int, ...]
-    start: float | Tensor | None = None
+from .declared import Parameter
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,11 +74,13 @@ class Sublayer:
     has_biases: bool = True
     streams: tuple[tuple[Gain, Gain], ...] = ()
     """α and β of each stream s beside x: s⁺ = α⊙s + β⊙dropout(N_output(F(…))), of one mask with x⁺."""
+    mixing: mixes.Mixing = None
 
     def parts(self) -> Iterator[Change | Gain | None]:
         """Everything that may have parameters."""
         yield from (self.before, self.after, self.output, self.alpha, self.beta, *self.inside.values())
         yield from (gain for gains in self.streams for gain in gains)
+        yield from mixes.parts(self.mixing)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,6 +93,7 @@ class Combine:
     weight: Parameter
     norms: tuple[Norm, ...]
     is_pre: bool
+    is_dense: bool = False  # DenseFormer's: no norms, and layer 1 reads y_0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -109,9 +104,10 @@ class Stack:
     end: tuple[Change, ...] = ()
     combine: Combine | None = None
     streams: tuple[Norm, ...] = ()
+    mixing: mixes.Mixing = None
 
     def parts(self) -> Iterator[Change | Parameter]:
-        yield from (*self.streams, *self.end)
+        yield from (*self.streams, *self.end, *mixes.parts(self.mixing))
         if self.combine is not None:
             yield from (Scale(self.combine.weight), *self.combine.norms)
 
@@ -267,6 +263,11 @@ def resi_dual(place: Place) -> Sublayer:
     return Sublayer(after=place.norm(f"norm{place.index}"), streams=((1.0, 1.0),))
 
 
+def mixed(how: Callable[[Place], mixes.Mixing]) -> Callable[[Place], Sublayer]:
+    """prenorm that reads and writes so."""
+    return lambda place: dataclasses.replace(prenorm(place), mixing=how(place))
+
+
 # Around the layers of a stack.
 
 
@@ -307,6 +308,18 @@ def combination(config: Config, stack: str) -> Stack:
     return Stack(end_norm(config, stack).end if is_pre else (), combine)
 
 
+def dense(config: Config, stack: str) -> Stack:
+    """DenseFormer: W = I at first; N of the last row's sum (Pagliardini et al. 2024)."""
+    size = config[f"{stack}_layers"] + 1
+    weight = Parameter(f"{stack}.combine.weight", (size, size), torch.eye(size))
+    return Stack(end_norm(config, stack).end, Combine(weight, (), is_pre=False, is_dense=True))
+
+
+def end_mixed(how: Callable[[Config, str], mixes.Mixing]) -> Callable[[Config, str], Stack]:
+    """N after what is read so."""
+    return lambda config, stack: dataclasses.replace(end_norm(config, stack), mixing=how(config, stack))
+
+
 SCHEMES: dict[str, tuple[Callable[[Place], Sublayer], Callable[[Config, str], Stack]]] = {
     "postnorm": (postnorm, nothing),
     "prenorm": (prenorm, end_norm),
@@ -323,6 +336,9 @@ SCHEMES: dict[str, tuple[Callable[[Place], Sublayer], Callable[[Config, str], St
     "sandwich": (sandwich, end_norm),
     "layerscale": (layerscale, end_norm),
     "resi-dual": (resi_dual, end_dual),
+    "denseformer": (prenorm, dense),
+    "attnres": (mixed(mixes.attnres), end_mixed(mixes.end_attnres)),
+    "mhc": (mixed(mixes.mhc), end_mixed(mixes.end_mhc)),
 }
 RESIDUAL_NAMES = tuple(SCHEMES)
 
@@ -372,21 +388,3 @@ def admin_omega(config: Config, stack: str) -> float:
     encoder_layers, decoder_layers = layer_counts(config)
     n = 2 * encoder_layers if stack == "encoder" else (2 if is_one_stack(config) else 3) * decoder_layers
     return math.sqrt((n + 1) / math.log(n + 1) - 1)
-
-
-def branchnorm_alpha(t: int, steps: int, growth: str = "linear") -> float:
-    """α_t, at most 1, with u = t/T (BrN eq 8); T = 0: 1.
-
-    linear: u; exp: (e^{5u}−1)/(e⁵−1); sigmoid: logistic(10(u−½)), rescaled to run from 0 at u = 0 to 1 at u = 1.
-    """
-    if steps == 0 or t >= steps:
-        return 1.0
-    u = t / steps
-    if growth == "linear":
-        return u
-    if growth == "exp":
-        return math.expm1(5 * u) / math.expm1(5)
-    if growth == "sigmoid":
-        low, here, high = (1 / (1 + math.exp(-10 * (v - 0.5))) for v in (0.0, u, 1.0))
-        return (here - low) / (high - low)
-    raise ValueError(f"unknown growth {growth!r}; the growths are linear, exp, sigmoid")
