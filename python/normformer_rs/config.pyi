@@ -58,6 +58,9 @@ _Residual = Literal[
     "sandwich",
     "layerscale",
     "resi-dual",
+    "denseformer",
+    "attnres",
+    "mhc",
 ]
 _Init = Literal["xavier", "smallinit", "fairseq", "deepnorm", "subln", "ds-init", "t-fixup", "r-fixup", "gpt2"]
 _BranchnormGrowth = Literal["linear", "exp", "sigmoid"]
@@ -115,6 +118,9 @@ class TransformerConfig(Config):
     normformer_residual_scale: bool
     normformer_mode: _NormformerMode
     layerscale_init: float
+    attnres_block: int
+    mhc_streams: int
+    mhc_iterations: int
     ds_init_alpha: float
     ds_init_mode: _PowernormMode
     fixnorm: bool
@@ -171,6 +177,9 @@ class TransformerConfig(Config):
         normformer_residual_scale: bool = ...,
         normformer_mode: _NormformerMode = ...,
         layerscale_init: float = ...,
+        attnres_block: int = ...,
+        mhc_streams: int = ...,
+        mhc_iterations: int = ...,
         ds_init_alpha: float = ...,
         ds_init_mode: _PowernormMode = ...,
         fixnorm: bool = ...,

@@ -6,6 +6,7 @@ mod context;
 mod embedding;
 mod feed_forward;
 mod layer;
+mod mixing;
 mod norm;
 mod packed;
 mod parameters;

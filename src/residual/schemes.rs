@@ -174,14 +174,18 @@ fn puts_norms(scheme: &dyn Scheme, place: &Place) -> bool {
     };
     let flow = scheme.stack(place);
     let has_end_norm = flow.streams.iter().any(|stream| stream.norm.is_some()) || flow.end.iter().any(is_norm);
-    place.each().any(has) || flow.combine.is_some() || has_end_norm
+    place.each().any(has) || flow.combine.is_some_and(|combine| !combine.norms.is_empty()) || has_end_norm
 }
 
 /// Its layers can stand among others': nothing travels beside x or is shared by the whole model.
 fn can_be_mixed(scheme: &dyn Scheme) -> bool {
     let options = Options::default();
     let flow = scheme.stack(&Place::new(Outline::SMALL, &options, StackName::Encoder, 0));
-    flow.combine.is_none() && flow.streams.is_empty() && scheme.has_biases() && !scheme.is_profiled()
+    flow.combine.is_none()
+        && flow.streams.is_empty()
+        && flow.mixing.is_none()
+        && scheme.has_biases()
+        && !scheme.is_profiled()
 }
 
 #[cfg(test)]

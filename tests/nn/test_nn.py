@@ -5,7 +5,7 @@ import pickle
 
 import pytest
 import torch
-from nn_support import FF, HEADS, OPTIONS, RESIDUALS, D, encoder, shake
+from nn_support import BETWEEN_LAYERS, FF, HEADS, MIXED, OPTIONS, RESIDUALS, D, encoder, shake
 from torch import nn
 
 import normformer_rs as nfrs
@@ -39,7 +39,7 @@ def test_the_fused_steps_run_and_equal_the_modules_one_by_one(residual):
     torch.manual_seed(0)
     fused = model(x)
     after = _core.operator_counts()
-    kernel = "residual" if residual in ("rezero", "r-fixup", "t-fixup") else "scale_norm_residual"
+    kernel = "residual" if residual in ("rezero", "r-fixup", "t-fixup", *MIXED) else "scale_norm_residual"
     assert after[kernel][0] > before[kernel][0] and after[kernel][1] == before[kernel][1]
     heard = []
     for name, child in model.named_modules():
@@ -88,7 +88,7 @@ def test_dropout_follows_torchs_generator():
     assert torch.equal(model(x), model(x))
 
 
-@pytest.mark.parametrize("residual", ["prenorm", "postnorm", "branchnorm", "dlcl", "subln", "r-fixup", "resi-dual"])
+@pytest.mark.parametrize("residual", ["prenorm", "postnorm", "branchnorm", "subln", "r-fixup", *BETWEEN_LAYERS])
 @pytest.mark.filterwarnings("ignore:There is a performance drop")
 def test_compile_export_and_vmap(residual):
     model, x = encoder(residual).eval(), torch.randn(2, 5, D)
@@ -195,7 +195,7 @@ def test_reset_parameters_gives_first_values_back(residual, kind):
             return nfnn.Transformer(D, HEADS, 2, 2, FF, residual=residual)
         return nfnn.TransformerEncoder(nfnn.TransformerEncoderLayer(D, HEADS, FF, residual=residual), 2)
 
-    if kind == "residual" and residual in ("subln", "normformer", "r-fixup", "dlcl", "resi-dual"):
+    if kind == "residual" and residual in ("subln", "normformer", "r-fixup", *BETWEEN_LAYERS):
         return
     one, other = build(0).state_dict(), build(1).state_dict()
     constant = [name for name in one if torch.equal(one[name], other[name])]
@@ -252,7 +252,7 @@ def test_residual_passes_tuples_and_arguments():
     x = torch.randn(2, 3, D)
     out, weights = block(x, x, x)
     assert out.shape == x.shape and weights.shape == (2, 3, 3)
-    for scheme in ("subln", "normformer", "r-fixup", "dlcl", "resi-dual"):
+    for scheme in ("subln", "normformer", "r-fixup", *BETWEEN_LAYERS):
         with pytest.raises(ValueError, match="out of a Residual's reach"):
             nfnn.Residual(nn.Linear(D, D), D, scheme=scheme)
 

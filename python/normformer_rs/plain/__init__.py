@@ -12,12 +12,14 @@ from .layers import (
     Encoder,
     EncoderLayer,
     FeedForward,
+    Remember,
     Residual,
     StreamStep,
     Sum,
     Through,
     TorchAttention,
 )
+from .mixing import DepthAround, DepthEnd, HyperAround, HyperEnd, One
 from .norms import DyT, FixNormEmbedding, GroupScaling, HeadScale, LpNorm, RunningNorm, Scale, Shift
 
 __all__ = [
@@ -26,6 +28,8 @@ __all__ = [
     "Attention",
     "Decoder",
     "DecoderLayer",
+    "DepthAround",
+    "DepthEnd",
     "DyT",
     "Encoder",
     "EncoderLayer",
@@ -33,7 +37,11 @@ __all__ = [
     "FixNormEmbedding",
     "GroupScaling",
     "HeadScale",
+    "HyperAround",
+    "HyperEnd",
     "LpNorm",
+    "One",
+    "Remember",
     "Residual",
     "RunningNorm",
     "Scale",

@@ -81,8 +81,9 @@ def swap_residuals(
 
     Errors: InputError for unknown names and options; a model without known blocks, or with blocks of another form
     (norms on both sides of a branch, parallel sublayers), or with blocks that their library has changed;
-    DistributedDataParallel and FSDP models; an optimizer that does not own the parameters; dlcl and resi-dual outside
-    torch.nn's stacks, whose loop would have to change. UserWarning where weights that look trained are drawn anew.
+    DistributedDataParallel and FSDP models; an optimizer that does not own the parameters; dlcl, denseformer,
+    resi-dual, attnres and mhc outside torch.nn's stacks, whose loop would have to change. UserWarning where weights
+    that look trained are drawn anew.
     """
     next(field for field in TransformerConfig.FIELDS if field.name == "residual").check(to)
     refuse_wrapped(model)
@@ -221,7 +222,7 @@ def _check(group: Group, place: Place, to: str) -> None:
             f"qk_norm=True acts between projections and products of attention, which {type(group.blocks[0]).__name__} "
             "does not expose: leave it out"
         )
-    joins_layers = place.declared.combine or place.declared.streams
+    joins_layers = place.declared.combine or place.declared.streams or place.declared.mixing
     if joins_layers and type(group.holder) not in TORCH_STACKS:
         raise InputError(
             f"{to} connects layers with each other, and the loop of {type(group.holder).__name__} does not: use "
