@@ -258,7 +258,8 @@ impl BuiltCombine {
         let normed = |x: Tensor| norm.map_or_else(|| Ok(x.shallow_clone()), |norm| norm.forward(&x, &ctx.rows()));
         outputs.push(if self.on_sums { y } else { normed(y)? });
         if self.skips_first && row == 0 {
-            return Ok(outputs[0].shallow_clone());
+            // A view, as the streams beside x are when they begin.
+            return Ok(outputs[0].f_view_as(&outputs[0])?);
         }
         let weights = self.weight.f_get(row as i64)?.f_narrow(0, 0, row as i64 + 1)?;
         // Σ_k w_k y_k as one product of the outputs, flat, with the row.

@@ -68,20 +68,23 @@ def test_sinkhorn_as_deepseek_has_it():
 
 
 def test_streams_are_read_and_written():
-    """With φ = 0, weights are those of the biases: H⁺_j = g_j f + Σ_i R_ij H_i, R's rows index what is read."""
-    encoder = stack_of("mhc", (X, F), mhc_streams=2, mhc_iterations=10)
-    layer, logits = encoder.layers[0], numbers([1.0, 0.2], [-0.3, 0.5])
+    """With φ = 0, weights are those of the biases: H⁺_j = g_j f + Σ_i R_ij H_i, and R is not symmetric."""
+    encoder = stack_of("mhc", (X, F), mhc_streams=3, mhc_iterations=2)
+    layer, logits = encoder.layers[0], numbers([1.0, 0.2, -2.0], [-0.3, 0.5, 1.0], [0.7, -1.0, 0.1])
+    gates, shares = ((0.3, -0.7, 1.0), (-1.0, 0.4, 0.0)), (2.0, -0.5, 0.1)
     with torch.no_grad():
-        for i, gates in ((1, (0.3, -0.7)), (2, (-1.0, 0.4))):
+        for i in (1, 2):
             bias = getattr(layer, f"hyper_bias{i}")
-            bias[2:4] = numbers(*gates)
-            bias[4:] = logits.flatten()
-        encoder.end_hyper_bias.copy_(numbers(2.0, -0.5))
-        r, streams = formulas.sinkhorn(logits, 10), numbers(X0, X0)
-        for f, gates in ((X, (0.3, -0.7)), (F, (-1.0, 0.4))):
-            streams = r.T @ streams + 2 * numbers(*gates).sigmoid()[:, None] * numbers(f)
-        shares = numbers(2.0, -0.5).sigmoid() + 1e-6
-        close(encoder(numbers(X0))[0], *(shares @ streams).tolist())
+            bias[3:6] = numbers(*gates[i - 1])
+            bias[6:] = logits.flatten()
+        encoder.end_hyper_bias.copy_(numbers(*shares))
+        r = logits.softmax(-1) + 1e-6
+        for over in (0, 1, 0):
+            r = r / (r.sum(over, keepdim=True) + 1e-6)
+        streams = numbers(X0, X0, X0)
+        for f, g in zip((X, F), gates):
+            streams = r.T @ streams + 2 * numbers(*g).sigmoid()[:, None] * numbers(f)
+        close(encoder(numbers(X0))[0], *((numbers(*shares).sigmoid() + 1e-6) @ streams).tolist())
 
 
 def test_how_streams_start():

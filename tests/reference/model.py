@@ -174,8 +174,8 @@ class Run:
         f = f * forward_factors(self.config, place.stack).branch
         keep = self.keep(self.dropout.residual, real, x.shape[-1])
         if about.mixing is not None:
-            kept = 1 if keep is None else keep * dropout_scale(self.dropout.residual)
-            x, *streams = write(about.mixing, [x, *streams], weights, f * kept)
+            f = f if keep is None else f * keep * dropout_scale(self.dropout.residual)
+            x, *streams = write(about.mixing, [x, *streams], weights, f)
             return x, streams
         others = [self.step(s, f, keep, *gains) for s, gains in zip(streams, about.streams, strict=True)]
         x_plus = self.step_of_x(place, x, f, keep, real)
