@@ -197,6 +197,14 @@ pub fn not_negative(name: &str, value: i64) -> Result<()> {
     }
 }
 
+/// 1, 2, 3, …
+pub fn at_least_one(name: &str, value: i64) -> Result<()> {
+    match value >= 1 {
+        true => Ok(()),
+        false => Err(Error::invalid(format!("{name} must be at least 1, got {value}"))),
+    }
+}
+
 /// Of [0, 1): a probability, or a share that is kept.
 pub fn below_one(name: &str, value: f64) -> Result<()> {
     match (0.0..1.0).contains(&value) {

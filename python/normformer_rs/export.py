@@ -14,6 +14,7 @@ from .errors import InputError
 from .model import Transformer
 from .nn.attention import BEFORE_PRODUCTS, is_of_joined_heads
 from .nn.layers import Layer
+from .nn.mixing import DepthAttention, HyperConnection, Mixing
 from .nn.norms import FIXNORM_EPS, BiasedRMSNorm, FixedScaleNorm, RowNorm
 from .nn.running import RunningNorm
 from .nn.scheme import GROWING, Change, Gain, Learned, NormAt, StreamStep, Sublayer
@@ -118,7 +119,7 @@ class _Writer:
         if type(module) in (nfnn.TransformerEncoder, nfnn.TransformerDecoder):
             return _torchs_stack(module) or _plain_stack(module)
         if type(module) is nn.TransformerEncoder and any(isinstance(x, plain.EncoderLayer) for x in module.layers):
-            return plain.Encoder([*module.layers], _through(module), [], module.norm or nn.Identity())
+            return plain.Encoder([*module.layers], _through(module), [], plain.One(), module.norm or nn.Identity())
         if type(module) is nfnn.Transformer:
             return _torchs_transformer(module)
         if type(module) is nfnn.Residual:
@@ -200,7 +201,7 @@ def _torchs_layer(layer: Any) -> nn.Module | None:
     is_bare = all(
         s.alpha == s.beta == s.scale == 1.0
         and s.amid is None
-        and not (s.inside or s.streams)
+        and not (s.inside or s.streams or s.mixing)
         and (s.before is None) != (s.after is None)
         for s in sublayers
     )
@@ -227,7 +228,7 @@ def _torchs_stack(stack: Any) -> nn.Module | None:
     kind, of = (nn.TransformerEncoder, nn.TransformerEncoderLayer)
     if type(stack) is nfnn.TransformerDecoder:
         kind, of = nn.TransformerDecoder, nn.TransformerDecoderLayer  # type: ignore[assignment]
-    has_own_way = stack.begin or stack.end or stack.streams or "combine" in stack._modules
+    has_own_way = stack.begin or stack.end or stack.streams or stack.mixing or "combine" in stack._modules
     if has_own_way or not all(type(layer) is of for layer in stack.layers):
         return None
     options = {"enable_nested_tensor": False} if kind is nn.TransformerEncoder else {}
@@ -248,14 +249,32 @@ def _torchs_transformer(model: Any) -> nn.Module:
 # Plain ones.
 
 
-def _around(owner: Any, sublayer: Sublayer, dropout: nn.Module, grown: Tensor | None) -> plain.Around:
+def _around(owner: Any, sublayer: Sublayer, dropout: nn.Module, grown: Tensor | None) -> nn.Module:
     def gains(step: Sublayer | StreamStep) -> tuple[Tensor | None, Tensor | None]:
         return _gain(owner, step.alpha, grown), _gain(owner, step.beta, grown)
 
     before, amid, after = (_norm(owner, at) for at in (sublayer.before, sublayer.amid, sublayer.after))
+    mixing = sublayer.mixing
+    if isinstance(mixing, HyperConnection):
+        sizes = (mixing.streams, mixing.iterations)
+        return plain.HyperAround(before, dropout, sublayer.scale, *sizes, _learned(owner, mixing))
+    if isinstance(mixing, DepthAttention):
+        return plain.DepthAround(before, dropout, sublayer.scale, mixing.begins_block, _learned(owner, mixing))
     alpha, beta = gains(sublayer)
     steps: list[nn.Module] = [plain.StreamStep(*gains(step)) for step in sublayer.streams]
     return plain.Around(before, amid, after, alpha, beta, dropout, steps, sublayer.scale)
+
+
+def _learned(owner: nn.Module, mixing: Mixing) -> list[Tensor]:
+    return [getattr(owner, what.name) for what in mixing.parameters()]
+
+
+def _mixing(stack: Any) -> nn.Module:
+    mixing = stack.mixing
+    if mixing is None:
+        return plain.One()
+    learned = _learned(stack, mixing)
+    return plain.DepthEnd(learned) if isinstance(mixing, DepthAttention) else plain.HyperEnd(mixing.streams, learned)
 
 
 def _norm(owner: Any, at: NormAt | None) -> nn.Module:
@@ -337,8 +356,10 @@ def _plain_stack(stack: Any) -> nn.Module:
     end += [] if stack.norm is None else [stack.norm]
     combine, sums = stack._modules.get("combine"), _through(stack)
     if combine is not None:
-        norms = [nn.Identity(), *combine.norms.values()]
+        norms = [combine.norms[str(row)] if str(row) in combine.norms else nn.Identity() for row in range(len(sums))]
         sums = [plain.Sum(combine.weight, row, norm, combine.on_sums) for row, norm in enumerate(norms)]
+        if combine.skips_first:
+            sums[0] = plain.Remember()
     kind = plain.Encoder if type(stack) is nfnn.TransformerEncoder else plain.Decoder
     streams = [_norm(stack, at) for at in stack.streams]
-    return kind([*stack.layers], sums, streams, nn.Sequential(*end), _changes(stack, stack.begin))
+    return kind([*stack.layers], sums, streams, _mixing(stack), nn.Sequential(*end), _changes(stack, stack.begin))

@@ -7,7 +7,7 @@ use crate::choice;
 use crate::error::{unknown, Result};
 use crate::options::{distinct, Listed};
 use crate::residual::{Outline, Place};
-use tch::{no_grad, Kind, Tensor};
+use tch::{no_grad, Tensor};
 
 choice! {
     /// What a weight matrix is for.
@@ -34,8 +34,8 @@ pub enum Fill {
     },
     /// Consecutive blocks of that many rows, each with its own fill: q, k and v in one matrix.
     Rows(Vec<(i64, Fill)>),
-    /// Row r of a square matrix: 1/(r + 1) up to the diagonal, 0 after it.
-    RunningMean,
+    /// Number by number, row after row.
+    Each(Vec<f64>),
     /// The fill with one row zero: an embedding's padding.
     WithZeroRow(i64, Box<Fill>),
 }
@@ -52,7 +52,7 @@ impl Fill {
                 Fill::Rows(blocks.into_iter().map(|(rows, fill)| (rows, fill.times(factor))).collect())
             }
             Fill::WithZeroRow(row, fill) => Fill::WithZeroRow(row, Box::new(fill.times(factor))),
-            Fill::RunningMean => self,
+            Fill::Each(values) => Fill::Each(values.into_iter().map(|value| value * factor).collect()),
         }
     }
 
@@ -71,11 +71,9 @@ impl Fill {
                         start += rows;
                     }
                 }
-                Fill::RunningMean => {
-                    let (rows, cols) = t.size2()?;
-                    let counts = Tensor::f_arange_start(1, rows + 1, (Kind::Double, t.device()))?.f_unsqueeze(1)?;
-                    let weights = Tensor::f_ones([rows, cols].as_slice(), (Kind::Double, t.device()))?.f_tril(0)?;
-                    t.f_copy_(&weights.f_div(&counts)?)?;
+                Fill::Each(values) => {
+                    let values = Tensor::f_from_slice(values)?.f_view_as(&t)?;
+                    t.f_copy_(&values)?;
                 }
                 Fill::WithZeroRow(row, fill) => {
                     fill.write(&t)?;

@@ -2,6 +2,7 @@
 
 use super::attention::Attention;
 use super::feed_forward::FeedForward;
+use super::mixing::Unwritten;
 use super::norm::Norm;
 use super::residual::{shared, BuiltAround, Inside};
 use super::tensorized::Tensorized;
@@ -39,6 +40,8 @@ pub struct Streams {
     pub others: Vec<Tensor>,
     /// The next sublayer's N(x), where the step that made x has made it too.
     pub normed: Option<Tensor>,
+    /// Between a hyper-connection's reading and its writing.
+    pub unwritten: Option<Unwritten>,
     /// α_t of the stack.
     pub alpha_t: Option<Tensor>,
     /// Profiling: the deviation of everything added so far (docs/spec.md §3.4).
@@ -56,7 +59,24 @@ impl Streams {
         let mut tensors = tensors.into_iter();
         let x = tensors.next().expect("x is the first of a layer's tensors");
         let others = tensors.by_ref().take(others).collect();
-        Streams { x, others, normed: tensors.next(), alpha_t, deviation: None }
+        Streams { x, others, normed: tensors.next(), unwritten: None, alpha_t, deviation: None }
+    }
+
+    /// Views of x and the streams beside it. Autograd adds up what one layer gives to each before it adds that to others',
+    /// whether the layer runs again for its gradients or not.
+    pub fn viewed(&self) -> Result<Self> {
+        let view = |t: &Tensor| Ok(t.f_view_as(t)?);
+        let views = self.tensors().map(view).collect::<Result<Vec<_>>>()?;
+        Ok(Streams::of(views, self.others.len(), self.alpha_t.as_ref().map(Tensor::shallow_clone)))
+    }
+
+    /// These streams' first `kept` tensors, and those of `after` that follow as many.
+    pub fn followed_by(self, kept: usize, after: Streams) -> Self {
+        let Streams { x, others, .. } = after;
+        let all = [self.x].into_iter().chain(self.others).take(kept).chain([x].into_iter().chain(others).skip(kept));
+        let mut all = all.collect::<Vec<_>>().into_iter();
+        let x = all.next().expect("x is the first");
+        Streams { x, others: all.collect(), ..after }
     }
 }
 
@@ -87,21 +107,41 @@ impl Layer {
         }
         Ok(Layer { sublayers })
     }
+
+    /// How many of the tensors that enter the layer it hands on as they are, for later ones to read.
+    pub fn keeps(&self, streams: &Streams) -> usize {
+        let first = self.sublayers.first().and_then(|branch| branch.around.mixing.as_ref());
+        first.map_or(0, |mixing| mixing.keeps(streams.others.len() + 1))
+    }
+
+    /// How many tensors more leave it than enter it.
+    pub fn adds(&self) -> usize {
+        let adds = |branch: &&Branch| branch.around.mixing.as_ref().is_some_and(|mixing| mixing.adds());
+        self.sublayers.iter().filter(adds).count()
+    }
 }
 
 impl Branch {
     /// What F is applied to.
-    pub fn input(&self, streams: &Streams, ctx: &Context) -> Result<Tensor> {
+    pub fn input(&self, streams: &mut Streams, ctx: &Context) -> Result<Tensor> {
+        let x = match &self.around.mixing {
+            Some(mixing) => {
+                let (x, unwritten) = mixing.read(&streams.tensors().collect::<Vec<_>>())?;
+                streams.unwritten = unwritten;
+                x
+            }
+            None => streams.x.shallow_clone(),
+        };
         match (&self.around.before, &streams.normed) {
             (Some(_), Some(normed)) => Ok(normed.shallow_clone()),
-            (Some(norm), None) => norm.forward(&streams.x, &ctx.rows()),
-            (None, _) => Ok(streams.x.shallow_clone()),
+            (Some(norm), None) => norm.forward(&x, &ctx.rows()),
+            (None, _) => Ok(x),
         }
     }
 
     /// The streams after F(…) = f. x⁺ is made in one fused step with the norm that follows it: this sublayer's own, or
     /// `next`, the one that the next sublayer (or the end of the stack) begins with.
-    pub fn close(&self, streams: &Streams, f: Tensor, next: Option<&dyn Norm>, ctx: &Context) -> Result<Streams> {
+    pub fn close(&self, mut streams: Streams, f: Tensor, next: Option<&dyn Norm>, ctx: &Context) -> Result<Streams> {
         let BuiltAround { alpha, beta, amid, after, .. } = &self.around;
         let f = match amid {
             Some(norm) => norm.forward(&f, &ctx.rows())?,
@@ -110,6 +150,14 @@ impl Branch {
         let f = times(f, self.scale)?;
         let alpha_t = streams.alpha_t.as_ref();
         let (p, seed, site) = (ctx.rates.residual, ctx.seed.as_ref(), ctx.site());
+        if let Some(mixing) = &self.around.mixing {
+            let unwritten = streams.unwritten.take();
+            let (f, all) =
+                (operator::dropout(f, p, seed, site)?, [streams.x].into_iter().chain(streams.others).collect());
+            let mut all = mixing.write(all, unwritten, f)?.into_iter();
+            let x = all.next().expect("what was written is somewhere");
+            return Ok(Streams { x, others: all.collect(), ..streams });
+        }
         let deviation = match (&streams.deviation, alpha.now(alpha_t)) {
             (Some(r), Some(omega)) => {
                 let branch = beta.now(alpha_t).map(|beta| f.f_mul(&beta.f_to_kind(f.kind())?)).transpose()?;
@@ -135,7 +183,7 @@ impl Branch {
             },
             (None, None) => (step.add()?, None),
         };
-        Ok(Streams { x, others, normed, alpha_t: streams.alpha_t.as_ref().map(Tensor::shallow_clone), deviation })
+        Ok(Streams { x, others, normed, deviation, ..streams })
     }
 }
 

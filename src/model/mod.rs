@@ -7,6 +7,7 @@ mod embedding;
 mod feed_forward;
 mod layer;
 mod linear;
+mod mixing;
 mod norm;
 mod packed;
 mod parameters;

@@ -1,11 +1,12 @@
 //! What a residual scheme declared, built: its norms, gains, changes and connections.
 
+use super::mixing::BuiltMixing;
 use super::norm::{self, Norm, PassRows};
 use super::{Builder, Context};
 use crate::error::Result;
 use crate::init::Fill;
 use crate::norm::{find, Site};
-use crate::residual::{self as declared, Growth, NormAt, Place, Point};
+use crate::residual::{self as declared, FirstValue, Growth, NormAt, Place, Point};
 use tch::{Kind, Tensor};
 
 /// The stack's norm where a scheme wants it.
@@ -22,8 +23,12 @@ fn norm_if(b: &mut Builder, place: &Place, at: &Option<NormAt>) -> Result<Option
     at.as_ref().map(|at| norm(b, place, at)).transpose()
 }
 
-fn learned(b: &mut Builder, declared: &declared::Learned) -> Result<Tensor> {
-    b.parameter(&declared.name, &declared.shape, &Fill::Constant(declared.value))
+pub fn learned(b: &mut Builder, declared: &declared::Learned) -> Result<Tensor> {
+    let fill = match &declared.value {
+        FirstValue::All(value) => Fill::Constant(*value),
+        FirstValue::Each(values) => Fill::Each(values.clone()),
+    };
+    b.parameter(&declared.name, &declared.shape, &fill)
 }
 
 /// What x or F(x) is multiplied by.
@@ -66,6 +71,8 @@ pub struct BuiltAround {
     pub after: Option<Box<dyn Norm>>,
     /// α and β of each stream beside x.
     pub streams: Vec<(BuiltGain, BuiltGain)>,
+    /// How x is read and F(x) written; none: as above.
+    pub mixing: Option<BuiltMixing>,
 }
 
 impl BuiltAround {
@@ -81,6 +88,7 @@ impl BuiltAround {
             amid: norm_if(b, place, &declared.amid)?,
             after: norm_if(b, place, &declared.after)?,
             streams: declared.streams.iter().map(|step| gains(b, step)).collect::<Result<_>>()?,
+            mixing: declared.mixing.as_ref().map(|mixing| BuiltMixing::build(b, mixing)).transpose()?,
         })
     }
 }
@@ -159,6 +167,8 @@ impl Inside {
 pub struct BuiltFlow {
     begin: Vec<BuiltChange>,
     pub combine: Option<BuiltCombine>,
+    /// How the stack's output is read; none: it is x.
+    pub mixing: Option<BuiltMixing>,
     growth: Option<(Growth, Tensor)>,
     /// The norm that each stream beside x ends with.
     streams: Vec<Option<Box<dyn Norm>>>,
@@ -169,12 +179,13 @@ impl BuiltFlow {
     pub fn build(b: &mut Builder, place: &Place, declared: &declared::Flow) -> Result<Self> {
         let begin = built(b, place, &declared.begin)?;
         let combine = declared.combine.as_ref().map(|c| BuiltCombine::build(b, place, c)).transpose()?;
+        let mixing = declared.mixing.as_ref().map(|mixing| BuiltMixing::build(b, mixing)).transpose()?;
         let growth = match declared.growth {
             Some(growth) => Some((growth, b.buffer("t", &[1], 1.0, Kind::Int64)?)),
             None => None,
         };
         let streams = declared.streams.iter().map(|stream| norm_if(b, place, &stream.norm)).collect::<Result<_>>()?;
-        Ok(BuiltFlow { begin, combine, growth, streams, end: built(b, place, &declared.end)? })
+        Ok(BuiltFlow { begin, combine, mixing, growth, streams, end: built(b, place, &declared.end)? })
     }
 
     /// What the layers read of the embedding x.
@@ -182,14 +193,23 @@ impl BuiltFlow {
         self.begin.iter().try_fold(x, |x, change| change.apply(&x, &ctx.rows()))
     }
 
-    /// The streams beside x, which begin as x does. Views, so that autograd adds up their gradients in one order, whether
-    /// layers run again for them or not.
-    pub fn begin(&self, x: &Tensor) -> Result<Vec<Tensor>> {
-        self.streams.iter().map(|_| Ok(x.f_view_as(x)?)).collect()
+    /// x, and the streams beside it, which begin as x does. Views, so that autograd adds up their gradients in one order,
+    /// whether layers run again for them or not.
+    pub fn begin(&self, x: Tensor) -> Result<(Tensor, Vec<Tensor>)> {
+        let streams = self.streams.iter().map(|_| Ok(x.f_view_as(&x)?)).collect::<Result<_>>()?;
+        let x = match &self.mixing {
+            Some(mixing) => mixing.begin(x)?,
+            None => x,
+        };
+        Ok((x, streams))
     }
 
     /// What follows the last layer: x and the streams beside it become one, and the end's changes.
     pub fn finish(&self, mut x: Tensor, streams: Vec<Tensor>, ctx: &Context) -> Result<Tensor> {
+        if let Some(mixing) = &self.mixing {
+            let all: Vec<&Tensor> = [&x].into_iter().chain(&streams).collect();
+            x = mixing.read(&all)?.0;
+        }
         for (norm, s) in self.streams.iter().zip(streams) {
             x = match norm {
                 Some(norm) => x.f_add(&norm.forward(&s, &ctx.rows())?)?,
@@ -197,6 +217,14 @@ impl BuiltFlow {
             };
         }
         self.end.iter().try_fold(x, |x, change| change.apply(&x, &ctx.rows()))
+    }
+
+    /// What a layer has left, as one tensor like x, for those who look on.
+    pub fn seen(&self, x: &Tensor, streams: &[Tensor]) -> Result<Tensor> {
+        match &self.mixing {
+            Some(mixing) => mixing.seen(&[x].into_iter().chain(streams).collect::<Vec<_>>()),
+            None => Ok(x.shallow_clone()),
+        }
     }
 
     /// α_t, for a stream of this kind.
@@ -215,7 +243,9 @@ impl BuiltFlow {
     /// The norm that ends the stack, if that is all that does.
     pub fn end_norm(&self) -> Option<&dyn Norm> {
         match self.end.as_slice() {
-            [BuiltChange::Norm { norm, .. }] if self.combine.is_none() && self.streams.is_empty() => {
+            [BuiltChange::Norm { norm, .. }]
+                if self.combine.is_none() && self.streams.is_empty() && self.mixing.is_none() =>
+            {
                 Some(norm.as_ref())
             }
             _ => None,
@@ -228,15 +258,16 @@ pub struct BuiltCombine {
     weight: Tensor,
     norms: Vec<Box<dyn Norm>>,
     on_sums: bool,
+    skips_first: bool,
 }
 
 impl BuiltCombine {
     fn build(b: &mut Builder, place: &Place, declared: &declared::Combine) -> Result<Self> {
-        let rows = declared.norms.len() as i64 + 1;
         Ok(BuiltCombine {
-            weight: b.parameter(&declared.weight, &[rows, rows], &Fill::RunningMean)?,
+            weight: learned(b, &declared.weight)?,
             norms: declared.norms.iter().map(|at| norm(b, place, at)).collect::<Result<_>>()?,
             on_sums: declared.on_sums,
+            skips_first: declared.skips_first,
         })
     }
 
@@ -244,8 +275,13 @@ impl BuiltCombine {
     /// `outputs` are those of this pass so far, normed where the norms stand on them.
     pub fn next(&self, y: Tensor, outputs: &mut Vec<Tensor>, ctx: &Context) -> Result<Tensor> {
         let row = outputs.len();
-        let normed = |x: Tensor| if row == 0 { Ok(x) } else { self.norms[row - 1].forward(&x, &ctx.rows()) };
+        let norm = row.checked_sub(1).and_then(|l| self.norms.get(l));
+        let normed = |x: Tensor| norm.map_or_else(|| Ok(x.shallow_clone()), |norm| norm.forward(&x, &ctx.rows()));
         outputs.push(if self.on_sums { y } else { normed(y)? });
+        if self.skips_first && row == 0 {
+            // A view, as the streams beside x are when they begin.
+            return Ok(outputs[0].f_view_as(&outputs[0])?);
+        }
         let weights = self.weight.f_get(row as i64)?.f_narrow(0, 0, row as i64 + 1)?;
         // Σ_k w_k y_k as one product of the outputs, flat, with the row.
         let flat = Tensor::f_stack(&outputs.iter().map(|y| y.flatten(0, -1)).collect::<Vec<_>>(), 1)?;

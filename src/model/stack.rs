@@ -122,14 +122,21 @@ impl Stack {
         let x = flow.enter(x, ctx)?;
         let deviation = ctx.profile.then(|| Tensor::f_ones([1i64].as_slice(), (kind, x.device()))).transpose()?;
         ctx.show(|watch| watch.stack(&x))?;
-        let mut streams = Streams { others: flow.begin(&x)?, x, normed: None, alpha_t: flow.alpha(kind)?, deviation };
+        let (x, others) = flow.begin(x)?;
+        let mut streams = Streams { x, others, normed: None, unwritten: None, alpha_t: flow.alpha(kind)?, deviation };
         let mut outputs = vec![];
         for index in 0..layers.len() {
             if let Some(combine) = &flow.combine {
                 streams = Streams { x: combine.next(streams.x, &mut outputs, ctx)?, normed: None, ..streams };
             }
-            streams = layer(index, streams)?;
-            ctx.show(|watch| watch.layer(&streams.x))?;
+            streams = match layers[index].keeps(&streams) {
+                0 => layer(index, streams)?,
+                kept => {
+                    let after = layer(index, streams.viewed()?)?;
+                    streams.followed_by(kept, after)
+                }
+            };
+            ctx.show(|watch| watch.layer(&flow.seen(&streams.x, &streams.others)?))?;
         }
         if let Some(combine) = &flow.combine {
             streams = Streams { x: combine.next(streams.x, &mut outputs, ctx)?, normed: None, ..streams };
@@ -151,6 +158,8 @@ impl Stack {
         ctx: &Context,
     ) -> Result<Streams> {
         let clone = |t: &Option<Tensor>| t.as_ref().map(Tensor::shallow_clone);
+        let layer = &self.body.layers[index];
+        let (kept, after) = (layer.keeps(&streams), streams.others.len() + layer.adds());
         let sites = Rc::new(Cell::new(0));
         let piece = {
             let (body, sites, start) = (self.body.clone(), sites.clone(), ctx.fork(false));
@@ -163,13 +172,14 @@ impl Stack {
                 let streams = Streams::of(inputs, others, clone(&alpha_t));
                 let streams = body.layer(index, streams, &ctx, &mut whole(&own, causal, memory, &ctx))?;
                 sites.set(ctx.sites());
-                Ok(streams.tensors().map(Tensor::shallow_clone).collect())
+                Ok(streams.tensors().skip(kept).map(Tensor::shallow_clone).collect())
             }
         };
         let inputs: Vec<&Tensor> = streams.tensors().chain(memory.map(|(memory, _)| memory)).collect();
         let outputs = operator::recomputed(&inputs, piece)?;
         ctx.set_sites(sites.get());
-        Ok(Streams::of(outputs, streams.others.len(), streams.alpha_t))
+        let passed = streams.tensors().take(kept).map(Tensor::shallow_clone);
+        Ok(Streams::of(passed.chain(outputs), after, clone(&streams.alpha_t)))
     }
 
     /// The number of the update that is about to be made, for schemes that grow.
@@ -181,14 +191,14 @@ impl Stack {
 impl Body {
     fn layer(&self, index: usize, mut streams: Streams, ctx: &Context, attend: &mut Attend) -> Result<Streams> {
         for (s, branch) in self.layers[index].sublayers.iter().enumerate() {
-            let input = branch.input(&streams, ctx)?;
+            let input = branch.input(&mut streams, ctx)?;
             let f = match &branch.function {
                 SublayerFunction::SelfAttention(a) => attend(Attends::Itself(a), &branch.inside, &input)?,
                 SublayerFunction::Tensorized(a) => attend(Attends::Segment(a), &branch.inside, &input)?,
                 SublayerFunction::CrossAttention(a) => attend(Attends::Memory(a), &branch.inside, &input)?,
                 SublayerFunction::FeedForward(f) => f.forward(&input, &branch.inside, ctx)?,
             };
-            streams = branch.close(&streams, f, self.norm_after(index, s), ctx)?;
+            streams = branch.close(streams, f, self.norm_after(index, s), ctx)?;
         }
         Ok(streams)
     }

@@ -1,6 +1,7 @@
 //! What a scheme declares, in plain data.
 
 use super::growth::Growth;
+use super::mixing::Mixing;
 use serde::Serialize;
 
 /// The stack's norm under a name.
@@ -16,17 +17,34 @@ pub struct NormAt {
     pub start: f64,
 }
 
-/// A parameter of the scheme, every number of it `value` at the start.
+/// A parameter of the scheme, and its first values.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct Learned {
     pub name: String,
     pub shape: Vec<i64>,
-    pub value: f64,
+    pub value: FirstValue,
+}
+
+/// What a parameter's numbers are at the start.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+#[serde(untagged)]
+pub enum FirstValue {
+    All(f64),
+    /// Number by number, row after row.
+    Each(Vec<f64>),
 }
 
 impl Learned {
+    /// Every number is `value`.
     pub fn new(name: impl Into<String>, shape: &[i64], value: f64) -> Self {
-        Learned { name: name.into(), shape: shape.to_vec(), value }
+        Learned { name: name.into(), shape: shape.to_vec(), value: FirstValue::All(value) }
+    }
+
+    /// A matrix whose entries are given by row and column.
+    pub fn matrix(name: impl Into<String>, [rows, columns]: [i64; 2], entry: impl Fn(i64, i64) -> f64) -> Self {
+        let entries = (0..rows).flat_map(|row| (0..columns).map(move |column| (row, column)));
+        let value = FirstValue::Each(entries.map(|(row, column)| entry(row, column)).collect());
+        Learned { name: name.into(), shape: vec![rows, columns], value }
     }
 }
 
@@ -55,6 +73,8 @@ pub struct Around {
     pub after: Option<NormAt>,
     /// What the sublayer does to each stream beside x, in the order of [`Flow::streams`].
     pub streams: Vec<StreamStep>,
+    /// How x is read and F(x) written, in place of α, β, `after` and `streams`; none: by those.
+    pub mixing: Option<Mixing>,
 }
 
 impl Around {
@@ -68,7 +88,8 @@ impl Around {
     pub fn times(mut self, m: f64) -> (Self, f64) {
         let mut gains: Vec<&mut Gain> = self.streams.iter_mut().map(|step| &mut step.beta).collect();
         gains.push(&mut self.beta);
-        if m == 1.0 || !gains.iter().all(|gain| matches!(gain, Gain::One | Gain::Constant(_))) {
+        if m == 1.0 || self.mixing.is_some() || !gains.iter().all(|gain| matches!(gain, Gain::One | Gain::Constant(_)))
+        {
             return (self, m);
         }
         for gain in gains {
@@ -139,6 +160,8 @@ pub struct Flow {
     pub combine: Option<Combine>,
     /// What travels beside x from sublayer to sublayer.
     pub streams: Vec<ExtraStream>,
+    /// How the stack's output is read of what the sublayers have written; none: it is x.
+    pub mixing: Option<Mixing>,
     /// α_t of [`Gain::Growing`].
     pub growth: Option<Growth>,
     /// After the last layer.
@@ -152,11 +175,13 @@ pub struct ExtraStream {
     pub norm: Option<NormAt>,
 }
 
-/// Row l of `weight` weighs y_0 (the embedding) to y_l, the layers' outputs, into the input of layer l + 1; the last row
-/// makes the stack's output. `norms[l − 1]` stands on y_l, or on row l's sum.
+/// Row l of `weight`, lower-triangular, weighs y_0 (the embedding) to y_l, the layers' outputs, into the input of layer
+/// l + 1; the last row makes the stack's output. `norms[l − 1]`, where there are norms, stands on y_l, or on row l's sum.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct Combine {
-    pub weight: String,
+    pub weight: Learned,
     pub norms: Vec<NormAt>,
     pub on_sums: bool,
+    /// The first layer reads y_0 itself, and row 0 does nothing.
+    pub skips_first: bool,
 }

@@ -1,6 +1,6 @@
 //! DLCL: a layer's input is a learned sum of all earlier outputs (Wang et al. 2019).
 
-use super::{postnorm, prenorm, Around, Combine, Flow, NormAt, Place, Scheme};
+use super::{postnorm, prenorm, Around, Combine, Flow, Learned, NormAt, Place, Scheme};
 use crate::choice;
 use crate::options::{setting, Listed};
 
@@ -57,7 +57,10 @@ impl Scheme for Dlcl {
             ..place.norm()
         };
         let norms = (1..=place.layers()).map(norm).collect();
-        let combine = Combine { weight: "combine.weight".into(), norms, on_sums };
+        let size = place.layers() + 1;
+        let mean = |row: i64, column: i64| if column <= row { 1.0 / (row + 1) as f64 } else { 0.0 };
+        let weight = Learned::matrix("combine.weight", [size; 2], mean);
+        let combine = Combine { weight, norms, on_sums, skips_first: false };
         Flow { combine: Some(combine), ..Dlcl::layers(place).stack(place) }
     }
 }

@@ -6,7 +6,7 @@
 //!   travel beside x, and what follows the last layer;
 //! * the **layer**: parameters that its sublayers share;
 //! * **around** a sublayer: x⁺ = N_after(α⊙x + β⊙drop(f)), f = N_amid(F(N_before(x))), and s⁺ = α⊙s + β⊙drop(f) of
-//!   every stream s beside x;
+//!   every stream s beside x; or x read from several tensors and F written to several ([`Mixing`]);
 //! * **inside** a sublayer, at named points.
 //!
 //! A stack's layers may have different schemes ([`Schemes`]).
@@ -15,16 +15,20 @@
 //! where both have row kernels), and Python's modules are built from the same declarations.
 
 mod admin;
+mod attnres;
 mod branchnorm;
 mod declared;
 mod deepnorm;
+mod denseformer;
 mod dlcl;
 mod fixup;
 mod growth;
 mod hybridnorm;
 mod layerscale;
 mod ln_scaling;
+mod mhc;
 mod mix_ln;
+mod mixing;
 mod normformer;
 mod olmo2;
 mod peri_ln;
@@ -39,8 +43,9 @@ mod schemes;
 mod subln;
 
 pub use admin::PROFILING;
-pub use declared::{Around, Change, Combine, ExtraStream, Flow, Gain, Learned, NormAt, Point, StreamStep};
+pub use declared::{Around, Change, Combine, ExtraStream, FirstValue, Flow, Gain, Learned, NormAt, Point, StreamStep};
 pub use growth::{Curve, Growth};
+pub use mixing::{DepthAttention, HyperConnection, Mixing};
 pub use place::{Outline, Place, StackName, Sublayer, TensorizedSizes};
 pub use scheme::Scheme;
 pub use schemes::Schemes;
@@ -70,6 +75,9 @@ pub static SCHEMES: &[&dyn Scheme] = &[
     &olmo2::Olmo2,
     &ln_scaling::LnScaling,
     &mix_ln::MixLn,
+    &denseformer::DenseFormer,
+    &attnres::AttnRes,
+    &mhc::Mhc,
 ];
 
 /// The options of all schemes.

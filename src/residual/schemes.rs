@@ -169,7 +169,8 @@ fn puts_norms(scheme: &dyn Scheme, place: &Place) -> bool {
         scheme.around(&place).norms().next().is_some() || inside.iter().any(|(_, change)| is_norm(change))
     };
     let flow = scheme.stack(place);
-    let has_own_norm = flow.streams.iter().any(|stream| stream.norm.is_some()) || flow.combine.is_some();
+    let is_normed = flow.combine.is_some_and(|combine| !combine.norms.is_empty());
+    let has_own_norm = is_normed || flow.streams.iter().any(|stream| stream.norm.is_some());
     place.each().any(has) || has_own_norm || flow.begin.iter().chain(&flow.end).any(is_norm)
 }
 
@@ -177,7 +178,11 @@ fn puts_norms(scheme: &dyn Scheme, place: &Place) -> bool {
 fn can_be_mixed(scheme: &dyn Scheme) -> bool {
     let options = Options::default();
     let flow = scheme.stack(&Place::new(Outline::SMALL, &options, StackName::Encoder, 0));
-    flow.combine.is_none() && flow.streams.is_empty() && scheme.has_biases() && !scheme.is_profiled()
+    flow.combine.is_none()
+        && flow.streams.is_empty()
+        && flow.mixing.is_none()
+        && scheme.has_biases()
+        && !scheme.is_profiled()
 }
 
 #[cfg(test)]

@@ -267,6 +267,8 @@ mod tests {
             r#""architecture": "decoder-only", "attention": "tensorized", "tensorized_segment": 11"#,
             r#""residual": "dlcl", "norm": "lpnorm", "lpnorm_p": 3"#,
             r#""residual": "normformer", "norm": "batchnorm", "groupscaling": 2"#,
+            r#""residual": "mhc", "norm": "rmsnorm", "mhc_streams": 2"#,
+            r#""residual": "attnres", "attnres_block": 2"#,
         ] {
             let batches = batches(if options.contains("decoder-only") { 1 } else { 2 });
             let mut graphs = Graphs::new(Box::new(Again), MAX_TOKENS, Device::Cpu);

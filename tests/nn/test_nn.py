@@ -5,7 +5,7 @@ import pickle
 
 import pytest
 import torch
-from nn_support import FF, HEADS, OPTIONS, RESIDUALS, D, encoder, shake
+from nn_support import BETWEEN_LAYERS, FF, HEADS, MIXED, OPTIONS, RESIDUALS, D, encoder, shake
 from torch import nn
 
 import normformer_rs as nfrs
@@ -39,7 +39,7 @@ def test_the_fused_steps_run_and_equal_the_modules_one_by_one(residual):
     torch.manual_seed(0)
     fused = model(x)
     after = _core.operator_counts()
-    kernel = "residual" if residual in ("rezero", "r-fixup", "t-fixup", "olmo2") else "scale_norm_residual"
+    kernel = "residual" if residual in ("rezero", "r-fixup", "t-fixup", "olmo2", *MIXED) else "scale_norm_residual"
     assert after[kernel][0] > before[kernel][0] and after[kernel][1] == before[kernel][1]
     heard = []
     for name, child in model.named_modules():
@@ -90,7 +90,7 @@ def test_dropout_follows_torchs_generator():
 
 @pytest.mark.parametrize(
     "residual",
-    ["prenorm", "postnorm", "branchnorm", "dlcl", "subln", "r-fixup", "resi-dual", "hybridnorm", "olmo2", "peri-ln"],
+    ["prenorm", "postnorm", "branchnorm", "subln", "r-fixup", "hybridnorm", "olmo2", "peri-ln", *BETWEEN_LAYERS],
 )
 @pytest.mark.filterwarnings("ignore:There is a performance drop")
 def test_compile_export_and_vmap(residual):
@@ -168,7 +168,7 @@ def test_meta_device_costs_nothing_and_materialises():
 
 # Residual
 
-OUT_OF_REACH = ("subln", "normformer", "r-fixup", "ln-scaling", "dlcl", "resi-dual")
+OUT_OF_REACH = ("subln", "normformer", "r-fixup", "ln-scaling", *BETWEEN_LAYERS)
 
 
 @pytest.mark.parametrize("scheme", ["prenorm", "postnorm", "deepnorm", "branchnorm", "rezero", "admin", "sandwich"])

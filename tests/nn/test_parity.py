@@ -56,6 +56,8 @@ def test_the_skeleton_is_the_rust_model(norm, residual):
         {"residual": "normformer", "normformer_mode": "fairseq"},
         {"residual": "r-fixup", "r_fixup_mode": "paper"},
         {"residual": "branchnorm", "branchnorm_growth": "sigmoid"},
+        {"residual": "attnres", "attnres_block": 3},
+        {"residual": "mhc", "mhc_streams": 3, "mhc_iterations": 2},
         {"qk_norm": True},
         {"qk_norm": True, "norm": "scalenorm", "residual": "r-fixup"},
         {"residual": "postnorm*1/3,prenorm"},

@@ -40,7 +40,6 @@ from .model import (
     log_probabilities,
     pack,
     pad,
-    profile_admin,
     sinusoids,
     unpack,
     word_dropout,
@@ -84,6 +83,7 @@ from .philox import (
     dropout_threshold,
     philox4x32,
 )
+from .profiling import profile_admin
 from .residual import (
     RESIDUAL_NAMES,
     is_defined,

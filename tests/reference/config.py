@@ -42,6 +42,9 @@ DEFAULTS: dict[str, Any] = {
     "peri_ln_embedding_norm": True,
     "ln_scaling_mode": "constant",  # or "weight"
     "mix_ln_part": 0.25,
+    "attnres_block": 1,  # sublayers
+    "mhc_streams": 4,
+    "mhc_iterations": 20,
     "init": None,  # None: the scheme's own
     "ds_init_mode": "paper",  # or "release"
     "fixnorm": False,

@@ -10,6 +10,7 @@ from torch import Tensor
 from .batch_norms import BATCH_NORMS
 from .config import Config, complete
 from .constants import branchnorm_alpha
+from .mixing import begin, read, write
 from .norms import DEFAULT_EPS, L2_EPS, apply_norm, fixnorm, group_scaling, residual_step
 from .operators import PAD, UNK, attention, causal_mask, masked_log_softmax, relu_dropout
 from .parameters import State, buffer_shapes, parameter_shapes
@@ -74,29 +75,10 @@ def forward(
     Logits at padding are meaningless. Without `dropout` this is evaluation; with it (its rates may be 0) this is
     training: norms with batch statistics use the batch's, and move their buffers in `state` in place.
     """
-    return _Run(state, config, dropout).logits(source, target_input)
+    return Run(state, config, dropout).logits(source, target_input)
 
 
-def profile_admin(
-    state: State,
-    config: Config,
-    source: Tensor | None,
-    target_input: Tensor,
-    dropout: Dropout,
-    count_padding: bool = True,
-) -> dict[str, Tensor]:
-    """Every residual_scale of `admin`, from one training forward (Liu et al. 2020; docs/spec.md §3.4).
-
-    Buffers do not move. Down each stack from r = 1: ω_i = r, r ← √(Var(ω_i x_i) + Var f_i), f_i after its dropout, Var
-    the biased variance over all elements; the forward goes on with the ω just set. `count_padding=False`: over real
-    positions only.
-    """
-    run = _Profile({name: value.detach().clone() for name, value in state.items()}, config, dropout, count_padding)
-    run.logits(source, target_input)
-    return run.omegas
-
-
-class _Run:
+class Run:
     """One forward pass: the state, the config, and the number of the next dropout site."""
 
     def __init__(self, state: State, config: Config, dropout: Dropout | None) -> None:
@@ -149,7 +131,7 @@ class _Run:
 
         for change in about.begin:
             x = self.changed(change, name, x, real)
-        outputs, streams = [x], [x for _ in about.streams]
+        outputs, streams = [x], begin(about, x)
         for place in places(self.config, name):
             if place.index == 1:
                 x = self.combined(about.combine, name, outputs, real)
@@ -157,7 +139,8 @@ class _Run:
             if place.kind == "feed_forward":
                 outputs.append(self.remembered(about.combine, name, place.layer, x, real))
         x = self.combined(about.combine, name, outputs, real)
-        for norm, s in zip(about.streams, streams, strict=True):
+        x, _ = read(about.mixing, self.state, [x, *streams])
+        for norm, s in zip(about.streams, streams, strict=False):
             x = x + self.changed(norm, name, s, real)
         for change in about.end:
             x = self.changed(change, name, x, real)
@@ -169,12 +152,13 @@ class _Run:
 
     def combined(self, combine: Combine | None, stack: str, outputs: Sequence[Tensor], real: Tensor) -> Tensor:
         """The next layer's input: the last output, or DLCL's next row, Σ_k W_{lk} y_k, normed under post."""
-        if combine is None:
+        if combine is None or (combine.is_dense and len(outputs) == 1):
             return outputs[-1]
         row = len(outputs) - 1
         weights = self.state[combine.weight.name][row]
         total = sum(weight * y for weight, y in zip(weights, outputs, strict=False))
-        return self.changed(None if combine.is_pre or row == 0 else combine.norms[row - 1], stack, total, real)
+        is_bare = combine.is_pre or combine.is_dense or row == 0
+        return self.changed(None if is_bare else combine.norms[row - 1], stack, total, real)
 
     def sublayer(
         self,
@@ -187,11 +171,16 @@ class _Run:
         """x⁺ = N_after(α⊙x + β⊙dropout(f)), f = N_output(F(N_before(x))), and each stream's α⊙s + β⊙dropout(f)."""
         about = describe_sublayer(place)
         x = self.changed(about.skip, place.stack, x, real)
-        y = self.changed(about.before, place.stack, x, real)
+        y, weights = read(about.mixing, self.state, [x, *streams])
+        y = self.changed(about.before, place.stack, y, real)
         y = self.changed(about.inside.get("input"), place.stack, y, real)
         f = self.changed(about.output, place.stack, function(place, y), real)
         f = f * forward_factors(self.config, place.stack).branch
         keep = self.keep(self.dropout.residual, real, x.shape[-1])
+        if about.mixing is not None:
+            f = f if keep is None else f * keep * dropout_scale(self.dropout.residual)
+            x, *streams = write(about.mixing, [x, *streams], weights, f)
+            return x, streams
         others = [self.step(s, f, keep, *gains) for s, gains in zip(streams, about.streams, strict=True)]
         x_plus = self.step_of_x(place, x, f, keep, real)
         return self.changed(about.after, place.stack, x_plus, real), others
@@ -354,25 +343,6 @@ class _Run:
         if p == 0:
             return None
         return dropout_keep(where.seed, where.update, where.micro_batch, site, rows, cols, p)
-
-
-class _Profile(_Run):
-    """Admin's profiling pass: every sublayer sets its own ω first."""
-
-    def __init__(self, state: State, config: Config, dropout: Dropout, count_padding: bool) -> None:
-        super().__init__(state, config, dropout)
-        self.count_padding, self.omegas, self.r = count_padding, {}, 1.0
-
-    def step_of_x(self, place: Place, x: Tensor, f: Tensor, keep: Tensor | None, real: Tensor) -> Tensor:
-        if (place.layer, place.index) == (0, 1):
-            self.r = 1.0
-        name = describe_sublayer(place).alpha.name
-        self.state[name] = self.omegas[name] = torch.full_like(self.state[name], self.r)
-        x_plus = super().step_of_x(place, x, f, keep, real)
-        residual, counted = self.r * x, torch.ones_like(real) if self.count_padding else real
-        branch = x_plus - residual  # f after its dropout
-        self.r = math.sqrt(residual[counted].var(correction=0) + branch[counted].var(correction=0))
-        return x_plus
 
 
 def pad(sentences: Sequence[Sequence[int]]) -> Tensor:

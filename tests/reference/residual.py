@@ -8,20 +8,12 @@ import dataclasses
 from collections.abc import Callable, Iterator, Mapping
 
 import torch
-from torch import Tensor
 
+from . import mixing as mixes
 from .batch_norms import BATCH_NORMS
 from .config import Config, complete, is_one_stack
 from .constants import admin_omega, deepnorm_alpha
-
-
-@dataclasses.dataclass(frozen=True)
-class Parameter:
-    """A parameter or buffer. `start`: its first value, one number for all elements; None: drawn (docs/spec.md §3)."""
-
-    name: str
-    shape: tuple[int, ...]
-    start: float | Tensor | None = None
+from .declared import Parameter
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,11 +87,13 @@ class Sublayer:
     has_biases: bool = True
     streams: tuple[tuple[Gain, Gain], ...] = ()
     """α and β of each stream s beside x: s⁺ = α⊙s + β⊙dropout(N_output(F(…))), of one mask with x⁺."""
+    mixing: mixes.Mixing = None
 
     def parts(self) -> Iterator[Change | Gain | None]:
         """Everything that may have parameters."""
         yield from (self.skip, self.before, self.after, self.output, self.alpha, self.beta, *self.inside.values())
         yield from (gain for gains in self.streams for gain in gains)
+        yield from mixes.parts(self.mixing)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -112,6 +106,7 @@ class Combine:
     weight: Parameter
     norms: tuple[Norm, ...]
     is_pre: bool
+    is_dense: bool = False  # DenseFormer's: no norms, and layer 1 reads y_0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -123,9 +118,10 @@ class Stack:
     end: tuple[Change, ...] = ()
     combine: Combine | None = None
     streams: tuple[Norm, ...] = ()
+    mixing: mixes.Mixing = None
 
     def parts(self) -> Iterator[Change | Parameter]:
-        yield from (*self.begin, *self.streams, *self.end)
+        yield from (*self.begin, *self.streams, *self.end, *mixes.parts(self.mixing))
         if self.combine is not None:
             yield from (Scale(self.combine.weight), *self.combine.norms)
 
@@ -321,6 +317,11 @@ def mix_ln(place: Place) -> Sublayer:
     return postnorm(place) if is_post else prenorm(place)
 
 
+def mixed(how: Callable[[Place], mixes.Mixing]) -> Callable[[Place], Sublayer]:
+    """prenorm that reads and writes so."""
+    return lambda place: dataclasses.replace(prenorm(place), mixing=how(place))
+
+
 # Around the layers of a stack.
 
 
@@ -367,6 +368,18 @@ def combination(config: Config, stack: str) -> Stack:
     return Stack(end=end_norm(config, stack).end if is_pre else (), combine=combine)
 
 
+def dense(config: Config, stack: str) -> Stack:
+    """DenseFormer: W = I at first; N of the last row's sum (Pagliardini et al. 2024)."""
+    size = config[f"{stack}_layers"] + 1
+    weight = Parameter(f"{stack}.combine.weight", (size, size), torch.eye(size))
+    return Stack(end_norm(config, stack).end, Combine(weight, (), is_pre=False, is_dense=True))
+
+
+def end_mixed(how: Callable[[Config, str], mixes.Mixing]) -> Callable[[Config, str], Stack]:
+    """N after what is read so."""
+    return lambda config, stack: dataclasses.replace(end_norm(config, stack), mixing=how(config, stack))
+
+
 SCHEMES: dict[str, tuple[Callable[[Place], Sublayer], Callable[[Config, str], Stack]]] = {
     "postnorm": (postnorm, nothing),
     "prenorm": (prenorm, end_norm),
@@ -389,6 +402,9 @@ SCHEMES: dict[str, tuple[Callable[[Place], Sublayer], Callable[[Config, str], St
     "olmo2": (olmo2, end_norm),
     "ln-scaling": (ln_scaling, end_norm),
     "mix-ln": (mix_ln, end_norm),
+    "denseformer": (prenorm, dense),
+    "attnres": (mixed(mixes.attnres), end_mixed(mixes.end_attnres)),
+    "mhc": (mixed(mixes.mhc), end_mixed(mixes.end_mhc)),
 }
 RESIDUAL_NAMES = tuple(SCHEMES)
 

@@ -19,6 +19,8 @@ VARIANTS = [
     {"residual": "peri-ln", "peri_ln_embedding_norm": False},
     {"residual": "ln-scaling", "ln_scaling_mode": "weight"},
     {"residual": "mix-ln", "mix_ln_part": 0.5},
+    {"residual": "attnres", "attnres_block": 3},
+    {"residual": "mhc", "mhc_streams": 2, "mhc_iterations": 3},
 ]
 per_variant = pytest.mark.parametrize("variant", VARIANTS, ids=lambda variant: "-".join(map(str, variant.values())))
 
@@ -121,10 +123,53 @@ BY_HAND = {
     "olmo2": lambda h, i, k, x, m: x + h.norm(f"norm{i}", h.f(k, x, m)),
     "ln-scaling": ln_scaling,
     "mix-ln": mix_ln,
+    "denseformer": prenorm,
 }
 BY_HAND["peri-ln"] = BY_HAND["sandwich"]
 END_NORM = ("prenorm", "normformer", "subln", "sandwich", "layerscale", "hybridnorm", "hybridnorm-star", "peri-ln")
 END_NORM += ("olmo2", "ln-scaling", "mix-ln")
+
+
+def attnres_by_hand(config, sublayers, whole, x, memory):
+    def attended(h, names, sources):
+        keys = [functional.rms_norm(v, v.shape[-1:], h.p(names[1]), 1e-6) for v in sources]
+        shares = torch.stack([key @ h.p(names[0]) for key in keys], -1).softmax(-1)
+        return (torch.stack(sources, -1) * shares.unsqueeze(-2)).sum(-1)
+
+    sources = [x]
+    for number, (h, i, kind) in enumerate(sublayers):
+        y = x if number == 0 else attended(h, (f"depth_query{i}", f"depth_gain{i}"), sources)
+        f = h.f(kind, h.norm(f"norm{i}", y), memory)
+        if number % config["attnres_block"] == 0:
+            sources.append(f)
+        else:
+            sources[-1] = sources[-1] + f
+    return attended(whole, ("end_depth_query", "end_depth_gain"), sources)
+
+
+def mhc_by_hand(config, sublayers, whole, x, memory):
+    n = config["mhc_streams"]
+    streams = x.unsqueeze(-2).repeat(1, 1, n, 1)
+
+    def mixes(h, name, i=""):
+        flat = functional.rms_norm(streams.flatten(-2), (n * x.shape[-1],), None, 1e-6)
+        parts = (flat @ h.p(f"{name}_weight{i}").T).split([n, n, n * n][: len(h.p(f"{name}_scale{i}"))], -1)
+        biases = h.p(f"{name}_bias{i}").split([part.shape[-1] for part in parts])
+        return [s * part + b for s, part, b in zip(h.p(f"{name}_scale{i}"), parts, biases, strict=True)]
+
+    def read(p):
+        return torch.einsum("btn,btnd->btd", p.sigmoid() + 1e-6, streams)
+
+    for h, i, kind in sublayers:
+        p, g, r = mixes(h, "hyper", i)
+        m = r.unflatten(-1, (n, n)).softmax(-1) + 1e-6
+        m = m / (m.sum(-2, keepdim=True) + 1e-6)
+        for _ in range(config["mhc_iterations"] - 1):
+            m = m / (m.sum(-1, keepdim=True) + 1e-6)
+            m = m / (m.sum(-2, keepdim=True) + 1e-6)
+        f = h.f(kind, h.norm(f"norm{i}", read(p)), memory)
+        streams = torch.einsum("btij,btid->btjd", m, streams) + 2 * torch.einsum("btj,btd->btjd", g.sigmoid(), f)
+    return read(mixes(whole, "end_hyper")[0])
 
 
 def stack_by_hand(state, config, stack, x, memory):
@@ -134,10 +179,19 @@ def stack_by_hand(state, config, stack, x, memory):
     kinds = ("self_attn", "feed_forward") if stack == "encoder" else ("self_attn", "multihead_attn", "feed_forward")
     if c["residual"] == "peri-ln" and c["peri_ln_embedding_norm"]:
         x = whole.norm("embedding_norm", x)
-    outputs, is_dlcl, is_pre = [x], c["residual"] == "dlcl", c["dlcl_norm"] == "pre"
+    if c["residual"] in ("attnres", "mhc"):
+        layers = (Hand(state, config, stack, n) for n in range(c[f"{stack}_layers"]))
+        sublayers = [(h, i, kind) for h in layers for i, kind in enumerate(kinds, 1)]
+        by_hand = attnres_by_hand if c["residual"] == "attnres" else mhc_by_hand
+        return whole.norm("norm", by_hand(c, sublayers, whole, x, memory))
+    is_dense = c["residual"] == "denseformer"
+    outputs, is_dlcl, is_pre = [x], c["residual"] == "dlcl" or is_dense, c["dlcl_norm"] == "pre" or is_dense
     dual = x
 
     def row(n):
+        if is_dense:
+            weights = state[f"{stack}.combine.weight"][n]
+            return sum(weights[k] * y for k, y in enumerate(outputs)) if n else x
         kept = [y if k == 0 or not is_pre else whole.norm(f"combine.norms.{k}", y) for k, y in enumerate(outputs)]
         total = torch.stack(kept, -1) @ state[f"{stack}.combine.weight"][n, : n + 1]
         return total if is_pre or n == 0 else whole.norm(f"combine.norms.{n}", total)
@@ -213,6 +267,9 @@ def same(config, other, start=None):
     return torch.allclose(ours[real], theirs[real], rtol=1e-9, atol=1e-9)
 
 
+QUERIES = ("depth_query1", "depth_query2", "depth_query3", "end_depth_query")
+
+
 def test_identities(monkeypatch):
     postnorm, prenorm = {"residual": "postnorm"}, {"residual": "prenorm"}
     branchnorm = {"residual": "branchnorm", "branchnorm_steps": 40}
@@ -229,6 +286,9 @@ def test_identities(monkeypatch):
     assert same({"residual": "peri-ln", "peri_ln_embedding_norm": False}, {"residual": "sandwich"})
     assert same({"residual": "mix-ln", "mix_ln_part": 0.5}, {"residual": "postnorm*1/2,prenorm"})
     assert same({"residual": "mix-ln"}, prenorm) and not same({"residual": "ln-scaling"}, prenorm)
+    exact = {"norm_eps": 0.0}  # N of a mean is that of the sum
+    assert same({"residual": "attnres", **exact}, {**prenorm, **exact}, dict.fromkeys(QUERIES, 0))
+    assert not same({"residual": "attnres", **exact}, {**prenorm, **exact})
     assert same({"residual": "prenorm*1,prenorm"}, prenorm) and same({"residual": "postnorm*1/3,prenorm"}, prenorm)
     assert not same({"residual": "postnorm*1,prenorm"}, prenorm)
     assert not same({"residual": "deepnorm"}, postnorm)
@@ -276,6 +336,18 @@ def test_dlcl_that_looks_at_the_last_layer_alone_is_postnorm():
             state[name] = torch.full_like(value, float(name.endswith("weight")))
     plain = {name: value for name, value in state.items() if "combine" not in name}
     theirs = ref.forward(plain, {"residual": "postnorm", "norm_eps": 0.0}, SOURCE, INPUT)
+    torch.testing.assert_close(ref.forward(state, config, SOURCE, INPUT), theirs)
+
+
+def test_denseformer_starts_as_prenorm():
+    config = {"residual": "denseformer", "decoder_layers": 3}
+    state = ref.random_state(config)
+    prenorm = {name: value for name, value in state.items() if "combine" not in name}
+    for stack, size in (("encoder", 3), ("decoder", 4)):
+        start = ref.expected_mean(config, f"{stack}.combine.weight")
+        assert torch.equal(start, torch.eye(size))
+        state[f"{stack}.combine.weight"] = start.double()
+    theirs = ref.forward(prenorm, {**config, "residual": "prenorm"}, SOURCE, INPUT)
     torch.testing.assert_close(ref.forward(state, config, SOURCE, INPUT), theirs)
 
 

@@ -10,6 +10,7 @@ NORMS = [entry["name"] for entry in nfrs.tables()["norms"]]
 
 
 RESIDUALS = [entry["name"] for entry in nfrs.tables()["residuals"]]
+BETWEEN_LAYERS = ("dlcl", "denseformer", "resi-dual", "attnres", "mhc")
 
 
 D, HEADS, FF = 16, 4, 32

@@ -7,6 +7,7 @@ import warnings
 import pytest
 import torch
 from surgery_support import (
+    BETWEEN_LAYERS,
     FF,
     HEADS,
     HUGGING_FACE,
@@ -54,7 +55,7 @@ def test_residuals_swap_train_and_return(name, residual):
     model = build(name).eval()
     before, state, kinds = run(model)[0], state_of(model), [type(m) for m in model.modules()]
     optimizer = torch.optim.Adam(model.parameters(), 1e-2)
-    if residual in ("dlcl", "resi-dual") and name in HUGGING_FACE:
+    if residual in BETWEEN_LAYERS and name in HUGGING_FACE:
         with pytest.raises(ValueError, match="connects layers"):
             swap_residuals(model, residual, optimizer=optimizer)
         return
@@ -364,7 +365,7 @@ def test_shared_and_foreign_layers_count_but_are_not_connected():
     model = torchs_encoder()
     depth = len(model.layers)
     model.layers[1] = model.layers[0]
-    for to in ("dlcl", "branchnorm", "resi-dual"):
+    for to in ("branchnorm", *BETWEEN_LAYERS):
         with pytest.raises(ValueError, match=rf"each layer of layers differently, but only . of its {depth} layers"):
             swap_residuals(model, to)
     swap_residuals(model, "deepnorm")

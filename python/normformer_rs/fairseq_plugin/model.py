@@ -106,7 +106,8 @@ class _Side(Stack):
         self.norm, self.place, self.end = None, None, ()
         self.settle(config, self.name)
         assert self.place is not None
-        needs_all = self.place.declared.combine is not None or self.place.declared.is_profiled
+        declared = self.place.declared
+        needs_all = declared.combine is not None or declared.mixing is not None or declared.is_profiled
         if needs_all and type(self.layers) is not nn.ModuleList:
             raise InputError(f"--residual {config.residual} needs every layer's output: leave --layerdrop out")
         if self.layernorm_embedding is not None:

@@ -26,9 +26,11 @@ from .scheme import (
     install,
     is_plain,
     made_of,
+    open_streams,
     rate,
     reset,
     reset_module,
+    start,
 )
 from .tracing import Unscriptable, leaf
 from .updates import Growing
@@ -64,7 +66,7 @@ class Residual(Unscriptable, Growing):
 
     Shapes: x (…, d_model) → the same. Errors: InputError for unknown names, and for schemes that also reach inside the
     sublayer or between layers (subln, normformer, r-fixup, ln-scaling, an attention of hybridnorm or olmo2, dlcl,
-    resi-dual): those need a TransformerEncoderLayer or a stack.
+    denseformer, resi-dual, attnres, mhc): those need a TransformerEncoderLayer or a stack.
     """
 
     place: Place
@@ -96,7 +98,8 @@ class Residual(Unscriptable, Growing):
         names = ("self-attention", "feed-forward") if architecture == "decoder-only" else KINDS
         self.number = names.index(kind)
         self.declared = self.place.sublayers[self.number]
-        if self.declared.inside or self.place.declared.combine or self.place.declared.streams:
+        whole = self.place.declared
+        if self.declared.inside or whole.combine or whole.streams or whole.mixing:
             where = "inside the sublayer" if self.declared.inside else "between layers"
             raise InputError(
                 f"{scheme} also works {where}, out of a Residual's reach: use TransformerEncoderLayer in a "
@@ -300,18 +303,21 @@ class Layer(Unscriptable, Growing):
         others: tuple[Tensor, ...] | None = None,
     ) -> Any:
         """x through the sublayers: the attentions, given as functions, and the feed-forward. With `others`, the streams
-        beside x, returns (x, others); without, the streams begin and end here."""
+        beside x, returns (x, others); without, the streams begin and end here, those that are mixed as their mean."""
         alpha_t = self.alpha() if alpha_t is None else alpha_t
-        draw, sublayers = Draw(x.device), self.place.sublayers
-        streams = Streams(x, (x,) * len(self.place.declared.streams) if others is None else others)
+        draw, declared, sublayers = Draw(x.device), self.place.declared, self.place.sublayers
+        streams = start(declared, x) if others is None else Streams(x, others)
         for i, sublayer in enumerate(sublayers):
+            streams = open_streams(self, sublayer, streams)
             given = begin(self, sublayer, streams, padding_mask)
             is_last = i + 1 == len(sublayers)
             f = self._feed_forward(given, draw, padding_mask) if is_last else attend[i](given)
             following = None if is_last else sublayers[i + 1].before
             step: dict[str, Any] = {"following": following, "alpha_t": alpha_t, "padding_mask": padding_mask}
             streams = close(self, sublayer, streams, f, getattr(self, f"dropout{i + 1}"), draw, **step)
-        return streams.x if others is None else streams[:2]
+        if others is not None:
+            return streams[:2]
+        return streams.x if declared.mixing is None else declared.mixing.seen((streams.x, *streams.others))
 
     def _feed_forward(self, x: Tensor, draw: Draw, padding_mask: Tensor | None) -> Tensor:
         """W₂·drop(φ(W₁x + b₁)) + b₂."""
@@ -407,7 +413,7 @@ class TransformerEncoderLayer(Layer):
         others: tuple[Tensor, ...] | None = None,
     ) -> Any:
         """The layer's output. Masks as in torch.nn. A stack passes `alpha_t` if the scheme grows, and `others`, the
-        streams beside x, if there are any: the result is then (output, others)."""
+        streams beside x, if layers have several: the result is then (output, others)."""
 
         def attend(x: Tensor) -> Tensor:
             masks = {"attn_mask": src_mask, "key_padding_mask": src_key_padding_mask, "is_causal": is_causal}
@@ -450,7 +456,7 @@ class TransformerDecoderLayer(Layer):
         others: tuple[Tensor, ...] | None = None,
     ) -> Any:
         """The layer's output. Masks as in torch.nn. A stack passes `alpha_t` if the scheme grows, and `others`, the
-        streams beside x, if there are any: the result is then (output, others)."""
+        streams beside x, if layers have several: the result is then (output, others)."""
 
         def attend(x: Tensor) -> Tensor:
             masks = {"attn_mask": tgt_mask, "key_padding_mask": tgt_key_padding_mask, "is_causal": tgt_is_causal}

@@ -7,7 +7,7 @@ F, with drop the dropout on its output,
     x⁺ = N_after(α⊙x + β⊙drop(N_amid(F(N_before(x)))))
 
 in one step. It is fused with N_after, or with the next sublayer's first norm, where that norm works row by row. A
-scheme may have further streams beside x; every sublayer updates them.
+scheme may have further streams beside x; every sublayer updates them. Or x is read from several tensors (mixing.py).
 """
 
 import dataclasses
@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from .. import _core
 from ..config import LANGUAGE_MODELS, TransformerConfig, unknown
 from ..errors import InputError
-from . import formulas
+from . import formulas, mixing
 from .profiling import profile_step
 from .registry import FUSED, norm_of_config
 
@@ -45,11 +45,25 @@ class NormAt:
 
 @dataclasses.dataclass(frozen=True)
 class Learned:
-    """A parameter; all its elements start at `value`."""
+    """A parameter. `value`: the first value of all its elements, or of each, row after row."""
 
     name: str
     shape: tuple[int, ...]
-    value: float
+    value: float | tuple[float, ...]
+
+    def first(self, **factory: Any) -> Tensor:
+        """Its first values."""
+        if isinstance(self.value, tuple):
+            return torch.tensor(self.value, **factory).view(self.shape)
+        return torch.full(self.shape, self.value, **factory)
+
+    @torch.no_grad()
+    def write(self, p: Tensor) -> None:
+        """Sets the parameter to its first values."""
+        if isinstance(self.value, tuple):
+            p.copy_(self.first(dtype=p.dtype, device=p.device))
+        else:
+            p.fill_(self.value)
 
 
 Gain = float | str | Learned
@@ -101,6 +115,8 @@ class Sublayer:
     inside: Inside
     scale: float
     """Of F(x): the parametrisation's factor, where β has not taken it."""
+    mixing: mixing.Mixing | None
+    """How x is read and F(x) written; None: as above."""
 
     def around(self) -> Iterator[NormAt | Learned]:
         """Everything declared around it."""
@@ -108,6 +124,8 @@ class Sublayer:
         for what in (self.before, self.amid, self.after, self.alpha, self.beta, *gains):
             if isinstance(what, NormAt | Learned):
                 yield what
+        if self.mixing is not None:
+            yield from self.mixing.parameters()
 
     def within(self) -> Iterator[NormAt | Learned]:
         """Everything declared inside it."""
@@ -118,8 +136,10 @@ class Sublayer:
 class Combine:
     """A layer's input as a learned sum of all outputs so far (Rust's `Combine`)."""
 
+    weight: Learned
     norms: tuple[NormAt, ...]
     on_sums: bool
+    skips_first: bool
 
 
 @dataclasses.dataclass(frozen=True)
@@ -139,6 +159,8 @@ class Declared:
     combine: Combine | None
     streams: tuple[NormAt | None, ...]
     """The norm that each stream beside x ends with."""
+    mixing: mixing.Mixing | None
+    """How the stack's output is read; None: it is x."""
     growth: Growth | None
     end: tuple[Change, ...]
     has_biases: bool
@@ -158,8 +180,9 @@ def declare(config: TransformerConfig, stack: Any) -> Declared:
     return Declared(
         layers=tuple(_layer(layer) for layer in found["layers"]),
         begin=tuple(_change(change) for change in flow["begin"]),
-        combine=combine and Combine(tuple(NormAt(**at) for at in combine["norms"]), combine["on_sums"]),
+        combine=combine and _combine(**combine),
         streams=tuple(stream["norm"] and NormAt(**stream["norm"]) for stream in flow["streams"]),
+        mixing=mixing.parse(flow["mixing"], _learned),
         growth=growth and Growth(**growth),
         end=tuple(_change(change) for change in flow["end"]),
         **{key: found[key] for key in ("has_biases", "is_profiled", "norm", "init", "attention")},
@@ -177,18 +200,28 @@ def _layer(found: dict[str, Any]) -> tuple[Sublayer, ...]:
 
     def sublayer(found: dict[str, Any]) -> Sublayer:
         around = found["around"]
-        norms = {key: around[key] and NormAt(**around[key]) for key in ("before", "amid", "after")}
+        norms: dict[str, Any] = {key: around[key] and NormAt(**around[key]) for key in ("before", "amid", "after")}
         points = dict.fromkeys(point for point, _ in found["inside"])
         inside = {point: tuple(_change(c) for p, c in found["inside"] if p == point) for point in points}
         streams = tuple(StreamStep(gain(step["alpha"]), gain(step["beta"])) for step in around["streams"])
-        alpha, beta = gain(around["alpha"]), gain(around["beta"])
-        return Sublayer(**norms, alpha=alpha, beta=beta, streams=streams, inside=inside, scale=found["scale"])
+        options: dict[str, Any] = {
+            "alpha": gain(around["alpha"]),
+            "beta": gain(around["beta"]),
+            "scale": found["scale"],
+        }
+        options["mixing"] = mixing.parse(around["mixing"], _learned)
+        return Sublayer(**norms, streams=streams, inside=inside, **options)
 
     return tuple(sublayer(one) for one in found["sublayers"])
 
 
 def _learned(found: dict[str, Any]) -> Learned:
-    return Learned(found["name"], tuple(found["shape"]), found["value"])
+    value = found["value"]
+    return Learned(found["name"], tuple(found["shape"]), tuple(value) if isinstance(value, list) else value)
+
+
+def _combine(weight: dict[str, Any], norms: list[dict[str, Any]], **switches: bool) -> Combine:
+    return Combine(_learned(weight), tuple(NormAt(**at) for at in norms), **switches)
 
 
 def _change(found: dict[str, Any]) -> Change:
@@ -264,7 +297,7 @@ def make(
 ) -> Any:
     """The norm, or the parameter. `factory`: device and dtype; `bias`: whether norms that have one learn it."""
     if isinstance(what, Learned):
-        return nn.Parameter(torch.full(what.shape, what.value, **factory))
+        return nn.Parameter(what.first(**factory))
     last = what.last and place.stack == "decoder"
     where: dict[str, Any] = {"last_of_decoder": last, "ends_stack": what.ends_stack}
     norm = norm_of_config(place.declared.norm, what.width, place.config, **where, bias=bias, **factory)
@@ -294,7 +327,7 @@ def reset(owner: nn.Module, items: Iterable[NormAt | Learned]) -> None:
     for what in items:
         made: Any = getattr(owner, what.name)
         if isinstance(what, Learned):
-            made.fill_(what.value)
+            what.write(made)
         else:
             reset_module(made)
             _begin_at(made, what)
@@ -385,18 +418,35 @@ def gain(owner: nn.Module, declared: Gain, x: Tensor, alpha_t: Tensor | None) ->
 
 class Streams(NamedTuple):
     """The tensors that one sublayer hands to the next: x and the streams beside it. `normed` is the next sublayer's
-    N(x), where one fused step made both."""
+    N(x), where one fused step made both. Where x is read from several tensors, these are `x` and `others`, and from
+    reading to writing `read` is what was read, `unwritten` what the writing needs."""
 
     x: Tensor
     others: tuple[Tensor, ...] = ()
     normed: Tensor | None = None
+    read: Tensor | None = None
+    unwritten: tuple[Tensor, ...] = ()
+
+
+def start(declared: Declared, x: Tensor) -> Streams:
+    """The streams as a stack begins."""
+    first = x if declared.mixing is None else declared.mixing.begin(x)
+    return Streams(first, (x,) * len(declared.streams))
+
+
+def open_streams(owner: nn.Module, sublayer: Sublayer, streams: Streams) -> Streams:
+    """The streams with what the sublayer reads of them, where it reads several."""
+    if sublayer.mixing is None:
+        return streams
+    read, unwritten = sublayer.mixing.read(owner, (streams.x, *streams.others))
+    return Streams(streams.x, streams.others, None, read, unwritten)
 
 
 def begin(owner: nn.Module, sublayer: Sublayer, streams: Streams, padding_mask: Tensor | None) -> Tensor:
     """F's input: N_before(x), or x where there is no such norm."""
     if streams.normed is not None:
         return streams.normed
-    x = streams.x
+    x = streams.x if streams.read is None else streams.read
     return x if sublayer.before is None else apply_norm(getattr(owner, sublayer.before.name), x, padding_mask)
 
 
@@ -425,6 +475,11 @@ def close(
     if x.dtype in (torch.float64, torch.float16, torch.bfloat16) or f.dtype == torch.float64:
         f = f.to(x.dtype)  # the residual stream keeps its type
     where = draw(p)
+    if sublayer.mixing is not None:
+        if p > 0:
+            f = OPS.residual(torch.zeros_like(f), f, None, None, None, None, 0.0, *where)[0]
+        written = sublayer.mixing.write((x, *streams.others), streams.unwritten, f.to(x.dtype))
+        return Streams(written[0], written[1:])
 
     def gains(step: Sublayer | StreamStep) -> tuple[Tensor | None, Tensor | None]:
         return gain(owner, step.alpha, x, alpha_t), gain(owner, step.beta, x, alpha_t)

@@ -11,33 +11,44 @@ from torch import Tensor, nn
 from ..config import TransformerConfig
 from ..errors import InputError
 from .layers import Activation, Layer, TransformerDecoderLayer, TransformerEncoderLayer
+from .mixing import Mixing
 from .profiling import begin_stack
-from .scheme import Change, Combine, NormAt, Place, apply_changes, apply_norm, made_of, make, reset, reset_module
+from .scheme import (
+    Change,
+    Combine,
+    NormAt,
+    Place,
+    apply_changes,
+    apply_norm,
+    made_of,
+    make,
+    reset,
+    reset_module,
+    start,
+)
 from .tracing import leaf
 from .updates import Growing
 
 
 class Sums(nn.Module):
-    """Learned sums of all outputs so far (Wang et al. 2019).
+    """Learned sums of all outputs so far (Wang et al. 2019; Pagliardini et al. 2024).
 
     Row l of `weight` weighs y_0 (the embedding) to y_l, the layers' outputs. Its sum is the input of layer l + 1; the
-    last row's sum is the stack's output. Row l starts at 1/(l + 1).
+    last row's sum is the stack's output. `skips_first`: the first layer reads y_0 itself.
 
-    `norms["l"]` stands on y_l, or on row l's sum.
+    `norms["l"]`, where there are norms, stands on y_l, or on row l's sum.
     """
 
     def __init__(self, declared: Combine, place: Place, factory: Mapping[str, Any], bias: bool) -> None:
         super().__init__()
-        self.on_sums, rows = declared.on_sums, len(declared.norms) + 1
-        self.weight = nn.Parameter(torch.empty(rows, rows, **factory))
+        self.on_sums, self.skips_first = declared.on_sums, declared.skips_first
+        self.first, self.weight = declared.weight, make(declared.weight, place, factory)
         self.norms = nn.ModuleDict({at.name.rsplit(".", 1)[1]: make(at, place, factory, bias) for at in declared.norms})
-        self.reset_parameters()
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Sets the weights to those of means, and the norms to their first values."""
-        counts = torch.arange(1, len(self.weight) + 1, device=self.weight.device, dtype=self.weight.dtype)
-        self.weight.copy_((torch.ones_like(self.weight) / counts[:, None]).tril())
+        """Sets the weights and the norms to their first values."""
+        self.first.write(self.weight)
         for norm in self.norms.values():
             reset_module(norm)
 
@@ -46,9 +57,11 @@ class Sums(nn.Module):
         row = len(outputs)
 
         def normed(x: Tensor) -> Tensor:
-            return x if row == 0 else apply_norm(self.norms[str(row)], x, padding_mask)
+            return apply_norm(self.norms[str(row)], x, padding_mask) if str(row) in self.norms else x
 
         outputs.append(y if self.on_sums else normed(y))
+        if self.skips_first and row == 0:
+            return y
         weights = self.weight[row, : row + 1].to(y.dtype)
         with torch.autocast(y.device.type, enabled=False):  # the residual stream keeps its type
             total = torch.stack(outputs, -1) @ weights
@@ -64,6 +77,8 @@ class Stack(Growing):
     streams: tuple[NormAt | None, ...] = ()
     """The norm that each stream beside x ends with."""
     begin: tuple[Change, ...] = ()
+    mixing: Mixing | None = None
+    """How the output is read of what the layers have written; None: it is x."""
     layers: Any
     end: tuple[Change, ...]
 
@@ -108,7 +123,9 @@ class Stack(Growing):
         for at in (*made_of(declared.begin), *declared.streams):
             if at is not None:
                 setattr(self, at.name, make(at, place, factory, bias))
-        self.begin, self.streams = declared.begin, declared.streams
+        for what in () if declared.mixing is None else declared.mixing.parameters():
+            setattr(self, what.name, make(what, place, factory))
+        self.begin, self.streams, self.mixing = declared.begin, declared.streams, declared.mixing
         self.end = tuple(change for change in end if change.kind != "norm")
         self.grow(declared.growth, factory["device"])
 
@@ -118,25 +135,28 @@ class Stack(Growing):
             reset_module(module)
         reset(self, (at for at in self.streams if at is not None))
         reset(self, made_of((*self.begin, *self.end)))
+        reset(self, () if self.mixing is None else self.mixing.parameters())
         self.reset_growth()
 
     def _run(self, x: Tensor, call: Callable[..., Any], padding_mask: Tensor | None) -> Tensor:
-        """x through the layers; each gets α_t if the scheme grows, and the streams beside x if there are any."""
+        """x through the layers; each gets α_t if the scheme grows, and the streams beside x if layers have several."""
         begin_stack()
         x = apply_changes(self, self.begin, x, padding_mask)
         alpha_t = self.alpha()
         grown = {} if alpha_t is None else {"alpha_t": alpha_t}
         combine, outputs = self._modules.get("combine"), []  # type: ignore[var-annotated]
-        others = (x,) * len(self.streams)
+        has_several = bool(self.streams) or self.mixing is not None
+        x, others, *_ = start(self.place.declared, x) if has_several and self.place is not None else (x, ())
         for layer in self.layers:
             x = x if combine is None else combine(x, outputs, padding_mask)
-            if others:
+            if has_several:
                 x, others = call(layer, x, **grown, others=others)
             else:
                 x = call(layer, x, **grown)
         x = x if combine is None else combine(x, outputs, padding_mask)
         for at, s in zip(self.streams, others):
             x = x + (s if at is None else apply_norm(getattr(self, at.name), s, padding_mask))
+        x = x if self.mixing is None else self.mixing.read(self, (x, *others))[0]
         x = apply_changes(self, self.end, x, padding_mask)
         return x if self.norm is None else apply_norm(self.norm, x, padding_mask)
 
@@ -332,9 +352,10 @@ class Transformer(nn.Module):
             self._reset_parameters()
 
     def _reset_parameters(self) -> None:
-        sums = {module.weight for module in self.modules() if isinstance(module, Sums)}
+        schemes = (module for module in self.modules() if isinstance(module, Sums | Layer | Stack))
+        learned = {p for module in schemes for p in module.parameters(recurse=False)}
         for p in self.parameters():
-            if p.dim() > 1 and p not in sums:
+            if p.dim() > 1 and p not in learned:
                 nn.init.xavier_uniform_(p)
 
     @leaf

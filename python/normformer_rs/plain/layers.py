@@ -1,13 +1,14 @@
 """Sublayers, layers and stacks."""
 
 from collections.abc import Callable
-from typing import Final
+from typing import Any, Final
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..nn import formulas
+from .mixing import One
 from .norms import keep
 
 
@@ -58,9 +59,17 @@ class Around(nn.Module):
             others[i] = step(others[i], f)
         return self.after(formulas.residual(x, f, self.alpha, self.beta))
 
-    def begin(self, x: Tensor, others: list[Tensor] | None) -> list[Tensor]:
-        """The streams beside x; a layer that stands alone begins them."""
-        return [x for _ in range(len(self.steps))] if others is None else others
+    def begin(self, x: Tensor, others: list[Tensor] | None) -> tuple[Tensor, list[Tensor]]:
+        """x and the streams beside it; a layer that stands alone begins them."""
+        return (x, [x for _ in range(len(self.steps))]) if others is None else (x, others)
+
+    def enter(self, x: Tensor, others: list[Tensor]) -> Tensor:
+        """What F reads."""
+        return self.before(x)
+
+    def end(self, x: Tensor, others: list[Tensor]) -> Tensor:
+        """The output of a layer that stands alone."""
+        return x
 
 
 class Attention(nn.Module):
@@ -204,7 +213,7 @@ class Activation(nn.Module):
 class EncoderLayer(nn.Module):
     """Self-attention and feed-forward; torch.nn.TransformerEncoderLayer's call."""
 
-    def __init__(self, arounds: list[Around], self_attn: nn.Module, feed_forward: nn.Module) -> None:
+    def __init__(self, arounds: list[Any], self_attn: nn.Module, feed_forward: nn.Module) -> None:
         super().__init__()
         self.around1, self.around2 = arounds
         self.self_attn, self.feed_forward = self_attn, feed_forward
@@ -217,17 +226,18 @@ class EncoderLayer(nn.Module):
         is_causal: bool = False,
         others: list[Tensor] | None = None,
     ) -> Tensor:
-        streams = self.around1.begin(src, others)
-        f = self.self_attn(self.around1.before(src), None, src_mask, src_key_padding_mask, is_causal)
-        x = self.around1(src, f, streams)
-        return self.around2(x, self.feed_forward(self.around2.before(x)), streams)
+        x, streams = self.around1.begin(src, others)
+        f = self.self_attn(self.around1.enter(x, streams), None, src_mask, src_key_padding_mask, is_causal)
+        x = self.around1(x, f, streams)
+        x = self.around2(x, self.feed_forward(self.around2.enter(x, streams)), streams)
+        return self.around2.end(x, streams) if others is None else x
 
 
 class DecoderLayer(nn.Module):
     """Self-attention, attention to the encoder, feed-forward; torch.nn.TransformerDecoderLayer's call."""
 
     def __init__(
-        self, arounds: list[Around], self_attn: nn.Module, multihead_attn: nn.Module, feed_forward: nn.Module
+        self, arounds: list[Any], self_attn: nn.Module, multihead_attn: nn.Module, feed_forward: nn.Module
     ) -> None:
         super().__init__()
         self.around1, self.around2, self.around3 = arounds
@@ -245,18 +255,28 @@ class DecoderLayer(nn.Module):
         memory_is_causal: bool = False,
         others: list[Tensor] | None = None,
     ) -> Tensor:
-        streams = self.around1.begin(tgt, others)
-        f = self.self_attn(self.around1.before(tgt), None, tgt_mask, tgt_key_padding_mask, tgt_is_causal)
-        x = self.around1(tgt, f, streams)
-        f = self.multihead_attn(self.around2.before(x), memory, memory_mask, memory_key_padding_mask, memory_is_causal)
+        x, streams = self.around1.begin(tgt, others)
+        f = self.self_attn(self.around1.enter(x, streams), None, tgt_mask, tgt_key_padding_mask, tgt_is_causal)
+        x = self.around1(x, f, streams)
+        y = self.around2.enter(x, streams)
+        f = self.multihead_attn(y, memory, memory_mask, memory_key_padding_mask, memory_is_causal)
         x = self.around2(x, f, streams)
-        return self.around3(x, self.feed_forward(self.around3.before(x)), streams)
+        x = self.around3(x, self.feed_forward(self.around3.enter(x, streams)), streams)
+        return self.around3.end(x, streams) if others is None else x
 
 
 class Through(nn.Module):
     """A layer's input is the previous layer's output."""
 
     def forward(self, y: Tensor, outputs: list[Tensor]) -> Tensor:
+        return y
+
+
+class Remember(nn.Module):
+    """The first layer's input is what the stack reads, which later sums weigh, too."""
+
+    def forward(self, y: Tensor, outputs: list[Tensor]) -> Tensor:
+        outputs.append(y)
         return y
 
 
@@ -277,8 +297,9 @@ class Sum(nn.Module):
 
 
 class Stack(nn.Module):
-    """Layers, each with the sum that enters it (Through or Sum), the last sum, the norms of the streams beside x, and
-    the end and the begin of the stack.
+    """Layers, each with the sum that enters it (Through, Remember, Sum), the last sum, the norms of the streams beside
+    x, the way in which mixed streams begin and are read (One, HyperEnd, DepthEnd), and the end
+    and the begin of the stack.
 
     Encoder and Decoder write their loops out: TorchScript compiles no loop over layers with the arguments of either. It
     compiles only one side of a condition on a constant, so torch.nn's layers, which take no streams, may stand in a
@@ -292,6 +313,7 @@ class Stack(nn.Module):
         layers: list[nn.Module],
         sums: list[nn.Module],
         streams: list[nn.Module],
+        mixing: nn.Module,
         end: nn.Module,
         begin: nn.Module | None = None,
     ) -> None:
@@ -299,14 +321,15 @@ class Stack(nn.Module):
         self.begin = nn.Identity() if begin is None else begin
         *sums, self.last_sum = sums
         self.layers, self.sums, self.end = nn.ModuleList(layers), nn.ModuleList(sums), end
-        self.streams, self.has_streams = nn.ModuleList(streams), len(streams) > 0
+        self.streams, self.mixing = nn.ModuleList(streams), mixing
+        self.has_streams = len(streams) > 0 or not isinstance(mixing, One)
 
     def finish(self, x: Tensor, outputs: list[Tensor], others: list[Tensor]) -> Tensor:
         """The stack's output, from the last layer's."""
         x = self.last_sum(x, outputs)
         for i, norm in enumerate(self.streams):
             x = x + norm(others[i])
-        return self.end(x)
+        return self.end(self.mixing(x, others))
 
 
 class Encoder(Stack):
@@ -322,6 +345,7 @@ class Encoder(Stack):
         x = self.begin(src)
         outputs: list[Tensor] = []
         others = [x for _ in range(len(self.streams))]
+        x = self.mixing.begin(x)  # type: ignore[operator]
         causal = is_causal is not None and is_causal
         for layer, enter in zip(self.layers, self.sums):
             x = enter(x, outputs)
@@ -349,6 +373,7 @@ class Decoder(Stack):
         x = self.begin(tgt)
         outputs: list[Tensor] = []
         others = [x for _ in range(len(self.streams))]
+        x = self.mixing.begin(x)  # type: ignore[operator]
         own, other = (tgt_mask, tgt_key_padding_mask), (memory_mask, memory_key_padding_mask)
         causal = (tgt_is_causal is not None and tgt_is_causal, memory_is_causal)
         for layer, enter in zip(self.layers, self.sums):
@@ -363,9 +388,9 @@ class Decoder(Stack):
 class Residual(nn.Module):
     """x⁺ around a sublayer that takes x alone and returns F(x)."""
 
-    def __init__(self, around: Around, sublayer: nn.Module) -> None:
+    def __init__(self, around: Any, sublayer: nn.Module) -> None:
         super().__init__()
         self.around, self.sublayer = around, sublayer
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.around(x, self.sublayer(self.around.before(x)), [])
+        return self.around(x, self.sublayer(self.around.enter(x, [])), [])

@@ -83,8 +83,9 @@ def swap_residuals(
     Errors: InputError for unknown names and options; a model without known blocks, or with blocks of another form
     (norms on both sides of a branch, parallel sublayers), or with blocks that their library has changed;
     DistributedDataParallel and FSDP models; an optimizer that does not own the parameters; outside torch.nn's layers
-    hybridnorm, hybridnorm-star and olmo2, which reach into attention, and outside its stacks dlcl and resi-dual, which
-    would have to change their loop. UserWarning where weights that look trained are drawn anew.
+    hybridnorm, hybridnorm-star and olmo2, which reach into attention, and outside its stacks dlcl, denseformer,
+    resi-dual, attnres and mhc, which would have to change their loop. UserWarning where weights that look trained are
+    drawn anew.
     """
     next(field for field in TransformerConfig.FIELDS if field.name == "residual").check(to)
     refuse_wrapped(model)
@@ -231,7 +232,7 @@ def _check(group: Group, place: Place, to: str) -> None:
             f"{to} with these options sets how the weights of norms start, and {group.path} keeps its norms as they "
             "are: leave the options out"
         )
-    joins_layers = place.declared.combine or place.declared.streams
+    joins_layers = place.declared.combine or place.declared.streams or place.declared.mixing
     if joins_layers and type(group.holder) not in TORCH_STACKS:
         raise InputError(
             f"{to} connects layers with each other, and the loop of {type(group.holder).__name__} does not: use "

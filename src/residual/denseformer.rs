@@ -1,0 +1,31 @@
+//! DenseFormer: a layer's input is a learned sum of all earlier outputs, the last one at the start (Pagliardini et al.
+//! 2024).
+
+use super::{prenorm::PreNorm, Around, Combine, Flow, Learned, Place, Scheme};
+
+pub struct DenseFormer;
+
+impl Scheme for DenseFormer {
+    fn name(&self) -> &'static str {
+        "denseformer"
+    }
+
+    fn equation(&self) -> &'static str {
+        "prenorm; input of layer l+1, and N after the stack: Σ_k W_lk y_k, k ≤ l, W = I at the start"
+    }
+
+    fn source(&self) -> &'static str {
+        "Pagliardini et al. 2024"
+    }
+
+    fn around(&self, place: &Place) -> Around {
+        PreNorm.around(place)
+    }
+
+    fn stack(&self, place: &Place) -> Flow {
+        let identity = |row: i64, column: i64| f64::from(u8::from(row == column));
+        let weight = Learned::matrix("combine.weight", [place.layers() + 1; 2], identity);
+        let combine = Combine { weight, norms: Vec::new(), on_sums: false, skips_first: true };
+        Flow { combine: Some(combine), ..PreNorm.stack(place) }
+    }
+}
