@@ -1,5 +1,5 @@
-"""Checks the finished site, beyond mkdocs: each link and picture leads to a place inside it, and pages load nothing from
-other sites."""
+"""Checks the finished site, beyond mkdocs: each link and picture leads to a place inside it, and pages load nothing
+from other sites."""
 
 from html.parser import HTMLParser
 from pathlib import Path

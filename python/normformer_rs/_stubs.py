@@ -135,7 +135,7 @@ def norms() -> str:
     from .nn import composed
 
     entries = composed.ENTRIES
-    exported = ", ".join(json_string(entry["module"]) for entry in entries)
+    exported = ", ".join(json_string(entry["module"]) for entry in sorted(entries, key=lambda entry: entry["module"]))
     parts = [_NORMS_HEAD + f"__all__ = [{exported}]\n"]
     for entry in entries:
         about = textwrap.fill(f'"""{composed.doc(entry)}"""', 116, break_on_hyphens=False).replace("\n", "\n    ")

@@ -40,6 +40,8 @@ _Norm = Literal[
     "powernorm-v",
     "powernorm",
     "dyt",
+    "derf",
+    "l2norm",
 ]
 _PowernormMode = Literal["paper", "release"]
 _Residual = Literal[
@@ -64,6 +66,9 @@ _Residual = Literal[
     "olmo2",
     "ln-scaling",
     "mix-ln",
+    "denseformer",
+    "attnres",
+    "mhc",
 ]
 _Init = Literal["xavier", "smallinit", "fairseq", "deepnorm", "subln", "ds-init", "t-fixup", "r-fixup", "gpt2"]
 _BranchnormGrowth = Literal["linear", "exp", "sigmoid"]
@@ -125,6 +130,9 @@ class TransformerConfig(Config):
     peri_ln_embedding_norm: bool
     ln_scaling_mode: _LnScalingMode
     mix_ln_part: float
+    attnres_block: int
+    mhc_streams: int
+    mhc_iterations: int
     ds_init_alpha: float
     ds_init_mode: _PowernormMode
     fixnorm: bool
@@ -184,6 +192,9 @@ class TransformerConfig(Config):
         peri_ln_embedding_norm: bool = ...,
         ln_scaling_mode: _LnScalingMode = ...,
         mix_ln_part: float = ...,
+        attnres_block: int = ...,
+        mhc_streams: int = ...,
+        mhc_iterations: int = ...,
         ds_init_alpha: float = ...,
         ds_init_mode: _PowernormMode = ...,
         fixnorm: bool = ...,

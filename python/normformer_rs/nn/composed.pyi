@@ -13,14 +13,16 @@ from .norms import RowNorm
 class Composed(RowNorm):
     name: str
     option_names: tuple[str, ...]
+    def own(self, x: Tensor) -> collections.abc.Sequence[Any]: ...
     def options(self, x: Tensor) -> list[float]: ...
 
+ENTRIES: list[collections.abc.Mapping[str, Any]]
 CLASSES: dict[str, type[Composed]]
 
 def signature(entry: collections.abc.Mapping[str, Any]) -> inspect.Signature: ...
 def doc(entry: collections.abc.Mapping[str, Any]) -> str: ...
 
-__all__ = ["DyT"]
+__all__ = ["Derf", "DyT", "L2Norm"]
 
 class DyT(Composed):
     """y = γ⊙tanh(αx)+β, one learned α, 1/2 at the start; no statistics and no ε; source: Zhu et al. 2025. Arguments,
@@ -34,6 +36,36 @@ class DyT(Composed):
         normalized_shape: int | collections.abc.Sequence[int],
         elementwise_affine: bool = True,
         bias: bool = True,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+    ) -> None: ...
+
+class Derf(Composed):
+    """y = γ⊙erf(αx+s)+β, learned α = 1/2 and s = 0, one number each; no statistics and no ε; source: Chen et al. 2025.
+    Arguments, shapes, dtypes and errors are LayerNorm's."""
+
+    alpha: Parameter
+    s: Parameter
+    weight: Parameter | None
+    bias: Parameter | None
+    def __init__(
+        self,
+        normalized_shape: int | collections.abc.Sequence[int],
+        elementwise_affine: bool = True,
+        bias: bool = True,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+    ) -> None: ...
+
+class L2Norm(Composed):
+    """y = x/max(‖x‖₂, ε) over the last dimension, ε = 1e-12, nothing learned; source: Loshchilov et al. 2024.
+    Arguments, shapes, dtypes and errors are LayerNorm's."""
+
+    eps: float
+    def __init__(
+        self,
+        normalized_shape: int | collections.abc.Sequence[int],
+        eps: float = 1e-12,
         device: Any = None,
         dtype: torch.dtype | None = None,
     ) -> None: ...
