@@ -245,6 +245,7 @@ class TrainingConfig(Config):
     criterion: _Criterion
     patience: int
     keep: int
+    log_layers: int
     evaluation_beam: int
     activation_checkpointing: bool
     precision: _Precision
@@ -280,6 +281,7 @@ class TrainingConfig(Config):
         criterion: _Criterion = ...,
         patience: int = ...,
         keep: int = ...,
+        log_layers: int = ...,
         evaluation_beam: int = ...,
         activation_checkpointing: bool = ...,
         precision: _Precision = ...,

@@ -6,6 +6,7 @@ import html
 import json
 import logging
 import math
+import re
 from collections.abc import Iterable, Mapping
 from os import PathLike
 from pathlib import Path
@@ -61,6 +62,9 @@ class History:
     seconds: NDArray[np.float64]
     """Training time so far."""
     evaluations: Evaluations
+    layers: dict[str, NDArray[np.float64]] = dataclasses.field(default_factory=dict)
+    """What `log_layers` asked for: gradient/LAYER, the norm of each layer's gradient before clipping, and gain/NAME,
+    the mean of each gain before the update. NaN: an update without them."""
     parameters: int = 0
     output: Path = Path()
 
@@ -79,6 +83,7 @@ class History:
         return cls(
             **_columns(cls, updates),
             evaluations=Evaluations(**_columns(Evaluations, evaluations)),
+            layers=_layers(updates),
             parameters=started.get("parameters", 0),
             output=Path(output),
         )
@@ -94,13 +99,14 @@ class History:
         return plot(self, path=path if path is not None else self.output / "curves.png")
 
     def to_pandas(self) -> Any:
-        """A pandas.DataFrame with a row for each update, and what `evaluations` has as columns `valid_loss`, …: NaN
-        where an update was not evaluated.
+        """A pandas.DataFrame with a row for each update, its `layers` as further columns, and what `evaluations` has as
+        columns `valid_loss`, …: NaN where an update was not evaluated.
 
         Errors: ImportError without pandas.
         """
         pandas = require("pandas", "History.to_pandas")
-        updates, evaluated = (pandas.DataFrame(_arrays(part)).set_index("update") for part in (self, self.evaluations))
+        parts = {**_arrays(self), **self.layers}, _arrays(self.evaluations)
+        updates, evaluated = (pandas.DataFrame(part).set_index("update") for part in parts)
         return updates.join(evaluated.drop(columns="epoch").add_prefix("valid_"))
 
     def _repr_html_(self) -> str:
@@ -152,6 +158,25 @@ def _replay(events: Iterable[dict[str, Any]]) -> tuple[dict[str, Any], list[dict
     return started, list(updates.values()), list(evaluations.values())
 
 
+def layer_values(event: Mapping[str, Any]) -> dict[str, float]:
+    """The numbers by layer of an "updated" event: gradient/LAYER and gain/NAME; none where it has none."""
+    layers = event.get("layers") or {}
+    values = {f"{kind}/{name}": value for kind, key in (("gradient", "gradients"), ("gain", "gains"))
+              for name, value in layers.get(key, {}).items()}  # fmt: skip
+    return {name: math.nan if value is None else value for name, value in values.items()}
+
+
+def _layers(events: list[dict[str, Any]]) -> dict[str, NDArray[np.float64]]:
+    logged = [layer_values(event) for event in events]
+    names = {name for values in logged for name in values}
+    return {name: np.array([values.get(name, math.nan) for values in logged]) for name in sorted(names, key=_natural)}
+
+
+def _natural(name: str) -> list[tuple[int, str]]:
+    """Sorts layer 2 before layer 10."""
+    return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", name)]
+
+
 def _columns(cls: type, events: list[dict[str, Any]]) -> dict[str, NDArray[Any]]:
     """The events' values by name, for the array fields of a class."""
     kinds: Mapping[str, tuple[Any, Any]] = {
@@ -161,7 +186,7 @@ def _columns(cls: type, events: list[dict[str, Any]]) -> dict[str, NDArray[Any]]
     }
     columns = {}
     for field in dataclasses.fields(cls):
-        if field.name in ("evaluations", "parameters", "output"):
+        if field.name in ("evaluations", "layers", "parameters", "output"):
             continue
         kind, missing = kinds.get(field.name, (np.float64, math.nan))
         values = [event.get(field.name) for event in events]

@@ -16,7 +16,7 @@ from ._optional import available
 from .config import DataConfig, TrainingConfig, TransformerConfig, readable
 from .distributed import world
 from .errors import InputError
-from .history import History
+from .history import History, layer_values
 from .model import random_state_kept
 from .progress import Progress, Silent, choose, number
 
@@ -84,9 +84,10 @@ class Trainer:
             curves: draw `output`/curves.png at the end where matplotlib is installed.
             callbacks: functions of (event, values), called on the first process after the run's own log has the event:
                 "started" (values update, updates, parameters, vocabulary, device, …), "updated" (update, epoch, loss,
-                nll, lr, grad_norm, tokens_per_second, seconds, …), "evaluated" (update, epoch, loss, nll, perplexity,
-                bleu, best, seconds). A number that JSON cannot hold, and BLEU that was not measured, is None. What one
-                raises ends the run and is raised here; KeyboardInterrupt saves first.
+                nll, lr, grad_norm, tokens_per_second, seconds, …; with `log_layers` layers: {gradients, gains}),
+                "evaluated" (update, epoch, loss, nll, perplexity, bleu, best, seconds). A number that JSON cannot hold,
+                and BLEU that was not measured, is None. What one raises ends the run and is raised here;
+                KeyboardInterrupt saves first.
 
         Under `torchrun --nproc-per-node K`, or in a process group of torch.distributed that exists already, K processes
         train one model: each takes its share of the `accumulate`·K batches of an update, and the first one evaluates,
@@ -185,6 +186,9 @@ class _Observer(_Silent):
     def updated(self, event: Mapping[str, Any]) -> None:
         self._show("updated", event)
         self._write("train", event, "loss", "nll", "lr", "grad_norm", "tokens_per_second")
+        if self._writer is not None:
+            for name, value in layer_values(event).items():
+                self._writer.add_scalar(name, value, event["update"])
         self._call("updated", event)
 
     def evaluated(self, event: Mapping[str, Any]) -> None:

@@ -117,7 +117,7 @@ fn norm_settings(model: &str, name: &str, last_of_decoder: bool, ends_stack: boo
 /// α_t of a growing scheme after t (int64 (1,)), on t's device.
 #[pyfunction]
 fn growth(steps: i64, curve: &str, t: PyTensor) -> PyResult<PyTensor> {
-    let growth = residual::Growth { steps, curve: residual::Curve::parse(curve)? };
+    let growth = residual::Growth { steps, curve: residual::GrowthCurve::parse(curve)? };
     Ok(PyTensor(growth.alpha(&t.0, Kind::Double)?))
 }
 

@@ -233,6 +233,7 @@ impl TrainingConfig {
             ("keep", self.keep, 0),
             ("patience", self.patience, 0),
             ("evaluate_every", self.evaluate_every, 0),
+            ("log_layers", self.log_layers, 0),
             ("evaluation_beam", self.evaluation_beam, 1),
         ] {
             if value < least {

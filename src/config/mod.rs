@@ -227,6 +227,8 @@ config! {
             patience: i64 = 0,
             /// Keep this many of the latest evaluations' checkpoints, for averaging.
             keep: i64 = 10,
+            /// Log the gradient norm of each layer, and the gains, every so many updates; 0: never.
+            log_layers: i64 = 0,
             /// Beam of the translations that evaluations score; 1: greedy.
             evaluation_beam: i64 = 1,
             /// Keep only what enters each layer and run layers again for their gradients: less memory, a third more

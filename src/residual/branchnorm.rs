@@ -1,13 +1,13 @@
 //! BranchNorm: `x⁺ = N(x + α_t F(x))`, α_t growing to 1 over the first T updates (Liu et al. 2023, eq 7, 8).
 
-use super::{Around, Curve, Flow, Gain, Growth, Place, Scheme};
+use super::{Around, Flow, Gain, Growth, GrowthCurve, Place, Scheme};
 use crate::options::{not_negative, setting, Listed};
 
 setting! {
     /// T of branchnorm: α_t = min(1, t/T) reaches 1 at this update.
     STEPS ("branchnorm_steps"): i64 = 4000, not_negative;
     /// How branchnorm's α grows.
-    GROWTH ("branchnorm_growth"): Curve = Curve::Linear;
+    GROWTH ("branchnorm_growth"): GrowthCurve = GrowthCurve::Linear;
 }
 
 pub struct BranchNorm;

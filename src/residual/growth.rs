@@ -9,12 +9,12 @@ use tch::{Kind, Tensor};
 #[derive(Clone, Copy, Debug, PartialEq, Serialize)]
 pub struct Growth {
     pub steps: i64,
-    pub curve: Curve,
+    pub curve: GrowthCurve,
 }
 
 choice! {
     /// How α grows with x = t/T: x; (e^5x − 1)/(e⁵ − 1); the logistic of 10(x − ½), rescaled to run from 0 to 1.
-    pub enum Curve ("branchnorm_growth") { Linear = "linear", Exp = "exp", Sigmoid = "sigmoid" }
+    pub enum GrowthCurve ("branchnorm_growth") { Linear = "linear", Exp = "exp", Sigmoid = "sigmoid" }
 }
 
 impl Growth {
@@ -25,9 +25,9 @@ impl Growth {
         }
         let x = t.f_to_kind(Kind::Double)?.f_div_scalar(self.steps as f64)?;
         let grown = match self.curve {
-            Curve::Linear => x,
-            Curve::Exp => x.f_mul_scalar(5.0)?.f_expm1()?.f_div_scalar(5f64.exp_m1())?,
-            Curve::Sigmoid => {
+            GrowthCurve::Linear => x,
+            GrowthCurve::Exp => x.f_mul_scalar(5.0)?.f_expm1()?.f_div_scalar(5f64.exp_m1())?,
+            GrowthCurve::Sigmoid => {
                 let logistic = |x: f64| 1.0 / (1.0 + (-x).exp());
                 let (low, high) = (logistic(-5.0), logistic(5.0));
                 let now = x.f_sub_scalar(0.5)?.f_mul_scalar(10.0)?.f_sigmoid()?;
@@ -44,15 +44,17 @@ mod tests {
 
     #[test]
     fn the_three_curves() {
-        for (curve, at_1000, at_2000) in
-            [(Curve::Linear, 0.25, 0.5), (Curve::Exp, 0.016894, 0.075858), (Curve::Sigmoid, 0.070104, 0.5)]
-        {
+        for (curve, at_1000, at_2000) in [
+            (GrowthCurve::Linear, 0.25, 0.5),
+            (GrowthCurve::Exp, 0.016894, 0.075858),
+            (GrowthCurve::Sigmoid, 0.070104, 0.5),
+        ] {
             let growth = Growth { steps: 4000, curve };
             let alpha = |t: i64| growth.alpha(&Tensor::from_slice(&[t]), Kind::Double).unwrap().double_value(&[0]);
             assert!((alpha(1000) - at_1000).abs() < 1e-6 && (alpha(2000) - at_2000).abs() < 1e-6, "{curve:?}");
             assert!(alpha(1) > 0.0 && (alpha(4000) - 1.0).abs() < 1e-6 && (alpha(9000) - 1.0).abs() < 1e-6);
         }
-        let at_once = Growth { steps: 0, curve: Curve::Linear };
+        let at_once = Growth { steps: 0, curve: GrowthCurve::Linear };
         assert_eq!(at_once.alpha(&Tensor::from_slice(&[1i64]), Kind::Float).unwrap().double_value(&[0]), 1.0);
     }
 }

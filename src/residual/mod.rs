@@ -44,7 +44,7 @@ mod subln;
 
 pub use admin::PROFILING;
 pub use declared::{Around, Change, Combine, ExtraStream, FirstValue, Flow, Gain, Learned, NormAt, Point, StreamStep};
-pub use growth::{Curve, Growth};
+pub use growth::{Growth, GrowthCurve};
 pub use mixing::{DepthAttention, HyperConnection, Mixing};
 pub use place::{Outline, Place, StackName, Sublayer, TensorizedSizes};
 pub use scheme::Scheme;

@@ -5,6 +5,7 @@ pub mod checkpoint;
 mod cuda_graphs;
 mod evaluate;
 mod forward_backward;
+mod layers;
 mod loss;
 mod micro_batch;
 mod observer;

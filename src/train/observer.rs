@@ -1,5 +1,6 @@
 //! What a run tells of itself.
 
+use super::layers::Layers;
 use crate::config::Precision;
 use crate::error::Result;
 use serde::Serialize;
@@ -65,6 +66,9 @@ pub struct Update {
     pub seconds: f64,
     /// Until the last update at this rate; none where nothing but patience ends the run.
     pub time_left: Option<f64>,
+    /// Where `log_layers` asks for them.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub layers: Option<Layers>,
 }
 
 #[derive(Clone, Debug, Serialize)]

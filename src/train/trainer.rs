@@ -5,6 +5,7 @@ use super::checkpoint::{Checkpoint, CheckpointStore, Found};
 use super::cuda_graphs::{Graphs, Recorder};
 use super::evaluate::{evaluate_bleu, evaluate_loss, Score, Validation};
 use super::forward_backward::Pass;
+use super::layers::LateLayers;
 use super::loss::{LossSums, Objective};
 use super::micro_batch::MicroBatch;
 use super::observer::{Evaluation, Observer, Saved, Started, Update};
@@ -84,6 +85,7 @@ struct Running {
     start: Instant,
     /// Sum of losses, sum of NLL, how many ranks ask to stop, gradient norm.
     numbers: Late,
+    layers: Option<LateLayers>,
 }
 
 /// What a trainer is made of.
@@ -282,6 +284,8 @@ impl Trainer {
         let sums = sums.ok_or_else(|| Error::invalid("accumulate must be at least 1"))?;
         let lr = self.schedule.learning_rate(number);
         self.optimizer.sum_gradients(self.group)?;
+        let is_logged = self.group.is_first() && number.is_multiple_of(self.config.log_layers as u64);
+        let layers = is_logged.then(|| LateLayers::of(&self.pass.model.parameters)).transpose()?;
         let asks = sums.loss.f_full_like(f64::from(u8::from(self.unheard.is_some())))?;
         let sums = self.group.sum(&Tensor::f_stack(&[&sums.loss, &sums.nll, &asks], 0)?)?;
         let grad_norm = self.optimizer.step(number, lr, &sums.f_select(0, 0)?)?;
@@ -290,7 +294,7 @@ impl Trainer {
         // A cursor at index 0 says that an epoch has just ended.
         let epoch = if cursor.index == 0 { cursor.epoch } else { cursor.epoch + 1 };
         self.progress.cursor = cursor;
-        Ok(Running { number, epoch, lr, tokens, start, numbers })
+        Ok(Running { number, epoch, lr, tokens, start, numbers, layers })
     }
 
     fn forward_backward(&mut self, batch: &Batch, seed: [i64; 3], scale: f64) -> Result<LossSums> {
@@ -302,7 +306,7 @@ impl Trainer {
 
     /// What an update came to, once the device has made it, and whether a rank asks to stop.
     fn finish(&mut self, update: Running) -> Result<(Update, bool)> {
-        let Running { number, epoch, lr, tokens, start, numbers } = update;
+        let Running { number, epoch, lr, tokens, start, numbers, layers } = update;
         let numbers = numbers.read()?;
         let (loss, nll, grad_norm) = (numbers[0] / tokens as f64, numbers[1] / tokens as f64, numbers[3]);
         if !loss.is_finite() || !grad_norm.is_finite() {
@@ -330,6 +334,7 @@ impl Trainer {
             tokens_per_second: done as f64 / time,
             seconds: self.progress.seconds,
             time_left: (self.config.updates > 0).then(|| left.max(0) as f64 * time / self.pace.len() as f64),
+            layers: layers.map(LateLayers::read).transpose()?,
         };
         Ok((update, numbers[2] > 0.0))
     }

@@ -300,7 +300,7 @@ def _arithmetic(code: str) -> Iterator[Edit]:
         yield Edit("sign", match.end(), PREFIX + match.end(), "flip({}) * ")
     for match in re.finditer(r"(?<=[\w)\]]) [*/%] (?=[\w(])", code):
         operand = _OPERAND.match(code, match.end())
-        if operand is not None and operand[0] != "1":
+        if operand is not None and operand[0] != "1" and not code.startswith("::", operand.end()):
             yield Edit("factor", match.end(), operand.end(), "(mutant({}) ? 1 : ", ")")
     for match in re.finditer(r" [*/]= (?=\S)", code):
         yield Edit("factor", match.end(), _end(code, match.end(), is_whole=True), "(mutant({}) ? 1 : ", ")")

@@ -174,7 +174,7 @@ def test_foreign_state_dicts():
 def test_modules_travel(name):
     norm = MODULES[name]()
     x = torch.randn(3, 5, 8)
-    norm(x).sum().backward()
+    norm(x.clone().requires_grad_()).sum().backward()
     for twin in (copy.deepcopy(norm), pickle.loads(pickle.dumps(norm))):
         assert torch.equal(twin.eval()(x), copy.deepcopy(norm).eval()(x))
     fresh = MODULES[name]()

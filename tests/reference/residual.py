@@ -372,7 +372,7 @@ def dense(config: Config, stack: str) -> Stack:
     """DenseFormer: W = I at first; N of the last row's sum (Pagliardini et al. 2024)."""
     size = config[f"{stack}_layers"] + 1
     weight = Parameter(f"{stack}.combine.weight", (size, size), torch.eye(size))
-    return Stack(end_norm(config, stack).end, Combine(weight, (), is_pre=False, is_dense=True))
+    return Stack(end=end_norm(config, stack).end, combine=Combine(weight, (), is_pre=False, is_dense=True))
 
 
 def end_mixed(how: Callable[[Config, str], mixes.Mixing]) -> Callable[[Config, str], Stack]:

@@ -117,7 +117,8 @@ def test_training_lowers_the_loss_and_accumulation_is_exact(norm, residual):
     for n in range(1, 9):
         step = ref.train_step(state, config, [whole], adam, ref.inverse_sqrt_peak(n, 0.02, 3), max_norm=1.0)
         state, losses = step.state, [*losses, step.loss]
-    assert losses[-1] < 0.8 * losses[0]
+    # without a gain a row's length stays 1, and so do logits small
+    assert losses[-1] < (0.9 if norm == "l2norm" else 0.8) * losses[0]
 
 
 def test_schedules():

@@ -1,0 +1,95 @@
+//! The norm of each layer's gradient, and gains, for the log.
+
+use crate::error::Result;
+use crate::model::Parameters;
+use crate::operator::Late;
+use serde::Serialize;
+use std::collections::BTreeMap;
+use tch::{no_grad, Kind, Tensor};
+
+/// An update's numbers by layer, on request (`log_layers`).
+#[derive(Clone, Debug, Serialize)]
+pub struct Layers {
+    /// Euclidean norm of each layer's gradient before clipping; their squares sum up to the whole gradient's.
+    pub gradients: BTreeMap<String, f64>,
+    /// Each gain of a norm or scheme before the update; the mean of a vector.
+    pub gains: BTreeMap<String, f64>,
+}
+
+/// The same while the numbers are on their way from the device.
+pub struct LateLayers {
+    groups: Vec<String>,
+    gains: Vec<String>,
+    numbers: Late,
+}
+
+impl LateLayers {
+    /// Of gradients that have been summed over ranks and not been used yet.
+    pub fn of(parameters: &Parameters) -> Result<Self> {
+        no_grad(|| {
+            let (mut norms, mut gains) = (BTreeMap::<&str, Vec<Tensor>>::new(), Vec::new());
+            let mut numbers = Vec::new();
+            for (name, t) in parameters.iter() {
+                let norm = t.f_grad()?.f_norm_scalaropt_dtype(2.0, Kind::Double)?;
+                norms.entry(layer_of(name)).or_default().push(norm);
+                if is_gain(name, t.dim()) {
+                    gains.push(name.to_string());
+                    numbers.push(t.f_mean(Kind::Double)?);
+                }
+            }
+            for norms in norms.values() {
+                numbers.push(Tensor::f_stack(norms, 0)?.f_norm()?);
+            }
+            let groups = norms.into_keys().map(str::to_string).collect();
+            Ok(LateLayers { groups, gains, numbers: Late::of(&Tensor::f_stack(&numbers, 0)?)? })
+        })
+    }
+
+    pub fn read(self) -> Result<Layers> {
+        let numbers = self.numbers.read()?;
+        let (gains, gradients) = numbers.split_at(self.gains.len());
+        let named = |names: Vec<String>, values: &[f64]| names.into_iter().zip(values.iter().copied()).collect();
+        Ok(Layers { gradients: named(self.groups, gradients), gains: named(self.gains, gains) })
+    }
+}
+
+/// A parameter's layer: its name up to the first number; outside layers, as dlcl's sums are, its first part.
+fn layer_of(name: &str) -> &str {
+    let mut end = 0;
+    let is_between = name.split('.').any(|part| part == "combine");
+    for part in name.split('.') {
+        end += part.len();
+        if !is_between && part.bytes().all(|b| b.is_ascii_digit()) {
+            return &name[..end];
+        }
+        end += 1;
+    }
+    name.split('.').next().unwrap_or(name)
+}
+
+/// A parameter of a norm or scheme, as `nn.learned_gains` has it, but no bias.
+fn is_gain(name: &str, dimensions: usize) -> bool {
+    let mut parts = name.rsplit('.');
+    let (leaf, module) = (parts.next().unwrap_or(name), parts.next());
+    (dimensions <= 1 || module == Some("combine")) && !leaf.ends_with("bias")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn layers_and_gains_by_their_names() {
+        for (name, layer) in [
+            ("encoder.layers.10.self_attn.q.weight", "encoder.layers.10"),
+            ("embedding.weight", "embedding"),
+            ("decoder.norm.weight", "decoder"),
+            ("encoder.combine.1.weight", "encoder"),
+        ] {
+            assert_eq!(layer_of(name), layer);
+        }
+        assert!(is_gain("encoder.layers.0.norm1.weight", 1) && is_gain("encoder.combine.weight0", 2));
+        assert!(!is_gain("encoder.layers.0.norm1.bias", 1) && !is_gain("embedding.weight", 2));
+        assert!(!is_gain("encoder.layers.0.linear1.weight", 2));
+    }
+}
