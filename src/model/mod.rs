@@ -2,9 +2,11 @@
 //! initialisations.
 
 mod attention;
+mod cargo;
 mod context;
 mod embedding;
 mod feed_forward;
+mod gather;
 mod layer;
 mod linear;
 mod mixing;
@@ -23,6 +25,7 @@ mod tests;
 mod transformer;
 
 pub use attention::Cache;
+pub use cargo::{Cargo, Hold};
 pub use context::{Context, Rates};
 pub use embedding::first_values;
 pub use linear::{Flat, Placed};

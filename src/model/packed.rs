@@ -1,8 +1,8 @@
 //! Packed sentences: real tokens only, one sentence after another.
 
+use super::cargo::Cargo;
 use super::PAD;
 use crate::error::{Error, Result};
-use crate::operator::Cargo;
 use tch::{Device, Kind, Tensor};
 
 /// What batches are filled up to, so that many have one shape.

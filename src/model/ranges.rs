@@ -1,8 +1,10 @@
 //! Who attends to whom in packed rows.
 
+use super::cargo::Cargo;
+use super::gather::gather;
 use super::packed::{Packed, Room};
 use crate::error::{Error, Result};
-use crate::operator::{self, Cargo};
+use crate::operator;
 use std::rc::Rc;
 use tch::{Device, Kind, Tensor};
 
@@ -156,7 +158,7 @@ impl Places {
     fn fill(&self, packed: &Tensor) -> Result<Tensor> {
         match self.places.numel() {
             0 => Ok(packed.f_index_select(0, &self.rows)?),
-            _ => operator::gather(packed, &self.rows, &self.places, &self.absent),
+            _ => gather(packed, &self.rows, &self.places, &self.absent),
         }
     }
 
@@ -227,7 +229,7 @@ impl Padded {
 
     /// What stands at the places of queries, (n·q_len, …), as packed rows.
     pub fn pack(&self, filled: &Tensor) -> Result<Tensor> {
-        operator::gather(filled, &self.queries.places, &self.queries.rows, &self.gaps)
+        gather(filled, &self.queries.places, &self.queries.rows, &self.gaps)
     }
 
     /// drop(softmax(scale·QKᵀ))V per sentence and head, of packed rows (rows, d) to packed rows; `causal` needs square

@@ -1,8 +1,8 @@
 //! What the model reads.
 
+use super::cargo::Cargo;
 use super::{Packed, Ranges};
 use crate::error::Result;
-use crate::operator::Cargo;
 use tch::{Device, Tensor};
 
 /// Sentences of one side or two, and who attends to whom: all that a forward pass needs of a batch, so that in it nothing

@@ -1,12 +1,12 @@
 //! The encoder-decoder Transformer, and the decoder-only language model.
 
+use super::cargo::Cargo;
 use super::embedding::Embeddings;
 use super::stack::{Stack, StackCache, StackMemory};
 use super::{times, Builder, Context, Packed, Parameters, Ranges, Sentences};
 use crate::config::TransformerConfig;
 use crate::error::{Error, Result};
 use crate::init;
-use crate::operator::Cargo;
 use crate::residual;
 use tch::{Device, Kind, Tensor};
 

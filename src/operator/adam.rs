@@ -1,6 +1,6 @@
 //! Adam's update of flat f32 buffers on a GPU, with everything that changes from step to step read on the device.
 
-use super::call::{Call, Value};
+use super::call::{values, Call, Value};
 use super::declare::{tensor, Kernels, Kind, Operator};
 use super::engine::Handle;
 use crate::error::Result;
@@ -15,18 +15,8 @@ pub type AdamBuffers<'a> = Buffers<&'a Tensor>;
 /// One update through the dispatcher, on any device.
 pub fn adam_in_place(buffers: &AdamBuffers, beta1: f64, beta2: f64, eps: f64) -> Result<()> {
     let Buffers { parameters, first, second, gradients, grad_scale, step_size, keep } = *buffers;
-    let [] = HANDLE.call(&[
-        parameters.into(),
-        first.into(),
-        second.into(),
-        gradients.into(),
-        grad_scale.into(),
-        step_size.into(),
-        keep.into(),
-        beta1.into(),
-        beta2.into(),
-        eps.into(),
-    ])?;
+    let arguments = values![parameters, first, second, gradients, grad_scale, step_size, keep, beta1, beta2, eps];
+    let [] = HANDLE.call(&arguments)?;
     Ok(())
 }
 

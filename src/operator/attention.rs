@@ -1,10 +1,9 @@
 //! Attention over packed sentences: `softmax(scale·QKᵀ + mask)` with dropout, times V, per sentence and head.
 
-use super::call::Value;
+use super::call::{values, Value};
 use super::declare::{leader, number, seed, tensor, Kernels, Kind as Type, Operator};
 use super::dropout::{check_dropout, draw, draw_composed};
 use super::engine::{self, Handle};
-use super::function::{apply, Differentiable};
 use crate::error::{Error, Result};
 use crate::kernel::attention::call::{self as kernel, AttentionViews, Settings};
 use crate::kernel::attention::composed;
@@ -28,49 +27,8 @@ pub fn attention(
     site: i64,
 ) -> Result<Tensor> {
     let p = if seed.is_some() { p } else { 0.0 };
-    let [out, _lse] = HANDLE.call(&[
-        q.into(),
-        k.into(),
-        v.into(),
-        ranges.into(),
-        heads.into(),
-        causal.into(),
-        scale.into(),
-        p.into(),
-        seed.into(),
-        site.into(),
-    ])?;
+    let [out, _lse] = HANDLE.call(&values![q, k, v, ranges, heads, causal, scale, p, seed, site])?;
     Ok(out)
-}
-
-/// Rows of x, (rows, …), of which `back` says where each row of x went, none to two places; of `absent` ones (bool, a
-/// column), which went nowhere, the gradient is 0. So the gradient is read too: adding up, as `index_select` does, takes
-/// more passes, and on a GPU another order every time.
-pub fn gather(x: &Tensor, rows: &Tensor, back: &Tensor, absent: &Tensor) -> Result<Tensor> {
-    let [rows, back, absent] = [rows, back, absent].map(Tensor::shallow_clone);
-    let [y]: [Tensor; 1] = apply(Gather { rows, back, absent }, &[x])?.try_into().expect("it has one output");
-    Ok(y)
-}
-
-struct Gather {
-    rows: Tensor,
-    back: Tensor,
-    absent: Tensor,
-}
-
-impl Differentiable for Gather {
-    fn saves_inputs(&self) -> bool {
-        false
-    }
-
-    fn forward(&self, x: Vec<Tensor>) -> Result<Vec<Tensor>> {
-        Ok(vec![x[0].f_index_select(0, &self.rows)?])
-    }
-
-    fn backward(&self, _: Vec<Tensor>, gradients: Vec<Option<Tensor>>) -> Result<Vec<Option<Tensor>>> {
-        let back = |g: &Tensor| Ok(g.f_index_select(0, &self.back)?.f_masked_fill_(&self.absent, 0.0)?);
-        gradients.iter().map(|g| g.as_ref().map(back).transpose()).collect()
-    }
 }
 
 /// torch's own attention on padded sentences, (sentences, heads, length, d_head), scale·QKᵀ plus a mask; see

@@ -111,6 +111,12 @@ impl<T: Into<Value>> From<Option<T>> for Value {
     }
 }
 
+/// The arguments of a call, each as a [`Value`].
+macro_rules! values {
+    ($($argument:expr),+ $(,)?) => { [$($crate::operator::call::Value::from($argument)),+] };
+}
+pub(super) use values;
+
 /// A call in one of its stages.
 #[repr(C)]
 pub struct Call {

@@ -1,12 +1,11 @@
 //! What the ranks of a process group do together, by torch.distributed's own collectives.
 
-use super::call::Value;
+use super::call::{values, Value};
 use super::engine::Handle;
-use crate::cpu::memory::numbers;
 use crate::error::{Error, Result};
 use crate::kernel::columns::Ranks;
 use std::sync::{Mutex, MutexGuard};
-use tch::{Device, Tensor};
+use tch::Tensor;
 
 /// A process group of torch.distributed, or a process alone.
 #[derive(Clone, Copy, Debug, Default)]
@@ -22,7 +21,7 @@ static WAIT: Handle = Handle::of_torch("_c10d_functional::wait_tensor");
 
 fn waited(collective: &Handle, arguments: &[Value]) -> Result<Tensor> {
     let [t] = collective.call(arguments)?;
-    let [t] = WAIT.call(&[(&t).into()])?;
+    let [t] = WAIT.call(&values![&t])?;
     Ok(t)
 }
 
@@ -47,11 +46,11 @@ impl Ranks for Known {
 
     fn gather(&self, t: &Tensor) -> Result<Tensor> {
         let t = t.f_unsqueeze(0)?.f_contiguous()?;
-        waited(&ALL_GATHER, &[(&t).into(), (self.size as i64).into(), self.name().into()])
+        waited(&ALL_GATHER, &values![&t, self.size as i64, self.name()])
     }
 
     fn sum(&self, t: &Tensor) -> Result<Tensor> {
-        waited(&ALL_REDUCE, &[t.into(), "sum".into(), self.name().into()])
+        waited(&ALL_REDUCE, &values![t, "sum", self.name()])
     }
 }
 
@@ -114,7 +113,7 @@ impl ProcessGroup {
     /// t ← Σ over ranks. The gradients of a model need no copy.
     pub fn sum_in_place(self, t: &mut Tensor) -> Result<()> {
         if let Some(k) = self.0 {
-            let _ = waited(&ALL_REDUCE_IN_PLACE, &[(&*t).into(), "sum".into(), k.name().into()])?;
+            let _ = waited(&ALL_REDUCE_IN_PLACE, &values![&*t, "sum", k.name()])?;
         }
         Ok(())
     }
@@ -123,45 +122,7 @@ impl ProcessGroup {
     pub fn first(self, t: &Tensor) -> Result<Tensor> {
         match self.0 {
             None => Ok(t.shallow_clone()),
-            Some(k) => waited(&BROADCAST, &[t.into(), 0i64.into(), k.name().into()]),
+            Some(k) => waited(&BROADCAST, &values![t, 0i64, k.name()]),
         }
     }
-
-    /// `sum` of numbers of the host, where the backend works on `device`.
-    pub fn sum_of<const N: usize>(self, numbers: [f64; N], device: Device) -> Result<[f64; N]> {
-        if self.is_alone() {
-            return Ok(numbers);
-        }
-        host(&self.sum(&Tensor::f_from_slice(&numbers)?.f_to_device(device)?)?)
-    }
-
-    /// `first` of numbers of the host.
-    pub fn first_of<const N: usize>(self, numbers: [f64; N], device: Device) -> Result<[f64; N]> {
-        if self.is_alone() {
-            return Ok(numbers);
-        }
-        host(&self.first(&Tensor::f_from_slice(&numbers)?.f_to_device(device)?)?)
-    }
-
-    /// This rank's result; an error where any rank has one, so that all stop at the same place.
-    pub fn agree<T>(self, result: Result<T>, device: Device) -> Result<T> {
-        let mine = match &result {
-            Ok(_) => [0.0, 0.0],
-            Err(Error::Interrupted(_)) => [1.0, 0.0],
-            Err(_) => [0.0, 1.0],
-        };
-        let [interrupted, failed] = self.sum_of(mine, device)?;
-        match result {
-            Ok(_) | Err(Error::Interrupted(_)) if failed > 0.0 => {
-                Err(Error::invalid("another rank failed: its message says why"))
-            }
-            Ok(_) if interrupted > 0.0 => Err(Error::Interrupted("another rank was stopped".into())),
-            other => other,
-        }
-    }
-}
-
-fn host<const N: usize>(t: &Tensor) -> Result<[f64; N]> {
-    let all = numbers(t)?;
-    Ok(std::array::from_fn(|i| all[i]))
 }

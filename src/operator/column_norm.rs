@@ -1,6 +1,6 @@
 //! The family of norms with statistics of columns: an operator for each, and the table of them.
 
-use super::call::{Call, Value, Why};
+use super::call::{values, Call, Value, Why};
 use super::declare::{leader, tensor, Kind as Type, Operator};
 use super::engine::{self, Handle};
 use super::ProcessGroup;
@@ -51,25 +51,14 @@ impl ColumnOperator {
 
     /// (N(x), the statistics it used) through the dispatcher: differentiable, on any device.
     pub fn call(&self, call: &Column) -> Result<(Tensor, Tensor)> {
-        let (state, o) = (&call.state, &call.options);
-        let (variant, group) = (if o.release { "release" } else { "paper" }, o.ranks.map_or("", |r| r.name()));
-        let [y, stats] = self.handle.call(&[
-            call.x.into(),
-            call.weight.into(),
-            call.bias.into(),
-            call.pad_mask.into(),
-            state.first.as_ref().into(),
-            state.second.as_ref().into(),
-            state.iters.as_ref().into(),
-            state.refused.as_ref().into(),
-            call.stats.into(),
-            o.train.into(),
-            o.alpha.into(),
-            o.eps.into(),
-            o.alpha_bwd.into(),
-            o.warmup.into(),
-            variant.into(),
-            group.into(),
+        let Column { x, weight, bias, pad_mask, stats, .. } = *call;
+        let StateTensors { first, second, iters, refused } = &call.state;
+        let ColumnOptions { train, alpha, eps, alpha_bwd, warmup, release, ranks } = call.options;
+        let [first, second, iters, refused] = [first, second, iters, refused].map(Option::as_ref);
+        let (variant, group) = (if release { "release" } else { "paper" }, ranks.map_or("", |r| r.name()));
+        let [y, stats] = self.handle.call(&values![
+            x, weight, bias, pad_mask, first, second, iters, refused, stats, train, alpha, eps, alpha_bwd, warmup,
+            variant, group
         ])?;
         Ok((y, stats))
     }

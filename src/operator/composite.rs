@@ -1,7 +1,7 @@
 //! Operators that are compositions of others: PyTorch differentiates, batches and traces what they are made of. On a
 //! GPU `lp_norm` runs ScaleNorm's kernels with lengths of another order.
 
-use super::call::{Call, Value};
+use super::call::{values, Call, Value};
 use super::declare::{gradient, leader, parameter, tensor, title, Argument, Kind, Operator};
 use super::engine::{self, Handle};
 use super::row_norm::RowOperator;
@@ -19,7 +19,7 @@ static ON_DEVICE: Handle = Handle::new("lp_norm_forward");
 /// `options` as it declares them.
 pub fn norm_by_name(name: &str, x: &Tensor, weight: Option<&Tensor>, options: &[f64]) -> Result<Tensor> {
     let [y] = match name {
-        "lp_norm" => HANDLE.call(&[x.into(), weight.into(), options[lp::P].into(), options[lp::EPSILON].into()])?,
+        "lp_norm" => HANDLE.call(&values![x, weight, options[lp::P], options[lp::EPSILON]])?,
         other => unreachable!("no operator {other} is a norm"),
     };
     Ok(y)
@@ -58,7 +58,7 @@ pub(super) fn lp_norm_operator() -> Operator {
         let [_, weight, p, eps] = call.arguments();
         let (weight, p, eps) = (weight.tensor(), p.float(), eps.float());
         if p != 2.0 && call.device().is_some() {
-            let [y, _stats] = ON_DEVICE.call(&[x.into(), weight.as_ref().into(), p.into(), eps.into()])?;
+            let [y, _stats] = ON_DEVICE.call(&values![x, weight.as_ref(), p, eps])?;
             return Ok(y);
         }
         HANDLE.count_composed();

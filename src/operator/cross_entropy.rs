@@ -1,6 +1,6 @@
 //! Label-smoothed cross-entropy over a target vocabulary.
 
-use super::call::Value;
+use super::call::{values, Value};
 use super::declare::{leader, tensor, Argument, Kind as Type, Operator};
 use super::engine::{self, Handle};
 use crate::error::{Error, Result};
@@ -22,8 +22,7 @@ pub fn cross_entropy(
     ignore_index: i64,
 ) -> Result<(Tensor, Tensor)> {
     let Smoothing { nll, uniform } = smoothing;
-    let arguments = [logits.into(), target.into(), mask.into(), nll.into(), uniform.into(), ignore_index.into()];
-    let [loss, nll, _lse] = HANDLE.call(&arguments)?;
+    let [loss, nll, _lse] = HANDLE.call(&values![logits, target, mask, nll, uniform, ignore_index])?;
     Ok((loss, nll))
 }
 
@@ -38,15 +37,7 @@ pub fn cross_entropy_in_place(
 ) -> Result<(Tensor, Tensor)> {
     let Smoothing { nll, uniform } = smoothing;
     let logits = &*logits;
-    let [loss, nll] = IN_PLACE.call(&[
-        logits.into(),
-        target.into(),
-        mask.into(),
-        nll.into(),
-        uniform.into(),
-        ignore_index.into(),
-        scale.into(),
-    ])?;
+    let [loss, nll] = IN_PLACE.call(&values![logits, target, mask, nll, uniform, ignore_index, scale])?;
     Ok((loss, nll))
 }
 

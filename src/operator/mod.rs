@@ -26,7 +26,7 @@ mod stream;
 mod transfer;
 
 pub use adam::{adam_in_place, AdamBuffers};
-pub use attention::{attention, gather, padded_attention};
+pub use attention::{attention, padded_attention};
 pub use collective::ProcessGroup;
 pub use column_norm::{Column, ColumnOperator};
 pub use composite::{group_scaling, norm_by_name};
@@ -38,7 +38,7 @@ pub use relu_dropout::relu_dropout;
 pub use residual::{dropout, Step};
 pub use row_norm::{RowOperator, Rowwise};
 pub use stream::SideStream;
-pub use transfer::{Cargo, Hold, Late};
+pub use transfer::{upload, Late};
 
 use crate::cuda::{self, Program};
 use crate::kernel;

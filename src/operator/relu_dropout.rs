@@ -1,5 +1,6 @@
 //! `y = drop(max(x, 0))`.
 
+use super::call::values;
 use super::declare::{leader, seed, tensor, Kind, Operator};
 use super::dropout::{check_dropout, check_rate, draw, draw_composed};
 use super::engine::Handle;
@@ -14,7 +15,7 @@ static BACKWARD: Handle = Handle::new("relu_dropout_backward");
 /// drop(max(x, 0)) through the dispatcher. `seed` is int64 (seed, update, micro-batch), needed where p > 0.
 pub fn relu_dropout(x: &Tensor, p: f64, seed: Option<&Tensor>, site: i64) -> Result<Tensor> {
     let p = if seed.is_some() { p } else { 0.0 };
-    let [y] = FORWARD.call(&[x.into(), p.into(), seed.into(), site.into()])?;
+    let [y] = FORWARD.call(&values![x, p, seed, site])?;
     Ok(y)
 }
 
@@ -55,7 +56,7 @@ pub(super) fn operator() -> Operator {
     .again(|call| {
         let ([_, p, ..], [y]) = (call.arguments::<4>(), call.outputs());
         let y = y.required();
-        let [scale] = BACKWARD.call(&[(&y.f_ones_like()?).into(), (&y.f_detach()?).into(), p.float().into()])?;
+        let [scale] = BACKWARD.call(&values![&y.f_ones_like()?, &y.f_detach()?, p.float()])?;
         let dx = |dy: &Tensor| Ok(dy.f_mul(&scale)?);
         call.given().iter().map(|dy| dy.as_ref().map(dx).transpose()).collect()
     })

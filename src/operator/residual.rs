@@ -1,6 +1,6 @@
 //! The fused residual step: `x⁺ = α⊙x + β⊙drop(f)`, `y = N(x⁺)`, in one pass each way.
 
-use super::call::{Call, Value};
+use super::call::{values, Call, Value};
 use super::declare::{gradient, leader, parameter, seed, tensor, Kind as Type, Operator};
 use super::dropout::{check_dropout, draw, draw_composed};
 use super::engine::Handle;
@@ -52,8 +52,8 @@ impl Step<'_> {
     ) -> Result<[Tensor; 3]> {
         let Step { x, f, alpha, beta, p, seed, site } = *self;
         let p = if seed.is_some() { p } else { 0.0 };
-        let before = [x.into(), f.into(), alpha.into(), beta.into(), weight.into(), bias.into()];
-        let after = [p.into(), seed.into(), site.into(), dtype.into()];
+        let before = values![x, f, alpha, beta, weight, bias];
+        let after = values![p, seed, site, dtype];
         with_own(&before, own, &after, |all| handle.call(all))
     }
 }

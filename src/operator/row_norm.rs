@@ -1,6 +1,6 @@
 //! The family of row norms: an operator for each, and the table of them.
 
-use super::call::Value;
+use super::call::{values, Value};
 use super::declare::{gradient, leader, parameter, tensor, Argument, Kind, Operator};
 use super::engine::Handle;
 use crate::error::Result;
@@ -41,7 +41,7 @@ impl RowOperator {
 
     /// N(x) through the dispatcher: differentiable, on any device. Of a norm without a curve.
     pub fn call(&self, x: &Tensor, weight: Option<&Tensor>, bias: Option<&Tensor>, eps: f64) -> Result<Tensor> {
-        let [y, _stats] = self.handle.call(&[x.into(), weight.into(), bias.into(), eps.into()])?;
+        let [y, _stats] = self.handle.call(&values![x, weight, bias, eps])?;
         Ok(y)
     }
 }
@@ -59,7 +59,7 @@ pub struct Rowwise {
 impl Rowwise {
     /// N(x), as [`RowOperator::call`].
     pub fn call(&self, x: &Tensor) -> Result<Tensor> {
-        let affine = [x.into(), self.weight.as_ref().into(), self.bias.as_ref().into()];
+        let affine = values![x, self.weight.as_ref(), self.bias.as_ref()];
         let [y, _stats] = with_own(&affine, self.own(), &[], |all| self.operator.handle.call(all))?;
         Ok(y)
     }

@@ -1,86 +1,21 @@
-//! What travels between host and device without anybody waiting.
+//! Numbers that travel between host and device without anybody waiting.
 
+use super::call::values;
 use super::engine::Handle;
 use super::ffi::shim_error;
-use crate::error::{Error, Result};
+use crate::error::Result;
 use std::ffi::{c_int, c_void};
 use std::ptr::NonNull;
 use tch::{Device, Tensor};
 
-/// What goes to a device as a whole.
-pub trait Cargo: Sized {
-    /// Its tensors, in a fixed order.
-    fn tensors(&mut self) -> Vec<&mut Tensor>;
-
-    /// Takes it from the host to a device, in one copy.
-    fn to(mut self, device: Device) -> Result<Self> {
-        if device != Device::Cpu {
-            Hold::load(&mut self, device)?;
-        }
-        Ok(self)
-    }
-}
-
-/// Where cargo lies on a device: its tensors side by side, so that one copy takes all of them there.
-#[derive(Debug)]
-pub struct Hold {
-    bytes: Tensor,
-}
-
-/// Bytes that a tensor in a hold begins at a multiple of.
-const ALIGN: usize = 16;
-
-impl Hold {
-    /// Takes cargo of the host there: each tensor becomes what lies on the device.
-    pub fn load(cargo: &mut impl Cargo, device: Device) -> Result<Self> {
-        let tensors = cargo.tensors();
-        let hold = Hold { bytes: upload(&side_by_side(&tensors)?, device)? };
-        let mut start = 0;
-        for t in tensors {
-            let place = hold.bytes.f_narrow(0, start as i64, length(t) as i64)?.f_view_dtype(t.kind())?;
-            start += length(t).next_multiple_of(ALIGN);
-            *t = place.f_view(t.size().as_slice())?;
-        }
-        Ok(hold)
-    }
-
-    /// Puts other cargo of the host, of the same shapes and types, into the place of the first.
-    pub fn reload(&mut self, cargo: &mut impl Cargo) -> Result<()> {
-        let bytes = side_by_side(&cargo.tensors())?;
-        if bytes.len() != self.bytes.numel() {
-            return Err(Error::invalid(format!(
-                "{} bytes do not fit the place of {}",
-                bytes.len(),
-                self.bytes.numel()
-            )));
-        }
-        self.bytes.f_copy_(&upload(&bytes, self.bytes.device())?)?;
-        Ok(())
-    }
-}
-
-fn length(t: &Tensor) -> usize {
-    t.numel() * t.kind().elt_size_in_bytes()
-}
-
-fn side_by_side(tensors: &[&mut Tensor]) -> Result<Vec<u8>> {
-    let mut bytes = Vec::new();
-    for t in tensors {
-        let start = bytes.len();
-        bytes.resize(start + length(t).next_multiple_of(ALIGN), 0);
-        t.f_contiguous()?.f_copy_data_u8(&mut bytes[start..], t.numel())?;
-    }
-    Ok(bytes)
-}
-
 /// Numbers of the host on a device, copied when its stream comes to it: from pinned memory, which torch's allocator keeps
 /// until the copy is done.
-fn upload(numbers: &[u8], device: Device) -> Result<Tensor> {
+pub fn upload(numbers: &[u8], device: Device) -> Result<Tensor> {
     static PIN: Handle = Handle::of_torch("aten::pin_memory");
     let host = Tensor::f_from_slice(numbers)?;
     match device {
         Device::Cuda(_) => {
-            let [pinned] = PIN.call(&[(&host).into(), None::<i64>.into()])?;
+            let [pinned] = PIN.call(&values![&host, None::<i64>])?;
             Ok(pinned.f_to_device_(device, host.kind(), true, false)?)
         }
         _ => Ok(host.f_to_device(device)?),
@@ -138,31 +73,6 @@ extern "C" {
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    impl Cargo for Vec<Tensor> {
-        fn tensors(&mut self) -> Vec<&mut Tensor> {
-            self.iter_mut().collect()
-        }
-    }
-
-    #[test]
-    fn a_hold_is_tensors_side_by_side() {
-        let cargo = |by: i64| {
-            let ids = Tensor::from_slice(&[1 + by, 2, 3]).view([3, 1]);
-            let real = Tensor::from_slice(&[true, false, by > 0]);
-            vec![ids, real, Tensor::from(0.5 + by as f64), Tensor::from_slice(&[0i64; 0])]
-        };
-        let mut there = cargo(0);
-        let mut hold = Hold::load(&mut there, Device::Cpu).unwrap();
-        for by in [0, 4] {
-            hold.reload(&mut cargo(by)).unwrap();
-            for (there, wanted) in there.iter().zip(&cargo(by)) {
-                assert_eq!((there.size(), there.kind()), (wanted.size(), wanted.kind()));
-                assert!(there.equal(wanted));
-            }
-        }
-        assert!(hold.reload(&mut vec![Tensor::from(1.0)]).is_err());
-    }
 
     #[test]
     fn numbers_come_back_as_they_were() {

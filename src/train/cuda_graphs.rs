@@ -9,7 +9,7 @@ use super::loss::LossSums;
 use super::micro_batch::{MicroBatch, Shape};
 use crate::data::Batch;
 use crate::error::Result;
-use crate::operator::{Cargo, Hold};
+use crate::model::{Cargo, Hold};
 use std::cell::RefCell;
 use std::collections::{HashMap, HashSet};
 use std::rc::Rc;

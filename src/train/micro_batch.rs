@@ -2,8 +2,7 @@
 
 use crate::data::{self, Batch};
 use crate::error::Result;
-use crate::model::{Packed, Room, Sentences, PAD};
-use crate::operator::Cargo;
+use crate::model::{Cargo, Packed, Room, Sentences, PAD};
 use tch::{Device, Tensor};
 
 /// What the model reads of a batch, and what it is to say.

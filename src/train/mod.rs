@@ -2,6 +2,7 @@
 
 pub mod checkpoint;
 
+mod agreement;
 mod cuda_graphs;
 mod evaluate;
 mod forward_backward;

@@ -1,0 +1,35 @@
+//! Rows of a tensor in another order, differentiable without a sum.
+
+use crate::error::Result;
+use crate::operator::{apply, Differentiable};
+use tch::Tensor;
+
+/// `x[rows]` of x (n, …). Row i of x went to row `back[i]` of the result, at most one place; `absent` (bool, a column)
+/// marks rows of x that went nowhere, whose gradient is 0. So the gradient is gathered, too: `index_select` would add it
+/// up, which takes more passes, and on a GPU another order every time.
+pub fn gather(x: &Tensor, rows: &Tensor, back: &Tensor, absent: &Tensor) -> Result<Tensor> {
+    let [rows, back, absent] = [rows, back, absent].map(Tensor::shallow_clone);
+    let [y]: [Tensor; 1] = apply(Gather { rows, back, absent }, &[x])?.try_into().expect("it has one output");
+    Ok(y)
+}
+
+struct Gather {
+    rows: Tensor,
+    back: Tensor,
+    absent: Tensor,
+}
+
+impl Differentiable for Gather {
+    fn saves_inputs(&self) -> bool {
+        false
+    }
+
+    fn forward(&self, x: Vec<Tensor>) -> Result<Vec<Tensor>> {
+        Ok(vec![x[0].f_index_select(0, &self.rows)?])
+    }
+
+    fn backward(&self, _: Vec<Tensor>, gradients: Vec<Option<Tensor>>) -> Result<Vec<Option<Tensor>>> {
+        let back = |g: &Tensor| Ok(g.f_index_select(0, &self.back)?.f_masked_fill_(&self.absent, 0.0)?);
+        gradients.iter().map(|g| g.as_ref().map(back).transpose()).collect()
+    }
+}

@@ -1,0 +1,48 @@
+//! What the ranks of a process group tell each other between updates: numbers of the host, and whether any must stop.
+
+use crate::cpu::memory;
+use crate::error::{Error, Result};
+use crate::operator::ProcessGroup;
+use tch::{Device, Tensor};
+
+impl ProcessGroup {
+    /// `sum` of numbers of the host, where the backend works on `device`.
+    pub fn sum_of<const N: usize>(self, numbers: [f64; N], device: Device) -> Result<[f64; N]> {
+        self.told(numbers, device, ProcessGroup::sum)
+    }
+
+    /// `first` of numbers of the host.
+    pub fn first_of<const N: usize>(self, numbers: [f64; N], device: Device) -> Result<[f64; N]> {
+        self.told(numbers, device, ProcessGroup::first)
+    }
+
+    fn told<const N: usize>(
+        self,
+        numbers: [f64; N],
+        device: Device,
+        collective: impl FnOnce(Self, &Tensor) -> Result<Tensor>,
+    ) -> Result<[f64; N]> {
+        if self.is_alone() {
+            return Ok(numbers);
+        }
+        let all = memory::numbers(&collective(self, &Tensor::f_from_slice(&numbers)?.f_to_device(device)?)?)?;
+        Ok(std::array::from_fn(|i| all[i]))
+    }
+
+    /// This rank's result; an error where any rank has one, so that all stop at the same place.
+    pub fn agree<T>(self, result: Result<T>, device: Device) -> Result<T> {
+        let mine = match &result {
+            Ok(_) => [0.0, 0.0],
+            Err(Error::Interrupted(_)) => [1.0, 0.0],
+            Err(_) => [0.0, 1.0],
+        };
+        let [interrupted, failed] = self.sum_of(mine, device)?;
+        match result {
+            Ok(_) | Err(Error::Interrupted(_)) if failed > 0.0 => {
+                Err(Error::invalid("another rank failed: its message says why"))
+            }
+            Ok(_) if interrupted > 0.0 => Err(Error::Interrupted("another rank was stopped".into())),
+            other => other,
+        }
+    }
+}
