@@ -17,6 +17,7 @@ pub mod call;
 mod composed;
 mod matrix;
 mod product;
+pub mod single;
 #[cfg(test)]
 mod tests;
 mod weights;

@@ -4,11 +4,13 @@
 
 pub mod adam;
 pub mod attention;
+pub mod best;
 pub mod columns;
 pub mod cross_entropy;
 pub mod dropout;
 pub mod launch;
 pub mod math;
+pub mod packed;
 pub mod product;
 pub mod relu_dropout;
 pub mod residual_step;

@@ -1,5 +1,7 @@
 //! A tensor as kernels get it: a matrix in memory, of a type that is known at run time.
 
+use tch::{Device, Kind, Tensor};
+
 /// A matrix: `rows` rows of `cols` numbers, `stride` apart. `data` is null where a tensor is absent.
 #[repr(C)]
 #[derive(Clone, Copy)]
@@ -14,6 +16,20 @@ pub struct View {
 
 impl View {
     pub const ABSENT: View = View { data: std::ptr::null_mut(), rows: 0, cols: 0, stride: 0, dtype: -1 };
+
+    /// Of a matrix on the CPU that lies row by row; none: it is another tensor, or of a type that kernels do not know.
+    pub fn of(t: &Tensor) -> Option<View> {
+        let dtype = match t.kind() {
+            Kind::Float => 0,
+            Kind::Double => 1,
+            Kind::BFloat16 => 2,
+            Kind::Half => 3,
+            _ => return None,
+        };
+        let (&[rows, cols], &[stride, step]) = (&t.size()[..], &t.stride()[..]) else { return None };
+        let in_rows = (step == 1 || cols <= 1) && (stride >= cols || rows <= 1);
+        (t.device() == Device::Cpu && in_rows).then(|| View { data: t.data_ptr().cast(), rows, cols, stride, dtype })
+    }
 
     pub fn is_absent(&self) -> bool {
         self.data.is_null()

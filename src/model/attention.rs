@@ -2,12 +2,12 @@
 
 use super::norm::PassRows;
 use super::residual::Inside;
-use super::{Builder, Context, Ranges};
+use super::{Builder, Context, Ranges, Reads};
 use crate::error::Result;
 use crate::init::{Fill, Init, Role};
 use crate::operator;
 use crate::residual::{Place, Point};
-use tch::Tensor;
+use tch::{Device, Tensor};
 
 /// softmax(s·QKᵀ)V per head, heads joined, output projection; s is 1/√d_head, or 1/d_head by the parametrisation.
 /// torch.nn's layout: q, k and v stacked in one matrix.
@@ -21,11 +21,10 @@ pub struct Attention {
     scale: f64,
 }
 
-/// Keys and values of what has been decoded: (slots, room, d) each, `length` of `room` used.
+/// Keys and values of what has been decoded, a row for each token of each hypothesis: (room, d) each.
 pub struct Cache {
     keys: Tensor,
     values: Tensor,
-    length: i64,
 }
 
 impl Attention {
@@ -61,10 +60,27 @@ impl Attention {
         inside: &Inside,
         ctx: &Context,
     ) -> Result<Tensor> {
+        let q = self.queries(x, inside, ctx)?;
+        self.finish(&q, &memory.0, &memory.1, ranges, false, inside, ctx)
+    }
+
+    /// The same for a step of decoding: which rows of the memory each query reads.
+    pub fn read_memory(
+        &self,
+        x: &Tensor,
+        memory: &(Tensor, Tensor),
+        reads: &Reads,
+        inside: &Inside,
+        ctx: &Context,
+    ) -> Result<Tensor> {
+        let q = self.queries(x, inside, ctx)?;
+        self.read([&q, &memory.0, &memory.1], reads, inside, ctx)
+    }
+
+    fn queries(&self, x: &Tensor, inside: &Inside, ctx: &Context) -> Result<Tensor> {
         let x = inside.at(Point::Input, x.shallow_clone(), &ctx.rows())?;
         let q = self.project(&x, 0, self.d, ctx)?;
-        let q = inside.at_heads(Point::Query, q, self.heads, &ctx.rows())?;
-        self.finish(&q, &memory.0, &memory.1, ranges, false, inside, ctx)
+        inside.at_heads(Point::Query, q, self.heads, &ctx.rows())
     }
 
     /// The encoder output's keys and values.
@@ -92,24 +108,35 @@ impl Attention {
         ctx.linear(x, &part(&self.in_weight)?, self.in_bias.as_ref().map(part).transpose()?.as_ref())
     }
 
-    /// One more token for each slot of the cache; x is (slots, d).
-    pub fn step(&self, x: &Tensor, cache: &mut Option<Cache>, inside: &Inside, ctx: &Context) -> Result<Tensor> {
+    /// One more token for each slot of the cache; x is (slots, d). Their keys and values become rows `at` and following,
+    /// and `reads` names them already.
+    pub fn step(
+        &self,
+        x: &Tensor,
+        cache: &mut Option<Cache>,
+        at: usize,
+        reads: &Reads,
+        inside: &Inside,
+        ctx: &Context,
+    ) -> Result<Tensor> {
         let x = inside.at(Point::Input, x.shallow_clone(), &ctx.rows())?;
         let [q, k, v] = self.queries_keys_values(&x, inside, ctx)?;
-        let slots = x.size()[0];
         let cache = match cache {
             Some(cache) => cache,
-            None => {
-                let empty = || Tensor::f_empty([slots, 16, self.d].as_slice(), (k.kind(), x.device()));
-                cache.insert(Cache { keys: empty()?, values: empty()?, length: 0 })
-            }
+            None => cache.insert(Cache::empty(&k, 16 * k.size()[0])?),
         };
-        cache.push(&k, &v)?;
-        let room = cache.keys.size()[1];
-        let rows: Vec<i64> = (0..slots).flat_map(|s| [s, 1, s * room, cache.length]).collect();
-        let ranges = Ranges::of(&rows, x.device())?;
-        let flat = |t: &Tensor| t.f_reshape([-1, self.d].as_slice());
-        self.finish(&q, &flat(&cache.keys)?, &flat(&cache.values)?, &ranges, false, inside, ctx)
+        cache.write(&k, &v, at as i64)?;
+        self.read([&q, &cache.keys, &cache.values], reads, inside, ctx)
+    }
+
+    /// Single queries to the rows that they read. On the CPU nothing is copied; where gradients are recorded, and
+    /// elsewhere, it is attention to gathered rows.
+    fn read(&self, [q, k, v]: [&Tensor; 3], reads: &Reads, inside: &Inside, ctx: &Context) -> Result<Tensor> {
+        if q.device() == Device::Cpu && !operator::Recording::is_on() {
+            return self.output(reads.attention([q, k, v], self.heads, self.scale)?, inside, ctx);
+        }
+        let (k, v, ranges) = reads.gathered([k, v], q.device())?;
+        self.finish(q, &k, &v, &ranges, false, inside, ctx)
     }
 
     fn finish(
@@ -122,7 +149,6 @@ impl Attention {
         inside: &Inside,
         ctx: &Context,
     ) -> Result<Tensor> {
-        let rows: PassRows = ctx.rows();
         let (seed, site) = (ctx.seed.as_ref(), ctx.site());
         let p = if seed.is_some() { ctx.rates.attention } else { 0.0 };
         let dropout = seed.filter(|_| p > 0.0).map(|seed| (p, seed, site));
@@ -132,6 +158,12 @@ impl Attention {
                 operator::attention(q, k, v, table, self.heads, causal, self.scale, p, seed, site)?
             }
         };
+        self.output(heads, inside, ctx)
+    }
+
+    /// What follows the heads.
+    fn output(&self, heads: Tensor, inside: &Inside, ctx: &Context) -> Result<Tensor> {
+        let rows: PassRows = ctx.rows();
         let heads = inside.at(Point::AfterHeads, heads, &rows)?;
         let out = ctx.linear(&heads, &self.out_weight, self.out_bias.as_ref())?;
         inside.at(Point::AfterOutput, out, &rows)
@@ -139,23 +171,37 @@ impl Attention {
 }
 
 impl Cache {
-    fn push(&mut self, k: &Tensor, v: &Tensor) -> Result<()> {
-        if self.length == self.keys.size()[1] {
-            for t in [&mut self.keys, &mut self.values] {
-                *t = Tensor::f_cat(&[&*t, &t.f_empty_like()?], 1)?;
-            }
+    fn empty(like: &Tensor, room: i64) -> Result<Self> {
+        let empty = || Tensor::f_empty([room, like.size()[1]].as_slice(), (like.kind(), like.device()));
+        Ok(Cache { keys: empty()?, values: empty()? })
+    }
+
+    /// Rows `at` and following; the room doubles where they do not fit.
+    fn write(&mut self, k: &Tensor, v: &Tensor, at: i64) -> Result<()> {
+        let (end, room) = (at + k.size()[0], self.keys.size()[0]);
+        if end > room {
+            let larger = Cache::empty(k, end.max(2 * room))?;
+            larger.put(&self.keys.f_narrow(0, 0, at)?, &self.values.f_narrow(0, 0, at)?, 0)?;
+            *self = larger;
         }
+        self.put(k, v, at)
+    }
+
+    fn put(&self, k: &Tensor, v: &Tensor, at: i64) -> Result<()> {
         for (room, new) in [(&self.keys, k), (&self.values, v)] {
-            room.f_select(1, self.length)?.f_copy_(new)?;
+            room.f_narrow(0, at, new.size()[0])?.f_copy_(new)?;
         }
-        self.length += 1;
         Ok(())
     }
 
-    /// Slot i becomes what slot order[i] was; order may be shorter or longer than the cache.
-    pub fn reorder(&mut self, order: &Tensor) -> Result<()> {
+    pub fn device(&self) -> Device {
+        self.keys.device()
+    }
+
+    /// Row i becomes what row kept[i] was; there are no others.
+    pub fn keep(&mut self, kept: &Tensor) -> Result<()> {
         for t in [&mut self.keys, &mut self.values] {
-            *t = t.f_index_select(0, order)?;
+            *t = t.f_index_select(0, kept)?;
         }
         Ok(())
     }

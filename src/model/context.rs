@@ -2,14 +2,16 @@
 
 use super::linear::{linear, Flat};
 use super::norm::PassRows;
+use super::prepared::PreparedWeights;
 use super::running::Kept;
 use super::Packed;
 use crate::analysis::Watch;
 use crate::config::TransformerConfig;
 use crate::error::Result;
-use crate::operator::ProcessGroup;
+use crate::operator::{ProcessGroup, Recording};
 use std::cell::Cell;
 use std::rc::Rc;
+use std::sync::Arc;
 use tch::{Kind, Tensor};
 
 /// Dropout rates.
@@ -56,6 +58,8 @@ pub struct Context {
     spare: Option<Tensor>,
     /// Where parameters and their gradients lie, if linear layers add to gradients there.
     flat: Option<Rc<Flat>>,
+    /// Weights that do not change between passes, if there are several.
+    prepared: Option<Arc<PreparedWeights>>,
     watch: Option<Rc<Watch>>,
     site: Rc<Cell<i64>>,
 }
@@ -75,6 +79,7 @@ impl Context {
             kept: Kept::default(),
             spare: None,
             flat: None,
+            prepared: None,
             watch: None,
             site: Rc::default(),
         }
@@ -93,6 +98,7 @@ impl Context {
             kept: Kept::default(),
             spare: None,
             flat: None,
+            prepared: None,
             watch: None,
             site: Rc::default(),
         }
@@ -113,6 +119,11 @@ impl Context {
         Context { flat, ..self }
     }
 
+    /// The same pass, one of several with the same weights.
+    pub fn with_prepared(self, weights: Arc<PreparedWeights>) -> Self {
+        Context { prepared: Some(weights), ..self }
+    }
+
     /// This pass from where it stands, to be run later, or `again`.
     pub fn fork(&self, again: bool) -> Self {
         let site = Rc::new(Cell::new(self.site.get()));
@@ -128,7 +139,8 @@ impl Context {
         let shared = |t: &Option<Tensor>| t.as_ref().map(Tensor::shallow_clone);
         let (seed, spare) = (shared(&self.seed), shared(&self.spare));
         let (kept, watch, site) = (self.kept.clone(), self.watch.clone(), self.site.clone());
-        Context { seed, spare, kept, watch, site, flat: self.flat.clone(), ..*self }
+        let (flat, prepared) = (self.flat.clone(), self.prepared.clone());
+        Context { seed, spare, kept, watch, site, flat, prepared, ..*self }
     }
 
     /// The same pass, setting gains by profiling.
@@ -148,7 +160,10 @@ impl Context {
 
     /// y = x Wᵀ + b in the computing type.
     pub fn linear(&self, x: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> Result<Tensor> {
-        linear(x, weight, bias, self.kind, self.flat.as_deref())
+        match &self.prepared {
+            Some(weights) if !Recording::is_on() => weights.linear(x, weight, bias, self.kind),
+            _ => linear(x, weight, bias, self.kind, self.flat.as_deref()),
+        }
     }
 
     /// The next dropout site: sites are numbered in order of execution, whether or not their rate is zero.

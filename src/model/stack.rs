@@ -5,14 +5,14 @@ use super::layer::{Layer, Streams, SublayerFunction};
 use super::norm::Norm;
 use super::residual::{BuiltFlow, Inside};
 use super::tensorized::Tensorized;
-use super::{Builder, Context, Ranges};
+use super::{Builder, Context, Ranges, Reads};
 use crate::error::{Error, Result};
 use crate::init::Init;
 use crate::operator;
 use crate::residual::{Place, Schemes};
 use std::cell::Cell;
 use std::rc::Rc;
-use tch::{Kind, Tensor};
+use tch::{Device, Kind, Tensor};
 
 pub struct Stack {
     body: Rc<Body>,
@@ -23,15 +23,61 @@ struct Body {
     flow: BuiltFlow,
 }
 
-/// Per layer, the keys and values of what has been decoded.
+/// Per layer, the keys and values of what has been decoded, and which of their rows each hypothesis reads.
 #[derive(Default)]
-pub struct StackCache(Vec<Option<Cache>>);
+pub struct StackCache {
+    layers: Vec<Option<Cache>>,
+    /// Rows that have been written.
+    length: usize,
+    /// From so many rows on, those that nobody reads are looked for.
+    full: usize,
+    reads: Reads,
+}
 
 impl StackCache {
-    /// Slot i becomes what slot order[i] was.
+    /// Slot i becomes what slot order[i] was; order may be shorter or longer than the cache.
     pub fn reorder(&mut self, order: &Tensor) -> Result<()> {
-        self.0.iter_mut().flatten().try_for_each(|cache| cache.reorder(order))
+        self.reads = self.reads.select(&Vec::<i64>::try_from(order.f_to_device(Device::Cpu)?)?);
+        self.compact()
     }
+
+    /// Which rows each slot has written.
+    pub fn reads(&self) -> &Reads {
+        &self.reads
+    }
+
+    /// Other slots, which have written rows of this cache. Rows that only the former ones read stay, until
+    /// [`compact`](Self::compact).
+    pub fn set_reads(&mut self, reads: Reads) {
+        self.reads = reads;
+    }
+
+    /// Drops the rows that no slot reads once they are half of all, so that the cache has at most four times the rows
+    /// that it needs, or [`SMALL`](Self::SMALL).
+    pub fn compact(&mut self) -> Result<()> {
+        if self.length < self.full.max(Self::SMALL) {
+            return Ok(());
+        }
+        let (kept, reads) = self.reads.compacted(self.length);
+        if 2 * kept.len() <= self.length {
+            (self.length, self.reads) = (kept.len(), reads);
+            let kept = Tensor::f_from_slice(&kept)?;
+            for cache in self.layers.iter_mut().flatten() {
+                cache.keep(&kept.f_to_device(cache.device())?)?;
+            }
+        }
+        self.full = 2 * self.length;
+        Ok(())
+    }
+
+    /// Rows of keys and values in each layer.
+    #[cfg(test)]
+    pub fn rows(&self) -> usize {
+        self.length
+    }
+
+    /// Rows that are not worth looking at.
+    const SMALL: usize = 1024;
 }
 
 /// Per layer, the encoder output's keys and values.
@@ -80,23 +126,35 @@ impl Stack {
             .collect()
     }
 
-    /// One more token of every hypothesis: x (slots, d).
+    /// One more token of every hypothesis: x (slots, d). An empty cache gets as many slots. `memory`: which of its rows
+    /// each slot reads.
     pub fn step(
         &self,
         x: Tensor,
         cache: &mut StackCache,
-        memory: Option<(&StackMemory, &Ranges)>,
+        memory: Option<(&StackMemory, &Reads)>,
         ctx: &Context,
     ) -> Result<Tensor> {
-        cache.0.resize_with(self.body.layers.len(), || None);
+        let slots = x.size()[0] as usize;
+        if cache.length == 0 {
+            cache.reads = Reads::nothing(slots);
+        }
+        if cache.reads.queries() != slots {
+            let kept = cache.reads.queries();
+            return Err(Error::invalid(format!("the cache has {kept} slots, but {slots} tokens are to be added")));
+        }
+        cache.layers.resize_with(self.body.layers.len(), || None);
+        let at = cache.length;
+        (cache.reads, cache.length) = (cache.reads.followed_by(at), at + slots);
         self.run(x, ctx, &mut |index, streams| {
-            let cache = &mut cache.0[index];
+            let StackCache { layers, reads, .. } = &mut *cache;
+            let cache = &mut layers[index];
             self.body.layer(index, streams, ctx, &mut |attention, inside, input| match (attention, memory) {
-                (Attends::Memory(attention), Some((memory, ranges))) => {
-                    attention.attend_memory(input, &memory[index], ranges, inside, ctx)
+                (Attends::Memory(attention), Some((memory, reads))) => {
+                    attention.read_memory(input, &memory[index], reads, inside, ctx)
                 }
                 (Attends::Itself(attention) | Attends::Memory(attention), _) => {
-                    attention.step(input, cache, inside, ctx)
+                    attention.step(input, cache, at, reads, inside, ctx)
                 }
                 (Attends::Segment(_), _) => {
                     Err(Error::invalid("tensorized attention reads whole segments: it does not decode token by token"))

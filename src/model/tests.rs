@@ -150,7 +150,61 @@ fn decoding_token_by_token_is_reading_the_whole_sentence() {
         let mut step = |i| stack.step(rows().narrow(0, i, 1), &mut cache, None, &ctx).unwrap();
         let steps: Vec<Tensor> = (0..5).map(&mut step).collect();
         assert!(close(&whole, &Tensor::cat(&steps, 0)), "{config:?}");
+        let mut cache = StackCache::default();
+        let mut step = |i| no_grad(|| stack.step(rows().narrow(0, i, 1), &mut cache, None, &ctx).unwrap());
+        let steps: Vec<Tensor> = (0..5).map(&mut step).collect();
+        assert!(close(&whole, &Tensor::cat(&steps, 0)), "{config:?} without gradients");
     }
+}
+
+/// Hypotheses branch and end as in a beam: what a step says of each is what its own whole sequence says, also after rows
+/// that nobody reads any more have been dropped. With and without gradients attention goes two ways.
+#[test]
+fn slots_that_move_keep_their_past() {
+    const SLOTS: i64 = 48;
+    let (stack, _) = build(&config("prenorm", 2));
+    let ctx = || Context::evaluation(Kind::Double);
+    let check = |steps: i64| {
+        let mut cache = StackCache::default();
+        let mut histories: Vec<Vec<Tensor>> = vec![vec![]; SLOTS as usize];
+        let mut said = Tensor::new();
+        for t in 0..steps {
+            if t > 0 {
+                // Half of the slots go on, most of them twice.
+                let order: Vec<i64> = (0..SLOTS).map(|i| (i * 5 + t) % (SLOTS / 2)).collect();
+                histories =
+                    order.iter().map(|&i| histories[i as usize].iter().map(Tensor::shallow_clone).collect()).collect();
+                cache.reorder(&Tensor::from_slice(&order)).unwrap();
+            }
+            tch::manual_seed(100 + t);
+            let x = Tensor::randn([SLOTS, D], (Kind::Double, Device::Cpu));
+            (0..SLOTS).for_each(|i| histories[i as usize].push(x.get(i)));
+            said = stack.step(x, &mut cache, None, &ctx()).unwrap();
+        }
+        for slot in [0, 1, 17, SLOTS - 1] {
+            let whole = Tensor::stack(&histories[slot as usize], 0);
+            let input = Packed::new(&vec![4; steps as usize], &(0..steps).collect::<Vec<_>>(), vec![0, steps]).unwrap();
+            let own = Ranges::causal(&input, Device::Cpu).unwrap();
+            let wanted = stack.forward(whole, &own, true, None, &ctx()).unwrap().get(-1);
+            assert!(close(&wanted, &said.get(slot)), "slot {slot} after {steps} steps");
+        }
+        cache.rows() as i64
+    };
+    assert_eq!(check(6), 6 * SLOTS);
+    no_grad(|| {
+        assert_eq!(check(6), 6 * SLOTS);
+        let kept = check(70);
+        assert!(kept < 35 * SLOTS, "{kept} rows of {}", 70 * SLOTS);
+    });
+}
+
+#[test]
+fn a_step_of_more_tokens_than_slots_is_refused() {
+    let (stack, _) = build(&config("prenorm", 1));
+    let (ctx, mut cache) = (Context::evaluation(Kind::Double), StackCache::default());
+    stack.step(rows(), &mut cache, None, &ctx).unwrap();
+    let e = stack.step(rows().narrow(0, 0, 2), &mut cache, None, &ctx).unwrap_err().to_string();
+    assert!(e.contains("5 slots, but 2 tokens"), "{e}");
 }
 
 /// x⁺ = x + F(x) with two streams beside it, a learned one that ends with a norm and one that doubles and ends bare.

@@ -3,7 +3,7 @@
 use super::cargo::Cargo;
 use super::embedding::Embeddings;
 use super::stack::{Stack, StackCache, StackMemory};
-use super::{times, Builder, Context, Packed, Parameters, Ranges, Sentences};
+use super::{times, Builder, Context, Packed, Parameters, Ranges, Reads, Sentences};
 use crate::config::TransformerConfig;
 use crate::error::{Error, Result};
 use crate::init;
@@ -139,25 +139,27 @@ impl Transformer {
         cache: &mut StackCache,
         ctx: &Context,
     ) -> Result<Tensor> {
+        let h = self.step_features(tokens, position, sentences, memory, cache, ctx)?;
+        self.logits(&h, ctx.kind)
+    }
+
+    /// What the output projection reads in such a step, (slots, d_model).
+    pub fn step_features(
+        &self,
+        tokens: &[i64],
+        position: i64,
+        sentences: &[usize],
+        memory: Option<&Memory>,
+        cache: &mut StackCache,
+        ctx: &Context,
+    ) -> Result<Tensor> {
         let slots = tokens.len() as i64;
         let device = self.device();
         let input = Packed::new(tokens, &vec![position; tokens.len()], (0..=slots).collect())?.to(device)?;
         let x = self.embeddings.target(&input, ctx)?;
-        let across = match memory {
-            Some(memory) => {
-                let rows: Vec<i64> = sentences
-                    .iter()
-                    .enumerate()
-                    .flat_map(|(slot, &s)| {
-                        [slot as i64, 1, memory.offsets[s], memory.offsets[s + 1] - memory.offsets[s]]
-                    })
-                    .collect();
-                Some(Ranges::of(&rows, device)?)
-            }
-            None => None,
-        };
-        let memory = memory.zip(across.as_ref()).map(|(m, ranges)| (&m.keys_values, ranges));
-        let h = times(self.decoder.step(x, cache, memory, ctx)?, self.config.scaled().logits())?;
-        self.logits(&h, ctx.kind)
+        let across =
+            memory.map(|memory| Reads::ranges(sentences.iter().map(|&s| memory.offsets[s]..memory.offsets[s + 1])));
+        let memory = memory.zip(across.as_ref()).map(|(m, reads)| (&m.keys_values, reads));
+        times(self.decoder.step(x, cache, memory, ctx)?, self.config.scaled().logits())
     }
 }

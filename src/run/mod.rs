@@ -14,6 +14,7 @@ mod lock;
 mod prepare;
 mod start;
 mod translator;
+mod workers;
 
 pub use average::average;
 pub use folder::{check, save_model, target_vocabulary, Mode};

@@ -4,12 +4,15 @@ use super::average::average_path;
 use super::folder::{read_configs, read_mask, read_segmenter, Configs, VOCABULARY};
 use super::keep_memory;
 use super::prepare::{read, valid_batches, within};
+use super::workers::{in_parallel, source_batches};
 use crate::config::{differences, DataConfig, TrainingConfig, TransformerConfig};
-use crate::cpu::contention;
-use crate::data::{self, Binarised, Corpus, LongSentences, Segmenter, Side, Vocabulary};
+use crate::cpu::{contention, parallel};
+use crate::data::vocabulary::EOS;
+use crate::data::{self, Binarised, Corpus, LongSentences, PackedIds, Segmenter, Side, Vocabulary};
 use crate::error::{Error, Result};
-use crate::model::Transformer;
-use crate::search::{search, SearchConfig};
+use crate::model::{Packed, Transformer};
+use crate::operator::Cargo;
+use crate::search::{Hypothesis, Search, SearchConfig};
 use crate::train::checkpoint::{self, CheckpointStore};
 use crate::train::{self, load_parameters, smoothing, Objective};
 use std::path::Path;
@@ -91,7 +94,8 @@ impl Translator {
         Ok(sentences.iter().map(|ids| self.vocabulary.encode(&dictionary.decode(ids))).collect())
     }
 
-    /// The best translations of each source sentence, as (text, score).
+    /// The best translations of each source sentence, as (text, score). A batch has at most `batch_tokens` padded tokens,
+    /// or one sentence; on the CPU each thread has one of its own.
     pub fn translate(
         &self,
         source: Vec<Vec<u32>>,
@@ -100,21 +104,38 @@ impl Translator {
         kind: Kind,
         mut between: impl FnMut() -> Result<()>,
     ) -> Result<Vec<Vec<(String, f64)>>> {
-        let lengths: Vec<(usize, usize)> = source.iter().map(|row| (row.len() + 1, 0)).collect();
-        let start = self.model.config.decoder_start.id() as u32;
-        let corpus = Corpus { source: Some(source), target: vec![Vec::new(); lengths.len()], start };
-        let mut found = vec![Vec::new(); lengths.len()];
-        for sentences in data::plan(&lengths, batch_tokens, 0, 0) {
-            let batch = data::collate(&corpus, &sentences);
-            let source = train::Input::new(&batch, self.device)?.read.source;
-            let source = source.ok_or_else(|| Error::invalid("a language model does not translate"))?;
-            for (&sentence, hypotheses) in
-                sentences.iter().zip(search(&self.model, &source, self.mask.as_ref(), config, kind)?)
-            {
+        if !self.model.config.has_encoder() {
+            return Err(Error::invalid("a language model does not translate"));
+        }
+        if source.is_empty() {
+            return Ok(Vec::new());
+        }
+        let search = Search::new(&self.model, self.mask.as_ref(), config, kind)?;
+        let threads = if self.device == Device::Cpu { parallel::threads() } else { 1 };
+        let batches = source_batches(&source, batch_tokens, threads);
+        let mut found = vec![Vec::new(); source.len()];
+        let mut take = |batch: usize, all: Vec<Vec<Hypothesis>>| {
+            for (&sentence, hypotheses) in batches[batch].iter().zip(all) {
                 found[sentence] =
                     hypotheses.iter().map(|h| (train::to_text(&h.tokens, &self.vocabulary), h.score)).collect();
             }
-            between()?;
+        };
+        let packed = |batch: usize| {
+            let rows = batches[batch].iter().map(|&sentence| source[sentence].iter().copied().chain([EOS]));
+            let PackedIds { tokens, positions, offsets, .. } = PackedIds::from_rows(rows);
+            Packed::new(&tokens, &positions, offsets)
+        };
+        match threads.min(batches.len()) {
+            0 | 1 => {
+                for batch in 0..batches.len() {
+                    take(batch, search.run(&self.model, &packed(batch)?.to(self.device)?)?);
+                    between()?;
+                }
+            }
+            threads => {
+                let run = |model: &Transformer, search: &Search, batch: usize| search.run(model, &packed(batch)?);
+                in_parallel(&self.model, &search, threads, batches.len(), &run, &mut take, &mut between)?;
+            }
         }
         Ok(found)
     }

@@ -4,12 +4,15 @@ use super::{Continuation, Hypothesis, SearchConfig};
 use crate::config::SearchRule;
 use crate::error::{Error, Result};
 use crate::model::EOS;
+use std::ops::Range;
 
 /// A hypothesis on its way.
 pub(super) struct Partial {
     pub hypothesis: Hypothesis,
     /// Where the cache has what it was made from.
     pub slot: usize,
+    /// Where its continuations are; none: they are not known, and cannot matter.
+    pub next: Option<usize>,
 }
 
 pub(super) struct Beam<'a> {
@@ -47,19 +50,45 @@ impl<'a> Beam<'a> {
             config,
             limit: config.rule.limit(source_length, config.max_length),
             length: 0,
-            hypotheses: vec![Partial { hypothesis: Hypothesis::default(), slot }],
+            hypotheses: vec![Partial { hypothesis: Hypothesis::default(), slot, next: None }],
             finals: Vec::new(),
             done: false,
         }
     }
 
-    /// The hypotheses that need a next token.
-    pub fn growing(&mut self) -> impl Iterator<Item = &mut Partial> {
-        let done = self.done;
-        self.hypotheses.iter_mut().filter(move |partial| !done && !partial.hypothesis.finished)
+    /// The hypotheses that need a next token, those of these ranks among them, unless none of their continuations can
+    /// come next any more: `next` has those of the better ones.
+    pub fn growing(&mut self, ranks: Range<usize>, next: &[Vec<Continuation>]) -> impl Iterator<Item = &mut Partial> {
+        let bar = if ranks.start == 0 || self.done { f64::NEG_INFINITY } else { self.bar(next) };
+        let (done, rule, penalty) = (self.done, self.config.rule, self.penalty());
+        let growing = self.hypotheses.iter_mut().filter(move |partial| !done && !partial.hypothesis.finished);
+        // log p of a token is at most 0.
+        growing.skip(ranks.start).take(ranks.len()).filter(move |Partial { hypothesis, .. }| match rule {
+            SearchRule::Google => hypothesis.log_probability / penalty >= bar,
+            SearchRule::Fairseq => hypothesis.log_probability >= bar,
+        })
     }
 
-    /// Goes on by one token; `next` has every slot's most probable ones, best first.
+    /// What a hypothesis must reach to come next, by the candidates that are known: `beam` of them are as good, under
+    /// fairseq's rule `beam` that do not end.
+    fn bar(&self, next: &[Vec<Continuation>]) -> f64 {
+        let beam = self.config.beam;
+        let mut known: Vec<f64> = match self.config.rule {
+            SearchRule::Google => self.pool(next).iter().map(|c| c.score).collect(),
+            SearchRule::Fairseq => self.pool(next).iter().filter(|c| !c.ends()).map(|c| c.log_probability).collect(),
+        };
+        if known.len() < beam {
+            return f64::NEG_INFINITY;
+        }
+        *known.select_nth_unstable_by(beam - 1, |a, b| b.total_cmp(a)).1
+    }
+
+    /// lp of what comes next.
+    fn penalty(&self) -> f64 {
+        self.config.rule.penalty(self.length + 1, self.config.alpha)
+    }
+
+    /// Goes on by one token; `next` has the most probable ones of each hypothesis that can matter, best first.
     pub fn advance(&mut self, next: &[Vec<Continuation>]) {
         if self.done {
             return;
@@ -94,15 +123,16 @@ impl<'a> Beam<'a> {
 
     /// Every hypothesis's continuations, hypothesis after hypothesis: the order in which equals are preferred.
     fn pool(&self, next: &[Vec<Continuation>]) -> Vec<Candidate> {
-        let penalty = self.config.rule.penalty(self.length + 1, self.config.alpha);
-        let mut pool = Vec::new();
-        for (parent, Partial { hypothesis, slot }) in self.hypotheses.iter().enumerate() {
+        let penalty = self.penalty();
+        let mut pool = Vec::with_capacity(self.hypotheses.len() * self.config.candidates());
+        for (parent, Partial { hypothesis, next: row, .. }) in self.hypotheses.iter().enumerate() {
             if hypothesis.finished {
                 let Hypothesis { log_probability, score, .. } = *hypothesis;
                 pool.push(Candidate { parent, token: None, log_probability, score });
                 continue;
             }
-            for continuation in next[*slot].iter().filter(|c| c.log_probability > f64::NEG_INFINITY) {
+            let continuations = row.map_or(&[][..], |row| &next[row]);
+            for continuation in continuations.iter().filter(|c| c.log_probability > f64::NEG_INFINITY) {
                 let log_probability = hypothesis.log_probability + continuation.log_probability;
                 let token = Some(continuation.token);
                 pool.push(Candidate { parent, token, log_probability, score: log_probability / penalty });
@@ -132,7 +162,7 @@ impl<'a> Beam<'a> {
     }
 
     fn grown(&self, candidate: &Candidate) -> Partial {
-        let Partial { hypothesis: parent, slot } = &self.hypotheses[candidate.parent];
+        let Partial { hypothesis: parent, slot, next } = &self.hypotheses[candidate.parent];
         let mut tokens = parent.tokens.clone();
         tokens.extend(candidate.token.filter(|&token| token != EOS));
         let hypothesis = Hypothesis {
@@ -141,6 +171,6 @@ impl<'a> Beam<'a> {
             log_probability: candidate.log_probability,
             finished: parent.finished || candidate.ends(),
         };
-        Partial { hypothesis, slot: *slot }
+        Partial { hypothesis, slot: next.unwrap_or(*slot), next: None }
     }
 }

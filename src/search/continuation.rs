@@ -4,6 +4,7 @@ use super::SearchConfig;
 use crate::config::SearchRule;
 use crate::error::{Error, Result};
 use crate::model::{BOS, EOS, PAD};
+use std::sync::Arc;
 use tch::{Device, Kind, Tensor};
 
 /// A next token and its log p.
@@ -37,11 +38,13 @@ impl Eos {
 pub(super) struct TargetVocabulary {
     /// 0 in V_t, −∞ outside; (V). Added to logits: libtorch does that six times faster than masked_fill_.
     bias: Option<Tensor>,
+    /// The ids of V_t, rising.
+    ids: Option<Arc<[i64]>>,
 }
 
 impl TargetVocabulary {
     pub fn new(mask: Option<&Tensor>, size: i64) -> Result<Self> {
-        let Some(mask) = mask else { return Ok(TargetVocabulary { bias: None }) };
+        let Some(mask) = mask else { return Ok(TargetVocabulary { bias: None, ids: None }) };
         if mask.kind() != Kind::Bool || mask.size() != [size] {
             return Err(Error::invalid(format!(
                 "the target vocabulary's mask must be bool of shape [{size}], got {:?} of shape {:?}",
@@ -57,7 +60,21 @@ impl TargetVocabulary {
             ));
         }
         let bias = Tensor::f_zeros([size].as_slice(), (Kind::Float, mask.device()))?;
-        Ok(TargetVocabulary { bias: Some(bias.f_masked_fill(&mask.f_logical_not()?, f64::NEG_INFINITY)?) })
+        let ids = (0..size).filter(|id| allowed[*id as usize]).collect();
+        Ok(TargetVocabulary {
+            bias: Some(bias.f_masked_fill(&mask.f_logical_not()?, f64::NEG_INFINITY)?),
+            ids: Some(ids),
+        })
+    }
+
+    /// The ids of V_t, rising; none: V_t = V.
+    pub fn ids(&self) -> Option<&[i64]> {
+        self.ids.as_deref()
+    }
+
+    /// The same vocabulary, for another thread.
+    pub fn share(&self) -> Self {
+        TargetVocabulary { bias: self.bias.as_ref().map(Tensor::shallow_clone), ids: self.ids.clone() }
     }
 
     /// log softmax over V_t; after that −∞ for what may not come here. (slots, V)

@@ -14,19 +14,24 @@
 //! the lower id, comes first.
 //!
 //! A live hypothesis holds one slot of the key/value cache. All sentences move on together, one token a step; what is
-//! finished gives its slot up, so a step costs what is still alive.
+//! finished gives its slot up, so a step costs what is still alive. A hypothesis is not continued at all where `beam`
+//! continuations of better ones are more probable than itself: no token makes it more probable.
 
 mod beam;
 mod continuation;
 mod length;
+mod output;
 #[cfg(test)]
 mod tests;
 
 use crate::config::{SearchOptions, SearchRule};
 use crate::error::{Error, Result};
-use crate::model::{Context, Packed, StackCache, Transformer};
+use crate::model::{Context, Packed, PreparedWeights, Reads, StackCache, Transformer};
 use beam::Beam;
-use continuation::{best, Continuation, Eos, TargetVocabulary};
+use continuation::{Continuation, Eos, TargetVocabulary};
+use output::OutputLayer;
+use std::ops::Range;
+use std::sync::Arc;
 use tch::{Kind, Tensor};
 
 /// How to search. [`SearchConfig::new`] has each rule's usual settings.
@@ -129,38 +134,97 @@ pub fn search(
     config: &SearchConfig,
     kind: Kind,
 ) -> Result<Vec<Vec<Hypothesis>>> {
-    config.validate()?;
-    let vocabulary = TargetVocabulary::new(mask, model.config.vocab_size)?;
-    if source.sentences() == 0 {
-        return Ok(Vec::new());
-    }
-    tch::no_grad(|| {
-        let ctx = Context::evaluation(kind);
-        let Some(memory) = model.encode(source, &ctx)? else {
-            return Err(Error::invalid("search translates with an encoder-decoder model; this one is decoder-only"));
-        };
-        let source_lengths = source.offsets.windows(2).map(|ends| (ends[1] - ends[0]) as usize);
-        let mut beams: Vec<Beam> = source_lengths.enumerate().map(|(i, len)| Beam::new(config, len, i)).collect();
-        let mut cache = StackCache::default();
-        let mut slots = beams.len();
-        for length in 0.. {
-            let live = Live::take_slots(&mut beams, model.config.decoder_start.id());
-            if live.tokens.is_empty() {
-                break;
-            }
-            if live.moved(slots) {
-                cache.reorder(&Tensor::f_from_slice(&live.origins)?.f_to_device(source.tokens.device())?)?;
-            }
-            slots = live.tokens.len();
-            let logits = model.step(&live.tokens, length as i64, &live.sentences, Some(&memory), &mut cache, &ctx)?;
-            let log_p = vocabulary.log_probabilities(logits, Eos::at(length, config))?;
-            let next = best(&log_p, config.candidates())?;
-            live.refuse_nan(&next, length)?;
-            beams.iter_mut().for_each(|beam| beam.advance(&next));
-        }
-        beams.into_iter().map(Beam::finish).collect()
-    })
+    Search::new(model, mask, config, kind)?.run(model, source)
 }
+
+/// What searches with one model share: its weights as products take them. The model must not change meanwhile.
+pub struct Search {
+    config: SearchConfig,
+    kind: Kind,
+    output: OutputLayer,
+    weights: Arc<PreparedWeights>,
+}
+
+impl Search {
+    /// See [`search`].
+    pub fn new(model: &Transformer, mask: Option<&Tensor>, config: &SearchConfig, kind: Kind) -> Result<Self> {
+        config.validate()?;
+        let vocabulary = TargetVocabulary::new(mask, model.config.vocab_size)?;
+        let output = tch::no_grad(|| OutputLayer::new(model, vocabulary, kind))?;
+        Ok(Search { config: config.clone(), kind, output, weights: Arc::default() })
+    }
+
+    /// The same search for another thread, which has a model of the same tensors.
+    pub fn share(&self) -> Self {
+        let (output, weights) = (self.output.share(), self.weights.clone());
+        Search { config: self.config.clone(), kind: self.kind, output, weights }
+    }
+
+    /// The `n_best` best translations of each sentence.
+    pub fn run(&self, model: &Transformer, source: &Packed) -> Result<Vec<Vec<Hypothesis>>> {
+        if source.sentences() == 0 {
+            return Ok(Vec::new());
+        }
+        tch::no_grad(|| {
+            let ctx = Context::evaluation(self.kind).with_prepared(self.weights.clone());
+            let Some(memory) = model.encode(source, &ctx)? else {
+                return Err(Error::invalid(
+                    "search translates with an encoder-decoder model; this one is decoder-only",
+                ));
+            };
+            let config = &self.config;
+            let source_lengths = source.offsets.windows(2).map(|ends| (ends[1] - ends[0]) as usize);
+            let mut beams: Vec<Beam> = source_lengths.enumerate().map(|(i, len)| Beam::new(config, len, i)).collect();
+            let mut cache = StackCache::default();
+            cache.set_reads(Reads::nothing(beams.len()));
+            for length in 0.. {
+                let start = model.config.decoder_start.id();
+                // A better hypothesis's continuations may leave no place for those of a worse one.
+                let (before, mut after) = (cache.reads().clone(), Reads::default());
+                let mut next = Vec::new();
+                for ranks in waves(config.beam, before.queries()) {
+                    let live = Live::take_slots(&mut beams, ranks, &next, start);
+                    if live.tokens.is_empty() {
+                        continue;
+                    }
+                    cache.set_reads(before.select(&live.origins));
+                    let features = model.step_features(
+                        &live.tokens,
+                        length as i64,
+                        &live.sentences,
+                        Some(&memory),
+                        &mut cache,
+                        &ctx,
+                    )?;
+                    let found = self.output.best(&features, config.candidates(), Eos::at(length, config), self.kind)?;
+                    live.refuse_nan(&found, length)?;
+                    next.extend(found);
+                    after = after.joined(cache.reads());
+                }
+                if next.is_empty() {
+                    break;
+                }
+                cache.set_reads(after);
+                beams.iter_mut().for_each(|beam| beam.advance(&next));
+                cache.compact()?;
+            }
+            beams.into_iter().map(Beam::finish).collect()
+        })
+    }
+}
+
+/// The ranks of hypotheses that are continued together. A batch of many is continued in parts: the first one often
+/// spares some of the others.
+fn waves(beam: usize, slots: usize) -> Vec<Range<usize>> {
+    let first = beam.div_ceil(2);
+    match slots < MANY || first == beam {
+        true => vec![0..beam],
+        false => vec![0..first, first..beam],
+    }
+}
+
+/// Slots from which a part of them is enough for a product at full speed.
+const MANY: usize = 256;
 
 /// The most probable next token each time, under the rule's limits on length: one translation of each sentence.
 ///
@@ -177,7 +241,7 @@ pub fn greedy(
     Ok(search(model, source, mask, &config, kind)?.into_iter().flatten().collect())
 }
 
-/// The live hypotheses, sentence after sentence: slot i holds
+/// Live hypotheses, sentence after sentence: slot i holds
 struct Live {
     /// the last token,
     tokens: Vec<i64>,
@@ -188,22 +252,18 @@ struct Live {
 }
 
 impl Live {
-    fn take_slots(beams: &mut [Beam], start: i64) -> Self {
+    /// Those of these ranks in their beams. `next`: the continuations that are known, to which theirs will be added.
+    fn take_slots(beams: &mut [Beam], ranks: Range<usize>, next: &[Vec<Continuation>], start: i64) -> Self {
         let mut live = Live { tokens: Vec::new(), sentences: Vec::new(), origins: Vec::new() };
         for (sentence, beam) in beams.iter_mut().enumerate() {
-            for partial in beam.growing() {
+            for partial in beam.growing(ranks.clone(), next) {
+                partial.next = Some(next.len() + live.tokens.len());
                 live.origins.push(partial.slot as i64);
-                partial.slot = live.tokens.len();
                 live.tokens.push(partial.hypothesis.tokens.last().copied().unwrap_or(start));
                 live.sentences.push(sentence);
             }
         }
         live
-    }
-
-    /// Whether the cache, of so many slots, no longer fits.
-    fn moved(&self, slots: usize) -> bool {
-        !self.origins.iter().copied().eq(0..slots as i64)
     }
 
     fn refuse_nan(&self, next: &[Vec<Continuation>], length: usize) -> Result<()> {

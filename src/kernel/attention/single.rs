@@ -1,0 +1,260 @@
+//! Attention of single queries, as decoding has them: each to keys and values that lie anywhere.
+//!
+//! > o_i = Σ_j softmax_j(scale·q_i·k_j) v_j over the rows j that query i reads, per head
+//!
+//! A head's keys are read once for its scores and its values once for the sum; nothing is copied or transposed. Where
+//! the keys have fewer heads than the queries, as many neighbouring heads of these share one. A query that reads no key
+//! gets 0.
+
+use super::matrix::{Matrix, MatrixMut};
+use crate::cpu::pack::{Isa, Of, Pack, Store, WIDTH};
+use crate::cpu::{parallel, Accumulator, Element};
+use crate::error::{Error, Result};
+use crate::kernel::math::{exp, max, sum, Buffer, LANES};
+use crate::kernel::view::{by_dtype, View};
+use crate::multiversion;
+use std::ops::Range;
+use tch::Tensor;
+
+/// Which rows of keys and values each query reads: query i those of `rows[offsets[i]..offsets[i + 1]]`.
+#[derive(Clone, Copy, Debug)]
+pub struct ReadRows<'a> {
+    pub offsets: &'a [usize],
+    pub rows: &'a [u32],
+}
+
+/// Sizes of heads, and what scores are multiplied by.
+#[derive(Clone, Copy, Debug)]
+struct Heads {
+    count: usize,
+    /// Query heads that share a head of keys.
+    shared: usize,
+    d: usize,
+    scale: f64,
+}
+
+multiversion! {
+    fn forward[isa S][E: Element](
+        heads: Heads,
+        queries: Range<usize>,
+        q: Matrix<E>,
+        k: Matrix<E>,
+        v: Matrix<E>,
+        reads: ReadRows,
+        out: MatrixMut<E>,
+    ) {
+        let Heads { count, shared, d, scale } = heads;
+        let mut out = out;
+        let scale = E::Acc::from_f64(scale);
+        let longest = queries.clone().map(|i| reads.offsets[i + 1] - reads.offsets[i]).max().unwrap_or(0);
+        let mut scores = Buffer::<E::Acc>::new(longest.next_multiple_of(LANES));
+        for i in queries {
+            let rows = &reads.rows[reads.offsets[i]..reads.offsets[i + 1]];
+            let lanes = rows.len().next_multiple_of(LANES);
+            for head in 0..count {
+                let from = head / shared * d;
+                let query = q.row(i, head * d, d);
+                for (score, row) in scores.iter_mut().zip(rows) {
+                    *score = dot::<E, S>(query, k.row(*row as usize, from, d)) * scale;
+                }
+                scores[rows.len()..lanes].fill(E::Acc::from_f64(f64::NEG_INFINITY));
+                let total = softmax::<E::Acc, S>(&mut scores[..lanes]);
+                let factor = if total == E::Acc::ZERO { E::Acc::ZERO } else { E::Acc::ONE / total };
+                weighted::<E, S>(&scores, rows, &v, from, factor, out.row(i, head * d, d));
+            }
+        }
+    }
+}
+
+/// q·k.
+#[inline(always)]
+fn dot<E: Element, S: Isa>(q: &[E], k: &[E]) -> E::Acc {
+    let (qs, q) = q.as_chunks::<WIDTH>();
+    let (ks, k) = k.as_chunks::<WIDTH>();
+    let mut total = Of::<E::Acc, S>::zero();
+    for (q, k) in qs.iter().zip(ks) {
+        total = Of::<E::Acc, S>::load(q).mul_add(Of::<E::Acc, S>::load(k), total);
+    }
+    let mut total = if qs.is_empty() { E::Acc::ZERO } else { total.sum() };
+    for (q, k) in q.iter().zip(k) {
+        total += q.load() * k.load();
+    }
+    total
+}
+
+/// Scores become exp(s − max); returns their sum.
+#[inline(always)]
+fn softmax<A: Accumulator, S: Isa>(scores: &mut [A]) -> A {
+    let lowest = A::from_f64(f64::NEG_INFINITY);
+    let scores = scores.as_chunks_mut::<LANES>().0;
+    let mut most = [lowest; LANES];
+    for s in scores.iter() {
+        for l in 0..LANES {
+            most[l] = s[l].max(most[l]);
+        }
+    }
+    let most = max(most);
+    let most = if most == lowest { A::ZERO } else { most };
+    let mut totals = [A::ZERO; LANES];
+    for s in scores {
+        for l in 0..LANES {
+            s[l] = exp::<A, S>(s[l] - most);
+            totals[l] += s[l];
+        }
+    }
+    sum(totals)
+}
+
+/// out ← factor·Σ_j w_j v_j, over one head's columns.
+#[inline(always)]
+fn weighted<E: Element, S: Isa>(
+    weights: &[E::Acc],
+    rows: &[u32],
+    v: &Matrix<E>,
+    from: usize,
+    factor: E::Acc,
+    out: &mut [E],
+) {
+    let (blocks, rest) = out.as_chunks_mut::<{ 2 * WIDTH }>();
+    let done = blocks.len() * 2 * WIDTH;
+    for (b, out) in blocks.iter_mut().enumerate() {
+        let mut total = [Of::<E::Acc, S>::zero(); 2];
+        for (w, row) in weights.iter().zip(rows) {
+            let v = v.row(*row as usize, from + b * 2 * WIDTH, 2 * WIDTH);
+            let v = Of::<E::Acc, S>::pair(v.first_chunk().expect("a row of this length"));
+            let w = Of::<E::Acc, S>::splat(*w);
+            total = [w.mul_add(v[0], total[0]), w.mul_add(v[1], total[1])];
+        }
+        let factor = Of::<E::Acc, S>::splat(factor);
+        Pack::store(total.map(|total| total.mul(factor)), out, Store::PLAIN);
+    }
+    for (c, out) in rest.iter_mut().enumerate() {
+        let mut total = E::Acc::ZERO;
+        for (w, row) in weights.iter().zip(rows) {
+            total += *w * v.row(*row as usize, from + done + c, 1)[0].load();
+        }
+        *out = E::store(total * factor);
+    }
+}
+
+/// Queries that are worth a thread of their own.
+const GRAIN: usize = 16;
+
+/// The attention of q (n, heads·d) to the rows of k and v (m, kv_heads·d) that `reads` names, on the CPU; (n, heads·d).
+/// No gradient is recorded.
+pub fn attention(q: &Tensor, k: &Tensor, v: &Tensor, reads: ReadRows, heads: i64, scale: f64) -> Result<Tensor> {
+    let out = Tensor::f_empty(q.size().as_slice(), (q.kind(), q.device()))?;
+    let views = [q, k, v, &out].map(View::of);
+    let [Some(q), Some(k), Some(v), Some(o)] = views else {
+        return Err(Error::Torch("attention of single queries takes matrices on the CPU, by rows".to_string()));
+    };
+    let (count, kv) = (heads as usize, k.cols());
+    let d = q.cols() / count.max(1);
+    let fits = d > 0 && d * count == q.cols() && kv == v.cols() && kv % d == 0 && kv > 0 && count % (kv / d) == 0;
+    let is_one_type = [&k, &v, &o].iter().all(|view| view.dtype == q.dtype);
+    let rows = k.rows().min(v.rows());
+    let in_order = reads.offsets.is_sorted() && reads.offsets.len() == q.rows() + 1;
+    let inside = reads.offsets.last().is_some_and(|end| *end <= reads.rows.len());
+    if !fits || !is_one_type || !in_order || !inside || reads.rows.iter().any(|row| *row as usize >= rows) {
+        return Err(Error::Torch(format!(
+            "attention of single queries: {count} heads of ({}, {}) queries do not fit ({rows}, {kv}) keys, or read others",
+            q.rows(),
+            q.cols()
+        )));
+    }
+    let heads = Heads { count, shared: count / (kv / d), d, scale };
+    by_dtype!(q, E => {
+        // SAFETY: the tensors outlive this call and are of type E. `out` is fresh, each range of queries writes its own
+        // rows of it, and nobody writes the others.
+        unsafe {
+            let matrix = |view: &View| Matrix { data: view.slice::<E>(), stride: view.stride as usize };
+            let (q, k, v, all) = (matrix(&q), matrix(&k), matrix(&v), o.slice_mut::<E>());
+            let to = MatrixMut::new(all.as_mut_ptr(), all.len(), o.stride as usize);
+            parallel::for_each(o.rows(), GRAIN, |queries| forward::<E>(heads, queries, q, k, v, reads, to));
+        }
+        Ok(())
+    })?;
+    Ok(out)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::cpu::simd::{force, Level};
+    use crate::kernel::attention::call::Settings;
+    use crate::kernel::attention::composed;
+    use crate::kernel::dropout::Draw;
+    use tch::{Device, Kind};
+
+    const OFFSETS: [usize; 6] = [0, 3, 3, 20, 21, 24];
+    const KEYS: i64 = 13;
+
+    fn rows() -> Vec<u32> {
+        (0..OFFSETS[5]).map(|i| (i * 7 % KEYS as usize) as u32).collect()
+    }
+
+    /// The composed form on keys and values that are gathered, and repeated where heads share them.
+    fn gathered(q: &Tensor, k: &Tensor, v: &Tensor, heads: i64, scale: f64) -> Tensor {
+        let index = Tensor::from_slice(&rows().iter().map(|row| i64::from(*row)).collect::<Vec<_>>());
+        let d = q.size()[1] / heads;
+        let all = |t: &Tensor| {
+            let (apart, shared) = (t.index_select(0, &index).unflatten(1, [-1, d]), heads / (t.size()[1] / d));
+            apart.repeat_interleave_self_int(shared, 1, None).flatten(1, 2)
+        };
+        let ranges: Vec<i64> = OFFSETS
+            .windows(2)
+            .enumerate()
+            .flat_map(|(i, ends)| [i, 1, ends[0], ends[1] - ends[0]].map(|n| n as i64))
+            .collect();
+        let ranges = Tensor::from_slice(&ranges).reshape([-1, 4]);
+        let settings = Settings { heads, causal: false, scale, draw: Draw::NONE };
+        composed(q, &all(k), &all(v), &ranges, &settings).unwrap()
+    }
+
+    #[test]
+    fn single_queries_attend_as_the_composed_form_does() {
+        let rows = rows();
+        let reads = ReadRows { offsets: &OFFSETS, rows: &rows };
+        for level in Level::ALL {
+            force(Some(level));
+            let kinds = [(Kind::Double, 1e-12), (Kind::Float, 2e-6), (Kind::BFloat16, 2e-2), (Kind::Half, 2e-3)];
+            for ((kind, bound), (heads, kv_heads, d)) in kinds
+                .into_iter()
+                .flat_map(|k| [(4, 4, 32), (2, 2, 5), (4, 2, 16), (3, 1, 40), (1, 1, 70)].map(|s| (k, s)))
+            {
+                tch::manual_seed(heads + d);
+                let random =
+                    |rows: i64, cols: i64| Tensor::randn([rows, cols], (Kind::Double, Device::Cpu)).to_kind(kind);
+                // Columns of a wider matrix, as q, k and v are.
+                let q = random(5, heads * d + 3).narrow(1, 2, heads * d);
+                let (k, v) = (random(KEYS, kv_heads * d), random(KEYS, kv_heads * d + 1).narrow(1, 0, kv_heads * d));
+                let found = attention(&q, &k, &v, reads, heads, 0.3).unwrap();
+                let wide = |t: &Tensor| t.to_kind(Kind::Double);
+                let wanted = gathered(&wide(&q), &wide(&k), &wide(&v), heads, 0.3);
+                assert_eq!((found.kind(), found.size()), (kind, q.size()));
+                let off = (wide(&found) - wanted).abs().max().double_value(&[]);
+                assert!(off < bound, "{level:?} {kind:?} {heads} {kv_heads} {d}: {off}");
+            }
+        }
+        force(None);
+    }
+
+    #[test]
+    fn what_does_not_fit_is_an_error() {
+        let t = |rows, cols| Tensor::zeros([rows, cols], (Kind::Float, Device::Cpu));
+        let rows = rows();
+        let reads = ReadRows { offsets: &OFFSETS, rows: &rows };
+        let beyond = ReadRows { offsets: &OFFSETS, rows: &[KEYS as u32; 24] };
+        let short = ReadRows { offsets: &OFFSETS[..5], rows: &rows };
+        for (q, k, v, reads, heads) in [
+            (t(5, 8), t(KEYS, 8), t(KEYS, 8), beyond, 2),
+            (t(5, 8), t(KEYS, 8), t(KEYS, 8), short, 2),
+            (t(5, 8), t(KEYS, 8), t(KEYS, 6), reads, 2),
+            (t(5, 8), t(KEYS, 8), t(KEYS, 8), reads, 3),
+            (t(5, 8), t(KEYS, 8).transpose(0, 1).contiguous().transpose(0, 1), t(KEYS, 8), reads, 2),
+            (t(5, 8), t(KEYS, 8).to_kind(Kind::Double), t(KEYS, 8), reads, 2),
+        ] {
+            assert!(attention(&q, &k, &v, reads, heads, 1.0).is_err());
+        }
+    }
+}

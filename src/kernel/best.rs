@@ -1,0 +1,215 @@
+//! The most probable columns of a row of logits, with their log-probabilities: log-softmax and top-k in one.
+//!
+//! > log p_i = z_i − log Σ_j exp z_j
+//!
+//! A row that lies in the second cache is read three times, without being written: for the maximum of each 64 columns,
+//! for Σ exp(z − max), and in those 64s alone that can hold a column as large as the last one found so far.
+
+pub mod call;
+
+use crate::cpu::pack::Isa;
+use crate::cpu::{Accumulator, Element};
+use crate::kernel::math::{exp, max, sum, LANES};
+use crate::multiversion;
+
+/// Columns that share a maximum.
+const BLOCK: usize = 4 * LANES;
+
+/// A column and its log p.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Likely {
+    pub column: usize,
+    pub log_p: f64,
+}
+
+/// Which columns may be chosen; all count in Σ.
+#[derive(Clone, Copy, Debug)]
+pub enum Choice<'a> {
+    AllBut(&'a [usize]),
+    Only(usize),
+}
+
+multiversion! {
+    /// Of each row of `cols` logits, rows `stride` apart, the `count` most probable columns, best first, of equals the
+    /// lower; fewer where fewer have a probability above 0. A row with a NaN has one entry, a NaN.
+    pub fn best[isa S][E: Element](
+        logits: &[E],
+        cols: usize,
+        stride: usize,
+        count: usize,
+        choice: Choice,
+        found: &mut [Vec<Likely>],
+    ) {
+        let mut maxima = vec![E::Acc::ZERO; cols.div_ceil(BLOCK)];
+        for (r, found) in found.iter_mut().enumerate() {
+            found.clear();
+            let z = &logits[r * stride..][..cols];
+            let most = block_maxima(z, &mut maxima);
+            let lse = most.to_f64() + sum_of_exponentials::<E, S>(z, most).to_f64().ln();
+            if lse.is_nan() {
+                found.push(Likely { column: 0, log_p: f64::NAN });
+                continue;
+            }
+            match choice {
+                Choice::AllBut(banned) => largest(z, &maxima, count, banned, found),
+                Choice::Only(column) => found.push(Likely { column, log_p: z[column].load().to_f64() }),
+            }
+            found.iter_mut().for_each(|likely| likely.log_p -= lse);
+        }
+    }
+}
+
+/// The largest of each 64 columns and of all; NaN counts nothing.
+#[inline(always)]
+fn block_maxima<E: Element>(z: &[E], maxima: &mut [E::Acc]) -> E::Acc {
+    let lowest = E::Acc::from_f64(f64::NEG_INFINITY);
+    let mut most = lowest;
+    for (z, maximum) in z.chunks(BLOCK).zip(maxima) {
+        let mut lanes = [lowest; LANES];
+        let (whole, rest) = z.as_chunks::<LANES>();
+        for z in whole {
+            for l in 0..LANES {
+                lanes[l] = z[l].load().max(lanes[l]);
+            }
+        }
+        for (lane, z) in lanes.iter_mut().zip(rest) {
+            *lane = z.load().max(*lane);
+        }
+        *maximum = max(lanes);
+        most = maximum.max(most);
+    }
+    most
+}
+
+/// Σ exp(z − most), a sum to each lane.
+#[inline(always)]
+fn sum_of_exponentials<E: Element, S: Isa>(z: &[E], most: E::Acc) -> E::Acc {
+    let mut totals = [E::Acc::ZERO; LANES];
+    let (whole, rest) = z.as_chunks::<LANES>();
+    for z in whole {
+        for l in 0..LANES {
+            totals[l] += exp::<E::Acc, S>(z[l].load() - most);
+        }
+    }
+    for (total, z) in totals.iter_mut().zip(rest) {
+        *total += exp::<E::Acc, S>(z.load() - most);
+    }
+    sum(totals)
+}
+
+/// The `count` largest, their logits in place of log p.
+#[inline(always)]
+fn largest<E: Element>(z: &[E], maxima: &[E::Acc], count: usize, banned: &[usize], found: &mut Vec<Likely>) {
+    let mut least = E::Acc::from_f64(f64::NEG_INFINITY);
+    for (block, (z, maximum)) in z.chunks(BLOCK).zip(maxima).enumerate() {
+        // In rising order an equal column comes after the one that is there.
+        if *maximum <= least {
+            continue;
+        }
+        for (i, z) in z.iter().enumerate() {
+            let value = z.load();
+            let column = block * BLOCK + i;
+            if value > least && !banned.contains(&column) {
+                let log_p = value.to_f64();
+                let place = found.partition_point(|better| better.log_p >= log_p);
+                found.truncate(count - 1);
+                found.insert(place, Likely { column, log_p });
+                if found.len() == count {
+                    least = E::Acc::from_f64(found[count - 1].log_p);
+                }
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::cpu::simd::{force, Level};
+    use half::bf16;
+
+    fn run<E: Element>(z: &[f64], cols: usize, stride: usize, count: usize, choice: Choice) -> Vec<Vec<Likely>> {
+        let logits: Vec<E> = z.iter().map(|z| E::store(E::Acc::from_f64(*z))).collect();
+        let mut found = vec![vec![]; logits.len() / stride];
+        best(&logits, cols, stride, count, choice, &mut found);
+        found
+    }
+
+    /// From the definition, by sorting.
+    fn naive(z: &[f64], count: usize, choice: Choice) -> Vec<Likely> {
+        let most = z.iter().copied().fold(f64::NEG_INFINITY, f64::max);
+        let lse = most + z.iter().map(|z| (z - most).exp()).sum::<f64>().ln();
+        let allowed = |column: &usize| match choice {
+            Choice::AllBut(banned) => !banned.contains(column),
+            Choice::Only(only) => *column == only,
+        };
+        let mut all: Vec<Likely> = (0..z.len())
+            .filter(|column| allowed(column) && z[*column] > f64::NEG_INFINITY)
+            .map(|column| Likely { column, log_p: z[column] - lse })
+            .collect();
+        all.sort_by(|a, b| b.log_p.total_cmp(&a.log_p));
+        all.truncate(count);
+        all
+    }
+
+    /// Multiples of 1/8, so that bf16 holds them and many are equal.
+    fn logits(n: usize, seed: u64) -> Vec<f64> {
+        (0..n as u64)
+            .map(|i| ((i + 77 * seed + 1).wrapping_mul(0x9E37_79B9_7F4A_7C15) >> 57) as f64 / 8.0 - 9.0)
+            .collect()
+    }
+
+    fn check<E: Element>(level: Level, bound: f64) {
+        for (seed, cols) in [1, 2, 15, 64, 65, 300, 1000].into_iter().enumerate() {
+            let stride = cols + seed % 3;
+            let mut z = logits(3 * stride, seed as u64);
+            z[0] = f64::NEG_INFINITY;
+            for (count, banned) in [(1, &[][..]), (2, &[0, 1]), (10, &[0, 1, 2]), (2000, &[0])] {
+                let choice = Choice::AllBut(banned);
+                for (r, found) in run::<E>(&z, cols, stride, count, choice).iter().enumerate() {
+                    let wanted = naive(&z[r * stride..][..cols], count, choice);
+                    assert_eq!(found.len(), wanted.len(), "{level:?} {cols} {count}");
+                    for (found, wanted) in found.iter().zip(&wanted) {
+                        assert_eq!(found.column, wanted.column, "{level:?} {cols} {count}");
+                        assert!((found.log_p - wanted.log_p).abs() < bound, "{found:?} for {wanted:?}");
+                        assert!(found.log_p <= 0.0);
+                    }
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn the_best_are_those_that_sorting_finds() {
+        for level in Level::ALL {
+            let level = force(Some(level));
+            check::<f32>(level, 2e-6);
+            check::<f64>(level, 1e-12);
+            check::<bf16>(level, 2e-6);
+        }
+        force(None);
+    }
+
+    #[test]
+    fn only_one_column_may_be_all_there_is() {
+        let found = run::<f32>(&[0.0; 70], 70, 70, 4, Choice::Only(68));
+        assert_eq!((found[0].len(), found[0][0].column), (1, 68));
+        assert!((found[0][0].log_p + 70f64.ln()).abs() < 1e-6);
+    }
+
+    #[test]
+    fn a_nan_is_all_that_is_found() {
+        for at in [0, 63, 69] {
+            for bad in [f64::NAN, f64::INFINITY] {
+                let mut z = vec![0.5; 3 * 70];
+                z[70 + at] = bad;
+                let is_nan: Vec<bool> = run::<f32>(&z, 70, 70, 2, Choice::AllBut(&[]))
+                    .iter()
+                    .map(|found| found.len() == 1 && found[0].log_p.is_nan())
+                    .collect();
+                assert_eq!(is_nan, [false, true, false], "{bad} at {at}");
+            }
+        }
+        assert!(run::<f32>(&[f64::NEG_INFINITY; 9], 9, 9, 2, Choice::AllBut(&[]))[0][0].log_p.is_nan());
+    }
+}

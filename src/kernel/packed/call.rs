@@ -1,0 +1,60 @@
+//! Tensors on the CPU: a matrix packed, and its product with rows, which threads share.
+
+use super::{product, PackedMatrix};
+use crate::cpu::parallel::{self, Shared};
+use crate::cpu::Accumulator;
+use crate::error::{Error, Result};
+use crate::kernel::view::View;
+use tch::{Device, Kind, Tensor};
+
+/// Rows that are worth a thread of their own.
+const GRAIN: usize = 96;
+
+/// W (n, k) and b (n), contiguous and of type A, packed.
+pub fn pack<A: Accumulator>(weight: &Tensor, bias: Option<&Tensor>) -> Result<PackedMatrix<A>> {
+    let (n, k) = weight.size2()?;
+    let of_type = |t: &Tensor| t.kind() == kind::<A>() && t.is_contiguous() && t.device() == Device::Cpu;
+    if !of_type(weight) || bias.is_some_and(|bias| !of_type(bias) || bias.numel() != n as usize) {
+        return Err(Error::Torch(format!(
+            "a matrix ({n}, {k}) and its bias are packed from contiguous {:?}",
+            kind::<A>()
+        )));
+    }
+    // SAFETY: the tensor is contiguous and of type A, as has been checked, and outlives this function.
+    let numbers = |t: &Tensor| unsafe { std::slice::from_raw_parts(t.data_ptr().cast(), t.numel()) };
+    Ok(PackedMatrix::new(numbers(weight), bias.map(numbers), n as usize, k as usize))
+}
+
+/// y (…, n) = xWᵀ + b of x (…, k) of type A. No gradient is recorded.
+pub fn linear<A: Accumulator>(x: &Tensor, w: &PackedMatrix<A>) -> Result<Tensor> {
+    let mut size = x.size();
+    let k = size.pop().unwrap_or(0);
+    if k as usize != w.inner() || x.kind() != kind::<A>() {
+        let (n, wanted, got) = (w.columns(), w.inner(), x.kind());
+        return Err(Error::Torch(format!("x has {k} columns of {got:?}, the packed matrix is ({n}, {wanted})")));
+    }
+    let x = x.f_reshape([-1, k].as_slice())?;
+    let x = if View::of(&x).is_some() { x } else { x.f_contiguous()? };
+    let n = w.columns();
+    let y = Tensor::f_empty([x.size()[0], n as i64].as_slice(), (x.kind(), x.device()))?;
+    let (Some(from), Some(to)) = (View::of(&x), View::of(&y)) else {
+        return Err(Error::Torch("packed matrices multiply tensors on the CPU".to_string()));
+    };
+    // SAFETY: both tensors outlive this function and are of type A; y is fresh, and each range writes its own rows.
+    unsafe {
+        let (x, y, stride) = (from.slice::<A>(), Shared::new(to.slice_mut::<A>()), from.stride as usize);
+        parallel::for_each(from.rows(), GRAIN, |r| {
+            product(&x[r.start * stride..], stride, r.len(), w, y.slice(r.start * n..r.end * n), n);
+        });
+    }
+    size.push(n as i64);
+    Ok(y.f_reshape(size.as_slice())?)
+}
+
+/// A's type as tensors have it.
+pub fn kind<A: Accumulator>() -> Kind {
+    match size_of::<A>() {
+        4 => Kind::Float,
+        _ => Kind::Double,
+    }
+}

@@ -1,0 +1,113 @@
+//! Weights in the form that many products take, made once: decoding multiplies by the same ones at every step.
+
+use crate::error::Result;
+use crate::kernel::packed::call::{linear, pack};
+use crate::kernel::packed::PackedMatrix;
+use std::collections::HashMap;
+use std::sync::{Arc, Mutex, PoisonError};
+use tch::{Device, Kind, Tensor};
+
+/// The weights of a model that does not change, prepared as they are first met. Threads share them, each with a model of
+/// the same tensors. By where a weight lies and by its elements: a part of a matrix may begin where the matrix does.
+#[derive(Default)]
+pub struct PreparedWeights(Mutex<HashMap<(usize, usize), KeptWeight>>);
+
+struct KeptWeight {
+    made: PreparedWeight,
+    /// Keeps others from its place.
+    _of: Tensor,
+}
+
+/// y = xWᵀ + b, prepared.
+pub enum PreparedWeight {
+    F32(Arc<PackedMatrix<f32>>),
+    F64(Arc<PackedMatrix<f64>>),
+    /// For libtorch, in the type of products.
+    Cast(Tensor, Option<Tensor>),
+}
+
+impl PreparedWeights {
+    /// y = xWᵀ + b in the computing type.
+    pub fn linear(&self, x: &Tensor, weight: &Tensor, bias: Option<&Tensor>, kind: Kind) -> Result<Tensor> {
+        let place = (weight.data_ptr() as usize, weight.numel());
+        let made = {
+            let mut all = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+            match all.get(&place) {
+                Some(entry) => entry.made.shallow_clone(),
+                None => {
+                    let made = PreparedWeight::new(weight, bias, kind)?;
+                    let entry = KeptWeight { made: made.shallow_clone(), _of: weight.shallow_clone() };
+                    all.insert(place, entry);
+                    made
+                }
+            }
+        };
+        made.linear(x, kind)
+    }
+}
+
+impl PreparedWeight {
+    /// Of W (n, k) and b (n): packed on the CPU in f32 and f64.
+    pub fn new(weight: &Tensor, bias: Option<&Tensor>, kind: Kind) -> Result<Self> {
+        let cast = |t: &Tensor| t.f_detach()?.f_to_kind(kind)?.f_contiguous();
+        let (weight, bias) = (cast(weight)?, bias.map(cast).transpose()?);
+        Ok(match (PreparedWeight::is_packed(weight.device(), kind), kind) {
+            (true, Kind::Double) => PreparedWeight::F64(Arc::new(pack(&weight, bias.as_ref())?)),
+            (true, _) => PreparedWeight::F32(Arc::new(pack(&weight, bias.as_ref())?)),
+            (false, _) => PreparedWeight::Cast(weight, bias),
+        })
+    }
+
+    /// Whether weights on such a device are packed for products in such a type.
+    pub fn is_packed(device: Device, kind: Kind) -> bool {
+        device == Device::Cpu && matches!(kind, Kind::Float | Kind::Double)
+    }
+
+    pub fn shallow_clone(&self) -> Self {
+        match self {
+            PreparedWeight::F32(w) => PreparedWeight::F32(w.clone()),
+            PreparedWeight::F64(w) => PreparedWeight::F64(w.clone()),
+            PreparedWeight::Cast(w, b) => {
+                PreparedWeight::Cast(w.shallow_clone(), b.as_ref().map(Tensor::shallow_clone))
+            }
+        }
+    }
+
+    pub fn linear(&self, x: &Tensor, kind: Kind) -> Result<Tensor> {
+        let x = x.f_to_kind(kind)?;
+        match self {
+            PreparedWeight::F32(w) => linear(&x, w),
+            PreparedWeight::F64(w) => linear(&x, w),
+            PreparedWeight::Cast(w, b) => Ok(x.f_linear(w, b.as_ref())?),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn prepared_weights_multiply_as_libtorch_does() {
+        tch::manual_seed(5);
+        let weights = PreparedWeights::default();
+        let random = |size: &[i64]| Tensor::randn(size, (Kind::Double, Device::Cpu));
+        for (kind, bound) in [(Kind::Double, 1e-12), (Kind::Float, 1e-5), (Kind::BFloat16, 0.3)] {
+            let (all, bias) = (random(&[96, 40]), random(&[96]));
+            // A matrix, and its first rows, which begin at the same place.
+            for (weight, bias) in [(all.shallow_clone(), None), (all.narrow(0, 0, 33), Some(bias.narrow(0, 3, 33)))] {
+                for x in [random(&[7, 40]), random(&[201, 43]).narrow(1, 3, 40), random(&[2, 3, 40]), random(&[0, 40])]
+                {
+                    let wanted = x.linear(&weight, bias.as_ref());
+                    for _ in 0..2 {
+                        let found = PreparedWeights::linear(&weights, &x, &weight, bias.as_ref(), kind).unwrap();
+                        assert_eq!((found.kind(), found.size()), (kind, wanted.size()));
+                        let off = (found.to_kind(Kind::Double) - &wanted).abs();
+                        assert!(off.numel() == 0 || off.max().double_value(&[]) < bound, "{kind:?}: {off:?}");
+                    }
+                }
+            }
+            weights.0.lock().unwrap().clear();
+        }
+    }
+}

@@ -1,0 +1,124 @@
+//! Which rows of keys and values each query of a decoding step reads.
+
+use super::Ranges;
+use crate::error::Result;
+use crate::kernel::attention::single::{self, ReadRows};
+use std::ops::Range;
+use tch::{Device, Tensor};
+
+/// Query i reads rows `rows[offsets[i]..offsets[i + 1]]`, in this order. Hypotheses with a common past share its rows,
+/// and where they change places the numbers move, not the rows.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Reads {
+    offsets: Vec<usize>,
+    rows: Vec<u32>,
+}
+
+impl Default for Reads {
+    /// No query.
+    fn default() -> Self {
+        Reads { offsets: vec![0], rows: Vec::new() }
+    }
+}
+
+impl Reads {
+    /// Queries that read nothing yet.
+    pub fn nothing(queries: usize) -> Self {
+        Reads { offsets: vec![0; queries + 1], rows: Vec::new() }
+    }
+
+    /// A range of rows for each query.
+    pub fn ranges(ranges: impl IntoIterator<Item = Range<i64>>) -> Self {
+        let mut reads = Reads::default();
+        ranges.into_iter().for_each(|range| reads.push(range.map(|row| row as u32)));
+        reads
+    }
+
+    pub fn queries(&self) -> usize {
+        self.offsets.len() - 1
+    }
+
+    /// Query i reads what query `order[i]` did.
+    pub fn select(&self, order: &[i64]) -> Self {
+        let mut reads = Reads::default();
+        order.iter().for_each(|&i| reads.push(self.of(i as usize).iter().copied()));
+        reads
+    }
+
+    /// Query i reads row `first + i` too.
+    pub fn followed_by(&self, first: usize) -> Self {
+        let mut reads = Reads::default();
+        reads.rows.reserve(self.rows.len() + self.queries());
+        (0..self.queries()).for_each(|i| reads.push(self.of(i).iter().copied().chain([(first + i) as u32])));
+        reads
+    }
+
+    /// The others' queries after these.
+    pub fn joined(mut self, others: &Reads) -> Self {
+        (0..others.queries()).for_each(|i| self.push(others.of(i).iter().copied()));
+        self
+    }
+
+    /// The rows that anybody reads of `all`, in order, and the same reads when there are no others.
+    pub fn compacted(&self, all: usize) -> (Vec<i64>, Self) {
+        let mut is_read = vec![false; all];
+        self.rows.iter().for_each(|&row| is_read[row as usize] = true);
+        let kept: Vec<i64> = (0..all).filter(|&row| is_read[row]).map(|row| row as i64).collect();
+        let mut now = vec![0; all];
+        kept.iter().enumerate().for_each(|(i, &row)| now[row as usize] = i as u32);
+        let rows = self.rows.iter().map(|&row| now[row as usize]).collect();
+        (kept, Reads { offsets: self.offsets.clone(), rows })
+    }
+
+    /// Attention of q (queries, heads·d_head) on the CPU, without gradients.
+    pub fn attention(&self, [q, k, v]: [&Tensor; 3], heads: i64, scale: f64) -> Result<Tensor> {
+        single::attention(q, k, v, ReadRows { offsets: &self.offsets, rows: &self.rows }, heads, scale)
+    }
+
+    /// k and v as other attention takes them: the rows of each query one after the other, and where they are.
+    pub fn gathered(&self, [k, v]: [&Tensor; 2], device: Device) -> Result<(Tensor, Tensor, Ranges)> {
+        let all = || (0..self.queries()).map(|i| (i as i64, self.of(i)));
+        let are_ranges = all().all(|(_, rows)| rows.windows(2).all(|two| two[0] + 1 == two[1]));
+        if are_ranges {
+            let start = |rows: &[u32]| rows.first().map_or(0, |&row| row as i64);
+            let table: Vec<i64> = all().flat_map(|(i, rows)| [i, 1, start(rows), rows.len() as i64]).collect();
+            return Ok((k.shallow_clone(), v.shallow_clone(), Ranges::of(&table, device)?));
+        }
+        let table: Vec<i64> =
+            all().flat_map(|(i, rows)| [i, 1, self.offsets[i as usize] as i64, rows.len() as i64]).collect();
+        let index: Vec<i64> = self.rows.iter().map(|&row| row as i64).collect();
+        let index = Tensor::f_from_slice(&index)?.f_to_device(device)?;
+        Ok((k.f_index_select(0, &index)?, v.f_index_select(0, &index)?, Ranges::of(&table, device)?))
+    }
+
+    fn of(&self, query: usize) -> &[u32] {
+        &self.rows[self.offsets[query]..self.offsets[query + 1]]
+    }
+
+    fn push(&mut self, rows: impl IntoIterator<Item = u32>) {
+        self.rows.extend(rows);
+        self.offsets.push(self.rows.len());
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn lists(reads: &Reads) -> Vec<Vec<u32>> {
+        (0..reads.queries()).map(|i| reads.of(i).to_vec()).collect()
+    }
+
+    #[test]
+    fn numbers_move_and_rows_stay() {
+        let first = Reads::nothing(3).followed_by(0);
+        assert_eq!(lists(&first), [[0], [1], [2]]);
+        let second = first.select(&[2, 2, 0, 2]).followed_by(3);
+        assert_eq!(lists(&second), [[2, 3], [2, 4], [0, 5], [2, 6]]);
+        let joined = second.select(&[3]).joined(&second.select(&[0, 3]));
+        assert_eq!(lists(&joined), [[2, 6], [2, 3], [2, 6]]);
+        let (kept, compact) = joined.compacted(7);
+        assert_eq!((kept, lists(&compact)), (vec![2, 3, 6], vec![vec![0, 2], vec![0, 1], vec![0, 2]]));
+        assert_eq!(lists(&Reads::ranges([2..4, 0..0, 1..2])), [vec![2, 3], vec![], vec![1]]);
+    }
+}

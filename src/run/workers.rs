@@ -1,0 +1,203 @@
+//! Batches translated by several threads: each takes one after the other, with one thread of libtorch's.
+//!
+//! A step of decoding is many short operations. Threads that share each of them wait for each other after each; threads
+//! with batches of their own do not.
+
+use crate::cpu::parallel;
+use crate::data;
+use crate::error::{Error, Result};
+use crate::model::Transformer;
+use crate::search::{Hypothesis, Search};
+use std::collections::HashMap;
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::mpsc::{channel, RecvTimeoutError};
+use std::thread;
+use std::time::Duration;
+use tch::Tensor;
+
+/// How often the caller is asked whether to go on.
+const PATIENCE: Duration = Duration::from_millis(50);
+
+/// Sentences by batches of at most `batch_tokens` padded tokens (with EOS) or one sentence, of like lengths, the longest
+/// first. They are made smaller where that gives each thread as many.
+pub fn source_batches(source: &[Vec<u32>], batch_tokens: usize, threads: usize) -> Vec<Vec<usize>> {
+    let lengths: Vec<(usize, usize)> = source.iter().map(|row| (row.len() + 1, 0)).collect();
+    let total: usize = lengths.iter().map(|(length, _)| length).sum();
+    let rounds = total.div_ceil(batch_tokens.saturating_mul(threads).max(1));
+    let share = total.div_ceil((rounds * threads).max(1)).max(LEAST);
+    let mut batches = data::plan(&lengths, batch_tokens.min(share), 0, 0);
+    let cost = |batch: &Vec<usize>| batch.iter().map(|&sentence| lengths[sentence].0).max();
+    batches.sort_by_key(|batch| std::cmp::Reverse(cost(batch)));
+    batches
+}
+
+/// Tokens below which a batch is not made smaller: a step of few rows costs what its operations cost.
+const LEAST: usize = 256;
+
+/// What a thread does with a batch.
+type TranslateBatch<'a> = dyn Fn(&Transformer, &Search, usize) -> Result<Vec<Vec<Hypothesis>>> + Sync + 'a;
+
+/// Runs batches 0 to `batches` − 1 on `threads` threads and gives each result to `take`, in any order. An `Err` from
+/// `between`, which is called often, ends it, as does one of a batch.
+pub fn in_parallel(
+    model: &Transformer,
+    search: &Search,
+    threads: usize,
+    batches: usize,
+    run: &TranslateBatch,
+    take: &mut dyn FnMut(usize, Vec<Vec<Hypothesis>>),
+    between: &mut dyn FnMut() -> Result<()>,
+) -> Result<()> {
+    let tensors = || -> HashMap<String, Tensor> {
+        let named = model.parameters.iter().chain(model.parameters.buffers());
+        named.map(|(name, t)| (name.to_string(), t.shallow_clone())).collect()
+    };
+    let (next, is_over) = (AtomicUsize::new(0), AtomicBool::new(false));
+    let _before = ThreadsAsBefore(parallel::threads());
+    thread::scope(|scope| {
+        let (results, received) = channel();
+        for _ in 0..threads {
+            let (tensors, search, results) = (tensors(), search.share(), results.clone());
+            let (next, is_over, config) = (&next, &is_over, &model.config);
+            scope.spawn(move || {
+                tch::set_num_threads(1);
+                let work = || -> Result<()> {
+                    let model = Transformer::with_parameters(config, &tensors)?;
+                    while !is_over.load(Ordering::Relaxed) {
+                        let batch = next.fetch_add(1, Ordering::Relaxed);
+                        if batch >= batches {
+                            break;
+                        }
+                        // The receiver is there until all senders are gone.
+                        let _ = results.send(Ok((batch, run(&model, &search, batch)?)));
+                    }
+                    Ok(())
+                };
+                if let Err(e) = work() {
+                    let _ = results.send(Err(e));
+                }
+            });
+        }
+        drop(results);
+        let mut wait = || -> Result<()> {
+            let mut done = 0;
+            loop {
+                match received.recv_timeout(PATIENCE) {
+                    Ok(result) => {
+                        let (batch, found) = result?;
+                        take(batch, found);
+                        done += 1;
+                    }
+                    Err(RecvTimeoutError::Timeout) => {}
+                    Err(RecvTimeoutError::Disconnected) if done == batches => return Ok(()),
+                    Err(RecvTimeoutError::Disconnected) => {
+                        return Err(Error::Torch("a thread ended before its translations were made".to_string()))
+                    }
+                }
+                between()?;
+            }
+        };
+        let ended = wait();
+        is_over.store(true, Ordering::Relaxed);
+        ended
+    })
+}
+
+/// New threads get as many threads of libtorch's as any asked for last. When this is dropped, that is as many as before.
+struct ThreadsAsBefore(usize);
+
+impl Drop for ThreadsAsBefore {
+    fn drop(&mut self) {
+        tch::set_num_threads(self.0 as i32);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::config::{SearchRule, TransformerConfig};
+    use crate::model::{Packed, EOS};
+    use crate::search::SearchConfig;
+    use tch::{Device, Kind};
+
+    #[test]
+    fn each_thread_gets_as_many_batches_of_like_lengths() {
+        let source: Vec<Vec<u32>> = (0..1000).map(|i| vec![7; 3 + i * 7919 % 23]).collect();
+        for (tokens, threads) in [(8192, 2), (100_000, 2), (8192, 1), (500, 4)] {
+            let batches = source_batches(&source, tokens, threads);
+            let mut all = batches.concat();
+            all.sort_unstable();
+            assert_eq!(all, (0..1000).collect::<Vec<_>>());
+            let longest = |batch: &Vec<usize>| batch.iter().map(|&i| source[i].len() + 1).max().unwrap();
+            assert!(batches.iter().all(|batch| batch.len() * longest(batch) <= tokens), "{tokens} {threads}");
+            assert!(batches.iter().map(longest).is_sorted_by(|a, b| a >= b));
+            assert!(batches.len() >= threads);
+        }
+        assert!(source_batches(&[], 8192, 2).is_empty());
+        assert_eq!(source_batches(&[vec![7; 30], vec![7; 20]], 8, 2), [[0], [1]]);
+        assert_eq!(source_batches(&[vec![7; 30], vec![7; 20]], 8192, 2).len(), 1);
+    }
+
+    fn model() -> Transformer {
+        let config = TransformerConfig {
+            vocab_size: 30,
+            d_model: 16,
+            d_ff: 24,
+            heads: 2,
+            encoder_layers: 1,
+            decoder_layers: 2,
+            ..Default::default()
+        };
+        tch::manual_seed(4);
+        let model = Transformer::new(&config, Device::Cpu, Kind::Double).unwrap();
+        for tensor in model.parameters.tensors() {
+            let _ = tch::no_grad(|| tensor.shallow_clone().f_add_(&(tensor.randn_like() * 0.3)).unwrap());
+        }
+        model
+    }
+
+    /// Three sentences of four tokens.
+    fn batch(number: usize) -> Packed {
+        let sentence = |i: usize| [4, 5 + (number % 20) as i64, 6 + i as i64, EOS];
+        Packed::of(&[&sentence(0), &sentence(1), &sentence(2)]).unwrap()
+    }
+
+    #[test]
+    fn threads_translate_as_one_does() {
+        let (model, threads) = (model(), parallel::threads());
+        for beam in [1, 5] {
+            let config = SearchConfig { beam, max_length: Some(12), ..SearchConfig::new(SearchRule::Fairseq) };
+            let search = Search::new(&model, None, &config, Kind::Double).unwrap();
+            let mut found = vec![None; 40];
+            let run = |model: &Transformer, search: &Search, number: usize| search.run(model, &batch(number));
+            let mut take = |number: usize, all| assert!(found[number].replace(all).is_none());
+            in_parallel(&model, &search, 3, 40, &run, &mut take, &mut || Ok(())).unwrap();
+            for (number, found) in found.into_iter().enumerate() {
+                assert_eq!(found, Some(search.run(&model, &batch(number)).unwrap()), "batch {number}");
+            }
+            assert_eq!(parallel::threads(), threads);
+        }
+    }
+
+    #[test]
+    fn what_fails_in_a_thread_or_between_ends_it() {
+        let model = model();
+        let search = Search::new(&model, None, &SearchConfig::default(), Kind::Double).unwrap();
+        let fails = |_: &Transformer, _: &Search, number: usize| match number {
+            3 => Err(Error::invalid("the fourth batch")),
+            _ => Ok(vec![]),
+        };
+        let mut take = |_: usize, _: Vec<Vec<Hypothesis>>| {};
+        let e = in_parallel(&model, &search, 2, 9, &fails, &mut take, &mut || Ok(())).unwrap_err();
+        assert_eq!(e.to_string(), "the fourth batch");
+        let made = AtomicUsize::new(0);
+        let slow = |_: &Transformer, _: &Search, _: usize| {
+            made.fetch_add(1, Ordering::Relaxed);
+            thread::sleep(Duration::from_millis(5));
+            Ok(vec![])
+        };
+        let mut stop = || Err(Error::Interrupted("enough".to_string()));
+        let e = in_parallel(&model, &search, 2, 1000, &slow, &mut take, &mut stop).unwrap_err();
+        assert_eq!((e.to_string().as_str(), made.load(Ordering::Relaxed) < 100), ("enough", true));
+    }
+}

@@ -1,0 +1,115 @@
+//! From what the decoder says to each slot's most probable next tokens.
+//!
+//! On the CPU the output matrix is packed once, without what lies outside V_t, and some rows at a time go through the
+//! product and on to the choice while their logits are in the cache. Elsewhere, and for 16-bit products, logits,
+//! log-softmax and top-k are libtorch's.
+
+use super::continuation::{best, Continuation, Eos, TargetVocabulary};
+use crate::error::Result;
+use crate::kernel::best::call::best_of_product;
+use crate::kernel::best::{Choice, Likely};
+use crate::model::{PreparedWeight, Transformer, BOS, EOS, PAD};
+use tch::{Kind, Tensor};
+
+/// The output projection of a model that does not change.
+pub(super) struct OutputLayer {
+    projection: PreparedWeight,
+    vocabulary: TargetVocabulary,
+}
+
+impl OutputLayer {
+    pub fn new(model: &Transformer, vocabulary: TargetVocabulary, kind: Kind) -> Result<Self> {
+        let (weight, bias) = model.output()?;
+        let projection = match vocabulary.ids().filter(|_| PreparedWeight::is_packed(weight.device(), kind)) {
+            Some(ids) => {
+                let ids = Tensor::f_from_slice(ids)?;
+                let bias = bias.map(|bias| bias.f_index_select(0, &ids)).transpose()?;
+                PreparedWeight::new(&weight.f_index_select(0, &ids)?, bias.as_ref(), kind)?
+            }
+            None => PreparedWeight::new(&weight, bias, kind)?,
+        };
+        Ok(OutputLayer { projection, vocabulary })
+    }
+
+    /// The same output, for another thread.
+    pub fn share(&self) -> Self {
+        OutputLayer { projection: self.projection.shallow_clone(), vocabulary: self.vocabulary.share() }
+    }
+
+    /// Of each row of features (slots, d) the `count` most probable tokens, best first, of equals the lower id.
+    pub fn best(&self, features: &Tensor, count: usize, eos: Eos, kind: Kind) -> Result<Vec<Vec<Continuation>>> {
+        let ids = self.vocabulary.ids();
+        let column = |id: i64| match ids {
+            Some(ids) => ids.binary_search(&id).ok(),
+            None => Some(id as usize),
+        };
+        let banned = [Some(BOS), Some(PAD), (eos == Eos::Forbidden).then_some(EOS)];
+        let banned: Vec<usize> = banned.into_iter().flatten().filter_map(column).collect();
+        let choice = match (eos, column(EOS)) {
+            (Eos::Forced, Some(column)) => Choice::Only(column),
+            _ => Choice::AllBut(&banned),
+        };
+        let found = match &self.projection {
+            PreparedWeight::F32(w) => best_of_product(features, w, count, choice)?,
+            PreparedWeight::F64(w) => best_of_product(features, w, count, choice)?,
+            cast => return best(&self.vocabulary.log_probabilities(cast.linear(features, kind)?, eos)?, count),
+        };
+        let token = |column: usize| ids.map_or(column as i64, |ids| ids[column]);
+        let continuation = |l: Likely| Continuation { token: token(l.column), log_probability: l.log_p };
+        Ok(found.into_iter().map(|row| row.into_iter().map(continuation).collect()).collect())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::config::TransformerConfig;
+    use tch::Device;
+
+    /// What the packed product finds, against libtorch's log-softmax and top-k of the model's logits.
+    #[test]
+    fn the_packed_output_chooses_as_the_composed_one() {
+        const V: i64 = 300;
+        for (fixnorm, output_bias) in [(false, false), (true, true)] {
+            let config = TransformerConfig {
+                vocab_size: V,
+                d_model: 40,
+                d_ff: 16,
+                heads: 2,
+                encoder_layers: 1,
+                decoder_layers: 1,
+                fixnorm,
+                output_bias,
+                ..Default::default()
+            };
+            tch::manual_seed(11);
+            let model = Transformer::new(&config, Device::Cpu, Kind::Double).unwrap();
+            for tensor in model.parameters.tensors() {
+                let _ = tch::no_grad(|| tensor.shallow_clone().f_add_(&tensor.randn_like()).unwrap());
+            }
+            let h = tch::no_grad(|| Tensor::randn([70, 40], (Kind::Double, Device::Cpu)));
+            let mask = Tensor::from_slice(&(0..V).map(|id| id == EOS || id % 3 == 0).collect::<Vec<bool>>());
+            for (mask, eos) in [None, Some(&mask)]
+                .into_iter()
+                .flat_map(|mask| [Eos::Allowed, Eos::Forbidden, Eos::Forced].map(|eos| (mask, eos)))
+            {
+                let vocabulary = TargetVocabulary::new(mask, V).unwrap();
+                let (weight, bias) = model.output().unwrap();
+                let log_p = vocabulary.log_probabilities(h.linear(&weight, bias), eos).unwrap();
+                let wanted = best(&log_p, 10).unwrap();
+                let found = OutputLayer::new(&model, vocabulary, Kind::Double).unwrap();
+                let found = found.best(&h, 10, eos, Kind::Double).unwrap();
+                for (found, wanted) in found.iter().zip(&wanted) {
+                    // Where only EOS may come libtorch fills up with others of probability 0.
+                    let wanted: Vec<_> = wanted.iter().filter(|c| c.log_probability > f64::NEG_INFINITY).collect();
+                    assert_eq!(found.len(), wanted.len());
+                    for (found, wanted) in found.iter().zip(wanted) {
+                        assert_eq!(found.token, wanted.token, "{eos:?}");
+                        assert!((found.log_probability - wanted.log_probability).abs() < 1e-9);
+                    }
+                }
+                assert_eq!(found.len(), 70);
+            }
+        }
+    }
+}
