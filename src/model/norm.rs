@@ -19,25 +19,25 @@ pub trait Norm: Send {
     fn forward(&self, x: &Tensor, rows: &PassRows) -> Result<Tensor>;
 
     /// What the fused residual step needs, for a norm with row kernels.
-    fn row(&self) -> Result<Option<Row<'_>>> {
+    fn row(&self) -> Result<Option<StepNorm<'_>>> {
         Ok(None)
     }
 }
 
 /// A norm for the fused residual step.
-pub enum Row<'a> {
+pub enum StepNorm<'a> {
     Kept(&'a Rowwise),
     /// With a weight that was computed for one call.
     Made(Rowwise),
 }
 
-impl Deref for Row<'_> {
+impl Deref for StepNorm<'_> {
     type Target = Rowwise;
 
     fn deref(&self) -> &Rowwise {
         match self {
-            Row::Kept(norm) => norm,
-            Row::Made(norm) => norm,
+            StepNorm::Kept(norm) => norm,
+            StepNorm::Made(norm) => norm,
         }
     }
 }
@@ -119,8 +119,8 @@ impl Norm for Rowwise {
         self.call(x)
     }
 
-    fn row(&self) -> Result<Option<Row<'_>>> {
-        Ok(Some(Row::Kept(self)))
+    fn row(&self) -> Result<Option<StepNorm<'_>>> {
+        Ok(Some(StepNorm::Kept(self)))
     }
 }
 
@@ -156,9 +156,9 @@ impl Norm for Conventional {
     }
 
     /// The stream is never in 16 bits here, so rounding first changes nothing.
-    fn row(&self) -> Result<Option<Row<'_>>> {
+    fn row(&self) -> Result<Option<StepNorm<'_>>> {
         match self.how.has_kernel(Kind::Float) {
-            true => Ok(Some(Row::Made(self.with(self.gain()?)))),
+            true => Ok(Some(StepNorm::Made(self.with(self.gain()?)))),
             false => Ok(None),
         }
     }
