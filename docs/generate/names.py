@@ -143,6 +143,7 @@ def _shape(shape: str) -> str:
 
 _MORE = {
     "admin": "nfnn.profile(model, torch.randn(2, 5, 64))  # once, before training: sets ω",
+    "prores": "nfnn.set_num_updates(model, 1000)       # t; an optimizer of torch moves it by itself",
     "branchnorm": "nfnn.set_num_updates(model, 1000)       # t; an optimizer of torch moves it by itself",
 }
 

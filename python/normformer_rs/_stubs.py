@@ -172,6 +172,11 @@ def names() -> str:
             "`--norm NAME`; shown by `pytest tests/model tests/norms -k NAME`.",
         ),
         (
+            "Families of norms",
+            "families",
+            "`--norm NAME`: a norm with its conventions said; shown by `pytest tests/model tests/norms -k NAME`.",
+        ),
+        (
             "Residual schemes",
             "residuals",
             "`--residual NAME`; shown by `pytest tests/model tests/train -k NAME`.",

@@ -42,7 +42,17 @@ _Norm = Literal[
     "dyt",
     "derf",
     "l2norm",
+    "rmsnorm:llama",
+    "rmsnorm:olmo",
+    "rmsnorm:gemma",
+    "rmsnorm:gemma4",
+    "rmsnorm:deepseek-v4",
+    "rmsnorm:nanochat",
+    "rmsnorm:original",
+    "rmsnorm:partial",
 ]
+_RmsnormCast = Literal["after", "before", "scale"]
+_RmsnormEpsPlace = Literal["inside", "outside"]
 _PowernormMode = Literal["paper", "release"]
 _Residual = Literal[
     "prenorm",
@@ -69,13 +79,16 @@ _Residual = Literal[
     "denseformer",
     "attnres",
     "mhc",
+    "prores",
+    "b2t",
 ]
-_Init = Literal["xavier", "smallinit", "fairseq", "deepnorm", "subln", "ds-init", "t-fixup", "r-fixup", "gpt2"]
+_Init = Literal["xavier", "smallinit", "fairseq", "deepnorm", "subln", "ds-init", "t-fixup", "r-fixup", "gpt2", "b2t"]
 _BranchnormGrowth = Literal["linear", "exp", "sigmoid"]
 _RFixupMode = Literal["release", "paper"]
 _DlclNorm = Literal["pre", "post"]
 _NormformerMode = Literal["paper", "fairseq"]
 _LnScalingMode = Literal["constant", "weight"]
+_ProresScheme = Literal["prenorm", "postnorm", "deepnorm", "sandwich", "ln-scaling"]
 _Parametrisation = Literal["standard", "mup", "depth-mup", "completep"]
 _AttentionScale = Literal["inverse-sqrt", "inverse"]
 _Positions = Literal["twt", "fairseq"]
@@ -106,6 +119,11 @@ class TransformerConfig(Config):
     encoder_norm: _Norm | None
     decoder_norm: _Norm | None
     norm_eps: float | None
+    rmsnorm_weight: bool
+    rmsnorm_zero_centred: bool
+    rmsnorm_cast: _RmsnormCast
+    rmsnorm_eps_place: _RmsnormEpsPlace
+    rmsnorm_part: float
     lpnorm_p: float
     batchnorm_alpha: float
     groupscaling: int
@@ -116,6 +134,7 @@ class TransformerConfig(Config):
     powernorm_sync: bool
     residual: _Residual | str
     qk_norm: bool
+    qk_l2norm: int | None
     init: _Init | None
     branchnorm_steps: int
     branchnorm_growth: _BranchnormGrowth
@@ -133,6 +152,8 @@ class TransformerConfig(Config):
     attnres_block: int
     mhc_streams: int
     mhc_iterations: int
+    prores_steps: int
+    prores_scheme: _ProresScheme
     ds_init_alpha: float
     ds_init_mode: _PowernormMode
     fixnorm: bool
@@ -168,6 +189,11 @@ class TransformerConfig(Config):
         encoder_norm: _Norm | None = ...,
         decoder_norm: _Norm | None = ...,
         norm_eps: float | None = ...,
+        rmsnorm_weight: bool = ...,
+        rmsnorm_zero_centred: bool = ...,
+        rmsnorm_cast: _RmsnormCast = ...,
+        rmsnorm_eps_place: _RmsnormEpsPlace = ...,
+        rmsnorm_part: float = ...,
         lpnorm_p: float = ...,
         batchnorm_alpha: float = ...,
         groupscaling: int = ...,
@@ -178,6 +204,7 @@ class TransformerConfig(Config):
         powernorm_sync: bool = ...,
         residual: _Residual | str = ...,
         qk_norm: bool = ...,
+        qk_l2norm: int | None = ...,
         init: _Init | None = ...,
         branchnorm_steps: int = ...,
         branchnorm_growth: _BranchnormGrowth = ...,
@@ -195,6 +222,8 @@ class TransformerConfig(Config):
         attnres_block: int = ...,
         mhc_streams: int = ...,
         mhc_iterations: int = ...,
+        prores_steps: int = ...,
+        prores_scheme: _ProresScheme = ...,
         ds_init_alpha: float = ...,
         ds_init_mode: _PowernormMode = ...,
         fixnorm: bool = ...,

@@ -79,18 +79,21 @@ def _drop_own_hooks(module: nn.Module) -> None:
                 del getattr(module, hooks)[key]
 
 
+Grown = Callable[[int], Tensor | None]
+
+
 class _Writer:
     """Rewrites a tree of modules from its leaves up; a module under two names stays one."""
 
     def __init__(self) -> None:
         self.made: dict[nn.Module, nn.Module] = {}
 
-    def write(self, module: nn.Module, name: str, grown: Tensor | None = None) -> nn.Module:
-        """The plain module that replaces `module`. `grown`: α_t of the stack that it stands in."""
+    def write(self, module: nn.Module, name: str, grown: Grown | None = None) -> nn.Module:
+        """The plain module that replaces `module`. `grown`: α_t, by layer, of the stack that it stands in."""
         if module in self.made:
             return self.made[module]
         if isinstance(module, Stack):
-            grown = module.alpha()
+            grown = module.alpha
         for leaf, child in [*module._modules.items()]:
             if child is not None:
                 module._modules[leaf] = self.write(child, f"{name}.{leaf}".lstrip("."), grown)
@@ -105,15 +108,15 @@ class _Writer:
         self.made[module] = new
         return new
 
-    def _one(self, module: Any, grown: Tensor | None) -> nn.Module:
+    def _one(self, module: Any, grown: Grown | None) -> nn.Module:
         """The plain form of one module, whose children are rewritten already."""
         if type(module) in _NORMS:
             return _NORMS[type(module)](module)
         if type(module) is nfnn.MultiheadAttention and not module.inside and module.scale is None:
             return _torchs_attention(module)
         if type(module) in (nfnn.TransformerEncoderLayer, nfnn.TransformerDecoderLayer):
-            grown = module.alpha() if grown is None else grown
-            return _torchs_layer(module) or _plain_layer(module, grown)
+            alpha_t = (grown or module.alpha)(module.place.layer)
+            return _torchs_layer(module) or _plain_layer(module, alpha_t)
         if type(module) is nn.TransformerEncoderLayer and not _has_layer_norms(module):
             return _plain_torchs_layer(module)
         if type(module) in (nfnn.TransformerEncoder, nfnn.TransformerDecoder):
@@ -123,7 +126,7 @@ class _Writer:
         if type(module) is nfnn.Transformer:
             return _torchs_transformer(module)
         if type(module) is nfnn.Residual:
-            around = _around(module, module.declared, module.dropout, module.alpha())
+            around = _around(module, module.declared, module.dropout, module.alpha(module.place.layer))
             return plain.Residual(around, module.sublayer)
         return module
 
@@ -143,6 +146,9 @@ def _layer_norm(norm: nfnn.LayerNorm) -> nn.Module:
 
 
 def _rms_norm(norm: nfnn.RMSNorm) -> nn.Module:
+    if norm.zero_centred or norm.cast != "after" or norm.eps_place != "inside" or norm.part != 1:
+        how = (norm.zero_centred, norm.cast, norm.eps_place == "outside", norm.measured())
+        return plain.ConventionalRMSNorm(norm.weight, [*norm.normalized_shape], _eps(norm), *how)
     new = nn.RMSNorm([*norm.normalized_shape], _eps(norm), elementwise_affine=False)
     new.weight, new.elementwise_affine = norm.weight, norm.elementwise_affine
     return new
@@ -201,7 +207,7 @@ def _torchs_layer(layer: Any) -> nn.Module | None:
     is_bare = all(
         s.alpha == s.beta == s.scale == 1.0
         and s.amid is None
-        and not (s.inside or s.streams or s.mixing)
+        and not (s.inside or s.streams or s.mixing or s.adds_bottom)
         and (s.before is None) != (s.after is None)
         for s in sublayers
     )
@@ -262,7 +268,7 @@ def _around(owner: Any, sublayer: Sublayer, dropout: nn.Module, grown: Tensor | 
         return plain.DepthAround(before, dropout, sublayer.scale, mixing.begins_block, _learned(owner, mixing))
     alpha, beta = gains(sublayer)
     steps: list[nn.Module] = [plain.StreamStep(*gains(step)) for step in sublayer.streams]
-    return plain.Around(before, amid, after, alpha, beta, dropout, steps, sublayer.scale)
+    return plain.Around(before, amid, after, alpha, beta, dropout, steps, sublayer.scale, sublayer.adds_bottom)
 
 
 def _learned(owner: nn.Module, mixing: Mixing) -> list[Tensor]:
@@ -299,6 +305,8 @@ def _changes(owner: Any, changes: Iterable[Change], heads: bool = False) -> nn.M
     def plain_of(change: Change) -> nn.Module:
         if change.kind == "times":
             return plain.Times(change.what)
+        if change.kind == "unit":
+            return plain.LpNorm(None, 1.0, 2.0, 1, change.what)
         new = kinds[change.kind](getattr(owner, change.what.name))
         return plain.JoinedHeads(new) if heads and is_of_joined_heads(change, owner.head_dim) else new
 

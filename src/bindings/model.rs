@@ -109,15 +109,16 @@ fn declare(model: &str, stack: &str) -> PyResult<String> {
 fn norm_settings(model: &str, name: &str, last_of_decoder: bool, ends_stack: bool) -> PyResult<String> {
     let config: TransformerConfig = config::from_json("model", model)?;
     let (width, heads, options) = (config.d_model, config.heads, &config.options);
-    let site = norm::Site { width, heads, options, last_of_decoder, ends_stack, start: 1.0 };
-    json_text(&norm::find(name)?.settings(&site))
+    let (spec, options) = norm::named(name, options)?;
+    let site = norm::Site { width, heads, options: &options, last_of_decoder, ends_stack, start: 1.0 };
+    json_text(&spec.settings(&site))
 }
 
 /// α_t of a growing scheme after t (int64 (1,)), on t's device.
 #[pyfunction]
 fn growth(steps: i64, curve: &str, t: PyTensor) -> PyResult<PyTensor> {
-    let growth = residual::Growth { steps, curve: residual::GrowthCurve::parse(curve)? };
-    Ok(PyTensor(growth.alpha(&t.0, Kind::Double)?))
+    let growth = residual::Growth { steps, curve: residual::GrowthCurve::parse(curve)?, by_layer: false };
+    Ok(PyTensor(growth.alpha(&t.0, 0, Kind::Double)?))
 }
 
 /// Logits (B, T, V) of padded token ids (padding is 1): zero rows at padding. `seed` is int64 (seed, update,

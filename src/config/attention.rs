@@ -18,12 +18,14 @@ pub(super) fn check(config: &TransformerConfig) -> Result<()> {
 fn check_norms_before_products(config: &TransformerConfig) -> Result<()> {
     let schemes = config.schemes()?;
     let own = schemes.all().find(|scheme| is_inside(config, *scheme, Point::is_before_products));
-    if let Some(scheme) = own.filter(|_| config.qk_norm) {
+    let asked = [("qk_norm", config.qk_norm), ("qk_l2norm", config.qk_l2norm.is_some())];
+    if let (Some(scheme), Some((option, _))) = (own, asked.iter().find(|(_, is_on)| *is_on)) {
         return Err(Error::invalid(format!(
-            "residual {:?} has norms on queries and keys of its own: leave qk_norm out",
+            "residual {:?} has norms on queries and keys of its own: leave {option} out",
             scheme.name()
         )));
     }
+    check_lengths_of_one(config)?;
     let owner = match own {
         Some(scheme) => format!("residual {:?}", scheme.name()),
         None if config.qk_norm => "qk_norm".into(),
@@ -38,6 +40,23 @@ fn check_norms_before_products(config: &TransformerConfig) -> Result<()> {
     }
 }
 
+/// Queries and keys of length 1, with a factor of their own for scores.
+fn check_lengths_of_one(config: &TransformerConfig) -> Result<()> {
+    let Some(length) = config.qk_l2norm else { return Ok(()) };
+    if length < 2 {
+        return Err(Error::invalid(format!("qk_l2norm must be a length of at least 2, got {length}")));
+    }
+    if config.qk_norm {
+        return Err(Error::invalid("qk_norm and qk_l2norm both norm queries and keys: leave one of them out"));
+    }
+    if config.attention_scale.is_some() {
+        return Err(Error::invalid(
+            "qk_l2norm learns the factor of scores, so attention_scale would do nothing: leave it out",
+        ));
+    }
+    Ok(())
+}
+
 /// What tensorized attention cannot be part of.
 fn check_tensorized(config: &TransformerConfig) -> Result<()> {
     if config.has_encoder() {
@@ -45,8 +64,11 @@ fn check_tensorized(config: &TransformerConfig) -> Result<()> {
             "attention = \"tensorized\" is a language model's: give architecture = \"decoder-only\", or leave it out",
         ));
     }
-    if config.qk_norm {
-        return Err(Error::invalid("tensorized attention has no heads, so qk_norm would do nothing: leave it out"));
+    let asked = [("qk_norm", config.qk_norm), ("qk_l2norm", config.qk_l2norm.is_some())];
+    if let Some((option, _)) = asked.iter().find(|(_, is_on)| *is_on) {
+        return Err(Error::invalid(format!(
+            "tensorized attention has no heads, so {option} would do nothing: leave it out"
+        )));
     }
     if let Some(p) = config.attention_dropout {
         return Err(Error::invalid(format!(
@@ -94,6 +116,10 @@ mod tests {
         );
         check(r#""norm": "powernorm", "residual": "prenorm*1,hybridnorm""#, r#"residual "hybridnorm" has norms"#);
         check(r#""residual": "hybridnorm", "qk_norm": true"#, "leave qk_norm out");
+        check(r#""residual": "hybridnorm", "qk_l2norm": 72"#, "leave qk_l2norm out");
+        check(r#""qk_norm": true, "qk_l2norm": 72"#, "leave one of them out");
+        check(r#""qk_l2norm": 72, "attention_scale": "inverse""#, "attention_scale would do nothing");
+        check(r#""qk_l2norm": 1"#, "at least 2, got 1");
         let tensorized = r#""architecture": "decoder-only", "attention": "tensorized""#;
         check(&format!(r#"{tensorized}, "residual": "olmo2""#), "between attention's projections");
     }

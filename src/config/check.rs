@@ -3,8 +3,9 @@
 use super::{attention, parametrisation};
 use super::{Architecture, AttentionName, DataConfig, ScheduleName, TrainingConfig, TransformerConfig};
 use crate::error::{Error, Result};
+use crate::norm::conventions::KEYWORDS;
 use crate::norm::spec::NORM_EPS;
-use crate::norm::Spec;
+use crate::norm::{rms_norm, Spec};
 use crate::options::{below_one, Listed};
 use crate::residual::{Outline, Place, Schemes, StackName, TensorizedSizes};
 
@@ -138,10 +139,10 @@ impl TransformerConfig {
         let schemes = self.schemes()?;
         for stack in StackName::of(&self.outline()) {
             let first = self.place(*stack, 0);
-            let norm = crate::norm::find(first.norm_name())?;
+            let (norm, options) = crate::norm::named(first.norm_name(), &self.options)?;
             let places = (0..first.layers()).flat_map(|layer| Place { layer, ..first }.each());
             let mut around = places.map(|place| schemes.at(&place).around(&place));
-            if !norm.learns_weight() && around.any(|around| around.norms().any(|at| at.start != 1.0)) {
+            if !norm.learns_weight(&options) && around.any(|around| around.norms().any(|at| at.start != 1.0)) {
                 return Err(Error::invalid(format!(
                     "residual {:?} sets the first value of its norms' weights, and {} has none: leave its option out, or \
                      choose another norm",
@@ -161,6 +162,17 @@ impl TransformerConfig {
             crate::norm::find(name).map(has_eps)
         };
         let (encoder, decoder) = (self.encoder_norm(), self.decoder_norm());
+        let said = KEYWORDS
+            .iter()
+            .filter_map(|keyword| keyword.option)
+            .find(|option| option.name() != NORM_EPS.name && self.options.value(*option) != option.field("").default);
+        if let Some(option) = said.filter(|_| ![encoder, decoder].contains(&rms_norm::SPEC.name)) {
+            let (name, family) = (option.name(), if encoder.contains(':') { encoder } else { decoder });
+            return Err(Error::invalid(format!(
+                "{family} has conventions of its own, so {name} would do nothing: leave it out, or choose norm = {:?}",
+                rms_norm::SPEC.name
+            )));
+        }
         match self.options.get(&NORM_EPS) {
             Some(eps) if !takes_eps(encoder)? && !takes_eps(decoder)? => Err(Error::invalid(format!(
                 "norm {decoder:?} has no epsilon, so norm_eps = {eps} would do nothing: leave it out"
@@ -186,6 +198,7 @@ impl TransformerConfig {
             encoder_norm: self.encoder_norm(),
             decoder_norm: self.decoder_norm(),
             qk_norm: self.qk_norm,
+            qk_l2norm: self.qk_l2norm,
             tensorized: (self.attention == AttentionName::Tensorized).then_some(sizes),
             scaled: self.scaled(),
         }

@@ -122,6 +122,9 @@ config! {
             /// Norms on the queries and keys of every head, before their products (QK-norm): the stack's norm, which must
             /// work row by row.
             qk_norm: bool = false,
+            /// L of queries and keys of length 1 (Henry et al. 2020): each attention learns one factor of their products, at
+            /// first log2(L² − L), in place of 1/√d_head. L is a length that few sentences exceed; none: off.
+            qk_l2norm: Option<i64> = None,
             /// The initialisation; none: the one that goes with the residual scheme.
             init: Option<InitName> = None,
         } + residual::settings + init::settings

@@ -30,8 +30,8 @@ macro_rules! table_name {
         }
     };
 }
-table_name!(/// A norm of [`crate::norm::NORMS`].
-    NormName, crate::norm::NORMS.iter().map(|n| n.name), crate::norm::find, per_layer: false);
+table_name!(/// A norm of [`crate::norm::NORMS`], or of [`FAMILIES`](crate::norm::families::FAMILIES).
+    NormName, crate::norm::names(), crate::norm::find, per_layer: false);
 table_name!(/// Residual schemes of [`crate::residual::SCHEMES`], one for all layers or one for each.
     ResidualName, crate::residual::SCHEMES.iter().map(|s| s.name()), crate::residual::Schemes::parse, per_layer: true);
 table_name!(/// An initialisation of [`crate::init::INITS`].

@@ -144,6 +144,7 @@ pub static INITS: &[&Init] = &[
     &schemes::T_FIXUP,
     &schemes::R_FIXUP,
     &schemes::GPT2,
+    &schemes::B2T,
 ];
 
 /// The table's entry of that name.

@@ -39,6 +39,16 @@ pub static FAIRSEQ: Init = Init {
     ..XAVIER
 };
 
+pub static B2T: Init = Init {
+    name: "b2t",
+    definition: "fairseq's, and the matrices of a stack of L layers × L^(−1/2)",
+    source: "Takase et al. 2023",
+    linear: |role, fan_in, fan_out, place| {
+        (FAIRSEQ.linear)(role, fan_in, fan_out, place).times((place.layers() as f64).powf(-0.5))
+    },
+    ..FAIRSEQ
+};
+
 pub static DEEPNORM: Init = Init {
     name: "deepnorm",
     definition:

@@ -40,6 +40,8 @@ pub struct Streams {
     pub others: Vec<Tensor>,
     /// The next sublayer's N(x), where the step that made x has made it too.
     pub normed: Option<Tensor>,
+    /// The layer's input, where one of its sublayers adds it.
+    pub bottom: Option<Tensor>,
     /// Between a hyper-connection's reading and its writing.
     pub unwritten: Option<Unwritten>,
     /// α_t of the stack.
@@ -59,7 +61,7 @@ impl Streams {
         let mut tensors = tensors.into_iter();
         let x = tensors.next().expect("x is the first of a layer's tensors");
         let others = tensors.by_ref().take(others).collect();
-        Streams { x, others, normed: tensors.next(), unwritten: None, alpha_t, deviation: None }
+        Streams { x, others, normed: tensors.next(), bottom: None, unwritten: None, alpha_t, deviation: None }
     }
 
     /// Views of x and the streams beside it. Autograd adds up what one layer gives to each before it adds that to others',
@@ -114,6 +116,11 @@ impl Layer {
         first.map_or(0, |mixing| mixing.keeps(streams.others.len() + 1))
     }
 
+    /// One of its sublayers adds the layer's input.
+    pub fn adds_bottom(&self) -> bool {
+        self.sublayers.iter().any(|branch| branch.around.adds_bottom)
+    }
+
     /// How many tensors more leave it than enter it.
     pub fn adds(&self) -> usize {
         let adds = |branch: &&Branch| branch.around.mixing.as_ref().is_some_and(|mixing| mixing.adds());
@@ -158,27 +165,31 @@ impl Branch {
             let x = all.next().expect("what was written is somewhere");
             return Ok(Streams { x, others: all.collect(), ..streams });
         }
+        let summed = match &streams.bottom {
+            Some(bottom) if self.around.adds_bottom => Some(streams.x.f_add(bottom)?),
+            _ => None,
+        };
+        let x = summed.as_ref().unwrap_or(&streams.x);
         let deviation = match (&streams.deviation, alpha.now(alpha_t)) {
             (Some(r), Some(omega)) => {
                 let branch = beta.now(alpha_t).map(|beta| f.f_mul(&beta.f_to_kind(f.kind())?)).transpose()?;
-                Some(no_grad(|| profile(omega, r, &streams.x, branch.as_ref().unwrap_or(&f), (p, seed, site)))?)
+                Some(no_grad(|| profile(omega, r, x, branch.as_ref().unwrap_or(&f), (p, seed, site)))?)
             }
             _ => None,
         };
-        let step =
-            operator::Step { x: &streams.x, f: &f, alpha: alpha.now(alpha_t), beta: beta.now(alpha_t), p, seed, site };
+        let step = operator::Step { x, f: &f, alpha: alpha.now(alpha_t), beta: beta.now(alpha_t), p, seed, site };
         // The step's site, so its dropout mask.
         let others = streams.others.iter().zip(&self.around.streams).map(|(s, (alpha, beta))| {
             operator::Step { x: s, alpha: alpha.now(alpha_t), beta: beta.now(alpha_t), ..step }.add()
         });
         let others = others.collect::<Result<_>>()?;
         let (x, normed) = match (after.as_deref(), next) {
-            (Some(after), _) => match after.row() {
-                Some(row) => (step.then_norm(row, streams.x.kind())?.1, None),
+            (Some(after), _) => match after.row()? {
+                Some(row) => (step.then_norm(&row, x.kind())?.1, None),
                 None => (after.forward(&step.add()?, &ctx.rows())?, None),
             },
-            (None, Some(next)) => match next.row() {
-                Some(row) => step.then_norm(row, f.kind()).map(|(x, normed)| (x, Some(normed)))?,
+            (None, Some(next)) => match next.row()? {
+                Some(row) => step.then_norm(&row, f.kind()).map(|(x, normed)| (x, Some(normed)))?,
                 None => (step.add()?, None),
             },
             (None, None) => (step.add()?, None),

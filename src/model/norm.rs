@@ -6,10 +6,12 @@ use crate::analysis::Watch;
 use crate::error::Result;
 use crate::init::Fill;
 use crate::norm::composed::{self, Hat};
+use crate::norm::conventions::Conventions;
 use crate::norm::spec::{DeclaredShape, Parameter, Start, WEIGHT};
 use crate::norm::{Form, Site, Spec};
 use crate::operator::{self, ProcessGroup, RowOperator, Rowwise};
-use tch::Tensor;
+use std::ops::Deref;
+use tch::{Kind, Tensor};
 
 /// A norm in a model.
 pub trait Norm: Send {
@@ -17,8 +19,26 @@ pub trait Norm: Send {
     fn forward(&self, x: &Tensor, rows: &PassRows) -> Result<Tensor>;
 
     /// What the fused residual step needs, for a norm with row kernels.
-    fn row(&self) -> Option<&Rowwise> {
-        None
+    fn row(&self) -> Result<Option<StepNorm<'_>>> {
+        Ok(None)
+    }
+}
+
+/// A norm for the fused residual step.
+pub enum StepNorm<'a> {
+    Kept(&'a Rowwise),
+    /// With a weight that was computed for one call.
+    Made(Rowwise),
+}
+
+impl Deref for StepNorm<'_> {
+    type Target = Rowwise;
+
+    fn deref(&self) -> &Rowwise {
+        match self {
+            StepNorm::Kept(norm) => norm,
+            StepNorm::Made(norm) => norm,
+        }
     }
 }
 
@@ -58,7 +78,13 @@ pub fn build(spec: &Spec, b: &mut Builder, site: &Site) -> Result<Box<dyn Norm>>
         Form::Composed(hat) => Box::new(Composed { hat, inside, weight, bias, options }),
         Form::Rows(kernels) => {
             let (operator, eps) = (RowOperator::of(kernels), spec.number("eps", site).unwrap_or(0.0));
-            Box::new(Rowwise { operator, weight, bias, numbers: inside, eps })
+            let (rows, how) = (Rowwise { operator, weight, bias, numbers: inside, eps }, Conventions::of(spec, site));
+            if how.are_plain() {
+                Box::new(rows)
+            } else {
+                how.measured(site.width)?;
+                Box::new(Conventional { rows, how })
+            }
         }
         Form::Operator(name) => Box::new(ByOperator { name, weight, options }),
         Form::Columns(kernels) => running::build(spec, kernels, weight, bias, b, site)?,
@@ -75,7 +101,11 @@ fn parameter_of(spec: &Spec, parameter: &Parameter, b: &mut Builder, site: &Site
             None => (site.width as f64).sqrt(),
         },
     };
-    let start = if parameter.name == WEIGHT.name { start * site.start } else { start };
+    let is_centred = spec.value("zero_centred", site).is_some_and(|flag| flag == true);
+    let start = match parameter.name == WEIGHT.name {
+        true => start * site.start - f64::from(is_centred),
+        false => start,
+    };
     let is_learned = !parameter.is_affine() || spec.value("elementwise_affine", site).is_none_or(|flag| flag == true);
     Ok(match (is_learned, parameter.shape) {
         (true, shape) => Some(b.parameter(parameter.name, &shape.of(site.width), &Fill::Constant(start))?),
@@ -89,8 +119,48 @@ impl Norm for Rowwise {
         self.call(x)
     }
 
-    fn row(&self) -> Option<&Rowwise> {
-        Some(self)
+    fn row(&self) -> Result<Option<StepNorm<'_>>> {
+        Ok(Some(StepNorm::Kept(self)))
+    }
+}
+
+/// An RMSNorm of other conventions in a model.
+struct Conventional {
+    /// Its weight is as it is learned.
+    rows: Rowwise,
+    how: Conventions,
+}
+
+impl Conventional {
+    /// γ; none: 1.
+    fn gain(&self) -> Result<Option<Tensor>> {
+        self.rows.weight.as_ref().map(|weight| self.how.gain(weight)).transpose()
+    }
+
+    /// What the kernels take for γ.
+    fn with(&self, weight: Option<Tensor>) -> Rowwise {
+        Rowwise { operator: self.rows.operator, weight, bias: None, numbers: Vec::new(), eps: self.rows.eps }
+    }
+}
+
+impl Norm for Conventional {
+    fn forward(&self, x: &Tensor, _: &PassRows) -> Result<Tensor> {
+        let gain = self.gain()?;
+        if !self.how.has_kernel(x.kind()) {
+            return self.how.composed(x, gain.as_ref(), self.rows.eps);
+        }
+        match self.how.rounds_first(x.kind()) {
+            true => self.how.times_gain(self.with(None).call(x)?, gain.as_ref()),
+            false => self.with(gain).call(x),
+        }
+    }
+
+    /// The stream is never in 16 bits here, so rounding first changes nothing.
+    fn row(&self) -> Result<Option<StepNorm<'_>>> {
+        match self.how.has_kernel(Kind::Float) {
+            true => Ok(Some(StepNorm::Made(self.with(self.gain()?)))),
+            false => Ok(None),
+        }
     }
 }
 

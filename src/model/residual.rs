@@ -5,17 +5,17 @@ use super::norm::{self, Norm, PassRows};
 use super::{Builder, Context};
 use crate::error::Result;
 use crate::init::Fill;
-use crate::norm::{find, Site};
+use crate::norm::{named, scale_norm, Site};
+use crate::operator::RowOperator;
 use crate::residual::{self as declared, FirstValue, Growth, NormAt, Place, Point};
 use tch::{Kind, Tensor};
 
 /// The stack's norm where a scheme wants it.
 fn norm(b: &mut Builder, place: &Place, at: &NormAt) -> Result<Box<dyn Norm>> {
     let last_of_decoder = at.last && place.stack == declared::StackName::Decoder;
-    let (heads, options) = (place.model.heads, place.options);
-    let (ends_stack, start) = (at.ends_stack, at.start);
-    let site = Site { width: at.width, heads, options, last_of_decoder, ends_stack, start };
-    let spec = find(place.norm_name())?;
+    let (spec, options) = named(place.norm_name(), place.options)?;
+    let (heads, ends_stack, start) = (place.model.heads, at.ends_stack, at.start);
+    let site = Site { width: at.width, heads, options: &options, last_of_decoder, ends_stack, start };
     b.within(&at.name, |b| norm::build(spec, b, &site))
 }
 
@@ -73,6 +73,8 @@ pub struct BuiltAround {
     pub streams: Vec<(BuiltGain, BuiltGain)>,
     /// How x is read and F(x) written; none: as above.
     pub mixing: Option<BuiltMixing>,
+    /// x is x plus the layer's input.
+    pub adds_bottom: bool,
 }
 
 impl BuiltAround {
@@ -89,6 +91,7 @@ impl BuiltAround {
             after: norm_if(b, place, &declared.after)?,
             streams: declared.streams.iter().map(|step| gains(b, step)).collect::<Result<_>>()?,
             mixing: declared.mixing.as_ref().map(|mixing| BuiltMixing::build(b, mixing)).transpose()?,
+            adds_bottom: declared.adds_bottom,
         })
     }
 }
@@ -99,10 +102,15 @@ pub fn shared(b: &mut Builder, declared: &[declared::Learned]) -> Result<Vec<Ten
 }
 
 pub enum BuiltChange {
-    Norm { norm: Box<dyn Norm>, width: i64 },
+    Norm {
+        norm: Box<dyn Norm>,
+        width: i64,
+    },
     Shift(Tensor),
     Scale(Tensor),
     Times(f64),
+    /// By its ε.
+    Unit(f64),
     HeadScale(Tensor),
 }
 
@@ -113,6 +121,7 @@ impl BuiltChange {
             declared::Change::Shift(parameter) => BuiltChange::Shift(learned(b, parameter)?),
             declared::Change::Scale(parameter) => BuiltChange::Scale(learned(b, parameter)?),
             declared::Change::Times(c) => BuiltChange::Times(*c),
+            declared::Change::Unit(eps) => BuiltChange::Unit(*eps),
             declared::Change::HeadScale(parameter) => BuiltChange::HeadScale(learned(b, parameter)?),
         })
     }
@@ -123,6 +132,7 @@ impl BuiltChange {
             BuiltChange::Shift(b) => x.f_sub(&b.f_to_kind(x.kind())?)?,
             BuiltChange::Scale(s) => x.f_mul(&s.f_to_kind(x.kind())?)?,
             BuiltChange::Times(c) => x.f_mul_scalar(*c)?,
+            BuiltChange::Unit(eps) => RowOperator::of(&scale_norm::KERNELS).call(x, None, None, *eps)?,
             BuiltChange::HeadScale(s) => {
                 let heads = x.f_unflatten(-1, [s.numel() as i64, -1].as_slice())?;
                 heads.f_mul(&s.f_to_kind(x.kind())?.f_unsqueeze(-1)?)?.f_flatten(-2, -1)?
@@ -227,9 +237,18 @@ impl BuiltFlow {
         }
     }
 
-    /// α_t, for a stream of this kind.
-    pub fn alpha(&self, kind: Kind) -> Result<Option<Tensor>> {
-        self.growth.as_ref().map(|(growth, t)| growth.alpha(t, kind)).transpose()
+    /// α_t of each layer, for a stream of this kind; empty where nothing grows.
+    pub fn alphas(&self, layers: usize, kind: Kind) -> Result<Vec<Tensor>> {
+        match &self.growth {
+            None => Ok(Vec::new()),
+            Some((growth, t)) if growth.by_layer => {
+                (0..layers).map(|layer| growth.alpha(t, layer as i64, kind)).collect()
+            }
+            Some((growth, t)) => {
+                let alpha = growth.alpha(t, 0, kind)?;
+                Ok((0..layers).map(|_| alpha.shallow_clone()).collect())
+            }
+        }
     }
 
     /// t ← the number of the update that is about to be made.

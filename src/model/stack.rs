@@ -181,9 +181,12 @@ impl Stack {
         let deviation = ctx.profile.then(|| Tensor::f_ones([1i64].as_slice(), (kind, x.device()))).transpose()?;
         ctx.show(|watch| watch.stack(&x))?;
         let (x, others) = flow.begin(x)?;
-        let mut streams = Streams { x, others, normed: None, unwritten: None, alpha_t: flow.alpha(kind)?, deviation };
-        let mut outputs = vec![];
+        let beside = others.len();
+        let mut streams = Streams::of([x].into_iter().chain(others), beside, None);
+        streams.deviation = deviation;
+        let (alphas, mut outputs) = (flow.alphas(layers.len(), kind)?, vec![]);
         for index in 0..layers.len() {
+            streams.alpha_t = alphas.get(index).map(Tensor::shallow_clone);
             if let Some(combine) = &flow.combine {
                 streams = Streams { x: combine.next(streams.x, &mut outputs, ctx)?, normed: None, ..streams };
             }
@@ -248,6 +251,7 @@ impl Stack {
 
 impl Body {
     fn layer(&self, index: usize, mut streams: Streams, ctx: &Context, attend: &mut Attend) -> Result<Streams> {
+        streams.bottom = self.layers[index].adds_bottom().then(|| streams.x.shallow_clone());
         for (s, branch) in self.layers[index].sublayers.iter().enumerate() {
             let input = branch.input(&mut streams, ctx)?;
             let f = match &branch.function {

@@ -140,7 +140,8 @@ fn decoding_token_by_token_is_reading_the_whole_sentence() {
     let ctx = Context::evaluation(Kind::Double);
     let schemes = residual::SCHEMES.iter().map(|scheme| config(scheme.name(), 2));
     let with_qk_norm = TransformerConfig { qk_norm: true, ..config("prenorm", 2) };
-    for config in schemes.chain([config("postnorm*1,prenorm", 2), with_qk_norm]) {
+    let with_lengths_of_one = TransformerConfig { qk_l2norm: Some(30), ..config("prenorm", 2) };
+    for config in schemes.chain([config("postnorm*1,prenorm", 2), with_qk_norm, with_lengths_of_one]) {
         let (stack, names) = build(&config);
         for parameter in names.values().filter(|t| t.kind() == Kind::Double) {
             let _ = no_grad(|| parameter.shallow_clone().f_add_(&(parameter.randn_like() * 0.1)));

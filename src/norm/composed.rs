@@ -36,6 +36,6 @@ pub fn affine(hat: Tensor, weight: Option<&Tensor>, bias: Option<&Tensor>) -> Re
 }
 
 /// x in the type that statistics accumulate in: f32, or f64 for f64.
-pub(super) fn accumulate(x: &Tensor) -> Result<Tensor> {
+pub fn accumulate(x: &Tensor) -> Result<Tensor> {
     Ok(x.f_to_kind(if x.kind() == Kind::Double { Kind::Double } else { Kind::Float })?)
 }

@@ -6,8 +6,10 @@
 
 pub mod batch_norm;
 pub mod composed;
+pub mod conventions;
 pub mod derf;
 pub mod dyt;
+pub mod families;
 pub mod fix_norm;
 pub mod group_scaling;
 pub mod kernels;
@@ -22,9 +24,11 @@ pub mod spec;
 pub mod statistics;
 
 use crate::error::{unknown, Result};
-use crate::options::{distinct, Listed};
+use crate::options::{distinct, Listed, Options};
+use families::FAMILIES;
 use kernels::{ColumnKernels, RowKernels};
 pub use spec::{Form, Site, Spec};
+use std::borrow::Cow;
 
 /// Every norm that models may name.
 pub static NORMS: &[&Spec] = &[
@@ -48,9 +52,24 @@ pub static ROW_NORMS: &[&RowKernels] =
 /// Every norm with statistics of columns; an operator is registered for each, at its place in this list.
 pub static COLUMN_NORMS: &[&ColumnKernels] = &[&batch_norm::KERNELS, &power_norm_v::KERNELS, &power_norm::KERNELS];
 
-/// The table's entry of that name.
+/// Every name: the norms', then the families'.
+pub fn names() -> impl Iterator<Item = &'static str> {
+    NORMS.iter().map(|norm| norm.name).chain(FAMILIES.iter().map(|family| family.name))
+}
+
+/// The table's entry of that name; a family's is its norm's.
 pub fn find(name: &str) -> Result<&'static Spec> {
-    NORMS.iter().copied().find(|n| n.name == name).ok_or_else(|| unknown("norm", name, NORMS.iter().map(|n| n.name)))
+    let family = || FAMILIES.iter().find(|family| family.name == name).map(|family| family.spec);
+    NORMS.iter().copied().find(|n| n.name == name).or_else(family).ok_or_else(|| unknown("norm", name, names()))
+}
+
+/// The table's entry of that name, and the options as it has them: a family says its own.
+pub fn named<'a>(name: &str, options: &'a Options) -> Result<(&'static Spec, Cow<'a, Options>)> {
+    let own = match FAMILIES.iter().find(|family| family.name == name) {
+        Some(family) => Cow::Owned(family.options(options)),
+        None => Cow::Borrowed(options),
+    };
+    Ok((find(name)?, own))
 }
 
 /// The options of all norms.

@@ -3,8 +3,9 @@
 use crate::cpu::Accumulator;
 use crate::error::Result;
 use crate::kernel::rows::{hypotenuse, magnitude, sum, trusted, Measured, RowNorm, Rules, Slope, Sums};
+use crate::norm::conventions::KEYWORDS;
 use crate::norm::kernels::RowKernels;
-use crate::norm::spec::{Form, Spec, EPS, WEIGHT};
+use crate::norm::spec::{Form, Spec, WEIGHT};
 use crate::row_program;
 use tch::Tensor;
 
@@ -41,7 +42,7 @@ pub static SPEC: Spec = Spec {
     source: "Zhang & Sennrich 2019; Nguyen & Salazar 2019, §4.2",
     parameters: &[WEIGHT],
     buffers: &[],
-    options: &[EPS],
+    options: KEYWORDS,
     form: Form::Rows(&KERNELS),
 };
 

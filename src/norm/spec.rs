@@ -189,10 +189,11 @@ impl Spec {
         matches!(self.form, Form::Columns(_))
     }
 
-    /// Its weight is a parameter wherever it stands.
-    pub fn learns_weight(&self) -> bool {
+    /// Its weight is a parameter wherever it stands in a model with these options.
+    pub fn learns_weight(&self, options: &Options) -> bool {
         let has_weight = self.parameters.iter().any(|parameter| parameter.name == WEIGHT.name);
-        has_weight && self.value("elementwise_affine", &Site::ANY).is_none_or(|flag| flag == true)
+        let site = Site { options, ..Site::ANY };
+        has_weight && self.value("elementwise_affine", &site).is_none_or(|flag| flag == true)
     }
 
     /// The keyword's value at a site; none: the norm has no such keyword.

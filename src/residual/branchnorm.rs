@@ -38,7 +38,7 @@ impl Scheme for BranchNorm {
     }
 
     fn stack(&self, place: &Place) -> Flow {
-        let growth = Growth { steps: place.options.get(&STEPS), curve: place.options.get(&GROWTH) };
+        let growth = Growth { steps: place.options.get(&STEPS), curve: place.options.get(&GROWTH), by_layer: false };
         Flow { growth: Some(growth), ..Flow::default() }
     }
 }

@@ -75,6 +75,8 @@ pub struct Around {
     pub streams: Vec<StreamStep>,
     /// How x is read and F(x) written, in place of α, β, `after` and `streams`; none: by those.
     pub mixing: Option<Mixing>,
+    /// In the sum, x is x plus the layer's input.
+    pub adds_bottom: bool,
 }
 
 impl Around {
@@ -147,6 +149,8 @@ pub enum Change {
     Scale(Learned),
     /// c·x
     Times(f64),
+    /// x/max(‖x‖₂, ε)
+    Unit(f64),
     /// Each head's columns times its own scalar.
     HeadScale(Learned),
 }

@@ -5,11 +5,13 @@ use crate::error::Result;
 use serde::Serialize;
 use tch::{Kind, Tensor};
 
-/// α_t = min(1, curve(t/T)), t a buffer named `t`.
+/// α_t = min(1, curve(t/T)), t a buffer named `t`; in layer l, counted from 1, T·l in place of T where layers grow one
+/// after the other.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize)]
 pub struct Growth {
     pub steps: i64,
     pub curve: GrowthCurve,
+    pub by_layer: bool,
 }
 
 choice! {
@@ -18,12 +20,13 @@ choice! {
 }
 
 impl Growth {
-    /// α_t of t, int64 (1,), as (1,) of that kind on the same device: the host never reads it.
-    pub fn alpha(&self, t: &Tensor, kind: Kind) -> Result<Tensor> {
-        if self.steps == 0 {
+    /// α_t of t, int64 (1,), in a layer counted from 0, as (1,) of that kind on the same device: the host never reads it.
+    pub fn alpha(&self, t: &Tensor, layer: i64, kind: Kind) -> Result<Tensor> {
+        let steps = if self.by_layer { self.steps * (layer + 1) } else { self.steps };
+        if steps == 0 {
             return Ok(t.f_ones_like()?.f_to_kind(kind)?);
         }
-        let x = t.f_to_kind(Kind::Double)?.f_div_scalar(self.steps as f64)?;
+        let x = t.f_to_kind(Kind::Double)?.f_div_scalar(steps as f64)?;
         let grown = match self.curve {
             GrowthCurve::Linear => x,
             GrowthCurve::Exp => x.f_mul_scalar(5.0)?.f_expm1()?.f_div_scalar(5f64.exp_m1())?,
@@ -49,12 +52,20 @@ mod tests {
             (GrowthCurve::Exp, 0.016894, 0.075858),
             (GrowthCurve::Sigmoid, 0.070104, 0.5),
         ] {
-            let growth = Growth { steps: 4000, curve };
-            let alpha = |t: i64| growth.alpha(&Tensor::from_slice(&[t]), Kind::Double).unwrap().double_value(&[0]);
+            let growth = Growth { steps: 4000, curve, by_layer: false };
+            let alpha = |t: i64| growth.alpha(&Tensor::from_slice(&[t]), 5, Kind::Double).unwrap().double_value(&[0]);
             assert!((alpha(1000) - at_1000).abs() < 1e-6 && (alpha(2000) - at_2000).abs() < 1e-6, "{curve:?}");
             assert!(alpha(1) > 0.0 && (alpha(4000) - 1.0).abs() < 1e-6 && (alpha(9000) - 1.0).abs() < 1e-6);
         }
-        let at_once = Growth { steps: 0, curve: GrowthCurve::Linear };
-        assert_eq!(at_once.alpha(&Tensor::from_slice(&[1i64]), Kind::Float).unwrap().double_value(&[0]), 1.0);
+        let at_once = Growth { steps: 0, curve: GrowthCurve::Linear, by_layer: true };
+        assert_eq!(at_once.alpha(&Tensor::from_slice(&[1i64]), 3, Kind::Float).unwrap().double_value(&[0]), 1.0);
+    }
+
+    #[test]
+    fn layers_grow_one_after_the_other() {
+        let growth = Growth { steps: 100, curve: GrowthCurve::Linear, by_layer: true };
+        let alpha = |t: i64, l| growth.alpha(&Tensor::from_slice(&[t]), l, Kind::Double).unwrap().double_value(&[0]);
+        assert_eq!([0, 1, 2, 3].map(|layer| alpha(100, layer)), [1.0, 0.5, 1.0 / 3.0, 0.25]);
+        assert_eq!([0, 1, 2, 3].map(|layer| alpha(300, layer)), [1.0, 1.0, 1.0, 0.75]);
     }
 }

@@ -6,7 +6,7 @@
 //!   travel beside x, and what follows the last layer;
 //! * the **layer**: parameters that its sublayers share;
 //! * **around** a sublayer: x⁺ = N_after(α⊙x + β⊙drop(f)), f = N_amid(F(N_before(x))), and s⁺ = α⊙s + β⊙drop(f) of
-//!   every stream s beside x; or x read from several tensors and F written to several ([`Mixing`]);
+//!   every stream s beside x; x in the sum may have the layer's input added; or x read from several tensors and F written to several ([`Mixing`]);
 //! * **inside** a sublayer, at named points.
 //!
 //! A stack's layers may have different schemes ([`Schemes`]).
@@ -16,6 +16,7 @@
 
 mod admin;
 mod attnres;
+mod b2t;
 mod branchnorm;
 mod declared;
 mod deepnorm;
@@ -35,6 +36,7 @@ mod peri_ln;
 mod place;
 mod postnorm;
 mod prenorm;
+mod prores;
 mod resi_dual;
 mod rezero;
 mod sandwich;
@@ -78,6 +80,8 @@ pub static SCHEMES: &[&dyn Scheme] = &[
     &denseformer::DenseFormer,
     &attnres::AttnRes,
     &mhc::Mhc,
+    &prores::ProRes,
+    &b2t::B2T,
 ];
 
 /// The options of all schemes.

@@ -61,6 +61,8 @@ pub struct Outline<'a> {
     pub decoder_norm: &'a str,
     /// Norms stand on the queries and keys of every head.
     pub qk_norm: bool,
+    /// L of queries and keys of length 1, with a learned factor for their products.
+    pub qk_l2norm: Option<i64>,
     /// None: attention has heads.
     pub tensorized: Option<TensorizedSizes>,
     /// What the parametrisation multiplies.
@@ -79,6 +81,7 @@ impl Outline<'_> {
         encoder_norm: "layernorm",
         decoder_norm: "layernorm",
         qk_norm: false,
+        qk_l2norm: None,
         tensorized: None,
         scaled: Scaled::standard(2),
     };
@@ -191,9 +194,14 @@ impl<'a> Place<'a> {
         NormAt { name: "norm".into(), last: true, ends_stack: true, ..self.norm() }
     }
 
+    /// The name of a part of the sublayer.
+    pub fn path_of(&self, name: &str) -> String {
+        format!("{}{name}", self.sublayer.path())
+    }
+
     /// A norm of an attention's queries, keys or values: `name` over rows of that width.
     pub fn projected_norm(&self, name: &str, width: i64) -> NormAt {
-        NormAt { name: format!("{}{name}", self.sublayer.path()), width, ..self.norm() }
+        NormAt { name: self.path_of(name), width, ..self.norm() }
     }
 
     /// Numbers in a head.

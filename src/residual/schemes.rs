@@ -3,9 +3,12 @@
 //! `postnorm*3,prenorm` has PostNorm in the first three layers of a stack and PreNorm in the others;
 //! `postnorm*1/4,prenorm` has PostNorm in the first quarter, rounded down (Mix-LN, Li et al. 2024).
 
-use super::{Change, Flow, Outline, Place, Point, Scheme, StackName, Sublayer, SCHEMES};
+use super::{Change, Flow, Learned, Outline, Place, Point, Scheme, StackName, Sublayer, SCHEMES};
 use crate::error::{unknown, Error, Result};
 use crate::options::Options;
+
+/// ε of queries and keys of length 1, as torch's `normalize` has it.
+const UNIT_EPS: f64 = 1e-12;
 
 /// Schemes in the order of the layers that they have; the last one has what the others leave.
 pub struct Schemes {
@@ -65,6 +68,12 @@ impl Schemes {
             })?;
             schemes.first.push((scheme, share));
         }
+        let growths: Vec<_> =
+            schemes.all().filter_map(|scheme| Some((scheme.name(), grows_by_layer(scheme)?))).collect();
+        if let Some((other, _)) = growths.iter().find(|(_, by_layer)| *by_layer != growths[0].1) {
+            let first = growths[0].0;
+            return Err(wrong(format!("{first} and {other} let branches grow in different ways, so take one of them")));
+        }
         let whole = schemes.all().find(|scheme| !can_be_mixed(*scheme));
         match whole.filter(|_| !schemes.first.is_empty()) {
             Some(scheme) => Err(Error::invalid(format!(
@@ -93,12 +102,20 @@ impl Schemes {
     }
 
     /// What stands inside the place's sublayer: its layer's scheme, and norms on queries and keys where the model has
-    /// them (QK-norm, Henry et al. 2020).
+    /// them (QK-norm), or their lengths' inverses and a learned factor (Henry et al. 2020).
     pub fn inside(&self, place: &Place) -> Vec<(Point, Change)> {
         let mut inside = self.at(place).inside(place);
         if place.model.qk_norm && place.sublayer != Sublayer::FeedForward {
             let norm = |name: &str| Change::Norm(place.projected_norm(name, place.d_head()));
             inside.extend([(Point::Query, norm("q_norm")), (Point::Key, norm("k_norm"))]);
+        }
+        if let (Some(length), true) = (place.model.qk_l2norm, place.sublayer != Sublayer::FeedForward) {
+            let (unit, length) = (Change::Unit(UNIT_EPS), length as f64);
+            let factor = Learned::new(place.path_of("qk_scale"), &[1], (length * length - length).log2());
+            // The factor stands in place of attention's own.
+            let own = Change::Times(place.model.scaled.scores(place.d_head()).recip());
+            inside.extend([(Point::Query, unit.clone()), (Point::Query, Change::Scale(factor))]);
+            inside.extend([(Point::Query, own), (Point::Key, unit)]);
         }
         inside
     }
@@ -174,6 +191,13 @@ fn puts_norms(scheme: &dyn Scheme, place: &Place) -> bool {
     place.each().any(has) || has_own_norm || flow.begin.iter().chain(&flow.end).any(is_norm)
 }
 
+/// Whether α_t is each layer's own; none: nothing grows.
+fn grows_by_layer(scheme: &dyn Scheme) -> Option<bool> {
+    let options = Options::default();
+    let flow = scheme.stack(&Place::new(Outline::SMALL, &options, StackName::Encoder, 0));
+    flow.growth.map(|growth| growth.by_layer)
+}
+
 /// Its layers can stand among others': nothing travels beside x or is shared by the whole model.
 fn can_be_mixed(scheme: &dyn Scheme) -> bool {
     let options = Options::default();
@@ -228,6 +252,7 @@ mod tests {
             ("dlcl*1,prenorm", "dlcl changes more than single layers"),
             ("prenorm*1,resi-dual", "resi-dual changes more"),
             ("admin*1,postnorm", "admin changes more"),
+            ("branchnorm*1,prores", "branchnorm and prores let branches grow in different ways"),
             ("", "unknown residual"),
         ] {
             let e = Schemes::parse(text).err().expect(text).to_string();

@@ -21,6 +21,9 @@ TABLE = [entry["name"] for entry in nfrs.tables()["norms"]]
 NORMS = {name: (lambda name=name: nfnn.norm_class(name)(D)) for name in TABLE} | {
     "layernorm, two dimensions": lambda: nfnn.LayerNorm((5, D), bias=False),
     "rmsnorm, two dimensions": lambda: nfnn.RMSNorm((5, D), eps=None),
+    "conventions, zero-centred": lambda: nfnn.RMSNorm(D, zero_centred=True),
+    "conventions, original": lambda: nfnn.RMSNorm(D, eps_place="outside", part=0.5, zero_centred=True),
+    "conventions, two dimensions": lambda: nfnn.RMSNorm((5, D), cast="scale", eps_place="outside"),
     "dyt, bare": lambda: nfnn.DyT(D, elementwise_affine=False),
     "dyt, two dimensions": lambda: nfnn.DyT((5, D)),
     "lpnorm, 1": lambda: nfnn.LpNorm(D, p=1),

@@ -71,6 +71,11 @@ def test_a_scheme_becomes_plain(scheme):
     same_everywhere(model, numbers(5, 2, D), numbers(3, 2, D))
 
 
+def test_lengths_of_one_become_plain():
+    model = nfnn.Transformer(D, 2, 1, 1, 16, 0.0, residual="prenorm", norm="rmsnorm:gemma", qk_l2norm=72)
+    same_everywhere(model, numbers(5, 2, D), numbers(3, 2, D))
+
+
 @pytest.mark.parametrize("first", [False, True])
 def test_torchs_layers_become_torchs(first):
     model = nfnn.Transformer(D, 2, 1, 1, 16, 0.0, batch_first=True, norm_first=first)
@@ -102,7 +107,7 @@ def test_masks_of_a_plain_transformer(scheme):
 
 def test_attention_and_residuals_become_plain():
     same_everywhere(nfnn.FixNormEmbedding(9, D, scale=2.0), torch.randint(9, (2, 3)))
-    for scheme in ("prenorm", "branchnorm", "layerscale"):
+    for scheme in ("prenorm", "branchnorm", "layerscale", "prores"):
         same_everywhere(nfnn.Residual(nn.Linear(D, D), D, scheme=scheme), numbers(3, D))
     x = numbers(2, 5, D)
     attention = nfnn.MultiheadAttention(D, 2, batch_first=True).double().eval()

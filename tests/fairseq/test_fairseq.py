@@ -145,7 +145,7 @@ def test_steps_of_decoding_use_running_statistics(norm, data):
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 
 
-@pytest.mark.parametrize("residual", [*SCHEMES, "postnorm*1/2,prenorm", "prenorm --qk-norm"])
+@pytest.mark.parametrize("residual", [*SCHEMES, "postnorm*1/2,prenorm", "prenorm --qk-norm", "prenorm --qk-l2norm 72"])
 def test_steps_of_decoding_are_the_whole(residual, data):
     scheme, _, flag = residual.partition(" ")
     changes = {"model.residual": scheme, "model.norm": "layernorm"}

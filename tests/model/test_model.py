@@ -20,6 +20,17 @@ SOURCES = [[5, 6, 7, 8, 9, 2], [10, 2], [11, 12, 13, 2]]
 TARGETS = [[0, 14, 15], [0, 16, 17, 18, 19], [0]]
 
 
+FAMILIES = [entry["name"] for entry in nfrs.tables()["families"]]
+RMSNORM = (
+    {"rmsnorm_zero_centred": True},
+    {"rmsnorm_cast": "before"},
+    {"rmsnorm_cast": "scale", "rmsnorm_weight": False},
+    {"rmsnorm_eps_place": "outside", "residual": "postnorm"},
+    {"rmsnorm_part": 0.5, "rmsnorm_zero_centred": True, "residual": "sandwich"},
+)
+PRORES = ("prenorm", "postnorm", "deepnorm", "sandwich", "ln-scaling")
+
+
 def build(dtype=torch.float64, **options):
     """A module and the oracle's state dict of the same random weights."""
     config = nfrs.TransformerConfig(**{**SHAPE, "dropout": 0.0, **options})
@@ -74,6 +85,17 @@ def test_logits_and_every_gradient_equal_the_oracles(norm, residual):
         {"residual": "mhc", "mhc_streams": 1},
         {"residual": "mhc", "mhc_streams": 2, "mhc_iterations": 1},
         {"residual": "mhc", "mhc_iterations": 3, "norm": "scalenorm-fixed"},
+        *({"residual": "prores", "prores_steps": 2, "prores_scheme": name} for name in PRORES),
+        {"residual": "postnorm*1,prores", "prores_steps": 2, "prores_scheme": "deepnorm", "norm": "scalenorm-fixed"},
+        {"residual": "b2t", "norm": "scalenorm-fixed"},
+        {"residual": "b2t*1,prenorm"},
+        {"qk_l2norm": 72},
+        {"qk_l2norm": 2, "norm": "batchnorm", "residual": "r-fixup"},
+        {"qk_l2norm": 30, "residual": "subln", "architecture": "decoder-only"},
+        *({"norm": "rmsnorm", **options} for options in RMSNORM),
+        {"residual": "ln-scaling", "ln_scaling_mode": "weight", "norm": "rmsnorm:gemma"},
+        {"encoder_norm": "rmsnorm:gemma", "decoder_norm": "rmsnorm", "rmsnorm_zero_centred": True},
+        {"norm": "rmsnorm:original", "norm_eps": 0.5, "qk_norm": True},
         {"qk_norm": True},
         {"qk_norm": True, "norm": "scalenorm-fixed", "residual": "r-fixup"},
         {"qk_norm": True, "norm": "rmsnorm", "residual": "normformer"},
@@ -93,7 +115,27 @@ def test_logits_and_every_gradient_equal_the_oracles(norm, residual):
 )
 def test_options(options):
     model, state, options = build(**options)
+    source = None if options.get("architecture") == "decoder-only" else ref.pad(SOURCES)
+    compare(model, state, options, source, ref.pad(TARGETS))
+
+
+@pytest.mark.parametrize("residual", RESIDUALS)
+@pytest.mark.parametrize("norm", FAMILIES)
+def test_every_family_under_every_scheme(norm, residual):
+    if norm == "rmsnorm:partial" and residual.startswith("hybridnorm"):
+        with pytest.raises(nfrs.InputError, match=r"rmsnorm_part = 0\.0625 of 4 numbers is none"):
+            build(norm=norm, residual=residual)
+        return
+    model, state, options = build(norm=norm, residual=residual)
     compare(model, state, options, ref.pad(SOURCES), ref.pad(TARGETS))
+
+
+def test_a_factor_of_scores_starts_as_published():
+    """log2(L² − L), one for each attention; docs/spec.md §2.1."""
+    config = nfrs.TransformerConfig(**SHAPE, qk_l2norm=72)
+    scales = {name: p for name, p in nfrs.Transformer(config).named_parameters() if "qk_scale" in name}
+    assert len(scales) == 2 + 2 * 3
+    assert all(p.shape == (1,) and abs(p.item() - 12.319672120946995) < 1e-6 for p in scales.values())
 
 
 @pytest.mark.parametrize("norm,residual", sorted({*itertools.product(NORMS, RESIDUALS)} - {*PAIRS}))
@@ -255,6 +297,14 @@ def test_growth(curve, t):
     model.set_num_updates(t)
     state |= {name: b.clone() for name, b in model.named_buffers()}
     assert state["encoder.t"].item() == state["decoder.t"].item() == t
+    compare(model, state, options, ref.pad(SOURCES), ref.pad(TARGETS))
+
+
+@pytest.mark.parametrize("t", [1, 3, 4, 7, 100])
+def test_layers_grow_one_after_the_other(t):
+    model, state, options = build(residual="prores", prores_steps=4)
+    model.set_num_updates(t)
+    state |= {name: b.clone() for name, b in model.named_buffers()}
     compare(model, state, options, ref.pad(SOURCES), ref.pad(TARGETS))
 
 

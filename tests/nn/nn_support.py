@@ -17,7 +17,7 @@ SOURCES = [[5, 6, 7, 8, 9, 2], [10, 2], [11, 12, 13, 2]]
 TARGETS = [[0, 14, 15], [0, 16, 17, 18, 19], [0]]
 SHAPE = {"vocab_size": 23, "d_model": D, "d_ff": FF, "heads": HEADS, "encoder_layers": 2, "decoder_layers": 3}
 # 1/4 is exact in f32
-OPTIONS = {"branchnorm": {"branchnorm_steps": 4}, "layerscale": {"layerscale_init": 0.1}}
+OPTIONS = {"branchnorm": {"branchnorm_steps": 4}, "layerscale": {"layerscale_init": 0.1}, "prores": {"prores_steps": 4}}
 
 
 def shake(model):

@@ -63,6 +63,22 @@ def test_set_num_updates_moves_t_and_says_when_nobody_does():
     assert nfnn.set_num_updates(encoder("prenorm"), 3) == 0
 
 
+def test_layers_of_prores_grow_one_after_the_other():
+    """The stack is prenorm's with the last linear layers of layer l times its α."""
+    model, x = encoder("prores", prores_steps=100), torch.randn(2, 5, D)
+    base = encoder("prenorm")
+    base.load_state_dict({k: v for k, v in model.state_dict().items() if k != "t"})
+    for t, alphas in {1: (0.01, 0.005), 100: (1.0, 0.5), 200: (1.0, 1.0)}.items():
+        assert nfnn.set_num_updates(model, t) == 1
+        for layer, alpha in zip(base.layers, alphas):
+            layer.load_state_dict(model.layers[layer.place.layer].state_dict())
+            for name in ("self_attn.out_proj", "linear2"):
+                linear = layer.get_submodule(name)
+                with torch.no_grad():
+                    linear.weight.mul_(alpha), linear.bias.mul_(alpha)
+        torch.testing.assert_close(model(x), base(x), rtol=1e-5, atol=1e-6)
+
+
 def test_profile_sets_the_rust_models_gains():
     """docs/spec.md §3.4, admin; what Rust's own profiling does is tested there."""
     layer = nfnn.TransformerEncoderLayer(D, HEADS, FF, 0.0, batch_first=True, residual="admin", norm="layernorm")

@@ -90,7 +90,19 @@ def test_dropout_follows_torchs_generator():
 
 @pytest.mark.parametrize(
     "residual",
-    ["prenorm", "postnorm", "branchnorm", "subln", "r-fixup", "hybridnorm", "olmo2", "peri-ln", *BETWEEN_LAYERS],
+    [
+        "prenorm",
+        "postnorm",
+        "branchnorm",
+        "subln",
+        "r-fixup",
+        "hybridnorm",
+        "olmo2",
+        "peri-ln",
+        "prores",
+        "b2t",
+        *BETWEEN_LAYERS,
+    ],
 )
 @pytest.mark.filterwarnings("ignore:There is a performance drop")
 def test_compile_export_and_vmap(residual):
@@ -168,12 +180,15 @@ def test_meta_device_costs_nothing_and_materialises():
 
 # Residual
 
-OUT_OF_REACH = ("subln", "normformer", "r-fixup", "ln-scaling", *BETWEEN_LAYERS)
+OUT_OF_REACH = ("subln", "normformer", "r-fixup", "ln-scaling", "b2t", *BETWEEN_LAYERS)
 
 
-@pytest.mark.parametrize("scheme", ["prenorm", "postnorm", "deepnorm", "branchnorm", "rezero", "admin", "sandwich"])
+@pytest.mark.parametrize(
+    "scheme", ["prenorm", "postnorm", "deepnorm", "branchnorm", "rezero", "admin", "sandwich", "prores"]
+)
 def test_residual_around_any_module(scheme):
-    block = shake(nfnn.Residual(nn.Linear(D, D), D, scheme=scheme, **OPTIONS.get(scheme, {}), layers=3).double())
+    place = {"layer": 1, "layers": 3}
+    block = shake(nfnn.Residual(nn.Linear(D, D), D, scheme=scheme, **OPTIONS.get(scheme, {}), **place).double())
     x = torch.randn(4, D).double()
     f = block.sublayer
     norm = lambda i, x: nn.functional.layer_norm(x, (D,), *getattr(block, i).parameters())  # noqa: E731
@@ -185,6 +200,7 @@ def test_residual_around_any_module(scheme):
         "rezero": lambda: x + block.branch_scale * f(x),
         "admin": lambda: norm("norm2", block.residual_scale2 * x + f(x)),
         "sandwich": lambda: x + norm("post_norm2", f(norm("norm2", x))),
+        "prores": lambda: x + f(norm("norm2", x)) / 8,
     }[scheme]()
     torch.testing.assert_close(block(x), expected)
 

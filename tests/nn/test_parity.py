@@ -9,6 +9,8 @@ import normformer_rs as nfrs
 import reference as ref
 from normformer_rs import nn as nfnn
 
+FAMILIES = [entry["name"] for entry in nfrs.tables()["families"]]
+
 
 def run_skeleton(skeleton, table, source, target):
     length = target.shape[1]
@@ -58,6 +60,14 @@ def test_the_skeleton_is_the_rust_model(norm, residual):
         {"residual": "branchnorm", "branchnorm_growth": "sigmoid"},
         {"residual": "attnres", "attnres_block": 3},
         {"residual": "mhc", "mhc_streams": 3, "mhc_iterations": 2},
+        {"residual": "prores", "prores_scheme": "deepnorm"},
+        {"residual": "prores", "prores_scheme": "ln-scaling"},
+        {"residual": "b2t*1,prenorm", "norm": "scalenorm"},
+        {"qk_l2norm": 72},
+        {"qk_l2norm": 5, "norm": "scalenorm", "residual": "r-fixup"},
+        {"norm": "rmsnorm:gemma", "residual": "ln-scaling", "ln_scaling_mode": "weight"},
+        {"norm": "rmsnorm", "rmsnorm_part": 0.5, "rmsnorm_eps_place": "outside", "rmsnorm_cast": "before"},
+        *({"norm": name, "residual": "postnorm"} for name in FAMILIES),
         {"qk_norm": True},
         {"qk_norm": True, "norm": "scalenorm", "residual": "r-fixup"},
         {"residual": "postnorm*1/3,prenorm"},

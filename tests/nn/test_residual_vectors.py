@@ -7,6 +7,7 @@ from torch import nn
 from normformer_rs import nn as nfnn
 
 X, F = [1.0, -2.0, 3.0, 0.5], [0.5, 0.5, -1.0, 2.0]
+X0 = [0.2, 0.1, -0.3, 0.4]
 
 
 class Given(nn.Module):
@@ -41,6 +42,23 @@ def test_the_sum(scheme, options, expected):
     options = {"norm": "rmsnorm", "norm_eps": 1e-6, **options}
     block = nfnn.Residual(Given(), 4, scheme=scheme, **options).double()
     near(block(torch.tensor([X], dtype=torch.float64)), expected)
+
+
+def test_b2t_adds_the_layers_input():
+    """LN(x₀ + x + f), where F(x₀) of attention and its norm give x."""
+    layer = nfnn.TransformerEncoderLayer(4, 1, 4, 0.0, layer_norm_eps=1e-5, batch_first=True, residual="b2t").double()
+    layer.norm1.register_forward_hook(lambda *_: torch.tensor([[X]], dtype=torch.float64))
+    layer.linear2.register_forward_hook(lambda *_: torch.tensor([[F]], dtype=torch.float64))
+    near(layer(torch.tensor([[X0]], dtype=torch.float64))[0], [0.29822443, -1.64808238, 0.29822443, 1.05163352])
+
+
+def test_prores_at_a_quarter_of_its_way():
+    """L = 4, T·L = 400, t = 100: layer l has 1/l."""
+    for layer, alpha in enumerate([1.0, 0.5, 0.3333333333333333, 0.25]):
+        block = nfnn.Residual(Given(), 4, scheme="prores", prores_steps=100, layer=layer, layers=4).double()
+        assert nfnn.set_num_updates(block, 100) == 1
+        found = block(torch.tensor([X], dtype=torch.float64))
+        near(found, [x + alpha * f for x, f in zip(X, F, strict=True)])
 
 
 @pytest.mark.parametrize("mode", ["constant", "weight"])

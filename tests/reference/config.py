@@ -21,6 +21,11 @@ DEFAULTS: dict[str, Any] = {
     "decoder_norm": None,
     "norm_eps": None,  # None: the norm's own
     "lpnorm_p": 2.0,
+    "rmsnorm_weight": True,
+    "rmsnorm_zero_centred": False,
+    "rmsnorm_cast": "after",  # or "before", "scale"
+    "rmsnorm_eps_place": "inside",  # or "outside"
+    "rmsnorm_part": 1.0,
     "batchnorm_alpha": 0.9,
     "powernorm_mode": "paper",  # or "release"
     "powernorm_warmup": 4000,
@@ -29,6 +34,7 @@ DEFAULTS: dict[str, Any] = {
     "groupscaling": 1,  # groups, before the norms with batch statistics; 0: off
     "residual": "prenorm",
     "qk_norm": False,
+    "qk_l2norm": None,  # or L
     "branchnorm_steps": 4000,
     "branchnorm_growth": "linear",  # or "exp", "sigmoid"
     "r_fixup_mode": "release",  # or "paper"
@@ -45,6 +51,8 @@ DEFAULTS: dict[str, Any] = {
     "attnres_block": 1,  # sublayers
     "mhc_streams": 4,
     "mhc_iterations": 20,
+    "prores_steps": 1000,
+    "prores_scheme": "prenorm",  # or "postnorm", "deepnorm", "sandwich", "ln-scaling"
     "init": None,  # None: the scheme's own
     "ds_init_mode": "paper",  # or "release"
     "fixnorm": False,
@@ -71,6 +79,8 @@ DEFAULT_INITS = {
     "hybridnorm": "gpt2",
     "hybridnorm-star": "gpt2",
     "mix-ln": "smallinit",
+    "prores": "smallinit",
+    "b2t": "b2t",
 }  # every other scheme: xavier
 
 

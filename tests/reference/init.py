@@ -48,7 +48,7 @@ def expected_std(config: Config, name: str, part: int = 0) -> float:
     if name.endswith("embedding.weight"):
         return d**-0.5 * (t_fixup_embedding_gain(c, name) if init == "t-fixup" else 1.0)
     if name == "output_projection.weight":
-        return {"fairseq": d**-0.5, "r-fixup": 0.0}.get(init, _xavier(d, c["vocab_size"]))
+        return {"fairseq": d**-0.5, "b2t": d**-0.5, "r-fixup": 0.0}.get(init, _xavier(d, c["vocab_size"]))
     d = c["d_model"]
     fan_out, fan_in = (d, d) if name.endswith("in_proj_weight") else parameter.shape
     return GAINS[init](c, _linear(name, part)) * _xavier(fan_in, fan_out)
@@ -60,7 +60,8 @@ def expected_bound(config: Config, name: str, part: int = 0) -> float | None:
     if name.endswith("embedding.weight"):
         is_uniform = c["fixnorm"]
     else:
-        is_uniform = c["init"] in UNIFORM_INITS and (c["init"], name) != ("fairseq", "output_projection.weight")
+        is_normal = name == "output_projection.weight" and c["init"] in ("fairseq", "b2t")
+        is_uniform = c["init"] in UNIFORM_INITS and not is_normal
     return math.sqrt(3) * std if is_uniform and std > 0 else None
 
 
@@ -110,6 +111,12 @@ def r_fixup_gain(config: Config, linear: Linear) -> float:
     return branches ** (-1 / 2) if linear.role == "fc1" else 0.0
 
 
+def b2t_gain(config: Config, linear: Linear) -> float:
+    """fairseq's × L^{−1/2}, L layers in the stack (Takase et al. 2023)."""
+    layers = config["decoder_layers"] if is_one_stack(config) else config[f"{linear.stack}_layers"]
+    return fairseq_gain(config, linear) / math.sqrt(layers)
+
+
 GAINS: dict[str, Callable[[Config, Linear], float]] = {
     "xavier": xavier_gain,
     "smallinit": smallinit_gain,
@@ -119,9 +126,10 @@ GAINS: dict[str, Callable[[Config, Linear], float]] = {
     "ds-init": ds_init_gain,
     "t-fixup": t_fixup_gain,
     "r-fixup": r_fixup_gain,
+    "b2t": b2t_gain,
 }
 INIT_NAMES = (*GAINS, "gpt2")
-UNIFORM_INITS = ("fairseq", "ds-init", "t-fixup")
+UNIFORM_INITS = ("fairseq", "ds-init", "t-fixup", "b2t")
 
 
 def _gpt2_std(config: Config, name: str) -> float:

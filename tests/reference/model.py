@@ -11,7 +11,16 @@ from .batch_norms import BATCH_NORMS
 from .config import Config, complete
 from .constants import branchnorm_alpha
 from .mixing import begin, read, write
-from .norms import DEFAULT_EPS, L2_EPS, apply_norm, fixnorm, group_scaling, residual_step
+from .norms import (
+    DEFAULT_EPS,
+    FAMILIES,
+    L2_EPS,
+    apply_norm,
+    fixnorm,
+    group_scaling,
+    residual_step,
+    rms_conventions,
+)
 from .operators import PAD, UNK, attention, causal_mask, masked_log_softmax, relu_dropout
 from .parameters import State, buffer_shapes, parameter_shapes
 from .parametrisation import forward_factors
@@ -28,6 +37,7 @@ from .residual import (
     Scale,
     Shift,
     Times,
+    Unit,
     describe_stack,
     describe_sublayer,
     places,
@@ -135,7 +145,8 @@ class Run:
         for place in places(self.config, name):
             if place.index == 1:
                 x = self.combined(about.combine, name, outputs, real)
-            x, streams = self.sublayer(place, x, streams, function, real)
+                bottom = x
+            x, streams = self.sublayer(place, x, streams, function, real, bottom)
             if place.kind == "feed_forward":
                 outputs.append(self.remembered(about.combine, name, place.layer, x, real))
         x = self.combined(about.combine, name, outputs, real)
@@ -167,8 +178,10 @@ class Run:
         streams: Sequence[Tensor],
         function: Callable[[Place, Tensor], Tensor],
         real: Tensor,
+        bottom: Tensor,
     ) -> tuple[Tensor, list[Tensor]]:
-        """x⁺ = N_after(α⊙x + β⊙dropout(f)), f = N_output(F(N_before(x))), and each stream's α⊙s + β⊙dropout(f)."""
+        """x⁺ = N_after(α⊙x + β⊙dropout(f)), f = N_output(F(N_before(x))), and each stream's α⊙s + β⊙dropout(f). The
+        layer's input, `bottom`, is added before N_after where the scheme says so."""
         about = describe_sublayer(place)
         x = self.changed(about.skip, place.stack, x, real)
         y, weights = read(about.mixing, self.state, [x, *streams])
@@ -183,6 +196,7 @@ class Run:
             return x, streams
         others = [self.step(s, f, keep, *gains) for s, gains in zip(streams, about.streams, strict=True)]
         x_plus = self.step_of_x(place, x, f, keep, real)
+        x_plus = x_plus + bottom if about.adds_bottom else x_plus
         return self.changed(about.after, place.stack, x_plus, real), others
 
     def step_of_x(self, place: Place, x: Tensor, f: Tensor, keep: Tensor | None, real: Tensor) -> Tensor:
@@ -218,7 +232,8 @@ class Run:
         q = projected("query", query @ w_q.T + b_q, query_real)
         k = projected("key", memory @ w_k.T + b_k, key_real)
         v = projected("value", memory @ w_v.T + b_v, key_real)
-        q = q * (forward_factors(self.config, place.stack).scores * math.sqrt(d // heads))  # attention has 1/√d_head
+        scale = 1.0 if self.config["qk_l2norm"] is not None else forward_factors(self.config, place.stack).scores
+        q = q * (scale * math.sqrt(d // heads))  # attention has 1/√d_head
         joined = attention(q, k, v, allowed, keep, dropout_scale(p)).transpose(1, 2).flatten(-2)
         joined = self.changed(inside.get("heads"), place.stack, joined, query_real)
         projected = self.linear(f"{name}.out_proj", joined)
@@ -277,6 +292,9 @@ class Run:
                 return x * self.state[by.name]
             case Times(factor):
                 return x * factor
+            case Unit(by):
+                unit = x / x.norm(dim=-1, keepdim=True).clamp(min=1e-12)
+                return unit if by is None else unit * self.state[by.name]
             case HeadScale(by):
                 scale = self.state[by.name]
                 return (x.unflatten(-1, (len(scale), -1)) * scale.unsqueeze(-1)).flatten(-2)
@@ -285,21 +303,22 @@ class Run:
         match gain:
             case Parameter():
                 return self.state[gain.name]
-            case Growth(t):
-                c = self.config
-                return branchnorm_alpha(int(self.state[t.name]), c["branchnorm_steps"], c["branchnorm_growth"])
+            case Growth(t, steps, curve):
+                return branchnorm_alpha(int(self.state[t.name]), steps, curve)
         return gain
 
     def norm(self, stack: str, norm: Norm, x: Tensor, real: Tensor) -> Tensor:
         """The stack's norm. One with batch statistics is given the real positions alone, and leaves 0 at padding."""
         c, kind = self.config, self.config[f"{stack}_norm"]
-        own = L2_EPS if kind == "l2norm" else DEFAULT_EPS
+        own = L2_EPS if kind == "l2norm" else FAMILIES.get(kind, {}).get("eps", DEFAULT_EPS)
         eps = own if c["norm_eps"] is None else c["norm_eps"]
         weight, bias = self.state.get(f"{norm.name}.weight"), self.state.get(f"{norm.name}.bias")
         prefix = f"{norm.name}."
         kept = {name.removeprefix(prefix): value for name, value in self.state.items() if name.startswith(prefix)}
         if kind not in BATCH_NORMS:
-            return apply_norm(kind, x, weight, bias, eps, c["lpnorm_p"], kept)
+            conventions = rms_conventions(kind, c) if kind.startswith("rmsnorm") else {}
+            conventions.pop("weight", None)
+            return apply_norm(kind, x, weight, bias, eps, c["lpnorm_p"], kept, conventions)
         options, groups = {"alpha": c["powernorm_alpha_fwd"]}, c["groupscaling"]
         if kind == "batchnorm":
             options = {"alpha": c["batchnorm_alpha"]}

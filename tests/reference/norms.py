@@ -30,12 +30,53 @@ def layer_norm(x: Tensor, weight: Tensor | None = None, bias: Tensor | None = No
     return _affine((a - mean) / torch.sqrt(variance + eps), weight, bias).to(x.dtype)
 
 
-def rms_norm(x: Tensor, weight: Tensor | None = None, eps: float | None = DEFAULT_EPS) -> Tensor:
-    """y = γ⊙x/√(mean x²+ε) (Zhang & Sennrich 2019; TwT §4.2). ε=None is the compute type's machine epsilon."""
+def rms_norm(
+    x: Tensor,
+    weight: Tensor | None = None,
+    eps: float | None = DEFAULT_EPS,
+    zero_centred: bool = False,
+    cast: str = "after",
+    eps_place: str = "inside",
+    part: float = 1.0,
+) -> Tensor:
+    """y = γ⊙x/√(mean x²+ε) (Zhang & Sennrich 2019; TwT §4.2). ε=None is the compute type's machine epsilon.
+
+    zero_centred: γ = weight + 1. cast: one rounding to x's type; "before": x̂ is rounded, too; "scale": the row's scale
+    and x̂. eps_place "outside": √(mean x²) + ε. part: the mean is that of the first ⌊part·d⌋ numbers.
+    """
     a = computed(x)
     if eps is None:
         eps = torch.finfo(a.dtype).eps
-    return _affine(a / torch.sqrt((a**2).mean(-1, keepdim=True) + eps), weight, None).to(x.dtype)
+    mean = (a[..., : int(part * a.shape[-1])] ** 2).mean(-1, keepdim=True)
+    # a tiny square keeps the root's slope finite at rows of zeros
+    root = torch.sqrt(mean + 1e-200) + eps if eps_place == "outside" else torch.sqrt(mean + eps)
+    hat = a * (1 / root).to(x.dtype).to(a.dtype) if cast == "scale" else a / root
+    hat = hat if cast == "after" else hat.to(x.dtype).to(a.dtype)
+    if weight is not None and zero_centred:
+        weight = computed(weight) + 1
+    return _affine(hat, weight, None).to(x.dtype)
+
+
+FAMILIES: dict[str, dict[str, Any]] = {
+    "rmsnorm:llama": {"cast": "before", "eps": 1e-6},
+    "rmsnorm:olmo": {"eps": 1e-6},
+    "rmsnorm:gemma": {"zero_centred": True, "eps": 1e-6},
+    "rmsnorm:gemma4": {"eps": 1e-6},
+    "rmsnorm:deepseek-v4": {"weight": False, "cast": "scale", "eps": 1e-6},
+    "rmsnorm:nanochat": {"weight": False, "eps": 2.0**-23},
+    "rmsnorm:original": {"eps_place": "outside", "eps": 1e-8},
+    "rmsnorm:partial": {"eps_place": "outside", "part": 1 / 16, "eps": 1e-8},
+}
+"""What RMSNorm means in families of models."""
+
+
+def rms_conventions(name: str, config: Mapping[str, Any]) -> dict[str, Any]:
+    """`rms_norm`'s options, and `weight`: whether there is one; of "rmsnorm" by the config, of a family its own."""
+    names = ("weight", "zero_centred", "cast", "eps_place", "part")
+    if name == "rmsnorm":
+        return {key: config[f"rmsnorm_{key}"] for key in names}
+    usual = {"weight": True, "zero_centred": False, "cast": "after", "eps_place": "inside", "part": 1.0}
+    return {key: FAMILIES[name].get(key, usual[key]) for key in names}
 
 
 def scale_norm(x: Tensor, g: Tensor | float, eps: float = DEFAULT_EPS) -> Tensor:
@@ -136,16 +177,17 @@ def apply_norm(
     eps: float | None = DEFAULT_EPS,
     p: float = 2.0,
     inside: Mapping[str, Tensor] | None = None,
+    conventions: Mapping[str, Any] | None = None,
 ) -> Tensor:
-    """The row norm called `name`; `inside` has, by name, its parameters but weight and bias.
+    """The row norm called `name`; `inside` has, by name, its parameters but weight and bias; `conventions`: rmsnorm's.
 
     `scalenorm-fixed` with a weight is the decoder's final one, whose g is learned.
     """
     inside = inside or {}
     if name == "layernorm":
         return layer_norm(x, weight, bias, eps)
-    if name == "rmsnorm":
-        return rms_norm(x, weight, eps)
+    if name.partition(":")[0] == "rmsnorm":
+        return rms_norm(x, weight, eps, **(conventions or {}))
     if name == "scalenorm":
         return scale_norm(x, weight, eps)
     if name == "scalenorm-fixed":

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from .batch_norms import BATCH_NORMS
 from .config import Config, complete, stacks
+from .norms import FAMILIES, rms_conventions
 from .residual import Growth, Norm, Parameter, Place, describe_stack, describe_sublayer, places
 
 State = Mapping[str, Tensor]
@@ -21,7 +22,7 @@ def parameters(config: Config) -> dict[str, Parameter]:
 
 
 def buffers(config: Config) -> dict[str, Parameter]:
-    """Every buffer, by name: running statistics, and BranchNorm's t."""
+    """Every buffer, by name: running statistics, and t of BranchNorm and ProRes."""
     return {buffer.name: buffer for buffer in _buffers(complete(config))}
 
 
@@ -46,7 +47,8 @@ def fresh_buffers(config: Config, dtype: torch.dtype = torch.float64) -> dict[st
 def random_state(config: Config, seed: int = 0, dtype: torch.dtype = torch.float64) -> dict[str, Tensor]:
     """Parameters and buffers for comparisons, nothing constant: weights of std 1/√fan_in, the rest near its start.
 
-    BranchNorm's t is a quarter of its way, PowerNorm's iters 0, running squares positive.
+    BranchNorm's t is a quarter of its way, the first layer of ProRes at its end, PowerNorm's iters 0, running squares
+    positive.
     """
     generator = torch.Generator().manual_seed(seed)
 
@@ -65,16 +67,19 @@ def random_state(config: Config, seed: int = 0, dtype: torch.dtype = torch.float
         if value.is_floating_point():
             value = value + 0.1 * noise(value.shape).to(dtype)
         elif name.endswith(".t"):
-            value = value * (complete(config)["branchnorm_steps"] // 4)
+            c = complete(config)
+            value = value * (c["prores_steps"] if "prores" in c["residual"] else c["branchnorm_steps"] // 4)
         state[name] = value
     return state
 
 
-def norm_parameters(kind: str, norm: Norm, p: float = 2.0) -> list[Parameter]:
+def norm_parameters(kind: str, norm: Norm, config: Config) -> list[Parameter]:
     """γ = 1 and β = 0 (width,), or g (1,): √d, d^{1/p} for lpnorm; dyt's and derf's α = 1/2, derf's s = 0."""
     weight, bias = f"{norm.name}.weight", f"{norm.name}.bias"
-    if kind == "rmsnorm":
-        return [Parameter(weight, (norm.width,), 1.0)]
+    if kind == "rmsnorm" or kind in FAMILIES:
+        how = rms_conventions(kind, config)
+        start = norm.start - how["zero_centred"]
+        return [Parameter(weight, (norm.width,), start)] if how["weight"] else []
     if kind in ("dyt", "derf"):
         inside = [Parameter(f"{norm.name}.alpha", (1,), 0.5), Parameter(f"{norm.name}.s", (1,), 0.0)]
         affine = [Parameter(weight, (norm.width,), 1.0), Parameter(bias, (norm.width,), 0.0)]
@@ -82,7 +87,7 @@ def norm_parameters(kind: str, norm: Norm, p: float = 2.0) -> list[Parameter]:
     if kind in ("layernorm", *BATCH_NORMS):
         return [Parameter(weight, (norm.width,), 1.0), Parameter(bias, (norm.width,), 0.0)]
     if kind == "lpnorm":
-        return [Parameter(weight, (1,), norm.width ** (1 / p))]
+        return [Parameter(weight, (1,), norm.width ** (1 / config["lpnorm_p"]))]
     if kind == "scalenorm" or (kind == "scalenorm-fixed" and norm.is_last_of_decoder):
         return [Parameter(weight, (1,), norm.width**0.5)]
     return []
@@ -115,8 +120,9 @@ def _parameters(c: Config) -> Iterator[Parameter]:
             yield from _linears(place)
         for part in _parts(c, stack):
             if isinstance(part, Norm):
-                for parameter in norm_parameters(c[f"{stack}_norm"], part, c["lpnorm_p"]):
-                    is_weight = parameter.name.endswith(".weight")
+                kind = c[f"{stack}_norm"]
+                for parameter in norm_parameters(kind, part, c):
+                    is_weight = parameter.name.endswith(".weight") and not kind.startswith("rmsnorm")
                     start = parameter.start * part.start if is_weight else parameter.start
                     yield dataclasses.replace(parameter, start=start)
             elif isinstance(part, Parameter):

@@ -5,6 +5,7 @@ Liu et al. 2023.
 """
 
 import dataclasses
+import math
 from collections.abc import Callable, Iterator, Mapping
 
 import torch
@@ -58,12 +59,21 @@ class HeadScale:
 
 @dataclasses.dataclass(frozen=True)
 class Growth:
-    """α_t of BranchNorm, t a buffer."""
+    """α_t of BranchNorm or ProRes, t a buffer."""
 
     t: Parameter
+    steps: int
+    curve: str = "linear"
 
 
-Change = Norm | Shift | Scale | Times | HeadScale
+@dataclasses.dataclass(frozen=True)
+class Unit:
+    """x/max(‖x‖₂, 1e-12), times g where there is one."""
+
+    by: Parameter | None = None
+
+
+Change = Norm | Shift | Scale | Times | HeadScale | Unit
 Gain = float | Parameter | Growth
 
 
@@ -88,6 +98,8 @@ class Sublayer:
     streams: tuple[tuple[Gain, Gain], ...] = ()
     """α and β of each stream s beside x: s⁺ = α⊙s + β⊙dropout(N_output(F(…))), of one mask with x⁺."""
     mixing: mixes.Mixing = None
+    adds_bottom: bool = False
+    """x⁺ = N_after(x₀ + α⊙x + …), x₀ the layer's input."""
 
     def parts(self) -> Iterator[Change | Gain | None]:
         """Everything that may have parameters."""
@@ -189,7 +201,24 @@ def deepnorm(place: Place) -> Sublayer:
 
 def branchnorm(place: Place) -> Sublayer:
     """x⁺ = N(x+α_t F(x)) (BrN eq 7)."""
-    return dataclasses.replace(postnorm(place), beta=Growth(Parameter(f"{place.stack}.t", (1,), 1)))
+    c = place.config
+    return dataclasses.replace(postnorm(place), beta=growth(place, c["branchnorm_steps"], c["branchnorm_growth"]))
+
+
+def growth(place: Place, steps: int, curve: str = "linear") -> Growth:
+    """α_t that is 1 after as many updates."""
+    return Growth(Parameter(f"{place.stack}.t", (1,), 1), steps, curve)
+
+
+def prores(place: Place) -> Sublayer:
+    """The branches of another scheme × min(t/(T·l), 1), l from 1 (Chen et al. 2026)."""
+    beta = growth(place, place.config["prores_steps"] * (place.layer + 1))
+    return dataclasses.replace(SCHEMES[place.config["prores_scheme"]][0](place), beta=beta)
+
+
+def b2t(place: Place) -> Sublayer:
+    """x⁺ = N(x+F(x)), in the feed-forward N(x₀+x+F(x)) (Takase et al. 2023)."""
+    return dataclasses.replace(postnorm(place), adds_bottom=place.kind == "feed_forward")
 
 
 def rezero(place: Place) -> Sublayer:
@@ -325,6 +354,11 @@ def mixed(how: Callable[[Place], mixes.Mixing]) -> Callable[[Place], Sublayer]:
 # Around the layers of a stack.
 
 
+def as_prores_scheme(config: Config, stack: str) -> Stack:
+    """What the scheme under prores has."""
+    return SCHEMES[config["prores_scheme"]][1](config, stack)
+
+
 def nothing(config: Config, stack: str) -> Stack:
     """The last layer's output is the stack's."""
     return Stack()
@@ -405,6 +439,8 @@ SCHEMES: dict[str, tuple[Callable[[Place], Sublayer], Callable[[Config, str], St
     "denseformer": (prenorm, dense),
     "attnres": (mixed(mixes.attnres), end_mixed(mixes.end_attnres)),
     "mhc": (mixed(mixes.mhc), end_mixed(mixes.end_mhc)),
+    "prores": (prores, as_prores_scheme),
+    "b2t": (b2t, nothing),
 }
 RESIDUAL_NAMES = tuple(SCHEMES)
 
@@ -419,6 +455,10 @@ def is_defined(norm: str, residual: str) -> bool:
 def describe_sublayer(place: Place) -> Sublayer:
     """What stands around and inside the sublayer at `place` under its layer's scheme, and QK-norm."""
     sublayer = _scheme(place.config, place.stack, place.layer)[0](place)
+    length = place.config["qk_l2norm"]
+    if length is not None and place.kind != "feed_forward":
+        g = place.parameter(f"{place.kind}.qk_scale", (1,), math.log2(length**2 - length))
+        return dataclasses.replace(sublayer, inside={**sublayer.inside, "query": Unit(g), "key": Unit()})
     if not place.config["qk_norm"] or place.kind == "feed_forward":
         return sublayer
     width = place.config["d_model"] // place.config["heads"]

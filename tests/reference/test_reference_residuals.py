@@ -21,6 +21,7 @@ VARIANTS = [
     {"residual": "mix-ln", "mix_ln_part": 0.5},
     {"residual": "attnres", "attnres_block": 3},
     {"residual": "mhc", "mhc_streams": 2, "mhc_iterations": 3},
+    *({"residual": "prores", "prores_scheme": name} for name in ("postnorm", "deepnorm", "sandwich", "ln-scaling")),
 ]
 per_variant = pytest.mark.parametrize("variant", VARIANTS, ids=lambda variant: "-".join(map(str, variant.values())))
 
@@ -85,6 +86,14 @@ def is_first(h):
     return h.prefix.endswith(".0")
 
 
+def prores(h, i, kind, x, memory):
+    """At an update that the first layer is grown at, layer l has 1/l."""
+    alpha, scheme = 1 / (int(h.prefix[-1]) + 1), h.config["prores_scheme"]
+    if scheme in ("postnorm", "deepnorm"):
+        return postnorm(h, i, kind, x, memory, ALPHA[h.stack] if scheme == "deepnorm" else 1.0, alpha)
+    return x + alpha * (BY_HAND[scheme](h, i, kind, x, memory) - x)
+
+
 def ln_scaling(h, i, kind, x, memory):
     factor = 1.0 if h.config["ln_scaling_mode"] == "weight" else (int(h.prefix[-1]) + 1) ** -0.5
     return x + h.f(kind, factor * h.norm(f"norm{i}", x), memory)
@@ -124,8 +133,9 @@ BY_HAND = {
     "ln-scaling": ln_scaling,
     "mix-ln": mix_ln,
     "denseformer": prenorm,
+    "b2t": lambda h, i, k, x, m: h.norm(f"norm{i}", h.f(k, x, m) + (x + h.bottom if k == "feed_forward" else x)),
 }
-BY_HAND["peri-ln"] = BY_HAND["sandwich"]
+BY_HAND |= {"peri-ln": BY_HAND["sandwich"], "prores": prores}
 END_NORM = ("prenorm", "normformer", "subln", "sandwich", "layerscale", "hybridnorm", "hybridnorm-star", "peri-ln")
 END_NORM += ("olmo2", "ln-scaling", "mix-ln")
 
@@ -197,10 +207,12 @@ def stack_by_hand(state, config, stack, x, memory):
         return total if is_pre or n == 0 else whole.norm(f"combine.norms.{n}", total)
 
     for n in range(c[f"{stack}_layers"]):
-        x = row(n) if is_dlcl else x
+        x = bottom = row(n) if is_dlcl else x
         for i, kind in enumerate(kinds, 1):
             dual = dual + Hand(state, config, stack, n).f(kind, x, memory) if c["residual"] == "resi-dual" else dual
-            x = BY_HAND[c["residual"]](Hand(state, config, stack, n), i, kind, x, memory)
+            hand = Hand(state, config, stack, n)
+            hand.bottom = bottom
+            x = BY_HAND[c["residual"]](hand, i, kind, x, memory)
         outputs.append(x)
     x = row(len(outputs) - 1) if is_dlcl else x
     if c["residual"] == "resi-dual":
@@ -208,7 +220,8 @@ def stack_by_hand(state, config, stack, x, memory):
     if c["residual"] == "r-fixup":
         x = x - state[f"{stack}.end_shift"]
         return state["encoder.end_scale"] * x if stack == "encoder" else x
-    has_norm = c["residual"] in END_NORM or (is_dlcl and is_pre)
+    scheme = c["prores_scheme"] if c["residual"] == "prores" else c["residual"]
+    has_norm = scheme in END_NORM or (is_dlcl and is_pre)
     return whole.norm("norm", x) if has_norm else x
 
 
@@ -275,6 +288,11 @@ def test_identities(monkeypatch):
     branchnorm = {"residual": "branchnorm", "branchnorm_steps": 40}
     assert not same(branchnorm, postnorm)
     assert same(branchnorm, postnorm, {".t": 40}) and same({**branchnorm, "branchnorm_steps": 0}, postnorm)
+    prores = {"residual": "prores", "prores_steps": 20}
+    assert not same(prores, prenorm) and same(prores, prenorm, {".t": 40})  # the second of two layers is grown at 40
+    assert not same(prores, prenorm, {".t": 39})
+    assert same({**prores, "prores_scheme": "sandwich"}, {"residual": "sandwich"}, {".t": 40})
+    assert not same({"residual": "b2t"}, postnorm)
     off = dict.fromkeys(("head_scale", "attention_norm", "ffn_norm"), False)
     off = {f"normformer_{name}": value for name, value in off.items()}
     assert same({"residual": "normformer", **off}, prenorm) and not same({"residual": "normformer"}, prenorm)

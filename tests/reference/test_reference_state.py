@@ -210,6 +210,8 @@ def test_initial_distributions():
         "t-fixup": ([half, half] + [fixup_e] * 4, [half, half] + [fixup_d] * 4 + [half, fixup_d, fixup_d]),
         "r-fixup": ([sixth] * 3 + [0, branches**-0.5, 0], [sixth] * 3 + [0, branches**-0.5, 0, sixth, sixth, 0]),
     }
+    e, d = 6**-0.5, 0.5  # of 6 and 4 layers
+    tables["b2t"] = ([half * e] * 3 + [e] * 3, [half * d] * 3 + [d] * 3 + [half * d, half * d, d])
     assert (*tables, "gpt2") == ref.INIT_NAMES
     for init, stacks in tables.items():
         config = {**shape, "init": init}
@@ -218,7 +220,7 @@ def test_initial_distributions():
                 name = f"{stack}.layers.2.{name}"
                 std = ref.expected_std(config, name, part)
                 assert std == pytest.approx(gain * math.sqrt(2 / fans)), (init, stack, role)
-                is_uniform = init in ("fairseq", "ds-init", "t-fixup")
+                is_uniform = init in ("fairseq", "ds-init", "t-fixup", "b2t")
                 bound = ref.expected_bound(config, name, part)
                 assert bound == (pytest.approx(gain * math.sqrt(6 / fans)) if is_uniform else None), (init, role)
         assert ref.expected_std(config, "encoder.layers.2.linear1.bias") == 0
@@ -243,8 +245,8 @@ def test_initial_distributions():
 
 def test_default_inits_and_first_values():
     theirs = {"prenorm": "smallinit", "postnorm": "smallinit", "branchnorm": "deepnorm", "resi-dual": "fairseq"}
-    theirs |= {"hybridnorm": "gpt2", "hybridnorm-star": "gpt2", "mix-ln": "smallinit"}
-    own = ("deepnorm", "subln", "t-fixup", "r-fixup")
+    theirs |= {"hybridnorm": "gpt2", "hybridnorm-star": "gpt2", "mix-ln": "smallinit", "prores": "smallinit"}
+    own = ("deepnorm", "subln", "t-fixup", "r-fixup", "b2t")
     for name in ref.RESIDUAL_NAMES:
         expected = name if name in own else theirs.get(name, "xavier")
         assert ref.complete({"residual": name})["init"] == expected

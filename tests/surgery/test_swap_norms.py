@@ -280,6 +280,68 @@ def test_a_gain_that_goes_is_told_of():
     assert row.note == "gain dropped, bias dropped"
 
 
+def gemma(dtype):
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    shape = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1}
+    config = transformers.GemmaConfig(vocab_size=30, intermediate_size=24, head_dim=8, pad_token_id=0, **shape)
+    model = transformers.GemmaForCausalLM(config).eval()
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            if "norm" in name:
+                p.uniform_(-0.004, 0.004)  # 1 + so little is 1 in bf16, or nearly
+    return model.to(dtype)
+
+
+@pytest.mark.parametrize("to", ["rmsnorm", "rmsnorm:gemma"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_gemmas_norms_keep_their_numbers(to, dtype):
+    model, ids = gemma(dtype), torch.arange(3, 20).view(1, -1)
+    before = model(ids).logits
+    norms = {name: p.detach().clone() for name, p in model.named_parameters() if "norm" in name}
+    done = swap_norms(model, to)
+    assert len(done) == 5
+    keeps_offset = to == "rmsnorm:gemma" or dtype == torch.bfloat16
+    for name, p in model.named_parameters():
+        if "norm" in name:
+            assert torch.equal(p, norms[name] if keeps_offset else 1 + norms[name]), name
+    twin = model.model.layers[0].input_layernorm
+    assert type(twin) is nfnn.RMSNorm and twin.zero_centred == keeps_offset
+    x = torch.randn(50, 16).to(dtype)
+    wanted = (1 + norms["model.layers.0.input_layernorm.weight"].float()) * torch.nn.functional.rms_norm(
+        x.float(), (16,), eps=1e-6
+    )
+    torch.testing.assert_close(twin(x).float(), wanted, rtol=2e-6 if dtype == torch.float32 else 2**-8, atol=1e-6)
+    assert len(swap_norms(model, to)) == 0
+    after = model(ids).logits
+    tolerance = {"rtol": 1e-4, "atol": 1e-5} if dtype == torch.float32 else {"rtol": 0.02, "atol": 0.02}
+    torch.testing.assert_close(after, before, **tolerance)
+    swap_norms(model, "layernorm")  # γ = 1 + w, as the offset was read
+    if dtype == torch.float32:
+        weight = model.model.layers[0].input_layernorm.weight
+        torch.testing.assert_close(weight, 1 + norms["model.layers.0.input_layernorm.weight"])
+
+
+def test_families_are_swapped_in_by_name():
+    model = nn.Sequential(nn.RMSNorm(32, eps=1e-4), nn.Linear(32, 32))
+    nn.init.uniform_(model[0].weight)
+    weight, x = model[0].weight.detach().clone(), torch.randn(3, 32)
+    before = model(x)
+    swap_norms(model, "rmsnorm:gemma")
+    assert model[0].eps == 1e-4 and torch.equal(model[0].weight, (weight.double() - 1).float())
+    torch.testing.assert_close(model(x), before)
+    swap_norms(model, "rmsnorm:llama")
+    assert model[0].cast == "before" and not model[0].zero_centred
+    torch.testing.assert_close(model(x), before)
+    assert len(swap_norms(model, "rmsnorm:llama")) == len(swap_norms(model, "rmsnorm")) == 0
+    swap_norms(model, "rmsnorm:original")
+    assert (model[0].eps, model[0].eps_place) == (1e-8, "outside")
+    (row,) = swap_norms(model, "rmsnorm:nanochat")
+    assert row.note == "gain dropped" and model[0].weight is None
+    with pytest.raises(ValueError, match=r"did you mean .rmsnorm:llama"):
+        swap_norms(model, "rmsnorm:lama")
+
+
 def test_dyt_comes_and_goes():
     """Gain and bias are taken over both ways; α comes with its own first value and goes with a note of none."""
     model = nn.Sequential(nn.LayerNorm(D), nn.Linear(D, D))

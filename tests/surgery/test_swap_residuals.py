@@ -75,13 +75,13 @@ def test_residuals_swap_train_and_return(name, residual):
     assert [type(m) for m in model.modules()] == kinds
     assert {id(p) for g in optimizer.param_groups for p in g["params"]} == {id(p) for p in model.parameters()}
 
-    options = {"branchnorm_steps": 8} if residual == "branchnorm" else {}
+    options = {"branchnorm": {"branchnorm_steps": 8}, "prores": {"prores_steps": 4}}.get(residual, {})
     swap_residuals(model, residual, optimizer=optimizer, **options)
     losses = train(model, optimizer, 12)
     assert min(losses[-3:]) < losses[0]
     missing = [n for n, p in model.named_parameters() if p.requires_grad and p.grad is None]
     assert not missing
-    if residual == "branchnorm":
+    if residual in ("branchnorm", "prores"):
         assert {b.item() for n, b in model.named_buffers() if n.endswith(".t")} == {13}
 
 
@@ -173,6 +173,10 @@ def test_norms_on_queries_and_keys_need_attention_that_shows_them():
     assert torch.equal(model(x, y), before)
     with pytest.raises(ValueError, match=r"qk_norm=True acts between projections .* BertLayer"):
         swap_residuals(hugging_face("bert"), "postnorm", qk_norm=True)
+    with pytest.raises(ValueError, match=r"qk_l2norm acts between projections .* BertLayer"):
+        swap_residuals(hugging_face("bert"), "postnorm", qk_l2norm=72)
+    swap_residuals(model, "postnorm", qk_l2norm=72, init=None)
+    assert model.decoder.layers[2].multihead_attn.qk_scale.item() == pytest.approx(12.319672120946995)
 
 
 def test_norms_that_a_model_has_keep_their_weights():

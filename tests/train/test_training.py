@@ -33,7 +33,7 @@ def test_ten_losses_equal_the_oracles(tmp_path, corpus, norm, residual, smoothin
         state |= ref.profile_admin(state, options, batch.source, batch.target_input, ref.Dropout())
     optimizer = ref.Adam(betas=(0.9, 0.98), weight_decay=0.01)
     for update, loss in losses(tmp_path / "run").items():
-        if residual == "branchnorm":
+        if residual in ("branchnorm", "prores"):
             state |= {"encoder.t": torch.tensor([update]), "decoder.t": torch.tensor([update])}
         step = ref.train_step(
             state, options, [batch], optimizer, 1e-3, formula=smoothing, vocabulary_mask=mask, max_norm=0.5

@@ -7,7 +7,6 @@ from torch import Tensor, nn
 
 from ..analysis import gradient_norms
 from ..errors import InputError
-from ..nn.scheme import growth_now
 from ..nn.training import learned_gains
 from ..nn.updates import Growing
 
@@ -15,7 +14,8 @@ from ..nn.updates import Growing
 @torch.no_grad()
 def gain_values(model: nn.Module) -> dict[str, float]:
     """gain/NAME of each norm's gain and each residual scheme's parameter, the mean of those that are vectors, and
-    alpha/NAME of each stack whose α_t grows. The host waits for the device once."""
+    alpha/NAME of each stack whose α_t grows, or alpha/NAME.layers.L where each layer has its own. The host waits for
+    the device once."""
     found: dict[str, Tensor] = {}
     for name, p in learned_gains(model).items():
         if not name.endswith("bias"):
@@ -23,7 +23,12 @@ def gain_values(model: nn.Module) -> dict[str, float]:
             found[f"gain/{name}"] = whole.detach().double().mean()
     for name, module in model.named_modules():
         if isinstance(module, Growing) and module.growth is not None:
-            found[f"alpha/{name}".rstrip("/")] = growth_now(module.t, module.growth.steps, module.growth.curve)[0]
+            path = f"alpha/{name}".rstrip("/")
+            if not module.growth.by_layer or module.place is None:
+                found[path] = module.growth.now(module.t, 0)[0]
+                continue
+            for layer in range(module.place.depth):
+                found[f"{path}.layers.{layer}"] = module.growth.now(module.t, layer)[0]
     if not found:
         return {}
     device = next(iter(found.values())).device

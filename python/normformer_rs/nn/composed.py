@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ..config import tables
 from . import formulas, norms
-from .norms import OPS, RowNorm
+from .row_norm import OPS, RowNorm
 
 
 class Composed(RowNorm):

@@ -38,6 +38,25 @@ def rms_norm(x: Tensor, weight: Tensor | None, shape: list[int], eps: float) -> 
     return (y if weight is None else y * weight.to(a.dtype)).to(x.dtype)
 
 
+def conventional_rms_norm(
+    x: Tensor, weight: Tensor | None, eps: float, cast: str, eps_outside: bool, measured: int
+) -> Tensor:
+    """RMSNorm over the last dimension, the mean taken of its first `measured` numbers. eps_outside: √(mean x²) + ε.
+    cast: rounds to x's type "after" the product with γ, "before" it, or the "scale" already."""
+    a = wide(x)
+    head = a[..., :measured]
+    if eps_outside:  # the length's slope is 0 at rows of zeros, where a root's is infinite
+        scale = 1.0 / (torch.linalg.vector_norm(head, dim=-1, keepdim=True) * measured**-0.5 + eps)
+    else:
+        scale = torch.rsqrt(head.square().mean(-1, keepdim=True) + eps)
+    if cast == "scale":
+        scale = scale.to(x.dtype).to(a.dtype)
+    y = a * scale
+    if cast != "after":
+        y = y.to(x.dtype).to(a.dtype)
+    return (y if weight is None else y * weight.to(a.dtype)).to(x.dtype)
+
+
 def lp_norm(x: Tensor, weight: Tensor | None, gain: float, p: float, dims: int, eps: float) -> Tensor:
     """y = g·x/max(‖x‖_p, ε) over the last `dims` dimensions; `gain` is g where there is no weight."""
     a = wide(x)

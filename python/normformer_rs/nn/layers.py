@@ -66,7 +66,7 @@ class Residual(Unscriptable, Growing):
 
     Shapes: x (…, d_model) → the same. Errors: InputError for unknown names, and for schemes that also reach inside the
     sublayer or between layers (subln, normformer, r-fixup, ln-scaling, an attention of hybridnorm or olmo2, dlcl,
-    denseformer, resi-dual, attnres, mhc): those need a TransformerEncoderLayer or a stack.
+    denseformer, resi-dual, attnres, mhc, b2t's feed-forward): those need a TransformerEncoderLayer or a stack.
     """
 
     place: Place
@@ -99,8 +99,9 @@ class Residual(Unscriptable, Growing):
         self.number = names.index(kind)
         self.declared = self.place.sublayers[self.number]
         whole = self.place.declared
-        if self.declared.inside or whole.combine or whole.streams or whole.mixing:
-            where = "inside the sublayer" if self.declared.inside else "between layers"
+        joins = whole.combine or whole.streams or whole.mixing or self.declared.adds_bottom
+        if self.declared.inside or joins:
+            where = "inside the sublayer" if self.declared.inside else "between sublayers"
             raise InputError(
                 f"{scheme} also works {where}, out of a Residual's reach: use TransformerEncoderLayer in a "
                 "TransformerEncoder, or a scheme that stays around the sublayer (prenorm, deepnorm, sandwich, …)"
@@ -121,7 +122,7 @@ class Residual(Unscriptable, Growing):
         follow(self.place.layer, self.number)
         streams = Streams(x)
         f, *rest = _tuple(self.sublayer(begin(self, self.declared, streams, padding_mask), *args, **kwargs))
-        step: dict[str, Any] = {"alpha_t": self.alpha(), "padding_mask": padding_mask}
+        step: dict[str, Any] = {"alpha_t": self.alpha(self.place.layer), "padding_mask": padding_mask}
         x_plus = close(self, self.declared, streams, f, self.dropout, Draw(x.device), **step).x
         return (x_plus, *rest) if rest else x_plus
 
@@ -304,7 +305,7 @@ class Layer(Unscriptable, Growing):
     ) -> Any:
         """x through the sublayers: the attentions, given as functions, and the feed-forward. With `others`, the streams
         beside x, returns (x, others); without, the streams begin and end here, those that are mixed as their mean."""
-        alpha_t = self.alpha() if alpha_t is None else alpha_t
+        alpha_t = self.alpha(self.place.layer) if alpha_t is None else alpha_t
         draw, declared, sublayers = Draw(x.device), self.place.declared, self.place.sublayers
         streams = start(declared, x) if others is None else Streams(x, others)
         for i, sublayer in enumerate(sublayers):
@@ -313,7 +314,12 @@ class Layer(Unscriptable, Growing):
             is_last = i + 1 == len(sublayers)
             f = self._feed_forward(given, draw, padding_mask) if is_last else attend[i](given)
             following = None if is_last else sublayers[i + 1].before
-            step: dict[str, Any] = {"following": following, "alpha_t": alpha_t, "padding_mask": padding_mask}
+            step: dict[str, Any] = {
+                "following": following,
+                "alpha_t": alpha_t,
+                "padding_mask": padding_mask,
+                "bottom": x,
+            }
             streams = close(self, sublayer, streams, f, getattr(self, f"dropout{i + 1}"), draw, **step)
         if others is not None:
             return streams[:2]

@@ -1,150 +1,23 @@
 """Norms as modules, with torch.nn's constructors and keys."""
 
 import math
-from collections.abc import Iterable, Sequence
-from operator import index
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ..config import unknown
 from ..errors import InputError
-from . import formulas, sharding
-from .running import check_eps, over_rows
-from .table import DECLARED, Declared
+from . import formulas
+from .row_norm import OPS, OffsetNorm, RowNorm
 from .tracing import Unscriptable, leaf
 
-OPS = torch.ops.normformer_rs
-sharding.register()
 FIXNORM_EPS = 1e-12
 """The ε of FixNorm."""
-
-
-class RowNorm(Unscriptable, nn.Module):
-    """A norm over the last dimensions, each row for itself: y = weight⊙x̂ + bias."""
-
-    declared: Declared
-    operator: str
-    names: tuple[str, ...]
-    """The parameters' names."""
-    numbers: tuple[str, ...]
-    """Those that enter x̂: all but weight and bias."""
-    has_eps: bool
-    has_bias: bool
-    has_one_gain: bool
-    weight: Any
-    """A parameter, or None."""
-    bias: Any
-    """A parameter, or None."""
-
-    def __init_subclass__(cls, norm: str | None = None, **rest: Any) -> None:
-        """`norm`: the name in the table."""
-        super().__init_subclass__(**rest)
-        if norm is None:
-            return
-        cls.declared = declared = DECLARED[norm]
-        cls.operator = declared.operator or ""
-        cls.names = tuple(parameter.name for parameter in declared.parameters)
-        cls.numbers = tuple(name for name in cls.names if name not in ("weight", "bias"))
-        cls.has_eps = "eps" in declared.options
-        cls.has_bias = "bias" in cls.names
-        cls.has_one_gain = any(p.name == "weight" and p.shape == "one" for p in declared.parameters)
-
-    def __init__(
-        self,
-        normalized_shape: int | Sequence[int],
-        eps: float | None = 1e-5,
-        elementwise_affine: bool = True,
-        bias: bool = True,
-        device: Any = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:
-        super().__init__()
-        shape = tuple(normalized_shape) if isinstance(normalized_shape, Iterable) else (index(normalized_shape),)
-        if not shape:
-            raise InputError("normalized_shape must name at least one dimension, got none")
-        self.normalized_shape, self.elementwise_affine = shape, elementwise_affine
-        if self.has_eps:
-            check_eps(eps)
-            self.eps = eps
-        left_out = {"weight", "bias"} if not elementwise_affine else set() if bias else {"bias"}
-        for declared in self.declared.parameters:
-            empty = torch.empty(1 if declared.shape == "one" else shape, device=device, dtype=dtype)
-            self.register_parameter(declared.name, None if declared.name in left_out else nn.Parameter(empty))
-        for name in {"weight", "bias"}.difference(self.names):
-            self.register_parameter(name, None)
-        self.reset_parameters()
-
-    def reset_parameters(self) -> None:
-        """Sets the parameters to their first values."""
-        for name, parameter in self._parameters.items():
-            if parameter is not None:
-                nn.init.constant_(parameter, self.start(name))
-
-    def start(self, name: str) -> float:
-        """The first value of a parameter."""
-        start = next(parameter.start for parameter in self.declared.parameters if parameter.name == name)
-        if start != "length":
-            return start
-        p: float | None = getattr(self, "p", None)
-        return math.sqrt(self.width) if p is None else self.width ** (1 / p)
-
-    def gain(self) -> float:
-        """The first value of the weight."""
-        return self.start("weight")
-
-    @property
-    def width(self) -> int:
-        """Numbers per row."""
-        return math.prod(self.normalized_shape)
-
-    def parameters_in_use(self, x: Tensor) -> tuple[Tensor | None, Tensor | None]:
-        """Weight and bias as the operator takes them; a gain that is not learned is a constant."""
-        if self.has_one_gain and self.weight is None:
-            return x.new_full((1,), self.gain(), dtype=torch.promote_types(x.dtype, torch.float32)), None
-        return self.weight, self.bias
-
-    def eps_for(self, x: Tensor) -> float:
-        """ε; None stands for the machine epsilon of the type that x is computed in, as in torch."""
-        return torch.finfo(torch.promote_types(x.dtype, torch.float32)).eps if self.eps is None else self.eps
-
-    def own(self, x: Tensor) -> Sequence[Any]:
-        """What the operator takes beside weight and bias: ε, or the learned numbers of x̂."""
-        return (self.eps_for(x),)
-
-    def call(self, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
-        """The operator on rows."""
-        return getattr(OPS, self.operator)(x, weight, bias, self.eps_for(x))[0]
-
-    def formula(self, x: Tensor) -> Tensor:
-        """The same in torch's own operations, for exported programs."""
-        raise NotImplementedError
-
-    @leaf
-    def forward(self, x: Tensor) -> Tensor:
-        """N(x) in x's dtype."""
-        n = len(self.normalized_shape)
-        if x.is_nested:
-            return over_rows(self, x)
-        if tuple(x.shape[-n:]) != self.normalized_shape:
-            raise InputError(f"x must end in {self.normalized_shape}, got shape {tuple(x.shape)}")
-        if torch.compiler.is_exporting():
-            return self.formula(x)
-        if type(x) is not Tensor and not torch.compiler.is_compiling():
-            sharding.register()
-        weight, bias = self.parameters_in_use(x)
-        if n == 1:
-            return self.call(x, weight, bias)
-        flat = (None if p is None else p.flatten() for p in (weight, bias))
-        return self.call(x.flatten(-n), *flat).unflatten(-1, self.normalized_shape)
-
-    def extra_repr(self) -> str:
-        shown = [name for name in self.declared.options if name in vars(self)]
-        options = [f"{name}={getattr(self, name)}" for name in shown if name != "elementwise_affine"]
-        if self.names:
-            options.append(f"elementwise_affine={self.elementwise_affine}")
-        return ", ".join([str(self.normalized_shape), *options])
+_WIDE = (torch.float32, torch.float64)
+"""Dtypes in which nothing is rounded on the way."""
 
 
 class LayerNorm(RowNorm, norm="layernorm"):
@@ -169,8 +42,29 @@ class LayerNorm(RowNorm, norm="layernorm"):
         return nn.LayerNorm.extra_repr(self)  # type: ignore[arg-type]  # as this torch writes it
 
 
-class _Offset(RowNorm):
-    """Reads the `g` of x-transformers, where a norm ends in ·√d·(g + offset)."""
+class RMSNorm(OffsetNorm, norm="rmsnorm"):
+    """y = γ⊙x/√(mean x² + ε) over the last dimensions: torch.nn.RMSNorm, but for its default ε (None there).
+
+    >>> RMSNorm(4, eps=None)
+    RMSNorm((4,), eps=None, elementwise_affine=True)
+    >>> RMSNorm(4, eps=1e-6, zero_centred=True)  # Gemma's: norm_class("rmsnorm:gemma")(4)
+    RMSNorm((4,), eps=1e-06, zero_centred=True, elementwise_affine=True)
+
+    Args:
+        normalized_shape, elementwise_affine: as in LayerNorm. eps: ε; None: the machine epsilon of the computing type.
+        unit_offset: a `g` of x-transformers that is loaded is γ − 1.
+        zero_centred: the weight is γ − 1, 0 at the start; the sum is in f32 (f64 for f64).
+        cast: rows of 16 bits are rounded to their type "after" the product with γ, "before" it as well (x̂, as Llama has
+            it), or their "scale" 1/√(mean x² + ε) is, before its product with x (DeepSeek-V4's queries).
+        eps_place: "inside" the root, or "outside", √(mean x²) + ε, as in the original release.
+        part: p; the mean is that of the first ⌊p·d⌋ numbers of a row (pRMSNorm).
+
+    ε outside and p < 1 are composed of torch's operations, and so is cast="scale" in 16 bits; all else runs on the
+    kernels of RMSNorm, cast="before" in 16 bits with the product after them.
+
+    Shapes, dtypes, errors: LayerNorm's; InputError for a word that is none of these, and where ⌊p·d⌋ is 0. Source:
+    Zhang & Sennrich 2019; Nguyen & Salazar 2019, §4.2; the families' code (docs/spec.md §1.16).
+    """
 
     def __init__(
         self,
@@ -181,33 +75,76 @@ class _Offset(RowNorm):
         dtype: torch.dtype | None = None,
         *,
         unit_offset: bool = False,
+        zero_centred: bool = False,
+        cast: Literal["after", "before", "scale"] = "after",
+        eps_place: Literal["inside", "outside"] = "inside",
+        part: float = 1.0,
     ) -> None:
-        self.unit_offset = unit_offset
-        super().__init__(normalized_shape, eps, elementwise_affine, False, device, dtype)
+        for name, word, words in (
+            ("cast", cast, ("after", "before", "scale")),
+            ("eps_place", eps_place, ("inside", "outside")),
+        ):
+            if word not in words:
+                raise InputError(unknown(name, word, words))
+        if not 0 < part <= 1:
+            raise InputError(f"part must lie in (0, 1], got {part}")
+        self.zero_centred, self.cast, self.eps_place, self.part = zero_centred, cast, eps_place, part
+        super().__init__(normalized_shape, eps, elementwise_affine, device, dtype, unit_offset=unit_offset)
+        if self.measured() < 1:
+            raise InputError(f"part = {part} of {self.width} numbers is none: make it at least 1/{self.width}")
 
-    def _load_from_state_dict(self, state_dict: Any, prefix: str, *rest: Any) -> None:
-        g, weight = prefix + "g", prefix + "weight"
-        if self.weight is not None and g in state_dict and weight not in state_dict:
-            # Their factor √d belongs to x̂ where there is a weight per feature, and to the weight where it is one gain.
-            state_dict[weight] = (state_dict.pop(g) + float(self.unit_offset)) * self.gain()
-        super()._load_from_state_dict(state_dict, prefix, *rest)
+    def measured(self) -> int:
+        """The numbers of a row that the mean is taken of: its first ⌊p·d⌋."""
+        return math.floor(self.part * self.width)
 
+    def start(self, name: str) -> float:
+        return super().start(name) - float(self.zero_centred and name == "weight")
 
-class RMSNorm(_Offset, norm="rmsnorm"):
-    """y = γ⊙x/√(mean x² + ε) over the last dimensions: torch.nn.RMSNorm, but for its default ε (None there).
+    def gain(self) -> float:
+        return 1.0
 
-    >>> RMSNorm(4, eps=None)
-    RMSNorm((4,), eps=None, elementwise_affine=True)
+    def parameters_in_use(self, x: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        """γ, and the bias."""
+        weight, bias = super().parameters_in_use(x)
+        if weight is None or not self.zero_centred:
+            return weight, bias
+        return weight.to(torch.promote_types(weight.dtype, torch.float32)) + 1.0, bias
 
-    Args:
-        normalized_shape, elementwise_affine: as in LayerNorm. eps: ε; None: the machine epsilon of the computing type.
-        unit_offset: a `g` of x-transformers that is loaded is γ − 1.
+    def has_kernel(self, x: Tensor) -> bool:
+        """The kernels make x̂ of rows of this dtype; else it is composed."""
+        is_near = self.eps_place == "inside" and self.part == 1
+        return is_near and (self.cast != "scale" or x.dtype in _WIDE)
 
-    Shapes, dtypes, errors: LayerNorm's. Source: Zhang & Sennrich 2019; Nguyen & Salazar 2019, §4.2.
-    """
+    def fuses(self, x: Tensor) -> bool:
+        return super().fuses(x) and self.has_kernel(x) and (self.cast == "after" or x.dtype in _WIDE)
+
+    def call(self, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+        if not self.has_kernel(x):
+            return self._composed(x, weight)
+        if weight is None or self.cast == "after" or x.dtype in _WIDE:
+            return super().call(x, weight, bias)
+        hat = super().call(x, None, bias)
+        return (hat.float() * weight.float()).to(x.dtype)
+
+    def _composed(self, x: Tensor, weight: Tensor | None) -> Tensor:
+        how = (self.cast, self.eps_place == "outside", self.measured())
+        return formulas.conventional_rms_norm(x, weight, self.eps_for(x), *how)
 
     def formula(self, x: Tensor) -> Tensor:
-        return formulas.rms_norm(x, self.weight, list(self.normalized_shape), self.eps_for(x))
+        weight, _ = RMSNorm.parameters_in_use(self, x)
+        if self.has_kernel(x) and (self.cast == "after" or x.dtype in _WIDE):
+            return formulas.rms_norm(x, weight, list(self.normalized_shape), self.eps_for(x))
+        n = len(self.normalized_shape)
+        if n == 1:
+            return self._composed(x, weight)
+        y = self._composed(x.flatten(-n), None if weight is None else weight.flatten())
+        return y.unflatten(-1, self.normalized_shape)
+
+    def extra_repr(self) -> str:
+        plain = {"zero_centred": False, "cast": "after", "eps_place": "inside", "part": 1.0}
+        own = {name: getattr(self, name) for name, usual in plain.items() if getattr(self, name) != usual}
+        shown = {"eps": self.eps, **own, "elementwise_affine": self.elementwise_affine}
+        return ", ".join([str(self.normalized_shape), *(f"{name}={value}" for name, value in shown.items())])
 
 
 class BiasedRMSNorm(RMSNorm):
@@ -244,7 +181,7 @@ class BiasedRMSNorm(RMSNorm):
         return (y if self.bias is None else y + self.bias).to(x.dtype)
 
 
-class ScaleNorm(_Offset, norm="scalenorm"):
+class ScaleNorm(OffsetNorm, norm="scalenorm"):
     """y = g·x/max(‖x‖₂, ε) over the last dimensions, one g = √d, learned unless elementwise_affine=False.
 
     >>> ScaleNorm(4).weight

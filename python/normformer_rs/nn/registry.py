@@ -13,7 +13,7 @@ from .. import _core
 from ..config import TransformerConfig, unknown
 from ..errors import InputError
 from . import composed, norms, running
-from .table import DECLARED
+from .table import DECLARED, FAMILIES
 
 _CLASSES: dict[str, Any] = {
     name: next(getattr(home, entry.module) for home in (norms, running, composed) if hasattr(home, entry.module))
@@ -26,14 +26,25 @@ FUSED: tuple[type[norms.RowNorm], ...] = tuple(
 
 
 def norm_class(name: str) -> Any:
-    """The class of a norm's name, one of `normformer_rs.tables()`; InputError with the names if there is none.
+    """The class of a norm's name, one of `normformer_rs.tables()`; InputError with the names if there is none. Of a
+    family's name, the class with the family's keyword arguments.
 
     >>> norm_class("scalenorm").__name__
     'ScaleNorm'
+    >>> norm_class("rmsnorm:gemma")(4)
+    RMSNorm((4,), eps=1e-06, zero_centred=True, elementwise_affine=True)
     """
+    if name in FAMILIES:
+        family = FAMILIES[name]
+        return functools.partial(_CLASSES[family.norm], **family.settings)
     if name not in _CLASSES:
-        raise InputError(unknown("norm", name, _CLASSES))
+        raise InputError(unknown("norm", name, [*_CLASSES, *FAMILIES]))
     return _CLASSES[name]
+
+
+def family_norm(name: str) -> str:
+    """The table's name of a norm that may be a family's."""
+    return FAMILIES[name].norm if name in FAMILIES else name
 
 
 def norm_of_config(
@@ -54,7 +65,7 @@ def norm_of_config(
     """
     kind = norm_class(name)
     settings = {**_settings(name, config, last_of_decoder, ends_stack)}
-    if any(parameter.name == "bias" for parameter in DECLARED[name].parameters):
+    if any(parameter.name == "bias" for parameter in DECLARED[family_norm(name)].parameters):
         settings["bias"] = bias
     return kind(width, **settings, device=device, dtype=dtype)
 

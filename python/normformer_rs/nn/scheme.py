@@ -72,22 +72,28 @@ Gain = float | str | Learned
 
 @dataclasses.dataclass(frozen=True)
 class Change:
-    """A norm, shift, scale or constant factor (`times`) at a point inside a sublayer, or before or after the stack."""
+    """A norm, shift, scale, constant factor (`times`) or division by the length (`unit`) at a point inside a sublayer,
+    or before or after the stack."""
 
-    kind: Literal["norm", "shift", "scale", "head_scale", "times"]
+    kind: Literal["norm", "shift", "scale", "head_scale", "times", "unit"]
     what: Any
-    """A NormAt, a Learned, or the constant."""
+    """A NormAt, a Learned, or a number: the constant, or the least length."""
+
+    @property
+    def is_made(self) -> bool:
+        """It is a module or a parameter."""
+        return self.kind not in ("times", "unit")
 
     def below(self, path: str) -> "Change":
         """The same change, its name relative to the module at `path`."""
-        if self.kind == "times":
+        if not self.is_made:
             return self
         return Change(self.kind, dataclasses.replace(self.what, name=self.what.name.removeprefix(path + ".")))
 
 
 def made_of(changes: Iterable[Change]) -> list[NormAt | Learned]:
     """The norms and parameters of changes."""
-    return [change.what for change in changes if change.kind != "times"]
+    return [change.what for change in changes if change.is_made]
 
 
 Inside = Mapping[str, tuple[Change, ...]]
@@ -117,6 +123,8 @@ class Sublayer:
     """Of F(x): the parametrisation's factor, where β has not taken it."""
     mixing: mixing.Mixing | None
     """How x is read and F(x) written; None: as above."""
+    adds_bottom: bool = False
+    """In the sum, x is x plus the layer's input."""
 
     def around(self) -> Iterator[NormAt | Learned]:
         """Everything declared around it."""
@@ -144,10 +152,15 @@ class Combine:
 
 @dataclasses.dataclass(frozen=True)
 class Growth:
-    """α_t = min(1, curve(t/steps))."""
+    """α_t = min(1, curve(t/steps)); `by_layer`: with steps·l in layer l, counted from 1."""
 
     steps: int
     curve: str
+    by_layer: bool = False
+
+    def now(self, t: Tensor, layer: int) -> Tensor:
+        """α_t of t, (1,), in a layer counted from 0."""
+        return growth_now(t, self.steps * (layer + 1) if self.by_layer else self.steps, self.curve)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -209,7 +222,7 @@ def _layer(found: dict[str, Any]) -> tuple[Sublayer, ...]:
             "beta": gain(around["beta"]),
             "scale": found["scale"],
         }
-        options["mixing"] = mixing.parse(around["mixing"], _learned)
+        options |= {"mixing": mixing.parse(around["mixing"], _learned), "adds_bottom": around["adds_bottom"]}
         return Sublayer(**norms, streams=streams, inside=inside, **options)
 
     return tuple(sublayer(one) for one in found["sublayers"])
@@ -227,7 +240,7 @@ def _combine(weight: dict[str, Any], norms: list[dict[str, Any]], **switches: bo
 def _change(found: dict[str, Any]) -> Change:
     kind: Any
     ((kind, what),) = found.items()
-    read: dict[str, Callable[[Any], Any]] = {"norm": lambda what: NormAt(**what), "times": float}
+    read: dict[str, Callable[[Any], Any]] = {"norm": lambda what: NormAt(**what), "times": float, "unit": float}
     return Change(kind, read.get(kind, _learned)(what))
 
 
@@ -309,7 +322,8 @@ def make(
 def _begin_at(norm: Any, at: NormAt) -> None:
     """The first value of a norm's weight, from the norm's own."""
     if at.start != 1.0:
-        norm.weight.mul_(at.start)
+        offset = float(getattr(norm, "zero_centred", False))
+        norm.weight.add_(offset).mul_(at.start).sub_(offset)
 
 
 def install(owner: nn.Module, items: Iterable[NormAt | Learned], place: Place, **making: Any) -> None:
@@ -387,7 +401,7 @@ def apply_norm(norm: nn.Module, x: Tensor, padding_mask: Tensor | None) -> Tenso
 def apply_changes(owner: nn.Module, changes: Iterable[Change], x: Tensor, padding_mask: Tensor | None) -> Tensor:
     """x after the changes at one point."""
     for change in changes:
-        made = change.what if change.kind == "times" else getattr(owner, change.what.name)
+        made = getattr(owner, change.what.name) if change.is_made else change.what
         if change.kind == "norm":
             x = apply_norm(made, x, padding_mask)
         elif change.kind == "shift":
@@ -396,6 +410,9 @@ def apply_changes(owner: nn.Module, changes: Iterable[Change], x: Tensor, paddin
             x = x * made.to(x.dtype)
         elif change.kind == "times":
             x = x * made
+        elif change.kind == "unit":
+            is_exporting = torch.compiler.is_exporting()
+            x = formulas.lp_norm(x, None, 1.0, 2.0, 1, made) if is_exporting else OPS.scale_norm(x, None, None, made)[0]
         else:
             x = (x.unflatten(-1, (made.numel(), -1)) * made.to(x.dtype).unsqueeze(-1)).flatten(-2)
     return x
@@ -461,10 +478,11 @@ def close(
     following: NormAt | None = None,
     alpha_t: Tensor | None = None,
     padding_mask: Tensor | None = None,
+    bottom: Tensor | None = None,
 ) -> Streams:
     """The streams after F(…) = f. `following`: the next sublayer's first norm; where the step fuses it, the result
-    holds N(x⁺) too."""
-    x = streams.x
+    holds N(x⁺) too. `bottom`: the layer's input, for sublayers that add it."""
+    x = streams.x if not sublayer.adds_bottom or bottom is None else streams.x + bottom
     if sublayer.amid is not None:
         f = apply_norm(getattr(owner, sublayer.amid.name), f, padding_mask)
     if sublayer.scale != 1.0:
@@ -495,7 +513,7 @@ def close(
         profile_step(alpha, x, f if beta is None else f * beta.to(f.dtype), where)
     at = sublayer.after or following
     norm: Any = None if at is None else getattr(owner, at.name)
-    if torch.compiler.is_exporting() or norm is None or not is_row_norm(norm):
+    if torch.compiler.is_exporting() or norm is None or not (is_row_norm(norm) and norm.fuses(x)):
         x_plus = add(x, alpha, beta)
         return Streams(x_plus if sublayer.after is None else apply_norm(norm, x_plus, padding_mask), others)
     fused = getattr(OPS, norm.operator + "_residual")
@@ -506,7 +524,7 @@ def close(
 
 def is_row_norm(norm: Any) -> bool:
     """The fused step can compute this norm."""
-    return any(is_plain(norm, kind) and len(norm.normalized_shape) == 1 for kind in FUSED)
+    return any(is_plain(norm, kind) for kind in FUSED)
 
 
 @torch.library.custom_op("normformer_rs::growth", mutates_args=())

@@ -142,13 +142,15 @@ class Stack(Growing):
         """x through the layers; each gets α_t if the scheme grows, and the streams beside x if layers have several."""
         begin_stack()
         x = apply_changes(self, self.begin, x, padding_mask)
-        alpha_t = self.alpha()
-        grown = {} if alpha_t is None else {"alpha_t": alpha_t}
+        is_by_layer = self.growth is not None and self.growth.by_layer
+        alpha_t = None if is_by_layer else self.alpha()
         combine, outputs = self._modules.get("combine"), []  # type: ignore[var-annotated]
         has_several = bool(self.streams) or self.mixing is not None
         x, others, *_ = start(self.place.declared, x) if has_several and self.place is not None else (x, ())
         for layer in self.layers:
             x = x if combine is None else combine(x, outputs, padding_mask)
+            alpha_t = self.alpha(layer.place.layer) if is_by_layer else alpha_t
+            grown = {} if alpha_t is None else {"alpha_t": alpha_t}
             if has_several:
                 x, others = call(layer, x, **grown, others=others)
             else:

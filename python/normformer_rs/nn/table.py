@@ -43,5 +43,19 @@ class Declared:
         return cls(**plain, parameters=parameters, buffers=buffers, options=options)
 
 
+@dataclasses.dataclass(frozen=True)
+class Family:
+    """A norm of the table with the options that a family of models has."""
+
+    name: str
+    norm: str
+    settings: Mapping[str, Any]
+    """The module's keyword arguments."""
+
+
+FAMILIES: dict[str, Family] = {
+    entry["name"]: Family(entry["name"], entry["norm"], entry["settings"]) for entry in tables()["families"]
+}
+"""Every family, by its name: rmsnorm:llama, …"""
 DECLARED: dict[str, Declared] = {entry["name"]: Declared.of(entry) for entry in tables()["norms"]}
 """Every norm of the table."""

@@ -1,5 +1,5 @@
-"""Hooks on optimizers' steps. They advance t, the number of the update that branchnorm's α_t depends on, and warn where
-admin's gains were never profiled."""
+"""Hooks on optimizers' steps. They advance t, the number of the update that α_t of branchnorm and prores depends on,
+and warn where admin's gains were never profiled."""
 
 import warnings
 import weakref
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from .scheme import Growth, Learned, Place, growth_now
+from .scheme import Growth, Learned, Place
 
 
 class Growing(nn.Module):
@@ -48,12 +48,12 @@ class Growing(nn.Module):
             self.t.fill_(1)
         self._follow()
 
-    def alpha(self) -> Tensor | None:
-        """α_t; None where nothing grows."""
+    def alpha(self, layer: int = 0) -> Tensor | None:
+        """α_t in a layer counted from 0; None where nothing grows."""
         if self.growth is None:
             return None
         self._watch()
-        return growth_now(self.t, self.growth.steps, self.growth.curve)
+        return self.growth.now(self.t, layer)
 
     def watched(self) -> Iterator[nn.Parameter]:
         """Parameters whose updates t should follow."""

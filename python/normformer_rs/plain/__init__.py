@@ -22,6 +22,7 @@ from .layers import (
 from .mixing import DepthAround, DepthEnd, HyperAround, HyperEnd, One
 from .norms import (
     BiasedRMSNorm,
+    ConventionalRMSNorm,
     Derf,
     DyT,
     FixNormEmbedding,
@@ -40,6 +41,7 @@ __all__ = [
     "Around",
     "Attention",
     "BiasedRMSNorm",
+    "ConventionalRMSNorm",
     "Decoder",
     "DecoderLayer",
     "DepthAround",

@@ -28,7 +28,7 @@ class StreamStep(nn.Module):
 
 class Around(nn.Module):
     """x⁺ = N_after(α⊙x + β⊙drop(s·N_amid(f))), f = F(N_before(x)), s = `scale`; an absent norm is Identity, an absent
-    gain None. `steps` move the streams beside x."""
+    gain None. `steps` move the streams beside x. `adds_bottom`: in the sum, x is x plus the layer's input."""
 
     alpha: Tensor | None
     beta: Tensor | None
@@ -43,10 +43,11 @@ class Around(nn.Module):
         dropout: nn.Module,
         steps: list[nn.Module] | None = None,
         scale: float = 1.0,
+        adds_bottom: bool = False,
     ) -> None:
         super().__init__()
         self.before, self.amid, self.after, self.dropout = before, amid, after, dropout
-        self.scale = scale
+        self.scale, self.adds_bottom = scale, adds_bottom
         self.steps = nn.ModuleList(steps)
         keep(self, alpha=alpha, beta=beta)
 
@@ -66,6 +67,10 @@ class Around(nn.Module):
     def enter(self, x: Tensor, others: list[Tensor]) -> Tensor:
         """What F reads."""
         return self.before(x)
+
+    def join(self, x: Tensor, bottom: Tensor) -> Tensor:
+        """x in the sum; `bottom`: the layer's input."""
+        return x + bottom if self.adds_bottom else x
 
     def end(self, x: Tensor, others: list[Tensor]) -> Tensor:
         """The output of a layer that stands alone."""
@@ -229,7 +234,8 @@ class EncoderLayer(nn.Module):
         x, streams = self.around1.begin(src, others)
         f = self.self_attn(self.around1.enter(x, streams), None, src_mask, src_key_padding_mask, is_causal)
         x = self.around1(x, f, streams)
-        x = self.around2(x, self.feed_forward(self.around2.enter(x, streams)), streams)
+        f = self.feed_forward(self.around2.enter(x, streams))
+        x = self.around2(self.around2.join(x, src), f, streams)
         return self.around2.end(x, streams) if others is None else x
 
 
@@ -261,7 +267,8 @@ class DecoderLayer(nn.Module):
         y = self.around2.enter(x, streams)
         f = self.multihead_attn(y, memory, memory_mask, memory_key_padding_mask, memory_is_causal)
         x = self.around2(x, f, streams)
-        x = self.around3(x, self.feed_forward(self.around3.enter(x, streams)), streams)
+        f = self.feed_forward(self.around3.enter(x, streams))
+        x = self.around3(self.around3.join(x, tgt), f, streams)
         return self.around3.end(x, streams) if others is None else x
 
 

@@ -47,6 +47,10 @@ class HyperAround(nn.Module):
         gates = others.pop()
         return others.pop() + gates * (self.dropout(f) * self.scale).unsqueeze(-2)
 
+    def join(self, x: Tensor, bottom: Tensor) -> Tensor:
+        """x in the sum: the layer's input is not added."""
+        return x
+
     def end(self, x: Tensor, others: list[Tensor]) -> Tensor:
         """The output of a layer that stands alone."""
         return x.mean(-2)
@@ -87,6 +91,10 @@ class DepthAround(nn.Module):
             others.append(others.pop() + f)
         else:
             x = x + f
+        return x
+
+    def join(self, x: Tensor, bottom: Tensor) -> Tensor:
+        """x in the sum: the layer's input is not added."""
         return x
 
     def end(self, x: Tensor, others: list[Tensor]) -> Tensor:

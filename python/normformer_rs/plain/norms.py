@@ -30,6 +30,35 @@ class LpNorm(nn.Module):
         return formulas.lp_norm(x, self.weight, self.gain, self.p, self.dims, self.eps)
 
 
+class ConventionalRMSNorm(nn.Module):
+    """`formulas.conventional_rms_norm` over the dimensions of `shape`; `zero_centred`: γ is the weight plus 1."""
+
+    weight: Tensor | None
+
+    def __init__(
+        self,
+        weight: Tensor | None,
+        shape: list[int],
+        eps: float,
+        zero_centred: bool,
+        cast: str,
+        eps_outside: bool,
+        measured: int,
+    ) -> None:
+        super().__init__()
+        self.shape, self.eps, self.zero_centred = shape, float(eps), zero_centred
+        self.cast, self.eps_outside, self.measured = cast, eps_outside, measured
+        keep(self, weight=weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        gain, weight = self.weight, self.weight
+        if weight is not None:
+            gain = formulas.wide(weight).flatten() + 1.0 if self.zero_centred else weight.flatten()
+        rows = x.flatten(-len(self.shape))
+        y = formulas.conventional_rms_norm(rows, gain, self.eps, self.cast, self.eps_outside, self.measured)
+        return y.unflatten(-1, self.shape)
+
+
 class BiasedRMSNorm(nn.Module):
     """y = γ⊙x/√(mean x² + ε) + β over the dimensions of `shape`."""
 

@@ -56,6 +56,7 @@ class BlockResidual(Growing):
         factory = {"device": like.device, "dtype": like.dtype}
         # References, not children: their parameters are the block's and the first block's.
         self._block, self._first = (block,), (first,)
+        self._bottom: Tensor | None = None
         self.place, self.parts = place, tuple(parts)
         self.paths = {f"norm{i + 1}": part.norm for i, part in enumerate(parts)}
         self.sublayers = tuple(_local(block, part, sublayer) for part, sublayer in zip(parts, place.sublayers))
@@ -117,6 +118,7 @@ class BlockResidual(Growing):
             begin_stack()
         if i == 0:
             x = apply_changes(self, self.begin, x, None)
+            self._bottom = x if self.sublayers[-1].adds_bottom else None
         sublayer: Sublayer = self.sublayers[i]
         streams = Streams(x)
         given = apply_changes(self, sublayer.inside.get("input", ()), begin(self, sublayer, streams, None), None)
@@ -129,9 +131,10 @@ class BlockResidual(Growing):
             dropout = getattr(self._block[0], declared)
         if not isinstance(dropout, nn.Module):
             dropout = nn.Dropout(dropout or 0.0).train(self.training)
-        alpha_t = (self._first[0] or self).alpha()
-        x = close(self, sublayer, streams, f, dropout, Draw(x.device), alpha_t=alpha_t).x
+        alpha_t = (self._first[0] or self).alpha(self.place.layer)
+        x = close(self, sublayer, streams, f, dropout, Draw(x.device), alpha_t=alpha_t, bottom=self._bottom).x
         if i + 1 == len(self.sublayers):
+            self._bottom = None  # copies of the block must not hold it
             x = apply_changes(self, self.end, x, None)
         return (x, *rest) if isinstance(output, tuple) else x
 

@@ -11,6 +11,8 @@ from torch import Tensor, nn
 from ..config import unknown
 from ..errors import InputError
 from ..nn.norms import BiasedRMSNorm
+from ..nn.registry import norm_class
+from ..nn.table import FAMILIES
 from .exact import ExactSwap
 from .marker import mark
 from .padding import read_padding
@@ -66,12 +68,13 @@ def swap_norms(
 
     Args:
         model: any tree of modules that holds norms over the last dimension.
-        to: a name from `normformer_rs.tables()["norms"]`, or its class in `normformer_rs.nn`; or a class of your own,
-            or a function, that makes a norm of the width.
+        to: a name from `normformer_rs.tables()["norms"]` or `["families"]`, or its class in `normformer_rs.nn`; or a
+            class of your own, or a function, that makes a norm of the width.
         filter: (name, module) → whether to replace it; None: all.
         init: "match" keeps what was learned: a vector γ is copied, and a single gain becomes its first value times the
             root mean square of γ (so that outputs keep their length on average), and the reverse. Offsets are
-            converted: Gemma's weight + 1 becomes RMSNorm's weight. "default": a new norm's first values.
+            converted: Gemma's weight + 1 becomes RMSNorm's weight; in 16 bits, which would lose it, the RMSNorm is
+            zero-centred, too. "default": a new norm's first values.
         optimizer: its groups then hold the new parameters in the old ones' places; state of the old ones is dropped.
         exact: keeps the model's outputs in evaluation mode, where layernorm becomes rmsnorm in known pre-norm blocks.
             All that writes the residual stream is centred: weights and biases of its writers, or the output of an
@@ -200,7 +203,14 @@ class _Target(NamedTuple):
     """(width, options…) → the norm."""
 
     def is_met_by(self, module: nn.Module) -> bool:
-        return type(module) is self.make if self.computes is None else own_name(module) == self.computes
+        if self.computes is None:
+            return type(module) is self.make
+        family = FAMILIES[self.title].settings if self.title in FAMILIES else {}
+        own = {name: value for name, value in family.items() if name not in ("eps", "elementwise_affine")}
+        if family and not family["elementwise_affine"]:
+            own["weight"] = None
+        is_so = own_name(module) == self.computes
+        return is_so and all(getattr(module, name) == value for name, value in own.items())
 
     def norm(self, width: int, like: Tensor, wanted: Mapping[str, Any], options: Mapping[str, Any]) -> Any:
         """A norm with the options, and with those wanted settings that its constructor takes."""
@@ -228,14 +238,16 @@ class _Target(NamedTuple):
 def _target(to: str | Callable[..., nn.Module]) -> _Target:
     name = next((name for name, kind in KINDS.items() if to is kind), to)
     if isinstance(name, str):
+        if name in FAMILIES:
+            return _Target(name, FAMILIES[name].norm, norm_class(name))
         if name not in KINDS:
-            raise InputError(unknown("norm", name, KINDS))
+            raise InputError(unknown("norm", name, [*KINDS, *FAMILIES]))
         return _Target(name, name, KINDS[name])
     is_class = isinstance(to, type) and issubclass(to, nn.Module)
     if not is_class and (isinstance(to, type | nn.Module) or not callable(to)):
         raise InputError(
-            f"to must be one of {', '.join(KINDS)}, a class of norms, or a function that makes one of the width; "
-            f"got {to!r}"
+            f"to must be one of {', '.join([*KINDS, *FAMILIES])}, a class of norms, or a function that makes one of "
+            f"the width; got {to!r}"
         )
     return _Target(getattr(to, "__name__", type(to).__name__), None, cast(Callable[..., Any], to))
 
@@ -290,11 +302,18 @@ def _twin(old: nn.Module, known: Known, target: _Target, init: str, like: Tensor
     computes = target.computes
     if computes is None:
         computes = getattr(read_norm(target.norm(known.width, like, wanted, options)), "computes", None)
-    if computes == known.computes or {computes, known.computes} <= {"layernorm", "rmsnorm"}:  # ε means the same
+    takes_eps = target.title not in FAMILIES or FAMILIES[target.title].settings["eps_place"] == "inside"
+    if takes_eps and (
+        computes == known.computes or {computes, known.computes} <= {"layernorm", "rmsnorm"}
+    ):  # ε means the same
         if known.eps is None:  # torch's RMSNorm: that of the type computed in
             wanted["eps"] = torch.finfo(torch.promote_types(like.dtype, torch.float32)).eps
         elif not math.isnan(known.eps):
             wanted["eps"] = known.eps
+    is_narrow = like.dtype in (torch.float16, torch.bfloat16)
+    keeps_offset = known.gain is not None and (known.offset, known.factor) == (1.0, 1.0) and is_narrow
+    if keeps_offset and target.title == "rmsnorm":
+        wanted["zero_centred"] = True  # weight + 1 in 16 bits would lose the weight
     new = target.norm(known.width, like, wanted, options)
 
     new_known, parameters = read_norm(new), dict(new.named_parameters(recurse=False))
@@ -332,6 +351,8 @@ def _match(old: Any, known: Known, new: Any, new_known: Known) -> list[str]:
         if its.numel() == 1 and relative.numel() > 1:
             relative = relative.square().mean().sqrt()
         its.copy_((relative / new_known.factor - new_known.offset).broadcast_to(its.shape))
+        if known.offset == new_known.offset != 0 and known.factor == new_known.factor and mine.shape == its.shape:
+            its.copy_(mine)
     times, plus = known.factor / new_known.factor, known.offset - new_known.offset * new_known.factor / known.factor
     if mine.numel() != its.numel() or (known.gain, times, plus) == (new_known.gain, 1, 0):
         return []

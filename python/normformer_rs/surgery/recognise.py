@@ -139,12 +139,15 @@ def _by_convention(module: nn.Module, width: int, computes: str, by_order: bool 
     if issubclass(kind, RowNorm) and gain is not None:
         start = (module if isinstance(module, RowNorm) else kind(width)).gain()
     eps = next((getattr(module, name) for name in _EPS if hasattr(module, name)), math.nan)
-    return Known(width, computes, gain, bias, None if eps is None else float(eps), *_counted(gain, 1 / start))
+    if isinstance(module, RowNorm) and getattr(module, "eps_place", "inside") == "outside":
+        eps = math.nan  # no ε of the formula
+    offset = float(isinstance(module, RowNorm) and getattr(module, "zero_centred", False))
+    return Known(width, computes, gain, bias, None if eps is None else float(eps), *_counted(gain, 1 / start, offset))
 
 
 _EPS = ("eps", "variance_epsilon", "epsilon")
 
 
-def _counted(gain: str | None, factor: float) -> tuple[float, float]:
+def _counted(gain: str | None, factor: float, offset: float) -> tuple[float, float]:
     """(offset, factor)."""
-    return (0.0, factor) if gain is not None else (1.0, 1.0)
+    return (offset, factor) if gain is not None else (1.0, 1.0)

@@ -222,7 +222,9 @@ def _check(group: Group, place: Place, to: str) -> None:
     sublayers = [sublayer for layer in place.declared.layers for sublayer in layer]
     inside = {point for sublayer in sublayers for point in sublayer.inside}
     if inside & BEFORE_PRODUCTS and not isinstance(group.blocks[0], tuple(TORCHS)):
-        what, way = (to, "choose another scheme") if not place.config.qk_norm else ("qk_norm=True", "leave it out")
+        what, way = to, "choose another scheme"
+        if place.config.qk_norm or place.config.qk_l2norm is not None:
+            what, way = ("qk_norm=True" if place.config.qk_norm else "qk_l2norm"), "leave it out"
         raise InputError(
             f"{what} acts between projections and products of attention, which {type(group.blocks[0]).__name__} "
             f"does not expose: {way}"

@@ -1,0 +1,216 @@
+//! What "RMSNorm" means differs: its conventions, as options of `rmsnorm` (docs/spec.md §1.16).
+
+use super::composed::{accumulate, affine};
+use super::spec::{Keyword, Site, Spec, EPS};
+use crate::choice;
+use crate::error::{Error, Result};
+use crate::options::setting;
+use tch::{Kind, Tensor};
+
+choice! {
+    /// What is rounded to x's type: γ⊙x̂ once, x̂ before the product with γ, or the row's scale before that with x.
+    pub enum Cast ("rmsnorm_cast") { After = "after", Before = "before", Scale = "scale" }
+}
+
+choice! {
+    /// ε's place: √(mean x² + ε), or √(mean x²) + ε.
+    pub enum EpsPlace ("rmsnorm_eps_place") { Inside = "inside", Outside = "outside" }
+}
+
+setting! {
+    /// rmsnorm has a weight.
+    AFFINE ("rmsnorm_weight"): bool = true;
+    /// rmsnorm's weight is γ − 1, 0 at the start (zero-centred).
+    ZERO_CENTRED ("rmsnorm_zero_centred"): bool = false;
+    /// rmsnorm rounds to x's type after the product with γ, before it, or the row's scale already; they differ in 16 bits.
+    CAST ("rmsnorm_cast"): Cast = Cast::After;
+    /// rmsnorm's ε stands inside the root, √(mean x² + ε), or outside, √(mean x²) + ε.
+    EPS_PLACE ("rmsnorm_eps_place"): EpsPlace = EpsPlace::Inside;
+    /// p of rmsnorm: the mean square is that of a row's first ⌊p·d⌋ numbers.
+    PART ("rmsnorm_part"): f64 = 1.0, |name, p| match 0.0 < p && p <= 1.0 {
+        true => Ok(()),
+        false => Err(Error::invalid(format!("{name} must lie in (0, 1], got {p}"))),
+    };
+}
+
+/// The keywords of RMSNorm's module.
+pub static KEYWORDS: &[Keyword] = &[
+    EPS,
+    Keyword::of("elementwise_affine", &AFFINE),
+    Keyword::of("zero_centred", &ZERO_CENTRED),
+    Keyword::of("cast", &CAST),
+    Keyword::of("eps_place", &EPS_PLACE),
+    Keyword::of("part", &PART),
+];
+
+/// How a norm deviates from y = weight⊙x/√(mean x² + ε), rounded once.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Conventions {
+    /// γ is the weight plus 1.
+    pub zero_centred: bool,
+    pub cast: Cast,
+    /// ε is added to the root.
+    pub eps_outside: bool,
+    /// p of the first ⌊p·d⌋ numbers that are measured.
+    pub part: f64,
+}
+
+impl Conventions {
+    /// Those of a norm at a site; a norm without such keywords has none.
+    pub fn of(spec: &Spec, site: &Site) -> Self {
+        let is = |keyword, word: &str| spec.value(keyword, site).is_some_and(|value| value == word);
+        let cast = [Cast::Before, Cast::Scale].into_iter().find(|cast| is("cast", cast.name()));
+        Conventions {
+            zero_centred: spec.value("zero_centred", site).is_some_and(|value| value == true),
+            cast: cast.unwrap_or(Cast::After),
+            eps_outside: is("eps_place", EpsPlace::Outside.name()),
+            part: spec.number("part", site).unwrap_or(1.0),
+        }
+    }
+
+    /// There are none.
+    pub fn are_plain(&self) -> bool {
+        self.has_kernel(Kind::Float) && !self.zero_centred && self.cast == Cast::After
+    }
+
+    /// The row kernels make x̂ of rows of this type; else it is composed.
+    pub fn has_kernel(&self, kind: Kind) -> bool {
+        !self.eps_outside && self.part == 1.0 && (self.cast != Cast::Scale || is_wide(kind))
+    }
+
+    /// Numbers of a row that are measured, at least one.
+    pub fn measured(&self, width: i64) -> Result<i64> {
+        match (self.part * width as f64).floor() as i64 {
+            0 => Err(Error::invalid(format!(
+                "{} = {} of {width} numbers is none: make it at least 1/{width}, or leave it out",
+                PART.name, self.part
+            ))),
+            some => Ok(some),
+        }
+    }
+
+    /// γ of the weight, in f32 or f64: a sum in 16 bits would lose small weights.
+    pub fn gain(&self, weight: &Tensor) -> Result<Tensor> {
+        match self.zero_centred {
+            true => Ok(accumulate(weight)?.f_add_scalar(1.0)?),
+            false => Ok(weight.shallow_clone()),
+        }
+    }
+
+    /// γ⊙x̂ of an x̂ in x's type, which was rounded to it already.
+    pub fn times_gain(&self, hat: Tensor, gain: Option<&Tensor>) -> Result<Tensor> {
+        match gain {
+            Some(_) => Ok(affine(accumulate(&hat)?, gain, None)?.f_to_kind(hat.kind())?),
+            None => Ok(hat),
+        }
+    }
+
+    /// y in x's type, by tch calls.
+    pub fn composed(&self, x: &Tensor, gain: Option<&Tensor>, eps: f64) -> Result<Tensor> {
+        let wide = accumulate(x)?;
+        let width = *x.size().last().expect("rows have a width");
+        let measured = wide.f_narrow(-1, 0, self.measured(width)?)?;
+        let scale = if self.eps_outside {
+            // The length's slope is 0 at rows of zeros, where a root's is infinite.
+            let length = measured.f_norm_scalaropt_dim(2.0, [-1i64].as_slice(), true)?;
+            let root = length.f_mul_scalar((self.measured(width)? as f64).powf(-0.5))?;
+            root.f_add_scalar(eps)?.f_reciprocal()?
+        } else {
+            let square = measured.f_square()?.f_mean_dim([-1i64].as_slice(), true, None)?;
+            square.f_add_scalar(eps)?.f_rsqrt()?
+        };
+        let scale = match self.cast {
+            Cast::Scale => accumulate(&scale.f_to_kind(x.kind())?)?,
+            _ => scale,
+        };
+        let hat = wide.f_mul(&scale)?;
+        match self.cast {
+            Cast::After => Ok(affine(hat, gain, None)?.f_to_kind(x.kind())?),
+            _ => self.times_gain(hat.f_to_kind(x.kind())?, gain),
+        }
+    }
+
+    /// Whether x̂ of rows of this type is rounded before its product with γ.
+    pub fn rounds_first(&self, kind: Kind) -> bool {
+        self.cast != Cast::After && !is_wide(kind)
+    }
+}
+
+/// A type that statistics accumulate in.
+fn is_wide(kind: Kind) -> bool {
+    matches!(kind, Kind::Float | Kind::Double)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::norm::{find, named};
+    use crate::options::Options;
+    use serde_json::json;
+
+    const X: [f64; 4] = [1.0, -2.0, 3.0, 0.5];
+    const GAMMA: [f64; 4] = [1.0, 0.5, 2.0, -1.0];
+
+    fn of(name: &str) -> (Conventions, f64) {
+        let (spec, options) = named(name, &Options::NONE).unwrap();
+        let site = Site { options: &options, ..Site::ANY };
+        (Conventions::of(spec, &site), spec.number("eps", &site).unwrap())
+    }
+
+    #[test]
+    fn the_vectors() {
+        for (name, weighs, expected) in [
+            ("rmsnorm:llama", true, [0.52981287, -0.52981287, 3.17887721, -0.26490643]),
+            ("rmsnorm:gemma", true, [1.05962574, -1.58943861, 4.76831582, 0.0]),
+        ] {
+            let (how, eps) = of(name);
+            let gain = how.gain(&Tensor::from_slice(&GAMMA)).unwrap();
+            let y = how.composed(&Tensor::from_slice(&X), weighs.then_some(&gain), eps).unwrap();
+            for (i, wanted) in expected.into_iter().enumerate() {
+                assert!((y.double_value(&[i as i64]) - wanted).abs() < 1e-8, "{name} {i}");
+            }
+        }
+        let how = Conventions { part: 0.5, ..of("rmsnorm:original").0 };
+        let y = how.composed(&Tensor::from_slice(&X), Some(&Tensor::from_slice(&GAMMA)), 1e-8).unwrap();
+        for (i, wanted) in [0.63245553, -0.63245553, 3.79473317, -0.31622776].into_iter().enumerate() {
+            assert!((y.double_value(&[i as i64]) - wanted).abs() < 1e-8, "{i}");
+        }
+    }
+
+    #[test]
+    fn rows_of_zeros_have_a_slope() {
+        let x =
+            Tensor::f_zeros([2i64, 4].as_slice(), (Kind::Double, tch::Device::Cpu)).unwrap().set_requires_grad(true);
+        of("rmsnorm:original").0.composed(&x, None, 1e-8).unwrap().sum(Kind::Double).backward();
+        assert!(x.grad().isfinite().all().int64_value(&[]) == 1);
+    }
+
+    #[test]
+    fn a_sum_in_16_bits_would_lose_small_weights() {
+        let how = of("rmsnorm:gemma").0;
+        let weight = Tensor::from_slice(&[0.00390625f32]).to_kind(Kind::BFloat16);
+        assert_eq!(how.gain(&weight).unwrap().double_value(&[0]), 1.00390625);
+    }
+
+    #[test]
+    fn none_of_a_row_is_an_error() {
+        let how = Conventions { part: 0.2, ..of("rmsnorm:original").0 };
+        let e = how.measured(4).unwrap_err().to_string();
+        assert!(e.contains("rmsnorm_part = 0.2 of 4 numbers is none"), "{e}");
+        assert_eq!(how.measured(5).unwrap(), 1);
+    }
+
+    #[test]
+    fn families_say_what_the_options_say() {
+        assert!(of("rmsnorm").0.are_plain() && of("rmsnorm:olmo").0.are_plain() && of("layernorm").0.are_plain());
+        assert!(of("rmsnorm:gemma").0.has_kernel(Kind::BFloat16) && !of("rmsnorm:partial").0.has_kernel(Kind::Float));
+        let scaled = of("rmsnorm:deepseek-v4").0;
+        assert!(scaled.has_kernel(Kind::Double) && !scaled.has_kernel(Kind::BFloat16));
+        let mut options = Options::default();
+        options.set(&crate::norm::spec::NORM_EPS, json!(0.5)).unwrap();
+        let (spec, own) = named("rmsnorm:llama", &options).unwrap();
+        assert_eq!(spec.number("eps", &Site { options: &own, ..Site::ANY }), Some(0.5));
+        let e = find("rmsnorm:lama").err().unwrap().to_string();
+        assert!(e.contains("did you mean \"rmsnorm:llama\""), "{e}");
+    }
+}

@@ -1,0 +1,117 @@
+//! Norms by the family of models that has them: a norm of the table with its conventions, under a name of its own
+//! (docs/spec.md §1.16).
+
+use super::conventions::KEYWORDS;
+use super::rms_norm;
+use super::spec::{Site, Spec, NORM_EPS};
+use crate::options::Options;
+use serde_json::{json, Value};
+
+/// A norm of the table with some of its options said.
+pub struct Family {
+    /// The norm's name, a colon, and the family's.
+    pub name: &'static str,
+    pub equation: &'static str,
+    pub source: &'static str,
+    pub spec: &'static Spec,
+    /// ε where the configuration does not say it.
+    pub eps: f64,
+    /// Values of options, by their names.
+    said: fn() -> Value,
+}
+
+/// Every family that models may name.
+pub static FAMILIES: &[Family] = &[
+    Family {
+        name: "rmsnorm:llama",
+        equation: "y = γ⊙round(x/√(mean x²+ε)), rounded to x's type before the product; ε = 1e-6",
+        source: "Llama, Mistral, Qwen3; transformers' LlamaRMSNorm",
+        spec: &rms_norm::SPEC,
+        eps: 1e-6,
+        said: || json!({"rmsnorm_cast": "before"}),
+    },
+    Family {
+        name: "rmsnorm:olmo",
+        equation: "y = γ⊙x/√(mean x²+ε), rounded once; ε = 1e-6",
+        source: "OLMo 2; transformers' Olmo2RMSNorm",
+        spec: &rms_norm::SPEC,
+        eps: 1e-6,
+        said: || json!({}),
+    },
+    Family {
+        name: "rmsnorm:gemma",
+        equation: "y = (1+w)⊙x/√(mean x²+ε), w = 0 at the start, rounded once; ε = 1e-6",
+        source: "Gemma 1 to 3, Qwen3-Next; transformers' GemmaRMSNorm",
+        spec: &rms_norm::SPEC,
+        eps: 1e-6,
+        said: || json!({"rmsnorm_zero_centred": true}),
+    },
+    Family {
+        name: "rmsnorm:gemma4",
+        equation: "y = γ⊙x/√(mean x²+ε), rounded once; ε = 1e-6",
+        source: "Gemma 4, whose norm of values has no weight; transformers' Gemma4RMSNorm",
+        spec: &rms_norm::SPEC,
+        eps: 1e-6,
+        said: || json!({}),
+    },
+    Family {
+        name: "rmsnorm:deepseek-v4",
+        equation: "y = round(1/√(mean x²+ε))·x, nothing learned, the scale rounded to x's type; ε = 1e-6",
+        source: "DeepSeek-V4's queries; transformers' DeepseekV4UnweightedRMSNorm",
+        spec: &rms_norm::SPEC,
+        eps: 1e-6,
+        said: || json!({"rmsnorm_weight": false, "rmsnorm_cast": "scale"}),
+    },
+    Family {
+        name: "rmsnorm:nanochat",
+        equation: "y = x/√(mean x²+ε), nothing learned, rounded once; ε = 2⁻²³",
+        source: "nanochat, modded-nanogpt; torch's rms_norm without a weight",
+        spec: &rms_norm::SPEC,
+        eps: f32::EPSILON as f64,
+        said: || json!({"rmsnorm_weight": false}),
+    },
+    Family {
+        name: "rmsnorm:original",
+        equation: "y = γ⊙x/(√(mean x²)+ε), ε = 1e-8",
+        source: "Zhang & Sennrich 2019, release",
+        spec: &rms_norm::SPEC,
+        eps: 1e-8,
+        said: || json!({"rmsnorm_eps_place": "outside"}),
+    },
+    Family {
+        name: "rmsnorm:partial",
+        equation: "y = γ⊙x/(√(mean of the first ⌊d/16⌋ numbers' x²)+ε), ε = 1e-8 (pRMSNorm)",
+        source: "Zhang & Sennrich 2019, §4, release",
+        spec: &rms_norm::SPEC,
+        eps: 1e-8,
+        said: || json!({"rmsnorm_eps_place": "outside", "rmsnorm_part": 0.0625}),
+    },
+];
+
+impl Family {
+    /// The options as the family's norm has them.
+    pub fn options(&self, given: &Options) -> Options {
+        let mut options = given.clone();
+        if given.get(&NORM_EPS).is_none() {
+            options.set(&NORM_EPS, json!(self.eps)).expect("ε is a number");
+        }
+        let said = (self.said)();
+        for option in KEYWORDS.iter().filter_map(|keyword| keyword.option).filter(|o| o.name() != NORM_EPS.name) {
+            let value = said.get(option.name()).cloned().unwrap_or_else(|| option.field("").default);
+            options.set(option, value).expect("a family says what its options may be");
+        }
+        options
+    }
+
+    /// As JSON: what Python makes the module of.
+    pub fn describe(&self) -> Value {
+        let settings = self.spec.settings(&Site { options: &self.options(&Options::NONE), ..Site::ANY });
+        json!({
+            "name": self.name,
+            "equation": self.equation,
+            "source": self.source,
+            "norm": self.spec.name,
+            "settings": settings,
+        })
+    }
+}

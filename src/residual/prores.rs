@@ -1,0 +1,73 @@
+//! Progressive residual warmup: branches × min(t/(T·l), 1) in layer l, counted from 1 (Chen et al. 2026).
+
+use super::{deepnorm::DeepNorm, ln_scaling::LnScaling, postnorm::PostNorm, prenorm::PreNorm, sandwich::Sandwich};
+use super::{Around, Change, Flow, Gain, Growth, GrowthCurve, Place, Point, Scheme};
+use crate::choice;
+use crate::options::{not_negative, setting, Listed};
+
+choice! {
+    /// The scheme under prores.
+    pub enum ProResScheme ("prores_scheme") {
+        PreNorm = "prenorm",
+        PostNorm = "postnorm",
+        DeepNorm = "deepnorm",
+        Sandwich = "sandwich",
+        LnScaling = "ln-scaling",
+    }
+}
+
+impl ProResScheme {
+    fn of(place: &Place) -> &'static dyn Scheme {
+        match place.options.get(&SCHEME) {
+            ProResScheme::PreNorm => &PreNorm,
+            ProResScheme::PostNorm => &PostNorm,
+            ProResScheme::DeepNorm => &DeepNorm,
+            ProResScheme::Sandwich => &Sandwich,
+            ProResScheme::LnScaling => &LnScaling,
+        }
+    }
+}
+
+setting! {
+    /// T of prores: branches of layer l, counted from 1, are in full strength from update T·l on.
+    STEPS ("prores_steps"): i64 = 1000, not_negative;
+    /// The scheme that prores multiplies the branches of.
+    SCHEME ("prores_scheme"): ProResScheme = ProResScheme::PreNorm;
+}
+
+pub struct ProRes;
+
+impl Scheme for ProRes {
+    fn name(&self) -> &'static str {
+        "prores"
+    }
+
+    fn equation(&self) -> &'static str {
+        "x⁺ = x + min(t/(T·l), 1)·F(N(x)) in layer l, counted from 1; N after the stack"
+    }
+
+    fn source(&self) -> &'static str {
+        "Chen et al. 2026"
+    }
+
+    fn options(&self) -> &'static [&'static dyn Listed] {
+        &[&STEPS, &SCHEME]
+    }
+
+    fn init(&self) -> &'static str {
+        "smallinit"
+    }
+
+    fn around(&self, place: &Place) -> Around {
+        Around { beta: Gain::Growing, ..ProResScheme::of(place).around(place) }
+    }
+
+    fn inside(&self, place: &Place) -> Vec<(Point, Change)> {
+        ProResScheme::of(place).inside(place)
+    }
+
+    fn stack(&self, place: &Place) -> Flow {
+        let growth = Growth { steps: place.options.get(&STEPS), curve: GrowthCurve::Linear, by_layer: true };
+        Flow { growth: Some(growth), ..ProResScheme::of(place).stack(place) }
+    }
+}
