@@ -11,6 +11,7 @@ mod mixing;
 mod norm;
 mod packed;
 mod parameters;
+mod positions;
 mod ranges;
 mod residual;
 mod running;
