@@ -46,6 +46,7 @@ __all__ = [
     "swap_norms",
     "swap_residuals",
     "tables",
+    "to_huggingface",
     "to_torch",
     "translate",
 ]
@@ -57,6 +58,7 @@ if TYPE_CHECKING:
     from .errors import DivergedError, InputError, Interrupted
     from .export import to_torch
     from .history import Evaluations, History
+    from .huggingface import to_huggingface
     from .memory import keep_memory
     from .model import Transformer
     from .parametrisation import param_groups
@@ -71,6 +73,7 @@ else:
         "errors": ("DivergedError", "InputError", "Interrupted"),
         "export": ("to_torch",),
         "history": ("Evaluations", "History"),
+        "huggingface": ("to_huggingface",),
         "memory": ("keep_memory",),
         "model": ("Transformer",),
         "parametrisation": ("param_groups",),

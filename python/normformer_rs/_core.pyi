@@ -186,6 +186,9 @@ def save_model(
 ) -> None:
     """Writes a model that was trained elsewhere as a run; `dictionary`, a dict.txt, says how many types there are."""
 
+def write_arrays(output: str, texts: Mapping[str, str], names: Sequence[str], tensors: Sequence[Tensor]) -> None:
+    """Makes a folder with model.safetensors and files of text, complete or not at all."""
+
 def target_vocabulary(model_dir: str) -> list[bool] | None:
     """The target vocabulary of a run, a flag for each type; None where it is the vocabulary."""
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from . import demo, fairseq_commands, text
+from . import demo, export_command, fairseq_commands, text
 from .config import DataConfig, SearchConfig, TrainingConfig, TransformerConfig, __version__, readable, split
 from .errors import DivergedError, InputError, Interrupted
 from .options import Parser, UsageError, add_flags, flag, given, layered, read_run, read_toml
@@ -84,6 +84,7 @@ def _parser() -> Parser:
         ("demo", _demo_parser),
         ("reproduce", reproduce_flags.parser),
         ("convert", _convert_parser),
+        ("export", export_command.parser),
         ("fairseq", _fairseq_parser),
         ("fairseq-user-dir", _fairseq_user_dir_parser),
     ):

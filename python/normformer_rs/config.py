@@ -171,7 +171,8 @@ TrainingConfig = _generate("TrainingConfig", "training", "A training run.")
 DataConfig = _generate("DataConfig", "data", "The text of a training run, and how it is cut into pieces.")
 SearchConfig = _generate("SearchConfig", "search", "How translations are searched.")
 LANGUAGE_MODELS = ("attention", "tensorized_rank", "tensorized_segment")
-"""Options of a model that only the training loop's language models have."""
+LANGUAGE_MODELS += ("kv_heads", "activation", "linear_biases", "max_positions", "rope_theta", "scale_embeddings")
+"""Options of a model that only the training loop's models have: neither layers of `nn` nor fairseq's take them."""
 PARAMETRISATION = tuple(field.name for field in TransformerConfig.FIELDS if field.group == "parametrisation")
 """Options that say how multipliers follow width and depth."""
 

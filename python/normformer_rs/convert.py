@@ -370,7 +370,7 @@ def _dictionary(folder: Path, task: Mapping[str, Any]) -> Path:
 def to_fairseq(directory: Path_, output: Path_, *, checkpoint: str = "best") -> None:
     """Writes a run's checkpoint as a .pt of `nfrs_transformer` or `nfrs_transformer_lm`.
 
-    Errors: InputError for positions and attention that fairseq does not have, and existing files.
+    Errors: InputError for options that the plug-in's models do not have, and existing files.
     """
     if Path(output).exists():
         raise InputError(f"{output} exists already; give a new file")
@@ -380,8 +380,9 @@ def to_fairseq(directory: Path_, output: Path_, *, checkpoint: str = "best") -> 
         raise InputError(
             f"{directory}: its positions are {config.positions}; a fairseq Transformer has positions=fairseq"
         )
-    if config.attention != "multi-head":
-        raise InputError(f"{directory}: its attention is {config.attention}, which no fairseq Transformer has")
+    for field in TransformerConfig.FIELDS:
+        if field.name in LANGUAGE_MODELS and (value := getattr(config, field.name)) != field.default:
+            raise InputError(f"{directory}: its {field.name} is {value}, which no Transformer of the plug-in has")
     state = from_canonical(dict(_core.load_parameters(str(folder))), config.tie_embeddings)
     if declare(config, "decoder").is_profiled:
         state["is_profiled"] = torch.tensor(1, dtype=torch.uint8)

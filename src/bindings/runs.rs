@@ -10,6 +10,7 @@ use pyo3::exceptions::PyKeyboardInterrupt;
 use pyo3::prelude::*;
 use pyo3_tch::PyTensor;
 use serde_json::json;
+use std::collections::BTreeMap;
 use std::path::Path;
 
 /// What to translate: a split of fairseq's binarised folder (data_bin, split, source_lang, target_lang), or lines.
@@ -130,6 +131,23 @@ fn save_model(
     Ok(())
 }
 
+/// Makes a folder with tensors as model.safetensors and files of text, complete or not at all.
+#[pyfunction]
+fn write_arrays(
+    py: Python<'_>,
+    output: &str,
+    texts: BTreeMap<String, String>,
+    names: Vec<String>,
+    tensors: Vec<PyTensor>,
+) -> PyResult<()> {
+    let tensors = named(names, tensors);
+    py.allow_threads(move || {
+        let arrays = tensors.into_iter().map(|(name, t)| Ok((name, train::checkpoint::to_array(&t)?)));
+        train::checkpoint::write_arrays(Path::new(output), &arrays.collect::<crate::error::Result<_>>()?, &texts)
+    })?;
+    Ok(())
+}
+
 /// The target vocabulary of a run, a flag for each type; None where it is the vocabulary.
 #[pyfunction]
 fn target_vocabulary(model_dir: &str) -> PyResult<Option<Vec<bool>>> {
@@ -181,6 +199,7 @@ pub(super) fn add(m: &Bound<'_, PyModule>) -> PyResult<()> {
     m.add_function(wrap_pyfunction!(load_parameters, m)?)?;
     m.add_function(wrap_pyfunction!(save_model, m)?)?;
     m.add_function(wrap_pyfunction!(target_vocabulary, m)?)?;
+    m.add_function(wrap_pyfunction!(write_arrays, m)?)?;
     m.add_function(wrap_pyfunction!(check_run, m)?)?;
     m.add_function(wrap_pyfunction!(join_line, m)?)?;
     m.add_function(wrap_pyfunction!(learn_bpe, m)?)?;

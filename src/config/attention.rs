@@ -13,6 +13,22 @@ pub(super) fn check(config: &TransformerConfig) -> Result<()> {
     }
 }
 
+/// What heads must be that share keys and values.
+pub(super) fn check_sizes(config: &TransformerConfig) -> Result<()> {
+    match config.kv_heads {
+        Some(kv_heads) if kv_heads < 1 || config.heads % kv_heads != 0 => {
+            let divisors: Vec<String> =
+                (1..=config.heads).filter(|n| config.heads % n == 0).map(|n| n.to_string()).collect();
+            Err(Error::invalid(format!(
+                "kv_heads must divide heads = {}, got {kv_heads}; it may be {}",
+                config.heads,
+                divisors.join(", ")
+            )))
+        }
+        _ => Ok(()),
+    }
+}
+
 /// Norms on queries, keys and values: their rows are heads', or another stack's, and no positions, of which norms with
 /// statistics would have them.
 fn check_norms_before_products(config: &TransformerConfig) -> Result<()> {
@@ -68,6 +84,11 @@ fn check_tensorized(config: &TransformerConfig) -> Result<()> {
     if let Some((option, _)) = asked.iter().find(|(_, is_on)| *is_on) {
         return Err(Error::invalid(format!(
             "tensorized attention has no heads, so {option} would do nothing: leave it out"
+        )));
+    }
+    if let Some(kv_heads) = config.kv_heads {
+        return Err(Error::invalid(format!(
+            "tensorized attention has no heads, so kv_heads = {kv_heads} would do nothing: leave it out"
         )));
     }
     if let Some(p) = config.attention_dropout {

@@ -1,6 +1,6 @@
 //! What options must be, alone and together.
 
-use super::{attention, parametrisation};
+use super::{attention, parametrisation, positions};
 use super::{Architecture, AttentionName, DataConfig, ScheduleName, TrainingConfig, TransformerConfig};
 use crate::error::{Error, Result};
 use crate::norm::conventions::KEYWORDS;
@@ -34,12 +34,8 @@ impl TransformerConfig {
                 divisors.join(", ")
             )));
         }
-        if self.d_model % 2 != 0 {
-            return Err(Error::invalid(format!(
-                "d_model must be even (sine and cosine take half each), got {}",
-                self.d_model
-            )));
-        }
+        positions::check_sizes(self)?;
+        attention::check_sizes(self)?;
         if self.architecture == Architecture::EncoderDecoder && self.encoder_layers < 1 {
             return Err(Error::invalid(format!(
                 "encoder_layers must be at least 1, got {}; a model without an encoder is architecture = \"decoder-only\"",
@@ -75,19 +71,8 @@ impl TransformerConfig {
         }
         self.check_that_options_matter()?;
         parametrisation::check(self)?;
+        positions::check(self)?;
         attention::check(self)
-    }
-
-    /// Refuses sentences that are longer than the model can read.
-    pub fn check_lengths(&self, lengths: &[i64]) -> Result<()> {
-        let most = self.tensorized_segment;
-        match lengths.iter().find(|n| self.attention == AttentionName::Tensorized && **n > most) {
-            Some(n) => Err(Error::invalid(format!(
-                "{n} tokens in a row, and the model's tensorized attention reads at most tensorized_segment = {most}: cut \
-                 the text shorter (segment_length), or make that larger"
-            ))),
-            None => Ok(()),
-        }
     }
 
     /// An option that would do nothing is a mistake: one of a norm, scheme, init or attention that is not chosen, or a norm where
@@ -192,6 +177,9 @@ impl TransformerConfig {
             d_model: self.d_model,
             d_ff: self.d_ff,
             heads: self.heads,
+            kv_heads: self.kv_heads.unwrap_or(self.heads),
+            activation: self.activation,
+            has_biases: self.linear_biases,
             has_encoder: self.has_encoder(),
             encoder_layers: self.encoder_layers,
             decoder_layers: self.decoder_layers,

@@ -5,6 +5,7 @@ mod attention;
 mod check;
 mod names;
 mod parametrisation;
+mod positions;
 
 pub use names::{InitName, NormName, ParametrisationName, ResidualName};
 
@@ -13,6 +14,7 @@ use crate::data::vocabulary;
 use crate::error::{Error, Result};
 use crate::options::{config, unknown_field, Field, FieldType, Listed, Options};
 use crate::parametrisation::AttentionScale;
+use crate::residual::Activation;
 use crate::{init, norm, residual};
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
@@ -22,9 +24,15 @@ choice! {
     pub enum Architecture ("architecture") { EncoderDecoder = "encoder-decoder", DecoderOnly = "decoder-only" }
 }
 choice! {
-    /// docs/spec.md §4.2: `twt` interleaves sine and cosine and counts from 0; `fairseq` puts them in two halves and
-    /// counts from padding_idx + 1.
-    pub enum Positions ("positions") { Twt = "twt", Fairseq = "fairseq" }
+    /// docs/spec.md §4.2. Sinusoids: `twt` interleaves sine and cosine and counts from 0; `fairseq` puts them in two
+    /// halves and counts from padding_idx + 1.
+    pub enum Positions ("positions") {
+        Twt = "twt",
+        Fairseq = "fairseq",
+        Learned = "learned",
+        Rotary = "rotary",
+        None = "none",
+    }
 }
 choice! {
     /// The decoder's first token: BOS in the release of Nguyen & Salazar 2019, EOS in fairseq.
@@ -94,6 +102,9 @@ config! {
             d_ff: i64 = 2048,
             /// Attention heads; must divide d_model.
             heads: i64 = 8,
+            /// Heads of keys and values; must divide heads, and heads/kv_heads heads of queries share one (grouped-query
+            /// attention, Ainslie et al. 2023); none: heads.
+            kv_heads: Option<i64> = None,
             /// A language model's attention: multi-head, or tensorized (Ma et al. 2019), which reads segments of limited
             /// length.
             attention: AttentionName = AttentionName::MultiHead,
@@ -102,6 +113,10 @@ config! {
             /// T of tensorized attention, the most tokens that it reads at a time; its output projection is
             /// (d_model, T²).
             tensorized_segment: i64 = 32,
+            /// What a feed-forward has between its matrices; swiglu and geglu have a third matrix (Shazeer 2020).
+            activation: Activation = Activation::Relu,
+            /// Biases of linear layers.
+            linear_biases: bool = true,
             /// Encoder layers.
             encoder_layers: i64 = 6,
             /// Decoder layers.
@@ -151,8 +166,15 @@ config! {
             attention_scale: Option<AttentionScale> = None,
         }
         "model" {
-            /// Layout of the sinusoidal positions.
+            /// Positions: sinusoids (twt and fairseq, two layouts), a learned table, rotary ones on queries and keys of
+            /// self-attention (Su et al. 2021), or none.
             positions: Positions = Positions::Twt,
+            /// Rows of a learned table of positions: the most tokens in a sentence.
+            max_positions: i64 = 1024,
+            /// Rotary positions' base.
+            rope_theta: f64 = 10000.0,
+            /// Multiply word embeddings by √d_model.
+            scale_embeddings: bool = true,
             /// The decoder's first token: bos, or eos as fairseq has it.
             decoder_start: DecoderStart = DecoderStart::Bos,
             /// Which embeddings are one table: source, target and output (all), target and output (decoder), none.
@@ -165,7 +187,7 @@ config! {
             embedding_dropout: Option<f64> = None,
             /// Dropout on attention weights; none: `dropout`.
             attention_dropout: Option<f64> = None,
-            /// Dropout after ReLU; none: `dropout`.
+            /// Dropout after the activation; none: `dropout`.
             activation_dropout: Option<f64> = None,
         }
     }

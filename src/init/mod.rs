@@ -18,6 +18,8 @@ choice! {
         AttentionOutput = "output",
         FeedForward1 = "fc1",
         FeedForward2 = "fc2",
+        /// A gated feed-forward's third matrix, by whose product the activation's output is multiplied.
+        Gate = "gate",
     }
 }
 

@@ -10,7 +10,8 @@ use crate::residual::{Place, Point};
 use tch::{Device, Tensor};
 
 /// softmax(s·QKᵀ)V per head, heads joined, output projection; s is 1/√d_head, or 1/d_head by the parametrisation.
-/// torch.nn's layout: q, k and v stacked in one matrix.
+/// torch.nn's layout: q, k and v stacked in one matrix. Grouped queries (Ainslie et al. 2023): head h of the queries has
+/// the keys and values of head ⌊h·kv_heads/heads⌋.
 pub struct Attention {
     in_weight: Tensor,
     in_bias: Option<Tensor>,
@@ -18,10 +19,13 @@ pub struct Attention {
     out_bias: Option<Tensor>,
     d: i64,
     heads: i64,
+    kv_heads: i64,
+    /// Numbers in a row of keys, or of values.
+    kv_width: i64,
     scale: f64,
 }
 
-/// Keys and values of what has been decoded, a row for each token of each hypothesis: (room, d) each.
+/// Keys and values of what has been decoded, a row for each token of each hypothesis: (room, kv_width) each.
 pub struct Cache {
     keys: Tensor,
     values: Tensor,
@@ -30,18 +34,21 @@ pub struct Cache {
 impl Attention {
     pub fn build(b: &mut Builder, place: &Place, init: &Init, has_biases: bool) -> Result<Self> {
         let (d, heads) = (place.model.d_model, place.model.heads);
-        let stacked = init.linears(&[Role::Query, Role::Key, Role::Value], d, d, place);
+        let (kv_heads, kv_width) = (place.model.kv_heads, place.kv_width());
+        let parts = [(Role::Query, d), (Role::Key, kv_width), (Role::Value, kv_width)];
+        let stacked = Fill::Rows(parts.map(|(role, rows)| (rows, init.matrix(role, d, rows, place))).to_vec());
         let bias = |b: &mut Builder, name: &str, width: i64| {
             has_biases.then(|| b.parameter(name, &[width], &Fill::Constant(0.0))).transpose()
         };
-        let in_weight = b.parameter("in_proj_weight", &[3 * d, d], &stacked)?;
-        let in_bias = bias(b, "in_proj_bias", 3 * d)?;
+        let rows = d + 2 * kv_width;
+        let in_weight = b.parameter("in_proj_weight", &[rows, d], &stacked)?;
+        let in_bias = bias(b, "in_proj_bias", rows)?;
         let (out_weight, out_bias) = b.within("out_proj", |b| {
             let weight = b.parameter("weight", &[d, d], &init.matrix(Role::AttentionOutput, d, d, place))?;
             Ok((weight, bias(b, "bias", d)?))
         })?;
         let scale = place.model.scaled.scores(d / heads);
-        Ok(Attention { in_weight, in_bias, out_weight, out_bias, d, heads, scale })
+        Ok(Attention { in_weight, in_bias, out_weight, out_bias, d, heads, kv_heads, kv_width, scale })
     }
 
     /// Every sentence to itself.
@@ -85,21 +92,18 @@ impl Attention {
 
     /// The encoder output's keys and values.
     pub fn memory(&self, memory: &Tensor, inside: &Inside, ctx: &Context) -> Result<(Tensor, Tensor)> {
-        let [k, v] = self.parts(self.project(memory, self.d, 2 * self.d, ctx)?)?;
-        let change = |point, x| inside.at_heads(point, x, self.heads, &ctx.rows());
+        let [k, v] = parts(self.project(memory, self.d, 2 * self.kv_width, ctx)?, [self.kv_width; 2])?;
+        let change = |point, x| inside.at_heads(point, x, self.kv_heads, &ctx.rows());
         Ok((change(Point::Key, k)?, change(Point::Value, v)?))
     }
 
     fn queries_keys_values(&self, x: &Tensor, inside: &Inside, ctx: &Context) -> Result<[Tensor; 3]> {
-        let [q, k, v] = self.parts(ctx.linear(x, &self.in_weight, self.in_bias.as_ref())?)?;
-        let change = |point, x| inside.at_heads(point, x, self.heads, &ctx.rows());
-        Ok([change(Point::Query, q)?, change(Point::Key, k)?, change(Point::Value, v)?])
-    }
-
-    /// (rows, n·d) as n matrices (rows, d).
-    fn parts<const N: usize>(&self, stacked: Tensor) -> Result<[Tensor; N]> {
-        let parts = stacked.f_split(self.d, 1)?;
-        Ok(parts.try_into().expect("a product of n·d columns has n parts of d"))
+        let stacked = ctx.linear(x, &self.in_weight, self.in_bias.as_ref())?;
+        let [q, k, v] = parts(stacked, [self.d, self.kv_width, self.kv_width])?;
+        let change = |point, x, heads| inside.at_heads(point, x, heads, &ctx.rows());
+        let q = ctx.turned(change(Point::Query, q, self.heads)?)?;
+        let k = ctx.turned(change(Point::Key, k, self.kv_heads)?)?;
+        Ok([q, k, change(Point::Value, v, self.kv_heads)?])
     }
 
     /// By some rows of the stacked q, k and v.
@@ -129,10 +133,10 @@ impl Attention {
         self.read([&q, &cache.keys, &cache.values], reads, inside, ctx)
     }
 
-    /// Single queries to the rows that they read. On the CPU nothing is copied; where gradients are recorded, and
-    /// elsewhere, it is attention to gathered rows.
+    /// Single queries to the rows that they read. On the CPU nothing is copied; where gradients are recorded, where heads
+    /// share keys, and elsewhere, it is attention to gathered rows.
     fn read(&self, [q, k, v]: [&Tensor; 3], reads: &Reads, inside: &Inside, ctx: &Context) -> Result<Tensor> {
-        if q.device() == Device::Cpu && !operator::Recording::is_on() {
+        if q.device() == Device::Cpu && !operator::Recording::is_on() && !self.is_grouped() {
             return self.output(reads.attention([q, k, v], self.heads, self.scale)?, inside, ctx);
         }
         let (k, v, ranges) = reads.gathered([k, v], q.device())?;
@@ -153,9 +157,16 @@ impl Attention {
         let p = if seed.is_some() { ctx.rates.attention } else { 0.0 };
         let dropout = seed.filter(|_| p > 0.0).map(|seed| (p, seed, site));
         let heads = match ranges {
-            Ranges::Padded(padded) => padded.attention([q, k, v], self.heads, causal, self.scale, dropout)?,
+            Ranges::Packed(table) if self.is_grouped() && !causal && dropout.is_none() => {
+                self.among_groups([q, k, v], table)?
+            }
             Ranges::Packed(table) => {
-                operator::attention(q, k, v, table, self.heads, causal, self.scale, p, seed, site)?
+                let (k, v) = (self.for_each_query(k)?, self.for_each_query(v)?);
+                operator::attention(q, &k, &v, table, self.heads, causal, self.scale, p, seed, site)?
+            }
+            Ranges::Padded(padded) => {
+                let (k, v) = (self.for_each_query(k)?, self.for_each_query(v)?);
+                padded.attention([q, &k, &v], self.heads, causal, self.scale, dropout)?
             }
         };
         self.output(heads, inside, ctx)
@@ -168,6 +179,39 @@ impl Attention {
         let out = ctx.linear(&heads, &self.out_weight, self.out_bias.as_ref())?;
         inside.at(Point::AfterOutput, out, &rows)
     }
+
+    fn is_grouped(&self) -> bool {
+        self.kv_heads < self.heads
+    }
+
+    /// Keys or values (rows, kv_width), each head as often as heads of queries share it: (rows, d).
+    fn for_each_query(&self, x: &Tensor) -> Result<Tensor> {
+        if !self.is_grouped() {
+            return Ok(x.shallow_clone());
+        }
+        let (shared, width) = (self.heads / self.kv_heads, self.d / self.heads);
+        let apart = x.f_reshape([-1, self.kv_heads, 1, width].as_slice())?;
+        let repeated = apart.f_expand([-1, -1, shared, -1].as_slice(), false)?;
+        Ok(repeated.f_reshape([-1, self.d].as_slice())?)
+    }
+
+    /// Without a mask, the heads of queries that share keys and values are rows of one head: nothing is copied.
+    fn among_groups(&self, [q, k, v]: [&Tensor; 3], table: &Tensor) -> Result<Tensor> {
+        let (shared, width) = (self.heads / self.kv_heads, self.d / self.heads);
+        let rows = q.f_reshape([-1, self.kv_heads, shared, width].as_slice())?.f_transpose(1, 2)?;
+        let rows = rows.f_reshape([-1, self.kv_width].as_slice())?; // (rows of q·shared, kv_width)
+        let times = Tensor::f_from_slice(&[shared, shared, 1, 1])?.f_to_device(table.device())?;
+        let table = table.f_mul(&times)?;
+        let heads = operator::attention(&rows, k, v, &table, self.kv_heads, false, self.scale, 0.0, None, 0)?;
+        let heads = heads.f_reshape([-1, shared, self.kv_heads, width].as_slice())?.f_transpose(1, 2)?;
+        Ok(heads.f_reshape([-1, self.d].as_slice())?)
+    }
+}
+
+/// Columns of a product as matrices of those widths.
+fn parts<const N: usize>(stacked: Tensor, widths: [i64; N]) -> Result<[Tensor; N]> {
+    let parts = stacked.f_split_with_sizes(widths.as_slice(), 1)?;
+    Ok(parts.try_into().expect("as many parts as widths"))
 }
 
 impl Cache {

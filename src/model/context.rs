@@ -2,6 +2,7 @@
 
 use super::linear::{linear, Flat};
 use super::norm::PassRows;
+use super::positions::Rotation;
 use super::prepared::PreparedWeights;
 use super::running::Kept;
 use super::Packed;
@@ -56,6 +57,8 @@ pub struct Context {
     kept: Kept,
     /// True at rows that belong to no sentence; none: there are no such rows.
     spare: Option<Tensor>,
+    /// Of the rows' queries and keys, where positions are rotary.
+    rotation: Option<Rc<Rotation>>,
     /// Where parameters and their gradients lie, if linear layers add to gradients there.
     flat: Option<Rc<Flat>>,
     /// Weights that do not change between passes, if there are several.
@@ -78,6 +81,7 @@ impl Context {
             group: ProcessGroup::ALONE,
             kept: Kept::default(),
             spare: None,
+            rotation: None,
             flat: None,
             prepared: None,
             watch: None,
@@ -97,6 +101,7 @@ impl Context {
             group: ProcessGroup::ALONE,
             kept: Kept::default(),
             spare: None,
+            rotation: None,
             flat: None,
             prepared: None,
             watch: None,
@@ -135,12 +140,25 @@ impl Context {
         Context { spare: side.spare.as_ref().map(Tensor::shallow_clone), ..self.clone() }
     }
 
+    /// The same pass, the queries and keys of its rows turned so.
+    pub fn turning(self, rotation: Option<Rotation>) -> Self {
+        Context { rotation: rotation.map(Rc::new), ..self }
+    }
+
+    /// Queries or keys of the pass's rows, turned by their positions where those are rotary.
+    pub fn turned(&self, x: Tensor) -> Result<Tensor> {
+        match &self.rotation {
+            Some(rotation) => rotation.turn(&x),
+            None => Ok(x),
+        }
+    }
+
     fn clone(&self) -> Self {
         let shared = |t: &Option<Tensor>| t.as_ref().map(Tensor::shallow_clone);
         let (seed, spare) = (shared(&self.seed), shared(&self.spare));
         let (kept, watch, site) = (self.kept.clone(), self.watch.clone(), self.site.clone());
-        let (flat, prepared) = (self.flat.clone(), self.prepared.clone());
-        Context { seed, spare, kept, watch, site, flat, prepared, ..*self }
+        let (rotation, flat, prepared) = (self.rotation.clone(), self.flat.clone(), self.prepared.clone());
+        Context { seed, spare, rotation, kept, watch, site, flat, prepared, ..*self }
     }
 
     /// The same pass, setting gains by profiling.

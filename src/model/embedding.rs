@@ -1,7 +1,7 @@
-//! Word embeddings with sinusoidal positions, and the output projection that may share them.
+//! Word embeddings with their positions, and the output projection that may share them.
 
 use super::linear::linear;
-use super::sinusoids::Sinusoids;
+use super::positions::Added;
 use super::{times, Builder, Context, Packed, PAD};
 use crate::config::{Ties, TransformerConfig};
 use crate::error::Result;
@@ -19,10 +19,12 @@ pub struct Embeddings {
     /// The output projection is an embedding: FixNorm then applies to it too.
     tied: bool,
     fixnorm: bool,
+    /// Of words: √d of the base's width, or 1.
     scale: f64,
     /// Multiplies words and positions together.
     alpha: f64,
-    positions: Sinusoids,
+    source_positions: Added,
+    target_positions: Added,
 }
 
 impl Embeddings {
@@ -42,6 +44,11 @@ impl Embeddings {
                 (source, table(b, Table::Target)?)
             }
         };
+        let source_positions = match has_source {
+            true => Added::build(b, config, init, Table::Source)?,
+            false => Added::Nothing,
+        };
+        let target_positions = Added::build(b, config, init, Table::Target)?;
         let output = match config.tie_embeddings {
             Ties::None => b.within("output_projection", |b| {
                 b.parameter("weight", &[v, d], &init.output_matrix(&config.outline(), v))
@@ -59,33 +66,33 @@ impl Embeddings {
             output_bias,
             tied: config.tie_embeddings != Ties::None,
             fixnorm: config.fixnorm,
-            scale: (scaled.base_width as f64).sqrt(),
+            scale: if config.scale_embeddings { (scaled.base_width as f64).sqrt() } else { 1.0 },
             alpha: scaled.input,
-            positions: Sinusoids::new(config.positions, d),
+            source_positions,
+            target_positions,
         })
     }
 
     /// drop(α_in(√d·W[token] + position)), d the base's width: (rows, d) in the parameters' type.
     pub fn source(&self, input: &Packed, ctx: &Context) -> Result<Tensor> {
-        self.embed(self.source.as_ref().unwrap_or(&self.target), input, ctx)
+        self.embed(self.source.as_ref().unwrap_or(&self.target), &self.source_positions, input, ctx)
     }
 
     pub fn target(&self, input: &Packed, ctx: &Context) -> Result<Tensor> {
-        self.embed(&self.target, input, ctx)
+        self.embed(&self.target, &self.target_positions, input, ctx)
     }
 
-    fn embed(&self, table: &Tensor, input: &Packed, ctx: &Context) -> Result<Tensor> {
+    fn embed(&self, table: &Tensor, positions: &Added, input: &Packed, ctx: &Context) -> Result<Tensor> {
         let mut words = Tensor::f_embedding(table, &input.tokens, -1, false, false)?;
         if self.fixnorm {
             words = fix_norm::fix_norm(&words)?;
         }
-        let table = self.positions.table(input.end, words.kind(), input.positions.device())?;
-        let positions = table.f_index_select(0, &input.positions)?;
-        let positions = match &input.real {
-            Some(real) => positions.f_mul(&real.f_to_kind(positions.kind())?)?,
-            None => positions,
+        let words = times(words, self.scale)?;
+        let x = match positions.rows(input, words.kind())? {
+            Some(positions) => words.f_add(&positions)?,
+            None => words,
         };
-        let x = times((words * self.scale).f_add(&positions)?, self.alpha)?;
+        let x = times(x, self.alpha)?;
         operator::dropout(x, ctx.rates.embedding, ctx.seed.as_ref(), ctx.site())
     }
 

@@ -1,11 +1,11 @@
-//! The feed-forward sublayer: `W₂·drop(relu(W₁x + b₁)) + b₂`.
+//! The feed-forward sublayer: `W₂·drop(σ(W₁x + b₁)) + b₂`, gated `W₂·drop(σ(W₁x + b₁)⊙(W₃x + b₃)) + b₂`.
 
 use super::residual::Inside;
 use super::{Builder, Context};
 use crate::error::Result;
 use crate::init::{Fill, Init, Role};
 use crate::operator;
-use crate::residual::{Place, Point};
+use crate::residual::{Activation, Place, Point};
 use tch::Tensor;
 
 pub struct FeedForward {
@@ -13,11 +13,14 @@ pub struct FeedForward {
     bias1: Option<Tensor>,
     weight2: Tensor,
     bias2: Option<Tensor>,
+    activation: Activation,
+    /// W₃ and b₃ of a gated one.
+    gate: Option<(Tensor, Option<Tensor>)>,
 }
 
 impl FeedForward {
     pub fn build(b: &mut Builder, place: &Place, init: &Init, has_biases: bool) -> Result<Self> {
-        let (d, f) = (place.model.d_model, place.model.d_ff);
+        let (d, f, activation) = (place.model.d_model, place.model.d_ff, place.model.activation);
         let mut layer = |name: &str, role, fan_in, fan_out| {
             b.within(name, |b| {
                 let weight = b.parameter("weight", &[fan_out, fan_in], &init.matrix(role, fan_in, fan_out, place))?;
@@ -27,7 +30,8 @@ impl FeedForward {
         };
         let (weight1, bias1) = layer("linear1", Role::FeedForward1, d, f)?;
         let (weight2, bias2) = layer("linear2", Role::FeedForward2, f, d)?;
-        Ok(FeedForward { weight1, bias1, weight2, bias2 })
+        let gate = activation.is_gated().then(|| layer("linear3", Role::Gate, d, f)).transpose()?;
+        Ok(FeedForward { weight1, bias1, weight2, bias2, activation, gate })
     }
 
     pub fn forward(&self, x: &Tensor, inside: &Inside, ctx: &Context) -> Result<Tensor> {
@@ -35,9 +39,22 @@ impl FeedForward {
         let x = inside.at(Point::Input, x.shallow_clone(), &rows)?;
         let h = ctx.linear(&x, &self.weight1, self.bias1.as_ref())?; // (rows, d_ff)
         let h = inside.at(Point::BeforeActivation, h, &rows)?;
-        let h = operator::relu_dropout(&h, ctx.rates.activation, ctx.seed.as_ref(), ctx.site())?;
+        let h = match self.activation {
+            Activation::Relu => operator::relu_dropout(&h, ctx.rates.activation, ctx.seed.as_ref(), ctx.site())?,
+            Activation::Gelu | Activation::GeGlu => self.dropped(h.f_gelu("none")?, &x, ctx)?,
+            Activation::Silu | Activation::SwiGlu => self.dropped(h.f_silu()?, &x, ctx)?,
+        };
         ctx.show(|watch| watch.activations(&h))?;
         let h = inside.at(Point::Amid, h, &rows)?;
         ctx.linear(&h, &self.weight2, self.bias2.as_ref())
+    }
+
+    /// The activation's output, times the gate if there is one, after dropout.
+    fn dropped(&self, h: Tensor, x: &Tensor, ctx: &Context) -> Result<Tensor> {
+        let h = match &self.gate {
+            Some((weight, bias)) => h.f_mul(&ctx.linear(x, weight, bias.as_ref())?)?,
+            None => h,
+        };
+        operator::dropout(h, ctx.rates.activation, ctx.seed.as_ref(), ctx.site())
     }
 }

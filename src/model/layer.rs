@@ -85,6 +85,7 @@ impl Streams {
 impl Layer {
     pub fn build(b: &mut Builder, place: &Place, init: &Init, schemes: &Schemes) -> Result<Self> {
         let scheme = schemes.at(place);
+        let has_biases = scheme.has_biases() && place.model.has_biases;
         let shared = shared(b, &scheme.layer(place))?;
         let mut sublayers = Vec::new();
         for place in place.each() {
@@ -93,13 +94,13 @@ impl Layer {
                     SublayerFunction::Tensorized(b.within("self_attn", |b| Tensorized::build(b, &place, init, sizes))?)
                 }
                 (Sublayer::SelfAttention, None) => SublayerFunction::SelfAttention(
-                    b.within("self_attn", |b| Attention::build(b, &place, init, scheme.has_biases()))?,
+                    b.within("self_attn", |b| Attention::build(b, &place, init, has_biases))?,
                 ),
                 (Sublayer::CrossAttention, _) => SublayerFunction::CrossAttention(
-                    b.within("multihead_attn", |b| Attention::build(b, &place, init, scheme.has_biases()))?,
+                    b.within("multihead_attn", |b| Attention::build(b, &place, init, has_biases))?,
                 ),
                 (Sublayer::FeedForward, _) => {
-                    SublayerFunction::FeedForward(FeedForward::build(b, &place, init, scheme.has_biases())?)
+                    SublayerFunction::FeedForward(FeedForward::build(b, &place, init, has_biases)?)
                 }
             };
             let (around, scale) = scheme.around(&place).times(place.model.scaled.branch(place.layers()));

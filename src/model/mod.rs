@@ -13,6 +13,7 @@ mod mixing;
 mod norm;
 mod packed;
 mod parameters;
+mod positions;
 mod prepared;
 mod ranges;
 mod reads;

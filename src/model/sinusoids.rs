@@ -1,25 +1,36 @@
-//! Sinusoidal positions (docs/spec.md §4.2).
+//! Tables of sines and cosines by position (docs/spec.md §4.2).
 
 use super::PAD;
-use crate::config::Positions;
 use crate::error::Result;
 use std::cell::RefCell;
 use tch::{Device, Kind, Tensor};
 
+/// What stands in a row of a table.
+#[derive(Clone, Copy, Debug)]
+pub enum Layout {
+    /// Column 2j is a sine, 2j+1 a cosine, of position·10000^(−2j/d).
+    Twt,
+    /// Sines in the first half, cosines in the second; the first token stands at padding_idx + 1.
+    Fairseq,
+    /// Cosines in the first half, sines in the second, of position·θ^(−2j/d).
+    Rotary { theta: f64 },
+}
+
 /// A table of them, of as many rows as were asked for so far.
+#[derive(Debug)]
 pub struct Sinusoids {
-    layout: Positions,
-    d_model: i64,
+    layout: Layout,
+    width: i64,
     /// The last one is in use; a recorded CUDA graph may still read the shorter ones before it.
     tables: RefCell<Vec<Tensor>>,
 }
 
 impl Sinusoids {
-    pub fn new(layout: Positions, d_model: i64) -> Self {
-        Sinusoids { layout, d_model, tables: RefCell::default() }
+    pub fn new(layout: Layout, width: i64) -> Self {
+        Sinusoids { layout, width, tables: RefCell::default() }
     }
 
-    /// At least the first `rows` positions, (…, d_model).
+    /// At least the first `rows` positions, (…, width).
     pub fn table(&self, rows: i64, kind: Kind, device: Device) -> Result<Tensor> {
         let mut tables = self.tables.borrow_mut();
         if !tables.last().is_some_and(|t| t.size()[0] >= rows && t.kind() == kind && t.device() == device) {
@@ -29,22 +40,24 @@ impl Sinusoids {
     }
 
     fn make(&self, rows: usize, kind: Kind, device: Device) -> Result<Tensor> {
-        let d = self.d_model as usize;
+        let d = self.width as usize;
         let half = d / 2;
         let mut values = vec![0f64; rows * d];
         for (position, row) in values.chunks_exact_mut(d).enumerate() {
             for j in 0..half {
                 match self.layout {
-                    // column 2j is a sine, 2j+1 a cosine, of position·10000^(−2j/d)
-                    Positions::Twt => {
+                    Layout::Twt => {
                         let angle = position as f64 * 10000f64.powf(-2.0 * j as f64 / d as f64);
                         (row[2 * j], row[2 * j + 1]) = angle.sin_cos();
                     }
-                    // sines in the first half, cosines in the second; the first token stands at padding_idx + 1
-                    Positions::Fairseq => {
+                    Layout::Fairseq => {
                         let step = 10000f64.ln() / (half as f64 - 1.0).max(1.0);
                         let angle = (position as i64 + PAD + 1) as f64 * (-(j as f64) * step).exp();
                         (row[j], row[half + j]) = angle.sin_cos();
+                    }
+                    Layout::Rotary { theta } => {
+                        let angle = position as f64 * theta.powf(-2.0 * j as f64 / d as f64);
+                        (row[half + j], row[j]) = angle.sin_cos();
                     }
                 }
             }

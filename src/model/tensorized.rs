@@ -3,9 +3,8 @@
 
 use super::linear::linear;
 use super::residual::Inside;
-use super::sinusoids::Sinusoids;
+use super::sinusoids::{Layout, Sinusoids};
 use super::{Builder, Context, Ranges};
-use crate::config::Positions;
 use crate::error::Result;
 use crate::init::{Fill, Init, Role};
 use crate::residual::{Place, Point, TensorizedSizes};
@@ -54,7 +53,7 @@ impl Tensorized {
             core: b.parameter("core", &[rank], &Fill::Constant(1.0 / rank as f64))?,
             biases: [b.parameter("content_bias", &[rank], &zeros)?, b.parameter("position_bias", &[rank], &zeros)?],
             out_weight,
-            positions: Sinusoids::new(Positions::Twt, d),
+            positions: Sinusoids::new(Layout::Twt, d),
             rank,
             segment,
         })

@@ -4,7 +4,7 @@
 use super::layer::{Branch, SublayerFunction};
 use super::norm::{Norm, PassRows};
 use super::stack::{Stack, StackCache};
-use super::{Builder, Context, Packed, Ranges};
+use super::{Builder, Context, Packed, Ranges, Sentences, Transformer};
 use crate::config::TransformerConfig;
 use crate::error::Result;
 use crate::init;
@@ -292,4 +292,91 @@ fn the_fused_step_is_the_unfused_one() {
         }
     }
     assert!(close(&y, &norm("norm", &stream)));
+}
+
+/// Positions, activations and shared keys, each at least once.
+const ARCHITECTURES: [&str; 6] = [
+    r#""positions": "rotary", "activation": "swiglu", "kv_heads": 2, "linear_biases": false, "scale_embeddings": false"#,
+    r#""positions": "rotary", "rope_theta": 100, "kv_heads": 1, "qk_norm": true, "norm": "rmsnorm""#,
+    r#""positions": "rotary", "kv_heads": 2, "residual": "olmo2""#,
+    r#""positions": "learned", "max_positions": 20, "activation": "gelu", "tie_embeddings": "none""#,
+    r#""positions": "none", "activation": "silu", "residual": "hybridnorm", "kv_heads": 2"#,
+    r#""activation": "geglu", "kv_heads": 4, "residual": "subln""#,
+];
+
+/// A model of options, its parameters away from their first values.
+fn model(options: &str, architecture: &str) -> Transformer {
+    let text = format!(
+        r#"{{"architecture": "{architecture}", "d_model": {D}, "d_ff": 12, "heads": 4, "vocab_size": 12,
+            "encoder_layers": 2, "decoder_layers": 2, "init": "xavier", "dropout": 0.3, {options}}}"#
+    );
+    tch::manual_seed(3);
+    let config = crate::config::from_json("model", &text).unwrap();
+    let model = Transformer::new(&config, Device::Cpu, Kind::Double).unwrap();
+    for (_, parameter) in model.parameters.iter() {
+        let _ = no_grad(|| parameter.shallow_clone().f_add_(&(parameter.randn_like() * 0.1)));
+    }
+    model
+}
+
+#[test]
+fn steps_read_what_the_whole_pass_reads() {
+    let sentences: [Vec<i64>; 2] = [(0..19).map(|i| 4 + i % 8).collect(), (0..19).map(|i| 4 + i * i % 8).collect()];
+    let read = |sentences: &[Vec<i64>]| Packed::of(&sentences.iter().map(Vec::as_slice).collect::<Vec<_>>()).unwrap();
+    let ctx = Context::evaluation(Kind::Double);
+    for (options, architecture) in ARCHITECTURES.iter().flat_map(|o| [(o, "decoder-only"), (o, "encoder-decoder")]) {
+        let model = model(options, architecture);
+        let source = model.config.has_encoder().then(|| Packed::of(&[&[5, 9, 2], &[7, 2]]).unwrap());
+        let memory = source.as_ref().and_then(|source| model.encode(source, &ctx).unwrap());
+        let whole = Sentences::new(source, read(&sentences), Device::Cpu).unwrap();
+        let whole = model.logits(&model.features(&whole, &ctx).unwrap(), Kind::Double).unwrap();
+        let mut cache = StackCache::default();
+        // Halfway, beyond the cache's first room, the slots change places.
+        let mut slots = [0usize, 1];
+        for position in 0..19 {
+            if position == 17 {
+                slots.reverse();
+                cache.reorder(&Tensor::from_slice(&[1i64, 0])).unwrap();
+            }
+            let tokens = slots.map(|s| sentences[s][position]);
+            let step = model.step(&tokens, position as i64, &slots, memory.as_ref(), &mut cache, &ctx).unwrap();
+            for (i, s) in slots.into_iter().enumerate() {
+                let (step, whole) = (step.get(i as i64), whole.get((s * 19 + position) as i64));
+                assert!(close(&step, &whole), "{options} {architecture} {position}");
+            }
+        }
+    }
+}
+
+#[test]
+fn learned_positions_end() {
+    let model = model(r#""positions": "learned", "max_positions": 3"#, "decoder-only");
+    let (mut cache, ctx) = (StackCache::default(), Context::evaluation(Kind::Double));
+    let mut step = |position| model.step(&[4], position, &[0], None, &mut cache, &ctx).map(drop);
+    (0..3).try_for_each(&mut step).unwrap();
+    let said = step(3).unwrap_err().to_string();
+    assert!(said.contains("4 tokens in a row, and the model's learned positions are max_positions = 3"), "{said}");
+}
+
+#[test]
+fn layers_that_run_again_give_the_same_gradients() {
+    for (options, architecture) in ARCHITECTURES.iter().flat_map(|o| [(o, "decoder-only"), (o, "encoder-decoder")]) {
+        let model = model(options, architecture);
+        let read = || {
+            let source = model.config.has_encoder().then(|| Packed::of(&[&[5, 9, 2], &[7, 2]]).unwrap());
+            Sentences::new(source, Packed::of(&[&[4, 5, 6], &[7, 8]]).unwrap(), Device::Cpu).unwrap()
+        };
+        let gradients = |recompute: bool| -> Vec<Tensor> {
+            let seed = Tensor::from_slice(&[7i64, 1, 0]);
+            let ctx = Context::training(super::Rates::of(&model.config), seed, Kind::Double).recomputing(recompute);
+            let features = model.features(&read(), &ctx).unwrap();
+            model.logits(&features, Kind::Double).unwrap().square().sum(Kind::Double).backward();
+            let parameters = model.parameters.tensors();
+            parameters.iter().map(|t| t.grad().copy()).collect()
+        };
+        let plain = gradients(false);
+        model.parameters.tensors().iter().for_each(|t| t.shallow_clone().zero_grad());
+        let again = gradients(true);
+        assert!(plain.iter().zip(&again).all(|(a, b)| a == b), "{options} {architecture}");
+    }
 }

@@ -2,6 +2,7 @@
 
 use super::cargo::Cargo;
 use super::embedding::Embeddings;
+use super::positions::Rotary;
 use super::stack::{Stack, StackCache, StackMemory};
 use super::{times, Builder, Context, Packed, Parameters, Ranges, Reads, Sentences};
 use crate::config::TransformerConfig;
@@ -14,6 +15,7 @@ pub struct Transformer {
     pub config: TransformerConfig,
     pub parameters: Parameters,
     embeddings: Embeddings,
+    rotary: Option<Rotary>,
     encoder: Option<Stack>,
     decoder: Stack,
 }
@@ -53,7 +55,8 @@ impl Transformer {
             |name: &str, stack| b.within(name, |b| Stack::build(b, &config.place(stack, 0), init, &schemes));
         let encoder = config.has_encoder().then(|| stack("encoder", residual::StackName::Encoder)).transpose()?;
         let decoder = stack("decoder", residual::StackName::Decoder)?;
-        Ok(Transformer { config: config.clone(), parameters: b.finish()?, embeddings, encoder, decoder })
+        let (config, parameters, rotary) = (config.clone(), b.finish()?, Rotary::of(config));
+        Ok(Transformer { config, parameters, embeddings, rotary, encoder, decoder })
     }
 
     /// Tells the model the number of the update that is about to be made, 1 for the first.
@@ -88,11 +91,12 @@ impl Transformer {
     fn decoded(&self, read: &Sentences, ctx: &Context) -> Result<Tensor> {
         let Sentences { source, target, own, across } = read;
         self.config.check_lengths(&target.lengths)?;
-        let on_target = ctx.over(target);
+        let on_target = self.over(target, ctx)?;
         match (&self.encoder, source.as_ref().zip(across.as_ref())) {
             (Some(encoder), Some((source, [among, across]))) => {
+                self.config.check_lengths(&source.lengths)?;
                 let x = self.embeddings.source(source, ctx)?;
-                let memory = encoder.forward(x, among, false, None, &ctx.over(source))?;
+                let memory = encoder.forward(x, among, false, None, &self.over(source, ctx)?)?;
                 let x = self.embeddings.target(target, ctx)?;
                 self.decoder.forward(x, own, true, Some((&memory, across)), &on_target)
             }
@@ -103,6 +107,12 @@ impl Transformer {
             (Some(_), None) => Err(Error::invalid("an encoder-decoder model needs source sentences, got none")),
             (None, Some(_)) => Err(Error::invalid("a decoder-only model takes no source sentences, got some")),
         }
+    }
+
+    /// The pass over one side of it.
+    fn over(&self, side: &Packed, ctx: &Context) -> Result<Context> {
+        let rotation = self.rotary.as_ref().map(|rotary| rotary.rotation(side, ctx.kind)).transpose()?;
+        Ok(ctx.over(side).turning(rotation))
     }
 
     /// Where its parameters lie.
@@ -123,8 +133,10 @@ impl Transformer {
     /// The encoder's part of decoding; none for a decoder-only model.
     pub fn encode(&self, source: &Packed, ctx: &Context) -> Result<Option<Memory>> {
         let Some(encoder) = &self.encoder else { return Ok(None) };
+        self.config.check_lengths(&source.lengths)?;
         let among = Ranges::between(source, source, self.device())?.to(self.device())?;
-        let output = encoder.forward(self.embeddings.source(source, ctx)?, &among, false, None, ctx)?;
+        let on_source = self.over(source, ctx)?;
+        let output = encoder.forward(self.embeddings.source(source, ctx)?, &among, false, None, &on_source)?;
         Ok(Some(Memory { keys_values: self.decoder.memory(&output, ctx)?, offsets: source.offsets.clone() }))
     }
 
@@ -153,10 +165,11 @@ impl Transformer {
         cache: &mut StackCache,
         ctx: &Context,
     ) -> Result<Tensor> {
+        self.config.check_lengths(&[position + 1])?;
         let slots = tokens.len() as i64;
         let device = self.device();
         let input = Packed::new(tokens, &vec![position; tokens.len()], (0..=slots).collect())?.to(device)?;
-        let x = self.embeddings.target(&input, ctx)?;
+        let (x, ctx) = (self.embeddings.target(&input, ctx)?, &self.over(&input, ctx)?);
         let across =
             memory.map(|memory| Reads::ranges(sentences.iter().map(|&s| memory.offsets[s]..memory.offsets[s + 1])));
         let memory = memory.zip(across.as_ref()).map(|(m, reads)| (&m.keys_values, reads));

@@ -25,8 +25,9 @@ impl Scheme for Olmo2 {
         if place.sublayer == Sublayer::FeedForward {
             return Vec::new();
         }
-        let norm = |name: &str| Change::Norm(place.projected_norm(name, place.model.d_model));
-        vec![(Point::Query, norm("q_norm")), (Point::Key, norm("k_norm"))]
+        let norm = |name: &str, width: i64| Change::Norm(place.projected_norm(name, width));
+        let (queries, keys) = (place.model.d_model, place.kv_width());
+        vec![(Point::Query, norm("q_norm", queries)), (Point::Key, norm("k_norm", keys))]
     }
 
     fn stack(&self, place: &Place) -> Flow {

@@ -47,12 +47,37 @@ impl Sublayer {
     }
 }
 
+choice! {
+    /// What a feed-forward has between its matrices (docs/spec.md §4.3).
+    pub enum Activation ("activation") {
+        Relu = "relu",
+        Gelu = "gelu",
+        Silu = "silu",
+        /// silu, times a third matrix's product.
+        SwiGlu = "swiglu",
+        /// gelu, times a third matrix's product.
+        GeGlu = "geglu",
+    }
+}
+
+impl Activation {
+    /// There is a third matrix.
+    pub fn is_gated(self) -> bool {
+        matches!(self, Activation::SwiGlu | Activation::GeGlu)
+    }
+}
+
 /// A model's form, as far as tables ask for it.
 #[derive(Clone, Copy, Debug)]
 pub struct Outline<'a> {
     pub d_model: i64,
     pub d_ff: i64,
     pub heads: i64,
+    /// Heads of keys and values; several heads of queries share one.
+    pub kv_heads: i64,
+    pub activation: Activation,
+    /// Linear layers have biases, if the scheme wants them too.
+    pub has_biases: bool,
     /// A model without one has a decoder alone.
     pub has_encoder: bool,
     pub encoder_layers: i64,
@@ -75,6 +100,9 @@ impl Outline<'_> {
         d_model: 2,
         d_ff: 2,
         heads: 1,
+        kv_heads: 1,
+        activation: Activation::Relu,
+        has_biases: true,
         has_encoder: true,
         encoder_layers: 1,
         decoder_layers: 1,
@@ -207,5 +235,13 @@ impl<'a> Place<'a> {
     /// Numbers in a head.
     pub fn d_head(&self) -> i64 {
         self.model.d_model / self.model.heads.max(1)
+    }
+
+    /// Numbers in a row of keys, or of values.
+    pub fn kv_width(&self) -> i64 {
+        match self.model.kv_heads == self.model.heads {
+            true => self.model.d_model,
+            false => self.model.kv_heads * self.d_head(),
+        }
     }
 }

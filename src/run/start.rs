@@ -191,8 +191,8 @@ pub fn dry_run(
     let built = Transformer::new(&prepared.model, Device::Cpu, Kind::Float)?;
     let n = built.parameters.numel();
     let most = training.max_tokens as usize;
-    // Activations kept for the backward pass, f32 units a row: about 16 d + 2 d_ff a layer and side, and for tensorized
-    // attention 3 T·R of products and 2 T² of entries; one block of logits.
+    // Activations kept for the backward pass, f32 units a row: about 16 d + 2 d_ff a layer and side (5 d_ff where
+    // feed-forwards are gated), and for tensorized attention 3 T·R of products and 2 T² of entries; one block of logits.
     let (d, f) = (model.d_model as usize, model.d_ff as usize);
     let encoder = if model.has_encoder() { model.encoder_layers as usize } else { 0 };
     let layers = encoder + model.decoder_layers as usize;
@@ -203,7 +203,8 @@ pub fn dry_run(
             segment * (3 * rank + 2 * segment)
         }
     };
-    let activations = most.saturating_mul(layers * (16 * d + 2 * f + attention) * 4);
+    let wide = if model.activation.is_gated() { 5 * f } else { 2 * f };
+    let activations = most.saturating_mul(layers * (16 * d + wide + attention) * 4);
     let logits = 1024 * prepared.model.vocab_size as usize * 4;
     Ok(serde_json::json!({
         "parameters": n,

@@ -99,6 +99,15 @@ pub fn save(path: &Path, update: u64, checkpoint: &Checkpoint) -> Result<()> {
     })
 }
 
+/// Makes the folder `path`, which must not exist, of arrays and files of text for other programs: no checkpoint.
+pub fn write_arrays(path: &Path, arrays: &Arrays, texts: &BTreeMap<String, String>) -> Result<()> {
+    arrays::check(arrays)?;
+    atomic::write_directory(path, |folder| {
+        folder.file(MODEL, |sink| arrays::write(sink, arrays))?;
+        texts.iter().try_for_each(|(name, text)| folder.file(name, |sink| sink.put(text.as_bytes())).map(drop))
+    })
+}
+
 /// Reads a checkpoint: its folder, a link to it, or a run's folder (then its best, or else its last).
 ///
 /// # Errors

@@ -167,6 +167,7 @@ SETUPS = {  # layers, width, feed-forward, heads; dropouts; rate, warm-up; token
     "pn-iwslt": ((6, 512, 1024, 4), (0.3, 0.1), (1.5e-3, 8000), (4096, 100_000)),
     "pn-wmt": ((6, 1024, 4096, 16), (0.3, 0.1), (3e-3, 8000), (131_072, 300_000)),
     "pn-ptb": ((3, 256, 2100, 8), (0.3, None), (2.5e-4, 4000), (4096, 0)),
+    "llama-tiny": ((6, 288, 768, 6), (0.0, None), (5e-4, 1000), (4096, 10000)),
     "brn": ((6, 512, 2048, 8), (0.4, 0.0), (5e-4, 4000), (524_288, 100_000)),
 }
 
@@ -175,7 +176,7 @@ def test_presets_are_the_papers():
     found = {}
     for name in PRESETS:
         model, training = nfrs.preset(name)
-        assert training.adam_form == ("torch" if name in ("twt", "twt-gl-en") else "fairseq")
+        assert training.adam_form == ("torch" if name in ("twt", "twt-gl-en", "llama-tiny") else "fairseq")
         assert model.architecture == "decoder-only" or model.encoder_layers == model.decoder_layers
         assert model.attention_dropout == model.activation_dropout
         shape = (model.decoder_layers, model.d_model, model.d_ff, model.heads)

@@ -16,6 +16,7 @@ from .config import (
     DEFAULTS,
     Config,
     complete,
+    kv_width,
 )
 from .constants import (
     admin_omega,
@@ -40,7 +41,6 @@ from .model import (
     log_probabilities,
     pack,
     pad,
-    sinusoids,
     unpack,
     word_dropout,
 )
@@ -83,6 +83,7 @@ from .philox import (
     dropout_threshold,
     philox4x32,
 )
+from .positions import sinusoids
 from .profiling import profile_admin
 from .residual import (
     RESIDUAL_NAMES,
@@ -162,6 +163,7 @@ __all__ = [
     "inverse_sqrt_lambda",
     "inverse_sqrt_peak",
     "is_defined",
+    "kv_width",
     "label_smoothed_cross_entropy",
     "layer_norm",
     "length_penalty",

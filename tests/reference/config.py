@@ -11,9 +11,12 @@ DEFAULTS: dict[str, Any] = {
     "d_model": 16,
     "d_ff": 32,
     "heads": 2,
+    "kv_heads": None,  # None: heads
     "attention": "multi-head",  # or "tensorized"
     "tensorized_rank": 40,
     "tensorized_segment": 32,
+    "activation": "relu",  # or "gelu", "silu", "swiglu", "geglu"
+    "linear_biases": True,
     "encoder_layers": 2,
     "decoder_layers": 2,
     "norm": "layernorm",
@@ -63,7 +66,10 @@ DEFAULTS: dict[str, Any] = {
     "input_alpha": 1.0,
     "output_alpha": 1.0,
     "attention_scale": None,  # or "inverse", "inverse-sqrt"
-    "positions": "twt",  # or "fairseq"
+    "positions": "twt",  # or "fairseq", "learned", "rotary", "none"
+    "max_positions": 1024,
+    "rope_theta": 10000.0,
+    "scale_embeddings": True,
     "tie_embeddings": "all",  # or "decoder", "none"
     "output_bias": False,
 }
@@ -89,10 +95,21 @@ def complete(config: Config) -> dict[str, Any]:
     full = {**DEFAULTS, **config}
     for stack in ("encoder", "decoder"):
         full[f"{stack}_norm"] = full[f"{stack}_norm"] or full["norm"]
+    full["kv_heads"] = full["kv_heads"] or full["heads"]
     names = [part.partition("*")[0] for part in full["residual"].split(",")]
     inits = {DEFAULT_INITS.get(name, "xavier") for name in names}
     full["init"] = full["init"] or (inits.pop() if len(inits) == 1 else "xavier")
     return full
+
+
+def kv_width(config: Config) -> int:
+    """Numbers in a row of keys, or of values: kv_heads heads of d/heads."""
+    c = complete(config)
+    return c["kv_heads"] * (c["d_model"] // c["heads"])
+
+
+def is_gated(config: Config) -> bool:
+    return complete(config)["activation"] in ("swiglu", "geglu")
 
 
 def stacks(config: Config) -> tuple[str, ...]:

@@ -9,13 +9,13 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from .config import Config, complete, is_one_stack, layer_counts
+from .config import Config, complete, is_one_stack, kv_width, layer_counts
 from .parameters import parameters
 from .parametrisation import base_width
 
 
 class Linear(NamedTuple):
-    """A weight matrix of a layer: its stack, its layer from 1, and its role: q, k, v, out, fc1 or fc2."""
+    """A weight matrix of a layer: its stack, its layer from 1, and its role: q, k, v, out, fc1, fc2 or gate."""
 
     stack: str
     layer: int
@@ -32,8 +32,9 @@ def expected_mean(config: Config, name: str) -> float | Tensor:
 def expected_std(config: Config, name: str, part: int = 0) -> float:
     """The standard deviation of parameter `name` under config["init"]; 0 for what starts constant.
 
-    Xavier: gain·√(2/(fan_in+fan_out)), the same for the normal and for the uniform. q, k and v count separately, d×d
-    each: `part` 0, 1 and 2 of an in_proj_weight. Embeddings N(0, 1/d), under FixNorm U(−0.01, 0.01), of std 0.01/√3.
+    Xavier: gain·√(2/(fan_in+fan_out)), the same for the normal and for the uniform. q, k and v count separately, as
+    many rows each as they have: `part` 0, 1 and 2 of an in_proj_weight. Embeddings N(0, 1/d), under FixNorm
+    U(−0.01, 0.01), of std 0.01/√3; learned positions as the words of their side without FixNorm.
     """
     c, parameter = complete(config), parameters(config)[name]
     d, init = base_width(c), c["init"]
@@ -41,7 +42,7 @@ def expected_std(config: Config, name: str, part: int = 0) -> float:
         raise ValueError(f"unknown init {init!r}; the inits are {', '.join(INIT_NAMES)}")
     if parameter.start is not None:
         return 0.0
-    if name.endswith("embedding.weight") and c["fixnorm"]:
+    if _is_fixed(c, name):
         return 0.01 / math.sqrt(3)
     if init == "gpt2":
         return _gpt2_std(c, name)
@@ -50,7 +51,7 @@ def expected_std(config: Config, name: str, part: int = 0) -> float:
     if name == "output_projection.weight":
         return {"fairseq": d**-0.5, "b2t": d**-0.5, "r-fixup": 0.0}.get(init, _xavier(d, c["vocab_size"]))
     d = c["d_model"]
-    fan_out, fan_in = (d, d) if name.endswith("in_proj_weight") else parameter.shape
+    fan_out, fan_in = ((d, *[kv_width(c)] * 2)[part], d) if name.endswith("in_proj_weight") else parameter.shape
     return GAINS[init](c, _linear(name, part)) * _xavier(fan_in, fan_out)
 
 
@@ -58,14 +59,19 @@ def expected_bound(config: Config, name: str, part: int = 0) -> float | None:
     """The limit a of U(−a, a), √3 times its standard deviation; None for what is normal or constant."""
     c, std = complete(config), expected_std(config, name, part)
     if name.endswith("embedding.weight"):
-        is_uniform = c["fixnorm"]
+        is_uniform = _is_fixed(c, name)
     else:
         is_normal = name == "output_projection.weight" and c["init"] in ("fairseq", "b2t")
         is_uniform = c["init"] in UNIFORM_INITS and not is_normal
     return math.sqrt(3) * std if is_uniform and std > 0 else None
 
 
-# The gain of every init on a layer's linears.
+def _is_fixed(config: Config, name: str) -> bool:
+    """A table of words under FixNorm."""
+    return config["fixnorm"] and name.endswith("embedding.weight") and "position" not in name
+
+
+# The gain of every init on a layer's linears. A gate has fc1's without what that has for the depth.
 
 
 def xavier_gain(config: Config, linear: Linear) -> float:
@@ -74,7 +80,7 @@ def xavier_gain(config: Config, linear: Linear) -> float:
 
 def smallinit_gain(config: Config, linear: Linear) -> float:
     """Attention: std √(2/(5d)) = √(2/(d+4d)), against Xavier's √(2/(2d)) (TwT §2.2)."""
-    return 1.0 if linear.role in ("fc1", "fc2") else math.sqrt(2 / 5)
+    return 1.0 if linear.role in ("fc1", "fc2", "gate") else math.sqrt(2 / 5)
 
 
 def fairseq_gain(config: Config, linear: Linear) -> float:
@@ -84,12 +90,12 @@ def fairseq_gain(config: Config, linear: Linear) -> float:
 
 def deepnorm_gain(config: Config, linear: Linear) -> float:
     """β on v, out, fc1, fc2, of self- and cross-attention."""
-    return 1.0 if linear.role in ("q", "k") else deepnorm_beta(config, linear.stack)
+    return 1.0 if linear.role in ("q", "k", "gate") else deepnorm_beta(config, linear.stack)
 
 
 def subln_gain(config: Config, linear: Linear) -> float:
     """γ on v, out, fc1, fc2, but not in the decoder's cross-attention."""
-    is_plain = linear.role in ("q", "k") or linear.is_cross_attention
+    is_plain = linear.role in ("q", "k", "gate") or linear.is_cross_attention
     return 1.0 if is_plain else subln_gamma(config, linear.stack)
 
 
@@ -100,6 +106,8 @@ def ds_init_gain(config: Config, linear: Linear) -> float:
 
 def t_fixup_gain(config: Config, linear: Linear) -> float:
     """1/√2 on q, k, as fairseq; on v, out, fc1, fc2 the stack's factor (Huang et al. 2020, release)."""
+    if linear.role == "gate":
+        return 1.0
     return 1 / math.sqrt(2) if linear.role in ("q", "k") else t_fixup_factor(config, linear.stack)
 
 
@@ -108,7 +116,7 @@ def r_fixup_gain(config: Config, linear: Linear) -> float:
     branches = fixup_branches(config)
     if linear.role in ("q", "k", "v"):
         return branches ** (-1 / 6)
-    return branches ** (-1 / 2) if linear.role == "fc1" else 0.0
+    return {"fc1": branches ** (-1 / 2), "gate": 1.0}.get(linear.role, 0.0)
 
 
 def b2t_gain(config: Config, linear: Linear) -> float:
@@ -171,7 +179,7 @@ def t_fixup_factor(config: Config, stack: str) -> float:
 def t_fixup_embedding_gain(config: Config, name: str) -> float:
     """(9N)^{−1/4} of the source or shared embedding, (9M)^{−1/4} of a separate target one, or where there is no N."""
     n, m = layer_counts(config)
-    is_target = name == "target_embedding.weight" or is_one_stack(config)
+    is_target = name.startswith("target_") or is_one_stack(config)
     return (9 * (m if is_target else n)) ** (-1 / 4)
 
 
@@ -187,7 +195,7 @@ def _linear(name: str, part: int) -> Linear:
     if name.endswith("in_proj_weight"):
         role = ("q", "k", "v")[part]
     else:
-        role = {"out_proj": "out", "linear1": "fc1", "linear2": "fc2"}[name.split(".")[-2]]
+        role = {"out_proj": "out", "linear1": "fc1", "linear2": "fc2", "linear3": "gate"}[name.split(".")[-2]]
     return Linear(stack, int(layer) + 1, role, ".multihead_attn." in name)
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from .batch_norms import BATCH_NORMS
-from .config import Config, complete
+from .config import Config, complete, kv_width
 from .constants import branchnorm_alpha
 from .mixing import begin, read, write
 from .norms import (
@@ -21,10 +21,11 @@ from .norms import (
     residual_step,
     rms_conventions,
 )
-from .operators import PAD, UNK, attention, causal_mask, masked_log_softmax, relu_dropout
+from .operators import ACTIVATIONS, PAD, UNK, attention, causal_mask, masked_log_softmax, relu_dropout
 from .parameters import State, buffer_shapes, parameter_shapes
 from .parametrisation import forward_factors
 from .philox import dropout_keep, dropout_scale
+from .positions import positions_of, rotated, sinusoids
 from .residual import (
     Change,
     Combine,
@@ -57,24 +58,6 @@ class Dropout:
     seed: int = 0
     update: int = 0
     micro_batch: int = 0
-
-
-def sinusoids(positions: Tensor, d: int, layout: str) -> Tensor:
-    """Sinusoidal positions (…, d) of integer positions (…), in f64 (docs/spec.md §4.2).
-
-    twt: columns 2i and 2i+1 are sin and cos of pos·10000^{−2i/d}; fairseq: the first half of the columns are the sines,
-    the second the cosines, of pos·exp(−j·ln 10000/(d/2−1)), and an odd d ends in a zero column.
-    """
-    if layout == "twt":
-        column = torch.arange(d)
-        angles = positions.unsqueeze(-1) * 10000.0 ** (-2.0 * (column // 2).double() / d)
-        return torch.where(column % 2 == 0, angles.sin(), angles.cos())
-    if layout == "fairseq":
-        half = d // 2
-        angles = positions.unsqueeze(-1) * torch.exp(-torch.arange(half).double() * math.log(10000.0) / (half - 1))
-        table = torch.cat([angles.sin(), angles.cos()], -1)
-        return torch.nn.functional.pad(table, (0, d - 2 * half))
-    raise ValueError(f"unknown positions {layout!r}; the layouts are twt, fairseq")
 
 
 def forward(
@@ -113,13 +96,20 @@ class Run:
     def embed(self, side: str, tokens: Tensor) -> Tensor:
         """dropout(α_in(√d·E[token] + position)), position counted over real tokens; d is the base model's."""
         table, real, d = self.table(side), tokens != PAD, self.config["d_model"]
-        position = real.cumsum(-1) - 1
-        first = 0 if self.config["positions"] == "twt" else PAD + 1
-        encoding = sinusoids(position + first, d, self.config["positions"]) * real.unsqueeze(-1)
+        encoding = self.encoding(side, positions_of(real)) * real.unsqueeze(-1)
         times = forward_factors(self.config, "decoder")
         x = times.input * (times.embedding * table[tokens] + encoding.to(table.dtype))
         mask = self.keep(self.dropout.embedding, real, d)
         return x if mask is None else x * mask * dropout_scale(self.dropout.embedding)
+
+    def encoding(self, side: str, positions: Tensor) -> Tensor:
+        """What is added to words at these positions (…), (…, d)."""
+        kind, d = self.config["positions"], self.config["d_model"]
+        if kind == "learned":
+            return self.state[f"{side}_position_embedding.weight"][positions]
+        if kind in ("rotary", "none"):
+            return torch.zeros(*positions.shape, d)
+        return sinusoids(positions + (0 if kind == "twt" else PAD + 1), d, kind)
 
     def stack(
         self, name: str, x: Tensor, real: Tensor, memory: Tensor | None = None, memory_real: Tensor | None = None
@@ -214,24 +204,30 @@ class Run:
         """W_o·Concat(head_h) + b_o, head_h = Attention(W_q,h·query, W_k,h·memory, W_v,h·memory)."""
         heads, d, name = self.config["heads"], self.config["d_model"], f"{place.prefix}.{place.kind}"
         inside = describe_sublayer(place).inside
-        w_q, w_k, w_v = self.state[f"{name}.in_proj_weight"].split(d)
-        b_q, b_k, b_v = self.state[f"{name}.in_proj_bias"].split(d) if f"{name}.in_proj_bias" in self.state else [0] * 3
+        widths = [d, kv_width(self.config), kv_width(self.config)]
+        w_q, w_k, w_v = self.state[f"{name}.in_proj_weight"].split(widths)
+        bias = self.state.get(f"{name}.in_proj_bias")
+        b_q, b_k, b_v = [0] * 3 if bias is None else bias.split(widths)
 
         def split(x: Tensor) -> Tensor:
-            return x.unflatten(-1, (heads, d // heads)).transpose(1, 2)  # (B, heads, T, d_head)
+            return x.unflatten(-1, (-1, d // heads)).transpose(1, 2)  # (B, heads or kv_heads, T, d_head)
 
         p = self.dropout.attention
         keep = self.attention_keep(p, query_real, key_real)
 
         def projected(point: str, x: Tensor, real: Tensor) -> Tensor:
             change = inside.get(point)
-            is_whole = isinstance(change, Norm) and change.width == d
+            is_whole = isinstance(change, Norm) and change.width == x.shape[-1]
             x = self.changed(change, place.stack, x, real) if is_whole else x
             return split(x) if is_whole else self.changed(change, place.stack, split(x), real)
 
         q = projected("query", query @ w_q.T + b_q, query_real)
         k = projected("key", memory @ w_k.T + b_k, key_real)
         v = projected("value", memory @ w_v.T + b_v, key_real)
+        if self.config["positions"] == "rotary" and place.kind == "self_attn":
+            q, k = (rotated(x, positions_of(query_real), self.config["rope_theta"]) for x in (q, k))
+        shared = heads // self.config["kv_heads"]  # head h of the queries has head ⌊h/shared⌋ of keys and values
+        k, v = (x[:, [head // shared for head in range(heads)]] for x in (k, v))
         scale = 1.0 if self.config["qk_l2norm"] is not None else forward_factors(self.config, place.stack).scores
         q = q * (scale * math.sqrt(d // heads))  # attention has 1/√d_head
         joined = attention(q, k, v, allowed, keep, dropout_scale(p)).transpose(1, 2).flatten(-2)
@@ -257,12 +253,18 @@ class Run:
         return self.changed(describe_sublayer(place).inside.get("projected"), place.stack, torch.stack(rows, 1), real)
 
     def feed_forward(self, place: Place, x: Tensor, real: Tensor) -> Tensor:
-        """W₂·dropout(relu(W₁x + b₁)) + b₂."""
+        """W₂·dropout(σ(W₁x + b₁)) + b₂; gated, σ(W₁x + b₁)⊙(W₃x + b₃) (Shazeer 2020, eqs 5 and 6)."""
         p, inside = self.dropout.activation, describe_sublayer(place).inside
         mask = self.keep(p, real, self.config["d_ff"])
         hidden = self.linear(f"{place.prefix}.linear1", x)
         hidden = self.changed(inside.get("hidden"), place.stack, hidden, real)
-        activated = relu_dropout(hidden, mask, dropout_scale(p))
+        if self.config["activation"] == "relu":
+            activated = relu_dropout(hidden, mask, dropout_scale(p))
+        else:
+            activated = ACTIVATIONS[self.config["activation"]](hidden)
+            if f"{place.prefix}.linear3.weight" in self.state:
+                activated = activated * self.linear(f"{place.prefix}.linear3", x)
+            activated = activated if mask is None else activated * mask * dropout_scale(p)
         activated = self.changed(inside.get("activated"), place.stack, activated, real)
         return self.linear(f"{place.prefix}.linear2", activated)
 

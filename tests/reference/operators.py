@@ -1,6 +1,7 @@
 """ReLU + dropout, attention and label-smoothed cross-entropy (docs/spec.md §4.3, §4.7), as their equations."""
 
 import math
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -14,6 +15,13 @@ def relu_dropout(x: Tensor, mask: Tensor | None = None, scale: float = 1.0) -> T
     """y = max(x, 0)⊙mask·scale; the slope at 0 is 0. `mask` is True where kept (None: everywhere, no scale)."""
     y = torch.relu(computed(x))
     return (y if mask is None else y * mask * scale).to(x.dtype)
+
+
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "gelu": lambda x: x * (1 + torch.erf(x / math.sqrt(2))) / 2,
+    "silu": lambda x: x / (1 + torch.exp(-x)),
+}
+ACTIVATIONS |= {"geglu": ACTIVATIONS["gelu"], "swiglu": ACTIVATIONS["silu"]}
 
 
 def causal_mask(length: int) -> Tensor:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from .batch_norms import BATCH_NORMS
-from .config import Config, complete, stacks
+from .config import Config, complete, is_gated, kv_width, stacks
 from .norms import FAMILIES, rms_conventions
 from .residual import Growth, Norm, Parameter, Place, describe_stack, describe_sublayer, places
 
@@ -115,6 +115,9 @@ def _parameters(c: Config) -> Iterator[Parameter]:
         if c["architecture"] == "encoder-decoder":
             yield Parameter("source_embedding.weight", (vocab, d))
         yield Parameter("target_embedding.weight", (vocab, d))
+    if c["positions"] == "learned":
+        for side in ("source", "target") if c["architecture"] == "encoder-decoder" else ("target",):
+            yield Parameter(f"{side}_position_embedding.weight", (c["max_positions"], d))
     for stack in stacks(c):
         for place in places(c, stack):
             yield from _linears(place)
@@ -159,12 +162,15 @@ def _linears(place: Place) -> Iterator[Parameter]:
     if place.kind == "feed_forward":
         linears = {"linear1.weight": (d_ff, d), "linear2.weight": (d, d_ff)}
         biases = {"linear1.bias": (d_ff,), "linear2.bias": (d,)}
+        if is_gated(place.config):
+            linears, biases = linears | {"linear3.weight": (d_ff, d)}, biases | {"linear3.bias": (d_ff,)}
     else:
-        linears = {f"{place.kind}.in_proj_weight": (3 * d, d), f"{place.kind}.out_proj.weight": (d, d)}
-        biases = {f"{place.kind}.in_proj_bias": (3 * d,), f"{place.kind}.out_proj.bias": (d,)}
+        rows = d + 2 * kv_width(place.config)
+        linears = {f"{place.kind}.in_proj_weight": (rows, d), f"{place.kind}.out_proj.weight": (d, d)}
+        biases = {f"{place.kind}.in_proj_bias": (rows,), f"{place.kind}.out_proj.bias": (d,)}
     for name, shape in linears.items():
         yield Parameter(f"{place.prefix}.{name}", shape)
-    if describe_sublayer(place).has_biases:
+    if describe_sublayer(place).has_biases and place.config["linear_biases"]:
         for name, shape in biases.items():
             yield Parameter(f"{place.prefix}.{name}", shape, 0.0)
 

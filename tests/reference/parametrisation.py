@@ -10,7 +10,7 @@ ALPHAS = {"depth-mup": 0.5, "completep": 1.0}
 
 class Forward(NamedTuple):
     embedding: float
-    """Of words: √d in the standard parametrisation, the base's in others."""
+    """Of words: √d in the standard parametrisation, the base's in others; 1 without `scale_embeddings`."""
     input: float
     """Of words and positions together."""
     branch: float
@@ -28,12 +28,13 @@ def forward_factors(config: Config, stack: str) -> Forward:
     c = complete(config)
     name, d_head = c["parametrisation"], c["d_model"] // c["heads"]
     scores = {None: None, "inverse": 1 / d_head, "inverse-sqrt": 1 / math.sqrt(d_head)}[c["attention_scale"]]
+    words = math.sqrt(base_width(c)) if c["scale_embeddings"] else 1.0
     if name == "standard":
-        return Forward(math.sqrt(c["d_model"]), 1.0, 1.0, 1.0, scores or 1 / math.sqrt(d_head))
+        return Forward(words, 1.0, 1.0, 1.0, scores or 1 / math.sqrt(d_head))
     layers = c["decoder_layers"] if is_one_stack(c) else c[f"{stack}_layers"]
     alpha = c["depth_alpha"] or ALPHAS.get(name)
     return Forward(
-        embedding=math.sqrt(c["base_width"]),
+        embedding=words,
         input=c["input_alpha"],
         branch=1.0 if alpha is None else (layers / c["base_depth"]) ** -alpha,
         logits=c["output_alpha"] * c["base_width"] / c["d_model"],

@@ -12,7 +12,7 @@ import torch
 
 from . import mixing as mixes
 from .batch_norms import BATCH_NORMS
-from .config import Config, complete, is_one_stack
+from .config import Config, complete, is_one_stack, kv_width
 from .constants import admin_omega, deepnorm_alpha
 from .declared import Parameter
 
@@ -328,7 +328,8 @@ def olmo2(place: Place) -> Sublayer:
     """x⁺ = x+N(F(x)), norms on the whole q and k (OLMo-core)."""
     inside: dict[str, Change] = {}
     if place.kind != "feed_forward":
-        inside = {at: place.norm(f"{place.kind}.{at[0]}_norm") for at in ("query", "key")}
+        widths = {"query": place.config["d_model"], "key": kv_width(place.config)}
+        inside = {at: Norm(f"{place.prefix}.{place.kind}.{at[0]}_norm", width) for at, width in widths.items()}
     return Sublayer(output=place.norm(f"norm{place.index}"), inside=inside)
 
 

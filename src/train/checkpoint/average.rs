@@ -3,10 +3,17 @@
 use std::path::{Path, PathBuf};
 
 use half::{bf16, f16};
+use serde_json::Value;
 
 use super::{directory, load_model, Array, Arrays, Checkpoint, Dtype, Manifest};
-use crate::config::differences;
+use crate::config::{differences, TransformerConfig};
 use crate::error::{Error, Result};
+
+/// A model's options, those that its file is too old to have at their defaults.
+fn options_of(config: &Value) -> Value {
+    let read = serde_json::from_value::<TransformerConfig>(config["model"].clone());
+    read.map_or_else(|_| config["model"].clone(), |model| serde_json::json!(model))
+}
 
 /// The mean of checkpoints of one model: θ = 1/n Σ θ_i for every floating array, running statistics included, summed in
 /// f64 and rounded once to the array's dtype. Integer arrays and the state are those of the highest update, and there is
@@ -37,7 +44,7 @@ pub fn average(paths: &[impl AsRef<Path>]) -> Result<Checkpoint> {
             Error::invalid(format!("{} and {} cannot be averaged: {what}", at.display(), folder.display()))
         };
         // Training may have gone on with other options; the model is the same.
-        let options = differences(&other_config["model"], &config["model"]);
+        let options = differences(&options_of(&other_config), &options_of(&config));
         if !options.is_empty() {
             return Err(differ(options));
         }

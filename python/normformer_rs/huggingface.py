@@ -1,0 +1,334 @@
+"""Language models as folders that Hugging Face's `transformers` reads: config.json and model.safetensors."""
+
+import dataclasses
+import json
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import _core
+from .config import TransformerConfig
+from .errors import InputError
+from .model import Transformer, find_checkpoint, read_config
+
+_BOS, _PAD, _EOS = 0, 1, 2
+_EPS = 1e-5
+"""Of layernorm and rmsnorm, where norm_eps says no other."""
+_COPIED = ("vocabulary.txt", "bpe.codes")
+"""Files of a run that say how its text becomes token ids."""
+_FREE = {"vocab_size", "d_model", "d_ff", "heads", "encoder_layers", "decoder_layers", "decoder_norm", "norm_eps"}
+_FREE |= {"init", "ds_init_alpha", "ds_init_mode", "max_positions", "rope_theta", "scale_embeddings", "decoder_start"}
+_FREE |= {"tie_embeddings", "dropout", "embedding_dropout", "attention_dropout", "activation_dropout"}
+"""Options that every architecture has, or that matter in training alone; all others must be at their defaults, or be
+among an architecture's own."""
+
+
+@dataclasses.dataclass(frozen=True)
+class _Family:
+    """An architecture of Hugging Face, and how this package's parameters lie in it."""
+
+    name: str
+    options: Mapping[str, tuple[Any, ...]]
+    """Options beside `_FREE`, and the values that it computes."""
+    config: Callable[[TransformerConfig], dict[str, Any]]
+    layers: str
+    """The list of its layers."""
+    names: Mapping[str, str]
+    """Its modules by this package's, within a layer and outside."""
+    parts: Callable[[TransformerConfig, str, Tensor], Iterable[tuple[str, Tensor]]]
+    """A module's weight or bias as it is there: (module, tensor), several of a stacked one."""
+    always_biased: tuple[str, ...] = ()
+    """Modules that have a bias whatever the options."""
+
+    def misfits(self, config: TransformerConfig) -> list[str]:
+        """The options that it has no counterpart of."""
+        found = []
+        for field in TransformerConfig.FIELDS:
+            if field.name in _FREE:
+                continue
+            value, allowed = getattr(config, field.name), self.options.get(field.name, (field.default,))
+            if field.name == "norm":
+                value = config.decoder_norm or config.norm
+            if field.name == "kv_heads":
+                value = None if value == config.heads else value
+                allowed = (*allowed, value) if "kv_heads" in self.options else allowed
+            if value not in allowed:
+                found.append(f"{field.name} = {json.dumps(value)} (there {' or '.join(map(json.dumps, allowed))})")
+        return found
+
+    def state(self, config: TransformerConfig, state: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+        """Its parameters, of this package's."""
+        words = state["embedding.weight" if config.tie_embeddings == "all" else "target_embedding.weight"]
+        # This package multiplies the rows that it reads, so that the output matrix, tied, is not multiplied.
+        scale = config.d_model**0.5 if config.scale_embeddings else 1.0
+        yield self.names["embedding"] + ".weight", words * scale
+        if not _is_tied(config):
+            yield self.names["output_projection"] + ".weight", state.get("output_projection.weight", words)
+        if config.positions == "learned":
+            yield self.names["positions"] + ".weight", state["target_position_embedding.weight"]
+        for name, tensor in self._with_biases(config, state).items():
+            inner = re.fullmatch(r"decoder\.layers\.(\d+)\.(.+)[._](weight|bias)", name)
+            if inner is not None:
+                index, module, kind = inner.groups()
+                for part, values in self.parts(config, module, tensor):
+                    yield f"{self.layers}.{index}.{self.names.get(part, part)}.{kind}", values
+            elif name.startswith("decoder.norm."):
+                yield f"{self.names['decoder.norm']}.{name.rpartition('.')[2]}", tensor
+
+    def _with_biases(self, config: TransformerConfig, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        full = dict(state)
+        for name, weight in state.items():
+            if name.startswith("decoder.layers.") and name.endswith("weight"):
+                bias = name.removesuffix("weight") + "bias"
+                module = re.sub(r"decoder\.layers\.\d+\.|[._]weight$", "", name)
+                if module in self.always_biased and bias not in state:
+                    full[bias] = torch.zeros_like(weight[:, 0])
+        return full
+
+
+def _is_tied(config: TransformerConfig) -> bool:
+    """Whether one matrix can be the word embedding and the output projection there."""
+    return config.tie_embeddings != "none" and not config.scale_embeddings
+
+
+# What the architectures share.
+
+
+def _rate(config: TransformerConfig, name: str) -> float:
+    value = getattr(config, name)
+    return config.dropout if value is None else value
+
+
+def _eps(config: TransformerConfig) -> float:
+    return _EPS if config.norm_eps is None else config.norm_eps
+
+
+def _shape(config: TransformerConfig) -> dict[str, Any]:
+    return {
+        "hidden_size": config.d_model,
+        "intermediate_size": config.d_ff,
+        "num_hidden_layers": config.decoder_layers,
+        "num_attention_heads": config.heads,
+        "max_position_embeddings": config.max_positions,
+        "attention_dropout": _rate(config, "attention_dropout"),
+    }
+
+
+def _key_width(config: TransformerConfig) -> int:
+    return (config.kv_heads or config.heads) * (config.d_model // config.heads)
+
+
+def _separate(config: TransformerConfig, module: str, tensor: Tensor) -> Iterable[tuple[str, Tensor]]:
+    """q, k and v as three modules."""
+    if module != "self_attn.in_proj":
+        return [(module, tensor)]
+    widths = [config.d_model, _key_width(config), _key_width(config)]
+    return zip((f"self_attn.{letter}_proj" for letter in "qkv"), tensor.split(widths))
+
+
+def _transposed(config: TransformerConfig, module: str, tensor: Tensor) -> Iterable[tuple[str, Tensor]]:
+    """GPT-2's linear layers have (in, out)."""
+    return [(module, tensor.T if tensor.dim() == 2 else tensor)]
+
+
+def _by_head(config: TransformerConfig, module: str, tensor: Tensor) -> Iterable[tuple[str, Tensor]]:
+    """q, k and v of a head, then those of the next."""
+    if module == "self_attn.in_proj":
+        tensor = tensor.unflatten(0, (3, config.heads, -1)).transpose(0, 1).flatten(0, 2)
+    return [(module, tensor)]
+
+
+# The architectures.
+
+_DECODER = {"architecture": ("decoder-only",), "residual": ("prenorm",)}
+_PLAIN = {"relu": "relu", "gelu": "gelu", "silu": "silu"}
+_GATED = {"swiglu": "silu", "geglu": "gelu"}
+_ROTARY_RMS = {"norm": ("rmsnorm",), "positions": ("rotary",), "activation": tuple(_GATED), "kv_heads": ()}
+_LLAMA_NAMES = {
+    "embedding": "model.embed_tokens",
+    "output_projection": "lm_head",
+    "decoder.norm": "model.norm",
+    "self_attn.out_proj": "self_attn.o_proj",
+    "linear1": "mlp.gate_proj",
+    "linear3": "mlp.up_proj",
+    "linear2": "mlp.down_proj",
+    "norm1": "input_layernorm",
+    "norm2": "post_attention_layernorm",
+}
+
+
+def _llama_like(model_type: str) -> Callable[[TransformerConfig], dict[str, Any]]:
+    def config_of(config: TransformerConfig) -> dict[str, Any]:
+        return _shape(config) | {
+            "model_type": model_type,
+            "num_key_value_heads": config.kv_heads or config.heads,
+            "head_dim": config.d_model // config.heads,
+            "hidden_act": _GATED[config.activation],
+            "rms_norm_eps": _eps(config),
+            "attention_bias": config.linear_biases,
+            "mlp_bias": config.linear_biases,
+            # as transformers 5 has it, and as earlier versions do
+            "rope_parameters": {"rope_type": "default", "rope_theta": config.rope_theta},
+            "rope_theta": config.rope_theta,
+        }
+
+    return config_of
+
+
+def _gpt2(config: TransformerConfig) -> dict[str, Any]:
+    return {
+        "model_type": "gpt2",
+        "n_embd": config.d_model,
+        "n_inner": config.d_ff,
+        "n_layer": config.decoder_layers,
+        "n_head": config.heads,
+        "n_positions": config.max_positions,
+        "activation_function": _PLAIN[config.activation],
+        "layer_norm_epsilon": _eps(config),
+        "resid_pdrop": config.dropout,
+        "embd_pdrop": _rate(config, "embedding_dropout"),
+        "attn_pdrop": _rate(config, "attention_dropout"),
+    }
+
+
+def _gpt_neox(config: TransformerConfig) -> dict[str, Any]:
+    rope = {"rope_type": "default", "rope_theta": config.rope_theta, "partial_rotary_factor": 1.0}
+    return _shape(config) | {
+        "model_type": "gpt_neox",
+        "hidden_act": _PLAIN[config.activation],
+        "layer_norm_eps": _eps(config),
+        "hidden_dropout": config.dropout,
+        "attention_bias": config.linear_biases,
+        "use_parallel_residual": False,
+        "rope_parameters": rope,
+        "rotary_emb_base": config.rope_theta,
+        "rotary_pct": 1.0,
+    }
+
+
+_FAMILIES = (
+    _Family(
+        "LlamaForCausalLM",
+        {**_DECODER, **_ROTARY_RMS, "linear_biases": (True, False)},
+        _llama_like("llama"),
+        "model.layers",
+        _LLAMA_NAMES,
+        _separate,
+    ),
+    _Family(
+        "Qwen3ForCausalLM",
+        {**_DECODER, **_ROTARY_RMS, "qk_norm": (True,), "linear_biases": (False,)},
+        _llama_like("qwen3"),
+        "model.layers",
+        _LLAMA_NAMES,
+        _separate,
+    ),
+    _Family(
+        "Olmo2ForCausalLM",
+        {**_DECODER, **_ROTARY_RMS, "residual": ("olmo2",), "linear_biases": (False,)},
+        _llama_like("olmo2"),
+        "model.layers",
+        _LLAMA_NAMES | {"norm1": "post_attention_layernorm", "norm2": "post_feedforward_layernorm"},
+        _separate,
+    ),
+    _Family(
+        "GPT2LMHeadModel",
+        {**_DECODER, "positions": ("learned",), "activation": tuple(_PLAIN), "linear_biases": (True, False)},
+        _gpt2,
+        "transformer.h",
+        {
+            "embedding": "transformer.wte",
+            "positions": "transformer.wpe",
+            "output_projection": "lm_head",
+            "decoder.norm": "transformer.ln_f",
+            "self_attn.in_proj": "attn.c_attn",
+            "self_attn.out_proj": "attn.c_proj",
+            "linear1": "mlp.c_fc",
+            "linear2": "mlp.c_proj",
+            "norm1": "ln_1",
+            "norm2": "ln_2",
+        },
+        _transposed,
+        ("self_attn.in_proj", "self_attn.out_proj", "linear1", "linear2"),
+    ),
+    _Family(
+        "GPTNeoXForCausalLM",
+        {**_DECODER, "positions": ("rotary",), "activation": tuple(_PLAIN), "linear_biases": (True, False)},
+        _gpt_neox,
+        "gpt_neox.layers",
+        {
+            "embedding": "gpt_neox.embed_in",
+            "output_projection": "embed_out",
+            "decoder.norm": "gpt_neox.final_layer_norm",
+            "self_attn.in_proj": "attention.query_key_value",
+            "self_attn.out_proj": "attention.dense",
+            "linear1": "mlp.dense_h_to_4h",
+            "linear2": "mlp.dense_4h_to_h",
+            "norm1": "input_layernorm",
+            "norm2": "post_attention_layernorm",
+        },
+        _by_head,
+        ("linear1", "linear2"),
+    ),
+)
+
+
+def _family(config: TransformerConfig, origin: str) -> _Family:
+    """The architecture that computes the model. Errors: InputError that names what the nearest one lacks."""
+    misfits = [(family.misfits(config), family) for family in _FAMILIES]
+    found, nearest = min(misfits, key=lambda entry: len(entry[0]))
+    if found:
+        names = ", ".join(family.name for family in _FAMILIES)
+        raise InputError(
+            f"{origin}: no architecture of Hugging Face among {names} computes this model; {nearest.name} is nearest, "
+            f"and has no counterpart of {', '.join(found)}"
+        )
+    return nearest
+
+
+def to_huggingface(
+    model: str | PathLike[str] | Transformer, output: str | PathLike[str], *, checkpoint: str | int = "best"
+) -> str:
+    """Writes a language model as a new folder for `AutoModelForCausalLM.from_pretrained`; returns the class there.
+
+    Args:
+        model: the `output` of training, or a Transformer.
+        output: a new folder: config.json, generation_config.json, model.safetensors, and a run's vocabulary and merges.
+        checkpoint: of a run, as in `Transformer.from_checkpoint`.
+
+    LlamaForCausalLM computes prenorm with rmsnorm, rotary positions and swiglu or geglu; Qwen3ForCausalLM the same with
+    norms on each head's queries and keys; Olmo2ForCausalLM the same under olmo2; GPT2LMHeadModel prenorm with layernorm,
+    learned positions and relu, gelu or silu; GPTNeoXForCausalLM the same with rotary positions. Where embeddings are
+    scaled by √d_model, the embedding there is the product, and the output projection another matrix.
+    generation_config.json suppresses the tokens that the target vocabulary leaves out. Logits are equal to rounding:
+    transformers keeps rotary angles and RMS norms in float32, whatever the type of the model.
+
+    Errors: InputError for options that have no counterpart there, naming them, and for an existing `output`.
+    """
+    types: list[bool] | None = None
+    texts: dict[str, str] = {}
+    if isinstance(model, Transformer):
+        config, state, origin = model.config, {k: v.detach() for k, v in model.state_dict().items()}, "the model"
+    else:
+        folder, origin = find_checkpoint(model, checkpoint), str(model)
+        config, state = read_config(folder), dict(_core.load_parameters(str(folder)))
+        types = _core.target_vocabulary(origin)
+        found = (Path(model) / name for name in _COPIED)
+        texts = {path.name: path.read_text(encoding="utf-8") for path in found if path.is_file()}
+    family = _family(config, origin)
+    suppressed = [_BOS, _PAD, *(i for i, known in enumerate(types or ()) if not known and i not in (_BOS, _PAD))]
+    ids = {"bos_token_id": _BOS if config.decoder_start == "bos" else _EOS, "eos_token_id": _EOS, "pad_token_id": _PAD}
+    words = state["embedding.weight" if config.tie_embeddings == "all" else "target_embedding.weight"]
+    shared = {"vocab_size": config.vocab_size, "tie_word_embeddings": _is_tied(config), "architectures": [family.name]}
+    shared |= {"dtype": str(words.dtype).removeprefix("torch.")}
+    settings = {"config.json": family.config(config) | shared | ids}
+    settings |= {"generation_config.json": ids | {"suppress_tokens": suppressed}}
+    texts |= {name: json.dumps(content, indent=2) + "\n" for name, content in settings.items()}
+    tensors = {name: tensor.contiguous() for name, tensor in family.state(config, state)}
+    _core.write_arrays(str(output), texts, [*tensors], [*tensors.values()])
+    return family.name

@@ -1,0 +1,112 @@
+//! What words and heads get for their positions (docs/spec.md §4.2): rows that are added, or a rotation.
+
+use super::sinusoids::{Layout, Sinusoids};
+use super::{Builder, Packed};
+use crate::config::{Positions, TransformerConfig};
+use crate::error::Result;
+use crate::init::{Init, Table};
+use tch::{Kind, Tensor};
+
+/// What is added to the words of one side.
+pub enum Added {
+    Nothing,
+    Sinusoids(Sinusoids),
+    /// (max_positions, d)
+    Learned(Tensor),
+}
+
+impl Added {
+    /// `side`: the source's or the target's. A learned table begins as that side's words do.
+    pub fn build(b: &mut Builder, config: &TransformerConfig, init: &Init, side: Table) -> Result<Self> {
+        let d = config.d_model;
+        Ok(match config.positions {
+            Positions::Twt => Added::Sinusoids(Sinusoids::new(Layout::Twt, d)),
+            Positions::Fairseq => Added::Sinusoids(Sinusoids::new(Layout::Fairseq, d)),
+            Positions::Learned => {
+                let name =
+                    if side == Table::Source { "source_position_embedding" } else { "target_position_embedding" };
+                let fill = init.table(side, &config.outline());
+                Added::Learned(b.within(name, |b| b.parameter("weight", &[config.max_positions, d], &fill))?)
+            }
+            Positions::Rotary | Positions::None => Added::Nothing,
+        })
+    }
+
+    /// One row for each of the input's, zero at padding; none: nothing is added.
+    pub fn rows(&self, input: &Packed, kind: Kind) -> Result<Option<Tensor>> {
+        let rows = match self {
+            Added::Nothing => return Ok(None),
+            Added::Sinusoids(sinusoids) => {
+                let table = sinusoids.table(input.end, kind, input.positions.device())?;
+                table.f_index_select(0, &input.positions)?
+            }
+            Added::Learned(table) => Tensor::f_embedding(table, &input.positions, -1, false, false)?,
+        };
+        match &input.real {
+            Some(real) => Ok(Some(rows.f_mul(&real.f_to_kind(rows.kind())?)?)),
+            None => Ok(Some(rows)),
+        }
+    }
+}
+
+/// Rotary positions (Su et al. 2021, eq 34): pairs of a head's numbers turn by position·θ^(−2j/d_head).
+pub struct Rotary(Sinusoids);
+
+impl Rotary {
+    pub fn of(config: &TransformerConfig) -> Option<Self> {
+        let layout = Layout::Rotary { theta: config.rope_theta };
+        (config.positions == Positions::Rotary).then(|| Rotary(Sinusoids::new(layout, config.d_model / config.heads)))
+    }
+
+    /// The rotation of each of the input's rows; `kind` is the type of products.
+    pub fn rotation(&self, input: &Packed, kind: Kind) -> Result<Rotation> {
+        let kind = if kind == Kind::Double { Kind::Double } else { Kind::Float };
+        let table = self.0.table(input.end, kind, input.positions.device())?;
+        let rows = table.f_index_select(0, &input.positions)?.f_unsqueeze(1)?; // (rows, 1, d_head)
+        let [cos, sin] = halves(&rows)?;
+        Ok(Rotation { cos, sin })
+    }
+}
+
+/// cos and sin of each row's angles, (rows, 1, d_head/2).
+#[derive(Debug)]
+pub struct Rotation {
+    cos: Tensor,
+    sin: Tensor,
+}
+
+impl Rotation {
+    /// Queries or keys (rows, n·d_head), each head's halves as (x₁cos − x₂sin, x₂cos + x₁sin): the layout of GPT-NeoX.
+    pub fn turn(&self, x: &Tensor) -> Result<Tensor> {
+        let width = 2 * self.cos.size()[2];
+        let [first, second] = halves(&x.f_unflatten(-1, [-1, width].as_slice())?)?;
+        let Rotation { cos, sin } = self;
+        let turned = [first.f_mul(cos)?.f_sub(&second.f_mul(sin)?)?, second.f_mul(cos)?.f_add(&first.f_mul(sin)?)?];
+        Ok(Tensor::f_cat(&turned, -1)?.f_flatten(-2, -1)?.f_to_kind(x.kind())?)
+    }
+}
+
+fn halves(x: &Tensor) -> Result<[Tensor; 2]> {
+    let half = x.size().last().expect("rows have a width") / 2;
+    Ok([x.f_narrow(-1, 0, half)?, x.f_narrow(-1, half, half)?])
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use tch::Device;
+
+    #[test]
+    fn turned_products_depend_on_the_distance_alone() {
+        let rotary = Rotary(Sinusoids::new(Layout::Rotary { theta: 50.0 }, 6));
+        let turned = |x: &Tensor, position: i64| {
+            let row = Packed::new(&[4], &[position], vec![0, 1]).unwrap();
+            rotary.rotation(&row, Kind::Double).unwrap().turn(x).unwrap()
+        };
+        let [q, k] = [(); 2].map(|()| Tensor::randn([1, 12], (Kind::Double, Device::Cpu)));
+        let product = |i, j| (turned(&q, i) * turned(&k, j)).sum(Kind::Double).double_value(&[]);
+        assert!((product(9, 2) - product(1007, 1000)).abs() < 1e-10);
+        assert!((product(9, 2) - product(9, 3)).abs() > 1e-3);
+        assert!((turned(&q, 5).square() - q.square()).sum(Kind::Double).double_value(&[]).abs() < 1e-12);
+    }
+}
