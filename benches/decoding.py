@@ -96,7 +96,7 @@ def compare(name: str, beam: int, sides: dict[str, Any], references: list[str], 
         agree &= same >= 0.99 if beam == 1 else abs(bleu - ours) <= 0.1
         ratio = {what: times[what] / medians["ours"][what] for what in times}
         print(
-            f"{name:8} {side:12} {times['seconds']:7.3f} s  {times['cpu']:7.3f} s CPU  batches of {best[side]:5} tokens  "
+            f"{name:8} {side:12} {times['seconds']:7.3f} s  {times['cpu']:7.3f} s CPU  batches of {best[side]:5}  "
             f"ours is {ratio['seconds']:5.2f} times as fast ({ratio['cpu']:5.2f} by CPU)  "
             f"BLEU {bleu:5.2f}  same lines {100 * same:5.1f} %",
             flush=True,
@@ -154,7 +154,9 @@ class Fairseq:
         found = re.findall(r"^H-(\d+)\t\S+\t(.*)$", asked.stdout, re.MULTILINE)
         texts = [text for _, text in sorted(found, key=lambda hypothesis: int(hypothesis[0]))]
         self.output.write_text("".join(text + "\n" for text in texts), encoding="utf-8")
-        (seconds,) = re.findall(r"Translated [\d,]+ sentences \([\d,]+ tokens\) in ([\d.]+)s", asked.stdout + asked.stderr)
+        (seconds,) = re.findall(
+            r"Translated [\d,]+ sentences \([\d,]+ tokens\) in ([\d.]+)s", asked.stdout + asked.stderr
+        )
         # All that the process used, loading included.
         return {"seconds": float(seconds), "cpu": os.times().children_user - before}
 
@@ -237,7 +239,9 @@ def to_ctranslate2(config: nfrs.TransformerConfig, weights: dict[str, Tensor], t
     spec = TransformerSpec.from_config(depths, config.heads, pre_norm=True)
     array = {name: value.numpy() for name, value in weights.items()}
 
-    def put(to: Any, weight: str, bias: str, rows: slice = slice(None)) -> None:
+    whole = slice(None)
+
+    def put(to: Any, weight: str, bias: str, rows: slice = whole) -> None:
         to.weight, to.bias = array[weight][rows].copy(), array[bias][rows].copy()
 
     def norm(to: Any, name: str) -> None:
@@ -281,7 +285,7 @@ def to_fairseq(config: nfrs.TransformerConfig, weights: dict[str, Tensor], outpu
         stack = name.split(".")[0]
         norms = [norm for *_, norm in SUBLAYERS[stack]] + ["final_layer_norm"]
         name = name.replace("linear", "fc").replace("multihead_attn", "encoder_attn")
-        name = re.sub(r"\.norm(\d)\.", lambda found: f".{norms[int(found[1]) - 1]}.", name)
+        name = re.sub(r"\.norm(\d)\.", lambda found, norms=norms: f".{norms[int(found[1]) - 1]}.", name)
         name = name.replace(f"{stack}.norm.", f"{stack}.layer_norm.")
         if ".in_proj_" in name:
             for which, part in zip("qkv", value.chunk(3), strict=True):

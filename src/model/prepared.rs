@@ -18,6 +18,12 @@ struct KeptWeight {
     _of: Tensor,
 }
 
+impl std::fmt::Debug for PreparedWeights {
+    fn fmt(&self, f: &mut std::fmt::Formatter) -> std::fmt::Result {
+        f.write_str("PreparedWeights")
+    }
+}
+
 /// y = xWᵀ + b, prepared.
 pub enum PreparedWeight {
     F32(Arc<PackedMatrix<f32>>),

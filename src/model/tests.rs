@@ -167,7 +167,7 @@ fn slots_that_move_keep_their_past() {
     let ctx = || Context::evaluation(Kind::Double);
     let check = |steps: i64| {
         let mut cache = StackCache::default();
-        let mut histories: Vec<Vec<Tensor>> = vec![vec![]; SLOTS as usize];
+        let mut histories: Vec<Vec<Tensor>> = (0..SLOTS).map(|_| vec![]).collect();
         let mut said = Tensor::new();
         for t in 0..steps {
             if t > 0 {
@@ -203,7 +203,7 @@ fn slots_that_move_keep_their_past() {
 fn a_step_of_more_tokens_than_slots_is_refused() {
     let (stack, _) = build(&config("prenorm", 1));
     let (ctx, mut cache) = (Context::evaluation(Kind::Double), StackCache::default());
-    stack.step(rows(), &mut cache, None, &ctx).unwrap();
+    let _ = stack.step(rows(), &mut cache, None, &ctx).unwrap();
     let e = stack.step(rows().narrow(0, 0, 2), &mut cache, None, &ctx).unwrap_err().to_string();
     assert!(e.contains("5 slots, but 2 tokens"), "{e}");
 }

@@ -215,12 +215,9 @@ impl Search {
 
 /// The ranks of hypotheses that are continued together. A batch of many is continued in parts: the first one often
 /// spares some of the others.
-fn waves(beam: usize, slots: usize) -> Vec<Range<usize>> {
-    let first = beam.div_ceil(2);
-    match slots < MANY || first == beam {
-        true => vec![0..beam],
-        false => vec![0..first, first..beam],
-    }
+fn waves(beam: usize, slots: usize) -> impl Iterator<Item = Range<usize>> {
+    let first = if slots < MANY { beam } else { beam.div_ceil(2) };
+    [0..first, first..beam].into_iter().filter(|ranks| !ranks.is_empty())
 }
 
 /// Slots from which a part of them is enough for a product at full speed.
