@@ -30,6 +30,7 @@ class Config:
 
 _Architecture = Literal["encoder-decoder", "decoder-only"]
 _Attention = Literal["multi-head", "tensorized"]
+_Activation = Literal["relu", "gelu", "silu", "swiglu", "geglu"]
 _Norm = Literal[
     "layernorm",
     "rmsnorm",
@@ -91,7 +92,7 @@ _LnScalingMode = Literal["constant", "weight"]
 _ProresScheme = Literal["prenorm", "postnorm", "deepnorm", "sandwich", "ln-scaling"]
 _Parametrisation = Literal["standard", "mup", "depth-mup", "completep"]
 _AttentionScale = Literal["inverse-sqrt", "inverse"]
-_Positions = Literal["twt", "fairseq"]
+_Positions = Literal["twt", "fairseq", "learned", "rotary", "none"]
 _DecoderStart = Literal["bos", "eos"]
 _TieEmbeddings = Literal["all", "decoder", "none"]
 _Schedule = Literal["inverse-sqrt", "val-decay", "no-warmup", "t-fixup", "constant"]
@@ -110,9 +111,12 @@ class TransformerConfig(Config):
     d_model: int
     d_ff: int
     heads: int
+    kv_heads: int | None
     attention: _Attention
     tensorized_rank: int
     tensorized_segment: int
+    activation: _Activation
+    linear_biases: bool
     encoder_layers: int
     decoder_layers: int
     norm: _Norm
@@ -165,6 +169,9 @@ class TransformerConfig(Config):
     output_alpha: float
     attention_scale: _AttentionScale | None
     positions: _Positions
+    max_positions: int
+    rope_theta: float
+    scale_embeddings: bool
     decoder_start: _DecoderStart
     tie_embeddings: _TieEmbeddings
     output_bias: bool
@@ -180,9 +187,12 @@ class TransformerConfig(Config):
         d_model: int = ...,
         d_ff: int = ...,
         heads: int = ...,
+        kv_heads: int | None = ...,
         attention: _Attention = ...,
         tensorized_rank: int = ...,
         tensorized_segment: int = ...,
+        activation: _Activation = ...,
+        linear_biases: bool = ...,
         encoder_layers: int = ...,
         decoder_layers: int = ...,
         norm: _Norm = ...,
@@ -235,6 +245,9 @@ class TransformerConfig(Config):
         output_alpha: float = ...,
         attention_scale: _AttentionScale | None = ...,
         positions: _Positions = ...,
+        max_positions: int = ...,
+        rope_theta: float = ...,
+        scale_embeddings: bool = ...,
         decoder_start: _DecoderStart = ...,
         tie_embeddings: _TieEmbeddings = ...,
         output_bias: bool = ...,

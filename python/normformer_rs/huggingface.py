@@ -302,9 +302,9 @@ def to_huggingface(
         checkpoint: of a run, as in `Transformer.from_checkpoint`.
 
     LlamaForCausalLM computes prenorm with rmsnorm, rotary positions and swiglu or geglu; Qwen3ForCausalLM the same with
-    norms on each head's queries and keys; Olmo2ForCausalLM the same under olmo2; GPT2LMHeadModel prenorm with layernorm,
-    learned positions and relu, gelu or silu; GPTNeoXForCausalLM the same with rotary positions. Where embeddings are
-    scaled by √d_model, the embedding there is the product, and the output projection another matrix.
+    norms on each head's queries and keys; Olmo2ForCausalLM the same under olmo2. GPT2LMHeadModel computes prenorm with
+    layernorm, learned positions and relu, gelu or silu; GPTNeoXForCausalLM the same with rotary positions. Where
+    embeddings are scaled by √d_model, the embedding there is the product, and the output projection another matrix.
     generation_config.json suppresses the tokens that the target vocabulary leaves out. Logits are equal to rounding:
     transformers keeps rotary angles and RMS norms in float32, whatever the type of the model.
 

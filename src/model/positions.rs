@@ -1,6 +1,6 @@
 //! What words and heads get for their positions (docs/spec.md §4.2): rows that are added, or a rotation.
 
-use super::sinusoids::{Layout, Sinusoids};
+use super::sinusoids::{SinusoidRow, Sinusoids};
 use super::{Builder, Packed};
 use crate::config::{Positions, TransformerConfig};
 use crate::error::Result;
@@ -20,8 +20,8 @@ impl Added {
     pub fn build(b: &mut Builder, config: &TransformerConfig, init: &Init, side: Table) -> Result<Self> {
         let d = config.d_model;
         Ok(match config.positions {
-            Positions::Twt => Added::Sinusoids(Sinusoids::new(Layout::Twt, d)),
-            Positions::Fairseq => Added::Sinusoids(Sinusoids::new(Layout::Fairseq, d)),
+            Positions::Twt => Added::Sinusoids(Sinusoids::new(SinusoidRow::Twt, d)),
+            Positions::Fairseq => Added::Sinusoids(Sinusoids::new(SinusoidRow::Fairseq, d)),
             Positions::Learned => {
                 let name =
                     if side == Table::Source { "source_position_embedding" } else { "target_position_embedding" };
@@ -54,7 +54,7 @@ pub struct Rotary(Sinusoids);
 
 impl Rotary {
     pub fn of(config: &TransformerConfig) -> Option<Self> {
-        let layout = Layout::Rotary { theta: config.rope_theta };
+        let layout = SinusoidRow::Rotary { theta: config.rope_theta };
         (config.positions == Positions::Rotary).then(|| Rotary(Sinusoids::new(layout, config.d_model / config.heads)))
     }
 
@@ -98,7 +98,7 @@ mod tests {
 
     #[test]
     fn turned_products_depend_on_the_distance_alone() {
-        let rotary = Rotary(Sinusoids::new(Layout::Rotary { theta: 50.0 }, 6));
+        let rotary = Rotary(Sinusoids::new(SinusoidRow::Rotary { theta: 50.0 }, 6));
         let turned = |x: &Tensor, position: i64| {
             let row = Packed::new(&[4], &[position], vec![0, 1]).unwrap();
             rotary.rotation(&row, Kind::Double).unwrap().turn(x).unwrap()

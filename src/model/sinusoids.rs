@@ -7,7 +7,7 @@ use tch::{Device, Kind, Tensor};
 
 /// What stands in a row of a table.
 #[derive(Clone, Copy, Debug)]
-pub enum Layout {
+pub enum SinusoidRow {
     /// Column 2j is a sine, 2j+1 a cosine, of position·10000^(−2j/d).
     Twt,
     /// Sines in the first half, cosines in the second; the first token stands at padding_idx + 1.
@@ -19,14 +19,14 @@ pub enum Layout {
 /// A table of them, of as many rows as were asked for so far.
 #[derive(Debug)]
 pub struct Sinusoids {
-    layout: Layout,
+    layout: SinusoidRow,
     width: i64,
     /// The last one is in use; a recorded CUDA graph may still read the shorter ones before it.
     tables: RefCell<Vec<Tensor>>,
 }
 
 impl Sinusoids {
-    pub fn new(layout: Layout, width: i64) -> Self {
+    pub fn new(layout: SinusoidRow, width: i64) -> Self {
         Sinusoids { layout, width, tables: RefCell::default() }
     }
 
@@ -46,16 +46,16 @@ impl Sinusoids {
         for (position, row) in values.chunks_exact_mut(d).enumerate() {
             for j in 0..half {
                 match self.layout {
-                    Layout::Twt => {
+                    SinusoidRow::Twt => {
                         let angle = position as f64 * 10000f64.powf(-2.0 * j as f64 / d as f64);
                         (row[2 * j], row[2 * j + 1]) = angle.sin_cos();
                     }
-                    Layout::Fairseq => {
+                    SinusoidRow::Fairseq => {
                         let step = 10000f64.ln() / (half as f64 - 1.0).max(1.0);
                         let angle = (position as i64 + PAD + 1) as f64 * (-(j as f64) * step).exp();
                         (row[j], row[half + j]) = angle.sin_cos();
                     }
-                    Layout::Rotary { theta } => {
+                    SinusoidRow::Rotary { theta } => {
                         let angle = position as f64 * theta.powf(-2.0 * j as f64 / d as f64);
                         (row[half + j], row[j]) = angle.sin_cos();
                     }

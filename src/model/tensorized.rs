@@ -3,7 +3,7 @@
 
 use super::linear::linear;
 use super::residual::Inside;
-use super::sinusoids::{Layout, Sinusoids};
+use super::sinusoids::{SinusoidRow, Sinusoids};
 use super::{Builder, Context, Ranges};
 use crate::error::Result;
 use crate::init::{Fill, Init, Role};
@@ -53,7 +53,7 @@ impl Tensorized {
             core: b.parameter("core", &[rank], &Fill::Constant(1.0 / rank as f64))?,
             biases: [b.parameter("content_bias", &[rank], &zeros)?, b.parameter("position_bias", &[rank], &zeros)?],
             out_weight,
-            positions: Sinusoids::new(Layout::Twt, d),
+            positions: Sinusoids::new(SinusoidRow::Twt, d),
             rank,
             segment,
         })

@@ -33,11 +33,11 @@ def build(**options):
     return model, state, options
 
 
-def check(dropout=None, **options):
+def check(masks=None, **options):
     model, state, options = build(**options)
     source = ref.pad(SOURCES) if options["architecture"] == "encoder-decoder" else None
-    model.train(dropout is not None)
-    compare(model, state, options, source, ref.pad(TARGETS), dropout)
+    model.train(masks is not None)
+    compare(model, state, options, source, ref.pad(TARGETS), masks)
 
 
 @pytest.mark.parametrize("residual", RESIDUALS)
@@ -91,9 +91,9 @@ def test_dropout_masks_are_the_oracles(activation, architecture, monkeypatch):
     rates = {"dropout": 0.3, "attention_dropout": 0.2, "activation_dropout": 0.1, "embedding_dropout": 0.25}
     seed = torch.tensor([1234567890123, 7, 2])
     monkeypatch.setattr(nfrs.Transformer, "_draw", staticmethod(lambda device: seed))
-    dropout = ref.Dropout(0.25, 0.2, 0.1, 0.3, seed=1234567890123, update=7, micro_batch=2)
+    masks = ref.Dropout(0.25, 0.2, 0.1, 0.3, seed=1234567890123, update=7, micro_batch=2)
     options = {**LLAMA, "activation": activation, "architecture": architecture}
-    check(dropout, **options, **rates)
+    check(masks, **options, **rates)
 
 
 @pytest.mark.parametrize("options", [LLAMA, GPT2], ids=["llama", "gpt2"])

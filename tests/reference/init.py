@@ -52,7 +52,10 @@ def expected_std(config: Config, name: str, part: int = 0) -> float:
         return {"fairseq": d**-0.5, "b2t": d**-0.5, "r-fixup": 0.0}.get(init, _xavier(d, c["vocab_size"]))
     d = c["d_model"]
     fan_out, fan_in = ((d, *[kv_width(c)] * 2)[part], d) if name.endswith("in_proj_weight") else parameter.shape
-    return GAINS[init](c, _linear(name, part)) * _xavier(fan_in, fan_out)
+    linear = _linear(name, part)
+    if init == "smallinit" and linear.role in ("k", "v"):
+        fan_out = d  # std √(2/(5d)) however many rows there are
+    return GAINS[init](c, linear) * _xavier(fan_in, fan_out)
 
 
 def expected_bound(config: Config, name: str, part: int = 0) -> float | None:
