@@ -170,6 +170,7 @@ TransformerConfig = _generate("TransformerConfig", "model", "A Transformer.")
 TrainingConfig = _generate("TrainingConfig", "training", "A training run.")
 DataConfig = _generate("DataConfig", "data", "The text of a training run, and how it is cut into pieces.")
 SearchConfig = _generate("SearchConfig", "search", "How translations are searched.")
+GenerationConfig = _generate("GenerationConfig", "generation", "How a language model continues a text.")
 LANGUAGE_MODELS = ("attention", "tensorized_rank", "tensorized_segment")
 """Options of a model that only the training loop's language models have."""
 PARAMETRISATION = tuple(field.name for field in TransformerConfig.FIELDS if field.group == "parametrisation")

@@ -3,9 +3,11 @@
 
 mod attention;
 mod check;
+mod generation;
 mod names;
 mod parametrisation;
 
+pub use generation::GenerationOptions;
 pub use names::{InitName, NormName, ParametrisationName, ResidualName};
 
 use crate::choice;

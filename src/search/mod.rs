@@ -18,7 +18,9 @@
 
 mod beam;
 mod continuation;
+mod generate;
 mod length;
+mod sampling;
 #[cfg(test)]
 mod tests;
 
@@ -27,6 +29,8 @@ use crate::error::{Error, Result};
 use crate::model::{Context, Packed, StackCache, Transformer};
 use beam::Beam;
 use continuation::{best, Continuation, Eos, TargetVocabulary};
+pub use generate::{generate, Generated, GenerationConfig, Prompt};
+pub use sampling::Sampling;
 use tch::{Kind, Tensor};
 
 /// How to search. [`SearchConfig::new`] has each rule's usual settings.
