@@ -21,6 +21,8 @@ __all__ = [
     "DivergedError",
     "DryRun",
     "Evaluations",
+    "Generation",
+    "GenerationConfig",
     "History",
     "InputError",
     "Interrupted",
@@ -32,11 +34,14 @@ __all__ = [
     "Transformer",
     "TransformerConfig",
     "Translation",
+    "WindowPerplexity",
     "__version__",
     "analysis",
     "average",
     "evaluate_loss",
+    "evaluate_windows",
     "fold_norms",
+    "generate",
     "keep_memory",
     "nn",
     "param_groups",
@@ -53,10 +58,19 @@ __all__ = [
 
 if TYPE_CHECKING:
     from . import analysis, nn, surgery
-    from .config import DataConfig, SearchConfig, TrainingConfig, TransformerConfig, __version__, tables
+    from .config import (
+        DataConfig,
+        GenerationConfig,
+        SearchConfig,
+        TrainingConfig,
+        TransformerConfig,
+        __version__,
+        tables,
+    )
     from .curves import plot
     from .errors import DivergedError, InputError, Interrupted
     from .export import to_torch
+    from .generation import Generation, WindowPerplexity, evaluate_windows, generate
     from .history import Evaluations, History
     from .huggingface import to_huggingface
     from .memory import keep_memory
@@ -68,10 +82,14 @@ if TYPE_CHECKING:
     from .translation import Binarised, Perplexity, Translation, average, evaluate_loss, translate
 else:
     _HOMES = {
-        "config": ("DataConfig", "SearchConfig", "TrainingConfig", "TransformerConfig", "__version__", "tables"),
+        "config": (
+            *("DataConfig", "GenerationConfig", "SearchConfig", "TrainingConfig", "TransformerConfig"),
+            *("__version__", "tables"),
+        ),
         "curves": ("plot",),
         "errors": ("DivergedError", "InputError", "Interrupted"),
         "export": ("to_torch",),
+        "generation": ("Generation", "WindowPerplexity", "evaluate_windows", "generate"),
         "history": ("Evaluations", "History"),
         "huggingface": ("to_huggingface",),
         "memory": ("keep_memory",),

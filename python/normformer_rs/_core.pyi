@@ -172,6 +172,32 @@ def learn_bpe(lines: Sequence[str], operations: int) -> list[tuple[str, str]]:
 def keep_memory() -> None:
     """Asks glibc to keep freed memory for the next tensors of the same sizes."""
 
+def generate(
+    model_dir: str,
+    prompts: list[str],
+    generation: str,
+    said: Callable[[int, int, str | None], None] | None,
+    checkpoint: str,
+    batch_tokens: int,
+    precision: str,
+    device: str,
+) -> list[list[tuple[str, float, int, bool]]]:
+    """Per prompt its texts: (text, log p, tokens, finished). `said` hears (prompt, sample, new text; None: over)."""
+
+def evaluate_windows(
+    model_dir: str,
+    text: str,
+    window: int | None,
+    stride: int | None,
+    checkpoint: str,
+    precision: str,
+    device: str,
+) -> str:
+    """A JSON object: loss, nll, perplexity, tokens, words, word_perplexity, lines of a file by a sliding window."""
+
+def encode(model_dir: str, lines: list[str]) -> list[list[int]]:
+    """The ids of lines as the run's model reads them, without EOS."""
+
 def evaluate_loss(model_dir: str, source: str | None, target: str, checkpoint: str, precision: str, device: str) -> str:
     """A JSON object of loss, nll, perplexity and tokens."""
 

@@ -99,7 +99,8 @@ def stub() -> str:
 def _configs() -> "list[type[Config]]":
     from . import config  # reads _tables.json, so it comes after the file is written
 
-    return [config.TransformerConfig, config.TrainingConfig, config.DataConfig, config.SearchConfig]
+    kinds = (config.TransformerConfig, config.TrainingConfig, config.DataConfig, config.SearchConfig)
+    return [*kinds, config.GenerationConfig]
 
 
 _NORMS_HEAD = '''\

@@ -13,10 +13,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from . import demo, export_command, fairseq_commands, text
+from . import demo, export_command, fairseq_commands, generate_command, text
 from .config import DataConfig, SearchConfig, TrainingConfig, TransformerConfig, __version__, readable, split
 from .errors import DivergedError, InputError, Interrupted
-from .options import Parser, UsageError, add_flags, flag, given, layered, read_run, read_toml
+from .options import Parser, UsageError, add_flags, add_model, given, layered, read_run, read_toml
 from .presets import PRESETS
 from .progress import duration, log_to_stderr, write
 from .reproduce import flags as reproduce_flags
@@ -72,12 +72,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> Parser:
-    parser = Parser(prog=PROG, description="Trains Transformers and translates with them.")
+    parser = Parser(prog=PROG, description="Trains Transformers, translates and continues texts with them.")
     parser.add_argument("--version", action="version", version=f"{PROG} {__version__}")
     commands = parser.add_subparsers(metavar="COMMAND", required=True, parser_class=Parser)
     for name, build in (
         ("train", _train_parser),
         ("translate", _translate_parser),
+        ("generate", generate_command.parser),
         ("evaluate", _evaluate_parser),
         ("average", _average_parser),
         ("plot", _plot_parser),
@@ -154,6 +155,7 @@ def _train(args: argparse.Namespace) -> None:
         write(f"best: update {history.evaluations.update[best]}, perplexity {history.evaluations.perplexity[best]:.2f}")
     if trainer.model.architecture == "decoder-only":
         write(f"perplexity: {PROG} evaluate --model {output} --reference FILE")
+        write(f'continue a text: {PROG} generate --model {output} --prompt "…"')
     else:
         write(f"translate: {PROG} translate --model {output} --input FILE --output FILE")
 
@@ -186,7 +188,7 @@ def trainer_of(args: argparse.Namespace) -> "tuple[Trainer, str | None]":
 
 def _translate_parser() -> _Command:
     def add(parser: argparse.ArgumentParser) -> None:
-        _add_model(parser, required=True)
+        add_model(parser, required=True)
         source = parser.add_mutually_exclusive_group()
         source.add_argument("--input", metavar="FILE", default=text.STANDARD, help="Source text; -: standard input.")
         source.add_argument("--data-bin", metavar="DIR", help="fairseq's binarised folder; its --split is read.")
@@ -241,8 +243,12 @@ def _evaluate_parser() -> _Command:
             help="Split a-b into three words, as for WMT14 En-De; for tokenised text, with --tokenize none.",
         )
         perplexity = parser.add_argument_group("perplexity of a model, given --source, on --reference")
-        _add_model(perplexity, required=False)
+        add_model(perplexity, required=False)
         perplexity.add_argument("--source", metavar="FILE", help="Source text; none for a language model.")
+        window = "Of a language model: slide a window of so many tokens over the text. Default: segment_length."
+        perplexity.add_argument("--window", metavar="N", type=int, help=window)
+        stride = "By how many tokens the window moves on; each is scored once. Default: half the window."
+        perplexity.add_argument("--stride", metavar="N", type=int, help=stride)
 
     return "Score translations, or a model's perplexity.", _evaluate, add
 
@@ -266,14 +272,29 @@ def _evaluate(args: argparse.Namespace) -> None:
         if found.comparison is not None:
             print(f"bootstrap:  {found.comparison}")
     if args.model is not None:
+        options = {"checkpoint": args.checkpoint, "precision": args.precision, "device": args.device}
+        if args.window is not None or args.stride is not None:
+            _evaluate_windows(args, options)
+            return
         from .translation import evaluate_loss
 
-        options = {"checkpoint": args.checkpoint, "precision": args.precision, "device": args.device}
         measured = evaluate_loss(args.model, args.source, args.reference, **options)
         print(
             f"perplexity: {measured.perplexity:.3f} (nll {measured.nll:.4f}, smoothed loss {measured.loss:.4f} nats "
             f"per token, {measured.tokens:,} tokens)"
         )
+
+
+def _evaluate_windows(args: argparse.Namespace, options: dict[str, Any]) -> None:
+    if args.source is not None:
+        raise InputError("--window and --stride are for the text of a language model, which has no --source")
+    from .generation import evaluate_windows
+
+    found = evaluate_windows(args.model, args.reference, window=args.window, stride=args.stride, **options)
+    print(f"perplexity: {found.perplexity:.3f} (nll {found.nll:.4f} nats per token, {found.tokens:,} tokens)")
+    print(
+        f"per word:   {found.word_perplexity:.3f} ({found.words:,} words, the ends of {found.lines:,} lines among them)"
+    )
 
 
 def _average_parser() -> _Command:
@@ -372,18 +393,6 @@ def _fairseq_user_dir_parser() -> _Command:
         print(Path(__file__).parent / "fairseq_plugin")
 
     return "Print the folder for the --user-dir of fairseq's own commands (Python 3.10).", run, lambda _: None
-
-
-def _add_model(parser: Any, required: bool) -> None:
-    parser.add_argument("--model", metavar="DIR", required=required, help="The --output of training.")
-    parser.add_argument(
-        "--checkpoint", metavar="NAME", default="best", help="best, last, average or an update's number."
-    )
-    for name in ("precision", "device"):
-        field = next(field for field in TrainingConfig.FIELDS if field.name == name)
-        parser.add_argument(
-            flag(name), metavar="NAME", default=field.default, help=f"{field.help} Default: {field.default}."
-        )
 
 
 def _size(count: float) -> str:

@@ -170,6 +170,7 @@ TransformerConfig = _generate("TransformerConfig", "model", "A Transformer.")
 TrainingConfig = _generate("TrainingConfig", "training", "A training run.")
 DataConfig = _generate("DataConfig", "data", "The text of a training run, and how it is cut into pieces.")
 SearchConfig = _generate("SearchConfig", "search", "How translations are searched.")
+GenerationConfig = _generate("GenerationConfig", "generation", "How a language model continues a text.")
 LANGUAGE_MODELS = ("attention", "tensorized_rank", "tensorized_segment")
 LANGUAGE_MODELS += ("kv_heads", "activation", "linear_biases", "max_positions", "rope_theta", "scale_embeddings")
 """Options of a model that only the training loop's models have: neither layers of `nn` nor fairseq's take them."""

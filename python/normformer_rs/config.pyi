@@ -384,6 +384,31 @@ class SearchConfig(Config):
         max_length: int | None = ...,
     ) -> None: ...
 
+@dataclass(frozen=True)
+class GenerationConfig(Config):
+    """How a language model continues a text."""
+
+    temperature: float
+    top_k: int | None
+    top_p: float
+    max_length: int
+    sentences: int
+    samples: int
+    context: int | None
+    seed: int
+    def __init__(
+        self,
+        *,
+        temperature: float = ...,
+        top_k: int | None = ...,
+        top_p: float = ...,
+        max_length: int = ...,
+        sentences: int = ...,
+        samples: int = ...,
+        context: int | None = ...,
+        seed: int = ...,
+    ) -> None: ...
+
 LANGUAGE_MODELS: tuple[str, ...]
 PARAMETRISATION: tuple[str, ...]
 __version__: str

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from .config import Config, Field, closest, unknown
+from .config import Config, Field, TrainingConfig, closest, unknown
 from .errors import InputError
 from .presets import find_preset
 
@@ -139,6 +139,19 @@ def _metavar(field: Field) -> str:
         return {"int": "N", "float": "X"}[field.kind]
     named = {"data_bin": "DIR", "source_lang": "LANG", "target_lang": "LANG"}
     return named.get(field.name, "FILE" if field.group == "data" else "NAME")
+
+
+def add_model(parser: Any, required: bool) -> None:
+    """The flags of a trained model: its folder and checkpoint, precision and device."""
+    parser.add_argument("--model", metavar="DIR", required=required, help="The --output of training.")
+    parser.add_argument(
+        "--checkpoint", metavar="NAME", default="best", help="best, last, average or an update's number."
+    )
+    for name in ("precision", "device"):
+        field = next(field for field in TrainingConfig.FIELDS if field.name == name)
+        parser.add_argument(
+            flag(name), metavar="NAME", default=field.default, help=f"{field.help} Default: {field.default}."
+        )
 
 
 def given(args: argparse.Namespace, *kinds: type[Config]) -> dict[str, Any]:

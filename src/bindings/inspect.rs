@@ -1,7 +1,7 @@
 //! Options, tables, counts, and what tests need to look at.
 
 use super::json_text;
-use crate::config::{DataConfig, SearchOptions, TrainingConfig, TransformerConfig};
+use crate::config::{DataConfig, GenerationOptions, SearchOptions, TrainingConfig, TransformerConfig};
 use crate::error::unknown;
 use crate::{init, model, norm, operator, parametrisation, residual};
 use pyo3::prelude::*;
@@ -24,6 +24,7 @@ fn tables() -> PyResult<String> {
             "training": TrainingConfig::fields(),
             "data": DataConfig::fields(),
             "search": SearchOptions::fields(),
+            "generation": GenerationOptions::fields(),
         },
         "tables": {
             "norms": norm::NORMS.iter().map(|n| n.describe()).collect::<Vec<_>>(),

@@ -1,7 +1,7 @@
 //! What has been trained: translations, losses, averages, parameters, and vocabularies.
 
 use super::{json_text, kind, named};
-use crate::config::{self, SearchOptions, TrainingConfig, TransformerConfig};
+use crate::config::{self, GenerationOptions, SearchOptions, TrainingConfig, TransformerConfig};
 use crate::data::{self, Binarised, Bpe};
 use crate::error::Error;
 use crate::search::SearchConfig;
@@ -99,6 +99,81 @@ fn evaluate_loss(
     json_text(&json!({"loss": score.loss, "nll": score.nll, "perplexity": perplexity, "tokens": score.tokens}))
 }
 
+/// (text, log p, tokens, whether it finished).
+type Text = (String, f64, usize, bool);
+
+/// Per prompt, the texts that follow it. `said` is called with the numbers of prompt and sample and each new piece of
+/// text, None at the end; what it raises ends the work.
+#[pyfunction]
+#[pyo3(signature = (model_dir, prompts, generation, said, checkpoint, batch_tokens, precision, device))]
+#[allow(clippy::too_many_arguments)]
+fn generate(
+    py: Python<'_>,
+    model_dir: &str,
+    prompts: Vec<String>,
+    generation: &str,
+    said: Option<PyObject>,
+    checkpoint: &str,
+    batch_tokens: usize,
+    precision: &str,
+    device: &str,
+) -> PyResult<Vec<Vec<Text>>> {
+    let options: GenerationOptions = config::from_json("generation", generation)?;
+    options.validate()?;
+    let kind = kind(precision)?;
+    let mut raised = None;
+    let mut tell = |prompt: usize, sample: usize, text: Option<&str>| match &said {
+        None => Ok(()),
+        Some(said) => Python::with_gil(|py| said.call1(py, (prompt, sample, text)).map(drop)).map_err(|error| {
+            raised = Some(error);
+            Error::Interrupted("generation was stopped".into())
+        }),
+    };
+    let found = listening(py, "generation", |between| {
+        let speaker = run::Translator::load(Path::new(model_dir), checkpoint, run::device(device)?)?;
+        speaker.speak(&prompts, &options, batch_tokens, kind, &mut tell, between)
+    });
+    match raised.filter(|error| !error.is_instance_of::<PyKeyboardInterrupt>(py)) {
+        Some(error) => Err(error),
+        None => Ok(found?.into_iter().map(|texts| texts.into_iter().map(text).collect()).collect()),
+    }
+}
+
+fn text(run::Spoken { text, log_probability, tokens, finished }: run::Spoken) -> Text {
+    (text, log_probability, tokens, finished)
+}
+
+/// {loss, nll, perplexity, tokens, words, word_perplexity, lines} of a text by a sliding window, as JSON.
+#[pyfunction]
+#[allow(clippy::too_many_arguments)]
+fn evaluate_windows(
+    py: Python<'_>,
+    model_dir: &str,
+    text: &str,
+    window: Option<i64>,
+    stride: Option<i64>,
+    checkpoint: &str,
+    precision: &str,
+    device: &str,
+) -> PyResult<String> {
+    let kind = kind(precision)?;
+    let found = listening(py, "evaluation", |between| {
+        let model = run::Translator::load(Path::new(model_dir), checkpoint, run::device(device)?)?;
+        model.evaluate_windows(text, window, stride, kind, between)
+    })?;
+    let (score, word_perplexity) = (found.score, found.word_perplexity());
+    json_text(&json!({
+        "loss": score.loss, "nll": score.nll, "perplexity": score.perplexity(), "tokens": score.tokens,
+        "words": found.words, "word_perplexity": word_perplexity, "lines": found.lines,
+    }))
+}
+
+/// The ids of lines as a run's model reads them, without EOS.
+#[pyfunction]
+fn encode(py: Python<'_>, model_dir: &str, lines: Vec<String>) -> PyResult<Vec<Vec<u32>>> {
+    Ok(py.allow_threads(|| run::encode(Path::new(model_dir), &lines))?)
+}
+
 /// A checkpoint's parameters by name; the path is a checkpoint's folder.
 #[pyfunction]
 fn load_parameters(path: &str) -> PyResult<Vec<(String, PyTensor)>> {
@@ -193,6 +268,9 @@ fn learn_bpe(py: Python<'_>, lines: Vec<String>, operations: usize) -> PyResult<
 
 pub(super) fn add(m: &Bound<'_, PyModule>) -> PyResult<()> {
     m.add_function(wrap_pyfunction!(translate, m)?)?;
+    m.add_function(wrap_pyfunction!(generate, m)?)?;
+    m.add_function(wrap_pyfunction!(evaluate_windows, m)?)?;
+    m.add_function(wrap_pyfunction!(encode, m)?)?;
     m.add_function(wrap_pyfunction!(average, m)?)?;
     m.add_function(wrap_pyfunction!(keep_memory, m)?)?;
     m.add_function(wrap_pyfunction!(evaluate_loss, m)?)?;

@@ -3,10 +3,12 @@
 
 mod attention;
 mod check;
+mod generation;
 mod names;
 mod parametrisation;
 mod positions;
 
+pub use generation::GenerationOptions;
 pub use names::{InitName, NormName, ParametrisationName, ResidualName};
 
 use crate::choice;

@@ -9,6 +9,7 @@ pub mod text;
 
 pub mod bpe;
 mod bpe_learn;
+mod joiner;
 pub mod segmenter;
 
 pub mod vocabulary;
@@ -20,14 +21,17 @@ pub mod corpus;
 pub mod batches;
 pub mod random;
 pub mod stream;
+mod windows;
 
 pub use batches::{collate, plan, word_dropout, Batch, PackedIds};
 pub use between::{listening, seldom, Between};
 pub use binarised::{Binarised, Side};
 pub use bpe::Bpe;
 pub use corpus::{retain, Corpus, LongSentences};
+pub use joiner::Joiner;
 pub use random::Random;
 pub use segmenter::{join, join_line, Segmenter};
 pub use stream::{BatchStream, Cursor, Prefetch, StreamConfig};
 pub use text::{read_lines, read_parallel};
 pub use vocabulary::{seen_mask, Vocabulary};
+pub use windows::{windows, Window};

@@ -16,6 +16,8 @@ pub enum Purpose {
     BatchOrder = 2,
     /// Which tokens of a batch become UNK.
     WordDropout = 3,
+    /// Which token a language model says next.
+    NextToken = 4,
 }
 
 /// The random numbers of one purpose at one place.
@@ -34,8 +36,12 @@ impl Random {
 
     /// True with probability `p`.
     pub fn chance(&mut self, p: f64) -> bool {
-        // The upper 53 bits as a multiple of 2⁻⁵³ in [0, 1).
-        (self.0.next_u64() >> 11) as f64 * (1.0 / (1u64 << 53) as f64) < p
+        self.uniform() < p
+    }
+
+    /// Uniform in [0, 1): the upper 53 bits as a multiple of 2⁻⁵³.
+    pub fn uniform(&mut self) -> f64 {
+        (self.0.next_u64() >> 11) as f64 * (1.0 / (1u64 << 53) as f64)
     }
 
     /// Brings the items into a uniformly random order (Fisher and Yates, from the end).

@@ -11,14 +11,18 @@ mod average;
 mod checksums;
 mod folder;
 mod lock;
+mod perplexity;
 mod prepare;
+mod speaker;
 mod start;
 mod translator;
 mod workers;
 
 pub use average::average;
 pub use folder::{check, save_model, target_vocabulary, Mode};
+pub use perplexity::WindowScore;
 pub use prepare::{prepare, Prepared};
+pub use speaker::{encode, Said, Spoken};
 pub use start::{dry_run, train, Surroundings};
 pub use translator::Translator;
 

@@ -10,8 +10,7 @@ use crate::cpu::{contention, parallel};
 use crate::data::vocabulary::EOS;
 use crate::data::{self, Binarised, Corpus, LongSentences, PackedIds, Segmenter, Side, Vocabulary};
 use crate::error::{Error, Result};
-use crate::model::{Packed, Transformer};
-use crate::operator::Cargo;
+use crate::model::{Cargo, Packed, Transformer};
 use crate::search::{Hypothesis, Search, SearchConfig};
 use crate::train::checkpoint::{self, CheckpointStore};
 use crate::train::{self, load_parameters, smoothing, Objective};
@@ -21,14 +20,14 @@ use tch::{no_grad, Device, Kind, Tensor};
 /// A trained model with its text processing.
 pub struct Translator {
     pub model: Transformer,
-    segmenter: Segmenter,
-    vocabulary: Vocabulary,
+    pub(super) segmenter: Segmenter,
+    pub(super) vocabulary: Vocabulary,
     /// The target vocabulary.
-    seen: Option<Vec<bool>>,
+    pub(super) seen: Option<Vec<bool>>,
     mask: Option<Tensor>,
     smoothing: crate::kernel::cross_entropy::Smoothing,
-    training: TrainingConfig,
-    data: DataConfig,
+    pub(super) training: TrainingConfig,
+    pub(super) data: DataConfig,
     device: Device,
     _watch: Option<contention::ContentionWatch>,
 }
@@ -163,8 +162,12 @@ impl Translator {
                 .starting_with(self.model.config.decoder_start.id()),
             false => Corpus::language_model(&target, self.data.segment_length as usize, usize::MAX)?,
         };
-        let objective = Objective { mask: self.mask.as_ref().map(Tensor::shallow_clone), smoothing: self.smoothing };
         let batches = valid_batches(&corpus, &self.training);
-        no_grad(|| train::evaluate_loss(&self.model, &batches, &objective, kind, between))
+        no_grad(|| train::evaluate_loss(&self.model, &batches, &self.objective(), kind, between))
+    }
+
+    /// What losses are taken against.
+    pub(super) fn objective(&self) -> Objective {
+        Objective { mask: self.mask.as_ref().map(Tensor::shallow_clone), smoothing: self.smoothing }
     }
 }

@@ -19,8 +19,10 @@
 
 mod beam;
 mod continuation;
+mod generate;
 mod length;
 mod output;
+mod sampling;
 #[cfg(test)]
 mod tests;
 
@@ -29,7 +31,9 @@ use crate::error::{Error, Result};
 use crate::model::{Context, Packed, PreparedWeights, Reads, StackCache, Transformer};
 use beam::Beam;
 use continuation::{Continuation, Eos, TargetVocabulary};
+pub use generate::{generate, Generated, GenerationConfig, Prompt};
 use output::OutputLayer;
+pub use sampling::Sampling;
 use std::ops::Range;
 use std::sync::Arc;
 use tch::{Kind, Tensor};

@@ -5,7 +5,7 @@ use super::micro_batch::Input;
 use crate::data::{self, Batch, Vocabulary};
 use crate::error::Result;
 use crate::metrics;
-use crate::model::{Context, Transformer};
+use crate::model::{Context, Transformer, PAD};
 use crate::search::{search, SearchConfig};
 use tch::{no_grad, Kind, Tensor};
 
@@ -33,7 +33,7 @@ impl Score {
     }
 }
 
-/// The model's loss over batches; an `Err` from `between` two of them ends it.
+/// The model's loss over batches, PAD among their targets left out; an `Err` from `between` two of them ends it.
 pub fn evaluate_loss(
     model: &Transformer,
     batches: &[Batch],
@@ -50,7 +50,7 @@ pub fn evaluate_loss(
             let sums = objective.forward(model, &features, &input.output, kind, &mut workspace)?;
             loss += sums.loss.f_double_value(&[])?;
             nll += sums.nll.f_double_value(&[])?;
-            tokens += batch.target_output.len();
+            tokens += batch.target_output.iter().filter(|token| **token != PAD).count();
             between()?;
         }
         let per_token = 1.0 / tokens.max(1) as f64;

@@ -18,7 +18,8 @@ def test_a_model_prints_over_several_lines():
 
 
 def test_options_have_a_signature():
-    for kind in (nfrs.TransformerConfig, nfrs.TrainingConfig, nfrs.DataConfig, nfrs.SearchConfig):
+    kinds = (nfrs.TransformerConfig, nfrs.TrainingConfig, nfrs.DataConfig, nfrs.SearchConfig, nfrs.GenerationConfig)
+    for kind in kinds:
         parameters = inspect.signature(kind).parameters
         assert [*parameters] == [field.name for field in kind.FIELDS]
         assert {p.kind for p in parameters.values()} == {inspect.Parameter.KEYWORD_ONLY}

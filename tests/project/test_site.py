@@ -61,7 +61,8 @@ def test_the_reference_has_every_public_name_and_option(made):
         headings = set(re.findall(r"^## (\S+)$", page, re.M))
         assert headings == set(api.public(module))
     reference = made["api/normformer_rs.md"]
-    for kind in (nfrs.TransformerConfig, nfrs.TrainingConfig, nfrs.DataConfig, nfrs.SearchConfig):
+    kinds = (nfrs.TransformerConfig, nfrs.TrainingConfig, nfrs.DataConfig, nfrs.SearchConfig, nfrs.GenerationConfig)
+    for kind in kinds:
         for field in kind.FIELDS:
             assert f"| `{field.name}` |" in reference
     assert "swap_norms(\n    model: Module,\n    to: str | Callable[..., Module],\n    *,\n" in reference

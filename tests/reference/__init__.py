@@ -23,6 +23,13 @@ from .constants import (
     branchnorm_alpha,
     deepnorm_alpha,
 )
+from .generation import (
+    choices,
+    greedy_text,
+    next_log_p,
+    window_losses,
+    window_of,
+)
 from .init import (
     INIT_NAMES,
     deepnorm_beta,
@@ -141,6 +148,7 @@ __all__ = [
     "branchnorm_alpha",
     "buffer_shapes",
     "causal_mask",
+    "choices",
     "clip_by_global_norm",
     "complete",
     "cumulative_lengths",
@@ -159,6 +167,7 @@ __all__ = [
     "forward",
     "fresh_buffers",
     "greedy",
+    "greedy_text",
     "group_scaling",
     "inverse_sqrt_lambda",
     "inverse_sqrt_peak",
@@ -170,6 +179,7 @@ __all__ = [
     "log_probabilities",
     "lp_norm",
     "masked_log_softmax",
+    "next_log_p",
     "pack",
     "pad",
     "parameter_shapes",
@@ -188,5 +198,7 @@ __all__ = [
     "t_fixup_factor",
     "train_step",
     "unpack",
+    "window_losses",
+    "window_of",
     "word_dropout",
 ]

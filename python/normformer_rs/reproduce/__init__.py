@@ -4,10 +4,12 @@ A reproduction is an entry of `ENTRIES` of one of the modules below, made of `de
 help, the site's page, tables and pictures are made of the entries. Nothing here imports torch until a run begins.
 """
 
-from . import branch_norm, power_norm, real_text, without_tears
+from . import branch_norm, comparison, power_norm, real_text, without_tears
 from .declared import SCALES, Reproduction, Row, Scale, Shown
 
 REPRODUCTIONS: dict[str, Reproduction] = {
-    entry.name: entry for module in (without_tears, power_norm, branch_norm, real_text) for entry in module.ENTRIES
+    entry.name: entry
+    for module in (without_tears, power_norm, branch_norm, real_text, comparison)
+    for entry in module.ENTRIES
 }
 __all__ = ["REPRODUCTIONS", "SCALES", "Reproduction", "Row", "Scale", "Shown"]

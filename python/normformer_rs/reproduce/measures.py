@@ -5,7 +5,10 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
+import torch
 
+from .. import _core, analysis, text
+from ..model import Transformer
 from ..scores import score
 from .corpora import CORPORA
 from .declared import Options, Scale
@@ -13,6 +16,8 @@ from .runs import Run, Runs
 
 START = 100
 """The updates of the pictures of a run's start."""
+_ROWS, _LENGTH, _EOS = 32, 64, 2
+"""Of the held-out text that the finished model reads: rows, tokens of each, and what stands before the text."""
 
 
 class Measured(NamedTuple):
@@ -80,10 +85,23 @@ def loss(runs: Runs, run: Run, scale: Scale) -> Measured:
     return Measured({"valid_loss": round(float(losses[-1]), 4) if len(losses) else math.nan})
 
 
+def growth(runs: Runs, run: Run, scale: Scale) -> Measured:
+    """Of a language model at its run's end, on held-out text: the mean |x| of the stream before the first layer and
+    after each, and the last over the first; empty where the run did not reach its end."""
+    if not run.has_ended:
+        return Measured({"growth": ""})
+    lines = _core.encode(str(run.output), text.read_lines(str(run.files["valid_target"])))
+    tokens = [_EOS, *(token for line in lines for token in [*line, _EOS])]
+    rows = max(1, min(_ROWS, len(tokens) // _LENGTH))
+    read = torch.tensor(tokens[: rows * _LENGTH]).view(rows, -1)
+    sizes = analysis.observe(Transformer.from_checkpoint(run.output, "last"), None, read)["decoder"].sizes
+    return Measured({"growth": round(float(sizes[-1] / sizes[0]), 4)}, {"sizes": _brief(sizes)})
+
+
 def _brief(values: "np.ndarray") -> list[float]:
     return [float(f"{value:.5g}") for value in values]
 
 
 MEASURES: dict[str, Callable[[Runs, Run, Scale], Measured]] = {
-    measure.__name__: measure for measure in (bleu, gradients, losses, validation, start, perplexity, loss)
+    measure.__name__: measure for measure in (bleu, gradients, losses, validation, start, perplexity, loss, growth)
 }

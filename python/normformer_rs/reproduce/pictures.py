@@ -127,6 +127,51 @@ def _start(results: Results, title: str, value: str) -> Any:
     return figure
 
 
+def _comparison(results: Results, title: str, value: str) -> Any:
+    """A line for each name and depth, its dots in a panel for each number; below them the stream's size by layer, of
+    the deepest models at the lowest rate."""
+    groups = list(dict.fromkeys(row.key["lr"] for row, _ in results.measured))
+    depths = list(dict.fromkeys(row.key["layers"] for row, _ in results.measured))
+    labels = {(row.key["name"], row.key["layers"]): f"{row.key['name']}, {row.key['layers']} layers"
+              for row, _ in results.measured}  # fmt: skip
+    heights = {key: len(labels) - 1 - i for i, key in enumerate(labels)}
+    figure = new_figure(9.6, 0.2 * len(labels) + 4.4)
+    above, below = figure.subfigures(2, 1, height_ratios=[0.2 * len(labels) + 1.2, 3.2])
+    panels = above.subplots(1, 3, sharey=True)
+    for axis, column in zip(panels, (value, "largest_grad_norm", "growth")):
+        for height in heights.values():
+            axis.axhline(height, color=PALE, linewidth=0.8, zorder=0)
+        for row, found in results.measured:
+            measured = number(found.get(column, ""))
+            if measured is not None and math.isfinite(measured):
+                place = heights[row.key["name"], row.key["layers"]]
+                axis.plot(measured, place, "o", color=colour(row.key["lr"], groups), markersize=4, alpha=0.85)
+        axis.set_xlabel(COLUMNS[column].heading, fontsize=8.5)
+        axis.spines[["top", "right", "left"]].set_visible(False)
+        axis.tick_params(left=False, labelsize=7.5)
+        if column != value:
+            axis.set_xscale("log")
+    panels[0].set_yticks([*heights.values()], [*labels.values()])
+    panels[0].set_ylim(-0.6, len(labels) - 0.4)
+    axis = below.subplots()
+    deepest, lowest = max(depths, key=int), min(groups, key=float)
+    ends = []
+    shown = [(key, sizes) for key, sizes in results.series.get("sizes", {}).items()
+             if sizes and key[1] == deepest and key[3] == lowest and key[2] == "1"]  # fmt: skip
+    for i, (key, sizes) in enumerate(shown):
+        shade = COLOURS[i % len(COLOURS)]
+        axis.plot(range(len(sizes)), sizes, "o-", color=shade, markersize=2.5, linewidth=1.2)
+        ends.append((sizes[-1], key[0], shade))
+    axis.set_yscale("log")
+    axis.set_xlabel(f"layer (0: what the first reads), {deepest} layers, lr {float(lowest):g}", fontsize=8.5)
+    axis.set_ylabel("mean |x|", fontsize=8.5)
+    axis.spines[["top", "right"]].set_visible(False)
+    axis.tick_params(labelsize=8)
+    name_ends(axis, ends)
+    heading(figure, title, [(f"lr {float(rate):g}", colour(rate, groups)) for rate in groups])
+    return figure
+
+
 def _of_updates(axis: Any) -> None:
     axis.set_xlabel("update", fontsize=8.5)
     axis.xaxis.get_major_locator().set_params(integer=True)
@@ -138,6 +183,7 @@ PICTURES: dict[str, Callable[[Results, str, str], Any]] = {
     "validation": _validation,
     "gradients": _gradients,
     "start": _start,
+    "comparison": _comparison,
 }
 """By the name that `Shown.picture` has; each takes the results, the title and the column of `Shown.value`."""
 

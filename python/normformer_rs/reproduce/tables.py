@@ -36,6 +36,7 @@ COLUMNS = {
     "first_norm": Column("first gradient norm", ".2f"),
     "median_norm": Column("median", ".2f"),
     "largest_norm": Column("largest", ".2f"),
+    "growth": Column("growth of the stream over the layers", ".1f"),
     "last_nll": Column("training NLL after them", ".2f"),
 }
 COMPARED = {"before": "p against the row before", "first": "p against the first row"}

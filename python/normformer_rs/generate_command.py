@@ -1,0 +1,102 @@
+"""`normformer-rs generate`: a language model continues prompts, and its text is shown as it comes."""
+
+import argparse
+import sys
+import time
+from collections.abc import Callable, Sequence
+
+from . import text
+from .config import GenerationConfig
+from .errors import InputError
+from .options import add_flags, add_model, given
+from .progress import duration, write
+
+_Command = tuple[str, Callable[[argparse.Namespace], None], Callable[[argparse.ArgumentParser], None]]
+
+
+def parser() -> _Command:
+    """A line of help, the function that runs the command, and the one that adds its flags."""
+
+    def add(parser: argparse.ArgumentParser) -> None:
+        add_model(parser, required=True)
+        prompts = parser.add_mutually_exclusive_group()
+        several = "The beginning of a text; several: a text of each. A newline in it ends a sentence."
+        prompts.add_argument("--prompt", metavar="TEXT", action="append", help=several)
+        prompts.add_argument(
+            "--input", metavar="FILE", default=text.STANDARD, help="Prompts, one a line; -: standard input."
+        )
+        parser.add_argument(
+            "--output", metavar="FILE", default=text.STANDARD, help="Texts; -: standard output, as they come."
+        )
+        parser.add_argument(
+            "--max-tokens", metavar="N", type=int, default=8192, help="Tokens of the windows in a batch."
+        )
+        add_flags(parser.add_argument_group("generation"), GenerationConfig.FIELDS)
+
+    return "Continue texts with a language model.", _run, add
+
+
+def _run(args: argparse.Namespace) -> None:
+    if not 1 <= args.max_tokens < 2**31:
+        raise InputError(f"max_tokens must lie in [1, 2147483648); got {args.max_tokens}")
+    text.check_writable(args.output)
+    generation = GenerationConfig(**given(args, GenerationConfig))
+    prompts = args.prompt or text.read_lines(args.input)
+    from .generation import generate
+
+    live = Live(prompts, generation.samples, "" if generation.sentences == 1 else "\n")
+    options = {"checkpoint": args.checkpoint, "precision": args.precision, "device": args.device}
+    options |= {"on_text": live if args.output == text.STANDARD else None, "max_tokens": args.max_tokens}
+    start = time.monotonic()
+    try:
+        found = generate(args.model, prompts, generation, **options)
+    finally:
+        live.close()
+    if args.output != text.STANDARD:
+        wholes = (prompt + made.text for prompt, texts in zip(prompts, found) for made in texts)
+        text.write_lines(args.output, (whole + "\n" * (generation.sentences != 1) for whole in wholes))
+    tokens = sum(made.tokens for texts in found for made in texts)
+    write(f"generated {tokens:,} tokens in {duration(time.monotonic() - start)}")
+
+
+class Live:
+    """Shows texts in order on standard output, the first that is not over as it grows; later ones wait for their turn.
+
+    `between` follows each text's last line.
+    """
+
+    def __init__(self, prompts: Sequence[str], samples: int, between: str) -> None:
+        self._waiting = [prompt for prompt in prompts for _ in range(samples)]
+        """What is still to be shown of each text: its prompt first."""
+        self._is_over = [False] * len(self._waiting)
+        self._samples, self._between = samples, between
+        self._turn = 0
+        self._is_open = False
+        """A line is begun."""
+
+    def __call__(self, prompt: int, sample: int, new: str | None) -> None:
+        place = prompt * self._samples + sample
+        if new is None:
+            self._is_over[place] = True
+        else:
+            self._waiting[place] += new
+        shown = ""
+        while self._turn < len(self._waiting):
+            shown += self._waiting[self._turn]
+            self._waiting[self._turn] = ""
+            if not self._is_over[self._turn]:
+                break
+            shown += "\n" + self._between
+            self._turn += 1
+        self._show(shown)
+
+    def close(self) -> None:
+        """Ends the line of a text that was stopped."""
+        if self._is_open:
+            self._show("\n")
+
+    def _show(self, shown: str) -> None:
+        if shown:
+            self._is_open = not shown.endswith("\n")
+            sys.stdout.buffer.write(shown.encode("utf-8"))
+            sys.stdout.buffer.flush()

@@ -1,0 +1,123 @@
+"""Language models at work: they continue texts, and are judged by the perplexity of long ones."""
+
+import json
+from collections.abc import Callable, Iterable
+from os import PathLike, fspath
+from typing import NamedTuple
+
+from . import _core
+from .config import GenerationConfig
+from .errors import InputError
+
+Listener = Callable[[int, int, str | None], None]
+"""Called with the number of the prompt, the number of the sample, and new text; None when that text is over."""
+
+
+class Generation(NamedTuple):
+    """What a language model made of a prompt."""
+
+    text: str
+    """Prompt and text, one after the other, are the whole: the text begins with a space where a word begins."""
+    log_probability: float
+    """Σ log p of the new tokens, at temperature 1 and from all tokens."""
+    tokens: int
+    """How many are new: pieces, and ends of sentence."""
+    finished: bool
+    """It has as many ends of sentence as were asked for; otherwise max_length ended it."""
+
+
+class WindowPerplexity(NamedTuple):
+    """How well a language model predicts a text that a window slides over."""
+
+    nll: float
+    """Cross-entropy in nats per token."""
+    perplexity: float
+    """e^nll."""
+    tokens: int
+    """Pieces, and an end for each line."""
+    words: int
+    """Words between white space, and an end for each line."""
+    word_perplexity: float
+    """e^(nll·tokens/words)."""
+    lines: int
+
+
+def generate(
+    model: str | PathLike[str],
+    prompts: Iterable[str],
+    generation: GenerationConfig | None = None,
+    *,
+    on_text: Listener | None = None,
+    checkpoint: str | int = "best",
+    max_tokens: int = 8192,
+    precision: str = "f32",
+    device: str = "cpu",
+) -> list[list[Generation]]:
+    """For each prompt the `generation.samples` texts with which a language model continues it.
+
+    A next token is drawn from softmax(logits/temperature), cut to the `top_k` most probable tokens and then to the
+    fewest of them with the probability `top_p` (Holtzman et al. 2020, eq 2 and 3). Temperature 0 takes the most
+    probable token. The draws of a text depend on seed, prompt and the sample's number alone: on no other prompt, nor on
+    how prompts share batches.
+
+    Args:
+        model: the `output` of training.
+        prompts: beginnings; a newline in one is an end of sentence, and "" is the beginning of a text.
+        generation: default: `GenerationConfig()`.
+        on_text: called with new text while it comes, as (prompt, sample, text); text is None when that one is over. A
+            word may come in several parts.
+        checkpoint: best, last, average, or an update's number.
+        max_tokens: of the windows in a batch: memory for speed.
+        precision: f32 or bf16.
+        device: cpu, cuda, cuda:N, or auto: cuda where there is one.
+
+    Errors: InputError for a model with an encoder, a missing or damaged checkpoint, and numbers out of range;
+    Interrupted after Ctrl-C, between two tokens; what `on_text` raises.
+    """
+    options = (generation or GenerationConfig()).to_json()
+    if isinstance(prompts, str | bytes):
+        raise InputError("prompts must be a list of texts; got one text: put it into a list")
+    given = list(prompts)
+    for i, prompt in enumerate(given):
+        if not isinstance(prompt, str):
+            raise InputError(f"prompts must be text; item {i} is {prompt!r}")
+    if not 1 <= max_tokens < 2**63:
+        raise InputError(f"max_tokens must be at least 1, and below 2⁶³; got {max_tokens}")
+    found = _core.generate(fspath(model), given, options, on_text, str(checkpoint), max_tokens, precision, device)
+    return [[Generation(*text) for text in texts] for texts in found]
+
+
+def evaluate_windows(
+    model: str | PathLike[str],
+    text: str | PathLike[str],
+    *,
+    window: int | None = None,
+    stride: int | None = None,
+    checkpoint: str | int = "best",
+    precision: str = "f32",
+    device: str = "cpu",
+) -> WindowPerplexity:
+    """The perplexity of the file `text` under a language model that reads it through a sliding window.
+
+    Windows of `window` predicted tokens begin every `stride` tokens. Each token is scored once, in the first window
+    that has it: after at least `window` − `stride` tokens of context, or all of the text before it. A smaller stride
+    gives each token more context and takes more time.
+
+    Args:
+        model: the `output` of training.
+        text: a file in UTF-8, plain or gzip.
+        window: None: the run's segment_length.
+        stride: from 1 to `window`; None: half of the window.
+        checkpoint: best, last, average, or an update's number.
+        precision: f32 or bf16.
+        device: cpu, cuda, cuda:N, or auto: cuda where there is one.
+
+    Errors: InputError for a model with an encoder, a missing checkpoint or file, and numbers out of range; Interrupted
+    after Ctrl-C, between batches.
+    """
+    for name, number in (("window", window), ("stride", stride)):
+        if number is not None and not 1 <= number < 2**63:
+            raise InputError(f"{name} must be at least 1, and below 2⁶³; got {number}")
+    given = fspath(model), fspath(text), window, stride, str(checkpoint), precision, device
+    measured = json.loads(_core.evaluate_windows(*given))
+    return WindowPerplexity(*(measured[name] for name in WindowPerplexity._fields))

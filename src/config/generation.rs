@@ -1,0 +1,87 @@
+//! How a language model continues a text.
+
+use crate::error::{Error, Result};
+use crate::options::{config, Field, FieldType};
+use serde::{Deserialize, Serialize};
+
+config! {
+    /// How a language model continues a text (docs/spec.md §4.17).
+    pub struct GenerationOptions {
+        "generation" {
+            /// Divides logits: the smaller, the surer; 0: always the most probable token.
+            temperature: f64 = 1.0,
+            /// Draw from the k most probable tokens; none: from all.
+            top_k: Option<i64> = None,
+            /// Draw from the fewest tokens that together have this probability (nucleus sampling); 1: from all.
+            top_p: f64 = 1.0,
+            /// Most tokens generated, ends of sentence included.
+            max_length: i64 = 100,
+            /// Stop after so many ends of sentence; 0: at max_length alone.
+            sentences: i64 = 1,
+            /// Texts for each prompt.
+            samples: i64 = 1,
+            /// Most tokens that the model reads at a time; none: segment_length, as in training.
+            context: Option<i64> = None,
+            /// Seed of the draws. A text depends on seed, prompt and number of the sample, not on other prompts.
+            seed: u64 = 1,
+        }
+    }
+}
+
+impl GenerationOptions {
+    /// Refuses values that cannot be meant.
+    pub fn validate(&self) -> Result<()> {
+        let refused = |message: String| Err(Error::invalid(message));
+        if !(self.temperature >= 0.0 && self.temperature.is_finite()) {
+            return refused(format!(
+                "temperature must be at least 0 (0: the most probable token), got {}",
+                self.temperature
+            ));
+        }
+        if !(self.top_p > 0.0 && self.top_p <= 1.0) {
+            return refused(format!("top_p must lie in (0, 1] (1: all tokens), got {}", self.top_p));
+        }
+        let least = [("max_length", Some(self.max_length), 1), ("sentences", Some(self.sentences), 0)];
+        let others = [("samples", Some(self.samples), 1), ("top_k", self.top_k, 1), ("context", self.context, 1)];
+        for (name, value, least) in least.into_iter().chain(others) {
+            if let Some(value) = value.filter(|value| *value < least) {
+                return refused(format!("{name} must be at least {least}, got {value}"));
+            }
+        }
+        let narrowing = [("top_k", self.top_k.is_some()), ("top_p", self.top_p < 1.0), ("samples", self.samples > 1)];
+        match narrowing.iter().find(|(_, given)| *given && self.temperature == 0.0) {
+            Some((name, _)) => refused(format!(
+                "temperature 0 takes the most probable token, so {name} would do nothing: leave it out, or raise the \
+                 temperature"
+            )),
+            None => Ok(()),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::config::from_json;
+
+    #[test]
+    fn values_that_cannot_be_meant_are_refused() {
+        for (options, part) in [
+            (r#"{"temperature": -1}"#, "temperature must be at least 0"),
+            (r#"{"top_p": 0}"#, "top_p must lie in (0, 1]"),
+            (r#"{"top_p": 1.5}"#, "got 1.5"),
+            (r#"{"top_k": 0}"#, "top_k must be at least 1, got 0"),
+            (r#"{"max_length": 0}"#, "max_length must be at least 1"),
+            (r#"{"sentences": -1}"#, "sentences must be at least 0"),
+            (r#"{"samples": 0}"#, "samples must be at least 1"),
+            (r#"{"context": 0}"#, "context must be at least 1"),
+            (r#"{"temperature": 0, "top_k": 5}"#, "so top_k would do nothing"),
+            (r#"{"temperature": 0, "top_p": 0.5}"#, "so top_p would do nothing"),
+            (r#"{"temperature": 0, "samples": 2}"#, "so samples would do nothing"),
+        ] {
+            let e = from_json::<GenerationOptions>("generation", options).unwrap().validate().unwrap_err().to_string();
+            assert!(e.contains(part), "{options}: {e}");
+        }
+        GenerationOptions::default().validate().unwrap();
+    }
+}

@@ -1,0 +1,64 @@
+//! Pieces to text while they come.
+
+use super::bpe::CONTINUED;
+
+/// Text of pieces that come one by one: all that was given out is [`join`](super::join) of all pieces so far.
+#[derive(Debug, Clone)]
+pub struct Joiner {
+    /// A space stands before the next piece.
+    spaced: bool,
+}
+
+impl Joiner {
+    /// After a text that the pieces go on: a space comes first, unless one stands at its end or a line begins there.
+    pub fn after(text: &str) -> Self {
+        let end = text.chars().next_back();
+        Joiner { spaced: end.is_some_and(|c| !c.is_whitespace()) && !text.ends_with(CONTINUED) }
+    }
+
+    /// The text that the piece adds.
+    pub fn push(&mut self, piece: &str) -> String {
+        let (text, is_word_over) = match piece.strip_suffix(CONTINUED) {
+            Some(text) => (text, false),
+            None => (piece, true),
+        };
+        let space = if std::mem::replace(&mut self.spaced, is_word_over) { " " } else { "" };
+        format!("{space}{text}")
+    }
+
+    /// The end of a line: the next piece begins another.
+    pub fn end(&mut self) {
+        self.spaced = false;
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::data::join;
+
+    #[test]
+    fn text_that_comes_piece_by_piece_is_the_joined_line() {
+        let lines =
+            ["viel@@ er b\u{fc}@@ sche .", "an end@@", "@@ @@", "a@@@@ b", "@@@ b", "a @@ b", "a @@", "\u{e4}", ""];
+        for line in lines {
+            let pieces: Vec<&str> = line.split(' ').filter(|piece| !piece.is_empty()).collect();
+            let mut joiner = Joiner::after("");
+            let mut text = String::new();
+            for end in 1..=pieces.len() {
+                text += &joiner.push(pieces[end - 1]);
+                assert_eq!(text, join(&pieces[..end]), "{line:?}");
+            }
+        }
+    }
+
+    #[test]
+    fn it_goes_on_after_a_text() {
+        let first = |text: &str| Joiner::after(text).push("or");
+        assert_eq!([first("to be"), first("to be "), first("be\n"), first("vi@@")], [" or", "or", "or", "or"]);
+        let mut joiner = Joiner::after("to");
+        assert_eq!([joiner.push("b@@"), joiner.push("e")], [" b", "e"]);
+        joiner.end();
+        assert_eq!(joiner.push("or"), "or");
+    }
+}

@@ -1,0 +1,142 @@
+//! Perplexity of long text by a sliding window (docs/spec.md §4.13).
+
+use super::prepare::{valid_batches, within};
+use super::translator::Translator;
+use crate::data::text::words;
+use crate::data::vocabulary::{BOS, EOS};
+use crate::data::{self, windows, Between, Corpus, Segmenter, Window};
+use crate::error::{Error, Result};
+use crate::model::PAD;
+use crate::train::{self, Score};
+use tch::Kind;
+
+/// How well a language model predicts a text.
+#[derive(Clone, Copy, Debug)]
+pub struct WindowScore {
+    /// Per token: a piece, or the end of a line.
+    pub score: Score,
+    /// Words between white space, and an end for each line.
+    pub words: usize,
+    pub lines: usize,
+}
+
+impl WindowScore {
+    /// exp of the text's NLL per word.
+    pub fn word_perplexity(&self) -> f64 {
+        (self.score.nll * self.score.tokens as f64 / self.words.max(1) as f64).exp()
+    }
+}
+
+impl Translator {
+    /// The loss of a file's text in windows of `window` predicted tokens (none: segment_length), `stride` further on each
+    /// time (none: half the window).
+    ///
+    /// Errors: a model with an encoder, a stride outside 1 ..= window, a window longer than the model reads.
+    pub fn evaluate_windows(
+        &self,
+        text: &str,
+        window: Option<i64>,
+        stride: Option<i64>,
+        kind: Kind,
+        between: Between,
+    ) -> Result<WindowScore> {
+        if self.model.config.has_encoder() {
+            return Err(Error::invalid(
+                "a sliding window reads the text of a language model, and this model has an encoder: leave window and \
+                 stride out",
+            ));
+        }
+        let window = window.unwrap_or(self.data.segment_length);
+        if window < 1 {
+            return Err(Error::invalid(format!("window must be at least 1, got {window}")));
+        }
+        let stride = stride.unwrap_or((window / 2).max(1));
+        if !(1..=window).contains(&stride) {
+            return Err(Error::invalid(format!(
+                "stride must lie between 1 and the window, {window} (a longer one would leave tokens out); got {stride}"
+            )));
+        }
+        self.model.config.check_lengths(&[window])?;
+        let between = &mut data::seldom(between);
+        let lines = data::read_lines(text, between)?;
+        let counted = lines.iter().map(|line| self.count_words(line) + 1).sum();
+        let ids = within(self.encode(&lines), self.seen.as_deref());
+        let tokens: Vec<u32> = ids.iter().flat_map(|line| line.iter().copied().chain([EOS])).collect();
+        let cut = windows(&tokens, window as usize, stride as usize);
+        let batches = batches(cut, |corpus| valid_batches(corpus, &self.training));
+        let score = train::evaluate_loss(&self.model, &batches, &self.objective(), kind, between)?;
+        Ok(WindowScore { score, words: counted, lines: lines.len() })
+    }
+
+    /// Words of a line, put together again where the text is split.
+    fn count_words(&self, line: &str) -> usize {
+        match self.segmenter {
+            Segmenter::Split => words(&data::join_line(line)).count(),
+            Segmenter::Bpe(_) => words(line).count(),
+        }
+    }
+}
+
+/// The windows in batches; PAD is the target at places that are not scored.
+fn batches(cut: Vec<Window>, plan: impl Fn(&Corpus) -> Vec<data::Batch>) -> Vec<data::Batch> {
+    let (rows, scored): (Vec<Vec<u32>>, Vec<usize>) = cut.into_iter().map(|window| (window.row, window.scored)).unzip();
+    let mut batches = plan(&Corpus { source: None, target: rows, start: BOS });
+    for batch in &mut batches {
+        for (row, ends) in batch.sentences.iter().zip(batch.target_input.offsets.windows(2)) {
+            let (begin, end) = (ends[0] as usize, ends[1] as usize);
+            batch.target_output[begin..end - scored[*row]].fill(PAD);
+        }
+    }
+    batches
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::config::TransformerConfig;
+    use crate::kernel::cross_entropy::Smoothing;
+    use crate::model::{Context, Packed, Sentences, Transformer};
+    use crate::train::Objective;
+    use tch::Device;
+
+    /// Against a pass over each token's own window, cut off behind it.
+    #[test]
+    fn losses_are_those_of_each_tokens_window() {
+        let architecture = crate::config::Architecture::DecoderOnly;
+        let (d_model, d_ff, heads, decoder_layers) = (16, 24, 2, 2);
+        let config = TransformerConfig {
+            architecture,
+            vocab_size: 23,
+            d_model,
+            d_ff,
+            heads,
+            decoder_layers,
+            ..Default::default()
+        };
+        tch::manual_seed(3);
+        let model = Transformer::new(&config, Device::Cpu, Kind::Double).unwrap();
+        let objective = Objective { mask: None, smoothing: Smoothing::fairseq(0.0, 23) };
+        let tokens: Vec<u32> = (0..61u32).map(|i| if i % 9 == 8 { EOS } else { 4 + i * 7919 % 19 }).collect();
+        let nll = |at: usize, length: usize, stride: usize| {
+            let begin = (at + 1).saturating_sub(length).div_ceil(stride) * stride;
+            let before = if begin == 0 { EOS } else { tokens[begin - 1] };
+            let row: Vec<i64> = [&[before], &tokens[begin..at]].concat().into_iter().map(i64::from).collect();
+            let read = Sentences::new(None, Packed::of(&[&row]).unwrap(), Device::Cpu).unwrap();
+            let features = model.features(&read, &Context::evaluation(Kind::Double)).unwrap();
+            let logits = model.logits(&features, Kind::Double).unwrap().select(0, -1);
+            -logits.log_softmax(-1, Kind::Double).double_value(&[i64::from(tokens[at])])
+        };
+        for (length, stride, most) in [(8, 3, 50), (8, 8, 50), (10, 1, 9), (100, 50, 50), (1, 1, 7)] {
+            let plan = |corpus: &Corpus| {
+                let plan = data::plan(&corpus.lengths(), most, 0, 0);
+                plan.iter().map(|rows| data::collate(corpus, rows)).collect()
+            };
+            let batches = batches(windows(&tokens, length, stride), plan);
+            let found = tch::no_grad(|| train::evaluate_loss(&model, &batches, &objective, Kind::Double, || Ok(())));
+            let found = found.unwrap();
+            let wanted: f64 = (0..tokens.len()).map(|at| nll(at, length, stride)).sum::<f64>() / tokens.len() as f64;
+            assert_eq!(found.tokens, tokens.len());
+            assert!((found.nll - wanted).abs() < 1e-9, "{length} {stride}: {} {wanted}", found.nll);
+        }
+    }
+}

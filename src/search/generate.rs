@@ -1,0 +1,267 @@
+//! Texts that a language model continues (docs/spec.md §4.17).
+//!
+//! All texts of a batch move on together, one token a step. The model reads a text through a window: from EOS, which
+//! stands before the text, until the window is full; then from half a window further on. Where a window begins depends
+//! on the text's length alone, so all windows of a batch are full at the same step, whatever the prompts' lengths: every
+//! slot of the cache is at the same position.
+
+use super::sampling::Sampling;
+use crate::config::{AttentionName, GenerationOptions};
+use crate::data::random::{Purpose, Random};
+use crate::error::{Error, Result};
+use crate::model::{Cargo, Context, Packed, Sentences, StackCache, Transformer, BOS, EOS, PAD};
+use tch::{Device, Kind, Tensor};
+
+/// How to continue texts.
+#[derive(Clone, Debug, PartialEq)]
+pub struct GenerationConfig {
+    pub sampling: Sampling,
+    /// Most tokens generated, EOS included.
+    pub max_length: usize,
+    /// Ends of sentence after which a text is over; 0: none.
+    pub sentences: usize,
+    /// Most tokens that the model reads at a time.
+    pub context: usize,
+    pub seed: u64,
+}
+
+impl GenerationConfig {
+    /// What the options ask for; `context` is theirs, or else this.
+    pub fn of(options: &GenerationOptions, context: i64) -> Result<Self> {
+        Ok(GenerationConfig {
+            sampling: Sampling::of(options)?,
+            max_length: options.max_length as usize,
+            sentences: options.sentences as usize,
+            context: options.context.unwrap_or(context) as usize,
+            seed: options.seed,
+        })
+    }
+
+    /// By how many tokens a full window moves on.
+    fn stride(&self) -> usize {
+        (self.context / 2).max(1)
+    }
+
+    /// Where the window begins of a text of so many tokens, the EOS before it included.
+    fn window(&self, length: usize) -> usize {
+        length.saturating_sub(self.context).div_ceil(self.stride()) * self.stride()
+    }
+}
+
+/// A text to be continued: which of its prompt's samples it is, and the prompt's tokens.
+#[derive(Clone, Debug)]
+pub struct Prompt<'a> {
+    pub tokens: &'a [i64],
+    pub sample: u64,
+}
+
+/// What a model made of a prompt.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct Generated {
+    /// The new tokens, EOS included.
+    pub tokens: Vec<i64>,
+    /// Σ log p of the new tokens, at temperature 1 and from all tokens.
+    pub log_probability: f64,
+    /// It has as many ends of sentence as were asked for.
+    pub finished: bool,
+}
+
+/// A text on its way.
+struct Growing {
+    /// EOS, the prompt, and what came.
+    tokens: Vec<i64>,
+    /// Where its window begins.
+    window: usize,
+    random: Random,
+    made: Generated,
+    /// Ends of sentence among the new tokens.
+    ends: usize,
+    is_over: bool,
+}
+
+impl Growing {
+    fn new(prompt: &Prompt, config: &GenerationConfig) -> Self {
+        let tokens = [&[EOS], prompt.tokens].concat();
+        Growing {
+            window: config.window(tokens.len()),
+            random: Random::new(config.seed, digest(prompt.tokens), prompt.sample, Purpose::NextToken),
+            tokens,
+            made: Generated::default(),
+            ends: 0,
+            is_over: false,
+        }
+    }
+
+    /// Draws the next token.
+    fn advance(&mut self, logits: &[f64], config: &GenerationConfig) -> i64 {
+        let token = config.sampling.choose(logits, self.random.uniform());
+        let id = token as i64;
+        let best = logits.iter().copied().fold(f64::NEG_INFINITY, f64::max);
+        let total: f64 = logits.iter().map(|logit| (logit - best).exp()).sum();
+        self.made.log_probability += logits[token] - best - total.ln();
+        self.made.tokens.push(id);
+        self.tokens.push(id);
+        self.ends += usize::from(id == EOS);
+        self.made.finished = config.sentences > 0 && self.ends == config.sentences;
+        self.is_over = self.made.finished || self.made.tokens.len() == config.max_length;
+        id
+    }
+}
+
+/// FNV-1a of the ids: prompts that differ draw other numbers.
+fn digest(tokens: &[i64]) -> u64 {
+    let bytes = tokens.iter().flat_map(|token| token.to_le_bytes());
+    bytes.fold(0xcbf2_9ce4_8422_2325, |hash, byte| (hash ^ u64::from(byte)).wrapping_mul(0x100_0000_01b3))
+}
+
+/// Continues texts with a decoder-only model.
+///
+/// `allowed` has the types that may come; none: all; never PAD and BOS. `kind` is the type of matrix products. `said` is
+/// told of each new token: the text's number, the token, and whether the text is over. `between` is asked at every step
+/// whether to go on.
+///
+/// Errors: a model with an encoder, a context longer than tensorized attention reads, logits that are not numbers, what
+/// `said` and `between` return.
+pub fn generate(
+    model: &Transformer,
+    prompts: &[Prompt],
+    allowed: Option<&[bool]>,
+    config: &GenerationConfig,
+    kind: Kind,
+    said: &mut dyn FnMut(usize, i64, bool) -> Result<()>,
+    between: &mut dyn FnMut() -> Result<()>,
+) -> Result<Vec<Generated>> {
+    if model.config.has_encoder() {
+        return Err(Error::invalid(
+            "text is continued by a language model (architecture = \"decoder-only\"), and this model has an encoder: \
+             translate with it",
+        ));
+    }
+    model.config.check_lengths(&[config.context as i64])?;
+    // Tensorized attention does not decode token by token.
+    let is_cached = model.config.attention != AttentionName::Tensorized;
+    continued(&mut Reader::new(model, kind, is_cached), prompts, allowed, config, said, between)
+}
+
+/// [`generate`] with that reader.
+fn continued(
+    reader: &mut Reader,
+    prompts: &[Prompt],
+    allowed: Option<&[bool]>,
+    config: &GenerationConfig,
+    said: &mut dyn FnMut(usize, i64, bool) -> Result<()>,
+    between: &mut dyn FnMut() -> Result<()>,
+) -> Result<Vec<Generated>> {
+    let mut texts: Vec<Growing> = prompts.iter().map(|prompt| Growing::new(prompt, config)).collect();
+    tch::no_grad(|| {
+        while let Some(next) = reader.next(&mut texts, config)? {
+            for (number, mut logits) in next {
+                forbid(&mut logits, allowed);
+                refuse_nan(&logits, number, texts[number].made.tokens.len())?;
+                let token = texts[number].advance(&logits, config);
+                said(number, token, texts[number].is_over)?;
+            }
+            between()?;
+        }
+        Ok(texts.into_iter().map(|text| text.made).collect())
+    })
+}
+
+fn forbid(logits: &mut [f64], allowed: Option<&[bool]>) {
+    let never = |token: usize| [BOS, PAD].contains(&(token as i64)) || allowed.is_some_and(|allowed| !allowed[token]);
+    logits.iter_mut().enumerate().filter(|(token, _)| never(*token)).for_each(|(_, logit)| *logit = f64::NEG_INFINITY);
+}
+
+fn refuse_nan(logits: &[f64], number: usize, generated: usize) -> Result<()> {
+    match logits.iter().any(|logit| logit.is_nan() || *logit == f64::INFINITY) {
+        false => Ok(()),
+        true => Err(Error::invalid(format!(
+            "the logits after {generated} generated tokens of text {number} (from 0) are not numbers (NaN): the weights \
+             hold non-finite or huge values; use an earlier checkpoint, or f32 where this was a smaller type"
+        ))),
+    }
+}
+
+/// How the model reads the texts' windows.
+struct Reader<'a> {
+    model: &'a Transformer,
+    ctx: Context,
+    /// Token by token, with keys and values kept; otherwise each window whole at every step.
+    is_cached: bool,
+    cache: StackCache,
+    /// The texts in the cache's slots.
+    slots: Vec<usize>,
+    /// Tokens of each window that the cache holds.
+    position: usize,
+}
+
+/// Texts' numbers and the logits of what follows them.
+type Next = Vec<(usize, Vec<f64>)>;
+
+impl<'a> Reader<'a> {
+    fn new(model: &'a Transformer, kind: Kind, is_cached: bool) -> Self {
+        let (cache, slots) = (StackCache::default(), Vec::new());
+        Reader { model, ctx: Context::evaluation(kind), is_cached, cache, slots, position: 0 }
+    }
+
+    /// One step: logits of the texts that have been read to their ends; none: all are over.
+    fn next(&mut self, texts: &mut [Growing], config: &GenerationConfig) -> Result<Option<Next>> {
+        let live: Vec<usize> = (0..texts.len()).filter(|&number| !texts[number].is_over).collect();
+        if live.is_empty() {
+            return Ok(None);
+        }
+        match self.is_cached {
+            true => self.step(&live, texts, config).map(Some),
+            false => self.whole(&live, texts, config).map(Some),
+        }
+    }
+
+    /// Each window's next token, with the cache.
+    fn step(&mut self, live: &[usize], texts: &mut [Growing], config: &GenerationConfig) -> Result<Next> {
+        if self.position == config.context {
+            live.iter().for_each(|&number| texts[number].window += config.stride());
+            (self.position, self.cache) = (0, StackCache::default());
+        } else if self.position > 0 && live != self.slots {
+            let place = |number: &usize| self.slots.binary_search(number).expect("no text comes back") as i64;
+            let order: Vec<i64> = live.iter().map(place).collect();
+            self.cache.reorder(&Tensor::f_from_slice(&order)?.f_to_device(self.model.device())?)?;
+        }
+        self.slots = live.to_vec();
+        let read: Vec<i64> = live.iter().map(|&n| texts[n].tokens[texts[n].window + self.position]).collect();
+        let logits = self.model.step(&read, self.position as i64, &[], None, &mut self.cache, &self.ctx)?;
+        self.position += 1;
+        let at_end = |n: usize| texts[n].window + self.position == texts[n].tokens.len();
+        let ended: Vec<usize> = (0..live.len()).filter(|&slot| at_end(live[slot])).collect();
+        let numbers: Vec<usize> = ended.iter().map(|&slot| live[slot]).collect();
+        rows(&logits, &ended.iter().map(|&slot| slot as i64).collect::<Vec<_>>(), &numbers)
+    }
+
+    /// Each window whole, without a cache.
+    fn whole(&self, live: &[usize], texts: &mut [Growing], config: &GenerationConfig) -> Result<Next> {
+        live.iter().for_each(|&number| texts[number].window = config.window(texts[number].tokens.len()));
+        let windows: Vec<&[i64]> = live.iter().map(|&number| &texts[number].tokens[texts[number].window..]).collect();
+        let packed = Packed::of(&windows)?;
+        let last: Vec<i64> = packed.offsets[1..].iter().map(|end| end - 1).collect();
+        let device = self.model.device();
+        let read = Sentences::new(None, packed, device)?.to(device)?;
+        let features = self.model.features(&read, &self.ctx)?;
+        let features = features.f_index_select(0, &Tensor::f_from_slice(&last)?.f_to_device(device)?)?;
+        let logits = self.model.logits(&features, self.ctx.kind)?;
+        rows(&logits, &(0..live.len() as i64).collect::<Vec<_>>(), live)
+    }
+}
+
+/// Chosen rows of logits (slots, V) on the host, each with its text's number.
+fn rows(logits: &Tensor, chosen: &[i64], numbers: &[usize]) -> Result<Next> {
+    if chosen.is_empty() {
+        return Ok(Vec::new());
+    }
+    let types = logits.size()[1] as usize;
+    let index = Tensor::f_from_slice(chosen)?.f_to_device(logits.device())?;
+    let found = logits.f_index_select(0, &index)?.f_to_device(Device::Cpu)?.f_to_kind(Kind::Double)?;
+    let found = Vec::<f64>::try_from(found.f_reshape(-1i64)?)?;
+    Ok(numbers.iter().copied().zip(found.chunks_exact(types).map(<[f64]>::to_vec)).collect())
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,224 @@
+//! Generation on tiny models in float64, against a loop that reads every window whole, one text at a time.
+
+use super::*;
+use crate::config::{from_json, TransformerConfig};
+use std::collections::HashMap;
+
+const V: i64 = 23;
+/// Neither UNK, nor the last types.
+fn allowed() -> Vec<bool> {
+    (0..V).map(|id| id == EOS || (4..20).contains(&id)).collect()
+}
+
+/// Its weights are a fixed sequence, so that no other test moves them.
+fn model(options: &str) -> Transformer {
+    let small = r#""vocab_size": 23, "d_model": 16, "d_ff": 24, "heads": 2, "decoder_layers": 2"#;
+    let text = format!(r#"{{"architecture": "decoder-only", {small}, {options}}}"#);
+    let config: TransformerConfig = from_json("model", &text).unwrap();
+    let drawn = Transformer::new(&config, Device::Cpu, Kind::Double).unwrap();
+    let mut start = 0.5;
+    let mut weights: HashMap<String, Tensor> = drawn
+        .parameters
+        .iter()
+        .map(|(name, tensor)| {
+            let n = tensor.numel() as i64;
+            let noise = ((Tensor::arange(n, (Kind::Double, Device::Cpu)) + start) * 12.9898).sin() * 43.7585;
+            start += n as f64;
+            let uniform = &noise - noise.floor() - 0.5;
+            let centre = if name.contains("norm") && name.ends_with("weight") { 1.0 } else { 0.0 };
+            (name.to_string(), (uniform + centre).reshape(tensor.size()))
+        })
+        .collect();
+    weights.extend(drawn.parameters.buffers().map(|(name, tensor)| (name.to_string(), tensor.shallow_clone())));
+    Transformer::with_parameters(&config, &weights).unwrap()
+}
+
+fn config(options: &str, context: i64) -> GenerationConfig {
+    GenerationConfig::of(&from_json("generation", options).unwrap(), context).unwrap()
+}
+
+/// 50 prompts of 0 to 19 tokens.
+fn prompts() -> Vec<Vec<i64>> {
+    let token = |i: i64| if i % 11 == 7 { EOS } else { 4 + (i * 7919) % 16 };
+    (0..50).map(|n| (0..n * 13 % 20).map(|i| token(n * 31 + i)).collect()).collect()
+}
+
+fn given(prompts: &[Vec<i64>]) -> Vec<Prompt<'_>> {
+    prompts.iter().map(|tokens| Prompt { tokens, sample: 0 }).collect()
+}
+
+fn run(model: &Transformer, prompts: &[Prompt], config: &GenerationConfig, is_cached: bool) -> Vec<Generated> {
+    let reader = &mut Reader::new(model, Kind::Double, is_cached);
+    continued(reader, prompts, Some(&allowed()), config, &mut |_, _, _| Ok(()), &mut || Ok(())).unwrap()
+}
+
+/// By the definition: one text, each step one pass over its window.
+fn plain(model: &Transformer, prompt: &Prompt, config: &GenerationConfig) -> Generated {
+    let mut random = Random::new(config.seed, digest(prompt.tokens), prompt.sample, Purpose::NextToken);
+    let (mut tokens, mut made) = ([&[EOS], prompt.tokens].concat(), Generated::default());
+    while made.tokens.len() < config.max_length && !made.finished {
+        let (mut begin, step) = (0, (config.context / 2).max(1));
+        while tokens.len() - begin > config.context {
+            begin += step;
+        }
+        let read = Sentences::new(None, Packed::of(&[&tokens[begin..]]).unwrap(), Device::Cpu).unwrap();
+        let features = model.features(&read, &Context::evaluation(Kind::Double)).unwrap();
+        let last = model.logits(&features, Kind::Double).unwrap().select(0, -1);
+        let mut logits = Vec::<f64>::try_from(last).unwrap();
+        let may = allowed();
+        logits.iter_mut().enumerate().filter(|(id, _)| !may[*id]).for_each(|(_, logit)| *logit = f64::NEG_INFINITY);
+        let token = config.sampling.choose(&logits, random.uniform());
+        let log_p = Vec::<f64>::try_from(Tensor::from_slice(&logits).log_softmax(-1, Kind::Double)).unwrap();
+        made.log_probability += log_p[token];
+        made.tokens.push(token as i64);
+        tokens.push(token as i64);
+        let ends = made.tokens.iter().filter(|token| **token == EOS).count();
+        made.finished = ends == config.sentences && config.sentences > 0;
+    }
+    made
+}
+
+fn same(found: &[Generated], wanted: &[Generated]) {
+    assert_eq!(found.len(), wanted.len());
+    for (a, b) in found.iter().zip(wanted) {
+        assert_eq!((&a.tokens, a.finished), (&b.tokens, b.finished));
+        assert!((a.log_probability - b.log_probability).abs() < 1e-9, "{} {}", a.log_probability, b.log_probability);
+    }
+}
+
+#[test]
+fn cached_is_uncached_on_50_prompts() {
+    let all = prompts();
+    let model = model(r#""norm": "scalenorm", "residual": "prenorm""#);
+    for (options, context) in [
+        (r#"{"max_length": 30, "sentences": 3}"#, 64),
+        (r#"{"max_length": 25, "sentences": 0, "temperature": 0}"#, 9),
+        (r#"{"max_length": 25, "sentences": 0, "temperature": 0.8, "top_k": 6, "top_p": 0.95}"#, 8),
+        (r#"{"max_length": 7, "sentences": 1}"#, 1),
+    ] {
+        let config = config(options, context);
+        let wanted: Vec<Generated> = given(&all).iter().map(|prompt| plain(&model, prompt, &config)).collect();
+        same(&run(&model, &given(&all), &config, true), &wanted);
+        same(&run(&model, &given(&all), &config, false), &wanted);
+        let lengths: std::collections::BTreeSet<usize> = wanted.iter().map(|made| made.tokens.len()).collect();
+        assert!(config.sentences == 0 || lengths.len() > 3, "{lengths:?}");
+    }
+}
+
+#[test]
+fn every_scheme_decodes_as_it_reads() {
+    let all = prompts()[..6].to_vec();
+    let config = config(r#"{"max_length": 12, "sentences": 0}"#, 7);
+    for options in [
+        r#""residual": "postnorm", "norm": "rmsnorm", "qk_norm": true"#,
+        r#""residual": "dlcl""#,
+        r#""residual": "mhc""#,
+        r#""residual": "attnres""#,
+        r#""residual": "resi-dual""#,
+        r#""residual": "denseformer""#,
+        r#""residual": "hybridnorm", "positions": "fairseq", "fixnorm": true"#,
+        r#""residual": "branchnorm", "norm": "batchnorm", "output_bias": true"#,
+    ] {
+        let model = model(options);
+        let wanted: Vec<Generated> = given(&all).iter().map(|prompt| plain(&model, prompt, &config)).collect();
+        same(&run(&model, &given(&all), &config, true), &wanted);
+    }
+}
+
+#[test]
+fn tensorized_attention_reads_windows_whole() {
+    let model = model(r#""attention": "tensorized", "tensorized_rank": 3, "tensorized_segment": 6"#);
+    let (all, config) = (prompts()[..8].to_vec(), config(r#"{"max_length": 9, "sentences": 0}"#, 6));
+    let wanted: Vec<Generated> = given(&all).iter().map(|prompt| plain(&model, prompt, &config)).collect();
+    let found = |config| {
+        generate(&model, &given(&all), Some(&allowed()), config, Kind::Double, &mut |_, _, _| Ok(()), &mut || Ok(()))
+    };
+    same(&found(&config).unwrap(), &wanted);
+    let e = found(&GenerationConfig { context: 7, ..config.clone() }).unwrap_err().to_string();
+    assert!(e.contains("7 tokens in a row") && e.contains("tensorized_segment = 6"), "{e}");
+}
+
+/// A text is the same beside whatever others, and in whatever order.
+#[test]
+fn a_text_does_not_depend_on_the_batch() {
+    let (all, model) = (prompts(), model(r#""residual": "prenorm""#));
+    let config = config(r#"{"max_length": 20, "sentences": 2}"#, 11);
+    let together = run(&model, &given(&all), &config, true);
+    let alone: Vec<Generated> =
+        given(&all).into_iter().flat_map(|prompt| run(&model, &[prompt], &config, true)).collect();
+    same(&together, &alone);
+    let mut turned = given(&all);
+    turned.reverse();
+    let mut found = run(&model, &turned, &config, true);
+    found.reverse();
+    same(&found, &together);
+}
+
+#[test]
+fn seed_sample_and_prompt_make_the_draws() {
+    let model = model(r#""residual": "prenorm""#);
+    let of = |seed: u64, sample: u64, prompt: &[i64]| {
+        let config = GenerationConfig { seed, ..config(r#"{"max_length": 30, "sentences": 0}"#, 64) };
+        run(&model, &[Prompt { tokens: prompt, sample }], &config, true).remove(0).tokens
+    };
+    let first = of(1, 0, &[5, 6]);
+    assert_eq!(first, of(1, 0, &[5, 6]));
+    let all = [first, of(2, 0, &[5, 6]), of(1, 1, &[5, 6]), of(1, 0, &[6, 5])];
+    assert_eq!(std::collections::HashSet::from(all).len(), 4);
+    assert_eq!(digest(&[5, 6]), digest(&[5, 6]));
+    // FNV-1a of eight zero bytes, computed in Python.
+    assert_eq!(digest(&[0]), 0xa8c7_f832_281a_39c5);
+}
+
+#[test]
+fn whoever_listens_hears_each_token_and_may_end_the_work() {
+    let (all, model) = (prompts()[..5].to_vec(), model(r#""residual": "prenorm""#));
+    let config = config(r#"{"max_length": 10, "sentences": 1}"#, 64);
+    let mut heard = vec![(Vec::new(), 0); 5];
+    let mut said = |number: usize, token: i64, is_over: bool| {
+        heard[number].0.push(token);
+        heard[number].1 += usize::from(is_over);
+        Ok(())
+    };
+    let texts = given(&all);
+    let made = generate(&model, &texts, None, &config, Kind::Double, &mut said, &mut || Ok(())).unwrap();
+    assert_eq!(heard, made.iter().map(|made| (made.tokens.clone(), 1)).collect::<Vec<_>>());
+    assert!(made.iter().all(|made| made.tokens.iter().all(|token| ![BOS, PAD].contains(token))));
+    let stop = || Err(Error::Interrupted("stop".into()));
+    let stopped = generate(&model, &texts, None, &config, Kind::Double, &mut |_, _, _| Ok(()), &mut || stop());
+    assert!(matches!(stopped, Err(Error::Interrupted(_))));
+    let stopped = generate(&model, &texts, None, &config, Kind::Double, &mut |_, _, _| stop(), &mut || Ok(()));
+    assert!(matches!(stopped, Err(Error::Interrupted(_))));
+}
+
+#[test]
+fn an_encoder_and_nan_are_errors() {
+    let config = config("{}", 64);
+    let says = |model: &Transformer| {
+        let prompts = [Prompt { tokens: &[5], sample: 0 }];
+        let made = generate(model, &prompts, None, &config, Kind::Double, &mut |_, _, _| Ok(()), &mut || Ok(()));
+        made.unwrap_err().to_string()
+    };
+    let with_encoder = TransformerConfig { vocab_size: 9, d_model: 8, d_ff: 8, heads: 1, ..Default::default() };
+    let with_encoder = Transformer::new(&with_encoder, Device::Cpu, Kind::Double).unwrap();
+    assert!(says(&with_encoder).contains("has an encoder: translate with it"));
+    let model = model(r#""residual": "prenorm""#);
+    tch::no_grad(|| drop(model.parameters.tensors()[0].shallow_clone().fill_(f64::NAN)));
+    assert!(says(&model).contains("after 0 generated tokens of text 0 (from 0) are not numbers (NaN)"));
+}
+
+#[test]
+fn windows_move_on_by_half() {
+    for context in 1..12 {
+        let config = config("{}", context);
+        let windows: Vec<usize> = (1..60).map(|length| config.window(length)).collect();
+        for (before, pair) in windows.windows(2).enumerate() {
+            let length = before + 2;
+            assert!(pair[1] == pair[0] || pair[1] == pair[0] + config.stride());
+            let read = length - pair[1];
+            assert!(
+                (1..=context as usize).contains(&read) && (pair[1] == 0 || read > context as usize - config.stride())
+            );
+        }
+    }
+}
