@@ -152,7 +152,8 @@ mod tests {
     const GAMMA: [f64; 4] = [1.0, 0.5, 2.0, -1.0];
 
     fn of(name: &str) -> (Conventions, f64) {
-        let (spec, options) = named(name, &Options::NONE).unwrap();
+        let none = Options::NONE;
+        let (spec, options) = named(name, &none).unwrap();
         let site = Site { options: &options, ..Site::ANY };
         (Conventions::of(spec, &site), spec.number("eps", &site).unwrap())
     }
