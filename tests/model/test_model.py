@@ -126,7 +126,9 @@ def test_every_family_under_every_scheme(norm, residual):
         with pytest.raises(nfrs.InputError, match=r"rmsnorm_part = 0\.0625 of 4 numbers is none"):
             build(norm=norm, residual=residual)
         return
-    model, state, options = build(norm=norm, residual=residual)
+    # Of 16 numbers it would measure one, and rows that happen to begin near 0 would magnify every rounding.
+    shape = {"d_model": 64, "d_ff": 96} if norm == "rmsnorm:partial" else {}
+    model, state, options = build(norm=norm, residual=residual, **shape)
     compare(model, state, options, ref.pad(SOURCES), ref.pad(TARGETS))
 
 
