@@ -270,7 +270,7 @@ mod tests {
             r#""residual": "mhc", "norm": "rmsnorm", "mhc_streams": 2"#,
             r#""residual": "attnres", "attnres_block": 2"#,
             r#""architecture": "decoder-only", "positions": "rotary", "activation": "swiglu", "kv_heads": 1"#,
-            r#""positions": "learned", "max_positions": 11, "activation": "gelu", "linear_biases": false"#,
+            r#""positions": "learned", "max_positions": 32, "activation": "gelu", "linear_biases": false"#,
         ] {
             let batches = batches(if options.contains("decoder-only") { 1 } else { 2 });
             let mut graphs = Graphs::new(Box::new(Again), MAX_TOKENS, Device::Cpu);
