@@ -40,7 +40,7 @@ from normformer_rs.scores import score
 HERE = Path(__file__).resolve().parent
 BEAMS = {"greedy": 1, "beam 5": 5}
 BATCHES = [1024, 2048, 4096, 8192, 16384]
-"""Source tokens in a batch, of which each side takes the best."""
+"""Source tokens in a batch; each side takes the best of these."""
 TEST = "test.2016"
 
 

@@ -18,7 +18,8 @@ KEPT = {
     "test_parameters_of_16_bits": 3,
     "test_cross_entropy": 3,
     "test_variants_compile_without_spills": 3,
-    # operators
+    # operators and norms
+    "test_every_family_under_every_scheme": 8,
     "test_compile_with_inductor_and_dynamic_shapes": NONE,
     "test_fuzz": 2,
     # surgery

@@ -67,7 +67,7 @@ class Live:
 
     def __init__(self, prompts: Sequence[str], samples: int, between: str) -> None:
         self._waiting = [prompt for prompt in prompts for _ in range(samples)]
-        """What is still to be shown of each text: its prompt first."""
+        """The part of each text that is still to be shown, its prompt first."""
         self._is_over = [False] * len(self._waiting)
         self._samples, self._between = samples, between
         self._turn = 0

@@ -14,7 +14,7 @@ Listener = Callable[[int, int, str | None], None]
 
 
 class Generation(NamedTuple):
-    """What a language model made of a prompt."""
+    """A continuation of a prompt by a language model."""
 
     text: str
     """Prompt and text, one after the other, are the whole: the text begins with a space where a word begins."""

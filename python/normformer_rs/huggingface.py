@@ -96,7 +96,7 @@ def _is_tied(config: TransformerConfig) -> bool:
     return config.tie_embeddings != "none" and not config.scale_embeddings
 
 
-# What the architectures share.
+# Shared by the architectures.
 
 
 def _rate(config: TransformerConfig, name: str) -> float:

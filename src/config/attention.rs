@@ -13,7 +13,7 @@ pub(super) fn check(config: &TransformerConfig) -> Result<()> {
     }
 }
 
-/// What heads must be that share keys and values.
+/// A check of `kv_heads`, the heads that share keys and values.
 pub(super) fn check_sizes(config: &TransformerConfig) -> Result<()> {
     match config.kv_heads {
         Some(kv_heads) if kv_heads < 1 || config.heads % kv_heads != 0 => {

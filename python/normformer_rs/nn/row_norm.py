@@ -107,7 +107,7 @@ class RowNorm(Unscriptable, nn.Module):
         return torch.finfo(torch.promote_types(x.dtype, torch.float32)).eps if self.eps is None else self.eps
 
     def own(self, x: Tensor) -> Sequence[Any]:
-        """What the operator takes beside weight and bias: ε, or the learned numbers of x̂."""
+        """The operator's arguments beside weight and bias: ε, or the learned numbers of x̂."""
         return (self.eps_for(x),)
 
     def call(self, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
