@@ -75,7 +75,7 @@ def test_residuals_swap_train_and_return(name, residual):
     assert [type(m) for m in model.modules()] == kinds
     assert {id(p) for g in optimizer.param_groups for p in g["params"]} == {id(p) for p in model.parameters()}
 
-    options = {"branchnorm": {"branchnorm_steps": 8}, "prores": {"prores_steps": 4}}.get(residual, {})
+    options = {"branchnorm": {"branchnorm_steps": 8}, "prores": {"prores_steps": 40}}.get(residual, {})
     swap_residuals(model, residual, optimizer=optimizer, **options)
     losses = train(model, optimizer, 12)
     assert min(losses[-3:]) < losses[0]
