@@ -1,4 +1,4 @@
-//! What positions ask of the rest of a configuration, and how long sentences may be.
+//! Checks of the options of positions, and of the lengths of sentences.
 
 use super::{AttentionName, Positions, TransformerConfig};
 use crate::error::{Error, Result};

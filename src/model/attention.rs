@@ -172,7 +172,7 @@ impl Attention {
         self.output(heads, inside, ctx)
     }
 
-    /// What follows the heads.
+    /// The output projection of the joined heads, with the changes around it.
     fn output(&self, heads: Tensor, inside: &Inside, ctx: &Context) -> Result<Tensor> {
         let rows: PassRows = ctx.rows();
         let heads = inside.at(Point::AfterHeads, heads, &rows)?;

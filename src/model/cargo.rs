@@ -4,7 +4,7 @@ use crate::error::{Error, Result};
 use crate::operator::upload;
 use tch::{Device, Tensor};
 
-/// What goes to a device as a whole.
+/// Tensors that go to a device together.
 pub trait Cargo: Sized {
     /// Its tensors, in a fixed order.
     fn tensors(&mut self) -> Vec<&mut Tensor>;

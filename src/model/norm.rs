@@ -137,7 +137,7 @@ impl Conventional {
         self.rows.weight.as_ref().map(|weight| self.how.gain(weight)).transpose()
     }
 
-    /// What the kernels take for γ.
+    /// γ as the kernels take it.
     fn with(&self, weight: Option<Tensor>) -> Rowwise {
         Rowwise { operator: self.rows.operator, weight, bias: None, numbers: Vec::new(), eps: self.rows.eps }
     }
