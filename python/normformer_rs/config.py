@@ -146,6 +146,8 @@ def _document(summary: str, fields: Iterable[Field]) -> str:
 
 _TABLES = _tables.read()
 __version__: str = _TABLES["version"]
+ENTRIES: dict[str, list[dict[str, Any]]] = _TABLES["tables"]
+"""What `tables` copies. Read it; do not write it."""
 
 
 def _generate(name: str, which: str, summary: str) -> Any:
@@ -194,4 +196,4 @@ def tables() -> dict[str, list[dict[str, Any]]]:
     A norm's entry has all that its module is made of, too: its class in `normformer_rs.nn`, parameters, options and
     operator. `others` are further parts of models.
     """
-    return _html.Tables({name: _html.Table(rows) for name, rows in copy.deepcopy(_TABLES["tables"]).items()})
+    return _html.Tables({name: _html.Table(rows) for name, rows in copy.deepcopy(ENTRIES).items()})

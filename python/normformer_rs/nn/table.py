@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from ..config import tables
+from ..config import ENTRIES
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,8 +54,8 @@ class Family:
 
 
 FAMILIES: dict[str, Family] = {
-    entry["name"]: Family(entry["name"], entry["norm"], entry["settings"]) for entry in tables()["families"]
+    entry["name"]: Family(entry["name"], entry["norm"], entry["settings"]) for entry in ENTRIES["families"]
 }
 """Every family, by its name: rmsnorm:llama, …"""
-DECLARED: dict[str, Declared] = {entry["name"]: Declared.of(entry) for entry in tables()["norms"]}
+DECLARED: dict[str, Declared] = {entry["name"]: Declared.of(entry) for entry in ENTRIES["norms"]}
 """Every norm of the table."""
