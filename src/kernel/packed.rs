@@ -3,9 +3,9 @@
 //! > y_ri = b_i + Σ_c x_rc W_ic
 //!
 //! W (n, k) lies in panels of 32 of its rows, transposed: a panel's 32 numbers of one column c are consecutive, and
-//! zeros fill the last panel. A tile of 3 rows of x (6 with AVX-512) by a panel stays in registers while c runs, so each
-//! step is one load of the panel, one broadcast a row, and the products. libtorch packs the matrix anew in each call,
-//! which costs as much as 80 rows of x.
+//! zeros fill the last panel. A tile of 6 rows of x by a panel (half a panel where there is no AVX-512) stays in
+//! registers while c runs, so each step is one load of the panel, one broadcast a row, and the products. libtorch packs
+//! the matrix anew in each call, which costs as much as 80 rows of x.
 
 pub mod call;
 
@@ -52,25 +52,60 @@ impl<A: Accumulator> PackedMatrix<A> {
     }
 }
 
-multiversion! {
-    /// y (rows, n) of x (rows, k), whose rows are `x_stride` and `y_stride` apart. Columns of y from n on keep what they
-    /// hold where `y_stride` has no room for the whole panel, and are overwritten where it has.
-    pub fn product[isa S][A: Accumulator](
-        x: &[A],
-        x_stride: usize,
-        rows: usize,
-        w: &PackedMatrix<A>,
-        y: &mut [A],
-        y_stride: usize,
-    ) {
-        if rows == 0 || w.n == 0 {
-            return;
+/// y (rows, n) of x (rows, k), whose rows are `x_stride` and `y_stride` apart. Columns of y from n on keep what they hold.
+pub fn product<A: Accumulator>(
+    x: &[A],
+    x_stride: usize,
+    rows: usize,
+    w: &PackedMatrix<A>,
+    y: &mut [A],
+    y_stride: usize,
+) {
+    if rows == 0 || w.n == 0 {
+        return;
+    }
+    assert!(y_stride >= w.n && (rows - 1) * y_stride + w.n <= y.len());
+    assert!(x_stride >= w.k && (rows - 1) * x_stride + w.k <= x.len());
+    // Tiles of x, transposed: TILE numbers of column c are consecutive.
+    let mut transposed = Buffer::<A>::new(ROWS * w.k);
+    for first in (0..rows).step_by(ROWS) {
+        let count = ROWS.min(rows - first);
+        for (r, row) in x[first * x_stride..].chunks(x_stride).take(count).enumerate() {
+            let tile = &mut transposed[r / TILE * TILE * w.k..][..TILE * w.k];
+            for (to, value) in tile.chunks_exact_mut(TILE).zip(row) {
+                to[r % TILE] = *value;
+            }
         }
-        assert!(y_stride >= w.n && (rows - 1) * y_stride + w.n <= y.len());
-        assert!(x_stride >= w.k && (rows - 1) * x_stride + w.k <= x.len());
-        match is_wide::<S>() {
-            true => tiles::<A, S, 6>(x, x_stride, rows, w, y, y_stride),
-            false => tiles::<A, S, 3>(x, x_stride, rows, w, y, y_stride),
+        for (p, bias) in w.bias.as_chunks::<BLOCK>().0.iter().enumerate() {
+            let panel = w.panels[p * BLOCK * w.k..][..BLOCK * w.k].as_chunks::<BLOCK>().0;
+            let used = BLOCK.min(w.n - p * BLOCK);
+            for t in (0..count).step_by(TILE) {
+                let mut sums = [*bias; TILE];
+                add_tile(transposed[t * w.k..][..TILE * w.k].as_chunks().0, panel, &mut sums);
+                for (r, sum) in sums.iter().enumerate().take(count - t) {
+                    y[(first + t + r) * y_stride + p * BLOCK..][..used].copy_from_slice(&sum[..used]);
+                }
+            }
+        }
+    }
+}
+
+/// Rows of x that are read again for each panel: 12 KiB of f32 where k is 128, half the first cache beside a panel.
+const ROWS: usize = 24;
+
+/// Rows of a tile: with two registers of columns each they take twelve of AVX2's sixteen.
+const TILE: usize = 6;
+
+multiversion! {
+    /// sums += the product of a tile of x and a panel. Not inlined, for what the caller holds in registers would push sums
+    /// out of them.
+    #[inline(never)]
+    fn add_tile[isa S][A: Accumulator](x: &[[A; TILE]], panel: &[[A; BLOCK]], sums: &mut [[A; BLOCK]; TILE]) {
+        if is_wide::<S>() {
+            add_columns::<A, S, true, true>(x, panel, sums);
+        } else {
+            add_columns::<A, S, true, false>(x, panel, sums);
+            add_columns::<A, S, false, true>(x, panel, sums);
         }
     }
 }
@@ -84,57 +119,32 @@ fn is_wide<S: Isa>() -> bool {
     return false;
 }
 
-/// Rows of x that are read again for each panel: 12 KiB of f32 where k is 128, half the first cache beside a panel.
-const ROWS: usize = 24;
-
+/// The first half of the panel's columns where LOW, the second where HIGH.
 #[inline(always)]
-fn tiles<A: Accumulator, S: Isa, const R: usize>(
-    x: &[A],
-    x_stride: usize,
-    rows: usize,
-    w: &PackedMatrix<A>,
-    y: &mut [A],
-    y_stride: usize,
+fn add_columns<A: Accumulator, S: Isa, const LOW: bool, const HIGH: bool>(
+    x: &[[A; TILE]],
+    panel: &[[A; BLOCK]],
+    sums: &mut [[A; BLOCK]; TILE],
 ) {
-    let k = w.k;
-    // Tiles of x, transposed: R numbers of column c are consecutive.
-    let mut transposed = Buffer::<A>::new(ROWS.next_multiple_of(R) * k);
-    for first in (0..rows).step_by(ROWS) {
-        let count = ROWS.min(rows - first);
-        for (r, row) in x[first * x_stride..].chunks(x_stride).take(count).enumerate() {
-            let tile = &mut transposed[r / R * R * k..][..R * k];
-            for (to, value) in tile.chunks_exact_mut(R).zip(row) {
-                to[r % R] = *value;
+    let mut totals = [[Of::<A, S>::zero(); 2]; TILE];
+    for r in 0..TILE {
+        totals[r] = Of::<A, S>::pair(&sums[r]);
+    }
+    for (x, w) in x.iter().zip(panel) {
+        let w = Of::<A, S>::pair(w);
+        for r in 0..TILE {
+            let x = Of::<A, S>::splat(x[r]);
+            if LOW {
+                totals[r][0] = x.mul_add(w[0], totals[r][0]);
+            }
+            if HIGH {
+                totals[r][1] = x.mul_add(w[1], totals[r][1]);
             }
         }
-        for (p, bias) in w.bias.as_chunks::<BLOCK>().0.iter().enumerate() {
-            let panel = &w.panels[p * BLOCK * k..][..BLOCK * k];
-            let bias = Of::<A, S>::pair(bias);
-            for t in 0..count.div_ceil(R) {
-                let tile = &transposed[t * R * k..][..R * k];
-                let mut sums = [bias; R];
-                for (x, w) in tile.as_chunks::<R>().0.iter().zip(panel.as_chunks::<BLOCK>().0) {
-                    let w = Of::<A, S>::pair(w);
-                    for r in 0..R {
-                        let x = Of::<A, S>::splat(x[r]);
-                        sums[r] = [x.mul_add(w[0], sums[r][0]), x.mul_add(w[1], sums[r][1])];
-                    }
-                }
-                for (r, sum) in sums.into_iter().enumerate().take(count - t * R) {
-                    let at = &mut y[(first + t * R + r) * y_stride..];
-                    let at = &mut at[p * BLOCK..];
-                    match at.first_chunk_mut::<BLOCK>().filter(|_| (p + 1) * BLOCK <= y_stride) {
-                        Some(whole) => Pack::store(sum, whole, Store::PLAIN),
-                        None => {
-                            let mut whole = [A::ZERO; BLOCK];
-                            Pack::store(sum, &mut whole, Store::PLAIN);
-                            let used = w.n - p * BLOCK;
-                            at[..used].copy_from_slice(&whole[..used]);
-                        }
-                    }
-                }
-            }
-        }
+    }
+    for r in 0..TILE {
+        // What was not added to is stored as it was loaded, which the compiler leaves out.
+        Pack::store(totals[r], &mut sums[r], Store::PLAIN);
     }
 }
 
