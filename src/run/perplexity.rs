@@ -64,7 +64,7 @@ impl Translator {
         let tokens: Vec<u32> = ids.iter().flat_map(|line| line.iter().copied().chain([EOS])).collect();
         let cut = windows(&tokens, window as usize, stride as usize);
         let batches = batches(cut, |corpus| valid_batches(corpus, &self.training));
-        let score = train::evaluate_loss(&self.model, &batches, &self.objective(), kind, between)?;
+        let score = train::evaluate_loss(&self.model, &batches, &self.objective()?, kind, between)?;
         Ok(WindowScore { score, words: counted, lines: lines.len() })
     }
 
@@ -115,7 +115,7 @@ mod tests {
         };
         tch::manual_seed(3);
         let model = Transformer::new(&config, Device::Cpu, Kind::Double).unwrap();
-        let objective = Objective { mask: None, smoothing: Smoothing::fairseq(0.0, 23) };
+        let objective = Objective::new(None, Smoothing::fairseq(0.0, 23)).unwrap();
         let tokens: Vec<u32> = (0..61u32).map(|i| if i % 9 == 8 { EOS } else { 4 + i * 7919 % 19 }).collect();
         let nll = |at: usize, length: usize, stride: usize| {
             let begin = (at + 1).saturating_sub(length).div_ceil(stride) * stride;

@@ -167,7 +167,7 @@ fn trainer(
     let parts = Parts {
         model,
         config: training.clone(),
-        objective: Objective { mask, smoothing: smoothing(training, valid_count) },
+        objective: Objective::new(mask, smoothing(training, valid_count))?,
         vocabulary,
         validation: Validation { batches, references },
         store: CheckpointStore::at(output),

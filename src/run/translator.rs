@@ -163,11 +163,11 @@ impl Translator {
             false => Corpus::language_model(&target, self.data.segment_length as usize, usize::MAX)?,
         };
         let batches = valid_batches(&corpus, &self.training);
-        no_grad(|| train::evaluate_loss(&self.model, &batches, &self.objective(), kind, between))
+        no_grad(|| train::evaluate_loss(&self.model, &batches, &self.objective()?, kind, between))
     }
 
     /// What losses are taken against.
-    pub(super) fn objective(&self) -> Objective {
-        Objective { mask: self.mask.as_ref().map(Tensor::shallow_clone), smoothing: self.smoothing }
+    pub(super) fn objective(&self) -> Result<Objective> {
+        Objective::new(self.mask.as_ref().map(Tensor::shallow_clone), self.smoothing)
     }
 }

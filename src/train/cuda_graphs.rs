@@ -145,7 +145,7 @@ mod tests {
     use crate::config::TransformerConfig;
     use crate::data::{collate, plan, Corpus};
     use crate::kernel::cross_entropy::Smoothing;
-    use crate::model::{Transformer, BOS};
+    use crate::model::{Transformer, BOS, UNK};
     use crate::operator::ProcessGroup;
     use crate::train::Objective;
     use std::sync::Arc;
@@ -213,9 +213,11 @@ mod tests {
                 "dropout": 0.2, {options}}}"#
         );
         let config: TransformerConfig = crate::config::from_json("model", &text).unwrap();
+        let all_but_unk = || Tensor::arange(20, (Kind::Int64, Device::Cpu)).not_equal(UNK);
+        let mask = options.contains("fixnorm").then(all_but_unk);
         Rc::new(Pass {
             model: Transformer::new(&config, Device::Cpu, Kind::Double).unwrap(),
-            objective: Objective { mask: None, smoothing: Smoothing::fairseq(0.1, 20) },
+            objective: Objective::new(mask, Smoothing::fairseq(0.1, 20)).unwrap(),
             kind: Kind::Double,
             recompute: options.contains("rmsnorm"),
             group: ProcessGroup::ALONE,

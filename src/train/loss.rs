@@ -1,5 +1,8 @@
 //! The output projection and the loss, in blocks of rows: logits exist for one block at a time, and the cross-entropy
 //! leaves their gradient where they were, so that 10,000 logits a token never travel to memory and back.
+//!
+//! A softmax over a target vocabulary V_t needs no other logits. The output matrix's rows of V_t are gathered once a
+//! pass, and their gradients added to the matrix's.
 
 use crate::config::{SmoothingName, TrainingConfig};
 use crate::error::Result;
@@ -30,7 +33,28 @@ pub struct LossSums {
 pub struct Objective {
     /// bool (V), true in the target vocabulary; none: all types.
     pub mask: Option<Tensor>,
-    pub smoothing: kernel::Smoothing,
+    smoothing: kernel::Smoothing,
+    types: Option<Types>,
+}
+
+/// The target vocabulary's types, each a column of logits.
+struct Types {
+    /// int64 (|V_t|), rising.
+    ids: Tensor,
+    /// int64 (V), each type's column: PAD's is `IGNORED`, and that of a type outside V_t is no column.
+    columns: Tensor,
+}
+
+impl Types {
+    const IGNORED: i64 = -1;
+
+    fn of(mask: &Tensor) -> Result<Self> {
+        let ids = mask.f_nonzero()?.f_view(-1i64)?;
+        let columns = mask.f_cumsum(0, Kind::Int64)?.f_sub_scalar(1)?;
+        let columns = columns.f_masked_fill(&mask.f_logical_not()?, ids.size()[0])?;
+        let _ = columns.f_narrow(0, PAD, 1)?.f_fill_(Types::IGNORED)?;
+        Ok(Types { ids, columns })
+    }
 }
 
 /// Memory for one block of logits, kept between steps.
@@ -51,6 +75,19 @@ impl Workspace {
 }
 
 impl Objective {
+    pub fn new(mask: Option<Tensor>, smoothing: kernel::Smoothing) -> Result<Self> {
+        let types = mask.as_ref().map(Types::of).transpose()?;
+        Ok(Objective { mask, smoothing, types })
+    }
+
+    /// Targets as columns of logits, and the column that is ignored.
+    fn columns(&self, targets: &Tensor) -> Result<(Tensor, i64)> {
+        Ok(match &self.types {
+            Some(types) => (types.columns.f_index_select(0, targets)?, Types::IGNORED),
+            None => (targets.shallow_clone(), PAD),
+        })
+    }
+
     /// Sums of the loss over `features` (rows, d), with the gradient of `scale`·Σ loss (0-dim f64, beside them)
     /// back-propagated into the model.
     pub fn backward(
@@ -65,25 +102,20 @@ impl Objective {
     ) -> Result<LossSums> {
         let (weight, bias) = model.output()?; // (V, d)
         let (sums, dh, weight, bias) = no_grad(|| {
-            let (weight, bias) =
-                (Adding::to(&weight, kind, flat)?, bias.map(|b| Adding::to(b, kind, flat)).transpose()?);
+            let adding = |t: &Tensor| Adding::to(t, kind, flat, self.types.as_ref());
+            let (weight, bias) = (adding(&weight)?, bias.map(adding).transpose()?);
             let (w, b) = (&weight.place.value, bias.as_ref().map(|b| &b.place.value));
             let h = features.f_detach()?.f_to_kind(kind)?;
             let dh = h.f_empty_like()?;
             let mut sums = LossSums::zero(&h)?;
+            let (targets, ignored) = self.columns(targets)?;
             for (start, rows) in blocks(h.size()[0]) {
                 let h = h.f_narrow(0, start, rows)?;
                 let mut logits = workspace.block(rows, w.size()[0], kind, &h)?;
                 project(&h, w, b, &logits)?;
                 let targets = targets.f_narrow(0, start, rows)?;
-                let (loss, nll) = operator::cross_entropy_in_place(
-                    &mut logits,
-                    &targets,
-                    self.mask.as_ref(),
-                    self.smoothing,
-                    PAD,
-                    scale,
-                )?;
+                let (loss, nll) =
+                    operator::cross_entropy_in_place(&mut logits, &targets, None, self.smoothing, ignored, scale)?;
                 sums.add(&loss, &nll)?;
                 // logits now holds their gradient
                 let _ = logits.f_mm_out(&dh.f_narrow(0, start, rows)?, w)?;
@@ -95,7 +127,7 @@ impl Objective {
             Ok::<_, crate::error::Error>((sums, dh, weight, bias))
         })?;
         for summed in [Some(weight), bias].into_iter().flatten() {
-            summed.hand_on()?;
+            summed.hand_on(self.types.as_ref())?;
         }
         operator::backward_from(features, &dh.f_to_kind(features.kind())?)?;
         Ok(sums)
@@ -111,14 +143,16 @@ impl Objective {
         workspace: &mut Workspace,
     ) -> Result<LossSums> {
         let (weight, bias) = model.output()?;
-        let (w, b) = (weight.f_to_kind(kind)?, bias.map(|b| b.f_to_kind(kind)).transpose()?);
+        let cast = |t: &Tensor| rows_of(&t.f_to_kind(kind)?, self.types.as_ref());
+        let (w, b) = (cast(&weight)?, bias.map(cast).transpose()?);
         let h = features.f_to_kind(kind)?;
+        let (targets, ignored) = self.columns(targets)?;
         let mut sums = LossSums::zero(&h)?;
         for (start, rows) in blocks(h.size()[0]) {
             let logits = workspace.block(rows, w.size()[0], kind, &h)?;
             project(&h.f_narrow(0, start, rows)?, &w, b.as_ref(), &logits)?;
             let targets = targets.f_narrow(0, start, rows)?;
-            let (loss, nll) = operator::cross_entropy(&logits, &targets, self.mask.as_ref(), self.smoothing, PAD)?;
+            let (loss, nll) = operator::cross_entropy(&logits, &targets, None, self.smoothing, ignored)?;
             sums.add(&loss, &nll)?;
         }
         Ok(sums)
@@ -127,25 +161,46 @@ impl Objective {
 
 /// A parameter of the output projection, or a function of one, and its gradient of all blocks.
 struct Adding {
+    /// Its rows of V_t.
     place: Placed,
+    /// Of all rows, where `place` does not have them.
+    gradient: Option<Tensor>,
     /// It is not in the flat buffers: autograd takes its gradient on, when all blocks are in it.
     elsewhere: Option<Tensor>,
 }
 
 impl Adding {
-    fn to(t: &Tensor, kind: Kind, flat: Option<&Flat>) -> Result<Self> {
-        Ok(match flat.map(|flat| flat.place(t)).transpose()?.flatten() {
-            Some(place) => Adding { place, elsewhere: None },
-            None => {
-                let place = Placed { value: t.f_to_kind(kind)?, gradient: t.f_zeros_like()? };
-                Adding { place, elsewhere: Some(t.shallow_clone()) }
-            }
-        })
+    fn to(t: &Tensor, kind: Kind, flat: Option<&Flat>, types: Option<&Types>) -> Result<Self> {
+        let (place, elsewhere) = match flat.map(|flat| flat.place(t)).transpose()?.flatten() {
+            Some(place) => (place, None),
+            None => (Placed { value: t.f_to_kind(kind)?, gradient: t.f_zeros_like()? }, Some(t.shallow_clone())),
+        };
+        if types.is_none() {
+            return Ok(Adding { place, gradient: None, elsewhere });
+        }
+        let value = rows_of(&place.value, types)?;
+        let gradient = value.f_zeros_like()?.f_to_kind(place.gradient.kind())?;
+        Ok(Adding { place: Placed { value, gradient }, gradient: Some(place.gradient), elsewhere })
     }
 
-    fn hand_on(self) -> Result<()> {
-        self.elsewhere.map_or(Ok(()), |t| operator::backward_from(&t, &self.place.gradient))
+    fn hand_on(self, types: Option<&Types>) -> Result<()> {
+        let mut gradient = self.place.gradient;
+        if let (Some(mut whole), Some(types)) = (self.gradient, types) {
+            // On a CPU index_add_ takes three times as long.
+            let sum = rows_of(&whole, Some(types))?.f_add_(&gradient)?;
+            let _ = whole.f_index_copy_(0, &types.ids, &sum)?;
+            gradient = whole;
+        }
+        self.elsewhere.map_or(Ok(()), |t| operator::backward_from(&t, &gradient))
     }
+}
+
+/// The rows of V_t; all where there is none.
+fn rows_of(t: &Tensor, types: Option<&Types>) -> Result<Tensor> {
+    Ok(match types {
+        Some(types) => t.f_index_select(0, &types.ids)?,
+        None => t.shallow_clone(),
+    })
 }
 
 impl LossSums {
@@ -185,4 +240,81 @@ fn project(h: &Tensor, weight: &Tensor, bias: Option<&Tensor>, out: &Tensor) -> 
         let _ = out.shallow_clone().f_add_(bias)?;
     }
     Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::config::TransformerConfig;
+    use tch::Device;
+
+    const V: i64 = 40;
+
+    fn model(fixnorm: bool) -> Transformer {
+        let config = TransformerConfig {
+            vocab_size: V,
+            d_model: 16,
+            d_ff: 8,
+            heads: 2,
+            encoder_layers: 1,
+            decoder_layers: 1,
+            fixnorm,
+            output_bias: true,
+            ..Default::default()
+        };
+        tch::manual_seed(8);
+        Transformer::new(&config, Device::Cpu, Kind::Double).unwrap()
+    }
+
+    /// Losses over V_t's logits alone, against a softmax over all logits that leaves out the others.
+    #[test]
+    fn the_projection_on_the_target_vocabulary_is_the_masked_one() {
+        let ids = Tensor::arange(V, (Kind::Int64, Device::Cpu));
+        let mask = ids.remainder(3).not_equal(1).logical_or(&ids.less(4));
+        let rows = BLOCK + 30;
+        let targets = mask.nonzero().view(-1i64);
+        let targets =
+            targets.index_select(0, &ids.repeat([rows / V + 1]).narrow(0, 0, rows).remainder(targets.size()[0]));
+        assert!(targets.eq(PAD).sum(Kind::Int64).int64_value(&[]) > 1);
+        for fixnorm in [false, true] {
+            let h = Tensor::randn([rows, 16], (Kind::Double, Device::Cpu));
+            let scale = Tensor::from(0.25);
+            let found = [false, true].map(|composed| {
+                let (model, h) = (model(fixnorm), h.copy().set_requires_grad(true));
+                let objective = Objective::new(Some(mask.copy()), kernel::Smoothing::fairseq(0.1, 29)).unwrap();
+                let sums = if composed {
+                    let (w, b) = model.output().unwrap();
+                    let (loss, nll) =
+                        operator::cross_entropy(&h.linear(&w, b), &targets, Some(&mask), objective.smoothing, PAD)
+                            .unwrap();
+                    operator::backward_from(&loss, &scale.expand(loss.size(), false).contiguous()).unwrap();
+                    LossSums { loss: loss.sum(Kind::Double), nll: nll.sum(Kind::Double) }
+                } else {
+                    let workspace = &mut Workspace::default();
+                    let alone = no_grad(|| objective.forward(&model, &h, &targets, Kind::Double, workspace)).unwrap();
+                    let sums = objective.backward(&model, &h, &targets, &scale, Kind::Double, None, workspace).unwrap();
+                    assert_eq!(alone.loss.double_value(&[]), sums.loss.double_value(&[]));
+                    sums
+                };
+                let (w, b) = (model.parameters.tensors()[0].grad(), model.output().unwrap().1.unwrap().grad());
+                [sums.loss.detach(), sums.nll.detach(), h.grad(), w, b]
+            });
+            for (place, (ours, composed)) in found[0].iter().zip(&found[1]).enumerate() {
+                assert!(ours.allclose(composed, 1e-9, 1e-12, false), "fixnorm {fixnorm}: {place}");
+            }
+        }
+    }
+
+    #[test]
+    fn a_target_outside_the_vocabulary_is_refused() {
+        let mask = Tensor::arange(V, (Kind::Int64, Device::Cpu)).not_equal(9);
+        let objective = Objective::new(Some(mask), kernel::Smoothing::fairseq(0.1, 39)).unwrap();
+        let h = Tensor::zeros([2, 16], (Kind::Double, Device::Cpu));
+        let run = |target: i64| {
+            let targets = Tensor::from_slice(&[5, target]);
+            no_grad(|| objective.forward(&model(false), &h, &targets, Kind::Double, &mut Workspace::default()))
+        };
+        assert!(run(39).is_ok() && run(PAD).is_ok());
+        assert!(run(9).err().unwrap().to_string().contains("not in the target vocabulary"));
+    }
 }
