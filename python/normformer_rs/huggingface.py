@@ -1,4 +1,4 @@
-"""Language models as folders that Hugging Face's `transformers` reads: config.json and model.safetensors."""
+"""Language models as folders that Hugging Face's `transformers` reads: config.json, model.safetensors, a tokenizer."""
 
 import dataclasses
 import json
@@ -15,12 +15,13 @@ from . import _core
 from .config import TransformerConfig
 from .errors import InputError
 from .model import Transformer, find_checkpoint, read_config
+from .tokenizer import tokenizer_files
 
 _BOS, _PAD, _EOS = 0, 1, 2
 _EPS = 1e-5
 """Of layernorm and rmsnorm, where norm_eps says no other."""
-_COPIED = ("vocabulary.txt", "bpe.codes")
-"""Files of a run that say how its text becomes token ids."""
+_VOCABULARY, _CODES = "vocabulary.txt", "bpe.codes"
+"""Files of a run that say how its text becomes token ids; without the second it is cut already."""
 _FREE = {"vocab_size", "d_model", "d_ff", "heads", "encoder_layers", "decoder_layers", "decoder_norm", "norm_eps"}
 _FREE |= {"init", "ds_init_alpha", "ds_init_mode", "max_positions", "rope_theta", "scale_embeddings", "decoder_start"}
 _FREE |= {"tie_embeddings", "dropout", "embedding_dropout", "attention_dropout", "activation_dropout"}
@@ -294,11 +295,12 @@ def _family(config: TransformerConfig, origin: str) -> _Family:
 def to_huggingface(
     model: str | PathLike[str] | Transformer, output: str | PathLike[str], *, checkpoint: str | int = "best"
 ) -> str:
-    """Writes a language model as a new folder for `AutoModelForCausalLM.from_pretrained`; returns the class there.
+    """Writes a language model as a new folder for `AutoModelForCausalLM` and `AutoTokenizer`; returns the class there.
 
     Args:
         model: the `output` of training, or a Transformer.
-        output: a new folder: config.json, generation_config.json, model.safetensors, and a run's vocabulary and merges.
+        output: a new folder: config.json, generation_config.json, model.safetensors; of a run also its vocabulary and
+            merges, tokenizer.json and tokenizer_config.json.
         checkpoint: of a run, as in `Transformer.from_checkpoint`.
 
     LlamaForCausalLM computes prenorm with rmsnorm, rotary positions and swiglu or geglu; Qwen3ForCausalLM the same with
@@ -307,6 +309,9 @@ def to_huggingface(
     embeddings are scaled by √d_model, the embedding there is the product, and the output projection another matrix.
     generation_config.json suppresses the tokens that the target vocabulary leaves out. Logits are equal to rounding:
     transformers keeps rotary angles and RMS norms in float32, whatever the type of the model.
+
+    The tokenizer gives the ids that `generate` reads: an end of sentence begins a text, and stands for each newline. It
+    applies merges one by one: with 4000 of them a line takes milliseconds.
 
     Errors: InputError for options that have no counterpart there, naming them, and for an existing `output`.
     """
@@ -318,10 +323,14 @@ def to_huggingface(
         folder, origin = find_checkpoint(model, checkpoint), str(model)
         config, state = read_config(folder), dict(_core.load_parameters(str(folder)))
         types = _core.target_vocabulary(origin)
-        found = (Path(model) / name for name in _COPIED)
-        texts = {path.name: path.read_text(encoding="utf-8") for path in found if path.is_file()}
+        found = (Path(model) / name for name in (_VOCABULARY, _CODES))
+        # as bytes: a carriage return in a piece stays one
+        texts = {path.name: path.read_bytes().decode() for path in found if path.is_file()}
     family = _family(config, origin)
-    suppressed = [_BOS, _PAD, *(i for i, known in enumerate(types or ()) if not known and i not in (_BOS, _PAD))]
+    unseen = [i for i, known in enumerate(types or ()) if not known and i not in (_BOS, _PAD)]
+    if texts:
+        texts |= tokenizer_files(texts[_VOCABULARY], texts.get(_CODES), unseen)
+    suppressed = [_BOS, _PAD, *unseen]
     ids = {"bos_token_id": _BOS if config.decoder_start == "bos" else _EOS, "eos_token_id": _EOS, "pad_token_id": _PAD}
     words = state["embedding.weight" if config.tie_embeddings == "all" else "target_embedding.weight"]
     shared = {"vocab_size": config.vocab_size, "tie_word_embeddings": _is_tied(config), "architectures": [family.name]}

@@ -1,0 +1,126 @@
+"""How a run cuts text, as the files that Hugging Face's `AutoTokenizer` reads.
+
+A normalizer cuts the text into pieces, and the model looks them up. The BPE model of `tokenizers` cannot do it: it has
+an id for every piece that a merge makes, and pieces outside of the vocabulary must become unknown.
+"""
+
+import json
+import re
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+_SPECIALS = ("<s>", "<pad>", "</s>", "<unk>")
+"""By id."""
+_BOS, _PAD, _EOS, _UNK = _SPECIALS
+_WORD_END = "</w>"
+_SPACES = "".join(c for c in map(chr, range(0x3001)) if c.isspace() and c != "\n")
+"""What separates words in text that is cut already."""
+_AT_START, _AT_END = r"(?<![^ \n])", r"(?![^ \n])"
+"""Of a piece."""
+_AFTER_WORD = r"(?=  |\n|\z)"
+"""While merges are applied one space separates pieces of a word, and two separate words."""
+
+
+def tokenizer_files(vocabulary: str, codes: str | None, unseen: Sequence[int]) -> dict[str, str]:
+    """tokenizer.json and tokenizer_config.json, by name.
+
+    Args:
+        vocabulary: the run's vocabulary.txt.
+        codes: its bpe.codes; None where text is cut already.
+        unseen: ids that text never yields, because the target vocabulary leaves them out.
+    """
+    pieces = [*_SPECIALS, *(line.rpartition(" ")[0] for line in vocabulary.split("\n")[:-1])]
+    cut = _split() if codes is None else list(_merged(codes))
+    never = "|".join(re.escape(piece) for piece in (_BOS, _PAD, _EOS, *(pieces[i] for i in unseen)))
+    special = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
+    content = {
+        "version": "1.0",
+        "added_tokens": [{"id": i, "content": piece, **special} for i, piece in enumerate(_SPECIALS)],
+        "normalizer": _sequence(
+            "normalizers", [*cut, _replace(f"{_AT_START}(?:{never}){_AT_END}", _UNK), _replace(r"\n", f" {_EOS} ")]
+        ),
+        "pre_tokenizer": {"type": "CharDelimiterSplit", "delimiter": " "},
+        "model": {"type": "WordLevel", "vocab": {piece: i for i, piece in enumerate(pieces)}, "unk_token": _UNK},
+        "post_processor": _after_end_of_sentence(),
+        "decoder": _sequence("decoders", _joined()),
+    }
+    config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        **dict(zip(("bos_token", "pad_token", "eos_token", "unk_token"), _SPECIALS)),
+        "split_special_tokens": True,  # "</s>" in a text is text
+        "clean_up_tokenization_spaces": False,
+        "padding_side": "left",
+        "model_input_names": ["input_ids", "attention_mask"],
+    }
+    files = {"tokenizer.json": content, "tokenizer_config.json": config}
+    return {name: json.dumps(values, indent=2) + "\n" for name, values in files.items()}
+
+
+def _replace(pattern: str, content: str) -> dict[str, Any]:
+    return {"type": "Replace", "pattern": {"Regex": pattern}, "content": content}
+
+
+def _sequence(parts: str, steps: list[dict[str, Any]]) -> dict[str, Any]:
+    return {"type": "Sequence", parts: steps}
+
+
+def _split() -> list[dict[str, Any]]:
+    """Pieces are what white space separates."""
+    return [_replace(f"[{_SPACES}]", " ")]
+
+
+def _merged(codes: str) -> Iterator[dict[str, Any]]:
+    """Words become pieces as `src/data/bpe.rs` has it, one replacement for each merge."""
+    version, *lines = codes.split("\n")[:-1]
+    merges = [(left, right) for left, _, right in (line.partition(" ") for line in lines)]
+    yield _replace(" +", "  ")
+    yield _replace(r"(?<![^\n])[\r ]+|[\r ]+(?![^\n])", "")
+    yield _replace(r"(?<=[^ \n])(?=[^ \n])", " ")
+    yield _replace(rf"(?<=[^ \n]){_AFTER_WORD}", f" {_WORD_END}" if version.endswith("0.1") else _WORD_END)
+    for left, right in _passes(merges):
+        yield _replace(f"{_AT_START}{re.escape(left)} {re.escape(right)}{_AT_END}", left + right)
+    yield _replace(f" ?{_WORD_END}{_AFTER_WORD}", "")
+    yield _replace("(?<! ) (?! )", "@@ ")
+
+
+def _passes(merges: list[tuple[str, str]]) -> Iterator[tuple[str, str]]:
+    """The merges in an order in which each is applied once to the whole text.
+
+    It is their own order, but for a merge that makes a part of an earlier one: the earlier one follows again.
+    """
+    users = defaultdict(set)
+    for rank, pair in enumerate(merges):
+        for part in pair:
+            users[part].add(rank)
+    for rank in range(len(merges)):
+        due = {rank}
+        while due:
+            first = min(due)
+            due.remove(first)
+            yield merges[first]
+            due |= {user for user in users["".join(merges[first])] if user <= rank}
+
+
+def _after_end_of_sentence() -> dict[str, Any]:
+    """A text begins after an end of sentence, as in training."""
+    end = {"SpecialToken": {"id": _EOS, "type_id": 0}}
+    first, second = ({"Sequence": {"id": name, "type_id": 0}} for name in "AB")
+    return {
+        "type": "TemplateProcessing",
+        "single": [end, first],
+        "pair": [end, first, end, second],
+        "special_tokens": {_EOS: {"id": _EOS, "ids": [_SPECIALS.index(_EOS)], "tokens": [_EOS]}},
+    }
+
+
+def _joined() -> list[dict[str, Any]]:
+    """Pieces become text as `src/data/joiner.rs` has it; an end of sentence is a newline."""
+    return [
+        _replace(rf"\A(?:{_BOS}|{_PAD})\z", ""),
+        _replace(rf"\A{_EOS}\z", "\n"),
+        _replace(r"(?<=[^\n])\z", " "),
+        _replace("@@ ", ""),
+        {"type": "Fuse"},
+        _replace(r" (?=\n|\z)", ""),
+    ]
