@@ -59,6 +59,7 @@ class Config:
 '''
 
 _TAIL = """\
+ENTRIES: dict[str, list[dict[str, Any]]]
 LANGUAGE_MODELS: tuple[str, ...]
 PARAMETRISATION: tuple[str, ...]
 __version__: str

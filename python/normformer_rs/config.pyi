@@ -409,6 +409,7 @@ class GenerationConfig(Config):
         seed: int = ...,
     ) -> None: ...
 
+ENTRIES: dict[str, list[dict[str, Any]]]
 LANGUAGE_MODELS: tuple[str, ...]
 PARAMETRISATION: tuple[str, ...]
 __version__: str
