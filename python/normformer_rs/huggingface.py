@@ -331,7 +331,8 @@ def to_huggingface(
     if texts:
         texts |= tokenizer_files(texts[_VOCABULARY], texts.get(_CODES), unseen)
     suppressed = [_BOS, _PAD, *unseen]
-    ids = {"bos_token_id": _BOS if config.decoder_start == "bos" else _EOS, "eos_token_id": _EOS, "pad_token_id": _PAD}
+    # Training and `generate` begin a text with EOS.
+    ids = {"bos_token_id": _EOS, "eos_token_id": _EOS, "pad_token_id": _PAD}
     words = state["embedding.weight" if config.tie_embeddings == "all" else "target_embedding.weight"]
     shared = {"vocab_size": config.vocab_size, "tie_word_embeddings": _is_tied(config), "architectures": [family.name]}
     shared |= {"dtype": str(words.dtype).removeprefix("torch.")}

@@ -133,6 +133,11 @@ def test_greedy_texts_are_those_of_generate(exported):
         assert ids[given["input_ids"].shape[1] :].tolist().count(EOS) == ours.finished
         read = tokenizer.decode(given["input_ids"][0])
         assert tokenizer.decode(ids) == read + ours.text + ("\n" if ours.finished else "")
+    without_prompt, empty = (
+        model.generate(**given, do_sample=False, max_new_tokens=12)
+        for given in ({}, tokenizer("", return_tensors="pt"))
+    )
+    assert without_prompt.tolist() == empty.tolist()
     padded = tokenizer(prompts[:3], return_tensors="pt", padding=True)
     together = tokenizer.decode(model.generate(**padded, do_sample=False, max_new_tokens=12)[0])
     assert together.startswith("\nthe cat" + nfrs.generate(run, prompts[:1], options)[0][0].text)
