@@ -71,6 +71,6 @@ def test_nested_tensors_without_jagged_layout_are_refused():
 
 
 def test_a_residual_may_drop_everything():
-    block = nfnn.Residual(nn.Linear(D, D), D, scheme="rezero", dropout=1.0)
+    block = nfnn.Residual(nn.Linear(D, D), D, scheme="prenorm", dropout=1.0)
     x = torch.randn(3, D)
     assert torch.equal(block(x), x)

@@ -92,6 +92,14 @@ def test_statistics_move_in_an_exported_training_step(name):
         torch.testing.assert_close(dict(program.named_buffers())[key], buffer)
 
 
+def test_lengths_of_one_decompose():
+    x = torch.randn(2, 5, D, dtype=torch.float64)
+    layer = nfnn.TransformerEncoderLayer(D, 2, 16, 0.0, batch_first=True, qk_l2norm=72).double()
+    program = torch.export.export(layer, (x,)).run_decompositions()
+    assert "normformer_rs" not in str(program.graph)
+    torch.testing.assert_close(program.module()(x), layer(x), rtol=1e-12, atol=1e-12)
+
+
 def test_an_exported_norm_takes_padding():
     x, mask = torch.randn(2, 5, D), torch.zeros(2, 5, dtype=torch.bool)
     mask[0, 3:] = True

@@ -12,6 +12,10 @@ from .batch_norms import (
     PowerNormV,
     Saved,
 )
+from .batches import (
+    chacha8,
+    language_model_batches,
+)
 from .config import (
     DEFAULTS,
     Config,
@@ -148,6 +152,7 @@ __all__ = [
     "branchnorm_alpha",
     "buffer_shapes",
     "causal_mask",
+    "chacha8",
     "choices",
     "clip_by_global_norm",
     "complete",
@@ -174,6 +179,7 @@ __all__ = [
     "is_defined",
     "kv_width",
     "label_smoothed_cross_entropy",
+    "language_model_batches",
     "layer_norm",
     "length_penalty",
     "log_probabilities",

@@ -30,6 +30,18 @@ def test_philox_gives_random123s_known_answers():
         assert " ".join(f"{word:08x}" for word in ref.philox4x32(counter, key)) == answer
 
 
+def test_chacha_gives_strombergsons_known_answers():
+    """draft-strombergson-chacha-test-vectors, TC1 and TC2 of 256 bits and 8 rounds."""
+    zero, one = bytes(32), b"\1" + bytes(31)
+    for key, block, answer in (
+        (zero, 0, "3e00ef2f895f40d6"),
+        (zero, 1, "d2aefa0deaa5c151"),
+        (one, 0, "cf5ee9a0494aa961"),
+    ):
+        words = ref.chacha8(key, block)
+        assert b"".join(word.to_bytes(4, "little") for word in words[:2]).hex() == answer
+
+
 def test_dropout_masks():
     keep = ref.dropout_keep(seed=5 << 32 | 1, update=2**32 + 9, micro_batch=3, site=4, rows=700, cols=100, p=0.3)
     words = ref.philox4x32([13 // 8, 2, 4 | 3 << 16, 9], (1, 5))

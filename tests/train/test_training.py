@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from train_support import RESIDUALS, TINY, events, fit, losses, weights, whole_batch
+from train_support import RESIDUALS, TINY, TorchAdam, events, fit, losses, weights, whole_batch
 
 import normformer_rs as nfrs
 import reference as ref
@@ -44,22 +44,6 @@ def test_ten_losses_equal_the_oracles(tmp_path, corpus, norm, residual, smoothin
         state = step.state
 
 
-class TorchAdam:
-    """torch.optim.Adam where the oracle's training step wants its own Adam."""
-
-    def __init__(self, betas, eps):
-        self.settings, self.adam = {"betas": betas, "eps": eps}, None
-
-    def step(self, state, grads, lr):
-        if self.adam is None:
-            self.parameters = {name: state[name].detach().clone() for name in grads}
-            self.adam = torch.optim.Adam(self.parameters.values(), lr=lr, **self.settings)
-        for name, grad in grads.items():
-            self.parameters[name].grad = grad
-        self.adam.step()
-        return {name: parameter.clone() for name, parameter in self.parameters.items()}
-
-
 @pytest.mark.parametrize("form", ["torch", "fairseq"])
 def test_adam_s_epsilon_stands_where_the_form_says(tmp_path, corpus, form):
     """Losses of ten updates; ε is so large that the other form's first rate is a seventh."""
@@ -77,7 +61,7 @@ def test_adam_s_epsilon_stands_where_the_form_says(tmp_path, corpus, form):
             state = step.state
 
     found = [*losses(tmp_path / "run").values()]
-    of_torch, of_twin = oracle(TorchAdam(betas, eps)), oracle(ref.Adam(betas, eps, form="torch"))
+    of_torch, of_twin = oracle(TorchAdam(betas=betas, eps=eps)), oracle(ref.Adam(betas, eps, form="torch"))
     other = [*oracle(ref.Adam(betas, eps))]
     of_torch, of_twin = [*of_torch], [*of_twin]
     assert of_twin == pytest.approx(of_torch, rel=1e-12)

@@ -35,10 +35,31 @@ def weights(output, name="last"):
     return nfrs.Transformer.from_checkpoint(output, name).state_dict()
 
 
+class TorchAdam:
+    """torch.optim.AdamW where the oracle's training step wants its own Adam."""
+
+    def __init__(self, betas, eps=1e-8, weight_decay=0.0):
+        self.settings, self.adam = {"betas": betas, "eps": eps, "weight_decay": weight_decay}, None
+
+    def step(self, state, grads, lr):
+        if self.adam is None:
+            self.parameters = {name: state[name].detach().clone() for name in grads}
+            self.adam = torch.optim.AdamW(self.parameters.values(), **self.settings)
+        for name, grad in grads.items():
+            self.parameters[name].grad = grad
+        self.adam.param_groups[0]["lr"] = lr
+        self.adam.step()
+        return {name: parameter.clone() for name, parameter in self.parameters.items()}
+
+
+def vocabulary(output):
+    """Ids by piece; four are before them."""
+    return {line.split()[0]: i + 4 for i, line in enumerate((output / "vocabulary.txt").read_text().splitlines())}
+
+
 def whole_batch(output, corpus, start="bos"):
     """The training text as one batch of the oracle's, and the target vocabulary."""
-    vocabulary = [line.split()[0] for line in (output / "vocabulary.txt").read_text().splitlines()]
-    ids = {piece: i + 4 for i, piece in enumerate(vocabulary)}
+    ids = vocabulary(output)
     sides = [
         [[ids[piece] for piece in line.split()] for line in Path(corpus[f"train_{side}"]).read_text().splitlines()]
         for side in ("source", "target")
