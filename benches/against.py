@@ -30,6 +30,8 @@ HERE = Path(__file__).resolve().parent
 NORMS = ("LayerNorm", "RMSNorm", "ScaleNorm", "BatchNorm", "PowerNorm")
 MEGABYTES = (1, 8, 64)
 RESAMPLES = 10_000
+PAGE = 4096
+"""Bytes."""
 
 
 class Side:
@@ -131,22 +133,25 @@ def interval(ratios: list[float]) -> tuple[float, float]:
 
 
 def answer_kernels() -> None:
-    """Worker: the median time in seconds of a norm's forward and backward, for each line `NORM DTYPE MEGABYTES`."""
+    """Worker: the median time in seconds of a norm's forward and backward, for each line `NORM DTYPE MEGABYTES`.
+
+    Each line has tensors of its own, at random offsets within a page. Whether two tensors begin at the same offset
+    changes the time by a tenth, and depends on what the process has allocated before.
+    """
     import torch
 
     import normformer_rs as nfrs
 
-    width, made = 512, {}
+    width, draw = 512, random.Random()
     for line in sys.stdin:
         name, dtype, megabytes = line.split()
-        if line not in made:
-            made.clear()
-            kind = getattr(torch, dtype)
-            rows = int(megabytes) * 2**20 // (width * kind.itemsize)
-            x = torch.randn(rows, width).to(kind).requires_grad_()
-            norm = getattr(nfrs.nn, name)(width)
-            made[line] = (norm, x, torch.randn_like(x), (x, *norm.parameters()))
-        norm, x, dy, inputs = made[line]
+        kind = getattr(torch, dtype)
+        rows = int(megabytes) * 2**20 // (width * kind.itemsize)
+        norm = getattr(nfrs.nn, name)(width)
+        room = torch.empty(2, rows * width + PAGE, dtype=kind)
+        at = [64 * draw.randrange(PAGE // 64) // kind.itemsize for _ in room]
+        x, dy = (row[i : i + rows * width].view(rows, width).normal_() for row, i in zip(room, at, strict=True))
+        inputs = (x.requires_grad_(), *norm.parameters())
         times = []
         for _ in range(max(3, 64 // int(megabytes))):
             start = time.perf_counter()
