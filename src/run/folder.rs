@@ -244,7 +244,7 @@ pub(super) fn resume(
 }
 
 /// Whether the log tells of a checkpoint. Earlier versions do not log that, but save after an evaluation before they log
-/// anything else.
+/// another update or the end. A warning after it may come from a run that found no checkpoint.
 fn has_saved(output: &Path) -> Result<bool> {
     let path = output.join(LOG);
     let text = match fs::read(&path) {
@@ -253,9 +253,9 @@ fn has_saved(output: &Path) -> Result<bool> {
     };
     let lines = text.split(|byte| *byte == b'\n').filter_map(|line| serde_json::from_slice(line).ok());
     let mut is_evaluated = false;
-    Ok(lines.map(|line: serde_json::Value| line["event"].as_str().unwrap_or_default().to_string()).any(|event| {
-        let before = std::mem::replace(&mut is_evaluated, event == "evaluated");
-        event == "saved" || before && event != "started"
+    Ok(lines.into_iter().any(|line: serde_json::Value| {
+        let before = std::mem::replace(&mut is_evaluated, line["event"] == "evaluated");
+        line["event"] == "saved" || before && (line["event"] == "updated" || line["level"] == "info")
     }))
 }
 

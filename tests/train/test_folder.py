@@ -203,16 +203,19 @@ def test_a_run_without_its_checkpoints_does_not_begin_anew(tmp_path, corpus, ctr
 
 
 def test_a_run_that_had_saved_nothing_says_that_it_begins(tmp_path, corpus):
-    """As a kill after the first evaluation's line in the log leaves it: its checkpoint does not stand yet."""
+    """As a kill after the first evaluation's line in the log leaves it, whose checkpoint does not stand yet; and a kill
+    of the run that then began again."""
     run = tmp_path / "run"
     fit(run, corpus, training=SAVING)
-    whole = losses(run)
-    lines = (run / "log.jsonl").read_text().splitlines()
-    end = next(number for number, line in enumerate(lines) if json.loads(line)["event"] == "evaluated")
-    (run / "log.jsonl").write_text("".join(line + "\n" for line in lines[: end + 1]))
-    shutil.rmtree(run / "checkpoints")
-    fit(run, corpus, training=SAVING, resume=True)
-    assert "had saved no checkpoint" in events(run, "message")[0]["text"] and losses(run) == whole
+    whole, log = losses(run), run / "log.jsonl"
+    for last in ("evaluated", "started"):
+        lines = log.read_text().splitlines()
+        end = [json.loads(line)["event"] for line in lines].index(last, 1)
+        log.write_text("".join(line + "\n" for line in lines[: end + 1]))
+        shutil.rmtree(run / "checkpoints")
+        fit(run, corpus, training=SAVING, resume=True)
+        said = [event["text"] for event in events(run, "message") if event["level"] == "warning"]
+        assert "had saved no checkpoint" in said[-1] and losses(run) == whole
 
 
 def train(run, corpus, updates, limit=None):
