@@ -60,7 +60,8 @@ def ctranslate2(model: Path, lines: list[str], threads: int) -> Callable[[int, i
                 batch_type="tokens",
                 max_decoding_length=200,
             )
-            return [" ".join(result.hypotheses[0]).replace("@@ ", "") for result in results]
+            # A text that the limit cuts off may end inside a word.
+            return [(" ".join(result.hypotheses[0]) + " ").replace("@@ ", "").rstrip() for result in results]
 
         return min((timed(lambda translator=t: run(translator)) for t in translators), key=lambda found: found[1])
 
