@@ -135,8 +135,8 @@ def interval(ratios: list[float]) -> tuple[float, float]:
 def answer_kernels() -> None:
     """Worker: the median time in seconds of a norm's forward and backward, for each line `NORM DTYPE MEGABYTES`.
 
-    Each line has tensors of its own, at random offsets within a page. Whether two tensors begin at the same offset
-    changes the time by a tenth, and depends on what the process has allocated before.
+    Each line has tensors of its own, at random offsets within a page. Otherwise a process has its tensors at the same
+    offsets in every pair, which depend on what it allocated before, and the pairs compare one placement.
     """
     import torch
 

@@ -147,7 +147,7 @@ def _document(summary: str, fields: Iterable[Field]) -> str:
 _TABLES = _tables.read()
 __version__: str = _TABLES["version"]
 ENTRIES: dict[str, list[dict[str, Any]]] = _TABLES["tables"]
-"""What `tables` copies. Read it; do not write it."""
+"""The tables themselves, shared by the package; `tables` gives users a copy."""
 
 
 def _generate(name: str, which: str, summary: str) -> Any:

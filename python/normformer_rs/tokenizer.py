@@ -15,7 +15,7 @@ _SPECIALS = ("<s>", "<pad>", "</s>", "<unk>")
 _BOS, _PAD, _EOS, _UNK = _SPECIALS
 _WORD_END = "</w>"
 _SPACES = "".join(c for c in map(chr, range(0x3001)) if c.isspace() and c != "\n")
-"""What separates words in text that is cut already."""
+"""White space between the pieces of a text that was cut before training."""
 _AT_START, _AT_END = r"(?<![^ \n])", r"(?![^ \n])"
 """Of a piece."""
 _AFTER_WORD = r"(?=  |\n|\z)"

@@ -52,7 +52,7 @@ impl<A: Accumulator> PackedMatrix<A> {
     }
 }
 
-/// y (rows, n) of x (rows, k), whose rows are `x_stride` and `y_stride` apart. Columns of y from n on keep what they hold.
+/// y (rows, n) of x (rows, k), whose rows are `x_stride` and `y_stride` apart. Nothing is written to columns of y from n on.
 pub fn product<A: Accumulator>(
     x: &[A],
     x_stride: usize,
@@ -143,7 +143,7 @@ fn add_columns<A: Accumulator, S: Isa, const LOW: bool, const HIGH: bool>(
         }
     }
     for r in 0..TILE {
-        // What was not added to is stored as it was loaded, which the compiler leaves out.
+        // The half that was left out keeps its values; the compiler drops its load and store.
         Pack::store(totals[r], &mut sums[r], Store::PLAIN);
     }
 }

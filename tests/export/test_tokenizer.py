@@ -59,7 +59,7 @@ def said(pieces, ids):
 
 
 def run_folder(folder, pieces, codes):
-    """What `_core.encode` reads of a run, and the tokenizer of it."""
+    """Writes the files of a run that `_core.encode` reads, and makes their tokenizer."""
     folder.mkdir(exist_ok=True)
     data = nfrs.DataConfig(train_target="-", valid_target="-", **({"bpe_operations": 1} if codes else {"no_bpe": True}))
     model = nfrs.TransformerConfig(architecture="decoder-only")
@@ -206,7 +206,7 @@ def test_any_white_space_and_code_point(tmp_path):
 
 
 def test_merges_of_any_characters(tmp_path):
-    """What a regular expression gives a meaning, merged."""
+    """Merges of characters that mean something in regular expressions."""
     characters = [chr(i) for i in [*range(0x21, 0x300), 0x2028, 0x1F600] if not chr(i).isspace()]
     codes = "#version: 0.2\n" + "".join(f"{c} x\nx {c}</w>\n" for c in characters)
     tokenizer = run_folder(tmp_path / "run", [f"{c}x@@" for c in characters] + [f"x{c}" for c in characters], codes)

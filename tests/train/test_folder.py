@@ -203,8 +203,7 @@ def test_a_run_without_its_checkpoints_does_not_begin_anew(tmp_path, corpus, ctr
 
 
 def test_a_run_that_had_saved_nothing_says_that_it_begins(tmp_path, corpus):
-    """As a kill after the first evaluation's line in the log leaves it, whose checkpoint does not stand yet; and a kill
-    of the run that then began again."""
+    """A kill after the first evaluation, before its checkpoint; then a kill of the run that began again."""
     run = tmp_path / "run"
     fit(run, corpus, training=SAVING)
     whole, log = losses(run), run / "log.jsonl"

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..config import ENTRIES
+from .. import config
 from . import formulas, norms
 from .row_norm import OPS, RowNorm
 
@@ -88,7 +88,9 @@ def _class(entry: Mapping[str, Any]) -> type[Composed]:
 
 
 ENTRIES: list[Mapping[str, Any]] = [
-    entry for entry in ENTRIES["norms"] if entry["form"] in ("composed", "rows") and not hasattr(norms, entry["module"])
+    entry
+    for entry in config.ENTRIES["norms"]
+    if entry["form"] in ("composed", "rows") and not hasattr(norms, entry["module"])
 ]
 """The entries of the table that become classes here."""
 CLASSES: dict[str, type[Composed]] = {entry["module"]: _class(entry) for entry in ENTRIES}
