@@ -43,15 +43,15 @@ def test_each_entry_names_a_mutant():
     assert not JUDGED.keys() & UNFOUND
 
 
-def test_a_sample_of_mutants_is_found(hunt):
-    """Of some detectors, by a fixed seed, some of the mutants that they meet."""
+def test_two_detectors_find_most_of_the_mutants_that_they_meet(hunt):
+    """By a fixed seed. Some mutants need another detector: `test_a_mutant_is_found` asks them all."""
     draw = random.Random(SEED)
     sought = {mutant.number: mutant for mutant in SOUGHT}
+    found = []
     for index in draw.sample(range(len(DETECTORS)), SAMPLED_DETECTORS):
         met = sorted(hunt.met(index)[0] & sought.keys())
-        for number in draw.sample(met, SAMPLED_MUTANTS):
-            mutant = sought[number]
-            assert hunt.finds(index, mutant) or hunt.finder(mutant), f"nothing finds {mutant}: {mutant.code}"
+        found += [hunt.finds(index, sought[number]) for number in draw.sample(met, SAMPLED_MUTANTS)]
+    assert sum(found) > len(found) / 2
 
 
 @pytest.mark.parametrize("mutant", SOUGHT, ids=str)

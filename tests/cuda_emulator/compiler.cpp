@@ -3,6 +3,7 @@
 //
 //   MOCK_PATCHES=folder  the text of a NAME.old in it becomes that of NAME.new   MOCK_FLAGS=flags   for g++
 //   MOCK_FAIL=name       that function fails                                     MOCK_COUNT=file    a byte per compilation
+//   MOCK_STORE=folder    what was compiled stays there, named by all that it was made of
 #include <unistd.h>
 
 #include <cstdio>
@@ -10,6 +11,7 @@
 #include <cstring>
 #include <filesystem>
 #include <fstream>
+#include <functional>
 #include <sstream>
 #include <string>
 
@@ -45,6 +47,33 @@ void plant(std::string& source) {
   }
 }
 
+// g++'s command, short of the files it reads and writes.
+std::string command_for(int count, const char* const* options) {
+  const char* flags = getenv("MOCK_FLAGS");
+  std::string command = "g++ -O1 -shared -fPIC -ffp-contract=off -fsanitize=alignment -fsanitize-undefined-trap-on-error -Wall -Wno-unknown-pragmas -Wno-unused-variable -include " HOST_HEADER;
+  for (int i = 0; i < count; i++)
+    if (strncmp(options[i], "--gpu", 5) && strncmp(options[i], "--ptx", 5)) command += std::string(" ") + options[i];
+  return command + " " + (flags ? flags : "");
+}
+
+// Where the store has what this command makes of this source.
+std::filesystem::path place_in_store(const std::string& command, const std::string& source) {
+  const char* store = getenv("MOCK_STORE");
+  if (!store) return {};
+  const auto made_of = {command, source, contents(HOST_HEADER), std::string(__VERSION__)};
+  size_t name = 0;
+  for (const auto& part : made_of) name = name * 0x9E3779B97F4A7C15 + std::hash<std::string>{}(part);
+  return std::filesystem::path(store) / std::to_string(name);
+}
+
+void put(const std::filesystem::path& place, const std::string& binary) {
+  std::error_code ignored;  // a store that cannot be written costs time only
+  std::filesystem::create_directories(place.parent_path(), ignored);
+  const std::string aside = place.string() + "." + std::to_string(getpid());
+  std::ofstream(aside, std::ios::binary) << binary;
+  std::filesystem::rename(aside, place, ignored);
+}
+
 }  // namespace
 
 extern "C" {
@@ -67,20 +96,24 @@ int nvrtcCompileProgram(void* program, int count, const char* const* options) {
   auto* p = (Program*)program;
   if (const char* counter = getenv("MOCK_COUNT")) std::ofstream(counter, std::ios::app) << 'x';
   plant(p->source);
+  std::string command = command_for(count, options);
+  const auto kept = place_in_store(command, p->source);
+  if (!kept.empty() && !(p->binary = contents(kept)).empty()) {
+    std::error_code ignored;
+    std::filesystem::last_write_time(kept, std::filesystem::file_time_type::clock::now(), ignored);
+    return OK;
+  }
   char folder[] = "/tmp/kernel-XXXXXX";
   if (!mkdtemp(folder)) return OUT_OF_MEMORY;
   const std::string base = folder, source = base + "/k.cpp", binary = base + "/k.so", log = base + "/log";
   std::ofstream(source) << p->source;
-  const char* flags = getenv("MOCK_FLAGS");
-  std::string command = "g++ -O1 -shared -fPIC -ffp-contract=off -fsanitize=alignment -fsanitize-undefined-trap-on-error -Wall -Wno-unknown-pragmas -Wno-unused-variable -include " HOST_HEADER " -o " + binary + " " + source;
-  for (int i = 0; i < count; i++)
-    if (strncmp(options[i], "--gpu", 5) && strncmp(options[i], "--ptx", 5)) command += std::string(" ") + options[i];
-  command += std::string(" ") + (flags ? flags : "") + " 2>" + log;
+  command += " -o " + binary + " " + source + " 2>" + log;
   const int status = system(command.c_str());
   p->log = contents(log);
   p->binary = contents(binary);
   for (const auto& f : {source, binary, log}) unlink(f.c_str());
   rmdir(folder);
+  if (status == 0 && !kept.empty()) put(kept, p->binary);
   return status == 0 ? OK : COMPILATION;
 }
 int nvrtcGetProgramLogSize(void* program, size_t* size) {

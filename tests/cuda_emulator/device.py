@@ -7,8 +7,10 @@ import os
 import shutil
 import subprocess
 import sys
+import time
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from functools import cache
 from multiprocessing import forkserver
 from pathlib import Path
@@ -16,6 +18,11 @@ from tempfile import mkdtemp
 from typing import Any
 
 HERE = Path(__file__).parent
+
+STORE = HERE.parents[1] / ".pytest_cache" / "d" / "emulated-kernels"
+"""Kernels compiled by earlier processes, which `pytest --cache-clear` deletes."""
+STORED_FOR = 14 * 24 * 3600
+"""Seconds that a kernel stays there after its last use."""
 
 
 @cache
@@ -30,12 +37,25 @@ def libraries() -> Path:
         for source, name in [("driver.cpp", "libcuda.so.1"), ("compiler.cpp", "libnvrtc.so.13")]
     ]
     assert [job.wait() for job in jobs] == [0, 0], "the emulator does not compile"
+    _forget_old_kernels()
     return folder
+
+
+def _forget_old_kernels() -> None:
+    for kernel in STORE.glob("*"):
+        with suppress(FileNotFoundError):  # another process did it
+            if time.time() - kernel.stat().st_mtime > STORED_FOR:
+                kernel.unlink()
 
 
 def environment(cache_folder: Path, **more: str) -> dict[str, str]:
     """What a process needs to find the emulated device; `more` as driver.cpp and compiler.cpp list it."""
-    return {"NORMFORMER_RS_CUDA_LIBRARIES": str(libraries()), "NORMFORMER_RS_CACHE": str(cache_folder), **more}
+    return {
+        "NORMFORMER_RS_CUDA_LIBRARIES": str(libraries()),
+        "NORMFORMER_RS_CACHE": str(cache_folder),
+        "MOCK_STORE": str(STORE),
+        **more,
+    }
 
 
 class Server:

@@ -9,8 +9,11 @@ import pytest
 @pytest.fixture(scope="session")
 def fairseq():
     """fairseq with the plug-in."""
+    import fairseq_support
+
     import normformer_rs.fairseq_plugin
 
+    fairseq_support.compose_once()
     return normformer_rs.fairseq_plugin
 
 

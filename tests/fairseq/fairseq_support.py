@@ -2,7 +2,6 @@
 
 import contextlib
 import copy
-import functools
 import io
 import json
 import logging
@@ -12,6 +11,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -71,19 +71,35 @@ def logged():
         logger.removeHandler(handler)
 
 
-@functools.cache
-def composed(which: str, arguments: str):
-    """fairseq's configuration of a command line; hydra takes seconds for one."""
+def compose_once() -> None:
+    """Has hydra, which takes seconds, compose each command line once in a process; the model's values are set after."""
+    from fairseq.dataclass import utils
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+    from omegaconf import OmegaConf
+
+    compose, parser = utils.compose, OverridesParser.create()
+    known: dict[tuple[str, ...], tuple[list[str], Any]] = {}
+
+    def with_the_models_values(name: str, overrides: list[str], strict: bool):
+        others = tuple(value for value in overrides if not value.startswith("model."))
+        if others not in known:
+            known[others] = overrides, compose(name, overrides=overrides, strict=strict)
+        composed_of, config = known[others]
+        config = copy.deepcopy(config)
+        for value in parser.parse_overrides(sorted({*overrides} - {*composed_of})):
+            OmegaConf.update(config, value.key_or_group, value.value())
+        return config
+
+    utils.compose = with_the_models_values
+
+
+def configured(which: str, arguments: str, changes: dict):
+    """fairseq's configuration of a command line, with some of its values changed, each named as section.option."""
     from fairseq import options
     from fairseq.dataclass.utils import convert_namespace_to_omegaconf
 
     parser = {"train": options.get_training_parser, "generate": options.get_generation_parser}[which]()
-    return convert_namespace_to_omegaconf(options.parse_args_and_arch(parser, input_args=arguments.split()))
-
-
-def configured(which: str, arguments: str, changes: dict):
-    """The same with some of its values changed, each named as section.option."""
-    config = copy.deepcopy(composed(which, arguments))
+    config = convert_namespace_to_omegaconf(options.parse_args_and_arch(parser, input_args=arguments.split()))
     for name, value in changes.items():
         section, _, option = name.partition(".")
         setattr(config[section], option, value)

@@ -68,10 +68,11 @@ BAD = {
 
 
 @pytest.mark.parametrize("arguments", BAD)
-def test_bad_flags_are_one_line(arguments, data, tmp_path, capsys):
+def test_bad_flags_are_one_line(arguments, data, capsys):
     # --share-all-embeddings would have fairseq complain first of widths that differ
     recipe = RECIPE.replace("--share-all-embeddings", "")
-    given = f"train {data} {recipe} {SIZES} --arch nfrs_transformer --save-dir {tmp_path} --max-update 1 {arguments}"
+    recipe += f" --arch nfrs_transformer --save-dir {data.parent}/none --max-update 1"
+    given = f"train {data} {recipe} {SIZES} {arguments}"
     with pytest.raises(SystemExit) as stopped:
         cli.main(["fairseq", *given.split()])
     assert stopped.value.code == 2

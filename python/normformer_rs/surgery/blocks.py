@@ -216,7 +216,8 @@ def shape_of(block: Any) -> dict[str, Any]:
             "normformer_rs.surgery.register_norm(kind, reader)"
         )
     d_ff = width_into(block, last, "fc2")
-    heads = block.self_attn.num_heads if isinstance(block, tuple(TORCHS)) else converted_of(type(block)).heads(block)
+    is_torchs = isinstance(block, tuple(TORCHS))
+    heads = block.self_attn.num_heads if is_torchs else converted_of(type(block)).heads(block)
     return {"d_model": norm.width, "heads": heads, "norm": norm.computes, "d_ff": d_ff}
 
 
