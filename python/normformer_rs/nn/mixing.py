@@ -5,16 +5,13 @@ attention over depth has one (…, d) for each output that it may attend to.
 """
 
 import dataclasses
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from . import formulas
-
-if TYPE_CHECKING:
-    from .scheme import Learned
+from .parts import Learned
 
 Tensors = tuple[Tensor, ...]
 
@@ -25,11 +22,11 @@ class HyperConnection:
 
     streams: int
     iterations: int
-    weight: "Learned"
-    scale: "Learned"
-    bias: "Learned"
+    weight: Learned
+    scale: Learned
+    bias: Learned
 
-    def parameters(self) -> tuple["Learned", ...]:
+    def parameters(self) -> tuple[Learned, ...]:
         """Its parameters' declarations."""
         return self.weight, self.scale, self.bias
 
@@ -60,10 +57,10 @@ class HyperConnection:
 class DepthAttention:
     """`formulas.depth_attention` over earlier sublayers' outputs. `weights`: (query, gain); None: only v_0 is there."""
 
-    weights: tuple["Learned", "Learned"] | None
+    weights: tuple[Learned, Learned] | None
     begins_block: bool
 
-    def parameters(self) -> tuple["Learned", ...]:
+    def parameters(self) -> tuple[Learned, ...]:
         """Its parameters' declarations."""
         return self.weights or ()
 
@@ -91,13 +88,13 @@ class DepthAttention:
 Mixing = HyperConnection | DepthAttention
 
 
-def parse(found: dict[str, Any] | None, learned: Callable[[Any], "Learned"]) -> Mixing | None:
-    """The declaration of Rust's JSON; `learned` reads a parameter's."""
+def parse(found: dict[str, Any] | None) -> Mixing | None:
+    """The declaration of Rust's JSON."""
     if found is None:
         return None
     ((kind, what),) = found.items()
     if kind == "hyper":
-        parameters = [learned(what[key]) for key in ("weight", "scale", "bias")]
+        parameters = [Learned.of(what[key]) for key in ("weight", "scale", "bias")]
         return HyperConnection(what["streams"], what["iterations"], *parameters)
     weights = what["weights"]
-    return DepthAttention(weights and tuple(map(learned, weights)), what["begins_block"])
+    return DepthAttention(weights and tuple(map(Learned.of, weights)), what["begins_block"])

@@ -6,22 +6,13 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from ..nn.declaration import Sublayer, made_of
+from ..nn.dropout import Draw
+from ..nn.interpreter import Streams, apply_changes, begin, close
+from ..nn.making import install, make, reset
+from ..nn.parts import Learned, NormAt
+from ..nn.place import Place
 from ..nn.profiling import begin_stack
-from ..nn.scheme import (
-    Draw,
-    Learned,
-    NormAt,
-    Place,
-    Streams,
-    Sublayer,
-    apply_changes,
-    begin,
-    close,
-    install,
-    made_of,
-    make,
-    reset,
-)
 from ..nn.updates import Growing
 from .blocks import width_into
 from .marker import mark_block
