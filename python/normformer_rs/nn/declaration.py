@@ -9,11 +9,10 @@ A scheme may have further streams beside x; every sublayer updates them. Or x is
 `making.py` makes modules and parameters of a declaration, `interpreter.py` runs it.
 """
 
-import dataclasses
 import functools
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from .. import _core
 from ..config import TransformerConfig
@@ -27,8 +26,7 @@ Gain = float | str | Learned
 """The factor of x or F(x): a number, GROWING, or a parameter (a scalar or one number per column)."""
 
 
-@dataclasses.dataclass(frozen=True)
-class Change:
+class Change(NamedTuple):
     """A norm, shift, scale, constant factor (`times`) or division by the length (`unit`) at a point inside a sublayer,
     or before or after the stack."""
 
@@ -45,7 +43,7 @@ class Change:
         """The same change, its name relative to the module at `path`."""
         if not self.is_made:
             return self
-        return Change(self.kind, dataclasses.replace(self.what, name=self.what.name.removeprefix(path + ".")))
+        return Change(self.kind, self.what._replace(name=self.what.name.removeprefix(path + ".")))
 
 
 def made_of(changes: Iterable[Change]) -> list[NormAt | Learned]:
@@ -57,16 +55,14 @@ Inside = Mapping[str, tuple[Change, ...]]
 """Changes by the point they stand at: input, query, key, value, after_heads, after_output, before_activation, amid."""
 
 
-@dataclasses.dataclass(frozen=True)
-class StreamStep:
+class StreamStep(NamedTuple):
     """s⁺ = α⊙s + β⊙drop(f) of a stream s beside x (Rust's `StreamStep`)."""
 
     alpha: Gain
     beta: Gain
 
 
-@dataclasses.dataclass(frozen=True)
-class Sublayer:
+class Sublayer(NamedTuple):
     """Around and inside one sublayer."""
 
     before: NormAt | None
@@ -97,8 +93,7 @@ class Sublayer:
         return (what for changes in self.inside.values() for what in made_of(changes))
 
 
-@dataclasses.dataclass(frozen=True)
-class Combine:
+class Combine(NamedTuple):
     """A layer's input as a learned sum of all outputs so far (Rust's `Combine`)."""
 
     weight: Learned
@@ -107,8 +102,7 @@ class Combine:
     skips_first: bool
 
 
-@dataclasses.dataclass(frozen=True)
-class Declared:
+class Declared(NamedTuple):
     """A scheme's declaration for one stack."""
 
     layers: tuple[tuple[Sublayer, ...], ...]

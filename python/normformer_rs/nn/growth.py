@@ -1,6 +1,6 @@
 """α_t, the factor that branchnorm and prores grow with the number t of the update, and its operator."""
 
-import dataclasses
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -10,8 +10,7 @@ from .. import _core
 OPS = torch.ops.normformer_rs
 
 
-@dataclasses.dataclass(frozen=True)
-class Growth:
+class Growth(NamedTuple):
     """α_t = min(1, curve(t/steps)); `by_layer`: with steps·l in layer l, counted from 1."""
 
     steps: int

@@ -4,8 +4,7 @@ The tensors travel as a tuple from sublayer to sublayer. A hyper-connection has 
 attention over depth has one (…, d) for each output that it may attend to.
 """
 
-import dataclasses
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -16,8 +15,7 @@ from .parts import Learned
 Tensors = tuple[Tensor, ...]
 
 
-@dataclasses.dataclass(frozen=True)
-class HyperConnection:
+class HyperConnection(NamedTuple):
     """`formulas.hyper_connection` of n streams, all x at the start; at a stack's end `formulas.hyper_read`."""
 
     streams: int
@@ -53,8 +51,7 @@ class HyperConnection:
         return tensors[0].mean(-2)
 
 
-@dataclasses.dataclass(frozen=True)
-class DepthAttention:
+class DepthAttention(NamedTuple):
     """`formulas.depth_attention` over earlier sublayers' outputs. `weights`: (query, gain); None: only v_0 is there."""
 
     weights: tuple[Learned, Learned] | None

@@ -1,15 +1,13 @@
 """Norms and parameters that a residual scheme declares, by the names that they get in their owner."""
 
-import dataclasses
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 
-@dataclasses.dataclass(frozen=True)
-class NormAt:
+class NormAt(NamedTuple):
     """The stack's norm under a name; `last`: no norm of the stack follows it; `ends_stack`: it stands after the last
     layer; `start`: multiplies the first value of its weight."""
 
@@ -20,8 +18,7 @@ class NormAt:
     start: float = 1.0
 
 
-@dataclasses.dataclass(frozen=True)
-class Learned:
+class Learned(NamedTuple):
     """A parameter. `value`: the first value of all its elements, or of each, row after row."""
 
     name: str

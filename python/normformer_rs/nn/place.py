@@ -1,12 +1,11 @@
 """A layer's place in a model: the configuration that its arguments make, and what the scheme declares there."""
 
-import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
 from ..config import LANGUAGE_MODELS, TransformerConfig, unknown
 from ..errors import InputError
-from .declaration import Declared, Sublayer, declare
+from .declaration import Sublayer, declare
 
 OWN: tuple[str, ...] = (
     "architecture",
@@ -35,17 +34,12 @@ def configure(options: Mapping[str, Any], **given: Any) -> TransformerConfig:
     return TransformerConfig(**{"vocab_size": 5, **options, **given})
 
 
-@dataclasses.dataclass(frozen=True)
 class Place:
     """A layer's position: the model's configuration, the stack, and the layer's number from 0."""
 
-    config: TransformerConfig
-    stack: str
-    layer: int = 0
-    declared: Declared = dataclasses.field(init=False, repr=False, compare=False)
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "declared", declare(self.config, self.stack))
+    def __init__(self, config: TransformerConfig, stack: str, layer: int = 0) -> None:
+        self.config, self.stack, self.layer = config, stack, layer
+        self.declared = declare(config, stack)
 
     @property
     def sublayers(self) -> tuple[Sublayer, ...]:
