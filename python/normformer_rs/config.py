@@ -17,7 +17,7 @@ import os
 from collections.abc import Iterable, Mapping
 from typing import Any, ClassVar, NamedTuple, TypeVar
 
-from . import _html, _tables
+from . import _tables
 from .errors import InputError
 
 _TYPES: dict[str, type] = {"int": int, "float": float, "bool": bool, "str": str}
@@ -112,6 +112,17 @@ class Config:
             # The dataclass is frozen; this is its constructor.
             object.__setattr__(self, field.name, field.check(options.get(field.name, field.default)))
 
+    # Written here once: the dataclass decorator would compile them for each class, 3 ms of every import.
+
+    def __repr__(self) -> str:
+        return f"{type(self).__qualname__}({', '.join(f'{name}={value!r}' for name, value in self.asdict().items())})"
+
+    def __eq__(self, other: object) -> bool:
+        return self.asdict() == other.asdict() if type(other) is type(self) else NotImplemented
+
+    def __hash__(self) -> int:
+        return hash(tuple(self.asdict().values()))
+
     def asdict(self) -> dict[str, Any]:
         """The options by name, in order."""
         return {field.name: getattr(self, field.name) for field in self.FIELDS}
@@ -163,7 +174,8 @@ def _generate(name: str, which: str, summary: str) -> Any:
         )
     namespace = {"FIELDS": fields, "__doc__": _document(summary, fields), "__module__": __name__}
     namespace["__signature__"] = inspect.Signature(shown)  # of the constructor, for notebooks and help()
-    made = dataclasses.make_dataclass(name, columns, bases=(Config,), namespace=namespace, init=False, frozen=True)
+    without = {"init": False, "repr": False, "eq": False}
+    made = dataclasses.make_dataclass(name, columns, bases=(Config,), namespace=namespace, frozen=True, **without)
     made.__module__ = __name__  # for pickle: Python 3.12 and later put make_dataclass's caller here
     return made
 
@@ -196,4 +208,6 @@ def tables() -> dict[str, list[dict[str, Any]]]:
     A norm's entry has all that its module is made of, too: its class in `normformer_rs.nn`, parameters, options and
     operator. `others` are further parts of models.
     """
+    from . import _html  # its imports take 2 ms
+
     return _html.Tables({name: _html.Table(rows) for name, rows in copy.deepcopy(ENTRIES).items()})

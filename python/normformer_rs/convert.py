@@ -19,7 +19,7 @@ from . import _core
 from .config import LANGUAGE_MODELS, PARAMETRISATION, TrainingConfig, TransformerConfig
 from .errors import InputError
 from .model import find_checkpoint, read_config
-from .nn.scheme import declare
+from .nn.declaration import declare
 
 Path_ = str | PathLike[str]
 

@@ -13,11 +13,12 @@ from . import plain
 from .errors import InputError
 from .model import Transformer
 from .nn.attention import BEFORE_PRODUCTS, is_of_joined_heads
+from .nn.declaration import GROWING, Change, Gain, StreamStep, Sublayer
 from .nn.layers import Layer
 from .nn.mixing import DepthAttention, HyperConnection, Mixing
 from .nn.norms import FIXNORM_EPS, BiasedRMSNorm, FixedScaleNorm, RowNorm
+from .nn.parts import Learned, NormAt
 from .nn.running import RunningNorm
-from .nn.scheme import GROWING, Change, Gain, Learned, NormAt, StreamStep, Sublayer
 from .nn.stacks import Stack
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")

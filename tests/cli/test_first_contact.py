@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 import normformer_rs as nfrs
-from normformer_rs import DataConfig, TrainingConfig, TransformerConfig, _core, _stubs, _tables, cli, fairseq_commands
+from normformer_rs import DataConfig, TrainingConfig, TransformerConfig, _core, _stubs, _tables, cli
+from normformer_rs.commands import fairseq
 
 SCRIPT = Path(sys.executable).with_name("normformer-rs")
 COMMAND = [str(SCRIPT)] if SCRIPT.exists() else [sys.executable, "-m", "normformer_rs"]
@@ -245,7 +246,7 @@ COMPLETE = {
 }
 
 
-@pytest.mark.parametrize("command", fairseq_commands.COMMANDS)
+@pytest.mark.parametrize("command", fairseq.COMMANDS)
 def test_fairseq_without_arguments_prints_usage(monkeypatch, capsys, command):
     monkeypatch.setitem(sys.modules, "fairseq", None)  # not imported for this
     assert cli.main(["fairseq", command]) == 2
@@ -253,7 +254,7 @@ def test_fairseq_without_arguments_prints_usage(monkeypatch, capsys, command):
     assert first.startswith(f"normformer-rs: error: fairseq {command} needs ")
     assert second.startswith(f"usage: normformer-rs fairseq {command} ")
     for complete in (COMPLETE[command], "--help", "-h"):
-        fairseq_commands.check(command, complete.split())
+        fairseq.check(command, complete.split())
 
 
 @pytest.mark.parametrize(

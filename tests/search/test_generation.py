@@ -332,16 +332,16 @@ def test_the_command_speaks(run, capsysbinary, tmp_path):
 
 def test_the_command_shows_text_while_it_comes(monkeypatch, capsysbinary):
     """The first text that is not over is shown; what others have said by then follows at once."""
-    from normformer_rs import generate_command
+    from normformer_rs.commands.generate import Live
 
-    live, shown = generate_command.Live(["a", "b", "c"], 1, ""), []
+    live, shown = Live(["a", "b", "c"], 1, ""), []
     for event in ((0, 0, " x"), (1, 0, " y"), (2, 0, " z"), (2, 0, None), (0, 0, "w"), (0, 0, None), (1, 0, None)):
         live(*event)
         shown.append(capsysbinary.readouterr().out.decode())
     assert shown == ["a x", "", "", "", "w", "\nb y", "\nc z\n"]
     live.close()
     assert capsysbinary.readouterr().out == b""
-    cut = generate_command.Live(["a"], 1, "")
+    cut = Live(["a"], 1, "")
     cut(0, 0, " x")
     cut.close()
     assert capsysbinary.readouterr().out == b"a x\n"

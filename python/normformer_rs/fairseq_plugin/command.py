@@ -8,8 +8,8 @@ import argparse
 import importlib
 import sys
 
+from normformer_rs.commands.fairseq import check
 from normformer_rs.errors import InputError
-from normformer_rs.fairseq_commands import check
 from normformer_rs.options import HELP, UsageError
 
 

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from normformer_rs.config import TrainingConfig
 from normformer_rs.errors import InputError
-from normformer_rs.nn.scheme import OPS
 
+OPS = torch.ops.normformer_rs
 _SMOOTHING = next(field for field in TrainingConfig.FIELDS if field.name == "smoothing")
 _Smoothing = ChoiceEnum(list(_SMOOTHING.choices))
 

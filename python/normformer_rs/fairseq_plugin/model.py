@@ -27,8 +27,11 @@ from normformer_rs.convert import VERSION, check_version, configure, from_fairse
 from normformer_rs.errors import InputError
 from normformer_rs.nn import TransformerDecoderLayer, TransformerEncoderLayer, profile
 from normformer_rs.nn.init import draw_table
+from normformer_rs.nn.interpreter import apply_norm
 from normformer_rs.nn.layers import Layer
-from normformer_rs.nn.scheme import OWN, NormAt, apply_norm, make
+from normformer_rs.nn.making import make
+from normformer_rs.nn.parts import NormAt
+from normformer_rs.nn.place import OWN
 from normformer_rs.nn.stacks import Stack
 
 from .options import DROPOUTS, SHAPES, LanguageModelOptions, TranslationOptions, plain, shape

@@ -15,8 +15,11 @@ from torch import Tensor
 
 from ..nn import MultiheadAttention
 from ..nn.attention import is_of_joined_heads
+from ..nn.dropout import Draw
+from ..nn.interpreter import apply_changes
 from ..nn.profiling import is_profiling
-from ..nn.scheme import OPS, Draw, apply_changes
+
+OPS = torch.ops.normformer_rs
 
 
 @dataclasses.dataclass(frozen=True)

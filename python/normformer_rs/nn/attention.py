@@ -9,7 +9,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..errors import InputError
-from .scheme import Change, Inside, apply_changes
+from .declaration import Change, Inside
+from .interpreter import apply_changes
 from .tracing import Unscriptable, leaf
 
 BEFORE_PRODUCTS = frozenset(("query", "key", "value"))

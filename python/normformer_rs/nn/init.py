@@ -8,7 +8,7 @@ from torch import Tensor
 
 from .. import _core
 from ..config import TransformerConfig
-from .scheme import Place
+from .place import Place
 
 Role = Literal["query", "key", "value", "output", "fc1", "fc2"]
 

@@ -10,31 +10,18 @@ from torch import Tensor, nn
 from ..config import unknown
 from ..errors import InputError
 from .attention import MultiheadAttention, is_masked
+from .declaration import made_of
+from .dropout import Draw, is_plain, rate
 from .init import Role, draw_linear
+from .interpreter import Streams, apply_changes, begin, close, open_streams, start
+from .making import install, reset, reset_module
+from .parts import Learned, NormAt
+from .place import Place, configure
 from .profiling import follow
-from .scheme import (
-    OPS,
-    Draw,
-    Learned,
-    NormAt,
-    Place,
-    Streams,
-    apply_changes,
-    begin,
-    close,
-    configure,
-    install,
-    is_plain,
-    made_of,
-    open_streams,
-    rate,
-    reset,
-    reset_module,
-    start,
-)
 from .tracing import Unscriptable, leaf
 from .updates import Growing
 
+OPS = torch.ops.normformer_rs
 Activation = str | Callable[[Tensor], Tensor]
 _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"relu": F.relu, "gelu": F.gelu}
 KINDS = ("self-attention", "cross-attention", "feed-forward")

@@ -4,32 +4,27 @@ The tensors travel as a tuple from sublayer to sublayer. A hyper-connection has 
 attention over depth has one (…, d) for each output that it may attend to.
 """
 
-import dataclasses
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from . import formulas
-
-if TYPE_CHECKING:
-    from .scheme import Learned
+from .parts import Learned
 
 Tensors = tuple[Tensor, ...]
 
 
-@dataclasses.dataclass(frozen=True)
-class HyperConnection:
+class HyperConnection(NamedTuple):
     """`formulas.hyper_connection` of n streams, all x at the start; at a stack's end `formulas.hyper_read`."""
 
     streams: int
     iterations: int
-    weight: "Learned"
-    scale: "Learned"
-    bias: "Learned"
+    weight: Learned
+    scale: Learned
+    bias: Learned
 
-    def parameters(self) -> tuple["Learned", ...]:
+    def parameters(self) -> tuple[Learned, ...]:
         """Its parameters' declarations."""
         return self.weight, self.scale, self.bias
 
@@ -56,14 +51,13 @@ class HyperConnection:
         return tensors[0].mean(-2)
 
 
-@dataclasses.dataclass(frozen=True)
-class DepthAttention:
+class DepthAttention(NamedTuple):
     """`formulas.depth_attention` over earlier sublayers' outputs. `weights`: (query, gain); None: only v_0 is there."""
 
-    weights: tuple["Learned", "Learned"] | None
+    weights: tuple[Learned, Learned] | None
     begins_block: bool
 
-    def parameters(self) -> tuple["Learned", ...]:
+    def parameters(self) -> tuple[Learned, ...]:
         """Its parameters' declarations."""
         return self.weights or ()
 
@@ -91,13 +85,13 @@ class DepthAttention:
 Mixing = HyperConnection | DepthAttention
 
 
-def parse(found: dict[str, Any] | None, learned: Callable[[Any], "Learned"]) -> Mixing | None:
-    """The declaration of Rust's JSON; `learned` reads a parameter's."""
+def parse(found: dict[str, Any] | None) -> Mixing | None:
+    """The declaration of Rust's JSON."""
     if found is None:
         return None
     ((kind, what),) = found.items()
     if kind == "hyper":
-        parameters = [learned(what[key]) for key in ("weight", "scale", "bias")]
+        parameters = [Learned.of(what[key]) for key in ("weight", "scale", "bias")]
         return HyperConnection(what["streams"], what["iterations"], *parameters)
     weights = what["weights"]
-    return DepthAttention(weights and tuple(map(learned, weights)), what["begins_block"])
+    return DepthAttention(weights and tuple(map(Learned.of, weights)), what["begins_block"])

@@ -10,22 +10,14 @@ from torch import Tensor, nn
 
 from ..config import TransformerConfig
 from ..errors import InputError
+from .declaration import Change, Combine, made_of
+from .interpreter import apply_changes, apply_norm, start
 from .layers import Activation, Layer, TransformerDecoderLayer, TransformerEncoderLayer
+from .making import make, reset, reset_module
 from .mixing import Mixing
+from .parts import NormAt
+from .place import Place
 from .profiling import begin_stack
-from .scheme import (
-    Change,
-    Combine,
-    NormAt,
-    Place,
-    apply_changes,
-    apply_norm,
-    made_of,
-    make,
-    reset,
-    reset_module,
-    start,
-)
 from .tracing import leaf
 from .updates import Growing
 

@@ -1,14 +1,12 @@
-"""Rust's table of norms, as dataclasses."""
+"""Rust's table of norms, as tuples."""
 
-import dataclasses
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from ..config import ENTRIES
 
 
-@dataclasses.dataclass(frozen=True)
-class Kept:
+class Kept(NamedTuple):
     """A parameter or a buffer."""
 
     name: str
@@ -21,8 +19,7 @@ class Kept:
         return {"one": (1,), "width": (width,), "column": (1, width, 1, 1)}[self.shape]
 
 
-@dataclasses.dataclass(frozen=True)
-class Declared:
+class Declared(NamedTuple):
     """A norm's entry: its module's class, parameters, buffers and options, and its operator."""
 
     name: str
@@ -43,8 +40,7 @@ class Declared:
         return cls(**plain, parameters=parameters, buffers=buffers, options=options)
 
 
-@dataclasses.dataclass(frozen=True)
-class Family:
+class Family(NamedTuple):
     """A norm of the table with the options that a family of models has."""
 
     name: str

@@ -10,7 +10,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from .scheme import Growth, Learned, Place
+from .growth import Growth
+from .parts import Learned
+from .place import Place
 
 
 class Growing(nn.Module):

@@ -80,7 +80,7 @@ def run(
     device: str = "cpu",
     progress: bool = True,
 ) -> None:
-    """Makes the reproductions, one after another; `cli.py` says what each argument does.
+    """Makes the reproductions, one after another; `flags.py` says what each argument does.
 
     Errors: InputError for a scale that an entry lacks, missing data, damaged runs; Interrupted after Ctrl-C: the same
     call goes on; ImportError without sacrebleu or, at scale check, num2words.

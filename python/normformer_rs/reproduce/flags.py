@@ -1,15 +1,13 @@
 """The flags of `normformer-rs reproduce`. Help is made of the entries."""
 
 import argparse
-from collections.abc import Callable
 from pathlib import Path
 
+from ..commands import Command
 from . import REPRODUCTIONS, SCALES
 
 
-def parser() -> tuple[str, Callable[[argparse.Namespace], None], Callable[[argparse.ArgumentParser], None]]:
-    """A line of help, the function that runs the command, and the one that adds its flags."""
-
+def parser() -> Command:
     def add(parser: argparse.ArgumentParser) -> None:
         parser.usage = "%(prog)s NAME… --scale check|here|paper [OPTION …]"
         entries = [f"{entry.name}: {entry.title}; {entry.source}." for entry in REPRODUCTIONS.values()]

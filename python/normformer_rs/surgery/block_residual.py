@@ -1,27 +1,17 @@
 """A residual scheme in another library's block."""
 
-import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from torch import Tensor, nn
 
+from ..nn.declaration import Sublayer, made_of
+from ..nn.dropout import Draw
+from ..nn.interpreter import Streams, apply_changes, begin, close
+from ..nn.making import install, make, reset
+from ..nn.parts import Learned, NormAt
+from ..nn.place import Place
 from ..nn.profiling import begin_stack
-from ..nn.scheme import (
-    Draw,
-    Learned,
-    NormAt,
-    Place,
-    Streams,
-    Sublayer,
-    apply_changes,
-    begin,
-    close,
-    install,
-    made_of,
-    make,
-    reset,
-)
 from ..nn.updates import Growing
 from .blocks import width_into
 from .marker import mark_block
@@ -149,12 +139,12 @@ def _local(block: nn.Module, part: Part, sublayer: Sublayer) -> Sublayer:
     def flat(point: str, what: Any) -> Any:
         if not isinstance(what, NormAt | Learned):
             return what
-        what = dataclasses.replace(what, name=what.name.replace(".", "_"))
+        what = what._replace(name=what.name.replace(".", "_"))
         is_wide = point == "after_heads" and isinstance(what, NormAt)
-        return dataclasses.replace(what, width=width_into(block, part, "output")) if is_wide else what
+        return what._replace(width=width_into(block, part, "output")) if is_wide else what
 
     inside = {
-        point: tuple(dataclasses.replace(change, what=flat(point, change.what)) for change in changes)
+        point: tuple(change._replace(what=flat(point, change.what)) for change in changes)
         for point, changes in sublayer.inside.items()
     }
-    return dataclasses.replace(sublayer, inside=inside)
+    return sublayer._replace(inside=inside)

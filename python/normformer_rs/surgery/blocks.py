@@ -9,7 +9,7 @@ from .. import nn as nfnn
 from ..errors import InputError
 from ..nn.init import Role
 from ..nn.layers import KINDS
-from ..nn.scheme import Place
+from ..nn.place import Place
 from .converted import ConvertedBlock, converted_class
 from .families import BLOCKS, STACKS, full_name, is_norm_first, refuse_old_library
 from .recognise import read_norm

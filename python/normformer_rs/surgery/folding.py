@@ -9,7 +9,8 @@ from torch import Tensor, nn
 
 from ..errors import InputError
 from ..model import Transformer
-from ..nn.scheme import Learned, Place
+from ..nn.parts import Learned
+from ..nn.place import Place
 from .blocks import DECODER, ENCODER, Part, parts_of, place_of, weight_and_bias
 from .marker import mark
 from .norms import replace, unweighted

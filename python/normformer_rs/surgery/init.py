@@ -4,7 +4,7 @@ import torch
 from torch import nn
 
 from ..nn.init import draw_linear
-from ..nn.scheme import Place
+from ..nn.place import Place
 from .blocks import Group, is_transposed, parts_of, weight_and_bias
 from .spec import at
 from .undo import Edits

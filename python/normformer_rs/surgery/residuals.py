@@ -12,7 +12,8 @@ from ..config import PARAMETRISATION, TransformerConfig
 from ..errors import InputError
 from ..nn.attention import BEFORE_PRODUCTS
 from ..nn.layers import Layer
-from ..nn.scheme import NormAt, Place, configure
+from ..nn.parts import NormAt
+from ..nn.place import Place, configure
 from .block_residual import BlockResidual
 from .blocks import (
     TORCH_STACKS,

@@ -3,20 +3,17 @@
 import argparse
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
-from . import text
-from .config import GenerationConfig
-from .errors import InputError
-from .options import add_flags, add_model, given
-from .progress import duration, write
+from .. import text
+from ..config import GenerationConfig
+from ..errors import InputError
+from ..options import add_flags, add_model, given
+from ..progress import duration, write
+from . import Command
 
-_Command = tuple[str, Callable[[argparse.Namespace], None], Callable[[argparse.ArgumentParser], None]]
 
-
-def parser() -> _Command:
-    """A line of help, the function that runs the command, and the one that adds its flags."""
-
+def parser() -> Command:
     def add(parser: argparse.ArgumentParser) -> None:
         add_model(parser, required=True)
         prompts = parser.add_mutually_exclusive_group()
@@ -42,7 +39,7 @@ def _run(args: argparse.Namespace) -> None:
     text.check_writable(args.output)
     generation = GenerationConfig(**given(args, GenerationConfig))
     prompts = args.prompt or text.read_lines(args.input)
-    from .generation import generate
+    from ..generation import generate
 
     live = Live(prompts, generation.samples, "" if generation.sentences == 1 else "\n")
     options = {"checkpoint": args.checkpoint, "precision": args.precision, "device": args.device}

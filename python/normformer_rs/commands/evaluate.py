@@ -1,0 +1,78 @@
+"""`normformer-rs evaluate`: BLEU of translations, perplexity of a model."""
+
+import argparse
+from typing import Any
+
+from .. import text
+from ..errors import InputError
+from ..options import add_model
+from . import Command
+
+
+def parser() -> Command:
+    def add(parser: argparse.ArgumentParser) -> None:
+        bleu = parser.add_argument_group("BLEU of translations")
+        bleu.add_argument("--hypothesis", metavar="FILE", help="Translations, one a line.")
+        bleu.add_argument("--reference", metavar="FILE", required=True, help="Reference translations.")
+        bleu.add_argument("--baseline", metavar="FILE", help="Another system's translations, for a paired bootstrap.")
+        bleu.add_argument("--tokenize", metavar="NAME", default="13a", help="13a, or none for tokenised text.")
+        bleu.add_argument("--lowercase", action="store_true", help="Ignore case.")
+        bleu.add_argument("--no-bpe", action="store_true", help="The texts are split: join pieces that end in `@@`.")
+        bleu.add_argument(
+            "--split-compounds",
+            action="store_true",
+            help="Split a-b into three words, as for WMT14 En-De; for tokenised text, with --tokenize none.",
+        )
+        perplexity = parser.add_argument_group("perplexity of a model, given --source, on --reference")
+        add_model(perplexity, required=False)
+        perplexity.add_argument("--source", metavar="FILE", help="Source text; none for a language model.")
+        window = "Of a language model: slide a window of so many tokens over the text. Default: segment_length."
+        perplexity.add_argument("--window", metavar="N", type=int, help=window)
+        stride = "By how many tokens the window moves on; each is scored once. Default: half the window."
+        perplexity.add_argument("--stride", metavar="N", type=int, help=stride)
+
+    return "Score translations, or a model's perplexity.", _run, add
+
+
+def _run(args: argparse.Namespace) -> None:
+    if args.hypothesis is None and args.model is None:
+        raise InputError("evaluate needs --hypothesis FILE (for BLEU), --model DIR (for perplexity), or both")
+    if args.hypothesis is not None:
+        from .. import _core, scores
+
+        def words(path: str) -> list[str]:
+            lines = text.read_lines(path)
+            return [_core.join_line(line) for line in lines] if args.no_bpe else lines
+
+        baseline = None if args.baseline is None else words(args.baseline)
+        lines = words(args.hypothesis), words(args.reference)
+        options = {"tokenize": args.tokenize, "lowercase": args.lowercase, "split_compounds": args.split_compounds}
+        found = scores.score(*lines, baseline, **options)
+        print(f"sacreBLEU:  {found.sacrebleu}")
+        print(f"multi-bleu: {found.multi_bleu}")
+        if found.comparison is not None:
+            print(f"bootstrap:  {found.comparison}")
+    if args.model is not None:
+        options = {"checkpoint": args.checkpoint, "precision": args.precision, "device": args.device}
+        if args.window is not None or args.stride is not None:
+            _run_windows(args, options)
+            return
+        from ..translation import evaluate_loss
+
+        measured = evaluate_loss(args.model, args.source, args.reference, **options)
+        print(
+            f"perplexity: {measured.perplexity:.3f} (nll {measured.nll:.4f}, smoothed loss {measured.loss:.4f} nats "
+            f"per token, {measured.tokens:,} tokens)"
+        )
+
+
+def _run_windows(args: argparse.Namespace, options: dict[str, Any]) -> None:
+    if args.source is not None:
+        raise InputError("--window and --stride are for the text of a language model, which has no --source")
+    from ..generation import evaluate_windows
+
+    found = evaluate_windows(args.model, args.reference, window=args.window, stride=args.stride, **options)
+    print(f"perplexity: {found.perplexity:.3f} (nll {found.nll:.4f} nats per token, {found.tokens:,} tokens)")
+    print(
+        f"per word:   {found.word_perplexity:.3f} ({found.words:,} words, the ends of {found.lines:,} lines among them)"
+    )

@@ -1,0 +1,95 @@
+"""`normformer-rs fairseq` and `fairseq-user-dir`: fairseq's commands with the plug-in.
+
+The options that a command of fairseq requires are checked before fairseq's import, which takes seconds.
+"""
+
+import argparse
+import runpy
+import sys
+import traceback
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from ..config import unknown
+from ..errors import InputError
+from ..options import HELP, UsageError
+from . import PROG, Command
+
+
+def parser() -> Command:
+    def add(parser: argparse.ArgumentParser) -> None:
+        parser.add_argument("command", metavar="COMMAND", help=f"One of {', '.join(COMMANDS)}.")
+        rest = parser.add_argument("arguments", nargs=argparse.REMAINDER, help="As for fairseq-COMMAND.")
+        rest.required = False
+
+    return "fairseq's commands with this package's architectures, schedules and criterion.", _run, add
+
+
+def _run(args: argparse.Namespace) -> None:
+    check(args.command, args.arguments)
+    sys.argv = [f"{PROG} fairseq", args.command, *args.arguments]
+    # Like `python -m`, so that workers that fairseq spawns find the same main module and its patches.
+    try:
+        runpy.run_module("normformer_rs.fairseq_plugin.command", run_name="__main__", alter_sys=True)
+    except (ImportError, KeyboardInterrupt):
+        raise
+    except Exception:
+        traceback.print_exc()  # fairseq's own error
+        raise SystemExit(1) from None
+
+
+class FairseqCommand(NamedTuple):
+    """A command of fairseq."""
+
+    usage: str
+    needs: tuple[tuple[str, ...], ...] = ()
+    """One option of each group must be given."""
+
+
+COMMANDS = {
+    "preprocess": FairseqCommand(
+        "--source-lang LANG --target-lang LANG --trainpref PREFIX --validpref PREFIX --destdir DIR",
+        (
+            ("--trainpref", "--srcdict"),
+            ("--source-lang", "-s", "--only-source"),
+            ("--target-lang", "-t", "--only-source"),
+        ),
+    ),
+    "train": FairseqCommand(
+        "DATA --arch nfrs_transformer --optimizer adam --lr X --max-tokens N",
+        (("--arch", "-a"), ("--optimizer",), ("--max-tokens", "--batch-size", "--max-sentences")),
+    ),
+    "generate": FairseqCommand("DATA --path FILE.pt", (("--path",),)),
+    "interactive": FairseqCommand("DATA --path FILE.pt", (("--path",),)),
+    "validate": FairseqCommand("DATA --path FILE.pt --task translation", (("--path",), ("--task",))),
+    "score": FairseqCommand("--sys FILE --ref FILE"),
+    "eval-lm": FairseqCommand("DATA --path FILE.pt", (("--path",),)),
+    "hydra-train": FairseqCommand("task=NAME task.data=DATA model=NAME optimizer=NAME dataset.max_tokens=N"),
+}
+
+
+def check(command: str, arguments: Sequence[str]) -> None:
+    """Raises InputError for a command that fairseq does not have, UsageError where one lacks what it needs."""
+    if command not in COMMANDS:
+        raise InputError(unknown("command", command, COMMANDS))
+    known = COMMANDS[command]
+
+    def is_given(option: str) -> bool:
+        joined = option + "=" if option.startswith("--") else option  # --arch=NAME, -sde
+        return any(argument == option or argument.startswith(joined) for argument in arguments)
+
+    missing = [group[0] for group in known.needs if not any(map(is_given, group))]
+    if HELP.intersection(arguments) or (arguments and not missing):
+        return
+    what = ", ".join(missing) if missing else "arguments"
+    raise UsageError(
+        f"fairseq {command} needs {what}", f"usage: normformer-rs fairseq {command} {known.usage} …; --help lists all"
+    )
+
+
+def user_dir_parser() -> Command:
+    def run(_: argparse.Namespace) -> None:
+        print(Path(__file__).parents[1] / "fairseq_plugin")
+
+    return "Print the folder for the --user-dir of fairseq's own commands (Python 3.10).", run, lambda _: None

@@ -1,0 +1,70 @@
+"""Modules and parameters made of a residual scheme's declaration, in the module that owns them."""
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from .parts import Learned, NormAt
+from .place import Place
+from .registry import norm_of_config
+
+
+def make(
+    what: NormAt | Learned,
+    place: Place,
+    factory: Mapping[str, Any],
+    bias: bool = True,
+) -> Any:
+    """The norm, or the parameter. `factory`: device and dtype; `bias`: whether norms that have one learn it."""
+    if isinstance(what, Learned):
+        return nn.Parameter(what.first(**factory))
+    last = what.last and place.stack == "decoder"
+    where: dict[str, Any] = {"last_of_decoder": last, "ends_stack": what.ends_stack}
+    norm = norm_of_config(place.declared.norm, what.width, place.config, **where, bias=bias, **factory)
+    _begin_at(norm, what)
+    return norm
+
+
+@torch.no_grad()
+def _begin_at(norm: Any, at: NormAt) -> None:
+    """The first value of a norm's weight, from the norm's own."""
+    if at.start != 1.0:
+        offset = float(getattr(norm, "zero_centred", False))
+        norm.weight.add_(offset).mul_(at.start).sub_(offset)
+
+
+def install(owner: nn.Module, items: Iterable[NormAt | Learned], place: Place, **making: Any) -> None:
+    """Registers the declared norms and parameters in `owner`; a parameter that sublayers share is made once."""
+    made = set()
+    for what in items:
+        if what not in made:
+            made.add(what)
+            setattr(owner, what.name, make(what, place, **making))
+
+
+@torch.no_grad()
+def reset(owner: nn.Module, items: Iterable[NormAt | Learned]) -> None:
+    """Sets the declared norms and parameters to their first values."""
+    for what in items:
+        made: Any = getattr(owner, what.name)
+        if isinstance(what, Learned):
+            what.write(made)
+        else:
+            reset_module(made)
+            _begin_at(made, what)
+
+
+def reset_module(module: nn.Module | None) -> None:
+    """Sets a module to its first values, by its own `reset_parameters` or else by its children's."""
+    if module is None:
+        return
+    if isinstance(module, nn.MultiheadAttention):
+        module.out_proj.reset_parameters()  # its own reset leaves that out
+    own: Any = getattr(module, "reset_parameters", getattr(module, "_reset_parameters", None))
+    if own is not None:
+        own()
+        return
+    for child in module.children():
+        reset_module(child)

@@ -1,0 +1,46 @@
+"""Norms and parameters that a residual scheme declares, by the names that they get in their owner."""
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class NormAt(NamedTuple):
+    """The stack's norm under a name; `last`: no norm of the stack follows it; `ends_stack`: it stands after the last
+    layer; `start`: multiplies the first value of its weight."""
+
+    name: str
+    width: int
+    last: bool = False
+    ends_stack: bool = False
+    start: float = 1.0
+
+
+class Learned(NamedTuple):
+    """A parameter. `value`: the first value of all its elements, or of each, row after row."""
+
+    name: str
+    shape: tuple[int, ...]
+    value: float | tuple[float, ...]
+
+    @classmethod
+    def of(cls, found: Mapping[str, Any]) -> "Learned":
+        """From Rust's JSON."""
+        value = found["value"]
+        return cls(found["name"], tuple(found["shape"]), tuple(value) if isinstance(value, list) else value)
+
+    def first(self, **factory: Any) -> Tensor:
+        """Its first values."""
+        if isinstance(self.value, tuple):
+            return torch.tensor(self.value, **factory).view(self.shape)
+        return torch.full(self.shape, self.value, **factory)
+
+    @torch.no_grad()
+    def write(self, p: Tensor) -> None:
+        """Sets the parameter to its first values."""
+        if isinstance(self.value, tuple):
+            p.copy_(self.first(dtype=p.dtype, device=p.device))
+        else:
+            p.fill_(self.value)

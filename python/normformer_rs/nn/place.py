@@ -1,0 +1,57 @@
+"""A layer's place in a model: the configuration that its arguments make, and what the scheme declares there."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from ..config import LANGUAGE_MODELS, TransformerConfig, unknown
+from ..errors import InputError
+from .declaration import Sublayer, declare
+
+OWN: tuple[str, ...] = (
+    "architecture",
+    "vocab_size",
+    "d_model",
+    "d_ff",
+    "heads",
+    "norm",
+    "norm_eps",
+    "residual",
+    "init",
+    "fixnorm",
+    "input_alpha",
+    "output_alpha",
+)
+OWN += ("positions", "tie_embeddings", "output_bias", "dropout", "embedding_dropout", *LANGUAGE_MODELS)
+"""Options of a whole model that layers take under torch.nn's names, or not at all."""
+
+
+def configure(options: Mapping[str, Any], **given: Any) -> TransformerConfig:
+    """A TransformerConfig of a module's arguments and its free options; InputError for an unknown option."""
+    known = [field.name for field in TransformerConfig.FIELDS if field.name not in OWN]
+    for name in options:
+        if name not in known:
+            raise InputError(unknown("option", name, known))
+    return TransformerConfig(**{"vocab_size": 5, **options, **given})
+
+
+class Place:
+    """A layer's position: the model's configuration, the stack, and the layer's number from 0."""
+
+    def __init__(self, config: TransformerConfig, stack: str, layer: int = 0) -> None:
+        self.config, self.stack, self.layer = config, stack, layer
+        self.declared = declare(config, stack)
+
+    @property
+    def sublayers(self) -> tuple[Sublayer, ...]:
+        return self.declared.layers[self.layer]
+
+    @property
+    def depth(self) -> int:
+        return len(self.declared.layers)
+
+    # `declared` is the whole stack's: copies of a layer share it, and pickles read it again.
+    def __deepcopy__(self, _: Any) -> "Place":
+        return self
+
+    def __reduce__(self) -> Any:
+        return Place, (self.config, self.stack, self.layer)
