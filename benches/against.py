@@ -1,11 +1,13 @@
 """This checkout against another build of the package, such as an earlier commit: speed in alternating pairs, and bits.
 
     python benches/against.py OTHER speed [--corpus CORPUS] [--pairs 15]
+    python benches/against.py OTHER schemes [--pairs 15]
     python benches/against.py OTHER bits
 
 OTHER is a checkout whose extension is built. `speed` times the norms' forward and backward (f32 and bf16; 1, 8 and
 64 MB) and, with a corpus, training. It prints OTHER's time over this checkout's (1.1: this one is 1.1 times as fast)
-and the 95 % interval of that median by bootstrap over pairs. Both allocators keep freed memory. `bits` compares, for
+and the 95 % interval of that median by bootstrap over pairs. Both allocators keep freed memory. `schemes` does so for
+forward and backward of the loop's model with every residual scheme that both have, with LayerNorm. `bits` compares, for
 every norm and residual scheme that both have, a small model's logits and gradients and the first ten losses of a run,
 in f32 on one thread. Each side runs in a process of its own, and only one at a time.
 """
@@ -67,7 +69,7 @@ class Side:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("other", type=Path)
-    parser.add_argument("what", choices=["speed", "bits"])
+    parser.add_argument("what", choices=["speed", "schemes", "bits"])
     parser.add_argument("--corpus", type=Path, help="folder with train.en.gz, train.de.gz, valid.en.gz, valid.de.gz")
     parser.add_argument("--pairs", type=int, default=15)
     parser.add_argument("--seconds", type=float, default=5, help="length of a window of training")
@@ -77,6 +79,8 @@ def main() -> None:
     checkouts = (HERE.parent, arguments.other.resolve())
     if arguments.what == "bits":
         compare_bits(*checkouts)
+    elif arguments.what == "schemes":
+        compare_schemes(checkouts, arguments.pairs)
     else:
         compare_kernels(checkouts, arguments.pairs, arguments.megabytes, arguments.norms)
         if arguments.corpus:
@@ -94,6 +98,15 @@ def compare_kernels(checkouts: tuple[Path, Path], pairs: int, megabytes: list[in
             for norm in norms:
                 call = f"{norm} {dtype} {size}"
                 report(f"{norm:10} {dtype:8} {size:3} MB", lambda side, call=call: side.ask(call), own, other, pairs)
+    own.quit()
+    other.quit()
+
+
+def compare_schemes(checkouts: tuple[Path, Path], pairs: int) -> None:
+    own, other = (Side(checkout, [__file__, "--worker", "schemes"]) for checkout in checkouts)
+    known = other.read()
+    for scheme in (name for name in own.read() if name in known):
+        report(scheme, lambda side, scheme=scheme: side.ask(scheme), own, other, pairs)
     own.quit()
     other.quit()
 
@@ -156,6 +169,32 @@ def answer_kernels() -> None:
         for _ in range(max(3, 64 // int(megabytes))):
             start = time.perf_counter()
             torch.autograd.grad(norm(x), inputs, dy)
+            times.append(time.perf_counter() - start)
+        print(json.dumps(statistics.median(times)), flush=True)
+
+
+def answer_schemes() -> None:
+    """Worker: the schemes' names; then the median time in seconds of forward and backward, for each line `SCHEME`."""
+    import torch
+
+    import normformer_rs as nfrs
+
+    print(json.dumps([scheme["name"] for scheme in nfrs.tables()["residuals"]]), flush=True)
+    torch.manual_seed(1)
+    source, target = torch.randint(4, 1000, (32, 24)), torch.randint(4, 1000, (32, 24))
+    shape = {"d_model": 128, "d_ff": 256, "heads": 4, "encoder_layers": 4, "decoder_layers": 4, "dropout": 0.1}
+    models: dict[str, Any] = {}
+    for line in sys.stdin:
+        scheme = line.strip()
+        if scheme not in models:
+            config = nfrs.TransformerConfig(vocab_size=1000, norm="layernorm", residual=scheme, **shape)
+            models[scheme] = nfrs.Transformer(config, seed=1)
+            if scheme == "admin":
+                models[scheme].profile(source, target)
+        times = []
+        for _ in range(5):
+            start = time.perf_counter()
+            models[scheme](source, target).sum().backward()
             times.append(time.perf_counter() - start)
         print(json.dumps(statistics.median(times)), flush=True)
 
@@ -263,6 +302,6 @@ def digest(tensors: list[Any]) -> str:
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["--worker"]:
-        {"kernels": answer_kernels, "bits": answer_bits}[sys.argv[2]]()
+        {"kernels": answer_kernels, "schemes": answer_schemes, "bits": answer_bits}[sys.argv[2]]()
     else:
         main()
