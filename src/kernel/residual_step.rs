@@ -104,8 +104,8 @@ multiversion! {
         let (store, store_y) = (Store::of(x_plus, cols), Store::of(y, cols));
         let group = Group::new(x.len() / cols, cols);
         let mut mask = Mask::new(step.dropout, first_row, group);
-        let (spare_x, spare_f) = (group.spare::<X>(1), group.spare::<F>(1));
-        let (mut spare_x_plus, mut spare_y) = (group.spare::<X>(GROUP), group.spare::<Y>(GROUP));
+        let (spare_x, spare_f) = (group.spare::<X>(), group.spare::<F>());
+        let (mut spare_x_plus, mut spare_y) = (group.spare_out::<X>(), group.spare_out::<Y>());
         let mut bend = rule.curve.as_ref().map(|curve| Bend::new(curve, step.numbers, cols));
         // What is streamed is out of reach: the norm reads x⁺ from here.
         let held_apart = !y.is_empty() && store.is_streamed();
@@ -167,8 +167,8 @@ multiversion! {
         let (store, store_f) = (Store::of(dx, cols), Store::of(df, cols));
         let group = Group::new(dx_plus.len().max(dy.len()) / cols, cols);
         let mut mask = Mask::new(step.dropout, first_row, group);
-        let (spare_x, spare_f, spare_y) = (group.spare::<X>(1), group.spare::<F>(1), group.spare::<Y>(1));
-        let (mut spare_dx, mut spare_df) = (group.spare::<X>(GROUP), group.spare::<F>(GROUP));
+        let (spare_x, spare_f, spare_y) = (group.spare::<X>(), group.spare::<F>(), group.spare::<Y>());
+        let (mut spare_dx, mut spare_df) = (group.spare_out::<X>(), group.spare_out::<F>());
         for g in 0..group.count() {
             // Absent rows are empty.
             let dy = group.rows(g, dy, &spare_y);

@@ -202,7 +202,7 @@ multiversion! {
         let (weight, bias) = (columns(weight, cols, E::Acc::ONE), columns(bias, cols, E::Acc::ZERO));
         let store = Store::of(y, cols);
         let group = Group::new(x.len() / cols, cols);
-        let (spare, mut spare_out) = (group.spare::<E>(1), group.spare::<E>(GROUP));
+        let (spare, mut spare_out) = (group.spare::<E>(), group.spare_out::<E>());
         for g in 0..group.count() {
             let x = group.rows(g, x, &spare);
             let found = rule.measure::<S, E>(x, eps);
@@ -232,7 +232,7 @@ multiversion! {
         let mut weight = Weight::new(rule, weight, cols, eps, dweight, dbias);
         let store = Store::of(dx, cols);
         let group = Group::new(x.len() / cols, cols);
-        let (spare, mut spare_out) = (group.spare::<E>(1), group.spare::<E>(GROUP));
+        let (spare, mut spare_out) = (group.spare::<E>(), group.spare_out::<E>());
         for g in 0..group.count() {
             let (dy, x) = (group.rows(g, dy, &spare), group.rows(g, x, &spare));
             let slopes = weight.slopes::<S, E, E>(dy, x, Measured::restore(rule.stats, group.range(g), stats));

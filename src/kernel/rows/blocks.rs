@@ -62,12 +62,21 @@ impl Group {
         g * GROUP..self.rows.min((g + 1) * GROUP)
     }
 
-    /// Rows of zeros, where the last group is short of rows.
-    pub fn spare<E: Element>(&self, rows: usize) -> Vec<E> {
-        memory::filled(E::default(), if self.rows.is_multiple_of(GROUP) { 0 } else { rows * self.cols })
+    /// A row of zeros, to be read where the last group is short of rows.
+    pub fn spare<E: Element>(&self) -> Vec<E> {
+        memory::filled(E::default(), self.missing().min(1) * self.cols)
     }
 
-    /// Group `g`; `spare` is one row of [`spare`](Self::spare). Empty rows of an empty tensor.
+    /// The rows that the last group is short of, to be written.
+    pub fn spare_out<E: Element>(&self) -> Vec<E> {
+        memory::filled(E::default(), self.missing() * self.cols)
+    }
+
+    fn missing(&self) -> usize {
+        self.rows.next_multiple_of(GROUP) - self.rows
+    }
+
+    /// Group `g`; `spare` is [`spare`](Self::spare)'s. Empty rows of an empty tensor.
     #[inline(always)]
     pub fn rows<'a, E>(&self, g: usize, all: &'a [E], spare: &'a [E]) -> [&'a [E]; GROUP] {
         if all.is_empty() {
@@ -82,7 +91,7 @@ impl Group {
         group
     }
 
-    /// Group `g`, to be written; `spare` is GROUP rows of [`spare`](Self::spare). Empty rows of an empty tensor.
+    /// Group `g`, to be written; `spare` is [`spare_out`](Self::spare_out)'s. Empty rows of an empty tensor.
     #[inline(always)]
     pub fn rows_mut<'a, E>(&self, g: usize, all: &'a mut [E], spare: &'a mut [E]) -> [&'a mut [E]; GROUP] {
         if all.is_empty() {

@@ -67,7 +67,7 @@ multiversion! {
         }
         let (weight, bias) = (columns(weight, cols, E::Acc::ONE), columns(bias, cols, E::Acc::ZERO));
         let (store, group) = (Store::of(y, cols), Group::new(x.len() / cols, cols));
-        let (spare, mut spare_out) = (group.spare::<E>(1), group.spare::<E>(GROUP));
+        let (spare, mut spare_out) = (group.spare::<E>(), group.spare_out::<E>());
         let mut bend = Bend::new(curve, numbers, cols);
         for g in 0..group.count() {
             let (x, y) = (group.rows(g, x, &spare), group.rows_mut(g, y, &mut spare_out));
@@ -89,7 +89,7 @@ multiversion! {
         }
         let mut bend = BendBack::new(curve, numbers, weight, cols, dweight, dbias, dnumbers);
         let (store, group) = (Store::of(dx, cols), Group::new(x.len() / cols, cols));
-        let (spare, mut spare_out) = (group.spare::<E>(1), group.spare::<E>(GROUP));
+        let (spare, mut spare_out) = (group.spare::<E>(), group.spare_out::<E>());
         for g in 0..group.count() {
             let (dy, x) = (group.rows(g, dy, &spare), group.rows(g, x, &spare));
             let dx = group.rows_mut(g, dx, &mut spare_out);
