@@ -190,14 +190,15 @@ def _rate(axis: Any, runs: "Sequence[History]", names: Sequence[str]) -> None:
     _lines(axis, runs, names, [run.lr for run in runs])
 
 
-def logarithmic(axis: Any) -> None:
+def logarithmic(axis: Any, along: str = "y") -> None:
     """With marks at 1, 2 and 5, so that a panel of less than a decade has some."""
     from matplotlib.ticker import LogLocator, NullFormatter
 
-    axis.set_yscale("log")
-    axis.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-    axis.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
-    axis.yaxis.set_minor_formatter(NullFormatter())
+    axis.set(**{f"{along}scale": "log"})
+    scale = getattr(axis, f"{along}axis")
+    scale.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    scale.set_major_formatter(lambda value, _: f"{value:g}")
+    scale.set_minor_formatter(NullFormatter())
 
 
 def _lines(axis: Any, runs: "Sequence[History]", names: Sequence[str], values: Sequence[Any]) -> None:

@@ -150,7 +150,7 @@ def _comparison(results: Results, title: str, value: str) -> Any:
         axis.spines[["top", "right", "left"]].set_visible(False)
         axis.tick_params(left=False, labelsize=7.5)
         if column != value:
-            axis.set_xscale("log")
+            logarithmic(axis, "x")
     panels[0].set_yticks([*heights.values()], [*labels.values()])
     panels[0].set_ylim(-0.6, len(labels) - 0.4)
     axis = below.subplots()
@@ -162,7 +162,7 @@ def _comparison(results: Results, title: str, value: str) -> Any:
         shade = COLOURS[i % len(COLOURS)]
         axis.plot(range(len(sizes)), sizes, "o-", color=shade, markersize=2.5, linewidth=1.2)
         ends.append((sizes[-1], key[0], shade))
-    axis.set_yscale("log")
+    logarithmic(axis)
     axis.set_xlabel(f"layer (0: what the first reads), {deepest} layers, lr {float(lowest):g}", fontsize=8.5)
     axis.set_ylabel("mean |x|", fontsize=8.5)
     axis.spines[["top", "right"]].set_visible(False)
