@@ -166,8 +166,9 @@ def test_corners_of_columns(on_device, norm):
     on_device(column_cases.column_corners, norm)
 
 
-def test_late_rows(on_device):
-    on_device(column_cases.late_rows)
+@pytest.mark.parametrize("case", [column_cases.late_rows, column_cases.tiny_spread], ids=lambda c: c.__name__)
+def test_odd_rows_of_columns(on_device, case):
+    on_device(case)
 
 
 def test_a_gradient_of_columns_is_refused(on_device):
@@ -183,8 +184,19 @@ def test_norms_made_of_others(on_device):
     on_device(cases.norms_made_of_others)
 
 
-def test_under_the_clamp(on_device):
-    on_device(cases.clamped)
+@pytest.mark.parametrize("eps", [1.0, 0.1])
+def test_short_rows(on_device, eps):
+    on_device(cases.short_rows, eps)
+
+
+@pytest.mark.parametrize("p", [1.0, 2.0, 3.0, 200.0, math.inf])
+def test_extreme_lengths(on_device, p):
+    on_device(cases.extreme_lengths, p)
+
+
+@pytest.mark.parametrize("width", [64, 1030])
+def test_a_gain_without_a_gradient(on_device, width):
+    on_device(cases.fixed_alpha, width)
 
 
 @pytest.mark.parametrize("width", [64, 1030])
@@ -227,8 +239,16 @@ def test_adams_formula(on_device):
     on_device(cases.adams_formula)
 
 
-def test_targets_outside_the_vocabulary(on_device):
-    on_device(cases.bad_targets)
+@pytest.mark.parametrize("masked", [False, True])
+def test_targets_outside_the_vocabulary(on_device, masked):
+    on_device(cases.bad_targets, masked)
+
+
+@pytest.mark.parametrize(
+    "case", [cases.ignored_words, cases.falling_logits, cases.infinite_logits], ids=lambda c: c.__name__
+)
+def test_losses_of_odd_rows(on_device, case):
+    on_device(case)
 
 
 # ---- the launcher ----

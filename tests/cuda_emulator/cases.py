@@ -25,12 +25,16 @@ from .checks import (
     step,
 )
 
+P = 19718 / 65536
+"""A dropout rate: element (6, 11) draws the very threshold, so it is kept."""
+
 
 @detects(
     ("layer_norm", "f32", 1030, 3),  # several warps a row, read again
+    ("layer_norm", "f32", 4104, 3),  # the same, four columns at a time
     ("layer_norm", "f32", 1024, 3),  # several warps a row, kept in registers
     ("layer_norm", "f32", 32, 300),
-    ("rms_norm", "f32", 100),
+    ("rms_norm", "f32", 100, 59),  # every block leaves a sum, of 100 columns
     ("rms_norm", "bf16", 512),
     ("derf", "f32", 100),
     ("dyt", "bf16", 1030, 3),
@@ -59,6 +63,8 @@ def row_norm(norm, dtype, width, rows=9, misaligned=False, per_column=None, type
 def lp_norm(p, dtype, width, rows=9, clamped=False):
     """A norm whose lengths are of another order."""
     x, weight = randn(rows, width, TYPES[dtype]), torch.randn(1)
+    x[2, 1:2] = 0
+    x[3, :2] = 9  # two are the largest
     if clamped:
         x *= 1e-9
         x[0] = 0
@@ -70,11 +76,37 @@ def lp_norm(p, dtype, width, rows=9, clamped=False):
     check(lambda x, w: [OPS.lp_norm(x, w, p, EPS)], formula, [x, weight], [("y", True)], "lp_norm", slope.item())
 
 
+@detects((1.0,), (2.0,), (3.0,), (200.0,), (math.inf,))
+def extreme_lengths(p):
+    """Rows whose powers leave the range, or that are not finite, keep to themselves."""
+    x, weight, eps = torch.randn(9, 124), torch.randn(1), 1e-37
+    x[0] = 0
+    x[1] *= 1e30
+    x[2] *= 1e-30
+    x[3, 0] = x[4, 123] = 1e30
+    x[5, 0] = x[6, 123] = math.nan
+    x[7, 5] = math.inf
+    x[8, 0] = 3.8  # (3.8/2)^200 is too large
+    with on_device("scale_norm" if p == 2 else "lp_norm"):
+        y = OPS.lp_norm(x, weight, p, eps)
+    exact = ref.lp_norm(x.double(), weight.double(), p, eps)
+    known = [0, 8]
+    if p != 200:  # which leaves float64's range too
+        known += [1, 2, 3, 4]
+    if p == math.inf:  # in other lengths inf/inf may reach the whole row
+        known += [7]
+    torch.testing.assert_close(y[known].double(), exact[known], rtol=1e-5, atol=1e-5, equal_nan=True)
+    assert y[5:7].isnan().all() and y[7, 5].isnan()
+
+
 @detects(
     ("layer_norm", ("f32", "bf16"), 64, 0.3, "each"),
+    ("layer_norm", ("f32", "f32"), 64, 0.3, "one", 9, (False, True)),
+    ("layer_norm", ("f32", "f32"), 1030, 0.3, "one", 5, (True, False)),
     ("layer_norm", ("bf16", "bf16"), 64),
     ("layer_norm", ("f32", "f32"), 1030, 0.3, "one", 5),
-    ("rms_norm", ("f32", "f32"), 64, 0.3),
+    ("rms_norm", ("f32", "f32"), 64, P),
+    (None, ("f32", "f32"), 300, 0.3, None, 40),
     ("derf", ("f32", "bf16"), 64, 0.3, "each"),
     (None, ("f32", "f16"), 19, 0.3, "each"),
 )
@@ -104,6 +136,20 @@ def residual(norm, types, width, p=0.0, gains=None, rows=9, backs=(True, True), 
     check(run, formula, [x, f, alpha, beta, *given], outputs, operator)
 
 
+@detects((64,), (1030,))
+def fixed_alpha(width):
+    """Without the gradient of alpha the others stay the same."""
+    given = [randn(9, width, torch.float32) for _ in range(4)]
+    alpha, beta, weight, bias = (torch.randn(width) for _ in range(4))
+    gradients = []
+    for wanted in (True, False):
+        x, f, *gains = leaves([*given[:2], beta, weight, bias])
+        with on_device("layer_norm_residual"):
+            x_plus, y, _ = step("layer_norm", x, f, alpha.clone().requires_grad_(wanted), *gains)
+            gradients.append(torch.autograd.grad([x_plus, y], [x, f, *gains], given[2:]))
+    assert all(torch.equal(a, b) for a, b in zip(*gradients))
+
+
 @detects(("layer_norm",), ("rms_norm",), ("scale_norm",), ("dyt",))
 def extreme_rows(norm):
     """Rows of zeros, huge, tiny and not finite keep to themselves."""
@@ -124,18 +170,18 @@ def extreme_rows(norm):
     torch.testing.assert_close(y[:4].double(), exact[:4], rtol=1e-5, atol=1e-5)
 
 
-@detects(())
-def clamped():
-    """ScaleNorm under its clamp: y = (g/ε)x, with a slope to match."""
+@detects((1.0,), (0.1,))
+def short_rows(eps):
+    """ScaleNorm under its clamp, y = (g/ε)x with a slope to match, and of rows shorter than 1 over it."""
     x, weight = 0.1 * torch.randn(5, 32), torch.randn(1)  # ‖x‖ is about 0.6
 
     def formula(x, w):
-        return [ref.scale_norm(x, w, 1.0)]
+        return [ref.scale_norm(x, w, eps)]
 
-    check(lambda x, w: [OPS.scale_norm(x, w, None, 1.0)[0]], formula, [x, weight], [("y", True)], "scale_norm")
+    check(lambda x, w: [OPS.scale_norm(x, w, None, eps)[0]], formula, [x, weight], [("y", True)], "scale_norm", 2.0)
 
 
-@detects(("f32", 64, 0.3), ("bf16", 64, 0.0), ("f16", 19, 0.3))
+@detects(("f32", 64, 0.3, 40), ("bf16", 64, 0.0), ("f16", 19, 0.3))
 def relu_dropout(dtype, width, p, rows=9, misaligned=False):
     """drop(max(x, 0)), with NaNs kept."""
     x = randn(rows, width, TYPES[dtype], misaligned)
@@ -147,12 +193,15 @@ def relu_dropout(dtype, width, p, rows=9, misaligned=False):
 
     check(lambda x: [OPS.relu_dropout(x, p, seed, SITE)], formula, [x], [("y", True)], "relu_dropout")
     x[0, 0] = float("nan")
+    x.requires_grad_()
     with on_device("relu_dropout"):
         y = OPS.relu_dropout(x, p, seed, SITE)
-    assert y[0, 0].isnan() and y.isnan().sum() == 1
+        y.backward(torch.ones_like(y))
+    for found in (y, x.grad):
+        assert found[0, 0].isnan() and found.isnan().sum() == 1
 
 
-@detects(("f32", 1200, False), ("bf16", 96, True))
+@detects(("f32", 1200, False), ("bf16", 96, True), ("f32", 1030, False, 0.0, 5, False, 30.0))
 def cross_entropy(dtype, width, masked, smoothing=0.1, rows=5, misaligned=False, scale=1.0):
     """Loss, NLL and gradient, by autograd and in place; one row is ignored."""
     op = "label_smoothed_cross_entropy"
@@ -196,16 +245,61 @@ def cross_entropy(dtype, width, masked, smoothing=0.1, rows=5, misaligned=False,
         close(name + " in place", o, e.detach(), e.detach().to(o.dtype), e.detach().abs().max())
 
 
-@detects(())
-def bad_targets():
+@detects((False,), (True,))
+def bad_targets(masked):
     """A target outside the vocabulary makes its own row NaN and no other."""
-    logits, mask = torch.randn(4, 100, requires_grad=True), torch.ones(100, dtype=torch.bool)
-    mask[7] = False
+    logits, mask = torch.randn(5, 100, requires_grad=True), torch.ones(100, dtype=torch.bool)
+    mask[7] = not masked
+    targets, bad = torch.tensor([0, 7, 100, -5, 99]), [False, masked, True, True, False]
     with on_device("label_smoothed_cross_entropy"):
-        loss = OPS.label_smoothed_cross_entropy(logits, torch.tensor([3, 7, 100, -5]), mask, 0.9, 0.001, -1)[0]
+        given = (targets, mask if masked else None, 0.9, 0.001, -1)
+        loss = OPS.label_smoothed_cross_entropy(logits, *given)[0]
         loss.sum().backward()
-    assert loss.isnan().tolist() == [False, True, True, True]
-    assert logits.grad.isnan().all(-1).tolist() == [False, True, True, True] and logits.grad[0].isfinite().all()
+    assert loss.isnan().tolist() == logits.grad.isnan().all(-1).tolist() == logits.grad.isnan().any(-1).tolist() == bad
+
+
+@detects(())
+def ignored_words():
+    """Rows whose target is the ignored word have no loss and no gradient."""
+    logits, targets = torch.randn(4, 100, requires_grad=True), torch.tensor([7, 3, 0, 7])
+    with on_device("label_smoothed_cross_entropy"):
+        loss, nll, lse = OPS.label_smoothed_cross_entropy(logits, targets, None, 1.0, 0.0, 7)
+        loss.sum().backward()
+    z = logits.detach().double().requires_grad_()
+    exact = torch.nn.functional.cross_entropy(z, targets, ignore_index=7, reduction="none")
+    exact.sum().backward()
+    sums = z.detach().logsumexp(-1) * (targets != 7)
+    for ours, wanted in [(loss, exact), (nll, exact), (lse, sums), (logits.grad, z.grad)]:
+        torch.testing.assert_close(ours.double(), wanted, rtol=1e-5, atol=1e-6)
+
+
+@detects(())
+def falling_logits():
+    """A thread meets 104 logits, each below the one before by 0.9: their sum stays relative to the largest."""
+    columns, target = torch.arange(104 * 256), torch.tensor([5])
+    logits = -0.9 * (columns // 1024 * 4 + columns % 4).float()[None]
+    with on_device("label_smoothed_cross_entropy"):
+        loss = OPS.label_smoothed_cross_entropy(logits, target, None, 1.0, 0.0, -1)[0]
+    torch.testing.assert_close(loss.double(), torch.nn.functional.cross_entropy(logits.double(), target)[None])
+
+
+@detects(())
+def infinite_logits():
+    """One row has words of probability 0, the other a word of probability 1; nothing is smoothed."""
+    logits, targets = torch.randn(2, 1200), torch.tensor([3, 3])
+    logits[0, ::5] = -math.inf
+    logits[1, 40] = math.inf
+    logits.requires_grad_()
+    with on_device("label_smoothed_cross_entropy"):
+        loss, nll, lse = OPS.label_smoothed_cross_entropy(logits, targets, None, 1.0, 0.0, -1)
+        loss[0].backward()
+    z = logits.detach().double().requires_grad_()
+    sums = z.logsumexp(-1)
+    exact = sums - z[:, 3]
+    exact[0].backward()
+    for ours, wanted in [(loss, exact), (nll, exact), (lse, sums)]:
+        torch.testing.assert_close(ours.double(), wanted.detach(), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(logits.grad[0].double(), z.grad[0], rtol=1e-5, atol=1e-6)
 
 
 @detects((40,), (1027,))
