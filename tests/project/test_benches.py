@@ -43,7 +43,8 @@ def test_benchmarks_that_nothing_else_runs(command, lines):
 
 
 def test_kept_memory_costs_no_fresh_pages():
-    """Pages that five tensors of 64 MiB take, one after another: as the allocator comes, and told to keep them."""
+    """Pages that five tensors of 64 MiB take, one after another: as the allocator comes, and told to keep them. The
+    least of three times: the system may take a tensor's pages back meanwhile."""
     code = """
 import resource, torch, normformer_rs
 def pages():
@@ -54,7 +55,7 @@ def pages():
 fresh = pages()
 normformer_rs.keep_memory()
 torch.zeros(1 << 24)
-print(fresh, pages())
+print(fresh, min(pages() for _ in range(3)))
 """
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("GLIBC_", "MALLOC_"))}
     environment.pop("NORMFORMER_RS_ALLOCATOR", None)
