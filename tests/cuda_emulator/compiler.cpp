@@ -70,8 +70,11 @@ void put(const std::filesystem::path& place, const std::string& binary) {
   std::error_code ignored;  // a store that cannot be written costs time only
   std::filesystem::create_directories(place.parent_path(), ignored);
   const std::string aside = place.string() + "." + std::to_string(getpid());
-  std::ofstream(aside, std::ios::binary) << binary;
-  std::filesystem::rename(aside, place, ignored);
+  std::ofstream file(aside, std::ios::binary);
+  file << binary;
+  file.close();
+  if (file) std::filesystem::rename(aside, place, ignored);
+  else std::filesystem::remove(aside, ignored);  // no half of a kernel stays
 }
 
 }  // namespace
