@@ -69,20 +69,23 @@ test-rust: build ## Rust tests
 	# one thread: libtorch's generator is the process's, and tests that seed it must not draw between each other
 	$(TIMED) "Rust tests" $(CARGO) test --quiet --release --lib -- --test-threads=1
 
-# As many processes as cores, one thread each.
-PYTEST := $(BIN)/python -m pytest --quiet --numprocesses auto --dist worksteal
+# As many processes as cores, one thread each. A test that has not ended after LIMIT seconds ends its process, which
+# prints where it stood; pytest names it and goes on.
+LIMIT := 180
+PYTEST = -m pytest --quiet --numprocesses auto --dist worksteal --timeout-method thread --timeout $(LIMIT)
 
 .PHONY: test-python
 test-python: build $(VENV)/fairseq ## the sharp Python tests
-	$(TIMED) "Python tests" $(PYTEST) -m "not full"
+	$(TIMED) "Python tests" $(BIN)/python $(PYTEST) -m "not full"
 
 .PHONY: test
 test: lint test-rust test-python ## formatting, lint, Rust tests, and Python tests of every area
 
 .PHONY: test-all
+test-all: LIMIT := 900
 test-all: build $(VENV)/fairseq ## the longer Python tests, and the operators' on the emulated GPU
-	$(TIMED) "longer Python tests" $(PYTEST) -m full
-	NORMFORMER_RS_TEST_DEVICE=emulated $(TIMED) "operators on the emulated GPU" $(PYTEST) -m "device and not cpu" tests/operators tests/norms
+	$(TIMED) "longer Python tests" $(BIN)/python $(PYTEST) -m full
+	NORMFORMER_RS_TEST_DEVICE=emulated $(TIMED) "operators on the emulated GPU" $(BIN)/python $(PYTEST) -m "device and not cpu" tests/operators tests/norms
 
 # mkdocs has an environment of its own: it makes HTML of pages that the package's environment has written.
 $(VENV)-docs/installed: requirements-docs.txt
@@ -107,8 +110,9 @@ fuzz: build ## N random calls of all operators, valid and not, beside guard page
 	OMP_NUM_THREADS=1 $(BIN)/python tests/operators/fuzz.py --calls $(N)
 
 .PHONY: test-long
+test-long: LIMIT := 7200
 test-long: kill-test ## what runs once per change of its subject: kill-test, every CUDA variant for every architecture
-	NORMFORMER_RS_ALL_VARIANTS=1 $(PYTEST) -m full -k without_spills tests/cuda
+	NORMFORMER_RS_ALL_VARIANTS=1 $(BIN)/python $(PYTEST) -m full -k without_spills tests/cuda
 
 # An environment of its own for each TORCH, deleted by `make clean`.
 .PHONY: test-torch
@@ -119,7 +123,7 @@ test-torch: ## build and test against another torch, as in: make test-torch TORC
 	PATH=$(CURDIR)/.venv-torch/$(TORCH)/bin:$$PATH $(TIMED) "build for torch $(TORCH)" \
 		.venv-torch/$(TORCH)/bin/pip install --quiet --no-build-isolation --no-deps --force-reinstall .
 	PATH=$(CURDIR)/.venv-torch/$(TORCH)/bin:$$PATH $(TIMED) "tests with torch $(TORCH)" \
-		.venv-torch/$(TORCH)/bin/python -m pytest --quiet --numprocesses auto --dist worksteal -m "not full" \
+		.venv-torch/$(TORCH)/bin/python $(PYTEST) -m "not full" \
 		tests/operators tests/norms tests/nn tests/surgery tests/model tests/train
 
 # One torch at a time: a wheel fits one minor version. torch 2.15 has no wheel for Python 3.10, so name PYTHONS with it.

@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from cuda_emulator import equivalent, mutants
+from cuda_emulator import device, equivalent, mutants
 from cuda_emulator.checks import DETECTORS, REAL
 from cuda_emulator.hunt import Hunt
 from normformer_rs import _core
@@ -41,6 +41,19 @@ def test_each_entry_names_a_mutant():
     unused += sorted({*equivalent.UNFOUND.read_text().splitlines()} - {*equivalent.lines(ALL).values()})
     assert not unused, "these mutants are no more: take the entries out"
     assert not JUDGED.keys() & UNFOUND
+
+
+def test_a_process_that_waits_for_ever_is_ended(hunt, tmp_path):
+    compiler = tmp_path / "g++"
+    compiler.write_text("#!/bin/sh\nsleep 20\n")
+    compiler.chmod(0o700)
+    env = device.environment(
+        tmp_path / "cache",
+        MOCK_STORE=str(tmp_path / "store"),
+        MOCK_SECONDS="0.5",
+        PATH=f"{tmp_path}{os.pathsep}{os.environ['PATH']}",
+    )
+    assert "SIGALRM" in hunt.plain.run(0, env)
 
 
 def test_two_detectors_find_most_of_the_mutants_that_they_meet(hunt):

@@ -14,8 +14,10 @@ from . import cases, column_cases, device, equivalent  # noqa: F401  the cases n
 from .checks import DETECTORS
 from .mutants import Mutant, mutants
 
-SECONDS = "20"
-"""Of computing, after which a mutant counts as one that does not end."""
+SECONDS = 20
+"""Of computing, after which a mutant counts as one that does not end. Compilers' seconds do not count."""
+MORE_SECONDS = 60
+"""For a run without a mutant, or under the sanitizer."""
 
 
 class Hunt:
@@ -39,21 +41,23 @@ class Hunt:
             fcntl.flock(lock, fcntl.LOCK_EX)
             yield
 
-    def _environment(self, cache: str, **more: str) -> dict[str, str]:
+    def _environment(self, cache: str, seconds: float, **more: str) -> dict[str, str]:
         patches = str(self.folder / "sources")
-        return device.environment(self.folder / cache, MOCK_PATCHES=patches, MOCK_SECONDS=SECONDS, **more)
+        return device.environment(self.folder / cache, MOCK_PATCHES=patches, MOCK_SECONDS=str(seconds), **more)
 
     @cached_property
-    def _plain(self) -> device.Server:
+    def plain(self) -> device.Server:
+        """Runs kernels as they are."""
         return device.Server()
 
     @cached_property
-    def _sanitized(self) -> device.Server:
+    def sanitized(self) -> device.Server:
+        """Runs kernels under the address sanitizer."""
         return device.Server(is_sanitized=True)
 
     def close(self) -> None:
         """Ends the processes in which detectors run."""
-        for name in ("_plain", "_sanitized"):
+        for name in ("plain", "sanitized"):
             if name in self.__dict__:
                 self.__dict__[name].close()
 
@@ -65,7 +69,7 @@ class Hunt:
                 numbers = self.folder / f"met{index}"
                 for more in ({"MOCK_REACHED": str(numbers)}, {}):
                     start = time.perf_counter()
-                    wrong = self._plain.run(index, self._environment("cache", **more) | {"MOCK_SECONDS": "0"})
+                    wrong = self.plain.run(index, self._environment("cache", MORE_SECONDS, **more))
                     assert not wrong, f"{DETECTORS[index]} fails without a mutant: {wrong}"
                 found = [*map(int, numbers.read_text().split())] if numbers.exists() else []
                 kept.write_text(json.dumps([found, time.perf_counter() - start]))
@@ -83,16 +87,17 @@ class Hunt:
 
     def finds(self, index: int, mutant: Mutant) -> bool:
         """Whether a detector fails on the mutant: by a wrong result, a deadlock, a crash, or no end."""
-        wrong = self._plain.run(index, self._environment("cache", MOCK_MUTANT=str(mutant.number)))
+        wrong = self.plain.run(index, self._environment("cache", SECONDS, MOCK_MUTANT=str(mutant.number)))
         assert "COMPILATION" not in wrong, wrong
         return bool(wrong)
 
     def is_unsafe(self, index: int, mutant: Mutant | None) -> bool:
-        """Whether a detector leaves its tensors' memory, with the mutant or without any."""
+        """Whether a detector leaves its tensors' memory, or does not end, with the mutant or without any."""
         chosen = {} if mutant is None else {"MOCK_MUTANT": str(mutant.number)}
-        wrong = self._sanitized.run(index, self._environment("sanitized", **chosen) | {"MOCK_SECONDS": "0"})
+        wrong = self.sanitized.run(index, self._environment("sanitized", MORE_SECONDS, **chosen))
         # Past a tensor lies what was never given away, or what was given back.
-        return re.search("AddressSanitizer: heap-(buffer-overflow|use-after-free)", wrong) is not None
+        pattern = "AddressSanitizer: heap-(buffer-overflow|use-after-free)|ended by (SIGPROF|SIGALRM)"
+        return re.search(pattern, wrong) is not None
 
     def finder(self, mutant: Mutant) -> str | None:
         """The first detector that finds a mutant: plainly, or else under the address sanitizer."""

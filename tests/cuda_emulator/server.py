@@ -10,6 +10,9 @@ from tempfile import TemporaryFile
 
 from . import cases, checks, column_cases, device  # noqa: F401  the cases name their detectors
 
+WAITS = 4
+"""A process may take so many times the seconds that it may compute."""
+
 
 def serve() -> None:
     """Answers requests until there are no more."""
@@ -25,14 +28,22 @@ def serve() -> None:
                 _run(checks.DETECTORS[detector], env)
             _, status = os.waitpid(child, 0)
             said.seek(0)
-            answer = said.read()
-        print(json.dumps((answer or f"status {status}") if status else ""), flush=True)
+            answer = f"{said.read()}\n{_how(status)}" if status else ""
+        print(json.dumps(answer), flush=True)
+
+
+def _how(status: int) -> str:
+    code = os.waitstatus_to_exitcode(status)
+    return f"exit code {code}" if code > 0 else f"ended by {signal.Signals(-code).name}"
 
 
 def _run(detector: checks.Detector, env: dict[str, str]) -> None:
     os.environ.update(env)
-    # Ends the process when it has computed for so long: nothing handles SIGPROF.
-    signal.setitimer(signal.ITIMER_PROF, float(env.get("MOCK_SECONDS", 0)))
+    # Either ends the process, as nothing handles SIGPROF and SIGALRM: one that computes, one that waits. A mutant may
+    # overwrite a lock.
+    seconds = float(env["MOCK_SECONDS"])
+    signal.setitimer(signal.ITIMER_PROF, seconds)
+    signal.setitimer(signal.ITIMER_REAL, WAITS * seconds)
     status = 0
     try:
         device.attempt(detector.case, *detector.arguments)
