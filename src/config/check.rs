@@ -86,8 +86,10 @@ impl TransformerConfig {
         let (own, default) = (json(self), json(&default));
         for field in TransformerConfig::fields() {
             let Some(owner) = owner(field.name) else { continue };
-            // What is powernorm's is powernorm-v's too.
-            if own[field.name] != default[field.name] && !chosen.iter().any(|name| name.starts_with(owner)) {
+            // What is powernorm's is powernorm-v's too, and prores has an option of a scheme under it.
+            let is_taken = chosen.iter().any(|name| name.starts_with(owner))
+                || schemes.all().any(|scheme| scheme.options().iter().any(|option| option.name() == field.name));
+            if own[field.name] != default[field.name] && !is_taken {
                 return Err(Error::invalid(format!(
                     "{} = {} is an option of {owner}, and this model has norm {}, residual {residual:?}, init {init:?} and \
                      attention {:?}: leave it out",
@@ -386,6 +388,9 @@ mod tests {
         let fine = r#"{"vocab_size": 10, "norm": "dyt", "decoder_norm": "rmsnorm", "norm_eps": 1e-3}"#;
         from_json::<TransformerConfig>("model", fine).unwrap().validate().unwrap();
         let fine = r#"{"vocab_size": 10, "residual": "branchnorm", "branchnorm_steps": 10, "decoder_norm": "rmsnorm"}"#;
+        from_json::<TransformerConfig>("model", fine).unwrap().validate().unwrap();
+        let fine =
+            r#"{"vocab_size": 10, "residual": "prores", "prores_scheme": "ln-scaling", "ln_scaling_mode": "weight"}"#;
         from_json::<TransformerConfig>("model", fine).unwrap().validate().unwrap();
         let fine = r#"{"vocab_size": 10, "encoder_norm": "powernorm-v", "powernorm_alpha_fwd": 0.95}"#;
         from_json::<TransformerConfig>("model", fine).unwrap().validate().unwrap();

@@ -11,7 +11,7 @@ choice! {
 
 setting! {
     /// ln-scaling's 1/√l as a constant on the norm's output (OLMo-core), or as the first value of its weight (GPAS, ProRes).
-    MODE ("ln_scaling_mode"): LnScalingMode = LnScalingMode::Constant;
+    pub MODE ("ln_scaling_mode"): LnScalingMode = LnScalingMode::Constant;
 }
 
 pub struct LnScaling;

@@ -1,6 +1,7 @@
 //! Progressive residual warmup: branches × min(t/(T·l), 1) in layer l, counted from 1 (Chen et al. 2026).
 
-use super::{deepnorm::DeepNorm, ln_scaling::LnScaling, postnorm::PostNorm, prenorm::PreNorm, sandwich::Sandwich};
+use super::ln_scaling::{self, LnScaling};
+use super::{deepnorm::DeepNorm, postnorm::PostNorm, prenorm::PreNorm, sandwich::Sandwich};
 use super::{Around, Change, Flow, Gain, Growth, GrowthCurve, Place, Point, Scheme};
 use crate::choice;
 use crate::options::{not_negative, setting, Listed};
@@ -51,7 +52,7 @@ impl Scheme for ProRes {
     }
 
     fn options(&self) -> &'static [&'static dyn Listed] {
-        &[&STEPS, &SCHEME]
+        &[&STEPS, &SCHEME, &ln_scaling::MODE]
     }
 
     fn init(&self) -> &'static str {

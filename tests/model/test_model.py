@@ -86,6 +86,7 @@ def test_logits_and_every_gradient_equal_the_oracles(norm, residual):
         {"residual": "mhc", "mhc_streams": 2, "mhc_iterations": 1},
         {"residual": "mhc", "mhc_iterations": 3, "norm": "scalenorm-fixed"},
         *({"residual": "prores", "prores_steps": 2, "prores_scheme": name} for name in PRORES),
+        {"residual": "prores", "prores_steps": 2, "prores_scheme": "ln-scaling", "ln_scaling_mode": "weight"},
         {"residual": "postnorm*1,prores", "prores_steps": 2, "prores_scheme": "deepnorm", "norm": "scalenorm-fixed"},
         {"residual": "b2t", "norm": "scalenorm-fixed"},
         {"residual": "b2t*1,prenorm"},

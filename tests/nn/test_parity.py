@@ -62,6 +62,7 @@ def test_the_skeleton_is_the_rust_model(norm, residual):
         {"residual": "mhc", "mhc_streams": 3, "mhc_iterations": 2},
         {"residual": "prores", "prores_scheme": "deepnorm"},
         {"residual": "prores", "prores_scheme": "ln-scaling"},
+        {"residual": "prores", "prores_scheme": "ln-scaling", "ln_scaling_mode": "weight"},
         {"residual": "b2t*1,prenorm", "norm": "scalenorm"},
         {"qk_l2norm": 72},
         {"qk_l2norm": 5, "norm": "scalenorm", "residual": "r-fixup"},

@@ -22,6 +22,7 @@ VARIANTS = [
     {"residual": "attnres", "attnres_block": 3},
     {"residual": "mhc", "mhc_streams": 2, "mhc_iterations": 3},
     *({"residual": "prores", "prores_scheme": name} for name in ("postnorm", "deepnorm", "sandwich", "ln-scaling")),
+    {"residual": "prores", "prores_scheme": "ln-scaling", "ln_scaling_mode": "weight"},
 ]
 per_variant = pytest.mark.parametrize("variant", VARIANTS, ids=lambda variant: "-".join(map(str, variant.values())))
 
