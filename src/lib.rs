@@ -1,5 +1,5 @@
 //! Every Transformer normalisation, residual scheme and initialisation, for PyTorch: operators, a Transformer and its
-//! training loop on libtorch tensors. The modules stand in the order of the pipeline.
+//! training loop on libtorch tensors. The modules stand in groups, from the ground up.
 
 pub mod atomic;
 pub mod error;

@@ -30,7 +30,7 @@ class _Page(HTMLParser):
 def faults(site: Path) -> list[str]:
     """One line for each link that leads nowhere and each thing that another host would have to send."""
     pages = {path.resolve(): _Page(path.read_text(encoding="utf-8")) for path in site.rglob("*.html")}
-    found = []
+    found = [] if pages else [f"{site}: there are no pages here"]
     for path, page in pages.items():
         here = path.relative_to(site.resolve())
         found += [f"{here}: loads {url}" for url in page.loaded if urlsplit(url).netloc]

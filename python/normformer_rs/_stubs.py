@@ -2,7 +2,7 @@
 
 - _tables.json: the tables themselves, which the package reads without loading the core.
 - config.pyi: the types of the configuration classes, which the package builds when it is imported.
-- nn/composed.pyi: the same for the modules of norms without kernels.
+- nn/composed.pyi: the same for the modules that are made of their entry in Rust's table.
 - docs/names.md: every norm, residual scheme, initialisation, preset, and block that `swap_residuals` knows.
 """
 

@@ -11,8 +11,8 @@ PATH = Path(__file__).with_name("_tables.json")
 
 
 def read() -> dict[str, Any]:
-    """{version, options: {model, training, data, search}, tables: {norms, residuals, inits, parametrisations,
-    others}}."""
+    """{version, options: {model, training, data, search, generation}, tables: {norms, families, residuals, inits,
+    parametrisations, others}}."""
     return json.loads(PATH.read_text(encoding="utf-8"))
 
 

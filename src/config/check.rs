@@ -79,16 +79,17 @@ impl TransformerConfig {
     /// the scheme has none.
     fn check_that_options_matter(&self) -> Result<()> {
         let (residual, schemes, init) = (self.residual.as_str(), self.schemes()?, self.init());
-        let mut chosen = vec![init, self.encoder_norm(), self.decoder_norm(), self.attention.name()];
-        chosen.extend(schemes.all().map(|scheme| scheme.name()));
+        let mut taken: Vec<&'static dyn Listed> = schemes.all().flat_map(|scheme| scheme.options()).copied().collect();
+        for norm in [self.encoder_norm(), self.decoder_norm()] {
+            taken.extend(crate::norm::find(norm)?.options.iter().filter_map(|keyword| keyword.option));
+        }
+        taken.extend(crate::init::find(init)?.options);
         let default = TransformerConfig::default();
         let json = |config: &TransformerConfig| serde_json::to_value(config).expect("options are plain data");
         let (own, default) = (json(self), json(&default));
         for field in TransformerConfig::fields() {
             let Some(owner) = owner(field.name) else { continue };
-            // What is powernorm's is powernorm-v's too, and prores has an option of a scheme under it.
-            let is_taken = chosen.iter().any(|name| name.starts_with(owner))
-                || schemes.all().any(|scheme| scheme.options().iter().any(|option| option.name() == field.name));
+            let is_taken = owner == self.attention.name() || taken.iter().any(|option| option.name() == field.name);
             if own[field.name] != default[field.name] && !is_taken {
                 return Err(Error::invalid(format!(
                     "{} = {} is an option of {owner}, and this model has norm {}, residual {residual:?}, init {init:?} and \
@@ -141,7 +142,7 @@ impl TransformerConfig {
         Ok(())
     }
 
-    /// Every norm but those without statistics has an ε.
+    /// Refuses norm_eps where neither norm takes one, and rmsnorm's options beside a family or another norm.
     fn check_norm_options(&self) -> Result<()> {
         let takes_eps = |name: &str| {
             let is_eps = |option: &&dyn Listed| option.name() == NORM_EPS.name;
@@ -380,6 +381,11 @@ mod tests {
         check(r#""residual": "prenorm", "normformer_ffn_norm": false"#, "an option of normformer");
         check(r#""residual": "prenorm", "ds_init_alpha": 0.5"#, "an option of ds-init");
         check(r#""norm": "rmsnorm", "powernorm_warmup": 10"#, "an option of powernorm, and this model has norm");
+        check(
+            r#""norm": "powernorm-v", "powernorm_warmup": 10"#,
+            r#"powernorm, and this model has norm "powernorm-v""#,
+        );
+        check(r#""init": "r-fixup", "r_fixup_mode": "paper""#, "an option of r-fixup, and this model has norm");
         check(r#""encoder_norm": "powernorm", "lpnorm_p": 3"#, r#""powernorm" and "layernorm""#);
         check(r#""residual": "rezero", "decoder_norm": "rmsnorm""#, "has no norms");
         check(r#""residual": "postnorm*6,prenorm""#, "leaves none to prenorm");

@@ -17,7 +17,7 @@ pub fn threads() -> usize {
     unsafe { torch_sys::at_get_num_threads() as usize }
 }
 
-/// Calls `work` on disjoint ranges that together cover 0..n, on several threads where n is at least `grain`. A panic of
+/// Calls `work` on disjoint ranges that together cover 0..n, on several threads where n is more than `grain`. A panic of
 /// one of them goes on in the caller when all have ended.
 pub fn for_each<F: Fn(Range<usize>) + Sync>(n: usize, grain: usize, work: F) {
     struct Task<F> {

@@ -13,7 +13,7 @@ pub struct Draw {
     pub update: i64,
     pub micro_batch: i64,
     pub site: i64,
-    /// The first three once more, where a GPU's kernel reads them.
+    /// Seed, update and micro-batch once more, where a GPU's kernel reads them.
     pub device_seed: *const i64,
 }
 

@@ -1,6 +1,6 @@
 //! Kernels: safe functions on slices for a range of rows, and in the folder of each what takes an operator's tensors there:
-//! `call` hands views to threads on the CPU or to a launch on a GPU, `composed` is the same in tch. A norm's own rules are
-//! in [`crate::norm`].
+//! `call` hands views to threads on the CPU or to a launch on a GPU; `composed`, where it is there, is the same in tch. A
+//! norm's own rules are in [`crate::norm`].
 
 pub mod adam;
 pub mod attention;

@@ -6,9 +6,8 @@
 //!
 //! > dx = α⊙G,  df = β⊙drop(G),  dα = Σ G⊙x,  dβ = Σ G⊙drop(f)   (sums over rows)
 //!
-//! The mask is never stored: both directions draw it from Philox (`cpu/philox.rs`) by the element's place. In plain
-//! PyTorch calls the same takes three passes to draw and apply the mask and eight for the addition, the norm and
-//! their gradients; here it is four forward and five backward.
+//! The mask is never stored: both directions draw it from Philox (`cpu/philox.rs`) by the element's place.
+//! Forward it reads x and f and writes x⁺ and y; backward it reads dx⁺, dy and x⁺ and writes dx and df.
 
 use crate::cpu::pack::{Isa, Of, Pack, Store, BLOCK};
 use crate::cpu::philox::Dropout;

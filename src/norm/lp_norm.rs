@@ -101,7 +101,7 @@ pub(super) fn clamped_length(x: &Tensor, p: f64, eps: f64) -> Result<Tensor> {
         let none = x.f_sub(&x.f_detach()?)?;
         largest.f_add(&w.f_mul(&none)?.f_sum_dim_intlist([-1i64].as_slice(), true, None)?)?
     } else {
-        // In units of the largest, so that no power leaves the range; a constant, of which the length does not depend.
+        // In units of the largest number, so that no power leaves the range. The length does not depend on the unit.
         let unit = largest.f_where_self(&largest.f_gt(0.0)?, &largest.f_ones_like()?)?;
         let powers =
             magnitude.f_div(&unit)?.f_pow_tensor_scalar(p)?.f_sum_dim_intlist([-1i64].as_slice(), true, None)?;

@@ -1,4 +1,4 @@
-//! The family of norms with statistics of columns: an operator for each, and the table of them.
+//! Norms with statistics of columns: an operator for each, and the table of them.
 
 use super::call::{values, Call, Value, Why};
 use super::declare::{leader, tensor, Kind as Type, Operator};

@@ -1,4 +1,4 @@
-//! The family of row norms: an operator for each, and the table of them.
+//! Row norms: an operator for each, and the table of them.
 
 use super::call::{values, Value};
 use super::declare::{gradient, leader, parameter, tensor, Argument, Kind, Operator};
@@ -89,8 +89,7 @@ pub(super) fn with_own<T>(
     f(&all[..count])
 }
 
-/// What an operator's declaration says of a norm's own arguments, a curve's numbers or ε: where they stand in the schema
-/// there is nothing else that differs between norms.
+/// How an operator declares a norm's own arguments: ε, or a curve's numbers. Row norms' schemas differ in nothing else.
 pub(super) struct Own {
     /// As in the schema, "float eps".
     pub schema: String,

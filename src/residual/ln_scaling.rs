@@ -10,7 +10,7 @@ choice! {
 }
 
 setting! {
-    /// ln-scaling's 1/√l as a constant on the norm's output (OLMo-core), or as the first value of its weight (GPAS, ProRes).
+    /// ln-scaling's 1/√l, alone or under prores, as a constant on the norm's output (OLMo-core), or as the first value of its weight (GPAS, ProRes's release).
     pub MODE ("ln_scaling_mode"): LnScalingMode = LnScalingMode::Constant;
 }
 

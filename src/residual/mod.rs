@@ -1,6 +1,6 @@
 //! Residual schemes: one table, one file per scheme.
 //!
-//! A scheme answers at four places, each a no-op unless it says otherwise:
+//! A scheme answers at four places; the layer and the inside are empty unless it says otherwise:
 //!
 //! * the **stack**: what stands before the first layer, what a layer's input is, given all earlier outputs, which streams
 //!   travel beside x, and what follows the last layer;

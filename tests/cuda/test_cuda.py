@@ -450,7 +450,7 @@ def test_every_program_has_variants():
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_variants_compile_without_spills(architecture):
-    """Each variant for one of the architectures; `make cuda-variants` compiles all for all."""
+    """Each variant for one of the architectures; `make test-long` compiles all for all."""
     if why := real_compiler():
         pytest.skip(why)
     turn = ARCHITECTURES.index(architecture)

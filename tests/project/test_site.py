@@ -161,6 +161,7 @@ def test_the_finished_site_is_checked(tmp_path):
     assert check.faults(tmp_path) == ["b.html: c.png is not there", "b.html: loads https://cdn.example/x.js"]
     (tmp_path / "a.html").write_text('<a href="b.html#there">x</a>')
     assert "a.html: b.html#there names no anchor" in check.faults(tmp_path)
+    assert check.faults(tmp_path / "nothing") == [f"{tmp_path / 'nothing'}: there are no pages here"]
 
 
 def test_a_docstring_becomes_markdown():

@@ -346,6 +346,19 @@ def test_trained_weights_are_not_redrawn_without_a_word():
         swap_residuals(model, "r-fixup", init=None)
 
 
+@pytest.mark.parametrize("between", [("scalenorm",), ("l2norm",), ("lpnorm", "rmsnorm")], ids="-".join)
+def test_exchanged_norms_remember_that_weights_are_trained(between):
+    model = build("GPT2")
+    with torch.no_grad():
+        model.transformer.h[1].ln_1.weight[3] += 1e-3
+    for norm in between:
+        swap_norms(model, norm)
+    with pytest.warns(
+        UserWarning, match=r"look trained \(transformer\.h\.1\.ln_1\.weight (is|was) not at its first value"
+    ):
+        swap_residuals(copy.deepcopy(model), "deepnorm")
+
+
 def test_an_optimizer_with_state_tells_of_training():
     model, given = build("Llama"), inputs("Llama")
     optimizer = torch.optim.SGD(model.parameters(), 1e-9, momentum=0.9)  # moves no bit of a norm's gain

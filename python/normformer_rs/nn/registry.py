@@ -15,10 +15,15 @@ from ..errors import InputError
 from . import composed, norms, running
 from .table import DECLARED, FAMILIES
 
-_CLASSES: dict[str, Any] = {
-    name: next(getattr(home, entry.module) for home in (norms, running, composed) if hasattr(home, entry.module))
-    for name, entry in DECLARED.items()
-}
+
+def _class_of(name: str, module: str) -> Any:
+    for home in (norms, running, composed):
+        if found := getattr(home, module, None):
+            return found
+    raise ImportError(f"norm {name} keeps statistics of columns, so it needs a class {module} in nn/running.py")
+
+
+_CLASSES: dict[str, Any] = {name: _class_of(name, entry.module) for name, entry in DECLARED.items()}
 FUSED: tuple[type[norms.RowNorm], ...] = tuple(
     _CLASSES[name] for name, entry in DECLARED.items() if entry.form == "rows"
 )

@@ -6,6 +6,7 @@ from torch import nn
 from ..nn.init import draw_linear
 from ..nn.place import Place
 from .blocks import Group, is_transposed, parts_of, weight_and_bias
+from .signs import sign_in_norm
 from .spec import at
 from .undo import Edits
 
@@ -51,14 +52,12 @@ def silence_biases(group: Group, edits: Edits) -> list[nn.Parameter]:
 def sign_of_training(group: Group, optimizer: torch.optim.Optimizer | None) -> str | None:
     """A sign that a group's weights were trained, in words; None: there is no sign.
 
-    Libraries begin with gains of one (Gemma: zero) and biases of zero, and the first update moves them. Linear layers
-    give no sign, because their first values are random; nor does a norm with a single gain.
+    Linear layers give none, because their first values are random.
     """
     for name, block in zip(group.names, group.blocks):
         for part in parts_of(block):
-            for key, p in block.get_submodule(part.norm).named_parameters(prefix=f"{name}.{part.norm}".lstrip(".")):
-                if p.numel() > 1 and not p.is_meta and not (p == p.flatten()[0].round().clamp(0, 1)).all():
-                    return f"{key} is not at its first value"
+            if sign := sign_in_norm(block.get_submodule(part.norm), f"{name}.{part.norm}".lstrip(".")):
+                return sign
         if optimizer is not None and any(optimizer.state.get(p) for p in block.parameters()):
             return "the optimizer has state of them"
     return None

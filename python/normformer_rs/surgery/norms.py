@@ -18,6 +18,7 @@ from .marker import mark
 from .padding import read_padding
 from .probe import KINDS, Known
 from .recognise import alike, examine, looks_like_a_norm, own_name, read_norm
+from .signs import hand_on
 from .undo import Edits, Repoint, Row, Swaps, refuse_wrapped
 
 _HOOKS = (
@@ -132,6 +133,7 @@ def swap_norms(
             keeps_bias = plan is not None and known.bias is not None and not plan.folds(module)
             into = target._replace(make=BiasedRMSNorm) if keeps_bias else target
             made[module] = _twin(module, known, into, init, _nearest(model, name), options)
+            hand_on(module, made[module].norm, name)
             if plan is not None:
                 made[module] = made[module]._replace(note=plan.note(module))
             _share(module, made[module], shared)

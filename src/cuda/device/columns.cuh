@@ -220,7 +220,7 @@ static DEV Values hat_of(const Values& x, const Values& shift, const Values& sca
   for (int j = 0; j < VEC; j++) hat.v[j] = (x.v[j] - shift.v[j]) * scale.v[j];
   return hat;
 }
-// Rows of statistics (column_norm.rs): all columns are exact or none.
+// Rows of statistics, as `Stats` (kernel/columns.rs) has them: all columns are exact or none.
 enum { SHIFT, SCALE, SLOPE, GAMMA, EXACT, SHARE };
 static DEV bool is_exact(const f32* stats, i64 cols) { return stats[EXACT * cols] == 1.f; }
 

@@ -16,7 +16,7 @@ fn is_pad(pad: &[u8], r: usize) -> bool {
     pad.get(r).is_some_and(|v| *v != 0)
 }
 
-/// Calls `add` on the real rows, four indices and how many of them count, and `flush` after every block.
+/// Calls `step` with up to four real rows, how many of them count, and whether a block ends with them.
 #[inline(always)]
 fn in_blocks(rows: usize, pad: &[u8], mut step: impl FnMut([usize; GROUP], usize, bool)) {
     let (mut group, mut n, mut groups) = ([0; GROUP], 0, 0);
