@@ -14,5 +14,6 @@ pub mod packed;
 pub mod product;
 pub mod relu_dropout;
 pub mod residual_step;
+pub mod row_sum;
 pub mod rows;
 pub mod view;

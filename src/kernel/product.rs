@@ -61,15 +61,6 @@ pub fn add_product(c: &Tensor, a: &Tensor, b: &Tensor) -> Result<()> {
     Ok(())
 }
 
-/// sum += Σ rows of x: sum (n) in f32 or f64, x (rows, n) in its type or in bf16. No gradient is recorded.
-pub fn add_rows(sum: &Tensor, x: &Tensor) -> Result<()> {
-    let ones = x.f_new_ones([x.size()[0], 1].as_slice(), (x.kind(), x.device()))?;
-    if !add_mixed(&sum.f_unsqueeze(0)?, &ones, x) {
-        let _ = sum.shallow_clone().f_add_(&x.f_sum_dim_intlist([0i64].as_slice(), false, x.kind())?)?;
-    }
-    Ok(())
-}
-
 /// By MKL, where it has the product and the tensors are such as it takes; else false, and nothing has happened.
 fn add_mixed(c: &Tensor, a: &Tensor, b: &Tensor) -> bool {
     let Some(product) = *MIXED else { return false };
@@ -122,12 +113,6 @@ mod tests {
                     _ => 1e-4,
                 };
                 assert!(off < bound, "{kind:?} {rows} {m} {n}: {off}");
-                let total = Tensor::randn([n], (Kind::Double, Device::Cpu)).to_kind(sum);
-                let wanted = total.to_kind(Kind::Double)
-                    + b.to_kind(Kind::Double).sum_dim_intlist([0i64].as_slice(), false, Kind::Double);
-                add_rows(&total, &b).unwrap();
-                let off = (total.to_kind(Kind::Double) - wanted).abs().max().double_value(&[]);
-                assert!(off < bound, "{kind:?} {rows} {n}: {off}");
             }
         }
     }

@@ -14,8 +14,8 @@ use crate::cpu::philox::Dropout;
 use crate::cpu::{memory, Accumulator, Element};
 use crate::kernel::rows::curve::{Bend, BendBack, NUMBERS};
 use crate::kernel::rows::{
-    columns, each_row, fetch, normalise, rows, split, split_ref, Blocks, BlocksMut, Group, Measured, NoNorm, RowNorm,
-    Rule, Rules, Slope, Weight, GROUP, PARTS,
+    columns, each_row, fetch, normalise, rows, split, split_ref, Blocks, BlocksMut, Group, Measured, NoNorm, Rule,
+    Rules, Slope, Weight, GROUP, PARTS,
 };
 use crate::multiversion;
 use crate::row_program;
@@ -53,43 +53,10 @@ pub struct Gradients<'a, A> {
     pub dnumbers: &'a mut [A],
 }
 
-/// x⁺ and y for the rows of `x`, the first of which is row `first_row` of the whole. `y` is empty where there is no
-/// norm; `stats` receives `N::STATS` numbers a row.
-pub fn forward<N: RowNorm, X: Element, F: Element<Acc = X::Acc>, Y: Element<Acc = X::Acc>>(
-    step: &StepParameters<X::Acc>,
-    first_row: usize,
-    x: &[X],
-    f: &[F],
-    x_plus: &mut [X],
-    y: &mut [Y],
-    stats: &mut [X::Acc],
-) {
-    forward_by(&Rule::of::<N>(), step, first_row, x, f, x_plus, y, stats);
-}
-
-/// The gradient of [`forward`]: overwrites `dx` and `df` (either may be empty: not wanted), adds to `grads`.
-///
-/// `dx_plus` or `dy` is empty where nothing came back on that side; `x_plus` and `stats` are read only with `dy`, `x`
-/// only with `grads.dalpha`, `f` only with `grads.dbeta`.
-pub fn backward<N: RowNorm, X: Element, F: Element<Acc = X::Acc>, Y: Element<Acc = X::Acc>>(
-    step: &StepParameters<X::Acc>,
-    first_row: usize,
-    dx_plus: &[X],
-    dy: &[Y],
-    x_plus: &[X],
-    x: &[X],
-    f: &[F],
-    stats: &[X::Acc],
-    dx: &mut [X],
-    df: &mut [F],
-    grads: &mut Gradients<X::Acc>,
-) {
-    backward_by(&Rule::of::<N>(), step, first_row, dx_plus, dy, x_plus, x, f, stats, dx, df, grads);
-}
-
 multiversion! {
-    /// [`forward`] with the norm of this rule.
-    pub fn forward_by[isa S][X: Element, F: Element<Acc = X::Acc>, Y: Element<Acc = X::Acc>](
+    /// x⁺ and y for the rows of `x`, the first of which is row `first_row` of the whole. `y` is empty where there is no
+    /// norm; `stats` receives `rule.stats` numbers a row.
+    pub fn forward[isa S][X: Element, F: Element<Acc = X::Acc>, Y: Element<Acc = X::Acc>](
         rule: &Rule<X::Acc>, step: &StepParameters<X::Acc>, first_row: usize, x: &[X], f: &[F], x_plus: &mut [X],
         y: &mut [Y], stats: &mut [X::Acc],
     ) {
@@ -139,8 +106,11 @@ multiversion! {
 }
 
 multiversion! {
-    /// [`backward`] with the norm of this rule.
-    pub fn backward_by[isa S][X: Element, F: Element<Acc = X::Acc>, Y: Element<Acc = X::Acc>](
+    /// The gradient of [`forward`]: overwrites `dx` and `df` (either may be empty: not wanted), adds to `grads`.
+    ///
+    /// `dx_plus` or `dy` is empty where nothing came back on that side; `x_plus` and `stats` are read only with `dy`, `x`
+    /// only with `grads.dalpha`, `f` only with `grads.dbeta`.
+    pub fn backward[isa S][X: Element, F: Element<Acc = X::Acc>, Y: Element<Acc = X::Acc>](
         rule: &Rule<X::Acc>, step: &StepParameters<X::Acc>, first_row: usize, dx_plus: &[X], dy: &[Y], x_plus: &[X],
         x: &[X], f: &[F], stats: &[X::Acc], dx: &mut [X], df: &mut [F], grads: &mut Gradients<X::Acc>,
     ) {

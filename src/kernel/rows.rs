@@ -159,40 +159,11 @@ impl RowNorm for NoNorm {
     }
 }
 
-/// y = w⊙x̂ + b for every row of `cols` numbers in `x`; `stats` receives `N::STATS` numbers a row.
-///
-/// `weight` is empty (ones), one number (a gain) or one per column; `bias` is empty (zeros) or one per column.
-pub fn forward<N: RowNorm, E: Element>(
-    cols: usize,
-    x: &[E],
-    weight: &[E::Acc],
-    bias: &[E::Acc],
-    eps: E::Acc,
-    y: &mut [E],
-    stats: &mut [E::Acc],
-) {
-    forward_by(&Rule::of::<N>(), cols, x, weight, bias, eps, y, stats);
-}
-
-/// The gradient of [`forward`]: overwrites `dx`, adds to `dweight` (empty, or as long as `weight`) and `dbias`
-/// (empty, or one per column).
-pub fn backward<N: RowNorm, E: Element>(
-    cols: usize,
-    dy: &[E],
-    x: &[E],
-    weight: &[E::Acc],
-    eps: E::Acc,
-    stats: &[E::Acc],
-    dx: &mut [E],
-    dweight: &mut [E::Acc],
-    dbias: &mut [E::Acc],
-) {
-    backward_by(&Rule::of::<N>(), cols, dy, x, weight, eps, stats, dx, dweight, dbias);
-}
-
 multiversion! {
-    /// [`forward`] of the norm with this rule.
-    pub fn forward_by[isa S][E: Element](
+    /// y = w⊙x̂ + b for every row of `cols` numbers in `x`; `stats` receives `rule.stats` numbers a row.
+    ///
+    /// `weight` is empty (ones), one number (a gain) or one per column; `bias` is empty (zeros) or one per column.
+    pub fn forward[isa S][E: Element](
         rule: &Rule<E::Acc>, cols: usize, x: &[E], weight: &[E::Acc], bias: &[E::Acc], eps: E::Acc, y: &mut [E],
         stats: &mut [E::Acc],
     ) {
@@ -221,8 +192,9 @@ multiversion! {
 }
 
 multiversion! {
-    /// [`backward`] of the norm with this rule.
-    pub fn backward_by[isa S][E: Element](
+    /// The gradient of [`forward`]: overwrites `dx`, adds to `dweight` (empty, or as long as `weight`) and `dbias`
+    /// (empty, or one per column).
+    pub fn backward[isa S][E: Element](
         rule: &Rule<E::Acc>, cols: usize, dy: &[E], x: &[E], weight: &[E::Acc], eps: E::Acc, stats: &[E::Acc],
         dx: &mut [E], dweight: &mut [E::Acc], dbias: &mut [E::Acc],
     ) {

@@ -24,6 +24,7 @@ impl View {
             Kind::Double => 1,
             Kind::BFloat16 => 2,
             Kind::Half => 3,
+            Kind::Int64 => 4,
             _ => return None,
         };
         let (&[rows, cols], &[stride, step]) = (&t.size()[..], &t.stride()[..]) else { return None };

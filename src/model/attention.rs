@@ -2,10 +2,11 @@
 
 use super::norm::PassRows;
 use super::residual::Inside;
+use super::stacked_attention::stacked_attention;
 use super::{Builder, Context, Ranges, Reads};
 use crate::error::Result;
 use crate::init::{Fill, Init, Role};
-use crate::operator;
+use crate::operator::{self, Recording};
 use crate::residual::{Place, Point};
 use tch::{Device, Tensor};
 
@@ -54,8 +55,26 @@ impl Attention {
     /// Every sentence to itself.
     pub fn attend(&self, x: &Tensor, ranges: &Ranges, causal: bool, inside: &Inside, ctx: &Context) -> Result<Tensor> {
         let x = inside.at(Point::Input, x.shallow_clone(), &ctx.rows())?;
-        let [q, k, v] = self.queries_keys_values(&x, inside, ctx)?;
+        let stacked = ctx.linear(&x, &self.in_weight, self.in_bias.as_ref())?;
+        if let (Ranges::Packed(table), true) = (ranges, self.stays_stacked(&stacked, inside, ctx)) {
+            let heads = stacked_attention(&stacked, table, self.heads, causal, self.scale, self.dropout(ctx))?;
+            return self.output(heads, inside, ctx);
+        }
+        let [q, k, v] = self.queries_keys_values(stacked, inside, ctx)?;
         self.finish(&q, &k, &v, ranges, causal, inside, ctx)
+    }
+
+    /// In the training loop on a CPU, and nothing stands between the product and attention's kernels.
+    fn stays_stacked(&self, stacked: &Tensor, inside: &Inside, ctx: &Context) -> bool {
+        let is_changed = [Point::Query, Point::Key, Point::Value].into_iter().any(|point| inside.changes(point));
+        let in_loop = ctx.has_flat() && Recording::is_on() && stacked.requires_grad();
+        in_loop && stacked.device() == Device::Cpu && !is_changed && !ctx.turns() && !self.is_grouped()
+    }
+
+    /// (p, seed, site) of the weights in this pass.
+    fn dropout<'a>(&self, ctx: &'a Context) -> Option<(f64, &'a Tensor, i64)> {
+        let (site, p) = (ctx.site(), ctx.rates.attention);
+        ctx.seed.as_ref().filter(|_| p > 0.0).map(|seed| (p, seed, site))
     }
 
     /// Queries of x to keys and values that [`memory`](Self::memory) made.
@@ -97,8 +116,7 @@ impl Attention {
         Ok((change(Point::Key, k)?, change(Point::Value, v)?))
     }
 
-    fn queries_keys_values(&self, x: &Tensor, inside: &Inside, ctx: &Context) -> Result<[Tensor; 3]> {
-        let stacked = ctx.linear(x, &self.in_weight, self.in_bias.as_ref())?;
+    fn queries_keys_values(&self, stacked: Tensor, inside: &Inside, ctx: &Context) -> Result<[Tensor; 3]> {
         let [q, k, v] = parts(stacked, [self.d, self.kv_width, self.kv_width])?;
         let change = |point, x, heads| inside.at_heads(point, x, heads, &ctx.rows());
         let q = ctx.turned(change(Point::Query, q, self.heads)?)?;
@@ -124,7 +142,8 @@ impl Attention {
         ctx: &Context,
     ) -> Result<Tensor> {
         let x = inside.at(Point::Input, x.shallow_clone(), &ctx.rows())?;
-        let [q, k, v] = self.queries_keys_values(&x, inside, ctx)?;
+        let stacked = ctx.linear(&x, &self.in_weight, self.in_bias.as_ref())?;
+        let [q, k, v] = self.queries_keys_values(stacked, inside, ctx)?;
         let cache = match cache {
             Some(cache) => cache,
             None => cache.insert(Cache::empty(&k, 16 * k.size()[0])?),
@@ -136,7 +155,7 @@ impl Attention {
     /// Single queries to the rows that they read. On the CPU nothing is copied; where gradients are recorded, where heads
     /// share keys, and elsewhere, it is attention to gathered rows.
     fn read(&self, [q, k, v]: [&Tensor; 3], reads: &Reads, inside: &Inside, ctx: &Context) -> Result<Tensor> {
-        if q.device() == Device::Cpu && !operator::Recording::is_on() && !self.is_grouped() {
+        if q.device() == Device::Cpu && !Recording::is_on() && !self.is_grouped() {
             return self.output(reads.attention([q, k, v], self.heads, self.scale)?, inside, ctx);
         }
         let (k, v, ranges) = reads.gathered([k, v], q.device())?;
@@ -153,15 +172,14 @@ impl Attention {
         inside: &Inside,
         ctx: &Context,
     ) -> Result<Tensor> {
-        let (seed, site) = (ctx.seed.as_ref(), ctx.site());
-        let p = if seed.is_some() { ctx.rates.attention } else { 0.0 };
-        let dropout = seed.filter(|_| p > 0.0).map(|seed| (p, seed, site));
+        let dropout = self.dropout(ctx);
         let heads = match ranges {
             Ranges::Packed(table) if self.is_grouped() && !causal && dropout.is_none() => {
                 self.among_groups([q, k, v], table)?
             }
             Ranges::Packed(table) => {
                 let (k, v) = (self.for_each_query(k)?, self.for_each_query(v)?);
+                let (p, seed, site) = dropout.map_or((0.0, None, 0), |(p, seed, site)| (p, Some(seed), site));
                 operator::attention(q, &k, &v, table, self.heads, causal, self.scale, p, seed, site)?
             }
             Ranges::Padded(padded) => {

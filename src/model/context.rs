@@ -145,6 +145,16 @@ impl Context {
         Context { rotation: rotation.map(Rc::new), ..self }
     }
 
+    /// Parameters and their gradients lie in the flat buffers of a training loop on a CPU.
+    pub fn has_flat(&self) -> bool {
+        self.flat.is_some()
+    }
+
+    /// Positions turn queries and keys.
+    pub fn turns(&self) -> bool {
+        self.rotation.is_some()
+    }
+
     /// Queries or keys of the pass's rows, turned by their positions where those are rotary.
     pub fn turned(&self, x: Tensor) -> Result<Tensor> {
         match &self.rotation {

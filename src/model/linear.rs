@@ -4,7 +4,8 @@
 //! Here a weight is cast once an update, and a product adds to the gradient where it lies.
 
 use crate::error::Result;
-use crate::kernel::product::{add_product, add_rows};
+use crate::kernel::product::add_product;
+use crate::kernel::row_sum::add_rows;
 use crate::operator::{apply, Differentiable, Recording};
 use tch::{Device, Kind, Tensor};
 

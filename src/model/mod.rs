@@ -22,6 +22,7 @@ mod running;
 mod sentences;
 mod sinusoids;
 mod stack;
+mod stacked_attention;
 mod tensorized;
 #[cfg(test)]
 mod tests;

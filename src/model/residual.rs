@@ -167,6 +167,11 @@ impl Inside {
         })
     }
 
+    /// Something stands at this point.
+    pub fn changes(&self, point: Point) -> bool {
+        self.0.iter().any(|(p, _)| *p == point)
+    }
+
     /// x after whatever stands at this point.
     pub fn at(&self, point: Point, x: Tensor, rows: &PassRows) -> Result<Tensor> {
         self.0.iter().filter(|(p, _)| *p == point).try_fold(x, |x, (_, change)| change.apply(&x, rows))

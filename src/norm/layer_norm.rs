@@ -77,8 +77,8 @@ fn hat(x: &Tensor, _: &[Tensor], options: &[f64]) -> Result<Tensor> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::kernel::rows::forward;
     use crate::kernel::rows::tests::{check, check_nan, check_scale_invariance, check_splitting, Formula};
+    use crate::kernel::rows::{forward, Rule};
 
     fn normalised(x: &[f64], eps: f64) -> (Vec<f64>, f64) {
         let n = x.len() as f64;
@@ -120,7 +120,7 @@ mod tests {
         // Exact in f32: 2^18 + {0, 1, 2, 3}. E[x²] − μ² would be off by more than σ² itself.
         let x: Vec<f32> = (0..512).map(|i| 262144.0 + (i * 7 % 4) as f32).collect();
         let (mut y, mut stats) = (vec![0.0; 512], [0.0; 2]);
-        forward::<LayerNorm, f32>(512, &x, &[], &[], 0.0, &mut y, &mut stats);
+        forward::<f32>(&Rule::of::<LayerNorm>(), 512, &x, &[], &[], 0.0, &mut y, &mut stats);
         let want = |v: f32| (v - 262145.5) / 1.25f32.sqrt();
         assert!((stats[1] - 1.0 / 1.25f32.sqrt()).abs() < 1e-6, "{stats:?}");
         assert!(x.iter().zip(&y).all(|(x, y)| (want(*x) - y).abs() < 0.03), "{stats:?}");
@@ -133,7 +133,7 @@ mod tests {
         x[3] = 1e6;
         let wide: Vec<f64> = x.iter().map(|v| *v as f64).collect();
         let (mut y, mut stats) = (vec![0.0; 1000], [0.0; 2]);
-        forward::<LayerNorm, f32>(1000, &x, &[], &[], 0.0, &mut y, &mut stats);
+        forward::<f32>(&Rule::of::<LayerNorm>(), 1000, &x, &[], &[], 0.0, &mut y, &mut stats);
         let (_, divisor) = normalised(&wide, 0.0);
         assert!((stats[1] as f64 * divisor - 1.0).abs() < 1e-6, "{stats:?} {divisor}");
     }

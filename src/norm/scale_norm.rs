@@ -80,7 +80,7 @@ fn hat(x: &Tensor, _: &[Tensor], options: &[f64]) -> Result<Tensor> {
 mod tests {
     use super::*;
     use crate::kernel::rows::tests::{check, check_nan, check_scale_invariance, check_splitting, Formula};
-    use crate::kernel::rows::{backward, forward};
+    use crate::kernel::rows::{backward, forward, Rule};
 
     fn normalised(x: &[f64], eps: f64) -> (Vec<f64>, f64) {
         let divisor = x.iter().map(|v| v * v).sum::<f64>().sqrt().max(eps);
@@ -121,8 +121,8 @@ mod tests {
             [(0.1, [0.9f32, 1.2], [30.0f32, 60.0], 1.1f32), (0.01, [1.8, 2.4], [-19.2, 14.4], 2.2)]
         {
             let (mut y, mut dx, mut stats, mut dg) = ([0.0; 2], [0.0; 2], [0.0; 1], [0.0; 1]);
-            forward::<ScaleNorm, f32>(2, &x, &[3.0], &[], eps, &mut y, &mut stats);
-            backward::<ScaleNorm, f32>(2, &dy, &x, &[3.0], eps, &stats, &mut dx, &mut dg, &mut []);
+            forward::<f32>(&Rule::of::<ScaleNorm>(), 2, &x, &[3.0], &[], eps, &mut y, &mut stats);
+            backward::<f32>(&Rule::of::<ScaleNorm>(), 2, &dy, &x, &[3.0], eps, &stats, &mut dx, &mut dg, &mut []);
             let near = |a: f32, b: f32| (a - b).abs() < 1e-5 * b.abs().max(1.0);
             assert!(near(y[0], want_y[0]) && near(y[1], want_y[1]), "{y:?}");
             assert!(near(dx[0], want_dx[0]) && near(dx[1], want_dx[1]), "{dx:?}");

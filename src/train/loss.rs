@@ -7,7 +7,8 @@
 use crate::config::{SmoothingName, TrainingConfig};
 use crate::error::Result;
 use crate::kernel::cross_entropy as kernel;
-use crate::kernel::product::{add_product, add_rows};
+use crate::kernel::product::add_product;
+use crate::kernel::row_sum::add_rows;
 use crate::model::{Flat, Placed, Transformer, PAD};
 use crate::operator;
 use tch::{no_grad, Kind, Tensor};

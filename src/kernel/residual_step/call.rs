@@ -1,7 +1,7 @@
 //! A call's tensors: the step's rows over threads on the CPU; on a GPU the launch is the norm's
 //! ([`rows::gpu`](crate::kernel::rows::gpu)).
 
-use super::{backward_by, forward_by, Gradients, StepParameters};
+use super::{Gradients, StepParameters};
 use crate::cpu::parallel::{self, Shared};
 use crate::cpu::{Accumulator, Element};
 use crate::cuda::Device;
@@ -88,7 +88,7 @@ where
                 stats.slice(parallel::numbers(&r, rule.stats)),
             )
         };
-        forward_by::<X, F, Y>(rule, &step, r.start, &x[all.clone()], &f[all], x_plus, y, stats);
+        super::forward::<X, F, Y>(rule, &step, r.start, &x[all.clone()], &f[all], x_plus, y, stats);
     });
     Ok(())
 }
@@ -136,7 +136,7 @@ where
         // SAFETY: as above; where df is dx itself, one of them is left out.
         let df = if has_df { unsafe { df.slice(all.clone()) } } else { &mut [] };
         let mut grads = Gradients { dweight, dbias, dalpha, dbeta, dnumbers };
-        backward_by::<X, F, Y>(
+        super::backward::<X, F, Y>(
             rule,
             &step,
             r.start,

@@ -4,8 +4,8 @@ use super::*;
 use crate::cpu::philox::{self, Stream};
 use crate::cpu::simd::{force, Level};
 use crate::kernel::rows::tests::{acc, near, numbers, Tested};
-use crate::kernel::rows::NoNorm;
 use crate::kernel::rows::{self, curve};
+use crate::kernel::rows::{NoNorm, RowNorm};
 use crate::norm::dyt::DyT;
 use crate::norm::layer_norm::LayerNorm;
 use crate::norm::rms_norm::RmsNorm;
@@ -86,12 +86,25 @@ fn check<N: RowNorm, X: Tested, F: Tested<Acc = X::Acc> + Element, Y: Tested<Acc
 
     let (mut x_plus, mut y) = (vec![X::default(); n], vec![Y::default(); if normed { n } else { 0 }]);
     let mut stats = vec![X::Acc::ZERO; ROWS * N::STATS];
-    forward::<N, X, F, Y>(&step, FIRST, &x, &f, &mut x_plus, &mut y, &mut stats);
+    forward::<X, F, Y>(&Rule::of::<N>(), &step, FIRST, &x, &f, &mut x_plus, &mut y, &mut stats);
     let (mut dx, mut df) = (vec![X::default(); n], vec![F::default(); n]);
     let [mut dw, mut dc, mut da, mut db] = [&w, &c, &a, &b].map(|v| vec![X::Acc::ZERO; v.len()]);
     let mut grads = Gradients { dweight: &mut dw, dbias: &mut dc, dalpha: &mut da, dbeta: &mut db, dnumbers: &mut dn };
     if !(dx_plus.is_empty() && dy.is_empty()) {
-        backward::<N, X, F, Y>(&step, FIRST, &dx_plus, &dy, &x_plus, &x, &f, &stats, &mut dx, &mut df, &mut grads);
+        backward::<X, F, Y>(
+            &Rule::of::<N>(),
+            &step,
+            FIRST,
+            &dx_plus,
+            &dy,
+            &x_plus,
+            &x,
+            &f,
+            &stats,
+            &mut dx,
+            &mut df,
+            &mut grads,
+        );
     }
 
     let drop = factors(case);
@@ -103,7 +116,7 @@ fn check<N: RowNorm, X: Tested, F: Tested<Acc = X::Acc> + Element, Y: Tested<Acc
     // From x⁺ as stored.
     let wide: Vec<f64> = x_plus.iter().map(|v| v.value()).collect();
     let (mut want_y, mut want_stats) = (vec![0.0; n], vec![0.0; ROWS * N::STATS]);
-    rows::forward::<N, f64>(cols, &wide, &weight, &bias, eps, &mut want_y, &mut want_stats);
+    rows::forward::<f64>(&Rule::of::<N>(), cols, &wide, &weight, &bias, eps, &mut want_y, &mut want_stats);
     for (i, y) in y.iter().enumerate() {
         near(*y, want_y[i], unit * 8.0, format_args!("y {i} of {cols}"));
     }
@@ -111,7 +124,18 @@ fn check<N: RowNorm, X: Tested, F: Tested<Acc = X::Acc> + Element, Y: Tested<Acc
     let (mut want_dw, mut want_dc) = (vec![0.0; cols], vec![0.0; cols]);
     if !dy.is_empty() {
         let dy: Vec<f64> = dy.iter().map(|v| v.value()).collect();
-        rows::backward::<N, f64>(cols, &dy, &wide, &weight, eps, &want_stats, &mut total, &mut want_dw, &mut want_dc);
+        rows::backward::<f64>(
+            &Rule::of::<N>(),
+            cols,
+            &dy,
+            &wide,
+            &weight,
+            eps,
+            &want_stats,
+            &mut total,
+            &mut want_dw,
+            &mut want_dc,
+        );
     }
     let scale =
         want_stats.iter().skip(N::STATS.saturating_sub(1)).step_by(N::STATS.max(1)).fold(1.0, |m: f64, v| m.max(*v));
@@ -182,7 +206,7 @@ fn rows_do_not_depend_on_how_they_are_split() {
                 let mut stats = vec![0.0; rows];
                 let (x, f) = (&x[range.clone()], &f[range.clone()]);
                 let (x_plus, y) = (&mut x_plus[range.clone()], &mut y[range.clone()]);
-                forward::<RmsNorm, f32, bf16, bf16>(&step, 5 + first, x, f, x_plus, y, &mut stats);
+                forward::<f32, bf16, bf16>(&Rule::of::<RmsNorm>(), &step, 5 + first, x, f, x_plus, y, &mut stats);
                 let grads = &mut Gradients {
                     dweight: &mut dweight,
                     dbias: &mut [],
@@ -191,7 +215,20 @@ fn rows_do_not_depend_on_how_they_are_split() {
                     dnumbers: &mut [],
                 };
                 let (dx, df) = (&mut dx[range.clone()], &mut df[range.clone()]);
-                backward::<RmsNorm, f32, bf16, bf16>(&step, 5 + first, x, y, x_plus, &[], &[], &stats, dx, df, grads);
+                backward::<f32, bf16, bf16>(
+                    &Rule::of::<RmsNorm>(),
+                    &step,
+                    5 + first,
+                    x,
+                    y,
+                    x_plus,
+                    &[],
+                    &[],
+                    &stats,
+                    dx,
+                    df,
+                    grads,
+                );
             }
             (x_plus, y, dx, df, dweight)
         };
@@ -205,7 +242,16 @@ fn a_dropped_element_is_zero_whatever_it_was() {
     let step =
         StepParameters { cols: 512, alpha: &[], beta: &[], dropout, weight: &[], bias: &[], eps: 1e-5, numbers: NONE };
     let (mut x_plus, mut y) = ([0.0f32; 512], [0.0f32; 0]);
-    forward::<NoNorm, f32, f32, f32>(&step, 0, &[1.0; 512], &[f32::NAN; 512], &mut x_plus, &mut y, &mut []);
+    forward::<f32, f32, f32>(
+        &Rule::of::<NoNorm>(),
+        &step,
+        0,
+        &[1.0; 512],
+        &[f32::NAN; 512],
+        &mut x_plus,
+        &mut y,
+        &mut [],
+    );
     let dropped = x_plus.iter().filter(|v| **v == 1.0).count();
     assert!((200..312).contains(&dropped) && x_plus.iter().filter(|v| v.is_nan()).count() == 512 - dropped);
 }
@@ -223,10 +269,23 @@ fn nothing_in_nothing_out() {
             eps: 1e-5f32,
             numbers: NONE,
         };
-        forward::<LayerNorm, f32, f32, f32>(&step, 0, &[], &[], &mut [], &mut [], &mut []);
+        forward::<f32, f32, f32>(&Rule::of::<LayerNorm>(), &step, 0, &[], &[], &mut [], &mut [], &mut []);
         let grads =
             &mut Gradients { dweight: &mut [], dbias: &mut [], dalpha: &mut [], dbeta: &mut [], dnumbers: &mut [] };
-        backward::<LayerNorm, f32, f32, f32>(&step, 0, &[], &[], &[], &[], &[], &[], &mut [], &mut [], grads);
+        backward::<f32, f32, f32>(
+            &Rule::of::<LayerNorm>(),
+            &step,
+            0,
+            &[],
+            &[],
+            &[],
+            &[],
+            &[],
+            &[],
+            &mut [],
+            &mut [],
+            grads,
+        );
     }
 }
 
@@ -252,8 +311,8 @@ fn check_curve<X: Tested, F: Tested<Acc = X::Acc> + Element>(case: &Case) {
     let (dx_plus, dy): (Vec<X>, Vec<X>) = (numbers(n, 7, 1.0, 0.0), numbers(n, 8, 1.0, 0.1));
     let none = Rule::of::<NoNorm>();
     let [mut x_plus, mut y, mut plain, mut plain_y] = [(); 4].map(|()| vec![X::default(); n]);
-    forward_by::<X, F, X>(&rule, &step(learned), FIRST, &x, &f, &mut x_plus, &mut y, &mut []);
-    forward_by::<X, F, X>(&none, &step(learned), FIRST, &x, &f, &mut plain, &mut [], &mut []);
+    forward::<X, F, X>(&rule, &step(learned), FIRST, &x, &f, &mut x_plus, &mut y, &mut []);
+    forward::<X, F, X>(&none, &step(learned), FIRST, &x, &f, &mut plain, &mut [], &mut []);
     curve::forward::<X>(bend, cols, &plain, learned, &weight, &bias, &mut plain_y);
     assert!(x_plus == plain && y == plain_y, "{cols}");
 
@@ -270,7 +329,7 @@ fn check_curve<X: Tested, F: Tested<Acc = X::Acc> + Element>(case: &Case) {
             dnumbers: if rule.curve.is_some() { &mut dnumbers } else { &mut [] },
         };
         let step = step(learned);
-        backward_by::<X, F, X>(rule, &step, FIRST, dx_plus, dy, &x_plus, &x, &f, &[], &mut dx, &mut df, &mut grads);
+        backward::<X, F, X>(rule, &step, FIRST, dx_plus, dy, &x_plus, &x, &f, &[], &mut dx, &mut df, &mut grads);
         (dx, df, [dweight, dbias, dalpha, dbeta, dnumbers])
     };
     let dx_plus = if case.sides.0 { dx_plus } else { Vec::new() };

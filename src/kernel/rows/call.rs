@@ -1,7 +1,7 @@
 //! A call's tensors: a norm of rows, over threads on the CPU or as a launch on a GPU ([`gpu`](super::gpu)).
 
 use super::curve::{self, NUMBERS};
-use super::{backward_by, forward_by, gpu, Rule, Rules};
+use super::{gpu, Rule, Rules};
 use crate::cpu::parallel::{self, Shared};
 use crate::cpu::{Accumulator, Element};
 use crate::cuda::Device;
@@ -115,7 +115,7 @@ fn forward_typed<E: Element>(rule: &Rule<E::Acc>, v: &RowViews) -> Result<()> {
     parallel::over_rows(rows, cols, |r, all| {
         // SAFETY: the ranges are disjoint and inside y and stats.
         let (y, stats) = unsafe { (y.slice(all.clone()), stats.slice(parallel::numbers(&r, rule.stats))) };
-        forward_by::<E>(rule, cols, &x[all], weight, bias, eps, y, stats);
+        super::forward::<E>(rule, cols, &x[all], weight, bias, eps, y, stats);
     });
     Ok(())
 }
@@ -146,7 +146,7 @@ fn backward_typed<E: Element>(rule: &Rule<E::Acc>, v: &RowViews, g: &RowGradient
         // SAFETY: the ranges are disjoint and inside dx.
         let dx = unsafe { dx.slice(all.clone()) };
         let stats = &stats[parallel::numbers(&r, rule.stats)];
-        backward_by::<E>(rule, cols, &dy[all.clone()], &x[all], weight, eps, stats, dx, dweight, dbias);
+        super::backward::<E>(rule, cols, &dy[all.clone()], &x[all], weight, eps, stats, dx, dweight, dbias);
     });
     Ok(())
 }

@@ -1,0 +1,99 @@
+//! sum += Σ rows of a matrix, as gradients of biases are summed.
+
+use crate::cpu::pack::{Of, Pack, Store, BLOCK};
+use crate::cpu::{memory, parallel, Accumulator, Element};
+use crate::error::Result;
+use crate::kernel::view::{by_dtype, View};
+use crate::multiversion;
+use std::ops::Range;
+use tch::{Kind, Tensor};
+
+/// Rows that are added up before they are added to the sum: rounding grows with the root of the number of terms.
+const TOGETHER: usize = 64;
+
+/// sum += Σ rows of x: sum (n) in f32 or f64, x (rows, n) in its type or in bf16. No gradient is recorded.
+pub fn add_rows(sum: &Tensor, x: &Tensor) -> Result<()> {
+    let is_summed_so = (sum.kind() == Kind::Double) == (x.kind() == Kind::Double);
+    match (View::of(x), View::of(&sum.f_unsqueeze(0)?)) {
+        (Some(x), Some(to)) if is_summed_so && to.cols == x.cols => by_dtype!(x, E => add_typed::<E>(&x, &to)),
+        _ => {
+            let _ = sum.shallow_clone().f_add_(&x.f_sum_dim_intlist([0i64].as_slice(), false, sum.kind())?)?;
+            Ok(())
+        }
+    }
+}
+
+fn add_typed<E: Element>(x: &View, to: &View) -> Result<()> {
+    let (mut sums, stride) = (memory::filled(E::Acc::ZERO, x.cols()), x.stride as usize);
+    // SAFETY: the views are of tensors on the CPU that outlive this call, x of E and the sum of its computing type; the
+    // sum's memory is the caller's to write, and no part of x.
+    let (numbers, to) = unsafe { (x.slice::<E>(), to.slice_mut::<E::Acc>()) };
+    parallel::sum_over_rows(x.rows(), x.cols(), [&mut sums], |rows, _, [sums]| {
+        add::<E>(numbers, rows, stride, sums);
+    });
+    for (to, sum) in to.iter_mut().zip(sums) {
+        *to += sum;
+    }
+    Ok(())
+}
+
+multiversion! {
+    /// Adds rows of `x`, which start `stride` apart, to the sums of their columns.
+    fn add[isa S][E: Element](x: &[E], rows: Range<usize>, stride: usize, sums: &mut [E::Acc]) {
+        for first in rows.clone().step_by(TOGETHER) {
+            let some = first..rows.end.min(first + TOGETHER);
+            let (blocks, rest) = sums.as_chunks_mut::<BLOCK>();
+            let whole = blocks.len() * BLOCK;
+            for (b, sum) in blocks.iter_mut().enumerate() {
+                let mut total = [Of::<E::Acc, S>::zero(); 2];
+                for row in some.clone() {
+                    let numbers = x[row * stride + b * BLOCK..].first_chunk::<BLOCK>().expect("a row has all its blocks");
+                    let [low, high] = Of::<E::Acc, S>::pair(numbers);
+                    total = [total[0].add(low), total[1].add(high)];
+                }
+                let before = Of::<E::Acc, S>::pair(sum);
+                Of::<E::Acc, S>::store([before[0].add(total[0]), before[1].add(total[1])], sum, Store::PLAIN);
+            }
+            for (c, sum) in rest.iter_mut().enumerate() {
+                let mut total = E::Acc::ZERO;
+                for row in some.clone() {
+                    total += x[row * stride + whole + c].load();
+                }
+                *sum += total;
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::cpu::simd::{force, Level};
+    use tch::Device;
+
+    #[test]
+    fn rows_are_added_to_the_sum() {
+        tch::manual_seed(4);
+        for level in Level::ALL {
+            force(Some(level));
+            for kind in [Kind::Float, Kind::Double, Kind::BFloat16, Kind::Half] {
+                for (rows, cols) in [(0, 3), (1, 1), (63, 32), (64, 33), (300, 97), (3000, 64)] {
+                    // Columns of a wider matrix, as gradients of q, k and v are.
+                    let x =
+                        Tensor::randn([rows, cols + 5], (Kind::Double, Device::Cpu)).to_kind(kind).narrow(1, 2, cols);
+                    let kept = if kind == Kind::Double { kind } else { Kind::Float };
+                    let sum = Tensor::randn([cols], (Kind::Double, Device::Cpu)).to_kind(kept);
+                    let exact = |t: &Tensor| t.to_kind(Kind::Double);
+                    let wanted = exact(&sum) + exact(&x).sum_dim_intlist([0i64].as_slice(), false, Kind::Double);
+                    add_rows(&sum, &x).unwrap();
+                    let largest = wanted.abs().max().double_value(&[]).max(1.0);
+                    let off = (exact(&sum) - wanted).abs().max().double_value(&[]);
+                    let unit = if kind == Kind::Double { f64::EPSILON } else { f32::EPSILON as f64 };
+                    // Sums of 64, which are added up then, are off by a few units in the last place of the largest.
+                    assert!(off < 4.0 * unit * largest, "{level:?} {kind:?} {rows} {cols}: {off}");
+                }
+            }
+        }
+        force(None);
+    }
+}

@@ -1,0 +1,111 @@
+//! Attention, in training on a CPU, to queries, keys and values that one product has made.
+//!
+//! Autograd would cut the product's columns apart and join the three gradients again. Here the gradients are written
+//! where they belong.
+
+use crate::error::{Error, Result};
+use crate::kernel::attention::call::{backward, forward, AttentionViews, Settings};
+use crate::kernel::dropout::Draw;
+use crate::kernel::view::View;
+use crate::operator::{apply, Differentiable};
+use std::cell::OnceCell;
+use tch::{Kind, Tensor};
+
+/// softmax(scale·QKᵀ)V by heads, (rows, d), with Q, K and V each a third of the columns of `stacked`, (rows, 3d).
+///
+/// `ranges` is int64 (sentences, 4), as [`attention`](crate::operator::attention) takes it; `dropout` is (p, seed, site).
+/// `stacked` must require a gradient.
+pub fn stacked_attention(
+    stacked: &Tensor,
+    ranges: &Tensor,
+    heads: i64,
+    causal: bool,
+    scale: f64,
+    dropout: Option<(f64, &Tensor, i64)>,
+) -> Result<Tensor> {
+    let draw = match dropout {
+        Some((p, seed, site)) => Draw { p, site, ..Draw::NONE }.seeded(&Vec::<i64>::try_from(seed)?),
+        None => Draw::NONE,
+    };
+    let settings = Settings { heads, causal, scale, draw };
+    let function = StackedAttention { ranges: ranges.f_contiguous()?, settings, lse: OnceCell::new() };
+    Ok(apply(function, &[stacked])?.swap_remove(0))
+}
+
+struct StackedAttention {
+    ranges: Tensor,
+    settings: Settings,
+    /// log Σ exp of each row and head, which the forward pass leaves to the backward one.
+    lse: OnceCell<Tensor>,
+}
+
+impl StackedAttention {
+    fn views(&self, stacked: &Tensor) -> Result<AttentionViews> {
+        let [q, k, v] = thirds(stacked)?;
+        Ok(AttentionViews { q, k, v, ranges: view(&self.ranges)?, settings: self.settings })
+    }
+}
+
+impl Differentiable for StackedAttention {
+    fn saves_inputs(&self) -> bool {
+        true
+    }
+
+    fn forward(&self, inputs: Vec<Tensor>) -> Result<Vec<Tensor>> {
+        let stacked = &inputs[0];
+        let (rows, columns) = stacked.size2()?;
+        let sums = if stacked.kind() == Kind::Double { Kind::Double } else { Kind::Float };
+        let out = Tensor::f_empty([rows, columns / 3].as_slice(), (stacked.kind(), stacked.device()))?;
+        let lse = Tensor::f_empty([rows, self.settings.heads].as_slice(), (sums, stacked.device()))?;
+        forward(&self.views(stacked)?, &view(&out)?, &view(&lse)?)?;
+        self.lse.get_or_init(|| lse);
+        Ok(vec![out])
+    }
+
+    fn backward(&self, inputs: Vec<Tensor>, gradients: Vec<Option<Tensor>>) -> Result<Vec<Option<Tensor>>> {
+        let (Some(dout), Some(lse)) = (&gradients[0], self.lse.get()) else { return Ok(vec![None]) };
+        let (dout, gradient) = (dout.f_contiguous()?, inputs[0].f_empty_like()?);
+        backward(&self.views(&inputs[0])?, &view(&dout)?, &view(lse)?, &thirds(&gradient)?)?;
+        Ok(vec![Some(gradient)])
+    }
+}
+
+/// The three parts of the columns.
+fn thirds(stacked: &Tensor) -> Result<[View; 3]> {
+    let d = stacked.size2()?.1 / 3;
+    let part = |i: i64| view(&stacked.f_narrow(1, i * d, d)?);
+    Ok([part(0)?, part(1)?, part(2)?])
+}
+
+fn view(t: &Tensor) -> Result<View> {
+    let wrong = || Error::Torch("attention in training takes matrices on the CPU, row by row".to_string());
+    View::of(t).ok_or_else(wrong)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::operator::attention;
+    use tch::Device;
+
+    #[test]
+    fn value_and_gradient_are_those_of_attention() {
+        tch::manual_seed(6);
+        let (d, heads, scale, seed) = (24, 4, 0.4, Tensor::from_slice(&[5i64, 7, 1]));
+        let ranges = Tensor::from_slice(&[0i64, 3, 0, 3, 3, 1, 3, 1, 4, 5, 4, 5]).view([3, 4]);
+        for kind in [Kind::Float, Kind::Double, Kind::BFloat16] {
+            for (causal, p) in [(false, 0.0), (true, 0.3)] {
+                let leaf = || Tensor::randn([9, 3 * d], (kind, Device::Cpu)).set_requires_grad(true);
+                let (ours, dout) = (leaf(), Tensor::randn([9, d], (kind, Device::Cpu)));
+                let theirs = ours.detach().set_requires_grad(true);
+                let made = stacked_attention(&ours, &ranges, heads, causal, scale, Some((p, &seed, 3))).unwrap();
+                let [q, k, v] = [0, 1, 2].map(|i| theirs.narrow(1, i * d, d));
+                let wanted = attention(&q, &k, &v, &ranges, heads, causal, scale, p, Some(&seed), 3).unwrap();
+                (&made * &dout).sum(kind).backward();
+                (&wanted * &dout).sum(kind).backward();
+                assert!(made.equal(&wanted), "{kind:?} {causal}");
+                assert!(ours.grad().equal(&theirs.grad()), "{kind:?} {causal}");
+            }
+        }
+    }
+}
