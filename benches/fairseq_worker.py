@@ -8,20 +8,10 @@ Without the plug-in fairseq needs an interpreter of its own: Python 3.10 or olde
     FAIRSEQ/bin/pip install torch==2.11.0 "numpy<2"
     FAIRSEQ/bin/pip install fairseq==0.12.2
 
-The benchmark starts this file on a folder made by `fairseq_data.prepare` and talks to it in lines; each reply is one
-line of JSON on stdout, and everything fairseq says goes to stderr:
+The benchmark starts this file on a folder made by `fairseq_data.prepare` and talks to it by the protocol of
+`windows.py`; everything fairseq says goes to stderr:
 
     python fairseq_worker.py DATA [--max-tokens 4096] [--update-freq 2] [a flag of fairseq-train …]
-
-    (at start)        {"ready": true, "fairseq": "0.12.2", "torch": "2.11.0+cu130", "threads": 2}
-    window SECONDS    {"updates": 19, "target_tokens": 132884, "source_tokens": 133930, "seconds": 20.79, "loss": 9.48}
-    quit              (the end of the input does the same)
-
-A window lasts for whole updates, until the first that ends after SECONDS. It counts what `fairseq-train` does for an
-update: waiting for the batch, forward, backward, Adam, statistics, and the change of epoch when one falls inside it;
-validation and checkpoints are switched off. Tokens are real ones, without padding, with each sentence's end mark.
-`loss` is the label-smoothed training loss per target token over the window, in nats. Between windows training stands
-still in the middle of an epoch and uses no processor.
 
 The allocator is chosen by the environment the worker is started with: `TUNED_ALLOCATOR` below, or nothing of the kind
 for the allocator as it comes. The number of threads is PyTorch's default unless OMP_NUM_THREADS is set.
@@ -29,7 +19,6 @@ for the allocator as it comes. The number of threads is PyTorch's default unless
 
 import argparse
 import contextlib
-import json
 import math
 import multiprocessing
 import os
@@ -37,7 +26,8 @@ import shlex
 import signal
 import sys
 import tempfile
-import time
+
+from windows import Quit, Windows
 
 # glibc's malloc maps every block above a threshold, 32 MB at the highest, on its own and unmaps it when it is freed, so
 # each update faults the pages of its logits (4,050 x 9,712 floats, 157 MB, several times) in again. With no block
@@ -56,67 +46,6 @@ RECIPE = shlex.split("""
 """)
 
 
-class Quit(Exception):
-    """The parent wants no more windows."""
-
-
-class Windows:
-    """Reads commands, counts the open window's updates and replies when it is over.
-
-    `before_update` and `after_update` are called around each update. A window closes when the update after its last is
-    about to start, so that n updates come with n waits for a batch.
-    """
-
-    def __init__(self, commands, replies, greeting):
-        self.commands, self.replies, self.greeting = commands, replies, greeting
-        self.length = None  # seconds; None while no window is open
-
-    def before_update(self):
-        """Closes the window if its time is over, then waits for the next command."""
-        if self.greeting:
-            self.reply(self.greeting)
-            self.greeting = None
-        if self.length is not None:
-            seconds = time.perf_counter() - self.start
-            if seconds < self.length:
-                return
-            self.reply(
-                {
-                    "updates": self.updates,
-                    "target_tokens": self.target_tokens,
-                    "source_tokens": self.source_tokens,
-                    "seconds": seconds,
-                    "loss": self.loss_sum / self.target_tokens,
-                }
-            )
-        self.open(self.commands.readline().split())
-
-    def after_update(self, samples, loss):
-        """Counts one update of the mini-batches `samples`, of mean loss `loss` in nats per target token."""
-        target_tokens = sum(sample["ntokens"] for sample in samples)
-        self.updates += 1
-        self.target_tokens += target_tokens
-        self.source_tokens += sum(int(sample["net_input"]["src_lengths"].sum()) for sample in samples)
-        self.loss_sum += loss * target_tokens
-
-    def open(self, command):
-        if command in ([], ["quit"]):
-            raise Quit
-        try:
-            verb, length = command
-            self.length = float(length)
-            if verb != "window" or not 0 < self.length < math.inf:
-                raise ValueError
-        except ValueError:
-            sys.exit(f"expected 'window SECONDS' or 'quit', got {' '.join(command)!r}")
-        self.updates = self.target_tokens = self.source_tokens = 0
-        self.loss_sum = 0.0
-        self.start = time.perf_counter()
-
-    def reply(self, message):
-        print(json.dumps(message), file=self.replies, flush=True)
-
-
 def windowed(trainer, windows):
     """fairseq's `Trainer` class with `windows` told of each update; the update itself is untouched."""
 
@@ -124,7 +53,8 @@ def windowed(trainer, windows):
         def train_step(self, samples, raise_oom=False):
             windows.before_update()
             output = super().train_step(samples, raise_oom)
-            windows.after_update(samples, output["loss"] * math.log(2))  # fairseq logs in base 2
+            target_tokens = sum(sample["ntokens"] for sample in samples)
+            windows.after_update(target_tokens, output["loss"] * math.log(2))  # it logs in base 2
             return output
 
     return WindowedTrainer
@@ -164,7 +94,6 @@ def main():
     from fairseq_cli import train
 
     greeting = {
-        "ready": True,
         "fairseq": fairseq.__version__,
         "torch": torch.__version__,
         "threads": torch.get_num_threads(),

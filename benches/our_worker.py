@@ -1,8 +1,9 @@
-"""This package's side of the training benchmark: its training loop, run in timed windows.
+"""This package's side of the training benchmark: its training loop, run in timed windows by the protocol of windows.py.
 
-Speaks `fairseq_worker.py`'s protocol: `window SECONDS` trains whole updates until the first that ends after SECONDS and
-answers with one line of JSON; `quit` ends. A window counts everything an update costs, waiting for the batch included;
-validation and checkpoints stay outside. The observer, which the loop calls between updates, is where training waits.
+    python our_worker.py CORPUS [--max-tokens 4096] [--update-freq 2] [--precision f32] [--model JSON] [--training JSON]
+
+`--model` and `--training` take options of TransformerConfig and TrainingConfig beside those of the benchmark. The
+observer, which the loop calls between updates, is where training waits.
 """
 
 import argparse
@@ -10,13 +11,14 @@ import contextlib
 import json
 import sys
 import tempfile
-import time
 from pathlib import Path
 from typing import Any
 
 import torch
+from windows import Quit, Windows
 
 import normformer_rs as nfrs
+from normformer_rs.distributed import world
 
 # transformer_tiny as in fairseq_worker.RECIPE: the same shape, dropout, optimizer and schedule.
 MODEL = {
@@ -33,40 +35,43 @@ MODEL = {
     "activation_dropout": 0.0,
 }
 NEVER = 10**9
+TRAINING = {"updates": NEVER, "evaluate_every": NEVER, "lr": 0.005, "warmup": 2000}
 
 
-class Windows:
-    """Counts updates and, where a window is over, waits for the next command."""
+class Observer:
+    """Hands what the loop tells on to `before_update` and `after_update`, which Windows has. KeyboardInterrupt is what
+    ends a run in good order."""
 
-    def __init__(self, reply):
-        self.reply = reply
-        self.deadline: float | None = None
+    def __init__(self, windows):
+        self.windows = windows
 
     def started(self, event: dict[str, Any]) -> None:
-        self.reply(ready=True, normformer_rs=nfrs.__version__, torch=torch.__version__, threads=torch.get_num_threads())
-        self._wait()
+        self._before_update()
 
     def updated(self, event: dict[str, Any]) -> None:
-        self.updates += 1
-        self.tokens += event["tokens"]
-        self.loss += event["loss"] * event["tokens"]
-        now = time.perf_counter()
-        if now >= self.deadline:
-            loss = self.loss / self.tokens
-            self.reply(updates=self.updates, target_tokens=self.tokens, seconds=now - self.start, loss=loss)
-            self._wait()
+        self.windows.after_update(event["tokens"], event["loss"])
+        self._before_update()
+
+    def _before_update(self) -> None:
+        try:
+            self.windows.before_update()
+        except Quit:
+            raise KeyboardInterrupt from None
 
     def evaluated(self, event: dict[str, Any]) -> None: ...
 
     def message(self, level: str, text: str) -> None: ...
 
-    def _wait(self) -> None:
-        command = sys.stdin.readline().split()
-        if not command or command[0] == "quit":
-            raise KeyboardInterrupt
-        self.updates, self.tokens, self.loss = 0, 0, 0.0
-        self.start = time.perf_counter()
-        self.deadline = self.start + float(command[1])
+
+def train(corpus: Path, windows, model: dict[str, Any], training: dict[str, Any]) -> None:
+    """Trains until `windows` raises Quit. `corpus` has train.en.gz, train.de.gz, valid.en.gz and valid.de.gz."""
+    sides = {"source": "en", "target": "de"}
+    files = {f"{part}_{s}": str(corpus / f"{part}.{e}.gz") for part in ("train", "valid") for s, e in sides.items()}
+    config, text = nfrs.TransformerConfig(**{**MODEL, **model}), nfrs.DataConfig(**files, no_bpe=True)
+    schedule = nfrs.TrainingConfig(**{**TRAINING, **training})
+    ends = contextlib.suppress(KeyboardInterrupt, nfrs.Interrupted)
+    with tempfile.TemporaryDirectory() as output, ends, world("cpu") as rank:
+        nfrs._core.train(config.to_json(), schedule.to_json(), text.to_json(), output, "new", rank, Observer(windows))
 
 
 def main() -> None:
@@ -75,26 +80,14 @@ def main() -> None:
     parser.add_argument("--max-tokens", type=int, default=4096)
     parser.add_argument("--update-freq", type=int, default=2)
     parser.add_argument("--precision", default="f32", choices=["f32", "bf16"])
+    parser.add_argument("--model", type=json.loads, default={}, metavar="JSON")
+    parser.add_argument("--training", type=json.loads, default={}, metavar="JSON")
     arguments = parser.parse_args()
 
-    sides = {"source": "en", "target": "de"}
-    data = {
-        f"{part}_{s}": str(arguments.corpus / f"{part}.{e}.gz") for part in ("train", "valid") for s, e in sides.items()
-    }
-    training = nfrs.TrainingConfig(
-        updates=NEVER,
-        max_tokens=arguments.max_tokens,
-        accumulate=arguments.update_freq,
-        lr=0.005,
-        warmup=2000,
-        evaluate_every=NEVER,
-        precision=arguments.precision,
-    )
-    model, text = nfrs.TransformerConfig(**MODEL), nfrs.DataConfig(**data, no_bpe=True)
-    with tempfile.TemporaryDirectory() as output:
-        observer = Windows(lambda **reply: print(json.dumps(reply), flush=True))
-        with contextlib.suppress(KeyboardInterrupt, nfrs.Interrupted):
-            nfrs._core.train(model.to_json(), training.to_json(), text.to_json(), output, "new", None, observer)
+    size = {"max_tokens": arguments.max_tokens, "accumulate": arguments.update_freq, "precision": arguments.precision}
+    greeting = {"normformer_rs": nfrs.__version__, "torch": torch.__version__, "threads": torch.get_num_threads()}
+    windows = Windows(sys.stdin, sys.stdout, greeting)
+    train(arguments.corpus, windows, arguments.model, {**size, **arguments.training})
 
 
 if __name__ == "__main__":

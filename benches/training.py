@@ -1,11 +1,13 @@
-"""Training speed against fairseq 0.12.2: the same data, shape, dropout and batch size, in alternating windows.
+"""Training speed against fairseq 0.12.2 and PyTorch: same data, shape, dropout and batch size, alternating windows.
 
-    python benches/training.py CORPUS [--fairseq PYTHON | --alone] [--windows 5] [--seconds 20]
+    python benches/training.py CORPUS [--fairseq PYTHON | --alone] [--torch] [--precision f32 bf16] [--tuned]
+                                      [--windows 5] [--seconds 20]
 
 Prints, per window and as medians, real target tokens per second of fairseq and of this package in f32 and bf16, each
-with the allocator as it comes and with the same setting for both, and their ratios. Only one side runs at a time; the
-others stand still between updates. The first window of each is not counted. fairseq is the one that `make fairseq`
-installs, or that of another interpreter; with --alone only this package runs.
+with the allocator as it comes and with the same setting for both (--tuned: that alone), and their ratios. Only one side
+runs at a time; the others stand still between updates. The first window of each is not counted. fairseq is the one that
+`make fairseq` installs, or that of another interpreter; with --alone it stays out. --torch adds torch.nn.Transformer
+under torch.compile (torch_worker.py), with the same allocator setting.
 """
 
 import argparse
@@ -67,6 +69,9 @@ def main() -> None:
     sides = parser.add_mutually_exclusive_group()
     sides.add_argument("--fairseq", metavar="PYTHON", help="another interpreter that has fairseq 0.12.2")
     sides.add_argument("--alone", action="store_true", help="without fairseq")
+    parser.add_argument("--torch", action="store_true", help="with torch.nn.Transformer under torch.compile, too")
+    parser.add_argument("--precision", nargs="+", default=["f32", "bf16"], choices=["f32", "bf16"])
+    parser.add_argument("--tuned", action="store_true", help="with the same allocator setting only")
     parser.add_argument("--windows", type=int, default=5)
     parser.add_argument("--seconds", type=float, default=20)
     parser.add_argument("--max-tokens", type=int, default=4096)
@@ -77,16 +82,20 @@ def main() -> None:
     workers: dict[str, Worker] = {}
     with tempfile.TemporaryDirectory() as scratch:
         ours = [sys.executable, str(HERE / "our_worker.py"), str(arguments.corpus), *size]
-        for tuned in (False, True):
+        for tuned in (True,) if arguments.tuned else (False, True):
             if not arguments.alone:
                 python = arguments.fairseq or sys.executable
                 preprocess = [python, "-m", "fairseq_cli.preprocess"] if arguments.fairseq else [*FAIRSEQ, "preprocess"]
                 data = prepare(arguments.corpus, Path(scratch) / "data", preprocess)
                 command = [python, str(HERE / "fairseq_worker.py"), str(data), *size]
                 workers[f"fairseq {tuned}"] = Worker("fairseq f32", command, tuned)
-            for precision in ("f32", "bf16"):
+            for precision in arguments.precision:
                 command = [*ours, "--precision", precision]
                 workers[f"{precision} {tuned}"] = Worker(f"normformer_rs {precision}", command, tuned)
+        for precision in arguments.precision if arguments.torch else ():
+            command = [sys.executable, str(HERE / "torch_worker.py"), str(arguments.corpus), *size]
+            name = f"torch.nn.Transformer compiled {precision}"
+            workers[f"torch {precision} True"] = Worker(name, [*command, "--precision", precision], tuned=True)
         for worker in workers.values():
             worker.window(4)
         for round_ in range(arguments.windows):
@@ -100,10 +109,14 @@ def main() -> None:
     medians = {key: statistics.median(worker.rates) for key, worker in workers.items()}
     for key, worker in workers.items():
         print(f"{worker.name:45} {medians[key]:8,.0f} target tokens/s")
-    if not arguments.alone:
-        print(f"\nf32 / fairseq as installed       {medians['f32 False'] / medians['fairseq False']:.2f}")
-        print(f"f32 / fairseq, same allocator    {medians['f32 True'] / medians['fairseq True']:.2f}")
-        print(f"bf16 / fairseq f32 as installed  {medians['bf16 False'] / medians['fairseq False']:.2f}")
+    print()
+    for tuned, setting in ((False, "as installed"), (True, "same allocator setting")):
+        for precision in arguments.precision:
+            ours = f"{precision} {tuned}"
+            for theirs in (f"fairseq {tuned}", f"torch {precision} {tuned}"):
+                if {ours, theirs} <= medians.keys():
+                    what = f"{precision} / {theirs.rpartition(' ')[0]}, {setting}"
+                    print(f"{what:45} {medians[ours] / medians[theirs]:.2f}")
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 import csv
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -25,6 +26,38 @@ def test_a_window_of_the_training_benchmark(corpora):
     done = subprocess.run(command, input="window 0.1\nquit\n", capture_output=True, text=True, check=True)
     ready, window = map(json.loads, done.stdout.splitlines())
     assert ready["ready"] and window["updates"] >= 1 and window["target_tokens"] > 100
+
+
+@pytest.mark.full
+@pytest.mark.data
+def test_pytorch_s_side_and_the_shares_of_both(corpora):
+    """benches/torch_worker.py by benches/shares.py: every millisecond of an update is of some kind."""
+    command = [sys.executable, BENCHES / "shares.py", corpora / "multi30k-bpe-en-de", "--precision", "f32"]
+    done = subprocess.run(
+        [*command, "--updates", "1", "--max-tokens", "512"], capture_output=True, text=True, check=True
+    )
+    header, *lines = done.stdout.splitlines()
+    rows = {line[:32].strip(): [float(cell) for cell in re.findall(r"(-?[0-9.]+)%", line)] for line in lines}
+    assert header.split()[-4:] == ["ours", "f32", "eager", "f32"]
+    assert all(len(row) == 2 for row in rows.values()) and min(rows["products"]) > 0
+    for side in range(2):
+        assert rows["all"][side] == 100.0
+        assert sum(row[side] for kind, row in rows.items() if kind != "all") == pytest.approx(100, abs=1)
+
+
+@pytest.mark.full
+@pytest.mark.data
+def test_cost_against_work(corpora, tmp_path):
+    """A point of benches/scale.py in one process and in two."""
+    command = [sys.executable, BENCHES / "scale.py", corpora / "multi30k-bpe-en-de", "--output", tmp_path / "scale.csv"]
+    subprocess.run(
+        [*command, "--points", "tokens=256", "threads=1,ranks=2,tokens=256"], capture_output=True, check=True
+    )
+    alone, two = csv.DictReader((tmp_path / "scale.csv").read_text().splitlines())
+    assert (alone["ranks"], two["ranks"]) == ("1", "2") and (tmp_path / "scale.png").stat().st_size > 1000
+    for row in (alone, two):
+        assert sum(float(row[share]) for share in ("products", "calls", "traffic")) == pytest.approx(1, abs=0.01)
+        assert float(row["target_tokens_per_second"]) > 10 and float(row["products"]) > 0
 
 
 @pytest.mark.parametrize(

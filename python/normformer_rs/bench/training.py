@@ -135,7 +135,7 @@ def compare(figures: Figures) -> None:
 class Reference(nn.Module):
     """torch.nn.Transformer with tied embeddings, learned positions and the loss."""
 
-    def __init__(self, shape: dict[str, Any], types: int) -> None:
+    def __init__(self, shape: dict[str, Any], types: int, norm_first: bool = True) -> None:
         super().__init__()
         d = shape["d_model"]
         self.embedding, self.positions = nn.Embedding(types, d, PAD), nn.Embedding(64, d)
@@ -143,7 +143,7 @@ class Reference(nn.Module):
             warnings.simplefilter("ignore")  # about a fast path for evaluation, which is not measured
             self.transformer = nn.Transformer(
                 d, shape["heads"], shape["encoder_layers"], shape["decoder_layers"], shape["d_ff"], shape["dropout"],
-                batch_first=True, norm_first=True,
+                batch_first=True, norm_first=norm_first,
             )  # fmt: skip
         for layer in (*self.transformer.encoder.layers, *self.transformer.decoder.layers):
             layer.dropout.p = layer.self_attn.dropout = getattr(layer, "multihead_attn", layer.self_attn).dropout = 0.0
