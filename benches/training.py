@@ -28,12 +28,14 @@ HERE = Path(__file__).parent
 class Worker:
     """One side, in a process of its own."""
 
-    def __init__(self, name: str, command: list[str], tuned: bool):
+    def __init__(self, name: str, command: list[str], tuned: bool, threads: int | None = None):
         self.name = f"{name}, {'same allocator setting' if tuned else 'allocator as it comes'}"
         plain = {k: v for k, v in os.environ.items() if not k.startswith(("GLIBC_TUNABLES", "MALLOC_"))}
         # As it comes, this package's trainer asks the allocator to keep memory itself; with the same setting for both,
         # the environment says so and the trainer leaves it alone.
         environment = {**plain, **TUNED_ALLOCATOR, "NORMFORMER_RS_ALLOCATOR": "system"} if tuned else plain
+        if threads is not None:
+            environment["OMP_NUM_THREADS"] = str(threads)
         self.process = subprocess.Popen(
             command,
             env=environment,

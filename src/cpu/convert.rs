@@ -6,61 +6,13 @@
 //! (`cpu/pack.rs`) convert in registers instead.
 //! All paths give the same bits.
 
-use crate::cpu::{memory, Accumulator, Element};
+use crate::cpu::memory::Aligned;
+use crate::cpu::Element;
 use std::any::TypeId;
-use std::ops::{Deref, DerefMut};
 
-/// Bytes in a cache line.
-const LINE: usize = 64;
-
-/// A row that starts on a cache line: an unaligned AVX-512 access costs two.
-pub struct Row<A> {
-    values: Vec<A>,
-    start: usize,
-    len: usize,
-}
-
-impl<A: Accumulator> Row<A> {
-    pub fn new(len: usize) -> Self {
-        Self::filled(len, A::ZERO)
-    }
-
-    pub fn filled(len: usize, value: A) -> Self {
-        let values = memory::filled(value, len.saturating_add(LINE / size_of::<A>()));
-        let start = values.as_ptr().align_offset(LINE).min(values.len() - len);
-        Row { values, start, len }
-    }
-
-    /// `values`, filled up.
-    pub fn filled_up(values: &[A], len: usize, value: A) -> Self {
-        let most = LINE / size_of::<A>();
-        let mut all: Vec<A> = memory::reserved(len.saturating_add(most));
-        let start = all.as_ptr().align_offset(LINE).min(most);
-        all.resize(start, value);
-        all.extend_from_slice(values);
-        all.resize(start + len, value);
-        Row { values: all, start, len }
-    }
-
-    /// No row at all where it would only be a copy: E is already the type E computes in.
-    pub fn for_type<E: Element<Acc = A>>(len: usize) -> Self {
-        Self::new(if same::<E, A>() { 0 } else { len })
-    }
-}
-
-impl<A> Deref for Row<A> {
-    type Target = [A];
-    #[inline(always)]
-    fn deref(&self) -> &[A] {
-        &self.values[self.start..self.start + self.len]
-    }
-}
-
-impl<A> DerefMut for Row<A> {
-    #[inline(always)]
-    fn deref_mut(&mut self) -> &mut [A] {
-        &mut self.values[self.start..self.start + self.len]
-    }
+/// Zeros to widen a row into: none where that would only be a copy, because E is the type it computes in.
+pub fn scratch<E: Element>(len: usize) -> Aligned<E::Acc> {
+    Aligned::new(if same::<E, E::Acc>() { 0 } else { len })
 }
 
 /// Widens a row into `scratch`, unless E is already the type it computes in.

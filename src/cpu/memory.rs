@@ -1,7 +1,9 @@
 //! Memory of a size that the caller of an operator decides. Where there is none the kernel ends with an [`Error`], which
 //! `operator::ffi::status` makes an exception: `vec!` would end the process.
 
+use crate::cpu::Accumulator;
 use crate::error::{Error, Result};
+use std::ops::{Deref, DerefMut};
 use std::panic::resume_unwind;
 use tch::{Device, Kind, Tensor};
 
@@ -27,6 +29,49 @@ pub fn reserved<T>(len: usize) -> Vec<T> {
         refuse(len as u128 * size_of::<T>() as u128);
     }
     values
+}
+
+/// Bytes in a cache line.
+const LINE: usize = 64;
+
+/// Numbers that begin on a cache line: a 64-byte access across two costs two.
+pub struct Aligned<A> {
+    values: Vec<A>,
+    start: usize,
+    len: usize,
+}
+
+impl<A: Accumulator> Aligned<A> {
+    /// Zeros.
+    pub fn new(len: usize) -> Self {
+        Self::filled_up(&[], len, A::ZERO)
+    }
+
+    /// `values`, and `value` from there to `len`.
+    pub fn filled_up(values: &[A], len: usize, value: A) -> Self {
+        let most = LINE / size_of::<A>();
+        let mut all: Vec<A> = reserved(len.saturating_add(most));
+        let start = all.as_ptr().align_offset(LINE).min(most);
+        all.resize(start, value);
+        all.extend_from_slice(values);
+        all.resize(start + len, value);
+        Aligned { values: all, start, len }
+    }
+}
+
+impl<A> Deref for Aligned<A> {
+    type Target = [A];
+    #[inline(always)]
+    fn deref(&self) -> &[A] {
+        &self.values[self.start..self.start + self.len]
+    }
+}
+
+impl<A> DerefMut for Aligned<A> {
+    #[inline(always)]
+    fn deref_mut(&mut self) -> &mut [A] {
+        &mut self.values[self.start..self.start + self.len]
+    }
 }
 
 /// A tensor's numbers; tch's `Vec::try_from` ends the process where memory is short.
@@ -61,5 +106,14 @@ mod tests {
             collected((0..3).map(|i| 2 * i)),
             filled(1, 3).iter().zip([0, 2, 4]).map(|(a, b)| a * b).collect::<Vec<_>>()
         );
+    }
+    #[test]
+    fn aligned_numbers_begin_on_a_cache_line() {
+        for len in [0, 1, 100] {
+            let zeros = Aligned::<f32>::new(len);
+            assert_eq!((zeros.as_ptr().align_offset(LINE), &zeros[..]), (0, &vec![0.0; len][..]));
+        }
+        let filled = Aligned::filled_up(&[1.0f64, 2.0], 4, 7.0);
+        assert_eq!((filled.as_ptr().align_offset(LINE), &filled[..]), (0, &[1.0, 2.0, 7.0, 7.0][..]));
     }
 }

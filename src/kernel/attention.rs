@@ -25,9 +25,10 @@ mod weights;
 pub use composed::composed;
 pub use matrix::{Matrix, MatrixMut};
 
+use crate::cpu::memory::Aligned;
 use crate::cpu::philox::{self, Dropout};
 use crate::cpu::{Accumulator, Element};
-use crate::kernel::math::{Buffer, LANES};
+use crate::kernel::math::LANES;
 use crate::multiversion;
 use matrix::{load, store, transpose};
 use product::{product, TILE};
@@ -75,11 +76,11 @@ multiversion! {
         let scale = E::Acc::from_f64(a.scale);
         assert!(d > 0, "heads of no columns");
         let sizes = Sizes::of(a, sequences);
-        let mut q_t = Buffer::<E::Acc>::new(width * sizes.queries);
-        let mut keys = Buffer::new(sizes.keys.saturating_mul(width));
-        let mut values = Buffer::new(sizes.keys.saturating_mul(width));
-        let mut scores = Buffer::new(sizes.scores);
-        let mut result = Buffer::new(sizes.queries * width);
+        let mut q_t = Aligned::<E::Acc>::new(width * sizes.queries);
+        let mut keys = Aligned::new(sizes.keys.saturating_mul(width));
+        let mut values = Aligned::new(sizes.keys.saturating_mul(width));
+        let mut scores = Aligned::new(sizes.scores);
+        let mut result = Aligned::new(sizes.queries * width);
         let mut mask = DropoutFactors::new(a, &sizes);
         let mut sums = [E::Acc::ZERO; QUERIES];
         let mut maxima = [E::Acc::ZERO; QUERIES];
@@ -141,11 +142,11 @@ multiversion! {
         let (one, scale, lowest) = (E::Acc::ONE, E::Acc::from_f64(a.scale), E::Acc::from_f64(f64::NEG_INFINITY));
         assert!(d > 0, "heads of no columns");
         let sizes = Sizes::of(a, sequences);
-        let [mut q_t, mut dout_t] = [(); 2].map(|_| Buffer::<E::Acc>::new(width * sizes.queries));
-        let [mut queries, mut douts, mut result] = [(); 3].map(|_| Buffer::new(sizes.queries * width));
-        let [mut keys, mut values] = [(); 2].map(|_| Buffer::new(sizes.keys.saturating_mul(width)));
-        let [mut dkeys, mut dvalues] = [(); 2].map(|_| Buffer::new(sizes.keys.saturating_mul(a.heads * width)));
-        let [mut p, mut ds] = [(); 2].map(|_| Buffer::new(sizes.scores));
+        let [mut q_t, mut dout_t] = [(); 2].map(|_| Aligned::<E::Acc>::new(width * sizes.queries));
+        let [mut queries, mut douts, mut result] = [(); 3].map(|_| Aligned::new(sizes.queries * width));
+        let [mut keys, mut values] = [(); 2].map(|_| Aligned::new(sizes.keys.saturating_mul(width)));
+        let [mut dkeys, mut dvalues] = [(); 2].map(|_| Aligned::new(sizes.keys.saturating_mul(a.heads * width)));
+        let [mut p, mut ds] = [(); 2].map(|_| Aligned::new(sizes.scores));
         let mut mask = DropoutFactors::new(a, &sizes);
         for s in sequences {
             let tiles = s.k_len.next_multiple_of(TILE);

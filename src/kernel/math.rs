@@ -10,8 +10,7 @@
 //! the instruction `mul_add` is a call into libm, forty times slower than two roundings.
 
 use crate::cpu::pack::Isa;
-use crate::cpu::{memory, Accumulator};
-use std::ops::{Deref, DerefMut};
+use crate::cpu::Accumulator;
 
 /// One AVX-512 register of f32.
 pub const LANES: usize = 16;
@@ -146,36 +145,6 @@ fn erf_f32<S: Isa>(z: f32) -> (f32, f32) {
     (e.copysign(z), slope)
 }
 
-/// Zeros that begin on a cache line: a 64-byte store across two costs two.
-pub struct Buffer<A> {
-    data: Vec<A>,
-    start: usize,
-    len: usize,
-}
-
-impl<A: Accumulator> Buffer<A> {
-    pub fn new(len: usize) -> Self {
-        let data = memory::filled(A::ZERO, len.saturating_add(64 / size_of::<A>()));
-        let start = data.as_ptr().align_offset(64);
-        Buffer { data, start, len }
-    }
-}
-
-impl<A> Deref for Buffer<A> {
-    type Target = [A];
-    #[inline(always)]
-    fn deref(&self) -> &[A] {
-        &self.data[self.start..][..self.len]
-    }
-}
-
-impl<A> DerefMut for Buffer<A> {
-    #[inline(always)]
-    fn deref_mut(&mut self) -> &mut [A] {
-        &mut self.data[self.start..][..self.len]
-    }
-}
-
 /// Sum over the lanes, in the order of a tree.
 #[inline(always)]
 pub fn sum<A: Accumulator, const N: usize>(mut lanes: [A; N]) -> A {
@@ -300,13 +269,5 @@ mod tests {
             assert_eq!((sum(x), max(x)), (2.5, 2.5));
         }
         assert_eq!(max([f64::NEG_INFINITY; LANES]), f64::NEG_INFINITY);
-    }
-
-    #[test]
-    fn buffers_are_aligned_zeros() {
-        for len in [0, 1, 100] {
-            let buffer = Buffer::<f32>::new(len);
-            assert_eq!((buffer.as_ptr().align_offset(64), &buffer[..]), (0, &vec![0.0; len][..]));
-        }
     }
 }

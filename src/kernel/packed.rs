@@ -9,16 +9,16 @@
 
 pub mod call;
 
+use crate::cpu::memory::Aligned;
 use crate::cpu::pack::{Isa, Of, Pack, Store, BLOCK};
 use crate::cpu::Accumulator;
-use crate::kernel::math::Buffer;
 use crate::multiversion;
 
 /// W (n, k), packed, and b (n).
 pub struct PackedMatrix<A> {
-    panels: Buffer<A>,
+    panels: Aligned<A>,
     /// Filled up with zeros to whole panels.
-    bias: Buffer<A>,
+    bias: Aligned<A>,
     n: usize,
     k: usize,
 }
@@ -27,14 +27,14 @@ impl<A: Accumulator> PackedMatrix<A> {
     /// Of a row-major matrix (n, k); without a bias b = 0.
     pub fn new(weight: &[A], bias: Option<&[A]>, n: usize, k: usize) -> Self {
         assert!(weight.len() == n * k && bias.is_none_or(|bias| bias.len() == n), "W ({n}, {k}) and b ({n})");
-        let mut panels = Buffer::new(n.next_multiple_of(BLOCK) * k);
+        let mut panels = Aligned::new(n.next_multiple_of(BLOCK) * k);
         for (i, row) in weight.chunks_exact(k.max(1)).enumerate() {
             let panel = &mut panels[i / BLOCK * BLOCK * k..];
             for (c, w) in row.iter().enumerate() {
                 panel[c * BLOCK + i % BLOCK] = *w;
             }
         }
-        let mut padded = Buffer::new(n.next_multiple_of(BLOCK));
+        let mut padded = Aligned::new(n.next_multiple_of(BLOCK));
         if let Some(bias) = bias {
             padded[..n].copy_from_slice(bias);
         }
@@ -67,7 +67,7 @@ pub fn product<A: Accumulator>(
     assert!(y_stride >= w.n && (rows - 1) * y_stride + w.n <= y.len());
     assert!(x_stride >= w.k && (rows - 1) * x_stride + w.k <= x.len());
     // Tiles of x, transposed: TILE numbers of column c are consecutive.
-    let mut transposed = Buffer::<A>::new(ROWS * w.k);
+    let mut transposed = Aligned::<A>::new(ROWS * w.k);
     for first in (0..rows).step_by(ROWS) {
         let count = ROWS.min(rows - first);
         for (r, row) in x[first * x_stride..].chunks(x_stride).take(count).enumerate() {

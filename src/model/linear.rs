@@ -4,7 +4,7 @@
 //! Here a weight is cast once an update, and a product adds to the gradient where it lies.
 
 use crate::error::Result;
-use crate::kernel::product::add_product;
+use crate::kernel::product::{add_product, product};
 use crate::kernel::row_sum::add_rows;
 use crate::operator::{apply, Differentiable, Recording};
 use tch::{Device, Kind, Tensor};
@@ -95,8 +95,17 @@ impl InPlace {
     }
 
     fn value(&self, x: &Tensor) -> Result<Tensor> {
-        Ok(x.f_linear(&self.weight.value, self.bias.as_ref().map(|bias| &bias.value))?)
+        times(x, &self.weight.value.f_transpose(0, 1)?, self.bias.as_ref().map(|bias| &bias.value))
     }
+}
+
+/// xw + b in tensors of one type, x (…, rows of w). No gradient is recorded.
+pub(super) fn times(x: &Tensor, w: &Tensor, bias: Option<&Tensor>) -> Result<Tensor> {
+    let mut size = x.size();
+    *size.last_mut().expect("x has a last dimension") = w.size()[1];
+    let y = Tensor::f_empty(size.as_slice(), (x.kind(), x.device()))?;
+    product(&y.f_flatten(0, -2)?, &x.f_flatten(0, -2)?, w, bias)?;
+    Ok(y)
 }
 
 impl Differentiable for InPlace {
@@ -116,6 +125,6 @@ impl Differentiable for InPlace {
         if let Some(bias) = &self.bias {
             add_rows(&bias.gradient, &flat)?;
         }
-        Ok(vec![Some(dy.f_matmul(&self.weight.value)?)])
+        Ok(vec![Some(times(dy, &self.weight.value, None)?)])
     }
 }

@@ -1,5 +1,6 @@
 //! Weights in the form that many products take, made once: decoding multiplies by the same ones at every step.
 
+use super::linear::times;
 use crate::error::Result;
 use crate::kernel::packed::call::{linear, pack};
 use crate::kernel::packed::PackedMatrix;
@@ -84,7 +85,7 @@ impl PreparedWeight {
         match self {
             PreparedWeight::F32(w) => linear(&x, w),
             PreparedWeight::F64(w) => linear(&x, w),
-            PreparedWeight::Cast(w, b) => Ok(x.f_linear(w, b.as_ref())?),
+            PreparedWeight::Cast(w, b) => times(&x, &w.f_transpose(0, 1)?, b.as_ref()),
         }
     }
 }

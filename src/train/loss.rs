@@ -7,7 +7,7 @@
 use crate::config::{SmoothingName, TrainingConfig};
 use crate::error::Result;
 use crate::kernel::cross_entropy as kernel;
-use crate::kernel::product::add_product;
+use crate::kernel::product::{add_product, product};
 use crate::kernel::row_sum::add_rows;
 use crate::model::{Flat, Placed, Transformer, PAD};
 use crate::operator;
@@ -113,13 +113,13 @@ impl Objective {
             for (start, rows) in blocks(h.size()[0]) {
                 let h = h.f_narrow(0, start, rows)?;
                 let mut logits = workspace.block(rows, w.size()[0], kind, &h)?;
-                project(&h, w, b, &logits)?;
+                product(&logits, &h, &w.f_transpose(0, 1)?, b)?;
                 let targets = targets.f_narrow(0, start, rows)?;
                 let (loss, nll) =
                     operator::cross_entropy_in_place(&mut logits, &targets, None, self.smoothing, ignored, scale)?;
                 sums.add(&loss, &nll)?;
                 // logits now holds their gradient
-                let _ = logits.f_mm_out(&dh.f_narrow(0, start, rows)?, w)?;
+                product(&dh.f_narrow(0, start, rows)?, &logits, w, None)?;
                 add_product(&weight.place.gradient, &logits, &h)?;
                 if let Some(bias) = &bias {
                     add_rows(&bias.place.gradient, &logits)?;
@@ -151,7 +151,7 @@ impl Objective {
         let mut sums = LossSums::zero(&h)?;
         for (start, rows) in blocks(h.size()[0]) {
             let logits = workspace.block(rows, w.size()[0], kind, &h)?;
-            project(&h.f_narrow(0, start, rows)?, &w, b.as_ref(), &logits)?;
+            product(&logits, &h.f_narrow(0, start, rows)?, &w.f_transpose(0, 1)?, b.as_ref())?;
             let targets = targets.f_narrow(0, start, rows)?;
             let (loss, nll) = operator::cross_entropy(&logits, &targets, None, self.smoothing, ignored)?;
             sums.add(&loss, &nll)?;
@@ -232,15 +232,6 @@ impl LossSums {
 
 fn blocks(rows: i64) -> impl Iterator<Item = (i64, i64)> {
     (0..rows).step_by(BLOCK as usize).map(move |start| (start, BLOCK.min(rows - start)))
-}
-
-/// out = h Wᵀ + b
-fn project(h: &Tensor, weight: &Tensor, bias: Option<&Tensor>, out: &Tensor) -> Result<()> {
-    let _ = h.f_mm_out(out, &weight.f_transpose(0, 1)?)?;
-    if let Some(bias) = bias {
-        let _ = out.shallow_clone().f_add_(bias)?;
-    }
-    Ok(())
 }
 
 #[cfg(test)]

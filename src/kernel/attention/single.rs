@@ -7,10 +7,11 @@
 //! gets 0.
 
 use super::matrix::{Matrix, MatrixMut};
+use crate::cpu::memory::Aligned;
 use crate::cpu::pack::{Isa, Of, Pack, Store, WIDTH};
 use crate::cpu::{parallel, Accumulator, Element};
 use crate::error::{Error, Result};
-use crate::kernel::math::{exp, max, sum, Buffer, LANES};
+use crate::kernel::math::{exp, max, sum, LANES};
 use crate::kernel::view::{by_dtype, View};
 use crate::multiversion;
 use std::ops::Range;
@@ -47,7 +48,7 @@ multiversion! {
         let mut out = out;
         let scale = E::Acc::from_f64(scale);
         let longest = queries.clone().map(|i| reads.offsets[i + 1] - reads.offsets[i]).max().unwrap_or(0);
-        let mut scores = Buffer::<E::Acc>::new(longest.next_multiple_of(LANES));
+        let mut scores = Aligned::<E::Acc>::new(longest.next_multiple_of(LANES));
         for i in queries {
             let rows = &reads.rows[reads.offsets[i]..reads.offsets[i + 1]];
             let lanes = rows.len().next_multiple_of(LANES);

@@ -2,10 +2,11 @@
 
 use super::matrix::transpose;
 use super::{Block, ScaledDotProduct, Sequence, Sizes, QUERIES};
+use crate::cpu::memory::Aligned;
 use crate::cpu::pack::Isa;
 use crate::cpu::philox::{self, Stream};
 use crate::cpu::Accumulator;
-use crate::kernel::math::{exp, Buffer, LANES};
+use crate::kernel::math::{exp, LANES};
 use crate::multiversion;
 
 /// −∞ where a key lies after its query.
@@ -91,8 +92,8 @@ pub(super) fn score_gradients<A: Accumulator>(p: &[A], dp: &mut [A], lanes: usiz
 /// consecutive in the stream, and a register of it serves several.
 pub(super) struct DropoutFactors<A> {
     random: Vec<u16>,
-    rows: Buffer<A>,
-    factors: Buffer<A>,
+    rows: Aligned<A>,
+    factors: Aligned<A>,
 }
 
 impl<A: Accumulator> DropoutFactors<A> {
@@ -100,8 +101,8 @@ impl<A: Accumulator> DropoutFactors<A> {
         let len = |n| if a.dropout.is_some() { n } else { 0 };
         DropoutFactors {
             random: philox::scratch(1, len(sizes.random)),
-            rows: Buffer::new(len(sizes.scores)),
-            factors: Buffer::new(len(sizes.scores)),
+            rows: Aligned::new(len(sizes.scores)),
+            factors: Aligned::new(len(sizes.scores)),
         }
     }
 

@@ -2,11 +2,11 @@
 //! their logits are in the cache.
 
 use super::{best, Choice, Likely};
+use crate::cpu::memory::Aligned;
 use crate::cpu::pack::BLOCK;
 use crate::cpu::parallel::{self, Shared};
 use crate::cpu::Accumulator;
 use crate::error::{Error, Result};
-use crate::kernel::math::Buffer;
 use crate::kernel::packed::call::kind;
 use crate::kernel::packed::{product, PackedMatrix};
 use crate::kernel::view::View;
@@ -36,7 +36,7 @@ pub fn best_of_product<A: Accumulator>(
     let h = unsafe { view.slice::<A>() };
     parallel::for_each(rows, ROWS, |range| {
         let stride = cols.next_multiple_of(BLOCK);
-        let mut logits = Buffer::<A>::new(ROWS.min(range.len()) * stride);
+        let mut logits = Aligned::<A>::new(ROWS.min(range.len()) * stride);
         for first in range.clone().step_by(ROWS) {
             let end = range.end.min(first + ROWS);
             product(&h[first * k..], k, end - first, w, &mut logits, stride);

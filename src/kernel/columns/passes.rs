@@ -1,6 +1,7 @@
 //! The passes over memory of all norms with statistics of columns.
 
-use crate::cpu::convert::{narrow, target, wide, widen, Row};
+use crate::cpu::convert::{narrow, scratch, target, wide, widen};
+use crate::cpu::memory::Aligned;
 use crate::cpu::{Accumulator, Element};
 use crate::multiversion;
 use std::array::from_fn;
@@ -56,11 +57,11 @@ multiversion! {
             return;
         }
         let centred = !guess.is_empty();
-        let zero = Row::new(cols);
+        let zero = Aligned::new(cols);
         // A row that adds nothing, for groups that are not full.
         let absent: &[E::Acc] = if centred { guess } else { &zero };
-        let mut held = [(); GROUP].map(|()| Row::for_type::<E>(cols));
-        let (mut part, mut part_squares) = (Row::new(if centred { cols } else { 0 }), Row::new(cols));
+        let mut held = [(); GROUP].map(|()| scratch::<E>(cols));
+        let (mut part, mut part_squares) = (Aligned::new(if centred { cols } else { 0 }), Aligned::new(cols));
         in_blocks(x.len() / cols, pad, |group, n, end| {
             if n > 0 {
                 for i in 0..n {
@@ -111,7 +112,7 @@ multiversion! {
         if cols == 0 {
             return;
         }
-        let (mut held, mut out) = (Row::for_type::<E>(cols), Row::for_type::<E>(cols));
+        let (mut held, mut out) = (scratch::<E>(cols), scratch::<E>(cols));
         for r in 0..x.len() / cols {
             let (x, y) = (&x[r * cols..][..cols], &mut y[r * cols..][..cols]);
             if is_pad(pad, r) {
@@ -143,9 +144,9 @@ multiversion! {
         if cols == 0 {
             return;
         }
-        let zero = Row::new(cols);
-        let mut held = [(); GROUP].map(|()| (Row::for_type::<E>(cols), Row::for_type::<E>(cols)));
-        let (mut part, mut part_x) = (Row::new(cols), Row::new(cols));
+        let zero = Aligned::new(cols);
+        let mut held = [(); GROUP].map(|()| (scratch::<E>(cols), scratch::<E>(cols)));
+        let (mut part, mut part_x) = (Aligned::new(cols), Aligned::new(cols));
         in_blocks(x.len() / cols, pad, |group, n, end| {
             if n > 0 {
                 for i in 0..n {
@@ -204,7 +205,7 @@ multiversion! {
         if cols == 0 {
             return;
         }
-        let [mut held_dy, mut held_x, mut out] = [(); 3].map(|()| Row::for_type::<E>(cols));
+        let [mut held_dy, mut held_x, mut out] = [(); 3].map(|()| scratch::<E>(cols));
         for r in 0..x.len() / cols {
             let (dy, x, dx) = (&dy[r * cols..][..cols], &x[r * cols..][..cols], &mut dx[r * cols..][..cols]);
             if is_pad(pad, r) {

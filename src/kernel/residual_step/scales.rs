@@ -2,7 +2,7 @@
 
 use super::mask::Bits;
 use super::{keep, StepParameters};
-use crate::cpu::convert::Row;
+use crate::cpu::memory::Aligned;
 use crate::cpu::pack::{Isa, Of, Pack, Store, BLOCK};
 use crate::cpu::philox::Dropout;
 use crate::cpu::{Accumulator, Element};
@@ -20,10 +20,10 @@ pub struct Sides<'a, X, F, Y, D> {
 /// The scales α and β per column, and the sums of their gradients (but for dropout's scale); these are empty where not
 /// wanted.
 pub struct Scales<A> {
-    pub alpha: Row<A>,
-    pub beta: Row<A>,
-    pub dalpha: Row<A>,
-    pub dbeta: Row<A>,
+    pub alpha: Aligned<A>,
+    pub beta: Aligned<A>,
+    pub dalpha: Aligned<A>,
+    pub dbeta: Aligned<A>,
 }
 
 impl<A: Accumulator> Scales<A> {
@@ -128,8 +128,8 @@ impl<A: Accumulator> Scales<A> {
 }
 
 /// Columns to sum in: none where the gradient is not wanted.
-pub fn sum_of<A: Accumulator>(gradient: &[A], cols: usize) -> Row<A> {
-    Row::new(if gradient.is_empty() { 0 } else { cols.next_multiple_of(BLOCK) })
+pub fn sum_of<A: Accumulator>(gradient: &[A], cols: usize) -> Aligned<A> {
+    Aligned::new(if gradient.is_empty() { 0 } else { cols.next_multiple_of(BLOCK) })
 }
 
 /// Adds the column sums, or their sum, times dropout's scale.
@@ -141,7 +141,7 @@ pub fn finish<A: Accumulator>(sums: &[A], dropout: Option<Dropout>, gradient: &m
 }
 
 /// β times what dropout multiplies the kept elements by.
-pub fn branch_scale<A: Accumulator>(step: &StepParameters<A>) -> Row<A> {
+pub fn branch_scale<A: Accumulator>(step: &StepParameters<A>) -> Aligned<A> {
     let scale = A::from_f64(step.dropout.map_or(1.0, |d| d.scale));
     let mut beta = columns(step.beta, step.cols, A::ONE);
     for beta in beta.iter_mut() {

@@ -5,7 +5,7 @@
 
 use super::passes::rows;
 use super::GROUP;
-use crate::cpu::convert::Row;
+use crate::cpu::memory::Aligned;
 use crate::cpu::pack::BLOCK;
 use crate::cpu::{memory, Accumulator, Element};
 use std::array::from_fn;
@@ -14,11 +14,11 @@ use std::slice::from_mut;
 
 /// Coefficients per column, filled up to whole blocks: the caller's, or one number (the given one, or a default)
 /// repeated.
-pub fn columns<A: Accumulator>(values: &[A], cols: usize, default: A) -> Row<A> {
+pub fn columns<A: Accumulator>(values: &[A], cols: usize, default: A) -> Aligned<A> {
     let (len, first) = (cols.next_multiple_of(BLOCK), values.first().copied().unwrap_or(default));
     match values.len() {
-        0 | 1 => Row::filled(len, first),
-        n if n == cols => Row::filled_up(values, len, first),
+        0 | 1 => Aligned::filled_up(&[], len, first),
+        n if n == cols => Aligned::filled_up(values, len, first),
         n => panic!("a row of {cols} columns takes 0, 1 or {cols} coefficients, not {n}"),
     }
 }
@@ -32,8 +32,8 @@ pub fn write_columns<A: Accumulator>(sums: &[A], to: &mut [A]) {
 }
 
 /// Sums per column as they are so far, filled up to whole blocks.
-pub fn start<A: Accumulator>(sums: &[A], cols: usize) -> Row<A> {
-    Row::filled_up(sums, cols.next_multiple_of(BLOCK), A::ZERO)
+pub fn start<A: Accumulator>(sums: &[A], cols: usize) -> Aligned<A> {
+    Aligned::filled_up(sums, cols.next_multiple_of(BLOCK), A::ZERO)
 }
 
 /// How rows fall into groups.

@@ -10,7 +10,7 @@
 use super::blocks::{columns, split, split_ref, start, write_columns, Blocks, BlocksMut, Group, PARTS};
 use super::passes::{each_row, fetch, normalise, rows};
 use super::{CurveNorm, Measured, GROUP};
-use crate::cpu::convert::Row;
+use crate::cpu::memory::Aligned;
 use crate::cpu::pack::{Isa, Of, Pack, Store, BLOCK};
 use crate::cpu::{Accumulator, Element};
 use crate::multiversion;
@@ -106,12 +106,12 @@ pub struct Bend<'a, A> {
     numbers: [A; NUMBERS],
     cols: usize,
     /// z, then f(z).
-    hats: Row<A>,
+    hats: Aligned<A>,
 }
 
 impl<'a, A: Accumulator> Bend<'a, A> {
     pub fn new(curve: &'a Curve<A>, numbers: [A; NUMBERS], cols: usize) -> Self {
-        Bend { curve, numbers, cols, hats: Row::new(GROUP * cols) }
+        Bend { curve, numbers, cols, hats: Aligned::new(GROUP * cols) }
     }
 
     /// y = w⊙f(z) + b; the first `count` rows are real.
@@ -155,10 +155,10 @@ impl<'a, A: Accumulator> Bend<'a, A> {
 /// A curve for the backward pass, and the sums of its gradients over rows.
 pub struct BendBack<'a, A> {
     bend: Bend<'a, A>,
-    slopes: Row<A>,
-    weight: Row<A>,
-    dweight: Row<A>,
-    dbias: Row<A>,
+    slopes: Aligned<A>,
+    weight: Aligned<A>,
+    dweight: Aligned<A>,
+    dbias: Aligned<A>,
     dnumbers: [A; NUMBERS],
 }
 
@@ -175,7 +175,7 @@ impl<'a, A: Accumulator> BendBack<'a, A> {
     ) -> Self {
         BendBack {
             bend: Bend::new(curve, numbers, cols),
-            slopes: Row::new(GROUP * cols),
+            slopes: Aligned::new(GROUP * cols),
             weight: columns(weight, cols, A::ONE),
             dweight: start(dweight, cols),
             dbias: start(dbias, cols),

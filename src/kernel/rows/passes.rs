@@ -2,7 +2,7 @@
 
 use super::blocks::{columns, start, write_columns, Blocks, BlocksMut, PARTS};
 use super::{Measured, Rule, Slope, Sums, GROUP};
-use crate::cpu::convert::Row;
+use crate::cpu::memory::Aligned;
 use crate::cpu::pack::{Isa, Of, Pack, Store, BLOCK};
 use crate::cpu::{memory, Accumulator, Element};
 
@@ -183,9 +183,9 @@ pub struct Weight<'a, A> {
     gain: A,
     dgain: A,
     /// Empty where all are one and nothing is summed.
-    columns: Row<A>,
-    dcolumns: Row<A>,
-    dbias: Row<A>,
+    columns: Aligned<A>,
+    dcolumns: Aligned<A>,
+    dbias: Aligned<A>,
     /// Σg and dbias are wanted.
     biased: bool,
 }
@@ -203,7 +203,7 @@ impl<'a, A: Accumulator> Weight<'a, A> {
         let (columns, dcolumns, dbias) = if !weight.is_empty() || biased {
             (columns(weight, cols, A::ONE), start(dweight, cols), start(dbias, cols))
         } else {
-            (Row::new(0), Row::new(0), Row::new(0))
+            (Aligned::new(0), Aligned::new(0), Aligned::new(0))
         };
         Weight { rule, eps, cols, gain, dgain, columns, dcolumns, dbias, biased }
     }
