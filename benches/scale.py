@@ -4,7 +4,7 @@
 
 A training run for each row of `POINTS`, in processes of its own. An update's time is divided in three:
 
-products   what its matrix products would take at the rate of a 2048² product, measured in the same process
+products   what its matrix products would take at the rate of a 2048² product: the higher of one before and one after it
 calls      an update of hardly any tokens: the operations' own cost, and the optimizer's pass over all weights
 traffic    the rest: tensors between the products, products slower than 2048², waiting for other threads and processes
 
@@ -27,6 +27,7 @@ from pathlib import Path
 import our_worker
 import torch
 import torch_worker
+from threads import product_rate
 from windows import Quit
 
 from normformer_rs.reproduce.pictures import INK, heading, new_figure, save
@@ -36,7 +37,7 @@ SHARES = {"products": "#3b6fb5", "traffic": "#e0a458", "calls": "#d1495b"}
 
 @dataclass(frozen=True)
 class Point:
-    """What one row trains. `layers` in encoder and decoder together, `tokens` padded ones of a side in an update."""
+    """The size of a run: layers of both stacks together, padded tokens of a side in an update."""
 
     d_model: int = 128
     layers: int = 8
@@ -91,21 +92,10 @@ class Timed:
         return statistics.median(self.seconds[2:]), statistics.mean(self.tokens[2:])
 
 
-def product_rate() -> float:
-    """Floating-point operations a second of a product of 2048² matrices."""
-    a, b = torch.randn(2048, 2048), torch.randn(2048, 2048)
-    times = []
-    for _ in range(7):
-        start = time.perf_counter()
-        a @ b
-        times.append(time.perf_counter() - start)
-    return 2 * 2048**3 / statistics.median(times)
-
-
 def here(corpus: Path, point: Point, updates: int) -> dict[str, float]:
-    """What this process measures of the point."""
+    """Measures the point in this process."""
     torch.set_num_threads(point.threads)
-    before = product_rate()
+    before = product_rate(torch.float32)
     model, training = point.options()
     few, all_ = Timed(8), Timed(updates)
     our_worker.train(corpus, few, model, {**training, "max_tokens": 64})
@@ -115,7 +105,7 @@ def here(corpus: Path, point: Point, updates: int) -> dict[str, float]:
         "seconds": seconds,
         "tokens": tokens,
         "calls": calls,
-        "product_rate": max(before, product_rate()),
+        "product_rate": max(before, product_rate(torch.float32)),
         "peak_gib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20,
     }
 
@@ -123,6 +113,7 @@ def here(corpus: Path, point: Point, updates: int) -> dict[str, float]:
 def measure(corpus: Path, point: Point, vocabulary: int) -> dict[str, str]:
     """A row of the table."""
     multiplications = sum(point.multiplications(vocabulary))
+    # As many updates as take some 12 seconds at 40 GFLOP/s, where seven tenths of the tokens are real.
     guess = 6 * multiplications * point.tokens * 0.7 / 4e10
     updates = str(min(max(round(12 / guess), 3), 40))
     with socket.socket() as free:

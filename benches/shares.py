@@ -35,7 +35,7 @@ KINDS: dict[str, tuple[str, ...]] = {
     "additions and other arithmetic": ("add", "mul", "div", "fill", "zero", "eq", "where"),
     "optimizer": ("adam", "optimizer"),
 }
-"""What the name of an operation has in it; the longest part decides."""
+"""An operation is of the kind that lists a part of its name. Of several such parts the longest decides."""
 
 
 class Profiler:

@@ -1,4 +1,4 @@
-"""What a second thread brings to training, beside what it brings to a product of 2048² matrices.
+"""How much faster a second thread makes training, and a product of 2048² matrices.
 
     python benches/threads.py CORPUS [--precision bf16] [--windows 5] [--seconds 15]
 
@@ -9,26 +9,20 @@ type on as many threads. Prints the medians, both ratios, and the share of the p
 import argparse
 import statistics
 import sys
-import time
 from pathlib import Path
 
 import torch
 from training import HERE, Worker
 
+from normformer_rs.bench import kernels
+
 SIZE, PRODUCTS = 2048, 15
 
 
-def product_rate(threads: int, dtype: torch.dtype) -> float:
-    """Floating-point operations a second."""
-    torch.set_num_threads(threads)
+def product_rate(dtype: torch.dtype) -> float:
+    """Floating-point operations a second of a product of square matrices, on as many threads as torch has."""
     a, b = (torch.randn(SIZE, SIZE).to(dtype) for _ in range(2))
-    a @ b
-    times = []
-    for _ in range(PRODUCTS):
-        start = time.perf_counter()
-        a @ b
-        times.append(time.perf_counter() - start)
-    return 2 * SIZE**3 / statistics.median(times)
+    return 2 * SIZE**3 / kernels.seconds(lambda: a @ b, "cpu", PRODUCTS)
 
 
 def main() -> None:
@@ -47,7 +41,8 @@ def main() -> None:
         worker.window(4)
     for _ in range(arguments.windows):
         for threads, worker in workers.items():
-            products[threads].append(product_rate(threads, dtype))
+            torch.set_num_threads(threads)
+            products[threads].append(product_rate(dtype))
             worker.rates.append(worker.window(arguments.seconds))
     for worker in workers.values():
         worker.quit()

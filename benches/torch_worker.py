@@ -32,7 +32,7 @@ Sentence = list[int]
 class Batch(NamedTuple):
     source: Tensor
     before: Tensor
-    """What the decoder reads."""
+    """The decoder's input: the target without its last token, after a mark of the beginning."""
     target: Tensor
     tokens: int
     """Of the target, real ones."""

@@ -107,6 +107,7 @@ mod tests {
             filled(1, 3).iter().zip([0, 2, 4]).map(|(a, b)| a * b).collect::<Vec<_>>()
         );
     }
+
     #[test]
     fn aligned_numbers_begin_on_a_cache_line() {
         for len in [0, 1, 100] {

@@ -54,8 +54,8 @@ pub struct Gradients<'a, A> {
 }
 
 multiversion! {
-    /// x⁺ and y for the rows of `x`, the first of which is row `first_row` of the whole. `y` is empty where there is no
-    /// norm; `stats` receives `rule.stats` numbers a row.
+    /// Writes x⁺ and y of some rows. `x` begins with row `first_row` of the whole matrix, which dropout counts from. `y` is
+    /// empty where there is no norm; `stats` receives `rule.stats` numbers a row.
     pub fn forward[isa S][X: Element, F: Element<Acc = X::Acc>, Y: Element<Acc = X::Acc>](
         rule: &Rule<X::Acc>, step: &StepParameters<X::Acc>, first_row: usize, x: &[X], f: &[F], x_plus: &mut [X],
         y: &mut [Y], stats: &mut [X::Acc],

@@ -11,11 +11,14 @@ use tch::{Kind, Tensor};
 /// Rows that are added up before they are added to the sum: rounding grows with the root of the number of terms.
 const TOGETHER: usize = 64;
 
-/// sum += Σ rows of x: sum (n) in f32 or f64, x (rows, n) in its type or in bf16. No gradient is recorded.
+/// sum += Σ rows of x, (n) and (rows, n). By a kernel on the CPU where the sum is of the type that x computes in, f64 for
+/// f64 and else f32; by torch elsewhere. No gradient is recorded.
 pub fn add_rows(sum: &Tensor, x: &Tensor) -> Result<()> {
-    let is_summed_so = (sum.kind() == Kind::Double) == (x.kind() == Kind::Double);
+    let computing = if x.kind() == Kind::Double { Kind::Double } else { Kind::Float };
     match (View::of(x), View::of(&sum.f_unsqueeze(0)?)) {
-        (Some(x), Some(to)) if is_summed_so && to.cols == x.cols => by_dtype!(x, E => add_typed::<E>(&x, &to)),
+        (Some(x), Some(to)) if sum.kind() == computing && to.cols == x.cols => {
+            by_dtype!(x, E => add_typed::<E>(&x, &to))
+        }
         _ => {
             let _ = sum.shallow_clone().f_add_(&x.f_sum_dim_intlist([0i64].as_slice(), false, sum.kind())?)?;
             Ok(())
@@ -70,6 +73,15 @@ mod tests {
     use super::*;
     use crate::cpu::simd::{force, Level};
     use tch::Device;
+
+    #[test]
+    fn a_sum_of_another_type_is_torch_s() {
+        let x = Tensor::ones([3, 40], (Kind::BFloat16, Device::Cpu));
+        // Half as many bytes as the kernel would write: the second row stays as it is.
+        let sums = Tensor::zeros([2, 40], (Kind::BFloat16, Device::Cpu));
+        add_rows(&sums.get(0), &x).unwrap();
+        assert_eq!(Vec::<f32>::try_from(sums.to_kind(Kind::Float).view(-1)).unwrap(), [[3.0; 40], [0.0; 40]].concat());
+    }
 
     #[test]
     fn rows_are_added_to_the_sum() {
