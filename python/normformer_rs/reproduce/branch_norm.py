@@ -116,7 +116,7 @@ FIG3 = Reproduction(
     },
 )  # fmt: skip
 
-_WARM: Options = {**_NARROW, **layers(50), "updates": 600, "warmup": 24, "evaluate_every": 200, "precision": "f32"}
+_WARM: Options = {**_NARROW, **layers(50), "updates": 600, "warmup": 24, "evaluate_every": 200}
 WARMUP = Reproduction(
     "branchnorm-warmup",
     "50+50 layers with warm-up",
@@ -125,7 +125,7 @@ WARMUP = Reproduction(
     {
         "check": Scale(f"{SMALL_ABOUT}, 5+5 layers", _rows(_FIRST, {**SMALL, **layers(5)}, 2, "demo", 50), _VERDICTS),
         "here": Scale(
-            "d 64, d_ff 128, the highest rate after 24 updates of warm-up, then inverse square root, T = 24, f32, "
+            "d 64, d_ff 128, the highest rate after 24 updates of warm-up, then inverse square root, T = 24, bf16, "
             f"600 {_ABOUT}",
             _rows(_FIRST, _WARM, 24, "multi30k-bpe", 50),
             _VERDICTS,

@@ -66,7 +66,7 @@ TABLE1 = Reproduction(
 )  # fmt: skip
 
 _LONG = _SHOWN._replace(measures=("bleu", "validation"), picture="validation")
-_BEYOND: Options = {**TINY, **RECIPE, "warmup": 250, "precision": "f32"}
+_BEYOND: Options = {**TINY, **RECIPE, "warmup": 250}
 BEYOND = Reproduction(
     "powernorm-beyond",
     "PowerNorm beyond its warm-up",
@@ -76,9 +76,9 @@ BEYOND = Reproduction(
         "check": Scale(f"{SMALL_ABOUT}, warm-up of one update",
                        _rows(tuple(_PAPER), {**SMALL, "warmup": 1}, 1, "demo"), _LONG),
         "here": Scale(
-            "prenorm, the decoder keeps LayerNorm; 2,500 updates of 4,096 padded tokens, transformer-tiny (d 128, 4+4 "
-            "layers), f32, seed 1, lr 5e-3 after 250 updates of warm-up, which are PowerNorm's warm-up, too (the "
-            f"paper: 8,000 of 100,000); {DECODED}; NLL in nats",
+            f"prenorm, the decoder keeps LayerNorm; 2,500 updates of 4,096 padded tokens, {TWO_CORES}, lr 5e-3 after "
+            "250 updates of warm-up, which are PowerNorm's warm-up, too (the paper: 8,000 of 100,000); "
+            f"{DECODED}; NLL in nats",
             _rows(tuple(_PAPER), _BEYOND, _BEYOND["warmup"], "multi30k-bpe"),
             _LONG,
         ),
