@@ -1,17 +1,19 @@
 """Where an update's time goes: shares by kind of work, of this package and of PyTorch's own Transformer.
 
-    python benches/shares.py CORPUS [--precision f32 bf16] [--updates 10] [--side ours eager] [--top 0]
+    python benches/shares.py CORPUS [--precision f32 bf16] [--updates 10] [--side ours eager] [--model JSON] [--top 0]
 
 Both train as in training.py, with torch.profiler over so many updates after ten others. An operation counts its own
 time, without that of operations that it calls. "outside" is the rest of the time: Rust and Python between operations,
-waiting for a batch, and what the profiler itself costs. The allocator is told to keep memory on either side. `--top`
-lists so many operations with their calls an update.
+waiting for a batch, and what the profiler itself costs. The allocator is told to keep memory on either side. `--model`
+takes options of TransformerConfig, with `--side ours` only. `--top` lists so many operations with their calls an
+update.
 
 For machine code instead of operations, build with symbols (`maturin develop --profile profiling`) and run
 `perf record -g` on our_worker.py.
 """
 
 import argparse
+import json
 import time
 from collections import defaultdict
 from pathlib import Path
@@ -71,8 +73,11 @@ def main() -> None:
     parser.add_argument("--side", nargs="+", default=["ours", "eager"], choices=["ours", "eager"])
     parser.add_argument("--updates", type=int, default=10)
     parser.add_argument("--max-tokens", type=int, default=4096)
+    parser.add_argument("--model", type=json.loads, default={}, metavar="JSON")
     parser.add_argument("--top", type=int, default=0)
     arguments = parser.parse_args()
+    if arguments.model and arguments.side != ["ours"]:
+        parser.error("--model changes this package's model only: give --side ours with it")
     nfrs.keep_memory()
 
     columns: dict[str, tuple[float, dict[str, tuple[float, float]]]] = {}
@@ -81,7 +86,7 @@ def main() -> None:
             seen = Profiler(arguments.updates)
             size: dict[str, Any] = {"max_tokens": arguments.max_tokens, "precision": precision}
             if side == "ours":
-                our_worker.train(arguments.corpus, seen, {}, {**size, "accumulate": 2})
+                our_worker.train(arguments.corpus, seen, arguments.model, {**size, "accumulate": 2})
             else:
                 torch_worker.train(arguments.corpus, seen, update_freq=2, eager=True, **size)
             columns[f"{side} {precision}"] = (seen.seconds / seen.updates, operations(seen))
