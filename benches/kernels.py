@@ -4,7 +4,8 @@
 
 It measures twice: with the allocator's defaults, where large tensors pay for fresh pages, and after
 `normformer_rs.keep_memory()`. Forward and backward of a norm move 5 times its input (read x, write y; read dy and x,
-write dx), a copy 2 times. The rate counts just these passes. Medians of several; a row is one size and dtype.
+write dx), a copy 2 times. The residual step without dropout moves 8 tensors (read x and f, write x+ and y; read x+, dx+
+and dy, write one gradient). The rates count just these passes. Medians of several; a row is one size and dtype.
 """
 
 import argparse
@@ -43,8 +44,8 @@ def norm_rates(x: torch.Tensor, repeats: int) -> dict[str, float]:
     return rates
 
 
-def residual_ratio(dtype: torch.dtype, p: float, repeats: int, rows: int, width: int = 512) -> float:
-    """Time of dropout + addition + layer_norm in PyTorch calls, over the fused step's; forward and backward."""
+def residual_rates(dtype: torch.dtype, p: float, repeats: int, rows: int, width: int = 512) -> tuple[float, float]:
+    """The fused step's speed over that of PyTorch's calls, forward and backward, and its share of the copy rate."""
     x, f = (torch.randn(rows, width, dtype=dtype, requires_grad=True) for _ in range(2))
     weight, bias = (torch.ones(width, dtype=dtype, requires_grad=True) for _ in range(2))
     seed, inputs = torch.tensor([1, 2, 3]), (x, f, weight, bias)
@@ -58,7 +59,8 @@ def residual_ratio(dtype: torch.dtype, p: float, repeats: int, rows: int, width:
         x_plus, y, _ = OPS.layer_norm_residual(x, f, None, None, weight, bias, 1e-5, p, seed, 0)
         return torch.autograd.grad((x_plus, y), inputs, (da, db))
 
-    return seconds(unfused, repeats) / seconds(fused, repeats)
+    target, taken = torch.empty_like(da), seconds(fused, repeats)
+    return seconds(unfused, repeats) / taken, 4 * seconds(lambda: target.copy_(da), repeats) / taken
 
 
 def main() -> None:
@@ -86,8 +88,12 @@ def measure(arguments: argparse.Namespace) -> None:
             print(f"{name:4} {megabytes:4} MB  {shown}", flush=True)
     for name, dtype in DTYPES.items():
         for p in (0.1, 0.0):
-            ratio = residual_ratio(dtype, p, 3 * arguments.repeats, arguments.rows)
-            print(f"{name:4} fused residual step, layer_norm, p = {p}: {ratio:.2f} times the PyTorch calls", flush=True)
+            ratio, share = residual_rates(dtype, p, 3 * arguments.repeats, arguments.rows)
+            print(
+                f"{name:4} fused residual step, layer_norm, p = {p}: {ratio:.2f} times the PyTorch calls, "
+                f"{share:.2f} of the copy rate",
+                flush=True,
+            )
 
 
 if __name__ == "__main__":
