@@ -222,12 +222,14 @@ def highlight(axis: Any, found: Series, chosen: Sequence[tuple[str, str, str]]) 
 
 
 def heading(figure: Any, title: str, names: Sequence[tuple[str, str]]) -> None:
-    """The title; below it, at the right, the names of the colours, drawn in them."""
-    figure.suptitle(title, fontsize=11, x=0.01, ha="left", weight="bold", color=INK)
-    at = 0.995
-    for name, shade in reversed(names):
-        figure.text(at, 0.992, f"●  {name}", color=shade, fontsize=9.5, ha="right", va="top", weight="bold")
-        at -= (0.105 * len(name) + 0.35) / figure.get_figwidth()
+    """The title; at the right, or below it where both do not fit, the names of the colours, drawn in them."""
+    widths = [0.105 * len(name) + 0.35 for name, _ in names]  # inches
+    fits = 0.0925 * len(title) + sum(widths) - 0.35 < figure.get_figwidth()
+    figure.suptitle(title if fits else f"{title}\n", fontsize=11, x=0.01, ha="left", weight="bold", color=INK)
+    at, top = 0.995, 0.992 if fits else 0.992 - 0.2 / figure.get_figheight()
+    for (name, shade), width in zip(reversed(names), reversed(widths)):
+        figure.text(at, top, f"●  {name}", color=shade, fontsize=9.5, ha="right", va="top", weight="bold")
+        at -= width / figure.get_figwidth()
 
 
 def save(figure: Any, path: Path) -> Path:
