@@ -1,12 +1,13 @@
 //! Writes that survive a crash: content is written aside, flushed to the disk, and only then given its name.
 //!
 //! Everything unfinished is called `.NAME.tmp-PID` beside its final place, so that [`clean`] knows a killed process's
-//! leftovers. The disk acts pass [`fault::point`] first.
+//! leftovers. The disk acts pass [`fault::point`] first. Files are opened here without following links.
 
 pub mod fault;
 
-use std::fs::{self, File};
-use std::io::{self, Write};
+use std::fs::{self, File, OpenOptions};
+use std::io::{self, Read, Write};
+use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
 
 use flate2::Crc;
@@ -63,7 +64,7 @@ impl Sink {
     }
 
     fn flush(&mut self) -> Result<()> {
-        act("write", &self.shown, || self.file.write_all(&self.buffer))?;
+        write(&mut self.file, &self.shown, &self.buffer)?;
         self.buffer.clear();
         Ok(())
     }
@@ -121,10 +122,66 @@ pub fn write_file(target: &Path, bytes: &[u8]) -> Result<()> {
     finish(written, &aside, target)
 }
 
-/// Appends `text` to `path`, which it makes where there is none.
+/// Appends `text` to `path`, which it makes where there is none. Errors: see [`open`].
 pub fn append(path: &Path, text: &str) -> Result<()> {
-    let mut file = act("open", path, || File::options().create(true).append(true).open(path))?;
-    act("write", path, || file.write_all(text.as_bytes()))
+    fault::point("open").map_err(|e| Error::io("open", path, e))?;
+    let mut file = open(path, File::options().create(true).append(true))?;
+    write(&mut file, path, text.as_bytes())
+}
+
+/// Opens a regular file without following a link, and without waiting for a pipe's other end.
+///
+/// # Errors
+/// A link, a device, a pipe or a folder at `path`: the message says which, and what to do. The system refuses.
+pub fn open(path: &Path, how: &mut OpenOptions) -> Result<File> {
+    let opened = how.custom_flags(libc::O_NOFOLLOW | libc::O_NONBLOCK).open(path);
+    let file = opened.map_err(|e| match path.symlink_metadata() {
+        Ok(found) if !found.is_file() => not_regular(path, found.file_type()),
+        _ => Error::io("open", path, e),
+    })?;
+    let found = file.metadata().map_err(|e| Error::io("open", path, e))?;
+    match found.is_file() {
+        true => Ok(file),
+        false => Err(not_regular(path, found.file_type())),
+    }
+}
+
+/// The bytes of a regular file of at most `most` bytes; none where there is no file. Errors: see [`open`]; a longer file.
+pub fn read(path: &Path, most: u64) -> Result<Option<Vec<u8>>> {
+    let file = match open(path, File::options().read(true)) {
+        Err(Error::Io { source, .. }) if source.kind() == io::ErrorKind::NotFound => return Ok(None),
+        opened => opened?,
+    };
+    let mut bytes = Vec::new();
+    file.take(most.saturating_add(1)).read_to_end(&mut bytes).map_err(|e| Error::io("read", path, e))?;
+    match bytes.len() as u64 > most {
+        true => Err(Error::invalid(format!("{}: expected at most {most} bytes, found more", path.display()))),
+        false => Ok(Some(bytes)),
+    }
+}
+
+fn not_regular(path: &Path, found: fs::FileType) -> Error {
+    use std::os::unix::fs::FileTypeExt;
+    let what = match found {
+        f if f.is_symlink() => "a symbolic link, which is not followed",
+        f if f.is_dir() => "a folder",
+        f if f.is_fifo() => "a pipe",
+        _ => "a device or a socket",
+    };
+    Error::invalid(format!(
+        "{} is {what}; expected a regular file: put the file itself there, or choose another folder",
+        path.display()
+    ))
+}
+
+/// Writes all bytes, past the fault point; an injected short write leaves half of them.
+fn write(file: &mut File, shown: &Path, bytes: &[u8]) -> Result<()> {
+    act("write", shown, || file.write_all(bytes)).inspect_err(|_| {
+        if fault::is_short() {
+            // What a power cut or a full disk leaves of a write; the error itself is on its way.
+            let _ = file.write_all(&bytes[..bytes.len() / 2]);
+        }
+    })
 }
 
 /// Removes the file `path`, if it is there.
@@ -138,8 +195,7 @@ pub fn remove_file(path: &Path) -> Result<()> {
 /// Makes `link`, which may be a link already, a symbolic link to `to`: a reader finds the old target or the new one.
 pub fn write_link(link: &Path, to: &str) -> Result<()> {
     if link.symlink_metadata().is_ok_and(|m| !m.is_symlink()) {
-        let what = "is not a symbolic link (was the folder copied with links followed?); move it away";
-        return Err(Error::invalid(format!("{} {what}", link.display())));
+        return Err(Error::invalid(format!("{} is not a symbolic link; move it away", link.display())));
     }
     let aside = aside(link);
     remove_any(&aside)?;
@@ -172,24 +228,27 @@ pub fn make_directory(path: &Path) -> Result<()> {
     act("fsync the folder of", path, || sync_directory(parent(path)))
 }
 
-/// Removes what killed processes left unfinished in `folder`. What belongs to another living process stays.
-pub fn clean(folder: &Path) -> Result<()> {
+/// Removes what killed processes left unfinished in `folder` of the files and folders that `is_ours` knows by name. What
+/// belongs to another living process stays.
+pub fn clean(folder: &Path, is_ours: impl Fn(&str) -> bool) -> Result<()> {
     let entries = fs::read_dir(folder).map_err(|e| Error::io("read", folder, e))?;
     for entry in entries {
         let entry = entry.map_err(|e| Error::io("read", folder, e))?;
         let name = entry.file_name().to_string_lossy().into_owned();
-        if unfinished_by(&name).is_some_and(|pid| pid == std::process::id() || !alive(pid)) {
+        let is_left = |(of, pid): (&str, u32)| is_ours(of) && (pid == std::process::id() || !alive(pid));
+        if unfinished(&name).is_some_and(is_left) {
             remove_any(&entry.path())?;
         }
     }
     Ok(())
 }
 
-/// The process that has called an unfinished file so: `.NAME.tmp-PID`, and `.NAME.PID.part` in earlier versions.
-fn unfinished_by(name: &str) -> Option<u32> {
+/// The final name and the process of an unfinished file: `.NAME.tmp-PID`, and `.NAME.PID.part` in earlier versions.
+fn unfinished(name: &str) -> Option<(&str, u32)> {
     let name = name.strip_prefix('.')?;
     let earlier = || name.strip_suffix(".part")?.rsplit_once('.');
-    name.rsplit_once(".tmp-").or_else(earlier)?.1.parse().ok()
+    let (of, pid) = name.rsplit_once(".tmp-").or_else(earlier)?;
+    Some((of, pid.parse().ok()?))
 }
 
 /// The last step of a write: the name itself is flushed; after an error nothing unfinished stays.
@@ -310,9 +369,53 @@ mod tests {
         for name in &names {
             make_directory(&dir.0.join(name).join("inner")).unwrap();
         }
-        clean(&dir.0).unwrap();
+        make_directory(&dir.0.join(format!(".other.tmp-{dead}"))).unwrap();
+        clean(&dir.0, |name| name != "other").unwrap();
         let left: Vec<bool> = names.iter().map(|n| dir.0.join(n).exists()).collect();
         assert_eq!(left, [false, false, true, true, true, true]);
+        assert!(dir.0.join(format!(".other.tmp-{dead}")).exists(), "another program's");
+    }
+
+    #[test]
+    fn only_regular_files_are_opened_and_nothing_waits() {
+        let dir = Scratch::new("files-regular");
+        let at = |name: &str| dir.0.join(name);
+        fs::write(at("file"), "text").unwrap();
+        std::os::unix::fs::symlink("file", at("link")).unwrap();
+        std::os::unix::fs::symlink("nowhere", at("broken")).unwrap();
+        let pipe = std::ffi::CString::new(at("pipe").to_str().unwrap()).unwrap();
+        // SAFETY: the pointer is to a string that ends in NUL.
+        assert_eq!(unsafe { libc::mkfifo(pipe.as_ptr(), 0o600) }, 0);
+        fs::create_dir(at("folder")).unwrap();
+        for (name, what) in
+            [("link", "symbolic link"), ("broken", "symbolic link"), ("pipe", "a pipe"), ("folder", "a folder")]
+        {
+            for error in [read(&at(name), 9).unwrap_err(), append(&at(name), "more").unwrap_err()] {
+                assert!(error.to_string().contains(what), "{name}: {error}");
+            }
+        }
+        assert!(read(Path::new("/dev/zero"), 9).unwrap_err().to_string().contains("a device"));
+        assert_eq!(read(&at("file"), 4).unwrap().unwrap(), b"text");
+        assert!(read(&at("file"), 3).unwrap_err().to_string().contains("at most 3 bytes"));
+        assert_eq!(read(&at("none"), 3).unwrap(), None);
+        assert!(!at("nowhere").exists(), "nothing was written through a link");
+    }
+
+    #[test]
+    fn a_short_write_leaves_half_and_the_old_file() {
+        let dir = Scratch::new("files-short");
+        let file = dir.0.join("f");
+        write_file(&file, b"old").unwrap();
+        let armed = arm(Fault::Short(2));
+        let error = write_file(&file, b"newer").unwrap_err();
+        append(&dir.0.join("log"), "abcd").unwrap();
+        drop(armed);
+        assert!(error.to_string().contains("Input/output error"), "{error}");
+        assert_eq!(fs::read(&file).unwrap(), b"old");
+        let armed = arm(Fault::Short(2));
+        append(&dir.0.join("log"), "efgh").unwrap_err();
+        drop(armed);
+        assert_eq!(fs::read(dir.0.join("log")).unwrap(), b"abcdef");
     }
 
     #[test]

@@ -41,6 +41,14 @@ impl Error {
     }
 }
 
+/// The text with control characters escaped: a file's words may not move a terminal's cursor or set its title. Line
+/// ends and tabs stay.
+pub fn printable(text: &str) -> String {
+    let is_printable = |c: char| !c.is_control() || c == '\n' || c == '\t';
+    let escaped = |c: char| if is_printable(c) { c.to_string() } else { c.escape_default().to_string() };
+    text.chars().map(escaped).collect()
+}
+
 impl From<tch::TchError> for Error {
     fn from(e: tch::TchError) -> Self {
         // libtorch appends its C++ stack to the message; the first line says what is wrong.
@@ -81,6 +89,11 @@ fn distance(a: &str, b: &str) -> usize {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn control_characters_are_escaped() {
+        assert_eq!(printable("a\u{1b}[31m\u{7}\u{9b}\r\n\tü€"), "a\\u{1b}[31m\\u{7}\\u{9b}\\r\n\tü€");
+    }
 
     #[test]
     fn an_unknown_name_lists_the_closest_and_the_choices() {

@@ -4,6 +4,7 @@
 pub mod atomic;
 pub mod error;
 pub mod options;
+pub mod ownership;
 #[cfg(test)]
 mod testing;
 

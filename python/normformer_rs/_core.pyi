@@ -92,8 +92,8 @@ def join_line(line: str) -> str:
 def draw_table(weight: Tensor, name: str, model: str) -> None:
     """Draws a table's (V, d) first values in place; `name` is its parameter's."""
 
-def load_parameters(path: str) -> list[tuple[str, Tensor]]:
-    """A checkpoint's parameters by canonical name; the path is the checkpoint's folder."""
+def load_model(model_dir: str, checkpoint: str) -> tuple[str, list[tuple[str, Tensor]]]:
+    """A checkpoint's options as JSON, and its parameters and buffers by canonical name."""
 
 def forward(
     model: str,

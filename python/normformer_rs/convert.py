@@ -18,7 +18,7 @@ from torch import Tensor
 from . import _core
 from .config import LANGUAGE_MODELS, PARAMETRISATION, TrainingConfig, TransformerConfig
 from .errors import InputError
-from .model import find_checkpoint, read_config
+from .model import load_run
 from .nn.declaration import declare
 
 Path_ = str | PathLike[str]
@@ -374,8 +374,7 @@ def to_fairseq(directory: Path_, output: Path_, *, checkpoint: str = "best") -> 
     """
     if Path(output).exists():
         raise InputError(f"{output} exists already; give a new file")
-    folder = find_checkpoint(directory, checkpoint)
-    config = read_config(folder)
+    config, tensors = load_run(directory, checkpoint)
     if config.positions != "fairseq":
         raise InputError(
             f"{directory}: its positions are {config.positions}; a fairseq Transformer has positions=fairseq"
@@ -383,7 +382,7 @@ def to_fairseq(directory: Path_, output: Path_, *, checkpoint: str = "best") -> 
     for field in TransformerConfig.FIELDS:
         if field.name in LANGUAGE_MODELS and (value := getattr(config, field.name)) != field.default:
             raise InputError(f"{directory}: its {field.name} is {value}, which no Transformer of the plug-in has")
-    state = from_canonical(dict(_core.load_parameters(str(folder))), config.tie_embeddings)
+    state = from_canonical(tensors, config.tie_embeddings)
     if declare(config, "decoder").is_profiled:
         state["is_profiled"] = torch.tensor(1, dtype=torch.uint8)
     types = _core.target_vocabulary(str(directory))

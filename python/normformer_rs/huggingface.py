@@ -14,7 +14,7 @@ from torch import Tensor
 from . import _core
 from .config import TransformerConfig
 from .errors import InputError
-from .model import Transformer, find_checkpoint, read_config
+from .model import Transformer, load_run
 from .tokenizer import tokenizer_files
 
 _BOS, _PAD, _EOS = 0, 1, 2
@@ -320,8 +320,7 @@ def to_huggingface(
     if isinstance(model, Transformer):
         config, state, origin = model.config, {k: v.detach() for k, v in model.state_dict().items()}, "the model"
     else:
-        folder, origin = find_checkpoint(model, checkpoint), str(model)
-        config, state = read_config(folder), dict(_core.load_parameters(str(folder)))
+        (config, state), origin = load_run(model, checkpoint), str(model)
         types = _core.target_vocabulary(origin)
         found = (Path(model) / name for name in (_VOCABULARY, _CODES))
         # as bytes: a carriage return in a piece stays one

@@ -1,11 +1,8 @@
 """The Transformer as a `torch.nn.Module`; its arithmetic is Rust's."""
 
-import contextlib
-import json
 import textwrap
 from collections.abc import Iterator
-from os import PathLike
-from pathlib import Path
+from os import PathLike, fspath
 from typing import Any
 
 import torch
@@ -59,9 +56,7 @@ class Transformer(nn.Module):
         if not 0 <= seed < 2**64:
             raise InputError(f"seed must lie in [0, 2⁶⁴), got {seed}")
         device = torch.get_default_device() if device is None else device
-        with random_state_kept():
-            made = _core.parameters(config.to_json(), seed, str(device))
-        for name, tensor in made:
+        for name, tensor in _core.parameters(config.to_json(), seed, str(device)):
             self._place(name, tensor)
         self._follow()
 
@@ -169,23 +164,12 @@ class Transformer(nn.Module):
             directory: the `output` of training.
             checkpoint: best, last, average, an update's number, or a name in `directory`/checkpoints.
 
-        Errors: InputError where there is none, or where its weights are another model's.
+        Errors: InputError where there is none, where it is damaged, or where its weights are another model's.
         """
-        folder = find_checkpoint(directory, checkpoint)
-        model = cls(read_config(folder), seed=0, precision=precision, device=device)
-        try:
-            model.load_state_dict(dict(_core.load_parameters(str(folder))))
-        except RuntimeError as error:  # torch's list of names and shapes that differ
-            raise InputError(f"{folder}: the weights are not those of its config.json: {error}") from error
+        config, state = load_run(directory, checkpoint)
+        model = cls(config, seed=0, precision=precision, device=device)
+        model.load_state_dict(state)
         return model.eval()
-
-
-@contextlib.contextmanager
-def random_state_kept() -> Iterator[None]:
-    """Restores torch's generators at the end: inside, the core draws from a seed of its own."""
-    devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
-    with torch.random.fork_rng(devices=devices):
-        yield
 
 
 def _precision(dtype: torch.dtype) -> str:
@@ -196,31 +180,10 @@ def _precision(dtype: torch.dtype) -> str:
     return names[dtype]
 
 
-def find_checkpoint(directory: str | PathLike[str], checkpoint: str | int) -> Path:
-    """The folder of a checkpoint, by its name or its update's number. Errors: InputError that lists the existing
-    ones."""
-    checkpoint = str(checkpoint)
-    checkpoints = Path(directory) / "checkpoints"
-    exact = checkpoints / checkpoint
-    if exact.is_dir():
-        return exact
-    # An update that was saved again after resuming has a second folder, …-2.
-    again = checkpoints.glob(f"update-{int(checkpoint):08}*") if checkpoint.isdecimal() else []
-    numbered = sorted(again, key=lambda path: (len(path.name), path.name))
-    if numbered:
-        return numbered[-1]
-    found = sorted(entry.name for entry in checkpoints.iterdir()) if checkpoints.is_dir() else []
-    there = f"it holds {', '.join(found)}" if found else "it holds no checkpoint: is it a training run's --output?"
-    raise InputError(f'{directory}: no checkpoint "{checkpoint}"; {there}')
+def load_run(directory: str | PathLike[str], checkpoint: str | int) -> tuple[TransformerConfig, dict[str, Tensor]]:
+    """The options and tensors of a run's checkpoint, by its name or its update's number.
 
-
-def read_config(folder: Path) -> TransformerConfig:
-    """The model's options out of a checkpoint's config.json."""
-    path = folder / "config.json"
-    try:
-        options = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError as error:
-        raise InputError(f"{path}: no such file; the checkpoint is incomplete") from error
-    except json.JSONDecodeError as error:
-        raise InputError(f"{path}: not valid JSON ({error}); the checkpoint is damaged") from error
-    return TransformerConfig.from_dict(options.get("model", options))
+    Errors: InputError that lists the existing ones, or says what is damaged.
+    """
+    options, named = _core.load_model(fspath(directory), str(checkpoint))
+    return TransformerConfig.from_json(options), dict(named)

@@ -17,13 +17,15 @@ from .config import DataConfig, TrainingConfig, TransformerConfig, readable
 from .distributed import world
 from .errors import InputError
 from .history import History, layer_values
-from .model import random_state_kept
 from .progress import Progress, Silent, choose, number
+from .signals import as_ctrl_c
 
 logger = logging.getLogger("normformer_rs")
 logger.addHandler(logging.NullHandler())
 Callback = Callable[[str, Mapping[str, Any]], None]
 """A function that `fit` calls with (event, values)."""
+TENSORBOARD = "tensorboard"
+"""The folder of TensorBoard's events in a run's."""
 _LEVELS = {"debug": logging.DEBUG, "info": logging.INFO, "warning": logging.WARNING, "error": logging.ERROR}
 
 
@@ -36,6 +38,10 @@ class DryRun:
     training_bytes: int
     """Estimate: parameters, gradients, moments and activations of the largest batch."""
     vocabulary: int
+    sentences: int
+    """Sentence pairs, or segments of a language model's text."""
+    skipped: int
+    """Pairs left out as too long."""
 
 
 class Trainer:
@@ -86,8 +92,8 @@ class Trainer:
                 "started" (values update, updates, parameters, vocabulary, device, …), "updated" (update, epoch, loss,
                 nll, lr, grad_norm, tokens_per_second, seconds, …; with `log_layers` layers: {gradients, gains}),
                 "evaluated" (update, epoch, loss, nll, perplexity, bleu, best, seconds). A number that JSON cannot hold,
-                and BLEU that was not measured, is None. What one raises ends the run and is raised here;
-                KeyboardInterrupt saves first.
+                and BLEU that was not measured, is None. What one raises ends the run, which saves, and is
+                raised here.
 
         Under `torchrun --nproc-per-node K`, or in a process group of torch.distributed that exists already, K processes
         train one model: each takes its share of the `accumulate`·K batches of an update, and the first one evaluates,
@@ -101,7 +107,8 @@ class Trainer:
         weights are whole.
 
         Errors: InputError for wrong options or data, a folder in use, damaged files; DivergedError when the loss stops
-        being finite; Interrupted after Ctrl-C, when everything is saved; OSError from the file system.
+        being finite; Interrupted after Ctrl-C, SIGTERM or SIGHUP, when everything is saved; OSError from the file
+        system. What a signal's handler raises is raised here, too, after saving.
         """
         if resume and overwrite:
             raise InputError("resume and overwrite exclude each other: go on with the run, or start again?")
@@ -110,21 +117,19 @@ class Trainer:
         folder = readable("output", str(output))
         chosen = None if from_checkpoint is None else str(from_checkpoint)
         mode: Literal["new", "resume", "overwrite"] = "resume" if resume else "overwrite" if overwrite else "new"
+        if tensorboard and (Path(output) / TENSORBOARD).is_symlink():
+            raise InputError(
+                f"{Path(output) / TENSORBOARD} is a symbolic link, and a run writes through none but checkpoints: move "
+                "it away, or choose another output"
+            )
         with world(self.training.device) as place:
             is_first = place is None or place.rank == 0
             observer = _Silent()
             if is_first:
                 writes = tensorboard and available("tensorboard")
                 observer = _Observer(Path(output), choose(progress), writes, callbacks)
-            try:
-                with random_state_kept(), _own_modes():
-                    _core.train(*self._json(), folder, mode, place, observer, from_checkpoint=chosen)
-            except InputError:
-                if observer.failure is not None:
-                    raise observer.failure from None
-                raise
-            finally:
-                observer.close()
+            with contextlib.closing(observer), as_ctrl_c(), _own_modes():
+                _core.train(*self._json(), folder, mode, place, observer, from_checkpoint=chosen)
         history = History.read(output)
         if is_first and curves and available("matplotlib"):
             logger.info("curves: %s", history.plot())
@@ -151,9 +156,6 @@ def _own_modes() -> Iterator[None]:
 class _Silent:
     """Reports nothing: for every process but the first."""
 
-    failure: Exception | None = None
-    """The exception of a callback, with its name."""
-
     def started(self, event: Mapping[str, Any]) -> None: ...
     def updated(self, event: Mapping[str, Any]) -> None: ...
     def evaluated(self, event: Mapping[str, Any]) -> None: ...
@@ -179,7 +181,7 @@ class _Observer(_Silent):
         if self._tensorboard:
             from torch.utils.tensorboard import SummaryWriter
 
-            self._writer = SummaryWriter(str(self._output / "tensorboard"), purge_step=event["update"] + 1)
+            self._writer = SummaryWriter(str(self._output / TENSORBOARD), purge_step=event["update"] + 1)
         self._show("started", event)
         self._call("started", event)
 
@@ -223,11 +225,7 @@ class _Observer(_Silent):
 
     def _call(self, name: str, event: Mapping[str, Any]) -> None:
         for callback in self._callbacks:
-            try:
-                callback(name, event)
-            except Exception as error:
-                self.failure = error
-                raise
+            callback(name, event)
 
     def _write(self, group: str, event: Mapping[str, Any], *names: str) -> None:
         if self._writer is not None:

@@ -2,7 +2,8 @@
 //! kill the process, or fill the disk, before any one of them.
 //!
 //! `NORMFORMER_RS_FAULT=kill:K` sends the process SIGKILL at the K-th place it passes (from 1), for tests that run the
-//! program from outside; `enospc:K` reports a full disk there and at every later place of the same operation.
+//! program from outside; `enospc:K` reports a full disk there and at every later place of the same operation; `eio:K`
+//! reports an input/output error there alone; `short:K` does so after half of the bytes, if that place writes any.
 
 use std::io;
 use std::sync::atomic::{AtomicU8, Ordering};
@@ -19,6 +20,10 @@ pub enum Fault {
     Kill(usize),
     /// "No space left on device" at the K-th place and at every later one until [`begin`].
     Enospc(usize),
+    /// "Input/output error" at the K-th place alone.
+    Eio(usize),
+    /// The same after half of the bytes that the K-th place writes.
+    Short(usize),
     /// Nothing: places are only counted.
     Count,
 }
@@ -41,13 +46,20 @@ static ONE_AT_A_TIME: Mutex<()> = Mutex::new(());
 /// The place `name`, about to happen: `Ok` unless a fault is planned here. One relaxed load when none is.
 ///
 /// # Errors
-/// ENOSPC when planned; `InvalidInput` when the environment variable is not `kill:K` or `enospc:K`.
+/// ENOSPC when planned; `InvalidInput` when the environment variable is none of `kill:K`, `enospc:K`, `eio:K` and `short:K`.
 #[inline]
 pub fn point(name: &str) -> io::Result<()> {
     match STATE.load(Ordering::Relaxed) {
         OFF => Ok(()),
         _ => planned(name),
     }
+}
+
+/// Whether the place that was passed last was to write half of its bytes; asked after its error.
+pub fn is_short() -> bool {
+    let of_this_thread = |p: &&Plan| p.thread.is_none_or(|t| t == thread::current().id());
+    STATE.load(Ordering::Relaxed) == ON
+        && lock(&PLAN).as_ref().filter(of_this_thread).is_some_and(|p| p.fault == Fault::Short(p.passed))
 }
 
 /// A new operation starts: a disk that an injected fault has filled is free again.
@@ -114,6 +126,7 @@ fn planned(name: &str) -> io::Result<()> {
             }
         }
         Fault::Enospc(k) if plan.passed >= k => Err(io::Error::from_raw_os_error(libc::ENOSPC)),
+        Fault::Eio(k) | Fault::Short(k) if plan.passed == k => Err(io::Error::from_raw_os_error(libc::EIO)),
         _ => Ok(()),
     }
 }
@@ -123,10 +136,12 @@ fn parse(text: &str) -> io::Result<Fault> {
     let fault = match text.split_once(':') {
         Some(("kill", k)) => number(k).map(Fault::Kill),
         Some(("enospc", k)) => number(k).map(Fault::Enospc),
+        Some(("eio", k)) => number(k).map(Fault::Eio),
+        Some(("short", k)) => number(k).map(Fault::Short),
         _ => None,
     };
     fault.ok_or_else(|| {
-        let message = format!("{VARIABLE} must be kill:K or enospc:K with K from 1; got {text:?}");
+        let message = format!("{VARIABLE} must be kill:K, enospc:K, eio:K or short:K with K from 1; got {text:?}");
         io::Error::new(io::ErrorKind::InvalidInput, message)
     })
 }
@@ -173,10 +188,11 @@ mod tests {
     fn the_variable_is_read_strictly() {
         assert_eq!(parse("kill:3").unwrap(), Fault::Kill(3));
         assert_eq!(parse("enospc:1").unwrap(), Fault::Enospc(1));
+        assert_eq!([parse("eio:2").unwrap(), parse("short:9").unwrap()], [Fault::Eio(2), Fault::Short(9)]);
         for bad in ["", "kill", "kill:0", "kill:x", "stop:1", "kill:-1"] {
             let message = parse(bad).unwrap_err().to_string();
             assert!(
-                message.contains("must be kill:K or enospc:K") && message.contains(&format!("{bad:?}")),
+                message.contains("must be kill:K, enospc:K, eio:K or short:K") && message.contains(&format!("{bad:?}")),
                 "{message}"
             );
         }

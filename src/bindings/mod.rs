@@ -21,7 +21,7 @@ import_exception!(normformer_rs.errors, Interrupted);
 
 impl From<Error> for PyErr {
     fn from(e: Error) -> PyErr {
-        let text = e.to_string();
+        let text = crate::error::printable(&e.to_string());
         match e {
             Error::Invalid(_) => InputError::new_err(text),
             Error::Io { .. } => PyOSError::new_err(text),

@@ -21,8 +21,7 @@ use tch::{Kind, Tensor};
 fn parameters(py: Python<'_>, model: &str, seed: u64, device: &str) -> PyResult<Vec<(String, PyTensor)>> {
     let model: TransformerConfig = config::from_json("model", model)?;
     let made = py.allow_threads(|| {
-        tch::manual_seed(seed as i64);
-        let built = Transformer::new(&model, run::device(device)?, Kind::Float)?;
+        let built = Transformer::new(&model, seed, run::device(device)?, Kind::Float)?;
         let list = built
             .parameters
             .iter()
@@ -56,7 +55,7 @@ fn draw_linear(
     let weight = weight.0;
     let (rows, cols) = weight.size2().map_err(Error::from)?;
     let fill = init.linears(&roles, cols, rows / roles.len().max(1) as i64, &place);
-    py.allow_threads(move || fill.write(&weight))?;
+    py.allow_threads(move || fill.write(&weight, &init::ProcessGenerator))?;
     Ok(())
 }
 
@@ -71,7 +70,7 @@ fn draw_table(py: Python<'_>, weight: PyTensor, name: &str, model: &str) -> PyRe
         table => first_values(Table::parse(table)?, &config, init),
     };
     let weight = weight.0;
-    py.allow_threads(move || fill.write(&weight))?;
+    py.allow_threads(move || fill.write(&weight, &init::ProcessGenerator))?;
     Ok(())
 }
 

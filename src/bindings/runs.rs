@@ -38,10 +38,10 @@ fn translate(
     listening(py, "translation", |between| {
         let translator = run::Translator::load(Path::new(model_dir), checkpoint, run::device(device)?)?;
         let source = match source {
-            SourceText::Lines(lines) => translator.encode(&lines),
+            SourceText::Lines(lines) => translator.encode(&lines, &mut data::seldom(between))?,
             SourceText::Binarised(folder, split, source, target) => {
                 let data = Binarised::parallel(folder, &split, source.as_deref(), target.as_deref())?;
-                translator.read(&data, &split)?
+                translator.read(&data, &split, &mut data::seldom(between))?
             }
         };
         translator.translate(source, &search, batch_tokens, kind, between)
@@ -64,9 +64,19 @@ pub(super) fn listening<T: Send>(
             })
         })
     });
-    match raised.filter(|error| !error.is_instance_of::<PyKeyboardInterrupt>(py)) {
-        Some(error) => Err(error),
-        None => Ok(done?),
+    as_raised(py, done, raised)
+}
+
+/// The end of work that an exception of Python's may have ended: that exception itself, but Ctrl-C's, which is
+/// `Interrupted` and says what was saved. Where saving failed, the exception tells of it as its cause.
+pub(super) fn as_raised<T>(py: Python<'_>, done: crate::error::Result<T>, raised: Option<PyErr>) -> PyResult<T> {
+    match (done, raised.filter(|error| !error.is_instance_of::<PyKeyboardInterrupt>(py))) {
+        (Err(Error::Interrupted(_)), Some(raised)) => Err(raised),
+        (Err(failed), Some(raised)) => {
+            raised.set_cause(py, Some(failed.into()));
+            Err(raised)
+        }
+        (done, _) => Ok(done?),
     }
 }
 
@@ -74,7 +84,7 @@ pub(super) fn listening<T: Send>(
 #[pyfunction]
 #[pyo3(signature = (model_dir, count=None, updates=None))]
 fn average(py: Python<'_>, model_dir: &str, count: Option<usize>, updates: Option<Vec<u64>>) -> PyResult<String> {
-    let path = py.allow_threads(|| run::average(Path::new(model_dir), count, updates))?;
+    let path = listening(py, "averaging", |between| run::average(Path::new(model_dir), count, updates, between))?;
     Ok(path.display().to_string())
 }
 
@@ -133,8 +143,8 @@ fn generate(
         let speaker = run::Translator::load(Path::new(model_dir), checkpoint, run::device(device)?)?;
         speaker.speak(&prompts, &options, batch_tokens, kind, &mut tell, between)
     });
-    match raised.filter(|error| !error.is_instance_of::<PyKeyboardInterrupt>(py)) {
-        Some(error) => Err(error),
+    match raised {
+        Some(_) => as_raised(py, Err(Error::Interrupted("generation was stopped".into())), raised),
         None => Ok(found?.into_iter().map(|texts| texts.into_iter().map(text).collect()).collect()),
     }
 }
@@ -171,15 +181,14 @@ fn evaluate_windows(
 /// The ids of lines as a run's model reads them, without EOS.
 #[pyfunction]
 fn encode(py: Python<'_>, model_dir: &str, lines: Vec<String>) -> PyResult<Vec<Vec<u32>>> {
-    Ok(py.allow_threads(|| run::encode(Path::new(model_dir), &lines))?)
+    listening(py, "encoding", |between| run::encode(Path::new(model_dir), &lines, between))
 }
 
-/// A checkpoint's parameters by name; the path is a checkpoint's folder.
+/// A trained model: its options as JSON, and its parameters and buffers by name. Their names and shapes are the options'.
 #[pyfunction]
-fn load_parameters(path: &str) -> PyResult<Vec<(String, PyTensor)>> {
-    let (arrays, _) = train::checkpoint::load_model(path)?;
-    let tensors = train::load_parameters(&arrays, tch::Device::Cpu)?;
-    Ok(tensors.into_iter().map(|(name, t)| (name, PyTensor(t))).collect())
+fn load_model(py: Python<'_>, model_dir: &str, checkpoint: &str) -> PyResult<(String, Vec<(String, PyTensor)>)> {
+    let (config, tensors) = py.allow_threads(|| run::load_model(Path::new(model_dir), checkpoint))?;
+    Ok((json_text(&config)?, tensors.into_iter().map(|(name, t)| (name, PyTensor(t))).collect()))
 }
 
 /// Writes a model that was trained elsewhere as a run; `dictionary` is the path of its dict.txt.
@@ -274,7 +283,7 @@ pub(super) fn add(m: &Bound<'_, PyModule>) -> PyResult<()> {
     m.add_function(wrap_pyfunction!(average, m)?)?;
     m.add_function(wrap_pyfunction!(keep_memory, m)?)?;
     m.add_function(wrap_pyfunction!(evaluate_loss, m)?)?;
-    m.add_function(wrap_pyfunction!(load_parameters, m)?)?;
+    m.add_function(wrap_pyfunction!(load_model, m)?)?;
     m.add_function(wrap_pyfunction!(save_model, m)?)?;
     m.add_function(wrap_pyfunction!(target_vocabulary, m)?)?;
     m.add_function(wrap_pyfunction!(write_arrays, m)?)?;

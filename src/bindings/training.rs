@@ -1,13 +1,12 @@
 //! Training, told to an observer, and its schedules.
 
-use super::runs::listening;
+use super::runs::{as_raised, listening};
 use super::{graphs, json_text};
 use crate::config::{self, DataConfig, TrainingConfig, TransformerConfig};
 use crate::error::Error;
 use crate::operator::ProcessGroup;
 use crate::run::{self, Mode, Surroundings};
 use crate::train::{self, Observer};
-use pyo3::exceptions::PyKeyboardInterrupt;
 use pyo3::prelude::*;
 use std::path::Path;
 
@@ -33,12 +32,12 @@ fn train_py(
     let data: DataConfig = config::from_json("data", data)?;
     let mode = Mode::parse(mode, from_checkpoint)?;
     let group = group.map_or(Ok(ProcessGroup::ALONE), |(name, rank, size)| ProcessGroup::new(&name, rank, size))?;
-    let mut observer = PyObserver(observer);
-    py.allow_threads(|| {
+    let mut observer = PyObserver { observer, raised: None };
+    let done = py.allow_threads(|| {
         let surroundings = Surroundings { group, recorder: Some(graphs::recorder), observer: &mut observer };
         run::train(&model, &training, &data, Path::new(output), mode, surroundings)
-    })?;
-    Ok(())
+    });
+    as_raised(py, done, observer.raised)
 }
 
 /// Tells the operators of a process group, which they then take by its name.
@@ -58,24 +57,25 @@ fn dry_run(py: Python<'_>, model: &str, training: &str, data: &str) -> PyResult<
 }
 
 /// Python's observer behind Rust's trait.
-struct PyObserver(PyObject);
+struct PyObserver {
+    observer: PyObject,
+    /// The first exception of the observer, or of a signal's handler: it ends the run, which saves, and leaves it.
+    raised: Option<PyErr>,
+}
 
 impl PyObserver {
-    fn tell(&self, method: &str, value: &impl serde::Serialize) -> crate::error::Result<()> {
+    fn tell(&mut self, method: &str, value: &impl serde::Serialize) -> crate::error::Result<()> {
         let text = serde_json::to_string(value).map_err(|e| Error::invalid(e.to_string()))?;
-        self.call(method, |py| {
+        self.call(|py, observer| {
             let value = py.import("json")?.call_method1("loads", (text,))?;
-            self.0.call_method1(py, method, (value,)).map(drop)
+            observer.call_method1(py, method, (value,)).map(drop)
         })
     }
 
-    fn call(&self, method: &str, work: impl FnOnce(Python<'_>) -> PyResult<()>) -> crate::error::Result<()> {
-        Python::with_gil(|py| match py.check_signals().and_then(|()| work(py)) {
-            Ok(()) => Ok(()),
-            Err(e) if e.is_instance_of::<PyKeyboardInterrupt>(py) => {
-                Err(Error::Interrupted("stopped by the user".into()))
-            }
-            Err(e) => Err(Error::invalid(format!("the observer's {method} failed: {e}"))),
+    fn call(&mut self, work: impl FnOnce(Python<'_>, &PyObject) -> PyResult<()>) -> crate::error::Result<()> {
+        Python::with_gil(|py| py.check_signals().and_then(|()| work(py, &self.observer))).map_err(|error| {
+            self.raised.get_or_insert(error);
+            Error::Interrupted("stopped".into())
         })
     }
 }
@@ -91,10 +91,11 @@ impl Observer for PyObserver {
         self.tell("evaluated", v)
     }
     fn between(&mut self) -> crate::error::Result<()> {
-        self.call("between", |_| Ok(()))
+        self.call(|_, _| Ok(()))
     }
     fn message(&mut self, level: &str, text: &str) -> crate::error::Result<()> {
-        self.call("message", |py| self.0.call_method1(py, "message", (level, text)).map(drop))
+        let text = crate::error::printable(text);
+        self.call(|py, observer| observer.call_method1(py, "message", (level, text)).map(drop))
     }
 }
 

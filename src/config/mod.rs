@@ -10,6 +10,7 @@ mod positions;
 
 pub use generation::GenerationOptions;
 pub use names::{InitName, NormName, ParametrisationName, ResidualName};
+pub use positions::Longest;
 
 use crate::choice;
 use crate::data::vocabulary;

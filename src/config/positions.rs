@@ -4,19 +4,33 @@ use super::{AttentionName, Positions, TransformerConfig};
 use crate::error::{Error, Result};
 use crate::options::at_least_one;
 
+/// The longest row of tokens that a model can read.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Longest {
+    pub tokens: i64,
+    /// Says why, up to the number.
+    pub why: &'static str,
+}
+
 impl TransformerConfig {
-    /// Refuses sentences that are longer than the model can read.
-    pub fn check_lengths(&self, lengths: &[i64]) -> Result<()> {
-        let (most, limit) = match (self.attention, self.positions) {
+    /// The longest sentence that the model can read or say, its end or its beginning counted; none: any length.
+    pub fn longest(&self) -> Option<Longest> {
+        let (tokens, why) = match (self.attention, self.positions) {
             (AttentionName::Tensorized, _) => {
                 (self.tensorized_segment, "the model's tensorized attention reads at most tensorized_segment")
             }
             (_, Positions::Learned) => (self.max_positions, "the model's learned positions are max_positions"),
-            _ => return Ok(()),
+            _ => return None,
         };
+        Some(Longest { tokens, why })
+    }
+
+    /// Refuses sentences that are longer than the model can read.
+    pub fn check_lengths(&self, lengths: &[i64]) -> Result<()> {
+        let Some(Longest { tokens: most, why }) = self.longest() else { return Ok(()) };
         match lengths.iter().find(|n| **n > most) {
             Some(n) => Err(Error::invalid(format!(
-                "{n} tokens in a row, and {limit} = {most}: cut the text shorter (segment_length), or make that larger"
+                "{n} tokens in a row, and {why} = {most}: cut the text shorter (segment_length), or make that larger"
             ))),
             None => Ok(()),
         }

@@ -31,6 +31,16 @@ pub fn reserved<T>(len: usize) -> Vec<T> {
     values
 }
 
+/// Asks whether the system can give so many bytes, before work begins whose many small pieces need them. `what` begins
+/// the message, and says what to make smaller.
+pub fn room(bytes: u128, what: impl FnOnce() -> String) -> Result<()> {
+    let fits = usize::try_from(bytes).is_ok_and(|bytes| Vec::<u8>::new().try_reserve_exact(bytes).is_ok());
+    match fits {
+        true => Ok(()),
+        false => Err(Error::invalid(format!("not enough memory: {} takes {bytes} bytes", what()))),
+    }
+}
+
 /// Bytes in a cache line.
 const LINE: usize = 64;
 
@@ -106,6 +116,15 @@ mod tests {
             collected((0..3).map(|i| 2 * i)),
             filled(1, 3).iter().zip([0, 2, 4]).map(|(a, b)| a * b).collect::<Vec<_>>()
         );
+    }
+
+    #[test]
+    fn room_is_asked_for_before_work() {
+        room(1 << 20, || unreachable!()).unwrap();
+        for bytes in [1 << 60, u128::MAX] {
+            let said = room(bytes, || "a beam of 9 (take a smaller one)".into()).unwrap_err().to_string();
+            assert_eq!(said, format!("not enough memory: a beam of 9 (take a smaller one) takes {bytes} bytes"));
+        }
     }
 
     #[test]

@@ -46,7 +46,11 @@ impl Bpe {
     /// Two columns without a header are version 0.1, as for subword-nmt. A merge listed twice keeps its first place.
     pub fn from_codes(path: impl AsRef<Path>) -> Result<Self> {
         let path = path.as_ref();
-        let lines = read_lines(path, &mut || Ok(()))?;
+        Self::from_lines(path, &read_lines(path, &mut || Ok(()))?)
+    }
+
+    /// The same of lines that were read already; `path` is for messages.
+    pub fn from_lines(path: &Path, lines: &[String]) -> Result<Self> {
         let wrong = |index: usize, what: &str| {
             Error::invalid(format!(
                 "{}: line {}: {what}, got '{}'; expected the merges of subword-nmt \

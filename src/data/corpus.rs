@@ -1,7 +1,9 @@
 //! Sentences of ids, ready to be batched.
 
+use super::between::Between;
 use super::vocabulary::{BOS, EOS};
 use crate::error::{Error, Result};
+use serde::{Deserialize, Serialize};
 
 /// What to do with a sentence that exceeds a batch by itself.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -10,6 +12,27 @@ pub enum LongSentences {
     Refuse,
     /// They are left out, and counted.
     Skip,
+}
+
+/// The most tokens that a sentence may have, its end counted, and the option that says so.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Limit {
+    pub tokens: usize,
+    /// Of what it is the size, and the option's flag.
+    pub what: &'static str,
+    pub flag: &'static str,
+}
+
+impl Limit {
+    /// A sentence must fit into a batch.
+    pub fn batch(max_tokens: usize) -> Self {
+        Limit { tokens: max_tokens, what: "a batch", flag: "--max-tokens" }
+    }
+
+    /// The tighter of two.
+    pub fn and(self, other: Option<Limit>) -> Self {
+        other.filter(|other| other.tokens < self.tokens).unwrap_or(self)
+    }
 }
 
 /// Sentence pairs, or for language modelling the segments of a stream.
@@ -31,11 +54,11 @@ impl Corpus {
 
     /// A corpus of sentence pairs, and for each of the given ones whether it is there, or was left out as too long.
     ///
-    /// A pair is too long if its source or its target, with EOS, exceeds `max_tokens`.
+    /// A pair is too long if its source or its target, with EOS, exceeds the limit.
     pub fn parallel(
         mut source: Vec<Vec<u32>>,
         mut target: Vec<Vec<u32>>,
-        max_tokens: usize,
+        limit: Limit,
         long: LongSentences,
     ) -> Result<(Self, Vec<bool>)> {
         if source.len() != target.len() {
@@ -47,12 +70,13 @@ impl Corpus {
         }
         let sides: Vec<usize> =
             source.iter().zip(&target).map(|(source, target)| source.len().max(target.len()) + 1).collect();
-        let fits: Vec<bool> = sides.iter().map(|&side| side <= max_tokens).collect();
+        let fits: Vec<bool> = sides.iter().map(|&side| side <= limit.tokens).collect();
         let too_long = fits.iter().filter(|fits| !**fits).count();
         if too_long > 0 && long == LongSentences::Refuse {
+            let Limit { tokens, what, flag } = limit;
             return Err(Error::invalid(format!(
-                "{too_long} of {} sentences are longer than a batch of --max-tokens {max_tokens} (the longest \
-                 has {} tokens with the end of sentence); raise --max-tokens, or leave them out with --skip-long",
+                "{too_long} of {} sentences are longer than {what} of {flag} {tokens} (the longest has {} tokens with the \
+                 end of sentence); raise {flag}, or leave them out with --skip-long",
                 sides.len(),
                 sides.iter().max().unwrap_or(&0),
             )));
@@ -80,6 +104,19 @@ impl Corpus {
         // A segment begins with the token before it.
         let (given, end) = if self.source.is_some() { (0, Some(EOS)) } else { (1, None) };
         self.target.iter().flat_map(move |row| row.iter().copied().skip(given).chain(end))
+    }
+
+    /// CRC-32 of all ids, in order. An `Err` from `between`, which is asked at each sentence, ends it.
+    pub fn digest(&self, between: Between) -> Result<u32> {
+        let mut crc = flate2::Crc::new();
+        let mut bytes = Vec::new();
+        for row in self.source.iter().flatten().chain(&self.target) {
+            between()?;
+            bytes.clear();
+            bytes.extend(row.iter().chain([&EOS]).flat_map(|id| id.to_le_bytes()));
+            crc.update(&bytes);
+        }
+        Ok(crc.sum())
     }
 
     /// The number of sentence pairs or segments.
@@ -119,6 +156,13 @@ pub fn stream(tokens: &[u32], segment_length: usize) -> Vec<Vec<u32>> {
     segments
 }
 
+/// Checksums of a run's text as it is trained on: its place in an epoch belongs to one, its best score to the other.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Digests {
+    pub train: u32,
+    pub valid: u32,
+}
+
 /// Keeps the items whose flag is set.
 pub fn retain<T>(items: &mut Vec<T>, flags: &[bool]) {
     let mut flags = flags.iter();
@@ -136,24 +180,42 @@ mod tests {
     #[test]
     fn long_sentences_are_refused_with_count_and_longest() {
         let (source, target) = (sentences(&[3, 9, 4, 2]), sentences(&[3, 4, 4, 12]));
-        let message = Corpus::parallel(source, target, 5, LongSentences::Refuse).unwrap_err().to_string();
+        let limit = Limit::batch(5);
+        let message = Corpus::parallel(source, target, limit, LongSentences::Refuse).unwrap_err().to_string();
         assert!(message.contains("2 of 4 sentences") && message.contains("the longest has 13"), "{message}");
         assert!(message.contains("--skip-long"), "{message}");
+        let positions = Limit { tokens: 4, what: "a table", flag: "--max-positions" };
+        assert_eq!([limit.and(Some(positions)), limit.and(None)], [positions, limit]);
+        assert_eq!(limit.and(Some(Limit { tokens: 6, ..positions })), limit);
     }
 
     #[test]
     fn long_sentences_are_left_out_in_pairs_if_asked() {
         let (source, target) = (sentences(&[9, 3, 2, 4]), sentences(&[4, 1, 12, 4]));
-        let (corpus, fits) = Corpus::parallel(source, target, 5, LongSentences::Skip).unwrap();
+        let (corpus, fits) = Corpus::parallel(source, target, Limit::batch(5), LongSentences::Skip).unwrap();
         assert_eq!((corpus.lengths(), fits), (vec![(4, 2), (5, 5)], vec![false, true, false, true]));
-        let (corpus, fits) = Corpus::parallel(sentences(&[4]), sentences(&[0]), 5, LongSentences::Refuse).unwrap();
+        let (corpus, fits) =
+            Corpus::parallel(sentences(&[4]), sentences(&[0]), Limit::batch(5), LongSentences::Refuse).unwrap();
         assert_eq!((corpus.lengths(), fits), (vec![(5, 1)], vec![true]));
     }
 
     #[test]
+    fn the_digest_sees_order_and_ends() {
+        let digest = |rows: &[&[u32]]| {
+            let target = rows.iter().map(|row| row.to_vec()).collect();
+            Corpus { source: None, target, start: BOS }.digest(&mut || Ok(())).unwrap()
+        };
+        let texts: [&[&[u32]]; 4] = [&[&[7, 8], &[9]], &[&[9], &[7, 8]], &[&[7], &[8, 9]], &[&[7, 8], &[9], &[]]];
+        let digests: std::collections::HashSet<u32> = texts.iter().map(|rows| digest(rows)).collect();
+        assert_eq!(digests.len(), 4);
+        assert_eq!(digest(texts[0]), digest(texts[0]));
+    }
+
+    #[test]
     fn sides_must_match() {
+        let limit = Limit::batch(5);
         let message =
-            Corpus::parallel(sentences(&[1, 1]), sentences(&[1]), 5, LongSentences::Skip).unwrap_err().to_string();
+            Corpus::parallel(sentences(&[1, 1]), sentences(&[1]), limit, LongSentences::Skip).unwrap_err().to_string();
         assert!(message.contains("2 source and 1 target"), "{message}");
     }
 

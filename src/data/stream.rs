@@ -81,6 +81,37 @@ impl BatchStream {
         Ok(Self { corpus, lengths, config, cursor, plan })
     }
 
+    /// Moves to the first place of its epoch with at least that share of the sentences behind it.
+    pub fn behind(mut self, share: f64) -> Self {
+        let wanted = (share.clamp(0.0, 1.0) * self.corpus.len() as f64).round() as usize;
+        let mut seen = 0;
+        let index = self.plan.iter().position(|batch| {
+            let is_there = seen >= wanted;
+            seen += batch.len();
+            is_there
+        });
+        match index {
+            Some(index) => self.cursor.index = index as u64,
+            None => self.begin_epoch(self.cursor.epoch + 1),
+        }
+        self
+    }
+
+    /// Sentences of this epoch that lie behind.
+    pub fn seen(&self) -> usize {
+        self.plan[..self.cursor.index as usize].iter().map(Vec::len).sum()
+    }
+
+    /// The next batch's place.
+    pub fn cursor(&self) -> Cursor {
+        self.cursor
+    }
+
+    fn begin_epoch(&mut self, epoch: u64) {
+        self.cursor = Cursor { epoch, index: 0 };
+        self.plan = plan(&self.lengths, self.config.max_tokens, self.config.seed, epoch);
+    }
+
     /// The number of batches in an epoch, the same in each.
     pub fn batches_per_epoch(&self) -> usize {
         self.plan.len()
@@ -98,8 +129,7 @@ impl BatchStream {
         }
         self.cursor.index += 1;
         if self.cursor.index == self.plan.len() as u64 {
-            self.cursor = Cursor { epoch: epoch + 1, index: 0 };
-            self.plan = plan(&self.lengths, self.config.max_tokens, self.config.seed, self.cursor.epoch);
+            self.begin_epoch(epoch + 1);
         }
         (batch, self.cursor)
     }
@@ -200,6 +230,25 @@ mod tests {
         let mut second = sentences(1);
         second.sort_unstable();
         assert_eq!(second, (0..60).collect::<Vec<_>>());
+    }
+
+    /// Whatever the sizes of batches before and now, as many sentences lie behind.
+    #[test]
+    fn a_place_is_kept_by_the_share_of_sentences() {
+        for (before, now) in [(40, 12), (12, 40), (40, 40), (300, 12)] {
+            let of =
+                |max_tokens, cursor| BatchStream::new(corpus(), StreamConfig { max_tokens, ..CONFIG }, cursor).unwrap();
+            for index in 0..of(before, Cursor { epoch: 2, index: 0 }).batches_per_epoch() as u64 {
+                let left = of(before, Cursor { epoch: 2, index });
+                let found = of(now, Cursor { epoch: 2, index: 0 }).behind(left.seen() as f64 / 60.0);
+                let largest = of(now, Cursor::default()).plan.iter().map(Vec::len).max().unwrap();
+                let seen = found.seen() + 60 * (found.cursor().epoch as usize - 2);
+                assert!((left.seen()..left.seen() + largest).contains(&seen), "{before} {now} {index}: {seen}");
+                assert!(before != now || found.cursor() == left.cursor());
+            }
+        }
+        let whole = stream(Cursor { epoch: 1, index: 0 }).behind(1.0);
+        assert_eq!(whole.cursor(), Cursor { epoch: 2, index: 0 });
     }
 
     #[test]

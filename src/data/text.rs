@@ -16,22 +16,38 @@ use crate::error::{Error, Result};
 /// Bytes between two questions whether to go on.
 const CHUNK: usize = 1 << 20;
 const GZIP_MAGIC: [u8; 2] = [0x1f, 0x8b];
+/// U+FEFF in UTF-8, which some editors write first.
+const MARK: &[u8] = b"\xef\xbb\xbf";
+const UTF_16_MARKS: [&[u8]; 2] = [b"\xff\xfe", b"\xfe\xff"];
 
 /// The lines of a UTF-8 text file without their ends (`\n` or `\r\n`); gzip is recognised by its first two bytes,
-/// whatever the name.
+/// whatever the name. A byte order mark at the beginning is no text.
 ///
-/// Errors: a missing or empty file, a damaged gzip file, too little memory, invalid UTF-8 (with its line number, counted
+/// Errors: a missing or empty file, a damaged gzip file, UTF-16, too little memory, invalid UTF-8 (with its line number, counted
 /// from 1), and what `between` returns.
 pub fn read_lines(path: impl AsRef<Path>, between: Between) -> Result<Vec<String>> {
     let path = path.as_ref();
     let bytes = read_bytes(path, between)?;
+    if UTF_16_MARKS.iter().any(|mark| bytes.starts_with(mark)) {
+        return Err(Error::invalid(format!(
+            "{}: its byte order mark says UTF-16; expected text in UTF-8, convert the file first (for example `iconv -f \
+             utf-16 -t utf-8`)",
+            path.display()
+        )));
+    }
+    lines_of(path, bytes.strip_prefix(MARK).unwrap_or(&bytes), between)
+}
+
+/// The lines of a text that was read already, by [`read_lines`]'s rules but for the byte order mark; `path` is for
+/// messages.
+pub fn lines_of(path: &Path, bytes: &[u8], between: Between) -> Result<Vec<String>> {
     if bytes.is_empty() {
         return Err(Error::invalid(format!(
             "{}: the file is empty; expected text in UTF-8 with one sentence a line",
             path.display()
         )));
     }
-    let body = bytes.strip_suffix(b"\n").unwrap_or(&bytes);
+    let body = bytes.strip_suffix(b"\n").unwrap_or(bytes);
     let to_line = |(index, line): (usize, &[u8])| {
         let line = line.strip_suffix(b"\r").unwrap_or(line);
         match std::str::from_utf8(line) {
@@ -181,6 +197,19 @@ mod tests {
         assert!(cut.contains("damaged or incomplete gzip"), "{cut}");
         let empty = message(read_lines(file(&gzip(b"")).path()));
         assert!(empty.contains("empty"), "{empty}");
+    }
+
+    #[test]
+    fn a_byte_order_mark_is_no_text() {
+        let marked = [MARK, b"a\n\xef\xbb\xbfb\n"].concat();
+        for bytes in [marked.clone(), gzip(&marked)] {
+            assert_eq!(read_lines(file(&bytes).path()).unwrap(), ["a", "\u{feff}b"]);
+        }
+        assert!(message(read_lines(file(MARK).path())).contains("the file is empty"));
+        for mark in UTF_16_MARKS {
+            let said = message(read_lines(file(&[mark, b"a\0"].concat()).path()));
+            assert!(said.contains("byte order mark says UTF-16"), "{said}");
+        }
     }
 
     #[test]

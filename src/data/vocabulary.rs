@@ -51,8 +51,13 @@ impl Vocabulary {
     /// Reads fairseq's `dict.txt`: `piece count` a line, in order, without the special symbols.
     pub fn load(path: impl AsRef<Path>) -> Result<Self> {
         let path = path.as_ref();
+        Self::from_lines(path, &read_lines(path, &mut || Ok(()))?)
+    }
+
+    /// The same of lines that were read already; `path` is for messages.
+    pub fn from_lines(path: &Path, lines: &[String]) -> Result<Self> {
         let mut vocabulary = Self::with_specials();
-        for (index, line) in read_lines(path, &mut || Ok(()))?.iter().enumerate() {
+        for (index, line) in lines.iter().enumerate() {
             let wrong = |what: String| Error::invalid(format!("{}: line {}: {what}", path.display(), index + 1));
             // From the right: a piece may hold any white space but the line's end.
             let (piece, count) = match line.rsplit_once(' ').map(|(piece, count)| (piece, count.parse())) {

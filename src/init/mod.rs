@@ -23,6 +23,29 @@ choice! {
     }
 }
 
+/// A generator of random numbers, which fills tensors in place.
+pub trait RandomNumbers {
+    /// N(0, std²).
+    fn normal(&self, t: &Tensor, std: f64) -> Result<()>;
+    /// Uniform in ±bound.
+    fn uniform(&self, t: &Tensor, bound: f64) -> Result<()>;
+}
+
+/// libtorch's own generator, as `torch.manual_seed` sets it. All threads of the process share it.
+pub struct ProcessGenerator;
+
+impl RandomNumbers for ProcessGenerator {
+    fn normal(&self, t: &Tensor, std: f64) -> Result<()> {
+        let _ = t.shallow_clone().f_normal_(0.0, std)?;
+        Ok(())
+    }
+
+    fn uniform(&self, t: &Tensor, bound: f64) -> Result<()> {
+        let _ = t.shallow_clone().f_uniform_(-bound, bound)?;
+        Ok(())
+    }
+}
+
 /// Where a parameter's first values come from.
 #[derive(Clone, Debug)]
 pub enum Fill {
@@ -58,18 +81,18 @@ impl Fill {
         }
     }
 
-    /// Fills a tensor in place, from libtorch's generator.
-    pub fn write(&self, t: &Tensor) -> Result<()> {
+    /// Fills a tensor in place, with random numbers of that generator.
+    pub fn write(&self, t: &Tensor, draw: &dyn RandomNumbers) -> Result<()> {
         let mut t = t.shallow_clone();
         no_grad(|| {
             match self {
                 Fill::Constant(value) => drop(t.f_fill_(*value)?),
-                Fill::Normal { std } => drop(t.f_normal_(0.0, *std)?),
-                Fill::Uniform { bound } => drop(t.f_uniform_(-bound, *bound)?),
+                Fill::Normal { std } => draw.normal(&t, *std)?,
+                Fill::Uniform { bound } => draw.uniform(&t, *bound)?,
                 Fill::Rows(blocks) => {
                     let mut start = 0;
                     for (rows, fill) in blocks {
-                        fill.write(&t.f_narrow(0, start, *rows)?)?;
+                        fill.write(&t.f_narrow(0, start, *rows)?, draw)?;
                         start += rows;
                     }
                 }
@@ -78,7 +101,7 @@ impl Fill {
                     t.f_copy_(&values)?;
                 }
                 Fill::WithZeroRow(row, fill) => {
-                    fill.write(&t)?;
+                    fill.write(&t, draw)?;
                     drop(t.f_select(0, *row)?.f_zero_()?);
                 }
             }

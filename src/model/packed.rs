@@ -2,6 +2,7 @@
 
 use super::cargo::Cargo;
 use super::PAD;
+use crate::cpu::memory;
 use crate::error::{Error, Result};
 use tch::{Device, Kind, Tensor};
 
@@ -114,6 +115,9 @@ impl Packed {
             )));
         }
         let (sentences, length) = padded.size2()?;
+        // An expanded tensor has more numbers than memory.
+        let bytes = 4 * size_of::<i64>() as u128 * padded.numel() as u128;
+        memory::room(bytes, || format!("{name} of shape {:?} (give fewer or shorter rows)", padded.size()))?;
         let all = Vec::<i64>::try_from(padded.f_to_device(Device::Cpu)?.f_reshape([-1i64].as_slice())?)?;
         let rows: Vec<Vec<i64>> = (0..sentences)
             .map(|i| {

@@ -2,6 +2,7 @@
 
 use crate::error::{Error, Result};
 use crate::init::Fill;
+use crate::operator::Generator;
 use std::collections::{HashMap, HashSet};
 use tch::{Device, Kind, Tensor};
 
@@ -62,8 +63,8 @@ impl Parameters {
 }
 
 enum Source<'a> {
-    /// Made new, from libtorch's generator.
-    Fresh(Device, Kind),
+    /// Made new, from a generator of their own.
+    Fresh(Device, Kind, Generator),
     /// Taken from whoever has them.
     Given { tensors: &'a HashMap<String, Tensor>, train: bool },
 }
@@ -76,9 +77,10 @@ pub struct Builder<'a> {
 }
 
 impl<'a> Builder<'a> {
-    /// Parameters made new.
-    pub fn fresh(device: Device, kind: Kind) -> Self {
-        Builder { source: Source::Fresh(device, kind), path: Vec::new(), made: Parameters::default() }
+    /// Parameters made new, from a generator with that seed: what others draw meanwhile changes nothing.
+    pub fn fresh(seed: u64, device: Device, kind: Kind) -> Result<Self> {
+        let source = Source::Fresh(device, kind, Generator::new(seed)?);
+        Ok(Builder { source, path: Vec::new(), made: Parameters::default() })
     }
 
     /// Parameters that exist already, used as they are. [`finish`](Self::finish) refuses names that nothing asked for.
@@ -103,7 +105,7 @@ impl<'a> Builder<'a> {
     pub fn parameter(&mut self, name: &str, shape: &[i64], fill: &Fill) -> Result<Tensor> {
         let name = self.full(name);
         let tensor = match &self.source {
-            Source::Fresh(device, kind) => made(shape, fill, *kind, *device)?.set_requires_grad(true),
+            Source::Fresh(device, kind, draw) => made(shape, fill, *kind, *device, draw)?.set_requires_grad(true),
             Source::Given { tensors, train: false } => given(tensors, &name, shape)?,
             Source::Given { tensors, train: true } => given(tensors, &name, shape)?.detach().set_requires_grad(true),
         };
@@ -116,7 +118,7 @@ impl<'a> Builder<'a> {
     pub fn buffer(&mut self, name: &str, shape: &[i64], value: f64, kind: Kind) -> Result<Tensor> {
         let name = self.full(name);
         let tensor = match &self.source {
-            Source::Fresh(device, _) => made(shape, &Fill::Constant(value), kind, *device)?,
+            Source::Fresh(device, _, draw) => made(shape, &Fill::Constant(value), kind, *device, draw)?,
             Source::Given { tensors, .. } => given(tensors, &name, shape)?,
         };
         self.made.buffers.push((name, tensor.shallow_clone()));
@@ -133,7 +135,7 @@ impl<'a> Builder<'a> {
     /// The type that running statistics are kept in: f64 for an f64 model, else f32.
     pub fn statistics_kind(&self) -> Kind {
         match &self.source {
-            Source::Fresh(_, kind) => accumulation(*kind),
+            Source::Fresh(_, kind, _) => accumulation(*kind),
             Source::Given { tensors, .. } => {
                 let doubles = tensors.values().any(|t| t.kind() == Kind::Double);
                 if doubles {
@@ -148,7 +150,7 @@ impl<'a> Builder<'a> {
     /// A constant of the model, on its device.
     pub fn constant(&self, value: f64) -> Result<Tensor> {
         let device = match &self.source {
-            Source::Fresh(device, _) => *device,
+            Source::Fresh(device, ..) => *device,
             Source::Given { tensors, .. } => tensors.values().next().map_or(Device::Cpu, Tensor::device),
         };
         Ok(Tensor::f_full([1i64].as_slice(), value, (self.statistics_kind(), device))?)
@@ -176,10 +178,10 @@ impl<'a> Builder<'a> {
     }
 }
 
-fn made(shape: &[i64], fill: &Fill, kind: Kind, device: Device) -> Result<Tensor> {
-    // Always from the CPU's generator: a seed makes the same model for every device.
+fn made(shape: &[i64], fill: &Fill, kind: Kind, device: Device, draw: &Generator) -> Result<Tensor> {
+    // Always on the CPU: a seed makes the same model for every device.
     let t = Tensor::f_empty(shape, (kind, Device::Cpu))?;
-    fill.write(&t)?;
+    fill.write(&t, draw)?;
     Ok(t.f_to_device(device)?)
 }
 

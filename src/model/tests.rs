@@ -28,7 +28,7 @@ fn build(config: &TransformerConfig) -> (Stack, HashMap<String, Tensor>) {
 
 fn build_of(config: &TransformerConfig, schemes: &Schemes) -> (Stack, HashMap<String, Tensor>) {
     tch::manual_seed(1);
-    let mut b = Builder::fresh(Device::Cpu, Kind::Double);
+    let mut b = Builder::fresh(4, Device::Cpu, Kind::Double).unwrap();
     let init = init::find("xavier").unwrap();
     let place = config.place(residual::StackName::Decoder, 0);
     let stack = Stack::build(&mut b, &place, init, schemes).unwrap();
@@ -313,7 +313,7 @@ fn model(options: &str, architecture: &str) -> Transformer {
     );
     tch::manual_seed(3);
     let config = crate::config::from_json("model", &text).unwrap();
-    let model = Transformer::new(&config, Device::Cpu, Kind::Double).unwrap();
+    let model = Transformer::new(&config, 4, Device::Cpu, Kind::Double).unwrap();
     for (_, parameter) in model.parameters.iter() {
         let _ = no_grad(|| parameter.shallow_clone().f_add_(&(parameter.randn_like() * 0.1)));
     }

@@ -28,9 +28,9 @@ pub struct Memory {
 }
 
 impl Transformer {
-    /// A new model, its parameters drawn from libtorch's generator.
-    pub fn new(config: &TransformerConfig, device: Device, kind: Kind) -> Result<Self> {
-        Transformer::build(config, Builder::fresh(device, kind))
+    /// A new model, its parameters drawn by that seed.
+    pub fn new(config: &TransformerConfig, seed: u64, device: Device, kind: Kind) -> Result<Self> {
+        Transformer::build(config, Builder::fresh(seed, device, kind)?)
     }
 
     /// A model of parameters that exist already, under their canonical names.

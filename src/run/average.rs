@@ -3,14 +3,12 @@
 use super::folder::read_configs;
 use super::lock::Lock;
 use crate::atomic;
+use crate::data::{self, Between};
 use crate::error::{Error, Result};
-use crate::train::checkpoint::{self, CheckpointStore, AVERAGE};
+use crate::ownership::{is_runs, AVERAGE, CHECKPOINTS, NEW_AVERAGE};
+use crate::train::checkpoint::{self, CheckpointStore};
 use std::fs;
 use std::path::{Path, PathBuf};
-
-pub(super) fn average_path(folder: &Path) -> PathBuf {
-    folder.join("checkpoints").join(AVERAGE)
-}
 
 /// The checkpoints of the last evaluations, newest first: neither what an interruption left, nor an old best one that
 /// stands alone.
@@ -28,10 +26,17 @@ fn evaluated(store: &CheckpointStore) -> Result<Vec<PathBuf>> {
 }
 
 /// Averages checkpoints of a run (parameters and running statistics; counters of the newest), stored as `average`: those
-/// of the given updates, or the last `count`.
-pub fn average(folder: &Path, count: Option<usize>, updates: Option<Vec<u64>>) -> Result<PathBuf> {
+/// of the given updates, or the last `count`. `between` is asked before each whether to go on.
+pub fn average(folder: &Path, count: Option<usize>, updates: Option<Vec<u64>>, between: Between) -> Result<PathBuf> {
     read_configs(folder)?;
     let _lock = Lock::take(folder)?;
+    let [path, new] = [AVERAGE, NEW_AVERAGE].map(|name| folder.join(CHECKPOINTS).join(name));
+    for taken in [&path, &new].into_iter().filter(|path| path.symlink_metadata().is_ok() && !is_runs(path)) {
+        return Err(Error::invalid(format!(
+            "{} was not written by `average`, which would replace it: move it away",
+            taken.display()
+        )));
+    }
     let store = CheckpointStore::at(folder);
     let paths = match (count, updates) {
         (None, Some(updates)) => updates.iter().map(|u| store.resolve(&u.to_string())).collect::<Result<Vec<_>>>()?,
@@ -50,10 +55,8 @@ pub fn average(folder: &Path, count: Option<usize>, updates: Option<Vec<u64>>) -
         }
         _ => return Err(Error::invalid("give either how many of the last checkpoints to average, or their updates")),
     };
-    let averaged = checkpoint::average(&paths)?;
-    // An earlier average goes when the new one is whole. A name that begins with a dot is cleaned up after a crash.
-    let path = average_path(folder);
-    let new = path.with_file_name(".average");
+    let averaged = checkpoint::average(&paths, &mut data::seldom(between))?;
+    // An earlier average goes when the new one is whole.
     atomic::remove_any(&new)?;
     checkpoint::save(&new, averaged.state["update"].as_u64().unwrap_or(0), &averaged)?;
     atomic::remove_any(&path)?;

@@ -1,6 +1,5 @@
 //! The folder of a run: what it holds, how it begins, how it is read again, and its log.
 
-use super::checksums::{self, CHECKSUMS};
 use super::lock::Lock;
 use super::Prepared;
 use crate::atomic::{self, fault};
@@ -8,23 +7,19 @@ use crate::config::{differences, DataConfig, TrainingConfig, TransformerConfig};
 use crate::data::{self, Bpe, Segmenter, Vocabulary};
 use crate::error::{Error, Result};
 use crate::model::{Transformer, UNK};
+use crate::ownership::{self, checksums, CHECKPOINTS, CHECKSUMS, CODES, CONFIG, LISTED, LOG, TARGET_TYPES, VOCABULARY};
 use crate::train::checkpoint::{Checkpoint, CheckpointStore, Found};
 use crate::train::{self, Observer};
 use serde::{Deserialize, Serialize};
 use std::collections::HashMap;
-use std::fs::{self, File};
+use std::fs::File;
 use std::io::{Read, Seek, SeekFrom};
 use std::path::{Path, PathBuf};
 use tch::Tensor;
 
-pub(super) const CONFIG: &str = "config.json";
-pub(super) const VOCABULARY: &str = "vocabulary.txt";
-pub(super) const CODES: &str = "bpe.codes";
-pub(super) const TARGET_TYPES: &str = "target_types.txt";
-pub(super) const LOG: &str = "log.jsonl";
-const CHECKPOINTS: &str = "checkpoints";
-/// A run's files beside its config.
-const FILES: [&str; 4] = [VOCABULARY, CODES, TARGET_TYPES, LOG];
+/// Most bytes of the configuration, and of a run's other files of text; a longer one is damage or a trap.
+const CONFIG_BYTES: u64 = 16 << 20;
+const TEXT_BYTES: u64 = 4 << 30;
 
 /// What to do with an output folder that holds a run.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -80,53 +75,53 @@ impl Beginning {
     /// Fills the folder, in place of an earlier run if that is wanted; all that could refuse to run has been asked before.
     pub(super) fn write(&self, output: &Path, mode: &Mode) -> Result<()> {
         fault::begin();
+        // The user may have put something there while the data were prepared.
+        check_beginning(output, mode)?;
         if *mode == Mode::Overwrite {
-            // Only what a run writes; anything else in the folder is the user's. The config first: without it, a folder
-            // that was left half removed is no run that could be resumed.
+            // The config first: without it, a folder that was left half removed is no run that could be resumed.
             atomic::remove_file(&output.join(CONFIG))?;
             CheckpointStore::at(output).clear()?;
-            atomic::remove_file(&output.join("curves.png"))?;
-        } else {
-            // The user may have put something there while the data were prepared.
-            check_new(output)?;
+        }
+        let left =
+            ownership::found(output).into_iter().filter(|(path, is_runs)| *is_runs && path.parent() == Some(output));
+        for (path, _) in left.filter(|(path, _)| !path.ends_with(CHECKSUMS)) {
+            atomic::remove_file(&path)?;
         }
         write(output, &self.configs, &self.segmenter, &self.vocabulary, self.mask.as_deref())?;
         CheckpointStore::open(output).map(drop)
     }
 }
 
-/// Refuses a folder whose config is not a run's.
-pub(super) fn check_overwritten(output: &Path) -> Result<()> {
-    let path = output.join(CONFIG);
-    let text = match fs::read(&path) {
-        Err(e) if e.kind() == std::io::ErrorKind::NotFound => return Ok(()),
-        read => read.map_err(|e| Error::io("read", &path, e))?,
-    };
-    let found: Option<serde_json::Value> = serde_json::from_slice(&text).ok();
-    match found.is_some_and(|v| ["model", "training", "data"].iter().all(|part| v[part].is_object())) {
-        true => Ok(()),
-        false => Err(Error::invalid(format!(
-            "{} was not written by a run, so --overwrite leaves it alone: choose another output",
-            path.display()
-        ))),
-    }
-}
-
-/// Refuses a folder where a new run would write over what is there. A run that was stopped while it began is no obstacle:
-/// it has nothing to lose.
-pub(super) fn check_new(output: &Path) -> Result<()> {
+/// Refuses a folder in which a new run would write over something that no run wrote, or, unless it is to begin in an
+/// earlier run's place, over a run. A run that was stopped while it began is no obstacle: it has nothing to lose.
+pub(super) fn check_beginning(output: &Path, mode: &Mode) -> Result<()> {
     let shown = output.display();
-    if output.join(CONFIG).exists() {
+    let found = ownership::found(output);
+    if *mode == Mode::New && found.iter().any(|(path, is_runs)| *is_runs && path.ends_with(CONFIG)) {
         return Err(Error::invalid(format!(
             "{shown} already holds a run: --resume continues it, --overwrite starts anew, or choose another output"
         )));
     }
-    let begun = checksums::listed(output);
-    let is_there = |name: &&&str| output.join(name).exists() && !begun.iter().any(|begun| begun == *name);
-    match FILES.iter().chain(&[CHECKSUMS, CHECKPOINTS]).find(is_there) {
-        Some(name) => Err(Error::invalid(format!(
-            "{shown} holds {name}, which a run would write over: choose another output (if it was left by an earlier run, \
-             --overwrite removes it)"
+    if let Some((path, _)) = found.iter().find(|(_, is_runs)| !is_runs) {
+        let proof =
+            if checksums::listed(output).is_empty() { ", and no whole checksums.txt says that a run did" } else { "" };
+        return Err(Error::invalid(format!(
+            "{shown} holds {}, which no run wrote{proof}: a run would write over it; choose another output, or move it away",
+            path.strip_prefix(output).unwrap_or(path).display()
+        )));
+    }
+    if *mode == Mode::Overwrite {
+        return Ok(());
+    }
+    let is_a_beginning = |path: &Path| {
+        path.file_name()
+            .is_some_and(|name| name != CONFIG && (name == CHECKSUMS || LISTED.iter().any(|listed| name == *listed)))
+    };
+    match found.iter().find(|(path, _)| !is_a_beginning(path)) {
+        Some((path, _)) => Err(Error::invalid(format!(
+            "{shown} holds {} of an earlier run, which a new one would write over: --overwrite removes it, or choose \
+             another output",
+            path.strip_prefix(output).unwrap_or(path).display()
         ))),
         None => Ok(()),
     }
@@ -150,7 +145,6 @@ fn write(
     let text = serde_json::to_string_pretty(configs).map_err(|e| Error::invalid(e.to_string()))?;
     // Last: a folder with a config holds a run.
     texts.push((CONFIG, text + "\n"));
-    FILES.iter().try_for_each(|name| atomic::remove_file(&output.join(name)))?;
     atomic::write_file(&output.join(CHECKSUMS), checksums::text(&texts).as_bytes())?;
     texts.iter().try_for_each(|(name, text)| atomic::write_file(&output.join(name), text.as_bytes()))
 }
@@ -170,7 +164,7 @@ pub fn save_model(
         return Err(Error::invalid(format!("{} exists already; give a new folder", output.display())));
     }
     let _lock = Lock::take(output)?;
-    check_new(output)?;
+    check_beginning(output, &Mode::New)?;
     let vocabulary = Vocabulary::load(dictionary)?;
     if let Some(mask) = mask.filter(|mask| mask.len() != vocabulary.len()) {
         return Err(Error::invalid(format!(
@@ -187,9 +181,7 @@ pub fn save_model(
     let configs = Configs { model, training: training.clone(), data };
     write(output, &configs, &Segmenter::Split, &vocabulary, mask)?;
     let checkpoint = Checkpoint { model: train::to_arrays(&built.parameters)?, config, ..Default::default() };
-    let store = CheckpointStore::open(output)?;
-    store.save(0, &checkpoint)?;
-    ["best", "last"].iter().try_for_each(|link| store.point(link, 0))
+    CheckpointStore::open(output)?.save(0, &checkpoint, true).map(drop)
 }
 
 /// What a run goes on with.
@@ -210,7 +202,7 @@ pub(super) fn resume(
     from: Option<&str>,
 ) -> Result<Resumed> {
     let configs = read_configs(output)?;
-    let vocabulary = Vocabulary::load(output.join(VOCABULARY))?;
+    let vocabulary = read_vocabulary(output)?;
     let wanted = TransformerConfig { vocab_size: vocabulary.len() as i64, ..model.clone() };
     let json = |config: &TransformerConfig| serde_json::to_value(config).map_err(|e| Error::invalid(e.to_string()));
     let of_text = |training: &TrainingConfig, data: &DataConfig| {
@@ -247,10 +239,7 @@ pub(super) fn resume(
 /// another update or the end. A warning after it may come from a run that found no checkpoint.
 fn has_saved(output: &Path) -> Result<bool> {
     let path = output.join(LOG);
-    let text = match fs::read(&path) {
-        Err(e) if e.kind() == std::io::ErrorKind::NotFound => return Ok(false),
-        read => read.map_err(|e| Error::io("read the log", &path, e))?,
-    };
+    let Some(text) = atomic::read(&path, TEXT_BYTES)? else { return Ok(false) };
     let lines = text.split(|byte| *byte == b'\n').filter_map(|line| serde_json::from_slice(line).ok());
     let mut is_evaluated = false;
     Ok(lines.into_iter().any(|line: serde_json::Value| {
@@ -262,15 +251,34 @@ fn has_saved(output: &Path) -> Result<bool> {
 /// The run's options, once its files are known to be whole.
 pub(super) fn read_configs(output: &Path) -> Result<Configs> {
     let path = output.join(CONFIG);
-    if !path.exists() {
+    let Some(text) = atomic::read(&path, CONFIG_BYTES)? else {
         return Err(Error::invalid(format!(
             "{} holds no model: expected the output folder of a training run, with its {CONFIG}",
             output.display()
         )));
-    }
+    };
     checksums::check(output)?;
-    let text = fs::read_to_string(&path).map_err(|e| Error::io("read", &path, e))?;
+    let text = String::from_utf8(text).map_err(|e| Error::invalid(format!("{}: {e}", path.display())))?;
     crate::config::from_json(&path.display().to_string(), &text)
+}
+
+/// The bytes of one of the run's files of text. No link is followed: the folder may be somebody else's.
+fn read_own(output: &Path, name: &str) -> Result<(PathBuf, Vec<u8>)> {
+    let path = output.join(name);
+    let missing = || Error::io("read", &path, std::io::ErrorKind::NotFound.into());
+    let bytes = atomic::read(&path, TEXT_BYTES)?.ok_or_else(missing)?;
+    Ok((path, bytes))
+}
+
+fn lines_of(output: &Path, name: &str) -> Result<(PathBuf, Vec<String>)> {
+    let (path, bytes) = read_own(output, name)?;
+    let lines = data::lines_of(&path, &bytes, &mut || Ok(()))?;
+    Ok((path, lines))
+}
+
+pub(super) fn read_vocabulary(output: &Path) -> Result<Vocabulary> {
+    let (path, lines) = lines_of(output, VOCABULARY)?;
+    Vocabulary::from_lines(&path, &lines)
 }
 
 /// Refuses a run's folder whose files are damaged; a folder without a run is left to others.
@@ -284,7 +292,10 @@ pub fn check(output: &Path) -> Result<()> {
 /// How the run cuts text: by the merges that it keeps, if its options say so.
 pub(super) fn read_segmenter(output: &Path, data: &DataConfig) -> Result<Segmenter> {
     match data.bpe_operations.is_some() || data.bpe_codes.is_some() {
-        true => Ok(Segmenter::Bpe(Bpe::from_codes(output.join(CODES))?)),
+        true => {
+            let (path, lines) = lines_of(output, CODES)?;
+            Ok(Segmenter::Bpe(Bpe::from_lines(&path, &lines)?))
+        }
         false => Ok(Segmenter::Split),
     }
 }
@@ -292,29 +303,32 @@ pub(super) fn read_segmenter(output: &Path, data: &DataConfig) -> Result<Segment
 /// The target vocabulary of a run, a flag for each type; none where it is the vocabulary.
 pub fn target_vocabulary(output: &Path) -> Result<Option<Vec<bool>>> {
     match read_configs(output)?.training.vocab_mask {
-        true => read_mask(output, &Vocabulary::load(output.join(VOCABULARY))?).map(Some),
+        true => read_mask(output, &read_vocabulary(output)?).map(Some),
         false => Ok(None),
     }
 }
 
 /// Its types, EOS and UNK.
 pub(super) fn read_mask(output: &Path, vocabulary: &Vocabulary) -> Result<Vec<bool>> {
-    let path = output.join(TARGET_TYPES);
-    let text = fs::read_to_string(&path).map_err(|e| Error::io("read", &path, e))?;
+    let (path, bytes) = read_own(output, TARGET_TYPES)?;
+    let text = String::from_utf8(bytes).map_err(|e| Error::invalid(format!("{}: {e}", path.display())))?;
     // Not as lines of text: a piece may end in a carriage return, and there may be none.
     let types: Vec<&str> = text.split_terminator('\n').collect();
     Ok(data::seen_mask(vocabulary.len(), [vocabulary.encode(&types).as_slice()]))
 }
 
-fn last_byte(path: &Path) -> std::io::Result<Option<u8>> {
-    let mut file = File::open(path)?;
-    if file.metadata()?.len() == 0 {
-        return Ok(None);
-    }
+fn last_byte(path: &Path) -> Result<Option<u8>> {
+    let mut file = atomic::open(path, File::options().read(true))?;
     let mut last = [0];
-    file.seek(SeekFrom::End(-1))?;
-    file.read_exact(&mut last)?;
-    Ok(Some(last[0]))
+    let mut read = || {
+        if file.metadata()?.len() == 0 {
+            return Ok(None);
+        }
+        file.seek(SeekFrom::End(-1))?;
+        file.read_exact(&mut last)?;
+        Ok(Some(last[0]))
+    };
+    read().map_err(|e| Error::io("read the log", path, e))
 }
 
 /// Appends every event to the run's log, then passes it on.
@@ -328,8 +342,8 @@ impl<'a> Log<'a> {
     /// To the end of the file. A line that a full disk or a crash cut short stays a line of its own.
     pub(super) fn append(file: Option<PathBuf>, observer: &'a mut dyn Observer) -> Result<Self> {
         let log = Log { file, observer };
-        if let Some(path) = log.file.as_ref().filter(|path| path.exists()) {
-            if last_byte(path).map_err(|e| Error::io("read the log", path, e))?.is_some_and(|last| last != b'\n') {
+        if let Some(path) = log.file.as_ref().filter(|path| path.symlink_metadata().is_ok()) {
+            if last_byte(path)?.is_some_and(|last| last != b'\n') {
                 log.put("\n")?;
             }
         }

@@ -2,15 +2,13 @@
 
 use crate::atomic::{self, act};
 use crate::error::{Error, Result};
+use crate::ownership::{is_a_runs_name, is_lock, LOCK};
 use serde::{Deserialize, Serialize};
 use std::fs::{self, File, TryLockError};
-use std::io::{self, Read, Write};
+use std::io::{self, Read, Seek, Write};
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 use std::time::{SystemTime, UNIX_EPOCH};
-
-/// The file that is locked; it tells whose the folder is.
-pub(super) const LOCK: &str = ".lock";
 
 /// A folder that only this process writes into, until this is dropped. The system unlocks the file at any death, so a dead
 /// owner is no obstacle.
@@ -36,14 +34,14 @@ impl Lock {
     /// Locks the folder, makes it where there is none, and removes what killed processes left unfinished in it.
     ///
     /// # Errors
-    /// Another process has locked it: the message names its number, host and start.
+    /// Another process has locked it: the message names its number, host and start. Something else bears the lock's name.
     pub(super) fn take(folder: &Path) -> Result<Self> {
         let path = folder.join(LOCK);
         loop {
             let made = missing(folder);
             atomic::make_directory(folder)?;
-            let open = || File::options().read(true).write(true).create(true).truncate(false).open(&path);
-            let file = match act("open", &path, open) {
+            act("open", &path, || Ok(()))?;
+            let file = match atomic::open(&path, File::options().read(true).write(true).create(true).truncate(false)) {
                 // Its owner has just removed the folder, which had been made for the lock.
                 Err(Error::Io { source, .. }) if source.kind() == io::ErrorKind::NotFound => continue,
                 opened => opened?,
@@ -58,11 +56,23 @@ impl Lock {
             if !is_named(&file, &path) {
                 continue;
             }
+            let mut head = Vec::new();
+            (&file).take(4096).read_to_end(&mut head).map_err(|e| Error::io("read", &path, e))?;
+            if !is_lock(&head) {
+                return Err(Error::invalid(format!(
+                    "{} is not the lock of a run, which would write over it: choose another output",
+                    path.display()
+                )));
+            }
             let own = serde_json::to_string(&Owner::this()).map_err(|e| Error::invalid(e.to_string()))?;
             let mut lock = Lock { file, path, made, is_exclusive };
             let Lock { file, path, .. } = &mut lock;
-            act("write", path, || file.set_len(0).and_then(|()| file.write_all(own.as_bytes())))?;
-            atomic::clean(folder)?;
+            act("write", path, || {
+                file.set_len(0)?;
+                file.rewind()?;
+                file.write_all(own.as_bytes())
+            })?;
+            atomic::clean(folder, is_a_runs_name)?;
             return Ok(lock);
         }
     }
@@ -196,6 +206,22 @@ mod tests {
                 });
             }
         });
+    }
+
+    #[test]
+    fn another_programs_lock_and_a_link_stay_as_they_are() {
+        let folder = tempfile::tempdir().unwrap();
+        let (path, target) = (folder.path().join(LOCK), folder.path().join("mine"));
+        fs::write(&target, "mine").unwrap();
+        fs::write(&path, "somebody's").unwrap();
+        let said = Lock::take(folder.path()).err().unwrap().to_string();
+        assert!(said.contains("is not the lock of a run"), "{said}");
+        assert_eq!(fs::read(&path).unwrap(), b"somebody's");
+        fs::remove_file(&path).unwrap();
+        std::os::unix::fs::symlink(&target, &path).unwrap();
+        let said = Lock::take(folder.path()).err().unwrap().to_string();
+        assert!(said.contains("is a symbolic link"), "{said}");
+        assert_eq!(fs::read(&target).unwrap(), b"mine");
     }
 
     #[test]

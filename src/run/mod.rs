@@ -8,7 +8,6 @@
 //! ```
 
 mod average;
-mod checksums;
 mod folder;
 mod lock;
 mod perplexity;
@@ -24,7 +23,7 @@ pub use perplexity::WindowScore;
 pub use prepare::{prepare, Prepared};
 pub use speaker::{encode, Said, Spoken};
 pub use start::{dry_run, train, Surroundings};
-pub use translator::Translator;
+pub use translator::{load_model, Translator};
 
 use crate::error::{Error, Result};
 use tch::Device;

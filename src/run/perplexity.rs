@@ -60,7 +60,7 @@ impl Translator {
         let between = &mut data::seldom(between);
         let lines = data::read_lines(text, between)?;
         let counted = lines.iter().map(|line| self.count_words(line) + 1).sum();
-        let ids = within(self.encode(&lines), self.seen.as_deref());
+        let ids = within(self.encode(&lines, between)?, self.seen.as_deref());
         let tokens: Vec<u32> = ids.iter().flat_map(|line| line.iter().copied().chain([EOS])).collect();
         let cut = windows(&tokens, window as usize, stride as usize);
         let batches = batches(cut, |corpus| valid_batches(corpus, &self.training));
@@ -114,7 +114,7 @@ mod tests {
             ..Default::default()
         };
         tch::manual_seed(3);
-        let model = Transformer::new(&config, Device::Cpu, Kind::Double).unwrap();
+        let model = Transformer::new(&config, 4, Device::Cpu, Kind::Double).unwrap();
         let objective = Objective::new(None, Smoothing::fairseq(0.0, 23)).unwrap();
         let tokens: Vec<u32> = (0..61u32).map(|i| if i % 9 == 8 { EOS } else { 4 + i * 7919 % 19 }).collect();
         let nll = |at: usize, length: usize, stride: usize| {

@@ -1,8 +1,8 @@
 //! From text files, or fairseq's binarised folder, to numbered sentences.
 
-use crate::config::{DataConfig, TrainingConfig, TransformerConfig};
+use crate::config::{DataConfig, Longest, Positions, TrainingConfig, TransformerConfig};
 use crate::data::{
-    self, listening, Batch, Between, Binarised, Bpe, Corpus, LongSentences, Segmenter, Side, Vocabulary,
+    self, listening, Batch, Between, Binarised, Bpe, Corpus, Digests, Limit, LongSentences, Segmenter, Side, Vocabulary,
 };
 use crate::error::{Error, Result};
 use crate::model::UNK;
@@ -16,7 +16,11 @@ pub struct Prepared {
     pub(super) valid: Corpus,
     pub(super) references: Vec<String>,
     pub(super) mask: Option<Vec<bool>>,
+    /// The most tokens of a sentence, for translation models.
+    pub(super) limit: Limit,
+    /// Sentence pairs left out as longer.
     pub skipped: usize,
+    pub(super) digests: Digests,
 }
 
 /// Reads everything a run needs; touches no output. An error of `between`, which is asked all the while, ends it.
@@ -48,21 +52,31 @@ pub(super) fn prepare_with(
         Some(folder) => binarised(folder, sided, config, known, between)?,
         None => files(sided, config, known, between)?,
     };
+    if train.1.iter().all(Vec::is_empty) {
+        return Err(Error::invalid(format!(
+            "the training text holds no words: all {} target lines are blank; check the file",
+            train.1.len()
+        )));
+    }
     let mask = training.vocab_mask.then(|| data::seen_mask(vocabulary.len(), train.1.iter().map(Vec::as_slice)));
     let valid_target = within(valid.1, mask.as_deref());
     let long = if config.skip_long { LongSentences::Skip } else { LongSentences::Refuse };
     let most = training.max_tokens as usize;
+    let limit = limit(most, model);
     let (train, skipped, valid) = if sided {
-        let (train, kept) = Corpus::parallel(train.0, train.1, most, long)?;
+        let (train, kept) = Corpus::parallel(train.0, train.1, limit, long)?;
         let skipped = kept.len() - train.len();
-        let (valid, fits) = Corpus::parallel(valid.0, valid_target, most, long).map_err(|e| match e {
+        let (valid, fits) = Corpus::parallel(valid.0, valid_target, limit, long).map_err(|e| match e {
             Error::Invalid(text) => Error::Invalid(format!("held-out text: {text}")),
             other => other,
         })?;
         if valid.is_empty() {
             return Err(Error::invalid(format!(
-                "none of the {} held-out sentences fits into max_tokens {most}: raise it",
-                fits.len()
+                "none of the {} held-out sentences fits into {} of {} {}: raise it",
+                fits.len(),
+                limit.what,
+                limit.flag,
+                limit.tokens
             )));
         }
         data::retain(&mut references, &fits);
@@ -75,7 +89,16 @@ pub(super) fn prepare_with(
     };
     let model = TransformerConfig { vocab_size: vocabulary.len() as i64, ..model.clone() };
     model.validate()?;
-    Ok(Prepared { model, segmenter, vocabulary, train, valid, references, mask, skipped })
+    let digests = Digests { train: train.digest(between)?, valid: valid.digest(between)? };
+    Ok(Prepared { model, segmenter, vocabulary, train, valid, references, mask, limit, skipped, digests })
+}
+
+/// A sentence must fit into a batch, and be no longer than the model reads.
+pub(super) fn limit(max_tokens: usize, model: &TransformerConfig) -> Limit {
+    let flag = if model.positions == Positions::Learned { "--max-positions" } else { "--tensorized-segment" };
+    let of_model =
+        |longest: Longest| Limit { tokens: longest.tokens as usize, what: "the model's table of positions", flag };
+    Limit::batch(max_tokens).and(model.longest().map(of_model))
 }
 
 /// Source and target sentences; no source for language modelling.

@@ -1,10 +1,11 @@
 //! Texts that a trained language model continues, from lines of text to text.
 
-use super::folder::{read_configs, read_segmenter, VOCABULARY};
+use super::folder::{read_configs, read_segmenter, read_vocabulary};
 use super::prepare::within;
 use super::translator::Translator;
 use crate::config::GenerationOptions;
-use crate::data::{self, Between, Joiner, Vocabulary};
+use crate::cpu::memory;
+use crate::data::{self, listening, Between, Joiner};
 use crate::error::Result;
 use crate::model::EOS;
 use crate::search::{generate, GenerationConfig, Prompt};
@@ -37,11 +38,11 @@ struct Voice {
 
 impl Translator {
     /// The ids of a text of lines: EOS ends each but the last.
-    fn read_text(&self, text: &str) -> Vec<i64> {
+    fn read_text(&self, text: &str, between: Between) -> Result<Vec<i64>> {
         let lines: Vec<String> = text.split('\n').map(str::to_owned).collect();
-        let ids = within(self.encode(&lines), self.seen.as_deref());
+        let ids = within(self.encode(&lines, between)?, self.seen.as_deref());
         let ids: Vec<Vec<i64>> = ids.into_iter().map(|line| line.into_iter().map(i64::from).collect()).collect();
-        ids.join(&EOS)
+        Ok(ids.join(&EOS))
     }
 
     /// For each prompt `samples` texts that follow it. `batch_tokens`: most tokens of all windows of a batch.
@@ -58,8 +59,11 @@ impl Translator {
     ) -> Result<Vec<Vec<Spoken>>> {
         let config = GenerationConfig::of(options, self.data.segment_length)?;
         let between = &mut data::seldom(between);
-        let read: Vec<Vec<i64>> = prompts.iter().map(|prompt| self.read_text(prompt)).collect();
+        let read: Vec<Vec<i64>> =
+            prompts.iter().map(|prompt| self.read_text(prompt, between)).collect::<Result<_>>()?;
         let samples = options.samples as usize;
+        let bytes = size_of::<Spoken>() as u128 * prompts.len() as u128 * samples as u128;
+        memory::room(bytes, || format!("{samples} texts of each of {} prompts (ask for fewer)", prompts.len()))?;
         let places: Vec<(usize, usize)> =
             (0..prompts.len()).flat_map(|prompt| (0..samples).map(move |sample| (prompt, sample))).collect();
         let mut found: Vec<Vec<Spoken>> = vec![Vec::new(); prompts.len()];
@@ -114,8 +118,9 @@ impl Translator {
 }
 
 /// The ids of lines as the run in a folder reads them, without EOS.
-pub fn encode(folder: &Path, lines: &[String]) -> Result<Vec<Vec<u32>>> {
+pub fn encode(folder: &Path, lines: &[String], between: Between) -> Result<Vec<Vec<u32>>> {
     let segmenter = read_segmenter(folder, &read_configs(folder)?.data)?;
-    let vocabulary = Vocabulary::load(folder.join(VOCABULARY))?;
-    Ok(lines.iter().map(|line| vocabulary.encode(&segmenter.segment(line))).collect())
+    let vocabulary = read_vocabulary(folder)?;
+    let encode = |line: &String| vocabulary.encode(&segmenter.segment(line));
+    listening(&mut data::seldom(between), lines, |lines| lines.map(encode).collect())
 }

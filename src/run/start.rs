@@ -1,17 +1,18 @@
 //! Training from text files to a folder.
 
-use super::folder::{check_new, check_overwritten, read_mask, resume, Beginning, Log, Resumed, CONFIG, LOG};
+use super::folder::{check_beginning, read_mask, resume, Beginning, Log, Resumed};
 use super::lock::Lock;
 use super::prepare::{prepare_with, valid_batches};
 use super::{device, keep_memory, prepare, Mode, Prepared};
 use crate::config::{AttentionName, DataConfig, TrainingConfig, TransformerConfig};
 use crate::cpu::contention;
 use crate::cuda;
-use crate::data::{BatchStream, Between, Prefetch, StreamConfig};
+use crate::data::{BatchStream, Between, Corpus, Cursor, Digests, Limit, Prefetch, StreamConfig};
 use crate::error::{Error, Result};
 use crate::metrics::unigram_entropy;
 use crate::model::Transformer;
 use crate::operator::ProcessGroup;
+use crate::ownership::{CONFIG, LOG};
 use crate::train::checkpoint::{CheckpointStore, Found};
 use crate::train::{load_parameters, smoothing, Objective, Observer, Parts, Progress, Recorder, Trainer, Validation};
 use std::path::Path;
@@ -27,9 +28,44 @@ pub struct Surroundings<'a> {
     pub observer: &'a mut dyn Observer,
 }
 
-/// Trains; `output` then holds all that [`Translator`] needs. Every process of the group calls this alike; its first one
-/// writes, and its observer hears everything, the others' only what comes between updates.
+/// Trains; `output` then holds all that [`Translator`](super::Translator) needs. Every process of the group calls this
+/// alike; its first one writes, and its observer hears everything, the others' only what comes between updates.
 pub fn train(
+    model: &TransformerConfig,
+    training: &TrainingConfig,
+    config: &DataConfig,
+    output: &Path,
+    mode: Mode,
+    surroundings: Surroundings,
+) -> Result<()> {
+    let group = surroundings.group;
+    trained(model, training, config, output, mode, surroundings).map_err(|e| match e {
+        Error::Torch(said) if !group.is_alone() && is_of_a_lost_partner(&said) => Error::Torch(format!(
+            "rank {} of {} lost a partner, which has died or cannot be reached ({}): start all of them again, with \
+             --resume where the run had begun",
+            group.rank(),
+            group.size(),
+            said.lines().next().unwrap_or_default()
+        )),
+        other => other,
+    })
+}
+
+/// The words of gloo and NCCL for a process that has gone.
+fn is_of_a_lost_partner(said: &str) -> bool {
+    let words = [
+        "onnection closed",
+        "onnection reset",
+        "onnection refused",
+        "roken pipe",
+        "imed out",
+        "NCCL",
+        "remote process",
+    ];
+    words.iter().any(|word| said.contains(word))
+}
+
+fn trained(
     model: &TransformerConfig,
     training: &TrainingConfig,
     config: &DataConfig,
@@ -53,6 +89,12 @@ pub fn train(
     let is_new = !matches!(mode, Mode::Resume { .. });
     let beginning = (is_new && group.is_first()).then(|| Beginning::of(&mut prepared, training, config));
     let mut warnings = from.as_ref().map_or(Vec::new(), |found| found.passed.clone());
+    if let Some(found) = from.as_ref() {
+        let valid = read_progress(found)?.text.map(|text| text.valid);
+        if valid.is_some_and(|valid| valid != prepared.digests.valid) {
+            warnings.push("the held-out text is not the one of the run so far: its best score is forgotten".into());
+        }
+    }
     if let Some(found) = from.as_ref().filter(|found| !found.passed.is_empty()) {
         warnings.push(format!("the run goes on from the checkpoint before: {}", found.path.display()));
     }
@@ -60,7 +102,8 @@ pub fn train(
         warnings.push("the run had saved no checkpoint: it begins at its first update".into());
     }
     let recorder = recorder.filter(|_| training.cuda_graphs && has_kernels(device)).map(|recorder| recorder(device));
-    let made = trainer(prepared, training, output, device, (group, recorder), from);
+    let limit = prepared.limit;
+    let made = trainer(prepared, training, output, device, (group, recorder), from, &mut warnings);
     let mut trainer = group.agree(made, device)?;
     let begun = match beginning {
         Some(beginning) => beginning.write(output, &mode),
@@ -74,7 +117,8 @@ pub fn train(
     }
     warnings.iter().try_for_each(|text| log.message("warning", text))?;
     if skipped > 0 {
-        let text = format!("left out {skipped} of {all} sentences: longer than max_tokens {}", training.max_tokens);
+        let Limit { tokens, what, flag } = limit;
+        let text = format!("left out {skipped} of {all} sentences: longer than {what} of {flag} {tokens}");
         log.message("warning", &text)?;
     }
     trainer.fit(&mut log)
@@ -98,8 +142,7 @@ fn open(
     between: Between,
 ) -> Result<(Prepared, Option<Found>)> {
     match mode {
-        Mode::New => check_new(output)?,
-        Mode::Overwrite => check_overwritten(output)?,
+        Mode::New | Mode::Overwrite => check_beginning(output, mode)?,
         Mode::Resume { .. } if !output.join(CONFIG).exists() => {
             return Err(Error::invalid(format!(
                 "{} holds no run to resume: leave out --resume to start one",
@@ -138,20 +181,16 @@ fn trainer(
     device: Device,
     (group, recorder): (ProcessGroup, Option<Box<dyn Recorder>>),
     from: Option<Found>,
+    warnings: &mut Vec<String>,
 ) -> Result<Trainer> {
-    let Prepared { model, vocabulary, train, valid, references, mask, .. } = prepared;
-    let from = match from {
-        Some(found) => {
-            let progress: Progress = serde_json::from_value(found.checkpoint.state.clone())
-                .map_err(|e| Error::invalid(format!("the checkpoint's state cannot be read: {e}")))?;
-            Some((progress, found))
-        }
+    let Prepared { model, vocabulary, train, valid, references, mask, digests, .. } = prepared;
+    let mut from = match from {
+        Some(found) => Some((read_progress(&found)?, found)),
         None => None,
     };
-    tch::manual_seed(training.seed as i64);
     let model = match &from {
         Some((_, found)) => Transformer::to_train(&model, &load_parameters(&found.checkpoint.model, device)?)?,
-        None => Transformer::new(&model, device, Kind::Float)?,
+        None => Transformer::new(&model, training.seed, device, Kind::Float)?,
     };
     let valid_count = mask.as_ref().map_or(vocabulary.len(), |m| m.iter().filter(|v| **v).count());
     let mask = mask.map(|m| Tensor::f_from_slice(&m)?.f_to_device(device)).transpose()?;
@@ -162,8 +201,11 @@ fn trainer(
         seed: training.seed,
         word_dropout: training.word_dropout,
     };
-    let cursor = from.as_ref().map(|(p, _)| p.cursor).unwrap_or_default();
-    let stream = BatchStream::new(Arc::new(train), stream_config, cursor)?;
+    let train = Arc::new(train);
+    let stream = match &mut from {
+        None => BatchStream::new(train.clone(), stream_config, Cursor::default())?,
+        Some((progress, found)) => resumed_stream(&train, stream_config, digests, progress, found, warnings)?,
+    };
     let parts = Parts {
         model,
         config: training.clone(),
@@ -172,12 +214,76 @@ fn trainer(
         validation: Validation { batches, references },
         store: CheckpointStore::at(output),
         unigram_entropy: entropy,
+        sentences: train.len(),
         batches_per_epoch: stream.batches_per_epoch(),
+        text: digests,
         device,
         group,
         recorder,
     };
     Trainer::new(parts, Prefetch::new(stream)?, from.as_ref().map(|(p, found)| (p.clone(), found)))
+}
+
+fn read_progress(found: &Found) -> Result<Progress> {
+    let wrong = |why: String| {
+        let path = found.path.display();
+        Error::invalid(format!("{path}: the state of the run cannot be read: {why}; use another checkpoint"))
+    };
+    let progress: Progress =
+        serde_json::from_value(found.checkpoint.state.clone()).map_err(|e| wrong(e.to_string()))?;
+    match [progress.update, progress.cursor.epoch].into_iter().find(|n| *n > MOST) {
+        Some(n) => Err(wrong(format!("expected an update and an epoch of at most {MOST}, found {n}"))),
+        None => Ok(progress),
+    }
+}
+
+/// More updates or epochs than any run has: a state that says more is forged.
+const MOST: u64 = 1 << 48;
+
+/// The batches from where the run stood. With other batches than before, its place in the epoch is the one that has as
+/// large a share of the sentences behind it.
+fn resumed_stream(
+    train: &Arc<Corpus>,
+    config: StreamConfig,
+    digests: Digests,
+    progress: &mut Progress,
+    found: &Found,
+    warnings: &mut Vec<String>,
+) -> Result<BatchStream> {
+    let before = &found.checkpoint.config["training"];
+    let before = StreamConfig {
+        max_tokens: before["max_tokens"].as_u64().map_or(config.max_tokens, |n| n as usize),
+        seed: before["seed"].as_u64().unwrap_or(config.seed),
+        ..config
+    };
+    let is_same_text = progress.text.is_none_or(|text| text.train == digests.train);
+    let is_same_plan = (before.max_tokens, before.seed) == (config.max_tokens, config.seed);
+    let at = progress.cursor;
+    if is_same_text && is_same_plan {
+        return BatchStream::new(train.clone(), config, at);
+    }
+    let share = match progress.seen {
+        // Not counted by an earlier version: from the batches that it had.
+        (_, 0) if is_same_text => BatchStream::new(train.clone(), before, at)?.seen() as f64 / train.len() as f64,
+        (_, 0) => 0.0,
+        (seen, all) => seen as f64 / all as f64,
+    };
+    let stream = BatchStream::new(train.clone(), config, Cursor { epoch: at.epoch, index: 0 })?.behind(share);
+    let why = match is_same_text {
+        true => format!("max_tokens or seed was {}/{}", before.max_tokens, before.seed),
+        false => "the training text is not the one that the run was trained on".into(),
+    };
+    let (now, seen) = (stream.cursor(), stream.seen());
+    if at.index > 0 || !is_same_text {
+        warnings.push(format!(
+            "{why}: the run goes on in epoch {} behind {seen} of {} sentences, as {:.1} % of the epoch was seen",
+            now.epoch + 1,
+            train.len(),
+            100.0 * share
+        ));
+    }
+    (progress.cursor, progress.seen.0) = (now, seen as u64);
+    Ok(stream)
 }
 
 /// Number of parameters and bytes of a run, without training.
@@ -188,7 +294,7 @@ pub fn dry_run(
     between: Between,
 ) -> Result<serde_json::Value> {
     let prepared = prepare(model, training, data, between)?;
-    let built = Transformer::new(&prepared.model, Device::Cpu, Kind::Float)?;
+    let built = Transformer::new(&prepared.model, 0, Device::Cpu, Kind::Float)?;
     let n = built.parameters.numel();
     let most = training.max_tokens as usize;
     // Activations kept for the backward pass, f32 units a row: about 16 d + 2 d_ff a layer and side (5 d_ff where

@@ -1,19 +1,20 @@
 //! A trained model, ready to translate.
 
-use super::average::average_path;
-use super::folder::{read_configs, read_mask, read_segmenter, Configs, VOCABULARY};
+use super::folder::{read_configs, read_mask, read_segmenter, read_vocabulary, Configs};
 use super::keep_memory;
-use super::prepare::{read, valid_batches, within};
+use super::prepare::{limit, read, valid_batches, within};
 use super::workers::{in_parallel, source_batches};
-use crate::config::{differences, DataConfig, TrainingConfig, TransformerConfig};
+use crate::config::{differences, DataConfig, Longest, TrainingConfig, TransformerConfig};
 use crate::cpu::{contention, parallel};
 use crate::data::vocabulary::EOS;
-use crate::data::{self, Binarised, Corpus, LongSentences, PackedIds, Segmenter, Side, Vocabulary};
+use crate::data::{self, listening, Between, Binarised, Corpus, LongSentences, PackedIds, Segmenter, Side, Vocabulary};
 use crate::error::{Error, Result};
 use crate::model::{Cargo, Packed, Transformer};
+use crate::ownership::AVERAGE;
 use crate::search::{Hypothesis, Search, SearchConfig};
-use crate::train::checkpoint::{self, CheckpointStore};
+use crate::train::checkpoint::CheckpointStore;
 use crate::train::{self, load_parameters, smoothing, Objective};
+use std::collections::HashMap;
 use std::path::Path;
 use tch::{no_grad, Device, Kind, Tensor};
 
@@ -32,22 +33,33 @@ pub struct Translator {
     _watch: Option<contention::ContentionWatch>,
 }
 
+/// The options and tensors of a run's checkpoint. Names and shapes are compared with the options before anything is
+/// built, so that options of a billion layers cost nothing.
+pub fn load_model(folder: &Path, checkpoint: &str) -> Result<(TransformerConfig, HashMap<String, Tensor>)> {
+    let (path, (arrays, config)) =
+        CheckpointStore::at(folder).read(checkpoint, |path| train::checkpoint::load_model(path))?;
+    let options = config.get("model").unwrap_or(&config);
+    let config: TransformerConfig = crate::config::from_json(&path.display().to_string(), &options.to_string())?;
+    let tensors = load_parameters(&arrays, Device::Cpu)?;
+    Transformer::with_parameters(&config, &tensors).map_err(|e| {
+        Error::invalid(format!("{}: the weights are not those of its config.json: {e}", path.display()))
+    })?;
+    Ok((config, tensors))
+}
+
 impl Translator {
     /// Of a run's folder; `checkpoint` is best, last, average, an update's number, or a path.
     pub fn load(folder: &Path, checkpoint: &str, device: Device) -> Result<Self> {
         keep_memory();
         let configs = read_configs(folder)?;
-        let path = match checkpoint {
-            "average" if average_path(folder).exists() => average_path(folder),
-            "average" => {
-                return Err(Error::invalid(format!(
-                    "{} has no averaged checkpoint: make one with `normformer-rs average --model {0} --last 10`",
-                    folder.display()
-                )))
-            }
-            other => CheckpointStore::at(folder).resolve(other)?,
-        };
-        let (arrays, config) = checkpoint::load_model(&path)?;
+        let store = CheckpointStore::at(folder);
+        if checkpoint == AVERAGE && store.resolve(checkpoint).is_err() {
+            return Err(Error::invalid(format!(
+                "{} has no averaged checkpoint: make one with `normformer-rs average --model {0} --last 10`",
+                folder.display()
+            )));
+        }
+        let (path, (arrays, config)) = store.read(checkpoint, |path| train::checkpoint::load_model(path))?;
         // Read as options, for an earlier version's files know fewer of them.
         let found: TransformerConfig =
             crate::config::from_json(&path.display().to_string(), &config["model"].to_string())?;
@@ -60,7 +72,7 @@ impl Translator {
             )));
         }
         let model = Transformer::with_parameters(&configs.model, &load_parameters(&arrays, device)?)?;
-        let vocabulary = Vocabulary::load(folder.join(VOCABULARY))?;
+        let vocabulary = read_vocabulary(folder)?;
         let seen = if configs.training.vocab_mask { Some(read_mask(folder, &vocabulary)?) } else { None };
         let valid = seen.as_ref().map_or(vocabulary.len(), |m| m.iter().filter(|v| **v).count());
         let mask = seen.as_ref().map(|m| Tensor::f_from_slice(m)?.f_to_device(device)).transpose()?;
@@ -81,15 +93,16 @@ impl Translator {
         })
     }
 
-    /// The ids of a text's lines.
-    pub fn encode(&self, lines: &[String]) -> Vec<Vec<u32>> {
-        lines.iter().map(|l| self.vocabulary.encode(&self.segmenter.segment(l))).collect()
+    /// The ids of a text's lines. An `Err` from `between`, which is asked before each, ends it.
+    pub fn encode(&self, lines: &[String], between: Between) -> Result<Vec<Vec<u32>>> {
+        let encode = |line: &String| self.vocabulary.encode(&self.segmenter.segment(line));
+        listening(between, lines, |lines| lines.map(encode).collect())
     }
 
     /// The ids of the source side of a split; its folder may number the pieces in another way than this model.
-    pub fn read(&self, data: &Binarised, split: &str) -> Result<Vec<Vec<u32>>> {
+    pub fn read(&self, data: &Binarised, split: &str, between: Between) -> Result<Vec<Vec<u32>>> {
         let dictionary = data.dictionary(Side::Source)?;
-        let sentences = data.sentences(split, Side::Source, dictionary.len(), &mut || Ok(()))?;
+        let sentences = data.sentences(split, Side::Source, dictionary.len(), between)?;
         Ok(sentences.iter().map(|ids| self.vocabulary.encode(&dictionary.decode(ids))).collect())
     }
 
@@ -101,7 +114,7 @@ impl Translator {
         config: &SearchConfig,
         batch_tokens: usize,
         kind: Kind,
-        mut between: impl FnMut() -> Result<()>,
+        between: Between,
     ) -> Result<Vec<Vec<(String, f64)>>> {
         if !self.model.config.has_encoder() {
             return Err(Error::invalid("a language model does not translate"));
@@ -109,6 +122,8 @@ impl Translator {
         if source.is_empty() {
             return Ok(Vec::new());
         }
+        self.check_lines(&source)?;
+        let between = &mut data::seldom(between);
         let search = Search::new(&self.model, self.mask.as_ref(), config, kind)?;
         let threads = if self.device == Device::Cpu { parallel::threads() } else { 1 };
         let batches = source_batches(&source, batch_tokens, threads);
@@ -127,13 +142,14 @@ impl Translator {
         match threads.min(batches.len()) {
             0 | 1 => {
                 for batch in 0..batches.len() {
-                    take(batch, search.run(&self.model, &packed(batch)?.to(self.device)?)?);
-                    between()?;
+                    take(batch, search.run(&self.model, &packed(batch)?.to(self.device)?, between)?);
                 }
             }
             threads => {
-                let run = |model: &Transformer, search: &Search, batch: usize| search.run(model, &packed(batch)?);
-                in_parallel(&self.model, &search, threads, batches.len(), &run, &mut take, &mut between)?;
+                let run = |model: &Transformer, search: &Search, batch: usize, between: Between| {
+                    search.run(model, &packed(batch)?, between)
+                };
+                in_parallel(&self.model, &search, threads, batches.len(), &run, &mut take, between)?;
             }
         }
         Ok(found)
@@ -154,16 +170,36 @@ impl Translator {
         }
         let mut between = data::seldom(&mut between);
         let (source, target) = read(sided, "evaluation", source, target, &mut between)?;
-        let target = within(self.encode(&target), self.seen.as_deref());
+        let target = within(self.encode(&target, &mut between)?, self.seen.as_deref());
         let corpus = match sided {
-            // However long: a batch has at least one sentence.
-            true => Corpus::parallel(self.encode(&source), target, usize::MAX, LongSentences::Refuse)?
-                .0
-                .starting_with(self.model.config.decoder_start.id()),
+            // However long for a batch, which has at least one sentence.
+            true => Corpus::parallel(
+                self.encode(&source, &mut between)?,
+                target,
+                limit(usize::MAX, &self.model.config),
+                LongSentences::Refuse,
+            )?
+            .0
+            .starting_with(self.model.config.decoder_start.id()),
             false => Corpus::language_model(&target, self.data.segment_length as usize, usize::MAX)?,
         };
         let batches = valid_batches(&corpus, &self.training);
         no_grad(|| train::evaluate_loss(&self.model, &batches, &self.objective()?, kind, between))
+    }
+
+    /// Refuses lines that are longer than the model reads, by the number of the first.
+    fn check_lines(&self, source: &[Vec<u32>]) -> Result<()> {
+        let Some(Longest { tokens: most, why }) = self.model.config.longest() else { return Ok(()) };
+        let is_long = |ids: &&Vec<u32>| ids.len() as i64 + 1 > most;
+        let Some(first) = source.iter().position(|ids| is_long(&ids)) else { return Ok(()) };
+        Err(Error::invalid(format!(
+            "line {} has {} tokens with the end of sentence, and {why} = {most}; {} of {} lines are too long: shorten or \
+             remove them",
+            first + 1,
+            source[first].len() + 1,
+            source.iter().filter(is_long).count(),
+            source.len()
+        )))
     }
 
     /// What losses are taken against.

@@ -34,8 +34,9 @@ pub fn source_batches(source: &[Vec<u32>], batch_tokens: usize, threads: usize) 
 /// Tokens below which a batch is not made smaller: a step of few rows costs what its operations cost.
 const LEAST: usize = 256;
 
-/// What a thread does with a batch.
-type TranslateBatch<'a> = dyn Fn(&Transformer, &Search, usize) -> Result<Vec<Vec<Hypothesis>>> + Sync + 'a;
+/// What a thread does with a batch; it asks the last argument at each step whether to go on.
+type TranslateBatch<'a> =
+    dyn Fn(&Transformer, &Search, usize, &mut dyn FnMut() -> Result<()>) -> Result<Vec<Vec<Hypothesis>>> + Sync + 'a;
 
 /// Runs batches 0 to `batches` − 1 on `threads` threads and gives each result to `take`, in any order. An `Err` from
 /// `between`, which is called often, ends it, as does one of a batch.
@@ -63,13 +64,17 @@ pub fn in_parallel(
                 tch::set_num_threads(1);
                 let work = || -> Result<()> {
                     let model = Transformer::with_parameters(config, &tensors)?;
-                    while !is_over.load(Ordering::Relaxed) {
+                    let mut goes_on = || match is_over.load(Ordering::Relaxed) {
+                        true => Err(Error::Interrupted("the other threads have ended".into())),
+                        false => Ok(()),
+                    };
+                    while goes_on().is_ok() {
                         let batch = next.fetch_add(1, Ordering::Relaxed);
                         if batch >= batches {
                             break;
                         }
                         // The receiver is there until all senders are gone.
-                        let _ = results.send(Ok((batch, run(&model, &search, batch)?)));
+                        let _ = results.send(Ok((batch, run(&model, &search, batch, &mut goes_on)?)));
                     }
                     Ok(())
                 };
@@ -149,7 +154,7 @@ mod tests {
             ..Default::default()
         };
         tch::manual_seed(4);
-        let model = Transformer::new(&config, Device::Cpu, Kind::Double).unwrap();
+        let model = Transformer::new(&config, 4, Device::Cpu, Kind::Double).unwrap();
         for tensor in model.parameters.tensors() {
             let _ = tch::no_grad(|| tensor.shallow_clone().f_add_(&(tensor.randn_like() * 0.3)).unwrap());
         }
@@ -169,11 +174,13 @@ mod tests {
             let config = SearchConfig { beam, max_length: Some(12), ..SearchConfig::new(SearchRule::Fairseq) };
             let search = Search::new(&model, None, &config, Kind::Double).unwrap();
             let mut found = vec![None; 40];
-            let run = |model: &Transformer, search: &Search, number: usize| search.run(model, &batch(number));
+            let run = |model: &Transformer, search: &Search, number: usize, between: &mut dyn FnMut() -> Result<()>| {
+                search.run(model, &batch(number), between)
+            };
             let mut take = |number: usize, all| assert!(found[number].replace(all).is_none());
             in_parallel(&model, &search, 3, 40, &run, &mut take, &mut || Ok(())).unwrap();
             for (number, found) in found.into_iter().enumerate() {
-                assert_eq!(found, Some(search.run(&model, &batch(number)).unwrap()), "batch {number}");
+                assert_eq!(found, Some(search.run(&model, &batch(number), &mut || Ok(())).unwrap()), "batch {number}");
             }
             assert_eq!(parallel::threads(), threads);
         }
@@ -183,7 +190,8 @@ mod tests {
     fn what_fails_in_a_thread_or_between_ends_it() {
         let model = model();
         let search = Search::new(&model, None, &SearchConfig::default(), Kind::Double).unwrap();
-        let fails = |_: &Transformer, _: &Search, number: usize| match number {
+        type Between<'a> = &'a mut dyn FnMut() -> Result<()>;
+        let fails = |_: &Transformer, _: &Search, number: usize, _: Between| match number {
             3 => Err(Error::invalid("the fourth batch")),
             _ => Ok(vec![]),
         };
@@ -191,7 +199,7 @@ mod tests {
         let e = in_parallel(&model, &search, 2, 9, &fails, &mut take, &mut || Ok(())).unwrap_err();
         assert_eq!(e.to_string(), "the fourth batch");
         let made = AtomicUsize::new(0);
-        let slow = |_: &Transformer, _: &Search, _: usize| {
+        let slow = |_: &Transformer, _: &Search, _: usize, _: Between| {
             made.fetch_add(1, Ordering::Relaxed);
             thread::sleep(Duration::from_millis(5));
             Ok(vec![])
@@ -199,5 +207,12 @@ mod tests {
         let mut stop = || Err(Error::Interrupted("enough".to_string()));
         let e = in_parallel(&model, &search, 2, 1000, &slow, &mut take, &mut stop).unwrap_err();
         assert_eq!((e.to_string().as_str(), made.load(Ordering::Relaxed) < 100), ("enough", true));
+        // A search that would never end by itself hears of it at its next step.
+        let endless = |_: &Transformer, _: &Search, _: usize, between: Between| loop {
+            between()?;
+            thread::sleep(Duration::from_millis(1));
+        };
+        let e = in_parallel(&model, &search, 2, 2, &endless, &mut take, &mut stop).unwrap_err();
+        assert_eq!(e.to_string(), "enough");
     }
 }

@@ -44,15 +44,17 @@ impl Candidate {
 }
 
 impl<'a> Beam<'a> {
-    /// The empty hypothesis, in `slot`.
+    /// The empty hypothesis, in `slot`; the final one where the source is its end alone.
     pub fn new(config: &'a SearchConfig, source_length: usize, slot: usize) -> Self {
+        let is_blank = source_length <= 1;
+        let hypothesis = Hypothesis { finished: is_blank, ..Default::default() };
         Beam {
             config,
-            limit: config.rule.limit(source_length, config.max_length),
+            limit: config.limit(source_length),
             length: 0,
-            hypotheses: vec![Partial { hypothesis: Hypothesis::default(), slot, next: None }],
-            finals: Vec::new(),
-            done: false,
+            finals: if is_blank { vec![hypothesis.clone()] } else { Vec::new() },
+            hypotheses: vec![Partial { hypothesis, slot, next: None }],
+            done: is_blank,
         }
     }
 
@@ -124,7 +126,8 @@ impl<'a> Beam<'a> {
     /// Every hypothesis's continuations, hypothesis after hypothesis: the order in which equals are preferred.
     fn pool(&self, next: &[Vec<Continuation>]) -> Vec<Candidate> {
         let penalty = self.penalty();
-        let mut pool = Vec::with_capacity(self.hypotheses.len() * self.config.candidates());
+        let known = |partial: &Partial| partial.next.map_or(1, |row| next[row].len());
+        let mut pool = Vec::with_capacity(self.hypotheses.iter().map(known).sum());
         for (parent, Partial { hypothesis, next: row, .. }) in self.hypotheses.iter().enumerate() {
             if hypothesis.finished {
                 let Hypothesis { log_probability, score, .. } = *hypothesis;
@@ -154,7 +157,7 @@ impl<'a> Beam<'a> {
     fn advance_fairseq(&mut self, mut pool: Vec<Candidate>) {
         let beam = self.config.beam;
         pool.sort_by(|a, b| b.log_probability.total_cmp(&a.log_probability));
-        pool.truncate(2 * beam);
+        pool.truncate(beam.saturating_mul(2));
         let ended = pool.iter().take(beam).filter(|c| c.ends()).map(|c| self.grown(c).hypothesis).collect::<Vec<_>>();
         self.hypotheses = pool.iter().filter(|c| !c.ends()).take(beam).map(|c| self.grown(c)).collect();
         self.finals.extend(ended);

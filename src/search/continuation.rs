@@ -28,7 +28,7 @@ impl Eos {
     pub fn at(length: usize, config: &SearchConfig) -> Self {
         match config.rule {
             _ if length == 0 => Eos::Forbidden,
-            SearchRule::Fairseq if length + 1 == SearchRule::Fairseq.limit(0, config.max_length) => Eos::Forced,
+            SearchRule::Fairseq if length + 1 == config.limit(0) => Eos::Forced,
             _ => Eos::Allowed,
         }
     }

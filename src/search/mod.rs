@@ -27,6 +27,7 @@ mod sampling;
 mod tests;
 
 use crate::config::{SearchOptions, SearchRule};
+use crate::cpu::memory;
 use crate::error::{Error, Result};
 use crate::model::{Context, Packed, PreparedWeights, Reads, StackCache, Transformer};
 use beam::Beam;
@@ -50,6 +51,8 @@ pub struct SearchConfig {
     pub n_best: usize,
     /// Most tokens generated; none: the source's + 50 (google, which counts EOS) or 200 (fairseq, which does not).
     pub max_length: Option<usize>,
+    /// Most tokens that the model can say, EOS included, whatever the rule allows; [`Search::new`] asks the model.
+    pub longest: Option<usize>,
 }
 
 impl SearchConfig {
@@ -59,7 +62,7 @@ impl SearchConfig {
             SearchRule::Google => 4,
             SearchRule::Fairseq => 5,
         };
-        SearchConfig { beam, rule, alpha: rule.alpha(), n_best: 1, max_length: None }
+        SearchConfig { beam, rule, alpha: rule.alpha(), n_best: 1, max_length: None, longest: None }
     }
 
     /// The search that the options ask for.
@@ -73,6 +76,7 @@ impl SearchConfig {
             alpha: options.alpha.unwrap_or(options.rule.alpha()),
             n_best: size("n_best", options.n_best)?,
             max_length: options.max_length.map(|n| size("max_length", n)).transpose()?,
+            longest: None,
         };
         config.validate()?;
         Ok(config)
@@ -86,8 +90,9 @@ impl SearchConfig {
         if !(1..=self.beam).contains(&self.n_best) {
             return wrong(format!("n_best must lie between 1 and the beam, {}; got {}", self.beam, self.n_best));
         }
-        if !self.alpha.is_finite() {
-            return wrong(format!("alpha must be a finite number, got {}", self.alpha));
+        // Beyond it len^α leaves the numbers there are, and every score is 0.
+        if !(-ALPHA..=ALPHA).contains(&self.alpha) {
+            return wrong(format!("alpha must lie in [-{ALPHA}, {ALPHA}], got {}", self.alpha));
         }
         if self.max_length == Some(0) {
             return wrong("max_length must be at least 1, got 0".into());
@@ -99,10 +104,18 @@ impl SearchConfig {
     fn candidates(&self) -> usize {
         match self.rule {
             SearchRule::Google => self.beam,
-            SearchRule::Fairseq => 2 * self.beam,
+            SearchRule::Fairseq => self.beam.saturating_mul(2),
         }
     }
+
+    /// The most tokens generated from a source, EOS included.
+    fn limit(&self, source_length: usize) -> usize {
+        self.rule.limit(source_length, self.max_length).min(self.longest.unwrap_or(usize::MAX))
+    }
 }
+
+/// The largest exponent of the length penalty, either way; papers take 0 to 2.
+const ALPHA: f64 = 10.0;
 
 impl Default for SearchConfig {
     fn default() -> Self {
@@ -125,20 +138,22 @@ pub struct Hypothesis {
 
 /// The `n_best` best translations of each sentence, best first, sentences in the order of `source`.
 ///
-/// `source`: what the encoder reads, EOS included. `mask`: bool (V), true in the target vocabulary V_t, outside of which
+/// `source`: what the encoder reads, EOS included; one of EOS alone is a blank line, and its translation is, too. `mask`: bool (V), true in the target vocabulary V_t, outside of which
 /// p = 0; none: V_t = V. `kind`: the type of matrix products; log-probabilities are float32, or float64 if `kind` is.
 ///
 /// # Errors
 ///
-/// Settings out of range; a decoder-only model; a mask that allows no sentence; logits that are not numbers (NaN).
+/// Settings out of range; a decoder-only model; a mask that allows no sentence; a source longer than the model reads;
+/// logits that are not numbers (NaN); more hypotheses than memory; what `between` returns, which is asked at each step.
 pub fn search(
     model: &Transformer,
     source: &Packed,
     mask: Option<&Tensor>,
     config: &SearchConfig,
     kind: Kind,
+    between: &mut dyn FnMut() -> Result<()>,
 ) -> Result<Vec<Vec<Hypothesis>>> {
-    Search::new(model, mask, config, kind)?.run(model, source)
+    Search::new(model, mask, config, kind)?.run(model, source, between)
 }
 
 /// What searches with one model share: its weights as products take them. The model must not change meanwhile.
@@ -153,9 +168,11 @@ impl Search {
     /// See [`search`].
     pub fn new(model: &Transformer, mask: Option<&Tensor>, config: &SearchConfig, kind: Kind) -> Result<Self> {
         config.validate()?;
+        let longest = model.config.longest().map(|longest| longest.tokens as usize);
+        let config = SearchConfig { longest, ..config.clone() };
         let vocabulary = TargetVocabulary::new(mask, model.config.vocab_size)?;
         let output = tch::no_grad(|| OutputLayer::new(model, vocabulary, kind))?;
-        Ok(Search { config: config.clone(), kind, output, weights: Arc::default() })
+        Ok(Search { config, kind, output, weights: Arc::default() })
     }
 
     /// The same search for another thread, which has a model of the same tensors.
@@ -164,8 +181,13 @@ impl Search {
         Search { config: self.config.clone(), kind: self.kind, output, weights }
     }
 
-    /// The `n_best` best translations of each sentence.
-    pub fn run(&self, model: &Transformer, source: &Packed) -> Result<Vec<Vec<Hypothesis>>> {
+    /// The `n_best` best translations of each sentence. An `Err` from `between`, which is asked at each step, ends it.
+    pub fn run(
+        &self,
+        model: &Transformer,
+        source: &Packed,
+        between: &mut dyn FnMut() -> Result<()>,
+    ) -> Result<Vec<Vec<Hypothesis>>> {
         if source.sentences() == 0 {
             return Ok(Vec::new());
         }
@@ -182,6 +204,7 @@ impl Search {
             let mut cache = StackCache::default();
             cache.set_reads(Reads::nothing(beams.len()));
             for length in 0.. {
+                between()?;
                 let start = model.config.decoder_start.id();
                 // A better hypothesis's continuations may leave no place for those of a worse one.
                 let (before, mut after) = (cache.reads().clone(), Reads::default());
@@ -200,7 +223,9 @@ impl Search {
                         &mut cache,
                         &ctx,
                     )?;
-                    let found = self.output.best(&features, config.candidates(), Eos::at(length, config), self.kind)?;
+                    let candidates = config.candidates().min(model.config.vocab_size as usize);
+                    live.room(candidates, config.beam)?;
+                    let found = self.output.best(&features, candidates, Eos::at(length, config), self.kind)?;
                     live.refuse_nan(&found, length)?;
                     next.extend(found);
                     after = after.joined(cache.reads());
@@ -239,7 +264,7 @@ pub fn greedy(
     kind: Kind,
 ) -> Result<Vec<Hypothesis>> {
     let config = SearchConfig { beam: 1, max_length, ..SearchConfig::new(rule) };
-    Ok(search(model, source, mask, &config, kind)?.into_iter().flatten().collect())
+    Ok(search(model, source, mask, &config, kind, &mut || Ok(()))?.into_iter().flatten().collect())
 }
 
 /// Live hypotheses, sentence after sentence: slot i holds
@@ -265,6 +290,14 @@ impl Live {
             }
         }
         live
+    }
+
+    /// Asks for the memory of so many continuations of each, as numbers, as tokens and as candidates.
+    fn room(&self, candidates: usize, beam: usize) -> Result<()> {
+        let each = 4 * size_of::<Continuation>() as u128;
+        memory::room(each * (self.tokens.len() * candidates) as u128, || {
+            format!("{} hypotheses of {candidates} continuations (beam {beam}: take a smaller one)", self.tokens.len())
+        })
     }
 
     fn refuse_nan(&self, next: &[Vec<Continuation>], length: usize) -> Result<()> {

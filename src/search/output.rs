@@ -83,7 +83,7 @@ mod tests {
                 ..Default::default()
             };
             tch::manual_seed(11);
-            let model = Transformer::new(&config, Device::Cpu, Kind::Double).unwrap();
+            let model = Transformer::new(&config, 4, Device::Cpu, Kind::Double).unwrap();
             for tensor in model.parameters.tensors() {
                 let _ = tch::no_grad(|| tensor.shallow_clone().f_add_(&tensor.randn_like()).unwrap());
             }

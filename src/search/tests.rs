@@ -22,7 +22,7 @@ fn model(bend: f64) -> Transformer {
         positions: Positions::Twt,
         ..Default::default()
     };
-    let drawn = Transformer::new(&config, Device::Cpu, Kind::Double).unwrap();
+    let drawn = Transformer::new(&config, 4, Device::Cpu, Kind::Double).unwrap();
     let mut start = bend;
     let weights: HashMap<String, Tensor> = drawn
         .parameters
@@ -54,7 +54,7 @@ fn run(
     mask: Option<&Tensor>,
     config: &SearchConfig,
 ) -> Vec<Vec<Hypothesis>> {
-    search(model, &packed(sentences), mask, config, Kind::Double).unwrap()
+    search(model, &packed(sentences), mask, config, Kind::Double, &mut || Ok(())).unwrap()
 }
 
 /// log p of the token after a prefix, from the whole prefix; nothing is forbidden but what the mask forbids.
@@ -232,7 +232,8 @@ fn of_equals_the_better_hypothesis_and_the_lower_id_come_first() {
 fn nan_is_an_error_that_says_where() {
     let model = model(0.0);
     tch::no_grad(|| drop(model.parameters.tensors()[0].shallow_clone().fill_(f64::NAN)));
-    let e = search(&model, &packed(&SENTENCES), None, &SearchConfig::default(), Kind::Double).unwrap_err().to_string();
+    let config = SearchConfig::default();
+    let e = search(&model, &packed(&SENTENCES), None, &config, Kind::Double, &mut || Ok(())).unwrap_err().to_string();
     assert!(e.contains("after 0 generated tokens of sentence 0") && e.contains("NaN"), "{e}");
 }
 
@@ -248,7 +249,8 @@ fn no_sentences_and_wrong_settings() {
         (SearchConfig { alpha: f64::NAN, ..right.clone() }, "alpha must be a finite number, got NaN"),
         (SearchConfig { max_length: Some(0), ..right.clone() }, "max_length must be at least 1"),
     ] {
-        let e = search(&model, &packed(&SENTENCES), None, &config, Kind::Double).unwrap_err().to_string();
+        let e =
+            search(&model, &packed(&SENTENCES), None, &config, Kind::Double, &mut || Ok(())).unwrap_err().to_string();
         assert!(e.contains(says), "{e}");
     }
 }

@@ -7,8 +7,8 @@
 //! | `config.json` | how the model is built |
 //! | `state.json` | format version, update, length and CRC-32 of the files above, the training state, its own CRC-32 |
 //!
-//! [`CheckpointStore`] keeps a run's checkpoints: their folders never change once they have their name, and `best` and
-//! `last` are links that move by rename, so a reader finds a whole checkpoint at every instant.
+//! [`CheckpointStore`] keeps a run's checkpoints: their folders never change once they have their name, and each records
+//! in its `state.json` which was the best when it was saved, so a reader finds a whole checkpoint at every instant.
 
 mod arrays;
 mod average;
@@ -27,23 +27,20 @@ use serde_json::Value;
 pub use arrays::{Array, Arrays};
 pub use average::average;
 pub use safetensors::Dtype;
-pub use store::{CheckpointStore, Found, AVERAGE};
+pub use store::{CheckpointStore, Found};
 pub use tensors::{load_parameters, to_array, to_arrays, to_tensor};
 
 use crate::atomic::{self, Digest};
 use crate::error::{Error, Result};
+use crate::ownership::{KIND, NAMES, STATE, STATE_BYTES};
 
 /// The format written here; a checkpoint of a later format is refused.
 pub const FORMAT_VERSION: u32 = 1;
 
-const KIND: &str = "normformer_rs checkpoint";
 const WRITER: &str = concat!("normformer_rs ", env!("CARGO_PKG_VERSION"));
 const MODEL: &str = "model.safetensors";
 const OPTIMIZER: &str = "optimizer.safetensors";
 const CONFIG: &str = "config.json";
-const STATE: &str = "state.json";
-/// Counters and settings take kilobytes; a larger `state.json` is damage, and is not read into memory.
-const STATE_BYTES: u64 = 64 << 20;
 
 /// All that a run needs to go on, or a model to be used.
 #[derive(Clone, Debug, Default, PartialEq)]
@@ -65,8 +62,20 @@ struct Manifest {
     format_version: u32,
     written_by: String,
     update: u64,
+    /// Which of a run's savings it is; none outside a run's folder, and in files of earlier versions.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    saving: Option<Saving>,
     files: BTreeMap<String, Digest>,
     state: Value,
+}
+
+/// One of a run's savings; `best` and `last` follow from all of them.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+struct Saving {
+    /// From 1.
+    number: u64,
+    /// The name of the best checkpoint at that time; none before the first evaluation.
+    best: Option<String>,
 }
 
 /// Writes the checkpoint of update `update` as the folder `path`, which must not exist.
@@ -75,6 +84,10 @@ struct Manifest {
 /// An array whose data do not fill its shape; `path` exists; the system refuses (then nothing stays at `path`, unless
 /// only the final flush of its name failed).
 pub fn save(path: &Path, update: u64, checkpoint: &Checkpoint) -> Result<()> {
+    save_at(path, update, checkpoint, None)
+}
+
+fn save_at(path: &Path, update: u64, checkpoint: &Checkpoint, saving: Option<Saving>) -> Result<()> {
     arrays::check(&checkpoint.model)?;
     arrays::check(&checkpoint.optimizer)?;
     atomic::write_directory(path, |folder| {
@@ -89,6 +102,7 @@ pub fn save(path: &Path, update: u64, checkpoint: &Checkpoint) -> Result<()> {
             format_version: FORMAT_VERSION,
             written_by: WRITER.into(),
             update,
+            saving,
             files: digests,
             state: checkpoint.state.clone(),
         };
@@ -144,7 +158,7 @@ pub fn load_model(path: impl AsRef<Path>) -> Result<(Arrays, Value)> {
 
 /// Whether a later version wrote it: then it is not damaged, but cannot be read.
 fn is_of_later_format(folder: &Path) -> bool {
-    let text = fs::read(folder.join(STATE)).ok();
+    let text = atomic::read(&folder.join(STATE), STATE_BYTES).ok().flatten();
     let value: Option<Value> = text.and_then(|text| serde_json::from_slice(&text).ok());
     let version = value.and_then(|value| value["format_version"].as_u64());
     version.is_some_and(|version| version > FORMAT_VERSION.into())
@@ -161,10 +175,15 @@ fn whole<T>(path: &Path, read: impl Fn(&Path) -> Result<T>) -> Result<T> {
     }
 }
 
-/// The checkpoint's own folder behind a path to it, to a link, or to a run.
+/// The checkpoint's own folder behind a path to it, to `best` or `last` of a run, or to a run.
 fn directory(path: &Path) -> Result<PathBuf> {
-    let places = [path.to_path_buf(), path.join("checkpoints/best"), path.join("checkpoints/last")];
-    let real = places.iter().find_map(|place| real_folder(place));
+    let real = real_folder(path).or_else(|| {
+        let name = path.file_name()?.to_str()?;
+        let run = path.parent()?.parent()?;
+        NAMES.contains(&name).then(|| CheckpointStore::at(run).named(name)).flatten()
+    });
+    let of_a_run = || NAMES.iter().find_map(|name| CheckpointStore::at(path).named(name));
+    let real = real.or_else(of_a_run);
     let shown = path.display();
     real.ok_or_else(|| match fs::metadata(path) {
         Ok(m) if m.is_dir() => {
@@ -184,10 +203,10 @@ fn directory(path: &Path) -> Result<PathBuf> {
 fn real_folder(place: &Path) -> Option<PathBuf> {
     loop {
         let link = fs::read_link(place).ok();
-        match fs::canonicalize(place.join(STATE)) {
-            Ok(state) => return state.parent().map(PathBuf::from),
-            Err(_) if fs::read_link(place).ok() != link => continue,
-            Err(_) => return None,
+        match fs::canonicalize(place) {
+            Ok(folder) if folder.join(STATE).symlink_metadata().is_ok() => return Some(folder),
+            Ok(_) | Err(_) if fs::read_link(place).ok() != link => continue,
+            Ok(_) | Err(_) => return None,
         }
     }
 }
@@ -208,11 +227,11 @@ fn holds(folder: &Path) -> String {
 impl Manifest {
     fn read(folder: &Path) -> Result<Self> {
         let path = folder.join(STATE);
-        let length = fs::metadata(&path).map_err(|e| Error::io("read", &path, e))?.len();
-        if length > STATE_BYTES {
-            return Err(damaged(&path, format!("expected at most {STATE_BYTES} bytes, found {length}")));
-        }
-        let text = fs::read(&path).map_err(|e| Error::io("read", &path, e))?;
+        let missing = || Error::io("read", &path, io::ErrorKind::NotFound.into());
+        let text = match atomic::read(&path, STATE_BYTES) {
+            Err(Error::Invalid(why)) => return Err(damaged(&path, why)),
+            read => read?.ok_or_else(missing)?,
+        };
         let value: Value = serde_json::from_slice(&text)
             .map_err(|e| damaged(&path, format!("{} bytes found are not whole JSON ({e})", text.len())))?;
         if value["kind"] != KIND {
@@ -263,13 +282,13 @@ struct Checked<'a> {
 
 impl<'a> Checked<'a> {
     fn open(path: &'a Path, expected: Digest) -> Result<Self> {
-        let file =
-            File::open(path).map_err(|e| match path.parent().filter(|_| e.kind() == io::ErrorKind::NotFound) {
-                Some(folder) => {
-                    Error::invalid(format!("{} is missing; its folder holds {}", path.display(), holds(folder)))
-                }
-                None => Error::io("open", path, e),
-            })?;
+        let file = atomic::open(path, File::options().read(true)).map_err(|e| match e {
+            Error::Io { source, .. } if source.kind() == io::ErrorKind::NotFound => {
+                let folder = path.parent().unwrap_or(Path::new("."));
+                Error::invalid(format!("{} is missing; its folder holds {}", path.display(), holds(folder)))
+            }
+            other => other,
+        })?;
         let found = file.metadata().map_err(|e| Error::io("read", path, e))?.len();
         if found != expected.bytes {
             return Err(damaged(path, format!("expected {} bytes, found {found}", expected.bytes)));

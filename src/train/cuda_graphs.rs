@@ -216,7 +216,7 @@ mod tests {
         let all_but_unk = || Tensor::arange(20, (Kind::Int64, Device::Cpu)).not_equal(UNK);
         let mask = options.contains("fixnorm").then(all_but_unk);
         Rc::new(Pass {
-            model: Transformer::new(&config, Device::Cpu, Kind::Double).unwrap(),
+            model: Transformer::new(&config, 4, Device::Cpu, Kind::Double).unwrap(),
             objective: Objective::new(mask, Smoothing::fairseq(0.1, 20)).unwrap(),
             kind: Kind::Double,
             recompute: options.contains("rmsnorm"),

@@ -58,8 +58,8 @@ pub fn evaluate_loss(
     })
 }
 
-/// multi-bleu's BLEU of the model's translations of the batches' sources, pieces joined to words; an `Err` from `between`
-/// two of them ends it.
+/// multi-bleu's BLEU of the model's translations of the batches' sources, pieces joined to words; an `Err` from `between`,
+/// which is asked at each step of a search, ends it.
 pub fn evaluate_bleu(
     model: &Transformer,
     Validation { batches, references }: &Validation,
@@ -72,12 +72,12 @@ pub fn evaluate_bleu(
     let mut hypotheses = vec![String::new(); references.len()];
     for batch in batches {
         let Some(source) = Input::new(batch, model.device())?.read.source else { continue };
-        for (sentence, found) in batch.sentences.iter().zip(search(model, &source, mask, config, kind)?) {
+        let found = search(model, &source, mask, config, kind, &mut between)?;
+        for (sentence, found) in batch.sentences.iter().zip(found) {
             if let Some(best) = found.first() {
                 hypotheses[*sentence] = to_text(&best.tokens, vocabulary);
             }
         }
-        between()?;
     }
     Ok(metrics::bleu(&hypotheses, references)?.bleu)
 }

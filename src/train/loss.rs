@@ -255,7 +255,7 @@ mod tests {
             ..Default::default()
         };
         tch::manual_seed(8);
-        Transformer::new(&config, Device::Cpu, Kind::Double).unwrap()
+        Transformer::new(&config, 4, Device::Cpu, Kind::Double).unwrap()
     }
 
     /// Losses over V_t's logits alone, against a softmax over all logits that leaves out the others.

@@ -261,7 +261,7 @@ mod tests {
 
     /// Of a model's options as JSON.
     fn optimizer_of(model: &str, clip_norm: f64) -> Optimizer {
-        let mut b = Builder::fresh(Device::Cpu, Kind::Float);
+        let mut b = Builder::fresh(4, Device::Cpu, Kind::Float).unwrap();
         let _ = b.parameter("embedding.weight", &[7, 5], &Fill::Constant(0.3)).unwrap();
         for (stack, layer) in [("encoder", 0), ("encoder", 1), ("decoder", 0)] {
             let name = |leaf: &str| format!("{stack}.layers.{layer}.{leaf}");

@@ -12,7 +12,7 @@ use super::observer::{Evaluation, Observer, Saved, Started, Update};
 use super::optimizer::Optimizer;
 use super::schedule::{self, Schedule};
 use crate::config::{Criterion, Precision, SearchRule, TrainingConfig};
-use crate::data::{Batch, Cursor, Prefetch, Vocabulary};
+use crate::data::{Batch, Cursor, Digests, Prefetch, Vocabulary};
 use crate::error::{Error, Result};
 use crate::model::{Cargo, Transformer};
 use crate::norm::power_norm::{self, PowerNormMode};
@@ -45,6 +45,19 @@ pub struct Progress {
     #[serde(default)]
     pub is_pause: bool,
     pub schedule: Option<schedule::ScheduleMemory>,
+    /// Sentences of the epoch behind the cursor, of all; 0 of 0 where an earlier version has not counted.
+    #[serde(default)]
+    pub seen: (u64, u64),
+    /// The text that the place and the best score belong to.
+    #[serde(default)]
+    pub text: Option<Digests>,
+}
+
+impl Progress {
+    /// Forgets what was best: it was measured by something else.
+    fn forget_best(&mut self) {
+        (self.best, self.since_best) = (None, 0);
+    }
 }
 
 pub struct Trainer {
@@ -97,7 +110,10 @@ pub struct Parts {
     pub validation: Validation,
     pub store: CheckpointStore,
     pub unigram_entropy: f64,
+    /// Sentences, and batches, of an epoch.
+    pub sentences: usize,
     pub batches_per_epoch: usize,
+    pub text: Digests,
     pub device: Device,
     pub group: ProcessGroup,
     /// Who records CUDA graphs, where passes are to be replayed from them.
@@ -108,7 +124,7 @@ pub struct Parts {
 const PACE: usize = 50;
 
 impl Trainer {
-    /// A trainer at the start, or, with `from`, where a checkpoint's run stood. `batches` begins at its cursor.
+    /// A trainer at the start, or, with `from`, where a checkpoint's run stood. `batches` begins at the progress's cursor.
     pub fn new(parts: Parts, batches: Prefetch, from: Option<(Progress, &Found)>) -> Result<Self> {
         let Parts { model, config, objective, vocabulary, validation, store, unigram_entropy, device, group, .. } =
             parts;
@@ -129,11 +145,14 @@ impl Trainer {
             }
             progress = resumed;
             pause = std::mem::take(&mut progress.is_pause).then(|| path.clone());
-            // What was best by another measure says nothing about this one.
-            if checkpoint.config["training"]["criterion"] != serde_json::json!(config.criterion) {
-                (progress.best, progress.since_best) = (None, 0);
+            // What was best by another measure, or on other text, says nothing about this one.
+            let is_other_text = progress.text.is_some_and(|text| text.valid != parts.text.valid);
+            if is_other_text || checkpoint.config["training"]["criterion"] != serde_json::json!(config.criterion) {
+                progress.forget_best();
             }
         }
+        progress.text = Some(parts.text);
+        progress.seen.1 = parts.sentences as u64;
         let kind = match config.precision {
             Precision::F32 => Kind::Float,
             Precision::Bf16 => Kind::BFloat16,
@@ -252,12 +271,13 @@ impl Trainer {
         let start = Instant::now();
         let number = self.progress.update + 1;
         let mut batches = Vec::new();
-        let mut cursor = self.progress.cursor;
+        let (mut cursor, mut seen) = (self.progress.cursor, self.progress.seen.0);
         let mut tokens = 0;
         let ranks = self.group.size();
         for micro_batch in 0..self.config.accumulate as usize * ranks {
             let (batch, next) = self.batches.next().ok_or_else(|| Error::invalid("the stream of batches ended"))?;
             tokens += batch.target_output.len();
+            seen = if next.index == 0 { 0 } else { seen + batch.sentences.len() as u64 };
             if micro_batch % ranks == self.group.rank() {
                 batches.push((micro_batch as i64, batch));
             }
@@ -293,7 +313,7 @@ impl Trainer {
         self.progress.update = number;
         // A cursor at index 0 says that an epoch has just ended.
         let epoch = if cursor.index == 0 { cursor.epoch } else { cursor.epoch + 1 };
-        self.progress.cursor = cursor;
+        (self.progress.cursor, self.progress.seen.0) = (cursor, seen);
         Ok(Running { number, epoch, lr, tokens, start, numbers, layers })
     }
 
@@ -385,6 +405,10 @@ impl Trainer {
         // Told, and logged, before it is saved: of an evaluation whose checkpoint counts nothing is lost, and of one whose
         // checkpoint does not the log is told again.
         let told = observer.evaluated(&self.evaluation(score, bleu, best, start));
+        if let Err(error @ Error::Io { .. }) = told {
+            // The log lacks the line: nothing is saved, so that the run makes the evaluation again, and logs it.
+            return Err(error);
+        }
         self.save(best, false, observer)?;
         if self.group.is_first() {
             self.store.prune(self.config.keep.max(1) as usize)?;
@@ -429,7 +453,7 @@ impl Trainer {
         evaluate_bleu(model, &self.validation, &self.vocabulary, mask, &search, kind, between).map(Some)
     }
 
-    /// Writes a checkpoint of this very moment and points `last` at it, and `best` if it is that. `is_pause`: only to go
+    /// Writes a checkpoint of this very moment, the last from now on, and the best if it is that. `is_pause`: only to go
     /// on from, because the user wants to stop.
     fn save(&mut self, best: bool, is_pause: bool, observer: &mut dyn Observer) -> Result<()> {
         self.progress.is_pause = is_pause;
@@ -449,12 +473,7 @@ impl Trainer {
             state: serde_json::to_value(&self.progress).map_err(json)?,
             config: serde_json::json!({ "model": self.pass.model.config, "training": self.config }),
         };
-        self.store.save(self.progress.update, &checkpoint)?;
-        if best {
-            self.store.point("best", self.progress.update)?;
-        }
-        // After all else: a run that is killed before this goes on from the checkpoint before, and makes this one again.
-        self.store.point("last", self.progress.update)?;
+        self.store.save(self.progress.update, &checkpoint, best)?;
         self.pause.as_deref().map_or(Ok(()), |pause| self.store.discard(pause))
     }
 

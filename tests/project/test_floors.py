@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[2]
 FLOORS = (
     ("error",),
     ("options", "analysis", "atomic", "cpu", "cuda"),
-    ("data", "kernel", "parametrisation"),
+    ("data", "kernel", "ownership", "parametrisation"),
     ("metrics", "norm", "residual"),
     ("init",),
     ("config", "operator"),

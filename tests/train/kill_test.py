@@ -1,9 +1,10 @@
 """Kills training, starts it again, and compares the final weights with an uninterrupted run's, bit by bit.
 
 Kills come at random moments of a whole run, from its first millisecond on (`--kills N`), and at every system act that
-writes into the folder, from its making and the lock on; at each of those acts a full disk is injected too. Two
-processes at once train into one folder, and one of them is killed. `make kill-test N=20` runs it whole; the test-suite
-a short version.
+writes into the folder, from its making and the lock on; at each of those acts a full disk, an input/output error and a
+write that ends in its middle are injected too. Two processes at once train into one folder, and one of them is killed.
+All of it on two corpora: in one the last evaluation is the best, in the other the first. `make kill-test N=20` runs it
+whole; the test-suite a short version.
 
 A run is a fork of this process, which has the package and torch loaded: so 260 kills take minutes.
 """
@@ -39,20 +40,25 @@ OPTIONS = {
     "dropout": 0.2,
     "max-tokens": 300,
     "warmup": 10,
-    "evaluate-every": 8,
-    "keep": 2,
+    "evaluate-every": 4,
+    "keep": 1,
     "seed": 3,
 }
+FAULTS = {"kill": -signal.SIGKILL, "enospc": 2, "eio": 2, "short": 2}
+"""How a run ends after each."""
 STARTED = "checkpoints/last"
 """There as soon as a checkpoint stands."""
 
 
-def write_corpus(folder: Path) -> dict[str, Path]:
+def write_corpus(folder: Path, best: str) -> dict[str, Path]:
+    """`best`: the evaluation with the best BLEU. "first": no held-out target can be said, so that BLEU is always 0."""
     generator = random.Random(1)
+    folder.mkdir()
     paths = {}
     for part, n in (("train", 200), ("valid", 6)):
         lines = [[generator.choice("0123456789") for _ in range(generator.randint(1, 9))] for _ in range(n)]
-        for side, text in (("source", lines), ("target", [[chr(97 + int(d)) for d in line[::-1]] for line in lines])):
+        letters = "ABCDEFGHIJ" if (part, best) == ("valid", "first") else "abcdefghij"
+        for side, text in (("source", lines), ("target", [[letters[int(d)] for d in line[::-1]] for line in lines])):
             paths[f"{part}-{side}"] = folder / f"{part}.{side}"
             paths[f"{part}-{side}"].write_text("".join("".join(line) + "\n" for line in text))
     return paths
@@ -91,7 +97,7 @@ class Run:
             os.kill(process, signal.SIGKILL)
         code = os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
         said = self.said.read_text() if self.said.exists() else ""
-        expected = ("No space left", "in use by", "already holds a run")
+        expected = ("No space left", "Input/output error", "in use by", "already holds a run")
         if code not in (0, 2, -signal.SIGKILL) or (code == 2 and not any(text in said for text in expected)):
             raise SystemExit(f"training in {self.folder} ended with {code}:\n{said}")
         return code
@@ -102,15 +108,22 @@ class Run:
     def events(self) -> list[dict[str, Any]]:
         return [json.loads(line) for line in (self.folder / "log.jsonl").read_text().splitlines()]
 
+    def best(self) -> str:
+        return (self.folder / "checkpoints" / "best").resolve().name
+
     def checksum(self) -> str:
         """Of all that decides what the run is good for."""
         names = ["vocabulary.txt", "bpe.codes", "target_types.txt", "checksums.txt", "config.json"]
         names += [
             f"checkpoints/{link}/{name}.safetensors" for link in ("best", "last") for name in ("model", "optimizer")
         ]
+        evaluated = {event["update"]: event["loss"] for event in self.events() if event["event"] == "evaluated"}
         hidden = [path.name for path in self.folder.iterdir() if path.name.startswith(".")]
         assert not hidden, f"{self.folder} still holds {hidden}"
-        return hashlib.sha256(b"".join((self.folder / name).read_bytes() for name in names)).hexdigest()
+        content = (
+            b"".join((self.folder / name).read_bytes() for name in names) + repr(sorted(evaluated.items())).encode()
+        )
+        return hashlib.sha256(content).hexdigest()
 
 
 def kill_at_random(fresh: Iterator[Run], kills: int, expected: str, duration: float) -> None:
@@ -197,12 +210,21 @@ def main() -> None:
             importlib.import_module(name)
     # Threads would not live through a fork.
     torch.set_num_threads(1)
+    for best in ("last", "first"):
+        print(f"the {best} evaluation is the best", flush=True)
+        harm(best, arguments)
+
+
+def harm(best: str, arguments: argparse.Namespace) -> None:
+    """All faults on one corpus."""
     scratch = Path(tempfile.mkdtemp(prefix="kill-test-"))
     try:
-        corpus = write_corpus(scratch)
+        corpus = write_corpus(scratch / "corpus", best)
         fresh = (Run(scratch / f"run-{number}", corpus, arguments.updates) for number in itertools.count())
         whole = next(fresh)
         assert whole.finish() == 0
+        at = OPTIONS["evaluate-every"] if best == "first" else arguments.updates
+        assert whole.best() == f"update-{at:08}", f"the best evaluation is {whole.best()}, not the {best}"
         expected, again = whole.checksum(), next(fresh)
         start = time.monotonic()
         assert again.finish() == 0
@@ -210,7 +232,7 @@ def main() -> None:
         assert again.checksum() == expected, "two uninterrupted runs differ"
         kill_at_random(fresh, arguments.kills, expected, duration)
         two_at_once(fresh, max(2, arguments.kills // 10), expected, duration)
-        for kind, ended in (("kill", -signal.SIGKILL), ("enospc", 2)):
+        for kind, ended in FAULTS.items():
             fail_at_writes(fresh, kind, ended, expected, arguments.stride)
     finally:
         shutil.rmtree(scratch, ignore_errors=True)

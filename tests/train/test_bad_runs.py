@@ -83,14 +83,14 @@ def test_what_cannot_run_destroys_nothing(tmp_path, corpus):
 def test_somebody_elses_files_are_not_written_over(tmp_path, corpus):
     (tmp_path / "data").mkdir()
     (tmp_path / "data" / "bpe.codes").write_text("#version: 0.2\n1 2</w>\n")
-    with pytest.raises(ValueError, match=r"holds bpe\.codes, which a run would write over"):
+    with pytest.raises(ValueError, match=r"holds bpe\.codes, which no run wrote"):
         fit(tmp_path / "data", corpus)
     assert [p.name for p in (tmp_path / "data").iterdir()] == ["bpe.codes"]
     config, checkpoint = tmp_path / "theirs" / "config.json", tmp_path / "theirs" / "checkpoints" / "checkpoint_best.pt"
     checkpoint.parent.mkdir(parents=True)
     checkpoint.write_text("fairseq's")
     config.write_text("{}")
-    with pytest.raises(ValueError, match="was not written by a run"):
+    with pytest.raises(ValueError, match="holds config.json, which no run wrote"):
         fit(tmp_path / "theirs", corpus, overwrite=True)
     config.unlink()
     for _ in range(2):

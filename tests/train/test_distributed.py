@@ -4,6 +4,7 @@ import ast
 import itertools
 import os
 import signal
+import socket
 import subprocess
 import sys
 import textwrap
@@ -263,3 +264,27 @@ def test_ctrl_c_saves_once_for_all(tmp_path, corpus, place):
             Path(corpus[name]).write_text("".join(Path(corpus[name]).read_text().splitlines(True)[:8]))
     assert run(tmp_path / "run", corpus, 2, updates=last + 3, resume=True).returncode == 0
     assert list(losses(tmp_path / "run")) == list(range(1, last + 4))
+
+
+@pytest.mark.parametrize("dies", [0, 1])
+def test_a_rank_that_loses_its_partner_says_so_in_one_line(tmp_path, corpus, dies):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    words = command(tmp_path / "run", corpus, 1, updates=100000)
+    place = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
+    ranks = [
+        subprocess.Popen(words, env={**os.environ, **place, "RANK": str(rank)}, stderr=subprocess.PIPE, text=True)
+        for rank in range(2)
+    ]
+    for _ in range(6000):
+        if (tmp_path / "run" / "log.jsonl").exists() and len(losses(tmp_path / "run")) > 4:
+            break
+        time.sleep(0.01)
+    ranks[dies].kill()
+    said = ranks[1 - dies].communicate(timeout=60)[1]
+    ranks[dies].communicate(timeout=60)
+    assert ranks[1 - dies].returncode == 2 and "Traceback" not in said
+    (line,) = [line for line in said.splitlines() if "error:" in line]
+    assert f"rank {1 - dies} of 2 lost a partner" in line and "--resume" in line
+    assert run(tmp_path / "run", corpus, 2, updates=max(losses(tmp_path / "run")) + 2, resume=True).returncode == 0

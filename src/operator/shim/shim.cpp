@@ -2,6 +2,7 @@
 // kernels and composed formulas are Rust's.
 #include "function.h"
 
+#include <ATen/CPUGeneratorImpl.h>
 #include <ATen/Parallel.h>
 #include <c10/core/Event.h>
 #include <c10/core/StreamGuard.h>
@@ -130,6 +131,18 @@ bool nfrs_call(const void* op, Span<Value> arguments, Tensor** outputs, size_t n
     static_cast<const c10::OperatorHandle*>(op)->callBoxed(stack);
     TORCH_CHECK(stack.size() == n_outputs, "an operator made ", stack.size(), " tensors, not ", n_outputs);
     for (size_t k = 0; k < stack.size(); ++k) outputs[k] = give(std::move(stack[k]).toTensor());
+  });
+}
+
+// A generator of the CPU's kind with that seed, until nfrs_free_generator; and numbers of it, into a tensor.
+void* nfrs_generator(uint64_t seed) {
+  return guarded([&] { return new at::Generator(at::detail::createCPUGenerator(seed)); });
+}
+void nfrs_free_generator(void* generator) noexcept { delete static_cast<at::Generator*>(generator); }
+bool nfrs_draw(void* generator, const Tensor* t, bool is_normal, double from, double to) {
+  return done([&] {
+    const auto& own = *static_cast<at::Generator*>(generator);
+    is_normal ? t->normal_(from, to, own) : t->uniform_(from, to, own);
   });
 }
 

@@ -15,7 +15,7 @@ fn model(options: &str) -> Transformer {
     let small = r#""vocab_size": 23, "d_model": 16, "d_ff": 24, "heads": 2, "decoder_layers": 2"#;
     let text = format!(r#"{{"architecture": "decoder-only", {small}, {options}}}"#);
     let config: TransformerConfig = from_json("model", &text).unwrap();
-    let drawn = Transformer::new(&config, Device::Cpu, Kind::Double).unwrap();
+    let drawn = Transformer::new(&config, 4, Device::Cpu, Kind::Double).unwrap();
     let mut start = 0.5;
     let mut weights: HashMap<String, Tensor> = drawn
         .parameters
@@ -200,7 +200,7 @@ fn an_encoder_and_nan_are_errors() {
         made.unwrap_err().to_string()
     };
     let with_encoder = TransformerConfig { vocab_size: 9, d_model: 8, d_ff: 8, heads: 1, ..Default::default() };
-    let with_encoder = Transformer::new(&with_encoder, Device::Cpu, Kind::Double).unwrap();
+    let with_encoder = Transformer::new(&with_encoder, 4, Device::Cpu, Kind::Double).unwrap();
     assert!(says(&with_encoder).contains("has an encoder: translate with it"));
     let model = model(r#""residual": "prenorm""#);
     tch::no_grad(|| drop(model.parameters.tensors()[0].shallow_clone().fill_(f64::NAN)));

@@ -5,20 +5,17 @@ use std::fs;
 use std::io;
 use std::path::{Path, PathBuf};
 
-use super::{directory, is_of_later_format, load, save, Checkpoint};
+use super::{directory, is_of_later_format, load, real_folder, save_at, Checkpoint, Manifest, Saving};
 use crate::atomic::{self, fault};
-use crate::error::{self, Error, Result};
-
-/// The mean of some, made on request.
-pub const AVERAGE: &str = "average";
-
-/// The links; each is relative and moves by rename.
-const LINKS: [&str; 2] = ["best", "last"];
+use crate::error::{Error, Result};
+use crate::ownership::{is_a_runs_name, is_runs, name_of, update_of, AVERAGE, CHECKPOINTS, NAMES, STATE, STATE_BYTES};
 
 /// The folder `checkpoints/` of a run.
 ///
 /// A checkpoint is `update-00001234` (or `update-00001234-2`, … where that update was saved before: after a resume from
-/// an earlier one). It never changes once it has that name; `best` and `last` are links to one each.
+/// an earlier one). It never changes once it has that name. Its `state.json` counts the run's savings and names the best
+/// checkpoint of that time: the one with the highest count is the last, and its word on the best holds. The links `best`
+/// and `last` are for people and other programs; where a stop, a copy or a file system has lost them nothing is lost.
 #[derive(Clone, Debug)]
 pub struct CheckpointStore {
     folder: PathBuf,
@@ -35,55 +32,52 @@ pub struct Found {
 /// Update, and which saving of it, from 1.
 type Key = (u64, u32);
 
+/// The checkpoints that tell which saving they were; those of earlier versions and damaged ones do not.
+type Savings = BTreeMap<Key, Saving>;
+
 impl CheckpointStore {
-    /// The checkpoints of the run in `dir`, to be written: the folder is made, and what killed processes left
-    /// unfinished in it is removed.
+    /// The checkpoints of the run in `dir`, to be written: the folder is made, what killed processes left unfinished in
+    /// it is removed, and the links are made where they are missing.
     pub fn open(dir: impl AsRef<Path>) -> Result<Self> {
         let store = CheckpointStore::at(dir);
         atomic::make_directory(&store.folder)?;
-        atomic::clean(&store.folder)?;
+        atomic::clean(&store.folder, is_a_runs_name)?;
+        store.link()?;
         Ok(store)
     }
 
     /// The checkpoints of the run in `dir`, to be read: nothing is touched.
     pub fn at(dir: impl AsRef<Path>) -> Self {
-        CheckpointStore { folder: dir.as_ref().join("checkpoints") }
+        CheckpointStore { folder: dir.as_ref().join(CHECKPOINTS) }
     }
 
-    /// Writes a checkpoint and returns its folder; no link moves.
+    /// Writes a checkpoint, the run's last from now on and with `is_best` its best, and returns its folder.
     ///
     /// # Errors
     /// A full disk or another refusal of the system: the message names act and file. What was saved before is as it was,
-    /// and of the new one nothing stays (or, if only the last flush failed, all of it).
-    pub fn save(&self, update: u64, checkpoint: &Checkpoint) -> Result<PathBuf> {
+    /// and of the new one nothing stays (or, if only the last flush or a link failed, all of it).
+    pub fn save(&self, update: u64, checkpoint: &Checkpoint, is_best: bool) -> Result<PathBuf> {
         fault::begin();
-        let saved = self.entries()?.into_keys().rfind(|key| key.0 == update);
-        let path = self.folder.join(name((update, saved.map_or(1, |key| key.1 + 1))));
-        save(&path, update, checkpoint).map_err(|e| self.untouched(e))?;
+        let savings = self.savings()?;
+        let name = self.free_name(update)?;
+        let best = if is_best { Some(name.clone()) } else { self.best(&savings).map(name_of) };
+        let number = 1 + savings.values().map(|saving| saving.number).max().unwrap_or(0);
+        let path = self.folder.join(name);
+        save_at(&path, update, checkpoint, Some(Saving { number, best })).map_err(|e| self.untouched(e))?;
+        self.link().map_err(|e| self.untouched(e))?;
         Ok(path)
     }
 
-    /// Moves the link `best` or `last` to the checkpoint of `update`.
-    pub fn point(&self, link: &str, update: u64) -> Result<()> {
-        fault::begin();
-        if !LINKS.contains(&link) {
-            return Err(error::unknown("link", link, LINKS));
-        }
-        let found = self.entries()?.into_keys().rfind(|key| key.0 == update);
-        let key = found.ok_or_else(|| self.missing(&update.to_string()))?;
-        atomic::write_link(&self.folder.join(link), &name(key)).map_err(|e| self.untouched(e))
-    }
-
-    /// The folder of a checkpoint: `best`, `last`, its name, its update's number, or a path as [`load`](super::load)
-    /// takes it.
+    /// The folder of a checkpoint: `best`, `last`, `average`, its name, its update's number, or a path as
+    /// [`load`](super::load) takes it.
     pub fn resolve(&self, what: &str) -> Result<PathBuf> {
-        if LINKS.contains(&what) {
-            let link = self.folder.join(what);
-            return directory(&link).map_err(|e| if link.is_symlink() { e } else { self.missing(what) });
+        if NAMES.contains(&what) {
+            return self.named(what).ok_or_else(|| self.missing(what));
         }
         let number = what.strip_prefix("update-").unwrap_or(what);
-        let wanted = parse(what).or_else(|| Some((number.parse().ok()?, 0)));
+        let wanted = update_of(what).or_else(|| Some((number.parse().ok()?, 0)));
         match wanted {
+            None if what == AVERAGE => directory(&self.folder.join(what)).map_err(|_| self.missing(what)),
             None if what.starts_with("update-")
                 || Path::new(what).components().count() == 1 && !Path::new(what).exists() =>
             {
@@ -98,18 +92,47 @@ impl CheckpointStore {
         }
     }
 
-    /// The checkpoint that a run goes on from: `last`, or the newest where the run was killed before that link was made.
-    /// Where it is missing or damaged, the newest whole one before it; none where there is no checkpoint.
+    /// What `read` makes of the checkpoint that [`resolve`](Self::resolve) finds, and its folder. Where that was pruned
+    /// meanwhile, once more of the one that took its place.
+    pub fn read<T>(&self, what: &str, read: impl Fn(&Path) -> Result<T>) -> Result<(PathBuf, T)> {
+        loop {
+            let path = self.resolve(what)?;
+            match read(&path) {
+                Err(_) if self.resolve(what).is_ok_and(|now| now != path) => continue,
+                done => return done.map(|done| (path, done)),
+            }
+        }
+    }
+
+    /// The folder that `best` or `last` stands for; none where no checkpoint is.
+    pub fn named(&self, name: &str) -> Option<PathBuf> {
+        loop {
+            let savings = self.savings().ok()?;
+            let key = if name == NAMES[0] { self.best(&savings) } else { self.newest_of(&savings) };
+            let Some(key) = key else { return real_folder(&self.folder.join(name)) };
+            match real_folder(&self.folder.join(name_of(key))) {
+                // It was pruned while this looked for it: a newer one stands.
+                None if self.savings().ok()? != savings => continue,
+                found => return found,
+            }
+        }
+    }
+
+    /// The checkpoint that a run goes on from: the last, and where it is missing or damaged, the newest whole one before
+    /// it; none where there is no checkpoint.
     ///
     /// # Errors
     /// None is whole, or the newest is of a later format.
     pub fn newest(&self) -> Result<Option<Found>> {
         let last = self.last();
         let mut passed = Vec::new();
-        if self.folder.join("last").is_symlink() && !self.entries()?.contains_key(&last) {
-            passed.push(format!("{} is missing, and last leads to it", self.folder.join(name(last)).display()));
+        let link = self.target("last");
+        if let Some(link) = link.filter(|link| !self.folder.join(name_of(*link)).exists()) {
+            passed.push(format!("{} is missing, and last leads to it", self.folder.join(name_of(link)).display()));
         }
-        for (_, path) in self.entries()?.into_iter().rev().filter(|(key, _)| *key <= last) {
+        // Nobody knows which saving a checkpoint with a damaged state was: it is named, whatever its update.
+        let is_before = |(key, path): &(Key, PathBuf)| *key <= last || Manifest::read(path).is_err();
+        for (_, path) in self.entries()?.into_iter().rev().filter(is_before) {
             match load(&path) {
                 Ok(checkpoint) => return Ok(Some(Found { path, checkpoint, passed })),
                 Err(error) if is_of_later_format(&path) => return Err(error),
@@ -143,7 +166,7 @@ impl CheckpointStore {
         Ok(updates.into_iter().collect())
     }
 
-    /// The `k` newest checkpoints up to the one that `last` points to, newest first.
+    /// The `k` newest checkpoints up to the last, newest first.
     pub fn recent(&self, k: usize) -> Result<Vec<PathBuf>> {
         let last = self.last();
         let newest: BTreeMap<u64, PathBuf> =
@@ -151,38 +174,44 @@ impl CheckpointStore {
         Ok(newest.into_values().rev().take(k).collect())
     }
 
-    /// Removes all up to `last` but the `keep_last` newest and those that `best` and `last` point to. What lies after
-    /// `last`, because the run went back to an earlier checkpoint, is neither counted nor removed.
+    /// Removes all up to the last but the `keep_last` newest, the best and the last. What lies after the last, because
+    /// the run went back to an earlier checkpoint, is neither counted nor removed.
     pub fn prune(&self, keep_last: usize) -> Result<()> {
         fault::begin();
-        let last = self.last();
-        let linked = LINKS.map(|link| fs::read_link(self.folder.join(link)).map(|to| self.folder.join(to)).ok());
+        let (last, best) = (self.last(), self.best(&self.savings()?));
         let recent = self.recent(keep_last)?;
         for (key, path) in self.entries()? {
-            if key <= last && !recent.contains(&path) && !linked.contains(&Some(path.clone())) {
+            if key < last && Some(key) != best && !recent.contains(&path) && is_runs(&path) {
                 atomic::remove_directory(&path)?;
             }
         }
         Ok(())
     }
 
-    /// Removes a checkpoint that no link points to.
+    /// Removes a checkpoint that is neither the best nor the last.
     pub fn discard(&self, path: &Path) -> Result<()> {
         fault::begin();
-        atomic::remove_directory(path)
+        match is_runs(path) {
+            true => atomic::remove_directory(path),
+            false => Ok(()),
+        }
     }
 
-    /// Removes what runs write, and the folder if nothing else is in it.
+    /// Removes what a run has written, and the folder if it is no link and nothing else is in it.
     pub fn clear(&self) -> Result<()> {
         if !self.folder.is_dir() {
             return Ok(());
         }
-        atomic::clean(&self.folder)?;
-        for path in self.entries()?.into_values() {
-            atomic::remove_directory(&path)?;
+        atomic::clean(&self.folder, is_a_runs_name)?;
+        let names = NAMES.iter().chain(&[AVERAGE]).map(|name| self.folder.join(name));
+        for path in self.entries()?.into_values().chain(names).filter(|path| is_runs(path)) {
+            match path.is_symlink() {
+                true => atomic::remove_file(&path)?,
+                false => atomic::remove_directory(&path)?,
+            }
         }
-        for name in LINKS.iter().chain(&[AVERAGE]) {
-            atomic::remove_any(&self.folder.join(name))?;
+        if self.folder.is_symlink() {
+            return Ok(());
         }
         match fs::remove_dir(&self.folder) {
             Err(e) if e.kind() != io::ErrorKind::DirectoryNotEmpty => Err(Error::io("remove", &self.folder, e)),
@@ -190,10 +219,94 @@ impl CheckpointStore {
         }
     }
 
-    /// Where `last` points; without that link, after everything.
+    /// The last checkpoint; where none is known to be, after everything.
     fn last(&self) -> Key {
-        let to = fs::read_link(self.folder.join("last")).ok();
-        to.and_then(|to| parse(to.to_str()?)).unwrap_or((u64::MAX, u32::MAX))
+        let newest = self.savings().ok().and_then(|savings| self.newest_of(&savings));
+        newest.unwrap_or((u64::MAX, u32::MAX))
+    }
+
+    /// The checkpoint that was saved last. Earlier versions have the link alone.
+    fn newest_of(&self, savings: &Savings) -> Option<Key> {
+        let newest = savings.iter().max_by_key(|(_, saving)| saving.number);
+        newest.map(|(key, _)| *key).or_else(|| self.of_earlier_version("last"))
+    }
+
+    /// The best checkpoint, by the word of the newest one that names one that is there.
+    fn best(&self, savings: &Savings) -> Option<Key> {
+        let mut newest: Vec<&Saving> = savings.values().collect();
+        newest.sort_by_key(|saving| std::cmp::Reverse(saving.number));
+        let names = newest.into_iter().filter_map(|saving| update_of(saving.best.as_deref()?));
+        let mut there = names.filter(|key| self.folder.join(name_of(*key)).is_dir());
+        there.next().or_else(|| self.of_earlier_version("best"))
+    }
+
+    /// The checkpoint that a link leads to, or of which a copy stands in the link's place.
+    fn of_earlier_version(&self, name: &str) -> Option<Key> {
+        self.target(name).or_else(|| self.twin(&self.folder.join(name)))
+    }
+
+    /// The checkpoint that a folder is a copy of, by its state, which has the lengths and checksums of all other files.
+    fn twin(&self, copy: &Path) -> Option<Key> {
+        let state = |folder: &Path| atomic::read(&folder.join(STATE), STATE_BYTES).ok().flatten();
+        let own = is_runs(copy).then(|| state(copy)).flatten()?;
+        self.entries().ok()?.into_iter().find(|(_, path)| state(path).as_ref() == Some(&own)).map(|(key, _)| key)
+    }
+
+    /// Removes the copy of a checkpoint in a link's place; one that stands nowhere else whole gets a name of its own.
+    fn settle(&self, copy: &Path) -> Result<()> {
+        let is_whole = |key: &Key| load(self.folder.join(name_of(*key))).is_ok();
+        if self.twin(copy).filter(is_whole).is_some() {
+            return atomic::remove_directory(copy);
+        }
+        let update = Manifest::read(copy)?.update;
+        let name = self.free_name(update)?;
+        atomic::act("rename", copy, || fs::rename(copy, self.folder.join(name)))
+    }
+
+    /// The name of a further checkpoint of an update.
+    fn free_name(&self, update: u64) -> Result<String> {
+        let before = self.entries()?.into_keys().rfind(|key| key.0 == update);
+        Ok(name_of((update, before.map_or(1, |key| key.1 + 1))))
+    }
+
+    /// Where a link leads.
+    fn target(&self, name: &str) -> Option<Key> {
+        update_of(fs::read_link(self.folder.join(name)).ok()?.to_str()?)
+    }
+
+    /// Makes the links say what the checkpoints say, in place of copies that a copy of the folder has made of them. A file
+    /// system without links goes without.
+    fn link(&self) -> Result<()> {
+        let savings = self.savings()?;
+        if savings.is_empty() {
+            return Ok(());
+        }
+        // `last` after `best`: programs that watch it find both.
+        for (name, key) in [("best", self.best(&savings)), ("last", self.newest_of(&savings))] {
+            let (Some(key), path) = (key, self.folder.join(name)) else { continue };
+            if self.target(name) == Some(key) {
+                continue;
+            }
+            if path.symlink_metadata().is_ok() && !is_runs(&path) {
+                return Err(Error::invalid(format!(
+                    "{} is neither a run's link nor a checkpoint: move it away",
+                    path.display()
+                )));
+            }
+            if path.symlink_metadata().is_ok_and(|found| found.is_dir()) {
+                self.settle(&path)?;
+            }
+            match atomic::write_link(&path, &name_of(key)) {
+                Err(Error::Io { source, .. }) if has_no_links(&source) => {}
+                made => made?,
+            }
+        }
+        Ok(())
+    }
+
+    fn savings(&self) -> Result<Savings> {
+        let saving = |(key, path): (Key, PathBuf)| Some((key, Manifest::read(&path).ok()?.saving?));
+        Ok(self.entries()?.into_iter().filter_map(saving).collect())
     }
 
     fn entries(&self) -> Result<BTreeMap<Key, PathBuf>> {
@@ -204,7 +317,7 @@ impl CheckpointStore {
         let mut found = BTreeMap::new();
         for entry in entries {
             let entry = entry.map_err(|e| Error::io("read", &self.folder, e))?;
-            if let Some(key) = entry.file_name().to_str().and_then(parse) {
+            if let Some(key) = entry.file_name().to_str().and_then(update_of) {
                 found.insert(key, entry.path());
             }
         }
@@ -222,27 +335,17 @@ impl CheckpointStore {
     }
 
     fn missing(&self, what: &str) -> Error {
-        let mut has: Vec<String> = self.entries().unwrap_or_default().into_keys().map(name).collect();
-        has.extend(LINKS.iter().filter(|link| self.folder.join(link).exists()).map(|link| link.to_string()));
+        let mut has: Vec<String> = self.entries().unwrap_or_default().into_keys().map(name_of).collect();
+        has.extend(NAMES.iter().filter(|name| self.named(name).is_some()).map(|name| name.to_string()));
         let has = if has.is_empty() { "no checkpoint".into() } else { has.join(", ") };
         Error::invalid(format!("there is no checkpoint {what:?}; {} has {has}", self.folder.display()))
     }
 }
 
-fn name((update, saving): Key) -> String {
-    if saving == 1 {
-        format!("update-{update:08}")
-    } else {
-        format!("update-{update:08}-{saving}")
-    }
-}
-
-/// The inverse of [`name`]; `None` for all else.
-fn parse(text: &str) -> Option<Key> {
-    let rest = text.strip_prefix("update-")?;
-    let (update, saving) = rest.split_once('-').unwrap_or((rest, "1"));
-    let key = (update.parse().ok()?, saving.parse().ok()?);
-    (name(key) == text).then_some(key)
+/// exFAT, some SMB and FUSE file systems have no symbolic links.
+fn has_no_links(error: &io::Error) -> bool {
+    let codes = [libc::EPERM, libc::EOPNOTSUPP, libc::ENOTSUP, libc::ENOSYS];
+    error.raw_os_error().is_some_and(|code| codes.contains(&code))
 }
 
 #[cfg(test)]

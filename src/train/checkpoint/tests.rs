@@ -180,7 +180,7 @@ fn the_mean_is_taken_in_f64_and_the_rest_is_the_newest() {
         paths.push(dir.0.join(i.to_string()));
         save(&paths[i], i as u64, &part).unwrap();
     }
-    let mean = average(&paths).unwrap();
+    let mean = average(&paths, &mut || Ok(())).unwrap();
     // In f32, 1e8 + 1 - 1e8 would be 0.
     let third = |x: f64| x / 3.0;
     let middle = f64::from(0.1f32) + f64::from(0.2f32) + f64::from(0.7f32);
@@ -193,10 +193,10 @@ fn the_mean_is_taken_in_f64_and_the_rest_is_the_newest() {
     assert_eq!(mean.model["iters"].data, 2i64.to_le_bytes());
     assert_eq!((&mean.state, &mean.optimizer), (&checkpoint(2).state, &Arrays::new()));
     paths.rotate_left(1);
-    assert_eq!(average(&paths).unwrap(), mean, "the order of the paths");
+    assert_eq!(average(&paths, &mut || Ok(())).unwrap(), mean, "the order of the paths");
     save(&dir.0.join("mean"), 2, &mean).unwrap();
     assert_eq!(load(dir.0.join("mean")).unwrap(), mean);
-    assert_eq!(average(&paths[..1]).unwrap().model, load(&paths[0]).unwrap().model, "of one");
+    assert_eq!(average(&paths[..1], &mut || Ok(())).unwrap().model, load(&paths[0]).unwrap().model, "of one");
 }
 
 fn bytes<const N: usize>(x: [f32; 3], to: impl Fn(f32) -> [u8; N]) -> Vec<u8> {
@@ -212,7 +212,7 @@ fn models_that_differ_are_not_averaged() {
         let mut other = checkpoint(2);
         change(&mut other);
         save(&dir.0.join(name), 2, &other).unwrap();
-        average(&[&first, &dir.0.join(name)]).unwrap_err().to_string()
+        average(&[&first, &dir.0.join(name)], &mut || Ok(())).unwrap_err().to_string()
     };
     let config = refusal("config", &|c| c.config["model"]["norm"]["name"] = "layernorm".into());
     assert!(
@@ -229,7 +229,7 @@ fn models_that_differ_are_not_averaged() {
         drop(c.model.insert("q".into(), Array { dtype: Dtype::F8_E4M3, shape: vec![1], data: vec![0] }))
     };
     refusal("eight", &eight);
-    assert!(average(&[dir.0.join("eight")]).unwrap_err().to_string().contains("\"q\" is F8_E4M3"));
-    assert!(average(&[&first, &first]).unwrap_err().to_string().contains("twice"));
-    assert!(average(&[] as &[PathBuf]).unwrap_err().to_string().contains("at least one"));
+    assert!(average(&[dir.0.join("eight")], &mut || Ok(())).unwrap_err().to_string().contains("\"q\" is F8_E4M3"));
+    assert!(average(&[&first, &first], &mut || Ok(())).unwrap_err().to_string().contains("twice"));
+    assert!(average(&[] as &[PathBuf], &mut || Ok(())).unwrap_err().to_string().contains("at least one"));
 }

@@ -15,18 +15,25 @@ fn run(name: &str) -> (Scratch, CheckpointStore) {
     let dir = Scratch::new(name);
     let store = CheckpointStore::open(&dir.0).unwrap();
     for update in [1, 2] {
-        store.save(update, &checkpoint(update)).unwrap();
+        store.save(update, &checkpoint(update), update == 1).unwrap();
     }
-    store.point("best", 1).unwrap();
-    store.point("last", 2).unwrap();
+    (dir, store)
+}
+
+/// The same as an earlier version left it: only the links tell which are the best and the last.
+fn earlier_run(name: &str) -> (Scratch, CheckpointStore) {
+    let dir = Scratch::new(name);
+    let store = CheckpointStore::open(&dir.0).unwrap();
+    for (update, link) in [(1, "best"), (2, "last")] {
+        super::super::save(&store.folder.join(name_of((update, 1))), update, &checkpoint(update)).unwrap();
+        atomic::write_link(&store.folder.join(link), &name_of((update, 1))).unwrap();
+    }
     (dir, store)
 }
 
 /// What a trainer does at an update.
 fn step(store: &CheckpointStore) -> Result<()> {
-    store.save(3, &checkpoint(3))?;
-    store.point("best", 3)?;
-    store.point("last", 3)?;
+    store.save(3, &checkpoint(3), true)?;
     store.prune(1)
 }
 
@@ -39,11 +46,17 @@ fn places() -> usize {
 
 /// Whatever happened, both links lead to a whole checkpoint, the old or the new; the next start goes on.
 fn check(dir: &Scratch, place: usize) {
-    for (link, old) in [("last", 2), ("best", 1)] {
+    let [last, best] = [("last", 2), ("best", 1)].map(|(link, old)| {
         let found = load(CheckpointStore::at(&dir.0).resolve(link).unwrap()).unwrap();
         assert!(found == checkpoint(old) || found == checkpoint(3), "{link} at place {place}: {:?}", found.state);
-    }
+        found
+    });
+    // One was saved as both: either both are it, or none is.
+    assert_eq!(last == checkpoint(3), best == checkpoint(3), "place {place}");
     let store = CheckpointStore::open(&dir.0).unwrap();
+    for (name, found) in [("last", last), ("best", best)] {
+        assert_eq!(load(store.folder.join(name)).unwrap(), found, "the link {name} is made at place {place}");
+    }
     for update in store.list().unwrap() {
         assert_eq!(load(store.resolve(&update.to_string()).unwrap()).unwrap(), checkpoint(update), "place {place}");
     }
@@ -82,9 +95,18 @@ fn a_first_checkpoint_is_there_to_resume_or_is_not() {
         let done = step(&store);
         drop(armed);
         // What the process leaves when it is killed: links are not there yet, the checkpoint may be.
-        let found = CheckpointStore::open(&dir.0).unwrap().newest().unwrap();
+        let store = CheckpointStore::open(&dir.0).unwrap();
+        let found = store.newest().unwrap();
         has_been[usize::from(found.is_some())] |= done.is_err();
-        assert!(found.is_none_or(|found| found.checkpoint == checkpoint(3)), "place {k}");
+        if let Some(found) = found {
+            assert_eq!(found.checkpoint, checkpoint(3), "place {k}");
+            // It was the best, and stays so when later ones are not.
+            for update in 4..8 {
+                store.save(update, &checkpoint(update), false).unwrap();
+                store.prune(1).unwrap();
+            }
+            assert_eq!(load(store.resolve("best").unwrap()).unwrap(), checkpoint(3), "place {k}");
+        }
         if done.is_ok() {
             break;
         }
@@ -97,7 +119,7 @@ fn a_first_save_that_fails_speaks_of_no_previous_checkpoint() {
     let dir = Scratch::new("store-none");
     let store = CheckpointStore::open(&dir.0).unwrap();
     let armed = arm(Fault::Enospc(2));
-    let text = store.save(1, &checkpoint(1)).unwrap_err().to_string();
+    let text = store.save(1, &checkpoint(1), true).unwrap_err().to_string();
     drop(armed);
     assert!(text.contains("no checkpoint had been saved yet") && !text.contains("untouched"), "{text}");
 }
@@ -105,8 +127,7 @@ fn a_first_save_that_fails_speaks_of_no_previous_checkpoint() {
 #[test]
 fn the_newest_whole_checkpoint_is_found() {
     let (dir, store) = run("store-newest");
-    store.save(3, &checkpoint(3)).unwrap();
-    store.point("last", 3).unwrap();
+    store.save(3, &checkpoint(3), false).unwrap();
     let newest = || store.newest().map(|found| found.map(|found| (found.checkpoint, found.passed)));
     assert_eq!(newest().unwrap().unwrap(), (checkpoint(3), vec![]));
     let damage = |update: u64| {
@@ -117,6 +138,10 @@ fn the_newest_whole_checkpoint_is_found() {
     let (found, passed) = newest().unwrap().unwrap();
     assert_eq!(found, checkpoint(2));
     assert!(passed.len() == 1 && passed[0].contains("update-00000003/model.safetensors is damaged"), "{passed:?}");
+    fs::write(dir.0.join("checkpoints/update-00000003/state.json"), "{").unwrap();
+    let (found, passed) = newest().unwrap().unwrap();
+    assert_eq!(found, checkpoint(2));
+    assert!(passed.len() == 1 && passed[0].contains("update-00000003/state.json is damaged"), "{passed:?}");
     fs::remove_dir_all(dir.0.join("checkpoints/update-00000003")).unwrap();
     let (found, passed) = newest().unwrap().unwrap();
     assert_eq!(found, checkpoint(2));
@@ -177,15 +202,17 @@ fn a_reader_finds_a_whole_checkpoint_while_the_links_move() {
     std::thread::scope(|threads| {
         let writer = threads.spawn(|| {
             for update in 3..60 {
-                store.save(update, &checkpoint(update)).unwrap();
-                store.point("last", update).unwrap();
-                store.point("best", update).unwrap();
+                store.save(update, &checkpoint(update), true).unwrap();
                 store.prune(0).unwrap();
             }
         });
+        let reader = CheckpointStore::at(&dir.0);
         while !writer.is_finished() {
-            let found = load(dir.0.join("checkpoints/last")).unwrap();
-            assert_eq!(found, checkpoint(found.state["update"].as_u64().unwrap()));
+            let by_link = load(dir.0.join("checkpoints/last")).unwrap();
+            let (_, by_name) = reader.read("best", |path| load(path)).unwrap();
+            for found in [by_link, by_name] {
+                assert_eq!(found, checkpoint(found.state["update"].as_u64().unwrap()));
+            }
         }
     });
 }
@@ -204,8 +231,6 @@ fn names_numbers_links_and_paths_resolve() {
         assert!(error.contains("has update-00000001, update-00000002, best, last"), "{error}");
     }
     assert!(store.resolve("lst").unwrap_err().to_string().contains("there is no checkpoint \"lst\""));
-    assert!(store.point("latest", 1).unwrap_err().to_string().contains("best, last"));
-    assert!(store.point("last", 3).is_err());
     assert!(CheckpointStore::at(dir.0.join("none"))
         .resolve("last")
         .unwrap_err()
@@ -217,14 +242,13 @@ fn names_numbers_links_and_paths_resolve() {
 fn pruning_keeps_the_newest_and_what_is_linked() {
     let (_dir, store) = run("store-prune");
     for update in [30, 4, 5, 6] {
-        store.save(update, &checkpoint(update)).unwrap();
+        store.save(update, &checkpoint(update), false).unwrap();
     }
-    store.point("last", 6).unwrap();
     store.prune(2).unwrap();
     assert_eq!(store.list().unwrap(), [1, 5, 6, 30], "best, the two newest up to last, and what lies after last");
-    let recent: Vec<_> = [6, 5].map(|u| store.folder.join(name((u, 1)))).into();
+    let recent: Vec<_> = [6, 5].map(|u| store.folder.join(name_of((u, 1)))).into();
     assert_eq!(store.recent(2).unwrap(), recent);
-    assert_eq!(average(&recent).unwrap().state["update"], 6);
+    assert_eq!(average(&recent, &mut || Ok(())).unwrap().state["update"], 6);
     store.prune(0).unwrap();
     assert_eq!(store.list().unwrap(), [1, 6, 30]);
 }
@@ -232,15 +256,102 @@ fn pruning_keeps_the_newest_and_what_is_linked() {
 #[test]
 fn an_update_saved_again_does_not_touch_the_first() {
     let (dir, store) = run("store-again");
-    let again = store.save(2, &checkpoint(7)).unwrap();
+    let first = load(store.resolve("2").unwrap()).unwrap();
+    let again = store.save(2, &checkpoint(7), false).unwrap();
     assert_eq!(again.file_name().unwrap(), "update-00000002-2");
-    assert_eq!(load(store.resolve("last").unwrap()).unwrap(), checkpoint(2));
-    assert_eq!(load(store.resolve("2").unwrap()).unwrap(), checkpoint(7));
+    assert_eq!(load(dir.0.join("checkpoints/update-00000002")).unwrap(), first);
+    for what in ["last", "2"] {
+        assert_eq!(load(store.resolve(what).unwrap()).unwrap(), checkpoint(7));
+    }
     store.prune(1).unwrap();
-    assert!(again.exists(), "it comes after last");
-    store.point("last", 2).unwrap();
-    store.prune(1).unwrap();
-    assert_eq!(load(store.resolve("last").unwrap()).unwrap(), checkpoint(7));
     assert!(!dir.0.join("checkpoints/update-00000002").exists());
     assert_eq!(store.list().unwrap(), [1, 2]);
+}
+
+/// Copied with links followed, as by `cp -rL`, zip or an object store.
+fn follow_links(store: &CheckpointStore) {
+    for name in NAMES {
+        let path = store.folder.join(name);
+        let Ok(target) = fs::canonicalize(&path) else { continue };
+        fs::remove_file(&path).unwrap();
+        fs::create_dir(&path).unwrap();
+        for entry in fs::read_dir(target).unwrap().flatten() {
+            fs::copy(entry.path(), path.join(entry.file_name())).unwrap();
+        }
+    }
+}
+
+#[test]
+fn a_copy_with_links_followed_or_lost_goes_on() {
+    for (of, make) in [("new", run as fn(&str) -> _), ("earlier", earlier_run)] {
+        for harm in ["followed", "lost"] {
+            let (dir, store) = make(&format!("store-copy-{of}-{harm}"));
+            match harm {
+                "followed" => follow_links(&store),
+                _ => NAMES.iter().for_each(|name| fs::remove_file(store.folder.join(name)).unwrap()),
+            }
+            let named = |name| CheckpointStore::at(&dir.0).resolve(name).map(|path| load(path).unwrap());
+            if of == "new" || harm == "followed" {
+                assert_eq!([named("best").unwrap(), named("last").unwrap()], [checkpoint(1), checkpoint(2)]);
+                assert_eq!(CheckpointStore::at(&dir.0).chosen("best").unwrap().checkpoint, checkpoint(1));
+            }
+            let store = CheckpointStore::open(&dir.0).unwrap();
+            assert_eq!(store.newest().unwrap().unwrap().checkpoint, checkpoint(2), "{of} {harm}");
+            for update in [3, 4] {
+                store.save(update, &checkpoint(update), false).unwrap();
+                store.prune(1).unwrap();
+            }
+            // The best one is known, unless nothing but a link had told of it.
+            let best = if of == "new" || harm == "followed" { vec![1, 4] } else { vec![4] };
+            assert_eq!(store.list().unwrap(), best, "{of} {harm}");
+            for name in NAMES.iter().filter(|_| best.len() == 2) {
+                assert!(store.folder.join(name).is_symlink(), "{of} {harm}: {name} is a link again");
+            }
+        }
+    }
+}
+
+/// A copy whose own folder is damaged or gone is the only whole one: it is kept under a name of its own.
+#[test]
+fn a_copy_in_a_links_place_that_stands_nowhere_else_is_kept() {
+    let (dir, store) = run("store-only-copy");
+    follow_links(&store);
+    fs::write(store.folder.join("update-00000001/model.safetensors"), "damaged").unwrap();
+    let store = CheckpointStore::open(&dir.0).unwrap();
+    assert_eq!(load(store.folder.join("update-00000001-2")).unwrap(), checkpoint(1));
+}
+
+#[test]
+fn a_strangers_folders_are_neither_removed_nor_written_over() {
+    let (dir, store) = run("store-strangers");
+    let stranger = store.folder.join("update-00000000");
+    fs::create_dir(&stranger).unwrap();
+    fs::write(stranger.join(STATE), "{\"kind\": \"somebody's\"}").unwrap();
+    let best = store.folder.join("best");
+    fs::remove_file(&best).unwrap();
+    fs::create_dir(&best).unwrap();
+    fs::write(best.join("thesis.txt"), "mine").unwrap();
+    store.prune(0).unwrap();
+    store.discard(&stranger).unwrap();
+    let said = store.save(3, &checkpoint(3), true).unwrap_err().to_string();
+    assert!(said.contains("best is neither a run's link nor a checkpoint: move it away"), "{said}");
+    store.clear().unwrap();
+    assert_eq!(store.list().unwrap(), [0], "what nobody can prove to be a run's");
+    assert_eq!(fs::read(best.join("thesis.txt")).unwrap(), b"mine");
+    assert_eq!(fs::read_dir(&dir.0).unwrap().count(), 1);
+}
+
+#[test]
+fn checkpoints_may_lie_on_another_disk() {
+    let (disk, dir) = (Scratch::new("store-disk"), Scratch::new("store-linked"));
+    std::os::unix::fs::symlink(&disk.0, dir.0.join(CHECKPOINTS)).unwrap();
+    for _ in 0..2 {
+        let store = CheckpointStore::open(&dir.0).unwrap();
+        store.save(1, &checkpoint(1), true).unwrap();
+        step(&store).unwrap();
+        assert_eq!(load(&dir.0).unwrap(), checkpoint(3));
+        store.clear().unwrap();
+        assert!(dir.0.join(CHECKPOINTS).is_symlink());
+        assert_eq!(fs::read_dir(&disk.0).unwrap().count(), 0);
+    }
 }

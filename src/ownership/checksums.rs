@@ -2,17 +2,17 @@
 //!
 //! It is written before them: a folder with it and without a config holds a run that was stopped while it began.
 
-use crate::atomic::Digest;
+use super::{CHECKSUMS, LISTED};
+use crate::atomic::{self, Digest};
 use crate::error::{Error, Result};
-use std::fs;
-use std::io::ErrorKind;
 use std::path::Path;
 
-pub(super) const CHECKSUMS: &str = "checksums.txt";
+/// Lines of four names take some hundred bytes.
+const MOST: u64 = 64 << 10;
 const OF_ITSELF: &str = "of the lines above";
 
 /// The text of [`CHECKSUMS`]: a line `CRC-32 bytes name` for each file, and the CRC-32 of these lines.
-pub(super) fn text(files: &[(&str, String)]) -> String {
+pub fn text(files: &[(&str, String)]) -> String {
     let line = |(name, text): &(&str, String)| {
         let Digest { bytes, crc32 } = Digest::of(text.as_bytes());
         format!("{crc32:08x} {bytes} {name}\n")
@@ -25,13 +25,15 @@ pub(super) fn text(files: &[(&str, String)]) -> String {
 ///
 /// # Errors
 /// A file is missing or damaged: the message names it and says what to do.
-pub(super) fn check(folder: &Path) -> Result<()> {
+pub fn check(folder: &Path) -> Result<()> {
     for (name, expected) in read(folder)?.unwrap_or_default() {
         let path = folder.join(&name);
-        let found = match fs::read(&path) {
-            Ok(bytes) => Digest::of(&bytes),
-            Err(e) if e.kind() == ErrorKind::NotFound => return Err(damaged(&path, "it is missing".into())),
-            Err(e) => return Err(Error::io("read", &path, e)),
+        // A file that is longer than listed is damaged whatever its bytes; it is read no further.
+        let found = match atomic::read(&path, expected.bytes) {
+            Ok(Some(bytes)) => Digest::of(&bytes),
+            Ok(None) => return Err(damaged(&path, "it is missing".into())),
+            Err(Error::Invalid(why)) => return Err(damaged(&path, why)),
+            Err(other) => return Err(other),
         };
         if found != expected {
             let told = |digest: Digest| format!("{} bytes with CRC-32 {:08x}", digest.bytes, digest.crc32);
@@ -42,7 +44,7 @@ pub(super) fn check(folder: &Path) -> Result<()> {
 }
 
 /// The files that a run lists, [`CHECKSUMS`] too; none without a whole [`CHECKSUMS`].
-pub(super) fn listed(folder: &Path) -> Vec<String> {
+pub fn listed(folder: &Path) -> Vec<String> {
     match read(folder) {
         Ok(Some(files)) => files.into_iter().map(|(name, _)| name).chain([CHECKSUMS.to_string()]).collect(),
         _ => Vec::new(),
@@ -51,11 +53,8 @@ pub(super) fn listed(folder: &Path) -> Vec<String> {
 
 fn read(folder: &Path) -> Result<Option<Vec<(String, Digest)>>> {
     let path = folder.join(CHECKSUMS);
-    let text = match fs::read_to_string(&path) {
-        Err(e) if e.kind() == ErrorKind::NotFound => return Ok(None),
-        Err(e) if e.kind() == ErrorKind::InvalidData => return Err(damaged(&path, e.to_string())),
-        text => text.map_err(|e| Error::io("read", &path, e))?,
-    };
+    let Some(bytes) = atomic::read(&path, MOST)? else { return Ok(None) };
+    let text = String::from_utf8(bytes).map_err(|e| damaged(&path, e.to_string()))?;
     let end = text.strip_suffix('\n').and_then(|text| text.rfind('\n')).map_or(0, |at| at + 1);
     let (lines, last) = text.split_at(end);
     if last != format!("{:08x} {OF_ITSELF}\n", Digest::of(lines.as_bytes()).crc32) {
@@ -67,13 +66,19 @@ fn read(folder: &Path) -> Result<Option<Vec<(String, Digest)>>> {
         Some((name.to_string(), Digest { bytes: bytes.parse().ok()?, crc32: u32::from_str_radix(crc32, 16).ok()? }))
     };
     let files: Option<Vec<_>> = lines.lines().map(file).collect();
-    files.map(Some).ok_or_else(|| damaged(&path, "expected lines of CRC-32, length and name".into()))
+    let files = files.ok_or_else(|| damaged(&path, "expected lines of CRC-32, length and name".into()))?;
+    match files.iter().find(|(name, _)| !LISTED.contains(&name.as_str())) {
+        Some((name, _)) => Err(damaged(&path, format!("it lists {name:?}; a run lists only {}", LISTED.join(", ")))),
+        None => Ok(Some(files)),
+    }
 }
 
 fn damaged(path: &Path, why: String) -> Error {
+    // Without its checksums nothing proves that the folder is a run's, so --overwrite would refuse it.
+    let anew = if path.ends_with(CHECKSUMS) { "choose another output" } else { "start again with --overwrite" };
     Error::invalid(format!(
-        "{} is damaged: {why}; restore it from a copy, or start again with --overwrite (if you changed it on purpose, \
-         delete {CHECKSUMS}: then nothing is compared)",
+        "{} is damaged: {why}; restore it from a copy, or {anew} (if you changed it on purpose, delete {CHECKSUMS}: then \
+         nothing is compared)",
         path.display()
     ))
 }
@@ -81,6 +86,18 @@ fn damaged(path: &Path, why: String) -> Error {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use std::fs;
+
+    #[test]
+    fn names_that_no_run_writes_are_refused_unread() {
+        for name in ["/dev/zero", "/etc/passwd", "../vocabulary.txt", "log.jsonl", ""] {
+            let folder = tempfile::tempdir().unwrap();
+            fs::write(folder.path().join(CHECKSUMS), text(&[(name, String::new())])).unwrap();
+            let said = check(folder.path()).unwrap_err().to_string();
+            assert!(said.contains(&format!("it lists {name:?}; a run lists only config.json")), "{said}");
+            assert!(listed(folder.path()).is_empty());
+        }
+    }
 
     #[test]
     fn every_flipped_bit_is_found_and_the_file_named() {

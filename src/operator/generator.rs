@@ -1,0 +1,75 @@
+//! A generator of random numbers that nobody else draws from.
+
+use super::ffi::shim_error;
+use crate::error::Result;
+use crate::init::RandomNumbers;
+use std::ffi::c_void;
+use std::ptr::NonNull;
+use tch::Tensor;
+use torch_sys::C_tensor;
+
+extern "C" {
+    fn nfrs_generator(seed: u64) -> *mut c_void;
+    fn nfrs_free_generator(generator: *mut c_void);
+    fn nfrs_draw(generator: *mut c_void, t: *const C_tensor, is_normal: bool, from: f64, to: f64) -> bool;
+}
+
+/// A generator of the CPU's kind. Its numbers are those of torch's own after `torch.manual_seed` with the same seed, but
+/// no other thread of the process moves it.
+pub struct Generator(NonNull<c_void>);
+
+impl Generator {
+    pub fn new(seed: u64) -> Result<Self> {
+        // SAFETY: no pointer goes in; the one that comes out is owned here.
+        NonNull::new(unsafe { nfrs_generator(seed) }).map(Generator).ok_or_else(shim_error)
+    }
+
+    fn draw(&self, t: &Tensor, is_normal: bool, from: f64, to: f64) -> Result<()> {
+        // SAFETY: the generator lives as long as `self`, the tensor as long as the call.
+        match unsafe { nfrs_draw(self.0.as_ptr(), t.as_ptr(), is_normal, from, to) } {
+            true => Ok(()),
+            false => Err(shim_error()),
+        }
+    }
+}
+
+impl Drop for Generator {
+    fn drop(&mut self) {
+        // SAFETY: made by nfrs_generator, and freed once.
+        unsafe { nfrs_free_generator(self.0.as_ptr()) }
+    }
+}
+
+impl RandomNumbers for Generator {
+    fn normal(&self, t: &Tensor, std: f64) -> Result<()> {
+        self.draw(t, true, 0.0, std)
+    }
+
+    fn uniform(&self, t: &Tensor, bound: f64) -> Result<()> {
+        self.draw(t, false, -bound, bound)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use tch::{Device, Kind};
+
+    #[test]
+    fn its_numbers_are_torchs_whoever_draws_meanwhile() {
+        let empty = || Tensor::empty([3, 70], (Kind::Float, Device::Cpu));
+        let drawn = |draw: &dyn RandomNumbers, between: &dyn Fn()| {
+            let all = [empty(), empty(), empty()];
+            draw.normal(&all[0], 0.3).unwrap();
+            between();
+            draw.uniform(&all[1], 2.0).unwrap();
+            between();
+            draw.normal(&all[2], 1.0).unwrap();
+            Tensor::stack(&all, 0)
+        };
+        tch::manual_seed(17);
+        let wanted = drawn(&crate::init::ProcessGenerator, &|| ());
+        let found = drawn(&Generator::new(17).unwrap(), &|| drop(Tensor::randn([5], (Kind::Float, Device::Cpu))));
+        assert!(found.equal(&wanted));
+    }
+}

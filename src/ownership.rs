@@ -1,0 +1,221 @@
+//! What in a folder is a run's. All that removes, replaces or averages asks [`is_runs`] first, and nobody else.
+//!
+//! A name proves nothing: a folder may hold a user's own `vocabulary.txt` or `checkpoints/best`. Each name that a run
+//! writes has a proof of its own:
+//!
+//! | name | proof |
+//! |---|---|
+//! | `config.json`, `vocabulary.txt`, `bpe.codes`, `target_types.txt`, `checksums.txt` | a whole `checksums.txt` lists it |
+//! | `log.jsonl` | its first line is an event, or it is empty |
+//! | `curves.png` | its PNG text names this package |
+//! | `.lock` | it tells of an owner, or is empty |
+//! | `checkpoints/update-…`, `average` | a folder with this package's `state.json` |
+//! | `checkpoints/best`, `last` | a link to an `update-…`, or such a folder |
+//!
+//! A link is never followed to find a proof, except `checkpoints` itself, which may lie on another disk.
+
+pub mod checksums;
+
+use crate::atomic;
+use serde_json::Value;
+use std::path::{Path, PathBuf};
+
+pub const CONFIG: &str = "config.json";
+pub const VOCABULARY: &str = "vocabulary.txt";
+pub const CODES: &str = "bpe.codes";
+pub const TARGET_TYPES: &str = "target_types.txt";
+pub const CHECKSUMS: &str = "checksums.txt";
+pub const LOG: &str = "log.jsonl";
+pub const CURVES: &str = "curves.png";
+/// The file that a writer locks.
+pub const LOCK: &str = ".lock";
+pub const CHECKPOINTS: &str = "checkpoints";
+/// The names of two checkpoints, as links where the file system has links.
+pub const NAMES: [&str; 2] = ["best", "last"];
+/// The mean of some checkpoints, made on request.
+pub const AVERAGE: &str = "average";
+/// The same until it is whole and takes the other's place.
+pub const NEW_AVERAGE: &str = ".average";
+/// A checkpoint's file that proves it.
+pub const STATE: &str = "state.json";
+/// What [`STATE`] says of itself.
+pub const KIND: &str = "normformer_rs checkpoint";
+
+/// The files that [`CHECKSUMS`] may list: they decide a run's weights.
+pub const LISTED: [&str; 4] = [CONFIG, VOCABULARY, CODES, TARGET_TYPES];
+/// Counters and settings take kilobytes; a larger [`STATE`] is damage, and is not read into memory.
+pub const STATE_BYTES: u64 = 64 << 20;
+/// The first bytes of a log or a picture that tell whose it is.
+const HEAD: usize = 4096;
+
+/// Whether a run wrote what lies at `path`, a name in its folder or in its checkpoints; false where nothing does.
+pub fn is_runs(path: &Path) -> bool {
+    let Some(name) = path.file_name().and_then(|name| name.to_str()) else { return false };
+    let folder = path.parent().unwrap_or(Path::new(""));
+    match name {
+        CHECKSUMS => !checksums::listed(folder).is_empty(),
+        _ if LISTED.contains(&name) => is_file(path) && checksums::listed(folder).iter().any(|listed| listed == name),
+        LOG => starts(path, |head| {
+            let line = head.split(|byte| *byte == b'\n').next().unwrap_or(head);
+            let event = serde_json::from_slice::<Value>(line).ok();
+            head.is_empty() || event.is_some_and(|line| line["event"].is_string())
+        }),
+        CURVES => {
+            starts(path, |head| head.starts_with(b"\x89PNG") && head.windows(13).any(|text| text == b"normformer_rs"))
+        }
+        LOCK => starts(path, is_lock),
+        _ if NAMES.contains(&name) => match path.read_link() {
+            Ok(to) => to.to_str().is_some_and(|to| update_of(to).is_some()),
+            Err(_) => is_checkpoint(path),
+        },
+        AVERAGE | NEW_AVERAGE => is_checkpoint(path),
+        _ => update_of(name).is_some() && is_checkpoint(path),
+    }
+}
+
+/// Whether the first bytes of [`LOCK`] are a run's: an owner, or as much of one as a crash left.
+pub fn is_lock(head: &[u8]) -> bool {
+    const OWNER: &[u8] = b"{\"pid\":";
+    OWNER.starts_with(head) || head.starts_with(OWNER)
+}
+
+/// Whether a run writes under this name into its folder or its checkpoints.
+pub fn is_a_runs_name(name: &str) -> bool {
+    LISTED.contains(&name)
+        || NAMES.contains(&name)
+        || [CHECKSUMS, LOG, CURVES, AVERAGE, NEW_AVERAGE].contains(&name)
+        || update_of(name).is_some()
+}
+
+/// All that lies in `folder` under the names that a new run would write, and whether it is a run's.
+pub fn found(folder: &Path) -> Vec<(PathBuf, bool)> {
+    let own = LISTED.iter().chain(&[CHECKSUMS, LOG, CURVES]).map(|name| folder.join(name));
+    let checkpoints = folder.join(CHECKPOINTS);
+    let mut inside: Vec<PathBuf> = std::fs::read_dir(&checkpoints)
+        .into_iter()
+        .flatten()
+        .flatten()
+        .filter(|entry| entry.file_name().to_str().is_some_and(is_a_runs_name))
+        .map(|entry| entry.path())
+        .collect();
+    inside.sort();
+    let there = own.chain(inside).filter(|path| path.symlink_metadata().is_ok());
+    there.map(|path| (path.clone(), is_runs(&path))).collect()
+}
+
+/// Update, and which saving of it, from 1, of a checkpoint's name; the inverse of [`name_of`].
+pub fn update_of(name: &str) -> Option<(u64, u32)> {
+    let rest = name.strip_prefix("update-")?;
+    let (update, saving) = rest.split_once('-').unwrap_or((rest, "1"));
+    let key = (update.parse().ok()?, saving.parse().ok()?);
+    (name_of(key) == name).then_some(key)
+}
+
+/// The name of a checkpoint: `update-00001234`, or `update-00001234-2` where that update was saved before.
+pub fn name_of((update, saving): (u64, u32)) -> String {
+    if saving == 1 {
+        format!("update-{update:08}")
+    } else {
+        format!("update-{update:08}-{saving}")
+    }
+}
+
+/// Whether a folder, not a link to one, has this package's state.
+fn is_checkpoint(path: &Path) -> bool {
+    let is_folder = path.symlink_metadata().is_ok_and(|found| found.is_dir());
+    let state = || atomic::read(&path.join(STATE), STATE_BYTES).ok().flatten();
+    let kind = || serde_json::from_slice::<Value>(&state()?).ok().map(|state| state["kind"] == KIND);
+    is_folder && kind().unwrap_or(false)
+}
+
+fn is_file(path: &Path) -> bool {
+    path.symlink_metadata().is_ok_and(|found| found.is_file())
+}
+
+fn starts(path: &Path, proves: impl FnOnce(&[u8]) -> bool) -> bool {
+    use std::io::Read;
+    let Ok(file) = atomic::open(path, std::fs::File::options().read(true)) else { return false };
+    let mut head = Vec::new();
+    file.take(HEAD as u64).read_to_end(&mut head).is_ok() && proves(&head)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::testing::Scratch;
+    use std::fs;
+    use std::os::unix::fs::symlink;
+
+    /// Each name, what a stranger may have there, and what a run has.
+    #[test]
+    fn a_name_alone_proves_nothing() {
+        let dir = Scratch::new("ownership");
+        let at = |name: &str| dir.0.join(name);
+        let checkpoints = at(CHECKPOINTS);
+        fs::create_dir(&checkpoints).unwrap();
+        let proven = || {
+            let names = found(&dir.0).into_iter().filter(|(_, is_runs)| *is_runs);
+            names.map(|(path, _)| path.file_name().unwrap().to_str().unwrap().to_string()).collect::<Vec<_>>()
+        };
+        let files = LISTED.iter().chain(&[CHECKSUMS, CURVES]);
+        files.for_each(|name| fs::write(at(name), "{\"model\": {}, \"training\": {}, \"data\": {}}").unwrap());
+        fs::write(at(LOG), "{\"step\": 1}\n").unwrap();
+        fs::write(at(LOCK), "poetry").unwrap();
+        for name in ["best", "last", "average", "update-00000001", "update-00000002-2"] {
+            fs::create_dir(checkpoints.join(name)).unwrap();
+            fs::write(checkpoints.join(name).join(STATE), "{\"kind\": \"somebody's\"}").unwrap();
+        }
+        assert_eq!(proven(), [""; 0]);
+        assert_eq!(found(&dir.0).len(), 12);
+        assert!(!is_runs(&at(LOCK)));
+
+        let listed = [(CONFIG, "{}".to_string()), (VOCABULARY, "a 1\n".to_string())];
+        fs::write(at(CHECKSUMS), checksums::text(&listed)).unwrap();
+        fs::write(at(LOG), "{\"event\": \"started\"}\n").unwrap();
+        fs::write(at(CURVES), b"\x89PNG\r\n\x1a\n....tEXtSoftware\0normformer_rs 0.1").unwrap();
+        fs::write(at(LOCK), "{\"pid\":3,\"host\":\"h\"").unwrap();
+        for name in ["average", "update-00000001"] {
+            fs::write(checkpoints.join(name).join(STATE), format!("{{\"kind\": \"{KIND}\"}}")).unwrap();
+        }
+        fs::remove_dir_all(checkpoints.join("best")).unwrap();
+        symlink("update-00000001", checkpoints.join("best")).unwrap();
+        let expected = [CONFIG, VOCABULARY, CHECKSUMS, LOG, CURVES, "average", "best", "update-00000001"];
+        assert_eq!(proven(), expected);
+        assert!(is_runs(&at(LOCK)));
+    }
+
+    #[test]
+    fn no_link_is_followed_to_a_proof() {
+        let (run, other) = (Scratch::new("ownership-run"), Scratch::new("ownership-other"));
+        let listed = [(CONFIG, "{}".to_string())];
+        fs::write(run.0.join(CHECKSUMS), checksums::text(&listed)).unwrap();
+        fs::write(run.0.join(CONFIG), "{}").unwrap();
+        fs::write(run.0.join(LOG), "").unwrap();
+        fs::create_dir_all(run.0.join("checkpoints/update-00000001")).unwrap();
+        fs::write(run.0.join("checkpoints/update-00000001").join(STATE), format!("{{\"kind\": \"{KIND}\"}}")).unwrap();
+        assert!(found(&run.0).iter().all(|(_, is_runs)| *is_runs));
+        for name in [CONFIG, CHECKSUMS, LOG] {
+            symlink(run.0.join(name), other.0.join(name)).unwrap();
+        }
+        fs::create_dir(other.0.join(CHECKPOINTS)).unwrap();
+        for name in ["update-00000001", "best"] {
+            symlink(run.0.join("checkpoints/update-00000001"), other.0.join(CHECKPOINTS).join(name)).unwrap();
+        }
+        assert_eq!(found(&other.0).len(), 5);
+        assert!(found(&other.0).iter().all(|(_, is_runs)| !is_runs), "{:?}", found(&other.0));
+        // The checkpoints may lie on another disk.
+        fs::remove_dir_all(other.0.join(CHECKPOINTS)).unwrap();
+        symlink(run.0.join(CHECKPOINTS), other.0.join(CHECKPOINTS)).unwrap();
+        assert!(found(&other.0).iter().any(|(path, is_runs)| path.ends_with("update-00000001") && *is_runs));
+    }
+
+    #[test]
+    fn names_of_checkpoints() {
+        for key in [(0, 1), (12, 1), (12, 2), (123_456_789, 7)] {
+            assert_eq!(update_of(&name_of(key)), Some(key));
+        }
+        for strange in ["update-1", "update-00000001-1", "update-0000000x", "best", "update-00000001-02"] {
+            assert_eq!(update_of(strange), None, "{strange}");
+        }
+    }
+}
