@@ -66,7 +66,7 @@ class Field(NamedTuple):
         if self.name == "seed" and value < 0:
             raise InputError(f"seed must be at least 0; got {value}")
         if self.kind == "str":
-            readable(self.name, value)
+            value = readable(self.name, value)
         words = [part.partition("*")[0] for part in value.split(",")] if self.per_layer else [value]
         for word in words if self.choices else ():
             if word not in self.choices:
@@ -75,15 +75,27 @@ class Field(NamedTuple):
 
 
 def readable(name: str, text: str) -> str:
-    """The text; InputError where its bytes are not UTF-8, as those of a file's name may be."""
+    """The text, decoded from UTF-8 where the locale's encoding has not done so.
+
+    Errors: InputError where UTF-8 cannot hold it: bytes of another encoding, as a file's name may have, and lone
+    surrogates.
+    """
     try:
         text.encode("utf-8")
+        return text
+    except UnicodeEncodeError:
+        pass
+    try:
+        # Python keeps a byte that the locale cannot decode as a surrogate.
+        data = text.encode("utf-8", "surrogateescape")
     except UnicodeEncodeError as error:
+        raise InputError(f"{name}: {text!r} holds a lone surrogate, which no text in UTF-8 has: leave it out") from error
+    try:
+        return data.decode("utf-8")
+    except UnicodeDecodeError as error:
         raise InputError(
-            f"{name}: {os.fsencode(text)!r} is not UTF-8; expected a name in UTF-8: rename the file or folder, or "
-            "give a link to it"
+            f"{name}: {data!r} is not UTF-8; expected a name in UTF-8: rename the file or folder, or give a link to it"
         ) from error
-    return text
 
 
 def closest(got: str, choices: Iterable[str]) -> str:
