@@ -11,7 +11,7 @@ from .errors import DivergedError, InputError, Interrupted
 from .options import Parser, UsageError
 from .progress import log_to_stderr
 from .reproduce import flags as reproduce
-from .text import escaped, hold_standard_files
+from .text import escaped, hold_standard_files, write_out
 
 COMMANDS: dict[str, Callable[[], Command]] = {
     "train": train.parser,
@@ -59,7 +59,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             args.run(args)
         finally:  # after help, too, which raises SystemExit
             if sys.stdout is not None:
-                sys.stdout.flush()
+                write_out()
         return 0
     except BrokenPipeError:
         # The output's reader has gone, as in `… | head`.

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from . import fairseq_words
 from .config import Config, DataConfig, Field, TrainingConfig, TransformerConfig, closest, unknown
 from .errors import InputError
 from .presets import find_preset
@@ -80,7 +81,8 @@ class Parser(argparse.ArgumentParser):
         parsed, extra = self.parse_known_args(args, namespace)
         if extra:
             parser = getattr(parsed, "parser", self)
-            parser.error(f'unexpected argument "{extra[0]}"; options begin with --')
+            folder = "; fairseq's folder is --data-bin DIR" * ("--data-bin" in parser._option_string_actions)
+            parser.error(f'unexpected argument "{extra[0]}"; options begin with --{folder}')
         return parsed
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
@@ -88,16 +90,23 @@ class Parser(argparse.ArgumentParser):
         rest = next((i for i, word in enumerate(args) if word == "--"), len(args))
         if self._takes_command:
             rest = next((i for i, word in enumerate(args) if not word.startswith("-")), len(args))
-        for word in args[:rest] if not HELP.intersection(args) else []:
-            name = word.partition("=")[0]
-            if _FLAG.fullmatch(name) and name not in self._option_string_actions:
-                long = [flag for flag in self._option_string_actions if flag.startswith("--")]
-                self.error(f'unknown option "{name}"{closest(name, long)}')
+        same = fairseq_words.SAME.get(self.prog.rpartition(" ")[2], {})
+        for i, word in enumerate(args[:rest]):
+            name, equals, value = word.partition("=")
+            args[i] = same.get(name, name) + equals + value
+            if not HELP.intersection(args):
+                self._check_flag(args[i].partition("=")[0])
         return super().parse_known_args(args, namespace)
 
+    def _check_flag(self, name: str) -> None:
+        if _FLAG.fullmatch(name) and name not in self._option_string_actions:
+            long = [flag for flag in self._option_string_actions if flag.startswith("--")]
+            self.error(fairseq_words.answer(name, long) or f'unknown option "{name}"{closest(name, long)}')
+
     def _print_message(self, message: str, file: Any = None) -> None:
-        check_writable(STANDARD)  # argparse would print help to standard error
-        super()._print_message(message, file)
+        # argparse would print help to standard error where the output is closed, and hide that it is full
+        check_writable(STANDARD)
+        (file or sys.stderr).write(message)
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
         if action.choices is not None and value not in action.choices:
@@ -176,6 +185,8 @@ def parse(field: Field, text: str) -> Any:
     """A value out of a command line's text; "none" stands for None where that is a value."""
     if field.optional and text.lower() == "none":
         return None
+    if (field.name, text) in fairseq_words.VALUES:
+        raise InputError(fairseq_words.VALUES[field.name, text])
     value: Any = text
     with contextlib.suppress(ValueError):  # `check` refuses a remaining string by name
         value = {"int": int, "float": float}.get(field.kind, str)(text)

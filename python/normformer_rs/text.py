@@ -186,12 +186,25 @@ def hold_standard_files() -> None:
         sys.stderr = open(os.devnull, "w", encoding="utf-8")  # print() would write to standard output
 
 
+def write_out(data: bytes = b"") -> None:
+    """Writes to standard output, after what has been printed, and empties its buffers.
+
+    Errors: OSError that names standard output; BrokenPipeError where its reader has gone.
+    """
+    try:
+        sys.stdout.flush()
+        if data:
+            sys.stdout.buffer.write(data)
+            sys.stdout.buffer.flush()
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, "standard output") from error
+
+
 def write_lines(path: str, lines: Iterable[str]) -> None:
     """Writes the lines so that `path` holds either its old content or all of the new; "-" is standard output."""
     text = "".join(f"{line}\n" for line in lines).encode("utf-8")
     if path == STANDARD:
-        sys.stdout.buffer.write(text)
-        sys.stdout.buffer.flush()
+        write_out(text)
         return
     target = Path(path)
     if target.exists() and not target.is_file():  # /dev/stdout and its kind cannot be renamed over
