@@ -87,6 +87,21 @@ def _without_mark(data: bytes, name: str) -> bytes:
     return data.removeprefix(codecs.BOM_UTF8)
 
 
+def read_regular(path: str | PathLike[str], most: int = -1) -> bytes:
+    """The first `most` bytes of a regular file, or all. A FIFO or a device is refused, and not waited for.
+
+    Errors: InputError for what is no regular file; FileNotFoundError.
+    """
+    try:
+        # O_NONBLOCK: a FIFO without a writer opens at once, and is refused below.
+        with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as file:
+            if stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+                return file.read(most)
+    except IsADirectoryError:
+        pass
+    raise InputError(f"{path}: a folder, a device or a pipe; expected a regular file")
+
+
 def read_small(path: str | PathLike[str], *, pipe: bool = False) -> str:
     """The text of a file of options.
 
@@ -95,14 +110,11 @@ def read_small(path: str | PathLike[str], *, pipe: bool = False) -> str:
 
     Errors: FileNotFoundError; InputError for what is no regular file, more than 4 MiB, or not UTF-8.
     """
-    try:
-        # O_NONBLOCK: a FIFO without a writer opens at once, and is refused below.
-        with open(os.open(path, os.O_RDONLY | (0 if pipe else os.O_NONBLOCK)), "rb") as file:
-            if not pipe and not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-                raise InputError(f"{path}: not a regular file; expected a file of options")
+    if pipe and not os.path.isdir(path):
+        with open(path, "rb") as file:
             data = file.read(SMALL + 1)
-    except IsADirectoryError as error:
-        raise InputError(f"{path}: a folder; expected a file of options") from error
+    else:
+        data = read_regular(path, SMALL + 1)
     if len(data) > SMALL:
         raise InputError(f"{path}: larger than 4 MiB; expected a file of options")
     try:

@@ -60,9 +60,9 @@ def fifo(path):
 
 
 REFUSED = {
-    "a FIFO": (fifo, "not a regular file"),
-    "a device": (lambda path: path.symlink_to("/dev/zero"), "not a regular file"),
-    "a folder": (lambda path: path.mkdir(), "a folder"),
+    "a FIFO": (fifo, "expected a regular file"),
+    "a device": (lambda path: path.symlink_to("/dev/zero"), "expected a regular file"),
+    "a folder": (lambda path: path.mkdir(), "a folder, .*expected a regular file"),
     "large": (lambda path: path.write_bytes(b" " * (text.SMALL + 1)), "larger than 4 MiB"),
     "no object": (lambda path: path.write_text("[1]"), r"expected a JSON object; got a list"),
     "null": (lambda path: path.write_text("null"), r"expected a JSON object; got null"),
