@@ -87,7 +87,7 @@ def _run(args: argparse.Namespace) -> None:
         return
     how = {"resume": args.resume, "from_checkpoint": args.from_checkpoint, "overwrite": args.overwrite}
     history = trainer.fit(plan.output, **how, progress=not args.no_progress, callbacks=[warn])
-    if os.environ.get("RANK", "0") != "0":  # under torchrun, only the first process reports
+    if not _is_first():
         return
     write(f"trained {len(history.update):,} updates in {duration(history.seconds[-1] if len(history.seconds) else 0)}")
     best = history.best
@@ -98,6 +98,11 @@ def _run(args: argparse.Namespace) -> None:
         write(f'continue a text: {PROG} generate --model {plan.output} --prompt "…"')
     else:
         write(f"translate: {PROG} translate --model {plan.output} --input FILE --output FILE")
+
+
+def _is_first() -> bool:
+    """Under torchrun, only the first process checks the folder and reports."""
+    return os.environ.get("RANK", "0") == "0"
 
 
 def _warn(sentences: Iterable[str]) -> None:
@@ -118,7 +123,7 @@ def plan_of(args: argparse.Namespace) -> Plan:
     output = flags.get("output", file.get("output"))
     if not isinstance(output, str | None) or output == "":
         raise InputError(f"output must be a folder's path; got {output!r}")
-    if output and not args.dry_run:
+    if output and not args.dry_run and _is_first():  # another process may come here when the first has begun the run
         check_output(output, args.resume, args.from_checkpoint, args.overwrite)
     run: dict[str, Any] = {}
     if output and args.resume:
