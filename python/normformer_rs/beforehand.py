@@ -111,7 +111,7 @@ def warnings_of(
     is_default = chosen is not None and not chosen & {"preset", *_SIZES}
     if is_default and how["device"] == "cpu" and parameters > _LARGE:
         found.append(
-            f"the default size has {parameters:,} parameters, which is slow on a CPU: choose a smaller one, for example "
+            f"the default size has {parameters:,} parameters, which is slow on a CPU; a smaller one is "
             f"--preset {_PRESET[what['architecture']]}"
         )
     return found

@@ -100,7 +100,9 @@ def readable(name: str, text: str) -> str:
         # Python keeps a byte that the locale cannot decode as a surrogate.
         data = text.encode("utf-8", "surrogateescape")
     except UnicodeEncodeError as error:
-        raise InputError(f"{name}: {text!r} holds a lone surrogate, which no text in UTF-8 has: leave it out") from error
+        raise InputError(
+            f"{name}: {text!r} holds a lone surrogate, which no text in UTF-8 has: leave it out"
+        ) from error
     try:
         return data.decode("utf-8")
     except UnicodeDecodeError as error:

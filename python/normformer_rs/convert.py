@@ -243,12 +243,12 @@ def from_canonical(state: Mapping[str, Tensor], ties: str) -> dict[str, Tensor]:
     found["version"] = torch.tensor(VERSION)
     for side in sides:
         found[f"{side}.version"] = torch.tensor([3.0])
-        table = state.get(f"{_POSITIONS[side]}.weight")
-        if table is None:
+        positions = state.get(f"{_POSITIONS[side]}.weight")
+        if positions is None:
             found[f"{side}.embed_positions._float_tensor"] = torch.zeros(1)
         else:
-            before = table.new_zeros(_FIRST_POSITION, table.shape[1])
-            found[f"{side}.embed_positions.weight"] = torch.cat([before, table])
+            before = positions.new_zeros(_FIRST_POSITION, positions.shape[1])
+            found[f"{side}.embed_positions.weight"] = torch.cat([before, positions])
     return found
 
 
@@ -371,15 +371,15 @@ def from_fairseq(path: Path_, output: Path_, *, data: Path_ | None = None, trust
 def _learned_positions(
     flags: Mapping[str, Any], state: Mapping[str, Tensor], config: TransformerConfig, path: Path_
 ) -> dict[str, Any]:
-    """The options of learned positions; none where they are sinusoids. Errors: InputError where the two sides differ."""
+    """The options of learned positions; none where they are sinusoids. Errors: InputError where the sides differ."""
     sides = ["decoder"] if config.architecture == "decoder-only" else ["encoder", "decoder"]  # type: ignore[attr-defined]
     learned = [side for side in sides if flags.get(f"{side}_learned_pos")]
     if not learned:
         return {}
     if learned != sides:
         raise InputError(
-            f"{path}: --{learned[0]}-learned-pos alone: models of this package have learned positions on both sides, or "
-            "on none"
+            f"{path}: --{learned[0]}-learned-pos alone: models of this package have learned positions on both "
+            "sides, or on none"
         )
     tables = [state.get(f"{side}.embed_positions.weight") for side in sides]
     rows = {len(table) - _FIRST_POSITION for table in tables if table is not None}
@@ -414,10 +414,14 @@ def to_fairseq(directory: Path_, output: Path_, *, checkpoint: str = "best") -> 
     config = read_config(folder)
     if config.positions not in ("fairseq", "learned"):
         raise InputError(
-            f"{directory}: its positions are {config.positions}; a fairseq Transformer has positions = fairseq or learned"
+            f"{directory}: its positions are {config.positions}; fairseq has positions = fairseq or learned"
         )
     for field in TransformerConfig.FIELDS:
-        if field.name in LANGUAGE_MODELS and field.name != "max_positions" and (value := getattr(config, field.name)) != field.default:
+        if (
+            field.name in LANGUAGE_MODELS
+            and field.name != "max_positions"
+            and (value := getattr(config, field.name)) != field.default
+        ):
             raise InputError(f"{directory}: its {field.name} is {value}, which no Transformer of the plug-in has")
     state = from_canonical(dict(_core.load_parameters(str(folder))), config.tie_embeddings)
     if declare(config, "decoder").is_profiled:

@@ -195,7 +195,7 @@ def hold_standard_files() -> None:
         held = os.open(os.devnull, os.O_RDWR)
     os.close(held)
     if sys.stderr is None:
-        sys.stderr = open(os.devnull, "w", encoding="utf-8")  # print() would write to standard output
+        sys.stderr = os.fdopen(2, "w", closefd=False)  # without one print() would write to standard output
 
 
 def write_out(data: bytes = b"") -> None:

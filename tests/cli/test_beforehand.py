@@ -108,7 +108,9 @@ def test_a_dry_run_warns_too(monkeypatch, capsys):
 
 @pytest.mark.parametrize("alpha", [1e6, -1e6, 10.5, -11])
 def test_an_alpha_that_makes_all_scores_zero_is_refused(alpha):
-    with pytest.raises(InputError, match="alpha must lie between -10 and 10; got .*: all scores would be 0 or infinite"):
+    with pytest.raises(
+        InputError, match=r"alpha must lie between -10 and 10; got .*: all scores would be 0 or infinite"
+    ):
         nfrs.SearchConfig(alpha=alpha)
     assert [nfrs.SearchConfig(alpha=value).alpha for value in (-10, 0, 10, None)] == [-10.0, 0.0, 10.0, None]
 

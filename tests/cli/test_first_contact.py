@@ -147,7 +147,7 @@ def test_fairseq_s_words_of_equal_meaning_are_taken(tmp_path):
     plan = plan_of(cli._parser().parse_args(words.split()))
     assert (plan.output, plan.training.updates) == (str(tmp_path), 7)
     assert (plan.training.accumulate, plan.training.warmup) == (2, 3)
-    assert cli._parser().parse_args("translate --model m --nbest 2".split()).n_best == "2"
+    assert cli._parser().parse_args(["translate", "--model", "m", "--nbest", "2"]).n_best == "2"
 
 
 def test_fairseq_s_words_name_options_that_exist():
@@ -195,9 +195,15 @@ def mistakes(folder: Path) -> dict[str, tuple[str, str]]:
         "fairseq's word": ("train --arch transformer", "--arch is fairseq's; here: --preset NAME"),
         "a wrong value in a file": ("train --config value.toml", 'value.toml: unknown norm "scalnorm" (did you mean'),
         "a wrong preset in a file": ("train --config preset.toml", 'preset.toml: unknown preset "transformer-tini"'),
-        "wrong syntax in a file": ("train --config syntax.toml", "syntax.toml: not valid TOML: Invalid value (at line 1"),
+        "wrong syntax in a file": (
+            "train --config syntax.toml",
+            "syntax.toml: not valid TOML: Invalid value (at line 1",
+        ),
         "no such file of options": ("train --config none.toml", "none.toml: no such file; expected a TOML file"),
-        "no such text": (f"train --output new {text.replace('long', 'none', 1)}", "none: no such file; expected a text"),
+        "no such text": (
+            f"train --output new {text.replace('long', 'none', 1)}",
+            "none: no such file; expected a text",
+        ),
         "a typo in a norm": ("train --norm scalnorm", 'unknown norm "scalnorm" (did you mean "scalenorm"?)'),
         "no output": (f"train {text}", "train needs --output DIR"),
         "no text": ("train --output new", "train_target is missing: give a text file"),
@@ -214,7 +220,10 @@ def mistakes(folder: Path) -> dict[str, tuple[str, str]]:
         "no such update": ("generate --model run --checkpoint 20 --prompt a", 'there is no checkpoint "20"; run/check'),
         "no such input": ("translate --model run --input none", "none: no such file; expected a text file in UTF-8"),
         "no such reference": ("evaluate --hypothesis short --reference none", "none: no such file; expected a text"),
-        "no folder for the output": ("translate --model run --input short --output no/out", "no/out: there is no folder"),
+        "no folder for the output": (
+            "translate --model run --input short --output no/out",
+            "no/out: there is no folder",
+        ),
         "a wrong search": ("translate --model run --input short --beam 0", "beam must be at least 1; got 0"),
         "a senseless search": ("translate --model run --input short --alpha 1e6", "alpha must lie between -10 and 10"),
         "no model to export": ("export --model none --output new", "none holds no model: expected the output folder"),
@@ -237,7 +246,9 @@ def test_a_mistake_is_answered_at_once(tmp_path, what):
         "print([name for name in ('torch', 'normformer_rs._core') if name in sys.modules], file=sys.stderr)\n"
         "sys.exit(code)"
     )
-    done = subprocess.run(["bash", "-c", f"{sys.executable} main.py {words}"], cwd=tmp_path, capture_output=True, text=True)
+    done = subprocess.run(
+        ["bash", "-c", f"{sys.executable} main.py {words}"], cwd=tmp_path, capture_output=True, text=True
+    )
     first, *more, imported = done.stderr.splitlines()
     assert first.startswith(f"normformer-rs: error: {said}"), done.stderr
     assert (done.returncode, imported, done.stdout) == (2, "[]", "") and len(more) <= 1

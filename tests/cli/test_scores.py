@@ -109,5 +109,5 @@ def test_a_text_is_no_list_of_lines(systems):
 
 @pytest.mark.parametrize("systems", [([None], ["a"]), (["a"], [3]), (["a"], ["a"], [b"a"])])
 def test_a_line_is_text(systems):
-    with pytest.raises(InputError, match="line 1 is .*; expected text"):
+    with pytest.raises(InputError, match=r"line 1 is .*; expected text"):
         scores.score(*systems)

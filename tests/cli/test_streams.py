@@ -1,4 +1,4 @@
-"""Standard input, output and error that are closed, full or of the wrong kind: one line before the work, no traceback."""
+"""Standard streams that are closed, full or of the wrong kind: one line before the work, no traceback."""
 
 import os
 import subprocess
@@ -68,7 +68,7 @@ def test_a_full_output_is_one_line(folder, words, buffered):
 
 
 def test_a_reader_that_has_gone_is_no_error(folder):
-    code, output, lines = shell(folder, f"{COMMAND} train --help | head -n 1")
+    _, output, lines = shell(folder, f"{COMMAND} train --help | head -n 1")
     assert output.startswith("usage: ") and lines == []
 
 

@@ -24,7 +24,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     "nfrs_transformer_wmt_en_de_big": {"embed_dim": 1024, "ffn_embed_dim": 4096, "attention_heads": 16},
 }
 """The defaults of --encoder-… and --decoder-… flags."""
-FOLLOWING: dict[str, tuple[str, ...]] = {name: ("embed_dim",) for name in SHAPES}
+FOLLOWING: dict[str, tuple[str, ...]] = dict.fromkeys(SHAPES, ("embed_dim",))
 FOLLOWING["nfrs_transformer_tiny"] += ("ffn_embed_dim",)
 """Sizes of the decoder that are the encoder's where they are not given. Both have one width. The feed-forward's follows
 in tiny, as in fairseq's; in the others fairseq gives the decoder its own, or it has no value here."""
