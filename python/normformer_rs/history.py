@@ -82,7 +82,12 @@ class History:
 
         Errors: FileNotFoundError; InputError where the log is no regular file.
         """
-        started, updates, evaluations = _replay(read_events(Path(output) / LOG))
+        return cls.of(read_events(Path(output) / LOG), output)
+
+    @classmethod
+    def of(cls, events: Iterable[dict[str, Any]], output: str | PathLike[str]) -> "History":
+        """The history of a log's events."""
+        started, updates, evaluations = _replay(events)
         return cls(
             **_columns(cls, updates),
             evaluations=Evaluations(**_columns(Evaluations, evaluations)),
@@ -166,6 +171,7 @@ def _refuse(constant: str) -> None:
 
 
 _DECODER = json.JSONDecoder(parse_constant=_refuse)
+_MOST = sys.float_info.max
 _COUNTS = ("update", "epoch", "parameters")
 _NO_COLUMNS = ("evaluations", "layers", "output")
 
@@ -185,31 +191,28 @@ def _is_event(event: Any) -> bool:
     numbers = _NUMBERS.get(event["event"])
     if numbers is None:
         return True
-    return (
-        (event["event"] == "started" or event.get("update") is not None)
-        and all(_is_count(event.get(name)) for name in _COUNTS)
-        and all(_is_number(event.get(name)) for name in numbers)
-        and isinstance(event.get("best"), bool | None)
-        and _are_layers(event.get("layers"))
-    )
-
-
-def _is_count(value: Any) -> bool:
-    return value is None or (isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**63)
-
-
-def _is_number(value: Any) -> bool:
-    """None stands for a number that JSON cannot hold."""
-    if isinstance(value, bool) or not isinstance(value, int | float | None):
+    if event["event"] != "started" and event.get("update") is None:
         return False
-    return value is None or abs(value) <= sys.float_info.max
+    counts = [value for value in map(event.get, _COUNTS) if value is not None]
+    are_counts = set(map(type, counts)) <= {int} and all(0 <= count < 2**63 for count in counts)
+    is_flag = type(event.get("best")) in (bool, type(None))
+    return are_counts and is_flag and _are_numbers(map(event.get, numbers)) and _are_layers(event.get("layers"))
+
+
+def _are_numbers(values: Iterable[Any]) -> bool:
+    """None stands for a number that JSON cannot hold. bool is a class of int's, and no number."""
+    numbers = [value for value in values if value is not None]
+    return (
+        set(map(type, numbers)) <= {int, float}
+        and -_MOST <= min(numbers, default=0) <= max(numbers, default=0) <= _MOST
+    )
 
 
 def _are_layers(layers: Any) -> bool:
     if layers is None:
         return True
-    values = layers.values() if isinstance(layers, dict) else [None]
-    return all(isinstance(part, dict) and all(_is_number(number) for number in part.values()) for part in values)
+    parts = layers.values() if isinstance(layers, dict) else [None]
+    return all(isinstance(part, dict) and _are_numbers(part.values()) for part in parts)
 
 
 def _replay(events: Iterable[dict[str, Any]]) -> tuple[dict[str, Any], list[dict[str, Any]], list[dict[str, Any]]]:

@@ -297,6 +297,18 @@ def test_callbacks_hear_what_the_log_has(trainer, tmp_path):
         assert values.items() <= event.items()
 
 
+def test_a_damaged_log_ends_no_training(trainer, tmp_path, caplog):
+    trainer.fit(tmp_path / "run", progress=False, curves=False)
+    with (tmp_path / "run" / "log.jsonl").open("ab") as log:
+        log.write(b"\n".join(DAMAGES[name] for name in ("invalid UTF-8", "no update", "no object")) + b"\n")
+    trainer.training = trainer.training.replace(updates=6)
+    caplog.clear()
+    history = trainer.fit(tmp_path / "run", progress=False, curves=False, resume=True)
+    assert list(history.update) == [1, 2, 3, 4, 5, 6]
+    (warning,) = [message for message in caplog.messages if "damaged" in message]
+    assert warning.split(": ", 1)[1].startswith("3 of ")
+
+
 def test_what_a_callback_raises_comes_back(trainer, tmp_path):
     class Mine(Exception):
         pass

@@ -122,11 +122,12 @@ class Runs:
 
 def judge(output: Path, has_ended: bool) -> dict[str, Any]:
     """A run's losses in nats per token and its verdict, docs/spec.md's: diverged, trains or neither."""
-    started = [event for event in read_events(output / LOG) if event["event"] == "started"]
+    events = read_events(output / LOG)
+    started = [event for event in events if event["event"] == "started"]
     entropy = next((event["unigram_entropy"] for event in started if event.get("unigram_entropy")), None)
     if entropy is None:
         raise InputError(f"{output / LOG}: the line of the run's start is damaged: remove {output} to run again")
-    history = History.read(output)
+    history = History.of(events, output)
     train = float(np.mean(history.nll[-_LAST:])) if len(history.nll) else math.nan
     valid = float(history.evaluations.nll[-1]) if len(history.evaluations.nll) else math.nan
     if not has_ended or not train < 0.95 * entropy:
