@@ -6,7 +6,7 @@ from types import ModuleType
 
 REQUIREMENTS = {
     "fairseq": "fairseq==0.12.2",
-    "lightning": "lightning>=2.6",
+    "lightning": "lightning>=2.6.6",
     "matplotlib": "matplotlib>=3.8",
     "num2words": "num2words>=0.5.13",
     "pandas": "pandas>=2.2",

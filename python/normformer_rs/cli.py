@@ -1,5 +1,6 @@
 """The command `normformer-rs`: the table of its commands, and what it does about their errors."""
 
+import contextlib
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -10,6 +11,7 @@ from .errors import DivergedError, InputError, Interrupted
 from .options import Parser, UsageError
 from .progress import log_to_stderr
 from .reproduce import flags as reproduce
+from .text import escaped, hold_standard_files, write_out
 
 COMMANDS: dict[str, Callable[[], Command]] = {
     "train": train.parser,
@@ -46,28 +48,61 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     A command line that cannot be read has a second line: how it is written, or where to look.
     """
+    if argv is None:
+        _start_in_utf8()
+    hold_standard_files()
     log_to_stderr()
     try:
-        for word in sys.argv[1:] if argv is None else argv:
-            readable("argument", word)
-        args = _parser().parse_args(argv)
-        args.run(args)
+        try:
+            words = [readable("argument", word) for word in (sys.argv[1:] if argv is None else argv)]
+            args = _parser().parse_args(words)
+            args.run(args)
+        finally:  # after help, too, which raises SystemExit
+            if sys.stdout is not None:
+                write_out()
         return 0
     except BrokenPipeError:
-        # The output's reader has gone, as in `… | head`: the flush at exit must not fail too.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        # The output's reader has gone, as in `… | head`.
+        _drop_output()
         return EXIT_FAILURE
     except (Exception, KeyboardInterrupt) as error:
-        if os.environ.get("NORMFORMER_RS_TRACEBACK") == "1":
+        if os.environ.get("NORMFORMER_RS_TRACEBACK") == "1" or not isinstance(error, _FAILURES):
             raise
-        if not isinstance(error, _FAILURES):
-            raise
-        what = "interrupted" if isinstance(error, (Interrupted, KeyboardInterrupt)) else "error"
-        message = " ".join(str(error).split())
-        print(f"{PROG}: {what}" + (f": {message}" if message else ""), file=sys.stderr)
-        if isinstance(error, UsageError):
-            print(error.where, file=sys.stderr)
+        if isinstance(error, OSError):
+            _drop_output()
+        report(error)
         return EXIT_FAILURE
+
+
+def report(error: BaseException) -> None:
+    """Prints an error in one line on standard error; a command line that cannot be read has a second one."""
+    what = "interrupted" if isinstance(error, (Interrupted, KeyboardInterrupt)) else "error"
+    message = " ".join(str(error).split())
+    lines = [f"{PROG}: {what}" + (f": {message}" if message else "")]
+    if isinstance(error, UsageError):
+        lines.append(error.where)
+    with contextlib.suppress(OSError):  # a terminal that has gone
+        for line in lines:
+            print(escaped(line), file=sys.stderr)
+
+
+def _drop_output() -> None:
+    """What standard output could not take is dropped, so that the flush at exit does not fail again."""
+    try:
+        sys.stdout.flush()
+    except (AttributeError, OSError):
+        with contextlib.suppress(AttributeError, OSError):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def _start_in_utf8() -> None:
+    """Starts the process anew in Python's UTF-8 mode where its locale has another encoding, as LC_ALL=C may have.
+
+    Arguments, names of files and texts are UTF-8 everywhere; Python fixes the encoding of names when it starts.
+    """
+    if sys.getfilesystemencoding() != "utf-8" and os.environ.get("PYTHONUTF8") != "1":
+        os.environ["PYTHONUTF8"] = "1"
+        os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
 
 
 def _parser() -> Parser:

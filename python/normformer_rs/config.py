@@ -7,7 +7,6 @@ command line answers at once.
 
 import copy
 import dataclasses
-import difflib
 import inspect
 import json
 import math
@@ -22,6 +21,15 @@ from .errors import InputError
 
 _TYPES: dict[str, type] = {"int": int, "float": float, "bool": bool, "str": str}
 _NOUNS = {"int": "an integer", "float": "a number", "bool": "true or false", "str": "a string"}
+_RANGES: dict[str, tuple[float, float | None, str]] = {
+    "seed": (0, None, ""),
+    "beam": (1, None, ""),
+    "n_best": (1, None, ""),
+    "max_length": (1, None, ""),
+    # a length of 2 to the power of a thousand is infinite, and every score 0 or infinite
+    "alpha": (-10, 10, ": all scores would be 0 or infinite"),
+}
+"""Least and most values that are known before the core is loaded; it checks all others."""
 _C = TypeVar("_C", bound="Config")
 
 
@@ -63,10 +71,13 @@ class Field(NamedTuple):
             raise InputError(f"{self.name} must be a finite number; got {value}")
         if self.kind == "int" and not -(2**63) <= value < 2**63:
             raise InputError(f"{self.name} must be a whole number of 64 bits; got {value}")
-        if self.name == "seed" and value < 0:
-            raise InputError(f"seed must be at least 0; got {value}")
+        least, most, otherwise = _RANGES.get(self.name, (None, None, ""))
+        if least is not None and value < least and most is None:
+            raise InputError(f"{self.name} must be at least {least}; got {value}")
+        if most is not None and not least <= value <= most:
+            raise InputError(f"{self.name} must lie between {least} and {most}; got {value}{otherwise}")
         if self.kind == "str":
-            readable(self.name, value)
+            value = readable(self.name, value)
         words = [part.partition("*")[0] for part in value.split(",")] if self.per_layer else [value]
         for word in words if self.choices else ():
             if word not in self.choices:
@@ -75,27 +86,73 @@ class Field(NamedTuple):
 
 
 def readable(name: str, text: str) -> str:
-    """The text; InputError where its bytes are not UTF-8, as those of a file's name may be."""
+    """The text, decoded from UTF-8 where the locale's encoding has not done so.
+
+    Errors: InputError where UTF-8 cannot hold it: bytes of another encoding, as a file's name may have, and lone
+    surrogates.
+    """
     try:
         text.encode("utf-8")
+        return text
+    except UnicodeEncodeError:
+        pass
+    try:
+        # Python keeps a byte that the locale cannot decode as a surrogate.
+        data = text.encode("utf-8", "surrogateescape")
     except UnicodeEncodeError as error:
         raise InputError(
-            f"{name}: {os.fsencode(text)!r} is not UTF-8; expected a name in UTF-8: rename the file or folder, or "
-            "give a link to it"
+            f"{name}: {text!r} holds a lone surrogate, which no text in UTF-8 has: leave it out"
         ) from error
-    return text
+    try:
+        return data.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise InputError(
+            f"{name}: {data!r} is not UTF-8; expected a name in UTF-8: rename the file or folder, or give a link to it"
+        ) from error
 
 
 def closest(got: str, choices: Iterable[str]) -> str:
-    """` (did you mean "scalenorm"?)`; nothing where no choice is close."""
-    close = difflib.get_close_matches(got, list(choices), n=1)
-    return f' (did you mean "{close[0]}"?)' if close else ""
+    """` (did you mean "scalenorm"?)`; nothing where no choice is close. Case counts for nothing, nor does - or _."""
+
+    def plain(word: str) -> str:
+        return word.lower().replace("_", "-")
+
+    found = min(choices, key=lambda choice: _distance(plain(choice), plain(got)), default="")
+    is_close = _distance(plain(found), plain(got)) <= 1 + len(got) // 4  # as in Rust
+    return f' (did you mean "{found}"?)' if found and is_close else ""
+
+
+def _distance(a: str, b: str) -> int:
+    """Levenshtein's: letters to insert, remove or replace."""
+    row = list(range(len(b) + 1))
+    for i, letter in enumerate(a, 1):
+        diagonal, row[0] = row[0], i
+        for j, other in enumerate(b, 1):
+            diagonal, row[j] = row[j], min(row[j] + 1, row[j - 1] + 1, diagonal + (letter != other))
+    return row[-1]
 
 
 def unknown(what: str, got: str, choices: Iterable[str]) -> str:
-    """`unknown norm "scalnorm" (did you mean "scalenorm"?); expected one of layernorm, …`."""
+    """`unknown norm "scalnorm" (did you mean "scalenorm"?); expected one of layernorm, …`. A name of another table is
+    said with its option: `("mix-ln" is a residual scheme: --residual mix-ln)`."""
     choices = list(choices)
-    return f'unknown {what} "{got}"{closest(got, choices)}; expected one of {", ".join(choices)}'
+    near = _of_another_table(got) or closest(got, choices)
+    return f'unknown {what} "{got}"{near}; expected one of {", ".join(choices)}'
+
+
+_OPTIONS_OF_TABLES = {
+    "norms": ("norm", "a norm"),
+    "residuals": ("residual", "a residual scheme"),
+    "inits": ("init", "an initialisation"),
+    "parametrisations": ("parametrisation", "a parametrisation"),
+}
+
+
+def _of_another_table(got: str) -> str:
+    for table, (option, kind) in _OPTIONS_OF_TABLES.items():
+        if any(entry["name"] == got for entry in ENTRIES[table]):
+            return f' ("{got}" is {kind}: --{option} {got})'
+    return ""
 
 
 class Config:

@@ -51,7 +51,7 @@ REFUSED += ("no_decoder_final_norm", "encoder_xformers_att_config")
 REFUSED += ("decoder_xformers_att_config", "scale_fc", "scale_attn", "scale_heads", "scale_resids")
 """fairseq's flags that models of this package do not support."""
 FIXED: dict[str, Any] = {"activation_fn": "relu", "no_scale_embedding": False, "layernorm_embedding": False}
-FIXED |= {"no_token_positional_embeddings": False, "encoder_learned_pos": False, "decoder_learned_pos": False}
+FIXED |= {"no_token_positional_embeddings": False}
 """Flags that the plug-in's architectures obey; the training loop has these values only."""
 SIZES = ("embed_dim", "ffn_embed_dim", "layers", "attention_heads")
 
@@ -202,6 +202,10 @@ _TABLES: dict[str, dict[str, tuple[str, ...]]] = {
     },
 }
 """By `tie_embeddings`: this package's tables of word vectors, and where fairseq's modules hold them."""
+_POSITIONS = {"encoder": "source_position_embedding", "decoder": "target_position_embedding"}
+"""Learned tables of positions: this package's, by fairseq's stack."""
+_FIRST_POSITION = 2
+"""fairseq's row of the first token, after padding's (1)."""
 _FAIRSEQ_ONLY = re.compile(r"(^|\.)(version|_float_tensor|weights|is_profiled|vocab_mask)$")
 
 
@@ -216,6 +220,9 @@ def to_canonical(state: Mapping[str, Tensor], ties: str) -> dict[str, Tensor]:
             canonical[f"{table}.weight"] = found[0]
     if "decoder.output_projection.bias" in renamed:
         canonical["output_projection.bias"] = renamed["decoder.output_projection.bias"]
+    for side, table in _POSITIONS.items():
+        if f"{side}.embed_positions.weight" in renamed:
+            canonical[f"{table}.weight"] = renamed[f"{side}.embed_positions.weight"][_FIRST_POSITION:]
     for name, value in renamed.items():
         if ".layers." in name or not (_FAIRSEQ_ONLY.search(name) or ".embed_" in name or "output_projection" in name):
             canonical[name] = value
@@ -236,7 +243,12 @@ def from_canonical(state: Mapping[str, Tensor], ties: str) -> dict[str, Tensor]:
     found["version"] = torch.tensor(VERSION)
     for side in sides:
         found[f"{side}.version"] = torch.tensor([3.0])
-        found[f"{side}.embed_positions._float_tensor"] = torch.zeros(1)
+        positions = state.get(f"{_POSITIONS[side]}.weight")
+        if positions is None:
+            found[f"{side}.embed_positions._float_tensor"] = torch.zeros(1)
+        else:
+            before = positions.new_zeros(_FIRST_POSITION, positions.shape[1])
+            found[f"{side}.embed_positions.weight"] = torch.cat([before, positions])
     return found
 
 
@@ -338,9 +350,10 @@ def from_fairseq(path: Path_, output: Path_, *, data: Path_ | None = None, trust
     for flag, said in FIXED.items():
         if flags.get(flag) not in (None, False, said):
             raise InputError(
-                f"{path}: --{flag.replace('_', '-')} {flags[flag]}: models of this package have ReLU, word "
-                "vectors times √d, and sinusoidal positions, not normed"
+                f"{path}: --{flag.replace('_', '-')} {flags[flag]}: models of this package have ReLU, and word vectors "
+                "times √d with positions, not normed"
             )
+    config = config.replace(**_learned_positions(flags, saved["model"], config, path))
     check_version(saved["model"])
     try:
         state = to_canonical(saved["model"], config.tie_embeddings)
@@ -353,6 +366,29 @@ def from_fairseq(path: Path_, output: Path_, *, data: Path_ | None = None, trust
         _core.save_model(str(output), config.to_json(), training, str(dictionary), types, [*state], [*state.values()])
     except InputError as error:
         raise InputError(f"{path}: {error}") from error
+
+
+def _learned_positions(
+    flags: Mapping[str, Any], state: Mapping[str, Tensor], config: TransformerConfig, path: Path_
+) -> dict[str, Any]:
+    """The options of learned positions; none where they are sinusoids. Errors: InputError where the sides differ."""
+    sides = ["decoder"] if config.architecture == "decoder-only" else ["encoder", "decoder"]  # type: ignore[attr-defined]
+    learned = [side for side in sides if flags.get(f"{side}_learned_pos")]
+    if not learned:
+        return {}
+    if learned != sides:
+        raise InputError(
+            f"{path}: --{learned[0]}-learned-pos alone: models of this package have learned positions on both "
+            "sides, or on none"
+        )
+    tables = [state.get(f"{side}.embed_positions.weight") for side in sides]
+    rows = {len(table) - _FIRST_POSITION for table in tables if table is not None}
+    if len(rows) > 1:
+        raise InputError(
+            f"{path}: its tables of positions have {' and '.join(map(str, sorted(rows)))} rows; models of this package "
+            "have one max_positions for source and target"
+        )
+    return {"positions": "learned", "max_positions": rows.pop() if rows else 0}
 
 
 def _dictionary(folder: Path, task: Mapping[str, Any]) -> Path:
@@ -375,12 +411,16 @@ def to_fairseq(directory: Path_, output: Path_, *, checkpoint: str = "best") -> 
     if Path(output).exists():
         raise InputError(f"{output} exists already; give a new file")
     config, tensors = load_run(directory, checkpoint)
-    if config.positions != "fairseq":
+    if config.positions not in ("fairseq", "learned"):
         raise InputError(
-            f"{directory}: its positions are {config.positions}; a fairseq Transformer has positions=fairseq"
+            f"{directory}: its positions are {config.positions}; fairseq has positions = fairseq or learned"
         )
     for field in TransformerConfig.FIELDS:
-        if field.name in LANGUAGE_MODELS and (value := getattr(config, field.name)) != field.default:
+        if (
+            field.name in LANGUAGE_MODELS
+            and field.name != "max_positions"
+            and (value := getattr(config, field.name)) != field.default
+        ):
             raise InputError(f"{directory}: its {field.name} is {value}, which no Transformer of the plug-in has")
     state = from_canonical(tensors, config.tie_embeddings)
     if declare(config, "decoder").is_profiled:
@@ -411,6 +451,9 @@ def flags_from(config: TransformerConfig) -> dict[str, Any]:
         flags |= {"arch": "nfrs_transformer_lm", "task": "language_modeling"}
         stacks = ["decoder"]
     flags["share_decoder_input_output_embed"] = config.tie_embeddings != "none"
+    for stack in stacks if config.positions == "learned" else []:
+        side = {"encoder": "source", "decoder": "target"}[stack]
+        flags |= {f"{stack}_learned_pos": True, f"max_{side}_positions": config.max_positions}
     for stack in stacks:
         sizes = (config.d_model, config.d_ff, getattr(config, f"{stack}_layers"), config.heads)
         flags |= {f"{stack}_{key}": size for key, size in zip(SIZES, sizes)}

@@ -10,11 +10,14 @@ import numpy as np
 
 from ._optional import require
 from .errors import InputError
+from .text import write_whole
 
 if TYPE_CHECKING:
     from .history import History
 
 _TRAIN, _VALID, _BEST, _LINE = "#8fb3d9", "#c8442f", "#1f6f4a", "#46688c"
+SOFTWARE = "normformer_rs"
+"""Who drew a picture, in a PNG's text; the core's ownership.rs looks for it."""
 _MANY = 8
 """Runs from which on panels are taller and lines smoother."""
 _GRID = {"color": "#e4e4e4", "linewidth": 0.8}
@@ -112,7 +115,11 @@ def _figure(runs: "Sequence[History]", names: Sequence[str]) -> Any:
 
 
 def _save(figure: Any, path: Path) -> Path:
-    figure.savefig(path)
+    picture = io.BytesIO()
+    kind = path.suffix.removeprefix(".").lower() or "png"
+    # By these words a run knows its own picture, which `--overwrite` may remove.
+    figure.savefig(picture, format=kind, metadata={"Software": SOFTWARE} if kind == "png" else None)
+    write_whole(path, picture.getvalue())
     return path
 
 
@@ -149,13 +156,13 @@ def _loss(axis: Any, runs: "Sequence[History]", names: Sequence[str]) -> None:
 
 def _bleu(axis: Any, runs: "Sequence[History]", names: Sequence[str]) -> None:
     _titled(axis, "validation BLEU", "BLEU")
-    axis.set_ylim(0, 1.08 * max(float(np.nanmax(run.evaluations.bleu, initial=0.0)) for run in runs) or 1)
+    _from_zero(axis, [run.evaluations.bleu for run in runs])
     _evaluated(axis, runs, names, "bleu", np.nanargmax, ".2f")
 
 
 def _perplexity(axis: Any, runs: "Sequence[History]", names: Sequence[str]) -> None:
     _titled(axis, "validation perplexity", "e^nats per token")
-    logarithmic(axis)
+    _logarithmic(axis, [run.evaluations.perplexity for run in runs])
     _evaluated(axis, runs, names, "perplexity", np.nanargmin, ".4g")
 
 
@@ -178,7 +185,7 @@ def _evaluated(axis: Any, runs: "Sequence[History]", names: Sequence[str], field
 
 def _grad_norm(axis: Any, runs: "Sequence[History]", names: Sequence[str]) -> None:
     _titled(axis, "gradient norm", "‖g‖ before clipping")
-    logarithmic(axis)
+    _logarithmic(axis, [run.grad_norm for run in runs])
     parts = 25 if len(runs) > _MANY else 100
     _lines(axis, runs, names, [_smooth(run.grad_norm, parts) if len(runs) > 1 else run.grad_norm for run in runs])
 
@@ -186,8 +193,19 @@ def _grad_norm(axis: Any, runs: "Sequence[History]", names: Sequence[str]) -> No
 def _rate(axis: Any, runs: "Sequence[History]", names: Sequence[str]) -> None:
     _titled(axis, "learning rate", "learning rate")
     axis.yaxis.set_major_formatter(lambda value, _: f"{value:.4g}")
-    axis.set_ylim(0, 1.08 * max(float(np.nanmax(run.lr)) for run in runs) or 1)
+    _from_zero(axis, [run.lr for run in runs])
     _lines(axis, runs, names, [run.lr for run in runs])
+
+
+def _from_zero(axis: Any, values: Sequence[Any]) -> None:
+    """From 0 to a little above the largest number that is one."""
+    axis.set_ylim(0, 1.08 * max(float(np.nanmax(numbers, initial=0.0)) for numbers in values) or 1)
+
+
+def _logarithmic(axis: Any, values: Sequence[Any]) -> None:
+    """A logarithmic axis, where there is a number that it can show."""
+    if any((numbers > 0).any() for numbers in values):
+        logarithmic(axis)
 
 
 def logarithmic(axis: Any, along: str = "y") -> None:

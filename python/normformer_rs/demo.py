@@ -15,7 +15,7 @@ from ._optional import command, require
 from .config import DataConfig, SearchConfig, TrainingConfig, TransformerConfig
 from .errors import InputError
 from .progress import duration
-from .text import write_lines
+from .text import read_json, write_lines
 
 if TYPE_CHECKING:
     from .history import History
@@ -190,7 +190,7 @@ def is_demo(output: Path, texts: Path) -> bool:
     if not config.exists():
         return False
     try:
-        source = json.loads(config.read_text())["data"]["train_source"]
+        source = read_json(config, "it is no demo's")["data"]["train_source"]
         return Path(source).resolve() == (texts / "train.en").resolve()
     except (ValueError, KeyError, TypeError):  # not a run's, or a language model's
         return False

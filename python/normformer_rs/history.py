@@ -7,6 +7,7 @@ import json
 import logging
 import math
 import re
+import sys
 from collections.abc import Iterable, Mapping
 from os import PathLike
 from pathlib import Path
@@ -17,6 +18,7 @@ from numpy.typing import NDArray
 
 from ._html import table
 from ._optional import available, require
+from .text import read_regular
 
 LOG = "log.jsonl"
 _SHOWN = ("update", "epoch", "loss", "nll", "perplexity", "bleu", "best", "seconds")
@@ -76,15 +78,21 @@ class History:
 
     @classmethod
     def read(cls, output: str | PathLike[str]) -> "History":
-        """The history in `output`/log.jsonl."""
-        path = Path(output) / LOG
-        events = _parse(path.read_text(encoding="utf-8").splitlines(), path)
+        """The history in `output`/log.jsonl. Damaged lines are left out, with one warning.
+
+        Errors: FileNotFoundError; InputError where the log is no regular file.
+        """
+        return cls.of(read_events(Path(output) / LOG), output)
+
+    @classmethod
+    def of(cls, events: Iterable[dict[str, Any]], output: str | PathLike[str]) -> "History":
+        """The history of a log's events."""
         started, updates, evaluations = _replay(events)
         return cls(
             **_columns(cls, updates),
             evaluations=Evaluations(**_columns(Evaluations, evaluations)),
             layers=_layers(updates),
-            parameters=started.get("parameters", 0),
+            parameters=started.get("parameters") or 0,
             output=Path(output),
         )
 
@@ -130,13 +138,81 @@ def _arrays(part: "History | Evaluations") -> dict[str, NDArray[Any]]:
     return {name: value for name, value in values.items() if isinstance(value, np.ndarray)}
 
 
-def _parse(lines: Iterable[str], path: Path) -> Iterable[dict[str, Any]]:
-    for number, line in enumerate(lines, 1):
-        try:
-            yield json.loads(line)
-        except json.JSONDecodeError:
-            # A run that was killed may leave half a line; it is logged again after resuming.
-            _logger.warning("%s: line %d is not complete; left out", path, number)
+def read_events(path: Path) -> list[dict[str, Any]]:
+    """The events of a log, in order. Damaged lines are left out, with one warning: what a crash of the machine or a
+    full disk leaves of them, and what the loop never writes.
+
+    Errors: FileNotFoundError; InputError for what is no regular file.
+    """
+    lines = read_regular(path).removesuffix(b"\n").split(b"\n")
+    events = {number: event for number, line in enumerate(lines, 1) if (event := _event(line)) is not None}
+    damaged = [number for number in range(1, len(lines) + 1) if number not in events]
+    if damaged and lines != [b""]:
+        _logger.warning(
+            "%s: %d of %d lines are damaged or incomplete, and left out; the first is line %d",
+            *(path, len(damaged), len(lines), damaged[0]),
+        )
+    return list(events.values())
+
+
+def _event(line: bytes) -> dict[str, Any] | None:
+    """An event as the loop writes it; None for a damaged line."""
+    try:
+        event = _DECODER.decode(line.decode("utf-8"))
+        if b"\\u" in line:
+            json.dumps(event, ensure_ascii=False).encode("utf-8")  # a lone surrogate is no text
+        return event if _is_event(event) else None
+    except (ValueError, RecursionError):
+        return None
+
+
+def _refuse(constant: str) -> None:
+    raise ValueError(f"{constant} is not JSON")
+
+
+_DECODER = json.JSONDecoder(parse_constant=_refuse)
+_MOST = sys.float_info.max
+_COUNTS = ("update", "epoch", "parameters")
+_NO_COLUMNS = ("evaluations", "layers", "output")
+
+
+def _numbers(shape: type) -> list[str]:
+    names = (field.name for field in dataclasses.fields(shape))
+    return [name for name in names if name not in (*_COUNTS, *_NO_COLUMNS, "best")]
+
+
+_NUMBERS: dict[str, list[str]] = {"started": [], "updated": _numbers(History), "evaluated": _numbers(Evaluations)}
+"""The floating-point numbers of each event that `History` reads."""
+
+
+def _is_event(event: Any) -> bool:
+    if not isinstance(event, dict) or not isinstance(event.get("event"), str):
+        return False
+    numbers = _NUMBERS.get(event["event"])
+    if numbers is None:
+        return True
+    if event["event"] != "started" and event.get("update") is None:
+        return False
+    counts = [value for value in map(event.get, _COUNTS) if value is not None]
+    are_counts = set(map(type, counts)) <= {int} and all(0 <= count < 2**63 for count in counts)
+    is_flag = type(event.get("best")) in (bool, type(None))
+    return are_counts and is_flag and _are_numbers(map(event.get, numbers)) and _are_layers(event.get("layers"))
+
+
+def _are_numbers(values: Iterable[Any]) -> bool:
+    """None stands for a number that JSON cannot hold. bool is a class of int's, and no number."""
+    numbers = [value for value in values if value is not None]
+    return (
+        set(map(type, numbers)) <= {int, float}
+        and -_MOST <= min(numbers, default=0) <= max(numbers, default=0) <= _MOST
+    )
+
+
+def _are_layers(layers: Any) -> bool:
+    if layers is None:
+        return True
+    parts = layers.values() if isinstance(layers, dict) else [None]
+    return all(isinstance(part, dict) and _are_numbers(part.values()) for part in parts)
 
 
 def _replay(events: Iterable[dict[str, Any]]) -> tuple[dict[str, Any], list[dict[str, Any]], list[dict[str, Any]]]:
@@ -145,11 +221,11 @@ def _replay(events: Iterable[dict[str, Any]]) -> tuple[dict[str, Any], list[dict
     updates: dict[int, dict[str, Any]] = {}
     evaluations: dict[int, dict[str, Any]] = {}
     for event in events:
-        name = event.get("event")
+        name = event["event"]
         if name == "started":
             started = event
             for done in (updates, evaluations):
-                for update in [u for u in done if u > event.get("update", 0)]:
+                for update in [u for u in done if u > (event.get("update") or 0)]:
                     del done[update]
         elif name == "updated":
             updates[event["update"]] = event
@@ -186,7 +262,7 @@ def _columns(cls: type, events: list[dict[str, Any]]) -> dict[str, NDArray[Any]]
     }
     columns = {}
     for field in dataclasses.fields(cls):
-        if field.name in ("evaluations", "layers", "parameters", "output"):
+        if field.name in (*_NO_COLUMNS, "parameters"):
             continue
         kind, missing = kinds.get(field.name, (np.float64, math.nan))
         values = [event.get(field.name) for event in events]

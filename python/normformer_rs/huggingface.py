@@ -15,6 +15,7 @@ from . import _core
 from .config import TransformerConfig
 from .errors import InputError
 from .model import Transformer, load_run
+from .text import read_regular
 from .tokenizer import tokenizer_files
 
 _BOS, _PAD, _EOS = 0, 1, 2
@@ -323,8 +324,8 @@ def to_huggingface(
         (config, state), origin = load_run(model, checkpoint), str(model)
         types = _core.target_vocabulary(origin)
         found = (Path(model) / name for name in (_VOCABULARY, _CODES))
-        # as bytes: a carriage return in a piece stays one
-        texts = {path.name: path.read_bytes().decode() for path in found if path.is_file()}
+        # as bytes: a carriage return in a piece stays one; a byte order mark is no piece
+        texts = {path.name: read_regular(path).decode("utf-8-sig") for path in found if path.exists()}
     family = _family(config, origin)
     unseen = [i for i, known in enumerate(types or ()) if not known and i not in (_BOS, _PAD)]
     if texts:

@@ -2,7 +2,6 @@
 
 import argparse
 import contextlib
-import json
 import re
 import sys
 import textwrap
@@ -10,9 +9,11 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from .config import Config, Field, TrainingConfig, closest, unknown
+from . import fairseq_words
+from .config import Config, DataConfig, Field, TrainingConfig, TransformerConfig, closest, unknown
 from .errors import InputError
 from .presets import find_preset
+from .text import STANDARD, check_writable, read_json, read_small
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -26,6 +27,7 @@ SECTIONS = ("model", "training", "data")
 EXCLUSIVE = {"bpe_operations", "bpe_codes", "no_bpe", "data_bin"}
 """Ways to cut words (data_bin's are cut already); naming one replaces another that a file or an earlier run named."""
 HELP = {"-h", "--help"}
+_FIELDS = {field.name: field for kind in (TransformerConfig, TrainingConfig, DataConfig) for field in kind.FIELDS}
 LISTED = "`normformer-rs train --help` lists the options"
 
 
@@ -79,7 +81,8 @@ class Parser(argparse.ArgumentParser):
         parsed, extra = self.parse_known_args(args, namespace)
         if extra:
             parser = getattr(parsed, "parser", self)
-            parser.error(f'unexpected argument "{extra[0]}"; options begin with --')
+            folder = "; fairseq's folder is --data-bin DIR" * ("--data-bin" in parser._option_string_actions)
+            parser.error(f'unexpected argument "{extra[0]}"; options begin with --{folder}')
         return parsed
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
@@ -87,12 +90,23 @@ class Parser(argparse.ArgumentParser):
         rest = next((i for i, word in enumerate(args) if word == "--"), len(args))
         if self._takes_command:
             rest = next((i for i, word in enumerate(args) if not word.startswith("-")), len(args))
-        for word in args[:rest] if not HELP.intersection(args) else []:
-            name = word.partition("=")[0]
-            if _FLAG.fullmatch(name) and name not in self._option_string_actions:
-                long = [flag for flag in self._option_string_actions if flag.startswith("--")]
-                self.error(f'unknown option "{name}"{closest(name, long)}')
+        same = fairseq_words.SAME.get(self.prog.rpartition(" ")[2], {})
+        for i, word in enumerate(args[:rest]):
+            name, equals, value = word.partition("=")
+            args[i] = same.get(name, name) + equals + value
+            if not HELP.intersection(args):
+                self._check_flag(args[i].partition("=")[0])
         return super().parse_known_args(args, namespace)
+
+    def _check_flag(self, name: str) -> None:
+        if _FLAG.fullmatch(name) and name not in self._option_string_actions:
+            long = [flag for flag in self._option_string_actions if flag.startswith("--")]
+            self.error(fairseq_words.answer(name, long) or f'unknown option "{name}"{closest(name, long)}')
+
+    def _print_message(self, message: str, file: Any = None) -> None:
+        # argparse would print help to standard error where the output is closed, and hide that it is full
+        check_writable(STANDARD)
+        (file or sys.stderr).write(message)
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
         if action.choices is not None and value not in action.choices:
@@ -171,6 +185,8 @@ def parse(field: Field, text: str) -> Any:
     """A value out of a command line's text; "none" stands for None where that is a value."""
     if field.optional and text.lower() == "none":
         return None
+    if (field.name, text) in fairseq_words.VALUES:
+        raise InputError(fairseq_words.VALUES[field.name, text])
     value: Any = text
     with contextlib.suppress(ValueError):  # `check` refuses a remaining string by name
         value = {"int": int, "float": float}.get(field.kind, str)(text)
@@ -180,15 +196,15 @@ def parse(field: Field, text: str) -> Any:
 def read_toml(path: str | Path, known: Iterable[str]) -> dict[str, Any]:
     """The options of a file, flat or in the tables [model], [training] and [data], with - or _ in their names.
 
-    Errors: InputError for a missing file, wrong syntax, an unknown name, one given twice.
+    Errors: InputError for a missing file, wrong syntax, an unknown name, one given twice, a wrong value.
     """
     try:
-        content = tomllib.loads(Path(path).read_text(encoding="utf-8"))
+        content = tomllib.loads(read_small(path, pipe=True))
     except FileNotFoundError as error:
         raise InputError(f"{path}: no such file; expected a TOML file of options") from error
-    except UnicodeDecodeError as error:
-        raise InputError(f"{path}: not valid UTF-8; expected a TOML file") from error
-    except tomllib.TOMLDecodeError as error:
+    except InputError:
+        raise
+    except (ValueError, RecursionError) as error:  # TOML's errors, numbers that are too long, tables in tables
         raise InputError(f"{path}: not valid TOML: {error}") from error
     return _flat(content, path, list(known))
 
@@ -197,11 +213,9 @@ def read_run(output: str | Path, known: Iterable[str]) -> dict[str, Any]:
     """The options that a run was started with; none where `output` holds no run. Errors: InputError if damaged."""
     path = Path(output) / RUN_CONFIG
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = read_json(path, "the run cannot be resumed")
     except FileNotFoundError:
         return {}
-    except ValueError as error:
-        raise InputError(f"{path}: not valid JSON ({error}); the run cannot be resumed") from error
     return _flat(content, path, list(known))
 
 
@@ -219,8 +233,18 @@ def _flat(content: dict[str, Any], path: str | Path, known: list[str]) -> dict[s
                 raise InputError(f'{path}: unknown option "{key}"{closest(name, known)}; {LISTED}')
             if name in options:
                 raise InputError(f"{path}: {name} is given twice")
-            options[name] = value
+            options[name] = _checked(name, value, path)
     return options
+
+
+def _checked(name: str, value: Any, path: str | Path) -> Any:
+    """The value; InputError that names the file for a wrong one."""
+    try:
+        if name == "preset":
+            find_preset(value)
+        return _FIELDS[name].check(value) if name in _FIELDS else value
+    except InputError as error:
+        raise InputError(f"{path}: {error}") from error
 
 
 def layered(preset: str | None, *layers: Mapping[str, Any]) -> dict[str, Any]:

@@ -2,8 +2,13 @@
 
 import dataclasses
 import json
+import os
 import re
 from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 from . import _core
 from ._optional import require
@@ -11,16 +16,21 @@ from .config import unknown
 from .errors import InputError
 
 RESAMPLES = 1000
+SEED = "SACREBLEU_SEED"
+"""The environment variable with the seed of the resamples, as sacreBLEU has it: 12345 by default; none: another each
+time."""
+_ROUNDING = 1e-9
+"""Differences that differ by less, relative to BLEU's 100, are equal. One match more is at least 1e-7 of it."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Comparison:
-    """Two systems on the same references (Koehn 2004)."""
+    """Two systems on the same references, by a paired bootstrap (Koehn 2004)."""
 
     bleu: float
     baseline: float
     p_value: float
-    """Probability of a difference at least this large under resampling, were there none."""
+    """Probability of a difference at least this large under resampling, were there none; 1 for equal systems."""
     resamples: int
 
     def __str__(self) -> str:
@@ -58,12 +68,21 @@ def score(
     Args:
         tokenize: sacreBLEU's tokeniser: 13a for plain text, none for text that is tokenised already.
         lowercase: ignore case.
+        resamples: how often the paired bootstrap draws the lines anew.
         split_compounds: a-b becomes a ##AT##-##AT## b in tokenised text, for comparisons on WMT14 En-De
             (Vaswani et al. 2017; Nguyen & Salazar 2019, App A).
 
-    Errors: InputError for sequences of different length, and compounds to split in text that is not tokenised;
-    ImportError without sacrebleu.
+    With d the difference in BLEU, dᵢ that of n resamples of the lines, and m the mean of all |dᵢ|,
+    p = (1 + #{i: |dᵢ| − m ≥ |d|})/(1 + n). Resamples and seed are sacreBLEU's, whose own p counts only larger ones: it
+    calls equal systems different.
+
+    Errors: InputError for no lines, for sequences of different length, for `resamples` below 1, and for compounds to
+    split in text that is not tokenised; ImportError without sacrebleu.
     """
+    if isinstance(resamples, bool) or not hasattr(resamples, "__index__") or resamples < 1:
+        raise InputError(f"resamples must be a whole number of at least 1; got {resamples!r}")
+    for name, lines in (("hypothesis", hypotheses), ("reference", references), ("baseline", baseline)):
+        _check_lines(name, lines)
     metrics = require("sacrebleu.metrics", "scoring translations")
     if tokenize not in metrics.BLEU.TOKENIZERS:
         raise InputError(unknown("tokenize", tokenize, metrics.BLEU.TOKENIZERS))
@@ -73,6 +92,8 @@ def score(
                 f"the {name} has {len(lines)} lines and the reference {len(references)}; expected one reference for "
                 "each line, in the same order"
             )
+    if not len(references):
+        raise InputError("there is nothing to score: the hypothesis and the reference have no lines")
     if split_compounds:
         if tokenize != "none":
             raise InputError(
@@ -102,10 +123,36 @@ def _multi_bleu(hypotheses: Sequence[str], references: Sequence[str], lowercase:
     return json.loads(_core.bleu(list(hypotheses), list(references)))["text"]
 
 
-def _compare(metric: object, hypotheses: Sequence[str], baseline: Sequence[str], resamples: int) -> Comparison:
-    significance = require("sacrebleu.significance", "the paired bootstrap")
-    systems = [("baseline", list(baseline)), ("hypothesis", list(hypotheses))]
-    test = significance.PairedTest(systems, {"BLEU": metric}, None, test_type="bs", n_samples=resamples)
-    _, results = test()
-    ours, theirs = results["BLEU"][1], results["BLEU"][0]
-    return Comparison(ours.score, theirs.score, float(ours.p_value), resamples)
+def _check_lines(name: str, lines: Sequence[str] | None) -> None:
+    if isinstance(lines, str | bytes):
+        raise InputError(f"the {name} must be a list of lines; got one text: split it into lines first")
+    for number, line in enumerate(lines or (), 1):
+        if not isinstance(line, str):
+            raise InputError(f"the {name}'s line {number} is {line!r}; expected text")
+
+
+def _compare(metric: Any, hypotheses: Sequence[str], baseline: Sequence[str], resamples: int) -> Comparison:
+    """By the statistics of lines that sacreBLEU's own test resamples, and its draws of lines."""
+    systems = [np.array(metric._extract_corpus_statistics(lines, None)) for lines in (hypotheses, baseline)]
+    rows = _draws(len(baseline), resamples)
+    ours, theirs = (_resampled(metric, statistics, rows) for statistics in systems)
+    bleu, other = (_resampled(metric, statistics, np.arange(len(statistics))[None])[0] for statistics in systems)
+    differences = np.abs(ours - theirs)
+    is_as_large = differences - differences.mean() >= abs(bleu - other) - 100 * _ROUNDING
+    return Comparison(float(bleu), float(other), (1 + int(is_as_large.sum())) / (1 + resamples), resamples)
+
+
+def _draws(lines: int, resamples: int) -> NDArray[np.int64]:
+    """The lines of each resample, sacreBLEU's."""
+    seed = os.environ.get(SEED, "12345")
+    try:
+        generator = np.random.default_rng(None if seed.lower() == "none" else int(seed))
+    except ValueError as error:
+        raise InputError(f'{SEED} must be a whole number or "none"; got "{seed}"') from error
+    return generator.choice(lines, size=(resamples, lines), replace=True)
+
+
+def _resampled(metric: Any, statistics: NDArray[np.int64], rows: NDArray[np.int64]) -> NDArray[np.float64]:
+    """BLEU of each resample. Its counts are whole numbers, so equal ones give equal scores, bit for bit."""
+    counts = (statistics[chosen].sum(0).tolist() for chosen in rows)
+    return np.array([metric._compute_score_from_stats(count).score for count in counts])

@@ -1,40 +1,65 @@
-"""Lines of text from files and standard input, and back. Rust's rules: a line ends at \\n alone; gzip is recognised."""
+"""Text from files and standard input, and back: the one reader of Python's side, with Rust's rules.
 
+A line ends at \\n alone; gzip is recognised; a byte order mark at the start is no part of the text.
+"""
+
+import codecs
+import fcntl
 import gzip
+import io
+import json
 import os
+import re
+import stat
 import sys
-import tempfile
 import zlib
 from collections.abc import Iterable
+from os import PathLike
 from pathlib import Path
+from typing import Any
 
 from .errors import InputError
 
 STANDARD = "-"
 """Standard input or output."""
+SMALL = 4 << 20
+"""Most bytes of a file of options, 4 MiB: a run's config.json has less than 10 kB."""
+_OTHERS = (
+    *((codecs.BOM_UTF32_LE, "utf-32"), (codecs.BOM_UTF32_BE, "utf-32")),
+    *((codecs.BOM_UTF16_LE, "utf-16"), (codecs.BOM_UTF16_BE, "utf-16")),
+)
+"""Byte order marks of other encodings; UTF-32's first, because it begins with UTF-16's."""
+_UNSHOWN = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
+
+
+def escaped(text: str) -> str:
+    r"""The text on one line, for a terminal: what would move or recolour its words is written as \x1b or \u202e.
+
+    Such characters are the controls, U+2028 and U+2029, the marks that turn the direction of writing, and surrogates.
+
+    >>> escaped("a\x1b[2J\n")
+    'a\\x1b[2J\\n'
+    """
+    return _UNSHOWN.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
 
 
 def read_lines(path: str) -> list[str]:
     """The lines of a UTF-8 file, plain or gzip, or of standard input for "-", without their ends.
 
-    Errors: InputError for a missing or empty file, a damaged gzip file, too little memory, and invalid UTF-8 (with line
-    number).
+    Errors: InputError for a missing or empty file, a closed standard input, a damaged gzip file, too little memory,
+    UTF-16, and invalid UTF-8 (with line number).
     """
+    check_readable(path)
     name = "standard input" if path == STANDARD else path
     try:
         data = sys.stdin.buffer.read() if path == STANDARD else Path(path).read_bytes()
         if data.startswith(b"\x1f\x8b"):
             data = gzip.decompress(data)
-    except FileNotFoundError as error:
-        raise InputError(
-            f"{name}: no such file; expected a text file in UTF-8, plain or gzip: check the path"
-        ) from error
-    except IsADirectoryError as error:
-        raise InputError(f"{name}: a folder; expected a text file in UTF-8, plain or gzip") from error
     except MemoryError as error:
         raise InputError(f"{name}: its text does not fit into memory: give a smaller file, or more memory") from error
     except (gzip.BadGzipFile, EOFError, zlib.error) as error:
         raise InputError(f"{name}: a damaged gzip file ({error}); compress it again or give the plain text") from error
+    data = _without_mark(data, name)
     if not data:
         raise InputError(f"{name}: the file is empty; expected text in UTF-8 with one sentence a line")
     return [_decode(line, number, name) for number, line in enumerate(data.removesuffix(b"\n").split(b"\n"), 1)]
@@ -50,10 +75,93 @@ def _decode(line: bytes, number: int, name: str) -> str:
         ) from error
 
 
+def _without_mark(data: bytes, name: str) -> bytes:
+    """Errors: InputError for text that begins with the mark of UTF-16 or UTF-32."""
+    for mark, encoding in _OTHERS:
+        if data.startswith(mark):
+            raise InputError(
+                f"{name}: the text is {encoding.upper()}; expected UTF-8, convert the file first (`iconv -f {encoding} "
+                "-t utf-8`)"
+            )
+    return data.removeprefix(codecs.BOM_UTF8)
+
+
+def read_regular(path: str | PathLike[str], most: int = -1) -> bytes:
+    """The first `most` bytes of a regular file, or all. A FIFO or a device is refused, and not waited for.
+
+    Errors: InputError for what is no regular file; FileNotFoundError.
+    """
+    try:
+        # O_NONBLOCK: a FIFO without a writer opens at once, and is refused below.
+        with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as file:
+            if stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+                return file.read(most)
+    except IsADirectoryError:
+        pass
+    raise InputError(f"{path}: a folder, a device or a pipe; expected a regular file")
+
+
+def read_small(path: str | PathLike[str], *, pipe: bool = False) -> str:
+    """The text of a file of options.
+
+    Args:
+        pipe: the path may be a pipe or a device, which the user has named; a file that lies in a folder may not.
+
+    Errors: FileNotFoundError; InputError for what is no regular file, more than 4 MiB, or not UTF-8.
+    """
+    if pipe and not os.path.isdir(path):
+        with open(path, "rb") as file:
+            data = file.read(SMALL + 1)
+    else:
+        data = read_regular(path, SMALL + 1)
+    if len(data) > SMALL:
+        raise InputError(f"{path}: larger than 4 MiB; expected a file of options")
+    try:
+        return _without_mark(data, str(path)).decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise InputError(
+            f"{path}: byte {error.start + 1} (0x{data[error.start]:02x}) is not valid UTF-8; expected a file of options"
+        ) from error
+
+
+def read_json(path: str | PathLike[str], consequence: str) -> dict[str, Any]:
+    """The JSON object of a file in a folder. `consequence` ends the message where it is none.
+
+    Errors: as for `read_small`; InputError for another value and for wrong syntax.
+    """
+    text = read_small(path)
+    try:
+        content = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise InputError(f"{path}: not valid JSON ({error}); {consequence}") from error
+    if not isinstance(content, dict):
+        kind = {list: "a list", str: "text", type(None): "null"}.get(type(content), repr(content))
+        raise InputError(f"{path}: expected a JSON object; got {kind}; {consequence}")
+    return content
+
+
+def check_readable(path: str) -> None:
+    """InputError where `read_lines` could not read; called before the work. The file is not opened."""
+    if path == STANDARD:
+        if not _is_open(sys.stdin, os.O_WRONLY):
+            raise InputError("standard input is closed; give the text there, or name a file")
+        return
+    try:
+        kind = os.stat(path).st_mode
+    except FileNotFoundError as error:
+        raise InputError(
+            f"{path}: no such file; expected a text file in UTF-8, plain or gzip: check the path"
+        ) from error
+    if stat.S_ISDIR(kind):
+        raise InputError(f"{path}: a folder; expected a text file in UTF-8, plain or gzip")
+
+
 def check_writable(path: str) -> None:
     """InputError where `write_lines` could not write; called before the work."""
     target = Path(path)
     if path == STANDARD:
+        if not _is_open(sys.stdout, os.O_RDONLY):
+            raise InputError("standard output is closed; open it, for example `> FILE`")
         return
     if target.is_dir():
         raise InputError(f"{path}: a folder; give the name of a file in it")
@@ -63,27 +171,70 @@ def check_writable(path: str) -> None:
         raise InputError(f"{path}: {target.parent} is not writable; choose another output")
 
 
+def _is_open(stream: Any, refused: int) -> bool:
+    """The stream has a file that is open, and not in the mode `refused` alone. Python makes a stream of a file that was
+    closed at its start None."""
+    if stream is None or stream.closed:
+        return False
+    try:
+        return fcntl.fcntl(stream.fileno(), fcntl.F_GETFL) & os.O_ACCMODE != refused
+    except (AttributeError, io.UnsupportedOperation):  # a notebook's or a test's, which has no file
+        return True
+    except OSError:
+        return False
+
+
+def hold_standard_files() -> None:
+    """Puts /dev/null where standard input, output or error is closed, so that no file of a run takes its number.
+
+    libtorch's messages would go into that file. `sys.stdin` and `sys.stdout` stay None, by which the checks know.
+    """
+    held = os.open(os.devnull, os.O_RDWR)
+    while held <= 2:
+        held = os.open(os.devnull, os.O_RDWR)
+    os.close(held)
+    if sys.stderr is None:
+        sys.stderr = os.fdopen(2, "w", closefd=False)  # without one print() would write to standard output
+
+
+def write_out(data: bytes = b"") -> None:
+    """Writes to standard output, after what has been printed, and empties its buffers.
+
+    Errors: OSError that names standard output; BrokenPipeError where its reader has gone.
+    """
+    try:
+        sys.stdout.flush()
+        if data:
+            sys.stdout.buffer.write(data)
+            sys.stdout.buffer.flush()
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, "standard output") from error
+
+
 def write_lines(path: str, lines: Iterable[str]) -> None:
     """Writes the lines so that `path` holds either its old content or all of the new; "-" is standard output."""
     text = "".join(f"{line}\n" for line in lines).encode("utf-8")
     if path == STANDARD:
-        sys.stdout.buffer.write(text)
-        sys.stdout.buffer.flush()
+        write_out(text)
         return
     target = Path(path)
     if target.exists() and not target.is_file():  # /dev/stdout and its kind cannot be renamed over
         target.write_bytes(text)
         return
-    handle, beside = tempfile.mkstemp(prefix=f".{target.name}.", dir=target.parent)
+    write_whole(target, text)
+
+
+def write_whole(target: Path, data: bytes) -> None:
+    """Makes `target` a file of these bytes: whole, or as it was. A link there is replaced, and not followed."""
+    # The core's name for an unfinished file: a run removes what a killed process left of one in its folder.
+    beside = target.with_name(f".{target.name}.tmp-{os.getpid()}")
+    beside.unlink(missing_ok=True)
     try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(text)
+        with beside.open("xb") as file:
+            file.write(data)
             file.flush()
             os.fsync(file.fileno())
-        mask = os.umask(0)
-        os.umask(mask)
-        os.chmod(beside, 0o666 & ~mask)  # mkstemp's files are the owner's alone
         os.replace(beside, target)
     except BaseException:
-        Path(beside).unlink(missing_ok=True)
+        beside.unlink(missing_ok=True)
         raise

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import normformer_rs as nfrs
-from normformer_rs import DataConfig, InputError, TrainingConfig, TransformerConfig, _core, cli, progress
+from normformer_rs import DataConfig, InputError, TrainingConfig, TransformerConfig, _core, cli, commands, progress
 from normformer_rs.options import layered, read_toml
 from normformer_rs.presets import PRESETS
 
@@ -41,6 +41,7 @@ def trained(monkeypatch):
             log.writelines(json.dumps({"event": name, **event}) + "\n" for name, event in events)
 
     monkeypatch.setattr(_core, "train", train)
+    monkeypatch.setattr(commands.train, "check_data", lambda model, data: None)
     return calls
 
 
@@ -210,6 +211,7 @@ def test_resuming_takes_the_run_s_own_options(run, tmp_path):
 
 
 def test_the_checkpoint_to_go_on_from_is_chosen(run, capsys, tmp_path):
+    (tmp_path / "config.json").write_text("{}")
     assert run("--resume", "--from-checkpoint", "20")["from_checkpoint"] == "20"
     assert run("--resume")["from_checkpoint"] is None
     capsys.readouterr()
@@ -330,6 +332,7 @@ def test_what_fails_is_one_line(monkeypatch, capsys, tmp_path, error):
         raise error
 
     monkeypatch.setattr(_core, "train", train)
+    monkeypatch.setattr(commands.train, "check_data", lambda model, data: None)
     line = fails_with(capsys, ["train", "--output", str(tmp_path)], str(error))
     assert ("interrupted" in line.split()[1]) == isinstance(error, _core.Interrupted)
 
@@ -350,9 +353,15 @@ def test_help_lists_choices_and_defaults(capsys):
 
 
 @pytest.fixture
-def translated(monkeypatch):
-    """`_core.translate` stood in for: hypotheses are the lines in upper case, and again with their number."""
+def translated(monkeypatch, tmp_path_factory):
+    """`_core.translate` stood in for: hypotheses are the lines in upper case, and again with their number. "m" is a
+    run's folder."""
     calls = []
+    folder = tmp_path_factory.mktemp("runs")
+    for name in ("best", "average"):
+        (folder / "m" / "checkpoints" / name).mkdir(parents=True)
+    (folder / "m" / "config.json").write_text("{}")
+    monkeypatch.chdir(folder)
 
     def translate(model, lines, search, checkpoint, batch_tokens, precision, device):
         calls.append({**json.loads(search), "checkpoint": checkpoint, "batch_tokens": batch_tokens})

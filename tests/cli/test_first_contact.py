@@ -4,14 +4,16 @@ import pickle
 import re
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
 import pytest
 
 import normformer_rs as nfrs
-from normformer_rs import DataConfig, TrainingConfig, TransformerConfig, _core, _stubs, _tables, cli
+from normformer_rs import DataConfig, TrainingConfig, TransformerConfig, _core, _stubs, _tables, cli, fairseq_words
 from normformer_rs.commands import fairseq
+from normformer_rs.commands.train import plan_of
 
 SCRIPT = Path(sys.executable).with_name("normformer-rs")
 COMMAND = [str(SCRIPT)] if SCRIPT.exists() else [sys.executable, "-m", "normformer_rs"]
@@ -105,6 +107,161 @@ def test_a_wrong_command_line_is_two_lines(capsys, words, message, where):
     assert first.startswith(f"normformer-rs: error: {message}") and len(first) < 200, first
     assert second.startswith(f"normformer-rs {where}"), second
     assert captured.out == ""
+
+
+FAIRSEQ = {
+    "train --arch transformer": "--arch is fairseq's; here: --preset NAME",
+    "train --arch=transformer": "--arch is fairseq's; here: --preset NAME",
+    "train --max-epoch 3": "--max-epoch is fairseq's; here: --epochs N --updates 0",
+    "train --batch-size 32": "--batch-size is fairseq's; here: --max-tokens N",
+    "train --lr-scheduler inverse_sqrt": "--lr-scheduler is fairseq's; here: --schedule NAME",
+    "train --optimizer adam": "--optimizer is fairseq's; here: leave it out",
+    "train --adam-betas (0.9,0.98)": "--adam-betas is fairseq's; here: --beta1 X --beta2 X",
+    "train --fp16": "--fp16 is fairseq's; here: --precision bf16",
+    "train --bf16": "--bf16 is fairseq's; here: --precision bf16",
+    "train --restore-file x.pt": "--restore-file is fairseq's; here: --resume",
+    "train --keep-last-epochs 5": "--keep-last-epochs is fairseq's; here: --keep N",
+    "train --share-all-embeddings": "--share-all-embeddings is fairseq's; here: --tie-embeddings all",
+    "train --encoder-embed-dim 64": "--encoder-embed-dim is fairseq's; here: --d-model N",
+    "train --encoder-normalize-before": "--encoder-normalize-before is fairseq's; here: --residual prenorm",
+    "train data-bin/x": 'unexpected argument "data-bin/x"; options begin with --; fairseq\'s folder is --data-bin DIR',
+    "train --criterion label_smoothed_cross_entropy": "--criterion decides which checkpoint is best",
+    "translate --lenpen 0.6": "--lenpen is fairseq's; here: --alpha X --rule fairseq",
+    "translate --path best.pt": "--path is fairseq's; here: --model DIR",
+    "generate --sampling-topk 5": "--sampling-topk is fairseq's; here: --top-k N",
+    "plot --arch x": 'unknown option "--arch"',  # which has no --preset
+    "average --max-update 3": 'unknown option "--max-update"',  # whose --updates are others
+}
+
+
+@pytest.mark.parametrize("words", FAIRSEQ)
+def test_fairseq_s_words_are_answered_by_ours(capsys, words):
+    assert cli.main(words.split()) == 2
+    first, *more = capsys.readouterr().err.splitlines()
+    assert first.startswith(f"normformer-rs: error: {FAIRSEQ[words]}") and len(first) < 200, first
+    assert len(more) <= 1
+
+
+def test_fairseq_s_words_of_equal_meaning_are_taken(tmp_path):
+    words = f"train --save-dir {tmp_path} --max-update=7 --update-freq 2 --warmup-updates 3"
+    plan = plan_of(cli._parser().parse_args(words.split()))
+    assert (plan.output, plan.training.updates) == (str(tmp_path), 7)
+    assert (plan.training.accumulate, plan.training.warmup) == (2, 3)
+    assert cli._parser().parse_args(["translate", "--model", "m", "--nbest", "2"]).n_best == "2"
+
+
+def test_fairseq_s_words_name_options_that_exist():
+    """Each answer is given by a command, and none hides an option of ours."""
+    for flag in fairseq_words.OTHERS:
+        subcommands = cli._parser()._subparsers._group_actions[0].choices
+        flags = {name: parser._option_string_actions for name, parser in subcommands.items()}
+        assert any(fairseq_words.answer(flag, known) for known in flags.values()), flag
+        assert not any(flag in known for known in flags.values()), flag
+    for command, words in fairseq_words.SAME.items():
+        assert set(words.values()) <= set(flags[command]) and not set(words) & set(flags[command])
+
+
+@pytest.mark.parametrize(
+    "option, value, said",
+    [
+        ("norm", "mixnorm", 'unknown norm "mixnorm"; expected one of layernorm'),
+        ("residual", "mixnorm", 'unknown residual "mixnorm"; expected one of'),
+        ("norm", "mix-ln", 'unknown norm "mix-ln" ("mix-ln" is a residual scheme: --residual mix-ln); expected'),
+        ("residual", "rmsnorm", 'unknown residual "rmsnorm" ("rmsnorm" is a norm: --norm rmsnorm); expected'),
+        ("init", "mup", 'unknown init "mup" ("mup" is a parametrisation: --parametrisation mup); expected'),
+        ("norm", "RMSNorm", 'unknown norm "RMSNorm" (did you mean "rmsnorm"?)'),
+        ("norm", "batch_norm", 'unknown norm "batch_norm" (did you mean "batchnorm"?)'),
+        ("norm", "group", 'unknown norm "group"; expected'),
+    ],
+)
+def test_suggestions_are_near_or_name_the_right_option(option, value, said):
+    with pytest.raises(nfrs.InputError) as raised:
+        TransformerConfig(**{option: value})
+    assert str(raised.value).startswith(said)
+
+
+def mistakes(folder: Path) -> dict[str, tuple[str, str]]:
+    """A new user's: the command, and what is said."""
+    for name, lines in (("short", 2), ("long", 3)):
+        (folder / name).write_text("a b c\n" * lines)
+    (folder / "value.toml").write_text('norm = "scalnorm"\n')
+    (folder / "syntax.toml").write_text("norm = \n")
+    (folder / "preset.toml").write_text('preset = "transformer-tini"\n')
+    (folder / "run" / "checkpoints" / "update-00000010").mkdir(parents=True)
+    (folder / "run" / "checkpoints" / "best").symlink_to("update-00000010")
+    (folder / "run" / "config.json").write_text("{}")
+    text = "--train-source short --train-target long --valid-source short --valid-target long --no-bpe"
+    return {
+        "fairseq's word": ("train --arch transformer", "--arch is fairseq's; here: --preset NAME"),
+        "a wrong value in a file": ("train --config value.toml", 'value.toml: unknown norm "scalnorm" (did you mean'),
+        "a wrong preset in a file": ("train --config preset.toml", 'preset.toml: unknown preset "transformer-tini"'),
+        "wrong syntax in a file": (
+            "train --config syntax.toml",
+            "syntax.toml: not valid TOML: Invalid value (at line 1",
+        ),
+        "no such file of options": ("train --config none.toml", "none.toml: no such file; expected a TOML file"),
+        "no such text": (
+            f"train --output new {text.replace('long', 'none', 1)}",
+            "none: no such file; expected a text",
+        ),
+        "a typo in a norm": ("train --norm scalnorm", 'unknown norm "scalnorm" (did you mean "scalenorm"?)'),
+        "no output": (f"train {text}", "train needs --output DIR"),
+        "no text": ("train --output new", "train_target is missing: give a text file"),
+        "no source": ("train --output new --train-target long", "train_source is missing: an encoder-decoder model"),
+        "no held-out text": (f"train --output new {text.split(' --valid')[0]} --no-bpe", "valid_target is missing"),
+        "no way to cut words": (f"train --output new {text[:-9]}", "how is text cut into pieces? Give one of"),
+        "no run to resume": (f"train --output new --resume {text}", "new holds no run to resume: leave out --resume"),
+        "a run is there": (f"train --output run {text}", "run already holds a run: --resume continues it, --overwrite"),
+        "no such run": ("translate --model none --input short", "none holds no model: expected the output folder of a"),
+        "a wrong checkpoint": (
+            "translate --model run --checkpoint bset --input short",
+            'there is no checkpoint "bset"; run/checkpoints has best, update-00000010',
+        ),
+        "no such update": ("generate --model run --checkpoint 20 --prompt a", 'there is no checkpoint "20"; run/check'),
+        "no such input": ("translate --model run --input none", "none: no such file; expected a text file in UTF-8"),
+        "no such reference": ("evaluate --hypothesis short --reference none", "none: no such file; expected a text"),
+        "no folder for the output": (
+            "translate --model run --input short --output no/out",
+            "no/out: there is no folder",
+        ),
+        "a wrong search": ("translate --model run --input short --beam 0", "beam must be at least 1; got 0"),
+        "a senseless search": ("translate --model run --input short --alpha 1e6", "alpha must lie between -10 and 10"),
+        "no model to export": ("export --model none --output new", "none holds no model: expected the output folder"),
+        "nothing to average": ("average --model none --last 2", "none holds no model: expected the output folder"),
+        "no such .pt": ("convert --from none.pt --to new", "none.pt: no such file; expected a checkpoint of fairseq"),
+        "a folder that is there": ("convert --from none.pt --to run", "run exists already; give a new folder"),
+        "no log": ("plot none", "none: no log.jsonl there; expected the --output folder of a run"),
+        "a closed output": ("evaluate --hypothesis short --reference short >&-", "standard output is closed; open it"),
+    }
+
+
+NAMES = list(mistakes(Path(tempfile.mkdtemp())))
+
+
+@pytest.mark.parametrize("what", NAMES)
+def test_a_mistake_is_answered_at_once(tmp_path, what):
+    words, said = mistakes(tmp_path)[what]
+    (tmp_path / "main.py").write_text(
+        "import sys\nfrom normformer_rs.cli import main\ncode = main(sys.argv[1:])\n"
+        "print([name for name in ('torch', 'normformer_rs._core') if name in sys.modules], file=sys.stderr)\n"
+        "sys.exit(code)"
+    )
+    done = subprocess.run(
+        ["bash", "-c", f"{sys.executable} main.py {words}"], cwd=tmp_path, capture_output=True, text=True
+    )
+    first, *more, imported = done.stderr.splitlines()
+    assert first.startswith(f"normformer-rs: error: {said}"), done.stderr
+    assert (done.returncode, imported, done.stdout) == (2, "[]", "") and len(more) <= 1
+    assert not (tmp_path / "new").exists()
+
+
+def test_uneven_texts_are_one_line(tmp_path, monkeypatch, capsys):
+    mistakes(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    text = "--train-source short --train-target long --valid-source short --valid-target long --no-bpe"
+    assert cli.main(["train", "--output", "new", *text.split()]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("normformer-rs: error: short has 2 lines and long has 3")
 
 
 def test_a_wrong_value_names_the_closest_before_all(capsys):

@@ -297,6 +297,38 @@ def test_hydra_twins_are_their_architectures(fairseq):
         assert {key: node[key] for key in vars(flags)} == vars(flags), name
 
 
+@pytest.mark.parametrize(
+    "arch, given, expected",
+    [
+        ("tiny", "--encoder-embed-dim 64", {"embed_dim": 64, "ffn_embed_dim": 256, "layers": 4, "attention_heads": 4}),
+        ("tiny", "--encoder-ffn-embed-dim 96", {"embed_dim": 128, "ffn_embed_dim": 96, "layers": 4}),
+        ("tiny", "--encoder-layers 2", {"layers": 4}),  # as in fairseq, these do not follow
+        ("iwslt_de_en", "--encoder-embed-dim 64", {"embed_dim": 64, "ffn_embed_dim": 1024, "attention_heads": 4}),
+        ("wmt_en_de", "--encoder-ffn-embed-dim 96", {"embed_dim": 512, "ffn_embed_dim": 96}),
+        ("wmt_en_de_big", "--encoder-embed-dim 64", {"embed_dim": 64, "ffn_embed_dim": 4096}),
+        ("wmt_en_de_big", "", {"embed_dim": 1024, "ffn_embed_dim": 4096, "attention_heads": 16}),
+    ],
+)
+def test_the_decoder_follows_the_encoder(fairseq, arch, given, expected):
+    """From the command line's flags, and from hydra's."""
+    from fairseq import options
+    from fairseq.dataclass.utils import convert_namespace_to_omegaconf
+    from hydra.core.config_store import ConfigStore
+    from omegaconf import OmegaConf
+
+    from normformer_rs.fairseq_plugin.options import plain
+
+    parser = options.get_training_parser()
+    words = ["DATA", "--arch", f"nfrs_transformer_{arch}", *given.split()]
+    node = OmegaConf.create(ConfigStore.instance().load(f"model/nfrs_transformer_{arch}.yaml").node)
+    for flag, value in zip(given.split()[::2], given.split()[1::2]):
+        node[flag[2:].replace("-", "_")] = int(value)
+    parsed = convert_namespace_to_omegaconf(options.parse_args_and_arch(parser, words)).model
+    for flags in (parsed, node):
+        made = vars(plain(flags))
+        assert {name: made[f"decoder_{name}"] for name in expected} == expected
+
+
 def test_language_model(fairseq, tmp_path):
     from fairseq import options
     from fairseq_cli import preprocess

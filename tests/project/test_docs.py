@@ -16,7 +16,7 @@ import pytest
 import normformer_rs
 from normformer_rs import cli
 from normformer_rs._optional import available
-from normformer_rs.commands.train import trainer_of
+from normformer_rs.commands.train import plan_of
 
 ROOT = Path(__file__).parents[2]
 # the last two need packages that the wheel does without
@@ -87,8 +87,8 @@ def test_files_of_options_of_the_pages(page, code, output, tmp_path):
     for text in (code, re.sub(r"(?m)^# (?=\w+ = )", "", code)):
         path = tmp_path / "options.toml"
         path.write_text(text)
-        trainer, folder = trainer_of(cli._parser().parse_args(["train", "--config", str(path)]))
-        assert trainer.training.updates > 0 and folder
+        plan = plan_of(cli._parser().parse_args(["train", "--config", str(path)]))
+        assert plan.training.updates > 0 and plan.output
 
 
 def test_every_entry_of_the_tables_is_documented():

@@ -90,7 +90,7 @@ def test_somebody_elses_files_are_not_written_over(tmp_path, corpus):
     checkpoint.parent.mkdir(parents=True)
     checkpoint.write_text("fairseq's")
     config.write_text("{}")
-    with pytest.raises(ValueError, match="holds config.json, which no run wrote"):
+    with pytest.raises(ValueError, match=r"holds config\.json, which no run wrote"):
         fit(tmp_path / "theirs", corpus, overwrite=True)
     config.unlink()
     for _ in range(2):

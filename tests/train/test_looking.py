@@ -1,6 +1,7 @@
 """Looking at runs: pictures, tables in notebooks, callbacks."""
 
 import json
+import os
 import re
 import sys
 from pathlib import Path
@@ -28,6 +29,127 @@ def written(folder: Path, updates=40, bleu=True, evaluations=True, scale=1.0) ->
             events.append({"event": "evaluated", "update": u, "epoch": 1, **values})
     (folder / "log.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
     return folder
+
+
+UPDATED = {"event": "updated", "update": 21, "epoch": 1, "loss": 1.0, "nll": 1.0, "lr": 0.1, "grad_norm": 1.0}
+DAMAGES = {
+    "half a line": b'{"event": "updated", "upd',
+    "invalid UTF-8": b'{"event": "updated", "update": 21, "note": "\xff"}',
+    "binary": bytes(range(1, 10)) + bytes(range(128, 256)),
+    "zeros, as a crash leaves them": bytes(4096),
+    "a blank line": b"",
+    "white space": b" \t ",
+    "no object": b"[1, 2]",
+    "a number": b"17",
+    "null": b"null",
+    "no event": b'{"update": 21}',
+    "an event that is no word": b'{"event": 3, "update": 21}',
+    "no update": json.dumps({**UPDATED, "update": None}).encode(),
+    "no update of an evaluation": b'{"event": "evaluated", "epoch": 1}',
+    "a negative update": json.dumps({**UPDATED, "update": -1}).encode(),
+    "a fractional update": json.dumps({**UPDATED, "update": 2.5}).encode(),
+    "an update of 64 bits": json.dumps({**UPDATED, "update": 2**63}).encode(),
+    "a long number": b'{"event": "updated", "update": ' + b"9" * 5000 + b"}",
+    "a huge integer": json.dumps({**UPDATED, "loss": 10**400}).encode(),
+    "infinity": json.dumps({**UPDATED, "loss": float("inf")}).encode(),
+    "NaN": json.dumps({**UPDATED, "loss": float("nan")}).encode(),
+    "1e999": json.dumps({**UPDATED, "loss": 0}).replace(": 0,", ": 1e999,").encode(),
+    "text for a number": json.dumps({**UPDATED, "lr": "0.1"}).encode(),
+    "true for a number": json.dumps({**UPDATED, "grad_norm": True}).encode(),
+    "a list for a number": json.dumps({**UPDATED, "seconds": [1]}).encode(),
+    "a word for best": b'{"event": "evaluated", "update": 20, "epoch": 1, "best": "yes"}',
+    "layers that are none": json.dumps({**UPDATED, "layers": 3}).encode(),
+    "layers without numbers": json.dumps({**UPDATED, "layers": {"gradients": {"a": "b"}}}).encode(),
+    "a layer's list": json.dumps({**UPDATED, "layers": {"gains": [1]}}).encode(),
+    "a lone surrogate": json.dumps({**UPDATED, "layers": {"gains": {"\ud800": 1.0}}}).encode(),
+    "deep": b'{"event": "updated", "update": 21, "x": ' + b"[" * 100_000,
+    "a start that is none": b'{"event": "started", "update": "last"}',
+    "two lines in one": json.dumps(UPDATED).encode() * 2,
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_line_is_left_out(tmp_path, caplog, damage):
+    run = written(tmp_path / "run")
+    whole = nfrs.History.read(run)
+    lines = (run / "log.jsonl").read_bytes().removesuffix(b"\n").split(b"\n")
+    for at in (5, 21):
+        lines.insert(at - 1, DAMAGES[damage])
+    (run / "log.jsonl").write_bytes(b"\n".join(lines) + b"\n")
+    found = nfrs.History.read(run)
+    for part, expected in ((found, whole), (found.evaluations, whole.evaluations)):
+        for name, values in vars(expected).items():
+            if isinstance(values, np.ndarray):
+                np.testing.assert_array_equal(getattr(part, name), values, name)
+    (warning,) = caplog.messages
+    assert f"2 of {len(lines)} lines are damaged or incomplete, and left out; the first is line 5" in warning
+
+
+def test_a_damaged_log_is_drawn(tmp_path, capsys):
+    pytest.importorskip("matplotlib")
+    run = written(tmp_path / "run")
+    with (run / "log.jsonl").open("ab") as log:
+        log.write(b"\n".join(DAMAGES.values()))
+    assert cli.main(["plot", str(run)]) == 0
+    captured = capsys.readouterr()
+    assert captured.out.splitlines() == [str(run / "curves.png")]
+    assert captured.err.count("\n") == 1 and captured.err.startswith("warning: ") and "first is line 46" in captured.err
+
+
+def test_every_line_may_be_damaged(tmp_path, caplog):
+    run = written(tmp_path / "run", updates=0)
+    (run / "log.jsonl").write_bytes(b"\n".join(DAMAGES.values()))
+    history = nfrs.History.read(run)
+    assert len(history.update) == 0 and history.best is None and history.parameters == 0
+    assert len(caplog.messages) == 1
+    with pytest.raises(nfrs.InputError, match="has made no update yet"):
+        history.plot()
+
+
+def test_a_whole_log_is_no_damage(tmp_path, caplog):
+    run = written(tmp_path / "run")
+    with (run / "log.jsonl").open("a") as log:
+        log.write('{"event": "message", "level": "info", "text": "\\u00e4 \\ud83d\\ude00"}\n')  # a pair is a letter
+    assert len(nfrs.History.read(run).update) == 40 and caplog.messages == []
+    (run / "log.jsonl").write_text("")
+    assert len(nfrs.History.read(run).update) == 0 and caplog.messages == []
+
+
+def test_cut_anywhere_a_log_is_read(tmp_path, caplog):
+    run = written(tmp_path / "run", updates=3)
+    whole = (run / "log.jsonl").read_bytes()
+    for length in range(len(whole)):
+        (run / "log.jsonl").write_bytes(whole[:length])
+        assert len(nfrs.History.read(run).update) <= 3
+    generator = np.random.default_rng(1)
+    for _ in range(300):  # and with any byte changed
+        damaged = bytearray(whole)
+        damaged[generator.integers(len(whole))] = generator.integers(256)
+        (run / "log.jsonl").write_bytes(damaged)
+        assert len(nfrs.History.read(run).update) <= 3
+
+
+def test_a_log_that_is_no_file_is_refused(tmp_path):
+    os.mkfifo(tmp_path / "log.jsonl")
+    with pytest.raises(nfrs.InputError, match=r"log\.jsonl: .*expected a regular file"):
+        nfrs.History.read(tmp_path)
+    with pytest.raises(nfrs.InputError, match=r"no log\.jsonl there"):
+        nfrs.plot(tmp_path)
+
+
+NUMBERS = ("loss", "nll", "lr", "grad_norm", "tokens_per_second", "perplexity", "bleu", "seconds")
+
+
+@pytest.mark.parametrize("value", [None, 0.0, -1.0, 3e38])
+@pytest.mark.parametrize("names", [NUMBERS, ("lr", "grad_norm", "bleu")], ids=["all", "some"])
+def test_odd_numbers_are_drawn(tmp_path, value, names):
+    run = written(tmp_path / "run")
+    events = [json.loads(line) for line in (run / "log.jsonl").read_text().splitlines()]
+    events = [{name: value if name in names else old for name, old in event.items()} for event in events]
+    (run / "log.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
+    pytest.importorskip("matplotlib")
+    history = nfrs.History.read(run)
+    assert history.plot().stat().st_size > 1000
 
 
 def panels(*runs, names=None):
@@ -173,6 +295,18 @@ def test_callbacks_hear_what_the_log_has(trainer, tmp_path):
     assert [name for name, _ in heard].count("updated") == 4 and [name for name, _ in heard].count("evaluated") >= 2
     for (_, values), event in zip(heard, logged):
         assert values.items() <= event.items()
+
+
+def test_a_damaged_log_ends_no_training(trainer, tmp_path, caplog):
+    trainer.fit(tmp_path / "run", progress=False, curves=False)
+    with (tmp_path / "run" / "log.jsonl").open("ab") as log:
+        log.write(b"\n".join(DAMAGES[name] for name in ("invalid UTF-8", "no update", "no object")) + b"\n")
+    trainer.training = trainer.training.replace(updates=6)
+    caplog.clear()
+    history = trainer.fit(tmp_path / "run", progress=False, curves=False, resume=True)
+    assert list(history.update) == [1, 2, 3, 4, 5, 6]
+    (warning,) = [message for message in caplog.messages if "damaged" in message]
+    assert warning.split(": ", 1)[1].startswith("3 of ")
 
 
 def test_what_a_callback_raises_comes_back(trainer, tmp_path):

@@ -316,3 +316,16 @@ def test_cells_of_a_table(tmp_path):
         assert lines == [["a|b", "trains; 1.2", "", "A|B"], ["c", "", "diverged", "C"]]
         assert read.series == {"gradients": {("a|b", "0.1"): [1.0, 2.5], ("c", "0.2"): [1.0, 2.5]}}
     assert tables.markdown(head, lines).splitlines()[2] == "| a\\|b | trains; 1.2 |  | A\\|B |"
+
+
+def test_a_damaged_log_is_judged_without_its_damage(tmp_path, caplog):
+    started = {"event": "started", "update": 0, "unigram_entropy": 4.0}
+    update = {"event": "updated", "update": 1, "nll": 2.0, "grad_norm": 1.5, "seconds": 1.0}
+    lines = [json.dumps(started).encode(), b"\xff", json.dumps(update).encode(), b"[]"]
+    (tmp_path / "log.jsonl").write_bytes(b"\n".join(lines))
+    found = judge(tmp_path, has_ended=True)
+    assert (found["updates"], found["train_nll"], found["unigram_entropy"]) == (1, 2.0, 4.0)
+    assert len(caplog.messages) == 1
+    (tmp_path / "log.jsonl").write_bytes(b"\n".join(lines[1:]))
+    with pytest.raises(nfrs.InputError, match="the line of the run's start is damaged: remove"):
+        judge(tmp_path, has_ended=True)

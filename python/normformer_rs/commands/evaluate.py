@@ -4,6 +4,7 @@ import argparse
 from typing import Any
 
 from .. import text
+from ..beforehand import check_model
 from ..errors import InputError
 from ..options import add_model
 from . import Command
@@ -37,21 +38,14 @@ def parser() -> Command:
 def _run(args: argparse.Namespace) -> None:
     if args.hypothesis is None and args.model is None:
         raise InputError("evaluate needs --hypothesis FILE (for BLEU), --model DIR (for perplexity), or both")
+    text.check_writable(text.STANDARD)
+    if args.model is not None:
+        check_model(args.model, args.checkpoint)
+        for path in (args.source, args.reference):
+            if path is not None:
+                text.check_readable(path)
     if args.hypothesis is not None:
-        from .. import _core, scores
-
-        def words(path: str) -> list[str]:
-            lines = text.read_lines(path)
-            return [_core.join_line(line) for line in lines] if args.no_bpe else lines
-
-        baseline = None if args.baseline is None else words(args.baseline)
-        lines = words(args.hypothesis), words(args.reference)
-        options = {"tokenize": args.tokenize, "lowercase": args.lowercase, "split_compounds": args.split_compounds}
-        found = scores.score(*lines, baseline, **options)
-        print(f"sacreBLEU:  {found.sacrebleu}")
-        print(f"multi-bleu: {found.multi_bleu}")
-        if found.comparison is not None:
-            print(f"bootstrap:  {found.comparison}")
+        _score(args)
     if args.model is not None:
         options = {"checkpoint": args.checkpoint, "precision": args.precision, "device": args.device}
         if args.window is not None or args.stride is not None:
@@ -64,6 +58,23 @@ def _run(args: argparse.Namespace) -> None:
             f"perplexity: {measured.perplexity:.3f} (nll {measured.nll:.4f}, smoothed loss {measured.loss:.4f} nats "
             f"per token, {measured.tokens:,} tokens)"
         )
+
+
+def _score(args: argparse.Namespace) -> None:
+    texts = [None if path is None else text.read_lines(path)
+             for path in (args.hypothesis, args.reference, args.baseline)]  # fmt: skip
+    from .. import _core, scores
+
+    if args.no_bpe:
+        texts = [None if lines is None else [_core.join_line(line) for line in lines] for lines in texts]
+    hypotheses, references, baseline = texts
+    assert hypotheses is not None and references is not None
+    options = {"tokenize": args.tokenize, "lowercase": args.lowercase, "split_compounds": args.split_compounds}
+    found = scores.score(hypotheses, references, baseline, **options)
+    print(f"sacreBLEU:  {found.sacrebleu}")
+    print(f"multi-bleu: {found.multi_bleu}")
+    if found.comparison is not None:
+        print(f"bootstrap:  {found.comparison}")
 
 
 def _run_windows(args: argparse.Namespace, options: dict[str, Any]) -> None:

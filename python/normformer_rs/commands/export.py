@@ -2,6 +2,7 @@
 
 import argparse
 
+from ..beforehand import check_model
 from ..progress import write
 from . import Command
 
@@ -17,6 +18,7 @@ def parser() -> Command:
 
 
 def _run(args: argparse.Namespace) -> None:
+    check_model(args.model, args.checkpoint)
     from ..huggingface import to_huggingface
 
     name = to_huggingface(args.model, args.output, checkpoint=args.checkpoint)

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from .. import text
 from ..config import unknown
 from ..errors import InputError
 from ..options import HELP, UsageError
@@ -28,6 +29,7 @@ def parser() -> Command:
 
 def _run(args: argparse.Namespace) -> None:
     check(args.command, args.arguments)
+    text.check_writable(text.STANDARD)  # fairseq prints there, and logs there while it trains
     sys.argv = [f"{PROG} fairseq", args.command, *args.arguments]
     # Like `python -m`, so that workers that fairseq spawns find the same main module and its patches.
     try:
@@ -90,6 +92,7 @@ def check(command: str, arguments: Sequence[str]) -> None:
 
 def user_dir_parser() -> Command:
     def run(_: argparse.Namespace) -> None:
+        text.check_writable(text.STANDARD)
         print(Path(__file__).parents[1] / "fairseq_plugin")
 
     return "Print the folder for the --user-dir of fairseq's own commands (Python 3.10).", run, lambda _: None

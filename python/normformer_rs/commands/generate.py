@@ -1,11 +1,11 @@
 """`normformer-rs generate`: a language model continues prompts, and its text is shown as it comes."""
 
 import argparse
-import sys
 import time
 from collections.abc import Sequence
 
 from .. import text
+from ..beforehand import check_model
 from ..config import GenerationConfig
 from ..errors import InputError
 from ..options import add_flags, add_model, given
@@ -38,6 +38,7 @@ def _run(args: argparse.Namespace) -> None:
         raise InputError(f"max_tokens must lie in [1, 2147483648); got {args.max_tokens}")
     text.check_writable(args.output)
     generation = GenerationConfig(**given(args, GenerationConfig))
+    check_model(args.model, args.checkpoint)
     prompts = args.prompt or text.read_lines(args.input)
     from ..generation import generate
 
@@ -95,5 +96,4 @@ class Live:
     def _show(self, shown: str) -> None:
         if shown:
             self._is_open = not shown.endswith("\n")
-            sys.stdout.buffer.write(shown.encode("utf-8"))
-            sys.stdout.buffer.flush()
+            text.write_out(shown.encode("utf-8"))

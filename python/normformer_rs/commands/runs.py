@@ -3,6 +3,8 @@
 import argparse
 from pathlib import Path
 
+from .. import text
+from ..beforehand import check_average, check_model
 from ..errors import InputError
 from ..progress import write
 from . import Command
@@ -19,6 +21,8 @@ def average_parser() -> Command:
 
 
 def _average(args: argparse.Namespace) -> None:
+    text.check_writable(text.STANDARD)
+    check_average(args.model, args.last, args.updates)
     from ..translation import average
 
     print(average(args.model, last=args.last, updates=args.updates))
@@ -35,6 +39,7 @@ def plot_parser() -> Command:
 
 
 def _plot(args: argparse.Namespace) -> None:
+    text.check_writable(text.STANDARD)
     from ..curves import plot
 
     alone = Path(args.runs[0]) / "curves.png" if len(args.runs) == 1 else "curves.png"
@@ -55,6 +60,12 @@ def convert_parser() -> Command:
 def _convert(args: argparse.Namespace) -> None:
     if args.origin.endswith(".pt") == args.to.endswith(".pt"):
         raise InputError(f"one of --from and --to must be a .pt of fairseq; got {args.origin} and {args.to}")
+    if Path(args.to).exists():
+        raise InputError(f"{args.to} exists already; give a new {'file' if args.to.endswith('.pt') else 'folder'}")
+    if args.to.endswith(".pt"):
+        check_model(args.origin, args.checkpoint)
+    elif not Path(args.origin).is_file():
+        raise InputError(f"{args.origin}: no such file; expected a checkpoint of fairseq")
     from .. import convert
 
     if args.origin.endswith(".pt"):

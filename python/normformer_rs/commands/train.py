@@ -1,19 +1,19 @@
 """`normformer-rs train` and `normformer-rs demo`: both train a model."""
 
 import argparse
+import logging
 import os
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple
 
-from .. import demo
+from .. import demo, text
+from ..beforehand import check_data, check_output, warnings_of
 from ..config import DataConfig, TrainingConfig, TransformerConfig, split
 from ..errors import InputError
 from ..options import add_flags, given, layered, read_run, read_toml
 from ..presets import PRESETS
 from ..progress import duration, write
 from . import PROG, Command
-
-if TYPE_CHECKING:
-    from ..training import Trainer
 
 _COMMON = (
     *("train_source", "train_target", "valid_source", "valid_target", "bpe_operations"),
@@ -52,35 +52,69 @@ def parser() -> Command:
     return "Train a model.", _run, add
 
 
+class Plan(NamedTuple):
+    """What a command line asks for."""
+
+    model: TransformerConfig
+    training: TrainingConfig
+    data: DataConfig
+    output: str | None
+    chosen: set[str]
+    """The options that command line, file and preset name."""
+
+
 def _run(args: argparse.Namespace) -> None:
-    trainer, output = trainer_of(args)
+    plan = plan_of(args)
     if args.dry_run:
+        text.check_writable(text.STANDARD)
+    elif plan.output is None:
+        raise InputError("train needs --output DIR, the folder that the run is written to")
+    check_data(plan.model, plan.data)
+    from ..training import Trainer
+
+    trainer = Trainer(plan.model, plan.training, plan.data)
+
+    def warn(event: str, values: Mapping[str, Any]) -> None:
+        if event == "started":
+            _warn(warnings_of(plan.model, plan.training, values["parameters"], plan.chosen))
+
+    if args.dry_run or plan.output is None:
         needs = trainer.dry_run()
+        _warn(warnings_of(plan.model, plan.training, needs.parameters, plan.chosen))
         print(f"parameters: {needs.parameters:,} ({_size(needs.parameter_bytes)})")
         print(f"vocabulary: {needs.vocabulary:,} types")
         print(f"memory to train: about {_size(needs.training_bytes)}")
         return
-    if output is None:
-        raise InputError("train needs --output DIR, the folder that the run is written to")
     how = {"resume": args.resume, "from_checkpoint": args.from_checkpoint, "overwrite": args.overwrite}
-    history = trainer.fit(output, **how, progress=not args.no_progress)
-    if os.environ.get("RANK", "0") != "0":  # under torchrun, only the first process reports
+    history = trainer.fit(plan.output, **how, progress=not args.no_progress, callbacks=[warn])
+    if not _is_first():
         return
     write(f"trained {len(history.update):,} updates in {duration(history.seconds[-1] if len(history.seconds) else 0)}")
     best = history.best
     if best is not None:
         write(f"best: update {history.evaluations.update[best]}, perplexity {history.evaluations.perplexity[best]:.2f}")
     if trainer.model.architecture == "decoder-only":
-        write(f"perplexity: {PROG} evaluate --model {output} --reference FILE")
-        write(f'continue a text: {PROG} generate --model {output} --prompt "…"')
+        write(f"perplexity: {PROG} evaluate --model {plan.output} --reference FILE")
+        write(f'continue a text: {PROG} generate --model {plan.output} --prompt "…"')
     else:
-        write(f"translate: {PROG} translate --model {output} --input FILE --output FILE")
+        write(f"translate: {PROG} translate --model {plan.output} --input FILE --output FILE")
 
 
-def trainer_of(args: argparse.Namespace) -> "tuple[Trainer, str | None]":
-    """The trainer and the output folder of a command line: flags override --config's file, which overrides the preset.
+def _is_first() -> bool:
+    """Under torchrun, only the first process checks the folder and reports."""
+    return os.environ.get("RANK", "0") == "0"
+
+
+def _warn(sentences: Iterable[str]) -> None:
+    for sentence in sentences:
+        logging.getLogger("normformer_rs").warning(sentence)
+
+
+def plan_of(args: argparse.Namespace) -> Plan:
+    """The options of a command line: flags override --config's file, which overrides the preset.
 
     With --resume the options of the run itself come between preset and file.
+    Errors: InputError for wrong options, and for a folder that cannot be the output.
     """
     kinds = (TransformerConfig, TrainingConfig, DataConfig)
     known = {field.name for kind in kinds for field in kind.FIELDS} | _COMMAND
@@ -89,6 +123,8 @@ def trainer_of(args: argparse.Namespace) -> "tuple[Trainer, str | None]":
     output = flags.get("output", file.get("output"))
     if not isinstance(output, str | None) or output == "":
         raise InputError(f"output must be a folder's path; got {output!r}")
+    if output and not args.dry_run and _is_first():  # another process may come here when the first has begun the run
+        check_output(output, args.resume, args.from_checkpoint, args.overwrite)
     run: dict[str, Any] = {}
     if output and args.resume:
         from .. import _core
@@ -96,11 +132,10 @@ def trainer_of(args: argparse.Namespace) -> "tuple[Trainer, str | None]":
         _core.check_run(output)
         run = read_run(output, sorted(known))
     options = layered(flags.get("preset", file.get("preset")), run, file, flags)
+    chosen = {*options, *flags, *file}
     options = {name: value for name, value in options.items() if name not in _COMMAND}
     model, training, data = split(options, *kinds)
-    from ..training import Trainer
-
-    return Trainer(TransformerConfig(**model), TrainingConfig(**training), DataConfig(**data)), output
+    return Plan(TransformerConfig(**model), TrainingConfig(**training), DataConfig(**data), output, chosen)
 
 
 def _size(count: float) -> str:
@@ -121,4 +156,5 @@ def demo_parser() -> Command:
 
 
 def _run_demo(args: argparse.Namespace) -> None:
+    text.check_writable(text.STANDARD)
     demo.run(args.output, updates=args.updates, progress=not args.no_progress)

@@ -4,6 +4,7 @@ import argparse
 import time
 
 from .. import text
+from ..beforehand import check_model
 from ..config import SearchConfig
 from ..errors import InputError
 from ..options import add_flags, add_model, given
@@ -27,7 +28,7 @@ def parser() -> Command:
         )
         add_flags(parser.add_argument_group("search"), SearchConfig.FIELDS)
 
-    return "Translate a text, line by line.", _run, add
+    return "Translate a text, line by line; an empty line for an empty line.", _run, add
 
 
 def _run(args: argparse.Namespace) -> None:
@@ -35,12 +36,12 @@ def _run(args: argparse.Namespace) -> None:
         raise InputError(f"max_tokens must lie in [1, 2147483648); got {args.max_tokens}")
     text.check_writable(args.output)
     search = SearchConfig(**given(args, SearchConfig))
+    check_model(args.model, args.checkpoint)
+    sentences = text.read_lines(args.input) if args.data_bin is None else []
     from ..translation import Binarised, translate
 
-    lines: list[str] | Binarised
-    if args.data_bin is None:
-        lines = text.read_lines(args.input)
-    else:
+    lines: list[str] | Binarised = sentences
+    if args.data_bin is not None:
         lines = Binarised(args.data_bin, args.split, args.source_lang, args.target_lang)
     start = time.monotonic()
     options = {"checkpoint": args.checkpoint, "precision": args.precision, "device": args.device}

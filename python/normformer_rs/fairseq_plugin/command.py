@@ -11,6 +11,7 @@ import sys
 from normformer_rs.commands.fairseq import check
 from normformer_rs.errors import InputError
 from normformer_rs.options import HELP, UsageError
+from normformer_rs.text import escaped
 
 
 class _PrintLater:
@@ -43,7 +44,7 @@ def main() -> int:
         refusal = _refusal(error)
         if refusal is None:
             raise
-        print(f"normformer-rs fairseq: error: {refusal}", file=sys.stderr)
+        print(f"normformer-rs fairseq: error: {escaped(str(refusal))}", file=sys.stderr)
         if isinstance(refusal, UsageError):
             print(refusal.where, file=sys.stderr)
         return 2

@@ -34,7 +34,7 @@ from normformer_rs.nn.parts import NormAt
 from normformer_rs.nn.place import OWN
 from normformer_rs.nn.stacks import Stack
 
-from .options import DROPOUTS, SHAPES, LanguageModelOptions, TranslationOptions, plain, shape
+from .options import SHAPES, LanguageModelOptions, TranslationOptions, defaults, plain, shape
 from .packed import Packed, RowAttention, Rows, Sight, Step, Watched
 
 
@@ -477,12 +477,8 @@ def _register_shape(name: str) -> None:
         shape(name, given)
 
     node = TranslationOptions()
-    for field in ("encoder_embed_dim", "encoder_ffn_embed_dim", "encoder_layers", "encoder_attention_heads"):
-        setattr(node, field, SHAPES[name].get(field.removeprefix("encoder_"), getattr(node, field)))
-    for key, value in SHAPES[name].items():
-        setattr(node, f"decoder_{key}", value)
-    for field, rate in DROPOUTS.get(name, {}).items():
-        setattr(node, field, rate)
+    for field, value in defaults(name).items():
+        setattr(node, field, value)
     node._name = name
     ConfigStore.instance().store(name=name, group="model", node=node, provider="normformer_rs")
 

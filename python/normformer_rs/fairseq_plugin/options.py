@@ -24,6 +24,10 @@ SHAPES: dict[str, dict[str, Any]] = {
     "nfrs_transformer_wmt_en_de_big": {"embed_dim": 1024, "ffn_embed_dim": 4096, "attention_heads": 16},
 }
 """The defaults of --encoder-… and --decoder-… flags."""
+FOLLOWING: dict[str, tuple[str, ...]] = dict.fromkeys(SHAPES, ("embed_dim",))
+FOLLOWING["nfrs_transformer_tiny"] += ("ffn_embed_dim",)
+"""Sizes of the decoder that are the encoder's where they are not given. Both have one width. The feed-forward's follows
+in tiny, as in fairseq's; in the others fairseq gives the decoder its own, or it has no value here."""
 DROPOUTS: dict[str, dict[str, float]] = {"nfrs_transformer_wmt_en_de_big": {"dropout": 0.3, "attention_dropout": 0.1}}
 
 
@@ -91,18 +95,18 @@ TranslationOptions = _dataclass("TranslationOptions", "Flags of nfrs_transformer
 LanguageModelOptions = _dataclass("LanguageModelOptions", "Flags of nfrs_transformer_lm.", FairseqLanguageModelConfig)
 
 
+def defaults(name: str) -> dict[str, Any]:
+    """The values of the named architecture's flags, but for sizes of the decoder that are the encoder's."""
+    sizes = {f"{stack}_{key}": value for stack in ("encoder", "decoder") for key, value in SHAPES[name].items()
+             if stack == "encoder" or key not in FOLLOWING[name]}  # fmt: skip
+    return sizes | DROPOUTS.get(name, {})
+
+
 def shape(name: str, given: Any) -> None:
-    """Gives missing flags the values of the named architecture."""
-    for stack in ("encoder", "decoder"):
-        for key, value in SHAPES[name].items():
-            _set_default(given, f"{stack}_{key}", value)
-    for key, value in DROPOUTS.get(name, {}).items():
-        _set_default(given, key, value)
-
-
-def _set_default(given: Any, name: str, value: Any) -> None:
-    if getattr(given, name, None) is None:
-        setattr(given, name, value)
+    """Gives missing flags the values of the named architecture; `plain` gives the decoder the sizes that it lacks."""
+    for flag, value in defaults(name).items():
+        if getattr(given, flag, None) is None:
+            setattr(given, flag, value)
 
 
 def plain(options: Any) -> argparse.Namespace:

@@ -3,6 +3,7 @@
 import argparse
 from pathlib import Path
 
+from .. import text
 from ..commands import Command
 from . import REPRODUCTIONS, SCALES
 
@@ -31,6 +32,7 @@ def parser() -> Command:
 
 
 def _run(args: argparse.Namespace) -> None:
+    text.check_writable(text.STANDARD)
     from . import command
 
     command.run(

@@ -23,8 +23,7 @@ class Results:
         table = self.path(".csv")
         self.rows: list[dict[str, str]] = []
         if table.exists():
-            with table.open(newline="", encoding="utf-8") as file:
-                self.rows = list(csv.DictReader(file))
+            self.rows = list(csv.DictReader(text.read_lines(str(table))))
         width = len(self.wanted[0].key)
         self.series = {path.stem.removeprefix(f"{self.stem}-"): read_series(path, width)
                        for path in sorted(folder.glob(f"{self.stem}-*.csv"))}  # fmt: skip
@@ -55,8 +54,8 @@ class Results:
 
 def read_series(path: Path, width: int = 2) -> Series:
     """The numbers of each line by the `width` columns before them."""
-    with path.open(newline="", encoding="utf-8") as file:
-        return {tuple(line[:width]): [float(number) for number in line[width:]] for line in csv.reader(file)}
+    lines = csv.reader(text.read_lines(str(path)))
+    return {tuple(line[:width]): [float(number) for number in line[width:]] for line in lines}
 
 
 def _write(path: Path, lines: Iterable[Iterable[object]]) -> None:

@@ -12,8 +12,8 @@ import numpy as np
 
 from .. import _core, text
 from ..config import DataConfig, SearchConfig, TrainingConfig, TransformerConfig, split
-from ..errors import DivergedError, Interrupted
-from ..history import LOG, History
+from ..errors import DivergedError, InputError, Interrupted
+from ..history import LOG, History, read_events
 from ..progress import write
 from ..training import Trainer
 from ..translation import average, translate
@@ -80,7 +80,7 @@ class Runs:
             has_ended = self._train(row, output)
             verdict = {**judge(output, has_ended), "has_ended": has_ended}
             text.write_lines(str(output / VERDICT), [json.dumps(verdict)])
-        verdict = json.loads((output / VERDICT).read_text(encoding="utf-8"))
+        verdict = text.read_json(output / VERDICT, "remove it to judge the run again")
         has_ended = verdict.pop("has_ended")
         return Run(output, row, self.files(row.corpus), verdict, has_ended)
 
@@ -122,9 +122,12 @@ class Runs:
 
 def judge(output: Path, has_ended: bool) -> dict[str, Any]:
     """A run's losses in nats per token and its verdict, docs/spec.md's: diverged, trains or neither."""
-    log = map(json.loads, (output / LOG).read_text(encoding="utf-8").splitlines())
-    entropy = next(event for event in log if event["event"] == "started")["unigram_entropy"]
-    history = History.read(output)
+    events = read_events(output / LOG)
+    started = [event for event in events if event["event"] == "started"]
+    entropy = next((event["unigram_entropy"] for event in started if event.get("unigram_entropy")), None)
+    if entropy is None:
+        raise InputError(f"{output / LOG}: the line of the run's start is damaged: remove {output} to run again")
+    history = History.of(events, output)
     train = float(np.mean(history.nll[-_LAST:])) if len(history.nll) else math.nan
     valid = float(history.evaluations.nll[-1]) if len(history.evaluations.nll) else math.nan
     if not has_ended or not train < 0.95 * entropy:

@@ -1,0 +1,117 @@
+"""Checks of folders and files before torch is imported, which takes seconds; and a run's warnings.
+
+The core checks the same where it reads; what is refused here it refuses too.
+"""
+
+from collections.abc import Sequence
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+from .config import DataConfig, TrainingConfig, TransformerConfig
+from .errors import InputError
+from .options import RUN_CONFIG
+from .text import check_readable
+
+CHECKPOINTS = "checkpoints"
+_LINKS = ("best", "last")
+_SIZES = {"d_model", "d_ff", "heads", "encoder_layers", "decoder_layers"}
+_LARGE = 20_000_000
+"""Parameters from which on an update takes seconds on a CPU."""
+_PRESET = {"encoder-decoder": "transformer-tiny", "decoder-only": "llama-tiny"}
+_WARMING = ("inverse-sqrt", "val-decay", "constant")
+"""Schedules that warm up."""
+
+
+def check_run(folder: str | PathLike[str]) -> None:
+    """InputError where the folder holds no run."""
+    if not Path(folder, RUN_CONFIG).exists():
+        raise InputError(
+            f"{folder} holds no model: expected the output folder of a training run, with its {RUN_CONFIG}"
+        )
+
+
+def check_model(folder: str | PathLike[str], checkpoint: str = "best") -> None:
+    """InputError where the folder holds no run, or not that checkpoint."""
+    check_run(folder)
+    checkpoints = Path(folder, CHECKPOINTS)
+    there = sorted(path.name for path in checkpoints.iterdir()) if checkpoints.is_dir() else []
+    if checkpoint in there or (checkpoint in _LINKS and there):
+        return
+    if checkpoint.isdecimal() and any(name.startswith(f"update-{int(checkpoint):08}") for name in there):
+        return
+    raise InputError(f'there is no checkpoint "{checkpoint}"; {checkpoints} has {", ".join(there) or "no checkpoint"}')
+
+
+def check_average(folder: str | PathLike[str], last: int | None, updates: Sequence[int] | None) -> None:
+    """InputError for numbers that no checkpoint has, and where the folder holds no run."""
+    for name, number, least in (("last", last, 1), *(("updates", update, 0) for update in updates or ())):
+        if number is not None and not least <= number < 2**63:
+            raise InputError(f"{name} must be at least {least}, and below 2⁶³; got {number}")
+    check_run(folder)
+
+
+def check_output(output: str, resume: bool, from_checkpoint: str | None, overwrite: bool) -> None:
+    """InputError where the folder of a run cannot be its `output`: nothing to resume, or a run that would be lost."""
+    if resume and overwrite:
+        raise InputError("resume and overwrite exclude each other: go on with the run, or start again?")
+    if from_checkpoint is not None and not resume:
+        raise InputError(f"from_checkpoint = {from_checkpoint!r} is a checkpoint to resume from: give resume, too")
+    holds_run = Path(output, RUN_CONFIG).exists()
+    if resume and not holds_run:
+        raise InputError(f"{output} holds no run to resume: leave out --resume to start one")
+    if holds_run and not (resume or overwrite):
+        raise InputError(
+            f"{output} already holds a run: --resume continues it, --overwrite starts anew, or choose another output"
+        )
+
+
+def check_data(model: TransformerConfig, data: DataConfig) -> None:
+    """InputError for files that are missing, by name or on the disk, and where no way of cutting words is named."""
+    given: dict[str, Any] = data.asdict()
+    if given["data_bin"] is not None:
+        return
+    is_sided = model.architecture == "encoder-decoder"  # type: ignore[attr-defined]
+    for part in ("train", "valid"):
+        if not given[f"{part}_target"]:
+            raise InputError(f"{part}_target is missing: give a text file, one sentence a line")
+        if is_sided and given[f"{part}_source"] is None:
+            raise InputError(
+                f"{part}_source is missing: an encoder-decoder model needs source and target files (a language model "
+                'is architecture = "decoder-only")'
+            )
+    if given["bpe_operations"] is None and given["bpe_codes"] is None and not given["no_bpe"]:
+        raise InputError(
+            "how is text cut into pieces? Give one of bpe_operations (learn merges), bpe_codes (a file of merges), or "
+            "no_bpe (the text is split already)"
+        )
+    for name in ("train_source", "train_target", "valid_source", "valid_target", "bpe_codes"):
+        if given[name] is not None:
+            check_readable(given[name])
+
+
+def warnings_of(
+    model: TransformerConfig, training: TrainingConfig, parameters: int, chosen: set[str] | None = None
+) -> list[str]:
+    """Sentences about options that are valid, and that few runs want.
+
+    Args:
+        parameters: the model's number of them.
+        chosen: the names of the options that a user has given, "preset" among them; None: not known, and nothing is
+            said of a default size.
+    """
+    how, what = training.asdict(), model.asdict()
+    found = []
+    last = how["updates"] - how["count_from_zero"]  # as the schedule numbers it
+    if how["updates"] and how["schedule"] in _WARMING and last < how["warmup"]:
+        found.append(
+            f"the warm-up of {how['warmup']:,} updates is longer than the run of {how['updates']:,}: the learning rate "
+            "never reaches its peak; choose a smaller warmup, or more updates"
+        )
+    is_default = chosen is not None and not chosen & {"preset", *_SIZES}
+    if is_default and how["device"] == "cpu" and parameters > _LARGE:
+        found.append(
+            f"the default size has {parameters:,} parameters, which is slow on a CPU; a smaller one is "
+            f"--preset {_PRESET[what['architecture']]}"
+        )
+    return found

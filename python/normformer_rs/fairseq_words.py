@@ -1,0 +1,81 @@
+"""fairseq's words on this package's command line: the same option under another name, or the answer that names ours."""
+
+import re
+from collections.abc import Container
+
+SAME = {
+    "train": {
+        "--save-dir": "--output",
+        "--max-update": "--updates",
+        "--update-freq": "--accumulate",
+        "--warmup-updates": "--warmup",
+    },
+    "translate": {"--nbest": "--n-best"},
+}
+"""By command: taken as our option, whose meaning and values are equal."""
+OTHERS = {
+    "--arch": "--preset NAME (transformer is transformer-base, transformer_iwslt_de_en is transformer-small)",
+    "--max-epoch": "--epochs N --updates 0",
+    "--batch-size": "--max-tokens N, which counts padded tokens",
+    "--max-sentences": "--max-tokens N, which counts padded tokens",
+    "--lr-scheduler": "--schedule NAME (inverse_sqrt is inverse-sqrt)",
+    "--optimizer": "leave it out, Adam is the only one",
+    "--adam-betas": "--beta1 X --beta2 X",
+    "--fp16": "--precision bf16",
+    "--bf16": "--precision bf16",
+    "--restore-file": "--resume goes on with the run in --output, from --from-checkpoint NAME",
+    "--keep-last-epochs": "--keep N",
+    "--keep-interval-updates": "--keep N",
+    "--no-epoch-checkpoints": "--keep 1",
+    "--validate-interval-updates": "--evaluate-every N",
+    "--save-interval-updates": "--evaluate-every N",
+    "--eval-bleu": "--criterion bleu",
+    "--best-checkpoint-metric": "--criterion bleu or loss",
+    "--maximize-best-checkpoint-metric": "leave it out, --criterion says what is best",
+    "--share-all-embeddings": "--tie-embeddings all",
+    "--share-decoder-input-output-embed": "--tie-embeddings decoder",
+    "--encoder-embed-dim": "--d-model N",
+    "--decoder-embed-dim": "--d-model N",
+    "--encoder-ffn-embed-dim": "--d-ff N",
+    "--decoder-ffn-embed-dim": "--d-ff N",
+    "--encoder-attention-heads": "--heads N",
+    "--decoder-attention-heads": "--heads N",
+    "--encoder-normalize-before": "--residual prenorm",
+    "--decoder-normalize-before": "--residual prenorm",
+    "--encoder-learned-pos": "--positions learned",
+    "--decoder-learned-pos": "--positions learned",
+    "--max-source-positions": "--max-positions N",
+    "--max-target-positions": "--max-positions N",
+    "--skip-invalid-size-inputs-valid-test": "--skip-long",
+    "--stop-min-lr": "--min-lr X",
+    "--tokens-per-sample": "--segment-length N",
+    "--relu-dropout": "--activation-dropout X",
+    "--task": "leave it out, the model says what it is",
+    "--path": "--model DIR, a run's folder; `normformer-rs convert` makes one of a .pt",
+    "--lenpen": "--alpha X --rule fairseq",
+    "--gen-subset": "--split NAME",
+    "--max-len-b": "--max-length N",
+    "--remove-bpe": "leave it out, pieces are joined as the run has cut them",
+    "--sampling": "leave it out, --temperature 0 takes the most probable token",
+    "--sampling-topk": "--top-k N",
+    "--sampling-topp": "--top-p X",
+    "--prefix-size": "--prompt TEXT",
+    "--cpu": "--device cpu",
+    "--user-dir": "leave it out, the names are built in",
+    "--num-workers": "leave it out",
+    "--log-interval": "leave it out",
+    "--ddp-backend": "leave it out; torchrun starts several processes",
+    "--distributed-world-size": "leave it out; torchrun starts several processes",
+}
+"""Answered by these words."""
+_CRITERION = "--criterion decides which checkpoint is best: bleu or loss; fairseq's is --label-smoothing X here"
+VALUES = {("criterion", "label_smoothed_cross_entropy"): _CRITERION, ("criterion", "cross_entropy"): _CRITERION}
+"""Answers to fairseq's values of options that both have."""
+
+
+def answer(flag: str, flags: Container[str]) -> str | None:
+    """`--arch is fairseq's; here: --preset NAME`; None for another word, and where a named option is not in `flags`."""
+    ours = OTHERS.get(flag)
+    if ours is None or not all(named in flags for named in re.findall(r"--[\w-]+", ours)):
+        return None
+    return f"{flag} is fairseq's; here: {ours}"
