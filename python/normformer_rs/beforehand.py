@@ -13,7 +13,7 @@ from .errors import InputError
 from .options import RUN_CONFIG
 from .text import check_readable
 
-CHECKPOINTS = "checkpoints"
+CHECKPOINTS, CHECKSUMS = "checkpoints", "checksums.txt"
 _LINKS = ("best", "last")
 _SIZES = {"d_model", "d_ff", "heads", "encoder_layers", "decoder_layers"}
 _LARGE = 20_000_000
@@ -34,11 +34,14 @@ def check_run(folder: str | PathLike[str]) -> None:
 def check_model(folder: str | PathLike[str], checkpoint: str = "best") -> None:
     """InputError where the folder holds no run, or not that checkpoint."""
     check_run(folder)
+    if len(Path(checkpoint).parts) > 1:
+        return  # a path of its own: the core looks
     checkpoints = Path(folder, CHECKPOINTS)
     there = sorted(path.name for path in checkpoints.iterdir()) if checkpoints.is_dir() else []
     if checkpoint in there or (checkpoint in _LINKS and there):
         return
-    if checkpoint.isdecimal() and any(name.startswith(f"update-{int(checkpoint):08}") for name in there):
+    number = checkpoint.removeprefix("update-")
+    if number.isdecimal() and any(name.startswith(f"update-{int(number):08}") for name in there):
         return
     raise InputError(f'there is no checkpoint "{checkpoint}"; {checkpoints} has {", ".join(there) or "no checkpoint"}')
 
@@ -60,7 +63,8 @@ def check_output(output: str, resume: bool, from_checkpoint: str | None, overwri
     holds_run = Path(output, RUN_CONFIG).exists()
     if resume and not holds_run:
         raise InputError(f"{output} holds no run to resume: leave out --resume to start one")
-    if holds_run and not (resume or overwrite):
+    # Without checksums it may be another program's folder: the core decides whose it is.
+    if holds_run and Path(output, CHECKSUMS).exists() and not (resume or overwrite):
         raise InputError(
             f"{output} already holds a run: --resume continues it, --overwrite starts anew, or choose another output"
         )

@@ -11,6 +11,7 @@ from .errors import DivergedError, InputError, Interrupted
 from .options import Parser, UsageError
 from .progress import log_to_stderr
 from .reproduce import flags as reproduce
+from .signals import as_ctrl_c
 from .text import escaped, hold_standard_files, write_out
 
 COMMANDS: dict[str, Callable[[], Command]] = {
@@ -56,7 +57,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         try:
             words = [readable("argument", word) for word in (sys.argv[1:] if argv is None else argv)]
             args = _parser().parse_args(words)
-            args.run(args)
+            with as_ctrl_c():
+                args.run(args)
         finally:  # after help, too, which raises SystemExit
             if sys.stdout is not None:
                 write_out()

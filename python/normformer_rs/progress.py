@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from typing import Any, Protocol
 
 from ._optional import available
+from .text import escaped
 
 SECONDS_BETWEEN_LINES = 10.0
 
@@ -111,7 +112,7 @@ class Handler(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         prefix = f"{record.levelname.lower()}: " if record.levelno >= logging.WARNING else ""
         with contextlib.suppress(OSError):  # a terminal that has gone
-            write(prefix + record.getMessage())
+            write(prefix + escaped(record.getMessage()))
 
 
 def log_to_stderr() -> None:

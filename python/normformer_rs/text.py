@@ -12,6 +12,7 @@ import os
 import re
 import stat
 import sys
+import threading
 import zlib
 from collections.abc import Iterable
 from os import PathLike
@@ -226,8 +227,8 @@ def write_lines(path: str, lines: Iterable[str]) -> None:
 
 def write_whole(target: Path, data: bytes) -> None:
     """Makes `target` a file of these bytes: whole, or as it was. A link there is replaced, and not followed."""
-    # The core's name for an unfinished file: a run removes what a killed process left of one in its folder.
-    beside = target.with_name(f".{target.name}.tmp-{os.getpid()}")
+    # The core's name for an unfinished file, by thread: a run removes what a dead one left of it in its folder.
+    beside = target.with_name(f".{target.name}.tmp-{threading.get_native_id()}")
     beside.unlink(missing_ok=True)
     try:
         with beside.open("xb") as file:

@@ -13,6 +13,7 @@ import torch
 
 from . import _core
 from ._optional import available
+from .beforehand import warnings_of
 from .config import DataConfig, TrainingConfig, TransformerConfig, readable
 from .distributed import world
 from .errors import InputError
@@ -56,8 +57,16 @@ class Trainer:
     >>> trainer = nf.Trainer(*nf.preset("transformer-tiny"), nf.DataConfig(train_target="train.en"))
     """
 
+    chosen: set[str] | None = None
+    """The options that a command line names; None: not known."""
+
     def __init__(self, model: TransformerConfig, training: TrainingConfig, data: DataConfig) -> None:
         self.model, self.training, self.data = model, training, data
+
+    def warn(self, parameters: int) -> None:
+        """Warns of options that are valid, and that few runs want; `parameters`: how many the model has."""
+        for sentence in warnings_of(self.model, self.training, parameters, self.chosen):
+            logger.warning(sentence)
 
     def dry_run(self) -> DryRun:
         """Reads the data and computes the size of the run, without training. Errors as for `fit`."""
@@ -127,13 +136,17 @@ class Trainer:
             observer = _Silent()
             if is_first:
                 writes = tensorboard and available("tensorboard")
-                observer = _Observer(Path(output), choose(progress), writes, callbacks)
+                observer = _Observer(Path(output), choose(progress), writes, [self._started, *callbacks])
             with contextlib.closing(observer), as_ctrl_c(), _own_modes():
                 _core.train(*self._json(), folder, mode, place, observer, from_checkpoint=chosen)
         history = History.read(output)
         if is_first and curves and available("matplotlib"):
             logger.info("curves: %s", history.plot())
         return history
+
+    def _started(self, name: str, event: Mapping[str, Any]) -> None:
+        if name == "started":
+            self.warn(event["parameters"])
 
     def _json(self) -> tuple[str, str, str]:
         more = sorted(Path(self.data.data_bin).glob("train1.*idx")) if self.data.data_bin else []

@@ -276,9 +276,11 @@ def test_a_run_reports_its_best_evaluation_and_draws(run, tmp_path, capsys):
 
 def test_dry_run_prints_and_does_not_train(trained, monkeypatch, capsys):
     needs = {"parameters": 1234, "parameter_bytes": 4936, "training_bytes": 3 << 20, "vocabulary": 9712}
+    needs |= {"sentences": 40, "skipped": 2}
     monkeypatch.setattr(_core, "dry_run", lambda *_: json.dumps(needs))
     assert cli.main(["train", "--dry-run"]) == 0
     output = capsys.readouterr().out
+    assert "left out:   2 of 42 sentences" in output
     assert "1,234" in output and "9,712" in output and "3 MiB" in output and not trained
 
 

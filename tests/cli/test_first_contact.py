@@ -190,6 +190,7 @@ def mistakes(folder: Path) -> dict[str, tuple[str, str]]:
     (folder / "run" / "checkpoints" / "update-00000010").mkdir(parents=True)
     (folder / "run" / "checkpoints" / "best").symlink_to("update-00000010")
     (folder / "run" / "config.json").write_text("{}")
+    (folder / "run" / "checksums.txt").write_text("")
     text = "--train-source short --train-target long --valid-source short --valid-target long --no-bpe"
     return {
         "fairseq's word": ("train --arch transformer", "--arch is fairseq's; here: --preset NAME"),

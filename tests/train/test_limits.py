@@ -101,7 +101,7 @@ def test_a_beam_wider_than_the_vocabulary(tmp_path, corpus):
     for rule in ("google", "fairseq"):
         (found,) = nfrs.translate(tmp_path / "run", ["1 2"], nfrs.SearchConfig(rule=rule, beam=10**12))
         assert len(found) == 1
-    with pytest.raises(nfrs.InputError, match=r"alpha must lie in \[-10, 10\], got 1000000"):
+    with pytest.raises(nfrs.InputError, match="alpha must lie between -10 and 10"):
         nfrs.translate(tmp_path / "run", ["1"], nfrs.SearchConfig(alpha=1e6))
 
 

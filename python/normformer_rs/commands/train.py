@@ -1,13 +1,11 @@
 """`normformer-rs train` and `normformer-rs demo`: both train a model."""
 
 import argparse
-import logging
 import os
-from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 from .. import demo, text
-from ..beforehand import check_data, check_output, warnings_of
+from ..beforehand import check_data, check_output
 from ..config import DataConfig, TrainingConfig, TransformerConfig, split
 from ..errors import InputError
 from ..options import add_flags, given, layered, read_run, read_toml
@@ -73,20 +71,18 @@ def _run(args: argparse.Namespace) -> None:
     from ..training import Trainer
 
     trainer = Trainer(plan.model, plan.training, plan.data)
-
-    def warn(event: str, values: Mapping[str, Any]) -> None:
-        if event == "started":
-            _warn(warnings_of(plan.model, plan.training, values["parameters"], plan.chosen))
-
+    trainer.chosen = plan.chosen
     if args.dry_run or plan.output is None:
         needs = trainer.dry_run()
-        _warn(warnings_of(plan.model, plan.training, needs.parameters, plan.chosen))
+        trainer.warn(needs.parameters)
         print(f"parameters: {needs.parameters:,} ({_size(needs.parameter_bytes)})")
         print(f"vocabulary: {needs.vocabulary:,} types")
+        if needs.skipped:
+            print(f"left out:   {needs.skipped:,} of {needs.skipped + needs.sentences:,} sentences, as too long")
         print(f"memory to train: about {_size(needs.training_bytes)}")
         return
     how = {"resume": args.resume, "from_checkpoint": args.from_checkpoint, "overwrite": args.overwrite}
-    history = trainer.fit(plan.output, **how, progress=not args.no_progress, callbacks=[warn])
+    history = trainer.fit(plan.output, **how, progress=not args.no_progress)
     if not _is_first():
         return
     write(f"trained {len(history.update):,} updates in {duration(history.seconds[-1] if len(history.seconds) else 0)}")
@@ -103,11 +99,6 @@ def _run(args: argparse.Namespace) -> None:
 def _is_first() -> bool:
     """Under torchrun, only the first process checks the folder and reports."""
     return os.environ.get("RANK", "0") == "0"
-
-
-def _warn(sentences: Iterable[str]) -> None:
-    for sentence in sentences:
-        logging.getLogger("normformer_rs").warning(sentence)
 
 
 def plan_of(args: argparse.Namespace) -> Plan:
