@@ -14,6 +14,7 @@ from ..nn.place import Place
 from ..nn.profiling import begin_stack
 from ..nn.updates import Growing
 from .blocks import width_into
+from .calls import BlockCalls, bottom_for, keep_bottom
 from .marker import mark_block
 from .spec import Part
 
@@ -46,7 +47,6 @@ class BlockResidual(Growing):
         factory = {"device": like.device, "dtype": like.dtype}
         # References, not children: their parameters are the block's and the first block's.
         self._block, self._first = (block,), (first,)
-        self._bottom: Tensor | None = None
         self.place, self.parts = place, tuple(parts)
         self.paths = {f"norm{i + 1}": part.norm for i, part in enumerate(parts)}
         self.sublayers = tuple(_local(block, part, sublayer) for part, sublayer in zip(parts, place.sublayers))
@@ -92,6 +92,17 @@ class BlockResidual(Growing):
             )
         return handles
 
+    def follow_calls(self) -> list[Any]:
+        """Registers hooks that keep the block's input during a call, where the scheme adds it; returns their
+        handles."""
+        if not self.sublayers[-1].adds_bottom:
+            return []
+        block, calls = self._block[0], BlockCalls(self)
+        return [
+            block.register_forward_pre_hook(calls.begin, prepend=True),
+            block.register_forward_hook(calls.end, always_call=True),
+        ]
+
     def finish(self, end: Sequence[Any]) -> None:
         """Makes this the last block, which also applies the changes after the stack."""
         like = next(self._block[0].parameters())
@@ -108,7 +119,8 @@ class BlockResidual(Growing):
             begin_stack()
         if i == 0:
             x = apply_changes(self, self.begin, x, None)
-            self._bottom = x if self.sublayers[-1].adds_bottom else None
+            if self.sublayers[-1].adds_bottom:
+                keep_bottom(self, x)
         sublayer: Sublayer = self.sublayers[i]
         streams = Streams(x)
         given = apply_changes(self, sublayer.inside.get("input", ()), begin(self, sublayer, streams, None), None)
@@ -122,9 +134,9 @@ class BlockResidual(Growing):
         if not isinstance(dropout, nn.Module):
             dropout = nn.Dropout(dropout or 0.0).train(self.training)
         alpha_t = (self._first[0] or self).alpha(self.place.layer)
-        x = close(self, sublayer, streams, f, dropout, Draw(x.device), alpha_t=alpha_t, bottom=self._bottom).x
+        bottom = bottom_for(self, x) if sublayer.adds_bottom else None
+        x = close(self, sublayer, streams, f, dropout, Draw(x.device), alpha_t=alpha_t, bottom=bottom).x
         if i + 1 == len(self.sublayers):
-            self._bottom = None  # copies of the block must not hold it
             x = apply_changes(self, self.end, x, None)
         return (x, *rest) if isinstance(output, tuple) else x
 

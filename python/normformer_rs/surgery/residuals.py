@@ -312,6 +312,8 @@ def _convert_foreign(group: Group, place: Place, edits: Edits) -> list[Row]:
             for handle in residual.reach_inside(part, j):
                 edits.afterwards(handle.remove)
         block.residual = residual
+        for handle in residual.follow_calls():
+            edits.afterwards(handle.remove)
     end = place.declared.end
     if group.end is None or not any(change.kind == "norm" for change in end):
         group.blocks[-1].residual.finish(end)  # type: ignore[union-attr, operator]
