@@ -16,6 +16,7 @@ from torch.overrides import TorchFunctionMode
 from .. import nn as nfnn
 from ..config import tables
 from ..nn.norms import RowNorm
+from .handover import own_forward
 
 
 class Known(NamedTuple):
@@ -99,6 +100,9 @@ def _refused(module: nn.Module) -> str | None:
         return "torch.nn's own, and it normalises over other dimensions"
     if next(module.children(), None) is not None:
         return "made of other modules"
+    forward = own_forward(module)
+    if forward is not None and getattr(forward, "__self__", None) is not module:
+        return "has a forward of its own, which was put into the instance"
     kept = [name for name, buffer in module.named_buffers(recurse=False) if buffer is not None]
     kept += [name for name, value in vars(module).items() if isinstance(value, Tensor)]
     if kept:
@@ -116,7 +120,7 @@ def _refused(module: nn.Module) -> str | None:
 
 def _forward(module: nn.Module) -> Callable[..., Any]:
     """As a function of (module, x); a method put into the instance counts."""
-    return getattr(vars(module).get("forward"), "__func__", type(module).forward)
+    return getattr(own_forward(module), "__func__", type(module).forward)
 
 
 def _width(module: nn.Module, parameters: Mapping[str, nn.Parameter]) -> int | None:

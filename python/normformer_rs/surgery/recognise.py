@@ -12,6 +12,7 @@ from .. import nn as nfnn
 from ..config import unknown
 from ..errors import InputError
 from ..nn.norms import FixedScaleNorm, RowNorm
+from .handover import own_forward
 from .probe import KINDS, Known, probe
 
 Reader = Callable[[Any], "tuple[int, str] | None"]
@@ -62,10 +63,10 @@ def examine(module: nn.Module) -> Known | str:
     kind = type(module)
     if kind in _READERS:
         return _registered(module, _READERS[kind](module))
-    computes = own_name(module)
+    computes = own_name(module) if own_forward(module) is None else None
     if computes is not None:
         return _by_convention(module, _own_width(module), computes, by_order=False)
-    if kind in _TORCHS and not module._buffers and "forward" not in vars(module):
+    if kind in _TORCHS and not module._buffers and own_forward(module) is None:
         shape = cast(Any, module).normalized_shape
         if len(shape) != 1:
             return f"normalises over the last {len(shape)} dimensions"

@@ -1,7 +1,7 @@
 """`swap_residuals`: another residual scheme for the blocks of a model."""
 
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -31,8 +31,11 @@ from .blocks import (
 )
 from .families import refuse_other_schemes
 from .init import count_weights, initialise, sign_of_training, silence_biases
+from .handover import mark_new, reclass, refuse_own_forward, refuse_passed_over
 from .marker import mark
-from .undo import Edits, Repoint, Row, Swaps, refuse_wrapped
+from .optimizers import Exchange, Repoint
+from .spec import has
+from .undo import Edits, Row, Swaps, refuse_wrapped
 
 
 def swap_residuals(
@@ -95,12 +98,14 @@ def swap_residuals(
         _check(group, place, to)
     learned = next((sign for group, _ in plans if (sign := sign_of_training(group, optimizer))), None)
     title, before = f"swap_residuals to {to}", dict(model.named_parameters())
-    edits, rows = Edits(model, title), []
+    edits, rows, there = Edits(model, title), [], {*model.modules(), *before.values()}
+    likes = [next(_first_norm(group).parameters(), None) for group, _ in plans]
     try:
-        for group, place in plans:
+        for (group, place), like in zip(plans, likes):
             old = [type(block).__name__ for block in group.blocks]
             convert = _convert_torchs if isinstance(group.blocks[0], tuple(TORCHS)) else _convert_foreign
             notes = convert(group, place, edits)
+            mark_new(group.holder, there, group.blocks[0], like)
             for i, block in enumerate(group.blocks):
                 drawn_here = f"init {place.declared.init}, {count_weights(block)} weights drawn"
                 note = "weights kept" if init is None else drawn_here
@@ -213,8 +218,34 @@ def _has(group: Group, place: Place) -> bool:
     return now is not None and now.config == place.config
 
 
+def _first_norm(group: Group) -> nn.Module:
+    return group.blocks[0].get_submodule(parts_of(group.blocks[0])[0].norm)
+
+
+def _reclassed(group: Group) -> Iterator[tuple[str, nn.Module]]:
+    """The modules whose class a conversion changes, with their names."""
+    for name, block in zip(group.names, group.blocks):
+        yield name, block
+        if isinstance(block, tuple(TORCHS)):
+            yield from ((f"{name}.{n}", m) for n, m in block.named_children() if isinstance(m, nn.MultiheadAttention))
+            continue
+        converted = converted_of(type(block))
+        sites = converted.sites(block) if hasattr(converted, "sites") else {}
+        yield from ((f"{name}.{path}", block.get_submodule(path)) for path in sites)
+    if type(group.holder) in TORCH_STACKS:
+        yield parent_of(group.path), group.holder
+
+
 def _check(group: Group, place: Place, to: str) -> None:
     """InputError for what cannot be converted."""
+    for name, module in _reclassed(group):
+        refuse_own_forward(name.lstrip("."), module)
+    for i, (name, block) in enumerate(zip(group.names, group.blocks)):
+        kept = {what.name for s in Place(place.config, place.stack, i).sublayers for what in s.around()}
+        removed = [part.norm for j, part in enumerate(parts_of(block)) if f"norm{j + 1}" not in kept]
+        for path in (*removed, *getattr(converted_of(type(block)), "passed_over", ())):
+            if has(block, path):
+                refuse_passed_over(f"{name}.{path}".lstrip("."), block.get_submodule(path), to)
     if place_of(group.blocks[0]) is not None:
         raise InputError(
             f"{group.path} has another residual scheme of normformer_rs already: take that swap back with its undo(), "
@@ -265,11 +296,14 @@ def _convert_torchs(group: Group, place: Place, edits: Edits) -> list[Row]:
     for i, layer in enumerate(group.blocks):
         for module in (layer, *(m for m in layer.children() if type(m) is nn.MultiheadAttention)):
             edits.remember(module)
-        layer.__class__ = _OURS[type(layer)]
+        reclass(layer, _OURS[type(layer)])
         layer.adopt(Place(place.config, place.stack, i), in_stack)  # type: ignore[operator]
+        for module in layer.children():
+            reclass(module, type(module))  # attention's class is another, too
     if in_stack:
         edits.remember(holder)
-        norm, holder.__class__ = holder.norm, TORCH_STACKS[type(holder)]
+        norm = holder.norm
+        reclass(holder, TORCH_STACKS[type(holder)])
         holder.adopt(place)  # type: ignore[operator]
         path = f"{group.path.removesuffix('layers')}norm"
         if (norm is None) != (holder.norm is None):
@@ -298,10 +332,10 @@ def _convert_foreign(group: Group, place: Place, edits: Edits) -> list[Row]:
             edits.remember(block.get_submodule(path))
         residual = BlockResidual(block, Place(place.config, place.stack, i), parts, first)
         first = first or residual
-        block.__class__ = converted
+        reclass(block, converted)
         for path, kind in sites.items():
             site = block.get_submodule(path)
-            site.__class__ = kind
+            reclass(site, kind)
             site.__dict__["block_of"] = (block,)
         for j, part in enumerate(parts):
             if not residual.uses(f"norm{j + 1}"):
@@ -321,7 +355,9 @@ def _convert_foreign(group: Group, place: Place, edits: Edits) -> list[Row]:
             edits.remember(group.end.owner.get_submodule(parent_of(group.end.name)))
             path = f"{group.end.path}.{group.end.name}".lstrip(".")
             notes.append(Row(path, type(group.end.norm).__name__, "Identity", "after the stack"))
-            _put(group.end.owner, group.end.name, nn.Identity())
+            identity = nn.Identity()
+            edits.succeed(group.end.norm, identity)
+            _put(group.end.owner, group.end.name, identity)
     return notes
 
 
@@ -340,7 +376,7 @@ def _repoint(
 ) -> Repoint:
     """Takes the removed parameters out of the optimizer, and puts each new one after the nearest old one by path."""
     known, kept = {*before.values()}, {*after.values()}
-    exchange: dict[nn.Parameter, list[tuple[str, nn.Parameter]]] = {p: [] for p in known - kept}
+    exchange: Exchange = {p: [] for p in known - kept}
     names = {p: name for name, p in before.items()}
     for name, p in after.items():
         if p in known:
@@ -351,7 +387,7 @@ def _repoint(
             continue
         anchor = max(there, key=lambda q: (_common(names[q], name), names[q]))
         exchange.setdefault(anchor, [(names[anchor], anchor)]).append((name, p))
-    return Repoint(optimizer, exchange, drawn)
+    return Repoint(optimizer, exchange, names, drawn)
 
 
 def _common(one: str, other: str) -> int:

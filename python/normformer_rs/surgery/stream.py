@@ -12,6 +12,7 @@ from ..errors import InputError
 from ..nn.init import Role
 from .blocks import Group, is_prenorm, is_transposed, parent_of, parts_of, projection
 from .families import HEADS, full_name
+from .handover import has_accelerates_hook, own_forward
 from .residuals import find_groups
 from .spec import Part, chosen
 
@@ -94,7 +95,7 @@ class Matrix(NamedTuple):
 
 def disturbed(name: str, module: nn.Module) -> str:
     """The reason why a module may compute something else than its class does, or nothing."""
-    if "forward" in vars(module):
+    if own_forward(module) is not None or has_accelerates_hook(module):
         return f"{name} has a forward of its own, which was put into the instance"
     if any(getattr(module, hooks) for hooks in _HOOKS):
         return f"{name} has forward hooks, which may change its inputs or outputs"
