@@ -121,12 +121,12 @@ _LISTENING: list[Any] = []
 def watch(exchange: Exchange, back: Exchange, edits: Edits) -> None:
     """Has the next step of an optimizer warn if it has an old parameter of the exchange, and nobody has the new one;
     `back` is the exchange of the undo."""
-    heirs = _expect(edits.title, exchange)
+    heirs, title = _expect(edits.title, exchange), f"undo() of {edits.title}"
 
     def undo() -> None:
         for p, expected in heirs:
             _HEIRS[p].remove(expected)
-        _expect(f"undo() of {edits.title}", back)
+        _expect(title, back)
 
     edits.afterwards(undo)
 
