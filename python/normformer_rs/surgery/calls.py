@@ -16,8 +16,8 @@ from ..errors import InputError
 class _Call:
     """A call of a block under way."""
 
-    def __init__(self, residual: Any, outer: "_Call | None", is_hooked: bool) -> None:
-        self.residual, self.outer, self.is_hooked = residual, outer, is_hooked
+    def __init__(self, block: Any, outer: "_Call | None", is_hooked: bool) -> None:
+        self.block, self.outer, self.is_hooked = block, outer, is_hooked
         self.bottom: Tensor | None = None
 
 
@@ -34,12 +34,12 @@ def _enter(call: _Call | None) -> None:
         _innermost.set(call)
 
 
-def _find(residual: Any) -> _Call | None:
-    """The innermost call of the residual's block."""
+def _find(block: Any) -> _Call | None:
+    """The block's innermost call."""
     call = _innermost_compiled
     if not torch.compiler.is_compiling():
         call = _innermost.get() or call
-    while call is not None and call.residual is not residual:
+    while call is not None and call.block is not block:
         call = call.outer
     return call
 
@@ -47,32 +47,32 @@ def _find(residual: Any) -> _Call | None:
 class BlockCalls:
     """Hooks on a block that begin and end its calls. Their bound methods are copied and pickled with the block."""
 
-    def __init__(self, residual: Any) -> None:
-        self.residual = residual
+    def __init__(self, block: Any) -> None:
+        self.block = block
 
     def begin(self, *_: Any) -> None:
         outer = _innermost_compiled if torch.compiler.is_compiling() else _innermost.get()
-        _enter(_Call(self.residual, outer, True))
+        _enter(_Call(self.block, outer, True))
 
     def end(self, *_: Any) -> None:
-        call = _find(self.residual)
+        call = _find(self.block)
         if call is not None:  # a hook before this one may have raised
             _enter(call.outer)
 
 
-def keep_bottom(residual: Any, x: Tensor) -> None:
+def keep_bottom(block: Any, x: Tensor) -> None:
     """Remembers the block's input. A forward that is called past the hooks begins a call here."""
-    call = _find(residual)
+    call = _find(block)
     if call is None:
         outer = _innermost_compiled if torch.compiler.is_compiling() else _innermost.get()
-        call = _Call(residual, outer, False)
+        call = _Call(block, outer, False)
         _enter(call)
     call.bottom = x
 
 
-def bottom_for(residual: Any, x: Tensor) -> Tensor:
+def bottom_for(block: Any, x: Tensor) -> Tensor:
     """The block's input in the call that the last sublayer, whose input is x, belongs to."""
-    call = _find(residual)
+    call = _find(block)
     bottom = None if call is None else call.bottom
     if call is None or bottom is None:
         raise InputError("b2t's last sublayer adds the block's input, and got none: call the block, not a part of it")

@@ -15,7 +15,7 @@ from ..nn.registry import norm_class
 from ..nn.table import FAMILIES
 from .exact import ExactSwap
 from .handover import hand_over_parameter, hand_over_plain
-from .marker import mark
+from .marker import mark, warn_of_adapters
 from .optimizers import Exchange, Repoint
 from .padding import read_padding
 from .probe import KINDS, Known
@@ -141,6 +141,7 @@ def swap_norms(
     read_padding(model, edits)
     mark(model, "norm", target.title, edits)
     edits.done()
+    warn_of_adapters(model, title, ((name, made[old].norm) for name, old in places))
     return Swaps(title, rows, edits)
 
 

@@ -7,6 +7,7 @@ from typing import Any, cast
 
 import torch
 from torch import nn
+from torch.nn.utils.parametrize import is_parametrized
 
 from .. import nn as nfnn
 from ..config import unknown
@@ -90,10 +91,12 @@ _TORCHS: dict[type[nn.Module], str] = {nn.LayerNorm: "layernorm", nn.RMSNorm: "r
 
 
 def looks_like_a_norm(module: nn.Module) -> bool:
-    """The class's name says norm. torch's weight and spectral norms, which change a layer's weight, do not count."""
+    """The class's name says norm, parametrized or not. torch's weight and spectral norms, which change a layer's weight,
+    do not count."""
     is_named_so = re.search("norm(?!al|ed)", type(module).__name__, re.IGNORECASE) is not None
-    is_leaf = next(module.children(), None) is None
-    return is_named_so and is_leaf and not type(module).__module__.startswith("torch.nn.utils")
+    is_leaf = {*module._modules} <= {"parametrizations"}
+    changes_weights = type(module).__module__.startswith("torch.nn.utils") and not is_parametrized(module)
+    return is_named_so and is_leaf and not changes_weights
 
 
 def own_name(module: nn.Module) -> str | None:

@@ -1,5 +1,6 @@
 """`swap_residuals`: another residual scheme for the blocks of a model."""
 
+import re
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -23,6 +24,7 @@ from .blocks import (
     converted_of,
     end_of,
     is_block,
+    is_known_stack,
     known_names,
     parent_of,
     parts_of,
@@ -32,8 +34,9 @@ from .blocks import (
 from .families import refuse_other_schemes
 from .init import count_weights, initialise, sign_of_training, silence_biases
 from .handover import mark_new, reclass, refuse_own_forward, refuse_passed_over
-from .marker import mark
+from .marker import mark, warn_of_adapters
 from .optimizers import Exchange, Repoint
+from .recognise import read_norm
 from .spec import has
 from .undo import Edits, Row, Swaps, refuse_wrapped
 
@@ -96,6 +99,7 @@ def swap_residuals(
     plans = [(group, place) for group, place in _plans(model, to, depth, init, options) if not _has(group, place)]
     for group, place in plans:
         _check(group, place, to)
+        _refuse_unknown_end(model, group, to)
     learned = next((sign for group, _ in plans if (sign := sign_of_training(group, optimizer))), None)
     title, before = f"swap_residuals to {to}", dict(model.named_parameters())
     edits, rows, there = Edits(model, title), [], {*model.modules(), *before.values()}
@@ -126,6 +130,9 @@ def swap_residuals(
         edits.undo()
         raise
     edits.done()
+    held = ((n, block) for group, _ in plans for n, block in zip(group.names, group.blocks))
+    made = ((f"{n}.residual", block.residual) for n, block in held if hasattr(block, "residual"))
+    warn_of_adapters(model, title, made)  # type: ignore[arg-type]
     if learned is not None and drawn:
         what = f"drew {sum(p.dim() > 1 for p in drawn)} weights of {type(model).__name__} anew"
         way = "init=None keeps them, undo() brings them back"
@@ -138,6 +145,8 @@ def swap_residuals(
 # Finding the blocks.
 
 
+_EXPERTS = re.compile("(Experts|MoeBlock|MoE)$")
+
 def find_groups(model: nn.Module, by: str = "swap_residuals") -> list[Group]:
     """All known blocks, grouped by list, class and width; InputError, in the name of `by`, if there are none."""
     refuse_other_schemes(model, by, takes_parallel=by != "swap_residuals")
@@ -149,6 +158,12 @@ def find_groups(model: nn.Module, by: str = "swap_residuals") -> list[Group]:
             kind = type(module), len(parts_of(module)), shape_of(module)["d_model"]
             found.setdefault((parent_of(_without_wrappers(name)), *kind), {})[name] = module
     if not found:
+        experts = next((name for name, module in model.named_modules() if _EXPERTS.search(type(module).__name__)), None)
+        if experts is not None:
+            raise InputError(
+                f"{type(model).__name__} has mixtures of experts ({experts}), and {by} knows no such blocks: declare "
+                "yours with normformer_rs.surgery.register_block(kind, converted)"
+            )
         raise InputError(
             f"{type(model).__name__} holds no known Transformer block; known are {known_names()}, but not their "
             "subclasses: register another class with normformer_rs.surgery.register_block(kind, converted)"
@@ -234,6 +249,23 @@ def _reclassed(group: Group) -> Iterator[tuple[str, nn.Module]]:
         yield from ((f"{name}.{path}", block.get_submodule(path)) for path in sites)
     if type(group.holder) in TORCH_STACKS:
         yield parent_of(group.path), group.holder
+
+
+def _refuse_unknown_end(model: nn.Module, group: Group, to: str) -> None:
+    """InputError for a norm around the blocks that may be their last: the scheme's own would come on top."""
+    path = group.path
+    while path and group.end is None and not isinstance(group.blocks[0], tuple(TORCHS)):
+        path = parent_of(path)
+        around = model.get_submodule(path)
+        if is_known_stack(type(around)):
+            return
+        norm = next((name for name, child in around.named_children() if read_norm(child) is not None), None)
+        if norm is not None:
+            kind = type(around).__name__
+            raise InputError(
+                f"{kind} has a norm, {norm}, beside its blocks, and {to} must know whether it follows them: call "
+                f'normformer_rs.surgery.register_stack({kind}, "{norm}"), or register_stack({kind}, None) if none does'
+            )
 
 
 def _check(group: Group, place: Place, to: str) -> None:
@@ -331,7 +363,7 @@ def _convert_foreign(group: Group, place: Place, edits: Edits) -> list[Row]:
         }:
             edits.remember(block.get_submodule(path))
         residual = BlockResidual(block, Place(place.config, place.stack, i), parts, first)
-        first = first or residual
+        first = first or block
         reclass(block, converted)
         for path, kind in sites.items():
             site = block.get_submodule(path)

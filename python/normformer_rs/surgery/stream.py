@@ -20,6 +20,7 @@ _AFFINE = (
     *(kind.forward for kind in (nn.Linear, nn.Embedding, nn.Conv1d, nn.Conv2d, nn.Conv3d)),
     *(kind.forward for kind in (nn.MultiheadAttention, nfnn.MultiheadAttention)),
 )
+_PLAIN_NAMES = ("Linear", "Embedding", "Conv1D", "Conv1d", "Conv2d", "Conv3d")
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 
 
@@ -84,10 +85,11 @@ class Matrix(NamedTuple):
         kind = type(self.owner)
         conv1d = full_name(kind) == "transformers.pytorch_utils.Conv1D"
         if self.weight not in self.parameters or not (conv1d or kind.forward in _AFFINE):
-            return f"{self.name} is a {kind.__name__}, and no plain linear layer"
+            what = full_name(kind) if kind.__name__ in _PLAIN_NAMES else kind.__name__  # PEFT's is called Linear, too
+            return f"{self.name} is a {what}, and no plain linear layer"
         odd = next((p for p in self.parameters.values() if not (_is_plain(p) and p.is_floating_point())), None)
         if odd is not None:
-            return f"{self.name} has a {type(odd).__name__} of {odd.dtype}, which cannot be edited in place"
+            return f"{self.name} has a tensor of type {type(odd).__name__}, {odd.dtype}, which cannot be edited in place"
         if getattr(self.owner, "max_norm", None) is not None:
             return f"{self.name} has max_norm, which rescales its weight at each look-up"
         return disturbed(self.name, self.owner)
