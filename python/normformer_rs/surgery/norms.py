@@ -23,6 +23,7 @@ from .recognise import alike, examine, looks_like_a_norm, own_name, read_norm
 from .signs import hand_on
 from .undo import Edits, Row, Swaps, refuse_wrapped
 
+
 def swap_norms(
     model: nn.Module,
     to: str | Callable[..., nn.Module],
@@ -49,9 +50,9 @@ def swap_norms(
     at most two parameters of one row, and a forward that takes x alone; `normformer_rs.surgery.register_norm` adds
     others. Modules with a norm's name that stay have a row with the reason.
 
-    Device, dtype, training mode, hooks and sharing (one norm under two names stays one) are kept; norms that are of the
-    kind already are left alone. torch.nn's fused evaluation of encoder layers, which reads weights instead of calling
-    norms, is switched off.
+    Device, dtype, training mode, hooks and sharing (one norm under two names stays one) are kept, and so are attributes
+    that others wrote on norms and gains; norms that are of the kind already are left alone. torch.nn's fused evaluation
+    of encoder layers, which reads weights instead of calling norms, is switched off.
 
     Args:
         model: any tree of modules that holds norms over the last dimension.
@@ -63,6 +64,7 @@ def swap_norms(
             converted: Gemma's weight + 1 becomes RMSNorm's weight; in 16 bits, which would lose it, the RMSNorm is
             zero-centred, too. "default": a new norm's first values.
         optimizer: its groups then hold the new parameters in the old ones' places; state of the old ones is dropped.
+            An optimizer of the old ones that is not passed warns at its next step.
         exact: keeps the model's outputs in evaluation mode, where layernorm becomes rmsnorm in known pre-norm blocks.
             All that writes the residual stream is centred: weights and biases of its writers, or the output of an
             embedding that shares its weight. β goes into the biases of the linear layers behind, or stays. Hidden
@@ -72,10 +74,11 @@ def swap_norms(
 
     Returns: the table of the changes; its `undo()` brings the old norms back.
 
-    Errors: InputError for an unknown name; a model without known norms, or that is itself a norm;
-    DistributedDataParallel and FSDP models; an optimizer that does not own the parameters; with exact=True another
-    target, blocks or writers that are not declared or cannot be centred, a norm that writes the stream, training mode,
-    the meta device. Nothing has been changed then.
+    Errors: InputError for an unknown name; a model without known norms, or that is itself a norm; models whose
+    parameters others keep (DistributedDataParallel, FSDP, DTensors, DeepSpeed, accelerate's offloading); hooks and
+    attributes of parameters that new ones cannot have; an optimizer that does not own the parameters; with exact=True
+    another target, blocks or writers that are not declared or cannot be centred, a norm that writes the stream,
+    training mode, the meta device. Nothing has been changed then.
     """
     target = _target(to)
     if exact and (target.computes != "rmsnorm" or init != "match" or options):
@@ -125,8 +128,8 @@ def swap_norms(
             _share(module, made[module], shared)
 
     edited = [] if plan is None else plan.edited(made)
-    names = {p: name for name, p in model.named_parameters()}
-    repoint = Repoint(optimizer, _exchanged(model, places, made), names, edited)
+    known_as = {p: name for name, p in model.named_parameters()}
+    repoint = Repoint(optimizer, _exchanged(model, places, made), known_as, edited)
     title = f"swap_norms to {target.title}" + (", exact" if exact else "")
     edits, rows = Edits(model, title), []
     for name, old in places:

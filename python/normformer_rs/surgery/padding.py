@@ -44,7 +44,11 @@ def read_padding(model: nn.Module, edits: Edits) -> None:
     for module in model.modules():
         names = _arguments(module)
         hears = any(isinstance(getattr(hook, "__self__", None), _Reader) for hook in module._forward_pre_hooks.values())
-        if hears or not any(name in names for name in _NAMES) or not any(isinstance(m, RunningNorm) for m in module.modules() if m is not module):
+        if (
+            hears
+            or not any(name in names for name in _NAMES)
+            or not any(isinstance(m, RunningNorm) for m in module.modules() if m is not module)
+        ):
             continue
         reader = _Reader(module, names, said)
         edits.afterwards(module.register_forward_pre_hook(reader.enter, with_kwargs=True).remove)
@@ -72,8 +76,8 @@ class _Reader:
 
     def enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         outer, is_compiling = given(), torch.compiler.is_compiling()
-        got = {name: kwargs.get(name, args[i] if i < len(args) else None) for name, i in self.names.items()}
-        got = {name: value for name, value in got.items() if isinstance(value, Tensor)}
+        values = ((name, kwargs.get(name, args[i] if i < len(args) else None)) for name, i in self.names.items())
+        got = {name: value for name, value in values if isinstance(value, Tensor)}
         masks, decoders = self._masks(got, outer), self._decoders(module, got, outer)
         if not masks and "encoder_hidden_states" in got:
             masks = decoders if outer is None else outer.decoders or decoders
@@ -105,9 +109,7 @@ class _Reader:
         read: dict[int, Tensor] = {}
         for name, mask in got.items():
             is_attentions = mask.dim() > 2
-            if name in _NAMES and (
-                not is_attentions or ((outer is None or outer.takes_both) and mask.shape[0] > 1)
-            ):
+            if name in _NAMES and (not is_attentions or ((outer is None or outer.takes_both) and mask.shape[0] > 1)):
                 read[id(mask)] = self._padding(name, mask)
         return tuple(read.values())
 
@@ -127,12 +129,13 @@ class _Reader:
             labels, ids = None, got.get("input_ids") if is_without else None
         pad, is_sure = _pad_token(module)
         if ids is not None and ids.dim() == 2 and is_sure:
-            hidden = ids == pad
+            hidden = torch.eq(ids, pad)
             if pad == getattr(getattr(module, "config", None), "decoder_start_token_id", None):
                 hidden = hidden & (torch.arange(ids.shape[1], device=ids.device) > 0)
             return (hidden,)
         if labels is not None and labels.dim() == 2 and (ids is None or ids.shape == labels.shape):
-            hidden = (labels == _IGNORED) | (labels == pad) if is_sure else labels == _IGNORED
+            hidden = torch.eq(labels, _IGNORED)
+            hidden = hidden | torch.eq(labels, pad) if is_sure else hidden
             return (nn.functional.pad(hidden[:, :-1], (1, 0)),)
         return ()
 
@@ -165,7 +168,7 @@ class _Reader:
         if decoders:
             bare.pop("decoder_attention_mask", None)
         looked = [(mask, ids) for mask, ids in bare.items() if ids is not None and ids.dim() == 2]
-        if pad is None or not looked or self.looks >= _LOOKS:
+        if pad < 0 or not looked or self.looks >= _LOOKS:
             return
         self.looks += 1
         for mask, ids in looked:
@@ -192,12 +195,12 @@ def is_hidden(mask: Tensor) -> Tensor:
     return torch.where(is_added, mask <= _HIDES, mask == 0)
 
 
-def _pad_token(module: nn.Module) -> tuple[int | None, bool]:
-    """The padding's token in the module's configuration, and whether it stands for nothing else."""
+def _pad_token(module: nn.Module) -> tuple[int, bool]:
+    """The padding's token in the module's configuration, and whether it stands for nothing else. −1: there is none."""
     config: Any = getattr(module, "config", None)
     pad = getattr(config, "pad_token_id", None)
     if not isinstance(pad, int):
-        return None, False
+        return -1, False
     return pad, pad not in {getattr(config, f"{name}_token_id", None) for name in ("bos", "eos", "sep")}
 
 

@@ -91,8 +91,8 @@ _TORCHS: dict[type[nn.Module], str] = {nn.LayerNorm: "layernorm", nn.RMSNorm: "r
 
 
 def looks_like_a_norm(module: nn.Module) -> bool:
-    """The class's name says norm, parametrized or not. torch's weight and spectral norms, which change a layer's weight,
-    do not count."""
+    """The class's name says norm, parametrized or not. torch's weight and spectral norms, which change another layer's
+    weight, do not count."""
     is_named_so = re.search("norm(?!al|ed)", type(module).__name__, re.IGNORECASE) is not None
     is_leaf = {*module._modules} <= {"parametrizations"}
     changes_weights = type(module).__module__.startswith("torch.nn.utils") and not is_parametrized(module)

@@ -32,8 +32,8 @@ from .blocks import (
     shape_of,
 )
 from .families import refuse_other_schemes
-from .init import count_weights, initialise, sign_of_training, silence_biases
 from .handover import mark_new, reclass, refuse_own_forward, refuse_passed_over
+from .init import count_weights, initialise, sign_of_training, silence_biases
 from .marker import mark, warn_of_adapters
 from .optimizers import Exchange, Repoint
 from .recognise import read_norm
@@ -82,14 +82,16 @@ def swap_residuals(
         init: of the blocks' linear layers: "scheme": the scheme's own; another name out of `tables()["inits"]`; None:
             their values stay. Embeddings and all else outside the blocks keep their values.
         optimizer: gets the scheme's parameters, in the group of the block's first parameter, and loses the removed
-            ones; the state of parameters drawn anew is dropped.
+            ones; the state of parameters drawn anew is dropped. One that is not passed warns at its next step.
         options: those of `TransformerConfig` that the scheme has (`branchnorm_steps`, …).
 
     Returns: the table of the changes; its `undo()` reverses them.
 
     Errors: InputError for unknown names and options; a model without known blocks, or with blocks of another form
-    (norms on both sides of a branch, parallel sublayers), or with blocks that their library has changed;
-    DistributedDataParallel and FSDP models; an optimizer that does not own the parameters; outside torch.nn's layers
+    (norms on both sides of a branch, parallel sublayers), or with blocks that their library has changed; models whose
+    parameters others keep (DistributedDataParallel, FSDP, DTensors, DeepSpeed, accelerate's offloading); hooks, or a
+    forward in the instance, that a converted block would pass over; a norm around registered blocks that
+    `register_stack` does not know; an optimizer that does not own the parameters; outside torch.nn's layers
     hybridnorm, hybridnorm-star and olmo2, which reach into attention, and outside its stacks dlcl, denseformer,
     resi-dual, attnres and mhc, which would have to change their loop. UserWarning where weights that look trained are
     drawn anew.
@@ -146,6 +148,7 @@ def swap_residuals(
 
 
 _EXPERTS = re.compile("(Experts|MoeBlock|MoE)$")
+
 
 def find_groups(model: nn.Module, by: str = "swap_residuals") -> list[Group]:
     """All known blocks, grouped by list, class and width; InputError, in the name of `by`, if there are none."""
