@@ -43,7 +43,8 @@ def hand_over(old: nn.Module, new: nn.Module) -> None:
     for hooks in _HOOKS:
         if hooks in old.__dict__:
             new.__dict__[hooks] = old.__dict__[hooks]
-    own = _EMPTY | _names_in(type(old)) | _names_in(type(new)) | {HANDED_ON}
+    kinds: tuple[Any, Any] = type(old), type(new)
+    own = _EMPTY.union({HANDED_ON}, *map(_names_in, kinds))
     new.__dict__.update({name: value for name, value in vars(old).items() if name not in own and _is_plain(value)})
     _hand_over_accelerates(old, new)
 

@@ -89,9 +89,7 @@ class Matrix(NamedTuple):
             return f"{self.name} is a {what}, and no plain linear layer"
         odd = next((p for p in self.parameters.values() if not (_is_plain(p) and p.is_floating_point())), None)
         if odd is not None:
-            return (
-                f"{self.name} has a tensor of type {type(odd).__name__}, {odd.dtype}, which cannot be edited in place"
-            )
+            return f"{self.name} has a {type(odd).__name__} of {odd.dtype}, which cannot be edited in place"
         if getattr(self.owner, "max_norm", None) is not None:
             return f"{self.name} has max_norm, which rescales its weight at each look-up"
         return disturbed(self.name, self.owner)
