@@ -241,6 +241,20 @@ def test_a_forward_that_raises_leaves_no_mask_behind():
     assert given() is None
 
 
+def test_an_interrupted_call_gives_no_mask_to_the_next():
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    model = bert()
+    handle = model.bert.encoder.layer[1].register_forward_pre_hook(interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        model(IDS, attention_mask=MASK)
+    handle.remove()
+    seen = masks_seen(model)
+    model(IDS + 1)
+    assert len(seen) == 6 and set(seen.values()) == {None} and given() is None
+
+
 def test_padding_without_a_mask_is_told_once_and_nothing_else():
     model = bert()
     with pytest.warns(UserWarning, match="call BertForMaskedLM with its attention_mask"):

@@ -75,7 +75,8 @@ class _Reader:
         self.batch_first = next((layout for layout in layouts if isinstance(layout, bool)), True)
 
     def enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        outer, is_compiling = given(), torch.compiler.is_compiling()
+        here, is_compiling = self._begun(), torch.compiler.is_compiling()
+        outer = given() if here is None else here.outer  # the hooks that end a call do not hear a KeyboardInterrupt
         values = ((name, kwargs.get(name, args[i] if i < len(args) else None)) for name, i in self.names.items())
         got = {name: value for name, value in values if isinstance(value, Tensor)}
         masks, decoders = self._masks(got, outer), self._decoders(module, got, outer)
@@ -91,8 +92,8 @@ class _Reader:
                 self._warn_of_padding_tokens(module, got, decoders)
 
     def leave(self, module: nn.Module, _: Any, __: Any) -> None:
-        now = given()
-        if now is None or now.reader is not self:  # a hook before this one raised
+        now = self._begun()
+        if now is None:  # a hook before this one raised
             return
         give(now.outer)
         if now.outer is None and module.training and not torch.compiler.is_compiling():
@@ -104,6 +105,13 @@ class _Reader:
             elif missed and not fitted:
                 text = f"norms with statistics got inputs of other shapes than the padding masks {shapes}"
                 self._say("none", f"{text}, and took padding in: {_OTHERWISE}")
+
+    def _begun(self) -> Given | None:
+        """The call of this module that has begun and not ended."""
+        now = given()
+        while now is not None and now.reader is not self:
+            now = now.outer
+        return now
 
     def _masks(self, got: Mapping[str, Tensor], outer: Given | None) -> tuple[Tensor, ...]:
         read: dict[int, Tensor] = {}
