@@ -300,6 +300,21 @@ def test_a_block_with_accelerates_hook_runs_the_scheme(name):
     assert torch.equal(run(model)[0], run(plain)[0])
 
 
+@pytest.mark.parametrize("name", ["gpt2", "bert", "encoder"])
+def test_accelerates_hook_that_came_after_a_swap_outlives_its_undo(name):
+    model, calls = build(name).eval(), []
+    before = run(model)[0]
+    done = [swap_norms(model, "rmsnorm"), swap_residuals(model, "sandwich", init=None)]
+    hooked(model, lambda m: next(m.parameters(recurse=True), None) is not None, calls)
+    run(model)
+    assert len(calls) > 10
+    while done:
+        done.pop().undo()
+    calls.clear()
+    assert torch.equal(run(model)[0], before)
+    assert calls.count("LayerNorm") >= 4 and len(calls) > 10
+
+
 @pytest.mark.parametrize("swap", ["norms", "residuals", "exact", "fold", "undo"])
 def test_an_offloaded_model_is_refused(swap):
     accelerate = pytest.importorskip("accelerate")

@@ -241,6 +241,19 @@ def test_a_norm_beside_registered_blocks_is_asked_for(scheme):
     assert [*ends.values()] == wanted[scheme]
 
 
+def test_a_norm_among_registered_blocks_is_refused():
+    model = nn.Sequential(PlainBlock(), PlainBlock(), nn.LayerNorm(8))
+    for whole, named in ((model, "Sequential"), (nn.ModuleDict({"stack": model}), "stack")):
+        with pytest.raises(ValueError, match=f"^{named} lists a norm, 2, with its blocks"):
+            swap_residuals(whole, "sandwich", init=None)
+
+
+def test_a_block_alone_needs_no_stack():
+    block = PlainBlock()
+    swap_residuals(block, "sandwich", init=None)
+    block(torch.randn(1, 2, 8)).sum().backward()
+
+
 def test_librarys_own_models_need_no_stack():
     """BART's embeddings have a norm beside the blocks."""
     transformers = pytest.importorskip("transformers")

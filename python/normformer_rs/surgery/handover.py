@@ -98,9 +98,9 @@ def refuse_passed_over(name: str, module: nn.Module, scheme: str) -> None:
 def reclass(module: nn.Module, kind: type[nn.Module]) -> None:
     """Changes a module's class. accelerate puts the class's forward into the instance, beneath its hook or, after its
     removal, bare; the new one takes its place."""
-    place = "_old_forward" if has_accelerates_hook(module) else "forward"
+    place, is_classs = "_old_forward" if has_accelerates_hook(module) else "forward", own_forward(module) is None
     module.__class__ = kind
-    if place in vars(module):
+    if place in vars(module) and is_classs:
         module.__dict__[place] = types.MethodType(kind.forward, module)
 
 

@@ -256,19 +256,28 @@ def _reclassed(group: Group) -> Iterator[tuple[str, nn.Module]]:
 
 def _refuse_unknown_end(model: nn.Module, group: Group, to: str) -> None:
     """InputError for a norm around the blocks that may be their last: the scheme's own would come on top."""
-    path = group.path
-    while path and group.end is None and not isinstance(group.blocks[0], tuple(TORCHS)):
-        path = parent_of(path)
+    is_alone = group.blocks[0] is model
+    if group.end is not None or is_alone or isinstance(group.blocks[0], tuple(TORCHS)):
+        return
+    path: str | None = group.path
+    while path is not None:
         around = model.get_submodule(path)
+        kind = type(around).__name__
         if is_known_stack(type(around)):
             return
         norm = next((name for name, child in around.named_children() if read_norm(child) is not None), None)
+        if norm is not None and path == group.path:
+            raise InputError(
+                f"{path or kind} lists a norm, {norm}, with its blocks, and {to} must know whether it follows them: "
+                "put it beside their list, and register the module around both with "
+                "normformer_rs.surgery.register_stack"
+            )
         if norm is not None:
-            kind = type(around).__name__
             raise InputError(
                 f"{kind} has a norm, {norm}, beside its blocks, and {to} must know whether it follows them: call "
                 f'normformer_rs.surgery.register_stack({kind}, "{norm}"), or register_stack({kind}, None) if none does'
             )
+        path = parent_of(path) if path else None
 
 
 def _check(group: Group, place: Place, to: str) -> None:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from .._html import table
 from ..errors import InputError
-from .handover import hand_over, hand_over_parameter, refuse_held, refuse_offloaded
+from .handover import hand_over, hand_over_parameter, reclass, refuse_held, refuse_offloaded
 
 _DICTS = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set")
 _WRAPPERS = ("DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule", "DataParallel")
@@ -149,7 +149,7 @@ class Edits:
 
     def _restore(self, module: nn.Module, before: _State, after: _State) -> None:
         if before.kind is not after.kind:
-            module.__class__ = before.kind
+            reclass(module, before.kind)
         held = {name: module.__dict__[name] for name in _DICTS}
         own = {name: value for name, value in module.__dict__.items() if name not in _DICTS}
         own = _merged(own, before.attributes, after.attributes)
