@@ -182,11 +182,14 @@ def refuse_held(name: str, old: Tensor, new: Tensor) -> None:
 
 
 def refuse_hooked(name: str, parameter: Tensor) -> None:
-    """InputError for a parameter with a hook that runs after its gradient is there."""
-    if getattr(parameter, "_post_accumulate_grad_hooks", None):
+    """InputError for a parameter with a hook that runs after its gradient is there, or with an optimizer of torch's
+    `_apply_optimizer_in_backward`."""
+    own_optimizer = hasattr(parameter, "_in_backward_optimizers")
+    if own_optimizer or getattr(parameter, "_post_accumulate_grad_hooks", None):
+        what = "an optimizer" if own_optimizer else "a hook of register_post_accumulate_grad_hook, perhaps an optimizer"
         raise InputError(
-            f"{name} has a hook of register_post_accumulate_grad_hook, such as an optimizer in the backward pass, and "
-            "new parameters would have none and stay untrained: remove it first, and register it again afterwards"
+            f"{name} has {what} in the backward pass, and new parameters would have none and stay untrained: remove it "
+            "first, and register it again afterwards"
         )
 
 
