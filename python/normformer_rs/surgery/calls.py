@@ -26,6 +26,10 @@ _innermost: contextvars.ContextVar[_Call | None] = contextvars.ContextVar("normf
 _innermost_compiled: _Call | None = None
 
 
+def _here() -> _Call | None:
+    return _innermost_compiled if torch.compiler.is_compiling() else _innermost.get()
+
+
 def _enter(call: _Call | None) -> None:
     global _innermost_compiled
     if torch.compiler.is_compiling():
@@ -36,9 +40,7 @@ def _enter(call: _Call | None) -> None:
 
 def _find(block: Any) -> _Call | None:
     """The block's innermost call."""
-    call = _innermost_compiled
-    if not torch.compiler.is_compiling():
-        call = _innermost.get() or call
+    call = _here() or _innermost_compiled
     while call is not None and call.block is not block:
         call = call.outer
     return call
@@ -51,8 +53,7 @@ class BlockCalls:
         self.block = block
 
     def begin(self, *_: Any) -> None:
-        outer = _innermost_compiled if torch.compiler.is_compiling() else _innermost.get()
-        _enter(_Call(self.block, outer, True))
+        _enter(_Call(self.block, _here(), is_hooked=True))
 
     def end(self, *_: Any) -> None:
         call = _find(self.block)
@@ -64,8 +65,7 @@ def keep_bottom(block: Any, x: Tensor) -> None:
     """Remembers the block's input. A forward that is called past the hooks begins a call here."""
     call = _find(block)
     if call is None:
-        outer = _innermost_compiled if torch.compiler.is_compiling() else _innermost.get()
-        call = _Call(block, outer, False)
+        call = _Call(block, _here(), is_hooked=False)
         _enter(call)
     call.bottom = x
 
