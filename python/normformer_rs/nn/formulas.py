@@ -34,10 +34,9 @@ def rms_norm(x: Tensor, weight: Tensor | None, shape: list[int], eps: float) -> 
     """y = γ⊙x/√(mean x² + ε) over the last dimensions, which have this shape."""
     a = wide(x)
     dims = [-1 - i for i in range(len(shape))]
-    scale = torch.rsqrt(a.square().mean(dims, keepdim=True) + eps)
-    if weight is not None:  # multiplied last, it would make ONNX's RMSNormalization, which onnxruntime refuses of f16
-        scale = scale * weight.to(a.dtype)
-    return (a * scale).to(x.dtype)
+    # a.square() would make ONNX's RMSNormalization at opset 23, which onnxruntime cannot load for 16-bit rows.
+    y = a * torch.rsqrt((a * a).mean(dims, keepdim=True) + eps)
+    return (y if weight is None else y * weight.to(a.dtype)).to(x.dtype)
 
 
 def conventional_rms_norm(
