@@ -9,9 +9,11 @@ from torch import nn
 
 import normformer_rs as nfrs
 from normformer_rs import nn as nfnn
+from normformer_rs.nn.norms import BiasedRMSNorm
 from normformer_rs.surgery import swap_norms
 
 D = 8
+FULL = pytest.mark.full
 # torch's own, on copying and writing graphs
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*LeafSpec.*:FutureWarning"),
@@ -140,6 +142,36 @@ def test_onnx(make):
     found = session.run(None, {session.get_inputs()[0].name: x.numpy()})
     for y, expected in zip(found, model(x), strict=True):
         torch.testing.assert_close(torch.from_numpy(y), expected.detach(), rtol=1e-5, atol=1e-5)
+
+
+OPSETS = [
+    pytest.param(opset, dtype, marks=[] if (opset, dtype) in {(18, torch.float32), (23, torch.float16)} else [FULL])
+    for opset in range(18, 24)
+    for dtype in (torch.float32, torch.float16)
+]
+
+
+@pytest.mark.filterwarnings("ignore")  # onnxscript's and onnx_ir's
+@pytest.mark.parametrize(("opset", "dtype"), OPSETS, ids=str)
+def test_onnxruntime_loads_every_opset(opset, dtype):
+    """onnxscript joins a norm's nodes to one of the opset: RMSNormalization is 23's, and of 16-bit rows with a gain in
+    f32 onnxruntime cannot load it."""
+    pytest.importorskip("onnxscript")
+    runtime = pytest.importorskip("onnxruntime")
+    x = torch.randn(2, 5, 32, dtype=dtype)
+    names = [*TABLE, *(family["name"] for family in nfrs.tables()["families"])]
+    norms = {name: nfnn.norm_class(name)(32) for name in names} | {"with a bias": BiasedRMSNorm(32)}
+    own = (nn.Sequential(nn.Linear(32, 32), norm) for norm in norms.values())  # nodes that norms share are not joined
+    model = stirred(Beside(own).to(dtype), x)
+    program = torch.onnx.export(model, (x,), dynamo=True, opset_version=opset, verbose=False)
+    session = runtime.InferenceSession(program.model_proto.SerializeToString())
+    found = session.run(None, {session.get_inputs()[0].name: x.numpy()})
+    tolerance = {"rtol": 1e-3, "atol": 1e-3} if dtype == torch.float16 else {"rtol": 1e-5, "atol": 1e-5}
+    for name, y, expected in zip(norms, found, model(x), strict=True):
+        assert y.dtype == expected.detach().numpy().dtype, name
+        torch.testing.assert_close(
+            torch.from_numpy(y), expected.detach(), **tolerance, msg=lambda m, n=name: f"{n}: {m}"
+        )
 
 
 class Block(nn.Module):

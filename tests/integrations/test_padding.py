@@ -58,12 +58,22 @@ def masks_seen(model):
 
 
 ADDED = (1.0 - MASK) * torch.finfo(torch.float32).min
+
+
+def far(mask):
+    return (1.0 - mask) * -1e9
+
+
 GIVEN = {
     "by position": lambda model: model(IDS, MASK),
     "integers": lambda model: model(IDS, attention_mask=MASK),
     "bool": lambda model: model(IDS, attention_mask=MASK.bool()),
     "float": lambda model: model(IDS, attention_mask=MASK.float()),
     "four dimensions, added": lambda model: model(IDS, attention_mask=ADDED[:, None, None, :].expand(2, 1, 7, 7)),
+    "four dimensions, −1e9": lambda model: model(IDS, attention_mask=far(MASK)[:, None, None, :].expand(2, 1, 7, 7)),
+    "four dimensions, −1e4 in 16 bits": lambda model: model(
+        IDS, attention_mask=((1 - MASK) * -1e4).bfloat16()[:, None, None, :].expand(2, 1, 7, 7).float()
+    ),
     "four dimensions, bool": lambda model: model(IDS, attention_mask=MASK.bool()[:, None, None, :].expand(2, 1, 7, 7)),
 }
 
@@ -79,6 +89,13 @@ def test_every_kind_of_mask_counts(kind):
     without = bert()
     without.bert(IDS[:, :4])
     assert not torch.allclose(statistics(without)[1], statistics(expected)[1])
+
+
+def test_a_bias_that_is_no_mask_hides_nothing():
+    model = bert()
+    seen = masks_seen(model)
+    model(IDS, attention_mask=far(MASK)[:, None, None, :].expand(2, 1, 7, 7) - torch.rand(7, 7) - 0.1)
+    assert all(torch.equal(mask, MASK == 0) for mask in seen.values())
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
@@ -102,10 +119,7 @@ def test_each_stack_has_its_own_mask_where_shapes_are_equal(name, decoders):
     model(IDS, attention_mask=MASK, decoder_input_ids=IDS.flip(0), decoder_attention_mask=other if decoders else None)
     assert {path.partition("coder")[0][-2:] for path in seen} == {"en", "de"}
     for path, mask in seen.items():
-        if "decoder" in path and not decoders:
-            assert mask is None, path
-        else:
-            assert torch.equal(mask, (other if "decoder" in path else MASK) == 0), path
+        assert torch.equal(mask, (other if "decoder" in path else MASK) == 0), path
     model.eval().generate(IDS, attention_mask=MASK, max_new_tokens=3)
 
 
@@ -121,9 +135,86 @@ def test_torchs_modules(batch_first):
     for path, mask in seen.items():
         expected = target if "decoder" in path else source
         assert torch.equal(mask, expected if batch_first else expected.T), path
-    floats = torch.zeros(5, 5).masked_fill(source, -torch.inf)
-    model.encoder(x, src_key_padding_mask=floats)
-    assert torch.equal(seen["encoder.norm"], source if batch_first else source.T)
+    for fill in (-torch.inf, -1e9, torch.finfo(torch.float32).min):
+        floats = torch.full((5, 5), -0.5).masked_fill(source, fill)  # a soft bias hides nothing
+        model.encoder(x, src_key_padding_mask=floats)
+        assert torch.equal(seen["encoder.norm"], source if batch_first else source.T)
+
+
+# Decoders without decoder_attention_mask, which transformers' collator does not make
+
+
+LABELS = torch.tensor([[7, 8, 9, 2, -100, -100, -100], [7, 8, 9, 10, 11, 12, 2]])
+HIDDEN = torch.tensor([[False] * 5 + [True] * 2, [False] * 7])  # of the labels, shifted
+CALLS = {
+    "labels": lambda model, ids: {"labels": LABELS},
+    "labels that end in padding": lambda model, ids: {"labels": LABELS.masked_fill(LABELS == -100, 0)},
+    "tokens": lambda model, ids: {"decoder_input_ids": ids},
+    "tokens and labels": lambda model, ids: {"decoder_input_ids": ids, "labels": LABELS},
+}
+
+
+@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.parametrize("name", ["t5", "marian"])
+@pytest.mark.filterwarnings("ignore:norms with statistics stand in a causal")
+def test_a_decoders_padding_is_read_from_its_labels_or_tokens(name, call):
+    model = seq2seq(name).train()
+    swap_norms(model, "batchnorm")
+    seen, got = masks_seen(model), []
+    model.get_decoder().register_forward_pre_hook(lambda _, a, k: got.append(k["input_ids"]), with_kwargs=True)
+    model(IDS, attention_mask=MASK, labels=LABELS)
+    ids = got[0]  # as the model shifts them
+    seen.clear()
+    model(IDS, attention_mask=MASK, **CALLS[call](model, ids))
+    assert any("decoder" in path for path in seen) and any("encoder" in path for path in seen)
+    for path, mask in seen.items():
+        assert torch.equal(mask, HIDDEN if "decoder" in path else MASK == 0), path
+    explicit = torch.ones(2, 7)
+    explicit[1, 3:] = 0
+    model(IDS, attention_mask=MASK, decoder_attention_mask=explicit, **CALLS[call](model, ids))
+    assert all(torch.equal(mask, explicit == 0) for path, mask in seen.items() if "decoder" in path)
+
+
+@pytest.mark.filterwarnings("ignore:norms with statistics stand in a causal")
+def test_padding_that_ends_sentences_too_is_read_from_labels_or_told_of():
+    """pad = eos, as Whisper has it: tokens do not tell, labels do."""
+    model = seq2seq("marian").train()
+    for config in {id(m.config): m.config for m in model.modules() if hasattr(m, "config")}.values():
+        config.pad_token_id = config.eos_token_id = 2
+    swap_norms(model, "batchnorm")
+    seen = masks_seen(model)
+    model(IDS, attention_mask=MASK, labels=LABELS)
+    assert all(torch.equal(mask, HIDDEN) for path, mask in seen.items() if "decoder" in path)
+    ids = torch.tensor([[0, 7, 8, 9, 2, 2, 2], [0, 7, 8, 9, 10, 11, 12]])
+    with pytest.warns(UserWarning, match="call MarianMTModel with its decoder_attention_mask, or"):
+        model(IDS, attention_mask=MASK, decoder_input_ids=ids)
+    model(IDS, attention_mask=MASK, decoder_input_ids=ids)
+
+
+@pytest.mark.filterwarnings("ignore:norms with statistics stand in a causal")
+def test_an_encoder_without_a_mask_is_told_of_although_the_decoder_has_one():
+    model = seq2seq("t5").train()
+    swap_norms(model, "batchnorm")
+    seen = masks_seen(model)
+    with pytest.warns(UserWarning, match="call T5ForConditionalGeneration with its attention_mask, or"):
+        model(IDS, labels=LABELS)
+    assert all((mask is not None) == ("decoder" in path) for path, mask in seen.items())
+
+
+def test_the_statistics_are_those_without_padding():
+    """The collator's batch, and the same sentences with the padding's mask by hand."""
+    collated, by_hand = seq2seq("t5"), seq2seq("t5")
+    by_hand.load_state_dict(collated.state_dict())
+    for model in (collated, by_hand):
+        for module in model.modules():
+            if isinstance(module, nn.Dropout):
+                module.p = 0.0
+            elif isinstance(getattr(module, "dropout", None), float):
+                module.dropout = 0.0
+        swap_norms(model.train(), "powernorm", warmup_iters=0)
+    collated(IDS, attention_mask=MASK, labels=LABELS)
+    by_hand(IDS, attention_mask=MASK, decoder_attention_mask=~HIDDEN, labels=LABELS)
+    torch.testing.assert_close(statistics(collated), statistics(by_hand))
 
 
 def test_with_padding_mask_comes_first_and_undo_takes_hooks_away():
@@ -148,6 +239,20 @@ def test_a_forward_that_raises_leaves_no_mask_behind():
     with pytest.raises(ZeroDivisionError):
         model(IDS, attention_mask=MASK)
     assert given() is None
+
+
+def test_an_interrupted_call_gives_no_mask_to_the_next():
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    model = bert()
+    handle = model.bert.encoder.layer[1].register_forward_pre_hook(interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        model(IDS, attention_mask=MASK)
+    handle.remove()
+    seen = masks_seen(model)
+    model(IDS + 1)
+    assert len(seen) == 6 and set(seen.values()) == {None} and given() is None
 
 
 def test_padding_without_a_mask_is_told_once_and_nothing_else():

@@ -1,5 +1,6 @@
 """Exact swaps that are refused: each names the module and the way out, and leaves the model as it was."""
 
+import functools
 import re
 
 import exact_support as own
@@ -37,7 +38,7 @@ def _hooked():
 
 def _patched():
     model = build("GPT2")
-    model.transformer.wte.forward = model.transformer.wte.forward
+    model.transformer.wte.forward = functools.partial(model.transformer.wte.forward)
     return model
 
 

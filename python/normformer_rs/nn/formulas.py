@@ -34,7 +34,8 @@ def rms_norm(x: Tensor, weight: Tensor | None, shape: list[int], eps: float) -> 
     """y = γ⊙x/√(mean x² + ε) over the last dimensions, which have this shape."""
     a = wide(x)
     dims = [-1 - i for i in range(len(shape))]
-    y = a * torch.rsqrt(a.square().mean(dims, keepdim=True) + eps)
+    # a.square() would make ONNX's RMSNormalization at opset 23, which onnxruntime cannot load for 16-bit rows.
+    y = a * torch.rsqrt((a * a).mean(dims, keepdim=True) + eps)
     return (y if weight is None else y * weight.to(a.dtype)).to(x.dtype)
 
 

@@ -26,6 +26,8 @@ class Given(NamedTuple):
     outer: "Given | None"
     tally: list[int]
     """Since the outermost call, the numbers of norm inputs that one mask fitted, none fitted, and several fitted."""
+    decoders: tuple[Tensor, ...] = ()
+    """Where it takes both and got none for its decoder: the decoder's mask, read from labels or tokens."""
 
 
 _given: contextvars.ContextVar[Given | None] = contextvars.ContextVar("normformer_rs_given_masks", default=None)

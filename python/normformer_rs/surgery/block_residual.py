@@ -1,5 +1,6 @@
 """A residual scheme in another library's block."""
 
+import copy
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -7,13 +8,15 @@ from torch import Tensor, nn
 
 from ..nn.declaration import Sublayer, made_of
 from ..nn.dropout import Draw
+from ..nn.init import Role
 from ..nn.interpreter import Streams, apply_changes, begin, close
 from ..nn.making import install, make, reset
 from ..nn.parts import Learned, NormAt
 from ..nn.place import Place
 from ..nn.profiling import begin_stack
 from ..nn.updates import Growing
-from .blocks import width_into
+from .blocks import path_of, width_into
+from .calls import BlockCalls, bottom_for, keep_bottom
 from .marker import mark_block
 from .spec import Part
 
@@ -21,32 +24,36 @@ from .spec import Part
 class Point:
     """A hook that applies a scheme's changes at one point inside a block."""
 
-    def __init__(self, residual: "BlockResidual", changes: Sequence[Any]) -> None:
-        self.residual, self.changes = residual, tuple(changes)
+    def __init__(self, block: Any, changes: Sequence[Any]) -> None:
+        self.block, self.changes = block, tuple(changes)
 
     def before(self, _: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        return apply_changes(self.residual, self.changes, args[0], None), *args[1:]
+        return apply_changes(self.block.residual, self.changes, args[0], None), *args[1:]
 
     def after(self, _: nn.Module, __: Any, output: Tensor) -> Tensor:
-        return apply_changes(self.residual, self.changes, output, None)
+        return apply_changes(self.block.residual, self.changes, output, None)
 
 
-_POINTS = {"after_heads": ("output", "before"), "after_output": ("output", "after")}
+_POINTS: dict[str, tuple[Role, str]] = {"after_heads": ("output", "before"), "after_output": ("output", "after")}
 _POINTS |= {"before_activation": ("fc1", "after"), "amid": ("fc2", "before")}
 
 
 class BlockResidual(Growing):
-    """A residual scheme in another library's block: its parameters, and the norms that the block lacks."""
+    """A residual scheme in another library's block: its parameters, and the norms that the block lacks.
+
+    It may be copied alone, and the copy take its place, as by PEFT's `modules_to_save`: both refer to the same blocks,
+    and these find the one in force as their `residual`.
+    """
 
     place: Place
 
-    def __init__(self, block: nn.Module, place: Place, parts: Sequence[Part], first: "BlockResidual | None") -> None:
+    def __init__(self, block: nn.Module, place: Place, parts: Sequence[Part], first: Any) -> None:
+        """`first`: the stack's first block; None: this one is."""
         super().__init__()
-        like = next(block.parameters())
+        like = _like(block)
         factory = {"device": like.device, "dtype": like.dtype}
         # References, not children: their parameters are the block's and the first block's.
         self._block, self._first = (block,), (first,)
-        self._bottom: Tensor | None = None
         self.place, self.parts = place, tuple(parts)
         self.paths = {f"norm{i + 1}": part.norm for i, part in enumerate(parts)}
         self.sublayers = tuple(_local(block, part, sublayer) for part, sublayer in zip(parts, place.sublayers))
@@ -71,6 +78,14 @@ class BlockResidual(Growing):
         paths = self.__dict__.get("paths", {})
         return self._block[0].get_submodule(paths[name]) if name in paths else super().__getattr__(name)
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> "BlockResidual":
+        if not memo:  # the copy of a residual, not of a model
+            memo |= {id(block): block for block in (*self._block, *self._first)}
+        new = type(self).__new__(type(self))
+        memo[id(self)] = new
+        new.__setstate__(copy.deepcopy(self.__dict__, memo))
+        return new
+
     def watched(self) -> Iterator[nn.Parameter]:
         return self._block[0].parameters()
 
@@ -84,17 +99,29 @@ class BlockResidual(Growing):
             if point == "input":  # `step` applies these
                 continue
             role, when = _POINTS[point]
-            linear = self._block[0].get_submodule(next(lin.path for lin in part.linears if role in lin.roles))
-            hook = Point(self, changes)
+            linear = self._block[0].get_submodule(path_of(self._block[0], part, role))
+            hook = Point(self._block[0], changes)
             before = when == "before"
             handles.append(
                 linear.register_forward_pre_hook(hook.before) if before else linear.register_forward_hook(hook.after)
             )
         return handles
 
+    def follow_calls(self) -> list[Any]:
+        """Registers hooks that keep the block's input during a call, where the scheme adds it; returns their
+        handles."""
+        if not self.sublayers[-1].adds_bottom:
+            return []
+        block = self._block[0]
+        calls = BlockCalls(block)
+        return [
+            block.register_forward_pre_hook(calls.begin, prepend=True),
+            block.register_forward_hook(calls.end, always_call=True),
+        ]
+
     def finish(self, end: Sequence[Any]) -> None:
         """Makes this the last block, which also applies the changes after the stack."""
-        like = next(self._block[0].parameters())
+        like = _like(self._block[0])
         for change in end:
             setattr(self, change.what.name, make(change.what, self.place, {"device": like.device, "dtype": like.dtype}))
         self.end = tuple(end)
@@ -108,7 +135,8 @@ class BlockResidual(Growing):
             begin_stack()
         if i == 0:
             x = apply_changes(self, self.begin, x, None)
-            self._bottom = x if self.sublayers[-1].adds_bottom else None
+            if self.sublayers[-1].adds_bottom:
+                keep_bottom(self._block[0], x)
         sublayer: Sublayer = self.sublayers[i]
         streams = Streams(x)
         given = apply_changes(self, sublayer.inside.get("input", ()), begin(self, sublayer, streams, None), None)
@@ -121,15 +149,21 @@ class BlockResidual(Growing):
             dropout = getattr(self._block[0], declared)
         if not isinstance(dropout, nn.Module):
             dropout = nn.Dropout(dropout or 0.0).train(self.training)
-        alpha_t = (self._first[0] or self).alpha(self.place.layer)
-        x = close(self, sublayer, streams, f, dropout, Draw(x.device), alpha_t=alpha_t, bottom=self._bottom).x
+        holder = self if self._first[0] is None else self._first[0].residual
+        alpha_t = holder.alpha(self.place.layer)
+        bottom = bottom_for(self._block[0], x) if sublayer.adds_bottom else None
+        x = close(self, sublayer, streams, f, dropout, Draw(x.device), alpha_t=alpha_t, bottom=bottom).x
         if i + 1 == len(self.sublayers):
-            self._bottom = None  # copies of the block must not hold it
             x = apply_changes(self, self.end, x, None)
         return (x, *rest) if isinstance(output, tuple) else x
 
     def extra_repr(self) -> str:
         return f"{self.place.config.residual!r}, layer {self.place.layer} of {self.place.depth}"
+
+
+def _like(block: nn.Module) -> Tensor:
+    """A parameter that tells device and dtype; quantized ones do not."""
+    return next((p for p in block.parameters() if p.is_floating_point()), next(block.parameters()))
 
 
 def _local(block: nn.Module, part: Part, sublayer: Sublayer) -> Sublayer:

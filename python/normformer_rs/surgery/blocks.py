@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from torch import nn
+from torch import Tensor, nn
 
 from .. import nn as nfnn
 from ..errors import InputError
@@ -58,7 +58,7 @@ def register_block(kind: type[nn.Module], converted: type[nn.Module] | BlockSpec
 
 
 def register_stack(
-    kind: type[nn.Module], end_norm: str, writers: Sequence[str] | None = None, after: Sequence[str] = ()
+    kind: type[nn.Module], end_norm: str | None, writers: Sequence[str] | None = None, after: Sequence[str] = ()
 ) -> None:
     """Registers a class of stacks: the norm after its last block, and the beginning of its residual stream.
 
@@ -73,13 +73,13 @@ def register_stack(
 
     Args:
         kind: the class itself, around a list of blocks.
-        end_norm: the path of the norm after the last block.
+        end_norm: the path of the norm after the last block; None: there is none.
         writers: for exact swaps: the paths of the modules and parameters that add up to the first block's input; each
             module writes its output. `a|b` stands for b where a is None; a path whose value is None writes nothing.
         after: the names of children that read the norm or come later. Another child with parameters is an error at an
             exact swap, since it might write the stream.
     """
-    _STACKS[kind] = Stack(end_norm, None if writers is None else tuple(writers), tuple(after))
+    _STACKS[kind] = Stack(end_norm or "", None if writers is None else tuple(writers), tuple(after))
 
 
 def converted_of(kind: type[nn.Module]) -> Any:
@@ -181,9 +181,15 @@ def end_of(model: nn.Module, path: str) -> End | None:
         owner = model.get_submodule(path)
         stack = _STACKS.get(type(owner), STACKS.get(full_name(type(owner))))
         if stack is not None:
-            there = has(owner, stack.norm) and isinstance(at(owner, stack.norm), nn.Module)
+            there = stack.norm and has(owner, stack.norm) and isinstance(at(owner, stack.norm), nn.Module)
             return End(owner, path, stack.norm, stack) if there else None
     return None
+
+
+def is_known_stack(kind: type[nn.Module]) -> bool:
+    """A class of modules around blocks that is registered, or one of a library with a family of blocks."""
+    libraries = {name.rpartition(".")[0] for name in BLOCKS}
+    return kind in _STACKS or full_name(kind) in STACKS or kind.__module__ in libraries
 
 
 def is_prenorm(block: Any) -> bool:
@@ -221,9 +227,21 @@ def shape_of(block: Any) -> dict[str, Any]:
     return {"d_model": norm.width, "heads": heads, "norm": norm.computes, "d_ff": d_ff}
 
 
+def path_of(block: nn.Module, part: Part, role: Role) -> str:
+    """The path of the first linear layer with that role; InputError where the declaration names none."""
+    path = next((linear.path for linear in part.linears if role in linear.roles), None)
+    if path is None:
+        raise InputError(
+            f"the declaration of {type(block).__name__} names no linear layer with the role {role!r} in its "
+            f"{part.kind}, as of a mixture of experts, and its width is needed: give a layer that role in "
+            "normformer_rs.surgery.register_block"
+        )
+    return path
+
+
 def width_into(block: nn.Module, part: Part, role: Role) -> int:
     """The fan-in of the linear layer with that role."""
-    path = next(linear.path for linear in part.linears if role in linear.roles)
+    path = path_of(block, part, role)
     owner, weight, _ = projection(block, path)
     if getattr(owner, weight, None) is None:
         raise _made_of_something_else(block, path, owner)
@@ -236,7 +254,7 @@ def weight_and_bias(block: nn.Module, path: str) -> tuple[nn.Parameter, nn.Param
     Errors: InputError where the layer has no weight of its own: a parametrization or a wrapper makes it.
     """
     owner, weight, bias = projection(block, path)
-    if weight not in owner._parameters:
+    if weight not in owner._parameters or not _is_editable(getattr(owner, weight)):
         raise _made_of_something_else(block, path, owner)
     return getattr(owner, weight), getattr(owner, bias, None)
 
@@ -249,10 +267,20 @@ def projection(block: nn.Module, path: str) -> tuple[nn.Module, str, str]:
 
 
 def _made_of_something_else(block: nn.Module, path: str, owner: nn.Module) -> InputError:
+    kind = type(owner)
+    what = kind.__name__ if kind.__module__.startswith(("torch.", "transformers.")) else full_name(kind)
+    own = owner._parameters.get("weight")
+    has = "has no weight of its own" if own is None else f"has a weight of type {type(own).__name__}, and none"
     return InputError(
-        f"{path} of a {type(block).__name__} is a {type(owner).__name__}, which has no weight of its own to change: "
-        "change the model first, and then parametrize or wrap its layers"
+        f"{path} of a {type(block).__name__} is a {what}, which {has} to change: change the model first, and then "
+        "parametrize, wrap or quantize its layers; swap_residuals(..., init=None) leaves their weights alone"
     )
+
+
+def _is_editable(weight: Tensor) -> bool:
+    """A plain tensor of floating point, or one without data."""
+    is_plain = type(weight) in (Tensor, nn.Parameter) or type(weight).__name__ == "FakeTensor"
+    return is_plain and weight.is_floating_point()
 
 
 def is_transposed(block: nn.Module, path: str) -> bool:

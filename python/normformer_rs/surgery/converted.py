@@ -26,6 +26,8 @@ class ConvertedBlock(Converted):
 
     residual: Any
     spec: ClassVar[BlockSpec]
+    passed_over: ClassVar[tuple[str, ...]] = ()
+    """Modules that the original block calls, and of which this one calls the parts."""
 
 
 class ConvertedSite(Converted):

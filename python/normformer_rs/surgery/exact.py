@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from ..errors import InputError
 from .blocks import Group, parts_of
 from .converted import Converted, converted_class
+from .handover import reclass
 from .probe import Known
 from .recognise import read_norm
 from .spec import Part, Stack, at, chosen
@@ -162,7 +163,7 @@ class ExactSwap:
                 written.centre()
             else:
                 edits.remember(module)
-                module.__class__ = converted_class(type(module), Centred)
+                reclass(module, converted_class(type(module), Centred))
             rows.append(Row(name, kind, kind, "output centred" if written is None else "centred"))
         return rows
 

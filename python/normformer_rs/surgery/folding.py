@@ -12,12 +12,14 @@ from ..model import Transformer
 from ..nn.parts import Learned
 from ..nn.place import Place
 from .blocks import DECODER, ENCODER, Part, parts_of, place_of, weight_and_bias
+from .handover import refuse_offloaded
 from .marker import mark
 from .norms import replace, unweighted
+from .optimizers import Exchange, watch
 from .probe import Known
 from .recognise import read_norm
 from .residuals import find_groups
-from .stream import Places, Site, prenorm_groups, readers, refuse_meta, sites, widened
+from .stream import Places, Site, join, prenorm_groups, readers, refuse_meta, sites, widened
 from .undo import Edits, Row, Swaps, refuse_wrapped
 
 
@@ -79,10 +81,14 @@ def _fold(norm: nn.Module, known: Known, site: Site, edits: Edits) -> None:
     """γ and β into the layers that read the norm."""
     gain = None if known.gain is None else known.factor * (known.offset + widened(getattr(norm, known.gain)))
     bias = None if known.bias is None else getattr(norm, known.bias)
+    made: Exchange = {}
     for matrix in site.readers:
         if bias is not None and matrix.offsets() is None:
             edits.remember(matrix.owner)
             matrix.add_bias()
+            weight, new = matrix.parameters[matrix.weight], matrix.parameters[matrix.bias]
+            made[weight] = [(join(matrix.name, matrix.weight), weight), (join(matrix.name, matrix.bias), new)]
+    watch(made, {}, edits)
     edits.remember_values([*dict.fromkeys(p for matrix in site.readers for p in matrix.parameters.values())])
     for matrix in site.readers:
         matrix.take_in(gain, bias)
@@ -118,6 +124,7 @@ def fold_admin(model: nn.Module) -> int:
     number per column, for an ω with a zero in it, and for parameters that layers share; nothing has been changed then.
     Source: Liu et al. 2020; docs/spec.md §2.9.
     """
+    refuse_offloaded(model)
     stacks = [[*stack] for stack in _stacks(model)]
     pairs = [(before, site) for stack in stacks for before, site in itertools.pairwise(stack)]
     if not pairs:

@@ -4,7 +4,7 @@ Each mixin stands before the original class and hands its residuals to `self.res
 Nothing here imports `transformers`.
 """
 
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import Tensor
 
@@ -52,6 +52,7 @@ class BertBlock(ConvertedBlock):
         ),
         heads="attention.self.num_attention_heads",
     )
+    passed_over: ClassVar[tuple[str, ...]] = ("attention.output", "crossattention.output", "output")
 
     def sites(self: Any) -> dict[str, type]:
         paths = [path for path in ("attention", "crossattention") if hasattr(self, path)]
@@ -87,6 +88,7 @@ class RobertaPreLayerNormBlock(BertBlock):
         ),
         heads="attention.self.num_attention_heads",
     )
+    passed_over = (*BertBlock.passed_over, "intermediate")
 
     def feed_forward_chunk(self: Any, attention_output: Tensor) -> Tensor:
         def function(x: Tensor) -> Tensor:

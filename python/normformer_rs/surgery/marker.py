@@ -1,4 +1,4 @@
-"""Marks in a swapped model's files, so that a stock class warns when it loads them.
+"""A swapped model's files: marks in them, so that a stock class warns when it loads them, and what adapters leave out.
 
 A Hugging Face configuration names the swap, and `save_pretrained` writes it into config.json. The stock class keeps
 such a key unread. So each swapped block also has a buffer named after its scheme, which the stock class reports as
@@ -6,7 +6,8 @@ unexpected.
 """
 
 import functools
-from collections.abc import Iterator
+import warnings
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -63,3 +64,25 @@ def _fill(residual: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any)
     for name, buffer in residual.named_buffers(recurse=False):
         if name.startswith("scheme_"):
             state_dict.setdefault(prefix + name, buffer)
+
+
+def warn_of_adapters(model: nn.Module, title: str, made: Iterable[tuple[str, nn.Module]]) -> None:
+    """Warns where a swap made modules that training changes in a model with PEFT's adapters: an adapter's file holds no
+    other weights, running statistics or t. `made`: the modules with their names."""
+    if not any(type(module).__module__.startswith("peft.") for module in model.modules()):
+        return
+    changing = [
+        name.rpartition(".")[2]
+        for name, module in made
+        if not {"modules_to_save", "original_module"} & {*name.split(".")}
+        and (
+            any(p.requires_grad for p in module.parameters())
+            or any(not key.rpartition(".")[2].startswith("scheme_") for key, _ in module.named_buffers())
+        )
+    ]
+    if changing:
+        warnings.warn(
+            f"{title} made modules that training changes, and files of PEFT's adapters leave them out: swap first, and "
+            f"then wrap the model with modules_to_save={[*dict.fromkeys(changing)]}",
+            stacklevel=3,
+        )

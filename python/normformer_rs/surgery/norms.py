@@ -14,27 +14,14 @@ from ..nn.norms import BiasedRMSNorm
 from ..nn.registry import norm_class
 from ..nn.table import FAMILIES
 from .exact import ExactSwap
-from .marker import mark
+from .handover import hand_over_parameter, hand_over_plain
+from .marker import mark, warn_of_adapters
+from .optimizers import Exchange, Repoint
 from .padding import read_padding
 from .probe import KINDS, Known
 from .recognise import alike, examine, looks_like_a_norm, own_name, read_norm
 from .signs import hand_on
-from .undo import Edits, Repoint, Row, Swaps, refuse_wrapped
-
-_HOOKS = (
-    "_forward_hooks",
-    "_forward_hooks_with_kwargs",
-    "_forward_hooks_always_called",
-    "_forward_pre_hooks",
-    "_forward_pre_hooks_with_kwargs",
-    "_backward_hooks",
-    "_backward_pre_hooks",
-    "_is_full_backward_hook",
-    "_state_dict_hooks",
-    "_state_dict_pre_hooks",
-    "_load_state_dict_pre_hooks",
-    "_load_state_dict_post_hooks",
-)
+from .undo import Edits, Row, Swaps, refuse_wrapped
 
 
 def swap_norms(
@@ -63,9 +50,9 @@ def swap_norms(
     at most two parameters of one row, and a forward that takes x alone; `normformer_rs.surgery.register_norm` adds
     others. Modules with a norm's name that stay have a row with the reason.
 
-    Device, dtype, training mode, hooks and sharing (one norm under two names stays one) are kept; norms that are of the
-    kind already are left alone. torch.nn's fused evaluation of encoder layers, which reads weights instead of calling
-    norms, is switched off.
+    Device, dtype, training mode, hooks and sharing (one norm under two names stays one) are kept, and so are attributes
+    that others wrote on norms and gains; norms that are of the kind already are left alone. torch.nn's fused evaluation
+    of encoder layers, which reads weights instead of calling norms, is switched off.
 
     Args:
         model: any tree of modules that holds norms over the last dimension.
@@ -77,6 +64,7 @@ def swap_norms(
             converted: Gemma's weight + 1 becomes RMSNorm's weight; in 16 bits, which would lose it, the RMSNorm is
             zero-centred, too. "default": a new norm's first values.
         optimizer: its groups then hold the new parameters in the old ones' places; state of the old ones is dropped.
+            An optimizer of the old ones that is not passed warns at its next step.
         exact: keeps the model's outputs in evaluation mode, where layernorm becomes rmsnorm in known pre-norm blocks.
             All that writes the residual stream is centred: weights and biases of its writers, or the output of an
             embedding that shares its weight. β goes into the biases of the linear layers behind, or stays. Hidden
@@ -86,10 +74,11 @@ def swap_norms(
 
     Returns: the table of the changes; its `undo()` brings the old norms back.
 
-    Errors: InputError for an unknown name; a model without known norms, or that is itself a norm;
-    DistributedDataParallel and FSDP models; an optimizer that does not own the parameters; with exact=True another
-    target, blocks or writers that are not declared or cannot be centred, a norm that writes the stream, training mode,
-    the meta device. Nothing has been changed then.
+    Errors: InputError for an unknown name; a model without known norms, or that is itself a norm; models whose
+    parameters others keep (DistributedDataParallel, FSDP, DTensors, DeepSpeed, accelerate's offloading); hooks and
+    attributes of parameters that new ones cannot have; an optimizer that does not own the parameters; with exact=True
+    another target, blocks or writers that are not declared or cannot be centred, a norm that writes the stream,
+    training mode, the meta device. Nothing has been changed then.
     """
     target = _target(to)
     if exact and (target.computes != "rmsnorm" or init != "match" or options):
@@ -132,14 +121,15 @@ def swap_norms(
         if module not in made:
             keeps_bias = plan is not None and known.bias is not None and not plan.folds(module)
             into = target._replace(make=BiasedRMSNorm) if keeps_bias else target
-            made[module] = _twin(module, known, into, init, _nearest(model, name), options)
+            made[module] = _twin(name, module, known, into, init, _nearest(model, name), options)
             hand_on(module, made[module].norm, name)
             if plan is not None:
                 made[module] = made[module]._replace(note=plan.note(module))
             _share(module, made[module], shared)
 
     edited = [] if plan is None else plan.edited(made)
-    repoint = Repoint(optimizer, _exchanged(model, places, made), edited)
+    known_as = {p: name for name, p in model.named_parameters()}
+    repoint = Repoint(optimizer, _exchanged(model, places, made), known_as, edited)
     title = f"swap_norms to {target.title}" + (", exact" if exact else "")
     edits, rows = Edits(model, title), []
     for name, old in places:
@@ -147,10 +137,14 @@ def swap_norms(
     rows += staying.values()
     rows += [] if plan is None else plan.apply(edits, made)
     rows += replace(model, places, {old: new.norm for old, new in made.items()}, edits)
+    for name, old in places:
+        for leaf, its in made[old].counterparts.items():
+            edits.succeed_parameter(f"{name}.{leaf}", getattr(old, leaf), getattr(made[old].norm, its))
     repoint(edits)
     read_padding(model, edits)
     mark(model, "norm", target.title, edits)
     edits.done()
+    warn_of_adapters(model, title, ((name, made[old].norm) for name, old in places))
     return Swaps(title, rows, edits)
 
 
@@ -178,6 +172,8 @@ def replace(
     model: nn.Module, places: Iterable[tuple[str, nn.Module]], made: Mapping[nn.Module, nn.Module], edits: Edits
 ) -> list[Row]:
     """Puts new norms into the places of old ones, by name. Returns rows of the fast paths that it switches off."""
+    for old in dict.fromkeys(old for _, old in places):
+        edits.succeed(old, made[old])
     for name, old in places:
         parent, _, leaf = name.rpartition(".")
         holder = model.get_submodule(parent)
@@ -189,7 +185,7 @@ def replace(
 def unweighted(model: nn.Module, name: str, norm: nn.Module, known: Known) -> nn.Module:
     """x̂ of a norm of the model: the norm of its kind without γ and β."""
     target = _target(known.computes)
-    return _twin(norm, known, target, "match", _nearest(model, name), {"elementwise_affine": False}).norm
+    return _twin(name, norm, known, target, "match", _nearest(model, name), {"elementwise_affine": False}).norm
 
 
 # The new norms.
@@ -295,7 +291,9 @@ def _share(old: nn.Module, made: _Made, shared: dict[tuple[nn.Parameter, str, to
         setattr(made.norm, new, shared.setdefault((getattr(old, leaf), new, parameter.shape), parameter))
 
 
-def _twin(old: nn.Module, known: Known, target: _Target, init: str, like: Tensor, options: Mapping[str, Any]) -> _Made:
+def _twin(
+    path: str, old: nn.Module, known: Known, target: _Target, init: str, like: Tensor, options: Mapping[str, Any]
+) -> _Made:
     """The norm that takes the old one's place, on the device and of the dtype of `like`."""
     has_bias = known.bias is not None or known.computes != "layernorm"
     wanted: dict[str, Any] = {"device": like.device, "dtype": like.dtype, "bias": has_bias}
@@ -332,10 +330,11 @@ def _twin(old: nn.Module, known: Known, target: _Target, init: str, like: Tensor
     learned = {its: getattr(old, mine) for mine, its in pairs.items()}
     for name, parameter in parameters.items():
         parameter.requires_grad_(getattr(learned.get(name, first), "requires_grad", True))
+        if name not in learned and isinstance(first, nn.Parameter):
+            hand_over_plain(first, parameter)
+    for mine, its in pairs.items():
+        hand_over_parameter(f"{path}.{mine}", getattr(old, mine), parameters[its])
     new.train(old.training)
-    for hooks in _HOOKS:
-        if hooks in old.__dict__:
-            new.__dict__[hooks] = old.__dict__[hooks]
     return _Made(new, ", ".join(notes), pairs)
 
 
@@ -362,9 +361,6 @@ def _match(old: Any, known: Known, new: Any, new_known: Known) -> list[str]:
     if times != 1:
         count = f"{times:.6g}·" + (count if plus == 0 else f"({count})")
     return [f"{new_known.gain} is {count}"]
-
-
-Exchange = dict[nn.Parameter, list[tuple[str, nn.Parameter]]]
 
 
 def _exchanged(model: nn.Module, places: list[tuple[str, nn.Module]], made: Mapping[nn.Module, _Made]) -> Exchange:

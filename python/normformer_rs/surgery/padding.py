@@ -2,7 +2,7 @@
 
 import inspect
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -20,6 +20,13 @@ _NAMES = (
     "tgt_key_padding_mask",
 )
 _PAIRS = ({"attention_mask", "decoder_attention_mask"}, {"src_key_padding_mask", "tgt_key_padding_mask"})
+_STACKS = {"attention_mask": "input_ids", "decoder_attention_mask": "decoder_input_ids"}
+"""Hugging Face's masks, and the tokens that they belong to."""
+_READ = (*_NAMES, *_STACKS.values(), "labels", "encoder_hidden_states")
+_IGNORED = -100
+"""The label that Hugging Face's losses leave out."""
+_HIDES = -9e3
+"""A float mask hides what it adds this much or less to: e⁻⁹⁰⁰⁰ is 0 in every dtype, and bfloat16 rounds −10,000 up."""
 _CAUSAL = ("is_causal", "tgt_is_causal")
 _OTHERWISE = "call the model inside `with normformer_rs.nn.padding_mask(…)`"
 _LOOKS = 8
@@ -35,48 +42,58 @@ def read_padding(model: nn.Module, edits: Edits) -> None:
     """
     said: set[str] = set()
     for module in model.modules():
-        places = _places(module)
+        names = _arguments(module)
         hears = any(isinstance(getattr(hook, "__self__", None), _Reader) for hook in module._forward_pre_hooks.values())
-        if hears or not places or not any(isinstance(m, RunningNorm) for m in module.modules() if m is not module):
+        if (
+            hears
+            or not any(name in names for name in _NAMES)
+            or not any(isinstance(m, RunningNorm) for m in module.modules() if m is not module)
+        ):
             continue
-        reader = _Reader(module, places, said)
+        reader = _Reader(module, names, said)
         edits.afterwards(module.register_forward_pre_hook(reader.enter, with_kwargs=True).remove)
         edits.afterwards(module.register_forward_hook(reader.leave, always_call=True).remove)
 
 
-def _places(module: nn.Module) -> dict[str, int]:
-    """The masks among its forward's arguments: names and positions."""
+def _arguments(module: nn.Module) -> dict[str, int]:
+    """Those among its forward's arguments that tell of padding: names and positions."""
     try:
         names = [*inspect.signature(module.forward).parameters]
     except (TypeError, ValueError):  # a forward in C
         return {}
-    return {name: names.index(name) for name in _NAMES if name in names}
+    return {name: names.index(name) for name in _READ if name in names}
 
 
 class _Reader:
     """The hooks on one module. Its bound methods are copied and pickled with the module."""
 
-    def __init__(self, module: nn.Module, places: dict[str, int], said: set[str]) -> None:
-        self.places, self.said = places, said
+    def __init__(self, module: nn.Module, names: dict[str, int], said: set[str]) -> None:
+        self.names, self.said = names, said
         self.looks, self.looked_for_causal = 0, False
-        self.takes_both = any(pair <= places.keys() for pair in _PAIRS)
+        self.takes_both = any(pair <= names.keys() for pair in _PAIRS)
         layouts = (getattr(m, "batch_first", None) for m in module.modules())
         self.batch_first = next((layout for layout in layouts if isinstance(layout, bool)), True)
 
     def enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        outer, is_compiling = given(), torch.compiler.is_compiling()
-        masks = self._masks(args, kwargs, outer)
+        here, is_compiling = self._begun(), torch.compiler.is_compiling()
+        outer = given() if here is None else here.outer  # the hooks that end a call do not hear a KeyboardInterrupt
+        values = ((name, kwargs.get(name, args[i] if i < len(args) else None)) for name, i in self.names.items())
+        got = {name: value for name, value in values if isinstance(value, Tensor)}
+        masks, decoders = self._masks(got, outer), self._decoders(module, got, outer)
+        if not masks and "encoder_hidden_states" in got:
+            masks = decoders if outer is None else outer.decoders or decoders
         if not masks and outer is not None and not outer.takes_both:
             masks = outer.masks
-        give(Given(masks, self.takes_both, self, outer, [0, 0, 0] if outer is None else outer.tally))
+        tally = [0, 0, 0] if outer is None else outer.tally
+        give(Given(masks + decoders if self.takes_both else masks, self.takes_both, self, outer, tally, decoders))
         if module.training and torch.is_grad_enabled() and not is_compiling:
             self._warn_if_causal(module, kwargs)
-            if outer is None and not masks:
-                self._warn_of_padding_tokens(module, args, kwargs)
+            if outer is None and (self.takes_both or not masks):
+                self._warn_of_padding_tokens(module, got, decoders)
 
     def leave(self, module: nn.Module, _: Any, __: Any) -> None:
-        now = given()
-        if now is None or now.reader is not self:  # a hook before this one raised
+        now = self._begun()
+        if now is None:  # a hook before this one raised
             return
         give(now.outer)
         if now.outer is None and module.training and not torch.compiler.is_compiling():
@@ -89,20 +106,53 @@ class _Reader:
                 text = f"norms with statistics got inputs of other shapes than the padding masks {shapes}"
                 self._say("none", f"{text}, and took padding in: {_OTHERWISE}")
 
-    def _masks(self, args: Sequence[Any], kwargs: Mapping[str, Any], outer: Given | None) -> tuple[Tensor, ...]:
+    def _begun(self) -> Given | None:
+        """The call of this module that has begun and not ended."""
+        now = given()
+        while now is not None and now.reader is not self:
+            now = now.outer
+        return now
+
+    def _masks(self, got: Mapping[str, Tensor], outer: Given | None) -> tuple[Tensor, ...]:
         read: dict[int, Tensor] = {}
-        for name, position in self.places.items():
-            mask = kwargs.get(name, args[position] if position < len(args) else None)
-            if not isinstance(mask, Tensor):
-                continue
+        for name, mask in got.items():
             is_attentions = mask.dim() > 2
-            if not is_attentions or ((outer is None or outer.takes_both) and mask.shape[0] > 1):
+            if name in _NAMES and (not is_attentions or ((outer is None or outer.takes_both) and mask.shape[0] > 1)):
                 read[id(mask)] = self._padding(name, mask)
         return tuple(read.values())
 
+    def _decoders(self, module: nn.Module, got: Mapping[str, Tensor], outer: Given | None) -> tuple[Tensor, ...]:
+        """The mask of a decoder that is called without one, in training: the padding of its labels, shifted as models
+        shift them to make its input, or of its tokens."""
+        if not module.training:
+            return ()
+        if "decoder_attention_mask" in self.names:
+            if "decoder_attention_mask" in got:
+                return ()
+            if outer is not None and outer.decoders:
+                return outer.decoders
+            labels, ids = got.get("labels"), got.get("decoder_input_ids")
+        else:
+            is_without = "encoder_hidden_states" in got and not any(name in got for name in _NAMES)
+            labels, ids = None, got.get("input_ids") if is_without else None
+        pad, is_sure = _pad_token(module)
+        if ids is not None and ids.dim() == 2 and is_sure:
+            hidden = torch.eq(ids, pad)
+            if pad == getattr(getattr(module, "config", None), "decoder_start_token_id", None):
+                hidden = hidden & (torch.arange(ids.shape[1], device=ids.device) > 0)
+            return (hidden,)
+        if labels is not None and labels.dim() == 2 and (ids is None or ids.shape == labels.shape):
+            hidden = torch.eq(labels, _IGNORED)
+            hidden = hidden | torch.eq(labels, pad) if is_sure else hidden
+            return (nn.functional.pad(hidden[:, :-1], (1, 0)),)
+        return ()
+
     def _padding(self, name: str, mask: Tensor) -> Tensor:
         """bool, True at padding, laid out as the module's input."""
-        padding = mask != 0 if name.endswith("key_padding_mask") else is_hidden(mask)
+        if name.endswith("key_padding_mask"):
+            padding = mask <= _HIDES if mask.is_floating_point() else mask != 0
+        else:
+            padding = is_hidden(mask)
         if padding.dim() > 2:  # (B, …, Q, K): no query attends to padding
             padding = padding.flatten(1, -2).all(1)
         return padding if self.batch_first or padding.dim() < 2 else padding.transpose(0, 1)
@@ -117,19 +167,25 @@ class _Reader:
             )
         self.looked_for_causal = True
 
-    def _warn_of_padding_tokens(self, module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        """Warns of padding tokens in a batch without a mask; silent where padding or its token cannot be told."""
-        config: Any = getattr(module, "config", None)
-        ends = {getattr(config, f"{name}_token_id", None) for name in ("bos", "eos", "sep")}
-        pad, ids = getattr(config, "pad_token_id", None), kwargs.get("input_ids", args[0] if args else None)
-        if not isinstance(pad, int) or pad in ends or not isinstance(ids, Tensor) or ids.is_floating_point():
+    def _warn_of_padding_tokens(
+        self, module: nn.Module, got: Mapping[str, Tensor], decoders: tuple[Tensor, ...]
+    ) -> None:
+        """Warns of padding tokens in a stack's batch without a mask; silent where padding cannot be told."""
+        pad, is_sure = _pad_token(module)
+        bare = {mask: got.get(tokens) for mask, tokens in _STACKS.items() if mask in self.names and mask not in got}
+        if decoders:
+            bare.pop("decoder_attention_mask", None)
+        looked = [(mask, ids) for mask, ids in bare.items() if ids is not None and ids.dim() == 2]
+        if pad < 0 or not looked or self.looks >= _LOOKS:
             return
-        if self.looks < _LOOKS and ids.dim() == 2:
-            self.looks += 1
-            if bool((ids[:, [0, -1]] == pad).any()):
-                wanted = " and ".join(self.places)
-                text = f"norms with statistics took padding in: call {type(module).__name__} with its {wanted}"
-                self._say("tokens", f"{text}, or {_OTHERWISE}")
+        self.looks += 1
+        for mask, ids in looked:
+            padded = ids == pad
+            if not is_sure:  # the token ends sentences, too: one of two in a row is padding
+                padded = padded[:, 1:] & padded[:, :-1]
+            if padded.shape[1] and bool(padded[:, [0, -1]].any()):
+                text = f"norms with statistics took padding in: call {type(module).__name__} with its {mask}"
+                self._say(mask, f"{text}, or {_OTHERWISE}")
 
     def _say(self, what: str, message: str) -> None:
         """Warns once per kind of message."""
@@ -139,12 +195,21 @@ class _Reader:
 
 
 def is_hidden(mask: Tensor) -> Tensor:
-    """True where a mask of Hugging Face's hides: False or 0, but below 0 where it is added to scores. The host does not
-    wait for the device."""
+    """True where a mask of Hugging Face's hides: False or 0, but far below 0 where it is added to scores. The host does
+    not wait for the device."""
     if not mask.is_floating_point():
         return mask == 0
     is_added = ((mask != 0) & (mask != 1)).any() | (mask != 1).all()
-    return torch.where(is_added, mask < 0, mask == 0)
+    return torch.where(is_added, mask <= _HIDES, mask == 0)
+
+
+def _pad_token(module: nn.Module) -> tuple[int, bool]:
+    """The padding's token in the module's configuration, and whether it stands for nothing else. −1: there is none."""
+    config: Any = getattr(module, "config", None)
+    pad = getattr(config, "pad_token_id", None)
+    if not isinstance(pad, int):
+        return -1, False
+    return pad, pad not in {getattr(config, f"{name}_token_id", None) for name in ("bos", "eos", "sep")}
 
 
 def _leaks(module: nn.Module) -> bool:

@@ -11,11 +11,13 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.parametrize import is_parametrized
 from torch.overrides import TorchFunctionMode
 
 from .. import nn as nfnn
 from ..config import tables
 from ..nn.norms import RowNorm
+from .handover import own_forward
 
 
 class Known(NamedTuple):
@@ -95,12 +97,17 @@ def _measures(kind: Any) -> bool:
 
 def _refused(module: nn.Module) -> str | None:
     """The reason why a module gets no trial calls, or None."""
+    if is_parametrized(module):
+        return "parametrized: remove its parametrizations first, and parametrize the new norm"
     if type(module).__module__.startswith("torch.nn.") and type(module) not in (nn.LayerNorm, nn.RMSNorm):
         return "torch.nn's own, and it normalises over other dimensions"
     if next(module.children(), None) is not None:
         return "made of other modules"
-    kept = [name for name, buffer in module.named_buffers(recurse=False) if buffer is not None]
-    kept += [name for name, value in vars(module).items() if isinstance(value, Tensor)]
+    forward = own_forward(module)
+    if forward is not None and getattr(forward, "__self__", None) is not module:
+        return "has a forward of its own, which was put into the instance"
+    kept = [f"the buffer {name}" for name, buffer in module.named_buffers(recurse=False) if buffer is not None]
+    kept += [f"the tensor {name}" for name, value in vars(module).items() if isinstance(value, Tensor)]
     if kept:
         return f"keeps {', '.join(kept)}"
     if len(module._parameters) > 2:
@@ -116,7 +123,7 @@ def _refused(module: nn.Module) -> str | None:
 
 def _forward(module: nn.Module) -> Callable[..., Any]:
     """As a function of (module, x); a method put into the instance counts."""
-    return getattr(vars(module).get("forward"), "__func__", type(module).forward)
+    return getattr(own_forward(module), "__func__", type(module).forward)
 
 
 def _width(module: nn.Module, parameters: Mapping[str, nn.Parameter]) -> int | None:

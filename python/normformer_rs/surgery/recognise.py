@@ -7,11 +7,13 @@ from typing import Any, cast
 
 import torch
 from torch import nn
+from torch.nn.utils.parametrize import is_parametrized
 
 from .. import nn as nfnn
 from ..config import unknown
 from ..errors import InputError
 from ..nn.norms import FixedScaleNorm, RowNorm
+from .handover import own_forward
 from .probe import KINDS, Known, probe
 
 Reader = Callable[[Any], "tuple[int, str] | None"]
@@ -62,10 +64,10 @@ def examine(module: nn.Module) -> Known | str:
     kind = type(module)
     if kind in _READERS:
         return _registered(module, _READERS[kind](module))
-    computes = own_name(module)
+    computes = own_name(module) if own_forward(module) is None else None
     if computes is not None:
         return _by_convention(module, _own_width(module), computes, by_order=False)
-    if kind in _TORCHS and not module._buffers and "forward" not in vars(module):
+    if kind in _TORCHS and not module._buffers and own_forward(module) is None:
         shape = cast(Any, module).normalized_shape
         if len(shape) != 1:
             return f"normalises over the last {len(shape)} dimensions"
@@ -89,10 +91,12 @@ _TORCHS: dict[type[nn.Module], str] = {nn.LayerNorm: "layernorm", nn.RMSNorm: "r
 
 
 def looks_like_a_norm(module: nn.Module) -> bool:
-    """The class's name says norm. torch's weight and spectral norms, which change a layer's weight, do not count."""
+    """The class's name says norm, parametrized or not. torch's weight and spectral norms, which change another layer's
+    weight, do not count."""
     is_named_so = re.search("norm(?!al|ed)", type(module).__name__, re.IGNORECASE) is not None
-    is_leaf = next(module.children(), None) is None
-    return is_named_so and is_leaf and not type(module).__module__.startswith("torch.nn.utils")
+    is_leaf = {*module._modules} <= {"parametrizations"}
+    changes_weights = type(module).__module__.startswith("torch.nn.utils") and not is_parametrized(module)
+    return is_named_so and is_leaf and not changes_weights
 
 
 def own_name(module: nn.Module) -> str | None:

@@ -1,5 +1,6 @@
 """`swap_residuals`: another residual scheme for the blocks of a model."""
 
+import re
 import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -10,9 +11,7 @@ from torch import nn
 from .. import nn as nfnn
 from ..config import PARAMETRISATION, TransformerConfig
 from ..errors import InputError
-from ..nn.attention import BEFORE_PRODUCTS
 from ..nn.layers import Layer
-from ..nn.parts import NormAt
 from ..nn.place import Place, configure
 from .block_residual import BlockResidual
 from .blocks import (
@@ -30,9 +29,12 @@ from .blocks import (
     shape_of,
 )
 from .families import refuse_other_schemes
+from .handover import mark_new, reclass
 from .init import count_weights, initialise, sign_of_training, silence_biases
-from .marker import mark
-from .undo import Edits, Repoint, Row, Swaps, refuse_wrapped
+from .marker import mark, warn_of_adapters
+from .optimizers import Exchange, Repoint
+from .refusals import refuse, refuse_unknown_end
+from .undo import Edits, Row, Swaps, refuse_wrapped
 
 
 def swap_residuals(
@@ -76,14 +78,16 @@ def swap_residuals(
         init: of the blocks' linear layers: "scheme": the scheme's own; another name out of `tables()["inits"]`; None:
             their values stay. Embeddings and all else outside the blocks keep their values.
         optimizer: gets the scheme's parameters, in the group of the block's first parameter, and loses the removed
-            ones; the state of parameters drawn anew is dropped.
+            ones; the state of parameters drawn anew is dropped. One that is not passed warns at its next step.
         options: those of `TransformerConfig` that the scheme has (`branchnorm_steps`, …).
 
     Returns: the table of the changes; its `undo()` reverses them.
 
     Errors: InputError for unknown names and options; a model without known blocks, or with blocks of another form
-    (norms on both sides of a branch, parallel sublayers), or with blocks that their library has changed;
-    DistributedDataParallel and FSDP models; an optimizer that does not own the parameters; outside torch.nn's layers
+    (norms on both sides of a branch, parallel sublayers), or with blocks that their library has changed; models whose
+    parameters others keep (DistributedDataParallel, FSDP, DTensors, DeepSpeed, accelerate's offloading); hooks, or a
+    forward in the instance, that a converted block would pass over; a norm around registered blocks that
+    `register_stack` does not know; an optimizer that does not own the parameters; outside torch.nn's layers
     hybridnorm, hybridnorm-star and olmo2, which reach into attention, and outside its stacks dlcl, denseformer,
     resi-dual, attnres and mhc, which would have to change their loop. UserWarning where weights that look trained are
     drawn anew.
@@ -92,15 +96,18 @@ def swap_residuals(
     refuse_wrapped(model)
     plans = [(group, place) for group, place in _plans(model, to, depth, init, options) if not _has(group, place)]
     for group, place in plans:
-        _check(group, place, to)
+        refuse(group, place, to)
+        refuse_unknown_end(model, group, to)
     learned = next((sign for group, _ in plans if (sign := sign_of_training(group, optimizer))), None)
     title, before = f"swap_residuals to {to}", dict(model.named_parameters())
-    edits, rows = Edits(model, title), []
+    edits, rows, there = Edits(model, title), [], {*model.modules(), *before.values()}
+    likes = [next(_first_norm(group).parameters(), None) for group, _ in plans]
     try:
-        for group, place in plans:
+        for (group, place), like in zip(plans, likes):
             old = [type(block).__name__ for block in group.blocks]
             convert = _convert_torchs if isinstance(group.blocks[0], tuple(TORCHS)) else _convert_foreign
             notes = convert(group, place, edits)
+            mark_new(group.holder, there, group.blocks[0], like)
             for i, block in enumerate(group.blocks):
                 drawn_here = f"init {place.declared.init}, {count_weights(block)} weights drawn"
                 note = "weights kept" if init is None else drawn_here
@@ -121,6 +128,9 @@ def swap_residuals(
         edits.undo()
         raise
     edits.done()
+    held = ((n, block) for group, _ in plans for n, block in zip(group.names, group.blocks))
+    made = ((f"{n}.residual", block.residual) for n, block in held if hasattr(block, "residual"))
+    warn_of_adapters(model, title, made)  # type: ignore[arg-type]
     if learned is not None and drawn:
         what = f"drew {sum(p.dim() > 1 for p in drawn)} weights of {type(model).__name__} anew"
         way = "init=None keeps them, undo() brings them back"
@@ -131,6 +141,9 @@ def swap_residuals(
 
 
 # Finding the blocks.
+
+
+_EXPERTS = re.compile("(Experts|MoeBlock|MoE)$")
 
 
 def find_groups(model: nn.Module, by: str = "swap_residuals") -> list[Group]:
@@ -144,6 +157,12 @@ def find_groups(model: nn.Module, by: str = "swap_residuals") -> list[Group]:
             kind = type(module), len(parts_of(module)), shape_of(module)["d_model"]
             found.setdefault((parent_of(_without_wrappers(name)), *kind), {})[name] = module
     if not found:
+        experts = next((name for name, module in model.named_modules() if _EXPERTS.search(type(module).__name__)), None)
+        if experts is not None:
+            raise InputError(
+                f"{type(model).__name__} has mixtures of experts ({experts}), and {by} knows no such blocks: declare "
+                "yours with normformer_rs.surgery.register_block(kind, converted)"
+            )
         raise InputError(
             f"{type(model).__name__} holds no known Transformer block; known are {known_names()}, but not their "
             "subclasses: register another class with normformer_rs.surgery.register_block(kind, converted)"
@@ -213,40 +232,8 @@ def _has(group: Group, place: Place) -> bool:
     return now is not None and now.config == place.config
 
 
-def _check(group: Group, place: Place, to: str) -> None:
-    """InputError for what cannot be converted."""
-    if place_of(group.blocks[0]) is not None:
-        raise InputError(
-            f"{group.path} has another residual scheme of normformer_rs already: take that swap back with its undo(), "
-            f"or build the layers with residual={to!r}"
-        )
-    sublayers = [sublayer for layer in place.declared.layers for sublayer in layer]
-    inside = {point for sublayer in sublayers for point in sublayer.inside}
-    if inside & BEFORE_PRODUCTS and not isinstance(group.blocks[0], tuple(TORCHS)):
-        what, way = to, "choose another scheme"
-        if place.config.qk_norm or place.config.qk_l2norm is not None:
-            what, way = ("qk_norm=True" if place.config.qk_norm else "qk_l2norm"), "leave it out"
-        raise InputError(
-            f"{what} acts between projections and products of attention, which {type(group.blocks[0]).__name__} "
-            f"does not expose: {way}"
-        )
-    if any(isinstance(what, NormAt) and what.start != 1.0 for sublayer in sublayers for what in sublayer.around()):
-        raise InputError(
-            f"{to} with these options sets how the weights of norms start, and {group.path} keeps its norms as they "
-            "are: leave the options out"
-        )
-    joins_layers = place.declared.combine or place.declared.streams or place.declared.mixing
-    if joins_layers and type(group.holder) not in TORCH_STACKS:
-        raise InputError(
-            f"{to} connects layers with each other, and the loop of {type(group.holder).__name__} does not: use "
-            "normformer_rs.nn's TransformerEncoder and TransformerDecoder"
-        )
-    own_way = joins_layers or place.declared.growth
-    if own_way and type(group.holder) in TORCH_STACKS and len(group.blocks) < group.depth:
-        raise InputError(
-            f"{to} treats each layer of {group.path} differently, but only {len(group.blocks)} of its {group.depth} "
-            f"layers are {type(group.blocks[0]).__name__}s of their own: others are shared or of another class"
-        )
+def _first_norm(group: Group) -> nn.Module:
+    return group.blocks[0].get_submodule(parts_of(group.blocks[0])[0].norm)
 
 
 # Converting.
@@ -265,11 +252,14 @@ def _convert_torchs(group: Group, place: Place, edits: Edits) -> list[Row]:
     for i, layer in enumerate(group.blocks):
         for module in (layer, *(m for m in layer.children() if type(m) is nn.MultiheadAttention)):
             edits.remember(module)
-        layer.__class__ = _OURS[type(layer)]
+        reclass(layer, _OURS[type(layer)])
         layer.adopt(Place(place.config, place.stack, i), in_stack)  # type: ignore[operator]
+        for module in layer.children():
+            reclass(module, type(module))  # attention's class is another, too
     if in_stack:
         edits.remember(holder)
-        norm, holder.__class__ = holder.norm, TORCH_STACKS[type(holder)]
+        norm = holder.norm
+        reclass(holder, TORCH_STACKS[type(holder)])
         holder.adopt(place)  # type: ignore[operator]
         path = f"{group.path.removesuffix('layers')}norm"
         if (norm is None) != (holder.norm is None):
@@ -297,11 +287,11 @@ def _convert_foreign(group: Group, place: Place, edits: Edits) -> list[Row]:
         }:
             edits.remember(block.get_submodule(path))
         residual = BlockResidual(block, Place(place.config, place.stack, i), parts, first)
-        first = first or residual
-        block.__class__ = converted
+        first = first or block
+        reclass(block, converted)
         for path, kind in sites.items():
             site = block.get_submodule(path)
-            site.__class__ = kind
+            reclass(site, kind)
             site.__dict__["block_of"] = (block,)
         for j, part in enumerate(parts):
             if not residual.uses(f"norm{j + 1}"):
@@ -312,6 +302,8 @@ def _convert_foreign(group: Group, place: Place, edits: Edits) -> list[Row]:
             for handle in residual.reach_inside(part, j):
                 edits.afterwards(handle.remove)
         block.residual = residual
+        for handle in residual.follow_calls():
+            edits.afterwards(handle.remove)
     end = place.declared.end
     if group.end is None or not any(change.kind == "norm" for change in end):
         group.blocks[-1].residual.finish(end)  # type: ignore[union-attr, operator]
@@ -319,7 +311,9 @@ def _convert_foreign(group: Group, place: Place, edits: Edits) -> list[Row]:
             edits.remember(group.end.owner.get_submodule(parent_of(group.end.name)))
             path = f"{group.end.path}.{group.end.name}".lstrip(".")
             notes.append(Row(path, type(group.end.norm).__name__, "Identity", "after the stack"))
-            _put(group.end.owner, group.end.name, nn.Identity())
+            identity = nn.Identity()
+            edits.succeed(group.end.norm, identity)
+            _put(group.end.owner, group.end.name, identity)
     return notes
 
 
@@ -338,7 +332,7 @@ def _repoint(
 ) -> Repoint:
     """Takes the removed parameters out of the optimizer, and puts each new one after the nearest old one by path."""
     known, kept = {*before.values()}, {*after.values()}
-    exchange: dict[nn.Parameter, list[tuple[str, nn.Parameter]]] = {p: [] for p in known - kept}
+    exchange: Exchange = {p: [] for p in known - kept}
     names = {p: name for name, p in before.items()}
     for name, p in after.items():
         if p in known:
@@ -349,7 +343,7 @@ def _repoint(
             continue
         anchor = max(there, key=lambda q: (_common(names[q], name), names[q]))
         exchange.setdefault(anchor, [(names[anchor], anchor)]).append((name, p))
-    return Repoint(optimizer, exchange, drawn)
+    return Repoint(optimizer, exchange, names, drawn)
 
 
 def _common(one: str, other: str) -> int:

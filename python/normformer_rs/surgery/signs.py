@@ -2,7 +2,7 @@
 
 from torch import nn
 
-_HANDED_ON = "_sign_of_training"
+HANDED_ON = "_sign_of_training"
 
 
 def sign_in_norm(norm: nn.Module, name: str) -> str | None:
@@ -14,10 +14,10 @@ def sign_in_norm(norm: nn.Module, name: str) -> str | None:
     for key, p in norm.named_parameters(prefix=name):
         if p.numel() > 1 and not p.is_meta and not (p == p.flatten()[0].round().clamp(0, 1)).all():
             return f"{key} is not at its first value"
-    return getattr(norm, _HANDED_ON, None)
+    return getattr(norm, HANDED_ON, None)
 
 
 def hand_on(old: nn.Module, new: nn.Module, name: str) -> None:
     """Has the norm in the place `name` remember the sign that the old one there gave."""
     if sign := sign_in_norm(old, name):
-        setattr(new, _HANDED_ON, sign.replace("is not", "was not"))
+        setattr(new, HANDED_ON, sign.replace("is not", "was not"))

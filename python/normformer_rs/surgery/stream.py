@@ -12,6 +12,7 @@ from ..errors import InputError
 from ..nn.init import Role
 from .blocks import Group, is_prenorm, is_transposed, parent_of, parts_of, projection
 from .families import HEADS, full_name
+from .handover import has_accelerates_hook, own_forward
 from .residuals import find_groups
 from .spec import Part, chosen
 
@@ -19,6 +20,7 @@ _AFFINE = (
     *(kind.forward for kind in (nn.Linear, nn.Embedding, nn.Conv1d, nn.Conv2d, nn.Conv3d)),
     *(kind.forward for kind in (nn.MultiheadAttention, nfnn.MultiheadAttention)),
 )
+_PLAIN_NAMES = ("Linear", "Embedding", "Conv1D", "Conv1d", "Conv2d", "Conv3d")
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 
 
@@ -83,7 +85,8 @@ class Matrix(NamedTuple):
         kind = type(self.owner)
         conv1d = full_name(kind) == "transformers.pytorch_utils.Conv1D"
         if self.weight not in self.parameters or not (conv1d or kind.forward in _AFFINE):
-            return f"{self.name} is a {kind.__name__}, and no plain linear layer"
+            what = full_name(kind) if kind.__name__ in _PLAIN_NAMES else kind.__name__  # PEFT's is called Linear, too
+            return f"{self.name} is a {what}, and no plain linear layer"
         odd = next((p for p in self.parameters.values() if not (_is_plain(p) and p.is_floating_point())), None)
         if odd is not None:
             return f"{self.name} has a {type(odd).__name__} of {odd.dtype}, which cannot be edited in place"
@@ -94,7 +97,7 @@ class Matrix(NamedTuple):
 
 def disturbed(name: str, module: nn.Module) -> str:
     """The reason why a module may compute something else than its class does, or nothing."""
-    if "forward" in vars(module):
+    if own_forward(module) is not None or has_accelerates_hook(module):
         return f"{name} has a forward of its own, which was put into the instance"
     if any(getattr(module, hooks) for hooks in _HOOKS):
         return f"{name} has forward hooks, which may change its inputs or outputs"

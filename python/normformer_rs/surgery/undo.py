@@ -1,5 +1,6 @@
-"""Shared by all surgery: changes with undo, the table of changes, and the exchange of parameters in optimizers."""
+"""Shared by all surgery: changes with undo, and the table of changes."""
 
+import functools
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -9,6 +10,7 @@ from torch import Tensor, nn
 
 from .._html import table
 from ..errors import InputError
+from .handover import hand_over, hand_over_parameter, reclass, refuse_held, refuse_offloaded
 
 _DICTS = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set")
 _WRAPPERS = ("DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule", "DataParallel")
@@ -74,6 +76,12 @@ class Edits:
         self._back: list[Callable[[], None]] = []
         self._written: list[tuple[Tensor, int | None]] = []
         self._places: list[tuple[Tensor, torch.device, torch.dtype]] = []
+        self._heirs: list[tuple[str, nn.Parameter, nn.Parameter]] = []
+
+    @property
+    def title(self) -> str:
+        """The swap's, for messages."""
+        return self._title[0]
 
     def remember(self, module: nn.Module) -> None:
         """Records a module. Call it before its class, attributes, parameters, buffers or children change."""
@@ -90,6 +98,16 @@ class Edits:
                 parameter.copy_(values)
 
         self._back.append(back)
+
+    def succeed(self, old: nn.Module, new: nn.Module) -> None:
+        """Gives a module's successor what others keep on it; `undo` gives it back."""
+        hand_over(old, new)
+        self.afterwards(functools.partial(hand_over, new, old))
+
+    def succeed_parameter(self, name: str, old: nn.Parameter, new: nn.Parameter) -> None:
+        """Has `undo` give back what others keep on a parameter's successor."""
+        self._heirs.append((name, new, old))
+        self.afterwards(functools.partial(hand_over_parameter, name, new, old))
 
     def afterwards(self, back: Callable[[], None]) -> None:
         """Adds a function that `undo` calls; the latest runs first."""
@@ -110,12 +128,15 @@ class Edits:
 
     def undo(self) -> None:
         """Reverses all changes. Errors: InputError, before anything changes, where a later swap changed the same
-        modules."""
+        modules, and for what others put on new parameters since and old ones cannot have."""
         for module in self._after:
             (later,) = _SWAPS[module][-1]
             if _SWAPS[module][-1] is not self._title:
-                same = f"{self._title[0]} and changed the same {type(module).__name__}"
+                same = f"{self.title} and changed the same {type(module).__name__}"
                 raise InputError(f"{later} came after {same}: undo() that first")
+        refuse_offloaded(self.model)
+        for name, new, old in self._heirs:
+            refuse_held(name, new, old)
         there = {id(t) for t in (*self.model.parameters(), *self.model.buffers())}
         for module, before in self._before.items():
             self._restore(module, before, self._after.get(module) or _State.of(module))
@@ -128,7 +149,7 @@ class Edits:
 
     def _restore(self, module: nn.Module, before: _State, after: _State) -> None:
         if before.kind is not after.kind:
-            module.__class__ = before.kind
+            reclass(module, before.kind)
         held = {name: module.__dict__[name] for name in _DICTS}
         own = {name: value for name, value in module.__dict__.items() if name not in _DICTS}
         own = _merged(own, before.attributes, after.attributes)
@@ -215,7 +236,7 @@ class Swaps(Sequence[Row]):
 
 
 def refuse_wrapped(model: nn.Module) -> None:
-    """InputError for a model in a wrapper that keeps references to its parameters."""
+    """InputError for a model whose parameters somebody else keeps: in a wrapper, on a mesh, offloaded."""
     if not isinstance(model, nn.Module):
         raise InputError(f"model must be a torch.nn.Module; got {type(model).__name__}")
     for name, module in model.named_modules():
@@ -225,71 +246,8 @@ def refuse_wrapped(model: nn.Module) -> None:
                 f"{name or 'the model'} is wrapped in {wrapper}, which holds on to the parameters it was given and "
                 "would neither synchronise nor shard new ones: swap first, then wrap"
             )
-
-
-class Repoint:
-    """Exchanges an optimizer's parameters for others; the constructor raises every error, before anything changes.
-
-    `exchange`: for each old parameter the (name, parameter) pairs that replace it; they inherit its group's options,
-    and its state is dropped unless it is among them. `drawn`: parameters that stay and lose their state. The optimizer
-    need not own parameters without gradients.
-    """
-
-    def __init__(
-        self,
-        optimizer: torch.optim.Optimizer | None,
-        exchange: Mapping[nn.Parameter, Sequence[tuple[str, nn.Parameter]]],
-        drawn: Sequence[nn.Parameter] = (),
-    ) -> None:
-        self.optimizer, self.exchange, self.drawn = optimizer, exchange, drawn
-        if optimizer is None:
-            return
-        owned = {id(p) for group in optimizer.param_groups for p in group["params"]}
-        missing = [p for p in exchange if p.requires_grad and id(p) not in owned]
-        if missing:
-            raise InputError(
-                f"the optimizer does not own {len(missing)} of the {len(exchange)} parameters that are swapped "
-                f"(the first is of shape {tuple(missing[0].shape)}): pass the optimizer that was made of this model's "
-                "parameters"
-            )
-
-    def __call__(self, edits: Edits) -> None:
-        if self.optimizer is None:
-            return
-        optimizer, old = self.optimizer, []
-        for group in optimizer.param_groups:
-            before = _named(group)
-            old.append((group, before))
-            _set(group, [made for name, p in before for made in self.exchange.get(p, [(name, p)])])
-        for p in [*self.drawn, *(p for p, new in self.exchange.items() if all(p is not q for _, q in new))]:
-            optimizer.state.pop(p, None)
-
-        def back() -> None:
-            for group, before in old:
-                for q in self._take_back(group, before):
-                    optimizer.state.pop(q, None)
-
-        edits.afterwards(back)
-
-    def _take_back(self, group: dict[str, Any], before: Sequence[tuple[str, nn.Parameter]]) -> set[nn.Parameter]:
-        """Restores a group's exchanged parameters; changes that others made since stay. Returns the removed
-        parameters."""
-        came = {q for _, p in before for _, q in self.exchange.get(p, ())} - {p for _, p in before}
-        kept = [(name, q) for name, q in _named(group) if q not in came]
-        for i, (name, p) in enumerate(before):
-            if p in self.exchange and all(p is not q for _, q in kept):
-                earlier = {q for _, q in before[:i]}
-                kept.insert(max((j + 1 for j, (_, q) in enumerate(kept) if q in earlier), default=0), (name, p))
-        _set(group, kept)
-        return came
-
-
-def _named(group: dict[str, Any]) -> list[tuple[str, nn.Parameter]]:
-    """A group's parameters, with their names if it has any."""
-    return [*zip(group.get("param_names") or [""] * len(group["params"]), group["params"])]
-
-
-def _set(group: dict[str, Any], named: Sequence[tuple[str, nn.Parameter]]) -> None:
-    group["params"] = [p for _, p in named]
-    if "param_names" in group:
-        group["param_names"] = [name for name, _ in named]
+    for name, p in model.named_parameters():
+        if hasattr(p, "device_mesh") or hasattr(p, "ds_id"):
+            kind, way = ("a DTensor", "parallelise") if hasattr(p, "device_mesh") else ("DeepSpeed's", "initialise")
+            raise InputError(f"{name} is {kind}, and new parameters would not be: swap first, then {way} the model")
+    refuse_offloaded(model)

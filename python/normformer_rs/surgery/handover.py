@@ -1,0 +1,206 @@
+"""Marks that other libraries keep on modules and parameters: the successor gets them, or a swap is refused by name."""
+
+import functools
+import inspect
+import types
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..errors import InputError
+from .signs import HANDED_ON
+
+_HOOKS = (
+    "_forward_hooks",
+    "_forward_hooks_with_kwargs",
+    "_forward_hooks_always_called",
+    "_forward_pre_hooks",
+    "_forward_pre_hooks_with_kwargs",
+    "_backward_hooks",
+    "_backward_pre_hooks",
+    "_is_full_backward_hook",
+    "_state_dict_hooks",
+    "_state_dict_pre_hooks",
+    "_load_state_dict_pre_hooks",
+    "_load_state_dict_post_hooks",
+)
+_EMPTY = frozenset(vars(nn.Module()))
+_PLAIN = (bool, int, float, str, bytes, type(None), torch.dtype, torch.device)
+_OF_SHAPE = ("infshape",)
+"""Attributes of parameters that belong to any parameter of the shape: mup's widths."""
+
+
+# Modules.
+
+
+def hand_over(old: nn.Module, new: nn.Module) -> None:
+    """Gives the successor of a module its hooks, its accelerate hook, and plain values that others wrote on it.
+
+    Both modules share the dictionaries of hooks, so that torch's handles still remove them. An attribute that no
+    function of either class names came from others, such as transformers' `_is_hf_initialized`.
+    """
+    for hooks in _HOOKS:
+        if hooks in old.__dict__:
+            new.__dict__[hooks] = old.__dict__[hooks]
+    kinds: tuple[Any, Any] = type(old), type(new)
+    own = _EMPTY.union({HANDED_ON}, *map(_names_in, kinds))
+    new.__dict__.update({name: value for name, value in vars(old).items() if name not in own and _is_plain(value)})
+    _hand_over_accelerates(old, new)
+
+
+def _hand_over_accelerates(old: nn.Module, new: nn.Module) -> None:
+    """accelerate puts `forward`, which calls its hook around `_old_forward`, into the instance."""
+    if has_accelerates_hook(new):
+        beneath = own_forward(new)
+        for name in ("_hf_hook", "_old_forward", "forward"):
+            del new.__dict__[name]
+        new.__dict__.update({} if beneath is None else {"forward": beneath})
+    if has_accelerates_hook(old):
+        wrapper: Any = old.__dict__["forward"]
+        rebound = functools.partial(wrapper.func, new, *wrapper.args[1:], **wrapper.keywords)
+        hooked = {"_hf_hook": old.__dict__["_hf_hook"], "_old_forward": new.forward}
+        new.__dict__.update(hooked | {"forward": functools.update_wrapper(rebound, new.forward)})
+
+
+def has_accelerates_hook(module: nn.Module) -> bool:
+    """accelerate's hook runs around the module's forward."""
+    own = vars(module)
+    return "_hf_hook" in own and "_old_forward" in own and isinstance(own.get("forward"), functools.partial)
+
+
+def own_forward(module: nn.Module) -> Any:
+    """The forward that was put into the instance, beneath accelerate's; None: the class's is called."""
+    own: dict[str, Any] = vars(module)
+    forward = own["_old_forward"] if has_accelerates_hook(module) else own.get("forward")
+    function, owner = getattr(forward, "__func__", None), getattr(forward, "__self__", None)
+    return None if function is type(module).forward and owner is module else forward
+
+
+def refuse_own_forward(name: str, module: nn.Module) -> None:
+    """InputError for a module whose class must change, where the instance's own forward would go on being called."""
+    if own_forward(module) is not None:
+        raise InputError(
+            f"{name or 'the model'}, a {type(module).__name__}, has a forward of its own, which was put into the "
+            "instance and would be called instead of the scheme's: swap first, then patch it"
+        )
+
+
+def refuse_passed_over(name: str, module: nn.Module, scheme: str) -> None:
+    """InputError for hooks on a module of a block that the block does not call with another scheme."""
+    if module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks:
+        raise InputError(
+            f"{name}, a {type(module).__name__}, has hooks, and the block does not call it with {scheme}: remove them "
+            "first"
+        )
+
+
+def reclass(module: nn.Module, kind: type[nn.Module]) -> None:
+    """Changes a module's class. accelerate puts the class's forward into the instance, beneath its hook or, after its
+    removal, bare; the new one takes its place."""
+    place, is_classs = "_old_forward" if has_accelerates_hook(module) else "forward", own_forward(module) is None
+    module.__class__ = kind
+    if place in vars(module) and is_classs:
+        module.__dict__[place] = types.MethodType(kind.forward, module)
+
+
+def refuse_offloaded(model: nn.Module) -> None:
+    """InputError for a model of which accelerate keeps weights elsewhere, by name."""
+    for name, module in model.named_modules():
+        hook = vars(module).get("_hf_hook")
+        if any(getattr(part, "offload", False) for part in (hook, *getattr(hook, "hooks", ()))):
+            raise InputError(
+                f"accelerate offloads {name or 'the model'} and loads its weights by their names at each call, so new "
+                "parameters would stay empty: swap first, then dispatch; or take the hooks off with "
+                "accelerate.hooks.remove_hook_from_submodules(model)"
+            )
+
+
+@functools.cache
+def _names_in(kind: Any) -> frozenset[str]:
+    """The names of attributes in the functions of a class."""
+    names: set[str] = set()
+    for parent in kind.__mro__:
+        if parent is nn.Module:
+            break
+        for function in vars(parent).values():
+            whole = getattr(inspect.unwrap(getattr(function, "fget", None) or function), "__code__", None)
+            codes = [] if whole is None else [whole]
+            while codes:
+                code = codes.pop()
+                names.update(code.co_names)
+                codes += [constant for constant in code.co_consts if isinstance(constant, types.CodeType)]
+    return frozenset(names)
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, tuple | list | set | frozenset):
+        return all(map(_is_plain, value))
+    return isinstance(value, _PLAIN)
+
+
+# Parameters.
+
+
+def hand_over_parameter(name: str, old: Tensor, new: Tensor) -> None:
+    """Gives the successor of a parameter its attributes, and at equal shapes its gradient hooks.
+
+    Errors: InputError for what cannot go over: a hook after accumulation, which belongs to this parameter's optimizer;
+    gradient hooks and attributes with a shape where the shapes differ; attributes that are no plain values.
+    """
+    refuse_held(name, old, new)
+    hand_over_plain(old, new)
+    if old.shape == new.shape:
+        for attribute in _OF_SHAPE:
+            if attribute in vars(old):
+                setattr(new, attribute, getattr(old, attribute))
+        if old._backward_hooks:
+            new._backward_hooks = old._backward_hooks  # one dictionary, so that handles remove it from both
+
+
+def hand_over_plain(old: Tensor, new: Tensor) -> None:
+    """Gives a parameter the other's attributes that are plain values: `_no_weight_decay`, `sequence_parallel`, …"""
+    for name, value in vars(old).items():
+        if _is_plain(value) and not name.startswith("_dynamo"):
+            setattr(new, name, value)
+
+
+def refuse_held(name: str, old: Tensor, new: Tensor) -> None:
+    """InputError for a parameter with something that its successor cannot have."""
+    refuse_hooked(name, old)
+    held = "" if old.shape == new.shape or not old._backward_hooks else "a gradient hook (register_hook)"
+    for attribute, value in vars(old).items():
+        goes = _is_plain(value) or attribute.startswith("_dynamo")
+        if not goes and not (attribute in _OF_SHAPE and old.shape == new.shape):
+            held = held or f"the attribute {attribute}, a {type(value).__name__}"
+    if held:
+        change = "" if old.shape == new.shape else f" of shape {tuple(new.shape)} instead of {tuple(old.shape)}"
+        raise InputError(
+            f"{name} has {held}, which the parameter{change} in its place cannot take over: remove it first, and set "
+            "it again afterwards"
+        )
+
+
+def refuse_hooked(name: str, parameter: Tensor) -> None:
+    """InputError for a parameter with a hook that runs after its gradient is there, or with an optimizer of torch's
+    `_apply_optimizer_in_backward`."""
+    own_optimizer = hasattr(parameter, "_in_backward_optimizers")
+    if own_optimizer or getattr(parameter, "_post_accumulate_grad_hooks", None):
+        what = "an optimizer" if own_optimizer else "a hook of register_post_accumulate_grad_hook, perhaps an optimizer"
+        raise InputError(
+            f"{name} has {what} in the backward pass, and new parameters would have none and stay untrained: remove it "
+            "first, and register it again afterwards"
+        )
+
+
+def mark_new(stack: nn.Module, there: set[Any], block: nn.Module, like: Tensor | None) -> None:
+    """Marks what a stack has beside the modules and parameters that were `there`, and which had no predecessor: modules
+    as initialised where the block is, since transformers' `init_weights()` would else reset their parameters (norms to
+    1, Gemma's to 0); parameters with the plain values on another one."""
+    if getattr(block, "_is_hf_initialized", False):
+        for module in stack.modules():
+            if module not in there:
+                module.__dict__["_is_hf_initialized"] = True
+    for parameter in () if like is None else stack.parameters():
+        if parameter not in there:
+            hand_over_plain(like, parameter)  # type: ignore[arg-type]

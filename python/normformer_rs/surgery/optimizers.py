@@ -1,0 +1,182 @@
+"""Optimizers in surgery: the exchange of their parameters, and a warning from those that were not told of one."""
+
+import gc
+import sys
+import warnings
+import weakref
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from ..errors import InputError
+from .handover import refuse_hooked
+from .undo import Edits
+
+Exchange = dict[nn.Parameter, list[tuple[str, nn.Parameter]]]
+"""For each old parameter the names and parameters in its place, itself among them if it stays."""
+
+
+class Repoint:
+    """Exchanges an optimizer's parameters for others; the constructor raises every error, before anything changes.
+
+    `exchange`: for each old parameter the (name, parameter) pairs that replace it; they inherit its group's options,
+    and its state is dropped unless it is among them. `names`: the old parameters'. `drawn`: parameters that stay and
+    lose their state. The optimizer need not own parameters without gradients. An optimizer that has old parameters and
+    was not passed warns at its next step.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer | None,
+        exchange: Exchange,
+        names: Mapping[nn.Parameter, str],
+        drawn: Sequence[nn.Parameter] = (),
+    ) -> None:
+        self.optimizer, self.exchange, self.names, self.drawn = optimizer, exchange, names, drawn
+        for p, new in exchange.items():
+            if any(q is not p and q.requires_grad for _, q in new):
+                refuse_hooked(names[p], p)
+        if optimizer is None:
+            return
+        owned = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        missing = [p for p in exchange if p.requires_grad and id(p) not in owned]
+        if missing:
+            raise InputError(
+                f"the optimizer does not own {len(missing)} of the {len(exchange)} parameters that are swapped "
+                f"(the first is of shape {tuple(missing[0].shape)}): pass the optimizer that was made of this model's "
+                "parameters"
+            )
+
+    def __call__(self, edits: Edits) -> None:
+        watch(self.exchange, self._reversed(), edits)
+        if self.optimizer is None:
+            return
+        optimizer, old = self.optimizer, []
+        for group in optimizer.param_groups:
+            before = _named(group)
+            old.append((group, before))
+            _set(group, [made for name, p in before for made in self.exchange.get(p, [(name, p)])])
+        for p in [*self.drawn, *(p for p, new in self.exchange.items() if all(p is not q for _, q in new))]:
+            optimizer.state.pop(p, None)
+
+        def back() -> None:
+            for group, before in old:
+                for q in self._take_back(group, before):
+                    optimizer.state.pop(q, None)
+
+        edits.afterwards(back)
+
+    def _reversed(self) -> Exchange:
+        """The exchange of an undo; old parameters that stay replace nothing."""
+        back: Exchange = {}
+        for p, new in self.exchange.items():
+            for _, q in new if all(p is not q for _, q in new) else ():
+                back.setdefault(q, []).append((self.names[p], p))
+        return back
+
+    def _take_back(self, group: dict[str, Any], before: Sequence[tuple[str, nn.Parameter]]) -> set[nn.Parameter]:
+        """Restores a group's exchanged parameters; changes that others made since stay. Returns the removed
+        parameters."""
+        came = {q for _, p in before for _, q in self.exchange.get(p, ())} - {p for _, p in before}
+        kept = [(name, q) for name, q in _named(group) if q not in came]
+        for i, (name, p) in enumerate(before):
+            if p in self.exchange and all(p is not q for _, q in kept):
+                earlier = {q for _, q in before[:i]}
+                kept.insert(max((j + 1 for j, (_, q) in enumerate(kept) if q in earlier), default=0), (name, p))
+        _set(group, kept)
+        return came
+
+
+def _named(group: dict[str, Any]) -> list[tuple[str, nn.Parameter]]:
+    """A group's parameters, with their names if it has any."""
+    return [*zip(group.get("param_names") or [""] * len(group["params"]), group["params"])]
+
+
+def _set(group: dict[str, Any], named: Sequence[tuple[str, nn.Parameter]]) -> None:
+    group["params"] = [p for _, p in named]
+    if "param_names" in group:
+        group["param_names"] = [name for name, _ in named]
+
+
+# Optimizers that were not passed.
+
+
+class _Heirs(NamedTuple):
+    title: str
+    named: list[tuple[str, "weakref.ref[nn.Parameter]"]]
+
+
+_HEIRS: Any = WeakTensorKeyDictionary()
+"""For parameters that surgery exchanged, what came instead: a list, one entry for each swap."""
+_CHECKED: "weakref.WeakKeyDictionary[torch.optim.Optimizer, int]" = weakref.WeakKeyDictionary()
+"""The number of exchanges that an optimizer has been held against."""
+_exchanges = 0
+_LISTENING: list[Any] = []
+
+
+def watch(exchange: Exchange, back: Exchange, edits: Edits) -> None:
+    """Has the next step of an optimizer warn if it has an old parameter of the exchange, and nobody has the new one;
+    `back` is the exchange of the undo."""
+    heirs, title = _expect(edits.title, exchange), f"undo() of {edits.title}"
+
+    def undo() -> None:
+        for p, expected in heirs:
+            _HEIRS[p].remove(expected)
+        _expect(title, back)
+
+    edits.afterwards(undo)
+
+
+def _expect(title: str, exchange: Exchange) -> list[tuple[nn.Parameter, _Heirs]]:
+    global _exchanges
+    _exchanges += 1
+    heirs = []
+    for p, new in exchange.items():
+        came = _Heirs(title, [(name, weakref.ref(q)) for name, q in new if q is not p])
+        if came.named:
+            _HEIRS.setdefault(p, []).append(came)
+            heirs.append((p, came))
+    # Making an optimizer loads torch._dynamo, so without it there is none that could own old parameters.
+    if not _LISTENING and "torch._dynamo" in sys.modules:
+        _LISTENING.append(register_optimizer_step_pre_hook(torch.compiler.disable(_check)))
+    return heirs
+
+
+def _check(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    if _CHECKED.get(optimizer) == _exchanges:
+        return
+    _CHECKED[optimizer] = _exchanges
+    forgotten, title = _forgotten(optimizer)
+    if forgotten:
+        owned = {id(p) for other in _optimizers() for group in other.param_groups for p in group["params"]}
+        names = [name for name, q in forgotten if id(q) not in owned]
+        if names:
+            more = f" and {len(names) - 1} more parameters" if len(names) > 1 else ""
+            warnings.warn(
+                f"{title} made {names[0]}{more}, and no optimizer has them: this {type(optimizer).__name__} still has "
+                "the parameters from before, so that its steps leave the new ones as they are. Pass optimizer= to the "
+                "swap, or make the optimizer afterwards",
+                stacklevel=4,
+            )
+
+
+def _forgotten(optimizer: torch.optim.Optimizer) -> tuple[list[tuple[str, nn.Parameter]], str]:
+    """New parameters in place of, or beside, old ones of the optimizer, without those that it has; and the swap."""
+    own = [p for group in optimizer.param_groups for p in group["params"]]
+    known, found, title = {id(p) for p in own}, [], ""
+    for heirs in (heirs for p in own for heirs in _HEIRS.get(p, ())):
+        for name, reference in heirs.named:
+            q = reference()
+            if q is not None and q.requires_grad and id(q) not in known:
+                found.append((name, q))
+                title = heirs.title
+    return found, title
+
+
+def _optimizers() -> list[torch.optim.Optimizer]:
+    """All optimizers of the process."""
+    return [found for found in gc.get_objects() if issubclass(type(found), torch.optim.Optimizer)]

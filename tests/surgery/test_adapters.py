@@ -1,0 +1,71 @@
+"""Swapped models with PEFT's adapters, whose files hold adapters and `modules_to_save` only."""
+
+import copy
+
+import pytest
+import torch
+from surgery_support import hugging_face, run
+from torch import nn
+
+from normformer_rs.surgery import swap_norms, swap_residuals
+
+
+class Saved(nn.Module):
+    """As PEFT wraps modules_to_save: a copy of the module takes its place, and shows its attributes."""
+
+    def __init__(self, module):
+        super().__init__()
+        self.original_module = module.requires_grad_(False)
+        self.modules_to_save = nn.ModuleDict({"default": copy.deepcopy(module).requires_grad_(True)})
+
+    def __getattr__(self, name):
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(self._modules["modules_to_save"]["default"], name)
+
+
+Saved.__module__ = "peft.utils.other"
+
+
+@pytest.mark.parametrize("scheme", ["branchnorm", "prores", "subln", "normformer", "rezero", "b2t"])
+def test_a_copy_of_a_blocks_residual_takes_its_place(scheme):
+    """Its parameters are trained and used, its t grows, and no block is copied with it."""
+    torch.manual_seed(0)
+    model = hugging_face("gpt2").eval()
+    options = {"branchnorm": {"branchnorm_steps": 4}, "prores": {"prores_steps": 4}}.get(scheme, {})
+    swap_residuals(model, scheme, init=None, **options)
+    alone = copy.deepcopy(model)
+    for block in model.transformer.h:
+        block.residual = Saved(block.residual)
+    assert torch.equal(run(model)[0], run(alone)[0])
+    for some in (model, alone):
+        optimizer = torch.optim.SGD([p for p in some.parameters() if p.requires_grad], 0.1)
+        for _ in range(3):
+            optimizer.zero_grad()
+            run(some)[1].backward()
+            optimizer.step()
+    torch.testing.assert_close(run(model)[0], run(alone)[0])
+    for mine, its in zip(model.transformer.h, alone.transformer.h):
+        saved = mine.residual.modules_to_save["default"]
+        assert saved._block[0] is mine
+        for name, t in saved.state_dict().items():
+            torch.testing.assert_close(t, its.residual.state_dict()[name], msg=name)
+
+
+def test_a_swap_in_a_model_with_adapters_says_what_their_files_leave_out():
+    def adapted():
+        model = hugging_face("gpt2")
+        model.requires_grad_(False)
+        model.lm_head = Saved(model.lm_head)
+        return model
+
+    said = r"files of PEFT's adapters leave them out: .*modules_to_save=\['ln_1', 'ln_2', 'ln_f'\]"
+    with pytest.warns(UserWarning, match=said) as caught:
+        swap_norms(adapted(), "powernorm-v")
+    assert caught[0].filename == __file__
+    with pytest.warns(UserWarning, match=r"modules_to_save=\['residual'\]"):
+        swap_residuals(adapted(), "sandwich", init=None)
+    swap_norms(adapted(), "rmsnorm")  # frozen gains: the same swap makes them again
+    swap_residuals(adapted(), "prenorm", init=None)
+    swap_norms(hugging_face("gpt2"), "rmsnorm")

@@ -1,0 +1,264 @@
+"""What surgery cannot take over is refused in one sentence, or stays with a row; the model is as before."""
+
+import re
+
+import pytest
+import torch
+from surgery_support import HEADS, D, assert_same, hugging_face, state_of
+from torch import nn
+from torch.nn.utils import parametrize
+
+from normformer_rs import nn as nfnn
+from normformer_rs.surgery import (
+    BlockSpec,
+    Linear,
+    Part,
+    fold_norms,
+    register_block,
+    register_stack,
+    swap_norms,
+    swap_residuals,
+)
+
+
+class Same(nn.Module):
+    def forward(self, w):
+        return w
+
+
+@pytest.mark.parametrize("kind", [nn.LayerNorm, nfnn.RMSNorm, nfnn.PowerNormV], ids=lambda kind: kind.__name__)
+def test_a_parametrized_norm_has_a_row(kind):
+    model = nn.Sequential(kind(8), nn.LayerNorm(8), nn.utils.parametrizations.weight_norm(nn.Linear(8, 8)))
+    parametrize.register_parametrization(model[0], "weight", Same())
+    done = swap_norms(model, "scalenorm")
+    assert [row.name for row in done] == ["1", "0"]
+    note = "stays: parametrized: remove its parametrizations first, and parametrize the new norm"
+    assert done[1].note == note
+    with pytest.raises(ValueError, match=f"holds no known norm .*; 0, a Parametrized{kind.__name__}, {note}"):
+        swap_norms(nn.Sequential(model[0]), "scalenorm")
+    parametrize.remove_parametrizations(model[0], "weight")
+    assert len(swap_norms(model, "scalenorm")) == 1
+
+
+def test_a_norm_with_a_buffer_for_a_weight_has_a_row():
+    transformers = pytest.importorskip("transformers")
+    config = transformers.FalconMambaConfig(
+        vocab_size=20, hidden_size=8, num_hidden_layers=1, state_size=4, intermediate_size=16
+    )
+    model = transformers.FalconMambaForCausalLM(config)
+    notes = {row.note for row in swap_norms(model, "layernorm") if row.old == "FalconMambaWeightlessRMSNorm"}
+    assert notes == {"stays: keeps the buffer weight"}
+
+
+# Linear layers that are none
+
+
+class Quantized(nn.Parameter):
+    """As torchao has them: a linear layer's weight is another tensor."""
+
+
+class LoraLinear(nn.Module):
+    """As PEFT has them."""
+
+    def __init__(self, base):
+        super().__init__()
+        self.base_layer = base
+
+    @property
+    def weight(self):
+        return self.base_layer.weight
+
+    @property
+    def bias(self):
+        return self.base_layer.bias
+
+    def forward(self, x):
+        return self.base_layer(x)
+
+
+LoraLinear.__module__, LoraLinear.__name__, LoraLinear.__qualname__ = "peft.tuners.lora.layer", "Linear", "Linear"
+
+
+def llama(how):
+    transformers = pytest.importorskip("transformers")
+    config = transformers.LlamaConfig(
+        vocab_size=40, hidden_size=D, num_hidden_layers=2, num_attention_heads=HEADS, intermediate_size=32
+    )
+    model = transformers.LlamaForCausalLM(config).eval()
+    for block in model.model.layers:
+        if how == "quantized":
+            for linear in (block.self_attn.q_proj, block.mlp.gate_proj):
+                linear.weight = Quantized(linear.weight.detach())
+        elif how == "wrapped":
+            block.self_attn.q_proj = LoraLinear(block.self_attn.q_proj)
+            block.mlp.gate_proj = LoraLinear(block.mlp.gate_proj)
+    return model
+
+
+@pytest.mark.parametrize(
+    ("how", "said"),
+    [
+        ("quantized", "a Linear, which has a weight of type Quantized, and none to change"),
+        ("wrapped", "a peft.tuners.lora.layer.Linear, which has no weight of its own to change"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:.*PEFT's adapters")
+def test_linear_layers_that_cannot_be_drawn(how, said):
+    model = llama(how)
+    state, kinds = state_of(model), [type(m) for m in model.modules()]
+    named = re.escape(f"self_attn.q_proj of a LlamaDecoderLayer is {said}: ")
+    with pytest.raises(ValueError, match=f"{named}.*init=None"):
+        swap_residuals(model, "deepnorm")
+    assert_same(state_of(model), state)
+    assert [type(m) for m in model.modules()] == kinds
+    done = swap_residuals(model, "sandwich", init=None)
+    model(torch.arange(5)[None]).logits.sum().backward()
+    done.undo()
+    notes = {row.name: row.note for row in fold_norms(model) if row.note.startswith("stays")}
+    reasons = {"quantized": "has a Quantized of torch.float32", "wrapped": "is a peft.tuners.lora.layer.Linear, and no"}
+    assert len(notes) >= 4 and reasons[how] in notes["model.layers.0.input_layernorm"]
+
+
+# Mixtures of experts
+
+
+@pytest.mark.parametrize("name", ["Mixtral", "Qwen3Moe"])
+def test_a_models_mixture_of_experts_is_named(name):
+    transformers = pytest.importorskip("transformers")
+    config = getattr(transformers, f"{name}Config")(
+        vocab_size=20,
+        hidden_size=8,
+        intermediate_size=16,
+        moe_intermediate_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        num_experts=2,
+        num_local_experts=2,
+        num_experts_per_tok=1,
+    )
+    model = getattr(transformers, f"{name}ForCausalLM")(config)
+    for by, swap in (
+        ("swap_residuals", lambda: swap_residuals(model, "sandwich")),
+        ("fold_norms", lambda: fold_norms(model)),
+    ):
+        with pytest.raises(ValueError, match=rf"mixtures of experts \(model\.layers\.0\.mlp\), and {by} knows no such"):
+            swap()
+
+
+class Experts(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.w1, self.w2 = nn.Parameter(torch.randn(2, 8, 16)), nn.Parameter(torch.randn(2, 16, 8))
+
+    def forward(self, x):
+        return torch.einsum("btef,efd->btd", torch.einsum("btd,edf->btef", x, self.w1).relu(), self.w2)
+
+
+class Block(nn.Module):
+    def __init__(self, mlp):
+        super().__init__()
+        self.heads, self.ln1, self.ln2, self.attn, self.mlp = 1, nn.LayerNorm(8), nn.LayerNorm(8), nn.Linear(8, 8), mlp
+
+    def forward(self, x):
+        x = x + self.attn(self.ln1(x))
+        return x + self.mlp(self.ln2(x))
+
+
+class ExpertBlock(Block):
+    def __init__(self):
+        super().__init__(Experts())
+
+
+class PlainBlock(Block):
+    def __init__(self):
+        super().__init__(nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 8)))
+
+
+ATTENTION = Part("self-attention", "ln1", (Linear("attn", ("output",)),), run=("attn",))
+register_block(
+    ExpertBlock, BlockSpec((ATTENTION, Part("feed-forward", "ln2", (), run=("mlp",))), "heads", norm_first=True)
+)
+MLP = Part("feed-forward", "ln2", (Linear("mlp.0", ("fc1",)), Linear("mlp.2", ("fc2",))), run=("mlp",))
+register_block(PlainBlock, BlockSpec((ATTENTION, MLP), "heads", norm_first=True))
+
+
+class Model(nn.Module):
+    def __init__(self, make):
+        super().__init__()
+        self.embedding, self.blocks = nn.Embedding(9, 8), nn.ModuleList([make(), make()])
+        self.norm, self.head = nn.LayerNorm(8), nn.Linear(8, 9)
+
+    def forward(self, ids):
+        x = self.embedding(ids)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x))
+
+
+@pytest.mark.parametrize("scheme", ["sandwich", "deepnorm", "subln"])
+def test_a_declaration_without_a_second_layer_is_refused(scheme):
+    model = Model(ExpertBlock)
+    state = state_of(model)
+    with pytest.raises(
+        ValueError, match="declaration of ExpertBlock names no linear layer with the role 'fc2' in its feed"
+    ):
+        swap_residuals(model, scheme, init=None)
+    assert_same(state_of(model), state)
+
+
+# The norm after blocks that nobody registered
+
+
+@pytest.mark.parametrize("scheme", ["sandwich", "postnorm"])
+def test_a_norm_beside_registered_blocks_is_asked_for(scheme):
+    """Without a stack a pre-norm scheme would make a second norm at the end, and postnorm keep one too many."""
+
+    class Known(Model):
+        pass
+
+    class Without(Model):
+        def forward(self, ids):
+            x = self.norm(self.embedding(ids))
+            for block in self.blocks:
+                x = block(x)
+            return self.head(x)
+
+    model = Model(PlainBlock)
+    state = state_of(model)
+    with pytest.raises(ValueError, match=r'Model has a norm, norm, beside its blocks.*register_stack\(Model, "norm"\)'):
+        swap_residuals(model, scheme, init=None)
+    assert_same(state_of(model), state)
+
+    register_stack(Known, "norm")
+    register_stack(Without, None)
+    ends = {}
+    for kind in (Known, Without):
+        model = kind(PlainBlock)
+        swap_residuals(model, scheme, init=None)
+        ends[kind] = (type(model.norm).__name__, len(model.blocks[-1].residual.end))
+    wanted = {"sandwich": [("LayerNorm", 0), ("LayerNorm", 1)], "postnorm": [("Identity", 0), ("LayerNorm", 0)]}
+    assert [*ends.values()] == wanted[scheme]
+
+
+def test_a_norm_among_registered_blocks_is_refused():
+    model = nn.Sequential(PlainBlock(), PlainBlock(), nn.LayerNorm(8))
+    for whole, named in ((model, "Sequential"), (nn.ModuleDict({"stack": model}), "stack")):
+        with pytest.raises(ValueError, match=f"^{named} lists a norm, 2, with its blocks"):
+            swap_residuals(whole, "sandwich", init=None)
+
+
+def test_a_block_alone_needs_no_stack():
+    block = PlainBlock()
+    swap_residuals(block, "sandwich", init=None)
+    block(torch.randn(1, 2, 8)).sum().backward()
+
+
+def test_librarys_own_models_need_no_stack():
+    """BART's embeddings have a norm beside the blocks."""
+    transformers = pytest.importorskip("transformers")
+    heads = {"encoder_attention_heads": 2, "decoder_attention_heads": 2}
+    shape = {"d_model": 8, "encoder_layers": 1, "decoder_layers": 1, "max_position_embeddings": 9} | heads
+    config = transformers.BartConfig(vocab_size=20, **shape)
+    swap_residuals(transformers.BartModel(config), "sandwich", init=None)
+    swap_residuals(hugging_face("bert"), "sandwich", init=None)
