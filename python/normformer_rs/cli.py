@@ -100,7 +100,7 @@ def _start_in_utf8() -> None:
 
     Arguments, names of files and texts are UTF-8 everywhere; Python fixes the encoding of names when it starts.
     """
-    if sys.getfilesystemencoding() != "utf-8" and os.environ.get("PYTHONUTF8") != "1":
+    if sys.getfilesystemencoding() != "utf-8" and os.environ.get("PYTHONUTF8") != "1" and sys.executable:
         os.environ["PYTHONUTF8"] = "1"
         os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
 

@@ -30,6 +30,7 @@ _OTHERS = (
     *((codecs.BOM_UTF16_LE, "utf-16"), (codecs.BOM_UTF16_BE, "utf-16")),
 )
 """Byte order marks of other encodings; UTF-32's first, because it begins with UTF-16's."""
+_SURROGATE = re.compile("[\ud800-\udfff]")
 _UNSHOWN = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 
 
@@ -139,6 +140,17 @@ def read_json(path: str | PathLike[str], consequence: str) -> dict[str, Any]:
         kind = {list: "a list", str: "text", type(None): "null"}.get(type(content), repr(content))
         raise InputError(f"{path}: expected a JSON object; got {kind}; {consequence}")
     return content
+
+
+def check_lines(name: str, lines: Iterable[str]) -> None:
+    """InputError for one text in place of a list of lines, and for a line that is no text or that UTF-8 cannot hold."""
+    if isinstance(lines, str | bytes):
+        raise InputError(f"{name} must be a list of lines; got one text: split it into lines first")
+    for number, line in enumerate(lines, 1):
+        if not isinstance(line, str):
+            raise InputError(f"{name}: line {number} is {line!r}; expected text")
+        if _SURROGATE.search(line):
+            raise InputError(f"{name}: line {number} holds a lone surrogate, which no text in UTF-8 has: {line[:80]!r}")
 
 
 def check_readable(path: str) -> None:
