@@ -58,7 +58,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             args = _parser().parse_args(words)
             args.run(args)
         finally:  # after help, too, which raises SystemExit
-            if sys.stdout is not None:
+            if sys.stdout is not None and not sys.stdout.closed:
                 write_out()
         return 0
     except BrokenPipeError:

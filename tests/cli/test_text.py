@@ -28,6 +28,17 @@ def test_a_byte_order_mark_on_standard_input_is_no_text(tmp_path):
     assert done.stdout == b"['a']\n", done.stderr
 
 
+def test_evaluate_sees_no_byte_order_mark(tmp_path, capsys):
+    pytest.importorskip("sacrebleu")
+    (tmp_path / "marked").write_bytes(BOM + b"a b c d\n")
+    (tmp_path / "plain").write_bytes(b"a b c d\n")
+    for names in (("marked", "plain"), ("plain", "marked")):
+        given = [word for flag, name in zip(("--hypothesis", "--reference"), names) for word in (flag, name)]
+        given = [str(tmp_path / word) if not word.startswith("--") else word for word in given]
+        assert cli.main(["evaluate", *given, "--tokenize", "none"]) == 0
+        assert capsys.readouterr().out.count("= 100.00") == 2
+
+
 def test_a_byte_order_mark_alone_is_an_empty_file(tmp_path):
     (tmp_path / "text").write_bytes(BOM)
     with pytest.raises(InputError, match="the file is empty"):
