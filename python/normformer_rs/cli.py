@@ -87,7 +87,7 @@ def report(error: BaseException) -> None:
 
 
 def _drop_output() -> None:
-    """What standard output could not take is dropped, so that the flush at exit does not fail again."""
+    """Drops the text that standard output could not take, so that the flush at exit does not fail again."""
     try:
         sys.stdout.flush()
     except (AttributeError, OSError):

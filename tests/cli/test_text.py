@@ -112,7 +112,7 @@ def test_a_pipe_may_give_options(tmp_path):
         read_toml("/dev/zero", ["heads"])
 
 
-@pytest.mark.parametrize("content", ["a = " + "[" * 100_000, "a = " + "1" * 5000])
+@pytest.mark.parametrize("content", ["a = " + "[" * 100_000, "a = " + "1" * 5000], ids=["deep", "long"])
 def test_toml_that_python_cannot_hold_is_not_valid(tmp_path, content):
     (tmp_path / "options.toml").write_text(content)
     with pytest.raises(InputError, match=r"options\.toml: not valid TOML"):
