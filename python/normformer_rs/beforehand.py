@@ -1,6 +1,6 @@
 """Checks of folders and files before torch is imported, which takes seconds; and a run's warnings.
 
-The core checks the same where it reads; what is refused here it refuses too.
+The core repeats these checks where it reads.
 """
 
 from collections.abc import Sequence

@@ -60,7 +60,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             with as_ctrl_c():
                 args.run(args)
         finally:  # after help, too, which raises SystemExit
-            if sys.stdout is not None:
+            if sys.stdout is not None and not sys.stdout.closed:
                 write_out()
         return 0
     except BrokenPipeError:
@@ -89,7 +89,7 @@ def report(error: BaseException) -> None:
 
 
 def _drop_output() -> None:
-    """What standard output could not take is dropped, so that the flush at exit does not fail again."""
+    """Drops the text that standard output could not take, so that the flush at exit does not fail again."""
     try:
         sys.stdout.flush()
     except (AttributeError, OSError):
@@ -102,7 +102,7 @@ def _start_in_utf8() -> None:
 
     Arguments, names of files and texts are UTF-8 everywhere; Python fixes the encoding of names when it starts.
     """
-    if sys.getfilesystemencoding() != "utf-8" and os.environ.get("PYTHONUTF8") != "1":
+    if sys.getfilesystemencoding() != "utf-8" and os.environ.get("PYTHONUTF8") != "1" and sys.executable:
         os.environ["PYTHONUTF8"] = "1"
         os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
 

@@ -195,6 +195,8 @@ class Config:
     @classmethod
     def from_dict(cls: type[_C], options: Mapping[str, Any]) -> _C:
         """The inverse of `asdict`; names left out take their defaults."""
+        if not isinstance(options, Mapping):
+            raise InputError(f"{cls.__name__} takes options by name; got {options!r}")
         return cls(**options)
 
     @classmethod

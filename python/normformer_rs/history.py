@@ -139,10 +139,10 @@ def _arrays(part: "History | Evaluations") -> dict[str, NDArray[Any]]:
 
 
 def read_events(path: Path) -> list[dict[str, Any]]:
-    """The events of a log, in order. Damaged lines are left out, with one warning: what a crash of the machine or a
-    full disk leaves of them, and what the loop never writes.
+    """The events of a log, in order. Lines that a crash or a full disk has damaged, and lines that the loop never
+    writes, are left out with one warning.
 
-    Errors: FileNotFoundError; InputError for what is no regular file.
+    Errors: FileNotFoundError; InputError for a folder, a device or a pipe.
     """
     lines = read_regular(path).removesuffix(b"\n").split(b"\n")
     events = {number: event for number, line in enumerate(lines, 1) if (event := _event(line)) is not None}

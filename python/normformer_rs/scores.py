@@ -14,6 +14,7 @@ from . import _core
 from ._optional import require
 from .config import unknown
 from .errors import InputError
+from .text import check_lines
 
 RESAMPLES = 1000
 SEED = "SACREBLEU_SEED"
@@ -82,7 +83,8 @@ def score(
     if isinstance(resamples, bool) or not hasattr(resamples, "__index__") or resamples < 1:
         raise InputError(f"resamples must be a whole number of at least 1; got {resamples!r}")
     for name, lines in (("hypothesis", hypotheses), ("reference", references), ("baseline", baseline)):
-        _check_lines(name, lines)
+        if lines is not None:
+            check_lines(f"the {name}", lines)
     metrics = require("sacrebleu.metrics", "scoring translations")
     if tokenize not in metrics.BLEU.TOKENIZERS:
         raise InputError(unknown("tokenize", tokenize, metrics.BLEU.TOKENIZERS))
@@ -121,14 +123,6 @@ def _multi_bleu(hypotheses: Sequence[str], references: Sequence[str], lowercase:
     if lowercase:
         hypotheses, references = [line.lower() for line in hypotheses], [line.lower() for line in references]
     return json.loads(_core.bleu(list(hypotheses), list(references)))["text"]
-
-
-def _check_lines(name: str, lines: Sequence[str] | None) -> None:
-    if isinstance(lines, str | bytes):
-        raise InputError(f"the {name} must be a list of lines; got one text: split it into lines first")
-    for number, line in enumerate(lines or (), 1):
-        if not isinstance(line, str):
-            raise InputError(f"the {name}'s line {number} is {line!r}; expected text")
 
 
 def _compare(metric: Any, hypotheses: Sequence[str], baseline: Sequence[str], resamples: int) -> Comparison:

@@ -30,11 +30,12 @@ _OTHERS = (
     *((codecs.BOM_UTF16_LE, "utf-16"), (codecs.BOM_UTF16_BE, "utf-16")),
 )
 """Byte order marks of other encodings; UTF-32's first, because it begins with UTF-16's."""
+_SURROGATE = re.compile("[\ud800-\udfff]")
 _UNSHOWN = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 
 
 def escaped(text: str) -> str:
-    r"""The text on one line, for a terminal: what would move or recolour its words is written as \x1b or \u202e.
+    r"""The text on one line, for a terminal: characters that would move or recolour its words become \x1b or \u202e.
 
     Such characters are the controls, U+2028 and U+2029, the marks that turn the direction of writing, and surrogates.
 
@@ -90,7 +91,7 @@ def _without_mark(data: bytes, name: str) -> bytes:
 def read_regular(path: str | PathLike[str], most: int = -1) -> bytes:
     """The first `most` bytes of a regular file, or all. A FIFO or a device is refused, and not waited for.
 
-    Errors: InputError for what is no regular file; FileNotFoundError.
+    Errors: InputError for a folder, a device or a pipe; FileNotFoundError.
     """
     try:
         # O_NONBLOCK: a FIFO without a writer opens at once, and is refused below.
@@ -108,7 +109,7 @@ def read_small(path: str | PathLike[str], *, pipe: bool = False) -> str:
     Args:
         pipe: the path may be a pipe or a device, which the user has named; a file that lies in a folder may not.
 
-    Errors: FileNotFoundError; InputError for what is no regular file, more than 4 MiB, or not UTF-8.
+    Errors: FileNotFoundError; InputError for another kind of file, more than 4 MiB, and invalid UTF-8.
     """
     if pipe and not os.path.isdir(path):
         with open(path, "rb") as file:
@@ -139,6 +140,17 @@ def read_json(path: str | PathLike[str], consequence: str) -> dict[str, Any]:
         kind = {list: "a list", str: "text", type(None): "null"}.get(type(content), repr(content))
         raise InputError(f"{path}: expected a JSON object; got {kind}; {consequence}")
     return content
+
+
+def check_lines(name: str, lines: Iterable[str]) -> None:
+    """InputError for one text in place of a list of lines, and for a line that is no text or that UTF-8 cannot hold."""
+    if isinstance(lines, str | bytes):
+        raise InputError(f"{name} must be a list of lines; got one text: split it into lines first")
+    for number, line in enumerate(lines, 1):
+        if not isinstance(line, str):
+            raise InputError(f"{name}: line {number} is {line!r}; expected text")
+        if _SURROGATE.search(line):
+            raise InputError(f"{name}: line {number} holds a lone surrogate, which no text in UTF-8 has: {line[:80]!r}")
 
 
 def check_readable(path: str) -> None:

@@ -130,6 +130,12 @@ def test_names_in_files_are_words(capsys, tmp_path, line):
     fails_with(capsys, ["train", "--config", str(config)], f"{line.split()[0]} must be a")
 
 
+@pytest.mark.parametrize("options", ["[1]", "3", "null", '"text"'])
+def test_options_have_names(options):
+    with pytest.raises(InputError, match="TransformerConfig takes options by name; got"):
+        TransformerConfig.from_json(options)
+
+
 def test_numbers_of_numpy_and_paths_are_taken():
     import numpy as np
 

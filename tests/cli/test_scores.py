@@ -111,3 +111,10 @@ def test_a_text_is_no_list_of_lines(systems):
 def test_a_line_is_text(systems):
     with pytest.raises(InputError, match=r"line 1 is .*; expected text"):
         scores.score(*systems)
+
+
+@pytest.mark.parametrize("systems", [(["a\ud800"], ["a"]), (["a"], ["\udcff"]), (["a"], ["a"], ["\udc80"])])
+def test_a_line_is_text_that_utf_8_can_hold(systems):
+    with pytest.raises(InputError, match=r"line 1 holds a lone surrogate, which no text in UTF-8 has"):
+        scores.score(*systems)
+    assert scores.score(["a \U0001f600"] * 2, ["a \U0001f600"] * 2).bleu == 0.0  # two words have no four-grams

@@ -28,6 +28,17 @@ def test_a_byte_order_mark_on_standard_input_is_no_text(tmp_path):
     assert done.stdout == b"['a']\n", done.stderr
 
 
+def test_evaluate_sees_no_byte_order_mark(tmp_path, capsys):
+    pytest.importorskip("sacrebleu")
+    (tmp_path / "marked").write_bytes(BOM + b"a b c d\n")
+    (tmp_path / "plain").write_bytes(b"a b c d\n")
+    for names in (("marked", "plain"), ("plain", "marked")):
+        given = [word for flag, name in zip(("--hypothesis", "--reference"), names) for word in (flag, name)]
+        given = [str(tmp_path / word) if not word.startswith("--") else word for word in given]
+        assert cli.main(["evaluate", *given, "--tokenize", "none"]) == 0
+        assert capsys.readouterr().out.count("= 100.00") == 2
+
+
 def test_a_byte_order_mark_alone_is_an_empty_file(tmp_path):
     (tmp_path / "text").write_bytes(BOM)
     with pytest.raises(InputError, match="the file is empty"):
@@ -101,7 +112,7 @@ def test_a_pipe_may_give_options(tmp_path):
         read_toml("/dev/zero", ["heads"])
 
 
-@pytest.mark.parametrize("content", ["a = " + "[" * 100_000, "a = " + "1" * 5000])
+@pytest.mark.parametrize("content", ["a = " + "[" * 100_000, "a = " + "1" * 5000], ids=["deep", "long"])
 def test_toml_that_python_cannot_hold_is_not_valid(tmp_path, content):
     (tmp_path / "options.toml").write_text(content)
     with pytest.raises(InputError, match=r"options\.toml: not valid TOML"):
