@@ -8,6 +8,7 @@ from typing import NamedTuple
 from . import _core
 from .config import GenerationConfig
 from .errors import InputError
+from .text import check_lines
 
 Listener = Callable[[int, int, str | None], None]
 """Called with the number of the prompt, the number of the sample, and new text; None when that text is over."""
@@ -75,15 +76,11 @@ def generate(
     Interrupted after Ctrl-C, between two tokens; what `on_text` raises.
     """
     options = (generation or GenerationConfig()).to_json()
-    if isinstance(prompts, str | bytes):
-        raise InputError("prompts must be a list of texts; got one text: put it into a list")
-    given = list(prompts)
-    for i, prompt in enumerate(given):
-        if not isinstance(prompt, str):
-            raise InputError(f"prompts must be text; item {i} is {prompt!r}")
+    given = prompts if isinstance(prompts, str | bytes) else list(prompts)
+    check_lines("prompts", given)
     if not 1 <= max_tokens < 2**63:
         raise InputError(f"max_tokens must be at least 1, and below 2⁶³; got {max_tokens}")
-    found = _core.generate(fspath(model), given, options, on_text, str(checkpoint), max_tokens, precision, device)
+    found = _core.generate(fspath(model), list(given), options, on_text, str(checkpoint), max_tokens, precision, device)
     return [[Generation(*text) for text in texts] for texts in found]
 
 

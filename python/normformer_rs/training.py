@@ -140,7 +140,7 @@ class Trainer:
             with contextlib.closing(observer), as_ctrl_c(), _own_modes():
                 _core.train(*self._json(), folder, mode, place, observer, from_checkpoint=chosen)
         history = History.read(output)
-        if is_first and curves and available("matplotlib"):
+        if is_first and curves and len(history.update) and available("matplotlib"):
             logger.info("curves: %s", history.plot())
         return history
 

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 from . import _core
 from .config import SearchConfig
 from .errors import InputError
+from .text import check_lines
 
 
 class Translation(NamedTuple):
@@ -74,13 +75,9 @@ def translate(
 
 
 def _sentences(lines: Iterable[str]) -> list[str]:
-    if isinstance(lines, str | bytes):
-        raise InputError("lines must be a list of sentences; got one text: split it into lines first")
-    sentences = list(lines)
-    for i, line in enumerate(sentences):
-        if not isinstance(line, str):
-            raise InputError(f"lines must be text; item {i} is {line!r}")
-    return sentences
+    sentences = lines if isinstance(lines, str | bytes) else list(lines)
+    check_lines("lines", sentences)
+    return list(sentences)
 
 
 def average(model: str | PathLike[str], *, last: int | None = None, updates: Sequence[int] | None = None) -> str:
