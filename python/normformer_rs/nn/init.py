@@ -1,14 +1,17 @@
 """First values of linear layers and embeddings, from Rust's table of initialisations."""
 
+import weakref
 from collections.abc import Sequence
-from typing import Literal
+from typing import Any, Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from .. import _core
 from ..config import TransformerConfig
 from .place import Place
+from .sharding import write_whole
 
 Role = Literal["query", "key", "value", "output", "fc1", "fc2"]
 
@@ -20,7 +23,8 @@ def draw_linear(weight: Tensor, bias: Tensor | None, roles: Sequence[Role], plac
     The configuration's init decides, for these roles in that sublayer of the place. Stacked roles are drawn one by one,
     each with its block of rows.
     """
-    _core.draw_linear(weight, list(roles), place.config.to_json(), place.stack, place.layer, sublayer)
+    where = list(roles), place.config.to_json(), place.stack, place.layer, sublayer
+    write_whole(weight, lambda whole: _core.draw_linear(whole, *where))
     if bias is not None:
         bias.zero_()
 
@@ -29,4 +33,36 @@ def draw_linear(weight: Tensor, bias: Tensor | None, roles: Sequence[Role], plac
 def draw_table(weight: Tensor, name: str, config: TransformerConfig) -> None:
     """Draws the parameter `name` in place: "embedding", "source_embedding", "target_embedding" (a row a type), or an
     untied "output_projection"."""
-    _core.draw_table(weight, name, config.to_json())
+    write_whole(weight, lambda whole: _core.draw_table(whole, name, config.to_json()))
+
+
+class FirstValues:
+    """The `reset_parameters` of one linear layer in a Transformer's layer, in place of torch.nn.Linear's.
+
+    Loops that reset every module by itself, parents first or children first, so end in the values of the layer's
+    initialisation. `drawn`: the matrix's roles; or "torch" or "xavier", as the layers of torch.nn or torch.nn's whole
+    Transformer start, attention's output with bias 0.
+    """
+
+    def __init__(self, linear: nn.Module, drawn: tuple[Role, ...] | str, place: Place, sublayer: int) -> None:
+        # Weak, as the linear layer holds this: a cycle would keep the weights of a dropped model for a while.
+        self.linear, self.told = weakref.ref(linear), (drawn, place, sublayer)
+
+    def __call__(self) -> None:
+        linear: Any = self.linear()
+        drawn, place, sublayer = self.told
+        if not isinstance(drawn, str):
+            draw_linear(linear.weight, linear.bias, drawn, place, sublayer)
+            return
+        type(linear).reset_parameters(linear)
+        if drawn == "xavier":
+            nn.init.xavier_uniform_(linear.weight)
+        if isinstance(linear, NonDynamicallyQuantizableLinear) and linear.bias is not None:
+            nn.init.zeros_(linear.bias)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "FirstValues":
+        linear: Any = self.linear()
+        return FirstValues(memo.get(id(linear), linear), *self.told)
+
+    def __reduce__(self) -> Any:
+        return FirstValues, (self.linear(), *self.told)

@@ -12,7 +12,7 @@ from ..errors import InputError
 from .attention import MultiheadAttention, is_masked
 from .declaration import made_of
 from .dropout import Draw, is_plain, rate
-from .init import Role, draw_linear
+from .init import FirstValues, Role, draw_linear
 from .interpreter import Streams, apply_changes, begin, close, open_streams, start
 from .making import install, reset, reset_module
 from .parts import Learned, NormAt
@@ -142,6 +142,8 @@ class Layer(Unscriptable, Growing):
     activation: Any
     is_torchs: bool
     """Neither a scheme nor an initialisation was named: torch.nn's arrangement and first values."""
+    is_xavier = False
+    """Of torch.nn's first values, those of torch.nn.Transformer."""
 
     def __init__(
         self,
@@ -183,7 +185,6 @@ class Layer(Unscriptable, Growing):
         )
         _layer_number(layer, self.place.depth)
         self.is_torchs, self.norm_first = residual is None and init is None, norm_first
-        self.keeps_torchs_values = init == "torch" or self.is_torchs
         declared, factory = self.place.declared, {"device": device, "dtype": dtype}
 
         def rate_of(name: str) -> float:
@@ -202,8 +203,33 @@ class Layer(Unscriptable, Growing):
             setattr(self, f"dropout{i + 1}", nn.Dropout(dropout))
         self.activation = _activation(activation)
         self.grow(declared.growth, device)
+        self.keeps_torchs_values = init == "torch" or self.is_torchs
         if not self.keeps_torchs_values:
             self.draw()
+
+    @property
+    def keeps_torchs_values(self) -> bool:
+        """Linear layers start as torch.nn's do; else as `init` says."""
+        return self._keeps_torchs_values
+
+    @keeps_torchs_values.setter
+    def keeps_torchs_values(self, keeps: bool) -> None:
+        self._keeps_torchs_values = keeps
+        self._tell_linears()
+
+    def _tell_linears(self) -> None:
+        """Tells the linear layers their first values, for those who reset them one by one."""
+        for linear, roles, sublayer in self._linears():
+            drawn = ("xavier" if self.is_xavier else "torch") if self.keeps_torchs_values else roles
+            vars(linear)["reset_parameters"] = FirstValues(linear, drawn, self.place, sublayer)
+
+    def _linears(self) -> Iterator[tuple[Any, tuple[Role, ...], int]]:
+        """The linear layers with their roles and the numbers of their sublayers; attention's stacked one is none."""
+        for i, name in enumerate(self.attentions):
+            yield getattr(self, name).out_proj, ("output",), i
+        last = len(self.attentions)
+        yield self.linear1, ("fc1",), last
+        yield self.linear2, ("fc2",), last
 
     def _depths(self, encoder_layers: int | None, decoder_layers: int | None) -> dict[str, Any]:
         raise NotImplementedError
@@ -244,6 +270,7 @@ class Layer(Unscriptable, Growing):
             missing = [what for what in wanted if what not in had]
             install(owner, missing, place, factory=factory, bias=self.has_norm_biases)
         self.grow(None, device)
+        self._tell_linears()
 
     def adopt(self, place: Place, in_stack: bool) -> None:
         """Completes a converted torch.nn layer: its children stay, with the norms that the scheme keeps."""
@@ -273,14 +300,12 @@ class Layer(Unscriptable, Growing):
 
     def draw(self) -> None:
         """Draws the linear layers as `init` says, whatever their values were."""
-        for i, name in enumerate(self.attentions):
-            attention: MultiheadAttention = getattr(self, name)
-            stacked: tuple[Role, ...] = ("query", "key", "value")
-            draw_linear(attention.in_proj_weight, attention.in_proj_bias, stacked, self.place, i)
-            draw_linear(attention.out_proj.weight, attention.out_proj.bias, ("output",), self.place, i)
-        last = len(self.attentions)
-        draw_linear(self.linear1.weight, self.linear1.bias, ("fc1",), self.place, last)
-        draw_linear(self.linear2.weight, self.linear2.bias, ("fc2",), self.place, last)
+        for linear, roles, i in self._linears():
+            if i < len(self.attentions):
+                attention: MultiheadAttention = getattr(self, self.attentions[i])
+                stacked: tuple[Role, ...] = ("query", "key", "value")
+                draw_linear(attention.in_proj_weight, attention.in_proj_bias, stacked, self.place, i)
+            draw_linear(linear.weight, linear.bias, roles, self.place, i)
 
     def _run(
         self,

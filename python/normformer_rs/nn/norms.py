@@ -12,6 +12,7 @@ from ..config import unknown
 from ..errors import InputError
 from . import formulas
 from .row_norm import OPS, OffsetNorm, RowNorm
+from .sharding import write_whole
 from .tracing import Unscriptable, leaf
 
 FIXNORM_EPS = 1e-12
@@ -283,7 +284,7 @@ class FixNormEmbedding(Unscriptable, nn.Embedding):
 
     def reset_parameters(self) -> None:
         """Draws the table anew, uniform in ±0.01."""
-        nn.init.uniform_(self.weight, -0.01, 0.01)
+        write_whole(self.weight, lambda whole: nn.init.uniform_(whole, -0.01, 0.01))
 
     @leaf
     def forward(self, input: Tensor) -> Tensor:

@@ -34,6 +34,8 @@ class RowNorm(Unscriptable, nn.Module):
     """A parameter, or None."""
     bias: Any
     """A parameter, or None."""
+    first_scale: float = 1.0
+    """Multiplies the first value of γ, as a residual scheme declares it."""
 
     def __init_subclass__(cls, norm: str | None = None, **rest: Any) -> None:
         """`norm`: the name in the table."""
@@ -75,9 +77,12 @@ class RowNorm(Unscriptable, nn.Module):
 
     def reset_parameters(self) -> None:
         """Sets the parameters to their first values."""
+        offset = float(getattr(self, "zero_centred", False))
         for name, parameter in self._parameters.items():
             if parameter is not None:
-                nn.init.constant_(parameter, self.start(name))
+                start = self.start(name)
+                is_scaled = name == "weight" and self.first_scale != 1.0
+                nn.init.constant_(parameter, (start + offset) * self.first_scale - offset if is_scaled else start)
 
     def start(self, name: str) -> float:
         """The first value of a parameter."""

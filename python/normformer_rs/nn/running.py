@@ -61,6 +61,8 @@ class RunningNorm(Unscriptable, nn.Module):
     """Its buffers in the operator's order."""
     shown: tuple[str, ...] = ("alpha",)
     takes_pad_mask = True
+    first_scale: float = 1.0
+    """Multiplies the first value of γ, as a residual scheme declares it."""
     refused: Tensor
     """(1,) int64. Not a buffer, so checkpoints ignore it. An exported program may write to buffers only, so it does not
     count."""
@@ -128,7 +130,7 @@ class RunningNorm(Unscriptable, nn.Module):
         """γ = 1, β = 0, and statistics as at the start."""
         self.reset_running_stats()
         if self.weight is not None:
-            nn.init.ones_(self.weight)
+            nn.init.constant_(self.weight, self.first_scale)
         if self.bias is not None:
             nn.init.zeros_(self.bias)
 

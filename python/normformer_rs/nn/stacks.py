@@ -1,8 +1,8 @@
 """Stacks of layers, and the whole Transformer, as torch.nn has them."""
 
 import copy
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -20,6 +20,9 @@ from .place import Place
 from .profiling import begin_stack
 from .tracing import leaf
 from .updates import Growing
+
+
+Module = TypeVar("Module", bound=nn.Module)
 
 
 class Sums(nn.Module):
@@ -336,6 +339,9 @@ class Transformer(nn.Module):
         self.d_model, self.nhead, self.batch_first, self.init = d_model, nhead, batch_first, init
         self.keeps_torchs_values = keeps_torchs or init == "torch"
         if self.keeps_torchs_values:
+            for layer in self._redrawn(Layer):
+                layer.is_xavier = True
+                layer.keeps_torchs_values = True
             self._reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -346,11 +352,16 @@ class Transformer(nn.Module):
             self._reset_parameters()
 
     def _reset_parameters(self) -> None:
-        schemes = (module for module in self.modules() if isinstance(module, Sums | Layer | Stack))
-        learned = {p for module in schemes for p in module.parameters(recurse=False)}
-        for p in self.parameters():
-            if p.dim() > 1 and p not in learned:
+        redrawn = (module for module in self._redrawn(nn.Module) if not isinstance(module, Sums | Layer | Stack))
+        for p in dict.fromkeys(p for module in redrawn for p in module.parameters(recurse=False)):
+            if p.dim() > 1:
                 nn.init.xavier_uniform_(p)
+
+    def _redrawn(self, kind: type[Module]) -> Iterator[Module]:
+        """Its modules of that kind, without those in layers of a stack given to it that have a scheme's values."""
+        own = {module for module in self.modules() if isinstance(module, Layer) and not module.keeps_torchs_values}
+        kept = {part for layer in own for part in layer.modules()}
+        return (module for module in self.modules() if isinstance(module, kind) and module not in kept)
 
     @leaf
     def forward(
