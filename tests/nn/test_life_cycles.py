@@ -82,6 +82,44 @@ def test_copies_reset_themselves(copied):
     assert torch.equal(layer.linear1.weight, before)
 
 
+KINDS = {name: nfnn.norm_class(name) for name in (*NORMS, *FAMILIES)}
+
+
+@pytest.mark.parametrize("name", [*NORMS])
+def test_skip_init(name):
+    norm = nn.utils.skip_init(KINDS[name], D)
+    spoil(norm)
+    norm.reset_parameters()
+    for key, value in KINDS[name](D).state_dict().items():
+        assert torch.equal(norm.state_dict()[key], value), key
+    assert norm(torch.randn(4, 3, D)).isfinite().all()
+
+
+class Positive(nn.Module):
+    def forward(self, weight):
+        return nn.functional.softplus(weight)
+
+
+@pytest.mark.parametrize("name", [name for name in NORMS if name not in ("scalenorm-fixed", "l2norm")])
+def test_a_parametrized_norm_is_copied(name):
+    norm, x = KINDS[name](D), torch.randn(4, 3, D)
+    nn.utils.parametrize.register_parametrization(norm, "weight", Positive())
+    twin = copy.deepcopy(norm)
+    assert torch.equal(twin(x), norm(x))
+    assert type(twin).__name__ == type(norm).__name__ and twin is not norm
+    twin.parametrizations.weight.original.data.fill_(3.0)
+    assert not torch.equal(twin(x), norm(x))
+
+
+def test_from_pretrained():
+    rows = torch.tensor([[3.0, 4.0], [0.0, 2.0]])
+    table = nfnn.FixNormEmbedding.from_pretrained(rows, scale=2.0)
+    torch.testing.assert_close(table(torch.tensor([0, 1])), torch.tensor([[1.2, 1.6], [0.0, 2.0]]))
+    assert not table.weight.requires_grad and table.weight.data_ptr() == rows.data_ptr()
+    trained = nfnn.FixNormEmbedding.from_pretrained(rows.double(), freeze=False, padding_idx=0)
+    assert trained.weight.requires_grad and trained.weight.dtype == torch.float64 and trained.padding_idx == 0
+
+
 def test_a_dropped_model_is_gone_at_once():
     import gc
     import weakref

@@ -29,7 +29,8 @@ class MultiheadAttention(Unscriptable, nn.MultiheadAttention):
     replacements take effect.
 
     Shapes: query (B, T, d), key and value (B, S, d) with `batch_first`, else (T, B, d) and (S, B, d), or without B;
-    `attn_mask` (T, S) or (B·heads, T, S) and `key_padding_mask` (B, S), True or −∞ where not to look. `is_causal`
+    `attn_mask` (T, S) or (B·heads, T, S) and `key_padding_mask` (B, S), True or −∞ where not to look; norms with
+    statistics leave out the keys at which it is True, or −10,000 and less. `is_causal`
     without `attn_mask` is a causal mask (torch.nn wants both).
 
     Errors: InputError for masks of another shape. Source: Vaswani et al. 2017, §3.2.
@@ -162,15 +163,30 @@ def is_of_joined_heads(change: Change, head_dim: int) -> bool:
     return change.kind == "norm" and change.what.width != head_dim
 
 
+HIDDEN = -1e4
+"""A float mask hides what it adds this much or less to: e⁻¹⁰⁰⁰⁰ is 0 in every dtype."""
+
+
 def additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
     """A boolean mask (True: not to be seen) as 0 and −∞; a float mask as it is."""
     if mask.dtype == torch.bool:
         return torch.zeros_like(mask, dtype=dtype).masked_fill_(mask, -math.inf)
-    if not mask.is_floating_point():
-        raise InputError(f"masks must be bool (True: hidden) or floating point (added to scores); got {mask.dtype}")
+    _check_kind(mask)
     return mask.to(dtype)
 
 
 def is_masked(mask: Tensor) -> Tensor:
-    """True at padding, whether the mask is boolean or additive."""
-    return mask if mask.dtype == torch.bool else mask == -math.inf
+    """True at padding: of a float mask, at −10,000 and less, −∞ included."""
+    if isinstance(mask, Tensor) and mask.dtype == torch.bool:
+        return mask
+    _check_kind(mask)
+    return mask <= HIDDEN
+
+
+def _check_kind(mask: Any) -> None:
+    if not isinstance(mask, Tensor) or not mask.is_floating_point():
+        got = mask.dtype if isinstance(mask, Tensor) else type(mask).__name__
+        raise InputError(
+            f"masks must be bool (True: hidden) or floating point (added to scores); got {got}: of a tokenizer's mask, "
+            "1 at real tokens, give attention_mask == 0"
+        )

@@ -110,7 +110,11 @@ def running_norm(
     return y.to(x.dtype)
 
 
-def group_scaling(x: Tensor, groups: int, eps: float = 1e-5) -> Tensor:
+GROUP_EPS = 1e-5
+"""The ε of group scaling."""
+
+
+def group_scaling(x: Tensor, groups: int, eps: float = GROUP_EPS) -> Tensor:
     """x/√(mean over each group of x² + ε), `groups` equal parts of the last dimension."""
     parts = x.unflatten(-1, [groups, x.shape[-1] // groups])
     return rms_norm(parts, None, [x.shape[-1] // groups], eps).flatten(-2)

@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Iterable, Sequence
-from operator import index
 from typing import Any
 
 import torch
@@ -10,7 +9,7 @@ from torch import Tensor, nn
 
 from ..errors import InputError
 from . import sharding
-from .running import check_eps, over_rows
+from .running import check_eps, check_size, over_rows
 from .table import DECLARED, Declared
 from .tracing import Unscriptable, leaf
 
@@ -60,7 +59,8 @@ class RowNorm(Unscriptable, nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        shape = tuple(normalized_shape) if isinstance(normalized_shape, Iterable) else (index(normalized_shape),)
+        several = isinstance(normalized_shape, Iterable) and not isinstance(normalized_shape, str)
+        shape = tuple(check_size("normalized_shape", n) for n in (normalized_shape if several else [normalized_shape]))
         if not shape:
             raise InputError("normalized_shape must name at least one dimension, got none")
         self.normalized_shape, self.elementwise_affine = shape, elementwise_affine
