@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from ..errors import InputError
 from .declaration import Change, Inside
+from .dropout import Draw, is_run_again
 from .interpreter import apply_changes
 from .tracing import Unscriptable, leaf
 
@@ -76,14 +77,17 @@ class MultiheadAttention(Unscriptable, nn.MultiheadAttention):
         query = self._change("input", query, padding)
         q, k, v = self._project(query, *((query, query) if is_self else (key, value)))
         q, k, v = (self._change_heads(point, x) for point, x in (("query", q), ("key", k), ("value", v)))
-        mask, is_causal = self._mask(q, k, attn_mask, key_padding_mask, is_causal, need_weights)
         p, weights = self.dropout if self.training else 0.0, None
-        if need_weights:
+        is_own = p > 0 and is_run_again()
+        mask, is_causal = self._mask(q, k, attn_mask, key_padding_mask, is_causal, need_weights or is_own)
+        if need_weights or is_own:
             scale = math.sqrt(1.0 / self.head_dim) if self.scale is None else self.scale
             scores = (q * scale) @ k.transpose(-1, -2)
-            weights = F.softmax(scores if mask is None else scores + mask, dim=-1)
-            heads = (F.dropout(weights, p) if p > 0 else weights) @ v
-            weights = weights.mean(1) if average_attn_weights else weights
+            shares = F.softmax(scores if mask is None else scores + mask, dim=-1)
+            dropped = Draw(q.device).drop(shares, p)[0] if is_own else F.dropout(shares, p) if p > 0 else shares
+            heads = dropped @ v
+            if need_weights:
+                weights = shares.mean(1) if average_attn_weights else shares
         else:
             heads = F.scaled_dot_product_attention(
                 q, k, v, mask, p, is_causal, scale=self.scale

@@ -11,7 +11,7 @@ from ..config import unknown
 from ..errors import InputError
 from .attention import MultiheadAttention, is_masked
 from .declaration import made_of
-from .dropout import Draw, is_plain, rate
+from .dropout import Draw, is_plain, is_run_again, rate
 from .init import FirstValues, Role, draw_linear
 from .interpreter import Streams, apply_changes, begin, close, open_streams, start
 from .making import install, reset, reset_module
@@ -349,7 +349,12 @@ class Layer(Unscriptable, Growing):
         is_relu = self.activation is F.relu or (
             isinstance(self.activation, nn.Module) and is_plain(self.activation, nn.ReLU)
         )
-        h = OPS.relu_dropout(h, *draw(p)) if is_relu and p is not None else self.dropout(self.activation(h))
+        if is_relu and p is not None:
+            h, where = draw.drop(h, p)  # a mask is not negative: it may come before the ReLU
+            h = OPS.relu_dropout(h, *where)
+        else:
+            h = self.activation(h)
+            h = draw.drop(h, p)[0] if p and is_run_again() else self.dropout(h)
         return self.linear2(change("amid", h))
 
     def _padding(self, x: Tensor, mask: Tensor | None) -> Tensor | None:
