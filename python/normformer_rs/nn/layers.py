@@ -7,11 +7,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..config import unknown
+from ..config import TransformerConfig, unknown
 from ..errors import InputError
 from .attention import MultiheadAttention, is_masked
 from .declaration import made_of
 from .dropout import Draw, is_plain, is_run_again, rate
+from .foreign import Placeable, asks, listen, refusal
 from .init import FirstValues, Role, draw_linear
 from .interpreter import Streams, apply_changes, begin, close, open_streams, start
 from .making import install, reset, reset_module
@@ -130,7 +131,7 @@ def _layer_number(layer: int, layers: int) -> int:
     return layer
 
 
-class Layer(Unscriptable, Growing):
+class Layer(Unscriptable, Growing, Placeable):
     """The base of encoder and decoder layers: construction, and a residual scheme's run through the sublayers."""
 
     kinds: tuple[str, ...]
@@ -144,6 +145,9 @@ class Layer(Unscriptable, Growing):
     """Neither a scheme nor an initialisation was named: torch.nn's arrangement and first values."""
     is_xavier = False
     """Of torch.nn's first values, those of torch.nn.Transformer."""
+    _refusal: str | None = None
+    _versions: tuple[int, ...] | None = None
+    """Of the matrices as they were drawn; None: they have been written since."""
 
     def __init__(
         self,
@@ -206,6 +210,10 @@ class Layer(Unscriptable, Growing):
         self.keeps_torchs_values = init == "torch" or self.is_torchs
         if not self.keeps_torchs_values:
             self.draw()
+        own = encoder_layers if len(self.kinds) == 2 else decoder_layers
+        self.placed = None if own is None else "arguments"
+        self.review()
+        listen()
 
     @property
     def keeps_torchs_values(self) -> bool:
@@ -271,10 +279,85 @@ class Layer(Unscriptable, Growing):
             install(owner, missing, place, factory=factory, bias=self.has_norm_biases)
         self.grow(None, device)
         self._tell_linears()
+        self.placed, self.lacks_end, self._refusal = "stack", False, None
+
+    def take_places(self, layers: list[Any], in_torchs: bool) -> None:
+        """Gives layers of a list their places; those whose weights are as they were drawn are drawn for their depth."""
+        n, places = len(layers), [layer.place for layer in layers]
+        is_settled = all(layer.placed == "list" for layer in layers) and not all(layer.is_fresh() for layer in layers)
+        is_mixed = any(type(layer) is not type(self) or layer._template() != self._template() for layer in layers)
+        if is_settled or is_mixed or any(layer.placed == "stack" for layer in layers):
+            return
+        numbers = {place.layer for place in places}
+        if any(layer.placed == "arguments" for layer in layers) and not (numbers == {0} and places[0].depth == n):
+            draws = not self.keeps_torchs_values
+            if len(numbers) < n and "number" in (asks(places[0].config, places[0].stack, draws) or ""):
+                raise InputError(
+                    f'residual "{places[0].config.residual}" asks for each layer\'s number, and of {n} layers in a list '
+                    f"some have the same one, of a depth of {places[0].depth}: give each its own layer="
+                )
+            return
+        config = places[0].config
+        is_pair = config.architecture == "encoder-decoder"
+        if len(self.kinds) == 2:
+            depths = self._depths(n, config.decoder_layers if is_pair else None)
+        else:
+            depths = self._depths(None if self.placed is None else config.encoder_layers, n)
+        for i, layer in enumerate(layers):
+            is_fresh = layer.is_fresh()
+            layer.move(Place(config.replace(**depths), places[0].stack, i))
+            layer.grow(layer.place.declared.growth, layer.linear1.weight.device)
+            layer.placed, layer.lacks_end = "list", in_torchs and not layer.is_torchs and bool(layer.place.declared.end)
+            layer.review()
+            if is_fresh and not layer.keeps_torchs_values:
+                layer.draw()
+
+    def _template(self) -> TransformerConfig:
+        """The configuration, without a depth that only a list has given."""
+        config = self.place.config
+        return config if self.placed == "arguments" else config.replace(**self._depths(1, None))
+
+    def review(self) -> None:
+        """Decides whether the layer may run where it stands."""
+        self._refusal = None if self.placed == "stack" else self._find_refusal(not self.keeps_torchs_values)
+
+    def _find_refusal(self, draws: bool) -> str | None:
+        return refusal(self.place, self.placed, self.lacks_end, draws)
+
+    def _refuse(self) -> None:
+        """InputError where the layer may not run. Values that are no longer the drawn ones ask for no depth."""
+        if not self.is_fresh():
+            self._refusal = self._find_refusal(False)
+        if self._refusal is not None:
+            raise InputError(self._refusal)
+
+    def is_fresh(self) -> bool:
+        """Its matrices are as they were drawn."""
+        return self._versions is not None and self._versions == self._written()
+
+    def _written(self) -> tuple[int, ...]:
+        stacked = (getattr(self, name).in_proj_weight for name in self.attentions)
+        weights = (*stacked, *(linear.weight for linear, _, _ in self._linears()))
+        return tuple(-1 if w is None or w.is_inference() else w._version for w in weights)
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        is_fresh = self.is_fresh()
+        super()._apply(fn, recurse)
+        self._versions = self._written() if is_fresh else None
+        return self
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_versions": () if self.is_fresh() else None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        if self._versions is not None:  # copies count from 0
+            self._versions = self._written()
 
     def adopt(self, place: Place, in_stack: bool) -> None:
         """Completes a converted torch.nn layer: its children stay, with the norms that the scheme keeps."""
         self.place, self.is_torchs, self.keeps_torchs_values = place, False, True
+        self.placed, self.lacks_end, self._refusal = "stack", False, None
         norms = {name: self._modules.pop(name) for name in [*self._modules] if name.startswith("norm")}
         for name in self.attentions:
             if type(attention := getattr(self, name)) is nn.MultiheadAttention:
@@ -306,6 +389,7 @@ class Layer(Unscriptable, Growing):
                 stacked: tuple[Role, ...] = ("query", "key", "value")
                 draw_linear(attention.in_proj_weight, attention.in_proj_bias, stacked, self.place, i)
             draw_linear(linear.weight, linear.bias, roles, self.place, i)
+        self._versions = self._written()
 
     def _run(
         self,
@@ -317,10 +401,14 @@ class Layer(Unscriptable, Growing):
     ) -> Any:
         """x through the sublayers: the attentions, given as functions, and the feed-forward. With `others`, the streams
         beside x, returns (x, others); without, the streams begin and end here, those that are mixed as their mean."""
+        if self._refusal is not None and others is None:
+            self._refuse()
         alpha_t = self.alpha(self.place.layer) if alpha_t is None else alpha_t
         draw, declared, sublayers = Draw(x.device), self.place.declared, self.place.sublayers
         streams = start(declared, x) if others is None else Streams(x, others)
         for i, sublayer in enumerate(sublayers):
+            if self.placed != "stack":
+                follow(self.place.layer, i)
             streams = open_streams(self, sublayer, streams)
             given = begin(self, sublayer, streams, padding_mask)
             is_last = i + 1 == len(sublayers)
@@ -363,9 +451,6 @@ class Layer(Unscriptable, Growing):
             return None
         mask = is_masked(mask)
         return mask if mask.dim() == 1 or self.self_attn.batch_first else mask.transpose(0, 1)
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
 
     def extra_repr(self) -> str:
         return f"residual={self.place.config.residual!r}, norm={self.place.declared.norm!r}"

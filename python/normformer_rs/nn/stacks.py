@@ -1,8 +1,8 @@
 """Stacks of layers, and the whole Transformer, as torch.nn has them."""
 
 import copy
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any, TypeVar
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from ..config import TransformerConfig
 from ..errors import InputError
 from .declaration import Change, Combine, made_of
+from .foreign import draw_xavier
 from .interpreter import apply_changes, apply_norm, start
 from .layers import Activation, Layer, TransformerDecoderLayer, TransformerEncoderLayer
 from .making import make, reset, reset_module
@@ -22,9 +23,6 @@ from .tracing import leaf
 from .updates import Growing
 
 
-Module = TypeVar("Module", bound=nn.Module)
-
-
 class Sums(nn.Module):
     """Learned sums of all outputs so far (Wang et al. 2019; Pagliardini et al. 2024).
 
@@ -33,6 +31,8 @@ class Sums(nn.Module):
 
     `norms["l"]`, where there are norms, stands on y_l, or on row l's sum.
     """
+
+    has_own_values = True
 
     def __init__(self, declared: Combine, place: Place, factory: Mapping[str, Any], bias: bool) -> None:
         super().__init__()
@@ -76,6 +76,9 @@ class Stack(Growing):
     """How the output is read of what the layers have written; None: it is x."""
     layers: Any
     end: tuple[Change, ...]
+    places_layers = True
+    """`settle` gives the layers their places."""
+    has_own_values = True
 
     def __init__(self, layer: nn.Module, num_layers: int, norm: nn.Module | None) -> None:
         super().__init__()
@@ -339,9 +342,9 @@ class Transformer(nn.Module):
         self.d_model, self.nhead, self.batch_first, self.init = d_model, nhead, batch_first, init
         self.keeps_torchs_values = keeps_torchs or init == "torch"
         if self.keeps_torchs_values:
-            for layer in self._redrawn(Layer):
-                layer.is_xavier = True
-                layer.keeps_torchs_values = True
+            for layer in self.modules():
+                if isinstance(layer, Layer) and layer.keeps_torchs_values:
+                    layer.is_xavier, layer.keeps_torchs_values = True, True
             self._reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -352,16 +355,7 @@ class Transformer(nn.Module):
             self._reset_parameters()
 
     def _reset_parameters(self) -> None:
-        redrawn = (module for module in self._redrawn(nn.Module) if not isinstance(module, Sums | Layer | Stack))
-        for p in dict.fromkeys(p for module in redrawn for p in module.parameters(recurse=False)):
-            if p.dim() > 1:
-                nn.init.xavier_uniform_(p)
-
-    def _redrawn(self, kind: type[Module]) -> Iterator[Module]:
-        """Its modules of that kind, without those in layers of a stack given to it that have a scheme's values."""
-        own = {module for module in self.modules() if isinstance(module, Layer) and not module.keeps_torchs_values}
-        kept = {part for layer in own for part in layer.modules()}
-        return (module for module in self.modules() if isinstance(module, kind) and module not in kept)
+        draw_xavier(self)
 
     @leaf
     def forward(
