@@ -75,7 +75,10 @@ def test_copies_reset_themselves(copied):
     layer = nfnn.TransformerEncoderLayer(64, 4, 96, residual="deepnorm", encoder_layers=6)
     twin, alone = copied(layer), copied(layer.linear1)
     before = layer.linear1.weight.clone()
-    for linear in (twin.linear1, alone):
+    spoil(alone)
+    alone.reset_parameters()  # alone, it is torch.nn's
+    assert not alone.bias.eq(0).any() and alone.weight.isfinite().all()
+    for linear in (twin.linear1, copied(twin).linear1):
         spoil(linear)
         linear.reset_parameters()
         assert linear.bias.eq(0).all() and linear.weight.std().item() == pytest.approx(before.std().item(), rel=0.1)
@@ -118,6 +121,19 @@ def test_from_pretrained():
     assert not table.weight.requires_grad and table.weight.data_ptr() == rows.data_ptr()
     trained = nfnn.FixNormEmbedding.from_pretrained(rows.double(), freeze=False, padding_idx=0)
     assert trained.weight.requires_grad and trained.weight.dtype == torch.float64 and trained.padding_idx == 0
+
+
+@pytest.mark.parametrize("residual", ["prenorm", None])
+def test_plain_models_need_no_package(residual):
+    layer = nfnn.TransformerEncoderLayer(D, HEADS, FF, batch_first=True, residual=residual, encoder_layers=2)
+    plain = pickle.dumps(nfrs.to_torch(nfnn.TransformerEncoder(layer, 2)))
+    assert b"normformer_rs" not in plain
+    linears = [module for module in pickle.loads(plain).modules() if isinstance(module, nn.Linear)]
+    for linear in linears:
+        spoil(linear)
+        linear.reset_parameters()
+        assert linear.weight.isfinite().all()
+    assert linears
 
 
 def test_a_dropped_model_is_gone_at_once():

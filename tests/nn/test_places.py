@@ -161,6 +161,8 @@ def test_a_list_that_grows_loses_its_places():
     model = in_list(layer_of("encoder", "deepnorm", {}), "encoder", None)
     x = torch.randn(2, 5, D)
     assert model(x).isfinite().all()
+    model.blocks[1] = model.blocks[1].double().float()  # as those who wrap or convert layers set them again
+    assert model(x).isfinite().all()
     model.blocks.append(layer_of("encoder", "deepnorm", {}))
     with pytest.raises(ValueError, match='residual "deepnorm" asks for the depth'):
         model(x)

@@ -56,7 +56,7 @@ def _registered(parent: nn.Module, name: str, child: nn.Module | None) -> None:
         if layers and not is_ours and all(isinstance(layer, Placeable) for layer in layers):
             layers[0].take_places(layers, isinstance(parent, STACKS))  # type: ignore[operator]
     elif isinstance(child, Placeable):
-        if isinstance(parent, LISTS):  # a list that has been placed gets another length
+        if isinstance(parent, LISTS) and child.placed is None and name not in parent._modules:  # the list grows
             for layer in parent.children():
                 if isinstance(layer, Placeable) and layer.placed == "list":
                     layer.placed = None

@@ -1,5 +1,6 @@
 """First values of linear layers and embeddings, from Rust's table of initialisations."""
 
+import functools
 import weakref
 from collections.abc import Sequence
 from typing import Any, Literal
@@ -60,9 +61,8 @@ class FirstValues:
         if isinstance(linear, NonDynamicallyQuantizableLinear) and linear.bias is not None:
             nn.init.zeros_(linear.bias)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> "FirstValues":
-        linear: Any = self.linear()
-        return FirstValues(memo.get(id(linear), linear), *self.told)
-
     def __reduce__(self) -> Any:
-        return FirstValues, (self.linear(), *self.told)
+        """As a copy, torch.nn's own: the layer tells its copies' linear layers anew, and models that were made plain
+        hold nothing of this package."""
+        linear: Any = self.linear()
+        return functools.partial, (type(linear).reset_parameters, linear)

@@ -351,6 +351,7 @@ class Layer(Unscriptable, Growing, Placeable):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
+        self._tell_linears()
         if self._versions is not None:  # copies count from 0
             self._versions = self._written()
 
