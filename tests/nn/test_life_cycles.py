@@ -1,5 +1,5 @@
-"""Modules that are built on the meta device, sharded, emptied and reset, as training frameworks do: the values are those
-of the scheme's initialisation, whoever calls which reset, and in which order."""
+"""Modules that training frameworks build on the meta device, shard, empty and reset: their values are those of the
+scheme's initialisation, whoever calls which reset, and in which order."""
 
 import copy
 import pickle
@@ -183,10 +183,9 @@ def on_ranks(rank, ranks, meeting, schemes):
                 yield model
 
         for options in schemes:
-            for model in same(lambda o=options: build(**o), ORDERS, lambda m: [*m.encoder.layers, *m.decoder.layers]):
-                pass
             x = torch.randn(2, 5, D)
-            assert model(x, x).isfinite().all()
+            for model in same(lambda o=options: build(**o), ORDERS, lambda m: [*m.encoder.layers, *m.decoder.layers]):
+                assert model(x, x).isfinite().all()
         for name in (*NORMS, *FAMILIES):
             for norm in same(lambda n=name: nn.Sequential(nfnn.norm_class(n)(D)), ("children first",), lambda m: []):
                 assert norm(torch.randn(4, 6, D)).isfinite().all()

@@ -17,7 +17,9 @@ def numbers(*values):
 
 def stack_of(residual, outputs, **options):
     """A one-layer encoder of width 4 without its last norm. Its sublayers give these outputs, whatever they read."""
-    layer = nfnn.TransformerEncoderLayer(4, 1, 8, 0.0, residual=residual, encoder_layers=1, dtype=torch.float64, **options)
+    layer = nfnn.TransformerEncoderLayer(
+        4, 1, 8, 0.0, residual=residual, encoder_layers=1, dtype=torch.float64, **options
+    )
     encoder = nfnn.TransformerEncoder(layer, 1)
     encoder.norm = nn.Identity()
     with torch.no_grad():

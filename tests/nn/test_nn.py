@@ -282,7 +282,9 @@ def test_residual_passes_tuples_and_arguments():
 @pytest.mark.parametrize("fill", [-torch.inf, -1e9, -1e4, torch.finfo(torch.float32).min])
 def test_float_masks_hide_padding_from_statistics(fill):
     """What attention's softmax gives no weight is padding for the norms too."""
-    layer = nfnn.TransformerEncoderLayer(D, HEADS, FF, 0.0, batch_first=True, residual="subln", norm="batchnorm", encoder_layers=1)
+    layer = nfnn.TransformerEncoderLayer(
+        D, HEADS, FF, 0.0, batch_first=True, residual="subln", norm="batchnorm", encoder_layers=1
+    )
     x, padding = torch.randn(3, 5, D), torch.tensor([[0, 0, 0, 1, 1], [0, 0, 0, 0, 1], [0] * 5]).bool()
     expected, twin = copy.deepcopy(layer)(x, src_key_padding_mask=padding), copy.deepcopy(layer)
     found = twin(x, src_key_padding_mask=torch.zeros(3, 5).masked_fill(padding, fill))

@@ -135,7 +135,7 @@ def test_layers_without_a_place_refuse_what_asks_for_one():
     x = torch.randn(2, 5, D)
     for residual in ("deepnorm", "postnorm*1/4,prenorm", "subln", "ln-scaling", "branchnorm"):
         layer = layer_of("encoder", residual, {})
-        with pytest.raises(ValueError, match="nobody has told this layer.*give layer= and encoder_layers="):
+        with pytest.raises(ValueError, match=r"nobody has told this layer.*give layer= and encoder_layers="):
             layer(x)
         told = layer_of("encoder", residual, {}, encoder_layers=4)
         assert told(x).isfinite().all()

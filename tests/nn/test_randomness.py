@@ -1,4 +1,4 @@
-"""Dropout masks are the same in forward and backward, and as eager's, wherever torch takes the forward pass apart: under
+"""Dropout masks are the same in forward and backward, and eager's, where torch takes the forward pass apart: under
 torch.compile with a memory budget, torch.func, and activation checkpointing."""
 
 import pytest

@@ -18,6 +18,9 @@ class Draw:
     """Dropout masks of one forward: a seed from torch's generator, drawn when first needed, and a site for each
     mask."""
 
+    is_kept = False
+    """The seed is one that a graph saves."""
+
     def __init__(self, device: torch.device) -> None:
         self.device, self.seed, self.sites = device, None, 0  # type: tuple[torch.device, Tensor | None, int]
 
@@ -25,20 +28,22 @@ class Draw:
         """What an operator draws next."""
         if p > 0 and self.seed is None:
             self.seed = torch.randint(2**63 - 1, (3,), device=self.device)
-            if is_run_again():
-                self.seed = OPS.kept_seed(self.seed)
         self.sites += 1
         return p, self.seed if p > 0 else None, self.sites
 
     def drop(self, x: Tensor, p: float) -> tuple[Tensor, Where]:
         """x and what an operator draws for it. Under torch.func and in compiled graphs x comes back dropped, by the
         same mask, and nothing is left to be drawn: operators' formulas read no seed there."""
-        where = p, seed, site = self(p)
-        if seed is None or not (torch.compiler.is_compiling() or is_transformed()):
+        where = self(p)
+        if where[1] is None or not (torch.compiler.is_compiling() or is_transformed()):
             return x, where
+        if not is_run_again():
+            _define()
+        elif not self.is_kept:
+            self.seed, self.is_kept = OPS.kept_seed(self.seed), True
         a = wide(x)
-        mask = OPS.dropout_mask(seed, x.shape, p, site, a.dtype == torch.float64)
-        return (a * mask).to(x.dtype), (0.0, None, site)
+        mask = OPS.dropout_mask(self.seed, x.shape, p, where[2], a.dtype == torch.float64)
+        return (a * mask).to(x.dtype), (0.0, None, where[2])
 
 
 def drop(x: Tensor, where: Where) -> Tensor:
@@ -89,19 +94,12 @@ def _has_budget() -> bool:
         )
     found = config.activation_memory_budget < 1 or config.aggressive_recomputation
     if found:
-        _mark_kept_seeds()
+        _define()
     return found
 
 
 # As torch.compiler.assume_constant_result does, which would import the compiler: 1.5 s.
 _has_budget._dynamo_marked_constant = True  # type: ignore[attr-defined]
-
-
-@functools.cache
-def _mark_kept_seeds() -> None:
-    from torch.fx.experimental.proxy_tensor import ProxyTorchDispatchMode
-
-    OPS.kept_seed.default.py_impl(ProxyTorchDispatchMode)(_kept_seed_in_graph)
 
 
 def _kept_seed_in_graph(mode: Any, seed: Tensor) -> Any:
@@ -120,6 +118,10 @@ def _dropout_mask(seed: Tensor, size: list[int], p: float, site: int, double: bo
     return drop(ones, (p, seed, site))
 
 
+def _dropout_mask_of_meta(seed: Tensor, size: list[int], p: float, site: int, double: bool) -> Tensor:
+    return seed.new_empty(size, dtype=torch.float64 if double else torch.float32)
+
+
 def _dropout_masks(
     info: Any, in_dims: Any, seed: Tensor, size: list[int], p: float, site: int, double: bool
 ) -> tuple[Tensor, int]:
@@ -128,15 +130,18 @@ def _dropout_masks(
     return torch.stack([OPS.dropout_mask(one, size, p, site, double) for one in seeds]), 0
 
 
-_LIBRARY = torch.library.Library("normformer_rs", "FRAGMENT")
-_LIBRARY.define("kept_seed(Tensor seed) -> Tensor")
-_LIBRARY.impl("kept_seed", torch.clone, "CompositeExplicitAutograd")
-_LIBRARY.impl("kept_seed", torch.empty_like, "Meta")
-_LIBRARY.define("dropout_mask(Tensor seed, SymInt[] size, float p, int site, bool double) -> Tensor")
-_LIBRARY.impl("dropout_mask", _dropout_mask, "CompositeExplicitAutograd")
-_LIBRARY.impl(
-    "dropout_mask",
-    lambda seed, size, p, site, double: seed.new_empty(size, dtype=torch.float64 if double else torch.float32),
-    "Meta",
-)
-torch.library.register_vmap("normformer_rs::dropout_mask", _dropout_masks, lib=_LIBRARY)
+@functools.cache
+def _define() -> torch.library.Library:
+    """Defines the two operators when they are first needed: each import would wait a millisecond."""
+    from torch.fx.experimental.proxy_tensor import ProxyTorchDispatchMode
+
+    library = torch.library.Library("normformer_rs", "FRAGMENT")
+    library.define("kept_seed(Tensor seed) -> Tensor")
+    library.impl("kept_seed", torch.clone, "CompositeExplicitAutograd")
+    library.impl("kept_seed", torch.empty_like, "Meta")
+    OPS.kept_seed.default.py_impl(ProxyTorchDispatchMode)(_kept_seed_in_graph)
+    library.define("dropout_mask(Tensor seed, SymInt[] size, float p, int site, bool double) -> Tensor")
+    library.impl("dropout_mask", _dropout_mask, "CompositeExplicitAutograd")
+    library.impl("dropout_mask", _dropout_mask_of_meta, "Meta")
+    torch.library.register_vmap("normformer_rs::dropout_mask", _dropout_masks, lib=library)
+    return library

@@ -24,8 +24,9 @@ def draw_linear(weight: Tensor, bias: Tensor | None, roles: Sequence[Role], plac
     The configuration's init decides, for these roles in that sublayer of the place. Stacked roles are drawn one by one,
     each with its block of rows.
     """
-    where = list(roles), place.config.to_json(), place.stack, place.layer, sublayer
-    write_whole(weight, lambda whole: _core.draw_linear(whole, *where))
+    told: list[str] = [*roles]
+    config = place.config.to_json()
+    write_whole(weight, lambda whole: _core.draw_linear(whole, told, config, place.stack, place.layer, sublayer))
     if bias is not None:
         bias.zero_()
 

@@ -293,7 +293,7 @@ class Layer(Unscriptable, Growing, Placeable):
             draws = not self.keeps_torchs_values
             if len(numbers) < n and "number" in (asks(places[0].config, places[0].stack, draws) or ""):
                 raise InputError(
-                    f'residual "{places[0].config.residual}" asks for each layer\'s number, and of {n} layers in a list '
+                    f"residual {places[0].config.residual!r} asks for each layer's number, and of {n} layers in a list "
                     f"some have the same one, of a depth of {places[0].depth}: give each its own layer="
                 )
             return

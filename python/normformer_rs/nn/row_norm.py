@@ -59,8 +59,9 @@ class RowNorm(Unscriptable, nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        several = isinstance(normalized_shape, Iterable) and not isinstance(normalized_shape, str)
-        shape = tuple(check_size("normalized_shape", n) for n in (normalized_shape if several else [normalized_shape]))
+        is_several = isinstance(normalized_shape, Iterable) and not isinstance(normalized_shape, str)
+        sizes: Any = normalized_shape if is_several else [normalized_shape]
+        shape = tuple(check_size("normalized_shape", size) for size in sizes)
         if not shape:
             raise InputError("normalized_shape must name at least one dimension, got none")
         self.normalized_shape, self.elementwise_affine = shape, elementwise_affine

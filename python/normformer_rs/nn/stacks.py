@@ -342,9 +342,9 @@ class Transformer(nn.Module):
         self.d_model, self.nhead, self.batch_first, self.init = d_model, nhead, batch_first, init
         self.keeps_torchs_values = keeps_torchs or init == "torch"
         if self.keeps_torchs_values:
-            for layer in self.modules():
-                if isinstance(layer, Layer) and layer.keeps_torchs_values:
-                    layer.is_xavier, layer.keeps_torchs_values = True, True
+            for module in self.modules():
+                if isinstance(module, Layer) and module.keeps_torchs_values:
+                    module.is_xavier, module.keeps_torchs_values = True, True
             self._reset_parameters()
 
     def reset_parameters(self) -> None:

@@ -16,8 +16,8 @@ from .updates import Growing, were_profiled
 
 _NORMS = (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, nn.modules.batchnorm._NormBase, RowNorm, RunningNorm, Sums)
 
-_MATRICES = (nn.Linear, nn.Bilinear, nn.Embedding, nn.EmbeddingBag, nn.MultiheadAttention, nn.RNNBase, nn.RNNCellBase)
-_MATRICES += (nn.modules.conv._ConvNd,)
+_RECURRENT = (nn.RNNBase, nn.RNNCellBase)
+_MATRICES = (nn.Linear, nn.Bilinear, nn.modules.conv._ConvNd, nn.Embedding, nn.EmbeddingBag, nn.MultiheadAttention)
 
 
 def set_num_updates(model: nn.Module, n: int) -> int:
@@ -40,7 +40,8 @@ def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, An
     """Two groups for an optimizer: matrices, with `weight_decay`, and norms, gains and biases, without.
 
     A parameter of at most one dimension, in a norm, or of dlcl's sums counts as the latter, and so does one of a single
-    row or column, unless a linear layer's or a table's. Those that need no gradient are left out. `normformer_rs.param_groups` does this too, and scales rates by a parametrisation.
+    row or column, unless a linear layer's or a table's. Those that need no gradient are left out.
+    `normformer_rs.param_groups` does this too, and scales rates by a parametrisation.
 
     >>> from torch import nn
     >>> groups = parameter_groups(nn.Linear(2, 3), 0.1)
@@ -54,11 +55,13 @@ def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, An
 
 
 def vector_ids(model: nn.Module) -> set[int]:
-    """The ids of parameters that are vectors: of at most one dimension above 1, as gains and class tokens (1, 1, d) are.
-    The matrix of a layer of torch.nn stays one if it has a single output, (1, d)."""
-    found = set()
+    """The ids of parameters that are vectors: of at most one dimension above 1, as gains and class tokens are.
+
+    The matrix of a layer of torch.nn stays one if it has a single output, (1, d).
+    """
+    found: set[int] = set()
     for module in model.modules():
-        is_layers = isinstance(module, _MATRICES)
+        is_layers = isinstance(module, (*_MATRICES, *_RECURRENT))
         for p in module.parameters(recurse=False):
             if p.dim() <= 1 or (not is_layers and sum(n > 1 for n in p.shape) <= 1):
                 found.add(id(p))
