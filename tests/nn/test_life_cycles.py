@@ -183,9 +183,9 @@ def on_ranks(rank, ranks, meeting, schemes):
                 yield model
 
         for options in schemes:
+            *_, model = same(lambda o=options: build(**o), ORDERS, lambda m: [*m.encoder.layers])
             x = torch.randn(2, 5, D)
-            for model in same(lambda o=options: build(**o), ORDERS, lambda m: [*m.encoder.layers, *m.decoder.layers]):
-                assert model(x, x).isfinite().all()
+            assert model(x, x).isfinite().all()
         for name in (*NORMS, *FAMILIES):
             for norm in same(lambda n=name: nn.Sequential(nfnn.norm_class(n)(D)), ("children first",), lambda m: []):
                 assert norm(torch.randn(4, 6, D)).isfinite().all()
@@ -195,9 +195,10 @@ def on_ranks(rank, ranks, meeting, schemes):
         dist.destroy_process_group()
 
 
-OF_EACH_KIND = [{"residual": name} for name in ("deepnorm", "dlcl", "mhc")]
+OF_EACH_KIND = [{"residual": "dlcl"}, {"residual": "mhc"}, {}]
+ALL = pytest.param([*SCHEMES, *TORCHS], marks=pytest.mark.full)
 
 
-@pytest.mark.parametrize("schemes", [OF_EACH_KIND, pytest.param(SCHEMES, marks=pytest.mark.full)], ids=["some", "all"])
+@pytest.mark.parametrize("schemes", [OF_EACH_KIND, ALL], ids=["some", "all"])
 def test_fsdp2_from_the_meta_device(tmp_path, schemes):
     mp.spawn(on_ranks, (2, str(tmp_path / "meet"), schemes), nprocs=2)

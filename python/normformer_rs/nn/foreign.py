@@ -19,6 +19,7 @@ from .declaration import Declared, Sublayer
 from .parts import NormAt
 from .place import Place
 from .registry import norm_of_config
+from .sharding import write_whole
 
 STACKS = (nn.TransformerEncoder, nn.TransformerDecoder)
 LISTS = (nn.ModuleList, nn.Sequential)
@@ -90,7 +91,7 @@ def draw_xavier(model: nn.Module) -> None:
     drawn = (m for m in model.modules() if m not in kept and not getattr(m, "has_own_values", False))
     for p in dict.fromkeys(p for module in drawn for p in module.parameters(recurse=False)):
         if p.dim() > 1:
-            nn.init.xavier_uniform_(p)
+            write_whole(p, nn.init.xavier_uniform_)
 
 
 def _has_schemes_values(module: nn.Module) -> bool:

@@ -12,7 +12,7 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from .. import _core
 from ..config import TransformerConfig
 from .place import Place
-from .sharding import write_whole
+from .sharding import whole, write_whole
 
 Role = Literal["query", "key", "value", "output", "fc1", "fc2"]
 
@@ -26,7 +26,7 @@ def draw_linear(weight: Tensor, bias: Tensor | None, roles: Sequence[Role], plac
     """
     told: list[str] = [*roles]
     config = place.config.to_json()
-    write_whole(weight, lambda whole: _core.draw_linear(whole, told, config, place.stack, place.layer, sublayer))
+    write_whole(weight, lambda t: _core.draw_linear(t, told, config, place.stack, place.layer, sublayer))
     if bias is not None:
         bias.zero_()
 
@@ -35,7 +35,7 @@ def draw_linear(weight: Tensor, bias: Tensor | None, roles: Sequence[Role], plac
 def draw_table(weight: Tensor, name: str, config: TransformerConfig) -> None:
     """Draws the parameter `name` in place: "embedding", "source_embedding", "target_embedding" (a row a type), or an
     untied "output_projection"."""
-    write_whole(weight, lambda whole: _core.draw_table(whole, name, config.to_json()))
+    write_whole(weight, lambda t: _core.draw_table(t, name, config.to_json()))
 
 
 class FirstValues:
@@ -56,9 +56,10 @@ class FirstValues:
         if not isinstance(drawn, str):
             draw_linear(linear.weight, linear.bias, drawn, place, sublayer)
             return
-        type(linear).reset_parameters(linear)
-        if drawn == "xavier":
-            nn.init.xavier_uniform_(linear.weight)
+        with whole(linear):
+            type(linear).reset_parameters(linear)
+            if drawn == "xavier":
+                nn.init.xavier_uniform_(linear.weight)
         if isinstance(linear, NonDynamicallyQuantizableLinear) and linear.bias is not None:
             nn.init.zeros_(linear.bias)
 

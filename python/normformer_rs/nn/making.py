@@ -9,6 +9,7 @@ from torch import nn
 from .parts import Learned, NormAt
 from .place import Place
 from .registry import norm_of_config
+from .sharding import whole
 
 
 def make(
@@ -62,7 +63,8 @@ def reset_module(module: nn.Module | None) -> None:
         module.out_proj.reset_parameters()  # its own reset leaves that out
     own: Any = getattr(module, "reset_parameters", getattr(module, "_reset_parameters", None))
     if own is not None:
-        own()
+        with whole(module):
+            own()
         return
     for child in module.children():
         reset_module(child)

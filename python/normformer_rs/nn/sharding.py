@@ -3,12 +3,14 @@
 Rows may be sharded; each rank's gradient of a parameter is then a part of the sum. The width may not.
 """
 
+import functools
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..errors import InputError
 from .table import DECLARED
@@ -47,6 +49,26 @@ def write_whole(p: Tensor, write: Callable[[Tensor], object]) -> None:
     whole = torch.empty(p.shape, dtype=p.dtype, device=p.device)
     write(whole)
     p.copy_(distribute_tensor(whole, target.device_mesh, target.placements))
+
+
+@contextmanager
+def whole(module: nn.Module) -> Iterator[None]:
+    """Inside, the module's own sharded parameters are plain tensors, for a `reset_parameters` of torch.nn; after it they
+    have its values, as `write_whole` gives them."""
+    has_any = _TENSORS in sys.modules
+    sharded: dict[str, Any] = {n: p for n, p in module._parameters.items() if has_any and hasattr(p, "device_mesh")}
+    plain = {n: nn.Parameter(torch.empty(p.shape, dtype=p.dtype, device=p.device)) for n, p in sharded.items()}
+    module._parameters.update(plain)
+    try:
+        yield
+    finally:
+        module._parameters.update(sharded)
+    for name, p in sharded.items():
+        write_whole(p, functools.partial(_copy, plain[name]))
+
+
+def _copy(values: Tensor, target: Tensor) -> None:
+    target.copy_(values)
 
 
 def _forward(x: Any, weight: Any, bias: Any, *own: Any) -> list[tuple[list[Any], list[Any]]]:
