@@ -15,6 +15,7 @@ from torch.nn.modules.module import register_module_module_registration_hook
 
 from .. import _core
 from ..config import TransformerConfig
+from ..errors import InputError
 from .declaration import Declared, Sublayer
 from .parts import NormAt
 from .place import Place
@@ -35,10 +36,6 @@ class Placeable(nn.Module):
     lacks_end = False
     """The stack that holds it should end with a norm, and has none."""
 
-    def take_places(self, layers: list[Any], in_torchs: bool) -> None:
-        """Gives these layers, of which it is the first, their places in a list; `in_torchs`: in a stack of torch.nn."""
-        raise NotImplementedError
-
     def review(self) -> None:
         """Decides anew whether it may run."""
         raise NotImplementedError
@@ -55,7 +52,7 @@ def _registered(parent: nn.Module, name: str, child: nn.Module | None) -> None:
         layers = [*child.children()]
         is_ours = getattr(parent, "places_layers", False)
         if layers and not is_ours and all(isinstance(layer, Placeable) for layer in layers):
-            layers[0].take_places(layers, isinstance(parent, STACKS))  # type: ignore[operator]
+            place_list(layers, isinstance(parent, STACKS))
     elif isinstance(child, Placeable):
         if isinstance(parent, LISTS) and child.placed is None and name not in parent._modules:  # the list grows
             for layer in parent.children():
@@ -70,6 +67,50 @@ def _registered(parent: nn.Module, name: str, child: nn.Module | None) -> None:
             if isinstance(layer, Placeable):
                 layer.lacks_end = False
                 layer.review()
+
+
+def place_list(layers: list[Any], in_torchs: bool) -> None:
+    """Gives the layers of a list, or of a stack of torch.nn, their places; those whose weights are as they were drawn
+    are drawn anew, for their depth.
+
+    Layers of a stack of ours keep their places, and so do trained ones, and those that their arguments gave another
+    depth. Errors: InputError where these then have one number, and the scheme asks for it.
+    """
+    first, n = layers[0], len(layers)
+    place, has_trained = first.place, not all(layer.is_fresh() for layer in layers)
+    placed = {layer.placed for layer in layers}
+    is_mixed = any(type(layer) is not type(first) or _template(layer) != _template(first) for layer in layers)
+    if is_mixed or "stack" in placed or (placed == {"list"} and has_trained):
+        return
+    numbers = {layer.place.layer for layer in layers}
+    if "arguments" in placed and not (numbers == {0} and place.depth == n):
+        asked = asks(place.config, place.stack, not first.keeps_torchs_values) or ""
+        if len(numbers) < n and "number" in asked:
+            raise InputError(
+                f"residual {place.config.residual!r} asks for each layer's number, and of {n} layers in a list some "
+                f"have the same one, of a depth of {place.depth}: give each its own layer="
+            )
+        return
+    config = place.config
+    if len(first.kinds) == 2:
+        is_pair = config.architecture == "encoder-decoder"
+        depths = first._depths(n, config.decoder_layers if is_pair else None)
+    else:
+        depths = first._depths(config.encoder_layers if "arguments" in placed else None, n)
+    for i, layer in enumerate(layers):
+        is_fresh = layer.is_fresh()
+        layer.move(Place(config.replace(**depths), place.stack, i))
+        layer.grow(layer.place.declared.growth, layer.linear1.weight.device)
+        layer.placed, layer.lacks_end = "list", in_torchs and not layer.is_torchs and bool(layer.place.declared.end)
+        layer.review()
+        if is_fresh and not layer.keeps_torchs_values:
+            layer.draw()
+
+
+def _template(layer: Any) -> TransformerConfig:
+    """A layer's configuration, without a depth that only a list has given."""
+    config = layer.place.config
+    return config if layer.placed == "arguments" else config.replace(**layer._depths(1, None))
 
 
 class _Xavier:

@@ -7,12 +7,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..config import TransformerConfig, unknown
+from ..config import unknown
 from ..errors import InputError
 from .attention import MultiheadAttention, is_masked
 from .declaration import made_of
 from .dropout import Draw, is_plain, is_run_again, rate
-from .foreign import Placeable, asks, listen, refusal
+from .foreign import Placeable, listen, refusal
 from .init import FirstValues, Role, draw_linear
 from .interpreter import Streams, apply_changes, begin, close, open_streams, start
 from .making import install, reset, reset_module
@@ -281,42 +281,6 @@ class Layer(Unscriptable, Growing, Placeable):
         self._tell_linears()
         self.placed, self.lacks_end, self._refusal = "stack", False, None
 
-    def take_places(self, layers: list[Any], in_torchs: bool) -> None:
-        """Gives layers of a list their places; those whose weights are as they were drawn are drawn for their depth."""
-        n, places = len(layers), [layer.place for layer in layers]
-        is_settled = all(layer.placed == "list" for layer in layers) and not all(layer.is_fresh() for layer in layers)
-        is_mixed = any(type(layer) is not type(self) or layer._template() != self._template() for layer in layers)
-        if is_settled or is_mixed or any(layer.placed == "stack" for layer in layers):
-            return
-        numbers = {place.layer for place in places}
-        if any(layer.placed == "arguments" for layer in layers) and not (numbers == {0} and places[0].depth == n):
-            draws = not self.keeps_torchs_values
-            if len(numbers) < n and "number" in (asks(places[0].config, places[0].stack, draws) or ""):
-                raise InputError(
-                    f"residual {places[0].config.residual!r} asks for each layer's number, and of {n} layers in a list "
-                    f"some have the same one, of a depth of {places[0].depth}: give each its own layer="
-                )
-            return
-        config = places[0].config
-        is_pair = config.architecture == "encoder-decoder"
-        if len(self.kinds) == 2:
-            depths = self._depths(n, config.decoder_layers if is_pair else None)
-        else:
-            depths = self._depths(None if self.placed is None else config.encoder_layers, n)
-        for i, layer in enumerate(layers):
-            is_fresh = layer.is_fresh()
-            layer.move(Place(config.replace(**depths), places[0].stack, i))
-            layer.grow(layer.place.declared.growth, layer.linear1.weight.device)
-            layer.placed, layer.lacks_end = "list", in_torchs and not layer.is_torchs and bool(layer.place.declared.end)
-            layer.review()
-            if is_fresh and not layer.keeps_torchs_values:
-                layer.draw()
-
-    def _template(self) -> TransformerConfig:
-        """The configuration, without a depth that only a list has given."""
-        config = self.place.config
-        return config if self.placed == "arguments" else config.replace(**self._depths(1, None))
-
     def review(self) -> None:
         """Decides whether the layer may run where it stands."""
         self._refusal = None if self.placed == "stack" else self._find_refusal(not self.keeps_torchs_values)
@@ -485,9 +449,9 @@ class TransformerEncoderLayer(Layer):
         norm, residual, init: names out of `normformer_rs.tables()`; `residual` may be a mixture by layers
             (`postnorm*1/4,prenorm`). residual=None: postnorm, or prenorm if `norm_first`, with torch.nn's first values
             unless `init` is named; init=None: the one that goes with the scheme; init="torch": torch.nn's.
-        layer: this layer's number in its stack, from 0. A TransformerEncoder sets it.
+        layer: this layer's number in its stack, from 0. A TransformerEncoder sets it, and so does a list (below).
         encoder_layers, decoder_layers: how deep the model is, for schemes whose constants depend on it. Without
-            decoder_layers the encoder stands alone, as BERT's does. A TransformerEncoder sets them.
+            decoder_layers the encoder stands alone, as BERT's does. A TransformerEncoder sets them, and so does a list.
         options: those of `TransformerConfig` that the scheme or norm has (`branchnorm_steps`, `normformer_mode`, …),
             and `attention_dropout`, `activation_dropout` (None: `dropout`); `parametrisation`, `base_width`,
             `base_depth`, `depth_alpha` and `attention_scale`. Factors of embeddings and logits are the caller's, and
@@ -496,8 +460,15 @@ class TransformerEncoderLayer(Layer):
     Parameters and buffers bear torch.nn's names; a scheme's own those of `normformer_rs.Transformer`. With layernorm,
     state dicts are torch.nn's both ways. Dropout masks follow torch's generator, but are not torch.nn's.
 
+    Outside a TransformerEncoder of this package, copies of one layer take their places when a module gets the
+    ModuleList or Sequential that holds them, as torch.nn.TransformerEncoder does: number, depth, and first values if
+    nothing has written to the weights. A depth that arguments gave stays, unless it is the list's length. Schemes that
+    work between layers, too (dlcl, resi-dual, mhc, …) need this package's stack. torch.nn's stacks want a scheme's last
+    norm as `norm`; in other modules it is theirs to add.
+
     Shapes: src (B, T, d_model) with `batch_first`, (T, B, d_model) without, or (T, d_model); the same out.
-    Errors: InputError for unknown names and options, and for masks of another shape.
+    Errors: InputError for unknown names and options, for masks of another shape, and in `forward` where the scheme asks
+    for a depth or a number that nobody gave, for parts of a stack, or for a norm after it.
     Source: Vaswani et al. 2017; each scheme's in `normformer_rs.tables()`.
     """
 

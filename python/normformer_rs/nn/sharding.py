@@ -53,8 +53,8 @@ def write_whole(p: Tensor, write: Callable[[Tensor], object]) -> None:
 
 @contextmanager
 def whole(module: nn.Module) -> Iterator[None]:
-    """Inside, the module's own sharded parameters are plain tensors, for a `reset_parameters` of torch.nn; after it they
-    have its values, as `write_whole` gives them."""
+    """Inside, the module's own sharded parameters are plain tensors, for a `reset_parameters` of torch.nn. After it
+    they have its values, as `write_whole` gives them."""
     has_any = _TENSORS in sys.modules
     sharded: dict[str, Any] = {n: p for n, p in module._parameters.items() if has_any and hasattr(p, "device_mesh")}
     plain = {n: nn.Parameter(torch.empty(p.shape, dtype=p.dtype, device=p.device)) for n, p in sharded.items()}
