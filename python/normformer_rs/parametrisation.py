@@ -22,7 +22,7 @@ from . import _core
 from .config import tables, unknown
 from .errors import InputError
 from .model import Transformer
-from .nn.layers import Layer
+from .nn.layer import Layer
 from .nn.training import learned_gains, vector_ids
 
 ROLES = ("embedding", "hidden-matrix", "hidden-vector", "end")

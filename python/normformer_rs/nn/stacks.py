@@ -13,7 +13,8 @@ from ..errors import InputError
 from .declaration import Change, Combine, made_of
 from .foreign import draw_xavier
 from .interpreter import apply_changes, apply_norm, start
-from .layers import Activation, Layer, TransformerDecoderLayer, TransformerEncoderLayer
+from .layer import Activation, Layer
+from .layers import TransformerDecoderLayer, TransformerEncoderLayer
 from .making import make, reset, reset_module
 from .mixing import Mixing
 from .parts import NormAt
