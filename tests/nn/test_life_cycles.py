@@ -78,7 +78,8 @@ def test_copies_reset_themselves(copied):
     spoil(alone)
     alone.reset_parameters()  # alone, it is torch.nn's
     assert not alone.bias.eq(0).any() and alone.weight.isfinite().all()
-    for linear in (twin.linear1, copied(twin).linear1):
+    other = copied(twin)
+    for linear in (twin.linear1, other.linear1):
         spoil(linear)
         linear.reset_parameters()
         assert linear.bias.eq(0).all() and linear.weight.std().item() == pytest.approx(before.std().item(), rel=0.1)
@@ -134,6 +135,17 @@ def test_plain_models_need_no_package(residual):
         linear.reset_parameters()
         assert linear.weight.isfinite().all()
     assert linears
+
+
+def test_undone_surgery_gives_torchs_values_back():
+    model = nn.TransformerEncoder(nn.TransformerEncoderLayer(64, 4, 96), 2, enable_nested_tensor=False)
+    swap = nfrs.swap_residuals(model, "deepnorm", init="deepnorm")
+    linear = model.layers[0].linear1
+    linear.reset_parameters()
+    assert linear.bias.eq(0).all()
+    swap.undo()
+    linear.reset_parameters()
+    assert linear.bias.ne(0).any() and linear.weight.abs().max() <= 64**-0.5
 
 
 def test_a_dropped_model_is_gone_at_once():

@@ -1,10 +1,12 @@
 """Dropout masks are the same in forward and backward, and eager's, where torch takes the forward pass apart: under
 torch.compile with a memory budget, torch.func, and activation checkpointing."""
 
+import copy
+
 import pytest
 import torch
 import torch._functorch.config as functorch
-from nn_support import FF, HEADS, RESIDUALS, D, encoder, shake
+from nn_support import FF, HEADS, NORMS, RESIDUALS, D, encoder, shake
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
@@ -179,6 +181,15 @@ def test_masks_under_vmap_are_those_of_the_drawn_seeds():
     assert len({tuple(row.tolist()) for row in rows}) == len(rows)
 
 
+@pytest.mark.parametrize("share", [0.5, pytest.param(1.0, marks=pytest.mark.full)])
+def test_a_compiled_checkpoint_has_one_mask(budget, share):
+    layer, x = layer_of(), torch.randn(2, 5, D, dtype=torch.float64)
+    weight = torch.randn_like(x)
+    with budget(share):
+        call = lambda x: (checkpoint(layer, x, use_reentrant=False) * weight).sum()  # noqa: E731
+        check_slope(torch.compile(call, backend=BACKEND, fullgraph=True), x)
+
+
 def saves_products(_, op, *args, **kwargs):
     is_product = op in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.aten.bmm.default)
     return CheckpointPolicy.MUST_SAVE if is_product else CheckpointPolicy.PREFER_RECOMPUTE
@@ -187,13 +198,24 @@ def saves_products(_, op, *args, **kwargs):
 @pytest.mark.parametrize("way", ["non-reentrant", "reentrant", "selective"])
 @pytest.mark.parametrize("residual", RESIDUALS)
 def test_checkpoints_repeat_their_masks(residual, way):
-    model, x = encoder(residual, dropout=0.3).double(), torch.randn(2, 5, D, dtype=torch.float64)
+    check_checkpoint(encoder(residual, dropout=0.3).double(), way)
+
+
+@pytest.mark.parametrize("norm", NORMS)
+def test_checkpoints_of_every_norm(norm):
+    for way in ("non-reentrant", "selective"):
+        check_checkpoint(encoder("prenorm", norm, dropout=0.3).double(), way)
+
+
+def check_checkpoint(model, way):
+    x, statistics = torch.randn(2, 5, D, dtype=torch.float64), copy.deepcopy(model.state_dict())
     options = {"use_reentrant": way == "reentrant"}
     if way == "selective":
         options["context_fn"] = lambda: create_selective_checkpoint_contexts(saves_products)
     found = []
     for call in (model, lambda x: checkpoint(model, x, **options)):
         torch.manual_seed(7)
+        model.load_state_dict(statistics)
         model.zero_grad()
         rows = x.clone().requires_grad_()
         call(rows).square().sum().backward()

@@ -43,16 +43,22 @@ class FirstValues:
 
     Loops that reset every module by itself, parents first or children first, so end in the values of the layer's
     initialisation. `drawn`: the matrix's roles; or "torch" or "xavier", as the layers of torch.nn or torch.nn's whole
-    Transformer start, attention's output with bias 0.
+    Transformer start, attention's output with bias 0. Once `layer` is gone, or torch.nn's again, so is this.
     """
 
-    def __init__(self, linear: nn.Module, drawn: tuple[Role, ...] | str, place: Place, sublayer: int) -> None:
+    def __init__(
+        self, linear: nn.Module, layer: nn.Module, drawn: tuple[Role, ...] | str, place: Place, sublayer: int
+    ) -> None:
         # Weak, as the linear layer holds this: a cycle would keep the weights of a dropped model for a while.
-        self.linear, self.told = weakref.ref(linear), (drawn, place, sublayer)
+        self.linear, self.layer = weakref.ref(linear), weakref.ref(layer)
+        self.told = drawn, place, sublayer
 
     def __call__(self) -> None:
         linear: Any = self.linear()
         drawn, place, sublayer = self.told
+        if not getattr(self.layer(), "has_own_values", False):
+            type(linear).reset_parameters(linear)
+            return
         if not isinstance(drawn, str):
             draw_linear(linear.weight, linear.bias, drawn, place, sublayer)
             return

@@ -126,7 +126,7 @@ class Layer(Unscriptable, Growing, Placeable):
         """Tells the linear layers their first values, for those who reset them one by one."""
         for linear, roles, sublayer in self._linears():
             drawn = ("xavier" if self.is_xavier else "torch") if self.keeps_torchs_values else roles
-            vars(linear)["reset_parameters"] = FirstValues(linear, drawn, self.place, sublayer)
+            vars(linear)["reset_parameters"] = FirstValues(linear, self, drawn, self.place, sublayer)
 
     def _linears(self) -> Iterator[tuple[Any, tuple[Role, ...], int]]:
         """The linear layers with their roles and the numbers of their sublayers; attention's stacked one is none."""
