@@ -22,8 +22,8 @@ from . import _core
 from .config import tables, unknown
 from .errors import InputError
 from .model import Transformer
-from .nn.layers import Layer
-from .nn.training import learned_gains
+from .nn.layer import Layer
+from .nn.training import learned_gains, vector_ids
 
 ROLES = ("embedding", "hidden-matrix", "hidden-vector", "end")
 _WIDTHS = ("d_model", "hidden_size", "n_embd", "embed_dim", "dim")
@@ -58,7 +58,8 @@ def param_groups(
 
     A normformer_rs.Transformer gives parametrisation and sizes itself, and so do the layers of `normformer_rs.nn`. In
     any other model a block is a module of a ModuleList or Sequential all of whose modules are of one class and hold
-    matrices. Its matrices are hidden-matrix, its vectors, norms and gains hidden-vector. Tables (nn.Embedding) are
+    matrices. Its matrices are hidden-matrix, its vectors, norms and gains hidden-vector; a parameter of a single row is
+    a vector, unless a linear layer's or a table's. Tables (nn.Embedding) are
     embedding, and so are matrices outside blocks that lead into or out of the width (an output head, tied or not,
     position tables, a patch projection); one of width × width there is a hidden-matrix with m_L = 1. Everything else
     is end.
@@ -173,15 +174,14 @@ def _places(model: nn.Module, needs_blocks: bool, width: int | None) -> Iterator
             f"found no repeated blocks in {type(model).__name__}: expected a ModuleList or Sequential of modules of "
             "one class that hold matrices; give the module that has it"
         )
-    gains = {id(p) for p in learned_gains(model).values()}
+    vectors = {id(p) for p in learned_gains(model).values()} | vector_ids(model)
     seen = set()
     for path, module in model.named_modules():
         layers = next((n for block, n in blocks.items() if f"{path}.".startswith(f"{block}.")), 0)
         for _, p in module.named_parameters(recurse=False):
             if p.requires_grad and id(p) not in seen:
                 seen.add(id(p))
-                is_vector = p.dim() <= 1 or id(p) in gains
-                yield _Placed(p, _role(model, module, p, is_vector, layers > 0, width), layers)
+                yield _Placed(p, _role(model, module, p, id(p) in vectors, layers > 0, width), layers)
 
 
 def _role(

@@ -153,6 +153,19 @@ def test_parameter_groups():
     torch.optim.AdamW(nfnn.parameter_groups(model, 0.1))
 
 
+def test_a_single_row_is_a_vector():
+    """Of a user's module, as transformers' class tokens and gains are; a linear layer with one output keeps its
+    matrix."""
+    model = nn.Module()
+    model.gain, model.token = nn.Parameter(torch.ones(1, D)), nn.Parameter(torch.zeros(1, 1, D))
+    model.head, model.mixing = nn.Linear(D, 1), nn.Parameter(torch.zeros(3, D))
+    decayed, others = (group["params"] for group in nfnn.parameter_groups(model, 0.1))
+    assert {*map(id, decayed)} == {id(model.head.weight), id(model.mixing)}
+    groups = nfrs.param_groups(model, 1e-3, weight_decay=0.1)
+    assert {id(p) for group in groups if group["weight_decay"] for p in group["params"]} == {*map(id, decayed)}
+    assert {id(p) for group in groups if not group["weight_decay"] for p in group["params"]} == {*map(id, others)}
+
+
 def _ddp(rank, path, residual, gradients):
     dist.init_process_group("gloo", init_method=f"file://{path}", rank=rank, world_size=2)
     torch.manual_seed(0)

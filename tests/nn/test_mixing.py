@@ -17,7 +17,9 @@ def numbers(*values):
 
 def stack_of(residual, outputs, **options):
     """A one-layer encoder of width 4 without its last norm. Its sublayers give these outputs, whatever they read."""
-    layer = nfnn.TransformerEncoderLayer(4, 1, 8, 0.0, residual=residual, dtype=torch.float64, **options)
+    layer = nfnn.TransformerEncoderLayer(
+        4, 1, 8, 0.0, residual=residual, encoder_layers=1, dtype=torch.float64, **options
+    )
     encoder = nfnn.TransformerEncoder(layer, 1)
     encoder.norm = nn.Identity()
     with torch.no_grad():
@@ -102,7 +104,7 @@ def test_how_streams_start():
 
 @pytest.mark.parametrize("residual", MIXED)
 def test_a_layer_alone_begins_and_ends_its_streams(residual):
-    layer = nfnn.TransformerEncoderLayer(D, HEADS, FF, 0.0, batch_first=True, residual=residual)
+    layer = nfnn.TransformerEncoderLayer(D, HEADS, FF, 0.0, batch_first=True, residual=residual, encoder_layers=1)
     x = torch.randn(2, 5, D)
     assert layer(x).shape == x.shape and layer(x[0]).shape == x[0].shape
     x.requires_grad_()

@@ -279,6 +279,20 @@ def test_residual_passes_tuples_and_arguments():
             nfnn.Residual(nn.Linear(D, D), D, scheme=scheme, kind=kind)
 
 
+@pytest.mark.parametrize("fill", [-torch.inf, -1e9, -1e4, torch.finfo(torch.float32).min])
+def test_float_masks_hide_padding_from_statistics(fill):
+    """What attention's softmax gives no weight is padding for the norms too."""
+    layer = nfnn.TransformerEncoderLayer(
+        D, HEADS, FF, 0.0, batch_first=True, residual="subln", norm="batchnorm", encoder_layers=1
+    )
+    x, padding = torch.randn(3, 5, D), torch.tensor([[0, 0, 0, 1, 1], [0, 0, 0, 0, 1], [0] * 5]).bool()
+    expected, twin = copy.deepcopy(layer)(x, src_key_padding_mask=padding), copy.deepcopy(layer)
+    found = twin(x, src_key_padding_mask=torch.zeros(3, 5).masked_fill(padding, fill))
+    torch.testing.assert_close(found[~padding], expected[~padding])
+    soft = copy.deepcopy(layer)(x, src_key_padding_mask=torch.zeros(3, 5).masked_fill(padding, -3.0))
+    assert (soft - expected).abs()[~padding].max() > 1e-3  # less attention is no padding
+
+
 @pytest.mark.parametrize(
     "call,message",
     [
@@ -295,6 +309,10 @@ def test_residual_passes_tuples_and_arguments():
             r"key padding mask must be \(2, 5\); got \(2, 4\)",
         ),
         (lambda: encoder()(torch.randn(2, 5, D), torch.ones(5, 5, dtype=torch.long)), "must be bool"),
+        (
+            lambda: encoder()(torch.randn(2, 5, D), src_key_padding_mask=torch.ones(2, 5, dtype=torch.long)),
+            "got torch.int64: of a tokenizer's mask, 1 at real tokens, give attention_mask == 0",
+        ),
         (lambda: encoder("t-fixup")(torch.randn(2, 5, D + 1)), "16"),
     ],
 )

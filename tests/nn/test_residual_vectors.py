@@ -46,7 +46,9 @@ def test_the_sum(scheme, options, expected):
 
 def test_b2t_adds_the_layers_input():
     """LN(x₀ + x + f), where F(x₀) of attention and its norm give x."""
-    layer = nfnn.TransformerEncoderLayer(4, 1, 4, 0.0, layer_norm_eps=1e-5, batch_first=True, residual="b2t").double()
+    layer = nfnn.TransformerEncoderLayer(
+        4, 1, 4, 0.0, layer_norm_eps=1e-5, batch_first=True, residual="b2t", encoder_layers=1
+    ).double()
     layer.norm1.register_forward_hook(lambda *_: torch.tensor([[X]], dtype=torch.float64))
     layer.linear2.register_forward_hook(lambda *_: torch.tensor([[F]], dtype=torch.float64))
     near(layer(torch.tensor([[X0]], dtype=torch.float64))[0], [0.29822443, -1.64808238, 0.29822443, 1.05163352])

@@ -332,6 +332,34 @@ def test_forwards_of_one_batch_are_told_apart_by_their_masks(reentrant):
     close(*found, 1e-12)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    "module",
+    [
+        *(partial(nn.LpNorm, 8, p=p) for p in (1.0, 2.0, 3.0, math.inf)),
+        partial(nn.LpNorm, (2, 8), p=3),
+        *(partial(nn.GroupScaling, groups) for groups in (1, 4)),
+        partial(nn.BatchNorm, 8, groups=2),
+        partial(nn.PowerNorm, 8, groups=4),
+    ],
+    ids=lambda made: f"{made.func.__name__} {made.args} {made.keywords}",
+)
+def test_compositions_under_checkpoints_that_stop_early(module, dtype):
+    """Checkpointing ends the second run by an exception out of a hook, which must come through."""
+    x, dy = torch.randn(4, 2, 8).to(dtype), torch.randn(4, 2, 8).to(dtype)
+    plain, kept = module(), module()
+    found, within = [], torch.nn.Sequential(kept, torch.nn.Identity())
+    for call in (plain, partial(torch.utils.checkpoint.checkpoint, within, use_reentrant=False)):
+        rows = x.clone().requires_grad_()
+        y = call(rows)
+        y.backward(dy)
+        found.append((y.detach(), rows.grad))
+    assert torch.equal(*[y for y, _ in found]) or module.func is nn.LpNorm
+    close(*found, 1e-6 if dtype == torch.float32 else 2**-6)
+    ours, theirs = ([p.grad for p in module.parameters()] for module in (kept, plain))
+    close(ours, theirs, 1e-5 if dtype == torch.float32 else 0.1)
+
+
 def test_more_forwards_than_are_kept_is_an_error():
     norm = nn.BatchNorm(4)
     batches = torch.randn(40, 3, 4, requires_grad=True)

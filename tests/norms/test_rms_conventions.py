@@ -229,3 +229,31 @@ def test_x_transformers_gains_are_converted():
     norm = RMSNorm(2, zero_centred=True)
     norm.load_state_dict({"g": torch.tensor([1.5, 0.5])})
     assert norm.weight.tolist() == [0.5, -0.5]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("options", [*OPTIONS, *FAMILIES], ids=str)
+def test_huge_rows_are_not_zero(options, dtype):
+    """The composed conventions square no number that overflows; no kernel does."""
+    norm, _ = made(options, 48, dtype=dtype)
+    dy, found = torch.randn(16, 48).to(dtype), []
+    rows = torch.randn(16, 48).to(dtype)
+    for factor in (2.0**13, 2.0 ** (600 if dtype == torch.float64 else 83)):  # ε is beyond the digits of both
+        x = (rows * factor).requires_grad_()
+        y = norm(x)
+        found.append((y.detach(), torch.autograd.grad(y, x, dy)[0] * factor))
+    for (small, huge), rtol in zip(zip(*found), (2**-7, 0.1) if dtype == torch.bfloat16 else (1e-5, 1e-4)):
+        torch.testing.assert_close(huge, small, rtol=0, atol=rtol * small.abs().max().item())
+
+
+@pytest.mark.parametrize("options", [*OPTIONS, *FAMILIES], ids=str)
+def test_gradients_of_large_rows_in_float16(options):
+    norm, _ = made(options, 512, dtype=torch.float16)
+    wide, _ = made(options, 512)
+    wide.load_state_dict(norm.state_dict())
+    for size in (1.0, 30.0, 1000.0):
+        x = (size * torch.randn(4, 512)).half().requires_grad_()
+        dy = torch.randn(4, 512).half() + x.detach().sign()  # Σ dy⊙x is large
+        rows = x.detach().float().requires_grad_()
+        found, wanted = (torch.autograd.grad(n(r), r, d)[0] for n, r, d in ((norm, x, dy), (wide, rows, dy.float())))
+        torch.testing.assert_close(found.float(), wanted, rtol=0, atol=2e-3 * wanted.abs().max().item() + 1e-7)

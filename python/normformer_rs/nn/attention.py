@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from ..errors import InputError
 from .declaration import Change, Inside
+from .dropout import Draw, is_run_again
 from .interpreter import apply_changes
 from .tracing import Unscriptable, leaf
 
@@ -29,7 +30,8 @@ class MultiheadAttention(Unscriptable, nn.MultiheadAttention):
     replacements take effect.
 
     Shapes: query (B, T, d), key and value (B, S, d) with `batch_first`, else (T, B, d) and (S, B, d), or without B;
-    `attn_mask` (T, S) or (B·heads, T, S) and `key_padding_mask` (B, S), True or −∞ where not to look. `is_causal`
+    `attn_mask` (T, S) or (B·heads, T, S) and `key_padding_mask` (B, S), True or −∞ where not to look; norms with
+    statistics leave out the keys at which it is True, or −10,000 and less. `is_causal`
     without `attn_mask` is a causal mask (torch.nn wants both).
 
     Errors: InputError for masks of another shape. Source: Vaswani et al. 2017, §3.2.
@@ -75,14 +77,17 @@ class MultiheadAttention(Unscriptable, nn.MultiheadAttention):
         query = self._change("input", query, padding)
         q, k, v = self._project(query, *((query, query) if is_self else (key, value)))
         q, k, v = (self._change_heads(point, x) for point, x in (("query", q), ("key", k), ("value", v)))
-        mask, is_causal = self._mask(q, k, attn_mask, key_padding_mask, is_causal, need_weights)
         p, weights = self.dropout if self.training else 0.0, None
-        if need_weights:
+        is_own = p > 0 and is_run_again()
+        mask, is_causal = self._mask(q, k, attn_mask, key_padding_mask, is_causal, need_weights or is_own)
+        if need_weights or is_own:
             scale = math.sqrt(1.0 / self.head_dim) if self.scale is None else self.scale
             scores = (q * scale) @ k.transpose(-1, -2)
-            weights = F.softmax(scores if mask is None else scores + mask, dim=-1)
-            heads = (F.dropout(weights, p) if p > 0 else weights) @ v
-            weights = weights.mean(1) if average_attn_weights else weights
+            shares = F.softmax(scores if mask is None else scores + mask, dim=-1)
+            dropped = Draw(q.device).drop(shares, p)[0] if is_own else F.dropout(shares, p) if p > 0 else shares
+            heads = dropped @ v
+            if need_weights:
+                weights = shares.mean(1) if average_attn_weights else shares
         else:
             heads = F.scaled_dot_product_attention(
                 q, k, v, mask, p, is_causal, scale=self.scale
@@ -162,15 +167,30 @@ def is_of_joined_heads(change: Change, head_dim: int) -> bool:
     return change.kind == "norm" and change.what.width != head_dim
 
 
+HIDDEN = -1e4
+"""A float mask hides what it adds this much or less to: e⁻¹⁰⁰⁰⁰ is 0 in every dtype."""
+
+
 def additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
     """A boolean mask (True: not to be seen) as 0 and −∞; a float mask as it is."""
     if mask.dtype == torch.bool:
         return torch.zeros_like(mask, dtype=dtype).masked_fill_(mask, -math.inf)
-    if not mask.is_floating_point():
-        raise InputError(f"masks must be bool (True: hidden) or floating point (added to scores); got {mask.dtype}")
+    _check_kind(mask)
     return mask.to(dtype)
 
 
 def is_masked(mask: Tensor) -> Tensor:
-    """True at padding, whether the mask is boolean or additive."""
-    return mask if mask.dtype == torch.bool else mask == -math.inf
+    """True at padding: of a float mask, at −10,000 and less, −∞ included."""
+    if isinstance(mask, Tensor) and mask.dtype == torch.bool:
+        return mask
+    _check_kind(mask)
+    return mask <= HIDDEN
+
+
+def _check_kind(mask: Any) -> None:
+    if not isinstance(mask, Tensor) or not mask.is_floating_point():
+        got = mask.dtype if isinstance(mask, Tensor) else type(mask).__name__
+        raise InputError(
+            f"masks must be bool (True: hidden) or floating point (added to scores); got {got}: of a tokenizer's mask, "
+            "1 at real tokens, give attention_mask == 0"
+        )

@@ -1,24 +1,59 @@
 """Dropout inside operators: the masks' seeds, and modules that an operator may stand in for."""
 
+import functools
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from ..errors import InputError
+from .formulas import wide
+
+OPS = torch.ops.normformer_rs
+Where = tuple[float, Tensor | None, int]
+"""(p, seed, site) as operators take them."""
 
 
 class Draw:
     """Dropout masks of one forward: a seed from torch's generator, drawn when first needed, and a site for each
     mask."""
 
+    is_kept = False
+    """The seed is one that a graph saves."""
+
     def __init__(self, device: torch.device) -> None:
         self.device, self.seed, self.sites = device, None, 0  # type: tuple[torch.device, Tensor | None, int]
 
-    def __call__(self, p: float) -> tuple[float, Tensor | None, int]:
-        """(p, seed, site) as operators take them."""
+    def __call__(self, p: float) -> Where:
+        """What an operator draws next."""
         if p > 0 and self.seed is None:
             self.seed = torch.randint(2**63 - 1, (3,), device=self.device)
         self.sites += 1
         return p, self.seed if p > 0 else None, self.sites
+
+    def drop(self, x: Tensor, p: float) -> tuple[Tensor, Where]:
+        """x and what an operator draws for it. Under torch.func and in compiled graphs x comes back dropped, by the
+        same mask, and nothing is left to be drawn: operators' formulas read no seed there."""
+        where = self(p)
+        if where[1] is None or not (torch.compiler.is_compiling() or is_transformed()):
+            return x, where
+        if not is_run_again():
+            _define()
+        elif not self.is_kept:
+            self.seed, self.is_kept = OPS.kept_seed(self.seed), True
+        a = wide(x)
+        mask = OPS.dropout_mask(self.seed, x.shape, p, where[2], a.dtype == torch.float64)
+        return (a * mask).to(x.dtype), (0.0, None, where[2])
+
+
+def drop(x: Tensor, where: Where) -> Tensor:
+    """x, dropped."""
+    return x if where[1] is None else OPS.residual(torch.zeros_like(x), x, None, None, None, None, 0.0, *where)[0]
+
+
+def is_transformed() -> bool:
+    """Inside torch.func's grad, vmap or jvp, or what is made of them."""
+    return torch._C._functorch.peek_interpreter_stack() is not None
 
 
 def is_plain(module: nn.Module, kind: type) -> bool:
@@ -30,6 +65,83 @@ def is_plain(module: nn.Module, kind: type) -> bool:
 
 def rate(dropout: Any) -> float | None:
     """p of a plain dropout, 0 in evaluation; None: the module itself must be called."""
-    if torch.compiler.is_exporting() or not is_plain(dropout, nn.Dropout) or dropout.p >= 1:
+    if not is_plain(dropout, nn.Dropout) or dropout.p >= 1:
+        return None
+    # Dynamo takes is_exporting() for true in torch.compile, too: graphs have torch's dropout, where that is safe.
+    if torch.compiler.is_exporting() and not (dropout.training and dropout.p > 0 and is_run_again()):
         return None
     return dropout.p if dropout.training else 0.0
+
+
+# torch.compile's partitioner may run forward operations again in the backward graph, to save memory. It does so with
+# random ones as well, torch's dropout included, and other numbers come out. It obeys a mark on a node of the graph.
+
+
+def is_run_again() -> bool:
+    """Compiled with an activation memory budget, so that the backward graph may run what the forward graph ran."""
+    return torch.compiler.is_compiling() and _has_budget()
+
+
+def _has_budget() -> bool:
+    from torch._functorch import config
+
+    if torch.compiler.is_exporting():
+        return False
+    if config.activation_memory_budget == 0:
+        raise InputError(
+            "with activation_memory_budget = 0 torch.compile draws another dropout mask in the backward pass than in "
+            "the forward pass, in torch.nn too: take a budget above 0, or dropout 0"
+        )
+    found = config.activation_memory_budget < 1 or config.aggressive_recomputation
+    if found:
+        _define()
+    return found
+
+
+# As torch.compiler.assume_constant_result does, which would import the compiler: 1.5 s.
+_has_budget._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+def _kept_seed_in_graph(mode: Any, seed: Tensor) -> Any:
+    """`kept_seed` as a node that the partitioner must save."""
+    from torch.fx.experimental.proxy_tensor import get_proxy_slot, track_tensor_tree
+    from torch.utils.checkpoint import CheckpointPolicy
+
+    given: Any = get_proxy_slot(seed, mode.tracer)
+    node = mode.tracer.create_proxy("call_function", OPS.kept_seed.default, (given.proxy,), {})
+    node.node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
+    return track_tensor_tree(seed.clone(), node, constant=None, tracer=mode.tracer)
+
+
+def _dropout_mask(seed: Tensor, size: list[int], p: float, site: int, double: bool) -> Tensor:
+    ones = torch.ones(size, dtype=torch.float64 if double else torch.float32, device=seed.device)
+    return drop(ones, (p, seed, site))
+
+
+def _dropout_mask_of_meta(seed: Tensor, size: list[int], p: float, site: int, double: bool) -> Tensor:
+    return seed.new_empty(size, dtype=torch.float64 if double else torch.float32)
+
+
+def _dropout_masks(
+    info: Any, in_dims: Any, seed: Tensor, size: list[int], p: float, site: int, double: bool
+) -> tuple[Tensor, int]:
+    """A mask for each seed of vmap's randomness="different"."""
+    seeds = seed.movedim(in_dims[0], 0)
+    return torch.stack([OPS.dropout_mask(one, size, p, site, double) for one in seeds]), 0
+
+
+@functools.cache
+def _define() -> torch.library.Library:
+    """Defines the two operators when they are first needed: each import would wait a millisecond."""
+    from torch.fx.experimental.proxy_tensor import ProxyTorchDispatchMode
+
+    library = torch.library.Library("normformer_rs", "FRAGMENT")
+    library.define("kept_seed(Tensor seed) -> Tensor")
+    library.impl("kept_seed", torch.clone, "CompositeExplicitAutograd")
+    library.impl("kept_seed", torch.empty_like, "Meta")
+    OPS.kept_seed.default.py_impl(ProxyTorchDispatchMode)(_kept_seed_in_graph)
+    library.define("dropout_mask(Tensor seed, SymInt[] size, float p, int site, bool double) -> Tensor")
+    library.impl("dropout_mask", _dropout_mask, "CompositeExplicitAutograd")
+    library.impl("dropout_mask", _dropout_mask_of_meta, "Meta")
+    torch.library.register_vmap("normformer_rs::dropout_mask", _dropout_masks, lib=library)
+    return library

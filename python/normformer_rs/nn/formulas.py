@@ -45,13 +45,17 @@ def conventional_rms_norm(
     """RMSNorm over the last dimension, the mean taken of its first `measured` numbers. eps_outside: √(mean x²) + ε.
     cast: rounds to x's type "after" the product with γ, "before" it, or the "scale" already."""
     a = wide(x)
-    head = a[..., :measured]
+    head, bound = a[..., :measured], 1e100 if a.dtype == torch.float64 else 1e6
+    # The squares of a row beyond the bound would overflow, so that row is measured in a larger unit; others by 1.
+    unit = head.detach().abs().amax(-1, keepdim=True).clamp_min(bound) / bound
+    head = head / unit
     if eps_outside:  # the length's slope is 0 at rows of zeros, where a root's is infinite
-        scale = 1.0 / (torch.linalg.vector_norm(head, dim=-1, keepdim=True) * measured**-0.5 + eps)
+        scale = 1.0 / (torch.linalg.vector_norm(head, dim=-1, keepdim=True) * measured**-0.5 + eps / unit)
     else:
         scale = torch.rsqrt(head.square().mean(-1, keepdim=True) + eps)
-    if cast == "scale":
-        scale = scale.to(x.dtype).to(a.dtype)
+    scale = scale / unit
+    if cast == "scale":  # rounded, its gradient is not: a sum over x⊙dy may lie beyond float16
+        scale = scale + (scale.to(x.dtype).to(a.dtype) - scale).detach()
     y = a * scale
     if cast != "after":
         y = y.to(x.dtype).to(a.dtype)
@@ -107,7 +111,11 @@ def running_norm(
     return y.to(x.dtype)
 
 
-def group_scaling(x: Tensor, groups: int, eps: float = 1e-5) -> Tensor:
+GROUP_EPS = 1e-5
+"""The ε of group scaling."""
+
+
+def group_scaling(x: Tensor, groups: int, eps: float = GROUP_EPS) -> Tensor:
     """x/√(mean over each group of x² + ε), `groups` equal parts of the last dimension."""
     parts = x.unflatten(-1, [groups, x.shape[-1] // groups])
     return rms_norm(parts, None, [x.shape[-1] // groups], eps).flatten(-2)

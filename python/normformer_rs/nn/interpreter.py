@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from . import formulas
 from .declaration import GROWING, Change, Declared, Gain, StreamStep, Sublayer
-from .dropout import Draw, is_plain, rate
+from .dropout import Draw, drop, is_plain, rate
 from .parts import Learned, NormAt
 from .profiling import profile_step
 from .registry import FUSED
@@ -104,11 +104,9 @@ def close(
         f, p = dropout(f), 0.0
     if x.dtype in (torch.float64, torch.float16, torch.bfloat16) or f.dtype == torch.float64:
         f = f.to(x.dtype)  # the residual stream keeps its type
-    where = draw(p)
+    f, where = draw.drop(f, p)
     if sublayer.mixing is not None:
-        if p > 0:
-            f = OPS.residual(torch.zeros_like(f), f, None, None, None, None, 0.0, *where)[0]
-        written = sublayer.mixing.write((x, *streams.others), streams.unwritten, f.to(x.dtype))
+        written = sublayer.mixing.write((x, *streams.others), streams.unwritten, drop(f, where).to(x.dtype))
         return Streams(written[0], written[1:])
 
     def gains(step: Sublayer | StreamStep) -> tuple[Tensor | None, Tensor | None]:

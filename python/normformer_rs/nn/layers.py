@@ -1,30 +1,20 @@
 """Layers of a Transformer as torch.nn has them, with any norm, residual scheme and initialisation."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..config import unknown
 from ..errors import InputError
-from .attention import MultiheadAttention, is_masked
-from .declaration import made_of
-from .dropout import Draw, is_plain, rate
-from .init import Role, draw_linear
-from .interpreter import Streams, apply_changes, begin, close, open_streams, start
+from .dropout import Draw
+from .interpreter import Streams, begin, close
+from .layer import KINDS, Layer, layer_number
 from .making import install, reset, reset_module
-from .parts import Learned, NormAt
 from .place import Place, configure
 from .profiling import follow
 from .tracing import Unscriptable, leaf
 from .updates import Growing
-
-OPS = torch.ops.normformer_rs
-Activation = str | Callable[[Tensor], Tensor]
-_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"relu": F.relu, "gelu": F.gelu}
-KINDS = ("self-attention", "cross-attention", "feed-forward")
 
 
 class Residual(Unscriptable, Growing):
@@ -81,7 +71,7 @@ class Residual(Unscriptable, Growing):
         architecture = "decoder-only" if kind != "cross-attention" else "encoder-decoder"
         given = {"norm": norm, "residual": scheme, "norm_eps": norm_eps, "architecture": architecture, **depths}
         config = configure(options, d_model=d_model, d_ff=d_model, heads=1, **given)
-        self.place = Place(config, "decoder", _layer_number(layer, layers))
+        self.place = Place(config, "decoder", layer_number(layer, layers))
         names = ("self-attention", "feed-forward") if architecture == "decoder-only" else KINDS
         self.number = names.index(kind)
         self.declared = self.place.sublayers[self.number]
@@ -124,237 +114,6 @@ def _tuple(output: Any) -> tuple[Any, ...]:
 _DEPTHS = ("encoder_layers", "decoder_layers")
 
 
-def _layer_number(layer: int, layers: int) -> int:
-    if not 0 <= layer < layers:
-        raise InputError(f"layer must lie in 0 … {layers - 1} (there are {layers} layers); got {layer}")
-    return layer
-
-
-class Layer(Unscriptable, Growing):
-    """The base of encoder and decoder layers: construction, and a residual scheme's run through the sublayers."""
-
-    kinds: tuple[str, ...]
-    attentions: tuple[str, ...]
-    attention_class: type[MultiheadAttention] = MultiheadAttention
-    place: Place
-    self_attn: Any
-    multihead_attn: Any
-    activation: Any
-    is_torchs: bool
-    """Neither a scheme nor an initialisation was named: torch.nn's arrangement and first values."""
-
-    def __init__(
-        self,
-        d_model: int,
-        nhead: int,
-        dim_feedforward: int = 2048,
-        dropout: float = 0.1,
-        activation: Activation = F.relu,
-        layer_norm_eps: float = 1e-5,
-        batch_first: bool = False,
-        norm_first: bool = False,
-        bias: bool = True,
-        device: Any = None,
-        dtype: torch.dtype | None = None,
-        *,
-        norm: str = "layernorm",
-        residual: str | None = None,
-        init: str | None = None,
-        layer: int = 0,
-        encoder_layers: int | None = None,
-        decoder_layers: int | None = None,
-        **options: Any,
-    ) -> None:
-        super().__init__()
-        scheme = residual or ("prenorm" if norm_first else "postnorm")
-        depths = self._depths(encoder_layers, decoder_layers)
-        given = {"norm": norm, "residual": scheme, "norm_eps": own_eps(layer_norm_eps), "dropout": dropout, **depths}
-        if init not in (None, "torch"):
-            given["init"] = init
-        if len(self.kinds) == 2 and "encoder_layers" not in depths:  # alone, the encoder has one norm
-            given["norm"] = options.pop("encoder_norm", None) or norm
-            if options.pop("decoder_norm", None) is not None:
-                raise InputError(
-                    "decoder_norm is given, but the encoder stands alone: leave it out, or say decoder_layers"
-                )
-        config = configure(options, d_model=d_model, d_ff=dim_feedforward, heads=nhead, **given)
-        self.place = Place(
-            config, "encoder" if "encoder_layers" in depths and len(self.kinds) == 2 else "decoder", layer
-        )
-        _layer_number(layer, self.place.depth)
-        self.is_torchs, self.norm_first = residual is None and init is None, norm_first
-        self.keeps_torchs_values = init == "torch" or self.is_torchs
-        declared, factory = self.place.declared, {"device": device, "dtype": dtype}
-
-        def rate_of(name: str) -> float:
-            value = getattr(config, name)
-            return dropout if value is None else value
-
-        attention = {"dropout": rate_of("attention_dropout"), "batch_first": batch_first, **factory}
-        has_biases = bias and declared.has_biases
-        for name in self.attentions:
-            setattr(self, name, self.attention_class(d_model, nhead, bias=has_biases, **attention))
-        self.linear1 = nn.Linear(d_model, dim_feedforward, bias=has_biases, **factory)
-        self.dropout = nn.Dropout(rate_of("activation_dropout"))
-        self.linear2 = nn.Linear(dim_feedforward, d_model, bias=has_biases, **factory)
-        self._install(factory, bias)
-        for i in range(len(self.kinds)):
-            setattr(self, f"dropout{i + 1}", nn.Dropout(dropout))
-        self.activation = _activation(activation)
-        self.grow(declared.growth, device)
-        if not self.keeps_torchs_values:
-            self.draw()
-
-    def _depths(self, encoder_layers: int | None, decoder_layers: int | None) -> dict[str, Any]:
-        raise NotImplementedError
-
-    def _install(self, factory: Mapping[str, Any], bias: bool) -> None:
-        self.has_norm_biases = bias
-        self._enter_attentions()
-        for owner, items in self._declared():
-            install(owner, items, self.place, factory=factory, bias=bias)
-
-    def _enter_attentions(self) -> None:
-        """Hands the attentions the changes inside them, and what their scores are multiplied by."""
-        for name, sublayer in zip(self.attentions, self.place.sublayers):
-            inside = {point: tuple(c.below(name) for c in changes) for point, changes in sublayer.inside.items()}
-            attention: MultiheadAttention = getattr(self, name)
-            attention.set_inside(inside)
-            attention.scale = self.place.declared.attention
-
-    def _declared(self) -> Iterator[tuple[nn.Module, list[NormAt | Learned]]]:
-        """The scheme's norms and parameters in the layer, with the module that holds them."""
-        yield self, [what for sublayer in self.place.sublayers for what in sublayer.around()]
-        for name in self.attentions:
-            attention: MultiheadAttention = getattr(self, name)
-            yield attention, [what for changes in attention.inside.values() for what in made_of(changes)]
-        yield self, [*self.place.sublayers[-1].within()]
-
-    def move(self, place: Place) -> None:
-        """Moves the layer to another place of the same kind, with that place's scheme, constants and norms. Parts that
-        both places share stay."""
-        device = self.linear1.weight.device
-        factory = {"device": device, "dtype": self.linear1.weight.dtype}
-        old = [{*items} for _, items in self._declared()]
-        self.place = place
-        self._enter_attentions()
-        for had, (owner, wanted) in zip(old, self._declared()):
-            for name in {what.name for what in had} - {what.name for what in wanted}:
-                delattr(owner, name)
-            missing = [what for what in wanted if what not in had]
-            install(owner, missing, place, factory=factory, bias=self.has_norm_biases)
-        self.grow(None, device)
-
-    def adopt(self, place: Place, in_stack: bool) -> None:
-        """Completes a converted torch.nn layer: its children stay, with the norms that the scheme keeps."""
-        self.place, self.is_torchs, self.keeps_torchs_values = place, False, True
-        norms = {name: self._modules.pop(name) for name in [*self._modules] if name.startswith("norm")}
-        for name in self.attentions:
-            if type(attention := getattr(self, name)) is nn.MultiheadAttention:
-                attention.__class__ = MultiheadAttention
-        weight = self.linear1.weight
-        self._install({"device": weight.device, "dtype": weight.dtype}, bias=self.linear1.bias is not None)
-        for name, norm in norms.items():
-            if name in self._modules:
-                setattr(self, name, norm)
-        self.grow(None if in_stack else place.declared.growth, weight.device)
-        self.train(self.training)
-
-    def reset_parameters(self) -> None:
-        """Resets linear layers (as `init` says, or as torch.nn does), norms, gains and t."""
-        if self.keeps_torchs_values:
-            for module in (*(getattr(self, name) for name in self.attentions), self.linear1, self.linear2):
-                reset_module(module)
-        else:
-            self.draw()
-        for owner, items in self._declared():
-            reset(owner, items)
-        self.reset_growth()
-
-    def draw(self) -> None:
-        """Draws the linear layers as `init` says, whatever their values were."""
-        for i, name in enumerate(self.attentions):
-            attention: MultiheadAttention = getattr(self, name)
-            stacked: tuple[Role, ...] = ("query", "key", "value")
-            draw_linear(attention.in_proj_weight, attention.in_proj_bias, stacked, self.place, i)
-            draw_linear(attention.out_proj.weight, attention.out_proj.bias, ("output",), self.place, i)
-        last = len(self.attentions)
-        draw_linear(self.linear1.weight, self.linear1.bias, ("fc1",), self.place, last)
-        draw_linear(self.linear2.weight, self.linear2.bias, ("fc2",), self.place, last)
-
-    def _run(
-        self,
-        x: Tensor,
-        attend: Sequence[Callable[[Tensor], Tensor]],
-        padding_mask: Tensor | None,
-        alpha_t: Tensor | None = None,
-        others: tuple[Tensor, ...] | None = None,
-    ) -> Any:
-        """x through the sublayers: the attentions, given as functions, and the feed-forward. With `others`, the streams
-        beside x, returns (x, others); without, the streams begin and end here, those that are mixed as their mean."""
-        alpha_t = self.alpha(self.place.layer) if alpha_t is None else alpha_t
-        draw, declared, sublayers = Draw(x.device), self.place.declared, self.place.sublayers
-        streams = start(declared, x) if others is None else Streams(x, others)
-        for i, sublayer in enumerate(sublayers):
-            streams = open_streams(self, sublayer, streams)
-            given = begin(self, sublayer, streams, padding_mask)
-            is_last = i + 1 == len(sublayers)
-            f = self._feed_forward(given, draw, padding_mask) if is_last else attend[i](given)
-            following = None if is_last else sublayers[i + 1].before
-            step: dict[str, Any] = {
-                "following": following,
-                "alpha_t": alpha_t,
-                "padding_mask": padding_mask,
-                "bottom": x,
-            }
-            streams = close(self, sublayer, streams, f, getattr(self, f"dropout{i + 1}"), draw, **step)
-        if others is not None:
-            return streams[:2]
-        return streams.x if declared.mixing is None else declared.mixing.seen((streams.x, *streams.others))
-
-    def _feed_forward(self, x: Tensor, draw: Draw, padding_mask: Tensor | None) -> Tensor:
-        """W₂·drop(φ(W₁x + b₁)) + b₂."""
-        inside = self.place.sublayers[-1].inside
-
-        def change(point: str, x: Tensor) -> Tensor:
-            return apply_changes(self, inside.get(point, ()), x, padding_mask)
-
-        h = change("before_activation", self.linear1(change("input", x)))  # (…, d_ff)
-        p = rate(self.dropout)
-        is_relu = self.activation is F.relu or (
-            isinstance(self.activation, nn.Module) and is_plain(self.activation, nn.ReLU)
-        )
-        h = OPS.relu_dropout(h, *draw(p)) if is_relu and p is not None else self.dropout(self.activation(h))
-        return self.linear2(change("amid", h))
-
-    def _padding(self, x: Tensor, mask: Tensor | None) -> Tensor | None:
-        """A key padding mask, (B, T) or (T), in x's leading shape, True at padding."""
-        if mask is None:
-            return None
-        mask = is_masked(mask)
-        return mask if mask.dim() == 1 or self.self_attn.batch_first else mask.transpose(0, 1)
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
-
-    def extra_repr(self) -> str:
-        return f"residual={self.place.config.residual!r}, norm={self.place.declared.norm!r}"
-
-
-def own_eps(layer_norm_eps: float | None) -> float | None:
-    """torch.nn's argument as `norm_eps`. 1e-5 becomes None: it is every norm's default, and norms without an ε refuse
-    others."""
-    return None if layer_norm_eps == 1e-5 else layer_norm_eps
-
-
-def _activation(activation: Activation) -> Callable[[Tensor], Tensor]:
-    if callable(activation):
-        return activation
-    if activation not in _ACTIVATIONS:
-        raise InputError(unknown("activation", activation, _ACTIVATIONS) + "; a callable will do, too")
-    return _ACTIVATIONS[activation]
-
-
 class TransformerEncoderLayer(Layer):
     """Self-attention and feed-forward, each in a residual connection: torch.nn.TransformerEncoderLayer with any norm,
     scheme and initialisation.
@@ -369,9 +128,9 @@ class TransformerEncoderLayer(Layer):
         norm, residual, init: names out of `normformer_rs.tables()`; `residual` may be a mixture by layers
             (`postnorm*1/4,prenorm`). residual=None: postnorm, or prenorm if `norm_first`, with torch.nn's first values
             unless `init` is named; init=None: the one that goes with the scheme; init="torch": torch.nn's.
-        layer: this layer's number in its stack, from 0. A TransformerEncoder sets it.
+        layer: this layer's number in its stack, from 0. A TransformerEncoder sets it, and so does a list (below).
         encoder_layers, decoder_layers: how deep the model is, for schemes whose constants depend on it. Without
-            decoder_layers the encoder stands alone, as BERT's does. A TransformerEncoder sets them.
+            decoder_layers the encoder stands alone, as BERT's does. A TransformerEncoder sets them, and so does a list.
         options: those of `TransformerConfig` that the scheme or norm has (`branchnorm_steps`, `normformer_mode`, …),
             and `attention_dropout`, `activation_dropout` (None: `dropout`); `parametrisation`, `base_width`,
             `base_depth`, `depth_alpha` and `attention_scale`. Factors of embeddings and logits are the caller's, and
@@ -380,8 +139,15 @@ class TransformerEncoderLayer(Layer):
     Parameters and buffers bear torch.nn's names; a scheme's own those of `normformer_rs.Transformer`. With layernorm,
     state dicts are torch.nn's both ways. Dropout masks follow torch's generator, but are not torch.nn's.
 
+    Outside a TransformerEncoder of this package, copies of one layer take their places when a module gets the
+    ModuleList or Sequential that holds them, as torch.nn.TransformerEncoder does: number, depth, and first values if
+    nothing has written to the weights. A depth that arguments gave stays, unless it is the list's length. Schemes that
+    work between layers, too (dlcl, resi-dual, mhc, …) need this package's stack. torch.nn's stacks want a scheme's last
+    norm as `norm`; in other modules it is theirs to add.
+
     Shapes: src (B, T, d_model) with `batch_first`, (T, B, d_model) without, or (T, d_model); the same out.
-    Errors: InputError for unknown names and options, and for masks of another shape.
+    Errors: InputError for unknown names and options, for masks of another shape, and in `forward` where the scheme asks
+    for a depth or a number that nobody gave, for parts of a stack, or for a norm after it.
     Source: Vaswani et al. 2017; each scheme's in `normformer_rs.tables()`.
     """
 

@@ -9,6 +9,7 @@ from torch import nn
 from .parts import Learned, NormAt
 from .place import Place
 from .registry import norm_of_config
+from .sharding import whole
 
 
 def make(
@@ -23,16 +24,15 @@ def make(
     last = what.last and place.stack == "decoder"
     where: dict[str, Any] = {"last_of_decoder": last, "ends_stack": what.ends_stack}
     norm = norm_of_config(place.declared.norm, what.width, place.config, **where, bias=bias, **factory)
-    _begin_at(norm, what)
+    if what.start != 1.0:
+        _begin_at(norm, what)
     return norm
 
 
-@torch.no_grad()
 def _begin_at(norm: Any, at: NormAt) -> None:
-    """The first value of a norm's weight, from the norm's own."""
-    if at.start != 1.0:
-        offset = float(getattr(norm, "zero_centred", False))
-        norm.weight.add_(offset).mul_(at.start).sub_(offset)
+    """Sets the norm to its first values, with the scheme's factor on γ."""
+    norm.first_scale = at.start  # the norm's own reset uses it, whoever calls that
+    reset_module(norm)
 
 
 def install(owner: nn.Module, items: Iterable[NormAt | Learned], place: Place, **making: Any) -> None:
@@ -52,7 +52,6 @@ def reset(owner: nn.Module, items: Iterable[NormAt | Learned]) -> None:
         if isinstance(what, Learned):
             what.write(made)
         else:
-            reset_module(made)
             _begin_at(made, what)
 
 
@@ -64,7 +63,8 @@ def reset_module(module: nn.Module | None) -> None:
         module.out_proj.reset_parameters()  # its own reset leaves that out
     own: Any = getattr(module, "reset_parameters", getattr(module, "_reset_parameters", None))
     if own is not None:
-        own()
+        with whole(module):
+            own()
         return
     for child in module.children():
         reset_module(child)

@@ -68,6 +68,16 @@ def padding_mask(*masks: Tensor, batch_first: bool = True) -> Iterator[None]:
         _masks_compiled = before
 
 
+def check_mask(mask: Any) -> None:
+    """TypeError unless the padding mask is a bool tensor."""
+    if not isinstance(mask, Tensor) or mask.dtype != torch.bool:
+        got = mask.dtype if isinstance(mask, Tensor) else type(mask).__name__
+        raise TypeError(
+            f"padding_mask must be bool, True at padding; got {got}: of a tokenizer's mask, 1 at real tokens, give "
+            "attention_mask == 0"
+        )
+
+
 def mask_for(x: Tensor) -> Tensor | None:
     """The mask in force for x (…, d): `padding_mask`'s, else one that the model was called with, else None."""
     masks = _masks_compiled if torch.compiler.is_compiling() else _masks.get()

@@ -12,7 +12,9 @@ from ..config import unknown
 from ..errors import InputError
 from . import formulas
 from .row_norm import OPS, OffsetNorm, RowNorm
+from .sharding import write_whole
 from .tracing import Unscriptable, leaf
+from .unkept import saves_by_hooks
 
 FIXNORM_EPS = 1e-12
 """The ε of FixNorm."""
@@ -90,7 +92,7 @@ class RMSNorm(OffsetNorm, norm="rmsnorm"):
             raise InputError(f"part must lie in (0, 1], got {part}")
         self.zero_centred, self.cast, self.eps_place, self.part = zero_centred, cast, eps_place, part
         super().__init__(normalized_shape, eps, elementwise_affine, device, dtype, unit_offset=unit_offset)
-        if self.measured() < 1:
+        if self.measured() < 1 <= self.width:
             raise InputError(f"part = {part} of {self.width} numbers is none: make it at least 1/{self.width}")
 
     def measured(self) -> int:
@@ -157,11 +159,18 @@ class BiasedRMSNorm(RMSNorm):
     """
 
     def __init__(
-        self, normalized_shape: int | Sequence[int], eps: float | None = 1e-5, bias: bool = True, **rest: Any
+        self,
+        normalized_shape: int | Sequence[int],
+        eps: float | None = 1e-5,
+        bias: bool = True,
+        *,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+        **rest: Any,
     ) -> None:
-        super().__init__(normalized_shape, eps, **rest)
+        super().__init__(normalized_shape, eps, device=device, dtype=dtype, **rest)
         if bias:
-            empty = torch.empty(self.normalized_shape, device=rest.get("device"), dtype=rest.get("dtype"))
+            empty = torch.empty(self.normalized_shape, device=device, dtype=dtype)
             self.bias = nn.Parameter(empty)
             self.reset_parameters()
 
@@ -209,8 +218,16 @@ class ScaleNorm(OffsetNorm, norm="scalenorm"):
 class FixedScaleNorm(ScaleNorm, norm="scalenorm-fixed"):
     """ScaleNorm with g = √d that is not learned (Nguyen & Salazar 2019, Table 7)."""
 
-    def __init__(self, normalized_shape: int | Sequence[int], eps: float = 1e-5, **settings: Any) -> None:
-        super().__init__(normalized_shape, eps, **{"elementwise_affine": False, **settings})
+    def __init__(
+        self,
+        normalized_shape: int | Sequence[int],
+        eps: float = 1e-5,
+        *,
+        device: Any = None,  # named for torch.nn.utils.skip_init, which looks for it
+        dtype: torch.dtype | None = None,
+        **settings: Any,
+    ) -> None:
+        super().__init__(normalized_shape, eps, **{"elementwise_affine": False, **settings}, device=device, dtype=dtype)
 
 
 class LpNorm(RowNorm, norm="lpnorm"):
@@ -244,6 +261,10 @@ class LpNorm(RowNorm, norm="lpnorm"):
         super().__init__(normalized_shape, eps, elementwise_affine, False, device, dtype)
 
     def call(self, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+        if saves_by_hooks():
+            if self.p == 2:
+                return OPS.scale_norm(x, weight, None, self.eps_for(x))[0]
+            return formulas.lp_norm(x, weight, self.gain(), self.p, 1, self.eps_for(x))
         return OPS.lp_norm(x, weight, self.p, self.eps_for(x))
 
     def formula(self, x: Tensor) -> Tensor:
@@ -281,9 +302,28 @@ class FixNormEmbedding(Unscriptable, nn.Embedding):
         super().__init__(num_embeddings, embedding_dim, padding_idx, device=device, dtype=dtype)
         self.scale = scale
 
+    @classmethod
+    def from_pretrained(  # type: ignore[override]  # fewer options
+        cls, embeddings: Tensor, freeze: bool = True, padding_idx: int | None = None, scale: float = 1.0
+    ) -> "FixNormEmbedding":
+        """A table with these rows (V, d), which it divides by their lengths; `freeze`: they are not trained.
+
+        >>> import torch
+        >>> FixNormEmbedding.from_pretrained(torch.tensor([[3.0, 4.0]]))(torch.tensor([0]))
+        tensor([[0.6000, 0.8000]])
+
+        torch.nn.Embedding's, but for `max_norm`, `scale_grad_by_freq` and `sparse`, which this table has not.
+        """
+        if embeddings.dim() != 2:
+            raise InputError(f"embeddings must be a table (V, d); got shape {tuple(embeddings.shape)}")
+        rows, columns = embeddings.shape
+        table = cls(rows, columns, padding_idx, scale, device="meta", dtype=embeddings.dtype)
+        table.weight = nn.Parameter(embeddings, requires_grad=not freeze)
+        return table
+
     def reset_parameters(self) -> None:
         """Draws the table anew, uniform in ±0.01."""
-        nn.init.uniform_(self.weight, -0.01, 0.01)
+        write_whole(self.weight, lambda whole: nn.init.uniform_(whole, -0.01, 0.01))
 
     @leaf
     def forward(self, input: Tensor) -> Tensor:

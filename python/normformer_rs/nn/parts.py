@@ -6,6 +6,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from .sharding import write_whole
+
 
 class NormAt(NamedTuple):
     """The stack's norm under a name; `last`: no norm of the stack follows it; `ends_stack`: it stands after the last
@@ -41,6 +43,6 @@ class Learned(NamedTuple):
     def write(self, p: Tensor) -> None:
         """Sets the parameter to its first values."""
         if isinstance(self.value, tuple):
-            p.copy_(self.first(dtype=p.dtype, device=p.device))
+            write_whole(p, lambda whole: whole.copy_(self.first(dtype=p.dtype, device=p.device)))
         else:
             p.fill_(self.value)

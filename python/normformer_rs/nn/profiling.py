@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-OPS = torch.ops.normformer_rs
+from .dropout import Where, drop
 
 
 class Pass:
@@ -57,7 +57,7 @@ def follow(layer: int, sublayer: int) -> None:
         _pass.place = layer, sublayer
 
 
-def profile_step(omega: Tensor, x: Tensor, f: Tensor, where: tuple[float, Tensor | None, int]) -> None:
+def profile_step(omega: Tensor, x: Tensor, f: Tensor, where: Where) -> None:
     """ω ← r and the next r, while profiling. `where`: (p, seed, site) of the dropout on f."""
     if _pass is None:
         return
@@ -65,7 +65,7 @@ def profile_step(omega: Tensor, x: Tensor, f: Tensor, where: tuple[float, Tensor
     if dist.is_available() and dist.is_initialized():
         dist.broadcast(r, 0)
     omega.copy_(r.expand_as(omega))
-    dropped = OPS.residual(torch.zeros_like(x), f, None, None, None, None, 0.0, *where)[0]
+    dropped = drop(f, where).to(x.dtype)
     wide = torch.promote_types(x.dtype, torch.float32)
     variance = [t.to(wide).var(correction=0) for t in (x * omega, dropped)]
     _pass.deviation = (variance[0] + variance[1]).sqrt().to(omega.dtype).reshape(1)

@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Iterable, Sequence
-from operator import index
 from typing import Any
 
 import torch
@@ -10,7 +9,7 @@ from torch import Tensor, nn
 
 from ..errors import InputError
 from . import sharding
-from .running import check_eps, over_rows
+from .running import check_eps, check_size, over_rows
 from .table import DECLARED, Declared
 from .tracing import Unscriptable, leaf
 
@@ -34,6 +33,8 @@ class RowNorm(Unscriptable, nn.Module):
     """A parameter, or None."""
     bias: Any
     """A parameter, or None."""
+    first_scale: float = 1.0
+    """Multiplies the first value of γ, as a residual scheme declares it."""
 
     def __init_subclass__(cls, norm: str | None = None, **rest: Any) -> None:
         """`norm`: the name in the table."""
@@ -58,7 +59,9 @@ class RowNorm(Unscriptable, nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        shape = tuple(normalized_shape) if isinstance(normalized_shape, Iterable) else (index(normalized_shape),)
+        is_several = isinstance(normalized_shape, Iterable) and not isinstance(normalized_shape, str)
+        sizes: Any = normalized_shape if is_several else [normalized_shape]
+        shape = tuple(check_size("normalized_shape", size) for size in sizes)
         if not shape:
             raise InputError("normalized_shape must name at least one dimension, got none")
         self.normalized_shape, self.elementwise_affine = shape, elementwise_affine
@@ -75,9 +78,12 @@ class RowNorm(Unscriptable, nn.Module):
 
     def reset_parameters(self) -> None:
         """Sets the parameters to their first values."""
+        offset = float(getattr(self, "zero_centred", False))
         for name, parameter in self._parameters.items():
             if parameter is not None:
-                nn.init.constant_(parameter, self.start(name))
+                start = self.start(name)
+                is_scaled = name == "weight" and self.first_scale != 1.0
+                nn.init.constant_(parameter, (start + offset) * self.first_scale - offset if is_scaled else start)
 
     def start(self, name: str) -> float:
         """The first value of a parameter."""

@@ -1,6 +1,7 @@
 """Norms with statistics over rows and steps: BatchNorm, PN-V and PowerNorm, and the group scaling before them."""
 
 import copy
+from operator import index
 from typing import Any
 
 import torch
@@ -10,10 +11,10 @@ from ..config import unknown
 from ..distributed import group_name
 from ..errors import InputError
 from . import formulas
-from .masks import mask_for
+from .masks import check_mask, mask_for
 from .table import DECLARED, Declared
 from .tracing import Unscriptable, leaf
-from .unkept import Unkept, is_second_run, is_unkept
+from .unkept import Unkept, is_second_run, is_unkept, saves_by_hooks
 
 OPS = torch.ops.normformer_rs
 MODES = ("paper", "release")
@@ -45,7 +46,12 @@ class GroupScaling(Unscriptable, nn.Module):
 
 def scale_groups(x: Tensor, groups: int) -> Tensor:
     """GroupScaling as a function; an exported program gets it in torch's own operations."""
-    return formulas.group_scaling(x, groups) if torch.compiler.is_exporting() else OPS.group_scaling(x, groups)
+    if torch.compiler.is_exporting():
+        return formulas.group_scaling(x, groups)
+    if saves_by_hooks() and x.shape[-1] > 0 and x.shape[-1] % groups == 0:
+        parts = x.unflatten(-1, (groups, x.shape[-1] // groups))
+        return OPS.rms_norm(parts, None, None, formulas.GROUP_EPS)[0].flatten(-2)
+    return OPS.group_scaling(x, groups)
 
 
 class RunningNorm(Unscriptable, nn.Module):
@@ -61,6 +67,8 @@ class RunningNorm(Unscriptable, nn.Module):
     """Its buffers in the operator's order."""
     shown: tuple[str, ...] = ("alpha",)
     takes_pad_mask = True
+    first_scale: float = 1.0
+    """Multiplies the first value of γ, as a residual scheme declares it."""
     refused: Tensor
     """(1,) int64. Not a buffer, so checkpoints ignore it. An exported program may write to buffers only, so it does not
     count."""
@@ -89,6 +97,7 @@ class RunningNorm(Unscriptable, nn.Module):
     ) -> None:
         super().__init__()
         self.sync, self.process_group = sync, process_group
+        num_features = check_size("num_features", num_features)
         check_eps(eps, is_positive=True)
         if groups < 0 or (groups and num_features % groups):
             raise InputError(f"groups must divide num_features {num_features}, or be 0 for no scaling; got {groups}")
@@ -128,7 +137,7 @@ class RunningNorm(Unscriptable, nn.Module):
         """γ = 1, β = 0, and statistics as at the start."""
         self.reset_running_stats()
         if self.weight is not None:
-            nn.init.ones_(self.weight)
+            nn.init.constant_(self.weight, self.first_scale)
         if self.bias is not None:
             nn.init.zeros_(self.bias)
 
@@ -156,7 +165,9 @@ class RunningNorm(Unscriptable, nn.Module):
         if self.training and not is_compiling and is_second_run():
             earlier = self._unkept.find(x, padding_mask)
         mask, used = (mask_for(x), None) if earlier is None else earlier
-        mask = mask if padding_mask is None else padding_mask
+        if padding_mask is not None:
+            check_mask(padding_mask)
+            mask = padding_mask
         options: dict[str, Any] = {"train": self.training, "eps": self.eps, **self.settings()}
         if self.sync and self.training:
             options["group"] = group_name(self.process_group)
@@ -195,7 +206,8 @@ class RunningNorm(Unscriptable, nn.Module):
     def __deepcopy__(self, memo: dict[int, Any]) -> "RunningNorm":
         new = type(self).__new__(type(self))
         memo[id(self)] = new
-        new.__setstate__(copy.deepcopy(self.__getstate__(), memo))
+        # By class: parametrize gives an instance's class a __getstate__ that refuses.
+        new.__setstate__(copy.deepcopy(RunningNorm.__getstate__(self), memo))
         new.process_group = self.process_group
         return new
 
@@ -213,9 +225,18 @@ class RunningNorm(Unscriptable, nn.Module):
 class _OneAlpha(RunningNorm):
     """A norm whose running statistics all move by one α."""
 
-    def __init__(self, num_features: int, eps: float = 1e-5, alpha: float = 0.9, **settings: Any) -> None:
+    def __init__(
+        self,
+        num_features: int,
+        eps: float = 1e-5,
+        alpha: float = 0.9,
+        *,
+        device: Any = None,  # named for torch.nn.utils.skip_init, which looks for it
+        dtype: torch.dtype | None = None,
+        **settings: Any,
+    ) -> None:
         self.alpha = check_alpha("alpha", alpha)
-        super().__init__(num_features, eps, **settings)
+        super().__init__(num_features, eps, device=device, dtype=dtype, **settings)
 
     def settings(self) -> dict[str, Any]:
         return {"alpha": self.alpha}
@@ -316,6 +337,9 @@ class PowerNorm(RunningNorm, norm="powernorm"):
         warmup_iters: int = 4000,
         mode: str = "paper",
         groups: int | None = None,
+        *,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
         **settings: Any,
     ) -> None:
         if mode not in MODES:
@@ -327,7 +351,7 @@ class PowerNorm(RunningNorm, norm="powernorm"):
             raise InputError(f"groups must be at least 1 in mode release, which always scales groups; got {groups}")
         self.alpha_fwd, self.alpha_bwd = check_alpha("alpha_fwd", alpha_fwd), check_alpha("alpha_bwd", alpha_bwd)
         self.warmup_iters, self.mode = warmup_iters, mode
-        super().__init__(num_features, eps, groups=groups, **settings)
+        super().__init__(num_features, eps, groups=groups, device=device, dtype=dtype, **settings)
 
     def settings(self) -> dict[str, Any]:
         return {"alpha": self.alpha_fwd, "alpha_bwd": self.alpha_bwd, "warmup": self.warmup_iters, "variant": self.mode}
@@ -344,6 +368,17 @@ def check_alpha(name: str, alpha: float) -> float:
     if not 0 <= alpha < 1:
         raise InputError(f"{name} must lie in [0, 1), got {alpha}")
     return alpha
+
+
+def check_size(name: str, size: Any) -> int:
+    """A width; TypeError unless it is a whole number, InputError below 0."""
+    try:
+        found = index(size)
+    except TypeError:
+        raise TypeError(f"{name} must be a whole number, or several for a row norm; got {size!r}") from None
+    if found < 0:
+        raise InputError(f"{name} must be at least 0, got {found}")
+    return found
 
 
 def check_eps(eps: float | None, is_positive: bool = False) -> None:

@@ -1,12 +1,16 @@
-"""How DTensor shards the row norms' operators.
+"""How DTensor shards the row norms' operators, and how first values get into sharded parameters.
 
 Rows may be sharded; each rank's gradient of a parameter is then a part of the sum. The width may not.
 """
 
+import functools
 import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch import Tensor, nn
 
 from ..errors import InputError
 from .table import DECLARED
@@ -27,6 +31,44 @@ def register() -> None:
     for name in map(str, OPERATORS):
         register_sharding(getattr(torch.ops.normformer_rs, name).default)(_forward)
         register_sharding(getattr(torch.ops.normformer_rs, name + "_backward").default)(_backward)
+
+
+@torch.no_grad()
+def write_whole(p: Tensor, write: Callable[[Tensor], object]) -> None:
+    """Sets a parameter in place by `write`, which fills a plain tensor of its whole shape.
+
+    Of a DTensor every rank makes the whole tensor and keeps its own part of the first rank's. A slice of a DTensor is a
+    copy, so that writes into rows would be lost; and ranks of one seed would draw the same numbers for every shard.
+    """
+    if _TENSORS not in sys.modules or not hasattr(p, "device_mesh"):
+        write(p)
+        return
+    from torch.distributed.tensor import distribute_tensor
+
+    target: Any = p
+    whole = torch.empty(p.shape, dtype=p.dtype, device=p.device)
+    write(whole)
+    p.copy_(distribute_tensor(whole, target.device_mesh, target.placements))
+
+
+@contextmanager
+def whole(module: nn.Module) -> Iterator[None]:
+    """Inside, the module's own sharded parameters are plain tensors, for a `reset_parameters` of torch.nn. After it
+    they have its values, as `write_whole` gives them."""
+    has_any = _TENSORS in sys.modules
+    sharded: dict[str, Any] = {n: p for n, p in module._parameters.items() if has_any and hasattr(p, "device_mesh")}
+    plain = {n: nn.Parameter(torch.empty(p.shape, dtype=p.dtype, device=p.device)) for n, p in sharded.items()}
+    module._parameters.update(plain)
+    try:
+        yield
+    finally:
+        module._parameters.update(sharded)
+    for name, p in sharded.items():
+        write_whole(p, functools.partial(_copy, plain[name]))
+
+
+def _copy(values: Tensor, target: Tensor) -> None:
+    target.copy_(values)
 
 
 def _forward(x: Any, weight: Any, bias: Any, *own: Any) -> list[tuple[list[Any], list[Any]]]:

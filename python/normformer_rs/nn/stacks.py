@@ -11,8 +11,10 @@ from torch import Tensor, nn
 from ..config import TransformerConfig
 from ..errors import InputError
 from .declaration import Change, Combine, made_of
+from .foreign import draw_xavier
 from .interpreter import apply_changes, apply_norm, start
-from .layers import Activation, Layer, TransformerDecoderLayer, TransformerEncoderLayer
+from .layer import Activation, Layer
+from .layers import TransformerDecoderLayer, TransformerEncoderLayer
 from .making import make, reset, reset_module
 from .mixing import Mixing
 from .parts import NormAt
@@ -30,6 +32,8 @@ class Sums(nn.Module):
 
     `norms["l"]`, where there are norms, stands on y_l, or on row l's sum.
     """
+
+    has_own_values = True
 
     def __init__(self, declared: Combine, place: Place, factory: Mapping[str, Any], bias: bool) -> None:
         super().__init__()
@@ -73,6 +77,9 @@ class Stack(Growing):
     """How the output is read of what the layers have written; None: it is x."""
     layers: Any
     end: tuple[Change, ...]
+    places_layers = True
+    """`settle` gives the layers their places."""
+    has_own_values = True
 
     def __init__(self, layer: nn.Module, num_layers: int, norm: nn.Module | None) -> None:
         super().__init__()
@@ -336,6 +343,9 @@ class Transformer(nn.Module):
         self.d_model, self.nhead, self.batch_first, self.init = d_model, nhead, batch_first, init
         self.keeps_torchs_values = keeps_torchs or init == "torch"
         if self.keeps_torchs_values:
+            for module in self.modules():
+                if isinstance(module, Layer) and module.keeps_torchs_values:
+                    module.is_xavier, module.keeps_torchs_values = True, True
             self._reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -346,11 +356,7 @@ class Transformer(nn.Module):
             self._reset_parameters()
 
     def _reset_parameters(self) -> None:
-        schemes = (module for module in self.modules() if isinstance(module, Sums | Layer | Stack))
-        learned = {p for module in schemes for p in module.parameters(recurse=False)}
-        for p in self.parameters():
-            if p.dim() > 1 and p not in learned:
-                nn.init.xavier_uniform_(p)
+        draw_xavier(self)
 
     @leaf
     def forward(

@@ -5,7 +5,7 @@ import functools
 from collections.abc import Callable
 from typing import Any, TypeVar, cast
 
-from torch import nn
+from torch import Tensor, nn
 from torch.fx import Proxy
 
 from ..errors import InputError
@@ -14,7 +14,8 @@ Forward = TypeVar("Forward", bound=Callable[..., Any])
 
 
 def leaf(forward: Forward) -> Forward:
-    """A module's forward that `torch.fx.symbolic_trace` records as one call instead of tracing through it.
+    """A module's forward that `torch.fx.symbolic_trace` records as one call instead of tracing through it, and that
+    refuses arrays by name.
 
     Tracers look for leaves in torch.nn alone, so the module itself answers when it is given a Proxy.
     """
@@ -22,9 +23,15 @@ def leaf(forward: Forward) -> Forward:
     @functools.wraps(forward)
     def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         x = args[0] if args else next(iter(kwargs.values()), None)
-        if isinstance(x, Proxy):
-            tracer: Any = x.tracer
-            return tracer.create_proxy("call_module", tracer.path_of_module(self), args, kwargs)
+        if not isinstance(x, Tensor):
+            if isinstance(x, Proxy):
+                tracer: Any = x.tracer
+                return tracer.create_proxy("call_module", tracer.path_of_module(self), args, kwargs)
+            if args and not hasattr(x, "__torch_function__"):
+                name = f"{type(x).__module__}.{type(x).__name__}".removeprefix("builtins.")
+                raise TypeError(
+                    f"{type(self).__name__} takes a torch.Tensor, got {name}: torch.as_tensor(x) makes one of arrays"
+                )
         return forward(self, *args, **kwargs)
 
     return cast(Forward, call)

@@ -16,6 +16,9 @@ from .updates import Growing, were_profiled
 
 _NORMS = (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, nn.modules.batchnorm._NormBase, RowNorm, RunningNorm, Sums)
 
+_RECURRENT = (nn.RNNBase, nn.RNNCellBase)
+_MATRICES = (nn.Linear, nn.Bilinear, nn.modules.conv._ConvNd, nn.Embedding, nn.EmbeddingBag, nn.MultiheadAttention)
+
 
 def set_num_updates(model: nn.Module, n: int) -> int:
     """t ← n in every stack of `model` whose scheme grows (branchnorm): n is the number of the update to come, from 1.
@@ -36,19 +39,33 @@ def set_num_updates(model: nn.Module, n: int) -> int:
 def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
     """Two groups for an optimizer: matrices, with `weight_decay`, and norms, gains and biases, without.
 
-    A parameter of at most one dimension, in a norm, or of dlcl's sums counts as the latter; those that need no gradient
-    are left out. `normformer_rs.param_groups` does this too, and scales rates by a parametrisation.
+    A parameter of at most one dimension, in a norm, or of dlcl's sums counts as the latter, and so does one of a single
+    row or column, unless a linear layer's or a table's. Those that need no gradient are left out.
+    `normformer_rs.param_groups` does this too, and scales rates by a parametrisation.
 
     >>> from torch import nn
     >>> groups = parameter_groups(nn.Linear(2, 3), 0.1)
     >>> [(group["weight_decay"], len(group["params"])) for group in groups]
     [(0.1, 1), (0.0, 1)]
     """
-    undecayed = {id(p) for p in learned_gains(model).values()}
+    vectors = {id(p) for p in learned_gains(model).values()} | vector_ids(model)
     wanted = [p for p in model.parameters() if p.requires_grad]
-    matrices = [p for p in wanted if p.dim() > 1 and id(p) not in undecayed]
-    others = [p for p in wanted if p.dim() <= 1 or id(p) in undecayed]
+    matrices, others = ([p for p in wanted if (id(p) in vectors) == is_vector] for is_vector in (False, True))
     return [{"params": matrices, "weight_decay": weight_decay}, {"params": others, "weight_decay": 0.0}]
+
+
+def vector_ids(model: nn.Module) -> set[int]:
+    """The ids of parameters that are vectors: of at most one dimension above 1, as gains and class tokens are.
+
+    The matrix of a layer of torch.nn stays one if it has a single output, (1, d).
+    """
+    found: set[int] = set()
+    for module in model.modules():
+        is_layers = isinstance(module, (*_MATRICES, *_RECURRENT))
+        for p in module.parameters(recurse=False):
+            if p.dim() <= 1 or (not is_layers and sum(n > 1 for n in p.shape) <= 1):
+                found.add(id(p))
+    return found
 
 
 def learned_gains(model: nn.Module) -> dict[str, nn.Parameter]:

@@ -12,7 +12,16 @@ LIMIT = 32
 
 def is_unkept() -> bool:
     """The current forward will run again: it builds no graph, or hooks take the tensors that it saves."""
-    return not torch.is_grad_enabled() or torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+    return not torch.is_grad_enabled() or saves_by_hooks()
+
+
+def saves_by_hooks() -> bool:
+    """Hooks take the tensors that the current forward saves, as activation checkpointing's do.
+
+    They may raise: checkpointing ends a forward's second run so. An operator that is a composition calls torch's
+    operators from Rust, where what a hook raises is lost, so that modules compose it in Python then.
+    """
+    return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
 
 
 def is_second_run() -> bool:

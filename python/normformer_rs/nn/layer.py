@@ -1,0 +1,339 @@
+"""The base of a Transformer's layers: construction, first values, and the run through the sublayers."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ..config import unknown
+from ..errors import InputError
+from .attention import MultiheadAttention, is_masked
+from .declaration import made_of
+from .dropout import Draw, is_plain, is_run_again, rate
+from .foreign import Placeable, listen, refusal
+from .init import FirstValues, Role, draw_linear
+from .interpreter import Streams, apply_changes, begin, close, open_streams, start
+from .making import install, reset, reset_module
+from .parts import Learned, NormAt
+from .place import Place, configure
+from .profiling import follow
+from .tracing import Unscriptable
+from .updates import Growing
+
+OPS = torch.ops.normformer_rs
+Activation = str | Callable[[Tensor], Tensor]
+_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"relu": F.relu, "gelu": F.gelu}
+KINDS = ("self-attention", "cross-attention", "feed-forward")
+
+
+class Layer(Unscriptable, Growing, Placeable):
+    """The base of encoder and decoder layers: construction, and a residual scheme's run through the sublayers."""
+
+    kinds: tuple[str, ...]
+    attentions: tuple[str, ...]
+    attention_class: type[MultiheadAttention] = MultiheadAttention
+    place: Place
+    self_attn: Any
+    multihead_attn: Any
+    activation: Any
+    is_torchs: bool
+    """Neither a scheme nor an initialisation was named: torch.nn's arrangement and first values."""
+    is_xavier = False
+    """Of torch.nn's first values, those of torch.nn.Transformer."""
+    _refusal: str | None = None
+    _versions: tuple[int, ...] | None = None
+    """Of the matrices as they were drawn; None: they have been written since."""
+
+    def __init__(
+        self,
+        d_model: int,
+        nhead: int,
+        dim_feedforward: int = 2048,
+        dropout: float = 0.1,
+        activation: Activation = F.relu,
+        layer_norm_eps: float = 1e-5,
+        batch_first: bool = False,
+        norm_first: bool = False,
+        bias: bool = True,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+        *,
+        norm: str = "layernorm",
+        residual: str | None = None,
+        init: str | None = None,
+        layer: int = 0,
+        encoder_layers: int | None = None,
+        decoder_layers: int | None = None,
+        **options: Any,
+    ) -> None:
+        super().__init__()
+        scheme = residual or ("prenorm" if norm_first else "postnorm")
+        depths = self._depths(encoder_layers, decoder_layers)
+        given = {"norm": norm, "residual": scheme, "norm_eps": own_eps(layer_norm_eps), "dropout": dropout, **depths}
+        if init not in (None, "torch"):
+            given["init"] = init
+        if len(self.kinds) == 2 and "encoder_layers" not in depths:  # alone, the encoder has one norm
+            given["norm"] = options.pop("encoder_norm", None) or norm
+            if options.pop("decoder_norm", None) is not None:
+                raise InputError(
+                    "decoder_norm is given, but the encoder stands alone: leave it out, or say decoder_layers"
+                )
+        config = configure(options, d_model=d_model, d_ff=dim_feedforward, heads=nhead, **given)
+        self.place = Place(
+            config, "encoder" if "encoder_layers" in depths and len(self.kinds) == 2 else "decoder", layer
+        )
+        layer_number(layer, self.place.depth)
+        self.is_torchs, self.norm_first = residual is None and init is None, norm_first
+        declared, factory = self.place.declared, {"device": device, "dtype": dtype}
+
+        def rate_of(name: str) -> float:
+            value = getattr(config, name)
+            return dropout if value is None else value
+
+        attention = {"dropout": rate_of("attention_dropout"), "batch_first": batch_first, **factory}
+        has_biases = bias and declared.has_biases
+        for name in self.attentions:
+            setattr(self, name, self.attention_class(d_model, nhead, bias=has_biases, **attention))
+        self.linear1 = nn.Linear(d_model, dim_feedforward, bias=has_biases, **factory)
+        self.dropout = nn.Dropout(rate_of("activation_dropout"))
+        self.linear2 = nn.Linear(dim_feedforward, d_model, bias=has_biases, **factory)
+        self._install(factory, bias)
+        for i in range(len(self.kinds)):
+            setattr(self, f"dropout{i + 1}", nn.Dropout(dropout))
+        self.activation = _activation(activation)
+        self.grow(declared.growth, device)
+        self.keeps_torchs_values = init == "torch" or self.is_torchs
+        if not self.keeps_torchs_values:
+            self.draw()
+        own = encoder_layers if len(self.kinds) == 2 else decoder_layers
+        self.placed = None if own is None else "arguments"
+        self.review()
+        listen()
+
+    @property
+    def keeps_torchs_values(self) -> bool:
+        """Linear layers start as torch.nn's do; else as `init` says."""
+        return self._keeps_torchs_values
+
+    @keeps_torchs_values.setter
+    def keeps_torchs_values(self, keeps: bool) -> None:
+        self._keeps_torchs_values = keeps
+        self._tell_linears()
+
+    def _tell_linears(self) -> None:
+        """Tells the linear layers their first values, for those who reset them one by one."""
+        for linear, roles, sublayer in self._linears():
+            drawn = ("xavier" if self.is_xavier else "torch") if self.keeps_torchs_values else roles
+            vars(linear)["reset_parameters"] = FirstValues(linear, self, drawn, self.place, sublayer)
+
+    def _linears(self) -> Iterator[tuple[Any, tuple[Role, ...], int]]:
+        """The linear layers with their roles and the numbers of their sublayers; attention's stacked one is none."""
+        for i, name in enumerate(self.attentions):
+            yield getattr(self, name).out_proj, ("output",), i
+        last = len(self.attentions)
+        yield self.linear1, ("fc1",), last
+        yield self.linear2, ("fc2",), last
+
+    def _depths(self, encoder_layers: int | None, decoder_layers: int | None) -> dict[str, Any]:
+        raise NotImplementedError
+
+    def _install(self, factory: Mapping[str, Any], bias: bool) -> None:
+        self.has_norm_biases = bias
+        self._enter_attentions()
+        for owner, items in self._declared():
+            install(owner, items, self.place, factory=factory, bias=bias)
+
+    def _enter_attentions(self) -> None:
+        """Hands the attentions the changes inside them, and what their scores are multiplied by."""
+        for name, sublayer in zip(self.attentions, self.place.sublayers):
+            inside = {point: tuple(c.below(name) for c in changes) for point, changes in sublayer.inside.items()}
+            attention: MultiheadAttention = getattr(self, name)
+            attention.set_inside(inside)
+            attention.scale = self.place.declared.attention
+
+    def _declared(self) -> Iterator[tuple[nn.Module, list[NormAt | Learned]]]:
+        """The scheme's norms and parameters in the layer, with the module that holds them."""
+        yield self, [what for sublayer in self.place.sublayers for what in sublayer.around()]
+        for name in self.attentions:
+            attention: MultiheadAttention = getattr(self, name)
+            yield attention, [what for changes in attention.inside.values() for what in made_of(changes)]
+        yield self, [*self.place.sublayers[-1].within()]
+
+    def move(self, place: Place) -> None:
+        """Moves the layer to another place of the same kind, with that place's scheme, constants and norms. Parts that
+        both places share stay."""
+        device = self.linear1.weight.device
+        factory = {"device": device, "dtype": self.linear1.weight.dtype}
+        old = [{*items} for _, items in self._declared()]
+        self.place = place
+        self._enter_attentions()
+        for had, (owner, wanted) in zip(old, self._declared()):
+            for name in {what.name for what in had} - {what.name for what in wanted}:
+                delattr(owner, name)
+            missing = [what for what in wanted if what not in had]
+            install(owner, missing, place, factory=factory, bias=self.has_norm_biases)
+        self.grow(None, device)
+        self._tell_linears()
+        self.placed, self.lacks_end, self._refusal = "stack", False, None
+
+    def review(self) -> None:
+        """Decides whether the layer may run where it stands."""
+        self._refusal = None if self.placed == "stack" else self._find_refusal(not self.keeps_torchs_values)
+
+    def _find_refusal(self, draws: bool) -> str | None:
+        return refusal(self.place, self.placed, self.lacks_end, draws)
+
+    def _refuse(self) -> None:
+        """InputError where the layer may not run. Values that are no longer the drawn ones ask for no depth."""
+        if not self.is_fresh():
+            self._refusal = self._find_refusal(False)
+        if self._refusal is not None:
+            raise InputError(self._refusal)
+
+    def is_fresh(self) -> bool:
+        """Its matrices are as they were drawn."""
+        return self._versions is not None and self._versions == self._written()
+
+    def _written(self) -> tuple[int, ...]:
+        stacked = (getattr(self, name).in_proj_weight for name in self.attentions)
+        weights = (*stacked, *(linear.weight for linear, _, _ in self._linears()))
+        return tuple(-1 if w is None or w.is_inference() else w._version for w in weights)
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        is_fresh = self.is_fresh()
+        super()._apply(fn, recurse)
+        self._versions = self._written() if is_fresh else None
+        return self
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_versions": () if self.is_fresh() else None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._tell_linears()
+        if self._versions is not None:  # copies count from 0
+            self._versions = self._written()
+
+    def adopt(self, place: Place, in_stack: bool) -> None:
+        """Completes a converted torch.nn layer: its children stay, with the norms that the scheme keeps."""
+        self.place, self.is_torchs, self.keeps_torchs_values = place, False, True
+        self.placed, self.lacks_end, self._refusal = "stack", False, None
+        norms = {name: self._modules.pop(name) for name in [*self._modules] if name.startswith("norm")}
+        for name in self.attentions:
+            if type(attention := getattr(self, name)) is nn.MultiheadAttention:
+                attention.__class__ = MultiheadAttention
+        weight = self.linear1.weight
+        self._install({"device": weight.device, "dtype": weight.dtype}, bias=self.linear1.bias is not None)
+        for name, norm in norms.items():
+            if name in self._modules:
+                setattr(self, name, norm)
+        self.grow(None if in_stack else place.declared.growth, weight.device)
+        self.train(self.training)
+
+    def reset_parameters(self) -> None:
+        """Resets linear layers (as `init` says, or as torch.nn does), norms, gains and t."""
+        if self.keeps_torchs_values:
+            for module in (*(getattr(self, name) for name in self.attentions), self.linear1, self.linear2):
+                reset_module(module)
+        else:
+            self.draw()
+        for owner, items in self._declared():
+            reset(owner, items)
+        self.reset_growth()
+
+    def draw(self) -> None:
+        """Draws the linear layers as `init` says, whatever their values were."""
+        for linear, roles, i in self._linears():
+            if i < len(self.attentions):
+                attention: MultiheadAttention = getattr(self, self.attentions[i])
+                stacked: tuple[Role, ...] = ("query", "key", "value")
+                draw_linear(attention.in_proj_weight, attention.in_proj_bias, stacked, self.place, i)
+            draw_linear(linear.weight, linear.bias, roles, self.place, i)
+        self._versions = self._written()
+
+    def _run(
+        self,
+        x: Tensor,
+        attend: Sequence[Callable[[Tensor], Tensor]],
+        padding_mask: Tensor | None,
+        alpha_t: Tensor | None = None,
+        others: tuple[Tensor, ...] | None = None,
+    ) -> Any:
+        """x through the sublayers: the attentions, given as functions, and the feed-forward. With `others`, the streams
+        beside x, returns (x, others); without, the streams begin and end here, those that are mixed as their mean."""
+        if self._refusal is not None and others is None:
+            self._refuse()
+        alpha_t = self.alpha(self.place.layer) if alpha_t is None else alpha_t
+        draw, declared, sublayers = Draw(x.device), self.place.declared, self.place.sublayers
+        streams = start(declared, x) if others is None else Streams(x, others)
+        for i, sublayer in enumerate(sublayers):
+            if self.placed != "stack":
+                follow(self.place.layer, i)
+            streams = open_streams(self, sublayer, streams)
+            given = begin(self, sublayer, streams, padding_mask)
+            is_last = i + 1 == len(sublayers)
+            f = self._feed_forward(given, draw, padding_mask) if is_last else attend[i](given)
+            following = None if is_last else sublayers[i + 1].before
+            step: dict[str, Any] = {
+                "following": following,
+                "alpha_t": alpha_t,
+                "padding_mask": padding_mask,
+                "bottom": x,
+            }
+            streams = close(self, sublayer, streams, f, getattr(self, f"dropout{i + 1}"), draw, **step)
+        if others is not None:
+            return streams[:2]
+        return streams.x if declared.mixing is None else declared.mixing.seen((streams.x, *streams.others))
+
+    def _feed_forward(self, x: Tensor, draw: Draw, padding_mask: Tensor | None) -> Tensor:
+        """W₂·drop(φ(W₁x + b₁)) + b₂."""
+        inside = self.place.sublayers[-1].inside
+
+        def change(point: str, x: Tensor) -> Tensor:
+            return apply_changes(self, inside.get(point, ()), x, padding_mask)
+
+        h = change("before_activation", self.linear1(change("input", x)))  # (…, d_ff)
+        p = rate(self.dropout)
+        is_relu = self.activation is F.relu or (
+            isinstance(self.activation, nn.Module) and is_plain(self.activation, nn.ReLU)
+        )
+        if is_relu and p is not None:
+            h, where = draw.drop(h, p)  # a mask is not negative: it may come before the ReLU
+            h = OPS.relu_dropout(h, *where)
+        else:
+            h = self.activation(h)
+            h = draw.drop(h, p)[0] if p and is_run_again() else self.dropout(h)
+        return self.linear2(change("amid", h))
+
+    def _padding(self, x: Tensor, mask: Tensor | None) -> Tensor | None:
+        """A key padding mask, (B, T) or (T), in x's leading shape, True at padding."""
+        if mask is None:
+            return None
+        mask = is_masked(mask)
+        return mask if mask.dim() == 1 or self.self_attn.batch_first else mask.transpose(0, 1)
+
+    def extra_repr(self) -> str:
+        return f"residual={self.place.config.residual!r}, norm={self.place.declared.norm!r}"
+
+
+def own_eps(layer_norm_eps: float | None) -> float | None:
+    """torch.nn's argument as `norm_eps`. 1e-5 becomes None: it is every norm's default, and norms without an ε refuse
+    others."""
+    return None if layer_norm_eps == 1e-5 else layer_norm_eps
+
+
+def _activation(activation: Activation) -> Callable[[Tensor], Tensor]:
+    if callable(activation):
+        return activation
+    if activation not in _ACTIVATIONS:
+        raise InputError(unknown("activation", activation, _ACTIVATIONS) + "; a callable will do, too")
+    return _ACTIVATIONS[activation]
+
+
+def layer_number(layer: int, layers: int) -> int:
+    """The layer's number; InputError where there is none such."""
+    if not 0 <= layer < layers:
+        raise InputError(f"layer must lie in 0 … {layers - 1} (there are {layers} layers); got {layer}")
+    return layer
