@@ -237,7 +237,7 @@ def test_options_that_cannot_be_meant(run, options, words):
 
 
 def test_arguments_that_cannot_be_meant(run, tmp_path):
-    for prompts_, words in (("hund", "got one text: put it into a list"), ([b"x"], "item 0 is b'x'")):
+    for prompts_, words in (("hund", "got one text: split it into lines first"), ([b"x"], "line 1 is b'x'")):
         with pytest.raises(nfrs.InputError, match=words):
             nfrs.generate(run, prompts_)
     with pytest.raises(nfrs.InputError, match="max_tokens must be at least 1"):

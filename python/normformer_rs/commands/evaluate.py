@@ -38,6 +38,9 @@ def parser() -> Command:
 def _run(args: argparse.Namespace) -> None:
     if args.hypothesis is None and args.model is None:
         raise InputError("evaluate needs --hypothesis FILE (for BLEU), --model DIR (for perplexity), or both")
+    is_windowed = args.window is not None or args.stride is not None
+    if args.model is not None and is_windowed and args.source is not None:
+        raise InputError("--window and --stride are for the text of a language model, which has no --source")
     text.check_writable(text.STANDARD)
     if args.model is not None:
         check_model(args.model, args.checkpoint)
@@ -48,7 +51,7 @@ def _run(args: argparse.Namespace) -> None:
         _score(args)
     if args.model is not None:
         options = {"checkpoint": args.checkpoint, "precision": args.precision, "device": args.device}
-        if args.window is not None or args.stride is not None:
+        if is_windowed:
             _run_windows(args, options)
             return
         from ..translation import evaluate_loss
@@ -78,8 +81,6 @@ def _score(args: argparse.Namespace) -> None:
 
 
 def _run_windows(args: argparse.Namespace, options: dict[str, Any]) -> None:
-    if args.source is not None:
-        raise InputError("--window and --stride are for the text of a language model, which has no --source")
     from ..generation import evaluate_windows
 
     found = evaluate_windows(args.model, args.reference, window=args.window, stride=args.stride, **options)

@@ -31,7 +31,7 @@ class MultiheadAttention(Unscriptable, nn.MultiheadAttention):
 
     Shapes: query (B, T, d), key and value (B, S, d) with `batch_first`, else (T, B, d) and (S, B, d), or without B;
     `attn_mask` (T, S) or (B·heads, T, S) and `key_padding_mask` (B, S), True or −∞ where not to look; norms with
-    statistics leave out the keys at which it is True, or −10,000 and less. `is_causal`
+    statistics leave out the keys at which it is True, or −9,000 and less. `is_causal`
     without `attn_mask` is a causal mask (torch.nn wants both).
 
     Errors: InputError for masks of another shape. Source: Vaswani et al. 2017, §3.2.
@@ -167,8 +167,9 @@ def is_of_joined_heads(change: Change, head_dim: int) -> bool:
     return change.kind == "norm" and change.what.width != head_dim
 
 
-HIDDEN = -1e4
-"""A float mask hides what it adds this much or less to: e⁻¹⁰⁰⁰⁰ is 0 in every dtype."""
+HIDDEN = -9e3
+"""A float mask hides what it adds this much or less to: e⁻⁹⁰⁰⁰ is 0 in every dtype. Masks of −10,000 are common, and
+bfloat16 rounds them to −9,984."""
 
 
 def additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
@@ -180,7 +181,7 @@ def additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def is_masked(mask: Tensor) -> Tensor:
-    """True at padding: of a float mask, at −10,000 and less, −∞ included."""
+    """True at padding: of a float mask, at −9,000 and less, −∞ included."""
     if isinstance(mask, Tensor) and mask.dtype == torch.bool:
         return mask
     _check_kind(mask)

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..nn.attention import HIDDEN
 from ..nn.masks import Given, give, given
 from ..nn.running import PowerNorm, RunningNorm
 from .undo import Edits
@@ -25,8 +26,6 @@ _STACKS = {"attention_mask": "input_ids", "decoder_attention_mask": "decoder_inp
 _READ = (*_NAMES, *_STACKS.values(), "labels", "encoder_hidden_states")
 _IGNORED = -100
 """The label that Hugging Face's losses leave out."""
-_HIDES = -9e3
-"""A float mask hides what it adds this much or less to: e⁻⁹⁰⁰⁰ is 0 in every dtype, and bfloat16 rounds −10,000 up."""
 _CAUSAL = ("is_causal", "tgt_is_causal")
 _OTHERWISE = "call the model inside `with normformer_rs.nn.padding_mask(…)`"
 _LOOKS = 8
@@ -150,7 +149,7 @@ class _Reader:
     def _padding(self, name: str, mask: Tensor) -> Tensor:
         """bool, True at padding, laid out as the module's input."""
         if name.endswith("key_padding_mask"):
-            padding = mask <= _HIDES if mask.is_floating_point() else mask != 0
+            padding = mask <= HIDDEN if mask.is_floating_point() else mask != 0
         else:
             padding = is_hidden(mask)
         if padding.dim() > 2:  # (B, …, Q, K): no query attends to padding
@@ -200,7 +199,7 @@ def is_hidden(mask: Tensor) -> Tensor:
     if not mask.is_floating_point():
         return mask == 0
     is_added = ((mask != 0) & (mask != 1)).any() | (mask != 1).all()
-    return torch.where(is_added, mask <= _HIDES, mask == 0)
+    return torch.where(is_added, mask <= HIDDEN, mask == 0)
 
 
 def _pad_token(module: nn.Module) -> tuple[int, bool]:
