@@ -6,7 +6,7 @@
 //! | name | proof |
 //! |---|---|
 //! | `config.json`, `vocabulary.txt`, `bpe.codes`, `target_types.txt`, `checksums.txt` | a whole `checksums.txt` lists it |
-//! | `log.jsonl` | its first line is an event, or it is empty |
+//! | `log.jsonl` | one of its first lines is an event, or it is empty |
 //! | `curves.png` | its PNG text names this package |
 //! | `.lock` | it tells of an owner, or is empty |
 //! | `checkpoints/update-…`, `average` | a folder with this package's `state.json` |
@@ -56,9 +56,11 @@ pub fn is_runs(path: &Path) -> bool {
         CHECKSUMS => !checksums::listed(folder).is_empty(),
         _ if LISTED.contains(&name) => is_file(path) && checksums::listed(folder).iter().any(|listed| listed == name),
         LOG => starts(path, |head| {
-            let line = head.split(|byte| *byte == b'\n').next().unwrap_or(head);
-            let event = serde_json::from_slice::<Value>(line).ok();
-            head.is_empty() || event.is_some_and(|line| line["event"].is_string())
+            let is_event =
+                |line: &[u8]| serde_json::from_slice::<Value>(line).is_ok_and(|line| line["event"].is_string());
+            // A full disk may have cut the first line, which is all there is then.
+            let is_cut = || !head.contains(&b'\n') && head.starts_with(b"{") && !checksums::listed(folder).is_empty();
+            head.is_empty() || head.split(|byte| *byte == b'\n').any(is_event) || is_cut()
         }),
         CURVES => {
             starts(path, |head| head.starts_with(b"\x89PNG") && head.windows(13).any(|text| text == b"normformer_rs"))
@@ -179,6 +181,12 @@ mod tests {
         }
         fs::remove_dir_all(checkpoints.join("best")).unwrap();
         symlink("update-00000001", checkpoints.join("best")).unwrap();
+        for (log, is_ours) in
+            [("{\"ev\n{\"event\": \"started\"}\n", true), ("{\"device\":", true), ("text", false), ("", true)]
+        {
+            fs::write(at(LOG), log).unwrap();
+            assert_eq!(is_runs(&at(LOG)), is_ours, "{log}");
+        }
         let expected = [CONFIG, VOCABULARY, CHECKSUMS, LOG, CURVES, "average", "best", "update-00000001"];
         assert_eq!(proven(), expected);
         assert!(is_runs(&at(LOCK)));

@@ -106,7 +106,12 @@ class Run:
         return self.wait(self.start(fault))
 
     def events(self) -> list[dict[str, Any]]:
-        return [json.loads(line) for line in (self.folder / "log.jsonl").read_text().splitlines()]
+        """Without lines that a write has left half; what they told is told again."""
+        found = []
+        for line in (self.folder / "log.jsonl").read_text().splitlines():
+            with contextlib.suppress(json.JSONDecodeError):
+                found.append(json.loads(line))
+        return found
 
     def best(self) -> str:
         return (self.folder / "checkpoints" / "best").resolve().name
