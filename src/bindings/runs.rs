@@ -1,6 +1,6 @@
 //! What has been trained: translations, losses, averages, parameters, and vocabularies.
 
-use super::{json_text, kind, named};
+use super::{json_text, kind, named, released};
 use crate::config::{self, GenerationOptions, SearchOptions, TrainingConfig, TransformerConfig};
 use crate::data::{self, Binarised, Bpe};
 use crate::error::Error;
@@ -56,7 +56,7 @@ pub(super) fn listening<T: Send>(
     work: impl FnOnce(&mut dyn FnMut() -> crate::error::Result<()>) -> crate::error::Result<T> + Send,
 ) -> PyResult<T> {
     let mut raised = None;
-    let done = py.allow_threads(|| {
+    let done = released(py, || {
         work(&mut || {
             Python::with_gil(|py| py.check_signals()).map_err(|error| {
                 raised = Some(error);
@@ -74,7 +74,7 @@ pub(super) fn listening<T: Send>(
 #[pyfunction]
 #[pyo3(signature = (model_dir, count=None, updates=None))]
 fn average(py: Python<'_>, model_dir: &str, count: Option<usize>, updates: Option<Vec<u64>>) -> PyResult<String> {
-    let path = py.allow_threads(|| run::average(Path::new(model_dir), count, updates))?;
+    let path = released(py, || run::average(Path::new(model_dir), count, updates))?;
     Ok(path.display().to_string())
 }
 
@@ -171,7 +171,7 @@ fn evaluate_windows(
 /// The ids of lines as a run's model reads them, without EOS.
 #[pyfunction]
 fn encode(py: Python<'_>, model_dir: &str, lines: Vec<String>) -> PyResult<Vec<Vec<u32>>> {
-    Ok(py.allow_threads(|| run::encode(Path::new(model_dir), &lines))?)
+    Ok(released(py, || run::encode(Path::new(model_dir), &lines))?)
 }
 
 /// A checkpoint's parameters by name; the path is a checkpoint's folder.
@@ -200,7 +200,7 @@ fn save_model(
     let training: TrainingConfig = config::from_json("training", training)?;
     let tensors = named(names, tensors);
     let (output, dictionary) = (Path::new(output), Path::new(dictionary));
-    py.allow_threads(move || {
+    released(py, move || {
         run::save_model(output, &model, &training, dictionary, target_vocabulary.as_deref(), &tensors)
     })?;
     Ok(())
@@ -216,7 +216,7 @@ fn write_arrays(
     tensors: Vec<PyTensor>,
 ) -> PyResult<()> {
     let tensors = named(names, tensors);
-    py.allow_threads(move || {
+    released(py, move || {
         let arrays = tensors.into_iter().map(|(name, t)| Ok((name, train::checkpoint::to_array(&t)?)));
         train::checkpoint::write_arrays(Path::new(output), &arrays.collect::<crate::error::Result<_>>()?, &texts)
     })?;
