@@ -1,9 +1,10 @@
 //! What the papers look at in a model (docs/spec.md §5), seen during one pass over sentences.
 
 use crate::error::{Error, Result};
+use crate::host::host;
 use ndarray::{Array1, Array2, ArrayView1, Axis, Zip};
 use std::cell::RefCell;
-use tch::{Device, Kind, Tensor};
+use tch::Tensor;
 
 /// One stack's pass, in the order in which things happen.
 #[derive(Debug, Default)]
@@ -209,13 +210,13 @@ fn rows(x: &Tensor) -> Result<Array2<f64>> {
 }
 
 fn vector(x: &Tensor) -> Result<Array1<f64>> {
-    let flat = x.f_to_device(Device::Cpu)?.f_to_kind(Kind::Double)?.f_reshape([-1i64].as_slice())?;
-    Ok(Array1::from_vec(Vec::<f64>::try_from(flat)?))
+    Ok(Array1::from_vec(host("what is looked at", x)?))
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+    use tch::{Device, Kind};
 
     #[test]
     fn each_stack_has_its_own_layers() {

@@ -3,6 +3,7 @@
 
 pub mod atomic;
 pub mod error;
+pub mod host;
 pub mod options;
 pub mod ownership;
 #[cfg(test)]

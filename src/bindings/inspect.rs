@@ -1,6 +1,6 @@
 //! Options, tables, counts, and what tests need to look at.
 
-use super::json_text;
+use super::{json_text, released};
 use crate::config::{DataConfig, GenerationOptions, SearchOptions, TrainingConfig, TransformerConfig};
 use crate::error::unknown;
 use crate::{init, model, norm, operator, parametrisation, residual};
@@ -88,7 +88,7 @@ fn cuda_compile(py: Python<'_>, program: &str, options: &str, architecture: i32)
     let all = operator::programs();
     let found = all.iter().find(|p| p.name == program);
     let found = found.ok_or_else(|| unknown("program", program, all.iter().map(|p| p.name)))?;
-    Ok(py.allow_threads(|| crate::cuda::compile_verbosely(found, options, architecture))?)
+    Ok(released(py, || crate::cuda::compile_verbosely(found, options, architecture))?)
 }
 
 pub(super) fn add(m: &Bound<'_, PyModule>) -> PyResult<()> {

@@ -8,6 +8,7 @@ mod runs;
 mod training;
 
 use crate::error::Error;
+use crate::operator::{caught, forget_raised};
 use pyo3::exceptions::{PyNotImplementedError, PyOSError, PyRuntimeError};
 use pyo3::import_exception;
 use pyo3::prelude::*;
@@ -21,6 +22,11 @@ import_exception!(normformer_rs.errors, Interrupted);
 
 impl From<Error> for PyErr {
     fn from(e: Error) -> PyErr {
+        // What Python raised in a hook or in a subclass of tensors waits where it was raised.
+        if let (Error::Torch(_), Some(raised)) = (&e, Python::with_gil(PyErr::take)) {
+            forget_raised();
+            return raised;
+        }
         let text = crate::error::printable(&e.to_string());
         match e {
             Error::Invalid(_) => InputError::new_err(text),
@@ -31,6 +37,11 @@ impl From<Error> for PyErr {
             Error::Interrupted(_) => Interrupted::new_err(text),
         }
     }
+}
+
+/// Works without the GIL. A panic becomes an error: pyo3's PanicException is no Exception, and passes what catches those.
+fn released<T: Send>(py: Python<'_>, work: impl FnOnce() -> crate::error::Result<T> + Send) -> crate::error::Result<T> {
+    py.allow_threads(|| caught(work))
 }
 
 fn json_text(value: &impl serde::Serialize) -> PyResult<String> {

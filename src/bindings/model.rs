@@ -1,12 +1,13 @@
 //! A model whose parameters Python holds.
 
-use super::{json_text, kind, named};
+use super::{json_text, kind, named, released};
 use crate::analysis::{Columns, Seen, Watch};
 use crate::config::{self, TransformerConfig};
 use crate::error::Error;
 use crate::init::{self, Role, Table};
 use crate::model::{first_values, Cargo, Context, Packed, Rates, Sentences, Transformer};
 use crate::norm;
+use crate::operator::caught;
 use crate::residual::{self, Place};
 use crate::run;
 use numpy::{IntoPyArray, PyArray1};
@@ -20,7 +21,7 @@ use tch::{Kind, Tensor};
 #[pyfunction]
 fn parameters(py: Python<'_>, model: &str, seed: u64, device: &str) -> PyResult<Vec<(String, PyTensor)>> {
     let model: TransformerConfig = config::from_json("model", model)?;
-    let made = py.allow_threads(|| {
+    let made = released(py, || {
         let built = Transformer::new(&model, seed, run::device(device)?, Kind::Float)?;
         let list = built
             .parameters
@@ -53,9 +54,9 @@ fn draw_linear(
         .ok_or_else(|| Error::invalid(format!("sublayer must be below {}, got {sublayer}", first.sublayers)))?;
     let init = init::find(config.init())?;
     let weight = weight.0;
-    let (rows, cols) = weight.size2().map_err(Error::from)?;
+    let (rows, cols) = caught(|| Ok(weight.size2()?))?;
     let fill = init.linears(&roles, cols, rows / roles.len().max(1) as i64, &place);
-    py.allow_threads(move || fill.write(&weight, &init::ProcessGenerator))?;
+    released(py, move || fill.write(&weight, &init::ProcessGenerator))?;
     Ok(())
 }
 
@@ -70,7 +71,7 @@ fn draw_table(py: Python<'_>, weight: PyTensor, name: &str, model: &str) -> PyRe
         table => first_values(Table::parse(table)?, &config, init),
     };
     let weight = weight.0;
-    py.allow_threads(move || fill.write(&weight, &init::ProcessGenerator))?;
+    released(py, move || fill.write(&weight, &init::ProcessGenerator))?;
     Ok(())
 }
 
@@ -117,7 +118,7 @@ fn norm_settings(model: &str, name: &str, last_of_decoder: bool, ends_stack: boo
 #[pyfunction]
 fn growth(steps: i64, curve: &str, t: PyTensor) -> PyResult<PyTensor> {
     let growth = residual::Growth { steps, curve: residual::GrowthCurve::parse(curve)?, by_layer: false };
-    Ok(PyTensor(growth.alpha(&t.0, 0, Kind::Double)?))
+    Ok(PyTensor(caught(|| growth.alpha(&t.0, 0, Kind::Double))?))
 }
 
 /// Logits (B, T, V) of padded token ids (padding is 1): zero rows at padding. `seed` is int64 (seed, update,
@@ -139,7 +140,7 @@ fn forward(
     let kind = kind(precision)?;
     let tensors = named(names, tensors);
     let (source, target, seed) = (source.map(|t| t.0), target_input.0, seed.map(|t| t.0));
-    let logits = py.allow_threads(move || {
+    let logits = released(py, move || {
         let (built, read, kind) = reading(Transformer::with_parameters(&model, &tensors)?, source, &target, kind)?;
         let logits = built.logits(&built.features(&read, &context(&model, seed, kind))?, kind)?;
         read.target.unpack(&logits, &target)
@@ -192,7 +193,7 @@ fn observe<'py>(
     let tensors = named(names, tensors);
     let (source, target, seed) = (source.map(|t| t.0), target_input.0, seed.map(|t| t.0));
     let is_differentiated = loss.is_some();
-    let (watch, logits) = py.allow_threads(move || {
+    let (watch, logits) = released(py, move || {
         let build = if is_differentiated { Transformer::to_train } else { Transformer::with_parameters };
         let (built, read, kind) = reading(build(&model, &tensors)?, source, &target, kind)?;
         let watch = Rc::new(Watch::default());
@@ -210,7 +211,7 @@ fn observe<'py>(
         (Some(loss), Some(logits)) => Some(loss.call1((PyTensor(logits),))?.extract::<PyTensor>()?.0),
         _ => None,
     };
-    let seen = py.allow_threads(move || watch.finish(loss.as_ref()))?;
+    let seen = released(py, move || watch.finish(loss.as_ref()))?;
     let stacks = seen.into_iter().map(|Seen { cosines, active, statistics, sizes }| {
         let statistics = statistics.into_iter().map(<[f64; 7]>::from).collect();
         (cosines.into_pyarray(py), active.into_pyarray(py), statistics, sizes.into_pyarray(py))
@@ -238,7 +239,7 @@ fn statistics(
     let inner = |t: Option<PyTensor>| t.map(|t| t.0);
     let (pad_mask, weight, mean, dy) = (inner(pad_mask), inner(weight), inner(mean), inner(dy));
     let given = Columns { x: x.0, pad_mask, weight, mean, square: square.0, eps };
-    let found = py.allow_threads(move || given.statistics(dy.as_ref()))?;
+    let found = released(py, move || given.statistics(dy.as_ref()))?;
     Ok(found.into())
 }
 
@@ -259,7 +260,7 @@ fn profile(
     let kind = kind(precision)?;
     let tensors = named(names, tensors);
     let (source, target, seed) = (source.map(|t| t.0), target_input.0, seed.0);
-    py.allow_threads(move || {
+    released(py, move || {
         let (built, read, kind) = reading(Transformer::with_parameters(&model, &tensors)?, source, &target, kind)?;
         if !built.is_profiled()? {
             return Err(Error::invalid(format!("residual {:?} has nothing to profile", model.residual.as_str())));

@@ -1,6 +1,6 @@
 //! What has been trained: translations, losses, averages, parameters, and vocabularies.
 
-use super::{json_text, kind, named};
+use super::{json_text, kind, named, released};
 use crate::config::{self, GenerationOptions, SearchOptions, TrainingConfig, TransformerConfig};
 use crate::data::{self, Binarised, Bpe};
 use crate::error::Error;
@@ -56,7 +56,7 @@ pub(super) fn listening<T: Send>(
     work: impl FnOnce(&mut dyn FnMut() -> crate::error::Result<()>) -> crate::error::Result<T> + Send,
 ) -> PyResult<T> {
     let mut raised = None;
-    let done = py.allow_threads(|| {
+    let done = released(py, || {
         work(&mut || {
             Python::with_gil(|py| py.check_signals()).map_err(|error| {
                 raised = Some(error);
@@ -187,7 +187,7 @@ fn encode(py: Python<'_>, model_dir: &str, lines: Vec<String>) -> PyResult<Vec<V
 /// A trained model: its options as JSON, and its parameters and buffers by name. Their names and shapes are the options'.
 #[pyfunction]
 fn load_model(py: Python<'_>, model_dir: &str, checkpoint: &str) -> PyResult<(String, Vec<(String, PyTensor)>)> {
-    let (config, tensors) = py.allow_threads(|| run::load_model(Path::new(model_dir), checkpoint))?;
+    let (config, tensors) = released(py, || run::load_model(Path::new(model_dir), checkpoint))?;
     Ok((json_text(&config)?, tensors.into_iter().map(|(name, t)| (name, PyTensor(t))).collect()))
 }
 
@@ -209,7 +209,7 @@ fn save_model(
     let training: TrainingConfig = config::from_json("training", training)?;
     let tensors = named(names, tensors);
     let (output, dictionary) = (Path::new(output), Path::new(dictionary));
-    py.allow_threads(move || {
+    released(py, move || {
         run::save_model(output, &model, &training, dictionary, target_vocabulary.as_deref(), &tensors)
     })?;
     Ok(())
@@ -225,7 +225,7 @@ fn write_arrays(
     tensors: Vec<PyTensor>,
 ) -> PyResult<()> {
     let tensors = named(names, tensors);
-    py.allow_threads(move || {
+    released(py, move || {
         let arrays = tensors.into_iter().map(|(name, t)| Ok((name, train::checkpoint::to_array(&t)?)));
         train::checkpoint::write_arrays(Path::new(output), &arrays.collect::<crate::error::Result<_>>()?, &texts)
     })?;

@@ -1,7 +1,7 @@
 //! Training, told to an observer, and its schedules.
 
 use super::runs::{as_raised, listening};
-use super::{graphs, json_text};
+use super::{graphs, json_text, released};
 use crate::config::{self, DataConfig, TrainingConfig, TransformerConfig};
 use crate::error::Error;
 use crate::operator::ProcessGroup;
@@ -33,7 +33,7 @@ fn train_py(
     let mode = Mode::parse(mode, from_checkpoint)?;
     let group = group.map_or(Ok(ProcessGroup::ALONE), |(name, rank, size)| ProcessGroup::new(&name, rank, size))?;
     let mut observer = PyObserver { observer, raised: None };
-    let done = py.allow_threads(|| {
+    let done = released(py, || {
         let surroundings = Surroundings { group, recorder: Some(graphs::recorder), observer: &mut observer };
         run::train(&model, &training, &data, Path::new(output), mode, surroundings)
     });

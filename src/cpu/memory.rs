@@ -5,7 +5,6 @@ use crate::cpu::Accumulator;
 use crate::error::{Error, Result};
 use std::ops::{Deref, DerefMut};
 use std::panic::resume_unwind;
-use tch::{Device, Kind, Tensor};
 
 /// `len` times `value`.
 pub fn filled<T: Clone>(value: T, len: usize) -> Vec<T> {
@@ -82,14 +81,6 @@ impl<A> DerefMut for Aligned<A> {
     fn deref_mut(&mut self) -> &mut [A] {
         &mut self.values[self.start..self.start + self.len]
     }
-}
-
-/// A tensor's numbers; tch's `Vec::try_from` ends the process where memory is short.
-pub fn numbers(t: &Tensor) -> Result<Vec<f64>> {
-    let t = t.f_to_device(Device::Cpu)?.f_to_kind(Kind::Double)?;
-    let mut numbers = filled(0.0, t.numel());
-    t.f_copy_data(&mut numbers, t.numel())?;
-    Ok(numbers)
 }
 
 #[cold]

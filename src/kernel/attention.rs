@@ -7,7 +7,8 @@
 //! Q, K, V the rows of one head (d_head columns), M dropout's factors (0 or 1/(1 − p), element (query row·heads + head,
 //! key) of [`Dropout`]'s stream, the key counted within its sequence). Causal: key j is visible to query i where
 //! j ≤ i + k_len − q_len. The forward leaves log Σ_j exp S_ij, from which the backward computes P anew (Dao et al. 2022,
-//! FlashAttention, §3.1). D comes from P and dP, both at hand in a short row, so that the output need not be kept.
+//! FlashAttention, §3.1), up to a factor that its sum takes away. D comes from P and dP, both at hand in a short row, so
+//! that the output need not be kept.
 //! A query that sees no key gets 0, and gives no gradient.
 //!
 //! Scores lie transposed, a key to a row and sixteen queries to a register: maximum, exponential and sum then go down
@@ -177,7 +178,7 @@ multiversion! {
                     weights(&mut p[..s.k_len * lanes], &sums[..lanes]);
                     mask.prepare(a, head, s.k_len, block.count, lanes);
                     mask.apply(a, &mut ds[..s.k_len * lanes]);
-                    score_gradients(&p[..s.k_len * lanes], &mut ds[..s.k_len * lanes], lanes);
+                    score_gradients(&mut p[..s.k_len * lanes], &mut ds[..s.k_len * lanes], lanes);
                     let dkeys = &mut dkeys[head * per_head..][..per_head];
                     product([tiles, width, block.count], &ds, [lanes, 1], &queries, width, dkeys, width, true);
                     let rows = block.count.next_multiple_of(TILE);

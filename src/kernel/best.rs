@@ -45,8 +45,8 @@ multiversion! {
             found.clear();
             let z = &logits[r * stride..][..cols];
             let most = block_maxima(z, &mut maxima);
-            let lse = most.to_f64() + sum_of_exponentials::<E, S>(z, most).to_f64().ln();
-            if lse.is_nan() {
+            let (most, log_sum) = (most.to_f64(), sum_of_exponentials::<E, S>(z, most).to_f64().ln());
+            if log_sum.is_nan() {
                 found.push(Likely { column: 0, log_p: f64::NAN });
                 continue;
             }
@@ -54,7 +54,7 @@ multiversion! {
                 Choice::AllBut(banned) => largest(z, &maxima, count, banned, found),
                 Choice::Only(column) => found.push(Likely { column, log_p: z[column].load().to_f64() }),
             }
-            found.iter_mut().for_each(|likely| likely.log_p -= lse);
+            found.iter_mut().for_each(|likely| likely.log_p = (likely.log_p - most) - log_sum);
         }
     }
 }

@@ -11,7 +11,7 @@ struct CrossEntropy {
   const i64* target;
   const u8* mask;    // null: every column is in V_t
   f32 *loss, *nll;   // not written from lse
-  f32* lse;          // read from lse; null in place
+  f32* lse;          // max and sum of exp(z - max), row by row: read from lse; null in place
   const f32* dloss;  // from lse: the scale, row by row
   void* dlogits;
   i64 ignore_index;
@@ -41,7 +41,7 @@ KERNEL(THREADS, cross_entropy, CrossEntropy) {
     }
     if (K_GRADIENT != FROM_LSE && team.lane == 0) {
       a.loss[row] = a.nll[row] = all;
-      if (a.lse) a.lse[row] = all;
+      if (a.lse) a.lse[2 * row] = a.lse[2 * row + 1] = all;
     }
     return;
   }
@@ -53,7 +53,7 @@ KERNEL(THREADS, cross_entropy, CrossEntropy) {
 
   // Each thread keeps the largest logit it has met, and its exponentials relative to it.
   f32 most[1] = {-__uint_as_float(0x7f800000u)};
-  f32 sums[2] = {0.f, 0.f};  // of exponentials, and of logits
+  f32 sums[2] = {0.f, 0.f};  // of exponentials, and of z - at_target
   f32 size[1] = {0.f};
   for (int chunk = team.lane; chunk < a.chunks; chunk += LANES) {
     const Values z = load<K_X>(a.logits, first + chunk);
@@ -67,27 +67,29 @@ KERNEL(THREADS, cross_entropy, CrossEntropy) {
         most[0] = z.v[j];
       }
       sums[0] += z.v[j] == most[0] ? 1.f : expf(z.v[j] - most[0]);
-      sums[1] += z.v[j];
+      sums[1] += z.v[j] - at_target;
     }
   }
   team.combine<Add>(size);
   // p = exp(z - shift)/total
-  f32 shift = K_GRADIENT == FROM_LSE ? a.lse[row] : 0.f, total = 1.f;
+  f32 shift = K_GRADIENT == FROM_LSE ? a.lse[2 * row] : 0.f, total = K_GRADIENT == FROM_LSE ? a.lse[2 * row + 1] : 1.f;
   if (K_GRADIENT != FROM_LSE) {
     const f32 own = most[0];
     team.combine<Largest>(most);
     sums[0] *= own == most[0] ? 1.f : expf(own - most[0]);
     team.combine<Add>(sums);
-    const double exact = (double)most[0] + log((double)sums[0]);
     shift = most[0], total = sums[0];
     if (team.lane == 0) {
-      const double nll = exact - at_target;
-      double loss = a.nll_weight * nll;
+      // The maximum is not added to the log of the sum: logits may share an offset of any size.
+      const double exact = ((double)shift - at_target) + log((double)total);
+      const f32 nll = (f32)exact;
+      double loss = a.nll_weight * exact;
       // Not 0*inf where nothing is smoothed and a logit is -inf.
       if (a.uniform_weight != 0.0) loss += a.uniform_weight * (size[0] * exact - sums[1]);
-      a.loss[row] = (f32)loss;
-      a.nll[row] = (f32)nll;
-      if (a.lse) a.lse[row] = (f32)exact;
+      // Not inf - inf: no p is above 1.
+      a.loss[row] = nll == __uint_as_float(0x7f800000u) ? nll : (f32)loss;
+      a.nll[row] = nll;
+      if (a.lse) a.lse[2 * row] = shift, a.lse[2 * row + 1] = total;
     }
   }
   if (K_GRADIENT == NO) return;

@@ -7,7 +7,9 @@
 //! Outside V_t a logit counts as −∞, whatever it holds. Source: docs/spec.md §4.6, §4.7 (fairseq's
 //! label_smoothed_cross_entropy and the release of Nguyen & Salazar 2019). A NaN inside V_t makes its row's loss NaN.
 //!
-//! The row's maximum is subtracted before the exponential; Σ −log p_v = |V_t|·log Σ exp z − Σ z is put together in f64.
+//! The row's maximum m is subtracted before the exponential, and never added again: logits may share an offset of any
+//! size. −log p_t = (m − z_t) + log Σ exp(z − m) and Σ −log p_v = |V_t|·(−log p_t) − Σ(z_v − z_t), put together in f64;
+//! the backward pass gets m and Σ exp(z − m).
 //! A row goes through the first two caches in three short passes (select, exponential, gradient), each a flat loop over
 //! 256 columns that any instruction set vectorises, with the sums in loops of their own.
 
@@ -63,7 +65,8 @@ pub struct Targets<'a> {
     pub ignore: i64,
 }
 
-/// Loss, −log p_t and log Σ_{v∈V_t} exp z_v of every row (0 for ignored rows).
+/// Loss and −log p_t of every row, and in `lse` log Σ_{v∈V_t} exp z_v in two numbers: m = max z and Σ exp(z − m). All
+/// are 0 for ignored rows.
 ///
 /// `mask` has a byte per column, 1 in V_t; empty, V_t is all of them. `Err` is the first row whose target is neither
 /// ignored nor in V_t; nothing is written then.
@@ -78,7 +81,7 @@ pub fn forward<E: Element>(
     lse: &mut [E::Acc],
 ) -> Result<(), usize> {
     let rows = targets.ids.len();
-    assert!(logits.len() == rows * cols && loss.len() == rows && nll.len() == rows && lse.len() == rows);
+    assert!(logits.len() == rows * cols && loss.len() == rows && nll.len() == rows && lse.len() == 2 * rows);
     let vocabulary = &check(cols, targets, mask)?;
     forward_rows(cols, logits, targets, vocabulary, smoothing, loss, nll, lse, &mut scratch::<E>(cols));
     Ok(())
@@ -96,7 +99,9 @@ pub fn backward<E: Element>(
     dlogits: &mut [E],
 ) -> Result<(), usize> {
     let rows = targets.ids.len();
-    assert!(logits.len() == rows * cols && dlogits.len() == rows * cols && lse.len() == rows && dloss.len() == rows);
+    assert!(
+        logits.len() == rows * cols && dlogits.len() == rows * cols && lse.len() == 2 * rows && dloss.len() == rows
+    );
     let vocabulary = &check(cols, targets, mask)?;
     backward_rows(cols, logits, targets, vocabulary, smoothing, lse, dloss, dlogits);
     Ok(())
@@ -165,14 +170,16 @@ multiversion! {
         scratch: &mut [Lanes<E::Acc>],
     ) {
         for (r, &target) in targets.ids.iter().enumerate() {
-            (loss[r], nll[r], lse[r]) = (E::Acc::ZERO, E::Acc::ZERO, E::Acc::ZERO);
+            let lse = &mut lse[2 * r..][..2];
+            (loss[r], nll[r]) = (E::Acc::ZERO, E::Acc::ZERO);
+            lse.fill(E::Acc::ZERO);
             if target == targets.ignore {
                 continue;
             }
             let z = &logits[r * cols..(r + 1) * cols];
-            let sums = softmax::<S, E>(z, vocabulary, scratch);
-            (loss[r], nll[r]) = sums.losses(z[target as usize].load(), vocabulary.size, smoothing);
-            lse[r] = sums.max + sums.exp.ln();
+            let sums = softmax::<S, E>(z, z[target as usize].load(), vocabulary, scratch);
+            (loss[r], nll[r]) = sums.losses(vocabulary.size, smoothing);
+            lse.copy_from_slice(&[sums.max, sums.exp]);
         }
     }
 }
@@ -194,10 +201,11 @@ multiversion! {
                 dz.fill(E::store(E::Acc::ZERO));
                 continue;
             }
-            let weights = Weights::new(smoothing, vocabulary.size, dloss[r]);
-            gradient_from_lse::<E, S>(z, &vocabulary.keep, lse[r], weights, dz);
-            let p = (z[target as usize].load() - lse[r]).exp();
-            dz[target as usize] = E::store(weights.all * p - weights.target);
+            let [max, exp] = [lse[2 * r], lse[2 * r + 1]];
+            let mut weights = Weights::new(smoothing, vocabulary.size, dloss[r]);
+            weights.all = weights.all / exp;
+            gradient_from_max::<E, S>(z, &vocabulary.keep, max, weights, dz);
+            dz[target as usize] = E::store(weights.all * (z[target as usize].load() - max).exp() - weights.target);
         }
     }
 }
@@ -222,8 +230,8 @@ multiversion! {
                 continue;
             }
             let target = target as usize;
-            let sums = softmax::<S, E>(z, vocabulary, scratch);
-            (loss[r], nll[r]) = sums.losses(z[target].load(), vocabulary.size, smoothing);
+            let sums = softmax::<S, E>(z, z[target].load(), vocabulary, scratch);
+            (loss[r], nll[r]) = sums.losses(vocabulary.size, smoothing);
             let mut weights = Weights::new(smoothing, vocabulary.size, scale);
             weights.all = weights.all / sums.exp;
             gradient_from_exp(scratch, weights, z);
@@ -252,31 +260,35 @@ impl<A: Accumulator> Weights<A> {
     }
 }
 
-/// m = max z, Σ exp(z − m) and Σ z over V_t.
+/// z_t, and over V_t m = max z, Σ exp(z − m) and Σ(z − z_t).
 struct LogitSums<A> {
+    target: A,
     max: A,
     exp: A,
-    total: A,
+    above: A,
 }
 
 impl<A: Accumulator> LogitSums<A> {
-    /// Loss and −log p_t for the target's z.
+    /// Loss and −log p_t.
     #[inline(always)]
-    fn losses(&self, target: A, size: usize, smoothing: Smoothing) -> (A, A) {
-        let lse = self.max.to_f64() + self.exp.to_f64().ln();
-        let nll = lse - target.to_f64();
-        let mut loss = smoothing.nll * nll;
+    fn losses(&self, size: usize, smoothing: Smoothing) -> (A, A) {
+        let exact = (self.max.to_f64() - self.target.to_f64()) + self.exp.to_f64().ln();
+        let nll = A::from_f64(exact);
+        if nll == A::from_f64(f64::INFINITY) {
+            return (nll, nll); // not ∞ − ∞: no p_v is above 1
+        }
+        let mut loss = smoothing.nll * exact;
         // Not 0·∞ where nothing is smoothed and a logit is −∞.
         if smoothing.uniform != 0.0 {
-            loss += smoothing.uniform * (size as f64 * lse - self.total.to_f64());
+            loss += smoothing.uniform * (size as f64 * exact - self.above.to_f64());
         }
-        (A::from_f64(loss), A::from_f64(nll))
+        (A::from_f64(loss), nll)
     }
 }
 
-/// Leaves the row in `w`, −∞ outside V_t, and returns max z (anything if one is NaN) and Σ z over V_t.
+/// Leaves the row in `w`, −∞ outside V_t, and returns max z (anything if one is NaN) and Σ(z − target) over V_t.
 #[inline(always)]
-fn select<E: Element>(z: &[E], keep: &[Lanes<E::Acc>], w: &mut [Lanes<E::Acc>]) -> (E::Acc, E::Acc) {
+fn select<E: Element>(z: &[E], target: E::Acc, keep: &[Lanes<E::Acc>], w: &mut [Lanes<E::Acc>]) -> (E::Acc, E::Acc) {
     let lowest = E::Acc::from_f64(f64::NEG_INFINITY);
     let zero = E::Acc::ZERO;
     let (mut most, mut total) = (Lanes([lowest; B / 4]), Lanes([zero; B / 4]));
@@ -288,7 +300,7 @@ fn select<E: Element>(z: &[E], keep: &[Lanes<E::Acc>], w: &mut [Lanes<E::Acc>]) 
         let (w, k) = (quarters(w), quarters(k));
         for l in 0..B / 4 {
             most.0[l] = w[0][l].max(w[1][l]).max(w[2][l].max(w[3][l])).max(most.0[l]);
-            let kept = |q: usize| if k[q][l] != zero { w[q][l] } else { zero };
+            let kept = |q: usize| if k[q][l] != zero { w[q][l] - target } else { zero };
             total.0[l] += (kept(0) + kept(1)) + (kept(2) + kept(3));
         }
     }
@@ -320,12 +332,13 @@ fn exponentials<A: Accumulator, S: Isa>(max: A, w: &mut [Lanes<A>]) -> A {
 #[inline(always)]
 fn softmax<S: Isa, E: Element>(
     z: &[E],
+    target: E::Acc,
     vocabulary: &VocabularyMask<E::Acc>,
     w: &mut [Lanes<E::Acc>],
 ) -> LogitSums<E::Acc> {
-    let (max, total) = select(z, &vocabulary.keep, w);
+    let (max, above) = select(z, target, &vocabulary.keep, w);
     let exp = exponentials::<_, S>(max, w);
-    LogitSums { max, exp, total }
+    LogitSums { target, max, exp, above }
 }
 
 /// dz from the exponentials; 0 stands for outside V_t.
@@ -340,16 +353,16 @@ fn gradient_from_exp<E: Element>(e: &[Lanes<E::Acc>], w: Weights<E::Acc>, dz: &m
 }
 
 #[inline(always)]
-fn gradient_from_lse<E: Element, S: Isa>(
+fn gradient_from_max<E: Element, S: Isa>(
     z: &[E],
     keep: &[Lanes<E::Acc>],
-    lse: E::Acc,
+    max: E::Acc,
     w: Weights<E::Acc>,
     dz: &mut [E],
 ) {
     for ((dz, z), Lanes(keep)) in dz.chunks_mut(B).zip(z.chunks(B)).zip(keep) {
         for ((dz, z), keep) in dz.iter_mut().zip(z).zip(keep) {
-            let g = w.all * exp::<E::Acc, S>(z.load() - lse) - w.uniform;
+            let g = w.all * exp::<E::Acc, S>(z.load() - max) - w.uniform;
             *dz = E::store(if *keep != E::Acc::ZERO { g } else { E::Acc::ZERO });
         }
     }

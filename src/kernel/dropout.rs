@@ -54,18 +54,6 @@ impl OnDevice {
     }
 }
 
-/// drop(t) in tch: times 0 or 1/(1 − p).
-pub fn drop(t: Tensor, draw: &Draw) -> Result<Tensor> {
-    if draw.p == 0.0 {
-        return Ok(t);
-    }
-    let size = t.size();
-    let cols = size.last().map_or(1, |n| *n as usize);
-    let rows = size.iter().product::<i64>() as usize / cols.max(1);
-    let scale = mask(draw, rows, cols)?.f_to_device(t.device())?.f_to_kind(t.kind())?;
-    Ok(t.f_mul(&scale.f_reshape(size.as_slice())?)?)
-}
-
 /// What an element of so many rows and columns is multiplied by, float64 on the CPU.
 pub fn mask(draw: &Draw, rows: usize, cols: usize) -> Result<Tensor> {
     let mut scale = memory::filled(1.0, rows.saturating_mul(cols));

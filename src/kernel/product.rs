@@ -2,6 +2,7 @@
 
 use crate::cpu::amx;
 use crate::error::Result;
+use crate::host::has_memory;
 use libloading::os::unix::{Library, RTLD_NOW};
 use std::arch::is_x86_feature_detected;
 use std::ffi::c_int;
@@ -90,7 +91,7 @@ pub fn add_product(c: &Tensor, a: &Tensor, b: &Tensor) -> Result<()> {
 fn add_mixed(c: &Tensor, a: &Tensor, b: &Tensor) -> bool {
     let Some(product) = *MIXED else { return false };
     let in_rows = |t: &Tensor| match (&t.size()[..], &t.stride()[..]) {
-        (&[_, cols], &[row, 1]) => row >= cols && t.device() == Device::Cpu,
+        (&[_, cols], &[row, 1]) => row >= cols && t.device() == Device::Cpu && has_memory(t),
         _ => false,
     };
     let kinds = (c.kind(), a.kind(), b.kind()) == (Kind::Float, Kind::BFloat16, Kind::BFloat16);

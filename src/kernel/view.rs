@@ -1,5 +1,6 @@
 //! A tensor as kernels get it: a matrix in memory, of a type that is known at run time.
 
+use crate::host::has_memory;
 use tch::{Device, Kind, Tensor};
 
 /// A matrix: `rows` rows of `cols` numbers, `stride` apart. `data` is null where a tensor is absent.
@@ -29,7 +30,8 @@ impl View {
         };
         let (&[rows, cols], &[stride, step]) = (&t.size()[..], &t.stride()[..]) else { return None };
         let in_rows = (step == 1 || cols <= 1) && (stride >= cols || rows <= 1);
-        (t.device() == Device::Cpu && in_rows).then(|| View { data: t.data_ptr().cast(), rows, cols, stride, dtype })
+        let is_there = t.device() == Device::Cpu && in_rows && has_memory(t);
+        is_there.then(|| View { data: t.data_ptr().cast(), rows, cols, stride, dtype })
     }
 
     pub fn is_absent(&self) -> bool {

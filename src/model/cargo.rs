@@ -1,6 +1,7 @@
 //! Batches on their way to a device: all tensors of one in a single copy.
 
 use crate::error::{Error, Result};
+use crate::host::host;
 use crate::operator::upload;
 use tch::{Device, Tensor};
 
@@ -63,9 +64,8 @@ fn length(t: &Tensor) -> usize {
 fn side_by_side(tensors: &[&mut Tensor]) -> Result<Vec<u8>> {
     let mut bytes = Vec::new();
     for t in tensors {
-        let start = bytes.len();
-        bytes.resize(start + length(t).next_multiple_of(ALIGN), 0);
-        t.f_contiguous()?.f_copy_data_u8(&mut bytes[start..], t.numel())?;
+        bytes.extend(host::<u8>("a batch's tensor", t)?);
+        bytes.resize(bytes.len().next_multiple_of(ALIGN), 0);
     }
     Ok(bytes)
 }

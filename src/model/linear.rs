@@ -4,6 +4,7 @@
 //! Here a weight is cast once an update, and a product adds to the gradient where it lies.
 
 use crate::error::Result;
+use crate::host::has_memory;
 use crate::kernel::product::{add_product, product};
 use crate::kernel::row_sum::add_rows;
 use crate::operator::{apply, Differentiable, Recording};
@@ -43,7 +44,7 @@ impl Flat {
 
     /// Where `t` lies; None for a tensor that is no parameter nor some rows of one.
     pub fn place(&self, t: &Tensor) -> Result<Option<Placed>> {
-        if t.kind() != self.parameters.kind() || t.device() != Device::Cpu || !t.is_contiguous() {
+        if t.kind() != self.parameters.kind() || t.device() != Device::Cpu || !t.is_contiguous() || !has_memory(t) {
             return Ok(None);
         }
         let [start, end] = [&self.parameters, t].map(|t| t.data_ptr() as usize);

@@ -4,6 +4,7 @@ use super::cargo::Cargo;
 use super::PAD;
 use crate::cpu::memory;
 use crate::error::{Error, Result};
+use crate::host::host;
 use tch::{Device, Kind, Tensor};
 
 /// What batches are filled up to, so that many have one shape.
@@ -74,7 +75,7 @@ impl Packed {
 
     /// The same sentences on the host, each filled up with [`PAD`] to the longest: rows that nobody attends to.
     pub fn with_padding(&self) -> Result<Self> {
-        let tokens = Vec::<i64>::try_from(self.tokens.f_to_device(Device::Cpu)?)?;
+        let tokens: Vec<i64> = host("tokens", &self.tokens)?;
         let longest = self.lengths.iter().copied().max().unwrap_or(0) as usize;
         let rows: Vec<Vec<i64>> = self
             .offsets
@@ -107,6 +108,7 @@ impl Packed {
 
     /// Of a padded batch (B, T) of token ids, on the host: everything but [`PAD`], wherever it stands. `name` is for messages.
     pub fn from_padded(name: &str, padded: &Tensor, vocab_size: i64) -> Result<Self> {
+        let all: Vec<i64> = host(name, padded)?;
         if padded.kind() != Kind::Int64 || padded.dim() != 2 {
             return Err(Error::invalid(format!(
                 "{name} must be an int64 tensor (batch, length) of token ids, got {:?} {:?}",
@@ -115,10 +117,8 @@ impl Packed {
             )));
         }
         let (sentences, length) = padded.size2()?;
-        // An expanded tensor has more numbers than memory.
-        let bytes = 4 * size_of::<i64>() as u128 * padded.numel() as u128;
+        let bytes = 3 * size_of::<i64>() as u128 * padded.numel() as u128;
         memory::room(bytes, || format!("{name} of shape {:?} (give fewer or shorter rows)", padded.size()))?;
-        let all = Vec::<i64>::try_from(padded.f_to_device(Device::Cpu)?.f_reshape([-1i64].as_slice())?)?;
         let rows: Vec<Vec<i64>> = (0..sentences)
             .map(|i| {
                 all[(i * length) as usize..((i + 1) * length) as usize].iter().copied().filter(|t| *t != PAD).collect()

@@ -2,6 +2,7 @@
 
 use super::linear::times;
 use crate::error::Result;
+use crate::host::has_memory;
 use crate::kernel::packed::call::{linear, pack};
 use crate::kernel::packed::PackedMatrix;
 use std::collections::HashMap;
@@ -36,6 +37,9 @@ pub enum PreparedWeight {
 impl PreparedWeights {
     /// y = xWᵀ + b in the computing type.
     pub fn linear(&self, x: &Tensor, weight: &Tensor, bias: Option<&Tensor>, kind: Kind) -> Result<Tensor> {
+        if !has_memory(weight) {
+            return PreparedWeight::new(weight, bias, kind)?.linear(x, kind);
+        }
         let place = (weight.data_ptr() as usize, weight.numel());
         let made = {
             let mut all = self.0.lock().unwrap_or_else(PoisonError::into_inner);
@@ -58,7 +62,8 @@ impl PreparedWeight {
     pub fn new(weight: &Tensor, bias: Option<&Tensor>, kind: Kind) -> Result<Self> {
         let cast = |t: &Tensor| t.f_detach()?.f_to_kind(kind)?.f_contiguous();
         let (weight, bias) = (cast(weight)?, bias.map(cast).transpose()?);
-        Ok(match (PreparedWeight::is_packed(weight.device(), kind), kind) {
+        let is_there = has_memory(&weight) && bias.as_ref().is_none_or(has_memory);
+        Ok(match (is_there && PreparedWeight::is_packed(weight.device(), kind), kind) {
             (true, Kind::Double) => PreparedWeight::F64(Arc::new(pack(&weight, bias.as_ref())?)),
             (true, _) => PreparedWeight::F32(Arc::new(pack(&weight, bias.as_ref())?)),
             (false, _) => PreparedWeight::Cast(weight, bias),

@@ -4,6 +4,7 @@ use super::cargo::Cargo;
 use super::gather::gather;
 use super::packed::{Packed, Room};
 use crate::error::{Error, Result};
+use crate::host::host;
 use crate::operator;
 use std::rc::Rc;
 use tch::{Device, Kind, Tensor};
@@ -71,7 +72,7 @@ impl Ranges {
             Ranges::Packed(table) => table,
         };
         let mut rows: Vec<i64> = Vec::new();
-        for row in Vec::<i64>::try_from(table.f_to_device(Device::Cpu)?.f_reshape(-1i64)?)?.chunks_exact(4) {
+        for row in host::<i64>("ranges", table)?.chunks_exact(4) {
             match rows.last_chunk_mut::<4>() {
                 Some([_, queries, keys, _]) if *keys == row[2] => *queries += row[1],
                 _ if row[1] > 0 => rows.extend([row[0], row[1], row[2], row[3].max(1)]),

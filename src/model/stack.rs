@@ -7,12 +7,13 @@ use super::residual::{BuiltFlow, Inside};
 use super::tensorized::Tensorized;
 use super::{Builder, Context, Ranges, Reads};
 use crate::error::{Error, Result};
+use crate::host::host;
 use crate::init::Init;
 use crate::operator;
 use crate::residual::{Place, Schemes};
 use std::cell::Cell;
 use std::rc::Rc;
-use tch::{Device, Kind, Tensor};
+use tch::{Kind, Tensor};
 
 pub struct Stack {
     body: Rc<Body>,
@@ -37,7 +38,7 @@ pub struct StackCache {
 impl StackCache {
     /// Slot i becomes what slot order[i] was; order may be shorter or longer than the cache.
     pub fn reorder(&mut self, order: &Tensor) -> Result<()> {
-        self.reads = self.reads.select(&Vec::<i64>::try_from(order.f_to_device(Device::Cpu)?)?);
+        self.reads = self.reads.select(&host::<i64>("order", order)?);
         self.compact()
     }
 

@@ -4,6 +4,7 @@
 //! where they belong.
 
 use crate::error::{Error, Result};
+use crate::host::host;
 use crate::kernel::attention::call::{backward, forward, AttentionViews, Settings};
 use crate::kernel::dropout::Draw;
 use crate::kernel::view::View;
@@ -24,7 +25,7 @@ pub fn stacked_attention(
     dropout: Option<(f64, &Tensor, i64)>,
 ) -> Result<Tensor> {
     let draw = match dropout {
-        Some((p, seed, site)) => Draw { p, site, ..Draw::NONE }.seeded(&Vec::<i64>::try_from(seed)?),
+        Some((p, seed, site)) => Draw { p, site, ..Draw::NONE }.seeded(&host("seed", seed)?),
         None => Draw::NONE,
     };
     let settings = Settings { heads, causal, scale, draw };

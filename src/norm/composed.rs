@@ -35,6 +35,26 @@ pub fn affine(hat: Tensor, weight: Option<&Tensor>, bias: Option<&Tensor>) -> Re
     Ok(y)
 }
 
+/// Beyond it, and below its inverse, squares of a row's numbers leave f32's range or lose bits to it.
+const ORDINARY: f64 = 1099511627776.0; // 2^40
+
+/// What a norm with squares measures rows in, (…, 1): 1, but for rows whose squares would leave the range their largest
+/// number, or √ε above it. x over it, and √ε over it, give the same x̂. A constant, as no x̂ depends on it.
+pub fn unit(x: &Tensor, eps: f64) -> Result<Tensor> {
+    if x.size().last() == Some(&0) {
+        return Ok(x.f_sum_dim_intlist([-1i64].as_slice(), true, None)?.f_ones_like()?);
+    }
+    let largest = x.f_detach()?.f_linalg_norm(f64::INFINITY, [-1i64].as_slice(), true, None)?;
+    let is_huge = largest.f_gt(ORDINARY)?.f_logical_and(&largest.f_lt(f64::INFINITY)?)?;
+    let is_extreme = largest.f_lt(1.0 / ORDINARY)?.f_logical_or(&is_huge)?;
+    Ok(largest.f_clamp_min(eps.sqrt())?.f_where_self(&is_extreme, &largest.f_ones_like()?)?)
+}
+
+/// ε/unit², for what [`unit`] gave.
+pub fn in_units(eps: f64, unit: &Tensor) -> Result<Tensor> {
+    Ok(unit.f_reciprocal()?.f_mul_scalar(eps)?.f_div(unit)?)
+}
+
 /// x in the type that statistics accumulate in: f32, or f64 for f64.
 pub fn accumulate(x: &Tensor) -> Result<Tensor> {
     Ok(x.f_to_kind(if x.kind() == Kind::Double { Kind::Double } else { Kind::Float })?)

@@ -1,6 +1,6 @@
 //! What "RMSNorm" means differs: its conventions, as options of `rmsnorm` (docs/spec.md §1.16).
 
-use super::composed::{accumulate, affine};
+use super::composed::{accumulate, affine, in_units, unit};
 use super::spec::{Keyword, Site, Spec, EPS};
 use crate::choice;
 use crate::error::{Error, Result};
@@ -107,23 +107,27 @@ impl Conventions {
 
     /// y in x's type, by tch calls.
     pub fn composed(&self, x: &Tensor, gain: Option<&Tensor>, eps: f64) -> Result<Tensor> {
-        let wide = accumulate(x)?;
-        let width = *x.size().last().expect("rows have a width");
-        let measured = wide.f_narrow(-1, 0, self.measured(width)?)?;
+        let whole = accumulate(x)?;
+        let measured = self.measured(*x.size().last().expect("rows have a width"))?;
+        let of_measured = |x: &Tensor| x.f_narrow(-1, 0, measured);
+        let unit = match self.eps_outside {
+            true => unit(&of_measured(&whole)?, eps * eps)?,
+            false => unit(&of_measured(&whole)?, eps)?,
+        };
+        let wide = whole.f_div(&unit)?;
         let scale = if self.eps_outside {
             // The length's slope is 0 at rows of zeros, where a root's is infinite.
-            let length = measured.f_norm_scalaropt_dim(2.0, [-1i64].as_slice(), true)?;
-            let root = length.f_mul_scalar((self.measured(width)? as f64).powf(-0.5))?;
-            root.f_add_scalar(eps)?.f_reciprocal()?
+            let length = of_measured(&wide)?.f_norm_scalaropt_dim(2.0, [-1i64].as_slice(), true)?;
+            let root = length.f_mul_scalar((measured as f64).powf(-0.5))?;
+            root.f_add(&unit.f_reciprocal()?.f_mul_scalar(eps)?)?.f_reciprocal()?
         } else {
-            let square = measured.f_square()?.f_mean_dim([-1i64].as_slice(), true, None)?;
-            square.f_add_scalar(eps)?.f_rsqrt()?
+            let square = of_measured(&wide)?.f_square()?.f_mean_dim([-1i64].as_slice(), true, None)?;
+            square.f_add(&in_units(eps, &unit)?)?.f_rsqrt()?
         };
-        let scale = match self.cast {
-            Cast::Scale => accumulate(&scale.f_to_kind(x.kind())?)?,
-            _ => scale,
+        let hat = match self.cast {
+            Cast::Scale => whole.f_mul(&rounded(&scale.f_div(&unit)?, x.kind())?)?,
+            _ => wide.f_mul(&scale)?,
         };
-        let hat = wide.f_mul(&scale)?;
         match self.cast {
             Cast::After => Ok(affine(hat, gain, None)?.f_to_kind(x.kind())?),
             _ => self.times_gain(hat.f_to_kind(x.kind())?, gain),
@@ -134,6 +138,13 @@ impl Conventions {
     pub fn rounds_first(&self, kind: Kind) -> bool {
         self.cast != Cast::After && !is_wide(kind)
     }
+}
+
+/// t rounded to a type, with the gradient of t: a sum over a row may leave the range of 16 bits.
+fn rounded(t: &Tensor, kind: Kind) -> Result<Tensor> {
+    let own = t.f_detach()?;
+    let rounded = accumulate(&own.f_to_kind(kind)?)?.f_to_kind(t.kind())?;
+    Ok(t.f_add(&rounded.f_sub(&own)?)?)
 }
 
 /// A type that statistics accumulate in.
@@ -184,6 +195,47 @@ mod tests {
             Tensor::f_zeros([2i64, 4].as_slice(), (Kind::Double, tch::Device::Cpu)).unwrap().set_requires_grad(true);
         of("rmsnorm:original").0.composed(&x, None, 1e-8).unwrap().sum(Kind::Double).backward();
         assert!(x.grad().isfinite().all().int64_value(&[]) == 1);
+    }
+
+    #[test]
+    fn rows_whose_squares_leave_the_range_are_like_others() {
+        tch::manual_seed(5);
+        let x = Tensor::randn([2, 64], (Kind::Float, tch::Device::Cpu));
+        for name in ["rmsnorm:original", "rmsnorm:partial", "rmsnorm:deepseek-v4"] {
+            let how = of(name).0;
+            let run = |x: &Tensor, eps: f64| {
+                let x = x.set_requires_grad(true);
+                let y = how.composed(&x, None, eps).unwrap();
+                (y.sin().sum(Kind::Float)).backward();
+                (y.detach(), x.grad())
+            };
+            let (y, dx) = run(&x.copy(), 0.0);
+            for size in [1e25, 1e-25] {
+                let (huge, d) = run(&(&x * size), 0.0);
+                let off = (huge - &y).abs().max().double_value(&[]);
+                let off_d = (d * size - &dx).abs().max().double_value(&[]);
+                assert!(off < 1e-5 && off_d < 1e-5, "{name} {size}: {off} {off_d}");
+            }
+            let off = (run(&(&x * 1e-25), 1e-5).0).abs().max().double_value(&[]);
+            assert!(off > 0.0 && off < 1e-18, "{name}: {off}");
+        }
+    }
+
+    #[test]
+    fn the_gradient_of_a_rounded_scale_stays_in_f16s_range() {
+        tch::manual_seed(5);
+        let how = of("rmsnorm:deepseek-v4").0;
+        let rows = Tensor::randn([4, 512], (Kind::Float, tch::Device::Cpu));
+        for size in [1.0, 30.0, 3000.0] {
+            let gradient = |kind| {
+                let x = (&rows * size).to_kind(Kind::Half).to_kind(kind).set_requires_grad(true);
+                (how.composed(&x, None, 1e-6).unwrap() * (rows.sign() * 8.0).to_kind(kind)).sum(kind).backward();
+                x.grad().to_kind(Kind::Double)
+            };
+            let (found, exact) = (gradient(Kind::Half), gradient(Kind::Double));
+            let off = (found - &exact).abs().max().double_value(&[]);
+            assert!(off < 5e-3 * exact.abs().max().double_value(&[]), "{size}: {off}");
+        }
     }
 
     #[test]

@@ -3,6 +3,7 @@
 use crate::cpu::Accumulator;
 use crate::error::Result;
 use crate::kernel::rows::{hypotenuse, magnitude, sum, trusted, Measured, RowNorm, Rules, Slope, Sums};
+use crate::norm::composed::{in_units, unit};
 use crate::norm::conventions::KEYWORDS;
 use crate::norm::kernels::RowKernels;
 use crate::norm::spec::{Form, Spec, WEIGHT};
@@ -56,8 +57,10 @@ pub static KERNELS: RowKernels = RowKernels {
 
 /// x̂ = x/√(mean x² + ε).
 fn hat(x: &Tensor, _: &[Tensor], options: &[f64]) -> Result<Tensor> {
+    let unit = unit(x, options[0])?;
+    let x = x.f_div(&unit)?;
     let square = x.f_square()?.f_mean_dim([-1i64].as_slice(), true, None)?;
-    Ok(x.f_mul(&square.f_add_scalar(options[0])?.f_rsqrt()?)?)
+    Ok(x.f_mul(&square.f_add(&in_units(options[0], &unit)?)?.f_rsqrt()?)?)
 }
 
 #[cfg(test)]

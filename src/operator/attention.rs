@@ -2,7 +2,7 @@
 
 use super::call::{values, Value};
 use super::declare::{leader, number, seed, tensor, Kernels, Kind as Type, Operator};
-use super::dropout::{check_dropout, draw, draw_composed};
+use super::dropout::{check_dropout, draw, drawn};
 use super::engine::{self, Handle};
 use crate::error::{Error, Result};
 use crate::kernel::attention::call::{self as kernel, AttentionViews, Settings};
@@ -114,8 +114,8 @@ pub(super) fn operator() -> Operator {
     .formula(|call| {
         let [q, k, v, ranges, numbers @ .., p, seed, site] = call.arguments::<10>();
         let [q, k, v, ranges] = [q, k, v, ranges].map(Value::required);
-        let settings = settings(numbers, draw_composed([p, seed, site])?);
-        Ok(vec![Some(composed(&q, &k, &v, &ranges, &settings)?), None])
+        let (settings, draw) = (settings(numbers, Draw::NONE), |rows, cols| drawn([p, seed, site], rows, cols));
+        Ok(vec![Some(composed(&q, &k, &v, &ranges, &settings, draw)?), None])
     })
     .backward(
         Operator::new(
@@ -138,8 +138,8 @@ pub(super) fn operator() -> Operator {
         .formula(|call| {
             let [dout, q, k, v, _, ranges, numbers @ .., p, seed, site] = call.arguments::<12>();
             let [dout, q, k, v, ranges] = [dout, q, k, v, ranges].map(Value::required);
-            let settings = settings(numbers, draw_composed([p, seed, site])?);
-            engine::gradients(&[&q, &k, &v], &dout, |t| composed(&t[0], &t[1], &t[2], &ranges, &settings))
+            let (settings, draw) = (settings(numbers, Draw::NONE), |rows, cols| drawn([p, seed, site], rows, cols));
+            engine::gradients(&[&q, &k, &v], &dout, |t| composed(&t[0], &t[1], &t[2], &ranges, &settings, draw))
         }),
     )
     .with_own_gradient()

@@ -61,6 +61,11 @@ fn per_row(name: &'static str) -> Argument {
     tensor(name, "n", Type::Computed)
 }
 
+/// The log of the sum of exponentials, in two numbers that are never added: the maximum, and the sum relative to it.
+fn lse() -> Argument {
+    tensor("lse", "n2", Type::Computed)
+}
+
 fn check_classes(logits: &Value) -> Result<()> {
     let logits = logits.required();
     match engine::has_columns(&logits, 0) {
@@ -77,7 +82,7 @@ pub(super) fn operator() -> Operator {
         "label_smoothed_cross_entropy(Tensor logits, Tensor target, Tensor? mask, float nll_weight, \
          float uniform_weight, int ignore_index) -> (Tensor, Tensor, Tensor)",
         [logits(), target(), mask()],
-        ["loss", "nll", "lse"].map(per_row),
+        [per_row("loss"), per_row("nll"), lse()],
     )
     .plan(|call| check_classes(&call.arguments::<6>()[0]))
     .kernel(|call| {
@@ -94,7 +99,7 @@ pub(super) fn operator() -> Operator {
         Operator::new(
             "label_smoothed_cross_entropy_backward(Tensor dloss, Tensor logits, Tensor target, Tensor? mask, \
              Tensor lse, float nll_weight, float uniform_weight, int ignore_index) -> Tensor",
-            [per_row("dloss"), logits(), target(), mask(), per_row("lse")],
+            [per_row("dloss"), logits(), target(), mask(), lse()],
             [tensor("dlogits", "nc", Type::Same)],
         )
         .plan(|call| check_classes(&call.arguments::<8>()[1]))

@@ -37,6 +37,7 @@ pub enum Kernels {
     Everywhere,
     Cpu,
     Gpu,
+    Nowhere,
     /// It is a composition: PyTorch differentiates and traces what its formula calls.
     Composition,
 }
@@ -82,6 +83,11 @@ impl Operator {
     /// Its outputs in tch: where no kernel is, under torch.func, and for the gradient that is differentiated again.
     pub fn formula(self, formula: impl Fn(&Call) -> Result<Vec<Option<Tensor>>> + Send + Sync + 'static) -> Self {
         Operator { formula: Some(Box::new(formula)), ..self }
+    }
+
+    /// Its formula computes it on every device.
+    pub fn formula_alone(self) -> Self {
+        Operator { kernels: Kernels::Nowhere, ..self }
     }
 
     /// It is its formula alone, and PyTorch differentiates and traces what that calls.

@@ -1,8 +1,14 @@
 //! Dropout among an operator's arguments: its rate `p`, a seed, and the site that draws.
 
-use super::call::{Call, Value};
+use super::call::{values, Call, Value};
+use super::declare::{number, tensor, Kind, Operator};
+use super::engine::Handle;
 use crate::error::{Error, Result};
-use crate::kernel::dropout::Draw;
+use crate::host::host;
+use crate::kernel::dropout::{self, Draw};
+use tch::Tensor;
+
+static MASK: Handle = Handle::new("dropout_mask");
 
 pub fn check_rate(operator: &str, p: f64) -> Result<()> {
     match (0.0..1.0).contains(&p) {
@@ -34,13 +40,55 @@ pub fn draw(call: &Call, [p, seed, site]: [&Value; 3]) -> Draw {
     }
 }
 
-/// What a formula draws.
-pub fn draw_composed([p, seed, site]: [&Value; 3]) -> Result<Draw> {
-    let draw = Draw { p: p.float(), site: site.int(), ..Draw::NONE };
+/// What a formula draws for t: factors of t's shape, 0 or 1/(1 − p). None without dropout.
+pub fn drawn_for(t: &Tensor, draw: [&Value; 3]) -> Result<Option<Tensor>> {
+    let size = t.size();
+    let cols = size.last().copied().unwrap_or(1);
+    let rows = size.iter().product::<i64>() / cols.max(1);
+    let mask = drawn(draw, rows, cols)?;
+    Ok(mask.map(|mask| mask.f_to_device(t.device())?.f_to_kind(t.kind())?.f_reshape(size.as_slice())).transpose()?)
+}
+
+/// The same for so many rows and columns, float64 beside the seed.
+///
+/// Through the dispatcher, which knows how to read a seed that torch.func wraps, and calls once for each example where
+/// vmap's examples have seeds of their own.
+pub fn drawn([p, seed, site]: [&Value; 3], rows: i64, cols: i64) -> Result<Option<Tensor>> {
     match seed.tensor() {
-        Some(seed) if draw.p > 0.0 => {
-            Ok(draw.seeded(&Vec::<i64>::try_from(seed.f_to_device(tch::Device::Cpu)?.f_flatten(0, -1)?)?))
+        Some(seed) if p.float() > 0.0 => {
+            let [mask] = MASK.call(&values![&seed, rows, cols, p.float(), site.int()])?;
+            Ok(Some(mask))
         }
-        _ => Ok(Draw::NONE),
+        _ => Ok(None),
     }
+}
+
+/// What dropout multiplies a matrix by, as kernels draw it.
+pub(super) fn operator() -> Operator {
+    Operator::new(
+        "dropout_mask(Tensor seed, int rows, int cols, float p, int site) -> Tensor",
+        [tensor("seed", "=3", Kind::Int64).leading(), number("rows", "r"), number("cols", "c")],
+        [tensor("mask", "rc", Kind::Float64)],
+    )
+    .plan(|call| {
+        let [_, rows, cols, p, _] = call.arguments();
+        check_rate("dropout_mask", p.float())?;
+        match rows.int() >= 0 && cols.int() >= 0 {
+            true => Ok(()),
+            false => Err(Error::invalid(format!(
+                "dropout_mask: rows and cols must be at least 0, got {} and {}",
+                rows.int(),
+                cols.int()
+            ))),
+        }
+    })
+    .formula(|call| {
+        let [seed, rows, cols, p, site] = call.arguments();
+        let (seed, draw) = (seed.required(), Draw { p: p.float(), site: site.int(), ..Draw::NONE });
+        let draw = draw.seeded(&host("dropout_mask: seed", &seed)?);
+        let mask = dropout::mask(&draw, rows.int() as usize, cols.int() as usize)?;
+        Ok(vec![Some(mask.f_to_device(seed.device())?)])
+    })
+    .formula_alone()
+    .looped()
 }

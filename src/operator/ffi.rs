@@ -16,22 +16,22 @@ fn keep(e: Error) {
     LAST.with(|last| *last.borrow_mut() = CString::new(text).expect("no NUL is left"));
 }
 
-/// Runs a kernel for C++: 0, or 1 with the message kept; 3 for what torch calls a NotImplementedError. A panic becomes
-/// such a message and never unwinds into C++.
+/// A panic as an error, so that it unwinds neither into C++ nor into Python.
+pub fn caught<T>(work: impl FnOnce() -> Result<T>) -> Result<T> {
+    std::panic::catch_unwind(AssertUnwindSafe(work)).unwrap_or_else(|panic| match panic.downcast::<Error>() {
+        Ok(e) => Err(*e),
+        Err(panic) => Err(Error::Torch(format!("normformer_rs panicked: {}", panic_text(&*panic)))),
+    })
+}
+
+/// Runs a kernel for C++: 0, or 1 with the message kept; 3 for what torch calls a NotImplementedError.
 pub fn status(work: impl FnOnce() -> Result<()>) -> c_int {
-    match std::panic::catch_unwind(AssertUnwindSafe(work)) {
-        Ok(Ok(())) => 0,
-        Ok(Err(e)) => {
+    match caught(work) {
+        Ok(()) => 0,
+        Err(e) => {
             let status = if matches!(e, Error::NotImplemented(_)) { 3 } else { 1 };
             keep(e);
             status
-        }
-        Err(panic) => {
-            keep(match panic.downcast::<Error>() {
-                Ok(e) => *e,
-                Err(panic) => Error::Torch(format!("a kernel panicked: {}", panic_text(&*panic))),
-            });
-            1
         }
     }
 }
@@ -81,8 +81,11 @@ pub fn into_raw(t: tch::Tensor) -> *mut C_tensor {
     t.as_mut_ptr()
 }
 
+/// What it said, without a stack of C++'s in the middle of it.
 fn panic_text(panic: &(dyn std::any::Any + Send)) -> &str {
-    panic.downcast_ref::<String>().map(String::as_str).or(panic.downcast_ref::<&str>().copied()).unwrap_or("unknown")
+    let text = panic.downcast_ref::<String>().map(String::as_str).or(panic.downcast_ref::<&str>().copied());
+    let text = text.unwrap_or("unknown");
+    text.split("\\nException raised from").next().unwrap_or(text)
 }
 
 /// Whether kernels run on a CUDA device: 1, or 0 and -1 (they must, and cannot) with the reason kept.
@@ -117,6 +120,13 @@ extern "C" fn nfrs_rust_error() -> *const c_char {
 
 extern "C" {
     fn nfrs_last_error() -> *const c_char;
+    fn nfrs_forget_raised();
+}
+
+/// Lets go of this thread's last exception of Python's, which C++ keeps to hand it on.
+pub fn forget_raised() {
+    // SAFETY: no arguments.
+    unsafe { nfrs_forget_raised() }
 }
 
 /// This thread's last message of the C++ side, without the C++ stack.
@@ -137,8 +147,8 @@ mod tests {
             // SAFETY: a NUL-terminated string of this thread, which lives until its next failing call.
             unsafe { CStr::from_ptr(nfrs_rust_error()) }.to_string_lossy().into_owned()
         };
-        assert_eq!(said(|| panic!("plain")), "a kernel panicked: plain");
-        assert_eq!(said(|| panic!("row {}", 1 + 1)), "a kernel panicked: row 2");
+        assert_eq!(said(|| panic!("plain")), "normformer_rs panicked: plain");
+        assert_eq!(said(|| panic!("row {}", 1 + 1)), "normformer_rs panicked: row 2");
         assert_eq!(said(|| Err(Error::invalid("no"))), "no");
         let refused = said(|| {
             crate::cpu::memory::filled(0u8, usize::MAX);
@@ -155,6 +165,6 @@ mod tests {
         });
         // SAFETY: as above.
         let text = unsafe { CStr::from_ptr(nfrs_rust_error()) }.to_string_lossy().into_owned();
-        assert_eq!((failed, text.as_str()), (1, "a kernel panicked: the last row"));
+        assert_eq!((failed, text.as_str()), (1, "normformer_rs panicked: the last row"));
     }
 }

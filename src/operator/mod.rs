@@ -33,6 +33,7 @@ pub use column_norm::{Column, ColumnOperator};
 pub use composite::{group_scaling, norm_by_name};
 pub use cross_entropy::{cross_entropy, cross_entropy_in_place};
 pub use engine::{backward_from, set_grad, Recording};
+pub use ffi::{caught, forget_raised};
 pub use function::{apply, Differentiable};
 pub use generator::Generator;
 pub use recompute::recomputed;
@@ -54,6 +55,7 @@ static OPERATORS: LazyLock<Vec<Operator>> = LazyLock::new(|| {
     let steps = RowOperator::all().iter().map(Some).chain([None]).map(residual::operator);
     let columns = ColumnOperator::all().iter().map(column_norm::operator);
     let others = [
+        dropout::operator(),
         relu_dropout::operator(),
         attention::operator(),
         cross_entropy::operator(),

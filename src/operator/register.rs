@@ -32,6 +32,9 @@ struct Origin {
     only_for: i64,
 }
 
+/// arguments.h has room for as many.
+const MOST_TOLD: usize = 2;
+
 // Its kinds.
 const NOTHING: i32 = 0;
 const GRADIENT: i32 = 1;
@@ -52,14 +55,13 @@ struct Op {
     n_args: usize,
     leader: usize,
     dtype: i64,
-    told: i64,
     title: i64,
     p: i64,
-    letter: u8,
     is: u32,
     table: Span<ArgumentRow>,
     made: Span<ArgumentRow>,
     lists: Span<ArgumentRow>,
+    told: Span<ArgumentRow>,
     has_gradient: Span<u8>,
     plain: Span<u8>,
     saved: Span<Origin>,
@@ -76,6 +78,7 @@ const COMPOSED: u32 = 4;
 const COMPOSITION: u32 = 8;
 const RECORDED: u32 = 16;
 const BATCHED: u32 = 32;
+const LOOPED: u32 = 64;
 
 extern "C" {
     fn nfrs_define(op: *mut Op) -> bool;
@@ -170,7 +173,11 @@ impl<'a> Declared<'a> {
                 None => self.wrong(format!("has an output {} that is like no argument", a.name)),
             },
         };
-        let letter = o.arguments.iter().find(|a| a.kind == Kind::Number).map_or(0, |a| a.sizes.as_bytes()[0]);
+        let numbers = o.arguments.iter().filter(|a| a.kind == Kind::Number);
+        let told = numbers.map(|a| Ok(ArgumentRow::new(a, self.argument(a.name)?))).collect::<Result<Vec<_>>>()?;
+        if told.len() > MOST_TOLD {
+            return self.wrong(format!("has more than {MOST_TOLD} numbers that letters stand for"));
+        }
         Ok(Op {
             rust: std::ptr::from_ref(o).cast(),
             name: kept(o.name()),
@@ -178,14 +185,13 @@ impl<'a> Declared<'a> {
             n_args: self.formals.len(),
             leader,
             dtype: self.only(Kind::Dtype)?,
-            told: self.only(Kind::Number)?,
             title: self.only(Kind::Title)?,
             p: self.formals.iter().position(|a| a.name == "p").map_or(-1, |p| p as i64),
-            letter,
             is: flags(o),
             table: Span::kept(self.table.iter().map(row).collect()),
             made: Span::kept(o.outputs.iter().map(made).collect::<Result<_>>()?),
             lists: Span::kept(self.lists.iter().map(row).collect()),
+            told: Span::kept(told),
             has_gradient: Span::kept(vec![]),
             plain: Span::kept(vec![]),
             saved: Span::kept(vec![]),
@@ -259,6 +265,7 @@ fn flags(o: &Operator) -> u32 {
         Kernels::Everywhere => ON_CPU | ON_GPU,
         Kernels::Cpu => ON_CPU,
         Kernels::Gpu => ON_GPU,
+        Kernels::Nowhere => 0,
         Kernels::Composition => ON_GPU | COMPOSITION,
     };
     let has_formula = o.formula.is_some();
@@ -266,6 +273,7 @@ fn flags(o: &Operator) -> u32 {
         (has_formula, COMPOSED),
         (o.has_own_gradient, RECORDED),
         (has_formula && o.backward.is_some() && !o.is_looped, BATCHED),
+        (o.is_looped, LOOPED),
     ];
     more.into_iter().filter(|(is, _)| *is).fold(kernels, |flags, (_, flag)| flags | flag)
 }

@@ -2,7 +2,7 @@
 
 use super::call::values;
 use super::declare::{leader, seed, tensor, Kind, Operator};
-use super::dropout::{check_dropout, check_rate, draw, draw_composed};
+use super::dropout::{check_dropout, check_rate, draw, drawn_for};
 use super::engine::Handle;
 use crate::error::Result;
 use crate::kernel::dropout::Draw;
@@ -35,7 +35,8 @@ pub(super) fn operator() -> Operator {
     })
     .formula(|call| {
         let [x, p, seed, site] = call.arguments();
-        Ok(vec![Some(kernel::composed(&x.required(), &draw_composed([p, seed, site])?)?)])
+        let x = x.required();
+        Ok(vec![Some(kernel::composed(&x, drawn_for(&x, [p, seed, site])?.as_ref())?)])
     })
     .backward(
         Operator::new(

@@ -2,11 +2,10 @@
 
 use super::call::{values, Call, Value};
 use super::declare::{gradient, leader, parameter, seed, tensor, Kind as Type, Operator};
-use super::dropout::{check_dropout, draw, draw_composed};
+use super::dropout::{check_dropout, draw, drawn_for};
 use super::engine::Handle;
 use super::row_norm::{composed, own, views, with_own, Own, RowOperator, Rowwise};
 use crate::error::{Error, Result};
-use crate::kernel::dropout;
 use crate::kernel::residual_step::{call as kernel, NO_NORM};
 use crate::kernel::rows::call::{RowGradients, RowViews};
 use crate::kernel::rows::curve::NUMBERS;
@@ -224,7 +223,11 @@ fn formula(norm: Option<&RowKernels>, call: &Call) -> Result<Vec<Option<Tensor>>
         Some(gain) => Ok(t.f_mul(&gain.f_to_kind(kind)?)?),
         None => Ok::<_, Error>(t),
     };
-    let branch = gained(dropout::drop(f.f_to_kind(kind)?, &draw_composed([p, seed, site])?)?, beta)?;
+    let mut branch = f.f_to_kind(kind)?;
+    if let Some(mask) = drawn_for(&branch, [p, seed, site])? {
+        branch = branch.f_mul(&mask)?;
+    }
+    let branch = gained(branch, beta)?;
     let x_plus = gained(x.f_to_kind(kind)?, alpha)?.f_add(&branch)?.f_to_kind(x.kind())?;
     let y = match norm {
         Some(k) => {

@@ -4,6 +4,7 @@ use super::call::values;
 use super::engine::Handle;
 use super::ffi::shim_error;
 use crate::error::Result;
+use crate::host::host;
 use std::ffi::{c_int, c_void};
 use std::ptr::NonNull;
 use tch::{Device, Tensor};
@@ -53,7 +54,7 @@ impl Late {
         if self.arrived.as_ref().is_some_and(|event| !unsafe { nfrs_event_wait(event.0.as_ptr()) }) {
             return Err(shim_error());
         }
-        Ok(Vec::<f64>::try_from(self.host.f_reshape([-1i64].as_slice())?)?)
+        host("a number of the device's", &self.host)
     }
 }
 

@@ -3,9 +3,10 @@
 use super::SearchConfig;
 use crate::config::SearchRule;
 use crate::error::{Error, Result};
+use crate::host::host;
 use crate::model::{BOS, EOS, PAD};
 use std::sync::Arc;
-use tch::{Device, Kind, Tensor};
+use tch::{Kind, Tensor};
 
 /// A next token and its log p.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -52,7 +53,7 @@ impl TargetVocabulary {
                 mask.size()
             )));
         }
-        let allowed = Vec::<bool>::try_from(mask.f_to_device(Device::Cpu)?)?;
+        let allowed = host::<bool>("the target vocabulary's mask", mask)?;
         let is_word = |id: i64| ![BOS, PAD, EOS].contains(&id);
         if !allowed[EOS as usize] || !(0..size).any(|id| is_word(id) && allowed[id as usize]) {
             return Err(Error::invalid(
@@ -109,7 +110,7 @@ pub(super) fn best(log_p: &Tensor, count: usize) -> Result<Vec<Vec<Continuation>
     // One more than asked for: if it equals the last, topk has chosen among equals as it liked.
     let fetched = v.min(count as i64 + 1);
     let (values, tokens) = log_p.f_topk(fetched, 1, true, true)?;
-    let (values, tokens) = (to_host(&values)?, Vec::<i64>::try_from(tokens.f_to_device(Device::Cpu)?.f_view(-1i64)?)?);
+    let (values, tokens) = (host::<f64>("log p", &values)?, host::<i64>("tokens", &tokens)?);
     let found: Vec<Continuation> = tokens
         .into_iter()
         .zip(values)
@@ -141,22 +142,19 @@ fn at_least(log_p: &Tensor, rows: &[usize], least: &[f64]) -> Result<Vec<(usize,
     let log_p = log_p.f_index_select(0, &Tensor::f_from_slice(&index)?.f_to_device(device)?)?;
     let least = Tensor::f_from_slice(least)?.f_to_kind(log_p.kind())?.f_to_device(device)?.f_unsqueeze(1)?;
     let chosen = log_p.f_ge_tensor(&least)?;
-    let values = to_host(&log_p.f_masked_select(&chosen)?)?;
+    let values = host::<f64>("log p", &log_p.f_masked_select(&chosen)?)?;
     // (found, 2): row and token, in the order in which masked_select takes them
-    let places = Vec::<i64>::try_from(chosen.f_nonzero()?.f_to_device(Device::Cpu)?.f_reshape(-1i64)?)?;
+    let places = host::<i64>("places", &chosen.f_nonzero()?)?;
     let found = places.chunks_exact(2).zip(values);
     Ok(found
         .map(|(at, log_probability)| (rows[at[0] as usize], Continuation { token: at[1], log_probability }))
         .collect())
 }
 
-fn to_host(values: &Tensor) -> Result<Vec<f64>> {
-    Ok(Vec::<f64>::try_from(values.f_to_device(Device::Cpu)?.f_to_kind(Kind::Double)?.f_reshape(-1i64)?)?)
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
+    use tch::Device;
 
     /// Equal values: the lower id first, also where they straddle the last place.
     #[test]

@@ -9,8 +9,9 @@ use super::sampling::Sampling;
 use crate::config::{AttentionName, GenerationOptions};
 use crate::data::random::{Purpose, Random};
 use crate::error::{Error, Result};
+use crate::host::host;
 use crate::model::{Cargo, Context, Packed, Sentences, StackCache, Transformer, BOS, EOS, PAD};
-use tch::{Device, Kind, Tensor};
+use tch::{Kind, Tensor};
 
 /// How to continue texts.
 #[derive(Clone, Debug, PartialEq)]
@@ -258,8 +259,7 @@ fn rows(logits: &Tensor, chosen: &[i64], numbers: &[usize]) -> Result<Next> {
     }
     let types = logits.size()[1] as usize;
     let index = Tensor::f_from_slice(chosen)?.f_to_device(logits.device())?;
-    let found = logits.f_index_select(0, &index)?.f_to_device(Device::Cpu)?.f_to_kind(Kind::Double)?;
-    let found = Vec::<f64>::try_from(found.f_reshape(-1i64)?)?;
+    let found: Vec<f64> = host("logits", &logits.f_index_select(0, &index)?)?;
     Ok(numbers.iter().copied().zip(found.chunks_exact(types).map(<[f64]>::to_vec)).collect())
 }
 

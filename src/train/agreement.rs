@@ -1,7 +1,7 @@
 //! What the ranks of a process group tell each other between updates: numbers of the host, and whether any must stop.
 
-use crate::cpu::memory;
 use crate::error::{Error, Result};
+use crate::host::host;
 use crate::operator::ProcessGroup;
 use tch::{Device, Tensor};
 
@@ -25,7 +25,7 @@ impl ProcessGroup {
         if self.is_alone() {
             return Ok(numbers);
         }
-        let all = memory::numbers(&collective(self, &Tensor::f_from_slice(&numbers)?.f_to_device(device)?)?)?;
+        let all = host("what ranks share", &collective(self, &Tensor::f_from_slice(&numbers)?.f_to_device(device)?)?)?;
         Ok(std::array::from_fn(|i| all[i]))
     }
 

@@ -244,6 +244,11 @@ def test_targets_outside_the_vocabulary(on_device, masked):
     on_device(cases.bad_targets, masked)
 
 
+@pytest.mark.parametrize("offset", [0.0, 1e6, 3e38])
+def test_cross_entropy_of_logits_with_an_offset(on_device, offset):
+    on_device(cases.offset_logits, offset)
+
+
 @pytest.mark.parametrize(
     "case", [cases.ignored_words, cases.falling_logits, cases.infinite_logits], ids=lambda c: c.__name__
 )

@@ -2,8 +2,9 @@
 
 A call's arguments follow from (seed, number) alone. Some are valid, some have a fault or several, some are anything
 that the schema allows. Backward operators are called directly, by autograd, and with saved tensors that a hook has
-changed. A quarter of the calls runs sixteen at once. Every tensor ends at a page that cannot be read: an overrun is a
-crash. Calls run in child processes; a crash is counted, its number printed, and another child goes on behind it.
+changed. Some valid calls are made inside modes and wrappers of torch's (fuzz_contexts.py). A quarter of the calls runs
+sixteen at once. Every tensor ends at a page that cannot be read: an overrun is a crash. Calls run in child processes; a
+crash is counted, its number printed, and another child goes on behind it.
 
 Accepted calls without NaN are compared with the formulas of tests/reference in float64. The last line counts calls,
 accepted and refused ones, crashes, panics and wrong values; the exit status is 1 where one of the last three is not 0.
@@ -26,6 +27,7 @@ from torch import Tensor
 
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1])]
 
+import fuzz_contexts  # noqa: E402
 from fuzz_tensors import Draw, faulty  # noqa: E402
 from fuzz_twins import (  # noqa: E402
     DIFFERENTIABLE,
@@ -38,8 +40,10 @@ from fuzz_twins import (  # noqa: E402
     is_whole,
     scale_of,
     wide,
+    written,
 )
 
+HOWS = ("valid", "valid", "faulty", "faulty", "wild", "autograd", "hooks", "context", "context", "context")
 THREADS = 16
 SILENCE = 120
 """Seconds without a call's end after which a child counts as crashed."""
@@ -47,6 +51,8 @@ SILENCE = 120
 
 def run(op: str, a: dict) -> list[Tensor]:
     arguments = OPS_BY_NAME[op]
+    if op == "dropout_mask" and 2**26 < abs(a["rows"] * a["cols"]) < 2**58:
+        raise ValueError("not asked: a mask that may end the machine's memory")
     positional = [a[s.name] for s in arguments if not s.kwarg_only]
     out = getattr(OPS, op)(*positional, **{s.name: a[s.name] for s in arguments if s.kwarg_only})
     return [] if out is None else [out] if isinstance(out, Tensor) else list(out)
@@ -89,10 +95,6 @@ def twins(op: str, a: dict, before: dict, out: list[Tensor]):
     leaves = wide(a | {name: before[name] for name in written(op)})
     leaves |= {"before": before, "stored": [t.detach() for t in out]}
     return leaves, made[1](op, leaves)
-
-
-def written(op: str) -> list[str]:
-    return [s.name for s in OPS_BY_NAME[op] if s.is_out or (s.alias_info is not None and s.alias_info.is_write)]
 
 
 def judge(op: str, a: dict, before: dict, out: list[Tensor]) -> None:
@@ -191,7 +193,32 @@ def gradients(op: str, a: dict, leaves: dict, twin: dict, cotangent: dict, found
         compare(f"{op}: gradient of {n}", same, e, largest, rows, is_double, eps)
 
 
-def by_autograd(d: Draw, op: str, hook) -> bool:
+def in_context(d: Draw, op: str) -> bool:
+    """A valid call in a mode or a wrapper of torch's, judged as a plain one."""
+    kind = d.one(*fuzz_contexts.CONTEXTS, "hooks that keep", "hooks that keep", "gradient", "gradient")
+    if kind == "hooks that keep":
+        return by_autograd(d, op, fuzz_contexts.HOOKS[d.one(*fuzz_contexts.HOOKS)], keeps=True)
+    a = valid(d, op)
+    if a is None or (kind in ("gradient", "subclass again") and not fuzz_contexts.wrt(a)):
+        return wild(d, op)
+    before = copies(a)
+    if kind == "gradient":
+        found = fuzz_contexts.outer_gradient(d, op, a, run, None)
+        if is_plain(before):
+            out = run(op, a)
+            leaves, twin = twins(op, a, before, out)
+            cotangent = {i: torch.ones_like(out[i]) for i in ((0, 1) if op.endswith("_residual") else (0,))}
+            if 0 in twin:
+                narrow = torch.finfo(a[fuzz_contexts.wrt(a)[0]].dtype).eps
+                gradients(op, a, leaves, twin, cotangent, found, narrow)
+        return True
+    judged = lambda out: judge(op, a, before, out) if is_plain(before) else None  # noqa: E731
+    fuzz_contexts.CONTEXTS[kind](d, op, a, run, judged)
+    return True
+
+
+def by_autograd(d: Draw, op: str, hooks, keeps: bool = False) -> bool:
+    """`hooks` pack and unpack saved tensors, and keep their numbers where `keeps`."""
     a = valid(d, op)
     if a is None or not any(n in a for n in DIFFERENTIABLE):
         return wild(d, op)
@@ -199,10 +226,10 @@ def by_autograd(d: Draw, op: str, hook) -> bool:
     wrt = [n for n in DIFFERENTIABLE if isinstance(a.get(n), Tensor) and a[n].is_floating_point()]
     for n in wrt:
         a[n].requires_grad_()
-    if hook is None:
+    if hooks is None:
         out = run(op, a)
     else:
-        with torch.autograd.graph.saved_tensors_hooks(hook, lambda t: t):
+        with torch.autograd.graph.saved_tensors_hooks(*hooks):
             out = run(op, a)
     used = [i for i, t in enumerate(out) if t.requires_grad]
     if not used:
@@ -213,7 +240,7 @@ def by_autograd(d: Draw, op: str, hook) -> bool:
         0.3
     )  # to be differentiated again: by formula, whose numbers on the way have their tensors' types
     found = torch.autograd.grad(outputs, inputs, list(cotangent.values()), create_graph=is_composed, allow_unused=True)
-    if hook is None and is_plain(a):
+    if (hooks is None or keeps) and is_plain(a):
         leaves, twin = twins(op, a, before, out)
         if 0 in twin:
             narrow = torch.finfo(a[wrt[0]].dtype).eps if is_composed else 0.0
@@ -235,7 +262,7 @@ def call(seed: int, number: int, show: bool = False) -> str:
     """Makes the call: "accepted", "refused: why", "panic: …" or "wrong: …"."""
     d = Draw(seed, number)
     op = d.one(*OPS_BY_NAME)
-    how = d.one("valid", "valid", "faulty", "faulty", "wild", "autograd", "hooks")
+    how = d.one(*HOWS)
     if show:
         print(f"call {number} of seed {seed}: {op}, {how}", flush=True)
     try:
@@ -250,7 +277,9 @@ def call(seed: int, number: int, show: bool = False) -> str:
             by_autograd(d, op, None)
         elif how == "hooks" and not op.endswith("_"):
             # Formulas save tensors for torch's own functions, which read storage that is not there.
-            by_autograd(d, op, lambda t: faulty(d, t, may_free=False) if d.chance(0.4) else t)
+            by_autograd(d, op, (lambda t: faulty(d, t, may_free=False) if d.chance(0.4) else t, lambda t: t))
+        elif how == "context":
+            in_context(d, op)
         else:
             a = valid(d, op)
             if how != "valid":
@@ -263,7 +292,7 @@ def call(seed: int, number: int, show: bool = False) -> str:
                 judge(op, a, before, out)
     except Wrong as e:
         return f"wrong: {op}, {how}: {e}"
-    except (RuntimeError, ValueError, TypeError, IndexError) as e:
+    except (RuntimeError, ValueError, TypeError, IndexError, AssertionError) as e:
         if show:
             traceback.print_exc()
         text = str(e).split("\n")[0]

@@ -22,6 +22,10 @@ OPS_BY_NAME = {
 }
 
 
+def written(op: str) -> list[str]:
+    return [s.name for s in OPS_BY_NAME[op] if s.is_out or (s.alias_info is not None and s.alias_info.is_write)]
+
+
 def gain(d: Draw, width: int, like: torch.dtype) -> Tensor | None:
     dtype = like if d.chance(0.6) else d.one(*FLOATS)
     return d.one(None, d.normal((width,), dtype), d.normal((1,), dtype), d.normal((), dtype))
@@ -214,6 +218,17 @@ def relu_oracle(op: str, a: dict):
     return {0: dropped(torch.relu(a["x"]), a)}
 
 
+def dropout_mask(d: Draw, op: str):
+    shape = {"rows": d.one(0, 1, 5, 40), "cols": d.one(0, 1, 3, 17, 300)}
+    p = d.one(0.0, 0.1, 0.5)
+    return {"seed": seed_of(d, p or 0.1), **shape, "p": p, "site": d.random.randrange(65536)}
+
+
+def dropout_mask_oracle(op: str, a: dict):
+    ones = torch.ones(a["rows"], a["cols"], dtype=torch.float64)
+    return {0: dropped(ones, a) if ones.numel() else ones}
+
+
 def attention(d: Draw, op: str):
     dtype, heads, d_head = d.one(*FLOATS), d.one(1, 2, 3), d.one(1, 3, 8, 17)
     pairs = [(d.one(0, 1, 3, 9), d.one(0, 1, 2, 20)) for _ in range(d.random.randint(0, 4))]
@@ -324,6 +339,7 @@ FAMILIES = {
     "group_scaling": (group_scaling, group_scaling_oracle),
     **dict.fromkeys(COLUMN, (column_norm, column_oracle)),
     "relu_dropout": (relu_dropout, relu_oracle),
+    "dropout_mask": (dropout_mask, dropout_mask_oracle),
     "attention": (attention, attention_oracle),
     "label_smoothed_cross_entropy": (cross_entropy, cross_entropy_oracle),
     "label_smoothed_cross_entropy_": (cross_entropy, cross_entropy_oracle),
@@ -403,5 +419,5 @@ def scale_of(a: dict) -> tuple[float, int, bool]:
     floating = [t for t in a.values() if isinstance(t, Tensor) and t.is_floating_point() and t.numel()]
     largest = max((t.detach().double().abs().max().item() for t in floating), default=1.0)
     rows = max((t.numel() // max(t.shape[-1], 1) for t in floating if t.dim()), default=1)
-    leader = next(a[n] for n in ("x", "x_plus", "q", "logits", "parameters") if n in a)
+    leader = next(a[n] for n in ("x", "x_plus", "q", "logits", "parameters", "seed") if n in a)
     return largest, rows, leader.dtype == torch.float64

@@ -1,5 +1,7 @@
 """The registered operators against the plain PyTorch oracle, in every way PyTorch calls an operator."""
 
+import functools
+
 import pytest
 import torch
 from operators_support import EPS, NORMS, OPS, attention_arguments, leaves, parameters, residual_arguments
@@ -93,6 +95,78 @@ def test_compile_with_inductor_and_dynamic_shapes():
         torch.testing.assert_close(
             torch.autograd.grad(compiled(x), weight)[0], torch.autograd.grad(f(x), weight)[0], rtol=1e-5, atol=1e-6
         )
+
+
+SEED = torch.tensor([11, 3, 1])
+WITH_DROPOUT = {
+    "relu_dropout": lambda x, seed: OPS.relu_dropout(x, 0.5, seed, 2),
+    "residual": lambda x, seed: OPS.residual(x, x.sin(), None, None, None, None, EPS, 0.5, seed, 2)[0],
+    "layer_norm_residual": lambda x, seed: OPS.layer_norm_residual(
+        x, x.sin(), None, None, None, None, EPS, 0.5, seed, 2
+    )[1],
+    "attention": lambda x, seed: OPS.attention(
+        x, x.sin(), x.cos(), torch.tensor([[0, 4, 0, 4]]), 2, True, 0.5, 0.5, seed, 2
+    )[0],
+}
+
+
+@pytest.mark.parametrize("name", WITH_DROPOUT)
+def test_functorch_draws_the_kernels_masks(name):
+    """The formula reads the seed through the dispatcher, whatever wraps it."""
+    f, x, dx = WITH_DROPOUT[name], torch.randn(4, 8), torch.randn(4, 8)
+    sums = lambda x, seed: f(x, seed).sin().sum()  # noqa: E731
+    leaf = x.clone().requires_grad_()
+    (expected,) = torch.autograd.grad(sums(leaf, SEED), leaf)
+    close = functools.partial(torch.testing.assert_close, rtol=1e-5, atol=1e-5)
+    close(torch.func.grad(sums)(x, SEED), expected)
+    y, dy = torch.func.jvp(lambda x: f(x, SEED), (x,), (dx,))
+    close(y, f(x, SEED))
+    close((dy * f(x, SEED).cos()).sum(), (expected * dx).sum())
+    close(torch.func.functional_call(torch.nn.Identity(), {}, (f(x, SEED),)), f(x, SEED))
+
+
+@pytest.mark.parametrize("name", WITH_DROPOUT)
+def test_vmap_draws_one_mask_or_one_for_each_example(name):
+    f, xs = WITH_DROPOUT[name], torch.randn(3, 4, 8)
+    seeds = torch.stack([SEED, SEED + 1, SEED + 2])
+    grad = torch.func.grad(lambda x, seed: f(x, seed).sin().sum())
+    for dims, given in ((None, [SEED] * 3), (0, seeds)):
+        close = functools.partial(torch.testing.assert_close, rtol=1e-5, atol=1e-5)
+        seed = SEED if dims is None else seeds
+        close(torch.vmap(f, (0, dims))(xs, seed), torch.stack([f(x, s) for x, s in zip(xs, given)]))
+        found = torch.vmap(grad, (0, dims))(xs, seed)
+        close(found, torch.stack([grad(x, s) for x, s in zip(xs, given)]))
+
+
+@pytest.mark.parametrize("randomness", ["same", "different"])
+def test_seeds_that_are_drawn_under_vmap(randomness):
+    def dropped(x):
+        return OPS.relu_dropout(x, 0.5, torch.randint(2**31, (3,)), 0)
+
+    y = torch.vmap(dropped, randomness=randomness)(torch.ones(2, 64))
+    assert torch.equal(y[0], y[1]) == (randomness == "same") and set(y.flatten().tolist()) == {0.0, 2.0}
+
+
+def test_a_dropout_mask_is_what_the_kernel_draws():
+    ones = torch.ones(5, 40, dtype=torch.float64)
+    mask = OPS.dropout_mask(SEED, 5, 40, 0.3, 7)
+    assert mask.dtype == torch.float64 and torch.equal(mask, OPS.relu_dropout(ones, 0.3, SEED, 7))
+    assert OPS.dropout_mask(SEED.to("meta"), 5, 40, 0.3, 7).shape == (5, 40)
+    with pytest.raises(ValueError, match="rows and cols must be at least 0, got -1 and 2"):
+        OPS.dropout_mask(SEED, -1, 2, 0.3, 7)
+
+
+@pytest.mark.parametrize("size", [1e25, 1e-25, 1e37])
+@pytest.mark.parametrize("norm", [norm for norm in NORMS if norm in ("layer_norm", "rms_norm", "scale_norm")])
+def test_formulas_of_rows_whose_squares_leave_the_range(norm, size):
+    """torch.func runs the formula, and the kernel scales such rows."""
+    x, given, eps = torch.randn(3, 64), parameters(norm, 64, torch.float32), 1e-5 * min(size, 1) ** 2
+    f = lambda x: getattr(OPS, norm)(x, *given, eps)[0]  # noqa: E731
+    torch.testing.assert_close(torch.vmap(f)(x * size), f(x * size), rtol=1e-4, atol=1e-5)
+    leaf = (x * size).requires_grad_()
+    (expected,) = torch.autograd.grad(f(leaf).sin().sum(), leaf)
+    found = torch.func.grad(lambda x: f(x).sin().sum())(x * size)
+    torch.testing.assert_close(found * size, expected * size, rtol=1e-3, atol=1e-4)
 
 
 @pytest.mark.parametrize("norm", NORMS)

@@ -15,6 +15,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 FLOORS = (
     ("error",),
+    ("host",),
     ("options", "analysis", "atomic", "cpu", "cuda"),
     ("data", "kernel", "ownership", "parametrisation"),
     ("metrics", "norm", "residual"),

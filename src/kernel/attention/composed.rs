@@ -4,17 +4,23 @@ use super::call::{sequences, Settings};
 use super::Sequence;
 use crate::cpu::memory;
 use crate::error::Result;
-use crate::kernel::dropout;
+use crate::host::host;
 use tch::{Kind, Tensor};
 
-/// out, of sentences padded to the longest.
-pub fn composed(q: &Tensor, k: &Tensor, v: &Tensor, ranges: &Tensor, a: &Settings) -> Result<Tensor> {
+/// out, of sentences padded to the longest. `draw` gives what dropout multiplies so many rows and columns by; the
+/// settings' own is the kernels'.
+pub fn composed(
+    q: &Tensor,
+    k: &Tensor,
+    v: &Tensor,
+    ranges: &Tensor,
+    a: &Settings,
+    draw: impl FnOnce(i64, i64) -> Result<Option<Tensor>>,
+) -> Result<Tensor> {
     let kind = if q.kind() == Kind::Double { Kind::Double } else { Kind::Float };
     let device = q.device();
-    let mut flat = memory::filled(0, ranges.numel());
-    ranges.f_to_device(tch::Device::Cpu)?.f_contiguous()?.f_copy_data(&mut flat, ranges.numel())?;
     // Before anything is indexed by them: a GPU would not say what was wrong, and do nothing more.
-    let sequences = sequences(&flat, [q.size()[0], k.size()[0]], false)?;
+    let sequences = sequences(&host("attention: ranges", ranges)?, [q.size()[0], k.size()[0]], false)?;
     let longest = |len: fn(&Sequence) -> usize| sequences.iter().map(len).max().unwrap_or(0);
     let (q_len, k_len) = (longest(|s| s.q_len), longest(|s| s.k_len));
     let n = sequences.len();
@@ -50,9 +56,8 @@ pub fn composed(q: &Tensor, k: &Tensor, v: &Tensor, ranges: &Tensor, a: &Setting
     let hidden = visible.f_logical_not()?;
     let mut weights =
         scores.f_masked_fill(&hidden, f64::NEG_INFINITY)?.f_softmax(-1, kind)?.f_masked_fill(&hidden, 0.0)?;
-    if a.draw.p > 0.0 {
-        // Element (query row·heads + head, key), as the kernel draws it.
-        let all = dropout::mask(&a.draw, (q.size()[0] * a.heads) as usize, k_len as usize)?;
+    // Element (query row·heads + head, key), as the kernel draws it.
+    if let Some(all) = draw(q.size()[0] * a.heads, k_len)? {
         let all = all.f_to_kind(kind)?.f_to_device(device)?.f_reshape([q.size()[0], a.heads, k_len].as_slice())?;
         let mask =
             all.f_index_select(0, &q_rows)?.f_reshape([n, q_len, a.heads, k_len].as_slice())?.f_transpose(1, 2)?;

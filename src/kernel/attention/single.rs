@@ -209,7 +209,7 @@ mod tests {
             .collect();
         let ranges = Tensor::from_slice(&ranges).reshape([-1, 4]);
         let settings = Settings { heads, causal: false, scale, draw: Draw::NONE };
-        composed(q, &all(k), &all(v), &ranges, &settings).unwrap()
+        composed(q, &all(k), &all(v), &ranges, &settings, |_, _| Ok(None)).unwrap()
     }
 
     #[test]

@@ -72,17 +72,27 @@ fn weights_lanes<A: Accumulator, S: Isa>(scores: &mut [A], lse: &[A]) {
     }
 }
 
-/// dP becomes dS = P∘(dP − D).
+/// P sums to 1 and dP becomes dS = P∘(dP − D).
+///
+/// A large lse has lost digits: P = exp(s − lse) is off by one factor all over a query, 1e-4 at 1,600 in f32. D would be
+/// off by it and dP not, and their difference by as much of D.
 #[inline(always)]
-pub(super) fn score_gradients<A: Accumulator>(p: &[A], dp: &mut [A], lanes: usize) {
-    let mut d = [A::ZERO; QUERIES];
+pub(super) fn score_gradients<A: Accumulator>(p: &mut [A], dp: &mut [A], lanes: usize) {
+    let (mut sums, mut d) = ([A::ZERO; QUERIES], [A::ZERO; QUERIES]);
     for (p, dp) in p.chunks_exact(lanes).zip(dp.chunks_exact(lanes)) {
-        for ((d, p), dp) in d.iter_mut().zip(p).zip(dp) {
+        for (((sum, d), p), dp) in sums.iter_mut().zip(&mut d).zip(p).zip(dp) {
+            *sum += *p;
             *d += *p * *dp;
         }
     }
-    for (p, dp) in p.chunks_exact(lanes).zip(dp.chunks_exact_mut(lanes)) {
-        for ((d, p), dp) in d.iter().zip(p).zip(dp) {
+    for (sum, d) in sums.iter_mut().zip(&mut d) {
+        // A query without keys has no weights.
+        *sum = if *sum == A::ZERO { A::ZERO } else { A::ONE / *sum };
+        *d = *d * *sum;
+    }
+    for (p, dp) in p.chunks_exact_mut(lanes).zip(dp.chunks_exact_mut(lanes)) {
+        for (((share, d), p), dp) in sums.iter().zip(&d).zip(p).zip(dp) {
+            *p = *p * *share;
             *dp = *p * (*dp - *d);
         }
     }

@@ -6,6 +6,7 @@ use super::{BatchStatistics, ColumnOptions, ColumnRule, State, Stats};
 use crate::cpu::parallel::{self, Shared};
 use crate::cpu::{memory, Accumulator, Element};
 use crate::error::Result;
+use crate::host::host;
 use std::ops::Range;
 use tch::Tensor;
 
@@ -101,7 +102,7 @@ fn over_ranks(batch: BatchStatistics, o: &ColumnOptions) -> Result<BatchStatisti
     let of_all = batch.square_of_all.as_ref().unwrap_or(&batch.square);
     let counts = [batch.count, batch.rows];
     let mine = memory::collected(counts.iter().chain(&batch.mean).chain(&batch.square).chain(of_all).copied());
-    let all = memory::numbers(&ranks.gather(&Tensor::f_from_slice(&mine)?)?)?;
+    let all: Vec<f64> = host("statistics", &ranks.gather(&Tensor::f_from_slice(&mine)?)?)?;
     let batches: Vec<_> = all.chunks(mine.len()).map(|r| (r[0], r[1], r[2..].chunks(cols.max(1)))).collect();
     let (count, rows) = batches.iter().fold((0.0, 0.0), |(n, all), (count, rows, _)| (n + count, all + rows));
     let zeros = || memory::filled(0.0, cols);
@@ -177,7 +178,7 @@ pub fn backward<E: Element>(rule: &ColumnRule, v: &ColumnViews, d: &ColumnGradie
     }
     if let (Some(ranks), true) = (o.ranks, stats.exact || (rule.approximate && o.train)) {
         let mine = memory::collected(sum.iter().chain(&sum_x).copied());
-        let all = memory::numbers(&ranks.sum(&Tensor::f_from_slice(&mine)?)?)?;
+        let all: Vec<f64> = host("statistics", &ranks.sum(&Tensor::f_from_slice(&mine)?)?)?;
         sum.copy_from_slice(&all[..cols]);
         sum_x.copy_from_slice(&all[cols..]);
     }

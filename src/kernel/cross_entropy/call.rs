@@ -20,7 +20,7 @@ pub struct LossViews {
     pub ignore_index: i64,
 }
 
-/// Losses of rows; lse is absent where no backward pass follows.
+/// Losses of rows; lse (two numbers each) is absent where no backward pass follows.
 pub struct Losses {
     pub loss: View,
     pub nll: View,
@@ -85,16 +85,21 @@ impl LossViews {
     }
 }
 
+/// The numbers of `lse` of these rows.
+fn pairs(rows: &Range<usize>) -> Range<usize> {
+    2 * rows.start..2 * rows.end
+}
+
 fn forward_typed<E: Element>(c: &LossViews, to: &Losses) -> Result<()> {
     let (cols, smoothing) = (c.logits.cols(), c.smoothing);
-    // SAFETY: contiguous logits of E; loss, nll and lse are fresh, one number of the accumulation type per row.
+    // SAFETY: contiguous logits of E; loss, nll and lse are fresh, of the accumulation type: one number per row, and two of lse.
     let (logits, loss, nll, lse) = unsafe {
         let row = |v: &View| Shared::new(v.slice_mut::<E::Acc>());
         (c.logits.slice::<E>(), row(&to.loss), row(&to.nll), row(&to.lse))
     };
     c.each(|r, all, targets, mask| {
         // SAFETY: the ranges are disjoint.
-        let (loss, nll, lse) = unsafe { (loss.slice(r.clone()), nll.slice(r.clone()), lse.slice(r.clone())) };
+        let (loss, nll, lse) = unsafe { (loss.slice(r.clone()), nll.slice(r.clone()), lse.slice(pairs(&r))) };
         forward_rows::<E>(cols, &logits[all], targets, mask, smoothing, loss, nll, lse)
     })
 }
@@ -109,7 +114,7 @@ fn backward_typed<E: Element>(c: &LossViews, lse: &View, dloss: &View, dlogits: 
     c.each(|r, all, targets, mask| {
         // SAFETY: the ranges are disjoint.
         let dlogits = unsafe { dlogits.slice(all.clone()) };
-        let (lse, dloss) = (&lse[r.clone()], &dloss[r.clone()]);
+        let (lse, dloss) = (&lse[pairs(&r)], &dloss[r.clone()]);
         backward_rows::<E>(cols, &logits[all], targets, mask, smoothing, lse, dloss, dlogits)
     })
 }

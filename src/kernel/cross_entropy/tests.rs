@@ -59,7 +59,7 @@ fn compare<E: Element>(unit: f64, tiny: f64, magnitudes: &[f64]) {
             for masked in [false, true] {
                 let c = case::<E>(cols, magnitude, masked);
                 let zero = E::Acc::ZERO;
-                let (mut loss, mut nll, mut lse) = ([zero; 5], [zero; 5], [zero; 5]);
+                let (mut loss, mut nll, mut lse) = ([zero; 5], [zero; 5], [zero; 10]);
                 let targets = Targets { ids: &c.ids, ignore: -100 };
                 forward(cols, &c.logits, targets, &c.mask, c.smoothing, &mut loss, &mut nll, &mut lse).unwrap();
                 let scale = 1.5;
@@ -74,7 +74,11 @@ fn compare<E: Element>(unit: f64, tiny: f64, magnitudes: &[f64]) {
                     // Rounding of z − m and of the sums, relative to the largest term: √cols additions of rounding acc.
                     let tolerance = 2.0 * acc * (magnitude + 8.0) * (cols as f64).sqrt().max(2.0);
                     let at = format!("{level:?} cols {cols} magnitude {magnitude} masked {masked} row {r}");
-                    for (got, want) in [loss[r], loss2[r], nll[r], nll2[r], lse[r]]
+                    let sum = match lse[2 * r + 1] {
+                        none if none == zero => zero,
+                        exp => lse[2 * r] + exp.ln(),
+                    };
+                    for (got, want) in [loss[r], loss2[r], nll[r], nll2[r], sum]
                         .iter()
                         .zip([want_loss, want_loss, want_nll, want_nll, want_lse])
                     {
@@ -137,6 +141,41 @@ fn an_underflowing_probability_still_gets_the_uniform_gradient() {
 }
 
 #[test]
+fn an_offset_changes_nothing() {
+    // Exact in f32: sixteenths, and offsets that leave them.
+    let z: Vec<f32> = (0..300).map(|i| (i * 37 % 101) as f32 / 16.0 - 3.0).collect();
+    let targets = Targets { ids: &[7], ignore: -1 };
+    let run = |offset: f32| {
+        let mut moved: Vec<f32> = z.iter().map(|z| z + offset).collect();
+        let (mut loss, mut nll, mut lse, mut dz) = ([0.0], [0.0], [0.0; 2], vec![0.0; 300]);
+        let smoothing = Smoothing::fairseq(0.1, 300);
+        forward(300, &moved, targets, &[], smoothing, &mut loss, &mut nll, &mut lse).unwrap();
+        backward(300, &moved, targets, &[], smoothing, &lse, &[1.0], &mut dz).unwrap();
+        let (mut loss2, mut nll2) = ([0.0], [0.0]);
+        in_place(300, &mut moved, targets, &[], smoothing, 1.0, &mut loss2, &mut nll2).unwrap();
+        (loss, nll, dz, loss2, nll2, moved)
+    };
+    let plain = run(0.0);
+    for offset in [1e4, 524288.0, -524288.0] {
+        assert!(run(offset) == plain, "{offset}");
+    }
+}
+
+#[test]
+fn logits_at_the_end_of_the_range() {
+    let targets = Targets { ids: &[0], ignore: -1 };
+    for smoothing in [Smoothing { nll: 1.0, uniform: 0.0 }, Smoothing::twt(0.1, 4)] {
+        let (mut z, mut loss, mut nll) = ([3e38f32; 4], [0.0], [0.0]);
+        in_place(4, &mut z, targets, &[], smoothing, 1.0, &mut loss, &mut nll).unwrap();
+        assert!((loss[0] - 4f32.ln()).abs() < 1e-6 && nll == [4f32.ln()], "{loss:?} {nll:?}");
+        // A target that nobody expects, 6e38 below the rest.
+        let (mut z, mut loss, mut nll) = ([-3e38f32, 3e38, 3e38, 3e38], [0.0], [0.0]);
+        in_place(4, &mut z, targets, &[], smoothing, 1.0, &mut loss, &mut nll).unwrap();
+        assert_eq!((loss, nll), ([f32::INFINITY], [f32::INFINITY]));
+    }
+}
+
+#[test]
 fn not_a_number_shows_in_the_loss() {
     for bad in [f32::NAN, f32::INFINITY] {
         let (mut z, mut loss, mut nll) = ([1.0, bad, 2.0, 0.5], [0.0; 2], [0.0; 2]);
@@ -163,6 +202,6 @@ fn no_rows_and_no_words() {
     let smoothing = Smoothing::twt(0.1, 0);
     forward::<f32>(7, &[], none, &[], smoothing, &mut [], &mut [], &mut []).unwrap();
     let ignored = Targets { ids: &[-1, -1], ignore: -1 };
-    forward::<f32>(0, &[], ignored, &[], smoothing, &mut [1.0; 2], &mut [1.0; 2], &mut [1.0; 2]).unwrap();
+    forward::<f32>(0, &[], ignored, &[], smoothing, &mut [1.0; 2], &mut [1.0; 2], &mut [1.0; 4]).unwrap();
     in_place::<f32>(3, &mut [1.0; 6], ignored, &[0; 3], smoothing, 1.0, &mut [1.0; 2], &mut [1.0; 2]).unwrap();
 }

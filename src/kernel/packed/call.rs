@@ -4,6 +4,7 @@ use super::{product, PackedMatrix};
 use crate::cpu::parallel::{self, Shared};
 use crate::cpu::Accumulator;
 use crate::error::{Error, Result};
+use crate::host::has_memory;
 use crate::kernel::view::View;
 use tch::{Device, Kind, Tensor};
 
@@ -13,7 +14,8 @@ const GRAIN: usize = 96;
 /// W (n, k) and b (n), contiguous and of type A, packed.
 pub fn pack<A: Accumulator>(weight: &Tensor, bias: Option<&Tensor>) -> Result<PackedMatrix<A>> {
     let (n, k) = weight.size2()?;
-    let of_type = |t: &Tensor| t.kind() == kind::<A>() && t.is_contiguous() && t.device() == Device::Cpu;
+    let of_type =
+        |t: &Tensor| t.kind() == kind::<A>() && t.is_contiguous() && t.device() == Device::Cpu && has_memory(t);
     if !of_type(weight) || bias.is_some_and(|bias| !of_type(bias) || bias.numel() != n as usize) {
         return Err(Error::Torch(format!(
             "a matrix ({n}, {k}) and its bias are packed from contiguous {:?}",

@@ -26,9 +26,13 @@ pub fn backward(device: Option<Device>, dy: &View, y: &View, draw: &Draw, dx: &V
     }
 }
 
-/// y in tch.
-pub fn composed(x: &Tensor, draw: &Draw) -> Result<Tensor> {
-    dropout::drop(x.f_relu()?, draw)
+/// y in tch; `mask` is what dropout multiplies it by.
+pub fn composed(x: &Tensor, mask: Option<&Tensor>) -> Result<Tensor> {
+    let y = x.f_relu()?;
+    match mask {
+        Some(mask) => Ok(y.f_mul(mask)?),
+        None => Ok(y),
+    }
 }
 
 fn forward_typed<E: Element>(x: &View, draw: &Draw, y: &View) -> Result<()> {

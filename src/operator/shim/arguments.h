@@ -2,6 +2,7 @@
 // without memory alike.
 #pragma once
 #include "declared.h"
+#include "memory.h"
 
 #include <ATen/MemoryOverlap.h>
 #include <c10/util/StringUtil.h>
@@ -22,12 +23,12 @@ struct Sizes {
   c10::SymIntArrayRef first;
   bool has_first = false;
 
-  c10::SymInt told, counted;  // what a letter stands for that no dimension is
+  c10::SymInt told[2], counted;  // what letters stand for that no dimension is
 
   const c10::SymInt*& of(char letter) { return letters[letter - 'a']; }
-  void tell(char letter, int64_t number) {
-    told = number;
-    of(letter) = &told;
+  void tell(size_t i, char letter, int64_t number) {
+    told[i] = number;
+    of(letter) = &told[i];
   }
 
   bool is(char wanted, const c10::SymInt& size) {
@@ -121,15 +122,6 @@ inline std::string describe(Type wanted, const char* leader, at::ScalarType type
   }
 }
 
-// Memory may have been taken from under a tensor (FSDP does so): bytes that it lacks.
-inline int64_t missing_bytes(const Tensor& t) {
-  if (!t.has_storage() || t.is_meta() || t.unsafeGetTensorImpl()->has_symbolic_sizes_strides()) return 0;
-  if (t.numel() == 0) return 0;
-  int64_t last = t.storage_offset();
-  for (int64_t d = 0; d < t.dim(); ++d) last += (t.size(d) - 1) * t.stride(d);
-  return (last + 1) * static_cast<int64_t>(t.element_size()) - static_cast<int64_t>(t.storage().nbytes());
-}
-
 inline void check_one(const char* op, const Argument& a, const Tensor& t, const char* leader, const Tensor& x,
                       Sizes& sizes) {
   TORCH_CHECK_NOT_IMPLEMENTED(t.layout() == at::kStrided, op, ": ", a.name,
@@ -157,7 +149,7 @@ inline void check(const Op& op, Args args, Sizes& sizes) {
   const char* name = op.title >= 0 ? args[op.title].toStringRef().c_str() : op.name;
   const char* leads = op.table[op.leader].name;
   const Tensor& x = leader(op, args);
-  if (op.told >= 0) sizes.tell(op.letter, args[op.told].toInt());
+  for (size_t i = 0; i < op.told.size(); ++i) sizes.tell(i, *op.told[i].sizes, args[op.told[i].place].toInt());
   const auto one = [&](size_t i) {
     const Tensor& t = entry(op, args, i);
     if (t.defined()) return check_one(name, op.table[i], t, leads, x, sizes);

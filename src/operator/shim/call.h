@@ -59,6 +59,7 @@ inline at::ScalarType type_of(const Op& op, Args args, size_t k, bool working) {
   switch (op.made[k].type) {
     case Type::COMPUTED: return computing(x.scalar_type());
     case Type::FLOAT32: return at::kFloat;
+    case Type::FLOAT64: return at::kDouble;
     case Type::DTYPE: return args[op.dtype].isNone() ? like.scalar_type() : args[op.dtype].toScalarType();
     default: break;
   }
@@ -187,6 +188,10 @@ inline Tensor reading(const Op& op, Args args, size_t i, int32_t device) {
 // By the kernels, where there are any for this call.
 inline Tensors by_kernel(const Op& op, Args args) {
   const Tensor& x = leader(op, args);
+  for (size_t i = 0; i < op.table.size(); ++i)
+    if (const Tensor& t = entry(op, args, i); t.defined() && t.layout() == at::kStrided)
+      TORCH_CHECK_VALUE(t.is_meta() ? i != op.leader : !is_hollow(t), op.name, ": ", op.table[i].name, " ",
+                        why_unreadable(t));
   if ((op.is & COMPOSED) && !has_kernel(op, x)) return by_formula<DEVICE>(op, args);
   const int32_t device = kernel_device(x);
   Planned p(op, args, device);
@@ -220,6 +225,48 @@ inline Tensors by_kernel(const Op& op, Args args) {
     if (made[k].scalar_type() != type) made[k] = made[k].to(type);
   }
   return made;
+}
+
+// The Negative and Conjugate keys of an operator that writes arguments. torch's own rule takes it that whatever is written
+// is returned, and writes to memory that is not its own where it is not.
+inline void by_plain(const Op& op, c10::DispatchKeySet keys, Stack* stack) {
+  std::vector<std::pair<Tensor, Tensor>> written;
+  const auto& formal = op.handle->schema().arguments();
+  for (size_t i = 0; i < op.n_args; ++i) {
+    IValue& v = torch::jit::peek(*stack, i, op.n_args);
+    const Tensor t = tensor(v);
+    if (!t.defined() || (!t.is_neg() && !t.is_conj())) continue;
+    const Tensor plain = t.resolve_conj().resolve_neg();
+    if (formal[i].alias_info() && formal[i].alias_info()->isWrite()) written.emplace_back(t, plain);
+    v = plain;
+  }
+  op.handle->redispatchBoxed(keys & c10::DispatchKeySet(c10::DispatchKeySet::FULL_AFTER, c10::DispatchKey::Conjugate),
+                             stack);
+  for (const auto& [t, plain] : written) t.copy_(plain);
+}
+
+// The FuncTorchBatched key of an operator that vmap calls for one example after the other.
+inline void by_examples(const Op& op, c10::DispatchKeySet, Stack* stack) {
+  using at::functorch::maybeGetBatchedImpl;
+  const auto args = torch::jit::last(*stack, op.n_args).vec();
+  const auto found = [&](const IValue& v) { return tensor(v).defined() ? maybeGetBatchedImpl(tensor(v)) : nullptr; };
+  int64_t level = -1, count = 0;
+  for (const auto& v : args)
+    if (const auto* b = found(v); b && b->level() > level) level = b->level(), count = b->value().size(b->bdim());
+  TORCH_CHECK_VALUE(count > 0, op.name, ": vmap over no examples");
+  const c10::impl::ExcludeDispatchKeyGuard below(c10::DispatchKey::FuncTorchBatched);
+  std::vector<std::vector<Tensor>> made(op.made.size());
+  for (int64_t i = 0; i < count; ++i) {
+    Stack one;
+    for (const auto& v : args) {
+      const auto* b = found(v);
+      one.push_back(b && b->level() == level ? IValue(b->value().select(b->bdim(), i)) : v);
+    }
+    op.handle->callBoxed(one);
+    for (size_t k = 0; k < made.size(); ++k) made[k].push_back(one[k].toTensor());
+  }
+  torch::jit::drop(*stack, op.n_args);
+  for (const auto& all : made) stack->emplace_back(at::functorch::makeBatched(at::stack(all), 0, level));
 }
 
 // One of the above as a boxed kernel: what it makes takes the arguments' place.

@@ -80,16 +80,17 @@ enum : uint32_t {
   COMPOSITION = 8,   // is nothing else: PyTorch differentiates what it calls
   RECORDED = 16,     // its gradient is its own, where it has no kernel, too
   BATCHED = 32,      // its formula runs under vmap
+  LOOPED = 64,       // vmap calls it for one example after the other
 };
 
 struct Op {
   const void* rust;
   const char *name, *schema;
   size_t n_args, leader;                // the leader's place in `table`: what types and devices are compared with
-  int64_t dtype, told, title, p;        // arguments: a type, a number that `letter` stands for, a name for messages,
-  char letter;                          //   dropout's rate; or -1
+  int64_t dtype, title, p;              // arguments: a type, a name for messages, dropout's rate; or -1
   uint32_t is;
   Span<Argument> table, made, lists;    // tensor arguments, outputs, arguments that are lists of tensors
+  Span<Argument> told;                  // at most two integers, which letters stand for
   Span<uint8_t> has_gradient, plain;    // of outputs; of arguments: a node keeps them as they are, without a version
   Span<Origin> saved;                   // what else a node keeps
   Op* backward;                         // or null
@@ -156,7 +157,9 @@ const char* nfrs_rust_error();        // the message of this thread's last faile
 
 namespace nfrs {
 
+// An exception of Python's that Rust hands back goes on as it was: torch's checkpointing ends a recomputation by one.
 inline void check_rust(int status) {
+  if (status != 0) normformer_rs::rethrow_as(nfrs_rust_error());
   TORCH_CHECK_VALUE(status != 2, nfrs_rust_error());
   TORCH_CHECK_NOT_IMPLEMENTED(status != 3, nfrs_rust_error());
   TORCH_CHECK(status == 0, nfrs_rust_error());

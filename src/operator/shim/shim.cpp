@@ -20,6 +20,7 @@ auto guarded(Work work) -> decltype(work()) {
   try {
     return work();
   } catch (const std::exception& e) {
+    normformer_rs::notice(e.what());
     last_error = e.what();
   } catch (...) {
     last_error = "C++ threw what is no std::exception";
@@ -49,6 +50,13 @@ struct Boxed : c10::OperatorKernel {
   const Run run;
 };
 
+bool writes(const Op& op) {
+  const auto& formal = op.handle->schema().arguments();
+  return std::any_of(formal.begin(), formal.end(), [](const c10::Argument& a) {
+    return a.alias_info() && a.alias_info()->isWrite();
+  });
+}
+
 // One boxed kernel for each dispatch key.
 void define(torch::Library& m, Op& op) {
   using Key = c10::DispatchKey;
@@ -68,8 +76,13 @@ void define(torch::Library& m, Op& op) {
   impl(Key::CPU, boxed<by_kernel>);
   if (op.is & (ON_GPU | COMPOSED)) impl(Key::CUDA, boxed<by_kernel>);
   impl(Key::Meta, boxed<meta>);
+  if (writes(op)) {
+    impl(Key::Negative, by_plain);
+    impl(Key::Conjugate, by_plain);
+  }
   if (op.is & COMPOSED) impl(Key::CompositeExplicitAutograd, boxed<by_formula<DEVICE>>);
   if (op.is & BATCHED) impl(Key::FuncTorchBatched, boxed<by_formula<BATCH>>);
+  if (op.is & LOOPED) impl(Key::FuncTorchBatched, by_examples);
   if (op.backward) {
     define(m, *op.backward);
     impl(Key::Autograd, autograd);
@@ -80,10 +93,50 @@ void define(torch::Library& m, Op& op) {
 
 }  // namespace
 
+// Functions in torch-sys's place, as tch calls them (compat/normformer_rs_torch_sys.h).
+#undef ats_free
+#undef get_and_reset_last_err
+#undef at_tensor_of_data
+namespace {
+thread_local char* error_of_call = nullptr;
+thread_local bool is_asked_for_free = false;
+}  // namespace
+extern "C" {
+void torch_sys_ats_free(void* scalar);
+char* torch_sys_get_and_reset_last_err();
+
+void ats_free(void* scalar) {
+  if (char* error = torch_sys_get_and_reset_last_err()) error_of_call = error;
+  torch_sys_ats_free(scalar);
+  is_asked_for_free = error_of_call != nullptr;
+}
+char* get_and_reset_last_err() {
+  if (std::exchange(is_asked_for_free, false)) return nullptr;
+  if (error_of_call) return std::exchange(error_of_call, nullptr);
+  return torch_sys_get_and_reset_last_err();
+}
+// A tensor with memory, of numbers of the host.
+Tensor* at_tensor_of_data(const void* numbers, const int64_t* sizes, size_t dims, size_t bytes_each, int type) {
+  try {
+    const Plainly plainly;
+    const auto options = at::TensorOptions().dtype(static_cast<at::ScalarType>(type));
+    auto made = std::make_unique<Tensor>(at::empty(at::IntArrayRef(sizes, dims), options));
+    TORCH_CHECK(made->element_size() == static_cast<int64_t>(bytes_each), "a number of ", made->scalar_type(), " has ",
+                made->element_size(), " bytes, not ", bytes_each);
+    if (made->numel() > 0) std::memcpy(made->mutable_data_ptr(), numbers, made->nbytes());
+    return made.release();
+  } catch (const std::exception& e) {
+    error_of_call = strdup(e.what());
+    return nullptr;
+  }
+}
+}
+
 // What Rust calls; an exception must not leave. A Tensor* is tch's C_tensor*; one that comes back is new and the
 // caller's. Null (or false): failed, with the message in nfrs_last_error().
 extern "C" {
 const char* nfrs_last_error() { return last_error.c_str(); }
+void nfrs_forget_raised() noexcept { normformer_rs::raised = {}; }
 
 // Registers an operator as Rust declares it, and its backward operator.
 bool nfrs_define(Op* op) {
@@ -91,6 +144,24 @@ bool nfrs_define(Op* op) {
     static torch::Library library(torch::Library::DEF, "normformer_rs", std::nullopt, __FILE__, __LINE__);
     define(library, *op);
   });
+}
+
+struct Memory {
+  const void* data;
+  size_t bytes;
+};
+// A tensor of the same numbers that lie where `memory` says, of a type (-1: its own); null where it has none.
+Tensor* nfrs_host(const Tensor* t, int type, Memory* memory) {
+  return guarded([&]() -> Tensor* {
+    const Tensor host = on_host(*t, type, last_error);
+    if (!host.defined()) return nullptr;
+    *memory = {host.const_data_ptr(), host.nbytes()};
+    return give(host);
+  });
+}
+// An exception counts as no.
+bool nfrs_has_memory(const Tensor* t) {
+  return guarded([&]() -> bool { return has_memory(*t); });
 }
 
 // noexcept: `run` is Rust's and does not unwind.

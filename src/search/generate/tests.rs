@@ -3,6 +3,7 @@
 use super::*;
 use crate::config::{from_json, TransformerConfig};
 use std::collections::HashMap;
+use tch::Device;
 
 const V: i64 = 23;
 /// Neither UNK, nor the last types.

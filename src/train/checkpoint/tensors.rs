@@ -2,6 +2,7 @@
 
 use super::Array;
 use crate::error::{Error, Result};
+use crate::host::host;
 use crate::model::Parameters;
 use safetensors::Dtype;
 use std::collections::{BTreeMap, HashMap};
@@ -17,11 +18,9 @@ const KINDS: [(Kind, Dtype); 5] = [
 
 /// A tensor's numbers, copied to the host.
 pub fn to_array(t: &Tensor) -> Result<Array> {
+    let data = host("a checkpoint's tensor", t)?;
     let dtype = KINDS.iter().find(|(kind, _)| *kind == t.kind()).map(|(_, dtype)| *dtype);
     let dtype = dtype.ok_or_else(|| Error::invalid(format!("a checkpoint cannot hold {:?} tensors", t.kind())))?;
-    let host = t.f_detach()?.f_to_device(Device::Cpu)?.f_contiguous()?;
-    let mut data = vec![0u8; host.numel() * t.kind().elt_size_in_bytes()];
-    host.f_copy_data_u8(&mut data, host.numel())?;
     Ok(Array { dtype, shape: t.size().iter().map(|n| *n as usize).collect(), data })
 }
 

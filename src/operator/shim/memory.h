@@ -1,0 +1,85 @@
+// A tensor's memory: whether it is there, and the way to it (host.rs).
+#pragma once
+#include <ATen/ATen.h>
+#include <ATen/FunctionalTensorWrapper.h>
+#include <ATen/functorch/BatchedTensorImpl.h>
+
+namespace nfrs {
+
+using at::Tensor;
+
+// Memory may have been taken from under a tensor (FSDP does so): bytes that it lacks.
+inline int64_t missing_bytes(const Tensor& t) {
+  if (!t.has_storage() || t.is_meta() || t.unsafeGetTensorImpl()->has_symbolic_sizes_strides()) return 0;
+  if (t.numel() == 0) return 0;
+  int64_t last = t.storage_offset();
+  for (int64_t d = 0; d < t.dim(); ++d) last += (t.size(d) - 1) * t.stride(d);
+  return (last + 1) * static_cast<int64_t>(t.element_size()) - static_cast<int64_t>(t.storage().nbytes());
+}
+
+// Whether there is no memory where a tensor says that it lies.
+inline bool is_hollow(const Tensor& t) {
+  if (!t.has_storage() || t.storage().device() != t.device()) return true;
+  return t.storage().nbytes() > 0 && !t.storage().unsafeGetStorageImpl()->data_ptr().get();
+}
+
+// Why a tensor has no numbers that can be read, and what to do; empty where it has.
+inline std::string why_unreadable(const Tensor& t) {
+  if (!t.defined()) return "is undefined: pass a tensor";
+  if (t.layout() != at::kStrided || t.is_nested())
+    return t.is_nested() ? "is a nested tensor: call to_padded_tensor() first"
+                         : c10::str("has layout ", t.layout(), ": call to_dense() first");
+  if (t.is_quantized()) return "is quantised: call dequantize() first";
+  if (at::functorch::isBatchedTensor(t)) return "differs between the examples of vmap: pass one tensor for all of them";
+  if (t.is_meta()) return "is on the meta device, where tensors have no numbers: pass one on the cpu";
+  if (t.unsafeGetTensorImpl()->has_symbolic_sizes_strides() || is_hollow(t))
+    return "has no memory of its own, as in FakeTensorMode or a wrapper subclass: pass a plain tensor";
+  if (missing_bytes(t) > 0)
+    return c10::str("has shape ", t.sizes(), " and only ", t.storage().nbytes(),
+                    " bytes of storage: its memory was freed");
+  return "";
+}
+
+// Nothing that is called is recorded, wrapped or handed to Python.
+struct Plainly {
+  c10::impl::ExcludeDispatchKeyGuard guard{
+      c10::autograd_dispatch_keyset_with_ADInplaceOrView |
+      c10::DispatchKeySet({c10::DispatchKey::FuncTorchDynamicLayerFrontMode,
+                           c10::DispatchKey::FuncTorchDynamicLayerBackMode, c10::DispatchKey::Functionalize,
+                           c10::DispatchKey::Python, c10::DispatchKey::PythonTLSSnapshot})};
+};
+
+// The numbers of what torch.func differentiates, one after the other: torch keeps to itself how it is unwrapped.
+inline Tensor by_items(const Tensor& t, at::ScalarType type) {
+  const Tensor flat = t.reshape({-1});
+  std::vector<at::Scalar> items;
+  for (int64_t i = 0; i < flat.numel(); ++i) items.push_back(flat.select(0, i).item());
+  const Plainly plainly;
+  Tensor host = at::empty(flat.sizes(), at::TensorOptions().dtype(type));
+  for (size_t i = 0; i < items.size(); ++i) host.select(0, static_cast<int64_t>(i)).fill_(items[i]);
+  return host;
+}
+
+// A tensor of the same numbers, contiguous on the CPU; `type` -1 leaves them theirs. Undefined where there are none, and
+// `why` says so.
+inline Tensor on_host(Tensor t, int type, std::string& why) {
+  if (t.key_set().has(c10::DispatchKey::FuncTorchGradWrapper))
+    return by_items(t, type < 0 ? t.scalar_type() : static_cast<at::ScalarType>(type));
+  const Plainly plainly;
+  while (t.defined() && at::functionalization::impl::isFunctionalTensor(t)) {
+    at::functionalization::impl::sync(t);
+    t = at::functionalization::impl::from_functional_tensor(t);
+  }
+  if (t.defined() && t._is_zerotensor()) t = at::zeros(t.sizes(), t.options());
+  why = why_unreadable(t);
+  if (!why.empty()) return Tensor();
+  t = t.resolve_conj().resolve_neg();
+  return t.to(at::kCPU, type < 0 ? t.scalar_type() : static_cast<at::ScalarType>(type)).contiguous();
+}
+
+// Whether what lies at the tensor's address is all of it, and means what the tensor does.
+inline bool has_memory(const Tensor& t) {
+  return why_unreadable(t).empty() && !t.is_neg() && !t.is_conj();
+}
+
+}  // namespace nfrs
