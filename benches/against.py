@@ -1,13 +1,15 @@
 """This checkout against another build of the package, such as an earlier commit: speed in alternating pairs, and bits.
 
     python benches/against.py OTHER speed [--corpus CORPUS] [--pairs 15]
+    python benches/against.py OTHER decoding --corpus CORPUS [--pairs 15]
     python benches/against.py OTHER schemes [--pairs 15]
     python benches/against.py OTHER bits
 
 OTHER is a checkout whose extension is built. `speed` times the norms' forward and backward (f32 and bf16; 1, 8 and
 64 MB) and, with a corpus, training. It prints OTHER's time over this checkout's (1.1: this one is 1.1 times as fast)
 and the 95 % interval of that median by bootstrap over pairs. Both allocators keep freed memory. `schemes` does so for
-forward and backward of the loop's model with every residual scheme that both have, with LayerNorm. `bits` compares, for
+forward and backward of the loop's model with every residual scheme that both have, with LayerNorm. `decoding` trains a
+small model for 200 updates with OTHER, and times its translations, greedy and by beam 5. `bits` compares, for
 every norm and residual scheme that both have, a small model's logits and gradients and the first ten losses of a run,
 in f32 on one thread. Each side runs in a process of its own, and only one at a time.
 """
@@ -69,7 +71,7 @@ class Side:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("other", type=Path)
-    parser.add_argument("what", choices=["speed", "schemes", "bits"])
+    parser.add_argument("what", choices=["speed", "decoding", "schemes", "bits"])
     parser.add_argument("--corpus", type=Path, help="folder with train.en.gz, train.de.gz, valid.en.gz, valid.de.gz")
     parser.add_argument("--pairs", type=int, default=15)
     parser.add_argument("--seconds", type=float, default=5, help="length of a window of training")
@@ -81,6 +83,8 @@ def main() -> None:
         compare_bits(*checkouts)
     elif arguments.what == "schemes":
         compare_schemes(checkouts, arguments.pairs)
+    elif arguments.what == "decoding":
+        compare_decoding(checkouts, arguments.corpus, arguments.pairs)
     else:
         compare_kernels(checkouts, arguments.pairs, arguments.megabytes, arguments.norms)
         if arguments.corpus:
@@ -127,6 +131,24 @@ def compare_training(checkouts: tuple[Path, Path], precision: str, arguments: ar
     other.quit()
 
 
+def compare_decoding(checkouts: tuple[Path, Path], corpus: Path, pairs: int) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        run = Path(folder) / "run"
+        flags = {"preset": "transformer-tiny", "updates": 200, "warmup": 100, "lr": 1e-3, "output": run}
+        flags |= {f"{part}-{side}": corpus / f"{part}.{language}.gz" for part in ("train", "valid")
+                  for side, language in (("source", "en"), ("target", "de"))}  # fmt: skip
+        words = [word for name, value in flags.items() for word in (f"--{name}", str(value))]
+        environment = {**os.environ, "PYTHONPATH": str(checkouts[1] / "python")}
+        command = [sys.executable, "-m", "normformer_rs", "train", "--no-bpe", "--no-progress", *words]
+        subprocess.run(command, env=environment, check=True)
+        worker = [__file__, "--worker", "decoding", str(run), str(corpus / "valid.en.gz")]
+        own, other = (Side(checkout, worker) for checkout in checkouts)
+        for beam in (1, 5):
+            report(f"decoding, beam {beam}", lambda side, beam=beam: side.ask(str(beam)), own, other, pairs)
+        own.quit()
+        other.quit()
+
+
 def report(name: str, seconds: Callable[[Side], float], own: Side, other: Side, pairs: int) -> None:
     """Prints how many times as fast as `other` `own` is. The two take turns in going first."""
     ratios = []
@@ -171,6 +193,21 @@ def answer_kernels() -> None:
             torch.autograd.grad(norm(x), inputs, dy)
             times.append(time.perf_counter() - start)
         print(json.dumps(statistics.median(times)), flush=True)
+
+
+def answer_decoding() -> None:
+    """Worker: the time in seconds of translating a text, for each line BEAM."""
+    import gzip
+
+    import normformer_rs as nfrs
+
+    with gzip.open(sys.argv[4], "rt", encoding="utf-8") as text:
+        lines = text.read().splitlines()[:500]
+    for line in sys.stdin:
+        search = nfrs.SearchConfig(beam=int(line), max_length=40)
+        start = time.perf_counter()
+        nfrs.translate(sys.argv[3], lines, search)
+        print(json.dumps(time.perf_counter() - start), flush=True)
 
 
 def answer_schemes() -> None:
@@ -302,6 +339,12 @@ def digest(tensors: list[Any]) -> str:
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["--worker"]:
-        {"kernels": answer_kernels, "schemes": answer_schemes, "bits": answer_bits}[sys.argv[2]]()
+        workers = {
+            "kernels": answer_kernels,
+            "decoding": answer_decoding,
+            "schemes": answer_schemes,
+            "bits": answer_bits,
+        }
+        workers[sys.argv[2]]()
     else:
         main()
