@@ -37,13 +37,11 @@ class Draw:
         where = self(p)
         if where[1] is None or not (torch.compiler.is_compiling() or is_transformed()):
             return x, where
-        if not is_run_again():
-            _define()
-        elif not self.is_kept:
+        if is_run_again() and not self.is_kept:
             self.seed, self.is_kept = OPS.kept_seed(self.seed), True
-        a = wide(x)
-        mask = OPS.dropout_mask(self.seed, x.shape, p, where[2], a.dtype == torch.float64)
-        return (a * mask).to(x.dtype), (0.0, None, where[2])
+        a, cols = wide(x), x.shape[-1]
+        mask = OPS.dropout_mask(self.seed, x.numel() // max(cols, 1), cols, p, where[2])
+        return (a * mask.view(x.shape).to(a.dtype)).to(x.dtype), (0.0, None, where[2])
 
 
 def drop(x: Tensor, where: Where) -> Tensor:
@@ -113,26 +111,9 @@ def _kept_seed_in_graph(mode: Any, seed: Tensor) -> Any:
     return track_tensor_tree(seed.clone(), node, constant=None, tracer=mode.tracer)
 
 
-def _dropout_mask(seed: Tensor, size: list[int], p: float, site: int, double: bool) -> Tensor:
-    ones = torch.ones(size, dtype=torch.float64 if double else torch.float32, device=seed.device)
-    return drop(ones, (p, seed, site))
-
-
-def _dropout_mask_of_meta(seed: Tensor, size: list[int], p: float, site: int, double: bool) -> Tensor:
-    return seed.new_empty(size, dtype=torch.float64 if double else torch.float32)
-
-
-def _dropout_masks(
-    info: Any, in_dims: Any, seed: Tensor, size: list[int], p: float, site: int, double: bool
-) -> tuple[Tensor, int]:
-    """A mask for each seed of vmap's randomness="different"."""
-    seeds = seed.movedim(in_dims[0], 0)
-    return torch.stack([OPS.dropout_mask(one, size, p, site, double) for one in seeds]), 0
-
-
 @functools.cache
 def _define() -> torch.library.Library:
-    """Defines the two operators when they are first needed: each import would wait a millisecond."""
+    """Defines `kept_seed` when it is first needed: each import would wait a millisecond."""
     from torch.fx.experimental.proxy_tensor import ProxyTorchDispatchMode
 
     library = torch.library.Library("normformer_rs", "FRAGMENT")
@@ -140,8 +121,4 @@ def _define() -> torch.library.Library:
     library.impl("kept_seed", torch.clone, "CompositeExplicitAutograd")
     library.impl("kept_seed", torch.empty_like, "Meta")
     OPS.kept_seed.default.py_impl(ProxyTorchDispatchMode)(_kept_seed_in_graph)
-    library.define("dropout_mask(Tensor seed, SymInt[] size, float p, int site, bool double) -> Tensor")
-    library.impl("dropout_mask", _dropout_mask, "CompositeExplicitAutograd")
-    library.impl("dropout_mask", _dropout_mask_of_meta, "Meta")
-    torch.library.register_vmap("normformer_rs::dropout_mask", _dropout_masks, lib=library)
     return library
