@@ -31,7 +31,8 @@ pub fn average(folder: &Path, count: Option<usize>, updates: Option<Vec<u64>>, b
     read_configs(folder)?;
     let _lock = Lock::take(folder)?;
     let [path, new] = [AVERAGE, NEW_AVERAGE].map(|name| folder.join(CHECKPOINTS).join(name));
-    for taken in [&path, &new].into_iter().filter(|path| path.symlink_metadata().is_ok() && !is_runs(path)) {
+    let is_taken = |path: &&&PathBuf| path.symlink_metadata().is_ok() && !is_runs(path);
+    if let Some(taken) = [&path, &new].iter().find(is_taken) {
         return Err(Error::invalid(format!(
             "{} was not written by `average`, which would replace it: move it away",
             taken.display()

@@ -77,8 +77,15 @@ inline Tensor on_host(Tensor t, int type, std::string& why) {
   return t.to(at::kCPU, type < 0 ? t.scalar_type() : static_cast<at::ScalarType>(type)).contiguous();
 }
 
-// Whether what lies at the tensor's address is all of it, and means what the tensor does.
+// Whether what lies at the tensor's address is all of it, and means what the tensor does. Kernels ask at every call, so
+// a plain dense tensor is told by its keys alone.
 inline bool has_memory(const Tensor& t) {
+  static const c10::DispatchKeySet special(
+      {c10::DispatchKey::Negative, c10::DispatchKey::Conjugate, c10::DispatchKey::ZeroTensor,
+       c10::DispatchKey::FuncTorchBatched, c10::DispatchKey::FuncTorchGradWrapper, c10::DispatchKey::Functionalize,
+       c10::DispatchKey::Python, c10::DispatchKey::NestedTensor, c10::DispatchKey::Quantized});
+  if (t.defined() && t.layout() == at::kStrided && !t.key_set().has_any(special) && !t.is_meta())
+    return !t.unsafeGetTensorImpl()->has_symbolic_sizes_strides() && !is_hollow(t) && missing_bytes(t) <= 0;
   return why_unreadable(t).empty() && !t.is_neg() && !t.is_conj();
 }
 
