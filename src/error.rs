@@ -49,16 +49,18 @@ pub fn printable(text: &str) -> String {
     text.chars().map(escaped).collect()
 }
 
+/// libtorch's message without the C++ stack that it appends.
+pub fn without_stack(text: &str) -> &str {
+    let begins = ["\nException raised from", "\nframe #0:"].iter().filter_map(|stack| text.find(stack));
+    text[..begins.min().unwrap_or(text.len())].trim_end()
+}
+
 impl From<tch::TchError> for Error {
     fn from(e: tch::TchError) -> Self {
-        // libtorch appends its C++ stack to the message; the first line says what is wrong.
-        let text = match e {
-            tch::TchError::Torch(text) => text,
-            other => other.to_string(),
-        };
-        let begins = ["\nException raised from", "\nframe #0:"].iter().filter_map(|stack| text.find(stack));
-        let end = begins.min().unwrap_or(text.len());
-        Error::Torch(text[..end].trim_end().to_string())
+        Error::Torch(match e {
+            tch::TchError::Torch(text) => without_stack(&text).to_string(),
+            other => without_stack(&other.to_string()).to_string(),
+        })
     }
 }
 

@@ -4,7 +4,7 @@
 //! tensors whose memory was freed, other layouts. Others mean something else than their memory says: negated views, the
 //! wrappers of torch.func. tch asks for none of this, and copies from whatever address it gets.
 
-use crate::error::{Error, Result};
+use crate::error::{without_stack, Error, Result};
 use std::ffi::{c_char, c_int, c_void, CStr};
 use tch::Tensor;
 use torch_sys::C_tensor;
@@ -41,7 +41,7 @@ pub fn host<T: Number>(what: &str, t: &Tensor) -> Result<Vec<T>> {
     if held.is_null() {
         // SAFETY: a NUL-terminated string of this thread, which lives until its next failing call.
         let why = unsafe { CStr::from_ptr(nfrs_last_error()) }.to_string_lossy();
-        return Err(Error::invalid(format!("{what} {why}")));
+        return Err(Error::invalid(format!("{what} {}", without_stack(&why))));
     }
     // SAFETY: C++ made it, and it is ours.
     let _held = unsafe { Tensor::from_ptr(held) };

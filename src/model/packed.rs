@@ -4,7 +4,7 @@ use super::cargo::Cargo;
 use super::PAD;
 use crate::cpu::memory;
 use crate::error::{Error, Result};
-use crate::host::host;
+use crate::host::{has_memory, host};
 use tch::{Device, Kind, Tensor};
 
 /// What batches are filled up to, so that many have one shape.
@@ -108,6 +108,11 @@ impl Packed {
 
     /// Of a padded batch (B, T) of token ids, on the host: everything but [`PAD`], wherever it stands. `name` is for messages.
     pub fn from_padded(name: &str, padded: &Tensor, vocab_size: i64) -> Result<Self> {
+        if has_memory(padded) {
+            // An expanded tensor has more numbers than memory.
+            let bytes = 4 * size_of::<i64>() as u128 * padded.numel() as u128;
+            memory::room(bytes, || format!("{name} of shape {:?} (give fewer or shorter rows)", padded.size()))?;
+        }
         let all: Vec<i64> = host(name, padded)?;
         if padded.kind() != Kind::Int64 || padded.dim() != 2 {
             return Err(Error::invalid(format!(
@@ -117,8 +122,6 @@ impl Packed {
             )));
         }
         let (sentences, length) = padded.size2()?;
-        let bytes = 3 * size_of::<i64>() as u128 * padded.numel() as u128;
-        memory::room(bytes, || format!("{name} of shape {:?} (give fewer or shorter rows)", padded.size()))?;
         let rows: Vec<Vec<i64>> = (0..sentences)
             .map(|i| {
                 all[(i * length) as usize..((i + 1) * length) as usize].iter().copied().filter(|t| *t != PAD).collect()

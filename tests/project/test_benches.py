@@ -221,7 +221,7 @@ def test_figures_of_two_devices_are_not_mixed(tmp_path):
 def test_a_run_with_a_warning_is_not_measured(monkeypatch):
     monkeypatch.setattr(training, "MAX_TOKENS", 40)
     monkeypatch.setattr(training, "DataConfig", partial(DataConfig, skip_long=True))
-    with pytest.raises(RuntimeError, match="longer than max_tokens 40"):
+    with pytest.raises(RuntimeError, match="longer than a batch of --max-tokens 40"):
         training.history(training.TINY, "cpu", 1, "f32", 100)
 
 
