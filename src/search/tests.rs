@@ -246,7 +246,8 @@ fn no_sentences_and_wrong_settings() {
         (SearchConfig { beam: 0, ..right.clone() }, "beam must be at least 1, got 0"),
         (SearchConfig { n_best: 5, ..right.clone() }, "n_best must lie between 1 and the beam, 4; got 5"),
         (SearchConfig { n_best: 0, ..right.clone() }, "got 0"),
-        (SearchConfig { alpha: f64::NAN, ..right.clone() }, "alpha must be a finite number, got NaN"),
+        (SearchConfig { alpha: f64::NAN, ..right.clone() }, "alpha must lie in [-10, 10], got NaN"),
+        (SearchConfig { alpha: 1e6, ..right.clone() }, "alpha must lie in [-10, 10], got 1000000"),
         (SearchConfig { max_length: Some(0), ..right.clone() }, "max_length must be at least 1"),
     ] {
         let e =
