@@ -24,7 +24,7 @@ def test_a_checkpoint_of_another_model_does_not_translate(tmp_path, corpus):
 
 def test_wrong_lines_are_said(tmp_path, corpus):
     fit(tmp_path / "run", corpus, training={"updates": 2})
-    for lines, message in (("1 2", "got one text"), ([b"1"], "line 1 is b'1'"), (["1", 2], "item 1 is 2")):
+    for lines, message in (("1 2", "got one text"), ([b"1"], "line 1 is b'1'"), (["1", 2], "line 2 is 2")):
         with pytest.raises(nfrs.InputError, match=message):
             nfrs.translate(tmp_path / "run", lines)
     assert nfrs.translate(tmp_path / "run", ["1 2"], checkpoint=2) == nfrs.translate(tmp_path / "run", ["1 2"])
