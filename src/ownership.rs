@@ -6,10 +6,10 @@
 //! | name | proof |
 //! |---|---|
 //! | `config.json`, `vocabulary.txt`, `bpe.codes`, `target_types.txt`, `checksums.txt` | a whole `checksums.txt` lists it |
-//! | `log.jsonl` | one of its first lines is an event, or it is empty |
+//! | `log.jsonl` | one of its first lines is an event of a run, or it is empty |
 //! | `curves.png` | its PNG text names this package |
 //! | `.lock` | it tells of an owner, or is empty |
-//! | `checkpoints/update-…`, `average` | a folder with this package's `state.json` |
+//! | `checkpoints/update-…`, `average` | a folder with this package's `state.json`, and only a checkpoint's files |
 //! | `checkpoints/best`, `last` | a link to an `update-…`, or such a folder |
 //!
 //! A link is never followed to find a proof, except `checkpoints` itself, which may lie on another disk.
@@ -38,6 +38,8 @@ pub const AVERAGE: &str = "average";
 pub const NEW_AVERAGE: &str = ".average";
 /// A checkpoint's file that proves it.
 pub const STATE: &str = "state.json";
+/// All files of a checkpoint's folder.
+const IN_CHECKPOINTS: [&str; 4] = ["model.safetensors", "optimizer.safetensors", CONFIG, STATE];
 /// What [`STATE`] says of itself.
 pub const KIND: &str = "normformer_rs checkpoint";
 
@@ -56,8 +58,7 @@ pub fn is_runs(path: &Path) -> bool {
         CHECKSUMS => !checksums::listed(folder).is_empty(),
         _ if LISTED.contains(&name) => is_file(path) && checksums::listed(folder).iter().any(|listed| listed == name),
         LOG => starts(path, |head| {
-            let is_event =
-                |line: &[u8]| serde_json::from_slice::<Value>(line).is_ok_and(|line| line["event"].is_string());
+            let is_event = |line: &[u8]| serde_json::from_slice::<Value>(line).is_ok_and(|line| is_event(&line));
             // A full disk may have cut the first line, which is all there is then.
             let is_cut = || !head.contains(&b'\n') && head.starts_with(b"{") && !checksums::listed(folder).is_empty();
             head.is_empty() || head.split(|byte| *byte == b'\n').any(is_event) || is_cut()
@@ -72,6 +73,15 @@ pub fn is_runs(path: &Path) -> bool {
         },
         AVERAGE | NEW_AVERAGE => is_checkpoint(path),
         _ => update_of(name).is_some() && is_checkpoint(path),
+    }
+}
+
+/// Whether a line of JSON is a run's event: other programs' logs have lines with an "event", too.
+fn is_event(line: &Value) -> bool {
+    match line["event"].as_str() {
+        Some("started" | "updated" | "evaluated" | "saved") => line["update"].is_u64(),
+        Some("message") => line["level"].is_string() && line["text"].is_string(),
+        _ => false,
     }
 }
 
@@ -122,9 +132,13 @@ pub fn name_of((update, saving): (u64, u32)) -> String {
     }
 }
 
-/// Whether a folder, not a link to one, has this package's state.
+/// Whether a folder, not a link to one, has this package's state, and no file that no run wrote.
 fn is_checkpoint(path: &Path) -> bool {
     let is_folder = path.symlink_metadata().is_ok_and(|found| found.is_dir());
+    let is_known = |entry: std::io::Result<std::fs::DirEntry>| {
+        entry.is_ok_and(|entry| entry.file_name().to_str().is_some_and(|name| IN_CHECKPOINTS.contains(&name)))
+    };
+    let is_folder = is_folder && std::fs::read_dir(path).is_ok_and(|mut entries| entries.all(is_known));
     let state = || atomic::read(&path.join(STATE), STATE_BYTES).ok().flatten();
     let kind = || serde_json::from_slice::<Value>(&state()?).ok().map(|state| state["kind"] == KIND);
     is_folder && kind().unwrap_or(false)
@@ -161,7 +175,7 @@ mod tests {
         };
         let files = LISTED.iter().chain(&[CHECKSUMS, CURVES]);
         files.for_each(|name| fs::write(at(name), "{\"model\": {}, \"training\": {}, \"data\": {}}").unwrap());
-        fs::write(at(LOG), "{\"step\": 1}\n").unwrap();
+        fs::write(at(LOG), "{\"event\": \"request finished\", \"level\": \"info\"}\n").unwrap();
         fs::write(at(LOCK), "poetry").unwrap();
         for name in ["best", "last", "average", "update-00000001", "update-00000002-2"] {
             fs::create_dir(checkpoints.join(name)).unwrap();
@@ -173,7 +187,7 @@ mod tests {
 
         let listed = [(CONFIG, "{}".to_string()), (VOCABULARY, "a 1\n".to_string())];
         fs::write(at(CHECKSUMS), checksums::text(&listed)).unwrap();
-        fs::write(at(LOG), "{\"event\": \"started\"}\n").unwrap();
+        fs::write(at(LOG), "{\"event\": \"started\", \"update\": 0}\n").unwrap();
         fs::write(at(CURVES), b"\x89PNG\r\n\x1a\n....tEXtSoftware\0normformer_rs 0.1").unwrap();
         fs::write(at(LOCK), "{\"pid\":3,\"host\":\"h\"").unwrap();
         for name in ["average", "update-00000001"] {
@@ -181,15 +195,21 @@ mod tests {
         }
         fs::remove_dir_all(checkpoints.join("best")).unwrap();
         symlink("update-00000001", checkpoints.join("best")).unwrap();
-        for (log, is_ours) in
-            [("{\"ev\n{\"event\": \"started\"}\n", true), ("{\"device\":", true), ("text", false), ("", true)]
-        {
+        for (log, is_ours) in [
+            ("{\"ev\n{\"event\": \"started\", \"update\": 0}\n", true),
+            ("{\"device\":", true),
+            ("text", false),
+            ("", true),
+        ] {
             fs::write(at(LOG), log).unwrap();
             assert_eq!(is_runs(&at(LOG)), is_ours, "{log}");
         }
         let expected = [CONFIG, VOCABULARY, CHECKSUMS, LOG, CURVES, "average", "best", "update-00000001"];
         assert_eq!(proven(), expected);
         assert!(is_runs(&at(LOCK)));
+        // A file that the user put into a checkpoint's folder would go with it.
+        fs::write(checkpoints.join("update-00000001/out.txt"), "mine").unwrap();
+        assert!(!is_runs(&checkpoints.join("update-00000001")));
     }
 
     #[test]

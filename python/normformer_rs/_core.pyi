@@ -86,6 +86,9 @@ def draw_linear(weight: Tensor, roles: list[str], model: str, stack: str, layer:
 def check_run(model_dir: str) -> None:
     """Refuses a run's folder whose files are damaged."""
 
+def is_runs(path: str) -> bool:
+    """Whether a run wrote what lies at the path, a name in its folder."""
+
 def join_line(line: str) -> str:
     """A line of split text with its words whole again: "a@@ b c" is "ab c"."""
 

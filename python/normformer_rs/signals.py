@@ -26,7 +26,8 @@ def as_ctrl_c() -> Iterator[None]:
         yield
     finally:
         for number in taken:
-            signal.signal(number, signal.SIG_DFL)
+            if signal.getsignal(number) is _stop:  # or somebody has set another meanwhile
+                signal.signal(number, signal.SIG_DFL)
 
 
 def _stop(number: int, _: FrameType | None) -> None:

@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import json
 import logging
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from os import PathLike
 from pathlib import Path
@@ -25,8 +26,8 @@ logger = logging.getLogger("normformer_rs")
 logger.addHandler(logging.NullHandler())
 Callback = Callable[[str, Mapping[str, Any]], None]
 """A function that `fit` calls with (event, values)."""
-TENSORBOARD = "tensorboard"
-"""The folder of TensorBoard's events in a run's."""
+CURVES, TENSORBOARD = "curves.png", "tensorboard"
+"""The picture of a run, and its folder of TensorBoard's events."""
 _LEVELS = {"debug": logging.DEBUG, "info": logging.INFO, "warning": logging.WARNING, "error": logging.ERROR}
 
 
@@ -126,11 +127,10 @@ class Trainer:
         folder = readable("output", str(output))
         chosen = None if from_checkpoint is None else str(from_checkpoint)
         mode: Literal["new", "resume", "overwrite"] = "resume" if resume else "overwrite" if overwrite else "new"
-        if tensorboard and (Path(output) / TENSORBOARD).is_symlink():
-            raise InputError(
-                f"{Path(output) / TENSORBOARD} is a symbolic link, and a run writes through none but checkpoints: move "
-                "it away, or choose another output"
-            )
+        events = Path(output) / TENSORBOARD
+        if tensorboard and os.path.lexists(events) and (events.is_symlink() or not events.is_dir()):
+            what = "symbolic link, and a run writes through none but checkpoints" if events.is_symlink() else "file"
+            raise InputError(f"{events} is a {what}: move it away, or choose another output")
         with world(self.training.device) as place:
             is_first = place is None or place.rank == 0
             observer = _Silent()
@@ -141,7 +141,11 @@ class Trainer:
                 _core.train(*self._json(), folder, mode, place, observer, from_checkpoint=chosen)
         history = History.read(output)
         if is_first and curves and len(history.update) and available("matplotlib"):
-            logger.info("curves: %s", history.plot())
+            picture = Path(output) / CURVES
+            if os.path.lexists(picture) and not _core.is_runs(str(picture)):
+                logger.warning("%s is not a picture that a run has drawn: it stays, and no curves are drawn", picture)
+            else:
+                logger.info("curves: %s", history.plot(picture))
         return history
 
     def _started(self, name: str, event: Mapping[str, Any]) -> None:

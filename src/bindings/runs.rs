@@ -244,6 +244,12 @@ fn check_run(model_dir: &str) -> PyResult<()> {
     Ok(run::check(Path::new(model_dir))?)
 }
 
+/// Whether a run wrote what lies at the path, a name in its folder.
+#[pyfunction]
+fn is_runs(path: &str) -> bool {
+    crate::ownership::is_runs(Path::new(path))
+}
+
 /// A line of split text with its words whole again.
 #[pyfunction]
 fn join_line(line: &str) -> String {
@@ -288,6 +294,7 @@ pub(super) fn add(m: &Bound<'_, PyModule>) -> PyResult<()> {
     m.add_function(wrap_pyfunction!(target_vocabulary, m)?)?;
     m.add_function(wrap_pyfunction!(write_arrays, m)?)?;
     m.add_function(wrap_pyfunction!(check_run, m)?)?;
+    m.add_function(wrap_pyfunction!(is_runs, m)?)?;
     m.add_function(wrap_pyfunction!(join_line, m)?)?;
     m.add_function(wrap_pyfunction!(learn_bpe, m)?)?;
     m.add_function(wrap_pyfunction!(bleu, m)?)

@@ -27,7 +27,7 @@ pub use batches::{collate, plan, word_dropout, Batch, PackedIds};
 pub use between::{listening, seldom, Between};
 pub use binarised::{Binarised, Side};
 pub use bpe::Bpe;
-pub use corpus::{retain, Corpus, Digests, Limit, LongSentences};
+pub use corpus::{digest, retain, Corpus, Digests, Limit, LongSentences};
 pub use joiner::Joiner;
 pub use random::Random;
 pub use segmenter::{join, join_line, Segmenter};

@@ -81,7 +81,7 @@ impl BatchStream {
         Ok(Self { corpus, lengths, config, cursor, plan })
     }
 
-    /// Moves to the first place of its epoch with at least that share of the sentences behind it.
+    /// Moves to the first place of its epoch with at least that share of the sentences behind it, or to the last batch.
     pub fn behind(mut self, share: f64) -> Self {
         let wanted = (share.clamp(0.0, 1.0) * self.corpus.len() as f64).round() as usize;
         let mut seen = 0;
@@ -90,10 +90,8 @@ impl BatchStream {
             seen += batch.len();
             is_there
         });
-        match index {
-            Some(index) => self.cursor.index = index as u64,
-            None => self.begin_epoch(self.cursor.epoch + 1),
-        }
+        // Not beyond it: an epoch's end has an evaluation, which is the next update's.
+        self.cursor.index = index.unwrap_or(self.plan.len() - 1) as u64;
         self
     }
 
@@ -242,13 +240,15 @@ mod tests {
                 let left = of(before, Cursor { epoch: 2, index });
                 let found = of(now, Cursor { epoch: 2, index: 0 }).behind(left.seen() as f64 / 60.0);
                 let largest = of(now, Cursor::default()).plan.iter().map(Vec::len).max().unwrap();
-                let seen = found.seen() + 60 * (found.cursor().epoch as usize - 2);
-                assert!((left.seen()..left.seen() + largest).contains(&seen), "{before} {now} {index}: {seen}");
+                let (seen, is_last) = (found.seen(), found.cursor().index as usize + 1 == found.batches_per_epoch());
+                assert!(found.cursor().epoch == 2 && seen < left.seen() + largest, "{before} {now} {index}: {seen}");
+                assert!(seen >= left.seen() || is_last, "{before} {now} {index}: {seen}");
                 assert!(before != now || found.cursor() == left.cursor());
             }
         }
         let whole = stream(Cursor { epoch: 1, index: 0 }).behind(1.0);
-        assert_eq!(whole.cursor(), Cursor { epoch: 2, index: 0 });
+        let last = whole.batches_per_epoch() as u64 - 1;
+        assert_eq!(whole.cursor(), Cursor { epoch: 1, index: last });
     }
 
     #[test]

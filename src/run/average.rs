@@ -58,9 +58,17 @@ pub fn average(folder: &Path, count: Option<usize>, updates: Option<Vec<u64>>, b
     };
     let averaged = checkpoint::average(&paths, &mut data::seldom(between))?;
     // An earlier average goes when the new one is whole.
-    atomic::remove_any(&new)?;
+    remove(&new)?;
     checkpoint::save(&new, averaged.state["update"].as_u64().unwrap_or(0), &averaged)?;
-    atomic::remove_any(&path)?;
-    fs::rename(&new, &path).map_err(|e| Error::io("rename", &new, e))?;
+    remove(&path)?;
+    atomic::act("rename", &new, || fs::rename(&new, &path))?;
     Ok(path)
+}
+
+/// Whole, or not at all: half of one would no longer prove whose it is.
+fn remove(path: &Path) -> Result<()> {
+    match path.symlink_metadata().is_ok() {
+        true => atomic::remove_directory(path),
+        false => Ok(()),
+    }
 }

@@ -7,8 +7,10 @@ use crate::config::{differences, DataConfig, TrainingConfig, TransformerConfig};
 use crate::data::{self, Bpe, Segmenter, Vocabulary};
 use crate::error::{Error, Result};
 use crate::model::{Transformer, UNK};
-use crate::ownership::{self, checksums, CHECKPOINTS, CHECKSUMS, CODES, CONFIG, LISTED, LOG, TARGET_TYPES, VOCABULARY};
-use crate::train::checkpoint::{Checkpoint, CheckpointStore, Found};
+use crate::ownership::{
+    self, checksums, is_a_runs_name, CHECKPOINTS, CHECKSUMS, CODES, CONFIG, LISTED, LOG, TARGET_TYPES, VOCABULARY,
+};
+use crate::train::checkpoint::{Best, Checkpoint, CheckpointStore, Found};
 use crate::train::{self, Observer};
 use serde::{Deserialize, Serialize};
 use std::collections::HashMap;
@@ -88,6 +90,8 @@ impl Beginning {
             atomic::remove_file(&path)?;
         }
         write(output, &self.configs, &self.segmenter, &self.vocabulary, self.mask.as_deref())?;
+        // What a run left that was killed before its checksums stood: now they prove whose it is.
+        atomic::clean(output, is_a_runs_name)?;
         CheckpointStore::open(output).map(drop)
     }
 }
@@ -96,6 +100,7 @@ impl Beginning {
 /// earlier run's place, over a run. A run that was stopped while it began is no obstacle: it has nothing to lose.
 pub(super) fn check_beginning(output: &Path, mode: &Mode) -> Result<()> {
     let shown = output.display();
+    check_checkpoints(output)?;
     let found = ownership::found(output);
     if *mode == Mode::New && found.iter().any(|(path, is_runs)| *is_runs && path.ends_with(CONFIG)) {
         return Err(Error::invalid(format!(
@@ -122,6 +127,26 @@ pub(super) fn check_beginning(output: &Path, mode: &Mode) -> Result<()> {
             "{shown} holds {} of an earlier run, which a new one would write over: --overwrite removes it, or choose \
              another output",
             path.strip_prefix(output).unwrap_or(path).display()
+        ))),
+        None => Ok(()),
+    }
+}
+
+/// Refuses checkpoints that are no folder, and strangers in the places of a run's links.
+pub(super) fn check_checkpoints(output: &Path) -> Result<()> {
+    let path = output.join(CHECKPOINTS);
+    if path.symlink_metadata().is_ok() && std::fs::read_dir(&path).is_err() {
+        return Err(Error::invalid(format!(
+            "{} is no folder that can be read (a link to a disk that is not mounted?): mount the disk, or move it away",
+            path.display()
+        )));
+    }
+    let is_taken = |path: &PathBuf| path.symlink_metadata().is_ok() && !ownership::is_runs(path);
+    match ownership::NAMES.map(|name| path.join(name)).iter().find(|path| is_taken(path)) {
+        Some(taken) => Err(Error::invalid(format!(
+            "{shown} holds {}, which no run wrote: a run would write over it; choose another output, or move it away",
+            taken.strip_prefix(output).unwrap_or(taken).display(),
+            shown = output.display()
         ))),
         None => Ok(()),
     }
@@ -181,7 +206,7 @@ pub fn save_model(
     let configs = Configs { model, training: training.clone(), data };
     write(output, &configs, &Segmenter::Split, &vocabulary, mask)?;
     let checkpoint = Checkpoint { model: train::to_arrays(&built.parameters)?, config, ..Default::default() };
-    CheckpointStore::open(output)?.save(0, &checkpoint, true).map(drop)
+    CheckpointStore::open(output)?.save(0, &checkpoint, Best::This).map(drop)
 }
 
 /// What a run goes on with.

@@ -2,13 +2,16 @@
 
 use crate::atomic::{self, act};
 use crate::error::{Error, Result};
-use crate::ownership::{is_a_runs_name, is_lock, LOCK};
+use crate::ownership::{checksums, is_a_runs_name, is_lock, LOCK};
 use serde::{Deserialize, Serialize};
 use std::fs::{self, File, TryLockError};
 use std::io::{self, Read, Seek, Write};
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 use std::time::{SystemTime, UNIX_EPOCH};
+
+/// How often a folder may go while it is locked: the working directory may be one that was removed.
+const TRIES: u32 = 1000;
 
 /// A folder that only this process writes into, until this is dropped. The system unlocks the file at any death, so a dead
 /// owner is no obstacle.
@@ -37,13 +40,17 @@ impl Lock {
     /// Another process has locked it: the message names its number, host and start. Something else bears the lock's name.
     pub(super) fn take(folder: &Path) -> Result<Self> {
         let path = folder.join(LOCK);
+        let mut tries = 0;
         loop {
             let made = missing(folder);
             atomic::make_directory(folder)?;
             act("open", &path, || Ok(()))?;
             let file = match atomic::open(&path, File::options().read(true).write(true).create(true).truncate(false)) {
                 // Its owner has just removed the folder, which had been made for the lock.
-                Err(Error::Io { source, .. }) if source.kind() == io::ErrorKind::NotFound => continue,
+                Err(Error::Io { source, .. }) if source.kind() == io::ErrorKind::NotFound && tries < TRIES => {
+                    tries += 1;
+                    continue;
+                }
                 opened => opened?,
             };
             let is_exclusive = match file.try_lock() {
@@ -72,7 +79,9 @@ impl Lock {
                 file.rewind()?;
                 file.write_all(own.as_bytes())
             })?;
-            atomic::clean(folder, is_a_runs_name)?;
+            if !checksums::listed(folder).is_empty() {
+                atomic::clean(folder, is_a_runs_name)?;
+            }
             return Ok(lock);
         }
     }
@@ -157,6 +166,7 @@ fn utc(seconds: i64) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::ownership::CHECKSUMS;
 
     #[test]
     fn a_folder_has_one_writer_and_is_free_again() {
@@ -182,8 +192,12 @@ mod tests {
         child.wait().unwrap();
         fs::write(folder.path().join(LOCK), "{\"pid\": 1, \"host\": \"elsewhere\"").unwrap();
         fs::write(folder.path().join(format!(".vocabulary.txt.{}.part", child.id())), "half").unwrap();
+        drop(Lock::take(folder.path()).unwrap());
+        assert_eq!(fs::read_dir(folder.path()).unwrap().count(), 1, "nothing says yet that it is a run's");
+        let files = [("vocabulary.txt", String::new())];
+        fs::write(folder.path().join(CHECKSUMS), checksums::text(&files)).unwrap();
         let lock = Lock::take(folder.path()).unwrap();
-        assert_eq!(fs::read_dir(folder.path()).unwrap().count(), 1);
+        assert_eq!(fs::read_dir(folder.path()).unwrap().count(), 2);
         drop(lock);
         assert!(folder.path().exists(), "it was there before");
     }

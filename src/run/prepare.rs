@@ -59,6 +59,9 @@ pub(super) fn prepare_with(
         )));
     }
     let mask = training.vocab_mask.then(|| data::seen_mask(vocabulary.len(), train.1.iter().map(Vec::as_slice)));
+    // Before long sentences are left out: another max_tokens is no other text.
+    let mut digest = |sides: &Sides<Vec<u32>>| data::digest(sides.0.iter().chain(&sides.1), between);
+    let digests = Digests { train: digest(&train)?, valid: digest(&valid)? };
     let valid_target = within(valid.1, mask.as_deref());
     let long = if config.skip_long { LongSentences::Skip } else { LongSentences::Refuse };
     let most = training.max_tokens as usize;
@@ -89,7 +92,6 @@ pub(super) fn prepare_with(
     };
     let model = TransformerConfig { vocab_size: vocabulary.len() as i64, ..model.clone() };
     model.validate()?;
-    let digests = Digests { train: train.digest(between)?, valid: valid.digest(between)? };
     Ok(Prepared { model, segmenter, vocabulary, train, valid, references, mask, limit, skipped, digests })
 }
 

@@ -1,6 +1,6 @@
 //! Training from text files to a folder.
 
-use super::folder::{check_beginning, read_mask, resume, Beginning, Log, Resumed};
+use super::folder::{check_beginning, check_checkpoints, read_mask, resume, Beginning, Log, Resumed};
 use super::lock::Lock;
 use super::prepare::{prepare_with, valid_batches};
 use super::{device, keep_memory, prepare, Mode, Prepared};
@@ -151,6 +151,7 @@ fn open(
         }
         _ => {}
     }
+    check_checkpoints(output)?;
     let (known, found) = match mode {
         Mode::Resume { from } => {
             let Resumed { segmenter, vocabulary, found } = resume(model, training, config, output, from.as_deref())?;
@@ -260,7 +261,9 @@ fn resumed_stream(
     let is_same_plan = (before.max_tokens, before.seed) == (config.max_tokens, config.seed);
     let at = progress.cursor;
     if is_same_text && is_same_plan {
-        return BatchStream::new(train.clone(), config, at);
+        let stream = BatchStream::new(train.clone(), config, at)?;
+        progress.seen.0 = stream.seen() as u64;
+        return Ok(stream);
     }
     let share = match progress.seen {
         // Not counted by an earlier version: from the batches that it had.

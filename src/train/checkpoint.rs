@@ -27,7 +27,7 @@ use serde_json::Value;
 pub use arrays::{Array, Arrays};
 pub use average::average;
 pub use safetensors::Dtype;
-pub use store::{CheckpointStore, Found};
+pub use store::{Best, CheckpointStore, Found};
 pub use tensors::{load_parameters, to_array, to_arrays, to_tensor};
 
 use crate::atomic::{self, Digest};
@@ -256,6 +256,12 @@ impl Manifest {
             return Err(damaged(&path, "its CRC-32 is not the one in its last line".into()));
         }
         serde_json::from_value(value).map_err(|e| damaged(&path, e.to_string()))
+    }
+
+    /// Whether the weights have the length that is listed; their bytes are not read.
+    fn has_weights(&self, folder: &Path) -> bool {
+        let found = folder.join(MODEL).symlink_metadata().ok().map(|found| found.len());
+        found.is_some() && found == self.files.get(MODEL).map(|digest| digest.bytes)
     }
 
     fn digest(&self, folder: &Path, name: &str) -> Result<Digest> {

@@ -1,7 +1,7 @@
 //! The trainer: one update, one evaluation, and when to stop.
 
 use super::checkpoint::to_arrays;
-use super::checkpoint::{Checkpoint, CheckpointStore, Found};
+use super::checkpoint::{Best, Checkpoint, CheckpointStore, Found};
 use super::cuda_graphs::{Graphs, Recorder};
 use super::evaluate::{evaluate_bleu, evaluate_loss, Score, Validation};
 use super::forward_backward::Pass;
@@ -83,6 +83,8 @@ pub struct Trainer {
     unheard: Option<Error>,
     /// The checkpoint of an interruption that this run goes on from.
     pause: Option<PathBuf>,
+    /// The name of the best checkpoint, to which the best score belongs.
+    best: Option<String>,
     /// When the last update's numbers came.
     last: Instant,
     /// (seconds, target tokens) of the latest updates.
@@ -137,8 +139,9 @@ impl Trainer {
         let mut optimizer = Optimizer::new(&model.parameters, &config, &model.config)?;
         let mut schedule = Schedule::new(&config, model.config.scaled().base_width);
         let mut progress = Progress::default();
-        let mut pause = None;
-        if let Some((resumed, Found { path, checkpoint, .. })) = from {
+        let (mut pause, mut best) = (None, None);
+        if let Some((resumed, Found { path, checkpoint, best: named, .. })) = from {
+            best.clone_from(named);
             optimizer.load(&checkpoint.optimizer)?;
             if let Some(memory) = &resumed.schedule {
                 schedule.memory = memory.clone();
@@ -180,6 +183,7 @@ impl Trainer {
             running: None,
             unheard: None,
             pause,
+            best,
             last: Instant::now(),
             pace: Default::default(),
         })
@@ -187,7 +191,7 @@ impl Trainer {
 
     /// Trains until a stopping rule holds.
     pub fn fit(&mut self, observer: &mut dyn Observer) -> Result<()> {
-        self.group.agree(observer.started(&self.started()), self.device)?;
+        self.interruptible(observer, |t, observer| t.group.agree(observer.started(&t.started()), t.device))?;
         loop {
             let finished = self.finished();
             if self.progress.is_due || finished.is_some() && self.progress.evaluated < self.progress.update {
@@ -465,7 +469,7 @@ impl Trainer {
         self.group.agree(told, self.device)
     }
 
-    fn write(&self, best: bool) -> Result<()> {
+    fn write(&mut self, best: bool) -> Result<()> {
         let json = |e: serde_json::Error| Error::invalid(format!("the state cannot be written: {e}"));
         let checkpoint = Checkpoint {
             model: to_arrays(&self.pass.model.parameters)?,
@@ -473,7 +477,11 @@ impl Trainer {
             state: serde_json::to_value(&self.progress).map_err(json)?,
             config: serde_json::json!({ "model": self.pass.model.config, "training": self.config }),
         };
-        self.store.save(self.progress.update, &checkpoint, best)?;
+        let is_best = if best { Best::This } else { Best::Named(self.best.as_deref()) };
+        let name = self.store.save(self.progress.update, &checkpoint, is_best)?;
+        if best {
+            self.best = Some(name);
+        }
         self.pause.as_deref().map_or(Ok(()), |pause| self.store.discard(pause))
     }
 

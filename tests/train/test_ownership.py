@@ -33,7 +33,8 @@ def strangers(folder):
     """Files and folders of somebody else's, each under a name that runs write."""
     options = json.dumps({"model": {}, "training": {}, "data": {}})
     files = {"config.json": options, "vocabulary.txt": "mine", "bpe.codes": "mine", "target_types.txt": "mine"}
-    files |= {"checksums.txt": "mine", "log.jsonl": '{"step": 1}\n', "curves.png": "mine"}
+    log = '{"event": "request finished", "level": "info"}\n'
+    files |= {"checksums.txt": "mine", "log.jsonl": log, "curves.png": "mine"}
     files |= {f"checkpoints/{name}/thesis.txt": "mine" for name in ("best", "last", "average", "update-00000002")}
     files |= {"checkpoints/update-00000003/state.json": '{"kind": "another program\'s"}'}
     for name, text in files.items():
@@ -114,15 +115,52 @@ def test_nothing_is_opened_through_a_link(tmp_path, corpus, name):
     assert content(tmp_path) == before
 
 
-def test_a_link_in_a_pictures_place_is_replaced_and_not_followed(tmp_path, corpus):
+@pytest.mark.parametrize("kind", ["a link", "a file"])
+def test_a_picture_that_no_run_has_drawn_stays(tmp_path, corpus, caplog, kind):
     pytest.importorskip("matplotlib")
     run, target = tmp_path / "run", tmp_path / "target.png"
     fit(run, corpus, training={**SAVING, "updates": 2}, curves=False)
     target.write_text("mine")
-    (run / "curves.png").symlink_to(target)
+    if kind == "a link":
+        (run / "curves.png").symlink_to(target)
+    else:
+        (run / "curves.png").write_text("mine")
     fit(run, corpus, training=SAVING, resume=True)
-    assert target.read_text() == "mine" and not (run / "curves.png").is_symlink()
-    assert not [path for path in run.iterdir() if path.name.startswith(".")]
+    assert target.read_text() == (run / "curves.png").read_text() == "mine"
+    assert "curves.png is not a picture that a run has drawn" in caplog.text
+    (run / "curves.png").unlink()
+    for _ in range(2):
+        fit(run, corpus, training=SAVING, resume=True)
+        assert (run / "curves.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_users_file_in_a_checkpoint_keeps_it(tmp_path, corpus):
+    """As `translate --output RUN/checkpoints/best/out.txt` leaves it."""
+    run = tmp_path / "run"
+    fit(run, corpus, training={**SAVING, "updates": 2})
+    note = (run / "checkpoints" / "best").resolve() / "out.txt"
+    note.write_text("mine")
+    fit(run, corpus, training=SAVING, resume=True)
+    assert note.read_text() == "mine"
+    before = content(run)
+    with pytest.raises(nfrs.InputError, match=r"holds checkpoints/update-00000002, which no run wrote"):
+        fit(run, corpus, training=SAVING, overwrite=True)
+    assert content(run) == before
+
+
+@pytest.mark.parametrize("start", [{}, {"overwrite": True}, {"resume": True}])
+def test_checkpoints_that_are_no_folder_are_refused_before_the_work(tmp_path, corpus, start):
+    run = tmp_path / "run"
+    if start:
+        fit(run, corpus, training=SAVING)
+        shutil.move(run / "checkpoints", tmp_path / "disk")
+    else:
+        run.mkdir()
+    (run / "checkpoints").symlink_to(tmp_path / "unmounted")
+    before = content(run)
+    with pytest.raises(nfrs.InputError, match="is no folder that can be read"):
+        fit(run, corpus, training=SAVING, **start)
+    assert content(run) == before
 
 
 def test_checkpoints_may_be_a_link_to_another_disk(tmp_path, corpus):

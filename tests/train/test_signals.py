@@ -44,7 +44,7 @@ def test_what_a_callback_raises_leaves_fit_as_it_is_after_saving(tmp_path, corpu
     with pytest.raises(type(raised)) as caught:
         fit(tmp_path / "run", corpus, training=SAVING, callbacks=[leave])
     assert caught.value is raised
-    saved = {"started": set(), "updated": {"update-00000003"}, "evaluated": {"update-00000005"}}[event]
+    saved = {"started": {"update-00000000"}, "updated": {"update-00000003"}, "evaluated": {"update-00000005"}}[event]
     assert {path.name for path in (tmp_path / "run" / "checkpoints").glob("update-*")} == saved
     goes_on(tmp_path / "run", tmp_path / "whole", corpus)
 

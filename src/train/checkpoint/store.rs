@@ -25,8 +25,17 @@ pub struct CheckpointStore {
 pub struct Found {
     pub path: PathBuf,
     pub checkpoint: Checkpoint,
+    /// The name of the best one when this was saved; none where an earlier version saved it.
+    pub best: Option<String>,
     /// Why newer ones were passed over.
     pub passed: Vec<String>,
+}
+
+/// Which checkpoint is the best after a saving.
+#[derive(Clone, Copy)]
+pub enum Best<'a> {
+    This,
+    Named(Option<&'a str>),
 }
 
 /// Update, and which saving of it, from 1.
@@ -51,21 +60,28 @@ impl CheckpointStore {
         CheckpointStore { folder: dir.as_ref().join(CHECKPOINTS) }
     }
 
-    /// Writes a checkpoint, the run's last from now on and with `is_best` its best, and returns its folder.
+    /// Writes a checkpoint, the run's last from now on, and returns its name. `best`: the best checkpoint's name, or this
+    /// one itself; where it is none that is there, the store's best stays.
     ///
     /// # Errors
     /// A full disk or another refusal of the system: the message names act and file. What was saved before is as it was,
     /// and of the new one nothing stays (or, if only the last flush or a link failed, all of it).
-    pub fn save(&self, update: u64, checkpoint: &Checkpoint, is_best: bool) -> Result<PathBuf> {
+    pub fn save(&self, update: u64, checkpoint: &Checkpoint, best: Best) -> Result<String> {
         fault::begin();
         let savings = self.savings()?;
         let name = self.free_name(update)?;
-        let best = if is_best { Some(name.clone()) } else { self.best(&savings).map(name_of) };
+        let best = match best {
+            Best::This => Some(name.clone()),
+            Best::Named(best) => {
+                let there = best.and_then(update_of).filter(|key| self.is_whole(*key));
+                there.or_else(|| self.best(&savings)).map(name_of)
+            }
+        };
         let number = 1 + savings.values().map(|saving| saving.number).max().unwrap_or(0);
-        let path = self.folder.join(name);
+        let path = self.folder.join(&name);
         save_at(&path, update, checkpoint, Some(Saving { number, best })).map_err(|e| self.untouched(e))?;
         self.link().map_err(|e| self.untouched(e))?;
-        Ok(path)
+        Ok(name)
     }
 
     /// The folder of a checkpoint: `best`, `last`, `average`, its name, its update's number, or a path as
@@ -109,7 +125,11 @@ impl CheckpointStore {
         loop {
             let savings = self.savings().ok()?;
             let key = if name == NAMES[0] { self.best(&savings) } else { self.newest_of(&savings) };
-            let Some(key) = key else { return real_folder(&self.folder.join(name)) };
+            let copy = self.folder.join(name);
+            // Where a copy of the folder has followed links, one that is whole serves for one that is not.
+            let Some(key) = key.filter(|key| self.is_whole(*key) || !is_runs(&copy) || copy.is_symlink()) else {
+                return real_folder(&copy);
+            };
             match real_folder(&self.folder.join(name_of(key))) {
                 // It was pruned while this looked for it: a newer one stands.
                 None if self.savings().ok()? != savings => continue,
@@ -134,7 +154,7 @@ impl CheckpointStore {
         let is_before = |(key, path): &(Key, PathBuf)| *key <= last || Manifest::read(path).is_err();
         for (_, path) in self.entries()?.into_iter().rev().filter(is_before) {
             match load(&path) {
-                Ok(checkpoint) => return Ok(Some(Found { path, checkpoint, passed })),
+                Ok(checkpoint) => return Ok(Some(Found { best: best_of(&path), path, checkpoint, passed })),
                 Err(error) if is_of_later_format(&path) => return Err(error),
                 Err(error) => passed.push(error.to_string()),
             }
@@ -157,7 +177,7 @@ impl CheckpointStore {
         let path = self.resolve(what)?;
         let own = self.entries()?.into_values().find(|own| fs::canonicalize(own).is_ok_and(|own| own == path));
         let path = own.ok_or_else(|| self.missing(what))?;
-        Ok(Found { checkpoint: load(&path)?, path, passed: Vec::new() })
+        Ok(Found { checkpoint: load(&path)?, best: best_of(&path), path, passed: Vec::new() })
     }
 
     /// The updates that are saved, ascending.
@@ -236,8 +256,14 @@ impl CheckpointStore {
         let mut newest: Vec<&Saving> = savings.values().collect();
         newest.sort_by_key(|saving| std::cmp::Reverse(saving.number));
         let names = newest.into_iter().filter_map(|saving| update_of(saving.best.as_deref()?));
-        let mut there = names.filter(|key| self.folder.join(name_of(*key)).is_dir());
+        let mut there = names.filter(|key| self.is_whole(*key));
         there.next().or_else(|| self.of_earlier_version("best"))
+    }
+
+    /// Whether a checkpoint has its state and, by their length, its weights.
+    fn is_whole(&self, key: Key) -> bool {
+        let path = self.folder.join(name_of(key));
+        Manifest::read(&path).is_ok_and(|manifest| manifest.has_weights(&path))
     }
 
     /// The checkpoint that a link leads to, or of which a copy stands in the link's place.
@@ -252,15 +278,19 @@ impl CheckpointStore {
         self.entries().ok()?.into_iter().find(|(_, path)| state(path).as_ref() == Some(&own)).map(|(key, _)| key)
     }
 
-    /// Removes the copy of a checkpoint in a link's place; one that stands nowhere else whole gets a name of its own.
+    /// Puts the copy of a checkpoint in a link's place where it belongs: away where the checkpoint itself is whole, else
+    /// under the checkpoint's name, by which others call it.
     fn settle(&self, copy: &Path) -> Result<()> {
-        let is_whole = |key: &Key| load(self.folder.join(name_of(*key))).is_ok();
-        if self.twin(copy).filter(is_whole).is_some() {
-            return atomic::remove_directory(copy);
-        }
+        let rename = |from: &Path, to: &str| atomic::act("rename", from, || fs::rename(from, self.folder.join(to)));
         let update = Manifest::read(copy)?.update;
-        let name = self.free_name(update)?;
-        atomic::act("rename", copy, || fs::rename(copy, self.folder.join(name)))
+        match self.twin(copy) {
+            Some(key) if load(self.folder.join(name_of(key))).is_ok() => atomic::remove_directory(copy),
+            Some(key) => {
+                rename(&self.folder.join(name_of(key)), &self.free_name(update)?)?;
+                rename(copy, &name_of(key))
+            }
+            None => rename(copy, &self.free_name(update)?),
+        }
     }
 
     /// The name of a further checkpoint of an update.
@@ -277,24 +307,27 @@ impl CheckpointStore {
     /// Makes the links say what the checkpoints say, in place of copies that a copy of the folder has made of them. A file
     /// system without links goes without.
     fn link(&self) -> Result<()> {
-        let savings = self.savings()?;
-        if savings.is_empty() {
+        if self.savings()?.is_empty() {
             return Ok(());
         }
-        // `last` after `best`: programs that watch it find both.
-        for (name, key) in [("best", self.best(&savings)), ("last", self.newest_of(&savings))] {
-            let (Some(key), path) = (key, self.folder.join(name)) else { continue };
-            if self.target(name) == Some(key) {
-                continue;
-            }
-            if path.symlink_metadata().is_ok() && !is_runs(&path) {
+        for path in NAMES.map(|name| self.folder.join(name)) {
+            let found = path.symlink_metadata();
+            if found.is_ok() && !is_runs(&path) {
                 return Err(Error::invalid(format!(
                     "{} is neither a run's link nor a checkpoint: move it away",
                     path.display()
                 )));
             }
-            if path.symlink_metadata().is_ok_and(|found| found.is_dir()) {
+            if found.is_ok_and(|found| found.is_dir()) {
                 self.settle(&path)?;
+            }
+        }
+        let savings = self.savings()?;
+        // `last` after `best`: programs that watch it find both.
+        for (name, key) in [("best", self.best(&savings)), ("last", self.newest_of(&savings))] {
+            let (Some(key), path) = (key, self.folder.join(name)) else { continue };
+            if self.target(name) == Some(key) {
+                continue;
             }
             match atomic::write_link(&path, &name_of(key)) {
                 Err(Error::Io { source, .. }) if has_no_links(&source) => {}
@@ -342,9 +375,14 @@ impl CheckpointStore {
     }
 }
 
-/// exFAT, some SMB and FUSE file systems have no symbolic links.
+/// The best checkpoint by the word of one.
+fn best_of(path: &Path) -> Option<String> {
+    Manifest::read(path).ok()?.saving?.best
+}
+
+/// exFAT, some SMB, FUSE and shared file systems have no symbolic links.
 fn has_no_links(error: &io::Error) -> bool {
-    let codes = [libc::EPERM, libc::EOPNOTSUPP, libc::ENOTSUP, libc::ENOSYS];
+    let codes = [libc::EPERM, libc::EOPNOTSUPP, libc::ENOTSUP, libc::ENOSYS, libc::EROFS, libc::EPROTO];
     error.raw_os_error().is_some_and(|code| codes.contains(&code))
 }
 

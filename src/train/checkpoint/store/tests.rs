@@ -15,7 +15,7 @@ fn run(name: &str) -> (Scratch, CheckpointStore) {
     let dir = Scratch::new(name);
     let store = CheckpointStore::open(&dir.0).unwrap();
     for update in [1, 2] {
-        store.save(update, &checkpoint(update), update == 1).unwrap();
+        store.save(update, &checkpoint(update), if update == 1 { Best::This } else { Best::Named(None) }).unwrap();
     }
     (dir, store)
 }
@@ -33,7 +33,7 @@ fn earlier_run(name: &str) -> (Scratch, CheckpointStore) {
 
 /// What a trainer does at an update.
 fn step(store: &CheckpointStore) -> Result<()> {
-    store.save(3, &checkpoint(3), true)?;
+    store.save(3, &checkpoint(3), Best::This)?;
     store.prune(1)
 }
 
@@ -102,7 +102,7 @@ fn a_first_checkpoint_is_there_to_resume_or_is_not() {
             assert_eq!(found.checkpoint, checkpoint(3), "place {k}");
             // It was the best, and stays so when later ones are not.
             for update in 4..8 {
-                store.save(update, &checkpoint(update), false).unwrap();
+                store.save(update, &checkpoint(update), Best::Named(None)).unwrap();
                 store.prune(1).unwrap();
             }
             assert_eq!(load(store.resolve("best").unwrap()).unwrap(), checkpoint(3), "place {k}");
@@ -119,7 +119,7 @@ fn a_first_save_that_fails_speaks_of_no_previous_checkpoint() {
     let dir = Scratch::new("store-none");
     let store = CheckpointStore::open(&dir.0).unwrap();
     let armed = arm(Fault::Enospc(2));
-    let text = store.save(1, &checkpoint(1), true).unwrap_err().to_string();
+    let text = store.save(1, &checkpoint(1), Best::This).unwrap_err().to_string();
     drop(armed);
     assert!(text.contains("no checkpoint had been saved yet") && !text.contains("untouched"), "{text}");
 }
@@ -127,7 +127,7 @@ fn a_first_save_that_fails_speaks_of_no_previous_checkpoint() {
 #[test]
 fn the_newest_whole_checkpoint_is_found() {
     let (dir, store) = run("store-newest");
-    store.save(3, &checkpoint(3), false).unwrap();
+    store.save(3, &checkpoint(3), Best::Named(None)).unwrap();
     let newest = || store.newest().map(|found| found.map(|found| (found.checkpoint, found.passed)));
     assert_eq!(newest().unwrap().unwrap(), (checkpoint(3), vec![]));
     let damage = |update: u64| {
@@ -202,7 +202,7 @@ fn a_reader_finds_a_whole_checkpoint_while_the_links_move() {
     std::thread::scope(|threads| {
         let writer = threads.spawn(|| {
             for update in 3..60 {
-                store.save(update, &checkpoint(update), true).unwrap();
+                store.save(update, &checkpoint(update), Best::This).unwrap();
                 store.prune(0).unwrap();
             }
         });
@@ -242,7 +242,7 @@ fn names_numbers_links_and_paths_resolve() {
 fn pruning_keeps_the_newest_and_what_is_linked() {
     let (_dir, store) = run("store-prune");
     for update in [30, 4, 5, 6] {
-        store.save(update, &checkpoint(update), false).unwrap();
+        store.save(update, &checkpoint(update), Best::Named(None)).unwrap();
     }
     store.prune(2).unwrap();
     assert_eq!(store.list().unwrap(), [1, 5, 6, 30], "best, the two newest up to last, and what lies after last");
@@ -257,8 +257,8 @@ fn pruning_keeps_the_newest_and_what_is_linked() {
 fn an_update_saved_again_does_not_touch_the_first() {
     let (dir, store) = run("store-again");
     let first = load(store.resolve("2").unwrap()).unwrap();
-    let again = store.save(2, &checkpoint(7), false).unwrap();
-    assert_eq!(again.file_name().unwrap(), "update-00000002-2");
+    let again = store.save(2, &checkpoint(7), Best::Named(None)).unwrap();
+    assert_eq!(again, "update-00000002-2");
     assert_eq!(load(dir.0.join("checkpoints/update-00000002")).unwrap(), first);
     for what in ["last", "2"] {
         assert_eq!(load(store.resolve(what).unwrap()).unwrap(), checkpoint(7));
@@ -298,7 +298,7 @@ fn a_copy_with_links_followed_or_lost_goes_on() {
             let store = CheckpointStore::open(&dir.0).unwrap();
             assert_eq!(store.newest().unwrap().unwrap().checkpoint, checkpoint(2), "{of} {harm}");
             for update in [3, 4] {
-                store.save(update, &checkpoint(update), false).unwrap();
+                store.save(update, &checkpoint(update), Best::Named(None)).unwrap();
                 store.prune(1).unwrap();
             }
             // The best one is known, unless nothing but a link had told of it.
@@ -317,8 +317,38 @@ fn a_copy_in_a_links_place_that_stands_nowhere_else_is_kept() {
     let (dir, store) = run("store-only-copy");
     follow_links(&store);
     fs::write(store.folder.join("update-00000001/model.safetensors"), "damaged").unwrap();
+    assert_eq!(load(CheckpointStore::at(&dir.0).resolve("best").unwrap()).unwrap(), checkpoint(1));
     let store = CheckpointStore::open(&dir.0).unwrap();
-    assert_eq!(load(store.folder.join("update-00000001-2")).unwrap(), checkpoint(1));
+    for update in 3..7 {
+        store.save(update, &checkpoint(update), Best::Named(None)).unwrap();
+        store.prune(1).unwrap();
+    }
+    assert_eq!(load(store.resolve("best").unwrap()).unwrap(), checkpoint(1));
+    assert_eq!(load(store.folder.join("update-00000001")).unwrap(), checkpoint(1));
+}
+
+/// The best one is damaged: the best before it is kept, not the damaged one in its place.
+#[test]
+fn a_damaged_best_gives_way_to_the_one_before() {
+    let (_dir, store) = run("store-damaged-best");
+    store.save(3, &checkpoint(3), Best::This).unwrap();
+    fs::write(store.folder.join("update-00000003/model.safetensors"), "short").unwrap();
+    for update in 4..7 {
+        store.save(update, &checkpoint(update), Best::Named(Some("update-00000003"))).unwrap();
+        store.prune(1).unwrap();
+    }
+    assert_eq!(load(store.resolve("best").unwrap()).unwrap(), checkpoint(1));
+}
+
+/// A run that went back goes by its own branch's best.
+#[test]
+fn the_best_is_the_one_that_the_run_names() {
+    let (_dir, store) = run("store-branch");
+    store.save(9, &checkpoint(9), Best::This).unwrap();
+    let found = store.chosen("2").unwrap();
+    assert_eq!(found.best.as_deref(), Some("update-00000001"));
+    store.save(3, &checkpoint(3), Best::Named(found.best.as_deref())).unwrap();
+    assert_eq!(load(store.resolve("best").unwrap()).unwrap(), checkpoint(1));
 }
 
 #[test]
@@ -333,7 +363,7 @@ fn a_strangers_folders_are_neither_removed_nor_written_over() {
     fs::write(best.join("thesis.txt"), "mine").unwrap();
     store.prune(0).unwrap();
     store.discard(&stranger).unwrap();
-    let said = store.save(3, &checkpoint(3), true).unwrap_err().to_string();
+    let said = store.save(3, &checkpoint(3), Best::This).unwrap_err().to_string();
     assert!(said.contains("best is neither a run's link nor a checkpoint: move it away"), "{said}");
     store.clear().unwrap();
     assert_eq!(store.list().unwrap(), [0], "what nobody can prove to be a run's");
@@ -347,7 +377,7 @@ fn checkpoints_may_lie_on_another_disk() {
     std::os::unix::fs::symlink(&disk.0, dir.0.join(CHECKPOINTS)).unwrap();
     for _ in 0..2 {
         let store = CheckpointStore::open(&dir.0).unwrap();
-        store.save(1, &checkpoint(1), true).unwrap();
+        store.save(1, &checkpoint(1), Best::This).unwrap();
         step(&store).unwrap();
         assert_eq!(load(&dir.0).unwrap(), checkpoint(3));
         store.clear().unwrap();
