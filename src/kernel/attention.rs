@@ -178,7 +178,7 @@ multiversion! {
                     weights(&mut p[..s.k_len * lanes], &sums[..lanes]);
                     mask.prepare(a, head, s.k_len, block.count, lanes);
                     mask.apply(a, &mut ds[..s.k_len * lanes]);
-                    score_gradients(&mut p[..s.k_len * lanes], &mut ds[..s.k_len * lanes], lanes);
+                    score_gradients(&mut p[..s.k_len * lanes], &mut ds[..s.k_len * lanes], lanes, &sums[..block.count]);
                     let dkeys = &mut dkeys[head * per_head..][..per_head];
                     product([tiles, width, block.count], &ds, [lanes, 1], &queries, width, dkeys, width, true);
                     let rows = block.count.next_multiple_of(TILE);

@@ -72,29 +72,42 @@ fn weights_lanes<A: Accumulator, S: Isa>(scores: &mut [A], lse: &[A]) {
     }
 }
 
-/// P sums to 1 and dP becomes dS = P∘(dP − D).
-///
-/// A large lse has lost digits: P = exp(s − lse) is off by one factor all over a query, 1e-4 at 1,600 in f32. D would be
-/// off by it and dP not, and their difference by as much of D.
+/// |lse| from which on a weight's digits are restored: f32 has lost four bits of e^(s − lse) there.
+const LARGE: f64 = 16.0;
+
+/// dP becomes dS = P∘(dP − D), D = Σ P∘dP; with a large lse P sums to 1 before.
 #[inline(always)]
-pub(super) fn score_gradients<A: Accumulator>(p: &mut [A], dp: &mut [A], lanes: usize) {
-    let (mut sums, mut d) = ([A::ZERO; QUERIES], [A::ZERO; QUERIES]);
+pub(super) fn score_gradients<A: Accumulator>(p: &mut [A], dp: &mut [A], lanes: usize, lse: &[A]) {
+    if lse.iter().any(|lse| lse.to_f64().abs() > LARGE) {
+        normalise(p, lanes);
+    }
+    let mut d = [A::ZERO; QUERIES];
     for (p, dp) in p.chunks_exact(lanes).zip(dp.chunks_exact(lanes)) {
-        for (((sum, d), p), dp) in sums.iter_mut().zip(&mut d).zip(p).zip(dp) {
-            *sum += *p;
+        for ((d, p), dp) in d.iter_mut().zip(p).zip(dp) {
             *d += *p * *dp;
         }
     }
-    for (sum, d) in sums.iter_mut().zip(&mut d) {
-        // A query without keys has no weights.
-        *sum = if *sum == A::ZERO { A::ZERO } else { A::ONE / *sum };
-        *d = *d * *sum;
-    }
-    for (p, dp) in p.chunks_exact_mut(lanes).zip(dp.chunks_exact_mut(lanes)) {
-        for (((share, d), p), dp) in sums.iter().zip(&d).zip(p).zip(dp) {
-            *p = *p * *share;
+    for (p, dp) in p.chunks_exact(lanes).zip(dp.chunks_exact_mut(lanes)) {
+        for ((d, p), dp) in d.iter().zip(p).zip(dp) {
             *dp = *p * (*dp - *d);
         }
+    }
+}
+
+/// Divides each query's weights by their sum.
+///
+/// A large lse has lost digits: P = exp(s − lse) is off by one factor all over a query, 1e-4 at 1,600 in f32. D would be
+/// off by it and dP not, and their difference by as much of D.
+#[inline(never)]
+fn normalise<A: Accumulator>(p: &mut [A], lanes: usize) {
+    let mut sums = [A::ZERO; QUERIES];
+    for p in p.chunks_exact(lanes) {
+        sums.iter_mut().zip(p).for_each(|(sum, p)| *sum += *p);
+    }
+    // A query without keys has no weights.
+    sums.iter_mut().for_each(|sum| *sum = if *sum == A::ZERO { A::ZERO } else { A::ONE / *sum });
+    for p in p.chunks_exact_mut(lanes) {
+        p.iter_mut().zip(&sums).for_each(|(p, share)| *p = *p * *share);
     }
 }
 
