@@ -309,7 +309,7 @@ def falling_logits():
 
 @detects(())
 def infinite_logits():
-    """One row has words of probability 0, the other a word of probability 1; nothing is smoothed."""
+    """One row has words of probability 0, the other a word of probability 1."""
     logits, targets = torch.randn(2, 1200), torch.tensor([3, 3])
     logits[0, ::5] = -math.inf
     logits[1, 40] = math.inf
@@ -324,6 +324,10 @@ def infinite_logits():
     for ours, wanted in [(loss, exact), (nll, exact), (whole(lse), sums)]:
         torch.testing.assert_close(ours.double(), wanted.detach(), rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(logits.grad[0].double(), z.grad[0], rtol=1e-5, atol=1e-6)
+    # Smoothed, both have an infinite loss, though the second one's parts are infinities of either sign.
+    with on_device("label_smoothed_cross_entropy"):
+        smoothed = OPS.label_smoothed_cross_entropy(logits.detach(), targets, None, 0.9, 1e-4, -1)[0]
+    assert smoothed.tolist() == [math.inf, math.inf]
 
 
 @detects((40,), (1027,))

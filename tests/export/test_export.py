@@ -118,7 +118,9 @@ def swapped_layer(name):
 
 
 def own_layer(scheme):
-    return nfnn.TransformerEncoderLayer(D, 2, 16, 0.0, batch_first=True, norm="powernorm", residual=scheme)
+    return nfnn.TransformerEncoderLayer(
+        D, 2, 16, 0.0, batch_first=True, norm="powernorm", residual=scheme, encoder_layers=1
+    )
 
 
 @pytest.mark.filterwarnings("ignore")  # onnxscript's and onnx_ir's
