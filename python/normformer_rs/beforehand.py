@@ -3,6 +3,7 @@
 The core repeats these checks where it reads.
 """
 
+import os
 from collections.abc import Sequence
 from os import PathLike
 from pathlib import Path
@@ -34,7 +35,7 @@ def check_run(folder: str | PathLike[str]) -> None:
 def check_model(folder: str | PathLike[str], checkpoint: str = "best") -> None:
     """InputError where the folder holds no run, or not that checkpoint."""
     check_run(folder)
-    if len(Path(checkpoint).parts) > 1 or Path(checkpoint).exists():
+    if len(Path(checkpoint).parts) > 1 or os.path.exists(checkpoint):
         return  # a path of its own: the core looks
     checkpoints = Path(folder, CHECKPOINTS)
     there = sorted(path.name for path in checkpoints.iterdir()) if checkpoints.is_dir() else []

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 _TRAIN, _VALID, _BEST, _LINE = "#8fb3d9", "#c8442f", "#1f6f4a", "#46688c"
 SOFTWARE = "normformer_rs"
-"""Who drew a picture, in a PNG's text; the core's ownership.rs looks for it."""
+"""The name that a PNG's text bears; the core's ownership.rs knows a run's picture by it."""
 _MANY = 8
 """Runs from which on panels are taller and lines smoother."""
 _GRID = {"color": "#e4e4e4", "linewidth": 0.8}

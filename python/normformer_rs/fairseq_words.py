@@ -12,7 +12,7 @@ SAME = {
     },
     "translate": {"--nbest": "--n-best"},
 }
-"""By command: taken as our option, whose meaning and values are equal."""
+"""By command, fairseq's options that have an equal here: same meaning, same values."""
 OTHERS = {
     "--arch": "--preset NAME (transformer is transformer-base, transformer_iwslt_de_en is transformer-small)",
     "--max-epoch": "--epochs N --updates 0",

@@ -74,8 +74,8 @@ def score(
             (Vaswani et al. 2017; Nguyen & Salazar 2019, App A).
 
     With d the difference in BLEU, dᵢ that of n resamples of the lines, and m the mean of all |dᵢ|,
-    p = (1 + #{i: |dᵢ| − m ≥ |d|})/(1 + n). Resamples and seed are sacreBLEU's, whose own p counts only larger ones: it
-    calls equal systems different.
+    p = (1 + #{i: |dᵢ| − m ≥ |d|})/(1 + n). Resamples and seed are sacreBLEU's. Its own p counts only
+    larger differences, and so calls equal systems different.
 
     Errors: InputError for no lines, for sequences of different length, for `resamples` below 1, and for compounds to
     split in text that is not tokenised; ImportError without sacrebleu.

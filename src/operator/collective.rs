@@ -19,17 +19,36 @@ static ALL_GATHER: Handle = Handle::of_torch("_c10d_functional::all_gather_into_
 static BROADCAST: Handle = Handle::of_torch("_c10d_functional::broadcast");
 static WAIT: Handle = Handle::of_torch("_c10d_functional::wait_tensor");
 
-fn waited(collective: &Handle, arguments: &[Value]) -> Result<Tensor> {
-    let [t] = collective.call(arguments)?;
-    let [t] = WAIT.call(&values![&t])?;
-    Ok(t)
-}
+/// Parts of what gloo and NCCL say of a process that has gone; their first letters differ in case.
+const OF_A_LOST_PARTNER: [&str; 7] =
+    ["onnection closed", "onnection reset", "onnection refused", "roken pipe", "imed out", "NCCL", "remote process"];
 
 #[derive(Debug)]
 struct Known {
     name: String,
     rank: usize,
     size: usize,
+}
+
+impl Known {
+    /// Calls a collective and waits for it. Errors: a partner that has died is told in one line.
+    fn waited(&self, collective: &Handle, arguments: &[Value]) -> Result<Tensor> {
+        let call = || {
+            let [t] = collective.call(arguments)?;
+            let [t] = WAIT.call(&values![&t])?;
+            Ok(t)
+        };
+        call().map_err(|e| match e {
+            Error::Torch(said) if OF_A_LOST_PARTNER.iter().any(|part| said.contains(part)) => Error::Torch(format!(
+                "rank {} of {} lost a partner, which has died or cannot be reached ({}): start all of them again, with \
+                 --resume where the run had begun",
+                self.rank,
+                self.size,
+                said.lines().next().unwrap_or_default()
+            )),
+            other => other,
+        })
+    }
 }
 
 /// The groups that were told of. They stay.
@@ -46,11 +65,11 @@ impl Ranks for Known {
 
     fn gather(&self, t: &Tensor) -> Result<Tensor> {
         let t = t.f_unsqueeze(0)?.f_contiguous()?;
-        waited(&ALL_GATHER, &values![&t, self.size as i64, self.name()])
+        self.waited(&ALL_GATHER, &values![&t, self.size as i64, self.name()])
     }
 
     fn sum(&self, t: &Tensor) -> Result<Tensor> {
-        waited(&ALL_REDUCE, &values![t, "sum", self.name()])
+        self.waited(&ALL_REDUCE, &values![t, "sum", self.name()])
     }
 }
 
@@ -113,7 +132,7 @@ impl ProcessGroup {
     /// t ← Σ over ranks. The gradients of a model need no copy.
     pub fn sum_in_place(self, t: &mut Tensor) -> Result<()> {
         if let Some(k) = self.0 {
-            let _ = waited(&ALL_REDUCE_IN_PLACE, &values![&*t, "sum", k.name()])?;
+            let _ = k.waited(&ALL_REDUCE_IN_PLACE, &values![&*t, "sum", k.name()])?;
         }
         Ok(())
     }
@@ -122,7 +141,7 @@ impl ProcessGroup {
     pub fn first(self, t: &Tensor) -> Result<Tensor> {
         match self.0 {
             None => Ok(t.shallow_clone()),
-            Some(k) => waited(&BROADCAST, &values![t, 0i64, k.name()]),
+            Some(k) => k.waited(&BROADCAST, &values![t, 0i64, k.name()]),
         }
     }
 }

@@ -38,41 +38,6 @@ pub fn train(
     mode: Mode,
     surroundings: Surroundings,
 ) -> Result<()> {
-    let group = surroundings.group;
-    trained(model, training, config, output, mode, surroundings).map_err(|e| match e {
-        Error::Torch(said) if !group.is_alone() && is_of_a_lost_partner(&said) => Error::Torch(format!(
-            "rank {} of {} lost a partner, which has died or cannot be reached ({}): start all of them again, with \
-             --resume where the run had begun",
-            group.rank(),
-            group.size(),
-            said.lines().next().unwrap_or_default()
-        )),
-        other => other,
-    })
-}
-
-/// The words of gloo and NCCL for a process that has gone.
-fn is_of_a_lost_partner(said: &str) -> bool {
-    let words = [
-        "onnection closed",
-        "onnection reset",
-        "onnection refused",
-        "roken pipe",
-        "imed out",
-        "NCCL",
-        "remote process",
-    ];
-    words.iter().any(|word| said.contains(word))
-}
-
-fn trained(
-    model: &TransformerConfig,
-    training: &TrainingConfig,
-    config: &DataConfig,
-    output: &Path,
-    mode: Mode,
-    surroundings: Surroundings,
-) -> Result<()> {
     let Surroundings { group, recorder, observer } = surroundings;
     keep_memory();
     let _watch = contention::watch();

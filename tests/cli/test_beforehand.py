@@ -116,7 +116,7 @@ def test_an_alpha_that_makes_all_scores_zero_is_refused(alpha):
     assert [nfrs.SearchConfig(alpha=value).alpha for value in (-10, 0, 10, None)] == [-10.0, 0.0, 10.0, None]
 
 
-def test_a_run_s_checkpoints_are_found_by_name_and_number(tmp_path):
+def test_a_run_s_checkpoints_are_found_by_name_and_number(tmp_path, monkeypatch):
     checkpoints = tmp_path / "checkpoints"
     for name in ("update-00000010", "update-00000020-2", "average"):
         (checkpoints / name).mkdir(parents=True)
@@ -128,3 +128,7 @@ def test_a_run_s_checkpoints_are_found_by_name_and_number(tmp_path):
     for name in ("15", "bset", "update-00000015", "1", ""):
         with pytest.raises(InputError, match=r'there is no checkpoint ".*"; .* has average, update-00000010, '):
             beforehand.check_model(tmp_path, name)
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path)
+    for path in ("elsewhere", str(tmp_path / "nowhere")):  # paths: the core says what lies there
+        beforehand.check_model(tmp_path, path)

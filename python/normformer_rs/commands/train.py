@@ -51,7 +51,7 @@ def parser() -> Command:
 
 
 class Plan(NamedTuple):
-    """What a command line asks for."""
+    """The run that a command line describes."""
 
     model: TransformerConfig
     training: TrainingConfig

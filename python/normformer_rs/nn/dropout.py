@@ -25,7 +25,7 @@ class Draw:
         self.device, self.seed, self.sites = device, None, 0  # type: tuple[torch.device, Tensor | None, int]
 
     def __call__(self, p: float) -> Where:
-        """What an operator draws next."""
+        """The next mask as an operator takes it: rate, seed and site."""
         if p > 0 and self.seed is None:
             self.seed = torch.randint(2**63 - 1, (3,), device=self.device)
         self.sites += 1

@@ -30,7 +30,7 @@ class Placeable(nn.Module):
     """A layer that takes a place in a stack."""
 
     placed: Literal["stack", "list", "arguments"] | None = None
-    """What gave it its place: a stack of ours, a list, its own arguments; None: nothing, it stands at depth 1."""
+    """The source of its place: a stack of this package, a list, its own arguments. None: it stands alone at depth 1."""
     has_own_values = True
     keeps_torchs_values: Any
     lacks_end = False
@@ -169,7 +169,7 @@ def needs_stack(declared: Declared) -> bool:
 
 @functools.lru_cache(maxsize=64)
 def asks(config: TransformerConfig, stack: str, draws: bool) -> str | None:
-    """What a layer's computation and, if `draws`, its first values depend on; None: neither depth nor number."""
+    """The depth, or depth and number, if the layer's computation depends on it; with `draws`, its first values, too."""
     names = ("encoder_layers", "decoder_layers") if config.architecture == "encoder-decoder" else ("decoder_layers",)
     shallow = Place(config.replace(**dict.fromkeys(names, 1)), stack)
     first, *_, last = (Place(config.replace(**dict.fromkeys(names, 3)), stack, i) for i in range(3))

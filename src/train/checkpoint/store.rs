@@ -8,7 +8,9 @@ use std::path::{Path, PathBuf};
 use super::{directory, is_of_later_format, load, real_folder, save_at, Checkpoint, Manifest, Saving};
 use crate::atomic::{self, fault};
 use crate::error::{Error, Result};
-use crate::ownership::{is_a_runs_name, is_runs, name_of, update_of, AVERAGE, CHECKPOINTS, NAMES, STATE, STATE_BYTES};
+use crate::ownership::{
+    is_a_runs_name, is_runs, name_of, update_of, AVERAGE, CHECKPOINTS, NAMES, NEW_AVERAGE, STATE, STATE_BYTES,
+};
 
 /// The folder `checkpoints/` of a run.
 ///
@@ -223,7 +225,7 @@ impl CheckpointStore {
             return Ok(());
         }
         atomic::clean(&self.folder, is_a_runs_name)?;
-        let names = NAMES.iter().chain(&[AVERAGE]).map(|name| self.folder.join(name));
+        let names = NAMES.iter().chain(&[AVERAGE, NEW_AVERAGE]).map(|name| self.folder.join(name));
         for path in self.entries()?.into_values().chain(names).filter(|path| is_runs(path)) {
             match path.is_symlink() {
                 true => atomic::remove_file(&path)?,
