@@ -95,13 +95,16 @@ KERNEL(THREADS, cross_entropy, CrossEntropy) {
   if (K_GRADIENT == NO) return;
   const f32 scale = K_GRADIENT == FROM_LSE ? a.dloss[row] : (f32)*a.scale;
   const f32 all = (f32)(a.nll_weight + a.uniform_weight * size[0]) * scale / total;
-  const f32 uniform = (f32)a.uniform_weight * scale, of_target = (f32)a.nll_weight * scale;
+  const f32 uniform = (f32)a.uniform_weight * scale;
+  // Rounded once: the target's gradient is the row's largest, and A + B has no exact f32.
+  const double of_target = (a.nll_weight + a.uniform_weight) * scale;
   for (int chunk = team.lane; chunk < a.chunks; chunk += LANES) {
     Values z = load<K_X>(a.logits, first + chunk);
 #pragma unroll
     for (int j = 0; j < VEC; j++) {
       const int column = chunk * VEC + j;
-      const f32 dz = fmaf(all, expf(z.v[j] - shift), -uniform) - (column == target ? of_target : 0.f);
+      const f32 e = expf(z.v[j] - shift);
+      const f32 dz = column == target ? (f32)((double)all * e - of_target) : fmaf(all, e, -uniform);
       z.v[j] = inside(a.mask, column) ? dz : 0.f;
     }
     store<K_X>(a.dlogits, first + chunk, z);

@@ -205,7 +205,7 @@ multiversion! {
             let mut weights = Weights::new(smoothing, vocabulary.size, dloss[r]);
             weights.all = weights.all / exp;
             gradient_from_max::<E, S>(z, &vocabulary.keep, max, weights, dz);
-            dz[target as usize] = E::store(weights.all * (z[target as usize].load() - max).exp() - weights.target);
+            dz[target as usize] = E::store(weights.of_target((z[target as usize].load() - max).exp()));
         }
     }
 }
@@ -235,7 +235,7 @@ multiversion! {
             let mut weights = Weights::new(smoothing, vocabulary.size, scale);
             weights.all = weights.all / sums.exp;
             gradient_from_exp(scratch, weights, z);
-            z[target] = E::store(weights.all * scratch[target / B].0[target % B] - weights.target);
+            z[target] = E::store(weights.of_target(scratch[target / B].0[target % B]));
         }
     }
 }
@@ -245,7 +245,7 @@ multiversion! {
 struct Weights<A> {
     all: A,
     uniform: A,
-    target: A,
+    target: f64,
 }
 
 impl<A: Accumulator> Weights<A> {
@@ -255,8 +255,14 @@ impl<A: Accumulator> Weights<A> {
         Weights {
             all: A::from_f64(nll + uniform * size as f64) * scale,
             uniform: A::from_f64(uniform) * scale,
-            target: A::from_f64(nll + uniform) * scale,
+            target: (nll + uniform) * scale.to_f64(),
         }
+    }
+
+    /// The target's gradient from its exponential, rounded once: it is the row's largest, and A + B has no exact f32.
+    #[inline(always)]
+    fn of_target(&self, exp: A) -> A {
+        A::from_f64(self.all.to_f64() * exp.to_f64() - self.target)
     }
 }
 
