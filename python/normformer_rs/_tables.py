@@ -3,6 +3,7 @@
 `python -m normformer_rs._stubs --write` writes the file. An import of torch compares it with the core.
 """
 
+import functools
 import json
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 PATH = Path(__file__).with_name("_tables.json")
 
 
+@functools.cache
 def read() -> dict[str, Any]:
     """{version, options: {model, training, data, search, generation}, tables: {norms, families, residuals, inits,
     parametrisations, others}}."""

@@ -50,6 +50,11 @@ class Field(NamedTuple):
     per_layer: bool = False
     """Layers may have different choices: `choice*layers,…,choice`, from the bottom up."""
 
+    @property
+    def annotation(self) -> Any:
+        """Its type, for signatures."""
+        return _TYPES[self.kind] | None if self.optional else _TYPES[self.kind]
+
     def check(self, value: Any) -> Any:
         """The value as this option's type (an int where a float is meant becomes one); InputError if it is another."""
         if value is None and self.optional:
@@ -155,10 +160,21 @@ def _of_another_table(got: str) -> str:
     return ""
 
 
+class _Signature:
+    """The constructor's, for notebooks and help(), made when it is asked for."""
+
+    def __get__(self, instance: Any, owner: Any) -> inspect.Signature:
+        kind = inspect.Parameter.KEYWORD_ONLY
+        return inspect.Signature(
+            [inspect.Parameter(f.name, kind, default=f.default, annotation=f.annotation) for f in owner.FIELDS]
+        )
+
+
 class Config:
     """Options, given by keyword. Unknown names and wrong values are an InputError that lists the valid ones."""
 
     FIELDS: ClassVar[tuple[Field, ...]] = ()
+    __signature__: ClassVar[Any] = _Signature()
 
     def __init__(self, **options: Any) -> None:
         names = [field.name for field in self.FIELDS]
@@ -223,16 +239,8 @@ ENTRIES: dict[str, list[dict[str, Any]]] = _TABLES["tables"]
 def _generate(name: str, which: str, summary: str) -> Any:
     entries = _TABLES["options"][which]
     fields = tuple(Field(**{**entry, "choices": tuple(entry["choices"])}) for entry in entries)
-    columns, shown = [], []
-    for field in fields:
-        kind = _TYPES[field.kind]
-        annotation = kind | None if field.optional else kind
-        columns.append((field.name, annotation, dataclasses.field(default=field.default)))
-        shown.append(
-            inspect.Parameter(field.name, inspect.Parameter.KEYWORD_ONLY, default=field.default, annotation=annotation)
-        )
+    columns = [(field.name, field.annotation, dataclasses.field(default=field.default)) for field in fields]
     namespace = {"FIELDS": fields, "__doc__": _document(summary, fields), "__module__": __name__}
-    namespace["__signature__"] = inspect.Signature(shown)  # of the constructor, for notebooks and help()
     without = {"init": False, "repr": False, "eq": False}
     made = dataclasses.make_dataclass(name, columns, bases=(Config,), namespace=namespace, frozen=True, **without)
     made.__module__ = __name__  # for pickle: Python 3.12 and later put make_dataclass's caller here
@@ -240,10 +248,22 @@ def _generate(name: str, which: str, summary: str) -> Any:
 
 
 TransformerConfig = _generate("TransformerConfig", "model", "A Transformer.")
-TrainingConfig = _generate("TrainingConfig", "training", "A training run.")
-DataConfig = _generate("DataConfig", "data", "The text of a training run, and how it is cut into pieces.")
-SearchConfig = _generate("SearchConfig", "search", "How translations are searched.")
-GenerationConfig = _generate("GenerationConfig", "generation", "How a language model continues a text.")
+_LATER = {
+    "TrainingConfig": ("training", "A training run."),
+    "DataConfig": ("data", "The text of a training run, and how it is cut into pieces."),
+    "SearchConfig": ("search", "How translations are searched."),
+    "GenerationConfig": ("generation", "How a language model continues a text."),
+}
+"""Classes that are made when they are first asked for: modules need none of them."""
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LATER:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    globals()[name] = _generate(name, *_LATER[name])
+    return globals()[name]
+
+
 LANGUAGE_MODELS = ("attention", "tensorized_rank", "tensorized_segment")
 LANGUAGE_MODELS += ("kv_heads", "activation", "linear_biases", "max_positions", "rope_theta", "scale_embeddings")
 """Options of a model that only the training loop's models have: neither layers of `nn` nor fairseq's take them."""
