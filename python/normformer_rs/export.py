@@ -13,7 +13,7 @@ from . import plain
 from .errors import InputError
 from .model import Transformer
 from .nn.attention import BEFORE_PRODUCTS, is_of_joined_heads
-from .nn.declaration import GROWING, Change, Gain, StreamStep, Sublayer
+from .nn.declaration import only_norm, GROWING, Change, Gain, StreamStep, Sublayer
 from .nn.layers import Layer
 from .nn.mixing import DepthAttention, HyperConnection, Mixing
 from .nn.norms import FIXNORM_EPS, BiasedRMSNorm, FixedScaleNorm, RowNorm
@@ -207,12 +207,11 @@ def _torchs_layer(layer: Any) -> nn.Module | None:
     sublayers: Iterable[Sublayer] = layer.place.sublayers
     is_bare = all(
         s.alpha == s.beta == s.scale == 1.0
-        and s.amid is None
-        and not (s.inside or s.streams or s.mixing or s.adds_bottom)
-        and (s.before is None) != (s.after is None)
+        and not (s.skip or s.branch or s.inside or s.streams or s.mixing)
+        and (only_norm(s.before) is None) != (only_norm(s.after) is None)
         for s in sublayers
     )
-    sides = {s.before is not None for s in sublayers}
+    sides = {bool(s.before) for s in sublayers}
     functions = (F.relu, F.gelu)
     is_bare &= layer.place.declared.attention is None
     if not is_bare or len(sides) > 1 or layer.activation not in functions or not _has_layer_norms(layer):
@@ -223,7 +222,7 @@ def _torchs_layer(layer: Any) -> nn.Module | None:
     kind = nn.TransformerEncoderLayer if len(layer.kinds) == 2 else nn.TransformerDecoderLayer
     new = kind(*arguments, **options)
     for i, sublayer in enumerate(sublayers):
-        at: Any = sublayer.before or sublayer.after
+        at: Any = only_norm(sublayer.before or sublayer.after)
         new._modules[f"norm{i + 1}"] = layer._modules[at.name]
     for name in new._modules:
         if not name.startswith("norm"):

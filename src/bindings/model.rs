@@ -8,7 +8,7 @@ use crate::init::{self, Role, Table};
 use crate::model::{first_values, Cargo, Context, Packed, Rates, Sentences, Transformer};
 use crate::norm;
 use crate::operator::caught;
-use crate::residual::{self, Place};
+use crate::residual;
 use crate::run;
 use numpy::{IntoPyArray, PyArray1};
 use pyo3::prelude::*;
@@ -75,27 +75,23 @@ fn draw_table(py: Python<'_>, weight: PyTensor, name: &str, model: &str) -> PyRe
     Ok(())
 }
 
-/// What the configuration's residual schemes put into a stack, as JSON: `layers`, one object a layer of what its
-/// sublayers share and of what stands around and inside each; how the layers follow each other (`flow`); and whether
-/// linears have biases and gains are profiled.
+/// What the configuration's residual schemes put into a stack, as JSON: `layers`, one object a layer of what stands
+/// before, around and inside its sublayers, with the names of what it takes of others and leaves for them; how the layers
+/// follow each other (`flow`); and whether linears have biases and gains are profiled.
 #[pyfunction]
 fn declare(model: &str, stack: &str) -> PyResult<String> {
     let config: TransformerConfig = config::from_json("model", model)?;
     config.check_options()?;
-    let schemes = config.schemes()?;
+    let schemes = config.schemes();
     let first = config.place(residual::StackName::parse(stack)?, 0);
-    let layer = |layer: i64| {
-        let place = Place { layer, ..first };
-        let scheme = schemes.at(&place);
-        let sublayer = |place: Place| {
-            let (around, scale) = scheme.around(&place).times(place.model.scaled.branch(place.layers()));
-            json!({"around": around, "inside": schemes.inside(&place), "scale": scale})
-        };
-        json!({"shared": scheme.layer(&place), "sublayers": place.each().map(sublayer).collect::<Vec<_>>()})
+    let (layers, flow) = (schemes.layers(&first), schemes.flow(&first));
+    let layer = |(index, layer): (usize, &residual::LayerSpec)| {
+        let (takes, leaves) = (layer.takes(), residual::leaves(&layers, index, &flow));
+        json!({"begin": layer.begin, "sublayers": layer.sublayers, "takes": takes, "leaves": leaves})
     };
     json_text(&json!({
-        "layers": (0..first.layers()).map(layer).collect::<Vec<_>>(),
-        "flow": schemes.flow(&first),
+        "layers": layers.iter().enumerate().map(layer).collect::<Vec<_>>(),
+        "flow": flow,
         "has_biases": schemes.has_biases(),
         "is_profiled": schemes.is_profiled(),
         "norm": first.norm_name(),
@@ -262,7 +258,7 @@ fn profile(
     let (source, target, seed) = (source.map(|t| t.0), target_input.0, seed.0);
     released(py, move || {
         let (built, read, kind) = reading(Transformer::with_parameters(&model, &tensors)?, source, &target, kind)?;
-        if !built.is_profiled()? {
+        if !built.is_profiled() {
             return Err(Error::invalid(format!("residual {:?} has nothing to profile", model.residual.as_str())));
         }
         built.profile(&read, Context::training(Rates::of(&model), seed, kind))

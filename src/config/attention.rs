@@ -32,7 +32,7 @@ pub(super) fn check_sizes(config: &TransformerConfig) -> Result<()> {
 /// Norms on queries, keys and values: their rows are heads', or another stack's, and no positions, of which norms with
 /// statistics would have them.
 fn check_norms_before_products(config: &TransformerConfig) -> Result<()> {
-    let schemes = config.schemes()?;
+    let schemes = config.schemes();
     let own = schemes.all().find(|scheme| is_inside(config, *scheme, Point::is_before_products));
     let asked = [("qk_norm", config.qk_norm), ("qk_l2norm", config.qk_l2norm.is_some())];
     if let (Some(scheme), Some((option, _))) = (own, asked.iter().find(|(_, is_on)| *is_on)) {
@@ -98,7 +98,7 @@ fn check_tensorized(config: &TransformerConfig) -> Result<()> {
     }
     let is_at_heads = |point: Point| point.is_before_products() || point == Point::AfterHeads;
     let needs_heads = |scheme: &&dyn Scheme| is_inside(config, *scheme, is_at_heads);
-    if let Some(scheme) = config.schemes()?.all().find(needs_heads) {
+    if let Some(scheme) = config.schemes().all().find(needs_heads) {
         let others: Vec<&str> = SCHEMES.iter().filter(|scheme| !needs_heads(scheme)).map(|s| s.name()).collect();
         return Err(Error::invalid(format!(
             "residual {:?} has a part between attention's projections, and tensorized attention has no heads: choose one \

@@ -7,7 +7,7 @@ use crate::norm::conventions::KEYWORDS;
 use crate::norm::spec::NORM_EPS;
 use crate::norm::{rms_norm, Spec};
 use crate::options::{below_one, Listed};
-use crate::residual::{Outline, Place, Schemes, StackName, TensorizedSizes};
+use crate::residual::{Change, Outline, Place, Schemes, StackName, TensorizedSizes};
 
 impl TransformerConfig {
     /// Checks what one option cannot know of another.
@@ -42,13 +42,13 @@ impl TransformerConfig {
                 self.encoder_layers
             )));
         }
-        self.schemes()?.check(self.residual.as_str(), &self.outline())?;
+        self.schemes().check(self.residual.as_str(), &self.outline())?;
         self.check_options()
     }
 
     /// The residual schemes of its layers.
-    pub fn schemes(&self) -> Result<Schemes> {
-        Schemes::parse(self.residual.as_str())
+    pub fn schemes(&self) -> &Schemes {
+        self.residual.schemes()
     }
 
     /// Checks the options that do not speak of sizes: all that a layer for itself can know.
@@ -69,6 +69,7 @@ impl TransformerConfig {
                 return Err(Error::invalid(format!("{name} must be at least 1, got {value}")));
             }
         }
+        self.schemes().check_given(self.outline(), &self.options)?;
         self.check_that_options_matter()?;
         parametrisation::check(self)?;
         positions::check(self)?;
@@ -78,7 +79,7 @@ impl TransformerConfig {
     /// An option that would do nothing is a mistake: one of a norm, scheme, init or attention that is not chosen, or a norm where
     /// the scheme has none.
     fn check_that_options_matter(&self) -> Result<()> {
-        let (residual, schemes, init) = (self.residual.as_str(), self.schemes()?, self.init());
+        let (residual, schemes, init) = (self.residual.as_str(), self.schemes(), self.init());
         let mut taken: Vec<&'static dyn Listed> = schemes.all().flat_map(|scheme| scheme.options()).copied().collect();
         for norm in [self.encoder_norm(), self.decoder_norm()] {
             taken.extend(crate::norm::find(norm)?.options.iter().filter_map(|keyword| keyword.option));
@@ -124,13 +125,15 @@ impl TransformerConfig {
 
     /// A scheme that says how a norm's weight starts needs norms that learn one.
     fn check_first_values(&self) -> Result<()> {
-        let schemes = self.schemes()?;
+        let schemes = self.schemes();
         for stack in StackName::of(&self.outline()) {
             let first = self.place(*stack, 0);
             let (norm, options) = crate::norm::named(first.norm_name(), &self.options)?;
             let places = (0..first.layers()).flat_map(|layer| Place { layer, ..first }.each());
             let mut around = places.map(|place| schemes.at(&place).around(&place));
-            if !norm.learns_weight(&options) && around.any(|around| around.norms().any(|at| at.start != 1.0)) {
+            if !norm.learns_weight(&options)
+                && around.any(|around| around.changes().filter_map(Change::norm).any(|at| at.start != 1.0))
+            {
                 return Err(Error::invalid(format!(
                     "residual {:?} sets the first value of its norms' weights, and {} has none: leave its option out, or \
                      choose another norm",
@@ -204,7 +207,7 @@ impl TransformerConfig {
     pub fn init(&self) -> &str {
         match &self.init {
             Some(name) => name.as_str(),
-            None => self.schemes().map_or("xavier", |schemes| schemes.init()),
+            None => self.schemes().init(),
         }
     }
 

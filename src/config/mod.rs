@@ -9,7 +9,7 @@ mod parametrisation;
 mod positions;
 
 pub use generation::GenerationOptions;
-pub use names::{InitName, NormName, ParametrisationName, ResidualName};
+pub use names::{InitName, NormName, ParametrisationName, Residual};
 pub use positions::Longest;
 
 use crate::choice;
@@ -136,7 +136,7 @@ config! {
         "norm and residual" {
             /// Where the norms stand and how residuals are added. postnorm*3,prenorm: postnorm in a stack's first three
             /// layers, prenorm in the others; postnorm*1/4,prenorm: in its first quarter.
-            residual: ResidualName = ResidualName("prenorm".into()),
+            residual: Residual = Residual::parse("prenorm").expect("the table has it"),
             /// Norms on the queries and keys of every head, before their products (QK-norm): the stack's norm, which must
             /// work row by row.
             qk_norm: bool = false,

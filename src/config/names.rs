@@ -3,7 +3,10 @@
 use crate::error::Result;
 use crate::options::FieldType;
 use crate::parametrisation;
-use serde::{Deserialize, Deserializer, Serialize};
+use crate::residual::{GivenScheme, Schemes, SCHEMES};
+use serde::de::{value::MapAccessDeserializer, MapAccess, Visitor};
+use serde::{Deserialize, Deserializer, Serialize, Serializer};
+use std::fmt;
 
 /// A name out of one of the package's tables.
 macro_rules! table_name {
@@ -32,9 +35,75 @@ macro_rules! table_name {
 }
 table_name!(/// A norm of [`crate::norm::NORMS`], or of [`FAMILIES`](crate::norm::families::FAMILIES).
     NormName, crate::norm::names(), crate::norm::find, per_layer: false);
-table_name!(/// Residual schemes of [`crate::residual::SCHEMES`], one for all layers or one for each.
-    ResidualName, crate::residual::SCHEMES.iter().map(|s| s.name()), crate::residual::Schemes::parse, per_layer: true);
 table_name!(/// An initialisation of [`crate::init::INITS`].
     InitName, crate::init::INITS.iter().map(|i| i.name), crate::init::find, per_layer: false);
 table_name!(/// A parametrisation of [`PARAMETRISATIONS`](crate::parametrisation::PARAMETRISATIONS).
     ParametrisationName, parametrisation::PARAMETRISATIONS.iter().map(|p| p.name), parametrisation::find, per_layer: false);
+
+/// Residual schemes: of [`SCHEMES`], one for all layers or one for each, or one that its user declares as data.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Residual {
+    word: String,
+    schemes: Schemes,
+}
+
+impl Residual {
+    pub fn parse(word: &str) -> Result<Self> {
+        Ok(Residual { word: word.into(), schemes: Schemes::parse(word)? })
+    }
+
+    pub fn given(scheme: GivenScheme) -> Result<Self> {
+        Ok(Residual { word: scheme.name.clone(), schemes: Schemes::given(scheme)? })
+    }
+
+    /// The names, as they were given.
+    pub fn as_str(&self) -> &str {
+        &self.word
+    }
+
+    pub fn schemes(&self) -> &Schemes {
+        &self.schemes
+    }
+}
+
+impl Serialize for Residual {
+    fn serialize<S: Serializer>(&self, s: S) -> std::result::Result<S::Ok, S::Error> {
+        match self.schemes.as_given() {
+            Some(given) => given.serialize(s),
+            None => s.serialize_str(&self.word),
+        }
+    }
+}
+
+impl<'de> Deserialize<'de> for Residual {
+    fn deserialize<D: Deserializer<'de>>(d: D) -> std::result::Result<Self, D::Error> {
+        d.deserialize_any(WordOrScheme)
+    }
+}
+
+struct WordOrScheme;
+
+impl<'de> Visitor<'de> for WordOrScheme {
+    type Value = Residual;
+
+    fn expecting(&self, f: &mut fmt::Formatter) -> fmt::Result {
+        f.write_str("a residual scheme's name, or what it declares")
+    }
+
+    fn visit_str<E: serde::de::Error>(self, word: &str) -> std::result::Result<Residual, E> {
+        Residual::parse(word).map_err(E::custom)
+    }
+
+    fn visit_map<A: MapAccess<'de>>(self, map: A) -> std::result::Result<Residual, A::Error> {
+        let scheme = GivenScheme::deserialize(MapAccessDeserializer::new(map))?;
+        Residual::given(scheme).map_err(serde::de::Error::custom)
+    }
+}
+
+impl FieldType for Residual {
+    const KIND: &'static str = "str";
+    const PER_LAYER: bool = true;
+    fn choices() -> Vec<&'static str> {
+        SCHEMES.iter().map(|scheme| scheme.name()).collect()
+    }
+}

@@ -4,6 +4,7 @@ use super::linear::{linear, Flat};
 use super::norm::PassRows;
 use super::positions::Rotation;
 use super::prepared::PreparedWeights;
+use super::residual::Shelf;
 use super::running::Kept;
 use super::Packed;
 use crate::analysis::Watch;
@@ -64,6 +65,8 @@ pub struct Context {
     /// Weights that do not change between passes, if there are several.
     prepared: Option<Arc<PreparedWeights>>,
     watch: Option<Rc<Watch>>,
+    /// What the layers of the stack that runs have left.
+    shelf: Rc<Shelf>,
     site: Rc<Cell<i64>>,
 }
 
@@ -85,6 +88,7 @@ impl Context {
             flat: None,
             prepared: None,
             watch: None,
+            shelf: Rc::default(),
             site: Rc::default(),
         }
     }
@@ -105,6 +109,7 @@ impl Context {
             flat: None,
             prepared: None,
             watch: None,
+            shelf: Rc::default(),
             site: Rc::default(),
         }
     }
@@ -132,7 +137,7 @@ impl Context {
     /// This pass from where it stands, to be run later, or `again`.
     pub fn fork(&self, again: bool) -> Self {
         let site = Rc::new(Cell::new(self.site.get()));
-        Context { again, site, ..self.clone() }
+        Context { again, site, shelf: Rc::default(), ..self.clone() }
     }
 
     /// This pass over one side of it, on whose rows norms with statistics look.
@@ -166,9 +171,9 @@ impl Context {
     fn clone(&self) -> Self {
         let shared = |t: &Option<Tensor>| t.as_ref().map(Tensor::shallow_clone);
         let (seed, spare) = (shared(&self.seed), shared(&self.spare));
-        let (kept, watch, site) = (self.kept.clone(), self.watch.clone(), self.site.clone());
+        let (kept, watch, shelf, site) = (self.kept.clone(), self.watch.clone(), self.shelf.clone(), self.site.clone());
         let (rotation, flat, prepared) = (self.rotation.clone(), self.flat.clone(), self.prepared.clone());
-        Context { seed, spare, rotation, kept, watch, site, flat, prepared, ..*self }
+        Context { seed, spare, rotation, kept, watch, shelf, site, flat, prepared, ..*self }
     }
 
     /// The same pass, setting gains by profiling.
@@ -192,6 +197,11 @@ impl Context {
             Some(weights) if !Recording::is_on() => weights.linear(x, weight, bias, self.kind),
             _ => linear(x, weight, bias, self.kind, self.flat.as_deref()),
         }
+    }
+
+    /// What the layers of the stack that runs have left, by name.
+    pub fn shelf(&self) -> &Shelf {
+        &self.shelf
     }
 
     /// The next dropout site: sites are numbered in order of execution, whether or not their rate is zero.
@@ -219,6 +229,7 @@ impl Context {
             kept,
             group: self.group,
             watch: self.watch.as_deref(),
+            shelf: Some(&self.shelf),
         }
     }
 }

@@ -45,7 +45,7 @@ impl FeedForward {
             Activation::Silu | Activation::SwiGlu => self.dropped(h.f_silu()?, &x, ctx)?,
         };
         ctx.show(|watch| watch.activations(&h))?;
-        let h = inside.at(Point::Amid, h, &rows)?;
+        let h = inside.at(Point::AfterActivation, h, &rows)?;
         ctx.linear(&h, &self.weight2, self.bias2.as_ref())
     }
 

@@ -4,23 +4,30 @@ use super::attention::Attention;
 use super::feed_forward::FeedForward;
 use super::mixing::Unwritten;
 use super::norm::Norm;
-use super::residual::{shared, BuiltAround, Inside};
+use super::residual::{BuiltChanges, BuiltResidual, Inside};
 use super::tensorized::Tensorized;
 use super::{times, Builder, Context};
 use crate::error::Result;
 use crate::init::Init;
 use crate::operator;
-use crate::residual::{Place, Schemes, Sublayer};
+use crate::residual::{LayerSpec, Place, Sublayer, SublayerSpec};
+use std::collections::BTreeSet;
 use tch::{no_grad, Tensor};
 
 pub struct Layer {
+    /// On x as the layer begins.
+    pub begin: BuiltChanges,
     pub sublayers: Vec<Branch>,
+    /// The names of what it reads that other layers have left.
+    pub takes: Vec<String>,
+    /// The names of what it leaves for others.
+    pub leaves: Vec<String>,
 }
 
 /// A sublayer with its residual.
 pub struct Branch {
     pub function: SublayerFunction,
-    pub around: BuiltAround,
+    pub around: BuiltResidual,
     pub inside: Inside,
     /// Of F(x): the parametrisation's factor, where β has not taken it.
     scale: f64,
@@ -36,12 +43,10 @@ pub enum SublayerFunction {
 /// What one sublayer hands to the next.
 pub struct Streams {
     pub x: Tensor,
-    /// The streams beside x, as many as the scheme's [`Flow`](crate::residual::Flow) has.
+    /// The streams beside x, as many as the scheme's [`StackSpec`](crate::residual::StackSpec) has.
     pub others: Vec<Tensor>,
     /// The next sublayer's N(x), where the step that made x has made it too.
     pub normed: Option<Tensor>,
-    /// The layer's input, where one of its sublayers adds it.
-    pub bottom: Option<Tensor>,
     /// Between a hyper-connection's reading and its writing.
     pub unwritten: Option<Unwritten>,
     /// α_t of the stack.
@@ -61,7 +66,7 @@ impl Streams {
         let mut tensors = tensors.into_iter();
         let x = tensors.next().expect("x is the first of a layer's tensors");
         let others = tensors.by_ref().take(others).collect();
-        Streams { x, others, normed: tensors.next(), bottom: None, unwritten: None, alpha_t, deviation: None }
+        Streams { x, others, normed: tensors.next(), unwritten: None, alpha_t, deviation: None }
     }
 
     /// Views of x and the streams beside it. Autograd adds up what one layer gives to each before it adds that to others',
@@ -83,12 +88,18 @@ impl Streams {
 }
 
 impl Layer {
-    pub fn build(b: &mut Builder, place: &Place, init: &Init, schemes: &Schemes) -> Result<Self> {
-        let scheme = schemes.at(place);
-        let has_biases = scheme.has_biases() && place.model.has_biases;
-        let shared = shared(b, &scheme.layer(place))?;
+    /// `leaves`: the names of what others need of it.
+    pub fn build(
+        b: &mut Builder,
+        place: &Place,
+        init: &Init,
+        has_biases: bool,
+        declared: &LayerSpec,
+        leaves: BTreeSet<&str>,
+    ) -> Result<Self> {
+        let begin = BuiltChanges::build(b, place, &declared.begin)?;
         let mut sublayers = Vec::new();
-        for place in place.each() {
+        for (place, SublayerSpec { around, inside, scale }) in place.each().zip(&declared.sublayers) {
             let function = match (place.sublayer, place.model.tensorized) {
                 (Sublayer::SelfAttention, Some(sizes)) => {
                     SublayerFunction::Tensorized(b.within("self_attn", |b| Tensorized::build(b, &place, init, sizes))?)
@@ -103,23 +114,17 @@ impl Layer {
                     SublayerFunction::FeedForward(FeedForward::build(b, &place, init, has_biases)?)
                 }
             };
-            let (around, scale) = scheme.around(&place).times(place.model.scaled.branch(place.layers()));
-            let around = BuiltAround::build(b, &place, &around, &shared)?;
-            let inside = Inside::build(b, &place, &schemes.inside(&place))?;
-            sublayers.push(Branch { function, around, inside, scale });
+            let (around, inside) = (BuiltResidual::build(b, &place, around)?, Inside::build(b, &place, inside)?);
+            sublayers.push(Branch { function, around, inside, scale: *scale });
         }
-        Ok(Layer { sublayers })
+        let owned = |names: BTreeSet<&str>| names.into_iter().map(String::from).collect();
+        Ok(Layer { begin, sublayers, takes: owned(declared.takes()), leaves: owned(leaves) })
     }
 
     /// How many of the tensors that enter the layer it hands on as they are, for later ones to read.
     pub fn keeps(&self, streams: &Streams) -> usize {
         let first = self.sublayers.first().and_then(|branch| branch.around.mixing.as_ref());
         first.map_or(0, |mixing| mixing.keeps(streams.others.len() + 1))
-    }
-
-    /// One of its sublayers adds the layer's input.
-    pub fn adds_bottom(&self) -> bool {
-        self.sublayers.iter().any(|branch| branch.around.adds_bottom)
     }
 
     /// How many tensors more leave it than enter it.
@@ -140,22 +145,17 @@ impl Branch {
             }
             None => streams.x.shallow_clone(),
         };
-        match (&self.around.before, &streams.normed) {
-            (Some(_), Some(normed)) => Ok(normed.shallow_clone()),
-            (Some(norm), None) => norm.forward(&x, &ctx.rows()),
-            (None, _) => Ok(x),
+        match &streams.normed {
+            Some(normed) => Ok(normed.shallow_clone()),
+            None => self.around.before.apply(x, ctx),
         }
     }
 
     /// The streams after F(…) = f. x⁺ is made in one fused step with the norm that follows it: this sublayer's own, or
     /// `next`, the one that the next sublayer (or the end of the stack) begins with.
     pub fn close(&self, mut streams: Streams, f: Tensor, next: Option<&dyn Norm>, ctx: &Context) -> Result<Streams> {
-        let BuiltAround { alpha, beta, amid, after, .. } = &self.around;
-        let f = match amid {
-            Some(norm) => norm.forward(&f, &ctx.rows())?,
-            None => f,
-        };
-        let f = times(f, self.scale)?;
+        let BuiltResidual { alpha, beta, skip, branch, after, .. } = &self.around;
+        let f = times(branch.apply(f, ctx)?, self.scale)?;
         let alpha_t = streams.alpha_t.as_ref();
         let (p, seed, site) = (ctx.rates.residual, ctx.seed.as_ref(), ctx.site());
         if let Some(mixing) = &self.around.mixing {
@@ -166,34 +166,30 @@ impl Branch {
             let x = all.next().expect("what was written is somewhere");
             return Ok(Streams { x, others: all.collect(), ..streams });
         }
-        let summed = match &streams.bottom {
-            Some(bottom) if self.around.adds_bottom => Some(streams.x.f_add(bottom)?),
-            _ => None,
-        };
-        let x = summed.as_ref().unwrap_or(&streams.x);
-        let deviation = match (&streams.deviation, alpha.now(alpha_t)) {
+        let x = &skip.apply(streams.x.shallow_clone(), ctx)?;
+        let (alpha, beta) = (alpha.now(alpha_t)?, beta.now(alpha_t)?);
+        let deviation = match (&streams.deviation, &alpha) {
             (Some(r), Some(omega)) => {
-                let branch = beta.now(alpha_t).map(|beta| f.f_mul(&beta.f_to_kind(f.kind())?)).transpose()?;
+                let branch = beta.as_ref().map(|beta| f.f_mul(&beta.f_to_kind(f.kind())?)).transpose()?;
                 Some(no_grad(|| profile(omega, r, x, branch.as_ref().unwrap_or(&f), (p, seed, site)))?)
             }
             _ => None,
         };
-        let step = operator::Step { x, f: &f, alpha: alpha.now(alpha_t), beta: beta.now(alpha_t), p, seed, site };
+        let step = operator::Step { x, f: &f, alpha: alpha.as_ref(), beta: beta.as_ref(), p, seed, site };
         // The step's site, so its dropout mask.
         let others = streams.others.iter().zip(&self.around.streams).map(|(s, (alpha, beta))| {
-            operator::Step { x: s, alpha: alpha.now(alpha_t), beta: beta.now(alpha_t), ..step }.add()
+            let (alpha, beta) = (alpha.now(alpha_t)?, beta.now(alpha_t)?);
+            operator::Step { x: s, alpha: alpha.as_ref(), beta: beta.as_ref(), ..step }.add()
         });
         let others = others.collect::<Result<_>>()?;
-        let (x, normed) = match (after.as_deref(), next) {
-            (Some(after), _) => match after.row()? {
-                Some(row) => (step.then_norm(&row, x.kind())?.1, None),
-                None => (after.forward(&step.add()?, &ctx.rows())?, None),
-            },
-            (None, Some(next)) => match next.row()? {
-                Some(row) => step.then_norm(&row, f.kind()).map(|(x, normed)| (x, Some(normed)))?,
-                None => (step.add()?, None),
-            },
-            (None, None) => (step.add()?, None),
+        let fused = match after.is_empty() {
+            true => next.map(|norm| norm.row()).transpose()?.flatten(),
+            false => after.norm().map(|norm| norm.row()).transpose()?.flatten(),
+        };
+        let (x, normed) = match (fused, after.is_empty()) {
+            (Some(next), true) => step.then_norm(&next, f.kind()).map(|(x, normed)| (x, Some(normed)))?,
+            (Some(own), false) => (step.then_norm(&own, x.kind())?.1, None),
+            (None, _) => (after.apply(step.add()?, ctx)?, None),
         };
         Ok(Streams { x, others, normed, deviation, ..streams })
     }

@@ -1,9 +1,10 @@
 //! A norm in a model: what its entry declares, built.
 
+use super::residual::Shelf;
 use super::running::{self, Kept};
 use super::Builder;
 use crate::analysis::Watch;
-use crate::error::Result;
+use crate::error::{Error, Result};
 use crate::init::Fill;
 use crate::norm::composed::{self, Hat};
 use crate::norm::conventions::Conventions;
@@ -56,6 +57,14 @@ pub struct PassRows<'a> {
     /// The ranks whose rows these are.
     pub group: ProcessGroup,
     pub watch: Option<&'a Watch>,
+    /// What the stack's layers have left so far.
+    pub shelf: Option<&'a Shelf>,
+}
+
+impl PassRows<'_> {
+    pub fn shelf(&self) -> Result<&Shelf> {
+        self.shelf.ok_or_else(|| Error::invalid("no stack runs that could keep a tensor"))
+    }
 }
 
 /// Declares the parameters and makes the norm.

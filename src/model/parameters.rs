@@ -114,6 +114,15 @@ impl<'a> Builder<'a> {
         Ok(tensor)
     }
 
+    /// The parameter of that name where there is one already, else a new one.
+    pub fn shared(&mut self, name: &str, shape: &[i64], fill: &Fill) -> Result<Tensor> {
+        let full = self.full(name);
+        match self.made.names.iter().position(|made| *made == full) {
+            Some(at) => Ok(self.made.tensors[at].shallow_clone()),
+            None => self.parameter(name, shape, fill),
+        }
+    }
+
     /// State that is not trained, every number of it `value` at the start; its kind does not follow the parameters'.
     pub fn buffer(&mut self, name: &str, shape: &[i64], value: f64, kind: Kind) -> Result<Tensor> {
         let name = self.full(name);

@@ -3,12 +3,17 @@
 use super::mixing::BuiltMixing;
 use super::norm::{self, Norm, PassRows};
 use super::{Builder, Context};
-use crate::error::Result;
+use crate::error::{Error, Result};
 use crate::init::Fill;
 use crate::norm::{named, scale_norm, Site};
 use crate::operator::RowOperator;
 use crate::residual::{self as declared, FirstValue, Growth, NormAt, Place, Point};
+use std::cell::RefCell;
+use std::collections::BTreeMap;
 use tch::{Kind, Tensor};
+
+/// What layers of a stack have left for later ones, by name, in one pass.
+pub type Shelf = RefCell<BTreeMap<String, Tensor>>;
 
 /// The stack's norm where a scheme wants it.
 fn norm(b: &mut Builder, place: &Place, at: &NormAt) -> Result<Box<dyn Norm>> {
@@ -23,12 +28,13 @@ fn norm_if(b: &mut Builder, place: &Place, at: &Option<NormAt>) -> Result<Option
     at.as_ref().map(|at| norm(b, place, at)).transpose()
 }
 
+/// The parameter; the one of that name where its owner has it already.
 pub fn learned(b: &mut Builder, declared: &declared::Learned) -> Result<Tensor> {
     let fill = match &declared.value {
         FirstValue::All(value) => Fill::Constant(*value),
         FirstValue::Each(values) => Fill::Each(values.clone()),
     };
-    b.parameter(&declared.name, &declared.shape, &fill)
+    b.shared(&declared.name, &declared.shape, &fill)
 }
 
 /// What x or F(x) is multiplied by.
@@ -36,69 +42,81 @@ pub enum BuiltGain {
     One,
     /// A scalar or one number per column.
     Is(Tensor),
+    /// σ(w/τ) of w.
+    Sigmoid(Tensor, f64),
+    /// √(1 − σ(w/τ)²)
+    CoSigmoid(Tensor, f64),
     /// The stack's α_t.
     Growing,
 }
 
 impl BuiltGain {
-    fn build(b: &mut Builder, declared: &declared::Gain, shared: &[Tensor]) -> Result<Self> {
+    fn build(b: &mut Builder, declared: &declared::Gain) -> Result<Self> {
         Ok(match declared {
             declared::Gain::One => BuiltGain::One,
             declared::Gain::Constant(value) => BuiltGain::Is(b.constant(*value)?),
             declared::Gain::Learned(parameter) => BuiltGain::Is(learned(b, parameter)?),
-            declared::Gain::Shared(index) => BuiltGain::Is(shared[*index].shallow_clone()),
+            declared::Gain::Sigmoid { of, temperature } => BuiltGain::Sigmoid(learned(b, of)?, *temperature),
+            declared::Gain::CoSigmoid { of, temperature } => BuiltGain::CoSigmoid(learned(b, of)?, *temperature),
             declared::Gain::Growing => BuiltGain::Growing,
         })
     }
 
     /// None is 1.
-    pub fn now<'a>(&'a self, alpha_t: Option<&'a Tensor>) -> Option<&'a Tensor> {
-        match self {
+    pub fn now(&self, alpha_t: Option<&Tensor>) -> Result<Option<Tensor>> {
+        Ok(match self {
             BuiltGain::One => None,
-            BuiltGain::Is(gain) => Some(gain),
-            BuiltGain::Growing => alpha_t,
+            BuiltGain::Is(gain) => Some(gain.shallow_clone()),
+            BuiltGain::Sigmoid(w, temperature) => Some(w.f_div_scalar(*temperature)?.f_sigmoid()?),
+            BuiltGain::CoSigmoid(w, temperature) => {
+                let beta = w.f_div_scalar(*temperature)?.f_sigmoid()?;
+                let (less, more) = (beta.f_neg()?.f_add_scalar(1.0)?, beta.f_add_scalar(1.0)?);
+                Some(less.f_mul(&more)?.f_sqrt()?)
+            }
+            BuiltGain::Growing => alpha_t.map(Tensor::shallow_clone),
+        })
+    }
+
+    /// gain⊙x in x's type, outside a sum with a branch.
+    fn times(&self, x: &Tensor) -> Result<Tensor> {
+        match self.now(None)? {
+            Some(gain) => Ok(x.f_mul(&gain.f_to_kind(x.kind())?)?),
+            None => Ok(x.shallow_clone()),
         }
     }
 }
 
-/// Around one sublayer: x⁺ = after(α⊙x + β⊙drop(f)), f = amid(F(before(x))), and s⁺ = α⊙s + β⊙drop(f) of every stream
-/// s beside x.
-pub struct BuiltAround {
-    pub before: Option<Box<dyn Norm>>,
+/// Around one sublayer: x⁺ = after(α⊙skip(x) + β⊙drop(f)), f = branch(F(before(x))), and s⁺ = α⊙s + β⊙drop(f) of every
+/// stream s beside x.
+pub struct BuiltResidual {
+    pub before: BuiltChanges,
+    pub skip: BuiltChanges,
+    pub branch: BuiltChanges,
+    pub after: BuiltChanges,
     pub alpha: BuiltGain,
     pub beta: BuiltGain,
-    pub amid: Option<Box<dyn Norm>>,
-    pub after: Option<Box<dyn Norm>>,
     /// α and β of each stream beside x.
     pub streams: Vec<(BuiltGain, BuiltGain)>,
     /// How x is read and F(x) written; none: as above.
     pub mixing: Option<BuiltMixing>,
-    /// x is x plus the layer's input.
-    pub adds_bottom: bool,
 }
 
-impl BuiltAround {
-    /// `shared`: the layer's parameters.
-    pub fn build(b: &mut Builder, place: &Place, declared: &declared::Around, shared: &[Tensor]) -> Result<Self> {
+impl BuiltResidual {
+    pub fn build(b: &mut Builder, place: &Place, declared: &declared::ResidualSpec) -> Result<Self> {
         let gains = |b: &mut Builder, step: &declared::StreamStep| {
-            Ok((BuiltGain::build(b, &step.alpha, shared)?, BuiltGain::build(b, &step.beta, shared)?))
+            Ok((BuiltGain::build(b, &step.alpha)?, BuiltGain::build(b, &step.beta)?))
         };
-        Ok(BuiltAround {
-            before: norm_if(b, place, &declared.before)?,
-            alpha: BuiltGain::build(b, &declared.alpha, shared)?,
-            beta: BuiltGain::build(b, &declared.beta, shared)?,
-            amid: norm_if(b, place, &declared.amid)?,
-            after: norm_if(b, place, &declared.after)?,
+        Ok(BuiltResidual {
+            before: BuiltChanges::build(b, place, &declared.before)?,
+            alpha: BuiltGain::build(b, &declared.alpha)?,
+            beta: BuiltGain::build(b, &declared.beta)?,
+            skip: BuiltChanges::build(b, place, &declared.skip)?,
+            branch: BuiltChanges::build(b, place, &declared.branch)?,
+            after: BuiltChanges::build(b, place, &declared.after)?,
             streams: declared.streams.iter().map(|step| gains(b, step)).collect::<Result<_>>()?,
             mixing: declared.mixing.as_ref().map(|mixing| BuiltMixing::build(b, mixing)).transpose()?,
-            adds_bottom: declared.adds_bottom,
         })
     }
-}
-
-/// The layer's shared parameters.
-pub fn shared(b: &mut Builder, declared: &[declared::Learned]) -> Result<Vec<Tensor>> {
-    declared.iter().map(|parameter| learned(b, parameter)).collect()
 }
 
 pub enum BuiltChange {
@@ -112,6 +130,13 @@ pub enum BuiltChange {
     /// By its ε.
     Unit(f64),
     HeadScale(Tensor),
+    DampForward(Tensor),
+    Keep(String),
+    Mix {
+        name: String,
+        own: BuiltGain,
+        kept: BuiltGain,
+    },
 }
 
 impl BuiltChange {
@@ -123,6 +148,12 @@ impl BuiltChange {
             declared::Change::Times(c) => BuiltChange::Times(*c),
             declared::Change::Unit(eps) => BuiltChange::Unit(*eps),
             declared::Change::HeadScale(parameter) => BuiltChange::HeadScale(learned(b, parameter)?),
+            declared::Change::DampForward(parameter) => BuiltChange::DampForward(learned(b, parameter)?),
+            declared::Change::Keep(name) => BuiltChange::Keep(name.clone()),
+            declared::Change::Mix { name, own, kept } => {
+                let (own, kept) = (BuiltGain::build(b, own)?, BuiltGain::build(b, kept)?);
+                BuiltChange::Mix { name: name.clone(), own, kept }
+            }
         })
     }
 
@@ -137,12 +168,57 @@ impl BuiltChange {
                 let heads = x.f_unflatten(-1, [s.numel() as i64, -1].as_slice())?;
                 heads.f_mul(&s.f_to_kind(x.kind())?.f_unsqueeze(-1)?)?.f_flatten(-2, -1)?
             }
+            BuiltChange::DampForward(a) => x.f_sub(&x.f_detach()?.f_mul(&a.f_silu()?.f_to_kind(x.kind())?)?)?,
+            BuiltChange::Keep(name) => {
+                rows.shelf()?.borrow_mut().insert(name.clone(), x.shallow_clone());
+                x.shallow_clone()
+            }
+            BuiltChange::Mix { name, own, kept } => {
+                let found = rows.shelf()?.borrow().get(name).map(Tensor::shallow_clone);
+                let found = found.ok_or_else(|| Error::invalid(format!("no layer has left {name:?} for this one")))?;
+                own.times(x)?.f_add(&kept.times(&found)?)?
+            }
         })
+    }
+
+    /// Of queries, keys or values it is made of one head's rows.
+    fn is_by_head(&self, width: i64) -> bool {
+        match self {
+            BuiltChange::Norm { width: own, .. } => *own != width,
+            BuiltChange::Keep(_) | BuiltChange::Mix { .. } | BuiltChange::DampForward(_) => false,
+            _ => true,
+        }
     }
 }
 
-fn built(b: &mut Builder, place: &Place, declared: &[declared::Change]) -> Result<Vec<BuiltChange>> {
-    declared.iter().map(|change| BuiltChange::build(b, place, change)).collect()
+/// What stands at one place, in its order.
+pub struct BuiltChanges(Vec<BuiltChange>);
+
+impl BuiltChanges {
+    pub fn build(b: &mut Builder, place: &Place, declared: &[declared::Change]) -> Result<Self> {
+        Ok(BuiltChanges(declared.iter().map(|change| BuiltChange::build(b, place, change)).collect::<Result<_>>()?))
+    }
+
+    pub fn apply(&self, x: Tensor, ctx: &Context) -> Result<Tensor> {
+        self.0.iter().try_fold(x, |x, change| change.apply(&x, &ctx.rows()))
+    }
+
+    pub fn is_empty(&self) -> bool {
+        self.0.is_empty()
+    }
+
+    /// x comes out as it went in.
+    pub fn only_look(&self) -> bool {
+        self.0.iter().all(|change| matches!(change, BuiltChange::Keep(_)))
+    }
+
+    /// The norm that is all that stands here: a fused step can compute it.
+    pub fn norm(&self) -> Option<&dyn Norm> {
+        match self.0.as_slice() {
+            [BuiltChange::Norm { norm, .. }] => Some(norm.as_ref()),
+            _ => None,
+        }
+    }
 }
 
 /// What stands inside a sublayer.
@@ -154,13 +230,12 @@ impl Inside {
         Ok(Inside(declared.iter().map(build).collect::<Result<_>>()?))
     }
 
-    /// Queries, keys or values (…, d) after whatever stands at this point: a norm as wide as all heads works on them
-    /// joined, any other change on each.
+    /// Queries, keys or values (…, d) after whatever stands at this point.
     pub fn at_heads(&self, point: Point, x: Tensor, heads: i64, rows: &PassRows) -> Result<Tensor> {
         let d = *x.size().last().expect("rows have a width");
-        self.0.iter().filter(|(p, _)| *p == point).try_fold(x, |x, (_, change)| match change {
-            BuiltChange::Norm { width, .. } if *width == d => change.apply(&x, rows),
-            _ => {
+        self.0.iter().filter(|(p, _)| *p == point).try_fold(x, |x, (_, change)| match change.is_by_head(d) {
+            false => change.apply(&x, rows),
+            true => {
                 let apart = x.f_unflatten(-1, [heads, -1].as_slice())?;
                 Ok(change.apply(&apart, rows)?.f_flatten(-2, -1)?)
             }
@@ -179,20 +254,20 @@ impl Inside {
 }
 
 /// How the layers of a stack follow each other.
-pub struct BuiltFlow {
-    begin: Vec<BuiltChange>,
+pub struct BuiltEnds {
+    begin: BuiltChanges,
     pub combine: Option<BuiltCombine>,
     /// How the stack's output is read; none: it is x.
     pub mixing: Option<BuiltMixing>,
     growth: Option<(Growth, Tensor)>,
     /// The norm that each stream beside x ends with.
     streams: Vec<Option<Box<dyn Norm>>>,
-    end: Vec<BuiltChange>,
+    end: BuiltChanges,
 }
 
-impl BuiltFlow {
-    pub fn build(b: &mut Builder, place: &Place, declared: &declared::Flow) -> Result<Self> {
-        let begin = built(b, place, &declared.begin)?;
+impl BuiltEnds {
+    pub fn build(b: &mut Builder, place: &Place, declared: &declared::StackSpec) -> Result<Self> {
+        let begin = BuiltChanges::build(b, place, &declared.begin)?;
         let combine = declared.combine.as_ref().map(|c| BuiltCombine::build(b, place, c)).transpose()?;
         let mixing = declared.mixing.as_ref().map(|mixing| BuiltMixing::build(b, mixing)).transpose()?;
         let growth = match declared.growth {
@@ -200,12 +275,13 @@ impl BuiltFlow {
             None => None,
         };
         let streams = declared.streams.iter().map(|stream| norm_if(b, place, &stream.norm)).collect::<Result<_>>()?;
-        Ok(BuiltFlow { begin, combine, mixing, growth, streams, end: built(b, place, &declared.end)? })
+        let end = BuiltChanges::build(b, place, &declared.end)?;
+        Ok(BuiltEnds { begin, combine, mixing, growth, streams, end })
     }
 
     /// What the layers read of the embedding x.
     pub fn enter(&self, x: Tensor, ctx: &Context) -> Result<Tensor> {
-        self.begin.iter().try_fold(x, |x, change| change.apply(&x, &ctx.rows()))
+        self.begin.apply(x, ctx)
     }
 
     /// x, and the streams beside it, which begin as x does. Views, so that autograd adds up their gradients in one order,
@@ -231,7 +307,7 @@ impl BuiltFlow {
                 None => x.f_add(&s)?,
             };
         }
-        self.end.iter().try_fold(x, |x, change| change.apply(&x, &ctx.rows()))
+        self.end.apply(x, ctx)
     }
 
     /// What a layer has left, as one tensor like x, for those who look on.
@@ -266,14 +342,8 @@ impl BuiltFlow {
 
     /// The norm that ends the stack, if that is all that does.
     pub fn end_norm(&self) -> Option<&dyn Norm> {
-        match self.end.as_slice() {
-            [BuiltChange::Norm { norm, .. }]
-                if self.combine.is_none() && self.streams.is_empty() && self.mixing.is_none() =>
-            {
-                Some(norm.as_ref())
-            }
-            _ => None,
-        }
+        let is_all = self.combine.is_none() && self.streams.is_empty() && self.mixing.is_none();
+        self.end.norm().filter(|_| is_all)
     }
 }
 

@@ -3,15 +3,16 @@
 use super::attention::{Attention, Cache};
 use super::layer::{Layer, Streams, SublayerFunction};
 use super::norm::Norm;
-use super::residual::{BuiltFlow, Inside};
+use super::residual::{BuiltEnds, Inside};
 use super::tensorized::Tensorized;
 use super::{Builder, Context, Ranges, Reads};
 use crate::error::{Error, Result};
 use crate::host::host;
 use crate::init::Init;
 use crate::operator;
-use crate::residual::{Place, Schemes};
+use crate::residual::{leaves, LayerSpec, Place, Schemes};
 use std::cell::Cell;
+use std::collections::BTreeMap;
 use std::rc::Rc;
 use tch::{Kind, Tensor};
 
@@ -21,7 +22,7 @@ pub struct Stack {
 
 struct Body {
     layers: Vec<Layer>,
-    flow: BuiltFlow,
+    flow: BuiltEnds,
 }
 
 /// Per layer, the keys and values of what has been decoded, and which of their rows each hypothesis reads.
@@ -87,15 +88,17 @@ pub type StackMemory = Vec<(Tensor, Tensor)>;
 impl Stack {
     /// `place` says which stack.
     pub fn build(b: &mut Builder, place: &Place, init: &Init, schemes: &Schemes) -> Result<Self> {
+        let (declared, flow) = (schemes.layers(place), schemes.flow(place));
+        let has_biases = schemes.has_biases() && place.model.has_biases;
         let layers = b.within("layers", |b| {
-            (0..place.layers())
-                .map(|layer| {
-                    let place = Place { layer, ..*place };
-                    b.within(&layer.to_string(), |b| Layer::build(b, &place, init, schemes))
-                })
-                .collect::<Result<Vec<_>>>()
+            let layer = |(index, layer): (usize, &LayerSpec)| {
+                let place = Place { layer: index as i64, ..*place };
+                let leaves = leaves(&declared, index, &flow);
+                b.within(&index.to_string(), |b| Layer::build(b, &place, init, has_biases, layer, leaves))
+            };
+            declared.iter().enumerate().map(layer).collect::<Result<Vec<_>>>()
         })?;
-        let flow = BuiltFlow::build(b, place, &schemes.flow(place))?;
+        let flow = BuiltEnds::build(b, place, &flow)?;
         Ok(Stack { body: Rc::new(Body { layers, flow }) })
     }
 
@@ -178,6 +181,7 @@ impl Stack {
     ) -> Result<Tensor> {
         let Body { layers, flow } = &*self.body;
         let kind = if x.kind() == Kind::Double { Kind::Double } else { Kind::Float };
+        ctx.shelf().borrow_mut().clear();
         let x = flow.enter(x, ctx)?;
         let deviation = ctx.profile.then(|| Tensor::f_ones([1i64].as_slice(), (kind, x.device()))).transpose()?;
         ctx.show(|watch| watch.stack(&x))?;
@@ -191,6 +195,7 @@ impl Stack {
             if let Some(combine) = &flow.combine {
                 streams = Streams { x: combine.next(streams.x, &mut outputs, ctx)?, normed: None, ..streams };
             }
+            let passing = self.give(index, ctx)?;
             streams = match layers[index].keeps(&streams) {
                 0 => layer(index, streams)?,
                 kept => {
@@ -198,6 +203,7 @@ impl Stack {
                     streams.followed_by(kept, after)
                 }
             };
+            self.take(index, passing, ctx);
             ctx.show(|watch| watch.layer(&flow.seen(&streams.x, &streams.others)?))?;
         }
         if let Some(combine) = &flow.combine {
@@ -207,6 +213,28 @@ impl Stack {
             Some(normed) => Ok(normed),
             None => flow.finish(streams.x, streams.others, ctx),
         }
+    }
+
+    /// Puts views of what the layer reads of others on the shelf, and returns what lay there. Autograd adds up what one
+    /// layer gives to each before it adds that to others', as with [`Streams::viewed`].
+    fn give(&self, index: usize, ctx: &Context) -> Result<BTreeMap<String, Tensor>> {
+        let mut shelf = ctx.shelf().borrow_mut();
+        let passing = std::mem::take(&mut *shelf);
+        for name in &self.body.layers[index].takes {
+            if let Some(kept) = passing.get(name) {
+                shelf.insert(name.clone(), kept.f_view_as(kept)?);
+            }
+        }
+        Ok(passing)
+    }
+
+    /// Puts back what lay on the shelf, with what the layer has left.
+    fn take(&self, index: usize, mut passing: BTreeMap<String, Tensor>, ctx: &Context) {
+        let mut shelf = ctx.shelf().borrow_mut();
+        for name in &self.body.layers[index].leaves {
+            passing.extend(shelf.remove_entry(name));
+        }
+        *shelf = passing;
     }
 
     /// A layer of whole sentences that keeps only what enters it (activation checkpointing).
@@ -222,24 +250,33 @@ impl Stack {
         let clone = |t: &Option<Tensor>| t.as_ref().map(Tensor::shallow_clone);
         let layer = &self.body.layers[index];
         let (kept, after) = (layer.keeps(&streams), streams.others.len() + layer.adds());
+        let (names, taken): (Vec<String>, Vec<Tensor>) =
+            std::mem::take(&mut *ctx.shelf().borrow_mut()).into_iter().unzip();
         let sites = Rc::new(Cell::new(0));
         let piece = {
             let (body, sites, start) = (self.body.clone(), sites.clone(), ctx.fork(false));
             let (own, across) = (own.shallow_clone(), memory.map(|(_, ranges)| ranges.shallow_clone()));
             let (others, alpha_t) = (streams.others.len(), clone(&streams.alpha_t));
+            let names = names.clone();
             move |mut inputs: Vec<Tensor>, again| {
                 let ctx = start.fork(again);
                 let memory = across.as_ref().map(|_| inputs.pop().expect("the memory is the last input"));
                 let memory = memory.as_ref().zip(across.as_ref());
+                let taken = inputs.split_off(inputs.len() - names.len());
+                ctx.shelf().borrow_mut().extend(names.iter().cloned().zip(taken));
                 let streams = Streams::of(inputs, others, clone(&alpha_t));
                 let streams = body.layer(index, streams, &ctx, &mut whole(&own, causal, memory, &ctx))?;
                 sites.set(ctx.sites());
-                Ok(streams.tensors().skip(kept).map(Tensor::shallow_clone).collect())
+                let mut shelf = ctx.shelf().borrow_mut();
+                let left = body.layers[index].leaves.iter().filter_map(|name| shelf.remove(name));
+                Ok(left.chain(streams.tensors().skip(kept).map(Tensor::shallow_clone)).collect())
             }
         };
-        let inputs: Vec<&Tensor> = streams.tensors().chain(memory.map(|(memory, _)| memory)).collect();
-        let outputs = operator::recomputed(&inputs, piece)?;
+        let inputs = streams.tensors().chain(&taken).chain(memory.map(|(memory, _)| memory));
+        let outputs = operator::recomputed(&inputs.collect::<Vec<_>>(), piece)?;
         ctx.set_sites(sites.get());
+        let mut outputs = outputs.into_iter();
+        ctx.shelf().borrow_mut().extend(layer.leaves.iter().cloned().zip(outputs.by_ref()));
         let passed = streams.tensors().take(kept).map(Tensor::shallow_clone);
         Ok(Streams::of(passed.chain(outputs), after, clone(&streams.alpha_t)))
     }
@@ -252,8 +289,9 @@ impl Stack {
 
 impl Body {
     fn layer(&self, index: usize, mut streams: Streams, ctx: &Context, attend: &mut Attend) -> Result<Streams> {
-        streams.bottom = self.layers[index].adds_bottom().then(|| streams.x.shallow_clone());
-        for (s, branch) in self.layers[index].sublayers.iter().enumerate() {
+        let Layer { begin, sublayers, .. } = &self.layers[index];
+        streams.x = begin.apply(streams.x, ctx)?;
+        for (s, branch) in sublayers.iter().enumerate() {
             let input = branch.input(&mut streams, ctx)?;
             let f = match &branch.function {
                 SublayerFunction::SelfAttention(a) => attend(Attends::Itself(a), &branch.inside, &input)?,
@@ -269,10 +307,11 @@ impl Body {
     /// The norm that the stream meets first after a sublayer: the next sublayer's, or the stack's last.
     fn norm_after(&self, layer: usize, sublayer: usize) -> Option<&dyn Norm> {
         match self.layers[layer].sublayers.get(sublayer + 1) {
-            Some(next) => next.around.before.as_deref(),
+            Some(next) => next.around.before.norm(),
             None if self.flow.combine.is_some() => None,
             None => match self.layers.get(layer + 1) {
-                Some(next) => next.sublayers[0].around.before.as_deref(),
+                Some(next) if next.begin.only_look() => next.sublayers[0].around.before.norm(),
+                Some(_) => None,
                 None => self.flow.end_norm(),
             },
         }

@@ -8,7 +8,9 @@ use super::{Builder, Context, Packed, Ranges, Sentences, Transformer};
 use crate::config::TransformerConfig;
 use crate::error::Result;
 use crate::init;
-use crate::residual::{self, Around, ExtraStream, Flow, Gain, Learned, Place, Scheme, Schemes, StreamStep};
+use crate::residual::{
+    self, ExtraStream, Gain, Learned, Place, ResidualSpec, Scheme, SchemeRef, Schemes, StackSpec, StreamStep,
+};
 use std::collections::HashMap;
 use tch::{no_grad, Device, Kind, Tensor};
 
@@ -23,7 +25,7 @@ fn config(residual: &str, layers: i64) -> TransformerConfig {
 }
 
 fn build(config: &TransformerConfig) -> (Stack, HashMap<String, Tensor>) {
-    build_of(config, &config.schemes().unwrap())
+    build_of(config, config.schemes())
 }
 
 fn build_of(config: &TransformerConfig, schemes: &Schemes) -> (Stack, HashMap<String, Tensor>) {
@@ -225,22 +227,22 @@ impl Scheme for ThreeStreams {
         ""
     }
 
-    fn around(&self, place: &Place) -> Around {
+    fn around(&self, place: &Place) -> ResidualSpec {
         let a = Learned::new(place.numbered("a"), &[D], 0.5);
         let steps = [Gain::Learned(a), Gain::Constant(2.0)];
         let streams = steps.map(|alpha| StreamStep { alpha, beta: Gain::One }).into();
-        Around { streams, ..Around::default() }
+        ResidualSpec { streams, ..ResidualSpec::default() }
     }
 
-    fn stack(&self, place: &Place) -> Flow {
+    fn stack(&self, place: &Place) -> StackSpec {
         let streams = vec![ExtraStream { norm: Some(place.end_norm()) }, ExtraStream { norm: None }];
-        Flow { streams, ..Flow::default() }
+        StackSpec { streams, ..StackSpec::default() }
     }
 }
 
 #[test]
 fn streams_travel_beside_x() {
-    let (stack, names) = build_of(&config("t-fixup", 2), &Schemes::of(&ThreeStreams));
+    let (stack, names) = build_of(&config("t-fixup", 2), &Schemes::of(SchemeRef::Table(&ThreeStreams)));
     let [mut x, mut s, mut t] = [(); 3].map(|()| rows());
     for (l, layer) in stack.layers().iter().enumerate() {
         for (i, branch) in layer.sublayers.iter().enumerate() {
@@ -256,7 +258,7 @@ fn streams_travel_beside_x() {
 
 #[test]
 fn recomputation_carries_every_stream() {
-    let (stack, names) = build_of(&config("t-fixup", 2), &Schemes::of(&ThreeStreams));
+    let (stack, names) = build_of(&config("t-fixup", 2), &Schemes::of(SchemeRef::Table(&ThreeStreams)));
     let gradients = |recompute: bool| {
         let x = rows().set_requires_grad(true);
         let ctx = Context::evaluation(Kind::Double).recomputing(recompute);

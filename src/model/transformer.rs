@@ -48,11 +48,10 @@ impl Transformer {
 
     fn build(config: &TransformerConfig, mut b: Builder) -> Result<Self> {
         config.validate()?;
-        let schemes = config.schemes()?;
+        let schemes = config.schemes();
         let init = init::find(config.init())?;
         let embeddings = Embeddings::build(&mut b, config, init)?;
-        let mut stack =
-            |name: &str, stack| b.within(name, |b| Stack::build(b, &config.place(stack, 0), init, &schemes));
+        let mut stack = |name: &str, stack| b.within(name, |b| Stack::build(b, &config.place(stack, 0), init, schemes));
         let encoder = config.has_encoder().then(|| stack("encoder", residual::StackName::Encoder)).transpose()?;
         let decoder = stack("decoder", residual::StackName::Decoder)?;
         let (config, parameters, rotary) = (config.clone(), b.finish()?, Rotary::of(config));
@@ -65,8 +64,8 @@ impl Transformer {
     }
 
     /// Whether the scheme wants [`profile`](Self::profile) before the first update.
-    pub fn is_profiled(&self) -> Result<bool> {
-        Ok(self.config.schemes()?.is_profiled())
+    pub fn is_profiled(&self) -> bool {
+        self.config.schemes().is_profiled()
     }
 
     /// Sets the gains that the scheme takes from one training batch, padding included, which enters no norm's statistics.

@@ -1,6 +1,6 @@
 //! Admin: `x⁺ = N(ω⊙x + F(x))`, ω set so that early branches do not drown (Liu et al. 2020; admin-torch).
 
-use super::{Around, Flow, Gain, Learned, Place, Scheme};
+use super::{Gain, Learned, Place, ResidualSpec, Scheme, StackSpec};
 
 /// Name, equation and source of what gives ω its first values.
 pub const PROFILING: [&str; 3] = [
@@ -24,13 +24,13 @@ impl Scheme for Admin {
         "Liu et al. 2020"
     }
 
-    fn around(&self, place: &Place) -> Around {
+    fn around(&self, place: &Place) -> ResidualSpec {
         let omega = Learned::new(place.numbered("residual_scale"), &[place.model.d_model], 1.0);
-        Around { alpha: Gain::Learned(omega), after: Some(place.closing_norm()), ..Around::default() }
+        ResidualSpec { alpha: Gain::Learned(omega), after: place.closing_norm().into(), ..ResidualSpec::default() }
     }
 
-    fn stack(&self, _: &Place) -> Flow {
-        Flow::default()
+    fn stack(&self, _: &Place) -> StackSpec {
+        StackSpec::default()
     }
 
     fn is_profiled(&self) -> bool {
@@ -53,12 +53,16 @@ impl Scheme for AdminConst {
         "admin-torch"
     }
 
-    fn around(&self, place: &Place) -> Around {
-        Around { alpha: Gain::Constant(omega(place)), after: Some(place.closing_norm()), ..Around::default() }
+    fn around(&self, place: &Place) -> ResidualSpec {
+        ResidualSpec {
+            alpha: Gain::Constant(omega(place)),
+            after: place.closing_norm().into(),
+            ..ResidualSpec::default()
+        }
     }
 
-    fn stack(&self, _: &Place) -> Flow {
-        Flow::default()
+    fn stack(&self, _: &Place) -> StackSpec {
+        StackSpec::default()
     }
 }
 

@@ -1,6 +1,6 @@
 //! Attention residuals: a sublayer's input is a softmax-weighted sum of earlier sublayers' outputs (Kimi Team 2026).
 
-use super::{prenorm::PreNorm, Around, DepthAttention, Flow, Learned, Mixing, Place, Scheme};
+use super::{prenorm::PreNorm, DepthAttention, Learned, Mixing, Place, ResidualSpec, Scheme, StackSpec};
 use crate::options::{at_least_one, setting, Listed};
 
 setting! {
@@ -34,18 +34,21 @@ impl Scheme for AttnRes {
         &[&BLOCK]
     }
 
-    fn around(&self, place: &Place) -> Around {
+    fn around(&self, place: &Place) -> ResidualSpec {
         let number = place.layer * place.sublayers + place.index;
         let weights = match number {
             0 => None,
             _ => AttnRes::weights(place, place.numbered("depth_query"), place.numbered("depth_gain")),
         };
         let begins_block = number % place.options.get(&BLOCK) == 0;
-        Around { mixing: Some(Mixing::Depth(DepthAttention { weights, begins_block })), ..PreNorm.around(place) }
+        ResidualSpec { mixing: Some(Mixing::Depth(DepthAttention { weights, begins_block })), ..PreNorm.around(place) }
     }
 
-    fn stack(&self, place: &Place) -> Flow {
+    fn stack(&self, place: &Place) -> StackSpec {
         let weights = AttnRes::weights(place, "end_depth_query".into(), "end_depth_gain".into());
-        Flow { mixing: Some(Mixing::Depth(DepthAttention { weights, begins_block: false })), ..PreNorm.stack(place) }
+        StackSpec {
+            mixing: Some(Mixing::Depth(DepthAttention { weights, begins_block: false })),
+            ..PreNorm.stack(place)
+        }
     }
 }

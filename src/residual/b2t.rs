@@ -1,6 +1,9 @@
 //! Bottom-to-top: PostNorm whose last sublayer of a layer adds the layer's input, too (Takase et al. 2023).
 
-use super::{postnorm::PostNorm, Around, Flow, Place, Scheme};
+use super::{postnorm::PostNorm, Change, Gain, Place, ResidualSpec, Scheme, StackSpec};
+
+/// What the layer's input is kept under.
+const INPUT: &str = "layer_input";
 
 pub struct B2T;
 
@@ -21,11 +24,21 @@ impl Scheme for B2T {
         "b2t"
     }
 
-    fn around(&self, place: &Place) -> Around {
-        Around { adds_bottom: place.index + 1 == place.sublayers, ..PostNorm.around(place) }
+    fn layer(&self, _: &Place) -> Vec<Change> {
+        vec![Change::Keep(INPUT.into())]
     }
 
-    fn stack(&self, place: &Place) -> Flow {
+    fn around(&self, place: &Place) -> ResidualSpec {
+        match place.index + 1 == place.sublayers {
+            true => ResidualSpec {
+                skip: vec![Change::Mix { name: INPUT.into(), own: Gain::One, kept: Gain::One }],
+                ..PostNorm.around(place)
+            },
+            false => PostNorm.around(place),
+        }
+    }
+
+    fn stack(&self, place: &Place) -> StackSpec {
         PostNorm.stack(place)
     }
 }

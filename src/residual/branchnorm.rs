@@ -1,6 +1,6 @@
 //! BranchNorm: `x⁺ = N(x + α_t F(x))`, α_t growing to 1 over the first T updates (Liu et al. 2023, eq 7, 8).
 
-use super::{Around, Flow, Gain, Growth, GrowthCurve, Place, Scheme};
+use super::{Gain, Growth, GrowthCurve, Place, ResidualSpec, Scheme, StackSpec};
 use crate::options::{not_negative, setting, Listed};
 
 setting! {
@@ -33,12 +33,12 @@ impl Scheme for BranchNorm {
         "deepnorm"
     }
 
-    fn around(&self, place: &Place) -> Around {
-        Around { beta: Gain::Growing, after: Some(place.closing_norm()), ..Around::default() }
+    fn around(&self, place: &Place) -> ResidualSpec {
+        ResidualSpec { beta: Gain::Growing, after: place.closing_norm().into(), ..ResidualSpec::default() }
     }
 
-    fn stack(&self, place: &Place) -> Flow {
+    fn stack(&self, place: &Place) -> StackSpec {
         let growth = Growth { steps: place.options.get(&STEPS), curve: place.options.get(&GROWTH), by_layer: false };
-        Flow { growth: Some(growth), ..Flow::default() }
+        StackSpec { growth: Some(growth), ..StackSpec::default() }
     }
 }

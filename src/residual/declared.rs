@@ -2,23 +2,33 @@
 
 use super::growth::Growth;
 use super::mixing::Mixing;
-use serde::Serialize;
+use serde::{Deserialize, Serialize};
+use std::collections::BTreeSet;
 
 /// The stack's norm under a name.
-#[derive(Clone, Debug, PartialEq, Serialize)]
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
 pub struct NormAt {
     pub name: String,
     pub width: i64,
     /// No norm of the stack follows it.
+    #[serde(default)]
     pub last: bool,
     /// It stands after the last layer.
+    #[serde(default)]
     pub ends_stack: bool,
     /// Its weight starts at this times its own first value.
+    #[serde(default = "one")]
     pub start: f64,
 }
 
+fn one() -> f64 {
+    1.0
+}
+
 /// A parameter of the scheme, and its first values.
-#[derive(Clone, Debug, PartialEq, Serialize)]
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
 pub struct Learned {
     pub name: String,
     pub shape: Vec<i64>,
@@ -26,7 +36,7 @@ pub struct Learned {
 }
 
 /// What a parameter's numbers are at the start.
-#[derive(Clone, Debug, PartialEq, Serialize)]
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(untagged)]
 pub enum FirstValue {
     All(f64),
@@ -49,40 +59,62 @@ impl Learned {
 }
 
 /// What x or F(x) is multiplied by.
-#[derive(Clone, Debug, Default, PartialEq, Serialize)]
-#[serde(rename_all = "lowercase")]
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
 pub enum Gain {
     #[default]
     One,
     Constant(f64),
-    /// A scalar or one number per column.
+    /// A scalar or one number per column. Gains of a layer that have one name share one parameter.
     Learned(Learned),
-    /// The layer's parameter of that number.
-    Shared(usize),
+    /// σ(w/τ) of a parameter w.
+    Sigmoid {
+        of: Learned,
+        temperature: f64,
+    },
+    /// √(1 − σ(w/τ)²), beside [`Gain::Sigmoid`] of the same w.
+    CoSigmoid {
+        of: Learned,
+        temperature: f64,
+    },
     /// α_t, which the stack's [`Growth`] moves.
     Growing,
 }
 
-/// What stands around one sublayer.
-#[derive(Clone, Debug, Default, PartialEq, Serialize)]
-pub struct Around {
-    pub before: Option<NormAt>,
-    pub alpha: Gain,
-    pub beta: Gain,
-    pub amid: Option<NormAt>,
-    pub after: Option<NormAt>,
-    /// What the sublayer does to each stream beside x, in the order of [`Flow::streams`].
-    pub streams: Vec<StreamStep>,
-    /// How x is read and F(x) written, in place of α, β, `after` and `streams`; none: by those.
-    pub mixing: Option<Mixing>,
-    /// In the sum, x is x plus the layer's input.
-    pub adds_bottom: bool,
+impl Gain {
+    /// Its parameter.
+    pub fn learned(&self) -> Option<&Learned> {
+        match self {
+            Gain::Learned(of) | Gain::Sigmoid { of, .. } | Gain::CoSigmoid { of, .. } => Some(of),
+            Gain::One | Gain::Constant(_) | Gain::Growing => None,
+        }
+    }
 }
 
-impl Around {
-    /// Its norms.
-    pub fn norms(self) -> impl Iterator<Item = NormAt> {
-        [self.before, self.amid, self.after].into_iter().flatten()
+/// What stands around one sublayer: x⁺ = after(α⊙skip(x) + β⊙drop(branch(F(before(x))))).
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct ResidualSpec {
+    /// On F's input.
+    pub before: Vec<Change>,
+    /// On x in the sum.
+    pub skip: Vec<Change>,
+    /// On F's output.
+    pub branch: Vec<Change>,
+    /// On the sum.
+    pub after: Vec<Change>,
+    pub alpha: Gain,
+    pub beta: Gain,
+    /// What the sublayer does to each stream beside x, in the order of [`StackSpec::streams`].
+    pub streams: Vec<StreamStep>,
+    /// How x is read and F(x) written, in place of α, β, `skip`, `after` and `streams`; none: by those.
+    pub mixing: Option<Mixing>,
+}
+
+impl ResidualSpec {
+    /// Everything that changes something.
+    pub fn changes(&self) -> impl Iterator<Item = &Change> {
+        [&self.before, &self.skip, &self.branch, &self.after].into_iter().flatten()
     }
 
     /// The declaration with F(x) times m: folded into β where every β is a constant; else the factor that is left for
@@ -105,14 +137,77 @@ impl Around {
 }
 
 /// s⁺ = α⊙s + β⊙drop(f) of a stream s beside x; f and the dropout's mask are those of x⁺.
-#[derive(Clone, Debug, Default, PartialEq, Serialize)]
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
 pub struct StreamStep {
     pub alpha: Gain,
     pub beta: Gain,
 }
 
+/// A sublayer: what stands around it and, point by point, inside.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct SublayerSpec {
+    #[serde(default)]
+    pub around: ResidualSpec,
+    #[serde(default)]
+    pub inside: Vec<(Point, Change)>,
+    /// Of F(x): the parametrisation's factor, where β has not taken it.
+    #[serde(default = "one")]
+    pub scale: f64,
+}
+
+/// A layer.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct LayerSpec {
+    /// On x as the layer begins.
+    #[serde(default)]
+    pub begin: Vec<Change>,
+    pub sublayers: Vec<SublayerSpec>,
+}
+
+impl SublayerSpec {
+    /// In the order in which they act.
+    pub fn changes(&self) -> impl Iterator<Item = &Change> {
+        let ResidualSpec { before, skip, branch, after, .. } = &self.around;
+        before
+            .iter()
+            .chain(self.inside.iter().map(|(_, change)| change))
+            .chain([branch, skip, after].into_iter().flatten())
+    }
+}
+
+impl LayerSpec {
+    /// In the order in which they act.
+    pub fn changes(&self) -> impl Iterator<Item = &Change> {
+        self.begin.iter().chain(self.sublayers.iter().flat_map(SublayerSpec::changes))
+    }
+
+    /// The names that it reads and has not left itself before.
+    pub fn takes(&self) -> BTreeSet<&str> {
+        let (mut kept, mut takes) = (BTreeSet::new(), BTreeSet::new());
+        for change in self.changes() {
+            match change {
+                Change::Keep(name) => kept.insert(name.as_str()),
+                Change::Mix { name, .. } if !kept.contains(name.as_str()) => takes.insert(name.as_str()),
+                _ => false,
+            };
+        }
+        takes
+    }
+}
+
+/// What layer `index` leaves for those above it and for the stack's end, by name.
+pub fn leaves<'a>(layers: &'a [LayerSpec], index: usize, flow: &'a StackSpec) -> BTreeSet<&'a str> {
+    let above: BTreeSet<&str> = layers[index + 1..].iter().flat_map(LayerSpec::takes).collect();
+    let at_end: BTreeSet<&str> = flow.end.iter().filter_map(Change::mixes).collect();
+    let kept = layers[index].changes().filter_map(Change::keeps);
+    kept.filter(|name| above.contains(name) || at_end.contains(name)).collect()
+}
+
 /// Named points inside a sublayer.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Point {
     /// Before q, k and v (self-attention), before q (cross-attention), or before the first linear (feed-forward).
@@ -128,7 +223,7 @@ pub enum Point {
     /// After the first linear, before the activation.
     BeforeActivation,
     /// After the activation and its dropout, before the second linear.
-    Amid,
+    AfterActivation,
 }
 
 impl Point {
@@ -139,7 +234,7 @@ impl Point {
 }
 
 /// What happens at a point.
-#[derive(Clone, Debug, PartialEq, Serialize)]
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Change {
     Norm(NormAt),
@@ -153,11 +248,55 @@ pub enum Change {
     Unit(f64),
     /// Each head's columns times its own scalar.
     HeadScale(Learned),
+    /// x − silu(a)·sg(x), sg(x) being x without its gradient: x is scaled, its gradient is not (Chen et al. 2025, GPAS).
+    DampForward(Learned),
+    /// Leaves x under a name, for [`Change::Mix`] later in this stack.
+    Keep(String),
+    /// own⊙x + kept⊙(what was left under the name).
+    Mix {
+        name: String,
+        own: Gain,
+        kept: Gain,
+    },
+}
+
+impl Change {
+    /// Norm alone.
+    pub fn norm(&self) -> Option<&NormAt> {
+        match self {
+            Change::Norm(at) => Some(at),
+            _ => None,
+        }
+    }
+
+    /// The name that it reads.
+    pub fn mixes(&self) -> Option<&str> {
+        match self {
+            Change::Mix { name, .. } => Some(name),
+            _ => None,
+        }
+    }
+
+    /// The name that it leaves x under.
+    pub fn keeps(&self) -> Option<&str> {
+        match self {
+            Change::Keep(name) => Some(name),
+            _ => None,
+        }
+    }
+}
+
+/// A list of one norm, the form that most places have.
+impl From<NormAt> for Vec<Change> {
+    fn from(at: NormAt) -> Self {
+        vec![Change::Norm(at)]
+    }
 }
 
 /// How the layers of a stack follow each other.
-#[derive(Clone, Debug, Default, PartialEq, Serialize)]
-pub struct Flow {
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct StackSpec {
     /// Before the first layer, and before the streams beside x begin.
     pub begin: Vec<Change>,
     /// A layer's input from all outputs so far; none: the last one.
@@ -172,16 +311,18 @@ pub struct Flow {
     pub end: Vec<Change>,
 }
 
-/// A residual stream beside x. It begins as x does; each sublayer's [`Around::streams`] move it; after the last layer
+/// A residual stream beside x. It begins as x does; each sublayer's [`ResidualSpec::streams`] move it; after the last layer
 /// x ← x + N(s).
-#[derive(Clone, Debug, PartialEq, Serialize)]
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
 pub struct ExtraStream {
     pub norm: Option<NormAt>,
 }
 
 /// Row l of `weight`, lower-triangular, weighs y_0 (the embedding) to y_l, the layers' outputs, into the input of layer
 /// l + 1; the last row makes the stack's output. `norms[l − 1]`, where there are norms, stands on y_l, or on row l's sum.
-#[derive(Clone, Debug, PartialEq, Serialize)]
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
 pub struct Combine {
     pub weight: Learned,
     pub norms: Vec<NormAt>,

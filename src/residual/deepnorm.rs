@@ -1,6 +1,6 @@
 //! DeepNorm: `x⁺ = N(αx + F(x))`, α growing with the depth (Wang et al. 2022a; Liu et al. 2023, eq 2, 3).
 
-use super::{Around, Flow, Gain, Place, Scheme};
+use super::{Gain, Place, ResidualSpec, Scheme, StackSpec};
 
 pub struct DeepNorm;
 
@@ -21,12 +21,16 @@ impl Scheme for DeepNorm {
         "deepnorm"
     }
 
-    fn around(&self, place: &Place) -> Around {
-        Around { alpha: Gain::Constant(alpha(place)), after: Some(place.closing_norm()), ..Around::default() }
+    fn around(&self, place: &Place) -> ResidualSpec {
+        ResidualSpec {
+            alpha: Gain::Constant(alpha(place)),
+            after: place.closing_norm().into(),
+            ..ResidualSpec::default()
+        }
     }
 
-    fn stack(&self, _: &Place) -> Flow {
-        Flow::default()
+    fn stack(&self, _: &Place) -> StackSpec {
+        StackSpec::default()
     }
 }
 

@@ -1,7 +1,7 @@
 //! DenseFormer: a layer's input is a learned sum of all earlier outputs, the last one at the start (Pagliardini et al.
 //! 2024).
 
-use super::{prenorm::PreNorm, Around, Combine, Flow, Learned, Place, Scheme};
+use super::{prenorm::PreNorm, Combine, Learned, Place, ResidualSpec, Scheme, StackSpec};
 
 pub struct DenseFormer;
 
@@ -18,14 +18,14 @@ impl Scheme for DenseFormer {
         "Pagliardini et al. 2024"
     }
 
-    fn around(&self, place: &Place) -> Around {
+    fn around(&self, place: &Place) -> ResidualSpec {
         PreNorm.around(place)
     }
 
-    fn stack(&self, place: &Place) -> Flow {
+    fn stack(&self, place: &Place) -> StackSpec {
         let identity = |row: i64, column: i64| f64::from(u8::from(row == column));
         let weight = Learned::matrix("combine.weight", [place.layers() + 1; 2], identity);
         let combine = Combine { weight, norms: Vec::new(), on_sums: false, skips_first: true };
-        Flow { combine: Some(combine), ..PreNorm.stack(place) }
+        StackSpec { combine: Some(combine), ..PreNorm.stack(place) }
     }
 }

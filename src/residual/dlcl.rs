@@ -1,6 +1,6 @@
 //! DLCL: a layer's input is a learned sum of all earlier outputs (Wang et al. 2019).
 
-use super::{postnorm, prenorm, Around, Combine, Flow, Learned, NormAt, Place, Scheme};
+use super::{postnorm, prenorm, Change, Combine, Learned, NormAt, Place, ResidualSpec, Scheme, StackSpec};
 use crate::choice;
 use crate::options::{setting, Listed};
 
@@ -42,14 +42,18 @@ impl Scheme for Dlcl {
         &[&NORM]
     }
 
-    fn around(&self, place: &Place) -> Around {
+    fn around(&self, place: &Place) -> ResidualSpec {
         let mut around = Dlcl::layers(place).around(place);
         // The norm of the last sum follows.
-        around.after.iter_mut().for_each(|norm| norm.last = false);
+        for change in &mut around.after {
+            if let Change::Norm(norm) = change {
+                norm.last = false;
+            }
+        }
         around
     }
 
-    fn stack(&self, place: &Place) -> Flow {
+    fn stack(&self, place: &Place) -> StackSpec {
         let on_sums = place.options.get(&NORM) == DlclNorm::Post;
         let norm = |l: i64| NormAt {
             name: format!("combine.norms.{l}"),
@@ -61,6 +65,6 @@ impl Scheme for Dlcl {
         let mean = |row: i64, column: i64| if column <= row { 1.0 / (row + 1) as f64 } else { 0.0 };
         let weight = Learned::matrix("combine.weight", [size; 2], mean);
         let combine = Combine { weight, norms, on_sums, skips_first: false };
-        Flow { combine: Some(combine), ..Dlcl::layers(place).stack(place) }
+        StackSpec { combine: Some(combine), ..Dlcl::layers(place).stack(place) }
     }
 }

@@ -1,7 +1,7 @@
 //! The Fixups, which train without norms: R-Fixup by scalar shifts and scales (Zhang et al. 2019), T-Fixup by its
 //! initialisation alone (Huang et al. 2020).
 
-use super::{Around, Change, Flow, Gain, Learned, Place, Point, Scheme, StackName, Sublayer};
+use super::{Change, Gain, Learned, Place, Point, ResidualSpec, Scheme, StackName, StackSpec, Sublayer};
 use crate::choice;
 use crate::options::{setting, Listed};
 
@@ -38,9 +38,9 @@ impl Scheme for RFixup {
         "r-fixup"
     }
 
-    fn around(&self, place: &Place) -> Around {
+    fn around(&self, place: &Place) -> ResidualSpec {
         let scale = Learned::new(place.numbered("branch_scale"), &[1], 1.0);
-        Around { beta: Gain::Learned(scale), ..Around::default() }
+        ResidualSpec { beta: Gain::Learned(scale), ..ResidualSpec::default() }
     }
 
     fn inside(&self, place: &Place) -> Vec<(Point, Change)> {
@@ -50,7 +50,7 @@ impl Scheme for RFixup {
             return vec![
                 (Point::Input, shift("shift1")),
                 (Point::BeforeActivation, shift("shift2")),
-                (Point::Amid, shift("shift3")),
+                (Point::AfterActivation, shift("shift3")),
             ];
         }
         let mut changes = vec![(Point::Input, shift("input_shift"))];
@@ -61,12 +61,12 @@ impl Scheme for RFixup {
         changes
     }
 
-    fn stack(&self, place: &Place) -> Flow {
+    fn stack(&self, place: &Place) -> StackSpec {
         let mut end = vec![Change::Shift(Learned::new("end_shift", &[1], 0.0))];
         if place.stack == StackName::Encoder {
             end.push(Change::Scale(Learned::new("end_scale", &[1], 1.0)));
         }
-        Flow { end, ..Flow::default() }
+        StackSpec { end, ..StackSpec::default() }
     }
 
     fn has_biases(&self) -> bool {
@@ -93,11 +93,11 @@ impl Scheme for TFixup {
         "t-fixup"
     }
 
-    fn around(&self, _: &Place) -> Around {
-        Around::default()
+    fn around(&self, _: &Place) -> ResidualSpec {
+        ResidualSpec::default()
     }
 
-    fn stack(&self, _: &Place) -> Flow {
-        Flow::default()
+    fn stack(&self, _: &Place) -> StackSpec {
+        StackSpec::default()
     }
 }

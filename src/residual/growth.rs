@@ -2,12 +2,12 @@
 
 use crate::choice;
 use crate::error::Result;
-use serde::Serialize;
+use serde::{Deserialize, Serialize};
 use tch::{Kind, Tensor};
 
 /// α_t = min(1, curve(t/T)), t a buffer named `t`; in layer l, counted from 1, T·l in place of T where layers grow one
 /// after the other.
-#[derive(Clone, Copy, Debug, PartialEq, Serialize)]
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Growth {
     pub steps: i64,
     pub curve: GrowthCurve,

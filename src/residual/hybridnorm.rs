@@ -2,7 +2,7 @@
 //!
 //! The paper writes the feed-forward as N(y) + F(N(y)). Nothing else reads y, so N stands after the attention before it.
 
-use super::{prenorm::PreNorm, Around, Change, Flow, Place, Point, Scheme, Sublayer};
+use super::{prenorm::PreNorm, Change, Place, Point, ResidualSpec, Scheme, StackSpec, Sublayer};
 
 pub struct HybridNorm;
 
@@ -23,9 +23,12 @@ impl Scheme for HybridNorm {
         "gpt2"
     }
 
-    fn around(&self, place: &Place) -> Around {
+    fn around(&self, place: &Place) -> ResidualSpec {
         let is_last_attention = place.index + 2 == place.sublayers;
-        Around { after: is_last_attention.then(|| place.norm()), ..Around::default() }
+        match is_last_attention {
+            true => ResidualSpec { after: place.norm().into(), ..ResidualSpec::default() },
+            false => ResidualSpec::default(),
+        }
     }
 
     fn inside(&self, place: &Place) -> Vec<(Point, Change)> {
@@ -36,7 +39,7 @@ impl Scheme for HybridNorm {
         vec![(Point::Query, norm("q_norm")), (Point::Key, norm("k_norm")), (Point::Value, norm("v_norm"))]
     }
 
-    fn stack(&self, place: &Place) -> Flow {
+    fn stack(&self, place: &Place) -> StackSpec {
         PreNorm.stack(place)
     }
 }
@@ -60,7 +63,7 @@ impl Scheme for HybridNormStar {
         HybridNorm.init()
     }
 
-    fn around(&self, place: &Place) -> Around {
+    fn around(&self, place: &Place) -> ResidualSpec {
         match place.layer {
             0 => PreNorm.around(place),
             _ => HybridNorm.around(place),
@@ -71,7 +74,7 @@ impl Scheme for HybridNormStar {
         HybridNorm.inside(place)
     }
 
-    fn stack(&self, place: &Place) -> Flow {
+    fn stack(&self, place: &Place) -> StackSpec {
         HybridNorm.stack(place)
     }
 }

@@ -1,6 +1,6 @@
 //! LayerScale: `x⁺ = x + λ⊙F(N(x))`, λ small at the start (Touvron et al. 2021).
 
-use super::{prenorm::PreNorm, Around, Flow, Gain, Learned, Place, Scheme};
+use super::{prenorm::PreNorm, Gain, Learned, Place, ResidualSpec, Scheme, StackSpec};
 use crate::options::{setting, Listed};
 
 setting! {
@@ -27,12 +27,12 @@ impl Scheme for LayerScale {
         &[&START]
     }
 
-    fn around(&self, place: &Place) -> Around {
+    fn around(&self, place: &Place) -> ResidualSpec {
         let lambda = Learned::new(place.numbered("branch_scale"), &[place.model.d_model], place.options.get(&START));
-        Around { beta: Gain::Learned(lambda), ..PreNorm.around(place) }
+        ResidualSpec { beta: Gain::Learned(lambda), ..PreNorm.around(place) }
     }
 
-    fn stack(&self, place: &Place) -> Flow {
+    fn stack(&self, place: &Place) -> StackSpec {
         PreNorm.stack(place)
     }
 }

@@ -1,6 +1,6 @@
 //! LayerNorm scaling: `x⁺ = x + F(N(x)/√l)` in layer l, counted from 1 (Sun et al. 2025).
 
-use super::{prenorm::PreNorm, Around, Change, Flow, NormAt, Place, Point, Scheme};
+use super::{prenorm::PreNorm, Change, NormAt, Place, Point, ResidualSpec, Scheme, StackSpec};
 use crate::choice;
 use crate::options::{setting, Listed};
 
@@ -33,12 +33,12 @@ impl Scheme for LnScaling {
         &[&MODE]
     }
 
-    fn around(&self, place: &Place) -> Around {
+    fn around(&self, place: &Place) -> ResidualSpec {
         let start = match place.options.get(&MODE) {
             LnScalingMode::Constant => 1.0,
             LnScalingMode::Weight => factor(place),
         };
-        Around { before: Some(NormAt { start, ..place.norm() }), ..Around::default() }
+        ResidualSpec { before: NormAt { start, ..place.norm() }.into(), ..ResidualSpec::default() }
     }
 
     fn inside(&self, place: &Place) -> Vec<(Point, Change)> {
@@ -48,7 +48,7 @@ impl Scheme for LnScaling {
         }
     }
 
-    fn stack(&self, place: &Place) -> Flow {
+    fn stack(&self, place: &Place) -> StackSpec {
         PreNorm.stack(place)
     }
 }

@@ -3,7 +3,7 @@
 //! The arithmetic is that of DeepSeek's reference (deepseek-ai/TileKernels). First values are ours, put together from
 //! published ones (docs/spec.md §2.23).
 
-use super::{prenorm::PreNorm, Around, FirstValue, Flow, HyperConnection, Learned, Mixing, Place, Scheme};
+use super::{prenorm::PreNorm, FirstValue, HyperConnection, Learned, Mixing, Place, ResidualSpec, Scheme, StackSpec};
 use crate::options::{at_least_one, setting, Listed};
 
 setting! {
@@ -62,14 +62,14 @@ impl Scheme for Mhc {
         &[&STREAMS, &ITERATIONS]
     }
 
-    fn around(&self, place: &Place) -> Around {
+    fn around(&self, place: &Place) -> ResidualSpec {
         let names = ["hyper_weight", "hyper_scale", "hyper_bias"].map(|stem| place.numbered(stem));
         let mixing = Mhc::connection(place, names, Some(place.layer * place.sublayers + place.index));
-        Around { mixing: Some(mixing), ..PreNorm.around(place) }
+        ResidualSpec { mixing: Some(mixing), ..PreNorm.around(place) }
     }
 
-    fn stack(&self, place: &Place) -> Flow {
+    fn stack(&self, place: &Place) -> StackSpec {
         let names = ["end_hyper_weight", "end_hyper_scale", "end_hyper_bias"].map(String::from);
-        Flow { mixing: Some(Mhc::connection(place, names, None)), ..PreNorm.stack(place) }
+        StackSpec { mixing: Some(Mhc::connection(place, names, None)), ..PreNorm.stack(place) }
     }
 }

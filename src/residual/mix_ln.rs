@@ -1,6 +1,6 @@
 //! Mix-LN: PostNorm in a stack's first layers, PreNorm in the others (Li et al. 2024).
 
-use super::{postnorm::PostNorm, prenorm::PreNorm, Around, Flow, Place, Scheme};
+use super::{postnorm::PostNorm, prenorm::PreNorm, Place, ResidualSpec, Scheme, StackSpec};
 use crate::options::{below_one, setting, Listed};
 
 setting! {
@@ -31,7 +31,7 @@ impl Scheme for MixLn {
         PreNorm.init()
     }
 
-    fn around(&self, place: &Place) -> Around {
+    fn around(&self, place: &Place) -> ResidualSpec {
         // 0.29·100 is a little less than 29 in f64.
         let first = (place.options.get(&PART) * place.layers() as f64 + 1e-9).floor() as i64;
         match place.layer < first {
@@ -40,7 +40,7 @@ impl Scheme for MixLn {
         }
     }
 
-    fn stack(&self, place: &Place) -> Flow {
+    fn stack(&self, place: &Place) -> StackSpec {
         PreNorm.stack(place)
     }
 }

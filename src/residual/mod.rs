@@ -4,10 +4,13 @@
 //!
 //! * the **stack**: what stands before the first layer, what a layer's input is, given all earlier outputs, which streams
 //!   travel beside x, and what follows the last layer;
-//! * the **layer**: parameters that its sublayers share;
-//! * **around** a sublayer: x⁺ = N_after(α⊙x + β⊙drop(f)), f = N_amid(F(N_before(x))), and s⁺ = α⊙s + β⊙drop(f) of
-//!   every stream s beside x; x in the sum may have the layer's input added; or x read from several tensors and F written to several ([`Mixing`]);
+//! * the **layer**: what changes x as a layer begins;
+//! * **around** a sublayer: x⁺ = after(α⊙skip(x) + β⊙drop(f)), f = branch(F(before(x))), and s⁺ = α⊙s + β⊙drop(f) of
+//!   every stream s beside x; or x read from several tensors and F written to several ([`Mixing`]);
 //! * **inside** a sublayer, at named points.
+//!
+//! Each of these is a list of [`Change`]s. A change may leave a tensor under a name ([`Change::Keep`]), for others later
+//! in the stack ([`Change::Mix`]).
 //!
 //! A stack's layers may have different schemes ([`Schemes`]).
 //!
@@ -18,11 +21,13 @@ mod admin;
 mod attnres;
 mod b2t;
 mod branchnorm;
+mod check;
 mod declared;
 mod deepnorm;
 mod denseformer;
 mod dlcl;
 mod fixup;
+mod given;
 mod growth;
 mod hybridnorm;
 mod layerscale;
@@ -45,12 +50,16 @@ mod schemes;
 mod subln;
 
 pub use admin::PROFILING;
-pub use declared::{Around, Change, Combine, ExtraStream, FirstValue, Flow, Gain, Learned, NormAt, Point, StreamStep};
+pub use declared::{leaves, StreamStep, SublayerSpec};
+pub use declared::{
+    Change, Combine, ExtraStream, FirstValue, Gain, LayerSpec, Learned, NormAt, Point, ResidualSpec, StackSpec,
+};
+pub use given::GivenScheme;
 pub use growth::{Growth, GrowthCurve};
 pub use mixing::{DepthAttention, HyperConnection, Mixing};
 pub use place::{Activation, Outline, Place, StackName, Sublayer, TensorizedSizes};
 pub use scheme::Scheme;
-pub use schemes::Schemes;
+pub use schemes::{SchemeRef, Schemes};
 
 use crate::options::{distinct, Listed};
 
@@ -109,10 +118,10 @@ pub(crate) mod tests {
     #[test]
     fn constants_take_a_branchs_factor_and_learned_gains_leave_it() {
         let learned = || Gain::Learned(Learned::new("branch_scale", &[1], 0.0));
-        let around = |beta, stream| Around {
+        let around = |beta, stream| ResidualSpec {
             beta,
             streams: vec![StreamStep { alpha: Gain::One, beta: stream }],
-            ..Around::default()
+            ..ResidualSpec::default()
         };
         let scaled = around(Gain::One, Gain::Constant(3.0)).times(0.5);
         assert_eq!(scaled, (around(Gain::Constant(0.5), Gain::Constant(1.5)), 1.0));

@@ -1,6 +1,6 @@
 //! NormFormer: PreNorm with scaled heads and norms after the attention and inside the feed-forward (Shleifer et al. 2021).
 
-use super::{prenorm::PreNorm, Around, Change, Flow, Gain, Learned, NormAt, Place, Point, Scheme, Sublayer};
+use super::{prenorm::PreNorm, Change, Gain, Learned, NormAt, Place, Point, ResidualSpec, Scheme, StackSpec, Sublayer};
 use crate::choice;
 use crate::options::{setting, Listed};
 
@@ -41,11 +41,11 @@ impl Scheme for NormFormer {
         &[&HEAD_SCALE, &ATTENTION_NORM, &FFN_NORM, &RESIDUAL_SCALE, &MODE]
     }
 
-    fn around(&self, place: &Place) -> Around {
+    fn around(&self, place: &Place) -> ResidualSpec {
         let mut around = PreNorm.around(place);
         match place.sublayer {
             Sublayer::SelfAttention if place.options.get(&ATTENTION_NORM) => {
-                around.amid = Some(NormAt { name: place.numbered("post_norm"), ..place.norm() });
+                around.branch = NormAt { name: place.numbered("post_norm"), ..place.norm() }.into();
             }
             Sublayer::FeedForward if place.options.get(&RESIDUAL_SCALE) => {
                 let lambda = Learned::new(place.numbered("residual_scale"), &[place.model.d_model], 1.0);
@@ -68,13 +68,13 @@ impl Scheme for NormFormer {
             }
             Sublayer::FeedForward if place.options.get(&FFN_NORM) => {
                 let norm = NormAt { name: "inner_norm".into(), width: place.model.d_ff, ..place.norm() };
-                vec![(Point::Amid, Change::Norm(norm))]
+                vec![(Point::AfterActivation, Change::Norm(norm))]
             }
             _ => Vec::new(),
         }
     }
 
-    fn stack(&self, place: &Place) -> Flow {
+    fn stack(&self, place: &Place) -> StackSpec {
         PreNorm.stack(place)
     }
 }

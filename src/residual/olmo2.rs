@@ -1,6 +1,6 @@
 //! OLMo 2's order: a norm on the branch's output alone, and norms on whole queries and keys (Team OLMo 2025).
 
-use super::{prenorm::PreNorm, Around, Change, Flow, Place, Point, Scheme, Sublayer};
+use super::{prenorm::PreNorm, Change, Place, Point, ResidualSpec, Scheme, StackSpec, Sublayer};
 
 pub struct Olmo2;
 
@@ -17,8 +17,8 @@ impl Scheme for Olmo2 {
         "Team OLMo 2025; OLMo-core, ReorderedNormTransformerBlock"
     }
 
-    fn around(&self, place: &Place) -> Around {
-        Around { amid: Some(place.norm()), ..Around::default() }
+    fn around(&self, place: &Place) -> ResidualSpec {
+        ResidualSpec { branch: place.norm().into(), ..ResidualSpec::default() }
     }
 
     fn inside(&self, place: &Place) -> Vec<(Point, Change)> {
@@ -30,7 +30,7 @@ impl Scheme for Olmo2 {
         vec![(Point::Query, norm("q_norm", queries)), (Point::Key, norm("k_norm", keys))]
     }
 
-    fn stack(&self, place: &Place) -> Flow {
+    fn stack(&self, place: &Place) -> StackSpec {
         PreNorm.stack(place)
     }
 }

@@ -1,6 +1,6 @@
 //! Peri-LN: a norm before and one after each branch, and one on the embedding (Kim et al. 2025).
 
-use super::{sandwich::Sandwich, Around, Change, Flow, NormAt, Place, Scheme};
+use super::{sandwich::Sandwich, Change, NormAt, Place, ResidualSpec, Scheme, StackSpec};
 use crate::options::{setting, Listed};
 
 setting! {
@@ -27,13 +27,13 @@ impl Scheme for PeriLn {
         &[&EMBEDDING_NORM]
     }
 
-    fn around(&self, place: &Place) -> Around {
+    fn around(&self, place: &Place) -> ResidualSpec {
         Sandwich.around(place)
     }
 
-    fn stack(&self, place: &Place) -> Flow {
+    fn stack(&self, place: &Place) -> StackSpec {
         let norm = Change::Norm(NormAt { name: "embedding_norm".into(), ..place.norm() });
         let begin = if place.options.get(&EMBEDDING_NORM) { vec![norm] } else { Vec::new() };
-        Flow { begin, ..Sandwich.stack(place) }
+        StackSpec { begin, ..Sandwich.stack(place) }
     }
 }

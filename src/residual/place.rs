@@ -7,6 +7,7 @@ use crate::parametrisation::Scaled;
 
 choice! {
     /// Which stack a layer belongs to.
+    #[derive(Hash, PartialOrd, Ord)]
     pub enum StackName ("stack") { Encoder = "encoder", Decoder = "decoder" }
 }
 

@@ -1,6 +1,6 @@
 //! PostNorm: `x⁺ = N(x + F(x))`, the original Transformer's (Nguyen & Salazar 2019, eq 2).
 
-use super::{Around, Flow, Place, Scheme};
+use super::{Place, ResidualSpec, Scheme, StackSpec};
 
 pub struct PostNorm;
 
@@ -21,11 +21,11 @@ impl Scheme for PostNorm {
         "smallinit"
     }
 
-    fn around(&self, place: &Place) -> Around {
-        Around { after: Some(place.closing_norm()), ..Around::default() }
+    fn around(&self, place: &Place) -> ResidualSpec {
+        ResidualSpec { after: place.closing_norm().into(), ..ResidualSpec::default() }
     }
 
-    fn stack(&self, _: &Place) -> Flow {
-        Flow::default()
+    fn stack(&self, _: &Place) -> StackSpec {
+        StackSpec::default()
     }
 }

@@ -1,6 +1,6 @@
 //! PreNorm: `x⁺ = x + F(N(x))`, and N after the stack (Nguyen & Salazar 2019, eq 3).
 
-use super::{Around, Change, Flow, Place, Scheme};
+use super::{Place, ResidualSpec, Scheme, StackSpec};
 
 pub struct PreNorm;
 
@@ -21,11 +21,11 @@ impl Scheme for PreNorm {
         "smallinit"
     }
 
-    fn around(&self, place: &Place) -> Around {
-        Around { before: Some(place.norm()), ..Around::default() }
+    fn around(&self, place: &Place) -> ResidualSpec {
+        ResidualSpec { before: place.norm().into(), ..ResidualSpec::default() }
     }
 
-    fn stack(&self, place: &Place) -> Flow {
-        Flow { end: vec![Change::Norm(place.end_norm())], ..Flow::default() }
+    fn stack(&self, place: &Place) -> StackSpec {
+        StackSpec { end: place.end_norm().into(), ..StackSpec::default() }
     }
 }

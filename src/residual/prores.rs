@@ -2,7 +2,7 @@
 
 use super::ln_scaling::{self, LnScaling};
 use super::{deepnorm::DeepNorm, postnorm::PostNorm, prenorm::PreNorm, sandwich::Sandwich};
-use super::{Around, Change, Flow, Gain, Growth, GrowthCurve, Place, Point, Scheme};
+use super::{Change, Gain, Growth, GrowthCurve, Place, Point, ResidualSpec, Scheme, StackSpec};
 use crate::choice;
 use crate::options::{not_negative, setting, Listed};
 
@@ -59,16 +59,16 @@ impl Scheme for ProRes {
         "smallinit"
     }
 
-    fn around(&self, place: &Place) -> Around {
-        Around { beta: Gain::Growing, ..ProResScheme::of(place).around(place) }
+    fn around(&self, place: &Place) -> ResidualSpec {
+        ResidualSpec { beta: Gain::Growing, ..ProResScheme::of(place).around(place) }
     }
 
     fn inside(&self, place: &Place) -> Vec<(Point, Change)> {
         ProResScheme::of(place).inside(place)
     }
 
-    fn stack(&self, place: &Place) -> Flow {
+    fn stack(&self, place: &Place) -> StackSpec {
         let growth = Growth { steps: place.options.get(&STEPS), curve: GrowthCurve::Linear, by_layer: true };
-        Flow { growth: Some(growth), ..ProResScheme::of(place).stack(place) }
+        StackSpec { growth: Some(growth), ..ProResScheme::of(place).stack(place) }
     }
 }

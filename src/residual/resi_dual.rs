@@ -3,7 +3,7 @@
 //! The authors' code gives the norm after the stack ε = 1e-7 and, for f16, can scale the second stream down. Here that
 //! norm has the ε of the others, and the training loop keeps streams in f32 or f64.
 
-use super::{Around, ExtraStream, Flow, NormAt, Place, Scheme, StreamStep};
+use super::{ExtraStream, NormAt, Place, ResidualSpec, Scheme, StackSpec, StreamStep};
 
 pub struct ResiDual;
 
@@ -24,12 +24,12 @@ impl Scheme for ResiDual {
         "fairseq"
     }
 
-    fn around(&self, place: &Place) -> Around {
-        Around { after: Some(place.norm()), streams: vec![StreamStep::default()], ..Around::default() }
+    fn around(&self, place: &Place) -> ResidualSpec {
+        ResidualSpec { after: place.norm().into(), streams: vec![StreamStep::default()], ..ResidualSpec::default() }
     }
 
-    fn stack(&self, place: &Place) -> Flow {
+    fn stack(&self, place: &Place) -> StackSpec {
         let norm = NormAt { name: "dual_norm".into(), ..place.end_norm() };
-        Flow { streams: vec![ExtraStream { norm: Some(norm) }], ..Flow::default() }
+        StackSpec { streams: vec![ExtraStream { norm: Some(norm) }], ..StackSpec::default() }
     }
 }

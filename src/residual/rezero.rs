@@ -1,6 +1,6 @@
 //! ReZero: `x⁺ = x + a_l F(x)`, one scalar a_l = 0 per layer, no norm (Bachlechner et al. 2020).
 
-use super::{Around, Flow, Gain, Learned, Place, Scheme};
+use super::{Gain, Learned, Place, ResidualSpec, Scheme, StackSpec};
 
 pub struct ReZero;
 
@@ -17,15 +17,12 @@ impl Scheme for ReZero {
         "Bachlechner et al. 2020"
     }
 
-    fn layer(&self, _: &Place) -> Vec<Learned> {
-        vec![Learned::new("branch_scale", &[1], 0.0)]
+    fn around(&self, _: &Place) -> ResidualSpec {
+        // One name, so one parameter for all sublayers of a layer.
+        ResidualSpec { beta: Gain::Learned(Learned::new("branch_scale", &[1], 0.0)), ..ResidualSpec::default() }
     }
 
-    fn around(&self, _: &Place) -> Around {
-        Around { beta: Gain::Shared(0), ..Around::default() }
-    }
-
-    fn stack(&self, _: &Place) -> Flow {
-        Flow::default()
+    fn stack(&self, _: &Place) -> StackSpec {
+        StackSpec::default()
     }
 }

@@ -1,6 +1,6 @@
 //! Sandwich: `x⁺ = x + N(F(N(x)))` (Ding et al. 2021).
 
-use super::{prenorm::PreNorm, Around, Flow, NormAt, Place, Scheme};
+use super::{prenorm::PreNorm, NormAt, Place, ResidualSpec, Scheme, StackSpec};
 
 pub struct Sandwich;
 
@@ -17,12 +17,12 @@ impl Scheme for Sandwich {
         "Ding et al. 2021"
     }
 
-    fn around(&self, place: &Place) -> Around {
-        let amid = NormAt { name: place.numbered("post_norm"), ..place.norm() };
-        Around { amid: Some(amid), ..PreNorm.around(place) }
+    fn around(&self, place: &Place) -> ResidualSpec {
+        let branch = NormAt { name: place.numbered("post_norm"), ..place.norm() };
+        ResidualSpec { branch: branch.into(), ..PreNorm.around(place) }
     }
 
-    fn stack(&self, place: &Place) -> Flow {
+    fn stack(&self, place: &Place) -> StackSpec {
         PreNorm.stack(place)
     }
 }

@@ -1,13 +1,13 @@
 //! What a scheme must say.
 
-use super::declared::{Around, Change, Flow, Learned, Point};
+use super::declared::{Change, Point, ResidualSpec, StackSpec};
 use super::place::Place;
 use crate::options::Listed;
 
-pub trait Scheme: Sync {
-    fn name(&self) -> &'static str;
-    fn equation(&self) -> &'static str;
-    fn source(&self) -> &'static str;
+pub trait Scheme: Send + Sync {
+    fn name(&self) -> &str;
+    fn equation(&self) -> &str;
+    fn source(&self) -> &str;
 
     /// Its options.
     fn options(&self) -> &'static [&'static dyn Listed] {
@@ -15,25 +15,25 @@ pub trait Scheme: Sync {
     }
 
     /// The initialisation that goes with it.
-    fn init(&self) -> &'static str {
+    fn init(&self) -> &str {
         "xavier"
     }
 
     /// Around a sublayer.
-    fn around(&self, place: &Place) -> Around;
+    fn around(&self, place: &Place) -> ResidualSpec;
 
     /// Inside a sublayer.
     fn inside(&self, _: &Place) -> Vec<(Point, Change)> {
         Vec::new()
     }
 
-    /// Parameters that the sublayers of a layer share, for [`Gain::Shared`].
-    fn layer(&self, _: &Place) -> Vec<Learned> {
+    /// On x as a layer begins.
+    fn layer(&self, _: &Place) -> Vec<Change> {
         Vec::new()
     }
 
     /// How layers follow each other, and what follows the last.
-    fn stack(&self, place: &Place) -> Flow;
+    fn stack(&self, place: &Place) -> StackSpec;
 
     /// Linear layers have biases.
     fn has_biases(&self) -> bool {

@@ -3,21 +3,62 @@
 //! `postnorm*3,prenorm` has PostNorm in the first three layers of a stack and PreNorm in the others;
 //! `postnorm*1/4,prenorm` has PostNorm in the first quarter, rounded down (Mix-LN, Li et al. 2024).
 
-use super::{Change, Flow, Learned, Outline, Place, Point, Scheme, StackName, Sublayer, SCHEMES};
+use super::GivenScheme;
+use super::{
+    Change, LayerSpec, Learned, Outline, Place, Point, Scheme, StackName, StackSpec, Sublayer, SublayerSpec, SCHEMES,
+};
 use crate::error::{unknown, Error, Result};
 use crate::options::Options;
+use std::fmt;
+use std::ops::Deref;
+use std::sync::Arc;
 
 /// ε of queries and keys of length 1, as torch's `normalize` has it.
 const UNIT_EPS: f64 = 1e-12;
 
 /// Schemes in the order of the layers that they have; the last one has what the others leave.
+#[derive(Clone, Debug, PartialEq)]
 pub struct Schemes {
-    first: Vec<(&'static dyn Scheme, Share)>,
-    last: &'static dyn Scheme,
+    first: Vec<(SchemeRef, Share)>,
+    last: SchemeRef,
+}
+
+/// A scheme of the table, or one that its user declares.
+#[derive(Clone)]
+pub enum SchemeRef {
+    Table(&'static dyn Scheme),
+    Given(Arc<GivenScheme>),
+}
+
+impl Deref for SchemeRef {
+    type Target = dyn Scheme;
+
+    fn deref(&self) -> &(dyn Scheme + 'static) {
+        match self {
+            SchemeRef::Table(scheme) => *scheme,
+            SchemeRef::Given(scheme) => scheme.as_ref(),
+        }
+    }
+}
+
+impl PartialEq for SchemeRef {
+    fn eq(&self, other: &Self) -> bool {
+        match (self, other) {
+            (SchemeRef::Table(one), SchemeRef::Table(other)) => one.name() == other.name(),
+            (SchemeRef::Given(one), SchemeRef::Given(other)) => one == other,
+            _ => false,
+        }
+    }
+}
+
+impl fmt::Debug for SchemeRef {
+    fn fmt(&self, f: &mut fmt::Formatter) -> fmt::Result {
+        f.write_str(self.name())
+    }
 }
 
 /// How many of a stack's layers.
-#[derive(Clone, Copy)]
+#[derive(Clone, Copy, Debug, PartialEq)]
 enum Share {
     Layers(i64),
     /// Rounded down.
@@ -48,8 +89,22 @@ impl Share {
 
 impl Schemes {
     /// `last` in every layer.
-    pub fn of(last: &'static dyn Scheme) -> Self {
+    pub fn of(last: SchemeRef) -> Self {
         Schemes { first: Vec::new(), last }
+    }
+
+    /// The scheme that a user declares, in every layer.
+    pub fn given(scheme: GivenScheme) -> Result<Self> {
+        scheme.check_name()?;
+        Ok(Schemes::of(SchemeRef::Given(Arc::new(scheme))))
+    }
+
+    /// What the user declared, if it is none of the table's.
+    pub fn as_given(&self) -> Option<&GivenScheme> {
+        match &self.last {
+            SchemeRef::Table(_) => None,
+            SchemeRef::Given(scheme) => Some(scheme),
+        }
     }
 
     /// Reads `name` or `name*layers,…,name`.
@@ -59,14 +114,14 @@ impl Schemes {
         if let Some((name, _)) = last.split_once('*') {
             return Err(wrong(format!("the last scheme has the layers that are left, so write {name} alone")));
         }
-        let mut schemes = Schemes::of(find(last)?);
+        let mut schemes = Schemes::of(SchemeRef::Table(find(last)?));
         for part in first.split(',').filter(|_| !first.is_empty()) {
             let (name, share) = part.split_once('*').unwrap_or((part, ""));
             let scheme = find(name)?;
             let share = Share::parse(share).ok_or_else(|| {
                 wrong(format!("{name} needs a number of layers (*3) or a part of them (*1/4), got {part:?}"))
             })?;
-            schemes.first.push((scheme, share));
+            schemes.first.push((SchemeRef::Table(scheme), share));
         }
         let growths: Vec<_> =
             schemes.all().filter_map(|scheme| Some((scheme.name(), grows_by_layer(scheme)?))).collect();
@@ -74,36 +129,49 @@ impl Schemes {
             let first = growths[0].0;
             return Err(wrong(format!("{first} and {other} let branches grow in different ways, so take one of them")));
         }
-        let whole = schemes.all().find(|scheme| !can_be_mixed(*scheme));
+        let whole = schemes.all().find(|scheme| !can_be_mixed(*scheme)).map(|scheme| scheme.name().to_string());
         match whole.filter(|_| !schemes.first.is_empty()) {
             Some(scheme) => Err(Error::invalid(format!(
-                "residual {text:?}: {} changes more than single layers, so it must have all of them",
-                scheme.name()
+                "residual {text:?}: {scheme} changes more than single layers, so it must have all of them",
             ))),
             None => Ok(schemes),
         }
     }
 
     /// Every scheme, from the bottom up.
-    pub fn all(&self) -> impl Iterator<Item = &'static dyn Scheme> + '_ {
-        self.first.iter().map(|(scheme, _)| *scheme).chain([self.last])
+    pub fn all(&self) -> impl Iterator<Item = &dyn Scheme> {
+        self.first.iter().map(|(scheme, _)| &**scheme).chain([&*self.last])
     }
 
     /// The scheme of the place's layer.
-    pub fn at(&self, place: &Place) -> &'static dyn Scheme {
+    pub fn at(&self, place: &Place) -> &dyn Scheme {
         let mut below = 0;
         for (scheme, share) in &self.first {
             below += share.of(place.layers());
             if place.layer < below {
-                return *scheme;
+                return &**scheme;
             }
         }
-        self.last
+        &*self.last
+    }
+
+    /// The layers of the place's stack, from the bottom up.
+    pub fn layers(&self, place: &Place) -> Vec<LayerSpec> {
+        (0..place.layers()).map(|layer| self.layer(&Place { layer, ..*place })).collect()
+    }
+
+    fn layer(&self, place: &Place) -> LayerSpec {
+        let scheme = self.at(place);
+        let sublayers = place.each().map(|place| {
+            let (around, scale) = scheme.around(&place).times(place.model.scaled.branch(place.layers()));
+            SublayerSpec { around, inside: self.inside(&place), scale }
+        });
+        LayerSpec { begin: scheme.layer(place), sublayers: sublayers.collect() }
     }
 
     /// What stands inside the place's sublayer: its layer's scheme, and norms on queries and keys where the model has
     /// them (QK-norm), or their lengths' inverses and a learned factor (Henry et al. 2020).
-    pub fn inside(&self, place: &Place) -> Vec<(Point, Change)> {
+    fn inside(&self, place: &Place) -> Vec<(Point, Change)> {
         let mut inside = self.at(place).inside(place);
         if place.model.qk_norm && place.sublayer != Sublayer::FeedForward {
             let norm = |name: &str| Change::Norm(place.projected_norm(name, place.d_head()));
@@ -122,14 +190,14 @@ impl Schemes {
 
     /// How the layers of the place's stack follow each other. The first layer's scheme says what begins the stack, the
     /// last's what ends it.
-    pub fn flow(&self, place: &Place) -> Flow {
+    pub fn flow(&self, place: &Place) -> StackSpec {
         let [bottom, top] = [0, place.layers() - 1].map(|layer| self.at(&Place { layer, ..*place }).stack(place));
         let growth = self.all().find_map(|scheme| scheme.stack(place).growth);
-        Flow { growth, begin: bottom.begin, ..top }
+        StackSpec { growth, begin: bottom.begin, ..top }
     }
 
     /// The initialisation that goes with all of them, or xavier.
-    pub fn init(&self) -> &'static str {
+    pub fn init(&self) -> &str {
         let init = self.last.init();
         if self.all().all(|scheme| scheme.init() == init) {
             init
@@ -152,6 +220,12 @@ impl Schemes {
     pub fn have_norms(&self, model: Outline, options: &Options) -> bool {
         let place = Place::new(model, options, StackName::Decoder, 0);
         self.all().any(|scheme| puts_norms(scheme, &place))
+    }
+
+    /// Refuses what a user's scheme declares, where it does not fit the model.
+    pub fn check_given(&self, model: Outline, options: &Options) -> Result<()> {
+        let Some(given) = self.as_given() else { return Ok(()) };
+        StackName::of(&model).iter().try_for_each(|stack| given.check(&Place::new(model, options, *stack, 0)))
     }
 
     /// Refuses more layers than the model's stacks have; `residual` is what the schemes were read of.
@@ -180,15 +254,15 @@ fn find(name: &str) -> Result<&'static dyn Scheme> {
 }
 
 fn puts_norms(scheme: &dyn Scheme, place: &Place) -> bool {
-    let is_norm = |change: &Change| matches!(change, Change::Norm(_));
+    let is_norm = |change: &Change| change.norm().is_some();
     let has = |place: Place| {
-        let inside = scheme.inside(&place);
-        scheme.around(&place).norms().next().is_some() || inside.iter().any(|(_, change)| is_norm(change))
+        scheme.around(&place).changes().any(is_norm) || scheme.inside(&place).iter().any(|(_, change)| is_norm(change))
     };
     let flow = scheme.stack(place);
     let is_normed = flow.combine.is_some_and(|combine| !combine.norms.is_empty());
     let has_own_norm = is_normed || flow.streams.iter().any(|stream| stream.norm.is_some());
-    place.each().any(has) || has_own_norm || flow.begin.iter().chain(&flow.end).any(is_norm)
+    let layer = scheme.layer(place);
+    place.each().any(has) || has_own_norm || flow.begin.iter().chain(&layer).chain(&flow.end).any(is_norm)
 }
 
 /// Whether α_t is each layer's own; none: nothing grows.
@@ -213,10 +287,10 @@ fn can_be_mixed(scheme: &dyn Scheme) -> bool {
 mod tests {
     use super::*;
 
-    fn names(text: &str, layers: i64) -> Vec<&'static str> {
+    fn names(text: &str, layers: i64) -> Vec<String> {
         let (model, options) = (Outline { decoder_layers: layers, ..Outline::SMALL }, Options::default());
         let (schemes, place) = (Schemes::parse(text).unwrap(), Place::new(model, &options, StackName::Decoder, 0));
-        (0..layers).map(|layer| schemes.at(&Place { layer, ..place }).name()).collect()
+        (0..layers).map(|layer| schemes.at(&Place { layer, ..place }).name().to_string()).collect()
     }
 
     #[test]
@@ -232,9 +306,9 @@ mod tests {
         let (model, options) = (Outline { decoder_layers: 6, ..Outline::SMALL }, Options::default());
         let place = Place::new(model, &options, StackName::Decoder, 0);
         let flow = |text: &str| Schemes::parse(text).unwrap().flow(&place);
-        assert_eq!(flow("branchnorm*1,prenorm"), Flow { growth: flow("branchnorm").growth, ..flow("prenorm") });
+        assert_eq!(flow("branchnorm*1,prenorm"), StackSpec { growth: flow("branchnorm").growth, ..flow("prenorm") });
         assert_eq!(flow("prenorm*1,postnorm"), flow("postnorm"));
-        assert_eq!(flow("peri-ln*1,postnorm"), Flow { begin: flow("peri-ln").begin, ..flow("postnorm") });
+        assert_eq!(flow("peri-ln*1,postnorm"), StackSpec { begin: flow("peri-ln").begin, ..flow("postnorm") });
         assert_eq!(flow("postnorm*1,peri-ln"), flow("prenorm"));
         assert_eq!(flow("prenorm*1/2,postnorm*6,prenorm"), flow("postnorm"), "no layer is left to prenorm");
         assert_eq!(Schemes::parse("postnorm*1,prenorm").unwrap().init(), "smallinit");

@@ -1,6 +1,6 @@
 //! Sub-LN: PreNorm with a norm before each sublayer's last projection (Wang et al. 2022b).
 
-use super::{prenorm::PreNorm, Around, Change, Flow, NormAt, Place, Point, Scheme, Sublayer};
+use super::{prenorm::PreNorm, Change, NormAt, Place, Point, ResidualSpec, Scheme, StackSpec, Sublayer};
 
 pub struct SubLn;
 
@@ -21,7 +21,7 @@ impl Scheme for SubLn {
         "subln"
     }
 
-    fn around(&self, place: &Place) -> Around {
+    fn around(&self, place: &Place) -> ResidualSpec {
         PreNorm.around(place)
     }
 
@@ -29,13 +29,13 @@ impl Scheme for SubLn {
         let (point, width) = match place.sublayer {
             Sublayer::SelfAttention => (Point::AfterHeads, place.model.d_model),
             Sublayer::CrossAttention => return Vec::new(),
-            Sublayer::FeedForward => (Point::Amid, place.model.d_ff),
+            Sublayer::FeedForward => (Point::AfterActivation, place.model.d_ff),
         };
         let name = format!("{}inner_norm", place.sublayer.path());
         vec![(point, Change::Norm(NormAt { name, width, ..place.norm() }))]
     }
 
-    fn stack(&self, place: &Place) -> Flow {
+    fn stack(&self, place: &Place) -> StackSpec {
         PreNorm.stack(place)
     }
 }

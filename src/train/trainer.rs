@@ -289,7 +289,7 @@ impl Trainer {
         }
         let (seed, scale) = (self.config.seed as i64, 1.0 / tokens as f64);
         self.pass.model.set_update(number as i64)?;
-        if number == 1 && self.pass.model.is_profiled()? {
+        if number == 1 && self.pass.model.is_profiled() {
             if let (true, (_, batch)) = (self.group.is_first(), &batches[0]) {
                 let whole = MicroBatch::on_host(batch, None, [seed, 0, 0], scale, self.device)?;
                 self.pass.profile(&whole.to(self.device)?)?;

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from ..errors import InputError
 from .declaration import Change, Inside
 from .dropout import Draw, is_run_again
-from .interpreter import apply_changes
+from .interpreter import Kept, apply_changes
 from .tracing import Unscriptable, leaf
 
 BEFORE_PRODUCTS = frozenset(("query", "key", "value"))
@@ -55,8 +55,13 @@ class MultiheadAttention(Unscriptable, nn.MultiheadAttention):
         attn_mask: Tensor | None = None,
         average_attn_weights: bool = True,
         is_causal: bool = False,
-    ) -> tuple[Tensor, Tensor | None]:
-        """(output, weights or None). Weights are (B, T, S), or (B, heads, T, S) with average_attn_weights=False."""
+        *,
+        kept: Kept | None = None,
+    ) -> Any:
+        """(output, weights or None). Weights are (B, T, S), or (B, heads, T, S) with average_attn_weights=False. With
+        `kept`, what earlier places of a stack have left under names, the result has a third item: the same, with what
+        the changes here have left."""
+        kept = None if kept is None else dict(kept)
         if not self._qkv_same_embed_dim or self.bias_k is not None or self.add_zero_attn:
             if self.inside or self.scale is not None:
                 raise InputError(
@@ -74,9 +79,9 @@ class MultiheadAttention(Unscriptable, nn.MultiheadAttention):
         self._check(query, key, attn_mask, key_padding_mask)
 
         padding = None if key_padding_mask is None or not is_self else is_masked(key_padding_mask)
-        query = self._change("input", query, padding)
+        query = self._change("input", query, padding, kept)
         q, k, v = self._project(query, *((query, query) if is_self else (key, value)))
-        q, k, v = (self._change_heads(point, x) for point, x in (("query", q), ("key", k), ("value", v)))
+        q, k, v = (self._change_heads(point, x, kept) for point, x in (("query", q), ("key", k), ("value", v)))
         p, weights = self.dropout if self.training else 0.0, None
         is_own = p > 0 and is_run_again()
         mask, is_causal = self._mask(q, k, attn_mask, key_padding_mask, is_causal, need_weights or is_own)
@@ -92,21 +97,23 @@ class MultiheadAttention(Unscriptable, nn.MultiheadAttention):
             heads = F.scaled_dot_product_attention(
                 q, k, v, mask, p, is_causal, scale=self.scale
             )  # (B, heads, T, d_head)
-        joined = self._change("after_heads", heads.transpose(1, 2).flatten(-2), padding)
-        out = self._change("after_output", self.out_proj(joined), padding)
+        joined = self._change("after_heads", heads.transpose(1, 2).flatten(-2), padding, kept)
+        out = self._change("after_output", self.out_proj(joined), padding, kept)
         if not is_batched:
-            return out.squeeze(0), None if weights is None else weights.squeeze(0)
-        return out if self.batch_first else out.transpose(0, 1), weights
+            out, weights = out.squeeze(0), None if weights is None else weights.squeeze(0)
+        elif not self.batch_first:
+            out = out.transpose(0, 1)
+        return (out, weights) if kept is None else (out, weights, kept)
 
-    def _change(self, point: str, x: Tensor, padding: Tensor | None) -> Tensor:
+    def _change(self, point: str, x: Tensor, padding: Tensor | None, kept: Kept | None) -> Tensor:
         changes: tuple[Change, ...] = self.inside.get(point, ())
-        return apply_changes(self, changes, x, padding)
+        return apply_changes(self, changes, x, padding, kept)
 
-    def _change_heads(self, point: str, x: Tensor) -> Tensor:
+    def _change_heads(self, point: str, x: Tensor, kept: Kept | None) -> Tensor:
         """The changes of queries, keys or values, (B, heads, T, d_head)."""
         for change in self.inside.get(point, ()):
             if is_of_joined_heads(change, self.head_dim):
-                joined = apply_changes(self, (change,), x.transpose(1, 2).flatten(-2), None)
+                joined = apply_changes(self, (change,), x.transpose(1, 2).flatten(-2), None, kept)
                 x = joined.unflatten(-1, (self.num_heads, -1)).transpose(1, 2)
             else:
                 x = apply_changes(self, (change,), x, None)
@@ -164,7 +171,9 @@ class MultiheadAttention(Unscriptable, nn.MultiheadAttention):
 
 def is_of_joined_heads(change: Change, head_dim: int) -> bool:
     """A change of queries, keys or values that works on all heads joined, and not on each."""
-    return change.kind == "norm" and change.what.width != head_dim
+    if change.kind == "norm":
+        return change.what.width != head_dim
+    return change.kind in ("keep", "mix", "damp_forward")
 
 
 HIDDEN = -9e3

@@ -3,8 +3,9 @@
 Rust writes each scheme once (`src/residual`), as plain data: the norms, gains and changes at the four places of a
 Transformer. Around a sublayer F, with drop the dropout on its output,
 
-    x⁺ = N_after(α⊙x + β⊙drop(N_amid(F(N_before(x)))))
+    x⁺ = after(α⊙skip(x) + β⊙drop(branch(F(before(x)))))
 
+with before, skip, branch and after lists of changes. A change may leave x under a name, for others later in the stack.
 A scheme may have further streams beside x; every sublayer updates them. Or x is read from several tensors (mixing.py).
 `making.py` makes modules and parameters of a declaration, `interpreter.py` runs it.
 """
@@ -22,37 +23,87 @@ from .parts import Learned, NormAt
 
 GROWING = "growing"
 """Stands for a gain that is the stack's α_t."""
-Gain = float | str | Learned
-"""The factor of x or F(x): a number, GROWING, or a parameter (a scalar or one number per column)."""
+
+
+class Curve(NamedTuple):
+    """A gain made of a parameter w: "sigmoid", σ(w/τ), or "co_sigmoid", √(1 − σ(w/τ)²)."""
+
+    of: Learned
+    kind: str
+    temperature: float
+
+
+Gain = float | str | Learned | Curve
+"""The factor of x or F(x): a number, GROWING, a parameter (a scalar or one number per column), or a curve of one."""
+
+
+class Mix(NamedTuple):
+    """own⊙x + kept⊙(what was left under the name)."""
+
+    name: str
+    own: Gain
+    kept: Gain
 
 
 class Change(NamedTuple):
-    """A norm, shift, scale, constant factor (`times`) or division by the length (`unit`) at a point inside a sublayer,
-    or before or after the stack."""
+    """What happens to x at a place: a norm, shift, scale, constant factor (`times`), division by the length (`unit`),
+    a scaling that leaves the gradient (`damp_forward`); x is left under a name (`keep`) or mixed with what was (`mix`).
+    """
 
-    kind: Literal["norm", "shift", "scale", "head_scale", "times", "unit"]
+    kind: Literal["norm", "shift", "scale", "head_scale", "damp_forward", "times", "unit", "keep", "mix"]
     what: Any
-    """A NormAt, a Learned, or a number: the constant, or the least length."""
+    """A NormAt, a Learned, a number (the constant, or the least length), a name, or a Mix."""
 
-    @property
-    def is_made(self) -> bool:
-        """It is a module or a parameter."""
-        return self.kind not in ("times", "unit")
+    def parts(self) -> Iterator[NormAt | Learned]:
+        """Its norm and parameters."""
+        if isinstance(self.what, NormAt | Learned):
+            yield self.what
+        if isinstance(self.what, Mix):
+            yield from filter(None, map(parameter, (self.what.own, self.what.kept)))
+
+    def renamed(self, rename: Callable[[str], str]) -> "Change":
+        """The same change, its norm and parameters under other names."""
+        if isinstance(self.what, NormAt | Learned):
+            return Change(self.kind, self.what._replace(name=rename(self.what.name)))
+        if isinstance(self.what, Mix):
+            own, kept = (_renamed(gain, rename) for gain in (self.what.own, self.what.kept))
+            return Change(self.kind, Mix(self.what.name, own, kept))
+        return self
 
     def below(self, path: str) -> "Change":
-        """The same change, its name relative to the module at `path`."""
-        if not self.is_made:
-            return self
-        return Change(self.kind, self.what._replace(name=self.what.name.removeprefix(path + ".")))
+        """The same change, its names relative to the module at `path`."""
+        return self.renamed(lambda name: name.removeprefix(path + "."))
 
 
-def made_of(changes: Iterable[Change]) -> list[NormAt | Learned]:
+def parameter(gain: Gain) -> Learned | None:
+    """A gain's parameter."""
+    return gain.of if isinstance(gain, Curve) else gain if isinstance(gain, Learned) else None
+
+
+def _renamed(gain: Gain, rename: Callable[[str], str]) -> Gain:
+    if isinstance(gain, Curve):
+        return gain._replace(of=gain.of._replace(name=rename(gain.of.name)))
+    return gain._replace(name=rename(gain.name)) if isinstance(gain, Learned) else gain
+
+
+def parts_of(changes: Iterable[Change]) -> list[NormAt | Learned]:
     """The norms and parameters of changes."""
-    return [change.what for change in changes if change.is_made]
+    return [part for change in changes for part in change.parts()]
+
+
+def passes(changes: Iterable[Change]) -> bool:
+    """One of them keeps a tensor for others, or reads what was kept."""
+    return any(change.kind in ("keep", "mix") for change in changes)
+
+
+def only_norm(changes: tuple[Change, ...]) -> NormAt | None:
+    """The norm that is all that stands there."""
+    return changes[0].what if len(changes) == 1 and changes[0].kind == "norm" else None
 
 
 Inside = Mapping[str, tuple[Change, ...]]
-"""Changes by the point they stand at: input, query, key, value, after_heads, after_output, before_activation, amid."""
+"""Changes by the point they stand at: input, query, key, value, after_heads, after_output, before_activation,
+after_activation."""
 
 
 class StreamStep(NamedTuple):
@@ -65,32 +116,44 @@ class StreamStep(NamedTuple):
 class Sublayer(NamedTuple):
     """Around and inside one sublayer."""
 
-    before: NormAt | None
+    before: tuple[Change, ...]
+    skip: tuple[Change, ...]
+    branch: tuple[Change, ...]
+    after: tuple[Change, ...]
     alpha: Gain
     beta: Gain
-    amid: NormAt | None
-    after: NormAt | None
     streams: tuple[StreamStep, ...]
     inside: Inside
     scale: float
     """Of F(x): the parametrisation's factor, where β has not taken it."""
     mixing: mixing.Mixing | None
     """How x is read and F(x) written; None: as above."""
-    adds_bottom: bool = False
-    """In the sum, x is x plus the layer's input."""
+
+    @property
+    def outside(self) -> tuple[Change, ...]:
+        """The changes around it."""
+        return (*self.before, *self.skip, *self.branch, *self.after)
 
     def around(self) -> Iterator[NormAt | Learned]:
         """Everything declared around it."""
+        yield from parts_of(self.outside)
         gains = (gain for step in self.streams for gain in (step.alpha, step.beta))
-        for what in (self.before, self.amid, self.after, self.alpha, self.beta, *gains):
-            if isinstance(what, NormAt | Learned):
-                yield what
+        yield from filter(None, map(parameter, (self.alpha, self.beta, *gains)))
         if self.mixing is not None:
             yield from self.mixing.parameters()
 
     def within(self) -> Iterator[NormAt | Learned]:
         """Everything declared inside it."""
-        return (what for changes in self.inside.values() for what in made_of(changes))
+        return (part for changes in self.inside.values() for part in parts_of(changes))
+
+
+class LayerSpec(NamedTuple):
+    """A layer: what changes x as it begins, its sublayers, and the names of what it takes of others and leaves."""
+
+    begin: tuple[Change, ...]
+    sublayers: tuple[Sublayer, ...]
+    takes: tuple[str, ...]
+    leaves: tuple[str, ...]
 
 
 class Combine(NamedTuple):
@@ -105,7 +168,7 @@ class Combine(NamedTuple):
 class Declared(NamedTuple):
     """A scheme's declaration for one stack."""
 
-    layers: tuple[tuple[Sublayer, ...], ...]
+    layers: tuple[LayerSpec, ...]
     begin: tuple[Change, ...]
     combine: Combine | None
     streams: tuple[NormAt | None, ...]
@@ -130,53 +193,55 @@ def declare(config: TransformerConfig, stack: Any) -> Declared:
     combine, growth = flow["combine"], flow["growth"]
     return Declared(
         layers=tuple(_layer(layer) for layer in found["layers"]),
-        begin=tuple(_change(change) for change in flow["begin"]),
+        begin=_changes(flow["begin"]),
         combine=combine and _combine(**combine),
         streams=tuple(stream["norm"] and NormAt(**stream["norm"]) for stream in flow["streams"]),
         mixing=mixing.parse(flow["mixing"]),
         growth=growth and Growth(**growth),
-        end=tuple(_change(change) for change in flow["end"]),
+        end=_changes(flow["end"]),
         **{key: found[key] for key in ("has_biases", "is_profiled", "norm", "init", "attention")},
     )
 
 
-def _layer(found: dict[str, Any]) -> tuple[Sublayer, ...]:
-    shared = [Learned.of(parameter) for parameter in found["shared"]]
-    read: dict[str, Callable[[Any], Gain]]
-    read = {"constant": float, "learned": Learned.of, "shared": shared.__getitem__}
+def _layer(found: dict[str, Any]) -> LayerSpec:
+    sublayers = tuple(_sublayer(one) for one in found["sublayers"])
+    return LayerSpec(_changes(found["begin"]), sublayers, tuple(found["takes"]), tuple(found["leaves"]))
 
-    def gain(found: Any) -> Gain:
-        if isinstance(found, str):
-            return 1.0 if found == "one" else found
-        ((kind, value),) = found.items()
-        return read[kind](value)
 
-    def sublayer(found: dict[str, Any]) -> Sublayer:
-        around = found["around"]
-        norms: dict[str, Any] = {key: around[key] and NormAt(**around[key]) for key in ("before", "amid", "after")}
-        points = dict.fromkeys(point for point, _ in found["inside"])
-        inside = {point: tuple(_change(c) for p, c in found["inside"] if p == point) for point in points}
-        streams = tuple(StreamStep(gain(step["alpha"]), gain(step["beta"])) for step in around["streams"])
-        return Sublayer(
-            **norms,
-            alpha=gain(around["alpha"]),
-            beta=gain(around["beta"]),
-            streams=streams,
-            inside=inside,
-            scale=found["scale"],
-            mixing=mixing.parse(around["mixing"]),
-            adds_bottom=around["adds_bottom"],
-        )
+def _sublayer(found: dict[str, Any]) -> Sublayer:
+    around = found["around"]
+    points = dict.fromkeys(point for point, _ in found["inside"])
+    return Sublayer(
+        *(_changes(around[place]) for place in ("before", "skip", "branch", "after")),
+        alpha=_gain(around["alpha"]),
+        beta=_gain(around["beta"]),
+        streams=tuple(StreamStep(_gain(step["alpha"]), _gain(step["beta"])) for step in around["streams"]),
+        inside={point: _changes(c for p, c in found["inside"] if p == point) for point in points},
+        scale=found["scale"],
+        mixing=mixing.parse(around["mixing"]),
+    )
 
-    return tuple(sublayer(one) for one in found["sublayers"])
+
+def _gain(found: Any) -> Gain:
+    if isinstance(found, str):
+        return 1.0 if found == "one" else found
+    ((kind, value),) = found.items()
+    if kind == "constant":
+        return float(value)
+    return Learned.of(value) if kind == "learned" else Curve(Learned.of(value["of"]), kind, value["temperature"])
 
 
 def _combine(weight: dict[str, Any], norms: list[dict[str, Any]], **switches: bool) -> Combine:
     return Combine(Learned.of(weight), tuple(NormAt(**at) for at in norms), **switches)
 
 
+def _changes(found: Iterable[dict[str, Any]]) -> tuple[Change, ...]:
+    return tuple(_change(change) for change in found)
+
+
 def _change(found: dict[str, Any]) -> Change:
     kind: Any
     ((kind, what),) = found.items()
     read: dict[str, Callable[[Any], Any]] = {"norm": lambda what: NormAt(**what), "times": float, "unit": float}
+    read |= {"keep": str, "mix": lambda what: Mix(what["name"], _gain(what["own"]), _gain(what["kept"]))}
     return Change(kind, read.get(kind, Learned.of)(what))

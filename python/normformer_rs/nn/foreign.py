@@ -164,7 +164,8 @@ def refusal(place: Place, placed: str | None, lacks_end: bool, draws: bool) -> s
 def needs_stack(declared: Declared) -> bool:
     """The scheme has parts outside its layers, other than a norm at the end."""
     others = declared.begin or declared.combine or declared.streams or declared.mixing
-    return bool(others) or any(change.kind != "norm" for change in declared.end)
+    takes = any(layer.takes for layer in declared.layers)
+    return bool(others) or takes or any(change.kind != "norm" for change in declared.end)
 
 
 @functools.lru_cache(maxsize=64)
@@ -182,7 +183,7 @@ def asks(config: TransformerConfig, stack: str, draws: bool) -> str | None:
 
 
 def _described(place: Place, draws: bool) -> list[Any]:
-    found: list[Any] = [_sublayer(sublayer, place) for sublayer in place.sublayers]
+    found: list[Any] = [repr(place.spec.begin), *(_sublayer(sublayer, place) for sublayer in place.sublayers)]
     return found + (_first_values(place) if draws else [])
 
 

@@ -1,17 +1,19 @@
 """Runs a residual scheme's declaration in a module that has its norms and parameters; it names no scheme.
 
-The step around a sublayer, declaration.py's x⁺, is one operator. It is fused with N_after, or with the next sublayer's
-first norm, where that norm works row by row.
+The step around a sublayer, declaration.py's x⁺, is one operator. It is fused with the norm that is all of `after`, or of
+the next sublayer's `before`, where that norm works row by row.
 """
 
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from . import formulas
-from .declaration import GROWING, Change, Declared, Gain, StreamStep, Sublayer
+from ..errors import InputError
+from .declaration import GROWING, Change, Curve, Declared, Gain, StreamStep, Sublayer, only_norm
 from .dropout import Draw, drop, is_plain, rate
 from .parts import Learned, NormAt
 from .profiling import profile_step
@@ -25,10 +27,16 @@ def apply_norm(norm: nn.Module, x: Tensor, padding_mask: Tensor | None) -> Tenso
     return norm(x, padding_mask) if getattr(norm, "takes_pad_mask", False) else norm(x)
 
 
-def apply_changes(owner: nn.Module, changes: Iterable[Change], x: Tensor, padding_mask: Tensor | None) -> Tensor:
-    """x after the changes at one point."""
+Kept = dict[str, Tensor]
+"""What earlier places of a stack have left under names."""
+
+
+def apply_changes(
+    owner: nn.Module, changes: Iterable[Change], x: Tensor, padding_mask: Tensor | None, kept: Kept | None = None
+) -> Tensor:
+    """x after the changes at one place, which may add to `kept`."""
     for change in changes:
-        made = getattr(owner, change.what.name) if change.is_made else change.what
+        made = getattr(owner, change.what.name) if isinstance(change.what, NormAt | Learned) else change.what
         if change.kind == "norm":
             x = apply_norm(made, x, padding_mask)
         elif change.kind == "shift":
@@ -40,9 +48,39 @@ def apply_changes(owner: nn.Module, changes: Iterable[Change], x: Tensor, paddin
         elif change.kind == "unit":
             is_exporting = torch.compiler.is_exporting()
             x = formulas.lp_norm(x, None, 1.0, 2.0, 1, made) if is_exporting else OPS.scale_norm(x, None, None, made)[0]
+        elif change.kind == "damp_forward":
+            x = x - F.silu(made).to(x.dtype) * x.detach()
+        elif change.kind == "keep":
+            _kept(kept)[made] = x
+        elif change.kind == "mix":
+            x = _times(owner, made.own, x) + _times(owner, made.kept, _find(_kept(kept), made.name, x))
         else:
             x = (x.unflatten(-1, (made.numel(), -1)) * made.to(x.dtype).unsqueeze(-1)).flatten(-2)
     return x
+
+
+def _kept(kept: Kept | None) -> Kept:
+    if kept is None:
+        raise InputError(
+            "this scheme hands tensors from layer to layer: put the layer into a stack of normformer_rs.nn"
+        )
+    return kept
+
+
+def _find(kept: Kept, name: str, x: Tensor) -> Tensor:
+    if name not in kept:
+        raise InputError(f"nothing was kept as {name!r} before this place: call the whole stack or block, not a part")
+    if (found := kept[name]).shape != x.shape:
+        raise InputError(
+            f"{name!r} was kept as {tuple(found.shape)}, and is mixed into a part of it, {tuple(x.shape)}: do not chunk "
+            "the feed-forward (chunk_size_feed_forward=0)"
+        )
+    return found
+
+
+def _times(owner: nn.Module, factor: Gain, x: Tensor) -> Tensor:
+    made = gain(owner, factor, x, None)
+    return x if made is None else x * made.to(x.dtype)
 
 
 class Streams(NamedTuple):
@@ -55,6 +93,8 @@ class Streams(NamedTuple):
     normed: Tensor | None = None
     read: Tensor | None = None
     unwritten: tuple[Tensor, ...] = ()
+    kept: Kept | None = None
+    """What changes have left for others; sublayers add to it."""
 
 
 def start(declared: Declared, x: Tensor) -> Streams:
@@ -68,15 +108,15 @@ def open_streams(owner: nn.Module, sublayer: Sublayer, streams: Streams) -> Stre
     if sublayer.mixing is None:
         return streams
     read, unwritten = sublayer.mixing.read(owner, (streams.x, *streams.others))
-    return Streams(streams.x, streams.others, None, read, unwritten)
+    return streams._replace(normed=None, read=read, unwritten=unwritten)
 
 
 def begin(owner: nn.Module, sublayer: Sublayer, streams: Streams, padding_mask: Tensor | None) -> Tensor:
-    """F's input: N_before(x), or x where there is no such norm."""
+    """F's input, before(x)."""
     if streams.normed is not None:
         return streams.normed
     x = streams.x if streams.read is None else streams.read
-    return x if sublayer.before is None else apply_norm(getattr(owner, sublayer.before.name), x, padding_mask)
+    return apply_changes(owner, sublayer.before, x, padding_mask, streams.kept)
 
 
 def close(
@@ -90,13 +130,11 @@ def close(
     following: NormAt | None = None,
     alpha_t: Tensor | None = None,
     padding_mask: Tensor | None = None,
-    bottom: Tensor | None = None,
 ) -> Streams:
-    """The streams after F(…) = f. `following`: the next sublayer's first norm; where the step fuses it, the result
-    holds N(x⁺) too. `bottom`: the layer's input, for sublayers that add it."""
-    x = streams.x if not sublayer.adds_bottom or bottom is None else streams.x + bottom
-    if sublayer.amid is not None:
-        f = apply_norm(getattr(owner, sublayer.amid.name), f, padding_mask)
+    """The streams after F(…) = f. `following`: the norm that is all of the next sublayer's `before`; where the step
+    fuses it, the result holds N(x⁺) too."""
+    x = apply_changes(owner, sublayer.skip, streams.x, padding_mask, streams.kept)
+    f = apply_changes(owner, sublayer.branch, f, padding_mask, streams.kept)
     if sublayer.scale != 1.0:
         f = f * sublayer.scale
     p = rate(dropout)
@@ -107,7 +145,7 @@ def close(
     f, where = draw.drop(f, p)
     if sublayer.mixing is not None:
         written = sublayer.mixing.write((x, *streams.others), streams.unwritten, drop(f, where).to(x.dtype))
-        return Streams(written[0], written[1:])
+        return Streams(written[0], written[1:], kept=streams.kept)
 
     def gains(step: Sublayer | StreamStep) -> tuple[Tensor | None, Tensor | None]:
         return gain(owner, step.alpha, x, alpha_t), gain(owner, step.beta, x, alpha_t)
@@ -121,21 +159,25 @@ def close(
     alpha, beta = gains(sublayer)
     if alpha is not None and owner.place.declared.is_profiled:
         profile_step(alpha, x, f if beta is None else f * beta.to(f.dtype), where)
-    at = sublayer.after or following
+    at = only_norm(sublayer.after) if sublayer.after else following
     norm: Any = None if at is None else getattr(owner, at.name)
     if torch.compiler.is_exporting() or norm is None or not (is_row_norm(norm) and norm.fuses(x)):
-        x_plus = add(x, alpha, beta)
-        return Streams(x_plus if sublayer.after is None else apply_norm(norm, x_plus, padding_mask), others)
+        x_plus = apply_changes(owner, sublayer.after, add(x, alpha, beta), padding_mask, streams.kept)
+        return Streams(x_plus, others, kept=streams.kept)
     fused = getattr(OPS, norm.operator + "_residual")
-    dtype = f.dtype if sublayer.after is None else x.dtype
+    dtype = x.dtype if sublayer.after else f.dtype
     x_plus, y, _ = fused(x, f, alpha, beta, *norm.parameters_in_use(x), *norm.own(x), *where, dtype)
-    return Streams(x_plus, others, y) if sublayer.after is None else Streams(y, others)
+    x_plus, normed = (y, None) if sublayer.after else (x_plus, y)
+    return Streams(x_plus, others, normed, kept=streams.kept)
 
 
 def gain(owner: nn.Module, declared: Gain, x: Tensor, alpha_t: Tensor | None) -> Tensor | None:
     """The factor as a tensor; None: one."""
     if isinstance(declared, Learned):
         return getattr(owner, declared.name)
+    if isinstance(declared, Curve):
+        beta = torch.sigmoid(getattr(owner, declared.of.name) / declared.temperature)
+        return beta if declared.kind == "sigmoid" else torch.sqrt((1 - beta) * (1 + beta))
     if declared == GROWING:
         return alpha_t
     assert isinstance(declared, float)

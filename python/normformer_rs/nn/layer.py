@@ -10,11 +10,11 @@ from torch import Tensor, nn
 from ..config import unknown
 from ..errors import InputError
 from .attention import MultiheadAttention, is_masked
-from .declaration import made_of
+from .declaration import only_norm, parts_of, passes
 from .dropout import Draw, is_plain, is_run_again, rate
 from .foreign import Placeable, listen, refusal
 from .init import FirstValues, Role, draw_linear
-from .interpreter import Streams, apply_changes, begin, close, open_streams, start
+from .interpreter import Kept, Streams, apply_changes, begin, close, open_streams, start
 from .making import install, reset, reset_module
 from .parts import Learned, NormAt
 from .place import Place, configure
@@ -155,10 +155,11 @@ class Layer(Unscriptable, Growing, Placeable):
 
     def _declared(self) -> Iterator[tuple[nn.Module, list[NormAt | Learned]]]:
         """The scheme's norms and parameters in the layer, with the module that holds them."""
-        yield self, [what for sublayer in self.place.sublayers for what in sublayer.around()]
+        begin = parts_of(self.place.spec.begin)
+        yield self, [*begin, *(what for sublayer in self.place.sublayers for what in sublayer.around())]
         for name in self.attentions:
             attention: MultiheadAttention = getattr(self, name)
-            yield attention, [what for changes in attention.inside.values() for what in made_of(changes)]
+            yield attention, [what for changes in attention.inside.values() for what in parts_of(changes)]
         yield self, [*self.place.sublayers[-1].within()]
 
     def move(self, place: Place) -> None:
@@ -256,43 +257,44 @@ class Layer(Unscriptable, Growing, Placeable):
     def _run(
         self,
         x: Tensor,
-        attend: Sequence[Callable[[Tensor], Tensor]],
+        attend: Sequence[Callable[[Tensor, Kept], Tensor]],
         padding_mask: Tensor | None,
         alpha_t: Tensor | None = None,
         others: tuple[Tensor, ...] | None = None,
     ) -> Any:
         """x through the sublayers: the attentions, given as functions, and the feed-forward. With `others`, the streams
-        beside x, returns (x, others); without, the streams begin and end here, those that are mixed as their mean."""
+        beside x and what other layers have left for this one, returns (x, others), what it leaves among them; without,
+        the streams begin and end here, those that are mixed as their mean."""
         if self._refusal is not None and others is None:
             self._refuse()
         alpha_t = self.alpha(self.place.layer) if alpha_t is None else alpha_t
         draw, declared, sublayers = Draw(x.device), self.place.declared, self.place.sublayers
-        streams = start(declared, x) if others is None else Streams(x, others)
+        spec, count = self.place.spec, 0 if others is None else len(others) - len(self.place.spec.takes)
+        streams = start(declared, x) if others is None else Streams(x, others[:count])
+        kept: Kept = dict(zip(spec.takes, others[count:], strict=True)) if others else {}
+        if spec.begin:
+            streams = streams._replace(x=apply_changes(self, spec.begin, streams.x, padding_mask, kept))
+        streams = streams._replace(kept=kept)
         for i, sublayer in enumerate(sublayers):
             if self.placed != "stack":
                 follow(self.place.layer, i)
             streams = open_streams(self, sublayer, streams)
             given = begin(self, sublayer, streams, padding_mask)
             is_last = i + 1 == len(sublayers)
-            f = self._feed_forward(given, draw, padding_mask) if is_last else attend[i](given)
-            following = None if is_last else sublayers[i + 1].before
-            step: dict[str, Any] = {
-                "following": following,
-                "alpha_t": alpha_t,
-                "padding_mask": padding_mask,
-                "bottom": x,
-            }
+            f = self._feed_forward(given, draw, padding_mask, kept) if is_last else attend[i](given, kept)
+            following = None if is_last else only_norm(sublayers[i + 1].before)
+            step: dict[str, Any] = {"following": following, "alpha_t": alpha_t, "padding_mask": padding_mask}
             streams = close(self, sublayer, streams, f, getattr(self, f"dropout{i + 1}"), draw, **step)
         if others is not None:
-            return streams[:2]
+            return streams.x, (*streams.others, *(kept[name] for name in spec.leaves))
         return streams.x if declared.mixing is None else declared.mixing.seen((streams.x, *streams.others))
 
-    def _feed_forward(self, x: Tensor, draw: Draw, padding_mask: Tensor | None) -> Tensor:
+    def _feed_forward(self, x: Tensor, draw: Draw, padding_mask: Tensor | None, kept: Kept) -> Tensor:
         """W₂·drop(φ(W₁x + b₁)) + b₂."""
         inside = self.place.sublayers[-1].inside
 
         def change(point: str, x: Tensor) -> Tensor:
-            return apply_changes(self, inside.get(point, ()), x, padding_mask)
+            return apply_changes(self, inside.get(point, ()), x, padding_mask, kept)
 
         h = change("before_activation", self.linear1(change("input", x)))  # (…, d_ff)
         p = rate(self.dropout)
@@ -305,7 +307,7 @@ class Layer(Unscriptable, Growing, Placeable):
         else:
             h = self.activation(h)
             h = draw.drop(h, p)[0] if p and is_run_again() else self.dropout(h)
-        return self.linear2(change("amid", h))
+        return self.linear2(change("after_activation", h))
 
     def _padding(self, x: Tensor, mask: Tensor | None) -> Tensor | None:
         """A key padding mask, (B, T) or (T), in x's leading shape, True at padding."""
@@ -316,6 +318,15 @@ class Layer(Unscriptable, Growing, Placeable):
 
     def extra_repr(self) -> str:
         return f"residual={self.place.config.residual!r}, norm={self.place.declared.norm!r}"
+
+
+def attended(attention: Any, x: Tensor, memory: Tensor, kept: Kept, **masks: Any) -> Tensor:
+    """An attention's output; it may add to `kept`."""
+    if not any(map(passes, attention.inside.values())):
+        return attention(x, memory, memory, need_weights=False, **masks)[0]
+    f, _, left = attention(x, memory, memory, need_weights=False, **masks, kept=kept)
+    kept.update(left)
+    return f
 
 
 def own_eps(layer_norm_eps: float | None) -> float | None:

@@ -7,9 +7,10 @@ from torch import Tensor, nn
 
 from ..config import unknown
 from ..errors import InputError
+from .declaration import passes
 from .dropout import Draw
-from .interpreter import Streams, begin, close
-from .layer import KINDS, Layer, layer_number
+from .interpreter import Kept, Streams, begin, close
+from .layer import KINDS, Layer, attended, layer_number
 from .making import install, reset, reset_module
 from .place import Place, configure
 from .profiling import follow
@@ -18,7 +19,7 @@ from .updates import Growing
 
 
 class Residual(Unscriptable, Growing):
-    """A residual connection around any module: x⁺ = N_after(α⊙x + β⊙drop(N_amid(F(N_before(x))))), as the scheme says.
+    """A residual connection around any module: x⁺ = after(α⊙skip(x) + β⊙drop(branch(F(before(x))))), as the scheme says.
 
     >>> import torch
     >>> block = Residual(torch.nn.Linear(8, 8), 8, scheme="deepnorm", norm="scalenorm", layers=6)
@@ -76,7 +77,7 @@ class Residual(Unscriptable, Growing):
         self.number = names.index(kind)
         self.declared = self.place.sublayers[self.number]
         whole = self.place.declared
-        joins = whole.combine or whole.streams or whole.mixing or self.declared.adds_bottom
+        joins = whole.combine or whole.streams or whole.mixing or self.place.spec.begin or passes(self.declared.outside)
         if self.declared.inside or joins:
             where = "inside the sublayer" if self.declared.inside else "between sublayers"
             raise InputError(
@@ -172,11 +173,12 @@ class TransformerEncoderLayer(Layer):
         others: tuple[Tensor, ...] | None = None,
     ) -> Any:
         """The layer's output. Masks as in torch.nn. A stack passes `alpha_t` if the scheme grows, and `others`, the
-        streams beside x, if layers have several: the result is then (output, others)."""
+        streams beside x and what other layers have left for it, if its scheme has such: the result is then
+        (output, others), what it leaves among them."""
 
-        def attend(x: Tensor) -> Tensor:
+        def attend(x: Tensor, kept: Kept) -> Tensor:
             masks = {"attn_mask": src_mask, "key_padding_mask": src_key_padding_mask, "is_causal": is_causal}
-            return self.self_attn(x, x, x, need_weights=False, **masks)[0]
+            return attended(self.self_attn, x, x, kept, **masks)
 
         return self._run(src, [attend], self._padding(src, src_key_padding_mask), alpha_t, others)
 
@@ -215,19 +217,20 @@ class TransformerDecoderLayer(Layer):
         others: tuple[Tensor, ...] | None = None,
     ) -> Any:
         """The layer's output. Masks as in torch.nn. A stack passes `alpha_t` if the scheme grows, and `others`, the
-        streams beside x, if layers have several: the result is then (output, others)."""
+        streams beside x and what other layers have left for it, if its scheme has such: the result is then
+        (output, others), what it leaves among them."""
 
-        def attend(x: Tensor) -> Tensor:
+        def attend(x: Tensor, kept: Kept) -> Tensor:
             masks = {"attn_mask": tgt_mask, "key_padding_mask": tgt_key_padding_mask, "is_causal": tgt_is_causal}
-            return self.self_attn(x, x, x, need_weights=False, **masks)[0]
+            return attended(self.self_attn, x, x, kept, **masks)
 
-        def attend_memory(x: Tensor) -> Tensor:
+        def attend_memory(x: Tensor, kept: Kept) -> Tensor:
             masks = {
                 "attn_mask": memory_mask,
                 "key_padding_mask": memory_key_padding_mask,
                 "is_causal": memory_is_causal,
             }
-            return self.multihead_attn(x, memory, memory, need_weights=False, **masks)[0]
+            return attended(self.multihead_attn, x, memory, kept, **masks)
 
         padding_mask = self._padding(tgt, tgt_key_padding_mask)
         return self._run(tgt, [attend, attend_memory], padding_mask, alpha_t, others)

@@ -5,7 +5,7 @@ from typing import Any
 
 from ..config import LANGUAGE_MODELS, TransformerConfig, unknown
 from ..errors import InputError
-from .declaration import Sublayer, declare
+from .declaration import LayerSpec, Sublayer, declare
 
 OWN: tuple[str, ...] = (
     "architecture",
@@ -43,6 +43,10 @@ class Place:
 
     @property
     def sublayers(self) -> tuple[Sublayer, ...]:
+        return self.spec.sublayers
+
+    @property
+    def spec(self) -> LayerSpec:
         return self.declared.layers[self.layer]
 
     @property

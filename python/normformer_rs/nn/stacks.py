@@ -10,9 +10,9 @@ from torch import Tensor, nn
 
 from ..config import TransformerConfig
 from ..errors import InputError
-from .declaration import Change, Combine, made_of
+from .declaration import Change, Combine, parts_of
 from .foreign import draw_xavier
-from .interpreter import apply_changes, apply_norm, start
+from .interpreter import Kept, apply_changes, apply_norm, start
 from .layer import Activation, Layer
 from .layers import TransformerDecoderLayer, TransformerEncoderLayer
 from .making import make, reset, reset_module
@@ -117,9 +117,9 @@ class Stack(Growing):
         if declared.combine is not None:
             self.combine = Sums(declared.combine, place, factory, bias)
         for change in end:
-            if change.kind != "norm" or self.norm is None:
-                setattr(self, change.what.name, make(change.what, place, factory, bias))
-        for at in (*made_of(declared.begin), *declared.streams):
+            for what in change.parts() if change.kind != "norm" or self.norm is None else ():
+                setattr(self, what.name, make(what, place, factory, bias))
+        for at in (*parts_of(declared.begin), *declared.streams):
             if at is not None:
                 setattr(self, at.name, make(at, place, factory, bias))
         for what in () if declared.mixing is None else declared.mixing.parameters():
@@ -133,32 +133,39 @@ class Stack(Growing):
         for module in (*self.layers.children(), self._modules.get("combine"), self.norm):
             reset_module(module)
         reset(self, (at for at in self.streams if at is not None))
-        reset(self, made_of((*self.begin, *self.end)))
+        reset(self, parts_of((*self.begin, *self.end)))
         reset(self, () if self.mixing is None else self.mixing.parameters())
         self.reset_growth()
 
     def _run(self, x: Tensor, call: Callable[..., Any], padding_mask: Tensor | None) -> Tensor:
-        """x through the layers; each gets α_t if the scheme grows, and the streams beside x if layers have several."""
+        """x through the layers; each gets α_t if the scheme grows, the streams beside x if layers have several, and
+        what others have left for it."""
         begin_stack()
-        x = apply_changes(self, self.begin, x, padding_mask)
+        kept: Kept = {}
+        x = apply_changes(self, self.begin, x, padding_mask, kept)
         is_by_layer = self.growth is not None and self.growth.by_layer
         alpha_t = None if is_by_layer else self.alpha()
         combine, outputs = self._modules.get("combine"), []  # type: ignore[var-annotated]
-        has_several = bool(self.streams) or self.mixing is not None
+        specs = () if self.place is None else self.place.declared.layers
+        has_several = bool(self.streams) or self.mixing is not None or any(s.takes or s.leaves for s in specs)
         x, others, *_ = start(self.place.declared, x) if has_several and self.place is not None else (x, ())
         for layer in self.layers:
             x = x if combine is None else combine(x, outputs, padding_mask)
             alpha_t = self.alpha(layer.place.layer) if is_by_layer else alpha_t
             grown = {} if alpha_t is None else {"alpha_t": alpha_t}
             if has_several:
-                x, others = call(layer, x, **grown, others=others)
+                spec = layer.place.spec
+                x, others = call(layer, x, **grown, others=(*others, *(kept[name] for name in spec.takes)))
+                count = len(others) - len(spec.leaves)
+                others, left = others[:count], others[count:]
+                kept |= zip(spec.leaves, left, strict=True)
             else:
                 x = call(layer, x, **grown)
         x = x if combine is None else combine(x, outputs, padding_mask)
         for at, s in zip(self.streams, others):
             x = x + (s if at is None else apply_norm(getattr(self, at.name), s, padding_mask))
         x = x if self.mixing is None else self.mixing.read(self, (x, *others))[0]
-        x = apply_changes(self, self.end, x, padding_mask)
+        x = apply_changes(self, self.end, x, padding_mask, kept)
         return x if self.norm is None else apply_norm(self.norm, x, padding_mask)
 
 

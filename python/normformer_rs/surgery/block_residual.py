@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ..nn.declaration import Sublayer, made_of
+from ..nn.declaration import Change, Sublayer, parts_of, passes
 from ..nn.dropout import Draw
 from ..nn.init import Role
 from ..nn.interpreter import Streams, apply_changes, begin, close
@@ -16,7 +16,7 @@ from ..nn.place import Place
 from ..nn.profiling import begin_stack
 from ..nn.updates import Growing
 from .blocks import path_of, width_into
-from .calls import BlockCalls, bottom_for, keep_bottom
+from .calls import BlockCalls, begin_call, call_of, end_call
 from .marker import mark_block
 from .spec import Part
 
@@ -35,7 +35,7 @@ class Point:
 
 
 _POINTS: dict[str, tuple[Role, str]] = {"after_heads": ("output", "before"), "after_output": ("output", "after")}
-_POINTS |= {"before_activation": ("fc1", "after"), "amid": ("fc2", "before")}
+_POINTS |= {"before_activation": ("fc1", "after"), "after_activation": ("fc2", "before")}
 
 
 class BlockResidual(Growing):
@@ -57,21 +57,24 @@ class BlockResidual(Growing):
         self.place, self.parts = place, tuple(parts)
         self.paths = {f"norm{i + 1}": part.norm for i, part in enumerate(parts)}
         self.sublayers = tuple(_local(block, part, sublayer) for part, sublayer in zip(parts, place.sublayers))
+        self.opening = place.spec.begin
+        self.passes = passes((*self.opening, *(change for s in self.sublayers for change in s.outside)))
         install(self, self._declared(), place, factory=factory)
         mark_block(self, place.config.residual, like.device)
         self.begin: tuple[Any, ...] = place.declared.begin if first is None else ()
-        install(self, made_of(self.begin), place, factory=factory)
+        install(self, parts_of(self.begin), place, factory=factory)
         self.end: tuple[Any, ...] = ()
         self.training = block.training
         self.grow(place.declared.growth if first is None else None, like.device)
 
     def _declared(self) -> list[NormAt | Learned]:
         """The scheme's norms and parameters that the block itself lacks."""
-        return [what for s in self.sublayers for what in (*s.around(), *s.within()) if what.name not in self.paths]
+        declared = [*parts_of(self.opening), *(what for s in self.sublayers for what in (*s.around(), *s.within()))]
+        return [what for what in declared if what.name not in self.paths]
 
     def reset_parameters(self) -> None:
         """Resets the scheme's norms, gains and t."""
-        reset(self, [*self._declared(), *made_of((*self.begin, *self.end))])
+        reset(self, [*self._declared(), *parts_of((*self.begin, *self.end))])
         self.reset_growth()
 
     def __getattr__(self, name: str) -> Any:
@@ -108,9 +111,9 @@ class BlockResidual(Growing):
         return handles
 
     def follow_calls(self) -> list[Any]:
-        """Registers hooks that keep the block's input during a call, where the scheme adds it; returns their
+        """Registers hooks around the block's calls, where the scheme keeps something during one; returns their
         handles."""
-        if not self.sublayers[-1].adds_bottom:
+        if not self.passes:
             return []
         block = self._block[0]
         calls = BlockCalls(block)
@@ -122,8 +125,8 @@ class BlockResidual(Growing):
     def finish(self, end: Sequence[Any]) -> None:
         """Makes this the last block, which also applies the changes after the stack."""
         like = _like(self._block[0])
-        for change in end:
-            setattr(self, change.what.name, make(change.what, self.place, {"device": like.device, "dtype": like.dtype}))
+        for what in parts_of(end):
+            setattr(self, what.name, make(what, self.place, {"device": like.device, "dtype": like.dtype}))
         self.end = tuple(end)
 
     def step(
@@ -134,11 +137,12 @@ class BlockResidual(Growing):
         if i == 0 and self._first[0] is None:
             begin_stack()
         if i == 0:
-            x = apply_changes(self, self.begin, x, None)
-            if self.sublayers[-1].adds_bottom:
-                keep_bottom(self._block[0], x)
+            kept = begin_call(self._block[0]) if self.passes else {}
+            x = apply_changes(self, (*self.begin, *self.opening), x, None, kept)
+        else:
+            kept = call_of(self._block[0]) if self.passes else {}
         sublayer: Sublayer = self.sublayers[i]
-        streams = Streams(x)
+        streams = Streams(x, kept=kept)
         given = apply_changes(self, sublayer.inside.get("input", ()), begin(self, sublayer, streams, None), None)
         output = function(given)
         f, *rest = output if isinstance(output, tuple) else (output,)
@@ -151,9 +155,10 @@ class BlockResidual(Growing):
             dropout = nn.Dropout(dropout or 0.0).train(self.training)
         holder = self if self._first[0] is None else self._first[0].residual
         alpha_t = holder.alpha(self.place.layer)
-        bottom = bottom_for(self._block[0], x) if sublayer.adds_bottom else None
-        x = close(self, sublayer, streams, f, dropout, Draw(x.device), alpha_t=alpha_t, bottom=bottom).x
+        x = close(self, sublayer, streams, f, dropout, Draw(x.device), alpha_t=alpha_t).x
         if i + 1 == len(self.sublayers):
+            if self.passes:
+                end_call(self._block[0])
             x = apply_changes(self, self.end, x, None)
         return (x, *rest) if isinstance(output, tuple) else x
 
@@ -170,15 +175,11 @@ def _local(block: nn.Module, part: Part, sublayer: Sublayer) -> Sublayer:
     """The sublayer with names of one module's attributes: self_attn.inner_norm becomes self_attn_inner_norm. A norm
     after the heads gets the heads' joint width, which in T5 need not be d_model."""
 
-    def flat(point: str, what: Any) -> Any:
-        if not isinstance(what, NormAt | Learned):
-            return what
-        what = what._replace(name=what.name.replace(".", "_"))
-        is_wide = point == "after_heads" and isinstance(what, NormAt)
-        return what._replace(width=width_into(block, part, "output")) if is_wide else what
+    def flat(point: str, change: Change) -> Change:
+        change = change.renamed(lambda name: name.replace(".", "_"))
+        if point != "after_heads" or not isinstance(change.what, NormAt):
+            return change
+        return change._replace(what=change.what._replace(width=width_into(block, part, "output")))
 
-    inside = {
-        point: tuple(change._replace(what=flat(point, change.what)) for change in changes)
-        for point, changes in sublayer.inside.items()
-    }
+    inside = {point: tuple(flat(point, change) for change in changes) for point, changes in sublayer.inside.items()}
     return sublayer._replace(inside=inside)

@@ -1,6 +1,6 @@
-"""The input of a block's call, which b2t's last sublayer adds.
+"""What a block keeps during one call, as b2t keeps its input for the last sublayer.
 
-Each call has an input of its own. It lives beside the calls of a thread and not on the module, so that threads, a
+Each call has tensors of its own. They live beside the calls of a thread and not on the module, so that threads, a
 block inside itself, recomputation and exceptions do not mix.
 """
 
@@ -8,9 +8,8 @@ import contextvars
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from ..errors import InputError
+from ..nn.interpreter import Kept
 
 
 class _Call:
@@ -18,7 +17,7 @@ class _Call:
 
     def __init__(self, block: Any, outer: "_Call | None", is_hooked: bool) -> None:
         self.block, self.outer, self.is_hooked = block, outer, is_hooked
-        self.bottom: Tensor | None = None
+        self.kept: Kept = {}
 
 
 _innermost: contextvars.ContextVar[_Call | None] = contextvars.ContextVar("normformer_rs_block_call", default=None)
@@ -61,26 +60,25 @@ class BlockCalls:
             _enter(call.outer)
 
 
-def keep_bottom(block: Any, x: Tensor) -> None:
-    """Remembers the block's input. A forward that is called past the hooks begins a call here."""
+def begin_call(block: Any) -> Kept:
+    """What the block keeps from its first sublayer on: nothing yet. A forward that is called past the hooks begins a
+    call here."""
     call = _find(block)
     if call is None:
         call = _Call(block, _here(), is_hooked=False)
         _enter(call)
-    call.bottom = x
+    call.kept.clear()
+    return call.kept
 
 
-def bottom_for(block: Any, x: Tensor) -> Tensor:
-    """The block's input in the call that the last sublayer, whose input is x, belongs to."""
+def call_of(block: Any) -> Kept:
+    """What the block has kept so far in the call under way."""
     call = _find(block)
-    bottom = None if call is None else call.bottom
-    if call is None or bottom is None:
-        raise InputError("b2t's last sublayer adds the block's input, and got none: call the block, not a part of it")
-    if bottom.shape != x.shape:
-        raise InputError(
-            f"b2t's last sublayer adds the block's input, {tuple(bottom.shape)}, and got a part of it, "
-            f"{tuple(x.shape)}: do not chunk the feed-forward (chunk_size_feed_forward=0)"
-        )
-    if not call.is_hooked:
+    return {} if call is None else call.kept
+
+
+def end_call(block: Any) -> None:
+    """Ends a call that began past the hooks."""
+    call = _find(block)
+    if call is not None and not call.is_hooked:
         _enter(call.outer)
-    return bottom

@@ -29,7 +29,7 @@ def refuse(group: Group, place: Place, to: str) -> None:
             f"{group.path} has another residual scheme of normformer_rs already: take that swap back with its undo(), "
             f"or build the layers with residual={to!r}"
         )
-    sublayers = [sublayer for layer in place.declared.layers for sublayer in layer]
+    sublayers = [sublayer for layer in place.declared.layers for sublayer in layer.sublayers]
     inside = {point for sublayer in sublayers for point in sublayer.inside}
     if inside & BEFORE_PRODUCTS and not isinstance(group.blocks[0], tuple(TORCHS)):
         what, way = to, "choose another scheme"
@@ -44,7 +44,8 @@ def refuse(group: Group, place: Place, to: str) -> None:
             f"{to} with these options sets how the weights of norms start, and {group.path} keeps its norms as they "
             "are: leave the options out"
         )
-    joins_layers = place.declared.combine or place.declared.streams or place.declared.mixing
+    takes = any(layer.takes for layer in place.declared.layers)
+    joins_layers = place.declared.combine or place.declared.streams or place.declared.mixing or takes
     if joins_layers and type(group.holder) not in TORCH_STACKS:
         raise InputError(
             f"{to} connects layers with each other, and the loop of {type(group.holder).__name__} does not: use "

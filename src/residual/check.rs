@@ -1,0 +1,341 @@
+//! What a declaration must be, before anything is built of it: names, widths, shapes, and what is read of what was left.
+
+use super::{Change, ExtraStream, Gain, LayerSpec, Learned, Mixing, NormAt, Place, Point, StackSpec, Sublayer};
+use super::{FirstValue, ResidualSpec};
+use std::collections::{BTreeMap, BTreeSet};
+
+type Found = std::result::Result<(), String>;
+
+/// Names that a layer's own modules have.
+const TAKEN: [&str; 9] =
+    ["linear1", "linear2", "linear3", "self_attn", "multihead_attn", "activation", "dropout", "layers", "t"];
+
+/// Refuses, by what is wrong with it, what cannot be built in the place's stack.
+pub fn check(layers: &[LayerSpec], stack: &StackSpec, first: &Place) -> Found {
+    let wanted = first.layers() as usize;
+    let name = first.stack.name();
+    if layers.len() != wanted {
+        return Err(format!(
+            "it declares {} layers of the {name}, and this model has {wanted}: declare it again for this model",
+            layers.len()
+        ));
+    }
+    let mut walk = Walk { first, stack, kept: BTreeMap::new(), names: BTreeSet::new() };
+    let d = first.model.d_model;
+    walk.changes("the stack's begin", &stack.begin, d, None)?;
+    for (index, layer) in layers.iter().enumerate() {
+        let place = Place { layer: index as i64, ..*first };
+        walk.layer(layer, &place).map_err(|why| format!("layer {index} of the {name}: {why}"))?;
+    }
+    walk.names.clear();
+    walk.ends(layers.len() as i64)?;
+    walk.changes("the stack's end", &stack.end, d, None)
+}
+
+/// What has been declared up to a place.
+struct Walk<'a> {
+    first: &'a Place<'a>,
+    stack: &'a StackSpec,
+    /// Widths of what was left, by name.
+    kept: BTreeMap<String, i64>,
+    /// Of norms and parameters of one owner.
+    names: BTreeSet<String>,
+}
+
+impl Walk<'_> {
+    fn layer(&mut self, layer: &LayerSpec, place: &Place) -> Found {
+        let (sublayers, wanted) = (layer.sublayers.len(), place.sublayers as usize);
+        if sublayers != wanted {
+            return Err(format!("it declares {sublayers} sublayers, and a layer here has {wanted}"));
+        }
+        self.names.clear();
+        if !layer.begin.is_empty() && self.stack.mixing.is_some() {
+            return Err("x is read of several tensors, so nothing can change it as the layer begins".into());
+        }
+        let d = place.model.d_model;
+        self.changes("its begin", &layer.begin, d, None)?;
+        for (place, sublayer) in place.each().zip(&layer.sublayers) {
+            let kind = ["self-attention", "cross-attention", "feed-forward"][place.sublayer as usize];
+            let within = |why| format!("{kind}: {why}");
+            self.sublayer(sublayer, &place).map_err(within)?;
+        }
+        Ok(())
+    }
+
+    fn sublayer(&mut self, sublayer: &super::SublayerSpec, place: &Place) -> Found {
+        let ResidualSpec { before, skip, branch, after, alpha, beta, streams, mixing } = &sublayer.around;
+        let d = place.model.d_model;
+        self.changes("before", before, d, None)?;
+        for (point, change) in &sublayer.inside {
+            let widths = place.widths(*point).ok_or_else(|| format!("it has no point {point:?}"))?;
+            let (path, reads_memory) =
+                (place.sublayer.path(), place.sublayer == Sublayer::CrossAttention && point.is_before_products());
+            if reads_memory && matches!(change, Change::Keep(_) | Change::Mix { .. }) {
+                return Err(
+                    "its keys and values are made once for all tokens: nothing can be kept or mixed there".into()
+                );
+            }
+            self.change(&format!("{point:?}"), change, &widths, Some(path))?;
+        }
+        self.changes("branch", branch, d, None)?;
+        self.changes("skip", skip, d, None)?;
+        self.changes("after", after, d, None)?;
+        let streams_gains = streams.iter().flat_map(|step| [&step.alpha, &step.beta]);
+        for gain in [alpha, beta].into_iter().chain(streams_gains) {
+            self.gain(gain, &[d])?;
+            if *gain == Gain::Growing && self.stack.growth.is_none() {
+                return Err("a gain grows, and the stack declares no growth".into());
+            }
+        }
+        let (found, wanted) = (streams.len(), self.stack.streams.len());
+        if found != wanted {
+            return Err(format!("it moves {found} streams beside x, and the stack has {wanted}"));
+        }
+        if mixing.is_some() != self.stack.mixing.is_some() {
+            return Err("the sublayers and the stack's end must all read of several tensors, or none".into());
+        }
+        if let Some(mixing) = mixing {
+            let rest = ResidualSpec {
+                before: before.clone(),
+                branch: branch.clone(),
+                mixing: Some(mixing.clone()),
+                ..ResidualSpec::default()
+            };
+            if sublayer.around != rest {
+                return Err(
+                    "it reads of several tensors, so skip, after, alpha, beta and streams would do nothing".into()
+                );
+            }
+            self.mixing(mixing, false)?;
+        }
+        Ok(())
+    }
+
+    fn ends(&mut self, layers: i64) -> Found {
+        let StackSpec { combine, streams, mixing, growth, .. } = self.stack;
+        let d = self.first.model.d_model;
+        if let Some(combine) = combine {
+            let size = layers + 1;
+            self.parameter("combine", &combine.weight, &[&[size, size]])?;
+            if combine.norms.len() as i64 > layers {
+                return Err(format!("combine has {} norms for {layers} layers", combine.norms.len()));
+            }
+            combine.norms.iter().try_for_each(|at| self.norm("combine", at, &[d], None))?;
+        }
+        for norm in streams.iter().filter_map(|ExtraStream { norm }| norm.as_ref()) {
+            self.norm("a stream's end", norm, &[d], None)?;
+        }
+        if let Some(growth) = growth.filter(|growth| growth.steps < 0) {
+            return Err(format!("growth takes at least 0 steps, got {}", growth.steps));
+        }
+        mixing.as_ref().map_or(Ok(()), |mixing| self.mixing(mixing, true))
+    }
+
+    fn mixing(&mut self, mixing: &Mixing, at_end: bool) -> Found {
+        let d = self.first.model.d_model;
+        match (mixing, &self.stack.mixing) {
+            (Mixing::Hyper(hyper), Some(Mixing::Hyper(end))) => {
+                let n = hyper.streams;
+                if n < 1 || n != end.streams || hyper.iterations < 1 {
+                    return Err(format!(
+                        "hyper-connections need one number of streams and at least one iteration, got {n} and {} streams, {} iterations",
+                        end.streams, hyper.iterations
+                    ));
+                }
+                let rows = if at_end { n } else { 2 * n + n * n };
+                self.parameter("mixing", &hyper.weight, &[&[rows, n * d]])?;
+                self.parameter("mixing", &hyper.scale, &[&[if at_end { 1 } else { 3 }]])?;
+                self.parameter("mixing", &hyper.bias, &[&[rows]])
+            }
+            (Mixing::Depth(depth), Some(Mixing::Depth(_))) => depth
+                .weights
+                .iter()
+                .flat_map(|(query, gain)| [query, gain])
+                .try_for_each(|weight| self.parameter("mixing", weight, &[&[d]])),
+            _ => Err("all sublayers and the stack's end must mix in the same way".into()),
+        }
+    }
+
+    fn changes(&mut self, at: &str, changes: &[Change], width: i64, path: Option<&str>) -> Found {
+        changes.iter().try_for_each(|change| self.change(at, change, &[width], path))
+    }
+
+    /// `widths`: those that a norm may have; the last is that of the rows.
+    fn change(&mut self, at: &str, change: &Change, widths: &[i64], path: Option<&str>) -> Found {
+        let width = *widths.last().expect("rows have a width");
+        match change {
+            Change::Norm(norm) => self.norm(at, norm, widths, path),
+            Change::Shift(parameter) | Change::Scale(parameter) | Change::DampForward(parameter) => {
+                let shapes: Vec<[i64; 1]> = [1].iter().chain(widths).map(|width| [*width]).collect();
+                self.owned(&parameter.name, path)?;
+                self.parameter(at, parameter, &shapes.iter().map(|shape| shape.as_slice()).collect::<Vec<_>>())
+            }
+            Change::HeadScale(parameter) => {
+                self.owned(&parameter.name, path)?;
+                self.parameter(at, parameter, &[&[self.first.model.heads]])
+            }
+            Change::Times(c) | Change::Unit(c) => match c.is_finite() {
+                true => Ok(()),
+                false => Err(format!("{at} has the number {c}: it must be finite")),
+            },
+            Change::Keep(name) => {
+                self.kept.insert(name.clone(), width);
+                Ok(())
+            }
+            Change::Mix { name, own, kept } => {
+                let known: Vec<&str> = self.kept.keys().map(String::as_str).collect();
+                match self.kept.get(name) {
+                    None => {
+                        return Err(format!("{at} mixes {name:?}, which nothing before has kept; kept are {known:?}"))
+                    }
+                    Some(other) if *other != width => {
+                        return Err(format!("{at} mixes {name:?}, {other} wide, into {width}"));
+                    }
+                    Some(_) => {}
+                }
+                for gain in [own, kept] {
+                    if *gain == Gain::Growing {
+                        return Err(format!("{at} mixes by a gain that grows: only alpha and beta can grow"));
+                    }
+                    if let Some(parameter) = gain.learned() {
+                        self.owned(&parameter.name, path)?;
+                    }
+                    self.gain(gain, &[width])?;
+                }
+                Ok(())
+            }
+        }
+    }
+
+    fn gain(&mut self, gain: &Gain, widths: &[i64]) -> Found {
+        match gain {
+            Gain::Constant(c) if !c.is_finite() => Err(format!("a gain is {c}: it must be finite")),
+            Gain::Sigmoid { temperature, .. } | Gain::CoSigmoid { temperature, .. }
+                if !(*temperature > 0.0 && temperature.is_finite()) =>
+            {
+                Err(format!("a gain's temperature must be above 0, got {temperature}"))
+            }
+            gain => match gain.learned() {
+                Some(parameter) => {
+                    let shapes: Vec<[i64; 1]> = [1].iter().chain(widths).map(|width| [*width]).collect();
+                    self.parameter(
+                        "a gain",
+                        parameter,
+                        &shapes.iter().map(|shape| shape.as_slice()).collect::<Vec<_>>(),
+                    )
+                }
+                None => Ok(()),
+            },
+        }
+    }
+
+    fn norm(&mut self, at: &str, norm: &NormAt, widths: &[i64], path: Option<&str>) -> Found {
+        self.name(&norm.name)?;
+        self.owned(&norm.name, path)?;
+        if !self.names.insert(norm.name.clone()) {
+            return Err(format!("two norms are called {:?}: give each its own name", norm.name));
+        }
+        if !norm.start.is_finite() {
+            return Err(format!("the norm {:?} starts at {}: it must be finite", norm.name, norm.start));
+        }
+        match widths.contains(&norm.width) {
+            true => Ok(()),
+            false => Err(format!(
+                "{at} has the norm {:?} of width {}, and rows there are {widths:?} wide",
+                norm.name, norm.width
+            )),
+        }
+    }
+
+    /// One name may stand for one parameter at several places.
+    fn parameter(&mut self, at: &str, parameter: &Learned, shapes: &[&[i64]]) -> Found {
+        let Learned { name, shape, value } = parameter;
+        self.name(name)?;
+        if self.names.contains(name) {
+            return Err(format!("{name:?} is a norm and a parameter: give each its own name"));
+        }
+        if !shapes.contains(&shape.as_slice()) {
+            return Err(format!("{at} has {name:?} of shape {shape:?}, expected one of {shapes:?}"));
+        }
+        let (count, values) = match value {
+            FirstValue::All(value) => (shape.iter().product::<i64>(), std::slice::from_ref(value)),
+            FirstValue::Each(values) => (values.len() as i64, values.as_slice()),
+        };
+        if count != shape.iter().product::<i64>() {
+            return Err(format!("{name:?} of shape {shape:?} has {count} first values"));
+        }
+        match values.iter().all(|value| value.is_finite()) {
+            true => Ok(()),
+            false => Err(format!("{name:?} starts at numbers that are not finite")),
+        }
+    }
+
+    fn name(&self, name: &str) -> Found {
+        let is_word = |word: &str| !word.is_empty() && word.chars().all(|c| c.is_ascii_alphanumeric() || c == '_');
+        match name.split('.').all(is_word) {
+            true if TAKEN.contains(&name) => {
+                Err(format!("{name:?} is the name of a part of every layer: give it another"))
+            }
+            true => Ok(()),
+            false => Err(format!("{name:?} is no name: it needs letters, digits and _")),
+        }
+    }
+
+    /// A part of an attention is called by its path.
+    fn owned(&self, name: &str, path: Option<&str>) -> Found {
+        match path {
+            Some(path) if !name.starts_with(path) => {
+                Err(format!("{name:?} stands inside {path:?}, so it must begin with that"))
+            }
+            _ => Ok(()),
+        }
+    }
+}
+
+impl Place<'_> {
+    /// The widths that a norm may have at a point: a head's, if it is cut into heads, and the row's, last; none: the
+    /// sublayer has no such point.
+    fn widths(&self, point: Point) -> Option<Vec<i64>> {
+        let (d, is_attention) = (self.model.d_model, self.sublayer != Sublayer::FeedForward);
+        match point {
+            Point::Input => Some(vec![d]),
+            Point::Query if is_attention => Some(vec![self.d_head(), d]),
+            Point::Key | Point::Value if is_attention => Some(vec![self.d_head(), self.kv_width()]),
+            Point::AfterHeads | Point::AfterOutput if is_attention => Some(vec![d]),
+            Point::BeforeActivation | Point::AfterActivation if !is_attention => Some(vec![self.model.d_ff]),
+            _ => None,
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::given::GivenScheme;
+    use super::super::{Outline, StackName, SCHEMES};
+    use crate::options::Options;
+    use crate::residual::Place;
+
+    #[test]
+    fn the_tables_schemes_pass_also_said_as_data() {
+        let model = Outline {
+            encoder_layers: 3,
+            decoder_layers: 2,
+            heads: 2,
+            d_model: 4,
+            d_ff: 6,
+            kv_heads: 2,
+            ..Outline::SMALL
+        };
+        let options = Options::default();
+        for scheme in SCHEMES {
+            for stack in [StackName::Encoder, StackName::Decoder] {
+                let first = Place::new(model, &options, stack, 0);
+                let given = GivenScheme::of(*scheme, "again", &first);
+                let found = given.check(&first);
+                assert!(found.is_ok(), "{}: {found:?}", scheme.name());
+                let text = serde_json::to_string(&given).unwrap();
+                assert_eq!(serde_json::from_str::<GivenScheme>(&text).unwrap(), given, "{}", scheme.name());
+            }
+        }
+    }
+}

@@ -1,0 +1,149 @@
+//! A scheme that its user declares: plain data, as the table's schemes declare themselves.
+//!
+//! Python's `Scheme` classes make it (python/normformer_rs/schemes.py), and a run's config.json holds it, so that the run
+//! loads without the class.
+
+use super::check::check;
+use super::{Change, LayerSpec, Place, Point, ResidualSpec, Scheme, StackName, StackSpec};
+use crate::error::{Error, Result};
+use crate::init;
+use crate::residual::SCHEMES;
+use serde::{Deserialize, Serialize};
+use std::collections::BTreeMap;
+
+/// What a scheme declares in a model of one size.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct GivenScheme {
+    pub name: String,
+    #[serde(default)]
+    pub equation: String,
+    #[serde(default)]
+    pub source: String,
+    #[serde(default = "xavier")]
+    pub init: String,
+    #[serde(default = "yes")]
+    pub has_biases: bool,
+    #[serde(default)]
+    pub is_profiled: bool,
+    /// By "encoder" and "decoder".
+    pub stacks: BTreeMap<StackName, GivenStack>,
+}
+
+/// One stack.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct GivenStack {
+    pub layers: Vec<LayerSpec>,
+    #[serde(default)]
+    pub stack: StackSpec,
+}
+
+fn xavier() -> String {
+    "xavier".into()
+}
+
+fn yes() -> bool {
+    true
+}
+
+impl GivenScheme {
+    /// A scheme as it is in a model: what the table's entries would be, said as data.
+    #[cfg(test)]
+    pub fn of(scheme: &dyn Scheme, name: &str, first: &Place) -> Self {
+        let layer = |layer| {
+            let place = Place { layer, ..*first };
+            let sublayer = |place: Place| super::SublayerSpec {
+                around: scheme.around(&place),
+                inside: scheme.inside(&place),
+                scale: 1.0,
+            };
+            LayerSpec { begin: scheme.layer(&place), sublayers: place.each().map(sublayer).collect() }
+        };
+        let stack = GivenStack { layers: (0..first.layers()).map(layer).collect(), stack: scheme.stack(first) };
+        GivenScheme {
+            name: name.into(),
+            equation: scheme.equation().into(),
+            source: scheme.source().into(),
+            init: scheme.init().into(),
+            has_biases: scheme.has_biases(),
+            is_profiled: scheme.is_profiled(),
+            stacks: [(first.stack, stack)].into(),
+        }
+    }
+
+    /// Checks what does not depend on the model.
+    pub fn check_name(&self) -> Result<()> {
+        let is_word = |c: char| c.is_ascii_alphanumeric() || c == '-' || c == '_' || c == '.';
+        let wrong = |why: &str| {
+            Err(Error::invalid(format!("a residual scheme's name must {why}, got {:?}: give it another", self.name)))
+        };
+        if self.name.is_empty() || !self.name.chars().all(is_word) {
+            return wrong("be made of letters, digits, -, _ and .");
+        }
+        if SCHEMES.iter().any(|scheme| scheme.name() == self.name) {
+            return wrong("be none of this package's");
+        }
+        init::find(&self.init).map(|_| ())
+    }
+
+    /// Refuses what cannot be built in this model's stack.
+    pub fn check(&self, first: &Place) -> Result<()> {
+        let named = |why: String| Error::invalid(format!("residual {:?}: {why}", self.name));
+        let stack = self.stacks.get(&first.stack).ok_or_else(|| {
+            named(format!(
+                "it declares no {}, and this model has one: declare it again for this model",
+                first.stack.name()
+            ))
+        })?;
+        check(&stack.layers, &stack.stack, first).map_err(named)
+    }
+
+    fn layer_of(&self, place: &Place) -> Option<&LayerSpec> {
+        self.stacks.get(&place.stack)?.layers.get(place.layer as usize)
+    }
+}
+
+impl Scheme for GivenScheme {
+    fn name(&self) -> &str {
+        &self.name
+    }
+
+    fn equation(&self) -> &str {
+        &self.equation
+    }
+
+    fn source(&self) -> &str {
+        &self.source
+    }
+
+    fn init(&self) -> &str {
+        &self.init
+    }
+
+    fn around(&self, place: &Place) -> ResidualSpec {
+        let sublayer = self.layer_of(place).and_then(|layer| layer.sublayers.get(place.index as usize));
+        sublayer.map(|sublayer| sublayer.around.clone()).unwrap_or_default()
+    }
+
+    fn inside(&self, place: &Place) -> Vec<(Point, Change)> {
+        let sublayer = self.layer_of(place).and_then(|layer| layer.sublayers.get(place.index as usize));
+        sublayer.map(|sublayer| sublayer.inside.clone()).unwrap_or_default()
+    }
+
+    fn layer(&self, place: &Place) -> Vec<Change> {
+        self.layer_of(place).map(|layer| layer.begin.clone()).unwrap_or_default()
+    }
+
+    fn stack(&self, place: &Place) -> StackSpec {
+        self.stacks.get(&place.stack).map(|stack| stack.stack.clone()).unwrap_or_default()
+    }
+
+    fn has_biases(&self) -> bool {
+        self.has_biases
+    }
+
+    fn is_profiled(&self) -> bool {
+        self.is_profiled
+    }
+}
