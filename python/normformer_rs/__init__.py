@@ -27,6 +27,7 @@ __all__ = [
     "InputError",
     "Interrupted",
     "Perplexity",
+    "Scheme",
     "SearchConfig",
     "Swaps",
     "Trainer",
@@ -47,6 +48,7 @@ __all__ = [
     "param_groups",
     "plot",
     "preset",
+    "schemes",
     "surgery",
     "swap_norms",
     "swap_residuals",
@@ -57,7 +59,7 @@ __all__ = [
 ]
 
 if TYPE_CHECKING:
-    from . import analysis, nn, surgery
+    from . import analysis, nn, schemes, surgery
     from .config import (
         DataConfig,
         GenerationConfig,
@@ -77,6 +79,7 @@ if TYPE_CHECKING:
     from .model import Transformer
     from .parametrisation import param_groups
     from .presets import PRESETS, preset
+    from .schemes import Scheme
     from .surgery import Swaps, fold_norms, swap_norms, swap_residuals
     from .training import DryRun, Trainer
     from .translation import Binarised, Perplexity, Translation, average, evaluate_loss, translate
@@ -96,6 +99,7 @@ else:
         "model": ("Transformer",),
         "parametrisation": ("param_groups",),
         "presets": ("PRESETS", "preset"),
+        "schemes": ("Scheme",),
         "surgery": ("Swaps", "fold_norms", "swap_norms", "swap_residuals"),
         "training": ("DryRun", "Trainer"),
         "translation": ("Binarised", "Perplexity", "Translation", "average", "evaluate_loss", "translate"),

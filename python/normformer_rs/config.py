@@ -59,6 +59,8 @@ class Field(NamedTuple):
         """The value as this option's type (an int where a float is meant becomes one); InputError if it is another."""
         if value is None and self.optional:
             return None
+        if self.name == "residual" and (scheme := _own_scheme(value)) is not None:
+            return scheme
         if self.kind == "float" and isinstance(value, int) and not isinstance(value, bool):
             value = float(value)
         if self.kind == "int" and not isinstance(value, (int, str)) and hasattr(value, "__index__"):
@@ -88,6 +90,21 @@ class Field(NamedTuple):
             if word not in self.choices:
                 raise InputError(unknown(self.name, word, self.choices))
         return value
+
+
+def _own_scheme(value: Any) -> Any:
+    """A scheme that is no name of the table: an object or class of `schemes.Scheme`, what one declared, or file.py:Class."""
+    if isinstance(value, str) and ".py:" not in value:
+        return None
+    from . import schemes  # most models name one of the table's
+
+    if isinstance(value, str):
+        return schemes.load(value)
+    if isinstance(value, Mapping):
+        return schemes.DeclaredScheme(value)
+    if isinstance(value, type) and issubclass(value, schemes.Scheme):
+        return value()
+    return value if isinstance(value, schemes.Scheme) else None
 
 
 def readable(name: str, text: str) -> str:
@@ -206,7 +223,13 @@ class Config:
 
     def to_json(self) -> str:
         """The options as a JSON object."""
-        return json.dumps({name: "inf" if value == math.inf else value for name, value in self.asdict().items()})
+        return json.dumps({name: self._plain(value) for name, value in self.asdict().items()})
+
+    def _plain(self, value: Any) -> Any:
+        """As JSON has it."""
+        if hasattr(value, "declare"):  # a scheme of one's own
+            return value.declare(self)
+        return "inf" if value == math.inf else value
 
     @classmethod
     def from_dict(cls: type[_C], options: Mapping[str, Any]) -> _C:

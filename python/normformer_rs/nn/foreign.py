@@ -141,7 +141,7 @@ def _has_schemes_values(module: nn.Module) -> bool:
 
 def refusal(place: Place, placed: str | None, lacks_end: bool, draws: bool) -> str | None:
     """Why a layer may not run outside a stack of ours; None: it may. `draws`: its first values are the scheme's."""
-    declared, name, ours = place.declared, place.config.residual, "normformer_rs.nn's stack"
+    declared, name, ours = place.declared, str(place.config.residual), "normformer_rs.nn's stack"
     if needs_stack(declared) and not (placed == "arguments" and place.depth == 1):
         return (
             f'residual "{name}" works between layers, too, which a layer cannot do by itself: put it into {ours} '
@@ -175,7 +175,7 @@ def asks(config: TransformerConfig, stack: str, draws: bool) -> str | None:
     shallow = Place(config.replace(**dict.fromkeys(names, 1)), stack)
     first, *_, last = (Place(config.replace(**dict.fromkeys(names, 3)), stack, i) for i in range(3))
     alone, one, other = (_described(place, draws) for place in (shallow, first, last))
-    is_mixture = "," in config.residual  # its shares may only show at greater depth
+    is_mixture = "," in str(config.residual)  # its shares may only show at greater depth
     by_layer = first.declared.growth is not None and first.declared.growth.by_layer
     if is_mixture or by_layer or one != other:
         return "the layer's number and the depth"

@@ -1,0 +1,515 @@
+"""A residual scheme of one's own, declared in Python.
+
+>>> import normformer_rs as nfrs
+>>> from normformer_rs.schemes import ResidualSpec, norm
+>>> class Keel(nfrs.Scheme):
+...     name, source, init = "keel", "arXiv 2601.19895", "smallinit"
+...     def around(self, place):
+...         return ResidualSpec(before=norm("inner_norm"), alpha=2.0 * place.layers, after=norm("norm"))
+>>> nfrs.TransformerConfig(vocab_size=100, residual=Keel()).residual
+Keel()
+
+A scheme answers for every place of a model, in plain data: numbers, norms, parameters and changes by name. The training
+loop, the modules of `normformer_rs.nn`, `swap_residuals` and fairseq's models build what it declares. A run's
+config.json holds the data, so that a run loads where the class is not to be had. What cannot be built is refused before
+anything is.
+"""
+
+import importlib.util
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, ClassVar, Literal, NamedTuple
+
+from .errors import InputError
+
+Point = Literal[
+    "input", "query", "key", "value", "after_heads", "after_output", "before_activation", "after_activation"
+]
+SELF_ATTENTION, CROSS_ATTENTION, FEED_FORWARD = "self-attention", "cross-attention", "feed-forward"
+_PATHS = {SELF_ATTENTION: "self_attn.", CROSS_ATTENTION: "multihead_attn.", FEED_FORWARD: ""}
+GROWING = "growing"
+"""A gain that is the stack's α_t (`Growth`)."""
+
+
+class Norm(NamedTuple):
+    """The stack's norm under a name. `width`: of its rows, None: what stands there; `start`: multiplies the first value
+    of its weight."""
+
+    name: str
+    width: int | None = None
+    start: float = 1.0
+
+
+class Learned(NamedTuple):
+    """A parameter: its first values, one for all numbers or a list of each; (1,) is a scalar. `shared`: around the
+    sublayers of a layer one parameter, where each has its own otherwise."""
+
+    name: str
+    value: float | Sequence[float]
+    shape: int | Sequence[int] = 1
+    shared: bool = False
+
+
+class Curve(NamedTuple):
+    """A gain made of a parameter w: `sigmoid` or `co_sigmoid`."""
+
+    kind: str
+    of: Learned
+    temperature: float
+
+
+Gain = float | str | Learned | Curve
+"""What x or F(x) is multiplied by: a number, GROWING, a parameter, or a curve of one."""
+
+
+class Change(NamedTuple):
+    """What happens to x at a place."""
+
+    kind: str
+    what: Any
+
+
+def norm(name: str = "norm", width: int | None = None, start: float = 1.0) -> Change:
+    """N(x), the stack's norm."""
+    return Change("norm", Norm(name, width, start))
+
+
+def shift(parameter: Learned) -> Change:
+    """x − b"""
+    return Change("shift", parameter)
+
+
+def scale(parameter: Learned) -> Change:
+    """x⊙s"""
+    return Change("scale", parameter)
+
+
+def head_scale(parameter: Learned) -> Change:
+    """Each head's columns times its own number; the parameter has one a head."""
+    return Change("head_scale", parameter)
+
+
+def damp_forward(parameter: Learned) -> Change:
+    """x − silu(a)·sg(x), sg(x) being x without its gradient: x is scaled, its gradient is not (Chen et al. 2025)."""
+    return Change("damp_forward", parameter)
+
+
+def times(c: float) -> Change:
+    """c·x"""
+    return Change("times", c)
+
+
+def unit(eps: float = 1e-12) -> Change:
+    """x/max(‖x‖₂, ε)"""
+    return Change("unit", eps)
+
+
+def keep(name: str) -> Change:
+    """Leaves x under a name, for `mix` later in the stack."""
+    return Change("keep", name)
+
+
+def mix(name: str, own: Gain = 1.0, kept: Gain = 1.0) -> Change:
+    """own⊙x + kept⊙(what was left under the name)"""
+    return Change("mix", (name, own, kept))
+
+
+def sigmoid(of: Learned, temperature: float = 1.0) -> Curve:
+    """σ(w/τ)"""
+    return Curve("sigmoid", of, temperature)
+
+
+def co_sigmoid(of: Learned, temperature: float = 1.0) -> Curve:
+    """√(1 − σ(w/τ)²)"""
+    return Curve("co_sigmoid", of, temperature)
+
+
+Changes = Change | Iterable[Change]
+
+
+class StreamStep(NamedTuple):
+    """s⁺ = α⊙s + β⊙drop(f) of a stream s beside x."""
+
+    alpha: Gain = 1.0
+    beta: Gain = 1.0
+
+
+class HyperConnection(NamedTuple):
+    """n streams, mixed by functions of them (docs/spec.md §2.23): around a sublayer weight (2n + n², n·d), scale (3,),
+    bias (2n + n²,); at a stack's end (n, n·d), (1,), (n,)."""
+
+    streams: int
+    iterations: int
+    weight: Learned
+    scale: Learned
+    bias: Learned
+
+
+class DepthAttention(NamedTuple):
+    """x attends over the outputs of earlier sublayers (docs/spec.md §2.22). `weights`: (query, gain), each (d,); None:
+    nothing but the embedding is there. `begins_block`: F(x) begins a new output, else it is added to the last."""
+
+    weights: tuple[Learned, Learned] | None
+    begins_block: bool = True
+
+
+Mixing = HyperConnection | DepthAttention
+
+
+class ResidualSpec(NamedTuple):
+    """Around a sublayer: x⁺ = after(α⊙skip(x) + β⊙drop(branch(F(before(x))))). A `mixing` stands in place of skip,
+    after, α, β and streams."""
+
+    before: Changes = ()
+    skip: Changes = ()
+    branch: Changes = ()
+    after: Changes = ()
+    alpha: Gain = 1.0
+    beta: Gain = 1.0
+    streams: Sequence[StreamStep] = ()
+    mixing: Mixing | None = None
+
+
+class Combine(NamedTuple):
+    """A layer's input as a learned sum of all outputs so far: `weight` (L + 1, L + 1), lower-triangular; norms on the
+    outputs, or on the sums. `skips_first`: the first layer reads the embedding itself."""
+
+    weight: Learned
+    norms: Sequence[Norm] = ()
+    on_sums: bool = False
+    skips_first: bool = False
+
+
+class Growth(NamedTuple):
+    """α_t = min(1, curve(t/T)), T = `steps` updates; `by_layer`: T·l in layer l, counted from 1."""
+
+    steps: int
+    curve: Literal["linear", "exp", "sigmoid"] = "linear"
+    by_layer: bool = False
+
+
+class StackSpec(NamedTuple):
+    """A stack: changes before its first layer and after its last, and how layers follow each other. `streams`: for each
+    stream beside x the norm that it ends with, or None."""
+
+    begin: Changes = ()
+    combine: Combine | None = None
+    streams: Sequence[Norm | None] = ()
+    mixing: Mixing | None = None
+    growth: Growth | None = None
+    end: Changes = ()
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where in a model a scheme is asked."""
+
+    config: Any = field(repr=False)
+    """The model's TransformerConfig."""
+    stack: Literal["encoder", "decoder"]
+    layer: int = 0
+    """Of the stack, from 0."""
+    index: int = 0
+    """The sublayer's number in its layer, from 0."""
+
+    @property
+    def has_encoder(self) -> bool:
+        return self.config.architecture == "encoder-decoder"
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """The sublayers of a layer here."""
+        has_three = self.stack == "decoder" and self.has_encoder
+        return (SELF_ATTENTION, CROSS_ATTENTION, FEED_FORWARD) if has_three else (SELF_ATTENTION, FEED_FORWARD)
+
+    @property
+    def sublayer(self) -> str:
+        """self-attention, cross-attention or feed-forward."""
+        return self.kinds[self.index]
+
+    @property
+    def sublayers(self) -> int:
+        """In a layer."""
+        return len(self.kinds)
+
+    @property
+    def number(self) -> int:
+        """Of the sublayer in its stack, from 0."""
+        return self.layer * self.sublayers + self.index
+
+    @property
+    def encoder_layers(self) -> int:
+        """0 without an encoder."""
+        return self.config.encoder_layers if self.has_encoder else 0
+
+    @property
+    def decoder_layers(self) -> int:
+        return self.config.decoder_layers
+
+    @property
+    def layers(self) -> int:
+        """Of this stack."""
+        return self.encoder_layers if self.stack == "encoder" else self.decoder_layers
+
+    @property
+    def is_last(self) -> bool:
+        """The stack's last sublayer."""
+        return self.number + 1 == self.layers * self.sublayers
+
+    @property
+    def d_model(self) -> int:
+        return self.config.d_model
+
+    @property
+    def d_ff(self) -> int:
+        return self.config.d_ff
+
+    @property
+    def heads(self) -> int:
+        return self.config.heads
+
+    @property
+    def d_head(self) -> int:
+        return self.d_model // self.heads
+
+    def constant(
+        self,
+        encoder: Callable[[int, int], float],
+        decoder: Callable[[int, int], float],
+        alone: Callable[[int], float],
+    ) -> float:
+        """A number by the kind of stack: of an encoder or a decoder by their depths N and M, of one stack by its L."""
+        if not self.has_encoder:
+            return alone(self.decoder_layers)
+        return (encoder if self.stack == "encoder" else decoder)(self.encoder_layers, self.decoder_layers)
+
+
+class Scheme:
+    """The base of residual schemes: override `around`, and whatever else the scheme needs.
+
+    Names around a sublayer get its number in the layer (norm1, norm2, …), and inside an attention its path; parameters
+    and modules bear them in state dicts and checkpoints. A norm named `norm` takes over a block's own in a swap.
+    """
+
+    name: ClassVar[str]
+    """Letters, digits, - and _; none of the package's."""
+    equation: ClassVar[str] = ""
+    source: ClassVar[str] = ""
+    init: ClassVar[str] = "xavier"
+    """The initialisation that goes with it."""
+    has_biases: ClassVar[bool] = True
+    """Linear layers have biases."""
+    is_profiled: ClassVar[bool] = False
+    """Learned α are set by profiling the first batch (docs/spec.md §3.4)."""
+
+    def around(self, place: Place) -> ResidualSpec:
+        """Around a sublayer."""
+        return ResidualSpec()
+
+    def inside(self, place: Place) -> Mapping[Point, Changes]:
+        """Inside a sublayer, by point: input; of an attention query, key, value, after_heads, after_output; of a
+        feed-forward before_activation, after_activation."""
+        return {}
+
+    def layer(self, place: Place) -> Changes:
+        """On x as a layer begins."""
+        return ()
+
+    def stack(self, place: Place) -> StackSpec:
+        """Before, between and after the layers."""
+        return StackSpec()
+
+    def declare(self, config: Any) -> dict[str, Any]:
+        """Everything that the scheme declares in a model of this configuration, as config.json holds it.
+
+        Errors: InputError where a method returns something else than it should. Whether the declaration can be built is
+        checked where it is.
+        """
+        if not isinstance(getattr(self, "name", None), str):
+            raise InputError(f"{type(self).__name__} has no name: write name = \"…\" in the class")
+        stacks = ("encoder", "decoder") if config.architecture == "encoder-decoder" else ("decoder",)
+        about = ("name", "equation", "source", "init", "has_biases", "is_profiled")
+        return {
+            **{key: getattr(self, key) for key in about},
+            "stacks": {stack: _stack(self, Place(config, stack)) for stack in stacks},
+        }
+
+    def __str__(self) -> str:
+        return self.name
+
+    def __repr__(self) -> str:
+        options = ", ".join(f"{name}={value!r}" for name, value in vars(self).items())
+        return f"{type(self).__name__}({options})"
+
+    def __eq__(self, other: object) -> bool:
+        return type(self) is type(other) and vars(self) == vars(other)
+
+    def __hash__(self) -> int:
+        return hash((type(self), repr(self)))
+
+
+class DeclaredScheme(Scheme):
+    """A scheme read from a config.json, without its class: what it declared in a model of one size."""
+
+    def __init__(self, data: Mapping[str, Any]) -> None:
+        self.data = json.loads(json.dumps(data))
+        self.name = str(data.get("name"))  # type: ignore[misc]
+
+    def declare(self, config: Any) -> dict[str, Any]:
+        return self.data
+
+    def __repr__(self) -> str:
+        return f"DeclaredScheme({self.name!r})"
+
+    def __hash__(self) -> int:
+        return hash(json.dumps(self.data, sort_keys=True))
+
+
+def load(path: str) -> Scheme:
+    """The scheme of `file.py:Class`. Errors: InputError where there is none."""
+    file, _, name = path.rpartition(":")
+    if not Path(file).is_file():
+        raise InputError(f"residual {path!r}: there is no file {file!r}; expected file.py:Class")
+    spec = importlib.util.spec_from_file_location(f"normformer_rs_of_{Path(file).stem}", file)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    kinds = [key for key, kind in vars(module).items() if isinstance(kind, type) and issubclass(kind, Scheme)]
+    found = vars(module).get(name)
+    if not isinstance(found, type) or not issubclass(found, Scheme):
+        own = [key for key in kinds if vars(module)[key].__module__ == module.__name__]
+        raise InputError(f"residual {path!r}: {file} has no class {name} of normformer_rs.Scheme; it has {own}")
+    return found()
+
+
+# Declarations as data.
+
+
+class _Names(NamedTuple):
+    """How names become those of the owner: by a sublayer's number, or by an attention's path."""
+
+    place: Place
+    number: str = ""
+    path: str = ""
+    width: int = 0
+
+    def of(self, name: str, shared: bool = False) -> str:
+        return f"{self.path}{name}{'' if shared else self.number}"
+
+
+def _stack(scheme: Scheme, first: Place) -> dict[str, Any]:
+    places = [Place(first.config, first.stack, layer) for layer in range(first.layers)]
+    layers = [_layer(scheme, place) for place in places]
+    spec = _expected(scheme, "stack", StackSpec, scheme.stack(first))
+    at = _Names(first, width=first.d_model)
+    stack = {
+        "begin": _changes(scheme, "stack", spec.begin, at),
+        "combine": spec.combine and {
+            **spec.combine._asdict(),
+            "weight": _learned(spec.combine.weight, at),
+            "norms": [_norm(norm, at) for norm in spec.combine.norms],
+        },
+        "streams": [{"norm": norm and _norm(norm, at)} for norm in spec.streams],
+        "mixing": _mixing(spec.mixing, at),
+        "growth": spec.growth and spec.growth._asdict(),
+        "end": _changes(scheme, "stack", spec.end, at),
+    }
+    ends = [stream["norm"] for stream in stack["streams"] if stream["norm"]]
+    ends += [change["norm"] for change in stack["end"] if "norm" in change]
+    for norm in ends:
+        norm["ends_stack"] = True
+    around = [s["around"] for one in layers for s in one["sublayers"]]
+    norms = [c["norm"] for one in around for key in _LISTS for c in one[key] if "norm" in c]
+    for norm in (norms + (stack["combine"] or {"norms": []})["norms"] + ends)[-1:]:
+        norm["last"] = True
+    return {"layers": layers, "stack": stack}
+
+
+def _layer(scheme: Scheme, place: Place) -> dict[str, Any]:
+    sublayers = []
+    for index in range(place.sublayers):
+        here = Place(place.config, place.stack, place.layer, index)
+        spec = _expected(scheme, "around", ResidualSpec, scheme.around(here))
+        at = _Names(here, str(index + 1), width=here.d_model)
+        around = {key: _changes(scheme, "around", getattr(spec, key), at) for key in _LISTS}
+        around |= {"alpha": _gain(spec.alpha, at), "beta": _gain(spec.beta, at), "mixing": _mixing(spec.mixing, at)}
+        around["streams"] = [{"alpha": _gain(s.alpha, at), "beta": _gain(s.beta, at)} for s in spec.streams]
+        points = _expected(scheme, "inside", Mapping, scheme.inside(here))
+        inside = [[point, one] for point, some in points.items() for one in _inside(scheme, point, some, here)]
+        sublayers.append({"around": around, "inside": inside})
+    begin = _changes(scheme, "layer", scheme.layer(place), _Names(place, width=place.d_model))
+    return {"begin": begin, "sublayers": sublayers}
+
+
+_LISTS = ("before", "branch", "skip", "after")
+"""In the order in which they act."""
+
+
+def _inside(scheme: Scheme, point: str, changes: Changes, place: Place) -> list[Any]:
+    widths = {"before_activation": place.d_ff, "after_activation": place.d_ff}
+    widths |= dict.fromkeys(("query", "key", "value"), place.d_head)
+    at = _Names(place, path=_PATHS[place.sublayer], width=widths.get(point, place.d_model))
+    return _changes(scheme, "inside", changes, at)
+
+
+def _expected(scheme: Scheme, method: str, kind: Any, got: Any) -> Any:
+    if not isinstance(got, kind):
+        raise InputError(f"{method}() of {type(scheme).__name__} must return a {kind.__name__}; got {got!r}")
+    return got
+
+
+def _changes(scheme: Scheme, method: str, changes: Any, at: _Names) -> list[Any]:
+    changes = [changes] if isinstance(changes, Change) else list(changes)
+    for change in changes:
+        if not isinstance(change, Change):
+            raise InputError(
+                f"{method}() of {type(scheme).__name__} must give changes, as norm(\"norm\") or keep(\"x\"); got {change!r}"
+            )
+    return [{change.kind: _what(change, at)} for change in changes]
+
+
+def _what(change: Change, at: _Names) -> Any:
+    if isinstance(change.what, Norm):
+        return _norm(change.what, at)
+    if isinstance(change.what, Learned):
+        return _learned(change.what, at)
+    if change.kind == "mix":
+        name, own, kept = change.what
+        return {"name": name, "own": _gain(own, at), "kept": _gain(kept, at)}
+    return change.what
+
+
+def _norm(norm: Norm, at: _Names) -> dict[str, Any]:
+    width = at.width if norm.width is None else norm.width
+    return {"name": at.of(norm.name), "width": width, "last": False, "ends_stack": False, "start": float(norm.start)}
+
+
+def _learned(parameter: Learned, at: _Names) -> dict[str, Any]:
+    shape = [parameter.shape] if isinstance(parameter.shape, int) else list(parameter.shape)
+    value = parameter.value
+    value = float(value) if isinstance(value, (int, float)) else [float(one) for one in value]
+    return {"name": at.of(parameter.name, parameter.shared), "shape": shape, "value": value}
+
+
+def _gain(gain: Gain, at: _Names) -> Any:
+    if isinstance(gain, Learned):
+        return {"learned": _learned(gain, at)}
+    if isinstance(gain, Curve):
+        return {gain.kind: {"of": _learned(gain.of, at), "temperature": float(gain.temperature)}}
+    if isinstance(gain, str):
+        return gain
+    if not isinstance(gain, (int, float)):
+        raise InputError(f"a gain must be a number, GROWING, a Learned, sigmoid(…) or co_sigmoid(…); got {gain!r}")
+    return "one" if gain == 1 else {"constant": float(gain)}
+
+
+def _mixing(mixing: Mixing | None, at: _Names) -> Any:
+    if mixing is None:
+        return None
+    if isinstance(mixing, HyperConnection):
+        parts = {key: _learned(getattr(mixing, key), at) for key in ("weight", "scale", "bias")}
+        return {"hyper": {"streams": mixing.streams, "iterations": mixing.iterations, **parts}}
+    weights = mixing.weights and [_learned(weight, at) for weight in mixing.weights]
+    return {"depth": {"weights": weights, "begins_block": mixing.begins_block}}
