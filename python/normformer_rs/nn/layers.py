@@ -13,11 +13,11 @@ from .layer import KINDS, Layer, layer_number
 from .making import install, reset, reset_module
 from .place import Place, configure
 from .profiling import follow
-from .tracing import Unscriptable, leaf
+from .tracing import leaf
 from .updates import Growing
 
 
-class Residual(Unscriptable, Growing):
+class Residual(Growing):
     """A residual connection around any module: x⁺ = N_after(α⊙x + β⊙drop(N_amid(F(N_before(x))))), as the scheme says.
 
     >>> import torch
