@@ -19,7 +19,6 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),
 ]
 SCHEMES = [entry["name"] for entry in nfrs.tables()["residuals"]]
-TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-6}
 
 
 def numbers(*shape):
@@ -46,8 +45,7 @@ def exported(model, *inputs, dynamic_shapes=None, **masks):
 
 
 def close(found, expected):
-    tolerance = TOLERANCE[expected.dtype]
-    torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
 
 
 def norm_of(scheme):
@@ -76,9 +74,12 @@ def test_every_scheme(scheme):
 @pytest.mark.parametrize("kind", ["TransformerEncoder", "TransformerDecoder", "Transformer"])
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_every_scheme_in_f32(scheme, kind):
+    """As near to f64 as the module is: stirred weights may amplify its rounding to 8e-6."""
     inputs = [torch.randn(2, 5, D)] if kind == "TransformerEncoder" else [torch.randn(2, 5, D), torch.randn(2, 3, D)]
     model = grown(stack(kind, scheme, norm_of(scheme)), *inputs)
-    close(exported(model, *inputs)(*inputs), model(*inputs))
+    found, eager = exported(model, *inputs)(*inputs), model(*inputs)
+    exact = model.double()(*(x.double() for x in inputs))
+    assert (found - exact).abs().max() <= 2 * (eager - exact).abs().max() + 1e-6
 
 
 @pytest.mark.parametrize("kind", ["TransformerEncoder", "TransformerDecoder"])
@@ -219,12 +220,12 @@ def test_a_saved_program_runs_without_the_package(tmp_path):
 
 def test_growth_stays_an_operator_in_compiled_graphs():
     """Dynamo takes is_exporting() for true, and cannot trace the core."""
-    graphs, x = [], torch.randn(2, 5, D)
+    graphs, x = [], numbers(2, 5, D)
 
     def keep(graph, _):
         graphs.append(str(graph.graph))
         return graph
 
-    layer = grown(stack("TransformerEncoder", "prores", "layernorm"), x)
+    layer = grown(stack("TransformerEncoder", "prores", "layernorm").double(), x)
     close(torch.compile(layer, backend=keep, fullgraph=True)(x), layer(x))
     assert graphs[0].count("normformer_rs.growth") == 2
