@@ -81,8 +81,6 @@ KEPT = {
     # export
     "test_norms_decompose": 2,
     "test_onnx": 4,
-    "test_a_scheme_becomes_plain": 4,
-    "test_a_swapped_encoder_becomes_plain": 3,
     "test_rows_on_two_ranks": NONE,
     "test_the_rules_cost_nothing_until_dtensor_comes": NONE,
     # what works on the whole project

@@ -54,7 +54,6 @@ __all__ = [
     "swap_residuals",
     "tables",
     "to_huggingface",
-    "to_torch",
     "translate",
 ]
 
@@ -71,7 +70,6 @@ if TYPE_CHECKING:
     )
     from .curves import plot
     from .errors import DivergedError, InputError, Interrupted
-    from .export import to_torch
     from .generation import Generation, WindowPerplexity, evaluate_windows, generate
     from .history import Evaluations, History
     from .huggingface import to_huggingface
@@ -91,7 +89,6 @@ else:
         ),
         "curves": ("plot",),
         "errors": ("DivergedError", "InputError", "Interrupted"),
-        "export": ("to_torch",),
         "generation": ("Generation", "WindowPerplexity", "evaluate_windows", "generate"),
         "history": ("Evaluations", "History"),
         "huggingface": ("to_huggingface",),

@@ -93,7 +93,7 @@ class Field(NamedTuple):
 
 
 def _own_scheme(value: Any) -> Any:
-    """A scheme that is no name of the table: an object or class of `schemes.Scheme`, what one declared, or file.py:Class."""
+    """A scheme beside the table's: an object or class of `schemes.Scheme`, what one declared, or file.py:Class."""
     if isinstance(value, str) and ".py:" not in value:
         return None
     from . import schemes  # most models name one of the table's

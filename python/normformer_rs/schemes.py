@@ -328,7 +328,8 @@ class Scheme:
         checked where it is.
         """
         if not isinstance(getattr(self, "name", None), str):
-            raise InputError(f"{type(self).__name__} has no name: write name = \"…\" in the class")
+            raise InputError(f'{type(self).__name__} has no name: write name = "…" in the class')
+        stacks: tuple[Literal["encoder", "decoder"], ...]
         stacks = ("encoder", "decoder") if config.architecture == "encoder-decoder" else ("decoder",)
         about = ("name", "equation", "source", "init", "has_biases", "is_profiled")
         return {
@@ -406,7 +407,8 @@ def _stack(scheme: Scheme, first: Place) -> dict[str, Any]:
     at = _Names(first, width=first.d_model)
     stack = {
         "begin": _changes(scheme, "stack", spec.begin, at),
-        "combine": spec.combine and {
+        "combine": spec.combine
+        and {
             **spec.combine._asdict(),
             "weight": _learned(spec.combine.weight, at),
             "norms": [_norm(norm, at) for norm in spec.combine.norms],
@@ -465,7 +467,7 @@ def _changes(scheme: Scheme, method: str, changes: Any, at: _Names) -> list[Any]
     for change in changes:
         if not isinstance(change, Change):
             raise InputError(
-                f"{method}() of {type(scheme).__name__} must give changes, as norm(\"norm\") or keep(\"x\"); got {change!r}"
+                f'{method}() of {type(scheme).__name__} must give changes, as norm("norm") or keep("x"); got {change!r}'
             )
     return [{change.kind: _what(change, at)} for change in changes]
 

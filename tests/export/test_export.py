@@ -117,10 +117,8 @@ def swapped_layer(name):
     return layer
 
 
-def own_layer(scheme):
-    return nfnn.TransformerEncoderLayer(
-        D, 2, 16, 0.0, batch_first=True, norm="powernorm", residual=scheme, encoder_layers=1
-    )
+def own_layer(scheme, norm="powernorm"):
+    return nfnn.TransformerEncoderLayer(D, 2, 16, 0.0, batch_first=True, norm=norm, residual=scheme, encoder_layers=1)
 
 
 @pytest.mark.filterwarnings("ignore")  # onnxscript's and onnx_ir's
@@ -131,8 +129,9 @@ def own_layer(scheme):
         lambda: [swapped_layer(name) for name in TABLE],
         lambda: [swapped_layer("powernorm"), own_layer("normformer")],
         lambda: [own_layer("deepnorm"), own_layer("r-fixup")],
+        lambda: [own_layer("branchnorm"), own_layer("prores"), own_layer("hybridnorm", "rmsnorm")],
     ],
-    ids=["norms", "every norm in a layer", "layers", "more layers"],
+    ids=["norms", "every norm in a layer", "layers", "more layers", "growing layers"],
 )
 def test_onnx(make):
     pytest.importorskip("onnxscript")

@@ -124,19 +124,6 @@ def test_from_pretrained():
     assert trained.weight.requires_grad and trained.weight.dtype == torch.float64 and trained.padding_idx == 0
 
 
-@pytest.mark.parametrize("residual", ["prenorm", None])
-def test_plain_models_need_no_package(residual):
-    layer = nfnn.TransformerEncoderLayer(D, HEADS, FF, batch_first=True, residual=residual, encoder_layers=2)
-    plain = pickle.dumps(nfrs.to_torch(nfnn.TransformerEncoder(layer, 2)))
-    assert b"normformer_rs" not in plain
-    linears = [module for module in pickle.loads(plain).modules() if isinstance(module, nn.Linear)]
-    for linear in linears:
-        spoil(linear)
-        linear.reset_parameters()
-        assert linear.weight.isfinite().all()
-    assert linears
-
-
 def test_undone_surgery_gives_torchs_values_back():
     model = nn.TransformerEncoder(nn.TransformerEncoderLayer(64, 4, 96), 2, enable_nested_tensor=False)
     swap = nfrs.swap_residuals(model, "deepnorm", init="deepnorm")

@@ -41,6 +41,7 @@ def of_pages(*kinds: str) -> list:
     return found
 
 
+@pytest.mark.filterwarnings("ignore:The given buffer is not writable:UserWarning")  # of torch.export.load
 @pytest.mark.parametrize("page, code, output", of_pages("python"))
 def test_python_of_the_pages(page, code, output, monkeypatch):
     """It runs, and prints what stands below it."""

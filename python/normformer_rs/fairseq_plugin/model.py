@@ -27,7 +27,7 @@ from normformer_rs.convert import VERSION, check_version, configure, from_fairse
 from normformer_rs.errors import InputError
 from normformer_rs.nn import TransformerDecoderLayer, TransformerEncoderLayer, profile
 from normformer_rs.nn.init import draw_table
-from normformer_rs.nn.interpreter import apply_norm
+from normformer_rs.nn.interpreter import Kept, apply_norm
 from normformer_rs.nn.layers import Layer
 from normformer_rs.nn.making import make
 from normformer_rs.nn.parts import NormAt
@@ -45,7 +45,10 @@ class SelfLayer(TransformerEncoderLayer):
     self_attn: Any
 
     def forward(self, x: Tensor, own: Sight, **travelling: Any) -> Any:  # type: ignore[override]
-        return self._run(x, [lambda q: self.self_attn(q, own)], own.pad_mask, **travelling)
+        def attend(q: Tensor, kept: Kept) -> Tensor:
+            return self.self_attn(q, own, kept)
+
+        return self._run(x, [attend], own.pad_mask, **travelling)
 
 
 class CrossLayer(TransformerDecoderLayer):
@@ -56,9 +59,13 @@ class CrossLayer(TransformerDecoderLayer):
     multihead_attn: Any
 
     def forward(self, x: Tensor, own: Sight, memory: Sight, **travelling: Any) -> Any:  # type: ignore[override]
-        attend: list[Callable[[Tensor], Tensor]]
-        attend = [lambda q: self.self_attn(q, own), lambda q: self.multihead_attn(q, memory)]
-        return self._run(x, attend, own.pad_mask, **travelling)
+        def attend(q: Tensor, kept: Kept) -> Tensor:
+            return self.self_attn(q, own, kept)
+
+        def attend_memory(q: Tensor, kept: Kept) -> Tensor:
+            return self.multihead_attn(q, memory, kept)
+
+        return self._run(x, [attend, attend_memory], own.pad_mask, **travelling)
 
 
 class FixNormEmbedding(nn.Embedding):
@@ -110,7 +117,8 @@ class _Side(Stack):
         self.settle(config, self.name)
         assert self.place is not None
         declared = self.place.declared
-        needs_all = declared.combine is not None or declared.mixing is not None or declared.is_profiled
+        takes = any(layer.takes for layer in declared.layers)
+        needs_all = takes or declared.combine is not None or declared.mixing is not None or declared.is_profiled
         if needs_all and type(self.layers) is not nn.ModuleList:
             raise InputError(f"--residual {config.residual} needs every layer's output: leave --layerdrop out")
         if self.layernorm_embedding is not None:

@@ -16,7 +16,7 @@ from torch import Tensor
 from ..nn import MultiheadAttention
 from ..nn.attention import is_of_joined_heads
 from ..nn.dropout import Draw
-from ..nn.interpreter import apply_changes
+from ..nn.interpreter import Kept, apply_changes
 from ..nn.profiling import is_profiling
 
 OPS = torch.ops.normformer_rs
@@ -79,33 +79,34 @@ class Sight(Protocol):
     @property
     def pad_mask(self) -> Tensor | None: ...
 
-    def attend(self, attention: "RowAttention", query: Tensor) -> Tensor:
+    def attend(self, attention: "RowAttention", query: Tensor, kept: Kept) -> Tensor:
         """The heads' outputs, joined: (N, d) of queries (N, d)."""
 
 
 class RowAttention(MultiheadAttention):
-    """Attention between rows; parameters and a residual scheme's changes are MultiheadAttention's."""
+    """Attention between rows; parameters and a residual scheme's changes, which may add to `kept`, are
+    MultiheadAttention's."""
 
-    def forward(self, query: Tensor, sight: Sight) -> Tensor:  # type: ignore[override]
-        query = self._change("input", query, sight.pad_mask)
-        joined = self._change("after_heads", sight.attend(self, query), sight.pad_mask)
-        return self._change("after_output", self.out_proj(joined), sight.pad_mask)
+    def forward(self, query: Tensor, sight: Sight, kept: Kept) -> Tensor:  # type: ignore[override]
+        query = self._change("input", query, sight.pad_mask, kept)
+        joined = self._change("after_heads", sight.attend(self, query, kept), sight.pad_mask, kept)
+        return self._change("after_output", self.out_proj(joined), sight.pad_mask, kept)
 
-    def project(self, x: Tensor, which: str) -> tuple[Tensor, ...]:
+    def project(self, x: Tensor, which: str, kept: Kept) -> tuple[Tensor, ...]:
         """x through the projections of `which`, neighbouring letters of "qkv", in one product, with the scheme's
         changes on queries, keys and values."""
         d, start = self.embed_dim, "qkv".index(which)
         chosen = slice(start * d, (start + len(which)) * d)
         bias = None if self.in_proj_bias is None else self.in_proj_bias[chosen]
         parts = F.linear(x, self.in_proj_weight[chosen], bias).split(d, -1)
-        return tuple(self._change_heads(_POINTS[name], part) for name, part in zip(which, parts))
+        return tuple(self._change_heads(_POINTS[name], part, kept) for name, part in zip(which, parts))
 
-    def _change_heads(self, point: str, x: Tensor) -> Tensor:
+    def _change_heads(self, point: str, x: Tensor, kept: Kept | None) -> Tensor:
         for change in self.inside.get(point, ()):
             if is_of_joined_heads(change, self.head_dim):
-                x = apply_changes(self, (change,), x, None)
+                x = apply_changes(self, (change,), x, None, kept)
             else:
-                x = apply_changes(self, (change,), x.unflatten(-1, (self.num_heads, -1)), None).flatten(-2)
+                x = apply_changes(self, (change,), x.unflatten(-1, (self.num_heads, -1)), None, kept).flatten(-2)
         return x
 
 
@@ -125,11 +126,12 @@ class Packed:
     def pad_mask(self) -> Tensor | None:
         return self.rows.pad_mask
 
-    def attend(self, attention: RowAttention, query: Tensor) -> Tensor:
+    def attend(self, attention: RowAttention, query: Tensor, kept: Kept) -> Tensor:
         if self.memory is None or self.memory_rows is None:
-            (q, k, v), keys = attention.project(query, "qkv"), self.rows
+            (q, k, v), keys = attention.project(query, "qkv", kept), self.rows
         else:
-            (q,), (k, v), keys = attention.project(query, "q"), attention.project(self.memory, "kv"), self.memory_rows
+            (q,), keys = attention.project(query, "q", kept), self.memory_rows
+            k, v = attention.project(self.memory, "kv", kept)
         scale = 1 / math.sqrt(attention.head_dim)
         draw = Draw(query.device)(attention.dropout if attention.training else 0.0)
         return OPS.attention(q, k, v, self.rows.ranges(keys), attention.num_heads, self.causal, scale, *draw)[0]
@@ -144,12 +146,12 @@ class Watched:
     weights: Tensor | None = None
     """(B, heads, T, S), set by `attend`."""
 
-    def attend(self, attention: RowAttention, query: Tensor) -> Tensor:
+    def attend(self, attention: RowAttention, query: Tensor, kept: Kept) -> Tensor:
         rows, memory, keys = self.at.rows, self.at.memory, self.at.memory_rows
         assert memory is not None and keys is not None
-        (q,), (k,) = attention.project(query, "q"), attention.project(memory, "k")
+        (q,), (k,) = attention.project(query, "q", kept), attention.project(memory, "k", kept)
         self.weights = weigh(attention, rows.unpack(q), keys.unpack(k), keys.padding())
-        return self.at.attend(attention, query)
+        return self.at.attend(attention, query, kept)
 
 
 def weigh(attention: RowAttention, q: Tensor, k: Tensor, padding: Tensor) -> Tensor:
@@ -164,8 +166,8 @@ class Step:
     """One step of decoding: a row for each sentence's newest token, and the keys and values of earlier tokens, or of
     `memory`."""
 
-    kept: dict[str, Tensor]
-    """The cache by name, batch first: reordering the beams selects from each of its tensors."""
+    cache: dict[str, Tensor]
+    """By name, batch first: reordering the beams selects from each of its tensors."""
     name: str
     padding: Tensor
     """The padding of the newest tokens, (B, 1), or of memory, (B, S)."""
@@ -174,19 +176,20 @@ class Step:
     weights: Tensor | None = None
     """(B, heads, 1, S), set by `attend`."""
 
-    def attend(self, attention: RowAttention, query: Tensor) -> Tensor:
+    def attend(self, attention: RowAttention, query: Tensor, kept: Kept) -> Tensor:
         if self.memory is None:
-            q, k, v = attention.project(query.unsqueeze(1), "qkv")
+            q, k, v = attention.project(query.unsqueeze(1), "qkv", kept)
             k, v, padding = self._append("key", k), self._append("value", v), self._append("padding", self.padding)
         else:
-            (q,), padding = attention.project(query.unsqueeze(1), "q"), self.padding
-            if self.name + "key" not in self.kept:
-                self.kept[self.name + "key"], self.kept[self.name + "value"] = attention.project(self.memory, "kv")
-            k, v = self.kept[self.name + "key"], self.kept[self.name + "value"]
+            (q,), padding = attention.project(query.unsqueeze(1), "q", kept), self.padding
+            if self.name + "key" not in self.cache:
+                k, v = attention.project(self.memory, "kv", kept)
+                self.cache[self.name + "key"], self.cache[self.name + "value"] = k, v
+            k, v = self.cache[self.name + "key"], self.cache[self.name + "value"]
         self.weights = weigh(attention, q, k, padding)
         return (self.weights @ v.unflatten(-1, (attention.num_heads, -1)).transpose(1, 2)).transpose(1, 2).flatten(1)
 
     def _append(self, what: str, new: Any) -> Any:
         name = self.name + what
-        self.kept[name] = torch.cat((self.kept[name], new), 1) if name in self.kept else new
-        return self.kept[name]
+        self.cache[name] = torch.cat((self.cache[name], new), 1) if name in self.cache else new
+        return self.cache[name]

@@ -12,13 +12,13 @@ from ..errors import InputError
 from .declaration import Change, Inside
 from .dropout import Draw, is_run_again
 from .interpreter import Kept, apply_changes
-from .tracing import Unscriptable, leaf
+from .tracing import leaf
 
 BEFORE_PRODUCTS = frozenset(("query", "key", "value"))
 """The points between the projections and the products of attention."""
 
 
-class MultiheadAttention(Unscriptable, nn.MultiheadAttention):
+class MultiheadAttention(nn.MultiheadAttention):
     """softmax(s·QKᵀ + mask)V per head, heads joined, output projection: torch.nn.MultiheadAttention with changes
     at points inside it, as a residual scheme declares them. s is `scale`, or 1/√d_head where that is None.
 

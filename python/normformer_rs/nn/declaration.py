@@ -212,7 +212,10 @@ def _sublayer(found: dict[str, Any]) -> Sublayer:
     around = found["around"]
     points = dict.fromkeys(point for point, _ in found["inside"])
     return Sublayer(
-        *(_changes(around[place]) for place in ("before", "skip", "branch", "after")),
+        before=_changes(around["before"]),
+        skip=_changes(around["skip"]),
+        branch=_changes(around["branch"]),
+        after=_changes(around["after"]),
         alpha=_gain(around["alpha"]),
         beta=_gain(around["beta"]),
         streams=tuple(StreamStep(_gain(step["alpha"]), _gain(step["beta"])) for step in around["streams"]),

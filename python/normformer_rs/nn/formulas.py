@@ -1,7 +1,9 @@
-"""The norms' equations in PyTorch's own operations, for exported programs and `to_torch`'s modules.
+"""Equations of norms and residual schemes in PyTorch's own operations: exported programs have these, not operators.
 
-TorchScript compiles every function here. All compute in f32 (f64 for f64 inputs) and return x's dtype.
+All compute in f32 (f64 for f64 inputs) and return x's dtype.
 """
+
+from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
@@ -117,7 +119,7 @@ GROUP_EPS = 1e-5
 
 def group_scaling(x: Tensor, groups: int, eps: float = GROUP_EPS) -> Tensor:
     """x/√(mean over each group of x² + ε), `groups` equal parts of the last dimension."""
-    parts = x.unflatten(-1, [groups, x.shape[-1] // groups])
+    parts = x.unflatten(-1, (groups, x.shape[-1] // groups))
     return rms_norm(parts, None, [x.shape[-1] // groups], eps).flatten(-2)
 
 
@@ -188,23 +190,23 @@ def hyper_connection(
     shares = torch.sigmoid(mixes[..., :n] * s[0] + b[:n]) + eps
     gates = 2 * torch.sigmoid(mixes[..., n : 2 * n] * s[1] + b[n : 2 * n])
     logits = mixes[..., 2 * n :] * s[2] + b[2 * n :]
-    into = sinkhorn(logits.unflatten(-1, [n, n]), iterations, eps).transpose(-2, -1)
+    into = sinkhorn(logits.unflatten(-1, (n, n)), iterations, eps).transpose(-2, -1)
     both = torch.cat([shares.unsqueeze(-2), into], -2).to(streams.dtype) @ streams  # (…, 1 + n, d)
     return both[..., 0, :], both[..., 1:, :], gates.unsqueeze(-1).to(streams.dtype)
 
 
-def depth_attention(outputs: list[Tensor], query: Tensor, gain: Tensor) -> Tensor:
+def depth_attention(outputs: Sequence[Tensor], query: Tensor, gain: Tensor) -> Tensor:
     """Σ_i a_i v_i of outputs v_i (…, d), a = softmax_i⟨query, gain⊙v_i/√(mean v_i² + ε)⟩, ε = 1e-6.
 
     Source: Kimi Team 2026 (Attention Residuals).
     """
-    logits: list[Tensor] = []
+    logits = []
     for v in outputs:
         a = wide(v)
         key = query.to(a.dtype) * gain.to(a.dtype)
         logits.append((a @ key).unsqueeze(-1) * _inverse_rms(a))
     shares = torch.softmax(torch.cat(logits, -1), -1).to(outputs[0].dtype)
     total = outputs[0] * shares[..., :1]
-    for i in range(1, len(outputs)):
-        total = torch.addcmul(total, outputs[i], shares[..., i : i + 1])
+    for i, v in enumerate(outputs[1:], 1):
+        total = torch.addcmul(total, v, shares[..., i : i + 1])
     return total

@@ -19,7 +19,11 @@ class Growth(NamedTuple):
 
     def now(self, t: Tensor, layer: int) -> Tensor:
         """α_t of t, (1,), in a layer counted from 0."""
-        return OPS.growth(t, self.steps * (layer + 1) if self.by_layer else self.steps, self.curve)
+        steps = self.steps * (layer + 1) if self.by_layer else self.steps
+        # torch.export records the core's formula: a saved program needs no operator of this package. Dynamo cannot.
+        if torch.compiler.is_exporting() and not torch.compiler.is_dynamo_compiling():
+            return growth_now(t, steps, self.curve)
+        return OPS.growth(t, steps, self.curve)
 
 
 def growth_now(t: Tensor, steps: int, curve: str) -> Tensor:

@@ -1,7 +1,7 @@
 """Runs a residual scheme's declaration in a module that has its norms and parameters; it names no scheme.
 
-The step around a sublayer, declaration.py's x⁺, is one operator. It is fused with the norm that is all of `after`, or of
-the next sublayer's `before`, where that norm works row by row.
+The step around a sublayer, declaration.py's x⁺, is one operator. It is fused with the norm that is all of `after`, or
+of the next sublayer's `before`, where that norm works row by row.
 """
 
 from collections.abc import Iterable
@@ -11,8 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from . import formulas
 from ..errors import InputError
+from . import formulas
 from .declaration import GROWING, Change, Curve, Declared, Gain, StreamStep, Sublayer, only_norm
 from .dropout import Draw, drop, is_plain, rate
 from .parts import Learned, NormAt
@@ -72,8 +72,8 @@ def _find(kept: Kept, name: str, x: Tensor) -> Tensor:
         raise InputError(f"nothing was kept as {name!r} before this place: call the whole stack or block, not a part")
     if (found := kept[name]).shape != x.shape:
         raise InputError(
-            f"{name!r} was kept as {tuple(found.shape)}, and is mixed into a part of it, {tuple(x.shape)}: do not chunk "
-            "the feed-forward (chunk_size_feed_forward=0)"
+            f"{name!r} was kept as {tuple(found.shape)}, and is mixed into a part of it, {tuple(x.shape)}: do not "
+            "chunk the feed-forward (chunk_size_feed_forward=0)"
         )
     return found
 

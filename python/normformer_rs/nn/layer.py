@@ -19,7 +19,6 @@ from .making import install, reset, reset_module
 from .parts import Learned, NormAt
 from .place import Place, configure
 from .profiling import follow
-from .tracing import Unscriptable
 from .updates import Growing
 
 OPS = torch.ops.normformer_rs
@@ -28,7 +27,7 @@ _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"relu": F.relu, "gelu": F
 KINDS = ("self-attention", "cross-attention", "feed-forward")
 
 
-class Layer(Unscriptable, Growing, Placeable):
+class Layer(Growing, Placeable):
     """The base of encoder and decoder layers: construction, and a residual scheme's run through the sublayers."""
 
     kinds: tuple[str, ...]

@@ -14,12 +14,12 @@ from .layer import KINDS, Layer, attended, layer_number
 from .making import install, reset, reset_module
 from .place import Place, configure
 from .profiling import follow
-from .tracing import Unscriptable, leaf
+from .tracing import leaf
 from .updates import Growing
 
 
-class Residual(Unscriptable, Growing):
-    """A residual connection around any module: x⁺ = after(α⊙skip(x) + β⊙drop(branch(F(before(x))))), as the scheme says.
+class Residual(Growing):
+    """A residual connection around any module: x⁺ = after(α⊙skip(x) + β⊙drop(branch(F(before(x))))), by a scheme.
 
     >>> import torch
     >>> block = Residual(torch.nn.Linear(8, 8), 8, scheme="deepnorm", norm="scalenorm", layers=6)

@@ -71,7 +71,7 @@ class DepthAttention(NamedTuple):
             return tensors[0], ()
         query, gain = (getattr(owner, what.name) for what in self.weights)
         with torch.autocast(tensors[0].device.type, enabled=False):
-            return formulas.depth_attention(list(tensors), query, gain), ()
+            return formulas.depth_attention(tensors, query, gain), ()
 
     def write(self, tensors: Tensors, unwritten: Tensors, f: Tensor) -> Tensors:
         """The tensors after F(x) = f, dropped: one more, or the last with f added."""

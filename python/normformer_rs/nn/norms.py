@@ -13,7 +13,7 @@ from ..errors import InputError
 from . import formulas
 from .row_norm import OPS, OffsetNorm, RowNorm
 from .sharding import write_whole
-from .tracing import Unscriptable, leaf
+from .tracing import leaf
 from .unkept import saves_by_hooks
 
 FIXNORM_EPS = 1e-12
@@ -274,7 +274,7 @@ class LpNorm(RowNorm, norm="lpnorm"):
         return f"{self.normalized_shape}, p={self.p}, eps={self.eps}, elementwise_affine={self.elementwise_affine}"
 
 
-class FixNormEmbedding(Unscriptable, nn.Embedding):
+class FixNormEmbedding(nn.Embedding):
     """Word embeddings of unit length, w/max(‖w‖₂, 1e-12), times `scale`; the table starts uniform in ±0.01 (FixNorm).
 
     >>> import torch

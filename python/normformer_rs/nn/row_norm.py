@@ -11,13 +11,13 @@ from ..errors import InputError
 from . import sharding
 from .running import check_eps, check_size, over_rows
 from .table import DECLARED, Declared
-from .tracing import Unscriptable, leaf
+from .tracing import leaf
 
 OPS = torch.ops.normformer_rs
 sharding.register()
 
 
-class RowNorm(Unscriptable, nn.Module):
+class RowNorm(nn.Module):
     """A norm over the last dimensions, each row for itself: y = weight⊙x̂ + bias."""
 
     declared: Declared

@@ -13,14 +13,14 @@ from ..errors import InputError
 from . import formulas
 from .masks import check_mask, mask_for
 from .table import DECLARED, Declared
-from .tracing import Unscriptable, leaf
+from .tracing import leaf
 from .unkept import Unkept, is_second_run, is_unkept, saves_by_hooks
 
 OPS = torch.ops.normformer_rs
 MODES = ("paper", "release")
 
 
-class GroupScaling(Unscriptable, nn.Module):
+class GroupScaling(nn.Module):
     """y = x/√(mean over each group of x² + 1e-5) over the last dimension, cut into `groups` equal parts; no parameters.
 
     Shapes: x (…, d) → the same, d a multiple of `groups`. dtypes: f32, f64, bf16, f16; y has x's. Errors: ValueError
@@ -54,7 +54,7 @@ def scale_groups(x: Tensor, groups: int) -> Tensor:
     return OPS.group_scaling(x, groups)
 
 
-class RunningNorm(Unscriptable, nn.Module):
+class RunningNorm(nn.Module):
     """The base of the three: parameters, buffers, masks, and one update of the statistics per training forward.
 
     Activation checkpointing: compile the checkpointed function. A function compiled inside a checkpoint cannot tell its

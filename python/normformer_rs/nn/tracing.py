@@ -1,5 +1,4 @@
-"""The package's modules under torch.fx, which records each as one call like torch.nn's, and torch.jit, which refuses
-them."""
+"""The package's modules under torch.fx, which records each as one call like torch.nn's."""
 
 import functools
 from collections.abc import Callable
@@ -7,8 +6,6 @@ from typing import Any, TypeVar, cast
 
 from torch import Tensor, nn
 from torch.fx import Proxy
-
-from ..errors import InputError
 
 Forward = TypeVar("Forward", bound=Callable[..., Any])
 
@@ -35,13 +32,3 @@ def leaf(forward: Forward) -> Forward:
         return forward(self, *args, **kwargs)
 
     return cast(Forward, call)
-
-
-class Unscriptable:
-    """Modules whose forward TorchScript cannot compile."""
-
-    def __prepare_scriptable__(self) -> Any:  # torch.jit.script calls this first
-        raise InputError(
-            f"torch.jit.script cannot compile {type(self).__name__}, whose operators are not torch's: script "
-            "normformer_rs.to_torch(model) instead"
-        )
