@@ -205,6 +205,14 @@ pub fn at_least_one(name: &str, value: i64) -> Result<()> {
     }
 }
 
+/// A number above 0.
+pub fn positive(name: &str, value: f64) -> Result<()> {
+    match value > 0.0 && value.is_finite() {
+        true => Ok(()),
+        false => Err(Error::invalid(format!("{name} must be above 0, got {value}"))),
+    }
+}
+
 /// Of [0, 1): a probability, or a share that is kept.
 pub fn below_one(name: &str, value: f64) -> Result<()> {
     match (0.0..1.0).contains(&value) {

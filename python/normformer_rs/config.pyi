@@ -82,6 +82,11 @@ _Residual = Literal[
     "mhc",
     "prores",
     "b2t",
+    "gpas",
+    "value-residual",
+    "x0-lambdas",
+    "depth-scaled",
+    "variance-gate",
 ]
 _Init = Literal["xavier", "smallinit", "fairseq", "deepnorm", "subln", "ds-init", "t-fixup", "r-fixup", "gpt2", "b2t"]
 _BranchnormGrowth = Literal["linear", "exp", "sigmoid"]
@@ -90,6 +95,7 @@ _DlclNorm = Literal["pre", "post"]
 _NormformerMode = Literal["paper", "fairseq"]
 _LnScalingMode = Literal["constant", "weight"]
 _ProresScheme = Literal["prenorm", "postnorm", "deepnorm", "sandwich", "ln-scaling"]
+_GpasScheme = Literal["prenorm", "postnorm", "deepnorm", "sandwich", "ln-scaling", "mix-ln"]
 _Parametrisation = Literal["standard", "mup", "depth-mup", "completep"]
 _AttentionScale = Literal["inverse-sqrt", "inverse"]
 _Positions = Literal["twt", "fairseq", "learned", "rotary", "none"]
@@ -158,6 +164,10 @@ class TransformerConfig(Config):
     mhc_iterations: int
     prores_steps: int
     prores_scheme: _ProresScheme
+    gpas_scheme: _GpasScheme
+    value_residual_start: float
+    value_residual_learned: bool
+    variance_gate_temperature: float
     ds_init_alpha: float
     ds_init_mode: _PowernormMode
     fixnorm: bool
@@ -234,6 +244,10 @@ class TransformerConfig(Config):
         mhc_iterations: int = ...,
         prores_steps: int = ...,
         prores_scheme: _ProresScheme = ...,
+        gpas_scheme: _GpasScheme = ...,
+        value_residual_start: float = ...,
+        value_residual_learned: bool = ...,
+        variance_gate_temperature: float = ...,
         ds_init_alpha: float = ...,
         ds_init_mode: _PowernormMode = ...,
         fixnorm: bool = ...,

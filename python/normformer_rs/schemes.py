@@ -17,6 +17,7 @@ anything is.
 
 import importlib.util
 import json
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -122,7 +123,7 @@ def sigmoid(of: Learned, temperature: float = 1.0) -> Curve:
 
 
 def co_sigmoid(of: Learned, temperature: float = 1.0) -> Curve:
-    """√(1 − σ(w/τ)²)"""
+    """√max(1 − σ(w/τ)², 10⁻³)"""
     return Curve("co_sigmoid", of, temperature)
 
 
@@ -485,14 +486,27 @@ def _what(change: Change, at: _Names) -> Any:
 
 def _norm(norm: Norm, at: _Names) -> dict[str, Any]:
     width = at.width if norm.width is None else norm.width
-    return {"name": at.of(norm.name), "width": width, "last": False, "ends_stack": False, "start": float(norm.start)}
+    return {
+        "name": at.of(norm.name),
+        "width": width,
+        "last": False,
+        "ends_stack": False,
+        "start": _finite(norm.start, f"the start of norm {norm.name!r}"),
+    }
 
 
 def _learned(parameter: Learned, at: _Names) -> dict[str, Any]:
     shape = [parameter.shape] if isinstance(parameter.shape, int) else list(parameter.shape)
     value = parameter.value
-    value = float(value) if isinstance(value, (int, float)) else [float(one) for one in value]
-    return {"name": at.of(parameter.name, parameter.shared), "shape": shape, "value": value}
+    name = at.of(parameter.name, parameter.shared)
+    value = _finite(value, name) if isinstance(value, (int, float)) else [_finite(one, name) for one in value]
+    return {"name": name, "shape": shape, "value": value}
+
+
+def _finite(value: float, what: str) -> float:
+    if not math.isfinite(value):
+        raise InputError(f"{what} is {value}: it must be finite")
+    return float(value)
 
 
 def _gain(gain: Gain, at: _Names) -> Any:
@@ -504,7 +518,7 @@ def _gain(gain: Gain, at: _Names) -> Any:
         return gain
     if not isinstance(gain, (int, float)):
         raise InputError(f"a gain must be a number, GROWING, a Learned, sigmoid(…) or co_sigmoid(…); got {gain!r}")
-    return "one" if gain == 1 else {"constant": float(gain)}
+    return "one" if gain == 1 else {"constant": _finite(gain, "a gain")}
 
 
 def _mixing(mixing: Mixing | None, at: _Names) -> Any:

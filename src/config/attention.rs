@@ -33,7 +33,8 @@ pub(super) fn check_sizes(config: &TransformerConfig) -> Result<()> {
 /// statistics would have them.
 fn check_norms_before_products(config: &TransformerConfig) -> Result<()> {
     let schemes = config.schemes();
-    let own = schemes.all().find(|scheme| is_inside(config, *scheme, Point::is_before_products));
+    let is_norm = |point: Point, change: &Change| point.is_before_products() && change.norm().is_some();
+    let own = schemes.all().find(|scheme| is_inside(config, *scheme, is_norm));
     let asked = [("qk_norm", config.qk_norm), ("qk_l2norm", config.qk_l2norm.is_some())];
     if let (Some(scheme), Some((option, _))) = (own, asked.iter().find(|(_, is_on)| *is_on)) {
         return Err(Error::invalid(format!(
@@ -96,7 +97,7 @@ fn check_tensorized(config: &TransformerConfig) -> Result<()> {
             "tensorized attention has no weights to drop, so attention_dropout = {p} would do nothing: leave it out"
         )));
     }
-    let is_at_heads = |point: Point| point.is_before_products() || point == Point::AfterHeads;
+    let is_at_heads = |point: Point, _: &Change| point.is_before_products() || point == Point::AfterHeads;
     let needs_heads = |scheme: &&dyn Scheme| is_inside(config, *scheme, is_at_heads);
     if let Some(scheme) = config.schemes().all().find(needs_heads) {
         let others: Vec<&str> = SCHEMES.iter().filter(|scheme| !needs_heads(scheme)).map(|s| s.name()).collect();
@@ -111,12 +112,11 @@ fn check_tensorized(config: &TransformerConfig) -> Result<()> {
 }
 
 /// The scheme changes something at such a point.
-fn is_inside(config: &TransformerConfig, scheme: &dyn Scheme, is_there: impl Fn(Point) -> bool) -> bool {
+fn is_inside(config: &TransformerConfig, scheme: &dyn Scheme, is_there: impl Fn(Point, &Change) -> bool) -> bool {
     let decoder = config.place(StackName::Decoder, 0);
-    (0..decoder.layers()).flat_map(|layer| Place { layer, ..decoder }.each()).any(|place| {
-        let inside: Vec<(Point, Change)> = scheme.inside(&place);
-        inside.iter().any(|(point, _)| is_there(*point))
-    })
+    (0..decoder.layers())
+        .flat_map(|layer| Place { layer, ..decoder }.each())
+        .any(|place| scheme.inside(&place).iter().any(|(point, change)| is_there(*point, change)))
 }
 
 #[cfg(test)]

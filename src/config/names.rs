@@ -53,6 +53,7 @@ impl Residual {
     }
 
     pub fn given(scheme: GivenScheme) -> Result<Self> {
+        crate::init::find(&scheme.init)?;
         Ok(Residual { word: scheme.name.clone(), schemes: Schemes::given(scheme)? })
     }
 

@@ -37,6 +37,9 @@ pub fn learned(b: &mut Builder, declared: &declared::Learned) -> Result<Tensor> 
     b.shared(&declared.name, &declared.shape, &fill)
 }
 
+/// The least square of a [`BuiltGain::CoSigmoid`]: its slope stays finite.
+const LEAST_VARIANCE: f64 = 1e-3;
+
 /// What x or F(x) is multiplied by.
 pub enum BuiltGain {
     One,
@@ -44,7 +47,7 @@ pub enum BuiltGain {
     Is(Tensor),
     /// σ(w/τ) of w.
     Sigmoid(Tensor, f64),
-    /// √(1 − σ(w/τ)²)
+    /// √max(1 − σ(w/τ)², 10⁻³)
     CoSigmoid(Tensor, f64),
     /// The stack's α_t.
     Growing,
@@ -69,9 +72,9 @@ impl BuiltGain {
             BuiltGain::Is(gain) => Some(gain.shallow_clone()),
             BuiltGain::Sigmoid(w, temperature) => Some(w.f_div_scalar(*temperature)?.f_sigmoid()?),
             BuiltGain::CoSigmoid(w, temperature) => {
-                let beta = w.f_div_scalar(*temperature)?.f_sigmoid()?;
-                let (less, more) = (beta.f_neg()?.f_add_scalar(1.0)?, beta.f_add_scalar(1.0)?);
-                Some(less.f_mul(&more)?.f_sqrt()?)
+                let w = w.f_div_scalar(*temperature)?;
+                let rest = w.f_neg()?.f_sigmoid()?.f_mul(&w.f_sigmoid()?.f_add_scalar(1.0)?)?;
+                Some(rest.f_clamp_min(LEAST_VARIANCE)?.f_sqrt()?)
             }
             BuiltGain::Growing => alpha_t.map(Tensor::shallow_clone),
         })

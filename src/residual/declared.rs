@@ -72,7 +72,7 @@ pub enum Gain {
         of: Learned,
         temperature: f64,
     },
-    /// √(1 − σ(w/τ)²), beside [`Gain::Sigmoid`] of the same w.
+    /// √max(1 − σ(w/τ)², 10⁻³), beside [`Gain::Sigmoid`] of the same w.
     CoSigmoid {
         of: Learned,
         temperature: f64,

@@ -6,7 +6,6 @@
 use super::check::check;
 use super::{Change, LayerSpec, Place, Point, ResidualSpec, Scheme, StackName, StackSpec};
 use crate::error::{Error, Result};
-use crate::init;
 use crate::residual::SCHEMES;
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
@@ -84,7 +83,7 @@ impl GivenScheme {
         if SCHEMES.iter().any(|scheme| scheme.name() == self.name) {
             return wrong("be none of this package's");
         }
-        init::find(&self.init).map(|_| ())
+        Ok(())
     }
 
     /// Refuses what cannot be built in this model's stack.

@@ -5,7 +5,7 @@ use crate::options::{below_one, setting, Listed};
 
 setting! {
     /// The part of mix-ln's layers that are postnorm's, rounded down.
-    PART ("mix_ln_part"): f64 = 0.25, below_one;
+    pub PART ("mix_ln_part"): f64 = 0.25, below_one;
 }
 
 pub struct MixLn;

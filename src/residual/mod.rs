@@ -25,9 +25,11 @@ mod check;
 mod declared;
 mod deepnorm;
 mod denseformer;
+mod depth_scaled;
 mod dlcl;
 mod fixup;
 mod given;
+mod gpas;
 mod growth;
 mod hybridnorm;
 mod layerscale;
@@ -48,6 +50,9 @@ mod sandwich;
 mod scheme;
 mod schemes;
 mod subln;
+mod value_residual;
+mod variance_gate;
+mod x0_lambdas;
 
 pub use admin::PROFILING;
 pub use declared::{leaves, StreamStep, SublayerSpec};
@@ -91,6 +96,11 @@ pub static SCHEMES: &[&dyn Scheme] = &[
     &mhc::Mhc,
     &prores::ProRes,
     &b2t::B2T,
+    &gpas::Gpas,
+    &value_residual::ValueResidual,
+    &x0_lambdas::X0Lambdas,
+    &depth_scaled::DepthScaled,
+    &variance_gate::VarianceGate,
 ];
 
 /// The options of all schemes.

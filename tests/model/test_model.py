@@ -165,7 +165,7 @@ TENSORIZED = {"architecture": "decoder-only", "attention": "tensorized", "tensor
     "norm,residual", [*((norm, "prenorm") for norm in NORMS), *(("layernorm", r) for r in RESIDUALS)]
 )
 def test_tensorized_attention(norm, residual):
-    if residual in ("normformer", "subln", "hybridnorm", "hybridnorm-star", "olmo2"):
+    if residual in ("normformer", "subln", "hybridnorm", "hybridnorm-star", "olmo2", "value-residual"):
         with pytest.raises(nfrs.InputError, match=f'residual "{residual}" has a part between attention.*dlcl'):
             build(**TENSORIZED, norm=norm, residual=residual)
         return

@@ -11,7 +11,7 @@ RESIDUALS = [entry["name"] for entry in nfrs.tables()["residuals"]]
 PAIRS = [(norm, residual) for norm in NORMS for residual in RESIDUALS if ref.is_defined(norm, residual)]
 MIXED = ("attnres", "mhc")
 """Schemes that read x from several tensors."""
-BETWEEN_LAYERS = ("dlcl", "denseformer", "resi-dual", *MIXED)
+BETWEEN_LAYERS = ("dlcl", "denseformer", "resi-dual", "value-residual", "x0-lambdas", *MIXED)
 D, HEADS, FF = 16, 4, 24
 SOURCES = [[5, 6, 7, 8, 9, 2], [10, 2], [11, 12, 13, 2]]
 TARGETS = [[0, 14, 15], [0, 16, 17, 18, 19], [0]]

@@ -39,7 +39,9 @@ def test_the_fused_steps_run_and_equal_the_modules_one_by_one(residual):
     torch.manual_seed(0)
     fused = model(x)
     after = _core.operator_counts()
-    kernel = "residual" if residual in ("rezero", "r-fixup", "t-fixup", "olmo2", *MIXED) else "scale_norm_residual"
+    kernel = (
+        "residual" if residual in ("rezero", "r-fixup", "t-fixup", "olmo2", "gpas", *MIXED) else "scale_norm_residual"
+    )
     assert after[kernel][0] > before[kernel][0] and after[kernel][1] == before[kernel][1]
     heard = []
     for name, child in model.named_modules():

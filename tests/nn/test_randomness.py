@@ -137,7 +137,8 @@ def test_grad_jvp_and_functional_call(residual):
     torch.testing.assert_close([*found.values()], [*expected])
     torch.manual_seed(5)
     value, tangent = torch.func.jvp(lambda x: loss(state, x), (x,), (v,))
-    torch.testing.assert_close(tangent, slope(lambda x: loss(state, x), x, v), rtol=1e-6, atol=1e-6)
+    if residual != "gpas":  # whose derivative is not the function's slope
+        torch.testing.assert_close(tangent, slope(lambda x: loss(state, x), x, v), rtol=1e-6, atol=1e-6)
     torch.manual_seed(5)
     torch.testing.assert_close(value, loss(state, x))
 

@@ -23,11 +23,17 @@ class Hand:
     def norm(self, name, x):
         return functional.layer_norm(x, x.shape[-1:], self.p(f"{name}.weight"), self.p(f"{name}.bias"))
 
-    def heads(self, kind, query, memory):
+    def values(self, x):
+        """A self-attention's values, before they are cut into heads."""
+        weight, bias = (self.p(f"self_attn.in_proj_{part}")[-x.shape[-1] :] for part in ("weight", "bias"))
+        return functional.linear(x, weight, bias)
+
+    def heads(self, kind, query, memory, values=None):
         d, heads = query.shape[-1], self.config["heads"]
         weights = self.p(f"{kind}.in_proj_weight").split(d)
         biases = [None] * 3 if (bias := self.p(f"{kind}.in_proj_bias")) is None else bias.split(d)
         q, k, v = map(functional.linear, (query, memory, memory), weights, biases)
+        v = v if values is None else values
         is_whole = self.config["residual"] == "olmo2"
         if is_whole:
             q, k = self.norm(f"{kind}.q_norm", q), self.norm(f"{kind}.k_norm", k)

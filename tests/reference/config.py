@@ -54,6 +54,10 @@ DEFAULTS: dict[str, Any] = {
     "attnres_block": 1,  # sublayers
     "mhc_streams": 4,
     "mhc_iterations": 20,
+    "gpas_scheme": "prenorm",  # or "postnorm", "deepnorm", "sandwich", "ln-scaling", "mix-ln"
+    "value_residual_start": 0.5,
+    "value_residual_learned": True,
+    "variance_gate_temperature": 0.3,
     "prores_steps": 1000,
     "prores_scheme": "prenorm",  # or "postnorm", "deepnorm", "sandwich", "ln-scaling"
     "init": None,  # None: the scheme's own
@@ -87,6 +91,11 @@ DEFAULT_INITS = {
     "mix-ln": "smallinit",
     "prores": "smallinit",
     "b2t": "b2t",
+    "gpas": "smallinit",
+    "value-residual": "smallinit",
+    "x0-lambdas": "smallinit",
+    "depth-scaled": "gpt2",
+    "variance-gate": "gpt2",
 }  # every other scheme: xavier
 
 

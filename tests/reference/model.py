@@ -27,14 +27,18 @@ from .parametrisation import forward_factors
 from .philox import dropout_keep, dropout_scale
 from .positions import positions_of, rotated, sinusoids
 from .residual import (
+    Blend,
     Change,
     Combine,
+    Damp,
     Gain,
+    Gate,
     Growth,
     HeadScale,
     Norm,
     Parameter,
     Place,
+    Remember,
     Scale,
     Shift,
     Times,
@@ -173,6 +177,7 @@ class Run:
         """x⁺ = N_after(α⊙x + β⊙dropout(f)), f = N_output(F(N_before(x))), and each stream's α⊙s + β⊙dropout(f). The
         layer's input, `bottom`, is added before N_after where the scheme says so."""
         about = describe_sublayer(place)
+        x = self.changed(about.first, place.stack, x, real)
         x = self.changed(about.skip, place.stack, x, real)
         y, weights = read(about.mixing, self.state, [x, *streams])
         y = self.changed(about.before, place.stack, y, real)
@@ -185,7 +190,8 @@ class Run:
             x, *streams = write(about.mixing, [x, *streams], weights, f)
             return x, streams
         others = [self.step(s, f, keep, *gains) for s, gains in zip(streams, about.streams, strict=True)]
-        x_plus = self.step_of_x(place, x, f, keep, real)
+        x_plus = self.step_of_x(place, self.changed(about.on_x, place.stack, x, real), f, keep, real)
+        x_plus = self.changed(about.on_sum, place.stack, x_plus, real)
         x_plus = x_plus + bottom if about.adds_bottom else x_plus
         return self.changed(about.after, place.stack, x_plus, real), others
 
@@ -297,6 +303,13 @@ class Run:
             case Unit(by):
                 unit = x / x.norm(dim=-1, keepdim=True).clamp(min=1e-12)
                 return unit if by is None else unit * self.state[by.name]
+            case Damp(by):
+                return x - torch.nn.functional.silu(self.state[by.name]) * x.detach()
+            case Remember():
+                self.memory = x
+                return x
+            case Blend(own, first):
+                return self.gain(own) * x + self.gain(first) * self.memory
             case HeadScale(by):
                 scale = self.state[by.name]
                 return (x.unflatten(-1, (len(scale), -1)) * scale.unsqueeze(-1)).flatten(-2)
@@ -307,6 +320,9 @@ class Run:
                 return self.state[gain.name]
             case Growth(t, steps, curve):
                 return branchnorm_alpha(int(self.state[t.name]), steps, curve)
+            case Gate(w, temperature, rest):
+                share = torch.sigmoid(self.state[w.name] / temperature)
+                return (1 - share * share).clamp(min=1e-3).sqrt() if rest else share
         return gain
 
     def norm(self, stack: str, norm: Norm, x: Tensor, real: Tensor) -> Tensor:

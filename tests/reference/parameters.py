@@ -11,7 +11,7 @@ from torch import Tensor
 from .batch_norms import BATCH_NORMS
 from .config import Config, complete, is_gated, kv_width, stacks
 from .norms import FAMILIES, rms_conventions
-from .residual import Growth, Norm, Parameter, Place, describe_stack, describe_sublayer, places
+from .residual import Growth, Norm, Parameter, Place, describe_stack, describe_sublayer, own_parts, places
 
 State = Mapping[str, Tensor]
 
@@ -149,9 +149,9 @@ def _parts(c: Config, stack: str) -> Iterator[Any]:
     """What the scheme puts into a stack; of what shifts and scales, the parameter."""
     for place in places(c, stack):
         for part in describe_sublayer(place).parts():
-            yield getattr(part, "by", part)
+            yield from own_parts(part)
     for part in describe_stack(c, stack).parts():
-        yield getattr(part, "by", part)
+        yield from own_parts(part)
 
 
 def _linears(place: Place) -> Iterator[Parameter]:

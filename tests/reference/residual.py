@@ -7,6 +7,7 @@ Liu et al. 2023.
 import dataclasses
 import math
 from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
 import torch
 
@@ -73,8 +74,48 @@ class Unit:
     by: Parameter | None = None
 
 
-Change = Norm | Shift | Scale | Times | HeadScale | Unit
-Gain = float | Parameter | Growth
+@dataclasses.dataclass(frozen=True)
+class Damp:
+    """x − silu(a)·sg(x)"""
+
+    by: Parameter
+
+
+@dataclasses.dataclass(frozen=True)
+class Remember:
+    """x stays as it is, and is remembered for `Blend`."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Blend:
+    """own·x + first·(what was remembered)"""
+
+    own: Parameter | float
+    first: Parameter | float
+
+
+@dataclasses.dataclass(frozen=True)
+class Gate:
+    """σ(w/τ); `rest`: √max(1 − σ(w/τ)², 10⁻³)."""
+
+    w: Parameter
+    temperature: float
+    rest: bool = False
+
+
+Change = Norm | Shift | Scale | Times | HeadScale | Unit | Damp | Remember | Blend
+Gain = float | Parameter | Growth | Gate
+
+
+def own_parts(part: Any) -> Iterator[Any]:
+    """A change's or a gain's parameters; of anything else itself."""
+    match part:
+        case Blend(own, first):
+            yield from (own, first)
+        case Gate(w):
+            yield w
+        case _:
+            yield getattr(part, "by", part)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,10 +141,16 @@ class Sublayer:
     mixing: mixes.Mixing = None
     adds_bottom: bool = False
     """x⁺ = N_after(x₀ + α⊙x + …), x₀ the layer's input."""
+    first: Change | None = None
+    """On x as the layer begins."""
+    on_x: Change | None = None
+    """On x in the sum alone."""
+    on_sum: Change | None = None
 
     def parts(self) -> Iterator[Change | Gain | None]:
         """Everything that may have parameters."""
         yield from (self.skip, self.before, self.after, self.output, self.alpha, self.beta, *self.inside.values())
+        yield from (self.first, self.on_x, self.on_sum)
         yield from (gain for gains in self.streams for gain in gains)
         yield from mixes.parts(self.mixing)
 
@@ -219,6 +266,45 @@ def prores(place: Place) -> Sublayer:
 def b2t(place: Place) -> Sublayer:
     """x⁺ = N(x+F(x)), in the feed-forward N(x₀+x+F(x)) (Takase et al. 2023)."""
     return dataclasses.replace(postnorm(place), adds_bottom=place.kind == "feed_forward")
+
+
+def gpas(place: Place) -> Sublayer:
+    """Another scheme; after a sum x ← x − silu(a)·sg(x), before one that a norm follows; a per layer (Chen et al. 2025,
+    release)."""
+    sublayer = SCHEMES[place.config["gpas_scheme"]][0](place)
+    gate = Damp(place.scalar("forward_gate", 0.0))
+    return dataclasses.replace(sublayer, **{"on_x" if sublayer.after is not None else "on_sum": gate})
+
+
+def value_residual(place: Place) -> Sublayer:
+    """prenorm; values of self-attention λV + μV₁, V₁ the first layer's (Zhou et al. 2024)."""
+    if place.kind != "self_attn":
+        return prenorm(place)
+    start = place.config["value_residual_start"]
+    own, first = (place.scalar(f"self_attn.{name}", start) for name in ("value_scale", "first_value_scale"))
+    blend = Blend(own, first) if place.config["value_residual_learned"] else Blend(start, start)
+    return dataclasses.replace(prenorm(place), inside={"value": Remember() if place.layer == 0 else blend})
+
+
+def x0_lambdas(place: Place) -> Sublayer:
+    """prenorm; before each layer λx + μx₀ (nanochat)."""
+    part = place.layer / max(place.config[f"{place.stack}_layers"] - 1, 1)
+    own = place.scalar("stream_scale", 1.15 - 0.1 * part)
+    blend = Blend(own, place.scalar("embedding_scale", 0.2 - 0.15 * part))
+    return dataclasses.replace(prenorm(place), first=blend if place.index == 1 else None)
+
+
+def depth_scaled(place: Place) -> Sublayer:
+    """x⁺ = √((k−1)/k)·x + N(F(N(x)))/√k, k from 2 (Beam)."""
+    kinds = 2 if place.stack == "encoder" or is_one_stack(place.config) else 3
+    k = place.layer * kinds + place.index + 1
+    return dataclasses.replace(sandwich(place), alpha=((k - 1) / k) ** 0.5, beta=k**-0.5)
+
+
+def variance_gate(place: Place) -> Sublayer:
+    """x⁺ = √(1−β²)⊙x + β⊙N(F(N(x))), β = σ(w/τ) (Muse Spark)."""
+    w, tau = place.vector("residual_gate", 0.0), place.config["variance_gate_temperature"]
+    return dataclasses.replace(sandwich(place), alpha=Gate(w, tau, rest=True), beta=Gate(w, tau))
 
 
 def rezero(place: Place) -> Sublayer:
@@ -360,6 +446,17 @@ def as_prores_scheme(config: Config, stack: str) -> Stack:
     return SCHEMES[config["prores_scheme"]][1](config, stack)
 
 
+def as_gpas_scheme(config: Config, stack: str) -> Stack:
+    """What the scheme under gpas has."""
+    return SCHEMES[config["gpas_scheme"]][1](config, stack)
+
+
+def remembered_embedding(config: Config, stack: str) -> Stack:
+    """x₀ = N(embedding), remembered; N after the last layer."""
+    begin = (Norm(f"{stack}.embedding_norm", config["d_model"]), Remember())
+    return dataclasses.replace(end_norm(config, stack), begin=begin)
+
+
 def nothing(config: Config, stack: str) -> Stack:
     """The last layer's output is the stack's."""
     return Stack()
@@ -442,6 +539,11 @@ SCHEMES: dict[str, tuple[Callable[[Place], Sublayer], Callable[[Config, str], St
     "mhc": (mixed(mixes.mhc), end_mixed(mixes.end_mhc)),
     "prores": (prores, as_prores_scheme),
     "b2t": (b2t, nothing),
+    "gpas": (gpas, as_gpas_scheme),
+    "value-residual": (value_residual, end_norm),
+    "x0-lambdas": (x0_lambdas, remembered_embedding),
+    "depth-scaled": (depth_scaled, end_norm),
+    "variance-gate": (variance_gate, end_norm),
 }
 RESIDUAL_NAMES = tuple(SCHEMES)
 

@@ -23,6 +23,13 @@ VARIANTS = [
     {"residual": "mhc", "mhc_streams": 2, "mhc_iterations": 3},
     *({"residual": "prores", "prores_scheme": name} for name in ("postnorm", "deepnorm", "sandwich", "ln-scaling")),
     {"residual": "prores", "prores_scheme": "ln-scaling", "ln_scaling_mode": "weight"},
+    *(
+        {"residual": "gpas", "gpas_scheme": name}
+        for name in ("postnorm", "deepnorm", "sandwich", "ln-scaling", "mix-ln")
+    ),
+    {"residual": "gpas", "gpas_scheme": "mix-ln", "mix_ln_part": 0.5},
+    {"residual": "value-residual", "value_residual_learned": False, "value_residual_start": 0.25},
+    {"residual": "variance-gate", "variance_gate_temperature": 1.5},
 ]
 per_variant = pytest.mark.parametrize("variant", VARIANTS, ids=lambda variant: "-".join(map(str, variant.values())))
 
@@ -108,6 +115,50 @@ def postnorm(h, i, kind, x, memory, alpha=1.0, beta=1.0):
     return h.norm(f"norm{i}", alpha * x + beta * h.f(kind, x, memory))
 
 
+def gpas(h, i, kind, x, memory):
+    scheme, a = h.config["gpas_scheme"], h.p("forward_gate")
+    kept = 1 - a * torch.sigmoid(a)
+    if scheme == "mix-ln":
+        scheme = "postnorm" if is_first(h) and h.config["mix_ln_part"] == 0.5 else "prenorm"
+    if scheme in ("postnorm", "deepnorm"):
+        return postnorm(h, i, kind, x, memory, kept * (ALPHA[h.stack] if scheme == "deepnorm" else 1))
+    return kept * BY_HAND[scheme](h, i, kind, x, memory)
+
+
+def value_residual(h, i, kind, x, memory):
+    """The mixed values by way of the projection that would give them."""
+    if kind != "self_attn":
+        return prenorm(h, i, kind, x, memory)
+    y = h.norm(f"norm{i}", x)
+    if is_first(h):
+        h.shared[h.stack] = h.values(y)
+        return x + h.f(kind, y, memory)
+    own, first = h.p("self_attn.value_scale"), h.p("self_attn.first_value_scale")
+    own, first = (0.25, 0.25) if own is None else (own, first)
+    joined = h.heads(kind, y, y, own * h.values(y) + first * h.shared[h.stack])
+    return x + h.linear("self_attn.out_proj", joined)
+
+
+def x0_lambdas(h, i, kind, x, memory):
+    if i == 1:
+        x0 = x if is_first(h) else h.shared[h.stack]
+        h.shared[h.stack] = x0
+        x = h.p("stream_scale") * x + h.p("embedding_scale") * x0
+    return prenorm(h, i, kind, x, memory)
+
+
+def depth_scaled(h, i, kind, x, memory):
+    k = int(h.prefix[-1]) * (2 if h.stack == "encoder" else 3) + i + 1
+    branch = BY_HAND["sandwich"](h, i, kind, x, memory) - x
+    return math.sqrt((k - 1) / k) * x + branch / math.sqrt(k)
+
+
+def variance_gate(h, i, kind, x, memory):
+    beta = 1 / (1 + torch.exp(-h.p(f"residual_gate{i}") / h.config["variance_gate_temperature"]))
+    branch = BY_HAND["sandwich"](h, i, kind, x, memory) - x
+    return torch.sqrt(torch.clamp(1 - beta**2, min=1e-3)) * x + beta * branch
+
+
 ALPHA = {"encoder": 0.81 * (2**4 * 3) ** (1 / 16), "decoder": 9**0.25}  # of 2 and 3 layers
 OMEGA = {"encoder": math.sqrt(5 / math.log(5) - 1), "decoder": math.sqrt(10 / math.log(10) - 1)}
 SIGMOID = (1 / (1 + math.exp(2.5)) - 1 / (1 + math.exp(5))) / math.tanh(2.5)  # logistic(5) − logistic(−5) = tanh(2.5)
@@ -136,9 +187,11 @@ BY_HAND = {
     "denseformer": prenorm,
     "b2t": lambda h, i, k, x, m: h.norm(f"norm{i}", h.f(k, x, m) + (x + h.bottom if k == "feed_forward" else x)),
 }
+BY_HAND |= {"gpas": gpas, "value-residual": value_residual, "x0-lambdas": x0_lambdas}
+BY_HAND |= {"depth-scaled": depth_scaled, "variance-gate": variance_gate}
 BY_HAND |= {"peri-ln": BY_HAND["sandwich"], "prores": prores}
 END_NORM = ("prenorm", "normformer", "subln", "sandwich", "layerscale", "hybridnorm", "hybridnorm-star", "peri-ln")
-END_NORM += ("olmo2", "ln-scaling", "mix-ln")
+END_NORM += ("olmo2", "ln-scaling", "mix-ln", "value-residual", "x0-lambdas", "depth-scaled", "variance-gate")
 
 
 def attnres_by_hand(config, sublayers, whole, x, memory):
@@ -190,6 +243,8 @@ def stack_by_hand(state, config, stack, x, memory):
     kinds = ("self_attn", "feed_forward") if stack == "encoder" else ("self_attn", "multihead_attn", "feed_forward")
     if c["residual"] == "peri-ln" and c["peri_ln_embedding_norm"]:
         x = whole.norm("embedding_norm", x)
+    if c["residual"] == "x0-lambdas":
+        x = whole.norm("embedding_norm", x)
     if c["residual"] in ("attnres", "mhc"):
         layers = (Hand(state, config, stack, n) for n in range(c[f"{stack}_layers"]))
         sublayers = [(h, i, kind) for h in layers for i, kind in enumerate(kinds, 1)]
@@ -197,7 +252,7 @@ def stack_by_hand(state, config, stack, x, memory):
         return whole.norm("norm", by_hand(c, sublayers, whole, x, memory))
     is_dense = c["residual"] == "denseformer"
     outputs, is_dlcl, is_pre = [x], c["residual"] == "dlcl" or is_dense, c["dlcl_norm"] == "pre" or is_dense
-    dual = x
+    dual, shared = x, {}
 
     def row(n):
         if is_dense:
@@ -212,7 +267,7 @@ def stack_by_hand(state, config, stack, x, memory):
         for i, kind in enumerate(kinds, 1):
             dual = dual + Hand(state, config, stack, n).f(kind, x, memory) if c["residual"] == "resi-dual" else dual
             hand = Hand(state, config, stack, n)
-            hand.bottom = bottom
+            hand.bottom, hand.shared = bottom, shared
             x = BY_HAND[c["residual"]](hand, i, kind, x, memory)
         outputs.append(x)
     x = row(len(outputs) - 1) if is_dlcl else x
@@ -221,7 +276,8 @@ def stack_by_hand(state, config, stack, x, memory):
     if c["residual"] == "r-fixup":
         x = x - state[f"{stack}.end_shift"]
         return state["encoder.end_scale"] * x if stack == "encoder" else x
-    scheme = c["prores_scheme"] if c["residual"] == "prores" else c["residual"]
+    under = {"prores": c["prores_scheme"], "gpas": c["gpas_scheme"]}
+    scheme = under.get(c["residual"], c["residual"])
     has_norm = scheme in END_NORM or (is_dlcl and is_pre)
     return whole.norm("norm", x) if has_norm else x
 

@@ -246,6 +246,8 @@ def test_initial_distributions():
 def test_default_inits_and_first_values():
     theirs = {"prenorm": "smallinit", "postnorm": "smallinit", "branchnorm": "deepnorm", "resi-dual": "fairseq"}
     theirs |= {"hybridnorm": "gpt2", "hybridnorm-star": "gpt2", "mix-ln": "smallinit", "prores": "smallinit"}
+    theirs |= {"gpas": "smallinit", "value-residual": "smallinit", "x0-lambdas": "smallinit"}
+    theirs |= {"depth-scaled": "gpt2", "variance-gate": "gpt2"}
     own = ("deepnorm", "subln", "t-fixup", "r-fixup", "b2t")
     for name in ref.RESIDUAL_NAMES:
         expected = name if name in own else theirs.get(name, "xavier")

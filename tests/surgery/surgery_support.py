@@ -10,7 +10,7 @@ NORMS = [entry["name"] for entry in nfrs.tables()["norms"]]
 
 
 RESIDUALS = [entry["name"] for entry in nfrs.tables()["residuals"]]
-BETWEEN_LAYERS = ("dlcl", "denseformer", "resi-dual", "attnres", "mhc")
+BETWEEN_LAYERS = ("dlcl", "denseformer", "resi-dual", "attnres", "mhc", "value-residual", "x0-lambdas")
 
 
 D, HEADS, FF = 16, 4, 32

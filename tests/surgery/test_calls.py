@@ -184,7 +184,7 @@ def test_a_part_of_a_block_is_refused():
     model = hugging_face("bert").eval()
     swap_residuals(model, "b2t")
     block = blocks_of(model)[0]
-    with pytest.raises(ValueError, match="call the block, not a part of it"):
+    with pytest.raises(ValueError, match="call the whole stack or block, not a part"):
         block.feed_forward_chunk(torch.randn(1, 4, 16))
     for block in blocks_of(model):
         block.chunk_size_feed_forward = 4

@@ -26,7 +26,7 @@ GROWING = "growing"
 
 
 class Curve(NamedTuple):
-    """A gain made of a parameter w: "sigmoid", σ(w/τ), or "co_sigmoid", √(1 − σ(w/τ)²)."""
+    """A gain made of a parameter w: "sigmoid", σ(w/τ), or "co_sigmoid", √max(1 − σ(w/τ)², 10⁻³)."""
 
     of: Learned
     kind: str

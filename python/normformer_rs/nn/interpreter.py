@@ -176,8 +176,9 @@ def gain(owner: nn.Module, declared: Gain, x: Tensor, alpha_t: Tensor | None) ->
     if isinstance(declared, Learned):
         return getattr(owner, declared.name)
     if isinstance(declared, Curve):
-        beta = torch.sigmoid(getattr(owner, declared.of.name) / declared.temperature)
-        return beta if declared.kind == "sigmoid" else torch.sqrt((1 - beta) * (1 + beta))
+        w = getattr(owner, declared.of.name) / declared.temperature
+        beta = torch.sigmoid(w)
+        return beta if declared.kind == "sigmoid" else (torch.sigmoid(-w) * (1 + beta)).clamp_min(1e-3).sqrt()
     if declared == GROWING:
         return alpha_t
     assert isinstance(declared, float)

@@ -1,6 +1,7 @@
 """What `swap_residuals` cannot convert, refused before anything changes."""
 
 from collections.abc import Iterator
+from typing import Any
 
 from torch import nn
 
@@ -14,7 +15,7 @@ from .recognise import read_norm
 from .spec import has
 
 
-def refuse(group: Group, place: Place, to: str) -> None:
+def refuse(group: Group, place: Place, to: Any) -> None:
     """InputError for what cannot be converted."""
     for name, module in _reclassed(group):
         refuse_own_forward(name.lstrip("."), module)
@@ -28,6 +29,13 @@ def refuse(group: Group, place: Place, to: str) -> None:
         raise InputError(
             f"{group.path} has another residual scheme of normformer_rs already: take that swap back with its undo(), "
             f"or build the layers with residual={to!r}"
+        )
+    takes = any(layer.takes for layer in place.declared.layers)
+    joins_layers = place.declared.combine or place.declared.streams or place.declared.mixing or takes
+    if joins_layers and type(group.holder) not in TORCH_STACKS:
+        raise InputError(
+            f"{to} connects layers with each other, and the loop of {type(group.holder).__name__} does not: use "
+            "normformer_rs.nn's TransformerEncoder and TransformerDecoder"
         )
     sublayers = [sublayer for layer in place.declared.layers for sublayer in layer.sublayers]
     inside = {point for sublayer in sublayers for point in sublayer.inside}
@@ -43,13 +51,6 @@ def refuse(group: Group, place: Place, to: str) -> None:
         raise InputError(
             f"{to} with these options sets how the weights of norms start, and {group.path} keeps its norms as they "
             "are: leave the options out"
-        )
-    takes = any(layer.takes for layer in place.declared.layers)
-    joins_layers = place.declared.combine or place.declared.streams or place.declared.mixing or takes
-    if joins_layers and type(group.holder) not in TORCH_STACKS:
-        raise InputError(
-            f"{to} connects layers with each other, and the loop of {type(group.holder).__name__} does not: use "
-            "normformer_rs.nn's TransformerEncoder and TransformerDecoder"
         )
     own_way = joins_layers or place.declared.growth
     if own_way and type(group.holder) in TORCH_STACKS and len(group.blocks) < group.depth:
@@ -73,7 +74,7 @@ def _reclassed(group: Group) -> Iterator[tuple[str, nn.Module]]:
         yield parent_of(group.path), group.holder
 
 
-def refuse_unknown_end(model: nn.Module, group: Group, to: str) -> None:
+def refuse_unknown_end(model: nn.Module, group: Group, to: Any) -> None:
     """InputError for a norm around the blocks that may be their last: the scheme's own would come on top."""
     is_alone = group.blocks[0] is model
     if group.end is not None or is_alone or isinstance(group.blocks[0], tuple(TORCHS)):

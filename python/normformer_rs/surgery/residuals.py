@@ -39,7 +39,7 @@ from .undo import Edits, Row, Swaps, refuse_wrapped
 
 def swap_residuals(
     model: nn.Module,
-    to: str,
+    to: Any,
     *,
     depth: int | tuple[int, int] | None = None,
     init: str | None = "scheme",
@@ -73,7 +73,8 @@ def swap_residuals(
 
     Args:
         model: any tree of modules that holds known blocks.
-        to: a name from `normformer_rs.tables()["residuals"]`, or `postnorm*3,prenorm`: a name for each layer.
+        to: a name from `normformer_rs.tables()["residuals"]`; `postnorm*3,prenorm`, a name for each layer; or a
+            `Scheme` of one's own.
         depth: layers for the scheme's constants: one number, or (encoder, decoder). None: as many as there are.
         init: of the blocks' linear layers: "scheme": the scheme's own; another name out of `tables()["inits"]`; None:
             their values stay. Embeddings and all else outside the blocks keep their values.
@@ -92,7 +93,7 @@ def swap_residuals(
     resi-dual, attnres and mhc, which would have to change their loop. UserWarning where weights that look trained are
     drawn anew.
     """
-    next(field for field in TransformerConfig.FIELDS if field.name == "residual").check(to)
+    to = next(field for field in TransformerConfig.FIELDS if field.name == "residual").check(to)
     refuse_wrapped(model)
     plans = [(group, place) for group, place in _plans(model, to, depth, init, options) if not _has(group, place)]
     for group, place in plans:
@@ -123,7 +124,7 @@ def swap_residuals(
         drawn += [p for group, place in plans if not place.declared.has_biases for p in silence_biases(group, edits)]
         _repoint(optimizer, [group for group, _ in plans], before, dict(model.named_parameters()), drawn)(edits)
         if plans:
-            mark(model, "residual", to, edits)
+            mark(model, "residual", str(to), edits)
     except Exception:
         edits.undo()
         raise
@@ -188,7 +189,7 @@ def _without_wrappers(path: str) -> str:
 
 
 def _plans(
-    model: nn.Module, to: str, depth: int | tuple[int, int] | None, init: str | None, options: Mapping[str, Any]
+    model: nn.Module, to: Any, depth: int | tuple[int, int] | None, init: str | None, options: Mapping[str, Any]
 ) -> list[tuple[Group, Place]]:
     """Each group of blocks with the place of its first: a configuration with the model's depths, and the stack."""
     for name in options:

@@ -1,0 +1,62 @@
+//! Value residuals: each layer's values with those of the first mixed in (Zhou et al. 2024, ResFormer).
+
+use super::{prenorm::PreNorm, Change, Gain, Learned, Place, Point, ResidualSpec, Scheme, StackSpec, Sublayer};
+use crate::options::{setting, Listed};
+
+setting! {
+    /// What value-residual's two factors are, or start at.
+    START ("value_residual_start"): f64 = 0.5;
+    /// value-residual's factors are learned, two a layer; else constants.
+    LEARNED ("value_residual_learned"): bool = true;
+}
+
+/// What the first layer's values are kept under.
+const VALUES: &str = "first_values";
+
+pub struct ValueResidual;
+
+impl Scheme for ValueResidual {
+    fn name(&self) -> &'static str {
+        "value-residual"
+    }
+
+    fn equation(&self) -> &'static str {
+        "prenorm; in self-attention V_l ← λ_l V_l + μ_l V_1, V_1 the first layer's, λ = μ = ½ at the start"
+    }
+
+    fn source(&self) -> &'static str {
+        "Zhou et al. 2024 (ResFormer)"
+    }
+
+    fn options(&self) -> &'static [&'static dyn Listed] {
+        &[&START, &LEARNED]
+    }
+
+    fn init(&self) -> &'static str {
+        "smallinit"
+    }
+
+    fn around(&self, place: &Place) -> ResidualSpec {
+        PreNorm.around(place)
+    }
+
+    fn inside(&self, place: &Place) -> Vec<(Point, Change)> {
+        let start = place.options.get(&START);
+        let gain = |name: &str| match place.options.get(&LEARNED) {
+            true => Gain::Learned(Learned::new(place.path_of(name), &[1], start)),
+            false => Gain::Constant(start),
+        };
+        match (place.sublayer, place.layer) {
+            (Sublayer::SelfAttention, 0) => vec![(Point::Value, Change::Keep(VALUES.into()))],
+            (Sublayer::SelfAttention, _) => {
+                let (own, kept) = (gain("value_scale"), gain("first_value_scale"));
+                vec![(Point::Value, Change::Mix { name: VALUES.into(), own, kept })]
+            }
+            _ => Vec::new(),
+        }
+    }
+
+    fn stack(&self, place: &Place) -> StackSpec {
+        PreNorm.stack(place)
+    }
+}

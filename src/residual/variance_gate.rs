@@ -1,0 +1,44 @@
+//! Variance-preserving gates: a learned share β of the branch, and what keeps the variance of x (Muse Spark).
+
+use super::{sandwich::Sandwich, Gain, Learned, Place, ResidualSpec, Scheme, StackSpec};
+use crate::options::{positive, setting, Listed};
+
+setting! {
+    /// variance-gate's temperature τ: β = σ(w/τ).
+    TEMPERATURE ("variance_gate_temperature"): f64 = 0.3, positive;
+}
+
+pub struct VarianceGate;
+
+impl Scheme for VarianceGate {
+    fn name(&self) -> &'static str {
+        "variance-gate"
+    }
+
+    fn equation(&self) -> &'static str {
+        "x⁺ = α⊙x + β⊙N(F(N(x))), β = σ(w/τ), α = √max((1 − β)(1 + β), 10⁻³), w = 0 per column; N after the stack"
+    }
+
+    fn source(&self) -> &'static str {
+        "Muse Spark (transformers 5.23, MuseSparkResidualGate)"
+    }
+
+    fn options(&self) -> &'static [&'static dyn Listed] {
+        &[&TEMPERATURE]
+    }
+
+    fn init(&self) -> &'static str {
+        "gpt2"
+    }
+
+    fn around(&self, place: &Place) -> ResidualSpec {
+        let of = Learned::new(place.numbered("residual_gate"), &[place.model.d_model], 0.0);
+        let temperature = place.options.get(&TEMPERATURE);
+        let alpha = Gain::CoSigmoid { of: of.clone(), temperature };
+        ResidualSpec { alpha, beta: Gain::Sigmoid { of, temperature }, ..Sandwich.around(place) }
+    }
+
+    fn stack(&self, place: &Place) -> StackSpec {
+        Sandwich.stack(place)
+    }
+}

@@ -1,0 +1,296 @@
+"""A residual scheme that its user declares in Python: the same as the table's, in every place, and refused by name."""
+
+import json
+import math
+import subprocess
+import sys
+
+import pytest
+import torch
+from train_support import TINY, fit, losses, weights
+
+import normformer_rs as nfrs
+from normformer_rs.errors import InputError
+from normformer_rs.schemes import (
+    GROWING,
+    Combine,
+    Growth,
+    HyperConnection,
+    Learned,
+    Norm,
+    ResidualSpec,
+    Scheme,
+    StackSpec,
+    StreamStep,
+    damp_forward,
+    keep,
+    mix,
+    norm,
+    scale,
+    sigmoid,
+)
+
+
+class DeepNorm(Scheme):
+    name, init = "own-deepnorm", "deepnorm"
+
+    def around(self, place):
+        alpha = place.constant(
+            lambda n, m: 0.81 * (n**4 * m) ** (1 / 16), lambda n, m: (3 * m) ** 0.25, lambda depth: (2 * depth) ** 0.25
+        )
+        return ResidualSpec(alpha=alpha, after=norm())
+
+
+class ResiDual(Scheme):
+    name, init = "own-resi-dual", "fairseq"
+
+    def around(self, place):
+        return ResidualSpec(after=norm(), streams=[StreamStep()])
+
+    def stack(self, place):
+        return StackSpec(streams=[Norm("dual_norm")])
+
+
+class Mhc(Scheme):
+    name = "own-mhc"
+
+    def connection(self, place, own, names):
+        n = 4
+        near = [0.0] * n if own is None else [1.0 if i == own % n else -1.0 for i in range(n)]
+        bias = near if own is None else [*near, *near, *(0.0 if i == j else -8.0 for i in range(n) for j in range(n))]
+        weight, factor, shift = names
+        return HyperConnection(
+            n,
+            20,
+            Learned(weight, 0.0, (len(bias), n * place.d_model)),
+            Learned(factor, 0.01, 1 if own is None else 3),
+            Learned(shift, bias, len(bias)),
+        )
+
+    def around(self, place):
+        names = ("hyper_weight", "hyper_scale", "hyper_bias")
+        return ResidualSpec(before=norm(), mixing=self.connection(place, place.number, names))
+
+    def stack(self, place):
+        names = ("end_hyper_weight", "end_hyper_scale", "end_hyper_bias")
+        return StackSpec(mixing=self.connection(place, None, names), end=norm())
+
+
+class ValueResidual(Scheme):
+    name, init = "own-value-residual", "smallinit"
+
+    def around(self, place):
+        return ResidualSpec(before=norm())
+
+    def inside(self, place):
+        if place.sublayer != "self-attention":
+            return {}
+        own, first = Learned("value_scale", 0.5), Learned("first_value_scale", 0.5)
+        return {"value": mix("first_values", own, first) if place.layer else keep("first_values")}
+
+    def stack(self, place):
+        return StackSpec(end=norm())
+
+
+class ProRes(Scheme):
+    name, init = "own-prores", "smallinit"
+
+    def around(self, place):
+        return ResidualSpec(before=norm(), beta=GROWING)
+
+    def stack(self, place):
+        return StackSpec(growth=Growth(5, by_layer=True), end=norm())
+
+
+class Dense(Scheme):
+    name = "own-denseformer"
+
+    def around(self, place):
+        return ResidualSpec(before=norm())
+
+    def stack(self, place):
+        size = place.layers + 1
+        identity = [float(i == j) for i in range(size) for j in range(size)]
+        return StackSpec(
+            combine=Combine(Learned("combine.weight", identity, (size, size)), skips_first=True), end=norm()
+        )
+
+
+SAME = [
+    (DeepNorm(), {"residual": "deepnorm"}),
+    (ResiDual(), {"residual": "resi-dual"}),
+    (Mhc(), {"residual": "mhc"}),
+    (ValueResidual(), {"residual": "value-residual"}),
+    (ProRes(), {"residual": "prores", "prores_steps": 5}),
+    (Dense(), {"residual": "denseformer"}),
+]
+ids = [scheme.name for scheme, _ in SAME]
+
+
+@pytest.mark.parametrize("architecture", ["encoder-decoder", "decoder-only"])
+@pytest.mark.parametrize(("own", "table"), SAME, ids=ids)
+def test_it_declares_what_the_table_does(own, table, architecture):
+    depths = {"encoder_layers": 3} if architecture == "encoder-decoder" else {}
+    shape = {"vocab_size": 11, "d_model": 8, "d_ff": 12, "heads": 2, "decoder_layers": 2, "architecture": architecture}
+    one, other = (nfrs.TransformerConfig(**shape, **depths, **by) for by in ({"residual": own}, table))
+    for stack in ("encoder", "decoder") if depths else ("decoder",):
+        found = [json.loads(nfrs._core.declare(config.to_json(), stack)) for config in (one, other)]
+        assert found[0] == found[1]
+
+
+@pytest.mark.parametrize(("own", "table"), SAME, ids=ids)
+def test_ten_losses_and_all_weights_are_the_tables(tmp_path, corpus, own, table):
+    for name, residual in (("own", {"residual": own}), ("table", table)):
+        fit(tmp_path / name, corpus, {"dropout": 0.1, **residual})
+    assert losses(tmp_path / "own") == losses(tmp_path / "table")
+    own, table = weights(tmp_path / "own"), weights(tmp_path / "table")
+    assert own.keys() == table.keys() and all(torch.equal(own[k], table[k]) for k in own)
+
+
+@pytest.mark.parametrize(("own", "table"), SAME, ids=ids)
+def test_modules_are_the_tables(own, table):
+    made = []
+    for given in ({"residual": own}, table):
+        torch.manual_seed(0)
+        layer = nfrs.nn.TransformerEncoderLayer(8, 2, 12, batch_first=True, dropout=0.0, **given)
+        stack = nfrs.nn.TransformerEncoder(layer, 3)
+        x = torch.randn(2, 5, 8, generator=torch.Generator().manual_seed(1), requires_grad=True)
+        y = stack(x)
+        made.append([y, *torch.autograd.grad(y.square().sum(), [x, *stack.parameters()], allow_unused=True)])
+    assert all((a is b is None) or torch.equal(a, b) for a, b in zip(*made, strict=True))
+
+
+def test_a_swap_takes_it():
+    made = []
+    for to in (DeepNorm(), "deepnorm"):
+        torch.manual_seed(0)
+        model = torch.nn.TransformerEncoder(torch.nn.TransformerEncoderLayer(8, 2, 12, batch_first=True), 2).eval()
+        swaps = nfrs.swap_residuals(model, to, init=None)
+        made.append(model(torch.ones(1, 3, 8)))
+        assert str(to) in str(swaps)
+    assert torch.equal(*made)
+
+
+def test_a_run_loads_resumes_and_translates_without_the_class(tmp_path, corpus):
+    """config.json holds the data."""
+    fit(tmp_path / "run", corpus, {"residual": ValueResidual()}, {"updates": 4})
+    config = json.loads((tmp_path / "run" / "config.json").read_text())
+    assert config["model"]["residual"]["name"] == "own-value-residual"
+    code = f"""
+import normformer_rs as nfrs
+model = nfrs.Transformer.from_checkpoint({str(tmp_path / "run")!r}, "last")
+print(repr(model.config.residual))
+print(len(nfrs.translate({str(tmp_path / "run")!r}, ["1 2 3"])))
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("DeclaredScheme('own-value-residual')")
+
+
+FILE = """
+import normformer_rs as nfrs
+from normformer_rs.schemes import ResidualSpec, norm
+
+class Keel(nfrs.Scheme):
+    name, source, init = "keel", "arXiv 2601.19895", "smallinit"
+    def around(self, place):
+        return ResidualSpec(before=norm("inner_norm"), alpha=2.0 * place.layers, after=norm())
+"""
+
+
+def test_the_command_line_takes_a_file_and_a_class(tmp_path, corpus):
+    (tmp_path / "mine.py").write_text(FILE)
+    command = [sys.executable, "-m", "normformer_rs", "train", "--output", str(tmp_path / "run"), "--no-progress"]
+    for name, value in {**corpus, **TINY, "updates": 2, "residual": f"{tmp_path / 'mine.py'}:Keel"}.items():
+        command += [f"--{name.replace('_', '-')}", str(value)]
+    done = subprocess.run([*command, "--no-bpe"], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    names = weights(tmp_path / "run")
+    assert "encoder.layers.0.inner_norm1.weight" in names and "decoder.layers.1.norm3.weight" in names
+
+
+def declare(spec=None, inside=None, stack=None, layer=(), **about):
+    """A scheme of these parts in every place."""
+    body = {"name": "mine", "around": lambda self, place: spec or ResidualSpec(), "layer": lambda self, place: layer}
+    body |= {"inside": lambda self, place: inside or {}, "stack": lambda self, place: stack or StackSpec()}
+    return type("Mine", (Scheme,), {**body, **about})()
+
+
+def hyper(n=2, rows=8):
+    return HyperConnection(
+        n,
+        3,
+        Learned("hyper_weight", 0.0, (rows, n * 8)),
+        Learned("hyper_scale", 0.01, 3),
+        Learned("hyper_bias", 0.0, rows),
+    )
+
+
+WRONG = [
+    (declare(ResidualSpec(before=norm(width=5))), 'has the norm "norm1" of width 5, and rows there are [8] wide'),
+    (declare(ResidualSpec(before=norm(), after=norm())), 'two norms are called "norm1"'),
+    (declare(ResidualSpec(beta=Learned("gain", 1.0, 3))), "of shape [3], expected one of [[1], [8]]"),
+    (declare(ResidualSpec(beta=Learned("gain", [1.0, 2.0], 8))), "of shape [8] has 2 first values"),
+    (declare(ResidualSpec(beta=Learned("gain", math.nan))), "gain1 is nan: it must be finite"),
+    (declare(ResidualSpec(alpha=math.inf)), "a gain is inf: it must be finite"),
+    (declare(ResidualSpec(beta=GROWING)), "the stack declares no growth"),
+    (declare(ResidualSpec(streams=[StreamStep()])), "it moves 1 streams beside x, and the stack has 0"),
+    (declare(ResidualSpec(after=mix("x0"))), 'mixes "x0", which nothing before has kept'),
+    (declare(inside={"value": mix("v")}), 'mixes "v", which nothing before has kept'),
+    (declare(ResidualSpec(after=norm("a b"))), "is no name"),
+    (declare(ResidualSpec(after=scale(Learned("linear1", 1.0, shared=True)))), "the name of a part of every layer"),
+    (declare(ResidualSpec(mixing=hyper())), "must all read of several tensors, or none"),
+    (declare(ResidualSpec(beta=sigmoid(Learned("w", 0.0), 0.0))), "temperature must be above 0"),
+    (declare(inside={"hidden": norm()}), "unknown variant `hidden`"),
+    (declare(inside={"before_activation": damp_forward(Learned("a", 0.0))}), "it has no point BeforeActivation"),
+    (declare(name="prenorm"), "must be none of this package's"),
+    (declare(name="my scheme"), "must be made of letters"),
+    (declare(init="nope"), "unknown init"),
+    (declare(stack=StackSpec(growth=Growth(-1))), "growth takes at least 0 steps"),
+    (declare(stack=StackSpec(growth=Growth(3, "curved"))), "unknown branchnorm_growth"),
+]
+
+
+@pytest.mark.parametrize(("scheme", "why"), WRONG, ids=[why for _, why in WRONG])
+def test_wrong_declarations_are_refused_by_what_is_wrong(scheme, why):
+    config = nfrs.TransformerConfig(residual=scheme, vocab_size=11, d_model=8, d_ff=12, heads=2)
+    with pytest.raises(InputError) as e:
+        nfrs.Transformer(config)
+    assert why in str(e.value)
+    with pytest.raises(InputError):
+        nfrs.nn.TransformerEncoderLayer(8, 2, 12, residual=scheme)
+
+
+@pytest.mark.parametrize(
+    ("scheme", "why"),
+    [
+        (declare(around=lambda self, place: norm()), "around() of Mine must return a ResidualSpec"),
+        (declare(ResidualSpec(before=["norm"])), "around() of Mine must give changes"),
+        (declare(ResidualSpec(alpha=None)), "a gain must be a number"),
+        (declare(name=None), "has no name"),
+    ],
+)
+def test_methods_that_return_something_else_are_refused(scheme, why):
+    with pytest.raises(InputError) as e:
+        nfrs.TransformerConfig(residual=scheme, vocab_size=11).to_json()
+    assert why in str(e.value)
+
+
+def test_data_of_another_size_is_refused(tmp_path):
+    config = nfrs.TransformerConfig(residual=DeepNorm(), vocab_size=11, d_model=8, d_ff=12, heads=2, decoder_layers=2)
+    read = nfrs.TransformerConfig.from_json(config.to_json())
+    assert read.to_json() == config.to_json()
+    with pytest.raises(InputError, match="declares 2 layers of the decoder, and this model has 3: declare it again"):
+        nfrs.Transformer(read.replace(decoder_layers=3))
+    nfrs.Transformer(config.replace(decoder_layers=3))
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [("none.py:A", "there is no file"), ("FILE:Nope", "has no class Nope of normformer_rs.Scheme; it has ['Keel']")],
+)
+def test_files_without_the_class_are_refused(tmp_path, text, why):
+    (tmp_path / "mine.py").write_text(FILE)
+    with pytest.raises(InputError) as e:
+        nfrs.TransformerConfig(residual=text.replace("FILE", str(tmp_path / "mine.py")))
+    assert why in str(e.value)
