@@ -16,7 +16,10 @@ from .tables import table
 WRITTEN = {"README.md": "index.md", "CONTRIBUTING.md": "contributing.md", "CHANGELOG.md": "changelog.md"}
 """Pages outside docs/."""
 CONTENTS: list[tuple[str, list[str]]] = [
-    ("Start", ["index.md", "install.md", "swap.md", "models.md", "train.md", "language-models.md", "fairseq.md"]),
+    (
+        "Start",
+        ["index.md", "install.md", "swap.md", "models.md", "own.md", "train.md", "language-models.md", "fairseq.md"],
+    ),
     ("Notebooks", ["notebooks/"]),
     ("Norms", ["norms/"]),
     ("Residual schemes", ["residuals/"]),

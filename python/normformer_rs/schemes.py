@@ -1,14 +1,5 @@
 """A residual scheme of one's own, declared in Python.
 
->>> import normformer_rs as nfrs
->>> from normformer_rs.schemes import ResidualSpec, norm
->>> class Keel(nfrs.Scheme):
-...     name, source, init = "keel", "arXiv 2601.19895", "smallinit"
-...     def around(self, place):
-...         return ResidualSpec(before=norm("inner_norm"), alpha=2.0 * place.layers, after=norm("norm"))
->>> nfrs.TransformerConfig(vocab_size=100, residual=Keel()).residual
-Keel()
-
 A scheme answers for every place of a model, in plain data: numbers, norms, parameters and changes by name. The training
 loop, the modules of `normformer_rs.nn`, `swap_residuals` and fairseq's models build what it declares. A run's
 config.json holds the data, so that a run loads where the class is not to be had. What cannot be built is refused before
@@ -24,6 +15,36 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal, NamedTuple
 
 from .errors import InputError
+
+__all__ = [
+    "GROWING",
+    "Change",
+    "Combine",
+    "Curve",
+    "DeclaredScheme",
+    "DepthAttention",
+    "Growth",
+    "HyperConnection",
+    "Learned",
+    "Norm",
+    "Place",
+    "ResidualSpec",
+    "Scheme",
+    "StackSpec",
+    "StreamStep",
+    "co_sigmoid",
+    "damp_forward",
+    "head_scale",
+    "keep",
+    "load",
+    "mix",
+    "norm",
+    "scale",
+    "shift",
+    "sigmoid",
+    "times",
+    "unit",
+]
 
 Point = Literal[
     "input", "query", "key", "value", "after_heads", "after_output", "before_activation", "after_activation"
@@ -289,6 +310,15 @@ class Place:
 
 class Scheme:
     """The base of residual schemes: override `around`, and whatever else the scheme needs.
+
+    >>> from normformer_rs.schemes import ResidualSpec, norm
+    >>> class Keel(Scheme):
+    ...     name, source, init = "keel", "arXiv 2601.19895", "smallinit"
+    ...     def around(self, place):
+    ...         return ResidualSpec(before=norm("inner_norm"), alpha=2.0 * place.layers, after=norm())
+    >>> import normformer_rs as nfrs
+    >>> nfrs.nn.TransformerEncoderLayer(8, 2, 16, residual=Keel()).inner_norm1.normalized_shape
+    (8,)
 
     Names around a sublayer get its number in the layer (norm1, norm2, …), and inside an attention its path; parameters
     and modules bear them in state dicts and checkpoints. A norm named `norm` takes over a block's own in a swap.

@@ -275,8 +275,9 @@ def test_residual_passes_tuples_and_arguments():
     x = torch.randn(2, 3, D)
     out, weights = block(x, x, x)
     assert out.shape == x.shape and weights.shape == (2, 3, 3)
-    reaching = [(scheme, "feed-forward") for scheme in OUT_OF_REACH]
-    for scheme, kind in (*reaching, ("hybridnorm", "self-attention"), ("olmo2", "cross-attention")):
+    attentions = {"hybridnorm": "self-attention", "olmo2": "cross-attention", "value-residual": "self-attention"}
+    reaching = {**dict.fromkeys(OUT_OF_REACH, "feed-forward"), **attentions}
+    for scheme, kind in reaching.items():
         with pytest.raises(ValueError, match="out of a Residual's reach"):
             nfnn.Residual(nn.Linear(D, D), D, scheme=scheme, kind=kind)
 
