@@ -536,3 +536,34 @@ def test_schedules(fairseq):
     for loss in (3.0, 3.0, 3.0, 4.0):
         losses.step(1, loss)
     assert losses.step_update(0) == pytest.approx(0.8)
+
+
+OWN = """
+import normformer_rs as nfrs
+from normformer_rs.schemes import Learned, ResidualSpec, StackSpec, keep, mix, norm
+
+class Mine(nfrs.Scheme):
+    name, init = "mine", "smallinit"
+
+    def around(self, place):
+        return ResidualSpec(before=norm())
+
+    def inside(self, place):
+        if place.sublayer != "self-attention":
+            return {}
+        own, first = Learned("value_scale", 0.5), Learned("first_value_scale", 0.5)
+        return {"value": mix("values", own, first) if place.layer else keep("values")}
+
+    def stack(self, place):
+        return StackSpec(end=norm())
+"""
+
+
+def test_a_scheme_of_ones_own_trains_as_the_tables_and_generates(data, tmp_path):
+    (tmp_path / "mine.py").write_text(OWN)
+    found = {}
+    for name, residual in (("own", f"{tmp_path / 'mine.py'}:Mine"), ("table", "value-residual")):
+        model = f"--arch nfrs_transformer {SIZES} --residual postnorm --criterion {SMOOTHED}"
+        losses = train(data, tmp_path / name, 6, model, **{"model.residual": residual})
+        found[name] = losses, generate(data, tmp_path / name / "checkpoint_last.pt")
+    assert found["own"] == found["table"]
