@@ -109,22 +109,16 @@ _NORMS_HEAD = '''\
 
 import collections.abc
 import inspect
+import typing
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.nn import Parameter
 
 from .norms import RowNorm
 
-class Composed(RowNorm):
-    name: str
-    option_names: tuple[str, ...]
-    def own(self, x: Tensor) -> collections.abc.Sequence[Any]: ...
-    def options(self, x: Tensor) -> list[float]: ...
-
 ENTRIES: list[collections.abc.Mapping[str, Any]]
-CLASSES: dict[str, type[Composed]]
+CLASSES: dict[str, type[RowNorm]]
 
 def signature(entry: collections.abc.Mapping[str, Any]) -> inspect.Signature: ...
 def doc(entry: collections.abc.Mapping[str, Any]) -> str: ...
@@ -141,7 +135,7 @@ def norms() -> str:
     parts = [_NORMS_HEAD + f"__all__ = [{exported}]\n"]
     for entry in entries:
         about = textwrap.fill(f'"""{composed.doc(entry)}"""', 116, break_on_hyphens=False).replace("\n", "\n    ")
-        lines = [f"class {entry['module']}(Composed):", f"    {about}", ""]
+        lines = [f"class {entry['module']}(RowNorm):", f"    {about}", ""]
         for parameter in entry["parameters"]:
             optional = " | None" * (parameter["name"] in ("weight", "bias"))
             lines.append(f"    {parameter['name']}: Parameter{optional}")

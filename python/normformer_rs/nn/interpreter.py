@@ -16,6 +16,7 @@ from .dropout import Draw, drop, is_plain, rate
 from .parts import Learned, NormAt
 from .profiling import profile_step
 from .registry import FUSED
+from .row_norm import unit_rows
 
 OPS = torch.ops.normformer_rs
 
@@ -38,8 +39,7 @@ def apply_changes(owner: nn.Module, changes: Iterable[Change], x: Tensor, paddin
         elif change.kind == "times":
             x = x * made
         elif change.kind == "unit":
-            is_exporting = torch.compiler.is_exporting()
-            x = formulas.lp_norm(x, None, 1.0, 2.0, 1, made) if is_exporting else OPS.scale_norm(x, None, None, made)[0]
+            x = unit_rows(x, None, made)
         else:
             x = (x.unflatten(-1, (made.numel(), -1)) * made.to(x.dtype).unsqueeze(-1)).flatten(-2)
     return x

@@ -7,6 +7,67 @@ from torch import Tensor, nn
 from ..nn import formulas
 
 
+def rms_norm(x: Tensor, weight: Tensor | None, shape: list[int], eps: float) -> Tensor:
+    """y = γ⊙x/√(mean x² + ε) over the last dimensions, which have this shape."""
+    a = formulas.wide(x)
+    dims = [-1 - i for i in range(len(shape))]
+    # a.square() would make ONNX's RMSNormalization at opset 23, which onnxruntime cannot load for 16-bit rows.
+    y = a * torch.rsqrt((a * a).mean(dims, keepdim=True) + eps)
+    return (y if weight is None else y * weight.to(a.dtype)).to(x.dtype)
+
+
+def conventional_rms_norm(
+    x: Tensor, weight: Tensor | None, eps: float, cast: str, eps_outside: bool, measured: int
+) -> Tensor:
+    """RMSNorm over the last dimension, the mean taken of its first `measured` numbers. eps_outside: √(mean x²) + ε.
+    cast: rounds to x's type "after" the product with γ, "before" it, or the "scale" already."""
+    a = formulas.wide(x)
+    head, bound = a[..., :measured], 1e100 if a.dtype == torch.float64 else 1e6
+    # The squares of a row beyond the bound would overflow, so that row is measured in a larger unit; others by 1.
+    unit = head.detach().abs().amax(-1, keepdim=True).clamp_min(bound) / bound
+    head = head / unit
+    if eps_outside:  # the length's slope is 0 at rows of zeros, where a root's is infinite
+        scale = 1.0 / (torch.linalg.vector_norm(head, dim=-1, keepdim=True) * measured**-0.5 + eps / unit)
+    else:
+        scale = torch.rsqrt(head.square().mean(-1, keepdim=True) + eps)
+    scale = scale / unit
+    if cast == "scale":  # rounded, its gradient is not: a sum over x⊙dy may lie beyond float16
+        scale = scale + (scale.to(x.dtype).to(a.dtype) - scale).detach()
+    y = a * scale
+    if cast != "after":
+        y = y.to(x.dtype).to(a.dtype)
+    return (y if weight is None else y * weight.to(a.dtype)).to(x.dtype)
+
+
+def lp_norm(x: Tensor, weight: Tensor | None, gain: float, p: float, dims: int, eps: float) -> Tensor:
+    """y = g·x/max(‖x‖_p, ε) over the last `dims` dimensions; `gain` is g where there is no weight."""
+    a = formulas.wide(x)
+    over = [-1 - i for i in range(dims)]
+    largest = a.detach().abs().amax(over, keepdim=True)
+    unit = torch.where(largest > 0, largest, torch.ones_like(largest))  # divided by the largest, no power overflows
+    length = (torch.linalg.vector_norm(a / unit, p, over, keepdim=True) * unit).clamp_min(eps)
+    y = a / length
+    return (y * gain if weight is None else y * weight.to(a.dtype)).to(x.dtype)
+
+
+def dyt(x: Tensor, alpha: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+    """y = γ⊙tanh(αx) + β."""
+    a = formulas.wide(x)
+    return formulas.affine(torch.tanh(a * alpha.to(a.dtype)), weight, bias).to(x.dtype)
+
+
+def derf(x: Tensor, alpha: Tensor, s: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+    """y = γ⊙erf(αx + s) + β."""
+    a = formulas.wide(x)
+    return formulas.affine(torch.erf(a * alpha.to(a.dtype) + s.to(a.dtype)), weight, bias).to(x.dtype)
+
+
+def group_scaling(x: Tensor, groups: int, eps: float = 1e-5) -> Tensor:
+    """x/√(mean over each group of x² + ε), `groups` equal parts of the last dimension."""
+    parts = x.unflatten(-1, [groups, x.shape[-1] // groups])
+    return rms_norm(parts, None, [x.shape[-1] // groups], eps).flatten(-2)
+
+
 def keep(module: nn.Module, **tensors: Tensor | None) -> None:
     """Registers parameters (trained or frozen), buffers (any other tensor), and absent ones (None)."""
     for name, tensor in tensors.items():
@@ -27,11 +88,11 @@ class LpNorm(nn.Module):
         keep(self, weight=weight)
 
     def forward(self, x: Tensor) -> Tensor:
-        return formulas.lp_norm(x, self.weight, self.gain, self.p, self.dims, self.eps)
+        return lp_norm(x, self.weight, self.gain, self.p, self.dims, self.eps)
 
 
 class ConventionalRMSNorm(nn.Module):
-    """`formulas.conventional_rms_norm` over the dimensions of `shape`; `zero_centred`: γ is the weight plus 1."""
+    """`conventional_rms_norm` over the dimensions of `shape`; `zero_centred`: γ is the weight plus 1."""
 
     weight: Tensor | None
 
@@ -55,7 +116,7 @@ class ConventionalRMSNorm(nn.Module):
         if weight is not None:
             gain = formulas.wide(weight).flatten() + 1.0 if self.zero_centred else weight.flatten()
         rows = x.flatten(-len(self.shape))
-        y = formulas.conventional_rms_norm(rows, gain, self.eps, self.cast, self.eps_outside, self.measured)
+        y = conventional_rms_norm(rows, gain, self.eps, self.cast, self.eps_outside, self.measured)
         return y.unflatten(-1, self.shape)
 
 
@@ -71,7 +132,7 @@ class BiasedRMSNorm(nn.Module):
         keep(self, weight=weight, bias=bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        return formulas.rms_norm(x, self.weight, self.shape, self.eps) + self.bias
+        return rms_norm(x, self.weight, self.shape, self.eps) + self.bias
 
 
 class DyT(nn.Module):
@@ -86,7 +147,7 @@ class DyT(nn.Module):
         keep(self, alpha=alpha, weight=weight, bias=bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        return formulas.dyt(x, self.alpha, self.weight, self.bias)
+        return dyt(x, self.alpha, self.weight, self.bias)
 
 
 class Derf(nn.Module):
@@ -102,7 +163,7 @@ class Derf(nn.Module):
         keep(self, alpha=alpha, s=s, weight=weight, bias=bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        return formulas.derf(x, self.alpha, self.s, self.weight, self.bias)
+        return derf(x, self.alpha, self.s, self.weight, self.bias)
 
 
 class GroupScaling(nn.Module):
@@ -113,7 +174,7 @@ class GroupScaling(nn.Module):
         self.groups = groups
 
     def forward(self, x: Tensor) -> Tensor:
-        return formulas.group_scaling(x, self.groups)
+        return group_scaling(x, self.groups)
 
 
 class RunningNorm(nn.Module):
@@ -141,7 +202,7 @@ class RunningNorm(nn.Module):
         if self.training:
             raise RuntimeError("this norm's statistics are constant, so it cannot train: call eval()")
         if self.groups > 0:
-            x = formulas.group_scaling(x, self.groups)
+            x = group_scaling(x, self.groups)
         return formulas.running_norm(x, self.shift, self.square, self.weight, self.bias, self.eps, None)
 
 
@@ -156,12 +217,12 @@ class FixNormEmbedding(nn.Module):
         keep(self, weight=weight)
 
     def forward(self, input: Tensor) -> Tensor:
-        return formulas.lp_norm(F.embedding(input, self.weight), None, self.scale, 2.0, 1, self.eps)
+        return lp_norm(F.embedding(input, self.weight), None, self.scale, 2.0, 1, self.eps)
 
     @torch.jit.export
     def normalised_weight(self) -> Tensor:
         """The table, its rows of unit length."""
-        return formulas.lp_norm(self.weight, None, 1.0, 2.0, 1, self.eps)
+        return lp_norm(self.weight, None, 1.0, 2.0, 1, self.eps)
 
 
 # Changes inside a sublayer.
