@@ -109,7 +109,6 @@ _NORMS_HEAD = '''\
 
 import collections.abc
 import inspect
-import typing
 from typing import Any
 
 import torch
@@ -141,9 +140,13 @@ def norms() -> str:
             lines.append(f"    {parameter['name']}: Parameter{optional}")
         lines += [f"    {option['name']}: {option['kind']}" for option in entry["options"]]
         lines += ["    def __init__("]
-        lines += [f"        {parameter}," for parameter in composed.signature(entry).parameters.values()]
+        lines += [
+            f"        {parameter},".replace("typing.", "")
+            for parameter in composed.signature(entry).parameters.values()
+        ]
         parts.append("\n".join([*lines, "    ) -> None: ...", ""]))
-    return "\n".join(parts)
+    text = "\n".join(parts)
+    return text.replace("import Any\n", "import Any, Literal\n", 1) if " Literal[" in text else text
 
 
 def names() -> str:

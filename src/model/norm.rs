@@ -59,12 +59,12 @@ pub struct PassRows<'a> {
 }
 
 /// A parameter, which kernels and formulas get as factor·(offset + p).
-pub(super) struct Learned {
+pub(super) struct InUse {
     p: Tensor,
     numbers: Numbers,
 }
 
-impl Learned {
+impl InUse {
     pub fn value(&self) -> Result<Tensor> {
         self.numbers.of(&self.p)
     }
@@ -72,20 +72,20 @@ impl Learned {
 
 /// A norm's parameters.
 pub(super) struct Affine {
-    inside: Vec<Learned>,
-    pub weight: Option<Learned>,
-    pub bias: Option<Learned>,
+    inside: Vec<InUse>,
+    pub weight: Option<InUse>,
+    pub bias: Option<InUse>,
 }
 
 impl Affine {
     /// Weight and bias.
     pub fn values(&self) -> Result<[Option<Tensor>; 2]> {
-        let value = |p: &Option<Learned>| p.as_ref().map(Learned::value).transpose();
+        let value = |p: &Option<InUse>| p.as_ref().map(InUse::value).transpose();
         Ok([value(&self.weight)?, value(&self.bias)?])
     }
 
     fn numbers(&self) -> Result<Vec<Tensor>> {
-        self.inside.iter().map(Learned::value).collect()
+        self.inside.iter().map(InUse::value).collect()
     }
 
     /// With these kernels.
@@ -124,17 +124,17 @@ pub fn build(spec: &Spec, b: &mut Builder, site: &Site) -> Result<Box<dyn Norm>>
 }
 
 /// None: the norm goes without it.
-fn parameter_of(parameter: &Parameter, given: &Given, b: &mut Builder, site: &Site) -> Result<Option<Learned>> {
+fn parameter_of(parameter: &Parameter, given: &Given, b: &mut Builder, site: &Site) -> Result<Option<InUse>> {
     let numbers = parameter.numbers(given);
     let is_weight = parameter.name == WEIGHT.name;
     if !parameter.is_affine() || given.value("elementwise_affine").is_none_or(|flag| flag == true) {
         let start = numbers.first(if is_weight { site.start } else { 1.0 });
         let p = b.parameter(parameter.name, &parameter.shape.of(site.width), &Fill::Constant(start))?;
-        return Ok(Some(Learned { p, numbers }));
+        return Ok(Some(InUse { p, numbers }));
     }
     let value = numbers.at_start();
     let does_nothing = parameter.shape != DeclaredShape::One && value == f64::from(is_weight);
-    let constant = |p| Learned { p, numbers: Numbers { start: value, offset: 0.0, factor: 1.0 } };
+    let constant = |p| InUse { p, numbers: Numbers { start: value, offset: 0.0, factor: 1.0 } };
     Ok(if does_nothing { None } else { Some(constant(b.constant(value)?)) })
 }
 
@@ -197,5 +197,50 @@ impl Norm for ByOperator {
     fn row(&self) -> Result<Option<StepNorm<'_>>> {
         let made = |rows| Ok(StepNorm::Made(self.affine.by(RowOperator::of(rows), self.eps)?));
         self.own.rows.map(made).transpose()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::norm::scale_norm;
+    use crate::norm::spec::{Quantity, EPS};
+    use crate::operator::Step;
+    use tch::{Device, Kind};
+
+    /// nGPT's scale: y = (s·√d)⊙x/max(‖x‖₂, ε), s = 1/√d at the start; here with an offset, too.
+    static SCALED: Spec = Spec {
+        name: "scaled",
+        parameters: &[Parameter {
+            start: Quantity::By("1/√d", |given| (given.width as f64).powf(-0.5)),
+            offset: Quantity::Is(0.25),
+            factor: Quantity::By("√d", |given| (given.width as f64).sqrt()),
+            ..WEIGHT
+        }],
+        options: &[EPS],
+        form: Form::Rows(&scale_norm::KERNELS),
+        ..scale_norm::SPEC
+    };
+
+    #[test]
+    fn kernels_and_steps_get_transformed_weights() {
+        let mut b = Builder::fresh(1, Device::Cpu, Kind::Float).unwrap();
+        let site = Site { width: 4, start: 3.0, ..Site::ANY };
+        let norm = b.within("norm", |b| build(&SCALED, b, &site)).unwrap();
+        let made = b.finish().unwrap();
+        // 2·(0.25 + 0.5) at the start, times 3.
+        let (weight, gain) = (&made.tensors()[0], 4.5);
+        assert_eq!(weight.double_value(&[0]), 2.0);
+        let x = Tensor::from_slice(&[1.0f32, -2.0, 3.0, 0.5]).view([1, 4]);
+        let rows = RowOperator::of(&scale_norm::KERNELS);
+        let expected = rows.call(&x, None, None, 1e-5).unwrap() * gain;
+        let y = norm.forward(&x, &PassRows::default()).unwrap();
+        assert!((&y - &expected).abs().max().double_value(&[]) < 1e-6);
+        let step = Step { x: &x, f: &x, alpha: None, beta: None, p: 0.0, seed: None, site: 0 };
+        let (_, fused) = step.then_norm(&norm.row().unwrap().unwrap(), Kind::Float).unwrap();
+        assert!((&fused - &expected).abs().max().double_value(&[]) < 1e-6, "rows of twice x have the same direction");
+        y.sum(Kind::Float).backward();
+        let slope = weight.grad() * 0.5 - &expected / gain;
+        assert!(slope.abs().max().double_value(&[]) < 1e-6, "a gradient has the factor");
     }
 }

@@ -87,8 +87,9 @@ mod tests {
     #[test]
     fn a_call_needs_what_the_norm_declares() {
         let x = Tensor::from_slice(&[1.0f64, 2.0]);
-        let refused =
-            |spec: &Spec, parameters, options: &[f64]| spec.composed(&x, 2, parameters, options).unwrap_err().to_string();
+        let refused = |spec: &Spec, parameters, options: &[f64]| {
+            spec.composed(&x, 2, parameters, options).unwrap_err().to_string()
+        };
         assert!(refused(&SPEC, vec![None, None], &[]).contains("takes 3 parameters and 0 options, got 2 and 0"));
         assert!(refused(&SPEC, vec![None, None, None], &[]).contains("needs its parameter alpha"));
         assert!(refused(&power_norm_v::SPEC, vec![None, None], &[0.0; 4]).contains("an operator of its own"));

@@ -7,7 +7,7 @@
 use super::composed;
 use super::kernels::OwnOperator;
 use super::scale_norm;
-use super::spec::{Form, Keyword, Number, Parameter, Spec, EPS, GAIN};
+use super::spec::{Form, Keyword, Parameter, Quantity, Spec, EPS, GAIN};
 use crate::error::{Error, Result};
 use crate::options::{setting, FieldType};
 use serde::{Deserialize, Deserializer, Serialize, Serializer};
@@ -54,7 +54,7 @@ pub static SPEC: Spec = Spec {
     equation: "y = g·x/max(‖x‖_p, ε) over the last dimension, one learned g = d^{1/p}",
     source: "Nguyen & Salazar 2019, §5",
     parameters: &[Parameter {
-        start: Number::By("d^(1/p)", |given| (given.width as f64).powf(1.0 / given.float("p"))),
+        start: Quantity::By("d^(1/p)", |given| (given.width as f64).powf(1.0 / given.float("p"))),
         ..GAIN
     }],
     buffers: &[],

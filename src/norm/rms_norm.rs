@@ -6,7 +6,7 @@ use crate::kernel::rows::{hypotenuse, magnitude, sum, trusted, Measured, RowNorm
 use crate::norm::composed::{in_units, unit};
 use crate::norm::conventions::{self, KEYWORDS};
 use crate::norm::kernels::RowKernels;
-use crate::norm::spec::{Form, Given, Number, Parameter, Spec, WEIGHT};
+use crate::norm::spec::{Form, Given, Parameter, Quantity, Spec, WEIGHT};
 use crate::row_program;
 use tch::Tensor;
 
@@ -42,8 +42,8 @@ pub static SPEC: Spec = Spec {
     equation: "y = γ⊙x/√(mean x²+ε) over the last dimension",
     source: "Zhang & Sennrich 2019; Nguyen & Salazar 2019, §4.2",
     parameters: &[Parameter {
-        start: Number::By("1, or 0 if zero_centred", |given| (!given.flag("zero_centred")).into()),
-        offset: Number::By("0, or 1 if zero_centred", |given| given.flag("zero_centred").into()),
+        start: Quantity::By("1, or 0 if zero_centred", |given| (!given.flag("zero_centred")).into()),
+        offset: Quantity::By("0, or 1 if zero_centred", |given| given.flag("zero_centred").into()),
         ..WEIGHT
     }],
     buffers: &[],

@@ -71,24 +71,24 @@ impl DeclaredShape {
 
 /// A number of a parameter: one for all, or one that follows from a norm's width d and options, and its formula in words.
 #[derive(Clone, Copy)]
-pub enum Number {
+pub enum Quantity {
     Is(f64),
     By(&'static str, fn(&Given) -> f64),
 }
 
-impl Number {
+impl Quantity {
     fn at(self, given: &Given) -> f64 {
         match self {
-            Number::Is(value) => value,
-            Number::By(_, rule) => rule(given),
+            Quantity::Is(value) => value,
+            Quantity::By(_, rule) => rule(given),
         }
     }
 
     /// The number, or its formula.
     fn describe(self) -> Value {
         match self {
-            Number::Is(value) => value.into(),
-            Number::By(words, _) => words.into(),
+            Quantity::Is(value) => value.into(),
+            Quantity::By(words, _) => words.into(),
         }
     }
 }
@@ -99,9 +99,9 @@ pub struct Parameter {
     pub name: &'static str,
     pub shape: DeclaredShape,
     /// Every element of p at the start.
-    pub start: Number,
-    pub offset: Number,
-    pub factor: Number,
+    pub start: Quantity,
+    pub offset: Quantity,
+    pub factor: Quantity,
 }
 
 /// γ = 1 per column.
@@ -110,13 +110,13 @@ pub const WEIGHT: Parameter = Parameter::new("weight", DeclaredShape::Width, 1.0
 pub const BIAS: Parameter = Parameter::new("bias", DeclaredShape::Width, 0.0);
 /// One g for all columns, such that y has x's length on average.
 pub const GAIN: Parameter = Parameter {
-    start: Number::By("√d", |given| (given.width as f64).sqrt()),
+    start: Quantity::By("√d", |given| (given.width as f64).sqrt()),
     ..Parameter::new("weight", DeclaredShape::One, 1.0)
 };
 
 impl Parameter {
     const fn new(name: &'static str, shape: DeclaredShape, start: f64) -> Self {
-        Parameter { name, shape, start: Number::Is(start), offset: Number::Is(0.0), factor: Number::Is(1.0) }
+        Parameter { name, shape, start: Quantity::Is(start), offset: Quantity::Is(0.0), factor: Quantity::Is(1.0) }
     }
 
     /// One number that enters x̂.
@@ -404,7 +404,7 @@ impl Spec {
     /// The entry, as JSON: what Python makes the module of.
     pub fn describe(&self) -> Value {
         let parameter = |p: &Parameter| {
-            let [start, offset, factor] = [p.start, p.offset, p.factor].map(Number::describe);
+            let [start, offset, factor] = [p.start, p.offset, p.factor].map(Quantity::describe);
             json!({"name": p.name, "shape": p.shape.name(), "start": start, "offset": offset, "factor": factor})
         };
         let option = |option: &Keyword| {

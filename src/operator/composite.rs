@@ -26,8 +26,7 @@ pub fn own_norm(own: &OwnOperator, x: &Tensor, weight: Option<&Tensor>, given: &
         Some(serde_json::Value::String(word)) if word != "inf" => word.as_str().into(),
         _ => given.float(keyword).into(),
     };
-    let arguments: Vec<Value> =
-        values![x, weight].into_iter().chain(own.keywords.iter().map(option)).collect();
+    let arguments: Vec<Value> = values![x, weight].into_iter().chain(own.keywords.iter().map(option)).collect();
     let [y] = handle.expect("every norm's own operator has a handle here").call(&arguments)?;
     Ok(y)
 }
@@ -127,7 +126,8 @@ pub(super) fn conventional_rms_norm() -> Operator {
         let how = Conventions::parse(cast.text(), eps_place.text(), part.float())?;
         Ok((how, weight.tensor(), eps.float()))
     }
-    let schema = "conventional_rms_norm(Tensor x, Tensor? weight, float eps, str cast, str eps_place, float part) -> Tensor";
+    let schema =
+        "conventional_rms_norm(Tensor x, Tensor? weight, float eps, str cast, str eps_place, float part) -> Tensor";
     composition(schema, [leader("x", "*d"), parameter("weight")], |call, x| {
         let (how, weight, eps) = read(call)?;
         if !how.has_kernel(x.kind()) {
@@ -143,7 +143,11 @@ pub(super) fn conventional_rms_norm() -> Operator {
         let (how, ..) = read(call)?;
         let x = call.first();
         let has_columns = !engine::has_columns(&x, 0);
-        if has_columns { how.measured(engine::width(&x)?).map(drop) } else { Ok(()) }
+        if has_columns {
+            how.measured(engine::width(&x)?).map(drop)
+        } else {
+            Ok(())
+        }
     })
 }
 

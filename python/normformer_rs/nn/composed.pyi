@@ -2,7 +2,6 @@
 
 import collections.abc
 import inspect
-import typing
 from typing import Any
 
 import torch

@@ -36,7 +36,7 @@ class LayerNorm(RowNorm, norm="layernorm"):
 
     def formula(self, x: Tensor) -> Tensor:
         # torch's own operator, for which runtimes have kernels
-        a, affine = wide(x), (None if p is None else wide(p) for p in (self.weight, self.bias))
+        a, affine = wide(x), (None if p is None else wide(p) for p in self.parameters_in_use(x))
         return F.layer_norm(a, self.normalized_shape, *affine, self.eps_for(x)).to(x.dtype)
 
     def extra_repr(self) -> str:

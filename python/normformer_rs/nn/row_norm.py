@@ -81,24 +81,25 @@ class RowNorm(Unscriptable, nn.Module):
             self.register_parameter(declared.name, None if declared.name in left_out else nn.Parameter(empty))
         for name in {"weight", "bias"}.difference(self.names):
             self.register_parameter(name, None)
-        self.of = self.declared.numbers(self.width, {name: getattr(self, name) for name in self.declared.options})
+        given = {name: getattr(self, name) for name in self.declared.options}
+        self.numbers_of = self.declared.numbers(self.width, given)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
         """Sets the parameters to their first values."""
         for name, parameter in self._parameters.items():
             if parameter is not None:
-                numbers = self.of.get(name, Numbers(0.0))
+                numbers = self.numbers_of.get(name, Numbers(0.0))
                 nn.init.constant_(parameter, numbers.first(self.first_scale if name == "weight" else 1.0))
 
     def gain(self) -> float:
         """What the operator gets for the weight at the start."""
-        return self.of["weight"].at_start() if "weight" in self.of else 1.0
+        return self.numbers_of["weight"].at_start() if "weight" in self.numbers_of else 1.0
 
     def in_use(self, name: str) -> Tensor | None:
         """A parameter as the operator takes it."""
         p = getattr(self, name)
-        return used(p, self.of[name]) if name in self.of else p
+        return used(p, self.numbers_of[name]) if name in self.numbers_of else p
 
     @property
     def width(self) -> int:
@@ -195,5 +196,5 @@ class OffsetNorm(RowNorm):
         if self.weight is not None and g in state_dict and weight not in state_dict:
             # Their factor √d belongs to x̂ where there is a weight per feature, and to the weight where it is one gain.
             gain = (state_dict.pop(g) + float(self.unit_offset)) * self.gain()
-            state_dict[weight] = self.of["weight"].inverse(gain)
+            state_dict[weight] = self.numbers_of["weight"].inverse(gain)
         super()._load_from_state_dict(state_dict, prefix, *rest)

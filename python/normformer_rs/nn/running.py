@@ -116,7 +116,7 @@ class RunningNorm(Unscriptable, nn.Module):
         self.refused = torch.zeros(1, dtype=torch.int64, device=device)
         self._unkept = Unkept()
         given = {name: getattr(self, name) for name in self.declared.options}
-        self.of = self.declared.numbers(num_features, given)
+        self.numbers_of = self.declared.numbers(num_features, given)
         self.reset_parameters()
 
     def settings(self) -> dict[str, Any]:
@@ -125,7 +125,7 @@ class RunningNorm(Unscriptable, nn.Module):
 
     def in_use(self) -> tuple[Tensor | None, Tensor | None]:
         """Weight and bias as the operator takes them."""
-        return used(self.weight, self.of["weight"]), used(self.bias, self.of["bias"])
+        return used(self.weight, self.numbers_of["weight"]), used(self.bias, self.numbers_of["bias"])
 
     def state(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         """The operator's buffers: two statistics and a counter."""
@@ -141,7 +141,7 @@ class RunningNorm(Unscriptable, nn.Module):
     def reset_parameters(self) -> None:
         """Parameters and statistics as at the start."""
         self.reset_running_stats()
-        for name, numbers in self.of.items():
+        for name, numbers in self.numbers_of.items():
             if (parameter := getattr(self, name)) is not None:
                 nn.init.constant_(parameter, numbers.first(self.first_scale if name == "weight" else 1.0))
 

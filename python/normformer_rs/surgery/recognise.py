@@ -143,7 +143,7 @@ def _by_convention(module: nn.Module, width: int, computes: str, by_order: bool 
     offset, factor = 0.0, 1.0
     if issubclass(kind, RowNorm) and gain is not None:
         like: Any = module if isinstance(module, RowNorm) else kind(width)
-        numbers = like.of.get("weight", Numbers(1.0))
+        numbers = like.numbers_of.get("weight", Numbers(1.0))
         offset, factor = numbers.offset, numbers.factor / like.gain()
     eps = next((getattr(module, name) for name in _EPS if hasattr(module, name)), math.nan)
     if isinstance(module, RowNorm) and getattr(module, "eps_place", "inside") == "outside":
