@@ -36,8 +36,9 @@ class LayerNorm(RowNorm, norm="layernorm"):
 
     def formula(self, x: Tensor) -> Tensor:
         # torch's own operator, for which runtimes have kernels
-        a, affine = wide(x), (None if p is None else wide(p) for p in self.parameters_in_use(x))
-        return F.layer_norm(a, self.normalized_shape, *affine, self.eps_for(x)).to(x.dtype)
+        a = wide(x)
+        weight, bias = (None if p is None else p.to(a.dtype) for p in self.parameters_in_use(x))
+        return F.layer_norm(a, self.normalized_shape, weight, bias, self.eps_for(x)).to(x.dtype)
 
     def extra_repr(self) -> str:
         return nn.LayerNorm.extra_repr(self)  # type: ignore[arg-type]  # as this torch writes it
