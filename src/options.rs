@@ -108,6 +108,9 @@ pub trait Listed: Sync {
 
     /// Refuses a value that cannot be meant.
     fn check(&self, options: &Options) -> Result<()>;
+
+    /// Both, of a value that messages call `name`.
+    fn accept(&self, name: &str, value: Value) -> Result<Value>;
 }
 
 impl<T: Copy + Sync + FieldType + Serialize + DeserializeOwned> Listed for Setting<T> {
@@ -134,6 +137,13 @@ impl<T: Copy + Sync + FieldType + Serialize + DeserializeOwned> Listed for Setti
 
     fn check(&self, options: &Options) -> Result<()> {
         (self.check)(self.name, options.get(self))
+    }
+
+    fn accept(&self, name: &str, value: Value) -> Result<Value> {
+        let wrong = |e: serde_json::Error| Error::invalid(format!("{name}: {e}"));
+        let value = serde_json::from_value::<T>(value).map_err(wrong)?;
+        (self.check)(name, value)?;
+        Ok(plain(value))
     }
 }
 

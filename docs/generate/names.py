@@ -20,7 +20,6 @@ KINDS = {"norms": "Norms", "residuals": "Residual schemes"}
 _CHOOSERS = {"norm", "encoder_norm", "decoder_norm", "residual", "init"}
 """Options that name a norm or a scheme, and belong to none."""
 _DEPTHS = (("18+18", "brn-table1-18-here"), ("50+50", "brn-table1-50-here"))
-_STARTS = {"length": "√d, or d^(1/p)"}
 
 
 def pages(folder: Path) -> dict[str, str]:
@@ -126,7 +125,7 @@ print(nfrs.swap_norms(model, "{name}"))
     parts.append(table(("argument", "default"), rows))
     if fields := options(name, "norms"):
         parts += ["Of the training loop and of `normformer_rs.TransformerConfig`:", option_table(fields)]
-    kept = [(f"`{k['name']}`", what, _shape(k["shape"]), _STARTS.get(k["start"], k["start"]))
+    kept = [(f"`{k['name']}`", what, _shape(k["shape"]), k["start"])
             for what, key in (("parameter", "parameters"), ("buffer", "buffers")) for k in entry[key]]  # fmt: skip
     parts += ["## Parameters and buffers", table(("name", "what", "shape", "at the start"), kept)]
     rows = [(r["encoder_norm"], r["bleu"], r["train_nll"], r["valid_nll"]) for r in results("pn-table1-here")]

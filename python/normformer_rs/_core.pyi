@@ -48,6 +48,10 @@ def growth(steps: int, curve: Literal["linear", "exp", "sigmoid"], t: Tensor) ->
 def norm_settings(model: str, name: str, last_of_decoder: bool, ends_stack: bool) -> str:
     """The keyword arguments of a norm's module at a place of a model: a JSON object, infinity the word "inf"."""
 
+def norm_numbers(name: str, width: int, given: str) -> list[list[float]]:
+    """[start, offset, factor] of each parameter of a norm's module, of its keyword arguments as JSON; refuses options
+    that cannot be meant."""
+
 def profile(
     model: str,
     names: Sequence[str],

@@ -112,19 +112,12 @@ import inspect
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.nn import Parameter
 
 from .norms import RowNorm
 
-class Composed(RowNorm):
-    name: str
-    option_names: tuple[str, ...]
-    def own(self, x: Tensor) -> collections.abc.Sequence[Any]: ...
-    def options(self, x: Tensor) -> list[float]: ...
-
 ENTRIES: list[collections.abc.Mapping[str, Any]]
-CLASSES: dict[str, type[Composed]]
+CLASSES: dict[str, type[RowNorm]]
 
 def signature(entry: collections.abc.Mapping[str, Any]) -> inspect.Signature: ...
 def doc(entry: collections.abc.Mapping[str, Any]) -> str: ...
@@ -141,15 +134,19 @@ def norms() -> str:
     parts = [_NORMS_HEAD + f"__all__ = [{exported}]\n"]
     for entry in entries:
         about = textwrap.fill(f'"""{composed.doc(entry)}"""', 116, break_on_hyphens=False).replace("\n", "\n    ")
-        lines = [f"class {entry['module']}(Composed):", f"    {about}", ""]
+        lines = [f"class {entry['module']}(RowNorm):", f"    {about}", ""]
         for parameter in entry["parameters"]:
             optional = " | None" * (parameter["name"] in ("weight", "bias"))
             lines.append(f"    {parameter['name']}: Parameter{optional}")
         lines += [f"    {option['name']}: {option['kind']}" for option in entry["options"]]
         lines += ["    def __init__("]
-        lines += [f"        {parameter}," for parameter in composed.signature(entry).parameters.values()]
+        lines += [
+            f"        {parameter},".replace("typing.", "")
+            for parameter in composed.signature(entry).parameters.values()
+        ]
         parts.append("\n".join([*lines, "    ) -> None: ...", ""]))
-    return "\n".join(parts)
+    text = "\n".join(parts)
+    return text.replace("import Any\n", "import Any, Literal\n", 1) if " Literal[" in text else text
 
 
 def names() -> str:

@@ -16,6 +16,11 @@ fn tables() -> PyResult<String> {
     let entry =
         |name: &str, equation: &str, source: &str| json!({"name": name, "equation": equation, "source": source});
     let others = [norm::group_scaling::ABOUT, norm::fix_norm::ABOUT, residual::PROFILING, model::TENSORIZED];
+    let constants = [
+        ("fixnorm_eps", norm::fix_norm::EPS),
+        ("fixnorm_bound", norm::fix_norm::INIT_BOUND),
+        ("groupscaling_eps", norm::group_scaling::EPS),
+    ];
     let parametrisations = parametrisation::PARAMETRISATIONS.iter().map(|p| p.describe());
     json_text(&json!({
         "version": env!("CARGO_PKG_VERSION"),
@@ -33,6 +38,7 @@ fn tables() -> PyResult<String> {
             "inits": init::INITS.iter().map(|i| entry(i.name, i.definition, i.source)).collect::<Vec<_>>(),
             "parametrisations": parametrisations.collect::<Vec<_>>(),
             "others": others.map(|[name, equation, source]| entry(name, equation, source)),
+            "constants": constants.map(|(name, value)| json!({"name": name, "value": value})),
         },
     }))
 }

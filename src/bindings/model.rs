@@ -110,6 +110,17 @@ fn norm_settings(model: &str, name: &str, last_of_decoder: bool, ends_stack: boo
     json_text(&spec.settings(&site))
 }
 
+/// [start, offset, factor] of each parameter of a norm's module, whose keyword arguments are `given` as JSON; refuses
+/// options that cannot be meant.
+#[pyfunction]
+fn norm_numbers(name: &str, width: i64, given: &str) -> PyResult<Vec<[f64; 3]>> {
+    let spec = norm::find(name)?;
+    let given = serde_json::from_str(given).map_err(|e| Error::invalid(e.to_string()))?;
+    let given = spec.given(width, given)?;
+    let numbers = spec.parameters.iter().map(|parameter| parameter.numbers(&given));
+    Ok(numbers.map(|n| [n.start, n.offset, n.factor]).collect())
+}
+
 /// α_t of a growing scheme after t (int64 (1,)), on t's device.
 #[pyfunction]
 fn growth(steps: i64, curve: &str, t: PyTensor) -> PyResult<PyTensor> {
@@ -273,6 +284,7 @@ pub(super) fn add(m: &Bound<'_, PyModule>) -> PyResult<()> {
     m.add_function(wrap_pyfunction!(declare, m)?)?;
     m.add_function(wrap_pyfunction!(growth, m)?)?;
     m.add_function(wrap_pyfunction!(norm_settings, m)?)?;
+    m.add_function(wrap_pyfunction!(norm_numbers, m)?)?;
     m.add_function(wrap_pyfunction!(forward, m)?)?;
     m.add_function(wrap_pyfunction!(observe, m)?)?;
     m.add_function(wrap_pyfunction!(statistics, m)?)?;

@@ -7,12 +7,12 @@ use crate::analysis::Watch;
 use crate::error::{Error, Result};
 use crate::init::Fill;
 use crate::norm::composed::{self, Hat};
-use crate::norm::conventions::Conventions;
-use crate::norm::spec::{DeclaredShape, Parameter, Start, WEIGHT};
+use crate::norm::kernels::OwnOperator;
+use crate::norm::spec::{DeclaredShape, Given, Numbers, Parameter, WEIGHT};
 use crate::norm::{Form, Site, Spec};
 use crate::operator::{self, ProcessGroup, RowOperator, Rowwise};
 use std::ops::Deref;
-use tch::{Kind, Tensor};
+use tch::Tensor;
 
 /// A norm in a model.
 pub trait Norm: Send {
@@ -25,10 +25,10 @@ pub trait Norm: Send {
     }
 }
 
-/// A norm for the fused residual step.
+/// A norm with row kernels, its parameters as these take them.
 pub enum StepNorm<'a> {
     Kept(&'a Rowwise),
-    /// With a weight that was computed for one call.
+    /// With parameters that were computed for one call.
     Made(Rowwise),
 }
 
@@ -67,60 +67,84 @@ impl PassRows<'_> {
     }
 }
 
+/// A parameter, which kernels and formulas get as factor·(offset + p).
+pub(super) struct InUse {
+    p: Tensor,
+    numbers: Numbers,
+}
+
+impl InUse {
+    pub fn value(&self) -> Result<Tensor> {
+        self.numbers.of(&self.p)
+    }
+}
+
+/// A norm's parameters.
+pub(super) struct Affine {
+    inside: Vec<InUse>,
+    pub weight: Option<InUse>,
+    pub bias: Option<InUse>,
+}
+
+impl Affine {
+    /// Weight and bias.
+    pub fn values(&self) -> Result<[Option<Tensor>; 2]> {
+        let value = |p: &Option<InUse>| p.as_ref().map(InUse::value).transpose();
+        Ok([value(&self.weight)?, value(&self.bias)?])
+    }
+
+    fn numbers(&self) -> Result<Vec<Tensor>> {
+        self.inside.iter().map(InUse::value).collect()
+    }
+
+    /// With these kernels.
+    fn by(&self, operator: &'static RowOperator, eps: f64) -> Result<Rowwise> {
+        let [weight, bias] = self.values()?;
+        Ok(Rowwise { operator, weight, bias, numbers: self.numbers()?, eps })
+    }
+
+    /// Kernels get the parameters as they are.
+    fn is_plain(&self) -> bool {
+        self.inside.iter().chain(&self.weight).chain(&self.bias).all(|p| p.numbers.are_plain())
+    }
+}
+
 /// Declares the parameters and makes the norm.
 pub fn build(spec: &Spec, b: &mut Builder, site: &Site) -> Result<Box<dyn Norm>> {
-    let (mut inside, mut weight, mut bias) = (Vec::new(), None, None);
+    let given = spec.at(site);
+    let mut affine = Affine { inside: Vec::new(), weight: None, bias: None };
     for parameter in spec.parameters {
-        let made = parameter_of(spec, parameter, b, site)?;
-        match (parameter.name, made) {
-            ("weight", made) => weight = made,
-            ("bias", made) => bias = made,
-            (_, made) => inside.extend(made),
+        let made = parameter_of(parameter, &given, b, site)?;
+        match parameter.name {
+            "weight" => affine.weight = made,
+            "bias" => affine.bias = made,
+            _ => affine.inside.extend(made),
         }
     }
-    let options = spec.numbers(site);
-    let form = match spec.form {
-        Form::Chosen(choose) => choose(&options),
-        form => form,
-    };
-    Ok(match form {
-        Form::Composed(hat) => Box::new(Composed { hat, inside, weight, bias, options }),
-        Form::Rows(kernels) => {
-            let (operator, eps) = (RowOperator::of(kernels), spec.number("eps", site).unwrap_or(0.0));
-            let (rows, how) = (Rowwise { operator, weight, bias, numbers: inside, eps }, Conventions::of(spec, site));
-            if how.are_plain() {
-                Box::new(rows)
-            } else {
-                how.measured(site.width)?;
-                Box::new(Conventional { rows, how })
-            }
-        }
-        Form::Operator(name) => Box::new(ByOperator { name, weight, options }),
-        Form::Columns(kernels) => running::build(spec, kernels, weight, bias, b, site)?,
-        Form::Chosen(_) => unreachable!("options choose a form that is computed"),
+    let eps = given.number("eps").unwrap_or(0.0);
+    Ok(match spec.form_of(&given)? {
+        Form::Composed(hat) => Box::new(Composed { hat, affine, given }),
+        Form::Rows(kernels) if affine.is_plain() => Box::new(affine.by(RowOperator::of(kernels), eps)?),
+        Form::Rows(kernels) => Box::new(Transformed { operator: RowOperator::of(kernels), affine, eps }),
+        Form::Operator(own) => Box::new(ByOperator { own, affine, given, eps }),
+        Form::Columns(kernels) => running::build(spec, kernels, affine, b, site, &given)?,
+        Form::Chosen(..) => unreachable!("options choose a form that is computed"),
     })
 }
 
 /// None: the norm goes without it.
-fn parameter_of(spec: &Spec, parameter: &Parameter, b: &mut Builder, site: &Site) -> Result<Option<Tensor>> {
-    let start = match parameter.start {
-        Start::Is(value) => value,
-        Start::Length => match spec.number("p", site) {
-            Some(p) => (site.width as f64).powf(1.0 / p),
-            None => (site.width as f64).sqrt(),
-        },
-    };
-    let is_centred = spec.value("zero_centred", site).is_some_and(|flag| flag == true);
-    let start = match parameter.name == WEIGHT.name {
-        true => start * site.start - f64::from(is_centred),
-        false => start,
-    };
-    let is_learned = !parameter.is_affine() || spec.value("elementwise_affine", site).is_none_or(|flag| flag == true);
-    Ok(match (is_learned, parameter.shape) {
-        (true, shape) => Some(b.parameter(parameter.name, &shape.of(site.width), &Fill::Constant(start))?),
-        (false, DeclaredShape::One) => Some(b.constant(start)?),
-        (false, _) => None,
-    })
+fn parameter_of(parameter: &Parameter, given: &Given, b: &mut Builder, site: &Site) -> Result<Option<InUse>> {
+    let numbers = parameter.numbers(given);
+    let is_weight = parameter.name == WEIGHT.name;
+    if !parameter.is_affine() || given.value("elementwise_affine").is_none_or(|flag| flag == true) {
+        let start = numbers.first(if is_weight { site.start } else { 1.0 });
+        let p = b.parameter(parameter.name, &parameter.shape.of(site.width), &Fill::Constant(start))?;
+        return Ok(Some(InUse { p, numbers }));
+    }
+    let value = numbers.at_start();
+    let does_nothing = parameter.shape != DeclaredShape::One && value == f64::from(is_weight);
+    let constant = |p| InUse { p, numbers: Numbers { start: value, offset: 0.0, factor: 1.0 } };
+    Ok(if does_nothing { None } else { Some(constant(b.constant(value)?)) })
 }
 
 impl Norm for Rowwise {
@@ -133,70 +157,99 @@ impl Norm for Rowwise {
     }
 }
 
-/// An RMSNorm of other conventions in a model.
-struct Conventional {
-    /// Its weight is as it is learned.
-    rows: Rowwise,
-    how: Conventions,
+/// A norm with row kernels that get other numbers than its parameters.
+struct Transformed {
+    operator: &'static RowOperator,
+    affine: Affine,
+    eps: f64,
 }
 
-impl Conventional {
-    /// γ; none: 1.
-    fn gain(&self) -> Result<Option<Tensor>> {
-        self.rows.weight.as_ref().map(|weight| self.how.gain(weight)).transpose()
-    }
-
-    /// γ as the kernels take it.
-    fn with(&self, weight: Option<Tensor>) -> Rowwise {
-        Rowwise { operator: self.rows.operator, weight, bias: None, numbers: Vec::new(), eps: self.rows.eps }
-    }
-}
-
-impl Norm for Conventional {
+impl Norm for Transformed {
     fn forward(&self, x: &Tensor, _: &PassRows) -> Result<Tensor> {
-        let gain = self.gain()?;
-        if !self.how.has_kernel(x.kind()) {
-            return self.how.composed(x, gain.as_ref(), self.rows.eps);
-        }
-        match self.how.rounds_first(x.kind()) {
-            true => self.how.times_gain(self.with(None).call(x)?, gain.as_ref()),
-            false => self.with(gain).call(x),
-        }
+        self.affine.by(self.operator, self.eps)?.call(x)
     }
 
-    /// The stream is never in 16 bits here, so rounding first changes nothing.
     fn row(&self) -> Result<Option<StepNorm<'_>>> {
-        match self.how.has_kernel(Kind::Float) {
-            true => Ok(Some(StepNorm::Made(self.with(self.gain()?)))),
-            false => Ok(None),
-        }
+        Ok(Some(StepNorm::Made(self.affine.by(self.operator, self.eps)?)))
     }
 }
 
 /// A norm in a model that is computed by its composed form.
 struct Composed {
     hat: Hat,
-    inside: Vec<Tensor>,
-    weight: Option<Tensor>,
-    bias: Option<Tensor>,
-    options: Vec<f64>,
+    affine: Affine,
+    given: Given,
 }
 
 impl Norm for Composed {
     fn forward(&self, x: &Tensor, _: &PassRows) -> Result<Tensor> {
-        composed::apply(self.hat, x, &self.inside, (self.weight.as_ref(), self.bias.as_ref()), &self.options)
+        let [weight, bias] = self.affine.values()?;
+        composed::apply(self.hat, x, &self.affine.numbers()?, (weight.as_ref(), bias.as_ref()), &self.given)
     }
 }
 
-/// A norm by the operator of that name.
+/// A norm by an operator of its own.
 struct ByOperator {
-    name: &'static str,
-    weight: Option<Tensor>,
-    options: Vec<f64>,
+    own: &'static OwnOperator,
+    affine: Affine,
+    given: Given,
+    eps: f64,
 }
 
 impl Norm for ByOperator {
     fn forward(&self, x: &Tensor, _: &PassRows) -> Result<Tensor> {
-        operator::norm_by_name(self.name, x, self.weight.as_ref(), &self.options)
+        let [weight, _] = self.affine.values()?;
+        operator::own_norm(self.own, x, weight.as_ref(), &self.given)
+    }
+
+    /// The stream is never in 16 bits here.
+    fn row(&self) -> Result<Option<StepNorm<'_>>> {
+        let made = |rows| Ok(StepNorm::Made(self.affine.by(RowOperator::of(rows), self.eps)?));
+        self.own.rows.map(made).transpose()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::norm::scale_norm;
+    use crate::norm::spec::{Quantity, EPS};
+    use crate::operator::Step;
+    use tch::{Device, Kind};
+
+    /// nGPT's scale: y = (s·√d)⊙x/max(‖x‖₂, ε), s = 1/√d at the start; here with an offset, too.
+    static SCALED: Spec = Spec {
+        name: "scaled",
+        parameters: &[Parameter {
+            start: Quantity::By("1/√d", |given| (given.width as f64).powf(-0.5)),
+            offset: Quantity::Is(0.25),
+            factor: Quantity::By("√d", |given| (given.width as f64).sqrt()),
+            ..WEIGHT
+        }],
+        options: &[EPS],
+        form: Form::Rows(&scale_norm::KERNELS),
+        ..scale_norm::SPEC
+    };
+
+    #[test]
+    fn kernels_and_steps_get_transformed_weights() {
+        let mut b = Builder::fresh(1, Device::Cpu, Kind::Float).unwrap();
+        let site = Site { width: 4, start: 3.0, ..Site::ANY };
+        let norm = b.within("norm", |b| build(&SCALED, b, &site)).unwrap();
+        let made = b.finish().unwrap();
+        // 2·(0.25 + 0.5) at the start, times 3.
+        let (weight, gain) = (&made.tensors()[0], 4.5);
+        assert_eq!(weight.double_value(&[0]), 2.0);
+        let x = Tensor::from_slice(&[1.0f32, -2.0, 3.0, 0.5]).view([1, 4]);
+        let rows = RowOperator::of(&scale_norm::KERNELS);
+        let expected = rows.call(&x, None, None, 1e-5).unwrap() * gain;
+        let y = norm.forward(&x, &PassRows::default()).unwrap();
+        assert!((&y - &expected).abs().max().double_value(&[]) < 1e-6);
+        let step = Step { x: &x, f: &x, alpha: None, beta: None, p: 0.0, seed: None, site: 0 };
+        let (_, fused) = step.then_norm(&norm.row().unwrap().unwrap(), Kind::Float).unwrap();
+        assert!((&fused - &expected).abs().max().double_value(&[]) < 1e-6, "rows of twice x have the same direction");
+        y.sum(Kind::Float).backward();
+        let slope = weight.grad() * 0.5 - &expected / gain;
+        assert!(slope.abs().max().double_value(&[]) < 1e-6, "a gradient has the factor");
     }
 }

@@ -1,13 +1,13 @@
 //! A norm with running statistics, in a model.
 
-use super::norm::{Norm, PassRows};
+use super::norm::{Affine, Norm, PassRows};
 use super::Builder;
 use crate::analysis::Columns;
 use crate::error::{Error, Result};
 use crate::kernel::columns::ColumnOptions;
 use crate::norm::kernels::ColumnKernels;
 use crate::norm::power_norm::PowerNormMode;
-use crate::norm::spec::StateBuffer;
+use crate::norm::spec::{Given, StateBuffer};
 use crate::norm::statistics::StateTensors;
 use crate::norm::{Site, Spec};
 use crate::operator::{group_scaling, Column, ColumnOperator};
@@ -22,8 +22,7 @@ pub type Kept = Rc<RefCell<HashMap<usize, Tensor>>>;
 struct InModel {
     operator: &'static ColumnOperator,
     centred: bool,
-    weight: Option<Tensor>,
-    bias: Option<Tensor>,
+    affine: Affine,
     /// μ or ψ².
     first: Tensor,
     /// σ² or ν.
@@ -40,20 +39,20 @@ struct InModel {
 pub(super) fn build(
     spec: &Spec,
     kernels: &'static ColumnKernels,
-    weight: Option<Tensor>,
-    bias: Option<Tensor>,
+    affine: Affine,
     b: &mut Builder,
     site: &Site,
+    given: &Given,
 ) -> Result<Box<dyn Norm>> {
-    let number = |keyword: &str| spec.number(keyword, site);
-    let count = |keyword: &str| spec.value(keyword, site).and_then(|value| value.as_i64());
+    let number = |keyword: &str| given.number(keyword);
+    let count = |keyword: &str| given.value(keyword).and_then(|value| value.as_i64());
     let default = ColumnOptions::default();
     let options = ColumnOptions {
         eps: number("eps").unwrap_or(default.eps),
         alpha: number("alpha").or(number("alpha_fwd")).unwrap_or(default.alpha),
         alpha_bwd: number("alpha_bwd").unwrap_or(default.alpha_bwd),
         warmup: count("warmup_iters").unwrap_or(default.warmup),
-        release: spec.value("mode", site).is_some_and(|mode| mode == PowerNormMode::Release.name()),
+        release: given.is("mode", PowerNormMode::Release.name()),
         ..default
     };
     let (mut buffers, mut iters) = (Vec::new(), None);
@@ -69,10 +68,9 @@ pub(super) fn build(
     if groups > 0 && site.width % groups != 0 {
         return Err(Error::invalid(format!("a norm of width {} cannot be scaled in {groups} groups", site.width)));
     }
-    let sync = spec.value("sync", site).is_some_and(|sync| sync == true);
-    let (second, refused) = (buffers.next(), b.refused()?);
+    let (sync, second, refused) = (given.flag("sync"), buffers.next(), b.refused()?);
     let (operator, centred) = (ColumnOperator::of(kernels), kernels.rule.centred);
-    Ok(Box::new(InModel { operator, centred, weight, bias, first, second, iters, refused, options, sync, groups }))
+    Ok(Box::new(InModel { operator, centred, affine, first, second, iters, refused, options, sync, groups }))
 }
 
 /// The buffers, in order.
@@ -92,10 +90,11 @@ impl Norm for InModel {
         let used = rows.kept.filter(|_| rows.again).and_then(|kept| kept.borrow().get(&key).map(Tensor::shallow_clone));
         // A second run with nothing kept moves copies.
         let own = |t: &Tensor| if rows.again && used.is_none() { t.copy() } else { t.shallow_clone() };
+        let [weight, bias] = self.affine.values()?;
         let (y, stats) = operator.call(&Column {
             x: &scaled,
-            weight: self.weight.as_ref(),
-            bias: self.bias.as_ref(),
+            weight: weight.as_ref(),
+            bias: bias.as_ref(),
             pad_mask: rows.pad_mask,
             state: StateTensors {
                 first: Some(own(first)),
@@ -122,7 +121,7 @@ impl Norm for InModel {
                 Columns {
                     x: scaled,
                     pad_mask: rows.pad_mask.map(Tensor::shallow_clone),
-                    weight: self.weight.as_ref().map(Tensor::shallow_clone),
+                    weight,
                     mean: mean.map(Tensor::shallow_clone),
                     square: square.shallow_clone(),
                     eps: options.eps,

@@ -3,12 +3,13 @@
 //! A norm without kernels is its composed form alone; one with kernels runs it under torch.func, for second derivatives,
 //! and where the kernels cannot run.
 
+use super::spec::Given;
 use crate::error::Result;
 use tch::{Kind, Tensor};
 
-/// x̂ of x, of the parameters that are neither weight nor bias, and of the options that are numbers, each in the order in
-/// which the norm declares them. All tensors are f32 or f64; x has at least one number in a row.
-pub type Hat = fn(&Tensor, &[Tensor], &[f64]) -> Result<Tensor>;
+/// x̂ of x, of the parameters that are neither weight nor bias, in the order in which the norm declares them, and of its
+/// options. All tensors are f32 or f64; x has at least one number in a row, and its sizes may be symbolic.
+pub type Hat = fn(&Tensor, &[Tensor], &Given) -> Result<Tensor>;
 
 /// y = weight⊙x̂ + bias in x's type, computed in f32 or f64.
 pub fn apply(
@@ -16,11 +17,11 @@ pub fn apply(
     x: &Tensor,
     inside: &[Tensor],
     (weight, bias): (Option<&Tensor>, Option<&Tensor>),
-    options: &[f64],
+    given: &Given,
 ) -> Result<Tensor> {
     let wide = accumulate(x)?;
     let inside = inside.iter().map(|p| Ok(p.f_to_kind(wide.kind())?)).collect::<Result<Vec<_>>>()?;
-    Ok(affine(hat(&wide, &inside, options)?, weight, bias)?.f_to_kind(x.kind())?)
+    Ok(affine(hat(&wide, &inside, given)?, weight, bias)?.f_to_kind(x.kind())?)
 }
 
 /// weight⊙x̂ + bias in x̂'s type.
@@ -41,9 +42,6 @@ const ORDINARY: f64 = 1099511627776.0; // 2^40
 /// What a norm with squares measures rows in, (…, 1): 1, but for rows whose squares would leave the range their largest
 /// number, or √ε above it. x over it, and √ε over it, give the same x̂. A constant, as no x̂ depends on it.
 pub fn unit(x: &Tensor, eps: f64) -> Result<Tensor> {
-    if x.size().last() == Some(&0) {
-        return Ok(x.f_sum_dim_intlist([-1i64].as_slice(), true, None)?.f_ones_like()?);
-    }
     let largest = x.f_detach()?.f_linalg_norm(f64::INFINITY, [-1i64].as_slice(), true, None)?;
     let is_huge = largest.f_gt(ORDINARY)?.f_logical_and(&largest.f_lt(f64::INFINITY)?)?;
     let is_extreme = largest.f_lt(1.0 / ORDINARY)?.f_logical_or(&is_huge)?;

@@ -1,10 +1,13 @@
 //! What "RMSNorm" means differs: its conventions, as options of `rmsnorm` (docs/spec.md §1.16).
 
 use super::composed::{accumulate, affine, in_units, unit};
-use super::spec::{Keyword, Site, Spec, EPS};
+use super::kernels::OwnOperator;
+use super::rms_norm;
+use super::spec::{Form, Given, Keyword, EPS};
 use crate::choice;
 use crate::error::{Error, Result};
 use crate::options::setting;
+use serde_json::Value;
 use tch::{Kind, Tensor};
 
 choice! {
@@ -43,11 +46,9 @@ pub static KEYWORDS: &[Keyword] = &[
     Keyword::of("part", &PART),
 ];
 
-/// How a norm deviates from y = weight⊙x/√(mean x² + ε), rounded once.
+/// How a norm deviates from y = weight⊙x/√(mean x² + ε), rounded once; how its weight is read is the parameter's.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Conventions {
-    /// γ is the weight plus 1.
-    pub zero_centred: bool,
     pub cast: Cast,
     /// ε is added to the root.
     pub eps_outside: bool,
@@ -55,22 +56,38 @@ pub struct Conventions {
     pub part: f64,
 }
 
+/// What runs a norm of other conventions, where kernels make x̂ of f32 and f64, and where none do.
+static NEAR: OwnOperator = OwnOperator { rows: Some(&rms_norm::KERNELS), ..FAR };
+static FAR: OwnOperator = OwnOperator {
+    operator: "conventional_rms_norm",
+    keywords: &["eps", "cast", "eps_place", "part"],
+    rows: None,
+    composed: |x, weight, given| {
+        let how = Conventions::of(given)?;
+        how.composed(x, weight, given.float("eps"), how.measured(given.width)?)
+    },
+};
+
+/// The form of a norm with these options.
+pub fn form(given: &Given) -> Result<Form> {
+    let how = Conventions::of(given)?;
+    how.measured(given.width)?;
+    Ok(match (how.has_kernel(Kind::Float), how.cast) {
+        (true, Cast::After) => Form::Rows(&rms_norm::KERNELS),
+        (true, _) => Form::Operator(&NEAR),
+        (false, _) => Form::Operator(&FAR),
+    })
+}
+
 impl Conventions {
-    /// Those of a norm at a site; a norm without such keywords has none.
-    pub fn of(spec: &Spec, site: &Site) -> Self {
-        let is = |keyword, word: &str| spec.value(keyword, site).is_some_and(|value| value == word);
-        let cast = [Cast::Before, Cast::Scale].into_iter().find(|cast| is("cast", cast.name()));
-        Conventions {
-            zero_centred: spec.value("zero_centred", site).is_some_and(|value| value == true),
-            cast: cast.unwrap_or(Cast::After),
-            eps_outside: is("eps_place", EpsPlace::Outside.name()),
-            part: spec.number("part", site).unwrap_or(1.0),
-        }
+    fn of(given: &Given) -> Result<Self> {
+        let word = |keyword| given.value(keyword).and_then(Value::as_str).unwrap_or_default();
+        Conventions::parse(word("cast"), word("eps_place"), given.float("part"))
     }
 
-    /// There are none.
-    pub fn are_plain(&self) -> bool {
-        self.has_kernel(Kind::Float) && !self.zero_centred && self.cast == Cast::After
+    pub fn parse(cast: &str, eps_place: &str, part: f64) -> Result<Self> {
+        let (cast, eps_outside) = (Cast::parse(cast)?, EpsPlace::parse(eps_place)? == EpsPlace::Outside);
+        Ok(Conventions { cast, eps_outside, part })
     }
 
     /// The row kernels make x̂ of rows of this type; else it is composed.
@@ -81,19 +98,11 @@ impl Conventions {
     /// Numbers of a row that are measured, at least one.
     pub fn measured(&self, width: i64) -> Result<i64> {
         match (self.part * width as f64).floor() as i64 {
-            0 => Err(Error::invalid(format!(
+            0 if width > 0 => Err(Error::invalid(format!(
                 "{} = {} of {width} numbers is none: make it at least 1/{width}, or leave it out",
                 PART.name, self.part
             ))),
             some => Ok(some),
-        }
-    }
-
-    /// γ of the weight, in f32 or f64: a sum in 16 bits would lose small weights.
-    pub fn gain(&self, weight: &Tensor) -> Result<Tensor> {
-        match self.zero_centred {
-            true => Ok(accumulate(weight)?.f_add_scalar(1.0)?),
-            false => Ok(weight.shallow_clone()),
         }
     }
 
@@ -106,9 +115,8 @@ impl Conventions {
     }
 
     /// y in x's type, by tch calls.
-    pub fn composed(&self, x: &Tensor, gain: Option<&Tensor>, eps: f64) -> Result<Tensor> {
+    pub fn composed(&self, x: &Tensor, gain: Option<&Tensor>, eps: f64, measured: i64) -> Result<Tensor> {
         let whole = accumulate(x)?;
-        let measured = self.measured(*x.size().last().expect("rows have a width"))?;
         let of_measured = |x: &Tensor| x.f_narrow(-1, 0, measured);
         let unit = match self.eps_outside {
             true => unit(&of_measured(&whole)?, eps * eps)?,
@@ -155,18 +163,24 @@ fn is_wide(kind: Kind) -> bool {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::norm::{find, named};
+    use crate::norm::{find, named, Site};
     use crate::options::Options;
     use serde_json::json;
 
     const X: [f64; 4] = [1.0, -2.0, 3.0, 0.5];
     const GAMMA: [f64; 4] = [1.0, 0.5, 2.0, -1.0];
 
-    fn of(name: &str) -> (Conventions, f64) {
-        let none = Options::NONE;
-        let (spec, options) = named(name, &none).unwrap();
-        let site = Site { options: &options, ..Site::ANY };
-        (Conventions::of(spec, &site), spec.number("eps", &site).unwrap())
+    fn given(name: &str, options: &Options) -> Given {
+        let (spec, options) = named(name, options).unwrap();
+        spec.at(&Site { options: &options, width: 64, ..Site::ANY })
+    }
+
+    fn of(name: &str) -> Conventions {
+        Conventions::of(&given(name, &Options::NONE)).unwrap()
+    }
+
+    fn composed(how: Conventions, x: &Tensor, gain: Option<&Tensor>, eps: f64) -> Tensor {
+        how.composed(x, gain, eps, how.measured(*x.size().last().unwrap()).unwrap()).unwrap()
     }
 
     #[test]
@@ -175,15 +189,15 @@ mod tests {
             ("rmsnorm:llama", true, [0.52981287, -0.52981287, 3.17887721, -0.26490643]),
             ("rmsnorm:gemma", true, [1.05962574, -1.58943861, 4.76831582, 0.0]),
         ] {
-            let (how, eps) = of(name);
-            let gain = how.gain(&Tensor::from_slice(&GAMMA)).unwrap();
-            let y = how.composed(&Tensor::from_slice(&X), weighs.then_some(&gain), eps).unwrap();
+            let (how, given) = (of(name), given(name, &Options::NONE));
+            let gain = find(name).unwrap().parameters[0].numbers(&given).of(&Tensor::from_slice(&GAMMA)).unwrap();
+            let y = composed(how, &Tensor::from_slice(&X), weighs.then_some(&gain), given.float("eps"));
             for (i, wanted) in expected.into_iter().enumerate() {
                 assert!((y.double_value(&[i as i64]) - wanted).abs() < 1e-8, "{name} {i}");
             }
         }
-        let how = Conventions { part: 0.5, ..of("rmsnorm:original").0 };
-        let y = how.composed(&Tensor::from_slice(&X), Some(&Tensor::from_slice(&GAMMA)), 1e-8).unwrap();
+        let how = Conventions { part: 0.5, ..of("rmsnorm:original") };
+        let y = composed(how, &Tensor::from_slice(&X), Some(&Tensor::from_slice(&GAMMA)), 1e-8);
         for (i, wanted) in [0.63245553, -0.63245553, 3.79473317, -0.31622776].into_iter().enumerate() {
             assert!((y.double_value(&[i as i64]) - wanted).abs() < 1e-8, "{i}");
         }
@@ -193,7 +207,7 @@ mod tests {
     fn rows_of_zeros_have_a_slope() {
         let x =
             Tensor::f_zeros([2i64, 4].as_slice(), (Kind::Double, tch::Device::Cpu)).unwrap().set_requires_grad(true);
-        of("rmsnorm:original").0.composed(&x, None, 1e-8).unwrap().sum(Kind::Double).backward();
+        composed(of("rmsnorm:original"), &x, None, 1e-8).sum(Kind::Double).backward();
         assert!(x.grad().isfinite().all().int64_value(&[]) == 1);
     }
 
@@ -202,10 +216,10 @@ mod tests {
         tch::manual_seed(5);
         let x = Tensor::randn([2, 64], (Kind::Float, tch::Device::Cpu));
         for name in ["rmsnorm:original", "rmsnorm:partial", "rmsnorm:deepseek-v4"] {
-            let how = of(name).0;
+            let how = of(name);
             let run = |x: &Tensor, eps: f64| {
                 let x = x.set_requires_grad(true);
-                let y = how.composed(&x, None, eps).unwrap();
+                let y = composed(how, &x, None, eps);
                 (y.sin().sum(Kind::Float)).backward();
                 (y.detach(), x.grad())
             };
@@ -224,12 +238,12 @@ mod tests {
     #[test]
     fn the_gradient_of_a_rounded_scale_stays_in_f16s_range() {
         tch::manual_seed(5);
-        let how = of("rmsnorm:deepseek-v4").0;
+        let how = of("rmsnorm:deepseek-v4");
         let rows = Tensor::randn([4, 512], (Kind::Float, tch::Device::Cpu));
         for size in [1.0, 30.0, 3000.0] {
             let gradient = |kind| {
                 let x = (&rows * size).to_kind(Kind::Half).to_kind(kind).set_requires_grad(true);
-                (how.composed(&x, None, 1e-6).unwrap() * (rows.sign() * 8.0).to_kind(kind)).sum(kind).backward();
+                (composed(how, &x, None, 1e-6) * (rows.sign() * 8.0).to_kind(kind)).sum(kind).backward();
                 x.grad().to_kind(Kind::Double)
             };
             let (found, exact) = (gradient(Kind::Half), gradient(Kind::Double));
@@ -240,14 +254,14 @@ mod tests {
 
     #[test]
     fn a_sum_in_16_bits_would_lose_small_weights() {
-        let how = of("rmsnorm:gemma").0;
+        let numbers = find("rmsnorm:gemma").unwrap().parameters[0].numbers(&given("rmsnorm:gemma", &Options::NONE));
         let weight = Tensor::from_slice(&[0.00390625f32]).to_kind(Kind::BFloat16);
-        assert_eq!(how.gain(&weight).unwrap().double_value(&[0]), 1.00390625);
+        assert_eq!(numbers.of(&weight).unwrap().double_value(&[0]), 1.00390625);
     }
 
     #[test]
     fn none_of_a_row_is_an_error() {
-        let how = Conventions { part: 0.2, ..of("rmsnorm:original").0 };
+        let how = Conventions { part: 0.2, ..of("rmsnorm:original") };
         let e = how.measured(4).unwrap_err().to_string();
         assert!(e.contains("rmsnorm_part = 0.2 of 4 numbers is none"), "{e}");
         assert_eq!(how.measured(5).unwrap(), 1);
@@ -255,14 +269,14 @@ mod tests {
 
     #[test]
     fn families_say_what_the_options_say() {
-        assert!(of("rmsnorm").0.are_plain() && of("rmsnorm:olmo").0.are_plain() && of("layernorm").0.are_plain());
-        assert!(of("rmsnorm:gemma").0.has_kernel(Kind::BFloat16) && !of("rmsnorm:partial").0.has_kernel(Kind::Float));
-        let scaled = of("rmsnorm:deepseek-v4").0;
+        let has_rows = |name| matches!(form(&given(name, &Options::NONE)), Ok(Form::Rows(_)));
+        assert!(["rmsnorm", "rmsnorm:olmo", "rmsnorm:gemma"].into_iter().all(has_rows) && !has_rows("rmsnorm:llama"));
+        assert!(of("rmsnorm:llama").has_kernel(Kind::BFloat16) && !of("rmsnorm:partial").has_kernel(Kind::Float));
+        let scaled = of("rmsnorm:deepseek-v4");
         assert!(scaled.has_kernel(Kind::Double) && !scaled.has_kernel(Kind::BFloat16));
         let mut options = Options::default();
         options.set(&crate::norm::spec::NORM_EPS, json!(0.5)).unwrap();
-        let (spec, own) = named("rmsnorm:llama", &options).unwrap();
-        assert_eq!(spec.number("eps", &Site { options: &own, ..Site::ANY }), Some(0.5));
+        assert_eq!(given("rmsnorm:llama", &options).float("eps"), 0.5);
         let e = find("rmsnorm:lama").err().unwrap().to_string();
         assert!(e.contains("did you mean \"rmsnorm:llama\""), "{e}");
     }

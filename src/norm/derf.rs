@@ -8,7 +8,7 @@ use crate::error::Result;
 use crate::kernel::math::erf;
 use crate::kernel::rows::{CurveNorm, Rules};
 use crate::norm::kernels::RowKernels;
-use crate::norm::spec::{Form, Parameter, Spec, BIAS, WEIGHT};
+use crate::norm::spec::{Form, Given, Parameter, Spec, BIAS, WEIGHT};
 use crate::row_program;
 use tch::Tensor;
 
@@ -42,7 +42,7 @@ pub static KERNELS: RowKernels = RowKernels {
 };
 
 /// x̂ = erf(αx + s).
-fn hat(x: &Tensor, inside: &[Tensor], _: &[f64]) -> Result<Tensor> {
+fn hat(x: &Tensor, inside: &[Tensor], _: &Given) -> Result<Tensor> {
     Ok(x.f_mul(&inside[0])?.f_add(&inside[1])?.f_erf()?)
 }
 

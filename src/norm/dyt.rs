@@ -8,7 +8,7 @@ use crate::error::Result;
 use crate::kernel::math::tanh;
 use crate::kernel::rows::{CurveNorm, Rules};
 use crate::norm::kernels::RowKernels;
-use crate::norm::spec::{Form, Parameter, Spec, BIAS, WEIGHT};
+use crate::norm::spec::{Form, Given, Parameter, Spec, BIAS, WEIGHT};
 use crate::row_program;
 use tch::Tensor;
 
@@ -42,7 +42,7 @@ pub static KERNELS: RowKernels = RowKernels {
 };
 
 /// x̂ = tanh(αx).
-fn hat(x: &Tensor, inside: &[Tensor], _: &[f64]) -> Result<Tensor> {
+fn hat(x: &Tensor, inside: &[Tensor], _: &Given) -> Result<Tensor> {
     Ok(x.f_mul(&inside[0])?.f_tanh()?)
 }
 
@@ -50,7 +50,7 @@ fn hat(x: &Tensor, inside: &[Tensor], _: &[f64]) -> Result<Tensor> {
 mod tests {
     use super::*;
     use crate::kernel::rows::curve::tests::check;
-    use crate::norm::layer_norm;
+    use crate::norm::power_norm_v;
     use tch::Kind;
 
     #[test]
@@ -65,7 +65,7 @@ mod tests {
         let parameters = [vec![alpha], vec![1.0, 2.0, 0.5, 1.0], vec![0.1; 4]]
             .map(|values: Vec<f64>| Tensor::from_slice(&values).set_requires_grad(true));
         let given = parameters.iter().map(|p| Some(p.shallow_clone())).collect();
-        let y = SPEC.composed(&x, given, &[]).unwrap();
+        let y = SPEC.composed(&x, 4, given, &[]).unwrap();
         (&y * Tensor::from_slice(&dy)).sum(Kind::Double).backward();
         let mut dalpha = 0.0;
         for (i, (v, dy)) in v.into_iter().zip(dy).enumerate() {
@@ -87,10 +87,11 @@ mod tests {
     #[test]
     fn a_call_needs_what_the_norm_declares() {
         let x = Tensor::from_slice(&[1.0f64, 2.0]);
-        let refused =
-            |spec: &Spec, parameters, options: &[f64]| spec.composed(&x, parameters, options).unwrap_err().to_string();
+        let refused = |spec: &Spec, parameters, options: &[f64]| {
+            spec.composed(&x, 2, parameters, options).unwrap_err().to_string()
+        };
         assert!(refused(&SPEC, vec![None, None], &[]).contains("takes 3 parameters and 0 options, got 2 and 0"));
         assert!(refused(&SPEC, vec![None, None, None], &[]).contains("needs its parameter alpha"));
-        assert!(refused(&layer_norm::SPEC, vec![None, None], &[1e-5]).contains("an operator of its own"));
+        assert!(refused(&power_norm_v::SPEC, vec![None, None], &[0.0; 4]).contains("an operator of its own"));
     }
 }

@@ -14,9 +14,12 @@ pub const ABOUT: [&str; 3] = [
 /// Embeddings start uniform in ±this; only their directions matter.
 pub const INIT_BOUND: f64 = 0.01;
 
-/// `W̃ = W / max(‖row‖₂, 1e-12)`, row by row; W is (V, d).
+/// It keeps rows of zeros at zero.
+pub const EPS: f64 = 1e-12;
+
+/// `W̃ = W / max(‖row‖₂, ε)`, row by row; W is (V, d).
 pub fn fix_norm(weight: &Tensor) -> Result<Tensor> {
-    let length = weight.f_norm_scalaropt_dim(2.0, [-1i64].as_slice(), true)?.f_clamp_min(1e-12)?;
+    let length = weight.f_norm_scalaropt_dim(2.0, [-1i64].as_slice(), true)?.f_clamp_min(EPS)?;
     Ok(weight.f_div(&length)?)
 }
 

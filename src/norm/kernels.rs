@@ -1,6 +1,7 @@
 //! What a norm with kernels hands to the operators that are registered for it.
 
 use super::composed::{self, Hat};
+use super::spec::Given;
 use super::statistics::{BatchTensors, StateTensors, Used};
 use crate::error::Result;
 use crate::kernel::columns::{self, ColumnOptions};
@@ -31,9 +32,20 @@ impl RowKernels {
         numbers: &[Tensor],
     ) -> Result<Tensor> {
         let numbers = numbers.iter().map(|n| Ok(n.f_reshape([1i64])?)).collect::<Result<Vec<_>>>()?;
-        let options: &[f64] = &[eps];
-        composed::apply(self.hat, x, &numbers, affine, if numbers.is_empty() { options } else { &[] })
+        composed::apply(self.hat, x, &numbers, affine, &Given::of_eps(eps))
     }
+}
+
+/// A norm of rows that calls other norms' kernels, or none: (x, weight, keywords…) → y.
+pub struct OwnOperator {
+    /// torch.ops.normformer_rs.`operator`.
+    pub operator: &'static str,
+    /// The module's keywords, in the schema's order.
+    pub keywords: &'static [&'static str],
+    /// Kernels that compute the same of rows in f32 and f64.
+    pub rows: Option<&'static RowKernels>,
+    /// The same in tch, from what kernels get for the weight.
+    pub composed: fn(&Tensor, Option<&Tensor>, &Given) -> Result<Tensor>,
 }
 
 /// A norm with statistics of columns.

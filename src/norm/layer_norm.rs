@@ -5,7 +5,7 @@ use crate::error::Result;
 use crate::kernel::rows::{hypotenuse, magnitude, sum, trusted, Measured, RowNorm, Rules, Slope, Sums};
 use crate::norm::composed::{in_units, unit};
 use crate::norm::kernels::RowKernels;
-use crate::norm::spec::{Form, Spec, BIAS, EPS, WEIGHT};
+use crate::norm::spec::{Form, Given, Spec, BIAS, EPS, WEIGHT};
 use crate::row_program;
 use tch::Tensor;
 
@@ -69,12 +69,13 @@ pub static KERNELS: RowKernels = RowKernels {
 };
 
 /// x̂ = (x − μ)/√(σ² + ε).
-fn hat(x: &Tensor, _: &[Tensor], options: &[f64]) -> Result<Tensor> {
-    let unit = unit(x, options[0])?;
+fn hat(x: &Tensor, _: &[Tensor], given: &Given) -> Result<Tensor> {
+    let eps = given.float("eps");
+    let unit = unit(x, eps)?;
     let x = x.f_div(&unit)?;
     let centred = x.f_sub(&x.f_mean_dim([-1i64].as_slice(), true, None)?)?;
     let variance = centred.f_square()?.f_mean_dim([-1i64].as_slice(), true, None)?;
-    Ok(centred.f_mul(&variance.f_add(&in_units(options[0], &unit)?)?.f_rsqrt()?)?)
+    Ok(centred.f_mul(&variance.f_add(&in_units(eps, &unit)?)?.f_rsqrt()?)?)
 }
 
 #[cfg(test)]

@@ -5,8 +5,9 @@
 //! else (g/ε)dy. p = 2 is ScaleNorm, with its kernels.
 
 use super::composed;
+use super::kernels::OwnOperator;
 use super::scale_norm;
-use super::spec::{Form, Keyword, Spec, EPS, GAIN};
+use super::spec::{Form, Keyword, Parameter, Quantity, Spec, EPS, GAIN};
 use crate::error::{Error, Result};
 use crate::options::{setting, FieldType};
 use serde::{Deserialize, Deserializer, Serialize, Serializer};
@@ -52,41 +53,44 @@ pub static SPEC: Spec = Spec {
     module: "LpNorm",
     equation: "y = g·x/max(‖x‖_p, ε) over the last dimension, one learned g = d^{1/p}",
     source: "Nguyen & Salazar 2019, §5",
-    parameters: &[GAIN],
+    parameters: &[Parameter {
+        start: Quantity::By("d^(1/p)", |given| (given.width as f64).powf(1.0 / given.float("p"))),
+        ..GAIN
+    }],
     buffers: &[],
     options: &[EPS, Keyword::of("p", &ORDER)],
-    form: Form::Chosen(|options| match options[P] == 2.0 {
-        true => Form::Rows(&scale_norm::KERNELS),
-        false => Form::Operator("lp_norm"),
+    form: Form::Chosen(&Form::Operator(&OPERATOR), |given| match given.float("p") == 2.0 {
+        true => Ok(Form::Rows(&scale_norm::KERNELS)),
+        false => Ok(Form::Operator(&OPERATOR)),
     }),
+};
+
+static OPERATOR: OwnOperator = OwnOperator {
+    operator: "lp_norm",
+    keywords: &["p", "eps"],
+    rows: None,
+    composed: |x, weight, given| composed(x, weight, given.float("p"), given.float("eps")),
 };
 
 setting! {
     /// p of lpnorm, from 1 to inf.
-    ORDER ("lpnorm_p"): Exponent = Exponent(2.0), |_, p| check(p.0);
-}
-
-/// The places of the options.
-pub const EPSILON: usize = 0;
-pub const P: usize = 1;
-
-/// x̂ = x/max(‖x‖_p, ε).
-fn hat(x: &Tensor, _: &[Tensor], options: &[f64]) -> Result<Tensor> {
-    Ok(x.f_div(&clamped_length(x, options[P], options[EPSILON])?)?)
+    ORDER ("lpnorm_p"): Exponent = Exponent(2.0), |name, p| check(name, p.0);
 }
 
 /// Refuses p below 1, which makes no norm, and NaN.
-pub fn check(p: f64) -> Result<()> {
+pub fn check(name: &str, p: f64) -> Result<()> {
     match p >= 1.0 {
         true => Ok(()),
-        false => Err(Error::invalid(format!("lpnorm_p must be at least 1, or inf, got {p}"))),
+        false => Err(Error::invalid(format!("{name} must be at least 1, or inf, got {p}"))),
     }
 }
 
 /// y by its formula, differentiable to every order. Rows have at least one number.
 pub fn composed(x: &Tensor, weight: Option<&Tensor>, p: f64, eps: f64) -> Result<Tensor> {
-    check(p)?;
-    composed::apply(hat, x, &[], (weight, None), &[eps, p])
+    check(ORDER.name, p)?;
+    let wide = composed::accumulate(x)?;
+    let hat = wide.f_div(&clamped_length(&wide, p, eps)?)?;
+    Ok(composed::affine(hat, weight, None)?.f_to_kind(x.kind())?)
 }
 
 /// max(‖x‖_p, ε), a constant where it is ε.

@@ -4,9 +4,9 @@ use crate::cpu::Accumulator;
 use crate::error::Result;
 use crate::kernel::rows::{hypotenuse, magnitude, sum, trusted, Measured, RowNorm, Rules, Slope, Sums};
 use crate::norm::composed::{in_units, unit};
-use crate::norm::conventions::KEYWORDS;
+use crate::norm::conventions::{self, KEYWORDS};
 use crate::norm::kernels::RowKernels;
-use crate::norm::spec::{Form, Spec, WEIGHT};
+use crate::norm::spec::{Form, Given, Parameter, Quantity, Spec, WEIGHT};
 use crate::row_program;
 use tch::Tensor;
 
@@ -41,10 +41,14 @@ pub static SPEC: Spec = Spec {
     module: "RMSNorm",
     equation: "y = γ⊙x/√(mean x²+ε) over the last dimension",
     source: "Zhang & Sennrich 2019; Nguyen & Salazar 2019, §4.2",
-    parameters: &[WEIGHT],
+    parameters: &[Parameter {
+        start: Quantity::By("1, or 0 if zero_centred", |given| (!given.flag("zero_centred")).into()),
+        offset: Quantity::By("0, or 1 if zero_centred", |given| given.flag("zero_centred").into()),
+        ..WEIGHT
+    }],
     buffers: &[],
     options: KEYWORDS,
-    form: Form::Rows(&KERNELS),
+    form: Form::Chosen(&Form::Rows(&KERNELS), conventions::form),
 };
 
 pub static KERNELS: RowKernels = RowKernels {
@@ -56,11 +60,12 @@ pub static KERNELS: RowKernels = RowKernels {
 };
 
 /// x̂ = x/√(mean x² + ε).
-fn hat(x: &Tensor, _: &[Tensor], options: &[f64]) -> Result<Tensor> {
-    let unit = unit(x, options[0])?;
+fn hat(x: &Tensor, _: &[Tensor], given: &Given) -> Result<Tensor> {
+    let eps = given.float("eps");
+    let unit = unit(x, eps)?;
     let x = x.f_div(&unit)?;
     let square = x.f_square()?.f_mean_dim([-1i64].as_slice(), true, None)?;
-    Ok(x.f_mul(&square.f_add(&in_units(options[0], &unit)?)?.f_rsqrt()?)?)
+    Ok(x.f_mul(&square.f_add(&in_units(eps, &unit)?)?.f_rsqrt()?)?)
 }
 
 #[cfg(test)]

@@ -5,7 +5,7 @@ use crate::cpu::Accumulator;
 use crate::error::Result;
 use crate::kernel::rows::{magnitude, sum, trusted, Measured, RowNorm, Rules, Slope, Sums};
 use crate::norm::kernels::RowKernels;
-use crate::norm::spec::{Form, Keyword, Spec, EPS, GAIN};
+use crate::norm::spec::{Form, Given, Keyword, Spec, EPS, GAIN};
 use crate::row_program;
 use tch::Tensor;
 
@@ -72,8 +72,8 @@ pub static KERNELS: RowKernels = RowKernels {
 };
 
 /// x̂ = x/max(‖x‖₂, ε).
-fn hat(x: &Tensor, _: &[Tensor], options: &[f64]) -> Result<Tensor> {
-    Ok(x.f_div(&lp_norm::clamped_length(x, 2.0, options[0])?)?)
+fn hat(x: &Tensor, _: &[Tensor], given: &Given) -> Result<Tensor> {
+    Ok(x.f_div(&lp_norm::clamped_length(x, 2.0, given.float("eps"))?)?)
 }
 
 #[cfg(test)]

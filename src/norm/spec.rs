@@ -1,10 +1,10 @@
 //! What a norm declares.
 
-use super::composed::{self, Hat};
-use super::kernels::{ColumnKernels, RowKernels};
+use super::composed::{self, accumulate, Hat};
+use super::kernels::{ColumnKernels, OwnOperator, RowKernels};
 use crate::error::{Error, Result};
 use crate::options::{setting, Listed, Options};
-use serde_json::{json, Value};
+use serde_json::{json, Map, Value};
 use tch::Tensor;
 
 /// A norm: y = weight⊙x̂ + bias, and how x̂ is made. The training loop, Python's modules, the command line and the
@@ -31,10 +31,10 @@ pub enum Form {
     Composed(Hat),
     /// Row by row, by kernels; the fused residual step has them, too.
     Rows(&'static RowKernels),
-    /// Row by row, by the operator of that name: (x, weight, options) → y.
-    Operator(&'static str),
-    /// One of the above, by the options.
-    Chosen(fn(&[f64]) -> Form),
+    /// Row by row, by an operator of its own.
+    Operator(&'static OwnOperator),
+    /// One of the above, by the options; and the one that the table names.
+    Chosen(&'static Form, fn(&Given) -> Result<Form>),
     /// By statistics of columns.
     Columns(&'static ColumnKernels),
 }
@@ -69,38 +69,107 @@ impl DeclaredShape {
     }
 }
 
-/// What every number of a parameter is at the start.
-#[derive(Clone, Copy, Debug)]
-pub enum Start {
+/// A number of a parameter: one for all, or one that follows from a norm's width d and options, and its formula in words.
+#[derive(Clone, Copy)]
+pub enum Quantity {
     Is(f64),
-    /// ‖(1, …, 1)‖_p = d^{1/p}: the length of a row of ones. p is the option of that name, or 2.
-    Length,
+    By(&'static str, fn(&Given) -> f64),
 }
 
-/// A learned tensor.
-#[derive(Clone, Copy, Debug)]
+impl Quantity {
+    fn at(self, given: &Given) -> f64 {
+        match self {
+            Quantity::Is(value) => value,
+            Quantity::By(_, rule) => rule(given),
+        }
+    }
+
+    /// The number, or its formula.
+    fn describe(self) -> Value {
+        match self {
+            Quantity::Is(value) => value.into(),
+            Quantity::By(words, _) => words.into(),
+        }
+    }
+}
+
+/// A learned tensor p. Kernels and formulas get factor·(offset + p) in its place.
+#[derive(Clone, Copy)]
 pub struct Parameter {
     pub name: &'static str,
     pub shape: DeclaredShape,
-    pub start: Start,
+    /// Every element of p at the start.
+    pub start: Quantity,
+    pub offset: Quantity,
+    pub factor: Quantity,
 }
 
 /// γ = 1 per column.
-pub const WEIGHT: Parameter = Parameter { name: "weight", shape: DeclaredShape::Width, start: Start::Is(1.0) };
+pub const WEIGHT: Parameter = Parameter::new("weight", DeclaredShape::Width, 1.0);
 /// β = 0 per column.
-pub const BIAS: Parameter = Parameter { name: "bias", shape: DeclaredShape::Width, start: Start::Is(0.0) };
+pub const BIAS: Parameter = Parameter::new("bias", DeclaredShape::Width, 0.0);
 /// One g for all columns, such that y has x's length on average.
-pub const GAIN: Parameter = Parameter { name: "weight", shape: DeclaredShape::One, start: Start::Length };
+pub const GAIN: Parameter = Parameter {
+    start: Quantity::By("√d", |given| (given.width as f64).sqrt()),
+    ..Parameter::new("weight", DeclaredShape::One, 1.0)
+};
 
 impl Parameter {
+    const fn new(name: &'static str, shape: DeclaredShape, start: f64) -> Self {
+        Parameter { name, shape, start: Quantity::Is(start), offset: Quantity::Is(0.0), factor: Quantity::Is(1.0) }
+    }
+
     /// One number that enters x̂.
     pub const fn one(name: &'static str, start: f64) -> Self {
-        Parameter { name, shape: DeclaredShape::One, start: Start::Is(start) }
+        Parameter::new(name, DeclaredShape::One, start)
     }
 
     /// It stands outside x̂.
     pub fn is_affine(&self) -> bool {
         matches!(self.name, "weight" | "bias")
+    }
+
+    /// Its numbers in one norm.
+    pub fn numbers(&self, given: &Given) -> Numbers {
+        Numbers { start: self.start.at(given), offset: self.offset.at(given), factor: self.factor.at(given) }
+    }
+}
+
+/// The numbers of a parameter p in one norm.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Numbers {
+    pub start: f64,
+    pub offset: f64,
+    pub factor: f64,
+}
+
+impl Numbers {
+    /// Kernels get p as it is.
+    pub fn are_plain(&self) -> bool {
+        (self.offset, self.factor) == (0.0, 1.0)
+    }
+
+    /// p at the start, such that what kernels get is multiplied by `scale`.
+    pub fn first(&self, scale: f64) -> f64 {
+        match scale == 1.0 {
+            true => self.start,
+            false => (self.offset + self.start) * scale - self.offset,
+        }
+    }
+
+    /// factor·(offset + p); of a transformed p in f32 or f64, as a sum in 16 bits would lose small ones.
+    pub fn of(&self, p: &Tensor) -> Result<Tensor> {
+        if self.are_plain() {
+            return Ok(p.shallow_clone());
+        }
+        let wide = accumulate(p)?;
+        let sum = if self.offset == 0.0 { wide } else { wide.f_add_scalar(self.offset)? };
+        Ok(if self.factor == 1.0 { sum } else { sum.f_mul_scalar(self.factor)? })
+    }
+
+    /// The same of p at the start.
+    pub fn at_start(&self) -> f64 {
+        self.factor * (self.offset + self.start)
     }
 }
 
@@ -137,6 +206,51 @@ pub struct Site<'a> {
     pub start: f64,
 }
 
+/// One norm's width and its module's keyword arguments.
+#[derive(Debug)]
+pub struct Given {
+    pub width: i64,
+    values: Map<String, Value>,
+}
+
+impl Given {
+    /// What kernels know of it.
+    pub(super) fn of_eps(eps: f64) -> Self {
+        Given { width: 1, values: Map::from_iter([("eps".to_string(), eps.into())]) }
+    }
+
+    /// None: the norm has no such keyword.
+    pub fn value(&self, keyword: &str) -> Option<&Value> {
+        self.values.get(keyword)
+    }
+
+    pub fn number(&self, keyword: &str) -> Option<f64> {
+        self.value(keyword).map(number)
+    }
+
+    pub fn is(&self, keyword: &str, word: &str) -> bool {
+        self.value(keyword).is_some_and(|value| value == word)
+    }
+
+    pub fn flag(&self, keyword: &str) -> bool {
+        self.value(keyword).is_some_and(|value| value == true)
+    }
+
+    /// A keyword that the norm declares.
+    pub fn float(&self, keyword: &str) -> f64 {
+        self.number(keyword).unwrap_or_else(|| panic!("the norm declares no keyword {keyword}"))
+    }
+}
+
+/// JSON has neither infinity nor NaN.
+fn number(value: &Value) -> f64 {
+    match value.as_f64() {
+        Some(number) => number,
+        None if value == "inf" => f64::INFINITY,
+        None => f64::NAN,
+    }
+}
+
 /// A keyword of the norm's module, and what it is in a model: what the configuration says, or what its place asks for.
 #[derive(Clone, Copy)]
 pub struct Keyword {
@@ -163,6 +277,30 @@ impl Keyword {
             (Some(at), _) => at(site),
             (None, Some(option)) => site.options.value(option),
             (None, None) => unreachable!("`of` and `at` give one of them"),
+        }
+    }
+
+    /// A word's choices.
+    fn choices(&self) -> Vec<&'static str> {
+        self.option.map_or_else(Vec::new, |option| option.field("").choices)
+    }
+
+    /// What a module is given, where that is the option itself: its type and meaning are checked.
+    fn read(&self, value: Value) -> Result<Value> {
+        match (self.at, self.option) {
+            (None, Some(option)) => option.accept(self.name, value),
+            _ => Ok(value),
+        }
+    }
+
+    /// The value that operators are given as a number: a flag is 0 or 1, a word its place among its choices.
+    fn decode(&self, number: f64) -> Value {
+        match self.value(&Site::ANY) {
+            Value::Bool(_) => (number != 0.0).into(),
+            Value::Number(n) if n.is_i64() => (number as i64).into(),
+            Value::Number(_) if number.is_infinite() => "inf".into(),
+            Value::String(_) => self.choices().get(number as usize).copied().into(),
+            _ => number.into(),
         }
     }
 }
@@ -201,31 +339,43 @@ impl Spec {
         Some(self.options.iter().find(|option| option.name == keyword)?.value(site))
     }
 
-    pub fn number(&self, keyword: &str, site: &Site) -> Option<f64> {
-        self.value(keyword, site).as_ref().and_then(number)
+    /// The norm at a site.
+    pub fn at(&self, site: &Site) -> Given {
+        let values = self.options.iter().map(|keyword| (keyword.name.to_string(), keyword.value(site)));
+        Given { width: site.width, values: values.collect() }
     }
 
-    /// Options that are numbers, in order: what the composed form is given.
-    pub fn numbers(&self, site: &Site) -> Vec<f64> {
-        self.options.iter().filter_map(|option| number(&option.value(site))).collect()
+    /// A module of this width with these keyword arguments.
+    pub fn given(&self, width: i64, mut values: Map<String, Value>) -> Result<Given> {
+        for keyword in self.options {
+            let value = values.get_mut(keyword.name).map_or(Value::Null, Value::take);
+            values.insert(keyword.name.to_string(), keyword.read(value)?);
+        }
+        let given = Given { width, values };
+        self.form_of(&given).map(|_| given)
     }
 
-    /// y of a norm that must be its composed form alone, or a curve. `parameters` and `options` as it declares them.
-    pub fn composed(&self, x: &Tensor, parameters: Vec<Option<Tensor>>, options: &[f64]) -> Result<Tensor> {
+    /// How a norm of these options is computed.
+    pub fn form_of(&self, given: &Given) -> Result<Form> {
+        match self.form {
+            Form::Chosen(_, choose) => choose(given),
+            form => Ok(form),
+        }
+    }
+
+    /// y of rows of this width by tch calls. `parameters` as the norm declares them, factor·(offset + p) of each; `options`
+    /// likewise, as numbers.
+    pub fn composed(&self, x: &Tensor, width: i64, parameters: Vec<Option<Tensor>>, options: &[f64]) -> Result<Tensor> {
         let name = self.name;
-        let hat = match self.form {
-            Form::Composed(hat) => hat,
-            Form::Rows(RowKernels { hat, numbers, .. }) if !numbers.is_empty() => *hat,
-            _ => return Err(Error::invalid(format!("{name} has an operator of its own: call that"))),
-        };
-        let wanted = (self.parameters.len(), self.numbers(&Site::ANY).len());
-        let got = (parameters.len(), options.len());
+        let (wanted, got) = ((self.parameters.len(), self.options.len()), (parameters.len(), options.len()));
         if wanted != got {
             return Err(Error::invalid(format!(
                 "{name} takes {} parameters and {} options, got {} and {}",
                 wanted.0, wanted.1, got.0, got.1
             )));
         }
+        let decoded = self.options.iter().zip(options).map(|(k, number)| (k.name.to_string(), k.decode(*number)));
+        let given = Given { width, values: decoded.collect() };
         let (mut inside, mut weight, mut bias) = (Vec::new(), None, None);
         for (declared, given) in self.parameters.iter().zip(parameters) {
             match (declared.name, given) {
@@ -235,22 +385,27 @@ impl Spec {
                 (absent, None) => return Err(Error::invalid(format!("{name} needs its parameter {absent}, got none"))),
             }
         }
-        composed::apply(hat, x, &inside, (weight.as_ref(), bias.as_ref()), options)
+        let hat = match self.form_of(&given)? {
+            Form::Composed(hat) => hat,
+            Form::Rows(kernels) => kernels.hat,
+            Form::Operator(operator) => return (operator.composed)(x, weight.as_ref(), &given),
+            Form::Chosen(..) | Form::Columns(_) => {
+                return Err(Error::invalid(format!("{name} has an operator of its own: call that")))
+            }
+        };
+        composed::apply(hat, x, &inside, (weight.as_ref(), bias.as_ref()), &given)
     }
 
     /// The module's keyword arguments at a site, as JSON; infinity is the word "inf".
     pub fn settings(&self, site: &Site) -> Value {
-        self.options.iter().map(|option| (option.name.to_string(), option.value(site))).collect()
+        self.at(site).values.into()
     }
 
     /// The entry, as JSON: what Python makes the module of.
     pub fn describe(&self) -> Value {
         let parameter = |p: &Parameter| {
-            let start = match p.start {
-                Start::Is(value) => json!(value),
-                Start::Length => json!("length"),
-            };
-            json!({"name": p.name, "shape": p.shape.name(), "start": start})
+            let [start, offset, factor] = [p.start, p.offset, p.factor].map(Quantity::describe);
+            json!({"name": p.name, "shape": p.shape.name(), "start": start, "offset": offset, "factor": factor})
         };
         let option = |option: &Keyword| {
             let default = option.value(&Site::ANY);
@@ -260,14 +415,22 @@ impl Spec {
                 Value::Number(n) if n.is_i64() => "int",
                 _ => "float",
             };
-            json!({"name": option.name, "kind": kind, "default": default})
+            let mut entry = json!({"name": option.name, "kind": kind, "default": default});
+            if kind == "str" {
+                entry["choices"] = json!(option.choices());
+            }
+            entry
         };
         let buffer = |b: &StateBuffer| json!({"name": b.name, "shape": b.shape.name(), "start": b.start, "is_counter": b.is_counter});
-        let (form, operator) = match self.form {
+        let usual = match self.form {
+            Form::Chosen(usual, _) => *usual,
+            form => form,
+        };
+        let (form, operator) = match usual {
             Form::Composed(_) => ("composed", None),
             Form::Rows(kernels) => ("rows", Some(kernels.operator)),
             Form::Columns(kernels) => ("columns", Some(kernels.operator)),
-            Form::Chosen(_) | Form::Operator(_) => ("chosen", None),
+            Form::Chosen(..) | Form::Operator(_) => ("chosen", None),
         };
         json!({
             "name": self.name,
@@ -287,12 +450,4 @@ impl Site<'_> {
     /// In a model of which nothing was said.
     pub const ANY: Site<'static> =
         Site { width: 1, heads: 1, options: &Options::NONE, last_of_decoder: false, ends_stack: false, start: 1.0 };
-}
-
-fn number(value: &Value) -> Option<f64> {
-    match value {
-        Value::Number(n) if n.is_f64() => n.as_f64(),
-        Value::String(word) if word == "inf" => Some(f64::INFINITY),
-        _ => None,
-    }
 }

@@ -8,20 +8,26 @@ use super::row_norm::RowOperator;
 use crate::cuda::Device;
 use crate::error::{Error, Result};
 use crate::kernel::rows::call::{self as kernel, RowGradients, RowViews};
+use crate::norm::conventions::Conventions;
+use crate::norm::kernels::OwnOperator;
+use crate::norm::spec::Given;
 use crate::norm::{find, group_scaling as scaling, lp_norm as lp, rms_norm, scale_norm};
 use std::sync::LazyLock;
 use tch::Tensor;
 
 static HANDLE: Handle = Handle::new("lp_norm");
 static ON_DEVICE: Handle = Handle::new("lp_norm_forward");
+static CONVENTIONAL: Handle = Handle::new("conventional_rms_norm");
 
-/// y of a norm that names its operator ([`Form::Operator`](crate::norm::Form::Operator)), through the dispatcher;
-/// `options` as it declares them.
-pub fn norm_by_name(name: &str, x: &Tensor, weight: Option<&Tensor>, options: &[f64]) -> Result<Tensor> {
-    let [y] = match name {
-        "lp_norm" => HANDLE.call(&values![x, weight, options[lp::P], options[lp::EPSILON]])?,
-        other => unreachable!("no operator {other} is a norm"),
+/// y of a norm with an operator of its own, through the dispatcher.
+pub fn own_norm(own: &OwnOperator, x: &Tensor, weight: Option<&Tensor>, given: &Given) -> Result<Tensor> {
+    let handle = [&HANDLE, &CONVENTIONAL].into_iter().find(|handle| handle.name == own.operator);
+    let option = |keyword: &&str| match given.value(keyword) {
+        Some(serde_json::Value::String(word)) if word != "inf" => word.as_str().into(),
+        _ => given.float(keyword).into(),
     };
+    let arguments: Vec<Value> = values![x, weight].into_iter().chain(own.keywords.iter().map(option)).collect();
+    let [y] = handle.expect("every norm's own operator has a handle here").call(&arguments)?;
     Ok(y)
 }
 
@@ -109,10 +115,40 @@ pub(super) fn lp_norm_on_device() -> Operator {
 }
 
 fn check_order(p: f64) -> Result<()> {
-    match p >= 1.0 {
-        true => Ok(()),
-        false => Err(Error::invalid(format!("lp_norm: p must be at least 1, or inf, got {p}"))),
+    lp::check("lp_norm: p", p)
+}
+
+/// RMSNorm by its conventions: RMSNorm's kernels where they make its x̂, else composed.
+pub(super) fn conventional_rms_norm() -> Operator {
+    static NORM: LazyLock<&RowOperator> = LazyLock::new(|| RowOperator::of(&rms_norm::KERNELS));
+    fn read(call: &Call) -> Result<(Conventions, Option<Tensor>, f64)> {
+        let [_, weight, eps, cast, eps_place, part] = call.arguments();
+        let how = Conventions::parse(cast.text(), eps_place.text(), part.float())?;
+        Ok((how, weight.tensor(), eps.float()))
     }
+    let schema =
+        "conventional_rms_norm(Tensor x, Tensor? weight, float eps, str cast, str eps_place, float part) -> Tensor";
+    composition(schema, [leader("x", "*d"), parameter("weight")], |call, x| {
+        let (how, weight, eps) = read(call)?;
+        if !how.has_kernel(x.kind()) {
+            CONVENTIONAL.count_composed();
+            return how.composed(x, weight.as_ref(), eps, how.measured(engine::width(x)?)?);
+        }
+        match how.rounds_first(x.kind()) {
+            true => how.times_gain(NORM.call(x, None, None, eps)?, weight.as_ref()),
+            false => NORM.call(x, weight.as_ref(), None, eps),
+        }
+    })
+    .plan(|call| {
+        let (how, ..) = read(call)?;
+        let x = call.first();
+        let has_columns = !engine::has_columns(&x, 0);
+        if has_columns {
+            how.measured(engine::width(&x)?).map(drop)
+        } else {
+            Ok(())
+        }
+    })
 }
 
 /// What ScaleNorm's kernels get on a GPU, and the GPU.
@@ -147,7 +183,7 @@ pub(super) fn group_scaling_operator() -> Operator {
     })
 }
 
-/// The norm of the table that has this name and is its composed form alone.
+/// The norm of the table that has this name, of rows, by its composed form; `parameters` as its kernels get them.
 pub(super) fn composed_norm() -> Operator {
     composition(
         "composed_norm(Tensor x, Tensor?[] parameters, float[] options, str name) -> Tensor",
@@ -156,7 +192,7 @@ pub(super) fn composed_norm() -> Operator {
             let [_, parameters, options, name] = call.arguments();
             let parameters = parameters.elements().iter().map(Value::tensor).collect();
             let options: Vec<f64> = options.elements().iter().map(Value::float).collect();
-            find(name.text())?.composed(x, parameters, &options)
+            find(name.text())?.composed(x, engine::width(x)?, parameters, &options)
         },
     )
 }

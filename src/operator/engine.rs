@@ -26,6 +26,7 @@ extern "C" {
         made: *mut *mut C_tensor,
     ) -> bool;
     fn nfrs_has_columns(x: *const C_tensor, multiple_of: i64) -> bool;
+    fn nfrs_width(x: *const C_tensor, width: *mut i64) -> bool;
     fn nfrs_set_grad(leaf: *const C_tensor, gradient: *const C_tensor) -> bool;
 }
 
@@ -155,6 +156,16 @@ fn run(roots: &[&Tensor], gradients: &[&Tensor], leaves: &[&Tensor], again: bool
 pub fn has_columns(x: &Tensor, multiple_of: i64) -> bool {
     // SAFETY: the tensor outlives the call; an exception counts as no.
     unsafe { nfrs_has_columns(x.as_ptr(), multiple_of) }
+}
+
+/// Numbers in a row of x, whose other sizes may be symbolic.
+pub fn width(x: &Tensor) -> Result<i64> {
+    let mut width = 0;
+    // SAFETY: both outlive the call.
+    match unsafe { nfrs_width(x.as_ptr(), &mut width) } {
+        true => Ok(width),
+        false => Err(shim_error()),
+    }
 }
 
 /// While it lives, autograd records what this thread calls, or does not; then as before, which it holds.

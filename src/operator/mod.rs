@@ -30,7 +30,7 @@ pub use adam::{adam_in_place, AdamBuffers};
 pub use attention::{attention, padded_attention};
 pub use collective::ProcessGroup;
 pub use column_norm::{Column, ColumnOperator};
-pub use composite::{group_scaling, norm_by_name};
+pub use composite::{group_scaling, own_norm};
 pub use cross_entropy::{cross_entropy, cross_entropy_in_place};
 pub use engine::{backward_from, set_grad, Recording};
 pub use ffi::{caught, forget_raised};
@@ -63,6 +63,7 @@ static OPERATORS: LazyLock<Vec<Operator>> = LazyLock::new(|| {
         adam::operator(),
         composite::lp_norm_operator(),
         composite::lp_norm_on_device(),
+        composite::conventional_rms_norm(),
         composite::group_scaling_operator(),
         composite::composed_norm(),
     ];

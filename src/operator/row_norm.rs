@@ -2,11 +2,12 @@
 
 use super::call::{values, Value};
 use super::declare::{gradient, leader, parameter, tensor, Argument, Kind, Operator};
-use super::engine::Handle;
+use super::engine::{self, Handle};
 use crate::error::Result;
 use crate::kernel::rows::call::{self as kernel, RowGradients, RowViews};
 use crate::kernel::rows::curve::NUMBERS;
 use crate::kernel::view::View;
+use crate::norm::composed::affine;
 use crate::norm::kernels::RowKernels;
 use crate::norm::ROW_NORMS;
 use std::sync::LazyLock;
@@ -136,7 +137,11 @@ pub(super) fn views(given: &[Value]) -> [View; NUMBERS] {
 pub(super) fn composed(k: &RowKernels, x: &Tensor, [weight, bias]: [&Value; 2], own: &[Value]) -> Result<Tensor> {
     let numbers: Vec<Tensor> = own.iter().filter_map(Value::tensor).collect();
     let eps = if numbers.is_empty() { own[0].float() } else { 0.0 };
-    k.composed(x, (weight.tensor().as_ref(), bias.tensor().as_ref()), eps, &numbers)
+    let (weight, bias) = (weight.tensor(), bias.tensor());
+    if engine::has_columns(x, 0) {
+        return affine(x.f_mul_scalar(1.0)?, weight.as_ref(), bias.as_ref());
+    }
+    k.composed(x, (weight.as_ref(), bias.as_ref()), eps, &numbers)
 }
 
 pub(super) fn operator(o: &'static RowOperator) -> Operator {

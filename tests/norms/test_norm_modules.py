@@ -3,6 +3,7 @@
 import copy
 import math
 import pickle
+from typing import Literal
 
 import pytest
 import torch
@@ -11,6 +12,9 @@ from norms_support import CASES, CLASSES, EPS, OPERATORS, build, close, data
 import normformer_rs as nfrs
 import reference as ref
 from normformer_rs import nn
+from normformer_rs.nn import composed
+from normformer_rs.nn.row_norm import RowNorm
+from normformer_rs.nn.table import DECLARED, Numbers
 
 pytestmark = pytest.mark.device
 OPS = torch.ops.normformer_rs
@@ -115,6 +119,72 @@ def test_derf_and_l2norm():
     torch.testing.assert_close(norm(x).flatten(1), torch.nn.functional.normalize(x.flatten(1)))
     with pytest.raises(TypeError, match="unexpected keyword argument 'elementwise_affine'"):
         nn.L2Norm(4, elementwise_affine=False)
+
+
+@pytest.mark.parametrize("name", ["layernorm", "scalenorm", "dyt", "lpnorm", "batchnorm"])
+def test_operators_get_transformed_parameters(name):
+    """An operator and its formula get factor·(offset + p), a reset scales that."""
+    (norm, plain), x = (MODULES[name]() for _ in range(2)), torch.randn(3, 8)
+    numbers = Numbers(0.25, 0.5, 4.0)
+    for key in norm.numbers_of:
+        norm.numbers_of[key] = numbers
+    norm.reset_parameters()
+    for key, p in plain.named_parameters():
+        assert (getattr(norm, key) == 0.25).all()
+        torch.nn.init.constant_(p, 3.0)
+    assert torch.equal(norm(x), plain(x)) and numbers.at_start() == 3.0
+    (loss, expected) = (n(x).sin().sum() for n in (norm, plain))
+    for found, wanted in zip(*(torch.autograd.grad(y, n.parameters()) for y, n in ((loss, norm), (expected, plain)))):
+        torch.testing.assert_close(found, 4 * wanted)
+    if isinstance(norm, RowNorm):
+        torch.testing.assert_close(norm.formula(x), plain(x))
+    norm.first_scale = 2.0
+    norm.reset_parameters()
+    assert (norm.weight == 1.0).all() and numbers.inverse(torch.tensor(3.0)) == 0.25  # 4·(0.5 + 1) is twice 3
+
+
+def test_a_weight_that_is_not_learned_is_what_operators_get_at_the_start():
+    norm, x = nn.RMSNorm(8, elementwise_affine=False), torch.randn(3, 8)
+    plain = norm(x)
+    norm.numbers_of["weight"] = Numbers(0.5, 0.0, 4.0)
+    torch.testing.assert_close(norm(x), 2 * plain)
+    torch.testing.assert_close(norm.formula(x), 2 * plain)
+    assert torch.equal(nn.RMSNorm(8, elementwise_affine=False, zero_centred=True)(x), plain)
+
+
+def test_a_fused_step_gets_transformed_parameters():
+    layers = [nn.TransformerEncoderLayer(8, 2, 16, 0.0, norm="rmsnorm", residual="prenorm") for _ in range(2)]
+    layers[1].load_state_dict(layers[0].state_dict())
+    for norm in (layers[0].norm1, layers[0].norm2):
+        norm.numbers_of["weight"] = Numbers(1.0, 0.5, 2.0)
+    for norm in (layers[1].norm1, layers[1].norm2):
+        torch.nn.init.constant_(norm.weight, 3.0)
+    x = torch.randn(5, 2, 8)
+    assert torch.equal(layers[0](x), layers[1](x))
+
+
+def test_numbers_of_the_table():
+    entries = {entry["name"]: entry["parameters"] for entry in nfrs.tables()["norms"]}
+    (gain,), (weight,) = entries["lpnorm"], entries["rmsnorm"]
+    assert gain == {"name": "weight", "shape": "one", "start": "d^(1/p)", "offset": 0.0, "factor": 1.0}
+    assert weight["offset"] == "0, or 1 if zero_centred" and weight["factor"] == 1.0
+    assert nn.LpNorm(8, p=3).numbers_of == {"weight": Numbers(2.0)} and nn.ScaleNorm((2, 8)).gain() == 4.0
+    assert nn.RMSNorm(8, zero_centred=True).numbers_of == {"weight": Numbers(0.0, 1.0)}
+    for make in (lambda: nn.LpNorm(8, p=math.nan), lambda: nn.LpNorm(8, p=0.5), lambda: nn.RMSNorm(8, part=2.0)):
+        with pytest.raises(nfrs.InputError, match=r"^p must be|^part must lie in|^p: "):
+            make()
+
+
+def test_a_constructor_takes_options_of_every_type():
+    kinds = {"eps": 1e-5, "beta": 0.5, "groups": 4, "learned": True, "place": "inside"}
+    options = [{"name": n, "kind": type(o).__name__, "default": o} for n, o in kinds.items()]
+    options[-1]["choices"] = ["inside", "outside"]
+    entry = {"name": "made", "parameters": [], "options": options}
+    own = composed.signature(entry).parameters
+    assert {name: own[name].default for name in kinds} == kinds
+    assert own["groups"].annotation is int and own["place"].annotation == Literal["inside", "outside"]
+    declared = DECLARED["layernorm"]._replace(options=kinds, choices={"place": ["inside", "outside"]})
+    assert declared.as_floats(place="outside", learned=False) == [1e-5, 0.5, 4.0, 0.0, 1.0]
 
 
 def test_the_table_of_classes():
@@ -383,7 +453,8 @@ def x():
         (lambda: OPS.composed_norm(x(), [None], [], "dyt"), RuntimeError, "3 parameters and 0 options, got 1 and 0"),
         (lambda: OPS.composed_norm(x(), [None] * 3, [], "dyt"), RuntimeError, "needs its parameter alpha, got none"),
         (lambda: OPS.composed_norm(x(), [torch.ones(3)], [], "dyt"), ValueError, "must hold 1 or 4 numbers"),
-        (lambda: OPS.composed_norm(x(), [], [], "layernorm"), RuntimeError, "has an operator of its own: call that"),
+        (lambda: OPS.composed_norm(x(), [], [], "layernorm"), RuntimeError, "2 parameters and 1 options, got 0 and 0"),
+        (lambda: OPS.composed_norm(x(), [None] * 2, [0.0] * 4, "batchnorm"), RuntimeError, "an operator of its own"),
         (lambda: OPS.composed_norm(x(), [], [], "layernrm"), RuntimeError, "did you mean"),
     ],
 )

@@ -138,6 +138,24 @@ def lp_norm_oracle(op: str, a: dict):
     return {0: x / length * (1.0 if a["weight"] is None else a["weight"])}
 
 
+def conventional(d: Draw, op: str):
+    x, dtype, width = matrix(d)
+    how = {"cast": "after", "eps_place": d.one("inside", "outside"), "part": d.one(1.0, 0.5) if width > 1 else 1.0}
+    return {"x": x, "weight": gain(d, width, dtype), "eps": eps(d), **how}
+
+
+def conventional_oracle(op: str, a: dict):
+    x, measured = a["x"], int(a["part"] * a["x"].shape[-1])
+    if x.numel() == 0:
+        return {0: x.clone()}
+    mean = x[..., :measured].square().mean(-1, keepdim=True)
+    if a["eps_place"] == "outside":
+        root = torch.where(mean.detach() > 0, torch.where(mean.detach() > 0, mean, 1.0).sqrt(), 0.0) + a["eps"]
+    else:
+        root = (mean + a["eps"]).sqrt()
+    return {0: x / root * (1.0 if a["weight"] is None else a["weight"])}
+
+
 def group_scaling(d: Draw, op: str):
     x, _, width = matrix(d)
     return {"x": x, "groups": d.one(*[g for g in range(1, max(width, 1) + 1) if width % g == 0])}
@@ -336,6 +354,7 @@ FAMILIES = {
     **dict.fromkeys(row_norms.NORMS, (row_norm, row_norm_oracle)),
     "lp_norm": (lp_norm, lp_norm_oracle),
     "lp_norm_forward": (lp_norm, None),  # CUDA's alone
+    "conventional_rms_norm": (conventional, conventional_oracle),
     "group_scaling": (group_scaling, group_scaling_oracle),
     **dict.fromkeys(COLUMN, (column_norm, column_oracle)),
     "relu_dropout": (relu_dropout, relu_oracle),

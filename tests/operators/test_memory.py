@@ -251,6 +251,8 @@ LAST = {
     "batch_norm": lambda x: OPS.batch_norm(x, train=True)[0],
     "power_norm_v": lambda x: OPS.power_norm_v(x, train=True)[0],
     "composed_norm": lambda x: OPS.composed_norm(x, [torch.ones(1), None, None], [], "dyt"),
+    "conventional_rms_norm": lambda x: OPS.conventional_rms_norm(x, torch.ones(8), EPS, "before", "outside", 0.5),
+    "conventional_rms_norm, by kernels": lambda x: OPS.conventional_rms_norm(x, None, EPS, "after", "inside", 1.0),
 }
 
 

@@ -30,6 +30,7 @@ from normformer_rs.nn.init import draw_table
 from normformer_rs.nn.interpreter import Kept, apply_norm
 from normformer_rs.nn.layers import Layer
 from normformer_rs.nn.making import make
+from normformer_rs.nn.norms import FIXNORM_EPS
 from normformer_rs.nn.parts import NormAt
 from normformer_rs.nn.place import OWN
 from normformer_rs.nn.stacks import Stack
@@ -72,7 +73,7 @@ class FixNormEmbedding(nn.Embedding):
     """Word vectors of length one: W/max(‖row‖₂, 1e-12)."""
 
     def forward(self, tokens: Tensor) -> Tensor:
-        return F.normalize(super().forward(tokens), dim=-1, eps=1e-12)
+        return F.normalize(super().forward(tokens), dim=-1, eps=FIXNORM_EPS)
 
 
 class _Side(Stack):
@@ -321,7 +322,7 @@ class Decoder(_Side, TransformerDecoderBase):
         assert self.place is not None
         config, projection = self.place.config, self.output_projection
         if config.fixnorm and config.tie_embeddings != "none":
-            return F.linear(features, F.normalize(projection.weight, dim=-1, eps=1e-12), projection.bias)
+            return F.linear(features, F.normalize(projection.weight, dim=-1, eps=FIXNORM_EPS), projection.bias)
         return projection(features)
 
 

@@ -5,26 +5,19 @@ import inspect
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.nn import Parameter
 
 from .norms import RowNorm
 
-class Composed(RowNorm):
-    name: str
-    option_names: tuple[str, ...]
-    def own(self, x: Tensor) -> collections.abc.Sequence[Any]: ...
-    def options(self, x: Tensor) -> list[float]: ...
-
 ENTRIES: list[collections.abc.Mapping[str, Any]]
-CLASSES: dict[str, type[Composed]]
+CLASSES: dict[str, type[RowNorm]]
 
 def signature(entry: collections.abc.Mapping[str, Any]) -> inspect.Signature: ...
 def doc(entry: collections.abc.Mapping[str, Any]) -> str: ...
 
 __all__ = ["Derf", "DyT", "L2Norm"]
 
-class DyT(Composed):
+class DyT(RowNorm):
     """y = γ⊙tanh(αx)+β, one learned α, 1/2 at the start; no statistics and no ε; source: Zhu et al. 2025. Arguments,
     shapes, dtypes and errors are LayerNorm's."""
 
@@ -40,7 +33,7 @@ class DyT(Composed):
         dtype: torch.dtype | None = None,
     ) -> None: ...
 
-class Derf(Composed):
+class Derf(RowNorm):
     """y = γ⊙erf(αx+s)+β, learned α = 1/2 and s = 0, one number each; no statistics and no ε; source: Chen et al. 2025.
     Arguments, shapes, dtypes and errors are LayerNorm's."""
 
@@ -57,7 +50,7 @@ class Derf(Composed):
         dtype: torch.dtype | None = None,
     ) -> None: ...
 
-class L2Norm(Composed):
+class L2Norm(RowNorm):
     """y = x/max(‖x‖₂, ε) over the last dimension, ε = 1e-12, nothing learned; source: Loshchilov et al. 2024.
     Arguments, shapes, dtypes and errors are LayerNorm's."""
 

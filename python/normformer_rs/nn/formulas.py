@@ -1,4 +1,5 @@
-"""Equations of norms and residual schemes in PyTorch's own operations: exported programs have these, not operators.
+"""Equations in PyTorch's own operations: norms with running statistics and the residual step, for exported programs,
+and sublayers that read and write several tensors.
 
 All compute in f32 (f64 for f64 inputs) and return x's dtype.
 """
@@ -24,74 +25,6 @@ def affine(hat: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
     return hat
 
 
-def layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, shape: list[int], eps: float) -> Tensor:
-    """y = γ⊙(x − μ)/√(σ² + ε) + β over the last dimensions, which have this shape."""
-    a = wide(x)
-    gamma = None if weight is None else weight.to(a.dtype)
-    beta = None if bias is None else bias.to(a.dtype)
-    return F.layer_norm(a, shape, gamma, beta, eps).to(x.dtype)
-
-
-def rms_norm(x: Tensor, weight: Tensor | None, shape: list[int], eps: float) -> Tensor:
-    """y = γ⊙x/√(mean x² + ε) over the last dimensions, which have this shape."""
-    a = wide(x)
-    dims = [-1 - i for i in range(len(shape))]
-    # a.square() would make ONNX's RMSNormalization at opset 23, which onnxruntime cannot load for 16-bit rows.
-    y = a * torch.rsqrt((a * a).mean(dims, keepdim=True) + eps)
-    return (y if weight is None else y * weight.to(a.dtype)).to(x.dtype)
-
-
-def conventional_rms_norm(
-    x: Tensor, weight: Tensor | None, eps: float, cast: str, eps_outside: bool, measured: int
-) -> Tensor:
-    """RMSNorm over the last dimension, the mean taken of its first `measured` numbers. eps_outside: √(mean x²) + ε.
-    cast: rounds to x's type "after" the product with γ, "before" it, or the "scale" already."""
-    a = wide(x)
-    head, bound = a[..., :measured], 1e100 if a.dtype == torch.float64 else 1e6
-    # The squares of a row beyond the bound would overflow, so that row is measured in a larger unit; others by 1.
-    unit = head.detach().abs().amax(-1, keepdim=True).clamp_min(bound) / bound
-    head = head / unit
-    if eps_outside:  # the length's slope is 0 at rows of zeros, where a root's is infinite
-        scale = 1.0 / (torch.linalg.vector_norm(head, dim=-1, keepdim=True) * measured**-0.5 + eps / unit)
-    else:
-        scale = torch.rsqrt(head.square().mean(-1, keepdim=True) + eps)
-    scale = scale / unit
-    if cast == "scale":  # rounded, its gradient is not: a sum over x⊙dy may lie beyond float16
-        scale = scale + (scale.to(x.dtype).to(a.dtype) - scale).detach()
-    y = a * scale
-    if cast != "after":
-        y = y.to(x.dtype).to(a.dtype)
-    return (y if weight is None else y * weight.to(a.dtype)).to(x.dtype)
-
-
-def lp_norm(x: Tensor, weight: Tensor | None, gain: float, p: float, dims: int, eps: float) -> Tensor:
-    """y = g·x/max(‖x‖_p, ε) over the last `dims` dimensions; `gain` is g where there is no weight."""
-    a = wide(x)
-    over = [-1 - i for i in range(dims)]
-    largest = a.detach().abs().amax(over, keepdim=True)
-    unit = torch.where(largest > 0, largest, torch.ones_like(largest))  # divided by the largest, no power overflows
-    length = (torch.linalg.vector_norm(a / unit, p, over, keepdim=True) * unit).clamp_min(eps)
-    y = a / length
-    return (y * gain if weight is None else y * weight.to(a.dtype)).to(x.dtype)
-
-
-def dyt(x: Tensor, alpha: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
-    """y = γ⊙tanh(αx) + β."""
-    a = wide(x)
-    return affine(torch.tanh(a * alpha.to(a.dtype)), weight, bias).to(x.dtype)
-
-
-def derf(x: Tensor, alpha: Tensor, s: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
-    """y = γ⊙erf(αx + s) + β."""
-    a = wide(x)
-    return affine(torch.erf(a * alpha.to(a.dtype) + s.to(a.dtype)), weight, bias).to(x.dtype)
-
-
-def l2norm(x: Tensor, eps: float) -> Tensor:
-    """y = x/max(‖x‖₂, ε) over the last dimension."""
-    return lp_norm(x, None, 1.0, 2.0, 1, eps)
-
-
 def running_norm(
     x: Tensor,
     shift: Tensor | None,
@@ -111,16 +44,6 @@ def running_norm(
     if padding_mask is not None:
         y = y.masked_fill(padding_mask.unsqueeze(-1), 0.0)
     return y.to(x.dtype)
-
-
-GROUP_EPS = 1e-5
-"""The ε of group scaling."""
-
-
-def group_scaling(x: Tensor, groups: int, eps: float = GROUP_EPS) -> Tensor:
-    """x/√(mean over each group of x² + ε), `groups` equal parts of the last dimension."""
-    parts = x.unflatten(-1, (groups, x.shape[-1] // groups))
-    return rms_norm(parts, None, [x.shape[-1] // groups], eps).flatten(-2)
 
 
 def residual(x: Tensor, f: Tensor, alpha: Tensor | None, beta: Tensor | None) -> Tensor:

@@ -18,6 +18,7 @@ from .dropout import Draw, drop, is_plain, rate
 from .parts import Learned, NormAt
 from .profiling import profile_step
 from .registry import FUSED
+from .row_norm import unit_rows
 
 OPS = torch.ops.normformer_rs
 
@@ -46,8 +47,7 @@ def apply_changes(
         elif change.kind == "times":
             x = x * made
         elif change.kind == "unit":
-            is_exporting = torch.compiler.is_exporting()
-            x = formulas.lp_norm(x, None, 1.0, 2.0, 1, made) if is_exporting else OPS.scale_norm(x, None, None, made)[0]
+            x = unit_rows(x, None, made)
         elif change.kind == "damp_forward":
             x = x - F.silu(made).to(x.dtype) * x.detach()
         elif change.kind == "keep":

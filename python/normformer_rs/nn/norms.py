@@ -8,18 +8,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..config import unknown
 from ..errors import InputError
-from . import formulas
-from .row_norm import OPS, OffsetNorm, RowNorm
+from .formulas import wide
+from .row_norm import OPS, OffsetNorm, RowNorm, unit_rows
 from .sharding import write_whole
+from .table import CONSTANTS
 from .tracing import leaf
-from .unkept import saves_by_hooks
 
-FIXNORM_EPS = 1e-12
+FIXNORM_EPS = CONSTANTS["fixnorm_eps"]
 """The ε of FixNorm."""
-_WIDE = (torch.float32, torch.float64)
-"""Dtypes in which nothing is rounded on the way."""
 
 
 class LayerNorm(RowNorm, norm="layernorm"):
@@ -38,7 +35,10 @@ class LayerNorm(RowNorm, norm="layernorm"):
     """
 
     def formula(self, x: Tensor) -> Tensor:
-        return formulas.layer_norm(x, self.weight, self.bias, list(self.normalized_shape), self.eps_for(x))
+        # torch's own operator, for which runtimes have kernels
+        a = wide(x)
+        weight, bias = (None if p is None else p.to(a.dtype) for p in self.parameters_in_use(x))
+        return F.layer_norm(a, self.normalized_shape, weight, bias, self.eps_for(x)).to(x.dtype)
 
     def extra_repr(self) -> str:
         return nn.LayerNorm.extra_repr(self)  # type: ignore[arg-type]  # as this torch writes it
@@ -82,65 +82,25 @@ class RMSNorm(OffsetNorm, norm="rmsnorm"):
         eps_place: Literal["inside", "outside"] = "inside",
         part: float = 1.0,
     ) -> None:
-        for name, word, words in (
-            ("cast", cast, ("after", "before", "scale")),
-            ("eps_place", eps_place, ("inside", "outside")),
-        ):
-            if word not in words:
-                raise InputError(unknown(name, word, words))
-        if not 0 < part <= 1:
-            raise InputError(f"part must lie in (0, 1], got {part}")
         self.zero_centred, self.cast, self.eps_place, self.part = zero_centred, cast, eps_place, part
         super().__init__(normalized_shape, eps, elementwise_affine, device, dtype, unit_offset=unit_offset)
-        if self.measured() < 1 <= self.width:
-            raise InputError(f"part = {part} of {self.width} numbers is none: make it at least 1/{self.width}")
 
     def measured(self) -> int:
         """The numbers of a row that the mean is taken of: its first ⌊p·d⌋."""
         return math.floor(self.part * self.width)
 
-    def start(self, name: str) -> float:
-        return super().start(name) - float(self.zero_centred and name == "weight")
-
-    def gain(self) -> float:
-        return 1.0
-
-    def parameters_in_use(self, x: Tensor) -> tuple[Tensor | None, Tensor | None]:
-        """γ, and the bias."""
-        weight, bias = super().parameters_in_use(x)
-        if weight is None or not self.zero_centred:
-            return weight, bias
-        return weight.to(torch.promote_types(weight.dtype, torch.float32)) + 1.0, bias
-
-    def has_kernel(self, x: Tensor) -> bool:
-        """The kernels make x̂ of rows of this dtype; else it is composed."""
+    def rounds_once(self, x: Tensor) -> bool:
+        """The kernels compute all of this norm of rows of x's dtype."""
         is_near = self.eps_place == "inside" and self.part == 1
-        return is_near and (self.cast != "scale" or x.dtype in _WIDE)
+        return is_near and (self.cast == "after" or x.dtype in (torch.float32, torch.float64))
 
     def fuses(self, x: Tensor) -> bool:
-        return super().fuses(x) and self.has_kernel(x) and (self.cast == "after" or x.dtype in _WIDE)
+        return super().fuses(x) and self.rounds_once(x)
 
     def call(self, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
-        if not self.has_kernel(x):
-            return self._composed(x, weight)
-        if weight is None or self.cast == "after" or x.dtype in _WIDE:
+        if self.rounds_once(x):
             return super().call(x, weight, bias)
-        hat = super().call(x, None, bias)
-        return (hat.float() * weight.float()).to(x.dtype)
-
-    def _composed(self, x: Tensor, weight: Tensor | None) -> Tensor:
-        how = (self.cast, self.eps_place == "outside", self.measured())
-        return formulas.conventional_rms_norm(x, weight, self.eps_for(x), *how)
-
-    def formula(self, x: Tensor) -> Tensor:
-        weight, _ = RMSNorm.parameters_in_use(self, x)
-        if self.has_kernel(x) and (self.cast == "after" or x.dtype in _WIDE):
-            return formulas.rms_norm(x, weight, list(self.normalized_shape), self.eps_for(x))
-        n = len(self.normalized_shape)
-        if n == 1:
-            return self._composed(x, weight)
-        y = self._composed(x.flatten(-n), None if weight is None else weight.flatten())
-        return y.unflatten(-1, self.normalized_shape)
+        return OPS.conventional_rms_norm(x, weight, self.eps_for(x), self.cast, self.eps_place, self.part)
 
     def extra_repr(self) -> str:
         plain = {"zero_centred": False, "cast": "after", "eps_place": "inside", "part": 1.0}
@@ -174,20 +134,18 @@ class BiasedRMSNorm(RMSNorm):
             self.bias = nn.Parameter(empty)
             self.reset_parameters()
 
-    def start(self, name: str) -> float:
-        return 0.0 if name == "bias" else super().start(name)
-
     def call(self, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
-        if bias is None:
-            return super().call(x, weight, None)
-        wide = torch.promote_types(x.dtype, torch.float32)
-        y = super().call(x.to(wide), None if weight is None else weight.to(wide), None)
-        return (y + bias.to(wide)).to(x.dtype)
+        return self._with_bias(super().call, x, weight, bias)
 
-    def formula(self, x: Tensor) -> Tensor:
+    def composed(self, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+        return self._with_bias(super().composed, x, weight, bias)
+
+    def _with_bias(self, run: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+        if bias is None:
+            return run(x, weight, None)
         wide = torch.promote_types(x.dtype, torch.float32)
-        y = super().formula(x.to(wide))
-        return (y if self.bias is None else y + self.bias).to(x.dtype)
+        y = run(x.to(wide), None if weight is None else weight.to(wide), None)
+        return (y + bias.to(wide)).to(x.dtype)
 
 
 class ScaleNorm(OffsetNorm, norm="scalenorm"):
@@ -204,9 +162,6 @@ class ScaleNorm(OffsetNorm, norm="scalenorm"):
     Loads the `scale` of Nguyen and Salazar's code (a number) and the `g` of x-transformers (g/√d) as `weight` (1,).
     Shapes, dtypes, errors: LayerNorm's. Source: Nguyen & Salazar 2019, eq 5.
     """
-
-    def formula(self, x: Tensor) -> Tensor:
-        return formulas.lp_norm(x, self.weight, self.gain(), 2.0, len(self.normalized_shape), self.eps_for(x))
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *rest: Any) -> None:
         scale, weight = prefix + "scale", prefix + "weight"
@@ -255,20 +210,11 @@ class LpNorm(RowNorm, norm="lpnorm"):
         device: Any = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        if not p >= 1:
-            raise InputError(f"p must be at least 1, or inf, got {p}")
         self.p = p
         super().__init__(normalized_shape, eps, elementwise_affine, False, device, dtype)
 
     def call(self, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
-        if saves_by_hooks():
-            if self.p == 2:
-                return OPS.scale_norm(x, weight, None, self.eps_for(x))[0]
-            return formulas.lp_norm(x, weight, self.gain(), self.p, 1, self.eps_for(x))
         return OPS.lp_norm(x, weight, self.p, self.eps_for(x))
-
-    def formula(self, x: Tensor) -> Tensor:
-        return formulas.lp_norm(x, self.weight, self.gain(), self.p, len(self.normalized_shape), self.eps_for(x))
 
     def extra_repr(self) -> str:
         return f"{self.normalized_shape}, p={self.p}, eps={self.eps}, elementwise_affine={self.elementwise_affine}"
@@ -323,22 +269,19 @@ class FixNormEmbedding(nn.Embedding):
 
     def reset_parameters(self) -> None:
         """Draws the table anew, uniform in ±0.01."""
-        write_whole(self.weight, lambda whole: nn.init.uniform_(whole, -0.01, 0.01))
+        bound = CONSTANTS["fixnorm_bound"]
+        write_whole(self.weight, lambda whole: nn.init.uniform_(whole, -bound, bound))
 
     @leaf
     def forward(self, input: Tensor) -> Tensor:
         """Rows of the normalised table, times `scale`."""
         rows = F.embedding(input, self.weight, self.padding_idx)
-        if torch.compiler.is_exporting():
-            return formulas.lp_norm(rows, None, self.scale, 2.0, 1, FIXNORM_EPS)
         gain = rows.new_full((1,), self.scale, dtype=torch.promote_types(rows.dtype, torch.float32))
-        return OPS.scale_norm(rows, gain, None, FIXNORM_EPS)[0]
+        return unit_rows(rows, gain, FIXNORM_EPS)
 
     def normalised_weight(self) -> Tensor:
         """The table (V, d), its rows of unit length."""
-        if torch.compiler.is_exporting():
-            return formulas.lp_norm(self.weight, None, 1.0, 2.0, 1, FIXNORM_EPS)
-        return OPS.scale_norm(self.weight, None, None, FIXNORM_EPS)[0]
+        return unit_rows(self.weight, None, FIXNORM_EPS)
 
     def extra_repr(self) -> str:
         return super().extra_repr() + (f", scale={self.scale}" if self.scale != 1 else "")

@@ -1,7 +1,7 @@
 """The base of norms that work row by row."""
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -10,11 +10,18 @@ from torch import Tensor, nn
 from ..errors import InputError
 from . import sharding
 from .running import check_eps, check_size, over_rows
-from .table import DECLARED, Declared
+from .table import DECLARED, Declared, Numbers, used
 from .tracing import leaf
 
 OPS = torch.ops.normformer_rs
 sharding.register()
+
+
+def unit_rows(x: Tensor, gain: Tensor | None, eps: float) -> Tensor:
+    """gain·x/max(‖x‖₂, ε), ScaleNorm as a function; an exported program gets it in torch's own operations."""
+    if torch.compiler.is_exporting():
+        return OPS.composed_norm(x, [gain], DECLARED["scalenorm"].as_floats(eps=eps), "scalenorm")
+    return OPS.scale_norm(x, gain, None, eps)[0]
 
 
 class RowNorm(nn.Module):
@@ -74,28 +81,25 @@ class RowNorm(nn.Module):
             self.register_parameter(declared.name, None if declared.name in left_out else nn.Parameter(empty))
         for name in {"weight", "bias"}.difference(self.names):
             self.register_parameter(name, None)
+        given = {name: getattr(self, name) for name in self.declared.options}
+        self.numbers_of = self.declared.numbers(self.width, given)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
         """Sets the parameters to their first values."""
-        offset = float(getattr(self, "zero_centred", False))
         for name, parameter in self._parameters.items():
             if parameter is not None:
-                start = self.start(name)
-                is_scaled = name == "weight" and self.first_scale != 1.0
-                nn.init.constant_(parameter, (start + offset) * self.first_scale - offset if is_scaled else start)
-
-    def start(self, name: str) -> float:
-        """The first value of a parameter."""
-        start = next(parameter.start for parameter in self.declared.parameters if parameter.name == name)
-        if start != "length":
-            return start
-        p: float | None = getattr(self, "p", None)
-        return math.sqrt(self.width) if p is None else self.width ** (1 / p)
+                numbers = self.numbers_of.get(name, Numbers(0.0))
+                nn.init.constant_(parameter, numbers.first(self.first_scale if name == "weight" else 1.0))
 
     def gain(self) -> float:
-        """The first value of the weight."""
-        return self.start("weight")
+        """What the operator gets for the weight at the start."""
+        return self.numbers_of["weight"].at_start() if "weight" in self.numbers_of else 1.0
+
+    def in_use(self, name: str) -> Tensor | None:
+        """A parameter as the operator takes it."""
+        p = getattr(self, name)
+        return used(p, self.numbers_of[name]) if name in self.numbers_of else p
 
     @property
     def width(self) -> int:
@@ -104,9 +108,9 @@ class RowNorm(nn.Module):
 
     def parameters_in_use(self, x: Tensor) -> tuple[Tensor | None, Tensor | None]:
         """Weight and bias as the operator takes them; a gain that is not learned is a constant."""
-        if self.has_one_gain and self.weight is None:
-            return x.new_full((1,), self.gain(), dtype=torch.promote_types(x.dtype, torch.float32)), None
-        return self.weight, self.bias
+        if self.weight is None and (self.has_one_gain or self.gain() != 1.0):
+            return x.new_full((1,), self.gain(), dtype=torch.promote_types(x.dtype, torch.float32)), self.bias
+        return self.in_use("weight"), self.in_use("bias")
 
     def eps_for(self, x: Tensor) -> float:
         """ε; None stands for the machine epsilon of the type that x is computed in, as in torch."""
@@ -114,11 +118,24 @@ class RowNorm(nn.Module):
 
     def own(self, x: Tensor) -> Sequence[Any]:
         """The operator's arguments beside weight and bias: ε, or the learned numbers of x̂."""
-        return (self.eps_for(x),)
+        return [self.in_use(name) for name in self.numbers] if self.numbers else (self.eps_for(x),)
 
     def call(self, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
         """The operator on rows."""
-        return getattr(OPS, self.operator)(x, weight, bias, self.eps_for(x))[0]
+        if not self.operator:
+            return self.composed(x, weight, bias)
+        return getattr(OPS, self.operator)(x, weight, bias, *self.own(x))[0]
+
+    def composed(self, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+        """The same by the composed form, an operator that torch decomposes."""
+        inside = {name: self.in_use(name).flatten() for name in self.numbers}  # type: ignore[union-attr]
+        parameters = [{"weight": weight, "bias": bias, **inside}[name] for name in self.names]
+        return OPS.composed_norm(x, parameters, self.options(x), self.declared.name)
+
+    def options(self, x: Tensor) -> list[float]:
+        """All options as numbers, in the table's order: a word is its place among its choices."""
+        given = {name: self.eps_for(x) if name == "eps" else getattr(self, name) for name in self.declared.options}
+        return self.declared.as_floats(**given)
 
     def fuses(self, x: Tensor) -> bool:
         """The fused residual step computes this norm of a stream of x's dtype, from `parameters_in_use` and `own`."""
@@ -126,7 +143,15 @@ class RowNorm(nn.Module):
 
     def formula(self, x: Tensor) -> Tensor:
         """The same in torch's own operations, for exported programs."""
-        raise NotImplementedError
+        return self._on_rows(self.composed, x)
+
+    def _on_rows(self, run: Callable[..., Tensor], x: Tensor) -> Tensor:
+        weight, bias = self.parameters_in_use(x)
+        n = len(self.normalized_shape)
+        if n == 1:
+            return run(x, weight, bias)
+        flat = (None if p is None else p.flatten() for p in (weight, bias))
+        return run(x.flatten(-n), *flat).unflatten(-1, self.normalized_shape)
 
     @leaf
     def forward(self, x: Tensor) -> Tensor:
@@ -140,11 +165,7 @@ class RowNorm(nn.Module):
             return self.formula(x)
         if type(x) is not Tensor and not torch.compiler.is_compiling():
             sharding.register()
-        weight, bias = self.parameters_in_use(x)
-        if n == 1:
-            return self.call(x, weight, bias)
-        flat = (None if p is None else p.flatten() for p in (weight, bias))
-        return self.call(x.flatten(-n), *flat).unflatten(-1, self.normalized_shape)
+        return self._on_rows(self.call, x)
 
     def extra_repr(self) -> str:
         shown = [name for name in self.declared.options if name in vars(self)]
@@ -175,5 +196,5 @@ class OffsetNorm(RowNorm):
         if self.weight is not None and g in state_dict and weight not in state_dict:
             # Their factor √d belongs to x̂ where there is a weight per feature, and to the weight where it is one gain.
             gain = (state_dict.pop(g) + float(self.unit_offset)) * self.gain()
-            state_dict[weight] = gain - 1.0 if getattr(self, "zero_centred", False) else gain
+            state_dict[weight] = self.numbers_of["weight"].inverse(gain)
         super()._load_from_state_dict(state_dict, prefix, *rest)

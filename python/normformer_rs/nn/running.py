@@ -12,9 +12,9 @@ from ..distributed import group_name
 from ..errors import InputError
 from . import formulas
 from .masks import check_mask, mask_for
-from .table import DECLARED, Declared
+from .table import CONSTANTS, DECLARED, Declared, used
 from .tracing import leaf
-from .unkept import Unkept, is_second_run, is_unkept, saves_by_hooks
+from .unkept import Unkept, is_second_run, is_unkept
 
 OPS = torch.ops.normformer_rs
 MODES = ("paper", "release")
@@ -47,10 +47,9 @@ class GroupScaling(nn.Module):
 def scale_groups(x: Tensor, groups: int) -> Tensor:
     """GroupScaling as a function; an exported program gets it in torch's own operations."""
     if torch.compiler.is_exporting():
-        return formulas.group_scaling(x, groups)
-    if saves_by_hooks() and x.shape[-1] > 0 and x.shape[-1] % groups == 0:
         parts = x.unflatten(-1, (groups, x.shape[-1] // groups))
-        return OPS.rms_norm(parts, None, None, formulas.GROUP_EPS)[0].flatten(-2)
+        options = DECLARED["rmsnorm"].as_floats(eps=CONSTANTS["groupscaling_eps"])
+        return OPS.composed_norm(parts, [None], options, "rmsnorm").flatten(-2)
     return OPS.group_scaling(x, groups)
 
 
@@ -116,11 +115,17 @@ class RunningNorm(nn.Module):
             self.register_buffer(buffer.name, torch.empty(buffer.size(num_features), **made))
         self.refused = torch.zeros(1, dtype=torch.int64, device=device)
         self._unkept = Unkept()
+        given = {name: getattr(self, name) for name in self.declared.options}
+        self.numbers_of = self.declared.numbers(num_features, given)
         self.reset_parameters()
 
     def settings(self) -> dict[str, Any]:
         """The operator's options beside `train` and `eps`."""
         raise NotImplementedError
+
+    def in_use(self) -> tuple[Tensor | None, Tensor | None]:
+        """Weight and bias as the operator takes them."""
+        return used(self.weight, self.numbers_of["weight"]), used(self.bias, self.numbers_of["bias"])
 
     def state(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         """The operator's buffers: two statistics and a counter."""
@@ -134,12 +139,11 @@ class RunningNorm(nn.Module):
         self.refused.zero_()
 
     def reset_parameters(self) -> None:
-        """γ = 1, β = 0, and statistics as at the start."""
+        """Parameters and statistics as at the start."""
         self.reset_running_stats()
-        if self.weight is not None:
-            nn.init.constant_(self.weight, self.first_scale)
-        if self.bias is not None:
-            nn.init.zeros_(self.bias)
+        for name, numbers in self.numbers_of.items():
+            if (parameter := getattr(self, name)) is not None:
+                nn.init.constant_(parameter, numbers.first(self.first_scale if name == "weight" else 1.0))
 
     def frozen(self) -> tuple[Tensor | None, Tensor]:
         """Evaluation's statistics: the mean that is subtracted (None: none), and the mean square of the divisor."""
@@ -157,7 +161,7 @@ class RunningNorm(nn.Module):
         is_compiling, is_exporting = torch.compiler.is_compiling(), torch.compiler.is_exporting()
         if is_exporting and not self.training:
             mask = mask_for(x) if padding_mask is None else padding_mask
-            return formulas.running_norm(x, *self.frozen(), self.weight, self.bias, self.eps, self.hidden(mask))
+            return formulas.running_norm(x, *self.frozen(), *self.in_use(), self.eps, self.hidden(mask))
         if self.refused.device != x.device and not is_compiling:
             self._move_refused(x.device)
         refused = self.refused if self.refused.device == x.device and not is_exporting else None
@@ -172,7 +176,7 @@ class RunningNorm(nn.Module):
         if self.sync and self.training:
             options["group"] = group_name(self.process_group)
         run = getattr(OPS, self.operator_name)
-        y, stats = run(x, self.weight, self.bias, mask, *self.state(), refused, used, **options)
+        y, stats = run(x, *self.in_use(), mask, *self.state(), refused, used, **options)
         if self.training and not is_compiling and earlier is None and is_unkept():
             self._unkept.add(x, mask, stats)
         return y

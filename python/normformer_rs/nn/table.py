@@ -1,8 +1,15 @@
 """Rust's table of norms, as tuples."""
 
+import functools
+import json
+import math
 from collections.abc import Mapping
 from typing import Any, Literal, NamedTuple
 
+import torch
+from torch import Tensor
+
+from .. import _core
 from ..config import ENTRIES
 
 
@@ -11,12 +18,44 @@ class Kept(NamedTuple):
 
     name: str
     shape: Literal["one", "width", "column"]
-    start: float | Literal["length"]
-    """The first value of every element; "length": d^{1/p}, the length of a row of ones."""
+    start: Any
+    """The first value of every element; of a parameter it may be a formula in words (`Declared.numbers`)."""
     is_counter: bool = False
+    offset: Any = 0.0
+    factor: Any = 1.0
 
     def size(self, width: int) -> tuple[int, ...]:
         return {"one": (1,), "width": (width,), "column": (1, width, 1, 1)}[self.shape]
+
+
+class Numbers(NamedTuple):
+    """The numbers of a parameter p in one norm, whose operator gets factor·(offset + p)."""
+
+    start: float
+    """p at the start."""
+    offset: float = 0.0
+    factor: float = 1.0
+
+    def first(self, scale: float) -> float:
+        """p at the start, such that what the operator gets is multiplied by `scale`."""
+        return self.start if scale == 1.0 else (self.offset + self.start) * scale - self.offset
+
+    def at_start(self) -> float:
+        """What the operator gets at the start."""
+        return self.factor * (self.offset + self.start)
+
+    def inverse(self, value: Tensor) -> Tensor:
+        """The p of which the operator gets this value."""
+        return value / self.factor - self.offset
+
+
+def used(p: Tensor | None, numbers: Numbers) -> Tensor | None:
+    """factor·(offset + p), in f32 at least: a sum in 16 bits would lose small p."""
+    if p is None or (numbers.offset == 0.0 and numbers.factor == 1.0):
+        return p
+    wide = p.to(torch.promote_types(p.dtype, torch.float32))
+    total = wide if numbers.offset == 0.0 else wide + numbers.offset
+    return total if numbers.factor == 1.0 else total * numbers.factor
 
 
 class Declared(NamedTuple):
@@ -29,15 +68,35 @@ class Declared(NamedTuple):
     """None: it has none of its own, or its options choose one."""
     parameters: tuple[Kept, ...]
     buffers: tuple[Kept, ...]
-    options: tuple[str, ...]
+    options: Mapping[str, Any]
+    """Their defaults, in order."""
+    choices: Mapping[str, list[str]]
+    """Of the options that are words."""
 
     @classmethod
     def of(cls, entry: Mapping[str, Any]) -> "Declared":
         """From an entry of `normformer_rs.tables()`."""
         parameters, buffers = (tuple(Kept(**kept) for kept in entry[key]) for key in ("parameters", "buffers"))
-        options = tuple(option["name"] for option in entry["options"])
+        options = {option["name"]: option["default"] for option in entry["options"]}
         plain = {key: entry[key] for key in ("name", "module", "form", "operator")}
-        return cls(**plain, parameters=parameters, buffers=buffers, options=options)
+        choices = {option["name"]: option["choices"] for option in entry["options"] if "choices" in option}
+        return cls(**plain, parameters=parameters, buffers=buffers, options=options, choices=choices)
+
+    def numbers(self, width: int, given: Mapping[str, Any]) -> dict[str, Numbers]:
+        """Of each parameter, in a norm with these options. Errors: InputError for an option that cannot be meant."""
+        plain = {name: str(o) if isinstance(o, float) and not math.isfinite(o) else o for name, o in given.items()}
+        return dict(_numbers(self.name, width, json.dumps(plain)))
+
+    def as_floats(self, **given: Any) -> list[float]:
+        """All options as operators take them, in order: a flag is 0 or 1, a word its place among its choices."""
+        options = {**self.options, **given}
+        return [float(self.choices[name].index(o) if name in self.choices else o) for name, o in options.items()]
+
+
+@functools.lru_cache(maxsize=1024)
+def _numbers(name: str, width: int, given: str) -> list[tuple[str, Numbers]]:
+    found = _core.norm_numbers(name, width, given)
+    return [(p.name, Numbers(*numbers)) for p, numbers in zip(DECLARED[name].parameters, found, strict=True)]
 
 
 class Family(NamedTuple):
@@ -53,5 +112,6 @@ FAMILIES: dict[str, Family] = {
     entry["name"]: Family(entry["name"], entry["norm"], entry["settings"]) for entry in ENTRIES["families"]
 }
 """Every family, by its name: rmsnorm:llama, …"""
+CONSTANTS: dict[str, float] = {entry["name"]: entry["value"] for entry in ENTRIES["constants"]}
 DECLARED: dict[str, Declared] = {entry["name"]: Declared.of(entry) for entry in ENTRIES["norms"]}
 """Every norm of the table."""

@@ -13,6 +13,7 @@ from .. import nn as nfnn
 from ..config import unknown
 from ..errors import InputError
 from ..nn.norms import FixedScaleNorm, RowNorm
+from ..nn.table import Numbers
 from .handover import own_forward
 from .probe import KINDS, Known, probe
 
@@ -139,19 +140,17 @@ def _by_convention(module: nn.Module, width: int, computes: str, by_order: bool 
     gain = "weight" if "weight" in names else next((name for name in others if name != "bias"), None)
     bias = "bias" if "bias" in names else next((name for name in others if name != gain), None)
     kind = KINDS[computes]
-    start = 1.0
+    offset, factor = 0.0, 1.0
     if issubclass(kind, RowNorm) and gain is not None:
-        start = (module if isinstance(module, RowNorm) else kind(width)).gain()
+        like: Any = module if isinstance(module, RowNorm) else kind(width)
+        numbers = like.numbers_of.get("weight", Numbers(1.0))
+        offset, factor = numbers.offset, numbers.factor / like.gain()
     eps = next((getattr(module, name) for name in _EPS if hasattr(module, name)), math.nan)
     if isinstance(module, RowNorm) and getattr(module, "eps_place", "inside") == "outside":
         eps = math.nan  # no ε of the formula
-    offset = float(isinstance(module, RowNorm) and getattr(module, "zero_centred", False))
-    return Known(width, computes, gain, bias, None if eps is None else float(eps), *_counted(gain, 1 / start, offset))
+    if gain is None:
+        offset = 1.0
+    return Known(width, computes, gain, bias, None if eps is None else float(eps), offset, factor)
 
 
 _EPS = ("eps", "variance_epsilon", "epsilon")
-
-
-def _counted(gain: str | None, factor: float, offset: float) -> tuple[float, float]:
-    """(offset, factor)."""
-    return (offset, factor) if gain is not None else (1.0, 1.0)

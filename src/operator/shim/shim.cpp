@@ -245,6 +245,10 @@ bool nfrs_has_columns(const Tensor* x, int64_t multiple_of) {
   });
 }
 
+bool nfrs_width(const Tensor* x, int64_t* width) {
+  return done([&] { *width = x->sym_size(-1).guard_int(__FILE__, __LINE__); });
+}
+
 // Calls a function of Rust's, and appends its outputs. Takes over the function.
 bool nfrs_function(void* function, bool saves, Span<Value> inputs, void* outputs, Push push) {
   return done([&] {
