@@ -26,6 +26,7 @@ __all__ = [
     "History",
     "InputError",
     "Interrupted",
+    "Norm",
     "Perplexity",
     "Scheme",
     "SearchConfig",
@@ -45,6 +46,7 @@ __all__ = [
     "generate",
     "keep_memory",
     "nn",
+    "norms",
     "param_groups",
     "plot",
     "preset",
@@ -58,7 +60,7 @@ __all__ = [
 ]
 
 if TYPE_CHECKING:
-    from . import analysis, nn, schemes, surgery
+    from . import analysis, nn, norms, schemes, surgery
     from .config import (
         DataConfig,
         GenerationConfig,
@@ -75,6 +77,7 @@ if TYPE_CHECKING:
     from .huggingface import to_huggingface
     from .memory import keep_memory
     from .model import Transformer
+    from .norms import Norm
     from .parametrisation import param_groups
     from .presets import PRESETS, preset
     from .schemes import Scheme
@@ -96,6 +99,7 @@ else:
         "model": ("Transformer",),
         "parametrisation": ("param_groups",),
         "presets": ("PRESETS", "preset"),
+        "norms": ("Norm",),
         "schemes": ("Scheme",),
         "surgery": ("Swaps", "fold_norms", "swap_norms", "swap_residuals"),
         "training": ("DryRun", "Trainer"),

@@ -32,6 +32,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, NamedTuple, TypeVar
 
+from .norms import Norm
+from .schemes import Scheme
+
 _C = TypeVar("_C", bound=Config)
 
 class Field(NamedTuple):
@@ -65,6 +68,8 @@ PARAMETRISATION: tuple[str, ...]
 __version__: str
 
 def readable(name: str, text: str) -> str: ...
+OWN: dict[str, str]
+
 def closest(got: str, choices: Iterable[str]) -> str: ...
 def unknown(what: str, got: str, choices: Iterable[str]) -> str: ...
 def split(options: Mapping[str, Any], *kinds: type[Config]) -> list[dict[str, Any]]: ...
@@ -259,7 +264,10 @@ def _choices(kinds: "list[type[Config]]") -> Iterator[str]:
 
 
 def _annotation(field: "Field", kinds: "list[type[Config]]") -> str:
+    from . import config
+
     kind = _aliases(kinds)[field.choices] if field.choices else field.kind
+    kind += {"schemes": " | Scheme", "norms": " | Norm | str"}.get(config.OWN.get(field.name, ""), "")
     return kind + " | str" * field.per_layer + " | None" * field.optional
 
 

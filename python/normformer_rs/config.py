@@ -7,6 +7,7 @@ command line answers at once.
 
 import copy
 import dataclasses
+import importlib.util
 import inspect
 import json
 import math
@@ -59,8 +60,8 @@ class Field(NamedTuple):
         """The value as this option's type (an int where a float is meant becomes one); InputError if it is another."""
         if value is None and self.optional:
             return None
-        if self.name == "residual" and (scheme := _own_scheme(value)) is not None:
-            return scheme
+        if self.name in OWN and (own := _declared(self.name, value)) is not None:
+            return own
         if self.kind == "float" and isinstance(value, int) and not isinstance(value, bool):
             value = float(value)
         if self.kind == "int" and not isinstance(value, (int, str)) and hasattr(value, "__index__"):
@@ -92,19 +93,43 @@ class Field(NamedTuple):
         return value
 
 
-def _own_scheme(value: Any) -> Any:
-    """A scheme beside the table's: an object or class of `schemes.Scheme`, what one declared, or file.py:Class."""
+OWN = {"residual": "schemes", "norm": "norms", "encoder_norm": "norms", "decoder_norm": "norms"}
+"""Options that take an object of one's own, and the module that declares such."""
+
+
+def _declared(option: str, value: Any) -> Any:
+    """A scheme or a norm beside the table's: an object or a class, what a config.json has of one, or file.py:Class."""
     if isinstance(value, str) and ".py:" not in value:
         return None
-    from . import schemes  # most models name one of the table's
+    from . import norms, schemes  # most models name the table's
 
+    kind: Any = schemes.Scheme if option == "residual" else norms.Norm
     if isinstance(value, str):
-        return schemes.load(value)
+        value = _load(option, value, kind)
     if isinstance(value, Mapping):
-        return schemes.DeclaredScheme(value)
-    if isinstance(value, type) and issubclass(value, schemes.Scheme):
+        return schemes.DeclaredScheme(value) if option == "residual" else norms.declared(value)
+    if isinstance(value, type) and issubclass(value, kind):
         return value()
-    return value if isinstance(value, schemes.Scheme) else None
+    return value if isinstance(value, kind) else None
+
+
+def _load(option: str, path: str, kind: type) -> type:
+    """The class of `file.py:Class`. Errors: InputError where there is none."""
+    file, _, name = path.rpartition(":")
+    if not os.path.isfile(file):
+        raise InputError(f"{option} {path!r}: there is no file {file!r}; expected file.py:Class")
+    spec = importlib.util.spec_from_file_location(f"normformer_rs_of_{os.path.basename(file)[:-3]}", file)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    found = vars(module).get(name)
+    if not isinstance(found, type) or not issubclass(found, kind):
+        own = [key for key, value in vars(module).items() if isinstance(value, type) and issubclass(value, kind)]
+        own = [key for key in own if vars(module)[key].__module__ == module.__name__]
+        raise InputError(
+            f"{option} {path!r}: {file} has no class {name} of normformer_rs.{kind.__name__}; it has {own}"
+        )
+    return found
 
 
 def readable(name: str, text: str) -> str:
@@ -227,7 +252,7 @@ class Config:
 
     def _plain(self, value: Any) -> Any:
         """As JSON has it."""
-        if hasattr(value, "declare"):  # a scheme of one's own
+        if hasattr(value, "declare"):  # one's own
             return value.declare(self)
         return "inf" if value == math.inf else value
 

@@ -4,6 +4,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, NamedTuple, TypeVar
 
+from .norms import Norm
+from .schemes import Scheme
+
 _C = TypeVar("_C", bound=Config)
 
 class Field(NamedTuple):
@@ -125,9 +128,9 @@ class TransformerConfig(Config):
     linear_biases: bool
     encoder_layers: int
     decoder_layers: int
-    norm: _Norm
-    encoder_norm: _Norm | None
-    decoder_norm: _Norm | None
+    norm: _Norm | Norm | str
+    encoder_norm: _Norm | Norm | str | None
+    decoder_norm: _Norm | Norm | str | None
     norm_eps: float | None
     rmsnorm_weight: bool
     rmsnorm_zero_centred: bool
@@ -142,7 +145,7 @@ class TransformerConfig(Config):
     powernorm_warmup: int
     powernorm_mode: _PowernormMode
     powernorm_sync: bool
-    residual: _Residual | str
+    residual: _Residual | Scheme | str
     qk_norm: bool
     qk_l2norm: int | None
     init: _Init | None
@@ -205,9 +208,9 @@ class TransformerConfig(Config):
         linear_biases: bool = ...,
         encoder_layers: int = ...,
         decoder_layers: int = ...,
-        norm: _Norm = ...,
-        encoder_norm: _Norm | None = ...,
-        decoder_norm: _Norm | None = ...,
+        norm: _Norm | Norm | str = ...,
+        encoder_norm: _Norm | Norm | str | None = ...,
+        decoder_norm: _Norm | Norm | str | None = ...,
         norm_eps: float | None = ...,
         rmsnorm_weight: bool = ...,
         rmsnorm_zero_centred: bool = ...,
@@ -222,7 +225,7 @@ class TransformerConfig(Config):
         powernorm_warmup: int = ...,
         powernorm_mode: _PowernormMode = ...,
         powernorm_sync: bool = ...,
-        residual: _Residual | str = ...,
+        residual: _Residual | Scheme | str = ...,
         qk_norm: bool = ...,
         qk_l2norm: int | None = ...,
         init: _Init | None = ...,
@@ -429,6 +432,8 @@ PARAMETRISATION: tuple[str, ...]
 __version__: str
 
 def readable(name: str, text: str) -> str: ...
+OWN: dict[str, str]
+
 def closest(got: str, choices: Iterable[str]) -> str: ...
 def unknown(what: str, got: str, choices: Iterable[str]) -> str: ...
 def split(options: Mapping[str, Any], *kinds: type[Config]) -> list[dict[str, Any]]: ...

@@ -6,12 +6,10 @@ config.json holds the data, so that a run loads where the class is not to be had
 anything is.
 """
 
-import importlib.util
 import json
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, ClassVar, Literal, NamedTuple
 
 from .errors import InputError
@@ -36,7 +34,6 @@ __all__ = [
     "damp_forward",
     "head_scale",
     "keep",
-    "load",
     "mix",
     "norm",
     "scale",
@@ -397,23 +394,6 @@ class DeclaredScheme(Scheme):
 
     def __hash__(self) -> int:
         return hash(json.dumps(self.data, sort_keys=True))
-
-
-def load(path: str) -> Scheme:
-    """The scheme of `file.py:Class`. Errors: InputError where there is none."""
-    file, _, name = path.rpartition(":")
-    if not Path(file).is_file():
-        raise InputError(f"residual {path!r}: there is no file {file!r}; expected file.py:Class")
-    spec = importlib.util.spec_from_file_location(f"normformer_rs_of_{Path(file).stem}", file)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    kinds = [key for key, kind in vars(module).items() if isinstance(kind, type) and issubclass(kind, Scheme)]
-    found = vars(module).get(name)
-    if not isinstance(found, type) or not issubclass(found, Scheme):
-        own = [key for key in kinds if vars(module)[key].__module__ == module.__name__]
-        raise InputError(f"residual {path!r}: {file} has no class {name} of normformer_rs.Scheme; it has {own}")
-    return found()
 
 
 # Declarations as data.

@@ -127,7 +127,7 @@ config! {
         }
         "norm and residual" {
             /// The norm.
-            norm: NormName = NormName("layernorm".into()),
+            norm: NormName = NormName::parse("layernorm").expect("the table has it"),
             /// The encoder's norm, where it differs from `norm`.
             encoder_norm: Option<NormName> = None,
             /// The decoder's norm, where it differs from `norm`.

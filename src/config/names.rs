@@ -1,6 +1,7 @@
 //! Options that name an entry of one of the package's tables.
 
 use crate::error::Result;
+use crate::norm::{self, given::GivenNorm};
 use crate::options::FieldType;
 use crate::parametrisation;
 use crate::residual::{GivenScheme, Schemes, SCHEMES};
@@ -33,8 +34,6 @@ macro_rules! table_name {
         }
     };
 }
-table_name!(/// A norm of [`crate::norm::NORMS`], or of [`FAMILIES`](crate::norm::families::FAMILIES).
-    NormName, crate::norm::names(), crate::norm::find, per_layer: false);
 table_name!(/// An initialisation of [`crate::init::INITS`].
     InitName, crate::init::INITS.iter().map(|i| i.name), crate::init::find, per_layer: false);
 table_name!(/// A parametrisation of [`PARAMETRISATIONS`](crate::parametrisation::PARAMETRISATIONS).
@@ -106,5 +105,61 @@ impl FieldType for Residual {
     const PER_LAYER: bool = true;
     fn choices() -> Vec<&'static str> {
         SCHEMES.iter().map(|scheme| scheme.name()).collect()
+    }
+}
+
+/// A norm of [`crate::norm::NORMS`], of [`FAMILIES`](crate::norm::families::FAMILIES), or one that its user declares.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct NormName(&'static str);
+
+impl NormName {
+    pub fn parse(word: &str) -> Result<Self> {
+        match norm::names().find(|name| *name == word) {
+            Some(name) => Ok(NormName(name)),
+            None => norm::find(word).map(|spec| NormName(spec.name)),
+        }
+    }
+
+    pub fn as_str(&self) -> &str {
+        self.0
+    }
+}
+
+impl Serialize for NormName {
+    fn serialize<S: Serializer>(&self, s: S) -> std::result::Result<S::Ok, S::Error> {
+        match norm::given::declared(self.0) {
+            Some(given) => given.serialize(s),
+            None => s.serialize_str(self.0),
+        }
+    }
+}
+
+impl<'de> Deserialize<'de> for NormName {
+    fn deserialize<D: Deserializer<'de>>(d: D) -> std::result::Result<Self, D::Error> {
+        struct WordOrNorm;
+        impl<'de> Visitor<'de> for WordOrNorm {
+            type Value = NormName;
+
+            fn expecting(&self, f: &mut fmt::Formatter) -> fmt::Result {
+                f.write_str("a norm's name, or what it declares")
+            }
+
+            fn visit_str<E: serde::de::Error>(self, word: &str) -> std::result::Result<NormName, E> {
+                NormName::parse(word).map_err(E::custom)
+            }
+
+            fn visit_map<A: MapAccess<'de>>(self, map: A) -> std::result::Result<NormName, A::Error> {
+                let given = GivenNorm::deserialize(MapAccessDeserializer::new(map))?;
+                norm::given::entry(given).map(|spec| NormName(spec.name)).map_err(serde::de::Error::custom)
+            }
+        }
+        d.deserialize_any(WordOrNorm)
+    }
+}
+
+impl FieldType for NormName {
+    const KIND: &'static str = "str";
+    fn choices() -> Vec<&'static str> {
+        norm::names().collect()
     }
 }

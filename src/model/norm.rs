@@ -7,6 +7,7 @@ use crate::analysis::Watch;
 use crate::error::{Error, Result};
 use crate::init::Fill;
 use crate::norm::composed::{self, Hat};
+use crate::norm::given::OwnNorm;
 use crate::norm::kernels::OwnOperator;
 use crate::norm::spec::{DeclaredShape, Given, Numbers, Parameter, WEIGHT};
 use crate::norm::{Form, Site, Spec};
@@ -128,6 +129,7 @@ pub fn build(spec: &Spec, b: &mut Builder, site: &Site) -> Result<Box<dyn Norm>>
         Form::Rows(kernels) => Box::new(Transformed { operator: RowOperator::of(kernels), affine, eps }),
         Form::Operator(own) => Box::new(ByOperator { own, affine, given, eps }),
         Form::Columns(kernels) => running::build(spec, kernels, affine, b, site, &given)?,
+        Form::Own(own) => Box::new(Own::build(own, spec, affine)),
         Form::Chosen(..) => unreachable!("options choose a form that is computed"),
     })
 }
@@ -135,6 +137,12 @@ pub fn build(spec: &Spec, b: &mut Builder, site: &Site) -> Result<Box<dyn Norm>>
 /// None: the norm goes without it.
 fn parameter_of(parameter: &Parameter, given: &Given, b: &mut Builder, site: &Site) -> Result<Option<InUse>> {
     let numbers = parameter.numbers(given);
+    if numbers.start.is_nan() {
+        let (name, width) = (parameter.name, site.width);
+        return Err(Error::invalid(format!(
+            "a norm declares no start of {name:?} for rows of {width}: declare it again"
+        )));
+    }
     let is_weight = parameter.name == WEIGHT.name;
     if !parameter.is_affine() || given.value("elementwise_affine").is_none_or(|flag| flag == true) {
         let start = numbers.first(if is_weight { site.start } else { 1.0 });
@@ -206,6 +214,33 @@ impl Norm for ByOperator {
     fn row(&self) -> Result<Option<StepNorm<'_>>> {
         let made = |rows| Ok(StepNorm::Made(self.affine.by(RowOperator::of(rows), self.eps)?));
         self.own.rows.map(made).transpose()
+    }
+}
+
+/// A norm by its user's function.
+struct Own {
+    own: &'static OwnNorm,
+    /// As the function takes them.
+    parameters: Vec<InUse>,
+}
+
+impl Own {
+    fn build(own: &'static OwnNorm, spec: &Spec, affine: Affine) -> Self {
+        let Affine { inside, mut weight, mut bias } = affine;
+        let mut inside = inside.into_iter();
+        let next = |parameter: &Parameter| match parameter.name {
+            "weight" => weight.take(),
+            "bias" => bias.take(),
+            _ => inside.next(),
+        };
+        Own { own, parameters: spec.parameters.iter().filter_map(next).collect() }
+    }
+}
+
+impl Norm for Own {
+    fn forward(&self, x: &Tensor, _: &PassRows) -> Result<Tensor> {
+        let values = self.parameters.iter().map(InUse::value).collect::<Result<Vec<_>>>()?;
+        operator::norm_of_ones_own(self.own, x, &values)
     }
 }
 

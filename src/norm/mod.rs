@@ -11,6 +11,7 @@ pub mod derf;
 pub mod dyt;
 pub mod families;
 pub mod fix_norm;
+pub mod given;
 pub mod group_scaling;
 pub mod kernels;
 pub mod l2_norm;
@@ -60,7 +61,14 @@ pub fn names() -> impl Iterator<Item = &'static str> {
 /// The table's entry of that name; a family's is its norm's.
 pub fn find(name: &str) -> Result<&'static Spec> {
     let family = || FAMILIES.iter().find(|family| family.name == name).map(|family| family.spec);
-    NORMS.iter().copied().find(|n| n.name == name).or_else(family).ok_or_else(|| unknown("norm", name, names()))
+    let own = || given::find(name);
+    NORMS
+        .iter()
+        .copied()
+        .find(|n| n.name == name)
+        .or_else(family)
+        .or_else(own)
+        .ok_or_else(|| unknown("norm", name, names()))
 }
 
 /// The table's entry of that name, and the options as it has them: a family says its own.

@@ -1,10 +1,13 @@
 //! What a norm declares.
 
 use super::composed::{self, accumulate, Hat};
+use super::given::OwnNorm;
 use super::kernels::{ColumnKernels, OwnOperator, RowKernels};
 use crate::error::{Error, Result};
 use crate::options::{setting, Listed, Options};
+use serde::{Deserialize, Serialize};
 use serde_json::{json, Map, Value};
+use std::collections::BTreeMap;
 use tch::Tensor;
 
 /// A norm: y = weight⊙x̂ + bias, and how x̂ is made. The training loop, Python's modules, the command line and the
@@ -37,10 +40,13 @@ pub enum Form {
     Chosen(&'static Form, fn(&Given) -> Result<Form>),
     /// By statistics of columns.
     Columns(&'static ColumnKernels),
+    /// By its user's function, row by row.
+    Own(&'static OwnNorm),
 }
 
 /// The shape of a parameter or a buffer.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
 pub enum DeclaredShape {
     /// (1,)
     One,
@@ -74,6 +80,7 @@ impl DeclaredShape {
 pub enum Quantity {
     Is(f64),
     By(&'static str, fn(&Given) -> f64),
+    ByWidth(&'static BTreeMap<i64, f64>),
 }
 
 impl Quantity {
@@ -81,6 +88,7 @@ impl Quantity {
         match self {
             Quantity::Is(value) => value,
             Quantity::By(_, rule) => rule(given),
+            Quantity::ByWidth(values) => values.get(&given.width).copied().unwrap_or(f64::NAN),
         }
     }
 
@@ -89,6 +97,7 @@ impl Quantity {
         match self {
             Quantity::Is(value) => value.into(),
             Quantity::By(words, _) => words.into(),
+            Quantity::ByWidth(values) => json!(values),
         }
     }
 }
@@ -389,7 +398,7 @@ impl Spec {
             Form::Composed(hat) => hat,
             Form::Rows(kernels) => kernels.hat,
             Form::Operator(operator) => return (operator.composed)(x, weight.as_ref(), &given),
-            Form::Chosen(..) | Form::Columns(_) => {
+            Form::Chosen(..) | Form::Columns(_) | Form::Own(_) => {
                 return Err(Error::invalid(format!("{name} has an operator of its own: call that")))
             }
         };
@@ -430,6 +439,7 @@ impl Spec {
             Form::Composed(_) => ("composed", None),
             Form::Rows(kernels) => ("rows", Some(kernels.operator)),
             Form::Columns(kernels) => ("columns", Some(kernels.operator)),
+            Form::Own(_) => ("own", None),
             Form::Chosen(..) | Form::Operator(_) => ("chosen", None),
         };
         json!({

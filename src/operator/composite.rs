@@ -9,6 +9,7 @@ use crate::cuda::Device;
 use crate::error::{Error, Result};
 use crate::kernel::rows::call::{self as kernel, RowGradients, RowViews};
 use crate::norm::conventions::Conventions;
+use crate::norm::given::{OwnNorm, MOST};
 use crate::norm::kernels::OwnOperator;
 use crate::norm::spec::Given;
 use crate::norm::{find, group_scaling as scaling, lp_norm as lp, rms_norm, scale_norm};
@@ -17,7 +18,25 @@ use tch::Tensor;
 
 static HANDLE: Handle = Handle::new("lp_norm");
 static ON_DEVICE: Handle = Handle::new("lp_norm_forward");
+static OWN: Handle = Handle::new("own_norm");
 static CONVENTIONAL: Handle = Handle::new("conventional_rms_norm");
+
+/// y of a norm that its user declares: the operator that python/normformer_rs/norms.py defines.
+pub fn norm_of_ones_own(own: &OwnNorm, x: &Tensor, parameters: &[Tensor]) -> Result<Tensor> {
+    let at = |i: usize| Value::from(parameters.get(i));
+    let mut arguments = vec![Value::from(x)];
+    arguments.extend((0..MOST).map(at));
+    arguments.extend([Value::from(own.name), own.options.as_str().into()]);
+    if !OWN.exists() {
+        return Err(Error::invalid(format!(
+            "norm {:?} is a function in Python, which a run does not hold: import the module that declares it, or name \
+             it with norm = \"file.py:Class\"",
+            own.name
+        )));
+    }
+    let [y] = OWN.call(&arguments)?;
+    Ok(y)
+}
 
 /// y of a norm with an operator of its own, through the dispatcher.
 pub fn own_norm(own: &OwnOperator, x: &Tensor, weight: Option<&Tensor>, given: &Given) -> Result<Tensor> {

@@ -83,6 +83,11 @@ impl Handle {
         }
     }
 
+    /// It is registered.
+    pub fn exists(&self) -> bool {
+        self.find().is_ok()
+    }
+
     /// Calls it with the schema's arguments, all of them.
     pub fn call<const N: usize>(&self, arguments: &[Value]) -> Result<[Tensor; N]> {
         let operator = self.find()?;

@@ -30,7 +30,7 @@ pub use adam::{adam_in_place, AdamBuffers};
 pub use attention::{attention, padded_attention};
 pub use collective::ProcessGroup;
 pub use column_norm::{Column, ColumnOperator};
-pub use composite::{group_scaling, own_norm};
+pub use composite::{group_scaling, norm_of_ones_own, own_norm};
 pub use cross_entropy::{cross_entropy, cross_entropy_in_place};
 pub use engine::{backward_from, set_grad, Recording};
 pub use ffi::{caught, forget_raised};

@@ -12,6 +12,7 @@ from torch import nn
 from .. import _core
 from ..config import TransformerConfig, unknown
 from ..errors import InputError
+from ..norms import Norm
 from . import composed, norms, running
 from .table import DECLARED, FAMILIES
 
@@ -30,7 +31,7 @@ FUSED: tuple[type[norms.RowNorm], ...] = tuple(
 """Norms that the fused residual step knows."""
 
 
-def norm_class(name: str) -> Any:
+def norm_class(name: str | Norm) -> Any:
     """The class of a norm's name, one of `normformer_rs.tables()`; InputError with the names if there is none. Of a
     family's name, the class with the family's keyword arguments.
 
@@ -39,6 +40,8 @@ def norm_class(name: str) -> Any:
     >>> norm_class("rmsnorm:gemma")(4)
     RMSNorm((4,), eps=1e-06, zero_centred=True, elementwise_affine=True)
     """
+    if isinstance(name, Norm):
+        return name
     if name in FAMILIES:
         family = FAMILIES[name]
         return functools.partial(_CLASSES[family.norm], **family.settings)
@@ -68,11 +71,21 @@ def norm_of_config(
     `last_of_decoder`: the one that keeps its gain under scalenorm-fixed. `ends_stack`: it stands after a stack, where
     powernorm's release mode warms up for 1000 forwards. `bias`: whether norms that have one learn it.
     """
+    if own := _own(name, config):
+        return own(width, device=device, dtype=dtype)
     kind = norm_class(name)
     settings = {**_settings(name, config, last_of_decoder, ends_stack)}
     if any(parameter.name == "bias" for parameter in DECLARED[family_norm(name)].parameters):
         settings["bias"] = bias
     return kind(width, **settings, device=device, dtype=dtype)
+
+
+def _own(name: str, config: TransformerConfig) -> Norm | None:
+    """The norm that the configuration's user declares under the name. Rust tells declarations of one name apart."""
+    if name in DECLARED or name in FAMILIES:
+        return None
+    given = (config.norm, config.encoder_norm, config.decoder_norm)
+    return next((own for own in given if isinstance(own, Norm) and own.name == name.partition("#")[0]), None)
 
 
 @functools.lru_cache(maxsize=256)

@@ -60,7 +60,7 @@ class BlockResidual(Growing):
         self.opening = place.spec.begin
         self.passes = passes((*self.opening, *(change for s in self.sublayers for change in s.outside)))
         install(self, self._declared(), place, factory=factory)
-        mark_block(self, place.config.residual, like.device)
+        mark_block(self, str(place.config.residual), like.device)
         self.begin: tuple[Any, ...] = place.declared.begin if first is None else ()
         install(self, parts_of(self.begin), place, factory=factory)
         self.end: tuple[Any, ...] = ()

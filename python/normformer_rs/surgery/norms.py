@@ -13,6 +13,7 @@ from ..errors import InputError
 from ..nn.norms import BiasedRMSNorm
 from ..nn.registry import norm_class
 from ..nn.table import FAMILIES
+from ..norms import Norm
 from .exact import ExactSwap
 from .handover import hand_over_parameter, hand_over_plain
 from .marker import mark, warn_of_adapters
@@ -234,6 +235,10 @@ class _Target(NamedTuple):
 
 
 def _target(to: str | Callable[..., nn.Module]) -> _Target:
+    if isinstance(to, type) and issubclass(to, Norm):
+        to = to()
+    if isinstance(to, Norm):
+        return _Target(str(to), None, to)
     name = next((name for name, kind in KINDS.items() if to is kind), to)
     if isinstance(name, str):
         if name in FAMILIES:

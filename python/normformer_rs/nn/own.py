@@ -1,0 +1,49 @@
+"""The module of a norm that its user declares (normformer_rs.norms)."""
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..errors import InputError
+from ..norms import Norm, in_wide
+from .running import check_size
+from .table import Numbers, used
+from .tracing import leaf
+
+
+class OwnNorm(nn.Module):
+    """A declared norm over the last dimension, `width` numbers, each row for itself."""
+
+    first_scale = 1.0
+    """Multiplies the first value of `weight`, as a residual scheme declares it."""
+
+    def __init__(self, norm: Norm, width: Any, *, device: Any = None, dtype: torch.dtype | None = None) -> None:
+        super().__init__()
+        width = width[0] if isinstance(width, (tuple, list)) and len(width) == 1 else width
+        self.norm, self.width = norm, check_size("width", width)
+        self.numbers_of = {
+            name: Numbers(norm.start(name, self.width), p.offset, p.factor) for name, p in norm.parameters.items()
+        }
+        for name, p in norm.parameters.items():
+            if not math.isfinite(self.numbers_of[name].at_start()):
+                raise InputError(f"{norm!r} starts {name} at {self.numbers_of[name].start}: it must be finite")
+            empty = torch.empty(1 if p.shape == "one" else self.width, device=device, dtype=dtype)
+            self.register_parameter(name, nn.Parameter(empty))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Sets the parameters to their first values."""
+        for name, numbers in self.numbers_of.items():
+            nn.init.constant_(getattr(self, name), numbers.first(self.first_scale if name == "weight" else 1.0))
+
+    @leaf
+    def forward(self, x: Tensor) -> Tensor:
+        """N(x) in x's dtype."""
+        if x.shape[-1:] != (self.width,):
+            raise InputError(f"x must end in ({self.width},), got shape {tuple(x.shape)}")
+        return in_wide(self.norm, x, [used(getattr(self, name), numbers) for name, numbers in self.numbers_of.items()])
+
+    def extra_repr(self) -> str:
+        return f"{self.width}, {self.norm!r}"

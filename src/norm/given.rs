@@ -1,0 +1,178 @@
+//! A norm that its user declares in Python (python/normformer_rs/norms.py): y = f(x, its parameters; its options), f a
+//! function in torch that the loop calls through PyTorch's dispatcher.
+//!
+//! What is declared is kept for the life of the process, once for each declaration, so that it is an entry like the
+//! table's.
+
+use super::spec::{DeclaredShape, Form, Numbers, Parameter, Quantity, Spec};
+use crate::error::{Error, Result};
+use serde::{Deserialize, Serialize};
+use std::collections::BTreeMap;
+use std::sync::Mutex;
+
+/// What a norm declares in a model, as config.json has it.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct GivenNorm {
+    pub name: String,
+    #[serde(default)]
+    pub equation: String,
+    #[serde(default)]
+    pub source: String,
+    /// In the order in which f takes them.
+    pub parameters: Vec<GivenParameter>,
+    #[serde(default)]
+    pub options: BTreeMap<String, f64>,
+}
+
+/// f gets factor·(offset + p).
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct GivenParameter {
+    pub name: String,
+    pub shape: DeclaredShape,
+    /// p at the start, by the norm's width.
+    pub start: BTreeMap<i64, f64>,
+    #[serde(default)]
+    pub offset: f64,
+    #[serde(default = "one")]
+    pub factor: f64,
+}
+
+fn one() -> f64 {
+    1.0
+}
+
+/// What f is called with beside x and the parameters.
+pub struct OwnNorm {
+    pub name: &'static str,
+    /// JSON.
+    pub options: String,
+}
+
+struct Known {
+    given: &'static GivenNorm,
+    spec: &'static Spec,
+}
+
+static KNOWN: Mutex<Vec<Known>> = Mutex::new(Vec::new());
+
+/// The most parameters that the operator takes.
+pub const MOST: usize = 8;
+
+/// The entry of this declaration, under a name that no other declaration of the process has.
+pub fn entry(given: GivenNorm) -> Result<&'static Spec> {
+    check(&given)?;
+    let mut known = KNOWN.lock().unwrap_or_else(|e| e.into_inner());
+    if let Some(found) = known.iter().find(|known| *known.given == given) {
+        return Ok(found.spec);
+    }
+    let others = known.iter().filter(|known| known.given.name == given.name).count();
+    let name = if others == 0 { given.name.clone() } else { format!("{}#{}", given.name, others + 1) };
+    let given: &'static GivenNorm = Box::leak(Box::new(given));
+    let own = OwnNorm { name: &given.name, options: serde_json::to_string(&given.options).expect("numbers are JSON") };
+    let parameters: Vec<Parameter> = given.parameters.iter().map(GivenParameter::declared).collect();
+    let spec: &'static Spec = Box::leak(Box::new(Spec {
+        name: Box::leak(name.into_boxed_str()),
+        module: "OwnNorm",
+        equation: &given.equation,
+        source: &given.source,
+        parameters: Box::leak(parameters.into_boxed_slice()),
+        buffers: &[],
+        options: &[],
+        form: Form::Own(Box::leak(Box::new(own))),
+    }));
+    known.push(Known { given, spec });
+    Ok(spec)
+}
+
+/// The entry of a name that [`entry`] gave.
+pub fn find(name: &str) -> Option<&'static Spec> {
+    KNOWN.lock().unwrap_or_else(|e| e.into_inner()).iter().find(|known| known.spec.name == name).map(|known| known.spec)
+}
+
+/// What was declared under a name that [`entry`] gave.
+pub fn declared(name: &str) -> Option<&'static GivenNorm> {
+    KNOWN
+        .lock()
+        .unwrap_or_else(|e| e.into_inner())
+        .iter()
+        .find(|known| known.spec.name == name)
+        .map(|known| known.given)
+}
+
+impl GivenParameter {
+    fn declared(&'static self) -> Parameter {
+        Parameter {
+            name: &self.name,
+            shape: self.shape,
+            start: Quantity::ByWidth(&self.start),
+            offset: Quantity::Is(self.offset),
+            factor: Quantity::Is(self.factor),
+        }
+    }
+}
+
+fn check(given: &GivenNorm) -> Result<()> {
+    let wrong = |why: String| Err(Error::invalid(format!("norm {:?}: {why}", given.name)));
+    let is_word = |c: char| c.is_ascii_alphanumeric() || c == '-' || c == '_' || c == '.';
+    if given.name.is_empty() || !given.name.chars().all(is_word) {
+        return wrong("a norm's name must be made of letters, digits, -, _ and .: give it another".into());
+    }
+    if super::names().any(|name| name == given.name) {
+        return wrong("the name is one of this package's: give it another".into());
+    }
+    if given.parameters.len() > MOST {
+        return wrong(format!("it has {} parameters, and at most {MOST} are possible", given.parameters.len()));
+    }
+    for (i, parameter) in given.parameters.iter().enumerate() {
+        let GivenParameter { name, start, offset, factor, shape } = parameter;
+        let is_name = |name: &str| !name.is_empty() && name.chars().all(|c| c.is_ascii_alphanumeric() || c == '_');
+        if !is_name(name) {
+            return wrong(format!("{name:?} is no parameter's name: it needs letters, digits and _"));
+        }
+        if given.parameters[..i].iter().any(|other| other.name == *name) {
+            return wrong(format!("two parameters are called {name:?}"));
+        }
+        if *shape == DeclaredShape::Column {
+            return wrong(format!("{name:?} is of shape \"one\" or \"width\""));
+        }
+        let numbers = Numbers { start: 0.0, offset: *offset, factor: *factor };
+        if !start.values().all(|value| value.is_finite()) || !numbers.at_start().is_finite() || *factor == 0.0 {
+            return wrong(format!("{name:?} has a start, an offset or a factor that is not finite, or a factor of 0"));
+        }
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn given(start: f64) -> GivenNorm {
+        let text =
+            format!(r#"{{"name": "own", "parameters": [{{"name": "g", "shape": "one", "start": {{"4": {start}}}}}]}}"#);
+        serde_json::from_str(&text).unwrap()
+    }
+
+    #[test]
+    fn a_declaration_has_one_entry_and_another_one_another() {
+        let (one, other) = (entry(given(1.0)).unwrap(), entry(given(2.0)).unwrap());
+        assert!(std::ptr::eq(one, entry(given(1.0)).unwrap()) && one.name != other.name);
+        assert!(std::ptr::eq(find(other.name).unwrap(), other) && declared(other.name).unwrap().name == "own");
+    }
+
+    #[test]
+    fn wrong_declarations_say_why() {
+        for (change, why) in [
+            (GivenNorm { name: "layernorm".into(), ..given(1.0) }, "one of this package's"),
+            (GivenNorm { name: "a b".into(), ..given(1.0) }, "made of letters"),
+            (
+                GivenNorm { parameters: [given(1.0).parameters, given(1.0).parameters].concat(), ..given(1.0) },
+                "two parameters",
+            ),
+        ] {
+            assert!(entry(change).err().unwrap().to_string().contains(why), "{why}");
+        }
+    }
+}

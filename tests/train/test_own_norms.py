@@ -1,0 +1,156 @@
+"""A norm that its user declares in Python: the same as the table's where it has one, in every place."""
+
+import json
+import subprocess
+import sys
+from typing import ClassVar
+
+import pytest
+import torch
+from torch import nn
+from train_support import TINY, fit, losses, weights
+
+import normformer_rs as nfrs
+from normformer_rs.errors import InputError
+from normformer_rs.norms import Norm, Parameter
+
+
+class OwnScaleNorm(Norm):
+    name = "own-scalenorm"
+    parameters, options = {"weight": Parameter(lambda width: width**0.5, shape="one")}, {"eps": 1e-5}
+
+    def normalize(self, x, weight, eps):
+        return weight * x / x.norm(dim=-1, keepdim=True).clamp_min(eps)
+
+
+class NgptNorm(Norm):
+    """(s·√d)⊙x/‖x‖, s = 1/√d at the start; zero-centred by half of it, to use both numbers."""
+
+    name = "ngpt-like"
+    parameters: ClassVar = {
+        "weight": Parameter(lambda width: width**-0.5 - 0.25, offset=0.25, factor=4.0),
+        "shift": Parameter(0.0),
+    }
+
+    def normalize(self, x, weight, shift):
+        return weight * x / x.norm(dim=-1, keepdim=True) + shift
+
+
+def config(norm, **options):
+    return nfrs.TransformerConfig(**{"vocab_size": 11, **TINY, "norm": norm, **options})
+
+
+@pytest.mark.parametrize("residual", ["prenorm", "postnorm", "sandwich", "hybridnorm"])
+def test_logits_and_gradients_are_scalenorms(residual):
+    source, target = torch.randint(4, 11, (2, 5)), torch.randint(4, 11, (2, 4))
+    found = []
+    for norm in (OwnScaleNorm(), "scalenorm"):
+        model = nfrs.Transformer(config(norm, residual=residual), seed=3).double()
+        logits = model(source, target)
+        found.append([logits, *torch.autograd.grad(logits.square().sum(), [*model.parameters()])])
+    for own, table in zip(*found, strict=True):
+        torch.testing.assert_close(own, table, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_ten_losses_are_scalenorms(tmp_path, corpus, recompute):
+    training = {"activation_checkpointing": recompute, "lr": 1e-3}
+    for name, norm in (("own", OwnScaleNorm()), ("table", "scalenorm")):
+        fit(tmp_path / name, corpus, {"norm": norm}, training)
+    own, table = losses(tmp_path / "own"), losses(tmp_path / "table")
+    assert own.keys() == table.keys() and len(own) == 10
+    assert [own[k] for k in own] == pytest.approx([table[k] for k in table], rel=2e-5)
+
+
+def test_a_transformed_parameter_trains_and_comes_back(tmp_path, corpus):
+    fit(tmp_path / "run", corpus, {"norm": NgptNorm()}, {"updates": 3})
+    saved = json.loads((tmp_path / "run" / "config.json").read_text())["model"]["norm"]
+    assert saved["name"] == "ngpt-like" and saved["parameters"][0]["factor"] == 4.0
+    model = nfrs.Transformer.from_checkpoint(tmp_path / "run", "last")
+    assert model.config.norm == NgptNorm()
+    fresh = nfrs.Transformer(config(NgptNorm()))
+    start = dict(fresh.named_parameters())["encoder.layers.0.norm1.weight"]
+    assert torch.equal(start, torch.full((16,), 16**-0.5 - 0.25)) and "decoder.norm.shift" in weights(tmp_path / "run")
+    assert len(nfrs.translate(tmp_path / "run", ["1 2"])) == 1
+
+
+def test_modules_and_swaps():
+    x = torch.randn(2, 5, 16)
+    made = []
+    for norm in (OwnScaleNorm(), "scalenorm"):
+        torch.manual_seed(0)
+        layer = nfrs.nn.TransformerEncoderLayer(16, 2, 24, 0.0, batch_first=True, norm=norm, residual="sandwich")
+        made.append(nfrs.nn.TransformerEncoder(layer, 2)(x))
+    torch.testing.assert_close(*made)
+    model = nn.TransformerEncoderLayer(16, 2, 24, batch_first=True)
+    swaps = nfrs.swap_norms(model, OwnScaleNorm)
+    assert len(swaps) == 2 and isinstance(model.norm1, nfrs.nn.norm_class(OwnScaleNorm())(16).__class__)
+    swaps.undo()
+    assert type(model.norm1) is nn.LayerNorm
+
+
+def test_a_module_resets_exports_and_refuses():
+    module = NgptNorm()(16)
+    with torch.no_grad():
+        module.weight.fill_(torch.nan)
+    module.reset_parameters()
+    x = torch.randn(3, 16)
+    torch.testing.assert_close(module(x), 4 * 16**-0.5 * x / x.norm(dim=-1, keepdim=True))
+    program = torch.export.export(module, (x,))
+    assert torch.equal(program.module()(x), module(x))
+    with pytest.raises(InputError, match=r"x must end in \(16,\)"):
+        module(torch.ones(3, 4))
+
+
+FILE = """
+import normformer_rs as nfrs
+
+class Mine(nfrs.Norm):
+    name, parameters = "mine", {"weight": nfrs.norms.Parameter()}
+
+    def normalize(self, x, weight):
+        return weight * x / (1 + x.abs().mean(-1, keepdim=True))
+"""
+
+
+def test_the_command_line_takes_a_file_and_says_when_it_is_missing(tmp_path, corpus):
+    (tmp_path / "mine.py").write_text(FILE)
+    command = [sys.executable, "-m", "normformer_rs", "train", "--output", str(tmp_path / "run"), "--no-progress"]
+    for name, value in {**corpus, **TINY, "updates": 2, "norm": f"{tmp_path / 'mine.py'}:Mine"}.items():
+        command += [f"--{name.replace('_', '-')}", str(value)]
+    done = subprocess.run([*command, "--no-bpe"], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    for code in ("Transformer.from_checkpoint({run!r}, 'last')", "translate({run!r}, ['1'])"):
+        code = "import normformer_rs as nfrs; nfrs." + code.format(run=str(tmp_path / "run"))
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+        assert done.returncode != 0 and "import the module that declares it" in done.stderr, done.stderr
+
+
+def declare(**body):
+    return type("Mine", (Norm,), {"name": "mine", "normalize": lambda self, x, *p: x, **body})()
+
+
+@pytest.mark.parametrize(
+    ("norm", "why"),
+    [
+        (declare(name="layernorm"), "the name is one of this package's"),
+        (declare(name="a b"), "made of letters"),
+        (declare(parameters={"a b": Parameter()}), "is no parameter's name"),
+        (declare(parameters={f"p{i}": Parameter() for i in range(9)}), "at most 8"),
+        (declare(parameters={"p": Parameter(shape="column")}), "is of shape"),
+        (declare(parameters={"p": Parameter(factor=0.0)}), "a factor of 0"),
+        (declare(normalize=lambda self, x: x[..., :1]), "must give y of x's shape"),
+    ],
+)
+def test_wrong_declarations_are_refused(norm, why):
+    with pytest.raises((InputError, RuntimeError)) as e:
+        nfrs.Transformer(config(norm))(torch.tensor([[5]]), torch.tensor([[5]]))
+    assert why in str(e.value)
+
+
+def test_wrong_options_are_refused():
+    with pytest.raises(InputError, match="has no option 'p'; it has eps"):
+        OwnScaleNorm(p=3)
+    with pytest.raises(InputError, match="eps must be a finite number"):
+        OwnScaleNorm(eps="small")
+    assert OwnScaleNorm(eps=0.1) != OwnScaleNorm() and repr(OwnScaleNorm(eps=0.1)) == "OwnScaleNorm(eps=0.1)"
