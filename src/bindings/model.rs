@@ -7,7 +7,7 @@ use crate::error::Error;
 use crate::init::{self, Role, Table};
 use crate::model::{first_values, Cargo, Context, Packed, Rates, Sentences, Transformer};
 use crate::norm;
-use crate::operator::caught;
+use crate::operator::{self, caught};
 use crate::residual;
 use crate::run;
 use numpy::{IntoPyArray, PyArray1};
@@ -119,6 +119,14 @@ fn norm_numbers(name: &str, width: i64, given: &str) -> PyResult<Vec<[f64; 3]>> 
     let given = spec.given(width, given)?;
     let numbers = spec.parameters.iter().map(|parameter| parameter.numbers(&given));
     Ok(numbers.map(|n| [n.start, n.offset, n.factor]).collect())
+}
+
+/// A norm's composed form on x: what torch.export records of it. Arguments are the operator's of that name.
+#[pyfunction]
+fn composed_norm(x: PyTensor, parameters: Vec<Option<PyTensor>>, options: Vec<f64>, name: &str) -> PyResult<PyTensor> {
+    let parameters = parameters.into_iter().map(|p| p.map(|p| p.0)).collect();
+    let spec = norm::find(name)?;
+    Ok(PyTensor(caught(|| spec.composed(&x.0, operator::width(&x.0)?, parameters, &options))?))
 }
 
 /// α_t of a growing scheme after t (int64 (1,)), on t's device.
@@ -283,6 +291,7 @@ pub(super) fn add(m: &Bound<'_, PyModule>) -> PyResult<()> {
     m.add_function(wrap_pyfunction!(draw_table, m)?)?;
     m.add_function(wrap_pyfunction!(declare, m)?)?;
     m.add_function(wrap_pyfunction!(growth, m)?)?;
+    m.add_function(wrap_pyfunction!(composed_norm, m)?)?;
     m.add_function(wrap_pyfunction!(norm_settings, m)?)?;
     m.add_function(wrap_pyfunction!(norm_numbers, m)?)?;
     m.add_function(wrap_pyfunction!(forward, m)?)?;

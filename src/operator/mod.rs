@@ -32,7 +32,7 @@ pub use collective::ProcessGroup;
 pub use column_norm::{Column, ColumnOperator};
 pub use composite::{group_scaling, norm_of_ones_own, own_norm};
 pub use cross_entropy::{cross_entropy, cross_entropy_in_place};
-pub use engine::{backward_from, set_grad, Recording};
+pub use engine::{backward_from, set_grad, width, Recording};
 pub use ffi::{caught, forget_raised};
 pub use function::{apply, Differentiable};
 pub use generator::Generator;

@@ -84,7 +84,7 @@ def test_modules_and_swaps():
     torch.testing.assert_close(*made)
     model = nn.TransformerEncoderLayer(16, 2, 24, batch_first=True)
     swaps = nfrs.swap_norms(model, OwnScaleNorm)
-    assert len(swaps) == 2 and isinstance(model.norm1, nfrs.nn.norm_class(OwnScaleNorm())(16).__class__)
+    assert len(swaps) >= 2 and isinstance(model.norm1, nfrs.nn.norm_class(OwnScaleNorm())(16).__class__)
     swaps.undo()
     assert type(model.norm1) is nn.LayerNorm
 

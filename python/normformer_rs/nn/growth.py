@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from .. import _core
+from .tracing import records_core
 
 OPS = torch.ops.normformer_rs
 
@@ -20,8 +21,7 @@ class Growth(NamedTuple):
     def now(self, t: Tensor, layer: int) -> Tensor:
         """α_t of t, (1,), in a layer counted from 0."""
         steps = self.steps * (layer + 1) if self.by_layer else self.steps
-        # torch.export records the core's formula: a saved program needs no operator of this package. Dynamo cannot.
-        if torch.compiler.is_exporting() and not torch.compiler.is_dynamo_compiling():
+        if records_core():
             return growth_now(t, steps, self.curve)
         return OPS.growth(t, steps, self.curve)
 

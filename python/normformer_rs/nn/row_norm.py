@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from ..errors import InputError
 from . import sharding
 from .running import check_eps, check_size, over_rows
-from .table import DECLARED, Declared, Numbers, used
+from .table import DECLARED, Declared, Numbers, composed_norm, used
 from .tracing import leaf
 
 OPS = torch.ops.normformer_rs
@@ -20,7 +20,7 @@ sharding.register()
 def unit_rows(x: Tensor, gain: Tensor | None, eps: float) -> Tensor:
     """gain·x/max(‖x‖₂, ε), ScaleNorm as a function; an exported program gets it in torch's own operations."""
     if torch.compiler.is_exporting():
-        return OPS.composed_norm(x, [gain], DECLARED["scalenorm"].as_floats(eps=eps), "scalenorm")
+        return composed_norm(x, [gain], DECLARED["scalenorm"].as_floats(eps=eps), "scalenorm")
     return OPS.scale_norm(x, gain, None, eps)[0]
 
 
@@ -130,7 +130,7 @@ class RowNorm(nn.Module):
         """The same by the composed form, an operator that torch decomposes."""
         inside = {name: self.in_use(name).flatten() for name in self.numbers}  # type: ignore[union-attr]
         parameters = [{"weight": weight, "bias": bias, **inside}[name] for name in self.names]
-        return OPS.composed_norm(x, parameters, self.options(x), self.declared.name)
+        return composed_norm(x, parameters, self.options(x), self.declared.name)
 
     def options(self, x: Tensor) -> list[float]:
         """All options as numbers, in the table's order: a word is its place among its choices."""

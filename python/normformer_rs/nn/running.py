@@ -12,7 +12,7 @@ from ..distributed import group_name
 from ..errors import InputError
 from . import formulas
 from .masks import check_mask, mask_for
-from .table import CONSTANTS, DECLARED, Declared, used
+from .table import CONSTANTS, DECLARED, Declared, composed_norm, used
 from .tracing import leaf
 from .unkept import Unkept, is_second_run, is_unkept
 
@@ -49,7 +49,7 @@ def scale_groups(x: Tensor, groups: int) -> Tensor:
     if torch.compiler.is_exporting():
         parts = x.unflatten(-1, (groups, x.shape[-1] // groups))
         options = DECLARED["rmsnorm"].as_floats(eps=CONSTANTS["groupscaling_eps"])
-        return OPS.composed_norm(parts, [None], options, "rmsnorm").flatten(-2)
+        return composed_norm(parts, [None], options, "rmsnorm").flatten(-2)
     return OPS.group_scaling(x, groups)
 
 

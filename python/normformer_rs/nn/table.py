@@ -11,6 +11,7 @@ from torch import Tensor
 
 from .. import _core
 from ..config import ENTRIES
+from .tracing import records_core
 
 
 class Kept(NamedTuple):
@@ -56,6 +57,13 @@ def used(p: Tensor | None, numbers: Numbers) -> Tensor | None:
     wide = p.to(torch.promote_types(p.dtype, torch.float32))
     total = wide if numbers.offset == 0.0 else wide + numbers.offset
     return total if numbers.factor == 1.0 else total * numbers.factor
+
+
+def composed_norm(x: Tensor, parameters: list[Tensor | None], options: list[float], name: str) -> Tensor:
+    """A norm of rows by its composed form, an operator that torch decomposes; `parameters` as kernels get them."""
+    if records_core():
+        return _core.composed_norm(x, parameters, options, name)  # type: ignore[arg-type, return-value]
+    return torch.ops.normformer_rs.composed_norm(x, parameters, options, name)
 
 
 class Declared(NamedTuple):

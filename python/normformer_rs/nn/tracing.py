@@ -4,8 +4,15 @@ import functools
 from collections.abc import Callable
 from typing import Any, TypeVar, cast
 
+import torch
 from torch import Tensor, nn
 from torch.fx import Proxy
+
+def records_core() -> bool:
+    """torch.export is recording torch's operations, those that the core calls among them: a saved program needs no
+    operator of this package. Dynamo cannot trace into the core."""
+    return torch.compiler.is_exporting() and not torch.compiler.is_dynamo_compiling()
+
 
 Forward = TypeVar("Forward", bound=Callable[..., Any])
 
