@@ -42,12 +42,18 @@ class Norm(NamedTuple):
     start: float = 1.0
 
 
+class Normal(NamedTuple):
+    """First values drawn from N(0, std²)."""
+
+    std: float
+
+
 class Learned(NamedTuple):
-    """A parameter: its first values, one for all numbers or a list of each; (1,) is a scalar. `shared`: around the
-    sublayers of a layer one parameter, where each has its own otherwise."""
+    """A parameter: its first values, one for all numbers, a list of each, or `Normal`; (1,) is a scalar. `shared`: around
+    the sublayers of a layer one parameter, where each has its own otherwise."""
 
     name: str
-    value: float | Sequence[float]
+    value: float | Sequence[float] | Normal
     shape: int | Sequence[int] = 1
     shared: bool = False
 
@@ -136,22 +142,60 @@ class StreamStep(NamedTuple):
     beta: Gain = 1.0
 
 
-class HyperConnection(NamedTuple):
-    """n streams, mixed by functions of them (docs/spec.md §2.23): around a sublayer weight (2n + n², n·d), scale (3,),
-    bias (2n + n²,); at a stack's end (n, n·d), (1,), (n,)."""
+class Joint(NamedTuple):
+    """Gates of n streams, functions of all at once (docs/spec.md §2.23): around a sublayer weight (2n + n², n·d), scale
+    (3,), bias (2n + n²,); without iterations, which means R = I, (2n, n·d), (2,), (2n,); at a stack's end (n, n·d), (1,),
+    (n,)."""
 
-    streams: int
-    iterations: int
     weight: Learned
     scale: Learned
     bias: Learned
+    magnitude: float = 2.0
+    iterations: int = 20
+
+
+class Dynamic(NamedTuple):
+    """What moves `Each`: s⊙tanh(W·LayerNorm(H_i)). gain and shift are LayerNorm's, (d,); weight (n + 2, d); scale (2,)."""
+
+    gain: Learned
+    shift: Learned
+    weight: Learned
+    scale: Learned
+
+
+class Each(NamedTuple):
+    """Gates of n streams, numbers and functions of each stream by itself (docs/spec.md §2.26): bias (n·(n + 2),), row after
+    row p_i, R_i1 to R_in, g_i."""
+
+    bias: Learned
+    dynamic: Dynamic | None = None
+
+
+class Channel(NamedTuple):
+    """Gates of n streams by channel (docs/spec.md §2.23): gain (n·d,), down (r, n·d), up (n·d, r), write (n, n·d); at a
+    stack's end no write."""
+
+    gain: Learned
+    down: Learned
+    up: Learned
+    write: Learned | None = None
+    magnitude: float = 2.0
+
+
+class HyperConnection(NamedTuple):
+    """x is read of n streams, and F(x) written to them: H⁺_j = g_j drop(F(Σ_i p_i⊙H_i)) + Σ_i R_ij H_i. A number for
+    `gates`, at a stack's end: p_i."""
+
+    streams: int
+    gates: Joint | Each | Channel | float
 
 
 class DepthAttention(NamedTuple):
-    """x attends over the outputs of earlier sublayers (docs/spec.md §2.22). `weights`: (query, gain), each (d,); None:
-    nothing but the embedding is there. `begins_block`: F(x) begins a new output, else it is added to the last."""
+    """x attends over the outputs of earlier sublayers (docs/spec.md §2.22). `weights`: (query, gain), each (d,); a query
+    alone: normed outputs are summed up; None: nothing but the embedding is there. `begins_block`: F(x) begins a new
+    output, else it is added to the last."""
 
-    weights: tuple[Learned, Learned] | None
+    weights: tuple[Learned, Learned] | Learned | None
     begins_block: bool = True
 
 
@@ -490,8 +534,11 @@ def _norm(norm: Norm, at: _Names) -> dict[str, Any]:
 
 def _learned(parameter: Learned, at: _Names) -> dict[str, Any]:
     shape = [parameter.shape] if isinstance(parameter.shape, int) else list(parameter.shape)
-    value = parameter.value
-    value = float(value) if isinstance(value, (int, float)) else [float(one) for one in value]
+    value: Any = parameter.value
+    if isinstance(value, Normal):
+        value = {"normal": float(value.std)}
+    else:
+        value = float(value) if isinstance(value, (int, float)) else [float(one) for one in value]
     return {"name": at.of(parameter.name, parameter.shared), "shape": shape, "value": value}
 
 
@@ -511,7 +558,23 @@ def _mixing(mixing: Mixing | None, at: _Names) -> Any:
     if mixing is None:
         return None
     if isinstance(mixing, HyperConnection):
-        parts = {key: _learned(getattr(mixing, key), at) for key in ("weight", "scale", "bias")}
-        return {"hyper": {"streams": mixing.streams, "iterations": mixing.iterations, **parts}}
-    weights = mixing.weights and [_learned(weight, at) for weight in mixing.weights]
+        return {"hyper": {"streams": mixing.streams, "gates": _gates(mixing.gates, at)}}
+    weights: Any = mixing.weights
+    if weights is not None:
+        is_alone = isinstance(weights, Learned)
+        weights = _learned(weights, at) if is_alone else [_learned(weight, at) for weight in weights]
     return {"depth": {"weights": weights, "begins_block": mixing.begins_block}}
+
+
+_GATES = {Joint: "joint", Each: "each", Channel: "channel"}
+
+
+def _gates(gates: Joint | Each | Channel | float, at: _Names) -> dict[str, Any]:
+    if isinstance(gates, (int, float)):
+        return {"sum": float(gates)}
+    if type(gates) not in _GATES:
+        raise InputError(f"a hyper-connection's gates must be Joint, Each, Channel or a number; got {gates!r}")
+    parts = gates._asdict()
+    if isinstance(gates, Each) and gates.dynamic is not None:
+        parts["dynamic"] = {key: _learned(part, at) for key, part in gates.dynamic._asdict().items()}
+    return {_GATES[type(gates)]: {key: _learned(v, at) if isinstance(v, Learned) else v for key, v in parts.items()}}

@@ -1,19 +1,33 @@
 //! Attention residuals: a sublayer's input is a softmax-weighted sum of earlier sublayers' outputs (Kimi Team 2026).
 
-use super::{prenorm::PreNorm, DepthAttention, Learned, Mixing, Place, ResidualSpec, Scheme, StackSpec};
+use super::{
+    prenorm::PreNorm, DepthAttention, DepthWeights, Learned, Mixing, Place, ResidualSpec, Scheme, StackSpec,
+};
+use crate::choice;
 use crate::options::{at_least_one, setting, Listed};
+
+choice! {
+    /// What attnres sums up: outputs, or outputs over their root mean squares.
+    pub enum AttnResForm ("attnres_form") { Plain = "plain", Normed = "normed" }
+}
 
 setting! {
     /// Sublayers whose outputs attnres adds up to one that later ones attend to; 1: all are attended to one by one.
     BLOCK ("attnres_block"): i64 = 1, at_least_one;
+    /// Whether attnres sums up outputs (plain), or outputs over their root mean squares by scores over √d (normed).
+    FORM ("attnres_form"): AttnResForm = AttnResForm::Plain;
 }
 
 pub struct AttnRes;
 
 impl AttnRes {
-    fn weights(place: &Place, query: String, gain: String) -> Option<(Learned, Learned)> {
+    fn weights(place: &Place, name: impl Fn(&str) -> String) -> Option<DepthWeights> {
         let shape = [place.model.d_model];
-        Some((Learned::new(query, &shape, 0.0), Learned::new(gain, &shape, 1.0)))
+        let query = Learned::new(name("depth_query"), &shape, 0.0);
+        Some(match place.options.get(&FORM) {
+            AttnResForm::Plain => DepthWeights::Plain(query, Learned::new(name("depth_gain"), &shape, 1.0)),
+            AttnResForm::Normed => DepthWeights::Normed(query),
+        })
     }
 }
 
@@ -31,21 +45,20 @@ impl Scheme for AttnRes {
     }
 
     fn options(&self) -> &'static [&'static dyn Listed] {
-        &[&BLOCK]
+        &[&BLOCK, &FORM]
     }
 
     fn around(&self, place: &Place) -> ResidualSpec {
-        let number = place.layer * place.sublayers + place.index;
-        let weights = match number {
+        let weights = match place.number() {
             0 => None,
-            _ => AttnRes::weights(place, place.numbered("depth_query"), place.numbered("depth_gain")),
+            _ => AttnRes::weights(place, |stem| place.numbered(stem)),
         };
-        let begins_block = number % place.options.get(&BLOCK) == 0;
+        let begins_block = place.number() % place.options.get(&BLOCK) == 0;
         ResidualSpec { mixing: Some(Mixing::Depth(DepthAttention { weights, begins_block })), ..PreNorm.around(place) }
     }
 
     fn stack(&self, place: &Place) -> StackSpec {
-        let weights = AttnRes::weights(place, "end_depth_query".into(), "end_depth_gain".into());
+        let weights = AttnRes::weights(place, |stem| format!("end_{stem}"));
         StackSpec {
             mixing: Some(Mixing::Depth(DepthAttention { weights, begins_block: false })),
             ..PreNorm.stack(place)

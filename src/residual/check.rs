@@ -1,7 +1,7 @@
 //! What a declaration must be, before anything is built of it: names, widths, shapes, and what is read of what was left.
 
 use super::{Change, ExtraStream, Gain, LayerSpec, Learned, Mixing, NormAt, Place, Point, StackSpec, Sublayer};
-use super::{FirstValue, ResidualSpec};
+use super::{Dynamic, FirstValue, Gates, ResidualSpec};
 use std::collections::{BTreeMap, BTreeSet};
 
 type Found = std::result::Result<(), String>;
@@ -132,27 +132,67 @@ impl Walk<'_> {
     }
 
     fn mixing(&mut self, mixing: &Mixing, at_end: bool) -> Found {
-        let d = self.first.model.d_model;
         match (mixing, &self.stack.mixing) {
             (Mixing::Hyper(hyper), Some(Mixing::Hyper(end))) => {
                 let n = hyper.streams;
-                if n < 1 || n != end.streams || hyper.iterations < 1 {
+                if n < 1 || n != end.streams {
                     return Err(format!(
-                        "hyper-connections need one number of streams and at least one iteration, got {n} and {} streams, {} iterations",
-                        end.streams, hyper.iterations
+                        "hyper-connections need one number of streams, at least 1, got {n} and {}",
+                        end.streams
                     ));
                 }
-                let rows = if at_end { n } else { 2 * n + n * n };
-                self.parameter("mixing", &hyper.weight, &[&[rows, n * d]])?;
-                self.parameter("mixing", &hyper.scale, &[&[if at_end { 1 } else { 3 }]])?;
-                self.parameter("mixing", &hyper.bias, &[&[rows]])
+                self.gates(&hyper.gates, n, at_end)
             }
-            (Mixing::Depth(depth), Some(Mixing::Depth(_))) => depth
-                .weights
-                .iter()
-                .flat_map(|(query, gain)| [query, gain])
-                .try_for_each(|weight| self.parameter("mixing", weight, &[&[d]])),
+            (Mixing::Depth(_), Some(Mixing::Depth(_))) => {
+                let d = self.first.model.d_model;
+                mixing.parameters().into_iter().try_for_each(|weight| self.parameter("mixing", weight, &[&[d]]))
+            }
             _ => Err("all sublayers and the stack's end must mix in the same way".into()),
+        }
+    }
+
+    fn gates(&mut self, gates: &Gates, n: i64, at_end: bool) -> Found {
+        let d = self.first.model.d_model;
+        let mut wanted = |parameter: &Learned, shape: &[i64]| self.parameter("mixing", parameter, &[shape]);
+        match gates {
+            Gates::Joint { magnitude, .. } | Gates::Channel { magnitude, .. } if !magnitude.is_finite() => {
+                Err(format!("a gate has the magnitude {magnitude}: it must be finite"))
+            }
+            Gates::Joint { iterations, .. } if *iterations < 0 => {
+                Err(format!("hyper-connections take at least 0 iterations, got {iterations}"))
+            }
+            Gates::Joint { weight, scale, bias, iterations, .. } => {
+                let (rows, scales) = match (at_end, iterations) {
+                    (true, _) => (n, 1),
+                    (false, 0) => (2 * n, 2),
+                    (false, _) => (2 * n + n * n, 3),
+                };
+                wanted(weight, &[rows, n * d])?;
+                wanted(scale, &[scales])?;
+                wanted(bias, &[rows])
+            }
+            Gates::Each { .. } if at_end => Err("gates of each stream write too, so no stack can end with them".into()),
+            Gates::Each { bias, dynamic } => {
+                wanted(bias, &[n * (n + 2)])?;
+                let Some(Dynamic { gain, shift, weight, scale }) = dynamic else { return Ok(()) };
+                [gain, shift].into_iter().try_for_each(|parameter| wanted(parameter, &[d]))?;
+                wanted(weight, &[n + 2, d])?;
+                wanted(scale, &[2])
+            }
+            Gates::Channel { gain, down, up, write, .. } => {
+                let rank = down.shape.first().copied().unwrap_or(1).max(1);
+                wanted(gain, &[n * d])?;
+                wanted(down, &[rank, n * d])?;
+                wanted(up, &[n * d, rank])?;
+                match write {
+                    Some(write) if !at_end => wanted(write, &[n, n * d]),
+                    None if at_end => Ok(()),
+                    _ => Err("gates by channel need `write` around a sublayer, and none at a stack's end".into()),
+                }
+            }
+            Gates::Sum(_) if !at_end => Err("a sum of streams writes nothing, so only a stack can end with it".into()),
+            Gates::Sum(c) if !c.is_finite() => Err(format!("a sum of streams has the number {c}: it must be finite")),
+            Gates::Sum(_) => Ok(()),
         }
     }
 
@@ -260,6 +300,7 @@ impl Walk<'_> {
         let (count, values) = match value {
             FirstValue::All(value) => (shape.iter().product::<i64>(), std::slice::from_ref(value)),
             FirstValue::Each(values) => (values.len() as i64, values.as_slice()),
+            FirstValue::Normal { normal } => (shape.iter().product::<i64>(), std::slice::from_ref(normal)),
         };
         if count != shape.iter().product::<i64>() {
             return Err(format!("{name:?} of shape {shape:?} has {count} first values"));

@@ -42,6 +42,10 @@ pub enum FirstValue {
     All(f64),
     /// Number by number, row after row.
     Each(Vec<f64>),
+    /// Drawn from N(0, std²).
+    Normal {
+        normal: f64,
+    },
 }
 
 impl Learned {
@@ -50,11 +54,20 @@ impl Learned {
         Learned { name: name.into(), shape: shape.to_vec(), value: FirstValue::All(value) }
     }
 
+    /// Drawn from N(0, std²).
+    pub fn normal(name: impl Into<String>, shape: &[i64], std: f64) -> Self {
+        Learned { name: name.into(), shape: shape.to_vec(), value: FirstValue::Normal { normal: std } }
+    }
+
+    /// Number by number, row after row.
+    pub fn each(name: impl Into<String>, shape: &[i64], values: Vec<f64>) -> Self {
+        Learned { name: name.into(), shape: shape.to_vec(), value: FirstValue::Each(values) }
+    }
+
     /// A matrix whose entries are given by row and column.
     pub fn matrix(name: impl Into<String>, [rows, columns]: [i64; 2], entry: impl Fn(i64, i64) -> f64) -> Self {
         let entries = (0..rows).flat_map(|row| (0..columns).map(move |column| (row, column)));
-        let value = FirstValue::Each(entries.map(|(row, column)| entry(row, column)).collect());
-        Learned { name: name.into(), shape: vec![rows, columns], value }
+        Learned::each(name, &[rows, columns], entries.map(|(row, column)| entry(row, column)).collect())
     }
 }
 

@@ -30,6 +30,7 @@ mod fixup;
 mod given;
 mod growth;
 mod hybridnorm;
+mod hyper_connections;
 mod layerscale;
 mod ln_scaling;
 mod mhc;
@@ -56,7 +57,7 @@ pub use declared::{
 };
 pub use given::GivenScheme;
 pub use growth::{Growth, GrowthCurve};
-pub use mixing::{DepthAttention, HyperConnection, Mixing};
+pub use mixing::{DepthAttention, DepthWeights, Dynamic, Gates, HyperConnection, Mixing};
 pub use place::{Activation, Outline, Place, StackName, Sublayer, TensorizedSizes};
 pub use scheme::Scheme;
 pub use schemes::{SchemeRef, Schemes};
@@ -89,6 +90,7 @@ pub static SCHEMES: &[&dyn Scheme] = &[
     &denseformer::DenseFormer,
     &attnres::AttnRes,
     &mhc::Mhc,
+    &hyper_connections::HyperConnections,
     &prores::ProRes,
     &b2t::B2T,
 ];

@@ -190,6 +190,11 @@ impl<'a> Place<'a> {
         }
     }
 
+    /// The sublayer's number in its stack, from 0.
+    pub fn number(&self) -> i64 {
+        self.layer * self.sublayers + self.index
+    }
+
     /// The stack's last sublayer.
     pub fn is_last(&self) -> bool {
         self.layer + 1 == self.layers() && self.index + 1 == self.sublayers

@@ -52,8 +52,15 @@ DEFAULTS: dict[str, Any] = {
     "ln_scaling_mode": "constant",  # or "weight"
     "mix_ln_part": 0.25,
     "attnres_block": 1,  # sublayers
+    "attnres_form": "plain",  # or "normed"
     "mhc_streams": 4,
     "mhc_iterations": 20,
+    "mhc_mixing": "sinkhorn",  # or "none", "channel"
+    "mhc_magnitude": 2.0,
+    "mhc_rank": 320,
+    "mhc_end": "gates",  # or "mean"
+    "hyper_connections_streams": 4,
+    "hyper_connections_dynamic": True,
     "prores_steps": 1000,
     "prores_scheme": "prenorm",  # or "postnorm", "deepnorm", "sandwich", "ln-scaling"
     "init": None,  # None: the scheme's own

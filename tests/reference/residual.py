@@ -9,6 +9,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 
 import torch
+from torch import Tensor
 
 from . import mixing as mixes
 from .batch_norms import BATCH_NORMS
@@ -160,7 +161,7 @@ class Place:
     def norm(self, name: str, width: str = "d_model", is_last_of_decoder: bool = False) -> Norm:
         return Norm(f"{self.prefix}.{name}", self.config[width], is_last_of_decoder)
 
-    def parameter(self, name: str, shape: tuple[int, ...], start: float) -> Parameter:
+    def parameter(self, name: str, shape: tuple[int, ...], start: float | Tensor) -> Parameter:
         return Parameter(f"{self.prefix}.{name}", shape, start)
 
     def vector(self, name: str, start: float) -> Parameter:
@@ -348,8 +349,13 @@ def mix_ln(place: Place) -> Sublayer:
 
 
 def mixed(how: Callable[[Place], mixes.Mixing]) -> Callable[[Place], Sublayer]:
-    """prenorm that reads and writes so."""
-    return lambda place: dataclasses.replace(prenorm(place), mixing=how(place))
+    """prenorm that reads and writes so; what has norms of its own reads for F itself."""
+
+    def sublayer(place: Place) -> Sublayer:
+        mixing = how(place)
+        return dataclasses.replace(Sublayer() if isinstance(mixing, mixes.Channels) else prenorm(place), mixing=mixing)
+
+    return sublayer
 
 
 # Around the layers of a stack.
@@ -411,8 +417,14 @@ def dense(config: Config, stack: str) -> Stack:
 
 
 def end_mixed(how: Callable[[Config, str], mixes.Mixing]) -> Callable[[Config, str], Stack]:
-    """N after what is read so."""
-    return lambda config, stack: dataclasses.replace(end_norm(config, stack), mixing=how(config, stack))
+    """N after what is read so, unless that has norms of its own."""
+
+    def stack_of(config: Config, stack: str) -> Stack:
+        mixing = how(config, stack)
+        begin = Stack() if isinstance(mixing, mixes.Channels) else end_norm(config, stack)
+        return dataclasses.replace(begin, mixing=mixing)
+
+    return stack_of
 
 
 SCHEMES: dict[str, tuple[Callable[[Place], Sublayer], Callable[[Config, str], Stack]]] = {
@@ -440,6 +452,7 @@ SCHEMES: dict[str, tuple[Callable[[Place], Sublayer], Callable[[Config, str], St
     "denseformer": (prenorm, dense),
     "attnres": (mixed(mixes.attnres), end_mixed(mixes.end_attnres)),
     "mhc": (mixed(mixes.mhc), end_mixed(mixes.end_mhc)),
+    "hyper-connections": (mixed(mixes.hyper_connections), end_mixed(mixes.end_hyper_connections)),
     "prores": (prores, as_prores_scheme),
     "b2t": (b2t, nothing),
 }
