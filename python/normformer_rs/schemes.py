@@ -25,7 +25,17 @@ from typing import Any, ClassVar, Literal, NamedTuple
 from .errors import InputError
 
 Point = Literal[
-    "input", "query", "key", "value", "after_heads", "after_output", "before_activation", "after_activation"
+    "input",
+    "query_input",
+    "key_input",
+    "value_input",
+    "query",
+    "key",
+    "value",
+    "after_heads",
+    "after_output",
+    "before_activation",
+    "after_activation",
 ]
 SELF_ATTENTION, CROSS_ATTENTION, FEED_FORWARD = "self-attention", "cross-attention", "feed-forward"
 _PATHS = {SELF_ATTENTION: "self_attn.", CROSS_ATTENTION: "multihead_attn.", FEED_FORWARD: ""}
@@ -192,7 +202,7 @@ class HyperConnection(NamedTuple):
 
 class DepthAttention(NamedTuple):
     """x attends over the outputs of earlier sublayers (docs/spec.md §2.22). `weights`: (query, gain), each (d,); a query
-    alone: normed outputs are summed up; None: nothing but the embedding is there. `begins_block`: F(x) begins a new
+    alone: normed outputs are summed up, and of three queries (3, d) q, k and v have an input each; None: nothing but the embedding is there. `begins_block`: F(x) begins a new
     output, else it is added to the last."""
 
     weights: tuple[Learned, Learned] | Learned | None
@@ -353,8 +363,8 @@ class Scheme:
         return ResidualSpec()
 
     def inside(self, place: Place) -> Mapping[Point, Changes]:
-        """Inside a sublayer, by point: input; of an attention query, key, value, after_heads, after_output; of a
-        feed-forward before_activation, after_activation."""
+        """Inside a sublayer, by point: input; of a self-attention query_input, key_input, value_input; of an attention query,
+        key, value, after_heads, after_output; of a feed-forward before_activation, after_activation."""
         return {}
 
     def layer(self, place: Place) -> Changes:

@@ -196,18 +196,22 @@ fn attend(outputs: &[&Tensor], query: &Tensor, gain: &Tensor) -> Result<Tensor> 
     weighted(outputs, &shares)
 }
 
-/// [`DepthWeights::Normed`].
+/// [`DepthWeights::Normed`]; of three queries (3, …, d).
 fn attend_normed(outputs: &[&Tensor], query: &Tensor) -> Result<Tensor> {
-    let query = wide(query)?.f_mul_scalar((query.size1()? as f64).powf(-0.5))?;
-    let (mut scales, mut logits) = (Vec::new(), Vec::new());
-    for v in outputs {
+    let d = query.size()[query.dim() - 1];
+    let queries = wide(query)?.f_mul_scalar((d as f64).powf(-0.5))?.f_view([-1, d])?;
+    let scales = outputs.iter().map(|v| inverse_rms(&wide(v)?)).collect::<Result<Vec<_>>>()?;
+    let logits = outputs.iter().zip(&scales).map(|(v, scale)| {
         let v = wide(v)?;
-        let scale = inverse_rms(&v)?;
-        logits.push(v.f_matmul(&query.f_to_kind(v.kind())?)?.f_unsqueeze(-1)?.f_mul(&scale)?);
-        scales.push(scale);
+        Ok(v.f_linear::<&Tensor>(&queries.f_to_kind(v.kind())?, None)?.f_mul(scale)?) // (…, queries)
+    });
+    let shares = Tensor::f_stack(&logits.collect::<Result<Vec<_>>>()?, -1)?.f_softmax(-1, None::<Kind>)?;
+    let scales = Tensor::f_cat(&scales, -1)?; // (…, outputs)
+    let read = |i: i64| weighted(outputs, &shares.f_select(-2, i)?.f_mul(&scales)?);
+    if query.dim() == 1 {
+        return read(0);
     }
-    let shares = Tensor::f_cat(&logits, -1)?.f_softmax(-1, None::<Kind>)?;
-    weighted(outputs, &shares.f_mul(&Tensor::f_cat(&scales, -1)?)?)
+    Ok(Tensor::f_stack(&(0..query.size()[0]).map(read).collect::<Result<Vec<_>>>()?, 0)?)
 }
 
 /// Σ_i shares_i v_i.

@@ -1,7 +1,7 @@
 //! What a declaration must be, before anything is built of it: names, widths, shapes, and what is read of what was left.
 
 use super::{Change, ExtraStream, Gain, LayerSpec, Learned, Mixing, NormAt, Place, Point, StackSpec, Sublayer};
-use super::{Dynamic, FirstValue, Gates, ResidualSpec};
+use super::{DepthWeights, Dynamic, FirstValue, Gates, ResidualSpec};
 use std::collections::{BTreeMap, BTreeSet};
 
 type Found = std::result::Result<(), String>;
@@ -106,7 +106,17 @@ impl Walk<'_> {
                     "it reads of several tensors, so skip, after, alpha, beta and streams would do nothing".into()
                 );
             }
-            self.mixing(mixing, false)?;
+            self.mixing(mixing, Some(place.sublayer))?;
+            let has_input = sublayer.inside.iter().any(|(point, _)| *point == Point::Input);
+            if mixing.reads_apart() && (!before.is_empty() || has_input) {
+                return Err(
+                    "q, k and v are read apart: what changes their inputs stands at query_input, key_input and value_input"
+                        .into(),
+                );
+            }
+            if mixing.reads_apart() && place.model.tensorized.is_some() {
+                return Err("tensorized attention reads one input: give one query".into());
+            }
         }
         Ok(())
     }
@@ -128,10 +138,11 @@ impl Walk<'_> {
         if let Some(growth) = growth.filter(|growth| growth.steps < 0) {
             return Err(format!("growth takes at least 0 steps, got {}", growth.steps));
         }
-        mixing.as_ref().map_or(Ok(()), |mixing| self.mixing(mixing, true))
+        mixing.as_ref().map_or(Ok(()), |mixing| self.mixing(mixing, None))
     }
 
-    fn mixing(&mut self, mixing: &Mixing, at_end: bool) -> Found {
+    /// Around a sublayer, or at the stack's end.
+    fn mixing(&mut self, mixing: &Mixing, at: Option<Sublayer>) -> Found {
         match (mixing, &self.stack.mixing) {
             (Mixing::Hyper(hyper), Some(Mixing::Hyper(end))) => {
                 let n = hyper.streams;
@@ -141,11 +152,14 @@ impl Walk<'_> {
                         end.streams
                     ));
                 }
-                self.gates(&hyper.gates, n, at_end)
+                self.gates(&hyper.gates, n, at.is_none())
             }
-            (Mixing::Depth(_), Some(Mixing::Depth(_))) => {
+            (Mixing::Depth(depth), Some(Mixing::Depth(_))) => {
                 let d = self.first.model.d_model;
-                mixing.parameters().into_iter().try_for_each(|weight| self.parameter("mixing", weight, &[&[d]]))
+                let may_be_three =
+                    at == Some(Sublayer::SelfAttention) && matches!(depth.weights, Some(DepthWeights::Normed(_)));
+                let shapes: &[&[i64]] = if may_be_three { &[&[d], &[3, d]] } else { &[&[d]] };
+                mixing.parameters().into_iter().try_for_each(|weight| self.parameter("mixing", weight, shapes))
             }
             _ => Err("all sublayers and the stack's end must mix in the same way".into()),
         }
@@ -340,6 +354,10 @@ impl Place<'_> {
         let (d, is_attention) = (self.model.d_model, self.sublayer != Sublayer::FeedForward);
         match point {
             Point::Input => Some(vec![d]),
+            Point::QueryInput | Point::KeyInput | Point::ValueInput => {
+                let has = self.sublayer == Sublayer::SelfAttention && self.model.tensorized.is_none();
+                has.then(|| vec![d])
+            }
             Point::Query if is_attention => Some(vec![self.d_head(), d]),
             Point::Key | Point::Value if is_attention => Some(vec![self.d_head(), self.kv_width()]),
             Point::AfterHeads | Point::AfterOutput if is_attention => Some(vec![d]),

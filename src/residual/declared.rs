@@ -225,6 +225,10 @@ pub fn leaves<'a>(layers: &'a [LayerSpec], index: usize, flow: &'a StackSpec) ->
 pub enum Point {
     /// Before q, k and v (self-attention), before q (cross-attention), or before the first linear (feed-forward).
     Input,
+    /// Before q alone, k alone, or v alone, of self-attention; after [`Point::Input`].
+    QueryInput,
+    KeyInput,
+    ValueInput,
     /// The queries. A norm of d_head works on each head's, one of d_model on all heads' joined; so at keys and values.
     Query,
     Key,
@@ -240,6 +244,9 @@ pub enum Point {
 }
 
 impl Point {
+    /// Before q, k and v, one by one.
+    pub const INPUTS: [Point; 3] = [Point::QueryInput, Point::KeyInput, Point::ValueInput];
+
     /// Between the projections and the products of attention.
     pub fn is_before_products(self) -> bool {
         matches!(self, Point::Query | Point::Key | Point::Value)

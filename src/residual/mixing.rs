@@ -12,6 +12,11 @@ pub enum Mixing {
 }
 
 impl Mixing {
+    /// q, k and v each have an input of their own.
+    pub fn reads_apart(&self) -> bool {
+        matches!(self, Mixing::Depth(DepthAttention { weights: Some(DepthWeights::Normed(query)), .. }) if query.shape.len() == 2)
+    }
+
     /// Its parameters, in the order in which they are made.
     pub fn parameters(&self) -> Vec<&Learned> {
         match self {
@@ -117,6 +122,7 @@ pub struct DepthAttention {
 pub enum DepthWeights {
     /// Query and gain, each (d,): a = softmax_i⟨query, gain⊙v̂_i⟩.
     Plain(Learned, Learned),
-    /// A query (d,): a = softmax_i(⟨query, v̂_i⟩/√d), and x = Σ_i a_i v̂_i.
+    /// A query (d,): a = softmax_i(⟨query, v̂_i⟩/√d), and x = Σ_i a_i v̂_i. Three of them (3, d) read what q, k and v of
+    /// self-attention are made of.
     Normed(Learned),
 }

@@ -53,6 +53,7 @@ DEFAULTS: dict[str, Any] = {
     "mix_ln_part": 0.25,
     "attnres_block": 1,  # sublayers
     "attnres_form": "plain",  # or "normed"
+    "attnres_queries": 1,  # or 3: q, k and v read apart
     "mhc_streams": 4,
     "mhc_iterations": 20,
     "mhc_mixing": "sinkhorn",  # or "none", "channel"

@@ -68,7 +68,7 @@ class Total:
 class Depth:
     """Attention residuals: what is read is the mean of all v, weighted by softmax(w·RMSNorm(v)); the embedding is the
     first v. An output begins a new v or joins the newest. No query: the embedding is read. No gain: RMSNorm(v) is summed
-    up, by scores over √d (Inkling 2)."""
+    up, by scores over √d; of three queries q, k and v get one sum each, stacked (Inkling 2)."""
 
     query: Parameter | None = None
     gain: Parameter | None = None
@@ -98,6 +98,8 @@ def attnres(place: Any) -> Depth:
     begins = number % place.config["attnres_block"] == 0
     if number == 0:
         return Depth(begins=begins)
+    if place.config["attnres_queries"] == 3 and place.kind == "self_attn":
+        return Depth(place.parameter(f"depth_query{place.index}", (3, place.config["d_model"]), 0.0), None, begins)
     gain = place.vector("depth_gain", 1.0) if place.config["attnres_form"] == "plain" else None
     return Depth(place.vector("depth_query", 0.0), gain, begins)
 
@@ -290,9 +292,14 @@ def _attended(mixing: Depth, state: Mapping[str, Tensor], outputs: Sequence[Tens
     values, query = torch.stack(list(outputs)), state[mixing.query.name]  # (sources, B, T, d), (d,)
     keys = values / (values.pow(2).mean(-1, keepdim=True) + EPS).sqrt()
     if mixing.gain is None:
-        values, query = keys, query / query.numel() ** 0.5
+        values, query = keys, query / query.shape[-1] ** 0.5
     else:
         keys = state[mixing.gain.name] * keys
+    read = [_mean(one, keys, values) for one in query.view(-1, query.shape[-1])]
+    return torch.stack(read) if query.dim() == 2 else read[0]
+
+
+def _mean(query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
     shares = torch.einsum("d,sbtd->sbt", query, keys).softmax(0)
     return torch.einsum("sbt,sbtd->btd", shares, values)
 

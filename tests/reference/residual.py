@@ -82,7 +82,8 @@ Gain = float | Parameter | Growth
 class Sublayer:
     """x⁺ = N_after(α⊙x + β⊙dropout(N_output(F(N_before(x))))), and what happens at F's named points:
 
-    input: what q, k, v (cross-attention: q alone) or linear1 reads; query, key, value: each head's (a norm of d_head)
+    input: what q, k, v (cross-attention: q alone) or linear1 reads; query_input, key_input, value_input: what each reads
+    alone, in self-attention; query, key, value: each head's (a norm of d_head)
     or the whole vector (a norm of d_model); heads: joined, before out_proj; projected: after it; hidden: before the
     ReLU; activated: after the ReLU and its dropout. With `skip`, x is N_skip(x) everywhere in the equation.
     """
@@ -348,6 +349,15 @@ def mix_ln(place: Place) -> Sublayer:
     return postnorm(place) if is_post else prenorm(place)
 
 
+def attnres(place: Place) -> Sublayer:
+    """prenorm that reads all outputs; where q, k and v read apart, they have a norm each."""
+    sublayer = mixed(mixes.attnres)(place)
+    if place.config["attnres_queries"] == 1 or place.kind != "self_attn":
+        return sublayer
+    inside = {f"{at}_input": place.norm(f"self_attn.{at[0]}_input_norm") for at in ("query", "key", "value")}
+    return dataclasses.replace(sublayer, before=None, inside=inside)
+
+
 def mixed(how: Callable[[Place], mixes.Mixing]) -> Callable[[Place], Sublayer]:
     """prenorm that reads and writes so; what has norms of its own reads for F itself."""
 
@@ -450,7 +460,7 @@ SCHEMES: dict[str, tuple[Callable[[Place], Sublayer], Callable[[Config, str], St
     "ln-scaling": (ln_scaling, end_norm),
     "mix-ln": (mix_ln, end_norm),
     "denseformer": (prenorm, dense),
-    "attnres": (mixed(mixes.attnres), end_mixed(mixes.end_attnres)),
+    "attnres": (attnres, end_mixed(mixes.end_attnres)),
     "mhc": (mixed(mixes.mhc), end_mixed(mixes.end_mhc)),
     "hyper-connections": (mixed(mixes.hyper_connections), end_mixed(mixes.end_hyper_connections)),
     "prores": (prores, as_prores_scheme),

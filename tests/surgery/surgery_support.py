@@ -10,7 +10,7 @@ NORMS = [entry["name"] for entry in nfrs.tables()["norms"]]
 
 
 RESIDUALS = [entry["name"] for entry in nfrs.tables()["residuals"]]
-BETWEEN_LAYERS = ("dlcl", "denseformer", "resi-dual", "attnres", "mhc")
+BETWEEN_LAYERS = ("dlcl", "denseformer", "resi-dual", "attnres", "mhc", "hyper-connections")
 
 
 D, HEADS, FF = 16, 4, 32

@@ -282,17 +282,20 @@ def depth_attention(outputs: Sequence[Tensor], query: Tensor, gain: Tensor) -> T
 
 
 def normed_depth_attention(outputs: Sequence[Tensor], query: Tensor) -> Tensor:
-    """Σ_i a_i v̂_i of outputs v_i (…, d), v̂_i = v_i/√(mean v_i² + ε), a = softmax_i(⟨query, v̂_i⟩/√d), ε = 1e-6.
+    """Σ_i a_i v̂_i of outputs v_i (…, d), v̂_i = v_i/√(mean v_i² + ε), a = softmax_i(⟨query, v̂_i⟩/√d), ε = 1e-6; of several
+    queries (m, d) as many such sums, (m, …, d).
 
     Source: transformers, `Inkling2BlockAttentionResidual`.
     """
     scales = [_inverse_rms(wide(v)) for v in outputs]
+    queries = query.view(-1, query.shape[-1]) * query.shape[-1] ** -0.5
     logits = []
     for v, scale in zip(outputs, scales):
         a = wide(v)
-        logits.append((a @ (query.to(a.dtype) * a.shape[-1] ** -0.5)).unsqueeze(-1) * scale)
-    shares = torch.softmax(torch.cat(logits, -1), -1)
-    return _weighted(outputs, shares * torch.cat(scales, -1))
+        logits.append(F.linear(a, queries.to(a.dtype)) * scale)  # (…, queries)
+    shares = torch.softmax(torch.stack(logits, -1), -1) * torch.cat(scales, -1).unsqueeze(-2)
+    read = [_weighted(outputs, shares[..., i, :]) for i in range(len(queries))]
+    return read[0] if query.dim() == 1 else torch.stack(read)
 
 
 def _weighted(outputs: Sequence[Tensor], shares: Tensor) -> Tensor:

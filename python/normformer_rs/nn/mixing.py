@@ -89,6 +89,7 @@ class HyperConnection(NamedTuple):
 
     streams: int
     gates: Joint | Each | Channel | Sum
+    reads_apart: bool = False
 
     def parameters(self) -> tuple[Learned, ...]:
         """Its parameters' declarations."""
@@ -121,6 +122,11 @@ class DepthAttention(NamedTuple):
 
     weights: tuple[Learned, ...]
     begins_block: bool
+
+    @property
+    def reads_apart(self) -> bool:
+        """q, k and v each have an input of their own: what is read is three tensors, stacked."""
+        return any(len(what.shape) == 2 for what in self.weights)
 
     def parameters(self) -> tuple[Learned, ...]:
         """Its parameters' declarations."""
