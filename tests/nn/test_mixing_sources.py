@@ -22,7 +22,9 @@ CONFIG = SimpleNamespace(
 @pytest.fixture
 def in_f64(monkeypatch):
     """The classes compute in f32 wherever they are; here in the type of their inputs."""
+    to = torch.Tensor.to
     monkeypatch.setattr(torch.Tensor, "float", lambda self: self)
+    monkeypatch.setattr(torch.Tensor, "to", lambda self, *a, **k: self if a == (torch.float32,) else to(self, *a, **k))
 
 
 def classes(name):
@@ -150,6 +152,38 @@ def test_the_normed_outputs_of_inkling(in_f64, block):
                 blocks, newest = [*blocks, newest], y
             else:
                 newest = newest + y
+        attend = put(inkling.Inkling2BlockAttentionResidual(CONFIG), query=encoder.end_depth_query)
+        return encoder.norm(attend(torch.stack(blocks, -2), newest)[0])
+
+    compare(encoder, run)
+
+
+def test_the_three_queries_of_inkling(in_f64):
+    """Its full-attention layers: q, k and v each read by a query of their own, and have norms of their own."""
+    encoder = encoder_of("attnres", attnres_form="normed", attnres_queries=3, norm="rmsnorm", norm_eps=1e-6)
+    inkling = classes("inkling2")
+
+    def run(x):
+        blocks, newest = [], x
+        for number, (layer, i, f) in enumerate(sublayers(encoder)):
+            reads = [x] * 3
+            if number > 0:
+                query = getattr(layer, f"depth_query{i}")
+                attend = put(inkling.Inkling2BlockAttentionResidual(CONFIG, 1 if i == 2 else 3), query=query)
+                reads = attend(torch.stack(blocks, -2), newest)
+            if i == 2:
+                y = f(normed(layer, "norm2", reads[0]))
+            else:
+                attention, inputs = layer.self_attn, []
+                for name, read in zip("qkv", reads):
+                    own = inkling.Inkling2RMSNorm(D, 1e-6)
+                    inputs.append(put(own, weight=getattr(attention, f"{name}_input_norm").weight)(read))
+                weights = attention.in_proj_weight, attention.in_proj_bias, None, None, False, 0.0
+                out = attention.out_proj
+                given = (t.transpose(0, 1) for t in inputs)
+                y = functional.multi_head_attention_forward(*given, D, HEADS, *weights, out.weight, out.bias)[0]
+                y = y.transpose(0, 1)
+            blocks, newest = [*blocks, newest], y
         attend = put(inkling.Inkling2BlockAttentionResidual(CONFIG), query=encoder.end_depth_query)
         return encoder.norm(attend(torch.stack(blocks, -2), newest)[0])
 
