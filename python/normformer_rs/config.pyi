@@ -80,6 +80,7 @@ _Residual = Literal[
     "denseformer",
     "attnres",
     "mhc",
+    "hyper-connections",
     "prores",
     "b2t",
 ]
@@ -89,6 +90,9 @@ _RFixupMode = Literal["release", "paper"]
 _DlclNorm = Literal["pre", "post"]
 _NormformerMode = Literal["paper", "fairseq"]
 _LnScalingMode = Literal["constant", "weight"]
+_AttnresForm = Literal["plain", "normed"]
+_MhcMixing = Literal["sinkhorn", "none", "channel"]
+_MhcEnd = Literal["gates", "mean"]
 _ProresScheme = Literal["prenorm", "postnorm", "deepnorm", "sandwich", "ln-scaling"]
 _Parametrisation = Literal["standard", "mup", "depth-mup", "completep"]
 _AttentionScale = Literal["inverse-sqrt", "inverse"]
@@ -154,8 +158,16 @@ class TransformerConfig(Config):
     ln_scaling_mode: _LnScalingMode
     mix_ln_part: float
     attnres_block: int
+    attnres_form: _AttnresForm
+    attnres_queries: int
     mhc_streams: int
     mhc_iterations: int
+    mhc_mixing: _MhcMixing
+    mhc_magnitude: float
+    mhc_rank: int
+    mhc_end: _MhcEnd
+    hyper_connections_streams: int
+    hyper_connections_dynamic: bool
     prores_steps: int
     prores_scheme: _ProresScheme
     ds_init_alpha: float
@@ -230,8 +242,16 @@ class TransformerConfig(Config):
         ln_scaling_mode: _LnScalingMode = ...,
         mix_ln_part: float = ...,
         attnres_block: int = ...,
+        attnres_form: _AttnresForm = ...,
+        attnres_queries: int = ...,
         mhc_streams: int = ...,
         mhc_iterations: int = ...,
+        mhc_mixing: _MhcMixing = ...,
+        mhc_magnitude: float = ...,
+        mhc_rank: int = ...,
+        mhc_end: _MhcEnd = ...,
+        hyper_connections_streams: int = ...,
+        hyper_connections_dynamic: bool = ...,
         prores_steps: int = ...,
         prores_scheme: _ProresScheme = ...,
         ds_init_alpha: float = ...,

@@ -58,7 +58,7 @@ def put(module, **weights):
         assert getattr(owner, last).shape == weight.shape
         del owner._parameters[last]
         setattr(owner, last, weight)
-    assert not list(module.parameters())
+    assert {*module.parameters()} <= {*weights.values()}
     return module
 
 
@@ -160,7 +160,7 @@ def test_the_normed_outputs_of_inkling(in_f64, block):
 
 def test_the_three_queries_of_inkling(in_f64):
     """Its full-attention layers: q, k and v each read by a query of their own, and have norms of their own."""
-    encoder = encoder_of("attnres", attnres_form="normed", attnres_queries=3, norm="rmsnorm", norm_eps=1e-6)
+    encoder = encoder_of("attnres", attnres_form="normed", attnres_queries=3, norm="rmsnorm", layer_norm_eps=1e-6)
     inkling = classes("inkling2")
 
     def run(x):
