@@ -59,8 +59,8 @@ class Normal(NamedTuple):
 
 
 class Learned(NamedTuple):
-    """A parameter: its first values, one for all numbers, a list of each, or `Normal`; (1,) is a scalar. `shared`: around
-    the sublayers of a layer one parameter, where each has its own otherwise."""
+    """A parameter: its first values, one for all numbers, a list of each, or `Normal`; (1,) is a scalar. `shared`:
+    around the sublayers of a layer one parameter, where each has its own otherwise."""
 
     name: str
     value: float | Sequence[float] | Normal
@@ -154,8 +154,8 @@ class StreamStep(NamedTuple):
 
 class Joint(NamedTuple):
     """Gates of n streams, functions of all at once (docs/spec.md §2.23): around a sublayer weight (2n + n², n·d), scale
-    (3,), bias (2n + n²,); without iterations, which means R = I, (2n, n·d), (2,), (2n,); at a stack's end (n, n·d), (1,),
-    (n,)."""
+    (3,), bias (2n + n²,); without iterations, which means R = I, (2n, n·d), (2,), (2n,); at a stack's end (n, n·d),
+    (1,), (n,)."""
 
     weight: Learned
     scale: Learned
@@ -165,7 +165,8 @@ class Joint(NamedTuple):
 
 
 class Dynamic(NamedTuple):
-    """What moves `Each`: s⊙tanh(W·LayerNorm(H_i)). gain and shift are LayerNorm's, (d,); weight (n + 2, d); scale (2,)."""
+    """What moves `Each`: s⊙tanh(W·LayerNorm(H_i)). gain and shift are LayerNorm's, (d,); weight (n + 2, d); scale
+    (2,)."""
 
     gain: Learned
     shift: Learned
@@ -174,8 +175,8 @@ class Dynamic(NamedTuple):
 
 
 class Each(NamedTuple):
-    """Gates of n streams, numbers and functions of each stream by itself (docs/spec.md §2.26): bias (n·(n + 2),), row after
-    row p_i, R_i1 to R_in, g_i."""
+    """Gates of n streams, numbers and functions of each stream by itself (docs/spec.md §2.26): bias (n·(n + 2),), row
+    after row p_i, R_i1 to R_in, g_i."""
 
     bias: Learned
     dynamic: Dynamic | None = None
@@ -201,9 +202,9 @@ class HyperConnection(NamedTuple):
 
 
 class DepthAttention(NamedTuple):
-    """x attends over the outputs of earlier sublayers (docs/spec.md §2.22). `weights`: (query, gain), each (d,); a query
-    alone: normed outputs are summed up, and of three queries (3, d) q, k and v have an input each; None: nothing but the embedding is there. `begins_block`: F(x) begins a new
-    output, else it is added to the last."""
+    """x attends over the outputs of earlier sublayers (docs/spec.md §2.22). `weights`: (query, gain), each (d,); a
+    query alone: normed outputs are summed up, and of three queries (3, d) q, k and v have an input each; None: nothing
+    but the embedding is there. `begins_block`: F(x) begins a new output, else it is added to the last."""
 
     weights: tuple[Learned, Learned] | Learned | None
     begins_block: bool = True
@@ -363,8 +364,8 @@ class Scheme:
         return ResidualSpec()
 
     def inside(self, place: Place) -> Mapping[Point, Changes]:
-        """Inside a sublayer, by point: input; of a self-attention query_input, key_input, value_input; of an attention query,
-        key, value, after_heads, after_output; of a feed-forward before_activation, after_activation."""
+        """Inside a sublayer, by point: input; of a self-attention query_input, key_input, value_input; of an attention
+        query, key, value, after_heads, after_output; of a feed-forward before_activation, after_activation."""
         return {}
 
     def layer(self, place: Place) -> Changes:

@@ -71,7 +71,8 @@ impl Attention {
             return ctx.linear(&x, &self.in_weight, self.in_bias.as_ref());
         }
         let (mut made, mut start) = (Vec::new(), 0);
-        for (index, (point, width)) in Point::INPUTS.into_iter().zip([self.d, self.kv_width, self.kv_width]).enumerate() {
+        for (index, (point, width)) in Point::INPUTS.into_iter().zip([self.d, self.kv_width, self.kv_width]).enumerate()
+        {
             let own = if is_apart { x.f_select(0, index as i64)? } else { x.shallow_clone() };
             made.push(self.project(&inside.at(point, own, &ctx.rows())?, start, width, ctx)?);
             start += width;

@@ -203,7 +203,8 @@ fn attend_normed(outputs: &[&Tensor], query: &Tensor) -> Result<Tensor> {
     let scales = outputs.iter().map(|v| inverse_rms(&wide(v)?)).collect::<Result<Vec<_>>>()?;
     let logits = outputs.iter().zip(&scales).map(|(v, scale)| {
         let v = wide(v)?;
-        Ok(v.f_linear::<&Tensor>(&queries.f_to_kind(v.kind())?, None)?.f_mul(scale)?) // (…, queries)
+        // (…, queries)
+        Ok(v.f_linear::<&Tensor>(&queries.f_to_kind(v.kind())?, None)?.f_mul(scale)?)
     });
     let shares = Tensor::f_stack(&logits.collect::<Result<Vec<_>>>()?, -1)?.f_softmax(-1, None::<Kind>)?;
     let scales = Tensor::f_cat(&scales, -1)?; // (…, outputs)

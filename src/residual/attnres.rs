@@ -43,7 +43,11 @@ impl AttnRes {
     }
 
     fn queries(place: &Place) -> i64 {
-        if place.sublayer == Sublayer::SelfAttention { place.options.get(&QUERIES) } else { 1 }
+        if place.sublayer == Sublayer::SelfAttention {
+            place.options.get(&QUERIES)
+        } else {
+            1
+        }
     }
 }
 

@@ -370,9 +370,10 @@ impl Place<'_> {
 #[cfg(test)]
 mod tests {
     use super::super::given::GivenScheme;
-    use super::super::{Outline, StackName, SCHEMES};
+    use super::super::{settings, Outline, StackName, SCHEMES};
     use crate::options::Options;
     use crate::residual::Place;
+    use serde_json::json;
 
     #[test]
     fn the_tables_schemes_pass_also_said_as_data() {
@@ -385,8 +386,17 @@ mod tests {
             kv_heads: 2,
             ..Outline::SMALL
         };
-        let options = Options::default();
-        for scheme in SCHEMES {
+        let said = [
+            json!({}),
+            json!({"mhc_mixing": "none", "attnres_form": "normed", "hyper_connections_dynamic": false}),
+            json!({"mhc_mixing": "channel", "mhc_rank": 3, "attnres_form": "normed", "attnres_queries": 3}),
+            json!({"mhc_mixing": "channel", "mhc_end": "mean", "mhc_magnitude": 1.5}),
+        ];
+        for (scheme, said) in SCHEMES.iter().flat_map(|scheme| said.iter().map(move |said| (scheme, said))) {
+            let mut options = Options::default();
+            for option in settings().iter().filter(|option| said.get(option.name()).is_some()) {
+                options.set(*option, said[option.name()].clone()).unwrap();
+            }
             for stack in [StackName::Encoder, StackName::Decoder] {
                 let first = Place::new(model, &options, stack, 0);
                 let given = GivenScheme::of(*scheme, "again", &first);

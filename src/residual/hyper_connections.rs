@@ -1,6 +1,8 @@
 //! Hyper-connections: n streams, mixed by free numbers and by functions of each stream (Zhu et al. 2024, Algorithm 2).
 
-use super::{prenorm::PreNorm, Dynamic, Gates, HyperConnection, Learned, Mixing, Place, ResidualSpec, Scheme, StackSpec};
+use super::{
+    prenorm::PreNorm, Dynamic, Gates, HyperConnection, Learned, Mixing, Place, ResidualSpec, Scheme, StackSpec,
+};
 use crate::options::{at_least_one, setting, Listed};
 
 setting! {

@@ -87,6 +87,8 @@ def test_logits_and_every_gradient_equal_the_oracles(norm, residual):
         {"residual": "mhc", "mhc_iterations": 3, "norm": "scalenorm-fixed"},
         {"residual": "attnres", "attnres_form": "normed", "attnres_block": 2},
         {"residual": "attnres", "attnres_form": "normed", "attnres_queries": 3},
+        {"residual": "attnres", "attnres_form": "normed", "attnres_queries": 3, "kv_heads": 1, "positions": "rotary"},
+        {"residual": "attnres", "attnres_form": "normed", "attnres_queries": 3, "norm": "batchnorm"},
         {"residual": "mhc", "mhc_streams": 3, "mhc_end": "mean"},
         {"residual": "mhc", "mhc_streams": 3, "mhc_mixing": "none", "mhc_magnitude": 1.5},
         {"residual": "mhc", "mhc_streams": 3, "mhc_mixing": "channel", "mhc_rank": 5},

@@ -143,19 +143,39 @@ def test_counts_begin_at_one(options):
 @pytest.mark.parametrize(
     "residual,options,message",
     [
-        ("mhc", {"mhc_mixing": "none", "mhc_iterations": 3}, "mhc_iterations = 3 is an option of mhc_mixing = \"sinkhorn\""),
-        ("mhc", {"mhc_rank": 3}, "mhc_rank = 3 is an option of mhc_mixing = \"channel\", and here it is \"sinkhorn\""),
+        (
+            "mhc",
+            {"mhc_mixing": "none", "mhc_iterations": 3},
+            'mhc_iterations = 3 is an option of mhc_mixing = "sinkhorn"',
+        ),
+        ("mhc", {"mhc_rank": 3}, 'mhc_rank = 3 is an option of mhc_mixing = "channel", and here it is "sinkhorn"'),
         ("mhc", {"mhc_mixing": "chanel"}, "channel"),
         ("mhc", {"mhc_end": "sum"}, "gates"),
         ("mhc", {"mhc_magnitude": 0.0}, "mhc_magnitude must be above 0, got 0"),
-        ("attnres", {"attnres_queries": 3}, "attnres_queries = 3 is an option of attnres_form = \"normed\""),
+        ("attnres", {"attnres_queries": 3}, 'attnres_queries = 3 is an option of attnres_form = "normed"'),
         ("attnres", {"attnres_queries": 2}, "attnres_queries must be 1 or 3, got 2"),
-        ("prenorm", {"hyper_connections_streams": 3}, "hyper_connections_streams = 3 is an option of hyper-connections"),
+        (
+            "prenorm",
+            {"hyper_connections_streams": 3},
+            "hyper_connections_streams = 3 is an option of hyper-connections",
+        ),
     ],
 )
 def test_options_without_effect_are_refused_by_name(residual, options, message):
     with pytest.raises(nfrs.InputError, match=re.escape(message)):
         nfnn.TransformerEncoderLayer(D, HEADS, FF, residual=residual, encoder_layers=1, **options)
+
+
+def test_tensorized_attention_reads_one_input():
+    config = config_of(
+        residual="attnres",
+        attnres_form="normed",
+        attnres_queries=3,
+        architecture="decoder-only",
+        attention="tensorized",
+    )
+    with pytest.raises(nfrs.InputError, match="tensorized attention reads one input"):
+        nfrs.Transformer(config)
 
 
 class Streams(nfrs.Scheme):
@@ -244,7 +264,7 @@ def a(*shape):
     [
         ("around", 1.0, "a sum of streams writes nothing, so only a stack can end with it"),
         ("end", Each(Learned("a", 0.0, 8)), "no stack can end with them"),
-        ("around", Joint(a(8, 2 * D), a(2), a(8)), "has \"a1\" of shape [2], expected one of [[3]]"),
+        ("around", Joint(a(8, 2 * D), a(2), a(8)), 'has "a1" of shape [2], expected one of [[3]]'),
         ("around", Joint(a(8, 2 * D), a(3), a(8), 2.0, -1), "at least 0 iterations, got -1"),
         ("around", Channel(a(2 * D), a(3, 2 * D), a(2 * D, 3)), "need `write` around a sublayer"),
         ("around", Each(a(3)), "expected one of [[8]]"),

@@ -193,9 +193,7 @@ def test_the_three_queries_of_inkling(in_f64):
 @pytest.mark.parametrize("is_dynamic", [True, False])
 def test_algorithm_2_of_hyper_connections(is_dynamic):
     """Zhu et al. 2024: width connection, sublayer, depth connection; the streams' sum at the end."""
-    encoder = encoder_of(
-        "hyper-connections", hyper_connections_streams=N, hyper_connections_dynamic=is_dynamic
-    )
+    encoder = encoder_of("hyper-connections", hyper_connections_streams=N, hyper_connections_dynamic=is_dynamic)
 
     def run(x):
         streams = torch.stack([x] * N, -2)
@@ -217,7 +215,8 @@ def test_algorithm_2_of_hyper_connections(is_dynamic):
 
 
 def test_hyper_connections_start_as_prenorm():
-    """alpha = (e_{l mod n}, I) and beta = 1 in sublayer l, W = 0: every stream is prenorm's x, and their sum n of it."""
+    """alpha = (e_{l mod n}, I) and beta = 1 in sublayer l, W = 0: every stream is prenorm's x, and their sum n of
+    it."""
     encoder, prenorm = encoder_of("hyper-connections", hyper_connections_streams=N), encoder_of("prenorm")
     for number, (layer, i, _) in enumerate(sublayers(encoder)):
         static = getattr(layer, f"hyper_bias{i}").view(N, N + 2)

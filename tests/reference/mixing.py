@@ -36,8 +36,8 @@ class Hyper:
 
 @dataclasses.dataclass(frozen=True)
 class Free:
-    """Hyper-connections: row i of a matrix has p_i, R_i1…R_in and g_i; a dynamic one is moved by tanh(W·LayerNorm(H_i)).
-    `moved`: LayerNorm's γ and β, W, and its scales, of p and R and of g."""
+    """Hyper-connections: row i of a matrix has p_i, R_i1…R_in and g_i; a dynamic one is moved by
+    tanh(W·LayerNorm(H_i)). `moved`: LayerNorm's γ and β, W, and its scales, of p and R and of g."""
 
     n: int
     matrix: Parameter
@@ -67,8 +67,8 @@ class Total:
 @dataclasses.dataclass(frozen=True)
 class Depth:
     """Attention residuals: what is read is the mean of all v, weighted by softmax(w·RMSNorm(v)); the embedding is the
-    first v. An output begins a new v or joins the newest. No query: the embedding is read. No gain: RMSNorm(v) is summed
-    up, by scores over √d; of three queries q, k and v get one sum each, stacked (Inkling 2)."""
+    first v. An output begins a new v or joins the newest. No query: the embedding is read. No gain: RMSNorm(v) is
+    summed up, by scores over √d; of three queries q, k and v get one sum each, stacked (Inkling 2)."""
 
     query: Parameter | None = None
     gain: Parameter | None = None
@@ -113,7 +113,8 @@ def end_attnres(config: Config, stack: str) -> Depth:
 
 def mhc(place: Any) -> Streams:
     """n streams, read and written by gates and a doubly stochastic matrix (Xie et al. 2025). φ = 0, scales 0.01; biases
-    of p and g −1, but 1 of stream l mod n in sublayer l, from 0; of R −8 off the diagonal. Without R: p = 1/n, g = 1."""
+    of p and g −1, but 1 of stream l mod n in sublayer l, from 0; of R −8 off the diagonal. Without R: p = 1/n, g =
+    1."""
     c = place.config
     n = c["mhc_streams"]
 
@@ -175,8 +176,8 @@ def _channels(config: Config, name: Callable[[str], str], writes: bool) -> Chann
 
 
 def hyper_connections(place: Any) -> Free:
-    """Sublayer l reads stream l mod n and writes to all; streams stay as they are; γ = 1, β = 0, W = 0, scales 0.01 (Zhu et
-    al. 2024)."""
+    """Sublayer l reads stream l mod n and writes to all; streams stay as they are; γ = 1, β = 0, W = 0, scales 0.01
+    (Zhu et al. 2024)."""
     n = place.config["hyper_connections_streams"]
     matrix = torch.cat([torch.zeros(n, 1), torch.eye(n), torch.ones(n, 1)], -1)
     matrix[_number(place) % n, 0] = 1.0

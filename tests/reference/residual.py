@@ -82,8 +82,8 @@ Gain = float | Parameter | Growth
 class Sublayer:
     """x⁺ = N_after(α⊙x + β⊙dropout(N_output(F(N_before(x))))), and what happens at F's named points:
 
-    input: what q, k, v (cross-attention: q alone) or linear1 reads; query_input, key_input, value_input: what each reads
-    alone, in self-attention; query, key, value: each head's (a norm of d_head)
+    input: what q, k, v (cross-attention: q alone) or linear1 reads; query_input, key_input, value_input: what each
+    reads alone, in self-attention; query, key, value: each head's (a norm of d_head)
     or the whole vector (a norm of d_model); heads: joined, before out_proj; projected: after it; hidden: before the
     ReLU; activated: after the ReLU and its dropout. With `skip`, x is N_skip(x) everywhere in the equation.
     """

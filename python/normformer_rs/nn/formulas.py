@@ -189,8 +189,8 @@ def hyper_connection(
     H⁺ = M + g⊙F(x) with M_j = Σ_i R_ij H_i, R = sinkhorn(s₂m₂ + b₂), and g (…, n, 1) = c·σ(s₁m₁ + b₁).
 
     m = φ vec(H)/√(mean H² + ε); m₀, m₁ and m₂ are its first n numbers, the next n, and the last n², as b's are. φ is
-    (n² + 2n, n·d), s (3,). Without iterations M = H, g = c·σ(s₁m₁ + b₁) + ε, φ (2n, n·d) and s (2,). Source: Xie et al. 2025;
-    deepseek-ai/TileKernels, `mhc_pre` and `mhc_post_ref`; transformers, `HYV4HyperConnection`.
+    (n² + 2n, n·d), s (3,). Without iterations M = H, g = c·σ(s₁m₁ + b₁) + ε, φ (2n, n·d) and s (2,). Source: Xie et al.
+    2025; deepseek-ai/TileKernels, `mhc_pre` and `mhc_post_ref`; transformers, `HYV4HyperConnection`.
     """
     n, mixes = streams.shape[-2], _mixes(streams, weight)
     s, b = scale.to(mixes.dtype), bias.to(mixes.dtype)
@@ -213,8 +213,9 @@ def free_hyper_connection(
     weight: Tensor | None = None,
     scale: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(x, M, g) of n streams H (…, n, d): x = Σ_i p_i H_i, M_j = Σ_i R_ij H_i and g (…, n, 1), row i of (p, R, g) that of
-    `bias` (n·(n + 2),), plus (s₀, …, s₀, s₁)⊙tanh(W·LayerNorm(H_i)) where there are γ and β (d,), W (n + 2, d) and s (2,).
+    """(x, M, g) of n streams H (…, n, d): x = Σ_i p_i H_i, M_j = Σ_i R_ij H_i and g (…, n, 1), row i of (p, R, g) that
+    of `bias` (n·(n + 2),), plus (s₀, …, s₀, s₁)⊙tanh(W·LayerNorm(H_i)) where there are γ and β (d,), W (n + 2, d) and s
+    (2,).
 
     Source: Zhu et al. 2024, Algorithm 2.
     """
@@ -282,8 +283,8 @@ def depth_attention(outputs: Sequence[Tensor], query: Tensor, gain: Tensor) -> T
 
 
 def normed_depth_attention(outputs: Sequence[Tensor], query: Tensor) -> Tensor:
-    """Σ_i a_i v̂_i of outputs v_i (…, d), v̂_i = v_i/√(mean v_i² + ε), a = softmax_i(⟨query, v̂_i⟩/√d), ε = 1e-6; of several
-    queries (m, d) as many such sums, (m, …, d).
+    """Σ_i a_i v̂_i of outputs v_i (…, d), v̂_i = v_i/√(mean v_i² + ε), a = softmax_i(⟨query, v̂_i⟩/√d), ε = 1e-6; of
+    several queries (m, d) as many such sums, (m, …, d).
 
     Source: transformers, `Inkling2BlockAttentionResidual`.
     """

@@ -63,11 +63,13 @@ class Channel(NamedTuple):
         """Its parameters' declarations."""
         return (self.gain, self.down, self.up, *(() if self.write is None else (self.write,)))
 
-    def read(self, streams: Tensor, gain: Tensor, down: Tensor, up: Tensor, *write: Tensor) -> tuple[Tensor, ...]:
+    def read(
+        self, streams: Tensor, gain: Tensor, down: Tensor, up: Tensor, write: Tensor | None = None
+    ) -> tuple[Tensor, ...]:
         """x; then, around a sublayer, the streams and the gates of F(x)."""
-        if not write:
+        if write is None:
             return (formulas.channel_read(streams, gain, down, up),)
-        return formulas.channel_connection(streams, gain, down, up, *write, self.magnitude)
+        return formulas.channel_connection(streams, gain, down, up, write, self.magnitude)
 
 
 class Sum(NamedTuple):
@@ -117,8 +119,8 @@ class HyperConnection(NamedTuple):
 
 
 class DepthAttention(NamedTuple):
-    """`formulas.depth_attention` over earlier sublayers' outputs. `weights`: (query, gain); (query,): over normed outputs,
-    `formulas.normed_depth_attention`; (): only v_0 is there."""
+    """`formulas.depth_attention` over earlier sublayers' outputs. `weights`: (query, gain); (query,): over normed
+    outputs, `formulas.normed_depth_attention`; (): only v_0 is there."""
 
     weights: tuple[Learned, ...]
     begins_block: bool
@@ -178,5 +180,5 @@ def _gates(found: dict[str, Any]) -> Joint | Each | Channel | Sum:
         dynamic = what["dynamic"] or {}
         names = ("gain", "shift", "weight", "scale")
         return Each(Learned.of(what["bias"]), tuple(Learned.of(dynamic[name]) for name in names if dynamic))
-    read = {key: Learned.of(part) if isinstance(part, dict) else part for key, part in what.items()}
+    read: dict[str, Any] = {key: Learned.of(part) if isinstance(part, dict) else part for key, part in what.items()}
     return Joint(**read) if kind == "joint" else Channel(**read)

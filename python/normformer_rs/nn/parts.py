@@ -27,7 +27,8 @@ class Normal(NamedTuple):
 
 
 class Learned(NamedTuple):
-    """A parameter. `value`: the first value of all its elements, or of each, row after row, or what they are drawn of."""
+    """A parameter. `value`: the first value of all its elements, or of each, row after row, or what they are drawn
+    of."""
 
     name: str
     shape: tuple[int, ...]
