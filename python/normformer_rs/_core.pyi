@@ -42,6 +42,7 @@ def multipliers(
 def declare(model: str, stack: Literal["encoder", "decoder"]) -> str:
     """A configuration's residual scheme in one stack: a JSON object of layers, flow, has_biases, …"""
 
+def composed_norm(x: Tensor, parameters: list[Tensor | None], options: list[float], name: str) -> Tensor: ...
 def growth(steps: int, curve: Literal["linear", "exp", "sigmoid"], t: Tensor) -> Tensor:
     """α_t of a growing scheme, (1,) float64 on the device of t, which is int64 (1,)."""
 

@@ -83,6 +83,7 @@ _Residual = Literal[
     "denseformer",
     "attnres",
     "mhc",
+    "hyper-connections",
     "prores",
     "b2t",
     "gpas",
@@ -97,6 +98,9 @@ _RFixupMode = Literal["release", "paper"]
 _DlclNorm = Literal["pre", "post"]
 _NormformerMode = Literal["paper", "fairseq"]
 _LnScalingMode = Literal["constant", "weight"]
+_AttnresForm = Literal["plain", "normed"]
+_MhcMixing = Literal["sinkhorn", "none", "channel"]
+_MhcEnd = Literal["gates", "mean"]
 _ProresScheme = Literal["prenorm", "postnorm", "deepnorm", "sandwich", "ln-scaling"]
 _GpasScheme = Literal["prenorm", "postnorm", "deepnorm", "sandwich", "ln-scaling", "mix-ln"]
 _Parametrisation = Literal["standard", "mup", "depth-mup", "completep"]
@@ -163,8 +167,16 @@ class TransformerConfig(Config):
     ln_scaling_mode: _LnScalingMode
     mix_ln_part: float
     attnres_block: int
+    attnres_form: _AttnresForm
+    attnres_queries: int
     mhc_streams: int
     mhc_iterations: int
+    mhc_mixing: _MhcMixing
+    mhc_magnitude: float
+    mhc_rank: int
+    mhc_end: _MhcEnd
+    hyper_connections_streams: int
+    hyper_connections_dynamic: bool
     prores_steps: int
     prores_scheme: _ProresScheme
     gpas_scheme: _GpasScheme
@@ -243,8 +255,16 @@ class TransformerConfig(Config):
         ln_scaling_mode: _LnScalingMode = ...,
         mix_ln_part: float = ...,
         attnres_block: int = ...,
+        attnres_form: _AttnresForm = ...,
+        attnres_queries: int = ...,
         mhc_streams: int = ...,
         mhc_iterations: int = ...,
+        mhc_mixing: _MhcMixing = ...,
+        mhc_magnitude: float = ...,
+        mhc_rank: int = ...,
+        mhc_end: _MhcEnd = ...,
+        hyper_connections_streams: int = ...,
+        hyper_connections_dynamic: bool = ...,
         prores_steps: int = ...,
         prores_scheme: _ProresScheme = ...,
         gpas_scheme: _GpasScheme = ...,
@@ -432,6 +452,7 @@ PARAMETRISATION: tuple[str, ...]
 __version__: str
 
 def readable(name: str, text: str) -> str: ...
+
 OWN: dict[str, str]
 
 def closest(got: str, choices: Iterable[str]) -> str: ...

@@ -17,14 +17,19 @@ from .errors import InputError
 __all__ = [
     "GROWING",
     "Change",
+    "Channel",
     "Combine",
     "Curve",
     "DeclaredScheme",
     "DepthAttention",
+    "Dynamic",
+    "Each",
     "Growth",
     "HyperConnection",
+    "Joint",
     "Learned",
     "Norm",
+    "Normal",
     "Place",
     "ResidualSpec",
     "Scheme",
@@ -44,7 +49,17 @@ __all__ = [
 ]
 
 Point = Literal[
-    "input", "query", "key", "value", "after_heads", "after_output", "before_activation", "after_activation"
+    "input",
+    "query_input",
+    "key_input",
+    "value_input",
+    "query",
+    "key",
+    "value",
+    "after_heads",
+    "after_output",
+    "before_activation",
+    "after_activation",
 ]
 SELF_ATTENTION, CROSS_ATTENTION, FEED_FORWARD = "self-attention", "cross-attention", "feed-forward"
 _PATHS = {SELF_ATTENTION: "self_attn.", CROSS_ATTENTION: "multihead_attn.", FEED_FORWARD: ""}
@@ -61,12 +76,18 @@ class Norm(NamedTuple):
     start: float = 1.0
 
 
+class Normal(NamedTuple):
+    """First values drawn from N(0, std²)."""
+
+    std: float
+
+
 class Learned(NamedTuple):
-    """A parameter: its first values, one for all numbers or a list of each; (1,) is a scalar. `shared`: around the
-    sublayers of a layer one parameter, where each has its own otherwise."""
+    """A parameter: its first values, one for all numbers, a list of each, or `Normal`; (1,) is a scalar. `shared`:
+    around the sublayers of a layer one parameter, where each has its own otherwise."""
 
     name: str
-    value: float | Sequence[float]
+    value: float | Sequence[float] | Normal
     shape: int | Sequence[int] = 1
     shared: bool = False
 
@@ -155,22 +176,61 @@ class StreamStep(NamedTuple):
     beta: Gain = 1.0
 
 
-class HyperConnection(NamedTuple):
-    """n streams, mixed by functions of them (docs/spec.md §2.23): around a sublayer weight (2n + n², n·d), scale (3,),
-    bias (2n + n²,); at a stack's end (n, n·d), (1,), (n,)."""
+class Joint(NamedTuple):
+    """Gates of n streams, functions of all at once (docs/spec.md §2.23): around a sublayer weight (2n + n², n·d), scale
+    (3,), bias (2n + n²,); without iterations, which means R = I, (2n, n·d), (2,), (2n,); at a stack's end (n, n·d),
+    (1,), (n,)."""
 
-    streams: int
-    iterations: int
     weight: Learned
     scale: Learned
     bias: Learned
+    magnitude: float = 2.0
+    iterations: int = 20
+
+
+class Dynamic(NamedTuple):
+    """What moves `Each`: s⊙tanh(W·LayerNorm(H_i)). gain and shift are LayerNorm's, (d,); weight (n + 2, d); scale
+    (2,)."""
+
+    gain: Learned
+    shift: Learned
+    weight: Learned
+    scale: Learned
+
+
+class Each(NamedTuple):
+    """Gates of n streams, numbers and functions of each stream by itself (docs/spec.md §2.31): bias (n·(n + 2),), row
+    after row p_i, R_i1 to R_in, g_i."""
+
+    bias: Learned
+    dynamic: Dynamic | None = None
+
+
+class Channel(NamedTuple):
+    """Gates of n streams by channel (docs/spec.md §2.23): gain (n·d,), down (r, n·d), up (n·d, r), write (n, n·d); at a
+    stack's end no write."""
+
+    gain: Learned
+    down: Learned
+    up: Learned
+    write: Learned | None = None
+    magnitude: float = 2.0
+
+
+class HyperConnection(NamedTuple):
+    """x is read of n streams, and F(x) written to them: H⁺_j = g_j drop(F(Σ_i p_i⊙H_i)) + Σ_i R_ij H_i. A number for
+    `gates`, at a stack's end: p_i."""
+
+    streams: int
+    gates: Joint | Each | Channel | float
 
 
 class DepthAttention(NamedTuple):
-    """x attends over the outputs of earlier sublayers (docs/spec.md §2.22). `weights`: (query, gain), each (d,); None:
-    nothing but the embedding is there. `begins_block`: F(x) begins a new output, else it is added to the last."""
+    """x attends over the outputs of earlier sublayers (docs/spec.md §2.22). `weights`: (query, gain), each (d,); a
+    query alone: normed outputs are summed up, and of three queries (3, d) q, k and v have an input each; None: nothing
+    but the embedding is there. `begins_block`: F(x) begins a new output, else it is added to the last."""
 
-    weights: tuple[Learned, Learned] | None
+    weights: tuple[Learned, Learned] | Learned | None
     begins_block: bool = True
 
 
@@ -337,8 +397,8 @@ class Scheme:
         return ResidualSpec()
 
     def inside(self, place: Place) -> Mapping[Point, Changes]:
-        """Inside a sublayer, by point: input; of an attention query, key, value, after_heads, after_output; of a
-        feed-forward before_activation, after_activation."""
+        """Inside a sublayer, by point: input; of a self-attention query_input, key_input, value_input; of an attention
+        query, key, value, after_heads, after_output; of a feed-forward before_activation, after_activation."""
         return {}
 
     def layer(self, place: Place) -> Changes:
@@ -507,9 +567,12 @@ def _norm(norm: Norm, at: _Names) -> dict[str, Any]:
 
 def _learned(parameter: Learned, at: _Names) -> dict[str, Any]:
     shape = [parameter.shape] if isinstance(parameter.shape, int) else list(parameter.shape)
-    value = parameter.value
+    value: Any = parameter.value
     name = at.of(parameter.name, parameter.shared)
-    value = _finite(value, name) if isinstance(value, (int, float)) else [_finite(one, name) for one in value]
+    if isinstance(value, Normal):
+        value = {"normal": _finite(value.std, name)}
+    else:
+        value = _finite(value, name) if isinstance(value, (int, float)) else [_finite(one, name) for one in value]
     return {"name": name, "shape": shape, "value": value}
 
 
@@ -535,7 +598,23 @@ def _mixing(mixing: Mixing | None, at: _Names) -> Any:
     if mixing is None:
         return None
     if isinstance(mixing, HyperConnection):
-        parts = {key: _learned(getattr(mixing, key), at) for key in ("weight", "scale", "bias")}
-        return {"hyper": {"streams": mixing.streams, "iterations": mixing.iterations, **parts}}
-    weights = mixing.weights and [_learned(weight, at) for weight in mixing.weights]
+        return {"hyper": {"streams": mixing.streams, "gates": _gates(mixing.gates, at)}}
+    weights: Any = mixing.weights
+    if weights is not None:
+        is_alone = isinstance(weights, Learned)
+        weights = _learned(weights, at) if is_alone else [_learned(weight, at) for weight in weights]
     return {"depth": {"weights": weights, "begins_block": mixing.begins_block}}
+
+
+_GATES = {Joint: "joint", Each: "each", Channel: "channel"}
+
+
+def _gates(gates: Joint | Each | Channel | float, at: _Names) -> dict[str, Any]:
+    if isinstance(gates, (int, float)):
+        return {"sum": float(gates)}
+    if type(gates) not in _GATES:
+        raise InputError(f"a hyper-connection's gates must be Joint, Each, Channel or a number; got {gates!r}")
+    parts = gates._asdict()
+    if isinstance(gates, Each) and gates.dynamic is not None:
+        parts["dynamic"] = {key: _learned(part, at) for key, part in gates.dynamic._asdict().items()}
+    return {_GATES[type(gates)]: {key: _learned(v, at) if isinstance(v, Learned) else v for key, v in parts.items()}}

@@ -62,6 +62,7 @@ impl TransformerConfig {
             p.map_or(Ok(()), |p| below_one(name, p))?;
         }
         TransformerConfig::settings().iter().try_for_each(|setting| setting.check(&self.options))?;
+        self.schemes().all().try_for_each(|scheme| scheme.check(&self.options))?;
         for (name, value) in
             [("tensorized_rank", self.tensorized_rank), ("tensorized_segment", self.tensorized_segment)]
         {

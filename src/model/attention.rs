@@ -54,14 +54,30 @@ impl Attention {
 
     /// Every sentence to itself.
     pub fn attend(&self, x: &Tensor, ranges: &Ranges, causal: bool, inside: &Inside, ctx: &Context) -> Result<Tensor> {
-        let x = inside.at(Point::Input, x.shallow_clone(), &ctx.rows())?;
-        let stacked = ctx.linear(&x, &self.in_weight, self.in_bias.as_ref())?;
+        let stacked = self.stacked(x, inside, ctx)?;
         if let (Ranges::Packed(table), true) = (ranges, self.stays_stacked(&stacked, inside, ctx)) {
             let heads = stacked_attention(&stacked, table, self.heads, causal, self.scale, self.dropout(ctx))?;
             return self.output(heads, inside, ctx);
         }
         let [q, k, v] = self.queries_keys_values(stacked, inside, ctx)?;
         self.finish(&q, &k, &v, ranges, causal, inside, ctx)
+    }
+
+    /// q, k and v side by side, of x (rows, d), or of one x each (3, rows, d).
+    fn stacked(&self, x: &Tensor, inside: &Inside, ctx: &Context) -> Result<Tensor> {
+        let x = inside.at(Point::Input, x.shallow_clone(), &ctx.rows())?;
+        let is_apart = x.dim() > 2;
+        if !is_apart && !Point::INPUTS.into_iter().any(|point| inside.changes(point)) {
+            return ctx.linear(&x, &self.in_weight, self.in_bias.as_ref());
+        }
+        let (mut made, mut start) = (Vec::new(), 0);
+        for (index, (point, width)) in Point::INPUTS.into_iter().zip([self.d, self.kv_width, self.kv_width]).enumerate()
+        {
+            let own = if is_apart { x.f_select(0, index as i64)? } else { x.shallow_clone() };
+            made.push(self.project(&inside.at(point, own, &ctx.rows())?, start, width, ctx)?);
+            start += width;
+        }
+        Ok(Tensor::f_cat(&made, -1)?)
     }
 
     /// In the training loop on a CPU, and nothing stands between the product and attention's kernels.
@@ -141,8 +157,7 @@ impl Attention {
         inside: &Inside,
         ctx: &Context,
     ) -> Result<Tensor> {
-        let x = inside.at(Point::Input, x.shallow_clone(), &ctx.rows())?;
-        let stacked = ctx.linear(&x, &self.in_weight, self.in_bias.as_ref())?;
+        let stacked = self.stacked(x, inside, ctx)?;
         let [q, k, v] = self.queries_keys_values(stacked, inside, ctx)?;
         let cache = match cache {
             Some(cache) => cache,

@@ -7,10 +7,10 @@ use super::norm::Norm;
 use super::residual::{BuiltChanges, BuiltResidual, Inside};
 use super::tensorized::Tensorized;
 use super::{times, Builder, Context};
-use crate::error::Result;
+use crate::error::{Error, Result};
 use crate::init::Init;
 use crate::operator;
-use crate::residual::{LayerSpec, Place, Sublayer, SublayerSpec};
+use crate::residual::{LayerSpec, Mixing, Place, Point, Sublayer, SublayerSpec};
 use std::collections::BTreeSet;
 use tch::{no_grad, Tensor};
 
@@ -100,6 +100,13 @@ impl Layer {
         let begin = BuiltChanges::build(b, place, &declared.begin)?;
         let mut sublayers = Vec::new();
         for (place, SublayerSpec { around, inside, scale }) in place.each().zip(&declared.sublayers) {
+            let reads_apart = around.mixing.as_ref().is_some_and(Mixing::reads_apart);
+            let is_apart = reads_apart || inside.iter().any(|(point, _)| Point::INPUTS.contains(point));
+            if is_apart && place.model.tensorized.is_some() {
+                return Err(Error::invalid(
+                    "tensorized attention reads one input, so q, k and v cannot have their own: leave attnres_queries out",
+                ));
+            }
             let function = match (place.sublayer, place.model.tensorized) {
                 (Sublayer::SelfAttention, Some(sizes)) => {
                     SublayerFunction::Tensorized(b.within("self_attn", |b| Tensorized::build(b, &place, init, sizes))?)

@@ -3,31 +3,19 @@
 use super::residual::learned;
 use super::Builder;
 use crate::error::Result;
-use crate::residual::{DepthAttention, HyperConnection, Mixing};
+use crate::residual::{DepthWeights, Gates, Mixing};
 use tch::{Kind, Tensor};
 
-/// ε of both forms' mean squares, of p, and of Sinkhorn's divisions.
+/// ε of mean squares, of gates, and of Sinkhorn's divisions.
 const EPS: f64 = 1e-6;
+/// ε of the LayerNorm of [`Gates::Each`], PyTorch's.
+const LAYER_NORM_EPS: f64 = 1e-5;
 
-pub enum BuiltMixing {
-    Hyper(BuiltHyper),
-    Depth(BuiltDepth),
-}
-
-/// One tensor H (…, n, d) holds all streams.
-pub struct BuiltHyper {
-    streams: i64,
-    iterations: i64,
-    weight: Tensor,
-    scale: Tensor,
-    bias: Tensor,
-}
-
-/// The tensors are v_0, v_1, … (…, d).
-pub struct BuiltDepth {
-    /// (query, gain).
-    weights: Option<(Tensor, Tensor)>,
-    begins_block: bool,
+/// A declaration and its parameters, in the order of [`Mixing::parameters`]. A hyper-connection's tensors are one,
+/// H (…, n, d), with all streams; attention over depth has v_0, v_1, … (…, d).
+pub struct BuiltMixing {
+    declared: Mixing,
+    parameters: Vec<Tensor>,
 }
 
 /// What a hyper-connection makes of H as it reads, for writing: H⁺ = `mixed` + `gates`⊙F(x).
@@ -40,50 +28,57 @@ pub struct Unwritten {
 
 impl BuiltMixing {
     pub fn build(b: &mut Builder, declared: &Mixing) -> Result<Self> {
-        Ok(match declared {
-            Mixing::Hyper(HyperConnection { streams, iterations, weight, scale, bias }) => {
-                let (weight, scale, bias) = (learned(b, weight)?, learned(b, scale)?, learned(b, bias)?);
-                BuiltMixing::Hyper(BuiltHyper { streams: *streams, iterations: *iterations, weight, scale, bias })
-            }
-            Mixing::Depth(DepthAttention { weights, begins_block }) => {
-                let weights = match weights {
-                    Some((query, gain)) => Some((learned(b, query)?, learned(b, gain)?)),
-                    None => None,
-                };
-                BuiltMixing::Depth(BuiltDepth { weights, begins_block: *begins_block })
-            }
-        })
+        let parameters = declared.parameters().into_iter().map(|parameter| learned(b, parameter));
+        Ok(BuiltMixing { parameters: parameters.collect::<Result<_>>()?, declared: declared.clone() })
     }
 
     /// The first tensor, of what the stack reads.
     pub fn begin(&self, x: Tensor) -> Result<Tensor> {
-        match self {
-            BuiltMixing::Hyper(hyper) => {
+        match &self.declared {
+            Mixing::Hyper(hyper) => {
                 let mut shape = x.size();
                 shape.insert(shape.len() - 1, hyper.streams);
                 Ok(x.f_unsqueeze(-2)?.f_expand(shape, false)?)
             }
-            BuiltMixing::Depth(_) => Ok(x),
+            Mixing::Depth(_) => Ok(x),
         }
     }
 
     /// x of a sublayer, or of the stack's end, and what is left for [`write`](Self::write).
     pub fn read(&self, tensors: &[&Tensor]) -> Result<(Tensor, Option<Unwritten>)> {
-        match self {
-            BuiltMixing::Hyper(hyper) => hyper.read(tensors[0]),
-            BuiltMixing::Depth(depth) => Ok((depth.read(tensors)?, None)),
+        let p: Vec<&Tensor> = self.parameters.iter().collect();
+        match (&self.declared, p.as_slice()) {
+            (Mixing::Hyper(hyper), p) => match (&hyper.gates, p) {
+                (Gates::Joint { magnitude, iterations, .. }, [weight, scale, bias]) => {
+                    joint(tensors[0], [weight, scale, bias], *magnitude, *iterations)
+                }
+                (Gates::Each { .. }, [bias, dynamic @ ..]) => each(tensors[0], bias, dynamic),
+                (Gates::Channel { magnitude, .. }, [gain, down, up, write @ ..]) => {
+                    by_channel(tensors[0], [gain, down, up], write.first().copied(), *magnitude)
+                }
+                (Gates::Sum(c), _) => {
+                    let sum = wide(tensors[0])?.f_sum_dim_intlist([-2i64].as_slice(), false, None::<Kind>)?;
+                    Ok((sum.f_mul_scalar(*c)?.f_to_kind(tensors[0].kind())?, None))
+                }
+                _ => unreachable!("`parameters` names them all"),
+            },
+            (Mixing::Depth(_), []) => Ok((tensors[0].shallow_clone(), None)),
+            (Mixing::Depth(depth), [query, gain @ ..]) => match depth.weights {
+                Some(DepthWeights::Normed(_)) => Ok((attend_normed(tensors, query)?, None)),
+                _ => Ok((attend(tensors, query, gain[0])?, None)),
+            },
         }
     }
 
     /// The tensors after F(x) = f, dropped.
     pub fn write(&self, mut tensors: Vec<Tensor>, unwritten: Option<Unwritten>, f: Tensor) -> Result<Vec<Tensor>> {
         let f = f.f_to_kind(tensors[0].kind())?;
-        match (self, unwritten) {
-            (BuiltMixing::Hyper(_), Some(Unwritten { mixed, gates })) => {
+        match (&self.declared, unwritten) {
+            (Mixing::Hyper(_), Some(Unwritten { mixed, gates })) => {
                 Ok(vec![mixed.f_addcmul(&gates, &f.f_unsqueeze(-2)?)?])
             }
-            (BuiltMixing::Hyper(_), None) => unreachable!("a hyper-connection writes after it has read"),
-            (BuiltMixing::Depth(depth), _) => {
+            (Mixing::Hyper(_), None) => unreachable!("a hyper-connection writes after it has read"),
+            (Mixing::Depth(depth), _) => {
                 let f = match depth.begins_block {
                     true => f,
                     false => tensors.pop().expect("v_0 is there").f_add(&f)?,
@@ -96,68 +91,137 @@ impl BuiltMixing {
 
     /// How many of the tensors so far a layer that begins with this sublayer leaves as they are.
     pub fn keeps(&self, tensors: usize) -> usize {
-        match self {
-            BuiltMixing::Hyper(_) => 0,
-            BuiltMixing::Depth(depth) => tensors - usize::from(!depth.begins_block),
+        match &self.declared {
+            Mixing::Hyper(_) => 0,
+            Mixing::Depth(depth) => tensors - usize::from(!depth.begins_block),
         }
     }
 
     /// Whether this sublayer leaves one tensor more.
     pub fn adds(&self) -> bool {
-        matches!(self, BuiltMixing::Depth(BuiltDepth { begins_block: true, .. }))
+        matches!(&self.declared, Mixing::Depth(depth) if depth.begins_block)
     }
 
     /// For those who look on: the mean of the streams, or of all v.
     pub fn seen(&self, tensors: &[&Tensor]) -> Result<Tensor> {
-        match self {
-            BuiltMixing::Hyper(_) => Ok(tensors[0].f_mean_dim([-2i64].as_slice(), false, None)?),
-            BuiltMixing::Depth(_) => Ok(Tensor::f_stack(tensors, 0)?.f_mean_dim([0i64].as_slice(), false, None)?),
+        match &self.declared {
+            Mixing::Hyper(_) => Ok(tensors[0].f_mean_dim([-2i64].as_slice(), false, None)?),
+            Mixing::Depth(_) => Ok(Tensor::f_stack(tensors, 0)?.f_mean_dim([0i64].as_slice(), false, None)?),
         }
     }
 }
 
-impl BuiltHyper {
-    fn read(&self, streams: &Tensor) -> Result<(Tensor, Option<Unwritten>)> {
-        let n = self.streams;
-        let flat = wide(&streams.f_flatten(-2, -1)?)?; // (…, n·d)
-        let weight = self.weight.f_to_kind(flat.kind())?;
-        let mixes = flat.f_linear::<&Tensor>(&weight, None)?.f_mul(&inverse_rms(&flat)?)?;
-        let part = |index: i64, from: i64, count: i64| -> Result<Tensor> {
-            let scale = self.scale.f_narrow(0, index, 1)?.f_to_kind(flat.kind())?;
-            let bias = self.bias.f_narrow(0, from, count)?.f_to_kind(flat.kind())?;
-            Ok(mixes.f_narrow(-1, from, count)?.f_mul(&scale)?.f_add(&bias)?)
-        };
-        let reading = part(0, 0, n)?.f_sigmoid()?.f_add_scalar(EPS)?.f_unsqueeze(-2)?; // (…, 1, n)
-        if self.scale.size1()? == 1 {
-            let x = reading.f_to_kind(streams.kind())?.f_matmul(streams)?;
-            return Ok((x.f_squeeze_dim(-2)?, None));
+type Read = (Tensor, Option<Unwritten>);
+
+/// [`Gates::Joint`].
+fn joint(streams: &Tensor, [weight, scale, bias]: [&Tensor; 3], magnitude: f64, iterations: i64) -> Result<Read> {
+    let n = streams.size()[streams.dim() - 2];
+    let flat = wide(&streams.f_flatten(-2, -1)?)?; // (…, n·d)
+    let weight = weight.f_to_kind(flat.kind())?;
+    let mixes = flat.f_linear::<&Tensor>(&weight, None)?.f_mul(&inverse_rms(&flat)?)?;
+    let part = |index: i64, from: i64, count: i64| -> Result<Tensor> {
+        let scale = scale.f_narrow(0, index, 1)?.f_to_kind(flat.kind())?;
+        let bias = bias.f_narrow(0, from, count)?.f_to_kind(flat.kind())?;
+        Ok(mixes.f_narrow(-1, from, count)?.f_mul(&scale)?.f_add(&bias)?)
+    };
+    let reading = part(0, 0, n)?.f_sigmoid()?.f_add_scalar(EPS)?.f_unsqueeze(-2)?; // (…, 1, n)
+    let scales = scale.size1()?;
+    if scales < 3 {
+        let x = reading.f_to_kind(streams.kind())?.f_matmul(streams)?.f_squeeze_dim(-2)?;
+        if scales == 1 {
+            return Ok((x, None));
         }
-        let gates = part(1, n, n)?.f_sigmoid()?.f_mul_scalar(2.0)?.f_unsqueeze(-1)?;
-        let logits = part(2, 2 * n, n * n)?.f_unflatten(-1, [n, n].as_slice())?;
-        let residual = sinkhorn(&logits, self.iterations)?.f_transpose(-2, -1)?;
-        // x and the mixed streams as one product.
-        let both = Tensor::f_cat(&[reading, residual], -2)?.f_to_kind(streams.kind())?.f_matmul(streams)?; // (…, 1 + n, d)
-        let mixed = both.f_narrow(-2, 1, n)?;
-        let gates = gates.f_to_kind(streams.kind())?;
-        Ok((both.f_select(-2, 0)?, Some(Unwritten { mixed, gates })))
+        let gates = part(1, n, n)?.f_sigmoid()?.f_mul_scalar(magnitude)?.f_add_scalar(EPS)?.f_unsqueeze(-1)?;
+        return Ok((x, Some(Unwritten { mixed: streams.shallow_clone(), gates: gates.f_to_kind(streams.kind())? })));
     }
+    let gates = part(1, n, n)?.f_sigmoid()?.f_mul_scalar(magnitude)?.f_unsqueeze(-1)?;
+    let logits = part(2, 2 * n, n * n)?.f_unflatten(-1, [n, n].as_slice())?;
+    let residual = sinkhorn(&logits, iterations)?.f_transpose(-2, -1)?;
+    // x and the mixed streams as one product.
+    let both = Tensor::f_cat(&[reading, residual], -2)?.f_to_kind(streams.kind())?.f_matmul(streams)?; // (…, 1 + n, d)
+    let mixed = both.f_narrow(-2, 1, n)?;
+    let gates = gates.f_to_kind(streams.kind())?;
+    Ok((both.f_select(-2, 0)?, Some(Unwritten { mixed, gates })))
 }
 
-impl BuiltDepth {
-    fn read(&self, outputs: &[&Tensor]) -> Result<Tensor> {
-        let Some((query, gain)) = &self.weights else { return Ok(outputs[0].shallow_clone()) };
-        let query = wide(query)?.f_mul(&wide(gain)?)?;
-        let logits = outputs.iter().map(|v| {
-            let v = wide(v)?;
-            Ok(v.f_matmul(&query.f_to_kind(v.kind())?)?.f_unsqueeze(-1)?.f_mul(&inverse_rms(&v)?)?)
-        });
-        let shares = Tensor::f_cat(&logits.collect::<Result<Vec<_>>>()?, -1)?.f_softmax(-1, None::<Kind>)?;
-        let shares = shares.f_to_kind(outputs[0].kind())?;
-        let share = |i: usize| shares.f_narrow(-1, i as i64, 1);
-        // Sum by sum: no copy of all outputs stays for the backward pass.
-        let first = outputs[0].f_mul(&share(0)?)?;
-        (1..outputs.len()).try_fold(first, |sum, i| Ok(sum.f_addcmul(outputs[i], &share(i)?)?))
+/// [`Gates::Each`]; `dynamic` is empty, or γ, β, W and s.
+fn each(streams: &Tensor, bias: &Tensor, dynamic: &[&Tensor]) -> Result<Read> {
+    let (n, d) = (streams.size()[streams.dim() - 2], streams.size()[streams.dim() - 1]);
+    let h = wide(streams)?;
+    let of = |t: &Tensor| t.f_to_kind(h.kind());
+    let mut rows = of(bias)?.f_view([n, n + 2])?; // p_i, R_i1 to R_in, g_i
+    if let [gain, shift, weight, scale] = dynamic {
+        let normed = h.f_layer_norm([d], Some(of(gain)?), Some(of(shift)?), LAYER_NORM_EPS, false)?;
+        let moved = normed.f_linear::<&Tensor>(&of(weight)?, None)?.f_tanh()?; // (…, n, n + 2)
+        let scale = of(scale)?;
+        let scale = Tensor::f_cat(&[scale.f_narrow(0, 0, 1)?.f_expand([n + 1], false)?, scale.f_narrow(0, 1, 1)?], 0)?;
+        rows = rows.f_add(&moved.f_mul(&scale)?)?;
     }
+    let rows = rows.f_to_kind(streams.kind())?;
+    let both = rows.f_narrow(-1, 0, n + 1)?.f_transpose(-2, -1)?.f_matmul(streams)?; // (…, 1 + n, d)
+    let unwritten = Unwritten { mixed: both.f_narrow(-2, 1, n)?, gates: rows.f_narrow(-1, n + 1, 1)? };
+    Ok((both.f_select(-2, 0)?, Some(unwritten)))
+}
+
+/// [`Gates::Channel`].
+fn by_channel(
+    streams: &Tensor,
+    [gain, down, up]: [&Tensor; 3],
+    write: Option<&Tensor>,
+    magnitude: f64,
+) -> Result<Read> {
+    let n = streams.size()[streams.dim() - 2];
+    let h = wide(streams)?;
+    let of = |t: &Tensor| t.f_to_kind(h.kind());
+    let normed = h.f_mul(&inverse_rms(&h)?)?.f_flatten(-2, -1)?.f_mul(&of(gain)?)?; // (…, n·d)
+    let part = |weight: &Tensor| -> Result<Tensor> {
+        Ok(normed.f_linear::<&Tensor>(&of(weight)?, None)?.f_div_scalar(n as f64)?)
+    };
+    let shares = part(down)?.f_silu()?.f_linear::<&Tensor>(&of(up)?, None)?.f_sigmoid()?;
+    let parts = shares.f_mul(&normed)?.f_unflatten(-1, [n, -1].as_slice())?;
+    let x = parts.f_mean_dim([-2i64].as_slice(), false, None::<Kind>)?.f_to_kind(streams.kind())?;
+    let Some(write) = write else { return Ok((x, None)) };
+    let gates = part(write)?.f_sigmoid()?.f_mul_scalar(magnitude)?.f_unsqueeze(-1)?.f_to_kind(streams.kind())?;
+    Ok((x, Some(Unwritten { mixed: streams.shallow_clone(), gates })))
+}
+
+/// [`DepthWeights::Plain`].
+fn attend(outputs: &[&Tensor], query: &Tensor, gain: &Tensor) -> Result<Tensor> {
+    let query = wide(query)?.f_mul(&wide(gain)?)?;
+    let logits = outputs.iter().map(|v| {
+        let v = wide(v)?;
+        Ok(v.f_matmul(&query.f_to_kind(v.kind())?)?.f_unsqueeze(-1)?.f_mul(&inverse_rms(&v)?)?)
+    });
+    let shares = Tensor::f_cat(&logits.collect::<Result<Vec<_>>>()?, -1)?.f_softmax(-1, None::<Kind>)?;
+    weighted(outputs, &shares)
+}
+
+/// [`DepthWeights::Normed`]; of three queries (3, …, d).
+fn attend_normed(outputs: &[&Tensor], query: &Tensor) -> Result<Tensor> {
+    let d = query.size()[query.dim() - 1];
+    let queries = wide(query)?.f_mul_scalar((d as f64).powf(-0.5))?.f_view([-1, d])?;
+    let scales = outputs.iter().map(|v| inverse_rms(&wide(v)?)).collect::<Result<Vec<_>>>()?;
+    let logits = outputs.iter().zip(&scales).map(|(v, scale)| {
+        let v = wide(v)?;
+        // (…, queries)
+        Ok(v.f_linear::<&Tensor>(&queries.f_to_kind(v.kind())?, None)?.f_mul(scale)?)
+    });
+    let shares = Tensor::f_stack(&logits.collect::<Result<Vec<_>>>()?, -1)?.f_softmax(-1, None::<Kind>)?;
+    let scales = Tensor::f_cat(&scales, -1)?; // (…, outputs)
+    let read = |i: i64| weighted(outputs, &shares.f_select(-2, i)?.f_mul(&scales)?);
+    if query.dim() == 1 {
+        return read(0);
+    }
+    Ok(Tensor::f_stack(&(0..query.size()[0]).map(read).collect::<Result<Vec<_>>>()?, 0)?)
+}
+
+/// Σ_i shares_i v_i.
+fn weighted(outputs: &[&Tensor], shares: &Tensor) -> Result<Tensor> {
+    let shares = shares.f_to_kind(outputs[0].kind())?;
+    let share = |i: usize| shares.f_narrow(-1, i as i64, 1);
+    // Sum by sum: no copy of all outputs stays for the backward pass.
+    let first = outputs[0].f_mul(&share(0)?)?;
+    (1..outputs.len()).try_fold(first, |sum, i| Ok(sum.f_addcmul(outputs[i], &share(i)?)?))
 }
 
 /// Rows, then columns, divided by their sums: softmax(logits) + ε over rows, each column divided by its sum + ε, then

@@ -33,6 +33,7 @@ pub fn learned(b: &mut Builder, declared: &declared::Learned) -> Result<Tensor> 
     let fill = match &declared.value {
         FirstValue::All(value) => Fill::Constant(*value),
         FirstValue::Each(values) => Fill::Each(values.clone()),
+        FirstValue::Normal { normal } => Fill::Normal { std: *normal },
     };
     b.shared(&declared.name, &declared.shape, &fill)
 }

@@ -1,19 +1,53 @@
 //! Attention residuals: a sublayer's input is a softmax-weighted sum of earlier sublayers' outputs (Kimi Team 2026).
 
-use super::{prenorm::PreNorm, DepthAttention, Learned, Mixing, Place, ResidualSpec, Scheme, StackSpec};
-use crate::options::{at_least_one, setting, Listed};
+use super::{
+    prenorm::PreNorm, Change, DepthAttention, DepthWeights, Learned, Mixing, Place, Point, ResidualSpec, Scheme,
+    StackSpec, Sublayer,
+};
+use crate::choice;
+use crate::error::{Error, Result};
+use crate::options::{at_least_one, setting, Listed, Options};
+
+choice! {
+    /// What attnres sums up: outputs, or outputs over their root mean squares.
+    pub enum AttnResForm ("attnres_form") { Plain = "plain", Normed = "normed" }
+}
 
 setting! {
     /// Sublayers whose outputs attnres adds up to one that later ones attend to; 1: all are attended to one by one.
     BLOCK ("attnres_block"): i64 = 1, at_least_one;
+    /// Whether attnres sums up outputs (plain), or outputs over their root mean squares by scores over √d (normed).
+    FORM ("attnres_form"): AttnResForm = AttnResForm::Plain;
+    /// Queries by which attnres' normed form reads what self-attention gets: 1, or 3, for q, k and v each its own.
+    QUERIES ("attnres_queries"): i64 = 1, one_or_three;
+}
+
+fn one_or_three(name: &str, value: i64) -> Result<()> {
+    match value {
+        1 | 3 => Ok(()),
+        other => Err(Error::invalid(format!("{name} must be 1 or 3, got {other}"))),
+    }
 }
 
 pub struct AttnRes;
 
 impl AttnRes {
-    fn weights(place: &Place, query: String, gain: String) -> Option<(Learned, Learned)> {
-        let shape = [place.model.d_model];
-        Some((Learned::new(query, &shape, 0.0), Learned::new(gain, &shape, 1.0)))
+    fn weights(place: &Place, queries: i64, name: impl Fn(&str) -> String) -> Option<DepthWeights> {
+        let d = place.model.d_model;
+        let shape = if queries == 1 { vec![d] } else { vec![queries, d] };
+        let query = Learned::new(name("depth_query"), &shape, 0.0);
+        Some(match place.options.get(&FORM) {
+            AttnResForm::Plain => DepthWeights::Plain(query, Learned::new(name("depth_gain"), &shape, 1.0)),
+            AttnResForm::Normed => DepthWeights::Normed(query),
+        })
+    }
+
+    fn queries(place: &Place) -> i64 {
+        if place.sublayer == Sublayer::SelfAttention {
+            place.options.get(&QUERIES)
+        } else {
+            1
+        }
     }
 }
 
@@ -31,21 +65,42 @@ impl Scheme for AttnRes {
     }
 
     fn options(&self) -> &'static [&'static dyn Listed] {
-        &[&BLOCK]
+        &[&BLOCK, &FORM, &QUERIES]
+    }
+
+    fn check(&self, options: &Options) -> Result<()> {
+        match (options.get(&FORM), options.get(&QUERIES)) {
+            (AttnResForm::Plain, queries) if queries != 1 => Err(Error::invalid(format!(
+                "attnres_queries = {queries} is an option of attnres_form = \"normed\", and here it is \"plain\": leave it out"
+            ))),
+            _ => Ok(()),
+        }
     }
 
     fn around(&self, place: &Place) -> ResidualSpec {
-        let number = place.layer * place.sublayers + place.index;
-        let weights = match number {
+        let queries = AttnRes::queries(place);
+        let weights = match place.number() {
             0 => None,
-            _ => AttnRes::weights(place, place.numbered("depth_query"), place.numbered("depth_gain")),
+            _ => AttnRes::weights(place, queries, |stem| place.numbered(stem)),
         };
-        let begins_block = number % place.options.get(&BLOCK) == 0;
-        ResidualSpec { mixing: Some(Mixing::Depth(DepthAttention { weights, begins_block })), ..PreNorm.around(place) }
+        let begins_block = place.number() % place.options.get(&BLOCK) == 0;
+        let mixing = Some(Mixing::Depth(DepthAttention { weights, begins_block }));
+        match queries {
+            1 => ResidualSpec { mixing, ..PreNorm.around(place) },
+            _ => ResidualSpec { mixing, ..ResidualSpec::default() }, // the norms are `inside`
+        }
+    }
+
+    fn inside(&self, place: &Place) -> Vec<(Point, Change)> {
+        let norm = |name: &str| Change::Norm(place.projected_norm(name, place.model.d_model));
+        match AttnRes::queries(place) {
+            1 => Vec::new(),
+            _ => Point::INPUTS.into_iter().zip(["q_input_norm", "k_input_norm", "v_input_norm"].map(norm)).collect(),
+        }
     }
 
     fn stack(&self, place: &Place) -> StackSpec {
-        let weights = AttnRes::weights(place, "end_depth_query".into(), "end_depth_gain".into());
+        let weights = AttnRes::weights(place, 1, |stem| format!("end_{stem}"));
         StackSpec {
             mixing: Some(Mixing::Depth(DepthAttention { weights, begins_block: false })),
             ..PreNorm.stack(place)

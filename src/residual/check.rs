@@ -1,7 +1,7 @@
 //! What a declaration must be, before anything is built of it: names, widths, shapes, and what is read of what was left.
 
 use super::{Change, ExtraStream, Gain, LayerSpec, Learned, Mixing, NormAt, Place, Point, StackSpec, Sublayer};
-use super::{FirstValue, ResidualSpec};
+use super::{DepthWeights, Dynamic, FirstValue, Gates, ResidualSpec};
 use std::collections::{BTreeMap, BTreeSet};
 
 type Found = std::result::Result<(), String>;
@@ -106,7 +106,17 @@ impl Walk<'_> {
                     "it reads of several tensors, so skip, after, alpha, beta and streams would do nothing".into()
                 );
             }
-            self.mixing(mixing, false)?;
+            self.mixing(mixing, Some(place.sublayer))?;
+            let has_input = sublayer.inside.iter().any(|(point, _)| *point == Point::Input);
+            if mixing.reads_apart() && (!before.is_empty() || has_input) {
+                return Err(
+                    "q, k and v are read apart: what changes their inputs stands at query_input, key_input and value_input"
+                        .into(),
+                );
+            }
+            if mixing.reads_apart() && place.model.tensorized.is_some() {
+                return Err("tensorized attention reads one input: give one query".into());
+            }
         }
         Ok(())
     }
@@ -128,31 +138,75 @@ impl Walk<'_> {
         if let Some(growth) = growth.filter(|growth| growth.steps < 0) {
             return Err(format!("growth takes at least 0 steps, got {}", growth.steps));
         }
-        mixing.as_ref().map_or(Ok(()), |mixing| self.mixing(mixing, true))
+        mixing.as_ref().map_or(Ok(()), |mixing| self.mixing(mixing, None))
     }
 
-    fn mixing(&mut self, mixing: &Mixing, at_end: bool) -> Found {
-        let d = self.first.model.d_model;
+    /// Around a sublayer, or at the stack's end.
+    fn mixing(&mut self, mixing: &Mixing, at: Option<Sublayer>) -> Found {
         match (mixing, &self.stack.mixing) {
             (Mixing::Hyper(hyper), Some(Mixing::Hyper(end))) => {
                 let n = hyper.streams;
-                if n < 1 || n != end.streams || hyper.iterations < 1 {
+                if n < 1 || n != end.streams {
                     return Err(format!(
-                        "hyper-connections need one number of streams and at least one iteration, got {n} and {} streams, {} iterations",
-                        end.streams, hyper.iterations
+                        "hyper-connections need one number of streams, at least 1, got {n} and {}",
+                        end.streams
                     ));
                 }
-                let rows = if at_end { n } else { 2 * n + n * n };
-                self.parameter("mixing", &hyper.weight, &[&[rows, n * d]])?;
-                self.parameter("mixing", &hyper.scale, &[&[if at_end { 1 } else { 3 }]])?;
-                self.parameter("mixing", &hyper.bias, &[&[rows]])
+                self.gates(&hyper.gates, n, at.is_none())
             }
-            (Mixing::Depth(depth), Some(Mixing::Depth(_))) => depth
-                .weights
-                .iter()
-                .flat_map(|(query, gain)| [query, gain])
-                .try_for_each(|weight| self.parameter("mixing", weight, &[&[d]])),
+            (Mixing::Depth(depth), Some(Mixing::Depth(_))) => {
+                let d = self.first.model.d_model;
+                let may_be_three =
+                    at == Some(Sublayer::SelfAttention) && matches!(depth.weights, Some(DepthWeights::Normed(_)));
+                let shapes: &[&[i64]] = if may_be_three { &[&[d], &[3, d]] } else { &[&[d]] };
+                mixing.parameters().into_iter().try_for_each(|weight| self.parameter("mixing", weight, shapes))
+            }
             _ => Err("all sublayers and the stack's end must mix in the same way".into()),
+        }
+    }
+
+    fn gates(&mut self, gates: &Gates, n: i64, at_end: bool) -> Found {
+        let d = self.first.model.d_model;
+        let mut wanted = |parameter: &Learned, shape: &[i64]| self.parameter("mixing", parameter, &[shape]);
+        match gates {
+            Gates::Joint { magnitude, .. } | Gates::Channel { magnitude, .. } if !magnitude.is_finite() => {
+                Err(format!("a gate has the magnitude {magnitude}: it must be finite"))
+            }
+            Gates::Joint { iterations, .. } if *iterations < 0 => {
+                Err(format!("hyper-connections take at least 0 iterations, got {iterations}"))
+            }
+            Gates::Joint { weight, scale, bias, iterations, .. } => {
+                let (rows, scales) = match (at_end, iterations) {
+                    (true, _) => (n, 1),
+                    (false, 0) => (2 * n, 2),
+                    (false, _) => (2 * n + n * n, 3),
+                };
+                wanted(weight, &[rows, n * d])?;
+                wanted(scale, &[scales])?;
+                wanted(bias, &[rows])
+            }
+            Gates::Each { .. } if at_end => Err("gates of each stream write too, so no stack can end with them".into()),
+            Gates::Each { bias, dynamic } => {
+                wanted(bias, &[n * (n + 2)])?;
+                let Some(Dynamic { gain, shift, weight, scale }) = dynamic else { return Ok(()) };
+                [gain, shift].into_iter().try_for_each(|parameter| wanted(parameter, &[d]))?;
+                wanted(weight, &[n + 2, d])?;
+                wanted(scale, &[2])
+            }
+            Gates::Channel { gain, down, up, write, .. } => {
+                let rank = down.shape.first().copied().unwrap_or(1).max(1);
+                wanted(gain, &[n * d])?;
+                wanted(down, &[rank, n * d])?;
+                wanted(up, &[n * d, rank])?;
+                match write {
+                    Some(write) if !at_end => wanted(write, &[n, n * d]),
+                    None if at_end => Ok(()),
+                    _ => Err("gates by channel need `write` around a sublayer, and none at a stack's end".into()),
+                }
+            }
+            Gates::Sum(_) if !at_end => Err("a sum of streams writes nothing, so only a stack can end with it".into()),
+            Gates::Sum(c) if !c.is_finite() => Err(format!("a sum of streams has the number {c}: it must be finite")),
+            Gates::Sum(_) => Ok(()),
         }
     }
 
@@ -260,6 +314,7 @@ impl Walk<'_> {
         let (count, values) = match value {
             FirstValue::All(value) => (shape.iter().product::<i64>(), std::slice::from_ref(value)),
             FirstValue::Each(values) => (values.len() as i64, values.as_slice()),
+            FirstValue::Normal { normal } => (shape.iter().product::<i64>(), std::slice::from_ref(normal)),
         };
         if count != shape.iter().product::<i64>() {
             return Err(format!("{name:?} of shape {shape:?} has {count} first values"));
@@ -299,6 +354,10 @@ impl Place<'_> {
         let (d, is_attention) = (self.model.d_model, self.sublayer != Sublayer::FeedForward);
         match point {
             Point::Input => Some(vec![d]),
+            Point::QueryInput | Point::KeyInput | Point::ValueInput => {
+                let has = self.sublayer == Sublayer::SelfAttention && self.model.tensorized.is_none();
+                has.then(|| vec![d])
+            }
             Point::Query if is_attention => Some(vec![self.d_head(), d]),
             Point::Key | Point::Value if is_attention => Some(vec![self.d_head(), self.kv_width()]),
             Point::AfterHeads | Point::AfterOutput if is_attention => Some(vec![d]),
@@ -311,9 +370,10 @@ impl Place<'_> {
 #[cfg(test)]
 mod tests {
     use super::super::given::GivenScheme;
-    use super::super::{Outline, StackName, SCHEMES};
+    use super::super::{settings, Outline, StackName, SCHEMES};
     use crate::options::Options;
     use crate::residual::Place;
+    use serde_json::json;
 
     #[test]
     fn the_tables_schemes_pass_also_said_as_data() {
@@ -326,8 +386,17 @@ mod tests {
             kv_heads: 2,
             ..Outline::SMALL
         };
-        let options = Options::default();
-        for scheme in SCHEMES {
+        let said = [
+            json!({}),
+            json!({"mhc_mixing": "none", "attnres_form": "normed", "hyper_connections_dynamic": false}),
+            json!({"mhc_mixing": "channel", "mhc_rank": 3, "attnres_form": "normed", "attnres_queries": 3}),
+            json!({"mhc_mixing": "channel", "mhc_end": "mean", "mhc_magnitude": 1.5}),
+        ];
+        for (scheme, said) in SCHEMES.iter().flat_map(|scheme| said.iter().map(move |said| (scheme, said))) {
+            let mut options = Options::default();
+            for option in settings().iter().filter(|option| said.get(option.name()).is_some()) {
+                options.set(*option, said[option.name()].clone()).unwrap();
+            }
             for stack in [StackName::Encoder, StackName::Decoder] {
                 let first = Place::new(model, &options, stack, 0);
                 let given = GivenScheme::of(*scheme, "again", &first);

@@ -42,6 +42,10 @@ pub enum FirstValue {
     All(f64),
     /// Number by number, row after row.
     Each(Vec<f64>),
+    /// Drawn from N(0, std²).
+    Normal {
+        normal: f64,
+    },
 }
 
 impl Learned {
@@ -50,11 +54,20 @@ impl Learned {
         Learned { name: name.into(), shape: shape.to_vec(), value: FirstValue::All(value) }
     }
 
+    /// Drawn from N(0, std²).
+    pub fn normal(name: impl Into<String>, shape: &[i64], std: f64) -> Self {
+        Learned { name: name.into(), shape: shape.to_vec(), value: FirstValue::Normal { normal: std } }
+    }
+
+    /// Number by number, row after row.
+    pub fn each(name: impl Into<String>, shape: &[i64], values: Vec<f64>) -> Self {
+        Learned { name: name.into(), shape: shape.to_vec(), value: FirstValue::Each(values) }
+    }
+
     /// A matrix whose entries are given by row and column.
     pub fn matrix(name: impl Into<String>, [rows, columns]: [i64; 2], entry: impl Fn(i64, i64) -> f64) -> Self {
         let entries = (0..rows).flat_map(|row| (0..columns).map(move |column| (row, column)));
-        let value = FirstValue::Each(entries.map(|(row, column)| entry(row, column)).collect());
-        Learned { name: name.into(), shape: vec![rows, columns], value }
+        Learned::each(name, &[rows, columns], entries.map(|(row, column)| entry(row, column)).collect())
     }
 }
 
@@ -212,6 +225,10 @@ pub fn leaves<'a>(layers: &'a [LayerSpec], index: usize, flow: &'a StackSpec) ->
 pub enum Point {
     /// Before q, k and v (self-attention), before q (cross-attention), or before the first linear (feed-forward).
     Input,
+    /// Before q alone, k alone, or v alone, of self-attention; after [`Point::Input`].
+    QueryInput,
+    KeyInput,
+    ValueInput,
     /// The queries. A norm of d_head works on each head's, one of d_model on all heads' joined; so at keys and values.
     Query,
     Key,
@@ -227,6 +244,9 @@ pub enum Point {
 }
 
 impl Point {
+    /// Before q, k and v, one by one.
+    pub const INPUTS: [Point; 3] = [Point::QueryInput, Point::KeyInput, Point::ValueInput];
+
     /// Between the projections and the products of attention.
     pub fn is_before_products(self) -> bool {
         matches!(self, Point::Query | Point::Key | Point::Value)

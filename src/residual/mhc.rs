@@ -1,46 +1,107 @@
 //! mHC, manifold-constrained hyper-connections: n streams, which doubly stochastic matrices mix (Xie et al. 2025).
 //!
-//! The arithmetic is that of DeepSeek's reference (deepseek-ai/TileKernels). First values are ours, put together from
-//! published ones (docs/spec.md §2.23).
+//! The arithmetic is that of DeepSeek's reference (deepseek-ai/TileKernels). Its first values are ours, put together from
+//! published ones; the other forms, of Hunyuan V4, Qwen4-exp and GLM-5, are those of Hugging Face's classes (docs/spec.md
+//! §2.23).
 
-use super::{prenorm::PreNorm, FirstValue, HyperConnection, Learned, Mixing, Place, ResidualSpec, Scheme, StackSpec};
-use crate::options::{at_least_one, setting, Listed};
+use super::{prenorm::PreNorm, Gates, HyperConnection, Learned, Mixing, Place, ResidualSpec, Scheme, StackSpec};
+use crate::choice;
+use crate::error::{Error, Result};
+use crate::options::{at_least_one, setting, Listed, Options};
+
+choice! {
+    /// How mhc's streams are mixed and read.
+    pub enum MhcMixing ("mhc_mixing") {
+        /// By doubly stochastic matrices.
+        Sinkhorn = "sinkhorn",
+        /// Not at all.
+        None = "none",
+        /// Not at all; each channel of each stream is read by a gate of its own.
+        Channel = "channel",
+    }
+}
+choice! {
+    /// How mhc reads its streams at the end.
+    pub enum MhcEnd ("mhc_end") { Gates = "gates", Mean = "mean" }
+}
 
 setting! {
     /// Streams n of mhc.
     STREAMS ("mhc_streams"): i64 = 4, at_least_one;
     /// How often mhc's Sinkhorn iteration normalises columns.
     ITERATIONS ("mhc_iterations"): i64 = 20, at_least_one;
+    /// How mhc mixes its streams: by doubly stochastic matrices, or not (none), or not and with gates by channel.
+    MIXING ("mhc_mixing"): MhcMixing = MhcMixing::Sinkhorn;
+    /// c of mhc: what a sublayer gives to a stream is multiplied by a gate between 0 and c.
+    MAGNITUDE ("mhc_magnitude"): f64 = 2.0, positive;
+    /// Rank of mhc's gates by channel.
+    RANK ("mhc_rank"): i64 = 320, at_least_one;
+    /// Whether mhc reads its streams at the end by gates or as their mean.
+    END ("mhc_end"): MhcEnd = MhcEnd::Gates;
 }
 
-/// s, so that the streams move their weights little at first (Xie et al. 2025).
+fn positive(name: &str, value: f64) -> Result<()> {
+    match value > 0.0 && value.is_finite() {
+        true => Ok(()),
+        false => Err(Error::invalid(format!("{name} must be above 0, got {value}"))),
+    }
+}
+
+/// s, so that the streams move their weights little at first (Xie et al. 2025; Hunyuan V4).
 const SCALE: f64 = 0.01;
 /// b of streams that are hardly read or written; of the sublayer's own it is 1 (mHC-lite's code).
 const ASIDE: f64 = -1.0;
 /// b of R beside the diagonal, where it is 0: R begins close to the identity (mHC-lite's code).
 const APART: f64 = -8.0;
+/// Standard deviation of the matrices where nothing else tells streams apart (`initializer_range` of both classes).
+const STD: f64 = 0.02;
 
 pub struct Mhc;
 
 impl Mhc {
-    /// The connection of sublayer `own`, counted from 0, or without one the reading at the end.
-    fn connection(place: &Place, names: [String; 3], own: Option<i64>) -> Mixing {
-        let n = place.options.get(&STREAMS);
-        let near = |i: i64| own.map_or(0.0, |own| if i == own % n { 1.0 } else { ASIDE });
-        let mut bias: Vec<f64> = (0..n).map(near).collect();
-        if own.is_some() {
-            bias.extend((0..n).map(near));
-            bias.extend((0..n * n).map(|i| if i / n == i % n { 0.0 } else { APART }));
-        }
-        let rows = bias.len() as i64;
-        let [weight, scale, bias_name] = names;
-        Mixing::Hyper(HyperConnection {
-            streams: n,
-            iterations: place.options.get(&ITERATIONS),
-            weight: Learned::new(weight, &[rows, n * place.model.d_model], 0.0),
-            scale: Learned::new(scale, &[if own.is_some() { 3 } else { 1 }], SCALE),
-            bias: Learned { name: bias_name, shape: vec![rows], value: FirstValue::Each(bias) },
-        })
+    /// The connection of a sublayer, or the reading at the end. `name` makes a parameter's name.
+    fn connection(place: &Place, is_end: bool, name: impl Fn(&str) -> String) -> Mixing {
+        let options = place.options;
+        let (n, d, magnitude) = (options.get(&STREAMS), place.model.d_model, options.get(&MAGNITUDE));
+        let joint = |scales: i64, bias: Vec<f64>, weight: fn(String, &[i64]) -> Learned, iterations: i64| {
+            let rows = bias.len() as i64;
+            Gates::Joint {
+                weight: weight(name("hyper_weight"), &[rows, n * d]),
+                scale: Learned::new(name("hyper_scale"), &[scales], SCALE),
+                bias: Learned::each(name("hyper_bias"), &[rows], bias),
+                magnitude,
+                iterations,
+            }
+        };
+        let gates = match (options.get(&MIXING), is_end) {
+            (_, true) if options.get(&END) == MhcEnd::Mean => Gates::Sum(1.0 / n as f64),
+            (MhcMixing::Sinkhorn, is_end) => {
+                let near = |i: i64| if i == place.number() % n { 1.0 } else { ASIDE };
+                let apart = |i: i64| if i / n == i % n { 0.0 } else { APART };
+                let gates = (0..n).chain(0..n).map(near);
+                let bias = if is_end { vec![0.0; n as usize] } else { gates.chain((0..n * n).map(apart)).collect() };
+                let scales = if is_end { 1 } else { 3 };
+                joint(scales, bias, |name, shape| Learned::new(name, shape, 0.0), options.get(&ITERATIONS))
+            }
+            (MhcMixing::None, is_end) => {
+                let even = -((n - 1).max(1) as f64).ln(); // p = 1/n
+                let written = if is_end { 0 } else { n as usize };
+                let bias = [vec![even; n as usize], vec![0.0; written]].concat();
+                joint(if is_end { 1 } else { 2 }, bias, |name, shape| Learned::normal(name, shape, STD), 0)
+            }
+            (MhcMixing::Channel, is_end) => {
+                let drawn = |stem: &str, shape: [i64; 2]| Learned::normal(name(stem), &shape, STD);
+                let rank = options.get(&RANK);
+                Gates::Channel {
+                    gain: Learned::new(name("hyper_gain"), &[n * d], 1.0),
+                    down: drawn("hyper_down", [rank, n * d]),
+                    up: drawn("hyper_up", [n * d, rank]),
+                    write: (!is_end).then(|| drawn("hyper_weight", [n, n * d])),
+                    magnitude,
+                }
+            }
+        };
+        Mixing::Hyper(HyperConnection { streams: n, gates })
     }
 }
 
@@ -59,17 +120,41 @@ impl Scheme for Mhc {
     }
 
     fn options(&self) -> &'static [&'static dyn Listed] {
-        &[&STREAMS, &ITERATIONS]
+        &[&STREAMS, &ITERATIONS, &MIXING, &MAGNITUDE, &RANK, &END]
+    }
+
+    fn check(&self, options: &Options) -> Result<()> {
+        let mixing = options.get(&MIXING);
+        let unused = |option: &dyn Listed, of: MhcMixing| {
+            let value = options.value(option);
+            match mixing == of || value == option.field("").default {
+                true => Ok(()),
+                false => Err(Error::invalid(format!(
+                    "{} = {value} is an option of mhc_mixing = {:?}, and here it is {:?}: leave it out",
+                    option.name(),
+                    of.name(),
+                    mixing.name()
+                ))),
+            }
+        };
+        unused(&ITERATIONS, MhcMixing::Sinkhorn)?;
+        unused(&RANK, MhcMixing::Channel)
     }
 
     fn around(&self, place: &Place) -> ResidualSpec {
-        let names = ["hyper_weight", "hyper_scale", "hyper_bias"].map(|stem| place.numbered(stem));
-        let mixing = Mhc::connection(place, names, Some(place.layer * place.sublayers + place.index));
-        ResidualSpec { mixing: Some(mixing), ..PreNorm.around(place) }
+        let mixing = Some(Mhc::connection(place, false, |stem| place.numbered(stem)));
+        match place.options.get(&MIXING) {
+            // Gates by channel have norms of their own.
+            MhcMixing::Channel => ResidualSpec { mixing, ..ResidualSpec::default() },
+            _ => ResidualSpec { mixing, ..PreNorm.around(place) },
+        }
     }
 
     fn stack(&self, place: &Place) -> StackSpec {
-        let names = ["end_hyper_weight", "end_hyper_scale", "end_hyper_bias"].map(String::from);
-        StackSpec { mixing: Some(Mhc::connection(place, names, None)), ..PreNorm.stack(place) }
+        let mixing = Some(Mhc::connection(place, true, |stem| format!("end_{stem}")));
+        match (place.options.get(&MIXING), place.options.get(&END)) {
+            (MhcMixing::Channel, MhcEnd::Gates) => StackSpec { mixing, ..StackSpec::default() },
+            _ => StackSpec { mixing, ..PreNorm.stack(place) },
+        }
     }
 }

@@ -32,6 +32,7 @@ mod given;
 mod gpas;
 mod growth;
 mod hybridnorm;
+mod hyper_connections;
 mod layerscale;
 mod ln_scaling;
 mod mhc;
@@ -61,7 +62,7 @@ pub use declared::{
 };
 pub use given::GivenScheme;
 pub use growth::{Growth, GrowthCurve};
-pub use mixing::{DepthAttention, HyperConnection, Mixing};
+pub use mixing::{DepthAttention, DepthWeights, Dynamic, Gates, HyperConnection, Mixing};
 pub use place::{Activation, Outline, Place, StackName, Sublayer, TensorizedSizes};
 pub use scheme::Scheme;
 pub use schemes::{SchemeRef, Schemes};
@@ -94,6 +95,7 @@ pub static SCHEMES: &[&dyn Scheme] = &[
     &denseformer::DenseFormer,
     &attnres::AttnRes,
     &mhc::Mhc,
+    &hyper_connections::HyperConnections,
     &prores::ProRes,
     &b2t::B2T,
     &gpas::Gpas,

@@ -2,7 +2,8 @@
 
 use super::declared::{Change, Point, ResidualSpec, StackSpec};
 use super::place::Place;
-use crate::options::Listed;
+use crate::error::Result;
+use crate::options::{Listed, Options};
 
 pub trait Scheme: Send + Sync {
     fn name(&self) -> &str;
@@ -12,6 +13,11 @@ pub trait Scheme: Send + Sync {
     /// Its options.
     fn options(&self) -> &'static [&'static dyn Listed] {
         &[]
+    }
+
+    /// Refuses options that others of its own make useless.
+    fn check(&self, _: &Options) -> Result<()> {
+        Ok(())
     }
 
     /// The initialisation that goes with it.

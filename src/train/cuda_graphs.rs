@@ -271,6 +271,9 @@ mod tests {
             r#""residual": "normformer", "norm": "batchnorm", "groupscaling": 2"#,
             r#""residual": "mhc", "norm": "rmsnorm", "mhc_streams": 2"#,
             r#""residual": "attnres", "attnres_block": 2"#,
+            r#""residual": "attnres", "attnres_form": "normed", "attnres_queries": 3"#,
+            r#""residual": "mhc", "mhc_streams": 2, "mhc_mixing": "channel", "mhc_rank": 3"#,
+            r#""residual": "hyper-connections", "hyper_connections_streams": 2"#,
             r#""architecture": "decoder-only", "positions": "rotary", "activation": "swiglu", "kv_heads": 1"#,
             r#""positions": "learned", "max_positions": 32, "activation": "gelu", "linear_biases": false"#,
         ] {

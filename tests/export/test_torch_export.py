@@ -101,6 +101,14 @@ def test_schemes_with_more_options():
     close(exported(model, x, y)(x, y), model(x, y))
     model = grown(stack("TransformerEncoder", "branchnorm", "layernorm", branchnorm_growth="exp").double(), x)
     close(exported(model, x)(x), model(x))
+    for scheme, options in (
+        ("attnres", {"attnres_form": "normed", "attnres_queries": 3}),
+        ("mhc", {"mhc_mixing": "none", "mhc_end": "mean"}),
+        ("mhc", {"mhc_mixing": "channel", "mhc_rank": 3}),
+        ("hyper-connections", {"hyper_connections_dynamic": False}),
+    ):
+        model = grown(stack("Transformer", scheme, "rmsnorm", layers=1, **options).double(), x, y)
+        close(exported(model, x, y)(x, y), model(x, y))
     for first in (False, True):  # torch.nn's own arrangement
         model = nfnn.Transformer(D, 2, 1, 1, 16, batch_first=True, norm_first=first, activation="gelu").double()
         close(exported(grown(model, x, y), x, y)(x, y), model(x, y))

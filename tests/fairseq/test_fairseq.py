@@ -145,7 +145,11 @@ def test_steps_of_decoding_use_running_statistics(norm, data):
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 
 
-@pytest.mark.parametrize("residual", [*SCHEMES, "postnorm*1/2,prenorm", "prenorm --qk-norm", "prenorm --qk-l2norm 72"])
+WITH_OPTIONS = ["postnorm*1/2,prenorm", "prenorm --qk-norm", "prenorm --qk-l2norm 72"]
+WITH_OPTIONS += ["attnres --attnres-form normed --attnres-queries 3", "mhc --mhc-mixing channel --mhc-rank 3"]
+
+
+@pytest.mark.parametrize("residual", [*SCHEMES, *WITH_OPTIONS])
 def test_steps_of_decoding_are_the_whole(residual, data):
     scheme, _, flag = residual.partition(" ")
     changes = {"model.residual": scheme, "model.norm": "layernorm"}

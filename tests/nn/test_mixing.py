@@ -1,12 +1,28 @@
 """Schemes that read x from several tensors: published vectors, first values, and what a layer does alone."""
 
+import re
+
 import pytest
 import torch
-from nn_support import FF, HEADS, MIXED, D
+from nn_support import FF, HEADS, MIXED, SHAPE, SOURCES, TARGETS, D
 from torch import nn
 
+import normformer_rs as nfrs
+import reference as ref
 from normformer_rs import nn as nfnn
 from normformer_rs.nn import formulas
+from normformer_rs.schemes import (
+    Channel,
+    Dynamic,
+    Each,
+    HyperConnection,
+    Joint,
+    Learned,
+    Normal,
+    ResidualSpec,
+    StackSpec,
+    norm,
+)
 
 X0, X, F = [0.2, 0.1, -0.3, 0.4], [1.0, -2.0, 3.0, 0.5], [0.5, 0.5, -1.0, 2.0]
 
@@ -112,8 +128,148 @@ def test_a_layer_alone_begins_and_ends_its_streams(residual):
     assert x.grad.abs().sum() > 0
 
 
-@pytest.mark.parametrize("options", [{"mhc_streams": 0}, {"mhc_iterations": 0}, {"attnres_block": 0}], ids=str)
+COUNTS = [{"mhc_streams": 0}, {"mhc_iterations": 0}, {"mhc_rank": 0}, {"attnres_block": 0}]
+COUNTS += [{"hyper_connections_streams": 0}]
+
+
+@pytest.mark.parametrize("options", COUNTS, ids=str)
 def test_counts_begin_at_one(options):
     name = next(iter(options))
+    residual = next(scheme for scheme in MIXED if name.startswith(scheme.replace("-", "_")))
     with pytest.raises(ValueError, match=f"{name} must be at least 1, got 0"):
-        nfnn.TransformerEncoderLayer(D, HEADS, FF, residual=name.partition("_")[0], **options)
+        nfnn.TransformerEncoderLayer(D, HEADS, FF, residual=residual, **options)
+
+
+@pytest.mark.parametrize(
+    "residual,options,message",
+    [
+        (
+            "mhc",
+            {"mhc_mixing": "none", "mhc_iterations": 3},
+            'mhc_iterations = 3 is an option of mhc_mixing = "sinkhorn"',
+        ),
+        ("mhc", {"mhc_rank": 3}, 'mhc_rank = 3 is an option of mhc_mixing = "channel", and here it is "sinkhorn"'),
+        ("mhc", {"mhc_mixing": "chanel"}, "channel"),
+        ("mhc", {"mhc_end": "sum"}, "gates"),
+        ("mhc", {"mhc_magnitude": 0.0}, "mhc_magnitude must be above 0, got 0"),
+        ("attnres", {"attnres_queries": 3}, 'attnres_queries = 3 is an option of attnres_form = "normed"'),
+        ("attnres", {"attnres_queries": 2}, "attnres_queries must be 1 or 3, got 2"),
+        (
+            "prenorm",
+            {"hyper_connections_streams": 3},
+            "hyper_connections_streams = 3 is an option of hyper-connections",
+        ),
+    ],
+)
+def test_options_without_effect_are_refused_by_name(residual, options, message):
+    with pytest.raises(nfrs.InputError, match=re.escape(message)):
+        nfnn.TransformerEncoderLayer(D, HEADS, FF, residual=residual, encoder_layers=1, **options)
+
+
+def test_tensorized_attention_reads_one_input():
+    config = config_of(
+        residual="attnres",
+        attnres_form="normed",
+        attnres_queries=3,
+        architecture="decoder-only",
+        attention="tensorized",
+    )
+    with pytest.raises(nfrs.InputError, match="tensorized attention reads one input"):
+        nfrs.Transformer(config)
+
+
+class Streams(nfrs.Scheme):
+    """hyper-connections or one of mhc's forms, said as data; without a norm before F but in the first."""
+
+    name = "streams"
+    n, d, rank = 2, D, 3
+
+    def __init__(self, form):
+        self.form = form
+
+    def around(self, place):
+        has_norm = self.form != "channel"
+        gates = self.gates(place, False)
+        return ResidualSpec(before=norm() if has_norm else (), mixing=HyperConnection(self.n, gates))
+
+    def stack(self, place):
+        has_norm = self.form != "channel"
+        return StackSpec(mixing=HyperConnection(self.n, self.gates(place, True)), end=norm() if has_norm else ())
+
+    def gates(self, place, at_end):
+        n, width, stem = self.n, self.n * self.d, "end_hyper" if at_end else "hyper"
+
+        def drawn(part, *shape):
+            return Learned(f"{stem}_{part}", Normal(0.02), shape)
+
+        if self.form == "channel":
+            write = None if at_end else drawn("weight", n, width)
+            gain = Learned(f"{stem}_gain", 1.0, width)
+            return Channel(gain, drawn("down", self.rank, width), drawn("up", width, self.rank), write)
+        if self.form == "none":
+            rows, scales = (n, 1) if at_end else (2 * n, 2)
+            bias = Learned(f"{stem}_bias", 0.0, rows)
+            return Joint(drawn("weight", rows, width), Learned(f"{stem}_scale", 0.01, scales), bias, 2.0, 0)
+        if at_end:
+            return 1.0
+        p = [float(i == place.number % n) for i in range(n)]
+        rows = [number for i in range(n) for number in (p[i], *(float(i == j) for j in range(n)), 1.0)]
+        dynamic = Dynamic(
+            Learned("hyper_norm_weight", 1.0, self.d), Learned("hyper_norm_bias", 0.0, self.d),
+            Learned("hyper_weight", 0.0, (n + 2, self.d)), Learned("hyper_scale", 0.01, 2),
+        )  # fmt: skip
+        return Each(Learned("hyper_bias", rows, n * (n + 2)), dynamic)
+
+
+SAID = {
+    "each": {"residual": "hyper-connections", "hyper_connections_streams": 2},
+    "none": {"residual": "mhc", "mhc_mixing": "none", "mhc_streams": 2},
+    "channel": {"residual": "mhc", "mhc_mixing": "channel", "mhc_rank": 3, "mhc_streams": 2},
+}
+
+
+def config_of(**options):
+    return nfrs.TransformerConfig(**{**SHAPE, "dropout": 0.0, "init": "xavier", **options})
+
+
+@pytest.mark.parametrize("form", SAID)
+def test_said_as_data_it_is_the_tables(form):
+    told = nfrs.Transformer(config_of(residual=Streams(form)), seed=3).double()
+    named = nfrs.Transformer(config_of(**SAID[form]), seed=3).double()
+    assert [*told.state_dict()] == [*named.state_dict()]
+    for name, value in named.state_dict().items():
+        assert torch.equal(value, told.state_dict()[name]), name
+    source, target = ref.pad(SOURCES), ref.pad(TARGETS)
+    assert torch.equal(told(source, target), named(source, target))
+
+
+class Wrong(Streams):
+    """One that cannot be built."""
+
+    name = "wrong"
+
+    def __init__(self, at, gates):
+        self.form, self.at, self.wrong = "each", at, gates
+
+    def gates(self, place, at_end):
+        return self.wrong if at_end == (self.at == "end") else super().gates(place, at_end)
+
+
+def a(*shape):
+    return Learned("a", 0.0, shape)
+
+
+@pytest.mark.parametrize(
+    "at,gates,message",
+    [
+        ("around", 1.0, "a sum of streams writes nothing, so only a stack can end with it"),
+        ("end", Each(Learned("a", 0.0, 8)), "no stack can end with them"),
+        ("around", Joint(a(8, 2 * D), a(2), a(8)), 'has "a1" of shape [2], expected one of [[3]]'),
+        ("around", Joint(a(8, 2 * D), a(3), a(8), 2.0, -1), "at least 0 iterations, got -1"),
+        ("around", Channel(a(2 * D), a(3, 2 * D), a(2 * D, 3)), "need `write` around a sublayer"),
+        ("around", Each(a(3)), "expected one of [[8]]"),
+    ],
+)
+def test_wrong_gates_are_refused(at, gates, message):
+    with pytest.raises((nfrs.InputError, ValueError), match=re.escape(message)):
+        nfrs.Transformer(config_of(residual=Wrong(at, gates)), seed=3)

@@ -10,7 +10,8 @@ from torch import nn
 import normformer_rs as nfrs
 from normformer_rs import nn as nfnn
 
-BETWEEN = {"dlcl", "denseformer", "resi-dual", "attnres", "mhc", "peri-ln", "r-fixup", "value-residual", "x0-lambdas"}
+BETWEEN = {"dlcl", "denseformer", "resi-dual", "attnres", "mhc", "hyper-connections", "peri-ln", "r-fixup"}
+BETWEEN |= {"value-residual", "x0-lambdas"}
 """Schemes with parts outside layers, other than a norm at the end."""
 MORE = [("postnorm*1/4,prenorm", {}), ("prenorm", {"init": "ds-init"}), ("prores", {"prores_scheme": "deepnorm"})]
 CASES = [*((name, OPTIONS.get(name, {})) for name in RESIDUALS), *MORE]

@@ -32,8 +32,7 @@ class Hand:
         d, heads = query.shape[-1], self.config["heads"]
         weights = self.p(f"{kind}.in_proj_weight").split(d)
         biases = [None] * 3 if (bias := self.p(f"{kind}.in_proj_bias")) is None else bias.split(d)
-        q, k, v = map(functional.linear, (query, memory, memory), weights, biases)
-        v = v if values is None else values
+        q, k, v = map(functional.linear, (query, memory, memory if values is None else values), weights, biases)
         is_whole = self.config["residual"] == "olmo2"
         if is_whole:
             q, k = self.norm(f"{kind}.q_norm", q), self.norm(f"{kind}.k_norm", k)
@@ -46,11 +45,12 @@ class Hand:
     def linear(self, name, x):
         return functional.linear(x, self.p(f"{name}.weight"), self.p(f"{name}.bias"))
 
-    def f(self, kind, x, memory):
-        """F as it is without a scheme."""
+    def f(self, kind, x, memory, values=None):
+        """F as it is without a scheme; with `values`, self-attention of queries x to keys `memory`."""
         if kind == "feed_forward":
             return self.linear("linear2", self.linear("linear1", x).relu())
-        return self.linear(f"{kind}.out_proj", self.heads(kind, x, x if kind == "self_attn" else memory))
+        memory = x if kind == "self_attn" and values is None else memory
+        return self.linear(f"{kind}.out_proj", self.heads(kind, x, memory, values))
 
 
 def embedded(state, tokens):

@@ -52,12 +52,20 @@ DEFAULTS: dict[str, Any] = {
     "ln_scaling_mode": "constant",  # or "weight"
     "mix_ln_part": 0.25,
     "attnres_block": 1,  # sublayers
+    "attnres_form": "plain",  # or "normed"
+    "attnres_queries": 1,  # or 3: q, k and v read apart
     "mhc_streams": 4,
     "mhc_iterations": 20,
     "gpas_scheme": "prenorm",  # or "postnorm", "deepnorm", "sandwich", "ln-scaling", "mix-ln"
     "value_residual_start": 0.5,
     "value_residual_learned": True,
     "variance_gate_temperature": 0.3,
+    "mhc_mixing": "sinkhorn",  # or "none", "channel"
+    "mhc_magnitude": 2.0,
+    "mhc_rank": 320,
+    "mhc_end": "gates",  # or "mean"
+    "hyper_connections_streams": 4,
+    "hyper_connections_dynamic": True,
     "prores_steps": 1000,
     "prores_scheme": "prenorm",  # or "postnorm", "deepnorm", "sandwich", "ln-scaling"
     "init": None,  # None: the scheme's own

@@ -42,6 +42,8 @@ def expected_std(config: Config, name: str, part: int = 0) -> float:
         raise ValueError(f"unknown init {init!r}; the inits are {', '.join(INIT_NAMES)}")
     if parameter.start is not None:
         return 0.0
+    if parameter.std is not None:
+        return parameter.std
     if _is_fixed(c, name):
         return 0.01 / math.sqrt(3)
     if init == "gpt2":
@@ -61,6 +63,8 @@ def expected_std(config: Config, name: str, part: int = 0) -> float:
 def expected_bound(config: Config, name: str, part: int = 0) -> float | None:
     """The limit a of U(−a, a), √3 times its standard deviation; None for what is normal or constant."""
     c, std = complete(config), expected_std(config, name, part)
+    if parameters(config)[name].std is not None:
+        return None
     if name.endswith("embedding.weight"):
         is_uniform = _is_fixed(c, name)
     else:

@@ -227,9 +227,12 @@ class Run:
             x = self.changed(change, place.stack, x, real) if is_whole else x
             return split(x) if is_whole else self.changed(change, place.stack, split(x), real)
 
-        q = projected("query", query @ w_q.T + b_q, query_real)
-        k = projected("key", memory @ w_k.T + b_k, key_real)
-        v = projected("value", memory @ w_v.T + b_v, key_real)
+        inputs = list(query) if query.dim() == 4 else [query, memory, memory]
+        points = zip(("query_input", "key_input", "value_input"), inputs, strict=True)
+        of_q, of_k, of_v = (self.changed(inside.get(point), place.stack, y, key_real) for point, y in points)
+        q = projected("query", of_q @ w_q.T + b_q, query_real)
+        k = projected("key", of_k @ w_k.T + b_k, key_real)
+        v = projected("value", of_v @ w_v.T + b_v, key_real)
         if self.config["positions"] == "rotary" and place.kind == "self_attn":
             q, k = (rotated(x, positions_of(query_real), self.config["rope_theta"]) for x in (q, k))
         shared = heads // self.config["kv_heads"]  # head h of the queries has head ⌊h/shared⌋ of keys and values

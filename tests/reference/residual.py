@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from . import mixing as mixes
 from .batch_norms import BATCH_NORMS
@@ -122,7 +123,8 @@ def own_parts(part: Any) -> Iterator[Any]:
 class Sublayer:
     """x⁺ = N_after(α⊙x + β⊙dropout(N_output(F(N_before(x))))), and what happens at F's named points:
 
-    input: what q, k, v (cross-attention: q alone) or linear1 reads; query, key, value: each head's (a norm of d_head)
+    input: what q, k, v (cross-attention: q alone) or linear1 reads; query_input, key_input, value_input: what each
+    reads alone, in self-attention; query, key, value: each head's (a norm of d_head)
     or the whole vector (a norm of d_model); heads: joined, before out_proj; projected: after it; hidden: before the
     ReLU; activated: after the ReLU and its dropout. With `skip`, x is N_skip(x) everywhere in the equation.
     """
@@ -207,7 +209,7 @@ class Place:
     def norm(self, name: str, width: str = "d_model", is_last_of_decoder: bool = False) -> Norm:
         return Norm(f"{self.prefix}.{name}", self.config[width], is_last_of_decoder)
 
-    def parameter(self, name: str, shape: tuple[int, ...], start: float) -> Parameter:
+    def parameter(self, name: str, shape: tuple[int, ...], start: float | Tensor) -> Parameter:
         return Parameter(f"{self.prefix}.{name}", shape, start)
 
     def vector(self, name: str, start: float) -> Parameter:
@@ -433,9 +435,23 @@ def mix_ln(place: Place) -> Sublayer:
     return postnorm(place) if is_post else prenorm(place)
 
 
+def attnres(place: Place) -> Sublayer:
+    """prenorm that reads all outputs; where q, k and v read apart, they have a norm each."""
+    sublayer = mixed(mixes.attnres)(place)
+    if place.config["attnres_queries"] == 1 or place.kind != "self_attn":
+        return sublayer
+    inside = {f"{at}_input": place.norm(f"self_attn.{at[0]}_input_norm") for at in ("query", "key", "value")}
+    return dataclasses.replace(sublayer, before=None, inside=inside)
+
+
 def mixed(how: Callable[[Place], mixes.Mixing]) -> Callable[[Place], Sublayer]:
-    """prenorm that reads and writes so."""
-    return lambda place: dataclasses.replace(prenorm(place), mixing=how(place))
+    """prenorm that reads and writes so; what has norms of its own reads for F itself."""
+
+    def sublayer(place: Place) -> Sublayer:
+        mixing = how(place)
+        return dataclasses.replace(Sublayer() if isinstance(mixing, mixes.Channels) else prenorm(place), mixing=mixing)
+
+    return sublayer
 
 
 # Around the layers of a stack.
@@ -508,8 +524,14 @@ def dense(config: Config, stack: str) -> Stack:
 
 
 def end_mixed(how: Callable[[Config, str], mixes.Mixing]) -> Callable[[Config, str], Stack]:
-    """N after what is read so."""
-    return lambda config, stack: dataclasses.replace(end_norm(config, stack), mixing=how(config, stack))
+    """N after what is read so, unless that has norms of its own."""
+
+    def stack_of(config: Config, stack: str) -> Stack:
+        mixing = how(config, stack)
+        begin = Stack() if isinstance(mixing, mixes.Channels) else end_norm(config, stack)
+        return dataclasses.replace(begin, mixing=mixing)
+
+    return stack_of
 
 
 SCHEMES: dict[str, tuple[Callable[[Place], Sublayer], Callable[[Config, str], Stack]]] = {
@@ -535,8 +557,9 @@ SCHEMES: dict[str, tuple[Callable[[Place], Sublayer], Callable[[Config, str], St
     "ln-scaling": (ln_scaling, end_norm),
     "mix-ln": (mix_ln, end_norm),
     "denseformer": (prenorm, dense),
-    "attnres": (mixed(mixes.attnres), end_mixed(mixes.end_attnres)),
+    "attnres": (attnres, end_mixed(mixes.end_attnres)),
     "mhc": (mixed(mixes.mhc), end_mixed(mixes.end_mhc)),
+    "hyper-connections": (mixed(mixes.hyper_connections), end_mixed(mixes.end_hyper_connections)),
     "prores": (prores, as_prores_scheme),
     "b2t": (b2t, nothing),
     "gpas": (gpas, as_gpas_scheme),

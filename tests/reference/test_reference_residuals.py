@@ -21,6 +21,12 @@ VARIANTS = [
     {"residual": "mix-ln", "mix_ln_part": 0.5},
     {"residual": "attnres", "attnres_block": 3},
     {"residual": "mhc", "mhc_streams": 2, "mhc_iterations": 3},
+    {"residual": "attnres", "attnres_form": "normed", "attnres_queries": 3},
+    {"residual": "mhc", "mhc_mixing": "none", "mhc_magnitude": 1.5},
+    {"residual": "mhc", "mhc_mixing": "channel", "mhc_rank": 5},
+    {"residual": "mhc", "mhc_end": "mean"},
+    {"residual": "mhc", "mhc_end": "mean", "mhc_mixing": "channel", "mhc_rank": 3},
+    {"residual": "hyper-connections", "hyper_connections_dynamic": False},
     *({"residual": "prores", "prores_scheme": name} for name in ("postnorm", "deepnorm", "sandwich", "ln-scaling")),
     {"residual": "prores", "prores_scheme": "ln-scaling", "ln_scaling_mode": "weight"},
     *(
@@ -194,29 +200,40 @@ END_NORM = ("prenorm", "normformer", "subln", "sandwich", "layerscale", "hybridn
 END_NORM += ("olmo2", "ln-scaling", "mix-ln", "value-residual", "x0-lambdas", "depth-scaled", "variance-gate")
 
 
+def rms(x):
+    return functional.rms_norm(x, x.shape[-1:], None, 1e-6)
+
+
 def attnres_by_hand(config, sublayers, whole, x, memory):
-    def attended(h, names, sources):
-        keys = [functional.rms_norm(v, v.shape[-1:], h.p(names[1]), 1e-6) for v in sources]
-        shares = torch.stack([key @ h.p(names[0]) for key in keys], -1).softmax(-1)
-        return (torch.stack(sources, -1) * shares.unsqueeze(-2)).sum(-1)
+    is_plain = config["attnres_form"] == "plain"
+
+    def attended(query, gain, sources):
+        values = torch.stack(sources if is_plain else [rms(v) for v in sources], -1)  # (B, T, d, sources)
+        keys = torch.stack([rms(v) for v in sources], -1)
+        keys = keys * gain.unsqueeze(-1) if is_plain else keys / len(query) ** 0.5
+        return (values * (query @ keys).softmax(-1).unsqueeze(-2)).sum(-1)
 
     sources = [x]
     for number, (h, i, kind) in enumerate(sublayers):
-        y = x if number == 0 else attended(h, (f"depth_query{i}", f"depth_gain{i}"), sources)
-        f = h.f(kind, h.norm(f"norm{i}", y), memory)
+        query, gain = (h.p(f"depth_{part}{i}") if number else None for part in ("query", "gain"))
+        if config["attnres_queries"] == 3 and kind == "self_attn":
+            reads = [x if number == 0 else attended(query[j], None, sources) for j in range(3)]
+            f = h.f(kind, *(h.norm(f"self_attn.{at}_input_norm", y) for at, y in zip("qkv", reads, strict=True)))
+        else:
+            f = h.f(kind, h.norm(f"norm{i}", x if number == 0 else attended(query, gain, sources)), memory)
         if number % config["attnres_block"] == 0:
             sources.append(f)
         else:
             sources[-1] = sources[-1] + f
-    return attended(whole, ("end_depth_query", "end_depth_gain"), sources)
+    return attended(whole.p("end_depth_query"), whole.p("end_depth_gain"), sources)
 
 
 def mhc_by_hand(config, sublayers, whole, x, memory):
-    n = config["mhc_streams"]
+    n, how, magnitude = config["mhc_streams"], config["mhc_mixing"], config["mhc_magnitude"]
     streams = x.unsqueeze(-2).repeat(1, 1, n, 1)
 
     def mixes(h, name, i=""):
-        flat = functional.rms_norm(streams.flatten(-2), (n * x.shape[-1],), None, 1e-6)
+        flat = rms(streams.flatten(-2))
         parts = (flat @ h.p(f"{name}_weight{i}").T).split([n, n, n * n][: len(h.p(f"{name}_scale{i}"))], -1)
         biases = h.p(f"{name}_bias{i}").split([part.shape[-1] for part in parts])
         return [s * part + b for s, part, b in zip(h.p(f"{name}_scale{i}"), parts, biases, strict=True)]
@@ -224,16 +241,51 @@ def mhc_by_hand(config, sublayers, whole, x, memory):
     def read(p):
         return torch.einsum("btn,btnd->btd", p.sigmoid() + 1e-6, streams)
 
+    def channels(h, name, i=""):
+        """x, and what gates make of."""
+        flat = rms(streams).flatten(-2) * h.p(f"{name}_gain{i}")
+        low = functional.silu(flat @ h.p(f"{name}_down{i}").T / n)
+        return ((low @ h.p(f"{name}_up{i}").T).sigmoid() * flat).unflatten(-1, (n, -1)).mean(-2), flat / n
+
     for h, i, kind in sublayers:
-        p, g, r = mixes(h, "hyper", i)
-        m = r.unflatten(-1, (n, n)).softmax(-1) + 1e-6
+        r = torch.zeros(n, n, dtype=torch.float64)
+        if how == "channel":
+            y, flat = channels(h, "hyper", i)
+            g = flat @ h.p(f"hyper_weight{i}").T
+        else:
+            p, g, *rest = mixes(h, "hyper", i)
+            y = h.norm(f"norm{i}", read(p))
+            r = rest[0].unflatten(-1, (n, n)) if rest else r
+        m = r.softmax(-1) + 1e-6
         m = m / (m.sum(-2, keepdim=True) + 1e-6)
         for _ in range(config["mhc_iterations"] - 1):
             m = m / (m.sum(-1, keepdim=True) + 1e-6)
             m = m / (m.sum(-2, keepdim=True) + 1e-6)
-        f = h.f(kind, h.norm(f"norm{i}", read(p)), memory)
-        streams = torch.einsum("btij,btid->btjd", m, streams) + 2 * torch.einsum("btj,btd->btjd", g.sigmoid(), f)
-    return read(mixes(whole, "end_hyper")[0])
+        f = h.f(kind, y, memory)
+        mixed = torch.einsum("btij,btid->btjd", m, streams) if how == "sinkhorn" else streams
+        gates = magnitude * g.sigmoid() + (1e-6 if how == "none" else 0)
+        streams = mixed + torch.einsum("btj,btd->btjd", gates, f)
+    if config["mhc_end"] == "mean":
+        return streams.mean(-2)
+    return channels(whole, "end_hyper")[0] if how == "channel" else read(mixes(whole, "end_hyper")[0])
+
+
+def hyper_connections_by_hand(config, sublayers, whole, x, memory):
+    n = config["hyper_connections_streams"]
+    streams = x.unsqueeze(-2).repeat(1, 1, n, 1)
+    for h, i, kind in sublayers:
+        static = h.p(f"hyper_bias{i}").view(n, n + 2).expand(*x.shape[:2], n, n + 2)
+        if config["hyper_connections_dynamic"]:
+            affine = h.p(f"hyper_norm_weight{i}"), h.p(f"hyper_norm_bias{i}")
+            moved = functional.layer_norm(streams, x.shape[-1:], *affine) @ h.p(f"hyper_weight{i}").T
+            static = static + moved.tanh() * h.p(f"hyper_scale{i}")[[0] * (n + 1) + [1]]
+        p, r, g = static.split([1, n, 1], -1)
+        f = h.f(kind, h.norm(f"norm{i}", (p * streams).sum(-2)), memory)
+        streams = r.transpose(-1, -2) @ streams + g * f.unsqueeze(-2)
+    return streams.sum(-2)
+
+
+SEVERAL = {"attnres": attnres_by_hand, "mhc": mhc_by_hand, "hyper-connections": hyper_connections_by_hand}
 
 
 def stack_by_hand(state, config, stack, x, memory):
@@ -245,11 +297,12 @@ def stack_by_hand(state, config, stack, x, memory):
         x = whole.norm("embedding_norm", x)
     if c["residual"] == "x0-lambdas":
         x = whole.norm("embedding_norm", x)
-    if c["residual"] in ("attnres", "mhc"):
+    if c["residual"] in SEVERAL:
         layers = (Hand(state, config, stack, n) for n in range(c[f"{stack}_layers"]))
         sublayers = [(h, i, kind) for h in layers for i, kind in enumerate(kinds, 1)]
-        by_hand = attnres_by_hand if c["residual"] == "attnres" else mhc_by_hand
-        return whole.norm("norm", by_hand(c, sublayers, whole, x, memory))
+        x = SEVERAL[c["residual"]](c, sublayers, whole, x, memory)
+        has_norm = c["residual"] != "mhc" or c["mhc_mixing"] != "channel" or c["mhc_end"] == "mean"
+        return whole.norm("norm", x) if has_norm else x
     is_dense = c["residual"] == "denseformer"
     outputs, is_dlcl, is_pre = [x], c["residual"] == "dlcl" or is_dense, c["dlcl_norm"] == "pre" or is_dense
     dual, shared = x, {}

@@ -10,7 +10,8 @@ NORMS = [entry["name"] for entry in nfrs.tables()["norms"]]
 
 
 RESIDUALS = [entry["name"] for entry in nfrs.tables()["residuals"]]
-BETWEEN_LAYERS = ("dlcl", "denseformer", "resi-dual", "attnres", "mhc", "value-residual", "x0-lambdas")
+BETWEEN_LAYERS = ("dlcl", "denseformer", "resi-dual", "attnres", "mhc", "hyper-connections")
+BETWEEN_LAYERS += ("value-residual", "x0-lambdas")
 
 
 D, HEADS, FF = 16, 4, 32

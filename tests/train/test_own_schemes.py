@@ -16,6 +16,7 @@ from normformer_rs.schemes import (
     Combine,
     Growth,
     HyperConnection,
+    Joint,
     Learned,
     Norm,
     ResidualSpec,
@@ -59,13 +60,12 @@ class Mhc(Scheme):
         near = [0.0] * n if own is None else [1.0 if i == own % n else -1.0 for i in range(n)]
         bias = near if own is None else [*near, *near, *(0.0 if i == j else -8.0 for i in range(n) for j in range(n))]
         weight, factor, shift = names
-        return HyperConnection(
-            n,
-            20,
+        gates = Joint(
             Learned(weight, 0.0, (len(bias), n * place.d_model)),
             Learned(factor, 0.01, 1 if own is None else 3),
             Learned(shift, bias, len(bias)),
         )
+        return HyperConnection(n, gates)
 
     def around(self, place):
         names = ("hyper_weight", "hyper_scale", "hyper_bias")
@@ -217,13 +217,8 @@ def declare(spec=None, inside=None, stack=None, layer=(), **about):
 
 
 def hyper(n=2, rows=8):
-    return HyperConnection(
-        n,
-        3,
-        Learned("hyper_weight", 0.0, (rows, n * 8)),
-        Learned("hyper_scale", 0.01, 3),
-        Learned("hyper_bias", 0.0, rows),
-    )
+    scale, bias = Learned("hyper_scale", 0.01, 3), Learned("hyper_bias", 0.0, rows)
+    return HyperConnection(n, Joint(Learned("hyper_weight", 0.0, (rows, n * 8)), scale, bias))
 
 
 WRONG = [

@@ -96,9 +96,14 @@ STATISTICS = [{"norm": "batchnorm"}, {"norm": "powernorm-v"}] + [
     {"norm": "powernorm", "powernorm_mode": mode, "powernorm_warmup": 2, "residual": residual}
     for mode, residual in [("paper", "prenorm"), ("paper", "postnorm"), ("release", "prenorm")]
 ]
+SEVERAL = [
+    {"residual": "attnres", "attnres_form": "normed", "attnres_queries": 3, "attnres_block": 2},
+    {"residual": "mhc", "mhc_mixing": "none", "mhc_end": "mean"},
+    {"residual": "mhc", "mhc_mixing": "channel", "mhc_rank": 3},
+]
 
 
-@pytest.mark.parametrize("model", [{"residual": name} for name in RESIDUALS] + STATISTICS, ids=str)
+@pytest.mark.parametrize("model", [{"residual": name} for name in RESIDUALS] + STATISTICS + SEVERAL, ids=str)
 def test_activation_checkpointing_changes_no_bit(tmp_path, corpus, model):
     """Nor any statistic, though two micro-batches go forward and back between updates; layers do run twice."""
     calls = {}

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..nn import MultiheadAttention
-from ..nn.attention import is_of_joined_heads
+from ..nn.attention import INPUTS, is_of_joined_heads
 from ..nn.dropout import Draw
 from ..nn.interpreter import Kept, apply_changes
 from ..nn.profiling import is_profiling
@@ -89,12 +89,22 @@ class RowAttention(MultiheadAttention):
 
     def forward(self, query: Tensor, sight: Sight, kept: Kept) -> Tensor:  # type: ignore[override]
         query = self._change("input", query, sight.pad_mask, kept)
+        if self.is_apart:
+            given = zip(INPUTS, query if self.reads_apart else (query, query, query))
+            query = torch.stack([self._change(point, x, sight.pad_mask, kept) for point, x in given])
         joined = self._change("after_heads", sight.attend(self, query, kept), sight.pad_mask, kept)
         return self._change("after_output", self.out_proj(joined), sight.pad_mask, kept)
 
+    @property
+    def is_apart(self) -> bool:
+        """Its q, k and v have an input each: three queries, stacked."""
+        return self.reads_apart or any(point in self.inside for point in INPUTS)
+
     def project(self, x: Tensor, which: str, kept: Kept) -> tuple[Tensor, ...]:
         """x through the projections of `which`, neighbouring letters of "qkv", in one product, with the scheme's
-        changes on queries, keys and values."""
+        changes on queries, keys and values. Where these read apart, x is their inputs, stacked."""
+        if self.is_apart and len(which) == 3:
+            return tuple(part for name, own in zip(which, x) for part in self.project(own, name, kept))
         d, start = self.embed_dim, "qkv".index(which)
         chosen = slice(start * d, (start + len(which)) * d)
         bias = None if self.in_proj_bias is None else self.in_proj_bias[chosen]
@@ -178,10 +188,10 @@ class Step:
 
     def attend(self, attention: RowAttention, query: Tensor, kept: Kept) -> Tensor:
         if self.memory is None:
-            q, k, v = attention.project(query.unsqueeze(1), "qkv", kept)
+            q, k, v = attention.project(query.unsqueeze(-2), "qkv", kept)
             k, v, padding = self._append("key", k), self._append("value", v), self._append("padding", self.padding)
         else:
-            (q,), padding = attention.project(query.unsqueeze(1), "q", kept), self.padding
+            (q,), padding = attention.project(query.unsqueeze(-2), "q", kept), self.padding
             if self.name + "key" not in self.cache:
                 k, v = attention.project(self.memory, "kv", kept)
                 self.cache[self.name + "key"], self.cache[self.name + "value"] = k, v

@@ -14,8 +14,10 @@ from .dropout import Draw, is_run_again
 from .interpreter import Kept, apply_changes
 from .tracing import leaf
 
-BEFORE_PRODUCTS = frozenset(("query", "key", "value"))
-"""The points between the projections and the products of attention."""
+INPUTS = ("query_input", "key_input", "value_input")
+"""The points before the projections of self-attention's q, k and v, one by one."""
+BEFORE_PRODUCTS = frozenset(("query", "key", "value", *INPUTS))
+"""The points at q, k or v alone, up to the products of attention."""
 
 
 class MultiheadAttention(nn.MultiheadAttention):
@@ -23,6 +25,7 @@ class MultiheadAttention(nn.MultiheadAttention):
     at points inside it, as a residual scheme declares them. s is `scale`, or 1/√d_head where that is None.
 
     `inside` names changes at `input` (before the projection of queries, and of keys and values too in self-attention),
+    `query_input`, `key_input` and `value_input` (in self-attention, before each projection alone),
     `query`, `key` and `value` (a norm of d_head on each head's, one of d_model on all heads' joined), `after_heads`
     (the heads' outputs, joined) and `after_output` (after `out_proj`).
 
@@ -39,6 +42,8 @@ class MultiheadAttention(nn.MultiheadAttention):
 
     inside: Inside = types.MappingProxyType({})
     scale: float | None = None
+    reads_apart: bool = False
+    """Self-attention with an input of their own for q, k and v."""
 
     def set_inside(self, inside: Inside) -> None:
         """Sets the changes; their modules and parameters are attributes of this module."""
@@ -70,7 +75,7 @@ class MultiheadAttention(nn.MultiheadAttention):
                 )
             given: Any = (query, key, value, key_padding_mask, need_weights, attn_mask, average_attn_weights, is_causal)
             return super().forward(*given)
-        is_batched, is_self = query.dim() == 3, key is query and value is query
+        is_batched, is_self = query.dim() == 3, self.reads_apart or (key is query and value is query)
         if not is_batched:
             query, key, value = (t.unsqueeze(0) for t in (query, key, value))
             key_padding_mask = None if key_padding_mask is None else key_padding_mask.unsqueeze(0)
@@ -79,8 +84,13 @@ class MultiheadAttention(nn.MultiheadAttention):
         self._check(query, key, attn_mask, key_padding_mask)
 
         padding = None if key_padding_mask is None or not is_self else is_masked(key_padding_mask)
-        query = self._change("input", query, padding, kept)
-        q, k, v = self._project(query, *((query, query) if is_self else (key, value)))
+        if not self.reads_apart:
+            query = self._change("input", query, padding, kept)
+            key, value = (query, query) if is_self else (key, value)
+        if is_self and any(point in self.inside for point in INPUTS):
+            given = zip(INPUTS, (query, key, value))
+            query, key, value = (self._change(point, x, padding, kept) for point, x in given)
+        q, k, v = self._project(query, key, value)
         q, k, v = (self._change_heads(point, x, kept) for point, x in (("query", q), ("key", k), ("value", v)))
         p, weights = self.dropout if self.training else 0.0, None
         is_own = p > 0 and is_run_again()

@@ -100,22 +100,96 @@ def hyper_read(streams: Tensor, weight: Tensor, scale: Tensor, bias: Tensor, eps
 
 
 def hyper_connection(
-    streams: Tensor, weight: Tensor, scale: Tensor, bias: Tensor, iterations: int, eps: float = 1e-6
+    streams: Tensor,
+    weight: Tensor,
+    scale: Tensor,
+    bias: Tensor,
+    iterations: int,
+    magnitude: float = 2.0,
+    eps: float = 1e-6,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(x, M, g) of n streams H (…, n, d): x (…, d) = Σ_i (σ(s₀m₀ + b₀) + ε)_i H_i is what F reads, and
-    H⁺ = M + g⊙F(x) with M_j = Σ_i R_ij H_i, R = sinkhorn(s₂m₂ + b₂), and g (…, n, 1) = 2σ(s₁m₁ + b₁).
+    H⁺ = M + g⊙F(x) with M_j = Σ_i R_ij H_i, R = sinkhorn(s₂m₂ + b₂), and g (…, n, 1) = c·σ(s₁m₁ + b₁).
 
     m = φ vec(H)/√(mean H² + ε); m₀, m₁ and m₂ are its first n numbers, the next n, and the last n², as b's are. φ is
-    (n² + 2n, n·d), s (3,). Source: Xie et al. 2025; deepseek-ai/TileKernels, `mhc_pre` and `mhc_post_ref`.
+    (n² + 2n, n·d), s (3,). Without iterations M = H, g = c·σ(s₁m₁ + b₁) + ε, φ (2n, n·d) and s (2,). Source: Xie et al.
+    2025; deepseek-ai/TileKernels, `mhc_pre` and `mhc_post_ref`; transformers, `HYV4HyperConnection`.
     """
     n, mixes = streams.shape[-2], _mixes(streams, weight)
     s, b = scale.to(mixes.dtype), bias.to(mixes.dtype)
     shares = torch.sigmoid(mixes[..., :n] * s[0] + b[:n]) + eps
-    gates = 2 * torch.sigmoid(mixes[..., n : 2 * n] * s[1] + b[n : 2 * n])
+    gates = magnitude * torch.sigmoid(mixes[..., n : 2 * n] * s[1] + b[n : 2 * n])
+    if iterations == 0:
+        x = (shares.to(streams.dtype).unsqueeze(-2) @ streams).squeeze(-2)
+        return x, streams, (gates + eps).unsqueeze(-1).to(streams.dtype)
     logits = mixes[..., 2 * n :] * s[2] + b[2 * n :]
     into = sinkhorn(logits.unflatten(-1, (n, n)), iterations, eps).transpose(-2, -1)
     both = torch.cat([shares.unsqueeze(-2), into], -2).to(streams.dtype) @ streams  # (…, 1 + n, d)
     return both[..., 0, :], both[..., 1:, :], gates.unsqueeze(-1).to(streams.dtype)
+
+
+def free_hyper_connection(
+    streams: Tensor,
+    bias: Tensor,
+    gain: Tensor | None = None,
+    shift: Tensor | None = None,
+    weight: Tensor | None = None,
+    scale: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(x, M, g) of n streams H (…, n, d): x = Σ_i p_i H_i, M_j = Σ_i R_ij H_i and g (…, n, 1), row i of (p, R, g) that
+    of `bias` (n·(n + 2),), plus (s₀, …, s₀, s₁)⊙tanh(W·LayerNorm(H_i)) where there are γ and β (d,), W (n + 2, d) and s
+    (2,).
+
+    Source: Zhu et al. 2024, Algorithm 2.
+    """
+    h, n = wide(streams), streams.shape[-2]
+    rows = bias.to(h.dtype).view(n, n + 2)
+    if weight is not None:
+        assert gain is not None and shift is not None and scale is not None
+        normed = F.layer_norm(h, h.shape[-1:], gain.to(h.dtype), shift.to(h.dtype), 1e-5)
+        s = scale.to(h.dtype)
+        rows = rows + torch.tanh(F.linear(normed, weight.to(h.dtype))) * torch.cat([s[:1].expand(n + 1), s[1:]])
+    rows = rows.to(streams.dtype)
+    both = rows[..., : n + 1].transpose(-2, -1) @ streams  # (…, 1 + n, d)
+    return both[..., 0, :], both[..., 1:, :], rows[..., n + 1 :]
+
+
+def channel_connection(
+    streams: Tensor, gain: Tensor, down: Tensor, up: Tensor, write: Tensor, magnitude: float = 2.0
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(x, H, g) of n streams H (…, n, d): x as `channel_read` has it, and g (…, n, 1) = c·σ(W vec(Ĥ)/n), W (n, n·d).
+
+    Source: transformers, `Qwen4ExpTextGatedResidual`.
+    """
+    normed = _normed_streams(streams, gain)
+    gates = magnitude * torch.sigmoid(F.linear(normed, write.to(normed.dtype)) / streams.shape[-2])
+    return _read_by_channel(streams, normed, down, up), streams, gates.unsqueeze(-1).to(streams.dtype)
+
+
+def channel_read(streams: Tensor, gain: Tensor, down: Tensor, up: Tensor) -> Tensor:
+    """x = 1/n·Σ_i σ(U silu(V vec(Ĥ)/n))_i⊙Ĥ_i of n streams H (…, n, d), Ĥ_i = γ_i⊙H_i/√(mean H_i² + ε), ε = 1e-6; γ is
+    (n·d,), V (r, n·d), U (n·d, r).
+
+    Source: transformers, `Qwen4ExpTextGatedResidual`.
+    """
+    return _read_by_channel(streams, _normed_streams(streams, gain), down, up)
+
+
+def _normed_streams(streams: Tensor, gain: Tensor) -> Tensor:
+    h = wide(streams)
+    return (h * _inverse_rms(h)).flatten(-2) * gain.to(h.dtype)
+
+
+def _read_by_channel(streams: Tensor, normed: Tensor, down: Tensor, up: Tensor) -> Tensor:
+    n = streams.shape[-2]
+    low = F.silu(F.linear(normed, down.to(normed.dtype)) / n)
+    shares = torch.sigmoid(F.linear(low, up.to(normed.dtype)))
+    return (shares * normed).unflatten(-1, (n, -1)).mean(-2).to(streams.dtype)
+
+
+def sum_of_streams(streams: Tensor, c: float) -> Tensor:
+    """c·Σ_i H_i of streams H (…, n, d)."""
+    return (wide(streams).sum(-2) * c).to(streams.dtype)
 
 
 def depth_attention(outputs: Sequence[Tensor], query: Tensor, gain: Tensor) -> Tensor:
@@ -128,7 +202,29 @@ def depth_attention(outputs: Sequence[Tensor], query: Tensor, gain: Tensor) -> T
         a = wide(v)
         key = query.to(a.dtype) * gain.to(a.dtype)
         logits.append((a @ key).unsqueeze(-1) * _inverse_rms(a))
-    shares = torch.softmax(torch.cat(logits, -1), -1).to(outputs[0].dtype)
+    return _weighted(outputs, torch.softmax(torch.cat(logits, -1), -1))
+
+
+def normed_depth_attention(outputs: Sequence[Tensor], query: Tensor) -> Tensor:
+    """Σ_i a_i v̂_i of outputs v_i (…, d), v̂_i = v_i/√(mean v_i² + ε), a = softmax_i(⟨query, v̂_i⟩/√d), ε = 1e-6; of
+    several queries (m, d) as many such sums, (m, …, d).
+
+    Source: transformers, `Inkling2BlockAttentionResidual`.
+    """
+    scales = [_inverse_rms(wide(v)) for v in outputs]
+    queries = query.view(-1, query.shape[-1]) * query.shape[-1] ** -0.5
+    logits = []
+    for v, scale in zip(outputs, scales):
+        a = wide(v)
+        logits.append(F.linear(a, queries.to(a.dtype)) * scale)  # (…, queries)
+    shares = torch.softmax(torch.stack(logits, -1), -1) * torch.cat(scales, -1).unsqueeze(-2)
+    read = [_weighted(outputs, shares[..., i, :]) for i in range(len(queries))]
+    return read[0] if query.dim() == 1 else torch.stack(read)
+
+
+def _weighted(outputs: Sequence[Tensor], shares: Tensor) -> Tensor:
+    """Σ_i shares_i v_i"""
+    shares = shares.to(outputs[0].dtype)
     total = outputs[0] * shares[..., :1]
     for i, v in enumerate(outputs[1:], 1):
         total = torch.addcmul(total, v, shares[..., i : i + 1])

@@ -150,6 +150,7 @@ class Layer(Growing, Placeable):
             inside = {point: tuple(c.below(name) for c in changes) for point, changes in sublayer.inside.items()}
             attention: MultiheadAttention = getattr(self, name)
             attention.set_inside(inside)
+            attention.reads_apart = sublayer.mixing is not None and sublayer.mixing.reads_apart
             attention.scale = self.place.declared.attention
 
     def _declared(self) -> Iterator[tuple[nn.Module, list[NormAt | Learned]]]:
@@ -320,10 +321,11 @@ class Layer(Growing, Placeable):
 
 
 def attended(attention: Any, x: Tensor, memory: Tensor, kept: Kept, **masks: Any) -> Tensor:
-    """An attention's output; it may add to `kept`."""
+    """An attention's output; it may add to `kept`. `x`: where q, k and v read apart, three inputs, stacked."""
+    given = x.unbind() if attention.reads_apart else (x, memory, memory)
     if not any(map(passes, attention.inside.values())):
-        return attention(x, memory, memory, need_weights=False, **masks)[0]
-    f, _, left = attention(x, memory, memory, need_weights=False, **masks, kept=kept)
+        return attention(*given, need_weights=False, **masks)[0]
+    f, _, left = attention(*given, need_weights=False, **masks, kept=kept)
     kept.update(left)
     return f
 

@@ -44,7 +44,8 @@ class Residual(Growing):
 
     Shapes: x (…, d_model) → the same. Errors: InputError for unknown names, and for schemes that also reach inside the
     sublayer or between layers (subln, normformer, r-fixup, ln-scaling, an attention of hybridnorm or olmo2, dlcl,
-    denseformer, resi-dual, attnres, mhc, b2t's feed-forward): those need a TransformerEncoderLayer or a stack.
+    denseformer, resi-dual, attnres, mhc, hyper-connections, b2t's feed-forward): those need a TransformerEncoderLayer
+    or a stack.
     """
 
     place: Place

@@ -20,21 +20,32 @@ class NormAt(NamedTuple):
     start: float = 1.0
 
 
+class Normal(NamedTuple):
+    """First values drawn from N(0, std²)."""
+
+    std: float
+
+
 class Learned(NamedTuple):
-    """A parameter. `value`: the first value of all its elements, or of each, row after row."""
+    """A parameter. `value`: the first value of all its elements, or of each, row after row, or what they are drawn
+    of."""
 
     name: str
     shape: tuple[int, ...]
-    value: float | tuple[float, ...]
+    value: float | tuple[float, ...] | Normal
 
     @classmethod
     def of(cls, found: Mapping[str, Any]) -> "Learned":
         """From Rust's JSON."""
         value = found["value"]
+        if isinstance(value, dict):
+            value = Normal(value["normal"])
         return cls(found["name"], tuple(found["shape"]), tuple(value) if isinstance(value, list) else value)
 
     def first(self, **factory: Any) -> Tensor:
         """Its first values."""
+        if isinstance(self.value, Normal):
+            return torch.randn(self.shape, **factory) * self.value.std
         if isinstance(self.value, tuple):
             return torch.tensor(self.value, **factory).view(self.shape)
         return torch.full(self.shape, self.value, **factory)

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.fx import Proxy
 
+
 def records_core() -> bool:
     """torch.export is recording torch's operations, those that the core calls among them: a saved program needs no
     operator of this package. Dynamo cannot trace into the core."""

@@ -90,8 +90,8 @@ def swap_residuals(
     forward in the instance, that a converted block would pass over; a norm around registered blocks that
     `register_stack` does not know; an optimizer that does not own the parameters; outside torch.nn's layers
     hybridnorm, hybridnorm-star and olmo2, which reach into attention, and outside its stacks dlcl, denseformer,
-    resi-dual, attnres and mhc, which would have to change their loop. UserWarning where weights that look trained are
-    drawn anew.
+    resi-dual, attnres, mhc and hyper-connections, which would have to change their loop. UserWarning where weights that
+    look trained are drawn anew.
     """
     to = next(field for field in TransformerConfig.FIELDS if field.name == "residual").check(to)
     refuse_wrapped(model)

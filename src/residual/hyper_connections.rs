@@ -1,0 +1,62 @@
+//! Hyper-connections: n streams, mixed by free numbers and by functions of each stream (Zhu et al. 2024, Algorithm 2).
+
+use super::{
+    prenorm::PreNorm, Dynamic, Gates, HyperConnection, Learned, Mixing, Place, ResidualSpec, Scheme, StackSpec,
+};
+use crate::options::{at_least_one, setting, Listed};
+
+setting! {
+    /// Streams n of hyper-connections.
+    STREAMS ("hyper_connections_streams"): i64 = 4, at_least_one;
+    /// Whether hyper-connections depend on the streams; else they are learned numbers alone.
+    DYNAMIC ("hyper_connections_dynamic"): bool = true;
+}
+
+/// s, so that the streams move their weights little at first.
+const SCALE: f64 = 0.01;
+
+pub struct HyperConnections;
+
+impl Scheme for HyperConnections {
+    fn name(&self) -> &'static str {
+        "hyper-connections"
+    }
+
+    fn equation(&self) -> &'static str {
+        "H⁺_j = g_j F(N(Σ_i p_i H_i)) + Σ_i R_ij H_i of n streams H, all x at the start; row i of (p, R, g) is learned, plus \
+         s⊙tanh(W·LayerNorm(H_i)); N(Σ_i H_i) after the stack"
+    }
+
+    fn source(&self) -> &'static str {
+        "Zhu et al. 2024 (Hyper-Connections)"
+    }
+
+    fn options(&self) -> &'static [&'static dyn Listed] {
+        &[&STREAMS, &DYNAMIC]
+    }
+
+    fn around(&self, place: &Place) -> ResidualSpec {
+        let (n, d) = (place.options.get(&STREAMS), place.model.d_model);
+        let own = place.number() % n;
+        // Row i: p_i, R_i1 to R_in, g_i.
+        let first = |i: i64| {
+            let unit = |at: i64| f64::from(u8::from(i == at));
+            [unit(own)].into_iter().chain((0..n).map(unit)).chain([1.0]).collect::<Vec<f64>>()
+        };
+        let gates = Gates::Each {
+            bias: Learned::each(place.numbered("hyper_bias"), &[n * (n + 2)], (0..n).flat_map(first).collect()),
+            dynamic: place.options.get(&DYNAMIC).then(|| Dynamic {
+                gain: Learned::new(place.numbered("hyper_norm_weight"), &[d], 1.0),
+                shift: Learned::new(place.numbered("hyper_norm_bias"), &[d], 0.0),
+                weight: Learned::new(place.numbered("hyper_weight"), &[n + 2, d], 0.0),
+                scale: Learned::new(place.numbered("hyper_scale"), &[2], SCALE),
+            }),
+        };
+        ResidualSpec { mixing: Some(Mixing::Hyper(HyperConnection { streams: n, gates })), ..PreNorm.around(place) }
+    }
+
+    fn stack(&self, place: &Place) -> StackSpec {
+        let end = HyperConnection { streams: place.options.get(&STREAMS), gates: Gates::Sum(1.0) };
+        StackSpec { mixing: Some(Mixing::Hyper(end)), ..PreNorm.stack(place) }
+    }
+}
