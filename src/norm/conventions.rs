@@ -87,6 +87,7 @@ impl Conventions {
 
     pub fn parse(cast: &str, eps_place: &str, part: f64) -> Result<Self> {
         let (cast, eps_outside) = (Cast::parse(cast)?, EpsPlace::parse(eps_place)? == EpsPlace::Outside);
+        (PART.check)("part", part)?;
         Ok(Conventions { cast, eps_outside, part })
     }
 
@@ -118,10 +119,7 @@ impl Conventions {
     pub fn composed(&self, x: &Tensor, gain: Option<&Tensor>, eps: f64, measured: i64) -> Result<Tensor> {
         let whole = accumulate(x)?;
         let of_measured = |x: &Tensor| x.f_narrow(-1, 0, measured);
-        let unit = match self.eps_outside {
-            true => unit(&of_measured(&whole)?, eps * eps)?,
-            false => unit(&of_measured(&whole)?, eps)?,
-        };
+        let unit = unit(&of_measured(&whole)?, if self.eps_outside { eps * eps } else { eps })?;
         let wide = whole.f_div(&unit)?;
         let scale = if self.eps_outside {
             // The length's slope is 0 at rows of zeros, where a root's is infinite.

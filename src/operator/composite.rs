@@ -158,16 +158,7 @@ pub(super) fn conventional_rms_norm() -> Operator {
             false => NORM.call(x, weight.as_ref(), None, eps),
         }
     })
-    .plan(|call| {
-        let (how, ..) = read(call)?;
-        let x = call.first();
-        let has_columns = !engine::has_columns(&x, 0);
-        if has_columns {
-            how.measured(engine::width(&x)?).map(drop)
-        } else {
-            Ok(())
-        }
-    })
+    .plan(|call| read(call)?.0.measured(engine::width(&call.first())?).map(drop))
 }
 
 /// What ScaleNorm's kernels get on a GPU, and the GPU.

@@ -8,6 +8,9 @@ setting! {
     TEMPERATURE ("variance_gate_temperature"): f64 = 0.3, positive;
 }
 
+/// The deviation of w at the start, transformers' `initializer_range`.
+const START: f64 = 0.02;
+
 pub struct VarianceGate;
 
 impl Scheme for VarianceGate {
@@ -16,7 +19,7 @@ impl Scheme for VarianceGate {
     }
 
     fn equation(&self) -> &'static str {
-        "x⁺ = α⊙x + β⊙N(F(N(x))), β = σ(w/τ), α = √max((1 − β)(1 + β), 10⁻³), w = 0 per column; N after the stack"
+        "x⁺ = α⊙x + β⊙N(F(N(x))), β = σ(w/τ), α = √max((1 − β)(1 + β), 10⁻³), w per column; N after the stack"
     }
 
     fn source(&self) -> &'static str {
@@ -32,7 +35,7 @@ impl Scheme for VarianceGate {
     }
 
     fn around(&self, place: &Place) -> ResidualSpec {
-        let of = Learned::new(place.numbered("residual_gate"), &[place.model.d_model], 0.0);
+        let of = Learned::normal(place.numbered("residual_gate"), &[place.model.d_model], START);
         let temperature = place.options.get(&TEMPERATURE);
         let alpha = Gain::CoSigmoid { of: of.clone(), temperature };
         ResidualSpec { alpha, beta: Gain::Sigmoid { of, temperature }, ..Sandwich.around(place) }

@@ -305,7 +305,8 @@ def depth_scaled(place: Place) -> Sublayer:
 
 def variance_gate(place: Place) -> Sublayer:
     """x⁺ = √(1−β²)⊙x + β⊙N(F(N(x))), β = σ(w/τ) (Muse Spark)."""
-    w, tau = place.vector("residual_gate", 0.0), place.config["variance_gate_temperature"]
+    name, shape = f"{place.prefix}.residual_gate{place.index}", (place.config["d_model"],)
+    w, tau = Parameter(name, shape, std=0.02), place.config["variance_gate_temperature"]
     return dataclasses.replace(sandwich(place), alpha=Gate(w, tau, rest=True), beta=Gate(w, tau))
 
 

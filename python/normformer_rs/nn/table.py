@@ -93,7 +93,7 @@ class Declared(NamedTuple):
     def numbers(self, width: int, given: Mapping[str, Any]) -> dict[str, Numbers]:
         """Of each parameter, in a norm with these options. Errors: InputError for an option that cannot be meant."""
         plain = {name: str(o) if isinstance(o, float) and not math.isfinite(o) else o for name, o in given.items()}
-        return dict(_numbers(self.name, width, json.dumps(plain)))
+        return dict(_numbers(self.name, width, json.dumps(plain, default=float)))
 
     def as_floats(self, **given: Any) -> list[float]:
         """All options as operators take them, in order: a flag is 0 or 1, a word its place among its choices."""
