@@ -30,6 +30,7 @@ class Config:
 
 _Architecture = Literal["encoder-decoder", "decoder-only"]
 _Attention = Literal["multi-head", "tensorized"]
+_OutputGate = Literal["head", "element"]
 _Activation = Literal["relu", "gelu", "silu", "swiglu", "geglu"]
 _Norm = Literal[
     "layernorm",
@@ -115,6 +116,7 @@ class TransformerConfig(Config):
     attention: _Attention
     tensorized_rank: int
     tensorized_segment: int
+    output_gate: _OutputGate | None
     activation: _Activation
     linear_biases: bool
     encoder_layers: int
@@ -191,6 +193,7 @@ class TransformerConfig(Config):
         attention: _Attention = ...,
         tensorized_rank: int = ...,
         tensorized_segment: int = ...,
+        output_gate: _OutputGate | None = ...,
         activation: _Activation = ...,
         linear_biases: bool = ...,
         encoder_layers: int = ...,
@@ -411,6 +414,7 @@ class GenerationConfig(Config):
 
 ENTRIES: dict[str, list[dict[str, Any]]]
 LANGUAGE_MODELS: tuple[str, ...]
+ATTENTION: tuple[str, ...]
 PARAMETRISATION: tuple[str, ...]
 __version__: str
 

@@ -80,7 +80,11 @@ fn check_tensorized(config: &TransformerConfig) -> Result<()> {
             "attention = \"tensorized\" is a language model's: give architecture = \"decoder-only\", or leave it out",
         ));
     }
-    let asked = [("qk_norm", config.qk_norm), ("qk_l2norm", config.qk_l2norm.is_some())];
+    let asked = [
+        ("qk_norm", config.qk_norm),
+        ("qk_l2norm", config.qk_l2norm.is_some()),
+        ("output_gate", config.output_gate.is_some()),
+    ];
     if let Some((option, _)) = asked.iter().find(|(_, is_on)| *is_on) {
         return Err(Error::invalid(format!(
             "tensorized attention has no heads, so {option} would do nothing: leave it out"
@@ -143,5 +147,6 @@ mod tests {
         check(r#""qk_l2norm": 1"#, "at least 2, got 1");
         let tensorized = r#""architecture": "decoder-only", "attention": "tensorized""#;
         check(&format!(r#"{tensorized}, "residual": "olmo2""#), "between attention's projections");
+        check(&format!(r#"{tensorized}, "output_gate": "head""#), "no heads, so output_gate would do nothing");
     }
 }

@@ -191,6 +191,7 @@ impl TransformerConfig {
             qk_norm: self.qk_norm,
             qk_l2norm: self.qk_l2norm,
             tensorized: (self.attention == AttentionName::Tensorized).then_some(sizes),
+            output_gate: self.output_gate,
             scaled: self.scaled(),
         }
     }

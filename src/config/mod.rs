@@ -17,7 +17,7 @@ use crate::data::vocabulary;
 use crate::error::{Error, Result};
 use crate::options::{config, unknown_field, Field, FieldType, Listed, Options};
 use crate::parametrisation::AttentionScale;
-use crate::residual::Activation;
+use crate::residual::{Activation, OutputGate};
 use crate::{init, norm, residual};
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
@@ -116,6 +116,9 @@ config! {
             /// T of tensorized attention, the most tokens that it reads at a time; its output projection is
             /// (d_model, T²).
             tensorized_segment: i64 = 32,
+            /// What multiplies the heads' outputs before the output projection: the sigmoid of a linear layer of attention's
+            /// input, one number a head or one for each of its numbers (element; Qiu et al. 2025); none: nothing.
+            output_gate: Option<OutputGate> = None,
             /// What a feed-forward has between its matrices; swiglu and geglu have a third matrix (Shazeer 2020).
             activation: Activation = Activation::Relu,
             /// Biases of linear layers.

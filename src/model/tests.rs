@@ -295,14 +295,16 @@ fn the_fused_step_is_the_unfused_one() {
     assert!(close(&y, &norm("norm", &stream)));
 }
 
-/// Positions, activations and shared keys, each at least once.
-const ARCHITECTURES: [&str; 6] = [
+/// Positions, activations, shared keys and attention's parts, each at least once.
+const ARCHITECTURES: [&str; 8] = [
     r#""positions": "rotary", "activation": "swiglu", "kv_heads": 2, "linear_biases": false, "scale_embeddings": false"#,
     r#""positions": "rotary", "rope_theta": 100, "kv_heads": 1, "qk_norm": true, "norm": "rmsnorm""#,
     r#""positions": "rotary", "kv_heads": 2, "residual": "olmo2""#,
     r#""positions": "learned", "max_positions": 20, "activation": "gelu", "tie_embeddings": "none""#,
     r#""positions": "none", "activation": "silu", "residual": "hybridnorm", "kv_heads": 2"#,
     r#""activation": "geglu", "kv_heads": 4, "residual": "subln""#,
+    r#""output_gate": "head", "residual": "normformer""#,
+    r#""output_gate": "element", "kv_heads": 2, "positions": "rotary""#,
 ];
 
 /// A model of options, its parameters away from their first values.

@@ -67,6 +67,16 @@ impl Activation {
     }
 }
 
+choice! {
+    /// What the heads' outputs are multiplied by (docs/spec.md §4.3).
+    pub enum OutputGate ("output_gate") {
+        /// One number a head.
+        Head = "head",
+        /// One for each of a head's numbers.
+        Element = "element",
+    }
+}
+
 /// A model's form, as far as tables ask for it.
 #[derive(Clone, Copy, Debug)]
 pub struct Outline<'a> {
@@ -90,6 +100,8 @@ pub struct Outline<'a> {
     pub qk_l2norm: Option<i64>,
     /// None: attention has heads.
     pub tensorized: Option<TensorizedSizes>,
+    /// None: heads' outputs go to the output projection as they are.
+    pub output_gate: Option<OutputGate>,
     /// What the parametrisation multiplies.
     pub scaled: Scaled,
 }
@@ -111,6 +123,7 @@ impl Outline<'_> {
         qk_norm: false,
         qk_l2norm: None,
         tensorized: None,
+        output_gate: None,
         scaled: Scaled::standard(2),
     };
 }

@@ -71,6 +71,8 @@ def test_the_skeleton_is_the_rust_model(norm, residual):
         *({"norm": name, "residual": "postnorm"} for name in FAMILIES),
         {"qk_norm": True},
         {"qk_norm": True, "norm": "scalenorm", "residual": "r-fixup"},
+        {"output_gate": "head", "residual": "normformer"},
+        {"output_gate": "element", "residual": "r-fixup", "qk_l2norm": 30},
         {"residual": "postnorm*1/3,prenorm"},
         {"residual": "ln-scaling", "ln_scaling_mode": "weight"},
         {"residual": "peri-ln*1,olmo2", "norm": "scalenorm"},

@@ -15,6 +15,7 @@ DEFAULTS: dict[str, Any] = {
     "attention": "multi-head",  # or "tensorized"
     "tensorized_rank": 40,
     "tensorized_segment": 32,
+    "output_gate": None,  # or "head", "element"
     "activation": "relu",  # or "gelu", "silu", "swiglu", "geglu"
     "linear_biases": True,
     "encoder_layers": 2,

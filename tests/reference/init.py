@@ -198,7 +198,8 @@ def _linear(name: str, part: int) -> Linear:
     if name.endswith("in_proj_weight"):
         role = ("q", "k", "v")[part]
     else:
-        role = {"out_proj": "out", "linear1": "fc1", "linear2": "fc2", "linear3": "gate"}[name.split(".")[-2]]
+        roles = {"out_proj": "out", "linear1": "fc1", "linear2": "fc2", "linear3": "gate", "gate_proj": "gate"}
+        role = roles[name.split(".")[-2]]
     return Linear(stack, int(layer) + 1, role, ".multihead_attn." in name)
 
 

@@ -168,6 +168,10 @@ def _linears(place: Place) -> Iterator[Parameter]:
         rows = d + 2 * kv_width(place.config)
         linears = {f"{place.kind}.in_proj_weight": (rows, d), f"{place.kind}.out_proj.weight": (d, d)}
         biases = {f"{place.kind}.in_proj_bias": (rows,), f"{place.kind}.out_proj.bias": (d,)}
+        if place.config["output_gate"] is not None:
+            gates = d if place.config["output_gate"] == "element" else place.config["heads"]
+            linears |= {f"{place.kind}.gate_proj.weight": (gates, d)}
+            biases |= {f"{place.kind}.gate_proj.bias": (gates,)}
     for name, shape in linears.items():
         yield Parameter(f"{place.prefix}.{name}", shape)
     if describe_sublayer(place).has_biases and place.config["linear_biases"]:

@@ -29,6 +29,10 @@ CASES = {
         {**MIXED, "tie_embeddings": "none", "output_bias": True},
         {"lr": 1e-2, "warmup": 3, "vocab_mask": False, "label_smoothing": 0.2, "adam_eps": 1e-3},
     ),
+    "gated": (
+        {**MIXED, "output_gate": "element"},
+        {"lr": 1e-2, "warmup": 2, "clip_norm": 0.5},
+    ),
 }
 
 

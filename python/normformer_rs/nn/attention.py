@@ -2,12 +2,14 @@
 
 import math
 import types
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ..config import TransformerConfig
 from ..errors import InputError
 from .declaration import Change, Inside
 from .dropout import Draw, is_run_again
@@ -24,7 +26,9 @@ class MultiheadAttention(Unscriptable, nn.MultiheadAttention):
 
     `inside` names changes at `input` (before the projection of queries, and of keys and values too in self-attention),
     `query`, `key` and `value` (a norm of d_head on each head's, one of d_model on all heads' joined), `after_heads`
-    (the heads' outputs, joined) and `after_output` (after `out_proj`).
+    (the heads' outputs, joined) and `after_output` (after `out_proj`). `set_parts` makes a gate: the heads' outputs are
+    multiplied by σ(W_g·query + b_g), one number a head or one for each of its numbers, before `after_heads`, W_g in
+    `gate_proj`.
 
     Parameters, masks, layouts and results are torch.nn's; `out_proj` is called as a module, so its hooks and
     replacements take effect.
@@ -44,6 +48,22 @@ class MultiheadAttention(Unscriptable, nn.MultiheadAttention):
         """Sets the changes; their modules and parameters are attributes of this module."""
         self.inside = dict(inside)
 
+    def set_parts(self, config: TransformerConfig, bias: bool, **factory: Any) -> None:
+        """Makes the parts that the configuration asks for: `output_gate`."""
+        if config.output_gate is not None:
+            self.gate_proj = nn.Linear(self.embed_dim, OUTPUT_GATES[config.output_gate](self), bias=bias, **factory)
+
+    def _reset_parameters(self) -> None:
+        super()._reset_parameters()
+        if self.gate is not None:
+            self.gate.reset_parameters()
+
+    @property
+    def gate(self) -> nn.Linear | None:
+        """`gate_proj`, if there is one."""
+        made: Any = self._modules.get("gate_proj")
+        return made
+
     @leaf
     def forward(
         self,
@@ -58,10 +78,10 @@ class MultiheadAttention(Unscriptable, nn.MultiheadAttention):
     ) -> tuple[Tensor, Tensor | None]:
         """(output, weights or None). Weights are (B, T, S), or (B, heads, T, S) with average_attn_weights=False."""
         if not self._qkv_same_embed_dim or self.bias_k is not None or self.add_zero_attn:
-            if self.inside or self.scale is not None:
+            if self.inside or self.scale is not None or self.gate is not None:
                 raise InputError(
-                    "changes inside attention and another scale need kdim = vdim = embed_dim, no bias_kv and no "
-                    "add_zero_attn"
+                    "changes inside attention, another scale and a gate need kdim = vdim = embed_dim, "
+                    "no bias_kv and no add_zero_attn"
                 )
             given: Any = (query, key, value, key_padding_mask, need_weights, attn_mask, average_attn_weights, is_causal)
             return super().forward(*given)
@@ -92,7 +112,8 @@ class MultiheadAttention(Unscriptable, nn.MultiheadAttention):
             heads = F.scaled_dot_product_attention(
                 q, k, v, mask, p, is_causal, scale=self.scale
             )  # (B, heads, T, d_head)
-        joined = self._change("after_heads", heads.transpose(1, 2).flatten(-2), padding)
+        joined = self._gated(heads.transpose(1, 2).flatten(-2), query)
+        joined = self._change("after_heads", joined, padding)
         out = self._change("after_output", self.out_proj(joined), padding)
         if not is_batched:
             return out.squeeze(0), None if weights is None else weights.squeeze(0)
@@ -101,6 +122,15 @@ class MultiheadAttention(Unscriptable, nn.MultiheadAttention):
     def _change(self, point: str, x: Tensor, padding: Tensor | None) -> Tensor:
         changes: tuple[Change, ...] = self.inside.get(point, ())
         return apply_changes(self, changes, x, padding)
+
+    def _gated(self, joined: Tensor, x: Tensor) -> Tensor:
+        """The heads' outputs (…, d) times σ(W_g x)."""
+        if self.gate is None:
+            return joined
+        gate = torch.sigmoid(self.gate(x))
+        if gate.shape[-1] == joined.shape[-1]:
+            return joined * gate
+        return (joined.unflatten(-1, (self.num_heads, -1)) * gate.unsqueeze(-1)).flatten(-2)
 
     def _change_heads(self, point: str, x: Tensor) -> Tensor:
         """The changes of queries, keys or values, (B, heads, T, d_head)."""
@@ -160,6 +190,13 @@ class MultiheadAttention(Unscriptable, nn.MultiheadAttention):
             raise InputError(f"attention mask must be {single} or {whole}; got {tuple(attn_mask.shape)}")
         if key_padding_mask is not None and key_padding_mask.shape != (batch, keys):
             raise InputError(f"key padding mask must be {(batch, keys)}; got {tuple(key_padding_mask.shape)}")
+
+
+OUTPUT_GATES: dict[str, Callable[[nn.MultiheadAttention], int]] = {
+    "head": lambda attention: attention.num_heads,
+    "element": lambda attention: attention.embed_dim,
+}
+"""How many numbers an output gate has, by its name."""
 
 
 def is_of_joined_heads(change: Change, head_dim: int) -> bool:

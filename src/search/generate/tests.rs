@@ -119,6 +119,8 @@ fn every_scheme_decodes_as_it_reads() {
         r#""residual": "denseformer""#,
         r#""residual": "hybridnorm", "positions": "fairseq", "fixnorm": true"#,
         r#""residual": "branchnorm", "norm": "batchnorm", "output_bias": true"#,
+        r#""output_gate": "head""#,
+        r#""output_gate": "element", "qk_norm": true"#,
     ] {
         let model = model(options);
         let wanted: Vec<Generated> = given(&all).iter().map(|prompt| plain(&model, prompt, &config)).collect();
