@@ -177,6 +177,7 @@ class TransformerConfig(Config):
     decoder_start: _DecoderStart
     tie_embeddings: _TieEmbeddings
     output_bias: bool
+    logit_softcap: float | None
     dropout: float
     embedding_dropout: float | None
     attention_dropout: float | None
@@ -254,6 +255,7 @@ class TransformerConfig(Config):
         decoder_start: _DecoderStart = ...,
         tie_embeddings: _TieEmbeddings = ...,
         output_bias: bool = ...,
+        logit_softcap: float | None = ...,
         dropout: float = ...,
         embedding_dropout: float | None = ...,
         attention_dropout: float | None = ...,

@@ -13,6 +13,16 @@ pub(super) fn check(config: &TransformerConfig) -> Result<()> {
     }
 }
 
+/// A check of what softcaps are.
+pub(super) fn check_softcaps(config: &TransformerConfig) -> Result<()> {
+    for (name, cap) in [("logit_softcap", config.logit_softcap)] {
+        if let Some(cap) = cap.filter(|cap| !(*cap > 0.0 && cap.is_finite())) {
+            return Err(Error::invalid(format!("{name} must be greater than 0, got {cap}; none leaves it out")));
+        }
+    }
+    Ok(())
+}
+
 /// A check of `kv_heads`, the heads that share keys and values.
 pub(super) fn check_sizes(config: &TransformerConfig) -> Result<()> {
     match config.kv_heads {
@@ -145,6 +155,7 @@ mod tests {
         check(r#""qk_norm": true, "qk_l2norm": 72"#, "leave one of them out");
         check(r#""qk_l2norm": 72, "attention_scale": "inverse""#, "attention_scale would do nothing");
         check(r#""qk_l2norm": 1"#, "at least 2, got 1");
+        check(r#""logit_softcap": 0"#, "logit_softcap must be greater than 0, got 0");
         let tensorized = r#""architecture": "decoder-only", "attention": "tensorized""#;
         check(&format!(r#"{tensorized}, "residual": "olmo2""#), "between attention's projections");
         check(&format!(r#"{tensorized}, "output_gate": "head""#), "no heads, so output_gate would do nothing");

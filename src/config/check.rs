@@ -72,6 +72,7 @@ impl TransformerConfig {
         self.check_that_options_matter()?;
         parametrisation::check(self)?;
         positions::check(self)?;
+        attention::check_softcaps(self)?;
         attention::check(self)
     }
 

@@ -187,6 +187,8 @@ config! {
             tie_embeddings: Ties = Ties::All,
             /// A bias on the logits.
             output_bias: bool = false,
+            /// c of logits z that become c·tanh(z/c), in training, evaluation and decoding (Gemma 2); none: z.
+            logit_softcap: Option<f64> = None,
             /// Dropout on sublayer outputs, and everywhere below that says nothing else.
             dropout: f64 = 0.3,
             /// Dropout on embeddings; none: `dropout`.

@@ -304,7 +304,7 @@ const ARCHITECTURES: [&str; 8] = [
     r#""positions": "none", "activation": "silu", "residual": "hybridnorm", "kv_heads": 2"#,
     r#""activation": "geglu", "kv_heads": 4, "residual": "subln""#,
     r#""output_gate": "head", "residual": "normformer""#,
-    r#""output_gate": "element", "kv_heads": 2, "positions": "rotary""#,
+    r#""output_gate": "element", "kv_heads": 2, "positions": "rotary", "logit_softcap": 2.0"#,
 ];
 
 /// A model of options, its parameters away from their first values.

@@ -149,6 +149,8 @@ PARTS = (
     {"output_gate": "head", "residual": "normformer"},
     {"output_gate": "element", "residual": "r-fixup", "linear_biases": True},
     {"output_gate": "element", "kv_heads": 1, "residual": "subln"},
+    {"logit_softcap": 0.5},
+    {"logit_softcap": 2.0, "output_bias": True, "tie_embeddings": "none", "parametrisation": "mup", "base_width": 8},
 )
 
 
@@ -189,7 +191,7 @@ def test_without_the_options_nothing_changes():
     model = nfrs.Transformer(
         nfrs.TransformerConfig(**{**LLAMA, "vocab_size": 23, "d_model": 16, "d_ff": 12, "heads": 4})
     )
-    names = ("output_gate",)
+    names = ("output_gate", "logit_softcap")
     old = {name: value for name, value in json.loads(model.config.to_json()).items() if name not in names}
     assert nfrs.TransformerConfig.from_dict(old) == model.config
     assert not any(part in name for name in model.state_dict() for part in ("gate_proj", "_norm."))
@@ -199,6 +201,7 @@ def test_without_the_options_nothing_changes():
     "options,message",
     [
         ({"output_gate": "row"}, "head, element"),
+        ({"logit_softcap": 0.0}, "logit_softcap must be greater than 0"),
         ({"attention": "tensorized", "output_gate": "head"}, "tensorized attention has no heads, so output_gate"),
     ],
     ids=str,

@@ -73,6 +73,7 @@ DEFAULTS: dict[str, Any] = {
     "scale_embeddings": True,
     "tie_embeddings": "all",  # or "decoder", "none"
     "output_bias": False,
+    "logit_softcap": None,
 }
 DEFAULT_INITS = {
     "prenorm": "smallinit",

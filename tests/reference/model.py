@@ -273,11 +273,14 @@ class Run:
         return self.linear(f"{place.prefix}.linear2", activated)
 
     def project(self, x: Tensor) -> Tensor:
-        """logits = x·Wᵀ (+ b), W the target embedding as it is used at the input (unscaled) where they are tied."""
+        """logits z = x·Wᵀ (+ b), W the target embedding as it is used at the input (unscaled) where they are tied; with
+        a softcap c·tanh(z/c)."""
         tied = self.config["tie_embeddings"] != "none"
         weight = self.table("target") if tied else self.state["output_projection.weight"]
         logits = (x * forward_factors(self.config, "decoder").logits) @ weight.T
-        return logits + self.state["output_projection.bias"] if self.config["output_bias"] else logits
+        logits = logits + self.state["output_projection.bias"] if self.config["output_bias"] else logits
+        c = self.config["logit_softcap"]
+        return logits if c is None else c * torch.tanh(logits / c)
 
     def table(self, side: str) -> Tensor:
         """The word embedding of `source` or `target`, its rows of length 1 under FixNorm."""

@@ -33,6 +33,10 @@ CASES = {
         {**MIXED, "output_gate": "element"},
         {"lr": 1e-2, "warmup": 2, "clip_norm": 0.5},
     ),
+    "capped-logits": (
+        {**MIXED, "logit_softcap": 1.5, "output_bias": True, "output_gate": "head"},
+        {"lr": 1e-2, "warmup": 2, "clip_norm": 0.5},
+    ),
 }
 
 

@@ -119,7 +119,7 @@ fn every_scheme_decodes_as_it_reads() {
         r#""residual": "denseformer""#,
         r#""residual": "hybridnorm", "positions": "fairseq", "fixnorm": true"#,
         r#""residual": "branchnorm", "norm": "batchnorm", "output_bias": true"#,
-        r#""output_gate": "head""#,
+        r#""output_gate": "head", "logit_softcap": 1.5"#,
         r#""output_gate": "element", "qk_norm": true"#,
     ] {
         let model = model(options);
