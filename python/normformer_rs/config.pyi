@@ -84,6 +84,8 @@ _Residual = Literal[
     "prores",
     "b2t",
 ]
+_QkNormOver = Literal["head", "all-heads"]
+_VNorm = Literal["weighted", "unweighted"]
 _Init = Literal["xavier", "smallinit", "fairseq", "deepnorm", "subln", "ds-init", "t-fixup", "r-fixup", "gpt2", "b2t"]
 _BranchnormGrowth = Literal["linear", "exp", "sigmoid"]
 _RFixupMode = Literal["release", "paper"]
@@ -140,6 +142,11 @@ class TransformerConfig(Config):
     powernorm_sync: bool
     residual: _Residual | str
     qk_norm: bool
+    qk_norm_over: _QkNormOver
+    qk_norm_after_rotation: bool
+    qk_norm_weight: bool
+    qk_norm_scale: float
+    v_norm: _VNorm | None
     qk_l2norm: int | None
     init: _Init | None
     branchnorm_steps: int
@@ -218,6 +225,11 @@ class TransformerConfig(Config):
         powernorm_sync: bool = ...,
         residual: _Residual | str = ...,
         qk_norm: bool = ...,
+        qk_norm_over: _QkNormOver = ...,
+        qk_norm_after_rotation: bool = ...,
+        qk_norm_weight: bool = ...,
+        qk_norm_scale: float = ...,
+        v_norm: _VNorm | None = ...,
         qk_l2norm: int | None = ...,
         init: _Init | None = ...,
         branchnorm_steps: int = ...,

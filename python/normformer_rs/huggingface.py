@@ -290,6 +290,20 @@ _FAMILIES = (
         changes=(_zero_centred, _gates_among_queries),
     ),
     _Family(
+        "HunYuanDenseV1ForCausalLM",
+        {
+            **_DECODER,
+            **_ROTARY_RMS,
+            "qk_norm": (True,),
+            "qk_norm_after_rotation": (True,),
+            "linear_biases": (False,),
+        },
+        _llama_like("hunyuan_v1_dense"),
+        "model.layers",
+        _LLAMA_NAMES | {"self_attn.q_norm": "self_attn.query_layernorm", "self_attn.k_norm": "self_attn.key_layernorm"},
+        _separate,
+    ),
+    _Family(
         "GPT2LMHeadModel",
         {**_DECODER, "positions": ("learned",), "activation": tuple(_PLAIN), "linear_biases": (True, False)},
         _gpt2,
@@ -356,10 +370,11 @@ def to_huggingface(
         checkpoint: of a run, as in `Transformer.from_checkpoint`.
 
     LlamaForCausalLM computes prenorm with rmsnorm, rotary positions and swiglu or geglu. Qwen3ForCausalLM computes the
-    same with norms on each head's queries and keys, Qwen3NextForCausalLM with these and an output gate for each
-    element, and Olmo2ForCausalLM under olmo2. GPT2LMHeadModel computes prenorm with layernorm, learned positions and
-    relu, gelu or silu; GPTNeoXForCausalLM the same with rotary positions. Where embeddings are scaled by √d_model, the
-    embedding there is the product, and the output projection another matrix.
+    same with norms on each head's queries and keys, HunYuanDenseV1ForCausalLM with these after the rotation,
+    Qwen3NextForCausalLM with these and an output gate for each element, and Olmo2ForCausalLM under olmo2.
+    GPT2LMHeadModel computes prenorm with layernorm, learned positions and relu, gelu or silu; GPTNeoXForCausalLM the
+    same with rotary positions. Where embeddings are scaled by √d_model, the embedding there is the product, and the
+    output projection another matrix.
     generation_config.json suppresses the tokens that the target vocabulary leaves out. Logits are equal to rounding:
     transformers keeps rotary angles and RMS norms in float32, whatever the type of the model.
 

@@ -17,7 +17,7 @@ use crate::data::vocabulary;
 use crate::error::{Error, Result};
 use crate::options::{config, unknown_field, Field, FieldType, Listed, Options};
 use crate::parametrisation::AttentionScale;
-use crate::residual::{Activation, OutputGate};
+use crate::residual::{Activation, NormOver, OutputGate, ValueNorm};
 use crate::{init, norm, residual};
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
@@ -143,6 +143,16 @@ config! {
             /// Norms on the queries and keys of every head, before their products (QK-norm): the stack's norm, which must
             /// work row by row.
             qk_norm: bool = false,
+            /// Rows of qk_norm: each head's (head), or all heads' joined (all-heads; OLMo 2).
+            qk_norm_over: NormOver = NormOver::Head,
+            /// qk_norm stands after the rotation of rotary positions, not before it (nanochat, Hunyuan).
+            qk_norm_after_rotation: bool = false,
+            /// qk_norm learns a weight; of rmsnorm alone it can be left out.
+            qk_norm_weight: bool = true,
+            /// What normed queries and normed keys are multiplied by, each.
+            qk_norm_scale: f64 = 1.0,
+            /// A norm on each head's values: the stack's, weighted or, of rmsnorm, unweighted (Gemma 4); none: no norm.
+            v_norm: Option<ValueNorm> = None,
             /// L of queries and keys of length 1 (Henry et al. 2020): each attention learns one factor of their products, at
             /// first log2(L² − L), in place of 1/√d_head. L is a length that few sentences exceed; none: off.
             qk_l2norm: Option<i64> = None,

@@ -138,6 +138,7 @@ impl Attention {
         let change = |point, x, heads| inside.at_heads(point, x, heads, &ctx.rows());
         let q = ctx.turned(change(Point::Query, q, self.heads)?)?;
         let k = ctx.turned(change(Point::Key, k, self.kv_heads)?)?;
+        let [q, k] = [change(Point::RotatedQuery, q, self.heads)?, change(Point::RotatedKey, k, self.kv_heads)?];
         Ok([q, k, change(Point::Value, v, self.kv_heads)?])
     }
 

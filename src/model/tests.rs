@@ -296,7 +296,7 @@ fn the_fused_step_is_the_unfused_one() {
 }
 
 /// Positions, activations, shared keys and attention's parts, each at least once.
-const ARCHITECTURES: [&str; 8] = [
+const ARCHITECTURES: [&str; 9] = [
     r#""positions": "rotary", "activation": "swiglu", "kv_heads": 2, "linear_biases": false, "scale_embeddings": false"#,
     r#""positions": "rotary", "rope_theta": 100, "kv_heads": 1, "qk_norm": true, "norm": "rmsnorm""#,
     r#""positions": "rotary", "kv_heads": 2, "residual": "olmo2""#,
@@ -305,6 +305,8 @@ const ARCHITECTURES: [&str; 8] = [
     r#""activation": "geglu", "kv_heads": 4, "residual": "subln""#,
     r#""output_gate": "head", "residual": "normformer""#,
     r#""output_gate": "element", "kv_heads": 2, "positions": "rotary", "logit_softcap": 2.0"#,
+    r#""norm": "rmsnorm", "positions": "rotary", "kv_heads": 2, "qk_norm": true, "qk_norm_over": "all-heads",
+        "qk_norm_after_rotation": true, "qk_norm_weight": false, "qk_norm_scale": 1.2, "v_norm": "unweighted""#,
 ];
 
 /// A model of options, its parameters away from their first values.

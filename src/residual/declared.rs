@@ -15,6 +15,8 @@ pub struct NormAt {
     pub ends_stack: bool,
     /// Its weight starts at this times its own first value.
     pub start: f64,
+    /// False: an rmsnorm without a weight.
+    pub is_weighted: bool,
 }
 
 /// A parameter of the scheme, and its first values.
@@ -121,6 +123,9 @@ pub enum Point {
     Query,
     Key,
     Value,
+    /// Queries and keys of self-attention after their rotation by positions, if there is one.
+    RotatedQuery,
+    RotatedKey,
     /// The heads' outputs, joined, before the output projection.
     AfterHeads,
     /// After the attention's output projection.
@@ -134,7 +139,7 @@ pub enum Point {
 impl Point {
     /// Between the projections and the products of attention.
     pub fn is_before_products(self) -> bool {
-        matches!(self, Point::Query | Point::Key | Point::Value)
+        matches!(self, Point::Query | Point::Key | Point::Value | Point::RotatedQuery | Point::RotatedKey)
     }
 }
 

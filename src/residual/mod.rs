@@ -48,7 +48,9 @@ pub use admin::PROFILING;
 pub use declared::{Around, Change, Combine, ExtraStream, FirstValue, Flow, Gain, Learned, NormAt, Point, StreamStep};
 pub use growth::{Growth, GrowthCurve};
 pub use mixing::{DepthAttention, HyperConnection, Mixing};
-pub use place::{Activation, Outline, OutputGate, Place, StackName, Sublayer, TensorizedSizes};
+pub use place::{
+    Activation, NormOver, Outline, OutputGate, Place, QkNorm, StackName, Sublayer, TensorizedSizes, ValueNorm,
+};
 pub use scheme::Scheme;
 pub use schemes::Schemes;
 

@@ -25,6 +25,7 @@ MODELS = [
     ("Olmo2ForCausalLM", {**LLAMA, "residual": "olmo2", "linear_biases": False, "kv_heads": 2}),
     ("Qwen3NextForCausalLM", {**GATED, "kv_heads": 2}),
     ("Qwen3NextForCausalLM", {**GATED, "norm": "rmsnorm:gemma", "activation": "geglu", "scale_embeddings": False}),
+    ("HunYuanDenseV1ForCausalLM", {**GATED, "output_gate": None, "qk_norm_after_rotation": True, "kv_heads": 2}),
     ("GPT2LMHeadModel", GPT2),
     ("GPT2LMHeadModel", {**GPT2, "scale_embeddings": False, "linear_biases": False}),
     ("GPT2LMHeadModel", {**GPT2, "activation": "relu", "tie_embeddings": "none", "norm_eps": 1e-3, "kv_heads": 4}),

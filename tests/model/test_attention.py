@@ -41,10 +41,10 @@ def exact():
         yield
 
 
-def rotation(theta=10000.0):
+def rotation(direction, theta=10000.0):
     angles = torch.arange(TOKENS.shape[1])[:, None] * theta ** (-torch.arange(WIDTH // 2).double() / (WIDTH // 2))
     angles = torch.cat([angles, angles], -1)[None]
-    return angles.cos(), angles.sin()
+    return angles.cos(), angles.sin() * direction
 
 
 def made(name, kind, **options):
@@ -93,6 +93,10 @@ def skeleton(state, attend, zero_centred=False):
     return norm("decoder.norm", x) @ state["embedding.weight"].T
 
 
+def plain(state, at):
+    return projections(state, at)
+
+
 def normed(state, at):
     return projections(state, at) | norms(state, at)
 
@@ -114,6 +118,33 @@ DEFINED = {
         lambda state, at: normed(state, at) | {"g_proj.weight": state[f"{at}.gate_proj.weight"]},
     ),
     "qk_norm, qwen3": ({"qk_norm": True}, ("qwen3", "Qwen3", {}), normed),
+    "all-heads, olmoe": ({"qk_norm": True, "qk_norm_over": "all-heads"}, ("olmoe", "Olmoe", {}), normed),
+    "all-heads, minimax_m2": (
+        {"qk_norm": True, "qk_norm_over": "all-heads"},
+        ("minimax_m2", "MiniMaxM2", {"rotary_dim": WIDTH}),
+        normed,
+    ),
+    "after rotation, hunyuan": (
+        {"qk_norm": True, "qk_norm_after_rotation": True},
+        ("hunyuan_v1_dense", "HunYuanDenseV1", {}),
+        lambda state, at: projections(state, at) | norms(state, at, "query_layernorm", "key_layernorm"),
+    ),
+    "unweighted, nanochat": (
+        {"qk_norm": True, "qk_norm_after_rotation": True, "qk_norm_weight": False},
+        ("nanochat", "NanoChat", {}),
+        plain,
+    ),
+    "times 1.2, nanochat": (
+        {"qk_norm": True, "qk_norm_after_rotation": True, "qk_norm_weight": False, "qk_norm_scale": 1.2},
+        ("nanochat", "NanoChat", {}),
+        plain,
+    ),
+    # scores have no 1/√d_head there: here the fourth root of d_head on each of queries and keys
+    "v_norm, gemma4": (
+        {"qk_norm": True, "qk_norm_scale": WIDTH**0.25, "v_norm": "unweighted"},
+        ("gemma4", "Gemma4Text", {"global_head_dim": WIDTH, "num_global_key_value_heads": KV}),
+        normed,
+    ),
 }
 """Options, the class of transformers that has them, and its weights of ours."""
 
@@ -124,10 +155,14 @@ def test_it_is_the_class_that_defines_it(name):
     options, (module, kind, settings), weights = DEFINED[name]
     model, state, options = build(**{**BLOCK, **options})
     theirs = made(module, kind, **settings)
+    theirs.scaling *= 1.2**2 if name.startswith("times 1.2") else 1.0  # their repository has it, the class does not
     causal = torch.full((TOKENS.shape[1],) * 2, float("-inf")).double().triu(1)[None, None]
 
     def attend(at, x):
-        given = {"position_embeddings": rotation(), "attention_mask": causal}
+        cos, sin = rotation(-1 if module == "nanochat" else 1)  # its heads turn the other way
+        given = {"position_embeddings": (cos, sin), "attention_mask": causal}
+        if module == "gemma4":  # which layers may read of others
+            given["shared_kv_states"] = {}
         own = weights(state, at)
         assert {*own} == {*dict(theirs.named_parameters())}
         return functional_call(theirs, own, (x,), given)[0]
@@ -151,6 +186,11 @@ PARTS = (
     {"output_gate": "element", "kv_heads": 1, "residual": "subln"},
     {"logit_softcap": 0.5},
     {"logit_softcap": 2.0, "output_bias": True, "tie_embeddings": "none", "parametrisation": "mup", "base_width": 8},
+    {"qk_norm": True, "qk_norm_over": "all-heads"},
+    {"qk_norm": True, "qk_norm_after_rotation": True, "qk_norm_over": "all-heads", "norm": "scalenorm"},
+    {"qk_norm": True, "qk_norm_weight": False, "qk_norm_scale": 1.2, "v_norm": "unweighted", "norm": "rmsnorm:gemma"},
+    {"v_norm": "weighted", "norm": "layernorm", "residual": "olmo2"},
+    {"v_norm": "weighted", "qk_l2norm": 30},
 )
 
 
@@ -191,7 +231,8 @@ def test_without_the_options_nothing_changes():
     model = nfrs.Transformer(
         nfrs.TransformerConfig(**{**LLAMA, "vocab_size": 23, "d_model": 16, "d_ff": 12, "heads": 4})
     )
-    names = ("output_gate", "logit_softcap")
+    names = ("output_gate", "logit_softcap", "v_norm", "qk_norm_over", "qk_norm_weight")
+    names += ("qk_norm_after_rotation", "qk_norm_scale")
     old = {name: value for name, value in json.loads(model.config.to_json()).items() if name not in names}
     assert nfrs.TransformerConfig.from_dict(old) == model.config
     assert not any(part in name for name in model.state_dict() for part in ("gate_proj", "_norm."))
@@ -202,6 +243,8 @@ def test_without_the_options_nothing_changes():
     [
         ({"output_gate": "row"}, "head, element"),
         ({"logit_softcap": 0.0}, "logit_softcap must be greater than 0"),
+        ({"qk_norm_over": "all-heads"}, "qk_norm_over is an option of qk_norm, which is off"),
+        ({"v_norm": "unweighted", "norm": "layernorm"}, "leaves out the weight of rmsnorm"),
         ({"attention": "tensorized", "output_gate": "head"}, "tensorized attention has no heads, so output_gate"),
     ],
     ids=str,

@@ -71,6 +71,8 @@ def test_the_skeleton_is_the_rust_model(norm, residual):
         *({"norm": name, "residual": "postnorm"} for name in FAMILIES),
         {"qk_norm": True},
         {"qk_norm": True, "norm": "scalenorm", "residual": "r-fixup"},
+        {"qk_norm": True, "qk_norm_over": "all-heads", "qk_norm_scale": 1.2, "v_norm": "weighted"},
+        {"qk_norm": True, "qk_norm_weight": False, "norm": "rmsnorm:gemma", "v_norm": "unweighted"},
         {"output_gate": "head", "residual": "normformer"},
         {"output_gate": "element", "residual": "r-fixup", "qk_l2norm": 30},
         {"residual": "postnorm*1/3,prenorm"},

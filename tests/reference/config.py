@@ -38,6 +38,11 @@ DEFAULTS: dict[str, Any] = {
     "groupscaling": 1,  # groups, before the norms with batch statistics; 0: off
     "residual": "prenorm",
     "qk_norm": False,
+    "qk_norm_over": "head",  # or "all-heads"
+    "qk_norm_after_rotation": False,
+    "qk_norm_weight": True,
+    "qk_norm_scale": 1.0,
+    "v_norm": None,  # or "weighted", "unweighted"
     "qk_l2norm": None,  # or L
     "branchnorm_steps": 4000,
     "branchnorm_growth": "linear",  # or "exp", "sigmoid"

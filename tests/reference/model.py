@@ -212,20 +212,24 @@ class Run:
         def split(x: Tensor) -> Tensor:
             return x.unflatten(-1, (-1, d // heads)).transpose(1, 2)  # (B, heads or kv_heads, T, d_head)
 
+        def join(x: Tensor) -> Tensor:
+            return x.transpose(1, 2).flatten(-2)
+
         p = self.dropout.attention
         keep = self.attention_keep(p, query_real, key_real)
 
         def projected(point: str, x: Tensor, real: Tensor) -> Tensor:
             change = inside.get(point)
             is_whole = isinstance(change, Norm) and change.width == x.shape[-1]
-            x = self.changed(change, place.stack, x, real) if is_whole else x
-            return split(x) if is_whole else self.changed(change, place.stack, split(x), real)
+            x = self.changed(change, place.stack, x if is_whole else split(x), real)
+            return x if is_whole else join(x)
 
         q = projected("query", query @ w_q.T + b_q, query_real)
         k = projected("key", memory @ w_k.T + b_k, key_real)
-        v = projected("value", memory @ w_v.T + b_v, key_real)
+        v = split(projected("value", memory @ w_v.T + b_v, key_real))
         if self.config["positions"] == "rotary" and place.kind == "self_attn":
-            q, k = (rotated(x, positions_of(query_real), self.config["rope_theta"]) for x in (q, k))
+            q, k = (join(rotated(split(x), positions_of(query_real), self.config["rope_theta"])) for x in (q, k))
+        q, k = split(projected("rotated_query", q, query_real)), split(projected("rotated_key", k, key_real))
         shared = heads // self.config["kv_heads"]  # head h of the queries has head ⌊h/shared⌋ of keys and values
         k, v = (x[:, [head // shared for head in range(heads)]] for x in (k, v))
         scale = 1.0 if self.config["qk_l2norm"] is not None else forward_factors(self.config, place.stack).scores
@@ -294,7 +298,7 @@ class Run:
             case None:
                 return x
             case Norm():
-                return self.norm(stack, change, x, real)
+                return self.norm(stack, change, x, real) * change.times
             case Shift(by):
                 return x - self.state[by.name]
             case Scale(by):
@@ -327,6 +331,8 @@ class Run:
         if kind not in BATCH_NORMS:
             conventions = rms_conventions(kind, c) if kind.startswith("rmsnorm") else {}
             conventions.pop("weight", None)
+            if not norm.is_weighted:
+                conventions["zero_centred"] = False
             return apply_norm(kind, x, weight, bias, eps, c["lpnorm_p"], kept, conventions)
         options, groups = {"alpha": c["powernorm_alpha_fwd"]}, c["groupscaling"]
         if kind == "batchnorm":

@@ -79,7 +79,7 @@ def norm_parameters(kind: str, norm: Norm, config: Config) -> list[Parameter]:
     if kind == "rmsnorm" or kind in FAMILIES:
         how = rms_conventions(kind, config)
         start = norm.start - how["zero_centred"]
-        return [Parameter(weight, (norm.width,), start)] if how["weight"] else []
+        return [Parameter(weight, (norm.width,), start)] if how["weight"] and norm.is_weighted else []
     if kind in ("dyt", "derf"):
         inside = [Parameter(f"{norm.name}.alpha", (1,), 0.5), Parameter(f"{norm.name}.s", (1,), 0.0)]
         affine = [Parameter(weight, (norm.width,), 1.0), Parameter(bias, (norm.width,), 0.0)]

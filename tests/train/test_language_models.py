@@ -37,6 +37,10 @@ CASES = {
         {**MIXED, "logit_softcap": 1.5, "output_bias": True, "output_gate": "head"},
         {"lr": 1e-2, "warmup": 2, "clip_norm": 0.5},
     ),
+    "normed": (
+        {**MIXED, "norm": "rmsnorm", "qk_norm": True, "qk_norm_after_rotation": True, "v_norm": "unweighted"},
+        {"lr": 1e-2, "warmup": 2, "clip_norm": 0.5},
+    ),
 }
 
 
