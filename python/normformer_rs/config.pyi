@@ -119,6 +119,7 @@ class TransformerConfig(Config):
     tensorized_rank: int
     tensorized_segment: int
     output_gate: _OutputGate | None
+    sinks: bool
     activation: _Activation
     linear_biases: bool
     encoder_layers: int
@@ -202,6 +203,7 @@ class TransformerConfig(Config):
         tensorized_rank: int = ...,
         tensorized_segment: int = ...,
         output_gate: _OutputGate | None = ...,
+        sinks: bool = ...,
         activation: _Activation = ...,
         linear_biases: bool = ...,
         encoder_layers: int = ...,

@@ -78,11 +78,12 @@ class _Family:
         if config.positions == "learned":
             yield self.names["positions"] + ".weight", state["target_position_embedding.weight"]
         for name, tensor in self._with_biases(config, state).items():
-            inner = re.fullmatch(r"decoder\.layers\.(\d+)\.(.+)[._](weight|bias)", name)
+            inner = re.fullmatch(r"decoder\.layers\.(\d+)\.(.+?)(?:[._](weight|bias))?", name)
             if inner is not None:
                 index, module, kind = inner.groups()
                 for part, values in self.parts(config, module, tensor):
-                    yield f"{self.layers}.{index}.{self.names.get(part, part)}.{kind}", values
+                    end = "" if kind is None else f".{kind}"  # sinks are no module's
+                    yield f"{self.layers}.{index}.{self.names.get(part, part)}{end}", values
             elif name.startswith("decoder.norm."):
                 yield f"{self.names['decoder.norm']}.{name.rpartition('.')[2]}", tensor
 
@@ -217,6 +218,14 @@ def _qwen3_next(config: TransformerConfig) -> dict[str, Any]:
     }
 
 
+def _granite_swa(config: TransformerConfig) -> dict[str, Any]:
+    return _llama_like("granite_swa")(config) | {
+        "layer_types": ["full_attention"] * config.decoder_layers,
+        "attention_multiplier": (config.d_model // config.heads) ** -0.5,
+        **dict.fromkeys(("embedding_multiplier", "logits_scaling", "residual_multiplier"), 1.0),
+    }
+
+
 def _gpt2(config: TransformerConfig) -> dict[str, Any]:
     return {
         "model_type": "gpt2",
@@ -304,6 +313,14 @@ _FAMILIES = (
         _separate,
     ),
     _Family(
+        "GraniteSWAForCausalLM",
+        {**_DECODER, **_ROTARY_RMS, "sinks": (True,), "linear_biases": (True, False)},
+        _granite_swa,
+        "model.layers",
+        _LLAMA_NAMES,
+        _separate,
+    ),
+    _Family(
         "GPT2LMHeadModel",
         {**_DECODER, "positions": ("learned",), "activation": tuple(_PLAIN), "linear_biases": (True, False)},
         _gpt2,
@@ -371,10 +388,10 @@ def to_huggingface(
 
     LlamaForCausalLM computes prenorm with rmsnorm, rotary positions and swiglu or geglu. Qwen3ForCausalLM computes the
     same with norms on each head's queries and keys, HunYuanDenseV1ForCausalLM with these after the rotation,
-    Qwen3NextForCausalLM with these and an output gate for each element, and Olmo2ForCausalLM under olmo2.
-    GPT2LMHeadModel computes prenorm with layernorm, learned positions and relu, gelu or silu; GPTNeoXForCausalLM the
-    same with rotary positions. Where embeddings are scaled by √d_model, the embedding there is the product, and the
-    output projection another matrix.
+    Qwen3NextForCausalLM with these and an output gate for each element, GraniteSWAForCausalLM with sinks, and
+    Olmo2ForCausalLM under olmo2. GPT2LMHeadModel computes prenorm with layernorm, learned positions and relu, gelu or
+    silu; GPTNeoXForCausalLM the same with rotary positions. Where embeddings are scaled by √d_model, the embedding
+    there is the product, and the output projection another matrix.
     generation_config.json suppresses the tokens that the target vocabulary leaves out. Logits are equal to rounding:
     transformers keeps rotary angles and RMS norms in float32, whatever the type of the model.
 

@@ -148,6 +148,7 @@ fn check_tensorized(config: &TransformerConfig) -> Result<()> {
         ("qk_l2norm", config.qk_l2norm.is_some()),
         ("v_norm", config.v_norm.is_some()),
         ("output_gate", config.output_gate.is_some()),
+        ("sinks", config.sinks),
     ];
     if let Some((option, _)) = asked.iter().find(|(_, is_on)| *is_on) {
         return Err(Error::invalid(format!(
@@ -221,6 +222,7 @@ mod tests {
         let tensorized = r#""architecture": "decoder-only", "attention": "tensorized""#;
         check(&format!(r#"{tensorized}, "residual": "olmo2""#), "between attention's projections");
         check(&format!(r#"{tensorized}, "output_gate": "head""#), "no heads, so output_gate would do nothing");
+        check(&format!(r#"{tensorized}, "sinks": true"#), "no heads, so sinks would do nothing");
         check(&format!(r#"{tensorized}, "v_norm": "weighted""#), "no heads, so v_norm would do nothing");
     }
 }

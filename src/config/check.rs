@@ -199,6 +199,7 @@ impl TransformerConfig {
             qk_l2norm: self.qk_l2norm,
             tensorized: (self.attention == AttentionName::Tensorized).then_some(sizes),
             output_gate: self.output_gate,
+            sinks: self.sinks,
             scaled: self.scaled(),
         }
     }

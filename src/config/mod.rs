@@ -119,6 +119,8 @@ config! {
             /// What multiplies the heads' outputs before the output projection: the sigmoid of a linear layer of attention's
             /// input, one number a head or one for each of its numbers (element; Qiu et al. 2025); none: nothing.
             output_gate: Option<OutputGate> = None,
+            /// Each head learns one more logit in the sum of its softmax, which no value belongs to (gpt-oss).
+            sinks: bool = false,
             /// What a feed-forward has between its matrices; swiglu and geglu have a third matrix (Shazeer 2020).
             activation: Activation = Activation::Relu,
             /// Biases of linear layers.

@@ -2,24 +2,31 @@
 
 use super::norm::PassRows;
 use super::residual::Inside;
+use super::sink_attention::sink_attention;
 use super::stacked_attention::stacked_attention;
 use super::{Builder, Context, Ranges, Reads};
 use crate::error::Result;
 use crate::init::{Fill, Init, Role};
+use crate::kernel::attention::Extras;
 use crate::operator::{self, Recording};
 use crate::residual::{OutputGate, Place, Point};
 use tch::{Device, Tensor};
 
+/// Of sinks at the start: gpt-oss's `initializer_range`.
+const SINKS_STD: f64 = 0.02;
+
 /// softmax(s·QKᵀ)V per head, heads joined, output projection; s is 1/√d_head, or 1/d_head by the parametrisation.
 /// torch.nn's layout: q, k and v stacked in one matrix. Grouped queries (Ainslie et al. 2023): head h of the queries has
 /// the keys and values of head ⌊h·kv_heads/heads⌋. Gated, the heads' outputs are multiplied by σ(W_g x), x being what
-/// queries are projected from.
+/// queries are projected from. Each head may have one logit more in its softmax, without a value.
 pub struct Attention {
     in_weight: Tensor,
     in_bias: Option<Tensor>,
     out_weight: Tensor,
     out_bias: Option<Tensor>,
     gate: Option<Gate>,
+    /// A logit of each head's softmax beside those of the keys, (heads).
+    sinks: Option<Tensor>,
     d: i64,
     heads: i64,
     kv_heads: i64,
@@ -64,7 +71,9 @@ impl Attention {
             })
         });
         let (gate, scale) = (gate.transpose()?, place.model.scaled.scores(d / heads));
-        Ok(Attention { in_weight, in_bias, out_weight, out_bias, gate, d, heads, kv_heads, kv_width, scale })
+        let start = Fill::Normal { std: SINKS_STD };
+        let sinks = place.model.sinks.then(|| b.parameter("sinks", &[heads], &start)).transpose()?;
+        Ok(Attention { in_weight, in_bias, out_weight, out_bias, gate, sinks, d, heads, kv_heads, kv_width, scale })
     }
 
     /// Every sentence to itself.
@@ -83,7 +92,13 @@ impl Attention {
     fn stays_stacked(&self, stacked: &Tensor, inside: &Inside, ctx: &Context) -> bool {
         let is_changed = [Point::Query, Point::Key, Point::Value].into_iter().any(|point| inside.changes(point));
         let in_loop = ctx.has_flat() && Recording::is_on() && stacked.requires_grad();
-        in_loop && stacked.device() == Device::Cpu && !is_changed && !ctx.turns() && !self.is_grouped()
+        let is_plain = !is_changed && !ctx.turns() && !self.is_grouped() && self.extras().are_none();
+        in_loop && stacked.device() == Device::Cpu && is_plain
+    }
+
+    /// What its softmax has that kernels do not.
+    fn extras(&self) -> Extras<'_> {
+        Extras { sinks: self.sinks.as_ref(), ..Extras::NONE }
     }
 
     /// (p, seed, site) of the weights in this pass.
@@ -174,7 +189,7 @@ impl Attention {
     /// share keys, and elsewhere, it is attention to gathered rows.
     fn read(&self, [q, k, v]: [&Tensor; 3], reads: &Reads, ctx: &Context) -> Result<Tensor> {
         if q.device() == Device::Cpu && !Recording::is_on() && !self.is_grouped() {
-            return reads.attention([q, k, v], self.heads, self.scale);
+            return reads.attention([q, k, v], self.heads, self.scale, &self.extras());
         }
         let (k, v, ranges) = reads.gathered([k, v], q.device())?;
         self.heads([q, &k, &v], &ranges, false, ctx)
@@ -182,8 +197,16 @@ impl Attention {
 
     /// The heads' outputs, joined.
     fn heads(&self, [q, k, v]: [&Tensor; 3], ranges: &Ranges, causal: bool, ctx: &Context) -> Result<Tensor> {
-        let dropout = self.dropout(ctx);
+        let (dropout, extras) = (self.dropout(ctx), self.extras());
         match ranges {
+            Ranges::Packed(table) if !extras.are_none() => {
+                let (k, v) = (self.for_each_query(k)?, self.for_each_query(v)?);
+                if let (Extras { softcap: None, sinks: Some(sinks) }, Device::Cpu) = (extras, q.device()) {
+                    let qkv = [q, &k, &v];
+                    return sink_attention(qkv, sinks, table, self.heads, causal, self.scale, dropout);
+                }
+                operator::composed_attention([q, &k, &v], table, self.heads, causal, self.scale, &extras, dropout)
+            }
             Ranges::Packed(table) if self.is_grouped() && !causal && dropout.is_none() => {
                 self.among_groups([q, k, v], table)
             }
@@ -194,7 +217,7 @@ impl Attention {
             }
             Ranges::Padded(padded) => {
                 let (k, v) = (self.for_each_query(k)?, self.for_each_query(v)?);
-                padded.attention([q, &k, &v], self.heads, causal, self.scale, dropout)
+                padded.attention([q, &k, &v], self.heads, causal, self.scale, &extras, dropout)
             }
         }
     }

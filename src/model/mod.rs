@@ -20,6 +20,7 @@ mod reads;
 mod residual;
 mod running;
 mod sentences;
+mod sink_attention;
 mod sinusoids;
 mod softcap;
 mod stack;

@@ -123,6 +123,8 @@ pub struct Outline<'a> {
     pub tensorized: Option<TensorizedSizes>,
     /// None: heads' outputs go to the output projection as they are.
     pub output_gate: Option<OutputGate>,
+    /// Each head has a logit in its softmax beside those of the keys.
+    pub sinks: bool,
     /// What the parametrisation multiplies.
     pub scaled: Scaled,
 }
@@ -146,6 +148,7 @@ impl Outline<'_> {
         qk_l2norm: None,
         tensorized: None,
         output_gate: None,
+        sinks: false,
         scaled: Scaled::standard(2),
     };
 }

@@ -274,8 +274,8 @@ mod tests {
             r#""architecture": "decoder-only", "positions": "rotary", "activation": "swiglu", "kv_heads": 1"#,
             r#""positions": "learned", "max_positions": 32, "activation": "gelu", "linear_biases": false"#,
             r#""output_gate": "element", "logit_softcap": 3.0, "qk_norm": true, "qk_norm_over": "all-heads""#,
-            r#""output_gate": "head", "attention_dropout": 0.3"#,
-            r#""attention_dropout": 0.0, "v_norm": "weighted""#,
+            r#""output_gate": "head", "sinks": true, "attention_dropout": 0.3"#,
+            r#""sinks": true, "attention_dropout": 0.0, "v_norm": "weighted""#,
         ] {
             let batches = batches(if options.contains("decoder-only") { 1 } else { 2 });
             let mut graphs = Graphs::new(Box::new(Again), MAX_TOKENS, Device::Cpu);

@@ -26,6 +26,8 @@ MODELS = [
     ("Qwen3NextForCausalLM", {**GATED, "kv_heads": 2}),
     ("Qwen3NextForCausalLM", {**GATED, "norm": "rmsnorm:gemma", "activation": "geglu", "scale_embeddings": False}),
     ("HunYuanDenseV1ForCausalLM", {**GATED, "output_gate": None, "qk_norm_after_rotation": True, "kv_heads": 2}),
+    ("GraniteSWAForCausalLM", {**LLAMA, "sinks": True, "kv_heads": 2}),
+    ("GraniteSWAForCausalLM", {**LLAMA, "sinks": True, "linear_biases": False, "scale_embeddings": False}),
     ("GPT2LMHeadModel", GPT2),
     ("GPT2LMHeadModel", {**GPT2, "scale_embeddings": False, "linear_biases": False}),
     ("GPT2LMHeadModel", {**GPT2, "activation": "relu", "tie_embeddings": "none", "norm_eps": 1e-3, "kv_heads": 4}),

@@ -101,6 +101,10 @@ def normed(state, at):
     return projections(state, at) | norms(state, at)
 
 
+def with_sinks(state, at):
+    return projections(state, at) | {"sinks": state[f"{at}.sinks"]}
+
+
 DEFINED = {
     "output_gate, qwen3_next": (
         {"norm": "rmsnorm:gemma", "qk_norm": True, "output_gate": "element"},
@@ -145,6 +149,12 @@ DEFINED = {
         ("gemma4", "Gemma4Text", {"global_head_dim": WIDTH, "num_global_key_value_heads": KV}),
         normed,
     ),
+    "sinks, gpt_oss": ({"sinks": True}, ("gpt_oss", "GptOss", {"attention_bias": False}), with_sinks),
+    "sinks, granite_swa": (
+        {"sinks": True},
+        ("granite_swa", "GraniteSWA", {"attention_multiplier": WIDTH**-0.5}),
+        with_sinks,
+    ),
 }
 """Options, the class of transformers that has them, and its weights of ours."""
 
@@ -160,6 +170,8 @@ def test_it_is_the_class_that_defines_it(name):
 
     def attend(at, x):
         cos, sin = rotation(-1 if module == "nanochat" else 1)  # its heads turn the other way
+        if module == "gpt_oss":  # an angle once for both numbers of a pair
+            cos, sin = cos[..., : WIDTH // 2], sin[..., : WIDTH // 2]
         given = {"position_embeddings": (cos, sin), "attention_mask": causal}
         if module == "gemma4":  # which layers may read of others
             given["shared_kv_states"] = {}
@@ -191,6 +203,9 @@ PARTS = (
     {"qk_norm": True, "qk_norm_weight": False, "qk_norm_scale": 1.2, "v_norm": "unweighted", "norm": "rmsnorm:gemma"},
     {"v_norm": "weighted", "norm": "layernorm", "residual": "olmo2"},
     {"v_norm": "weighted", "qk_l2norm": 30},
+    {"sinks": True},
+    {"sinks": True, "qk_norm": True, "output_gate": "head", "residual": "postnorm"},
+    {"sinks": True, "kv_heads": 4, "attention_scale": "inverse"},
 )
 
 
@@ -201,7 +216,7 @@ def test_it_is_the_oracles(options, architecture):
 
 
 @pytest.mark.parametrize("architecture", ["decoder-only", "encoder-decoder"])
-@pytest.mark.parametrize("options", [{"output_gate": "element"}], ids=str)
+@pytest.mark.parametrize("options", [{"sinks": True}, {"output_gate": "element"}], ids=str)
 def test_dropout_masks_are_the_oracles(options, architecture, monkeypatch):
     monkeypatch.setattr(nfrs.Transformer, "_draw", staticmethod(lambda device: SEED))
     masks = ref.Dropout(0.3, 0.2, 0.3, 0.3, seed=1234567890123, update=7, micro_batch=2)
@@ -211,18 +226,19 @@ def test_dropout_masks_are_the_oracles(options, architecture, monkeypatch):
 
 @pytest.mark.parametrize("init", ["xavier", "smallinit", "gpt2", "r-fixup", "ds-init"])
 def test_first_values(init):
-    """A gate starts as a linear layer does."""
+    """A gate starts as a linear layer does, sinks as gpt-oss's."""
     options = {"vocab_size": 30, "d_model": 128, "d_ff": 64, "heads": 32, "architecture": "decoder-only", "init": init}
-    options |= {"decoder_layers": 3}
+    options |= {"decoder_layers": 3, "sinks": True}
     for kind, rows in (("head", 32), ("element", 128)):
         options["output_gate"] = kind
         parameters = dict(nfrs.Transformer(nfrs.TransformerConfig(**options), seed=1).named_parameters())
         for layer in range(3):
             at = f"decoder.layers.{layer}.self_attn"
             assert parameters[f"{at}.gate_proj.weight"].shape == (rows, 128)
-            name = f"{at}.gate_proj.weight"
-            p, std = parameters[name].detach(), ref.expected_std(options, name)
-            assert abs(p.std().item() / std - 1) < 5 / (2 * p.numel()) ** 0.5, name
+            assert parameters[f"{at}.sinks"].shape == (32,)
+            for name in (f"{at}.gate_proj.weight", f"{at}.sinks"):
+                p, std = parameters[name].detach(), ref.expected_std(options, name)
+                assert abs(p.std().item() / std - 1) < 5 / (2 * p.numel()) ** 0.5, name
             assert not parameters[f"{at}.gate_proj.bias"].any()
 
 
@@ -231,11 +247,11 @@ def test_without_the_options_nothing_changes():
     model = nfrs.Transformer(
         nfrs.TransformerConfig(**{**LLAMA, "vocab_size": 23, "d_model": 16, "d_ff": 12, "heads": 4})
     )
-    names = ("output_gate", "logit_softcap", "v_norm", "qk_norm_over", "qk_norm_weight")
+    names = ("output_gate", "sinks", "logit_softcap", "v_norm", "qk_norm_over", "qk_norm_weight")
     names += ("qk_norm_after_rotation", "qk_norm_scale")
     old = {name: value for name, value in json.loads(model.config.to_json()).items() if name not in names}
     assert nfrs.TransformerConfig.from_dict(old) == model.config
-    assert not any(part in name for name in model.state_dict() for part in ("gate_proj", "_norm."))
+    assert not any(part in name for name in model.state_dict() for part in ("gate_proj", "sinks", "_norm."))
 
 
 @pytest.mark.parametrize(
@@ -245,7 +261,7 @@ def test_without_the_options_nothing_changes():
         ({"logit_softcap": 0.0}, "logit_softcap must be greater than 0"),
         ({"qk_norm_over": "all-heads"}, "qk_norm_over is an option of qk_norm, which is off"),
         ({"v_norm": "unweighted", "norm": "layernorm"}, "leaves out the weight of rmsnorm"),
-        ({"attention": "tensorized", "output_gate": "head"}, "tensorized attention has no heads, so output_gate"),
+        ({"attention": "tensorized", "sinks": True}, "tensorized attention has no heads, so sinks"),
     ],
     ids=str,
 )

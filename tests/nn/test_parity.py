@@ -75,6 +75,8 @@ def test_the_skeleton_is_the_rust_model(norm, residual):
         {"qk_norm": True, "qk_norm_weight": False, "norm": "rmsnorm:gemma", "v_norm": "unweighted"},
         {"output_gate": "head", "residual": "normformer"},
         {"output_gate": "element", "residual": "r-fixup", "qk_l2norm": 30},
+        {"sinks": True},
+        {"sinks": True, "output_gate": "head", "residual": "subln"},
         {"residual": "postnorm*1/3,prenorm"},
         {"residual": "ln-scaling", "ln_scaling_mode": "weight"},
         {"residual": "peri-ln*1,olmo2", "norm": "scalenorm"},

@@ -1,4 +1,4 @@
-"""Output gates in the life of modules; test_parity.py has their values."""
+"""Output gates and sinks in the life of modules; test_parity.py has their values."""
 
 import copy
 import pickle
@@ -12,7 +12,20 @@ import normformer_rs as nfrs
 from normformer_rs import nn as nfnn
 from normformer_rs.surgery import swap_residuals
 
-PARTS = {"output_gate": "head"}
+PARTS = {"output_gate": "head", "sinks": True}
+
+
+def test_weights_leave_out_the_sinks():
+    layer = encoder(**PARTS).double().layers[0]
+    x, mask = torch.randn(2, 5, D).double(), torch.ones(5, 5, dtype=torch.bool).triu(1)
+    found, none = layer.self_attn(x, x, x, attn_mask=mask, need_weights=False)
+    same, weights = layer.self_attn(x, x, x, attn_mask=mask, average_attn_weights=False)
+    torch.testing.assert_close(found, same, rtol=1e-12, atol=1e-12)
+    assert none is None and weights.shape == (2, HEADS, 5, 5)
+    assert (weights.sum(-1) < 1).all() and (weights.masked_select(mask) == 0).all()
+    with torch.no_grad():
+        layer.self_attn.sinks.fill_(-1e9)
+    torch.testing.assert_close(layer.self_attn(x, x, x, attn_mask=mask)[1].sum(-1), torch.ones(2, 5).double())
 
 
 def test_copies_pickles_and_exports_compute_the_same():
@@ -27,15 +40,17 @@ def test_copies_pickles_and_exports_compute_the_same():
 @pytest.mark.parametrize("residual", [None, "prenorm"])
 def test_first_values_come_back(residual):
     torch.manual_seed(2)
-    layer = nfnn.TransformerEncoderLayer(64, 64, FF, residual=residual, output_gate="element")
+    layer = nfnn.TransformerEncoderLayer(64, 64, FF, residual=residual, output_gate="element", sinks=True)
     attention = layer.self_attn
     for _ in range(2):
+        assert attention.sinks.shape == (64,) and abs(attention.sinks.std() / 0.02 - 1) < 0.5
         assert attention.gate_proj.weight.shape == (64, 64) and 0.02 < attention.gate_proj.weight.std() < 0.3
-        before = attention.gate_proj.weight.detach().clone()
+        before = attention.sinks.detach().clone()
         with torch.no_grad():
+            attention.sinks.fill_(7)
             attention.gate_proj.weight.fill_(7)
         layer.reset_parameters()
-        assert not torch.equal(before, attention.gate_proj.weight)
+        assert not torch.equal(before, attention.sinks)
 
 
 @pytest.mark.parametrize("option", PARTS)

@@ -16,6 +16,7 @@ DEFAULTS: dict[str, Any] = {
     "tensorized_rank": 40,
     "tensorized_segment": 32,
     "output_gate": None,  # or "head", "element"
+    "sinks": False,
     "activation": "relu",  # or "gelu", "silu", "swiglu", "geglu"
     "linear_biases": True,
     "encoder_layers": 2,

@@ -42,6 +42,8 @@ def expected_std(config: Config, name: str, part: int = 0) -> float:
         raise ValueError(f"unknown init {init!r}; the inits are {', '.join(INIT_NAMES)}")
     if parameter.start is not None:
         return 0.0
+    if name.endswith(".sinks"):
+        return 0.02
     if _is_fixed(c, name):
         return 0.01 / math.sqrt(3)
     if init == "gpt2":
@@ -64,7 +66,8 @@ def expected_bound(config: Config, name: str, part: int = 0) -> float | None:
     if name.endswith("embedding.weight"):
         is_uniform = _is_fixed(c, name)
     else:
-        is_normal = name == "output_projection.weight" and c["init"] in ("fairseq", "b2t")
+        is_untied = name == "output_projection.weight" and c["init"] in ("fairseq", "b2t")
+        is_normal = is_untied or name.endswith(".sinks")
         is_uniform = c["init"] in UNIFORM_INITS and not is_normal
     return math.sqrt(3) * std if is_uniform and std > 0 else None
 

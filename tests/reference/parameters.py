@@ -172,6 +172,8 @@ def _linears(place: Place) -> Iterator[Parameter]:
             gates = d if place.config["output_gate"] == "element" else place.config["heads"]
             linears |= {f"{place.kind}.gate_proj.weight": (gates, d)}
             biases |= {f"{place.kind}.gate_proj.bias": (gates,)}
+    if place.kind != "feed_forward" and place.config["sinks"]:
+        yield Parameter(f"{place.prefix}.{place.kind}.sinks", (place.config["heads"],))
     for name, shape in linears.items():
         yield Parameter(f"{place.prefix}.{name}", shape)
     if describe_sublayer(place).has_biases and place.config["linear_biases"]:

@@ -41,6 +41,10 @@ CASES = {
         {**MIXED, "norm": "rmsnorm", "qk_norm": True, "qk_norm_after_rotation": True, "v_norm": "unweighted"},
         {"lr": 1e-2, "warmup": 2, "clip_norm": 0.5},
     ),
+    "sinks": (
+        {**MIXED, "sinks": True},
+        {"lr": 1e-2, "warmup": 2, "clip_norm": 0.5},
+    ),
 }
 
 

@@ -28,7 +28,7 @@ class MultiheadAttention(Unscriptable, nn.MultiheadAttention):
     `query`, `key` and `value` (a norm of d_head on each head's, one of d_model on all heads' joined), `after_heads`
     (the heads' outputs, joined) and `after_output` (after `out_proj`). `set_parts` makes a gate: the heads' outputs are
     multiplied by σ(W_g·query + b_g), one number a head or one for each of its numbers, before `after_heads`, W_g in
-    `gate_proj`.
+    `gate_proj`; and sinks: one more logit a head, `sinks`, in the sum of its softmax, with which scores are in memory.
 
     Parameters, masks, layouts and results are torch.nn's; `out_proj` is called as a module, so its hooks and
     replacements take effect.
@@ -43,18 +43,28 @@ class MultiheadAttention(Unscriptable, nn.MultiheadAttention):
 
     inside: Inside = types.MappingProxyType({})
     scale: float | None = None
+    sinks: nn.Parameter
 
     def set_inside(self, inside: Inside) -> None:
         """Sets the changes; their modules and parameters are attributes of this module."""
         self.inside = dict(inside)
 
     def set_parts(self, config: TransformerConfig, bias: bool, **factory: Any) -> None:
-        """Makes the parts that the configuration asks for: `output_gate`."""
+        """Makes the parts that the configuration asks for: `output_gate`, `sinks`."""
         if config.output_gate is not None:
             self.gate_proj = nn.Linear(self.embed_dim, OUTPUT_GATES[config.output_gate](self), bias=bias, **factory)
+        if config.sinks:
+            self.sinks = nn.Parameter(torch.empty(self.num_heads, **factory))
+            self.reset_sinks()
+
+    def reset_sinks(self) -> None:
+        """Draws the sinks, if there are some, as gpt-oss does: N(0, 0.02²)."""
+        if self._parameters.get("sinks") is not None:
+            nn.init.normal_(self.sinks, std=0.02)
 
     def _reset_parameters(self) -> None:
         super()._reset_parameters()
+        self.reset_sinks()
         if self.gate is not None:
             self.gate.reset_parameters()
 
@@ -78,9 +88,9 @@ class MultiheadAttention(Unscriptable, nn.MultiheadAttention):
     ) -> tuple[Tensor, Tensor | None]:
         """(output, weights or None). Weights are (B, T, S), or (B, heads, T, S) with average_attn_weights=False."""
         if not self._qkv_same_embed_dim or self.bias_k is not None or self.add_zero_attn:
-            if self.inside or self.scale is not None or self.gate is not None:
+            if self.inside or self.scale is not None or self.gate is not None or self._is_capped():
                 raise InputError(
-                    "changes inside attention, another scale and a gate need kdim = vdim = embed_dim, "
+                    "changes inside attention, another scale, a gate and sinks need kdim = vdim = embed_dim, "
                     "no bias_kv and no add_zero_attn"
                 )
             given: Any = (query, key, value, key_padding_mask, need_weights, attn_mask, average_attn_weights, is_causal)
@@ -99,11 +109,12 @@ class MultiheadAttention(Unscriptable, nn.MultiheadAttention):
         q, k, v = (self._change_heads(point, x) for point, x in (("query", q), ("key", k), ("value", v)))
         p, weights = self.dropout if self.training else 0.0, None
         is_own = p > 0 and is_run_again()
-        mask, is_causal = self._mask(q, k, attn_mask, key_padding_mask, is_causal, need_weights or is_own)
-        if need_weights or is_own:
+        is_composed = need_weights or is_own or self._is_capped()
+        mask, is_causal = self._mask(q, k, attn_mask, key_padding_mask, is_causal, is_composed)
+        if is_composed:
             scale = math.sqrt(1.0 / self.head_dim) if self.scale is None else self.scale
             scores = (q * scale) @ k.transpose(-1, -2)
-            shares = F.softmax(scores if mask is None else scores + mask, dim=-1)
+            shares = self._softmax(scores, mask)
             dropped = Draw(q.device).drop(shares, p)[0] if is_own else F.dropout(shares, p) if p > 0 else shares
             heads = dropped @ v
             if need_weights:
@@ -122,6 +133,18 @@ class MultiheadAttention(Unscriptable, nn.MultiheadAttention):
     def _change(self, point: str, x: Tensor, padding: Tensor | None) -> Tensor:
         changes: tuple[Change, ...] = self.inside.get(point, ())
         return apply_changes(self, changes, x, padding)
+
+    def _is_capped(self) -> bool:
+        """Its softmax is not torch's."""
+        return self._parameters.get("sinks") is not None
+
+    def _softmax(self, scores: Tensor, mask: Tensor | None) -> Tensor:
+        """The keys' shares, (B, heads, T, S)."""
+        scores = scores if mask is None else scores + mask
+        if self._parameters.get("sinks") is None:
+            return F.softmax(scores, dim=-1)
+        sinks = self.sinks.to(scores.dtype).view(1, -1, 1, 1).expand(*scores.shape[:-1], 1)
+        return F.softmax(torch.cat([scores, sinks], -1), dim=-1)[..., :-1]
 
     def _gated(self, joined: Tensor, x: Tensor) -> Tensor:
         """The heads' outputs (…, d) times σ(W_g x)."""

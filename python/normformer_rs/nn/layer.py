@@ -253,6 +253,7 @@ class Layer(Unscriptable, Growing, Placeable):
                 attention: MultiheadAttention = getattr(self, self.attentions[i])
                 stacked: tuple[Role, ...] = ("query", "key", "value")
                 draw_linear(attention.in_proj_weight, attention.in_proj_bias, stacked, self.place, i)
+                attention.reset_sinks()
             draw_linear(linear.weight, linear.bias, roles, self.place, i)
         self._versions = self._written()
 

@@ -119,7 +119,7 @@ fn every_scheme_decodes_as_it_reads() {
         r#""residual": "denseformer""#,
         r#""residual": "hybridnorm", "positions": "fairseq", "fixnorm": true"#,
         r#""residual": "branchnorm", "norm": "batchnorm", "output_bias": true"#,
-        r#""output_gate": "head", "logit_softcap": 1.5"#,
+        r#""output_gate": "head", "sinks": true, "logit_softcap": 1.5"#,
         r#""output_gate": "element", "v_norm": "weighted", "qk_norm": true, "qk_norm_scale": 2.0"#,
     ] {
         let model = model(options);
