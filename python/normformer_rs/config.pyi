@@ -120,6 +120,7 @@ class TransformerConfig(Config):
     tensorized_segment: int
     output_gate: _OutputGate | None
     sinks: bool
+    score_softcap: float | None
     activation: _Activation
     linear_biases: bool
     encoder_layers: int
@@ -204,6 +205,7 @@ class TransformerConfig(Config):
         tensorized_segment: int = ...,
         output_gate: _OutputGate | None = ...,
         sinks: bool = ...,
+        score_softcap: float | None = ...,
         activation: _Activation = ...,
         linear_biases: bool = ...,
         encoder_layers: int = ...,

@@ -46,6 +46,8 @@ class _Family:
     """A module's weight or bias as it is there: (module, tensor), several of a stacked one."""
     always_biased: tuple[str, ...] = ()
     """Modules that have a bias whatever the options."""
+    scales_embeddings: bool = False
+    """It multiplies the rows that it reads by √d, as this package does with `scale_embeddings`."""
     changes: tuple[Callable[[TransformerConfig, dict[str, Tensor]], dict[str, Tensor]], ...] = ()
     """What its classes want of this package's parameters before they are named: the parameters, changed."""
 
@@ -71,7 +73,7 @@ class _Family:
             state = change(config, {**state})
         words = state["embedding.weight" if config.tie_embeddings == "all" else "target_embedding.weight"]
         # This package multiplies the rows that it reads, so that the output matrix, tied, is not multiplied.
-        scale = config.d_model**0.5 if config.scale_embeddings else 1.0
+        scale = config.d_model ** (0.5 * (config.scale_embeddings - self.scales_embeddings))
         yield self.names["embedding"] + ".weight", words * scale
         if not self.is_tied(config):
             yield self.names["output_projection"] + ".weight", state.get("output_projection.weight", words)
@@ -89,7 +91,7 @@ class _Family:
 
     def is_tied(self, config: TransformerConfig) -> bool:
         """Whether one matrix can be the word embedding and the output projection there."""
-        return config.tie_embeddings != "none" and not config.scale_embeddings
+        return config.tie_embeddings != "none" and config.scale_embeddings == self.scales_embeddings
 
     def _with_biases(self, config: TransformerConfig, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
         full = dict(state)
@@ -218,6 +220,17 @@ def _qwen3_next(config: TransformerConfig) -> dict[str, Any]:
     }
 
 
+def _gemma2(config: TransformerConfig) -> dict[str, Any]:
+    d_head = config.d_model // config.heads
+    return _llama_like("gemma2")(config) | {
+        "hidden_activation": _GATED[config.activation],
+        "layer_types": ["full_attention"] * config.decoder_layers,
+        "query_pre_attn_scalar": d_head,
+        "attn_logit_softcapping": config.score_softcap,
+        "final_logit_softcapping": config.logit_softcap,
+    }
+
+
 def _granite_swa(config: TransformerConfig) -> dict[str, Any]:
     return _llama_like("granite_swa")(config) | {
         "layer_types": ["full_attention"] * config.decoder_layers,
@@ -313,6 +326,26 @@ _FAMILIES = (
         _separate,
     ),
     _Family(
+        "Gemma2ForCausalLM",
+        {
+            **_DECODER,
+            **_ROTARY_RMS,
+            "norm": ("rmsnorm", "rmsnorm:gemma"),
+            "residual": ("sandwich",),
+            "score_softcap": (),
+            "logit_softcap": (),
+            "linear_biases": (False,),
+        },
+        _gemma2,
+        "model.layers",
+        _LLAMA_NAMES
+        | {"post_norm1": "post_attention_layernorm", "norm2": "pre_feedforward_layernorm"}
+        | {"post_norm2": "post_feedforward_layernorm"},
+        _separate,
+        scales_embeddings=True,
+        changes=(_zero_centred,),
+    ),
+    _Family(
         "GraniteSWAForCausalLM",
         {**_DECODER, **_ROTARY_RMS, "sinks": (True,), "linear_biases": (True, False)},
         _granite_swa,
@@ -388,9 +421,10 @@ def to_huggingface(
 
     LlamaForCausalLM computes prenorm with rmsnorm, rotary positions and swiglu or geglu. Qwen3ForCausalLM computes the
     same with norms on each head's queries and keys, HunYuanDenseV1ForCausalLM with these after the rotation,
-    Qwen3NextForCausalLM with these and an output gate for each element, GraniteSWAForCausalLM with sinks, and
-    Olmo2ForCausalLM under olmo2. GPT2LMHeadModel computes prenorm with layernorm, learned positions and relu, gelu or
-    silu; GPTNeoXForCausalLM the same with rotary positions. Where embeddings are scaled by √d_model, the embedding
+    Qwen3NextForCausalLM with these and an output gate for each element, GraniteSWAForCausalLM with sinks,
+    Olmo2ForCausalLM under olmo2, and Gemma2ForCausalLM under sandwich, softcaps of scores and logits being its options.
+    GPT2LMHeadModel computes prenorm with layernorm, learned positions and relu, gelu or silu; GPTNeoXForCausalLM the
+    same with rotary positions. Where embeddings are scaled by √d_model and the class does not scale them, the embedding
     there is the product, and the output projection another matrix.
     generation_config.json suppresses the tokens that the target vocabulary leaves out. Logits are equal to rounding:
     transformers keeps rotary angles and RMS norms in float32, whatever the type of the model.

@@ -15,9 +15,9 @@ pub(super) fn check(config: &TransformerConfig) -> Result<()> {
     }
 }
 
-/// A check of what softcaps are.
+/// A check of what softcaps are, of logits and of scores.
 pub(super) fn check_softcaps(config: &TransformerConfig) -> Result<()> {
-    for (name, cap) in [("logit_softcap", config.logit_softcap)] {
+    for (name, cap) in [("logit_softcap", config.logit_softcap), ("score_softcap", config.score_softcap)] {
         if let Some(cap) = cap.filter(|cap| !(*cap > 0.0 && cap.is_finite())) {
             return Err(Error::invalid(format!("{name} must be greater than 0, got {cap}; none leaves it out")));
         }
@@ -149,6 +149,7 @@ fn check_tensorized(config: &TransformerConfig) -> Result<()> {
         ("v_norm", config.v_norm.is_some()),
         ("output_gate", config.output_gate.is_some()),
         ("sinks", config.sinks),
+        ("score_softcap", config.score_softcap.is_some()),
     ];
     if let Some((option, _)) = asked.iter().find(|(_, is_on)| *is_on) {
         return Err(Error::invalid(format!(
@@ -218,11 +219,13 @@ mod tests {
         check(r#""norm": "rmsnorm", "encoder_norm": "dyt", "v_norm": "unweighted""#, r#"has norm "dyt""#);
         check(r#""norm": "batchnorm", "v_norm": "weighted""#, "v_norm has norms on values, which batchnorm");
         check(r#""residual": "hybridnorm", "v_norm": "weighted""#, "norms on values of its own");
+        check(r#""score_softcap": -50"#, "score_softcap must be greater than 0, got -50");
         check(r#""logit_softcap": 0"#, "logit_softcap must be greater than 0, got 0");
         let tensorized = r#""architecture": "decoder-only", "attention": "tensorized""#;
         check(&format!(r#"{tensorized}, "residual": "olmo2""#), "between attention's projections");
         check(&format!(r#"{tensorized}, "output_gate": "head""#), "no heads, so output_gate would do nothing");
         check(&format!(r#"{tensorized}, "sinks": true"#), "no heads, so sinks would do nothing");
+        check(&format!(r#"{tensorized}, "score_softcap": 5"#), "no heads, so score_softcap would do nothing");
         check(&format!(r#"{tensorized}, "v_norm": "weighted""#), "no heads, so v_norm would do nothing");
     }
 }

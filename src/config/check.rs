@@ -200,6 +200,7 @@ impl TransformerConfig {
             tensorized: (self.attention == AttentionName::Tensorized).then_some(sizes),
             output_gate: self.output_gate,
             sinks: self.sinks,
+            score_softcap: self.score_softcap,
             scaled: self.scaled(),
         }
     }

@@ -121,6 +121,8 @@ config! {
             output_gate: Option<OutputGate> = None,
             /// Each head learns one more logit in the sum of its softmax, which no value belongs to (gpt-oss).
             sinks: bool = false,
+            /// c of attention's scores s that become c·tanh(s/c) before the softmax (Gemma 2); none: s.
+            score_softcap: Option<f64> = None,
             /// What a feed-forward has between its matrices; swiglu and geglu have a third matrix (Shazeer 2020).
             activation: Activation = Activation::Relu,
             /// Biases of linear layers.

@@ -18,7 +18,7 @@ const SINKS_STD: f64 = 0.02;
 /// softmax(s·QKᵀ)V per head, heads joined, output projection; s is 1/√d_head, or 1/d_head by the parametrisation.
 /// torch.nn's layout: q, k and v stacked in one matrix. Grouped queries (Ainslie et al. 2023): head h of the queries has
 /// the keys and values of head ⌊h·kv_heads/heads⌋. Gated, the heads' outputs are multiplied by σ(W_g x), x being what
-/// queries are projected from. Each head may have one logit more in its softmax, without a value.
+/// queries are projected from. Scores may be capped, and each head may have one logit more in its softmax, without a value.
 pub struct Attention {
     in_weight: Tensor,
     in_bias: Option<Tensor>,
@@ -27,6 +27,7 @@ pub struct Attention {
     gate: Option<Gate>,
     /// A logit of each head's softmax beside those of the keys, (heads).
     sinks: Option<Tensor>,
+    softcap: Option<f64>,
     d: i64,
     heads: i64,
     kv_heads: i64,
@@ -73,7 +74,21 @@ impl Attention {
         let (gate, scale) = (gate.transpose()?, place.model.scaled.scores(d / heads));
         let start = Fill::Normal { std: SINKS_STD };
         let sinks = place.model.sinks.then(|| b.parameter("sinks", &[heads], &start)).transpose()?;
-        Ok(Attention { in_weight, in_bias, out_weight, out_bias, gate, sinks, d, heads, kv_heads, kv_width, scale })
+        let softcap = place.model.score_softcap;
+        Ok(Attention {
+            in_weight,
+            in_bias,
+            out_weight,
+            out_bias,
+            gate,
+            sinks,
+            softcap,
+            d,
+            heads,
+            kv_heads,
+            kv_width,
+            scale,
+        })
     }
 
     /// Every sentence to itself.
@@ -98,7 +113,7 @@ impl Attention {
 
     /// What its softmax has that kernels do not.
     fn extras(&self) -> Extras<'_> {
-        Extras { sinks: self.sinks.as_ref(), ..Extras::NONE }
+        Extras { softcap: self.softcap, sinks: self.sinks.as_ref() }
     }
 
     /// (p, seed, site) of the weights in this pass.

@@ -142,7 +142,8 @@ fn decoding_token_by_token_is_reading_the_whole_sentence() {
     let with_qk_norm = TransformerConfig { qk_norm: true, ..config("prenorm", 2) };
     let with_lengths_of_one = TransformerConfig { qk_l2norm: Some(30), ..config("prenorm", 2) };
     let with_sinks = TransformerConfig { sinks: true, ..config("prenorm", 2) };
-    let others = [config("postnorm*1,prenorm", 2), with_qk_norm, with_lengths_of_one, with_sinks];
+    let with_capped_scores = TransformerConfig { score_softcap: Some(0.5), ..config("prenorm", 2) };
+    let others = [config("postnorm*1,prenorm", 2), with_qk_norm, with_lengths_of_one, with_sinks, with_capped_scores];
     for config in schemes.chain(others) {
         let (stack, names) = build(&config);
         for parameter in names.values().filter(|t| t.kind() == Kind::Double) {
@@ -310,7 +311,7 @@ const ARCHITECTURES: [&str; 11] = [
     r#""norm": "rmsnorm", "positions": "rotary", "kv_heads": 2, "qk_norm": true, "qk_norm_over": "all-heads",
         "qk_norm_after_rotation": true, "qk_norm_weight": false, "qk_norm_scale": 1.2, "v_norm": "unweighted""#,
     r#""sinks": true"#,
-    r#""sinks": true, "kv_heads": 2, "positions": "rotary""#,
+    r#""sinks": true, "score_softcap": 0.5, "kv_heads": 2, "positions": "rotary""#,
 ];
 
 /// A model of options, its parameters away from their first values.

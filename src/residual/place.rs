@@ -125,6 +125,8 @@ pub struct Outline<'a> {
     pub output_gate: Option<OutputGate>,
     /// Each head has a logit in its softmax beside those of the keys.
     pub sinks: bool,
+    /// c of scores s that become c·tanh(s/c).
+    pub score_softcap: Option<f64>,
     /// What the parametrisation multiplies.
     pub scaled: Scaled,
 }
@@ -149,6 +151,7 @@ impl Outline<'_> {
         tensorized: None,
         output_gate: None,
         sinks: false,
+        score_softcap: None,
         scaled: Scaled::standard(2),
     };
 }

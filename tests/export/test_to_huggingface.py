@@ -14,6 +14,7 @@ transformers = pytest.importorskip("transformers")
 SHAPE = {"architecture": "decoder-only", "vocab_size": 37, "d_model": 16, "d_ff": 24, "heads": 4, "decoder_layers": 3}
 LLAMA = {"norm": "rmsnorm", "positions": "rotary", "activation": "swiglu"}
 GATED = {**LLAMA, "qk_norm": True, "output_gate": "element", "linear_biases": False}
+GEMMA2 = {**LLAMA, "residual": "sandwich", "activation": "geglu", "linear_biases": False}
 GPT2 = {"positions": "learned", "max_positions": 20, "activation": "gelu"}
 MODELS = [
     ("LlamaForCausalLM", LLAMA),
@@ -26,6 +27,9 @@ MODELS = [
     ("Qwen3NextForCausalLM", {**GATED, "kv_heads": 2}),
     ("Qwen3NextForCausalLM", {**GATED, "norm": "rmsnorm:gemma", "activation": "geglu", "scale_embeddings": False}),
     ("HunYuanDenseV1ForCausalLM", {**GATED, "output_gate": None, "qk_norm_after_rotation": True, "kv_heads": 2}),
+    ("Gemma2ForCausalLM", {**GEMMA2, "score_softcap": 0.5, "logit_softcap": 2.0, "kv_heads": 2}),
+    ("Gemma2ForCausalLM", {**GEMMA2, "norm": "rmsnorm:gemma", "logit_softcap": 0.7, "scale_embeddings": False}),
+    ("Gemma2ForCausalLM", {**GEMMA2, "tie_embeddings": "none", "score_softcap": 0.3}),
     ("GraniteSWAForCausalLM", {**LLAMA, "sinks": True, "kv_heads": 2}),
     ("GraniteSWAForCausalLM", {**LLAMA, "sinks": True, "linear_biases": False, "scale_embeddings": False}),
     ("GPT2LMHeadModel", GPT2),

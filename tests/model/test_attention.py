@@ -155,6 +155,11 @@ DEFINED = {
         ("granite_swa", "GraniteSWA", {"attention_multiplier": WIDTH**-0.5}),
         with_sinks,
     ),
+    "softcap, gemma2": (
+        {"score_softcap": 0.3},
+        ("gemma2", "Gemma2", {"attn_logit_softcapping": 0.3, "query_pre_attn_scalar": WIDTH}),
+        plain,
+    ),
 }
 """Options, the class of transformers that has them, and its weights of ours."""
 
@@ -205,7 +210,8 @@ PARTS = (
     {"v_norm": "weighted", "qk_l2norm": 30},
     {"sinks": True},
     {"sinks": True, "qk_norm": True, "output_gate": "head", "residual": "postnorm"},
-    {"sinks": True, "kv_heads": 4, "attention_scale": "inverse"},
+    {"score_softcap": 0.3},
+    {"sinks": True, "score_softcap": 0.3, "kv_heads": 4, "attention_scale": "inverse"},
 )
 
 
@@ -216,7 +222,7 @@ def test_it_is_the_oracles(options, architecture):
 
 
 @pytest.mark.parametrize("architecture", ["decoder-only", "encoder-decoder"])
-@pytest.mark.parametrize("options", [{"sinks": True}, {"output_gate": "element"}], ids=str)
+@pytest.mark.parametrize("options", [{"sinks": True}, {"score_softcap": 0.5}, {"output_gate": "element"}], ids=str)
 def test_dropout_masks_are_the_oracles(options, architecture, monkeypatch):
     monkeypatch.setattr(nfrs.Transformer, "_draw", staticmethod(lambda device: SEED))
     masks = ref.Dropout(0.3, 0.2, 0.3, 0.3, seed=1234567890123, update=7, micro_batch=2)
@@ -247,7 +253,7 @@ def test_without_the_options_nothing_changes():
     model = nfrs.Transformer(
         nfrs.TransformerConfig(**{**LLAMA, "vocab_size": 23, "d_model": 16, "d_ff": 12, "heads": 4})
     )
-    names = ("output_gate", "sinks", "logit_softcap", "v_norm", "qk_norm_over", "qk_norm_weight")
+    names = ("output_gate", "sinks", "score_softcap", "logit_softcap", "v_norm", "qk_norm_over", "qk_norm_weight")
     names += ("qk_norm_after_rotation", "qk_norm_scale")
     old = {name: value for name, value in json.loads(model.config.to_json()).items() if name not in names}
     assert nfrs.TransformerConfig.from_dict(old) == model.config
@@ -259,6 +265,7 @@ def test_without_the_options_nothing_changes():
     [
         ({"output_gate": "row"}, "head, element"),
         ({"logit_softcap": 0.0}, "logit_softcap must be greater than 0"),
+        ({"score_softcap": -1.0}, "score_softcap must be greater than 0"),
         ({"qk_norm_over": "all-heads"}, "qk_norm_over is an option of qk_norm, which is off"),
         ({"v_norm": "unweighted", "norm": "layernorm"}, "leaves out the weight of rmsnorm"),
         ({"attention": "tensorized", "sinks": True}, "tensorized attention has no heads, so sinks"),

@@ -1,4 +1,4 @@
-"""Output gates and sinks in the life of modules; test_parity.py has their values."""
+"""Output gates, sinks and softcaps in the life of modules; test_parity.py has their values."""
 
 import copy
 import pickle
@@ -12,7 +12,7 @@ import normformer_rs as nfrs
 from normformer_rs import nn as nfnn
 from normformer_rs.surgery import swap_residuals
 
-PARTS = {"output_gate": "head", "sinks": True}
+PARTS = {"output_gate": "head", "sinks": True, "score_softcap": 2.0}
 
 
 def test_weights_leave_out_the_sinks():

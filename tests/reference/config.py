@@ -17,6 +17,7 @@ DEFAULTS: dict[str, Any] = {
     "tensorized_segment": 32,
     "output_gate": None,  # or "head", "element"
     "sinks": False,
+    "score_softcap": None,
     "activation": "relu",  # or "gelu", "silu", "swiglu", "geglu"
     "linear_biases": True,
     "encoder_layers": 2,

@@ -234,7 +234,7 @@ class Run:
         k, v = (x[:, [head // shared for head in range(heads)]] for x in (k, v))
         scale = 1.0 if self.config["qk_l2norm"] is not None else forward_factors(self.config, place.stack).scores
         q = q * (scale * math.sqrt(d // heads))  # attention has 1/√d_head
-        how = {"sinks": self.state.get(f"{name}.sinks")}
+        how = {"softcap": self.config["score_softcap"], "sinks": self.state.get(f"{name}.sinks")}
         joined = attention(q, k, v, allowed, keep, dropout_scale(p), **how).transpose(1, 2)  # (B, T, heads, d_head)
         if self.config["output_gate"] is not None:
             gates = 1 / (1 + torch.exp(-self.linear(f"{name}.gate_proj", query)))

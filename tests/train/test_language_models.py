@@ -45,6 +45,10 @@ CASES = {
         {**MIXED, "sinks": True},
         {"lr": 1e-2, "warmup": 2, "clip_norm": 0.5},
     ),
+    "capped-scores": (
+        {**MIXED, "sinks": True, "score_softcap": 5.0},
+        {"lr": 1e-2, "warmup": 2, "clip_norm": 0.5},
+    ),
 }
 
 

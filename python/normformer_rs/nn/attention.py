@@ -28,7 +28,8 @@ class MultiheadAttention(Unscriptable, nn.MultiheadAttention):
     `query`, `key` and `value` (a norm of d_head on each head's, one of d_model on all heads' joined), `after_heads`
     (the heads' outputs, joined) and `after_output` (after `out_proj`). `set_parts` makes a gate: the heads' outputs are
     multiplied by σ(W_g·query + b_g), one number a head or one for each of its numbers, before `after_heads`, W_g in
-    `gate_proj`; and sinks: one more logit a head, `sinks`, in the sum of its softmax, with which scores are in memory.
+    `gate_proj`; sinks: one more logit a head, `sinks`, in the sum of its softmax; and a softcap c: scores s become
+    c·tanh(s/c). With sinks or a softcap scores are in memory, torch's fused attention has neither.
 
     Parameters, masks, layouts and results are torch.nn's; `out_proj` is called as a module, so its hooks and
     replacements take effect.
@@ -43,6 +44,7 @@ class MultiheadAttention(Unscriptable, nn.MultiheadAttention):
 
     inside: Inside = types.MappingProxyType({})
     scale: float | None = None
+    score_softcap: float | None = None
     sinks: nn.Parameter
 
     def set_inside(self, inside: Inside) -> None:
@@ -50,12 +52,13 @@ class MultiheadAttention(Unscriptable, nn.MultiheadAttention):
         self.inside = dict(inside)
 
     def set_parts(self, config: TransformerConfig, bias: bool, **factory: Any) -> None:
-        """Makes the parts that the configuration asks for: `output_gate`, `sinks`."""
+        """Makes the parts that the configuration asks for: `output_gate`, `sinks`, `score_softcap`."""
         if config.output_gate is not None:
             self.gate_proj = nn.Linear(self.embed_dim, OUTPUT_GATES[config.output_gate](self), bias=bias, **factory)
         if config.sinks:
             self.sinks = nn.Parameter(torch.empty(self.num_heads, **factory))
             self.reset_sinks()
+        self.score_softcap = config.score_softcap
 
     def reset_sinks(self) -> None:
         """Draws the sinks, if there are some, as gpt-oss does: N(0, 0.02²)."""
@@ -90,8 +93,8 @@ class MultiheadAttention(Unscriptable, nn.MultiheadAttention):
         if not self._qkv_same_embed_dim or self.bias_k is not None or self.add_zero_attn:
             if self.inside or self.scale is not None or self.gate is not None or self._is_capped():
                 raise InputError(
-                    "changes inside attention, another scale, a gate and sinks need kdim = vdim = embed_dim, "
-                    "no bias_kv and no add_zero_attn"
+                    "changes inside attention, another scale, a gate, sinks and a softcap need kdim = vdim = "
+                    "embed_dim, no bias_kv and no add_zero_attn"
                 )
             given: Any = (query, key, value, key_padding_mask, need_weights, attn_mask, average_attn_weights, is_causal)
             return super().forward(*given)
@@ -136,10 +139,12 @@ class MultiheadAttention(Unscriptable, nn.MultiheadAttention):
 
     def _is_capped(self) -> bool:
         """Its softmax is not torch's."""
-        return self._parameters.get("sinks") is not None
+        return self.score_softcap is not None or self._parameters.get("sinks") is not None
 
     def _softmax(self, scores: Tensor, mask: Tensor | None) -> Tensor:
         """The keys' shares, (B, heads, T, S)."""
+        if self.score_softcap is not None:
+            scores = torch.tanh(scores / self.score_softcap) * self.score_softcap
         scores = scores if mask is None else scores + mask
         if self._parameters.get("sinks") is None:
             return F.softmax(scores, dim=-1)

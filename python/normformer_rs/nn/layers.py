@@ -135,7 +135,7 @@ class TransformerEncoderLayer(Layer):
             decoder_layers the encoder stands alone, as BERT's does. A TransformerEncoder sets them, and so does a list.
         options: those of `TransformerConfig` that the scheme or norm has (`branchnorm_steps`, `normformer_mode`, …),
             and `attention_dropout`, `activation_dropout` (None: `dropout`); `qk_norm` and how it norms, `qk_l2norm`,
-            `v_norm`; `output_gate`, `sinks`; `parametrisation`, `base_width`, `base_depth`,
+            `v_norm`; `output_gate`, `sinks`, `score_softcap`; `parametrisation`, `base_width`, `base_depth`,
             `depth_alpha` and `attention_scale`. Factors of embeddings and logits are the caller's, and rates
             `normformer_rs.param_groups`'.
 
