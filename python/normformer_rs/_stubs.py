@@ -64,6 +64,7 @@ class Config:
 _TAIL = """\
 ENTRIES: dict[str, list[dict[str, Any]]]
 LANGUAGE_MODELS: tuple[str, ...]
+ATTENTION: tuple[str, ...]
 PARAMETRISATION: tuple[str, ...]
 __version__: str
 

@@ -314,7 +314,10 @@ def __getattr__(name: str) -> Any:
 
 LANGUAGE_MODELS = ("attention", "tensorized_rank", "tensorized_segment")
 LANGUAGE_MODELS += ("kv_heads", "activation", "linear_biases", "max_positions", "rope_theta", "scale_embeddings")
+LANGUAGE_MODELS += ("logit_softcap", "qk_norm_after_rotation")
 """Options of a model that only the training loop's models have: neither layers of `nn` nor fairseq's take them."""
+ATTENTION = ("output_gate", "sinks", "score_softcap")
+"""Options of attention that layers of `nn` have, too, and fairseq's models and swapped blocks do not."""
 PARAMETRISATION = tuple(field.name for field in TransformerConfig.FIELDS if field.group == "parametrisation")
 """Options that say how multipliers follow width and depth."""
 

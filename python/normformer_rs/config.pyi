@@ -33,6 +33,7 @@ class Config:
 
 _Architecture = Literal["encoder-decoder", "decoder-only"]
 _Attention = Literal["multi-head", "tensorized"]
+_OutputGate = Literal["head", "element"]
 _Activation = Literal["relu", "gelu", "silu", "swiglu", "geglu"]
 _Norm = Literal[
     "layernorm",
@@ -92,6 +93,8 @@ _Residual = Literal[
     "depth-scaled",
     "variance-gate",
 ]
+_QkNormOver = Literal["head", "all-heads"]
+_VNorm = Literal["weighted", "unweighted"]
 _Init = Literal["xavier", "smallinit", "fairseq", "deepnorm", "subln", "ds-init", "t-fixup", "r-fixup", "gpt2", "b2t"]
 _BranchnormGrowth = Literal["linear", "exp", "sigmoid"]
 _RFixupMode = Literal["release", "paper"]
@@ -128,6 +131,9 @@ class TransformerConfig(Config):
     attention: _Attention
     tensorized_rank: int
     tensorized_segment: int
+    output_gate: _OutputGate | None
+    sinks: bool
+    score_softcap: float | None
     activation: _Activation
     linear_biases: bool
     encoder_layers: int
@@ -151,6 +157,11 @@ class TransformerConfig(Config):
     powernorm_sync: bool
     residual: _Residual | Scheme | str
     qk_norm: bool
+    qk_norm_over: _QkNormOver
+    qk_norm_after_rotation: bool
+    qk_norm_weight: bool
+    qk_norm_scale: float
+    v_norm: _VNorm | None
     qk_l2norm: int | None
     init: _Init | None
     branchnorm_steps: int
@@ -200,6 +211,7 @@ class TransformerConfig(Config):
     decoder_start: _DecoderStart
     tie_embeddings: _TieEmbeddings
     output_bias: bool
+    logit_softcap: float | None
     dropout: float
     embedding_dropout: float | None
     attention_dropout: float | None
@@ -216,6 +228,9 @@ class TransformerConfig(Config):
         attention: _Attention = ...,
         tensorized_rank: int = ...,
         tensorized_segment: int = ...,
+        output_gate: _OutputGate | None = ...,
+        sinks: bool = ...,
+        score_softcap: float | None = ...,
         activation: _Activation = ...,
         linear_biases: bool = ...,
         encoder_layers: int = ...,
@@ -239,6 +254,11 @@ class TransformerConfig(Config):
         powernorm_sync: bool = ...,
         residual: _Residual | Scheme | str = ...,
         qk_norm: bool = ...,
+        qk_norm_over: _QkNormOver = ...,
+        qk_norm_after_rotation: bool = ...,
+        qk_norm_weight: bool = ...,
+        qk_norm_scale: float = ...,
+        v_norm: _VNorm | None = ...,
         qk_l2norm: int | None = ...,
         init: _Init | None = ...,
         branchnorm_steps: int = ...,
@@ -288,6 +308,7 @@ class TransformerConfig(Config):
         decoder_start: _DecoderStart = ...,
         tie_embeddings: _TieEmbeddings = ...,
         output_bias: bool = ...,
+        logit_softcap: float | None = ...,
         dropout: float = ...,
         embedding_dropout: float | None = ...,
         attention_dropout: float | None = ...,
@@ -448,6 +469,7 @@ class GenerationConfig(Config):
 
 ENTRIES: dict[str, list[dict[str, Any]]]
 LANGUAGE_MODELS: tuple[str, ...]
+ATTENTION: tuple[str, ...]
 PARAMETRISATION: tuple[str, ...]
 __version__: str
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from . import _core
-from .config import LANGUAGE_MODELS, PARAMETRISATION, TrainingConfig, TransformerConfig
+from .config import ATTENTION, LANGUAGE_MODELS, PARAMETRISATION, TrainingConfig, TransformerConfig
 from .errors import InputError
 from .model import load_run
 from .nn.declaration import declare
@@ -36,7 +36,7 @@ FAIRSEQS: tuple[str, ...] = (
     "positions",
 )
 FAIRSEQS += ("tie_embeddings", "dropout", "attention_dropout", "activation_dropout", *LANGUAGE_MODELS)
-FAIRSEQS += PARAMETRISATION
+FAIRSEQS += (*ATTENTION, *PARAMETRISATION)
 """Options of a model for which fairseq has its own flags, that its data decide, or that its models cannot have."""
 REFUSED: tuple[str, ...] = (
     "adaptive_input",
@@ -437,10 +437,11 @@ def to_fairseq(directory: Path_, output: Path_, *, checkpoint: str = "best") -> 
 
 
 def flags_from(config: TransformerConfig) -> dict[str, Any]:
-    """The plug-in's flags of a configuration: the inverse of `configure`. Errors: InputError for a parametrisation,
-    which the plug-in has none of."""
+    """The plug-in's flags of a configuration: the inverse of `configure`. Errors: InputError for a parametrisation and
+    for parts of attention that the plug-in does not have."""
     for field in TransformerConfig.FIELDS:
-        if field.name in PARAMETRISATION and (value := getattr(config, field.name)) != field.default:
+        named = (*ATTENTION, *PARAMETRISATION)
+        if field.name in named and (value := getattr(config, field.name)) != field.default:
             raise InputError(f"{field.name} = {value} has no place in fairseq: only the training loop and nn have it")
     flags: dict[str, Any] = {"data": ".", "criterion": "cross_entropy"}
     if config.architecture == "encoder-decoder":

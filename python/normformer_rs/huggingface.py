@@ -19,8 +19,8 @@ from .text import read_regular
 from .tokenizer import tokenizer_files
 
 _BOS, _PAD, _EOS = 0, 1, 2
-_EPS = 1e-5
-"""Of layernorm and rmsnorm, where norm_eps says no other."""
+_EPS = {"layernorm": 1e-5, "rmsnorm": 1e-5, "rmsnorm:gemma": 1e-6}
+"""Where norm_eps says no other."""
 _VOCABULARY, _CODES = "vocabulary.txt", "bpe.codes"
 """Files of a run that say how its text becomes token ids; without the second it is cut already."""
 _FREE = {"vocab_size", "d_model", "d_ff", "heads", "encoder_layers", "decoder_layers", "decoder_norm", "norm_eps"}
@@ -36,7 +36,7 @@ class _Family:
 
     name: str
     options: Mapping[str, tuple[Any, ...]]
-    """Options beside `_FREE`, and the values that it computes."""
+    """Options beside `_FREE`, and the values that it computes; (): any."""
     config: Callable[[TransformerConfig], dict[str, Any]]
     layers: str
     """The list of its layers."""
@@ -46,6 +46,10 @@ class _Family:
     """A module's weight or bias as it is there: (module, tensor), several of a stacked one."""
     always_biased: tuple[str, ...] = ()
     """Modules that have a bias whatever the options."""
+    scales_embeddings: bool = False
+    """It multiplies the rows that it reads by √d, as this package does with `scale_embeddings`."""
+    changes: tuple[Callable[[TransformerConfig, dict[str, Tensor]], dict[str, Tensor]], ...] = ()
+    """What its classes want of this package's parameters before they are named: the parameters, changed."""
 
     def misfits(self, config: TransformerConfig) -> list[str]:
         """The options that it has no counterpart of."""
@@ -58,29 +62,36 @@ class _Family:
                 value = config.decoder_norm or config.norm
             if field.name == "kv_heads":
                 value = None if value == config.heads else value
-                allowed = (*allowed, value) if "kv_heads" in self.options else allowed
-            if value not in allowed:
+            # an empty tuple: any value
+            if value not in allowed and self.options.get(field.name) != ():
                 found.append(f"{field.name} = {json.dumps(value)} (there {' or '.join(map(json.dumps, allowed))})")
         return found
 
     def state(self, config: TransformerConfig, state: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
         """Its parameters, of this package's."""
+        for change in self.changes:
+            state = change(config, {**state})
         words = state["embedding.weight" if config.tie_embeddings == "all" else "target_embedding.weight"]
         # This package multiplies the rows that it reads, so that the output matrix, tied, is not multiplied.
-        scale = config.d_model**0.5 if config.scale_embeddings else 1.0
+        scale = config.d_model ** (0.5 * (config.scale_embeddings - self.scales_embeddings))
         yield self.names["embedding"] + ".weight", words * scale
-        if not _is_tied(config):
+        if not self.is_tied(config):
             yield self.names["output_projection"] + ".weight", state.get("output_projection.weight", words)
         if config.positions == "learned":
             yield self.names["positions"] + ".weight", state["target_position_embedding.weight"]
         for name, tensor in self._with_biases(config, state).items():
-            inner = re.fullmatch(r"decoder\.layers\.(\d+)\.(.+)[._](weight|bias)", name)
+            inner = re.fullmatch(r"decoder\.layers\.(\d+)\.(.+?)(?:[._](weight|bias))?", name)
             if inner is not None:
                 index, module, kind = inner.groups()
                 for part, values in self.parts(config, module, tensor):
-                    yield f"{self.layers}.{index}.{self.names.get(part, part)}.{kind}", values
+                    end = "" if kind is None else f".{kind}"  # sinks are no module's
+                    yield f"{self.layers}.{index}.{self.names.get(part, part)}{end}", values
             elif name.startswith("decoder.norm."):
                 yield f"{self.names['decoder.norm']}.{name.rpartition('.')[2]}", tensor
+
+    def is_tied(self, config: TransformerConfig) -> bool:
+        """Whether one matrix can be the word embedding and the output projection there."""
+        return config.tie_embeddings != "none" and config.scale_embeddings == self.scales_embeddings
 
     def _with_biases(self, config: TransformerConfig, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
         full = dict(state)
@@ -93,11 +104,6 @@ class _Family:
         return full
 
 
-def _is_tied(config: TransformerConfig) -> bool:
-    """Whether one matrix can be the word embedding and the output projection there."""
-    return config.tie_embeddings != "none" and not config.scale_embeddings
-
-
 # Shared by the architectures.
 
 
@@ -107,7 +113,7 @@ def _rate(config: TransformerConfig, name: str) -> float:
 
 
 def _eps(config: TransformerConfig) -> float:
-    return _EPS if config.norm_eps is None else config.norm_eps
+    return _EPS[str(config.decoder_norm or config.norm)] if config.norm_eps is None else config.norm_eps
 
 
 def _shape(config: TransformerConfig) -> dict[str, Any]:
@@ -129,8 +135,29 @@ def _separate(config: TransformerConfig, module: str, tensor: Tensor) -> Iterabl
     """q, k and v as three modules."""
     if module != "self_attn.in_proj":
         return [(module, tensor)]
-    widths = [config.d_model, _key_width(config), _key_width(config)]
+    keys = _key_width(config)
+    widths = [len(tensor) - 2 * keys, keys, keys]  # queries may have their gates among them
     return zip((f"self_attn.{letter}_proj" for letter in "qkv"), tensor.split(widths))
+
+
+_NORM = re.compile(r"norm\d?\.weight$")
+
+
+def _zero_centred(config: TransformerConfig, state: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Weights of norms less 1, where they are not so already."""
+    if (config.decoder_norm or config.norm) != "rmsnorm":
+        return state
+    return {name: tensor - 1 if _NORM.search(name) else tensor for name, tensor in state.items()}
+
+
+def _gates_among_queries(config: TransformerConfig, state: dict[str, Tensor]) -> dict[str, Tensor]:
+    """After the rows of a head's queries those of its gate."""
+    for name in [name for name in state if name.endswith("gate_proj.weight")]:
+        stacked = name.replace("gate_proj.", "in_proj_")
+        queries, rest = state[stacked].split([config.d_model, 2 * _key_width(config)])
+        heads = [rows.unflatten(0, (config.heads, -1)) for rows in (queries, state.pop(name))]
+        state[stacked] = torch.cat([torch.cat(heads, 1).flatten(0, 1), rest])
+    return state
 
 
 def _transposed(config: TransformerConfig, module: str, tensor: Tensor) -> Iterable[tuple[str, Tensor]]:
@@ -180,6 +207,36 @@ def _llama_like(model_type: str) -> Callable[[TransformerConfig], dict[str, Any]
         }
 
     return config_of
+
+
+def _qwen3_next(config: TransformerConfig) -> dict[str, Any]:
+    layers = range(config.decoder_layers)
+    rope = {"rope_type": "default", "rope_theta": config.rope_theta, "partial_rotary_factor": 1.0}
+    return _llama_like("qwen3_next")(config) | {
+        "layer_types": ["full_attention" for _ in layers],
+        "mlp_only_layers": [*layers],
+        "rope_parameters": rope,
+        "partial_rotary_factor": 1.0,
+    }
+
+
+def _gemma2(config: TransformerConfig) -> dict[str, Any]:
+    d_head = config.d_model // config.heads
+    return _llama_like("gemma2")(config) | {
+        "hidden_activation": _GATED[config.activation],
+        "layer_types": ["full_attention"] * config.decoder_layers,
+        "query_pre_attn_scalar": d_head,
+        "attn_logit_softcapping": config.score_softcap,
+        "final_logit_softcapping": config.logit_softcap,
+    }
+
+
+def _granite_swa(config: TransformerConfig) -> dict[str, Any]:
+    return _llama_like("granite_swa")(config) | {
+        "layer_types": ["full_attention"] * config.decoder_layers,
+        "attention_multiplier": (config.d_model // config.heads) ** -0.5,
+        **dict.fromkeys(("embedding_multiplier", "logits_scaling", "residual_multiplier"), 1.0),
+    }
 
 
 def _gpt2(config: TransformerConfig) -> dict[str, Any]:
@@ -236,6 +293,64 @@ _FAMILIES = (
         _llama_like("olmo2"),
         "model.layers",
         _LLAMA_NAMES | {"norm1": "post_attention_layernorm", "norm2": "post_feedforward_layernorm"},
+        _separate,
+    ),
+    _Family(
+        "Qwen3NextForCausalLM",
+        {
+            **_DECODER,
+            **_ROTARY_RMS,
+            "norm": ("rmsnorm", "rmsnorm:gemma"),
+            "qk_norm": (True,),
+            "output_gate": ("element",),
+            "linear_biases": (False,),
+        },
+        _qwen3_next,
+        "model.layers",
+        _LLAMA_NAMES,
+        _separate,
+        changes=(_zero_centred, _gates_among_queries),
+    ),
+    _Family(
+        "HunYuanDenseV1ForCausalLM",
+        {
+            **_DECODER,
+            **_ROTARY_RMS,
+            "qk_norm": (True,),
+            "qk_norm_after_rotation": (True,),
+            "linear_biases": (False,),
+        },
+        _llama_like("hunyuan_v1_dense"),
+        "model.layers",
+        _LLAMA_NAMES | {"self_attn.q_norm": "self_attn.query_layernorm", "self_attn.k_norm": "self_attn.key_layernorm"},
+        _separate,
+    ),
+    _Family(
+        "Gemma2ForCausalLM",
+        {
+            **_DECODER,
+            **_ROTARY_RMS,
+            "norm": ("rmsnorm", "rmsnorm:gemma"),
+            "residual": ("sandwich",),
+            "score_softcap": (),
+            "logit_softcap": (),
+            "linear_biases": (False,),
+        },
+        _gemma2,
+        "model.layers",
+        _LLAMA_NAMES
+        | {"post_norm1": "post_attention_layernorm", "norm2": "pre_feedforward_layernorm"}
+        | {"post_norm2": "post_feedforward_layernorm"},
+        _separate,
+        scales_embeddings=True,
+        changes=(_zero_centred,),
+    ),
+    _Family(
+        "GraniteSWAForCausalLM",
+        {**_DECODER, **_ROTARY_RMS, "sinks": (True,), "linear_biases": (True, False)},
+        _granite_swa,
+        "model.layers",
+        _LLAMA_NAMES,
         _separate,
     ),
     _Family(
@@ -304,10 +419,13 @@ def to_huggingface(
             merges, tokenizer.json and tokenizer_config.json.
         checkpoint: of a run, as in `Transformer.from_checkpoint`.
 
-    LlamaForCausalLM computes prenorm with rmsnorm, rotary positions and swiglu or geglu; Qwen3ForCausalLM the same with
-    norms on each head's queries and keys; Olmo2ForCausalLM the same under olmo2. GPT2LMHeadModel computes prenorm with
-    layernorm, learned positions and relu, gelu or silu; GPTNeoXForCausalLM the same with rotary positions. Where
-    embeddings are scaled by √d_model, the embedding there is the product, and the output projection another matrix.
+    LlamaForCausalLM computes prenorm with rmsnorm, rotary positions and swiglu or geglu. Qwen3ForCausalLM computes the
+    same with norms on each head's queries and keys, HunYuanDenseV1ForCausalLM with these after the rotation,
+    Qwen3NextForCausalLM with these and an output gate for each element, GraniteSWAForCausalLM with sinks,
+    Olmo2ForCausalLM under olmo2, and Gemma2ForCausalLM under sandwich, softcaps of scores and logits being its options.
+    GPT2LMHeadModel computes prenorm with layernorm, learned positions and relu, gelu or silu; GPTNeoXForCausalLM the
+    same with rotary positions. Where embeddings are scaled by √d_model and the class does not scale them, the embedding
+    there is the product, and the output projection another matrix.
     generation_config.json suppresses the tokens that the target vocabulary leaves out. Logits are equal to rounding:
     transformers keeps rotary angles and RMS norms in float32, whatever the type of the model.
 
@@ -334,7 +452,11 @@ def to_huggingface(
     # Training and `generate` begin a text with EOS.
     ids = {"bos_token_id": _EOS, "eos_token_id": _EOS, "pad_token_id": _PAD}
     words = state["embedding.weight" if config.tie_embeddings == "all" else "target_embedding.weight"]
-    shared = {"vocab_size": config.vocab_size, "tie_word_embeddings": _is_tied(config), "architectures": [family.name]}
+    shared = {
+        "vocab_size": config.vocab_size,
+        "tie_word_embeddings": family.is_tied(config),
+        "architectures": [family.name],
+    }
     shared |= {"dtype": str(words.dtype).removeprefix("torch.")}
     settings = {"config.json": family.config(config) | shared | ids}
     settings |= {"generation_config.json": ids | {"suppress_tokens": suppressed}}

@@ -56,6 +56,8 @@ Point = Literal[
     "query",
     "key",
     "value",
+    "rotated_query",
+    "rotated_key",
     "after_heads",
     "after_output",
     "before_activation",
@@ -522,7 +524,7 @@ _LISTS = ("before", "branch", "skip", "after")
 
 def _inside(scheme: Scheme, point: str, changes: Changes, place: Place) -> list[Any]:
     widths = {"before_activation": place.d_ff, "after_activation": place.d_ff}
-    widths |= dict.fromkeys(("query", "key", "value"), place.d_head)
+    widths |= dict.fromkeys(("query", "key", "value", "rotated_query", "rotated_key"), place.d_head)
     at = _Names(place, path=_PATHS[place.sublayer], width=widths.get(point, place.d_model))
     return _changes(scheme, "inside", changes, at)
 

@@ -1,16 +1,28 @@
 //! What attention asks of the rest of a configuration.
 
-use super::{AttentionName, TransformerConfig};
+use super::{AttentionName, Positions, TransformerConfig};
 use crate::error::{Error, Result};
-use crate::norm::Spec;
-use crate::residual::{Change, Place, Point, Scheme, StackName, SCHEMES};
+use crate::norm::{rms_norm, Spec};
+use crate::residual::{Change, NormOver, Place, Point, Scheme, StackName, ValueNorm, SCHEMES};
 
 pub(super) fn check(config: &TransformerConfig) -> Result<()> {
     check_norms_before_products(config)?;
+    check_qk_norm(config)?;
+    check_unweighted(config)?;
     match config.attention {
         AttentionName::Tensorized => check_tensorized(config),
         _ => Ok(()),
     }
+}
+
+/// A check of what softcaps are, of logits and of scores.
+pub(super) fn check_softcaps(config: &TransformerConfig) -> Result<()> {
+    for (name, cap) in [("logit_softcap", config.logit_softcap), ("score_softcap", config.score_softcap)] {
+        if let Some(cap) = cap.filter(|cap| !(*cap > 0.0 && cap.is_finite())) {
+            return Err(Error::invalid(format!("{name} must be greater than 0, got {cap}; none leaves it out")));
+        }
+    }
+    Ok(())
 }
 
 /// A check of `kv_heads`, the heads that share keys and values.
@@ -42,19 +54,72 @@ fn check_norms_before_products(config: &TransformerConfig) -> Result<()> {
             scheme.name()
         )));
     }
+    let of_values = schemes
+        .all()
+        .find(|scheme| is_inside(config, *scheme, |point, change| point == Point::Value && change.norm().is_some()));
+    if let (Some(scheme), Some(norm)) = (of_values, config.v_norm) {
+        return Err(Error::invalid(format!(
+            "residual {:?} has norms on values of its own, so v_norm = {:?} would be a second one: leave it out",
+            scheme.name(),
+            norm.name()
+        )));
+    }
     check_lengths_of_one(config)?;
     let owner = match own {
-        Some(scheme) => format!("residual {:?}", scheme.name()),
-        None if config.qk_norm => "qk_norm".into(),
+        Some(scheme) => format!("residual {:?} has norms on queries and keys", scheme.name()),
+        None if config.qk_norm => "qk_norm has norms on queries and keys".into(),
+        None if config.v_norm.is_some() => "v_norm has norms on values".into(),
         None => return Ok(()),
     };
     let has_statistics = |norm: &&str| crate::norm::find(norm).is_ok_and(Spec::has_statistics);
     match [config.encoder_norm(), config.decoder_norm()].into_iter().find(has_statistics) {
-        Some(norm) => Err(Error::invalid(format!(
-            "{owner} has norms on queries and keys, which {norm} cannot be: choose a norm without statistics"
-        ))),
+        Some(norm) => Err(Error::invalid(format!("{owner}, which {norm} cannot be: choose a norm without statistics"))),
         None => Ok(()),
     }
+}
+
+/// How `qk_norm` norms.
+fn check_qk_norm(config: &TransformerConfig) -> Result<()> {
+    let scale = config.qk_norm_scale;
+    if !(scale > 0.0 && scale.is_finite()) {
+        return Err(Error::invalid(format!("qk_norm_scale must be greater than 0, got {scale}")));
+    }
+    let said = [
+        ("qk_norm_over", config.qk_norm_over != NormOver::Head),
+        ("qk_norm_after_rotation", config.qk_norm_after_rotation),
+        ("qk_norm_weight", !config.qk_norm_weight),
+        ("qk_norm_scale", scale != 1.0),
+    ];
+    if let (Some((option, _)), false) = (said.iter().find(|(_, is_said)| *is_said), config.qk_norm) {
+        return Err(Error::invalid(format!("{option} is an option of qk_norm, which is off: leave it out")));
+    }
+    if config.qk_norm_after_rotation && config.positions != Positions::Rotary {
+        return Err(Error::invalid(format!(
+            "qk_norm_after_rotation would do nothing with positions = {:?}, which rotate nothing: leave it out, or choose \
+             positions = \"rotary\"",
+            config.positions.name()
+        )));
+    }
+    Ok(())
+}
+
+/// Norms that a model with a weight in every other place has without one.
+fn check_unweighted(config: &TransformerConfig) -> Result<()> {
+    let asked = [
+        ("qk_norm_weight = false", !config.qk_norm_weight),
+        ("v_norm = \"unweighted\"", config.v_norm == Some(ValueNorm::Unweighted)),
+    ];
+    let Some((option, _)) = asked.iter().find(|(_, is_on)| *is_on) else { return Ok(()) };
+    let stacks = [config.encoder_norm(), config.decoder_norm()].into_iter().skip(usize::from(!config.has_encoder()));
+    for norm in stacks {
+        if crate::norm::find(norm)?.name != rms_norm::SPEC.name {
+            return Err(Error::invalid(format!(
+                "{option} leaves out the weight of rmsnorm, and this model has norm {norm:?}: leave it out, or choose \
+                 rmsnorm or one of its families"
+            )));
+        }
+    }
+    Ok(())
 }
 
 /// Queries and keys of length 1, with a factor of their own for scores.
@@ -81,7 +146,14 @@ fn check_tensorized(config: &TransformerConfig) -> Result<()> {
             "attention = \"tensorized\" is a language model's: give architecture = \"decoder-only\", or leave it out",
         ));
     }
-    let asked = [("qk_norm", config.qk_norm), ("qk_l2norm", config.qk_l2norm.is_some())];
+    let asked = [
+        ("qk_norm", config.qk_norm),
+        ("qk_l2norm", config.qk_l2norm.is_some()),
+        ("v_norm", config.v_norm.is_some()),
+        ("output_gate", config.output_gate.is_some()),
+        ("sinks", config.sinks),
+        ("score_softcap", config.score_softcap.is_some()),
+    ];
     if let Some((option, _)) = asked.iter().find(|(_, is_on)| *is_on) {
         return Err(Error::invalid(format!(
             "tensorized attention has no heads, so {option} would do nothing: leave it out"
@@ -141,7 +213,21 @@ mod tests {
         check(r#""qk_norm": true, "qk_l2norm": 72"#, "leave one of them out");
         check(r#""qk_l2norm": 72, "attention_scale": "inverse""#, "attention_scale would do nothing");
         check(r#""qk_l2norm": 1"#, "at least 2, got 1");
+        check(r#""qk_norm_scale": 1.2"#, "qk_norm_scale is an option of qk_norm, which is off");
+        check(r#""qk_norm_weight": false"#, "qk_norm_weight is an option of qk_norm");
+        check(r#""qk_norm": true, "qk_norm_scale": -1"#, "greater than 0, got -1");
+        check(r#""qk_norm": true, "qk_norm_after_rotation": true"#, r#"nothing with positions = "twt""#);
+        check(r#""qk_norm": true, "qk_norm_weight": false"#, r#"this model has norm "layernorm""#);
+        check(r#""norm": "rmsnorm", "encoder_norm": "dyt", "v_norm": "unweighted""#, r#"has norm "dyt""#);
+        check(r#""norm": "batchnorm", "v_norm": "weighted""#, "v_norm has norms on values, which batchnorm");
+        check(r#""residual": "hybridnorm", "v_norm": "weighted""#, "norms on values of its own");
+        check(r#""score_softcap": -50"#, "score_softcap must be greater than 0, got -50");
+        check(r#""logit_softcap": 0"#, "logit_softcap must be greater than 0, got 0");
         let tensorized = r#""architecture": "decoder-only", "attention": "tensorized""#;
         check(&format!(r#"{tensorized}, "residual": "olmo2""#), "between attention's projections");
+        check(&format!(r#"{tensorized}, "output_gate": "head""#), "no heads, so output_gate would do nothing");
+        check(&format!(r#"{tensorized}, "sinks": true"#), "no heads, so sinks would do nothing");
+        check(&format!(r#"{tensorized}, "score_softcap": 5"#), "no heads, so score_softcap would do nothing");
+        check(&format!(r#"{tensorized}, "v_norm": "weighted""#), "no heads, so v_norm would do nothing");
     }
 }

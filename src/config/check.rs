@@ -7,7 +7,7 @@ use crate::norm::conventions::KEYWORDS;
 use crate::norm::spec::NORM_EPS;
 use crate::norm::{rms_norm, Spec};
 use crate::options::{below_one, Listed};
-use crate::residual::{Change, Outline, Place, Schemes, StackName, TensorizedSizes};
+use crate::residual::{Change, Outline, Place, QkNorm, Schemes, StackName, TensorizedSizes};
 
 impl TransformerConfig {
     /// Checks what one option cannot know of another.
@@ -74,6 +74,7 @@ impl TransformerConfig {
         self.check_that_options_matter()?;
         parametrisation::check(self)?;
         positions::check(self)?;
+        attention::check_softcaps(self)?;
         attention::check(self)
     }
 
@@ -192,9 +193,18 @@ impl TransformerConfig {
             decoder_layers: self.decoder_layers,
             encoder_norm: self.encoder_norm(),
             decoder_norm: self.decoder_norm(),
-            qk_norm: self.qk_norm,
+            qk_norm: self.qk_norm.then_some(QkNorm {
+                over: self.qk_norm_over,
+                after_rotation: self.qk_norm_after_rotation,
+                is_weighted: self.qk_norm_weight,
+                scale: self.qk_norm_scale,
+            }),
+            v_norm: self.v_norm,
             qk_l2norm: self.qk_l2norm,
             tensorized: (self.attention == AttentionName::Tensorized).then_some(sizes),
+            output_gate: self.output_gate,
+            sinks: self.sinks,
+            score_softcap: self.score_softcap,
             scaled: self.scaled(),
         }
     }

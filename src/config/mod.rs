@@ -17,7 +17,7 @@ use crate::data::vocabulary;
 use crate::error::{Error, Result};
 use crate::options::{config, unknown_field, Field, FieldType, Listed, Options};
 use crate::parametrisation::AttentionScale;
-use crate::residual::Activation;
+use crate::residual::{Activation, NormOver, OutputGate, ValueNorm};
 use crate::{init, norm, residual};
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
@@ -116,6 +116,13 @@ config! {
             /// T of tensorized attention, the most tokens that it reads at a time; its output projection is
             /// (d_model, T²).
             tensorized_segment: i64 = 32,
+            /// What multiplies the heads' outputs before the output projection: the sigmoid of a linear layer of attention's
+            /// input, one number a head or one for each of its numbers (element; Qiu et al. 2025); none: nothing.
+            output_gate: Option<OutputGate> = None,
+            /// Each head learns one more logit in the sum of its softmax, which no value belongs to (gpt-oss).
+            sinks: bool = false,
+            /// c of attention's scores s that become c·tanh(s/c) before the softmax (Gemma 2); none: s.
+            score_softcap: Option<f64> = None,
             /// What a feed-forward has between its matrices; swiglu and geglu have a third matrix (Shazeer 2020).
             activation: Activation = Activation::Relu,
             /// Biases of linear layers.
@@ -140,6 +147,16 @@ config! {
             /// Norms on the queries and keys of every head, before their products (QK-norm): the stack's norm, which must
             /// work row by row.
             qk_norm: bool = false,
+            /// Rows of qk_norm: each head's (head), or all heads' joined (all-heads; OLMo 2).
+            qk_norm_over: NormOver = NormOver::Head,
+            /// qk_norm stands after the rotation of rotary positions, not before it (nanochat, Hunyuan).
+            qk_norm_after_rotation: bool = false,
+            /// qk_norm learns a weight; of rmsnorm alone it can be left out.
+            qk_norm_weight: bool = true,
+            /// What normed queries and normed keys are multiplied by, each.
+            qk_norm_scale: f64 = 1.0,
+            /// A norm on each head's values: the stack's, weighted or, of rmsnorm, unweighted (Gemma 4); none: no norm.
+            v_norm: Option<ValueNorm> = None,
             /// L of queries and keys of length 1 (Henry et al. 2020): each attention learns one factor of their products, at
             /// first log2(L² − L), in place of 1/√d_head. L is a length that few sentences exceed; none: off.
             qk_l2norm: Option<i64> = None,
@@ -184,6 +201,8 @@ config! {
             tie_embeddings: Ties = Ties::All,
             /// A bias on the logits.
             output_bias: bool = false,
+            /// c of logits z that become c·tanh(z/c), in training, evaluation and decoding (Gemma 2); none: z.
+            logit_softcap: Option<f64> = None,
             /// Dropout on sublayer outputs, and everywhere below that says nothing else.
             dropout: f64 = 0.3,
             /// Dropout on embeddings; none: `dropout`.

@@ -18,7 +18,7 @@ choice! {
         AttentionOutput = "output",
         FeedForward1 = "fc1",
         FeedForward2 = "fc2",
-        /// A gated feed-forward's third matrix, by whose product the activation's output is multiplied.
+        /// A matrix whose product multiplies another: a gated feed-forward's third, or that of attention's output gate.
         Gate = "gate",
     }
 }

@@ -23,7 +23,7 @@ pub mod single;
 mod tests;
 mod weights;
 
-pub use composed::composed;
+pub use composed::{composed, Extras};
 pub use matrix::{Matrix, MatrixMut};
 
 use crate::cpu::memory::Aligned;
@@ -125,7 +125,8 @@ multiversion! {
 
 multiversion! {
     /// `dq` in the rows of the sequences' queries, `dk` and `dv` in those of their keys, all overwritten. Sequences must
-    /// not share keys.
+    /// not share keys. `shares`: what each query's weights sum to (a matrix like `lse`), where `lse` has counted more than
+    /// its keys; none: 1.
     pub fn backward[E: Element](
         attention: &ScaledDotProduct,
         sequences: &[Sequence],
@@ -134,6 +135,7 @@ multiversion! {
         v: Matrix<E>,
         dout: Matrix<E>,
         lse: Matrix<E::Acc>,
+        shares: Option<Matrix<E::Acc>>,
         dq: MatrixMut<E>,
         dk: MatrixMut<E>,
         dv: MatrixMut<E>,
@@ -178,7 +180,13 @@ multiversion! {
                     weights(&mut p[..s.k_len * lanes], &sums[..lanes]);
                     mask.prepare(a, head, s.k_len, block.count, lanes);
                     mask.apply(a, &mut ds[..s.k_len * lanes]);
-                    score_gradients(&mut p[..s.k_len * lanes], &mut ds[..s.k_len * lanes], lanes, &sums[..block.count]);
+                    let shares = shares.map(|shares| {
+                        let mut of = [one; QUERIES];
+                        (0..block.count).for_each(|i| of[i] = shares.row(first + i, head, 1)[0]);
+                        of
+                    });
+                    let (weights, dweights) = (&mut p[..s.k_len * lanes], &mut ds[..s.k_len * lanes]);
+                    score_gradients(weights, dweights, lanes, &sums[..block.count], shares.as_ref());
                     let dkeys = &mut dkeys[head * per_head..][..per_head];
                     product([tiles, width, block.count], &ds, [lanes, 1], &queries, width, dkeys, width, true);
                     let rows = block.count.next_multiple_of(TILE);

@@ -2,28 +2,44 @@
 
 use super::norm::PassRows;
 use super::residual::Inside;
+use super::sink_attention::sink_attention;
 use super::stacked_attention::stacked_attention;
 use super::{Builder, Context, Ranges, Reads};
 use crate::error::Result;
 use crate::init::{Fill, Init, Role};
+use crate::kernel::attention::Extras;
 use crate::operator::{self, Recording};
-use crate::residual::{Place, Point};
+use crate::residual::{OutputGate, Place, Point};
 use tch::{Device, Tensor};
+
+/// Of sinks at the start: gpt-oss's `initializer_range`.
+const SINKS_STD: f64 = 0.02;
 
 /// softmax(s·QKᵀ)V per head, heads joined, output projection; s is 1/√d_head, or 1/d_head by the parametrisation.
 /// torch.nn's layout: q, k and v stacked in one matrix. Grouped queries (Ainslie et al. 2023): head h of the queries has
-/// the keys and values of head ⌊h·kv_heads/heads⌋.
+/// the keys and values of head ⌊h·kv_heads/heads⌋. Gated, the heads' outputs are multiplied by σ(W_g x), x being what
+/// queries are projected from. Scores may be capped, and each head may have one logit more in its softmax, without a value.
 pub struct Attention {
     in_weight: Tensor,
     in_bias: Option<Tensor>,
     out_weight: Tensor,
     out_bias: Option<Tensor>,
+    gate: Option<Gate>,
+    /// A logit of each head's softmax beside those of the keys, (heads).
+    sinks: Option<Tensor>,
+    softcap: Option<f64>,
     d: i64,
     heads: i64,
     kv_heads: i64,
     /// Numbers in a row of keys, or of values.
     kv_width: i64,
     scale: f64,
+}
+
+/// W_g and its bias: one row for each head, or for each number of the heads' outputs.
+struct Gate {
+    weight: Tensor,
+    bias: Option<Tensor>,
 }
 
 /// Keys and values of what has been decoded, a row for each token of each hypothesis: (room, kv_width) each.
@@ -48,8 +64,31 @@ impl Attention {
             let weight = b.parameter("weight", &[d, d], &init.matrix(Role::AttentionOutput, d, d, place))?;
             Ok((weight, bias(b, "bias", d)?))
         })?;
-        let scale = place.model.scaled.scores(d / heads);
-        Ok(Attention { in_weight, in_bias, out_weight, out_bias, d, heads, kv_heads, kv_width, scale })
+        let gate = place.model.output_gate.map(|kind| {
+            let rows = if kind == OutputGate::Head { heads } else { d };
+            b.within("gate_proj", |b| {
+                let weight = b.parameter("weight", &[rows, d], &init.matrix(Role::Gate, d, rows, place))?;
+                Ok(Gate { weight, bias: bias(b, "bias", rows)? })
+            })
+        });
+        let (gate, scale) = (gate.transpose()?, place.model.scaled.scores(d / heads));
+        let start = Fill::Normal { std: SINKS_STD };
+        let sinks = place.model.sinks.then(|| b.parameter("sinks", &[heads], &start)).transpose()?;
+        let softcap = place.model.score_softcap;
+        Ok(Attention {
+            in_weight,
+            in_bias,
+            out_weight,
+            out_bias,
+            gate,
+            sinks,
+            softcap,
+            d,
+            heads,
+            kv_heads,
+            kv_width,
+            scale,
+        })
     }
 
     /// Every sentence to itself.
@@ -57,10 +96,10 @@ impl Attention {
         let stacked = self.stacked(x, inside, ctx)?;
         if let (Ranges::Packed(table), true) = (ranges, self.stays_stacked(&stacked, inside, ctx)) {
             let heads = stacked_attention(&stacked, table, self.heads, causal, self.scale, self.dropout(ctx))?;
-            return self.output(heads, inside, ctx);
+            return self.output(heads, &x, inside, ctx);
         }
-        let [q, k, v] = self.queries_keys_values(stacked, inside, ctx)?;
-        self.finish(&q, &k, &v, ranges, causal, inside, ctx)
+        let qkv = self.queries_keys_values(stacked, inside, ctx)?;
+        self.output(self.heads(qkv.each_ref(), ranges, causal, ctx)?, &x, inside, ctx)
     }
 
     /// q, k and v side by side, of x (rows, d), or of one x each (3, rows, d).
@@ -84,7 +123,13 @@ impl Attention {
     fn stays_stacked(&self, stacked: &Tensor, inside: &Inside, ctx: &Context) -> bool {
         let is_changed = [Point::Query, Point::Key, Point::Value].into_iter().any(|point| inside.changes(point));
         let in_loop = ctx.has_flat() && Recording::is_on() && stacked.requires_grad();
-        in_loop && stacked.device() == Device::Cpu && !is_changed && !ctx.turns() && !self.is_grouped()
+        let is_plain = !is_changed && !ctx.turns() && !self.is_grouped() && self.extras().are_none();
+        in_loop && stacked.device() == Device::Cpu && is_plain
+    }
+
+    /// What its softmax has that kernels do not.
+    fn extras(&self) -> Extras<'_> {
+        Extras { softcap: self.softcap, sinks: self.sinks.as_ref() }
     }
 
     /// (p, seed, site) of the weights in this pass.
@@ -102,8 +147,8 @@ impl Attention {
         inside: &Inside,
         ctx: &Context,
     ) -> Result<Tensor> {
-        let q = self.queries(x, inside, ctx)?;
-        self.finish(&q, &memory.0, &memory.1, ranges, false, inside, ctx)
+        let (x, q) = self.queries(x, inside, ctx)?;
+        self.output(self.heads([&q, &memory.0, &memory.1], ranges, false, ctx)?, &x, inside, ctx)
     }
 
     /// The same for a step of decoding: which rows of the memory each query reads.
@@ -115,14 +160,16 @@ impl Attention {
         inside: &Inside,
         ctx: &Context,
     ) -> Result<Tensor> {
-        let q = self.queries(x, inside, ctx)?;
-        self.read([&q, &memory.0, &memory.1], reads, inside, ctx)
+        let (x, q) = self.queries(x, inside, ctx)?;
+        self.output(self.read([&q, &memory.0, &memory.1], reads, ctx)?, &x, inside, ctx)
     }
 
-    fn queries(&self, x: &Tensor, inside: &Inside, ctx: &Context) -> Result<Tensor> {
+    /// What is projected, and the queries.
+    fn queries(&self, x: &Tensor, inside: &Inside, ctx: &Context) -> Result<(Tensor, Tensor)> {
         let x = inside.at(Point::Input, x.shallow_clone(), &ctx.rows())?;
         let q = self.project(&x, 0, self.d, ctx)?;
-        inside.at_heads(Point::Query, q, self.heads, &ctx.rows())
+        let q = inside.at_heads(Point::Query, q, self.heads, &ctx.rows())?;
+        Ok((x, q))
     }
 
     /// The encoder output's keys and values.
@@ -137,6 +184,7 @@ impl Attention {
         let change = |point, x, heads| inside.at_heads(point, x, heads, &ctx.rows());
         let q = ctx.turned(change(Point::Query, q, self.heads)?)?;
         let k = ctx.turned(change(Point::Key, k, self.kv_heads)?)?;
+        let [q, k] = [change(Point::RotatedQuery, q, self.heads)?, change(Point::RotatedKey, k, self.kv_heads)?];
         Ok([q, k, change(Point::Value, v, self.kv_heads)?])
     }
 
@@ -164,50 +212,53 @@ impl Attention {
             None => cache.insert(Cache::empty(&k, 16 * k.size()[0])?),
         };
         cache.write(&k, &v, at as i64)?;
-        self.read([&q, &cache.keys, &cache.values], reads, inside, ctx)
+        self.output(self.read([&q, &cache.keys, &cache.values], reads, ctx)?, &x, inside, ctx)
     }
 
     /// Single queries to the rows that they read. On the CPU nothing is copied; where gradients are recorded, where heads
     /// share keys, and elsewhere, it is attention to gathered rows.
-    fn read(&self, [q, k, v]: [&Tensor; 3], reads: &Reads, inside: &Inside, ctx: &Context) -> Result<Tensor> {
+    fn read(&self, [q, k, v]: [&Tensor; 3], reads: &Reads, ctx: &Context) -> Result<Tensor> {
         if q.device() == Device::Cpu && !Recording::is_on() && !self.is_grouped() {
-            return self.output(reads.attention([q, k, v], self.heads, self.scale)?, inside, ctx);
+            return reads.attention([q, k, v], self.heads, self.scale, &self.extras());
         }
         let (k, v, ranges) = reads.gathered([k, v], q.device())?;
-        self.finish(q, &k, &v, &ranges, false, inside, ctx)
+        self.heads([q, &k, &v], &ranges, false, ctx)
     }
 
-    fn finish(
-        &self,
-        q: &Tensor,
-        k: &Tensor,
-        v: &Tensor,
-        ranges: &Ranges,
-        causal: bool,
-        inside: &Inside,
-        ctx: &Context,
-    ) -> Result<Tensor> {
-        let dropout = self.dropout(ctx);
-        let heads = match ranges {
+    /// The heads' outputs, joined.
+    fn heads(&self, [q, k, v]: [&Tensor; 3], ranges: &Ranges, causal: bool, ctx: &Context) -> Result<Tensor> {
+        let (dropout, extras) = (self.dropout(ctx), self.extras());
+        match ranges {
+            Ranges::Packed(table) if !extras.are_none() => {
+                let (k, v) = (self.for_each_query(k)?, self.for_each_query(v)?);
+                if let (Extras { softcap: None, sinks: Some(sinks) }, Device::Cpu) = (extras, q.device()) {
+                    let qkv = [q, &k, &v];
+                    return sink_attention(qkv, sinks, table, self.heads, causal, self.scale, dropout);
+                }
+                operator::composed_attention([q, &k, &v], table, self.heads, causal, self.scale, &extras, dropout)
+            }
             Ranges::Packed(table) if self.is_grouped() && !causal && dropout.is_none() => {
-                self.among_groups([q, k, v], table)?
+                self.among_groups([q, k, v], table)
             }
             Ranges::Packed(table) => {
                 let (k, v) = (self.for_each_query(k)?, self.for_each_query(v)?);
                 let (p, seed, site) = dropout.map_or((0.0, None, 0), |(p, seed, site)| (p, Some(seed), site));
-                operator::attention(q, &k, &v, table, self.heads, causal, self.scale, p, seed, site)?
+                operator::attention(q, &k, &v, table, self.heads, causal, self.scale, p, seed, site)
             }
             Ranges::Padded(padded) => {
                 let (k, v) = (self.for_each_query(k)?, self.for_each_query(v)?);
-                padded.attention([q, &k, &v], self.heads, causal, self.scale, dropout)?
+                padded.attention([q, &k, &v], self.heads, causal, self.scale, &extras, dropout)
             }
-        };
-        self.output(heads, inside, ctx)
+        }
     }
 
-    /// The output projection of the joined heads, with the changes around it.
-    fn output(&self, heads: Tensor, inside: &Inside, ctx: &Context) -> Result<Tensor> {
+    /// The output projection of the joined heads, gated by x, with the changes around it.
+    fn output(&self, heads: Tensor, x: &Tensor, inside: &Inside, ctx: &Context) -> Result<Tensor> {
         let rows: PassRows = ctx.rows();
+        let heads = match &self.gate {
+            Some(gate) => gate.apply(heads, x, ctx)?,
+            None => heads,
+        };
         let heads = inside.at(Point::AfterHeads, heads, &rows)?;
         let out = ctx.linear(&heads, &self.out_weight, self.out_bias.as_ref())?;
         inside.at(Point::AfterOutput, out, &rows)
@@ -238,6 +289,18 @@ impl Attention {
         let heads = operator::attention(&rows, k, v, &table, self.kv_heads, false, self.scale, 0.0, None, 0)?;
         let heads = heads.f_reshape([-1, shared, self.kv_heads, width].as_slice())?.f_transpose(1, 2)?;
         Ok(heads.f_reshape([-1, self.d].as_slice())?)
+    }
+}
+
+impl Gate {
+    /// The heads' outputs (rows, d) times σ(W_g x).
+    fn apply(&self, heads: Tensor, x: &Tensor, ctx: &Context) -> Result<Tensor> {
+        let gate = ctx.linear(x, &self.weight, self.bias.as_ref())?.f_sigmoid()?;
+        if gate.size() == heads.size() {
+            return Ok(heads.f_mul(&gate)?);
+        }
+        let apart = heads.f_unflatten(-1, [gate.size()[1], -1].as_slice())?;
+        Ok(apart.f_mul(&gate.f_unsqueeze(-1)?)?.f_flatten(-2, -1)?)
     }
 }
 

@@ -2,6 +2,7 @@
 
 use super::linear::linear;
 use super::positions::Added;
+use super::softcap::Softcap;
 use super::{times, Builder, Context, Packed, PAD};
 use crate::config::{Ties, TransformerConfig};
 use crate::error::Result;
@@ -19,6 +20,7 @@ pub struct Embeddings {
     /// The output projection is an embedding: FixNorm then applies to it too.
     tied: bool,
     fixnorm: bool,
+    softcap: Option<Softcap>,
     /// Of words: √d of the base's width, or 1.
     scale: f64,
     /// Multiplies words and positions together.
@@ -66,6 +68,7 @@ impl Embeddings {
             output_bias,
             tied: config.tie_embeddings != Ties::None,
             fixnorm: config.fixnorm,
+            softcap: config.logit_softcap.map(Softcap),
             scale: if config.scale_embeddings { (scaled.base_width as f64).sqrt() } else { 1.0 },
             alpha: scaled.input,
             source_positions,
@@ -104,13 +107,19 @@ impl Embeddings {
         }
     }
 
+    /// What bounds the logits.
+    pub fn softcap(&self) -> Option<Softcap> {
+        self.softcap
+    }
+
     pub fn output_bias(&self) -> Option<&Tensor> {
         self.output_bias.as_ref()
     }
 
     /// Logits, (rows, V), in the computing type.
     pub fn logits(&self, h: &Tensor, kind: Kind) -> Result<Tensor> {
-        linear(h, &self.output_weight()?, self.output_bias.as_ref(), kind, None)
+        let logits = linear(h, &self.output_weight()?, self.output_bias.as_ref(), kind, None)?;
+        self.softcap.map_or(Ok(logits.shallow_clone()), |cap| cap.of(&logits))
     }
 }
 

@@ -5,6 +5,7 @@ use super::gather::gather;
 use super::packed::{Packed, Room};
 use crate::error::{Error, Result};
 use crate::host::host;
+use crate::kernel::attention::Extras;
 use crate::operator;
 use std::rc::Rc;
 use tch::{Device, Kind, Tensor};
@@ -234,13 +235,15 @@ impl Padded {
     }
 
     /// drop(softmax(scale·QKᵀ))V per sentence and head, of packed rows (rows, d) to packed rows; `causal` needs square
-    /// ranges. `dropout`: (p, seed, site), of the packed operator's mask.
+    /// ranges. `dropout`: (p, seed, site), of the packed operator's mask. With `extras` in the softmax, or dropout, scores are
+    /// in memory.
     pub fn attention(
         &self,
         [q, k, v]: [&Tensor; 3],
         heads: i64,
         causal: bool,
         scale: f64,
+        extras: &Extras,
         dropout: Option<(f64, &Tensor, i64)>,
     ) -> Result<Tensor> {
         let split = |t: &Tensor| t.f_unflatten(-1, [heads, -1].as_slice())?.f_transpose(1, 2);
@@ -248,22 +251,23 @@ impl Padded {
         let (q, k, v) = (split(&q)?, split(&k)?, split(&v)?);
         let out = match dropout {
             // A causal mask hides keys of padding too: it comes after the real ones.
-            None => {
+            None if extras.are_none() => {
                 let mask = (!causal).then_some(&self.real);
                 operator::padded_attention([&q, &k, &v], mask, causal, scale)?
             }
-            Some(dropout) => self.dropped(&q.f_matmul(&k.f_transpose(2, 3)?)?, causal, scale, dropout)?.f_matmul(&v)?,
+            _ => self.weights(&q.f_matmul(&k.f_transpose(2, 3)?)?, causal, scale, extras, dropout)?.f_matmul(&v)?,
         };
         self.pack(&out.f_transpose(1, 2)?.f_reshape([self.sentences * self.q_len, -1].as_slice())?)
     }
 
     /// drop(softmax(scale·scores)), (n, heads, q_len, k_len), dropped as packed rows: so the mask is the operator's.
-    fn dropped(
+    fn weights(
         &self,
         scores: &Tensor,
         causal: bool,
         scale: f64,
-        (p, seed, site): (f64, &Tensor, i64),
+        extras: &Extras,
+        dropout: Option<(f64, &Tensor, i64)>,
     ) -> Result<Tensor> {
         let hidden = match causal {
             true => {
@@ -272,8 +276,9 @@ impl Padded {
             false => self.real.f_logical_not()?,
         };
         let (kind, wide) = (scores.kind(), if scores.kind() == Kind::Double { Kind::Double } else { Kind::Float });
-        let scaled = scores.f_to_kind(wide)?.f_mul_scalar(scale)?.f_masked_fill(&hidden, f64::NEG_INFINITY)?;
-        let weights = scaled.f_softmax(-1, None::<Kind>)?.f_transpose(1, 2)?;
+        let weights = extras.softmax(&scores.f_to_kind(wide)?.f_mul_scalar(scale)?, &hidden)?;
+        let Some((p, seed, site)) = dropout else { return Ok(weights.f_to_kind(kind)?) };
+        let weights = weights.f_transpose(1, 2)?;
         let [n, q_len, heads, k_len] = weights.size()[..] else { unreachable!("scores have four dimensions") };
         let packed = self.pack(&weights.f_reshape([n * q_len, heads * k_len].as_slice())?)?;
         // Weights are not negative: of ReLU + dropout the dropout remains.
@@ -321,13 +326,23 @@ mod tests {
             // The operator's gradients want keys that no two sentences share.
             let gradients = rows != shared;
             let dropout = (p > 0.0).then_some((p, &seed, 5));
-            let ours = |t: &[Tensor]| padded.attention([&t[0], &t[1], &t[2]], 2, causal, 0.7, dropout).unwrap();
-            let packed = |t: &[Tensor]| {
-                operator::attention(&t[0], &t[1], &t[2], &table, 2, causal, 0.7, p, Some(&seed), 5).unwrap()
+            let sinks = Tensor::from_slice(&[0.3, -1.2]);
+            let compare = |extras: &Extras, packed: &dyn Fn(&[Tensor]) -> Tensor| {
+                let ours =
+                    |t: &[Tensor]| padded.attention([&t[0], &t[1], &t[2]], 2, causal, 0.7, extras, dropout).unwrap();
+                let (ours, packed) = (results(ours, &inputs, gradients), results(packed, &inputs, gradients));
+                for (ours, packed) in ours.iter().zip(&packed) {
+                    assert!((ours - packed).abs().max().double_value(&[]) < 1e-12, "{rows:?} {p} {extras:?}");
+                }
             };
-            for (ours, packed) in results(ours, &inputs, gradients).iter().zip(&results(packed, &inputs, gradients)) {
-                assert!((ours - packed).abs().max().double_value(&[]) < 1e-12, "{rows:?} {p}");
-            }
+            compare(&Extras::NONE, &|t| {
+                operator::attention(&t[0], &t[1], &t[2], &table, 2, causal, 0.7, p, Some(&seed), 5).unwrap()
+            });
+            let extras = Extras { softcap: Some(0.8), sinks: Some(&sinks) };
+            compare(&extras, &|t| {
+                let qkv = [&t[0], &t[1], &t[2]];
+                operator::composed_attention(qkv, &table, 2, causal, 0.7, &extras, dropout).unwrap()
+            });
         }
     }
 

@@ -3,6 +3,7 @@
 use super::Ranges;
 use crate::error::Result;
 use crate::kernel::attention::single::{self, ReadRows};
+use crate::kernel::attention::Extras;
 use std::ops::Range;
 use tch::{Device, Tensor};
 
@@ -71,8 +72,8 @@ impl Reads {
     }
 
     /// Attention of q (queries, heads·d_head) on the CPU, without gradients.
-    pub fn attention(&self, [q, k, v]: [&Tensor; 3], heads: i64, scale: f64) -> Result<Tensor> {
-        single::attention(q, k, v, ReadRows { offsets: &self.offsets, rows: &self.rows }, heads, scale)
+    pub fn attention(&self, qkv: [&Tensor; 3], heads: i64, scale: f64, extras: &Extras) -> Result<Tensor> {
+        single::attention(qkv, ReadRows { offsets: &self.offsets, rows: &self.rows }, heads, scale, extras)
     }
 
     /// k and v as other attention takes them: the rows of each query one after the other, and where they are.

@@ -5,8 +5,10 @@ use super::norm::{self, Norm, PassRows};
 use super::{Builder, Context};
 use crate::error::{Error, Result};
 use crate::init::Fill;
+use crate::norm::conventions::{AFFINE, ZERO_CENTRED};
 use crate::norm::{named, scale_norm, Site};
 use crate::operator::RowOperator;
+use crate::options::Options;
 use crate::residual::{self as declared, FirstValue, Growth, NormAt, Place, Point};
 use std::cell::RefCell;
 use std::collections::BTreeMap;
@@ -18,10 +20,20 @@ pub type Shelf = RefCell<BTreeMap<String, Tensor>>;
 /// The stack's norm where a scheme wants it.
 fn norm(b: &mut Builder, place: &Place, at: &NormAt) -> Result<Box<dyn Norm>> {
     let last_of_decoder = at.last && place.stack == declared::StackName::Decoder;
-    let (spec, options) = named(place.norm_name(), place.options)?;
+    let (spec, mut options) = named(place.norm_name(), place.options)?;
+    if !at.is_weighted {
+        without_weight(options.to_mut());
+    }
     let (heads, ends_stack, start) = (place.model.heads, at.ends_stack, at.start);
     let site = Site { width: at.width, heads, options: &options, last_of_decoder, ends_stack, start };
     b.within(&at.name, |b| norm::build(spec, b, &site))
+}
+
+/// Of an rmsnorm, whose weight may be zero-centred.
+fn without_weight(options: &mut Options) {
+    for setting in [&AFFINE, &ZERO_CENTRED] {
+        options.set(setting, false.into()).expect("both are true or false");
+    }
 }
 
 fn norm_if(b: &mut Builder, place: &Place, at: &Option<NormAt>) -> Result<Option<Box<dyn Norm>>> {

@@ -66,7 +66,7 @@ impl Differentiable for StackedAttention {
     fn backward(&self, inputs: Vec<Tensor>, gradients: Vec<Option<Tensor>>) -> Result<Vec<Option<Tensor>>> {
         let (Some(dout), Some(lse)) = (&gradients[0], self.lse.get()) else { return Ok(vec![None]) };
         let (dout, gradient) = (dout.f_contiguous()?, inputs[0].f_empty_like()?);
-        backward(&self.views(&inputs[0])?, &view(&dout)?, &view(lse)?, &thirds(&gradient)?)?;
+        backward(&self.views(&inputs[0])?, &view(&dout)?, &view(lse)?, None, &thirds(&gradient)?)?;
         Ok(vec![Some(gradient)])
     }
 }
@@ -78,7 +78,7 @@ fn thirds(stacked: &Tensor) -> Result<[View; 3]> {
     Ok([part(0)?, part(1)?, part(2)?])
 }
 
-fn view(t: &Tensor) -> Result<View> {
+pub(super) fn view(t: &Tensor) -> Result<View> {
     let wrong = || Error::Torch("attention in training takes matrices on the CPU, row by row".to_string());
     View::of(t).ok_or_else(wrong)
 }

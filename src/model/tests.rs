@@ -143,7 +143,10 @@ fn decoding_token_by_token_is_reading_the_whole_sentence() {
     let schemes = residual::SCHEMES.iter().map(|scheme| config(scheme.name(), 2));
     let with_qk_norm = TransformerConfig { qk_norm: true, ..config("prenorm", 2) };
     let with_lengths_of_one = TransformerConfig { qk_l2norm: Some(30), ..config("prenorm", 2) };
-    for config in schemes.chain([config("postnorm*1,prenorm", 2), with_qk_norm, with_lengths_of_one]) {
+    let with_sinks = TransformerConfig { sinks: true, ..config("prenorm", 2) };
+    let with_capped_scores = TransformerConfig { score_softcap: Some(0.5), ..config("prenorm", 2) };
+    let others = [config("postnorm*1,prenorm", 2), with_qk_norm, with_lengths_of_one, with_sinks, with_capped_scores];
+    for config in schemes.chain(others) {
         let (stack, names) = build(&config);
         for parameter in names.values().filter(|t| t.kind() == Kind::Double) {
             let _ = no_grad(|| parameter.shallow_clone().f_add_(&(parameter.randn_like() * 0.1)));
@@ -297,14 +300,20 @@ fn the_fused_step_is_the_unfused_one() {
     assert!(close(&y, &norm("norm", &stream)));
 }
 
-/// Positions, activations and shared keys, each at least once.
-const ARCHITECTURES: [&str; 6] = [
+/// Positions, activations, shared keys and attention's parts, each at least once.
+const ARCHITECTURES: [&str; 11] = [
     r#""positions": "rotary", "activation": "swiglu", "kv_heads": 2, "linear_biases": false, "scale_embeddings": false"#,
     r#""positions": "rotary", "rope_theta": 100, "kv_heads": 1, "qk_norm": true, "norm": "rmsnorm""#,
     r#""positions": "rotary", "kv_heads": 2, "residual": "olmo2""#,
     r#""positions": "learned", "max_positions": 20, "activation": "gelu", "tie_embeddings": "none""#,
     r#""positions": "none", "activation": "silu", "residual": "hybridnorm", "kv_heads": 2"#,
     r#""activation": "geglu", "kv_heads": 4, "residual": "subln""#,
+    r#""output_gate": "head", "residual": "normformer""#,
+    r#""output_gate": "element", "kv_heads": 2, "positions": "rotary", "logit_softcap": 2.0"#,
+    r#""norm": "rmsnorm", "positions": "rotary", "kv_heads": 2, "qk_norm": true, "qk_norm_over": "all-heads",
+        "qk_norm_after_rotation": true, "qk_norm_weight": false, "qk_norm_scale": 1.2, "v_norm": "unweighted""#,
+    r#""sinks": true"#,
+    r#""sinks": true, "score_softcap": 0.5, "kv_heads": 2, "positions": "rotary""#,
 ];
 
 /// A model of options, its parameters away from their first values.

@@ -3,6 +3,7 @@
 use super::cargo::Cargo;
 use super::embedding::Embeddings;
 use super::positions::Rotary;
+use super::softcap::Softcap;
 use super::stack::{Stack, StackCache, StackMemory};
 use super::{times, Builder, Context, Packed, Parameters, Ranges, Reads, Sentences};
 use crate::config::TransformerConfig;
@@ -122,6 +123,11 @@ impl Transformer {
     /// (target rows, V)
     pub fn logits(&self, features: &Tensor, kind: Kind) -> Result<Tensor> {
         self.embeddings.logits(features, kind)
+    }
+
+    /// What bounds the logits after the output projection.
+    pub fn softcap(&self) -> Option<Softcap> {
+        self.embeddings.softcap()
     }
 
     /// The output projection's matrix (V, d_model) and bias.

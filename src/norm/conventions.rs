@@ -22,9 +22,9 @@ choice! {
 
 setting! {
     /// rmsnorm has a weight.
-    AFFINE ("rmsnorm_weight"): bool = true;
+    pub AFFINE ("rmsnorm_weight"): bool = true;
     /// rmsnorm's weight is γ − 1, 0 at the start (zero-centred).
-    ZERO_CENTRED ("rmsnorm_zero_centred"): bool = false;
+    pub ZERO_CENTRED ("rmsnorm_zero_centred"): bool = false;
     /// rmsnorm rounds to x's type after the product with γ, before it, or the row's scale already; they differ in 16 bits.
     CAST ("rmsnorm_cast"): Cast = Cast::After;
     /// rmsnorm's ε stands inside the root, √(mean x² + ε), or outside, √(mean x²) + ε.

@@ -2,11 +2,11 @@
 
 use super::call::{values, Value};
 use super::declare::{leader, number, seed, tensor, Kernels, Kind as Type, Operator};
-use super::dropout::{check_dropout, draw, drawn};
+use super::dropout::{check_dropout, draw, drawn, dropout_mask};
 use super::engine::{self, Handle};
 use crate::error::{Error, Result};
 use crate::kernel::attention::call::{self as kernel, AttentionViews, Settings};
-use crate::kernel::attention::composed;
+use crate::kernel::attention::{composed, Extras};
 use crate::kernel::dropout::Draw;
 use std::sync::{Mutex, PoisonError};
 use tch::Tensor;
@@ -29,6 +29,22 @@ pub fn attention(
     let p = if seed.is_some() { p } else { 0.0 };
     let [out, _lse] = HANDLE.call(&values![q, k, v, ranges, heads, causal, scale, p, seed, site])?;
     Ok(out)
+}
+
+/// The same with what no kernel has, composed of tch's operations: scores of all sentences, as long as the longest, exist
+/// at once. `dropout`: (p, seed, site).
+pub fn composed_attention(
+    [q, k, v]: [&Tensor; 3],
+    ranges: &Tensor,
+    heads: i64,
+    causal: bool,
+    scale: f64,
+    extras: &Extras,
+    dropout: Option<(f64, &Tensor, i64)>,
+) -> Result<Tensor> {
+    let settings = Settings { heads, causal, scale, draw: Draw::NONE };
+    let draw = |rows, cols| dropout.map(|(p, seed, site)| dropout_mask(seed, rows, cols, p, site)).transpose();
+    composed(q, k, v, ranges, &settings, extras, draw)
 }
 
 /// torch's own attention on padded sentences, (sentences, heads, length, d_head), scale·QKᵀ plus a mask; see
@@ -115,7 +131,7 @@ pub(super) fn operator() -> Operator {
         let [q, k, v, ranges, numbers @ .., p, seed, site] = call.arguments::<10>();
         let [q, k, v, ranges] = [q, k, v, ranges].map(Value::required);
         let (settings, draw) = (settings(numbers, Draw::NONE), |rows, cols| drawn([p, seed, site], rows, cols));
-        Ok(vec![Some(composed(&q, &k, &v, &ranges, &settings, draw)?), None])
+        Ok(vec![Some(composed(&q, &k, &v, &ranges, &settings, &Extras::NONE, draw)?), None])
     })
     .backward(
         Operator::new(
@@ -133,13 +149,14 @@ pub(super) fn operator() -> Operator {
             let [dout, q, k, v, lse, ranges, numbers @ .., p, seed, site] = call.arguments::<12>();
             let settings = settings(numbers, draw(call, [p, seed, site]));
             let gradients = call.outputs::<3>().each_ref().map(|d| d.view);
-            kernel::backward(&views([q, k, v, ranges], settings), &dout.view, &lse.view, &gradients)
+            kernel::backward(&views([q, k, v, ranges], settings), &dout.view, &lse.view, None, &gradients)
         })
         .formula(|call| {
             let [dout, q, k, v, _, ranges, numbers @ .., p, seed, site] = call.arguments::<12>();
             let [dout, q, k, v, ranges] = [dout, q, k, v, ranges].map(Value::required);
             let (settings, draw) = (settings(numbers, Draw::NONE), |rows, cols| drawn([p, seed, site], rows, cols));
-            engine::gradients(&[&q, &k, &v], &dout, |t| composed(&t[0], &t[1], &t[2], &ranges, &settings, draw))
+            let formula = |t: &[Tensor]| composed(&t[0], &t[1], &t[2], &ranges, &settings, &Extras::NONE, draw);
+            engine::gradients(&[&q, &k, &v], &dout, formula)
         }),
     )
     .with_own_gradient()

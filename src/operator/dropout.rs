@@ -55,12 +55,15 @@ pub fn drawn_for(t: &Tensor, draw: [&Value; 3]) -> Result<Option<Tensor>> {
 /// vmap's examples have seeds of their own.
 pub fn drawn([p, seed, site]: [&Value; 3], rows: i64, cols: i64) -> Result<Option<Tensor>> {
     match seed.tensor() {
-        Some(seed) if p.float() > 0.0 => {
-            let [mask] = MASK.call(&values![&seed, rows, cols, p.float(), site.int()])?;
-            Ok(Some(mask))
-        }
+        Some(seed) if p.float() > 0.0 => dropout_mask(&seed, rows, cols, p.float(), site.int()).map(Some),
         _ => Ok(None),
     }
+}
+
+/// Factors for so many rows and columns, float64 beside the seed.
+pub fn dropout_mask(seed: &Tensor, rows: i64, cols: i64, p: f64, site: i64) -> Result<Tensor> {
+    let [mask] = MASK.call(&values![seed, rows, cols, p, site])?;
+    Ok(mask)
 }
 
 /// What dropout multiplies a matrix by, as kernels draw it.

@@ -27,7 +27,7 @@ mod stream;
 mod transfer;
 
 pub use adam::{adam_in_place, AdamBuffers};
-pub use attention::{attention, padded_attention};
+pub use attention::{attention, composed_attention, padded_attention};
 pub use collective::ProcessGroup;
 pub use column_norm::{Column, ColumnOperator};
 pub use composite::{group_scaling, norm_of_ones_own, own_norm};

@@ -358,8 +358,8 @@ impl Place<'_> {
                 let has = self.sublayer == Sublayer::SelfAttention && self.model.tensorized.is_none();
                 has.then(|| vec![d])
             }
-            Point::Query if is_attention => Some(vec![self.d_head(), d]),
-            Point::Key | Point::Value if is_attention => Some(vec![self.d_head(), self.kv_width()]),
+            Point::Query | Point::RotatedQuery if is_attention => Some(vec![self.d_head(), d]),
+            Point::Key | Point::Value | Point::RotatedKey if is_attention => Some(vec![self.d_head(), self.kv_width()]),
             Point::AfterHeads | Point::AfterOutput if is_attention => Some(vec![d]),
             Point::BeforeActivation | Point::AfterActivation if !is_attention => Some(vec![self.model.d_ff]),
             _ => None,

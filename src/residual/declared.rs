@@ -20,10 +20,17 @@ pub struct NormAt {
     /// Its weight starts at this times its own first value.
     #[serde(default = "one")]
     pub start: f64,
+    /// False: an rmsnorm without a weight.
+    #[serde(default = "yes")]
+    pub is_weighted: bool,
 }
 
 fn one() -> f64 {
     1.0
+}
+
+fn yes() -> bool {
+    true
 }
 
 /// A parameter of the scheme, and its first values.
@@ -233,6 +240,9 @@ pub enum Point {
     Query,
     Key,
     Value,
+    /// Queries and keys of self-attention after their rotation by positions, if there is one.
+    RotatedQuery,
+    RotatedKey,
     /// The heads' outputs, joined, before the output projection.
     AfterHeads,
     /// After the attention's output projection.
@@ -249,7 +259,7 @@ impl Point {
 
     /// Between the projections and the products of attention.
     pub fn is_before_products(self) -> bool {
-        matches!(self, Point::Query | Point::Key | Point::Value)
+        matches!(self, Point::Query | Point::Key | Point::Value | Point::RotatedQuery | Point::RotatedKey)
     }
 }
 

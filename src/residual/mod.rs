@@ -63,7 +63,9 @@ pub use declared::{
 pub use given::GivenScheme;
 pub use growth::{Growth, GrowthCurve};
 pub use mixing::{DepthAttention, DepthWeights, Dynamic, Gates, HyperConnection, Mixing};
-pub use place::{Activation, Outline, Place, StackName, Sublayer, TensorizedSizes};
+pub use place::{
+    Activation, NormOver, Outline, OutputGate, Place, QkNorm, StackName, Sublayer, TensorizedSizes, ValueNorm,
+};
 pub use scheme::Scheme;
 pub use schemes::{SchemeRef, Schemes};
 

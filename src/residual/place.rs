@@ -68,6 +68,36 @@ impl Activation {
     }
 }
 
+choice! {
+    /// What the heads' outputs are multiplied by (docs/spec.md §4.3).
+    pub enum OutputGate ("output_gate") {
+        /// One number a head.
+        Head = "head",
+        /// One for each of a head's numbers.
+        Element = "element",
+    }
+}
+
+choice! {
+    /// Rows of a norm on queries or keys.
+    pub enum NormOver ("qk_norm_over") { Head = "head", AllHeads = "all-heads" }
+}
+choice! {
+    /// A norm on each head's values.
+    pub enum ValueNorm ("v_norm") { Weighted = "weighted", Unweighted = "unweighted" }
+}
+
+/// Norms on queries and keys (docs/spec.md §2.1).
+#[derive(Clone, Copy, Debug)]
+pub struct QkNorm {
+    pub over: NormOver,
+    /// They stand after the rotation of self-attention's queries and keys.
+    pub after_rotation: bool,
+    pub is_weighted: bool,
+    /// Of what is normed.
+    pub scale: f64,
+}
+
 /// A model's form, as far as tables ask for it.
 #[derive(Clone, Copy, Debug)]
 pub struct Outline<'a> {
@@ -85,12 +115,19 @@ pub struct Outline<'a> {
     pub decoder_layers: i64,
     pub encoder_norm: &'a str,
     pub decoder_norm: &'a str,
-    /// Norms stand on the queries and keys of every head.
-    pub qk_norm: bool,
+    /// Norms on queries and keys beside the scheme's.
+    pub qk_norm: Option<QkNorm>,
+    pub v_norm: Option<ValueNorm>,
     /// L of queries and keys of length 1, with a learned factor for their products.
     pub qk_l2norm: Option<i64>,
     /// None: attention has heads.
     pub tensorized: Option<TensorizedSizes>,
+    /// None: heads' outputs go to the output projection as they are.
+    pub output_gate: Option<OutputGate>,
+    /// Each head has a logit in its softmax beside those of the keys.
+    pub sinks: bool,
+    /// c of scores s that become c·tanh(s/c).
+    pub score_softcap: Option<f64>,
     /// What the parametrisation multiplies.
     pub scaled: Scaled,
 }
@@ -109,9 +146,13 @@ impl Outline<'_> {
         decoder_layers: 1,
         encoder_norm: "layernorm",
         decoder_norm: "layernorm",
-        qk_norm: false,
+        qk_norm: None,
+        v_norm: None,
         qk_l2norm: None,
         tensorized: None,
+        output_gate: None,
+        sinks: false,
+        score_softcap: None,
         scaled: Scaled::standard(2),
     };
 }
@@ -215,7 +256,8 @@ impl<'a> Place<'a> {
 
     /// The sublayer's own norm in a scheme that ends with another.
     pub fn norm(&self) -> NormAt {
-        NormAt { name: self.numbered("norm"), width: self.model.d_model, last: false, ends_stack: false, start: 1.0 }
+        let (name, width) = (self.numbered("norm"), self.model.d_model);
+        NormAt { name, width, last: false, ends_stack: false, start: 1.0, is_weighted: true }
     }
 
     /// The sublayer's own norm in a scheme whose last norm is the last sublayer's.

@@ -5,7 +5,8 @@
 
 use super::GivenScheme;
 use super::{
-    Change, LayerSpec, Learned, Outline, Place, Point, Scheme, StackName, StackSpec, Sublayer, SublayerSpec, SCHEMES,
+    Change, LayerSpec, Learned, NormAt, NormOver, Outline, Place, Point, Scheme, StackName, StackSpec, Sublayer,
+    SublayerSpec, ValueNorm, SCHEMES,
 };
 use crate::error::{unknown, Error, Result};
 use crate::options::Options;
@@ -169,15 +170,20 @@ impl Schemes {
         LayerSpec { begin: scheme.layer(place), sublayers: sublayers.collect() }
     }
 
-    /// What stands inside the place's sublayer: its layer's scheme, and norms on queries and keys where the model has
-    /// them (QK-norm), or their lengths' inverses and a learned factor (Henry et al. 2020).
+    /// What stands inside the place's sublayer: its layer's scheme, and norms on queries, keys and values where the model
+    /// has them, or queries' and keys' lengths' inverses and a learned factor (Henry et al. 2020).
     fn inside(&self, place: &Place) -> Vec<(Point, Change)> {
         let mut inside = self.at(place).inside(place);
-        if place.model.qk_norm && place.sublayer != Sublayer::FeedForward {
-            let norm = |name: &str| Change::Norm(place.projected_norm(name, place.d_head()));
-            inside.extend([(Point::Query, norm("q_norm")), (Point::Key, norm("k_norm"))]);
+        if place.sublayer == Sublayer::FeedForward {
+            return inside;
         }
-        if let (Some(length), true) = (place.model.qk_l2norm, place.sublayer != Sublayer::FeedForward) {
+        inside.extend(qk_norm(place));
+        if let Some(kind) = place.model.v_norm {
+            let is_weighted = kind == ValueNorm::Weighted;
+            let norm = NormAt { is_weighted, ..place.projected_norm("v_norm", place.d_head()) };
+            inside.push((Point::Value, Change::Norm(norm)));
+        }
+        if let Some(length) = place.model.qk_l2norm {
             let (unit, length) = (Change::Unit(UNIT_EPS), length as f64);
             let factor = Learned::new(place.path_of("qk_scale"), &[1], (length * length - length).log2());
             // The factor stands in place of attention's own.
@@ -242,6 +248,25 @@ impl Schemes {
         }
         Ok(())
     }
+}
+
+/// Norms on an attention's queries and keys, and the factor of what is normed.
+fn qk_norm(place: &Place) -> Vec<(Point, Change)> {
+    let Some(how) = place.model.qk_norm else { return Vec::new() };
+    let points = match how.after_rotation && place.sublayer == Sublayer::SelfAttention {
+        true => [Point::RotatedQuery, Point::RotatedKey],
+        false => [Point::Query, Point::Key],
+    };
+    let widths = match how.over {
+        NormOver::Head => [place.d_head(); 2],
+        NormOver::AllHeads => [place.model.d_model, place.kv_width()],
+    };
+    let norm = |(name, width)| NormAt { is_weighted: how.is_weighted, ..place.projected_norm(name, width) };
+    let norms = ["q_norm", "k_norm"].into_iter().zip(widths).map(norm);
+    let times = (how.scale != 1.0).then_some(Change::Times(how.scale));
+    let both = points.into_iter().zip(norms);
+    both.flat_map(|(at, norm)| [Some(Change::Norm(norm)), times.clone()].into_iter().flatten().map(move |c| (at, c)))
+        .collect()
 }
 
 /// The scheme of that name.

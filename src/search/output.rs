@@ -8,12 +8,13 @@ use super::continuation::{best, Continuation, Eos, TargetVocabulary};
 use crate::error::Result;
 use crate::kernel::best::call::best_of_product;
 use crate::kernel::best::{Choice, Likely};
-use crate::model::{PreparedWeight, Transformer, BOS, EOS, PAD};
+use crate::model::{PreparedWeight, Softcap, Transformer, BOS, EOS, PAD};
 use tch::{Kind, Tensor};
 
 /// The output projection of a model that does not change.
 pub(super) struct OutputLayer {
     projection: PreparedWeight,
+    softcap: Option<Softcap>,
     vocabulary: TargetVocabulary,
 }
 
@@ -28,12 +29,13 @@ impl OutputLayer {
             }
             None => PreparedWeight::new(&weight, bias, kind)?,
         };
-        Ok(OutputLayer { projection, vocabulary })
+        Ok(OutputLayer { projection, softcap: model.softcap(), vocabulary })
     }
 
     /// The same output, for another thread.
     pub fn share(&self) -> Self {
-        OutputLayer { projection: self.projection.shallow_clone(), vocabulary: self.vocabulary.share() }
+        let (projection, vocabulary) = (self.projection.shallow_clone(), self.vocabulary.share());
+        OutputLayer { projection, softcap: self.softcap, vocabulary }
     }
 
     /// Of each row of features (slots, d) the `count` most probable tokens, best first, of equals the lower id.
@@ -50,9 +52,13 @@ impl OutputLayer {
             _ => Choice::AllBut(&banned),
         };
         let found = match &self.projection {
-            PreparedWeight::F32(w) => best_of_product(features, w, count, choice)?,
-            PreparedWeight::F64(w) => best_of_product(features, w, count, choice)?,
-            cast => return best(&self.vocabulary.log_probabilities(cast.linear(features, kind)?, eos)?, count),
+            PreparedWeight::F32(w) => best_of_product(features, w, self.softcap.map(|c| c.0), count, choice)?,
+            PreparedWeight::F64(w) => best_of_product(features, w, self.softcap.map(|c| c.0), count, choice)?,
+            cast => {
+                let mut logits = cast.linear(features, kind)?;
+                self.softcap.map_or(Ok(()), |cap| cap.write(&mut logits))?;
+                return best(&self.vocabulary.log_probabilities(logits, eos)?, count);
+            }
         };
         let token = |column: usize| ids.map_or(column as i64, |ids| ids[column]);
         let continuation = |l: Likely| Continuation { token: token(l.column), log_probability: l.log_p };
@@ -70,7 +76,9 @@ mod tests {
     #[test]
     fn the_packed_output_chooses_as_the_composed_one() {
         const V: i64 = 300;
-        for (fixnorm, output_bias) in [(false, false), (true, true)] {
+        for (fixnorm, output_bias, logit_softcap) in
+            [(false, false, None), (true, true, None), (false, true, Some(2.0))]
+        {
             let config = TransformerConfig {
                 vocab_size: V,
                 d_model: 40,
@@ -80,6 +88,7 @@ mod tests {
                 decoder_layers: 1,
                 fixnorm,
                 output_bias,
+                logit_softcap,
                 ..Default::default()
             };
             tch::manual_seed(11);
@@ -95,7 +104,9 @@ mod tests {
             {
                 let vocabulary = TargetVocabulary::new(mask, V).unwrap();
                 let (weight, bias) = model.output().unwrap();
-                let log_p = vocabulary.log_probabilities(h.linear(&weight, bias), eos).unwrap();
+                let logits = h.linear(&weight, bias);
+                let logits = logit_softcap.map_or(logits.shallow_clone(), |c| (logits / c).tanh() * c);
+                let log_p = vocabulary.log_probabilities(logits, eos).unwrap();
                 let wanted = best(&log_p, 10).unwrap();
                 let found = OutputLayer::new(&model, vocabulary, Kind::Double).unwrap();
                 let found = found.best(&h, 10, eos, Kind::Double).unwrap();

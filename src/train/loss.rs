@@ -101,7 +101,7 @@ impl Objective {
         flat: Option<&Flat>,
         workspace: &mut Workspace,
     ) -> Result<LossSums> {
-        let (weight, bias) = model.output()?; // (V, d)
+        let ((weight, bias), softcap) = (model.output()?, model.softcap()); // (V, d)
         let (sums, dh, weight, bias) = no_grad(|| {
             let adding = |t: &Tensor| Adding::to(t, kind, flat, self.types.as_ref());
             let (weight, bias) = (adding(&weight)?, bias.map(adding).transpose()?);
@@ -114,11 +114,15 @@ impl Objective {
                 let h = h.f_narrow(0, start, rows)?;
                 let mut logits = workspace.block(rows, w.size()[0], kind, &h)?;
                 product(&logits, &h, &w.f_transpose(0, 1)?, b)?;
+                let slope = softcap.map(|cap| cap.write(&mut logits).and_then(|()| cap.slope(&logits))).transpose()?;
                 let targets = targets.f_narrow(0, start, rows)?;
                 let (loss, nll) =
                     operator::cross_entropy_in_place(&mut logits, &targets, None, self.smoothing, ignored, scale)?;
                 sums.add(&loss, &nll)?;
                 // logits now holds their gradient
+                if let Some(slope) = slope {
+                    let _ = logits.f_mul_(&slope)?;
+                }
                 product(&dh.f_narrow(0, start, rows)?, &logits, w, None)?;
                 add_product(&weight.place.gradient, &logits, &h)?;
                 if let Some(bias) = &bias {
@@ -143,15 +147,16 @@ impl Objective {
         kind: Kind,
         workspace: &mut Workspace,
     ) -> Result<LossSums> {
-        let (weight, bias) = model.output()?;
+        let ((weight, bias), softcap) = (model.output()?, model.softcap());
         let cast = |t: &Tensor| rows_of(&t.f_to_kind(kind)?, self.types.as_ref());
         let (w, b) = (cast(&weight)?, bias.map(cast).transpose()?);
         let h = features.f_to_kind(kind)?;
         let (targets, ignored) = self.columns(targets)?;
         let mut sums = LossSums::zero(&h)?;
         for (start, rows) in blocks(h.size()[0]) {
-            let logits = workspace.block(rows, w.size()[0], kind, &h)?;
+            let mut logits = workspace.block(rows, w.size()[0], kind, &h)?;
             product(&logits, &h.f_narrow(0, start, rows)?, &w.f_transpose(0, 1)?, b.as_ref())?;
+            softcap.map_or(Ok(()), |cap| cap.write(&mut logits))?;
             let targets = targets.f_narrow(0, start, rows)?;
             let (loss, nll) = operator::cross_entropy(&logits, &targets, None, self.smoothing, ignored)?;
             sums.add(&loss, &nll)?;
@@ -242,7 +247,7 @@ mod tests {
 
     const V: i64 = 40;
 
-    fn model(fixnorm: bool) -> Transformer {
+    fn model(fixnorm: bool, logit_softcap: Option<f64>) -> Transformer {
         let config = TransformerConfig {
             vocab_size: V,
             d_model: 16,
@@ -252,6 +257,7 @@ mod tests {
             decoder_layers: 1,
             fixnorm,
             output_bias: true,
+            logit_softcap,
             ..Default::default()
         };
         tch::manual_seed(8);
@@ -268,17 +274,23 @@ mod tests {
         let targets =
             targets.index_select(0, &ids.repeat([rows / V + 1]).narrow(0, 0, rows).remainder(targets.size()[0]));
         assert!(targets.eq(PAD).sum(Kind::Int64).int64_value(&[]) > 1);
-        for fixnorm in [false, true] {
+        for (fixnorm, softcap) in [(false, None), (true, None), (false, Some(0.7))] {
             let h = Tensor::randn([rows, 16], (Kind::Double, Device::Cpu));
             let scale = Tensor::from(0.25);
             let found = [false, true].map(|composed| {
-                let (model, h) = (model(fixnorm), h.copy().set_requires_grad(true));
+                let (model, h) = (model(fixnorm, softcap), h.copy().set_requires_grad(true));
                 let objective = Objective::new(Some(mask.copy()), kernel::Smoothing::fairseq(0.1, 29)).unwrap();
+                let capped = |z: Tensor| softcap.map_or(z.shallow_clone(), |c| (z / c).tanh() * c);
                 let sums = if composed {
                     let (w, b) = model.output().unwrap();
-                    let (loss, nll) =
-                        operator::cross_entropy(&h.linear(&w, b), &targets, Some(&mask), objective.smoothing, PAD)
-                            .unwrap();
+                    let (loss, nll) = operator::cross_entropy(
+                        &capped(h.linear(&w, b)),
+                        &targets,
+                        Some(&mask),
+                        objective.smoothing,
+                        PAD,
+                    )
+                    .unwrap();
                     operator::backward_from(&loss, &scale.expand(loss.size(), false).contiguous()).unwrap();
                     LossSums { loss: loss.sum(Kind::Double), nll: nll.sum(Kind::Double) }
                 } else {
@@ -292,7 +304,7 @@ mod tests {
                 [sums.loss.detach(), sums.nll.detach(), h.grad(), w, b]
             });
             for (place, (ours, composed)) in found[0].iter().zip(&found[1]).enumerate() {
-                assert!(ours.allclose(composed, 1e-9, 1e-12, false), "fixnorm {fixnorm}: {place}");
+                assert!(ours.allclose(composed, 1e-9, 1e-12, false), "fixnorm {fixnorm} {softcap:?}: {place}");
             }
         }
     }
@@ -304,7 +316,7 @@ mod tests {
         let h = Tensor::zeros([2, 16], (Kind::Double, Device::Cpu));
         let run = |target: i64| {
             let targets = Tensor::from_slice(&[5, target]);
-            no_grad(|| objective.forward(&model(false), &h, &targets, Kind::Double, &mut Workspace::default()))
+            no_grad(|| objective.forward(&model(false, None), &h, &targets, Kind::Double, &mut Workspace::default()))
         };
         assert!(run(39).is_ok() && run(PAD).is_ok());
         assert!(run(9).err().unwrap().to_string().contains("not in the target vocabulary"));

@@ -13,6 +13,8 @@ transformers = pytest.importorskip("transformers")
 
 SHAPE = {"architecture": "decoder-only", "vocab_size": 37, "d_model": 16, "d_ff": 24, "heads": 4, "decoder_layers": 3}
 LLAMA = {"norm": "rmsnorm", "positions": "rotary", "activation": "swiglu"}
+GATED = {**LLAMA, "qk_norm": True, "output_gate": "element", "linear_biases": False}
+GEMMA2 = {**LLAMA, "residual": "sandwich", "activation": "geglu", "linear_biases": False}
 GPT2 = {"positions": "learned", "max_positions": 20, "activation": "gelu"}
 MODELS = [
     ("LlamaForCausalLM", LLAMA),
@@ -22,6 +24,14 @@ MODELS = [
     ("LlamaForCausalLM", {**LLAMA, "tie_embeddings": "decoder", "decoder_start": "eos"}),
     ("Qwen3ForCausalLM", {**LLAMA, "qk_norm": True, "linear_biases": False, "kv_heads": 2}),
     ("Olmo2ForCausalLM", {**LLAMA, "residual": "olmo2", "linear_biases": False, "kv_heads": 2}),
+    ("Qwen3NextForCausalLM", {**GATED, "kv_heads": 2}),
+    ("Qwen3NextForCausalLM", {**GATED, "norm": "rmsnorm:gemma", "activation": "geglu", "scale_embeddings": False}),
+    ("HunYuanDenseV1ForCausalLM", {**GATED, "output_gate": None, "qk_norm_after_rotation": True, "kv_heads": 2}),
+    ("Gemma2ForCausalLM", {**GEMMA2, "score_softcap": 0.5, "logit_softcap": 2.0, "kv_heads": 2}),
+    ("Gemma2ForCausalLM", {**GEMMA2, "norm": "rmsnorm:gemma", "logit_softcap": 0.7, "scale_embeddings": False}),
+    ("Gemma2ForCausalLM", {**GEMMA2, "tie_embeddings": "none", "score_softcap": 0.3}),
+    ("GraniteSWAForCausalLM", {**LLAMA, "sinks": True, "kv_heads": 2}),
+    ("GraniteSWAForCausalLM", {**LLAMA, "sinks": True, "linear_biases": False, "scale_embeddings": False}),
     ("GPT2LMHeadModel", GPT2),
     ("GPT2LMHeadModel", {**GPT2, "scale_embeddings": False, "linear_biases": False}),
     ("GPT2LMHeadModel", {**GPT2, "activation": "relu", "tie_embeddings": "none", "norm_eps": 1e-3, "kv_heads": 4}),
@@ -94,6 +104,7 @@ def test_greedy_tokens_are_the_same(name, options, tmp_path):
         ({**LLAMA, "attention_scale": "inverse"}, "LlamaForCausalLM", 'attention_scale = "inverse"'),
         ({**LLAMA, "architecture": "encoder-decoder"}, "LlamaForCausalLM", 'architecture = "encoder-decoder"'),
         ({**GPT2, "activation": "swiglu"}, "GPT2LMHeadModel", 'activation = "swiglu"'),
+        ({**GATED, "output_gate": "head"}, "Qwen3ForCausalLM", 'output_gate = "head" (there null)'),
         ({**GPT2, "kv_heads": 2}, "GPT2LMHeadModel", "kv_heads = 2 (there null)"),
         ({**GPT2, "decoder_norm": "rmsnorm"}, "GPT2LMHeadModel", 'norm = "rmsnorm"'),
         ({}, "GPT2LMHeadModel", 'positions = "twt" (there "learned")'),

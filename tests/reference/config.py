@@ -15,6 +15,9 @@ DEFAULTS: dict[str, Any] = {
     "attention": "multi-head",  # or "tensorized"
     "tensorized_rank": 40,
     "tensorized_segment": 32,
+    "output_gate": None,  # or "head", "element"
+    "sinks": False,
+    "score_softcap": None,
     "activation": "relu",  # or "gelu", "silu", "swiglu", "geglu"
     "linear_biases": True,
     "encoder_layers": 2,
@@ -37,6 +40,11 @@ DEFAULTS: dict[str, Any] = {
     "groupscaling": 1,  # groups, before the norms with batch statistics; 0: off
     "residual": "prenorm",
     "qk_norm": False,
+    "qk_norm_over": "head",  # or "all-heads"
+    "qk_norm_after_rotation": False,
+    "qk_norm_weight": True,
+    "qk_norm_scale": 1.0,
+    "v_norm": None,  # or "weighted", "unweighted"
     "qk_l2norm": None,  # or L
     "branchnorm_steps": 4000,
     "branchnorm_growth": "linear",  # or "exp", "sigmoid"
@@ -84,6 +92,7 @@ DEFAULTS: dict[str, Any] = {
     "scale_embeddings": True,
     "tie_embeddings": "all",  # or "decoder", "none"
     "output_bias": False,
+    "logit_softcap": None,
 }
 DEFAULT_INITS = {
     "prenorm": "smallinit",

@@ -44,6 +44,8 @@ def expected_std(config: Config, name: str, part: int = 0) -> float:
         return 0.0
     if parameter.std is not None:
         return parameter.std
+    if name.endswith(".sinks"):
+        return 0.02
     if _is_fixed(c, name):
         return 0.01 / math.sqrt(3)
     if init == "gpt2":
@@ -68,7 +70,8 @@ def expected_bound(config: Config, name: str, part: int = 0) -> float | None:
     if name.endswith("embedding.weight"):
         is_uniform = _is_fixed(c, name)
     else:
-        is_normal = name == "output_projection.weight" and c["init"] in ("fairseq", "b2t")
+        is_untied = name == "output_projection.weight" and c["init"] in ("fairseq", "b2t")
+        is_normal = is_untied or name.endswith(".sinks")
         is_uniform = c["init"] in UNIFORM_INITS and not is_normal
     return math.sqrt(3) * std if is_uniform and std > 0 else None
 
@@ -202,7 +205,8 @@ def _linear(name: str, part: int) -> Linear:
     if name.endswith("in_proj_weight"):
         role = ("q", "k", "v")[part]
     else:
-        role = {"out_proj": "out", "linear1": "fc1", "linear2": "fc2", "linear3": "gate"}[name.split(".")[-2]]
+        roles = {"out_proj": "out", "linear1": "fc1", "linear2": "fc2", "linear3": "gate", "gate_proj": "gate"}
+        role = roles[name.split(".")[-2]]
     return Linear(stack, int(layer) + 1, role, ".multihead_attn." in name)
 
 

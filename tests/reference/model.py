@@ -218,28 +218,37 @@ class Run:
         def split(x: Tensor) -> Tensor:
             return x.unflatten(-1, (-1, d // heads)).transpose(1, 2)  # (B, heads or kv_heads, T, d_head)
 
+        def join(x: Tensor) -> Tensor:
+            return x.transpose(1, 2).flatten(-2)
+
         p = self.dropout.attention
         keep = self.attention_keep(p, query_real, key_real)
 
         def projected(point: str, x: Tensor, real: Tensor) -> Tensor:
             change = inside.get(point)
             is_whole = isinstance(change, Norm) and change.width == x.shape[-1]
-            x = self.changed(change, place.stack, x, real) if is_whole else x
-            return split(x) if is_whole else self.changed(change, place.stack, split(x), real)
+            x = self.changed(change, place.stack, x if is_whole else split(x), real)
+            return x if is_whole else join(x)
 
         inputs = list(query) if query.dim() == 4 else [query, memory, memory]
         points = zip(("query_input", "key_input", "value_input"), inputs, strict=True)
         of_q, of_k, of_v = (self.changed(inside.get(point), place.stack, y, key_real) for point, y in points)
         q = projected("query", of_q @ w_q.T + b_q, query_real)
         k = projected("key", of_k @ w_k.T + b_k, key_real)
-        v = projected("value", of_v @ w_v.T + b_v, key_real)
+        v = split(projected("value", of_v @ w_v.T + b_v, key_real))
         if self.config["positions"] == "rotary" and place.kind == "self_attn":
-            q, k = (rotated(x, positions_of(query_real), self.config["rope_theta"]) for x in (q, k))
+            q, k = (join(rotated(split(x), positions_of(query_real), self.config["rope_theta"])) for x in (q, k))
+        q, k = split(projected("rotated_query", q, query_real)), split(projected("rotated_key", k, key_real))
         shared = heads // self.config["kv_heads"]  # head h of the queries has head ⌊h/shared⌋ of keys and values
         k, v = (x[:, [head // shared for head in range(heads)]] for x in (k, v))
         scale = 1.0 if self.config["qk_l2norm"] is not None else forward_factors(self.config, place.stack).scores
         q = q * (scale * math.sqrt(d // heads))  # attention has 1/√d_head
-        joined = attention(q, k, v, allowed, keep, dropout_scale(p)).transpose(1, 2).flatten(-2)
+        how = {"softcap": self.config["score_softcap"], "sinks": self.state.get(f"{name}.sinks")}
+        joined = attention(q, k, v, allowed, keep, dropout_scale(p), **how).transpose(1, 2)  # (B, T, heads, d_head)
+        if self.config["output_gate"] is not None:
+            gates = 1 / (1 + torch.exp(-self.linear(f"{name}.gate_proj", query)))
+            joined = joined * gates.unflatten(-1, (heads, -1))
+        joined = joined.flatten(-2)
         joined = self.changed(inside.get("heads"), place.stack, joined, query_real)
         projected = self.linear(f"{name}.out_proj", joined)
         return self.changed(inside.get("projected"), place.stack, projected, query_real)
@@ -278,11 +287,14 @@ class Run:
         return self.linear(f"{place.prefix}.linear2", activated)
 
     def project(self, x: Tensor) -> Tensor:
-        """logits = x·Wᵀ (+ b), W the target embedding as it is used at the input (unscaled) where they are tied."""
+        """logits z = x·Wᵀ (+ b), W the target embedding as it is used at the input (unscaled) where they are tied; with
+        a softcap c·tanh(z/c)."""
         tied = self.config["tie_embeddings"] != "none"
         weight = self.table("target") if tied else self.state["output_projection.weight"]
         logits = (x * forward_factors(self.config, "decoder").logits) @ weight.T
-        return logits + self.state["output_projection.bias"] if self.config["output_bias"] else logits
+        logits = logits + self.state["output_projection.bias"] if self.config["output_bias"] else logits
+        c = self.config["logit_softcap"]
+        return logits if c is None else c * torch.tanh(logits / c)
 
     def table(self, side: str) -> Tensor:
         """The word embedding of `source` or `target`, its rows of length 1 under FixNorm."""
@@ -296,7 +308,7 @@ class Run:
             case None:
                 return x
             case Norm():
-                return self.norm(stack, change, x, real)
+                return self.norm(stack, change, x, real) * change.times
             case Shift(by):
                 return x - self.state[by.name]
             case Scale(by):
@@ -339,6 +351,8 @@ class Run:
         if kind not in BATCH_NORMS:
             conventions = rms_conventions(kind, c) if kind.startswith("rmsnorm") else {}
             conventions.pop("weight", None)
+            if not norm.is_weighted:
+                conventions["zero_centred"] = False
             return apply_norm(kind, x, weight, bias, eps, c["lpnorm_p"], kept, conventions)
         options, groups = {"alpha": c["powernorm_alpha_fwd"]}, c["groupscaling"]
         if kind == "batchnorm":

@@ -36,14 +36,19 @@ def attention(
     allowed: Tensor | None = None,
     keep: Tensor | None = None,
     scale: float = 1.0,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """out = (softmax(q·kᵀ/√d_head)⊙keep·scale)·v (Vaswani et al. 2017, eq 1).
+
+    With a `softcap` c, softmax is of c·tanh(s/c); with `sinks` b (heads,), of shares e^s/(Σ e^s + e^b).
 
     query (…, T, d_head), key and value (…, S, d_head); `allowed` (True: may attend) and `keep` (True: weight is kept)
     broadcast to (…, T, S). A query that may attend to nothing gets zero.
     """
     q, k, v = computed(query), computed(key), computed(value)
     scores = q @ k.transpose(-1, -2) / math.sqrt(q.shape[-1])  # (…, T, S)
+    scores = scores if softcap is None else softcap * torch.tanh(scores / softcap)
     if allowed is not None:
         allowed = allowed.expand_as(scores)
         blind = ~allowed.any(-1, keepdim=True)
@@ -51,6 +56,8 @@ def attention(
         weights = scores.softmax(-1).masked_fill(blind, 0.0)
     else:
         weights = scores.softmax(-1)
+    if sinks is not None:  # softmax's share of the keys in the larger sum
+        weights = weights / (1 + torch.exp(sinks[:, None] - scores.logsumexp(-1))).unsqueeze(-1)
     if keep is not None:
         weights = weights * keep * scale
     return (weights @ v).to(query.dtype)

@@ -79,7 +79,7 @@ def norm_parameters(kind: str, norm: Norm, config: Config) -> list[Parameter]:
     if kind == "rmsnorm" or kind in FAMILIES:
         how = rms_conventions(kind, config)
         start = norm.start - how["zero_centred"]
-        return [Parameter(weight, (norm.width,), start)] if how["weight"] else []
+        return [Parameter(weight, (norm.width,), start)] if how["weight"] and norm.is_weighted else []
     if kind in ("dyt", "derf"):
         inside = [Parameter(f"{norm.name}.alpha", (1,), 0.5), Parameter(f"{norm.name}.s", (1,), 0.0)]
         affine = [Parameter(weight, (norm.width,), 1.0), Parameter(bias, (norm.width,), 0.0)]
@@ -168,6 +168,12 @@ def _linears(place: Place) -> Iterator[Parameter]:
         rows = d + 2 * kv_width(place.config)
         linears = {f"{place.kind}.in_proj_weight": (rows, d), f"{place.kind}.out_proj.weight": (d, d)}
         biases = {f"{place.kind}.in_proj_bias": (rows,), f"{place.kind}.out_proj.bias": (d,)}
+        if place.config["output_gate"] is not None:
+            gates = d if place.config["output_gate"] == "element" else place.config["heads"]
+            linears |= {f"{place.kind}.gate_proj.weight": (gates, d)}
+            biases |= {f"{place.kind}.gate_proj.bias": (gates,)}
+    if place.kind != "feed_forward" and place.config["sinks"]:
+        yield Parameter(f"{place.prefix}.{place.kind}.sinks", (place.config["heads"],))
     for name, shape in linears.items():
         yield Parameter(f"{place.prefix}.{name}", shape)
     if describe_sublayer(place).has_biases and place.config["linear_biases"]:

@@ -22,13 +22,16 @@ from .declared import Parameter
 @dataclasses.dataclass(frozen=True)
 class Norm:
     """The stack's norm. `is_last_of_decoder`: scalenorm-fixed learns its g there; `ends_stack`: after the layers;
-    `start`: its weight's first value, as a multiple of the usual one."""
+    `start`: its weight's first value, as a multiple of the usual one; without `is_weighted` there is none. What is
+    normed is multiplied by `times`."""
 
     name: str
     width: int
     is_last_of_decoder: bool = False
     ends_stack: bool = False
     start: float = 1.0
+    is_weighted: bool = True
+    times: float = 1.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -124,9 +127,10 @@ class Sublayer:
     """x⁺ = N_after(α⊙x + β⊙dropout(N_output(F(N_before(x))))), and what happens at F's named points:
 
     input: what q, k, v (cross-attention: q alone) or linear1 reads; query_input, key_input, value_input: what each
-    reads alone, in self-attention; query, key, value: each head's (a norm of d_head)
-    or the whole vector (a norm of d_model); heads: joined, before out_proj; projected: after it; hidden: before the
-    ReLU; activated: after the ReLU and its dropout. With `skip`, x is N_skip(x) everywhere in the equation.
+    reads alone, in self-attention; query, key, value: each head's (a norm of d_head) or the whole vector (a norm of
+    d_model), rotated_query and rotated_key after their rotation; heads: joined, before out_proj; projected: after it;
+    hidden: before the ReLU; activated: after the ReLU and its dropout. With `skip`, x is N_skip(x) everywhere in the
+    equation.
     """
 
     skip: Norm | None = None
@@ -585,12 +589,30 @@ def describe_sublayer(place: Place) -> Sublayer:
     length = place.config["qk_l2norm"]
     if length is not None and place.kind != "feed_forward":
         g = place.parameter(f"{place.kind}.qk_scale", (1,), math.log2(length**2 - length))
-        return dataclasses.replace(sublayer, inside={**sublayer.inside, "query": Unit(g), "key": Unit()})
-    if not place.config["qk_norm"] or place.kind == "feed_forward":
+        units = {"query": Unit(g), "key": Unit()}
+        return dataclasses.replace(sublayer, inside={**sublayer.inside, **units, **_projected_norms(place)})
+    if place.kind == "feed_forward":
         return sublayer
-    width = place.config["d_model"] // place.config["heads"]
-    norms = {at: Norm(f"{place.prefix}.{place.kind}.{at[0]}_norm", width) for at in ("query", "key")}
-    return dataclasses.replace(sublayer, inside={**sublayer.inside, **norms})
+    return dataclasses.replace(sublayer, inside={**sublayer.inside, **_projected_norms(place)})
+
+
+def _projected_norms(place: Place) -> dict[str, Norm]:
+    """Norms that the model has on queries, keys and values, whatever its scheme."""
+    c, norms = place.config, {}
+    width = c["d_model"] // c["heads"]
+    if c["qk_norm"]:
+        is_whole, is_later = c["qk_norm_over"] == "all-heads", c["qk_norm_after_rotation"] and place.kind == "self_attn"
+        for at, heads in (("query", c["heads"]), ("key", c["kv_heads"])):
+            norms[f"rotated_{at}" if is_later else at] = Norm(
+                f"{place.prefix}.{place.kind}.{at[0]}_norm",
+                heads * width if is_whole else width,
+                is_weighted=c["qk_norm_weight"],
+                times=c["qk_norm_scale"],
+            )
+    if c["v_norm"] is not None:
+        name = f"{place.prefix}.{place.kind}.v_norm"
+        norms["value"] = Norm(name, width, is_weighted=c["v_norm"] == "weighted")
+    return norms
 
 
 def describe_stack(config: Config, stack: str) -> Stack:

@@ -29,6 +29,26 @@ CASES = {
         {**MIXED, "tie_embeddings": "none", "output_bias": True},
         {"lr": 1e-2, "warmup": 3, "vocab_mask": False, "label_smoothing": 0.2, "adam_eps": 1e-3},
     ),
+    "gated": (
+        {**MIXED, "output_gate": "element"},
+        {"lr": 1e-2, "warmup": 2, "clip_norm": 0.5},
+    ),
+    "capped-logits": (
+        {**MIXED, "logit_softcap": 1.5, "output_bias": True, "output_gate": "head"},
+        {"lr": 1e-2, "warmup": 2, "clip_norm": 0.5},
+    ),
+    "normed": (
+        {**MIXED, "norm": "rmsnorm", "qk_norm": True, "qk_norm_after_rotation": True, "v_norm": "unweighted"},
+        {"lr": 1e-2, "warmup": 2, "clip_norm": 0.5},
+    ),
+    "sinks": (
+        {**MIXED, "sinks": True},
+        {"lr": 1e-2, "warmup": 2, "clip_norm": 0.5},
+    ),
+    "capped-scores": (
+        {**MIXED, "sinks": True, "score_softcap": 5.0},
+        {"lr": 1e-2, "warmup": 2, "clip_norm": 0.5},
+    ),
 }
 
 

@@ -2,12 +2,14 @@
 
 import math
 import types
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ..config import TransformerConfig
 from ..errors import InputError
 from .declaration import Change, Inside
 from .dropout import Draw, is_run_again
@@ -27,7 +29,10 @@ class MultiheadAttention(nn.MultiheadAttention):
     `inside` names changes at `input` (before the projection of queries, and of keys and values too in self-attention),
     `query_input`, `key_input` and `value_input` (in self-attention, before each projection alone),
     `query`, `key` and `value` (a norm of d_head on each head's, one of d_model on all heads' joined), `after_heads`
-    (the heads' outputs, joined) and `after_output` (after `out_proj`).
+    (the heads' outputs, joined) and `after_output` (after `out_proj`). `set_parts` makes a gate: the heads' outputs are
+    multiplied by σ(W_g·query + b_g), one number a head or one for each of its numbers, before `after_heads`, W_g in
+    `gate_proj`; sinks: one more logit a head, `sinks`, in the sum of its softmax; and a softcap c: scores s become
+    c·tanh(s/c). With sinks or a softcap scores are in memory, torch's fused attention has neither.
 
     Parameters, masks, layouts and results are torch.nn's; `out_proj` is called as a module, so its hooks and
     replacements take effect.
@@ -44,10 +49,38 @@ class MultiheadAttention(nn.MultiheadAttention):
     scale: float | None = None
     reads_apart: bool = False
     """Self-attention with an input of their own for q, k and v."""
+    score_softcap: float | None = None
+    sinks: nn.Parameter
 
     def set_inside(self, inside: Inside) -> None:
         """Sets the changes; their modules and parameters are attributes of this module."""
         self.inside = dict(inside)
+
+    def set_parts(self, config: TransformerConfig, bias: bool, **factory: Any) -> None:
+        """Makes the parts that the configuration asks for: `output_gate`, `sinks`, `score_softcap`."""
+        if config.output_gate is not None:
+            self.gate_proj = nn.Linear(self.embed_dim, OUTPUT_GATES[config.output_gate](self), bias=bias, **factory)
+        if config.sinks:
+            self.sinks = nn.Parameter(torch.empty(self.num_heads, **factory))
+            self.reset_sinks()
+        self.score_softcap = config.score_softcap
+
+    def reset_sinks(self) -> None:
+        """Draws the sinks, if there are some, as gpt-oss does: N(0, 0.02²)."""
+        if self._parameters.get("sinks") is not None:
+            nn.init.normal_(self.sinks, std=0.02)
+
+    def _reset_parameters(self) -> None:
+        super()._reset_parameters()
+        self.reset_sinks()
+        if self.gate is not None:
+            self.gate.reset_parameters()
+
+    @property
+    def gate(self) -> nn.Linear | None:
+        """`gate_proj`, if there is one."""
+        made: Any = self._modules.get("gate_proj")
+        return made
 
     @leaf
     def forward(
@@ -68,10 +101,10 @@ class MultiheadAttention(nn.MultiheadAttention):
         the changes here have left."""
         kept = None if kept is None else dict(kept)
         if not self._qkv_same_embed_dim or self.bias_k is not None or self.add_zero_attn:
-            if self.inside or self.scale is not None:
+            if self.inside or self.scale is not None or self.gate is not None or self._is_capped():
                 raise InputError(
-                    "changes inside attention and another scale need kdim = vdim = embed_dim, no bias_kv and no "
-                    "add_zero_attn"
+                    "changes inside attention, another scale, a gate, sinks and a softcap need kdim = vdim = "
+                    "embed_dim, no bias_kv and no add_zero_attn"
                 )
             given: Any = (query, key, value, key_padding_mask, need_weights, attn_mask, average_attn_weights, is_causal)
             return super().forward(*given)
@@ -94,11 +127,12 @@ class MultiheadAttention(nn.MultiheadAttention):
         q, k, v = (self._change_heads(point, x, kept) for point, x in (("query", q), ("key", k), ("value", v)))
         p, weights = self.dropout if self.training else 0.0, None
         is_own = p > 0 and is_run_again()
-        mask, is_causal = self._mask(q, k, attn_mask, key_padding_mask, is_causal, need_weights or is_own)
-        if need_weights or is_own:
+        is_composed = need_weights or is_own or self._is_capped()
+        mask, is_causal = self._mask(q, k, attn_mask, key_padding_mask, is_causal, is_composed)
+        if is_composed:
             scale = math.sqrt(1.0 / self.head_dim) if self.scale is None else self.scale
             scores = (q * scale) @ k.transpose(-1, -2)
-            shares = F.softmax(scores if mask is None else scores + mask, dim=-1)
+            shares = self._softmax(scores, mask)
             dropped = Draw(q.device).drop(shares, p)[0] if is_own else F.dropout(shares, p) if p > 0 else shares
             heads = dropped @ v
             if need_weights:
@@ -107,7 +141,8 @@ class MultiheadAttention(nn.MultiheadAttention):
             heads = F.scaled_dot_product_attention(
                 q, k, v, mask, p, is_causal, scale=self.scale
             )  # (B, heads, T, d_head)
-        joined = self._change("after_heads", heads.transpose(1, 2).flatten(-2), padding, kept)
+        joined = self._gated(heads.transpose(1, 2).flatten(-2), query)
+        joined = self._change("after_heads", joined, padding, kept)
         out = self._change("after_output", self.out_proj(joined), padding, kept)
         if not is_batched:
             out, weights = out.squeeze(0), None if weights is None else weights.squeeze(0)
@@ -118,6 +153,29 @@ class MultiheadAttention(nn.MultiheadAttention):
     def _change(self, point: str, x: Tensor, padding: Tensor | None, kept: Kept | None) -> Tensor:
         changes: tuple[Change, ...] = self.inside.get(point, ())
         return apply_changes(self, changes, x, padding, kept)
+
+    def _is_capped(self) -> bool:
+        """Its softmax is not torch's."""
+        return self.score_softcap is not None or self._parameters.get("sinks") is not None
+
+    def _softmax(self, scores: Tensor, mask: Tensor | None) -> Tensor:
+        """The keys' shares, (B, heads, T, S)."""
+        if self.score_softcap is not None:
+            scores = torch.tanh(scores / self.score_softcap) * self.score_softcap
+        scores = scores if mask is None else scores + mask
+        if self._parameters.get("sinks") is None:
+            return F.softmax(scores, dim=-1)
+        sinks = self.sinks.to(scores.dtype).view(1, -1, 1, 1).expand(*scores.shape[:-1], 1)
+        return F.softmax(torch.cat([scores, sinks], -1), dim=-1)[..., :-1]
+
+    def _gated(self, joined: Tensor, x: Tensor) -> Tensor:
+        """The heads' outputs (…, d) times σ(W_g x)."""
+        if self.gate is None:
+            return joined
+        gate = torch.sigmoid(self.gate(x))
+        if gate.shape[-1] == joined.shape[-1]:
+            return joined * gate
+        return (joined.unflatten(-1, (self.num_heads, -1)) * gate.unsqueeze(-1)).flatten(-2)
 
     def _change_heads(self, point: str, x: Tensor, kept: Kept | None) -> Tensor:
         """The changes of queries, keys or values, (B, heads, T, d_head)."""
@@ -177,6 +235,13 @@ class MultiheadAttention(nn.MultiheadAttention):
             raise InputError(f"attention mask must be {single} or {whole}; got {tuple(attn_mask.shape)}")
         if key_padding_mask is not None and key_padding_mask.shape != (batch, keys):
             raise InputError(f"key padding mask must be {(batch, keys)}; got {tuple(key_padding_mask.shape)}")
+
+
+OUTPUT_GATES: dict[str, Callable[[nn.MultiheadAttention], int]] = {
+    "head": lambda attention: attention.num_heads,
+    "element": lambda attention: attention.embed_dim,
+}
+"""How many numbers an output gate has, by its name."""
 
 
 def is_of_joined_heads(change: Change, head_dim: int) -> bool:

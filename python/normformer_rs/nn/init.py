@@ -14,7 +14,7 @@ from ..config import TransformerConfig
 from .place import Place
 from .sharding import whole, write_whole
 
-Role = Literal["query", "key", "value", "output", "fc1", "fc2"]
+Role = Literal["query", "key", "value", "output", "fc1", "fc2", "gate"]
 
 
 @torch.no_grad()

@@ -95,6 +95,7 @@ class Layer(Growing, Placeable):
         has_biases = bias and declared.has_biases
         for name in self.attentions:
             setattr(self, name, self.attention_class(d_model, nhead, bias=has_biases, **attention))
+            getattr(self, name).set_parts(config, has_biases, **factory)
         self.linear1 = nn.Linear(d_model, dim_feedforward, bias=has_biases, **factory)
         self.dropout = nn.Dropout(rate_of("activation_dropout"))
         self.linear2 = nn.Linear(dim_feedforward, d_model, bias=has_biases, **factory)
@@ -131,6 +132,8 @@ class Layer(Growing, Placeable):
         """The linear layers with their roles and the numbers of their sublayers; attention's stacked one is none."""
         for i, name in enumerate(self.attentions):
             yield getattr(self, name).out_proj, ("output",), i
+            if (gate := getattr(getattr(self, name), "gate", None)) is not None:
+                yield gate, ("gate",), i
         last = len(self.attentions)
         yield self.linear1, ("fc1",), last
         yield self.linear2, ("fc2",), last
@@ -247,10 +250,11 @@ class Layer(Growing, Placeable):
     def draw(self) -> None:
         """Draws the linear layers as `init` says, whatever their values were."""
         for linear, roles, i in self._linears():
-            if i < len(self.attentions):
+            if roles == ("output",):
                 attention: MultiheadAttention = getattr(self, self.attentions[i])
                 stacked: tuple[Role, ...] = ("query", "key", "value")
                 draw_linear(attention.in_proj_weight, attention.in_proj_bias, stacked, self.place, i)
+                attention.reset_sinks()
             draw_linear(linear.weight, linear.bias, roles, self.place, i)
         self._versions = self._written()
 

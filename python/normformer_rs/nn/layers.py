@@ -5,7 +5,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from ..config import unknown
+from ..config import ATTENTION, unknown
 from ..errors import InputError
 from .declaration import passes
 from .dropout import Draw
@@ -69,6 +69,8 @@ class Residual(Growing):
         super().__init__()
         if kind not in KINDS:
             raise InputError(unknown("kind", kind, KINDS))
+        if asked := [name for name in ATTENTION if options.get(name)]:
+            raise InputError(f"{asked[0]} is a part of attention, and a Residual leaves F as it is: leave it out")
         depths = {"decoder_layers": layers} if kind != "cross-attention" else dict.fromkeys(_DEPTHS, layers)
         architecture = "decoder-only" if kind != "cross-attention" else "encoder-decoder"
         given = {"norm": norm, "residual": scheme, "norm_eps": norm_eps, "architecture": architecture, **depths}
@@ -134,9 +136,10 @@ class TransformerEncoderLayer(Layer):
         encoder_layers, decoder_layers: how deep the model is, for schemes whose constants depend on it. Without
             decoder_layers the encoder stands alone, as BERT's does. A TransformerEncoder sets them, and so does a list.
         options: those of `TransformerConfig` that the scheme or norm has (`branchnorm_steps`, `normformer_mode`, …),
-            and `attention_dropout`, `activation_dropout` (None: `dropout`); `parametrisation`, `base_width`,
-            `base_depth`, `depth_alpha` and `attention_scale`. Factors of embeddings and logits are the caller's, and
-            rates `normformer_rs.param_groups`'.
+            and `attention_dropout`, `activation_dropout` (None: `dropout`); `qk_norm` and how it norms, `qk_l2norm`,
+            `v_norm`; `output_gate`, `sinks`, `score_softcap`; `parametrisation`, `base_width`, `base_depth`,
+            `depth_alpha` and `attention_scale`. Factors of embeddings and logits are the caller's, and rates
+            `normformer_rs.param_groups`'.
 
     Parameters and buffers bear torch.nn's names; a scheme's own those of `normformer_rs.Transformer`. With layernorm,
     state dicts are torch.nn's both ways. Dropout masks follow torch's generator, but are not torch.nn's.

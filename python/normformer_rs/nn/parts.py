@@ -11,13 +11,14 @@ from .sharding import write_whole
 
 class NormAt(NamedTuple):
     """The stack's norm under a name; `last`: no norm of the stack follows it; `ends_stack`: it stands after the last
-    layer; `start`: multiplies the first value of its weight."""
+    layer; `start`: multiplies the first value of its weight; `is_weighted`: False leaves an rmsnorm's weight out."""
 
     name: str
     width: int
     last: bool = False
     ends_stack: bool = False
     start: float = 1.0
+    is_weighted: bool = True
 
 
 class Normal(NamedTuple):

@@ -62,6 +62,7 @@ def norm_of_config(
     *,
     last_of_decoder: bool = False,
     ends_stack: bool = False,
+    is_weighted: bool = True,
     bias: bool = True,
     device: Any = None,
     dtype: torch.dtype | None = None,
@@ -69,12 +70,15 @@ def norm_of_config(
     """The norm that a model of this configuration has, with its options: lpnorm_p, powernorm_mode, groupscaling, …
 
     `last_of_decoder`: the one that keeps its gain under scalenorm-fixed. `ends_stack`: it stands after a stack, where
-    powernorm's release mode warms up for 1000 forwards. `bias`: whether norms that have one learn it.
+    powernorm's release mode warms up for 1000 forwards. `is_weighted`: False leaves out the weight of an rmsnorm.
+    `bias`: whether norms that have one learn it.
     """
     if own := _own(name, config):
         return own(width, device=device, dtype=dtype)
     kind = norm_class(name)
     settings = {**_settings(name, config, last_of_decoder, ends_stack)}
+    if not is_weighted:
+        settings |= {"elementwise_affine": False, "zero_centred": False}
     if any(parameter.name == "bias" for parameter in DECLARED[family_norm(name)].parameters):
         settings["bias"] = bias
     return kind(width, **settings, device=device, dtype=dtype)

@@ -41,8 +41,13 @@ def refuse(group: Group, place: Place, to: Any) -> None:
     inside = {point for sublayer in sublayers for point in sublayer.inside}
     if inside & BEFORE_PRODUCTS and not isinstance(group.blocks[0], tuple(TORCHS)):
         what, way = to, "choose another scheme"
-        if place.config.qk_norm or place.config.qk_l2norm is not None:
-            what, way = ("qk_norm=True" if place.config.qk_norm else "qk_l2norm"), "leave it out"
+        asked = {
+            "qk_norm=True": place.config.qk_norm,
+            "qk_l2norm": place.config.qk_l2norm,
+            "v_norm": place.config.v_norm,
+        }
+        if any(asked.values()):
+            what, way = next(option for option, value in asked.items() if value), "leave it out"
         raise InputError(
             f"{what} acts between projections and products of attention, which {type(group.blocks[0]).__name__} "
             f"does not expose: {way}"

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from .. import nn as nfnn
-from ..config import PARAMETRISATION, TransformerConfig
+from ..config import ATTENTION, PARAMETRISATION, TransformerConfig
 from ..errors import InputError
 from ..nn.layers import Layer
 from ..nn.place import Place, configure
@@ -193,6 +193,11 @@ def _plans(
 ) -> list[tuple[Group, Place]]:
     """Each group of blocks with the place of its first: a configuration with the model's depths, and the stack."""
     for name in options:
+        if name in ATTENTION:
+            raise InputError(
+                f"{name} is a part of attention in models that are built here, and swap_residuals leaves attention as "
+                "it is: leave it out"
+            )
         if name in PARAMETRISATION:
             raise InputError(
                 f"{name} is an option of models that are built here, and swap_residuals has no parametrisation: leave "

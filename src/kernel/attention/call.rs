@@ -33,9 +33,16 @@ pub fn forward(a: &AttentionViews, out: &View, lse: &View) -> Result<()> {
     by_dtype!(a.q, E => forward_typed::<E>(a, out, lse))
 }
 
-/// dq, dk and dv, from the forward's log sums.
-pub fn backward(a: &AttentionViews, dout: &View, lse: &View, gradients: &[View; 3]) -> Result<()> {
-    by_dtype!(a.q, E => backward_typed::<E>(a, dout, lse, gradients))
+/// dq, dk and dv, from the forward's log sums. Where these have counted more than the keys, `shares` has what each query's
+/// weights sum to, a number for each of theirs.
+pub fn backward(
+    a: &AttentionViews,
+    dout: &View,
+    lse: &View,
+    shares: Option<&View>,
+    gradients: &[View; 3],
+) -> Result<()> {
+    by_dtype!(a.q, E => backward_typed::<E>(a, dout, lse, shares, gradients))
 }
 
 impl AttentionViews {
@@ -110,7 +117,13 @@ fn forward_typed<E: Element>(a: &AttentionViews, out: &View, lse: &View) -> Resu
     Ok(())
 }
 
-fn backward_typed<E: Element>(a: &AttentionViews, dout: &View, lse: &View, [dq, dk, dv]: &[View; 3]) -> Result<()> {
+fn backward_typed<E: Element>(
+    a: &AttentionViews,
+    dout: &View,
+    lse: &View,
+    shares: Option<&View>,
+    [dq, dk, dv]: &[View; 3],
+) -> Result<()> {
     let (attention, sequences) = (a.attention(), a.sequences(true)?);
     // SAFETY: as in `forward_typed`; dq, dk and dv are fresh, and sequences have disjoint key rows too.
     unsafe {
@@ -122,10 +135,10 @@ fn backward_typed<E: Element>(a: &AttentionViews, dout: &View, lse: &View, [dq, 
             }
         }
         let (q, k, v) = (matrix::<E>(&a.q), matrix::<E>(&a.k), matrix::<E>(&a.v));
-        let (dout, lse) = (matrix::<E>(dout), matrix::<E::Acc>(lse));
+        let (dout, lse, shares) = (matrix::<E>(dout), matrix::<E::Acc>(lse), shares.map(|s| matrix::<E::Acc>(s)));
         let (dq, dk, dv) = (matrix_mut::<E>(dq), matrix_mut::<E>(dk), matrix_mut::<E>(dv));
         parallel::for_each(sequences.len(), grain(&sequences), |r| {
-            backward_sequences::<E>(&attention, &sequences[r], q, k, v, dout, lse, dq, dk, dv);
+            backward_sequences::<E>(&attention, &sequences[r], q, k, v, dout, lse, shares, dq, dk, dv);
         });
     }
     Ok(())

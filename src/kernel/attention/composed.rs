@@ -1,4 +1,4 @@
-//! Attention in tch, for devices without a kernel and for higher derivatives.
+//! Attention in tch, for devices without a kernel, for higher derivatives, and for a softmax that kernels do not have.
 
 use super::call::{sequences, Settings};
 use super::Sequence;
@@ -6,6 +6,37 @@ use crate::cpu::memory;
 use crate::error::Result;
 use crate::host::host;
 use tch::{Kind, Tensor};
+
+/// What a softmax has that kernels do not.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Extras<'a> {
+    /// c of scores s that become c·tanh(s/c).
+    pub softcap: Option<f64>,
+    /// A logit for each head, (heads), which Σ exp of each of its rows has beside those of the keys.
+    pub sinks: Option<&'a Tensor>,
+}
+
+impl Extras<'_> {
+    /// Nothing.
+    pub const NONE: Extras<'static> = Extras { softcap: None, sinks: None };
+
+    pub fn are_none(&self) -> bool {
+        self.softcap.is_none() && self.sinks.is_none()
+    }
+
+    /// Weights of scores (n, heads, queries, keys), NaN where a query sees neither key nor sink; `hidden` is true where it
+    /// does not see the key.
+    pub fn softmax(&self, scores: &Tensor, hidden: &Tensor) -> Result<Tensor> {
+        let capped = self.softcap.map(|c| scores.f_div_scalar(c)?.f_tanh()?.f_mul_scalar(c)).transpose()?;
+        let scores = capped.as_ref().unwrap_or(scores).f_masked_fill(hidden, f64::NEG_INFINITY)?;
+        let kind = scores.kind();
+        let Some(sinks) = self.sinks else { return Ok(scores.f_softmax(-1, kind)?) };
+        let [n, heads, queries, keys] = scores.size()[..] else { unreachable!("scores have four dimensions") };
+        let sinks = sinks.f_to_kind(kind)?.f_reshape([1, heads, 1, 1].as_slice())?;
+        let sinks = sinks.f_expand([n, heads, queries, 1].as_slice(), false)?;
+        Ok(Tensor::f_cat(&[scores, sinks], -1)?.f_softmax(-1, kind)?.f_narrow(-1, 0, keys)?)
+    }
+}
 
 /// out, of sentences padded to the longest. `draw` gives what dropout multiplies so many rows and columns by; the
 /// settings' own is the kernels'.
@@ -15,6 +46,7 @@ pub fn composed(
     v: &Tensor,
     ranges: &Tensor,
     a: &Settings,
+    extras: &Extras,
     draw: impl FnOnce(i64, i64) -> Result<Option<Tensor>>,
 ) -> Result<Tensor> {
     let kind = if q.kind() == Kind::Double { Kind::Double } else { Kind::Float };
@@ -54,8 +86,7 @@ pub fn composed(
     let (qh, kh, vh) = (heads(q, &q_rows, q_len)?, heads(k, &k_rows, k_len)?, heads(v, &k_rows, k_len)?);
     let scores = qh.f_matmul(&kh.f_transpose(-2, -1)?)?.f_mul_scalar(a.scale)?;
     let hidden = visible.f_logical_not()?;
-    let mut weights =
-        scores.f_masked_fill(&hidden, f64::NEG_INFINITY)?.f_softmax(-1, kind)?.f_masked_fill(&hidden, 0.0)?;
+    let mut weights = extras.softmax(&scores, &hidden)?.f_masked_fill(&hidden, 0.0)?;
     // Element (query row·heads + head, key), as the kernel draws it.
     if let Some(all) = draw(q.size()[0] * a.heads, k_len)? {
         let all = all.f_to_kind(kind)?.f_to_device(device)?.f_reshape([q.size()[0], a.heads, k_len].as_slice())?;

@@ -2,16 +2,20 @@
 //!
 //! > o_i = Σ_j softmax_j(scale·q_i·k_j) v_j over the rows j that query i reads, per head
 //!
+//! Scores may be capped, and a head may have a logit beside its keys'.
+//!
 //! A head's keys are read once for its scores and its values once for the sum; nothing is copied or transposed. Where
 //! the keys have fewer heads than the queries, as many neighbouring heads of these share one. A query that reads no key
 //! gets 0.
 
 use super::matrix::{Matrix, MatrixMut};
+use super::Extras;
 use crate::cpu::memory::Aligned;
 use crate::cpu::pack::{Isa, Of, Pack, Store, WIDTH};
 use crate::cpu::{parallel, Accumulator, Element};
 use crate::error::{Error, Result};
-use crate::kernel::math::{exp, max, sum, LANES};
+use crate::host::host;
+use crate::kernel::math::{exp, max, sum, tanh, LANES};
 use crate::kernel::view::{by_dtype, View};
 use crate::multiversion;
 use std::ops::Range;
@@ -32,6 +36,7 @@ struct Heads {
     shared: usize,
     d: usize,
     scale: f64,
+    softcap: Option<f64>,
 }
 
 multiversion! {
@@ -42,23 +47,31 @@ multiversion! {
         k: Matrix<E>,
         v: Matrix<E>,
         reads: ReadRows,
+        sinks: Option<&[f64]>,
         out: MatrixMut<E>,
     ) {
-        let Heads { count, shared, d, scale } = heads;
+        let Heads { count, shared, d, scale, softcap } = heads;
         let mut out = out;
         let scale = E::Acc::from_f64(scale);
         let longest = queries.clone().map(|i| reads.offsets[i + 1] - reads.offsets[i]).max().unwrap_or(0);
-        let mut scores = Aligned::<E::Acc>::new(longest.next_multiple_of(LANES));
+        let beside = usize::from(sinks.is_some());
+        let mut scores = Aligned::<E::Acc>::new((longest + beside).next_multiple_of(LANES));
         for i in queries {
             let rows = &reads.rows[reads.offsets[i]..reads.offsets[i + 1]];
-            let lanes = rows.len().next_multiple_of(LANES);
+            let lanes = (rows.len() + beside).next_multiple_of(LANES);
             for head in 0..count {
                 let from = head / shared * d;
                 let query = q.row(i, head * d, d);
                 for (score, row) in scores.iter_mut().zip(rows) {
                     *score = dot::<E, S>(query, k.row(*row as usize, from, d)) * scale;
                 }
+                if let Some(c) = softcap.map(E::Acc::from_f64) {
+                    scores[..rows.len()].iter_mut().for_each(|s| *s = tanh::<E::Acc, S>(*s / c).0 * c);
+                }
                 scores[rows.len()..lanes].fill(E::Acc::from_f64(f64::NEG_INFINITY));
+                if let Some(sinks) = sinks {
+                    scores[rows.len()] = E::Acc::from_f64(sinks[head]);
+                }
                 let total = softmax::<E::Acc, S>(&mut scores[..lanes]);
                 let factor = if total == E::Acc::ZERO { E::Acc::ZERO } else { E::Acc::ONE / total };
                 weighted::<E, S>(&scores, rows, &v, from, factor, out.row(i, head * d, d));
@@ -143,7 +156,9 @@ const GRAIN: usize = 16;
 
 /// The attention of q (n, heads·d) to the rows of k and v (m, kv_heads·d) that `reads` names, on the CPU; (n, heads·d).
 /// No gradient is recorded.
-pub fn attention(q: &Tensor, k: &Tensor, v: &Tensor, reads: ReadRows, heads: i64, scale: f64) -> Result<Tensor> {
+pub fn attention([q, k, v]: [&Tensor; 3], reads: ReadRows, heads: i64, scale: f64, extras: &Extras) -> Result<Tensor> {
+    let sinks = extras.sinks.map(|sinks| host::<f64>("sinks", &sinks.detach())).transpose()?;
+    let sinks = sinks.as_deref();
     let out = Tensor::f_empty(q.size().as_slice(), (q.kind(), q.device()))?;
     let views = [q, k, v, &out].map(View::of);
     let [Some(q), Some(k), Some(v), Some(o)] = views else {
@@ -152,6 +167,7 @@ pub fn attention(q: &Tensor, k: &Tensor, v: &Tensor, reads: ReadRows, heads: i64
     let (count, kv) = (heads as usize, k.cols());
     let d = q.cols() / count.max(1);
     let fits = d > 0 && d * count == q.cols() && kv == v.cols() && kv % d == 0 && kv > 0 && count % (kv / d) == 0;
+    let fits = fits && sinks.is_none_or(|sinks| sinks.len() == count);
     let is_one_type = [&k, &v, &o].iter().all(|view| view.dtype == q.dtype);
     let rows = k.rows().min(v.rows());
     let in_order = reads.offsets.is_sorted() && reads.offsets.len() == q.rows() + 1;
@@ -163,7 +179,7 @@ pub fn attention(q: &Tensor, k: &Tensor, v: &Tensor, reads: ReadRows, heads: i64
             q.cols()
         )));
     }
-    let heads = Heads { count, shared: count / (kv / d), d, scale };
+    let heads = Heads { count, shared: count / (kv / d), d, scale, softcap: extras.softcap };
     by_dtype!(q, E => {
         // SAFETY: the tensors outlive this call and are of type E. `out` is fresh, each range of queries writes its own
         // rows of it, and nobody writes the others.
@@ -171,7 +187,7 @@ pub fn attention(q: &Tensor, k: &Tensor, v: &Tensor, reads: ReadRows, heads: i64
             let matrix = |view: &View| Matrix { data: view.slice::<E>(), stride: view.stride as usize };
             let (q, k, v, all) = (matrix(&q), matrix(&k), matrix(&v), o.slice_mut::<E>());
             let to = MatrixMut::new(all.as_mut_ptr(), all.len(), o.stride as usize);
-            parallel::for_each(o.rows(), GRAIN, |queries| forward::<E>(heads, queries, q, k, v, reads, to));
+            parallel::for_each(o.rows(), GRAIN, |queries| forward::<E>(heads, queries, q, k, v, reads, sinks, to));
         }
         Ok(())
     })?;
@@ -195,7 +211,7 @@ mod tests {
     }
 
     /// The composed form on keys and values that are gathered, and repeated where heads share them.
-    fn gathered(q: &Tensor, k: &Tensor, v: &Tensor, heads: i64, scale: f64) -> Tensor {
+    fn gathered([q, k, v]: [&Tensor; 3], heads: i64, scale: f64, extras: &Extras) -> Tensor {
         let index = Tensor::from_slice(&rows().iter().map(|row| i64::from(*row)).collect::<Vec<_>>());
         let d = q.size()[1] / heads;
         let all = |t: &Tensor| {
@@ -209,7 +225,7 @@ mod tests {
             .collect();
         let ranges = Tensor::from_slice(&ranges).reshape([-1, 4]);
         let settings = Settings { heads, causal: false, scale, draw: Draw::NONE };
-        composed(q, &all(k), &all(v), &ranges, &settings, |_, _| Ok(None)).unwrap()
+        composed(q, &all(k), &all(v), &ranges, &settings, extras, |_, _| Ok(None)).unwrap()
     }
 
     #[test]
@@ -229,12 +245,18 @@ mod tests {
                 // Columns of a wider matrix, as q, k and v are.
                 let q = random(5, heads * d + 3).narrow(1, 2, heads * d);
                 let (k, v) = (random(KEYS, kv_heads * d), random(KEYS, kv_heads * d + 1).narrow(1, 0, kv_heads * d));
-                let found = attention(&q, &k, &v, reads, heads, 0.3).unwrap();
                 let wide = |t: &Tensor| t.to_kind(Kind::Double);
-                let wanted = gathered(&wide(&q), &wide(&k), &wide(&v), heads, 0.3);
-                assert_eq!((found.kind(), found.size()), (kind, q.size()));
-                let off = (wide(&found) - wanted).abs().max().double_value(&[]);
-                assert!(off < bound, "{level:?} {kind:?} {heads} {kv_heads} {d}: {off}");
+                let sinks = random(1, heads).view(-1i64);
+                for (softcap, sinks) in
+                    [(None, None), (None, Some(&sinks)), (Some(0.7), Some(&sinks)), (Some(0.7), None)]
+                {
+                    let extras = Extras { softcap, sinks };
+                    let found = attention([&q, &k, &v], reads, heads, 0.3, &extras).unwrap();
+                    let wanted = gathered([&wide(&q), &wide(&k), &wide(&v)], heads, 0.3, &extras);
+                    assert_eq!((found.kind(), found.size()), (kind, q.size()));
+                    let off = (wide(&found) - wanted).abs().max().double_value(&[]);
+                    assert!(off < bound, "{level:?} {kind:?} {heads} {kv_heads} {d} {extras:?}: {off}");
+                }
             }
         }
         force(None);
@@ -255,7 +277,10 @@ mod tests {
             (t(5, 8), t(KEYS, 8).transpose(0, 1).contiguous().transpose(0, 1), t(KEYS, 8), reads, 2),
             (t(5, 8), t(KEYS, 8).to_kind(Kind::Double), t(KEYS, 8), reads, 2),
         ] {
-            assert!(attention(&q, &k, &v, reads, heads, 1.0).is_err());
+            assert!(attention([&q, &k, &v], reads, heads, 1.0, &Extras::NONE).is_err());
         }
+        let (x, sinks) = (t(5, 8), t(1, 3).view(-1i64));
+        let extras = Extras { sinks: Some(&sinks), ..Extras::NONE };
+        assert!(attention([&x, &t(KEYS, 8), &t(KEYS, 8)], reads, 2, 1.0, &extras).is_err());
     }
 }

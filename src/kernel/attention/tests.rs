@@ -62,7 +62,7 @@ impl<E: Element> Case<E> {
             let [dq, dk, dv] =
                 [0, 1, 2].map(|i| MatrixMut::new(dqkv.as_mut_ptr().add(i * width), lengths.2 - i * width, 3 * width));
             let (dout, lse) = (Matrix { data: &self.dout, stride: width }, Matrix { data: &lse, stride: a.heads });
-            backward(a, s, q, k, v, dout, lse, dq, dk, dv);
+            backward(a, s, q, k, v, dout, lse, None, dq, dk, dv);
         }
         Outputs { out, lse, dqkv }
     }

@@ -75,11 +75,17 @@ fn weights_lanes<A: Accumulator, S: Isa>(scores: &mut [A], lse: &[A]) {
 /// |lse| from which on a weight's digits are restored: f32 has lost four bits of e^(s − lse) there.
 const LARGE: f64 = 16.0;
 
-/// dP becomes dS = P∘(dP − D), D = Σ P∘dP; with a large lse P sums to 1 before.
+/// dP becomes dS = P∘(dP − D), D = Σ P∘dP; with a large lse P sums to `shares` before, to 1 where there are none.
 #[inline(always)]
-pub(super) fn score_gradients<A: Accumulator>(p: &mut [A], dp: &mut [A], lanes: usize, lse: &[A]) {
+pub(super) fn score_gradients<A: Accumulator>(
+    p: &mut [A],
+    dp: &mut [A],
+    lanes: usize,
+    lse: &[A],
+    shares: Option<&[A; QUERIES]>,
+) {
     if lse.iter().any(|lse| lse.to_f64().abs() > LARGE) {
-        normalise(p, lanes);
+        normalise(p, lanes, shares);
     }
     let mut d = [A::ZERO; QUERIES];
     for (p, dp) in p.chunks_exact(lanes).zip(dp.chunks_exact(lanes)) {
@@ -94,18 +100,21 @@ pub(super) fn score_gradients<A: Accumulator>(p: &mut [A], dp: &mut [A], lanes: 
     }
 }
 
-/// Divides each query's weights by their sum.
+/// Divides each query's weights by their sum, and multiplies them by its share.
 ///
 /// A large lse has lost digits: P = exp(s − lse) is off by one factor all over a query, 1e-4 at 1,600 in f32. D would be
 /// off by it and dP not, and their difference by as much of D.
 #[inline(never)]
-fn normalise<A: Accumulator>(p: &mut [A], lanes: usize) {
+fn normalise<A: Accumulator>(p: &mut [A], lanes: usize, shares: Option<&[A; QUERIES]>) {
     let mut sums = [A::ZERO; QUERIES];
     for p in p.chunks_exact(lanes) {
         sums.iter_mut().zip(p).for_each(|(sum, p)| *sum += *p);
     }
     // A query without keys has no weights.
     sums.iter_mut().for_each(|sum| *sum = if *sum == A::ZERO { A::ZERO } else { A::ONE / *sum });
+    if let Some(shares) = shares {
+        sums.iter_mut().zip(shares).for_each(|(sum, share)| *sum = *sum * *share);
+    }
     for p in p.chunks_exact_mut(lanes) {
         p.iter_mut().zip(&sums).for_each(|(p, share)| *p = *p * *share);
     }

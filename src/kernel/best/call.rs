@@ -7,18 +7,31 @@ use crate::cpu::pack::BLOCK;
 use crate::cpu::parallel::{self, Shared};
 use crate::cpu::Accumulator;
 use crate::error::{Error, Result};
+use crate::kernel::math::tanh;
 use crate::kernel::packed::call::kind;
 use crate::kernel::packed::{product, PackedMatrix};
 use crate::kernel::view::View;
+use crate::multiversion;
 use tch::Tensor;
 
 /// Rows of logits that are made and read together: 1 MB of f32 for 10,000 columns.
 const ROWS: usize = 24;
 
-/// Of each row of hWᵀ + b the `count` most probable columns, as [`best`] has them; h (rows, k) on the CPU.
+multiversion! {
+    /// z ← c·tanh(z/c).
+    fn cap[isa S][A: Accumulator](logits: &mut [A], c: A) {
+        for z in logits {
+            *z = tanh::<A, S>(*z / c).0 * c;
+        }
+    }
+}
+
+/// Of each row of z = hWᵀ + b the `count` most probable columns, as [`best`] has them; h (rows, k) on the CPU. With a
+/// `softcap` c, of c·tanh(z/c).
 pub fn best_of_product<A: Accumulator>(
     h: &Tensor,
     w: &PackedMatrix<A>,
+    softcap: Option<f64>,
     count: usize,
     choice: Choice,
 ) -> Result<Vec<Vec<Likely>>> {
@@ -40,6 +53,9 @@ pub fn best_of_product<A: Accumulator>(
         for first in range.clone().step_by(ROWS) {
             let end = range.end.min(first + ROWS);
             product(&h[first * k..], k, end - first, w, &mut logits, stride);
+            if let Some(c) = softcap {
+                cap::<A>(&mut logits[..(end - first) * stride], A::from_f64(c));
+            }
             // SAFETY: these rows lie in this thread's range, and nobody else has them.
             best(&logits, cols, stride, count, choice, unsafe { to.slice(first..end) });
         }

@@ -122,6 +122,8 @@ fn every_scheme_decodes_as_it_reads() {
         r#""residual": "denseformer""#,
         r#""residual": "hybridnorm", "positions": "fairseq", "fixnorm": true"#,
         r#""residual": "branchnorm", "norm": "batchnorm", "output_bias": true"#,
+        r#""output_gate": "head", "sinks": true, "logit_softcap": 1.5"#,
+        r#""output_gate": "element", "score_softcap": 0.5, "v_norm": "weighted", "qk_norm": true, "qk_norm_scale": 2.0"#,
     ] {
         let model = model(options);
         let wanted: Vec<Generated> = given(&all).iter().map(|prompt| plain(&model, prompt, &config)).collect();

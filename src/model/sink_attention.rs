@@ -1,0 +1,142 @@
+//! Attention on a CPU whose heads have a logit b beside those of the keys, and no value for it (docs/spec.md §4.3).
+//!
+//! > s = σ(lse − b),  O = s·O₀,  lse⁺ = log(e^lse + e^b)
+//! > dQ, dK and dV as without b, by P = exp(S − lse⁺), which sums to s;  db = −Σ (1 − s)·⟨dO, O⟩ over the head's rows
+//!
+//! O₀ and lse = log Σ exp S are those of attention's kernel without b.
+
+use super::stacked_attention::view;
+use crate::error::Result;
+use crate::host::host;
+use crate::kernel::attention::call::{backward, forward, AttentionViews, Settings};
+use crate::kernel::dropout::Draw;
+use crate::operator::{apply, Differentiable, Recording};
+use std::cell::OnceCell;
+use tch::{Kind, Tensor};
+
+/// drop(softmax(scale·QKᵀ, b))V by heads, (rows, d); `sinks` is b, (heads). `ranges` is int64 (sentences, 4), as
+/// [`attention`](crate::operator::attention) takes it; `dropout` is (p, seed, site).
+pub fn sink_attention(
+    qkv: [&Tensor; 3],
+    sinks: &Tensor,
+    ranges: &Tensor,
+    heads: i64,
+    causal: bool,
+    scale: f64,
+    dropout: Option<(f64, &Tensor, i64)>,
+) -> Result<Tensor> {
+    let draw = match dropout {
+        Some((p, seed, site)) => Draw { p, site, ..Draw::NONE }.seeded(&host("seed", seed)?),
+        None => Draw::NONE,
+    };
+    let settings = Settings { heads, causal, scale, draw };
+    let function = SinkAttention { ranges: ranges.f_contiguous()?, settings, kept: OnceCell::new() };
+    let [q, k, v] = qkv;
+    let inputs = [q, k, v, sinks];
+    let mut out = match Recording::is_on() && inputs.iter().any(|t| t.requires_grad()) {
+        true => apply(function, &inputs)?,
+        false => function.forward(inputs.map(Tensor::shallow_clone).into())?,
+    };
+    Ok(out.swap_remove(0))
+}
+
+struct SinkAttention {
+    ranges: Tensor,
+    settings: Settings,
+    /// lse and O, which the forward pass leaves to the backward one.
+    kept: OnceCell<[Tensor; 2]>,
+}
+
+impl SinkAttention {
+    fn views(&self, [q, k, v]: [&Tensor; 3]) -> Result<AttentionViews> {
+        let [q, k, v] = [view(q)?, view(k)?, view(v)?];
+        Ok(AttentionViews { q, k, v, ranges: view(&self.ranges)?, settings: self.settings })
+    }
+
+    /// Each row's heads apart, in the type of sums.
+    fn heads(&self, t: &Tensor, kind: Kind) -> Result<Tensor> {
+        Ok(t.f_to_kind(kind)?.f_unflatten(1, [self.settings.heads, -1].as_slice())?)
+    }
+}
+
+impl Differentiable for SinkAttention {
+    fn saves_inputs(&self) -> bool {
+        true
+    }
+
+    fn forward(&self, inputs: Vec<Tensor>) -> Result<Vec<Tensor>> {
+        let [q, k, v, sinks] = &inputs[..] else { unreachable!("queries, keys, values and sinks") };
+        let kind = if q.kind() == Kind::Double { Kind::Double } else { Kind::Float };
+        let plain = Tensor::f_empty(q.size().as_slice(), (q.kind(), q.device()))?;
+        let lse = Tensor::f_empty([q.size()[0], self.settings.heads].as_slice(), (kind, q.device()))?;
+        forward(&self.views([q, k, v])?, &view(&plain)?, &view(&lse)?)?;
+        let share = lse.f_sub(&sinks.f_detach()?.f_to_kind(kind)?)?.f_sigmoid()?;
+        let out = self.heads(&plain, kind)?.f_mul(&share.f_unsqueeze(-1)?)?.f_flatten(1, 2)?.f_to_kind(q.kind())?;
+        self.kept.get_or_init(|| [lse, out.detach()]);
+        Ok(vec![out])
+    }
+
+    fn backward(&self, inputs: Vec<Tensor>, gradients: Vec<Option<Tensor>>) -> Result<Vec<Option<Tensor>>> {
+        let (Some(dout), Some([lse, out])) = (&gradients[0], self.kept.get()) else {
+            return Ok((0..4).map(|_| None).collect());
+        };
+        let [q, k, v, sinks] = &inputs[..] else { unreachable!("queries, keys, values and sinks") };
+        let (dout, b) = (dout.f_contiguous()?, sinks.f_to_kind(lse.kind())?);
+        let (share, rest) = (lse.f_sub(&b)?.f_sigmoid()?, b.f_sub(lse)?.f_sigmoid()?);
+        let d = [q, k, v].map(|t| Tensor::f_empty(t.size().as_slice(), (t.kind(), t.device())));
+        let [dq, dk, dv] = d;
+        let (dq, dk, dv) = (dq?, dk?, dv?);
+        let written = [view(&dq)?, view(&dk)?, view(&dv)?];
+        let with_sinks = lse.f_logaddexp(&b)?;
+        backward(&self.views([q, k, v])?, &view(&dout)?, &view(&with_sinks)?, Some(&view(&share)?), &written)?;
+        let products = self.heads(&dout, lse.kind())?.f_mul(&self.heads(out, lse.kind())?)?;
+        let d = products.f_sum_dim_intlist([-1i64].as_slice(), false, None::<Kind>)?; // (rows, heads)
+        let dsinks = d.f_mul(&rest)?.f_sum_dim_intlist([0i64].as_slice(), false, None::<Kind>)?.f_neg()?;
+        Ok([dq, dk, dv, dsinks.f_to_kind(sinks.kind())?].map(Some).into())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::kernel::attention::Extras;
+    use crate::operator::composed_attention;
+    use tch::Device;
+
+    /// Also far from 0, where a log sum in f32 has lost digits.
+    #[test]
+    fn value_and_gradients_are_those_of_the_composed_form() {
+        tch::manual_seed(7);
+        let (d, heads, seed) = (24, 4, Tensor::from_slice(&[5i64, 7, 1]));
+        let ranges = Tensor::from_slice(&[0i64, 3, 0, 3, 3, 1, 3, 0, 4, 5, 4, 5]).view([3, 4]);
+        for (kind, scale, bound) in [(Kind::Double, 0.4, 1e-12), (Kind::Double, 30.0, 1e-9), (Kind::Float, 30.0, 1e-4)]
+        {
+            for (causal, p) in [(false, 0.0), (true, 0.3)] {
+                let leaves = [d, d, d].map(|d| Tensor::randn([9, d], (kind, Device::Cpu)));
+                let b = Tensor::from_slice(&[0.3, -2.0, 20.0, 60.0]).to_kind(kind);
+                let dout = Tensor::randn([9, d], (kind, Device::Cpu));
+                let results = |attend: &dyn Fn([&Tensor; 3], &Tensor) -> Tensor, kind: Kind| {
+                    let leaf = |t: &Tensor| t.to_kind(kind).detach().copy().set_requires_grad(true);
+                    let (inputs, b) = (leaves.each_ref().map(leaf), leaf(&b));
+                    let out = attend(inputs.each_ref(), &b);
+                    (&out * dout.to_kind(kind)).sum(kind).backward();
+                    [out.detach(), inputs[0].grad(), inputs[1].grad(), inputs[2].grad(), b.grad()]
+                };
+                let dropout = Some((p, &seed, 3));
+                let ours = |qkv: [&Tensor; 3], b: &Tensor| {
+                    sink_attention(qkv, b, &ranges, heads, causal, scale, dropout).unwrap()
+                };
+                let theirs = |qkv: [&Tensor; 3], b: &Tensor| {
+                    let extras = Extras { softcap: None, sinks: Some(b) };
+                    composed_attention(qkv, &ranges, heads, causal, scale, &extras, dropout).unwrap()
+                };
+                let (ours, theirs) = (results(&ours, kind), results(&theirs, Kind::Double));
+                for (place, (ours, theirs)) in ours.iter().zip(&theirs).enumerate() {
+                    let size = theirs.abs().max().double_value(&[]).max(1.0);
+                    let apart = (ours.to_kind(Kind::Double) - theirs).abs().max().double_value(&[]) / size;
+                    assert!(apart < bound, "{kind:?} {scale} {causal} {place}: {apart}");
+                }
+            }
+        }
+    }
+}
