@@ -1,33 +1,33 @@
 //! Every Transformer normalisation, residual scheme and initialisation, for PyTorch: operators, a Transformer and its
 //! training loop on libtorch tensors. The modules stand in groups, from the ground up.
 
-pub mod atomic;
-pub mod error;
-pub mod host;
-pub mod options;
-pub mod ownership;
+mod atomic;
+mod error;
+mod host;
+mod options;
+mod ownership;
 #[cfg(test)]
 mod testing;
 
-pub mod cpu;
-pub mod cuda;
-pub mod kernel;
-pub mod operator;
+mod cpu;
+mod cuda;
+mod kernel;
+mod operator;
 
-pub mod analysis;
-pub mod config;
-pub mod init;
-pub mod norm;
-pub mod parametrisation;
-pub mod residual;
+mod analysis;
+mod config;
+mod init;
+mod norm;
+mod parametrisation;
+mod residual;
 
-pub mod model;
+mod model;
 
-pub mod data;
-pub mod metrics;
-pub mod run;
-pub mod search;
-pub mod train;
+mod data;
+mod metrics;
+mod run;
+mod search;
+mod train;
 
 #[cfg(feature = "python")]
 mod bindings;

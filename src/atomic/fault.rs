@@ -41,6 +41,7 @@ const ON: u8 = 2;
 
 static STATE: AtomicU8 = AtomicU8::new(UNREAD);
 static PLAN: Mutex<Option<Plan>> = Mutex::new(None);
+#[cfg(test)]
 static ONE_AT_A_TIME: Mutex<()> = Mutex::new(());
 
 /// The place `name`, about to happen: `Ok` unless a fault is planned here. One relaxed load when none is.
@@ -76,6 +77,7 @@ pub fn begin() {
 
 /// Plans `fault` for the calling thread, counting from here, until the guard is dropped. One plan lives at a time: a
 /// second caller waits.
+#[cfg(test)]
 pub fn arm(fault: Fault) -> Armed {
     let turn = lock(&ONE_AT_A_TIME);
     *lock(&PLAN) = Some(Plan { fault, passed: 0, thread: Some(thread::current().id()) });
@@ -84,10 +86,12 @@ pub fn arm(fault: Fault) -> Armed {
 }
 
 /// A plan in force; see [`arm`].
+#[cfg(test)]
 pub struct Armed {
     _turn: MutexGuard<'static, ()>,
 }
 
+#[cfg(test)]
 impl Armed {
     /// How many places the calling thread has passed since [`arm`].
     pub fn passed(&self) -> usize {
@@ -95,6 +99,7 @@ impl Armed {
     }
 }
 
+#[cfg(test)]
 impl Drop for Armed {
     fn drop(&mut self) {
         *lock(&PLAN) = None;

@@ -33,6 +33,7 @@ impl PackedIds {
     }
 
     /// The number of rows.
+    #[cfg(test)]
     pub fn rows(&self) -> usize {
         self.offsets.len().saturating_sub(1)
     }

@@ -23,13 +23,12 @@ pub mod random;
 pub mod stream;
 mod windows;
 
-pub use batches::{collate, plan, word_dropout, Batch, PackedIds};
+pub use batches::{collate, plan, Batch, PackedIds};
 pub use between::{listening, seldom, Between};
 pub use binarised::{Binarised, Side};
 pub use bpe::Bpe;
 pub use corpus::{digest, retain, Corpus, Digests, Limit, LongSentences};
 pub use joiner::Joiner;
-pub use random::Random;
 pub use segmenter::{join, join_line, Segmenter};
 pub use stream::{BatchStream, Cursor, Prefetch, StreamConfig};
 pub use text::{lines_of, read_lines, read_parallel};

@@ -93,7 +93,7 @@ impl Attention {
 
     /// Every sentence to itself.
     pub fn attend(&self, x: &Tensor, ranges: &Ranges, causal: bool, inside: &Inside, ctx: &Context) -> Result<Tensor> {
-        let stacked = self.stacked(x, inside, ctx)?;
+        let (x, stacked) = self.stacked(x, inside, ctx)?;
         if let (Ranges::Packed(table), true) = (ranges, self.stays_stacked(&stacked, inside, ctx)) {
             let heads = stacked_attention(&stacked, table, self.heads, causal, self.scale, self.dropout(ctx))?;
             return self.output(heads, &x, inside, ctx);
@@ -102,21 +102,24 @@ impl Attention {
         self.output(self.heads(qkv.each_ref(), ranges, causal, ctx)?, &x, inside, ctx)
     }
 
-    /// q, k and v side by side, of x (rows, d), or of one x each (3, rows, d).
-    fn stacked(&self, x: &Tensor, inside: &Inside, ctx: &Context) -> Result<Tensor> {
+    /// What the queries are projected of, and q, k and v side by side, of x (rows, d), or of one x each (3, rows, d).
+    fn stacked(&self, x: &Tensor, inside: &Inside, ctx: &Context) -> Result<(Tensor, Tensor)> {
         let x = inside.at(Point::Input, x.shallow_clone(), &ctx.rows())?;
         let is_apart = x.dim() > 2;
         if !is_apart && !Point::INPUTS.into_iter().any(|point| inside.changes(point)) {
-            return ctx.linear(&x, &self.in_weight, self.in_bias.as_ref());
+            let stacked = ctx.linear(&x, &self.in_weight, self.in_bias.as_ref())?;
+            return Ok((x, stacked));
         }
-        let (mut made, mut start) = (Vec::new(), 0);
+        let (mut made, mut start, mut of_queries) = (Vec::new(), 0, None);
         for (index, (point, width)) in Point::INPUTS.into_iter().zip([self.d, self.kv_width, self.kv_width]).enumerate()
         {
             let own = if is_apart { x.f_select(0, index as i64)? } else { x.shallow_clone() };
-            made.push(self.project(&inside.at(point, own, &ctx.rows())?, start, width, ctx)?);
+            let own = inside.at(point, own, &ctx.rows())?;
+            made.push(self.project(&own, start, width, ctx)?);
+            of_queries.get_or_insert(own);
             start += width;
         }
-        Ok(Tensor::f_cat(&made, -1)?)
+        Ok((of_queries.expect("queries are projected first"), Tensor::f_cat(&made, -1)?))
     }
 
     /// In the training loop on a CPU, and nothing stands between the product and attention's kernels.
@@ -205,7 +208,7 @@ impl Attention {
         inside: &Inside,
         ctx: &Context,
     ) -> Result<Tensor> {
-        let stacked = self.stacked(x, inside, ctx)?;
+        let (x, stacked) = self.stacked(x, inside, ctx)?;
         let [q, k, v] = self.queries_keys_values(stacked, inside, ctx)?;
         let cache = match cache {
             Some(cache) => cache,

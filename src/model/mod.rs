@@ -30,7 +30,6 @@ mod tensorized;
 mod tests;
 mod transformer;
 
-pub use attention::Cache;
 pub use cargo::{Cargo, Hold};
 pub use context::{Context, Rates};
 pub use embedding::first_values;
@@ -44,7 +43,7 @@ pub use sentences::Sentences;
 pub use softcap::Softcap;
 pub use stack::StackCache;
 pub use tensorized::TENSORIZED;
-pub use transformer::{Memory, Transformer};
+pub use transformer::Transformer;
 
 use crate::data::vocabulary;
 use crate::error::Result;

@@ -48,14 +48,6 @@ impl Parameters {
         &self.tensors
     }
 
-    pub fn len(&self) -> usize {
-        self.names.len()
-    }
-
-    pub fn is_empty(&self) -> bool {
-        self.names.is_empty()
-    }
-
     /// How many numbers there are.
     pub fn numel(&self) -> usize {
         self.tensors.iter().map(Tensor::numel).sum()

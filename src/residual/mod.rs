@@ -67,7 +67,9 @@ pub use place::{
     Activation, NormOver, Outline, OutputGate, Place, QkNorm, StackName, Sublayer, TensorizedSizes, ValueNorm,
 };
 pub use scheme::Scheme;
-pub use schemes::{SchemeRef, Schemes};
+#[cfg(test)]
+pub use schemes::SchemeRef;
+pub use schemes::Schemes;
 
 use crate::options::{distinct, Listed};
 

@@ -19,9 +19,8 @@ mod workers;
 
 pub use average::average;
 pub use folder::{check, save_model, target_vocabulary, Mode};
-pub use perplexity::WindowScore;
 pub use prepare::{prepare, Prepared};
-pub use speaker::{encode, Said, Spoken};
+pub use speaker::{encode, Spoken};
 pub use start::{dry_run, train, Surroundings};
 pub use translator::{load_model, Translator};
 

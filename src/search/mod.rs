@@ -32,9 +32,8 @@ use crate::error::{Error, Result};
 use crate::model::{Context, Packed, PreparedWeights, Reads, StackCache, Transformer};
 use beam::Beam;
 use continuation::{Continuation, Eos, TargetVocabulary};
-pub use generate::{generate, Generated, GenerationConfig, Prompt};
+pub use generate::{generate, GenerationConfig, Prompt};
 use output::OutputLayer;
-pub use sampling::Sampling;
 use std::ops::Range;
 use std::sync::Arc;
 use tch::{Kind, Tensor};
@@ -251,21 +250,6 @@ fn waves(beam: usize, slots: usize) -> impl Iterator<Item = Range<usize>> {
 
 /// Slots from which a part of them is enough for a product at full speed.
 const MANY: usize = 256;
-
-/// The most probable next token each time, under the rule's limits on length: one translation of each sentence.
-///
-/// This is a beam of 1: finding the two largest of a row costs what its argmax does.
-pub fn greedy(
-    model: &Transformer,
-    source: &Packed,
-    mask: Option<&Tensor>,
-    rule: SearchRule,
-    max_length: Option<usize>,
-    kind: Kind,
-) -> Result<Vec<Hypothesis>> {
-    let config = SearchConfig { beam: 1, max_length, ..SearchConfig::new(rule) };
-    Ok(search(model, source, mask, &config, kind, &mut || Ok(()))?.into_iter().flatten().collect())
-}
 
 /// Live hypotheses, sentence after sentence: slot i holds
 struct Live {

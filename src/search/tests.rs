@@ -76,6 +76,21 @@ fn allowed(rule: SearchRule, prefix: &[i64], limit: usize) -> impl Iterator<Item
     (EOS..V).filter(move |&id| if id == EOS { !first } else { !last })
 }
 
+/// The most probable next token each time, under the rule's limits on length: one translation of each sentence.
+///
+/// This is a beam of 1: finding the two largest of a row costs what its argmax does.
+fn greedy(
+    model: &Transformer,
+    source: &Packed,
+    mask: Option<&Tensor>,
+    rule: SearchRule,
+    max_length: Option<usize>,
+    kind: Kind,
+) -> Result<Vec<Hypothesis>> {
+    let config = SearchConfig { beam: 1, max_length, ..SearchConfig::new(rule) };
+    Ok(search(model, source, mask, &config, kind, &mut || Ok(()))?.into_iter().flatten().collect())
+}
+
 fn naive_greedy(
     model: &Transformer,
     source: &[i64],

@@ -18,8 +18,6 @@ pub use checkpoint::{load_parameters, to_arrays};
 pub use cuda_graphs::{Recorder, Replay, Work};
 pub use evaluate::{evaluate_loss, to_text, Score, Validation};
 pub use loss::{smoothing, Objective};
-pub use micro_batch::Input;
 pub use observer::{Evaluation, Observer, Saved, Started, Update};
-pub use optimizer::Optimizer;
 pub use schedule::Schedule;
 pub use trainer::{Parts, Progress, Trainer};
