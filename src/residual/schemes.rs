@@ -329,7 +329,7 @@ mod tests {
             ("branchnorm*1,prores", "branchnorm and prores let branches grow in different ways"),
             ("", "unknown residual"),
         ] {
-            let e = Schemes::parse(text).err().expect(text).to_string();
+            let e = Schemes::parse(text).expect_err(text).to_string();
             assert!(e.contains(why), "{text}: {e}");
         }
         let model = Outline { encoder_layers: 2, decoder_layers: 3, ..Outline::SMALL };
