@@ -48,7 +48,7 @@ impl BuiltMixing {
     pub fn read(&self, tensors: &[&Tensor]) -> Result<(Tensor, Option<Unwritten>)> {
         let p: Vec<&Tensor> = self.parameters.iter().collect();
         match (&self.declared, p.as_slice()) {
-            (Mixing::Hyper(hyper), p) => match (&hyper.gates, p) {
+            (Mixing::Hyper(hyper), p) => match (hyper.gates.as_ref(), p) {
                 (Gates::Joint { magnitude, iterations, .. }, [weight, scale, bias]) => {
                     joint(tensors[0], [weight, scale, bias], *magnitude, *iterations)
                 }

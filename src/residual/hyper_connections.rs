@@ -52,11 +52,12 @@ impl Scheme for HyperConnections {
                 scale: Learned::new(place.numbered("hyper_scale"), &[2], SCALE),
             }),
         };
-        ResidualSpec { mixing: Some(Mixing::Hyper(HyperConnection { streams: n, gates })), ..PreNorm.around(place) }
+        let mixing = Mixing::Hyper(HyperConnection { streams: n, gates: Box::new(gates) });
+        ResidualSpec { mixing: Some(mixing), ..PreNorm.around(place) }
     }
 
     fn stack(&self, place: &Place) -> StackSpec {
-        let end = HyperConnection { streams: place.options.get(&STREAMS), gates: Gates::Sum(1.0) };
+        let end = HyperConnection { streams: place.options.get(&STREAMS), gates: Box::new(Gates::Sum(1.0)) };
         StackSpec { mixing: Some(Mixing::Hyper(end)), ..PreNorm.stack(place) }
     }
 }

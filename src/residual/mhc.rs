@@ -101,7 +101,7 @@ impl Mhc {
                 }
             }
         };
-        Mixing::Hyper(HyperConnection { streams: n, gates })
+        Mixing::Hyper(HyperConnection { streams: n, gates: Box::new(gates) })
     }
 }
 

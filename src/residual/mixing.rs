@@ -21,7 +21,7 @@ impl Mixing {
     /// Its parameters, in the order in which they are made.
     pub fn parameters(&self) -> Vec<&Learned> {
         match self {
-            Mixing::Hyper(HyperConnection { gates, .. }) => match gates {
+            Mixing::Hyper(HyperConnection { gates, .. }) => match gates.as_ref() {
                 Gates::Joint { weight, scale, bias, .. } => vec![weight, scale, bias],
                 Gates::Each { bias, dynamic: None } => vec![bias],
                 Gates::Each { bias, dynamic: Some(Dynamic { gain, shift, weight, scale }) } => {
@@ -46,7 +46,7 @@ impl Mixing {
 pub struct HyperConnection {
     /// n.
     pub streams: i64,
-    pub gates: Gates,
+    pub gates: Box<Gates>,
 }
 
 /// What p, g and R are. A stack's end has p alone. ε = 1e-6.
