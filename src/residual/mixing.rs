@@ -6,7 +6,6 @@ use serde::{Deserialize, Serialize};
 /// How a sublayer reads x and writes F(x); after the last layer, how the stack's output is read.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
-#[allow(clippy::large_enum_variant)] // a few live, as long as a model is built
 pub enum Mixing {
     Hyper(HyperConnection),
     Depth(DepthAttention),
