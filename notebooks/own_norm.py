@@ -11,49 +11,49 @@
 # ---
 
 # %% [markdown]
-# # A norm of your own in ten minutes
+# # A norm and a scheme of your own in ten minutes
 #
-# First in PyTorch, to try it in a model that exists; then in Rust's table, so that the training loop, every residual
-# scheme, fairseq and the modules have it.
+# Each is a class in Python. A model that exists, modules, the training loop in Rust and fairseq take it where they take
+# a name.
 
 # %%
+import tempfile
+from pathlib import Path
+
 import torch
 import transformers
 
 import normformer_rs as nf
 from normformer_rs import nn as nfnn
-from normformer_rs.surgery import register_norm, swap_norms
+from normformer_rs.norms import Parameter
+from normformer_rs.schemes import Learned, ResidualSpec, StackSpec, keep, mix, norm
 
 # %% [markdown]
-# ## In PyTorch
+# ## A norm
 #
-# MaxNorm: y = γ⊙x/max(max|x|, ε) over the last dimension. Any class whose constructor takes the width will do.
+# MaxNorm: y = γ⊙x/max(s·max|x|, ε) over the last dimension, with one learned s.
 
 
 # %%
-class MaxNorm(torch.nn.Module):
-    """y = γ⊙x/max(max|x|, ε)."""
+class MaxNorm(nf.Norm):
+    name, equation = "maxnorm", "y = γ⊙x/max(s·max|x|, ε)"
+    parameters = {"weight": Parameter(), "scale": Parameter(shape="one")}
+    options = {"eps": 1e-5}
 
-    def __init__(self, width, eps=1e-5):
-        super().__init__()
-        self.weight, self.eps = torch.nn.Parameter(torch.ones(width)), eps
-
-    def forward(self, x):
-        return self.weight * x / x.abs().amax(-1, keepdim=True).clamp_min(self.eps)
+    def normalize(self, x, weight, scale, eps):
+        return weight * x / (scale * x.abs().amax(-1, keepdim=True)).clamp_min(eps)
 
 
 x = torch.randn(3, 8, dtype=torch.float64, requires_grad=True)
-print("gradient right:", torch.autograd.gradcheck(MaxNorm(8).double(), (x,)))
+print("gradient right:", torch.autograd.gradcheck(MaxNorm()(8, dtype=torch.float64), (x,)))
 
 # %% [markdown]
-# ## In a model
-#
-# `swap_norms` takes a class as well as a name.
+# ## In a model that exists
 
 # %%
 shape = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 128}
 model = transformers.LlamaForCausalLM(transformers.LlamaConfig(vocab_size=100, **shape))
-swaps = swap_norms(model, MaxNorm)
+swaps = nf.swap_norms(model, MaxNorm)
 swaps
 
 # %%
@@ -68,44 +68,62 @@ for update in range(20):
         print(f"update {update}: loss {loss.item():.3f}")
 
 # %% [markdown]
-# ## The way back, and other swaps of it
+# ## A scheme
 #
-# A norm of yours can be exchanged again. Its kind is told once, because calls with numbers cannot recognise an equation
-# that the package does not know: its gain is taken over.
+# PreNorm, whose self-attention mixes the values of the first layer into each later one's. `keep` leaves a tensor under
+# a name, `mix` reads it.
+
 
 # %%
-register_norm(MaxNorm, lambda norm: (norm.weight.numel(), "rmsnorm"))
-swap_norms(model, "scalenorm")
+class FirstValues(nf.Scheme):
+    name, init = "first-values", "smallinit"
+
+    def around(self, place):
+        return ResidualSpec(before=norm())
+
+    def inside(self, place):
+        if place.sublayer != "self-attention":
+            return {}
+        own, first = Learned("value_scale", 0.5), Learned("first_value_scale", 0.5)
+        return {"value": mix("values", own, first) if place.layer else keep("values")}
+
+    def stack(self, place):
+        return StackSpec(end=norm())
+
+
+layer = nfnn.TransformerEncoderLayer(64, 4, 128, batch_first=True, norm=MaxNorm(), residual=FirstValues())
+encoder = nfnn.TransformerEncoder(layer, 3)
+print(encoder(torch.randn(2, 5, 64)).shape)
+print([name for name, _ in encoder.named_parameters() if "value_scale" in name])
 
 # %% [markdown]
-# ## In Rust's table
+# ## Both in the training loop
 #
-# One entry declares the norm: parameters, options, and x̂ in tch calls. No kernel is needed. This is the whole file
-# `src/norm/max_norm.rs`:
-#
-# ```rust
-# pub static SPEC: Spec = Spec {
-#     name: "maxnorm",
-#     module: "MaxNorm",
-#     equation: "y = γ⊙x/max(s·max|x|, ε) over the last dimension, one learned s = 1",
-#     source: "an example",
-#     parameters: &[Parameter::one("scale", 1.0), WEIGHT],
-#     buffers: &[],
-#     options: &[EPS],
-#     form: Form::Composed(|x, inside, options| {
-#         let largest = x.f_abs()?.f_amax([-1i64].as_slice(), true)?;
-#         Ok(x.f_div(&largest.f_mul(&inside[0])?.f_clamp_min(options[0])?)?)
-#     }),
-# };
-# ```
-#
-# Two lines in `src/norm/mod.rs` and `make build` later it is `--norm maxnorm` in every command and
-# `normformer_rs.nn.MaxNorm`, and has its page here. CONTRIBUTING, "Adding a norm", has each step; a test follows them
-# on a copy of the sources.
-#
-# The shipped norm of this kind is `dyt`:
+# The loop in Rust builds what the scheme declares, and calls the norm's function through PyTorch's dispatcher.
 
 # %%
-entry = next(entry for entry in nf.tables()["norms"] if entry["name"] == "dyt")
-print(entry["form"], "·", entry["equation"])
-print(nfnn.DyT(8))
+folder = Path(tempfile.mkdtemp())
+words = ["one", "two", "three", "four", "five", "six"]
+for part, count in (("train", 60), ("valid", 10)):
+    lines = [[words[(i * 7 + j * j) % 6] for j in range(1 + i % 5)] for i in range(count)]
+    (folder / f"{part}.source").write_text("".join(" ".join(line) + "\n" for line in lines))
+    (folder / f"{part}.target").write_text("".join(" ".join(reversed(line)) + "\n" for line in lines))
+sizes = {"d_model": 32, "d_ff": 64, "heads": 4, "encoder_layers": 2, "decoder_layers": 2, "dropout": 0.0}
+config = nf.TransformerConfig(norm=MaxNorm(), residual=FirstValues(), **sizes)
+training = nf.TrainingConfig(updates=60, max_tokens=400, lr=3e-3, warmup=10, evaluate_every=30)
+names = {
+    f"{part}_{side}": str(folder / f"{part}.{side}") for part in ("train", "valid") for side in ("source", "target")
+}
+history = nf.Trainer(config, training, nf.DataConfig(**names, no_bpe=True)).fit(folder / "run", progress=False)
+print(nf.translate(folder / "run", ["one two three"]))
+
+# %% [markdown]
+# The run keeps what the scheme declares, and the norm's numbers and name: a norm's function is yours to import.
+
+# %%
+read = nf.Transformer.from_checkpoint(folder / "run", "best").config
+print(read.residual, read.norm)
+
+# %% [markdown]
+# The page "Your own norm, your own scheme" has everything that either may say. One that will be used often can go into
+# Rust's table: CONTRIBUTING, "Adding a norm" and "Adding a residual scheme", has each step.
