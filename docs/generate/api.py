@@ -20,6 +20,7 @@ from .tables import table
 MODULES = {
     "normformer_rs": "Configurations, training, translation, surgery by one call.",
     "normformer_rs.nn": "Modules: norms, residual connections, torch.nn's Transformer with every scheme.",
+    "normformer_rs.norms": "A norm of one's own, declared in Python.",
     "normformer_rs.schemes": "A residual scheme of one's own, declared in Python.",
     "normformer_rs.surgery": "Norms and residual schemes exchanged in models that exist already.",
     "normformer_rs.analysis": "What the papers look at in a trained model.",

@@ -150,6 +150,10 @@ impl<'de> Deserialize<'de> for NormName {
 
             fn visit_map<A: MapAccess<'de>>(self, map: A) -> std::result::Result<NormName, A::Error> {
                 let given = GivenNorm::deserialize(MapAccessDeserializer::new(map))?;
+                if norm::names().any(|name| name == given.name) {
+                    let why = format!("norm {:?}: the name is one of this package's: give it another", given.name);
+                    return Err(serde::de::Error::custom(why));
+                }
                 norm::given::entry(given).map(|spec| NormName(spec.name)).map_err(serde::de::Error::custom)
             }
         }

@@ -7,8 +7,7 @@ use crate::analysis::Watch;
 use crate::error::{Error, Result};
 use crate::init::Fill;
 use crate::norm::composed::{self, Hat};
-use crate::norm::given::OwnNorm;
-use crate::norm::kernels::OwnOperator;
+use crate::norm::kernels::{OwnNorm, OwnOperator};
 use crate::norm::spec::{DeclaredShape, Given, Numbers, Parameter, WEIGHT};
 use crate::norm::{Form, Site, Spec};
 use crate::operator::{self, ProcessGroup, RowOperator, Rowwise};
@@ -129,7 +128,7 @@ pub fn build(spec: &Spec, b: &mut Builder, site: &Site) -> Result<Box<dyn Norm>>
         Form::Rows(kernels) => Box::new(Transformed { operator: RowOperator::of(kernels), affine, eps }),
         Form::Operator(own) => Box::new(ByOperator { own, affine, given, eps }),
         Form::Columns(kernels) => running::build(spec, kernels, affine, b, site, &given)?,
-        Form::Own(own) => Box::new(Own::build(own, spec, affine)),
+        Form::Own(own) => Box::new(ByFunction::build(own, spec, affine)),
         Form::Chosen(..) => unreachable!("options choose a form that is computed"),
     })
 }
@@ -218,13 +217,13 @@ impl Norm for ByOperator {
 }
 
 /// A norm by its user's function.
-struct Own {
+struct ByFunction {
     own: &'static OwnNorm,
     /// As the function takes them.
     parameters: Vec<InUse>,
 }
 
-impl Own {
+impl ByFunction {
     fn build(own: &'static OwnNorm, spec: &Spec, affine: Affine) -> Self {
         let Affine { inside, mut weight, mut bias } = affine;
         let mut inside = inside.into_iter();
@@ -233,11 +232,11 @@ impl Own {
             "bias" => bias.take(),
             _ => inside.next(),
         };
-        Own { own, parameters: spec.parameters.iter().filter_map(next).collect() }
+        ByFunction { own, parameters: spec.parameters.iter().filter_map(next).collect() }
     }
 }
 
-impl Norm for Own {
+impl Norm for ByFunction {
     fn forward(&self, x: &Tensor, _: &PassRows) -> Result<Tensor> {
         let values = self.parameters.iter().map(InUse::value).collect::<Result<Vec<_>>>()?;
         operator::norm_of_ones_own(self.own, x, &values)

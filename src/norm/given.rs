@@ -4,6 +4,7 @@
 //! What is declared is kept for the life of the process, once for each declaration, so that it is an entry like the
 //! table's.
 
+use super::kernels::{OwnNorm, MOST};
 use super::spec::{DeclaredShape, Form, Numbers, Parameter, Quantity, Spec};
 use crate::error::{Error, Result};
 use serde::{Deserialize, Serialize};
@@ -43,22 +44,12 @@ fn one() -> f64 {
     1.0
 }
 
-/// What f is called with beside x and the parameters.
-pub struct OwnNorm {
-    pub name: &'static str,
-    /// JSON.
-    pub options: String,
-}
-
-struct Known {
+struct Interned {
     given: &'static GivenNorm,
     spec: &'static Spec,
 }
 
-static KNOWN: Mutex<Vec<Known>> = Mutex::new(Vec::new());
-
-/// The most parameters that the operator takes.
-pub const MOST: usize = 8;
+static KNOWN: Mutex<Vec<Interned>> = Mutex::new(Vec::new());
 
 /// The entry of this declaration, under a name that no other declaration of the process has.
 pub fn entry(given: GivenNorm) -> Result<&'static Spec> {
@@ -82,7 +73,7 @@ pub fn entry(given: GivenNorm) -> Result<&'static Spec> {
         options: &[],
         form: Form::Own(Box::leak(Box::new(own))),
     }));
-    known.push(Known { given, spec });
+    known.push(Interned { given, spec });
     Ok(spec)
 }
 
@@ -118,9 +109,6 @@ fn check(given: &GivenNorm) -> Result<()> {
     let is_word = |c: char| c.is_ascii_alphanumeric() || c == '-' || c == '_' || c == '.';
     if given.name.is_empty() || !given.name.chars().all(is_word) {
         return wrong("a norm's name must be made of letters, digits, -, _ and .: give it another".into());
-    }
-    if super::names().any(|name| name == given.name) {
-        return wrong("the name is one of this package's: give it another".into());
     }
     if given.parameters.len() > MOST {
         return wrong(format!("it has {} parameters, and at most {MOST} are possible", given.parameters.len()));
@@ -165,7 +153,6 @@ mod tests {
     #[test]
     fn wrong_declarations_say_why() {
         for (change, why) in [
-            (GivenNorm { name: "layernorm".into(), ..given(1.0) }, "one of this package's"),
             (GivenNorm { name: "a b".into(), ..given(1.0) }, "made of letters"),
             (
                 GivenNorm { parameters: [given(1.0).parameters, given(1.0).parameters].concat(), ..given(1.0) },

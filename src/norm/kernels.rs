@@ -58,3 +58,13 @@ pub struct ColumnKernels {
     /// `rule.settle` in tch.
     pub composed: fn(&BatchTensors, &StateTensors, &ColumnOptions) -> Result<Used>,
 }
+
+/// A function that a user declares: what it is called with beside x and the parameters.
+pub struct OwnNorm {
+    pub name: &'static str,
+    /// JSON.
+    pub options: String,
+}
+
+/// The most parameters that such a function takes.
+pub const MOST: usize = 8;

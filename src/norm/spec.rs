@@ -1,8 +1,7 @@
 //! What a norm declares.
 
 use super::composed::{self, accumulate, Hat};
-use super::given::OwnNorm;
-use super::kernels::{ColumnKernels, OwnOperator, RowKernels};
+use super::kernels::{ColumnKernels, OwnNorm, OwnOperator, RowKernels};
 use crate::error::{Error, Result};
 use crate::options::{setting, Listed, Options};
 use serde::{Deserialize, Serialize};

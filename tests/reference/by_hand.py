@@ -28,11 +28,12 @@ class Hand:
         weight, bias = (self.p(f"self_attn.in_proj_{part}")[-x.shape[-1] :] for part in ("weight", "bias"))
         return functional.linear(x, weight, bias)
 
-    def heads(self, kind, query, memory, values=None):
+    def heads(self, kind, query, memory, values=None, v=None):
         d, heads = query.shape[-1], self.config["heads"]
         weights = self.p(f"{kind}.in_proj_weight").split(d)
         biases = [None] * 3 if (bias := self.p(f"{kind}.in_proj_bias")) is None else bias.split(d)
-        q, k, v = map(functional.linear, (query, memory, memory if values is None else values), weights, biases)
+        q, k, projected = map(functional.linear, (query, memory, memory if values is None else values), weights, biases)
+        v = projected if v is None else v
         is_whole = self.config["residual"] == "olmo2"
         if is_whole:
             q, k = self.norm(f"{kind}.q_norm", q), self.norm(f"{kind}.k_norm", k)

@@ -141,7 +141,7 @@ def value_residual(h, i, kind, x, memory):
         return x + h.f(kind, y, memory)
     own, first = h.p("self_attn.value_scale"), h.p("self_attn.first_value_scale")
     own, first = (0.25, 0.25) if own is None else (own, first)
-    joined = h.heads(kind, y, y, own * h.values(y) + first * h.shared[h.stack])
+    joined = h.heads(kind, y, y, v=own * h.values(y) + first * h.shared[h.stack])
     return x + h.linear("self_attn.out_proj", joined)
 
 
