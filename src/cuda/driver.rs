@@ -8,7 +8,7 @@ use std::collections::HashMap;
 use std::ffi::{c_char, c_int, c_uint, c_void, CStr};
 use std::sync::{OnceLock, PoisonError, RwLock};
 
-type Context = *mut c_void;
+type DriverContext = *mut c_void;
 
 api!(
     /// What is used of libcuda.
@@ -17,9 +17,9 @@ api!(
         cuGetErrorString: fn(c_int, *mut *const c_char) -> c_int;
         cuDeviceGet: fn(*mut c_int, c_int) -> c_int;
         cuDeviceGetAttribute: fn(*mut c_int, c_int, c_int) -> c_int;
-        cuDevicePrimaryCtxRetain: fn(*mut Context, c_int) -> c_int;
-        cuCtxPushCurrent_v2: fn(Context) -> c_int;
-        cuCtxPopCurrent_v2: fn(*mut Context) -> c_int;
+        cuDevicePrimaryCtxRetain: fn(*mut DriverContext, c_int) -> c_int;
+        cuCtxPushCurrent_v2: fn(DriverContext) -> c_int;
+        cuCtxPopCurrent_v2: fn(*mut DriverContext) -> c_int;
         cuModuleLoadData: fn(*mut *mut c_void, *const c_void) -> c_int;
         cuModuleGetFunction: fn(*mut *mut c_void, *mut c_void, *const c_char) -> c_int;
         cuOccupancyMaxActiveBlocksPerMultiprocessor: fn(*mut c_int, *mut c_void, c_int, usize) -> c_int;
@@ -50,7 +50,7 @@ pub struct Properties {
     pub architecture: i32,
     pub multiprocessors: u32,
     /// The primary context, which torch uses too; retained for the life of the process.
-    context: Context,
+    context: DriverContext,
 }
 
 // SAFETY: a context is the driver's handle, which any thread may use.

@@ -178,11 +178,11 @@ fn driver() -> Result<&'static Driver> {
 
 /// The kernel, compiled and loaded where that has not been done.
 fn function(device: Device, program: &'static Program, options: &str, kernel: &'static str) -> Result<Function> {
-    type Key = (Device, &'static str, &'static str);
+    type ProgramKey = (Device, &'static str, &'static str);
     // By options within a kernel, so that a launch looks its kernel up without making a string.
-    static LOADED: RwLock<Option<HashMap<Key, HashMap<String, Function>>>> = RwLock::new(None);
+    static LOADED: RwLock<Option<HashMap<ProgramKey, HashMap<String, Function>>>> = RwLock::new(None);
     let key = (device, program.name, kernel);
-    let found = |all: &Option<HashMap<Key, HashMap<String, Function>>>| {
+    let found = |all: &Option<HashMap<ProgramKey, HashMap<String, Function>>>| {
         all.as_ref().and_then(|all| all.get(&key)).and_then(|kernels| kernels.get(options)).copied()
     };
     if let Some(function) = found(&LOADED.read().unwrap_or_else(PoisonError::into_inner)) {

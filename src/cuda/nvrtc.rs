@@ -7,7 +7,7 @@ use std::ffi::{c_char, c_int, c_void, CStr, CString};
 use std::path::{Path, PathBuf};
 use std::sync::OnceLock;
 
-type Handle = *mut c_void;
+type CompiledProgram = *mut c_void;
 
 api!(
     /// What is used of libnvrtc.
@@ -15,14 +15,14 @@ api!(
         nvrtcVersion: fn(*mut c_int, *mut c_int) -> c_int;
         nvrtcGetErrorString: fn(c_int) -> *const c_char;
         nvrtcCreateProgram: fn(
-            *mut Handle, *const c_char, *const c_char, c_int, *const *const c_char, *const *const c_char,
+            *mut CompiledProgram, *const c_char, *const c_char, c_int, *const *const c_char, *const *const c_char,
         ) -> c_int;
-        nvrtcDestroyProgram: fn(*mut Handle) -> c_int;
-        nvrtcCompileProgram: fn(Handle, c_int, *const *const c_char) -> c_int;
-        nvrtcGetProgramLogSize: fn(Handle, *mut usize) -> c_int;
-        nvrtcGetProgramLog: fn(Handle, *mut c_char) -> c_int;
-        nvrtcGetCUBINSize: fn(Handle, *mut usize) -> c_int;
-        nvrtcGetCUBIN: fn(Handle, *mut c_char) -> c_int;
+        nvrtcDestroyProgram: fn(*mut CompiledProgram) -> c_int;
+        nvrtcCompileProgram: fn(CompiledProgram, c_int, *const *const c_char) -> c_int;
+        nvrtcGetProgramLogSize: fn(CompiledProgram, *mut usize) -> c_int;
+        nvrtcGetProgramLog: fn(CompiledProgram, *mut c_char) -> c_int;
+        nvrtcGetCUBINSize: fn(CompiledProgram, *mut usize) -> c_int;
+        nvrtcGetCUBIN: fn(CompiledProgram, *mut c_char) -> c_int;
     }
 );
 
@@ -129,9 +129,9 @@ impl Nvrtc {
     /// The program is live, and `get` writes what `size` says.
     unsafe fn read(
         &self,
-        program: Handle,
-        size: unsafe extern "C" fn(Handle, *mut usize) -> c_int,
-        get: unsafe extern "C" fn(Handle, *mut c_char) -> c_int,
+        program: CompiledProgram,
+        size: unsafe extern "C" fn(CompiledProgram, *mut usize) -> c_int,
+        get: unsafe extern "C" fn(CompiledProgram, *mut c_char) -> c_int,
     ) -> Result<Vec<u8>> {
         let mut length = 0;
         // SAFETY: as the caller promises.

@@ -52,7 +52,7 @@ fn learnable_words(line: &str) -> impl Iterator<Item = &str> {
 
 /// A symbol's number, by age: those that words start from, alphabetically, then the merged ones.
 type Id = u32;
-type Pair = (Id, Id);
+type IdPair = (Id, Id);
 
 /// No symbol: a place that a merge has emptied.
 const GONE: Id = Id::MAX;
@@ -71,12 +71,12 @@ struct Learner {
     /// How often each word occurs.
     frequencies: Vec<i64>,
     /// How often each pair occurs; of merged ones, how often it did.
-    counts: HashMap<Pair, i64>,
+    counts: HashMap<IdPair, i64>,
     /// Where a pair may stand, by its left symbol.
-    places: HashMap<Pair, Vec<u32>>,
+    places: HashMap<IdPair, Vec<u32>>,
     /// Pairs by count, then by age, with the [`Learner::found`] that they were queued for; a count that has changed since
     /// is put right when it comes up.
-    queue: BinaryHeap<(i64, Reverse<Pair>, Reverse<usize>)>,
+    queue: BinaryHeap<(i64, Reverse<IdPair>, Reverse<usize>)>,
     /// The words, ascending, in which a pair came up together. A pair that another merge spells anew comes up twice, and
     /// each time is merged by itself: so the `tokenizers` library's trainer has it (tests/data/test_bpe.py).
     found: Vec<Vec<u32>>,
@@ -113,7 +113,7 @@ impl Learner {
             return Err(Error::invalid("more than 4 billion characters in different words; expected text with spaces"));
         }
         let word = |place: &u32| learner.words[*place as usize];
-        let first: Vec<(Pair, Vec<u32>)> =
+        let first: Vec<(IdPair, Vec<u32>)> =
             learner.places.iter().map(|(pair, places)| (*pair, places.iter().map(word).collect())).collect();
         first.into_iter().for_each(|(pair, words)| learner.enqueue(pair, words));
         Ok(learner)
@@ -137,7 +137,7 @@ impl Learner {
     }
 
     /// The pair stands at `place` now (`weight` > 0), or does not any more.
-    fn count(&mut self, place: u32, pair: Pair, weight: i64) {
+    fn count(&mut self, place: u32, pair: IdPair, weight: i64) {
         *self.counts.entry(pair).or_default() += weight;
         if weight > 0 {
             self.places.entry(pair).or_default().push(place);
@@ -145,7 +145,7 @@ impl Learner {
     }
 
     /// A pair that has come up in these words, which ascend.
-    fn enqueue(&mut self, pair: Pair, mut words: Vec<u32>) {
+    fn enqueue(&mut self, pair: IdPair, mut words: Vec<u32>) {
         words.dedup();
         self.queue.push((self.counts[&pair], Reverse(pair), Reverse(self.found.len())));
         self.found.push(words);
@@ -177,7 +177,7 @@ impl Learner {
             self.merge(pair, places);
         }
         // A pair that came up again counts where it was merged last.
-        let last: HashMap<Pair, usize> = merged.iter().enumerate().map(|(rank, pair)| (*pair, rank)).collect();
+        let last: HashMap<IdPair, usize> = merged.iter().enumerate().map(|(rank, pair)| (*pair, rank)).collect();
         let kept = merged.iter().enumerate().filter(|(rank, pair)| last[*pair] == *rank).map(|(_, pair)| pair);
         let spelled = |id: Id| self.spelled[id as usize].clone();
         // A merge that spells an old symbol anew is free above, and would exceed what was asked for.
@@ -185,7 +185,7 @@ impl Learner {
     }
 
     /// Joins a pair wherever it stands, in each word from left to right.
-    fn merge(&mut self, (left, right): Pair, mut places: Vec<u32>) {
+    fn merge(&mut self, (left, right): IdPair, mut places: Vec<u32>) {
         let spelled = format!("{}{}", self.spelled[left as usize], self.spelled[right as usize]);
         let new = *self.ids.entry(spelled.clone()).or_insert(self.spelled.len() as Id);
         if new as usize == self.spelled.len() {
@@ -193,7 +193,7 @@ impl Learner {
         }
         places.sort_unstable();
         places.dedup();
-        let mut made: BTreeMap<Pair, Vec<u32>> = BTreeMap::new();
+        let mut made: BTreeMap<IdPair, Vec<u32>> = BTreeMap::new();
         for place in places {
             let at = place as usize;
             let gone = self.next[at];

@@ -20,7 +20,7 @@ use crate::kernel::rows::{
 use crate::multiversion;
 use crate::row_program;
 use mask::{Bits, Mask};
-use scales::{branch_scale, finish, sum_of, Scales, Sides};
+use scales::{branch_scale, finish, sum_of, Scales, StepRows};
 
 pub mod call;
 mod mask;
@@ -156,10 +156,10 @@ multiversion! {
                 let (rows, to) = (group.range(g).len(), split(&mut total, cols));
                 bend.backward::<S, X, Y, X::Acc>(dy, x_plus, dx_plus, rows, to, Store::PLAIN);
                 let none = [&[][..]; GROUP];
-                let sides = Sides { dx_plus: split_ref(&total, cols), dy: [&[]; GROUP], x_plus: none, x, f };
+                let sides = StepRows { dx_plus: split_ref(&total, cols), dy: [&[]; GROUP], x_plus: none, x, f };
                 scales.apply::<S, X, F, Y, X::Acc>(&[], slopes, sides, bits, dx, store, df, store_f);
             } else {
-                let sides = Sides { dx_plus, dy, x_plus, x, f };
+                let sides = StepRows { dx_plus, dy, x_plus, x, f };
                 scales.apply::<S, X, F, Y, X>(weight.columns(), slopes, sides, bits, dx, store, df, store_f);
             }
         }

@@ -5,6 +5,7 @@ use super::declare::{tensor, Kernels, Kind, Operator};
 use super::engine::Handle;
 use crate::error::Result;
 use crate::kernel::adam::call::{composed, launch, Buffers, Decays};
+use crate::kernel::adam::PROGRAM;
 use tch::Tensor;
 
 static HANDLE: Handle = Handle::new("adam_");
@@ -48,6 +49,7 @@ pub(super) fn operator() -> Operator {
         composed(&buffers, decays)?;
         Ok(vec![])
     })
+    .program(&PROGRAM)
     .counted(&HANDLE)
 }
 

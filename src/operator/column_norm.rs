@@ -145,6 +145,7 @@ pub(super) fn operator(o: &'static ColumnOperator) -> Operator {
     )
     .again(move |call| again(o, call))
     .with_own_gradient()
+    .program(&o.kernels.rule.program)
     .counted(&o.handle)
 }
 

@@ -6,7 +6,7 @@ use super::engine::{self, Handle};
 use crate::error::{Error, Result};
 use crate::kernel::cross_entropy::call::{self as kernel, LossViews, Losses};
 use crate::kernel::cross_entropy::composed::{composed, computed};
-use crate::kernel::cross_entropy::Smoothing;
+use crate::kernel::cross_entropy::{Smoothing, PROGRAM};
 use crate::kernel::view::View;
 use tch::Tensor;
 
@@ -109,6 +109,7 @@ pub(super) fn operator() -> Operator {
             kernel::backward(call.device(), &views, lse.view, &dloss.view, &dlogits.view)
         }),
     )
+    .program(&PROGRAM)
     .counted(&HANDLE)
 }
 

@@ -6,6 +6,7 @@ pub use super::argument::{gradient, leader, number, parameter, seed, tensor, tit
 use super::call::Call;
 use super::engine::{self, Handle};
 use super::ffi::{into_raw, status, status_of_plan};
+use crate::cuda::Program;
 use crate::error::{Error, Result};
 use std::ffi::{c_int, c_void};
 use tch::Tensor;
@@ -29,6 +30,7 @@ pub struct Operator {
     pub(super) has_own_gradient: bool,
     pub(super) is_looped: bool,
     pub(super) handle: Option<&'static Handle>,
+    pub(super) program: Option<&'static Program>,
 }
 
 /// Where an operator has kernels.
@@ -62,6 +64,7 @@ impl Operator {
             has_own_gradient: false,
             is_looped: false,
             handle: None,
+            program: None,
         }
     }
 
@@ -115,6 +118,11 @@ impl Operator {
     /// vmap calls it for one example after the other.
     pub fn looped(self) -> Self {
         Operator { is_looped: true, ..self }
+    }
+
+    /// Its kernels for GPUs, where no other operator says them.
+    pub fn program(self, program: &'static Program) -> Self {
+        Operator { program: Some(program), ..self }
     }
 
     /// The handle counts its calls.

@@ -44,8 +44,6 @@ pub use stream::SideStream;
 pub use transfer::{upload, Late};
 
 use crate::cuda::{self, Program};
-use crate::kernel;
-use crate::norm::{COLUMN_NORMS, ROW_NORMS};
 use declare::Operator;
 use std::sync::{LazyLock, Once};
 
@@ -95,8 +93,5 @@ pub fn counts() -> Vec<(&'static str, u64, u64)> {
 
 /// Every program of CUDA kernels.
 pub fn programs() -> Vec<&'static Program> {
-    let rows = ROW_NORMS.iter().map(|k| &k.rules.program);
-    let columns = COLUMN_NORMS.iter().map(|k| &k.rule.program);
-    let others = [&kernel::relu_dropout::PROGRAM, &kernel::cross_entropy::PROGRAM, &kernel::adam::PROGRAM, &cuda::SUMS];
-    rows.chain([&kernel::residual_step::NO_NORM.program]).chain(columns).chain(others).collect()
+    OPERATORS.iter().filter_map(|o| o.program).chain([&cuda::SUMS]).collect()
 }

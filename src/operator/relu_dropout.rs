@@ -6,7 +6,7 @@ use super::dropout::{check_dropout, check_rate, draw, drawn_for};
 use super::engine::Handle;
 use crate::error::Result;
 use crate::kernel::dropout::Draw;
-use crate::kernel::relu_dropout::call as kernel;
+use crate::kernel::relu_dropout::{call as kernel, PROGRAM};
 use tch::Tensor;
 
 static FORWARD: Handle = Handle::new("relu_dropout");
@@ -61,5 +61,6 @@ pub(super) fn operator() -> Operator {
         let dx = |dy: &Tensor| Ok(dy.f_mul(&scale)?);
         call.given().iter().map(|dy| dy.as_ref().map(dx).transpose()).collect()
     })
+    .program(&PROGRAM)
     .counted(&FORWARD)
 }

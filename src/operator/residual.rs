@@ -210,6 +210,7 @@ pub(super) fn operator(norm: Option<&'static RowOperator>) -> Operator {
             kernel::backward(call.device(), rules, &views, &gradients)
         }),
     )
+    .program(&rules.program)
     .counted(norm.map_or(&HANDLE, |o| &o.residual))
 }
 

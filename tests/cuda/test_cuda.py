@@ -9,6 +9,7 @@ import os
 import re
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
@@ -206,15 +207,6 @@ def test_results_are_repeatable(on_device, width):
 
 
 @pytest.mark.parametrize(
-    "dtype, width, p, misaligned",
-    [("f32", 19, 0.3, False), ("bf16", 64, 0.3, False), ("f16", 64, 0.0, False), ("f32", 64, 0.5, True)],
-    ids=str,
-)
-def test_relu_and_dropout(on_device, dtype, width, p, misaligned):
-    on_device(cases.relu_dropout, dtype, width, p, misaligned=misaligned)
-
-
-@pytest.mark.parametrize(
     "dtype, width, masked, options",
     [
         ("f32", 2, False, {}),
@@ -254,6 +246,14 @@ def test_cross_entropy_of_logits_with_an_offset(on_device, offset):
 )
 def test_losses_of_odd_rows(on_device, case):
     on_device(case)
+
+
+UNNAMED = [d for d in checks.DETECTORS if f"cases.{d.case.__name__}" not in Path(__file__).read_text()]
+
+
+@pytest.mark.parametrize("detector", UNNAMED, ids=str)
+def test_a_case_without_a_test_of_its_own(on_device, detector):
+    on_device(detector.case, *detector.arguments)
 
 
 # ---- the launcher ----
@@ -434,19 +434,26 @@ def every_variant():
     for turn, (options, order) in enumerate(zip(variants(), itertools.cycle(["0.0f", "1.0f", "1.5f", "3.0f"]))):
         if "-DK_STEP=0" in options:
             yield "scale_norm.cu", f"{options} -DK_BACKWARD={turn % 4 // 2} -DK_WEIGHT=1 -DK_BIAS=0 -DK_ORDER={order}"
-    for x, vec in [("f32", 4), ("bf16", 8), ("f16", 8), ("f32", 1), ("bf16", 1), ("f16", 1)]:
+    for x, vec in CHUNKS:
         for mode in range(3):
             yield "cross_entropy.cu", f"-DK_LANES=256 -DK_ROWS=1 -DK_VEC={vec} -DK_X={x} -DK_GRADIENT={mode}"
         for norm, state in [("batch_norm", "f32"), ("power_norm_v", "double"), ("power_norm", "f32")]:
             yield f"{norm}.cu", f"-DK_LANES=256 -DK_ROWS=1 -DK_VEC={vec} -DK_X={x} -DK_STATE={state}"
-        for backward in range(2):
-            yield "relu_dropout.cu", f"-DK_VEC={vec} -DK_X={x} -DK_BACKWARD={backward}"
     for vec in (1, 4):
         yield "adam.cu", f"-DK_VEC={vec}"
     yield "sums.cu", ""
 
 
+CHUNKS = [("f32", 4), ("bf16", 8), ("f16", 8), ("f32", 1), ("bf16", 1), ("f16", 1)]
 VARIANTS = list(every_variant())
+# The others work element by element, as relu_dropout.cu does.
+ELEMENTWISE = sorted({*_core.cuda_programs()} - {program for program, _ in VARIANTS})
+VARIANTS += [
+    (program, f"-DK_VEC={vec} -DK_X={x} -DK_BACKWARD={backward}")
+    for program in ELEMENTWISE
+    for x, vec in CHUNKS
+    for backward in range(2)
+]
 
 
 def test_every_program_has_variants():

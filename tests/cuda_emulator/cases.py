@@ -181,7 +181,7 @@ def short_rows(eps):
     check(lambda x, w: [OPS.scale_norm(x, w, None, eps)[0]], formula, [x, weight], [("y", True)], "scale_norm", 2.0)
 
 
-@detects(("f32", 64, 0.3, 40), ("bf16", 64, 0.0), ("f16", 19, 0.3))
+@detects(("f32", 64, 0.3, 40), ("bf16", 64, 0.0), ("f16", 19, 0.3), ("f32", 64, 0.5, 9, True))
 def relu_dropout(dtype, width, p, rows=9, misaligned=False):
     """drop(max(x, 0)), with NaNs kept."""
     x = randn(rows, width, TYPES[dtype], misaligned)

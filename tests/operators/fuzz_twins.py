@@ -254,7 +254,7 @@ def attention(d: Draw, op: str):
     for q_len, k_len in pairs:
         ranges.append([q, q_len, k, k_len])
         q, k = q + q_len, k + k_len
-    p = d.one(0.0, 0.0, 0.3)
+    p = d.one(0.0, 0.3, 0.0)
     rows = lambda n: d.normal((n + d.one(0, 1), heads * d_head), dtype)  # noqa: E731
     keys = rows(k)
     return {

@@ -3,6 +3,8 @@
 import itertools
 
 import torch
+from fuzz_tensors import Draw
+from fuzz_twins import DIFFERENTIABLE, FAMILIES, OPS_BY_NAME
 
 import reference as ref
 from row_norms import EPS, NORMS, OPS, parameters
@@ -14,6 +16,52 @@ __all__ = ["EPS", "NORMS", "OPS", "parameters"]
 
 def leaves(*tensors):
     return [None if t is None else t.detach().clone().requires_grad_() for t in tensors]
+
+
+class Usual(Draw):
+    """Draws contiguous float32 matrices, and the middle one of other choices."""
+
+    def __init__(self):
+        super().__init__(0, 0)
+
+    def one(self, *choices):
+        choices = [choice for choice in choices if choice is not None]
+        return torch.float32 if torch.float32 in choices else choices[len(choices) // 2]
+
+    def chance(self, p):
+        return False
+
+    def shape(self, least=0):
+        return [4, 8]
+
+    def normal(self, shape, dtype=torch.float64, scale=1.0):
+        return (scale * torch.randn(shape, generator=self.generator, dtype=torch.float64, device="cpu")).to(dtype)
+
+
+def usual(op):
+    """The arguments of a usual call, by what the fuzzer knows of the operator: always the same numbers, as leaves."""
+    given = FAMILIES[op][0](Usual(), op)
+    given = {n: t.to(torch.get_default_device()) if isinstance(t, torch.Tensor) else t for n, t in given.items()}
+    return tuple(leaves(t)[0] if n in DIFFERENTIABLE and isinstance(t, torch.Tensor) else t for n, t in given.items())
+
+
+def of_x(op):
+    """x → the first output of a usual call, whose matrix x takes the place of."""
+
+    def call(x):
+        out = getattr(OPS, op)(x, *usual(op)[1:])
+        return out if isinstance(out, torch.Tensor) else out[0]
+
+    call.__name__ = op
+    return call
+
+
+OF_X = {
+    op: of_x(op)
+    for op in FAMILIES
+    if OPS_BY_NAME[op][0].name == "x" and not op.endswith("_forward") and not any(a.kwarg_only for a in OPS_BY_NAME[op])
+}
+"""The usual call of every operator of a matrix x."""
 
 
 def gradients(y, inputs, dy):

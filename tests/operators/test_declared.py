@@ -1,16 +1,13 @@
 """What holds for every operator that is declared: its schema, and each way in which PyTorch calls an operator."""
 
-from pathlib import Path
-
 import pytest
+import schemas
 import torch
+from operators_support import OF_X
 from torch.autograd import forward_ad
-
-from normformer_rs import _core
 
 OPS = torch.ops.normformer_rs
 EPS = 1e-5
-SCHEMAS = Path(__file__).with_name("schemas.txt")
 
 
 def leaf(*shape, dtype=torch.float32):
@@ -22,11 +19,13 @@ def step(x, f, weight):
 
 
 def test_schemas_are_a_contract():
-    """Programs, exported graphs and checkpoints of others call by them: change none, add at the end with a default."""
-    found = {str(s) for s in torch._C._jit_get_all_schemas() if s.name.startswith("normformer_rs::")}
-    wanted = set(SCHEMAS.read_text().splitlines())
+    """Programs, exported graphs and checkpoints of others call by them: change none, add at the end with a default.
+
+    `python tests/operators/schemas.py` writes down those of new operators.
+    """
+    wanted, found = schemas.kept(), schemas.registered()
     assert wanted <= found
-    assert {s.split("(")[0].removeprefix("normformer_rs::") for s in wanted} >= set(_core.operator_counts())
+    assert found <= wanted, "run: python tests/operators/schemas.py"
 
 
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
@@ -69,21 +68,26 @@ def test_compiled_autograd():
 @pytest.mark.parametrize(
     "f",
     [
-        lambda x: OPS.layer_norm(x, None, None, EPS)[0],
+        *OF_X.values(),
         lambda x: step(x, x.sin(), None)[1],
         lambda x: OPS.batch_norm(x, train=True)[0],
-        lambda x: OPS.relu_dropout(x, 0.0, None, 0),
         lambda x: OPS.label_smoothed_cross_entropy(x, torch.tensor([0, 2, 1]), None, 0.9, 0.01, -1)[0],
     ],
-    ids=["layer_norm", "step", "batch_norm", "relu_dropout", "cross_entropy"],
+    ids=[*OF_X, "step", "batch_norm", "cross_entropy"],
 )
 @pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:FutureWarning")  # by torch's own rules, from 2.15
 def test_forward_mode(f):
-    x, tangent = leaf(3, 4, dtype=torch.float64), torch.randn(3, 4, dtype=torch.float64)
+    x, tangent = (torch.randn(3, 8, dtype=torch.float64) for _ in range(2))
     with forward_ad.dual_level():
-        found = forward_ad.unpack_dual(f(forward_ad.make_dual(x.detach(), tangent))).tangent
-    jacobian = torch.autograd.functional.jacobian(f, x.detach())
+        found = forward_ad.unpack_dual(f(forward_ad.make_dual(x, tangent))).tangent
+    jacobian = torch.autograd.functional.jacobian(f, x)
     torch.testing.assert_close(found, torch.tensordot(jacobian, tangent, dims=2))
+
+
+@pytest.mark.parametrize("op", OF_X)
+def test_gradients_of_either_order(op):
+    x = leaf(2, 8, dtype=torch.float64)
+    assert torch.autograd.gradcheck(OF_X[op], x) and torch.autograd.gradgradcheck(OF_X[op], x)
 
 
 def test_nodes_are_called_after_their_operator():

@@ -8,6 +8,7 @@ import textwrap
 import fuzz
 import pytest
 import torch
+from operators_support import OF_X
 
 import normformer_rs as nfrs
 
@@ -179,13 +180,10 @@ def test_hooks_that_change_the_shape_of_what_is_differentiated_again():
 @pytest.mark.parametrize(
     "call",
     [
-        lambda x: OPS.layer_norm(x, None, None, EPS),
+        *OF_X.values(),
         lambda x: OPS.layer_norm(X, x, None, EPS),
         lambda x: OPS.residual(x, x, None, None, None, None, EPS, 0.0, None, 0),
         lambda x: OPS.batch_norm(x, train=True),
-        lambda x: OPS.lp_norm(x, None, 3.0, EPS),
-        lambda x: OPS.group_scaling(x, 2),
-        lambda x: OPS.relu_dropout(x, 0.0, None, 0),
         lambda x: OPS.attention(x, x, x, RANGES, 2, False, 1.0, 0.0, None, 0),
         lambda x: OPS.label_smoothed_cross_entropy(x, torch.zeros(6).long(), None, 1.0, 0.0, -1),
     ],

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import safetensors.torch
 import torch
+from operators_support import OF_X
 from torch._subclasses import FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
 from torch.testing._internal.two_tensor import TwoTensor
@@ -240,12 +241,9 @@ def stops_at(count):
 
 
 LAST = {
-    "lp_norm": lambda x: OPS.lp_norm(x, None, 3.0, EPS),
+    **OF_X,
     "lp_norm, p = 2": lambda x: OPS.lp_norm(x, torch.ones(8), 2.0, EPS),
-    "group_scaling": lambda x: OPS.group_scaling(x, 2),
-    "layer_norm": lambda x: OPS.layer_norm(x, torch.ones(8), None, EPS)[0],
     "residual": lambda x: OPS.rms_norm_residual(x, x, None, None, None, None, EPS, 0.5, SEED, 0)[1],
-    "relu_dropout": lambda x: OPS.relu_dropout(x, 0.5, SEED, 0),
     "attention": lambda x: OPS.attention(x, x, x, torch.tensor([[0, 6, 0, 6]]), 2, False, 1.0, 0.5, SEED, 0)[0],
     "cross_entropy": lambda x: OPS.label_smoothed_cross_entropy(x, torch.arange(6), None, 0.9, 0.01, -1)[0],
     "batch_norm": lambda x: OPS.batch_norm(x, train=True)[0],

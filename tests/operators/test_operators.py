@@ -4,7 +4,8 @@ import functools
 
 import pytest
 import torch
-from operators_support import EPS, NORMS, OPS, attention_arguments, leaves, parameters, residual_arguments
+from fuzz_twins import FAMILIES
+from operators_support import EPS, NORMS, OPS, leaves, parameters, residual_arguments, usual
 from torch.library import opcheck
 
 from normformer_rs import _core
@@ -36,24 +37,16 @@ def sample(op):
         norm = op.removesuffix("residual").removesuffix("_") or None
         tensors, seed = residual_arguments(norm, 8, 0.2, True, torch.float32, torch.float32)
         return (*tensors, *([EPS] if norm is None or not numbers(norm) else []), 0.2, seed, 5)
-    if op == "lp_norm":
-        return (*leaves(torch.randn(4, 8), torch.randn(1)), 3.0, EPS)
     if op in COLUMN_NORMS:
         x, weight, bias = leaves(torch.randn(4, 8), torch.randn(8), torch.randn(8))
         phi, nu, iters, refused = torch.ones(8), torch.zeros(8), torch.zeros(1).long(), torch.zeros(1).long()
         mask = torch.tensor([False, True, False, False])
         return (x, weight, bias, mask, phi, nu, iters if op == "power_norm" else None, refused)
-    if op == "relu_dropout":
-        return (torch.randn(4, 8, requires_grad=True), 0.2, torch.tensor([1, 2, 3]), 4)
-    if op == "attention":
-        q, k, v, ranges, heads = attention_arguments(False, torch.float32)
-        return (*leaves(q, k, v), ranges, heads, False, 0.4, 0.2, torch.tensor([1, 2, 3]), 4)
-    logits = torch.randn(5, 7, requires_grad=True)
-    return (logits, torch.tensor([0, 2, 3, 1, 6]), torch.ones(7, dtype=torch.bool), 0.88, 0.02, 1)
+    return usual(op)
 
 
 # Those that work in place are the trainer's, without autograd: tests/cuda has them.
-OPERATORS = sorted(op for op in _core.operator_counts() if not op.endswith("_"))
+OPERATORS = sorted(op for op in {*_core.operator_counts(), *FAMILIES} if not op.endswith(("_", "_forward")))
 # Norms with statistics over rows; tests/norms has more. In warm-up every call's result is the batch's own.
 COLUMN_NORMS = ("batch_norm", "power_norm", "power_norm_v")
 
@@ -80,10 +73,11 @@ def test_compile_fullgraph(op):
         first = out if isinstance(out, torch.Tensor) else out[0]
         return first.tanh().sum()
 
-    eager = torch.autograd.grad(f(*arguments), inputs)
-    compiled = torch.autograd.grad(torch.compile(f, fullgraph=True, backend="aot_eager")(*arguments), inputs)
-    for a, b in zip(eager, compiled):
-        torch.testing.assert_close(a, b)
+    def made(f):
+        y = f(*arguments)
+        return torch.autograd.grad(y, inputs) if inputs else (y,)
+
+    torch.testing.assert_close(made(torch.compile(f, fullgraph=True, backend="aot_eager")), made(f))
 
 
 def test_compile_with_inductor_and_dynamic_shapes():

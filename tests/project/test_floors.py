@@ -1,18 +1,21 @@
-"""The floors of src: a folder imports only folders below it, and files do not import each other in circles.
+"""The floors of src and of Python's package: a folder imports only folders below it, and files import each other in no
+large circles, in Python in none.
 
-Read from the sources without compiling: `use` declarations and paths, tests left out. A re-export is followed to where
-the name is declared. `python tests/project/test_floors.py` prints circles and docs/architecture.md's table.
+Read from the sources without compiling: `use` declarations and paths, tests left out; of Python the imports that run as
+a module is imported, from its syntax tree. A re-export is followed to where the name is declared.
+`python tests/project/test_floors.py` prints circles and docs/architecture.md's tables.
 """
 
+import ast
 import collections
 import re
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).parents[2]
+PYTHON = ROOT / "python" / "normformer_rs"
 FLOORS = (
     ("error",),
     ("host",),
@@ -28,6 +31,19 @@ FLOORS = (
     ("bindings",),
 )
 """From the bottom up; those of a floor do not know each other."""
+PYTHON_FLOORS = (
+    ("__init__", "_core", "_html", "_loading", "_optional", "_tables", "_torch", "errors", "fairseq_words", "signals"),
+    ("_stubs", "config", "distributed", "memory", "norms", "schemes", "text", "tokenizer"),
+    ("curves", "generation", "history", "nn", "presets", "progress", "scores", "translation"),
+    ("demo", "model", "options"),
+    ("beforehand", "convert", "huggingface", "parametrisation", "surgery"),
+    ("commands", "coordinates", "training"),
+    ("analysis", "bench", "fairseq_plugin"),
+    ("integrations", "reproduce"),
+    ("cli",),
+    ("__main__",),
+)
+"""The same of python/normformer_rs: packages, and files beside them. Only the lowest floor's know each other."""
 LONGEST = 5
 """Files that may import each other in a circle."""
 
@@ -39,6 +55,8 @@ _SKIPPED = re.compile(
 _USE = re.compile(r"\b(?P<shown>pub(?:\([^)]*\))?\s+)?use\s+(?P<tree>[^;]+);")
 _PATH = re.compile(r"(?<![\w:])\w+(?:\s*::\s*\w+)+")
 _TYPE = re.compile(r"^ {0,4}(?:pub(?:\([^)]*\))? +)?(?:unsafe +)?(?:struct|enum|trait|union) +(\w+)", re.M)
+_ALIAS_OR_BRACE = re.compile(r"[{};]|^\s*(?:pub(?:\([^)]*\))? +)?type +(\w+)[^;]*=", re.M)
+_IMPL = re.compile(r"(?:pub(?:\([^)]*\))? +)?(?:unsafe +)?(?:impl|trait)\b")
 
 
 class Source:
@@ -53,7 +71,7 @@ class Source:
         self.names = {name: path for path, name, _ in self.uses if path[-1:] != ("*",)}
         self.body = _USE.sub("", self.code)
         self.paths = {tuple(re.split(r"\s*::\s*", path)) for path in _PATH.findall(self.body)}
-        self.types = _TYPE.findall(self.code)
+        self.types = _TYPE.findall(self.code) + list(_aliases(self.code))
         self.macros = re.findall(r"#\[macro_export\]\s*macro_rules!\s+(\w+)", self.code)
 
 
@@ -75,6 +93,23 @@ def _without_tests(code: str) -> tuple[str, list[str]]:
             assert brace
             depth, start = depth + (1 if brace[0] == "{" else -1), brace.end()
     return "".join([*kept, code[start:]]), modules
+
+
+def _aliases(code: str) -> Iterator[str]:
+    """Names that `type` gives, but for those of a trait or of its implementation."""
+    blocks: list[bool] = []
+    start = 0
+    for found in _ALIAS_OR_BRACE.finditer(code):
+        if found[1]:
+            if not (blocks and blocks[-1]):
+                yield found[1]
+            continue
+        if found[0] == "{":
+            head = re.sub(r"#!?\[[^\]]*\]", "", code[start : found.start()]).strip()
+            blocks.append(bool(_IMPL.match(head)))
+        elif found[0] == "}" and blocks:
+            blocks.pop()
+        start = found.end()
 
 
 def _leaves(tree: str, before: Module = ()) -> Iterator[tuple[Module, str]]:
@@ -154,41 +189,6 @@ class Crate:
                 return at
         return at
 
-    def circles(self) -> list[list[str]]:
-        """The groups of files that import each other, the largest first (Tarjan's strongly connected components)."""
-        number: dict[str, int] = {}
-        low: dict[str, int] = {}
-        stack: list[str] = []
-        circles: list[list[str]] = []
-
-        def visit(file: str) -> None:
-            number[file] = low[file] = len(number)
-            stack.append(file)
-            for other in sorted(self.imports[file]):
-                if other not in number:
-                    visit(other)
-                if other in stack:
-                    low[file] = min(low[file], low[other])
-            if low[file] == number[file]:
-                place = stack.index(file)
-                circles.append(sorted(stack[place:]))
-                del stack[place:]
-
-        for file in self.imports:
-            if file not in number:
-                visit(file)
-        return sorted((circle for circle in circles if len(circle) > 1), key=lambda circle: (-len(circle), circle))
-
-    def folders(self) -> dict[str, dict[str, list[str]]]:
-        """By folder, the folders that it imports, and the files that do."""
-        found: dict[str, dict[str, list[str]]] = {}
-        for file, others in self.imports.items():
-            folder = _folder(file)
-            found.setdefault(folder, {})
-            for other in {_folder(other) for other in others} - {folder}:
-                found[folder].setdefault(other, []).append(file)
-        return found
-
     def twice(self) -> dict[str, list[str]]:
         """Names of types that are declared more than once, and where."""
         found = collections.defaultdict(list)
@@ -199,13 +199,136 @@ class Crate:
 
 
 def _folder(file: str) -> str:
-    return file.partition("/")[0].removesuffix(".rs")
+    return file.partition("/")[0].removesuffix(".rs").removesuffix(".py")
 
 
-def _row(folder: str, imports: set[str]) -> str:
-    order = [name for floor in FLOORS for name in floor]
-    shown = sorted(imports - {"error"}, key=order.index)
+def circles(imports: dict[str, set[str]]) -> list[list[str]]:
+    """The groups of files that import each other, the largest first (Tarjan's strongly connected components)."""
+    number: dict[str, int] = {}
+    low: dict[str, int] = {}
+    stack: list[str] = []
+    found: list[list[str]] = []
+
+    def visit(file: str) -> None:
+        number[file] = low[file] = len(number)
+        stack.append(file)
+        for other in sorted(imports[file]):
+            if other not in number:
+                visit(other)
+            if other in stack:
+                low[file] = min(low[file], low[other])
+        if low[file] == number[file]:
+            place = stack.index(file)
+            found.append(sorted(stack[place:]))
+            del stack[place:]
+
+    for file in imports:
+        if file not in number:
+            visit(file)
+    return sorted((circle for circle in found if len(circle) > 1), key=lambda circle: (-len(circle), circle))
+
+
+def folders(imports: dict[str, set[str]]) -> dict[str, dict[str, list[str]]]:
+    """By folder, the folders that it imports, and the files that do."""
+    found: dict[str, dict[str, list[str]]] = {}
+    for file, others in imports.items():
+        folder = _folder(file)
+        found.setdefault(folder, {})
+        for other in {_folder(other) for other in others} - {folder}:
+            found[folder].setdefault(other, []).append(file)
+    return found
+
+
+def _run_at_import(body: list[ast.stmt]) -> Iterator[ast.Import | ast.ImportFrom]:
+    """The imports that run as a module is imported: none of a function, none for type checkers alone."""
+    for statement in body:
+        if isinstance(statement, (ast.Import, ast.ImportFrom)):
+            yield statement
+        elif isinstance(statement, ast.If):
+            if ast.unparse(statement.test) not in ("TYPE_CHECKING", "typing.TYPE_CHECKING"):
+                yield from _run_at_import(statement.body)
+            yield from _run_at_import(statement.orelse)
+        elif isinstance(statement, ast.Try):
+            for part in (statement, *statement.handlers):
+                yield from _run_at_import(part.body)
+            yield from _run_at_import(statement.orelse + statement.finalbody)
+        elif isinstance(statement, (ast.With, ast.ClassDef, ast.For, ast.While)):
+            yield from _run_at_import(statement.body)
+
+
+class Package:
+    """The files of a package of Python's, and what each imports as it is imported."""
+
+    def __init__(self, folder: Path) -> None:
+        self.name = folder.name
+        self.files: dict[Module, str] = {}
+        trees: dict[Module, ast.Module] = {}
+        for path in sorted([*folder.rglob("*.py"), *folder.glob("_core.pyi")]):
+            module = path.relative_to(folder).with_suffix("").parts
+            module = module[:-1] if module[-1] == "__init__" else module
+            self.files[module] = str(path.relative_to(folder).with_suffix(".py"))
+            trees[module] = ast.parse(path.read_text(encoding="utf-8") if path.suffix == ".py" else "")
+        # Names that the package loads when they are asked for: its __init__ imports them for type checkers.
+        shown = [s for s in ast.walk(trees[()]) if isinstance(s, ast.ImportFrom) and s.level]
+        self.homes = {alias.asname or alias.name: self._of((), s, alias.name) for s in shown for alias in s.names}
+        self.imports = {file: self._imports(module, trees[module]) for module, file in self.files.items()}
+
+    def _imports(self, module: Module, tree: ast.Module) -> set[str]:
+        file = self.files[module]
+        package = module if file.endswith("__init__.py") else module[:-1]
+        found: set[Module | None] = set()
+        for statement in _run_at_import(tree.body):
+            for alias in statement.names:
+                if isinstance(statement, ast.ImportFrom):
+                    found.add(self._of(package, statement, alias.name))
+                else:
+                    first, *rest = alias.name.split(".")
+                    found.add(tuple(rest) if first == self.name else None)
+        return {self.files[target] for target in found if target is not None} - {file}
+
+    def _of(self, package: Module, statement: ast.ImportFrom, name: str) -> Module | None:
+        """The module that `from … import name` reads, in a module of `package`; none: of another package."""
+        parts = tuple((statement.module or "").split(".")) if statement.module else ()
+        if statement.level:
+            base = package[: len(package) - statement.level + 1] + parts
+        elif parts[:1] == (self.name,):
+            base = parts[1:]
+        else:
+            return None
+        if (*base, name) in self.files:
+            return (*base, name)
+        return self.homes.get(name, ()) if not base and hasattr(self, "homes") else base
+
+
+def _row(folder: str, imports: set[str], floors: tuple[tuple[str, ...], ...] = FLOORS) -> str:
+    order = [name for floor in floors for name in floor]
+    shown = sorted(imports - {"error", "errors"}, key=order.index)
     return f"| {folder} | {', '.join(shown) or 'nothing'} |"
+
+
+def _packages(found: dict[str, dict[str, list[str]]]) -> list[str]:
+    """The table of Python's packages."""
+    names = [name for floor in PYTHON_FLOORS for name in floor if (PYTHON / name).is_dir()]
+    return [_row(name, set(found[name]), PYTHON_FLOORS) for name in names]
+
+
+def _upwards(found: dict[str, dict[str, list[str]]], floors: tuple[tuple[str, ...], ...]) -> list[str]:
+    """Imports of a higher floor, or of a neighbour."""
+    height = {name: floor for floor, names in enumerate(floors) for name in names}
+    assert set(found) == set(height), "a folder has no floor, or a floor no folder"
+    return [
+        f"{folder} imports {other} ({', '.join(files)})"
+        for folder, imports in found.items()
+        for other, files in imports.items()
+        if height[other] >= height[folder]
+    ]
+
+
+def _documented(heading: str) -> list[str]:
+    """The rows of the table under a heading of docs/architecture.md."""
+    text = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    section = re.split(r"\n##", text.partition(f"\n{heading}\n")[2])[0]
+    return [re.sub(r" \([^)]*\)", "", line) for line in section.splitlines() if line.startswith("| ")][1:]
 
 
 @pytest.fixture(scope="module")
@@ -213,31 +336,37 @@ def crate() -> Crate:
     return Crate(ROOT / "src")
 
 
+@pytest.fixture(scope="module")
+def package() -> Package:
+    return Package(PYTHON)
+
+
 def test_each_folder_imports_only_folders_below_it(crate):
-    height = {name: floor for floor, names in enumerate(FLOORS) for name in names}
-    folders = crate.folders()
-    folders.pop("lib")
-    assert set(folders) == set(height), "a folder has no floor, or a floor no folder"
-    wrong = [
-        f"{folder} imports {other} ({', '.join(files)})"
-        for folder, imports in folders.items()
-        for other, files in imports.items()
-        if height[other] >= height[folder]
-    ]
-    assert not wrong
+    found = folders(crate.imports)
+    found.pop("lib")
+    assert not _upwards(found, FLOORS)
+
+
+def test_each_package_imports_only_packages_below_it(package):
+    found = folders(package.imports)
+    lowest = PYTHON_FLOORS[0]
+    for name in lowest:
+        found[name] = {other: files for other, files in found[name].items() if other not in lowest}
+    assert not _upwards(found, PYTHON_FLOORS)
 
 
 def test_files_do_not_import_each_other_in_large_circles(crate):
-    assert [circle for circle in crate.circles() if len(circle) > LONGEST] == []
+    assert [circle for circle in circles(crate.imports) if len(circle) > LONGEST] == []
 
 
-def test_the_documented_imports(crate):
-    text = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
-    section = text.partition("\n## Floors\n")[2].partition("\n## ")[0]
-    documented = [re.sub(r" \([^)]*\)", "", line) for line in section.splitlines() if line.startswith("| ")][1:]
-    folders = crate.folders()
-    rows = [_row(name, set(folders[name])) for floor in FLOORS for name in floor]
-    assert documented == rows
+def test_modules_do_not_import_each_other_in_circles(package):
+    assert circles(package.imports) == []
+
+
+def test_the_documented_imports(crate, package):
+    found = folders(crate.imports)
+    assert _documented("## Floors") == [_row(name, set(found[name])) for floor in FLOORS for name in floor]
+    assert _documented("### Floors of Python") == _packages(folders(package.imports))
 
 
 def test_a_types_name_is_its_own(crate):
@@ -251,7 +380,8 @@ def test_what_is_read(tmp_path):
         "a/mod.rs": "mod c;\npub use c::{Shown, Used};\nfn f() -> Used { g('{', \"crate::b\") } // crate::b\n",
         "a/c.rs": "use super::super::b::{self as other, Thing};\nfn f() { other::g() }\n"
         "#[cfg(test)]\nmod tests { use crate::t; fn g() { {} } }\npub struct Shown;\npub struct Used;\n",
-        "b.rs": "use crate::a::Shown;\npub struct Thing;\npub struct Used;\n",
+        "b.rs": "use crate::a::Shown;\npub struct Thing;\npub type Used = u8;\n"
+        "impl Iterator for Thing {\n    type Shown = u8;\n    fn f() {\n        type Thing = u8;\n    }\n}\n",
     }
     for name, text in files.items():
         path = tmp_path / name
@@ -259,15 +389,35 @@ def test_what_is_read(tmp_path):
         path.write_text(text)
     crate = Crate(tmp_path)
     assert crate.imports == {"lib.rs": set(), "a/mod.rs": {"a/c.rs"}, "a/c.rs": {"b.rs"}, "b.rs": {"a/c.rs"}}
-    assert crate.circles() == [["a/c.rs", "b.rs"]]
-    assert crate.twice() == {"Used": ["a/c.rs", "b.rs"]}
+    assert circles(crate.imports) == [["a/c.rs", "b.rs"]]
+    assert crate.twice() == {"Thing": ["b.rs", "b.rs"], "Used": ["a/c.rs", "b.rs"]}
+
+
+def test_what_is_read_of_python(tmp_path):
+    files = {
+        "__init__.py": "if TYPE_CHECKING:\n    from .a import Shown\n",
+        "a.py": "import json\nimport p.b\ndef f():\n    from . import c\n",
+        "b.py": "try:\n    from .c.d import f\nexcept ImportError:\n    from p import Shown\n",
+        "c/__init__.py": "from . import d\n",
+        "c/d.py": "if TYPE_CHECKING:\n    from .. import a\nelse:\n    from . import __name__\n",
+    }
+    for name, text in files.items():
+        path = tmp_path / "p" / name
+        path.parent.mkdir(exist_ok=True, parents=True)
+        path.write_text(text)
+    package = Package(tmp_path / "p")
+    within = {"c/__init__.py": {"c/d.py"}, "c/d.py": {"c/__init__.py"}}
+    assert package.imports == {"__init__.py": set(), "a.py": {"b.py"}, "b.py": {"a.py", "c/d.py"}, **within}
+    assert circles(package.imports) == [["a.py", "b.py"], ["c/__init__.py", "c/d.py"]]
+    assert folders(package.imports)["b"] == {"a": ["b.py"], "c": ["b.py"]}
 
 
 if __name__ == "__main__":
-    read = Crate(Path(sys.argv[1]) if len(sys.argv) > 1 else ROOT / "src")
-    for circle in read.circles():
+    read, python = Crate(ROOT / "src"), Package(PYTHON)
+    for circle in circles(read.imports) + circles(python.imports):
         print(len(circle), "files:", *circle)
     print("twice:", read.twice())
     known = {name for floor in FLOORS for name in floor}
-    for folder, imports in sorted(read.folders().items()):
+    for folder, imports in sorted(folders(read.imports).items()):
         print(_row(folder, set(imports) & known))
+    print(*_packages(folders(python.imports)), sep="\n")

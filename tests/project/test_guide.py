@@ -1,4 +1,4 @@
-"""CONTRIBUTING's guide works: its steps, taken on a copy of the sources, make a norm and a residual scheme."""
+"""CONTRIBUTING's guide works: its steps make a norm, a scheme and operators in a copy of the sources."""
 
 import os
 import re
@@ -50,14 +50,38 @@ sys.exit(pytest.main(["-q", "-p", "no:cacheprovider", *sys.argv[1:]]))
 """
 
 
+CALL = """
+import sys
+import torch
+import fuzz
+import normformer_rs as nfrs
+
+OPS = torch.ops.normformer_rs
+x = torch.randn(3, 8, requires_grad=True)
+torch.testing.assert_close(OPS.relu_norm(x), OPS.rms_norm(x.relu(), None, None, 1e-5)[0])
+y = OPS.relu_squared(x)
+torch.testing.assert_close(y, x.relu().square())
+torch.testing.assert_close(torch.autograd.grad(y.sum(), x)[0], 2 * x.relu())
+assert y.grad_fn.name() == "relu_squaredBackward" and nfrs._core.operator_counts()["relu_squared"] == (1, 0)
+assert "relu_squared.cu" in nfrs._core.cuda_programs()
+for op in fuzz.OPS_BY_NAME.keys() - {"relu_norm", "relu_squared", "relu_squared_backward"}:
+    del fuzz.OPS_BY_NAME[op]
+told = [fuzz.call(0, n) for n in range(300)]
+assert not [line for line in told if line.startswith(("wrong", "panic"))], told
+assert told.count("accepted") > 100
+"""
+OPERATORS = ("relu_norm", "relu_squared")
+
+
 def follow(guide: str, tree: Path) -> int:
     """Makes the guide's files and applies its changes; how many steps there were."""
-    steps = re.findall(r"^( *)```(rust|diff) (\S+)\n(.*?)^ *```", guide, re.M | re.S)
+    steps = re.findall(r"^( *)```(rust|cuda|diff) (\S+)\n(.*?)^ *```", guide, re.M | re.S)
     for indent, kind, name, block in steps:
         block = textwrap.indent(block, "") if not indent else re.sub(rf"^{indent}", "", block, flags=re.M)
         path = tree / name
-        if kind == "rust":
+        if kind != "diff":
             assert not path.exists(), f"the guide makes {name}, which is there already"
+            path.parent.mkdir(exist_ok=True)
             path.write_text(block)
             continue
         lines = block.splitlines(keepends=True)
@@ -71,7 +95,8 @@ def follow(guide: str, tree: Path) -> int:
     return len(steps)
 
 
-def test_a_norm_and_a_scheme_of_the_guide(tmp_path):
+@pytest.mark.timeout(600)  # it builds the package
+def test_what_the_guide_makes(tmp_path):
     if shutil.which("cargo") is None or not (ROOT / "Cargo.toml").exists():
         pytest.skip("needs a checkout and cargo, to compile the guide's norm")
     tree = tmp_path / "tree"
@@ -80,7 +105,7 @@ def test_a_norm_and_a_scheme_of_the_guide(tmp_path):
     for name in ("Cargo.toml", "Cargo.lock", "build.rs", "README.md", "pyproject.toml", "_build.py"):
         shutil.copy(ROOT / name, tree / name)
     guide = (ROOT / "CONTRIBUTING.md").read_text()
-    assert follow(guide, tree) >= 8
+    assert follow(guide, tree) >= 20
     # The dependencies that `make build` has compiled are taken as they are; our own code is not optimised.
     built = sorted((ROOT / "target").glob("python-*"), key=lambda path: path.stat().st_mtime)
     target = built[-1] if built else tmp_path / "target"
@@ -88,7 +113,7 @@ def test_a_norm_and_a_scheme_of_the_guide(tmp_path):
         **os.environ,
         "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
         "CARGO_TARGET_DIR": str(target),
-        "PYTHONPATH": f"{tree / 'python'}:{tree / 'tests'}",
+        "PYTHONPATH": f"{tree / 'python'}:{tree / 'tests'}:{tree / 'tests' / 'operators'}",
     }
     command = "rustc --quiet --release --features python --lib --crate-type cdylib -- -C opt-level=0 -C debuginfo=0"
     subprocess.run([sys.executable, "_build.py", *command.split()], cwd=tree, env=environment, check=True)
@@ -111,3 +136,26 @@ def test_a_norm_and_a_scheme_of_the_guide(tmp_path):
     done = subprocess.run([sys.executable, "-c", USE, *chosen], **run, timeout=1200)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     assert re.search(r"\d+ passed", done.stdout)
+    (write,) = re.findall(r"`python (tests/operators/schemas\.py)`,? writes", guide)
+    subprocess.run([sys.executable, write], **run, check=True)
+    added = {*(tree / "tests/operators/schemas.txt").read_text().splitlines()}
+    added -= {*(ROOT / "tests/operators/schemas.txt").read_text().splitlines()}
+    assert {schema.split("(")[0].split("::")[1] for schema in added} == {*OPERATORS, "relu_squared_backward"}
+    done = subprocess.run([sys.executable, "-c", CALL], **run, timeout=600)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    chosen = [f"{tree}/tests/operators", f"{tree}/tests/cuda/test_cuda.py", "-k", " or ".join((*OPERATORS, "contract"))]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *chosen]
+    done = subprocess.run(command, **run, timeout=1200)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    assert int(re.search(r"(\d+) passed", done.stdout)[1]) >= 20, done.stdout[-3000:]
+    assert_twelve_files(guide, tree)
+
+
+def assert_twelve_files(guide: str, tree: Path) -> None:
+    """The guide's count for an operator with kernels is its table's."""
+    section = guide.partition("### An operator with kernels\n")[2].partition("### What follows\n")[0]
+    table = [line for line in section.splitlines() if line.startswith("| ")][1:]
+    files = [name.strip("` ") for line in table for name in line.split("|")[1].split(",")]
+    made = set(re.findall(r"^ *```(?:rust|cuda|diff) (\S+)$", section, re.M))
+    assert "It takes twelve files: eight of code and tests" in section and (len(files), len(made)) == (12, 8)
+    assert made <= set(files) and all((tree / name).exists() or name == "CHANGELOG.md" for name in files)

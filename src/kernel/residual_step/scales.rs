@@ -9,7 +9,7 @@ use crate::cpu::{Accumulator, Element};
 use crate::kernel::rows::{columns, each_row, fetch, rows, Blocks, BlocksMut, Lines, Measured, Slope, GROUP, PARTS};
 
 /// What the gradient reads of a group of rows; absent rows are empty. With a curve `dx_plus` is G itself.
-pub struct Sides<'a, X, F, Y, D> {
+pub struct StepRows<'a, X, F, Y, D> {
     pub dx_plus: [&'a [D]; GROUP],
     pub dy: [&'a [Y]; GROUP],
     pub x_plus: [&'a [X]; GROUP],
@@ -33,7 +33,7 @@ impl<A: Accumulator> Scales<A> {
         &mut self,
         weight: &[A],
         slopes: [(Measured<A>, Slope<A>); GROUP],
-        sides: Sides<X, F, Y, D>,
+        sides: StepRows<X, F, Y, D>,
         bits: Bits,
         dx: [&mut [X]; GROUP],
         store: Store,
