@@ -1,7 +1,7 @@
 //! The encoder-decoder Transformer, and the decoder-only language model.
 
-use super::cargo::Cargo;
 use super::embedding::Embeddings;
+use super::host_batch::HostBatch;
 use super::positions::Rotary;
 use super::softcap::Softcap;
 use super::stack::{Stack, StackCache, StackMemory};

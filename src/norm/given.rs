@@ -50,12 +50,12 @@ pub struct OwnNorm {
     pub options: String,
 }
 
-struct Known {
+struct RegisteredNorm {
     given: &'static GivenNorm,
     spec: &'static Spec,
 }
 
-static KNOWN: Mutex<Vec<Known>> = Mutex::new(Vec::new());
+static KNOWN: Mutex<Vec<RegisteredNorm>> = Mutex::new(Vec::new());
 
 /// The most parameters that the operator takes.
 pub const MOST: usize = 8;
@@ -82,7 +82,7 @@ pub fn entry(given: GivenNorm) -> Result<&'static Spec> {
         options: &[],
         form: Form::Own(Box::leak(Box::new(own))),
     }));
-    known.push(Known { given, spec });
+    known.push(RegisteredNorm { given, spec });
     Ok(spec)
 }
 

@@ -20,7 +20,7 @@ pub trait Observer {
         Ok(())
     }
     /// Again and again in long work that tells nothing: preparing data, evaluating.
-    fn between(&mut self) -> Result<()> {
+    fn check_interrupt(&mut self) -> Result<()> {
         Ok(())
     }
     fn message(&mut self, _level: &str, _text: &str) -> Result<()> {

@@ -3,7 +3,7 @@
 use super::mask::Bits;
 use super::{keep, StepParameters};
 use crate::cpu::memory::Aligned;
-use crate::cpu::pack::{Isa, Of, Pack, Store, BLOCK};
+use crate::cpu::pack::{Isa, Of, Pack, Store, PAIR_LANES};
 use crate::cpu::philox::Dropout;
 use crate::cpu::{Accumulator, Element};
 use crate::kernel::rows::{columns, each_row, fetch, rows, Blocks, BlocksMut, Lines, Measured, Slope, GROUP, PARTS};
@@ -61,11 +61,11 @@ impl<A: Accumulator> Scales<A> {
             let bits = bits.part(part, of(dropped));
             let (dx, df) = (dx.part(part, of(wants_dx)), df.part(part, of(wants_df)));
             let here = |there: bool| if there { done..done + n } else { 0..0 };
-            let weight = &weight.as_chunks::<BLOCK>().0[here(weighted)];
-            let alpha = &self.alpha.as_chunks::<BLOCK>().0[here(true)];
-            let beta = &self.beta.as_chunks::<BLOCK>().0[here(true)];
-            let dalpha = &mut self.dalpha.as_chunks_mut::<BLOCK>().0[here(wants_dalpha)];
-            let dbeta = &mut self.dbeta.as_chunks_mut::<BLOCK>().0[here(wants_dbeta)];
+            let weight = &weight.as_chunks::<PAIR_LANES>().0[here(weighted)];
+            let alpha = &self.alpha.as_chunks::<PAIR_LANES>().0[here(true)];
+            let beta = &self.beta.as_chunks::<PAIR_LANES>().0[here(true)];
+            let dalpha = &mut self.dalpha.as_chunks_mut::<PAIR_LANES>().0[here(wants_dalpha)];
+            let dbeta = &mut self.dbeta.as_chunks_mut::<PAIR_LANES>().0[here(wants_dbeta)];
             done += n;
             for i in 0..n {
                 let mut total = [[Of::<A, S>::zero(); 2]; GROUP];
@@ -129,7 +129,7 @@ impl<A: Accumulator> Scales<A> {
 
 /// Columns to sum in: none where the gradient is not wanted.
 pub fn sum_of<A: Accumulator>(gradient: &[A], cols: usize) -> Aligned<A> {
-    Aligned::new(if gradient.is_empty() { 0 } else { cols.next_multiple_of(BLOCK) })
+    Aligned::new(if gradient.is_empty() { 0 } else { cols.next_multiple_of(PAIR_LANES) })
 }
 
 /// Adds the column sums, or their sum, times dropout's scale.
