@@ -6,7 +6,7 @@ use ndarray::{Array1, Array2, ArrayView1, Axis, Zip};
 use std::cell::RefCell;
 use tch::Tensor;
 
-/// One stack's pass, in the order in which things happen.
+/// Diagnostics of one stack's pass, in order of execution.
 #[derive(Debug, Default)]
 pub struct StackObservation {
     /// Per layer: the mean over rows of the cosine of its output and the one before, the first's being what the stack
@@ -106,7 +106,7 @@ impl Columns {
     }
 }
 
-/// Looks on as a model runs; with nobody looking nothing is computed.
+/// Records diagnostics while a model runs; without a watch none are computed.
 #[derive(Debug, Default)]
 pub struct Watch {
     stacks: RefCell<Vec<StackObservation>>,

@@ -231,7 +231,8 @@ pub fn below_one(name: &str, value: f64) -> Result<()> {
     }
 }
 
-/// [`OptionSpec`]s, as constants: `/// help; NAME ("key"): type = default, check;`, [`anything`] where no check is given.
+/// [`OptionSpec`]s, as constants: `/// help; NAME ("key"): type = default, check;`, [`anything`] where no check is
+/// given.
 macro_rules! option_spec {
     ($($(#[doc = $doc:literal])+ $vis:vis $name:ident ($key:literal): $ty:ty = $default:expr $(, $check:expr)?;)+) => { $(
         $(#[doc = $doc])+
@@ -249,8 +250,8 @@ pub(crate) use option_spec;
 
 /// A struct of options, in groups named as `--help` lists them: `"group" { /// help; name: type = default, … }`.
 ///
-/// One `with options` has the tables' options, too, in the field of that name: `"group" { … } + option_specs` puts those of
-/// the function `option_specs` behind the group's own. In JSON they stand among the others.
+/// One `with options` has the tables' options, too, in the field of that name: `"group" { … } + option_specs` puts
+/// those of the function `option_specs` behind the group's own. In JSON they stand among the others.
 macro_rules! config {
     ($(#[$meta:meta])* pub struct $name:ident { $($group:literal {
         $($(#[doc = $doc:literal])+ $field:ident : $ty:ty = $default:expr),+ $(,)?
@@ -347,9 +348,9 @@ macro_rules! config {
                             }
                             match name.as_str() {
                                 $($(stringify!($field) => read.$field = map.next_value()?,)+)+
-                                name => match option_specs.iter().find(|option_spec| option_spec.name() == name) {
-                                    Some(option_spec) => {
-                                        read.$options.set(*option_spec, map.next_value()?).map_err(serde::de::Error::custom)?
+                                name => match option_specs.iter().find(|spec| spec.name() == name) {
+                                    Some(spec) => {
+                                        read.$options.set(*spec, map.next_value()?).map_err(serde::de::Error::custom)?
                                     }
                                     None => return Err(unknown_field(name, &$name::fields())),
                                 },

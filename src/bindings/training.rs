@@ -1,4 +1,4 @@
-//! Training, told to an observer, and its schedules.
+//! Training, reported to an observer, and its schedules.
 
 use super::runs::{as_raised, interruptible};
 use super::{graphs, json_text, released};
@@ -40,7 +40,7 @@ fn train_py(
     as_raised(py, done, observer.raised)
 }
 
-/// Tells the operators of a process group, which they then take by its name.
+/// Registers a process group with the operators, which then take it by its name.
 #[pyfunction]
 fn join_group(name: &str, rank: usize, size: usize) -> PyResult<()> {
     ProcessGroup::new(name, rank, size)?;

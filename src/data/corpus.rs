@@ -150,7 +150,7 @@ pub struct Digests {
     pub valid: u32,
 }
 
-/// CRC-32 of sentences' ids and ends, in order. An `Err` from `check_interrupt`, which is asked at each, ends it.
+/// CRC-32 of sentences' ids and ends, in order. `check_interrupt` runs at each.
 pub fn digest<'a>(sentences: impl IntoIterator<Item = &'a Vec<u32>>, check_interrupt: Interrupt) -> Result<u32> {
     let mut crc = flate2::Crc::new();
     let mut bytes = Vec::new();

@@ -128,7 +128,7 @@ fn read_bytes(path: &Path, check_interrupt: Interrupt) -> Result<Vec<u8>> {
     read_whole(path, MultiGzDecoder::new(bytes.as_slice()), damaged, check_interrupt)
 }
 
-/// All that `from` has. `check_interrupt` is asked at every chunk.
+/// All that `from` has. `check_interrupt` runs at every chunk.
 fn read_whole(
     path: &Path,
     mut from: impl Read,

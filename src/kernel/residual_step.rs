@@ -15,7 +15,7 @@ use crate::cpu::{memory, Accumulator, Element};
 use crate::kernel::rows::curve::{Bend, BendBack, NUMBERS};
 use crate::kernel::rows::{
     columns, each_row, fetch, normalise, rows, split, split_ref, Blocks, BlocksMut, Group, Measured, NoNorm,
-    RowNormFns, RowNormKernel, Slope, Weight, GROUP, PARTS,
+    RowGradient, RowNormFns, RowNormKernel, Weight, GROUP, PARTS,
 };
 use crate::multiversion;
 use crate::row_program;
@@ -111,8 +111,8 @@ multiversion! {
     /// `dx_plus` or `dy` is empty where nothing came back on that side; `x_plus` and `stats` are read only with `dy`, `x`
     /// only with `grads.dalpha`, `f` only with `grads.dbeta`.
     pub fn backward[isa S][X: Element, F: Element<Acc = X::Acc>, Y: Element<Acc = X::Acc>](
-        norm: &RowNormFns<X::Acc>, step: &StepParameters<X::Acc>, first_row: usize, dx_plus: &[X], dy: &[Y], x_plus: &[X],
-        x: &[X], f: &[F], stats: &[X::Acc], dx: &mut [X], df: &mut [F], grads: &mut Gradients<X::Acc>,
+        norm: &RowNormFns<X::Acc>, step: &StepParameters<X::Acc>, first_row: usize, dx_plus: &[X], dy: &[Y],
+        x_plus: &[X], x: &[X], f: &[F], stats: &[X::Acc], dx: &mut [X], df: &mut [F], grads: &mut Gradients<X::Acc>,
     ) {
         let cols = step.cols;
         if cols == 0 {
@@ -142,9 +142,10 @@ multiversion! {
             // Absent rows are empty.
             let dy = group.rows(g, dy, &spare_y);
             let x_plus = if dy[0].is_empty() { [&[][..]; GROUP] } else { group.rows(g, x_plus, &spare_x) };
-            let mut slopes = [(Measured::NONE, Slope::NONE); GROUP];
+            let mut row_gradients = [(Measured::NONE, RowGradient::NONE); GROUP];
             if !dy[0].is_empty() && bend.is_none() {
-                slopes = weight.slopes::<S, X, Y>(dy, x_plus, Measured::restore(norm.stats, group.range(g), stats));
+                let measured = Measured::restore(norm.stats, group.range(g), stats);
+                row_gradients = weight.row_gradients::<S, X, Y>(dy, x_plus, measured);
             }
             let x = if scales.dalpha.is_empty() { [&[][..]; GROUP] } else { group.rows(g, x, &spare_x) };
             let f = if scales.dbeta.is_empty() { [&[][..]; GROUP] } else { group.rows(g, f, &spare_f) };
@@ -157,10 +158,10 @@ multiversion! {
                 bend.backward::<S, X, Y, X::Acc>(dy, x_plus, dx_plus, rows, to, Store::PLAIN);
                 let none = [&[][..]; GROUP];
                 let sides = Sides { dx_plus: split_ref(&total, cols), dy: [&[]; GROUP], x_plus: none, x, f };
-                scales.apply::<S, X, F, Y, X::Acc>(&[], slopes, sides, bits, dx, store, df, store_f);
+                scales.apply::<S, X, F, Y, X::Acc>(&[], row_gradients, sides, bits, dx, store, df, store_f);
             } else {
                 let sides = Sides { dx_plus, dy, x_plus, x, f };
-                scales.apply::<S, X, F, Y, X>(weight.columns(), slopes, sides, bits, dx, store, df, store_f);
+                scales.apply::<S, X, F, Y, X>(weight.columns(), row_gradients, sides, bits, dx, store, df, store_f);
             }
         }
         store.finish();

@@ -50,7 +50,8 @@ multiversion! {
             for (b, sum) in blocks.iter_mut().enumerate() {
                 let mut total = [Of::<E::Acc, S>::zero(); 2];
                 for row in some.clone() {
-                    let numbers = x[row * stride + b * PAIR_LANES..].first_chunk::<PAIR_LANES>().expect("a row has all its blocks");
+                    let from = &x[row * stride + b * PAIR_LANES..];
+                    let numbers = from.first_chunk::<PAIR_LANES>().expect("a row has all its blocks");
                     let [low, high] = Of::<E::Acc, S>::pair(numbers);
                     total = [total[0].add(low), total[1].add(high)];
                 }

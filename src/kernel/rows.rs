@@ -55,7 +55,7 @@ pub trait RowNorm: Copy + Send + Sync + 'static {
     fn measure_scaled<A: Accumulator>(x: &[A], eps: A) -> Measured<A>;
 
     /// dx as a function of g and x̂, given Σg (only where STATS is 2: nobody else asks) and Σg⊙x̂ over `cols` columns.
-    fn slope<A: Accumulator>(row: Measured<A>, eps: A, cols: A, sum_g: A, sum_gx: A) -> Slope<A>;
+    fn gradient<A: Accumulator>(row: Measured<A>, eps: A, cols: A, sum_g: A, sum_gx: A) -> RowGradient<A>;
 }
 
 /// A curve that stands in a norm's place: x̂ = f(scale·x + shift), scale and shift one learned number each.
@@ -85,7 +85,7 @@ pub struct Measured<A> {
 
 /// dx = p·g + q·x̂ − r.
 #[derive(Clone, Copy, Debug)]
-pub struct Slope<A> {
+pub struct RowGradient<A> {
     pub p: A,
     pub q: A,
     pub r: A,
@@ -99,7 +99,7 @@ pub struct RowNormFns<A> {
     pub curve: Option<Curve<A>>,
     measure: fn(&Sums<A>, A) -> Option<Measured<A>>,
     measure_scaled: fn(&[A], A) -> Measured<A>,
-    slope: fn(Measured<A>, A, A, A, A) -> Slope<A>,
+    gradient: fn(Measured<A>, A, A, A, A) -> RowGradient<A>,
 }
 
 impl<A: Accumulator> RowNormFns<A> {
@@ -109,7 +109,7 @@ impl<A: Accumulator> RowNormFns<A> {
             curve: None,
             measure: N::measure,
             measure_scaled: N::measure_scaled,
-            slope: N::slope,
+            gradient: N::gradient,
         }
     }
 
@@ -160,8 +160,8 @@ impl RowNorm for NoNorm {
         Measured::NONE
     }
 
-    fn slope<A: Accumulator>(_: Measured<A>, _: A, _: A, _: A, _: A) -> Slope<A> {
-        Slope::NONE
+    fn gradient<A: Accumulator>(_: Measured<A>, _: A, _: A, _: A, _: A) -> RowGradient<A> {
+        RowGradient::NONE
     }
 }
 
@@ -213,8 +213,9 @@ multiversion! {
         let (spare, mut spare_out) = (group.spare::<E>(), group.spare_out::<E>());
         for g in 0..group.count() {
             let (dy, x) = (group.rows(g, dy, &spare), group.rows(g, x, &spare));
-            let slopes = weight.slopes::<S, E, E>(dy, x, Measured::restore(norm.stats, group.range(g), stats));
-            weight.apply::<S, E>(dy, x, slopes, group.rows_mut(g, dx, &mut spare_out), store);
+            let measured = Measured::restore(norm.stats, group.range(g), stats);
+            let row_gradients = weight.row_gradients::<S, E, E>(dy, x, measured);
+            weight.apply::<S, E>(dy, x, row_gradients, group.rows_mut(g, dx, &mut spare_out), store);
         }
         store.finish();
         weight.finish(dweight, dbias);
@@ -249,8 +250,8 @@ impl<A: Accumulator> Measured<A> {
     }
 }
 
-impl<A: Accumulator> Slope<A> {
-    pub const NONE: Self = Slope { p: A::ONE, q: A::ZERO, r: A::ZERO };
+impl<A: Accumulator> RowGradient<A> {
+    pub const NONE: Self = RowGradient { p: A::ONE, q: A::ZERO, r: A::ZERO };
 }
 
 #[cfg(test)]

@@ -1,4 +1,4 @@
-//! What a forward pass must know beside its inputs.
+//! A forward pass's settings beside its inputs.
 
 use super::linear::{linear, FlatBuffers};
 use super::norm::RowContext;
@@ -52,7 +52,7 @@ pub struct Context {
     pub recompute: bool,
     /// This is the recomputation: statistics have moved already.
     pub is_recompute: bool,
-    /// Whose batches norms with statistics take for one.
+    /// Ranks whose rows are one batch for norms with statistics.
     pub group: ProcessGroup,
     /// The statistics that norms used, for the second run.
     statistics: UsedStatistics,
@@ -65,7 +65,7 @@ pub struct Context {
     /// Weights that do not change between passes, if there are several.
     prepared: Option<Arc<PreparedWeights>>,
     watch: Option<Rc<Watch>>,
-    /// What the layers of the stack that runs have left.
+    /// Tensors that the running stack's layers have kept.
     kept_tensors: Rc<KeptTensors>,
     dropout_site: Rc<Cell<i64>>,
 }
@@ -187,7 +187,7 @@ impl Context {
         Context { watch: Some(watch), ..self }
     }
 
-    /// Shows something to whoever looks on.
+    /// Passes something to the watch, if there is one.
     pub fn show(&self, what: impl FnOnce(&Watch) -> Result<()>) -> Result<()> {
         self.watch.as_deref().map_or(Ok(()), what)
     }
@@ -200,7 +200,7 @@ impl Context {
         }
     }
 
-    /// What the layers of the stack that runs have left, by name.
+    /// Tensors that the running stack's layers have kept, by name.
     pub fn kept_tensors(&self) -> &KeptTensors {
         &self.kept_tensors
     }

@@ -40,7 +40,7 @@ pub enum SublayerFunction {
     FeedForward(FeedForward),
 }
 
-/// What one sublayer hands to the next.
+/// The residual streams between two sublayers.
 pub struct Streams {
     pub x: Tensor,
     /// The streams beside x, as many as the scheme's [`StackSpec`](crate::residual::StackSpec) has.
@@ -88,7 +88,7 @@ impl Streams {
 }
 
 impl Layer {
-    /// `leaves`: the names of what others need of it.
+    /// `leaves`: the names of the tensors that later layers need of it.
     pub fn build(
         b: &mut Builder,
         place: &LayerContext,
@@ -142,7 +142,7 @@ impl Layer {
 }
 
 impl BuiltSublayer {
-    /// What F is applied to.
+    /// The input of F.
     pub fn input(&self, streams: &mut Streams, ctx: &Context) -> Result<Tensor> {
         let x = match &self.around.mixing {
             Some(mixing) => {

@@ -102,7 +102,7 @@ impl BuiltMixing {
         matches!(&self.declared, Mixing::Depth(depth) if depth.begins_block)
     }
 
-    /// For those who look on: the mean of the streams, or of all v.
+    /// For diagnostics: the mean of the streams, or of all v.
     pub fn seen(&self, tensors: &[&Tensor]) -> Result<Tensor> {
         match &self.declared {
             Mixing::Hyper(_) => Ok(tensors[0].f_mean_dim([-2i64].as_slice(), false, None)?),

@@ -58,7 +58,7 @@ pub struct RowContext<'a> {
     /// The ranks whose rows these are.
     pub group: ProcessGroup,
     pub watch: Option<&'a Watch>,
-    /// What the stack's layers have left so far.
+    /// Tensors that the stack's layers have kept so far.
     pub kept_tensors: Option<&'a KeptTensors>,
 }
 

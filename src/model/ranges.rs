@@ -116,7 +116,7 @@ impl HostBatch for Ranges {
 }
 
 /// The sentences side by side, each filled up to the longest: what torch has kernels for on a GPU. All that it needs is
-/// made on the host, once a batch, so that nobody waits for the device.
+/// made on the host, once a batch, so that the host does not wait for the device.
 #[derive(Debug)]
 pub struct Padded {
     queries: Places,
@@ -189,8 +189,8 @@ impl HostBatch for Padded {
 }
 
 impl Padded {
-    /// On the host, filling the padded shapes of queries and keys. None where the ranges do not hold every query row once, in
-    /// order, or where one has no keys.
+    /// On the host, filling the padded shapes of queries and keys. None where the ranges do not hold every query row
+    /// once, in order, or where one has no keys.
     fn of(rows: &[i64], all: [i64; 2], shapes: Option<(PaddedShape, PaddedShape)>) -> Result<Option<Self>> {
         let mut ranges: Vec<[i64; 4]> = rows.chunks_exact(4).map(|r| [r[0], r[1], r[2], r[3]]).collect();
         let in_order = ranges.iter().try_fold(0, |end, [start, len, ..]| (*start == end).then_some(end + len));

@@ -14,7 +14,7 @@ use std::cell::RefCell;
 use std::collections::BTreeMap;
 use tch::{Kind, Tensor};
 
-/// What layers of a stack have left for later ones, by name, in one pass.
+/// Tensors that layers of a stack keep for later ones, by name, in one pass.
 pub type KeptTensors = RefCell<BTreeMap<String, Tensor>>;
 
 /// The stack's norm where a scheme wants it.
@@ -53,7 +53,7 @@ pub fn learned(b: &mut Builder, declared: &declared::Learned) -> Result<Tensor> 
 /// The least square of a [`BuiltGain::CoSigmoid`]: its slope stays finite.
 const LEAST_VARIANCE: f64 = 1e-3;
 
-/// What x or F(x) is multiplied by.
+/// The factor of x (residual gain) or of F(x) (branch gain).
 pub enum BuiltGain {
     One,
     /// A scalar or one number per column.
@@ -207,7 +207,7 @@ impl BuiltChange {
     }
 }
 
-/// What stands at one place, in its order.
+/// The changes at one place, in their order.
 pub struct BuiltChanges(Vec<BuiltChange>);
 
 impl BuiltChanges {
@@ -237,7 +237,7 @@ impl BuiltChanges {
     }
 }
 
-/// What stands inside a sublayer.
+/// The changes inside a sublayer, by their points.
 pub struct Inside(Vec<(Point, BuiltChange)>);
 
 impl Inside {
@@ -326,7 +326,7 @@ impl BuiltEnds {
         self.end.apply(x, ctx)
     }
 
-    /// What a layer has left, as one tensor like x, for those who look on.
+    /// A layer's output as one tensor like x, for diagnostics.
     pub fn seen(&self, x: &Tensor, streams: &[Tensor]) -> Result<Tensor> {
         match &self.mixing {
             Some(mixing) => mixing.seen(&[x].into_iter().chain(streams).collect::<Vec<_>>()),

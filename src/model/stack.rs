@@ -215,8 +215,8 @@ impl Stack {
         }
     }
 
-    /// Puts views of what the layer reads of others under their names, and returns what was kept. Autograd adds up what one
-    /// layer gives to each before it adds that to others', as with [`Streams::viewed`].
+    /// Puts views of what the layer reads of others under their names, and returns what was kept. Autograd adds up
+    /// what one layer gives to each before it adds that to others', as with [`Streams::viewed`].
     fn give(&self, index: usize, ctx: &Context) -> Result<BTreeMap<String, Tensor>> {
         let mut kept_tensors = ctx.kept_tensors().borrow_mut();
         let passing = std::mem::take(&mut *kept_tensors);

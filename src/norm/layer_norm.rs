@@ -2,7 +2,7 @@
 
 use crate::cpu::Accumulator;
 use crate::error::Result;
-use crate::kernel::rows::{hypotenuse, magnitude, sum, trusted, Measured, RowNorm, RowNormKernel, Slope, Sums};
+use crate::kernel::rows::{hypotenuse, magnitude, sum, trusted, Measured, RowGradient, RowNorm, RowNormKernel, Sums};
 use crate::norm::composed::{in_units, unit};
 use crate::norm::operators::RowNormOpSpec;
 use crate::norm::spec::{Form, NormArgs, Spec, BIAS, EPS, WEIGHT};
@@ -36,9 +36,9 @@ impl RowNorm for LayerNorm {
         Measured { shift: mean * unit, scale: A::ONE / hypotenuse(variance.sqrt() * unit, eps.sqrt()) }
     }
 
-    fn slope<A: Accumulator>(row: Measured<A>, _: A, cols: A, sum_g: A, sum_gx: A) -> Slope<A> {
+    fn gradient<A: Accumulator>(row: Measured<A>, _: A, cols: A, sum_g: A, sum_gx: A) -> RowGradient<A> {
         let share = row.scale / cols;
-        Slope { p: row.scale, q: -(share * sum_gx), r: share * sum_g }
+        RowGradient { p: row.scale, q: -(share * sum_gx), r: share * sum_g }
     }
 }
 

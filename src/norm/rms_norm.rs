@@ -2,7 +2,7 @@
 
 use crate::cpu::Accumulator;
 use crate::error::Result;
-use crate::kernel::rows::{hypotenuse, magnitude, sum, trusted, Measured, RowNorm, RowNormKernel, Slope, Sums};
+use crate::kernel::rows::{hypotenuse, magnitude, sum, trusted, Measured, RowGradient, RowNorm, RowNormKernel, Sums};
 use crate::norm::composed::{in_units, unit};
 use crate::norm::conventions::{self, KEYWORDS};
 use crate::norm::operators::RowNormOpSpec;
@@ -31,8 +31,8 @@ impl RowNorm for RmsNorm {
         Measured { shift: A::ZERO, scale: A::ONE / hypotenuse(root, eps.sqrt()) }
     }
 
-    fn slope<A: Accumulator>(row: Measured<A>, _: A, cols: A, _: A, sum_gx: A) -> Slope<A> {
-        Slope { p: row.scale, q: -(row.scale / cols * sum_gx), r: A::ZERO }
+    fn gradient<A: Accumulator>(row: Measured<A>, _: A, cols: A, _: A, sum_gx: A) -> RowGradient<A> {
+        RowGradient { p: row.scale, q: -(row.scale / cols * sum_gx), r: A::ZERO }
     }
 }
 

@@ -3,7 +3,7 @@
 use super::lp_norm;
 use crate::cpu::Accumulator;
 use crate::error::Result;
-use crate::kernel::rows::{magnitude, sum, trusted, Measured, RowNorm, RowNormKernel, Slope, Sums};
+use crate::kernel::rows::{magnitude, sum, trusted, Measured, RowGradient, RowNorm, RowNormKernel, Sums};
 use crate::norm::operators::RowNormOpSpec;
 use crate::norm::spec::{Form, NormArgs, NormOption, Spec, EPS, GAIN};
 use crate::row_program;
@@ -29,9 +29,9 @@ impl RowNorm for ScaleNorm {
         clamped(A::ONE / unit / square.sqrt(), eps)
     }
 
-    fn slope<A: Accumulator>(row: Measured<A>, eps: A, _: A, _: A, sum_gx: A) -> Slope<A> {
+    fn gradient<A: Accumulator>(row: Measured<A>, eps: A, _: A, _: A, sum_gx: A) -> RowGradient<A> {
         let q = if row.scale >= A::ONE / eps { A::ZERO } else { -(row.scale * sum_gx) };
-        Slope { p: row.scale, q, r: A::ZERO }
+        RowGradient { p: row.scale, q, r: A::ZERO }
     }
 }
 

@@ -51,7 +51,7 @@ impl GroupMember {
     }
 }
 
-/// The groups that were told of. They stay.
+/// The registered groups. They are never removed.
 static KNOWN: Mutex<Vec<&'static GroupMember>> = Mutex::new(Vec::new());
 
 fn known() -> MutexGuard<'static, Vec<&'static GroupMember>> {
@@ -94,7 +94,7 @@ impl ProcessGroup {
         }))))
     }
 
-    /// The group that was told of by this name; "" is a process alone.
+    /// The group registered under this name; "" is a process alone.
     pub fn named(name: &str) -> Option<Self> {
         if name.is_empty() {
             return Some(ProcessGroup::ALONE);

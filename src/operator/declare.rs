@@ -1,5 +1,5 @@
 //! How an operator is declared, once: schema, what its tensors must be, outputs, kernels, formula and derivative.
-//! `register` tells C++ what is declared here.
+//! `register` passes these declarations to C++.
 
 pub use super::argument::{gradient, leader, number, parameter, seed, tensor, title, Argument, DtypeRule};
 
@@ -31,7 +31,7 @@ pub struct Operator {
     pub(super) handle: Option<&'static Handle>,
 }
 
-/// Where an operator has kernels.
+/// The devices for which an operator has kernels.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub enum Kernels {
     Everywhere,

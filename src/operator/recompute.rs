@@ -8,8 +8,8 @@ use tch::Tensor;
 
 struct CheckpointFn<F>(F);
 
-/// Runs `function` without recording its operations; its backward pass runs it again and differentiates that. The flag says
-/// that it has been run before, so that what happens once per training forward (statistics) does not happen twice.
+/// Runs `function` without recording its operations; its backward pass runs it again and differentiates that. The flag
+/// says that it has been run before, so that what happens once per training forward (statistics) does not happen twice.
 ///
 /// Parameters inside get their gradients added to `.grad`, as ever. One of the inputs must require a gradient.
 pub fn recomputed(

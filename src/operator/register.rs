@@ -1,4 +1,4 @@
-//! What C++ is told of an operator: its declaration, the names resolved to places. declared.h has the same structs.
+//! An operator's declaration as C++ gets it, with names resolved to indices. declared.h has the same structs.
 
 use super::argument::{Argument, DtypeRule, FIXED, KEPT, LEADER, PLAIN};
 use super::declare::{Kernels, Operator};
@@ -208,7 +208,8 @@ impl<'a> Declared<'a> {
         let (mut sources, mut saved) = (vec![], vec![]);
         let mut has_gradient = vec![0; self.operator.outputs.len()];
         let mut plain: Vec<u8> = self.formals.iter().map(|a| u8::from(!a.is_tensor)).collect();
-        let mut is_kept = vec![self.operator.double_backward.is_none(); plain.len()]; // what the formula needs is everything
+        // The formula needs everything.
+        let mut is_kept = vec![self.operator.double_backward.is_none(); plain.len()];
         for a in &b.formals {
             let gradient = a.name.strip_prefix('d').and_then(|name| self.output(name));
             let mut source = match (gradient, self.output(a.name)) {

@@ -23,8 +23,8 @@ pub fn upload(numbers: &[u8], device: Device) -> Result<Tensor> {
     }
 }
 
-/// Numbers copied from a device to the host, not yet there. Reading waits until the stream has come so far, and no farther: what
-/// was put on it since goes on.
+/// Numbers copied from a device to the host, not yet there. Reading waits until the stream has come so far, and no
+/// farther: what was put on it since goes on.
 pub struct Pending {
     host: Tensor,
     /// None where they were there.

@@ -26,7 +26,7 @@ fn evaluated(store: &CheckpointStore) -> Result<Vec<PathBuf>> {
 }
 
 /// Averages checkpoints of a run (parameters and running statistics; counters of the newest), stored as `average`: those
-/// of the given updates, or the last `count`. `check_interrupt` is asked before each whether to go on.
+/// of the given updates, or the last `count`. `check_interrupt` runs before each whether to go on.
 pub fn average(
     folder: &Path,
     count: Option<usize>,

@@ -24,7 +24,7 @@ pub struct PreparedData {
     pub(super) digests: Digests,
 }
 
-/// Reads everything a run needs; touches no output. An error of `check_interrupt`, which is asked all the while, ends it.
+/// Reads everything a run needs; touches no output. `check_interrupt` runs throughout.
 pub fn prepare(
     model: &TransformerConfig,
     training: &TrainingConfig,

@@ -29,7 +29,7 @@ pub struct Surroundings<'a> {
 }
 
 /// Trains; `output` then holds all that [`Translator`](super::Translator) needs. Every process of the group calls this
-/// alike; its first one writes, and its observer hears everything, the others' only what comes between updates.
+/// alike; its first one writes, and its observer gets every event, the others' only the interrupt checks.
 pub fn train(
     model: &TransformerConfig,
     training: &TrainingConfig,

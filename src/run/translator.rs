@@ -95,7 +95,7 @@ impl Translator {
         })
     }
 
-    /// The ids of a text's lines. An `Err` from `check_interrupt`, which is asked before each, ends it.
+    /// The ids of a text's lines. `check_interrupt` runs before each.
     pub fn encode(&self, lines: &[String], check_interrupt: Interrupt) -> Result<Vec<Vec<u32>>> {
         let encode = |line: &String| self.vocabulary.encode(&self.segmenter.segment(line));
         interruptible(check_interrupt, lines, |lines| lines.map(encode).collect())

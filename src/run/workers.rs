@@ -210,7 +210,7 @@ mod tests {
         let mut stop = || Err(Error::Interrupted("enough".to_string()));
         let e = in_parallel(&model, &search, 2, 1000, &slow, &mut take, &mut stop).unwrap_err();
         assert_eq!((e.to_string().as_str(), made.load(Ordering::Relaxed) < 100), ("enough", true));
-        // A search that would never end by itself hears of it at its next step.
+        // A search that would never end by itself ends at its next step.
         let endless = |_: &Transformer, _: &Search, _: usize, check_interrupt: Interrupt| loop {
             check_interrupt()?;
             thread::sleep(Duration::from_millis(1));

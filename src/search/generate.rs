@@ -117,9 +117,10 @@ fn digest(tokens: &[i64]) -> u64 {
 
 /// Continues texts with a decoder-only model.
 ///
-/// `allowed` has the types that may come; none: all; never PAD and BOS. `kind` is the type of matrix products. `on_token` is
-/// told of each new token: the text's number, the token, and whether the text is over. `check_interrupt` is asked at every step
-/// whether to go on.
+/// `allowed` has the types that may come; none: all; never PAD and BOS. `kind` is the type of matrix products.
+/// `on_token` is
+/// called with each new token: the text's number, the token, and whether the text is over.
+/// `check_interrupt` runs at every step.
 ///
 /// Errors: a model with an encoder, a context longer than tensorized attention reads, logits that are not numbers, what
 /// `on_token` and `check_interrupt` return.

@@ -143,7 +143,8 @@ pub struct Hypothesis {
 /// # Errors
 ///
 /// Settings out of range; a decoder-only model; a mask that allows no sentence; a source longer than the model reads;
-/// logits that are not numbers (NaN); more hypotheses than memory; what `check_interrupt` returns, which is asked at each step.
+/// logits that are not numbers (NaN); more hypotheses than memory; an error of `check_interrupt`, which runs at each
+/// step.
 pub fn search(
     model: &Transformer,
     source: &Packed,
@@ -180,7 +181,7 @@ impl Search {
         Search { config: self.config.clone(), kind: self.kind, output, weights }
     }
 
-    /// The `n_best` best translations of each sentence. An `Err` from `check_interrupt`, which is asked at each step, ends it.
+    /// The `n_best` best translations of each sentence. `check_interrupt` runs at each step.
     pub fn run(
         &self,
         model: &Transformer,

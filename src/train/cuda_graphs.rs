@@ -34,7 +34,7 @@ const GRAPHS: usize = 128;
 /// Steps in which the rows of a side grow to `max_tokens`, and what a step is a multiple of.
 const ROW_STEPS: usize = 16;
 const ROW_MULTIPLE: usize = 64;
-/// Lengths of the longest sentence that are told apart: multiples of 4, and from 32 on four a doubling.
+/// Distinct lengths of the longest sentence: multiples of 4, and from 32 on four a doubling.
 const LENGTH_MULTIPLE: usize = 4;
 const LENGTHS_PER_DOUBLING: usize = 4;
 

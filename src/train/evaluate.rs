@@ -33,7 +33,7 @@ impl Score {
     }
 }
 
-/// The model's loss over batches, PAD among their targets left out; `check_interrupt` is asked between two of them.
+/// The model's loss over batches, PAD among their targets left out; `check_interrupt` runs between two of them.
 pub fn evaluate_loss(
     model: &Transformer,
     batches: &[Batch],
@@ -58,8 +58,8 @@ pub fn evaluate_loss(
     })
 }
 
-/// multi-bleu's BLEU of the model's translations of the batches' sources, pieces joined to words; `check_interrupt` is asked
-/// at each step of a search.
+/// multi-bleu's BLEU of the model's translations of the batches' sources, pieces joined to words; `check_interrupt`
+/// runs at each step of a search.
 pub fn evaluate_bleu(
     model: &Transformer,
     Validation { batches, references }: &Validation,

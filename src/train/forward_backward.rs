@@ -16,7 +16,7 @@ pub struct TrainStep {
     /// The type of matrix products.
     pub kind: Kind,
     pub recompute: bool,
-    /// Whose batches norms with statistics take for one.
+    /// Ranks whose rows are one batch for norms with statistics.
     pub group: ProcessGroup,
     /// On a CPU: the flat buffers, in which linear layers add to gradients.
     pub flat: Option<Rc<FlatBuffers>>,

@@ -24,7 +24,7 @@ pub fn smoothing(config: &TrainingConfig, valid: usize) -> kernel::Smoothing {
     }
 }
 
-/// Sums over target tokens, in nats; 0-dim f64 tensors, so that nobody waits for the device.
+/// Sums over target tokens, in nats; 0-dim f64 tensors, so that the host does not wait for the device.
 pub struct LossSums {
     pub loss: Tensor,
     pub nll: Tensor,

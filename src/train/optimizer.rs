@@ -117,8 +117,8 @@ impl Optimizer {
     }
 
     /// Update `step` (from 1) with the accumulated gradients, which are zero afterwards. Returns their global norm
-    /// before clipping, a 0-dim float64 tensor beside them, so that nobody waits for the device. Where that or `loss`
-    /// (0-dim) is not finite nothing moves, on a GPU at later updates neither.
+    /// before clipping, a 0-dim float64 tensor beside them, so that the host does not wait for the device. Where that
+    /// or `loss` (0-dim) is not finite nothing moves, on a GPU at later updates neither.
     pub fn step(&mut self, step: u64, lr: f64, loss: &Tensor) -> Result<Tensor> {
         match self.parameters.device() {
             Device::Cpu => self.step_on_cpu(step, lr, loss),

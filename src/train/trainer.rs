@@ -79,7 +79,7 @@ pub struct Trainer {
     group: ProcessGroup,
     /// The latest update, while its numbers are on their way.
     running: Option<Running>,
-    /// Why this rank asks to stop, while the others have not heard of it.
+    /// This rank's stop request, not yet shared.
     unheard: Option<Error>,
     /// The checkpoint of an interruption that this run goes on from.
     pause: Option<PathBuf>,
@@ -220,12 +220,12 @@ impl Trainer {
         }
     }
 
-    /// Waits for the latest update's numbers, if they are on their way, and tells them.
+    /// Waits for the latest update's numbers, if they are pending, and reports them.
     fn settle(&mut self, observer: &mut dyn Observer) -> Result<()> {
         self.running.take().map_or(Ok(()), |update| self.tell(update, observer))
     }
 
-    /// Ranks ask to stop along with the next update's numbers, so that nobody waits for the others to have no wish.
+    /// Stop requests travel with the next update's numbers, so they cost no wait of their own.
     fn tell(&mut self, update: Running, observer: &mut dyn Observer) -> Result<()> {
         let (update, someone_asks) = self.finish(update)?;
         let mut told = observer.updated(&update);
@@ -384,7 +384,7 @@ impl Trainer {
     pub fn evaluate(&mut self, observer: &mut dyn Observer) -> Result<()> {
         let start = Instant::now();
         let measured = if self.group.is_first() { self.measure(observer) } else { Ok((Score::default(), None)) };
-        // Ctrl-C reaches every rank: those that waited hear it here, so that it does not come a second time.
+        // Ctrl-C reaches every rank: those that waited take it here, so that it does not come a second time.
         let agreed = self.group.agree(measured, self.device).inspect_err(|_| drop(observer.check_interrupt()));
         let (score, bleu) = agreed?;
         let numbers = [score.loss, score.nll, score.tokens as f64, bleu.unwrap_or(f64::NAN)];
@@ -406,8 +406,7 @@ impl Trainer {
             self.progress.best = Some(criterion);
         }
         (self.progress.is_due, self.progress.evaluated) = (false, self.progress.update);
-        // Told, and logged, before it is saved: of an evaluation whose checkpoint counts nothing is lost, and of one whose
-        // checkpoint does not the log is told again.
+        // Log before saving: a crash may repeat a log line, never lose one.
         let told = observer.evaluated(&self.evaluation(score, bleu, best, start));
         if let Err(error @ Error::Io { .. }) = told {
             // The log lacks the line: nothing is saved, so that the run makes the evaluation again, and logs it.

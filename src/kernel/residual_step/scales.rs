@@ -6,7 +6,9 @@ use crate::cpu::memory::Aligned;
 use crate::cpu::pack::{Isa, Of, Pack, Store, PAIR_LANES};
 use crate::cpu::philox::Dropout;
 use crate::cpu::{Accumulator, Element};
-use crate::kernel::rows::{columns, each_row, fetch, rows, Blocks, BlocksMut, Lines, Measured, Slope, GROUP, PARTS};
+use crate::kernel::rows::{
+    columns, each_row, fetch, rows, Blocks, BlocksMut, Lines, Measured, RowGradient, GROUP, PARTS,
+};
 
 /// What the gradient reads of a group of rows; absent rows are empty. With a curve `dx_plus` is G itself.
 pub struct Sides<'a, X, F, Y, D> {
@@ -32,7 +34,7 @@ impl<A: Accumulator> Scales<A> {
     pub fn apply<S: Isa, X: Element<Acc = A>, F: Element<Acc = A>, Y: Element<Acc = A>, D: Element<Acc = A>>(
         &mut self,
         weight: &[A],
-        slopes: [(Measured<A>, Slope<A>); GROUP],
+        row_gradients: [(Measured<A>, RowGradient<A>); GROUP],
         sides: Sides<X, F, Y, D>,
         bits: Bits,
         dx: [&mut [X]; GROUP],
@@ -46,7 +48,7 @@ impl<A: Accumulator> Scales<A> {
         let (wants_dalpha, wants_dbeta) = (!self.dalpha.is_empty(), !self.dbeta.is_empty());
         let dropped = bits.is_some();
         let (threshold, bits) = bits.unwrap_or((0, [&[]; GROUP]));
-        let lines = rows!(r => Lines::<A, S, true>::of(slopes[r]));
+        let lines = rows!(r => Lines::<A, S, true>::of(row_gradients[r]));
         let ahead = GROUP * sides.dx_plus[0].len();
         let (dy, x_plus, dx_plus) = (Blocks::of(sides.dy), Blocks::of(sides.x_plus), Blocks::of(sides.dx_plus));
         let (x, f, bits) = (Blocks::of(sides.x), Blocks::of(sides.f), Blocks::of(bits));

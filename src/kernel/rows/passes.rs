@@ -1,7 +1,7 @@
 //! The four passes over a group of rows: measure and normalise, and the two halves of the gradient.
 
 use super::blocks::{columns, start, write_columns, Blocks, BlocksMut, PARTS};
-use super::{Measured, RowNormFns, Slope, Sums, GROUP};
+use super::{Measured, RowGradient, RowNormFns, Sums, GROUP};
 use crate::cpu::memory::Aligned;
 use crate::cpu::pack::{Isa, Of, Pack, Store, PAIR_LANES};
 use crate::cpu::{memory, Accumulator, Element};
@@ -208,14 +208,14 @@ impl<'a, A: Accumulator> Weight<'a, A> {
         Weight { norm, eps, cols, gain, dgain, columns, dcolumns, dbias, biased }
     }
 
-    /// First half of the rows' gradient: dweight, dbias, and the slopes that give dx.
+    /// First half of the rows' gradient: dweight, dbias, and the p, q and r that give dx.
     #[inline(always)]
-    pub fn slopes<S: Isa, X: Element<Acc = A>, Y: Element<Acc = A>>(
+    pub fn row_gradients<S: Isa, X: Element<Acc = A>, Y: Element<Acc = A>>(
         &mut self,
         dy: [&[Y]; GROUP],
         x: [&[X]; GROUP],
         rows: [Measured<A>; GROUP],
-    ) -> [(Measured<A>, Slope<A>); GROUP] {
+    ) -> [(Measured<A>, RowGradient<A>); GROUP] {
         let sums = if self.columns.is_empty() {
             self.sums::<S, X, Y, false, false>(dy, x, rows)
         } else if self.biased {
@@ -224,14 +224,14 @@ impl<'a, A: Accumulator> Weight<'a, A> {
             self.sums::<S, X, Y, true, false>(dy, x, rows)
         };
         let cols = A::from_f64(self.cols as f64);
-        let mut slopes = [(Measured::NONE, Slope::NONE); GROUP];
+        let mut row_gradients = [(Measured::NONE, RowGradient::NONE); GROUP];
         for r in 0..GROUP {
             let (sum_g, sum_gx) = sums[r];
             self.dgain += sum_gx;
-            let slope = (self.norm.slope)(rows[r], self.eps, cols, self.gain * sum_g, self.gain * sum_gx);
-            slopes[r] = (rows[r], Slope { p: slope.p * self.gain, ..slope });
+            let gradient = (self.norm.gradient)(rows[r], self.eps, cols, self.gain * sum_g, self.gain * sum_gx);
+            row_gradients[r] = (rows[r], RowGradient { p: gradient.p * self.gain, ..gradient });
         }
-        slopes
+        row_gradients
     }
 
     /// Σg and Σg⊙x̂ of each row, g = w⊙dy; dweight += dy⊙x̂ where W, dbias += dy and Σg where B. Shifts are zero where
@@ -307,16 +307,16 @@ impl<'a, A: Accumulator> Weight<'a, A> {
         &self,
         dy: [&[E]; GROUP],
         x: [&[E]; GROUP],
-        slopes: [(Measured<A>, Slope<A>); GROUP],
+        row_gradients: [(Measured<A>, RowGradient<A>); GROUP],
         dx: [&mut [E]; GROUP],
         store: Store,
     ) {
         if self.columns.is_empty() {
-            self.apply_to::<S, E, false, false>(dy, x, slopes, dx, store);
+            self.apply_to::<S, E, false, false>(dy, x, row_gradients, dx, store);
         } else if self.norm.stats < 2 {
-            self.apply_to::<S, E, true, false>(dy, x, slopes, dx, store);
+            self.apply_to::<S, E, true, false>(dy, x, row_gradients, dx, store);
         } else {
-            self.apply_to::<S, E, true, true>(dy, x, slopes, dx, store);
+            self.apply_to::<S, E, true, true>(dy, x, row_gradients, dx, store);
         }
     }
 
@@ -325,11 +325,11 @@ impl<'a, A: Accumulator> Weight<'a, A> {
         &self,
         dy: [&[E]; GROUP],
         x: [&[E]; GROUP],
-        slopes: [(Measured<A>, Slope<A>); GROUP],
+        row_gradients: [(Measured<A>, RowGradient<A>); GROUP],
         dx: [&mut [E]; GROUP],
         store: Store,
     ) {
-        let rows = rows!(r => Lines::<A, S, C>::of(slopes[r]));
+        let rows = rows!(r => Lines::<A, S, C>::of(row_gradients[r]));
         let (dy, x, mut dx) = (Blocks::of(dy), Blocks::of(x), BlocksMut::of(dx));
         let mut weight = self.columns.as_chunks::<PAIR_LANES>().0;
         for part in 0..PARTS {
@@ -396,10 +396,10 @@ pub struct Lines<A: Accumulator, S: Isa, const C: bool> {
 
 impl<A: Accumulator, S: Isa, const C: bool> Lines<A, S, C> {
     #[inline(always)]
-    pub fn of((row, slope): (Measured<A>, Slope<A>)) -> Self {
+    pub fn of((row, gradient): (Measured<A>, RowGradient<A>)) -> Self {
         // Adding −0 changes nothing, adding 0 would turn −0 into 0.
-        let minus_r = Pack::splat(-slope.r);
-        Lines { hat: Affine::of(row), p: Pack::splat(slope.p), q: Pack::splat(slope.q), minus_r }
+        let minus_r = Pack::splat(-gradient.r);
+        Lines { hat: Affine::of(row), p: Pack::splat(gradient.p), q: Pack::splat(gradient.q), minus_r }
     }
 
     #[inline(always)]
