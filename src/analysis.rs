@@ -6,9 +6,9 @@ use ndarray::{Array1, Array2, ArrayView1, Axis, Zip};
 use std::cell::RefCell;
 use tch::Tensor;
 
-/// One stack's pass, in the order in which things happen.
+/// Diagnostics of one stack's pass, in order of execution.
 #[derive(Debug, Default)]
-pub struct Seen {
+pub struct StackObservation {
     /// Per layer: the mean over rows of the cosine of its output and the one before, the first's being what the stack
     /// reads (Liu et al. 2023, Fig 8).
     pub cosines: Vec<f64>,
@@ -106,18 +106,18 @@ impl Columns {
     }
 }
 
-/// Looks on as a model runs; with nobody looking nothing is computed.
+/// Records diagnostics while a model runs; without a watch none are computed.
 #[derive(Debug, Default)]
 pub struct Watch {
-    stacks: RefCell<Vec<Seen>>,
-    norms: RefCell<Vec<Normed>>,
+    stacks: RefCell<Vec<StackObservation>>,
+    norms: RefCell<Vec<NormObservation>>,
     /// The newest output of a layer.
     last: RefCell<Option<Array2<f64>>>,
 }
 
 /// A norm's part in the pass.
 #[derive(Debug)]
-struct Normed {
+struct NormObservation {
     /// The number of its stack.
     stack: usize,
     given: Columns,
@@ -126,7 +126,7 @@ struct Normed {
 
 impl Watch {
     /// What was seen of each stack. With a loss that was made of the pass, its gradients are taken through it.
-    pub fn finish(self, loss: Option<&Tensor>) -> Result<Vec<Seen>> {
+    pub fn finish(self, loss: Option<&Tensor>) -> Result<Vec<StackObservation>> {
         let (mut stacks, norms) = (self.stacks.into_inner(), self.norms.into_inner());
         let outputs: Vec<&Tensor> = norms.iter().map(|norm| &norm.y).collect();
         let gradients = match loss {
@@ -142,7 +142,7 @@ impl Watch {
 
     /// A stack begins with these rows.
     pub fn stack(&self, x: &Tensor) -> Result<()> {
-        self.stacks.borrow_mut().push(Seen::default());
+        self.stacks.borrow_mut().push(StackObservation::default());
         self.remember(rows(x)?);
         Ok(())
     }
@@ -175,11 +175,11 @@ impl Watch {
     /// A norm with running statistics has made y of what it was given. The pass must move no statistics.
     pub fn norm(&self, given: Columns, y: &Tensor) {
         if let Some(stack) = self.stacks.borrow().len().checked_sub(1) {
-            self.norms.borrow_mut().push(Normed { stack, given, y: y.shallow_clone() });
+            self.norms.borrow_mut().push(NormObservation { stack, given, y: y.shallow_clone() });
         }
     }
 
-    fn add(&self, note: impl FnOnce(&mut Seen)) {
+    fn add(&self, note: impl FnOnce(&mut StackObservation)) {
         if let Some(seen) = self.stacks.borrow_mut().last_mut() {
             note(seen);
         }

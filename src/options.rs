@@ -1,6 +1,6 @@
 //! What an option is: its type, its default, its choices and its line of help, declared once for Rust, a TOML file's keys,
 //! Python's keyword arguments and the command line's flags. `config!` declares the options that a configuration has as
-//! fields; a norm, a residual scheme or an initialisation declares its own as [`Setting`]s, in its own file, and a
+//! fields; a norm, a residual scheme or an initialisation declares its own as [`OptionSpec`]s, in its own file, and a
 //! configuration holds what it says of them in [`Options`].
 
 use crate::error::{Error, Result};
@@ -88,7 +88,7 @@ macro_rules! choice {
 /// An option that entries of a table declare: norms, residual schemes or initialisations. It begins with its owner's
 /// name, unless it is of several.
 #[derive(Clone, Copy)]
-pub struct Setting<T> {
+pub struct OptionSpec<T> {
     pub name: &'static str,
     pub default: T,
     /// (name, value): refuses a value of the right type that cannot be meant.
@@ -96,8 +96,8 @@ pub struct Setting<T> {
     pub help: &'static str,
 }
 
-/// A [`Setting`] of any type.
-pub trait Listed: Sync {
+/// An [`OptionSpec`] of any type.
+pub trait AnyOption: Sync {
     fn name(&self) -> &'static str;
 
     /// As lists show it, under that heading of `--help`.
@@ -113,7 +113,7 @@ pub trait Listed: Sync {
     fn accept(&self, name: &str, value: Value) -> Result<Value>;
 }
 
-impl<T: Copy + Sync + FieldType + Serialize + DeserializeOwned> Listed for Setting<T> {
+impl<T: Copy + Sync + FieldType + Serialize + DeserializeOwned> AnyOption for OptionSpec<T> {
     fn name(&self) -> &'static str {
         self.name
     }
@@ -160,35 +160,35 @@ impl Options {
     /// Nothing is said.
     pub const NONE: Options = Options(BTreeMap::new());
 
-    pub fn get<T: Copy + DeserializeOwned>(&self, setting: &Setting<T>) -> T {
-        match self.0.get(setting.name) {
+    pub fn get<T: Copy + DeserializeOwned>(&self, option_spec: &OptionSpec<T>) -> T {
+        match self.0.get(option_spec.name) {
             Some(value) => serde_json::from_value(value.clone()).expect("`set` has read it"),
-            None => setting.default,
+            None => option_spec.default,
         }
     }
 
     /// The option's value as JSON.
-    pub fn value(&self, setting: &dyn Listed) -> Value {
-        self.0.get(setting.name()).cloned().unwrap_or_else(|| setting.field("").default)
+    pub fn value(&self, option_spec: &dyn AnyOption) -> Value {
+        self.0.get(option_spec.name()).cloned().unwrap_or_else(|| option_spec.field("").default)
     }
 
     /// An error says what is wrong with the value.
-    pub fn set(&mut self, setting: &dyn Listed, value: Value) -> serde_json::Result<()> {
-        let value = setting.read(value)?;
-        match value == setting.field("").default {
-            true => drop(self.0.remove(setting.name())),
-            false => drop(self.0.insert(setting.name(), value)),
+    pub fn set(&mut self, option_spec: &dyn AnyOption, value: Value) -> serde_json::Result<()> {
+        let value = option_spec.read(value)?;
+        match value == option_spec.field("").default {
+            true => drop(self.0.remove(option_spec.name())),
+            false => drop(self.0.insert(option_spec.name(), value)),
         }
         Ok(())
     }
 }
 
 /// Options in order, those that several entries declare once.
-pub fn distinct(declared: impl Iterator<Item = &'static dyn Listed>) -> Vec<&'static dyn Listed> {
-    let mut found: Vec<&'static dyn Listed> = Vec::new();
-    for setting in declared {
-        if found.iter().all(|known| known.name() != setting.name()) {
-            found.push(setting);
+pub fn distinct(declared: impl Iterator<Item = &'static dyn AnyOption>) -> Vec<&'static dyn AnyOption> {
+    let mut found: Vec<&'static dyn AnyOption> = Vec::new();
+    for option_spec in declared {
+        if found.iter().all(|known| known.name() != option_spec.name()) {
+            found.push(option_spec);
         }
     }
     found
@@ -231,26 +231,27 @@ pub fn below_one(name: &str, value: f64) -> Result<()> {
     }
 }
 
-/// [`Setting`]s, as constants: `/// help; NAME ("key"): type = default, check;`, [`anything`] where no check is given.
-macro_rules! setting {
+/// [`OptionSpec`]s, as constants: `/// help; NAME ("key"): type = default, check;`, [`anything`] where no check is
+/// given.
+macro_rules! option_spec {
     ($($(#[doc = $doc:literal])+ $vis:vis $name:ident ($key:literal): $ty:ty = $default:expr $(, $check:expr)?;)+) => { $(
         $(#[doc = $doc])+
-        $vis const $name: $crate::options::Setting<$ty> = $crate::options::Setting {
+        $vis const $name: $crate::options::OptionSpec<$ty> = $crate::options::OptionSpec {
             name: $key,
             default: $default,
-            check: $crate::options::setting!(@check $($check)?),
+            check: $crate::options::option_spec!(@check $($check)?),
             help: concat!($($doc),+).trim_ascii(),
         };
     )+ };
     (@check) => { $crate::options::anything };
     (@check $check:expr) => { $check };
 }
-pub(crate) use setting;
+pub(crate) use option_spec;
 
 /// A struct of options, in groups named as `--help` lists them: `"group" { /// help; name: type = default, … }`.
 ///
-/// One `with options` has the tables' options, too, in the field of that name: `"group" { … } + settings` puts those of
-/// the function `settings` behind the group's own. In JSON they stand among the others.
+/// One `with options` has the tables' options, too, in the field of that name: `"group" { … } + option_specs` puts
+/// those of the function `option_specs` behind the group's own. In JSON they stand among the others.
 macro_rules! config {
     ($(#[$meta:meta])* pub struct $name:ident { $($group:literal {
         $($(#[doc = $doc:literal])+ $field:ident : $ty:ty = $default:expr),+ $(,)?
@@ -277,7 +278,7 @@ macro_rules! config {
 
     ($(#[$meta:meta])* pub struct $name:ident with $options:ident { $($group:literal {
         $($(#[doc = $doc:literal])+ $field:ident : $ty:ty = $default:expr),+ $(,)?
-    } $(+ $settings:path)*)+ }) => {
+    } $(+ $option_specs:path)*)+ }) => {
         $(#[$meta])*
         #[derive(Clone, Debug, PartialEq)]
         pub struct $name {
@@ -298,14 +299,14 @@ macro_rules! config {
                 let (default, mut fields) = ($name::default(), Vec::new());
                 $(
                     fields.extend([$(config!(@field default, $group, $field: $ty, $($doc),+)),+]);
-                    $(fields.extend($settings().iter().map(|setting| setting.field($group)));)*
+                    $(fields.extend($option_specs().iter().map(|option_spec| option_spec.field($group)));)*
                 )+
                 fields
             }
 
             /// The options that the tables declare.
-            pub fn settings() -> Vec<&'static dyn Listed> {
-                [$($($settings(),)*)+].concat()
+            pub fn option_specs() -> Vec<&'static dyn AnyOption> {
+                [$($($option_specs(),)*)+].concat()
             }
         }
 
@@ -316,8 +317,8 @@ macro_rules! config {
                 let options = &self.$options;
                 $(
                     $(map.serialize_entry(stringify!($field), &self.$field)?;)+
-                    $(for setting in $settings() {
-                        map.serialize_entry(setting.name(), &options.value(setting))?;
+                    $(for option_spec in $option_specs() {
+                        map.serialize_entry(option_spec.name(), &options.value(option_spec))?;
                     })*
                 )+
                 map.end()
@@ -340,16 +341,16 @@ macro_rules! config {
                         mut map: M,
                     ) -> std::result::Result<$name, M::Error> {
                         let (mut read, mut seen) = ($name::default(), std::collections::HashSet::new());
-                        let settings = $name::settings();
+                        let option_specs = $name::option_specs();
                         while let Some(name) = map.next_key::<String>()? {
                             if seen.contains(&name) {
                                 return Err(serde::de::Error::custom(format!("duplicate field `{name}`")));
                             }
                             match name.as_str() {
                                 $($(stringify!($field) => read.$field = map.next_value()?,)+)+
-                                name => match settings.iter().find(|setting| setting.name() == name) {
-                                    Some(setting) => {
-                                        read.$options.set(*setting, map.next_value()?).map_err(serde::de::Error::custom)?
+                                name => match option_specs.iter().find(|spec| spec.name() == name) {
+                                    Some(spec) => {
+                                        read.$options.set(*spec, map.next_value()?).map_err(serde::de::Error::custom)?
                                     }
                                     None => return Err(unknown_field(name, &$name::fields())),
                                 },

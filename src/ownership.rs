@@ -1,4 +1,4 @@
-//! What in a folder is a run's. All that removes, replaces or averages asks [`is_runs`] first, and nobody else.
+//! Which files of a folder are a run's. All that removes, replaces or averages asks [`is_runs`] first.
 //!
 //! A name proves nothing: a folder may hold a user's own `vocabulary.txt` or `checkpoints/best`. Each name that a run
 //! writes has a proof of its own:

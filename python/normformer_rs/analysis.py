@@ -28,8 +28,8 @@ from .errors import InputError
 from .model import Transformer
 from .nn.masks import mask_for
 from .nn.norms import RowNorm
+from .nn.recompute import is_second_run
 from .nn.running import OPS, BatchNorm, RunningNorm
-from .nn.unkept import is_second_run
 
 __all__ = [
     "CoordinateCheck",

@@ -19,7 +19,7 @@ from . import _core
 from .config import ATTENTION, LANGUAGE_MODELS, PARAMETRISATION, TrainingConfig, TransformerConfig
 from .errors import InputError
 from .model import load_run
-from .nn.declaration import declare
+from .nn.scheme import declare
 
 Path_ = str | PathLike[str]
 

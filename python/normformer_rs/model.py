@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from . import _core
 from .config import TransformerConfig
 from .errors import InputError
-from .nn.updates import first_trained, follow_steps
+from .nn.step_hooks import first_trained, follow_steps
 
 PAD = 1
 """The id of padding."""

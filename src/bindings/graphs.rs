@@ -17,11 +17,11 @@ pub fn recorder(device: Device) -> Box<dyn Recorder> {
 /// Graphs of one device.
 struct CudaGraphs {
     device: Device,
-    made: Option<Made>,
+    made: Option<GraphPool>,
 }
 
 /// What all graphs share.
-struct Made {
+struct GraphPool {
     torch: PyObject,
     /// The device's number.
     index: usize,
@@ -32,16 +32,16 @@ struct Made {
 }
 
 /// A graph: torch's object, begun or done.
-struct Recorded(Option<PyObject>);
+struct CudaGraph(Option<PyObject>);
 
-impl Drop for Recorded {
+impl Drop for CudaGraph {
     /// Gives its memory back now. Without Python's lock the object would live on until somebody else takes it.
     fn drop(&mut self) {
         Python::with_gil(|_| drop(self.0.take()));
     }
 }
 
-impl Made {
+impl GraphPool {
     fn new(device: Device) -> Result<Self> {
         let (index, stream) = match device {
             Device::Cuda(index) => (index, Some(SideStream::of(index)?)),
@@ -50,14 +50,14 @@ impl Made {
         let made = Python::with_gil(|py| {
             let torch = py.import("torch._C")?;
             let pool = torch.call_method0("_graph_pool_handle")?.unbind();
-            PyResult::Ok(Made { torch: torch.into_any().unbind(), index, pool, stream })
+            PyResult::Ok(GraphPool { torch: torch.into_any().unbind(), index, pool, stream })
         });
         made.map_err(failed)
     }
 
     /// A new graph that takes up what is now given to the current stream. What the allocator has spare goes back first, so
     /// that the pool can have it.
-    fn begin(&self, py: Python<'_>) -> PyResult<Recorded> {
+    fn begin(&self, py: Python<'_>) -> PyResult<CudaGraph> {
         self.torch.call_method0(py, "_cuda_synchronize")?;
         self.torch.call_method0(py, "_cuda_emptyCache")?;
         let graph = self.torch.call_method0(py, "_CUDAGraph")?;
@@ -65,10 +65,10 @@ impl Made {
         let mode = "thread_local".into_pyobject(py)?.into_any().unbind();
         let options = [("pool", self.pool.clone_ref(py)), ("capture_error_mode", mode)].into_py_dict(py)?;
         graph.call_method(py, "capture_begin", (), Some(&options)).inspect_err(|_| self.abandon(py))?;
-        Ok(Recorded(Some(graph)))
+        Ok(CudaGraph(Some(graph)))
     }
 
-    fn end(&self, py: Python<'_>, graph: &Recorded) -> PyResult<()> {
+    fn end(&self, py: Python<'_>, graph: &CudaGraph) -> PyResult<()> {
         graph.call(py, "capture_end").inspect_err(|_| self.abandon(py))?;
         Ok(())
     }
@@ -84,7 +84,7 @@ impl Recorder for CudaGraphs {
     fn record(&mut self, work: Work) -> Result<Box<dyn Replay>> {
         let made = match &mut self.made {
             Some(made) => made,
-            none => none.insert(Made::new(self.device)?),
+            none => none.insert(GraphPool::new(self.device)?),
         };
         let _entered = made.stream.as_ref().map(SideStream::enter).transpose()?;
         let graph = Python::with_gil(|py| made.begin(py)).map_err(failed)?;
@@ -95,13 +95,13 @@ impl Recorder for CudaGraphs {
     }
 }
 
-impl Replay for Recorded {
+impl Replay for CudaGraph {
     fn replay(&self) -> Result<()> {
         Python::with_gil(|py| self.call(py, "replay")).map_err(failed)
     }
 }
 
-impl Recorded {
+impl CudaGraph {
     fn call(&self, py: Python<'_>, method: &str) -> PyResult<()> {
         self.0.as_ref().expect("only Drop takes it").call_method0(py, method)?;
         Ok(())

@@ -1,11 +1,11 @@
 //! A model whose parameters Python holds.
 
 use super::{json_text, kind, named, released};
-use crate::analysis::{Columns, Seen, Watch};
+use crate::analysis::{Columns, StackObservation, Watch};
 use crate::config::{self, TransformerConfig};
 use crate::error::Error;
 use crate::init::{self, Role, Table};
-use crate::model::{first_values, Cargo, Context, Packed, Rates, Sentences, Transformer};
+use crate::model::{first_values, Context, HostBatch, Packed, Rates, Sentences, Transformer};
 use crate::norm;
 use crate::operator::{self, caught};
 use crate::residual;
@@ -106,8 +106,8 @@ fn norm_settings(model: &str, name: &str, last_of_decoder: bool, ends_stack: boo
     let config: TransformerConfig = config::from_json("model", model)?;
     let (width, heads, options) = (config.d_model, config.heads, &config.options);
     let (spec, options) = norm::named(name, options)?;
-    let site = norm::Site { width, heads, options: &options, last_of_decoder, ends_stack, start: 1.0 };
-    json_text(&spec.settings(&site))
+    let context = norm::NormContext { width, heads, options: &options, last_of_decoder, ends_stack, start: 1.0 };
+    json_text(&spec.keyword_arguments(&context))
 }
 
 /// [start, offset, factor] of each parameter of a norm's module, whose keyword arguments are `given` as JSON; refuses
@@ -227,7 +227,7 @@ fn observe<'py>(
         _ => None,
     };
     let seen = released(py, move || watch.finish(loss.as_ref()))?;
-    let stacks = seen.into_iter().map(|Seen { cosines, active, statistics, sizes }| {
+    let stacks = seen.into_iter().map(|StackObservation { cosines, active, statistics, sizes }| {
         let statistics = statistics.into_iter().map(<[f64; 7]>::from).collect();
         (cosines.into_pyarray(py), active.into_pyarray(py), statistics, sizes.into_pyarray(py))
     });

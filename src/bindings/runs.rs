@@ -35,22 +35,22 @@ fn translate(
 ) -> PyResult<Vec<Vec<(String, f64)>>> {
     let search = SearchConfig::of(&config::from_json::<SearchOptions>("search", search)?)?;
     let kind = kind(precision)?;
-    listening(py, "translation", |between| {
+    interruptible(py, "translation", |check_interrupt| {
         let translator = run::Translator::load(Path::new(model_dir), checkpoint, run::device(device)?)?;
         let source = match source {
-            SourceText::Lines(lines) => translator.encode(&lines, &mut data::seldom(between))?,
+            SourceText::Lines(lines) => translator.encode(&lines, &mut data::throttled(check_interrupt))?,
             SourceText::Binarised(folder, split, source, target) => {
                 let data = Binarised::parallel(folder, &split, source.as_deref(), target.as_deref())?;
-                translator.read(&data, &split, &mut data::seldom(between))?
+                translator.read(&data, &split, &mut data::throttled(check_interrupt))?
             }
         };
-        translator.translate(source, &search, batch_tokens, kind, between)
+        translator.translate(source, &search, batch_tokens, kind, check_interrupt)
     })
 }
 
 /// Work without the GIL that asks Python's signal handlers now and then whether to go on. Ctrl-C is `Interrupted`; what
 /// other handlers raise stays what it is.
-pub(super) fn listening<T: Send>(
+pub(super) fn interruptible<T: Send>(
     py: Python<'_>,
     what: &str,
     work: impl FnOnce(&mut dyn FnMut() -> crate::error::Result<()>) -> crate::error::Result<T> + Send,
@@ -84,7 +84,9 @@ pub(super) fn as_raised<T>(py: Python<'_>, done: crate::error::Result<T>, raised
 #[pyfunction]
 #[pyo3(signature = (model_dir, count=None, updates=None))]
 fn average(py: Python<'_>, model_dir: &str, count: Option<usize>, updates: Option<Vec<u64>>) -> PyResult<String> {
-    let path = listening(py, "averaging", |between| run::average(Path::new(model_dir), count, updates, between))?;
+    let path = interruptible(py, "averaging", |check_interrupt| {
+        run::average(Path::new(model_dir), count, updates, check_interrupt)
+    })?;
     Ok(path.display().to_string())
 }
 
@@ -101,9 +103,9 @@ fn evaluate_loss(
     device: &str,
 ) -> PyResult<String> {
     let kind = kind(precision)?;
-    let score = listening(py, "evaluation", |between| {
+    let score = interruptible(py, "evaluation", |check_interrupt| {
         let translator = run::Translator::load(Path::new(model_dir), checkpoint, run::device(device)?)?;
-        translator.evaluate(source, target, kind, between)
+        translator.evaluate(source, target, kind, check_interrupt)
     })?;
     let perplexity = score.perplexity();
     json_text(&json!({"loss": score.loss, "nll": score.nll, "perplexity": perplexity, "tokens": score.tokens}))
@@ -139,9 +141,9 @@ fn generate(
             Error::Interrupted("generation was stopped".into())
         }),
     };
-    let found = listening(py, "generation", |between| {
-        let speaker = run::Translator::load(Path::new(model_dir), checkpoint, run::device(device)?)?;
-        speaker.speak(&prompts, &options, batch_tokens, kind, &mut tell, between)
+    let found = interruptible(py, "generation", |check_interrupt| {
+        let model = run::Translator::load(Path::new(model_dir), checkpoint, run::device(device)?)?;
+        model.complete(&prompts, &options, batch_tokens, kind, &mut tell, check_interrupt)
     });
     match raised {
         Some(_) => as_raised(py, Err(Error::Interrupted("generation was stopped".into())), raised),
@@ -149,7 +151,7 @@ fn generate(
     }
 }
 
-fn text(run::Spoken { text, log_probability, tokens, finished }: run::Spoken) -> Text {
+fn text(run::Completion { text, log_probability, tokens, finished }: run::Completion) -> Text {
     (text, log_probability, tokens, finished)
 }
 
@@ -167,9 +169,9 @@ fn evaluate_windows(
     device: &str,
 ) -> PyResult<String> {
     let kind = kind(precision)?;
-    let found = listening(py, "evaluation", |between| {
+    let found = interruptible(py, "evaluation", |check_interrupt| {
         let model = run::Translator::load(Path::new(model_dir), checkpoint, run::device(device)?)?;
-        model.evaluate_windows(text, window, stride, kind, between)
+        model.evaluate_windows(text, window, stride, kind, check_interrupt)
     })?;
     let (score, word_perplexity) = (found.score, found.word_perplexity());
     json_text(&json!({
@@ -181,7 +183,7 @@ fn evaluate_windows(
 /// The ids of lines as a run's model reads them, without EOS.
 #[pyfunction]
 fn encode(py: Python<'_>, model_dir: &str, lines: Vec<String>) -> PyResult<Vec<Vec<u32>>> {
-    listening(py, "encoding", |between| run::encode(Path::new(model_dir), &lines, between))
+    interruptible(py, "encoding", |check_interrupt| run::encode(Path::new(model_dir), &lines, check_interrupt))
 }
 
 /// A trained model: its options as JSON, and its parameters and buffers by name. Their names and shapes are the options'.
@@ -275,8 +277,8 @@ fn keep_memory() {
 /// The merges that are learned from lines of words.
 #[pyfunction]
 fn learn_bpe(py: Python<'_>, lines: Vec<String>, operations: usize) -> PyResult<Vec<(String, String)>> {
-    listening(py, "learning BPE", |between| {
-        let bpe = Bpe::learn(lines.iter().map(String::as_str), operations, between)?;
+    interruptible(py, "learning BPE", |check_interrupt| {
+        let bpe = Bpe::learn(lines.iter().map(String::as_str), operations, check_interrupt)?;
         Ok(bpe.merges().to_vec())
     })
 }

@@ -1,6 +1,6 @@
-//! Training, told to an observer, and its schedules.
+//! Training, reported to an observer, and its schedules.
 
-use super::runs::{as_raised, listening};
+use super::runs::{as_raised, interruptible};
 use super::{graphs, json_text, released};
 use crate::config::{self, DataConfig, TrainingConfig, TransformerConfig};
 use crate::error::Error;
@@ -40,7 +40,7 @@ fn train_py(
     as_raised(py, done, observer.raised)
 }
 
-/// Tells the operators of a process group, which they then take by its name.
+/// Registers a process group with the operators, which then take it by its name.
 #[pyfunction]
 fn join_group(name: &str, rank: usize, size: usize) -> PyResult<()> {
     ProcessGroup::new(name, rank, size)?;
@@ -53,7 +53,9 @@ fn dry_run(py: Python<'_>, model: &str, training: &str, data: &str) -> PyResult<
     let model: TransformerConfig = config::from_json("model", model)?;
     let training: TrainingConfig = config::from_json("training", training)?;
     let data: DataConfig = config::from_json("data", data)?;
-    json_text(&listening(py, "the dry run", |between| run::dry_run(&model, &training, &data, between))?)
+    json_text(&interruptible(py, "the dry run", |check_interrupt| {
+        run::dry_run(&model, &training, &data, check_interrupt)
+    })?)
 }
 
 /// Python's observer behind Rust's trait.
@@ -90,7 +92,7 @@ impl Observer for PyObserver {
     fn evaluated(&mut self, v: &train::Evaluation) -> crate::error::Result<()> {
         self.tell("evaluated", v)
     }
-    fn between(&mut self) -> crate::error::Result<()> {
+    fn check_interrupt(&mut self) -> crate::error::Result<()> {
         self.call(|_, _| Ok(()))
     }
     fn message(&mut self, level: &str, text: &str) -> crate::error::Result<()> {

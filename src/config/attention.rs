@@ -3,7 +3,7 @@
 use super::{AttentionName, Positions, TransformerConfig};
 use crate::error::{Error, Result};
 use crate::norm::{rms_norm, Spec};
-use crate::residual::{Change, NormOver, Place, Point, Scheme, StackName, ValueNorm, SCHEMES};
+use crate::residual::{Change, LayerContext, NormOver, Point, Scheme, StackName, ValueNorm, SCHEMES};
 
 pub(super) fn check(config: &TransformerConfig) -> Result<()> {
     check_norms_before_products(config)?;
@@ -187,7 +187,7 @@ fn check_tensorized(config: &TransformerConfig) -> Result<()> {
 fn is_inside(config: &TransformerConfig, scheme: &dyn Scheme, is_there: impl Fn(Point, &Change) -> bool) -> bool {
     let decoder = config.place(StackName::Decoder, 0);
     (0..decoder.layers())
-        .flat_map(|layer| Place { layer, ..decoder }.each())
+        .flat_map(|layer| LayerContext { layer, ..decoder }.each())
         .any(|place| scheme.inside(&place).iter().any(|(point, change)| is_there(*point, change)))
 }
 

@@ -6,8 +6,8 @@ use crate::error::{Error, Result};
 use crate::norm::conventions::KEYWORDS;
 use crate::norm::spec::NORM_EPS;
 use crate::norm::{rms_norm, Spec};
-use crate::options::{below_one, Listed};
-use crate::residual::{Change, Outline, Place, QkNorm, Schemes, StackName, TensorizedSizes};
+use crate::options::{below_one, AnyOption};
+use crate::residual::{Change, LayerContext, ModelShape, QkNorm, Schemes, StackName, TensorizedSizes};
 
 impl TransformerConfig {
     /// Checks what one option cannot know of another.
@@ -61,7 +61,7 @@ impl TransformerConfig {
         ] {
             p.map_or(Ok(()), |p| below_one(name, p))?;
         }
-        TransformerConfig::settings().iter().try_for_each(|setting| setting.check(&self.options))?;
+        TransformerConfig::option_specs().iter().try_for_each(|option_spec| option_spec.check(&self.options))?;
         self.schemes().all().try_for_each(|scheme| scheme.check(&self.options))?;
         for (name, value) in
             [("tensorized_rank", self.tensorized_rank), ("tensorized_segment", self.tensorized_segment)]
@@ -82,7 +82,8 @@ impl TransformerConfig {
     /// the scheme has none.
     fn check_that_options_matter(&self) -> Result<()> {
         let (residual, schemes, init) = (self.residual.as_str(), self.schemes(), self.init());
-        let mut taken: Vec<&'static dyn Listed> = schemes.all().flat_map(|scheme| scheme.options()).copied().collect();
+        let mut taken: Vec<&'static dyn AnyOption> =
+            schemes.all().flat_map(|scheme| scheme.options()).copied().collect();
         for norm in [self.encoder_norm(), self.decoder_norm()] {
             taken.extend(crate::norm::find(norm)?.options.iter().filter_map(|keyword| keyword.option));
         }
@@ -131,7 +132,7 @@ impl TransformerConfig {
         for stack in StackName::of(&self.outline()) {
             let first = self.place(*stack, 0);
             let (norm, options) = crate::norm::named(first.norm_name(), &self.options)?;
-            let places = (0..first.layers()).flat_map(|layer| Place { layer, ..first }.each());
+            let places = (0..first.layers()).flat_map(|layer| LayerContext { layer, ..first }.each());
             let mut around = places.map(|place| schemes.at(&place).around(&place));
             if !norm.learns_weight(&options)
                 && around.any(|around| around.changes().filter_map(Change::norm).any(|at| at.start != 1.0))
@@ -150,7 +151,7 @@ impl TransformerConfig {
     /// Refuses norm_eps where neither norm takes one, and rmsnorm's options beside a family or another norm.
     fn check_norm_options(&self) -> Result<()> {
         let takes_eps = |name: &str| {
-            let is_eps = |option: &&dyn Listed| option.name() == NORM_EPS.name;
+            let is_eps = |option: &&dyn AnyOption| option.name() == NORM_EPS.name;
             let has_eps = |spec: &Spec| spec.options.iter().any(|keyword| keyword.option.as_ref().is_some_and(is_eps));
             crate::norm::find(name).map(has_eps)
         };
@@ -179,9 +180,9 @@ impl TransformerConfig {
     }
 
     /// The model's form, as the tables are asked about it.
-    pub fn outline(&self) -> Outline<'_> {
+    pub fn outline(&self) -> ModelShape<'_> {
         let sizes = TensorizedSizes { rank: self.tensorized_rank, segment: self.tensorized_segment };
-        Outline {
+        ModelShape {
             d_model: self.d_model,
             d_ff: self.d_ff,
             heads: self.heads,
@@ -210,8 +211,8 @@ impl TransformerConfig {
     }
 
     /// The first sublayer of a layer (0-based).
-    pub fn place(&self, stack: StackName, layer: i64) -> Place<'_> {
-        Place::new(self.outline(), &self.options, stack, layer)
+    pub fn place(&self, stack: StackName, layer: i64) -> LayerContext<'_> {
+        LayerContext::new(self.outline(), &self.options, stack, layer)
     }
 
     /// The initialisation: the one named, or the scheme's.
@@ -374,8 +375,8 @@ mod tests {
         let norms = crate::norm::NORMS.iter().flat_map(|norm| norm.options).filter_map(|keyword| keyword.option);
         let schemes = crate::residual::SCHEMES.iter().flat_map(|scheme| scheme.options()).copied();
         let inits = crate::init::INITS.iter().flat_map(|init| init.options).copied();
-        let shown = |option: &dyn Listed| serde_json::to_value(option.field("")).unwrap();
-        let all = TransformerConfig::settings();
+        let shown = |option: &dyn AnyOption| serde_json::to_value(option.field("")).unwrap();
+        let all = TransformerConfig::option_specs();
         for option in norms.chain(schemes).chain(inits) {
             let same: Vec<_> = all.iter().filter(|other| other.name() == option.name()).collect();
             assert!(same.len() == 1 && shown(*same[0]) == shown(option), "{}", option.name());

@@ -15,7 +15,7 @@ pub use positions::Longest;
 use crate::choice;
 use crate::data::vocabulary;
 use crate::error::{Error, Result};
-use crate::options::{config, unknown_field, Field, FieldType, Listed, Options};
+use crate::options::{config, unknown_field, AnyOption, Field, FieldType, Options};
 use crate::parametrisation::AttentionScale;
 use crate::residual::{Activation, NormOver, OutputGate, ValueNorm};
 use crate::{init, norm, residual};
@@ -139,7 +139,7 @@ config! {
             encoder_norm: Option<NormName> = None,
             /// The decoder's norm, where it differs from `norm`.
             decoder_norm: Option<NormName> = None,
-        } + norm::settings
+        } + norm::option_specs
         "norm and residual" {
             /// Where the norms stand and how residuals are added. postnorm*3,prenorm: postnorm in a stack's first three
             /// layers, prenorm in the others; postnorm*1/4,prenorm: in its first quarter.
@@ -162,7 +162,7 @@ config! {
             qk_l2norm: Option<i64> = None,
             /// The initialisation; none: the one that goes with the residual scheme.
             init: Option<InitName> = None,
-        } + residual::settings + init::settings
+        } + residual::option_specs + init::option_specs
         "norm and residual" {
             /// Normalise word embeddings to unit length, at the input and, tied, at the output (FixNorm).
             fixnorm: bool = false,

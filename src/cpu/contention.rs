@@ -102,7 +102,7 @@ fn cores() -> usize {
     }
 }
 
-/// A thread that is told to end, and waited for, when this is dropped.
+/// A thread that ends, and is joined, when this is dropped.
 struct Background {
     end: Option<Sender<()>>,
     thread: Option<JoinHandle<()>>,

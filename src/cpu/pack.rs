@@ -15,7 +15,7 @@ use std::array::from_fn;
 /// Numbers in a pack: one AVX-512 register of f32.
 pub const WIDTH: usize = 16;
 /// Numbers in a block, the unit of stores: a cache line of 16-bit numbers.
-pub const BLOCK: usize = 2 * WIDTH;
+pub const PAIR_LANES: usize = 2 * WIDTH;
 
 /// An instruction set, as a type.
 ///
@@ -92,7 +92,7 @@ pub trait Pack<A: Accumulator>: Copy {
     /// The sum of the lanes: i with i + 8, then i + 4, i + 2, i + 1.
     fn sum(self) -> A;
     /// Rounds and stores two packs.
-    fn store<E: Element<Acc = A>>(block: [Self; 2], to: &mut [E; BLOCK], how: Store);
+    fn store<E: Element<Acc = A>>(block: [Self; 2], to: &mut [E; PAIR_LANES], how: Store);
 
     #[inline(always)]
     fn zero() -> Self {
@@ -103,7 +103,7 @@ pub trait Pack<A: Accumulator>: Copy {
     fn keep(self, bits: &[u16; WIDTH], threshold: u16) -> Self;
 
     #[inline(always)]
-    fn pair<E: Element<Acc = A>>(from: &[E; BLOCK]) -> [Self; 2] {
+    fn pair<E: Element<Acc = A>>(from: &[E; PAIR_LANES]) -> [Self; 2] {
         let halves = from.as_chunks::<WIDTH>().0;
         [Self::load(&halves[0]), Self::load(&halves[1])]
     }
@@ -154,7 +154,7 @@ impl<A: Accumulator> Pack<A> for Portable<A> {
         (v[0] + v[2]) + (v[1] + v[3])
     }
     #[inline(always)]
-    fn store<E: Element<Acc = A>>(block: [Self; 2], to: &mut [E; BLOCK], _: Store) {
+    fn store<E: Element<Acc = A>>(block: [Self; 2], to: &mut [E; PAIR_LANES], _: Store) {
         for (to, pack) in to.as_chunks_mut::<WIDTH>().0.iter_mut().zip(block) {
             for l in 0..WIDTH {
                 to[l] = E::store(pack.0[l]);

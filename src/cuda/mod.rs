@@ -81,19 +81,19 @@ pub struct Grid {
     pub threads: u32,
 }
 
-/// What NORMFORMER_RS_CUDA asks for.
+/// The value of NORMFORMER_RS_CUDA.
 #[derive(Clone, Copy, Debug, PartialEq)]
-enum Wish {
+enum CudaMode {
     Auto,
     Require,
     Off,
 }
 
-fn wish() -> Result<Wish> {
+fn cuda_mode() -> Result<CudaMode> {
     match std::env::var("NORMFORMER_RS_CUDA").as_deref() {
-        Err(_) | Ok("" | "auto") => Ok(Wish::Auto),
-        Ok("require") => Ok(Wish::Require),
-        Ok("off") => Ok(Wish::Off),
+        Err(_) | Ok("" | "auto") => Ok(CudaMode::Auto),
+        Ok("require") => Ok(CudaMode::Require),
+        Ok("off") => Ok(CudaMode::Off),
         Ok(other) => Err(crate::error::unknown("NORMFORMER_RS_CUDA", other, ["auto", "require", "off"])),
     }
 }
@@ -116,15 +116,15 @@ pub fn readiness(device: Device) -> Result<Readiness> {
     if let Some(found) = known.get(&device) {
         return Ok(found.clone());
     }
-    let wish = wish()?;
-    let found = match wish {
-        Wish::Off => Readiness::Missing("NORMFORMER_RS_CUDA=off".to_string()),
-        Wish::Auto | Wish::Require => match function(device, &SUMS, "", "sum_partials") {
+    let cuda_mode = cuda_mode()?;
+    let found = match cuda_mode {
+        CudaMode::Off => Readiness::Missing("NORMFORMER_RS_CUDA=off".to_string()),
+        CudaMode::Auto | CudaMode::Require => match function(device, &SUMS, "", "sum_partials") {
             Ok(_) => Readiness::Ready,
             Err(e) => Readiness::Missing(e.to_string()),
         },
     };
-    if let (Wish::Require, Readiness::Missing(why)) = (wish, &found) {
+    if let (CudaMode::Require, Readiness::Missing(why)) = (cuda_mode, &found) {
         return Err(Error::Torch(format!(
             "NORMFORMER_RS_CUDA=require, but the kernels cannot run on CUDA device {device}: {why}"
         )));

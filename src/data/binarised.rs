@@ -11,7 +11,7 @@
 //! Nothing that a file says of lengths is believed before it is compared with the sizes of the files, and no memory is
 //! taken for it before that.
 
-use super::between::Between;
+use super::interrupt::Interrupt;
 use super::vocabulary::{Vocabulary, EOS, UNK};
 use crate::error::{Error, Result};
 use std::collections::BTreeSet;
@@ -98,12 +98,18 @@ impl Binarised {
     /// The sentences of a side of a split, without the EOS at their ends; `types` is the length of its dictionary.
     ///
     /// Text never yields a special symbol but UNK, so other ids below UNK's are read as UNK ([`Vocabulary`]).
-    pub fn sentences(&self, split: &str, side: Side, types: usize, between: Between) -> Result<Vec<Vec<u32>>> {
+    pub fn sentences(
+        &self,
+        split: &str,
+        side: Side,
+        types: usize,
+        check_interrupt: Interrupt,
+    ) -> Result<Vec<Vec<u32>>> {
         let mut found = Vec::new();
         self.read(split, side, types, |ids| {
             let words = ids.strip_suffix(&[EOS]).unwrap_or(ids);
             found.push(words.iter().map(|&id| id.max(UNK)).collect());
-            between()
+            check_interrupt()
         })?;
         Ok(found)
     }

@@ -6,8 +6,8 @@
 use std::cmp::Reverse;
 use std::collections::{BTreeMap, BTreeSet, BinaryHeap, HashMap};
 
-use super::between::{listening, seldom, Between};
 use super::bpe::{spaced_words, Bpe, WORD_END};
+use super::interrupt::{interruptible, throttled, Interrupt};
 use crate::error::{Error, Result};
 
 /// A pair seen once is no pattern: subword-nmt's default too.
@@ -19,21 +19,25 @@ impl Bpe {
     ///
     /// The same lines give the same merges. Of pairs of one count the first comes first, by the symbols' age, then
     /// alphabetically: so the `tokenizers` library's trainer has it. For a joint BPE pass the lines of both languages.
-    pub fn learn<'a>(lines: impl IntoIterator<Item = &'a str>, operations: usize, between: Between) -> Result<Self> {
+    pub fn learn<'a>(
+        lines: impl IntoIterator<Item = &'a str>,
+        operations: usize,
+        check_interrupt: Interrupt,
+    ) -> Result<Self> {
         if operations == 0 {
             return Err(Error::invalid("0 BPE operations; expected at least 1, or no BPE at all (--no-bpe)"));
         }
-        let mut between = seldom(between);
+        let mut check_interrupt = throttled(check_interrupt);
         let mut number_of_lines = 0;
         // In order, so that nothing depends on a hash map's.
         let mut words: BTreeMap<&str, i64> = BTreeMap::new();
-        listening(&mut between, lines, |lines| {
+        interruptible(&mut check_interrupt, lines, |lines| {
             for line in lines {
                 number_of_lines += 1;
                 learnable_words(line).for_each(|word| *words.entry(word).or_default() += 1);
             }
         })?;
-        let merges = Learner::new(&words, &mut between)?.learn(operations, &mut between)?;
+        let merges = Learner::new(&words, &mut check_interrupt)?.learn(operations, &mut check_interrupt)?;
         if merges.is_empty() {
             return Err(Error::invalid(format!(
                 "no pair of characters occurs twice in the {number_of_lines} lines to learn BPE from; expected more \
@@ -83,9 +87,9 @@ struct Learner {
 }
 
 impl Learner {
-    fn new(words: &BTreeMap<&str, i64>, between: Between) -> Result<Self> {
+    fn new(words: &BTreeMap<&str, i64>, check_interrupt: Interrupt) -> Result<Self> {
         let mut symbols = BTreeSet::new();
-        listening(between, words.keys(), |words| {
+        interruptible(check_interrupt, words.keys(), |words| {
             for (index, word, character) in words.flat_map(|word| word.char_indices().map(move |(i, c)| (i, word, c))) {
                 symbols.insert(character.to_string());
                 if index + character.len_utf8() == word.len() {
@@ -108,7 +112,7 @@ impl Learner {
             queue: BinaryHeap::new(),
             found: Vec::new(),
         };
-        listening(between, words, |words| words.for_each(|(word, count)| learner.add(word, *count)))?;
+        interruptible(check_interrupt, words, |words| words.for_each(|(word, count)| learner.add(word, *count)))?;
         if learner.symbols.len() >= NOWHERE as usize {
             return Err(Error::invalid("more than 4 billion characters in different words; expected text with spaces"));
         }
@@ -152,11 +156,11 @@ impl Learner {
     }
 
     /// Merges until there are `operations` new symbols, or no pair occurs often enough.
-    fn learn(mut self, operations: usize, between: Between) -> Result<Vec<(String, String)>> {
+    fn learn(mut self, operations: usize, check_interrupt: Interrupt) -> Result<Vec<(String, String)>> {
         let enough = self.spelled.len().saturating_add(operations);
         let mut merged = Vec::new();
         while self.spelled.len() < enough {
-            between()?;
+            check_interrupt()?;
             let Some((count, Reverse(pair), found)) = self.queue.pop() else { break };
             let now = self.counts[&pair];
             if count != now {

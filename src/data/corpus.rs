@@ -1,6 +1,6 @@
 //! Sentences of ids, ready to be batched.
 
-use super::between::Between;
+use super::interrupt::Interrupt;
 use super::vocabulary::{BOS, EOS};
 use crate::error::{Error, Result};
 use serde::{Deserialize, Serialize};
@@ -150,12 +150,12 @@ pub struct Digests {
     pub valid: u32,
 }
 
-/// CRC-32 of sentences' ids and ends, in order. An `Err` from `between`, which is asked at each, ends it.
-pub fn digest<'a>(sentences: impl IntoIterator<Item = &'a Vec<u32>>, between: Between) -> Result<u32> {
+/// CRC-32 of sentences' ids and ends, in order. `check_interrupt` runs at each.
+pub fn digest<'a>(sentences: impl IntoIterator<Item = &'a Vec<u32>>, check_interrupt: Interrupt) -> Result<u32> {
     let mut crc = flate2::Crc::new();
     let mut bytes = Vec::new();
     for row in sentences {
-        between()?;
+        check_interrupt()?;
         bytes.clear();
         bytes.extend(row.iter().chain([&EOS]).flat_map(|id| id.to_le_bytes()));
         crc.update(&bytes);

@@ -4,7 +4,7 @@
 //! folders hold ids already ([`binarised`]). Sentences of ids form a [`corpus`], and sentences of like length share a
 //! batch ([`batches`]), delivered for ever in an order that a seed fixes ([`stream`]).
 
-pub mod between;
+pub mod interrupt;
 pub mod text;
 
 pub mod bpe;
@@ -24,10 +24,10 @@ pub mod stream;
 mod windows;
 
 pub use batches::{collate, plan, Batch, PackedIds};
-pub use between::{listening, seldom, Between};
 pub use binarised::{Binarised, Side};
 pub use bpe::Bpe;
 pub use corpus::{digest, retain, Corpus, Digests, Limit, LongSentences};
+pub use interrupt::{interruptible, throttled, Interrupt};
 pub use joiner::Joiner;
 pub use segmenter::{join, join_line, Segmenter};
 pub use stream::{BatchStream, Cursor, Prefetch, StreamConfig};

@@ -10,7 +10,7 @@ use std::path::Path;
 
 use flate2::read::MultiGzDecoder;
 
-use super::between::{listening, Between};
+use super::interrupt::{interruptible, Interrupt};
 use crate::error::{Error, Result};
 
 /// Bytes between two questions whether to go on.
@@ -24,10 +24,10 @@ const UTF_16_MARKS: [&[u8]; 2] = [b"\xff\xfe", b"\xfe\xff"];
 /// whatever the name. A byte order mark at the beginning is no text.
 ///
 /// Errors: a missing or empty file, a damaged gzip file, UTF-16, too little memory, invalid UTF-8 (with its line number, counted
-/// from 1), and what `between` returns.
-pub fn read_lines(path: impl AsRef<Path>, between: Between) -> Result<Vec<String>> {
+/// from 1), and what `check_interrupt` returns.
+pub fn read_lines(path: impl AsRef<Path>, check_interrupt: Interrupt) -> Result<Vec<String>> {
     let path = path.as_ref();
-    let bytes = read_bytes(path, between)?;
+    let bytes = read_bytes(path, check_interrupt)?;
     if UTF_16_MARKS.iter().any(|mark| bytes.starts_with(mark)) {
         return Err(Error::invalid(format!(
             "{}: its byte order mark says UTF-16; expected text in UTF-8, convert the file first (for example `iconv -f \
@@ -35,12 +35,12 @@ pub fn read_lines(path: impl AsRef<Path>, between: Between) -> Result<Vec<String
             path.display()
         )));
     }
-    lines_of(path, bytes.strip_prefix(MARK).unwrap_or(&bytes), between)
+    lines_of(path, bytes.strip_prefix(MARK).unwrap_or(&bytes), check_interrupt)
 }
 
 /// The lines of a text that was read already, by [`read_lines`]'s rules but for the byte order mark; `path` is for
 /// messages.
-pub fn lines_of(path: &Path, bytes: &[u8], between: Between) -> Result<Vec<String>> {
+pub fn lines_of(path: &Path, bytes: &[u8], check_interrupt: Interrupt) -> Result<Vec<String>> {
     if bytes.is_empty() {
         return Err(Error::invalid(format!(
             "{}: the file is empty; expected text in UTF-8 with one sentence a line",
@@ -67,17 +67,17 @@ pub fn lines_of(path: &Path, bytes: &[u8], between: Between) -> Result<Vec<Strin
             ))),
         }
     };
-    listening(between, body.split(|&byte| byte == b'\n').enumerate(), |lines| lines.map(to_line).collect())?
+    interruptible(check_interrupt, body.split(|&byte| byte == b'\n').enumerate(), |lines| lines.map(to_line).collect())?
 }
 
 /// The sentence pairs of two files whose lines correspond.
 pub fn read_parallel(
     source: impl AsRef<Path>,
     target: impl AsRef<Path>,
-    between: Between,
+    check_interrupt: Interrupt,
 ) -> Result<Vec<(String, String)>> {
     let (source, target) = (source.as_ref(), target.as_ref());
-    let (sources, targets) = (read_lines(source, between)?, read_lines(target, between)?);
+    let (sources, targets) = (read_lines(source, check_interrupt)?, read_lines(target, check_interrupt)?);
     if sources.len() != targets.len() {
         return Err(Error::invalid(format!(
             "{} has {} lines and {} has {}; expected parallel files, in which line k of one \
@@ -101,7 +101,7 @@ pub fn words(line: &str) -> impl Iterator<Item = &str> {
     line.split(is_space).filter(|word| !word.is_empty())
 }
 
-fn read_bytes(path: &Path, between: Between) -> Result<Vec<u8>> {
+fn read_bytes(path: &Path, check_interrupt: Interrupt) -> Result<Vec<u8>> {
     let refused = |error: io::Error| match error.kind() {
         io::ErrorKind::NotFound => Error::invalid(format!(
             "{}: no such file; expected a text file in UTF-8, plain or gzip: check the path",
@@ -112,7 +112,7 @@ fn read_bytes(path: &Path, between: Between) -> Result<Vec<u8>> {
         }
         _ => Error::io("read", path, error),
     };
-    let bytes = read_whole(path, File::open(path).map_err(refused)?, refused, between)?;
+    let bytes = read_whole(path, File::open(path).map_err(refused)?, refused, check_interrupt)?;
     if !bytes.starts_with(&GZIP_MAGIC) {
         return Ok(bytes);
     }
@@ -125,21 +125,21 @@ fn read_bytes(path: &Path, between: Between) -> Result<Vec<u8>> {
             path.display()
         ))
     };
-    read_whole(path, MultiGzDecoder::new(bytes.as_slice()), damaged, between)
+    read_whole(path, MultiGzDecoder::new(bytes.as_slice()), damaged, check_interrupt)
 }
 
-/// All that `from` has. `between` is asked at every chunk.
+/// All that `from` has. `check_interrupt` runs at every chunk.
 fn read_whole(
     path: &Path,
     mut from: impl Read,
     refused: impl Fn(io::Error) -> Error,
-    between: Between,
+    check_interrupt: Interrupt,
 ) -> Result<Vec<u8>> {
     let mut text = Vec::new();
     loop {
         match from.by_ref().take(CHUNK as u64).read_to_end(&mut text) {
             Ok(0) => return Ok(text),
-            Ok(_) => between()?,
+            Ok(_) => check_interrupt()?,
             Err(error) if error.kind() == io::ErrorKind::OutOfMemory => return Err(too_large(path, text.len())),
             Err(error) => return Err(refused(error)),
         }

@@ -5,8 +5,8 @@ mod schemes;
 
 use crate::choice;
 use crate::error::{unknown, Result};
-use crate::options::{distinct, Listed};
-use crate::residual::{Outline, Place};
+use crate::options::{distinct, AnyOption};
+use crate::residual::{LayerContext, ModelShape};
 use tch::{no_grad, Tensor};
 
 choice! {
@@ -125,11 +125,11 @@ pub struct Init {
     pub name: &'static str,
     pub definition: &'static str,
     pub source: &'static str,
-    pub options: &'static [&'static dyn Listed],
+    pub options: &'static [&'static dyn AnyOption],
     /// The fill of an (fan_out, fan_in) matrix.
-    pub linear: fn(Role, fan_in: i64, fan_out: i64, &Place) -> Fill,
+    pub linear: fn(Role, fan_in: i64, fan_out: i64, &LayerContext) -> Fill,
     /// The fill of word embeddings, (V, d).
-    pub embedding: fn(Table, &Outline) -> Fill,
+    pub embedding: fn(Table, &ModelShape) -> Fill,
     /// The fill of an output projection that is not tied to an embedding, (V, d).
     pub output: fn(d_model: i64, vocab_size: i64) -> Fill,
     /// Linear layers have the same std at every width.
@@ -138,22 +138,22 @@ pub struct Init {
 
 impl Init {
     /// The fill of a layer's (fan_out, fan_in) matrix under the model's parametrisation.
-    pub fn matrix(&self, role: Role, fan_in: i64, fan_out: i64, place: &Place) -> Fill {
+    pub fn matrix(&self, role: Role, fan_in: i64, fan_out: i64, place: &LayerContext) -> Fill {
         (self.linear)(role, fan_in, fan_out, place).times(place.model.scaled.matrix(self.has_fixed_std))
     }
 
     /// The fill of matrices (fan_out, fan_in) that stand on each other, one for each role.
-    pub fn linears(&self, roles: &[Role], fan_in: i64, fan_out: i64, place: &Place) -> Fill {
+    pub fn linears(&self, roles: &[Role], fan_in: i64, fan_out: i64, place: &LayerContext) -> Fill {
         Fill::Rows(roles.iter().map(|&role| (fan_out, self.matrix(role, fan_in, fan_out, place))).collect())
     }
 
     /// The fill of a table of word embeddings, (V, d): the base model's std, whatever the width.
-    pub fn table(&self, table: Table, model: &Outline) -> Fill {
-        (self.embedding)(table, &Outline { d_model: model.scaled.base_width, ..*model })
+    pub fn table(&self, table: Table, model: &ModelShape) -> Fill {
+        (self.embedding)(table, &ModelShape { d_model: model.scaled.base_width, ..*model })
     }
 
     /// The fill of an untied output projection, (V, d): the base model's std.
-    pub fn output_matrix(&self, model: &Outline, vocab_size: i64) -> Fill {
+    pub fn output_matrix(&self, model: &ModelShape, vocab_size: i64) -> Fill {
         (self.output)(model.scaled.base_width, vocab_size)
     }
 }
@@ -178,7 +178,7 @@ pub fn find(name: &str) -> Result<&'static Init> {
 }
 
 /// The options of all initialisations.
-pub fn settings() -> Vec<&'static dyn Listed> {
+pub fn option_specs() -> Vec<&'static dyn AnyOption> {
     distinct(INITS.iter().flat_map(|init| init.options).copied())
 }
 

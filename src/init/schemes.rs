@@ -2,8 +2,8 @@
 
 use super::{embedding, xavier_normal, xavier_uniform, Fill, Init, Role, Table};
 use crate::choice;
-use crate::options::setting;
-use crate::residual::{Place, StackName, Sublayer};
+use crate::options::option_spec;
+use crate::residual::{LayerContext, StackName, Sublayer};
 
 pub static XAVIER: Init = Init {
     name: "xavier",
@@ -58,7 +58,7 @@ pub static DEEPNORM: Init = Init {
     ..XAVIER
 };
 
-fn deepnorm_beta(place: &Place) -> f64 {
+fn deepnorm_beta(place: &LayerContext) -> f64 {
     place.constant(
         |n, m| 0.87 * (n.powi(4) * m).powf(-1.0 / 16.0),
         |_, m| (12.0 * m).powf(-0.25),
@@ -77,7 +77,7 @@ pub static SUBLN: Init = Init {
     ..XAVIER
 };
 
-fn subln_gamma(place: &Place) -> f64 {
+fn subln_gamma(place: &LayerContext) -> f64 {
     place.constant(
         |n, m| ((3.0 * m).ln() * (2.0 * n).ln() / 3.0).sqrt(),
         |_, m| (3.0 * m).ln().sqrt(),
@@ -89,7 +89,7 @@ choice! {
     pub enum DsInitMode ("ds_init_mode") { Paper = "paper", Release = "release" }
 }
 
-setting! {
+option_spec! {
     /// ds-init's α.
     DS_ALPHA ("ds_init_alpha"): f64 = 1.0;
     /// ds-init's bound: ∝ 1/√l (paper) or l^(−1/4) (release).
@@ -136,7 +136,7 @@ pub static T_FIXUP: Init = Init {
     ..XAVIER
 };
 
-fn t_fixup_gain(place: &Place) -> f64 {
+fn t_fixup_gain(place: &LayerContext) -> f64 {
     match place.stack {
         StackName::Encoder => 0.67 * (place.encoder_layers() as f64).powf(-0.25),
         StackName::Decoder => (9.0 * place.decoder_layers() as f64).powf(-0.25),
@@ -201,7 +201,7 @@ mod tests {
 
     #[test]
     fn the_papers_constants() {
-        let check = |constant: fn(&Place) -> f64, layers, encoder, decoder| {
+        let check = |constant: fn(&LayerContext) -> f64, layers, encoder, decoder| {
             near(place_of(layers, StackName::Encoder, constant), encoder);
             near(place_of(layers, StackName::Decoder, constant), decoder);
         };

@@ -25,7 +25,7 @@ mod gpu;
 mod passes;
 
 /// A norm with statistics of columns, as its kernels take it.
-pub struct ColumnRule {
+pub struct ColumnNormKernel {
     /// x̂ has a mean taken away.
     pub centred: bool,
     /// The gradient in training is PowerNorm's, made with the second buffer, and no derivative of the formula.

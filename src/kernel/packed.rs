@@ -10,7 +10,7 @@
 pub mod call;
 
 use crate::cpu::memory::Aligned;
-use crate::cpu::pack::{Isa, Of, Pack, Store, BLOCK};
+use crate::cpu::pack::{Isa, Of, Pack, Store, PAIR_LANES};
 use crate::cpu::Accumulator;
 use crate::multiversion;
 
@@ -27,14 +27,14 @@ impl<A: Accumulator> PackedMatrix<A> {
     /// Of a row-major matrix (n, k); without a bias b = 0.
     pub fn new(weight: &[A], bias: Option<&[A]>, n: usize, k: usize) -> Self {
         assert!(weight.len() == n * k && bias.is_none_or(|bias| bias.len() == n), "W ({n}, {k}) and b ({n})");
-        let mut panels = Aligned::new(n.next_multiple_of(BLOCK) * k);
+        let mut panels = Aligned::new(n.next_multiple_of(PAIR_LANES) * k);
         for (i, row) in weight.chunks_exact(k.max(1)).enumerate() {
-            let panel = &mut panels[i / BLOCK * BLOCK * k..];
+            let panel = &mut panels[i / PAIR_LANES * PAIR_LANES * k..];
             for (c, w) in row.iter().enumerate() {
-                panel[c * BLOCK + i % BLOCK] = *w;
+                panel[c * PAIR_LANES + i % PAIR_LANES] = *w;
             }
         }
-        let mut padded = Aligned::new(n.next_multiple_of(BLOCK));
+        let mut padded = Aligned::new(n.next_multiple_of(PAIR_LANES));
         if let Some(bias) = bias {
             padded[..n].copy_from_slice(bias);
         }
@@ -76,14 +76,14 @@ pub fn product<A: Accumulator>(
                 to[r % TILE] = *value;
             }
         }
-        for (p, bias) in w.bias.as_chunks::<BLOCK>().0.iter().enumerate() {
-            let panel = w.panels[p * BLOCK * w.k..][..BLOCK * w.k].as_chunks::<BLOCK>().0;
-            let used = BLOCK.min(w.n - p * BLOCK);
+        for (p, bias) in w.bias.as_chunks::<PAIR_LANES>().0.iter().enumerate() {
+            let panel = w.panels[p * PAIR_LANES * w.k..][..PAIR_LANES * w.k].as_chunks::<PAIR_LANES>().0;
+            let used = PAIR_LANES.min(w.n - p * PAIR_LANES);
             for t in (0..count).step_by(TILE) {
                 let mut sums = [*bias; TILE];
                 add_tile(transposed[t * w.k..][..TILE * w.k].as_chunks().0, panel, &mut sums);
                 for (r, sum) in sums.iter().enumerate().take(count - t) {
-                    y[(first + t + r) * y_stride + p * BLOCK..][..used].copy_from_slice(&sum[..used]);
+                    y[(first + t + r) * y_stride + p * PAIR_LANES..][..used].copy_from_slice(&sum[..used]);
                 }
             }
         }
@@ -100,7 +100,7 @@ multiversion! {
     /// sums += the product of a tile of x and a panel. Not inlined, for what the caller holds in registers would push sums
     /// out of them.
     #[inline(never)]
-    fn add_tile[isa S][A: Accumulator](x: &[[A; TILE]], panel: &[[A; BLOCK]], sums: &mut [[A; BLOCK]; TILE]) {
+    fn add_tile[isa S][A: Accumulator](x: &[[A; TILE]], panel: &[[A; PAIR_LANES]], sums: &mut [[A; PAIR_LANES]; TILE]) {
         if is_wide::<S>() {
             add_columns::<A, S, true, true>(x, panel, sums);
         } else {
@@ -123,8 +123,8 @@ fn is_wide<S: Isa>() -> bool {
 #[inline(always)]
 fn add_columns<A: Accumulator, S: Isa, const LOW: bool, const HIGH: bool>(
     x: &[[A; TILE]],
-    panel: &[[A; BLOCK]],
-    sums: &mut [[A; BLOCK]; TILE],
+    panel: &[[A; PAIR_LANES]],
+    sums: &mut [[A; PAIR_LANES]; TILE],
 ) {
     let mut totals = [[Of::<A, S>::zero(); 2]; TILE];
     for r in 0..TILE {

@@ -9,13 +9,13 @@
 //! The mask is never stored: both directions draw it from Philox (`cpu/philox.rs`) by the element's place.
 //! Forward it reads x and f and writes x⁺ and y; backward it reads dx⁺, dy and x⁺ and writes dx and df.
 
-use crate::cpu::pack::{Isa, Of, Pack, Store, BLOCK};
+use crate::cpu::pack::{Isa, Of, Pack, Store, PAIR_LANES};
 use crate::cpu::philox::Dropout;
 use crate::cpu::{memory, Accumulator, Element};
 use crate::kernel::rows::curve::{Bend, BendBack, NUMBERS};
 use crate::kernel::rows::{
-    columns, each_row, fetch, normalise, rows, split, split_ref, Blocks, BlocksMut, Group, Measured, NoNorm, Rule,
-    Rules, Slope, Weight, GROUP, PARTS,
+    columns, each_row, fetch, normalise, rows, split, split_ref, Blocks, BlocksMut, Group, Measured, NoNorm,
+    RowGradient, RowNormFns, RowNormKernel, Weight, GROUP, PARTS,
 };
 use crate::multiversion;
 use crate::row_program;
@@ -27,7 +27,7 @@ mod mask;
 mod scales;
 
 /// The step without a norm. With one, the norm's rules and its program take the step.
-pub static NO_NORM: Rules = Rules::of::<NoNorm>(row_program!("no_norm.cu"));
+pub static NO_NORM: RowNormKernel = RowNormKernel::of::<NoNorm>(row_program!("no_norm.cu"));
 
 /// What does not change from row to row. A scale is empty (one), one number, or one per column; `weight`, `bias`, `eps`
 /// and, of a curve, `numbers` are the norm's.
@@ -55,9 +55,9 @@ pub struct Gradients<'a, A> {
 
 multiversion! {
     /// Writes x⁺ and y of some rows. `x` begins with row `first_row` of the whole matrix, which dropout counts from. `y` is
-    /// empty where there is no norm; `stats` receives `rule.stats` numbers a row.
+    /// empty where there is no norm; `stats` receives `norm.stats` numbers a row.
     pub fn forward[isa S][X: Element, F: Element<Acc = X::Acc>, Y: Element<Acc = X::Acc>](
-        rule: &Rule<X::Acc>, step: &StepParameters<X::Acc>, first_row: usize, x: &[X], f: &[F], x_plus: &mut [X],
+        norm: &RowNormFns<X::Acc>, step: &StepParameters<X::Acc>, first_row: usize, x: &[X], f: &[F], x_plus: &mut [X],
         y: &mut [Y], stats: &mut [X::Acc],
     ) {
         let cols = step.cols;
@@ -72,7 +72,7 @@ multiversion! {
         let mut mask = Mask::new(step.dropout, first_row, group);
         let (spare_x, spare_f) = (group.spare::<X>(), group.spare::<F>());
         let (mut spare_x_plus, mut spare_y) = (group.spare_out::<X>(), group.spare_out::<Y>());
-        let mut bend = rule.curve.as_ref().map(|curve| Bend::new(curve, step.numbers, cols));
+        let mut bend = norm.curve.as_ref().map(|curve| Bend::new(curve, step.numbers, cols));
         // What is streamed is out of reach: the norm reads x⁺ from here.
         let held_apart = !y.is_empty() && store.is_streamed();
         let mut held = memory::filled(X::default(), if held_apart { GROUP * cols } else { 0 });
@@ -94,9 +94,9 @@ multiversion! {
                 bend.forward::<S, X, Y>(x_plus, group.range(g).len(), &weight, &bias, y, store_y);
                 continue;
             }
-            let found = rule.measure::<S, X>(x_plus, step.eps);
+            let found = norm.measure::<S, X>(x_plus, step.eps);
             for (r, found) in group.range(g).zip(found) {
-                found.keep(rule.stats, r, stats);
+                found.keep(norm.stats, r, stats);
             }
             normalise::<S, X, Y, true>(x_plus, found, &weight, &bias, group.rows_mut(g, y, &mut spare_y), store_y);
         }
@@ -111,15 +111,15 @@ multiversion! {
     /// `dx_plus` or `dy` is empty where nothing came back on that side; `x_plus` and `stats` are read only with `dy`, `x`
     /// only with `grads.dalpha`, `f` only with `grads.dbeta`.
     pub fn backward[isa S][X: Element, F: Element<Acc = X::Acc>, Y: Element<Acc = X::Acc>](
-        rule: &Rule<X::Acc>, step: &StepParameters<X::Acc>, first_row: usize, dx_plus: &[X], dy: &[Y], x_plus: &[X],
-        x: &[X], f: &[F], stats: &[X::Acc], dx: &mut [X], df: &mut [F], grads: &mut Gradients<X::Acc>,
+        norm: &RowNormFns<X::Acc>, step: &StepParameters<X::Acc>, first_row: usize, dx_plus: &[X], dy: &[Y],
+        x_plus: &[X], x: &[X], f: &[F], stats: &[X::Acc], dx: &mut [X], df: &mut [F], grads: &mut Gradients<X::Acc>,
     ) {
         let cols = step.cols;
         if cols == 0 {
             return;
         }
-        let mut weight = Weight::new(rule, step.weight, cols, step.eps, grads.dweight, grads.dbias);
-        let mut bend = match &rule.curve {
+        let mut weight = Weight::new(norm, step.weight, cols, step.eps, grads.dweight, grads.dbias);
+        let mut bend = match &norm.curve {
             Some(curve) if !dy.is_empty() => {
                 Some(BendBack::new(curve, step.numbers, step.weight, cols, grads.dweight, grads.dbias, grads.dnumbers))
             }
@@ -142,9 +142,10 @@ multiversion! {
             // Absent rows are empty.
             let dy = group.rows(g, dy, &spare_y);
             let x_plus = if dy[0].is_empty() { [&[][..]; GROUP] } else { group.rows(g, x_plus, &spare_x) };
-            let mut slopes = [(Measured::NONE, Slope::NONE); GROUP];
+            let mut row_gradients = [(Measured::NONE, RowGradient::NONE); GROUP];
             if !dy[0].is_empty() && bend.is_none() {
-                slopes = weight.slopes::<S, X, Y>(dy, x_plus, Measured::restore(rule.stats, group.range(g), stats));
+                let measured = Measured::restore(norm.stats, group.range(g), stats);
+                row_gradients = weight.row_gradients::<S, X, Y>(dy, x_plus, measured);
             }
             let x = if scales.dalpha.is_empty() { [&[][..]; GROUP] } else { group.rows(g, x, &spare_x) };
             let f = if scales.dbeta.is_empty() { [&[][..]; GROUP] } else { group.rows(g, f, &spare_f) };
@@ -157,10 +158,10 @@ multiversion! {
                 bend.backward::<S, X, Y, X::Acc>(dy, x_plus, dx_plus, rows, to, Store::PLAIN);
                 let none = [&[][..]; GROUP];
                 let sides = StepRows { dx_plus: split_ref(&total, cols), dy: [&[]; GROUP], x_plus: none, x, f };
-                scales.apply::<S, X, F, Y, X::Acc>(&[], slopes, sides, bits, dx, store, df, store_f);
+                scales.apply::<S, X, F, Y, X::Acc>(&[], row_gradients, sides, bits, dx, store, df, store_f);
             } else {
                 let sides = StepRows { dx_plus, dy, x_plus, x, f };
-                scales.apply::<S, X, F, Y, X>(weight.columns(), slopes, sides, bits, dx, store, df, store_f);
+                scales.apply::<S, X, F, Y, X>(weight.columns(), row_gradients, sides, bits, dx, store, df, store_f);
             }
         }
         store.finish();
@@ -189,7 +190,7 @@ fn add<S: Isa, X: Element, F: Element<Acc = X::Acc>>(
     let dropped = bits.is_some();
     let (threshold, bits) = bits.unwrap_or((0, [&[]; GROUP]));
     let (x, f, bits, mut to) = (Blocks::of(x), Blocks::of(f), Blocks::of(bits), BlocksMut::of(to));
-    let (mut alpha, mut beta) = (alpha.as_chunks::<BLOCK>().0, beta.as_chunks::<BLOCK>().0);
+    let (mut alpha, mut beta) = (alpha.as_chunks::<PAIR_LANES>().0, beta.as_chunks::<PAIR_LANES>().0);
     for part in 0..PARTS {
         let n = x.len(part);
         let (a, b);
@@ -215,7 +216,7 @@ fn add<S: Isa, X: Element, F: Element<Acc = X::Acc>>(
 }
 
 #[inline(always)]
-fn keep<A: Accumulator, S: Isa>(v: [Of<A, S>; 2], bits: &[u16; BLOCK], threshold: u16) -> [Of<A, S>; 2] {
+fn keep<A: Accumulator, S: Isa>(v: [Of<A, S>; 2], bits: &[u16; PAIR_LANES], threshold: u16) -> [Of<A, S>; 2] {
     let bits = bits.as_chunks().0;
     [v[0].keep(&bits[0], threshold), v[1].keep(&bits[1], threshold)]
 }

@@ -1,6 +1,6 @@
 //! sum += Σ rows of a matrix, as gradients of biases are summed.
 
-use crate::cpu::pack::{Of, Pack, Store, BLOCK};
+use crate::cpu::pack::{Of, Pack, Store, PAIR_LANES};
 use crate::cpu::{memory, parallel, Accumulator, Element};
 use crate::error::Result;
 use crate::kernel::view::{by_dtype, View};
@@ -45,12 +45,13 @@ multiversion! {
     fn add[isa S][E: Element](x: &[E], rows: Range<usize>, stride: usize, sums: &mut [E::Acc]) {
         for first in rows.clone().step_by(TOGETHER) {
             let some = first..rows.end.min(first + TOGETHER);
-            let (blocks, rest) = sums.as_chunks_mut::<BLOCK>();
-            let whole = blocks.len() * BLOCK;
+            let (blocks, rest) = sums.as_chunks_mut::<PAIR_LANES>();
+            let whole = blocks.len() * PAIR_LANES;
             for (b, sum) in blocks.iter_mut().enumerate() {
                 let mut total = [Of::<E::Acc, S>::zero(); 2];
                 for row in some.clone() {
-                    let numbers = x[row * stride + b * BLOCK..].first_chunk::<BLOCK>().expect("a row has all its blocks");
+                    let from = &x[row * stride + b * PAIR_LANES..];
+                    let numbers = from.first_chunk::<PAIR_LANES>().expect("a row has all its blocks");
                     let [low, high] = Of::<E::Acc, S>::pair(numbers);
                     total = [total[0].add(low), total[1].add(high)];
                 }

@@ -11,7 +11,7 @@
 //! where p, q and r depend on the row only through Σg and Σg⊙x̂. A norm is the rule for (shift, scale) and the rule
 //! for (p, q, r): [`RowNorm`]. The passes over memory are written here once, and the fused residual step
 //! ([`residual_step`](super::residual_step)) runs the same ones. They are compiled per type and instruction set but not per norm: a norm's
-//! rules are a few numbers per row, called through [`Rule`].
+//! rules are a few numbers per row, called through [`RowNormFns`].
 //!
 //! Norms that measure nothing are curves of learned numbers: x̂ = f(scale·x + shift), [`CurveNorm`]. Their passes are in
 //! [`curve`].
@@ -55,7 +55,7 @@ pub trait RowNorm: Copy + Send + Sync + 'static {
     fn measure_scaled<A: Accumulator>(x: &[A], eps: A) -> Measured<A>;
 
     /// dx as a function of g and x̂, given Σg (only where STATS is 2: nobody else asks) and Σg⊙x̂ over `cols` columns.
-    fn slope<A: Accumulator>(row: Measured<A>, eps: A, cols: A, sum_g: A, sum_gx: A) -> Slope<A>;
+    fn gradient<A: Accumulator>(row: Measured<A>, eps: A, cols: A, sum_g: A, sum_gx: A) -> RowGradient<A>;
 }
 
 /// A curve that stands in a norm's place: x̂ = f(scale·x + shift), scale and shift one learned number each.
@@ -85,47 +85,53 @@ pub struct Measured<A> {
 
 /// dx = p·g + q·x̂ − r.
 #[derive(Clone, Copy, Debug)]
-pub struct Slope<A> {
+pub struct RowGradient<A> {
     pub p: A,
     pub q: A,
     pub r: A,
 }
 
-/// A [`RowNorm`] or a [`CurveNorm`] as the kernels take it.
+/// A [`RowNorm`] or a [`CurveNorm`] as function pointers, for the kernels.
 #[derive(Clone, Copy)]
-pub struct Rule<A> {
+pub struct RowNormFns<A> {
     pub stats: usize,
     /// Of a curve, which has no use for the rest.
     pub curve: Option<Curve<A>>,
     measure: fn(&Sums<A>, A) -> Option<Measured<A>>,
     measure_scaled: fn(&[A], A) -> Measured<A>,
-    slope: fn(Measured<A>, A, A, A, A) -> Slope<A>,
+    gradient: fn(Measured<A>, A, A, A, A) -> RowGradient<A>,
 }
 
-impl<A: Accumulator> Rule<A> {
+impl<A: Accumulator> RowNormFns<A> {
     pub const fn of<N: RowNorm>() -> Self {
-        Rule { stats: N::STATS, curve: None, measure: N::measure, measure_scaled: N::measure_scaled, slope: N::slope }
+        RowNormFns {
+            stats: N::STATS,
+            curve: None,
+            measure: N::measure,
+            measure_scaled: N::measure_scaled,
+            gradient: N::gradient,
+        }
     }
 
     pub const fn of_curve<N: CurveNorm>() -> Self {
-        Rule { curve: Some(Curve::of::<N>()), ..Rule::of::<NoNorm>() }
+        RowNormFns { curve: Some(Curve::of::<N>()), ..RowNormFns::of::<NoNorm>() }
     }
 }
 
-/// A norm's kernels: its [`Rule`] for either computing type, and the same for a GPU.
-pub struct Rules {
-    single: Rule<f32>,
-    double: Rule<f64>,
+/// A norm's kernels: its [`RowNormFns`] for either computing type, and the same for a GPU.
+pub struct RowNormKernel {
+    single: RowNormFns<f32>,
+    double: RowNormFns<f64>,
     pub program: Program,
 }
 
-impl Rules {
+impl RowNormKernel {
     pub const fn of<N: RowNorm>(program: Program) -> Self {
-        Rules { single: Rule::of::<N>(), double: Rule::of::<N>(), program }
+        RowNormKernel { single: RowNormFns::of::<N>(), double: RowNormFns::of::<N>(), program }
     }
 
     pub const fn of_curve<N: CurveNorm>(program: Program) -> Self {
-        Rules { single: Rule::of_curve::<N>(), double: Rule::of_curve::<N>(), program }
+        RowNormKernel { single: RowNormFns::of_curve::<N>(), double: RowNormFns::of_curve::<N>(), program }
     }
 
     /// Numbers kept per row for the backward pass.
@@ -133,7 +139,7 @@ impl Rules {
         self.single.stats
     }
 
-    pub fn get<A: Accumulator>(&self) -> &Rule<A> {
+    pub fn get<A: Accumulator>(&self) -> &RowNormFns<A> {
         let single = (&self.single as &dyn Any).downcast_ref();
         single.or_else(|| (&self.double as &dyn Any).downcast_ref()).expect("A is f32 or f64")
     }
@@ -154,17 +160,17 @@ impl RowNorm for NoNorm {
         Measured::NONE
     }
 
-    fn slope<A: Accumulator>(_: Measured<A>, _: A, _: A, _: A, _: A) -> Slope<A> {
-        Slope::NONE
+    fn gradient<A: Accumulator>(_: Measured<A>, _: A, _: A, _: A, _: A) -> RowGradient<A> {
+        RowGradient::NONE
     }
 }
 
 multiversion! {
-    /// y = w⊙x̂ + b for every row of `cols` numbers in `x`; `stats` receives `rule.stats` numbers a row.
+    /// y = w⊙x̂ + b for every row of `cols` numbers in `x`; `stats` receives `norm.stats` numbers a row.
     ///
     /// `weight` is empty (ones), one number (a gain) or one per column; `bias` is empty (zeros) or one per column.
     pub fn forward[isa S][E: Element](
-        rule: &Rule<E::Acc>, cols: usize, x: &[E], weight: &[E::Acc], bias: &[E::Acc], eps: E::Acc, y: &mut [E],
+        norm: &RowNormFns<E::Acc>, cols: usize, x: &[E], weight: &[E::Acc], bias: &[E::Acc], eps: E::Acc, y: &mut [E],
         stats: &mut [E::Acc],
     ) {
         if cols == 0 {
@@ -176,12 +182,12 @@ multiversion! {
         let (spare, mut spare_out) = (group.spare::<E>(), group.spare_out::<E>());
         for g in 0..group.count() {
             let x = group.rows(g, x, &spare);
-            let found = rule.measure::<S, E>(x, eps);
+            let found = norm.measure::<S, E>(x, eps);
             for (r, found) in group.range(g).zip(found) {
-                found.keep(rule.stats, r, stats);
+                found.keep(norm.stats, r, stats);
             }
             let y = group.rows_mut(g, y, &mut spare_out);
-            if rule.stats < 2 {
+            if norm.stats < 2 {
                 normalise::<S, E, E, false>(x, found, &weight, &bias, y, store);
             } else {
                 normalise::<S, E, E, true>(x, found, &weight, &bias, y, store);
@@ -195,20 +201,21 @@ multiversion! {
     /// The gradient of [`forward`]: overwrites `dx`, adds to `dweight` (empty, or as long as `weight`) and `dbias`
     /// (empty, or one per column).
     pub fn backward[isa S][E: Element](
-        rule: &Rule<E::Acc>, cols: usize, dy: &[E], x: &[E], weight: &[E::Acc], eps: E::Acc, stats: &[E::Acc],
+        norm: &RowNormFns<E::Acc>, cols: usize, dy: &[E], x: &[E], weight: &[E::Acc], eps: E::Acc, stats: &[E::Acc],
         dx: &mut [E], dweight: &mut [E::Acc], dbias: &mut [E::Acc],
     ) {
         if cols == 0 {
             return;
         }
-        let mut weight = Weight::new(rule, weight, cols, eps, dweight, dbias);
+        let mut weight = Weight::new(norm, weight, cols, eps, dweight, dbias);
         let store = Store::of(dx, cols);
         let group = Group::new(x.len() / cols, cols);
         let (spare, mut spare_out) = (group.spare::<E>(), group.spare_out::<E>());
         for g in 0..group.count() {
             let (dy, x) = (group.rows(g, dy, &spare), group.rows(g, x, &spare));
-            let slopes = weight.slopes::<S, E, E>(dy, x, Measured::restore(rule.stats, group.range(g), stats));
-            weight.apply::<S, E>(dy, x, slopes, group.rows_mut(g, dx, &mut spare_out), store);
+            let measured = Measured::restore(norm.stats, group.range(g), stats);
+            let row_gradients = weight.row_gradients::<S, E, E>(dy, x, measured);
+            weight.apply::<S, E>(dy, x, row_gradients, group.rows_mut(g, dx, &mut spare_out), store);
         }
         store.finish();
         weight.finish(dweight, dbias);
@@ -243,8 +250,8 @@ impl<A: Accumulator> Measured<A> {
     }
 }
 
-impl<A: Accumulator> Slope<A> {
-    pub const NONE: Self = Slope { p: A::ONE, q: A::ZERO, r: A::ZERO };
+impl<A: Accumulator> RowGradient<A> {
+    pub const NONE: Self = RowGradient { p: A::ONE, q: A::ZERO, r: A::ZERO };
 }
 
 #[cfg(test)]

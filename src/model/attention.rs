@@ -1,6 +1,6 @@
 //! Multi-head attention on packed rows.
 
-use super::norm::PassRows;
+use super::norm::RowContext;
 use super::residual::Inside;
 use super::sink_attention::sink_attention;
 use super::stacked_attention::stacked_attention;
@@ -9,7 +9,7 @@ use crate::error::Result;
 use crate::init::{Fill, Init, Role};
 use crate::kernel::attention::Extras;
 use crate::operator::{self, Recording};
-use crate::residual::{OutputGate, Place, Point};
+use crate::residual::{LayerContext, OutputGate, Point};
 use tch::{Device, Tensor};
 
 /// Of sinks at the start: gpt-oss's `initializer_range`.
@@ -49,7 +49,7 @@ pub struct Cache {
 }
 
 impl Attention {
-    pub fn build(b: &mut Builder, place: &Place, init: &Init, has_biases: bool) -> Result<Self> {
+    pub fn build(b: &mut Builder, place: &LayerContext, init: &Init, has_biases: bool) -> Result<Self> {
         let (d, heads) = (place.model.d_model, place.model.heads);
         let (kv_heads, kv_width) = (place.model.kv_heads, place.kv_width());
         let parts = [(Role::Query, d), (Role::Key, kv_width), (Role::Value, kv_width)];
@@ -137,7 +137,7 @@ impl Attention {
 
     /// (p, seed, site) of the weights in this pass.
     fn dropout<'a>(&self, ctx: &'a Context) -> Option<(f64, &'a Tensor, i64)> {
-        let (site, p) = (ctx.site(), ctx.rates.attention);
+        let (site, p) = (ctx.dropout_site(), ctx.rates.attention);
         ctx.seed.as_ref().filter(|_| p > 0.0).map(|seed| (p, seed, site))
     }
 
@@ -257,7 +257,7 @@ impl Attention {
 
     /// The output projection of the joined heads, gated by x, with the changes around it.
     fn output(&self, heads: Tensor, x: &Tensor, inside: &Inside, ctx: &Context) -> Result<Tensor> {
-        let rows: PassRows = ctx.rows();
+        let rows: RowContext = ctx.rows();
         let heads = match &self.gate {
             Some(gate) => gate.apply(heads, x, ctx)?,
             None => heads,

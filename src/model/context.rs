@@ -1,11 +1,11 @@
-//! What a forward pass must know beside its inputs.
+//! A forward pass's settings beside its inputs.
 
-use super::linear::{linear, Flat};
-use super::norm::PassRows;
+use super::linear::{linear, FlatBuffers};
+use super::norm::RowContext;
 use super::positions::Rotation;
 use super::prepared::PreparedWeights;
-use super::residual::Shelf;
-use super::running::Kept;
+use super::residual::KeptTensors;
+use super::running::UsedStatistics;
 use super::Packed;
 use crate::analysis::Watch;
 use crate::config::TransformerConfig;
@@ -50,24 +50,24 @@ pub struct Context {
     pub profile: bool,
     /// Keep only what enters each layer, and run layers again for their gradients.
     pub recompute: bool,
-    /// This is such a second run: statistics have moved already.
-    pub again: bool,
-    /// Whose batches norms with statistics take for one.
+    /// This is the recomputation: statistics have moved already.
+    pub is_recompute: bool,
+    /// Ranks whose rows are one batch for norms with statistics.
     pub group: ProcessGroup,
     /// The statistics that norms used, for the second run.
-    kept: Kept,
+    statistics: UsedStatistics,
     /// True at rows that belong to no sentence; none: there are no such rows.
     spare: Option<Tensor>,
     /// Of the rows' queries and keys, where positions are rotary.
     rotation: Option<Rc<Rotation>>,
     /// Where parameters and their gradients lie, if linear layers add to gradients there.
-    flat: Option<Rc<Flat>>,
+    flat: Option<Rc<FlatBuffers>>,
     /// Weights that do not change between passes, if there are several.
     prepared: Option<Arc<PreparedWeights>>,
     watch: Option<Rc<Watch>>,
-    /// What the layers of the stack that runs have left.
-    shelf: Rc<Shelf>,
-    site: Rc<Cell<i64>>,
+    /// Tensors that the running stack's layers have kept.
+    kept_tensors: Rc<KeptTensors>,
+    dropout_site: Rc<Cell<i64>>,
 }
 
 impl Context {
@@ -80,16 +80,16 @@ impl Context {
             kind,
             profile: false,
             recompute: false,
-            again: false,
+            is_recompute: false,
             group: ProcessGroup::ALONE,
-            kept: Kept::default(),
+            statistics: UsedStatistics::default(),
             spare: None,
             rotation: None,
             flat: None,
             prepared: None,
             watch: None,
-            shelf: Rc::default(),
-            site: Rc::default(),
+            kept_tensors: Rc::default(),
+            dropout_site: Rc::default(),
         }
     }
 
@@ -101,16 +101,16 @@ impl Context {
             kind,
             profile: false,
             recompute: false,
-            again: false,
+            is_recompute: false,
             group: ProcessGroup::ALONE,
-            kept: Kept::default(),
+            statistics: UsedStatistics::default(),
             spare: None,
             rotation: None,
             flat: None,
             prepared: None,
             watch: None,
-            shelf: Rc::default(),
-            site: Rc::default(),
+            kept_tensors: Rc::default(),
+            dropout_site: Rc::default(),
         }
     }
 
@@ -125,7 +125,7 @@ impl Context {
     }
 
     /// The same pass, adding to gradients in these buffers.
-    pub fn adding_to(self, flat: Option<Rc<Flat>>) -> Self {
+    pub fn adding_to(self, flat: Option<Rc<FlatBuffers>>) -> Self {
         Context { flat, ..self }
     }
 
@@ -134,10 +134,10 @@ impl Context {
         Context { prepared: Some(weights), ..self }
     }
 
-    /// This pass from where it stands, to be run later, or `again`.
-    pub fn fork(&self, again: bool) -> Self {
-        let site = Rc::new(Cell::new(self.site.get()));
-        Context { again, site, shelf: Rc::default(), ..self.clone() }
+    /// This pass from where it stands, to be run later; `is_recompute`: for its gradient, a second time.
+    pub fn fork(&self, is_recompute: bool) -> Self {
+        let dropout_site = Rc::new(Cell::new(self.dropout_site.get()));
+        Context { is_recompute, dropout_site, kept_tensors: Rc::default(), ..self.clone() }
     }
 
     /// This pass over one side of it, on whose rows norms with statistics look.
@@ -171,9 +171,10 @@ impl Context {
     fn clone(&self) -> Self {
         let shared = |t: &Option<Tensor>| t.as_ref().map(Tensor::shallow_clone);
         let (seed, spare) = (shared(&self.seed), shared(&self.spare));
-        let (kept, watch, shelf, site) = (self.kept.clone(), self.watch.clone(), self.shelf.clone(), self.site.clone());
+        let (statistics, watch, kept_tensors, dropout_site) =
+            (self.statistics.clone(), self.watch.clone(), self.kept_tensors.clone(), self.dropout_site.clone());
         let (rotation, flat, prepared) = (self.rotation.clone(), self.flat.clone(), self.prepared.clone());
-        Context { seed, spare, rotation, kept, watch, shelf, site, flat, prepared, ..*self }
+        Context { seed, spare, rotation, statistics, watch, kept_tensors, dropout_site, flat, prepared, ..*self }
     }
 
     /// The same pass, setting gains by profiling.
@@ -186,7 +187,7 @@ impl Context {
         Context { watch: Some(watch), ..self }
     }
 
-    /// Shows something to whoever looks on.
+    /// Passes something to the watch, if there is one.
     pub fn show(&self, what: impl FnOnce(&Watch) -> Result<()>) -> Result<()> {
         self.watch.as_deref().map_or(Ok(()), what)
     }
@@ -199,37 +200,38 @@ impl Context {
         }
     }
 
-    /// What the layers of the stack that runs have left, by name.
-    pub fn shelf(&self) -> &Shelf {
-        &self.shelf
+    /// Tensors that the running stack's layers have kept, by name.
+    pub fn kept_tensors(&self) -> &KeptTensors {
+        &self.kept_tensors
     }
 
     /// The next dropout site: sites are numbered in order of execution, whether or not their rate is zero.
-    pub fn site(&self) -> i64 {
-        self.site.replace(self.site.get() + 1)
+    pub fn dropout_site(&self) -> i64 {
+        self.dropout_site.replace(self.dropout_site.get() + 1)
     }
 
     /// Dropout sites passed so far.
-    pub fn sites(&self) -> i64 {
-        self.site.get()
+    pub fn dropout_sites(&self) -> i64 {
+        self.dropout_site.get()
     }
 
     /// As if so many dropout sites had been passed.
-    pub fn set_sites(&self, sites: i64) {
-        self.site.set(sites);
+    pub fn set_dropout_sites(&self, dropout_sites: i64) {
+        self.dropout_site.set(dropout_sites);
     }
 
     /// Packed rows: real but for those that fill a batch up. Profiling moves no statistics.
-    pub fn rows(&self) -> PassRows<'_> {
-        let (again, kept) = (self.again || self.profile, self.recompute.then_some(&self.kept));
-        PassRows {
+    pub fn rows(&self) -> RowContext<'_> {
+        let (is_recompute, statistics) =
+            (self.is_recompute || self.profile, self.recompute.then_some(&self.statistics));
+        RowContext {
             train: self.train,
-            again,
+            is_recompute,
             pad_mask: self.spare.as_ref(),
-            kept,
+            statistics,
             group: self.group,
             watch: self.watch.as_deref(),
-            shelf: Some(&self.shelf),
+            kept_tensors: Some(&self.kept_tensors),
         }
     }
 }

@@ -1,7 +1,7 @@
 //! Word embeddings with their positions, and the output projection that may share them.
 
 use super::linear::linear;
-use super::positions::Added;
+use super::positions::PositionEmbedding;
 use super::softcap::Softcap;
 use super::{times, Builder, Context, Packed, PAD};
 use crate::config::{Ties, TransformerConfig};
@@ -25,8 +25,8 @@ pub struct Embeddings {
     scale: f64,
     /// Multiplies words and positions together.
     alpha: f64,
-    source_positions: Added,
-    target_positions: Added,
+    source_positions: PositionEmbedding,
+    target_positions: PositionEmbedding,
 }
 
 impl Embeddings {
@@ -47,10 +47,10 @@ impl Embeddings {
             }
         };
         let source_positions = match has_source {
-            true => Added::build(b, config, init, Table::Source)?,
-            false => Added::Nothing,
+            true => PositionEmbedding::build(b, config, init, Table::Source)?,
+            false => PositionEmbedding::Nothing,
         };
-        let target_positions = Added::build(b, config, init, Table::Target)?;
+        let target_positions = PositionEmbedding::build(b, config, init, Table::Target)?;
         let output = match config.tie_embeddings {
             Ties::None => b.within("output_projection", |b| {
                 b.parameter("weight", &[v, d], &init.output_matrix(&config.outline(), v))
@@ -85,7 +85,7 @@ impl Embeddings {
         self.embed(&self.target, &self.target_positions, input, ctx)
     }
 
-    fn embed(&self, table: &Tensor, positions: &Added, input: &Packed, ctx: &Context) -> Result<Tensor> {
+    fn embed(&self, table: &Tensor, positions: &PositionEmbedding, input: &Packed, ctx: &Context) -> Result<Tensor> {
         let mut words = Tensor::f_embedding(table, &input.tokens, -1, false, false)?;
         if self.fixnorm {
             words = fix_norm::fix_norm(&words)?;
@@ -96,7 +96,7 @@ impl Embeddings {
             None => words,
         };
         let x = times(x, self.alpha)?;
-        operator::dropout(x, ctx.rates.embedding, ctx.seed.as_ref(), ctx.site())
+        operator::dropout(x, ctx.rates.embedding, ctx.seed.as_ref(), ctx.dropout_site())
     }
 
     /// The matrix of the output projection, (V, d): FixNorm applied where it is tied.

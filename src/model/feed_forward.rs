@@ -5,7 +5,7 @@ use super::{Builder, Context};
 use crate::error::Result;
 use crate::init::{Fill, Init, Role};
 use crate::operator;
-use crate::residual::{Activation, Place, Point};
+use crate::residual::{Activation, LayerContext, Point};
 use tch::Tensor;
 
 pub struct FeedForward {
@@ -19,7 +19,7 @@ pub struct FeedForward {
 }
 
 impl FeedForward {
-    pub fn build(b: &mut Builder, place: &Place, init: &Init, has_biases: bool) -> Result<Self> {
+    pub fn build(b: &mut Builder, place: &LayerContext, init: &Init, has_biases: bool) -> Result<Self> {
         let (d, f, activation) = (place.model.d_model, place.model.d_ff, place.model.activation);
         let mut layer = |name: &str, role, fan_in, fan_out| {
             b.within(name, |b| {
@@ -40,7 +40,9 @@ impl FeedForward {
         let h = ctx.linear(&x, &self.weight1, self.bias1.as_ref())?; // (rows, d_ff)
         let h = inside.at(Point::BeforeActivation, h, &rows)?;
         let h = match self.activation {
-            Activation::Relu => operator::relu_dropout(&h, ctx.rates.activation, ctx.seed.as_ref(), ctx.site())?,
+            Activation::Relu => {
+                operator::relu_dropout(&h, ctx.rates.activation, ctx.seed.as_ref(), ctx.dropout_site())?
+            }
             Activation::Gelu | Activation::GeGlu => self.dropped(h.f_gelu("none")?, &x, ctx)?,
             Activation::Silu | Activation::SwiGlu => self.dropped(h.f_silu()?, &x, ctx)?,
         };
@@ -55,6 +57,6 @@ impl FeedForward {
             Some((weight, bias)) => h.f_mul(&ctx.linear(x, weight, bias.as_ref())?)?,
             None => h,
         };
-        operator::dropout(h, ctx.rates.activation, ctx.seed.as_ref(), ctx.site())
+        operator::dropout(h, ctx.rates.activation, ctx.seed.as_ref(), ctx.dropout_site())
     }
 }

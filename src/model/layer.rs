@@ -2,7 +2,7 @@
 
 use super::attention::Attention;
 use super::feed_forward::FeedForward;
-use super::mixing::Unwritten;
+use super::mixing::PendingWrite;
 use super::norm::Norm;
 use super::residual::{BuiltChanges, BuiltResidual, Inside};
 use super::tensorized::Tensorized;
@@ -10,14 +10,14 @@ use super::{times, Builder, Context};
 use crate::error::{Error, Result};
 use crate::init::Init;
 use crate::operator;
-use crate::residual::{LayerSpec, Mixing, Place, Point, Sublayer, SublayerSpec};
+use crate::residual::{LayerContext, LayerSpec, Mixing, Point, Sublayer, SublayerSpec};
 use std::collections::BTreeSet;
 use tch::{no_grad, Tensor};
 
 pub struct Layer {
     /// On x as the layer begins.
     pub begin: BuiltChanges,
-    pub sublayers: Vec<Branch>,
+    pub sublayers: Vec<BuiltSublayer>,
     /// The names of what it reads that other layers have left.
     pub takes: Vec<String>,
     /// The names of what it leaves for others.
@@ -25,7 +25,7 @@ pub struct Layer {
 }
 
 /// A sublayer with its residual.
-pub struct Branch {
+pub struct BuiltSublayer {
     pub function: SublayerFunction,
     pub around: BuiltResidual,
     pub inside: Inside,
@@ -40,7 +40,7 @@ pub enum SublayerFunction {
     FeedForward(FeedForward),
 }
 
-/// What one sublayer hands to the next.
+/// The residual streams between two sublayers.
 pub struct Streams {
     pub x: Tensor,
     /// The streams beside x, as many as the scheme's [`StackSpec`](crate::residual::StackSpec) has.
@@ -48,7 +48,7 @@ pub struct Streams {
     /// The next sublayer's N(x), where the step that made x has made it too.
     pub normed: Option<Tensor>,
     /// Between a hyper-connection's reading and its writing.
-    pub unwritten: Option<Unwritten>,
+    pub unwritten: Option<PendingWrite>,
     /// α_t of the stack.
     pub alpha_t: Option<Tensor>,
     /// Profiling: the deviation of everything added so far (docs/spec.md §3.4).
@@ -88,10 +88,10 @@ impl Streams {
 }
 
 impl Layer {
-    /// `leaves`: the names of what others need of it.
+    /// `leaves`: the names of the tensors that later layers need of it.
     pub fn build(
         b: &mut Builder,
-        place: &Place,
+        place: &LayerContext,
         init: &Init,
         has_biases: bool,
         declared: &LayerSpec,
@@ -122,7 +122,7 @@ impl Layer {
                 }
             };
             let (around, inside) = (BuiltResidual::build(b, &place, around)?, Inside::build(b, &place, inside)?);
-            sublayers.push(Branch { function, around, inside, scale: *scale });
+            sublayers.push(BuiltSublayer { function, around, inside, scale: *scale });
         }
         let owned = |names: BTreeSet<&str>| names.into_iter().map(String::from).collect();
         Ok(Layer { begin, sublayers, takes: owned(declared.takes()), leaves: owned(leaves) })
@@ -136,13 +136,13 @@ impl Layer {
 
     /// How many tensors more leave it than enter it.
     pub fn adds(&self) -> usize {
-        let adds = |branch: &&Branch| branch.around.mixing.as_ref().is_some_and(|mixing| mixing.adds());
+        let adds = |branch: &&BuiltSublayer| branch.around.mixing.as_ref().is_some_and(|mixing| mixing.adds());
         self.sublayers.iter().filter(adds).count()
     }
 }
 
-impl Branch {
-    /// What F is applied to.
+impl BuiltSublayer {
+    /// The input of F.
     pub fn input(&self, streams: &mut Streams, ctx: &Context) -> Result<Tensor> {
         let x = match &self.around.mixing {
             Some(mixing) => {
@@ -164,7 +164,7 @@ impl Branch {
         let BuiltResidual { alpha, beta, skip, branch, after, .. } = &self.around;
         let f = times(branch.apply(f, ctx)?, self.scale)?;
         let alpha_t = streams.alpha_t.as_ref();
-        let (p, seed, site) = (ctx.rates.residual, ctx.seed.as_ref(), ctx.site());
+        let (p, seed, site) = (ctx.rates.residual, ctx.seed.as_ref(), ctx.dropout_site());
         if let Some(mixing) = &self.around.mixing {
             let unwritten = streams.unwritten.take();
             let (f, all) =

@@ -12,7 +12,7 @@ use tch::{Device, Kind, Tensor};
 
 /// The flat buffers of a model in training on a CPU: every parameter is a view of one, its gradient of the other.
 #[derive(Debug)]
-pub struct Flat {
+pub struct FlatBuffers {
     parameters: Tensor,
     gradients: Tensor,
     /// The parameters in the type of products; the buffer itself where that is theirs.
@@ -20,18 +20,18 @@ pub struct Flat {
 }
 
 /// A parameter, or some rows of it, in the flat buffers.
-pub struct Placed {
+pub struct FlatParameter {
     /// In the type of products.
     pub value: Tensor,
     /// Its gradient, which passes add to.
     pub gradient: Tensor,
 }
 
-impl Flat {
+impl FlatBuffers {
     /// Of contiguous buffers of equal length, one with the parameters and one with their gradients.
     pub fn new(parameters: &Tensor, gradients: &Tensor, kind: Kind) -> Result<Self> {
         let cast = parameters.f_detach()?.f_to_kind(kind)?;
-        Ok(Flat { parameters: parameters.shallow_clone(), gradients: gradients.shallow_clone(), cast })
+        Ok(FlatBuffers { parameters: parameters.shallow_clone(), gradients: gradients.shallow_clone(), cast })
     }
 
     /// Takes up parameters that have changed.
@@ -43,7 +43,7 @@ impl Flat {
     }
 
     /// Where `t` lies; None for a tensor that is no parameter nor some rows of one.
-    pub fn place(&self, t: &Tensor) -> Result<Option<Placed>> {
+    pub fn place(&self, t: &Tensor) -> Result<Option<FlatParameter>> {
         if t.kind() != self.parameters.kind() || t.device() != Device::Cpu || !t.is_contiguous() || !has_memory(t) {
             return Ok(None);
         }
@@ -54,18 +54,24 @@ impl Flat {
             return Ok(None);
         }
         let view = |flat: &Tensor| flat.f_narrow(0, first as i64, t.numel() as i64)?.f_view(t.size().as_slice());
-        Ok(Some(Placed { value: view(&self.cast)?, gradient: view(&self.gradients)? }))
+        Ok(Some(FlatParameter { value: view(&self.cast)?, gradient: view(&self.gradients)? }))
     }
 }
 
 /// y = x Wᵀ + b in the computing type, whatever the types of x and of the parameters; x is (…, columns of W).
 ///
 /// With the buffers of a model in training, gradients of W and b are added to theirs.
-pub fn linear(x: &Tensor, weight: &Tensor, bias: Option<&Tensor>, kind: Kind, flat: Option<&Flat>) -> Result<Tensor> {
+pub fn linear(
+    x: &Tensor,
+    weight: &Tensor,
+    bias: Option<&Tensor>,
+    kind: Kind,
+    flat: Option<&FlatBuffers>,
+) -> Result<Tensor> {
     let x = x.f_to_kind(kind)?;
     let is_recorded = Recording::is_on();
     if let Some(flat) = flat.filter(|_| !is_recorded || x.requires_grad()) {
-        if let Some(placed) = InPlace::of(flat, weight, bias)? {
+        if let Some(placed) = FlatLinear::of(flat, weight, bias)? {
             return match is_recorded {
                 true => Ok(apply(placed, &[&x])?.swap_remove(0)),
                 false => placed.value(&x),
@@ -77,13 +83,13 @@ pub fn linear(x: &Tensor, weight: &Tensor, bias: Option<&Tensor>, kind: Kind, fl
 }
 
 /// A linear layer whose parameters are in the flat buffers.
-struct InPlace {
-    weight: Placed,
-    bias: Option<Placed>,
+struct FlatLinear {
+    weight: FlatParameter,
+    bias: Option<FlatParameter>,
 }
 
-impl InPlace {
-    fn of(flat: &Flat, weight: &Tensor, bias: Option<&Tensor>) -> Result<Option<Self>> {
+impl FlatLinear {
+    fn of(flat: &FlatBuffers, weight: &Tensor, bias: Option<&Tensor>) -> Result<Option<Self>> {
         let Some(weight) = flat.place(weight)? else { return Ok(None) };
         let bias = match bias {
             Some(bias) => match flat.place(bias)? {
@@ -92,7 +98,7 @@ impl InPlace {
             },
             None => None,
         };
-        Ok(Some(InPlace { weight, bias }))
+        Ok(Some(FlatLinear { weight, bias }))
     }
 
     fn value(&self, x: &Tensor) -> Result<Tensor> {
@@ -109,7 +115,7 @@ pub(super) fn times(x: &Tensor, w: &Tensor, bias: Option<&Tensor>) -> Result<Ten
     Ok(y)
 }
 
-impl Differentiable for InPlace {
+impl Differentiable for FlatLinear {
     fn saves_inputs(&self) -> bool {
         true
     }

@@ -19,7 +19,7 @@ pub struct BuiltMixing {
 }
 
 /// What a hyper-connection makes of H as it reads, for writing: H⁺ = `mixed` + `gates`⊙F(x).
-pub struct Unwritten {
+pub struct PendingWrite {
     /// Σ_i R_ij H_i, (…, n, d).
     mixed: Tensor,
     /// (…, n, 1)
@@ -45,7 +45,7 @@ impl BuiltMixing {
     }
 
     /// x of a sublayer, or of the stack's end, and what is left for [`write`](Self::write).
-    pub fn read(&self, tensors: &[&Tensor]) -> Result<(Tensor, Option<Unwritten>)> {
+    pub fn read(&self, tensors: &[&Tensor]) -> Result<(Tensor, Option<PendingWrite>)> {
         let p: Vec<&Tensor> = self.parameters.iter().collect();
         match (&self.declared, p.as_slice()) {
             (Mixing::Hyper(hyper), p) => match (hyper.gates.as_ref(), p) {
@@ -71,10 +71,10 @@ impl BuiltMixing {
     }
 
     /// The tensors after F(x) = f, dropped.
-    pub fn write(&self, mut tensors: Vec<Tensor>, unwritten: Option<Unwritten>, f: Tensor) -> Result<Vec<Tensor>> {
+    pub fn write(&self, mut tensors: Vec<Tensor>, unwritten: Option<PendingWrite>, f: Tensor) -> Result<Vec<Tensor>> {
         let f = f.f_to_kind(tensors[0].kind())?;
         match (&self.declared, unwritten) {
-            (Mixing::Hyper(_), Some(Unwritten { mixed, gates })) => {
+            (Mixing::Hyper(_), Some(PendingWrite { mixed, gates })) => {
                 Ok(vec![mixed.f_addcmul(&gates, &f.f_unsqueeze(-2)?)?])
             }
             (Mixing::Hyper(_), None) => unreachable!("a hyper-connection writes after it has read"),
@@ -102,7 +102,7 @@ impl BuiltMixing {
         matches!(&self.declared, Mixing::Depth(depth) if depth.begins_block)
     }
 
-    /// For those who look on: the mean of the streams, or of all v.
+    /// For diagnostics: the mean of the streams, or of all v.
     pub fn seen(&self, tensors: &[&Tensor]) -> Result<Tensor> {
         match &self.declared {
             Mixing::Hyper(_) => Ok(tensors[0].f_mean_dim([-2i64].as_slice(), false, None)?),
@@ -111,7 +111,7 @@ impl BuiltMixing {
     }
 }
 
-type Read = (Tensor, Option<Unwritten>);
+type Read = (Tensor, Option<PendingWrite>);
 
 /// [`Gates::Joint`].
 fn joint(streams: &Tensor, [weight, scale, bias]: [&Tensor; 3], magnitude: f64, iterations: i64) -> Result<Read> {
@@ -132,7 +132,7 @@ fn joint(streams: &Tensor, [weight, scale, bias]: [&Tensor; 3], magnitude: f64, 
             return Ok((x, None));
         }
         let gates = part(1, n, n)?.f_sigmoid()?.f_mul_scalar(magnitude)?.f_add_scalar(EPS)?.f_unsqueeze(-1)?;
-        return Ok((x, Some(Unwritten { mixed: streams.shallow_clone(), gates: gates.f_to_kind(streams.kind())? })));
+        return Ok((x, Some(PendingWrite { mixed: streams.shallow_clone(), gates: gates.f_to_kind(streams.kind())? })));
     }
     let gates = part(1, n, n)?.f_sigmoid()?.f_mul_scalar(magnitude)?.f_unsqueeze(-1)?;
     let logits = part(2, 2 * n, n * n)?.f_unflatten(-1, [n, n].as_slice())?;
@@ -141,7 +141,7 @@ fn joint(streams: &Tensor, [weight, scale, bias]: [&Tensor; 3], magnitude: f64, 
     let both = Tensor::f_cat(&[reading, residual], -2)?.f_to_kind(streams.kind())?.f_matmul(streams)?; // (…, 1 + n, d)
     let mixed = both.f_narrow(-2, 1, n)?;
     let gates = gates.f_to_kind(streams.kind())?;
-    Ok((both.f_select(-2, 0)?, Some(Unwritten { mixed, gates })))
+    Ok((both.f_select(-2, 0)?, Some(PendingWrite { mixed, gates })))
 }
 
 /// [`Gates::Each`]; `dynamic` is empty, or γ, β, W and s.
@@ -159,7 +159,7 @@ fn each(streams: &Tensor, bias: &Tensor, dynamic: &[&Tensor]) -> Result<Read> {
     }
     let rows = rows.f_to_kind(streams.kind())?;
     let both = rows.f_narrow(-1, 0, n + 1)?.f_transpose(-2, -1)?.f_matmul(streams)?; // (…, 1 + n, d)
-    let unwritten = Unwritten { mixed: both.f_narrow(-2, 1, n)?, gates: rows.f_narrow(-1, n + 1, 1)? };
+    let unwritten = PendingWrite { mixed: both.f_narrow(-2, 1, n)?, gates: rows.f_narrow(-1, n + 1, 1)? };
     Ok((both.f_select(-2, 0)?, Some(unwritten)))
 }
 
@@ -182,7 +182,7 @@ fn by_channel(
     let x = parts.f_mean_dim([-2i64].as_slice(), false, None::<Kind>)?.f_to_kind(streams.kind())?;
     let Some(write) = write else { return Ok((x, None)) };
     let gates = part(write)?.f_sigmoid()?.f_mul_scalar(magnitude)?.f_unsqueeze(-1)?.f_to_kind(streams.kind())?;
-    Ok((x, Some(Unwritten { mixed: streams.shallow_clone(), gates })))
+    Ok((x, Some(PendingWrite { mixed: streams.shallow_clone(), gates })))
 }
 
 /// [`DepthWeights::Plain`].

@@ -2,11 +2,11 @@
 //! initialisations.
 
 mod attention;
-mod cargo;
 mod context;
 mod embedding;
 mod feed_forward;
 mod gather;
+mod host_batch;
 mod layer;
 mod linear;
 mod mixing;
@@ -30,11 +30,11 @@ mod tensorized;
 mod tests;
 mod transformer;
 
-pub use cargo::{Cargo, Hold};
 pub use context::{Context, Rates};
 pub use embedding::first_values;
-pub use linear::{Flat, Placed};
-pub use packed::{Packed, Room};
+pub use host_batch::{DeviceBuffer, HostBatch};
+pub use linear::{FlatBuffers, FlatParameter};
+pub use packed::{Packed, PaddedShape};
 pub use parameters::{Builder, Parameters};
 pub use prepared::{PreparedWeight, PreparedWeights};
 pub use ranges::Ranges;

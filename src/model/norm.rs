@@ -1,23 +1,23 @@
 //! A norm in a model: what its entry declares, built.
 
-use super::residual::Shelf;
-use super::running::{self, Kept};
+use super::residual::KeptTensors;
+use super::running::{self, UsedStatistics};
 use super::Builder;
 use crate::analysis::Watch;
 use crate::error::{Error, Result};
 use crate::init::Fill;
-use crate::norm::composed::{self, Hat};
-use crate::norm::kernels::{OwnNorm, OwnOperator};
-use crate::norm::spec::{DeclaredShape, Given, Numbers, Parameter, WEIGHT};
-use crate::norm::{Form, Site, Spec};
-use crate::operator::{self, ProcessGroup, RowOperator, Rowwise};
+use crate::norm::composed::{self, ComposedNorm};
+use crate::norm::operators::{CompositeNormOpSpec, OwnNorm};
+use crate::norm::spec::{DeclaredShape, NormArgs, Numbers, Parameter, WEIGHT};
+use crate::norm::{Form, NormContext, Spec};
+use crate::operator::{self, BoundRowNorm, ProcessGroup, RowNormOp};
 use std::ops::Deref;
 use tch::Tensor;
 
 /// A norm in a model.
 pub trait Norm: Send {
     /// N(x) over the last dimension. `rows` says what the rows are, for norms with statistics across them.
-    fn forward(&self, x: &Tensor, rows: &PassRows) -> Result<Tensor>;
+    fn forward(&self, x: &Tensor, rows: &RowContext) -> Result<Tensor>;
 
     /// What the fused residual step needs, for a norm with row kernels.
     fn row(&self) -> Result<Option<StepNorm<'_>>> {
@@ -27,80 +27,80 @@ pub trait Norm: Send {
 
 /// A norm with row kernels, its parameters as these take them.
 pub enum StepNorm<'a> {
-    Kept(&'a Rowwise),
+    Borrowed(&'a BoundRowNorm),
     /// With parameters that were computed for one call.
-    Made(Rowwise),
+    Owned(BoundRowNorm),
 }
 
 impl Deref for StepNorm<'_> {
-    type Target = Rowwise;
+    type Target = BoundRowNorm;
 
-    fn deref(&self) -> &Rowwise {
+    fn deref(&self) -> &BoundRowNorm {
         match self {
-            StepNorm::Kept(norm) => norm,
-            StepNorm::Made(norm) => norm,
+            StepNorm::Borrowed(norm) => norm,
+            StepNorm::Owned(norm) => norm,
         }
     }
 }
 
-/// What a norm with statistics across rows must know of them.
+/// The rows that a norm is applied to, for norms with statistics across them.
 #[derive(Clone, Copy, Debug, Default)]
-pub struct PassRows<'a> {
+pub struct RowContext<'a> {
     /// Training: statistics are taken from the batch and move once per forward.
     pub train: bool,
-    /// A second run of the same forward pass, for its gradient: nothing moves.
-    pub again: bool,
+    /// Recomputation of the same forward pass, for its gradient: statistics do not move.
+    pub is_recompute: bool,
     /// True at padding, in x's leading shape; none: every row is real.
     pub pad_mask: Option<&'a Tensor>,
-    /// Where norms leave what they used for a second run, and find it in one.
-    pub kept: Option<&'a Kept>,
+    /// Where norms leave the statistics they used, for recomputation.
+    pub statistics: Option<&'a UsedStatistics>,
     /// The ranks whose rows these are.
     pub group: ProcessGroup,
     pub watch: Option<&'a Watch>,
-    /// What the stack's layers have left so far.
-    pub shelf: Option<&'a Shelf>,
+    /// Tensors that the stack's layers have kept so far.
+    pub kept_tensors: Option<&'a KeptTensors>,
 }
 
-impl PassRows<'_> {
-    pub fn shelf(&self) -> Result<&Shelf> {
-        self.shelf.ok_or_else(|| Error::invalid("no stack runs that could keep a tensor"))
+impl RowContext<'_> {
+    pub fn kept_tensors(&self) -> Result<&KeptTensors> {
+        self.kept_tensors.ok_or_else(|| Error::invalid("no stack runs that could keep a tensor"))
     }
 }
 
 /// A parameter, which kernels and formulas get as factor·(offset + p).
-pub(super) struct InUse {
+pub(super) struct BuiltParameter {
     p: Tensor,
     numbers: Numbers,
 }
 
-impl InUse {
+impl BuiltParameter {
     pub fn value(&self) -> Result<Tensor> {
         self.numbers.of(&self.p)
     }
 }
 
 /// A norm's parameters.
-pub(super) struct Affine {
-    inside: Vec<InUse>,
-    pub weight: Option<InUse>,
-    pub bias: Option<InUse>,
+pub(super) struct NormParameters {
+    inside: Vec<BuiltParameter>,
+    pub weight: Option<BuiltParameter>,
+    pub bias: Option<BuiltParameter>,
 }
 
-impl Affine {
+impl NormParameters {
     /// Weight and bias.
     pub fn values(&self) -> Result<[Option<Tensor>; 2]> {
-        let value = |p: &Option<InUse>| p.as_ref().map(InUse::value).transpose();
+        let value = |p: &Option<BuiltParameter>| p.as_ref().map(BuiltParameter::value).transpose();
         Ok([value(&self.weight)?, value(&self.bias)?])
     }
 
     fn numbers(&self) -> Result<Vec<Tensor>> {
-        self.inside.iter().map(InUse::value).collect()
+        self.inside.iter().map(BuiltParameter::value).collect()
     }
 
     /// With these kernels.
-    fn by(&self, operator: &'static RowOperator, eps: f64) -> Result<Rowwise> {
+    fn by(&self, operator: &'static RowNormOp, eps: f64) -> Result<BoundRowNorm> {
         let [weight, bias] = self.values()?;
-        Ok(Rowwise { operator, weight, bias, numbers: self.numbers()?, eps })
+        Ok(BoundRowNorm { operator, weight, bias, numbers: self.numbers()?, eps })
     }
 
     /// Kernels get the parameters as they are.
@@ -110,11 +110,11 @@ impl Affine {
 }
 
 /// Declares the parameters and makes the norm.
-pub fn build(spec: &Spec, b: &mut Builder, site: &Site) -> Result<Box<dyn Norm>> {
-    let given = spec.at(site);
-    let mut affine = Affine { inside: Vec::new(), weight: None, bias: None };
+pub fn build(spec: &Spec, b: &mut Builder, context: &NormContext) -> Result<Box<dyn Norm>> {
+    let given = spec.at(context);
+    let mut affine = NormParameters { inside: Vec::new(), weight: None, bias: None };
     for parameter in spec.parameters {
-        let made = parameter_of(parameter, &given, b, site)?;
+        let made = parameter_of(parameter, &given, b, context)?;
         match parameter.name {
             "weight" => affine.weight = made,
             "bias" => affine.bias = made,
@@ -123,122 +123,127 @@ pub fn build(spec: &Spec, b: &mut Builder, site: &Site) -> Result<Box<dyn Norm>>
     }
     let eps = given.number("eps").unwrap_or(0.0);
     Ok(match spec.form_of(&given)? {
-        Form::Composed(hat) => Box::new(Composed { hat, affine, given }),
-        Form::Rows(kernels) if affine.is_plain() => Box::new(affine.by(RowOperator::of(kernels), eps)?),
-        Form::Rows(kernels) => Box::new(Transformed { operator: RowOperator::of(kernels), affine, eps }),
-        Form::Operator(own) => Box::new(ByOperator { own, affine, given, eps }),
-        Form::Columns(kernels) => running::build(spec, kernels, affine, b, site, &given)?,
-        Form::Own(own) => Box::new(ByFunction::build(own, spec, affine)),
+        Form::Composed(x_hat) => Box::new(BuiltComposedNorm { x_hat, affine, given }),
+        Form::Rows(kernels) if affine.is_plain() => Box::new(affine.by(RowNormOp::of(kernels), eps)?),
+        Form::Rows(kernels) => Box::new(TransformedRowNorm { operator: RowNormOp::of(kernels), affine, eps }),
+        Form::Operator(own) => Box::new(BuiltCompositeNorm { own, affine, given, eps }),
+        Form::Columns(kernels) => running::build(spec, kernels, affine, b, context, &given)?,
+        Form::Own(own) => Box::new(BuiltOwnNorm::build(own, spec, affine)),
         Form::Chosen(..) => unreachable!("options choose a form that is computed"),
     })
 }
 
 /// None: the norm goes without it.
-fn parameter_of(parameter: &Parameter, given: &Given, b: &mut Builder, site: &Site) -> Result<Option<InUse>> {
+fn parameter_of(
+    parameter: &Parameter,
+    given: &NormArgs,
+    b: &mut Builder,
+    context: &NormContext,
+) -> Result<Option<BuiltParameter>> {
     let numbers = parameter.numbers(given);
     if numbers.start.is_nan() {
-        let (name, width) = (parameter.name, site.width);
+        let (name, width) = (parameter.name, context.width);
         return Err(Error::invalid(format!(
             "a norm declares no start of {name:?} for rows of {width}: declare it again"
         )));
     }
     let is_weight = parameter.name == WEIGHT.name;
     if !parameter.is_affine() || given.value("elementwise_affine").is_none_or(|flag| flag == true) {
-        let start = numbers.first(if is_weight { site.start } else { 1.0 });
-        let p = b.parameter(parameter.name, &parameter.shape.of(site.width), &Fill::Constant(start))?;
-        return Ok(Some(InUse { p, numbers }));
+        let start = numbers.first(if is_weight { context.start } else { 1.0 });
+        let p = b.parameter(parameter.name, &parameter.shape.of(context.width), &Fill::Constant(start))?;
+        return Ok(Some(BuiltParameter { p, numbers }));
     }
     let value = numbers.at_start();
     let does_nothing = parameter.shape != DeclaredShape::One && value == f64::from(is_weight);
-    let constant = |p| InUse { p, numbers: Numbers { start: value, offset: 0.0, factor: 1.0 } };
+    let constant = |p| BuiltParameter { p, numbers: Numbers { start: value, offset: 0.0, factor: 1.0 } };
     Ok(if does_nothing { None } else { Some(constant(b.constant(value)?)) })
 }
 
-impl Norm for Rowwise {
-    fn forward(&self, x: &Tensor, _: &PassRows) -> Result<Tensor> {
+impl Norm for BoundRowNorm {
+    fn forward(&self, x: &Tensor, _: &RowContext) -> Result<Tensor> {
         self.call(x)
     }
 
     fn row(&self) -> Result<Option<StepNorm<'_>>> {
-        Ok(Some(StepNorm::Kept(self)))
+        Ok(Some(StepNorm::Borrowed(self)))
     }
 }
 
 /// A norm with row kernels that get other numbers than its parameters.
-struct Transformed {
-    operator: &'static RowOperator,
-    affine: Affine,
+struct TransformedRowNorm {
+    operator: &'static RowNormOp,
+    affine: NormParameters,
     eps: f64,
 }
 
-impl Norm for Transformed {
-    fn forward(&self, x: &Tensor, _: &PassRows) -> Result<Tensor> {
+impl Norm for TransformedRowNorm {
+    fn forward(&self, x: &Tensor, _: &RowContext) -> Result<Tensor> {
         self.affine.by(self.operator, self.eps)?.call(x)
     }
 
     fn row(&self) -> Result<Option<StepNorm<'_>>> {
-        Ok(Some(StepNorm::Made(self.affine.by(self.operator, self.eps)?)))
+        Ok(Some(StepNorm::Owned(self.affine.by(self.operator, self.eps)?)))
     }
 }
 
 /// A norm in a model that is computed by its composed form.
-struct Composed {
-    hat: Hat,
-    affine: Affine,
-    given: Given,
+struct BuiltComposedNorm {
+    x_hat: ComposedNorm,
+    affine: NormParameters,
+    given: NormArgs,
 }
 
-impl Norm for Composed {
-    fn forward(&self, x: &Tensor, _: &PassRows) -> Result<Tensor> {
+impl Norm for BuiltComposedNorm {
+    fn forward(&self, x: &Tensor, _: &RowContext) -> Result<Tensor> {
         let [weight, bias] = self.affine.values()?;
-        composed::apply(self.hat, x, &self.affine.numbers()?, (weight.as_ref(), bias.as_ref()), &self.given)
+        composed::apply(self.x_hat, x, &self.affine.numbers()?, (weight.as_ref(), bias.as_ref()), &self.given)
     }
 }
 
 /// A norm by an operator of its own.
-struct ByOperator {
-    own: &'static OwnOperator,
-    affine: Affine,
-    given: Given,
+struct BuiltCompositeNorm {
+    own: &'static CompositeNormOpSpec,
+    affine: NormParameters,
+    given: NormArgs,
     eps: f64,
 }
 
-impl Norm for ByOperator {
-    fn forward(&self, x: &Tensor, _: &PassRows) -> Result<Tensor> {
+impl Norm for BuiltCompositeNorm {
+    fn forward(&self, x: &Tensor, _: &RowContext) -> Result<Tensor> {
         let [weight, _] = self.affine.values()?;
         operator::own_norm(self.own, x, weight.as_ref(), &self.given)
     }
 
     /// The stream is never in 16 bits here.
     fn row(&self) -> Result<Option<StepNorm<'_>>> {
-        let made = |rows| Ok(StepNorm::Made(self.affine.by(RowOperator::of(rows), self.eps)?));
+        let made = |rows| Ok(StepNorm::Owned(self.affine.by(RowNormOp::of(rows), self.eps)?));
         self.own.rows.map(made).transpose()
     }
 }
 
 /// A norm by its user's function.
-struct ByFunction {
+struct BuiltOwnNorm {
     own: &'static OwnNorm,
     /// As the function takes them.
-    parameters: Vec<InUse>,
+    parameters: Vec<BuiltParameter>,
 }
 
-impl ByFunction {
-    fn build(own: &'static OwnNorm, spec: &Spec, affine: Affine) -> Self {
-        let Affine { inside, mut weight, mut bias } = affine;
+impl BuiltOwnNorm {
+    fn build(own: &'static OwnNorm, spec: &Spec, affine: NormParameters) -> Self {
+        let NormParameters { inside, mut weight, mut bias } = affine;
         let mut inside = inside.into_iter();
         let next = |parameter: &Parameter| match parameter.name {
             "weight" => weight.take(),
             "bias" => bias.take(),
             _ => inside.next(),
         };
-        ByFunction { own, parameters: spec.parameters.iter().filter_map(next).collect() }
+        BuiltOwnNorm { own, parameters: spec.parameters.iter().filter_map(next).collect() }
     }
 }
 
-impl Norm for ByFunction {
-    fn forward(&self, x: &Tensor, _: &PassRows) -> Result<Tensor> {
-        let values = self.parameters.iter().map(InUse::value).collect::<Result<Vec<_>>>()?;
+impl Norm for BuiltOwnNorm {
+    fn forward(&self, x: &Tensor, _: &RowContext) -> Result<Tensor> {
+        let values = self.parameters.iter().map(BuiltParameter::value).collect::<Result<Vec<_>>>()?;
         operator::norm_of_ones_own(self.own, x, &values)
     }
 }
@@ -261,23 +266,23 @@ mod tests {
             ..WEIGHT
         }],
         options: &[EPS],
-        form: Form::Rows(&scale_norm::KERNELS),
+        form: Form::Rows(&scale_norm::OPERATOR),
         ..scale_norm::SPEC
     };
 
     #[test]
     fn kernels_and_steps_get_transformed_weights() {
         let mut b = Builder::fresh(1, Device::Cpu, Kind::Float).unwrap();
-        let site = Site { width: 4, start: 3.0, ..Site::ANY };
-        let norm = b.within("norm", |b| build(&SCALED, b, &site)).unwrap();
+        let context = NormContext { width: 4, start: 3.0, ..NormContext::ANY };
+        let norm = b.within("norm", |b| build(&SCALED, b, &context)).unwrap();
         let made = b.finish().unwrap();
         // 2·(0.25 + 0.5) at the start, times 3.
         let (weight, gain) = (&made.tensors()[0], 4.5);
         assert_eq!(weight.double_value(&[0]), 2.0);
         let x = Tensor::from_slice(&[1.0f32, -2.0, 3.0, 0.5]).view([1, 4]);
-        let rows = RowOperator::of(&scale_norm::KERNELS);
+        let rows = RowNormOp::of(&scale_norm::OPERATOR);
         let expected = rows.call(&x, None, None, 1e-5).unwrap() * gain;
-        let y = norm.forward(&x, &PassRows::default()).unwrap();
+        let y = norm.forward(&x, &RowContext::default()).unwrap();
         assert!((&y - &expected).abs().max().double_value(&[]) < 1e-6);
         let step = Step { x: &x, f: &x, alpha: None, beta: None, p: 0.0, seed: None, site: 0 };
         let (_, fused) = step.then_norm(&norm.row().unwrap().unwrap(), Kind::Float).unwrap();

@@ -1,15 +1,15 @@
 //! Packed sentences: real tokens only, one sentence after another.
 
-use super::cargo::Cargo;
+use super::host_batch::HostBatch;
 use super::PAD;
 use crate::cpu::memory;
 use crate::error::{Error, Result};
 use crate::host::{has_memory, host};
 use tch::{Device, Kind, Tensor};
 
-/// What batches are filled up to, so that many have one shape.
+/// The shape that batches are padded to, so that many share one CUDA graph.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub struct Room {
+pub struct PaddedShape {
     pub rows: i64,
     pub sentences: i64,
     /// Tokens of the longest sentence.
@@ -33,11 +33,11 @@ pub struct Packed {
     pub real: Option<Tensor>,
     /// Where it is filled up: bool (rows), true at the rows that belong to no sentence.
     pub spare: Option<Tensor>,
-    pub(super) room: Option<Room>,
+    pub(super) padded_shape: Option<PaddedShape>,
 }
 
 impl Packed {
-    /// On the host; [`to`](Cargo::to) takes it to a device.
+    /// On the host; [`to`](HostBatch::to) takes it to a device.
     pub fn new(tokens: &[i64], positions: &[i64], offsets: Vec<i64>) -> Result<Self> {
         Ok(Packed {
             tokens: Tensor::f_from_slice(tokens)?,
@@ -47,28 +47,31 @@ impl Packed {
             offsets,
             real: None,
             spare: None,
-            room: None,
+            padded_shape: None,
         })
     }
 
     /// The same sentences (on the host), followed by as many rows of [`PAD`] as there is room for.
-    pub fn filling(self, room: Room) -> Result<Self> {
+    pub fn filling(self, padded_shape: PaddedShape) -> Result<Self> {
         let (rows, longest) = (self.rows(), self.lengths.iter().copied().max().unwrap_or(0));
-        if rows > room.rows || self.sentences() as i64 > room.sentences || longest > room.longest {
-            let found = Room { rows, sentences: self.sentences() as i64, longest };
-            return Err(Error::invalid(format!("{found:?} does not fit {room:?}")));
+        if rows > padded_shape.rows
+            || self.sentences() as i64 > padded_shape.sentences
+            || longest > padded_shape.longest
+        {
+            let found = PaddedShape { rows, sentences: self.sentences() as i64, longest };
+            return Err(Error::invalid(format!("{found:?} does not fit {padded_shape:?}")));
         }
         let fill = |t: &Tensor, value: i64| {
-            let spare = Tensor::f_full([room.rows - rows].as_slice(), value, (Kind::Int64, Device::Cpu))?;
+            let spare = Tensor::f_full([padded_shape.rows - rows].as_slice(), value, (Kind::Int64, Device::Cpu))?;
             Tensor::f_cat(&[t, &spare], 0)
         };
-        let spare = Tensor::f_arange(room.rows, (Kind::Int64, Device::Cpu))?.f_ge(rows)?;
+        let spare = Tensor::f_arange(padded_shape.rows, (Kind::Int64, Device::Cpu))?.f_ge(rows)?;
         Ok(Packed {
             tokens: fill(&self.tokens, PAD)?,
             positions: fill(&self.positions, 0)?,
-            end: room.longest,
+            end: padded_shape.longest,
             spare: Some(spare),
-            room: Some(room),
+            padded_shape: Some(padded_shape),
             ..self
         })
     }
@@ -158,7 +161,7 @@ impl Packed {
     }
 }
 
-impl Cargo for Packed {
+impl HostBatch for Packed {
     fn tensors(&mut self) -> Vec<&mut Tensor> {
         let Packed { tokens, positions, real, spare, .. } = self;
         [tokens, positions].into_iter().chain(real).chain(spare).collect()

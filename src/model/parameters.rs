@@ -58,7 +58,7 @@ enum Source<'a> {
     /// Made new, from a generator of their own.
     Fresh(Device, Kind, Generator),
     /// Taken from whoever has them.
-    Given { tensors: &'a HashMap<String, Tensor>, train: bool },
+    NormArgs { tensors: &'a HashMap<String, Tensor>, train: bool },
 }
 
 /// Declares parameters while a model is built.
@@ -77,12 +77,12 @@ impl<'a> Builder<'a> {
 
     /// Parameters that exist already, used as they are. [`finish`](Self::finish) refuses names that nothing asked for.
     pub fn given(tensors: &'a HashMap<String, Tensor>) -> Self {
-        Builder { source: Source::Given { tensors, train: false }, path: Vec::new(), made: Parameters::default() }
+        Builder { source: Source::NormArgs { tensors, train: false }, path: Vec::new(), made: Parameters::default() }
     }
 
     /// The same, made leaves that require gradients.
     pub fn given_to_train(tensors: &'a HashMap<String, Tensor>) -> Self {
-        Builder { source: Source::Given { tensors, train: true }, path: Vec::new(), made: Parameters::default() }
+        Builder { source: Source::NormArgs { tensors, train: true }, path: Vec::new(), made: Parameters::default() }
     }
 
     /// Declares what `build` declares under `name.`.
@@ -98,8 +98,8 @@ impl<'a> Builder<'a> {
         let name = self.full(name);
         let tensor = match &self.source {
             Source::Fresh(device, kind, draw) => made(shape, fill, *kind, *device, draw)?.set_requires_grad(true),
-            Source::Given { tensors, train: false } => given(tensors, &name, shape)?,
-            Source::Given { tensors, train: true } => given(tensors, &name, shape)?.detach().set_requires_grad(true),
+            Source::NormArgs { tensors, train: false } => given(tensors, &name, shape)?,
+            Source::NormArgs { tensors, train: true } => given(tensors, &name, shape)?.detach().set_requires_grad(true),
         };
         self.made.names.push(name);
         self.made.tensors.push(tensor.shallow_clone());
@@ -120,7 +120,7 @@ impl<'a> Builder<'a> {
         let name = self.full(name);
         let tensor = match &self.source {
             Source::Fresh(device, _, draw) => made(shape, &Fill::Constant(value), kind, *device, draw)?,
-            Source::Given { tensors, .. } => given(tensors, &name, shape)?,
+            Source::NormArgs { tensors, .. } => given(tensors, &name, shape)?,
         };
         self.made.buffers.push((name, tensor.shallow_clone()));
         Ok(tensor)
@@ -137,7 +137,7 @@ impl<'a> Builder<'a> {
     pub fn statistics_kind(&self) -> Kind {
         match &self.source {
             Source::Fresh(_, kind, _) => accumulation(*kind),
-            Source::Given { tensors, .. } => {
+            Source::NormArgs { tensors, .. } => {
                 let doubles = tensors.values().any(|t| t.kind() == Kind::Double);
                 if doubles {
                     Kind::Double
@@ -152,7 +152,7 @@ impl<'a> Builder<'a> {
     pub fn constant(&self, value: f64) -> Result<Tensor> {
         let device = match &self.source {
             Source::Fresh(device, ..) => *device,
-            Source::Given { tensors, .. } => tensors.values().next().map_or(Device::Cpu, Tensor::device),
+            Source::NormArgs { tensors, .. } => tensors.values().next().map_or(Device::Cpu, Tensor::device),
         };
         Ok(Tensor::f_full([1i64].as_slice(), value, (self.statistics_kind(), device))?)
     }
@@ -163,7 +163,7 @@ impl<'a> Builder<'a> {
 
     /// Everything that was declared.
     pub fn finish(self) -> Result<Parameters> {
-        if let Source::Given { tensors, .. } = self.source {
+        if let Source::NormArgs { tensors, .. } = self.source {
             let known: HashSet<&str> = self.made.iter().chain(self.made.buffers()).map(|(name, _)| name).collect();
             let mut extra: Vec<&str> = tensors.keys().map(String::as_str).filter(|k| !known.contains(k)).collect();
             if !extra.is_empty() {

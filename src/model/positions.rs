@@ -8,39 +8,41 @@ use crate::init::{Init, Table};
 use tch::{Kind, Tensor};
 
 /// What is added to the words of one side.
-pub enum Added {
+pub enum PositionEmbedding {
     Nothing,
     Sinusoids(Sinusoids),
     /// (max_positions, d)
     Learned(Tensor),
 }
 
-impl Added {
+impl PositionEmbedding {
     /// `side`: the source's or the target's. A learned table begins as that side's words do.
     pub fn build(b: &mut Builder, config: &TransformerConfig, init: &Init, side: Table) -> Result<Self> {
         let d = config.d_model;
         Ok(match config.positions {
-            Positions::Twt => Added::Sinusoids(Sinusoids::new(SinusoidRow::Twt, d)),
-            Positions::Fairseq => Added::Sinusoids(Sinusoids::new(SinusoidRow::Fairseq, d)),
+            Positions::Twt => PositionEmbedding::Sinusoids(Sinusoids::new(SinusoidRow::Twt, d)),
+            Positions::Fairseq => PositionEmbedding::Sinusoids(Sinusoids::new(SinusoidRow::Fairseq, d)),
             Positions::Learned => {
                 let name =
                     if side == Table::Source { "source_position_embedding" } else { "target_position_embedding" };
                 let fill = init.table(side, &config.outline());
-                Added::Learned(b.within(name, |b| b.parameter("weight", &[config.max_positions, d], &fill))?)
+                PositionEmbedding::Learned(
+                    b.within(name, |b| b.parameter("weight", &[config.max_positions, d], &fill))?,
+                )
             }
-            Positions::Rotary | Positions::None => Added::Nothing,
+            Positions::Rotary | Positions::None => PositionEmbedding::Nothing,
         })
     }
 
     /// One row for each of the input's, zero at padding; none: nothing is added.
     pub fn rows(&self, input: &Packed, kind: Kind) -> Result<Option<Tensor>> {
         let rows = match self {
-            Added::Nothing => return Ok(None),
-            Added::Sinusoids(sinusoids) => {
+            PositionEmbedding::Nothing => return Ok(None),
+            PositionEmbedding::Sinusoids(sinusoids) => {
                 let table = sinusoids.table(input.end, kind, input.positions.device())?;
                 table.f_index_select(0, &input.positions)?
             }
-            Added::Learned(table) => Tensor::f_embedding(table, &input.positions, -1, false, false)?,
+            PositionEmbedding::Learned(table) => Tensor::f_embedding(table, &input.positions, -1, false, false)?,
         };
         match &input.real {
             Some(real) => Ok(Some(rows.f_mul(&real.f_to_kind(rows.kind())?)?)),

@@ -1,8 +1,8 @@
 //! Who attends to whom in packed rows.
 
-use super::cargo::Cargo;
 use super::gather::gather;
-use super::packed::{Packed, Room};
+use super::host_batch::HostBatch;
+use super::packed::{Packed, PaddedShape};
 use crate::error::{Error, Result};
 use crate::host::host;
 use crate::kernel::attention::Extras;
@@ -32,7 +32,13 @@ impl Ranges {
         let queries_of = queries.offsets.windows(2);
         let keys_of = keys.offsets.iter().zip(&keys.lengths);
         let rows: Vec<i64> = queries_of.zip(keys_of).flat_map(|(q, (k, n))| [q[0], q[1] - q[0], *k, *n]).collect();
-        Ranges::fitting(&rows, [queries.rows(), keys.rows()], queries.room.zip(keys.room), false, device)
+        Ranges::fitting(
+            &rows,
+            [queries.rows(), keys.rows()],
+            queries.padded_shape.zip(keys.padded_shape),
+            false,
+            device,
+        )
     }
 
     /// Each sentence to its own past; padding, which comes after it, to the whole sentence.
@@ -43,7 +49,7 @@ impl Ranges {
             rows.extend((ends[0] + n..ends[1]).flat_map(|padding| [padding, 1, ends[0], n]));
         }
         let all = sentences.rows();
-        Ranges::fitting(&rows, [all, all], sentences.room.zip(sentences.room), true, device)
+        Ranges::fitting(&rows, [all, all], sentences.padded_shape.zip(sentences.padded_shape), true, device)
     }
 
     /// Of rows (q_start, q_len, k_start, k_len), flat, on a device.
@@ -52,14 +58,20 @@ impl Ranges {
         Ranges::fitting(rows, [end(0), end(2)], None, false, device)?.to(device)
     }
 
-    /// `all`: the rows that queries and keys have without their rooms.
-    fn fitting(rows: &[i64], all: [i64; 2], rooms: Option<(Room, Room)>, causal: bool, device: Device) -> Result<Self> {
-        if device != Device::Cpu || rooms.is_some() {
-            if let Some(padded) = Padded::of(rows, all, rooms)?.filter(|padded| padded.is_square || !causal) {
+    /// `all`: the rows that queries and keys have without padding rows.
+    fn fitting(
+        rows: &[i64],
+        all: [i64; 2],
+        shapes: Option<(PaddedShape, PaddedShape)>,
+        causal: bool,
+        device: Device,
+    ) -> Result<Self> {
+        if device != Device::Cpu || shapes.is_some() {
+            if let Some(padded) = Padded::of(rows, all, shapes)?.filter(|padded| padded.is_square || !causal) {
                 return Ok(Ranges::Padded(Rc::new(padded)));
             }
         }
-        if rooms.is_some() {
+        if shapes.is_some() {
             return Err(Error::invalid("a batch with an empty sentence cannot be filled up"));
         }
         Ok(Ranges::Packed(Tensor::f_from_slice(rows)?.f_reshape([-1, 4].as_slice())?))
@@ -93,7 +105,7 @@ impl Ranges {
     }
 }
 
-impl Cargo for Ranges {
+impl HostBatch for Ranges {
     /// While nobody else holds them.
     fn tensors(&mut self) -> Vec<&mut Tensor> {
         match self {
@@ -104,7 +116,7 @@ impl Cargo for Ranges {
 }
 
 /// The sentences side by side, each filled up to the longest: what torch has kernels for on a GPU. All that it needs is
-/// made on the host, once a batch, so that nobody waits for the device.
+/// made on the host, once a batch, so that the host does not wait for the device.
 #[derive(Debug)]
 pub struct Padded {
     queries: Places,
@@ -169,7 +181,7 @@ impl Places {
     }
 }
 
-impl Cargo for Padded {
+impl HostBatch for Padded {
     fn tensors(&mut self) -> Vec<&mut Tensor> {
         let Padded { queries, keys, real, gaps, .. } = self;
         queries.tensors().into_iter().chain(keys.tensors()).chain([real, gaps]).collect()
@@ -177,19 +189,19 @@ impl Cargo for Padded {
 }
 
 impl Padded {
-    /// On the host, filling the rooms of queries and keys. None where the ranges do not hold every query row once, in
-    /// order, or where one has no keys.
-    fn of(rows: &[i64], all: [i64; 2], rooms: Option<(Room, Room)>) -> Result<Option<Self>> {
+    /// On the host, filling the padded shapes of queries and keys. None where the ranges do not hold every query row
+    /// once, in order, or where one has no keys.
+    fn of(rows: &[i64], all: [i64; 2], shapes: Option<(PaddedShape, PaddedShape)>) -> Result<Option<Self>> {
         let mut ranges: Vec<[i64; 4]> = rows.chunks_exact(4).map(|r| [r[0], r[1], r[2], r[3]]).collect();
         let in_order = ranges.iter().try_fold(0, |end, [start, len, ..]| (*start == end).then_some(end + len));
         let longest = |column: usize| ranges.iter().map(|r| r[column]).max().unwrap_or(0);
-        let (q_len, k_len) = rooms.map_or((longest(1), longest(3)), |(q, k)| (q.longest, k.longest));
+        let (q_len, k_len) = shapes.map_or((longest(1), longest(3)), |(q, k)| (q.longest, k.longest));
         if in_order.is_none() || q_len == 0 || ranges.iter().any(|r| r[3] == 0) {
             return Ok(None);
         }
-        let all = rooms.map_or(all, |(q, k)| [q.rows, k.rows]);
+        let all = shapes.map_or(all, |(q, k)| [q.rows, k.rows]);
         let is_square = ranges.iter().all(|r| r[1] == r[3]);
-        if let Some((queries, _)) = rooms {
+        if let Some((queries, _)) = shapes {
             // Sentences that are not there look at one key, so that no softmax is of nothing.
             let one = |s: usize| [ranges[s % ranges.len()][0], 0, ranges[s % ranges.len()][2], 1];
             let spare: Vec<_> = (ranges.len()..queries.sentences as usize).map(one).collect();

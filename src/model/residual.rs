@@ -1,42 +1,42 @@
 //! What a residual scheme declared, built: its norms, gains, changes and connections.
 
 use super::mixing::BuiltMixing;
-use super::norm::{self, Norm, PassRows};
+use super::norm::{self, Norm, RowContext};
 use super::{Builder, Context};
 use crate::error::{Error, Result};
 use crate::init::Fill;
 use crate::norm::conventions::{AFFINE, ZERO_CENTRED};
-use crate::norm::{named, scale_norm, Site};
-use crate::operator::RowOperator;
+use crate::norm::{named, scale_norm, NormContext};
+use crate::operator::RowNormOp;
 use crate::options::Options;
-use crate::residual::{self as declared, FirstValue, Growth, NormAt, Place, Point};
+use crate::residual::{self as declared, FirstValue, Growth, LayerContext, NormAt, Point};
 use std::cell::RefCell;
 use std::collections::BTreeMap;
 use tch::{Kind, Tensor};
 
-/// What layers of a stack have left for later ones, by name, in one pass.
-pub type Shelf = RefCell<BTreeMap<String, Tensor>>;
+/// Tensors that layers of a stack keep for later ones, by name, in one pass.
+pub type KeptTensors = RefCell<BTreeMap<String, Tensor>>;
 
 /// The stack's norm where a scheme wants it.
-fn norm(b: &mut Builder, place: &Place, at: &NormAt) -> Result<Box<dyn Norm>> {
+fn norm(b: &mut Builder, place: &LayerContext, at: &NormAt) -> Result<Box<dyn Norm>> {
     let last_of_decoder = at.last && place.stack == declared::StackName::Decoder;
     let (spec, mut options) = named(place.norm_name(), place.options)?;
     if !at.is_weighted {
         without_weight(options.to_mut());
     }
     let (heads, ends_stack, start) = (place.model.heads, at.ends_stack, at.start);
-    let site = Site { width: at.width, heads, options: &options, last_of_decoder, ends_stack, start };
-    b.within(&at.name, |b| norm::build(spec, b, &site))
+    let context = NormContext { width: at.width, heads, options: &options, last_of_decoder, ends_stack, start };
+    b.within(&at.name, |b| norm::build(spec, b, &context))
 }
 
 /// Of an rmsnorm, whose weight may be zero-centred.
 fn without_weight(options: &mut Options) {
-    for setting in [&AFFINE, &ZERO_CENTRED] {
-        options.set(setting, false.into()).expect("both are true or false");
+    for option_spec in [&AFFINE, &ZERO_CENTRED] {
+        options.set(option_spec, false.into()).expect("both are true or false");
     }
 }
 
-fn norm_if(b: &mut Builder, place: &Place, at: &Option<NormAt>) -> Result<Option<Box<dyn Norm>>> {
+fn norm_if(b: &mut Builder, place: &LayerContext, at: &Option<NormAt>) -> Result<Option<Box<dyn Norm>>> {
     at.as_ref().map(|at| norm(b, place, at)).transpose()
 }
 
@@ -53,7 +53,7 @@ pub fn learned(b: &mut Builder, declared: &declared::Learned) -> Result<Tensor> 
 /// The least square of a [`BuiltGain::CoSigmoid`]: its slope stays finite.
 const LEAST_VARIANCE: f64 = 1e-3;
 
-/// What x or F(x) is multiplied by.
+/// The factor of x (residual gain) or of F(x) (branch gain).
 pub enum BuiltGain {
     One,
     /// A scalar or one number per column.
@@ -118,7 +118,7 @@ pub struct BuiltResidual {
 }
 
 impl BuiltResidual {
-    pub fn build(b: &mut Builder, place: &Place, declared: &declared::ResidualSpec) -> Result<Self> {
+    pub fn build(b: &mut Builder, place: &LayerContext, declared: &declared::ResidualSpec) -> Result<Self> {
         let gains = |b: &mut Builder, step: &declared::StreamStep| {
             Ok((BuiltGain::build(b, &step.alpha)?, BuiltGain::build(b, &step.beta)?))
         };
@@ -156,7 +156,7 @@ pub enum BuiltChange {
 }
 
 impl BuiltChange {
-    fn build(b: &mut Builder, place: &Place, declared: &declared::Change) -> Result<Self> {
+    fn build(b: &mut Builder, place: &LayerContext, declared: &declared::Change) -> Result<Self> {
         Ok(match declared {
             declared::Change::Norm(at) => BuiltChange::Norm { norm: norm(b, place, at)?, width: at.width },
             declared::Change::Shift(parameter) => BuiltChange::Shift(learned(b, parameter)?),
@@ -173,24 +173,24 @@ impl BuiltChange {
         })
     }
 
-    pub fn apply(&self, x: &Tensor, rows: &PassRows) -> Result<Tensor> {
+    pub fn apply(&self, x: &Tensor, rows: &RowContext) -> Result<Tensor> {
         Ok(match self {
             BuiltChange::Norm { norm, .. } => norm.forward(x, rows)?,
             BuiltChange::Shift(b) => x.f_sub(&b.f_to_kind(x.kind())?)?,
             BuiltChange::Scale(s) => x.f_mul(&s.f_to_kind(x.kind())?)?,
             BuiltChange::Times(c) => x.f_mul_scalar(*c)?,
-            BuiltChange::Unit(eps) => RowOperator::of(&scale_norm::KERNELS).call(x, None, None, *eps)?,
+            BuiltChange::Unit(eps) => RowNormOp::of(&scale_norm::OPERATOR).call(x, None, None, *eps)?,
             BuiltChange::HeadScale(s) => {
                 let heads = x.f_unflatten(-1, [s.numel() as i64, -1].as_slice())?;
                 heads.f_mul(&s.f_to_kind(x.kind())?.f_unsqueeze(-1)?)?.f_flatten(-2, -1)?
             }
             BuiltChange::DampForward(a) => x.f_sub(&x.f_detach()?.f_mul(&a.f_silu()?.f_to_kind(x.kind())?)?)?,
             BuiltChange::Keep(name) => {
-                rows.shelf()?.borrow_mut().insert(name.clone(), x.shallow_clone());
+                rows.kept_tensors()?.borrow_mut().insert(name.clone(), x.shallow_clone());
                 x.shallow_clone()
             }
             BuiltChange::Mix { name, own, kept } => {
-                let found = rows.shelf()?.borrow().get(name).map(Tensor::shallow_clone);
+                let found = rows.kept_tensors()?.borrow().get(name).map(Tensor::shallow_clone);
                 let found = found.ok_or_else(|| Error::invalid(format!("no layer has left {name:?} for this one")))?;
                 own.times(x)?.f_add(&kept.times(&found)?)?
             }
@@ -207,11 +207,11 @@ impl BuiltChange {
     }
 }
 
-/// What stands at one place, in its order.
+/// The changes at one place, in their order.
 pub struct BuiltChanges(Vec<BuiltChange>);
 
 impl BuiltChanges {
-    pub fn build(b: &mut Builder, place: &Place, declared: &[declared::Change]) -> Result<Self> {
+    pub fn build(b: &mut Builder, place: &LayerContext, declared: &[declared::Change]) -> Result<Self> {
         Ok(BuiltChanges(declared.iter().map(|change| BuiltChange::build(b, place, change)).collect::<Result<_>>()?))
     }
 
@@ -237,17 +237,17 @@ impl BuiltChanges {
     }
 }
 
-/// What stands inside a sublayer.
+/// The changes inside a sublayer, by their points.
 pub struct Inside(Vec<(Point, BuiltChange)>);
 
 impl Inside {
-    pub fn build(b: &mut Builder, place: &Place, declared: &[(Point, declared::Change)]) -> Result<Self> {
+    pub fn build(b: &mut Builder, place: &LayerContext, declared: &[(Point, declared::Change)]) -> Result<Self> {
         let build = |(point, change): &(Point, declared::Change)| Ok((*point, BuiltChange::build(b, place, change)?));
         Ok(Inside(declared.iter().map(build).collect::<Result<_>>()?))
     }
 
     /// Queries, keys or values (…, d) after whatever stands at this point.
-    pub fn at_heads(&self, point: Point, x: Tensor, heads: i64, rows: &PassRows) -> Result<Tensor> {
+    pub fn at_heads(&self, point: Point, x: Tensor, heads: i64, rows: &RowContext) -> Result<Tensor> {
         let d = *x.size().last().expect("rows have a width");
         self.0.iter().filter(|(p, _)| *p == point).try_fold(x, |x, (_, change)| match change.is_by_head(d) {
             false => change.apply(&x, rows),
@@ -264,7 +264,7 @@ impl Inside {
     }
 
     /// x after whatever stands at this point.
-    pub fn at(&self, point: Point, x: Tensor, rows: &PassRows) -> Result<Tensor> {
+    pub fn at(&self, point: Point, x: Tensor, rows: &RowContext) -> Result<Tensor> {
         self.0.iter().filter(|(p, _)| *p == point).try_fold(x, |x, (_, change)| change.apply(&x, rows))
     }
 }
@@ -282,7 +282,7 @@ pub struct BuiltEnds {
 }
 
 impl BuiltEnds {
-    pub fn build(b: &mut Builder, place: &Place, declared: &declared::StackSpec) -> Result<Self> {
+    pub fn build(b: &mut Builder, place: &LayerContext, declared: &declared::StackSpec) -> Result<Self> {
         let begin = BuiltChanges::build(b, place, &declared.begin)?;
         let combine = declared.combine.as_ref().map(|c| BuiltCombine::build(b, place, c)).transpose()?;
         let mixing = declared.mixing.as_ref().map(|mixing| BuiltMixing::build(b, mixing)).transpose()?;
@@ -326,7 +326,7 @@ impl BuiltEnds {
         self.end.apply(x, ctx)
     }
 
-    /// What a layer has left, as one tensor like x, for those who look on.
+    /// A layer's output as one tensor like x, for diagnostics.
     pub fn seen(&self, x: &Tensor, streams: &[Tensor]) -> Result<Tensor> {
         match &self.mixing {
             Some(mixing) => mixing.seen(&[x].into_iter().chain(streams).collect::<Vec<_>>()),
@@ -372,7 +372,7 @@ pub struct BuiltCombine {
 }
 
 impl BuiltCombine {
-    fn build(b: &mut Builder, place: &Place, declared: &declared::Combine) -> Result<Self> {
+    fn build(b: &mut Builder, place: &LayerContext, declared: &declared::Combine) -> Result<Self> {
         Ok(BuiltCombine {
             weight: learned(b, &declared.weight)?,
             norms: declared.norms.iter().map(|at| norm(b, place, at)).collect::<Result<_>>()?,

@@ -1,28 +1,28 @@
 //! A norm with running statistics, in a model.
 
-use super::norm::{Affine, Norm, PassRows};
+use super::norm::{Norm, NormParameters, RowContext};
 use super::Builder;
 use crate::analysis::Columns;
 use crate::error::{Error, Result};
 use crate::kernel::columns::ColumnOptions;
-use crate::norm::kernels::ColumnKernels;
+use crate::norm::operators::ColumnNormOpSpec;
 use crate::norm::power_norm::PowerNormMode;
-use crate::norm::spec::{Given, StateBuffer};
+use crate::norm::spec::{NormArgs, StateBuffer};
 use crate::norm::statistics::StateTensors;
-use crate::norm::{Site, Spec};
-use crate::operator::{group_scaling, Column, ColumnOperator};
+use crate::norm::{NormContext, Spec};
+use crate::operator::{group_scaling, Column, ColumnNormOp};
 use std::cell::RefCell;
 use std::collections::HashMap;
 use std::rc::Rc;
 use tch::{Kind, Tensor};
 
 /// The statistics that each norm used in a forward pass that will be run again for its gradient.
-pub type Kept = Rc<RefCell<HashMap<usize, Tensor>>>;
+pub type UsedStatistics = Rc<RefCell<HashMap<usize, Tensor>>>;
 
-struct InModel {
-    operator: &'static ColumnOperator,
+struct BuiltColumnNorm {
+    operator: &'static ColumnNormOp,
     centred: bool,
-    affine: Affine,
+    affine: NormParameters,
     /// μ or ψ².
     first: Tensor,
     /// σ² or ν.
@@ -38,11 +38,11 @@ struct InModel {
 /// The norm in a model: parameters that were made already, and what the entry declares beside them.
 pub(super) fn build(
     spec: &Spec,
-    kernels: &'static ColumnKernels,
-    affine: Affine,
+    kernels: &'static ColumnNormOpSpec,
+    affine: NormParameters,
     b: &mut Builder,
-    site: &Site,
-    given: &Given,
+    context: &NormContext,
+    given: &NormArgs,
 ) -> Result<Box<dyn Norm>> {
     let number = |keyword: &str| given.number(keyword);
     let count = |keyword: &str| given.value(keyword).and_then(|value| value.as_i64());
@@ -56,7 +56,7 @@ pub(super) fn build(
         ..default
     };
     let (mut buffers, mut iters) = (Vec::new(), None);
-    for (declared, buffer) in spec.buffers.iter().zip(buffers_of(spec, b, site)?) {
+    for (declared, buffer) in spec.buffers.iter().zip(buffers_of(spec, b, context)?) {
         match declared.is_counter {
             true => iters = Some(buffer),
             false => buffers.push(buffer),
@@ -65,31 +65,34 @@ pub(super) fn build(
     let mut buffers = buffers.into_iter();
     let first = buffers.next().expect("a norm with statistics of columns declares one");
     let groups = count("groups").unwrap_or(0);
-    if groups > 0 && site.width % groups != 0 {
-        return Err(Error::invalid(format!("a norm of width {} cannot be scaled in {groups} groups", site.width)));
+    if groups > 0 && context.width % groups != 0 {
+        return Err(Error::invalid(format!("a norm of width {} cannot be scaled in {groups} groups", context.width)));
     }
     let (sync, second, refused) = (given.flag("sync"), buffers.next(), b.refused()?);
-    let (operator, centred) = (ColumnOperator::of(kernels), kernels.rule.centred);
-    Ok(Box::new(InModel { operator, centred, affine, first, second, iters, refused, options, sync, groups }))
+    let (operator, centred) = (ColumnNormOp::of(kernels), kernels.kernel.centred);
+    Ok(Box::new(BuiltColumnNorm { operator, centred, affine, first, second, iters, refused, options, sync, groups }))
 }
 
 /// The buffers, in order.
-fn buffers_of(spec: &Spec, b: &mut Builder, site: &Site) -> Result<Vec<Tensor>> {
+fn buffers_of(spec: &Spec, b: &mut Builder, context: &NormContext) -> Result<Vec<Tensor>> {
     let buffer = |buffer: &StateBuffer| {
         let kind = if buffer.is_counter { Kind::Int64 } else { b.statistics_kind() };
-        b.buffer(buffer.name, &buffer.shape.of(site.width), buffer.start, kind)
+        b.buffer(buffer.name, &buffer.shape.of(context.width), buffer.start, kind)
     };
     spec.buffers.iter().map(buffer).collect()
 }
 
-impl Norm for InModel {
-    fn forward(&self, x: &Tensor, rows: &PassRows) -> Result<Tensor> {
-        let InModel { operator, first, second, iters, options, .. } = self;
+impl Norm for BuiltColumnNorm {
+    fn forward(&self, x: &Tensor, rows: &RowContext) -> Result<Tensor> {
+        let BuiltColumnNorm { operator, first, second, iters, options, .. } = self;
         let scaled = if self.groups > 0 { group_scaling(x, self.groups)? } else { x.shallow_clone() };
         let key = std::ptr::from_ref(self) as usize;
-        let used = rows.kept.filter(|_| rows.again).and_then(|kept| kept.borrow().get(&key).map(Tensor::shallow_clone));
+        let used = rows
+            .statistics
+            .filter(|_| rows.is_recompute)
+            .and_then(|statistics| statistics.borrow().get(&key).map(Tensor::shallow_clone));
         // A second run with nothing kept moves copies.
-        let own = |t: &Tensor| if rows.again && used.is_none() { t.copy() } else { t.shallow_clone() };
+        let own = |t: &Tensor| if rows.is_recompute && used.is_none() { t.copy() } else { t.shallow_clone() };
         let [weight, bias] = self.affine.values()?;
         let (y, stats) = operator.call(&Column {
             x: &scaled,
@@ -109,8 +112,8 @@ impl Norm for InModel {
                 ..*options
             },
         })?;
-        if let (false, Some(kept)) = (rows.again, rows.kept) {
-            kept.borrow_mut().insert(key, stats);
+        if let (false, Some(statistics)) = (rows.is_recompute, rows.statistics) {
+            statistics.borrow_mut().insert(key, stats);
         }
         if let Some(watch) = rows.watch {
             let (mean, square) = match second {

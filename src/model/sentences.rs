@@ -1,6 +1,6 @@
 //! What the model reads.
 
-use super::cargo::Cargo;
+use super::host_batch::HostBatch;
 use super::{Packed, Ranges};
 use crate::error::Result;
 use tch::{Device, Tensor};
@@ -18,7 +18,7 @@ pub struct Sentences {
 }
 
 impl Sentences {
-    /// Of sides on the host, for a device; [`to`](Cargo::to) takes them there.
+    /// Of sides on the host, for a device; [`to`](HostBatch::to) takes them there.
     pub fn new(source: Option<Packed>, target: Packed, device: Device) -> Result<Self> {
         let own = Ranges::causal(&target, device)?;
         let across = match &source {
@@ -29,7 +29,7 @@ impl Sentences {
     }
 }
 
-impl Cargo for Sentences {
+impl HostBatch for Sentences {
     fn tensors(&mut self) -> Vec<&mut Tensor> {
         let Sentences { source, target, own, across } = self;
         let sides = source.iter_mut().chain([target]).flat_map(Packed::tensors);

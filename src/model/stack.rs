@@ -10,7 +10,7 @@ use crate::error::{Error, Result};
 use crate::host::host;
 use crate::init::Init;
 use crate::operator;
-use crate::residual::{leaves, LayerSpec, Place, Schemes};
+use crate::residual::{leaves, LayerContext, LayerSpec, Schemes};
 use std::cell::Cell;
 use std::collections::BTreeMap;
 use std::rc::Rc;
@@ -87,12 +87,12 @@ pub type StackMemory = Vec<(Tensor, Tensor)>;
 
 impl Stack {
     /// `place` says which stack.
-    pub fn build(b: &mut Builder, place: &Place, init: &Init, schemes: &Schemes) -> Result<Self> {
+    pub fn build(b: &mut Builder, place: &LayerContext, init: &Init, schemes: &Schemes) -> Result<Self> {
         let (declared, flow) = (schemes.layers(place), schemes.flow(place));
         let has_biases = schemes.has_biases() && place.model.has_biases;
         let layers = b.within("layers", |b| {
             let layer = |(index, layer): (usize, &LayerSpec)| {
-                let place = Place { layer: index as i64, ..*place };
+                let place = LayerContext { layer: index as i64, ..*place };
                 let leaves = leaves(&declared, index, &flow);
                 b.within(&index.to_string(), |b| Layer::build(b, &place, init, has_biases, layer, leaves))
             };
@@ -181,7 +181,7 @@ impl Stack {
     ) -> Result<Tensor> {
         let Body { layers, flow } = &*self.body;
         let kind = if x.kind() == Kind::Double { Kind::Double } else { Kind::Float };
-        ctx.shelf().borrow_mut().clear();
+        ctx.kept_tensors().borrow_mut().clear();
         let x = flow.enter(x, ctx)?;
         let deviation = ctx.profile.then(|| Tensor::f_ones([1i64].as_slice(), (kind, x.device()))).transpose()?;
         ctx.show(|watch| watch.stack(&x))?;
@@ -215,26 +215,26 @@ impl Stack {
         }
     }
 
-    /// Puts views of what the layer reads of others on the shelf, and returns what lay there. Autograd adds up what one
-    /// layer gives to each before it adds that to others', as with [`Streams::viewed`].
+    /// Puts views of what the layer reads of others under their names, and returns what was kept. Autograd adds up
+    /// what one layer gives to each before it adds that to others', as with [`Streams::viewed`].
     fn give(&self, index: usize, ctx: &Context) -> Result<BTreeMap<String, Tensor>> {
-        let mut shelf = ctx.shelf().borrow_mut();
-        let passing = std::mem::take(&mut *shelf);
+        let mut kept_tensors = ctx.kept_tensors().borrow_mut();
+        let passing = std::mem::take(&mut *kept_tensors);
         for name in &self.body.layers[index].takes {
             if let Some(kept) = passing.get(name) {
-                shelf.insert(name.clone(), kept.f_view_as(kept)?);
+                kept_tensors.insert(name.clone(), kept.f_view_as(kept)?);
             }
         }
         Ok(passing)
     }
 
-    /// Puts back what lay on the shelf, with what the layer has left.
+    /// Puts back what was kept, with what the layer has left.
     fn take(&self, index: usize, mut passing: BTreeMap<String, Tensor>, ctx: &Context) {
-        let mut shelf = ctx.shelf().borrow_mut();
+        let mut kept_tensors = ctx.kept_tensors().borrow_mut();
         for name in &self.body.layers[index].leaves {
-            passing.extend(shelf.remove_entry(name));
+            passing.extend(kept_tensors.remove_entry(name));
         }
-        *shelf = passing;
+        *kept_tensors = passing;
     }
 
     /// A layer of whole sentences that keeps only what enters it (activation checkpointing).
@@ -251,32 +251,32 @@ impl Stack {
         let layer = &self.body.layers[index];
         let (kept, after) = (layer.keeps(&streams), streams.others.len() + layer.adds());
         let (names, taken): (Vec<String>, Vec<Tensor>) =
-            std::mem::take(&mut *ctx.shelf().borrow_mut()).into_iter().unzip();
+            std::mem::take(&mut *ctx.kept_tensors().borrow_mut()).into_iter().unzip();
         let sites = Rc::new(Cell::new(0));
         let piece = {
             let (body, sites, start) = (self.body.clone(), sites.clone(), ctx.fork(false));
             let (own, across) = (own.shallow_clone(), memory.map(|(_, ranges)| ranges.shallow_clone()));
             let (others, alpha_t) = (streams.others.len(), clone(&streams.alpha_t));
             let names = names.clone();
-            move |mut inputs: Vec<Tensor>, again| {
-                let ctx = start.fork(again);
+            move |mut inputs: Vec<Tensor>, is_recompute| {
+                let ctx = start.fork(is_recompute);
                 let memory = across.as_ref().map(|_| inputs.pop().expect("the memory is the last input"));
                 let memory = memory.as_ref().zip(across.as_ref());
                 let taken = inputs.split_off(inputs.len() - names.len());
-                ctx.shelf().borrow_mut().extend(names.iter().cloned().zip(taken));
+                ctx.kept_tensors().borrow_mut().extend(names.iter().cloned().zip(taken));
                 let streams = Streams::of(inputs, others, clone(&alpha_t));
                 let streams = body.layer(index, streams, &ctx, &mut whole(&own, causal, memory, &ctx))?;
-                sites.set(ctx.sites());
-                let mut shelf = ctx.shelf().borrow_mut();
-                let left = body.layers[index].leaves.iter().filter_map(|name| shelf.remove(name));
+                sites.set(ctx.dropout_sites());
+                let mut kept_tensors = ctx.kept_tensors().borrow_mut();
+                let left = body.layers[index].leaves.iter().filter_map(|name| kept_tensors.remove(name));
                 Ok(left.chain(streams.tensors().skip(kept).map(Tensor::shallow_clone)).collect())
             }
         };
         let inputs = streams.tensors().chain(&taken).chain(memory.map(|(memory, _)| memory));
         let outputs = operator::recomputed(&inputs.collect::<Vec<_>>(), piece)?;
-        ctx.set_sites(sites.get());
+        ctx.set_dropout_sites(sites.get());
         let mut outputs = outputs.into_iter();
-        ctx.shelf().borrow_mut().extend(layer.leaves.iter().cloned().zip(outputs.by_ref()));
+        ctx.kept_tensors().borrow_mut().extend(layer.leaves.iter().cloned().zip(outputs.by_ref()));
         let passed = streams.tensors().take(kept).map(Tensor::shallow_clone);
         Ok(Streams::of(passed.chain(outputs), after, clone(&streams.alpha_t)))
     }

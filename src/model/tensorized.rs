@@ -7,7 +7,7 @@ use super::sinusoids::{SinusoidRow, Sinusoids};
 use super::{Builder, Context, Ranges};
 use crate::error::Result;
 use crate::init::{Fill, Init, Role};
-use crate::residual::{Place, Point, TensorizedSizes};
+use crate::residual::{LayerContext, Point, TensorizedSizes};
 use tch::{Kind, Tensor};
 
 /// Name, definition and source.
@@ -37,7 +37,7 @@ pub struct Tensorized {
 }
 
 impl Tensorized {
-    pub fn build(b: &mut Builder, place: &Place, init: &Init, sizes: TensorizedSizes) -> Result<Self> {
+    pub fn build(b: &mut Builder, place: &LayerContext, init: &Init, sizes: TensorizedSizes) -> Result<Self> {
         let (d, TensorizedSizes { rank, segment }) = (place.model.d_model, sizes);
         let entries = segment * segment;
         let mut linear =

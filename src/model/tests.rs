@@ -1,15 +1,15 @@
 //! What the model adds to the tables: fusing the residual step with the next norm, profiling, growth, and the state of
 //! norms. That each scheme computes its equation is for `tests/model`.
 
-use super::layer::{Branch, SublayerFunction};
-use super::norm::{Norm, PassRows};
+use super::layer::{BuiltSublayer, SublayerFunction};
+use super::norm::{Norm, RowContext};
 use super::stack::{Stack, StackCache};
 use super::{Builder, Context, Packed, Ranges, Sentences, Transformer};
 use crate::config::TransformerConfig;
 use crate::error::Result;
 use crate::init;
 use crate::residual::{
-    self, ExtraStream, Gain, Learned, Place, ResidualSpec, Scheme, SchemeRef, Schemes, StackSpec, StreamStep,
+    self, ExtraStream, Gain, LayerContext, Learned, ResidualSpec, Scheme, SchemeRef, Schemes, StackSpec, StreamStep,
 };
 use std::collections::HashMap;
 use tch::{no_grad, Device, Kind, Tensor};
@@ -46,7 +46,7 @@ fn run(stack: &Stack, x: &Tensor, ctx: &Context) -> Tensor {
 }
 
 /// F(x) of one sublayer, on the rows that [`run`] reads.
-fn function(branch: &Branch, x: &Tensor) -> Tensor {
+fn function(branch: &BuiltSublayer, x: &Tensor) -> Tensor {
     let ctx = Context::evaluation(Kind::Double);
     let input = Packed::of(&[&[4, 5, 6], &[7, 8]]).unwrap();
     let own = Ranges::causal(&input, Device::Cpu).unwrap();
@@ -83,7 +83,7 @@ impl Running {
 }
 
 impl Norm for Running {
-    fn forward(&self, x: &Tensor, rows: &PassRows) -> Result<Tensor> {
+    fn forward(&self, x: &Tensor, rows: &RowContext) -> Result<Tensor> {
         let y = x.f_div(&self.square.f_sqrt()?)?.f_mul(&self.weight)?;
         if rows.train {
             let real = match rows.pad_mask {
@@ -102,12 +102,12 @@ fn a_norm_with_state() {
     let norms = [(); 2].map(|()| Running::new());
     let x = rows();
     let mask = Tensor::from_slice(&[false, false, true, true, true]);
-    let before = norms[0].forward(&x, &PassRows::default()).unwrap();
+    let before = norms[0].forward(&x, &RowContext::default()).unwrap();
     let trained =
-        norms[0].forward(&x, &PassRows { train: true, pad_mask: Some(&mask), ..PassRows::default() }).unwrap();
+        norms[0].forward(&x, &RowContext { train: true, pad_mask: Some(&mask), ..RowContext::default() }).unwrap();
     assert!(close(&before, &trained), "the forward that moves the statistics still uses the old ones");
-    let _ = norms[1].forward(&x.narrow(0, 0, 2), &PassRows { train: true, ..PassRows::default() }).unwrap();
-    let [a, b] = norms.map(|n| n.forward(&x, &PassRows::default()).unwrap());
+    let _ = norms[1].forward(&x.narrow(0, 0, 2), &RowContext { train: true, ..RowContext::default() }).unwrap();
+    let [a, b] = norms.map(|n| n.forward(&x, &RowContext::default()).unwrap());
     assert!(!close(&before, &a), "a training forward moves them");
     assert!(close(&a, &b), "padding enters no statistic");
 }
@@ -230,14 +230,14 @@ impl Scheme for ThreeStreams {
         ""
     }
 
-    fn around(&self, place: &Place) -> ResidualSpec {
+    fn around(&self, place: &LayerContext) -> ResidualSpec {
         let a = Learned::new(place.numbered("a"), &[D], 0.5);
         let steps = [Gain::Learned(a), Gain::Constant(2.0)];
         let streams = steps.map(|alpha| StreamStep { alpha, beta: Gain::One }).into();
         ResidualSpec { streams, ..ResidualSpec::default() }
     }
 
-    fn stack(&self, place: &Place) -> StackSpec {
+    fn stack(&self, place: &LayerContext) -> StackSpec {
         let streams = vec![ExtraStream { norm: Some(place.end_norm()) }, ExtraStream { norm: None }];
         StackSpec { streams, ..StackSpec::default() }
     }

@@ -1,7 +1,7 @@
 //! The encoder-decoder Transformer, and the decoder-only language model.
 
-use super::cargo::Cargo;
 use super::embedding::Embeddings;
+use super::host_batch::HostBatch;
 use super::positions::Rotary;
 use super::softcap::Softcap;
 use super::stack::{Stack, StackCache, StackMemory};
@@ -59,7 +59,7 @@ impl Transformer {
         Ok(Transformer { config, parameters, embeddings, rotary, encoder, decoder })
     }
 
-    /// Tells the model the number of the update that is about to be made, 1 for the first.
+    /// Sets the number of the coming update, 1 for the first.
     pub fn set_update(&self, update: i64) -> Result<()> {
         self.encoder.iter().chain([&self.decoder]).try_for_each(|stack| stack.set_update(update))
     }

@@ -5,13 +5,13 @@
 //! dx = (γ/σ_B)[dy − mean dy − x̂⊙mean(dy⊙x̂)] (eq 1–3), is the true one.
 
 use super::group_scaling::GROUPS;
-use super::kernels::ColumnKernels;
-use super::spec::{DeclaredShape, Form, Keyword, Spec, StateBuffer, BIAS, EPS, SYNC, WEIGHT};
-use super::statistics::{BatchTensors, StateTensors, Used};
+use super::operators::ColumnNormOpSpec;
+use super::spec::{DeclaredShape, Form, NormOption, Spec, StateBuffer, BIAS, EPS, SYNC, WEIGHT};
+use super::statistics::{AppliedStatistics, BatchTensors, StateTensors};
 use crate::column_program;
 use crate::error::Result;
-use crate::kernel::columns::{BatchStatistics, ColumnOptions, ColumnRule, State, Stats};
-use crate::options::{below_one, setting};
+use crate::kernel::columns::{BatchStatistics, ColumnNormKernel, ColumnOptions, State, Stats};
+use crate::options::{below_one, option_spec};
 
 pub static SPEC: Spec = Spec {
     name: "batchnorm",
@@ -23,19 +23,19 @@ pub static SPEC: Spec = Spec {
         StateBuffer::new("running_mean", DeclaredShape::Width, 0.0),
         StateBuffer::new("running_var", DeclaredShape::Width, 1.0),
     ],
-    options: &[EPS, Keyword::of("alpha", &ALPHA), GROUPS, SYNC],
-    form: Form::Columns(&KERNELS),
+    options: &[EPS, NormOption::of("alpha", &ALPHA), GROUPS, SYNC],
+    form: Form::Columns(&OPERATOR),
 };
 
-setting! {
+option_spec! {
     /// α of batchnorm's running statistics: old·α + new·(1 − α).
     ALPHA ("batchnorm_alpha"): f64 = 0.9, below_one;
 }
 
-pub static KERNELS: ColumnKernels = ColumnKernels {
+pub static OPERATOR: ColumnNormOpSpec = ColumnNormOpSpec {
     operator: "batch_norm",
     state: ["running_mean", "running_var"],
-    rule: ColumnRule { centred: true, approximate: false, settle, program: column_program!("batch_norm.cu") },
+    kernel: ColumnNormKernel { centred: true, approximate: false, settle, program: column_program!("batch_norm.cu") },
     composed: settle_composed,
 };
 
@@ -51,10 +51,10 @@ fn settle(batch: &BatchStatistics, state: &mut State, o: &ColumnOptions) -> Stat
     Stats::of_batch(batch, o.eps)
 }
 
-fn settle_composed(batch: &BatchTensors, state: &StateTensors, o: &ColumnOptions) -> Result<Used> {
+fn settle_composed(batch: &BatchTensors, state: &StateTensors, o: &ColumnOptions) -> Result<AppliedStatistics> {
     let (Some(mean), Some(variance)) = (&state.first, &state.second) else { return batch.used(o) };
     if !o.train {
-        return Used::running(Some(mean), variance, batch, o);
+        return AppliedStatistics::running(Some(mean), variance, batch, o);
     }
     let accepted = state.accepts(batch, &[&batch.mean()?, &batch.square])?;
     state.move_to(mean, &batch.mean()?, o.alpha, &accepted)?;

@@ -3,30 +3,30 @@
 //! A norm without kernels is its composed form alone; one with kernels runs it under torch.func, for second derivatives,
 //! and where the kernels cannot run.
 
-use super::spec::Given;
+use super::spec::NormArgs;
 use crate::error::Result;
 use tch::{Kind, Tensor};
 
 /// x̂ of x, of the parameters that are neither weight nor bias, in the order in which the norm declares them, and of its
 /// options. All tensors are f32 or f64; x has at least one number in a row, and its sizes may be symbolic.
-pub type Hat = fn(&Tensor, &[Tensor], &Given) -> Result<Tensor>;
+pub type ComposedNorm = fn(&Tensor, &[Tensor], &NormArgs) -> Result<Tensor>;
 
 /// y = weight⊙x̂ + bias in x's type, computed in f32 or f64.
 pub fn apply(
-    hat: Hat,
+    x_hat: ComposedNorm,
     x: &Tensor,
     inside: &[Tensor],
     (weight, bias): (Option<&Tensor>, Option<&Tensor>),
-    given: &Given,
+    given: &NormArgs,
 ) -> Result<Tensor> {
     let wide = accumulate(x)?;
     let inside = inside.iter().map(|p| Ok(p.f_to_kind(wide.kind())?)).collect::<Result<Vec<_>>>()?;
-    Ok(affine(hat(&wide, &inside, given)?, weight, bias)?.f_to_kind(x.kind())?)
+    Ok(affine(x_hat(&wide, &inside, given)?, weight, bias)?.f_to_kind(x.kind())?)
 }
 
 /// weight⊙x̂ + bias in x̂'s type.
-pub fn affine(hat: Tensor, weight: Option<&Tensor>, bias: Option<&Tensor>) -> Result<Tensor> {
-    let mut y = hat;
+pub fn affine(x_hat: Tensor, weight: Option<&Tensor>, bias: Option<&Tensor>) -> Result<Tensor> {
+    let mut y = x_hat;
     if let Some(weight) = weight {
         y = y.f_mul(&weight.f_to_kind(y.kind())?)?;
     }

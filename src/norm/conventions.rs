@@ -1,12 +1,12 @@
 //! What "RMSNorm" means differs: its conventions, as options of `rmsnorm` (docs/spec.md §1.16).
 
 use super::composed::{accumulate, affine, in_units, unit};
-use super::kernels::OwnOperator;
+use super::operators::CompositeNormOpSpec;
 use super::rms_norm;
-use super::spec::{Form, Given, Keyword, EPS};
+use super::spec::{Form, NormArgs, NormOption, EPS};
 use crate::choice;
 use crate::error::{Error, Result};
-use crate::options::setting;
+use crate::options::option_spec;
 use serde_json::Value;
 use tch::{Kind, Tensor};
 
@@ -20,7 +20,7 @@ choice! {
     pub enum EpsPlace ("rmsnorm_eps_place") { Inside = "inside", Outside = "outside" }
 }
 
-setting! {
+option_spec! {
     /// rmsnorm has a weight.
     pub AFFINE ("rmsnorm_weight"): bool = true;
     /// rmsnorm's weight is γ − 1, 0 at the start (zero-centred).
@@ -37,13 +37,13 @@ setting! {
 }
 
 /// The keywords of RMSNorm's module.
-pub static KEYWORDS: &[Keyword] = &[
+pub static KEYWORDS: &[NormOption] = &[
     EPS,
-    Keyword::of("elementwise_affine", &AFFINE),
-    Keyword::of("zero_centred", &ZERO_CENTRED),
-    Keyword::of("cast", &CAST),
-    Keyword::of("eps_place", &EPS_PLACE),
-    Keyword::of("part", &PART),
+    NormOption::of("elementwise_affine", &AFFINE),
+    NormOption::of("zero_centred", &ZERO_CENTRED),
+    NormOption::of("cast", &CAST),
+    NormOption::of("eps_place", &EPS_PLACE),
+    NormOption::of("part", &PART),
 ];
 
 /// How a norm deviates from y = weight⊙x/√(mean x² + ε), rounded once; how its weight is read is the parameter's.
@@ -57,8 +57,8 @@ pub struct Conventions {
 }
 
 /// What runs a norm of other conventions, where kernels make x̂ of f32 and f64, and where none do.
-static NEAR: OwnOperator = OwnOperator { rows: Some(&rms_norm::KERNELS), ..FAR };
-static FAR: OwnOperator = OwnOperator {
+static NEAR: CompositeNormOpSpec = CompositeNormOpSpec { rows: Some(&rms_norm::OPERATOR), ..FAR };
+static FAR: CompositeNormOpSpec = CompositeNormOpSpec {
     operator: "conventional_rms_norm",
     keywords: &["eps", "cast", "eps_place", "part"],
     rows: None,
@@ -69,18 +69,18 @@ static FAR: OwnOperator = OwnOperator {
 };
 
 /// The form of a norm with these options.
-pub fn form(given: &Given) -> Result<Form> {
+pub fn form(given: &NormArgs) -> Result<Form> {
     let how = Conventions::of(given)?;
     how.measured(given.width)?;
     Ok(match (how.has_kernel(Kind::Float), how.cast) {
-        (true, Cast::After) => Form::Rows(&rms_norm::KERNELS),
+        (true, Cast::After) => Form::Rows(&rms_norm::OPERATOR),
         (true, _) => Form::Operator(&NEAR),
         (false, _) => Form::Operator(&FAR),
     })
 }
 
 impl Conventions {
-    fn of(given: &Given) -> Result<Self> {
+    fn of(given: &NormArgs) -> Result<Self> {
         let word = |keyword| given.value(keyword).and_then(Value::as_str).unwrap_or_default();
         Conventions::parse(word("cast"), word("eps_place"), given.float("part"))
     }
@@ -108,10 +108,10 @@ impl Conventions {
     }
 
     /// γ⊙x̂ of an x̂ in x's type, which was rounded to it already.
-    pub fn times_gain(&self, hat: Tensor, gain: Option<&Tensor>) -> Result<Tensor> {
+    pub fn times_gain(&self, x_hat: Tensor, gain: Option<&Tensor>) -> Result<Tensor> {
         match gain {
-            Some(_) => Ok(affine(accumulate(&hat)?, gain, None)?.f_to_kind(hat.kind())?),
-            None => Ok(hat),
+            Some(_) => Ok(affine(accumulate(&x_hat)?, gain, None)?.f_to_kind(x_hat.kind())?),
+            None => Ok(x_hat),
         }
     }
 
@@ -130,13 +130,13 @@ impl Conventions {
             let square = of_measured(&wide)?.f_square()?.f_mean_dim([-1i64].as_slice(), true, None)?;
             square.f_add(&in_units(eps, &unit)?)?.f_rsqrt()?
         };
-        let hat = match self.cast {
+        let x_hat = match self.cast {
             Cast::Scale => whole.f_mul(&rounded(&scale.f_div(&unit)?, x.kind())?)?,
             _ => wide.f_mul(&scale)?,
         };
         match self.cast {
-            Cast::After => Ok(affine(hat, gain, None)?.f_to_kind(x.kind())?),
-            _ => self.times_gain(hat.f_to_kind(x.kind())?, gain),
+            Cast::After => Ok(affine(x_hat, gain, None)?.f_to_kind(x.kind())?),
+            _ => self.times_gain(x_hat.f_to_kind(x.kind())?, gain),
         }
     }
 
@@ -161,16 +161,16 @@ fn is_wide(kind: Kind) -> bool {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::norm::{find, named, Site};
+    use crate::norm::{find, named, NormContext};
     use crate::options::Options;
     use serde_json::json;
 
     const X: [f64; 4] = [1.0, -2.0, 3.0, 0.5];
     const GAMMA: [f64; 4] = [1.0, 0.5, 2.0, -1.0];
 
-    fn given(name: &str, options: &Options) -> Given {
+    fn given(name: &str, options: &Options) -> NormArgs {
         let (spec, options) = named(name, options).unwrap();
-        spec.at(&Site { options: &options, width: 64, ..Site::ANY })
+        spec.at(&NormContext { options: &options, width: 64, ..NormContext::ANY })
     }
 
     fn of(name: &str) -> Conventions {

@@ -6,9 +6,9 @@ use crate::cpu::pack::Isa;
 use crate::cpu::Accumulator;
 use crate::error::Result;
 use crate::kernel::math::erf;
-use crate::kernel::rows::{CurveNorm, Rules};
-use crate::norm::kernels::RowKernels;
-use crate::norm::spec::{Form, Given, Parameter, Spec, BIAS, WEIGHT};
+use crate::kernel::rows::{CurveNorm, RowNormKernel};
+use crate::norm::operators::RowNormOpSpec;
+use crate::norm::spec::{Form, NormArgs, Parameter, Spec, BIAS, WEIGHT};
 use crate::row_program;
 use tch::Tensor;
 
@@ -30,19 +30,19 @@ pub static SPEC: Spec = Spec {
     parameters: &[Parameter::one("alpha", 0.5), Parameter::one("s", 0.0), WEIGHT, BIAS],
     buffers: &[],
     options: &[],
-    form: Form::Rows(&KERNELS),
+    form: Form::Rows(&OPERATOR),
 };
 
-pub static KERNELS: RowKernels = RowKernels {
+pub static OPERATOR: RowNormOpSpec = RowNormOpSpec {
     operator: "derf",
     residual: "derf_residual",
     numbers: &["alpha", "s"],
-    rules: Rules::of_curve::<Derf>(row_program!("derf.cu")),
-    hat,
+    kernel: RowNormKernel::of_curve::<Derf>(row_program!("derf.cu")),
+    x_hat,
 };
 
 /// x̂ = erf(αx + s).
-fn hat(x: &Tensor, inside: &[Tensor], _: &Given) -> Result<Tensor> {
+fn x_hat(x: &Tensor, inside: &[Tensor], _: &NormArgs) -> Result<Tensor> {
     Ok(x.f_mul(&inside[0])?.f_add(&inside[1])?.f_erf()?)
 }
 

@@ -3,7 +3,7 @@
 
 use super::conventions::KEYWORDS;
 use super::rms_norm;
-use super::spec::{Site, Spec, NORM_EPS};
+use super::spec::{NormContext, Spec, NORM_EPS};
 use crate::options::Options;
 use serde_json::{json, Value};
 
@@ -17,7 +17,7 @@ pub struct Family {
     /// ε where the configuration does not say it.
     pub eps: f64,
     /// Values of options, by their names.
-    said: fn() -> Value,
+    overrides: fn() -> Value,
 }
 
 /// Every family that models may name.
@@ -28,7 +28,7 @@ pub static FAMILIES: &[Family] = &[
         source: "Llama, Mistral, Qwen3; transformers' LlamaRMSNorm",
         spec: &rms_norm::SPEC,
         eps: 1e-6,
-        said: || json!({"rmsnorm_cast": "before"}),
+        overrides: || json!({"rmsnorm_cast": "before"}),
     },
     Family {
         name: "rmsnorm:olmo",
@@ -36,7 +36,7 @@ pub static FAMILIES: &[Family] = &[
         source: "OLMo 2; transformers' Olmo2RMSNorm",
         spec: &rms_norm::SPEC,
         eps: 1e-6,
-        said: || json!({}),
+        overrides: || json!({}),
     },
     Family {
         name: "rmsnorm:gemma",
@@ -44,7 +44,7 @@ pub static FAMILIES: &[Family] = &[
         source: "Gemma 1 to 3, Qwen3-Next; transformers' GemmaRMSNorm",
         spec: &rms_norm::SPEC,
         eps: 1e-6,
-        said: || json!({"rmsnorm_zero_centred": true}),
+        overrides: || json!({"rmsnorm_zero_centred": true}),
     },
     Family {
         name: "rmsnorm:gemma4",
@@ -52,7 +52,7 @@ pub static FAMILIES: &[Family] = &[
         source: "Gemma 4, whose norm of values has no weight; transformers' Gemma4RMSNorm",
         spec: &rms_norm::SPEC,
         eps: 1e-6,
-        said: || json!({}),
+        overrides: || json!({}),
     },
     Family {
         name: "rmsnorm:deepseek-v4",
@@ -60,7 +60,7 @@ pub static FAMILIES: &[Family] = &[
         source: "DeepSeek-V4's queries; transformers' DeepseekV4UnweightedRMSNorm",
         spec: &rms_norm::SPEC,
         eps: 1e-6,
-        said: || json!({"rmsnorm_weight": false, "rmsnorm_cast": "scale"}),
+        overrides: || json!({"rmsnorm_weight": false, "rmsnorm_cast": "scale"}),
     },
     Family {
         name: "rmsnorm:nanochat",
@@ -68,7 +68,7 @@ pub static FAMILIES: &[Family] = &[
         source: "nanochat, modded-nanogpt; torch's rms_norm without a weight",
         spec: &rms_norm::SPEC,
         eps: f32::EPSILON as f64,
-        said: || json!({"rmsnorm_weight": false}),
+        overrides: || json!({"rmsnorm_weight": false}),
     },
     Family {
         name: "rmsnorm:original",
@@ -76,7 +76,7 @@ pub static FAMILIES: &[Family] = &[
         source: "Zhang & Sennrich 2019, release",
         spec: &rms_norm::SPEC,
         eps: 1e-8,
-        said: || json!({"rmsnorm_eps_place": "outside"}),
+        overrides: || json!({"rmsnorm_eps_place": "outside"}),
     },
     Family {
         name: "rmsnorm:partial",
@@ -84,7 +84,7 @@ pub static FAMILIES: &[Family] = &[
         source: "Zhang & Sennrich 2019, §4, release",
         spec: &rms_norm::SPEC,
         eps: 1e-8,
-        said: || json!({"rmsnorm_eps_place": "outside", "rmsnorm_part": 0.0625}),
+        overrides: || json!({"rmsnorm_eps_place": "outside", "rmsnorm_part": 0.0625}),
     },
 ];
 
@@ -95,9 +95,9 @@ impl Family {
         if given.get(&NORM_EPS).is_none() {
             options.set(&NORM_EPS, json!(self.eps)).expect("ε is a number");
         }
-        let said = (self.said)();
+        let overrides = (self.overrides)();
         for option in KEYWORDS.iter().filter_map(|keyword| keyword.option).filter(|o| o.name() != NORM_EPS.name) {
-            let value = said.get(option.name()).cloned().unwrap_or_else(|| option.field("").default);
+            let value = overrides.get(option.name()).cloned().unwrap_or_else(|| option.field("").default);
             options.set(option, value).expect("a family says what its options may be");
         }
         options
@@ -105,13 +105,14 @@ impl Family {
 
     /// As JSON: what Python makes the module of.
     pub fn describe(&self) -> Value {
-        let settings = self.spec.settings(&Site { options: &self.options(&Options::NONE), ..Site::ANY });
+        let keyword_arguments =
+            self.spec.keyword_arguments(&NormContext { options: &self.options(&Options::NONE), ..NormContext::ANY });
         json!({
             "name": self.name,
             "equation": self.equation,
             "source": self.source,
             "norm": self.spec.name,
-            "settings": settings,
+            "settings": keyword_arguments,
         })
     }
 }

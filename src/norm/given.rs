@@ -4,7 +4,7 @@
 //! What is declared is kept for the life of the process, once for each declaration, so that it is an entry like the
 //! table's.
 
-use super::kernels::{OwnNorm, MOST};
+use super::operators::{OwnNorm, MOST};
 use super::spec::{DeclaredShape, Form, Numbers, Parameter, Quantity, Spec};
 use crate::error::{Error, Result};
 use serde::{Deserialize, Serialize};
@@ -44,12 +44,12 @@ fn one() -> f64 {
     1.0
 }
 
-struct Interned {
+struct RegisteredNorm {
     given: &'static GivenNorm,
     spec: &'static Spec,
 }
 
-static KNOWN: Mutex<Vec<Interned>> = Mutex::new(Vec::new());
+static KNOWN: Mutex<Vec<RegisteredNorm>> = Mutex::new(Vec::new());
 
 /// The entry of this declaration, under a name that no other declaration of the process has.
 pub fn entry(given: GivenNorm) -> Result<&'static Spec> {
@@ -73,7 +73,7 @@ pub fn entry(given: GivenNorm) -> Result<&'static Spec> {
         options: &[],
         form: Form::Own(Box::leak(Box::new(own))),
     }));
-    known.push(Interned { given, spec });
+    known.push(RegisteredNorm { given, spec });
     Ok(spec)
 }
 

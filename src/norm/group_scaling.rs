@@ -3,8 +3,8 @@
 //!
 //! It is rmsnorm's row, a group for a row: its kernels, and its true gradient in training and evaluation.
 
-use super::spec::Keyword;
-use crate::options::{not_negative, setting};
+use super::spec::NormOption;
+use crate::options::{not_negative, option_spec};
 
 /// Name, equation and source.
 pub const ABOUT: [&str; 3] = [
@@ -16,10 +16,10 @@ pub const ABOUT: [&str; 3] = [
 /// ε of the authors' code.
 pub const EPS: f64 = 1e-5;
 
-setting! {
+option_spec! {
     /// Groups of the scaling before batchnorm, powernorm-v and powernorm; 0: none; powernorm's release: heads.
     pub(super) GROUPSCALING ("groupscaling"): i64 = 1, not_negative;
 }
 
 /// Groups of the scaling that comes first; 0: none.
-pub(super) const GROUPS: Keyword = Keyword::of("groups", &GROUPSCALING);
+pub(super) const GROUPS: NormOption = NormOption::of("groups", &GROUPSCALING);

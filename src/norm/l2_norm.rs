@@ -2,10 +2,11 @@
 //! docs/spec.md §1.14). The kernels are ScaleNorm's, without a gain.
 
 use super::scale_norm;
-use super::spec::{Form, Keyword, Spec, NORM_EPS};
+use super::spec::{Form, NormOption, Spec, NORM_EPS};
 
 /// ε keeps rows of zeros at zero; nGPT has none, torch's `normalize` 1e-12.
-const EPS: Keyword = Keyword::at("eps", Some(&NORM_EPS), |site| site.options.get(&NORM_EPS).unwrap_or(1e-12).into());
+const EPS: NormOption =
+    NormOption::at("eps", Some(&NORM_EPS), |context| context.options.get(&NORM_EPS).unwrap_or(1e-12).into());
 
 pub static SPEC: Spec = Spec {
     name: "l2norm",
@@ -15,5 +16,5 @@ pub static SPEC: Spec = Spec {
     parameters: &[],
     buffers: &[],
     options: &[EPS],
-    form: Form::Rows(&scale_norm::KERNELS),
+    form: Form::Rows(&scale_norm::OPERATOR),
 };

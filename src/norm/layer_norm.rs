@@ -2,10 +2,10 @@
 
 use crate::cpu::Accumulator;
 use crate::error::Result;
-use crate::kernel::rows::{hypotenuse, magnitude, sum, trusted, Measured, RowNorm, Rules, Slope, Sums};
+use crate::kernel::rows::{hypotenuse, magnitude, sum, trusted, Measured, RowGradient, RowNorm, RowNormKernel, Sums};
 use crate::norm::composed::{in_units, unit};
-use crate::norm::kernels::RowKernels;
-use crate::norm::spec::{Form, Given, Spec, BIAS, EPS, WEIGHT};
+use crate::norm::operators::RowNormOpSpec;
+use crate::norm::spec::{Form, NormArgs, Spec, BIAS, EPS, WEIGHT};
 use crate::row_program;
 use tch::Tensor;
 
@@ -36,9 +36,9 @@ impl RowNorm for LayerNorm {
         Measured { shift: mean * unit, scale: A::ONE / hypotenuse(variance.sqrt() * unit, eps.sqrt()) }
     }
 
-    fn slope<A: Accumulator>(row: Measured<A>, _: A, cols: A, sum_g: A, sum_gx: A) -> Slope<A> {
+    fn gradient<A: Accumulator>(row: Measured<A>, _: A, cols: A, sum_g: A, sum_gx: A) -> RowGradient<A> {
         let share = row.scale / cols;
-        Slope { p: row.scale, q: -(share * sum_gx), r: share * sum_g }
+        RowGradient { p: row.scale, q: -(share * sum_gx), r: share * sum_g }
     }
 }
 
@@ -57,19 +57,19 @@ pub static SPEC: Spec = Spec {
     parameters: &[WEIGHT, BIAS],
     buffers: &[],
     options: &[EPS],
-    form: Form::Rows(&KERNELS),
+    form: Form::Rows(&OPERATOR),
 };
 
-pub static KERNELS: RowKernels = RowKernels {
+pub static OPERATOR: RowNormOpSpec = RowNormOpSpec {
     operator: "layer_norm",
     residual: "layer_norm_residual",
     numbers: &[],
-    rules: Rules::of::<LayerNorm>(row_program!("layer_norm.cu")),
-    hat,
+    kernel: RowNormKernel::of::<LayerNorm>(row_program!("layer_norm.cu")),
+    x_hat,
 };
 
 /// x̂ = (x − μ)/√(σ² + ε).
-fn hat(x: &Tensor, _: &[Tensor], given: &Given) -> Result<Tensor> {
+fn x_hat(x: &Tensor, _: &[Tensor], given: &NormArgs) -> Result<Tensor> {
     let eps = given.float("eps");
     let unit = unit(x, eps)?;
     let x = x.f_div(&unit)?;
@@ -82,7 +82,7 @@ fn hat(x: &Tensor, _: &[Tensor], given: &Given) -> Result<Tensor> {
 mod tests {
     use super::*;
     use crate::kernel::rows::tests::{check, check_nan, check_scale_invariance, check_splitting, Formula};
-    use crate::kernel::rows::{forward, Rule};
+    use crate::kernel::rows::{forward, RowNormFns};
 
     fn normalised(x: &[f64], eps: f64) -> (Vec<f64>, f64) {
         let n = x.len() as f64;
@@ -124,7 +124,7 @@ mod tests {
         // Exact in f32: 2^18 + {0, 1, 2, 3}. E[x²] − μ² would be off by more than σ² itself.
         let x: Vec<f32> = (0..512).map(|i| 262144.0 + (i * 7 % 4) as f32).collect();
         let (mut y, mut stats) = (vec![0.0; 512], [0.0; 2]);
-        forward::<f32>(&Rule::of::<LayerNorm>(), 512, &x, &[], &[], 0.0, &mut y, &mut stats);
+        forward::<f32>(&RowNormFns::of::<LayerNorm>(), 512, &x, &[], &[], 0.0, &mut y, &mut stats);
         let want = |v: f32| (v - 262145.5) / 1.25f32.sqrt();
         assert!((stats[1] - 1.0 / 1.25f32.sqrt()).abs() < 1e-6, "{stats:?}");
         assert!(x.iter().zip(&y).all(|(x, y)| (want(*x) - y).abs() < 0.03), "{stats:?}");
@@ -137,7 +137,7 @@ mod tests {
         x[3] = 1e6;
         let wide: Vec<f64> = x.iter().map(|v| *v as f64).collect();
         let (mut y, mut stats) = (vec![0.0; 1000], [0.0; 2]);
-        forward::<f32>(&Rule::of::<LayerNorm>(), 1000, &x, &[], &[], 0.0, &mut y, &mut stats);
+        forward::<f32>(&RowNormFns::of::<LayerNorm>(), 1000, &x, &[], &[], 0.0, &mut y, &mut stats);
         let (_, divisor) = normalised(&wide, 0.0);
         assert!((stats[1] as f64 * divisor - 1.0).abs() < 1e-6, "{stats:?} {divisor}");
     }

@@ -5,11 +5,11 @@
 //! else (g/ε)dy. p = 2 is ScaleNorm, with its kernels.
 
 use super::composed;
-use super::kernels::OwnOperator;
+use super::operators::CompositeNormOpSpec;
 use super::scale_norm;
-use super::spec::{Form, Keyword, Parameter, Quantity, Spec, EPS, GAIN};
+use super::spec::{Form, NormOption, Parameter, Quantity, Spec, EPS, GAIN};
 use crate::error::{Error, Result};
-use crate::options::{setting, FieldType};
+use crate::options::{option_spec, FieldType};
 use serde::{Deserialize, Deserializer, Serialize, Serializer};
 use tch::Tensor;
 
@@ -34,14 +34,14 @@ impl<'de> Deserialize<'de> for Exponent {
     fn deserialize<D: Deserializer<'de>>(d: D) -> std::result::Result<Self, D::Error> {
         #[derive(Deserialize)]
         #[serde(untagged, expecting = "lpnorm_p must be a number or \"inf\"")]
-        enum Given {
+        enum NumberOrWord {
             Number(f64),
             Word(String),
         }
-        match Given::deserialize(d)? {
-            Given::Number(p) => Ok(Exponent(p)),
-            Given::Word(word) if word == "inf" => Ok(Exponent(f64::INFINITY)),
-            Given::Word(word) => {
+        match NumberOrWord::deserialize(d)? {
+            NumberOrWord::Number(p) => Ok(Exponent(p)),
+            NumberOrWord::Word(word) if word == "inf" => Ok(Exponent(f64::INFINITY)),
+            NumberOrWord::Word(word) => {
                 Err(serde::de::Error::custom(format!("lpnorm_p must be a number or inf, got {word:?}")))
             }
         }
@@ -58,21 +58,21 @@ pub static SPEC: Spec = Spec {
         ..GAIN
     }],
     buffers: &[],
-    options: &[EPS, Keyword::of("p", &ORDER)],
+    options: &[EPS, NormOption::of("p", &ORDER)],
     form: Form::Chosen(&Form::Operator(&OPERATOR), |given| match given.float("p") == 2.0 {
-        true => Ok(Form::Rows(&scale_norm::KERNELS)),
+        true => Ok(Form::Rows(&scale_norm::OPERATOR)),
         false => Ok(Form::Operator(&OPERATOR)),
     }),
 };
 
-static OPERATOR: OwnOperator = OwnOperator {
+static OPERATOR: CompositeNormOpSpec = CompositeNormOpSpec {
     operator: "lp_norm",
     keywords: &["p", "eps"],
     rows: None,
     composed: |x, weight, given| composed(x, weight, given.float("p"), given.float("eps")),
 };
 
-setting! {
+option_spec! {
     /// p of lpnorm, from 1 to inf.
     ORDER ("lpnorm_p"): Exponent = Exponent(2.0), |name, p| check(name, p.0);
 }
@@ -89,8 +89,8 @@ pub fn check(name: &str, p: f64) -> Result<()> {
 pub fn composed(x: &Tensor, weight: Option<&Tensor>, p: f64, eps: f64) -> Result<Tensor> {
     check(ORDER.name, p)?;
     let wide = composed::accumulate(x)?;
-    let hat = wide.f_div(&clamped_length(&wide, p, eps)?)?;
-    Ok(composed::affine(hat, weight, None)?.f_to_kind(x.kind())?)
+    let x_hat = wide.f_div(&clamped_length(&wide, p, eps)?)?;
+    Ok(composed::affine(x_hat, weight, None)?.f_to_kind(x.kind())?)
 }
 
 /// max(‖x‖_p, ε), a constant where it is ε.

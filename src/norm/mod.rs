@@ -13,10 +13,10 @@ pub mod families;
 pub mod fix_norm;
 pub mod given;
 pub mod group_scaling;
-pub mod kernels;
 pub mod l2_norm;
 pub mod layer_norm;
 pub mod lp_norm;
+pub mod operators;
 pub mod power_norm;
 pub mod power_norm_v;
 pub mod rms_norm;
@@ -25,10 +25,10 @@ pub mod spec;
 pub mod statistics;
 
 use crate::error::{unknown, Result};
-use crate::options::{distinct, Listed, Options};
+use crate::options::{distinct, AnyOption, Options};
 use families::FAMILIES;
-use kernels::{ColumnKernels, RowKernels};
-pub use spec::{Form, Site, Spec};
+use operators::{ColumnNormOpSpec, RowNormOpSpec};
+pub use spec::{Form, NormContext, Spec};
 use std::borrow::Cow;
 
 /// Every norm that models may name.
@@ -47,11 +47,12 @@ pub static NORMS: &[&Spec] = &[
 ];
 
 /// Every norm with row kernels; an operator is registered for each, at its place in this list.
-pub static ROW_NORMS: &[&RowKernels] =
-    &[&layer_norm::KERNELS, &rms_norm::KERNELS, &scale_norm::KERNELS, &dyt::KERNELS, &derf::KERNELS];
+pub static ROW_NORMS: &[&RowNormOpSpec] =
+    &[&layer_norm::OPERATOR, &rms_norm::OPERATOR, &scale_norm::OPERATOR, &dyt::OPERATOR, &derf::OPERATOR];
 
 /// Every norm with statistics of columns; an operator is registered for each, at its place in this list.
-pub static COLUMN_NORMS: &[&ColumnKernels] = &[&batch_norm::KERNELS, &power_norm_v::KERNELS, &power_norm::KERNELS];
+pub static COLUMN_NORMS: &[&ColumnNormOpSpec] =
+    &[&batch_norm::OPERATOR, &power_norm_v::OPERATOR, &power_norm::OPERATOR];
 
 /// Every name: the norms', then the families'.
 pub fn names() -> impl Iterator<Item = &'static str> {
@@ -81,6 +82,6 @@ pub fn named<'a>(name: &str, options: &'a Options) -> Result<(&'static Spec, Cow
 }
 
 /// The options of all norms.
-pub fn settings() -> Vec<&'static dyn Listed> {
+pub fn option_specs() -> Vec<&'static dyn AnyOption> {
     distinct(NORMS.iter().flat_map(|norm| norm.options).filter_map(|keyword| keyword.option))
 }

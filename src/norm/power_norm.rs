@@ -9,15 +9,15 @@
 //! release mode computes what the authors' mask_powernorm.py does, after the group scaling that it begins with.
 
 use super::group_scaling::GROUPSCALING;
-use super::kernels::ColumnKernels;
-use super::spec::{DeclaredShape, Form, Keyword, Site, Spec, StateBuffer, BIAS, EPS, WEIGHT};
-use super::statistics::{BatchTensors, StateTensors, Used};
+use super::operators::ColumnNormOpSpec;
+use super::spec::{DeclaredShape, Form, NormContext, NormOption, Spec, StateBuffer, BIAS, EPS, WEIGHT};
+use super::statistics::{AppliedStatistics, BatchTensors, StateTensors};
 use crate::choice;
 use crate::column_program;
 use crate::cpu::memory;
 use crate::error::Result;
-use crate::kernel::columns::{BatchStatistics, ColumnOptions, ColumnRule, State, Stats};
-use crate::options::{below_one, not_negative, setting};
+use crate::kernel::columns::{BatchStatistics, ColumnNormKernel, ColumnOptions, State, Stats};
+use crate::options::{below_one, not_negative, option_spec};
 use tch::Tensor;
 
 choice! {
@@ -41,24 +41,24 @@ pub static SPEC: Spec = Spec {
     ],
     options: &[
         EPS,
-        Keyword::of("alpha_fwd", &ALPHA_FWD),
-        Keyword::of("alpha_bwd", &ALPHA_BWD),
-        Keyword::at("warmup_iters", Some(&WARMUP), |site| match is_release(site) && site.ends_stack {
+        NormOption::of("alpha_fwd", &ALPHA_FWD),
+        NormOption::of("alpha_bwd", &ALPHA_BWD),
+        NormOption::at("warmup_iters", Some(&WARMUP), |context| match is_release(context) && context.ends_stack {
             true => RELEASED_END_WARMUP.into(),
-            false => site.options.get(&WARMUP).into(),
+            false => context.options.get(&WARMUP).into(),
         }),
-        Keyword::of("mode", &MODE),
+        NormOption::of("mode", &MODE),
         // The authors' models scale one group per head.
-        Keyword::at("groups", Some(&GROUPSCALING), |site| match is_release(site) {
-            true => site.heads.into(),
-            false => site.options.get(&GROUPSCALING).into(),
+        NormOption::at("groups", Some(&GROUPSCALING), |context| match is_release(context) {
+            true => context.heads.into(),
+            false => context.options.get(&GROUPSCALING).into(),
         }),
-        Keyword::of("sync", &POWERNORM_SYNC),
+        NormOption::of("sync", &POWERNORM_SYNC),
     ],
-    form: Form::Columns(&KERNELS),
+    form: Form::Columns(&OPERATOR),
 };
 
-setting! {
+option_spec! {
     /// α of the running ψ² of powernorm and powernorm-v.
     pub(super) ALPHA_FWD ("powernorm_alpha_fwd"): f64 = 0.9, below_one;
     /// α of powernorm's ν.
@@ -71,14 +71,14 @@ setting! {
     POWERNORM_SYNC ("powernorm_sync"): bool = false;
 }
 
-fn is_release(site: &Site) -> bool {
-    site.options.get(&MODE) == PowerNormMode::Release
+fn is_release(context: &NormContext) -> bool {
+    context.options.get(&MODE) == PowerNormMode::Release
 }
 
-pub static KERNELS: ColumnKernels = ColumnKernels {
+pub static OPERATOR: ColumnNormOpSpec = ColumnNormOpSpec {
     operator: "power_norm",
     state: ["running_phi", "ema_gz"],
-    rule: ColumnRule { centred: false, approximate: true, settle, program: column_program!("power_norm.cu") },
+    kernel: ColumnNormKernel { centred: false, approximate: true, settle, program: column_program!("power_norm.cu") },
     composed: settle_composed,
 };
 
@@ -115,11 +115,11 @@ fn settle(batch: &BatchStatistics, state: &mut State, o: &ColumnOptions) -> Stat
     stats
 }
 
-fn settle_composed(batch: &BatchTensors, state: &StateTensors, o: &ColumnOptions) -> Result<Used> {
+fn settle_composed(batch: &BatchTensors, state: &StateTensors, o: &ColumnOptions) -> Result<AppliedStatistics> {
     let (Some(phi), Some(iters)) = (&state.first, &state.iters) else {
         unreachable!("the operator has asked for both")
     };
-    let running = Used::running(None, phi, batch, o)?;
+    let running = AppliedStatistics::running(None, phi, batch, o)?;
     if !o.train {
         return Ok(running);
     }
@@ -148,5 +148,5 @@ fn settle_composed(batch: &BatchTensors, state: &StateTensors, o: &ColumnOptions
     };
     state.replace(phi, &moved, &accepted)?;
     state.replace(iters, &t, &accepted)?;
-    Ok(Used { scale, slope, exact, share, gamma, ..own })
+    Ok(AppliedStatistics { scale, slope, exact, share, gamma, ..own })
 }

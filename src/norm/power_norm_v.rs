@@ -4,13 +4,13 @@
 //! Running ψ² ← αψ² + (1−α)ψ²_B; evaluation uses it. The gradient, dx = (γ/ψ_B)[dy − x̂⊙mean(dy⊙x̂)], is the true one.
 
 use super::group_scaling::GROUPS;
-use super::kernels::ColumnKernels;
+use super::operators::ColumnNormOpSpec;
 use super::power_norm::ALPHA_FWD;
-use super::spec::{DeclaredShape, Form, Keyword, Spec, StateBuffer, BIAS, EPS, SYNC, WEIGHT};
-use super::statistics::{BatchTensors, StateTensors, Used};
+use super::spec::{DeclaredShape, Form, NormOption, Spec, StateBuffer, BIAS, EPS, SYNC, WEIGHT};
+use super::statistics::{AppliedStatistics, BatchTensors, StateTensors};
 use crate::column_program;
 use crate::error::Result;
-use crate::kernel::columns::{BatchStatistics, ColumnOptions, ColumnRule, State, Stats};
+use crate::kernel::columns::{BatchStatistics, ColumnNormKernel, ColumnOptions, State, Stats};
 
 pub static SPEC: Spec = Spec {
     name: "powernorm-v",
@@ -19,14 +19,19 @@ pub static SPEC: Spec = Spec {
     source: "Shen et al. 2020, Definition 1",
     parameters: &[WEIGHT, BIAS],
     buffers: &[StateBuffer::new("running_phi", DeclaredShape::Width, 1.0)],
-    options: &[EPS, Keyword::of("alpha", &ALPHA_FWD), GROUPS, SYNC],
-    form: Form::Columns(&KERNELS),
+    options: &[EPS, NormOption::of("alpha", &ALPHA_FWD), GROUPS, SYNC],
+    form: Form::Columns(&OPERATOR),
 };
 
-pub static KERNELS: ColumnKernels = ColumnKernels {
+pub static OPERATOR: ColumnNormOpSpec = ColumnNormOpSpec {
     operator: "power_norm_v",
     state: ["running_phi", "unused"],
-    rule: ColumnRule { centred: false, approximate: false, settle, program: column_program!("power_norm_v.cu") },
+    kernel: ColumnNormKernel {
+        centred: false,
+        approximate: false,
+        settle,
+        program: column_program!("power_norm_v.cu"),
+    },
     composed: settle_composed,
 };
 
@@ -41,10 +46,10 @@ fn settle(batch: &BatchStatistics, state: &mut State, o: &ColumnOptions) -> Stat
     Stats::of_batch(batch, o.eps)
 }
 
-fn settle_composed(batch: &BatchTensors, state: &StateTensors, o: &ColumnOptions) -> Result<Used> {
+fn settle_composed(batch: &BatchTensors, state: &StateTensors, o: &ColumnOptions) -> Result<AppliedStatistics> {
     let Some(phi) = &state.first else { return batch.used(o) };
     if !o.train {
-        return Used::running(None, phi, batch, o);
+        return AppliedStatistics::running(None, phi, batch, o);
     }
     state.move_to(phi, &batch.square, o.alpha, &state.accepts(batch, &[&batch.square])?)?;
     batch.used(o)

@@ -2,11 +2,11 @@
 
 use crate::cpu::Accumulator;
 use crate::error::Result;
-use crate::kernel::rows::{hypotenuse, magnitude, sum, trusted, Measured, RowNorm, Rules, Slope, Sums};
+use crate::kernel::rows::{hypotenuse, magnitude, sum, trusted, Measured, RowGradient, RowNorm, RowNormKernel, Sums};
 use crate::norm::composed::{in_units, unit};
 use crate::norm::conventions::{self, KEYWORDS};
-use crate::norm::kernels::RowKernels;
-use crate::norm::spec::{Form, Given, Parameter, Quantity, Spec, WEIGHT};
+use crate::norm::operators::RowNormOpSpec;
+use crate::norm::spec::{Form, NormArgs, Parameter, Quantity, Spec, WEIGHT};
 use crate::row_program;
 use tch::Tensor;
 
@@ -31,8 +31,8 @@ impl RowNorm for RmsNorm {
         Measured { shift: A::ZERO, scale: A::ONE / hypotenuse(root, eps.sqrt()) }
     }
 
-    fn slope<A: Accumulator>(row: Measured<A>, _: A, cols: A, _: A, sum_gx: A) -> Slope<A> {
-        Slope { p: row.scale, q: -(row.scale / cols * sum_gx), r: A::ZERO }
+    fn gradient<A: Accumulator>(row: Measured<A>, _: A, cols: A, _: A, sum_gx: A) -> RowGradient<A> {
+        RowGradient { p: row.scale, q: -(row.scale / cols * sum_gx), r: A::ZERO }
     }
 }
 
@@ -48,19 +48,19 @@ pub static SPEC: Spec = Spec {
     }],
     buffers: &[],
     options: KEYWORDS,
-    form: Form::Chosen(&Form::Rows(&KERNELS), conventions::form),
+    form: Form::Chosen(&Form::Rows(&OPERATOR), conventions::form),
 };
 
-pub static KERNELS: RowKernels = RowKernels {
+pub static OPERATOR: RowNormOpSpec = RowNormOpSpec {
     operator: "rms_norm",
     residual: "rms_norm_residual",
     numbers: &[],
-    rules: Rules::of::<RmsNorm>(row_program!("rms_norm.cu")),
-    hat,
+    kernel: RowNormKernel::of::<RmsNorm>(row_program!("rms_norm.cu")),
+    x_hat,
 };
 
 /// x̂ = x/√(mean x² + ε).
-fn hat(x: &Tensor, _: &[Tensor], given: &Given) -> Result<Tensor> {
+fn x_hat(x: &Tensor, _: &[Tensor], given: &NormArgs) -> Result<Tensor> {
     let eps = given.float("eps");
     let unit = unit(x, eps)?;
     let x = x.f_div(&unit)?;

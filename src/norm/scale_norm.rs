@@ -3,9 +3,9 @@
 use super::lp_norm;
 use crate::cpu::Accumulator;
 use crate::error::Result;
-use crate::kernel::rows::{magnitude, sum, trusted, Measured, RowNorm, Rules, Slope, Sums};
-use crate::norm::kernels::RowKernels;
-use crate::norm::spec::{Form, Given, Keyword, Spec, EPS, GAIN};
+use crate::kernel::rows::{magnitude, sum, trusted, Measured, RowGradient, RowNorm, RowNormKernel, Sums};
+use crate::norm::operators::RowNormOpSpec;
+use crate::norm::spec::{Form, NormArgs, NormOption, Spec, EPS, GAIN};
 use crate::row_program;
 use tch::Tensor;
 
@@ -29,9 +29,9 @@ impl RowNorm for ScaleNorm {
         clamped(A::ONE / unit / square.sqrt(), eps)
     }
 
-    fn slope<A: Accumulator>(row: Measured<A>, eps: A, _: A, _: A, sum_gx: A) -> Slope<A> {
+    fn gradient<A: Accumulator>(row: Measured<A>, eps: A, _: A, _: A, sum_gx: A) -> RowGradient<A> {
         let q = if row.scale >= A::ONE / eps { A::ZERO } else { -(row.scale * sum_gx) };
-        Slope { p: row.scale, q, r: A::ZERO }
+        RowGradient { p: row.scale, q, r: A::ZERO }
     }
 }
 
@@ -49,7 +49,7 @@ pub static SPEC: Spec = Spec {
     parameters: &[GAIN],
     buffers: &[],
     options: &[EPS],
-    form: Form::Rows(&KERNELS),
+    form: Form::Rows(&OPERATOR),
 };
 
 pub static FIXED: Spec = Spec {
@@ -59,20 +59,20 @@ pub static FIXED: Spec = Spec {
     source: "Nguyen & Salazar 2019, Table 7",
     parameters: &[GAIN],
     buffers: &[],
-    options: &[EPS, Keyword::at("elementwise_affine", None, |site| site.last_of_decoder.into())],
-    form: Form::Rows(&KERNELS),
+    options: &[EPS, NormOption::at("elementwise_affine", None, |context| context.last_of_decoder.into())],
+    form: Form::Rows(&OPERATOR),
 };
 
-pub static KERNELS: RowKernels = RowKernels {
+pub static OPERATOR: RowNormOpSpec = RowNormOpSpec {
     operator: "scale_norm",
     residual: "scale_norm_residual",
     numbers: &[],
-    rules: Rules::of::<ScaleNorm>(row_program!("scale_norm.cu")),
-    hat,
+    kernel: RowNormKernel::of::<ScaleNorm>(row_program!("scale_norm.cu")),
+    x_hat,
 };
 
 /// x̂ = x/max(‖x‖₂, ε).
-fn hat(x: &Tensor, _: &[Tensor], given: &Given) -> Result<Tensor> {
+fn x_hat(x: &Tensor, _: &[Tensor], given: &NormArgs) -> Result<Tensor> {
     Ok(x.f_div(&lp_norm::clamped_length(x, 2.0, given.float("eps"))?)?)
 }
 
@@ -80,7 +80,7 @@ fn hat(x: &Tensor, _: &[Tensor], given: &Given) -> Result<Tensor> {
 mod tests {
     use super::*;
     use crate::kernel::rows::tests::{check, check_nan, check_scale_invariance, check_splitting, Formula};
-    use crate::kernel::rows::{backward, forward, Rule};
+    use crate::kernel::rows::{backward, forward, RowNormFns};
 
     fn normalised(x: &[f64], eps: f64) -> (Vec<f64>, f64) {
         let divisor = x.iter().map(|v| v * v).sum::<f64>().sqrt().max(eps);
@@ -121,8 +121,8 @@ mod tests {
             [(0.1, [0.9f32, 1.2], [30.0f32, 60.0], 1.1f32), (0.01, [1.8, 2.4], [-19.2, 14.4], 2.2)]
         {
             let (mut y, mut dx, mut stats, mut dg) = ([0.0; 2], [0.0; 2], [0.0; 1], [0.0; 1]);
-            forward::<f32>(&Rule::of::<ScaleNorm>(), 2, &x, &[3.0], &[], eps, &mut y, &mut stats);
-            backward::<f32>(&Rule::of::<ScaleNorm>(), 2, &dy, &x, &[3.0], eps, &stats, &mut dx, &mut dg, &mut []);
+            forward::<f32>(&RowNormFns::of::<ScaleNorm>(), 2, &x, &[3.0], &[], eps, &mut y, &mut stats);
+            backward::<f32>(&RowNormFns::of::<ScaleNorm>(), 2, &dy, &x, &[3.0], eps, &stats, &mut dx, &mut dg, &mut []);
             let near = |a: f32, b: f32| (a - b).abs() < 1e-5 * b.abs().max(1.0);
             assert!(near(y[0], want_y[0]) && near(y[1], want_y[1]), "{y:?}");
             assert!(near(dx[0], want_dx[0]) && near(dx[1], want_dx[1]), "{dx:?}");

@@ -1,9 +1,9 @@
-//! What a norm declares.
+//! A norm's declaration.
 
-use super::composed::{self, accumulate, Hat};
-use super::kernels::{ColumnKernels, OwnNorm, OwnOperator, RowKernels};
+use super::composed::{self, accumulate, ComposedNorm};
+use super::operators::{ColumnNormOpSpec, CompositeNormOpSpec, OwnNorm, RowNormOpSpec};
 use crate::error::{Error, Result};
-use crate::options::{setting, Listed, Options};
+use crate::options::{option_spec, AnyOption, Options};
 use serde::{Deserialize, Serialize};
 use serde_json::{json, Map, Value};
 use std::collections::BTreeMap;
@@ -22,7 +22,7 @@ pub struct Spec {
     pub parameters: &'static [Parameter],
     /// Running statistics.
     pub buffers: &'static [StateBuffer],
-    pub options: &'static [Keyword],
+    pub options: &'static [NormOption],
     pub form: Form,
 }
 
@@ -31,15 +31,15 @@ pub struct Spec {
 pub enum Form {
     /// Row by row, by the composed form: a norm without kernels, as CONTRIBUTING.md adds one.
     #[allow(dead_code)]
-    Composed(Hat),
+    Composed(ComposedNorm),
     /// Row by row, by kernels; the fused residual step has them, too.
-    Rows(&'static RowKernels),
+    Rows(&'static RowNormOpSpec),
     /// Row by row, by an operator of its own.
-    Operator(&'static OwnOperator),
+    Operator(&'static CompositeNormOpSpec),
     /// One of the above, by the options; and the one that the table names.
-    Chosen(&'static Form, fn(&Given) -> Result<Form>),
+    Chosen(&'static Form, fn(&NormArgs) -> Result<Form>),
     /// By statistics of columns.
-    Columns(&'static ColumnKernels),
+    Columns(&'static ColumnNormOpSpec),
     /// By its user's function, row by row.
     Own(&'static OwnNorm),
 }
@@ -79,12 +79,12 @@ impl DeclaredShape {
 #[derive(Clone, Copy)]
 pub enum Quantity {
     Is(f64),
-    By(&'static str, fn(&Given) -> f64),
+    By(&'static str, fn(&NormArgs) -> f64),
     ByWidth(&'static BTreeMap<i64, f64>),
 }
 
 impl Quantity {
-    fn at(self, given: &Given) -> f64 {
+    fn at(self, given: &NormArgs) -> f64 {
         match self {
             Quantity::Is(value) => value,
             Quantity::By(_, rule) => rule(given),
@@ -139,7 +139,7 @@ impl Parameter {
     }
 
     /// Its numbers in one norm.
-    pub fn numbers(&self, given: &Given) -> Numbers {
+    pub fn numbers(&self, given: &NormArgs) -> Numbers {
         Numbers { start: self.start.at(given), offset: self.offset.at(given), factor: self.factor.at(given) }
     }
 }
@@ -198,9 +198,9 @@ impl StateBuffer {
     }
 }
 
-/// Where a norm stands in a model, for those that care.
+/// Where a norm stands in a model, for norms whose options depend on it.
 #[derive(Clone, Copy, Debug)]
-pub struct Site<'a> {
+pub struct NormContext<'a> {
     /// Numbers per row.
     pub width: i64,
     /// The model's attention heads.
@@ -217,15 +217,15 @@ pub struct Site<'a> {
 
 /// One norm's width and its module's keyword arguments.
 #[derive(Debug)]
-pub struct Given {
+pub struct NormArgs {
     pub width: i64,
     values: Map<String, Value>,
 }
 
-impl Given {
+impl NormArgs {
     /// What kernels know of it.
     pub(super) fn of_eps(eps: f64) -> Self {
-        Given { width: 1, values: Map::from_iter([("eps".to_string(), eps.into())]) }
+        NormArgs { width: 1, values: Map::from_iter([("eps".to_string(), eps.into())]) }
     }
 
     /// None: the norm has no such keyword.
@@ -262,29 +262,29 @@ fn number(value: &Value) -> f64 {
 
 /// A keyword of the norm's module, and what it is in a model: what the configuration says, or what its place asks for.
 #[derive(Clone, Copy)]
-pub struct Keyword {
+pub struct NormOption {
     pub name: &'static str,
     /// What a user gives; none: nothing.
-    pub option: Option<&'static dyn Listed>,
+    pub option: Option<&'static dyn AnyOption>,
     /// The value at a place, where that is not the option's: a float, an integer, a bool or a string.
-    pub at: Option<fn(&Site) -> Value>,
+    pub at: Option<fn(&NormContext) -> Value>,
 }
 
-impl Keyword {
+impl NormOption {
     /// The option, under the module's name for it.
-    pub const fn of(name: &'static str, option: &'static dyn Listed) -> Self {
-        Keyword { name, option: Some(option), at: None }
+    pub const fn of(name: &'static str, option: &'static dyn AnyOption) -> Self {
+        NormOption { name, option: Some(option), at: None }
     }
 
     /// The value at a place, with or without an option that has a say in it.
-    pub const fn at(name: &'static str, option: Option<&'static dyn Listed>, at: fn(&Site) -> Value) -> Self {
-        Keyword { name, option, at: Some(at) }
+    pub const fn at(name: &'static str, option: Option<&'static dyn AnyOption>, at: fn(&NormContext) -> Value) -> Self {
+        NormOption { name, option, at: Some(at) }
     }
 
-    fn value(&self, site: &Site) -> Value {
+    fn value(&self, context: &NormContext) -> Value {
         match (self.at, self.option) {
-            (Some(at), _) => at(site),
-            (None, Some(option)) => site.options.value(option),
+            (Some(at), _) => at(context),
+            (None, Some(option)) => context.options.value(option),
             (None, None) => unreachable!("`of` and `at` give one of them"),
         }
     }
@@ -304,7 +304,7 @@ impl Keyword {
 
     /// The value that operators are given as a number: a flag is 0 or 1, a word its place among its choices.
     fn decode(&self, number: f64) -> Value {
-        match self.value(&Site::ANY) {
+        match self.value(&NormContext::ANY) {
             Value::Bool(_) => (number != 0.0).into(),
             Value::Number(n) if n.is_i64() => (number as i64).into(),
             Value::Number(_) if number.is_infinite() => "inf".into(),
@@ -314,7 +314,7 @@ impl Keyword {
     }
 }
 
-setting! {
+option_spec! {
     /// The norm's epsilon; none: the norm's own default.
     pub NORM_EPS ("norm_eps"): Option<f64> = None, |name, eps| match eps {
         Some(eps) if !(eps >= 0.0 && eps.is_finite()) => {
@@ -325,10 +325,11 @@ setting! {
 }
 
 /// ε, 1e-5 where nothing is said.
-pub const EPS: Keyword = Keyword::at("eps", Some(&NORM_EPS), |site| site.options.get(&NORM_EPS).unwrap_or(1e-5).into());
+pub const EPS: NormOption =
+    NormOption::at("eps", Some(&NORM_EPS), |context| context.options.get(&NORM_EPS).unwrap_or(1e-5).into());
 
 /// Statistics over all ranks, where there are several.
-pub const SYNC: Keyword = Keyword::at("sync", None, |_| true.into());
+pub const SYNC: NormOption = NormOption::at("sync", None, |_| true.into());
 
 impl Spec {
     /// Its rows touch each other, by statistics of the batch.
@@ -339,33 +340,33 @@ impl Spec {
     /// Its weight is a parameter wherever it stands in a model with these options.
     pub fn learns_weight(&self, options: &Options) -> bool {
         let has_weight = self.parameters.iter().any(|parameter| parameter.name == WEIGHT.name);
-        let site = Site { options, ..Site::ANY };
-        has_weight && self.value("elementwise_affine", &site).is_none_or(|flag| flag == true)
+        let context = NormContext { options, ..NormContext::ANY };
+        has_weight && self.value("elementwise_affine", &context).is_none_or(|flag| flag == true)
     }
 
     /// The keyword's value at a site; none: the norm has no such keyword.
-    pub fn value(&self, keyword: &str, site: &Site) -> Option<Value> {
-        Some(self.options.iter().find(|option| option.name == keyword)?.value(site))
+    pub fn value(&self, keyword: &str, context: &NormContext) -> Option<Value> {
+        Some(self.options.iter().find(|option| option.name == keyword)?.value(context))
     }
 
     /// The norm at a site.
-    pub fn at(&self, site: &Site) -> Given {
-        let values = self.options.iter().map(|keyword| (keyword.name.to_string(), keyword.value(site)));
-        Given { width: site.width, values: values.collect() }
+    pub fn at(&self, context: &NormContext) -> NormArgs {
+        let values = self.options.iter().map(|keyword| (keyword.name.to_string(), keyword.value(context)));
+        NormArgs { width: context.width, values: values.collect() }
     }
 
     /// A module of this width with these keyword arguments.
-    pub fn given(&self, width: i64, mut values: Map<String, Value>) -> Result<Given> {
+    pub fn given(&self, width: i64, mut values: Map<String, Value>) -> Result<NormArgs> {
         for keyword in self.options {
             let value = values.get_mut(keyword.name).map_or(Value::Null, Value::take);
             values.insert(keyword.name.to_string(), keyword.read(value)?);
         }
-        let given = Given { width, values };
+        let given = NormArgs { width, values };
         self.form_of(&given).map(|_| given)
     }
 
     /// How a norm of these options is computed.
-    pub fn form_of(&self, given: &Given) -> Result<Form> {
+    pub fn form_of(&self, given: &NormArgs) -> Result<Form> {
         match self.form {
             Form::Chosen(_, choose) => choose(given),
             form => Ok(form),
@@ -384,7 +385,7 @@ impl Spec {
             )));
         }
         let decoded = self.options.iter().zip(options).map(|(k, number)| (k.name.to_string(), k.decode(*number)));
-        let given = Given { width, values: decoded.collect() };
+        let given = NormArgs { width, values: decoded.collect() };
         let (mut inside, mut weight, mut bias) = (Vec::new(), None, None);
         for (declared, given) in self.parameters.iter().zip(parameters) {
             match (declared.name, given) {
@@ -394,20 +395,20 @@ impl Spec {
                 (absent, None) => return Err(Error::invalid(format!("{name} needs its parameter {absent}, got none"))),
             }
         }
-        let hat = match self.form_of(&given)? {
-            Form::Composed(hat) => hat,
-            Form::Rows(kernels) => kernels.hat,
+        let x_hat = match self.form_of(&given)? {
+            Form::Composed(x_hat) => x_hat,
+            Form::Rows(kernels) => kernels.x_hat,
             Form::Operator(operator) => return (operator.composed)(x, weight.as_ref(), &given),
             Form::Chosen(..) | Form::Columns(_) | Form::Own(_) => {
                 return Err(Error::invalid(format!("{name} has an operator of its own: call that")))
             }
         };
-        composed::apply(hat, x, &inside, (weight.as_ref(), bias.as_ref()), &given)
+        composed::apply(x_hat, x, &inside, (weight.as_ref(), bias.as_ref()), &given)
     }
 
     /// The module's keyword arguments at a site, as JSON; infinity is the word "inf".
-    pub fn settings(&self, site: &Site) -> Value {
-        self.at(site).values.into()
+    pub fn keyword_arguments(&self, context: &NormContext) -> Value {
+        self.at(context).values.into()
     }
 
     /// The entry, as JSON: what Python makes the module of.
@@ -416,8 +417,8 @@ impl Spec {
             let [start, offset, factor] = [p.start, p.offset, p.factor].map(Quantity::describe);
             json!({"name": p.name, "shape": p.shape.name(), "start": start, "offset": offset, "factor": factor})
         };
-        let option = |option: &Keyword| {
-            let default = option.value(&Site::ANY);
+        let option = |option: &NormOption| {
+            let default = option.value(&NormContext::ANY);
             let kind = match &default {
                 Value::Bool(_) => "bool",
                 Value::String(_) => "str",
@@ -456,8 +457,14 @@ impl Spec {
     }
 }
 
-impl Site<'_> {
+impl NormContext<'_> {
     /// In a model of which nothing was said.
-    pub const ANY: Site<'static> =
-        Site { width: 1, heads: 1, options: &Options::NONE, last_of_decoder: false, ends_stack: false, start: 1.0 };
+    pub const ANY: NormContext<'static> = NormContext {
+        width: 1,
+        heads: 1,
+        options: &Options::NONE,
+        last_of_decoder: false,
+        ends_stack: false,
+        start: 1.0,
+    };
 }

@@ -2,7 +2,7 @@
 //! second derivatives. No number of a tensor is read: decisions are masks.
 
 use super::composed::{accumulate, affine};
-use super::kernels::ColumnKernels;
+use super::operators::ColumnNormOpSpec;
 use crate::error::Result;
 use crate::kernel::columns::{ColumnOptions, Stats};
 use tch::{no_grad, Kind, Tensor};
@@ -28,7 +28,7 @@ pub struct BatchTensors {
 }
 
 /// What x̂ is made with, and what the backward pass needs; see [`Stats`].
-pub struct Used {
+pub struct AppliedStatistics {
     pub shift: Option<Tensor>,
     pub scale: Tensor,
     pub slope: Tensor,
@@ -134,18 +134,18 @@ impl BatchTensors {
     }
 
     /// x̂ by the batch's own statistics.
-    pub fn used(&self, o: &ColumnOptions) -> Result<Used> {
+    pub fn used(&self, o: &ColumnOptions) -> Result<AppliedStatistics> {
         let has_rows = self.count.f_gt(0.0)?;
         let share = self.count.f_reciprocal()?.f_where_self(&has_rows, &self.count.f_zeros_like()?)?;
-        let used = Used::of(self.mean.as_ref(), &self.square, &self.count, o)?;
-        Ok(Used { exact: has_rows.f_ones_like()?, share, ..used })
+        let used = AppliedStatistics::of(self.mean.as_ref(), &self.square, &self.count, o)?;
+        Ok(AppliedStatistics { exact: has_rows.f_ones_like()?, share, ..used })
     }
 }
 
-impl Used {
+impl AppliedStatistics {
     fn of(shift: Option<&Tensor>, square: &Tensor, count: &Tensor, o: &ColumnOptions) -> Result<Self> {
         let scale = square.f_add_scalar(o.eps)?.f_rsqrt()?;
-        Ok(Used {
+        Ok(AppliedStatistics {
             shift: shift.map(Tensor::shallow_clone),
             slope: scale.shallow_clone(),
             gamma: scale.f_zeros_like()?,
@@ -160,7 +160,7 @@ impl Used {
     pub fn running(mean: Option<&Tensor>, square: &Tensor, batch: &BatchTensors, o: &ColumnOptions) -> Result<Self> {
         let flat = |t: &Tensor| t.f_flatten(0, -1)?.f_to_kind(batch.square.kind());
         let mean = mean.map(flat).transpose()?;
-        Used::of(mean.as_ref(), &flat(square)?, &batch.count, o)
+        AppliedStatistics::of(mean.as_ref(), &flat(square)?, &batch.count, o)
     }
 
     fn stats(&self) -> Result<Tensor> {
@@ -216,7 +216,7 @@ impl StateTensors {
 /// (y, stats): differentiable where the norm's gradient is that of its formula. `given`: statistics of an earlier run,
 /// used as they are.
 pub fn forward(
-    kernels: &ColumnKernels,
+    kernels: &ColumnNormOpSpec,
     x: &Tensor,
     (weight, bias): (Option<&Tensor>, Option<&Tensor>),
     pad: Option<&Tensor>,
@@ -229,7 +229,7 @@ pub fn forward(
         Some(stats) => (Some(stats.f_get(0)?), stats.f_get(1)?, stats.f_detach_copy()?),
         None => {
             let from_batch = o.train || state.first.is_none();
-            let measured = BatchTensors::of(&rows, kernels.rule.centred, o.release)?;
+            let measured = BatchTensors::of(&rows, kernels.kernel.centred, o.release)?;
             let measured = if from_batch { measured.over_ranks(o)? } else { measured };
             let used = (kernels.composed)(&measured, state, o)?;
             let stats = used.stats()?;
@@ -255,7 +255,7 @@ fn hat(x: &Tensor, shift: Option<&Tensor>, scale: &Tensor) -> Result<Tensor> {
 
 /// (dx, dγ, dβ) from what `forward` left, the last two in the computing type; moves ν.
 pub fn backward(
-    kernels: &ColumnKernels,
+    kernels: &ColumnNormOpSpec,
     dy: &Tensor,
     x: &Tensor,
     weight: Option<&Tensor>,
@@ -284,7 +284,7 @@ pub fn backward(
     };
     let lambda = weight.f_mul(&all_x)?.f_mul(&share)?;
     let mut q = slope.f_mul(&lambda)?.f_mul(&exact)?;
-    if let (true, true, Some(ema)) = (kernels.rule.approximate, o.train, &state.second) {
+    if let (true, true, Some(ema)) = (kernels.kernel.approximate, o.train, &state.second) {
         let old = ema.f_flatten(0, -1)?.f_to_kind(g.kind())?;
         let nu = old.f_mul_scalar(1.0 - o.alpha_bwd)?;
         q = q.f_where_self(&exact.f_eq(1.0)?, &slope.f_mul(&nu)?)?;
@@ -295,7 +295,7 @@ pub fn backward(
         state.replace(ema, &now, &has_rows.f_logical_and(&finite)?)?;
     }
     let mut dx = p.f_mul(&g)?.f_sub(&q.f_mul(&hat)?)?;
-    if kernels.rule.centred {
+    if kernels.kernel.centred {
         dx = dx.f_sub(&p.f_mul(&all)?.f_mul(&share)?.f_mul(&exact)?)?;
     }
     debug_assert_eq!(stats.size()[0] as usize, Stats::ROWS);

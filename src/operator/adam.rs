@@ -1,7 +1,7 @@
 //! Adam's update of flat f32 buffers on a GPU, with everything that changes from step to step read on the device.
 
 use super::call::{values, Call, Value};
-use super::declare::{tensor, Kernels, Kind, Operator};
+use super::declare::{tensor, DtypeRule, Kernels, Operator};
 use super::engine::Handle;
 use crate::error::Result;
 use crate::kernel::adam::call::{composed, launch, Buffers, Decays};
@@ -23,8 +23,8 @@ pub fn adam_in_place(buffers: &AdamBuffers, beta1: f64, beta2: f64, eps: f64) ->
 
 pub(super) fn operator() -> Operator {
     // n: numbers of a buffer
-    let buffer = |name| tensor(name, "=n", Kind::Float32).written();
-    let one = |name| tensor(name, "=1", Kind::Float32);
+    let buffer = |name| tensor(name, "=n", DtypeRule::Float32).written();
+    let one = |name| tensor(name, "=1", DtypeRule::Float32);
     Operator::new(
         "adam_(Tensor(a!) parameters, Tensor(b!) first, Tensor(c!) second, Tensor(d!) gradients, Tensor grad_scale, \
          Tensor step_size, Tensor keep, float beta1, float beta2, float eps) -> ()",

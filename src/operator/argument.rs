@@ -5,7 +5,7 @@
 pub struct Argument {
     pub name: &'static str,
     pub sizes: String,
-    pub kind: Kind,
+    pub dtype: DtypeRule,
     /// The flags below.
     pub is: u8,
     pub reading: Reading,
@@ -14,7 +14,7 @@ pub struct Argument {
 
 /// declared.h's `Type`, and two of arguments that are no tensors.
 #[derive(Clone, Copy, PartialEq)]
-pub enum Kind {
+pub enum DtypeRule {
     Floating,
     /// The leader's; of an output: the type of what it is like.
     Same,
@@ -57,38 +57,38 @@ pub const PLAIN: u8 = 64;
 pub const FIXED: u8 = 128;
 
 /// A tensor that must be there, read as it is.
-pub fn tensor(name: &'static str, sizes: impl Into<String>, kind: Kind) -> Argument {
-    Argument { name, sizes: sizes.into(), kind, is: 0, reading: Reading::Dense, like: "" }
+pub fn tensor(name: &'static str, sizes: impl Into<String>, dtype: DtypeRule) -> Argument {
+    Argument { name, sizes: sizes.into(), dtype, is: 0, reading: Reading::Dense, like: "" }
 }
 
 /// The floating tensor that types and devices are compared with.
 pub fn leader(name: &'static str, sizes: &str) -> Argument {
-    tensor(name, sizes, Kind::Floating).leading()
+    tensor(name, sizes, DtypeRule::Floating).leading()
 }
 
 /// A norm's gain or bias: absent, one number, or one for each column.
 pub fn parameter(name: &'static str) -> Argument {
-    Argument { reading: Reading::Parameter, ..tensor(name, "1|d", Kind::Floating).optional() }
+    Argument { reading: Reading::Parameter, ..tensor(name, "1|d", DtypeRule::Floating).optional() }
 }
 
 /// int64 (seed, update, micro-batch), needed where `p` > 0.
 pub fn seed() -> Argument {
-    Argument { reading: Reading::Seed, ..tensor("seed", "=3", Kind::Int64).optional().flag(HOST) }
+    Argument { reading: Reading::Seed, ..tensor("seed", "=3", DtypeRule::Int64).optional().flag(HOST) }
 }
 
 /// An integer argument that `letter` of sizes stands for.
 pub fn number(name: &'static str, letter: &str) -> Argument {
-    tensor(name, letter, Kind::Number)
+    tensor(name, letter, DtypeRule::Number)
 }
 
 /// A string that messages call the operator by.
 pub fn title(name: &'static str) -> Argument {
-    tensor(name, "", Kind::Title)
+    tensor(name, "", DtypeRule::Title)
 }
 
 /// The gradient of the argument `of`.
 pub fn gradient(name: &'static str, of: &'static str) -> Argument {
-    tensor(name, "@", Kind::Same).like(of)
+    tensor(name, "@", DtypeRule::Same).like(of)
 }
 
 impl Argument {

@@ -1,7 +1,7 @@
 //! Attention over packed sentences: `softmax(scale·QKᵀ + mask)` with dropout, times V, per sentence and head.
 
 use super::call::{values, Value};
-use super::declare::{leader, number, seed, tensor, Kernels, Kind as Type, Operator};
+use super::declare::{leader, number, seed, tensor, DtypeRule, Kernels, Operator};
 use super::dropout::{check_dropout, draw, drawn, dropout_mask};
 use super::engine::{self, Handle};
 use crate::error::{Error, Result};
@@ -104,13 +104,13 @@ fn check_heads(q: &Value, heads: i64) -> Result<()> {
 
 pub(super) fn operator() -> Operator {
     // n, m, w, h: rows of queries, rows of keys, width, heads
-    let queries = |name| tensor(name, "nw", Type::Same);
-    let keys = |name| tensor(name, "mw", Type::Same);
+    let queries = |name| tensor(name, "nw", DtypeRule::Same);
+    let keys = |name| tensor(name, "mw", DtypeRule::Same);
     let q = || leader("q", "nw").by_columns();
     let (k, v) = (|| keys("k").by_columns(), || keys("v").by_columns());
-    let ranges = || tensor("ranges", "r4", Type::Int64).on_host();
+    let ranges = || tensor("ranges", "r4", DtypeRule::Int64).on_host();
     let heads = || number("heads", "h");
-    let lse = || tensor("lse", "nh", Type::Computed);
+    let lse = || tensor("lse", "nh", DtypeRule::Computed);
     Operator::new(
         "attention(Tensor q, Tensor k, Tensor v, Tensor ranges, int heads, bool causal, float scale, float p, \
          Tensor? seed, int site) -> (Tensor, Tensor)",

@@ -9,7 +9,7 @@ use tch::Tensor;
 
 /// A process group of torch.distributed, or a process alone.
 #[derive(Clone, Copy, Debug, Default)]
-pub struct ProcessGroup(Option<&'static Known>);
+pub struct ProcessGroup(Option<&'static GroupMember>);
 
 // torch.distributed's, of which nothing of ours travels. Tensors lie where the group's backend wants them (gloo: CPU,
 // NCCL: CUDA).
@@ -24,13 +24,13 @@ const OF_A_LOST_PARTNER: [&str; 7] =
     ["onnection closed", "onnection reset", "onnection refused", "roken pipe", "imed out", "NCCL", "remote process"];
 
 #[derive(Debug)]
-struct Known {
+struct GroupMember {
     name: String,
     rank: usize,
     size: usize,
 }
 
-impl Known {
+impl GroupMember {
     /// Calls a collective and waits for it. Errors: a partner that has died is told in one line.
     fn waited(&self, collective: &Handle, arguments: &[Value]) -> Result<Tensor> {
         let call = || {
@@ -51,14 +51,14 @@ impl Known {
     }
 }
 
-/// The groups that were told of. They stay.
-static KNOWN: Mutex<Vec<&'static Known>> = Mutex::new(Vec::new());
+/// The registered groups. They are never removed.
+static KNOWN: Mutex<Vec<&'static GroupMember>> = Mutex::new(Vec::new());
 
-fn known() -> MutexGuard<'static, Vec<&'static Known>> {
+fn known() -> MutexGuard<'static, Vec<&'static GroupMember>> {
     KNOWN.lock().unwrap_or_else(|poisoned| poisoned.into_inner())
 }
 
-impl Ranks for Known {
+impl Ranks for GroupMember {
     fn name(&self) -> &str {
         &self.name
     }
@@ -88,13 +88,13 @@ impl ProcessGroup {
         let mut known = known();
         let found = known.iter().find(|k| (k.name.as_str(), k.rank, k.size) == (name, rank, size)).copied();
         Ok(ProcessGroup(Some(found.unwrap_or_else(|| {
-            let new = Box::leak(Box::new(Known { name: name.to_string(), rank, size }));
+            let new = Box::leak(Box::new(GroupMember { name: name.to_string(), rank, size }));
             known.push(new);
             new
         }))))
     }
 
-    /// The group that was told of by this name; "" is a process alone.
+    /// The group registered under this name; "" is a process alone.
     pub fn named(name: &str) -> Option<Self> {
         if name.is_empty() {
             return Some(ProcessGroup::ALONE);

@@ -1,22 +1,22 @@
 //! Norms with statistics of columns: an operator for each, and the table of them.
 
 use super::call::{values, Call, Value, Why};
-use super::declare::{leader, tensor, Kind as Type, Operator};
+use super::declare::{leader, tensor, DtypeRule, Operator};
 use super::engine::{self, Handle};
 use super::ProcessGroup;
 use crate::error::{Error, Result};
 use crate::kernel::columns::call::{self as kernel, ColumnGradients, ColumnViews};
 use crate::kernel::columns::{ColumnOptions, Ranks, Stats};
 use crate::kernel::view::View;
-use crate::norm::kernels::ColumnKernels;
+use crate::norm::operators::ColumnNormOpSpec;
 use crate::norm::statistics::{self, StateTensors};
 use crate::norm::COLUMN_NORMS;
 use std::sync::LazyLock;
 use tch::Tensor;
 
 /// A norm with statistics of columns as an operator.
-pub struct ColumnOperator {
-    pub kernels: &'static ColumnKernels,
+pub struct ColumnNormOp {
+    pub kernels: &'static ColumnNormOpSpec,
     handle: Handle,
 }
 
@@ -32,19 +32,19 @@ pub struct Column<'a> {
     pub options: ColumnOptions,
 }
 
-impl ColumnOperator {
+impl ColumnNormOp {
     /// Those of [`COLUMN_NORMS`], at the same places.
-    pub(super) fn all() -> &'static [ColumnOperator] {
-        static ALL: LazyLock<Vec<ColumnOperator>> = LazyLock::new(|| {
+    pub(super) fn all() -> &'static [ColumnNormOp] {
+        static ALL: LazyLock<Vec<ColumnNormOp>> = LazyLock::new(|| {
             let operator =
-                |kernels: &&'static ColumnKernels| ColumnOperator { kernels, handle: Handle::new(kernels.operator) };
+                |kernels: &&'static ColumnNormOpSpec| ColumnNormOp { kernels, handle: Handle::new(kernels.operator) };
             COLUMN_NORMS.iter().map(operator).collect()
         });
         &ALL
     }
 
     /// The operator of these kernels, for who will call it often.
-    pub fn of(kernels: &'static ColumnKernels) -> &'static Self {
+    pub fn of(kernels: &'static ColumnNormOpSpec) -> &'static Self {
         let found = Self::all().iter().find(|o| std::ptr::eq(o.kernels, kernels));
         found.expect("every norm with statistics of columns is in COLUMN_NORMS")
     }
@@ -66,12 +66,12 @@ impl ColumnOperator {
 
 // ---- the operators ----
 
-pub(super) fn operator(o: &'static ColumnOperator) -> Operator {
+pub(super) fn operator(o: &'static ColumnNormOp) -> Operator {
     let (k, name, [first, second]) = (o.kernels, o.kernels.operator, o.kernels.state);
-    let per_column = |name| tensor(name, "=d", Type::Floating).optional();
-    let pad = || tensor("pad_mask", "*", Type::Bool).optional();
-    let counter = |name| tensor(name, "=1", Type::Int64).optional().state();
-    let stats = || tensor("stats", format!("{}d", Stats::ROWS), Type::Computed);
+    let per_column = |name| tensor(name, "=d", DtypeRule::Floating).optional();
+    let pad = || tensor("pad_mask", "*", DtypeRule::Bool).optional();
+    let counter = |name| tensor(name, "=1", DtypeRule::Int64).optional().state();
+    let stats = || tensor("stats", format!("{}d", Stats::ROWS), DtypeRule::Computed);
     Operator::new(
         format!(
             "{name}(Tensor x, Tensor? weight=None, Tensor? bias=None, Tensor? pad_mask=None, Tensor(a!)? {first}=None, \
@@ -90,7 +90,7 @@ pub(super) fn operator(o: &'static ColumnOperator) -> Operator {
             counter("refused"),
             stats().optional(),
         ],
-        [tensor("y", "*d", Type::Same), stats()],
+        [tensor("y", "*d", DtypeRule::Same), stats()],
     )
     .plan(move |call| plan(k, call))
     .kernel(move |call| forward(k, call))
@@ -111,7 +111,7 @@ pub(super) fn operator(o: &'static ColumnOperator) -> Operator {
                  str group=\"\") -> (Tensor, Tensor, Tensor)"
             ),
             [
-                tensor("dy", "*d", Type::Same),
+                tensor("dy", "*d", DtypeRule::Same),
                 leader("x", "*d"),
                 per_column("weight").computed(),
                 pad(),
@@ -120,9 +120,9 @@ pub(super) fn operator(o: &'static ColumnOperator) -> Operator {
                 stats(),
             ],
             [
-                tensor("dx", "*d", Type::Same),
-                tensor("dweight", "d", Type::Computed),
-                tensor("dbias", "d", Type::Computed),
+                tensor("dx", "*d", DtypeRule::Same),
+                tensor("dweight", "d", DtypeRule::Computed),
+                tensor("dbias", "d", DtypeRule::Computed),
             ],
         )
         .plan(move |call| {
@@ -143,13 +143,13 @@ pub(super) fn operator(o: &'static ColumnOperator) -> Operator {
             Ok([dx, dweight, dbias].map(Some).into())
         }),
     )
-    .again(move |call| again(o, call))
+    .double_backward(move |call| double_backward(o, call))
     .with_own_gradient()
-    .program(&o.kernels.rule.program)
+    .program(&o.kernels.kernel.program)
     .counted(&o.handle)
 }
 
-fn is_release(k: &ColumnKernels, variant: &Value) -> Result<bool> {
+fn is_release(k: &ColumnNormOpSpec, variant: &Value) -> Result<bool> {
     match variant.text() {
         "paper" => Ok(false),
         "release" => Ok(true),
@@ -157,7 +157,7 @@ fn is_release(k: &ColumnKernels, variant: &Value) -> Result<bool> {
     }
 }
 
-fn ranks(k: &ColumnKernels, name: &Value) -> Result<Option<&'static dyn Ranks>> {
+fn ranks(k: &ColumnNormOpSpec, name: &Value) -> Result<Option<&'static dyn Ranks>> {
     let group = ProcessGroup::named(name.text()).ok_or_else(|| {
         Error::invalid(format!(
             "{}: \"{}\" is no process group that normformer_rs was told of; give the module sync=True, which tells it",
@@ -169,7 +169,7 @@ fn ranks(k: &ColumnKernels, name: &Value) -> Result<Option<&'static dyn Ranks>> 
 }
 
 /// The numbers of a forward call.
-fn options(k: &ColumnKernels, call: &Call) -> Result<ColumnOptions> {
+fn options(k: &ColumnNormOpSpec, call: &Call) -> Result<ColumnOptions> {
     let [.., train, alpha, eps, alpha_bwd, warmup, variant, name] = call.arguments::<16>();
     Ok(ColumnOptions {
         alpha: alpha.float(),
@@ -182,25 +182,25 @@ fn options(k: &ColumnKernels, call: &Call) -> Result<ColumnOptions> {
     })
 }
 
-fn backward_options(k: &ColumnKernels, call: &Call) -> Result<ColumnOptions> {
+fn backward_options(k: &ColumnNormOpSpec, call: &Call) -> Result<ColumnOptions> {
     let [.., train, alpha_bwd, variant, name] = call.arguments::<11>();
     let (ranks, release) = (ranks(k, name)?, is_release(k, variant)?);
     Ok(ColumnOptions { alpha_bwd: alpha_bwd.float(), ranks, train: train.flag(), release, ..ColumnOptions::default() })
 }
 
-fn plan(k: &ColumnKernels, call: &Call) -> Result<()> {
+fn plan(k: &ColumnNormOpSpec, call: &Call) -> Result<()> {
     let ([.., first, second, iters, _, _, _, _, _, _, _, _, _], o) = (call.arguments::<16>(), options(k, call)?);
     let (name, [own_first, own_second]) = (k.operator, k.state);
-    if k.rule.approximate && [first, second, iters].into_iter().any(Value::is_none) {
+    if k.kernel.approximate && [first, second, iters].into_iter().any(Value::is_none) {
         return Err(Error::invalid(format!("{name} needs its buffers {own_first}, {own_second} and iters")));
     }
-    if k.rule.centred && first.is_none() != second.is_none() {
+    if k.kernel.centred && first.is_none() != second.is_none() {
         let both = format!("{name} needs both of its buffers {own_first} and {own_second}, or neither");
         return Err(Error::invalid(both));
     }
     let refuse = |why: &str| Err(Error::NotImplemented(format!("{name}: {why}")));
     match call.why() {
-        Why::Transform if k.rule.approximate && o.train => refuse(
+        Why::Transform if k.kernel.approximate && o.train => refuse(
             "torch.func differentiates formulas, and the gradient in training is PowerNorm's approximation, which is no \
              formula's: use loss.backward(), or call eval() first",
         ),
@@ -222,7 +222,7 @@ fn plan(k: &ColumnKernels, call: &Call) -> Result<()> {
 }
 
 /// Gradients by the formula, which can be differentiated again.
-fn again(o: &ColumnOperator, call: &Call) -> Result<Vec<Option<Tensor>>> {
+fn double_backward(o: &ColumnNormOp, call: &Call) -> Result<Vec<Option<Tensor>>> {
     let (k, count) = (o.kernels, &o.handle);
     let [x, weight, bias, pad, first, ..] = call.arguments::<16>();
     let ([_, stats], o) = (call.outputs(), options(k, call)?);
@@ -232,7 +232,7 @@ fn again(o: &ColumnOperator, call: &Call) -> Result<Vec<Option<Tensor>>> {
             "statistics over several ranks have no second derivative: train without create_graph, or without sync",
         );
     }
-    if k.rule.approximate && o.train {
+    if k.kernel.approximate && o.train {
         return refuse(
             "the gradient in training is PowerNorm's approximation (Shen et al. 2020, eq 11), which is no function's \
              derivative and has none itself: train without create_graph, take powernorm-v, or call eval() first",
@@ -253,7 +253,7 @@ fn again(o: &ColumnOperator, call: &Call) -> Result<Vec<Option<Tensor>>> {
 
 // ---- the kernels' arguments ----
 
-fn forward(k: &'static ColumnKernels, call: &Call) -> Result<()> {
+fn forward(k: &'static ColumnNormOpSpec, call: &Call) -> Result<()> {
     let ([x, weight, bias, pad, first, second, iters, refused, given, ..], [y, stats]) =
         (call.arguments::<16>(), call.outputs());
     let v = ColumnViews {
@@ -274,16 +274,16 @@ fn forward(k: &'static ColumnKernels, call: &Call) -> Result<()> {
     if let Some(given) = given.tensor() {
         stats.required().f_copy_(&given)?;
     }
-    kernel::forward(call.device(), &k.rule, &v)?;
+    kernel::forward(call.device(), &k.kernel, &v)?;
     if v.options.train && !v.given {
         // The buffers, by their places among the arguments; PowerNorm's second moves in the backward pass.
-        let moved: &[usize] = if k.rule.approximate { &[4, 6, 7] } else { &[4, 5, 6, 7] };
+        let moved: &[usize] = if k.kernel.approximate { &[4, 6, 7] } else { &[4, 5, 6, 7] };
         moved.iter().for_each(|i| call.write_back(*i));
     }
     Ok(())
 }
 
-fn backward(k: &'static ColumnKernels, call: &Call) -> Result<()> {
+fn backward(k: &'static ColumnNormOpSpec, call: &Call) -> Result<()> {
     let ([dy, x, weight, pad, second, refused, stats, ..], [dx, dweight, dbias]) =
         (call.arguments::<11>(), call.outputs());
     let v = ColumnViews {
@@ -302,8 +302,8 @@ fn backward(k: &'static ColumnKernels, call: &Call) -> Result<()> {
         stats: stats.view,
     };
     let d = ColumnGradients { dy: dy.view, dx: dx.view, dweight: dweight.view, dbias: dbias.view };
-    kernel::backward(call.device(), &k.rule, &v, &d)?;
-    if v.options.train && k.rule.approximate {
+    kernel::backward(call.device(), &k.kernel, &v, &d)?;
+    if v.options.train && k.kernel.approximate {
         // So too, among the backward operator's.
         [4, 5].into_iter().for_each(|i| call.write_back(i));
     }

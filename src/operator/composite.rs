@@ -2,15 +2,15 @@
 //! GPU `lp_norm` runs ScaleNorm's kernels with lengths of another order.
 
 use super::call::{values, Call, Value};
-use super::declare::{gradient, leader, parameter, tensor, title, Argument, Kind, Operator};
+use super::declare::{gradient, leader, parameter, tensor, title, Argument, DtypeRule, Operator};
 use super::engine::{self, Handle};
-use super::row_norm::RowOperator;
+use super::row_norm::RowNormOp;
 use crate::cuda::Device;
 use crate::error::{Error, Result};
 use crate::kernel::rows::call::{self as kernel, RowGradients, RowViews};
 use crate::norm::conventions::Conventions;
-use crate::norm::kernels::{OwnNorm, OwnOperator, MOST};
-use crate::norm::spec::Given;
+use crate::norm::operators::{CompositeNormOpSpec, OwnNorm, MOST};
+use crate::norm::spec::NormArgs;
 use crate::norm::{find, group_scaling as scaling, lp_norm as lp, rms_norm, scale_norm};
 use std::sync::LazyLock;
 use tch::Tensor;
@@ -38,7 +38,7 @@ pub fn norm_of_ones_own(own: &OwnNorm, x: &Tensor, parameters: &[Tensor]) -> Res
 }
 
 /// y of a norm with an operator of its own, through the dispatcher.
-pub fn own_norm(own: &OwnOperator, x: &Tensor, weight: Option<&Tensor>, given: &Given) -> Result<Tensor> {
+pub fn own_norm(own: &CompositeNormOpSpec, x: &Tensor, weight: Option<&Tensor>, given: &NormArgs) -> Result<Tensor> {
     let handle = [&HANDLE, &CONVENTIONAL].into_iter().find(|handle| handle.name == own.operator);
     let option = |keyword: &&str| match given.value(keyword) {
         Some(serde_json::Value::String(word)) if word != "inf" => word.as_str().into(),
@@ -51,7 +51,7 @@ pub fn own_norm(own: &OwnOperator, x: &Tensor, weight: Option<&Tensor>, given: &
 
 /// x (…, d), in `groups` equal parts of its last dimension, over the root mean square of each: rmsnorm, a group for a row.
 pub fn group_scaling(x: &Tensor, groups: i64) -> Result<Tensor> {
-    static NORM: LazyLock<&RowOperator> = LazyLock::new(|| RowOperator::of(&rms_norm::KERNELS));
+    static NORM: LazyLock<&RowNormOp> = LazyLock::new(|| RowNormOp::of(&rms_norm::OPERATOR));
     if groups == 1 {
         return NORM.call(x, None, None, scaling::EPS);
     }
@@ -72,11 +72,11 @@ fn composition(
         let y = if engine::has_columns(&x, 0) { x.f_mul_scalar(1.0)? } else { y(call, &x)? };
         Ok(vec![Some(y)])
     };
-    Operator::new(schema, arguments, [tensor("y", "*d", Kind::Same)]).formula(formula).composition()
+    Operator::new(schema, arguments, [tensor("y", "*d", DtypeRule::Same)]).formula(formula).composition()
 }
 
 pub(super) fn lp_norm_operator() -> Operator {
-    static NORM: LazyLock<&RowOperator> = LazyLock::new(|| RowOperator::of(&scale_norm::KERNELS));
+    static NORM: LazyLock<&RowNormOp> = LazyLock::new(|| RowNormOp::of(&scale_norm::OPERATOR));
     let schema = "lp_norm(Tensor x, Tensor? weight, float p, float eps) -> Tensor";
     composition(schema, [leader("x", "*d"), parameter("weight")], |call, x| {
         let [_, weight, p, eps] = call.arguments();
@@ -97,17 +97,17 @@ pub(super) fn lp_norm_operator() -> Operator {
 /// lp_norm where a GPU has kernels for it.
 pub(super) fn lp_norm_on_device() -> Operator {
     let weight = || parameter("weight").computed();
-    let stats = || tensor("stats", "*1", Kind::Float32);
+    let stats = || tensor("stats", "*1", DtypeRule::Float32);
     Operator::new(
         "lp_norm_forward(Tensor x, Tensor? weight, float p, float eps) -> (Tensor, Tensor)",
         [leader("x", "*d"), weight()],
-        [tensor("y", "*d", Kind::Same), stats()],
+        [tensor("y", "*d", DtypeRule::Same), stats()],
     )
     .plan(|call| check_order(call.arguments::<4>()[2].float()))
     .kernel(|call| {
         let ([x, weight, p, eps], [y, stats]) = (call.arguments(), call.outputs());
         let (device, views) = on_device(call, [x, weight, stats, p, eps])?;
-        kernel::forward(device, &scale_norm::KERNELS.rules, &RowViews { y: y.view, ..views })
+        kernel::forward(device, &scale_norm::OPERATOR.kernel, &RowViews { y: y.view, ..views })
     })
     .formula(|call| {
         let [x, weight, p, eps] = call.arguments();
@@ -118,7 +118,7 @@ pub(super) fn lp_norm_on_device() -> Operator {
         Operator::new(
             "lp_norm_backward(Tensor dy, Tensor x, Tensor? weight, Tensor stats, float p, float eps) -> \
              (Tensor, Tensor)",
-            [tensor("dy", "*d", Kind::Same), leader("x", "*d"), weight(), stats()],
+            [tensor("dy", "*d", DtypeRule::Same), leader("x", "*d"), weight(), stats()],
             [gradient("dx", "x"), gradient("dweight", "weight")],
         )
         .plan(|call| check_order(call.arguments::<6>()[4].float()))
@@ -126,7 +126,7 @@ pub(super) fn lp_norm_on_device() -> Operator {
             let ([dy, x, weight, stats, p, eps], [dx, dweight]) = (call.arguments(), call.outputs());
             let (device, views) = on_device(call, [x, weight, stats, p, eps])?;
             let gradients = RowGradients { dweight: dweight.view, ..RowGradients::alone(dy.view, dx.view) };
-            kernel::backward(device, &scale_norm::KERNELS.rules, &views, &gradients)
+            kernel::backward(device, &scale_norm::OPERATOR.kernel, &views, &gradients)
         }),
     )
     .counted(&HANDLE)
@@ -138,7 +138,7 @@ fn check_order(p: f64) -> Result<()> {
 
 /// RMSNorm by its conventions: RMSNorm's kernels where they make its x̂, else composed.
 pub(super) fn conventional_rms_norm() -> Operator {
-    static NORM: LazyLock<&RowOperator> = LazyLock::new(|| RowOperator::of(&rms_norm::KERNELS));
+    static NORM: LazyLock<&RowNormOp> = LazyLock::new(|| RowNormOp::of(&rms_norm::OPERATOR));
     fn read(call: &Call) -> Result<(Conventions, Option<Tensor>, f64)> {
         let [_, weight, eps, cast, eps_place, part] = call.arguments();
         let how = Conventions::parse(cast.text(), eps_place.text(), part.float())?;

@@ -1,7 +1,7 @@
 //! Label-smoothed cross-entropy over a target vocabulary.
 
 use super::call::{values, Value};
-use super::declare::{leader, tensor, Argument, Kind as Type, Operator};
+use super::declare::{leader, tensor, Argument, DtypeRule, Operator};
 use super::engine::{self, Handle};
 use crate::error::{Error, Result};
 use crate::kernel::cross_entropy::call::{self as kernel, LossViews, Losses};
@@ -49,21 +49,21 @@ fn logits() -> Argument {
 }
 
 fn target() -> Argument {
-    tensor("target", "n", Type::Int64)
+    tensor("target", "n", DtypeRule::Int64)
 }
 
 fn mask() -> Argument {
-    tensor("mask", "c", Type::Bool).optional()
+    tensor("mask", "c", DtypeRule::Bool).optional()
 }
 
 /// One number per row.
 fn per_row(name: &'static str) -> Argument {
-    tensor(name, "n", Type::Computed)
+    tensor(name, "n", DtypeRule::Computed)
 }
 
 /// The log of the sum of exponentials, in two numbers that are never added: the maximum, and the sum relative to it.
 fn lse() -> Argument {
-    tensor("lse", "n2", Type::Computed)
+    tensor("lse", "n2", DtypeRule::Computed)
 }
 
 fn check_classes(logits: &Value) -> Result<()> {
@@ -100,7 +100,7 @@ pub(super) fn operator() -> Operator {
             "label_smoothed_cross_entropy_backward(Tensor dloss, Tensor logits, Tensor target, Tensor? mask, \
              Tensor lse, float nll_weight, float uniform_weight, int ignore_index) -> Tensor",
             [per_row("dloss"), logits(), target(), mask(), lse()],
-            [tensor("dlogits", "nc", Type::Same)],
+            [tensor("dlogits", "nc", DtypeRule::Same)],
         )
         .plan(|call| check_classes(&call.arguments::<8>()[1]))
         .kernel(|call| {
@@ -119,7 +119,7 @@ pub(super) fn in_place_operator() -> Operator {
     Operator::new(
         "label_smoothed_cross_entropy_(Tensor(a!) logits, Tensor target, Tensor? mask, float nll_weight, \
          float uniform_weight, int ignore_index, Tensor scale) -> (Tensor, Tensor)",
-        [logits().written(), target(), mask(), tensor("scale", "=1", Type::Float64)],
+        [logits().written(), target(), mask(), tensor("scale", "=1", DtypeRule::Float64)],
         ["loss", "nll"].map(per_row),
     )
     .plan(|call| check_classes(&call.arguments::<7>()[0]))

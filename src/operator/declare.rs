@@ -1,7 +1,7 @@
 //! How an operator is declared, once: schema, what its tensors must be, outputs, kernels, formula and derivative.
-//! `register` tells C++ what is declared here.
+//! `register` passes these declarations to C++.
 
-pub use super::argument::{gradient, leader, number, parameter, seed, tensor, title, Argument, Kind};
+pub use super::argument::{gradient, leader, number, parameter, seed, tensor, title, Argument, DtypeRule};
 
 use super::call::Call;
 use super::engine::{self, Handle};
@@ -26,14 +26,14 @@ pub struct Operator {
     kernel: Option<Run>,
     pub(super) formula: Option<Make>,
     pub(super) backward: Option<Box<Operator>>,
-    pub(super) again: Option<Make>,
+    pub(super) double_backward: Option<Make>,
     pub(super) has_own_gradient: bool,
     pub(super) is_looped: bool,
     pub(super) handle: Option<&'static Handle>,
     pub(super) program: Option<&'static Program>,
 }
 
-/// Where an operator has kernels.
+/// The devices for which an operator has kernels.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub enum Kernels {
     Everywhere,
@@ -60,7 +60,7 @@ impl Operator {
             kernel: None,
             formula: None,
             backward: None,
-            again: None,
+            double_backward: None,
             has_own_gradient: false,
             is_looped: false,
             handle: None,
@@ -106,8 +106,11 @@ impl Operator {
 
     /// Gradients of its arguments, by their places, that can be differentiated again; without it the formula is run
     /// again.
-    pub fn again(self, again: impl Fn(&Call) -> Result<Vec<Option<Tensor>>> + Send + Sync + 'static) -> Self {
-        Operator { again: Some(Box::new(again)), ..self }
+    pub fn double_backward(
+        self,
+        double_backward: impl Fn(&Call) -> Result<Vec<Option<Tensor>>> + Send + Sync + 'static,
+    ) -> Self {
+        Operator { double_backward: Some(Box::new(double_backward)), ..self }
     }
 
     /// Outside a torch.func transform the derivative is the backward operator's, where no kernel is, too.
@@ -149,8 +152,8 @@ impl Operator {
     }
 
     fn gradients_again(&self, call: &Call) -> Result<Vec<Option<Tensor>>> {
-        match &self.again {
-            Some(again) => again(call),
+        match &self.double_backward {
+            Some(double_backward) => double_backward(call),
             None => engine::gradients_again(&call.wanted(), &call.given(), |inputs| {
                 call.with(inputs, |call| self.run_formula(call))
             }),

@@ -1,7 +1,7 @@
 //! Dropout among an operator's arguments: its rate `p`, a seed, and the site that draws.
 
 use super::call::{values, Call, Value};
-use super::declare::{number, tensor, Kind, Operator};
+use super::declare::{number, tensor, DtypeRule, Operator};
 use super::engine::Handle;
 use crate::error::{Error, Result};
 use crate::host::host;
@@ -70,8 +70,8 @@ pub fn dropout_mask(seed: &Tensor, rows: i64, cols: i64, p: f64, site: i64) -> R
 pub(super) fn operator() -> Operator {
     Operator::new(
         "dropout_mask(Tensor seed, int rows, int cols, float p, int site) -> Tensor",
-        [tensor("seed", "=3", Kind::Int64).leading(), number("rows", "r"), number("cols", "c")],
-        [tensor("mask", "rc", Kind::Float64)],
+        [tensor("seed", "=3", DtypeRule::Int64).leading(), number("rows", "r"), number("cols", "c")],
+        [tensor("mask", "rc", DtypeRule::Float64)],
     )
     .plan(|call| {
         let [_, rows, cols, p, _] = call.arguments();

@@ -22,7 +22,7 @@ extern "C" {
         roots: Span<Value>,
         gradients: Span<Value>,
         inputs: Span<Value>,
-        again: bool,
+        create_graph: bool,
         made: *mut *mut C_tensor,
     ) -> bool;
     fn nfrs_has_columns(x: *const C_tensor, multiple_of: i64) -> bool;
@@ -144,13 +144,18 @@ pub fn gradients_again(
 }
 
 /// A gradient for each leaf; without leaves they are added to those that the roots depend on.
-fn run(roots: &[&Tensor], gradients: &[&Tensor], leaves: &[&Tensor], again: bool) -> Result<Vec<Option<Tensor>>> {
+fn run(
+    roots: &[&Tensor],
+    gradients: &[&Tensor],
+    leaves: &[&Tensor],
+    create_graph: bool,
+) -> Result<Vec<Option<Tensor>>> {
     let [from, given, to] =
         [roots, gradients, leaves].map(|all| all.iter().map(|t| (*t).into()).collect::<Vec<Value>>());
     let mut made = vec![std::ptr::null_mut(); to.len()];
     let [from, given, to] = [&from, &given, &to].map(|all| Span::of(all));
     // SAFETY: all tensors outlive the call, and there is room for a gradient of each leaf.
-    match unsafe { nfrs_gradients(from, given, to, again, made.as_mut_ptr()) } {
+    match unsafe { nfrs_gradients(from, given, to, create_graph, made.as_mut_ptr()) } {
         // SAFETY: null where no root depends on a leaf; else a new tensor of ours.
         true => Ok(made.into_iter().map(|t| (!t.is_null()).then(|| unsafe { Tensor::from_ptr(t) })).collect()),
         false => Err(shim_error()),

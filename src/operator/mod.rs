@@ -29,7 +29,7 @@ mod transfer;
 pub use adam::{adam_in_place, AdamBuffers};
 pub use attention::{attention, composed_attention, padded_attention};
 pub use collective::ProcessGroup;
-pub use column_norm::{Column, ColumnOperator};
+pub use column_norm::{Column, ColumnNormOp};
 pub use composite::{group_scaling, norm_of_ones_own, own_norm};
 pub use cross_entropy::{cross_entropy, cross_entropy_in_place};
 pub use engine::{backward_from, set_grad, width, Recording};
@@ -39,9 +39,9 @@ pub use generator::Generator;
 pub use recompute::recomputed;
 pub use relu_dropout::relu_dropout;
 pub use residual::{dropout, Step};
-pub use row_norm::{RowOperator, Rowwise};
+pub use row_norm::{BoundRowNorm, RowNormOp};
 pub use stream::SideStream;
-pub use transfer::{upload, Late};
+pub use transfer::{upload, Pending};
 
 use crate::cuda::{self, Program};
 use declare::Operator;
@@ -49,9 +49,9 @@ use std::sync::{LazyLock, Once};
 
 /// Every operator, but for the backward ones.
 static OPERATORS: LazyLock<Vec<Operator>> = LazyLock::new(|| {
-    let norms = RowOperator::all().iter().map(row_norm::operator);
-    let steps = RowOperator::all().iter().map(Some).chain([None]).map(residual::operator);
-    let columns = ColumnOperator::all().iter().map(column_norm::operator);
+    let norms = RowNormOp::all().iter().map(row_norm::operator);
+    let steps = RowNormOp::all().iter().map(Some).chain([None]).map(residual::operator);
+    let columns = ColumnNormOp::all().iter().map(column_norm::operator);
     let others = [
         dropout::operator(),
         relu_dropout::operator(),

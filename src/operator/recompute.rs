@@ -1,4 +1,4 @@
-//! Activation checkpointing (Chen et al. 2016): a piece of the model keeps only its inputs, and is run again for its
+//! Activation checkpointing (Chen et al. 2016): a checkpointed function keeps only its inputs, and runs again for its
 //! gradient.
 
 use super::engine::{backward, Recording};
@@ -6,20 +6,20 @@ use super::function::{apply, Differentiable};
 use crate::error::{Error, Result};
 use tch::Tensor;
 
-struct Piece<F>(F);
+struct CheckpointFn<F>(F);
 
-/// Runs `piece` without recording its operations; its backward pass runs it again and differentiates that. The flag says
-/// that it has been run before, so that what happens once per training forward (statistics) does not happen twice.
+/// Runs `function` without recording its operations; its backward pass runs it again and differentiates that. The flag
+/// says that it has been run before, so that what happens once per training forward (statistics) does not happen twice.
 ///
 /// Parameters inside get their gradients added to `.grad`, as ever. One of the inputs must require a gradient.
 pub fn recomputed(
     inputs: &[&Tensor],
-    piece: impl Fn(Vec<Tensor>, bool) -> Result<Vec<Tensor>> + 'static,
+    function: impl Fn(Vec<Tensor>, bool) -> Result<Vec<Tensor>> + 'static,
 ) -> Result<Vec<Tensor>> {
-    apply(Piece(piece), inputs)
+    apply(CheckpointFn(function), inputs)
 }
 
-impl<F: Fn(Vec<Tensor>, bool) -> Result<Vec<Tensor>>> Differentiable for Piece<F> {
+impl<F: Fn(Vec<Tensor>, bool) -> Result<Vec<Tensor>>> Differentiable for CheckpointFn<F> {
     fn saves_inputs(&self) -> bool {
         true
     }

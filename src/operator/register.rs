@@ -1,6 +1,6 @@
-//! What C++ is told of an operator: its declaration, the names resolved to places. declared.h has the same structs.
+//! An operator's declaration as C++ gets it, with names resolved to indices. declared.h has the same structs.
 
-use super::argument::{Argument, Kind, FIXED, KEPT, LEADER, PLAIN};
+use super::argument::{Argument, DtypeRule, FIXED, KEPT, LEADER, PLAIN};
 use super::declare::{Kernels, Operator};
 use super::ffi::{shim_error, Span};
 use crate::error::{Error, Result};
@@ -19,7 +19,7 @@ struct ArgumentRow {
 impl ArgumentRow {
     fn new(a: &Argument, place: usize) -> Self {
         let [name, sizes] = [a.name, &a.sizes].map(kept);
-        ArgumentRow { name, sizes, place, kind: a.kind as u8, is: a.is, reading: a.reading as u8 }
+        ArgumentRow { name, sizes, place, kind: a.dtype as u8, is: a.is, reading: a.reading as u8 }
     }
 }
 
@@ -120,7 +120,7 @@ impl<'a> Declared<'a> {
         for a in &operator.arguments {
             let place = declared.argument(a.name)?;
             match declared.formals[place].is_list {
-                _ if matches!(a.kind, Kind::Dtype | Kind::Number | Kind::Title) => (),
+                _ if matches!(a.dtype, DtypeRule::Dtype | DtypeRule::Number | DtypeRule::Title) => (),
                 true => declared.lists.push((a, place)),
                 false => declared.table.push((a, place)),
             }
@@ -155,8 +155,8 @@ impl<'a> Declared<'a> {
     }
 
     /// The place of the argument of a kind, or -1.
-    fn only(&self, kind: Kind) -> Result<i64> {
-        let found = self.operator.arguments.iter().find(|a| a.kind == kind);
+    fn only(&self, kind: DtypeRule) -> Result<i64> {
+        let found = self.operator.arguments.iter().find(|a| a.dtype == kind);
         found.map_or(Ok(-1), |a| Ok(self.argument(a.name)? as i64))
     }
 
@@ -173,7 +173,7 @@ impl<'a> Declared<'a> {
                 None => self.wrong(format!("has an output {} that is like no argument", a.name)),
             },
         };
-        let numbers = o.arguments.iter().filter(|a| a.kind == Kind::Number);
+        let numbers = o.arguments.iter().filter(|a| a.dtype == DtypeRule::Number);
         let told = numbers.map(|a| Ok(ArgumentRow::new(a, self.argument(a.name)?))).collect::<Result<Vec<_>>>()?;
         if told.len() > MOST_TOLD {
             return self.wrong(format!("has more than {MOST_TOLD} numbers that letters stand for"));
@@ -184,8 +184,8 @@ impl<'a> Declared<'a> {
             schema: kept(&o.schema),
             n_args: self.formals.len(),
             leader,
-            dtype: self.only(Kind::Dtype)?,
-            title: self.only(Kind::Title)?,
+            dtype: self.only(DtypeRule::Dtype)?,
+            title: self.only(DtypeRule::Title)?,
             p: self.formals.iter().position(|a| a.name == "p").map_or(-1, |p| p as i64),
             is: flags(o),
             table: Span::kept(self.table.iter().map(row).collect()),
@@ -208,7 +208,8 @@ impl<'a> Declared<'a> {
         let (mut sources, mut saved) = (vec![], vec![]);
         let mut has_gradient = vec![0; self.operator.outputs.len()];
         let mut plain: Vec<u8> = self.formals.iter().map(|a| u8::from(!a.is_tensor)).collect();
-        let mut is_kept = vec![self.operator.again.is_none(); plain.len()]; // what the formula needs is everything
+        // The formula needs everything.
+        let mut is_kept = vec![self.operator.double_backward.is_none(); plain.len()];
         for a in &b.formals {
             let gradient = a.name.strip_prefix('d').and_then(|name| self.output(name));
             let mut source = match (gradient, self.output(a.name)) {
@@ -298,13 +299,14 @@ mod tests {
     use crate::operator::declare::{gradient, leader, parameter, tensor};
 
     fn forward(arguments: Vec<Argument>, like: &'static str) -> Operator {
-        let outputs = [tensor("y", "*d", Kind::Same).like(like), tensor("stats", "*1", Kind::Computed)];
+        let outputs = [tensor("y", "*d", DtypeRule::Same).like(like), tensor("stats", "*1", DtypeRule::Computed)];
         Operator::new("f(Tensor x, Tensor? w=None, *, float p=0.5) -> (Tensor, Tensor)", arguments, outputs)
     }
 
     fn backward(argument: &str, result: &'static str) -> Operator {
         let schema = format!("b(Tensor dy, Tensor x, Tensor stats, float {argument}) -> (Tensor, Tensor)");
-        let arguments = [tensor("dy", "*d", Kind::Same), leader("x", "*d"), tensor("stats", "*1", Kind::Computed)];
+        let arguments =
+            [tensor("dy", "*d", DtypeRule::Same), leader("x", "*d"), tensor("stats", "*1", DtypeRule::Computed)];
         Operator::new(schema, arguments, [gradient("dx", "x"), gradient(result, "x")])
     }
 

@@ -1,7 +1,7 @@
 //! `y = drop(max(x, 0))`.
 
 use super::call::values;
-use super::declare::{leader, seed, tensor, Kind, Operator};
+use super::declare::{leader, seed, tensor, DtypeRule, Operator};
 use super::dropout::{check_dropout, check_rate, draw, drawn_for};
 use super::engine::Handle;
 use crate::error::Result;
@@ -23,7 +23,7 @@ pub(super) fn operator() -> Operator {
     Operator::new(
         "relu_dropout(Tensor x, float p, Tensor? seed, int site) -> Tensor",
         [leader("x", "*"), seed()],
-        [tensor("y", "*", Kind::Same)],
+        [tensor("y", "*", DtypeRule::Same)],
     )
     .plan(|call| {
         let [_, p, seed, _] = call.arguments();
@@ -41,8 +41,8 @@ pub(super) fn operator() -> Operator {
     .backward(
         Operator::new(
             "relu_dropout_backward(Tensor dy, Tensor y, float p) -> Tensor",
-            [tensor("dy", "*", Kind::Same), leader("y", "*")],
-            [tensor("dx", "*", Kind::Same)],
+            [tensor("dy", "*", DtypeRule::Same), leader("y", "*")],
+            [tensor("dx", "*", DtypeRule::Same)],
         )
         .plan(|call| {
             let [_, _, p] = call.arguments();
@@ -54,7 +54,7 @@ pub(super) fn operator() -> Operator {
         }),
     )
     // Piecewise constant in x: where y is not zero it is the kept scale, which the kernel reads off.
-    .again(|call| {
+    .double_backward(|call| {
         let ([_, p, ..], [y]) = (call.arguments::<4>(), call.outputs());
         let y = y.required();
         let [scale] = BACKWARD.call(&values![&y.f_ones_like()?, &y.f_detach()?, p.float()])?;

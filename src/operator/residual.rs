@@ -1,16 +1,16 @@
 //! The fused residual step: `x⁺ = α⊙x + β⊙drop(f)`, `y = N(x⁺)`, in one pass each way.
 
 use super::call::{values, Call, Value};
-use super::declare::{gradient, leader, parameter, seed, tensor, Kind as Type, Operator};
+use super::declare::{gradient, leader, parameter, seed, tensor, DtypeRule, Operator};
 use super::dropout::{check_dropout, draw, drawn_for};
 use super::engine::Handle;
-use super::row_norm::{composed, own, views, with_own, Own, RowOperator, Rowwise};
+use super::row_norm::{composed, extra, views, with_extra, BoundRowNorm, ExtraArgs, RowNormOp};
 use crate::error::{Error, Result};
 use crate::kernel::residual_step::{call as kernel, NO_NORM};
 use crate::kernel::rows::call::{RowGradients, RowViews};
 use crate::kernel::rows::curve::NUMBERS;
 use crate::kernel::view::View;
-use crate::norm::kernels::RowKernels;
+use crate::norm::operators::RowNormOpSpec;
 use tch::{Kind, Tensor};
 
 /// The step without a norm.
@@ -36,9 +36,9 @@ impl Step<'_> {
     }
 
     /// (x⁺ in x's dtype, N(x⁺) in `kind`).
-    pub fn then_norm(&self, norm: &Rowwise, kind: Kind) -> Result<(Tensor, Tensor)> {
+    pub fn then_norm(&self, norm: &BoundRowNorm, kind: Kind) -> Result<(Tensor, Tensor)> {
         let parameters = [norm.weight.as_ref(), norm.bias.as_ref()];
-        let [x_plus, y, _] = self.call(&norm.operator.residual, parameters, norm.own(), Some(scalar_type(kind)))?;
+        let [x_plus, y, _] = self.call(&norm.operator.residual, parameters, norm.extra(), Some(scalar_type(kind)))?;
         Ok((x_plus, y))
     }
 
@@ -46,14 +46,14 @@ impl Step<'_> {
         &self,
         handle: &Handle,
         [weight, bias]: [Option<&Tensor>; 2],
-        own: [Option<Value>; NUMBERS],
+        extra: [Option<Value>; NUMBERS],
         dtype: Option<i64>,
     ) -> Result<[Tensor; 3]> {
         let Step { x, f, alpha, beta, p, seed, site } = *self;
         let p = if seed.is_some() { p } else { 0.0 };
         let before = values![x, f, alpha, beta, weight, bias];
         let after = values![p, seed, site, dtype];
-        with_own(&before, own, &after, |all| handle.call(all))
+        with_extra(&before, extra, &after, |all| handle.call(all))
     }
 }
 
@@ -87,17 +87,17 @@ pub fn dropout(x: Tensor, p: f64, seed: Option<&Tensor>, site: i64) -> Result<Te
 // ---- the operators ----
 
 /// The step with a norm after it, or without.
-pub(super) fn operator(norm: Option<&'static RowOperator>) -> Operator {
+pub(super) fn operator(norm: Option<&'static RowNormOp>) -> Operator {
     let kernels = norm.map(|o| o.kernels);
-    let rules = kernels.map_or(&NO_NORM, |k| &k.rules);
+    let row_kernel = kernels.map_or(&NO_NORM, |k| &k.kernel);
     let name = kernels.map_or("residual", |k| k.residual);
     let backward = format!("{name}_backward");
-    let stats = || tensor("stats", format!("*{}", rules.stats()), Type::Computed);
+    let stats = || tensor("stats", format!("*{}", row_kernel.stats()), DtypeRule::Computed);
     let gain = |name| parameter(name).computed();
-    let declared = Own::of(kernels, "norm_");
+    let declared = ExtraArgs::of(kernels, "norm_");
     let y = match norm {
-        Some(_) => tensor("y", "*d", Type::Dtype),
-        None => tensor("y", "0", Type::Dtype).fixed(),
+        Some(_) => tensor("y", "*d", DtypeRule::Dtype),
+        None => tensor("y", "0", DtypeRule::Dtype).fixed(),
     };
     Operator::new(
         format!(
@@ -108,17 +108,17 @@ pub(super) fn operator(norm: Option<&'static RowOperator>) -> Operator {
         [
             vec![
                 leader("x", "*d"),
-                tensor("f", "*d", Type::Width),
+                tensor("f", "*d", DtypeRule::Width),
                 gain("alpha"),
                 gain("beta"),
                 parameter("weight"),
                 parameter("bias"),
             ],
             declared.arguments.clone(),
-            vec![seed(), tensor("dtype", "", Type::Dtype)],
+            vec![seed(), tensor("dtype", "", DtypeRule::Dtype)],
         ]
         .concat(),
-        [tensor("x_plus", "*d", Type::Same), y.like("f"), stats()],
+        [tensor("x_plus", "*d", DtypeRule::Same), y.like("f"), stats()],
     )
     .plan(move |call| {
         let [.., p, seed, _, _] = call.all() else { unreachable!("the schema has these") };
@@ -131,12 +131,12 @@ pub(super) fn operator(norm: Option<&'static RowOperator>) -> Operator {
             unreachable!("the schema has these")
         };
         let [x, f, alpha, beta, weight, bias] = [x, f, alpha, beta, weight, bias].map(|v| v.view);
-        let ((eps, numbers), draw) = (own(given), draw(call, [p, seed, site]));
+        let ((eps, numbers), draw) = (extra(given), draw(call, [p, seed, site]));
         // None without a norm.
         let y = if norm.is_some() { y.view } else { View::ABSENT };
         let (x_plus, stats) = (x_plus.view, stats.view);
         let views = RowViews { x, f, alpha, beta, weight, bias, numbers, x_plus, y, stats, eps, order: None, draw };
-        kernel::forward(call.device(), rules, &views)
+        kernel::forward(call.device(), row_kernel, &views)
     })
     .formula(move |call| formula(kernels, call))
     .backward(
@@ -149,11 +149,11 @@ pub(super) fn operator(norm: Option<&'static RowOperator>) -> Operator {
             ),
             [
                 vec![
-                tensor("dx_plus", "*d", Type::Same).optional(),
-                tensor("dy", "*d", Type::Width).optional(),
+                tensor("dx_plus", "*d", DtypeRule::Same).optional(),
+                tensor("dy", "*d", DtypeRule::Width).optional(),
                 leader("x_plus", "*d"),
-                tensor("x", "*d", Type::Same).optional().like("alpha"), // only α's gradient needs it
-                tensor("f", "*d", Type::Width),
+                tensor("x", "*d", DtypeRule::Same).optional().like("alpha"), // only α's gradient needs it
+                tensor("f", "*d", DtypeRule::Width),
                 gain("alpha"),
                 gain("beta"),
                 parameter("weight"),
@@ -203,19 +203,19 @@ pub(super) fn operator(norm: Option<&'static RowOperator>) -> Operator {
             let [dx_plus, dy, x_plus, x, f, alpha, beta, weight, bias, stats] =
                 [dx_plus, dy, x_plus, x, f, alpha, beta, weight, bias, stats].map(|v| v.view);
             let [dx, df, dalpha, dbeta, dweight, dbias] = [dx, df, dalpha, dbeta, dweight, dbias].map(|v| v.view);
-            let ((eps, numbers), dnumbers) = (own(given), views(dnumbers));
+            let ((eps, numbers), dnumbers) = (extra(given), views(dnumbers));
             let (y, draw) = (View::ABSENT, draw(call, [p, seed, site]));
             let views = RowViews { x, f, alpha, beta, weight, bias, numbers, x_plus, y, stats, eps, order: None, draw };
             let gradients = RowGradients { dx_plus, dy, dx, df, dalpha, dbeta, dweight, dbias, dnumbers };
-            kernel::backward(call.device(), rules, &views, &gradients)
+            kernel::backward(call.device(), row_kernel, &views, &gradients)
         }),
     )
-    .program(&rules.program)
+    .program(&row_kernel.program)
     .counted(norm.map_or(&HANDLE, |o| &o.residual))
 }
 
-fn formula(norm: Option<&RowKernels>, call: &Call) -> Result<Vec<Option<Tensor>>> {
-    let [x, f, alpha, beta, weight, bias, own @ .., p, seed, site, dtype] = call.all() else {
+fn formula(norm: Option<&RowNormOpSpec>, call: &Call) -> Result<Vec<Option<Tensor>>> {
+    let [x, f, alpha, beta, weight, bias, extra @ .., p, seed, site, dtype] = call.all() else {
         unreachable!("the schema has these")
     };
     let (x, f) = (x.required(), f.required());
@@ -232,7 +232,7 @@ fn formula(norm: Option<&RowKernels>, call: &Call) -> Result<Vec<Option<Tensor>>
     let x_plus = gained(x.f_to_kind(kind)?, alpha)?.f_add(&branch)?.f_to_kind(x.kind())?;
     let y = match norm {
         Some(k) => {
-            let y = composed(k, &x_plus.f_to_kind(kind)?, [weight, bias], own)?;
+            let y = composed(k, &x_plus.f_to_kind(kind)?, [weight, bias], extra)?;
             Some(y.f_to_kind(if dtype.is_none() { f.kind() } else { kind_of(dtype.int()) })?)
         }
         None => None,

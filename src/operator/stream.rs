@@ -23,20 +23,20 @@ impl SideStream {
     }
 
     /// Makes it this thread's current stream, and its device the current one, for as long as the result lives.
-    pub fn enter(&self) -> Result<Entered<'_>> {
-        // SAFETY: torch's streams stay; what comes back is the Entered's own.
+    pub fn enter(&self) -> Result<StreamGuard<'_>> {
+        // SAFETY: torch's streams stay; what comes back is this guard's own.
         let guard = NonNull::new(unsafe { nfrs_stream_enter(self.device, self.number) }).ok_or_else(shim_error)?;
-        Ok(Entered { guard, stream: PhantomData })
+        Ok(StreamGuard { guard, stream: PhantomData })
     }
 }
 
 /// While it lives a stream is the thread's current one; then stream and device are what they were.
-pub struct Entered<'a> {
+pub struct StreamGuard<'a> {
     guard: NonNull<c_void>,
     stream: PhantomData<&'a SideStream>,
 }
 
-impl Drop for Entered<'_> {
+impl Drop for StreamGuard<'_> {
     fn drop(&mut self) {
         // SAFETY: made by nfrs_stream_enter in this thread (a pointer keeps it from leaving), and nobody else's.
         unsafe { nfrs_stream_leave(self.guard.as_ptr()) }

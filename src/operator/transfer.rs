@@ -23,9 +23,9 @@ pub fn upload(numbers: &[u8], device: Device) -> Result<Tensor> {
     }
 }
 
-/// Numbers of a device on their way to the host. Reading waits until the stream has come so far, and no farther: what
-/// was put on it since goes on.
-pub struct Late {
+/// Numbers copied from a device to the host, not yet there. Reading waits until the stream has come so far, and no
+/// farther: what was put on it since goes on.
+pub struct Pending {
     host: Tensor,
     /// None where they were there.
     arrived: Option<Event>,
@@ -34,7 +34,7 @@ pub struct Late {
 /// What is on a CUDA device's current stream up to now.
 struct Event(NonNull<c_void>);
 
-impl Late {
+impl Pending {
     /// Sets the numbers on their way.
     pub fn of(t: &Tensor) -> Result<Self> {
         let host = t.f_to_device_(Device::Cpu, t.kind(), true, false)?;
@@ -45,7 +45,7 @@ impl Late {
             }
             _ => None,
         };
-        Ok(Late { host, arrived })
+        Ok(Pending { host, arrived })
     }
 
     /// The numbers, once they have arrived.
@@ -78,9 +78,9 @@ mod tests {
     #[test]
     fn numbers_come_back_as_they_were() {
         let there = Tensor::from_slice(&[1.5, -2.0]);
-        let late = Late::of(&there).unwrap();
+        let pending = Pending::of(&there).unwrap();
         drop(there);
-        assert_eq!(late.read().unwrap(), [1.5, -2.0]);
-        assert_eq!(late.read().unwrap(), [1.5, -2.0]);
+        assert_eq!(pending.read().unwrap(), [1.5, -2.0]);
+        assert_eq!(pending.read().unwrap(), [1.5, -2.0]);
     }
 }

@@ -1,6 +1,6 @@
 //! Admin: `x⁺ = N(ω⊙x + F(x))`, ω set so that early branches do not drown (Liu et al. 2020; admin-torch).
 
-use super::{Gain, Learned, Place, ResidualSpec, Scheme, StackSpec};
+use super::{Gain, LayerContext, Learned, ResidualSpec, Scheme, StackSpec};
 
 /// Name, equation and source of what gives ω its first values.
 pub const PROFILING: [&str; 3] = [
@@ -24,12 +24,12 @@ impl Scheme for Admin {
         "Liu et al. 2020"
     }
 
-    fn around(&self, place: &Place) -> ResidualSpec {
+    fn around(&self, place: &LayerContext) -> ResidualSpec {
         let omega = Learned::new(place.numbered("residual_scale"), &[place.model.d_model], 1.0);
         ResidualSpec { alpha: Gain::Learned(omega), after: place.closing_norm().into(), ..ResidualSpec::default() }
     }
 
-    fn stack(&self, _: &Place) -> StackSpec {
+    fn stack(&self, _: &LayerContext) -> StackSpec {
         StackSpec::default()
     }
 
@@ -53,7 +53,7 @@ impl Scheme for AdminConst {
         "admin-torch"
     }
 
-    fn around(&self, place: &Place) -> ResidualSpec {
+    fn around(&self, place: &LayerContext) -> ResidualSpec {
         ResidualSpec {
             alpha: Gain::Constant(omega(place)),
             after: place.closing_norm().into(),
@@ -61,12 +61,12 @@ impl Scheme for AdminConst {
         }
     }
 
-    fn stack(&self, _: &Place) -> StackSpec {
+    fn stack(&self, _: &LayerContext) -> StackSpec {
         StackSpec::default()
     }
 }
 
-fn omega(place: &Place) -> f64 {
+fn omega(place: &LayerContext) -> f64 {
     let branches = place.constant(|n, _| 2.0 * n, |_, m| 3.0 * m, |l| 2.0 * l);
     ((branches + 1.0) / (branches + 1.0).ln() - 1.0).sqrt()
 }

@@ -1,19 +1,19 @@
 //! Attention residuals: a sublayer's input is a softmax-weighted sum of earlier sublayers' outputs (Kimi Team 2026).
 
 use super::{
-    prenorm::PreNorm, Change, DepthAttention, DepthWeights, Learned, Mixing, Place, Point, ResidualSpec, Scheme,
+    prenorm::PreNorm, Change, DepthAttention, DepthWeights, LayerContext, Learned, Mixing, Point, ResidualSpec, Scheme,
     StackSpec, Sublayer,
 };
 use crate::choice;
 use crate::error::{Error, Result};
-use crate::options::{at_least_one, setting, Listed, Options};
+use crate::options::{at_least_one, option_spec, AnyOption, Options};
 
 choice! {
     /// What attnres sums up: outputs, or outputs over their root mean squares.
     pub enum AttnResForm ("attnres_form") { Plain = "plain", Normed = "normed" }
 }
 
-setting! {
+option_spec! {
     /// Sublayers whose outputs attnres adds up to one that later ones attend to; 1: all are attended to one by one.
     BLOCK ("attnres_block"): i64 = 1, at_least_one;
     /// Whether attnres sums up outputs (plain), or outputs over their root mean squares by scores over √d (normed).
@@ -32,7 +32,7 @@ fn one_or_three(name: &str, value: i64) -> Result<()> {
 pub struct AttnRes;
 
 impl AttnRes {
-    fn weights(place: &Place, queries: i64, name: impl Fn(&str) -> String) -> Option<DepthWeights> {
+    fn weights(place: &LayerContext, queries: i64, name: impl Fn(&str) -> String) -> Option<DepthWeights> {
         let d = place.model.d_model;
         let shape = if queries == 1 { vec![d] } else { vec![queries, d] };
         let query = Learned::new(name("depth_query"), &shape, 0.0);
@@ -42,7 +42,7 @@ impl AttnRes {
         })
     }
 
-    fn queries(place: &Place) -> i64 {
+    fn queries(place: &LayerContext) -> i64 {
         if place.sublayer == Sublayer::SelfAttention {
             place.options.get(&QUERIES)
         } else {
@@ -64,7 +64,7 @@ impl Scheme for AttnRes {
         "Kimi Team 2026 (Attention Residuals)"
     }
 
-    fn options(&self) -> &'static [&'static dyn Listed] {
+    fn options(&self) -> &'static [&'static dyn AnyOption] {
         &[&BLOCK, &FORM, &QUERIES]
     }
 
@@ -77,7 +77,7 @@ impl Scheme for AttnRes {
         }
     }
 
-    fn around(&self, place: &Place) -> ResidualSpec {
+    fn around(&self, place: &LayerContext) -> ResidualSpec {
         let queries = AttnRes::queries(place);
         let weights = match place.number() {
             0 => None,
@@ -91,7 +91,7 @@ impl Scheme for AttnRes {
         }
     }
 
-    fn inside(&self, place: &Place) -> Vec<(Point, Change)> {
+    fn inside(&self, place: &LayerContext) -> Vec<(Point, Change)> {
         let norm = |name: &str| Change::Norm(place.projected_norm(name, place.model.d_model));
         match AttnRes::queries(place) {
             1 => Vec::new(),
@@ -99,7 +99,7 @@ impl Scheme for AttnRes {
         }
     }
 
-    fn stack(&self, place: &Place) -> StackSpec {
+    fn stack(&self, place: &LayerContext) -> StackSpec {
         let weights = AttnRes::weights(place, 1, |stem| format!("end_{stem}"));
         StackSpec {
             mixing: Some(Mixing::Depth(DepthAttention { weights, begins_block: false })),

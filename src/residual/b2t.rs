@@ -1,6 +1,6 @@
 //! Bottom-to-top: PostNorm whose last sublayer of a layer adds the layer's input, too (Takase et al. 2023).
 
-use super::{postnorm::PostNorm, Change, Gain, Place, ResidualSpec, Scheme, StackSpec};
+use super::{postnorm::PostNorm, Change, Gain, LayerContext, ResidualSpec, Scheme, StackSpec};
 
 /// What the layer's input is kept under.
 const INPUT: &str = "layer_input";
@@ -24,11 +24,11 @@ impl Scheme for B2T {
         "b2t"
     }
 
-    fn layer(&self, _: &Place) -> Vec<Change> {
+    fn layer(&self, _: &LayerContext) -> Vec<Change> {
         vec![Change::Keep(INPUT.into())]
     }
 
-    fn around(&self, place: &Place) -> ResidualSpec {
+    fn around(&self, place: &LayerContext) -> ResidualSpec {
         match place.index + 1 == place.sublayers {
             true => ResidualSpec {
                 skip: vec![Change::Mix { name: INPUT.into(), own: Gain::One, kept: Gain::One }],
@@ -38,7 +38,7 @@ impl Scheme for B2T {
         }
     }
 
-    fn stack(&self, place: &Place) -> StackSpec {
+    fn stack(&self, place: &LayerContext) -> StackSpec {
         PostNorm.stack(place)
     }
 }

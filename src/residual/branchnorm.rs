@@ -1,9 +1,9 @@
 //! BranchNorm: `x⁺ = N(x + α_t F(x))`, α_t growing to 1 over the first T updates (Liu et al. 2023, eq 7, 8).
 
-use super::{Gain, Growth, GrowthCurve, Place, ResidualSpec, Scheme, StackSpec};
-use crate::options::{not_negative, setting, Listed};
+use super::{Gain, Growth, GrowthCurve, LayerContext, ResidualSpec, Scheme, StackSpec};
+use crate::options::{not_negative, option_spec, AnyOption};
 
-setting! {
+option_spec! {
     /// T of branchnorm: α_t = min(1, t/T) reaches 1 at this update.
     STEPS ("branchnorm_steps"): i64 = 4000, not_negative;
     /// How branchnorm's α grows.
@@ -25,7 +25,7 @@ impl Scheme for BranchNorm {
         "Liu et al. 2023, eq 7, 8"
     }
 
-    fn options(&self) -> &'static [&'static dyn Listed] {
+    fn options(&self) -> &'static [&'static dyn AnyOption] {
         &[&STEPS, &GROWTH]
     }
 
@@ -33,11 +33,11 @@ impl Scheme for BranchNorm {
         "deepnorm"
     }
 
-    fn around(&self, place: &Place) -> ResidualSpec {
+    fn around(&self, place: &LayerContext) -> ResidualSpec {
         ResidualSpec { beta: Gain::Growing, after: place.closing_norm().into(), ..ResidualSpec::default() }
     }
 
-    fn stack(&self, place: &Place) -> StackSpec {
+    fn stack(&self, place: &LayerContext) -> StackSpec {
         let growth = Growth { steps: place.options.get(&STEPS), curve: place.options.get(&GROWTH), by_layer: false };
         StackSpec { growth: Some(growth), ..StackSpec::default() }
     }

@@ -1,17 +1,17 @@
 //! What a declaration must be, before anything is built of it: names, widths, shapes, and what is read of what was left.
 
-use super::{Change, ExtraStream, Gain, LayerSpec, Learned, Mixing, NormAt, Place, Point, StackSpec, Sublayer};
+use super::{Change, ExtraStream, Gain, LayerContext, LayerSpec, Learned, Mixing, NormAt, Point, StackSpec, Sublayer};
 use super::{DepthWeights, Dynamic, FirstValue, Gates, ResidualSpec};
 use std::collections::{BTreeMap, BTreeSet};
 
-type Found = std::result::Result<(), String>;
+type CheckResult = std::result::Result<(), String>;
 
 /// Names that a layer's own modules have.
 const TAKEN: [&str; 9] =
     ["linear1", "linear2", "linear3", "self_attn", "multihead_attn", "activation", "dropout", "layers", "t"];
 
 /// Refuses, by what is wrong with it, what cannot be built in the place's stack.
-pub fn check(layers: &[LayerSpec], stack: &StackSpec, first: &Place) -> Found {
+pub fn check(layers: &[LayerSpec], stack: &StackSpec, first: &LayerContext) -> CheckResult {
     let wanted = first.layers() as usize;
     let name = first.stack.name();
     if layers.len() != wanted {
@@ -24,7 +24,7 @@ pub fn check(layers: &[LayerSpec], stack: &StackSpec, first: &Place) -> Found {
     let d = first.model.d_model;
     walk.changes("the stack's begin", &stack.begin, d, None)?;
     for (index, layer) in layers.iter().enumerate() {
-        let place = Place { layer: index as i64, ..*first };
+        let place = LayerContext { layer: index as i64, ..*first };
         walk.layer(layer, &place).map_err(|why| format!("layer {index} of the {name}: {why}"))?;
     }
     walk.names.clear();
@@ -34,7 +34,7 @@ pub fn check(layers: &[LayerSpec], stack: &StackSpec, first: &Place) -> Found {
 
 /// What has been declared up to a place.
 struct Walk<'a> {
-    first: &'a Place<'a>,
+    first: &'a LayerContext<'a>,
     stack: &'a StackSpec,
     /// Widths of what was left, by name.
     kept: BTreeMap<String, i64>,
@@ -43,7 +43,7 @@ struct Walk<'a> {
 }
 
 impl Walk<'_> {
-    fn layer(&mut self, layer: &LayerSpec, place: &Place) -> Found {
+    fn layer(&mut self, layer: &LayerSpec, place: &LayerContext) -> CheckResult {
         let (sublayers, wanted) = (layer.sublayers.len(), place.sublayers as usize);
         if sublayers != wanted {
             return Err(format!("it declares {sublayers} sublayers, and a layer here has {wanted}"));
@@ -62,7 +62,7 @@ impl Walk<'_> {
         Ok(())
     }
 
-    fn sublayer(&mut self, sublayer: &super::SublayerSpec, place: &Place) -> Found {
+    fn sublayer(&mut self, sublayer: &super::SublayerSpec, place: &LayerContext) -> CheckResult {
         let ResidualSpec { before, skip, branch, after, alpha, beta, streams, mixing } = &sublayer.around;
         let d = place.model.d_model;
         self.changes("before", before, d, None)?;
@@ -121,7 +121,7 @@ impl Walk<'_> {
         Ok(())
     }
 
-    fn ends(&mut self, layers: i64) -> Found {
+    fn ends(&mut self, layers: i64) -> CheckResult {
         let StackSpec { combine, streams, mixing, growth, .. } = self.stack;
         let d = self.first.model.d_model;
         if let Some(combine) = combine {
@@ -142,7 +142,7 @@ impl Walk<'_> {
     }
 
     /// Around a sublayer, or at the stack's end.
-    fn mixing(&mut self, mixing: &Mixing, at: Option<Sublayer>) -> Found {
+    fn mixing(&mut self, mixing: &Mixing, at: Option<Sublayer>) -> CheckResult {
         match (mixing, &self.stack.mixing) {
             (Mixing::Hyper(hyper), Some(Mixing::Hyper(end))) => {
                 let n = hyper.streams;
@@ -165,7 +165,7 @@ impl Walk<'_> {
         }
     }
 
-    fn gates(&mut self, gates: &Gates, n: i64, at_end: bool) -> Found {
+    fn gates(&mut self, gates: &Gates, n: i64, at_end: bool) -> CheckResult {
         let d = self.first.model.d_model;
         let mut wanted = |parameter: &Learned, shape: &[i64]| self.parameter("mixing", parameter, &[shape]);
         match gates {
@@ -210,12 +210,12 @@ impl Walk<'_> {
         }
     }
 
-    fn changes(&mut self, at: &str, changes: &[Change], width: i64, path: Option<&str>) -> Found {
+    fn changes(&mut self, at: &str, changes: &[Change], width: i64, path: Option<&str>) -> CheckResult {
         changes.iter().try_for_each(|change| self.change(at, change, &[width], path))
     }
 
     /// `widths`: those that a norm may have; the last is that of the rows.
-    fn change(&mut self, at: &str, change: &Change, widths: &[i64], path: Option<&str>) -> Found {
+    fn change(&mut self, at: &str, change: &Change, widths: &[i64], path: Option<&str>) -> CheckResult {
         let width = *widths.last().expect("rows have a width");
         match change {
             Change::Norm(norm) => self.norm(at, norm, widths, path),
@@ -261,7 +261,7 @@ impl Walk<'_> {
         }
     }
 
-    fn gain(&mut self, gain: &Gain, widths: &[i64]) -> Found {
+    fn gain(&mut self, gain: &Gain, widths: &[i64]) -> CheckResult {
         match gain {
             Gain::Constant(c) if !c.is_finite() => Err(format!("a gain is {c}: it must be finite")),
             Gain::Sigmoid { temperature, .. } | Gain::CoSigmoid { temperature, .. }
@@ -283,7 +283,7 @@ impl Walk<'_> {
         }
     }
 
-    fn norm(&mut self, at: &str, norm: &NormAt, widths: &[i64], path: Option<&str>) -> Found {
+    fn norm(&mut self, at: &str, norm: &NormAt, widths: &[i64], path: Option<&str>) -> CheckResult {
         self.name(&norm.name)?;
         self.owned(&norm.name, path)?;
         if !self.names.insert(norm.name.clone()) {
@@ -302,7 +302,7 @@ impl Walk<'_> {
     }
 
     /// One name may stand for one parameter at several places.
-    fn parameter(&mut self, at: &str, parameter: &Learned, shapes: &[&[i64]]) -> Found {
+    fn parameter(&mut self, at: &str, parameter: &Learned, shapes: &[&[i64]]) -> CheckResult {
         let Learned { name, shape, value } = parameter;
         self.name(name)?;
         if self.names.contains(name) {
@@ -325,7 +325,7 @@ impl Walk<'_> {
         }
     }
 
-    fn name(&self, name: &str) -> Found {
+    fn name(&self, name: &str) -> CheckResult {
         let is_word = |word: &str| !word.is_empty() && word.chars().all(|c| c.is_ascii_alphanumeric() || c == '_');
         match name.split('.').all(is_word) {
             true if TAKEN.contains(&name) => {
@@ -337,7 +337,7 @@ impl Walk<'_> {
     }
 
     /// A part of an attention is called by its path.
-    fn owned(&self, name: &str, path: Option<&str>) -> Found {
+    fn owned(&self, name: &str, path: Option<&str>) -> CheckResult {
         match path {
             Some(path) if !name.starts_with(path) => {
                 Err(format!("{name:?} stands inside {path:?}, so it must begin with that"))
@@ -347,7 +347,7 @@ impl Walk<'_> {
     }
 }
 
-impl Place<'_> {
+impl LayerContext<'_> {
     /// The widths that a norm may have at a point: a head's, if it is cut into heads, and the row's, last; none: the
     /// sublayer has no such point.
     fn widths(&self, point: Point) -> Option<Vec<i64>> {
@@ -370,21 +370,21 @@ impl Place<'_> {
 #[cfg(test)]
 mod tests {
     use super::super::given::GivenScheme;
-    use super::super::{settings, Outline, StackName, SCHEMES};
+    use super::super::{option_specs, ModelShape, StackName, SCHEMES};
     use crate::options::Options;
-    use crate::residual::Place;
+    use crate::residual::LayerContext;
     use serde_json::json;
 
     #[test]
     fn the_tables_schemes_pass_also_said_as_data() {
-        let model = Outline {
+        let model = ModelShape {
             encoder_layers: 3,
             decoder_layers: 2,
             heads: 2,
             d_model: 4,
             d_ff: 6,
             kv_heads: 2,
-            ..Outline::SMALL
+            ..ModelShape::SMALL
         };
         let said = [
             json!({}),
@@ -394,11 +394,11 @@ mod tests {
         ];
         for (scheme, said) in SCHEMES.iter().flat_map(|scheme| said.iter().map(move |said| (scheme, said))) {
             let mut options = Options::default();
-            for option in settings().iter().filter(|option| said.get(option.name()).is_some()) {
+            for option in option_specs().iter().filter(|option| said.get(option.name()).is_some()) {
                 options.set(*option, said[option.name()].clone()).unwrap();
             }
             for stack in [StackName::Encoder, StackName::Decoder] {
-                let first = Place::new(model, &options, stack, 0);
+                let first = LayerContext::new(model, &options, stack, 0);
                 let given = GivenScheme::of(*scheme, "again", &first);
                 let found = given.check(&first);
                 assert!(found.is_ok(), "{}: {found:?}", scheme.name());

@@ -33,7 +33,7 @@ fn yes() -> bool {
     true
 }
 
-/// A parameter of the scheme, and its first values.
+/// A parameter of the scheme, and its initial values.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Learned {
@@ -42,7 +42,7 @@ pub struct Learned {
     pub value: FirstValue,
 }
 
-/// What a parameter's numbers are at the start.
+/// A parameter's initial values.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(untagged)]
 pub enum FirstValue {
@@ -78,7 +78,7 @@ impl Learned {
     }
 }
 
-/// What x or F(x) is multiplied by.
+/// The factor of x (the residual gain, `alpha`) or of F(x) (the branch gain, `beta`).
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Gain {
@@ -111,7 +111,7 @@ impl Gain {
     }
 }
 
-/// What stands around one sublayer: x⁺ = after(α⊙skip(x) + β⊙drop(branch(F(before(x))))).
+/// The residual around one sublayer: x⁺ = after(α⊙skip(x) + β⊙drop(branch(F(before(x))))).
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct ResidualSpec {
@@ -123,7 +123,9 @@ pub struct ResidualSpec {
     pub branch: Vec<Change>,
     /// On the sum.
     pub after: Vec<Change>,
+    /// α, the residual gain.
     pub alpha: Gain,
+    /// β, the branch gain.
     pub beta: Gain,
     /// What the sublayer does to each stream beside x, in the order of [`StackSpec::streams`].
     pub streams: Vec<StreamStep>,
@@ -160,7 +162,9 @@ impl ResidualSpec {
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct StreamStep {
+    /// α, the residual gain.
     pub alpha: Gain,
+    /// β, the branch gain.
     pub beta: Gain,
 }
 

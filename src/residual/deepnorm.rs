@@ -1,6 +1,6 @@
 //! DeepNorm: `x⁺ = N(αx + F(x))`, α growing with the depth (Wang et al. 2022a; Liu et al. 2023, eq 2, 3).
 
-use super::{Gain, Place, ResidualSpec, Scheme, StackSpec};
+use super::{Gain, LayerContext, ResidualSpec, Scheme, StackSpec};
 
 pub struct DeepNorm;
 
@@ -21,7 +21,7 @@ impl Scheme for DeepNorm {
         "deepnorm"
     }
 
-    fn around(&self, place: &Place) -> ResidualSpec {
+    fn around(&self, place: &LayerContext) -> ResidualSpec {
         ResidualSpec {
             alpha: Gain::Constant(alpha(place)),
             after: place.closing_norm().into(),
@@ -29,12 +29,12 @@ impl Scheme for DeepNorm {
         }
     }
 
-    fn stack(&self, _: &Place) -> StackSpec {
+    fn stack(&self, _: &LayerContext) -> StackSpec {
         StackSpec::default()
     }
 }
 
-fn alpha(place: &Place) -> f64 {
+fn alpha(place: &LayerContext) -> f64 {
     place.constant(
         |n, m| 0.81 * (n.powi(4) * m).powf(1.0 / 16.0),
         |_, m| (3.0 * m).powf(0.25),

@@ -1,7 +1,7 @@
 //! DenseFormer: a layer's input is a learned sum of all earlier outputs, the last one at the start (Pagliardini et al.
 //! 2024).
 
-use super::{prenorm::PreNorm, Combine, Learned, Place, ResidualSpec, Scheme, StackSpec};
+use super::{prenorm::PreNorm, Combine, LayerContext, Learned, ResidualSpec, Scheme, StackSpec};
 
 pub struct DenseFormer;
 
@@ -18,11 +18,11 @@ impl Scheme for DenseFormer {
         "Pagliardini et al. 2024"
     }
 
-    fn around(&self, place: &Place) -> ResidualSpec {
+    fn around(&self, place: &LayerContext) -> ResidualSpec {
         PreNorm.around(place)
     }
 
-    fn stack(&self, place: &Place) -> StackSpec {
+    fn stack(&self, place: &LayerContext) -> StackSpec {
         let identity = |row: i64, column: i64| f64::from(u8::from(row == column));
         let weight = Learned::matrix("combine.weight", [place.layers() + 1; 2], identity);
         let combine = Combine { weight, norms: Vec::new(), on_sums: false, skips_first: true };

@@ -1,6 +1,6 @@
 //! Depth-scaled residuals: the stream's variance does not grow with depth (Beam; `depth_scaled_residual_add`).
 
-use super::{sandwich::Sandwich, Gain, Place, ResidualSpec, Scheme, StackSpec};
+use super::{sandwich::Sandwich, Gain, LayerContext, ResidualSpec, Scheme, StackSpec};
 
 pub struct DepthScaled;
 
@@ -21,13 +21,13 @@ impl Scheme for DepthScaled {
         "gpt2"
     }
 
-    fn around(&self, place: &Place) -> ResidualSpec {
+    fn around(&self, place: &LayerContext) -> ResidualSpec {
         let k = (place.number() + 2) as f64;
         let (alpha, beta) = (Gain::Constant(((k - 1.0) / k).sqrt()), Gain::Constant(1.0 / k.sqrt()));
         ResidualSpec { alpha, beta, ..Sandwich.around(place) }
     }
 
-    fn stack(&self, place: &Place) -> StackSpec {
+    fn stack(&self, place: &LayerContext) -> StackSpec {
         Sandwich.stack(place)
     }
 }

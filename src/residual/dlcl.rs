@@ -1,15 +1,15 @@
 //! DLCL: a layer's input is a learned sum of all earlier outputs (Wang et al. 2019).
 
-use super::{postnorm, prenorm, Change, Combine, Learned, NormAt, Place, ResidualSpec, Scheme, StackSpec};
+use super::{postnorm, prenorm, Change, Combine, LayerContext, Learned, NormAt, ResidualSpec, Scheme, StackSpec};
 use crate::choice;
-use crate::options::{setting, Listed};
+use crate::options::{option_spec, AnyOption};
 
 choice! {
     /// Whether the layers are PreNorm's or PostNorm's.
     pub enum DlclNorm ("dlcl_norm") { Pre = "pre", Post = "post" }
 }
 
-setting! {
+option_spec! {
     /// Whether dlcl's layers are prenorm's or postnorm's.
     NORM ("dlcl_norm"): DlclNorm = DlclNorm::Pre;
 }
@@ -17,7 +17,7 @@ setting! {
 pub struct Dlcl;
 
 impl Dlcl {
-    fn layers(place: &Place) -> &'static dyn Scheme {
+    fn layers(place: &LayerContext) -> &'static dyn Scheme {
         match place.options.get(&NORM) {
             DlclNorm::Pre => &prenorm::PreNorm,
             DlclNorm::Post => &postnorm::PostNorm,
@@ -38,11 +38,11 @@ impl Scheme for Dlcl {
         "Wang et al. 2019"
     }
 
-    fn options(&self) -> &'static [&'static dyn Listed] {
+    fn options(&self) -> &'static [&'static dyn AnyOption] {
         &[&NORM]
     }
 
-    fn around(&self, place: &Place) -> ResidualSpec {
+    fn around(&self, place: &LayerContext) -> ResidualSpec {
         let mut around = Dlcl::layers(place).around(place);
         // The norm of the last sum follows.
         for change in &mut around.after {
@@ -53,7 +53,7 @@ impl Scheme for Dlcl {
         around
     }
 
-    fn stack(&self, place: &Place) -> StackSpec {
+    fn stack(&self, place: &LayerContext) -> StackSpec {
         let on_sums = place.options.get(&NORM) == DlclNorm::Post;
         let norm = |l: i64| NormAt {
             name: format!("combine.norms.{l}"),

@@ -1,16 +1,16 @@
 //! The Fixups, which train without norms: R-Fixup by scalar shifts and scales (Zhang et al. 2019), T-Fixup by its
 //! initialisation alone (Huang et al. 2020).
 
-use super::{Change, Gain, Learned, Place, Point, ResidualSpec, Scheme, StackName, StackSpec, Sublayer};
+use super::{Change, Gain, LayerContext, Learned, Point, ResidualSpec, Scheme, StackName, StackSpec, Sublayer};
 use crate::choice;
-use crate::options::{setting, Listed};
+use crate::options::{option_spec, AnyOption};
 
 choice! {
     /// `paper` adds a scalar before the attention's output projection.
     pub enum RFixupMode ("r_fixup_mode") { Release = "release", Paper = "paper" }
 }
 
-setting! {
+option_spec! {
     /// r-fixup as its authors released it, or with the paper's scalar before the attention's output projection.
     MODE ("r_fixup_mode"): RFixupMode = RFixupMode::Release;
 }
@@ -30,7 +30,7 @@ impl Scheme for RFixup {
         "Zhang et al. 2019"
     }
 
-    fn options(&self) -> &'static [&'static dyn Listed] {
+    fn options(&self) -> &'static [&'static dyn AnyOption] {
         &[&MODE]
     }
 
@@ -38,12 +38,12 @@ impl Scheme for RFixup {
         "r-fixup"
     }
 
-    fn around(&self, place: &Place) -> ResidualSpec {
+    fn around(&self, place: &LayerContext) -> ResidualSpec {
         let scale = Learned::new(place.numbered("branch_scale"), &[1], 1.0);
         ResidualSpec { beta: Gain::Learned(scale), ..ResidualSpec::default() }
     }
 
-    fn inside(&self, place: &Place) -> Vec<(Point, Change)> {
+    fn inside(&self, place: &LayerContext) -> Vec<(Point, Change)> {
         let path = place.sublayer.path();
         let shift = |name: &str| Change::Shift(Learned::new(format!("{path}{name}"), &[1], 0.0));
         if place.sublayer == Sublayer::FeedForward {
@@ -61,7 +61,7 @@ impl Scheme for RFixup {
         changes
     }
 
-    fn stack(&self, place: &Place) -> StackSpec {
+    fn stack(&self, place: &LayerContext) -> StackSpec {
         let mut end = vec![Change::Shift(Learned::new("end_shift", &[1], 0.0))];
         if place.stack == StackName::Encoder {
             end.push(Change::Scale(Learned::new("end_scale", &[1], 1.0)));
@@ -93,11 +93,11 @@ impl Scheme for TFixup {
         "t-fixup"
     }
 
-    fn around(&self, _: &Place) -> ResidualSpec {
+    fn around(&self, _: &LayerContext) -> ResidualSpec {
         ResidualSpec::default()
     }
 
-    fn stack(&self, _: &Place) -> StackSpec {
+    fn stack(&self, _: &LayerContext) -> StackSpec {
         StackSpec::default()
     }
 }

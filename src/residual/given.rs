@@ -4,7 +4,7 @@
 //! loads without the class.
 
 use super::check::check;
-use super::{Change, LayerSpec, Place, Point, ResidualSpec, Scheme, StackName, StackSpec};
+use super::{Change, LayerContext, LayerSpec, Point, ResidualSpec, Scheme, StackName, StackSpec};
 use crate::error::{Error, Result};
 use crate::residual::SCHEMES;
 use serde::{Deserialize, Serialize};
@@ -49,10 +49,10 @@ fn yes() -> bool {
 impl GivenScheme {
     /// A scheme as it is in a model: what the table's entries would be, said as data.
     #[cfg(test)]
-    pub fn of(scheme: &dyn Scheme, name: &str, first: &Place) -> Self {
+    pub fn of(scheme: &dyn Scheme, name: &str, first: &LayerContext) -> Self {
         let layer = |layer| {
-            let place = Place { layer, ..*first };
-            let sublayer = |place: Place| super::SublayerSpec {
+            let place = LayerContext { layer, ..*first };
+            let sublayer = |place: LayerContext| super::SublayerSpec {
                 around: scheme.around(&place),
                 inside: scheme.inside(&place),
                 scale: 1.0,
@@ -87,7 +87,7 @@ impl GivenScheme {
     }
 
     /// Refuses what cannot be built in this model's stack.
-    pub fn check(&self, first: &Place) -> Result<()> {
+    pub fn check(&self, first: &LayerContext) -> Result<()> {
         let named = |why: String| Error::invalid(format!("residual {:?}: {why}", self.name));
         let stack = self.stacks.get(&first.stack).ok_or_else(|| {
             named(format!(
@@ -98,7 +98,7 @@ impl GivenScheme {
         check(&stack.layers, &stack.stack, first).map_err(named)
     }
 
-    fn layer_of(&self, place: &Place) -> Option<&LayerSpec> {
+    fn layer_of(&self, place: &LayerContext) -> Option<&LayerSpec> {
         self.stacks.get(&place.stack)?.layers.get(place.layer as usize)
     }
 }
@@ -120,21 +120,21 @@ impl Scheme for GivenScheme {
         &self.init
     }
 
-    fn around(&self, place: &Place) -> ResidualSpec {
+    fn around(&self, place: &LayerContext) -> ResidualSpec {
         let sublayer = self.layer_of(place).and_then(|layer| layer.sublayers.get(place.index as usize));
         sublayer.map(|sublayer| sublayer.around.clone()).unwrap_or_default()
     }
 
-    fn inside(&self, place: &Place) -> Vec<(Point, Change)> {
+    fn inside(&self, place: &LayerContext) -> Vec<(Point, Change)> {
         let sublayer = self.layer_of(place).and_then(|layer| layer.sublayers.get(place.index as usize));
         sublayer.map(|sublayer| sublayer.inside.clone()).unwrap_or_default()
     }
 
-    fn layer(&self, place: &Place) -> Vec<Change> {
+    fn layer(&self, place: &LayerContext) -> Vec<Change> {
         self.layer_of(place).map(|layer| layer.begin.clone()).unwrap_or_default()
     }
 
-    fn stack(&self, place: &Place) -> StackSpec {
+    fn stack(&self, place: &LayerContext) -> StackSpec {
         self.stacks.get(&place.stack).map(|stack| stack.stack.clone()).unwrap_or_default()
     }
 

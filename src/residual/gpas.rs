@@ -3,9 +3,9 @@
 use super::ln_scaling::{self, LnScaling};
 use super::mix_ln::{self, MixLn};
 use super::{deepnorm::DeepNorm, postnorm::PostNorm, prenorm::PreNorm, sandwich::Sandwich};
-use super::{Change, Learned, Place, Point, ResidualSpec, Scheme, StackSpec};
+use super::{Change, LayerContext, Learned, Point, ResidualSpec, Scheme, StackSpec};
 use crate::choice;
-use crate::options::{setting, Listed};
+use crate::options::{option_spec, AnyOption};
 
 choice! {
     /// The scheme under gpas.
@@ -19,13 +19,13 @@ choice! {
     }
 }
 
-setting! {
+option_spec! {
     /// The scheme that gpas adds its gates to.
     SCHEME ("gpas_scheme"): GpasScheme = GpasScheme::PreNorm;
 }
 
 impl GpasScheme {
-    fn of(place: &Place) -> &'static dyn Scheme {
+    fn of(place: &LayerContext) -> &'static dyn Scheme {
         match place.options.get(&SCHEME) {
             GpasScheme::PreNorm => &PreNorm,
             GpasScheme::PostNorm => &PostNorm,
@@ -52,7 +52,7 @@ impl Scheme for Gpas {
         "Chen et al. 2025 (GPAS)"
     }
 
-    fn options(&self) -> &'static [&'static dyn Listed] {
+    fn options(&self) -> &'static [&'static dyn AnyOption] {
         &[&SCHEME, &ln_scaling::MODE, &mix_ln::PART]
     }
 
@@ -61,7 +61,7 @@ impl Scheme for Gpas {
     }
 
     /// Where a norm follows the sum, the gate stands on x in the sum.
-    fn around(&self, place: &Place) -> ResidualSpec {
+    fn around(&self, place: &LayerContext) -> ResidualSpec {
         let gate = vec![Change::DampForward(Learned::new("forward_gate", &[1], 0.0))];
         let around = GpasScheme::of(place).around(place);
         match around.after.is_empty() {
@@ -70,11 +70,11 @@ impl Scheme for Gpas {
         }
     }
 
-    fn inside(&self, place: &Place) -> Vec<(Point, Change)> {
+    fn inside(&self, place: &LayerContext) -> Vec<(Point, Change)> {
         GpasScheme::of(place).inside(place)
     }
 
-    fn stack(&self, place: &Place) -> StackSpec {
+    fn stack(&self, place: &LayerContext) -> StackSpec {
         GpasScheme::of(place).stack(place)
     }
 }

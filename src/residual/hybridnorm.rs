@@ -2,7 +2,7 @@
 //!
 //! The paper writes the feed-forward as N(y) + F(N(y)). Nothing else reads y, so N stands after the attention before it.
 
-use super::{prenorm::PreNorm, Change, Place, Point, ResidualSpec, Scheme, StackSpec, Sublayer};
+use super::{prenorm::PreNorm, Change, LayerContext, Point, ResidualSpec, Scheme, StackSpec, Sublayer};
 
 pub struct HybridNorm;
 
@@ -23,7 +23,7 @@ impl Scheme for HybridNorm {
         "gpt2"
     }
 
-    fn around(&self, place: &Place) -> ResidualSpec {
+    fn around(&self, place: &LayerContext) -> ResidualSpec {
         let is_last_attention = place.index + 2 == place.sublayers;
         match is_last_attention {
             true => ResidualSpec { after: place.norm().into(), ..ResidualSpec::default() },
@@ -31,7 +31,7 @@ impl Scheme for HybridNorm {
         }
     }
 
-    fn inside(&self, place: &Place) -> Vec<(Point, Change)> {
+    fn inside(&self, place: &LayerContext) -> Vec<(Point, Change)> {
         if place.sublayer == Sublayer::FeedForward {
             return Vec::new();
         }
@@ -39,7 +39,7 @@ impl Scheme for HybridNorm {
         vec![(Point::Query, norm("q_norm")), (Point::Key, norm("k_norm")), (Point::Value, norm("v_norm"))]
     }
 
-    fn stack(&self, place: &Place) -> StackSpec {
+    fn stack(&self, place: &LayerContext) -> StackSpec {
         PreNorm.stack(place)
     }
 }
@@ -63,18 +63,18 @@ impl Scheme for HybridNormStar {
         HybridNorm.init()
     }
 
-    fn around(&self, place: &Place) -> ResidualSpec {
+    fn around(&self, place: &LayerContext) -> ResidualSpec {
         match place.layer {
             0 => PreNorm.around(place),
             _ => HybridNorm.around(place),
         }
     }
 
-    fn inside(&self, place: &Place) -> Vec<(Point, Change)> {
+    fn inside(&self, place: &LayerContext) -> Vec<(Point, Change)> {
         HybridNorm.inside(place)
     }
 
-    fn stack(&self, place: &Place) -> StackSpec {
+    fn stack(&self, place: &LayerContext) -> StackSpec {
         HybridNorm.stack(place)
     }
 }

@@ -1,11 +1,11 @@
 //! Hyper-connections: n streams, mixed by free numbers and by functions of each stream (Zhu et al. 2024, Algorithm 2).
 
 use super::{
-    prenorm::PreNorm, Dynamic, Gates, HyperConnection, Learned, Mixing, Place, ResidualSpec, Scheme, StackSpec,
+    prenorm::PreNorm, Dynamic, Gates, HyperConnection, LayerContext, Learned, Mixing, ResidualSpec, Scheme, StackSpec,
 };
-use crate::options::{at_least_one, setting, Listed};
+use crate::options::{at_least_one, option_spec, AnyOption};
 
-setting! {
+option_spec! {
     /// Streams n of hyper-connections.
     STREAMS ("hyper_connections_streams"): i64 = 4, at_least_one;
     /// Whether hyper-connections depend on the streams; else they are learned numbers alone.
@@ -31,11 +31,11 @@ impl Scheme for HyperConnections {
         "Zhu et al. 2024 (Hyper-Connections)"
     }
 
-    fn options(&self) -> &'static [&'static dyn Listed] {
+    fn options(&self) -> &'static [&'static dyn AnyOption] {
         &[&STREAMS, &DYNAMIC]
     }
 
-    fn around(&self, place: &Place) -> ResidualSpec {
+    fn around(&self, place: &LayerContext) -> ResidualSpec {
         let (n, d) = (place.options.get(&STREAMS), place.model.d_model);
         let own = place.number() % n;
         // Row i: p_i, R_i1 to R_in, g_i.
@@ -56,7 +56,7 @@ impl Scheme for HyperConnections {
         ResidualSpec { mixing: Some(mixing), ..PreNorm.around(place) }
     }
 
-    fn stack(&self, place: &Place) -> StackSpec {
+    fn stack(&self, place: &LayerContext) -> StackSpec {
         let end = HyperConnection { streams: place.options.get(&STREAMS), gates: Box::new(Gates::Sum(1.0)) };
         StackSpec { mixing: Some(Mixing::Hyper(end)), ..PreNorm.stack(place) }
     }

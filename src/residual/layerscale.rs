@@ -1,9 +1,9 @@
 //! LayerScale: `x⁺ = x + λ⊙F(N(x))`, λ small at the start (Touvron et al. 2021).
 
-use super::{prenorm::PreNorm, Gain, Learned, Place, ResidualSpec, Scheme, StackSpec};
-use crate::options::{setting, Listed};
+use super::{prenorm::PreNorm, Gain, LayerContext, Learned, ResidualSpec, Scheme, StackSpec};
+use crate::options::{option_spec, AnyOption};
 
-setting! {
+option_spec! {
     /// λ of layerscale at the start.
     START ("layerscale_init"): f64 = 1e-4;
 }
@@ -23,16 +23,16 @@ impl Scheme for LayerScale {
         "Touvron et al. 2021"
     }
 
-    fn options(&self) -> &'static [&'static dyn Listed] {
+    fn options(&self) -> &'static [&'static dyn AnyOption] {
         &[&START]
     }
 
-    fn around(&self, place: &Place) -> ResidualSpec {
+    fn around(&self, place: &LayerContext) -> ResidualSpec {
         let lambda = Learned::new(place.numbered("branch_scale"), &[place.model.d_model], place.options.get(&START));
         ResidualSpec { beta: Gain::Learned(lambda), ..PreNorm.around(place) }
     }
 
-    fn stack(&self, place: &Place) -> StackSpec {
+    fn stack(&self, place: &LayerContext) -> StackSpec {
         PreNorm.stack(place)
     }
 }

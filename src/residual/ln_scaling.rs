@@ -1,15 +1,15 @@
 //! LayerNorm scaling: `x⁺ = x + F(N(x)/√l)` in layer l, counted from 1 (Sun et al. 2025).
 
-use super::{prenorm::PreNorm, Change, NormAt, Place, Point, ResidualSpec, Scheme, StackSpec};
+use super::{prenorm::PreNorm, Change, LayerContext, NormAt, Point, ResidualSpec, Scheme, StackSpec};
 use crate::choice;
-use crate::options::{setting, Listed};
+use crate::options::{option_spec, AnyOption};
 
 choice! {
     /// 1/√l as a constant on the norm's output, or as the first value of its weight.
     pub enum LnScalingMode ("ln_scaling_mode") { Constant = "constant", Weight = "weight" }
 }
 
-setting! {
+option_spec! {
     /// ln-scaling's 1/√l, alone or under prores, as a constant on the norm's output (OLMo-core), or as the first value of its weight (GPAS, ProRes's release).
     pub MODE ("ln_scaling_mode"): LnScalingMode = LnScalingMode::Constant;
 }
@@ -29,11 +29,11 @@ impl Scheme for LnScaling {
         "Sun et al. 2025"
     }
 
-    fn options(&self) -> &'static [&'static dyn Listed] {
+    fn options(&self) -> &'static [&'static dyn AnyOption] {
         &[&MODE]
     }
 
-    fn around(&self, place: &Place) -> ResidualSpec {
+    fn around(&self, place: &LayerContext) -> ResidualSpec {
         let start = match place.options.get(&MODE) {
             LnScalingMode::Constant => 1.0,
             LnScalingMode::Weight => factor(place),
@@ -41,18 +41,18 @@ impl Scheme for LnScaling {
         ResidualSpec { before: NormAt { start, ..place.norm() }.into(), ..ResidualSpec::default() }
     }
 
-    fn inside(&self, place: &Place) -> Vec<(Point, Change)> {
+    fn inside(&self, place: &LayerContext) -> Vec<(Point, Change)> {
         match place.options.get(&MODE) {
             LnScalingMode::Constant => vec![(Point::Input, Change::Times(factor(place)))],
             LnScalingMode::Weight => Vec::new(),
         }
     }
 
-    fn stack(&self, place: &Place) -> StackSpec {
+    fn stack(&self, place: &LayerContext) -> StackSpec {
         PreNorm.stack(place)
     }
 }
 
-fn factor(place: &Place) -> f64 {
+fn factor(place: &LayerContext) -> f64 {
     ((place.layer + 1) as f64).sqrt().recip()
 }

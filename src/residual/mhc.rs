@@ -4,10 +4,10 @@
 //! published ones; the other forms, of Hunyuan V4, Qwen4-exp and GLM-5, are those of Hugging Face's classes (docs/spec.md
 //! §2.23).
 
-use super::{prenorm::PreNorm, Gates, HyperConnection, Learned, Mixing, Place, ResidualSpec, Scheme, StackSpec};
+use super::{prenorm::PreNorm, Gates, HyperConnection, LayerContext, Learned, Mixing, ResidualSpec, Scheme, StackSpec};
 use crate::choice;
 use crate::error::{Error, Result};
-use crate::options::{at_least_one, setting, Listed, Options};
+use crate::options::{at_least_one, option_spec, AnyOption, Options};
 
 choice! {
     /// How mhc's streams are mixed and read.
@@ -25,7 +25,7 @@ choice! {
     pub enum MhcEnd ("mhc_end") { Gates = "gates", Mean = "mean" }
 }
 
-setting! {
+option_spec! {
     /// Streams n of mhc.
     STREAMS ("mhc_streams"): i64 = 4, at_least_one;
     /// How often mhc's Sinkhorn iteration normalises columns.
@@ -60,7 +60,7 @@ pub struct Mhc;
 
 impl Mhc {
     /// The connection of a sublayer, or the reading at the end. `name` makes a parameter's name.
-    fn connection(place: &Place, is_end: bool, name: impl Fn(&str) -> String) -> Mixing {
+    fn connection(place: &LayerContext, is_end: bool, name: impl Fn(&str) -> String) -> Mixing {
         let options = place.options;
         let (n, d, magnitude) = (options.get(&STREAMS), place.model.d_model, options.get(&MAGNITUDE));
         let joint = |scales: i64, bias: Vec<f64>, weight: fn(String, &[i64]) -> Learned, iterations: i64| {
@@ -119,13 +119,13 @@ impl Scheme for Mhc {
         "Xie et al. 2025 (mHC)"
     }
 
-    fn options(&self) -> &'static [&'static dyn Listed] {
+    fn options(&self) -> &'static [&'static dyn AnyOption] {
         &[&STREAMS, &ITERATIONS, &MIXING, &MAGNITUDE, &RANK, &END]
     }
 
     fn check(&self, options: &Options) -> Result<()> {
         let mixing = options.get(&MIXING);
-        let unused = |option: &dyn Listed, of: MhcMixing| {
+        let unused = |option: &dyn AnyOption, of: MhcMixing| {
             let value = options.value(option);
             match mixing == of || value == option.field("").default {
                 true => Ok(()),
@@ -141,7 +141,7 @@ impl Scheme for Mhc {
         unused(&RANK, MhcMixing::Channel)
     }
 
-    fn around(&self, place: &Place) -> ResidualSpec {
+    fn around(&self, place: &LayerContext) -> ResidualSpec {
         let mixing = Some(Mhc::connection(place, false, |stem| place.numbered(stem)));
         match place.options.get(&MIXING) {
             // Gates by channel have norms of their own.
@@ -150,7 +150,7 @@ impl Scheme for Mhc {
         }
     }
 
-    fn stack(&self, place: &Place) -> StackSpec {
+    fn stack(&self, place: &LayerContext) -> StackSpec {
         let mixing = Some(Mhc::connection(place, true, |stem| format!("end_{stem}")));
         match (place.options.get(&MIXING), place.options.get(&END)) {
             (MhcMixing::Channel, MhcEnd::Gates) => StackSpec { mixing, ..StackSpec::default() },

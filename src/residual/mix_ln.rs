@@ -1,9 +1,9 @@
 //! Mix-LN: PostNorm in a stack's first layers, PreNorm in the others (Li et al. 2024).
 
-use super::{postnorm::PostNorm, prenorm::PreNorm, Place, ResidualSpec, Scheme, StackSpec};
-use crate::options::{below_one, setting, Listed};
+use super::{postnorm::PostNorm, prenorm::PreNorm, LayerContext, ResidualSpec, Scheme, StackSpec};
+use crate::options::{below_one, option_spec, AnyOption};
 
-setting! {
+option_spec! {
     /// The part of mix-ln's layers that are postnorm's, rounded down.
     pub PART ("mix_ln_part"): f64 = 0.25, below_one;
 }
@@ -23,7 +23,7 @@ impl Scheme for MixLn {
         "Li et al. 2024"
     }
 
-    fn options(&self) -> &'static [&'static dyn Listed] {
+    fn options(&self) -> &'static [&'static dyn AnyOption] {
         &[&PART]
     }
 
@@ -31,7 +31,7 @@ impl Scheme for MixLn {
         PreNorm.init()
     }
 
-    fn around(&self, place: &Place) -> ResidualSpec {
+    fn around(&self, place: &LayerContext) -> ResidualSpec {
         // 0.29·100 is a little less than 29 in f64.
         let first = (place.options.get(&PART) * place.layers() as f64 + 1e-9).floor() as i64;
         match place.layer < first {
@@ -40,7 +40,7 @@ impl Scheme for MixLn {
         }
     }
 
-    fn stack(&self, place: &Place) -> StackSpec {
+    fn stack(&self, place: &LayerContext) -> StackSpec {
         PreNorm.stack(place)
     }
 }

@@ -64,14 +64,14 @@ pub use given::GivenScheme;
 pub use growth::{Growth, GrowthCurve};
 pub use mixing::{DepthAttention, DepthWeights, Dynamic, Gates, HyperConnection, Mixing};
 pub use place::{
-    Activation, NormOver, Outline, OutputGate, Place, QkNorm, StackName, Sublayer, TensorizedSizes, ValueNorm,
+    Activation, LayerContext, ModelShape, NormOver, OutputGate, QkNorm, StackName, Sublayer, TensorizedSizes, ValueNorm,
 };
 pub use scheme::Scheme;
 #[cfg(test)]
 pub use schemes::SchemeRef;
 pub use schemes::Schemes;
 
-use crate::options::{distinct, Listed};
+use crate::options::{distinct, AnyOption};
 
 /// Every scheme that models may name.
 pub static SCHEMES: &[&dyn Scheme] = &[
@@ -110,7 +110,7 @@ pub static SCHEMES: &[&dyn Scheme] = &[
 ];
 
 /// The options of all schemes.
-pub fn settings() -> Vec<&'static dyn Listed> {
+pub fn option_specs() -> Vec<&'static dyn AnyOption> {
     distinct(SCHEMES.iter().flat_map(|scheme| scheme.options()).copied())
 }
 
@@ -124,7 +124,7 @@ pub(crate) mod tests {
         for scheme in SCHEMES {
             for stack in [StackName::Encoder, StackName::Decoder] {
                 let options = Options::default();
-                let place = Place::new(Outline::SMALL, &options, stack, 0);
+                let place = LayerContext::new(ModelShape::SMALL, &options, stack, 0);
                 let streams = scheme.stack(&place).streams.len();
                 assert!(place.each().all(|place| scheme.around(&place).streams.len() == streams), "{}", scheme.name());
             }
@@ -148,9 +148,9 @@ pub(crate) mod tests {
     }
 
     /// A constant of a stack in a model of as many layers on either side.
-    pub fn place_of(layers: i64, stack: StackName, constant: fn(&Place) -> f64) -> f64 {
-        let model = Outline { encoder_layers: layers, decoder_layers: layers, ..Outline::SMALL };
-        constant(&Place::new(model, &Options::default(), stack, 0))
+    pub fn place_of(layers: i64, stack: StackName, constant: fn(&LayerContext) -> f64) -> f64 {
+        let model = ModelShape { encoder_layers: layers, decoder_layers: layers, ..ModelShape::SMALL };
+        constant(&LayerContext::new(model, &Options::default(), stack, 0))
     }
 
     /// To the digits that are printed.

@@ -1,15 +1,17 @@
 //! NormFormer: PreNorm with scaled heads and norms after the attention and inside the feed-forward (Shleifer et al. 2021).
 
-use super::{prenorm::PreNorm, Change, Gain, Learned, NormAt, Place, Point, ResidualSpec, Scheme, StackSpec, Sublayer};
+use super::{
+    prenorm::PreNorm, Change, Gain, LayerContext, Learned, NormAt, Point, ResidualSpec, Scheme, StackSpec, Sublayer,
+};
 use crate::choice;
-use crate::options::{setting, Listed};
+use crate::options::{option_spec, AnyOption};
 
 choice! {
     /// Head scales before the output projection (`paper`) or, as in fairseq, after it.
     pub enum NormFormerMode ("normformer_mode") { Paper = "paper", Fairseq = "fairseq" }
 }
 
-setting! {
+option_spec! {
     /// normformer (1): each head times its own scalar.
     HEAD_SCALE ("normformer_head_scale"): bool = true;
     /// normformer (2): a norm on the self-attention's output.
@@ -37,11 +39,11 @@ impl Scheme for NormFormer {
         "Shleifer et al. 2021"
     }
 
-    fn options(&self) -> &'static [&'static dyn Listed] {
+    fn options(&self) -> &'static [&'static dyn AnyOption] {
         &[&HEAD_SCALE, &ATTENTION_NORM, &FFN_NORM, &RESIDUAL_SCALE, &MODE]
     }
 
-    fn around(&self, place: &Place) -> ResidualSpec {
+    fn around(&self, place: &LayerContext) -> ResidualSpec {
         let mut around = PreNorm.around(place);
         match place.sublayer {
             Sublayer::SelfAttention if place.options.get(&ATTENTION_NORM) => {
@@ -56,7 +58,7 @@ impl Scheme for NormFormer {
         around
     }
 
-    fn inside(&self, place: &Place) -> Vec<(Point, Change)> {
+    fn inside(&self, place: &LayerContext) -> Vec<(Point, Change)> {
         match place.sublayer {
             Sublayer::SelfAttention if place.options.get(&HEAD_SCALE) => {
                 let point = match place.options.get(&MODE) {
@@ -74,7 +76,7 @@ impl Scheme for NormFormer {
         }
     }
 
-    fn stack(&self, place: &Place) -> StackSpec {
+    fn stack(&self, place: &LayerContext) -> StackSpec {
         PreNorm.stack(place)
     }
 }

@@ -1,6 +1,6 @@
 //! OLMo 2's order: a norm on the branch's output alone, and norms on whole queries and keys (Team OLMo 2025).
 
-use super::{prenorm::PreNorm, Change, Place, Point, ResidualSpec, Scheme, StackSpec, Sublayer};
+use super::{prenorm::PreNorm, Change, LayerContext, Point, ResidualSpec, Scheme, StackSpec, Sublayer};
 
 pub struct Olmo2;
 
@@ -17,11 +17,11 @@ impl Scheme for Olmo2 {
         "Team OLMo 2025; OLMo-core, ReorderedNormTransformerBlock"
     }
 
-    fn around(&self, place: &Place) -> ResidualSpec {
+    fn around(&self, place: &LayerContext) -> ResidualSpec {
         ResidualSpec { branch: place.norm().into(), ..ResidualSpec::default() }
     }
 
-    fn inside(&self, place: &Place) -> Vec<(Point, Change)> {
+    fn inside(&self, place: &LayerContext) -> Vec<(Point, Change)> {
         if place.sublayer == Sublayer::FeedForward {
             return Vec::new();
         }
@@ -30,7 +30,7 @@ impl Scheme for Olmo2 {
         vec![(Point::Query, norm("q_norm", queries)), (Point::Key, norm("k_norm", keys))]
     }
 
-    fn stack(&self, place: &Place) -> StackSpec {
+    fn stack(&self, place: &LayerContext) -> StackSpec {
         PreNorm.stack(place)
     }
 }

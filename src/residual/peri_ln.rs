@@ -1,9 +1,9 @@
 //! Peri-LN: a norm before and one after each branch, and one on the embedding (Kim et al. 2025).
 
-use super::{sandwich::Sandwich, Change, NormAt, Place, ResidualSpec, Scheme, StackSpec};
-use crate::options::{setting, Listed};
+use super::{sandwich::Sandwich, Change, LayerContext, NormAt, ResidualSpec, Scheme, StackSpec};
+use crate::options::{option_spec, AnyOption};
 
-setting! {
+option_spec! {
     /// peri-ln's norm on the embedding, which its paper calls optional.
     EMBEDDING_NORM ("peri_ln_embedding_norm"): bool = true;
 }
@@ -23,15 +23,15 @@ impl Scheme for PeriLn {
         "Kim et al. 2025"
     }
 
-    fn options(&self) -> &'static [&'static dyn Listed] {
+    fn options(&self) -> &'static [&'static dyn AnyOption] {
         &[&EMBEDDING_NORM]
     }
 
-    fn around(&self, place: &Place) -> ResidualSpec {
+    fn around(&self, place: &LayerContext) -> ResidualSpec {
         Sandwich.around(place)
     }
 
-    fn stack(&self, place: &Place) -> StackSpec {
+    fn stack(&self, place: &LayerContext) -> StackSpec {
         let norm = Change::Norm(NormAt { name: "embedding_norm".into(), ..place.norm() });
         let begin = if place.options.get(&EMBEDDING_NORM) { vec![norm] } else { Vec::new() };
         StackSpec { begin, ..Sandwich.stack(place) }

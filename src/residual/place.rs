@@ -13,7 +13,7 @@ choice! {
 
 impl StackName {
     /// The stacks of a model.
-    pub fn of(model: &Outline) -> &'static [StackName] {
+    pub fn of(model: &ModelShape) -> &'static [StackName] {
         match model.has_encoder {
             true => &[StackName::Encoder, StackName::Decoder],
             false => &[StackName::Decoder],
@@ -21,7 +21,7 @@ impl StackName {
     }
 
     /// The sublayers of its layers.
-    pub fn sublayers(self, model: &Outline) -> &'static [Sublayer] {
+    pub fn sublayers(self, model: &ModelShape) -> &'static [Sublayer] {
         use Sublayer::{CrossAttention, FeedForward, SelfAttention};
         match self {
             StackName::Decoder if model.has_encoder => &[SelfAttention, CrossAttention, FeedForward],
@@ -100,7 +100,7 @@ pub struct QkNorm {
 
 /// A model's form, as far as tables ask for it.
 #[derive(Clone, Copy, Debug)]
-pub struct Outline<'a> {
+pub struct ModelShape<'a> {
     pub d_model: i64,
     pub d_ff: i64,
     pub heads: i64,
@@ -132,9 +132,9 @@ pub struct Outline<'a> {
     pub scaled: Scaled,
 }
 
-impl Outline<'_> {
+impl ModelShape<'_> {
     /// A small model, for what does not depend on it.
-    pub const SMALL: Outline<'static> = Outline {
+    pub const SMALL: ModelShape<'static> = ModelShape {
         d_model: 2,
         d_ff: 2,
         heads: 1,
@@ -167,8 +167,8 @@ pub struct TensorizedSizes {
 
 /// Where in the model something is declared.
 #[derive(Clone, Copy, Debug)]
-pub struct Place<'a> {
-    pub model: Outline<'a>,
+pub struct LayerContext<'a> {
+    pub model: ModelShape<'a>,
     /// What the model's configuration says of the tables' options.
     pub options: &'a Options,
     pub stack: StackName,
@@ -181,17 +181,25 @@ pub struct Place<'a> {
     pub sublayers: i64,
 }
 
-impl<'a> Place<'a> {
+impl<'a> LayerContext<'a> {
     /// The first sublayer of a layer.
-    pub fn new(model: Outline<'a>, options: &'a Options, stack: StackName, layer: i64) -> Self {
+    pub fn new(model: ModelShape<'a>, options: &'a Options, stack: StackName, layer: i64) -> Self {
         let sublayers = stack.sublayers(&model);
-        Place { model, options, stack, layer, sublayer: sublayers[0], index: 0, sublayers: sublayers.len() as i64 }
+        LayerContext {
+            model,
+            options,
+            stack,
+            layer,
+            sublayer: sublayers[0],
+            index: 0,
+            sublayers: sublayers.len() as i64,
+        }
     }
 
     /// Every sublayer of this layer.
-    pub fn each(self) -> impl Iterator<Item = Place<'a>> {
+    pub fn each(self) -> impl Iterator<Item = LayerContext<'a>> {
         let sublayers = self.stack.sublayers(&self.model).iter();
-        sublayers.enumerate().map(move |(index, &sublayer)| Place { index: index as i64, sublayer, ..self })
+        sublayers.enumerate().map(move |(index, &sublayer)| LayerContext { index: index as i64, sublayer, ..self })
     }
 
     /// Layers of the encoder, N; 0 in a decoder-only model.

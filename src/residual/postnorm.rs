@@ -1,6 +1,6 @@
 //! PostNorm: `x⁺ = N(x + F(x))`, the original Transformer's (Nguyen & Salazar 2019, eq 2).
 
-use super::{Place, ResidualSpec, Scheme, StackSpec};
+use super::{LayerContext, ResidualSpec, Scheme, StackSpec};
 
 pub struct PostNorm;
 
@@ -21,11 +21,11 @@ impl Scheme for PostNorm {
         "smallinit"
     }
 
-    fn around(&self, place: &Place) -> ResidualSpec {
+    fn around(&self, place: &LayerContext) -> ResidualSpec {
         ResidualSpec { after: place.closing_norm().into(), ..ResidualSpec::default() }
     }
 
-    fn stack(&self, _: &Place) -> StackSpec {
+    fn stack(&self, _: &LayerContext) -> StackSpec {
         StackSpec::default()
     }
 }

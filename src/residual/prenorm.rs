@@ -1,6 +1,6 @@
 //! PreNorm: `x⁺ = x + F(N(x))`, and N after the stack (Nguyen & Salazar 2019, eq 3).
 
-use super::{Place, ResidualSpec, Scheme, StackSpec};
+use super::{LayerContext, ResidualSpec, Scheme, StackSpec};
 
 pub struct PreNorm;
 
@@ -21,11 +21,11 @@ impl Scheme for PreNorm {
         "smallinit"
     }
 
-    fn around(&self, place: &Place) -> ResidualSpec {
+    fn around(&self, place: &LayerContext) -> ResidualSpec {
         ResidualSpec { before: place.norm().into(), ..ResidualSpec::default() }
     }
 
-    fn stack(&self, place: &Place) -> StackSpec {
+    fn stack(&self, place: &LayerContext) -> StackSpec {
         StackSpec { end: place.end_norm().into(), ..StackSpec::default() }
     }
 }

@@ -2,9 +2,9 @@
 
 use super::ln_scaling::{self, LnScaling};
 use super::{deepnorm::DeepNorm, postnorm::PostNorm, prenorm::PreNorm, sandwich::Sandwich};
-use super::{Change, Gain, Growth, GrowthCurve, Place, Point, ResidualSpec, Scheme, StackSpec};
+use super::{Change, Gain, Growth, GrowthCurve, LayerContext, Point, ResidualSpec, Scheme, StackSpec};
 use crate::choice;
-use crate::options::{not_negative, setting, Listed};
+use crate::options::{not_negative, option_spec, AnyOption};
 
 choice! {
     /// The scheme under prores.
@@ -18,7 +18,7 @@ choice! {
 }
 
 impl ProResScheme {
-    fn of(place: &Place) -> &'static dyn Scheme {
+    fn of(place: &LayerContext) -> &'static dyn Scheme {
         match place.options.get(&SCHEME) {
             ProResScheme::PreNorm => &PreNorm,
             ProResScheme::PostNorm => &PostNorm,
@@ -29,7 +29,7 @@ impl ProResScheme {
     }
 }
 
-setting! {
+option_spec! {
     /// T of prores: branches of layer l, counted from 1, are in full strength from update T·l on.
     STEPS ("prores_steps"): i64 = 1000, not_negative;
     /// The scheme that prores multiplies the branches of.
@@ -51,7 +51,7 @@ impl Scheme for ProRes {
         "Chen et al. 2026"
     }
 
-    fn options(&self) -> &'static [&'static dyn Listed] {
+    fn options(&self) -> &'static [&'static dyn AnyOption] {
         &[&STEPS, &SCHEME, &ln_scaling::MODE]
     }
 
@@ -59,15 +59,15 @@ impl Scheme for ProRes {
         "smallinit"
     }
 
-    fn around(&self, place: &Place) -> ResidualSpec {
+    fn around(&self, place: &LayerContext) -> ResidualSpec {
         ResidualSpec { beta: Gain::Growing, ..ProResScheme::of(place).around(place) }
     }
 
-    fn inside(&self, place: &Place) -> Vec<(Point, Change)> {
+    fn inside(&self, place: &LayerContext) -> Vec<(Point, Change)> {
         ProResScheme::of(place).inside(place)
     }
 
-    fn stack(&self, place: &Place) -> StackSpec {
+    fn stack(&self, place: &LayerContext) -> StackSpec {
         let growth = Growth { steps: place.options.get(&STEPS), curve: GrowthCurve::Linear, by_layer: true };
         StackSpec { growth: Some(growth), ..ProResScheme::of(place).stack(place) }
     }

@@ -3,7 +3,7 @@
 //! The authors' code gives the norm after the stack ε = 1e-7 and, for f16, can scale the second stream down. Here that
 //! norm has the ε of the others, and the training loop keeps streams in f32 or f64.
 
-use super::{ExtraStream, NormAt, Place, ResidualSpec, Scheme, StackSpec, StreamStep};
+use super::{ExtraStream, LayerContext, NormAt, ResidualSpec, Scheme, StackSpec, StreamStep};
 
 pub struct ResiDual;
 
@@ -24,11 +24,11 @@ impl Scheme for ResiDual {
         "fairseq"
     }
 
-    fn around(&self, place: &Place) -> ResidualSpec {
+    fn around(&self, place: &LayerContext) -> ResidualSpec {
         ResidualSpec { after: place.norm().into(), streams: vec![StreamStep::default()], ..ResidualSpec::default() }
     }
 
-    fn stack(&self, place: &Place) -> StackSpec {
+    fn stack(&self, place: &LayerContext) -> StackSpec {
         let norm = NormAt { name: "dual_norm".into(), ..place.end_norm() };
         StackSpec { streams: vec![ExtraStream { norm: Some(norm) }], ..StackSpec::default() }
     }

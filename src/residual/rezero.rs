@@ -1,6 +1,6 @@
 //! ReZero: `x⁺ = x + a_l F(x)`, one scalar a_l = 0 per layer, no norm (Bachlechner et al. 2020).
 
-use super::{Gain, Learned, Place, ResidualSpec, Scheme, StackSpec};
+use super::{Gain, LayerContext, Learned, ResidualSpec, Scheme, StackSpec};
 
 pub struct ReZero;
 
@@ -17,12 +17,12 @@ impl Scheme for ReZero {
         "Bachlechner et al. 2020"
     }
 
-    fn around(&self, _: &Place) -> ResidualSpec {
+    fn around(&self, _: &LayerContext) -> ResidualSpec {
         // One name, so one parameter for all sublayers of a layer.
         ResidualSpec { beta: Gain::Learned(Learned::new("branch_scale", &[1], 0.0)), ..ResidualSpec::default() }
     }
 
-    fn stack(&self, _: &Place) -> StackSpec {
+    fn stack(&self, _: &LayerContext) -> StackSpec {
         StackSpec::default()
     }
 }

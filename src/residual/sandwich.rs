@@ -1,6 +1,6 @@
 //! Sandwich: `x⁺ = x + N(F(N(x)))` (Ding et al. 2021).
 
-use super::{prenorm::PreNorm, NormAt, Place, ResidualSpec, Scheme, StackSpec};
+use super::{prenorm::PreNorm, LayerContext, NormAt, ResidualSpec, Scheme, StackSpec};
 
 pub struct Sandwich;
 
@@ -17,12 +17,12 @@ impl Scheme for Sandwich {
         "Ding et al. 2021"
     }
 
-    fn around(&self, place: &Place) -> ResidualSpec {
+    fn around(&self, place: &LayerContext) -> ResidualSpec {
         let branch = NormAt { name: place.numbered("post_norm"), ..place.norm() };
         ResidualSpec { branch: branch.into(), ..PreNorm.around(place) }
     }
 
-    fn stack(&self, place: &Place) -> StackSpec {
+    fn stack(&self, place: &LayerContext) -> StackSpec {
         PreNorm.stack(place)
     }
 }

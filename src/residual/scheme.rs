@@ -1,9 +1,9 @@
 //! What a scheme must say.
 
 use super::declared::{Change, Point, ResidualSpec, StackSpec};
-use super::place::Place;
+use super::place::LayerContext;
 use crate::error::Result;
-use crate::options::{Listed, Options};
+use crate::options::{AnyOption, Options};
 
 pub trait Scheme: Send + Sync {
     fn name(&self) -> &str;
@@ -11,7 +11,7 @@ pub trait Scheme: Send + Sync {
     fn source(&self) -> &str;
 
     /// Its options.
-    fn options(&self) -> &'static [&'static dyn Listed] {
+    fn options(&self) -> &'static [&'static dyn AnyOption] {
         &[]
     }
 
@@ -26,20 +26,20 @@ pub trait Scheme: Send + Sync {
     }
 
     /// Around a sublayer.
-    fn around(&self, place: &Place) -> ResidualSpec;
+    fn around(&self, place: &LayerContext) -> ResidualSpec;
 
     /// Inside a sublayer.
-    fn inside(&self, _: &Place) -> Vec<(Point, Change)> {
+    fn inside(&self, _: &LayerContext) -> Vec<(Point, Change)> {
         Vec::new()
     }
 
     /// On x as a layer begins.
-    fn layer(&self, _: &Place) -> Vec<Change> {
+    fn layer(&self, _: &LayerContext) -> Vec<Change> {
         Vec::new()
     }
 
     /// How layers follow each other, and what follows the last.
-    fn stack(&self, place: &Place) -> StackSpec;
+    fn stack(&self, place: &LayerContext) -> StackSpec;
 
     /// Linear layers have biases.
     fn has_biases(&self) -> bool {

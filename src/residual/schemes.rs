@@ -5,8 +5,8 @@
 
 use super::GivenScheme;
 use super::{
-    Change, LayerSpec, Learned, NormAt, NormOver, Outline, Place, Point, Scheme, StackName, StackSpec, Sublayer,
-    SublayerSpec, ValueNorm, SCHEMES,
+    Change, LayerContext, LayerSpec, Learned, ModelShape, NormAt, NormOver, Point, Scheme, StackName, StackSpec,
+    Sublayer, SublayerSpec, ValueNorm, SCHEMES,
 };
 use crate::error::{unknown, Error, Result};
 use crate::options::Options;
@@ -145,7 +145,7 @@ impl Schemes {
     }
 
     /// The scheme of the place's layer.
-    pub fn at(&self, place: &Place) -> &dyn Scheme {
+    pub fn at(&self, place: &LayerContext) -> &dyn Scheme {
         let mut below = 0;
         for (scheme, share) in &self.first {
             below += share.of(place.layers());
@@ -157,11 +157,11 @@ impl Schemes {
     }
 
     /// The layers of the place's stack, from the bottom up.
-    pub fn layers(&self, place: &Place) -> Vec<LayerSpec> {
-        (0..place.layers()).map(|layer| self.layer(&Place { layer, ..*place })).collect()
+    pub fn layers(&self, place: &LayerContext) -> Vec<LayerSpec> {
+        (0..place.layers()).map(|layer| self.layer(&LayerContext { layer, ..*place })).collect()
     }
 
-    fn layer(&self, place: &Place) -> LayerSpec {
+    fn layer(&self, place: &LayerContext) -> LayerSpec {
         let scheme = self.at(place);
         let sublayers = place.each().map(|place| {
             let (around, scale) = scheme.around(&place).times(place.model.scaled.branch(place.layers()));
@@ -172,7 +172,7 @@ impl Schemes {
 
     /// What stands inside the place's sublayer: its layer's scheme, and norms on queries, keys and values where the model
     /// has them, or queries' and keys' lengths' inverses and a learned factor (Henry et al. 2020).
-    fn inside(&self, place: &Place) -> Vec<(Point, Change)> {
+    fn inside(&self, place: &LayerContext) -> Vec<(Point, Change)> {
         let mut inside = self.at(place).inside(place);
         if place.sublayer == Sublayer::FeedForward {
             return inside;
@@ -196,8 +196,9 @@ impl Schemes {
 
     /// How the layers of the place's stack follow each other. The first layer's scheme says what begins the stack, the
     /// last's what ends it.
-    pub fn flow(&self, place: &Place) -> StackSpec {
-        let [bottom, top] = [0, place.layers() - 1].map(|layer| self.at(&Place { layer, ..*place }).stack(place));
+    pub fn flow(&self, place: &LayerContext) -> StackSpec {
+        let [bottom, top] =
+            [0, place.layers() - 1].map(|layer| self.at(&LayerContext { layer, ..*place }).stack(place));
         let growth = self.all().find_map(|scheme| scheme.stack(place).growth);
         StackSpec { growth, begin: bottom.begin, ..top }
     }
@@ -223,19 +224,19 @@ impl Schemes {
     }
 
     /// Whether any of them puts a norm anywhere in such a model.
-    pub fn have_norms(&self, model: Outline, options: &Options) -> bool {
-        let place = Place::new(model, options, StackName::Decoder, 0);
+    pub fn have_norms(&self, model: ModelShape, options: &Options) -> bool {
+        let place = LayerContext::new(model, options, StackName::Decoder, 0);
         self.all().any(|scheme| puts_norms(scheme, &place))
     }
 
     /// Refuses what a user's scheme declares, where it does not fit the model.
-    pub fn check_given(&self, model: Outline, options: &Options) -> Result<()> {
+    pub fn check_given(&self, model: ModelShape, options: &Options) -> Result<()> {
         let Some(given) = self.as_given() else { return Ok(()) };
-        StackName::of(&model).iter().try_for_each(|stack| given.check(&Place::new(model, options, *stack, 0)))
+        StackName::of(&model).iter().try_for_each(|stack| given.check(&LayerContext::new(model, options, *stack, 0)))
     }
 
     /// Refuses more layers than the model's stacks have; `residual` is what the schemes were read of.
-    pub fn check(&self, residual: &str, model: &Outline) -> Result<()> {
+    pub fn check(&self, residual: &str, model: &ModelShape) -> Result<()> {
         let stacks = [("encoder_layers", model.encoder_layers), ("decoder_layers", model.decoder_layers)];
         for (name, layers) in stacks.into_iter().skip(usize::from(!model.has_encoder)) {
             let taken: i64 = self.first.iter().map(|(_, share)| share.of(layers)).sum();
@@ -251,7 +252,7 @@ impl Schemes {
 }
 
 /// Norms on an attention's queries and keys, and the factor of what is normed.
-fn qk_norm(place: &Place) -> Vec<(Point, Change)> {
+fn qk_norm(place: &LayerContext) -> Vec<(Point, Change)> {
     let Some(how) = place.model.qk_norm else { return Vec::new() };
     let points = match how.after_rotation && place.sublayer == Sublayer::SelfAttention {
         true => [Point::RotatedQuery, Point::RotatedKey],
@@ -278,9 +279,9 @@ fn find(name: &str) -> Result<&'static dyn Scheme> {
         .ok_or_else(|| unknown("residual", name, SCHEMES.iter().map(|s| s.name())))
 }
 
-fn puts_norms(scheme: &dyn Scheme, place: &Place) -> bool {
+fn puts_norms(scheme: &dyn Scheme, place: &LayerContext) -> bool {
     let is_norm = |change: &Change| change.norm().is_some();
-    let has = |place: Place| {
+    let has = |place: LayerContext| {
         scheme.around(&place).changes().any(is_norm) || scheme.inside(&place).iter().any(|(_, change)| is_norm(change))
     };
     let flow = scheme.stack(place);
@@ -293,14 +294,14 @@ fn puts_norms(scheme: &dyn Scheme, place: &Place) -> bool {
 /// Whether α_t is each layer's own; none: nothing grows.
 fn grows_by_layer(scheme: &dyn Scheme) -> Option<bool> {
     let options = Options::default();
-    let flow = scheme.stack(&Place::new(Outline::SMALL, &options, StackName::Encoder, 0));
+    let flow = scheme.stack(&LayerContext::new(ModelShape::SMALL, &options, StackName::Encoder, 0));
     flow.growth.map(|growth| growth.by_layer)
 }
 
 /// Its layers can stand among others': nothing travels beside x or is shared by the whole model.
 fn can_be_mixed(scheme: &dyn Scheme) -> bool {
     let options = Options::default();
-    let flow = scheme.stack(&Place::new(Outline::SMALL, &options, StackName::Encoder, 0));
+    let flow = scheme.stack(&LayerContext::new(ModelShape::SMALL, &options, StackName::Encoder, 0));
     flow.combine.is_none()
         && flow.streams.is_empty()
         && flow.mixing.is_none()
@@ -313,9 +314,10 @@ mod tests {
     use super::*;
 
     fn names(text: &str, layers: i64) -> Vec<String> {
-        let (model, options) = (Outline { decoder_layers: layers, ..Outline::SMALL }, Options::default());
-        let (schemes, place) = (Schemes::parse(text).unwrap(), Place::new(model, &options, StackName::Decoder, 0));
-        (0..layers).map(|layer| schemes.at(&Place { layer, ..place }).name().to_string()).collect()
+        let (model, options) = (ModelShape { decoder_layers: layers, ..ModelShape::SMALL }, Options::default());
+        let (schemes, place) =
+            (Schemes::parse(text).unwrap(), LayerContext::new(model, &options, StackName::Decoder, 0));
+        (0..layers).map(|layer| schemes.at(&LayerContext { layer, ..place }).name().to_string()).collect()
     }
 
     #[test]
@@ -328,8 +330,8 @@ mod tests {
 
     #[test]
     fn the_outer_layers_begin_and_end_the_stack() {
-        let (model, options) = (Outline { decoder_layers: 6, ..Outline::SMALL }, Options::default());
-        let place = Place::new(model, &options, StackName::Decoder, 0);
+        let (model, options) = (ModelShape { decoder_layers: 6, ..ModelShape::SMALL }, Options::default());
+        let place = LayerContext::new(model, &options, StackName::Decoder, 0);
         let flow = |text: &str| Schemes::parse(text).unwrap().flow(&place);
         assert_eq!(flow("branchnorm*1,prenorm"), StackSpec { growth: flow("branchnorm").growth, ..flow("prenorm") });
         assert_eq!(flow("prenorm*1,postnorm"), flow("postnorm"));
@@ -357,7 +359,7 @@ mod tests {
             let e = Schemes::parse(text).expect_err(text).to_string();
             assert!(e.contains(why), "{text}: {e}");
         }
-        let model = Outline { encoder_layers: 2, decoder_layers: 3, ..Outline::SMALL };
+        let model = ModelShape { encoder_layers: 2, decoder_layers: 3, ..ModelShape::SMALL };
         let check = |text: &str| Schemes::parse(text).unwrap().check(text, &model);
         let e = check("postnorm*2,prenorm").unwrap_err().to_string();
         assert!(e.contains("2 of encoder_layers = 2"), "{e}");

@@ -1,6 +1,6 @@
 //! Sub-LN: PreNorm with a norm before each sublayer's last projection (Wang et al. 2022b).
 
-use super::{prenorm::PreNorm, Change, NormAt, Place, Point, ResidualSpec, Scheme, StackSpec, Sublayer};
+use super::{prenorm::PreNorm, Change, LayerContext, NormAt, Point, ResidualSpec, Scheme, StackSpec, Sublayer};
 
 pub struct SubLn;
 
@@ -21,11 +21,11 @@ impl Scheme for SubLn {
         "subln"
     }
 
-    fn around(&self, place: &Place) -> ResidualSpec {
+    fn around(&self, place: &LayerContext) -> ResidualSpec {
         PreNorm.around(place)
     }
 
-    fn inside(&self, place: &Place) -> Vec<(Point, Change)> {
+    fn inside(&self, place: &LayerContext) -> Vec<(Point, Change)> {
         let (point, width) = match place.sublayer {
             Sublayer::SelfAttention => (Point::AfterHeads, place.model.d_model),
             Sublayer::CrossAttention => return Vec::new(),
@@ -35,7 +35,7 @@ impl Scheme for SubLn {
         vec![(point, Change::Norm(NormAt { name, width, ..place.norm() }))]
     }
 
-    fn stack(&self, place: &Place) -> StackSpec {
+    fn stack(&self, place: &LayerContext) -> StackSpec {
         PreNorm.stack(place)
     }
 }

@@ -1,9 +1,9 @@
 //! Value residuals: each layer's values with those of the first mixed in (Zhou et al. 2024, ResFormer).
 
-use super::{prenorm::PreNorm, Change, Gain, Learned, Place, Point, ResidualSpec, Scheme, StackSpec, Sublayer};
-use crate::options::{setting, Listed};
+use super::{prenorm::PreNorm, Change, Gain, LayerContext, Learned, Point, ResidualSpec, Scheme, StackSpec, Sublayer};
+use crate::options::{option_spec, AnyOption};
 
-setting! {
+option_spec! {
     /// What value-residual's two factors are, or start at.
     START ("value_residual_start"): f64 = 0.5;
     /// value-residual's factors are learned, two a layer; else constants.
@@ -28,7 +28,7 @@ impl Scheme for ValueResidual {
         "Zhou et al. 2024 (ResFormer)"
     }
 
-    fn options(&self) -> &'static [&'static dyn Listed] {
+    fn options(&self) -> &'static [&'static dyn AnyOption] {
         &[&START, &LEARNED]
     }
 
@@ -36,11 +36,11 @@ impl Scheme for ValueResidual {
         "smallinit"
     }
 
-    fn around(&self, place: &Place) -> ResidualSpec {
+    fn around(&self, place: &LayerContext) -> ResidualSpec {
         PreNorm.around(place)
     }
 
-    fn inside(&self, place: &Place) -> Vec<(Point, Change)> {
+    fn inside(&self, place: &LayerContext) -> Vec<(Point, Change)> {
         let start = place.options.get(&START);
         let gain = |name: &str| match place.options.get(&LEARNED) {
             true => Gain::Learned(Learned::new(place.path_of(name), &[1], start)),
@@ -56,7 +56,7 @@ impl Scheme for ValueResidual {
         }
     }
 
-    fn stack(&self, place: &Place) -> StackSpec {
+    fn stack(&self, place: &LayerContext) -> StackSpec {
         PreNorm.stack(place)
     }
 }

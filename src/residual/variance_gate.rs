@@ -1,9 +1,9 @@
 //! Variance-preserving gates: a learned share β of the branch, and what keeps the variance of x (Muse Spark).
 
-use super::{sandwich::Sandwich, Gain, Learned, Place, ResidualSpec, Scheme, StackSpec};
-use crate::options::{positive, setting, Listed};
+use super::{sandwich::Sandwich, Gain, LayerContext, Learned, ResidualSpec, Scheme, StackSpec};
+use crate::options::{option_spec, positive, AnyOption};
 
-setting! {
+option_spec! {
     /// variance-gate's temperature τ: β = σ(w/τ).
     TEMPERATURE ("variance_gate_temperature"): f64 = 0.3, positive;
 }
@@ -26,7 +26,7 @@ impl Scheme for VarianceGate {
         "Muse Spark (transformers 5.23, MuseSparkResidualGate)"
     }
 
-    fn options(&self) -> &'static [&'static dyn Listed] {
+    fn options(&self) -> &'static [&'static dyn AnyOption] {
         &[&TEMPERATURE]
     }
 
@@ -34,14 +34,14 @@ impl Scheme for VarianceGate {
         "gpt2"
     }
 
-    fn around(&self, place: &Place) -> ResidualSpec {
+    fn around(&self, place: &LayerContext) -> ResidualSpec {
         let of = Learned::normal(place.numbered("residual_gate"), &[place.model.d_model], START);
         let temperature = place.options.get(&TEMPERATURE);
         let alpha = Gain::CoSigmoid { of: of.clone(), temperature };
         ResidualSpec { alpha, beta: Gain::Sigmoid { of, temperature }, ..Sandwich.around(place) }
     }
 
-    fn stack(&self, place: &Place) -> StackSpec {
+    fn stack(&self, place: &LayerContext) -> StackSpec {
         Sandwich.stack(place)
     }
 }

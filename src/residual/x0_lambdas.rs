@@ -1,6 +1,6 @@
 //! x₀-lambdas: before each layer the stream is scaled, and the embedding added again (nanochat).
 
-use super::{prenorm::PreNorm, Change, Gain, Learned, NormAt, Place, ResidualSpec, Scheme, StackSpec};
+use super::{prenorm::PreNorm, Change, Gain, LayerContext, Learned, NormAt, ResidualSpec, Scheme, StackSpec};
 
 /// What the embedding is kept under.
 const EMBEDDING: &str = "embedding";
@@ -25,7 +25,7 @@ impl Scheme for X0Lambdas {
         "smallinit"
     }
 
-    fn layer(&self, place: &Place) -> Vec<Change> {
+    fn layer(&self, place: &LayerContext) -> Vec<Change> {
         let depth = place.layer as f64 / (place.layers() - 1).max(1) as f64;
         let gain = |name: &str, value| Gain::Learned(Learned::new(name, &[1], value));
         let own = gain("stream_scale", 1.15 - 0.10 * depth);
@@ -33,11 +33,11 @@ impl Scheme for X0Lambdas {
         vec![Change::Mix { name: EMBEDDING.into(), own, kept }]
     }
 
-    fn around(&self, place: &Place) -> ResidualSpec {
+    fn around(&self, place: &LayerContext) -> ResidualSpec {
         PreNorm.around(place)
     }
 
-    fn stack(&self, place: &Place) -> StackSpec {
+    fn stack(&self, place: &LayerContext) -> StackSpec {
         let norm = Change::Norm(NormAt { name: "embedding_norm".into(), ..place.norm() });
         StackSpec { begin: vec![norm, Change::Keep(EMBEDDING.into())], ..PreNorm.stack(place) }
     }

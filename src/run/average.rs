@@ -3,7 +3,7 @@
 use super::folder::read_configs;
 use super::lock::Lock;
 use crate::atomic;
-use crate::data::{self, Between};
+use crate::data::{self, Interrupt};
 use crate::error::{Error, Result};
 use crate::ownership::{is_runs, AVERAGE, CHECKPOINTS, NEW_AVERAGE};
 use crate::train::checkpoint::{self, CheckpointStore};
@@ -26,8 +26,13 @@ fn evaluated(store: &CheckpointStore) -> Result<Vec<PathBuf>> {
 }
 
 /// Averages checkpoints of a run (parameters and running statistics; counters of the newest), stored as `average`: those
-/// of the given updates, or the last `count`. `between` is asked before each whether to go on.
-pub fn average(folder: &Path, count: Option<usize>, updates: Option<Vec<u64>>, between: Between) -> Result<PathBuf> {
+/// of the given updates, or the last `count`. `check_interrupt` runs before each whether to go on.
+pub fn average(
+    folder: &Path,
+    count: Option<usize>,
+    updates: Option<Vec<u64>>,
+    check_interrupt: Interrupt,
+) -> Result<PathBuf> {
     read_configs(folder)?;
     let _lock = Lock::take(folder)?;
     let [path, new] = [AVERAGE, NEW_AVERAGE].map(|name| folder.join(CHECKPOINTS).join(name));
@@ -56,7 +61,7 @@ pub fn average(folder: &Path, count: Option<usize>, updates: Option<Vec<u64>>, b
         }
         _ => return Err(Error::invalid("give either how many of the last checkpoints to average, or their updates")),
     };
-    let averaged = checkpoint::average(&paths, &mut data::seldom(between))?;
+    let averaged = checkpoint::average(&paths, &mut data::throttled(check_interrupt))?;
     // An earlier average goes when the new one is whole.
     remove(&new)?;
     checkpoint::save(&new, averaged.state["update"].as_u64().unwrap_or(0), &averaged)?;

@@ -1,7 +1,7 @@
 //! The folder of a run: what it holds, how it begins, how it is read again, and its log.
 
 use super::lock::Lock;
-use super::Prepared;
+use super::PreparedData;
 use crate::atomic::{self, fault};
 use crate::config::{differences, DataConfig, TrainingConfig, TransformerConfig};
 use crate::data::{self, Bpe, Segmenter, Vocabulary};
@@ -10,7 +10,7 @@ use crate::model::{Transformer, UNK};
 use crate::ownership::{
     self, checksums, is_a_runs_name, CHECKPOINTS, CHECKSUMS, CODES, CONFIG, LISTED, LOG, TARGET_TYPES, VOCABULARY,
 };
-use crate::train::checkpoint::{Best, Checkpoint, CheckpointStore, Found};
+use crate::train::checkpoint::{Best, Checkpoint, CheckpointStore, ResumePoint};
 use crate::train::{self, Observer};
 use serde::{Deserialize, Serialize};
 use std::collections::HashMap;
@@ -65,7 +65,7 @@ pub(super) struct Beginning {
 
 impl Beginning {
     /// Takes the segmenter, which training has no more use for.
-    pub(super) fn of(prepared: &mut Prepared, training: &TrainingConfig, config: &DataConfig) -> Self {
+    pub(super) fn of(prepared: &mut PreparedData, training: &TrainingConfig, config: &DataConfig) -> Self {
         Beginning {
             configs: Configs { model: prepared.model.clone(), training: training.clone(), data: config.clone() },
             segmenter: std::mem::replace(&mut prepared.segmenter, Segmenter::Split),
@@ -210,11 +210,11 @@ pub fn save_model(
 }
 
 /// What a run goes on with.
-pub(super) struct Resumed {
+pub(super) struct ResumeState {
     pub segmenter: Segmenter,
     pub vocabulary: Vocabulary,
     /// None where the run was stopped before it had saved one.
-    pub found: Option<Found>,
+    pub found: Option<ResumePoint>,
 }
 
 /// What a run folder holds. What is asked for must be the run's model, cut text as it does, and have a target vocabulary
@@ -225,7 +225,7 @@ pub(super) fn resume(
     data: &DataConfig,
     output: &Path,
     from: Option<&str>,
-) -> Result<Resumed> {
+) -> Result<ResumeState> {
     let configs = read_configs(output)?;
     let vocabulary = read_vocabulary(output)?;
     let wanted = TransformerConfig { vocab_size: vocabulary.len() as i64, ..model.clone() };
@@ -257,7 +257,7 @@ pub(super) fn resume(
             output.join(CHECKPOINTS).display()
         )));
     }
-    Ok(Resumed { segmenter: read_segmenter(output, &configs.data)?, vocabulary, found })
+    Ok(ResumeState { segmenter: read_segmenter(output, &configs.data)?, vocabulary, found })
 }
 
 /// Whether the log tells of a checkpoint. Earlier versions do not log that, but save after an evaluation before they log
@@ -405,8 +405,8 @@ impl Observer for Log<'_> {
         self.write("saved", v)?;
         self.observer.saved(v)
     }
-    fn between(&mut self) -> Result<()> {
-        self.observer.between()
+    fn check_interrupt(&mut self) -> Result<()> {
+        self.observer.check_interrupt()
     }
     fn message(&mut self, level: &str, text: &str) -> Result<()> {
         self.write("message", &serde_json::json!({ "level": level, "text": text }))?;

@@ -8,19 +8,19 @@
 //! ```
 
 mod average;
+mod completion;
 mod folder;
 mod lock;
 mod perplexity;
 mod prepare;
-mod speaker;
 mod start;
 mod translator;
 mod workers;
 
 pub use average::average;
+pub use completion::{encode, Completion};
 pub use folder::{check, save_model, target_vocabulary, Mode};
-pub use prepare::{prepare, Prepared};
-pub use speaker::{encode, Spoken};
+pub use prepare::{prepare, PreparedData};
 pub use start::{dry_run, train, Surroundings};
 pub use translator::{load_model, Translator};
 

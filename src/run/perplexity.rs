@@ -4,7 +4,7 @@ use super::prepare::{valid_batches, within};
 use super::translator::Translator;
 use crate::data::text::words;
 use crate::data::vocabulary::{BOS, EOS};
-use crate::data::{self, windows, Between, Corpus, Segmenter, Window};
+use crate::data::{self, windows, Corpus, Interrupt, Segmenter, Window};
 use crate::error::{Error, Result};
 use crate::model::PAD;
 use crate::train::{self, Score};
@@ -38,7 +38,7 @@ impl Translator {
         window: Option<i64>,
         stride: Option<i64>,
         kind: Kind,
-        between: Between,
+        check_interrupt: Interrupt,
     ) -> Result<WindowScore> {
         if self.model.config.has_encoder() {
             return Err(Error::invalid(
@@ -57,14 +57,14 @@ impl Translator {
             )));
         }
         self.model.config.check_lengths(&[window])?;
-        let between = &mut data::seldom(between);
-        let lines = data::read_lines(text, between)?;
+        let check_interrupt = &mut data::throttled(check_interrupt);
+        let lines = data::read_lines(text, check_interrupt)?;
         let counted = lines.iter().map(|line| self.count_words(line) + 1).sum();
-        let ids = within(self.encode(&lines, between)?, self.seen.as_deref());
+        let ids = within(self.encode(&lines, check_interrupt)?, self.seen.as_deref());
         let tokens: Vec<u32> = ids.iter().flat_map(|line| line.iter().copied().chain([EOS])).collect();
         let cut = windows(&tokens, window as usize, stride as usize);
         let batches = batches(cut, |corpus| valid_batches(corpus, &self.training));
-        let score = train::evaluate_loss(&self.model, &batches, &self.objective()?, kind, between)?;
+        let score = train::evaluate_loss(&self.model, &batches, &self.objective()?, kind, check_interrupt)?;
         Ok(WindowScore { score, words: counted, lines: lines.len() })
     }
 

@@ -2,13 +2,14 @@
 
 use crate::config::{DataConfig, Longest, Positions, TrainingConfig, TransformerConfig};
 use crate::data::{
-    self, listening, Batch, Between, Binarised, Bpe, Corpus, Digests, Limit, LongSentences, Segmenter, Side, Vocabulary,
+    self, interruptible, Batch, Binarised, Bpe, Corpus, Digests, Interrupt, Limit, LongSentences, Segmenter, Side,
+    Vocabulary,
 };
 use crate::error::{Error, Result};
 use crate::model::UNK;
 
 /// The text of a run, read, cut and numbered.
-pub struct Prepared {
+pub struct PreparedData {
     pub model: TransformerConfig,
     pub(super) segmenter: Segmenter,
     pub vocabulary: Vocabulary,
@@ -23,14 +24,14 @@ pub struct Prepared {
     pub(super) digests: Digests,
 }
 
-/// Reads everything a run needs; touches no output. An error of `between`, which is asked all the while, ends it.
+/// Reads everything a run needs; touches no output. `check_interrupt` runs throughout.
 pub fn prepare(
     model: &TransformerConfig,
     training: &TrainingConfig,
     config: &DataConfig,
-    between: Between,
-) -> Result<Prepared> {
-    prepare_with(model, training, config, None, between)
+    check_interrupt: Interrupt,
+) -> Result<PreparedData> {
+    prepare_with(model, training, config, None, check_interrupt)
 }
 
 /// `known`: the segmentation and vocabulary of the run that is resumed.
@@ -39,9 +40,9 @@ pub(super) fn prepare_with(
     training: &TrainingConfig,
     config: &DataConfig,
     known: Option<(Segmenter, Vocabulary)>,
-    between: Between,
-) -> Result<Prepared> {
-    let between = &mut data::seldom(between);
+    check_interrupt: Interrupt,
+) -> Result<PreparedData> {
+    let check_interrupt = &mut data::throttled(check_interrupt);
     training.validate()?;
     config.validate()?;
     let sided = model.has_encoder();
@@ -49,8 +50,8 @@ pub(super) fn prepare_with(
         model.check_lengths(&[config.segment_length])?;
     }
     let TextAsIds { segmenter, vocabulary, train, valid, mut references } = match &config.data_bin {
-        Some(folder) => binarised(folder, sided, config, known, between)?,
-        None => files(sided, config, known, between)?,
+        Some(folder) => binarised(folder, sided, config, known, check_interrupt)?,
+        None => files(sided, config, known, check_interrupt)?,
     };
     if train.1.iter().all(Vec::is_empty) {
         return Err(Error::invalid(format!(
@@ -60,7 +61,7 @@ pub(super) fn prepare_with(
     }
     let mask = training.vocab_mask.then(|| data::seen_mask(vocabulary.len(), train.1.iter().map(Vec::as_slice)));
     // Before long sentences are left out: another max_tokens is no other text.
-    let mut digest = |sides: &Sides<Vec<u32>>| data::digest(sides.0.iter().chain(&sides.1), between);
+    let mut digest = |sides: &Sides<Vec<u32>>| data::digest(sides.0.iter().chain(&sides.1), check_interrupt);
     let digests = Digests { train: digest(&train)?, valid: digest(&valid)? };
     let valid_target = within(valid.1, mask.as_deref());
     let long = if config.skip_long { LongSentences::Skip } else { LongSentences::Refuse };
@@ -92,7 +93,7 @@ pub(super) fn prepare_with(
     };
     let model = TransformerConfig { vocab_size: vocabulary.len() as i64, ..model.clone() };
     model.validate()?;
-    Ok(Prepared { model, segmenter, vocabulary, train, valid, references, mask, limit, skipped, digests })
+    Ok(PreparedData { model, segmenter, vocabulary, train, valid, references, mask, limit, skipped, digests })
 }
 
 /// A sentence must fit into a batch, and be no longer than the model reads.
@@ -120,27 +121,27 @@ fn files(
     sided: bool,
     config: &DataConfig,
     known: Option<(Segmenter, Vocabulary)>,
-    between: Between,
+    check_interrupt: Interrupt,
 ) -> Result<TextAsIds> {
-    let train = read(sided, "train", config.train_source.as_deref(), &config.train_target, between)?;
-    let valid = read(sided, "valid", config.valid_source.as_deref(), &config.valid_target, between)?;
+    let train = read(sided, "train", config.train_source.as_deref(), &config.train_target, check_interrupt)?;
+    let valid = read(sided, "valid", config.valid_source.as_deref(), &config.valid_target, check_interrupt)?;
     let (segmenter, vocabulary) = match known {
         Some((segmenter, vocabulary)) => (segmenter, Some(vocabulary)),
-        None => (segmenter(config, &train, between)?, None),
+        None => (segmenter(config, &train, check_interrupt)?, None),
     };
     let mut cut = |lines: &[String]| -> Result<Vec<Vec<String>>> {
-        listening(between, lines, |lines| lines.map(|line| segmenter.segment(line)).collect())
+        interruptible(check_interrupt, lines, |lines| lines.map(|line| segmenter.segment(line)).collect())
     };
     let pieces = (cut(&train.0)?, cut(&train.1)?);
     let held_out = (cut(&valid.0)?, cut(&valid.1)?);
     let vocabulary = match vocabulary {
         Some(vocabulary) => vocabulary,
-        None => listening(between, pieces.0.iter().chain(&pieces.1), |lines| {
+        None => interruptible(check_interrupt, pieces.0.iter().chain(&pieces.1), |lines| {
             Vocabulary::build(lines.flatten().map(String::as_str))
         })?,
     };
     let mut ids = |lines: &[Vec<String>]| -> Result<Vec<Vec<u32>>> {
-        listening(between, lines, |lines| lines.map(|line| vocabulary.encode(line)).collect())
+        interruptible(check_interrupt, lines, |lines| lines.map(|line| vocabulary.encode(line)).collect())
     };
     let (train, held_out) = ((ids(&pieces.0)?, ids(&pieces.1)?), (ids(&held_out.0)?, ids(&held_out.1)?));
     let references = match (sided, &segmenter) {
@@ -156,7 +157,7 @@ fn binarised(
     sided: bool,
     config: &DataConfig,
     known: Option<(Segmenter, Vocabulary)>,
-    between: Between,
+    check_interrupt: Interrupt,
 ) -> Result<TextAsIds> {
     let found = match sided {
         true => Binarised::parallel(folder, "train", config.source_lang.as_deref(), config.target_lang.as_deref())?,
@@ -168,7 +169,7 @@ fn binarised(
             "{folder} has another dictionary than when the run began: resume with the folder it began with"
         )));
     }
-    let mut side = |split, side| found.sentences(split, side, vocabulary.len(), between);
+    let mut side = |split, side| found.sentences(split, side, vocabulary.len(), check_interrupt);
     let mut read = |split| -> Result<Sides<Vec<u32>>> {
         Ok((if sided { side(split, Side::Source)? } else { Vec::new() }, side(split, Side::Target)?))
     };
@@ -196,29 +197,29 @@ pub(super) fn read(
     what: &str,
     source: Option<&str>,
     target: &str,
-    between: Between,
+    check_interrupt: Interrupt,
 ) -> Result<Sides<String>> {
     if target.is_empty() {
         return Err(Error::invalid(format!("{what}_target is missing: give a text file, one sentence a line")));
     }
     match (sided, source) {
-        (true, Some(source)) => Ok(data::read_parallel(source, target, between)?.into_iter().unzip()),
+        (true, Some(source)) => Ok(data::read_parallel(source, target, check_interrupt)?.into_iter().unzip()),
         (true, None) => Err(Error::invalid(format!(
             "{what}_source is missing: an encoder-decoder model needs source and target files (a language model is \
              architecture = \"decoder-only\")"
         ))),
-        (false, None) => Ok((Vec::new(), data::read_lines(target, between)?)),
+        (false, None) => Ok((Vec::new(), data::read_lines(target, check_interrupt)?)),
         (false, Some(source)) => Err(Error::invalid(format!(
             "{what}_source is {source}, but a decoder-only model reads no source: leave it out"
         ))),
     }
 }
 
-fn segmenter(config: &DataConfig, train: &Sides<String>, between: Between) -> Result<Segmenter> {
+fn segmenter(config: &DataConfig, train: &Sides<String>, check_interrupt: Interrupt) -> Result<Segmenter> {
     match (config.bpe_operations, &config.bpe_codes, config.no_bpe) {
         (Some(n), None, false) if n >= 1 => {
             let lines = train.0.iter().chain(&train.1).map(String::as_str);
-            Ok(Segmenter::Bpe(Bpe::learn(lines, n as usize, between)?))
+            Ok(Segmenter::Bpe(Bpe::learn(lines, n as usize, check_interrupt)?))
         }
         (Some(n), None, false) => Err(Error::invalid(format!("bpe_operations must be at least 1, got {n}"))),
         (None, Some(codes), false) => Ok(Segmenter::Bpe(Bpe::from_codes(codes)?)),

@@ -1,19 +1,19 @@
 //! Training from text files to a folder.
 
-use super::folder::{check_beginning, check_checkpoints, read_mask, resume, Beginning, Log, Resumed};
+use super::folder::{check_beginning, check_checkpoints, read_mask, resume, Beginning, Log, ResumeState};
 use super::lock::Lock;
 use super::prepare::{prepare_with, valid_batches};
-use super::{device, keep_memory, prepare, Mode, Prepared};
+use super::{device, keep_memory, prepare, Mode, PreparedData};
 use crate::config::{AttentionName, DataConfig, TrainingConfig, TransformerConfig};
 use crate::cpu::contention;
 use crate::cuda;
-use crate::data::{BatchStream, Between, Corpus, Cursor, Digests, Limit, Prefetch, StreamConfig};
+use crate::data::{BatchStream, Corpus, Cursor, Digests, Interrupt, Limit, Prefetch, StreamConfig};
 use crate::error::{Error, Result};
 use crate::metrics::unigram_entropy;
 use crate::model::Transformer;
 use crate::operator::ProcessGroup;
 use crate::ownership::{CONFIG, LOG};
-use crate::train::checkpoint::{CheckpointStore, Found};
+use crate::train::checkpoint::{CheckpointStore, ResumePoint};
 use crate::train::{load_parameters, smoothing, Objective, Observer, Parts, Progress, Recorder, Trainer, Validation};
 use std::path::Path;
 use std::sync::Arc;
@@ -29,7 +29,7 @@ pub struct Surroundings<'a> {
 }
 
 /// Trains; `output` then holds all that [`Translator`](super::Translator) needs. Every process of the group calls this
-/// alike; its first one writes, and its observer hears everything, the others' only what comes between updates.
+/// alike; its first one writes, and its observer gets every event, the others' only the interrupt checks.
 pub fn train(
     model: &TransformerConfig,
     training: &TrainingConfig,
@@ -48,7 +48,7 @@ pub fn train(
         false => Ok(None),
     };
     let lock = group.agree(lock, device)?;
-    let opened = open(model, training, config, output, &mode, &mut || observer.between());
+    let opened = open(model, training, config, output, &mode, &mut || observer.check_interrupt());
     let (mut prepared, from) = group.agree(opened, device)?;
     let (skipped, all) = (prepared.skipped, prepared.skipped + prepared.train.len());
     let is_new = !matches!(mode, Mode::Resume { .. });
@@ -104,8 +104,8 @@ fn open(
     config: &DataConfig,
     output: &Path,
     mode: &Mode,
-    between: Between,
-) -> Result<(Prepared, Option<Found>)> {
+    check_interrupt: Interrupt,
+) -> Result<(PreparedData, Option<ResumePoint>)> {
     match mode {
         Mode::New | Mode::Overwrite => check_beginning(output, mode)?,
         Mode::Resume { .. } if !output.join(CONFIG).exists() => {
@@ -119,13 +119,14 @@ fn open(
     check_checkpoints(output)?;
     let (known, found) = match mode {
         Mode::Resume { from } => {
-            let Resumed { segmenter, vocabulary, found } = resume(model, training, config, output, from.as_deref())?;
+            let ResumeState { segmenter, vocabulary, found } =
+                resume(model, training, config, output, from.as_deref())?;
             (Some((segmenter, vocabulary)), found)
         }
         _ => (None, None),
     };
     let is_resumed = known.is_some();
-    let prepared = prepare_with(model, training, config, known, between).map_err(|e| match e {
+    let prepared = prepare_with(model, training, config, known, check_interrupt).map_err(|e| match e {
         Error::Interrupted(_) => Error::Interrupted("stopped while the data were prepared; nothing was written".into()),
         other => other,
     })?;
@@ -141,15 +142,15 @@ fn open(
 }
 
 fn trainer(
-    prepared: Prepared,
+    prepared: PreparedData,
     training: &TrainingConfig,
     output: &Path,
     device: Device,
     (group, recorder): (ProcessGroup, Option<Box<dyn Recorder>>),
-    from: Option<Found>,
+    from: Option<ResumePoint>,
     warnings: &mut Vec<String>,
 ) -> Result<Trainer> {
-    let Prepared { model, vocabulary, train, valid, references, mask, digests, .. } = prepared;
+    let PreparedData { model, vocabulary, train, valid, references, mask, digests, .. } = prepared;
     let mut from = match from {
         Some(found) => Some((read_progress(&found)?, found)),
         None => None,
@@ -190,7 +191,7 @@ fn trainer(
     Trainer::new(parts, Prefetch::new(stream)?, from.as_ref().map(|(p, found)| (p.clone(), found)))
 }
 
-fn read_progress(found: &Found) -> Result<Progress> {
+fn read_progress(found: &ResumePoint) -> Result<Progress> {
     let wrong = |why: String| {
         let path = found.path.display();
         Error::invalid(format!("{path}: the state of the run cannot be read: {why}; use another checkpoint"))
@@ -213,7 +214,7 @@ fn resumed_stream(
     config: StreamConfig,
     digests: Digests,
     progress: &mut Progress,
-    found: &Found,
+    found: &ResumePoint,
     warnings: &mut Vec<String>,
 ) -> Result<BatchStream> {
     let before = &found.checkpoint.config["training"];
@@ -259,9 +260,9 @@ pub fn dry_run(
     model: &TransformerConfig,
     training: &TrainingConfig,
     data: &DataConfig,
-    between: Between,
+    check_interrupt: Interrupt,
 ) -> Result<serde_json::Value> {
-    let prepared = prepare(model, training, data, between)?;
+    let prepared = prepare(model, training, data, check_interrupt)?;
     let built = Transformer::new(&prepared.model, 0, Device::Cpu, Kind::Float)?;
     let n = built.parameters.numel();
     let most = training.max_tokens as usize;

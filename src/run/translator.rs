@@ -7,9 +7,11 @@ use super::workers::{in_parallel, source_batches};
 use crate::config::{differences, DataConfig, Longest, TrainingConfig, TransformerConfig};
 use crate::cpu::{contention, parallel};
 use crate::data::vocabulary::EOS;
-use crate::data::{self, listening, Between, Binarised, Corpus, LongSentences, PackedIds, Segmenter, Side, Vocabulary};
+use crate::data::{
+    self, interruptible, Binarised, Corpus, Interrupt, LongSentences, PackedIds, Segmenter, Side, Vocabulary,
+};
 use crate::error::{Error, Result};
-use crate::model::{Cargo, Packed, Transformer};
+use crate::model::{HostBatch, Packed, Transformer};
 use crate::ownership::AVERAGE;
 use crate::search::{Hypothesis, Search, SearchConfig};
 use crate::train::checkpoint::CheckpointStore;
@@ -93,16 +95,16 @@ impl Translator {
         })
     }
 
-    /// The ids of a text's lines. An `Err` from `between`, which is asked before each, ends it.
-    pub fn encode(&self, lines: &[String], between: Between) -> Result<Vec<Vec<u32>>> {
+    /// The ids of a text's lines. `check_interrupt` runs before each.
+    pub fn encode(&self, lines: &[String], check_interrupt: Interrupt) -> Result<Vec<Vec<u32>>> {
         let encode = |line: &String| self.vocabulary.encode(&self.segmenter.segment(line));
-        listening(between, lines, |lines| lines.map(encode).collect())
+        interruptible(check_interrupt, lines, |lines| lines.map(encode).collect())
     }
 
     /// The ids of the source side of a split; its folder may number the pieces in another way than this model.
-    pub fn read(&self, data: &Binarised, split: &str, between: Between) -> Result<Vec<Vec<u32>>> {
+    pub fn read(&self, data: &Binarised, split: &str, check_interrupt: Interrupt) -> Result<Vec<Vec<u32>>> {
         let dictionary = data.dictionary(Side::Source)?;
-        let sentences = data.sentences(split, Side::Source, dictionary.len(), between)?;
+        let sentences = data.sentences(split, Side::Source, dictionary.len(), check_interrupt)?;
         Ok(sentences.iter().map(|ids| self.vocabulary.encode(&dictionary.decode(ids))).collect())
     }
 
@@ -114,7 +116,7 @@ impl Translator {
         config: &SearchConfig,
         batch_tokens: usize,
         kind: Kind,
-        between: Between,
+        check_interrupt: Interrupt,
     ) -> Result<Vec<Vec<(String, f64)>>> {
         if !self.model.config.has_encoder() {
             return Err(Error::invalid("a language model does not translate"));
@@ -123,7 +125,7 @@ impl Translator {
             return Ok(Vec::new());
         }
         self.check_lines(&source)?;
-        let between = &mut data::seldom(between);
+        let check_interrupt = &mut data::throttled(check_interrupt);
         let search = Search::new(&self.model, self.mask.as_ref(), config, kind)?;
         let threads = if self.device == Device::Cpu { parallel::threads() } else { 1 };
         let batches = source_batches(&source, batch_tokens, threads);
@@ -142,14 +144,14 @@ impl Translator {
         match threads.min(batches.len()) {
             0 | 1 => {
                 for batch in 0..batches.len() {
-                    take(batch, search.run(&self.model, &packed(batch)?.to(self.device)?, between)?);
+                    take(batch, search.run(&self.model, &packed(batch)?.to(self.device)?, check_interrupt)?);
                 }
             }
             threads => {
-                let run = |model: &Transformer, search: &Search, batch: usize, between: Between| {
-                    search.run(model, &packed(batch)?, between)
+                let run = |model: &Transformer, search: &Search, batch: usize, check_interrupt: Interrupt| {
+                    search.run(model, &packed(batch)?, check_interrupt)
                 };
-                in_parallel(&self.model, &search, threads, batches.len(), &run, &mut take, between)?;
+                in_parallel(&self.model, &search, threads, batches.len(), &run, &mut take, check_interrupt)?;
             }
         }
         Ok(found)
@@ -161,20 +163,20 @@ impl Translator {
         source: Option<&str>,
         target: &str,
         kind: Kind,
-        mut between: impl FnMut() -> Result<()>,
+        mut check_interrupt: impl FnMut() -> Result<()>,
     ) -> Result<train::Score> {
         let sided = self.model.config.has_encoder();
         if let (true, None) | (false, Some(_)) = (sided, source) {
             let (has, needs) = if sided { ("an encoder", "source") } else { ("no encoder", "no source") };
             return Err(Error::invalid(format!("the model has {has}: it is evaluated with {needs} text")));
         }
-        let mut between = data::seldom(&mut between);
-        let (source, target) = read(sided, "evaluation", source, target, &mut between)?;
-        let target = within(self.encode(&target, &mut between)?, self.seen.as_deref());
+        let mut check_interrupt = data::throttled(&mut check_interrupt);
+        let (source, target) = read(sided, "evaluation", source, target, &mut check_interrupt)?;
+        let target = within(self.encode(&target, &mut check_interrupt)?, self.seen.as_deref());
         let corpus = match sided {
             // However long for a batch, which has at least one sentence.
             true => Corpus::parallel(
-                self.encode(&source, &mut between)?,
+                self.encode(&source, &mut check_interrupt)?,
                 target,
                 limit(usize::MAX, &self.model.config),
                 LongSentences::Refuse,
@@ -184,7 +186,7 @@ impl Translator {
             false => Corpus::language_model(&target, self.data.segment_length as usize, usize::MAX)?,
         };
         let batches = valid_batches(&corpus, &self.training);
-        no_grad(|| train::evaluate_loss(&self.model, &batches, &self.objective()?, kind, between))
+        no_grad(|| train::evaluate_loss(&self.model, &batches, &self.objective()?, kind, check_interrupt))
     }
 
     /// Refuses lines that are longer than the model reads, by the number of the first.

@@ -39,7 +39,7 @@ type TranslateBatch<'a> =
     dyn Fn(&Transformer, &Search, usize, &mut dyn FnMut() -> Result<()>) -> Result<Vec<Vec<Hypothesis>>> + Sync + 'a;
 
 /// Runs batches 0 to `batches` − 1 on `threads` threads and gives each result to `take`, in any order. An `Err` from
-/// `between`, which is called often, ends it, as does one of a batch.
+/// `check_interrupt`, which is called often, ends it, as does one of a batch.
 pub fn in_parallel(
     model: &Transformer,
     search: &Search,
@@ -47,7 +47,7 @@ pub fn in_parallel(
     batches: usize,
     run: &TranslateBatch,
     take: &mut dyn FnMut(usize, Vec<Vec<Hypothesis>>),
-    between: &mut dyn FnMut() -> Result<()>,
+    check_interrupt: &mut dyn FnMut() -> Result<()>,
 ) -> Result<()> {
     let tensors = || -> HashMap<String, Tensor> {
         let named = model.parameters.iter().chain(model.parameters.buffers());
@@ -99,7 +99,7 @@ pub fn in_parallel(
                         return Err(Error::Torch("a thread ended before its translations were made".to_string()))
                     }
                 }
-                between()?;
+                check_interrupt()?;
             }
         };
         let ended = wait();
@@ -174,8 +174,11 @@ mod tests {
             let config = SearchConfig { beam, max_length: Some(12), ..SearchConfig::new(SearchRule::Fairseq) };
             let search = Search::new(&model, None, &config, Kind::Double).unwrap();
             let mut found = vec![None; 40];
-            let run = |model: &Transformer, search: &Search, number: usize, between: &mut dyn FnMut() -> Result<()>| {
-                search.run(model, &batch(number), between)
+            let run = |model: &Transformer,
+                       search: &Search,
+                       number: usize,
+                       check_interrupt: &mut dyn FnMut() -> Result<()>| {
+                search.run(model, &batch(number), check_interrupt)
             };
             let mut take = |number: usize, all| assert!(found[number].replace(all).is_none());
             in_parallel(&model, &search, 3, 40, &run, &mut take, &mut || Ok(())).unwrap();
@@ -190,8 +193,8 @@ mod tests {
     fn what_fails_in_a_thread_or_between_ends_it() {
         let model = model();
         let search = Search::new(&model, None, &SearchConfig::default(), Kind::Double).unwrap();
-        type Between<'a> = &'a mut dyn FnMut() -> Result<()>;
-        let fails = |_: &Transformer, _: &Search, number: usize, _: Between| match number {
+        type Interrupt<'a> = &'a mut dyn FnMut() -> Result<()>;
+        let fails = |_: &Transformer, _: &Search, number: usize, _: Interrupt| match number {
             3 => Err(Error::invalid("the fourth batch")),
             _ => Ok(vec![]),
         };
@@ -199,7 +202,7 @@ mod tests {
         let e = in_parallel(&model, &search, 2, 9, &fails, &mut take, &mut || Ok(())).unwrap_err();
         assert_eq!(e.to_string(), "the fourth batch");
         let made = AtomicUsize::new(0);
-        let slow = |_: &Transformer, _: &Search, _: usize, _: Between| {
+        let slow = |_: &Transformer, _: &Search, _: usize, _: Interrupt| {
             made.fetch_add(1, Ordering::Relaxed);
             thread::sleep(Duration::from_millis(5));
             Ok(vec![])
@@ -207,9 +210,9 @@ mod tests {
         let mut stop = || Err(Error::Interrupted("enough".to_string()));
         let e = in_parallel(&model, &search, 2, 1000, &slow, &mut take, &mut stop).unwrap_err();
         assert_eq!((e.to_string().as_str(), made.load(Ordering::Relaxed) < 100), ("enough", true));
-        // A search that would never end by itself hears of it at its next step.
-        let endless = |_: &Transformer, _: &Search, _: usize, between: Between| loop {
-            between()?;
+        // A search that would never end by itself ends at its next step.
+        let endless = |_: &Transformer, _: &Search, _: usize, check_interrupt: Interrupt| loop {
+            check_interrupt()?;
             thread::sleep(Duration::from_millis(1));
         };
         let e = in_parallel(&model, &search, 2, 2, &endless, &mut take, &mut stop).unwrap_err();

@@ -10,7 +10,7 @@ use crate::config::{AttentionName, GenerationOptions};
 use crate::data::random::{Purpose, Random};
 use crate::error::{Error, Result};
 use crate::host::host;
-use crate::model::{Cargo, Context, Packed, Sentences, StackCache, Transformer, BOS, EOS, PAD};
+use crate::model::{Context, HostBatch, Packed, Sentences, StackCache, Transformer, BOS, EOS, PAD};
 use tch::{Kind, Tensor};
 
 /// How to continue texts.
@@ -58,7 +58,7 @@ pub struct Prompt<'a> {
 
 /// What a model made of a prompt.
 #[derive(Clone, Debug, Default, PartialEq)]
-pub struct Generated {
+pub struct Generation {
     /// The new tokens, EOS included.
     pub tokens: Vec<i64>,
     /// Σ log p of the new tokens, at temperature 1 and from all tokens.
@@ -68,26 +68,26 @@ pub struct Generated {
 }
 
 /// A text on its way.
-struct Growing {
+struct PartialText {
     /// EOS, the prompt, and what came.
     tokens: Vec<i64>,
     /// Where its window begins.
     window: usize,
     random: Random,
-    made: Generated,
+    made: Generation,
     /// Ends of sentence among the new tokens.
     ends: usize,
     is_over: bool,
 }
 
-impl Growing {
+impl PartialText {
     fn new(prompt: &Prompt, config: &GenerationConfig) -> Self {
         let tokens = [&[EOS], prompt.tokens].concat();
-        Growing {
+        PartialText {
             window: config.window(tokens.len()),
             random: Random::new(config.seed, digest(prompt.tokens), prompt.sample, Purpose::NextToken),
             tokens,
-            made: Generated::default(),
+            made: Generation::default(),
             ends: 0,
             is_over: false,
         }
@@ -117,21 +117,22 @@ fn digest(tokens: &[i64]) -> u64 {
 
 /// Continues texts with a decoder-only model.
 ///
-/// `allowed` has the types that may come; none: all; never PAD and BOS. `kind` is the type of matrix products. `said` is
-/// told of each new token: the text's number, the token, and whether the text is over. `between` is asked at every step
-/// whether to go on.
+/// `allowed` has the types that may come; none: all; never PAD and BOS. `kind` is the type of matrix products.
+/// `on_token` is
+/// called with each new token: the text's number, the token, and whether the text is over.
+/// `check_interrupt` runs at every step.
 ///
 /// Errors: a model with an encoder, a context longer than tensorized attention reads, logits that are not numbers, what
-/// `said` and `between` return.
+/// `on_token` and `check_interrupt` return.
 pub fn generate(
     model: &Transformer,
     prompts: &[Prompt],
     allowed: Option<&[bool]>,
     config: &GenerationConfig,
     kind: Kind,
-    said: &mut dyn FnMut(usize, i64, bool) -> Result<()>,
-    between: &mut dyn FnMut() -> Result<()>,
-) -> Result<Vec<Generated>> {
+    on_token: &mut dyn FnMut(usize, i64, bool) -> Result<()>,
+    check_interrupt: &mut dyn FnMut() -> Result<()>,
+) -> Result<Vec<Generation>> {
     if model.config.has_encoder() {
         return Err(Error::invalid(
             "text is continued by a language model (architecture = \"decoder-only\"), and this model has an encoder: \
@@ -141,7 +142,7 @@ pub fn generate(
     model.config.check_lengths(&[config.context as i64])?;
     // Tensorized attention does not decode token by token.
     let is_cached = model.config.attention != AttentionName::Tensorized;
-    continued(&mut Reader::new(model, kind, is_cached), prompts, allowed, config, said, between)
+    continued(&mut Reader::new(model, kind, is_cached), prompts, allowed, config, on_token, check_interrupt)
 }
 
 /// [`generate`] with that reader.
@@ -150,19 +151,19 @@ fn continued(
     prompts: &[Prompt],
     allowed: Option<&[bool]>,
     config: &GenerationConfig,
-    said: &mut dyn FnMut(usize, i64, bool) -> Result<()>,
-    between: &mut dyn FnMut() -> Result<()>,
-) -> Result<Vec<Generated>> {
-    let mut texts: Vec<Growing> = prompts.iter().map(|prompt| Growing::new(prompt, config)).collect();
+    on_token: &mut dyn FnMut(usize, i64, bool) -> Result<()>,
+    check_interrupt: &mut dyn FnMut() -> Result<()>,
+) -> Result<Vec<Generation>> {
+    let mut texts: Vec<PartialText> = prompts.iter().map(|prompt| PartialText::new(prompt, config)).collect();
     tch::no_grad(|| {
         while let Some(next) = reader.next(&mut texts, config)? {
             for (number, mut logits) in next {
                 forbid(&mut logits, allowed);
                 refuse_nan(&logits, number, texts[number].made.tokens.len())?;
                 let token = texts[number].advance(&logits, config);
-                said(number, token, texts[number].is_over)?;
+                on_token(number, token, texts[number].is_over)?;
             }
-            between()?;
+            check_interrupt()?;
         }
         Ok(texts.into_iter().map(|text| text.made).collect())
     })
@@ -206,7 +207,7 @@ impl<'a> Reader<'a> {
     }
 
     /// One step: logits of the texts that have been read to their ends; none: all are over.
-    fn next(&mut self, texts: &mut [Growing], config: &GenerationConfig) -> Result<Option<Next>> {
+    fn next(&mut self, texts: &mut [PartialText], config: &GenerationConfig) -> Result<Option<Next>> {
         let live: Vec<usize> = (0..texts.len()).filter(|&number| !texts[number].is_over).collect();
         if live.is_empty() {
             return Ok(None);
@@ -218,7 +219,7 @@ impl<'a> Reader<'a> {
     }
 
     /// Each window's next token, with the cache.
-    fn step(&mut self, live: &[usize], texts: &mut [Growing], config: &GenerationConfig) -> Result<Next> {
+    fn step(&mut self, live: &[usize], texts: &mut [PartialText], config: &GenerationConfig) -> Result<Next> {
         if self.position == config.context {
             live.iter().for_each(|&number| texts[number].window += config.stride());
             (self.position, self.cache) = (0, StackCache::default());
@@ -238,7 +239,7 @@ impl<'a> Reader<'a> {
     }
 
     /// Each window whole, without a cache.
-    fn whole(&self, live: &[usize], texts: &mut [Growing], config: &GenerationConfig) -> Result<Next> {
+    fn whole(&self, live: &[usize], texts: &mut [PartialText], config: &GenerationConfig) -> Result<Next> {
         live.iter().for_each(|&number| texts[number].window = config.window(texts[number].tokens.len()));
         let windows: Vec<&[i64]> = live.iter().map(|&number| &texts[number].tokens[texts[number].window..]).collect();
         let packed = Packed::of(&windows)?;

@@ -143,16 +143,17 @@ pub struct Hypothesis {
 /// # Errors
 ///
 /// Settings out of range; a decoder-only model; a mask that allows no sentence; a source longer than the model reads;
-/// logits that are not numbers (NaN); more hypotheses than memory; what `between` returns, which is asked at each step.
+/// logits that are not numbers (NaN); more hypotheses than memory; an error of `check_interrupt`, which runs at each
+/// step.
 pub fn search(
     model: &Transformer,
     source: &Packed,
     mask: Option<&Tensor>,
     config: &SearchConfig,
     kind: Kind,
-    between: &mut dyn FnMut() -> Result<()>,
+    check_interrupt: &mut dyn FnMut() -> Result<()>,
 ) -> Result<Vec<Vec<Hypothesis>>> {
-    Search::new(model, mask, config, kind)?.run(model, source, between)
+    Search::new(model, mask, config, kind)?.run(model, source, check_interrupt)
 }
 
 /// What searches with one model share: its weights as products take them. The model must not change meanwhile.
@@ -180,12 +181,12 @@ impl Search {
         Search { config: self.config.clone(), kind: self.kind, output, weights }
     }
 
-    /// The `n_best` best translations of each sentence. An `Err` from `between`, which is asked at each step, ends it.
+    /// The `n_best` best translations of each sentence. `check_interrupt` runs at each step.
     pub fn run(
         &self,
         model: &Transformer,
         source: &Packed,
-        between: &mut dyn FnMut() -> Result<()>,
+        check_interrupt: &mut dyn FnMut() -> Result<()>,
     ) -> Result<Vec<Vec<Hypothesis>>> {
         if source.sentences() == 0 {
             return Ok(Vec::new());
@@ -203,7 +204,7 @@ impl Search {
             let mut cache = StackCache::default();
             cache.set_reads(Reads::nothing(beams.len()));
             for length in 0.. {
-                between()?;
+                check_interrupt()?;
                 let start = model.config.decoder_start.id();
                 // A better hypothesis's continuations may leave no place for those of a worse one.
                 let (before, mut after) = (cache.reads().clone(), Reads::default());

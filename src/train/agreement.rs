@@ -1,4 +1,4 @@
-//! What the ranks of a process group tell each other between updates: numbers of the host, and whether any must stop.
+//! Numbers and stop requests that the ranks of a process group share between updates, on the host.
 
 use crate::error::{Error, Result};
 use crate::host::host;

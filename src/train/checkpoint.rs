@@ -27,7 +27,7 @@ use serde_json::Value;
 pub use arrays::{Array, Arrays};
 pub use average::average;
 pub use safetensors::Dtype;
-pub use store::{Best, CheckpointStore, Found};
+pub use store::{Best, CheckpointStore, ResumePoint};
 pub use tensors::{load_parameters, to_array, to_arrays, to_tensor};
 
 use crate::atomic::{self, Digest};
@@ -271,7 +271,7 @@ impl Manifest {
 
     fn config(&self, folder: &Path) -> Result<Value> {
         let path = folder.join(CONFIG);
-        let mut file = Checked::open(&path, self.digest(folder, CONFIG)?)?;
+        let mut file = CheckedFile::open(&path, self.digest(folder, CONFIG)?)?;
         let text = file.take(file.expected.bytes)?;
         file.finish()?;
         serde_json::from_slice(&text).map_err(|e| damaged(&path, e.to_string()))
@@ -279,14 +279,14 @@ impl Manifest {
 }
 
 /// A file whose length is the expected one, its CRC-32 taken while it is read.
-struct Checked<'a> {
+struct CheckedFile<'a> {
     path: &'a Path,
     file: File,
     expected: Digest,
     crc: Crc,
 }
 
-impl<'a> Checked<'a> {
+impl<'a> CheckedFile<'a> {
     fn open(path: &'a Path, expected: Digest) -> Result<Self> {
         let file = atomic::open(path, File::options().read(true)).map_err(|e| match e {
             Error::Io { source, .. } if source.kind() == io::ErrorKind::NotFound => {
@@ -299,7 +299,7 @@ impl<'a> Checked<'a> {
         if found != expected.bytes {
             return Err(damaged(path, format!("expected {} bytes, found {found}", expected.bytes)));
         }
-        Ok(Checked { path, file, expected, crc: Crc::new() })
+        Ok(CheckedFile { path, file, expected, crc: Crc::new() })
     }
 
     /// The next `bytes` bytes, of which the caller knows that the file has them.

@@ -4,12 +4,12 @@
 //! a pass reads of them lies where the graph of that shape looks for it. Filling up changes no number but by rounding: no
 //! real token sees the spare rows, losses and statistics leave them out, and a dropout mask goes by rows.
 
-use super::forward_backward::Pass;
+use super::forward_backward::TrainStep;
 use super::loss::LossSums;
 use super::micro_batch::{MicroBatch, Shape};
 use crate::data::Batch;
 use crate::error::Result;
-use crate::model::{Cargo, Hold};
+use crate::model::{DeviceBuffer, HostBatch};
 use std::cell::RefCell;
 use std::collections::{HashMap, HashSet};
 use std::rc::Rc;
@@ -34,7 +34,7 @@ const GRAPHS: usize = 128;
 /// Steps in which the rows of a side grow to `max_tokens`, and what a step is a multiple of.
 const ROW_STEPS: usize = 16;
 const ROW_MULTIPLE: usize = 64;
-/// Lengths of the longest sentence that are told apart: multiples of 4, and from 32 on four a doubling.
+/// Distinct lengths of the longest sentence: multiples of 4, and from 32 on four a doubling.
 const LENGTH_MULTIPLE: usize = 4;
 const LENGTHS_PER_DOUBLING: usize = 4;
 
@@ -54,7 +54,7 @@ pub struct Graphs {
 
 /// A recorded pass.
 struct Graph {
-    hold: Hold,
+    buffer: DeviceBuffer,
     recorded: Box<dyn Replay>,
     sums: Rc<RefCell<Option<LossSums>>>,
 }
@@ -66,8 +66,8 @@ impl Graphs {
         Graphs { recorder, max_tokens, device, seen, graphs, is_broken: false, complaint: None }
     }
 
-    /// [`Pass::run`] of a batch, by the graph of its shape where there is one.
-    pub fn run(&mut self, pass: &Rc<Pass>, batch: &Batch, seed: [i64; 3], scale: f64) -> Result<LossSums> {
+    /// [`TrainStep::run`] of a batch, by the graph of its shape where there is one.
+    pub fn run(&mut self, step: &Rc<TrainStep>, batch: &Batch, seed: [i64; 3], scale: f64) -> Result<LossSums> {
         let shape = shape(batch, self.max_tokens);
         let filling = |shape| MicroBatch::on_host(batch, shape, seed, scale, self.device);
         if let Some(graph) = self.graphs.get_mut(&shape) {
@@ -75,8 +75,8 @@ impl Graphs {
         }
         let is_new = self.seen.insert(shape);
         if !is_new && !self.is_broken && self.graphs.len() < GRAPHS {
-            match Graph::record(&mut *self.recorder, pass, filling(Some(shape))?, self.device) {
-                Ok(graph) => return self.graphs.entry(shape).or_insert(graph).again(),
+            match Graph::record(&mut *self.recorder, step, filling(Some(shape))?, self.device) {
+                Ok(graph) => return self.graphs.entry(shape).or_insert(graph).replay(),
                 Err(error) => {
                     self.complaint = Some(format!("no CUDA graphs, and so a slower training: {error}"));
                     self.is_broken = true;
@@ -86,7 +86,7 @@ impl Graphs {
             }
         }
         let shape = (!self.is_broken).then_some(shape);
-        pass.run(&filling(shape)?.to(self.device)?)
+        step.run(&filling(shape)?.to(self.device)?)
     }
 
     /// Why recording failed, once.
@@ -96,25 +96,30 @@ impl Graphs {
 }
 
 impl Graph {
-    fn record(recorder: &mut dyn Recorder, pass: &Rc<Pass>, mut batch: MicroBatch, device: Device) -> Result<Self> {
-        let hold = Hold::load(&mut batch, device)?;
+    fn record(
+        recorder: &mut dyn Recorder,
+        step: &Rc<TrainStep>,
+        mut batch: MicroBatch,
+        device: Device,
+    ) -> Result<Self> {
+        let buffer = DeviceBuffer::load(&mut batch, device)?;
         let sums = Rc::new(RefCell::new(None));
-        let (pass, kept) = (pass.clone(), Rc::clone(&sums));
+        let (step, kept) = (step.clone(), Rc::clone(&sums));
         let recorded = recorder.record(Rc::new(move || {
-            let made = pass.run(&batch)?;
+            let made = step.run(&batch)?;
             kept.replace(Some(made));
             Ok(())
         }))?;
-        Ok(Graph { hold, recorded, sums })
+        Ok(Graph { buffer, recorded, sums })
     }
 
     fn run(&mut self, batch: &mut MicroBatch) -> Result<LossSums> {
-        self.hold.reload(batch)?;
-        self.again()
+        self.buffer.reload(batch)?;
+        self.replay()
     }
 
     /// With the batch that is in its place.
-    fn again(&mut self) -> Result<LossSums> {
+    fn replay(&mut self) -> Result<LossSums> {
         self.recorded.replay()?;
         // The next replay writes over them.
         self.sums.borrow().as_ref().expect("recording makes them").copy()
@@ -152,43 +157,43 @@ mod tests {
     use tch::{Kind, Tensor};
 
     /// A device without a stream: what was recorded is done again.
-    struct Again;
+    struct ReplayRecorder;
 
-    impl Recorder for Again {
+    impl Recorder for ReplayRecorder {
         fn record(&mut self, work: Work) -> Result<Box<dyn Replay>> {
-            struct Recorded(Work);
-            impl Replay for Recorded {
+            struct ReplayedWork(Work);
+            impl Replay for ReplayedWork {
                 fn replay(&self) -> Result<()> {
                     (self.0)()
                 }
             }
-            Ok(Box::new(Recorded(work)))
+            Ok(Box::new(ReplayedWork(work)))
         }
     }
 
     /// A device on which nothing can be recorded.
-    struct Never;
+    struct FailingRecorder;
 
-    impl Recorder for Never {
+    impl Recorder for FailingRecorder {
         fn record(&mut self, _: Work) -> Result<Box<dyn Replay>> {
             Err(crate::error::Error::invalid("not here"))
         }
     }
 
     /// A device with room for one graph.
-    struct Once(Arc<()>);
+    struct SingleRecorder(Arc<()>);
 
-    impl Recorder for Once {
+    impl Recorder for SingleRecorder {
         fn record(&mut self, work: Work) -> Result<Box<dyn Replay>> {
-            struct Recorded(Work, #[expect(dead_code, reason = "counts the graphs that live")] Arc<()>);
-            impl Replay for Recorded {
+            struct ReplayedWork(Work, #[expect(dead_code, reason = "counts the graphs that live")] Arc<()>);
+            impl Replay for ReplayedWork {
                 fn replay(&self) -> Result<()> {
                     (self.0)()
                 }
             }
             match Arc::strong_count(&self.0) {
                 // The test's and this one's.
-                2 => Ok(Box::new(Recorded(work, Arc::clone(&self.0)))),
+                2 => Ok(Box::new(ReplayedWork(work, Arc::clone(&self.0)))),
                 _ => Err(crate::error::Error::invalid("full")),
             }
         }
@@ -207,7 +212,7 @@ mod tests {
         all.iter().map(|sentences| collate(&corpus, sentences)).collect()
     }
 
-    fn pass(options: &str) -> Rc<Pass> {
+    fn step(options: &str) -> Rc<TrainStep> {
         let text = format!(
             r#"{{"vocab_size": 20, "d_model": 16, "d_ff": 24, "heads": 2, "encoder_layers": 2, "decoder_layers": 2,
                 "dropout": 0.2, {options}}}"#
@@ -215,7 +220,7 @@ mod tests {
         let config: TransformerConfig = crate::config::from_json("model", &text).unwrap();
         let all_but_unk = || Tensor::arange(20, (Kind::Int64, Device::Cpu)).not_equal(UNK);
         let mask = options.contains("fixnorm").then(all_but_unk);
-        Rc::new(Pass {
+        Rc::new(TrainStep {
             model: Transformer::new(&config, 4, Device::Cpu, Kind::Double).unwrap(),
             objective: Objective::new(mask, Smoothing::fairseq(0.1, 20)).unwrap(),
             kind: Kind::Double,
@@ -227,9 +232,9 @@ mod tests {
     }
 
     /// Two of one model.
-    fn passes(options: &str) -> [Rc<Pass>; 2] {
-        let passes = [pass(options), pass(options)];
-        let [first, second] = passes.each_ref().map(|pass| pass.model.parameters.tensors());
+    fn passes(options: &str) -> [Rc<TrainStep>; 2] {
+        let passes = [step(options), step(options)];
+        let [first, second] = passes.each_ref().map(|step| step.model.parameters.tensors());
         for (from, to) in first.iter().zip(second) {
             tch::no_grad(|| to.shallow_clone().copy_(from));
         }
@@ -238,24 +243,24 @@ mod tests {
 
     /// Losses, and all gradients and buffers in the end.
     fn results(
-        pass: &Rc<Pass>,
+        step: &Rc<TrainStep>,
         batches: &[Batch],
-        mut run: impl FnMut(&Rc<Pass>, &Batch, [i64; 3]) -> LossSums,
+        mut run: impl FnMut(&Rc<TrainStep>, &Batch, [i64; 3]) -> LossSums,
     ) -> Vec<Tensor> {
         let mut results = vec![];
         for (number, batch) in (1i64..).zip(batches) {
-            pass.model.set_update(number).unwrap();
-            let sums = run(pass, batch, [1, number, 0]);
+            step.model.set_update(number).unwrap();
+            let sums = run(step, batch, [1, number, 0]);
             results.extend([sums.loss, sums.nll]);
         }
-        let parameters = &pass.model.parameters;
+        let parameters = &step.model.parameters;
         results.extend(parameters.tensors().iter().map(Tensor::grad));
         results.extend(parameters.buffers().map(|(_, t)| t.to_kind(Kind::Double)));
         results
     }
 
-    fn plain(pass: &Rc<Pass>, batch: &Batch, seed: [i64; 3]) -> LossSums {
-        pass.run(&MicroBatch::on_host(batch, None, seed, 0.01, Device::Cpu).unwrap()).unwrap()
+    fn plain(step: &Rc<TrainStep>, batch: &Batch, seed: [i64; 3]) -> LossSums {
+        step.run(&MicroBatch::on_host(batch, None, seed, 0.01, Device::Cpu).unwrap()).unwrap()
     }
 
     #[test]
@@ -281,9 +286,9 @@ mod tests {
             r#""sinks": true, "attention_dropout": 0.0, "v_norm": "weighted""#,
         ] {
             let batches = batches(if options.contains("decoder-only") { 1 } else { 2 });
-            let mut graphs = Graphs::new(Box::new(Again), MAX_TOKENS, Device::Cpu);
+            let mut graphs = Graphs::new(Box::new(ReplayRecorder), MAX_TOKENS, Device::Cpu);
             let [ours, other] = passes(options);
-            let replayed = results(&ours, &batches, |pass, batch, seed| graphs.run(pass, batch, seed, 0.01).unwrap());
+            let replayed = results(&ours, &batches, |step, batch, seed| graphs.run(step, batch, seed, 0.01).unwrap());
             let plain = results(&other, &batches, plain);
             let (seen, recorded) = (graphs.seen.len(), graphs.graphs.len());
             assert!(
@@ -300,11 +305,11 @@ mod tests {
     fn what_cannot_be_recorded_is_done_and_told_once() {
         let options = r#""residual": "prenorm""#;
         let batches = batches(2);
-        let mut graphs = Graphs::new(Box::new(Never), MAX_TOKENS, Device::Cpu);
+        let mut graphs = Graphs::new(Box::new(FailingRecorder), MAX_TOKENS, Device::Cpu);
         let mut told = vec![];
         let [ours, other] = passes(options);
-        let tried = results(&ours, &batches, |pass, batch, seed| {
-            let sums = graphs.run(pass, batch, seed, 0.01).unwrap();
+        let tried = results(&ours, &batches, |step, batch, seed| {
+            let sums = graphs.run(step, batch, seed, 0.01).unwrap();
             told.extend(graphs.complaint());
             sums
         });
@@ -315,11 +320,11 @@ mod tests {
 
     #[test]
     fn a_failed_recording_frees_the_graphs_before_it() {
-        let (pass, batches, alive) = (pass(r#""residual": "prenorm""#), batches(2), Arc::new(()));
-        let mut graphs = Graphs::new(Box::new(Once(Arc::clone(&alive))), MAX_TOKENS, Device::Cpu);
+        let (step, batches, alive) = (step(r#""residual": "prenorm""#), batches(2), Arc::new(()));
+        let mut graphs = Graphs::new(Box::new(SingleRecorder(Arc::clone(&alive))), MAX_TOKENS, Device::Cpu);
         let mut most = 0;
         for (number, batch) in (1i64..).zip(batches.iter().chain(&batches)) {
-            graphs.run(&pass, batch, [1, number, 0], 0.01).unwrap();
+            graphs.run(&step, batch, [1, number, 0], 0.01).unwrap();
             most = most.max(Arc::strong_count(&alive));
         }
         assert!(most == 3 && graphs.complaint().is_some(), "one graph was recorded, and a second was not");

@@ -33,13 +33,13 @@ impl Score {
     }
 }
 
-/// The model's loss over batches, PAD among their targets left out; an `Err` from `between` two of them ends it.
+/// The model's loss over batches, PAD among their targets left out; `check_interrupt` runs between two of them.
 pub fn evaluate_loss(
     model: &Transformer,
     batches: &[Batch],
     objective: &Objective,
     kind: Kind,
-    mut between: impl FnMut() -> Result<()>,
+    mut check_interrupt: impl FnMut() -> Result<()>,
 ) -> Result<Score> {
     no_grad(|| {
         let mut workspace = Workspace::default();
@@ -51,15 +51,15 @@ pub fn evaluate_loss(
             loss += sums.loss.f_double_value(&[])?;
             nll += sums.nll.f_double_value(&[])?;
             tokens += batch.target_output.iter().filter(|token| **token != PAD).count();
-            between()?;
+            check_interrupt()?;
         }
         let per_token = 1.0 / tokens.max(1) as f64;
         Ok(Score { loss: loss * per_token, nll: nll * per_token, tokens })
     })
 }
 
-/// multi-bleu's BLEU of the model's translations of the batches' sources, pieces joined to words; an `Err` from `between`,
-/// which is asked at each step of a search, ends it.
+/// multi-bleu's BLEU of the model's translations of the batches' sources, pieces joined to words; `check_interrupt`
+/// runs at each step of a search.
 pub fn evaluate_bleu(
     model: &Transformer,
     Validation { batches, references }: &Validation,
@@ -67,12 +67,12 @@ pub fn evaluate_bleu(
     mask: Option<&Tensor>,
     config: &SearchConfig,
     kind: Kind,
-    mut between: impl FnMut() -> Result<()>,
+    mut check_interrupt: impl FnMut() -> Result<()>,
 ) -> Result<f64> {
     let mut hypotheses = vec![String::new(); references.len()];
     for batch in batches {
         let Some(source) = Input::new(batch, model.device())?.read.source else { continue };
-        let found = search(model, &source, mask, config, kind, &mut between)?;
+        let found = search(model, &source, mask, config, kind, &mut check_interrupt)?;
         for (sentence, found) in batch.sentences.iter().zip(found) {
             if let Some(best) = found.first() {
                 hypotheses[*sentence] = to_text(&best.tokens, vocabulary);

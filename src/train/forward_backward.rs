@@ -3,27 +3,27 @@
 use super::loss::{LossSums, Objective, Workspace};
 use super::micro_batch::MicroBatch;
 use crate::error::Result;
-use crate::model::{Context, Flat, Rates, Transformer};
+use crate::model::{Context, FlatBuffers, Rates, Transformer};
 use crate::operator::ProcessGroup;
 use std::cell::RefCell;
 use std::rc::Rc;
 use tch::{Kind, Tensor};
 
-/// All that a micro-batch goes through; on a GPU nobody waits for it.
-pub struct Pass {
+/// One micro-batch's forward and backward; on a GPU it runs asynchronously.
+pub struct TrainStep {
     pub model: Transformer,
     pub objective: Objective,
     /// The type of matrix products.
     pub kind: Kind,
     pub recompute: bool,
-    /// Whose batches norms with statistics take for one.
+    /// Ranks whose rows are one batch for norms with statistics.
     pub group: ProcessGroup,
     /// On a CPU: the flat buffers, in which linear layers add to gradients.
-    pub flat: Option<Rc<Flat>>,
+    pub flat: Option<Rc<FlatBuffers>>,
     pub workspace: RefCell<Workspace>,
 }
 
-impl Pass {
+impl TrainStep {
     /// Sums of the losses; the gradients of `scale`·Σ loss are added to the parameters' own.
     pub fn run(&self, batch: &MicroBatch) -> Result<LossSums> {
         let ctx = self.context(&batch.seed).recomputing(self.recompute).across(self.group).adding_to(self.flat.clone());

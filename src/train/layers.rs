@@ -2,7 +2,7 @@
 
 use crate::error::Result;
 use crate::model::Parameters;
-use crate::operator::Late;
+use crate::operator::Pending;
 use serde::Serialize;
 use std::collections::BTreeMap;
 use tch::{no_grad, Kind, Tensor};
@@ -17,13 +17,13 @@ pub struct Layers {
 }
 
 /// The same while the numbers are on their way from the device.
-pub struct LateLayers {
+pub struct PendingLayers {
     groups: Vec<String>,
     gains: Vec<String>,
-    numbers: Late,
+    numbers: Pending,
 }
 
-impl LateLayers {
+impl PendingLayers {
     /// Of gradients that have been summed over ranks and not been used yet.
     pub fn of(parameters: &Parameters) -> Result<Self> {
         no_grad(|| {
@@ -41,7 +41,7 @@ impl LateLayers {
                 numbers.push(Tensor::f_stack(norms, 0)?.f_norm()?);
             }
             let groups = norms.into_keys().map(str::to_string).collect();
-            Ok(LateLayers { groups, gains, numbers: Late::of(&Tensor::f_stack(&numbers, 0)?)? })
+            Ok(PendingLayers { groups, gains, numbers: Pending::of(&Tensor::f_stack(&numbers, 0)?)? })
         })
     }
 

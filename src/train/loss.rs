@@ -9,7 +9,7 @@ use crate::error::Result;
 use crate::kernel::cross_entropy as kernel;
 use crate::kernel::product::{add_product, product};
 use crate::kernel::row_sum::add_rows;
-use crate::model::{Flat, Placed, Transformer, PAD};
+use crate::model::{FlatBuffers, FlatParameter, Transformer, PAD};
 use crate::operator;
 use tch::{no_grad, Kind, Tensor};
 
@@ -24,7 +24,7 @@ pub fn smoothing(config: &TrainingConfig, valid: usize) -> kernel::Smoothing {
     }
 }
 
-/// Sums over target tokens, in nats; 0-dim f64 tensors, so that nobody waits for the device.
+/// Sums over target tokens, in nats; 0-dim f64 tensors, so that the host does not wait for the device.
 pub struct LossSums {
     pub loss: Tensor,
     pub nll: Tensor,
@@ -98,7 +98,7 @@ impl Objective {
         targets: &Tensor,
         scale: &Tensor,
         kind: Kind,
-        flat: Option<&Flat>,
+        flat: Option<&FlatBuffers>,
         workspace: &mut Workspace,
     ) -> Result<LossSums> {
         let ((weight, bias), softcap) = (model.output()?, model.softcap()); // (V, d)
@@ -168,7 +168,7 @@ impl Objective {
 /// A parameter of the output projection, or a function of one, and its gradient of all blocks.
 struct Adding {
     /// Its rows of V_t.
-    place: Placed,
+    place: FlatParameter,
     /// Of all rows, where `place` does not have them.
     gradient: Option<Tensor>,
     /// It is not in the flat buffers: autograd takes its gradient on, when all blocks are in it.
@@ -176,17 +176,17 @@ struct Adding {
 }
 
 impl Adding {
-    fn to(t: &Tensor, kind: Kind, flat: Option<&Flat>, types: Option<&Types>) -> Result<Self> {
+    fn to(t: &Tensor, kind: Kind, flat: Option<&FlatBuffers>, types: Option<&Types>) -> Result<Self> {
         let (place, elsewhere) = match flat.map(|flat| flat.place(t)).transpose()?.flatten() {
             Some(place) => (place, None),
-            None => (Placed { value: t.f_to_kind(kind)?, gradient: t.f_zeros_like()? }, Some(t.shallow_clone())),
+            None => (FlatParameter { value: t.f_to_kind(kind)?, gradient: t.f_zeros_like()? }, Some(t.shallow_clone())),
         };
         if types.is_none() {
             return Ok(Adding { place, gradient: None, elsewhere });
         }
         let value = rows_of(&place.value, types)?;
         let gradient = value.f_zeros_like()?.f_to_kind(place.gradient.kind())?;
-        Ok(Adding { place: Placed { value, gradient }, gradient: Some(place.gradient), elsewhere })
+        Ok(Adding { place: FlatParameter { value, gradient }, gradient: Some(place.gradient), elsewhere })
     }
 
     fn hand_on(self, types: Option<&Types>) -> Result<()> {

@@ -2,7 +2,7 @@
 
 use crate::data::{self, Batch};
 use crate::error::Result;
-use crate::model::{Cargo, Packed, Room, Sentences, PAD};
+use crate::model::{HostBatch, Packed, PaddedShape, Sentences, PAD};
 use tch::{Device, Tensor};
 
 /// What the model reads of a batch, and what it is to say.
@@ -24,8 +24,8 @@ pub struct Shape {
 }
 
 impl Shape {
-    fn room(self, rows: i64) -> Room {
-        Room { rows, sentences: self.sentences, longest: self.longest }
+    fn padded_shape(self, rows: i64) -> PaddedShape {
+        PaddedShape { rows, sentences: self.sentences, longest: self.longest }
     }
 }
 
@@ -37,23 +37,26 @@ impl Input {
 
     /// On the host, for a device.
     fn on_host(batch: &Batch, shape: Option<Shape>, device: Device) -> Result<Self> {
-        let packed = |p: &data::PackedIds, room: Option<Room>| {
+        let packed = |p: &data::PackedIds, padded_shape: Option<PaddedShape>| {
             let packed = Packed::new(&p.tokens, &p.positions, p.offsets.clone())?;
-            match room {
-                Some(room) => packed.filling(room),
+            match padded_shape {
+                Some(padded_shape) => packed.filling(padded_shape),
                 None => Ok(packed),
             }
         };
-        let source =
-            batch.source.as_ref().map(|source| packed(source, shape.map(|s| s.room(s.source_rows)))).transpose()?;
-        let target = packed(&batch.target_input, shape.map(|s| s.room(s.target_rows)))?;
+        let source = batch
+            .source
+            .as_ref()
+            .map(|source| packed(source, shape.map(|s| s.padded_shape(s.source_rows))))
+            .transpose()?;
+        let target = packed(&batch.target_input, shape.map(|s| s.padded_shape(s.target_rows)))?;
         let mut output = batch.target_output.clone();
         output.resize(target.tokens.numel(), PAD);
         Ok(Input { read: Sentences::new(source, target, device)?, output: Tensor::f_from_slice(&output)? })
     }
 }
 
-impl Cargo for Input {
+impl HostBatch for Input {
     fn tensors(&mut self) -> Vec<&mut Tensor> {
         self.read.tensors().into_iter().chain([&mut self.output]).collect()
     }
@@ -77,7 +80,7 @@ impl MicroBatch {
     }
 }
 
-impl Cargo for MicroBatch {
+impl HostBatch for MicroBatch {
     fn tensors(&mut self) -> Vec<&mut Tensor> {
         let MicroBatch { input, seed, scale } = self;
         input.tensors().into_iter().chain([seed, scale]).collect()

@@ -1,11 +1,12 @@
-//! What a run tells of itself.
+//! The events of a run.
 
 use super::layers::Layers;
 use crate::config::Precision;
 use crate::error::Result;
 use serde::Serialize;
 
-/// What a run tells whoever watches. An `Err` from any of these stops it; [`Interrupted`](crate::error::Error::Interrupted) saves first.
+/// Receives a run's events. An `Err` from any of these stops it; [`Interrupted`](crate::error::Error::Interrupted)
+/// saves first.
 pub trait Observer {
     fn started(&mut self, _: &Started) -> Result<()> {
         Ok(())
@@ -19,8 +20,8 @@ pub trait Observer {
     fn saved(&mut self, _: &Saved) -> Result<()> {
         Ok(())
     }
-    /// Again and again in long work that tells nothing: preparing data, evaluating.
-    fn between(&mut self) -> Result<()> {
+    /// The interrupt check of long work without events: preparing data, evaluating.
+    fn check_interrupt(&mut self) -> Result<()> {
         Ok(())
     }
     fn message(&mut self, _level: &str, _text: &str) -> Result<()> {

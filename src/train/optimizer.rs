@@ -7,7 +7,7 @@ use crate::config::{AdamForm, TrainingConfig, TransformerConfig};
 use crate::cpu::parallel::{self, Shared};
 use crate::error::{Error, Result};
 use crate::kernel::adam;
-use crate::model::{Flat, Parameters};
+use crate::model::{FlatBuffers, Parameters};
 use crate::operator::{self, AdamBuffers, ProcessGroup};
 use crate::parametrisation::Multipliers;
 use std::collections::BTreeMap;
@@ -100,9 +100,9 @@ impl Optimizer {
     }
 
     /// The buffers for linear layers, with products in `kind`; none on a GPU, where passes are recorded in graphs.
-    pub fn flat(&self, kind: Kind) -> Result<Option<Flat>> {
+    pub fn flat(&self, kind: Kind) -> Result<Option<FlatBuffers>> {
         let on_cpu = self.parameters.device() == Device::Cpu;
-        on_cpu.then(|| Flat::new(&self.parameters, &self.gradients, kind)).transpose()
+        on_cpu.then(|| FlatBuffers::new(&self.parameters, &self.gradients, kind)).transpose()
     }
 
     /// Every rank's gradients become the sum of all.
@@ -117,8 +117,8 @@ impl Optimizer {
     }
 
     /// Update `step` (from 1) with the accumulated gradients, which are zero afterwards. Returns their global norm
-    /// before clipping, a 0-dim float64 tensor beside them, so that nobody waits for the device. Where that or `loss`
-    /// (0-dim) is not finite nothing moves, on a GPU at later updates neither.
+    /// before clipping, a 0-dim float64 tensor beside them, so that the host does not wait for the device. Where that
+    /// or `loss` (0-dim) is not finite nothing moves, on a GPU at later updates neither.
     pub fn step(&mut self, step: u64, lr: f64, loss: &Tensor) -> Result<Tensor> {
         match self.parameters.device() {
             Device::Cpu => self.step_on_cpu(step, lr, loss),

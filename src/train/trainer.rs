@@ -1,11 +1,11 @@
 //! The trainer: one update, one evaluation, and when to stop.
 
 use super::checkpoint::to_arrays;
-use super::checkpoint::{Best, Checkpoint, CheckpointStore, Found};
+use super::checkpoint::{Best, Checkpoint, CheckpointStore, ResumePoint};
 use super::cuda_graphs::{Graphs, Recorder};
 use super::evaluate::{evaluate_bleu, evaluate_loss, Score, Validation};
-use super::forward_backward::Pass;
-use super::layers::LateLayers;
+use super::forward_backward::TrainStep;
+use super::layers::PendingLayers;
 use super::loss::{LossSums, Objective};
 use super::micro_batch::MicroBatch;
 use super::observer::{Evaluation, Observer, Saved, Started, Update};
@@ -14,9 +14,9 @@ use super::schedule::{self, Schedule};
 use crate::config::{Criterion, Precision, SearchRule, TrainingConfig};
 use crate::data::{Batch, Cursor, Digests, Prefetch, Vocabulary};
 use crate::error::{Error, Result};
-use crate::model::{Cargo, Transformer};
+use crate::model::{HostBatch, Transformer};
 use crate::norm::power_norm::{self, PowerNormMode};
-use crate::operator::{Late, ProcessGroup};
+use crate::operator::{Pending, ProcessGroup};
 use crate::search::SearchConfig;
 use serde::{Deserialize, Serialize};
 use std::cell::RefCell;
@@ -63,7 +63,7 @@ impl Progress {
 pub struct Trainer {
     pub config: TrainingConfig,
     pub progress: Progress,
-    pass: Rc<Pass>,
+    train_step: Rc<TrainStep>,
     /// Where passes are recorded.
     graphs: Option<Graphs>,
     pub vocabulary: Vocabulary,
@@ -79,7 +79,7 @@ pub struct Trainer {
     group: ProcessGroup,
     /// The latest update, while its numbers are on their way.
     running: Option<Running>,
-    /// Why this rank asks to stop, while the others have not heard of it.
+    /// This rank's stop request, not yet shared.
     unheard: Option<Error>,
     /// The checkpoint of an interruption that this run goes on from.
     pause: Option<PathBuf>,
@@ -99,8 +99,8 @@ struct Running {
     tokens: usize,
     start: Instant,
     /// Sum of losses, sum of NLL, how many ranks ask to stop, gradient norm.
-    numbers: Late,
-    layers: Option<LateLayers>,
+    numbers: Pending,
+    layers: Option<PendingLayers>,
 }
 
 /// What a trainer is made of.
@@ -127,7 +127,7 @@ const PACE: usize = 50;
 
 impl Trainer {
     /// A trainer at the start, or, with `from`, where a checkpoint's run stood. `batches` begins at the progress's cursor.
-    pub fn new(parts: Parts, batches: Prefetch, from: Option<(Progress, &Found)>) -> Result<Self> {
+    pub fn new(parts: Parts, batches: Prefetch, from: Option<(Progress, &ResumePoint)>) -> Result<Self> {
         let Parts { model, config, objective, vocabulary, validation, store, unigram_entropy, device, group, .. } =
             parts;
         // With statistics of several ranks' batches a pass is no piece of one device's work; PowerNorm as it was released
@@ -140,7 +140,7 @@ impl Trainer {
         let mut schedule = Schedule::new(&config, model.config.scaled().base_width);
         let mut progress = Progress::default();
         let (mut pause, mut best) = (None, None);
-        if let Some((resumed, Found { path, checkpoint, best: named, .. })) = from {
+        if let Some((resumed, ResumePoint { path, checkpoint, best: named, .. })) = from {
             best.clone_from(named);
             optimizer.load(&checkpoint.optimizer)?;
             if let Some(memory) = &resumed.schedule {
@@ -164,11 +164,11 @@ impl Trainer {
         let updates_per_epoch = parts.batches_per_epoch as f64 / (config.accumulate * group.size() as i64) as f64;
         let recompute = config.activation_checkpointing;
         let flat = optimizer.flat(kind)?.map(Rc::new);
-        let pass = Pass { model, objective, kind, recompute, group, flat, workspace: RefCell::default() };
+        let train_step = TrainStep { model, objective, kind, recompute, group, flat, workspace: RefCell::default() };
         Ok(Trainer {
             config,
             progress,
-            pass: Rc::new(pass),
+            train_step: Rc::new(train_step),
             graphs,
             vocabulary,
             validation,
@@ -220,12 +220,12 @@ impl Trainer {
         }
     }
 
-    /// Waits for the latest update's numbers, if they are on their way, and tells them.
+    /// Waits for the latest update's numbers, if they are pending, and reports them.
     fn settle(&mut self, observer: &mut dyn Observer) -> Result<()> {
         self.running.take().map_or(Ok(()), |update| self.tell(update, observer))
     }
 
-    /// Ranks ask to stop along with the next update's numbers, so that nobody waits for the others to have no wish.
+    /// Stop requests travel with the next update's numbers, so they cost no wait of their own.
     fn tell(&mut self, update: Running, observer: &mut dyn Observer) -> Result<()> {
         let (update, someone_asks) = self.finish(update)?;
         let mut told = observer.updated(&update);
@@ -288,15 +288,15 @@ impl Trainer {
             cursor = next;
         }
         let (seed, scale) = (self.config.seed as i64, 1.0 / tokens as f64);
-        self.pass.model.set_update(number as i64)?;
-        if number == 1 && self.pass.model.is_profiled() {
+        self.train_step.model.set_update(number as i64)?;
+        if number == 1 && self.train_step.model.is_profiled() {
             if let (true, (_, batch)) = (self.group.is_first(), &batches[0]) {
                 let whole = MicroBatch::on_host(batch, None, [seed, 0, 0], scale, self.device)?;
-                self.pass.profile(&whole.to(self.device)?)?;
+                self.train_step.profile(&whole.to(self.device)?)?;
             }
             self.optimizer.share_parameters(self.group)?;
         }
-        self.pass.flat.as_ref().map_or(Ok(()), |flat| flat.refresh())?;
+        self.train_step.flat.as_ref().map_or(Ok(()), |flat| flat.refresh())?;
         let mut sums = None::<LossSums>;
         for (micro_batch, batch) in &batches {
             let own = self.forward_backward(batch, [seed, number as i64, *micro_batch], scale)?;
@@ -309,11 +309,11 @@ impl Trainer {
         let lr = self.schedule.learning_rate(number);
         self.optimizer.sum_gradients(self.group)?;
         let is_logged = self.group.is_first() && number.is_multiple_of(self.config.log_layers as u64);
-        let layers = is_logged.then(|| LateLayers::of(&self.pass.model.parameters)).transpose()?;
+        let layers = is_logged.then(|| PendingLayers::of(&self.train_step.model.parameters)).transpose()?;
         let asks = sums.loss.f_full_like(f64::from(u8::from(self.unheard.is_some())))?;
         let sums = self.group.sum(&Tensor::f_stack(&[&sums.loss, &sums.nll, &asks], 0)?)?;
         let grad_norm = self.optimizer.step(number, lr, &sums.f_select(0, 0)?)?;
-        let numbers = Late::of(&Tensor::f_cat(&[sums, grad_norm.f_reshape([1i64].as_slice())?], 0)?)?;
+        let numbers = Pending::of(&Tensor::f_cat(&[sums, grad_norm.f_reshape([1i64].as_slice())?], 0)?)?;
         self.progress.update = number;
         // A cursor at index 0 says that an epoch has just ended.
         let epoch = if cursor.index == 0 { cursor.epoch } else { cursor.epoch + 1 };
@@ -323,8 +323,8 @@ impl Trainer {
 
     fn forward_backward(&mut self, batch: &Batch, seed: [i64; 3], scale: f64) -> Result<LossSums> {
         match &mut self.graphs {
-            Some(graphs) => graphs.run(&self.pass, batch, seed, scale),
-            None => self.pass.run(&MicroBatch::on_host(batch, None, seed, scale, self.device)?.to(self.device)?),
+            Some(graphs) => graphs.run(&self.train_step, batch, seed, scale),
+            None => self.train_step.run(&MicroBatch::on_host(batch, None, seed, scale, self.device)?.to(self.device)?),
         }
     }
 
@@ -358,7 +358,7 @@ impl Trainer {
             tokens_per_second: done as f64 / time,
             seconds: self.progress.seconds,
             time_left: (self.config.updates > 0).then(|| left.max(0) as f64 * time / self.pace.len() as f64),
-            layers: layers.map(LateLayers::read).transpose()?,
+            layers: layers.map(PendingLayers::read).transpose()?,
         };
         Ok((update, numbers[2] > 0.0))
     }
@@ -384,8 +384,8 @@ impl Trainer {
     pub fn evaluate(&mut self, observer: &mut dyn Observer) -> Result<()> {
         let start = Instant::now();
         let measured = if self.group.is_first() { self.measure(observer) } else { Ok((Score::default(), None)) };
-        // Ctrl-C reaches every rank: those that waited hear it here, so that it does not come a second time.
-        let agreed = self.group.agree(measured, self.device).inspect_err(|_| drop(observer.between()));
+        // Ctrl-C reaches every rank: those that waited take it here, so that it does not come a second time.
+        let agreed = self.group.agree(measured, self.device).inspect_err(|_| drop(observer.check_interrupt()));
         let (score, bleu) = agreed?;
         let numbers = [score.loss, score.nll, score.tokens as f64, bleu.unwrap_or(f64::NAN)];
         let [loss, nll, tokens, bleu] = self.group.first_of(numbers, self.device)?;
@@ -406,8 +406,7 @@ impl Trainer {
             self.progress.best = Some(criterion);
         }
         (self.progress.is_due, self.progress.evaluated) = (false, self.progress.update);
-        // Told, and logged, before it is saved: of an evaluation whose checkpoint counts nothing is lost, and of one whose
-        // checkpoint does not the log is told again.
+        // Log before saving: a crash may repeat a log line, never lose one.
         let told = observer.evaluated(&self.evaluation(score, bleu, best, start));
         if let Err(error @ Error::Io { .. }) = told {
             // The log lacks the line: nothing is saved, so that the run makes the evaluation again, and logs it.
@@ -421,9 +420,9 @@ impl Trainer {
     }
 
     fn measure(&self, observer: &mut dyn Observer) -> Result<(Score, Option<f64>)> {
-        let Pass { model, objective, kind, .. } = &*self.pass;
-        let score = evaluate_loss(model, &self.validation.batches, objective, *kind, || observer.between())?;
-        for (norm, batches) in self.pass.model.parameters.take_refused()? {
+        let TrainStep { model, objective, kind, .. } = &*self.train_step;
+        let score = evaluate_loss(model, &self.validation.batches, objective, *kind, || observer.check_interrupt())?;
+        for (norm, batches) in self.train_step.model.parameters.take_refused()? {
             let text = format!("{norm}: the statistics of {batches} batches were not finite and were not taken in");
             observer.message("warning", &text)?;
         }
@@ -451,10 +450,10 @@ impl Trainer {
         }
         let search =
             SearchConfig { beam: self.config.evaluation_beam as usize, ..SearchConfig::new(SearchRule::Google) };
-        let mask = self.pass.objective.mask.as_ref();
-        let (model, kind) = (&self.pass.model, self.pass.kind);
-        let between = || observer.between();
-        evaluate_bleu(model, &self.validation, &self.vocabulary, mask, &search, kind, between).map(Some)
+        let mask = self.train_step.objective.mask.as_ref();
+        let (model, kind) = (&self.train_step.model, self.train_step.kind);
+        let check_interrupt = || observer.check_interrupt();
+        evaluate_bleu(model, &self.validation, &self.vocabulary, mask, &search, kind, check_interrupt).map(Some)
     }
 
     /// Writes a checkpoint of this very moment, the last from now on, and the best if it is that. `is_pause`: only to go
@@ -472,10 +471,10 @@ impl Trainer {
     fn write(&mut self, best: bool) -> Result<()> {
         let json = |e: serde_json::Error| Error::invalid(format!("the state cannot be written: {e}"));
         let checkpoint = Checkpoint {
-            model: to_arrays(&self.pass.model.parameters)?,
+            model: to_arrays(&self.train_step.model.parameters)?,
             optimizer: self.optimizer.to_arrays()?,
             state: serde_json::to_value(&self.progress).map_err(json)?,
-            config: serde_json::json!({ "model": self.pass.model.config, "training": self.config }),
+            config: serde_json::json!({ "model": self.train_step.model.config, "training": self.config }),
         };
         let is_best = if best { Best::This } else { Best::Named(self.best.as_deref()) };
         let name = self.store.save(self.progress.update, &checkpoint, is_best)?;
@@ -509,12 +508,12 @@ impl Trainer {
         let vocabulary = self.vocabulary.len();
         let allowed = |mask: &Tensor| mask.f_sum(Kind::Int64).and_then(|n| n.f_int64_value(&[])).unwrap_or(0) as usize;
         Started {
-            parameters: self.pass.model.parameters.numel(),
+            parameters: self.train_step.model.parameters.numel(),
             updates_per_epoch: self.updates_per_epoch,
             update: self.progress.update,
             updates: self.config.updates,
             vocabulary,
-            target_vocabulary: self.pass.objective.mask.as_ref().map_or(vocabulary, allowed),
+            target_vocabulary: self.train_step.objective.mask.as_ref().map_or(vocabulary, allowed),
             device: self.config.device.clone(),
             ranks: self.group.size(),
             precision: self.config.precision,

@@ -354,7 +354,13 @@ def test_the_core_comes_with_torch(code):
 
 
 def test_the_package_has_all_its_names():
-    lazy = {name for names in nfrs._HOMES.values() for name in names} | {"analysis", "nn", "norms", "schemes", "surgery"}
+    lazy = {name for names in nfrs._HOMES.values() for name in names} | {
+        "analysis",
+        "nn",
+        "norms",
+        "schemes",
+        "surgery",
+    }
     assert lazy == set(nfrs.__all__) and set(nfrs.__all__) <= set(dir(nfrs))
     for name in nfrs.__all__:
         assert getattr(nfrs, name) is not None

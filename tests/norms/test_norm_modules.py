@@ -13,8 +13,8 @@ import normformer_rs as nfrs
 import reference as ref
 from normformer_rs import nn
 from normformer_rs.nn import composed
+from normformer_rs.nn.norm_table import DECLARED, Numbers
 from normformer_rs.nn.row_norm import RowNorm
-from normformer_rs.nn.table import DECLARED, Numbers
 
 pytestmark = pytest.mark.device
 OPS = torch.ops.normformer_rs

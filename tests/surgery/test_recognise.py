@@ -11,7 +11,7 @@ from torch import nn
 import normformer_rs as nfrs
 from normformer_rs import nn as nfnn
 from normformer_rs.surgery import swap_norms
-from normformer_rs.surgery.probe import Known, Widened
+from normformer_rs.surgery.probe import RecognisedNorm, Widened
 from normformer_rs.surgery.recognise import examine
 
 D = 16
@@ -61,44 +61,44 @@ class InSingle(nn.LayerNorm):
 
 
 NORMS = {
-    "a subclass": (lambda: InSingle(D), Known(D, "layernorm", "weight", "bias", 1e-5)),
+    "a subclass": (lambda: InSingle(D), RecognisedNorm(D, "layernorm", "weight", "bias", 1e-5)),
     "names of its own": (
         lambda: module(lambda m, x: F.layer_norm(x, (D,), m.gamma, m.beta, 1e-4), beta=gain(), gamma=gain()),
-        Known(D, "layernorm", "gamma", "beta", 1e-4),
+        RecognisedNorm(D, "layernorm", "gamma", "beta", 1e-4),
     ),
     "no bias": (
         lambda: module(lambda m, x: F.layer_norm(x, (D,), m.alpha), alpha=gain(), bias=None),
-        Known(D, "layernorm", "alpha", None, 1e-5),
+        RecognisedNorm(D, "layernorm", "alpha", None, 1e-5),
     ),
-    "gain from zero": (lambda: module(from_zero, w=gain()), Known(D, "rmsnorm", "w", None, 3e-6, 1.0)),
+    "gain from zero": (lambda: module(from_zero, w=gain()), RecognisedNorm(D, "rmsnorm", "w", None, 3e-6, 1.0)),
     "unit vector": (
         lambda: module(lambda m, x: unit(x) * m.g, g=gain()),
-        Known(D, "rmsnorm", "g", None, 6.25e-26, 0.0, 0.25),
+        RecognisedNorm(D, "rmsnorm", "g", None, 6.25e-26, 0.0, 0.25),
     ),
     "unit vector, from zero": (
         lambda: module(lambda m, x: unit(x) * m.scale * (m.g + 1), g=gain(), scale=4.0),
-        Known(D, "rmsnorm", "g", None, 6.25e-26, 1.0),
+        RecognisedNorm(D, "rmsnorm", "g", None, 6.25e-26, 1.0),
     ),
     "one gain": (
         lambda: module(lambda m, x: unit(x) * m.s, s=gain(1), dim=D),
-        Known(D, "scalenorm", "s", None, 1e-12, 0.0, 0.25),
+        RecognisedNorm(D, "scalenorm", "s", None, 1e-12, 0.0, 0.25),
     ),
     "one gain, of no dimension": (
         lambda: module(clamped, g=torch.tensor(2.0), eps=1e-5, dim=(D,)),
-        Known(D, "scalenorm", "g", None, 4e-5),
+        RecognisedNorm(D, "scalenorm", "g", None, 4e-5),
     ),
     "no parameters": (
         lambda: module(lambda m, x: F.layer_norm(x, m.normalized_shape), normalized_shape=(D,)),
-        Known(D, "layernorm", None, None, 1e-5, 1.0),
+        RecognisedNorm(D, "layernorm", None, None, 1e-5, 1.0),
     ),
     "ε of the type": (
         lambda: module(lambda m, x: F.rms_norm(x, (D,), m.g), g=gain(), eps=None),
-        Known(D, "rmsnorm", "g", None, None),
+        RecognisedNorm(D, "rmsnorm", "g", None, None),
     ),
-    "f32 alone": (lambda: module(of_numpy, g=gain(), eps=1e-3), Known(D, "rmsnorm", "g", None, 1e-3)),
+    "f32 alone": (lambda: module(of_numpy, g=gain(), eps=1e-3), RecognisedNorm(D, "rmsnorm", "g", None, 1e-3)),
     "on the meta device": (
         lambda: module(lambda m, x: F.rms_norm(x, (D,), m.g, 1e-6), g=gain()).to("meta"),
-        Known(D, "rmsnorm", "g", None, 1e-6),
+        RecognisedNorm(D, "rmsnorm", "g", None, 1e-6),
     ),
 }
 
@@ -106,7 +106,7 @@ NORMS = {
 @pytest.mark.parametrize("make, expected", NORMS.values(), ids=NORMS)
 def test_what_computes_a_norm_is_one(make, expected):
     found = examine(make())
-    assert isinstance(found, Known), found
+    assert isinstance(found, RecognisedNorm), found
     assert found[:4] == expected[:4]
     assert found.eps == (expected.eps if expected.eps is None else pytest.approx(expected.eps, rel=1e-9))
     assert found[5:] == pytest.approx(expected[5:], rel=1e-12)
@@ -177,7 +177,7 @@ def test_asking_changes_nothing():
     norm.register_forward_hook(lambda *_: pytest.fail("a hook was called"))
     norm.g.grad = torch.ones_like(norm.g)
     state, before, random = {**vars(norm)}, norm.g.detach().clone(), torch.get_rng_state()
-    assert isinstance(examine(norm), Known)
+    assert isinstance(examine(norm), RecognisedNorm)
     assert norm.calls == 0 and norm.seen == [] and norm.training
     assert vars(norm) == state and torch.equal(norm.g, before) and norm.g.grad is not None
     assert torch.equal(torch.get_rng_state(), random)
@@ -186,7 +186,7 @@ def test_asking_changes_nothing():
 def test_a_forward_that_was_put_into_the_module_counts():
     norm = module(lambda m, x: F.layer_norm(x, (D,), m.g), g=gain())
     norm.forward = (lambda m, x: F.rms_norm(x, (D,), m.g, 1e-6)).__get__(norm)
-    assert examine(norm) == Known(D, "rmsnorm", "g", None, 1e-6)
+    assert examine(norm) == RecognisedNorm(D, "rmsnorm", "g", None, 1e-6)
 
 
 def test_norms_that_are_alike_are_asked_once_and_others_each_for_itself():

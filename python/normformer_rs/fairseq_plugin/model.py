@@ -26,13 +26,13 @@ from normformer_rs.config import TransformerConfig
 from normformer_rs.convert import VERSION, check_version, configure, from_fairseq_names
 from normformer_rs.errors import InputError
 from normformer_rs.nn import TransformerDecoderLayer, TransformerEncoderLayer, profile
+from normformer_rs.nn.build import make
 from normformer_rs.nn.init import draw_table
-from normformer_rs.nn.interpreter import Kept, apply_norm
+from normformer_rs.nn.interpreter import KeptTensors, apply_norm
 from normformer_rs.nn.layers import Layer
-from normformer_rs.nn.making import make
 from normformer_rs.nn.norms import FIXNORM_EPS
-from normformer_rs.nn.parts import NormAt
 from normformer_rs.nn.place import OWN
+from normformer_rs.nn.specs import NormAt
 from normformer_rs.nn.stacks import Stack
 
 from .options import SHAPES, LanguageModelOptions, TranslationOptions, defaults, plain, shape
@@ -46,7 +46,7 @@ class SelfLayer(TransformerEncoderLayer):
     self_attn: Any
 
     def forward(self, x: Tensor, own: Sight, **travelling: Any) -> Any:  # type: ignore[override]
-        def attend(q: Tensor, kept: Kept) -> Tensor:
+        def attend(q: Tensor, kept: KeptTensors) -> Tensor:
             return self.self_attn(q, own, kept)
 
         return self._run(x, [attend], own.pad_mask, **travelling)
@@ -60,10 +60,10 @@ class CrossLayer(TransformerDecoderLayer):
     multihead_attn: Any
 
     def forward(self, x: Tensor, own: Sight, memory: Sight, **travelling: Any) -> Any:  # type: ignore[override]
-        def attend(q: Tensor, kept: Kept) -> Tensor:
+        def attend(q: Tensor, kept: KeptTensors) -> Tensor:
             return self.self_attn(q, own, kept)
 
-        def attend_memory(q: Tensor, kept: Kept) -> Tensor:
+        def attend_memory(q: Tensor, kept: KeptTensors) -> Tensor:
             return self.multihead_attn(q, memory, kept)
 
         return self._run(x, [attend, attend_memory], own.pad_mask, **travelling)

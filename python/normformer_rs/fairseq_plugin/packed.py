@@ -16,7 +16,7 @@ from torch import Tensor
 from ..nn import MultiheadAttention
 from ..nn.attention import INPUTS, is_of_joined_heads
 from ..nn.dropout import Draw
-from ..nn.interpreter import Kept, apply_changes
+from ..nn.interpreter import KeptTensors, apply_changes
 from ..nn.profiling import is_profiling
 
 OPS = torch.ops.normformer_rs
@@ -79,7 +79,7 @@ class Sight(Protocol):
     @property
     def pad_mask(self) -> Tensor | None: ...
 
-    def attend(self, attention: "RowAttention", query: Tensor, kept: Kept) -> Tensor:
+    def attend(self, attention: "RowAttention", query: Tensor, kept: KeptTensors) -> Tensor:
         """The heads' outputs, joined: (N, d) of queries (N, d)."""
 
 
@@ -87,7 +87,7 @@ class RowAttention(MultiheadAttention):
     """Attention between rows; parameters and a residual scheme's changes, which may add to `kept`, are
     MultiheadAttention's."""
 
-    def forward(self, query: Tensor, sight: Sight, kept: Kept) -> Tensor:  # type: ignore[override]
+    def forward(self, query: Tensor, sight: Sight, kept: KeptTensors) -> Tensor:  # type: ignore[override]
         query = self._change("input", query, sight.pad_mask, kept)
         if self.is_apart:
             given = zip(INPUTS, query if self.reads_apart else (query, query, query))
@@ -100,7 +100,7 @@ class RowAttention(MultiheadAttention):
         """Its q, k and v have an input each: three queries, stacked."""
         return self.reads_apart or any(point in self.inside for point in INPUTS)
 
-    def project(self, x: Tensor, which: str, kept: Kept) -> tuple[Tensor, ...]:
+    def project(self, x: Tensor, which: str, kept: KeptTensors) -> tuple[Tensor, ...]:
         """x through the projections of `which`, neighbouring letters of "qkv", in one product, with the scheme's
         changes on queries, keys and values. Where these read apart, x is their inputs, stacked."""
         if self.is_apart and len(which) == 3:
@@ -111,7 +111,7 @@ class RowAttention(MultiheadAttention):
         parts = F.linear(x, self.in_proj_weight[chosen], bias).split(d, -1)
         return tuple(self._change_heads(_POINTS[name], part, kept) for name, part in zip(which, parts))
 
-    def _change_heads(self, point: str, x: Tensor, kept: Kept | None) -> Tensor:
+    def _change_heads(self, point: str, x: Tensor, kept: KeptTensors | None) -> Tensor:
         for change in self.inside.get(point, ()):
             if is_of_joined_heads(change, self.head_dim):
                 x = apply_changes(self, (change,), x, None, kept)
@@ -136,7 +136,7 @@ class Packed:
     def pad_mask(self) -> Tensor | None:
         return self.rows.pad_mask
 
-    def attend(self, attention: RowAttention, query: Tensor, kept: Kept) -> Tensor:
+    def attend(self, attention: RowAttention, query: Tensor, kept: KeptTensors) -> Tensor:
         if self.memory is None or self.memory_rows is None:
             (q, k, v), keys = attention.project(query, "qkv", kept), self.rows
         else:
@@ -156,7 +156,7 @@ class Watched:
     weights: Tensor | None = None
     """(B, heads, T, S), set by `attend`."""
 
-    def attend(self, attention: RowAttention, query: Tensor, kept: Kept) -> Tensor:
+    def attend(self, attention: RowAttention, query: Tensor, kept: KeptTensors) -> Tensor:
         rows, memory, keys = self.at.rows, self.at.memory, self.at.memory_rows
         assert memory is not None and keys is not None
         (q,), (k,) = attention.project(query, "q", kept), attention.project(memory, "k", kept)
@@ -186,7 +186,7 @@ class Step:
     weights: Tensor | None = None
     """(B, heads, 1, S), set by `attend`."""
 
-    def attend(self, attention: RowAttention, query: Tensor, kept: Kept) -> Tensor:
+    def attend(self, attention: RowAttention, query: Tensor, kept: KeptTensors) -> Tensor:
         if self.memory is None:
             q, k, v = attention.project(query.unsqueeze(-2), "qkv", kept)
             k, v, padding = self._append("key", k), self._append("value", v), self._append("padding", self.padding)

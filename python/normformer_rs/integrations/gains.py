@@ -7,8 +7,8 @@ from torch import Tensor, nn
 
 from ..analysis import gradient_norms
 from ..errors import InputError
+from ..nn.step_hooks import Growing
 from ..nn.training import learned_gains
-from ..nn.updates import Growing
 
 
 @torch.no_grad()

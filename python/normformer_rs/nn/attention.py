@@ -11,9 +11,9 @@ from torch import Tensor, nn
 
 from ..config import TransformerConfig
 from ..errors import InputError
-from .declaration import Change, Inside
 from .dropout import Draw, is_run_again
-from .interpreter import Kept, apply_changes
+from .interpreter import KeptTensors, apply_changes
+from .scheme import Change, Inside
 from .tracing import leaf
 
 INPUTS = ("query_input", "key_input", "value_input")
@@ -94,7 +94,7 @@ class MultiheadAttention(nn.MultiheadAttention):
         average_attn_weights: bool = True,
         is_causal: bool = False,
         *,
-        kept: Kept | None = None,
+        kept: KeptTensors | None = None,
     ) -> Any:
         """(output, weights or None). Weights are (B, T, S), or (B, heads, T, S) with average_attn_weights=False. With
         `kept`, what earlier places of a stack have left under names, the result has a third item: the same, with what
@@ -150,7 +150,7 @@ class MultiheadAttention(nn.MultiheadAttention):
             out = out.transpose(0, 1)
         return (out, weights) if kept is None else (out, weights, kept)
 
-    def _change(self, point: str, x: Tensor, padding: Tensor | None, kept: Kept | None) -> Tensor:
+    def _change(self, point: str, x: Tensor, padding: Tensor | None, kept: KeptTensors | None) -> Tensor:
         changes: tuple[Change, ...] = self.inside.get(point, ())
         return apply_changes(self, changes, x, padding, kept)
 
@@ -177,7 +177,7 @@ class MultiheadAttention(nn.MultiheadAttention):
             return joined * gate
         return (joined.unflatten(-1, (self.num_heads, -1)) * gate.unsqueeze(-1)).flatten(-2)
 
-    def _change_heads(self, point: str, x: Tensor, kept: Kept | None) -> Tensor:
+    def _change_heads(self, point: str, x: Tensor, kept: KeptTensors | None) -> Tensor:
         """The changes of queries, keys or values, (B, heads, T, d_head)."""
         for change in self.inside.get(point, ()):
             if is_of_joined_heads(change, self.head_dim):

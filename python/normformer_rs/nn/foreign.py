@@ -16,11 +16,11 @@ from torch.nn.modules.module import register_module_module_registration_hook
 from .. import _core
 from ..config import TransformerConfig
 from ..errors import InputError
-from .declaration import Declared, Sublayer
-from .parts import NormAt
 from .place import Place
 from .registry import norm_of_config
+from .scheme import SchemeSpec, Sublayer
 from .sharding import write_whole
+from .specs import NormAt
 
 STACKS = (nn.TransformerEncoder, nn.TransformerDecoder)
 LISTS = (nn.ModuleList, nn.Sequential)
@@ -161,7 +161,7 @@ def refusal(place: Place, placed: str | None, lacks_end: bool, draws: bool) -> s
     return None
 
 
-def needs_stack(declared: Declared) -> bool:
+def needs_stack(declared: SchemeSpec) -> bool:
     """The scheme has parts outside its layers, other than a norm at the end."""
     others = declared.begin or declared.combine or declared.streams or declared.mixing
     takes = any(layer.takes for layer in declared.layers)

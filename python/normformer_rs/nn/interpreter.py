@@ -1,6 +1,6 @@
 """Runs a residual scheme's declaration in a module that has its norms and parameters; it names no scheme.
 
-The step around a sublayer, declaration.py's x⁺, is one operator. It is fused with the norm that is all of `after`, or
+The step around a sublayer, scheme.py's x⁺, is one operator. It is fused with the norm that is all of `after`, or
 of the next sublayer's `before`, where that norm works row by row.
 """
 
@@ -13,12 +13,12 @@ from torch import Tensor, nn
 
 from ..errors import InputError
 from . import formulas
-from .declaration import GROWING, Change, Curve, Declared, Gain, StreamStep, Sublayer, only_norm
 from .dropout import Draw, drop, is_plain, rate
-from .parts import Learned, NormAt
 from .profiling import profile_step
 from .registry import FUSED
 from .row_norm import unit_rows
+from .scheme import GROWING, Change, Curve, Gain, SchemeSpec, StreamStep, Sublayer, only_norm
+from .specs import Learned, NormAt
 
 OPS = torch.ops.normformer_rs
 
@@ -28,12 +28,12 @@ def apply_norm(norm: nn.Module, x: Tensor, padding_mask: Tensor | None) -> Tenso
     return norm(x, padding_mask) if getattr(norm, "takes_pad_mask", False) else norm(x)
 
 
-Kept = dict[str, Tensor]
+KeptTensors = dict[str, Tensor]
 """What earlier places of a stack have left under names."""
 
 
 def apply_changes(
-    owner: nn.Module, changes: Iterable[Change], x: Tensor, padding_mask: Tensor | None, kept: Kept | None = None
+    owner: nn.Module, changes: Iterable[Change], x: Tensor, padding_mask: Tensor | None, kept: KeptTensors | None = None
 ) -> Tensor:
     """x after the changes at one place, which may add to `kept`."""
     for change in changes:
@@ -59,7 +59,7 @@ def apply_changes(
     return x
 
 
-def _kept(kept: Kept | None) -> Kept:
+def _kept(kept: KeptTensors | None) -> KeptTensors:
     if kept is None:
         raise InputError(
             "this scheme hands tensors from layer to layer: put the layer into a stack of normformer_rs.nn"
@@ -67,7 +67,7 @@ def _kept(kept: Kept | None) -> Kept:
     return kept
 
 
-def _find(kept: Kept, name: str, x: Tensor) -> Tensor:
+def _find(kept: KeptTensors, name: str, x: Tensor) -> Tensor:
     if name not in kept:
         raise InputError(f"nothing was kept as {name!r} before this place: call the whole stack or block, not a part")
     if (found := kept[name]).shape != x.shape:
@@ -93,11 +93,11 @@ class Streams(NamedTuple):
     normed: Tensor | None = None
     read: Tensor | None = None
     unwritten: tuple[Tensor, ...] = ()
-    kept: Kept | None = None
+    kept: KeptTensors | None = None
     """What changes have left for others; sublayers add to it."""
 
 
-def start(declared: Declared, x: Tensor) -> Streams:
+def start(declared: SchemeSpec, x: Tensor) -> Streams:
     """The streams as a stack begins."""
     first = x if declared.mixing is None else declared.mixing.begin(x)
     return Streams(first, (x,) * len(declared.streams))

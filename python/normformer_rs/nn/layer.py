@@ -10,16 +10,16 @@ from torch import Tensor, nn
 from ..config import unknown
 from ..errors import InputError
 from .attention import MultiheadAttention, is_masked
-from .declaration import only_norm, parts_of, passes
+from .build import install, reset, reset_module
 from .dropout import Draw, is_plain, is_run_again, rate
 from .foreign import Placeable, listen, refusal
 from .init import FirstValues, Role, draw_linear
-from .interpreter import Kept, Streams, apply_changes, begin, close, open_streams, start
-from .making import install, reset, reset_module
-from .parts import Learned, NormAt
+from .interpreter import KeptTensors, Streams, apply_changes, begin, close, open_streams, start
 from .place import Place, configure
 from .profiling import follow
-from .updates import Growing
+from .scheme import only_norm, parts_of, passes
+from .specs import Learned, NormAt
+from .step_hooks import Growing
 
 OPS = torch.ops.normformer_rs
 Activation = str | Callable[[Tensor], Tensor]
@@ -261,7 +261,7 @@ class Layer(Growing, Placeable):
     def _run(
         self,
         x: Tensor,
-        attend: Sequence[Callable[[Tensor, Kept], Tensor]],
+        attend: Sequence[Callable[[Tensor, KeptTensors], Tensor]],
         padding_mask: Tensor | None,
         alpha_t: Tensor | None = None,
         others: tuple[Tensor, ...] | None = None,
@@ -275,7 +275,7 @@ class Layer(Growing, Placeable):
         draw, declared, sublayers = Draw(x.device), self.place.declared, self.place.sublayers
         spec, count = self.place.spec, 0 if others is None else len(others) - len(self.place.spec.takes)
         streams = start(declared, x) if others is None else Streams(x, others[:count])
-        kept: Kept = dict(zip(spec.takes, others[count:], strict=True)) if others else {}
+        kept: KeptTensors = dict(zip(spec.takes, others[count:], strict=True)) if others else {}
         if spec.begin:
             streams = streams._replace(x=apply_changes(self, spec.begin, streams.x, padding_mask, kept))
         streams = streams._replace(kept=kept)
@@ -293,7 +293,7 @@ class Layer(Growing, Placeable):
             return streams.x, (*streams.others, *(kept[name] for name in spec.leaves))
         return streams.x if declared.mixing is None else declared.mixing.seen((streams.x, *streams.others))
 
-    def _feed_forward(self, x: Tensor, draw: Draw, padding_mask: Tensor | None, kept: Kept) -> Tensor:
+    def _feed_forward(self, x: Tensor, draw: Draw, padding_mask: Tensor | None, kept: KeptTensors) -> Tensor:
         """W₂·drop(φ(W₁x + b₁)) + b₂."""
         inside = self.place.sublayers[-1].inside
 
@@ -324,7 +324,7 @@ class Layer(Growing, Placeable):
         return f"residual={self.place.config.residual!r}, norm={self.place.declared.norm!r}"
 
 
-def attended(attention: Any, x: Tensor, memory: Tensor, kept: Kept, **masks: Any) -> Tensor:
+def attended(attention: Any, x: Tensor, memory: Tensor, kept: KeptTensors, **masks: Any) -> Tensor:
     """An attention's output; it may add to `kept`. `x`: where q, k and v read apart, three inputs, stacked."""
     given = x.unbind() if attention.reads_apart else (x, memory, memory)
     if not any(map(passes, attention.inside.values())):

@@ -7,15 +7,15 @@ from torch import Tensor, nn
 
 from ..config import ATTENTION, unknown
 from ..errors import InputError
-from .declaration import passes
+from .build import install, reset, reset_module
 from .dropout import Draw
-from .interpreter import Kept, Streams, begin, close
+from .interpreter import KeptTensors, Streams, begin, close
 from .layer import KINDS, Layer, attended, layer_number
-from .making import install, reset, reset_module
 from .place import Place, configure
 from .profiling import follow
+from .scheme import passes
+from .step_hooks import Growing
 from .tracing import leaf
-from .updates import Growing
 
 
 class Residual(Growing):
@@ -180,7 +180,7 @@ class TransformerEncoderLayer(Layer):
         streams beside x and what other layers have left for it, if its scheme has such: the result is then
         (output, others), what it leaves among them."""
 
-        def attend(x: Tensor, kept: Kept) -> Tensor:
+        def attend(x: Tensor, kept: KeptTensors) -> Tensor:
             masks = {"attn_mask": src_mask, "key_padding_mask": src_key_padding_mask, "is_causal": is_causal}
             return attended(self.self_attn, x, x, kept, **masks)
 
@@ -224,11 +224,11 @@ class TransformerDecoderLayer(Layer):
         streams beside x and what other layers have left for it, if its scheme has such: the result is then
         (output, others), what it leaves among them."""
 
-        def attend(x: Tensor, kept: Kept) -> Tensor:
+        def attend(x: Tensor, kept: KeptTensors) -> Tensor:
             masks = {"attn_mask": tgt_mask, "key_padding_mask": tgt_key_padding_mask, "is_causal": tgt_is_causal}
             return attended(self.self_attn, x, x, kept, **masks)
 
-        def attend_memory(x: Tensor, kept: Kept) -> Tensor:
+        def attend_memory(x: Tensor, kept: KeptTensors) -> Tensor:
             masks = {
                 "attn_mask": memory_mask,
                 "key_padding_mask": memory_key_padding_mask,

@@ -15,7 +15,7 @@ _masks: contextvars.ContextVar[tuple[Tensor, ...]] = contextvars.ContextVar("nor
 _masks_compiled: tuple[Tensor, ...] = ()
 
 
-class Given(NamedTuple):
+class GivenMasks(NamedTuple):
     """Masks that a model was called with, in force while the module that got them runs."""
 
     masks: tuple[Tensor, ...]
@@ -23,15 +23,15 @@ class Given(NamedTuple):
     takes_both: bool
     """The module takes masks for two stacks, and each stack is called with its own."""
     reader: Any
-    outer: "Given | None"
+    outer: "GivenMasks | None"
     tally: list[int]
     """Since the outermost call, the numbers of norm inputs that one mask fitted, none fitted, and several fitted."""
     decoders: tuple[Tensor, ...] = ()
     """Where it takes both and got none for its decoder: the decoder's mask, read from labels or tokens."""
 
 
-_given: contextvars.ContextVar[Given | None] = contextvars.ContextVar("normformer_rs_given_masks", default=None)
-_given_compiled: Given | None = None
+_given: contextvars.ContextVar[GivenMasks | None] = contextvars.ContextVar("normformer_rs_given_masks", default=None)
+_given_compiled: GivenMasks | None = None
 
 
 @contextmanager
@@ -104,12 +104,12 @@ def _is_one(fitting: list[Tensor]) -> bool:
 # Masks from a model's own arguments, read by `surgery.padding`. A norm's input that none fits gets no mask.
 
 
-def given() -> Given | None:
+def given() -> GivenMasks | None:
     """The masks of the innermost running module that takes masks."""
     return _given_compiled if torch.compiler.is_compiling() else _given.get()
 
 
-def give(new: Given | None) -> None:
+def give(new: GivenMasks | None) -> None:
     """Puts these masks in force."""
     global _given_compiled
     if torch.compiler.is_compiling():

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from . import formulas
-from .parts import Learned
+from .specs import Learned
 
 Tensors = tuple[Tensor, ...]
 

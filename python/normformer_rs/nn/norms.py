@@ -10,9 +10,9 @@ from torch import Tensor, nn
 
 from ..errors import InputError
 from .formulas import wide
+from .norm_table import CONSTANTS
 from .row_norm import OPS, OffsetNorm, RowNorm, unit_rows
 from .sharding import write_whole
-from .table import CONSTANTS
 from .tracing import leaf
 
 FIXNORM_EPS = CONSTANTS["fixnorm_eps"]

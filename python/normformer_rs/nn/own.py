@@ -8,8 +8,8 @@ from torch import Tensor, nn
 
 from ..errors import InputError
 from ..norms import Norm, in_wide
+from .norm_table import Numbers, used
 from .running import check_size
-from .table import Numbers, used
 from .tracing import leaf
 
 

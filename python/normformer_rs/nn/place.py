@@ -5,7 +5,7 @@ from typing import Any
 
 from ..config import LANGUAGE_MODELS, TransformerConfig, unknown
 from ..errors import InputError
-from .declaration import LayerSpec, Sublayer, declare
+from .scheme import LayerSpec, Sublayer, declare
 
 OWN: tuple[str, ...] = (
     "architecture",

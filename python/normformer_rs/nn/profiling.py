@@ -14,7 +14,7 @@ from torch import Tensor
 from .dropout import Where, drop
 
 
-class Pass:
+class ProfilingPass:
     """A profiling pass under way: the deviation of everything added so far in the present stack."""
 
     def __init__(self) -> None:
@@ -23,14 +23,14 @@ class Pass:
         self.place = (-1, -1)
 
 
-_pass: Pass | None = None
+_pass: ProfilingPass | None = None
 
 
 @contextlib.contextmanager
-def profiling() -> Iterator[Pass]:
+def profiling() -> Iterator[ProfilingPass]:
     """Forwards inside this context set the gains on x."""
     global _pass
-    _pass = Pass()
+    _pass = ProfilingPass()
     try:
         with torch.no_grad():
             yield _pass

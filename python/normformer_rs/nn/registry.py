@@ -14,7 +14,7 @@ from ..config import TransformerConfig, unknown
 from ..errors import InputError
 from ..norms import Norm
 from . import composed, norms, running
-from .table import DECLARED, FAMILIES
+from .norm_table import DECLARED, FAMILIES
 
 
 def _class_of(name: str, module: str) -> Any:

@@ -9,8 +9,8 @@ from torch import Tensor, nn
 
 from ..errors import InputError
 from . import sharding
+from .norm_table import DECLARED, NormSpec, Numbers, composed_norm, used
 from .running import check_eps, check_size, over_rows
-from .table import DECLARED, Declared, Numbers, composed_norm, used
 from .tracing import leaf
 
 OPS = torch.ops.normformer_rs
@@ -27,7 +27,7 @@ def unit_rows(x: Tensor, gain: Tensor | None, eps: float) -> Tensor:
 class RowNorm(nn.Module):
     """A norm over the last dimensions, each row for itself: y = weight⊙x̂ + bias."""
 
-    declared: Declared
+    declared: NormSpec
     operator: str
     names: tuple[str, ...]
     """The parameters' names."""

@@ -12,9 +12,9 @@ from ..distributed import group_name
 from ..errors import InputError
 from . import formulas
 from .masks import check_mask, mask_for
-from .table import CONSTANTS, DECLARED, Declared, composed_norm, used
+from .norm_table import CONSTANTS, DECLARED, NormSpec, composed_norm, used
+from .recompute import RecomputedStatistics, is_second_run, will_recompute
 from .tracing import leaf
-from .unkept import Unkept, is_second_run, is_unkept
 
 OPS = torch.ops.normformer_rs
 MODES = ("paper", "release")
@@ -60,7 +60,7 @@ class RunningNorm(nn.Module):
     second run from its first.
     """
 
-    declared: Declared
+    declared: NormSpec
     operator_name: str
     _state: tuple[str | None, str | None, str | None]
     """Its buffers in the operator's order."""
@@ -114,7 +114,7 @@ class RunningNorm(nn.Module):
             made["dtype"] = torch.int64 if buffer.is_counter else kind
             self.register_buffer(buffer.name, torch.empty(buffer.size(num_features), **made))
         self.refused = torch.zeros(1, dtype=torch.int64, device=device)
-        self._unkept = Unkept()
+        self._recomputed = RecomputedStatistics()
         given = {name: getattr(self, name) for name in self.declared.options}
         self.numbers_of = self.declared.numbers(num_features, given)
         self.reset_parameters()
@@ -167,7 +167,7 @@ class RunningNorm(nn.Module):
         refused = self.refused if self.refused.device == x.device and not is_exporting else None
         earlier = None
         if self.training and not is_compiling and is_second_run():
-            earlier = self._unkept.find(x, padding_mask)
+            earlier = self._recomputed.find(x, padding_mask)
         mask, used = (mask_for(x), None) if earlier is None else earlier
         if padding_mask is not None:
             check_mask(padding_mask)
@@ -177,8 +177,8 @@ class RunningNorm(nn.Module):
             options["group"] = group_name(self.process_group)
         run = getattr(OPS, self.operator_name)
         y, stats = run(x, *self.in_use(), mask, *self.state(), refused, used, **options)
-        if self.training and not is_compiling and earlier is None and is_unkept():
-            self._unkept.add(x, mask, stats)
+        if self.training and not is_compiling and earlier is None and will_recompute():
+            self._recomputed.add(x, mask, stats)
         return y
 
     def hidden(self, mask: Tensor | None) -> Tensor | None:
@@ -197,7 +197,7 @@ class RunningNorm(nn.Module):
             # .half() and .bfloat16() convert parameters only: running averages need their digits.
             if old is not None and new is not None and new.dtype in (torch.float16, torch.bfloat16):
                 self._buffers[name] = old.to(new.device)
-        self._unkept = Unkept()
+        self._recomputed = RecomputedStatistics()
         self._move_refused(next(iter(self.buffers())).device)
         return self
 
@@ -217,7 +217,7 @@ class RunningNorm(nn.Module):
 
     def __getstate__(self) -> dict[str, Any]:
         # A process group exists in this process only; a pickle means the default group.
-        return super().__getstate__() | {"_unkept": Unkept(), "process_group": None}
+        return super().__getstate__() | {"_recomputed": RecomputedStatistics(), "process_group": None}
 
     def extra_repr(self) -> str:
         more = "".join(f", {name}={getattr(self, name)}" for name in self.shown)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import InputError
-from .table import DECLARED
+from .norm_table import DECLARED
 
 OPERATORS = tuple(dict.fromkeys(entry.operator for entry in DECLARED.values() if entry.form == "rows"))
 _TENSORS = "torch.distributed.tensor"

@@ -10,18 +10,18 @@ from torch import Tensor, nn
 
 from ..config import TransformerConfig
 from ..errors import InputError
-from .declaration import Change, Combine, parts_of
+from .build import make, reset, reset_module
 from .foreign import draw_xavier
-from .interpreter import Kept, apply_changes, apply_norm, start
+from .interpreter import KeptTensors, apply_changes, apply_norm, start
 from .layer import Activation, Layer
 from .layers import TransformerDecoderLayer, TransformerEncoderLayer
-from .making import make, reset, reset_module
 from .mixing import Mixing
-from .parts import NormAt
 from .place import Place
 from .profiling import begin_stack
+from .scheme import Change, Combine, parts_of
+from .specs import NormAt
+from .step_hooks import Growing
 from .tracing import leaf
-from .updates import Growing
 
 
 class Sums(nn.Module):
@@ -141,7 +141,7 @@ class Stack(Growing):
         """x through the layers; each gets α_t if the scheme grows, the streams beside x if layers have several, and
         what others have left for it."""
         begin_stack()
-        kept: Kept = {}
+        kept: KeptTensors = {}
         x = apply_changes(self, self.begin, x, padding_mask, kept)
         is_by_layer = self.growth is not None and self.growth.by_layer
         alpha_t = None if is_by_layer else self.alpha()

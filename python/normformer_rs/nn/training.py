@@ -12,7 +12,7 @@ from .norms import RowNorm
 from .profiling import is_profiling, profiling
 from .running import RunningNorm
 from .stacks import Sums
-from .updates import Growing, were_profiled
+from .step_hooks import Growing, were_profiled
 
 _NORMS = (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, nn.modules.batchnorm._NormBase, RowNorm, RunningNorm, Sums)
 

@@ -6,15 +6,15 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ..nn.declaration import Change, Sublayer, parts_of, passes
+from ..nn.build import install, make, reset
 from ..nn.dropout import Draw
 from ..nn.init import Role
 from ..nn.interpreter import Streams, apply_changes, begin, close
-from ..nn.making import install, make, reset
-from ..nn.parts import Learned, NormAt
 from ..nn.place import Place
 from ..nn.profiling import begin_stack
-from ..nn.updates import Growing
+from ..nn.scheme import Change, Sublayer, parts_of, passes
+from ..nn.specs import Learned, NormAt
+from ..nn.step_hooks import Growing
 from .blocks import path_of, width_into
 from .calls import BlockCalls, begin_call, call_of, end_call
 from .marker import mark_block

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from ..nn.interpreter import Kept
+from ..nn.interpreter import KeptTensors
 
 
 class _Call:
@@ -17,7 +17,7 @@ class _Call:
 
     def __init__(self, block: Any, outer: "_Call | None", is_hooked: bool) -> None:
         self.block, self.outer, self.is_hooked = block, outer, is_hooked
-        self.kept: Kept = {}
+        self.kept: KeptTensors = {}
 
 
 _innermost: contextvars.ContextVar[_Call | None] = contextvars.ContextVar("normformer_rs_block_call", default=None)
@@ -60,7 +60,7 @@ class BlockCalls:
             _enter(call.outer)
 
 
-def begin_call(block: Any) -> Kept:
+def begin_call(block: Any) -> KeptTensors:
     """What the block keeps from its first sublayer on: nothing yet. A forward that is called past the hooks begins a
     call here."""
     call = _find(block)
@@ -71,7 +71,7 @@ def begin_call(block: Any) -> Kept:
     return call.kept
 
 
-def call_of(block: Any) -> Kept:
+def call_of(block: Any) -> KeptTensors:
     """What the block has kept so far in the call under way."""
     call = _find(block)
     return {} if call is None else call.kept

@@ -10,7 +10,7 @@ from ..errors import InputError
 from .blocks import Group, parts_of
 from .converted import Converted, converted_class
 from .handover import reclass
-from .probe import Known
+from .probe import RecognisedNorm
 from .recognise import read_norm
 from .spec import Part, Stack, at, chosen
 from .stream import Matrix, Places, Site, disturbed, join, matrices, prenorm_groups, refuse_meta, sites
@@ -45,7 +45,7 @@ class ExactSwap:
     everything that writes x, every LN that reads x can be RMSNorm.
     """
 
-    def __init__(self, model: nn.Module, known: Mapping[nn.Module, Known]) -> None:
+    def __init__(self, model: nn.Module, known: Mapping[nn.Module, RecognisedNorm]) -> None:
         """`known`: the model's norms."""
         self.known, self.places = known, Places(model)
         groups = prenorm_groups(model, BY)
@@ -179,7 +179,7 @@ class ExactSwap:
 _WAYS = "untie, unwrap or merge it first, or leave exact=True out"
 
 
-def _computes(known: Mapping[nn.Module, Known], norm: nn.Module) -> str | None:
+def _computes(known: Mapping[nn.Module, RecognisedNorm], norm: nn.Module) -> str | None:
     return known[norm].computes if norm in known else None
 
 

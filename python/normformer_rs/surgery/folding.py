@@ -9,14 +9,14 @@ from torch import Tensor, nn
 
 from ..errors import InputError
 from ..model import Transformer
-from ..nn.parts import Learned
 from ..nn.place import Place
+from ..nn.specs import Learned
 from .blocks import DECODER, ENCODER, Part, parts_of, place_of, weight_and_bias
 from .handover import refuse_offloaded
 from .marker import mark
 from .norms import replace, unweighted
 from .optimizers import Exchange, watch
-from .probe import Known
+from .probe import RecognisedNorm
 from .recognise import read_norm
 from .residuals import find_groups
 from .stream import Places, Site, join, prenorm_groups, readers, refuse_meta, sites, widened
@@ -77,7 +77,7 @@ def fold_norms(model: nn.Module) -> Swaps:
     return Swaps(by, rows, edits)
 
 
-def _fold(norm: nn.Module, known: Known, site: Site, edits: Edits) -> None:
+def _fold(norm: nn.Module, known: RecognisedNorm, site: Site, edits: Edits) -> None:
     """γ and β into the layers that read the norm."""
     gain = None if known.gain is None else known.factor * (known.offset + widened(getattr(norm, known.gain)))
     bias = None if known.bias is None else getattr(norm, known.bias)

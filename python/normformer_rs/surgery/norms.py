@@ -10,16 +10,16 @@ from torch import Tensor, nn
 
 from ..config import unknown
 from ..errors import InputError
+from ..nn.norm_table import FAMILIES
 from ..nn.norms import BiasedRMSNorm
 from ..nn.registry import norm_class
-from ..nn.table import FAMILIES
 from ..norms import Norm
 from .exact import ExactSwap
 from .handover import hand_over_parameter, hand_over_plain
 from .marker import mark, warn_of_adapters
 from .optimizers import Exchange, Repoint
 from .padding import read_padding
-from .probe import KINDS, Known
+from .probe import KINDS, RecognisedNorm
 from .recognise import alike, examine, looks_like_a_norm, own_name, read_norm
 from .signs import hand_on
 from .undo import Edits, Row, Swaps, refuse_wrapped
@@ -105,7 +105,7 @@ def swap_norms(
         )
 
     plan = ExactSwap(model, {module: known for _, module, known in norms}) if exact else None
-    made: dict[nn.Module, _Made] = {}
+    made: dict[nn.Module, _NewNorm] = {}
     shared: dict[tuple[nn.Parameter, str, torch.Size], nn.Parameter] = {}
     places: list[tuple[str, nn.Module]] = []
     for name, module, known in norms:
@@ -151,17 +151,17 @@ def swap_norms(
 
 def _find(
     model: nn.Module, filter: Callable[[str, nn.Module], bool] | None
-) -> tuple[list[tuple[str, nn.Module, Known]], dict[str, Row]]:
+) -> tuple[list[tuple[str, nn.Module, RecognisedNorm]], dict[str, Row]]:
     """The norms under each of their names, and rows for modules with a norm's name that stay."""
-    norms: list[tuple[str, nn.Module, Known]] = []
+    norms: list[tuple[str, nn.Module, RecognisedNorm]] = []
     staying: dict[str, Row] = {}
-    examined: dict[Hashable, Known | str] = {}
+    examined: dict[Hashable, RecognisedNorm | str] = {}
     for name, module in model.named_modules(remove_duplicate=False):
         if norms and name.startswith(norms[-1][0] + "."):
             continue  # a part of a norm
         key = alike(module)
         found = examined[key] = examined.get(key) or examine(module)
-        if isinstance(found, Known):
+        if isinstance(found, RecognisedNorm):
             norms.append((name, module, found))
         elif looks_like_a_norm(module) and (filter is None or filter(name, module)):
             kind = type(module).__name__
@@ -183,7 +183,7 @@ def replace(
     return _switch_off_fast_paths(model, {*made.values()}, edits)
 
 
-def unweighted(model: nn.Module, name: str, norm: nn.Module, known: Known) -> nn.Module:
+def unweighted(model: nn.Module, name: str, norm: nn.Module, known: RecognisedNorm) -> nn.Module:
     """x̂ of a norm of the model: the norm of its kind without γ and β."""
     target = _target(known.computes)
     return _twin(name, norm, known, target, "match", _nearest(model, name), {"elementwise_affine": False}).norm
@@ -268,7 +268,7 @@ def _options(make: Callable[..., Any]) -> list[str] | None:
     return None
 
 
-class _Made(NamedTuple):
+class _NewNorm(NamedTuple):
     """The norm that takes an old one's place."""
 
     norm: nn.Module
@@ -289,7 +289,7 @@ def _nearest(model: nn.Module, name: str) -> Tensor:
         name = name.rpartition(".")[0]
 
 
-def _share(old: nn.Module, made: _Made, shared: dict[tuple[nn.Parameter, str, torch.Size], nn.Parameter]) -> None:
+def _share(old: nn.Module, made: _NewNorm, shared: dict[tuple[nn.Parameter, str, torch.Size], nn.Parameter]) -> None:
     """Gives norms that shared a parameter one new parameter. `shared`: those made so far."""
     for leaf, new in made.counterparts.items():
         parameter = getattr(made.norm, new)
@@ -297,8 +297,14 @@ def _share(old: nn.Module, made: _Made, shared: dict[tuple[nn.Parameter, str, to
 
 
 def _twin(
-    path: str, old: nn.Module, known: Known, target: _Target, init: str, like: Tensor, options: Mapping[str, Any]
-) -> _Made:
+    path: str,
+    old: nn.Module,
+    known: RecognisedNorm,
+    target: _Target,
+    init: str,
+    like: Tensor,
+    options: Mapping[str, Any],
+) -> _NewNorm:
     """The norm that takes the old one's place, on the device and of the dtype of `like`."""
     has_bias = known.bias is not None or known.computes != "layernorm"
     wanted: dict[str, Any] = {"device": like.device, "dtype": like.dtype, "bias": has_bias}
@@ -340,11 +346,11 @@ def _twin(
     for mine, its in pairs.items():
         hand_over_parameter(f"{path}.{mine}", getattr(old, mine), parameters[its])
     new.train(old.training)
-    return _Made(new, ", ".join(notes), pairs)
+    return _NewNorm(new, ", ".join(notes), pairs)
 
 
 @torch.no_grad()
-def _match(old: Any, known: Known, new: Any, new_known: Known) -> list[str]:
+def _match(old: Any, known: RecognisedNorm, new: Any, new_known: RecognisedNorm) -> list[str]:
     """Sets the new norm's parameters from the old one's, in the new one's offset and factor. Returns notes where these
     differ."""
     if known.bias and new_known.bias:
@@ -368,7 +374,7 @@ def _match(old: Any, known: Known, new: Any, new_known: Known) -> list[str]:
     return [f"{new_known.gain} is {count}"]
 
 
-def _exchanged(model: nn.Module, places: list[tuple[str, nn.Module]], made: Mapping[nn.Module, _Made]) -> Exchange:
+def _exchanged(model: nn.Module, places: list[tuple[str, nn.Module]], made: Mapping[nn.Module, _NewNorm]) -> Exchange:
     """For each parameter of the old norms its replacements; it stays where other modules have it too."""
     kept = {p for module in model.modules() if module not in made for p in module.parameters(recurse=False)}
     out: Exchange = {}
@@ -379,7 +385,7 @@ def _exchanged(model: nn.Module, places: list[tuple[str, nn.Module]], made: Mapp
     return out
 
 
-def _exchange(name: str, old: nn.Module, made: _Made) -> Exchange:
+def _exchange(name: str, old: nn.Module, made: _NewNorm) -> Exchange:
     """The exchange of one norm; new parameters without a counterpart join the first one's replacements."""
     olds, news = dict(old.named_parameters(recurse=False)), dict(made.norm.named_parameters(recurse=False))
     taken = made.counterparts

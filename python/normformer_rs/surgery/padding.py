@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ..nn.attention import HIDDEN
-from ..nn.masks import Given, give, given
+from ..nn.masks import GivenMasks, give, given
 from ..nn.running import PowerNorm, RunningNorm
 from .undo import Edits
 
@@ -84,7 +84,7 @@ class _Reader:
         if not masks and outer is not None and not outer.takes_both:
             masks = outer.masks
         tally = [0, 0, 0] if outer is None else outer.tally
-        give(Given(masks + decoders if self.takes_both else masks, self.takes_both, self, outer, tally, decoders))
+        give(GivenMasks(masks + decoders if self.takes_both else masks, self.takes_both, self, outer, tally, decoders))
         if module.training and torch.is_grad_enabled() and not is_compiling:
             self._warn_if_causal(module, kwargs)
             if outer is None and (self.takes_both or not masks):
@@ -105,14 +105,14 @@ class _Reader:
                 text = f"norms with statistics got inputs of other shapes than the padding masks {shapes}"
                 self._say("none", f"{text}, and took padding in: {_OTHERWISE}")
 
-    def _begun(self) -> Given | None:
+    def _begun(self) -> GivenMasks | None:
         """The call of this module that has begun and not ended."""
         now = given()
         while now is not None and now.reader is not self:
             now = now.outer
         return now
 
-    def _masks(self, got: Mapping[str, Tensor], outer: Given | None) -> tuple[Tensor, ...]:
+    def _masks(self, got: Mapping[str, Tensor], outer: GivenMasks | None) -> tuple[Tensor, ...]:
         read: dict[int, Tensor] = {}
         for name, mask in got.items():
             is_attentions = mask.dim() > 2
@@ -120,7 +120,7 @@ class _Reader:
                 read[id(mask)] = self._padding(name, mask)
         return tuple(read.values())
 
-    def _decoders(self, module: nn.Module, got: Mapping[str, Tensor], outer: Given | None) -> tuple[Tensor, ...]:
+    def _decoders(self, module: nn.Module, got: Mapping[str, Tensor], outer: GivenMasks | None) -> tuple[Tensor, ...]:
         """The mask of a decoder that is called without one, in training: the padding of its labels, shifted as models
         shift them to make its input, or of its tokens."""
         if not module.training:

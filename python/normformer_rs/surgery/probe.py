@@ -20,7 +20,7 @@ from ..nn.norms import RowNorm
 from .handover import own_forward
 
 
-class Known(NamedTuple):
+class RecognisedNorm(NamedTuple):
     """A norm over the last dimension, y = factor·(offset + gain)⊙x̂ + bias.
 
     x̂ is the norm `computes` of `normformer_rs.tables()` with its first gain: ScaleNorm's is √d·x/max(‖x‖₂, ε).
@@ -58,7 +58,7 @@ _NEAR = 1e-3
 """The allowed error at x ≈ 1, where ε's place shows: it may be added to σ instead of σ², for example."""
 
 
-def probe(module: nn.Module, width: int | None = None, computes: str | None = None) -> Known | str:
+def probe(module: nn.Module, width: int | None = None, computes: str | None = None) -> RecognisedNorm | str:
     """The norm found by trial calls of a copy, or the reason why there is none. The module and the random state do not
     change.
 
@@ -77,7 +77,7 @@ def probe(module: nn.Module, width: int | None = None, computes: str | None = No
     names = [name for name, kind in KINDS.items() if _measures(kind) and computes in (None, name)]
     first = next(iter(parameters.values()), None)
     device = _EXACT.device if first is None or first.is_meta else first.device
-    found: Known | str = f"computes no norm over rows of width {width}"
+    found: RecognisedNorm | str = f"computes no norm over rows of width {width}"
     for question in (_EXACT, _Question(device, torch.float32, 1e3, 1e-18, 1e-4)):
         with _EXACT.device:
             try:
@@ -85,7 +85,7 @@ def probe(module: nn.Module, width: int | None = None, computes: str | None = No
             except Exception as reason:  # a module may raise anything for rows that it does not take
                 said = str(reason).partition("\n")[0]
                 found = f"takes no rows of width {width} ({type(reason).__name__}: {said})"
-        if isinstance(found, Known):
+        if isinstance(found, RecognisedNorm):
             break
     return found
 
@@ -171,7 +171,7 @@ class _Trial:
         return y.double().cpu()
 
 
-def _find(trial: _Trial, names: Sequence[str]) -> Known | str:
+def _find(trial: _Trial, names: Sequence[str]) -> RecognisedNorm | str:
     """The one of these norms that the module computes, or the reason why it computes none."""
     _, _, large, tiny, error = trial.question
     none = f"computes no norm over rows of width {trial.width}"
@@ -205,7 +205,7 @@ def _find(trial: _Trial, names: Sequence[str]) -> Known | str:
     for name, factor in near:
         offset, factor = _rounded(offset, error), _rounded(factor, error, trial.width)
         eps, size = _epsilon(name, tiny_hat / factor, tiny * trial.x)
-        known = Known(trial.width, name, gain, bias, _attribute(trial, eps), offset, factor)
+        known = RecognisedNorm(trial.width, name, gain, bias, _attribute(trial, eps), offset, factor)
         gaps = []
         for scale in (large, 1.0, max(size, tiny)):
             expected = _compute(known, scale * trial.x, again, eps)
@@ -263,7 +263,7 @@ def _row(name: str, x: Tensor, eps: float) -> Tensor:
     return KINDS[name](x.shape[-1], eps=eps, elementwise_affine=False)(x)
 
 
-def _compute(known: Known, x: Tensor, values: Mapping[str, Tensor], eps: float) -> Tensor:
+def _compute(known: RecognisedNorm, x: Tensor, values: Mapping[str, Tensor], eps: float) -> Tensor:
     gain = values[known.gain] if known.gain else 0.0
     y = known.factor * (known.offset + gain) * _row(known.computes, x, eps)
     return y + values[known.bias] if known.bias else y

@@ -12,10 +12,10 @@ from torch.nn.utils.parametrize import is_parametrized
 from .. import nn as nfnn
 from ..config import unknown
 from ..errors import InputError
+from ..nn.norm_table import Numbers
 from ..nn.norms import FixedScaleNorm, RowNorm
-from ..nn.table import Numbers
 from .handover import own_forward
-from .probe import KINDS, Known, probe
+from .probe import KINDS, RecognisedNorm, probe
 
 Reader = Callable[[Any], "tuple[int, str] | None"]
 _READERS: dict[type[nn.Module], Reader] = {}
@@ -54,13 +54,13 @@ def register_norm(kind: type[nn.Module], reader: Reader) -> None:
     _READERS[kind] = reader
 
 
-def read_norm(module: nn.Module) -> Known | None:
+def read_norm(module: nn.Module) -> RecognisedNorm | None:
     """The norm that a module is, or None."""
     found = examine(module)
-    return found if isinstance(found, Known) else None
+    return found if isinstance(found, RecognisedNorm) else None
 
 
-def examine(module: nn.Module) -> Known | str:
+def examine(module: nn.Module) -> RecognisedNorm | str:
     """The norm that a module is, or the reason why it is none."""
     kind = type(module)
     if kind in _READERS:
@@ -117,7 +117,7 @@ def _own_width(module: Any) -> int:
 # Norms without trial calls.
 
 
-def _registered(module: nn.Module, said: Any) -> Known | str:
+def _registered(module: nn.Module, said: Any) -> RecognisedNorm | str:
     if said is None:
         return "its reader says that it is no norm over the last dimension"
     kind = type(module).__name__
@@ -129,10 +129,10 @@ def _registered(module: nn.Module, said: Any) -> Known | str:
     if computes not in KINDS:
         raise InputError(unknown(f"norm, which the reader of {kind} returned,", computes, KINDS))
     found = probe(module, width, computes)
-    return found if isinstance(found, Known) else _by_convention(module, width, computes)
+    return found if isinstance(found, RecognisedNorm) else _by_convention(module, width, computes)
 
 
-def _by_convention(module: nn.Module, width: int, computes: str, by_order: bool = True) -> Known:
+def _by_convention(module: nn.Module, width: int, computes: str, by_order: bool = True) -> RecognisedNorm:
     """A norm with parameters that count as `computes`'s weight and bias, by name or else by order. `by_order=False`: by
     name only, since others enter x̂."""
     names = [name for name, _ in module.named_parameters(recurse=False)]
@@ -150,7 +150,7 @@ def _by_convention(module: nn.Module, width: int, computes: str, by_order: bool 
         eps = math.nan  # no ε of the formula
     if gain is None:
         offset = 1.0
-    return Known(width, computes, gain, bias, None if eps is None else float(eps), offset, factor)
+    return RecognisedNorm(width, computes, gain, bias, None if eps is None else float(eps), offset, factor)
 
 
 _EPS = ("eps", "variance_epsilon", "epsilon")

@@ -7,8 +7,8 @@ from torch import nn
 
 from ..errors import InputError
 from ..nn.attention import BEFORE_PRODUCTS
-from ..nn.parts import NormAt
 from ..nn.place import Place
+from ..nn.specs import NormAt
 from .blocks import TORCH_STACKS, TORCHS, Group, converted_of, is_known_stack, parent_of, parts_of, place_of
 from .handover import refuse_own_forward, refuse_passed_over
 from .recognise import read_norm

@@ -8,11 +8,11 @@ use half::{bf16, f16};
 multiversion! {
     /// Rounds `wide` to `narrow`, and widens `rows` to `back`.
     fn convert[isa S][E: Element](wide: &[E::Acc], narrow: &mut [E], rows: &[E], back: &mut [E::Acc]) {
-        let store = Store::of::<E>(&[], BLOCK);
-        for (wide, narrow) in wide.as_chunks::<BLOCK>().0.iter().zip(narrow.as_chunks_mut::<BLOCK>().0) {
+        let store = Store::of::<E>(&[], PAIR_LANES);
+        for (wide, narrow) in wide.as_chunks::<PAIR_LANES>().0.iter().zip(narrow.as_chunks_mut::<PAIR_LANES>().0) {
             Of::<E::Acc, S>::store(Of::<E::Acc, S>::pair(wide), narrow, store);
         }
-        for (rows, back) in rows.as_chunks::<BLOCK>().0.iter().zip(back.as_chunks_mut::<BLOCK>().0) {
+        for (rows, back) in rows.as_chunks::<PAIR_LANES>().0.iter().zip(back.as_chunks_mut::<PAIR_LANES>().0) {
             Of::<E::Acc, S>::store(Of::<E::Acc, S>::pair(rows), back, Store::PLAIN);
         }
     }
@@ -48,7 +48,7 @@ fn every_level_converts_as_element_does() {
 multiversion! {
     /// (a + b, a − b, a·b, a·b + c, a where kept), and the sum of a.
     fn arithmetic[isa S][A: Accumulator](
-        a: &[A; BLOCK], b: &[A; BLOCK], bits: &[u16; BLOCK], out: &mut [[A; BLOCK]; 5], sum: &mut A,
+        a: &[A; PAIR_LANES], b: &[A; PAIR_LANES], bits: &[u16; PAIR_LANES], out: &mut [[A; PAIR_LANES]; 5], sum: &mut A,
     ) {
         let bits = bits.as_chunks::<WIDTH>().0;
         let ([a, a2], [b, b2]) = (Of::<A, S>::pair(a), Of::<A, S>::pair(b));
@@ -62,18 +62,18 @@ multiversion! {
 }
 
 multiversion! {
-    fn put[isa S][E: Element](from: &[E::Acc; BLOCK], to: &mut [E; BLOCK], how: Store) {
+    fn put[isa S][E: Element](from: &[E::Acc; PAIR_LANES], to: &mut [E; PAIR_LANES], how: Store) {
         Of::<E::Acc, S>::store(Of::<E::Acc, S>::pair(from), to, how);
         how.finish();
     }
 }
 
 fn check_streaming<E: Element<Acc = f32> + PartialEq + std::fmt::Debug>() {
-    let from: [f32; BLOCK] = from_fn(|l| l as f32);
+    let from: [f32; PAIR_LANES] = from_fn(|l| l as f32);
     for level in Level::ALL {
         force(Some(level));
-        for start in 0..BLOCK {
-            let mut room = [E::default(); 2 * BLOCK];
+        for start in 0..PAIR_LANES {
+            let mut room = [E::default(); 2 * PAIR_LANES];
             let to = room[start..].first_chunk_mut().expect("the room is two blocks");
             put(&from, to, Store { streamed: true, bf16: false });
             assert_eq!(*to, from.map(E::store), "{level:?} {start}");
@@ -90,15 +90,15 @@ fn streamed_blocks_start_anywhere() {
 }
 
 fn check_arithmetic<A: Accumulator + std::fmt::Debug>(unit: f64) {
-    let a: [A; BLOCK] = from_fn(|l| A::from_f64(1.0 + l as f64 / 3.0));
-    let b: [A; BLOCK] = from_fn(|l| A::from_f64(2.0 - l as f64 / 7.0));
-    let bits: [u16; BLOCK] = from_fn(|l| [0, 0x7fff, 0x8000, 0xffff][l % 4]);
+    let a: [A; PAIR_LANES] = from_fn(|l| A::from_f64(1.0 + l as f64 / 3.0));
+    let b: [A; PAIR_LANES] = from_fn(|l| A::from_f64(2.0 - l as f64 / 7.0));
+    let bits: [u16; PAIR_LANES] = from_fn(|l| [0, 0x7fff, 0x8000, 0xffff][l % 4]);
     let mut sums = Vec::new();
     for level in Level::ALL {
         force(Some(level));
-        let (mut out, mut sum) = ([[A::ZERO; BLOCK]; 5], A::ZERO);
+        let (mut out, mut sum) = ([[A::ZERO; PAIR_LANES]; 5], A::ZERO);
         arithmetic(&a, &b, &bits, &mut out, &mut sum);
-        for l in 0..BLOCK {
+        for l in 0..PAIR_LANES {
             assert!(out[0][l] == a[l] + b[l] && out[1][l] == a[l] - b[l] && out[2][l] == a[l] * b[l], "{level:?} {l}");
             let exact = a[l].to_f64() * b[l].to_f64() + a[l].to_f64();
             let error = unit * ((a[l] * b[l]).abs().to_f64() + exact.abs());

@@ -3,7 +3,7 @@
 //! SAFETY, for every intrinsic below: the processor has it, because `multiversion!` names [`Avx2`] and [`Avx512`] only
 //! after asking for their features, and nothing else names them. Loads and stores stay inside the array they are given.
 
-use super::{Isa, Pack, Store, BLOCK, WIDTH};
+use super::{Isa, Pack, Store, PAIR_LANES, WIDTH};
 use crate::cpu::Element;
 use half::{bf16, f16};
 use std::any::TypeId;
@@ -84,7 +84,7 @@ impl Pack<f32> for F32x16 {
         }
     }
     #[inline(always)]
-    fn store<E: Element<Acc = f32>>(block: [Self; 2], to: &mut [E; BLOCK], how: Store) {
+    fn store<E: Element<Acc = f32>>(block: [Self; 2], to: &mut [E; PAIR_LANES], how: Store) {
         let [F32x16(low), F32x16(high)] = block;
         let at = to.as_mut_ptr();
         let streams = how.streams(at);
@@ -227,7 +227,7 @@ impl Pack<f32> for F32x8x2 {
         unsafe { sum8(_mm256_add_ps(self.0[0], self.0[1])) }
     }
     #[inline(always)]
-    fn store<E: Element<Acc = f32>>(block: [Self; 2], to: &mut [E; BLOCK], how: Store) {
+    fn store<E: Element<Acc = f32>>(block: [Self; 2], to: &mut [E; PAIR_LANES], how: Store) {
         let [F32x8x2([a, b]), F32x8x2([c, d])] = block;
         let at = to.as_mut_ptr();
         let streams = how.streams(at);
@@ -253,11 +253,11 @@ impl Pack<f32> for F32x8x2 {
                     }
                 }
             } else {
-                let mut wide = [0f32; BLOCK];
+                let mut wide = [0f32; PAIR_LANES];
                 for (i, v) in [a, b, c, d].into_iter().enumerate() {
                     _mm256_storeu_ps(wide.as_mut_ptr().add(8 * i), v);
                 }
-                for l in 0..BLOCK {
+                for l in 0..PAIR_LANES {
                     to[l] = E::store(wide[l]);
                 }
             }

@@ -3,7 +3,7 @@
 
 use super::{best, Choice, Likely};
 use crate::cpu::memory::Aligned;
-use crate::cpu::pack::BLOCK;
+use crate::cpu::pack::PAIR_LANES;
 use crate::cpu::parallel::{self, Shared};
 use crate::cpu::Accumulator;
 use crate::error::{Error, Result};
@@ -48,7 +48,7 @@ pub fn best_of_product<A: Accumulator>(
     // SAFETY: `h` outlives this function and is of type A.
     let h = unsafe { view.slice::<A>() };
     parallel::for_each(rows, ROWS, |range| {
-        let stride = cols.next_multiple_of(BLOCK);
+        let stride = cols.next_multiple_of(PAIR_LANES);
         let mut logits = Aligned::<A>::new(ROWS.min(range.len()) * stride);
         for first in range.clone().step_by(ROWS) {
             let end = range.end.min(first + ROWS);

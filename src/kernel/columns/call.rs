@@ -1,6 +1,6 @@
 //! A call's tensors: over threads on the CPU ([`cpu`](super::cpu)), or launches on a GPU ([`gpu`](super::gpu)).
 
-use super::{cpu, gpu, ColumnOptions, ColumnRule};
+use super::{cpu, gpu, ColumnNormKernel, ColumnOptions};
 use crate::cuda::Device;
 use crate::error::Result;
 use crate::kernel::view::{by_dtype, View};
@@ -45,17 +45,22 @@ pub struct ColumnGradients {
 }
 
 /// y and the statistics that made it, settled from the batch and the buffers, which then move, or given.
-pub fn forward(device: Option<Device>, rule: &'static ColumnRule, v: &ColumnViews) -> Result<()> {
+pub fn forward(device: Option<Device>, norm: &'static ColumnNormKernel, v: &ColumnViews) -> Result<()> {
     match device {
-        None => by_dtype!(v.x, E => cpu::forward::<E>(rule, v)),
-        Some(device) => gpu::forward(device, rule, v),
+        None => by_dtype!(v.x, E => cpu::forward::<E>(norm, v)),
+        Some(device) => gpu::forward(device, norm, v),
     }
 }
 
 /// dx and the parameters' gradients; moves PowerNorm's ν.
-pub fn backward(device: Option<Device>, rule: &'static ColumnRule, v: &ColumnViews, d: &ColumnGradients) -> Result<()> {
+pub fn backward(
+    device: Option<Device>,
+    norm: &'static ColumnNormKernel,
+    v: &ColumnViews,
+    d: &ColumnGradients,
+) -> Result<()> {
     match device {
-        None => by_dtype!(v.x, E => cpu::backward::<E>(rule, v, d)),
-        Some(device) => gpu::backward(device, rule, v, d),
+        None => by_dtype!(v.x, E => cpu::backward::<E>(norm, v, d)),
+        Some(device) => gpu::backward(device, norm, v, d),
     }
 }

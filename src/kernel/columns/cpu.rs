@@ -2,7 +2,7 @@
 
 use super::call::{ColumnGradients, ColumnViews};
 use super::passes::{self, GradientCoefficients};
-use super::{BatchStatistics, ColumnOptions, ColumnRule, State, Stats};
+use super::{BatchStatistics, ColumnNormKernel, ColumnOptions, State, Stats};
 use crate::cpu::parallel::{self, Shared};
 use crate::cpu::{memory, Accumulator, Element};
 use crate::error::Result;
@@ -55,14 +55,14 @@ fn part<'a>(pad: &'a [u8], rows: &Range<usize>) -> &'a [u8] {
     }
 }
 
-fn measure<E: Element>(rule: &ColumnRule, cols: usize, x: &[E], pad: &[u8], release: bool) -> BatchStatistics {
+fn measure<E: Element>(norm: &ColumnNormKernel, cols: usize, x: &[E], pad: &[u8], release: bool) -> BatchStatistics {
     let rows = x.len() / cols.max(1);
     let count = (rows - pad.iter().filter(|v| **v != 0).count()) as f64;
     let mean_of = |mut sums: Vec<f64>, n: f64| {
         sums.iter_mut().for_each(|s| *s /= n.max(1.0));
         sums
     };
-    if !rule.centred {
+    if !norm.centred {
         let square = mean_of(sums(cols, x, pad, &[]).1, count);
         let all_too = release && !pad.is_empty();
         let square_of_all = all_too.then(|| mean_of(sums(cols, x, &[], &[]).1, rows as f64));
@@ -71,7 +71,7 @@ fn measure<E: Element>(rule: &ColumnRule, cols: usize, x: &[E], pad: &[u8], rele
     // Moments about a guess, the mean of the first real rows: (guess − μ)² is at most rows/64·σ² and typically σ²/64,
     // so that mean d² − (mean d)² loses at most log₂(1 + rows/64) bits, and typically none.
     let first = pad.iter().position(|v| *v == 0).unwrap_or(0);
-    let few = first..(first + passes::BLOCK).min(rows);
+    let few = first..(first + passes::PAIR_LANES).min(rows);
     let zero = memory::filled(E::Acc::ZERO, cols);
     let [mut sum, mut squares] = [(); 2].map(|()| memory::filled(0.0, cols));
     let of_few = part(pad, &few);
@@ -127,7 +127,7 @@ fn over_ranks(batch: BatchStatistics, o: &ColumnOptions) -> Result<BatchStatisti
     Ok(merged)
 }
 
-pub fn forward<E: Element>(rule: &ColumnRule, v: &ColumnViews) -> Result<()> {
+pub fn forward<E: Element>(norm: &ColumnNormKernel, v: &ColumnViews) -> Result<()> {
     let cols = v.stats.cols();
     // SAFETY: C++ gave contiguous tensors of E (parameters and statistics of its accumulation type), a mask of
     // bytes; y, stats and the copies of the buffers are its own.
@@ -138,10 +138,10 @@ pub fn forward<E: Element>(rule: &ColumnRule, v: &ColumnViews) -> Result<()> {
     if !v.given {
         let o = &v.options;
         let batch = match o.train || state.first.is_empty() {
-            true => over_ranks(measure(rule, cols, x, pad, o.release), o)?,
+            true => over_ranks(measure(norm, cols, x, pad, o.release), o)?,
             false => BatchStatistics { mean: memory::filled(0.0, cols), ..BatchStatistics::default() },
         };
-        (rule.settle)(&batch, &mut state, o).write(out);
+        (norm.settle)(&batch, &mut state, o).write(out);
     }
     let (shift, scale) = (&out[..cols], &out[cols..2 * cols]);
     let (weight, zero) = (or_ones(weight, cols), memory::filled(E::Acc::ZERO, cols));
@@ -156,7 +156,7 @@ pub fn forward<E: Element>(rule: &ColumnRule, v: &ColumnViews) -> Result<()> {
     Ok(())
 }
 
-pub fn backward<E: Element>(rule: &ColumnRule, v: &ColumnViews, d: &ColumnGradients) -> Result<()> {
+pub fn backward<E: Element>(norm: &ColumnNormKernel, v: &ColumnViews, d: &ColumnGradients) -> Result<()> {
     let cols = v.stats.cols();
     // SAFETY: as in `forward`.
     let (dy, x, weight, pad, rows) = unsafe {
@@ -176,13 +176,13 @@ pub fn backward<E: Element>(rule: &ColumnRule, v: &ColumnViews, d: &ColumnGradie
     for (out, sums) in [(dweight, &sum_x), (dbias, &sum)] {
         out.iter_mut().zip(sums).for_each(|(d, s)| *d = E::Acc::from_f64(*s));
     }
-    if let (Some(ranks), true) = (o.ranks, stats.exact || (rule.approximate && o.train)) {
+    if let (Some(ranks), true) = (o.ranks, stats.exact || (norm.approximate && o.train)) {
         let mine = memory::collected(sum.iter().chain(&sum_x).copied());
         let all: Vec<f64> = host("statistics", &ranks.sum(&Tensor::f_from_slice(&mine)?)?)?;
         sum.copy_from_slice(&all[..cols]);
         sum_x.copy_from_slice(&all[cols..]);
     }
-    let (p, q, r) = slopes(rule, &stats, &or_ones(weight, cols), (&sum, &sum_x), &mut state, o);
+    let (p, q, r) = slopes(norm, &stats, &or_ones(weight, cols), (&sum, &sum_x), &mut state, o);
     let (p, q, r) = (as_acc::<E::Acc>(&p), as_acc::<E::Acc>(&q), as_acc::<E::Acc>(&r));
     let shared = Shared::new(dx);
     parallel::over_rows(x.len() / cols.max(1), cols, |rows, all| {
@@ -196,7 +196,7 @@ pub fn backward<E: Element>(rule: &ColumnRule, v: &ColumnViews, d: &ColumnGradie
 
 /// p, q and r of dx = p⊙dy − q⊙x̂ − r; moves ν.
 fn slopes<A: Accumulator>(
-    rule: &ColumnRule,
+    norm: &ColumnNormKernel,
     stats: &Stats,
     weight: &[A],
     (sum, sum_x): (&[f64], &[f64]),
@@ -210,11 +210,11 @@ fn slopes<A: Accumulator>(
     let [mut q, mut r] = [(); 2].map(|()| memory::filled(0.0, p.len()));
     if stats.exact {
         q = memory::collected(stats.slope.iter().zip(&lambda).map(|(slope, lambda)| slope * lambda));
-        if rule.centred {
+        if norm.centred {
             r = memory::collected(p.iter().zip(sum).map(|(p, sum)| p * sum * stats.share));
         }
     }
-    if rule.approximate && o.train && !state.second.is_empty() {
+    if norm.approximate && o.train && !state.second.is_empty() {
         let nu = memory::collected(state.second.iter().map(|ema| (1.0 - o.alpha_bwd) * ema));
         if !stats.exact {
             q = memory::collected(stats.slope.iter().zip(&nu).map(|(slope, nu)| slope * nu));

@@ -2,7 +2,7 @@
 //! views, and the order of their passes. No number is read back: what decides is decided on the device.
 
 use super::call::{ColumnGradients, ColumnViews};
-use super::ColumnRule;
+use super::ColumnNormKernel;
 use crate::cuda::{self, Device, Grid};
 use crate::error::{Error, Result};
 use crate::kernel::launch::{columns, columns_at_a_time, room, sum_partials, type_name, Output};
@@ -158,7 +158,7 @@ struct Slopes {
 /// A norm's kernels for one matrix.
 struct Launcher {
     device: Device,
-    rule: &'static ColumnRule,
+    norm: &'static ColumnNormKernel,
     options: String,
     rows: Rows,
     cols: u32,
@@ -171,7 +171,13 @@ struct Launcher {
 
 impl Launcher {
     /// `views`: what is read and written some columns at a time; `measures`: slabs leave something.
-    fn of(device: Device, rule: &'static ColumnRule, v: &ColumnViews, views: &[&View], measures: bool) -> Result<Self> {
+    fn of(
+        device: Device,
+        norm: &'static ColumnNormKernel,
+        v: &ColumnViews,
+        views: &[&View],
+        measures: bool,
+    ) -> Result<Self> {
         let cols = columns(&v.stats)?;
         let vec = columns_at_a_time(&v.x, views);
         let state = if v.wide_state { "double" } else { "f32" };
@@ -183,7 +189,7 @@ impl Launcher {
         let blocks = blocks.map_err(|_| Error::Torch(format!("rows of {cols} numbers have no CUDA kernel")))?;
         Ok(Launcher {
             device,
-            rule,
+            norm,
             options: format!("-DK_LANES={THREADS} -DK_ROWS=1 -DK_VEC={vec} -DK_X={x} -DK_STATE={state}"),
             rows: Rows { pad: v.pad.data, count: v.x.rows, slab, chunks: chunks as i32 },
             cols,
@@ -216,7 +222,7 @@ impl Launcher {
     /// As [`cuda::launch`].
     unsafe fn launch<A>(&self, kernel: &'static str, grid: Grid, arguments: &A) -> Result<()> {
         // SAFETY: as the caller promises.
-        unsafe { cuda::launch(self.device, &self.rule.program, &self.options, kernel, grid, arguments) }
+        unsafe { cuda::launch(self.device, &self.norm.program, &self.options, kernel, grid, arguments) }
     }
 
     /// The slabs' counts of real rows, behind what else they leave, and behind those whether y has been written.
@@ -274,12 +280,12 @@ impl DeviceOptions {
 const ONE_BLOCK: Grid = Grid { blocks: 1, threads: THREADS };
 
 /// y and the statistics that made it, settled from the batch and the buffers, which then move, or given.
-pub fn forward(device: Device, rule: &'static ColumnRule, v: &ColumnViews) -> Result<()> {
+pub fn forward(device: Device, norm: &'static ColumnNormKernel, v: &ColumnViews) -> Result<()> {
     if v.stats.cols == 0 {
         return Ok(());
     }
     let measures = !v.given && !DeviceOptions::of(v).running;
-    let kernels = Launcher::of(device, rule, v, &[&v.x, &v.y, &v.stats, &v.weight, &v.bias], measures)?;
+    let kernels = Launcher::of(device, norm, v, &[&v.x, &v.y, &v.stats, &v.weight, &v.bias], measures)?;
     let may_have_written = !v.given && settle(&kernels, v)?;
     let normalise = Normalise {
         x: v.x.data,
@@ -334,18 +340,18 @@ fn settle(kernels: &Launcher, v: &ColumnViews) -> Result<bool> {
 }
 
 /// dx and the parameters' gradients; moves PowerNorm's ν.
-pub fn backward(device: Device, rule: &'static ColumnRule, v: &ColumnViews, d: &ColumnGradients) -> Result<()> {
+pub fn backward(device: Device, norm: &'static ColumnNormKernel, v: &ColumnViews, d: &ColumnGradients) -> Result<()> {
     if v.stats.cols == 0 {
         return Ok(());
     }
-    let kernels = Launcher::of(device, rule, v, &[&v.x, &d.dy, &d.dx, &v.stats, &v.weight], true)?;
+    let kernels = Launcher::of(device, norm, v, &[&v.x, &d.dy, &d.dx, &v.stats, &v.weight], true)?;
     let slopes = room(device, &[3, v.stats.cols], Kind::Float)?;
     let rows = kernels.written(v.options.release);
     let (dy, x, stats) = (d.dy.data, v.x.data, v.stats.data);
     let [partial, slopes] = [&kernels.partial, &slopes].map(|room| room.data_ptr().cast::<u8>());
     let cols = kernels.cols as i32;
     let sums = [Output::from_column(0, &d.dbias), Output::from_column(cols.into(), &d.dweight)];
-    let moves = rule.approximate && v.options.train;
+    let moves = norm.approximate && v.options.train;
     let second = if moves { v.second.data } else { null_mut() };
     let (weight, alpha_bwd, dx) = (v.weight.data, v.options.alpha_bwd, d.dx.data);
     let sums_of = GradientSums { dy, x, rows, stats, partial, weight, second, alpha_bwd, dx };

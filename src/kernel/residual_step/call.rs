@@ -8,7 +8,7 @@ use crate::cuda::Device;
 use crate::error::{Error, Result};
 use crate::kernel::rows::call::{RowGradients, RowViews};
 use crate::kernel::rows::curve::NUMBERS;
-use crate::kernel::rows::{gpu, Rules};
+use crate::kernel::rows::{gpu, RowNormKernel};
 
 /// Calls `$work::<X, F, Y>($($arg),*)` for the dtypes that may meet: all alike, or an f32 stream with a 16-bit branch
 /// whose norm is of the branch's type or the stream's.
@@ -34,18 +34,18 @@ macro_rules! by_types {
 }
 
 /// x⁺, y and the statistics of every row; y and stats are absent without a norm.
-pub fn forward(device: Option<Device>, rules: &'static Rules, v: &RowViews) -> Result<()> {
+pub fn forward(device: Option<Device>, kernel: &'static RowNormKernel, v: &RowViews) -> Result<()> {
     match device {
-        None => by_types!(v.x, v.f, v.y, forward_typed(rules, v)),
-        Some(device) => gpu::forward(device, &rules.program, v),
+        None => by_types!(v.x, v.f, v.y, forward_typed(kernel, v)),
+        Some(device) => gpu::forward(device, &kernel.program, v),
     }
 }
 
 /// Every gradient.
-pub fn backward(device: Option<Device>, rules: &'static Rules, v: &RowViews, g: &RowGradients) -> Result<()> {
+pub fn backward(device: Option<Device>, kernel: &'static RowNormKernel, v: &RowViews, g: &RowGradients) -> Result<()> {
     match device {
-        None => by_types!(v.x_plus, v.f, g.dy, backward_typed(rules, v, g)),
-        Some(device) => gpu::backward(device, &rules.program, v, g),
+        None => by_types!(v.x_plus, v.f, g.dy, backward_typed(kernel, v, g)),
+        Some(device) => gpu::backward(device, &kernel.program, v, g),
     }
 }
 
@@ -64,13 +64,13 @@ unsafe fn step<A: Accumulator>(v: &RowViews, cols: usize) -> StepParameters<'_, 
     }
 }
 
-fn forward_typed<X, F, Y>(rules: &Rules, v: &RowViews) -> Result<()>
+fn forward_typed<X, F, Y>(kernel: &RowNormKernel, v: &RowViews) -> Result<()>
 where
     X: Element,
     F: Element<Acc = X::Acc>,
     Y: Element<Acc = X::Acc>,
 {
-    let rule = rules.get::<X::Acc>();
+    let norm = kernel.get::<X::Acc>();
     let (rows, cols) = (v.x.rows(), v.x.cols());
     // SAFETY: C++ gave contiguous tensors of these types and shapes; x_plus, y and stats are fresh.
     let (step, x, f) = unsafe { (step::<X::Acc>(v, cols), v.x.slice::<X>(), v.f.slice::<F>()) };
@@ -85,21 +85,21 @@ where
             (
                 x_plus.slice(all.clone()),
                 if has_y { y.slice(all.clone()) } else { &mut [] },
-                stats.slice(parallel::numbers(&r, rule.stats)),
+                stats.slice(parallel::numbers(&r, norm.stats)),
             )
         };
-        super::forward::<X, F, Y>(rule, &step, r.start, &x[all.clone()], &f[all], x_plus, y, stats);
+        super::forward::<X, F, Y>(norm, &step, r.start, &x[all.clone()], &f[all], x_plus, y, stats);
     });
     Ok(())
 }
 
-fn backward_typed<X, F, Y>(rules: &Rules, v: &RowViews, g: &RowGradients) -> Result<()>
+fn backward_typed<X, F, Y>(kernel: &RowNormKernel, v: &RowViews, g: &RowGradients) -> Result<()>
 where
     X: Element,
     F: Element<Acc = X::Acc>,
     Y: Element<Acc = X::Acc>,
 {
-    let rule = rules.get::<X::Acc>();
+    let norm = kernel.get::<X::Acc>();
     let (rows, cols) = (v.x_plus.rows(), v.x_plus.cols());
     // SAFETY: as in `forward_typed`; the gradients are fresh, their sums of the accumulation type.
     let (step, x_plus, x, f, stats, dx_plus, dy) = unsafe {
@@ -120,7 +120,7 @@ where
     let [dweight, dbias, dalpha, dbeta]: [&mut [X::Acc]; 4] =
         unsafe { [g.dweight, g.dbias, g.dalpha, g.dbeta].map(|v| v.slice_mut()) };
     let mut found = [X::Acc::ZERO; NUMBERS];
-    let dnumbers = if rule.curve.is_some() { &mut found[..] } else { &mut [] };
+    let dnumbers = if norm.curve.is_some() { &mut found[..] } else { &mut [] };
     parallel::sum_over_rows(rows, cols, [dweight, dbias, dalpha, dbeta, dnumbers], |r, all, sums| {
         let [dweight, dbias, dalpha, dbeta, dnumbers] = sums;
         // An absent tensor is empty and stays so.
@@ -137,7 +137,7 @@ where
         let df = if has_df { unsafe { df.slice(all.clone()) } } else { &mut [] };
         let mut grads = Gradients { dweight, dbias, dalpha, dbeta, dnumbers };
         super::backward::<X, F, Y>(
-            rule,
+            norm,
             &step,
             r.start,
             part(dx_plus, all.clone()),
@@ -145,7 +145,7 @@ where
             &x_plus[all.clone()],
             part(x, all.clone()),
             part(f, all),
-            &stats[parallel::numbers(&r, rule.stats)],
+            &stats[parallel::numbers(&r, norm.stats)],
             dx,
             df,
             &mut grads,

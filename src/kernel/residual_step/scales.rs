@@ -3,10 +3,12 @@
 use super::mask::Bits;
 use super::{keep, StepParameters};
 use crate::cpu::memory::Aligned;
-use crate::cpu::pack::{Isa, Of, Pack, Store, BLOCK};
+use crate::cpu::pack::{Isa, Of, Pack, Store, PAIR_LANES};
 use crate::cpu::philox::Dropout;
 use crate::cpu::{Accumulator, Element};
-use crate::kernel::rows::{columns, each_row, fetch, rows, Blocks, BlocksMut, Lines, Measured, Slope, GROUP, PARTS};
+use crate::kernel::rows::{
+    columns, each_row, fetch, rows, Blocks, BlocksMut, Lines, Measured, RowGradient, GROUP, PARTS,
+};
 
 /// What the gradient reads of a group of rows; absent rows are empty. With a curve `dx_plus` is G itself.
 pub struct StepRows<'a, X, F, Y, D> {
@@ -32,7 +34,7 @@ impl<A: Accumulator> Scales<A> {
     pub fn apply<S: Isa, X: Element<Acc = A>, F: Element<Acc = A>, Y: Element<Acc = A>, D: Element<Acc = A>>(
         &mut self,
         weight: &[A],
-        slopes: [(Measured<A>, Slope<A>); GROUP],
+        row_gradients: [(Measured<A>, RowGradient<A>); GROUP],
         sides: StepRows<X, F, Y, D>,
         bits: Bits,
         dx: [&mut [X]; GROUP],
@@ -46,7 +48,7 @@ impl<A: Accumulator> Scales<A> {
         let (wants_dalpha, wants_dbeta) = (!self.dalpha.is_empty(), !self.dbeta.is_empty());
         let dropped = bits.is_some();
         let (threshold, bits) = bits.unwrap_or((0, [&[]; GROUP]));
-        let lines = rows!(r => Lines::<A, S, true>::of(slopes[r]));
+        let lines = rows!(r => Lines::<A, S, true>::of(row_gradients[r]));
         let ahead = GROUP * sides.dx_plus[0].len();
         let (dy, x_plus, dx_plus) = (Blocks::of(sides.dy), Blocks::of(sides.x_plus), Blocks::of(sides.dx_plus));
         let (x, f, bits) = (Blocks::of(sides.x), Blocks::of(sides.f), Blocks::of(bits));
@@ -61,11 +63,11 @@ impl<A: Accumulator> Scales<A> {
             let bits = bits.part(part, of(dropped));
             let (dx, df) = (dx.part(part, of(wants_dx)), df.part(part, of(wants_df)));
             let here = |there: bool| if there { done..done + n } else { 0..0 };
-            let weight = &weight.as_chunks::<BLOCK>().0[here(weighted)];
-            let alpha = &self.alpha.as_chunks::<BLOCK>().0[here(true)];
-            let beta = &self.beta.as_chunks::<BLOCK>().0[here(true)];
-            let dalpha = &mut self.dalpha.as_chunks_mut::<BLOCK>().0[here(wants_dalpha)];
-            let dbeta = &mut self.dbeta.as_chunks_mut::<BLOCK>().0[here(wants_dbeta)];
+            let weight = &weight.as_chunks::<PAIR_LANES>().0[here(weighted)];
+            let alpha = &self.alpha.as_chunks::<PAIR_LANES>().0[here(true)];
+            let beta = &self.beta.as_chunks::<PAIR_LANES>().0[here(true)];
+            let dalpha = &mut self.dalpha.as_chunks_mut::<PAIR_LANES>().0[here(wants_dalpha)];
+            let dbeta = &mut self.dbeta.as_chunks_mut::<PAIR_LANES>().0[here(wants_dbeta)];
             done += n;
             for i in 0..n {
                 let mut total = [[Of::<A, S>::zero(); 2]; GROUP];
@@ -129,7 +131,7 @@ impl<A: Accumulator> Scales<A> {
 
 /// Columns to sum in: none where the gradient is not wanted.
 pub fn sum_of<A: Accumulator>(gradient: &[A], cols: usize) -> Aligned<A> {
-    Aligned::new(if gradient.is_empty() { 0 } else { cols.next_multiple_of(BLOCK) })
+    Aligned::new(if gradient.is_empty() { 0 } else { cols.next_multiple_of(PAIR_LANES) })
 }
 
 /// Adds the column sums, or their sum, times dropout's scale.

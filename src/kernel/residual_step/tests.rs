@@ -86,13 +86,13 @@ fn check<N: RowNorm, X: Tested, F: Tested<Acc = X::Acc> + Element, Y: Tested<Acc
 
     let (mut x_plus, mut y) = (vec![X::default(); n], vec![Y::default(); if normed { n } else { 0 }]);
     let mut stats = vec![X::Acc::ZERO; ROWS * N::STATS];
-    forward::<X, F, Y>(&Rule::of::<N>(), &step, FIRST, &x, &f, &mut x_plus, &mut y, &mut stats);
+    forward::<X, F, Y>(&RowNormFns::of::<N>(), &step, FIRST, &x, &f, &mut x_plus, &mut y, &mut stats);
     let (mut dx, mut df) = (vec![X::default(); n], vec![F::default(); n]);
     let [mut dw, mut dc, mut da, mut db] = [&w, &c, &a, &b].map(|v| vec![X::Acc::ZERO; v.len()]);
     let mut grads = Gradients { dweight: &mut dw, dbias: &mut dc, dalpha: &mut da, dbeta: &mut db, dnumbers: &mut dn };
     if !(dx_plus.is_empty() && dy.is_empty()) {
         backward::<X, F, Y>(
-            &Rule::of::<N>(),
+            &RowNormFns::of::<N>(),
             &step,
             FIRST,
             &dx_plus,
@@ -116,7 +116,7 @@ fn check<N: RowNorm, X: Tested, F: Tested<Acc = X::Acc> + Element, Y: Tested<Acc
     // From x⁺ as stored.
     let wide: Vec<f64> = x_plus.iter().map(|v| v.value()).collect();
     let (mut want_y, mut want_stats) = (vec![0.0; n], vec![0.0; ROWS * N::STATS]);
-    rows::forward::<f64>(&Rule::of::<N>(), cols, &wide, &weight, &bias, eps, &mut want_y, &mut want_stats);
+    rows::forward::<f64>(&RowNormFns::of::<N>(), cols, &wide, &weight, &bias, eps, &mut want_y, &mut want_stats);
     for (i, y) in y.iter().enumerate() {
         near(*y, want_y[i], unit * 8.0, format_args!("y {i} of {cols}"));
     }
@@ -125,7 +125,7 @@ fn check<N: RowNorm, X: Tested, F: Tested<Acc = X::Acc> + Element, Y: Tested<Acc
     if !dy.is_empty() {
         let dy: Vec<f64> = dy.iter().map(|v| v.value()).collect();
         rows::backward::<f64>(
-            &Rule::of::<N>(),
+            &RowNormFns::of::<N>(),
             cols,
             &dy,
             &wide,
@@ -206,7 +206,7 @@ fn rows_do_not_depend_on_how_they_are_split() {
                 let mut stats = vec![0.0; rows];
                 let (x, f) = (&x[range.clone()], &f[range.clone()]);
                 let (x_plus, y) = (&mut x_plus[range.clone()], &mut y[range.clone()]);
-                forward::<f32, bf16, bf16>(&Rule::of::<RmsNorm>(), &step, 5 + first, x, f, x_plus, y, &mut stats);
+                forward::<f32, bf16, bf16>(&RowNormFns::of::<RmsNorm>(), &step, 5 + first, x, f, x_plus, y, &mut stats);
                 let grads = &mut Gradients {
                     dweight: &mut dweight,
                     dbias: &mut [],
@@ -216,7 +216,7 @@ fn rows_do_not_depend_on_how_they_are_split() {
                 };
                 let (dx, df) = (&mut dx[range.clone()], &mut df[range.clone()]);
                 backward::<f32, bf16, bf16>(
-                    &Rule::of::<RmsNorm>(),
+                    &RowNormFns::of::<RmsNorm>(),
                     &step,
                     5 + first,
                     x,
@@ -243,7 +243,7 @@ fn a_dropped_element_is_zero_whatever_it_was() {
         StepParameters { cols: 512, alpha: &[], beta: &[], dropout, weight: &[], bias: &[], eps: 1e-5, numbers: NONE };
     let (mut x_plus, mut y) = ([0.0f32; 512], [0.0f32; 0]);
     forward::<f32, f32, f32>(
-        &Rule::of::<NoNorm>(),
+        &RowNormFns::of::<NoNorm>(),
         &step,
         0,
         &[1.0; 512],
@@ -269,11 +269,11 @@ fn nothing_in_nothing_out() {
             eps: 1e-5f32,
             numbers: NONE,
         };
-        forward::<f32, f32, f32>(&Rule::of::<LayerNorm>(), &step, 0, &[], &[], &mut [], &mut [], &mut []);
+        forward::<f32, f32, f32>(&RowNormFns::of::<LayerNorm>(), &step, 0, &[], &[], &mut [], &mut [], &mut []);
         let grads =
             &mut Gradients { dweight: &mut [], dbias: &mut [], dalpha: &mut [], dbeta: &mut [], dnumbers: &mut [] };
         backward::<f32, f32, f32>(
-            &Rule::of::<LayerNorm>(),
+            &RowNormFns::of::<LayerNorm>(),
             &step,
             0,
             &[],
@@ -292,8 +292,8 @@ fn nothing_in_nothing_out() {
 /// A step before a curve against x⁺ first and the curve then, in one type: the same numbers.
 fn check_curve<X: Tested, F: Tested<Acc = X::Acc> + Element>(case: &Case) {
     let (cols, n) = (case.cols, ROWS * case.cols);
-    let rule = Rule::<X::Acc>::of_curve::<DyT>();
-    let bend = rule.curve.as_ref().expect("DyT is a curve");
+    let norm = RowNormFns::<X::Acc>::of_curve::<DyT>();
+    let bend = norm.curve.as_ref().expect("DyT is a curve");
     let [weight, bias] = [3, 4].map(|seed| acc::<X::Acc>(&numbers::<f64>(cols, seed, 0.5, 2.0)));
     let (alpha, beta) = (acc::<X::Acc>(&case.alpha), acc::<X::Acc>(&case.beta));
     let learned = [0.75, 0.25].map(X::Acc::from_f64);
@@ -309,15 +309,15 @@ fn check_curve<X: Tested, F: Tested<Acc = X::Acc> + Element>(case: &Case) {
     };
     let (x, f): (Vec<X>, Vec<F>) = (numbers(n, 5, 1.0, 0.5), numbers(n, 6, 1.0, 0.0));
     let (dx_plus, dy): (Vec<X>, Vec<X>) = (numbers(n, 7, 1.0, 0.0), numbers(n, 8, 1.0, 0.1));
-    let none = Rule::of::<NoNorm>();
+    let none = RowNormFns::of::<NoNorm>();
     let [mut x_plus, mut y, mut plain, mut plain_y] = [(); 4].map(|()| vec![X::default(); n]);
-    forward::<X, F, X>(&rule, &step(learned), FIRST, &x, &f, &mut x_plus, &mut y, &mut []);
+    forward::<X, F, X>(&norm, &step(learned), FIRST, &x, &f, &mut x_plus, &mut y, &mut []);
     forward::<X, F, X>(&none, &step(learned), FIRST, &x, &f, &mut plain, &mut [], &mut []);
     curve::forward::<X>(bend, cols, &plain, learned, &weight, &bias, &mut plain_y);
     assert!(x_plus == plain && y == plain_y, "{cols}");
 
     // Its own gradient, computed in X's accumulator and then rounded once less.
-    let run = |rule: &Rule<X::Acc>, dx_plus: &[X], dy: &[X]| {
+    let run = |norm: &RowNormFns<X::Acc>, dx_plus: &[X], dy: &[X]| {
         let (mut dx, mut df) = (vec![X::default(); n], vec![F::default(); n]);
         let sums = [cols, cols, alpha.len(), beta.len(), NUMBERS].map(|len| vec![X::Acc::ZERO; len]);
         let [mut dweight, mut dbias, mut dalpha, mut dbeta, mut dnumbers] = sums;
@@ -326,15 +326,15 @@ fn check_curve<X: Tested, F: Tested<Acc = X::Acc> + Element>(case: &Case) {
             dbias: &mut dbias,
             dalpha: &mut dalpha,
             dbeta: &mut dbeta,
-            dnumbers: if rule.curve.is_some() { &mut dnumbers } else { &mut [] },
+            dnumbers: if norm.curve.is_some() { &mut dnumbers } else { &mut [] },
         };
         let step = step(learned);
-        backward::<X, F, X>(rule, &step, FIRST, dx_plus, dy, &x_plus, &x, &f, &[], &mut dx, &mut df, &mut grads);
+        backward::<X, F, X>(norm, &step, FIRST, dx_plus, dy, &x_plus, &x, &f, &[], &mut dx, &mut df, &mut grads);
         (dx, df, [dweight, dbias, dalpha, dbeta, dnumbers])
     };
     let dx_plus = if case.sides.0 { dx_plus } else { Vec::new() };
     let dy = if case.sides.1 { dy } else { Vec::new() };
-    let (dx, df, sums) = run(&rule, &dx_plus, &dy);
+    let (dx, df, sums) = run(&norm, &dx_plus, &dy);
     let (mut of_norm, mut want) = (vec![X::default(); n], sums.each_ref().map(|sum| vec![X::Acc::ZERO; sum.len()]));
     if !dy.is_empty() {
         let [dweight, dbias, _, _, dnumbers] = &mut want;

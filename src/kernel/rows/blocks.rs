@@ -6,7 +6,7 @@
 use super::passes::rows;
 use super::GROUP;
 use crate::cpu::memory::Aligned;
-use crate::cpu::pack::BLOCK;
+use crate::cpu::pack::PAIR_LANES;
 use crate::cpu::{memory, Accumulator, Element};
 use std::array::from_fn;
 use std::ops::Range;
@@ -15,7 +15,7 @@ use std::slice::from_mut;
 /// Coefficients per column, filled up to whole blocks: the caller's, or one number (the given one, or a default)
 /// repeated.
 pub fn columns<A: Accumulator>(values: &[A], cols: usize, default: A) -> Aligned<A> {
-    let (len, first) = (cols.next_multiple_of(BLOCK), values.first().copied().unwrap_or(default));
+    let (len, first) = (cols.next_multiple_of(PAIR_LANES), values.first().copied().unwrap_or(default));
     match values.len() {
         0 | 1 => Aligned::filled_up(&[], len, first),
         n if n == cols => Aligned::filled_up(values, len, first),
@@ -33,7 +33,7 @@ pub fn write_columns<A: Accumulator>(sums: &[A], to: &mut [A]) {
 
 /// Sums per column as they are so far, filled up to whole blocks.
 pub fn start<A: Accumulator>(sums: &[A], cols: usize) -> Aligned<A> {
-    Aligned::filled_up(sums, cols.next_multiple_of(BLOCK), A::ZERO)
+    Aligned::filled_up(sums, cols.next_multiple_of(PAIR_LANES), A::ZERO)
 }
 
 /// How rows fall into groups.
@@ -121,8 +121,8 @@ pub fn split_ref<E>(all: &[E], cols: usize) -> [&[E]; GROUP] {
 
 /// A group of rows to read, in two parts: the whole blocks, and the filled-up one where a row ends inside a block.
 pub struct Blocks<'a, E> {
-    whole: [&'a [[E; BLOCK]]; GROUP],
-    rest: [[E; BLOCK]; GROUP],
+    whole: [&'a [[E; PAIR_LANES]]; GROUP],
+    rest: [[E; PAIR_LANES]; GROUP],
     rests: usize,
 }
 
@@ -133,11 +133,11 @@ impl<'a, E: Copy + Default> Blocks<'a, E> {
     #[inline(always)]
     pub fn of(rows: [&'a [E]; GROUP]) -> Self {
         let cols = rows[0].len();
-        let whole = rows!(r => rows[r].as_chunks::<BLOCK>().0);
-        let (mut rest, rests) = ([[E::default(); BLOCK]; GROUP], (cols % BLOCK).min(1));
+        let whole = rows!(r => rows[r].as_chunks::<PAIR_LANES>().0);
+        let (mut rest, rests) = ([[E::default(); PAIR_LANES]; GROUP], (cols % PAIR_LANES).min(1));
         if rests > 0 {
             for r in 0..GROUP {
-                let tail = rows[r].as_chunks::<BLOCK>().1;
+                let tail = rows[r].as_chunks::<PAIR_LANES>().1;
                 rest[r][..tail.len()].copy_from_slice(tail);
             }
         }
@@ -146,7 +146,7 @@ impl<'a, E: Copy + Default> Blocks<'a, E> {
 
     /// The rows' blocks of this part, `n` each.
     #[inline(always)]
-    pub fn part(&self, part: usize, n: usize) -> [&[[E; BLOCK]]; GROUP] {
+    pub fn part(&self, part: usize, n: usize) -> [&[[E; PAIR_LANES]]; GROUP] {
         if part == 0 {
             rows!(r => &self.whole[r][..n])
         } else {
@@ -167,24 +167,24 @@ impl<'a, E: Copy + Default> Blocks<'a, E> {
 
 /// A group of rows to write, likewise.
 pub struct BlocksMut<'a, E> {
-    whole: [&'a mut [[E; BLOCK]]; GROUP],
+    whole: [&'a mut [[E; PAIR_LANES]]; GROUP],
     tails: [&'a mut [E]; GROUP],
-    rest: [[E; BLOCK]; GROUP],
+    rest: [[E; PAIR_LANES]; GROUP],
 }
 
 impl<'a, E: Element> BlocksMut<'a, E> {
     #[inline(always)]
     pub fn of(rows: [&'a mut [E]; GROUP]) -> Self {
         let [a, b, c, d] = rows;
-        let (a, b) = (a.as_chunks_mut::<BLOCK>(), b.as_chunks_mut::<BLOCK>());
-        let (c, d) = (c.as_chunks_mut::<BLOCK>(), d.as_chunks_mut::<BLOCK>());
+        let (a, b) = (a.as_chunks_mut::<PAIR_LANES>(), b.as_chunks_mut::<PAIR_LANES>());
+        let (c, d) = (c.as_chunks_mut::<PAIR_LANES>(), d.as_chunks_mut::<PAIR_LANES>());
         let (whole, tails) = ([a.0, b.0, c.0, d.0], [a.1, b.1, c.1, d.1]);
-        BlocksMut { whole, tails, rest: [[E::default(); BLOCK]; GROUP] }
+        BlocksMut { whole, tails, rest: [[E::default(); PAIR_LANES]; GROUP] }
     }
 
     /// The rows' blocks of this part, `n` each.
     #[inline(always)]
-    pub fn part(&mut self, part: usize, n: usize) -> [&mut [[E; BLOCK]]; GROUP] {
+    pub fn part(&mut self, part: usize, n: usize) -> [&mut [[E; PAIR_LANES]]; GROUP] {
         let [a, b, c, d] = &mut self.whole;
         if part == 0 {
             return [&mut a[..n], &mut b[..n], &mut c[..n], &mut d[..n]];

@@ -1,7 +1,7 @@
 //! A call's tensors: a norm of rows, over threads on the CPU or as a launch on a GPU ([`gpu`](super::gpu)).
 
 use super::curve::{self, NUMBERS};
-use super::{gpu, Rule, Rules};
+use super::{gpu, RowNormFns, RowNormKernel};
 use crate::cpu::parallel::{self, Shared};
 use crate::cpu::{Accumulator, Element};
 use crate::cuda::Device;
@@ -79,29 +79,29 @@ impl RowGradients {
 }
 
 /// y and the statistics of every row.
-pub fn forward(device: Option<Device>, rules: &'static Rules, v: &RowViews) -> Result<()> {
+pub fn forward(device: Option<Device>, kernel: &'static RowNormKernel, v: &RowViews) -> Result<()> {
     match device {
-        None => by_dtype!(v.x, E => forward_typed::<E>(rules.get(), v)),
-        Some(device) => gpu::forward(device, &rules.program, v),
+        None => by_dtype!(v.x, E => forward_typed::<E>(kernel.get(), v)),
+        Some(device) => gpu::forward(device, &kernel.program, v),
     }
 }
 
 /// dx and the parameters' gradients.
-pub fn backward(device: Option<Device>, rules: &'static Rules, v: &RowViews, g: &RowGradients) -> Result<()> {
+pub fn backward(device: Option<Device>, kernel: &'static RowNormKernel, v: &RowViews, g: &RowGradients) -> Result<()> {
     match device {
-        None => by_dtype!(v.x, E => backward_typed::<E>(rules.get(), v, g)),
-        Some(device) => gpu::backward(device, &rules.program, v, g),
+        None => by_dtype!(v.x, E => backward_typed::<E>(kernel.get(), v, g)),
+        Some(device) => gpu::backward(device, &kernel.program, v, g),
     }
 }
 
-fn forward_typed<E: Element>(rule: &Rule<E::Acc>, v: &RowViews) -> Result<()> {
+fn forward_typed<E: Element>(norm: &RowNormFns<E::Acc>, v: &RowViews) -> Result<()> {
     let (rows, cols) = (v.x.rows(), v.x.cols());
     // SAFETY: C++ gave contiguous tensors of E (parameters and statistics of its accumulation type); y and stats are
     // fresh.
     let (x, weight, bias, y, stats) =
         unsafe { (v.x.slice::<E>(), v.weight.slice(), v.bias.slice(), v.y.slice_mut::<E>(), v.stats.slice_mut()) };
     let (y, stats) = (Shared::new(y), Shared::new(stats));
-    if let Some(curve) = &rule.curve {
+    if let Some(curve) = &norm.curve {
         // SAFETY: as above.
         let numbers = unsafe { v.numbers() };
         parallel::over_rows(rows, cols, |_, all| {
@@ -114,13 +114,13 @@ fn forward_typed<E: Element>(rule: &Rule<E::Acc>, v: &RowViews) -> Result<()> {
     let eps = E::Acc::from_f64(v.eps);
     parallel::over_rows(rows, cols, |r, all| {
         // SAFETY: the ranges are disjoint and inside y and stats.
-        let (y, stats) = unsafe { (y.slice(all.clone()), stats.slice(parallel::numbers(&r, rule.stats))) };
-        super::forward::<E>(rule, cols, &x[all], weight, bias, eps, y, stats);
+        let (y, stats) = unsafe { (y.slice(all.clone()), stats.slice(parallel::numbers(&r, norm.stats))) };
+        super::forward::<E>(norm, cols, &x[all], weight, bias, eps, y, stats);
     });
     Ok(())
 }
 
-fn backward_typed<E: Element>(rule: &Rule<E::Acc>, v: &RowViews, g: &RowGradients) -> Result<()> {
+fn backward_typed<E: Element>(norm: &RowNormFns<E::Acc>, v: &RowViews, g: &RowGradients) -> Result<()> {
     let (rows, cols) = (v.x.rows(), v.x.cols());
     // SAFETY: as in `forward_typed`; dx, dweight and dbias are fresh.
     let (dy, x, weight, stats, dx) =
@@ -128,7 +128,7 @@ fn backward_typed<E: Element>(rule: &Rule<E::Acc>, v: &RowViews, g: &RowGradient
     // SAFETY: as above.
     let (dweight, dbias): (&mut [E::Acc], &mut [E::Acc]) = unsafe { (g.dweight.slice_mut(), g.dbias.slice_mut()) };
     let dx = Shared::new(dx);
-    if let Some(curve) = &rule.curve {
+    if let Some(curve) = &norm.curve {
         // SAFETY: as above.
         let (numbers, mut dnumbers) = (unsafe { v.numbers() }, [E::Acc::ZERO; NUMBERS]);
         parallel::sum_over_rows(rows, cols, [dweight, dbias, &mut dnumbers], |_, all, [dweight, dbias, dnumbers]| {
@@ -145,8 +145,8 @@ fn backward_typed<E: Element>(rule: &Rule<E::Acc>, v: &RowViews, g: &RowGradient
     parallel::sum_over_rows(rows, cols, [dweight, dbias], |r, all, [dweight, dbias]| {
         // SAFETY: the ranges are disjoint and inside dx.
         let dx = unsafe { dx.slice(all.clone()) };
-        let stats = &stats[parallel::numbers(&r, rule.stats)];
-        super::backward::<E>(rule, cols, &dy[all.clone()], &x[all], weight, eps, stats, dx, dweight, dbias);
+        let stats = &stats[parallel::numbers(&r, norm.stats)];
+        super::backward::<E>(norm, cols, &dy[all.clone()], &x[all], weight, eps, stats, dx, dweight, dbias);
     });
     Ok(())
 }

@@ -11,7 +11,7 @@ use super::blocks::{columns, split, split_ref, start, write_columns, Blocks, Blo
 use super::passes::{each_row, fetch, normalise, rows};
 use super::{CurveNorm, Measured, GROUP};
 use crate::cpu::memory::Aligned;
-use crate::cpu::pack::{Isa, Of, Pack, Store, BLOCK};
+use crate::cpu::pack::{Isa, Of, Pack, Store, PAIR_LANES};
 use crate::cpu::{Accumulator, Element};
 use crate::multiversion;
 
@@ -106,12 +106,12 @@ pub struct Bend<'a, A> {
     numbers: [A; NUMBERS],
     cols: usize,
     /// z, then f(z).
-    hats: Aligned<A>,
+    affines: Aligned<A>,
 }
 
 impl<'a, A: Accumulator> Bend<'a, A> {
     pub fn new(curve: &'a Curve<A>, numbers: [A; NUMBERS], cols: usize) -> Self {
-        Bend { curve, numbers, cols, hats: Aligned::new(GROUP * cols) }
+        Bend { curve, numbers, cols, affines: Aligned::new(GROUP * cols) }
     }
 
     /// y = w⊙f(z) + b; the first `count` rows are real.
@@ -126,8 +126,15 @@ impl<'a, A: Accumulator> Bend<'a, A> {
         store: Store,
     ) {
         self.straight::<S, X>(x);
-        (self.curve.values)(&mut self.hats[..count * self.cols]);
-        normalise::<S, A, Y, false>(split_ref(&self.hats, self.cols), [Measured::NONE; GROUP], weight, bias, y, store);
+        (self.curve.values)(&mut self.affines[..count * self.cols]);
+        normalise::<S, A, Y, false>(
+            split_ref(&self.affines, self.cols),
+            [Measured::NONE; GROUP],
+            weight,
+            bias,
+            y,
+            store,
+        );
     }
 
     /// z of a group of rows.
@@ -135,7 +142,7 @@ impl<'a, A: Accumulator> Bend<'a, A> {
     fn straight<S: Isa, X: Element<Acc = A>>(&mut self, x: [&[X]; GROUP]) {
         let [scale, shift] = self.numbers.map(Of::<A, S>::splat);
         let ahead = GROUP * self.cols;
-        let (x, mut z) = (Blocks::of(x), BlocksMut::of(split(&mut self.hats, self.cols)));
+        let (x, mut z) = (Blocks::of(x), BlocksMut::of(split(&mut self.affines, self.cols)));
         for part in 0..PARTS {
             let n = x.len(part);
             let (x, z) = (x.part(part, n), z.part(part, n));
@@ -198,20 +205,21 @@ impl<'a, A: Accumulator> BendBack<'a, A> {
         self.bend.straight::<S, X>(x);
         let (cols, has_dx_plus) = (self.bend.cols, !dx_plus[0].is_empty());
         let numbers = count * cols;
-        (self.bend.curve.slopes)(&mut self.bend.hats[..numbers], &mut self.slopes[..numbers]);
+        (self.bend.curve.slopes)(&mut self.bend.affines[..numbers], &mut self.slopes[..numbers]);
         let scale = Of::<A, S>::splat(self.bend.numbers[0]);
         let (dy, x, dx_plus, mut dx) = (Blocks::of(dy), Blocks::of(x), Blocks::of(dx_plus), BlocksMut::of(dx));
-        let (hats, slopes) = (Blocks::of(split_ref(&self.bend.hats, cols)), Blocks::of(split_ref(&self.slopes, cols)));
+        let (affines, slopes) =
+            (Blocks::of(split_ref(&self.bend.affines, cols)), Blocks::of(split_ref(&self.slopes, cols)));
         let (mut sum_u, mut sum_ux) = ([[Of::<A, S>::zero(); 2]; GROUP], [[Of::<A, S>::zero(); 2]; GROUP]);
         let (mut done, ahead) = (0, GROUP * cols);
         for part in 0..PARTS {
             let n = x.len(part);
             let (dy, x, dx) = (dy.part(part, n), x.part(part, n), dx.part(part, n));
-            let (hats, slopes) = (hats.part(part, n), slopes.part(part, n));
+            let (affines, slopes) = (affines.part(part, n), slopes.part(part, n));
             let dx_plus = dx_plus.part(part, if has_dx_plus { n } else { 0 });
-            let weight = &self.weight.as_chunks::<BLOCK>().0[done..done + n];
-            let dweight = &mut self.dweight.as_chunks_mut::<BLOCK>().0[done..done + n];
-            let dbias = &mut self.dbias.as_chunks_mut::<BLOCK>().0[done..done + n];
+            let weight = &self.weight.as_chunks::<PAIR_LANES>().0[done..done + n];
+            let dweight = &mut self.dweight.as_chunks_mut::<PAIR_LANES>().0[done..done + n];
+            let dbias = &mut self.dbias.as_chunks_mut::<PAIR_LANES>().0[done..done + n];
             done += n;
             for b in 0..n {
                 let w = Of::<A, S>::pair(&weight[b]);
@@ -219,7 +227,7 @@ impl<'a, A: Accumulator> BendBack<'a, A> {
                 each_row!(r => {
                     fetch(&dy[r][b], ahead);
                     let (dy, x) = (Of::<A, S>::pair(&dy[r][b]), Of::<A, S>::pair(&x[r][b]));
-                    let (hat, slope) = (Of::<A, S>::pair(&hats[r][b]), Of::<A, S>::pair(&slopes[r][b]));
+                    let (hat, slope) = (Of::<A, S>::pair(&affines[r][b]), Of::<A, S>::pair(&slopes[r][b]));
                     dw = [dy[0].mul_add(hat[0], dw[0]), dy[1].mul_add(hat[1], dw[1])];
                     db = [db[0].add(dy[0]), db[1].add(dy[1])];
                     let u = [w[0].mul(dy[0]).mul(slope[0]), w[1].mul(dy[1]).mul(slope[1])];

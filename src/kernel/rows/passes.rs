@@ -1,9 +1,9 @@
 //! The four passes over a group of rows: measure and normalise, and the two halves of the gradient.
 
 use super::blocks::{columns, start, write_columns, Blocks, BlocksMut, PARTS};
-use super::{Measured, Rule, Slope, Sums, GROUP};
+use super::{Measured, RowGradient, RowNormFns, Sums, GROUP};
 use crate::cpu::memory::Aligned;
-use crate::cpu::pack::{Isa, Of, Pack, Store, BLOCK};
+use crate::cpu::pack::{Isa, Of, Pack, Store, PAIR_LANES};
 use crate::cpu::{memory, Accumulator, Element};
 
 /// An array of what the expression is for each row of a group. Not `map`: a closure is a function of its own, compiled
@@ -40,7 +40,7 @@ macro_rules! each_row {
 }
 pub(crate) use each_row;
 
-impl<A: Accumulator> Rule<A> {
+impl<A: Accumulator> RowNormFns<A> {
     /// The shift and the scale of each row.
     #[inline(always)]
     pub fn measure<S: Isa, E: Element<Acc = A>>(&self, x: [&[E]; GROUP], eps: A) -> [Measured<A>; GROUP] {
@@ -101,7 +101,7 @@ fn moments<S: Isa, E: Element>(x: [&[E]; GROUP], cols: E::Acc) -> [Sums<E::Acc>;
     let mut sums = [[Of::<E::Acc, S>::zero(); 2]; GROUP];
     // Only a row of less than one block is guessed from its rest.
     let part = if x.len(0) > 0 { 0 } else { 1 };
-    let n = x.len(part).min(FIRST / BLOCK);
+    let n = x.len(part).min(FIRST / PAIR_LANES);
     let first = x.part(part, n);
     for b in 0..n {
         each_row!(r => {
@@ -109,14 +109,14 @@ fn moments<S: Isa, E: Element>(x: [&[E]; GROUP], cols: E::Acc) -> [Sums<E::Acc>;
             sums[r] = [sums[r][0].add(low), sums[r][1].add(high)];
         });
     }
-    let share = E::Acc::ONE / E::Acc::from_f64((n * BLOCK).min(cols_usize) as f64);
+    let share = E::Acc::ONE / E::Acc::from_f64((n * PAIR_LANES).min(cols_usize) as f64);
     let about = rows!(r => sums[r][0].add(sums[r][1]).sum() * share);
     let shift = rows!(r => Of::<E::Acc, S>::splat(about[r]));
 
     let ahead = GROUP * cols_usize;
     // Zeros where the rest is filled up, else ones.
-    let mut real = [E::Acc::ZERO; BLOCK];
-    real[..cols_usize % BLOCK].fill(E::Acc::ONE);
+    let mut real = [E::Acc::ZERO; PAIR_LANES];
+    real[..cols_usize % PAIR_LANES].fill(E::Acc::ONE);
     let real = Of::<E::Acc, S>::pair(&real);
     let mut sums = [[Of::<E::Acc, S>::zero(); 2]; GROUP];
     let mut squares = sums;
@@ -154,9 +154,9 @@ pub fn normalise<S: Isa, E: Element, Y: Element<Acc = E::Acc>, const C: bool>(
     y: [&mut [Y]; GROUP],
     store: Store,
 ) {
-    let hats = rows!(r => Hat::<E::Acc, S, C>::of(rows[r]));
+    let affines = rows!(r => Affine::<E::Acc, S, C>::of(rows[r]));
     let (x, mut y) = (Blocks::of(x), BlocksMut::of(y));
-    let (mut weight, mut bias) = (weight.as_chunks::<BLOCK>().0, bias.as_chunks::<BLOCK>().0);
+    let (mut weight, mut bias) = (weight.as_chunks::<PAIR_LANES>().0, bias.as_chunks::<PAIR_LANES>().0);
     for part in 0..PARTS {
         let n = x.len(part);
         let (x, y, w, c) = (x.part(part, n), y.part(part, n), &weight[..n], &bias[..n]);
@@ -165,7 +165,7 @@ pub fn normalise<S: Isa, E: Element, Y: Element<Acc = E::Acc>, const C: bool>(
             let (w, c) = (Of::<E::Acc, S>::pair(&w[b]), Of::<E::Acc, S>::pair(&c[b]));
             each_row!(r => {
                 let [low, high] = Of::<E::Acc, S>::pair(&x[r][b]);
-                let (low, high) = (hats[r].at(low).mul_add(w[0], c[0]), hats[r].at(high).mul_add(w[1], c[1]));
+                let (low, high) = (affines[r].at(low).mul_add(w[0], c[0]), affines[r].at(high).mul_add(w[1], c[1]));
                 Of::<E::Acc, S>::store([low, high], &mut y[r][b], store);
             });
         }
@@ -177,7 +177,7 @@ pub fn normalise<S: Isa, E: Element, Y: Element<Acc = E::Acc>, const C: bool>(
 ///
 /// A weight per column; or one number, kept apart, so that its gradient is the sum Σdy⊙x̂ itself and no array of columns.
 pub struct Weight<'a, A> {
-    rule: &'a Rule<A>,
+    norm: &'a RowNormFns<A>,
     eps: A,
     cols: usize,
     gain: A,
@@ -193,29 +193,29 @@ pub struct Weight<'a, A> {
 impl<'a, A: Accumulator> Weight<'a, A> {
     /// `dweight` (empty where not wanted, or as long as `weight`) and `dbias` (empty, or one per column) are what is
     /// added to; [`finish`](Self::finish) writes them.
-    pub fn new(rule: &'a Rule<A>, weight: &[A], cols: usize, eps: A, dweight: &[A], dbias: &[A]) -> Self {
+    pub fn new(norm: &'a RowNormFns<A>, weight: &[A], cols: usize, eps: A, dweight: &[A], dbias: &[A]) -> Self {
         let (gain, dgain, weight, dweight) = match (weight, dweight) {
             ([gain], dgain) if cols > 1 => (*gain, dgain.first().copied().unwrap_or(A::ZERO), &[][..], &[][..]),
             _ => (A::ONE, A::ZERO, weight, dweight),
         };
         // The pass that sums over columns does so for weight and bias alike.
-        let biased = !dbias.is_empty() || rule.stats == 2;
+        let biased = !dbias.is_empty() || norm.stats == 2;
         let (columns, dcolumns, dbias) = if !weight.is_empty() || biased {
             (columns(weight, cols, A::ONE), start(dweight, cols), start(dbias, cols))
         } else {
             (Aligned::new(0), Aligned::new(0), Aligned::new(0))
         };
-        Weight { rule, eps, cols, gain, dgain, columns, dcolumns, dbias, biased }
+        Weight { norm, eps, cols, gain, dgain, columns, dcolumns, dbias, biased }
     }
 
-    /// First half of the rows' gradient: dweight, dbias, and the slopes that give dx.
+    /// First half of the rows' gradient: dweight, dbias, and the p, q and r that give dx.
     #[inline(always)]
-    pub fn slopes<S: Isa, X: Element<Acc = A>, Y: Element<Acc = A>>(
+    pub fn row_gradients<S: Isa, X: Element<Acc = A>, Y: Element<Acc = A>>(
         &mut self,
         dy: [&[Y]; GROUP],
         x: [&[X]; GROUP],
         rows: [Measured<A>; GROUP],
-    ) -> [(Measured<A>, Slope<A>); GROUP] {
+    ) -> [(Measured<A>, RowGradient<A>); GROUP] {
         let sums = if self.columns.is_empty() {
             self.sums::<S, X, Y, false, false>(dy, x, rows)
         } else if self.biased {
@@ -224,14 +224,14 @@ impl<'a, A: Accumulator> Weight<'a, A> {
             self.sums::<S, X, Y, true, false>(dy, x, rows)
         };
         let cols = A::from_f64(self.cols as f64);
-        let mut slopes = [(Measured::NONE, Slope::NONE); GROUP];
+        let mut row_gradients = [(Measured::NONE, RowGradient::NONE); GROUP];
         for r in 0..GROUP {
             let (sum_g, sum_gx) = sums[r];
             self.dgain += sum_gx;
-            let slope = (self.rule.slope)(rows[r], self.eps, cols, self.gain * sum_g, self.gain * sum_gx);
-            slopes[r] = (rows[r], Slope { p: slope.p * self.gain, ..slope });
+            let gradient = (self.norm.gradient)(rows[r], self.eps, cols, self.gain * sum_g, self.gain * sum_gx);
+            row_gradients[r] = (rows[r], RowGradient { p: gradient.p * self.gain, ..gradient });
         }
-        slopes
+        row_gradients
     }
 
     /// Σg and Σg⊙x̂ of each row, g = w⊙dy; dweight += dy⊙x̂ where W, dbias += dy and Σg where B. Shifts are zero where
@@ -243,7 +243,7 @@ impl<'a, A: Accumulator> Weight<'a, A> {
         x: [&[X]; GROUP],
         rows: [Measured<A>; GROUP],
     ) -> [(A, A); GROUP] {
-        let hats = rows!(r => Hat::<A, S, B>::of(rows[r]));
+        let affines = rows!(r => Affine::<A, S, B>::of(rows[r]));
         let (dy, x) = (Blocks::of(dy), Blocks::of(x));
         let (mut sum_g, mut sum_gx) = ([[Of::<A, S>::zero(); 2]; GROUP], [[Of::<A, S>::zero(); 2]; GROUP]);
         let (mut done, ahead) = (0, GROUP * self.cols);
@@ -251,9 +251,9 @@ impl<'a, A: Accumulator> Weight<'a, A> {
             let n = x.len(part);
             let (dy, x) = (dy.part(part, n), x.part(part, n));
             let columns = if W { done..done + n } else { 0..0 };
-            let weight = &self.columns.as_chunks::<BLOCK>().0[columns.clone()];
-            let dweight = &mut self.dcolumns.as_chunks_mut::<BLOCK>().0[columns.clone()];
-            let dbias = &mut self.dbias.as_chunks_mut::<BLOCK>().0[columns];
+            let weight = &self.columns.as_chunks::<PAIR_LANES>().0[columns.clone()];
+            let dweight = &mut self.dcolumns.as_chunks_mut::<PAIR_LANES>().0[columns.clone()];
+            let dbias = &mut self.dbias.as_chunks_mut::<PAIR_LANES>().0[columns];
             done += n;
             let k = if W { n } else { 0 };
             let (weight, dweight, dbias) = (&weight[..k], &mut dweight[..k], &mut dbias[..k]);
@@ -270,7 +270,7 @@ impl<'a, A: Accumulator> Weight<'a, A> {
                     fetch(&dy[r][b], ahead);
                     fetch(&x[r][b], ahead);
                     let (dy, x) = (Of::<A, S>::pair(&dy[r][b]), Of::<A, S>::pair(&x[r][b]));
-                    let xh = [hats[r].at(x[0]), hats[r].at(x[1])];
+                    let xh = [affines[r].at(x[0]), affines[r].at(x[1])];
                     let g = if W { [w[0].mul(dy[0]), w[1].mul(dy[1])] } else { dy };
                     sum_gx[r] = [g[0].mul_add(xh[0], sum_gx[r][0]), g[1].mul_add(xh[1], sum_gx[r][1])];
                     if W {
@@ -307,16 +307,16 @@ impl<'a, A: Accumulator> Weight<'a, A> {
         &self,
         dy: [&[E]; GROUP],
         x: [&[E]; GROUP],
-        slopes: [(Measured<A>, Slope<A>); GROUP],
+        row_gradients: [(Measured<A>, RowGradient<A>); GROUP],
         dx: [&mut [E]; GROUP],
         store: Store,
     ) {
         if self.columns.is_empty() {
-            self.apply_to::<S, E, false, false>(dy, x, slopes, dx, store);
-        } else if self.rule.stats < 2 {
-            self.apply_to::<S, E, true, false>(dy, x, slopes, dx, store);
+            self.apply_to::<S, E, false, false>(dy, x, row_gradients, dx, store);
+        } else if self.norm.stats < 2 {
+            self.apply_to::<S, E, true, false>(dy, x, row_gradients, dx, store);
         } else {
-            self.apply_to::<S, E, true, true>(dy, x, slopes, dx, store);
+            self.apply_to::<S, E, true, true>(dy, x, row_gradients, dx, store);
         }
     }
 
@@ -325,13 +325,13 @@ impl<'a, A: Accumulator> Weight<'a, A> {
         &self,
         dy: [&[E]; GROUP],
         x: [&[E]; GROUP],
-        slopes: [(Measured<A>, Slope<A>); GROUP],
+        row_gradients: [(Measured<A>, RowGradient<A>); GROUP],
         dx: [&mut [E]; GROUP],
         store: Store,
     ) {
-        let rows = rows!(r => Lines::<A, S, C>::of(slopes[r]));
+        let rows = rows!(r => Lines::<A, S, C>::of(row_gradients[r]));
         let (dy, x, mut dx) = (Blocks::of(dy), Blocks::of(x), BlocksMut::of(dx));
-        let mut weight = self.columns.as_chunks::<BLOCK>().0;
+        let mut weight = self.columns.as_chunks::<PAIR_LANES>().0;
         for part in 0..PARTS {
             let n = x.len(part);
             let (dy, x, dx) = (dy.part(part, n), x.part(part, n), dx.part(part, n));
@@ -362,15 +362,15 @@ impl<'a, A: Accumulator> Weight<'a, A> {
 
 /// x̂ of a row; the shift is zero where not `C`.
 #[derive(Clone, Copy)]
-pub struct Hat<A: Accumulator, S: Isa, const C: bool> {
+pub struct Affine<A: Accumulator, S: Isa, const C: bool> {
     scale: Of<A, S>,
     shift: Of<A, S>,
 }
 
-impl<A: Accumulator, S: Isa, const C: bool> Hat<A, S, C> {
+impl<A: Accumulator, S: Isa, const C: bool> Affine<A, S, C> {
     #[inline(always)]
     pub fn of(row: Measured<A>) -> Self {
-        Hat { scale: Pack::splat(row.scale), shift: Pack::splat(row.shift) }
+        Affine { scale: Pack::splat(row.scale), shift: Pack::splat(row.shift) }
     }
 
     #[inline(always)]
@@ -388,7 +388,7 @@ impl<A: Accumulator, S: Isa, const C: bool> Hat<A, S, C> {
 /// A row's dx as a function of g and x.
 #[derive(Clone, Copy)]
 pub struct Lines<A: Accumulator, S: Isa, const C: bool> {
-    hat: Hat<A, S, C>,
+    hat: Affine<A, S, C>,
     p: Of<A, S>,
     q: Of<A, S>,
     minus_r: Of<A, S>,
@@ -396,10 +396,10 @@ pub struct Lines<A: Accumulator, S: Isa, const C: bool> {
 
 impl<A: Accumulator, S: Isa, const C: bool> Lines<A, S, C> {
     #[inline(always)]
-    pub fn of((row, slope): (Measured<A>, Slope<A>)) -> Self {
+    pub fn of((row, gradient): (Measured<A>, RowGradient<A>)) -> Self {
         // Adding −0 changes nothing, adding 0 would turn −0 into 0.
-        let minus_r = Pack::splat(-slope.r);
-        Lines { hat: Hat::of(row), p: Pack::splat(slope.p), q: Pack::splat(slope.q), minus_r }
+        let minus_r = Pack::splat(-gradient.r);
+        Lines { hat: Affine::of(row), p: Pack::splat(gradient.p), q: Pack::splat(gradient.q), minus_r }
     }
 
     #[inline(always)]
@@ -411,7 +411,7 @@ impl<A: Accumulator, S: Isa, const C: bool> Lines<A, S, C> {
 /// Asks for the block `ahead` numbers further on, in the next group of rows: eight or more streams at once are too many
 /// for the processor to foresee. An address past the end is no harm.
 #[inline(always)]
-pub fn fetch<E>(block: &[E; BLOCK], ahead: usize) {
+pub fn fetch<E>(block: &[E; PAIR_LANES], ahead: usize) {
     #[cfg(target_arch = "x86_64")]
     for line in 0..size_of_val(block) / 64 {
         use std::arch::x86_64::{_mm_prefetch, _MM_HINT_T1};

@@ -95,8 +95,8 @@ fn check_rows<N: RowNorm, E: Tested>(formula: &Formula, cols: usize, x: &[E], dy
     let mut stats = vec![E::Acc::ZERO; x.len() / cols * N::STATS];
     // What was in the sums before is kept.
     let (mut dw, mut db) = (vec![E::Acc::ONE; w.len()], vec![E::Acc::ONE; b.len()]);
-    forward::<E>(&Rule::of::<N>(), cols, x, &w, &b, E::Acc::from_f64(eps), &mut y, &mut stats);
-    backward::<E>(&Rule::of::<N>(), cols, dy, x, &w, E::Acc::from_f64(eps), &stats, &mut dx, &mut dw, &mut db);
+    forward::<E>(&RowNormFns::of::<N>(), cols, x, &w, &b, E::Acc::from_f64(eps), &mut y, &mut stats);
+    backward::<E>(&RowNormFns::of::<N>(), cols, dy, x, &w, E::Acc::from_f64(eps), &stats, &mut dx, &mut dw, &mut db);
 
     let (mut want_dw, mut want_db, mut sum_error) = (vec![1.0; w.len()], vec![1.0; b.len()], E::UNIT_ACC);
     for (r, (x, dy)) in x.chunks(cols).zip(dy.chunks(cols)).enumerate() {
@@ -156,16 +156,16 @@ pub fn check_scale_invariance<N: RowNorm>() {
             let run = |power: i32| {
                 let x: Vec<f64> = x.iter().map(|v| v * 2f64.powi(power)).collect();
                 let (mut y, mut stats) = (vec![0.0; cols], vec![0.0; N::STATS]);
-                forward::<f64>(&Rule::of::<N>(), cols, &x, &[], &[], 0.0, &mut y, &mut stats);
+                forward::<f64>(&RowNormFns::of::<N>(), cols, &x, &[], &[], 0.0, &mut y, &mut stats);
                 let mut dx = vec![0.0; cols];
-                backward::<f64>(&Rule::of::<N>(), cols, &x, &x, &[], 0.0, &stats, &mut dx, &mut [], &mut []);
+                backward::<f64>(&RowNormFns::of::<N>(), cols, &x, &x, &[], 0.0, &stats, &mut dx, &mut [], &mut []);
                 assert!(dx.iter().all(|v| v.is_finite()));
                 y
             };
             let run32 = |power: i32| {
                 let x: Vec<f32> = x.iter().map(|v| (*v as f32) * 2f32.powi(power)).collect();
                 let (mut y, mut stats) = (vec![0.0; cols], vec![0.0; N::STATS]);
-                forward::<f32>(&Rule::of::<N>(), cols, &x, &[], &[], 0.0, &mut y, &mut stats);
+                forward::<f32>(&RowNormFns::of::<N>(), cols, &x, &[], &[], 0.0, &mut y, &mut stats);
                 y
             };
             for power in [600, -600] {
@@ -196,9 +196,9 @@ pub fn check_splitting<N: RowNorm>() {
                 for at in (0..5 * cols).step_by(n) {
                     let mut stats = vec![0.0; rows * N::STATS];
                     let (x, dy) = (&x[at..at + n], &dy[at..at + n]);
-                    forward::<bf16>(&Rule::of::<N>(), cols, x, &w, &[], 1e-5, &mut y[at..at + n], &mut stats);
+                    forward::<bf16>(&RowNormFns::of::<N>(), cols, x, &w, &[], 1e-5, &mut y[at..at + n], &mut stats);
                     let dx = &mut dx[at..at + n];
-                    backward::<bf16>(&Rule::of::<N>(), cols, dy, x, &w, 1e-5, &stats, dx, &mut dw, &mut []);
+                    backward::<bf16>(&RowNormFns::of::<N>(), cols, dy, x, &w, 1e-5, &stats, dx, &mut dw, &mut []);
                 }
                 runs.push((level == Level::Baseline, (y, dx, dw)));
             }
@@ -208,18 +208,18 @@ pub fn check_splitting<N: RowNorm>() {
             assert!(runs.iter().all(|other| other.0 != *baseline || other.1 == *run), "{cols}");
         }
     }
-    forward::<f32>(&Rule::of::<N>(), 0, &[], &[], &[], 1e-5, &mut [], &mut []);
-    forward::<f32>(&Rule::of::<N>(), 8, &[], &[], &[], 1e-5, &mut [], &mut []);
-    backward::<f32>(&Rule::of::<N>(), 0, &[], &[], &[], 1e-5, &[], &mut [], &mut [], &mut []);
-    backward::<f32>(&Rule::of::<N>(), 8, &[], &[], &[2.0], 1e-5, &[], &mut [], &mut [0.0], &mut [0.0; 8]);
+    forward::<f32>(&RowNormFns::of::<N>(), 0, &[], &[], &[], 1e-5, &mut [], &mut []);
+    forward::<f32>(&RowNormFns::of::<N>(), 8, &[], &[], &[], 1e-5, &mut [], &mut []);
+    backward::<f32>(&RowNormFns::of::<N>(), 0, &[], &[], &[], 1e-5, &[], &mut [], &mut [], &mut []);
+    backward::<f32>(&RowNormFns::of::<N>(), 8, &[], &[], &[2.0], 1e-5, &[], &mut [], &mut [0.0], &mut [0.0; 8]);
 }
 
 /// A NaN fills its row, forward and backward, and no other.
 pub fn check_nan<N: RowNorm>() {
     let x = [1.0f32, f32::NAN, 2.0, 3.0];
     let (mut y, mut stats, mut dx) = ([0.0; 4], vec![0.0; 2 * N::STATS], [0.0; 4]);
-    forward::<f32>(&Rule::of::<N>(), 2, &x, &[], &[], 1e-5, &mut y, &mut stats);
-    backward::<f32>(&Rule::of::<N>(), 2, &[1.0; 4], &x, &[], 1e-5, &stats, &mut dx, &mut [], &mut []);
+    forward::<f32>(&RowNormFns::of::<N>(), 2, &x, &[], &[], 1e-5, &mut y, &mut stats);
+    backward::<f32>(&RowNormFns::of::<N>(), 2, &[1.0; 4], &x, &[], 1e-5, &stats, &mut dx, &mut [], &mut []);
     assert!(y[..2].iter().chain(&dx[..2]).all(|v| v.is_nan()), "{y:?} {dx:?}");
     assert!(y[2..].iter().chain(&dx[2..]).all(|v| v.is_finite()), "{y:?} {dx:?}");
 }
@@ -245,8 +245,8 @@ fn check_streamed<E: Tested>() {
             let rows = (4 << 20) / size_of::<E>() / cols / GROUP * GROUP + GROUP + extra;
             let (x, mut y, mut dx) = (numbers::<E>(rows * cols, 1, 1.0, 0.0), Vec::new(), Vec::new());
             let (y, dx) = (aligned(&mut y, x.len()), aligned(&mut dx, x.len()));
-            forward::<E>(&Rule::of::<NoNorm>(), cols, &x, &[], &[], E::Acc::ZERO, y, &mut []);
-            backward::<E>(&Rule::of::<NoNorm>(), cols, &x, &x, &[], E::Acc::ZERO, &[], dx, &mut [], &mut []);
+            forward::<E>(&RowNormFns::of::<NoNorm>(), cols, &x, &[], &[], E::Acc::ZERO, y, &mut []);
+            backward::<E>(&RowNormFns::of::<NoNorm>(), cols, &x, &x, &[], E::Acc::ZERO, &[], dx, &mut [], &mut []);
             assert!(*y == *x && *dx == *x, "{level:?} {rows}×{cols}");
         }
     }
@@ -263,5 +263,5 @@ fn large_results_may_have_any_shape() {
 #[test]
 #[should_panic(expected = "takes 0, 1 or 4 coefficients, not 3")]
 fn a_weight_of_another_length_is_refused() {
-    forward::<f32>(&Rule::of::<NoNorm>(), 4, &[0.0; 4], &[1.0; 3], &[], 1e-5, &mut [0.0; 4], &mut []);
+    forward::<f32>(&RowNormFns::of::<NoNorm>(), 4, &[0.0; 4], &[1.0; 3], &[], 1e-5, &mut [0.0; 4], &mut []);
 }

@@ -48,15 +48,15 @@ fn given(prompts: &[Vec<i64>]) -> Vec<Prompt<'_>> {
     prompts.iter().map(|tokens| Prompt { tokens, sample: 0 }).collect()
 }
 
-fn run(model: &Transformer, prompts: &[Prompt], config: &GenerationConfig, is_cached: bool) -> Vec<Generated> {
+fn run(model: &Transformer, prompts: &[Prompt], config: &GenerationConfig, is_cached: bool) -> Vec<Generation> {
     let reader = &mut Reader::new(model, Kind::Double, is_cached);
     continued(reader, prompts, Some(&allowed()), config, &mut |_, _, _| Ok(()), &mut || Ok(())).unwrap()
 }
 
 /// By the definition: one text, each step one pass over its window.
-fn plain(model: &Transformer, prompt: &Prompt, config: &GenerationConfig) -> Generated {
+fn plain(model: &Transformer, prompt: &Prompt, config: &GenerationConfig) -> Generation {
     let mut random = Random::new(config.seed, digest(prompt.tokens), prompt.sample, Purpose::NextToken);
-    let (mut tokens, mut made) = ([&[EOS], prompt.tokens].concat(), Generated::default());
+    let (mut tokens, mut made) = ([&[EOS], prompt.tokens].concat(), Generation::default());
     while made.tokens.len() < config.max_length && !made.finished {
         let (mut begin, step) = (0, (config.context / 2).max(1));
         while tokens.len() - begin > config.context {
@@ -79,7 +79,7 @@ fn plain(model: &Transformer, prompt: &Prompt, config: &GenerationConfig) -> Gen
     made
 }
 
-fn same(found: &[Generated], wanted: &[Generated]) {
+fn same(found: &[Generation], wanted: &[Generation]) {
     assert_eq!(found.len(), wanted.len());
     for (a, b) in found.iter().zip(wanted) {
         assert_eq!((&a.tokens, a.finished), (&b.tokens, b.finished));
@@ -98,7 +98,7 @@ fn cached_is_uncached_on_50_prompts() {
         (r#"{"max_length": 7, "sentences": 1}"#, 1),
     ] {
         let config = config(options, context);
-        let wanted: Vec<Generated> = given(&all).iter().map(|prompt| plain(&model, prompt, &config)).collect();
+        let wanted: Vec<Generation> = given(&all).iter().map(|prompt| plain(&model, prompt, &config)).collect();
         same(&run(&model, &given(&all), &config, true), &wanted);
         same(&run(&model, &given(&all), &config, false), &wanted);
         let lengths: std::collections::BTreeSet<usize> = wanted.iter().map(|made| made.tokens.len()).collect();
@@ -126,7 +126,7 @@ fn every_scheme_decodes_as_it_reads() {
         r#""output_gate": "element", "score_softcap": 0.5, "v_norm": "weighted", "qk_norm": true, "qk_norm_scale": 2.0"#,
     ] {
         let model = model(options);
-        let wanted: Vec<Generated> = given(&all).iter().map(|prompt| plain(&model, prompt, &config)).collect();
+        let wanted: Vec<Generation> = given(&all).iter().map(|prompt| plain(&model, prompt, &config)).collect();
         same(&run(&model, &given(&all), &config, true), &wanted);
     }
 }
@@ -135,7 +135,7 @@ fn every_scheme_decodes_as_it_reads() {
 fn tensorized_attention_reads_windows_whole() {
     let model = model(r#""attention": "tensorized", "tensorized_rank": 3, "tensorized_segment": 6"#);
     let (all, config) = (prompts()[..8].to_vec(), config(r#"{"max_length": 9, "sentences": 0}"#, 6));
-    let wanted: Vec<Generated> = given(&all).iter().map(|prompt| plain(&model, prompt, &config)).collect();
+    let wanted: Vec<Generation> = given(&all).iter().map(|prompt| plain(&model, prompt, &config)).collect();
     let found = |config| {
         generate(&model, &given(&all), Some(&allowed()), config, Kind::Double, &mut |_, _, _| Ok(()), &mut || Ok(()))
     };
@@ -150,7 +150,7 @@ fn a_text_does_not_depend_on_the_batch() {
     let (all, model) = (prompts(), model(r#""residual": "prenorm""#));
     let config = config(r#"{"max_length": 20, "sentences": 2}"#, 11);
     let together = run(&model, &given(&all), &config, true);
-    let alone: Vec<Generated> =
+    let alone: Vec<Generation> =
         given(&all).into_iter().flat_map(|prompt| run(&model, &[prompt], &config, true)).collect();
     same(&together, &alone);
     let mut turned = given(&all);
@@ -181,13 +181,13 @@ fn whoever_listens_hears_each_token_and_may_end_the_work() {
     let (all, model) = (prompts()[..5].to_vec(), model(r#""residual": "prenorm""#));
     let config = config(r#"{"max_length": 10, "sentences": 1}"#, 64);
     let mut heard = vec![(Vec::new(), 0); 5];
-    let mut said = |number: usize, token: i64, is_over: bool| {
+    let mut on_token = |number: usize, token: i64, is_over: bool| {
         heard[number].0.push(token);
         heard[number].1 += usize::from(is_over);
         Ok(())
     };
     let texts = given(&all);
-    let made = generate(&model, &texts, None, &config, Kind::Double, &mut said, &mut || Ok(())).unwrap();
+    let made = generate(&model, &texts, None, &config, Kind::Double, &mut on_token, &mut || Ok(())).unwrap();
     assert_eq!(heard, made.iter().map(|made| (made.tokens.clone(), 1)).collect::<Vec<_>>());
     assert!(made.iter().all(|made| made.tokens.iter().all(|token| ![BOS, PAD].contains(token))));
     let stop = || Err(Error::Interrupted("stop".into()));

@@ -5,7 +5,7 @@ use std::path::Path;
 
 use safetensors::tensor::{Metadata, TensorInfo};
 
-use super::{damaged, Checked, Dtype};
+use super::{damaged, CheckedFile, Dtype};
 use crate::atomic::{Digest, Sink};
 use crate::error::{Error, Result};
 
@@ -78,7 +78,7 @@ pub(super) fn write(sink: &mut Sink, arrays: &Arrays) -> Result<()> {
 
 /// Reads the file at `path`, whose length and CRC-32 must be `expected`.
 pub(super) fn read(path: &Path, expected: Digest) -> Result<Arrays> {
-    let mut file = Checked::open(path, expected)?;
+    let mut file = CheckedFile::open(path, expected)?;
     let bad = |why: String| damaged(path, why);
     let rest = expected.bytes.checked_sub(8).ok_or_else(|| bad(format!("{} bytes hold no header", expected.bytes)))?;
     let mut length = [0; 8];

@@ -21,8 +21,8 @@ fn options_of(config: &Value) -> Value {
 ///
 /// # Errors
 /// No path, the same checkpoint twice, models whose options, names, shapes or dtypes differ, dtypes narrower than 16 bits,
-/// whatever [`load`](super::load) refuses, and what `between` two of them returns.
-pub fn average(paths: &[impl AsRef<Path>], between: &mut dyn FnMut() -> Result<()>) -> Result<Checkpoint> {
+/// whatever [`load`](super::load) refuses, and an interrupt between two of them.
+pub fn average(paths: &[impl AsRef<Path>], check_interrupt: &mut dyn FnMut() -> Result<()>) -> Result<Checkpoint> {
     let mut parts: Vec<(Manifest, PathBuf)> = Vec::new();
     for path in paths {
         let folder = directory(path.as_ref())?;
@@ -39,7 +39,7 @@ pub fn average(paths: &[impl AsRef<Path>], between: &mut dyn FnMut() -> Result<(
     let (mut model, config) = load_model(&at)?;
     let mut sums: Vec<Vec<f64>> = model.values().map(|array| vec![0.0; floats(array)]).collect();
     for (_, folder) in &parts {
-        between()?;
+        check_interrupt()?;
         let (other, other_config) = load_model(folder)?;
         let differ = |what: String| {
             Error::invalid(format!("{} and {} cannot be averaged: {what}", at.display(), folder.display()))

@@ -24,7 +24,7 @@ pub struct CheckpointStore {
 }
 
 /// A checkpoint that a run goes on from.
-pub struct Found {
+pub struct ResumePoint {
     pub path: PathBuf,
     pub checkpoint: Checkpoint,
     /// The name of the best one when this was saved; none where an earlier version saved it.
@@ -145,7 +145,7 @@ impl CheckpointStore {
     ///
     /// # Errors
     /// None is whole, or the newest is of a later format.
-    pub fn newest(&self) -> Result<Option<Found>> {
+    pub fn newest(&self) -> Result<Option<ResumePoint>> {
         let last = self.last();
         let mut passed = Vec::new();
         let link = self.target("last");
@@ -156,7 +156,7 @@ impl CheckpointStore {
         let is_before = |(key, path): &(Key, PathBuf)| *key <= last || Manifest::read(path).is_err();
         for (_, path) in self.entries()?.into_iter().rev().filter(is_before) {
             match load(&path) {
-                Ok(checkpoint) => return Ok(Some(Found { best: best_of(&path), path, checkpoint, passed })),
+                Ok(checkpoint) => return Ok(Some(ResumePoint { best: best_of(&path), path, checkpoint, passed })),
                 Err(error) if is_of_later_format(&path) => return Err(error),
                 Err(error) => passed.push(error.to_string()),
             }
@@ -172,14 +172,14 @@ impl CheckpointStore {
     }
 
     /// A checkpoint of this run to go on from: `best`, `last`, its name, or its update's number.
-    pub fn chosen(&self, what: &str) -> Result<Found> {
+    pub fn chosen(&self, what: &str) -> Result<ResumePoint> {
         if Path::new(what).components().count() != 1 {
             return Err(self.missing(what));
         }
         let path = self.resolve(what)?;
         let own = self.entries()?.into_values().find(|own| fs::canonicalize(own).is_ok_and(|own| own == path));
         let path = own.ok_or_else(|| self.missing(what))?;
-        Ok(Found { checkpoint: load(&path)?, best: best_of(&path), path, passed: Vec::new() })
+        Ok(ResumePoint { checkpoint: load(&path)?, best: best_of(&path), path, passed: Vec::new() })
     }
 
     /// The updates that are saved, ascending.

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from .growth import Growth
-from .parts import Learned
 from .place import Place
+from .specs import Learned
 
 
 class Growing(nn.Module):

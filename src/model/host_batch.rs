@@ -6,45 +6,45 @@ use crate::operator::upload;
 use tch::{Device, Tensor};
 
 /// Tensors that go to a device together.
-pub trait Cargo: Sized {
+pub trait HostBatch: Sized {
     /// Its tensors, in a fixed order.
     fn tensors(&mut self) -> Vec<&mut Tensor>;
 
     /// Takes it from the host to a device, in one copy.
     fn to(mut self, device: Device) -> Result<Self> {
         if device != Device::Cpu {
-            Hold::load(&mut self, device)?;
+            DeviceBuffer::load(&mut self, device)?;
         }
         Ok(self)
     }
 }
 
-/// Where cargo lies on a device: its tensors side by side, so that one copy takes all of them there.
+/// A batch's tensors on a device, side by side, so that one copy takes all of them there.
 #[derive(Debug)]
-pub struct Hold {
+pub struct DeviceBuffer {
     bytes: Tensor,
 }
 
-/// Bytes that a tensor in a hold begins at a multiple of.
+/// Each tensor begins at a multiple of so many bytes.
 const ALIGN: usize = 16;
 
-impl Hold {
-    /// Takes cargo of the host there: each tensor becomes what lies on the device.
-    pub fn load(cargo: &mut impl Cargo, device: Device) -> Result<Self> {
-        let tensors = cargo.tensors();
-        let hold = Hold { bytes: upload(&side_by_side(&tensors)?, device)? };
+impl DeviceBuffer {
+    /// Copies the batch there: each of its tensors becomes a view of the buffer.
+    pub fn load(batch: &mut impl HostBatch, device: Device) -> Result<Self> {
+        let tensors = batch.tensors();
+        let buffer = DeviceBuffer { bytes: upload(&side_by_side(&tensors)?, device)? };
         let mut start = 0;
         for t in tensors {
-            let place = hold.bytes.f_narrow(0, start as i64, length(t) as i64)?.f_view_dtype(t.kind())?;
+            let place = buffer.bytes.f_narrow(0, start as i64, length(t) as i64)?.f_view_dtype(t.kind())?;
             start += length(t).next_multiple_of(ALIGN);
             *t = place.f_view(t.size().as_slice())?;
         }
-        Ok(hold)
+        Ok(buffer)
     }
 
-    /// Puts other cargo of the host, of the same shapes and types, into the place of the first.
-    pub fn reload(&mut self, cargo: &mut impl Cargo) -> Result<()> {
-        let bytes = side_by_side(&cargo.tensors())?;
+    /// Overwrites it with another batch of the same shapes and types.
+    pub fn reload(&mut self, batch: &mut impl HostBatch) -> Result<()> {
+        let bytes = side_by_side(&batch.tensors())?;
         if bytes.len() != self.bytes.numel() {
             return Err(Error::invalid(format!(
                 "{} bytes do not fit the place of {}",
@@ -74,28 +74,28 @@ fn side_by_side(tensors: &[&mut Tensor]) -> Result<Vec<u8>> {
 mod tests {
     use super::*;
 
-    impl Cargo for Vec<Tensor> {
+    impl HostBatch for Vec<Tensor> {
         fn tensors(&mut self) -> Vec<&mut Tensor> {
             self.iter_mut().collect()
         }
     }
 
     #[test]
-    fn a_hold_is_tensors_side_by_side() {
-        let cargo = |by: i64| {
+    fn a_buffer_is_tensors_side_by_side() {
+        let batch = |by: i64| {
             let ids = Tensor::from_slice(&[1 + by, 2, 3]).view([3, 1]);
             let real = Tensor::from_slice(&[true, false, by > 0]);
             vec![ids, real, Tensor::from(0.5 + by as f64), Tensor::from_slice(&[0i64; 0])]
         };
-        let mut there = cargo(0);
-        let mut hold = Hold::load(&mut there, Device::Cpu).unwrap();
+        let mut there = batch(0);
+        let mut buffer = DeviceBuffer::load(&mut there, Device::Cpu).unwrap();
         for by in [0, 4] {
-            hold.reload(&mut cargo(by)).unwrap();
-            for (there, wanted) in there.iter().zip(&cargo(by)) {
+            buffer.reload(&mut batch(by)).unwrap();
+            for (there, wanted) in there.iter().zip(&batch(by)) {
                 assert_eq!((there.size(), there.kind()), (wanted.size(), wanted.kind()));
                 assert!(there.equal(wanted));
             }
         }
-        assert!(hold.reload(&mut vec![Tensor::from(1.0)]).is_err());
+        assert!(buffer.reload(&mut vec![Tensor::from(1.0)]).is_err());
     }
 }

@@ -1,15 +1,15 @@
-//! What a norm with kernels hands to the operators that are registered for it.
+//! The operators of norms: names, kernels and composed forms, from which they are registered.
 
-use super::composed::{self, Hat};
-use super::spec::Given;
-use super::statistics::{BatchTensors, StateTensors, Used};
+use super::composed::{self, ComposedNorm};
+use super::spec::NormArgs;
+use super::statistics::{AppliedStatistics, BatchTensors, StateTensors};
 use crate::error::Result;
 use crate::kernel::columns::{self, ColumnOptions};
-use crate::kernel::rows::Rules;
+use crate::kernel::rows::RowNormKernel;
 use tch::Tensor;
 
 /// A norm of rows.
-pub struct RowKernels {
+pub struct RowNormOpSpec {
     /// torch.ops.normformer_rs.`operator`: the norm alone.
     pub operator: &'static str,
     /// The norm after a residual step.
@@ -17,12 +17,12 @@ pub struct RowKernels {
     /// Of a curve: the names of its learned numbers, first the scale, then the shift, where it has one. A norm that has
     /// them has no ε.
     pub numbers: &'static [&'static str],
-    pub rules: Rules,
+    pub kernel: RowNormKernel,
     /// The composed form.
-    pub hat: Hat,
+    pub x_hat: ComposedNorm,
 }
 
-impl RowKernels {
+impl RowNormOpSpec {
     /// y in x's type, by the composed form, with ε or with a curve's numbers.
     pub fn composed(
         &self,
@@ -32,31 +32,31 @@ impl RowKernels {
         numbers: &[Tensor],
     ) -> Result<Tensor> {
         let numbers = numbers.iter().map(|n| Ok(n.f_reshape([1i64])?)).collect::<Result<Vec<_>>>()?;
-        composed::apply(self.hat, x, &numbers, affine, &Given::of_eps(eps))
+        composed::apply(self.x_hat, x, &numbers, affine, &NormArgs::of_eps(eps))
     }
 }
 
 /// A norm of rows that calls other norms' kernels, or none: (x, weight, keywords…) → y.
-pub struct OwnOperator {
+pub struct CompositeNormOpSpec {
     /// torch.ops.normformer_rs.`operator`.
     pub operator: &'static str,
     /// The module's keywords, in the schema's order.
     pub keywords: &'static [&'static str],
     /// Kernels that compute the same of rows in f32 and f64.
-    pub rows: Option<&'static RowKernels>,
+    pub rows: Option<&'static RowNormOpSpec>,
     /// The same in tch, from what kernels get for the weight.
-    pub composed: fn(&Tensor, Option<&Tensor>, &Given) -> Result<Tensor>,
+    pub composed: fn(&Tensor, Option<&Tensor>, &NormArgs) -> Result<Tensor>,
 }
 
 /// A norm with statistics of columns.
-pub struct ColumnKernels {
+pub struct ColumnNormOpSpec {
     /// torch.ops.normformer_rs.`operator`.
     pub operator: &'static str,
     /// What the schema calls the two buffers.
     pub state: [&'static str; 2],
-    pub rule: columns::ColumnRule,
-    /// `rule.settle` in tch.
-    pub composed: fn(&BatchTensors, &StateTensors, &ColumnOptions) -> Result<Used>,
+    pub kernel: columns::ColumnNormKernel,
+    /// `kernel.settle` in tch.
+    pub composed: fn(&BatchTensors, &StateTensors, &ColumnOptions) -> Result<AppliedStatistics>,
 }
 
 /// A function that a user declares: what it is called with beside x and the parameters.

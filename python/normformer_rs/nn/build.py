@@ -6,10 +6,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from .parts import Learned, NormAt
 from .place import Place
 from .registry import norm_of_config
 from .sharding import whole
+from .specs import Learned, NormAt
 
 
 def make(

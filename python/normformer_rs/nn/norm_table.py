@@ -14,13 +14,13 @@ from ..config import ENTRIES
 from .tracing import records_core
 
 
-class Kept(NamedTuple):
+class TensorSpec(NamedTuple):
     """A parameter or a buffer."""
 
     name: str
     shape: Literal["one", "width", "column"]
     start: Any
-    """The first value of every element; of a parameter it may be a formula in words (`Declared.numbers`)."""
+    """The first value of every element; of a parameter it may be a formula in words (`NormSpec.numbers`)."""
     is_counter: bool = False
     offset: Any = 0.0
     factor: Any = 1.0
@@ -66,7 +66,7 @@ def composed_norm(x: Tensor, parameters: list[Tensor | None], options: list[floa
     return torch.ops.normformer_rs.composed_norm(x, parameters, options, name)
 
 
-class Declared(NamedTuple):
+class NormSpec(NamedTuple):
     """A norm's entry: its module's class, parameters, buffers and options, and its operator."""
 
     name: str
@@ -74,17 +74,17 @@ class Declared(NamedTuple):
     form: Literal["composed", "rows", "columns", "chosen"]
     operator: str | None
     """None: it has none of its own, or its options choose one."""
-    parameters: tuple[Kept, ...]
-    buffers: tuple[Kept, ...]
+    parameters: tuple[TensorSpec, ...]
+    buffers: tuple[TensorSpec, ...]
     options: Mapping[str, Any]
     """Their defaults, in order."""
     choices: Mapping[str, list[str]]
     """Of the options that are words."""
 
     @classmethod
-    def of(cls, entry: Mapping[str, Any]) -> "Declared":
+    def of(cls, entry: Mapping[str, Any]) -> "NormSpec":
         """From an entry of `normformer_rs.tables()`."""
-        parameters, buffers = (tuple(Kept(**kept) for kept in entry[key]) for key in ("parameters", "buffers"))
+        parameters, buffers = (tuple(TensorSpec(**kept) for kept in entry[key]) for key in ("parameters", "buffers"))
         options = {option["name"]: option["default"] for option in entry["options"]}
         plain = {key: entry[key] for key in ("name", "module", "form", "operator")}
         choices = {option["name"]: option["choices"] for option in entry["options"] if "choices" in option}
@@ -121,5 +121,5 @@ FAMILIES: dict[str, Family] = {
 }
 """Every family, by its name: rmsnorm:llama, …"""
 CONSTANTS: dict[str, float] = {entry["name"]: entry["value"] for entry in ENTRIES["constants"]}
-DECLARED: dict[str, Declared] = {entry["name"]: Declared.of(entry) for entry in ENTRIES["norms"]}
+DECLARED: dict[str, NormSpec] = {entry["name"]: NormSpec.of(entry) for entry in ENTRIES["norms"]}
 """Every norm of the table."""

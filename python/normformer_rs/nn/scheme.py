@@ -7,7 +7,7 @@ Transformer. Around a sublayer F, with drop the dropout on its output,
 
 with before, skip, branch and after lists of changes. A change may leave x under a name, for others later in the stack.
 A scheme may have further streams beside x; every sublayer updates them. Or x is read from several tensors (mixing.py).
-`making.py` makes modules and parameters of a declaration, `interpreter.py` runs it.
+`build.py` makes modules and parameters of a declaration, `interpreter.py` runs it.
 """
 
 import functools
@@ -19,7 +19,7 @@ from .. import _core
 from ..config import TransformerConfig
 from . import mixing
 from .growth import Growth
-from .parts import Learned, NormAt
+from .specs import Learned, NormAt
 
 GROWING = "growing"
 """Stands for a gain that is the stack's α_t."""
@@ -165,7 +165,7 @@ class Combine(NamedTuple):
     skips_first: bool
 
 
-class Declared(NamedTuple):
+class SchemeSpec(NamedTuple):
     """A scheme's declaration for one stack."""
 
     layers: tuple[LayerSpec, ...]
@@ -186,12 +186,12 @@ class Declared(NamedTuple):
 
 
 @functools.lru_cache(maxsize=64)
-def declare(config: TransformerConfig, stack: Any) -> Declared:
+def declare(config: TransformerConfig, stack: Any) -> SchemeSpec:
     """The declaration of the configuration's scheme for its "encoder" or "decoder"."""
     found = json.loads(_core.declare(config.to_json(), stack))
     flow = found["flow"]
     combine, growth = flow["combine"], flow["growth"]
-    return Declared(
+    return SchemeSpec(
         layers=tuple(_layer(layer) for layer in found["layers"]),
         begin=_changes(flow["begin"]),
         combine=combine and _combine(**combine),

@@ -1,5 +1,4 @@
-"""Statistics of training forwards that activation checkpointing runs again in the backward pass, as it keeps no
-activations."""
+"""Statistics of training forwards that activation checkpointing recomputes in the backward pass."""
 
 from typing import NamedTuple
 
@@ -10,8 +9,8 @@ LIMIT = 32
 """The most such forwards of one norm that may wait for their backward pass."""
 
 
-def is_unkept() -> bool:
-    """The current forward will run again: it builds no graph, or hooks take the tensors that it saves."""
+def will_recompute() -> bool:
+    """The current forward will be recomputed: it builds no graph, or hooks take the tensors that it saves."""
     return not torch.is_grad_enabled() or saves_by_hooks()
 
 
@@ -35,7 +34,7 @@ class _Run(NamedTuple):
     stats: Tensor
 
 
-class Unkept:
+class RecomputedStatistics:
     """The statistics of a norm's last such forwards, looked up by their inputs: the explicit mask, and sums of x's
     columns.
 

@@ -1,38 +1,38 @@
-//! Long work that asks now and then whether to go on, so that Ctrl-C is heard in it.
+//! Interrupt checks in long work, so that Ctrl-C ends it.
 
 use crate::error::Result;
 use std::time::{Duration, Instant};
 
-/// Asks whether to go on; its error ends the work.
-pub type Between<'a> = &'a mut dyn FnMut() -> Result<()>;
+/// Checks for an interrupt; its error ends the work.
+pub type Interrupt<'a> = &'a mut dyn FnMut() -> Result<()>;
 
-/// A wish to stop is heard within a second; asking takes Python's lock.
+/// Checks are this far apart, as each takes Python's lock.
 const INTERVAL: Duration = Duration::from_millis(100);
 
-/// `between`, asked at most once per [`INTERVAL`], for callers that ask at every item.
-pub fn seldom(between: Between<'_>) -> impl FnMut() -> Result<()> + '_ {
+/// `check_interrupt`, run at most once per [`INTERVAL`], for callers that check at every item.
+pub fn throttled(check_interrupt: Interrupt<'_>) -> impl FnMut() -> Result<()> + '_ {
     let mut last = Instant::now();
     move || match last.elapsed() < INTERVAL {
         true => Ok(()),
         false => {
             last = Instant::now();
-            between()
+            check_interrupt()
         }
     }
 }
 
-/// Hands items to `work` and asks before each. A wish to stop ends the items, and its error is returned.
-pub fn listening<I: IntoIterator, T>(
-    between: Between,
+/// Hands items to `work`, with a check before each. An interrupt ends the items, and its error is returned.
+pub fn interruptible<I: IntoIterator, T>(
+    check_interrupt: Interrupt,
     items: I,
     work: impl FnOnce(&mut dyn Iterator<Item = I::Item>) -> T,
 ) -> Result<T> {
-    let mut heard = Ok(());
+    let mut checked = Ok(());
     let done = work(&mut items.into_iter().take_while(|_| {
-        heard = between();
-        heard.is_ok()
+        checked = check_interrupt();
+        checked.is_ok()
     }));
-    heard.map(|()| done)
+    checked.map(|()| done)
 }
 
 #[cfg(test)]
@@ -41,9 +41,9 @@ mod tests {
     use crate::error::Error;
 
     #[test]
-    fn a_wish_to_stop_ends_the_items() {
+    fn an_interrupt_ends_the_items() {
         let mut asked = 0;
-        let mut between = || {
+        let mut check_interrupt = || {
             asked += 1;
             if asked < 3 {
                 Ok(())
@@ -52,21 +52,21 @@ mod tests {
             }
         };
         let mut seen = Vec::new();
-        let stopped = listening(&mut between, 0..10, |items| seen.extend(items));
+        let stopped = interruptible(&mut check_interrupt, 0..10, |items| seen.extend(items));
         assert!(matches!(stopped, Err(Error::Interrupted(_))));
         assert_eq!(seen, [0, 1]);
-        assert_eq!(listening(&mut || Ok(()), 0..4, |items| items.sum::<i32>()).unwrap(), 6);
+        assert_eq!(interruptible(&mut || Ok(()), 0..4, |items| items.sum::<i32>()).unwrap(), 6);
     }
 
     #[test]
-    fn a_question_waits_for_the_interval() {
+    fn a_check_waits_for_the_interval() {
         let mut asked = 0;
-        let mut between = || {
+        let mut check_interrupt = || {
             asked += 1;
             Ok(())
         };
         let start = Instant::now();
-        let mut ask = seldom(&mut between);
+        let mut ask = throttled(&mut check_interrupt);
         while start.elapsed() < 3 * INTERVAL {
             ask().unwrap();
         }
