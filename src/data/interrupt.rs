@@ -41,7 +41,7 @@ mod tests {
     use crate::error::Error;
 
     #[test]
-    fn an_interrupt_ends_the_items() {
+    fn a_wish_to_stop_ends_the_items() {
         let mut asked = 0;
         let mut check_interrupt = || {
             asked += 1;
@@ -59,7 +59,7 @@ mod tests {
     }
 
     #[test]
-    fn a_check_waits_for_the_interval() {
+    fn a_question_waits_for_the_interval() {
         let mut asked = 0;
         let mut check_interrupt = || {
             asked += 1;

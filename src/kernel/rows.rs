@@ -8,10 +8,10 @@
 //!
 //! > dx = p·g + q·x̂ − r,  dw += dy⊙x̂,  db += dy
 //!
-//! where p, q and r depend on the row only through Σg and Σg⊙x̂. A norm is the rule for (shift, scale) and the rule
-//! for (p, q, r): [`RowNorm`]. The passes over memory are written here once, and the fused residual step
+//! where p, q and r depend on the row only through Σg and Σg⊙x̂. A norm is the formula of (shift, scale) and
+//! that of (p, q, r): [`RowNorm`]. The passes over memory are written here once, and the fused residual step
 //! ([`residual_step`](super::residual_step)) runs the same ones. They are compiled per type and instruction set but not per norm: a norm's
-//! rules are a few numbers per row, called through [`RowNormFns`].
+//! formulas give a few numbers per row, called through [`RowNormFns`].
 //!
 //! Norms that measure nothing are curves of learned numbers: x̂ = f(scale·x + shift), [`CurveNorm`]. Their passes are in
 //! [`curve`].
