@@ -69,6 +69,7 @@ PARAMETRISATION: tuple[str, ...]
 __version__: str
 
 def readable(name: str, text: str) -> str: ...
+
 OWN: dict[str, str]
 
 def closest(got: str, choices: Iterable[str]) -> str: ...
