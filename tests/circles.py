@@ -85,7 +85,7 @@ KEPT = {
     "test_the_rules_cost_nothing_until_dtensor_comes": NONE,
     # what works on the whole project
     "test_the_core_comes_with_torch": 3,
-    "test_a_norm_and_a_scheme_of_the_guide": NONE,
+    "test_what_the_guide_makes": NONE,
     "test_the_notebook": NONE,
     "test_benchmarks_that_nothing_else_runs": NONE,
     "test_the_gpu_benchmark": NONE,
