@@ -48,7 +48,7 @@ class Evaluations:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class History:
-    """A run, one entry per update."""
+    """The record of a training run: losses, rates and gradient norms, one entry per update."""
 
     update: NDArray[np.int64]
     epoch: NDArray[np.int64]

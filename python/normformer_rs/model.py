@@ -106,7 +106,7 @@ class Transformer(nn.Module):
             stack.t.fill_(update)
 
     def followed(self) -> Iterator[tuple[nn.Parameter, Tensor]]:
-        """(parameter, t) of each stack: the optimizer of that parameter advances t."""
+        """A parameter and the step counter t of each stack: an update of the parameter adds one to t."""
         for stack in self._growing():
             owner = first_trained(stack.parameters())
             if owner is not None:

@@ -43,7 +43,7 @@ choice! {
 }
 
 impl DecoderStart {
-    /// The type's id.
+    /// The token's id in every vocabulary.
     pub fn id(self) -> i64 {
         match self {
             DecoderStart::Bos => vocabulary::BOS.into(),

@@ -55,7 +55,7 @@ impl Parameters {
 }
 
 enum Source<'a> {
-    /// Made new, from a generator of their own.
+    /// Drawn on this device, in this type, by this generator; torch's own is left alone.
     Fresh(Device, Kind, Generator),
     /// Taken from whoever has them.
     NormArgs { tensors: &'a HashMap<String, Tensor>, train: bool },

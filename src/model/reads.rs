@@ -28,7 +28,7 @@ impl Reads {
         Reads { offsets: vec![0; queries + 1], rows: Vec::new() }
     }
 
-    /// A range of rows for each query.
+    /// Each query attends to one range of rows of keys and values.
     pub fn ranges(ranges: impl IntoIterator<Item = Range<i64>>) -> Self {
         let mut reads = Reads::default();
         ranges.into_iter().for_each(|range| reads.push(range.map(|row| row as u32)));

@@ -109,7 +109,7 @@ impl Transformer {
         }
     }
 
-    /// The pass over one side of it.
+    /// The context of a pass over the encoder's or the decoder's rows.
     fn over(&self, side: &Packed, ctx: &Context) -> Result<Context> {
         let rotation = self.rotary.as_ref().map(|rotary| rotary.rotation(side, ctx.kind)).transpose()?;
         Ok(ctx.over(side).turning(rotation))

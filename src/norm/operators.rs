@@ -55,7 +55,7 @@ pub struct ColumnNormOpSpec {
     /// What the schema calls the two buffers.
     pub state: [&'static str; 2],
     pub kernel: columns::ColumnNormKernel,
-    /// `kernel.settle` in tch.
+    /// What `kernel.settle` computes, in tch: the statistics to apply and the new running ones, of the batch's.
     pub composed: fn(&BatchTensors, &StateTensors, &ColumnOptions) -> Result<AppliedStatistics>,
 }
 

@@ -365,7 +365,7 @@ impl Spec {
         self.form_of(&given).map(|_| given)
     }
 
-    /// How a norm of these options is computed.
+    /// The form that a norm with these options has: an option may choose another than the table's.
     pub fn form_of(&self, given: &NormArgs) -> Result<Form> {
         match self.form {
             Form::Chosen(_, choose) => choose(given),

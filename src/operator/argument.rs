@@ -20,7 +20,7 @@ pub enum DtypeRule {
     Same,
     /// Floating, and float64 where the leader is.
     Width,
-    /// What the leader is computed in.
+    /// The type in which kernels compute the operator's first tensor: f64 for f64, else f32.
     Computed,
     Float32,
     Float64,

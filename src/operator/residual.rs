@@ -16,7 +16,7 @@ use tch::{Kind, Tensor};
 /// The step without a norm.
 static HANDLE: Handle = Handle::new("residual");
 
-/// One step, for Rust. Gains are scalars or one number per column; none is 1.
+/// The arguments of a residual step, x⁺ = α⊙x + β⊙drop(f). A gain is a scalar or one number per column; `None` is 1.
 pub struct Step<'a> {
     pub x: &'a Tensor,
     pub f: &'a Tensor,

@@ -84,8 +84,6 @@ def subclass_again(d: Draw, op: str, a: dict, run, judge) -> None:
 
 def hollow(d: Draw, op: str, a: dict, run, judge) -> None:
     """Fake tensors that reach kernels, as inside another subclass's rules."""
-    if torch._C._dispatch_has_kernel_for_dispatch_key(f"normformer_rs::{op}", "CompositeImplicitAutograd"):
-        raise ValueError("not asked: torch's own functions, which a composition calls, read memory that is not there")
     mode = FakeTensorMode()
     chosen = [n for n in tensors_of(a) if d.chance(0.5)]
     given = a | {n: mode.from_tensor(a[n]) for n in chosen}

@@ -64,7 +64,7 @@ def buffers(device: str, megabytes: int) -> Iterator[tuple[str, Tensor]]:
 
 
 def bandwidth(figures: Figures, device: str, megabytes: int) -> None:
-    """Each norm forward and backward, and the residual step."""
+    """Measures the bandwidth of each norm, forward and backward, and of the residual step, on tensors of that size."""
     for name, x in buffers(device, megabytes):
         shares(figures, "bandwidth", name, x, norms(x))
         for p in (0.1, 0.0):

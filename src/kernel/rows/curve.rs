@@ -252,7 +252,7 @@ impl<'a, A: Accumulator> BendBack<'a, A> {
         }
     }
 
-    /// Writes the sums; each is empty where not wanted.
+    /// Writes the gradients of weight, bias and the curve's numbers, summed over all rows. An empty slice is not wanted.
     pub fn finish(&self, dweight: &mut [A], dbias: &mut [A], dnumbers: &mut [A]) {
         write_columns(&self.dweight[..self.bend.cols], dweight);
         write_columns(&self.dbias[..self.bend.cols], dbias);

@@ -152,9 +152,20 @@ inline Tensors meta(const Op& op, Args args) {
   return made;
 }
 
+// Refuses a Python tensor without memory where its Python is shut out: torch's own kernels would read what is not there.
+inline void check_wrapped(const Op& op, Args args) {
+  if (!c10::impl::tls_local_dispatch_key_set().excluded_.has(c10::DispatchKey::Python)) return;
+  for (size_t i = 0; i < op.table.size(); ++i) {
+    const Tensor& t = entry(op, args, i);
+    const bool is_wrapped = t.defined() && t.key_set().has(c10::DispatchKey::Python) && !t.is_meta();
+    TORCH_CHECK(!is_wrapped || !is_hollow(t), op.name, ": a tensor ", why_unreadable(t));
+  }
+}
+
 // By the formula; WHY it runs.
 template <Why WHY>
 Tensors by_formula(const Op& op, Args args) {
+  check_wrapped(op, args);
   const Tensor& x = leader(op, args);
   Planned p(op, args, has_kernel(op, x) ? kernel_device(x) : -1, WHY);
   at::SmallVector<Tensor*, 8> out(op.made.size(), nullptr);
