@@ -88,14 +88,12 @@ impl Streams {
 }
 
 impl Layer {
-    /// `leaves`: the names of the tensors that later layers need of it.
     pub fn build(
         b: &mut Builder,
         place: &LayerContext,
         init: &Init,
         has_biases: bool,
         declared: &LayerSpec,
-        leaves: BTreeSet<&str>,
     ) -> Result<Self> {
         let begin = BuiltChanges::build(b, place, &declared.begin)?;
         let mut sublayers = Vec::new();
@@ -125,7 +123,7 @@ impl Layer {
             sublayers.push(BuiltSublayer { function, around, inside, scale: *scale });
         }
         let owned = |names: BTreeSet<&str>| names.into_iter().map(String::from).collect();
-        Ok(Layer { begin, sublayers, takes: owned(declared.takes()), leaves: owned(leaves) })
+        Ok(Layer { begin, sublayers, takes: owned(declared.takes()), leaves: owned(declared.leaves()) })
     }
 
     /// How many of the tensors that enter the layer it hands on as they are, for later ones to read.

@@ -10,9 +10,9 @@ use crate::error::{Error, Result};
 use crate::host::host;
 use crate::init::Init;
 use crate::operator;
-use crate::residual::{leaves, LayerContext, LayerSpec, Schemes};
+use crate::residual::{Change, LayerContext, Schemes};
 use std::cell::Cell;
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::rc::Rc;
 use tch::{Kind, Tensor};
 
@@ -88,16 +88,21 @@ pub type StackMemory = Vec<(Tensor, Tensor)>;
 impl Stack {
     /// `place` says which stack.
     pub fn build(b: &mut Builder, place: &LayerContext, init: &Init, schemes: &Schemes) -> Result<Self> {
-        let (declared, flow) = (schemes.layers(place), schemes.flow(place));
+        let flow = schemes.flow(place);
         let has_biases = schemes.has_biases() && place.model.has_biases;
-        let layers = b.within("layers", |b| {
-            let layer = |(index, layer): (usize, &LayerSpec)| {
-                let place = LayerContext { layer: index as i64, ..*place };
-                let leaves = leaves(&declared, index, &flow);
-                b.within(&index.to_string(), |b| Layer::build(b, &place, init, has_biases, layer, leaves))
+        // Layer by layer: a forged configuration's billion of them is refused at the first whose weights are missing.
+        let mut layers = b.within("layers", |b| {
+            let layer = |layer| {
+                let place = LayerContext { layer, ..*place };
+                b.within(&layer.to_string(), |b| Layer::build(b, &place, init, has_biases, &schemes.layer(&place)))
             };
-            declared.iter().enumerate().map(layer).collect::<Result<Vec<_>>>()
+            (0..place.layers()).map(layer).collect::<Result<Vec<_>>>()
         })?;
+        let mut needed: BTreeSet<String> = flow.end.iter().filter_map(Change::mixes).map(String::from).collect();
+        for layer in layers.iter_mut().rev() {
+            layer.leaves.retain(|name| needed.contains(name));
+            needed.extend(layer.takes.iter().cloned());
+        }
         let flow = BuiltEnds::build(b, place, &flow)?;
         Ok(Stack { body: Rc::new(Body { layers, flow }) })
     }

@@ -220,14 +220,18 @@ impl LayerSpec {
         }
         takes
     }
+
+    /// The names that it leaves tensors under.
+    pub fn leaves(&self) -> BTreeSet<&str> {
+        self.changes().filter_map(Change::keeps).collect()
+    }
 }
 
 /// What layer `index` leaves for those above it and for the stack's end, by name.
 pub fn leaves<'a>(layers: &'a [LayerSpec], index: usize, flow: &'a StackSpec) -> BTreeSet<&'a str> {
     let above: BTreeSet<&str> = layers[index + 1..].iter().flat_map(LayerSpec::takes).collect();
     let at_end: BTreeSet<&str> = flow.end.iter().filter_map(Change::mixes).collect();
-    let kept = layers[index].changes().filter_map(Change::keeps);
-    kept.filter(|name| above.contains(name) || at_end.contains(name)).collect()
+    layers[index].leaves().into_iter().filter(|name| above.contains(name) || at_end.contains(name)).collect()
 }
 
 /// Named points inside a sublayer.

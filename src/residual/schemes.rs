@@ -161,7 +161,8 @@ impl Schemes {
         (0..place.layers()).map(|layer| self.layer(&LayerContext { layer, ..*place })).collect()
     }
 
-    fn layer(&self, place: &LayerContext) -> LayerSpec {
+    /// The place's layer.
+    pub fn layer(&self, place: &LayerContext) -> LayerSpec {
         let scheme = self.at(place);
         let sublayers = place.each().map(|place| {
             let (around, scale) = scheme.around(&place).times(place.model.scaled.branch(place.layers()));

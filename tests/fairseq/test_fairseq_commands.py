@@ -18,7 +18,7 @@ from fairseq_support import MARKS, RECIPE, SIZES, SMOOTHED, command, execute, lo
 
 import normformer_rs as nf
 from normformer_rs import cli
-from normformer_rs.config import LANGUAGE_MODELS, tables
+from normformer_rs.config import ATTENTION, LANGUAGE_MODELS, tables
 
 pytestmark = MARKS
 
@@ -44,7 +44,7 @@ def test_flags_name_everything(fairseq):
     for field in (field for field in nf.TransformerConfig.FIELDS if field.group != "parametrisation"):
         name = field.name.replace("_", "-")
         known = {"architecture", "vocab-size", "d-model", "d-ff", "heads", "positions", "tie-embeddings"}
-        known |= {option.replace("_", "-") for option in LANGUAGE_MODELS}
+        known |= {option.replace("_", "-") for option in (*LANGUAGE_MODELS, *ATTENTION)}
         assert name in known or f"--{name} " in text or f"--no-{name} " in text, name
 
 

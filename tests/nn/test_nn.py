@@ -231,7 +231,10 @@ def test_reset_parameters_gives_first_values_back(residual, kind):
     for name in constant:
         assert torch.equal(state[name], one[name]), name
     for name in state.keys() - {*constant}:
-        assert 0.5 < state[name].std() / one[name].std() < 2, name
+        if state[name].numel() < 100:  # deviations of few numbers differ by more
+            assert state[name].isfinite().all() and not torch.equal(state[name], one[name]), name
+        else:
+            assert 0.5 < state[name].std() / one[name].std() < 2, name
 
 
 def test_reset_parameters_of_somebody_elses_layers():

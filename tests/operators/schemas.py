@@ -15,9 +15,10 @@ def kept() -> set[str]:
 
 
 def registered() -> set[str]:
-    """Those of our operators; `own_norm` is there only where a user declares a norm."""
+    """Those of our operators that the core registers. Python's are there once `nn` is imported, or a norm declared."""
     found = {str(schema) for schema in torch._C._jit_get_all_schemas()}
-    return {schema for schema in found if schema.startswith("normformer_rs::") and "::own_norm(" not in schema}
+    own = {schema for schema in found if schema.startswith("normformer_rs::")}
+    return {schema for schema in own if not schema.startswith(("normformer_rs::own_norm(", "normformer_rs::growth("))}
 
 
 if __name__ == "__main__":

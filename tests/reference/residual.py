@@ -579,8 +579,9 @@ RESIDUAL_NAMES = tuple(SCHEMES)
 def is_defined(norm: str, residual: str) -> bool:
     """Whether the scheme can have the norm: queries, keys and values have no statistics of batches."""
     config = complete({"norm": norm, "residual": residual})
-    points = {point for place in places(config, "decoder") for point in describe_sublayer(place).inside}
-    return norm not in BATCH_NORMS or not points & {"query", "key", "value"}
+    inside = [found for place in places(config, "decoder") for found in describe_sublayer(place).inside.items()]
+    norms = {point for point, change in inside if isinstance(change, Norm)}
+    return norm not in BATCH_NORMS or not norms & {"query", "key", "value"}
 
 
 def describe_sublayer(place: Place) -> Sublayer:
