@@ -4,7 +4,7 @@ import functools
 import json
 import math
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -12,9 +12,11 @@ from torch import nn
 from .. import _core
 from ..config import TransformerConfig, unknown
 from ..errors import InputError
-from ..norms import Norm
 from . import composed, norms, running
 from .norm_table import DECLARED, FAMILIES
+
+if TYPE_CHECKING:
+    from ..norms import Norm
 
 
 def _class_of(name: str, module: str) -> Any:
@@ -31,7 +33,7 @@ FUSED: tuple[type[norms.RowNorm], ...] = tuple(
 """Norms that the fused residual step knows."""
 
 
-def norm_class(name: str | Norm) -> Any:
+def norm_class(name: "str | Norm") -> Any:
     """The class of a norm's name, one of `normformer_rs.tables()`; InputError with the names if there is none. Of a
     family's name, the class with the family's keyword arguments.
 
@@ -40,7 +42,7 @@ def norm_class(name: str | Norm) -> Any:
     >>> norm_class("rmsnorm:gemma")(4)
     RMSNorm((4,), eps=1e-06, zero_centred=True, elementwise_affine=True)
     """
-    if isinstance(name, Norm):
+    if not isinstance(name, str):  # one of its user's
         return name
     if name in FAMILIES:
         family = FAMILIES[name]
@@ -84,12 +86,13 @@ def norm_of_config(
     return kind(width, **settings, device=device, dtype=dtype)
 
 
-def _own(name: str, config: TransformerConfig) -> Norm | None:
+def _own(name: str, config: TransformerConfig) -> "Norm | None":
     """The norm that the configuration's user declares under the name. Rust tells declarations of one name apart."""
     if name in DECLARED or name in FAMILIES:
         return None
     given = (config.norm, config.encoder_norm, config.decoder_norm)
-    return next((own for own in given if isinstance(own, Norm) and own.name == name.partition("#")[0]), None)
+    owns: list[Any] = [own for own in given if own is not None and not isinstance(own, str)]
+    return next((own for own in owns if own.name == name.partition("#")[0]), None)
 
 
 @functools.lru_cache(maxsize=256)
