@@ -70,8 +70,8 @@ for update in range(20):
 # %% [markdown]
 # ## A scheme
 #
-# PreNorm, whose self-attention mixes the values of the first layer into each later one's. `keep` leaves a tensor under
-# a name, `mix` reads it.
+# This scheme is PreNorm, and each later self-attention mixes the values of the first layer into its own. `keep` leaves
+# a tensor under a name, `mix` reads it.
 
 
 # %%

@@ -49,7 +49,7 @@ class _Family:
     scales_embeddings: bool = False
     """It multiplies the rows that it reads by √d, as this package does with `scale_embeddings`."""
     changes: tuple[Callable[[TransformerConfig, dict[str, Tensor]], dict[str, Tensor]], ...] = ()
-    """What its classes want of this package's parameters before they are named: the parameters, changed."""
+    """The parameters, changed where transformers' classes define one differently from this package."""
 
     def misfits(self, config: TransformerConfig) -> list[str]:
         """The options that it has no counterpart of."""
