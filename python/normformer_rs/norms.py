@@ -4,9 +4,10 @@
 the loop calls it through PyTorch's dispatcher, so it is slower than the table's.
 """
 
+import functools
 import json
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, ClassVar, Literal, NamedTuple
 
 from .errors import InputError
@@ -53,7 +54,8 @@ class Norm:
         super().__init_subclass__(**rest)
         if isinstance(getattr(cls, "name", None), str):
             _define()
-            _CLASSES[cls.name] = cls
+            _CLASSES.setdefault(cls.name, []).insert(0, cls)
+            _of.cache_clear()
 
     def __init__(self, **options: float) -> None:
         if not isinstance(getattr(self, "name", None), str):
@@ -111,19 +113,38 @@ class Norm:
         return hash((type(self), *self.given.items()))
 
 
-_CLASSES: dict[str, type[Norm]] = {}
-"""The classes by name, the last one of each."""
+_CLASSES: dict[str, list[type[Norm]]] = {}
+"""The classes by name, the newest first: a notebook's cell runs again, and two projects may choose one name."""
 
 
 def declared(data: Mapping[str, Any]) -> Norm:
-    """The norm that a config.json names. Errors: InputError where no class of that name has been imported."""
-    name = str(data.get("name"))
+    """The norm of a config.json: of the newest class of its name that declares the same parameters. Errors: InputError
+    where no such class has been imported."""
+    name, options = str(data.get("name")), data.get("options", {})
     if name not in _CLASSES:
         raise InputError(
             f"norm {name!r} is a function in Python, which a run does not hold: import the module that declares it, or "
             'name it with norm = "file.py:Class"'
         )
-    return _CLASSES[name](**data.get("options", {}))
+    wanted = [(p["name"], p["shape"], p.get("offset", 0.0), p.get("factor", 1.0)) for p in data.get("parameters", ())]
+    for cls in _CLASSES[name]:
+        own = [(key, p.shape, p.offset, p.factor) for key, p in cls.parameters.items()]
+        if own == wanted and cls.options.keys() == options.keys():
+            return cls(**options)
+    raise InputError(
+        f"norm {name!r} of this run learns {_listed(p[0] for p in wanted)} and has the options {_listed(options)}; the "
+        f"class {_CLASSES[name][0].__name__} of that name declares other parameters (names, shapes, offsets, factors) or "
+        "options: import the class that the run was made with"
+    )
+
+
+def _listed(names: Iterable[str]) -> str:
+    return ", ".join(names) or "nothing"
+
+
+@functools.cache
+def _of(declaration: str) -> Norm:
+    return declared(json.loads(declaration))
 
 
 _defined: list[Any] = []
@@ -139,15 +160,14 @@ def _define() -> None:
 
     library = torch.library.Library("normformer_rs", "FRAGMENT")
     parameters = ", ".join(f"Tensor? p{i}" for i in range(8))
-    library.define(f"own_norm(Tensor x, {parameters}, str name, str options) -> Tensor")
+    library.define(f"own_norm(Tensor x, {parameters}, str declaration) -> Tensor")
     library.impl("own_norm", _run, "CompositeImplicitAutograd")
     _defined.append(library)  # it lives as long as the process
 
 
 def _run(x: Any, *given: Any) -> Any:
-    *parameters, name, options = given
-    norm = declared({"name": name, "options": json.loads(options)})
-    return in_wide(norm, x, [p for p in parameters if p is not None])
+    *parameters, declaration = given
+    return in_wide(_of(declaration), x, [p for p in parameters if p is not None])
 
 
 def in_wide(norm: Norm, x: Any, parameters: Any) -> Any:

@@ -62,8 +62,8 @@ pub struct ColumnNormOpSpec {
 /// A function that a user declares: what it is called with beside x and the parameters.
 pub struct OwnNorm {
     pub name: &'static str,
-    /// JSON.
-    pub options: String,
+    /// As config.json has it.
+    pub declaration: String,
 }
 
 /// The most parameters that such a function takes.

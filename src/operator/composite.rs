@@ -25,7 +25,7 @@ pub fn norm_of_ones_own(own: &OwnNorm, x: &Tensor, parameters: &[Tensor]) -> Res
     let at = |i: usize| Value::from(parameters.get(i));
     let mut arguments = vec![Value::from(x)];
     arguments.extend((0..MOST).map(at));
-    arguments.extend([Value::from(own.name), own.options.as_str().into()]);
+    arguments.push(own.declaration.as_str().into());
     if !OWN.exists() {
         return Err(Error::invalid(format!(
             "norm {:?} is a function in Python, which a run does not hold: import the module that declares it, or name \

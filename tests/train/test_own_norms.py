@@ -11,6 +11,7 @@ from torch import nn
 from train_support import TINY, fit, losses, weights
 
 import normformer_rs as nfrs
+from normformer_rs import norms
 from normformer_rs.errors import InputError
 from normformer_rs.norms import Norm, Parameter
 
@@ -72,6 +73,26 @@ def test_a_transformed_parameter_trains_and_comes_back(tmp_path, corpus):
     start = dict(fresh.named_parameters())["encoder.layers.0.norm1.weight"]
     assert torch.equal(start, torch.full((16,), 16**-0.5 - 0.25)) and "decoder.norm.shift" in weights(tmp_path / "run")
     assert len(nfrs.translate(tmp_path / "run", ["1 2"])) == 1
+
+
+def test_another_class_of_the_name_leaves_models_as_they_are(tmp_path, corpus):
+    fit(tmp_path / "run", corpus, {"norm": NgptNorm()}, {"updates": 1})
+    model = nfrs.Transformer(config(NgptNorm()), seed=1)
+    tokens = torch.randint(4, 11, (2, 5))
+    before = model(tokens, tokens)
+
+    class Other(Norm):
+        name, parameters = NgptNorm.name, {"weight": Parameter()}
+
+        def normalize(self, x, weight):
+            return weight * x
+
+    assert torch.equal(model(tokens, tokens), before)
+    assert type(nfrs.Transformer.from_checkpoint(tmp_path / "run", "last").config.norm) is NgptNorm
+    assert type(nfrs.Transformer(config(Other())).config.norm) is Other
+    data = {**json.loads((tmp_path / "run" / "config.json").read_text())["model"]["norm"], "options": {"eps": 1e-5}}
+    with pytest.raises(InputError, match="learns weight, shift and has the options eps"):
+        norms.declared(data)
 
 
 def test_modules_and_swaps():
