@@ -39,8 +39,9 @@ def multipliers(
 ) -> dict[Literal["init", "lr", "weight_decay", "eps"], float]:
     """A role's multipliers in a model `width` times as wide and `depth` times as deep as its base."""
 
-def declare(model: str, stack: Literal["encoder", "decoder"]) -> str:
-    """A configuration's residual scheme in one stack: a JSON object of layers, flow, has_biases, …"""
+def declare(model: str, stack: Literal["encoder", "decoder"], kinds: tuple[str, ...] | None = None) -> str:
+    """A configuration's residual scheme in one stack: a JSON object of layers, flow, has_biases, … `kinds`: a layer's
+    sublayers, where they are not the stack's."""
 
 def composed_norm(x: Tensor, parameters: list[Tensor | None], options: list[float], name: str) -> Tensor: ...
 def growth(steps: int, curve: Literal["linear", "exp", "sigmoid"], t: Tensor) -> Tensor:
@@ -85,7 +86,15 @@ def cuda_compile(program: str, options: str, architecture: int) -> tuple[bytes, 
 def parameters(model: str, seed: int, device: str) -> list[tuple[str, Tensor]]:
     """New parameters by canonical name."""
 
-def draw_linear(weight: Tensor, roles: list[str], model: str, stack: str, layer: int, sublayer: int) -> None:
+def draw_linear(
+    weight: Tensor,
+    roles: list[str],
+    model: str,
+    stack: str,
+    layer: int,
+    sublayer: int,
+    kinds: tuple[str, ...] | None = None,
+) -> None:
     """Draws a linear layer's (roles·fan_out, fan_in) first values in place: a block of rows for each role."""
 
 def check_run(model_dir: str) -> None:

@@ -246,14 +246,14 @@ class Config:
         """A copy with some options changed."""
         return type(self)(**{**self.asdict(), **options})
 
-    def to_json(self) -> str:
-        """The options as a JSON object."""
-        return json.dumps({name: self._plain(value) for name, value in self.asdict().items()})
+    def to_json(self, kinds: tuple[str, ...] | None = None) -> str:
+        """The options as a JSON object. `kinds`: the sublayers of a layer, where they are not its stack's."""
+        return json.dumps({name: self._plain(name, value, kinds) for name, value in self.asdict().items()})
 
-    def _plain(self, value: Any) -> Any:
+    def _plain(self, name: str, value: Any, kinds: tuple[str, ...] | None) -> Any:
         """As JSON has it."""
         if hasattr(value, "declare"):  # one's own
-            return value.declare(self)
+            return value.declare(self, kinds) if name == "residual" else value.declare(self)
         return "inf" if value == math.inf else value
 
     @classmethod

@@ -9,7 +9,7 @@ anything is.
 import json
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Literal, NamedTuple
 
 from .errors import InputError
@@ -294,6 +294,8 @@ class Place:
     """Of the stack, from 0."""
     index: int = 0
     """The sublayer's number in its layer, from 0."""
+    block: tuple[str, ...] | None = None
+    """A layer's sublayers, where they are not its stack's, as in blocks of other libraries."""
 
     @property
     def has_encoder(self) -> bool:
@@ -302,6 +304,8 @@ class Place:
     @property
     def kinds(self) -> tuple[str, ...]:
         """The sublayers of a layer here."""
+        if self.block is not None:
+            return self.block
         has_three = self.stack == "decoder" and self.has_encoder
         return (SELF_ATTENTION, CROSS_ATTENTION, FEED_FORWARD) if has_three else (SELF_ATTENTION, FEED_FORWARD)
 
@@ -359,11 +363,12 @@ class Place:
         self,
         encoder: Callable[[int, int], float],
         decoder: Callable[[int, int], float],
-        alone: Callable[[int], float],
+        alone: Callable[[float], float],
     ) -> float:
-        """A number by the kind of stack: of an encoder or a decoder by their depths N and M, of one stack by its L."""
+        """A number by the kind of stack: of an encoder or a decoder by their depths N and M, of one stack by its L, half the
+        number of its additions."""
         if not self.has_encoder:
-            return alone(self.decoder_layers)
+            return alone(self.decoder_layers if self.block is None else self.layers * self.sublayers / 2)
         return (encoder if self.stack == "encoder" else decoder)(self.encoder_layers, self.decoder_layers)
 
 
@@ -411,8 +416,9 @@ class Scheme:
         """Before, between and after the layers."""
         return StackSpec()
 
-    def declare(self, config: Any) -> dict[str, Any]:
-        """Everything that the scheme declares in a model of this configuration, as config.json holds it.
+    def declare(self, config: Any, kinds: tuple[str, ...] | None = None) -> dict[str, Any]:
+        """Everything that the scheme declares in a model of this configuration, as config.json holds it. `kinds`: the
+        sublayers of a layer, where they are not its stack's.
 
         Errors: InputError where a method returns something else than it should. Whether the declaration can be built is
         checked where it is.
@@ -424,7 +430,7 @@ class Scheme:
         about = ("name", "equation", "source", "init", "has_biases", "is_profiled")
         return {
             **{key: getattr(self, key) for key in about},
-            "stacks": {stack: _stack(self, Place(config, stack)) for stack in stacks},
+            "stacks": {stack: _stack(self, Place(config, stack, block=kinds)) for stack in stacks},
         }
 
     def __str__(self) -> str:
@@ -448,7 +454,7 @@ class DeclaredScheme(Scheme):
         self.data = json.loads(json.dumps(data))
         self.name = str(data.get("name"))  # type: ignore[misc]
 
-    def declare(self, config: Any) -> dict[str, Any]:
+    def declare(self, config: Any, kinds: tuple[str, ...] | None = None) -> dict[str, Any]:
         return self.data
 
     def __repr__(self) -> str:
@@ -474,7 +480,7 @@ class _Names(NamedTuple):
 
 
 def _stack(scheme: Scheme, first: Place) -> dict[str, Any]:
-    places = [Place(first.config, first.stack, layer) for layer in range(first.layers)]
+    places = [replace(first, layer=layer) for layer in range(first.layers)]
     layers = [_layer(scheme, place) for place in places]
     spec = _expected(scheme, "stack", StackSpec, scheme.stack(first))
     at = _Names(first, width=first.d_model)
@@ -505,7 +511,7 @@ def _stack(scheme: Scheme, first: Place) -> dict[str, Any]:
 def _layer(scheme: Scheme, place: Place) -> dict[str, Any]:
     sublayers = []
     for index in range(place.sublayers):
-        here = Place(place.config, place.stack, place.layer, index)
+        here = replace(place, index=index)
         spec = _expected(scheme, "around", ResidualSpec, scheme.around(here))
         at = _Names(here, str(index + 1), width=here.d_model)
         around = {key: _changes(scheme, "around", getattr(spec, key), at) for key in _LISTS}

@@ -34,8 +34,11 @@ fn parameters(py: Python<'_>, model: &str, seed: u64, device: &str) -> PyResult<
 }
 
 /// Draws the first values of a linear layer's matrix (roles·fan_out, fan_in) in place, one block of rows for each role,
-/// as the configuration's initialisation has them in a sublayer (0-based) of a layer (0-based) of a stack.
+/// as the configuration's initialisation has them in a sublayer (0-based) of a layer (0-based) of a stack. `kinds`: the
+/// layer's sublayers, where they are not the stack's.
 #[pyfunction]
+#[pyo3(signature = (weight, roles, model, stack, layer, sublayer, kinds=None))]
+#[allow(clippy::too_many_arguments)] // one call of the interpreter
 fn draw_linear(
     py: Python<'_>,
     weight: PyTensor,
@@ -44,10 +47,12 @@ fn draw_linear(
     stack: &str,
     layer: i64,
     sublayer: usize,
+    kinds: Option<Vec<String>>,
 ) -> PyResult<()> {
     let config: TransformerConfig = config::from_json("model", model)?;
     let roles = roles.iter().map(|role| Role::parse(role)).collect::<Result<Vec<_>, _>>()?;
-    let first = config.place(residual::StackName::parse(stack)?, layer);
+    let kinds = sublayers(kinds)?;
+    let first = of_block(config.place(residual::StackName::parse(stack)?, layer), &kinds);
     let place = first
         .each()
         .nth(sublayer)
@@ -75,15 +80,27 @@ fn draw_table(py: Python<'_>, weight: PyTensor, name: &str, model: &str) -> PyRe
     Ok(())
 }
 
+/// A layer's sublayers by their names; none: the stack's.
+fn sublayers(kinds: Option<Vec<String>>) -> Result<Vec<residual::Sublayer>, Error> {
+    kinds.unwrap_or_default().iter().map(|kind| residual::Sublayer::parse(kind)).collect()
+}
+
+fn of_block<'a>(first: residual::LayerContext<'a>, kinds: &'a [residual::Sublayer]) -> residual::LayerContext<'a> {
+    first.of_block(kinds).unwrap_or(first)
+}
+
 /// What the configuration's residual schemes put into a stack, as JSON: `layers`, one object a layer of what stands
 /// before, around and inside its sublayers, with the names of what it takes of others and leaves for them; how the layers
-/// follow each other (`flow`); and whether linears have biases and gains are profiled.
+/// follow each other (`flow`); and whether linears have biases and gains are profiled. `kinds`: a layer's sublayers, where
+/// they are not the stack's.
 #[pyfunction]
-fn declare(model: &str, stack: &str) -> PyResult<String> {
+#[pyo3(signature = (model, stack, kinds=None))]
+fn declare(model: &str, stack: &str, kinds: Option<Vec<String>>) -> PyResult<String> {
     let config: TransformerConfig = config::from_json("model", model)?;
-    config.check_options()?;
+    let kinds = sublayers(kinds)?;
+    config.check_options_of(&kinds)?;
     let schemes = config.schemes();
-    let first = config.place(residual::StackName::parse(stack)?, 0);
+    let first = of_block(config.place(residual::StackName::parse(stack)?, 0), &kinds);
     let (layers, flow) = (schemes.layers(&first), schemes.flow(&first));
     let layer = |(index, layer): (usize, &residual::LayerSpec)| {
         let (takes, leaves) = (layer.takes(), residual::leaves(&layers, index, &flow));

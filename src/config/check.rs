@@ -7,7 +7,7 @@ use crate::norm::conventions::KEYWORDS;
 use crate::norm::spec::NORM_EPS;
 use crate::norm::{rms_norm, Spec};
 use crate::options::{below_one, AnyOption};
-use crate::residual::{Change, LayerContext, ModelShape, QkNorm, Schemes, StackName, TensorizedSizes};
+use crate::residual::{Change, LayerContext, ModelShape, QkNorm, Schemes, StackName, Sublayer, TensorizedSizes};
 
 impl TransformerConfig {
     /// Checks what one option cannot know of another.
@@ -53,6 +53,11 @@ impl TransformerConfig {
 
     /// Checks the options that do not speak of sizes: all that a layer for itself can know.
     pub fn check_options(&self) -> Result<()> {
+        self.check_options_of(&[])
+    }
+
+    /// The same of a model whose layers hold other sublayers than their stacks'.
+    pub fn check_options_of(&self, kinds: &[Sublayer]) -> Result<()> {
         for (name, p) in [
             ("dropout", Some(self.dropout)),
             ("embedding_dropout", self.embedding_dropout),
@@ -70,7 +75,7 @@ impl TransformerConfig {
                 return Err(Error::invalid(format!("{name} must be at least 1, got {value}")));
             }
         }
-        self.schemes().check_given(self.outline(), &self.options)?;
+        self.schemes().check_given(self.outline(), &self.options, kinds)?;
         self.check_that_options_matter()?;
         parametrisation::check(self)?;
         positions::check(self)?;

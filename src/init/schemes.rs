@@ -151,7 +151,7 @@ pub static R_FIXUP: Init = Init {
     linear: |role, fan_in, fan_out, place| {
         let branches = match place.model.has_encoder {
             true => 2 * place.encoder_layers() + 3 * place.decoder_layers(),
-            false => 2 * place.decoder_layers(),
+            false => place.additions(),
         } as f64;
         match role {
             Role::Query | Role::Key | Role::Value => xavier_normal(branches.powf(-1.0 / 6.0), fan_in, fan_out),

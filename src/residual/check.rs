@@ -55,8 +55,7 @@ impl Walk<'_> {
         let d = place.model.d_model;
         self.changes("its begin", &layer.begin, d, None)?;
         for (place, sublayer) in place.each().zip(&layer.sublayers) {
-            let kind = ["self-attention", "cross-attention", "feed-forward"][place.sublayer as usize];
-            let within = |why| format!("{kind}: {why}");
+            let within = |why| format!("{}: {why}", place.sublayer.name());
             self.sublayer(sublayer, &place).map_err(within)?;
         }
         Ok(())

@@ -30,11 +30,12 @@ impl StackName {
     }
 }
 
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Sublayer {
-    SelfAttention,
-    CrossAttention,
-    FeedForward,
+choice! {
+    pub enum Sublayer ("sublayer") {
+        SelfAttention = "self-attention",
+        CrossAttention = "cross-attention",
+        FeedForward = "feed-forward",
+    }
 }
 
 impl Sublayer {
@@ -179,27 +180,27 @@ pub struct LayerContext<'a> {
     pub index: i64,
     /// Sublayers in a layer of this stack.
     pub sublayers: i64,
+    /// They.
+    pub kinds: &'a [Sublayer],
 }
 
 impl<'a> LayerContext<'a> {
     /// The first sublayer of a layer.
     pub fn new(model: ModelShape<'a>, options: &'a Options, stack: StackName, layer: i64) -> Self {
-        let sublayers = stack.sublayers(&model);
-        LayerContext {
-            model,
-            options,
-            stack,
-            layer,
-            sublayer: sublayers[0],
-            index: 0,
-            sublayers: sublayers.len() as i64,
-        }
+        let kinds = stack.sublayers(&model);
+        LayerContext { model, options, stack, layer, sublayer: kinds[0], index: 0, sublayers: kinds.len() as i64, kinds }
+    }
+
+    /// The first sublayer of a layer that holds others: a block of another library's model. None: no such block is
+    /// empty.
+    pub fn of_block(self, kinds: &'a [Sublayer]) -> Option<Self> {
+        Some(LayerContext { sublayer: *kinds.first()?, index: 0, sublayers: kinds.len() as i64, kinds, ..self })
     }
 
     /// Every sublayer of this layer.
     pub fn each(self) -> impl Iterator<Item = LayerContext<'a>> {
-        let sublayers = self.stack.sublayers(&self.model).iter();
-        sublayers.enumerate().map(move |(index, &sublayer)| LayerContext { index: index as i64, sublayer, ..self })
+        let numbered = self.kinds.iter().enumerate();
+        numbered.map(move |(index, &sublayer)| LayerContext { index: index as i64, sublayer, ..self })
     }
 
     /// Layers of the encoder, N; 0 in a decoder-only model.
@@ -224,7 +225,13 @@ impl<'a> LayerContext<'a> {
         }
     }
 
-    /// What a constant of this stack is made of: a scheme's three formulas, one for each kind of stack.
+    /// Additions to the residual stream of this stack.
+    pub fn additions(&self) -> i64 {
+        self.layers() * self.sublayers
+    }
+
+    /// What a constant of this stack is made of: a scheme's three formulas, one for each kind of stack. The depth of a
+    /// single stack counts its additions by two.
     pub fn constant(
         &self,
         encoder: impl Fn(f64, f64) -> f64,
@@ -235,7 +242,7 @@ impl<'a> LayerContext<'a> {
         match self.stack {
             StackName::Encoder => encoder(n, m),
             StackName::Decoder if self.model.has_encoder => decoder(n, m),
-            StackName::Decoder => alone(m),
+            StackName::Decoder => alone(self.additions() as f64 / 2.0),
         }
     }
 

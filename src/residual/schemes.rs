@@ -230,10 +230,14 @@ impl Schemes {
         self.all().any(|scheme| puts_norms(scheme, &place))
     }
 
-    /// Refuses what a user's scheme declares, where it does not fit the model.
-    pub fn check_given(&self, model: ModelShape, options: &Options) -> Result<()> {
+    /// Refuses what a user's scheme declares, where it does not fit the model. `kinds`: its layers' sublayers, where they
+    /// are not their stack's.
+    pub fn check_given(&self, model: ModelShape, options: &Options, kinds: &[Sublayer]) -> Result<()> {
         let Some(given) = self.as_given() else { return Ok(()) };
-        StackName::of(&model).iter().try_for_each(|stack| given.check(&LayerContext::new(model, options, *stack, 0)))
+        StackName::of(&model).iter().try_for_each(|stack| {
+            let first = LayerContext::new(model, options, *stack, 0);
+            given.check(&first.of_block(kinds).unwrap_or(first))
+        })
     }
 
     /// Refuses more layers than the model's stacks have; `residual` is what the schemes were read of.

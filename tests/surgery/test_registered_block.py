@@ -53,7 +53,7 @@ def test_a_registered_block():
     x = torch.randn(2, 3, D)
     before = model(x)
     kept = swap_residuals(model, "prenorm", init=None)
-    final = copy.deepcopy(model[-1].residual.norm)
+    final = copy.deepcopy(model[0].residual.stack.norm)
     torch.testing.assert_close(model(x), final(before))
     kept.undo()
     assert torch.equal(model(x), before)

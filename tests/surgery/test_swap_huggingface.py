@@ -77,7 +77,7 @@ def test_the_schemes_first_values(name):
             continue
         beta = {"enc": 0.87 * (2**4 * 2) ** (-1 / 16), "dec": (12 * 2) ** -0.25, "one": (8 * 2) ** -0.25}
         beta = beta["one" if not both else "dec" if "decoder" in path else "enc"]
-        for part in module.parts():
+        for part in module.residual.parts:
             for linear in part.linears:
                 layer = module.get_submodule(linear.path)
                 weight = layer.weight.T if type(layer).__name__ == "Conv1D" else layer.weight

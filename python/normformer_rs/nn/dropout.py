@@ -57,7 +57,8 @@ def is_transformed() -> bool:
 def is_plain(module: nn.Module, kind: type) -> bool:
     """The module is exactly of that class and has no hooks, so a fused operator may replace its call."""
     own = module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
-    is_own = type(module) is kind and "forward" not in module.__dict__
+    own_kind = getattr(type(module), "computes_as", type(module))
+    is_own = own_kind is kind and "forward" not in module.__dict__
     return is_own and not own and not nn.modules.module._has_any_global_hook()
 
 

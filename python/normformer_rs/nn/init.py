@@ -25,8 +25,8 @@ def draw_linear(weight: Tensor, bias: Tensor | None, roles: Sequence[Role], plac
     each with its block of rows.
     """
     told: list[str] = [*roles]
-    config = place.config.to_json()
-    write_whole(weight, lambda t: _core.draw_linear(t, told, config, place.stack, place.layer, sublayer))
+    where = (place.config.to_json(place.kinds), place.stack, place.layer, sublayer, place.kinds)
+    write_whole(weight, lambda t: _core.draw_linear(t, told, *where))
     if bias is not None:
         bias.zero_()
 

@@ -95,6 +95,8 @@ class Streams(NamedTuple):
     unwritten: tuple[Tensor, ...] = ()
     kept: KeptTensors | None = None
     """What changes have left for others; sublayers add to it."""
+    outputs: tuple[Tensor, ...] = ()
+    """The outputs of earlier layers, where a later one reads them and no stack of ours keeps them."""
 
 
 def start(declared: SchemeSpec, x: Tensor) -> Streams:
@@ -145,7 +147,7 @@ def close(
     f, where = draw.drop(f, p)
     if sublayer.mixing is not None:
         written = sublayer.mixing.write((x, *streams.others), streams.unwritten, drop(f, where).to(x.dtype))
-        return Streams(written[0], written[1:], kept=streams.kept)
+        return Streams(written[0], written[1:], kept=streams.kept, outputs=streams.outputs)
 
     def gains(step: Sublayer | StreamStep) -> tuple[Tensor | None, Tensor | None]:
         return gain(owner, step.alpha, x, alpha_t), gain(owner, step.beta, x, alpha_t)
@@ -163,12 +165,12 @@ def close(
     norm: Any = None if at is None else getattr(owner, at.name)
     if torch.compiler.is_exporting() or norm is None or not (is_row_norm(norm) and norm.fuses(x)):
         x_plus = apply_changes(owner, sublayer.after, add(x, alpha, beta), padding_mask, streams.kept)
-        return Streams(x_plus, others, kept=streams.kept)
+        return Streams(x_plus, others, kept=streams.kept, outputs=streams.outputs)
     fused = getattr(OPS, norm.operator + "_residual")
     dtype = x.dtype if sublayer.after else f.dtype
     x_plus, y, _ = fused(x, f, alpha, beta, *norm.parameters_in_use(x), *norm.own(x), *where, dtype)
     x_plus, normed = (y, None) if sublayer.after else (x_plus, y)
-    return Streams(x_plus, others, normed, kept=streams.kept)
+    return Streams(x_plus, others, normed, kept=streams.kept, outputs=streams.outputs)
 
 
 def gain(owner: nn.Module, declared: Gain, x: Tensor, alpha_t: Tensor | None) -> Tensor | None:

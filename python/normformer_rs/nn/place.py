@@ -35,11 +35,18 @@ def configure(options: Mapping[str, Any], **given: Any) -> TransformerConfig:
 
 
 class Place:
-    """A layer's position: the model's configuration, the stack, and the layer's number from 0."""
+    """A layer's position: the model's configuration, the stack, and the layer's number from 0. `kinds`: its sublayers,
+    where they are not the stack's, as in blocks of other libraries."""
 
-    def __init__(self, config: TransformerConfig, stack: str, layer: int = 0) -> None:
-        self.config, self.stack, self.layer = config, stack, layer
-        self.declared = declare(config, stack)
+    def __init__(
+        self, config: TransformerConfig, stack: str, layer: int = 0, kinds: tuple[str, ...] | None = None
+    ) -> None:
+        self.config, self.stack, self.layer, self.kinds = config, stack, layer, kinds
+        self.declared = declare(config, stack, kinds)
+
+    def at(self, layer: int) -> "Place":
+        """Of another layer of the stack."""
+        return Place(self.config, self.stack, layer, self.kinds)
 
     @property
     def sublayers(self) -> tuple[Sublayer, ...]:
@@ -58,4 +65,4 @@ class Place:
         return self
 
     def __reduce__(self) -> Any:
-        return Place, (self.config, self.stack, self.layer)
+        return Place, (self.config, self.stack, self.layer, self.kinds)

@@ -186,9 +186,10 @@ class SchemeSpec(NamedTuple):
 
 
 @functools.lru_cache(maxsize=64)
-def declare(config: TransformerConfig, stack: Any) -> SchemeSpec:
-    """The declaration of the configuration's scheme for its "encoder" or "decoder"."""
-    found = json.loads(_core.declare(config.to_json(), stack))
+def declare(config: TransformerConfig, stack: Any, kinds: tuple[str, ...] | None = None) -> SchemeSpec:
+    """The declaration of the configuration's scheme for its "encoder" or "decoder". `kinds`: a layer's sublayers, where
+    they are not the stack's."""
+    found = json.loads(_core.declare(config.to_json(kinds), stack, kinds))
     flow = found["flow"]
     combine, growth = flow["combine"], flow["growth"]
     return SchemeSpec(

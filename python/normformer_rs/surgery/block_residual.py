@@ -4,38 +4,90 @@ import copy
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
-from ..nn.build import install, make, reset
+from ..config import TransformerConfig
+from ..errors import InputError
+from ..nn.build import install, reset
 from ..nn.dropout import Draw
 from ..nn.init import Role
-from ..nn.interpreter import Streams, apply_changes, begin, close
+from ..nn.interpreter import Streams, apply_changes, begin, close, open_streams
 from ..nn.place import Place
-from ..nn.profiling import begin_stack
-from ..nn.scheme import Change, Sublayer, parts_of, passes
+from ..nn.scheme import Change, Sublayer, only_norm, parts_of, passes
 from ..nn.specs import Learned, NormAt
 from ..nn.step_hooks import Growing
-from .blocks import path_of, width_into
+from .blocks import is_transposed, like_of, path_of, projection, width_into
 from .calls import BlockCalls, begin_call, call_of, end_call
 from .marker import mark_block
+from .residual_stream import Pass, Stream, bare
 from .spec import Part
+from .stack_residual import StackResidual
+from .structure import Structure, stream_in, tensors_in
 
 
 class Point:
     """A hook that applies a scheme's changes at one point inside a block."""
 
-    def __init__(self, block: Any, changes: Sequence[Any]) -> None:
+    def __init__(self, block: Any, changes: Sequence[Change]) -> None:
         self.block, self.changes = block, tuple(changes)
 
     def before(self, _: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        return apply_changes(self.block.residual, self.changes, args[0], None), *args[1:]
+        return self._change(args[0]), *args[1:]
 
     def after(self, _: nn.Module, __: Any, output: Tensor) -> Tensor:
-        return apply_changes(self.block.residual, self.changes, output, None)
+        return self._change(output)
+
+    def _change(self, x: Tensor) -> Tensor:
+        return apply_changes(self.block.residual, self.changes, x, None, call_of(self.block))
 
 
-_POINTS: dict[str, tuple[Role, str]] = {"after_heads": ("output", "before"), "after_output": ("output", "after")}
-_POINTS |= {"before_activation": ("fc1", "after"), "after_activation": ("fc2", "before")}
+class ProjectionPoint(Point):
+    """At queries, keys or values: `columns` of a projection's output, heads of `d_head` numbers."""
+
+    def __init__(self, block: Any, changes: Sequence[Change], columns: tuple[int, int], d_head: int) -> None:
+        super().__init__(block, changes)
+        self.columns, self.d_head = columns, d_head
+
+    def after(self, _: nn.Module, __: Any, output: Tensor) -> Tensor:
+        first, last = self.columns
+        x = output[..., first:last]
+        for change in self.changes:
+            by_head = change.kind == "unit" or (change.kind == "norm" and change.what.width == self.d_head)
+            x = x.unflatten(-1, (-1, self.d_head)) if by_head else x
+            x = apply_changes(self.block.residual, (change,), x, None, call_of(self.block))
+            x = x.flatten(-2) if by_head else x
+        if x.shape == output.shape:
+            return x
+        return torch.cat([output[..., :first], x, output[..., last:]], -1)
+
+
+POINTS: dict[str, tuple[Role, str]] = {"after_heads": ("output", "before"), "after_output": ("output", "after")}
+POINTS |= {"before_activation": ("fc1", "after"), "after_activation": ("fc2", "before")}
+PROJECTIONS: tuple[Role, ...] = ("query", "key", "value")
+
+
+def projected(block: nn.Module, part: Part, role: Role, heads: int) -> tuple[str, tuple[int, int], int] | None:
+    """The linear layer that makes an attention's queries, keys or values: its path, which columns of its output they
+    are, and the size of a head. None: no one layer gives them, or gives them in order."""
+    linears = [linear for linear in part.linears if role in linear.roles]
+    if len(linears) != 1 or linears[0].groups is not None or part.is_parallel:
+        return None
+    path, roles = linears[0].path, linears[0].roles
+    inner = width_into(block, part, "output")
+    d_head = inner // heads
+    owner, weight, _ = projection(block, path)
+    rows = getattr(owner, weight).shape[1 if is_transposed(block, path) else 0]
+    widths = {"query": inner} if "query" in roles else {}
+    others = [r for r in roles if r != "query"]
+    rest = rows - sum(widths.values())
+    if rest % max(len(others), 1) or any(linear.roles == roles and linear.path != path for linear in part.linears):
+        return None
+    widths |= {r: rest // len(others) for r in others}
+    if inner != heads * d_head or any(w % d_head or not w for w in widths.values()) or sum(widths.values()) != rows:
+        return None
+    first = sum(widths[r] for r in roles[: roles.index(role)])
+    return path, (first, first + widths[role]), d_head
 
 
 class BlockResidual(Growing):
@@ -47,34 +99,32 @@ class BlockResidual(Growing):
 
     place: Place
 
-    def __init__(self, block: nn.Module, place: Place, parts: Sequence[Part], first: Any) -> None:
-        """`first`: the stack's first block; None: this one is."""
+    def __init__(self, block: nn.Module, place: Place, structure: Structure, stack: StackResidual, holder: Any) -> None:
         super().__init__()
-        like = _like(block)
+        like = like_of(block)
         factory = {"device": like.device, "dtype": like.dtype}
-        # References, not children: their parameters are the block's and the first block's.
-        self._block, self._first = (block,), (first,)
-        self.place, self.parts = place, tuple(parts)
-        self.paths = {f"norm{i + 1}": part.norm for i, part in enumerate(parts)}
-        self.sublayers = tuple(_local(block, part, sublayer) for part, sublayer in zip(parts, place.sublayers))
+        # References, not children: their parameters are the block's and the stack's.
+        self._block, self._stack, self._holder = (block,), (stack,), (holder,)
+        self.place, self.structure, self.parts = place, structure, structure.parts
+        here = zip(self.parts, place.sublayers, strict=True)
+        self.sublayers = tuple(_local(block, part, sublayer, place.config) for part, sublayer in here)
+        self.paths, self.moved = norms_of(self.parts, self.sublayers)
         self.opening = place.spec.begin
         self.passes = passes((*self.opening, *(change for s in self.sublayers for change in s.outside)))
+        self.passes_inside = any(passes(changes) for s in self.sublayers for changes in s.inside.values())
         install(self, self._declared(), place, factory=factory)
         mark_block(self, str(place.config.residual), like.device)
-        self.begin: tuple[Any, ...] = place.declared.begin if first is None else ()
-        install(self, parts_of(self.begin), place, factory=factory)
-        self.end: tuple[Any, ...] = ()
         self.training = block.training
-        self.grow(place.declared.growth if first is None else None, like.device)
+        self.grow(None, like.device)
 
     def _declared(self) -> list[NormAt | Learned]:
         """The scheme's norms and parameters that the block itself lacks."""
         declared = [*parts_of(self.opening), *(what for s in self.sublayers for what in (*s.around(), *s.within()))]
-        return [what for what in declared if what.name not in self.paths]
+        return [what for what in declared if what.name not in self.paths and what.name not in self.moved]
 
     def reset_parameters(self) -> None:
         """Resets the scheme's norms, gains and t."""
-        reset(self, [*self._declared(), *parts_of((*self.begin, *self.end))])
+        reset(self, self._declared())
         self.reset_growth()
 
     def __getattr__(self, name: str) -> Any:
@@ -83,7 +133,7 @@ class BlockResidual(Growing):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "BlockResidual":
         if not memo:  # the copy of a residual, not of a model
-            memo |= {id(block): block for block in (*self._block, *self._first)}
+            memo |= {id(one): one for one in (*self._block, *self._stack, *self._holder)}
         new = type(self).__new__(type(self))
         memo[id(self)] = new
         new.__setstate__(copy.deepcopy(self.__dict__, memo))
@@ -92,16 +142,43 @@ class BlockResidual(Growing):
     def watched(self) -> Iterator[nn.Parameter]:
         return self._block[0].parameters()
 
-    def uses(self, name: str) -> bool:
-        return any(what.name == name for sublayer in self.sublayers for what in sublayer.around())
+    def uses(self, path: str) -> bool:
+        """The scheme calls the block's norm at that path, and the norm stays there. A twin stays beside the norm that
+        its sublayer reads through."""
+        if path in self.paths.values():
+            return True
+        part = next((i for i, part in enumerate(self.parts) if path in part.twins), None)
+        return part is not None and only_norm(self.sublayers[part].before) is not None
+
+    def described(self) -> str:
+        """The block, for messages."""
+        return f"layer {self.place.layer}, a {type(self._block[0]).__name__},"
+
+    def kept_widths(self) -> dict[str, int]:
+        """Of what changes inside the sublayers leave under a name."""
+        found = {}
+        for part, sublayer in zip(self.parts, self.sublayers):
+            for point, changes in sublayer.inside.items():
+                names = [change.what for change in changes if change.kind == "keep"]
+                where = projected(self._block[0], part, point, self.place.config.heads) if point in PROJECTIONS else None
+                found |= dict.fromkeys(names, where[1][1] - where[1][0]) if where and names else {}
+        return found
 
     def reach_inside(self, part: Part, i: int) -> list[Any]:
         """Registers hooks on the block's linear layers for the changes inside sublayer i; returns their handles."""
         handles = []
         for point, changes in self.sublayers[i].inside.items():
-            if point == "input":  # `step` applies these
+            if point == "input":  # applied where the sublayer reads
                 continue
-            role, when = _POINTS[point]
+            if point in PROJECTIONS:
+                found = projected(self._block[0], part, point, self.place.config.heads)
+                assert found is not None  # refusals.py
+                path, columns, d_head = found
+                linear = self._block[0].get_submodule(path)
+                at = ProjectionPoint(self._block[0], changes, columns, d_head)
+                handles.append(linear.register_forward_hook(at.after))
+                continue
+            role, when = POINTS[point]
             linear = self._block[0].get_submodule(path_of(self._block[0], part, role))
             hook = Point(self._block[0], changes)
             before = when == "before"
@@ -122,23 +199,88 @@ class BlockResidual(Growing):
             block.register_forward_hook(calls.end, always_call=True),
         ]
 
-    def finish(self, end: Sequence[Any]) -> None:
-        """Makes this the last block, which also applies the changes after the stack."""
-        like = _like(self._block[0])
-        for what in parts_of(end):
-            setattr(self, what.name, make(what, self.place, {"device": like.device, "dtype": like.dtype}))
-        self.end = tuple(end)
+    # The block's own forward, on a stream.
+
+    def run(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The block's output by its own forward."""
+        x = stream_in((*args, *kwargs.values()))
+        if x is None:
+            raise InputError(f"{self.described()} got no tensor with rows to be its residual stream")
+        structure = self.structure
+        given = dict(zip(self._block[0].names, args, strict=False)) | kwargs
+        left_out = {i for i, part in enumerate(self.parts) if part.memory and given.get(part.memory) is None}
+        writes = tuple(i for i in structure.writes if i not in left_out)
+        streams = self._stack[0].open(self._holder[0], x, self.place.layer)
+        if self.passes_inside:
+            begin_call(self._block[0]).update(streams.kept or {})
+            streams = streams._replace(kept=call_of(self._block[0]))
+        streams = streams._replace(x=apply_changes(self, self.opening, streams.x, None, streams.kept))
+        streams = open_streams(self, self.sublayers[writes[0]], streams)
+        seen = streams.x if streams.read is None else streams.read
+        stream = Stream.of(seen, Pass(self, writes, structure.reads), streams)
+        out = forward(*(stream if a is x else a for a in args), **{k: stream if a is x else a for k, a in kwargs.items()})
+        last = next((t for t in tensors_in(out) if isinstance(t, Stream)), None)
+        if last is None or last.written != len(writes):
+            done = 0 if last is None else last.written
+            raise InputError(
+                f"{self.described()} went another way than in the run that it was swapped by: {done} of its "
+                f"{len(writes)} additions closed a sublayer (chunked feed-forwards and fused paths do that): switch that "
+                "off, or undo() the swap"
+            )
+        y = self._stack[0].close(self._holder[0], last.streams, self.place.layer)
+        if self.passes_inside:
+            end_call(self._block[0])
+        return _without_streams(out, last, y)
+
+    def read(self, i: int, streams: Streams, norm: nn.Module | None) -> Tensor:
+        """What sublayer i reads; `norm`: the block's own that it reads through."""
+        part, sublayer = self.parts[i], self.sublayers[i]
+        if norm is None and part.reads_past:
+            return streams.x if streams.read is None else streams.read
+        owner: Any = self
+        twin = norm is not None and next((path for path in part.twins if self._at(path) is norm), None)
+        if twin:
+            main = only_norm(sublayer.before)
+            owner = self if main is None else _Through(self, main.name, norm)
+            streams = streams._replace(normed=None)
+        x = begin(owner, sublayer, streams, None)
+        return apply_changes(self, sublayer.inside.get("input", ()), x, None)
+
+    def write(self, i: int, streams: Streams, f: Tensor, following: int | None) -> Streams:
+        """The streams after the sublayer's branch; `following`: the next sublayer's number."""
+        dropout = self._modules.get(f"dropout{i + 1}") or nn.Dropout(0.0)
+        after = None if following is None or self.parts[following].twins else self.sublayers[following]
+        at = None if after is None or after.mixing is not None else only_norm(after.before)
+        streams = self._closed(i, streams, f, dropout, at)
+        return streams if following is None else open_streams(self, self.sublayers[following], streams)
+
+    def _closed(self, i: int, streams: Streams, f: Tensor, dropout: nn.Module, following: NormAt | None) -> Streams:
+        alpha_t = self._stack[0].alpha(self.place.layer)
+        draw = Draw(f.device)
+        return close(self, self.sublayers[i], streams, f, dropout, draw, following=following, alpha_t=alpha_t)
+
+    def stands_before(self, norm: nn.Module, stream: Stream) -> bool:
+        """The block's norm is read by the sublayer under way; else it stands after one."""
+        run = stream.under_way
+        if stream.written >= len(run.writes):
+            return False
+        part = self.parts[run.writes[stream.written]]
+        return any(self._at(path) is norm for path in (part.before, *part.twins) if path is not None)
+
+    def _at(self, path: str) -> nn.Module:
+        return self._block[0].get_submodule(path)
+
+    # Blocks with a forward of their own.
 
     def step(
         self, i: int, x: Tensor, function: Callable[[Tensor], Any], dropout: nn.Module | float | None = None
     ) -> Any:
         """x⁺ of sublayer i, with F = `function`. Of a tuple that F returns, the first item is F(x); the others follow
         x⁺. `dropout`: a module or a rate; None: the one that the sublayer's `Part` names."""
-        if i == 0 and self._first[0] is None:
-            begin_stack()
+        stack, holder = self._stack[0], self._holder[0]
         if i == 0:
             kept = begin_call(self._block[0]) if self.passes else {}
-            x = apply_changes(self, (*self.begin, *self.opening), x, None, kept)
+            x = apply_changes(self, self.opening, stack.open(holder, x, self.place.layer).x, None, kept)
         else:
             kept = call_of(self._block[0]) if self.passes else {}
         sublayer: Sublayer = self.sublayers[i]
@@ -153,33 +295,77 @@ class BlockResidual(Growing):
             dropout = getattr(self._block[0], declared)
         if not isinstance(dropout, nn.Module):
             dropout = nn.Dropout(dropout or 0.0).train(self.training)
-        holder = self if self._first[0] is None else self._first[0].residual
-        alpha_t = holder.alpha(self.place.layer)
-        x = close(self, sublayer, streams, f, dropout, Draw(x.device), alpha_t=alpha_t).x
+        streams = self._closed(i, streams, f, dropout, None)
+        x = streams.x
         if i + 1 == len(self.sublayers):
             if self.passes:
                 end_call(self._block[0])
-            x = apply_changes(self, self.end, x, None)
+            x = stack.close(holder, streams, self.place.layer)
         return (x, *rest) if isinstance(output, tuple) else x
 
     def extra_repr(self) -> str:
         return f"{self.place.config.residual!r}, layer {self.place.layer} of {self.place.depth}"
 
 
-def _like(block: nn.Module) -> Tensor:
-    """A parameter that tells device and dtype; quantized ones do not."""
-    return next((p for p in block.parameters() if p.is_floating_point()), next(block.parameters()))
+class _Through:
+    """A residual with another module as one of its norms."""
+
+    def __init__(self, residual: BlockResidual, name: str, norm: nn.Module) -> None:
+        self._residual, self._name, self._norm = residual, name, norm
+
+    def __getattr__(self, name: str) -> Any:
+        return self._norm if name == self._name else getattr(self._residual, name)
 
 
-def _local(block: nn.Module, part: Part, sublayer: Sublayer) -> Sublayer:
+def _without_streams(value: Any, last: Stream, y: Tensor) -> Any:
+    """The block's output with plain tensors."""
+    if isinstance(value, Stream):
+        return y if value is last else bare(value)
+    if type(value) in (tuple, list):
+        return type(value)(_without_streams(one, last, y) for one in value)
+    return value
+
+
+def norms_of(parts: Sequence[Part], sublayers: Sequence[Sublayer]) -> tuple[dict[str, str], dict[str, str]]:
+    """The block's norms by the names that the scheme has for its own, where it has one for each: those that stay, and
+    those that stand on a branch and move to the residual."""
+    stay: dict[str, str] = {}
+    move: dict[str, str] = {}
+    for part, sublayer in zip(parts, sublayers):
+        own = {"before": part.before, "after": part.after, "branch": part.branch}
+        if not any(own.values()) and part.norm is not None:
+            own["before"] = part.norm  # declared, without its place
+        left = []
+        for where in ("before", "after", "branch"):
+            names = [what.name for what in parts_of(getattr(sublayer, where)) if isinstance(what, NormAt)]
+            if names and own[where] is not None:
+                (move if where == "branch" else stay)[names.pop(0)] = own[where]
+                own[where] = None
+            left += names
+        for where, path in own.items():
+            if path is not None and left:
+                (move if where == "branch" else stay)[left.pop(0)] = path
+    return stay, move
+
+
+def _local(block: nn.Module, part: Part, sublayer: Sublayer, config: TransformerConfig) -> Sublayer:
     """The sublayer with names of one module's attributes: self_attn.inner_norm becomes self_attn_inner_norm. A norm
-    after the heads gets the heads' joint width, which in T5 need not be d_model."""
+    after the heads gets the heads' joint width, which in T5 need not be d_model, one of queries, keys or values theirs.
+    """
+    d_model, heads = config.d_model, config.heads
 
     def flat(point: str, change: Change) -> Change:
         change = change.renamed(lambda name: name.replace(".", "_"))
-        if point != "after_heads" or not isinstance(change.what, NormAt):
+        if not isinstance(change.what, NormAt):
             return change
-        return change._replace(what=change.what._replace(width=width_into(block, part, "output")))
+        if point == "after_heads":
+            return change._replace(what=change.what._replace(width=width_into(block, part, "output")))
+        found = projected(block, part, point, heads) if point in PROJECTIONS else None
+        if found is None:
+            return change
+        (first, last), d_head = found[1:]
+        by_head = change.what.width == d_model // heads and heads > 1
+        return change._replace(what=change.what._replace(width=d_head if by_head else last - first))
 
     inside = {point: tuple(flat(point, change) for change in changes) for point, changes in sublayer.inside.items()}
     return sublayer._replace(inside=inside)

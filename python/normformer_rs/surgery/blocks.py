@@ -1,5 +1,6 @@
 """The blocks of other libraries' models as surgery reads them: sublayers, linear layers, norms and shape."""
 
+import weakref
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -10,13 +11,14 @@ from ..errors import InputError
 from ..nn.init import Role
 from ..nn.layers import KINDS
 from ..nn.place import Place
-from .converted import ConvertedBlock, converted_class
+from .converted import original
 from .families import BLOCKS, STACKS, full_name, is_norm_first, refuse_old_library
 from .recognise import read_norm
 from .spec import BlockSpec, Linear, Part, Stack, at, has
+from .structure import Structure
 
 _BLOCKS: dict[type[nn.Module], Any] = {}
-"""Classes of blocks, each with the class that it becomes."""
+"""What was registered of classes of blocks."""
 _STACKS: dict[type[nn.Module], Stack] = {}
 
 
@@ -51,10 +53,9 @@ def register_block(kind: type[nn.Module], converted: type[nn.Module] | BlockSpec
 
     Errors: InputError for a class that is not a subclass of kind.
     """
-    made = converted_class(kind, converted) if isinstance(converted, BlockSpec) else converted
-    if not issubclass(made, kind):
-        raise InputError(f"{made.__name__} must be a subclass of {kind.__name__}, whose place it takes")
-    _BLOCKS[kind] = made
+    if not isinstance(converted, BlockSpec) and not issubclass(converted, kind):
+        raise InputError(f"{converted.__name__} must be a subclass of {kind.__name__}, whose place it takes")
+    _BLOCKS[kind] = converted
 
 
 def register_stack(
@@ -82,23 +83,27 @@ def register_stack(
     _STACKS[kind] = Stack(end_norm or "", None if writers is None else tuple(writers), tuple(after))
 
 
-def converted_of(kind: type[nn.Module]) -> Any:
-    """The class that blocks of this class become, a converted class itself; None for unknown classes."""
-    if issubclass(kind, ConvertedBlock):
-        return kind
+def declaration_of(kind: type) -> Any:
+    """What is declared of blocks of this class: a `BlockSpec`, a class with a forward of its own, or None."""
+    kind = original(kind)
     if kind not in _BLOCKS and full_name(kind) in BLOCKS:
         refuse_old_library()
-        register_block(kind, converted_class(kind, BLOCKS[full_name(kind)]))
+        return BLOCKS[full_name(kind)]
     return _BLOCKS.get(kind, kind if kind in _BLOCKS.values() else None)
 
 
 def is_block(kind: type[nn.Module]) -> bool:
-    """A class of blocks that is known, before or after its conversion."""
-    return kind in TORCHS or converted_of(kind) is not None
+    """A class of blocks that is declared, before or after its conversion."""
+    return kind in TORCHS or declaration_of(kind) is not None
+
+
+def has_own_forward(kind: type) -> bool:
+    """Its declaration is a class that calls the residual's steps itself."""
+    return isinstance(declaration_of(kind), type)
 
 
 def known_names() -> str:
-    """The names of all known classes of blocks, for messages."""
+    """The names of all declared classes of blocks, for messages."""
     names = [*(kind.__name__ for kind in (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer))]
     names += [name.rpartition(".")[2] for name in BLOCKS]
     return ", ".join(dict.fromkeys([*names, *(kind.__name__ for kind in _BLOCKS)]))
@@ -106,9 +111,36 @@ def known_names() -> str:
 
 def check_block(block: Any) -> None:
     """InputError for a block that differs from its declaration."""
-    spec = getattr(converted_of(type(block)), "spec", None)
-    if spec is not None and place_of(block) is None:
-        spec.check(block)
+    declared = declaration_of(type(block))
+    if hasattr(declared, "check") and place_of(block) is None:
+        declared.check(block)
+
+
+STRUCTURES: "weakref.WeakKeyDictionary[nn.Module, Structure]" = weakref.WeakKeyDictionary()
+"""What the latest run of their model has found of blocks."""
+
+
+def structure_of(block: Any) -> Structure:
+    """A block's structure, found or declared."""
+    if is_converted(block):
+        return block.residual.structure
+    if block in STRUCTURES:
+        return STRUCTURES[block]
+    return declared_structure(block)
+
+
+def is_converted(block: Any) -> bool:
+    """The block has a scheme of this package."""
+    return getattr(getattr(block, "residual", None), "structure", None) is not None
+
+
+def declared_structure(block: Any) -> Structure:
+    """A block's structure as it is declared."""
+    declared = declaration_of(type(block))
+    parts = declared.parts(block) if isinstance(declared, type) else declared.parts_of(block)
+    memory = {"memory": "encoder_hidden_states"}
+    parts = tuple(part._replace(**memory) if part.kind == "cross-attention" else part for part in parts)
+    return Structure(parts, tuple(range(len(parts))), frozenset(), is_found=False)
 
 
 _ATTENTION = (Linear("in_proj_weight", ("query", "key", "value")), Linear("out_proj", ("output",)))
@@ -138,7 +170,7 @@ def parts_of(block: Any) -> Sequence[Part]:
     for kind, parts in TORCHS.items():
         if isinstance(block, kind):
             return parts
-    return converted_of(type(block)).parts(block)
+    return structure_of(block).parts
 
 
 class Group(NamedTuple):
@@ -158,7 +190,7 @@ class Group(NamedTuple):
     @property
     def has_memory(self) -> bool:
         """They attend to an encoder's output."""
-        return len(parts_of(self.blocks[0])) == 3
+        return any(part.kind == "cross-attention" for part in parts_of(self.blocks[0]))
 
 
 class End(NamedTuple):
@@ -199,8 +231,8 @@ def is_prenorm(block: Any) -> bool:
         return place.config.residual == "prenorm"
     if isinstance(block, nn.TransformerEncoderLayer | nn.TransformerDecoderLayer):
         return block.norm_first
-    converted = converted_of(type(block))
-    return is_norm_first(type(block), getattr(converted, "spec", None), block)
+    declared = declaration_of(type(block))
+    return is_norm_first(original(type(block)), declared if isinstance(declared, BlockSpec) else None, block)
 
 
 def place_of(block: Any) -> Place | None:
@@ -213,18 +245,41 @@ def shape_of(block: Any) -> dict[str, Any]:
     place = place_of(block)
     if place is not None:
         return {name: getattr(place.config, name) for name in ("d_model", "heads", "norm", "d_ff")}
-    first, *_, last = parts_of(block)
-    norm = read_norm(block.get_submodule(first.norm))
-    if norm is None:
-        kind = type(block.get_submodule(first.norm)).__name__
+    parts = parts_of(block)
+    norm = next((block.get_submodule(part.norm) for part in parts if part.norm is not None), None)
+    found = None if norm is None else read_norm(norm)
+    if norm is not None and found is None:
+        name = next(part.norm for part in parts if part.norm is not None)
         raise InputError(
-            f"{type(block).__name__}'s {first.norm} is a {kind}, no known norm: register it with "
+            f"{type(block).__name__}'s {name} is a {type(norm).__name__}, no known norm: register it with "
             "normformer_rs.surgery.register_norm(kind, reader)"
         )
-    d_ff = width_into(block, last, "fc2")
-    is_torchs = isinstance(block, tuple(TORCHS))
-    heads = block.self_attn.num_heads if is_torchs else converted_of(type(block)).heads(block)
-    return {"d_model": norm.width, "heads": heads, "norm": norm.computes, "d_ff": d_ff}
+    width = found.width if found is not None else structure_of(block).width
+    d_ff = next((size for part in reversed(parts) if (size := _width_into(block, part, "fc2"))), None)
+    computes = "layernorm" if found is None else found.computes
+    return {"d_model": width, "heads": _heads_of(block), "norm": computes, "d_ff": d_ff or 4 * (width or 1)}
+
+
+_HEADS = ("num_heads", "num_attention_heads", "n_heads", "n_head", "nhead", "heads", "num_query_heads")
+
+
+def _heads_of(block: Any) -> int:
+    """The number of attention heads; 1 where none is to be found."""
+    if isinstance(block, tuple(TORCHS)):
+        return block.self_attn.num_heads
+    declared = declaration_of(type(block))
+    if declared is not None:
+        return declared.heads(block) if isinstance(declared, type) else declared.heads_of(block)
+    modules = [*block.modules()]
+    owners = [*modules, *(config for m in modules if (config := getattr(m, "config", None)) is not None)]
+    found = (getattr(owner, name, None) for owner in owners for name in _HEADS)
+    return next((n for n in found if isinstance(n, int) and not isinstance(n, bool) and n > 0), 1)
+
+
+def _width_into(block: nn.Module, part: Part, role: Role) -> int | None:
+    """The fan-in of the linear layer with that role, if there is one."""
+    is_there = any(role in linear.roles for linear in part.linears)
+    return width_into(block, part, role) if is_there else None
 
 
 def path_of(block: nn.Module, part: Part, role: Role) -> str:
@@ -290,3 +345,8 @@ def is_transposed(block: nn.Module, path: str) -> bool:
 
 def parent_of(path: str | None) -> str:
     return (path or "").rpartition(".")[0]
+
+
+def like_of(block: nn.Module) -> Tensor:
+    """A parameter that tells device and dtype; quantized ones do not."""
+    return next((p for p in block.parameters() if p.is_floating_point()), next(block.parameters()))

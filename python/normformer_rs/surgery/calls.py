@@ -82,3 +82,55 @@ def end_call(block: Any) -> None:
     call = _find(block)
     if call is not None and not call.is_hooked:
         _enter(call.outer)
+
+
+# Calls of stacks.
+
+
+class StackCall:
+    """A call of the module around a list of blocks."""
+
+    def __init__(self, holder: Any, outer: "StackCall | None") -> None:
+        self.holder, self.outer = holder, outer
+        self.has_begun = self.is_finished = False
+        self.last: tuple[Any, int] | None = None
+        """The hidden state that the last block so far gave, and the block's number."""
+
+
+_innermost_stack: contextvars.ContextVar[StackCall | None] = contextvars.ContextVar(
+    "normformer_rs_stack_call", default=None
+)
+_innermost_stack_compiled: StackCall | None = None
+
+
+def _stack_here() -> StackCall | None:
+    return _innermost_stack_compiled if torch.compiler.is_compiling() else _innermost_stack.get()
+
+
+def _enter_stack(call: StackCall | None) -> None:
+    global _innermost_stack_compiled
+    if torch.compiler.is_compiling():
+        _innermost_stack_compiled = call
+    else:
+        _innermost_stack.set(call)
+
+
+def begin_stack_call(holder: Any) -> None:
+    """Begins a call of the module around a stack."""
+    _enter_stack(StackCall(holder, _stack_here()))
+
+
+def stack_call(holder: Any) -> StackCall | None:
+    """The call under way; None: blocks are called by something else."""
+    call = _stack_here()
+    while call is not None and call.holder is not holder:
+        call = call.outer
+    return call
+
+
+def end_stack_call(holder: Any) -> StackCall | None:
+    """Ends the call under way."""
+    call = stack_call(holder)
+    if call is not None:
+        _enter_stack(call.outer)
+    return call

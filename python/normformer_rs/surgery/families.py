@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from ..errors import InputError
-from .huggingface import BertBlock, GPT2Block, RobertaPreLayerNormBlock, T5Block
 from .spec import BlockSpec, Head, Linear, Part, Stack, at, attention, feed_forward
 
 
@@ -18,7 +17,7 @@ class Family(NamedTuple):
     Attributes:
         name: their usual name.
         scheme: their own; a swap into it with init=None changes no output.
-        blocks: each class, by module and name, and its conversion: a `BlockSpec`, or a mixin of `huggingface`.
+        blocks: each class, by module and name, and its declaration: a `BlockSpec`, or one of the same methods.
         stacks: classes around them with a norm after the last block.
         heads: classes of models around those, where one linear layer reads that norm.
     """
@@ -51,13 +50,11 @@ LLAMA = BlockSpec(
             "self-attention",
             "input_layernorm",
             attention("self_attn", "self_attn.o_proj", "q_proj k_proj v_proj"),
-            run=("self_attn",),
         ),
         Part(
             "feed-forward",
             "post_attention_layernorm",
             feed_forward("mlp.gate_proj mlp.up_proj", "mlp.down_proj"),
-            run=("mlp",),
         ),
     ),
     heads="self_attn.config.num_attention_heads",
@@ -68,14 +65,12 @@ DISTILBERT = BlockSpec(
             "self-attention",
             "sa_layer_norm",
             attention("attention", "attention.out_lin", "q_lin k_lin v_lin"),
-            run=("attention",),
         ),
         Part(
             "feed-forward",
             "output_layer_norm",
             feed_forward("ffn.lin1", "ffn.lin2"),
             "ffn.dropout",
-            run=("ffn",),
         ),
     ),
     heads="attention.n_heads",
@@ -84,7 +79,7 @@ DISTILBERT = BlockSpec(
 
 def _bart_attention(kind: str, path: str) -> Part:
     linears = attention(path, f"{path}.out_proj", "q_proj k_proj v_proj")
-    return Part(kind, f"{path}_layer_norm", linears, "dropout", run=(path,))
+    return Part(kind, f"{path}_layer_norm", linears, "dropout")
 
 
 _BART_SELF = _bart_attention("self-attention", "self_attn")
@@ -94,12 +89,11 @@ _BART_FEED = Part(
     "final_layer_norm",
     feed_forward("fc1", "fc2"),
     "dropout",
-    run=("fc1", "activation_fn", "activation_dropout", "fc2"),
 )
-BART_ENCODER = BlockSpec((_BART_SELF, _BART_FEED), "self_attn.num_heads", clamps=True)
+BART_ENCODER = BlockSpec((_BART_SELF, _BART_FEED), "self_attn.num_heads")
 BART_DECODER = BlockSpec((_BART_SELF, _BART_CROSS, _BART_FEED), "self_attn.num_heads")
 OPT = BlockSpec(
-    (_BART_SELF, _BART_FEED._replace(run=("fc1", "activation_fn", "fc2"))),
+    (_BART_SELF, _BART_FEED),
     "self_attn.num_heads",
     norm_first="do_layer_norm_before",
 )
@@ -110,9 +104,8 @@ VIT = BlockSpec(
             "layernorm_before",
             attention("attention", "attention.o_proj", "q_proj k_proj v_proj"),
             "dropout",
-            run=("attention",),
         ),
-        Part("feed-forward", "layernorm_after", feed_forward("mlp.fc1", "mlp.fc2"), "dropout", run=("mlp",)),
+        Part("feed-forward", "layernorm_after", feed_forward("mlp.fc1", "mlp.fc2"), "dropout"),
     ),
     heads="attention.num_attention_heads",
 )
@@ -122,9 +115,8 @@ CLIP = BlockSpec(
             "self-attention",
             "layer_norm1",
             attention("self_attn", "self_attn.out_proj", "q_proj k_proj v_proj"),
-            run=("self_attn",),
         ),
-        Part("feed-forward", "layer_norm2", feed_forward("mlp.fc1", "mlp.fc2"), run=("mlp",)),
+        Part("feed-forward", "layer_norm2", feed_forward("mlp.fc1", "mlp.fc2")),
     ),
     heads="self_attn.num_heads",
 )
@@ -135,14 +127,12 @@ WAV2VEC2 = BlockSpec(
             "layer_norm",
             attention("attention", "attention.out_proj", "q_proj k_proj v_proj"),
             "dropout",
-            run=("attention",),
         ),
         Part(
             "feed-forward",
             "final_layer_norm",
             feed_forward("feed_forward.intermediate_dense", "feed_forward.output_dense"),
             "feed_forward.output_dropout",
-            run=("feed_forward",),
         ),
     ),
     heads="attention.num_heads",
@@ -162,14 +152,12 @@ GPT_NEOX = BlockSpec(
                 Linear("attention.dense", ("output",)),
             ),
             "post_attention_dropout",
-            run=("attention",),
         ),
         Part(
             "feed-forward",
             "post_attention_layernorm",
             feed_forward("mlp.dense_h_to_4h", "mlp.dense_4h_to_h"),
             "post_mlp_dropout",
-            run=("mlp",),
         ),
     ),
     heads=_NEOX_HEADS,
@@ -181,12 +169,82 @@ TIMM = BlockSpec(
             "norm1",
             (Linear("attn.qkv", ("query", "key", "value")), Linear("attn.proj", ("output",))),
             "drop_path1",
-            run=("attn", "ls1"),
         ),
-        Part("feed-forward", "norm2", feed_forward("mlp.fc1", "mlp.fc2"), "drop_path2", run=("mlp", "ls2")),
+        Part("feed-forward", "norm2", feed_forward("mlp.fc1", "mlp.fc2"), "drop_path2"),
     ),
     heads="attn.num_heads",
 )
+
+
+def _bert_block(feed_forward_norm: str, norm: str, norm_first: bool) -> BlockSpec:
+    attentions = (
+        Part(
+            kind,
+            f"{path}.{norm}",
+            attention(f"{path}.self", f"{path}.output.dense", "query key value"),
+            f"{path}.output.dropout",
+        )
+        for kind, path in (("self-attention", "attention"), ("cross-attention", "crossattention"))
+    )
+    linears = feed_forward("intermediate.dense", "output.dense")
+    last = Part("feed-forward", feed_forward_norm, linears, "output.dropout")
+    return BlockSpec((*attentions, last), "attention.self.num_attention_heads", norm_first=norm_first)
+
+
+BERT = _bert_block("output.LayerNorm", "output.LayerNorm", norm_first=False)
+ROBERTA_PRE_LAYER_NORM = _bert_block("intermediate.LayerNorm", "LayerNorm", norm_first=True)
+GPT2 = BlockSpec(
+    (
+        Part(
+            "self-attention",
+            "ln_1",
+            (Linear("attn.c_attn", ("query", "key", "value")), Linear("attn.c_proj", ("output",))),
+            "attn.resid_dropout",
+        ),
+        Part(
+            "cross-attention",
+            "ln_cross_attn",
+            (
+                Linear("crossattention.q_attn", ("query",)),
+                Linear("crossattention.c_attn", ("key", "value")),
+                Linear("crossattention.c_proj", ("output",)),
+            ),
+            "crossattention.resid_dropout",
+        ),
+        Part("feed-forward", "ln_2", feed_forward("mlp.c_fc", "mlp.c_proj"), "mlp.dropout"),
+    ),
+    heads="attn.num_heads",
+)
+
+
+class _T5:
+    """T5's block: its sublayers are a list, of which a decoder's has three."""
+
+    heads, norm_first = "layer", None
+
+    def parts_of(self, block: Any) -> list[Part]:
+        # T5 does not divide scores by √d_kv; smaller queries do it instead.
+        factor = block.layer[0].SelfAttention.key_value_proj_dim ** -0.5
+        found = []
+        for i, (kind, name) in enumerate((("self-attention", "SelfAttention"), ("cross-attention", "EncDecAttention"))):
+            if i < len(block.layer) - 1:
+                path = f"layer.{i}.{name}"
+                linears = attention(path, f"{path}.o", "q k v", factor)
+                found.append(Part(kind, f"layer.{i}.layer_norm", linears, f"layer.{i}.dropout"))
+        path = f"layer.{len(block.layer) - 1}"
+        inner = f"{path}.DenseReluDense"
+        gated = hasattr(block.layer[-1].DenseReluDense, "wi_0")
+        linears = feed_forward(f"{inner}.wi_0 {inner}.wi_1" if gated else f"{inner}.wi", f"{inner}.wo")
+        return [*found, Part("feed-forward", f"{path}.layer_norm", linears, f"{path}.dropout")]
+
+    def heads_of(self, block: Any) -> int:
+        return block.layer[0].SelfAttention.n_heads
+
+    def check(self, block: nn.Module) -> None:
+        """A block of another form has no such attributes."""
+
+
+T5 = _T5()
 
 
 def _llama(name: str) -> Family:
@@ -196,7 +254,7 @@ def _llama(name: str) -> Family:
 
 
 def _bert(name: str, classes: str, model: str) -> Family:
-    return _of_transformers(name, "postnorm", model, {f"{classes}Layer": BertBlock})
+    return _of_transformers(name, "postnorm", model, {f"{classes}Layer": BERT})
 
 
 def _bart(name: str, scheme: str, classes: str, model: str) -> Family:
@@ -222,7 +280,7 @@ FAMILIES = (
         "RoBERTa-PreLayerNorm",
         "prenorm",
         "roberta_prelayernorm",
-        {"RobertaPreLayerNormLayer": RobertaPreLayerNormBlock},
+        {"RobertaPreLayerNormLayer": ROBERTA_PRE_LAYER_NORM},
         {
             f"RobertaPreLayerNormFor{task}LM": Head("roberta_prelayernorm", "lm_head.dense")
             for task in ("Masked", "Causal")
@@ -233,7 +291,7 @@ FAMILIES = (
         "GPT-2",
         "prenorm",
         "gpt2",
-        {"GPT2Block": GPT2Block},
+        {"GPT2Block": GPT2},
         {"GPT2LMHeadModel": Head("transformer", "lm_head")},
         GPT2Model=Stack("ln_f", ("wte", "wpe")),
     ),
@@ -254,7 +312,7 @@ FAMILIES = (
         {"GPTNeoXForCausalLM": Head("gpt_neox", "lm_head|embed_out")},
         GPTNeoXModel=Stack("final_layer_norm", ("embed_in",)),
     ),
-    _of_transformers("T5", "prenorm", "t5", {"T5Block": T5Block}, None, T5Stack="final_layer_norm"),
+    _of_transformers("T5", "prenorm", "t5", {"T5Block": T5}, None, T5Stack="final_layer_norm"),
     _bart("BART", "postnorm", "Bart", "bart"),
     _bart("Marian", "postnorm", "Marian", "marian"),
     _bart("mBART", "prenorm", "MBart", "mbart"),

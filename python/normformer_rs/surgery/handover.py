@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import InputError
+from .converted import Converted, converted_class
 from .signs import HANDED_ON
 
 _HOOKS = (
@@ -46,6 +47,9 @@ def hand_over(old: nn.Module, new: nn.Module) -> None:
     kinds: tuple[Any, Any] = type(old), type(new)
     own = _EMPTY.union({HANDED_ON}, *map(_names_in, kinds))
     new.__dict__.update({name: value for name, value in vars(old).items() if name not in own and _is_plain(value)})
+    how = getattr(type(old), "how", None)
+    if getattr(how, "goes_over", False) and not isinstance(new, Converted):
+        reclass(new, converted_class(type(new), how))
     _hand_over_accelerates(old, new)
 
 

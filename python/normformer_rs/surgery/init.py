@@ -16,7 +16,7 @@ def initialise(group: Group, place: Place, edits: Edits) -> list[nn.Parameter]:
     """Draws the blocks' linear layers as the scheme's init says, and zeroes their biases. Returns these parameters."""
     drawn = []
     for i, block in enumerate(group.blocks):
-        here = Place(place.config, place.stack, i)
+        here = place.at(i)
         for j, part in enumerate(parts_of(block)):
             for path, roles, factor, groups in part.linears:
                 weight, bias = weight_and_bias(block, path)
@@ -56,8 +56,9 @@ def sign_of_training(group: Group, optimizer: torch.optim.Optimizer | None) -> s
     """
     for name, block in zip(group.names, group.blocks):
         for part in parts_of(block):
-            if sign := sign_in_norm(block.get_submodule(part.norm), f"{name}.{part.norm}".lstrip(".")):
-                return sign
+            for path in part.norms():
+                if sign := sign_in_norm(block.get_submodule(path), f"{name}.{path}".lstrip(".")):
+                    return sign
         if optimizer is not None and any(optimizer.state.get(p) for p in block.parameters()):
             return "the optimizer has state of them"
     return None

@@ -14,6 +14,7 @@ from ..config import unknown
 from ..errors import InputError
 from ..nn.norm_table import Numbers
 from ..nn.norms import FixedScaleNorm, RowNorm
+from .converted import original
 from .handover import own_forward
 from .probe import KINDS, RecognisedNorm, probe
 
@@ -62,7 +63,7 @@ def read_norm(module: nn.Module) -> RecognisedNorm | None:
 
 def examine(module: nn.Module) -> RecognisedNorm | str:
     """The norm that a module is, or the reason why it is none."""
-    kind = type(module)
+    kind = original(type(module))
     if kind in _READERS:
         return _registered(module, _READERS[kind](module))
     computes = own_name(module) if own_forward(module) is None else None
@@ -81,7 +82,7 @@ def alike(module: nn.Module) -> Hashable:
     with other attributes is its own key."""
     own = {name: value for name, value in vars(module).items() if name not in vars(_EMPTY)}
     is_plain = all(value is None or isinstance(value, int | float | str | torch.Size) for value in own.values())
-    if type(module) in _READERS or module._modules or module._buffers or not is_plain:
+    if original(type(module)) in _READERS or module._modules or module._buffers or not is_plain:
         return module
     shapes = ((name, None if p is None else p.shape) for name, p in module._parameters.items())
     return type(module), (*own.items(),), (*shapes,)
@@ -104,7 +105,7 @@ def own_name(module: nn.Module) -> str | None:
     """The package's name for one of its own norms."""
     if isinstance(module, nfnn.ScaleNorm) and module.weight is None:
         return "scalenorm-fixed"
-    return _NAMES.get(type(module))
+    return _NAMES.get(original(type(module)))
 
 
 _NAMES = {kind: name for name, kind in KINDS.items()} | {FixedScaleNorm: "scalenorm"}

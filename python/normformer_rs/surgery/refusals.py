@@ -9,7 +9,20 @@ from ..errors import InputError
 from ..nn.attention import BEFORE_PRODUCTS
 from ..nn.place import Place
 from ..nn.specs import NormAt
-from .blocks import TORCH_STACKS, TORCHS, Group, converted_of, is_known_stack, parent_of, parts_of, place_of
+from .blocks import (
+    TORCH_STACKS,
+    TORCHS,
+    Group,
+    declaration_of,
+    has_own_forward,
+    is_known_stack,
+    parent_of,
+    parts_of,
+    path_of,
+    place_of,
+    structure_of,
+)
+from .block_residual import POINTS, PROJECTIONS, norms_of, projected
 from .handover import refuse_own_forward, refuse_passed_over
 from .recognise import read_norm
 from .spec import has
@@ -20,9 +33,7 @@ def refuse(group: Group, place: Place, to: Any) -> None:
     for name, module in _reclassed(group):
         refuse_own_forward(name.lstrip("."), module)
     for i, (name, block) in enumerate(zip(group.names, group.blocks)):
-        kept = {what.name for s in Place(place.config, place.stack, i).sublayers for what in s.around()}
-        removed = [part.norm for j, part in enumerate(parts_of(block)) if f"norm{j + 1}" not in kept]
-        for path in (*removed, *getattr(converted_of(type(block)), "passed_over", ())):
+        for path in _removed(block, place.at(i)):
             if has(block, path):
                 refuse_passed_over(f"{name}.{path}".lstrip("."), block.get_submodule(path), to)
     if place_of(group.blocks[0]) is not None:
@@ -32,26 +43,15 @@ def refuse(group: Group, place: Place, to: Any) -> None:
         )
     takes = any(layer.takes for layer in place.declared.layers)
     joins_layers = place.declared.combine or place.declared.streams or place.declared.mixing or takes
-    if joins_layers and type(group.holder) not in TORCH_STACKS:
+    is_torchs = isinstance(group.blocks[0], tuple(TORCHS))
+    if joins_layers and (has_own_forward(type(group.blocks[0])) or (is_torchs and type(group.holder) not in TORCH_STACKS)):
         raise InputError(
             f"{to} connects layers with each other, and the loop of {type(group.holder).__name__} does not: use "
             "normformer_rs.nn's TransformerEncoder and TransformerDecoder"
         )
     sublayers = [sublayer for layer in place.declared.layers for sublayer in layer.sublayers]
-    inside = {point for sublayer in sublayers for point in sublayer.inside}
-    if inside & BEFORE_PRODUCTS and not isinstance(group.blocks[0], tuple(TORCHS)):
-        what, way = to, "choose another scheme"
-        asked = {
-            "qk_norm=True": place.config.qk_norm,
-            "qk_l2norm": place.config.qk_l2norm,
-            "v_norm": place.config.v_norm,
-        }
-        if any(asked.values()):
-            what, way = next(option for option, value in asked.items() if value), "leave it out"
-        raise InputError(
-            f"{what} acts between projections and products of attention, which {type(group.blocks[0]).__name__} "
-            f"does not expose: {way}"
-        )
+    if not is_torchs:
+        _refuse_inside(group, place, to)
     if any(isinstance(what, NormAt) and what.start != 1.0 for sublayer in sublayers for what in sublayer.around()):
         raise InputError(
             f"{to} with these options sets how the weights of norms start, and {group.path} keeps its norms as they "
@@ -65,6 +65,43 @@ def refuse(group: Group, place: Place, to: Any) -> None:
         )
 
 
+def _refuse_inside(group: Group, place: Place, to: Any) -> None:
+    """InputError for changes inside sublayers that these blocks do not show."""
+    asked = {option: getattr(place.config, option) for option in ("qk_norm", "qk_l2norm", "v_norm")}
+    option = next((option for option, value in asked.items() if value), None)
+    what = to if option is None else "qk_norm=True" if option == "qk_norm" else option
+    way = "choose another scheme" if option is None else "leave it out"
+    for i, block in enumerate(group.blocks):
+        kind = type(block).__name__
+        for part, sublayer in zip(parts_of(block), place.at(i).sublayers):
+            for point in sublayer.inside:
+                is_hidden = point in PROJECTIONS and projected(block, part, point, place.config.heads) is None
+                if is_hidden or (point in BEFORE_PRODUCTS and point not in PROJECTIONS):
+                    raise InputError(
+                        f"{what} acts between projections and products of attention, which {kind} does not expose "
+                        f"(each projection a layer, or all stacked in order): {way}"
+                    )
+                if part.is_parallel and point != "input":
+                    raise InputError(
+                        f"{what} acts inside attention or feed-forward, and {kind} adds both at once, as one branch: {way}"
+                    )
+                if point not in (*PROJECTIONS, "input") and point not in POINTS:
+                    raise InputError(f"{what} acts at {point} of attention, which {kind} does not expose: {way}")
+                if point in POINTS:
+                    path_of(block, part, POINTS[point][0])
+
+
+def _removed(block: nn.Module, place: Place) -> list[str]:
+    """The block's norms that the scheme does not call."""
+    parts, sublayers = parts_of(block), place.sublayers
+    if isinstance(block, tuple(TORCHS)):
+        kept = {what.name for sublayer in sublayers for what in sublayer.around()}
+        return [part.norm for i, part in enumerate(parts) if part.norm is not None and f"norm{i + 1}" not in kept]
+    stay, move = norms_of(parts, sublayers)
+    called = {*stay.values(), *move.values(), *(path for part in parts for path in part.twins)}
+    return [path for part in parts for path in part.norms() if path not in called]
+
+
 def _reclassed(group: Group) -> Iterator[tuple[str, nn.Module]]:
     """The modules whose class a conversion changes, with their names."""
     for name, block in zip(group.names, group.blocks):
@@ -72,8 +109,8 @@ def _reclassed(group: Group) -> Iterator[tuple[str, nn.Module]]:
         if isinstance(block, tuple(TORCHS)):
             yield from ((f"{name}.{n}", m) for n, m in block.named_children() if isinstance(m, nn.MultiheadAttention))
             continue
-        converted = converted_of(type(block))
-        sites = converted.sites(block) if hasattr(converted, "sites") else {}
+        declared = declaration_of(type(block)) if has_own_forward(type(block)) else None
+        sites = declared.sites(block) if hasattr(declared, "sites") else {}
         yield from ((f"{name}.{path}", block.get_submodule(path)) for path in sites)
     if type(group.holder) in TORCH_STACKS:
         yield parent_of(group.path), group.holder
@@ -83,6 +120,8 @@ def refuse_unknown_end(model: nn.Module, group: Group, to: Any) -> None:
     """InputError for a norm around the blocks that may be their last: the scheme's own would come on top."""
     is_alone = group.blocks[0] is model
     if group.end is not None or is_alone or isinstance(group.blocks[0], tuple(TORCHS)):
+        return
+    if structure_of(group.blocks[0]).is_found:
         return
     path: str | None = group.path
     while path is not None:

@@ -19,21 +19,29 @@ from .blocks import (
     TORCHS,
     Group,
     check_block,
-    converted_of,
+    declaration_of,
     end_of,
+    has_own_forward,
     is_block,
     known_names,
     parent_of,
     parts_of,
     place_of,
     shape_of,
+    structure_of,
 )
+from .converted import StreamBlock, converted_class, original
+from .discover import LISTS, Stacks, find_stacks, none_found
 from .families import refuse_other_schemes
 from .handover import mark_new, reclass
 from .init import count_weights, initialise, sign_of_training, silence_biases
 from .marker import mark, warn_of_adapters
 from .optimizers import Exchange, Repoint
+from .proof import prove
 from .refusals import refuse, refuse_unknown_end
+from .residual_stream import StreamNorm
+from .spec import at, has
+from .stack_residual import StackCalls, StackResidual, show
 from .undo import Edits, Row, Swaps, refuse_wrapped
 
 
@@ -44,14 +52,19 @@ def swap_residuals(
     depth: int | tuple[int, int] | None = None,
     init: str | None = "scheme",
     optimizer: torch.optim.Optimizer | None = None,
+    example: Any = None,
     **options: Any,
 ) -> Swaps:
     """Gives a model's Transformer blocks another residual scheme, in place.
 
-    Known are torch.nn's encoder and decoder layers, the blocks of Hugging Face `transformers` that docs/names.md lists
-    (BERT, GPT-2, Llama, T5, BART, ViT, …), and timm's ViT; `register_block` adds others. Blocks keep their identity,
-    their linear layers, dropouts, hooks and norms (a scheme without norms puts identities in their places); new norms
-    are of the kind that the block has.
+    Blocks are recognised by what they compute: lists of modules of which each adds branches to its input, whatever
+    they are called. The model runs on `example`: once to find which additions carry its residual stream, which norms
+    stand there, and which linear layers make a branch; then twice with the scheme that the blocks have, which must
+    change neither outputs nor gradients. torch.nn's layers and blocks of `register_block` need no run. A block keeps
+    its identity, its own forward, linear layers, dropouts, hooks and norms (identities stand in for norms that the
+    scheme has not); new norms are of the kind that the block has. Sums of attention and feed-forward, as in GPT-J, are
+    one branch; factors of a branch, as in Granite, stay in it. What a scheme has beside x travels inside the hidden
+    state, which is as many times wider between the blocks.
 
     >>> from torch import nn
     >>> model = nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), 2)
@@ -80,29 +93,33 @@ def swap_residuals(
             their values stay. Embeddings and all else outside the blocks keep their values.
         optimizer: gets the scheme's parameters, in the group of the block's first parameter, and loses the removed
             ones; the state of parameters drawn anew is dropped. One that is not passed warns at its next step.
+        example: an input for the runs: keyword arguments in a dictionary, a tuple of arguments, one tensor, or a
+            function of the model. None: one that the configuration of a Hugging Face or timm model tells.
         options: those of `TransformerConfig` that the scheme has (`branchnorm_steps`, …).
 
-    Returns: the table of the changes; its `undo()` reverses them.
+    Returns: the table of the changes, with a row for each list of blocks that stays; its `undo()` reverses them.
 
-    Errors: InputError for unknown names and options; a model without known blocks, or with blocks of another form
-    (norms on both sides of a branch, parallel sublayers), or with blocks that their library has changed; models whose
-    parameters others keep (DistributedDataParallel, FSDP, DTensors, DeepSpeed, accelerate's offloading); hooks, or a
-    forward in the instance, that a converted block would pass over; a norm around registered blocks that
-    `register_stack` does not know; an optimizer that does not own the parameters; outside torch.nn's layers
-    hybridnorm, hybridnorm-star and olmo2, which reach into attention, and outside its stacks dlcl, denseformer,
-    resi-dual, attnres, mhc and hyper-connections, which would have to change their loop. UserWarning where weights that
-    look trained are drawn anew.
+    Errors: InputError for unknown names and options; a model none of whose lists holds residual blocks, with the
+    addition or the module that could not be accounted for; a model that does not run on the example; models whose
+    parameters others keep (DistributedDataParallel, FSDP, DTensors, DeepSpeed, accelerate's offloading); hooks on norms
+    that the scheme does not call, and a forward in a block's instance; a norm around registered blocks that
+    `register_stack` does not know; an optimizer that does not own the parameters; schemes that act inside attention or
+    feed-forward where the block does not show that point; schemes between layers in a model that reads its hidden
+    states between blocks. UserWarning where weights that look trained are drawn anew, and for blocks that stay.
     """
     to = next(field for field in TransformerConfig.FIELDS if field.name == "residual").check(to)
     refuse_wrapped(model)
-    plans = [(group, place) for group, place in _plans(model, to, depth, init, options) if not _has(group, place)]
+    _refuse_options(options)
+    stacks = find_stacks(model, example)
+    plans = [(g, place) for g, place in _plans(stacks.groups, to, depth, init, options) if not _has(g, place)]
+    plans = _proven(model, stacks, plans)
     for group, place in plans:
         refuse(group, place, to)
         refuse_unknown_end(model, group, to)
     learned = next((sign for group, _ in plans if (sign := sign_of_training(group, optimizer))), None)
     title, before = f"swap_residuals to {to}", dict(model.named_parameters())
     edits, rows, there = Edits(model, title), [], {*model.modules(), *before.values()}
-    likes = [next(_first_norm(group).parameters(), None) for group, _ in plans]
+    likes = [_like_norm(group) for group, _ in plans]
     try:
         for (group, place), like in zip(plans, likes):
             old = [type(block).__name__ for block in group.blocks]
@@ -129,6 +146,9 @@ def swap_residuals(
         edits.undo()
         raise
     edits.done()
+    for path, why in stacks.unknown.items() if plans else ():
+        rows.append(Row(path or "(model)", type(next(model.get_submodule(path).children())).__name__, "stays", why))
+        warnings.warn(f"{title} leaves {path or 'a list'} as it is: {why}", stacklevel=2)
     held = ((n, block) for group, _ in plans for n, block in zip(group.names, group.blocks))
     made = ((f"{n}.residual", block.residual) for n, block in held if hasattr(block, "residual"))
     warn_of_adapters(model, title, made)  # type: ignore[arg-type]
@@ -189,21 +209,9 @@ def _without_wrappers(path: str) -> str:
 
 
 def _plans(
-    model: nn.Module, to: Any, depth: int | tuple[int, int] | None, init: str | None, options: Mapping[str, Any]
+    groups: list[Group], to: Any, depth: int | tuple[int, int] | None, init: str | None, options: Mapping[str, Any]
 ) -> list[tuple[Group, Place]]:
     """Each group of blocks with the place of its first: a configuration with the model's depths, and the stack."""
-    for name in options:
-        if name in ATTENTION:
-            raise InputError(
-                f"{name} is a part of attention in models that are built here, and swap_residuals leaves attention as "
-                "it is: leave it out"
-            )
-        if name in PARAMETRISATION:
-            raise InputError(
-                f"{name} is an option of models that are built here, and swap_residuals has no parametrisation: leave "
-                "it out; normformer_rs.param_groups gives an optimizer the parametrisation's rates"
-            )
-    groups = find_groups(model)
     with_memory, alone = [g for g in groups if g.has_memory], [g for g in groups if not g.has_memory]
     plans = []
     for group in groups:
@@ -222,7 +230,9 @@ def _plans(
         if init not in (None, "scheme"):
             shape["init"] = init
         place = Place(
-            configure(options, residual=to, **shape), "encoder" if with_memory and not group.has_memory else "decoder"
+            configure(options, residual=to, **shape),
+            "encoder" if with_memory and not group.has_memory else "decoder",
+            kinds=_kinds(group),
         )
         if place.depth < len(group.blocks):
             raise InputError(
@@ -232,14 +242,74 @@ def _plans(
     return plans
 
 
+def _refuse_options(options: Mapping[str, Any]) -> None:
+    for name in options:
+        if name in ATTENTION:
+            raise InputError(
+                f"{name} is a part of attention in models that are built here, and swap_residuals leaves attention as "
+                "it is: leave it out"
+            )
+        if name in PARAMETRISATION:
+            raise InputError(
+                f"{name} is an option of models that are built here, and swap_residuals has no parametrisation: leave "
+                "it out; normformer_rs.param_groups gives an optimizer the parametrisation's rates"
+            )
+
+
+_USUAL = (("self-attention", "feed-forward"), ("self-attention", "cross-attention", "feed-forward"))
+
+
+def _kinds(group: Group) -> tuple[str, ...] | None:
+    """The sublayers of the group's blocks, where they are not a Transformer's. A sublayer that is attention in some of
+    them, and something else in others, counts as attention."""
+    of_blocks = [[part.kind for part in parts_of(block)] for block in group.blocks]
+    kinds = tuple(min(some, key=["cross-attention", "self-attention", "feed-forward"].index) for some in zip(*of_blocks))
+    return None if kinds in _USUAL else kinds
+
+
 def _has(group: Group, place: Place) -> bool:
     """The blocks have exactly this scheme already."""
     now = place_of(group.blocks[0])
     return now is not None and now.config == place.config
 
 
-def _first_norm(group: Group) -> nn.Module:
-    return group.blocks[0].get_submodule(parts_of(group.blocks[0])[0].norm)
+def _like_norm(group: Group) -> nn.Parameter | None:
+    """A parameter of the first norm."""
+    paths = [part.norm for part in parts_of(group.blocks[0]) if part.norm is not None]
+    return next(group.blocks[0].get_submodule(paths[0]).parameters(), None) if paths else None
+
+
+def _proven(
+    model: nn.Module, stacks: Stacks, plans: list[tuple[Group, Place]]
+) -> list[tuple[Group, Place]]:
+    """The plans for blocks with which an identity swap changes nothing; the others are unknown."""
+    found = [group for group, _ in plans if _is_foreign(group) and structure_of(group.blocks[0]).is_found]
+    if stacks.run is None or not found or any(p.is_meta for p in model.parameters()) or any(place_of(group.blocks[0]) is not None for group in found):
+        return plans
+    is_wide = any(StackResidual.carries_more(place) for _, place in plans)
+
+    def swap(groups: list[Group], to: Any) -> Edits:
+        edits = Edits(model, "an identity swap")
+        try:
+            for group in groups:
+                ((_, place),) = _plans([group], to(group), None, None, {})
+                _convert_foreign(group, place, edits)
+        except Exception:
+            edits.undo()
+            raise
+        return edits
+
+    for path, said in prove(model, stacks.run, found, swap, is_wide).items():
+        what = "between its blocks the model reads their hidden state: " if is_wide else ""
+        stacks.unknown[path] = f"swapped into the scheme that they have, they compute something else: {what}{said}"
+    plans = [(group, place) for group, place in plans if group.path not in stacks.unknown]
+    if not plans:
+        raise none_found(model, stacks.unknown)
+    return plans
+
+
+def _is_foreign(group: Group) -> bool:
+    return not isinstance(group.blocks[0], tuple(TORCHS)) and not has_own_forward(type(group.blocks[0]))
 
 
 # Converting.
@@ -279,48 +349,90 @@ def _convert_torchs(group: Group, place: Place, edits: Edits) -> list[Row]:
 
 
 def _convert_foreign(group: Group, place: Place, edits: Edits) -> list[Row]:
-    """Turns blocks into subclasses that call the scheme's steps; the scheme's modules go into `residual`."""
-    notes, first = [], None
+    """Turns blocks into subclasses that run on a residual stream, or call the scheme's steps; the scheme's modules go
+    into their `residual`, those of the stack into `stack_residual` beside the list."""
+    notes: list[Row] = []
+    holder = None if isinstance(group.holder, LISTS) else group.holder
+    has_end = any(change.kind == "norm" for change in place.declared.end)
+    stack = StackResidual(place, group.blocks, has_end and group.end is not None)
     for i, block in enumerate(group.blocks):
-        converted = converted_of(type(block))
-        parts = parts_of(block)
-        sites = converted.sites(block) if hasattr(converted, "sites") else {}
-        for path in {
-            "",
-            *sites,
-            *(part.norm.rpartition(".")[0] for part in parts),
-            *(parent_of(part.moves) for part in parts),
-        }:
-            edits.remember(block.get_submodule(path))
-        residual = BlockResidual(block, Place(place.config, place.stack, i), parts, first)
-        first = first or block
-        reclass(block, converted)
-        for path, kind in sites.items():
-            site = block.get_submodule(path)
-            reclass(site, kind)
-            site.__dict__["block_of"] = (block,)
-        for j, part in enumerate(parts):
-            if not residual.uses(f"norm{j + 1}"):
-                _put(block, part.norm, nn.Identity())
-            if part.moves is not None:
-                residual.add_module(f"dropout{j + 1}", block.get_submodule(part.moves))
-                _put(block, part.moves, nn.Identity())
-            for handle in residual.reach_inside(part, j):
-                edits.afterwards(handle.remove)
-        block.residual = residual
-        for handle in residual.follow_calls():
-            edits.afterwards(handle.remove)
-    end = place.declared.end
-    if group.end is None or not any(change.kind == "norm" for change in end):
-        group.blocks[-1].residual.finish(end)  # type: ignore[union-attr, operator]
-        if group.end is not None:
-            edits.remember(group.end.owner.get_submodule(parent_of(group.end.name)))
-            path = f"{group.end.path}.{group.end.name}".lstrip(".")
-            notes.append(Row(path, type(group.end.norm).__name__, "Identity", "after the stack"))
-            identity = nn.Identity()
-            edits.succeed(group.end.norm, identity)
-            _put(group.end.owner, group.end.name, identity)
+        structure = structure_of(block)
+        residual = BlockResidual(block, place.at(i), structure, stack, holder)
+        stack.keeps(residual.kept_widths())
+        own = declaration_of(type(block)) if has_own_forward(type(block)) else None
+        _convert_block(block, residual, own, edits)
+    if holder is not None:
+        edits.remember(holder)
+        holder.stack_residual = stack
+        calls = StackCalls(holder, stack)
+        edits.afterwards(holder.register_forward_pre_hook(calls.begin, prepend=True).remove)
+        edits.afterwards(holder.register_forward_hook(calls.end, always_call=True).remove)
+        if stack.is_wide:
+            path = parent_of(group.path)
+            around = [path.rsplit(".", i)[0] for i in range(path.count(".") + 1)] if path else []
+            for one in (*around, ""):
+                edits.afterwards(edits.model.get_submodule(one).register_forward_hook(show).remove)
+    else:
+        group.blocks[0].residual.add_module("stack", stack)  # type: ignore[union-attr, operator]
+    if group.end is not None and has_end and holder is not None:
+        edits.afterwards(group.end.norm.register_forward_pre_hook(calls.before_norm).remove)
+    if group.end is not None and not has_end:
+        edits.remember(group.end.owner.get_submodule(parent_of(group.end.name)))
+        path = f"{group.end.path}.{group.end.name}".lstrip(".")
+        notes.append(Row(path, type(group.end.norm).__name__, "Identity", "after the stack"))
+        identity = nn.Identity()
+        edits.succeed(group.end.norm, identity)
+        _put(group.end.owner, group.end.name, identity)
     return notes
+
+
+def _convert_block(block: Any, residual: BlockResidual, own: Any, edits: Edits) -> None:
+    sites = own.sites(block) if hasattr(own, "sites") else {}
+    parts = residual.parts
+    norms = [path for part in parts for path in part.norms()]
+    dropouts = [part.dropout for part in parts if part.dropout is not None and _is_module(block, part.dropout)]
+    for path in {"", *sites, *(parent_of(path) for path in (*norms, *dropouts))}:
+        edits.remember(block.get_submodule(path))
+    edits.remember(block)
+    reclass(block, own or converted_class(original(type(block)), StreamBlock))
+    for path, kind in sites.items():
+        site = block.get_submodule(path)
+        reclass(site, kind)
+        site.__dict__["block_of"] = (block,)
+    for name, path in residual.moved.items():
+        residual.add_module(name, block.get_submodule(path))
+    for path in dict.fromkeys(norms):
+        norm = block.get_submodule(path)
+        if not residual.uses(path):
+            _put(block, path, _nothing(norm))
+        elif own is None:
+            edits.remember(norm)
+            reclass(norm, converted_class(original(type(norm)), StreamNorm))
+    for i, part in enumerate(parts):
+        path = part.dropout
+        if path is not None and _is_module(block, path) and (own is None or part.moves is not None):
+            residual.add_module(f"dropout{i + 1}", block.get_submodule(path))
+    for path in dropouts if own is None else [path for part in parts if (path := part.moves) is not None]:
+        if not isinstance(block.get_submodule(path), nn.Identity):
+            _put(block, path, nn.Identity())
+    for i, part in enumerate(parts):
+        for handle in residual.reach_inside(part, i):
+            edits.afterwards(handle.remove)
+    block.residual = residual
+    for handle in residual.follow_calls():
+        edits.afterwards(handle.remove)
+
+
+def _nothing(norm: nn.Module) -> nn.Identity:
+    """In the place of a norm: with a weight, whose type blocks ask for."""
+    identity, like = nn.Identity(), next(norm.parameters(), None)
+    if like is not None:
+        identity.register_buffer("weight", like.new_empty(0).detach(), persistent=False)
+    return identity
+
+
+def _is_module(block: nn.Module, path: str) -> bool:
+    return has(block, path) and isinstance(at(block, path), nn.Module)
 
 
 def _put(block: nn.Module, path: str, module: nn.Module) -> None:

@@ -50,24 +50,42 @@ class Part(NamedTuple):
         linears: its linear layers; of a gated pair the one before the activation comes first.
         dropout: the dropout on its output: an attribute of the block (a module or a rate), or a path with a dot: a
             module inside the sublayer, which moves out to the residual.
-        run: the block's modules that compute the sublayer, called one after another; a number among them is a dropout
-            rate. Attention gets the block's own arguments. Needed where the block has a `BlockSpec`.
+        run: ignored: the block's own forward runs it.
+        before, after, branch: its norms by their place: N(x) that F reads, N(x + F), N(F).
+        twins: norms that stand beside `before`, where parallel branches have their own.
+        reads_past: F reads x beside its norm, too.
+        memory: the block's argument that cross-attention reads; without it the sublayer is left out.
+        is_parallel: F is a sum of branches, attention beside a feed-forward.
+        factors: what multiplies F(x) last: numbers, or the paths of modules.
     """
 
     kind: str
-    norm: str
+    norm: str | None
     linears: tuple[Linear, ...]
     dropout: str | None = None
     run: tuple[str, ...] = ()
+    before: str | None = None
+    after: str | None = None
+    branch: str | None = None
+    twins: tuple[str, ...] = ()
+    reads_past: bool = False
+    memory: str | None = None
+    is_parallel: bool = False
+    factors: tuple[str, ...] = ()
 
     @property
     def moves(self) -> str | None:
         """The path of a dropout that moves out of the sublayer."""
         return self.dropout if self.dropout is not None and "." in self.dropout else None
 
+    def norms(self) -> list[str]:
+        """The paths of all its norms."""
+        places = (self.norm, self.before, self.after, self.branch, *self.twins)
+        return [*dict.fromkeys(path for path in places if path is not None)]
+
     def paths(self) -> Iterator[str]:
         """The paths that the block must have for it."""
-        yield self.norm
+        yield from () if self.norm is None else (self.norm,)
         yield from (linear.path.removesuffix(".in_proj_weight") for linear in self.linears)
         yield from (path for path in (self.dropout, *self.run) if path is not None)
 
@@ -95,12 +113,12 @@ class Head(NamedTuple):
 
 
 class BlockSpec(NamedTuple):
-    """A class of blocks as data, for `register_block`, where the block calls its sublayers one after another.
+    """A class of blocks as data, for `register_block`: its sublayers in the order in which its forward adds them.
 
     Attributes:
         parts: the sublayers in order; cross-attention is left out of blocks that have none.
         heads: the path of the number of attention heads.
-        clamps: the block keeps its float16 outputs finite.
+        clamps: ignored: the block's own forward does it.
         norm_first: its norms stand before its sublayers, x + F(N(x)); or the path of the attribute that says so.
             Needed by `fold_norms` and exact swaps, which take no other blocks.
     """
@@ -128,16 +146,16 @@ class BlockSpec(NamedTuple):
                 "changed it; declare it with normformer_rs.surgery.register_block"
             )
         known = {path.partition(".")[0] for path in paths}
-        unknown = [child for child, module in block.named_children() if child not in known and _acts(module)]
+        unknown = [child for child, module in block.named_children() if child not in known and _learns(module)]
         if unknown:
             raise InputError(
-                f"{name} holds {unknown[0]}, which its declaration does not run: declare it with "
+                f"{name} holds {unknown[0]}, which its declaration does not name: declare it with "
                 "normformer_rs.surgery.register_block"
             )
 
 
-def _acts(module: nn.Module) -> bool:
-    return not isinstance(module, nn.Identity)
+def _learns(module: nn.Module) -> bool:
+    return next(module.parameters(), None) is not None
 
 
 def at(block: Any, path: str) -> Any:

@@ -1,0 +1,219 @@
+"""Finds a model's stacks of residual blocks: the lists whose entries all compute x plus branches."""
+
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+from torch import nn
+
+from ..errors import InputError
+from .blocks import (
+    STRUCTURES,
+    TORCHS,
+    End,
+    Group,
+    check_block,
+    declared_structure,
+    end_of,
+    has_own_forward,
+    is_block,
+    is_converted,
+    parent_of,
+    structure_of,
+)
+from .examples import caller, quietly, refuse_without
+from .spec import Stack
+from .structure import Record, Structure, Unaccounted, norm_after, record, structure
+
+LISTS = (nn.ModuleList, nn.Sequential)
+
+
+Unknown = dict[str, str]
+"""Lists of modules that look like blocks and are none that are known: the reason by their path."""
+
+
+class Stacks(NamedTuple):
+    """A model's stacks."""
+
+    groups: list[Group]
+    unknown: Unknown
+    run: Callable[[], Any] | None
+    """Runs the model as it was run to find them; None: it was not."""
+
+
+def find_stacks(model: nn.Module, example: Any = None) -> Stacks:
+    """The model's stacks of blocks, and the lists that are none. Blocks of torch.nn, registered and declared ones are
+    known by their class; all others by one run of the model.
+
+    Errors: InputError where there are none.
+    """
+    unknown: Unknown = {}
+    candidates = [*_candidates(model)]
+    if not candidates:
+        groups = [*_alone(model)]
+        if groups:
+            return Stacks(groups, unknown, None)
+        raise InputError(
+            f"{type(model).__name__} holds no list of modules (ModuleList, Sequential) with blocks: pass the part of "
+            "the model that has one, or register the class of your block with normformer_rs.surgery.register_block"
+        )
+    found, why = _run(model, candidates, example)
+    groups, taken = [], []
+    for path, entries in candidates:
+        if any(_is_below(path, one) for one in taken):
+            continue
+        reasons, kinds = _examine(entries, found, why)
+        if reasons is None:
+            taken.append(path)
+            groups += _groups(model, path, kinds, found)
+        elif not any(_is_below(path, one) for one in unknown):
+            unknown[path] = reasons
+    unknown = {path: why for path, why in unknown.items() if not any(_is_below(one, path) for one in taken)}
+    groups += [group for group in _alone(model) if not any(b in g.blocks for g in groups for b in group.blocks)]
+    if not groups:
+        if found is None and why:
+            raise refuse_without(model, why)
+        raise none_found(model, unknown)
+    return Stacks(groups, unknown, None if found is None else caller(model, example))
+
+
+def none_found(model: nn.Module, unknown: Unknown) -> InputError:
+    """The first reason why a model's lists hold no known blocks."""
+    path, reason = next(iter(unknown.items()))
+    return InputError(
+        f"{type(model).__name__}'s {path or 'list'} holds no blocks that add branches to a residual stream: {reason}"
+    )
+
+
+def _candidates(model: nn.Module) -> Iterator[tuple[str, list[tuple[str, nn.Module]]]]:
+    """Lists of modules with parts, from the outside to the inside."""
+    for path, module in model.named_modules():
+        if isinstance(module, LISTS):
+            entries = [(name, unwrapped(entry)) for name, entry in module.named_children()]
+            entries = [(name, entry) for name, entry in entries if _may_be_block(entry)]
+            if entries:
+                yield path, entries
+
+
+def _may_be_block(entry: nn.Module) -> bool:
+    return is_block(type(entry)) or (not isinstance(entry, LISTS) and next(entry.children(), None) is not None)
+
+
+def unwrapped(module: nn.Module) -> nn.Module:
+    """The module within the wrappers of activation checkpointing and torch.compile."""
+    inner = getattr(module, "_checkpoint_wrapped_module", module)
+    return getattr(inner, "_orig_mod", inner)
+
+
+def _is_below(path: str, other: str) -> bool:
+    return path == other or path.startswith(f"{other}.") or other == ""
+
+
+def _run(model: nn.Module, candidates: Any, example: Any) -> tuple[Record | None, str]:
+    """What a run of the model records, where a candidate needs one; None, and the reason why there is none."""
+    blocks = [entry for _, entries in candidates for _, entry in entries]
+    if all(isinstance(b, tuple(TORCHS)) or has_own_forward(type(b)) or is_converted(b) for b in blocks):
+        return None, ""
+    run = caller(model, example)
+    if run is None:
+        return None, "no input is known"
+    try:
+        with quietly(model):
+            model.eval()
+            return record(model, blocks, run), ""
+    except Exception as reason:  # a model may raise anything
+        if example is not None:
+            raise InputError(f"the run of {type(model).__name__} on example failed: {reason}") from reason
+        said = str(reason).partition("\n")[0]
+        return None, f"it does not take the input that its configuration tells ({type(reason).__name__}: {said})"
+
+
+def _examine(
+    entries: list[tuple[str, nn.Module]], found: Record | None, why: str
+) -> tuple[str | None, dict[str, nn.Module]]:
+    """The blocks of a list by their names; or the first reason why it holds none."""
+    blocks, reasons, refused = {}, [], set()
+    for name, entry in entries:
+        try:
+            _know(entry, found, why)
+            blocks[name] = entry
+        except Unaccounted as reason:
+            reasons.append(f"{name}, {_article(type(entry).__name__)}: {reason}")
+            refused.add(type(entry))
+    if not blocks or any(type(block) in refused for block in blocks.values()):
+        return reasons[0], {}
+    return None, blocks
+
+
+def _article(kind: str) -> str:
+    return f"{'an' if kind[:1] in 'AEIOU' else 'a'} {kind}"
+
+
+def _know(block: Any, found: Record | None, why: str) -> None:
+    """Finds a block's structure. Errors: Unaccounted."""
+    if isinstance(block, tuple(TORCHS)) or has_own_forward(type(block)) or is_converted(block):
+        return
+    if hasattr(block, "residual"):
+        raise Unaccounted("it has an attribute of its own that is called residual, as the scheme's would be")
+    if found is not None:
+        try:
+            made = structure(block, found)
+            declared = declared_structure(block) if is_block(type(block)) else made
+            if len(declared.parts) == len(made.parts):
+                made = _with_declared_linears(made, declared)
+            if len(declared.parts) <= len(made.parts) or not any(part.memory for part in declared.parts):
+                STRUCTURES[block] = made
+                return  # else the run left out the attention to an encoder
+        except Unaccounted:
+            if not is_block(type(block)) or block in found.calls:
+                raise
+    if not is_block(type(block)):
+        raise Unaccounted(why)
+    check_block(block)
+    STRUCTURES.pop(block, None)
+
+
+def _with_declared_linears(made: Structure, declared: Structure) -> Structure:
+    """A declaration's linear layers, with factors and groups that no run tells."""
+    parts = zip(made.parts, declared.parts)
+    return made._replace(parts=tuple(part._replace(linears=own.linears, kind=own.kind) for part, own in parts))
+
+
+def _alone(model: nn.Module) -> Iterator[Group]:
+    """Known blocks outside lists, each for itself."""
+    for path, module in model.named_modules():
+        parent = model.get_submodule(parent_of(path))
+        if is_block(type(module)) and (path == "" or not isinstance(parent, LISTS)):
+            check_block(module)
+            yield Group(parent_of(path), [path], [module], model.get_submodule(parent_of(parent_of(path))), 1)
+
+
+def _groups(model: nn.Module, path: str, blocks: dict[str, nn.Module], found: Record | None) -> Iterator[Group]:
+    """The blocks of a list, by kinds that one stack may have."""
+    holder, listed = model.get_submodule(parent_of(path)), model.get_submodule(path)
+    sorts: dict[Any, dict[str, nn.Module]] = {}
+    for name, block in blocks.items():
+        structure = structure_of(block) if not isinstance(block, tuple(TORCHS)) else None
+        sort = type(block) if structure is None else (len(structure.parts), structure.width)
+        sorts.setdefault(sort, {})[f"{path}.{name}".lstrip(".")] = block
+    entries = [unwrapped(entry) for entry in listed._modules.values() if entry is not None]
+    for some in sorts.values():
+        own = [*some.values()]
+        kinds = tuple({type(block) for block in own})
+        depth = sum(entry in own or (isinstance(entry, kinds) and entry not in blocks.values()) for entry in entries)
+        yield Group(path, [*some], own, holder, max(depth, len(own)), _end(model, path, own[-1], found))
+
+
+def _end(model: nn.Module, path: str, last: nn.Module, found: Record | None) -> End | None:
+    """The norm after the last block."""
+    if found is None or last not in found.calls:
+        return end_of(model, path)
+    norm = norm_after(model, found, last)
+    if norm is None:
+        return None
+    name = next(name for name, module in model.named_modules() if module is norm)
+    is_prenorm = STRUCTURES[last].parts[-1].after is None if last in STRUCTURES else True
+    holder = parent_of(path)
+    if not is_prenorm and not _is_below(name, holder):
+        return None  # a post-norm stack ends with its last sublayer's
+    owner = parent_of(name)
+    return End(model.get_submodule(owner), owner, name.rpartition(".")[2], Stack(name.rpartition(".")[2]))

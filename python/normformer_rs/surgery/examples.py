@@ -1,0 +1,113 @@
+"""An input for one run of a model: what the caller gives, or small ones made of a Hugging Face or timm model's
+configuration."""
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..errors import InputError
+
+TOKENS = 6
+
+
+def caller(model: nn.Module, example: Any) -> Callable[[], Any] | None:
+    """A function that runs the model on the example: keyword arguments, a tuple of arguments, one argument, or a
+    function of the model; without one, on an input that its configuration tells. None: it tells none."""
+    if callable(example):
+        return lambda: example(model)
+    if isinstance(example, Mapping):
+        return lambda: model(**example)
+    if example is not None:
+        arguments = example if isinstance(example, tuple | list) else (example,)
+        return lambda: model(*arguments)
+    made = _made(model)
+    return None if made is None else (lambda: model(**made))
+
+
+@contextlib.contextmanager
+def quietly(model: nn.Module) -> Iterator[None]:
+    """Evaluation mode and the random state as they are, around a run."""
+    modes = {module: module.training for module in model.modules()}
+    devices = [p.device for p in model.parameters() if p.device.type == "cuda"][:1]
+    with torch.random.fork_rng(devices=devices):
+        torch.manual_seed(0)
+        try:
+            yield
+        finally:
+            for module, mode in modes.items():
+                module.training = mode
+
+
+def _made(model: nn.Module) -> dict[str, Tensor] | None:
+    config = getattr(model, "config", None)
+    p = next(model.parameters(), None)
+    if p is None:
+        return None
+    if isinstance(settings := getattr(model, "pretrained_cfg", None) or getattr(model, "default_cfg", None), Mapping):
+        size = settings.get("input_size", (3, 224, 224))
+        embed: Any = getattr(model, "patch_embed", None)
+        size = (size[0], *getattr(embed, "img_size", size[1:])) if embed is not None else size
+        return {"x": torch.rand(1, *size, dtype=p.dtype, device=p.device)}
+    if not hasattr(config, "model_type"):
+        return None
+    return _of_transformers(model, config, p)
+
+
+def _of_transformers(model: Any, config: Any, p: Tensor) -> dict[str, Tensor] | None:
+    name = getattr(model, "main_input_name", "input_ids")
+    text, vision = (_sub(config, *names) for names in (("text_config", "decoder"), ("vision_config",)))
+    given: dict[str, Tensor] = {}
+
+    def tokens(of: Any) -> Tensor:
+        size = int(getattr(of, "vocab_size", None) or getattr(config, "vocab_size", 100))
+        first = min(4, size - 1)
+        return torch.arange(2 * TOKENS, device=p.device).view(2, TOKENS) % (size - first) + first
+
+    def numbers(*shape: int) -> Tensor:
+        return torch.rand(*shape, dtype=p.dtype, device=p.device)
+
+    if name == "input_ids" or model.__class__.__name__.startswith(("CLIPModel", "SiglipModel")):
+        given["input_ids"] = tokens(text)
+    if name == "pixel_values" or (vision is not config and "input_ids" in given and _takes(model, "pixel_values")):
+        size = getattr(vision, "image_size", 32)
+        height, width = size if isinstance(size, list | tuple) else (size, size)
+        channels = getattr(vision, "num_channels", 3)
+        frames = getattr(config, "num_frames", None)
+        given["pixel_values"] = numbers(1, *([frames] if frames else []), channels, height, width)
+        if "input_ids" in given:
+            given["pixel_values"] = given["pixel_values"].expand(2, *given["pixel_values"].shape[1:])
+    if name in ("input_features", "input_values"):
+        bins = getattr(config, "num_mel_bins", None)
+        length = 2 * getattr(config, "max_source_positions", 200)
+        if name == "input_values" and bins:
+            given[name] = numbers(1, getattr(config, "max_length", 64), bins)
+        else:
+            given[name] = numbers(1, bins, length) if bins else numbers(1, 4000)
+    if not given:
+        return None
+    if getattr(config, "is_encoder_decoder", False) and _takes(model, "decoder_input_ids"):
+        rows = next(iter(given.values())).shape[0]
+        given["decoder_input_ids"] = tokens(text)[:rows]
+    return given
+
+
+def _sub(config: Any, *names: str) -> Any:
+    return next((found for name in names if hasattr(found := getattr(config, name, None), "to_dict")), config)
+
+
+def _takes(model: nn.Module, name: str) -> bool:
+    import inspect
+
+    return name in inspect.signature(model.forward).parameters
+
+
+def refuse_without(model: nn.Module, why: str) -> InputError:
+    """What to do where no input is known, or the model does not take it."""
+    return InputError(
+        f"{type(model).__name__}'s blocks are found by running the model once, and {why}: pass example=, the keyword "
+        "arguments of a call as a dictionary (or a function of the model); or register the blocks' class with "
+        "normformer_rs.surgery.register_block"
+    )

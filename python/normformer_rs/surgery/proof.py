@@ -1,0 +1,115 @@
+"""Proves what a run has found: with the scheme that the blocks are read to have, a model computes what it did."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..schemes import Combine, Learned, Place, ResidualSpec, Scheme, StackSpec, norm
+from .blocks import Group, structure_of
+from .examples import quietly
+from .spec import Part
+from .structure import tensors_in
+
+_ERRORS = {torch.float64: 1e-9, torch.float32: 1e-4}
+"""The allowed difference beside the largest number; in 16 bits five percent."""
+
+
+class OwnForm(Scheme):
+    """The scheme that blocks have. `is_wide`: with sums of all outputs, of which only the last counts, so that the
+    hidden state is what schemes with several tensors make it."""
+
+    name = "own-form"
+
+    def __init__(self, group: Group, is_wide: bool = False) -> None:
+        self.parts = tuple(structure_of(block).parts for block in group.blocks)
+        self.has_end, self.is_wide = group.end is not None, is_wide
+
+    def _part(self, place: Place) -> Part | None:
+        parts = self.parts[min(place.layer, len(self.parts) - 1)]
+        return parts[place.index] if place.index < len(parts) else None
+
+    def around(self, place: Place) -> ResidualSpec:
+        part = self._part(place)
+        if part is None:
+            return ResidualSpec()
+        is_before = part.before is not None or (part.norm is not None and not (part.after or part.branch))
+        return ResidualSpec(
+            before=[norm()] if is_before else [],
+            branch=[norm("branch_norm")] if part.branch is not None else [],
+            after=[norm("after_norm")] if part.after is not None else [],
+        )
+
+    def stack(self, place: Place) -> StackSpec:
+        size = place.layers + 1
+        eye = [float(i == j) for i in range(size) for j in range(size)]
+        combine = Combine(Learned("combine.weight", eye, (size, size)), skips_first=True) if self.is_wide else None
+        return StackSpec(combine=combine, end=[norm()] if self.has_end else [])
+
+
+def prove(
+    model: nn.Module, run: Callable[[], Any], groups: list[Group], swap: Callable[[list[Group], Any], Any], is_wide: bool
+) -> dict[str, str]:
+    """The groups whose identity swap changes what the model computes, by their paths, with what differs. `swap` gives
+    the groups, each a scheme, and returns what takes it back."""
+    watched = next((p for group in groups for p in group.blocks[0].parameters() if p.requires_grad), None)
+    modes = [False] + ([True] if not any(_random(model)) else [])
+    before = {mode: _observe(model, run, watched, mode) for mode in modes}
+
+    def fault(some: list[Group]) -> str | None:
+        edits = None
+        try:
+            edits = swap(some, lambda group: OwnForm(group, is_wide))
+            for mode in modes:
+                said = _difference(before[mode], _observe(model, run, watched, mode))
+                if said is not None:
+                    return said + " in training mode" * mode
+            return None
+        except Exception as reason:  # a model may raise anything on a hidden state of another width
+            return f"{type(reason).__name__}: {str(reason).partition(chr(10))[0]}"
+        finally:
+            if edits is not None:
+                edits.undo()
+
+    if fault(groups) is None:
+        return {}
+    return {group.path: said for group in groups if (said := fault([group])) is not None}
+
+
+def _random(model: nn.Module) -> Iterator[bool]:
+    """Whether parts of the model draw random numbers in training mode, as far as their attributes tell."""
+    for module in model.modules():
+        for name, value in vars(module).items():
+            if isinstance(value, float) and value > 0 and ("drop" in name or (name == "p" and "Drop" in type(module).__name__)):
+                yield True
+
+
+def _observe(model: nn.Module, run: Callable[[], Any], watched: Tensor | None, training: bool) -> list[Tensor]:
+    """The model's outputs, and the gradient of their sum with respect to one parameter."""
+    buffers = [(b, b.clone()) for b in model.buffers()]
+    with quietly(model), torch.enable_grad():
+        model.train(training)
+        outputs = [t for t in tensors_in(run()) if t.is_floating_point()]
+        followed = [t for t in outputs if t.requires_grad]
+        found = [t.detach() for t in outputs]
+        if watched is not None and followed:
+            total = torch.stack([t.double().sum() for t in followed]).sum()
+            found += [g for g in torch.autograd.grad(total, [watched], allow_unused=True) if g is not None]
+    with torch.no_grad():
+        for buffer, value in buffers:
+            buffer.copy_(value)
+    return found
+
+
+def _difference(before: list[Tensor], now: list[Tensor]) -> str | None:
+    if [t.shape for t in before] != [t.shape for t in now]:
+        return "its outputs have other shapes"
+    for a, b in zip(before, now):
+        error = _ERRORS.get(a.dtype, 0.05)
+        same = torch.isfinite(a)
+        scale = a[same].abs().max().item() if same.any() else 0.0
+        distance = (a - b)[same].abs().max().item() if same.any() else 0.0
+        if not distance <= error * max(scale, 1e-3):
+            return f"its outputs or gradients differ by {distance:.3g} of {scale:.3g}"
+    return None

@@ -1,0 +1,196 @@
+"""The residual stream as a tensor: another library's block runs its own forward on it.
+
+Adding to it closes a sublayer, and any other reading of it gives what the scheme's sublayer reads. The block's own norms
+on the stream let it through.
+"""
+
+import functools
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from ..errors import InputError
+from ..nn.interpreter import Streams
+from .converted import Converted
+from .structure import ADDITIONS, UNCHANGED
+
+_LOOKS = frozenset(
+    """__get__ __set__ __len__ __hash__ __repr__ __bool__ size dim ndimension stride is_floating_point is_complex numel
+    nelement is_contiguous element_size get_device data_ptr is_same_size""".split()
+)
+"""Operations that ask for a tensor's form and not for its numbers."""
+_REARRANGES = UNCHANGED - {"requires_grad_"}
+
+
+class Pass:
+    """One call of a block: which sublayers its additions close, and which additions only read the stream."""
+
+    def __init__(self, residual: Any, writes: tuple[int, ...], reads: frozenset[tuple[int, int]]) -> None:
+        self.residual, self.writes, self.reads = residual, writes, reads
+        self.seen: dict[int, int] = {}
+        """Additions that only read, by how many wrote before."""
+
+    def only_reads(self, written: int) -> bool:
+        """Whether the addition under way only reads the stream."""
+        if not self.reads:
+            return False
+        number = self.seen.get(written, 0)
+        if (written, number) not in self.reads:
+            return False
+        self.seen[written] = number + 1
+        return True
+
+
+class Stream(Tensor):
+    """x on its way through a block, `written` additions after its start."""
+
+    under_way: Pass
+    plain: Tensor
+    """The same tensor without the class."""
+    streams: Streams
+    """x, what goes beside it, and what was read of it."""
+    written: int
+    parallel: Tensor | None
+    """The sum of the sublayer's first branches, where several are added one by one."""
+    value: Tensor | None
+    """What a sublayer read of it."""
+    shape_of_rows: Any
+    """The shape of `streams`, where the block sees another."""
+
+    @staticmethod
+    def of(
+        x: Tensor,
+        under_way: Pass,
+        streams: Streams,
+        written: int = 0,
+        parallel: Tensor | None = None,
+        shape: Any = None,
+    ) -> "Stream":
+        """`x` as the stream: what the block sees as its input's shape and type."""
+        stream = x.as_subclass(Stream)
+        stream.under_way, stream.plain, stream.streams, stream.written = under_way, x, streams, written
+        stream.parallel, stream.value, stream.shape_of_rows = parallel, None, shape or x.shape
+        return stream
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs, name = kwargs or {}, getattr(func, "__name__", "")
+        with torch._C.DisableTorchFunctionSubclass():
+            if name in _LOOKS:
+                return func(*args, **kwargs)
+            if name in ADDITIONS and (added := _added(args, kwargs)) is not None:
+                stream, f = added
+                if not stream.under_way.only_reads(stream.written):
+                    return write(stream, f)
+            if name in _REARRANGES and args and isinstance(args[0], Stream):
+                made = _rearranged(func, args, kwargs)
+                if made is not None:
+                    return made
+            return func(*map(_read, args), **{key: _read(value) for key, value in kwargs.items()})
+
+
+def bare(x: Stream) -> Tensor:
+    """The tensor without the class. Dynamo cannot take it off, and reentrant checkpoints need the tensor that they
+    detached."""
+    return x.plain if torch.compiler.is_compiling() else x.as_subclass(Tensor)
+
+
+def _added(args: Any, kwargs: Any) -> tuple[Stream, Tensor] | None:
+    """The stream, and what is added to it; None: the addition is another."""
+    if len(args) != 2 or kwargs or not all(isinstance(a, Tensor) for a in args):
+        return None
+    streams = [a for a in args if isinstance(a, Stream)]
+    if len(streams) != 1 or args[0].shape != args[1].shape:
+        return None
+    return streams[0], args[1] if args[0] is streams[0] else args[0]
+
+
+_SHAPES = frozenset({"view", "reshape", "flatten", "unflatten", "squeeze", "unsqueeze", "view_as"})
+
+
+def _rearranged(func: Any, args: Any, kwargs: Any) -> Stream | None:
+    """The stream after a change of its type, of its leading shape, or of the order of its first dimensions; None: the
+    operation is another."""
+    stream, name = args[0], getattr(func, "__name__", "")
+    x = bare(stream)
+    made = func(x, *args[1:], **kwargs)
+    if not isinstance(made, Tensor):
+        return None
+    streams, shape = stream.streams, stream.shape_of_rows
+    if name == "transpose" and made.shape[-1:] == x.shape[-1:] and shape == x.shape:
+        x_, *others = (func(t, *args[1:], **kwargs) for t in (streams.x, *streams.others, *streams.outputs))
+        count = len(streams.others)
+        streams = streams._replace(x=x_, others=tuple(others[:count]), outputs=tuple(others[count:]), normed=None)
+        if streams.read is not None:
+            unwritten = tuple(func(t, *args[1:], **kwargs) for t in streams.unwritten)
+            streams = streams._replace(read=made, unwritten=unwritten)
+        shape = made.shape
+    elif made.shape != x.shape:
+        if name not in _SHAPES or made.shape[-1:] != x.shape[-1:] or made.numel() != x.numel():
+            return None
+    elif made.dtype != x.dtype:
+        others = tuple(other.to(made.dtype) for other in streams.others)
+        streams = streams._replace(x=streams.x.to(made.dtype), others=others, normed=None)
+    elif name == "clamp":
+        streams = streams._replace(x=func(streams.x, *args[1:], **kwargs))
+    return Stream.of(made, stream.under_way, streams, stream.written, stream.parallel, shape)
+
+
+def _read(value: Any) -> Any:
+    if isinstance(value, Stream):
+        return read(value)
+    if isinstance(value, tuple | list) and type(value) in (tuple, list):
+        return type(value)(map(_read, value))
+    return value
+
+
+def read(stream: Stream, norm: nn.Module | None = None) -> Tensor:
+    """What the sublayer reads, through one of the block's norms or past them."""
+    run = stream.under_way
+    if stream.written >= len(run.writes) or stream.parallel is not None:
+        return bare(stream)
+    if norm is None and stream.value is not None:
+        return stream.value
+    value = run.residual.read(run.writes[stream.written], stream.streams, norm)
+    value = value.view(stream.shape) if value.numel() == stream.numel() else value
+    if norm is None:
+        stream.value = value
+    return value
+
+
+def write(stream: Stream, f: Tensor) -> Stream:
+    """The stream after an addition."""
+    run, number = stream.under_way, stream.written
+    if number >= len(run.writes):
+        raise InputError(
+            f"{run.residual.described()} adds to its residual stream more often than in the run that it was swapped by"
+        )
+    f = f if stream.parallel is None else stream.parallel + f
+    if number + 1 < len(run.writes) and run.writes[number + 1] == run.writes[number]:
+        return Stream.of(bare(stream), run, stream.streams, number + 1, f, stream.shape_of_rows)
+    following = run.writes[number + 1] if number + 1 < len(run.writes) else None
+    streams = run.residual.write(run.writes[number], stream.streams, f.view(stream.shape_of_rows), following)
+    seen = streams.x if streams.read is None else streams.read
+    seen = seen.view(f.shape) if seen.numel() == f.numel() else f
+    return Stream.of(seen, run, streams, number + 1, None, stream.shape_of_rows)
+
+
+class StreamNorm(Converted):
+    """A norm that a block calls on its stream. The scheme decides where norms stand, and calls it with a plain x."""
+
+    goes_over = True
+    """To the norm that takes its place."""
+    computes_as: ClassVar[type]
+    """The class whose operator may stand in for a call."""
+
+    def __init_subclass__(cls) -> None:
+        cls.computes_as, own = cls.kind, cls.kind.forward
+
+        @functools.wraps(own)
+        def forward(self: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+            if not isinstance(x, Stream):
+                return own(self, x, *args, **kwargs)
+            return read(x, self) if x.under_way.residual.stands_before(self, x) else x
+
+        cls.forward = forward

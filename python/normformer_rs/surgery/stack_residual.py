@@ -1,0 +1,231 @@
+"""What a residual scheme has beside the blocks of another library's stack: its begin and end, learned sums of all
+outputs, further streams, t.
+
+Streams and outputs travel inside the hidden state: between blocks it is as many times wider as there are tensors. The
+stack's own loop hands it on without knowing, and so do checkpointing, pipelines and layers that are left out.
+"""
+
+import copy
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from ..nn.build import install, make, reset, reset_module
+from ..nn.interpreter import KeptTensors, Streams, apply_changes, apply_norm
+from ..nn.place import Place
+from ..nn.profiling import begin_stack
+from ..nn.scheme import parts_of
+from ..nn.specs import Learned, NormAt
+from ..nn.stacks import Sums
+from ..nn.step_hooks import Growing
+from .blocks import like_of
+from .calls import begin_stack_call, end_stack_call, stack_call
+
+
+class StackResidual(Growing):
+    """A residual scheme's own parts of a stack."""
+
+    place: Place
+
+    def __init__(self, place: Place, blocks: Sequence[nn.Module], has_end_norm: bool) -> None:
+        super().__init__()
+        like = like_of(blocks[0])
+        self._blocks = tuple(blocks)  # references, not children
+        factory = {"device": like.device, "dtype": like.dtype}
+        self.place, declared = place, place.declared
+        self.width, self.is_wide = place.config.d_model, self.carries_more(place)
+        self.end = tuple(c for c in declared.end if c.kind != "norm" or not has_end_norm)
+        self.declared_parts = self._declared()
+        install(self, self.declared_parts, place, factory=factory)
+        if declared.combine is not None:
+            self.combine = Sums(declared.combine, place, factory, True)
+        self.grow(declared.growth, like.device)
+        self.kept_widths: dict[str, int] = {}
+        layers = declared.layers
+        self.needed = [sorted({name for later in layers[i:] for name in later.takes}) for i in range(len(layers) + 1)]
+
+    def _declared(self) -> list[NormAt | Learned]:
+        declared = self.place.declared
+        own = [*parts_of((*declared.begin, *self.end)), *(at for at in declared.streams if at is not None)]
+        return own + ([] if declared.mixing is None else [*declared.mixing.parameters()])
+
+    def reset_parameters(self) -> None:
+        """Resets the norms, the parameters and t."""
+        reset(self, self.declared_parts)
+        reset_module(self._modules.get("combine"))
+        self.reset_growth()
+
+    def watched(self) -> Iterator[nn.Parameter]:
+        return (p for block in self._blocks for p in block.parameters())
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "StackResidual":
+        if not memo:  # the copy of a stack's parts, not of a model
+            memo |= {id(block): block for block in self._blocks}
+        new = type(self).__new__(type(self))
+        memo[id(self)] = new
+        new.__setstate__(copy.deepcopy(self.__dict__, memo))
+        return new
+
+    @staticmethod
+    def carries_more(place: Place) -> bool:
+        """More than x goes from block to block."""
+        declared = place.declared
+        takes = any(layer.takes for layer in declared.layers)
+        return bool(declared.streams or declared.combine or declared.mixing or takes)
+
+    # Between the blocks.
+
+    def open(self, holder: nn.Module, x: Tensor, layer: int) -> Streams:
+        """What the block reads of the hidden state that it gets."""
+        declared, call = self.place.declared, stack_call(holder)
+        kept: KeptTensors = {}
+        outputs: list[Tensor] = []
+        if x.shape[-1] != self.width:
+            streams, outputs, kept = self._unpack(x, layer)
+        else:
+            if layer == 0 or (call is not None and not call.has_begun):
+                begin_stack()
+                x = apply_changes(self, declared.begin, x, None, kept)
+            first = x if declared.mixing is None else declared.mixing.begin(x)
+            streams = Streams(first, (x,) * len(declared.streams))
+        if call is not None:
+            call.has_begun = True
+        combine: Any = self._modules.get("combine")
+        if combine is not None:
+            outputs += [outputs[-1]] * (layer - len(outputs)) if outputs else [streams.x] * layer
+            streams = streams._replace(x=combine(streams.x, outputs, None))
+        return streams._replace(kept=kept, outputs=tuple(outputs))
+
+    def close(self, holder: nn.Module, streams: Streams, layer: int) -> Tensor:
+        """The hidden state that the block gives: after the last one the stack's output."""
+        call = stack_call(holder)
+        is_last = layer + 1 == self.place.depth
+        y = self._finish(streams) if is_last else self._pack(streams, layer)
+        if call is not None:
+            call.last, call.is_finished = (y, layer), call.is_finished or is_last
+        if self.is_wide and not is_last and not torch.compiler.is_compiling():
+            WIDE[y] = (weakref.ref(self), layer)
+        return y
+
+    def _pack(self, streams: Streams, layer: int) -> Tensor:
+        x = streams.x
+        if not self.is_wide:
+            return x
+        first = x.flatten(-2) if getattr(self.place.declared.mixing, "streams", 1) > 1 else x
+        kept = [(streams.kept or {})[name] for name in self.needed[layer + 1]]
+        parts = [first, *streams.others, *streams.outputs, *(one.to(x.dtype) for one in kept)]
+        return torch.cat(parts, -1)
+
+    def _unpack(self, wide: Tensor, layer: int) -> tuple[Streams, list[Tensor], KeptTensors]:
+        declared, d = self.place.declared, self.width
+        names = self.needed[layer]
+        widths = [self.kept_widths.get(name, d) for name in names]
+        hyper = getattr(declared.mixing, "streams", 1)
+        rest = wide.shape[-1] - sum(widths) - hyper * d
+        first, *others = wide.split([hyper * d, *[d] * (rest // d), *widths], -1)
+        kept = dict(zip(names, others[len(others) - len(names) :], strict=True))
+        others = others[: len(others) - len(names)]
+        x = first.unflatten(-1, (hyper, d)) if hyper > 1 else first
+        count = len(others) if declared.mixing is not None else len(declared.streams)
+        return Streams(x, tuple(others[:count])), others[count:], kept
+
+    def keeps(self, widths: Mapping[str, int]) -> None:
+        """Widths of what is left under a name, where it is not d."""
+        self.kept_widths = {**self.kept_widths, **widths}
+
+    def _finish(self, streams: Streams) -> Tensor:
+        """The stack's output."""
+        declared, x, others = self.place.declared, streams.x, streams.others
+        combine: Any = self._modules.get("combine")
+        if combine is not None:
+            outputs = [y.to(x.dtype) for y in streams.outputs]
+            outputs += [x] * (self.place.depth - len(outputs))
+            x = combine(x, outputs, None)
+        for at, s in zip(declared.streams, others):
+            x = x + (s if at is None else apply_norm(getattr(self, at.name), s, None))
+        x = x if declared.mixing is None else declared.mixing.read(self, (x, *others))[0]
+        return apply_changes(self, self.end, x, None, dict(streams.kept or {}))
+
+    def finish(self, y: Tensor, layer: int) -> Tensor:
+        """The stack's output where blocks after this one did not run."""
+        if y.shape[-1] == self.width:
+            mixing = self.place.declared.mixing
+            return self._finish(Streams(y if mixing is None else mixing.begin(y), (y,) * len(self.place.declared.streams)))
+        streams, outputs, kept = self._unpack(y, layer + 1)
+        return self._finish(streams._replace(outputs=tuple(outputs), kept=kept))
+
+    def seen(self, y: Tensor, layer: int) -> Tensor:
+        """x of a hidden state."""
+        if y.shape[-1] == self.width:
+            return y
+        streams, _, _ = self._unpack(y, layer + 1)
+        mixing = self.place.declared.mixing
+        return streams.x if mixing is None else mixing.seen((streams.x, *streams.others))
+
+    def extra_repr(self) -> str:
+        return f"{str(self.place.config.residual)!r}, depth {self.place.depth}"
+
+
+class StackCalls:
+    """Hooks around a stack's calls: the stack ends as the scheme says, whichever block was the last to run, and hidden
+    states that it returns are x."""
+
+    def __init__(self, holder: nn.Module, stack: StackResidual) -> None:
+        self.holder, self.stack = holder, stack
+
+    def begin(self, *_: Any) -> None:
+        begin_stack_call(self.holder)
+
+    def end(self, _: nn.Module, __: Any, output: Any) -> Any:
+        call = end_stack_call(self.holder)
+        if call is None or call.last is None or call.is_finished:
+            return None
+        last, layer = call.last
+        return _replaced(output, lambda t: self.stack.finish(t, layer) if t is last else t)
+
+    def before_norm(self, _: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
+        """On the norm after the stack: its input is the stack's output."""
+        call = stack_call(self.holder)
+        is_early = call is not None and call.last is not None and not call.is_finished
+        y = args[0] if args else None
+        if not isinstance(y, Tensor) or not (is_early or (call is None and y.shape[-1] != self.stack.width)):
+            return None
+        if call is not None:
+            call.is_finished = True
+        layer = call.last[1] if call is not None and call.last is not None else self.stack.place.depth - 2
+        return (self.stack.finish(y, layer), *args[1:])
+
+
+WIDE: Any = WeakTensorKeyDictionary()
+"""Hidden states that hold more than x: their stack, and the block that gave them."""
+
+
+def show(_: nn.Module, __: Any, output: Any) -> Any:
+    """A hook on modules around a stack: hidden states among their outputs are x."""
+    return _replaced(output, _shown) if len(WIDE) else None
+
+
+def _shown(t: Tensor) -> Tensor:
+    stack, layer = WIDE.get(t, (None, 0))
+    made = None if stack is None else stack()
+    return t if made is None else made.seen(t, layer)
+
+
+def _replaced(value: Any, change: Any) -> Any:
+    """Nested tuples, lists and mappings with tensors exchanged."""
+    if isinstance(value, Tensor):
+        return change(value)
+    if isinstance(value, tuple) and type(value) is tuple:
+        return tuple(_replaced(one, change) for one in value)
+    if isinstance(value, list):
+        return [_replaced(one, change) for one in value]
+    if isinstance(value, Mapping):
+        for name in [*value]:
+            new = _replaced(value[name], change)
+            if new is not value[name]:
+                value[name] = new  # type: ignore[index]
+    return value

@@ -1,0 +1,538 @@
+"""What blocks compute, found by one run of their model: which additions carry the residual stream, which norms stand on
+it or on branches, and which linear layers a branch is made of.
+
+The run records every operation and every call of a norm, dropout or linear layer. Read backwards from a block's output,
+additions, norms and changes of type lead along the stream to the block's input; what is added there is a branch.
+"""
+
+import contextlib
+import inspect
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from .recognise import alike, looks_like_a_norm, read_norm
+from .spec import Linear, Part
+
+ADDITIONS = frozenset({"add", "__add__", "__iadd__", "__radd__", "add_"})
+UNCHANGED = frozenset(
+    """to float type contiguous clamp clone type_as double half bfloat16 view reshape flatten unflatten transpose permute
+    squeeze unsqueeze __getitem__ detach alias view_as expand_as narrow requires_grad_""".split()
+)
+"""Operations that leave a tensor's numbers as they are, but for their type and place."""
+_TIMES = frozenset({"mul", "__mul__", "__rmul__", "mul_", "__imul__", "div", "__truediv__"})
+_PRODUCTS = frozenset({"matmul", "__matmul__", "bmm", "baddbmm", "einsum"})
+_ATTENTION = frozenset({"scaled_dot_product_attention", "multi_head_attention_forward"})
+
+Key = tuple[int, int]
+"""A tensor at one time: its identity and its version."""
+
+
+class Node(NamedTuple):
+    """An operation, or the call of a module that counts as one."""
+
+    what: str
+    """The operation's name; or norm, linear, dropout, scale."""
+    module: nn.Module | None
+    inputs: tuple[Key, ...]
+    shapes: tuple[tuple[int, ...], ...]
+    outputs: tuple[Key, ...]
+    factor: float | None = None
+    """Of a multiplication by a number."""
+
+
+class Call(NamedTuple):
+    """A call of a block: the nodes in it, its input and output on the stream, and its arguments."""
+
+    first: int
+    last: int
+    x: Key
+    shape: tuple[int, ...]
+    y: Key | None
+    arguments: Mapping[str, Key]
+
+
+class Unaccounted(Exception):
+    """The block is not known to be a residual block; says what could not be accounted for."""
+
+
+def key(t: Tensor) -> Key:
+    return id(t), t._version
+
+
+def stream_in(arguments: Iterable[Any]) -> Tensor | None:
+    """The residual stream among a block's arguments: the first tensor of floating point with rows."""
+    is_stream = (a for a in arguments if isinstance(a, Tensor) and a.is_floating_point() and a.dim() >= 2)
+    return next(is_stream, None)
+
+
+def tensors_in(value: Any) -> Iterator[Tensor]:
+    """The tensors of nested tuples, lists and dictionaries, in order."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, tuple | list):
+        for one in value:
+            yield from tensors_in(one)
+    elif isinstance(value, Mapping):
+        for one in value.values():
+            yield from tensors_in(one)
+
+
+class Record(TorchFunctionMode):
+    """Records a model's run."""
+
+    def __init__(self, model: nn.Module, blocks: Iterable[nn.Module]) -> None:
+        super().__init__()
+        self.nodes: list[Node] = []
+        self.made: dict[Key, int] = {}
+        self.dropped: dict[Key, list[nn.Module]] = {}
+        """Dropouts that a tensor went through unchanged, as in evaluation mode."""
+        self.calls: dict[nn.Module, list[Call]] = {}
+        self.open: list[tuple[nn.Module, int, Tensor, Key, dict[str, Key]]] = []
+        self.within = 0
+        """Modules under way that count as one operation."""
+        self.alive: list[Any] = []
+        self.kinds = {part: kind for part in model.modules() if (kind := _counts_as(part))}
+        self.blocks = {*blocks}
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if self.within:
+            return func(*args, **(kwargs or {}))
+        given = [*tensors_in(args), *tensors_in(kwargs or {})]
+        before = [key(t) for t in given]
+        out = func(*args, **(kwargs or {}))
+        name = getattr(func, "__name__", "")
+        numbers = [a for a in args if isinstance(a, int | float) and not isinstance(a, bool)]
+        factor = numbers[0] if name in _TIMES and len(given) == 1 and len(numbers) == 1 else None
+        if factor is not None and "div" in name:
+            factor = 1 / factor if factor else None
+        self.add(name, None, given, before, out, factor)
+        return out
+
+    def add(
+        self, what: str, module: nn.Module | None, given: list[Tensor], keys: list[Key], out: Any, factor: Any = None
+    ) -> None:
+        made = [*tensors_in(out)]
+        if not made:
+            return
+        self.alive += [given, made]
+        outputs = tuple(map(key, made))
+        if what == "dropout" and module is not None and outputs[0] in keys:
+            self.dropped.setdefault(outputs[0], []).append(module)
+        self.made |= dict.fromkeys((k for k in outputs if k not in keys), len(self.nodes))
+        shapes = tuple(tuple(t.shape) for t in given)
+        self.nodes.append(Node(what, module, tuple(keys), shapes, outputs, factor))
+
+    # Hooks of modules.
+
+    def enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if module in self.blocks and not self.within:
+            x = stream_in((*args, *kwargs.values()))
+            if x is not None:
+                self.open.append((module, len(self.nodes), x, key(x), _named(module, args, kwargs)))
+                self.alive.append([*tensors_in((args, kwargs))])
+        if module in self.kinds:
+            self.within += 1
+
+    def leave(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
+        if module in self.kinds:
+            self.within -= 1
+            given = [*tensors_in((args, kwargs))]
+            if not self.within:
+                self.add(self.kinds[module], module, given, [key(t) for t in given], out)
+        if self.open and self.open[-1][0] is module:
+            _, first, x, at, arguments = self.open.pop()
+            same = (t for t in tensors_in(out) if t.shape == x.shape and t.is_floating_point())
+            y = next(same, None)
+            self.alive.append(y)
+            made = None if y is None else key(y)
+            call = Call(first, len(self.nodes), at, tuple(x.shape), made, arguments)
+            self.calls.setdefault(module, []).append(call)
+
+
+def _named(block: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Key]:
+    """The tensors among a call's arguments, by the names in the block's signature."""
+    try:
+        given = inspect.signature(block.forward).bind(*args, **kwargs).arguments
+    except TypeError:
+        return {}
+    flat = {**given, **given.pop("kwargs", {})}
+    return {name: key(value) for name, value in flat.items() if isinstance(value, Tensor)}
+
+
+_RECOGNISED: dict[Any, bool] = {}
+
+
+def _counts_as(module: nn.Module) -> str | None:
+    """What a module is, if it counts as one operation."""
+    if isinstance(module, nn.modules.dropout._DropoutNd):
+        return "dropout"
+    kind = type(module).__name__
+    if isinstance(module, nn.Linear) or kind == "Conv1D":
+        return "linear"
+    if next(module.children(), None) is not None or isinstance(module, nn.Embedding):
+        return None
+    if re.search("drop_?path|stochastic_?depth", kind, re.IGNORECASE):
+        return "drop_path"
+    if is_norm(module):
+        return "norm"
+    own = [*module.parameters(recurse=False)]
+    return "scale" if re.search("layer_?scale", kind, re.IGNORECASE) and len(own) == 1 else None
+
+
+def is_norm(module: nn.Module) -> bool:
+    """The module is a norm, recognised by what it computes; or its class's name says so."""
+    if next(module.parameters(recurse=False), None) is None and not looks_like_a_norm(module):
+        return False
+    like = alike(module)
+    if like is module:
+        return looks_like_a_norm(module) or read_norm(module) is not None
+    if like not in _RECOGNISED:
+        _RECOGNISED[like] = looks_like_a_norm(module) or read_norm(module) is not None
+    return _RECOGNISED[like]
+
+
+def record(model: nn.Module, blocks: Iterable[nn.Module], run: Callable[[], Any]) -> Record:
+    """A run of the blocks' model."""
+    found = Record(model, blocks)
+    with contextlib.ExitStack() as hooks:
+        for module in {*found.kinds, *found.blocks}:
+            before = module.register_forward_pre_hook(found.enter, with_kwargs=True)
+            after = module.register_forward_hook(found.leave, with_kwargs=True)
+            hooks.callback(before.remove)
+            hooks.callback(after.remove)
+        with torch.no_grad(), found:
+            run()
+    return found
+
+
+# Reading the record.
+
+
+class Step(NamedTuple):
+    """A step of the stream within a block: an addition or a norm."""
+
+    node: Node
+    branch: Key | None
+    """What is added; None: a norm."""
+
+
+class Structure(NamedTuple):
+    """A block: its sublayers, and how its additions are told apart."""
+
+    parts: tuple[Part, ...]
+    writes: tuple[int, ...]
+    """The sublayer of each addition to the stream, in order."""
+    reads: frozenset[tuple[int, int]]
+    """Additions that only read the stream: (how many wrote before it, its number since)."""
+    width: int | None = None
+    """d; None: the norms tell."""
+    is_found: bool = True
+    """By a run; else it is declared."""
+
+
+def norm_after(model: nn.Module, found: Record, block: nn.Module) -> nn.Module | None:
+    """The norm that reads a block's output outside it."""
+    call = found.calls[block][0]
+    seen = {call.y}
+    for node in found.nodes[call.last :]:
+        if node.inputs and node.inputs[0] in seen:
+            if node.what == "norm":
+                return node.module
+            if node.what in UNCHANGED | {"dropout"}:
+                seen |= {*node.outputs}
+    return None
+
+
+def structure(block: nn.Module, found: Record) -> Structure:
+    """The structure of a block that has run. Errors: Unaccounted."""
+    calls = found.calls.get(block, [])
+    if not calls:
+        raise Unaccounted("the run did not call it with a tensor")
+    if len(calls) > 1:
+        raise Unaccounted(f"it is called {len(calls)} times in one pass, and a scheme counts layers")
+    return _Reader(block, found, calls[0]).structure()
+
+
+class _Reader:
+    def __init__(self, block: nn.Module, found: Record, call: Call) -> None:
+        self.block, self.call = block, call
+        self.record, self.nodes, self.made = found, found.nodes, found.made
+        self.paths: dict[nn.Module | None, str] = {module: name for name, module in block.named_modules()}
+        self.walked: dict[Key, list[Step] | None] = {}
+        self.level: dict[Key, int] = {}
+        """How many additions made each tensor of the stream."""
+
+    def node(self, at: Key) -> Node | None:
+        number = self.made.get(at)
+        inside = number is not None and self.call.first <= number < self.call.last
+        return self.nodes[number] if inside and number is not None else None
+
+    def walk(self, at: Key) -> list[Step] | None:
+        """The steps from the block's input to this tensor; None: it is not on the stream."""
+        if at == self.call.x:
+            return []
+        if at not in self.walked:
+            self.walked[at] = None
+            self.walked[at] = self._walk(at)
+        return self.walked[at]
+
+    def _walk(self, at: Key) -> list[Step] | None:
+        node = self.node(at)
+        if node is None:
+            return None
+        if node.what == "norm" or node.what in UNCHANGED:
+            before = self.walk(node.inputs[0])
+            if before is None or node.what != "norm":
+                return before
+            return [*before, Step(node, None)]
+        if node.what in ADDITIONS and len(node.inputs) == 2 and node.shapes[0] == node.shapes[1]:
+            ways = [(self.walk(node.inputs[i]), node.inputs[1 - i]) for i in (0, 1)]
+            known = [(steps, branch) for steps, branch in ways if steps is not None]
+            if known:
+                steps, branch = min(known, key=lambda way: len(way[0]))
+                return [*steps, Step(node, branch)]
+        return None
+
+    def structure(self) -> Structure:
+        if self.call.y is None:
+            raise Unaccounted("it returns no tensor of its input's shape")
+        steps = self.walk(self.call.y)
+        if steps is None:
+            raise Unaccounted(self._blame(self.call.y))
+        if not any(step.branch is not None for step in steps):
+            raise Unaccounted("nothing is added to its input")
+        self._find_levels(steps)
+        groups, writes = self._sublayers(steps)
+        self.moving = self._moving(steps)
+        parts = tuple(self._part(group, i) for i, group in enumerate(groups))
+        return Structure(parts, writes, self._reading_additions(steps), self.call.shape[-1])
+
+    def _blame(self, at: Key) -> str:
+        """What stands between the block's output and its input."""
+        node = self.node(at)
+        while node is not None and (node.what == "norm" or node.what in UNCHANGED):
+            node = self.node(node.inputs[0])
+        if node is None:
+            return "its output is not made of its input by operations that can be followed"
+        where = self.paths.get(node.module, "")
+        what = f"{where}, a {type(node.module).__name__}," if node.module is not None else f"the operation {node.what}"
+        return f"{what} stands on the stream where an addition or a norm was expected"
+
+    def _find_levels(self, steps: list[Step]) -> None:
+        """How many additions each tensor of the stream has behind it."""
+        on_path = {step.node.outputs[0] for step in steps}
+        self.level[self.call.x] = 0
+        adds = {step.node.outputs[0]: i + 1 for i, step in enumerate(s for s in steps if s.branch is not None)}
+        for node in self.nodes[self.call.first : self.call.last]:
+            out = node.outputs[0]
+            if out in adds:
+                self.level[out] = adds[out]
+            elif node.inputs and node.inputs[0] in self.level:
+                if (node.what == "norm" and out in on_path) or self._is_same(node):
+                    self.level[out] = self.level[node.inputs[0]]
+
+    def _is_same(self, node: Node) -> bool:
+        return node.what in UNCHANGED and len(node.outputs) == 1
+
+    def _reach(self, at: Key) -> tuple[set[Key], list[Node], set[Key]]:
+        """Backwards from a branch to the stream: the stream's tensors that it reads, the nodes between, in order, and
+        the tensors from outside the block."""
+        read: set[Key] = set()
+        outside: set[Key] = set()
+        numbers: set[int] = set()
+        todo, seen = [at], set()
+        while todo:
+            here = todo.pop()
+            if here in seen:
+                continue
+            seen.add(here)
+            if here in self.level:
+                read.add(here)
+                continue
+            number = self.made.get(here)
+            if number is None or not self.call.first <= number < self.call.last:
+                outside.add(here)
+                continue
+            numbers.add(number)
+            todo += self.nodes[number].inputs
+        return read, [self.nodes[number] for number in sorted(numbers)], outside
+
+    def _sublayers(self, steps: list[Step]) -> tuple[list[list[Step]], tuple[int, ...]]:
+        """The steps of each sublayer. Additions whose branches read the stream before the addition ahead of them are
+        parallel: of one sublayer."""
+        groups: list[list[Step]] = []
+        writes: list[int] = []
+        for step in steps:
+            if step.branch is None:
+                if not groups:
+                    name = self.paths[step.node.module]
+                    raise Unaccounted(f"{name} norms its input, and the normed one goes on as the stream")
+                groups[-1].append(step)
+                continue
+            read, _, _ = self._reach(step.branch)
+            if not read:
+                raise Unaccounted("a tensor that is not computed from the stream is added to it")
+            start = writes.count(len(groups) - 1) if groups else 0
+            is_parallel = bool(groups) and max(self.level[k] for k in read) <= len(writes) - start
+            if is_parallel:
+                groups[-1].append(step)
+            else:
+                groups.append([step])
+            writes.append(len(groups) - 1)
+        return groups, tuple(writes)
+
+    def _reading_additions(self, steps: list[Step]) -> frozenset[tuple[int, int]]:
+        wrote = {step.node.outputs[0] for step in steps}
+        found, written, since = set(), 0, 0
+        for node in self.nodes[self.call.first : self.call.last]:
+            if node.what not in ADDITIONS or len(node.inputs) != 2:
+                continue
+            if node.outputs[0] in wrote:
+                written, since = written + 1, 0
+            elif any(k in self.level for k in node.inputs) and node.shapes[0] == node.shapes[1]:
+                found.add((written, since))
+                since += 1
+        return frozenset(found)
+
+    # One sublayer.
+
+    def _moving(self, steps: list[Step]) -> set[nn.Module]:
+        """Dropouts that stand last on branches and nowhere else."""
+        last: dict[nn.Module, int] = {}
+        for step in steps:
+            at = step.branch
+            while at is not None:
+                for module in (here := self._dropouts(at)):
+                    last[module] = last.get(module, 0) + 1
+                node = self.node(at)
+                passes = UNCHANGED | {"drop_path", "scale", "norm"}
+                if here or node is None or not (node.what in passes or node.factor is not None):
+                    break
+                at = node.inputs[0] if node.inputs else None
+        inside = self.nodes[self.call.first : self.call.last]
+        calls = {module: sum(node.module is module for node in inside) for module in last}
+        return {module for module, count in last.items() if calls[module] == count}
+
+    def _dropouts(self, at: Key) -> list[nn.Module]:
+        """The dropouts that gave this tensor."""
+        node = self.node(at)
+        own = [node.module] if node is not None and node.what == "dropout" and node.module is not None else []
+        return own + [module for module in self.record.dropped.get(at, ()) if module in self.paths]
+
+    def _part(self, group: list[Step], index: int) -> Part:
+        branches = [step.branch for step in group if step.branch is not None]
+        after = [self.paths[step.node.module] for step in group if step.branch is None]
+        if len(after) > 1:
+            raise Unaccounted(f"two norms follow each other on the stream, {after[0]} and {after[1]}")
+        tails = [self._tail(branch) for branch in branches]
+        tail = tails[0] if len(tails) == 1 else Tail()
+        reached = [self._reach(branch) for branch in branches]
+        nodes = [node for _, nodes, _ in reached for node in nodes]
+        read = {k for keys, _, _ in reached for k in keys}
+        norms = [node for node in nodes if node.what == "norm" and node.inputs[0] in read]
+        before = [*dict.fromkeys(self.paths[node.module] for node in norms)]
+        past = [n for n in nodes if n.what != "norm" and any(k in read for k in n.inputs) and not self._is_same(n)]
+        memory = self._memory(reached, nodes)
+        linears, kind = self._linears(nodes, read, memory is not None)
+        main = (*before, *after, *tail.norms[:1])
+        return Part(
+            kind,
+            main[0] if main else None,
+            linears,
+            tail.dropout,
+            before=before[0] if before else None,
+            twins=tuple(before[1:]),
+            after=after[0] if after else None,
+            branch=tail.norms[0] if tail.norms else None,
+            reads_past=bool(before and past),
+            memory=memory,
+            is_parallel=len(branches) > 1 or bool(before[1:]) or self._is_sum(branches[0]),
+            factors=tail.factors,
+        )
+
+    def _tail(self, branch: Key) -> "Tail":
+        """What stands last on a branch: dropout, norms, factors."""
+        found, at = Tail(), branch
+        while True:
+            last = [module for module in self._dropouts(at) if module in self.moving]
+            if last and found.dropout is None:
+                found = found._replace(dropout=self.paths[last[0]])
+            node = self.node(at)
+            if node is None or not node.inputs:
+                break
+            path = self.paths.get(node.module, "")
+            if node.what == "norm" and not found.norms:
+                found = found._replace(norms=(path,))
+            elif node.what == "scale":
+                found = found._replace(factors=(*found.factors, path))
+            elif node.factor is not None:
+                found = found._replace(factors=(*found.factors, f"{node.factor:g}"))
+            elif node.what not in UNCHANGED | {"dropout", "drop_path"}:
+                break
+            at = node.inputs[0]
+        return found
+
+    def _is_sum(self, branch: Key) -> bool:
+        """The branch is a sum of two that both read the stream."""
+        node = self.node(branch)
+        while node is not None and node.what in UNCHANGED | {"dropout", "drop_path"} and node.inputs:
+            node = self.node(node.inputs[0])
+        if node is None or node.what not in ADDITIONS or len(node.inputs) != 2:
+            return False
+        reached = [self._reach(k) for k in node.inputs]
+        return all(read and any(one.what == "linear" for one in nodes) for read, nodes, _ in reached)
+
+    def _memory(self, reached: list[tuple[set[Key], list[Node], set[Key]]], nodes: list[Node]) -> str | None:
+        """The argument that a linear layer of the branch reads beside the stream: an encoder's output."""
+        names = {at: name for name, at in self.call.arguments.items() if at != self.call.x}
+        outside = {k for _, _, found in reached for k in found}
+        for node in nodes:
+            if node.what in ("linear", "linear_function") and node.inputs[0] in outside:
+                return names.get(node.inputs[0])
+        return None
+
+    def _linears(self, nodes: list[Node], read: set[Key], reads_memory: bool) -> tuple[tuple[Linear, ...], Any]:
+        """The linear layers of a branch with their roles, and the sublayer's kind."""
+        made_of_stream: set[Key] = {*read}
+        is_attention = reads_memory
+        for node in nodes:
+            depends = [k for k in node.inputs if k in made_of_stream]
+            if depends:
+                made_of_stream |= {*node.outputs}
+            is_product = node.what in _PRODUCTS and len(node.inputs) >= 2 and len(depends) >= 2
+            is_attention |= node.what in _ATTENTION or is_product
+        linears = [node for node in nodes if node.what == "linear" and node.module is not None]
+        paths = [*dict.fromkeys(self.paths[node.module] for node in linears)]
+        if not paths:
+            return (), "self-attention" if is_attention else "feed-forward"
+        last = paths[-1]
+        roles = _attention_roles if is_attention else _feed_forward_roles
+        kind = "cross-attention" if reads_memory else "self-attention" if is_attention else "feed-forward"
+        return tuple(Linear(path, roles(path, path == last, self.block)) for path in paths), kind
+
+
+class Tail(NamedTuple):
+    dropout: str | None = None
+    norms: tuple[str, ...] = ()
+    factors: tuple[str, ...] = ()
+
+
+def _attention_roles(path: str, is_last: bool, block: nn.Module) -> Any:
+    if is_last:
+        return ("output",)
+    name = path.rpartition(".")[2].lower()
+    if re.search("qkv|query_key_value|c_attn|wqkv|in_proj|^att?n$", name):
+        return "query", "key", "value"
+    if re.search("kv", name):
+        return "key", "value"
+    first = re.search("[qkv]", name.replace("proj", "").replace("linear", "").replace("weight", ""))
+    return ({"q": "query", "k": "key", "v": "value"}[first.group()],) if first else ("query",)
+
+
+def _feed_forward_roles(path: str, is_last: bool, block: nn.Module) -> Any:
+    return ("fc2",) if is_last else ("fc1",)
