@@ -203,7 +203,7 @@ class BlockResidual(Growing):
 
     def run(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The block's output by its own forward."""
-        x = stream_in((*args, *kwargs.values()))
+        x = stream_in((args, kwargs))
         if x is None:
             raise InputError(f"{self.described()} got no tensor with rows to be its residual stream")
         structure = self.structure
@@ -217,8 +217,9 @@ class BlockResidual(Growing):
         streams = streams._replace(x=apply_changes(self, self.opening, streams.x, None, streams.kept))
         streams = open_streams(self, self.sublayers[writes[0]], streams)
         seen = streams.x if streams.read is None else streams.read
-        stream = Stream.of(seen, Pass(self, writes, structure.reads), streams)
-        out = forward(*(stream if a is x else a for a in args), **{k: stream if a is x else a for k, a in kwargs.items()})
+        stream = Stream.of(seen, Pass(self, writes, structure), streams)
+        args, kwargs = _exchanged(args, x, stream), _exchanged(kwargs, x, stream)
+        out = forward(*args, **kwargs)
         last = next((t for t in tensors_in(out) if isinstance(t, Stream)), None)
         if last is None or last.written != len(writes):
             done = 0 if last is None else last.written
@@ -315,6 +316,15 @@ class _Through:
 
     def __getattr__(self, name: str) -> Any:
         return self._norm if name == self._name else getattr(self._residual, name)
+
+
+def _exchanged(value: Any, old: Tensor, new: Tensor) -> Any:
+    """A call's arguments with another tensor."""
+    if value is old:
+        return new
+    if type(value) in (tuple, list):
+        return type(value)(_exchanged(one, old, new) for one in value)
+    return {key: _exchanged(one, old, new) for key, one in value.items()} if type(value) is dict else value
 
 
 def _without_streams(value: Any, last: Stream, y: Tensor) -> Any:

@@ -22,7 +22,7 @@ from .blocks import (
 )
 from .examples import caller, quietly, refuse_without
 from .spec import Stack
-from .structure import Record, Structure, Unaccounted, norm_after, record, structure
+from .structure import NotResidual, Record, Structure, Unaccounted, norm_after, record, structure
 
 LISTS = (nn.ModuleList, nn.Sequential)
 
@@ -36,6 +36,7 @@ class Stacks(NamedTuple):
 
     groups: list[Group]
     unknown: Unknown
+    """Lists that hold no known blocks, of modules that add something like their input."""
     run: Callable[[], Any] | None
     """Runs the model as it was run to find them; None: it was not."""
 
@@ -47,6 +48,7 @@ def find_stacks(model: nn.Module, example: Any = None) -> Stacks:
     Errors: InputError where there are none.
     """
     unknown: Unknown = {}
+    others: Unknown = {}
     candidates = [*_candidates(model)]
     if not candidates:
         groups = [*_alone(model)]
@@ -61,18 +63,20 @@ def find_stacks(model: nn.Module, example: Any = None) -> Stacks:
     for path, entries in candidates:
         if any(_is_below(path, one) for one in taken):
             continue
-        reasons, kinds = _examine(entries, found, why)
-        if reasons is None:
+        reason, kinds = _examine(entries, found, why)
+        if reason is None:
             taken.append(path)
             groups += _groups(model, path, kinds, found)
+        elif isinstance(reason[1], NotResidual):
+            others[path] = reason[0]
         elif not any(_is_below(path, one) for one in unknown):
-            unknown[path] = reasons
+            unknown[path] = reason[0]
     unknown = {path: why for path, why in unknown.items() if not any(_is_below(one, path) for one in taken)}
     groups += [group for group in _alone(model) if not any(b in g.blocks for g in groups for b in group.blocks)]
     if not groups:
         if found is None and why:
             raise refuse_without(model, why)
-        raise none_found(model, unknown)
+        raise none_found(model, unknown or others)
     return Stacks(groups, unknown, None if found is None else caller(model, example))
 
 
@@ -129,15 +133,15 @@ def _run(model: nn.Module, candidates: Any, example: Any) -> tuple[Record | None
 
 def _examine(
     entries: list[tuple[str, nn.Module]], found: Record | None, why: str
-) -> tuple[str | None, dict[str, nn.Module]]:
-    """The blocks of a list by their names; or the first reason why it holds none."""
+) -> tuple[tuple[str, Unaccounted] | None, dict[str, nn.Module]]:
+    """The blocks of a list by their names; or the first reason why it holds none, in words."""
     blocks, reasons, refused = {}, [], set()
     for name, entry in entries:
         try:
             _know(entry, found, why)
             blocks[name] = entry
         except Unaccounted as reason:
-            reasons.append(f"{name}, {_article(type(entry).__name__)}: {reason}")
+            reasons.append((f"{name}, {_article(type(entry).__name__)}: {reason}", reason))
             refused.add(type(entry))
     if not blocks or any(type(block) in refused for block in blocks.values()):
         return reasons[0], {}
@@ -199,8 +203,14 @@ def _groups(model: nn.Module, path: str, blocks: dict[str, nn.Module], found: Re
     for some in sorts.values():
         own = [*some.values()]
         kinds = tuple({type(block) for block in own})
-        depth = sum(entry in own or (isinstance(entry, kinds) and entry not in blocks.values()) for entry in entries)
+        depth = sum(_layers(entry) for entry in entries if entry in own)
+        depth += sum(isinstance(entry, kinds) and entry not in blocks.values() for entry in entries)
         yield Group(path, [*some], own, holder, max(depth, len(own)), _end(model, path, own[-1], found))
+
+
+def _layers(block: nn.Module) -> int:
+    """How many layers share a block, beside those that list it."""
+    return STRUCTURES[block].calls if block in STRUCTURES else 1
 
 
 def _end(model: nn.Module, path: str, last: nn.Module, found: Record | None) -> End | None:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from ..errors import InputError
 from ..nn.interpreter import Streams
 from .converted import Converted
-from .structure import ADDITIONS, UNCHANGED
+from .structure import ADDITIONS, TIMES, UNCHANGED, Structure
 
 _LOOKS = frozenset(
     """__get__ __set__ __len__ __hash__ __repr__ __bool__ size dim ndimension stride is_floating_point is_complex numel
@@ -26,20 +26,24 @@ _REARRANGES = UNCHANGED - {"requires_grad_"}
 class Pass:
     """One call of a block: which sublayers its additions close, and which additions only read the stream."""
 
-    def __init__(self, residual: Any, writes: tuple[int, ...], reads: frozenset[tuple[int, int]]) -> None:
-        self.residual, self.writes, self.reads = residual, writes, reads
-        self.seen: dict[int, int] = {}
-        """Additions that only read, by how many wrote before."""
+    def __init__(self, residual: Any, writes: tuple[int, ...], structure: Structure) -> None:
+        self.residual, self.writes, self.structure = residual, writes, structure
+        self.seen: dict[tuple[str, int], int] = {}
+        """Additions that only read, and multiplications, by how many additions wrote before."""
 
     def only_reads(self, written: int) -> bool:
         """Whether the addition under way only reads the stream."""
-        if not self.reads:
+        number = self.seen.get(("+", written), 0)
+        if (written, number) not in self.structure.reads:
             return False
-        number = self.seen.get(written, 0)
-        if (written, number) not in self.reads:
-            return False
-        self.seen[written] = number + 1
+        self.seen["+", written] = number + 1
         return True
+
+    def goes_on(self, written: int) -> bool:
+        """Whether the stream goes on from the multiplication under way."""
+        number = self.seen.get(("*", written), 0)
+        self.seen["*", written] = number + 1
+        return (written, number) in self.structure.scales
 
 
 class Stream(Tensor):
@@ -83,6 +87,9 @@ class Stream(Tensor):
                 stream, f = added
                 if not stream.under_way.only_reads(stream.written):
                     return write(stream, f)
+            if name in TIMES and args and isinstance(args[0], Stream) and args[0].under_way.structure.scales:
+                if all(isinstance(a, int | float) for a in args[1:]) and args[0].under_way.goes_on(args[0].written):
+                    return args[0]
             if name in _REARRANGES and args and isinstance(args[0], Stream):
                 made = _rearranged(func, args, kwargs)
                 if made is not None:
@@ -153,7 +160,7 @@ def read(stream: Stream, norm: nn.Module | None = None) -> Tensor:
     if norm is None and stream.value is not None:
         return stream.value
     value = run.residual.read(run.writes[stream.written], stream.streams, norm)
-    value = value.view(stream.shape) if value.numel() == stream.numel() else value
+    value = value.reshape(stream.shape) if value.numel() == stream.numel() else value
     if norm is None:
         stream.value = value
     return value
@@ -170,9 +177,9 @@ def write(stream: Stream, f: Tensor) -> Stream:
     if number + 1 < len(run.writes) and run.writes[number + 1] == run.writes[number]:
         return Stream.of(bare(stream), run, stream.streams, number + 1, f, stream.shape_of_rows)
     following = run.writes[number + 1] if number + 1 < len(run.writes) else None
-    streams = run.residual.write(run.writes[number], stream.streams, f.view(stream.shape_of_rows), following)
+    streams = run.residual.write(run.writes[number], stream.streams, f.reshape(stream.shape_of_rows), following)
     seen = streams.x if streams.read is None else streams.read
-    seen = seen.view(f.shape) if seen.numel() == f.numel() else f
+    seen = seen.reshape(f.shape) if seen.numel() == f.numel() else f
     return Stream.of(seen, run, streams, number + 1, None, stream.shape_of_rows)
 
 

@@ -374,8 +374,6 @@ def _convert_foreign(group: Group, place: Place, edits: Edits) -> list[Row]:
                 edits.afterwards(edits.model.get_submodule(one).register_forward_hook(show).remove)
     else:
         group.blocks[0].residual.add_module("stack", stack)  # type: ignore[union-attr, operator]
-    if group.end is not None and has_end and holder is not None:
-        edits.afterwards(group.end.norm.register_forward_pre_hook(calls.before_norm).remove)
     if group.end is not None and not has_end:
         edits.remember(group.end.owner.get_submodule(parent_of(group.end.name)))
         path = f"{group.end.path}.{group.end.name}".lstrip(".")
@@ -383,6 +381,8 @@ def _convert_foreign(group: Group, place: Place, edits: Edits) -> list[Row]:
         identity = nn.Identity()
         edits.succeed(group.end.norm, identity)
         _put(group.end.owner, group.end.name, identity)
+    if group.end is not None and holder is not None:
+        edits.afterwards(group.end.norm.register_forward_pre_hook(calls.before_norm).remove)
     return notes
 
 

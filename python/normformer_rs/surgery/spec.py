@@ -56,6 +56,7 @@ class Part(NamedTuple):
         reads_past: F reads x beside its norm, too.
         memory: the block's argument that cross-attention reads; without it the sublayer is left out.
         is_parallel: F is a sum of branches, attention beside a feed-forward.
+        alpha: multiplies x.
         factors: what multiplies F(x) last: numbers, or the paths of modules.
     """
 
@@ -72,6 +73,7 @@ class Part(NamedTuple):
     memory: str | None = None
     is_parallel: bool = False
     factors: tuple[str, ...] = ()
+    alpha: float = 1.0
 
     @property
     def moves(self) -> str | None:

@@ -87,7 +87,7 @@ class StackResidual(Growing):
         if x.shape[-1] != self.width:
             streams, outputs, kept = self._unpack(x, layer)
         else:
-            if layer == 0 or (call is not None and not call.has_begun):
+            if not call.has_begun if call is not None else layer == 0:
                 begin_stack()
                 x = apply_changes(self, declared.begin, x, None, kept)
             first = x if declared.mixing is None else declared.mixing.begin(x)

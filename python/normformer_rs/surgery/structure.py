@@ -7,6 +7,7 @@ additions, norms and changes of type lead along the stream to the block's input;
 
 import contextlib
 import inspect
+import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
@@ -24,7 +25,7 @@ UNCHANGED = frozenset(
     squeeze unsqueeze __getitem__ detach alias view_as expand_as narrow requires_grad_""".split()
 )
 """Operations that leave a tensor's numbers as they are, but for their type and place."""
-_TIMES = frozenset({"mul", "__mul__", "__rmul__", "mul_", "__imul__", "div", "__truediv__"})
+TIMES = frozenset({"mul", "__mul__", "__rmul__", "mul_", "__imul__", "div", "__truediv__"})
 _PRODUCTS = frozenset({"matmul", "__matmul__", "bmm", "baddbmm", "einsum"})
 _ATTENTION = frozenset({"scaled_dot_product_attention", "multi_head_attention_forward"})
 
@@ -60,14 +61,17 @@ class Unaccounted(Exception):
     """The block is not known to be a residual block; says what could not be accounted for."""
 
 
+class NotResidual(Unaccounted):
+    """The module adds nothing to its input."""
+
+
 def key(t: Tensor) -> Key:
     return id(t), t._version
 
 
-def stream_in(arguments: Iterable[Any]) -> Tensor | None:
+def stream_in(arguments: Any) -> Tensor | None:
     """The residual stream among a block's arguments: the first tensor of floating point with rows."""
-    is_stream = (a for a in arguments if isinstance(a, Tensor) and a.is_floating_point() and a.dim() >= 2)
-    return next(is_stream, None)
+    return next((a for a in tensors_in(arguments) if a.is_floating_point() and a.dim() >= 2), None)
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:
@@ -107,7 +111,7 @@ class Record(TorchFunctionMode):
         out = func(*args, **(kwargs or {}))
         name = getattr(func, "__name__", "")
         numbers = [a for a in args if isinstance(a, int | float) and not isinstance(a, bool)]
-        factor = numbers[0] if name in _TIMES and len(given) == 1 and len(numbers) == 1 else None
+        factor = numbers[0] if name in TIMES and len(given) == 1 and len(numbers) == 1 else None
         if factor is not None and "div" in name:
             factor = 1 / factor if factor else None
         self.add(name, None, given, before, out, factor)
@@ -131,7 +135,7 @@ class Record(TorchFunctionMode):
 
     def enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if module in self.blocks and not self.within:
-            x = stream_in((*args, *kwargs.values()))
+            x = stream_in((args, kwargs))
             if x is not None:
                 self.open.append((module, len(self.nodes), x, key(x), _named(module, args, kwargs)))
                 self.alive.append([*tensors_in((args, kwargs))])
@@ -218,7 +222,11 @@ class Step(NamedTuple):
 
     node: Node
     branch: Key | None
-    """What is added; None: a norm."""
+    """What is added; None: a norm, or a factor."""
+
+    @property
+    def is_norm(self) -> bool:
+        return self.node.what == "norm"
 
 
 class Structure(NamedTuple):
@@ -229,6 +237,10 @@ class Structure(NamedTuple):
     """The sublayer of each addition to the stream, in order."""
     reads: frozenset[tuple[int, int]]
     """Additions that only read the stream: (how many wrote before it, its number since)."""
+    scales: frozenset[tuple[int, int]] = frozenset()
+    """Multiplications of the stream by a number, counted in the same way."""
+    calls: int = 1
+    """In one pass: the layers that share it."""
     width: int | None = None
     """d; None: the norms tell."""
     is_found: bool = True
@@ -252,10 +264,11 @@ def structure(block: nn.Module, found: Record) -> Structure:
     """The structure of a block that has run. Errors: Unaccounted."""
     calls = found.calls.get(block, [])
     if not calls:
-        raise Unaccounted("the run did not call it with a tensor")
-    if len(calls) > 1:
-        raise Unaccounted(f"it is called {len(calls)} times in one pass, and a scheme counts layers")
-    return _Reader(block, found, calls[0]).structure()
+        raise NotResidual("the run did not call it with a tensor")
+    made = [_Reader(block, found, call).structure() for call in calls]
+    if any(one.parts != made[0].parts for one in made):
+        raise Unaccounted(f"its {len(calls)} calls in one pass compute different things")
+    return made[0]._replace(calls=len(calls))
 
 
 class _Reader:
@@ -290,6 +303,9 @@ class _Reader:
             if before is None or node.what != "norm":
                 return before
             return [*before, Step(node, None)]
+        if node.factor is not None:
+            before = self.walk(node.inputs[0])
+            return None if before is None else [*before, Step(node, None)]
         if node.what in ADDITIONS and len(node.inputs) == 2 and node.shapes[0] == node.shapes[1]:
             ways = [(self.walk(node.inputs[i]), node.inputs[1 - i]) for i in (0, 1)]
             known = [(steps, branch) for steps, branch in ways if steps is not None]
@@ -300,17 +316,20 @@ class _Reader:
 
     def structure(self) -> Structure:
         if self.call.y is None:
-            raise Unaccounted("it returns no tensor of its input's shape")
+            raise NotResidual("it returns no tensor of its input's shape")
         steps = self.walk(self.call.y)
         if steps is None:
-            raise Unaccounted(self._blame(self.call.y))
+            inside = self.nodes[self.call.first : self.call.last]
+            adds = any(node.what in ADDITIONS and self.call.shape in node.shapes for node in inside)
+            raise (Unaccounted if adds else NotResidual)(self._blame(self.call.y))
         if not any(step.branch is not None for step in steps):
-            raise Unaccounted("nothing is added to its input")
+            raise NotResidual("nothing is added to its input")
         self._find_levels(steps)
         groups, writes = self._sublayers(steps)
         self.moving = self._moving(steps)
         parts = tuple(self._part(group, i) for i, group in enumerate(groups))
-        return Structure(parts, writes, self._reading_additions(steps), self.call.shape[-1])
+        reads, scales = self._reading_additions(steps), self._scales(steps)
+        return Structure(parts, writes, reads, scales, width=self.call.shape[-1])
 
     def _blame(self, at: Key) -> str:
         """What stands between the block's output and its input."""
@@ -333,7 +352,7 @@ class _Reader:
             if out in adds:
                 self.level[out] = adds[out]
             elif node.inputs and node.inputs[0] in self.level:
-                if (node.what == "norm" and out in on_path) or self._is_same(node):
+                if (node.what == "norm" and out in on_path) or self._is_same(node) or out in on_path:
                     self.level[out] = self.level[node.inputs[0]]
 
     def _is_same(self, node: Node) -> bool:
@@ -367,7 +386,11 @@ class _Reader:
         parallel: of one sublayer."""
         groups: list[list[Step]] = []
         writes: list[int] = []
+        scales: list[Step] = []
         for step in steps:
+            if step.branch is None and not step.is_norm:
+                scales.append(step)
+                continue
             if step.branch is None:
                 if not groups:
                     name = self.paths[step.node.module]
@@ -382,8 +405,11 @@ class _Reader:
             if is_parallel:
                 groups[-1].append(step)
             else:
-                groups.append([step])
+                groups.append([*scales, step])
+                scales = []
             writes.append(len(groups) - 1)
+        if scales:
+            raise Unaccounted(f"the stream is multiplied by {scales[0].node.factor:g} outside an addition")
         return groups, tuple(writes)
 
     def _reading_additions(self, steps: list[Step]) -> frozenset[tuple[int, int]]:
@@ -396,6 +422,20 @@ class _Reader:
                 written, since = written + 1, 0
             elif any(k in self.level for k in node.inputs) and node.shapes[0] == node.shapes[1]:
                 found.add((written, since))
+                since += 1
+        return frozenset(found)
+
+    def _scales(self, steps: list[Step]) -> frozenset[tuple[int, int]]:
+        """Multiplications of the stream that it goes on from, among all of the stream by a number."""
+        wrote = {step.node.outputs[0] for step in steps if step.branch is not None}
+        passed = {step.node.outputs[0] for step in steps if step.node.factor is not None}
+        found, written, since = set(), 0, 0
+        for node in self.nodes[self.call.first : self.call.last]:
+            if node.outputs[0] in wrote:
+                written, since = written + 1, 0
+            elif node.factor is not None and node.inputs[0] in self.level:
+                if node.outputs[0] in passed:
+                    found.add((written, since))
                 since += 1
         return frozenset(found)
 
@@ -426,7 +466,8 @@ class _Reader:
 
     def _part(self, group: list[Step], index: int) -> Part:
         branches = [step.branch for step in group if step.branch is not None]
-        after = [self.paths[step.node.module] for step in group if step.branch is None]
+        after = [self.paths[step.node.module] for step in group if step.is_norm]
+        alpha = math.prod(step.node.factor for step in group if step.node.factor is not None)
         if len(after) > 1:
             raise Unaccounted(f"two norms follow each other on the stream, {after[0]} and {after[1]}")
         tails = [self._tail(branch) for branch in branches]
@@ -453,6 +494,7 @@ class _Reader:
             memory=memory,
             is_parallel=len(branches) > 1 or bool(before[1:]) or self._is_sum(branches[0]),
             factors=tail.factors,
+            alpha=alpha,
         )
 
     def _tail(self, branch: Key) -> "Tail":
@@ -466,7 +508,7 @@ class _Reader:
             if node is None or not node.inputs:
                 break
             path = self.paths.get(node.module, "")
-            if node.what == "norm" and not found.norms:
+            if node.what == "norm" and not found.norms and not found.factors:
                 found = found._replace(norms=(path,))
             elif node.what == "scale":
                 found = found._replace(factors=(*found.factors, path))
