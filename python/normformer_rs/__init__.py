@@ -45,6 +45,7 @@ __all__ = [
     "fold_norms",
     "generate",
     "keep_memory",
+    "load_swapped",
     "nn",
     "norms",
     "param_groups",
@@ -81,7 +82,7 @@ if TYPE_CHECKING:
     from .parametrisation import param_groups
     from .presets import PRESETS, preset
     from .schemes import Scheme
-    from .surgery import Swaps, fold_norms, swap_norms, swap_residuals
+    from .surgery import Swaps, fold_norms, load_swapped, swap_norms, swap_residuals
     from .training import DryRun, Trainer
     from .translation import Binarised, Perplexity, Translation, average, evaluate_loss, translate
 else:
@@ -101,7 +102,7 @@ else:
         "presets": ("PRESETS", "preset"),
         "norms": ("Norm",),
         "schemes": ("Scheme",),
-        "surgery": ("Swaps", "fold_norms", "swap_norms", "swap_residuals"),
+        "surgery": ("Swaps", "fold_norms", "load_swapped", "swap_norms", "swap_residuals"),
         "training": ("DryRun", "Trainer"),
         "translation": ("Binarised", "Perplexity", "Translation", "average", "evaluate_loss", "translate"),
         **dict.fromkeys(("analysis", "nn"), ()),

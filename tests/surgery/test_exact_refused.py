@@ -6,7 +6,7 @@ import re
 import exact_support as own
 import pytest
 import torch
-from exact_support import Block, Lora, Model, OwnLinear, build, exact, scattered
+from exact_support import Block, Lora, Model, OwnLinear, build, exact, gap, run, scattered
 from torch import nn
 
 import normformer_rs as nfrs
@@ -131,14 +131,11 @@ def _wide_writer():
 
 
 REFUSED = {
-    "a norm that writes": (_clip, r"vision_model\.pre_layrnorm, a LayerNorm of CLIPVisionModel, is a norm that writes"),
-    "LoRA": (_lora_writer, r"vit\.layers\.1\.mlp\.fc2 is a Lora, and no plain linear layer, .* merge it first"),
     "a linear of its own": (_own_linear, r"blocks\.0\.fc2 is a OwnLinear, and no plain"),
     "a hook": (_hooked, r"vit\.layers\.0\.mlp\.fc2 has forward hooks, .* leave exact=True out"),
     "a forward": (_patched, r"transformer\.wte has a forward of its own, .* cannot be centred"),
     "a tied writer": (_tied_writer, r"blocks\.0\.fc2 shares a parameter with probe\.weight"),
     "LayerScale": (_layer_scale, r"blocks\.0\.scale, a Linear, changes what blocks\.0\.mixer\.out writes"),
-    "an adapter": (_adapter, r"transformer\.adapter, a Linear of GPT2Model, may write .*register_stack\("),
     "a weight of another class": (
         _quantized,
         r"blocks\.0\.fc2 has a Packed of torch\.float64, .* leave exact=True out",
@@ -177,6 +174,18 @@ def _with_scheme():
     model = build("GPT2")
     nfrs.swap_residuals(model, "sandwich", init=None)
     return model.eval()
+
+
+@pytest.mark.parametrize("make", [_clip, _lora_writer, _adapter])
+def test_what_a_run_finds(make):
+    """Blocks or writers that no declaration names: their norms are swapped as far as outputs stay."""
+    model = make()
+    given = {"CLIPModel": "CLIP", "ViTForImageClassification": "ViT", "GPT2LMHeadModel": "GPT2"}[type(model).__name__]
+    expected = run(model, given)
+    done = exact(model)
+    assert len(done) > 4 and gap(run(model, given), expected) < 1e-9
+    if make is _clip:
+        assert any("a norm" in row.note or "LayerNorm" in row.note for row in done if row.note.startswith("stays"))
 
 
 @pytest.mark.parametrize("case", REFUSED)

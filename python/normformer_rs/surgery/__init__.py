@@ -3,6 +3,7 @@
 from .block_residual import BlockResidual
 from .blocks import Linear, Part, register_block, register_stack
 from .folding import fold_admin, fold_norms
+from .loading import load_swapped
 from .norms import swap_norms
 from .recognise import register_norm
 from .residuals import swap_residuals
@@ -18,6 +19,7 @@ __all__ = [
     "Swaps",
     "fold_admin",
     "fold_norms",
+    "load_swapped",
     "register_block",
     "register_norm",
     "register_stack",

@@ -18,8 +18,9 @@ from ..nn.scheme import Change, Sublayer, only_norm, parts_of, passes
 from ..nn.specs import Learned, NormAt
 from ..nn.step_hooks import Growing
 from .blocks import is_transposed, like_of, path_of, projection, width_into
-from .calls import BlockCalls, begin_call, call_of, end_call
-from .marker import mark_block
+from .calls import BlockCalls, begin_call, call_of, end_call, stack_call
+from .converted import residual_of
+from .marker import mark_module
 from .residual_stream import Pass, Stream, bare
 from .spec import Part
 from .stack_residual import StackResidual
@@ -39,7 +40,7 @@ class Point:
         return self._change(output)
 
     def _change(self, x: Tensor) -> Tensor:
-        return apply_changes(self.block.residual, self.changes, x, None, call_of(self.block))
+        return apply_changes(residual_of(self.block), self.changes, x, None, call_of(self.block))
 
 
 class ProjectionPoint(Point):
@@ -55,7 +56,7 @@ class ProjectionPoint(Point):
         for change in self.changes:
             by_head = change.kind == "unit" or (change.kind == "norm" and change.what.width == self.d_head)
             x = x.unflatten(-1, (-1, self.d_head)) if by_head else x
-            x = apply_changes(self.block.residual, (change,), x, None, call_of(self.block))
+            x = apply_changes(residual_of(self.block), (change,), x, None, call_of(self.block))
             x = x.flatten(-2) if by_head else x
         if x.shape == output.shape:
             return x
@@ -113,7 +114,7 @@ class BlockResidual(Growing):
         self.passes = passes((*self.opening, *(change for s in self.sublayers for change in s.outside)))
         self.passes_inside = any(passes(changes) for s in self.sublayers for changes in s.inside.values())
         install(self, self._declared(), place, factory=factory)
-        mark_block(self, str(place.config.residual), like.device)
+        mark_module(self, f"scheme_{place.config.residual}", like.device)
         self.training = block.training
         self.grow(None, like.device)
 
@@ -207,19 +208,24 @@ class BlockResidual(Growing):
         if x is None:
             raise InputError(f"{self.described()} got no tensor with rows to be its residual stream")
         structure = self.structure
+        rows = x.movedim(1, -1) if structure.has_channels_first else x
         given = dict(zip(self._block[0].names, args, strict=False)) | kwargs
         left_out = {i for i, part in enumerate(self.parts) if part.memory and given.get(part.memory) is None}
         writes = tuple(i for i in structure.writes if i not in left_out)
-        streams = self._stack[0].open(self._holder[0], x, self.place.layer)
+        layer = self._number()
+        streams = self._stack[0].open(self._holder[0], rows, layer)
         if self.passes_inside:
             begin_call(self._block[0]).update(streams.kept or {})
             streams = streams._replace(kept=call_of(self._block[0]))
         streams = streams._replace(x=apply_changes(self, self.opening, streams.x, None, streams.kept))
         streams = open_streams(self, self.sublayers[writes[0]], streams)
         seen = streams.x if streams.read is None else streams.read
-        stream = Stream.of(seen, Pass(self, writes, structure), streams)
+        run = Pass(self, writes, structure)
+        stream = Stream.of(run.shown(seen), run, streams, 0, None, seen.shape)
         args, kwargs = _exchanged(args, x, stream), _exchanged(kwargs, x, stream)
         out = forward(*args, **kwargs)
+        if run.became is not None:
+            out = _exchanged(out, *run.became)
         last = next((t for t in tensors_in(out) if isinstance(t, Stream)), None)
         if last is None or last.written != len(writes):
             done = 0 if last is None else last.written
@@ -228,10 +234,15 @@ class BlockResidual(Growing):
                 f"{len(writes)} additions closed a sublayer (chunked feed-forwards and fused paths do that): switch that "
                 "off, or undo() the swap"
             )
-        y = self._stack[0].close(self._holder[0], last.streams, self.place.layer)
+        y = run.shown(self._stack[0].close(self._holder[0], last.streams, layer))
         if self.passes_inside:
             end_call(self._block[0])
         return _without_streams(out, last, y)
+
+    def _number(self) -> int:
+        """The layer's number; one that layers share counts the calls of its stack."""
+        call = stack_call(self._holder[0]) if self.structure.calls > 1 else None
+        return self.place.layer if call is None else 0 if call.last is None else call.last[1] + 1
 
     def read(self, i: int, streams: Streams, norm: nn.Module | None) -> Tensor:
         """What sublayer i reads; `norm`: the block's own that it reads through."""

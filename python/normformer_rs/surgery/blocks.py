@@ -11,8 +11,9 @@ from ..errors import InputError
 from ..nn.init import Role
 from ..nn.layers import KINDS
 from ..nn.place import Place
-from .converted import original
+from .converted import original, residual_of
 from .families import BLOCKS, STACKS, full_name, is_norm_first, refuse_old_library
+from .probe import RecognisedNorm, probe
 from .recognise import read_norm
 from .spec import BlockSpec, Linear, Part, Stack, at, has
 from .structure import Structure
@@ -123,7 +124,7 @@ STRUCTURES: "weakref.WeakKeyDictionary[nn.Module, Structure]" = weakref.WeakKeyD
 def structure_of(block: Any) -> Structure:
     """A block's structure, found or declared."""
     if is_converted(block):
-        return block.residual.structure
+        return residual_of(block).structure
     if block in STRUCTURES:
         return STRUCTURES[block]
     return declared_structure(block)
@@ -131,7 +132,7 @@ def structure_of(block: Any) -> Structure:
 
 def is_converted(block: Any) -> bool:
     """The block has a scheme of this package."""
-    return getattr(getattr(block, "residual", None), "structure", None) is not None
+    return residual_of(block) is not None
 
 
 def declared_structure(block: Any) -> Structure:
@@ -237,7 +238,7 @@ def is_prenorm(block: Any) -> bool:
 
 def place_of(block: Any) -> Place | None:
     """The place of a block that has a scheme of the package already; else None."""
-    return getattr(getattr(block, "residual", block), "place", None)
+    return getattr(residual_of(block) or block, "place", None)
 
 
 def shape_of(block: Any) -> dict[str, Any]:
@@ -249,6 +250,8 @@ def shape_of(block: Any) -> dict[str, Any]:
     norm = next((block.get_submodule(part.norm) for part in parts if part.norm is not None), None)
     found = None if norm is None else read_norm(norm)
     if norm is not None and found is None:
+        found = _by_width(norm, structure_of(block).width)
+    if norm is not None and found is None:
         name = next(part.norm for part in parts if part.norm is not None)
         raise InputError(
             f"{type(block).__name__}'s {name} is a {type(norm).__name__}, no known norm: register it with "
@@ -258,6 +261,18 @@ def shape_of(block: Any) -> dict[str, Any]:
     d_ff = next((size for part in reversed(parts) if (size := _width_into(block, part, "fc2"))), None)
     computes = "layernorm" if found is None else found.computes
     return {"d_model": width, "heads": _heads_of(block), "norm": computes, "d_ff": d_ff or 4 * (width or 1)}
+
+
+def _by_width(norm: nn.Module, width: int | None) -> RecognisedNorm | None:
+    """A norm that no trial call could recognise by itself: one without weights, recognised at the stream's width; or
+    something else with a weight for each column, to which layernorm stands nearest."""
+    if width is None:
+        return None
+    own = [p for p in norm.parameters(recurse=False)]
+    if not own:
+        found = probe(norm, width)
+        return found if isinstance(found, RecognisedNorm) else None
+    return RecognisedNorm(width, "layernorm") if own[0].numel() == width else None
 
 
 _HEADS = ("num_heads", "num_attention_heads", "n_heads", "n_head", "nhead", "heads", "num_query_heads")

@@ -24,15 +24,27 @@ def original(kind: Any) -> Any:
     return kind.kind if issubclass(kind, Converted) else kind
 
 
+def residual_of(block: Any) -> Any:
+    """The scheme's part of a block: its `residual`, or `scheme_residual` where the block has something of its own under
+    that name. None: it has no scheme."""
+    for name in NAMES:
+        own = getattr(block, name, None)
+        if getattr(own, "structure", None) is not None:
+            return own
+    return None
+
+
+NAMES = ("residual", "scheme_residual")
+
+
 class StreamBlock(Converted):
     """A block that runs its own forward on a residual stream (`residual_stream.py`)."""
 
-    residual: Any
     names: ClassVar[tuple[str, ...]]
     """Arguments of its forward."""
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return self.residual.run(functools.partial(self.kind.forward, self), args, kwargs)
+        return residual_of(self).run(functools.partial(self.kind.forward, self), args, kwargs)
 
 
 _MADE: dict[tuple[Any, Any], Any] = {}

@@ -156,8 +156,6 @@ def _know(block: Any, found: Record | None, why: str) -> None:
     """Finds a block's structure. Errors: Unaccounted."""
     if isinstance(block, tuple(TORCHS)) or has_own_forward(type(block)) or is_converted(block):
         return
-    if hasattr(block, "residual"):
-        raise Unaccounted("it has an attribute of its own that is called residual, as the scheme's would be")
     if found is not None:
         try:
             made = structure(block, found)
@@ -217,7 +215,7 @@ def _end(model: nn.Module, path: str, last: nn.Module, found: Record | None) -> 
     """The norm after the last block."""
     if found is None or last not in found.calls:
         return end_of(model, path)
-    norm = norm_after(model, found, last)
+    norm = norm_after(found, last)
     if norm is None:
         return None
     name = next(name for name, module in model.named_modules() if module is norm)

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from ..errors import InputError
 from .blocks import Group, parts_of
 from .converted import Converted, converted_class
+from .flow import Flow, Writer
 from .handover import reclass
 from .probe import RecognisedNorm
 from .recognise import read_norm
@@ -45,12 +46,41 @@ class ExactSwap:
     everything that writes x, every LN that reads x can be RMSNorm.
     """
 
-    def __init__(self, model: nn.Module, known: Mapping[nn.Module, RecognisedNorm]) -> None:
+    def __init__(self, model: nn.Module, known: Mapping[nn.Module, RecognisedNorm], example: Any = None) -> None:
         """`known`: the model's norms."""
         self.known, self.places = known, Places(model)
-        groups = prenorm_groups(model, BY)
-        self.sites: dict[nn.Module, Site] = sites(groups, self.places)
+        self.sites: dict[nn.Module, Site] = {}
         self.writers: list[_Writer] = []
+        self.unfit: dict[nn.Module, str] = {}
+        self.flow: Flow | None = None
+        try:
+            self._plan_declared(model, known)
+        except InputError:
+            self.flow = Flow.of(model, example, self.places)
+            if self.flow is None or not self._plan_found(model, self.flow):
+                raise
+
+    def _plan_found(self, model: nn.Module, flow: Flow) -> bool:
+        """By a run, where blocks or writers are not declared: False where no norm fits."""
+        self.writers = []
+        fit, self.unfit = flow.streams(self.known)
+        if not fit or any(module.training for module in model.modules()) or any(p.is_meta for p in model.parameters()):
+            return False
+        every = flow.sites(self.known)
+        self.sites = {norm: every[norm] for norm in fit}
+        if all(site.fault for site in self.sites.values()):
+            return False  # no branch reads any of them
+        for norm, writers in fit.items():
+            self.writers += [_found_writer(writer, self.known[norm].width) for writer in writers]
+        try:
+            self._settle()
+        except InputError:
+            return False
+        return True
+
+    def _plan_declared(self, model: nn.Module, known: Mapping[nn.Module, RecognisedNorm]) -> None:
+        groups = prenorm_groups(model, BY)
+        self.sites = sites(groups, self.places)
         if all(_computes(known, norm) == "rmsnorm" for norm in self.sites):
             return
         self._refuse_norms()
@@ -131,7 +161,7 @@ class ExactSwap:
         """The reason why a norm stays, or nothing."""
         site = self.sites.get(norm)
         if site is None:
-            return "reads no residual stream"
+            return self.unfit.get(norm, "reads no residual stream")
         elsewhere = min({*self.places.modules[norm]} - site.names, default="")
         return f"is {elsewhere}, too" if elsewhere else ""
 
@@ -184,6 +214,16 @@ def _computes(known: Mapping[nn.Module, RecognisedNorm], norm: nn.Module) -> str
 
 
 # The writers of the stream.
+
+
+def _found_writer(writer: Writer, width: int) -> _Writer:
+    name, module, leaf = writer
+    if leaf is not None:
+        parameter = getattr(module, leaf)
+        return _Writer(name, Matrix(name.rpartition(".")[0], module, leaf, "", parameter.dim() - 1), module, width)
+    axis = 1 if isinstance(module, nn.Embedding) or type(module).__name__ == "Conv1D" else 0
+    matrix = Matrix(name, module, "weight", "bias", axis)
+    return _Writer(name, matrix if module._parameters.get("weight") is not None else None, module, width)
 
 
 def _stack(group: Group) -> Stack:

@@ -12,6 +12,7 @@ from ..model import Transformer
 from ..nn.place import Place
 from ..nn.specs import Learned
 from .blocks import DECODER, ENCODER, Part, parts_of, place_of, weight_and_bias
+from .flow import Flow
 from .handover import refuse_offloaded
 from .marker import mark
 from .norms import replace, unweighted
@@ -24,14 +25,17 @@ from .undo import Edits, Row, Swaps, refuse_wrapped
 
 
 @torch.no_grad()
-def fold_norms(model: nn.Module) -> Swaps:
+def fold_norms(model: nn.Module, *, example: Any = None) -> Swaps:
     """Folds the γ and β of norms into the linear layers that read them, in place; the norms remain without weights.
 
-    With y = γ⊙x̂ + β and z = Wy + b, z = (W·diag(γ))x̂ + (b + Wβ). This holds for layernorm and rmsnorm in pre-norm
-    blocks: queries, keys and values, or the first linear layers of the feed-forward, read the norm. The last norm is
-    folded where one linear layer reads it, and that layer shares no weight with an embedding. A linear layer without a
-    bias gets one where there is a β. The model's outputs change by rounding only, in training mode, too; gradients are
-    those of another parametrisation, so make an optimizer afterwards.
+    With y = γ⊙x̂ + β and z = Wy + b, z = (W·diag(γ))x̂ + (b + Wβ). This holds for a layernorm or rmsnorm that linear
+    layers alone read: in pre-norm blocks queries, keys and values, or the first linear layers of the feed-forward. The
+    last norm is folded where one linear layer reads it, and that layer shares no weight with an embedding. A linear
+    layer without a bias gets one where there is a β. The model's outputs change by rounding only, in training mode,
+    too; gradients are those of another parametrisation, so make an optimizer afterwards.
+
+    What reads a norm is declared of torch.nn's layers and those of `register_block`. In other models one run tells it,
+    and a second one checks that outputs stay.
 
     >>> from torch import nn
     >>> model = nn.TransformerEncoderLayer(8, 2, 16, norm_first=True, batch_first=True)
@@ -43,21 +47,22 @@ def fold_norms(model: nn.Module) -> Swaps:
     (model)  fast path  off                    torch.nn's fused evaluation would bypass the norms
 
     Args:
-        model: any tree of modules that holds known pre-norm blocks: torch.nn's with `norm_first`, those that
-            docs/names.md lists, and those of `register_block`, with `norm_first=True`.
+        model: any tree of modules.
+        example: an input for the runs, as in `swap_residuals`.
 
     Returns: the table of the changes; norms that stay have a row with the reason. Its `undo()` brings weights and norms
     back bit for bit.
 
-    Errors: InputError for a model without known blocks or with post-norm ones, for DistributedDataParallel and FSDP
-    models, and for weights on the meta device. Nothing has been changed then.
+    Errors: InputError for a model without a norm that can be folded, for DistributedDataParallel and FSDP models, and
+    for weights on the meta device. Nothing has been changed then.
     Source: Graef et al. 2024 (FlashNorm); docs/spec.md §4.16.
     """
     by = "fold_norms"
     refuse_wrapped(model)
     places = Places(model)
-    found = sites(prenorm_groups(model, by), places)
+    found, flow = _found(model, by, places, example)
     refuse_meta(model, by)
+    before = None if flow is None else flow.outputs()
     edits, rows, folded = Edits(model, by), [], {}
     for norm, site in found.items():
         known, kind, name = read_norm(norm), type(norm).__name__, min(site.names)
@@ -72,9 +77,27 @@ def fold_norms(model: nn.Module) -> Swaps:
             _fold(norm, known, site, edits)
     rows += replace(model, [(name, norm) for norm in folded for name in sorted(found[norm].names)], folded, edits)
     if folded:
-        mark(model, "folded", "norms", edits)
+        mark(model, "folded", "norms", edits, {"fold_norms": True})
     edits.done()
+    if flow is not None and before is not None:
+        flow.check(before, edits, by)
     return Swaps(by, rows, edits)
+
+
+def _found(
+    model: nn.Module, by: str, places: Places, example: Any
+) -> tuple[dict[nn.Module, Site], Flow | None]:
+    """Each norm that may be folded, by what is declared of its block, or else by a run."""
+    try:
+        return sites(prenorm_groups(model, by), places), None
+    except InputError:
+        flow = Flow.of(model, example, places)
+        if flow is None:
+            raise
+        found = flow.sites({module: known for module in model.modules() if (known := read_norm(module)) is not None})
+        if all(site.fault for site in found.values()):
+            raise
+        return found, flow
 
 
 def _fold(norm: nn.Module, known: RecognisedNorm, site: Site, edits: Edits) -> None:

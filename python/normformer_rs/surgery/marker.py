@@ -7,7 +7,7 @@ unexpected.
 
 import functools
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -17,22 +17,29 @@ from .undo import Edits
 
 KEY = "normformer_rs"
 """The configuration's attribute."""
+MARKS = ("scheme_", "norm_is_")
+"""How the names of marking buffers begin."""
 
 
-def mark(model: nn.Module, what: str, name: str, edits: Edits) -> None:
-    """Writes {what: name} ("residual" or "norm") into the configurations of a Hugging Face model; undo takes it back.
+def mark(model: nn.Module, what: str, name: str, edits: Edits, how: Mapping[str, Any] | None = None) -> None:
+    """Writes {what: name} ("residual" or "norm") into the configurations of a Hugging Face model, and into the model's
+    own, under "swaps", how the swap was called, for `load_swapped`; undo takes it back.
 
     >>> import types
     >>> from normformer_rs.surgery.undo import Edits
     >>> model = nn.Linear(2, 2)
     >>> model.config = types.SimpleNamespace(model_type="bert", to_dict=dict)
-    >>> mark(model, "norm", "scalenorm", Edits(model, "swap_norms to scalenorm"))
+    >>> mark(model, "norm", "scalenorm", Edits(model, "swap_norms to scalenorm"), {"swap_norms": "scalenorm"})
     >>> model.config.normformer_rs
-    {'norm': 'scalenorm'}
+    {'norm': 'scalenorm', 'swaps': [{'swap_norms': 'scalenorm'}]}
     """
     for config in _configs(model):
         edits.afterwards(functools.partial(_write, config, what, getattr(config, KEY, {}).get(what)))
         _write(config, what, name)
+        if how is not None and config is model.__dict__.get("config"):
+            before = getattr(config, KEY, {}).get("swaps")
+            edits.afterwards(functools.partial(_write, config, "swaps", before))
+            _write(config, "swaps", [*(before or []), dict(how)])
 
 
 def _configs(model: nn.Module) -> Iterator[Any]:
@@ -41,7 +48,7 @@ def _configs(model: nn.Module) -> Iterator[Any]:
     yield from (config for config in configs.values() if hasattr(config, "model_type") and hasattr(config, "to_dict"))
 
 
-def _write(config: Any, what: str, name: str | None) -> None:
+def _write(config: Any, what: str, name: Any) -> None:
     marks = {**getattr(config, KEY, {}), what: name}
     marks = {key: value for key, value in marks.items() if value is not None}
     if marks:
@@ -50,19 +57,41 @@ def _write(config: Any, what: str, name: str | None) -> None:
         delattr(config, KEY)
 
 
-def mark_block(residual: nn.Module, scheme: str, device: Any) -> None:
-    """Gives a block's scheme a buffer of its name: files of different schemes then differ in their keys.
+class Marks(nn.Module):
+    """Holds the mark of swapped norms: a norm's own hooks go over to its successors."""
+
+
+def mark_norms(model: nn.Module, name: str, edits: Edits) -> None:
+    """Gives a Hugging Face model a buffer named after its norms, as `mark_module` does for blocks."""
+    if next(_configs(model), None) is None:
+        return
+    marks, before = Marks().train(model.training), model._modules.get("swapped_norms")
+    mark_module(marks, f"norm_is_{name}", next(model.parameters()).device)
+    model.add_module("swapped_norms", marks)
+
+    def back() -> None:
+        if model._modules.get("swapped_norms") is marks:
+            del model._modules["swapped_norms"]
+            if before is not None:
+                model.add_module("swapped_norms", before)
+
+    edits.afterwards(back)
+
+
+def mark_module(module: nn.Module, name: str, device: Any) -> None:
+    """Gives a module that a swap has made a buffer of the scheme's or norm's name: files of different swaps then differ
+    in their keys.
 
     A state dict without it, of the stock class or an earlier version, still loads: the swap before it has named the
     scheme.
     """
-    residual.register_buffer(f"scheme_{scheme}", torch.ones(1, dtype=torch.uint8, device=device))
-    residual.register_load_state_dict_pre_hook(_fill)
+    module.register_buffer(name, torch.ones(1, dtype=torch.uint8, device=device))
+    module.register_load_state_dict_pre_hook(_fill)
 
 
 def _fill(residual: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
     for name, buffer in residual.named_buffers(recurse=False):
-        if name.startswith("scheme_"):
+        if name.startswith(MARKS):
             state_dict.setdefault(prefix + name, buffer)
 
 
@@ -77,7 +106,7 @@ def warn_of_adapters(model: nn.Module, title: str, made: Iterable[tuple[str, nn.
         if not {"modules_to_save", "original_module"} & {*name.split(".")}
         and (
             any(p.requires_grad for p in module.parameters())
-            or any(not key.rpartition(".")[2].startswith("scheme_") for key, _ in module.named_buffers())
+            or any(not key.rpartition(".")[2].startswith(MARKS) for key, _ in module.named_buffers())
         )
     ]
     if changing:

@@ -15,13 +15,15 @@ from ..nn.norms import BiasedRMSNorm
 from ..nn.registry import norm_class
 from ..norms import Norm
 from .exact import ExactSwap
+from .flow import Flow
 from .handover import hand_over_parameter, hand_over_plain
-from .marker import mark, warn_of_adapters
+from .marker import mark, mark_norms, warn_of_adapters
 from .optimizers import Exchange, Repoint
 from .padding import read_padding
 from .probe import KINDS, RecognisedNorm
 from .recognise import alike, examine, looks_like_a_norm, own_name, read_norm
 from .signs import hand_on
+from .stream import Places
 from .undo import Edits, Row, Swaps, refuse_wrapped
 
 
@@ -33,6 +35,7 @@ def swap_norms(
     init: Literal["match", "default"] = "match",
     optimizer: torch.optim.Optimizer | None = None,
     exact: bool = False,
+    example: Any = None,
     **options: Any,
 ) -> Swaps:
     """Replaces norms of a model by others, in place.
@@ -71,6 +74,8 @@ def swap_norms(
             embedding that shares its weight. β goes into the biases of the linear layers behind, or stays. Hidden
             states of the stream lose their mean, and `inputs_embeds` must have none. Training on is another matter:
             updates and dropout give the stream a mean again. Source: Jiang et al. 2023; docs/spec.md §4.16.
+        example: an input for runs of the model, as in `swap_residuals`: exact=True asks for it where blocks are not
+            declared, and looks whether outputs stay.
         options: the new norm's own (`eps`, …). ε is copied between norms that use it alike.
 
     Returns: the table of the changes; its `undo()` brings the old norms back.
@@ -92,6 +97,15 @@ def swap_norms(
         raise InputError(unknown("init", init, ("match", "default")))
     refuse_wrapped(model)
     norms, staying = _find(model, filter)
+    if any(p.is_meta for p in model.parameters()):
+        read: dict[nn.Module, str] = {}
+    else:
+        flow = Flow.of(model, example, Places(model))
+        read = {} if flow is None else flow.only_read()
+    for name, module, _ in norms:
+        if module in read and (filter is None or filter(name, module)):
+            staying[name] = Row(name, type(module).__name__, type(module).__name__, f"stays: {read[module]}")
+    norms = [found for found in norms if found[1] not in read]
     if not norms:
         named = "".join(f"; {name or 'the model'}, a {row.old}, {row.note}" for name, row in staying.items())
         raise InputError(
@@ -104,7 +118,8 @@ def swap_norms(
             "make the norm with normformer_rs.nn instead, or pass the module that holds it"
         )
 
-    plan = ExactSwap(model, {module: known for _, module, known in norms}) if exact else None
+    plan = ExactSwap(model, {module: known for _, module, known in norms}, example) if exact else None
+    before = None if plan is None or plan.flow is None else plan.flow.outputs()
     made: dict[nn.Module, _NewNorm] = {}
     shared: dict[tuple[nn.Parameter, str, torch.Size], nn.Parameter] = {}
     places: list[tuple[str, nn.Module]] = []
@@ -143,8 +158,14 @@ def swap_norms(
             edits.succeed_parameter(f"{name}.{leaf}", getattr(old, leaf), getattr(made[old].norm, its))
     repoint(edits)
     read_padding(model, edits)
-    mark(model, "norm", target.title, edits)
+    names = [name for name, _ in places]
+    how = {"swap_norms": to if isinstance(to, str) else None, "names": names, "exact": exact, **options}
+    mark(model, "norm", target.title, edits, how)
+    if places:
+        mark_norms(model, target.title, edits)
     edits.done()
+    if before is not None and plan is not None and plan.flow is not None:
+        plan.flow.check(before, edits, "swap_norms(..., exact=True)")
     warn_of_adapters(model, title, ((name, made[old].norm) for name, old in places))
     return Swaps(title, rows, edits)
 

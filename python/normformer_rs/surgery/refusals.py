@@ -52,7 +52,7 @@ def refuse(group: Group, place: Place, to: Any) -> None:
     sublayers = [sublayer for layer in place.declared.layers for sublayer in layer.sublayers]
     if not is_torchs:
         _refuse_inside(group, place, to)
-        _refuse_shared(group, place, to, joins_layers)
+        _refuse_shared(group, place, to)
     if any(isinstance(what, NormAt) and what.start != 1.0 for sublayer in sublayers for what in sublayer.around()):
         raise InputError(
             f"{to} with these options sets how the weights of norms start, and {group.path} keeps its norms as they "
@@ -66,12 +66,12 @@ def refuse(group: Group, place: Place, to: Any) -> None:
         )
 
 
-def _refuse_shared(group: Group, place: Place, to: Any, joins_layers: Any) -> None:
+def _refuse_shared(group: Group, place: Place, to: Any) -> None:
     """InputError for layers that share a block where the scheme treats each differently."""
     layers = {repr(layer).replace("last=True", "last=False") for layer in place.declared.layers}
     growth = place.declared.growth is not None and place.declared.growth.by_layer
     shared = next((b for b in group.blocks if structure_of(b).calls > 1), None)
-    if shared is not None and (joins_layers or growth or len(layers) > 1 or len(group.blocks) > 1):
+    if shared is not None and (growth or len(layers) > 1 or len(group.blocks) > 1):
         raise InputError(
             f"{to} treats each of {place.depth} layers differently, and they share a {type(shared).__name__} of "
             f"{group.path}: choose a scheme whose layers are alike"

@@ -28,8 +28,18 @@ class Pass:
 
     def __init__(self, residual: Any, writes: tuple[int, ...], structure: Structure) -> None:
         self.residual, self.writes, self.structure = residual, writes, structure
+        self.became: tuple[Tensor, Stream] | None = None
+        """A branch that the stream was added to in place, and the stream after it."""
         self.seen: dict[tuple[str, int], int] = {}
         """Additions that only read, and multiplications, by how many additions wrote before."""
+
+    def shown(self, rows: Tensor) -> Tensor:
+        """Rows as the block sees them: of images the channels come first."""
+        return rows.movedim(-1, 1) if self.structure.has_channels_first else rows
+
+    def as_rows(self, f: Tensor, shape: Any) -> Tensor:
+        """A branch as rows of that shape."""
+        return f.movedim(1, -1) if self.structure.has_channels_first else f.reshape(shape)
 
     def only_reads(self, written: int) -> bool:
         """Whether the addition under way only reads the stream."""
@@ -86,7 +96,9 @@ class Stream(Tensor):
             if name in ADDITIONS and (added := _added(args, kwargs)) is not None:
                 stream, f = added
                 if not stream.under_way.only_reads(stream.written):
-                    return write(stream, f)
+                    made = write(stream, f)
+                    stream.under_way.became = (f, made) if name == "add_" and args[0] is f else None
+                    return made
             if name in TIMES and args and isinstance(args[0], Stream) and args[0].under_way.structure.scales:
                 if all(isinstance(a, int | float) for a in args[1:]) and args[0].under_way.goes_on(args[0].written):
                     return args[0]
@@ -105,12 +117,14 @@ def bare(x: Stream) -> Tensor:
 
 def _added(args: Any, kwargs: Any) -> tuple[Stream, Tensor] | None:
     """The stream, and what is added to it; None: the addition is another."""
-    if len(args) != 2 or kwargs or not all(isinstance(a, Tensor) for a in args):
+    if len(args) != 2 or {*kwargs} - {"alpha"} or not all(isinstance(a, Tensor) for a in args):
         return None
     streams = [a for a in args if isinstance(a, Stream)]
-    if len(streams) != 1 or args[0].shape != args[1].shape:
+    alpha = kwargs.get("alpha", 1)
+    if len(streams) != 1 or args[0].shape != args[1].shape or (alpha != 1 and args[1] is streams[0]):
         return None
-    return streams[0], args[1] if args[0] is streams[0] else args[0]
+    f = args[1] if args[0] is streams[0] else args[0]
+    return streams[0], f if alpha == 1 else alpha * f
 
 
 _SHAPES = frozenset({"view", "reshape", "flatten", "unflatten", "squeeze", "unsqueeze", "view_as"})
@@ -160,7 +174,10 @@ def read(stream: Stream, norm: nn.Module | None = None) -> Tensor:
     if norm is None and stream.value is not None:
         return stream.value
     value = run.residual.read(run.writes[stream.written], stream.streams, norm)
-    value = value.reshape(stream.shape) if value.numel() == stream.numel() else value
+    if run.structure.has_channels_first:
+        value = run.shown(value)
+    elif value.numel() == stream.numel():
+        value = value.reshape(stream.shape)
     if norm is None:
         stream.value = value
     return value
@@ -177,8 +194,9 @@ def write(stream: Stream, f: Tensor) -> Stream:
     if number + 1 < len(run.writes) and run.writes[number + 1] == run.writes[number]:
         return Stream.of(bare(stream), run, stream.streams, number + 1, f, stream.shape_of_rows)
     following = run.writes[number + 1] if number + 1 < len(run.writes) else None
-    streams = run.residual.write(run.writes[number], stream.streams, f.reshape(stream.shape_of_rows), following)
+    streams = run.residual.write(run.writes[number], stream.streams, run.as_rows(f, stream.shape_of_rows), following)
     seen = streams.x if streams.read is None else streams.read
+    seen = run.shown(seen) if run.structure.has_channels_first else seen
     seen = seen.reshape(f.shape) if seen.numel() == f.numel() else f
     return Stream.of(seen, run, streams, number + 1, None, stream.shape_of_rows)
 

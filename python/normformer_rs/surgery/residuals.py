@@ -30,7 +30,7 @@ from .blocks import (
     shape_of,
     structure_of,
 )
-from .converted import StreamBlock, converted_class, original
+from .converted import NAMES, StreamBlock, converted_class, original, residual_of
 from .discover import LISTS, Stacks, find_stacks, none_found
 from .families import refuse_other_schemes
 from .handover import mark_new, reclass
@@ -141,7 +141,8 @@ def swap_residuals(
         drawn += [p for group, place in plans if not place.declared.has_biases for p in silence_biases(group, edits)]
         _repoint(optimizer, [group for group, _ in plans], before, dict(model.named_parameters()), drawn)(edits)
         if plans:
-            mark(model, "residual", str(to), edits)
+            how = {"swap_residuals": _plain(to, plans[0][1]), "depth": depth, **options}
+            mark(model, "residual", str(to), edits, how)
     except Exception:
         edits.undo()
         raise
@@ -150,7 +151,7 @@ def swap_residuals(
         rows.append(Row(path or "(model)", type(next(model.get_submodule(path).children())).__name__, "stays", why))
         warnings.warn(f"{title} leaves {path or 'a list'} as it is: {why}", stacklevel=2)
     held = ((n, block) for group, _ in plans for n, block in zip(group.names, group.blocks))
-    made = ((f"{n}.residual", block.residual) for n, block in held if hasattr(block, "residual"))
+    made = ((f"{n}.residual", residual_of(block)) for n, block in held if residual_of(block) is not None)
     warn_of_adapters(model, title, made)  # type: ignore[arg-type]
     if learned is not None and drawn:
         what = f"drew {sum(p.dim() > 1 for p in drawn)} weights of {type(model).__name__} anew"
@@ -279,6 +280,11 @@ def _like_norm(group: Group) -> nn.Parameter | None:
     return next(group.blocks[0].get_submodule(paths[0]).parameters(), None) if paths else None
 
 
+def _plain(to: Any, place: Place) -> Any:
+    """The scheme as JSON has it."""
+    return to.declare(place.config, place.kinds) if hasattr(to, "declare") else to
+
+
 def _proven(
     model: nn.Module, stacks: Stacks, plans: list[tuple[Group, Place]]
 ) -> list[tuple[Group, Place]]:
@@ -373,7 +379,7 @@ def _convert_foreign(group: Group, place: Place, edits: Edits) -> list[Row]:
             for one in (*around, ""):
                 edits.afterwards(edits.model.get_submodule(one).register_forward_hook(show).remove)
     else:
-        group.blocks[0].residual.add_module("stack", stack)  # type: ignore[union-attr, operator]
+        residual_of(group.blocks[0]).add_module("stack", stack)
     if group.end is not None and not has_end:
         edits.remember(group.end.owner.get_submodule(parent_of(group.end.name)))
         path = f"{group.end.path}.{group.end.name}".lstrip(".")
@@ -418,7 +424,7 @@ def _convert_block(block: Any, residual: BlockResidual, own: Any, edits: Edits) 
     for i, part in enumerate(parts):
         for handle in residual.reach_inside(part, i):
             edits.afterwards(handle.remove)
-    block.residual = residual
+    setattr(block, NAMES[hasattr(block, NAMES[0])], residual)
     for handle in residual.follow_calls():
         edits.afterwards(handle.remove)
 

@@ -240,7 +240,7 @@ def sites(groups: Sequence[Group], places: Places) -> dict[nn.Module, Site]:
             site.add([] if head is None else [head])
             if head is None:
                 site.fault = "no linear layer is known to be its only reader"
-    _find_faults(found, places)
+    find_faults(found, places)
     return found
 
 
@@ -276,7 +276,7 @@ def _module(model: nn.Module, path: str) -> nn.Module | None:
         return None
 
 
-def _find_faults(found: dict[nn.Module, Site], places: Places) -> None:
+def find_faults(found: dict[nn.Module, Site], places: Places) -> None:
     """Faults of norms and readers that are used elsewhere, too."""
     read_by: dict[tuple[nn.Module, tuple[int, int]], set[nn.Module]] = {}
     for norm, site in found.items():

@@ -42,6 +42,8 @@ class Node(NamedTuple):
     inputs: tuple[Key, ...]
     shapes: tuple[tuple[int, ...], ...]
     outputs: tuple[Key, ...]
+    made: tuple[tuple[int, ...], ...] = ()
+    """The shapes of the outputs."""
     factor: float | None = None
     """Of a multiplication by a number."""
 
@@ -96,6 +98,8 @@ class Record(TorchFunctionMode):
         self.dropped: dict[Key, list[nn.Module]] = {}
         """Dropouts that a tensor went through unchanged, as in evaluation mode."""
         self.calls: dict[nn.Module, list[Call]] = {}
+        self.returned: set[Key] = set()
+        """What the run returned."""
         self.open: list[tuple[nn.Module, int, Tensor, Key, dict[str, Key]]] = []
         self.within = 0
         """Modules under way that count as one operation."""
@@ -129,7 +133,8 @@ class Record(TorchFunctionMode):
             self.dropped.setdefault(outputs[0], []).append(module)
         self.made |= dict.fromkeys((k for k in outputs if k not in keys), len(self.nodes))
         shapes = tuple(tuple(t.shape) for t in given)
-        self.nodes.append(Node(what, module, tuple(keys), shapes, outputs, factor))
+        sizes = tuple(tuple(t.shape) for t in made)
+        self.nodes.append(Node(what, module, tuple(keys), shapes, outputs, sizes, factor))
 
     # Hooks of modules.
 
@@ -178,7 +183,11 @@ def _counts_as(module: nn.Module) -> str | None:
     kind = type(module).__name__
     if isinstance(module, nn.Linear) or kind == "Conv1D":
         return "linear"
-    if next(module.children(), None) is not None or isinstance(module, nn.Embedding):
+    if isinstance(module, nn.Embedding):
+        return "embedding"
+    if isinstance(module, nn.modules.conv._ConvNd):
+        return "conv"
+    if next(module.children(), None) is not None:
         return None
     if re.search("drop_?path|stochastic_?depth", kind, re.IGNORECASE):
         return "drop_path"
@@ -210,7 +219,9 @@ def record(model: nn.Module, blocks: Iterable[nn.Module], run: Callable[[], Any]
             hooks.callback(before.remove)
             hooks.callback(after.remove)
         with torch.no_grad(), found:
-            run()
+            result = run()
+        found.returned = {key(t) for t in tensors_in(result)}
+        found.alive.append(result)
     return found
 
 
@@ -239,6 +250,8 @@ class Structure(NamedTuple):
     """Additions that only read the stream: (how many wrote before it, its number since)."""
     scales: frozenset[tuple[int, int]] = frozenset()
     """Multiplications of the stream by a number, counted in the same way."""
+    has_channels_first: bool = False
+    """Its stream is of images: convolutions read it, and rows go along the second dimension."""
     calls: int = 1
     """In one pass: the layers that share it."""
     width: int | None = None
@@ -247,13 +260,14 @@ class Structure(NamedTuple):
     """By a run; else it is declared."""
 
 
-def norm_after(model: nn.Module, found: Record, block: nn.Module) -> nn.Module | None:
-    """The norm that reads a block's output outside it."""
-    call = found.calls[block][0]
+def norm_after(found: Record, block: nn.Module) -> nn.Module | None:
+    """The norm that reads a block's last output, and stands in no other block."""
+    call = found.calls[block][-1]
+    inside = {part for block in found.blocks for part in block.modules()}
     seen = {call.y}
     for node in found.nodes[call.last :]:
         if node.inputs and node.inputs[0] in seen:
-            if node.what == "norm":
+            if node.what == "norm" and node.module not in inside:
                 return node.module
             if node.what in UNCHANGED | {"dropout"}:
                 seen |= {*node.outputs}
@@ -329,7 +343,14 @@ class _Reader:
         self.moving = self._moving(steps)
         parts = tuple(self._part(group, i) for i, group in enumerate(groups))
         reads, scales = self._reading_additions(steps), self._scales(steps)
-        return Structure(parts, writes, reads, scales, width=self.call.shape[-1])
+        images = self._has_channels_first()
+        return Structure(parts, writes, reads, scales, images, width=self.call.shape[1 if images else -1])
+
+    def _has_channels_first(self) -> bool:
+        """Convolutions read the stream, and nothing else does."""
+        inside = self.nodes[self.call.first : self.call.last]
+        readers = [n for n in inside if any(k in self.level for k in n.inputs) and not (n.outputs[0] in self.level)]
+        return len(self.call.shape) > 2 and bool(readers) and all(node.what == "conv" for node in readers)
 
     def _blame(self, at: Key) -> str:
         """What stands between the block's output and its input."""
