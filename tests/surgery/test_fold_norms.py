@@ -302,7 +302,6 @@ def test_two_norms_of_one_linear_layer():
 @pytest.mark.parametrize(
     "make,message",
     [
-        (lambda: build("Bert"), r"bert\.encoder\.layer\.0, a BertLayer, is not declared to be pre-norm.*fold_norms"),
         (lambda: scattered(Model(own.Undeclared())), r"a Undeclared, .*BlockSpec\(\.\.\., norm_first=True\)"),
         (lambda: scattered(nn.Sequential(nn.LayerNorm(4))), r"holds no known Transformer block.*register_block"),
         (lambda: _meta(), r"fold_norms changes weights' values, and .* is on the meta device.*load the weights first"),
@@ -313,6 +312,15 @@ def test_two_norms_of_one_linear_layer():
 def test_what_is_refused(make, message):
     with pytest.raises(nfrs.InputError, match=message):
         fold_norms(make())
+
+
+def test_norms_that_the_stream_reads_stay():
+    """BERT's: all but the last, which only the head reads."""
+    model = build("Bert")
+    expected = run(model, "Bert")
+    done = fold_norms(model)
+    assert [row.name for row in done if not row.note.startswith("stays")] == ["bert.encoder.layer.1.output.LayerNorm"]
+    assert gap(run(model, "Bert"), expected) < 1e-9
 
 
 def _meta():

@@ -129,7 +129,7 @@ class Flow:
 
     def _linears(self, node: Node) -> Iterator[nn.Module]:
         """The linear layers that read what a norm has made. Errors: Stranger."""
-        todo = [*node.outputs]
+        todo, width = [*node.outputs], node.made[0][-1:]
         seen: set[Key] = set()
         while todo:
             at = todo.pop()
@@ -141,7 +141,7 @@ class Flow:
             for reader in self.readers.get(at, ()):
                 if reader.what == "linear" and reader.module is not None:
                     yield reader.module
-                elif reader.what in UNCHANGED:
+                elif reader.what in UNCHANGED and all(size[-1:] == width for size in reader.made):
                     todo += reader.outputs
                 elif reader.outputs[0] != at:
                     raise Stranger(f"{self._said(reader)} reads it, too")

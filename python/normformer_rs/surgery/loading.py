@@ -84,7 +84,12 @@ def _class(kind: Any, again: Callable[[nn.Module], None]) -> Any:
                 for p in self.parameters():
                     if p.is_floating_point():
                         p.uniform_(-0.1, 0.1)  # the loader leaves them as memory was
-            again(self)
+            for name, source in dict(getattr(self, "all_tied_weights_keys", None) or {}).items():
+                owner, _, leaf = name.rpartition(".")  # the loader ties last, and swaps ask what is tied
+                setattr(self.get_submodule(owner), leaf, self.get_parameter(source))
+            again(self.eval())
+            for module in self.modules():  # so that the loader fills buffers that no file holds
+                module.__dict__.pop("_is_hf_initialized", None)
 
     body = {"__init__": build, "__module__": kind.__module__, "__qualname__": kind.__qualname__}
     return type(kind.__name__, (kind,), body)
