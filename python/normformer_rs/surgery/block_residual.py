@@ -100,12 +100,12 @@ class BlockResidual(Growing):
 
     place: Place
 
-    def __init__(self, block: nn.Module, place: Place, structure: Structure, stack: StackResidual, holder: Any) -> None:
+    def __init__(self, block: nn.Module, place: Place, structure: Structure, stack: StackResidual) -> None:
         super().__init__()
         like = like_of(block)
         factory = {"device": like.device, "dtype": like.dtype}
         # References, not children: their parameters are the block's and the stack's.
-        self._block, self._stack, self._holder = (block,), (stack,), (holder,)
+        self._block, self._stack = (block,), (stack,)
         self.place, self.structure, self.parts = place, structure, structure.parts
         here = zip(self.parts, place.sublayers, strict=True)
         self.sublayers = tuple(_local(block, part, sublayer, place.config) for part, sublayer in here)
@@ -134,7 +134,7 @@ class BlockResidual(Growing):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "BlockResidual":
         if not memo:  # the copy of a residual, not of a model
-            memo |= {id(one): one for one in (*self._block, *self._stack, *self._holder)}
+            memo |= {id(one): one for one in (*self._block, *self._stack)}
         new = type(self).__new__(type(self))
         memo[id(self)] = new
         new.__setstate__(copy.deepcopy(self.__dict__, memo))
@@ -213,7 +213,7 @@ class BlockResidual(Growing):
         left_out = {i for i, part in enumerate(self.parts) if part.memory and given.get(part.memory) is None}
         writes = tuple(i for i in structure.writes if i not in left_out)
         layer = self._number()
-        streams = self._stack[0].open(self._holder[0], rows, layer)
+        streams = self._stack[0].open(rows, layer)
         if self.passes_inside:
             begin_call(self._block[0]).update(streams.kept or {})
             streams = streams._replace(kept=call_of(self._block[0]))
@@ -234,14 +234,14 @@ class BlockResidual(Growing):
                 f"{len(writes)} additions closed a sublayer (chunked feed-forwards and fused paths do that): switch that "
                 "off, or undo() the swap"
             )
-        y = run.shown(self._stack[0].close(self._holder[0], last.streams, layer))
+        y = run.shown(self._stack[0].close(last.streams, layer))
         if self.passes_inside:
             end_call(self._block[0])
         return _without_streams(out, last, y)
 
     def _number(self) -> int:
         """The layer's number; one that layers share counts the calls of its stack."""
-        call = stack_call(self._holder[0]) if self.structure.calls > 1 else None
+        call = stack_call(self._stack[0]) if self.structure.calls > 1 else None
         return self.place.layer if call is None else 0 if call.last is None else call.last[1] + 1
 
     def read(self, i: int, streams: Streams, norm: nn.Module | None) -> Tensor:
@@ -289,10 +289,10 @@ class BlockResidual(Growing):
     ) -> Any:
         """x⁺ of sublayer i, with F = `function`. Of a tuple that F returns, the first item is F(x); the others follow
         x⁺. `dropout`: a module or a rate; None: the one that the sublayer's `Part` names."""
-        stack, holder = self._stack[0], self._holder[0]
+        stack = self._stack[0]
         if i == 0:
             kept = begin_call(self._block[0]) if self.passes else {}
-            x = apply_changes(self, self.opening, stack.open(holder, x, self.place.layer).x, None, kept)
+            x = apply_changes(self, self.opening, stack.open(x, self.place.layer).x, None, kept)
         else:
             kept = call_of(self._block[0]) if self.passes else {}
         sublayer: Sublayer = self.sublayers[i]
@@ -312,7 +312,7 @@ class BlockResidual(Growing):
         if i + 1 == len(self.sublayers):
             if self.passes:
                 end_call(self._block[0])
-            x = stack.close(holder, streams, self.place.layer)
+            x = stack.close(streams, self.place.layer)
         return (x, *rest) if isinstance(output, tuple) else x
 
     def extra_repr(self) -> str:

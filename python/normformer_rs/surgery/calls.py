@@ -88,10 +88,10 @@ def end_call(block: Any) -> None:
 
 
 class StackCall:
-    """A call of the module around a list of blocks."""
+    """A call of the module around a stack of blocks."""
 
-    def __init__(self, holder: Any, outer: "StackCall | None") -> None:
-        self.holder, self.outer = holder, outer
+    def __init__(self, stack: Any, outer: "StackCall | None") -> None:
+        self.stack, self.outer = stack, outer
         self.has_begun = self.is_finished = False
         self.last: tuple[Any, int] | None = None
         """The hidden state that the last block so far gave, and the block's number."""
@@ -115,22 +115,22 @@ def _enter_stack(call: StackCall | None) -> None:
         _innermost_stack.set(call)
 
 
-def begin_stack_call(holder: Any) -> None:
+def begin_stack_call(stack: Any) -> None:
     """Begins a call of the module around a stack."""
-    _enter_stack(StackCall(holder, _stack_here()))
+    _enter_stack(StackCall(stack, _stack_here()))
 
 
-def stack_call(holder: Any) -> StackCall | None:
+def stack_call(stack: Any) -> StackCall | None:
     """The call under way; None: blocks are called by something else."""
     call = _stack_here()
-    while call is not None and call.holder is not holder:
+    while call is not None and call.stack is not stack:
         call = call.outer
     return call
 
 
-def end_stack_call(holder: Any) -> StackCall | None:
+def end_stack_call(stack: Any) -> StackCall | None:
     """Ends the call under way."""
-    call = stack_call(holder)
+    call = stack_call(stack)
     if call is not None:
         _enter_stack(call.outer)
     return call

@@ -48,7 +48,8 @@ def load_swapped(
     except ImportError as reason:
         raise InputError("load_swapped loads models of Hugging Face: install transformers") from reason
     hub = {name: options[name] for name in ("revision", "token", "cache_dir", "subfolder") if name in options}
-    config = options.pop("config", None) or transformers.AutoConfig.from_pretrained(folder, **hub)
+    read: Any = getattr(kind, "config_class", None) or transformers.AutoConfig
+    config = options.pop("config", None) or read.from_pretrained(folder, **hub)
     swaps = getattr(config, KEY, {}).get("swaps", [])
     if swap is None and not swaps:
         raise InputError(

@@ -363,14 +363,14 @@ def _convert_foreign(group: Group, place: Place, edits: Edits) -> list[Row]:
     stack = StackResidual(place, group.blocks, has_end and group.end is not None)
     for i, block in enumerate(group.blocks):
         structure = structure_of(block)
-        residual = BlockResidual(block, place.at(i), structure, stack, holder)
+        residual = BlockResidual(block, place.at(i), structure, stack)
         stack.keeps(residual.kept_widths())
         own = declaration_of(type(block)) if has_own_forward(type(block)) else None
         _convert_block(block, residual, own, edits)
     if holder is not None:
         edits.remember(holder)
-        holder.stack_residual = stack
-        calls = StackCalls(holder, stack)
+        setattr(holder, _name(holder, group), stack)
+        calls = StackCalls(stack)
         edits.afterwards(holder.register_forward_pre_hook(calls.begin, prepend=True).remove)
         edits.afterwards(holder.register_forward_hook(calls.end, always_call=True).remove)
         if stack.is_wide:
@@ -390,6 +390,11 @@ def _convert_foreign(group: Group, place: Place, edits: Edits) -> list[Row]:
     if group.end is not None and holder is not None:
         edits.afterwards(group.end.norm.register_forward_pre_hook(calls.before_norm).remove)
     return notes
+
+
+def _name(holder: nn.Module, group: Group) -> str:
+    """What a module calls the scheme's parts of a stack: by the list, where it has several."""
+    return "stack_residual" if not hasattr(holder, "stack_residual") else f"{group.path.rpartition('.')[2]}_stack_residual"
 
 
 def _convert_block(block: Any, residual: BlockResidual, own: Any, edits: Edits) -> None:

@@ -24,6 +24,7 @@ from ..nn.stacks import Sums
 from ..nn.step_hooks import Growing
 from .blocks import like_of
 from .calls import begin_stack_call, end_stack_call, stack_call
+from .structure import tensors_in
 
 
 class StackResidual(Growing):
@@ -79,19 +80,19 @@ class StackResidual(Growing):
 
     # Between the blocks.
 
-    def open(self, holder: nn.Module, x: Tensor, layer: int) -> Streams:
+    def open(self, x: Tensor, layer: int) -> Streams:
         """What the block reads of the hidden state that it gets."""
-        declared, call = self.place.declared, stack_call(holder)
+        call = stack_call(self)
         kept: KeptTensors = {}
         outputs: list[Tensor] = []
         if x.shape[-1] != self.width:
             streams, outputs, kept = self._unpack(x, layer)
         else:
-            if not call.has_begun if call is not None else layer == 0:
+            if self.is_wide or (layer == 0 if call is None else not call.has_begun):
                 begin_stack()
-                x = apply_changes(self, declared.begin, x, None, kept)
-            first = x if declared.mixing is None else declared.mixing.begin(x)
-            streams = Streams(first, (x,) * len(declared.streams))
+                streams = self._begun(x, kept)
+            else:
+                streams = Streams(x)
         if call is not None:
             call.has_begun = True
         combine: Any = self._modules.get("combine")
@@ -100,9 +101,16 @@ class StackResidual(Growing):
             streams = streams._replace(x=combine(streams.x, outputs, None))
         return streams._replace(kept=kept, outputs=tuple(outputs))
 
-    def close(self, holder: nn.Module, streams: Streams, layer: int) -> Tensor:
+    def _begun(self, x: Tensor, kept: KeptTensors) -> Streams:
+        """The streams as the stack begins."""
+        declared = self.place.declared
+        x = apply_changes(self, declared.begin, x, None, kept)
+        first = x if declared.mixing is None else declared.mixing.begin(x)
+        return Streams(first, (x,) * len(declared.streams), kept=kept)
+
+    def close(self, streams: Streams, layer: int) -> Tensor:
         """The hidden state that the block gives: after the last one the stack's output."""
-        call = stack_call(holder)
+        call = stack_call(self)
         is_last = layer + 1 == self.place.depth
         y = self._finish(streams) if is_last else self._pack(streams, layer)
         if call is not None:
@@ -151,10 +159,9 @@ class StackResidual(Growing):
         return apply_changes(self, self.end, x, None, dict(streams.kept or {}))
 
     def finish(self, y: Tensor, layer: int) -> Tensor:
-        """The stack's output where blocks after this one did not run."""
+        """The stack's output where blocks after this one did not run; −1: none has run."""
         if y.shape[-1] == self.width:
-            mixing = self.place.declared.mixing
-            return self._finish(Streams(y if mixing is None else mixing.begin(y), (y,) * len(self.place.declared.streams)))
+            return self._finish(self._begun(y, {}) if layer < 0 else Streams(y))
         streams, outputs, kept = self._unpack(y, layer + 1)
         return self._finish(streams._replace(outputs=tuple(outputs), kept=kept))
 
@@ -174,29 +181,30 @@ class StackCalls:
     """Hooks around a stack's calls: the stack ends as the scheme says, whichever block was the last to run, and hidden
     states that it returns are x."""
 
-    def __init__(self, holder: nn.Module, stack: StackResidual) -> None:
-        self.holder, self.stack = holder, stack
+    def __init__(self, stack: StackResidual) -> None:
+        self.stack = stack
 
     def begin(self, *_: Any) -> None:
-        begin_stack_call(self.holder)
+        begin_stack_call(self.stack)
 
     def end(self, _: nn.Module, __: Any, output: Any) -> Any:
-        call = end_stack_call(self.holder)
-        if call is None or call.last is None or call.is_finished:
+        call = end_stack_call(self.stack)
+        if call is None or call.is_finished:
             return None
-        last, layer = call.last
+        rows = (t for t in tensors_in(output) if t.is_floating_point() and t.shape[-1:] == (self.stack.width,))
+        last, layer = call.last or (next(rows, None), -1)
         return _replaced(output, lambda t: self.stack.finish(t, layer) if t is last else t)
 
     def before_norm(self, _: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
         """On the norm after the stack: its input is the stack's output."""
-        call = stack_call(self.holder)
-        is_early = call is not None and call.last is not None and not call.is_finished
+        call = stack_call(self.stack)
+        is_early = call is not None and not call.is_finished
         y = args[0] if args else None
         if not isinstance(y, Tensor) or not (is_early or (call is None and y.shape[-1] != self.stack.width)):
             return None
         if call is not None:
             call.is_finished = True
-        layer = call.last[1] if call is not None and call.last is not None else self.stack.place.depth - 2
+        layer = self.stack.place.depth - 2 if call is None else -1 if call.last is None else call.last[1]
         return (self.stack.finish(y, layer), *args[1:])
 
 
