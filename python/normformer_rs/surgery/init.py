@@ -6,6 +6,7 @@ from torch import nn
 from ..nn.init import draw_linear
 from ..nn.place import Place
 from .blocks import Group, is_transposed, parts_of, weight_and_bias
+from .converted import residual_of
 from .signs import sign_in_norm
 from .spec import at
 from .undo import Edits
@@ -28,7 +29,24 @@ def initialise(group: Group, place: Place, edits: Edits) -> list[nn.Parameter]:
                     heads = weight.unflatten(0, (len(roles), at(block, groups), -1))
                     weight.copy_(heads.transpose(0, 1).flatten(0, 2))
                 weight.mul_(factor)
+            for path, roles, *_ in part.experts:
+                stack = block.get_parameter(path)
+                edits.remember_values([stack])
+                drawn.append(stack)
+                for matrix in stack:
+                    width = place.config.d_model
+                    is_transposed_here = matrix.shape[0 if roles == ("fc1",) else 1] == width
+                    draw_linear(matrix.T if is_transposed_here else matrix, None, roles, here, j)
     return drawn
+
+
+def unreached(block: nn.Module) -> list[str]:
+    """Matrices of a block that no initialisation of a Transformer's layers knows: convolutions, routers, embeddings."""
+    known = {weight_and_bias(block, linear.path)[0] for part in parts_of(block) for linear in part.linears}
+    known |= {block.get_parameter(linear.path) for part in parts_of(block) for linear in part.experts}
+    own = residual_of(block)
+    beside = set() if own is None else {*own.parameters()}
+    return [name for name, p in block.named_parameters() if p.dim() > 1 and p not in known and p not in beside]
 
 
 @torch.no_grad()
@@ -66,4 +84,4 @@ def sign_of_training(group: Group, optimizer: torch.optim.Optimizer | None) -> s
 
 def count_weights(block: nn.Module) -> int:
     """The number of matrices that `initialise` draws."""
-    return sum(len(part.linears) for part in parts_of(block))
+    return sum(len(part.linears) + len(part.experts) for part in parts_of(block))

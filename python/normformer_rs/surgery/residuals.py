@@ -34,7 +34,7 @@ from .converted import NAMES, StreamBlock, converted_class, original, residual_o
 from .discover import LISTS, Stacks, find_stacks, none_found
 from .families import refuse_other_schemes
 from .handover import mark_new, reclass
-from .init import count_weights, initialise, sign_of_training, silence_biases
+from .init import count_weights, initialise, sign_of_training, silence_biases, unreached
 from .marker import mark, warn_of_adapters
 from .optimizers import Exchange, Repoint
 from .proof import prove
@@ -129,7 +129,11 @@ def swap_residuals(
             for i, block in enumerate(group.blocks):
                 drawn_here = f"init {place.declared.init}, {count_weights(block)} weights drawn"
                 note = "weights kept" if init is None else drawn_here
+                if init is not None and (left := unreached(block)):
+                    note += f", not {', '.join(left[:3])}{', …' * (len(left) > 3)}"
                 note += "" if place.declared.has_biases else ", biases held at zero"
+                factors = [factor for part in parts_of(block) for factor in part.factors]
+                note += f", branches keep their factor {factors[0]}" if factors else ""
                 rows.append(Row(group.names[i] or "(model)", old[i], f"{type(block).__name__}, {to}", note))
             rows += notes
         drawn: list[nn.Parameter] = []

@@ -57,6 +57,7 @@ class Part(NamedTuple):
         memory: the block's argument that cross-attention reads; without it the sublayer is left out.
         is_parallel: F is a sum of branches, attention beside a feed-forward.
         alpha: multiplies x.
+        experts: parameters that are stacks of matrices, one for each expert, with their roles.
         factors: what multiplies F(x) last: numbers, or the paths of modules.
     """
 
@@ -74,6 +75,7 @@ class Part(NamedTuple):
     is_parallel: bool = False
     factors: tuple[str, ...] = ()
     alpha: float = 1.0
+    experts: tuple[Linear, ...] = ()
 
     @property
     def moves(self) -> str | None:

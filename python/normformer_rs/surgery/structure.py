@@ -516,6 +516,7 @@ class _Reader:
             is_parallel=len(branches) > 1 or bool(before[1:]) or self._is_sum(branches[0]),
             factors=tail.factors,
             alpha=alpha,
+            experts=self._experts(nodes),
         )
 
     def _tail(self, branch: Key) -> "Tail":
@@ -558,6 +559,13 @@ class _Reader:
             if node.what in ("linear", "linear_function") and node.inputs[0] in outside:
                 return names.get(node.inputs[0])
         return None
+
+    def _experts(self, nodes: list[Node]) -> tuple[Linear, ...]:
+        """Stacks of matrices that the branch multiplies by."""
+        stacks = {id(p): path for path, p in self.block.named_parameters() if p.dim() == 3}
+        read = (stacks[k[0]] for node in nodes for k in node.inputs if k[0] in stacks)
+        ends = re.compile("down|out|w2|fc2|second")
+        return tuple(Linear(p, ("fc2",) if ends.search(p.rpartition(".")[2]) else ("fc1",)) for p in dict.fromkeys(read))
 
     def _linears(self, nodes: list[Node], read: set[Key], reads_memory: bool) -> tuple[tuple[Linear, ...], Any]:
         """The linear layers of a branch with their roles, and the sublayer's kind."""
