@@ -53,7 +53,7 @@ class Config:
     def __init__(self, **options: Any) -> None: ...
     def asdict(self) -> dict[str, Any]: ...
     def replace(self: _C, **options: Any) -> _C: ...
-    def to_json(self) -> str: ...
+    def to_json(self, kinds: tuple[str, ...] | None = None) -> str: ...
     @classmethod
     def from_dict(cls: type[_C], options: Mapping[str, Any]) -> _C: ...
     @classmethod
@@ -159,11 +159,10 @@ def norms() -> str:
 def names() -> str:
     """The text of docs/names.md."""
     from . import config, presets
-    from .surgery import families
 
     tables = config.tables()
     lines = [
-        "<!-- Made by `python -m normformer_rs._stubs --write` out of Rust's tables, presets.py and families.py;",
+        "<!-- Made by `python -m normformer_rs._stubs --write` out of Rust's tables and presets.py;",
         "do not edit. -->",
         "",
         "# Names",
@@ -221,23 +220,8 @@ def names() -> str:
         "",
         "## Blocks of other libraries",
         "",
-        "`swap_residuals` knows these blocks; `normformer_rs.surgery.register_block` adds others. A swap of a model",
-        "into its own scheme with `init=None` changes no output; but torch.nn.Transformer's post-norm stacks lose the",
-        "norm after them, one more than the equation has. Shown by `pytest tests/surgery/test_blocks.py`.",
-        "",
-        "| family | blocks | own scheme |",
-        "|---|---|---|",
+        "`swap_residuals` recognises blocks by what they compute: [the models that it was tried on](models.md).",
     ]
-    for family, blocks, scheme in families.table():
-        lines.append(f"| {family} | {', '.join(f'`{block}`' for block in blocks)} | {scheme} |")
-    lines += [
-        "",
-        f"Exact swaps know the residual streams of {'; '.join(families.exact())}. CLIP's vision encoder is refused.",
-    ]
-    lines += ["", "Refused by name, where the block", ""]
-    lines += ["| has | classes |", "|---|---|"]
-    for form, blocks in families.refused().items():
-        lines.append(f"| {form} | {', '.join(f'`{block}`' for block in blocks)} |")
     return "\n".join([*lines, ""])
 
 

@@ -132,9 +132,9 @@ def declared(data: Mapping[str, Any]) -> Norm:
         if own == wanted and cls.options.keys() == options.keys():
             return cls(**options)
     raise InputError(
-        f"norm {name!r} of this run learns {_listed(p[0] for p in wanted)} and has the options {_listed(options)}; the "
-        f"class {_CLASSES[name][0].__name__} of that name declares other parameters (names, shapes, offsets, factors) or "
-        "options: import the class that the run was made with"
+        f"norm {name!r} of this run learns {_listed(p[0] for p in wanted)} and has the options {_listed(options)}; "
+        f"the class {_CLASSES[name][0].__name__} of that name declares other parameters (names, shapes, offsets, "
+        "factors) or options: import the class that the run was made with"
     )
 
 

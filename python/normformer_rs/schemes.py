@@ -365,8 +365,8 @@ class Place:
         decoder: Callable[[int, int], float],
         alone: Callable[[float], float],
     ) -> float:
-        """A number by the kind of stack: of an encoder or a decoder by their depths N and M, of one stack by its L, half the
-        number of its additions."""
+        """A number by the kind of stack: of an encoder or a decoder by their depths N and M, of one stack by its L,
+        half the number of its additions."""
         if not self.has_encoder:
             return alone(self.decoder_layers if self.block is None else self.layers * self.sublayers / 2)
         return (encoder if self.stack == "encoder" else decoder)(self.encoder_layers, self.decoder_layers)

@@ -18,6 +18,9 @@ class Saved(nn.Module):
         self.original_module = module.requires_grad_(False)
         self.modules_to_save = nn.ModuleDict({"default": copy.deepcopy(module).requires_grad_(True)})
 
+    def forward(self, *args):
+        return self.modules_to_save["default"](*args)
+
     def __getattr__(self, name):
         try:
             return super().__getattr__(name)

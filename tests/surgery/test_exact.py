@@ -196,7 +196,7 @@ def test_a_wrapped_reader_keeps_the_bias_in_the_norm():
     expected = run(model, "ViT")
     table = {row.name: row for row in exact(model)}
     row = table["vit.layers.0.layernorm_after"]
-    assert row.new == "BiasedRMSNorm" and "fc1 is a Lora, and no plain linear layer" in row.note
+    assert row.new == "BiasedRMSNorm" and "bias kept: vit.layers.0.mlp.fc1" in row.note
     assert gap(run(model, "ViT"), expected) < 1e-9
 
 
@@ -215,7 +215,7 @@ def test_shared_linear_layers(kind):
     table = {row.name: row for row in swapped}
     for i in range(2):
         row = table[f"vit.layers.{i}.layernorm_after"]
-        assert row.new == "BiasedRMSNorm" and "share" in row.note, row
+        assert row.new == "BiasedRMSNorm" and "bias kept" in row.note, row
     assert gap(run(model, "ViT"), expected) < 1e-9
     swapped.undo()
     assert torch.equal(run(model, "ViT"), expected)
@@ -248,9 +248,13 @@ def test_the_biased_norm():
     torch.testing.assert_close(exported(x), norm(x), rtol=1e-12, atol=1e-12)
 
 
-def test_the_package_s_own_pre_norm_scheme_stays_exact():
+def test_the_package_s_own_pre_norm_scheme_comes_after_an_exact_swap():
     model = build("GPT2")
     expected = run(model, "GPT2")
-    nfrs.swap_residuals(model, "prenorm", init=None)
+    done = nfrs.swap_residuals(model, "prenorm", init=None)
+    with pytest.raises(nfrs.InputError, match="must know the residual stream"):
+        exact(model.eval())
+    done.undo()
     exact(model.eval())
+    nfrs.swap_residuals(model, "prenorm", init=None)
     assert gap(run(model, "GPT2"), expected) < 1e-9

@@ -10,7 +10,6 @@ from surgery_support import (
     BETWEEN_LAYERS,
     FF,
     HEADS,
-    HUGGING_FACE,
     MODELS,
     RESIDUALS,
     D,

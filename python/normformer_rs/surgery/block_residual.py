@@ -157,11 +157,13 @@ class BlockResidual(Growing):
 
     def kept_widths(self) -> dict[str, int]:
         """Of what changes inside the sublayers leave under a name."""
-        found = {}
+        found: dict[str, int] = {}
         for part, sublayer in zip(self.parts, self.sublayers):
             for point, changes in sublayer.inside.items():
                 names = [change.what for change in changes if change.kind == "keep"]
-                where = projected(self._block[0], part, point, self.place.config.heads) if point in PROJECTIONS else None
+                where = (
+                    projected(self._block[0], part, point, self.place.config.heads) if point in PROJECTIONS else None
+                )
                 found |= dict.fromkeys(names, where[1][1] - where[1][0]) if where and names else {}
         return found
 
@@ -209,7 +211,8 @@ class BlockResidual(Growing):
             raise InputError(f"{self.described()} got no tensor with rows to be its residual stream")
         structure = self.structure
         rows = x.movedim(1, -1) if structure.has_channels_first else x
-        given = dict(zip(self._block[0].names, args, strict=False)) | kwargs
+        names: Any = self._block[0].names
+        given = dict(zip(names, args, strict=False)) | kwargs
         left_out = {i for i, part in enumerate(self.parts) if part.memory and given.get(part.memory) is None}
         writes = tuple(i for i in structure.writes if i not in left_out)
         layer = self._number()
@@ -231,8 +234,8 @@ class BlockResidual(Growing):
             done = 0 if last is None else last.written
             raise InputError(
                 f"{self.described()} went another way than in the run that it was swapped by: {done} of its "
-                f"{len(writes)} additions closed a sublayer (chunked feed-forwards and fused paths do that): switch that "
-                "off, or undo() the swap"
+                f"{len(writes)} additions closed a sublayer (chunked feed-forwards and fused paths do that): switch "
+                "that off, or undo() the swap"
             )
         y = run.shown(self._stack[0].close(last.streams, layer))
         if self.passes_inside:
@@ -250,8 +253,7 @@ class BlockResidual(Growing):
         if norm is None and part.reads_past:
             return streams.x if streams.read is None else streams.read
         owner: Any = self
-        twin = norm is not None and next((path for path in part.twins if self._at(path) is norm), None)
-        if twin:
+        if norm is not None and any(self._at(path) is norm for path in part.twins):
             main = only_norm(sublayer.before)
             owner = self if main is None else _Through(self, main.name, norm)
             streams = streams._replace(normed=None)
@@ -353,19 +355,19 @@ def norms_of(parts: Sequence[Part], sublayers: Sequence[Sublayer]) -> tuple[dict
     stay: dict[str, str] = {}
     move: dict[str, str] = {}
     for part, sublayer in zip(parts, sublayers):
-        own = {"before": part.before, "after": part.after, "branch": part.branch}
+        own: dict[str, str | None] = {"before": part.before, "after": part.after, "branch": part.branch}
         if not any(own.values()) and part.norm is not None:
             own["before"] = part.norm  # declared, without its place
         left = []
         for where in ("before", "after", "branch"):
             names = [what.name for what in parts_of(getattr(sublayer, where)) if isinstance(what, NormAt)]
-            if names and own[where] is not None:
-                (move if where == "branch" else stay)[names.pop(0)] = own[where]
+            if names and (path := own[where]) is not None:
+                (move if where == "branch" else stay)[names.pop(0)] = path
                 own[where] = None
             left += names
-        for where, path in own.items():
-            if path is not None and left:
-                (move if where == "branch" else stay)[left.pop(0)] = path
+        for where, rest in own.items():
+            if rest is not None and left:
+                (move if where == "branch" else stay)[left.pop(0)] = rest
     return stay, move
 
 

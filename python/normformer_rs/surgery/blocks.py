@@ -12,7 +12,6 @@ from ..nn.init import Role
 from ..nn.layers import KINDS
 from ..nn.place import Place
 from .converted import original, residual_of
-from .families import BLOCKS, STACKS, full_name, is_norm_first, refuse_old_library
 from .probe import RecognisedNorm, probe
 from .recognise import read_norm
 from .spec import BlockSpec, Linear, Part, Stack, at, has
@@ -87,9 +86,6 @@ def register_stack(
 def declaration_of(kind: type) -> Any:
     """What is declared of blocks of this class: a `BlockSpec`, a class with a forward of its own, or None."""
     kind = original(kind)
-    if kind not in _BLOCKS and full_name(kind) in BLOCKS:
-        refuse_old_library()
-        return BLOCKS[full_name(kind)]
     return _BLOCKS.get(kind, kind if kind in _BLOCKS.values() else None)
 
 
@@ -105,9 +101,8 @@ def has_own_forward(kind: type) -> bool:
 
 def known_names() -> str:
     """The names of all declared classes of blocks, for messages."""
-    names = [*(kind.__name__ for kind in (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer))]
-    names += [name.rpartition(".")[2] for name in BLOCKS]
-    return ", ".join(dict.fromkeys([*names, *(kind.__name__ for kind in _BLOCKS)]))
+    kinds: tuple[type, ...] = (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer, *_BLOCKS)
+    return ", ".join(kind.__name__ for kind in kinds)
 
 
 def check_block(block: Any) -> None:
@@ -137,10 +132,10 @@ def is_converted(block: Any) -> bool:
 
 def declared_structure(block: Any) -> Structure:
     """A block's structure as it is declared."""
-    declared = declaration_of(type(block))
-    parts = declared.parts(block) if isinstance(declared, type) else declared.parts_of(block)
-    memory = {"memory": "encoder_hidden_states"}
-    parts = tuple(part._replace(**memory) if part.kind == "cross-attention" else part for part in parts)
+    declared: Any = declaration_of(type(block))
+    own: list[Part] = declared.parts(block) if has_own_forward(type(block)) else declared.parts_of(block)
+    memory = "encoder_hidden_states"
+    parts = tuple(part._replace(memory=memory) if part.kind == "cross-attention" else part for part in own)
     return Structure(parts, tuple(range(len(parts))), frozenset(), is_found=False)
 
 
@@ -212,7 +207,7 @@ def end_of(model: nn.Module, path: str) -> End | None:
     while path:
         path = parent_of(path)
         owner = model.get_submodule(path)
-        stack = _STACKS.get(type(owner), STACKS.get(full_name(type(owner))))
+        stack = _STACKS.get(type(owner))
         if stack is not None:
             there = stack.norm and has(owner, stack.norm) and isinstance(at(owner, stack.norm), nn.Module)
             return End(owner, path, stack.norm, stack) if there else None
@@ -220,9 +215,8 @@ def end_of(model: nn.Module, path: str) -> End | None:
 
 
 def is_known_stack(kind: type[nn.Module]) -> bool:
-    """A class of modules around blocks that is registered, or one of a library with a family of blocks."""
-    libraries = {name.rpartition(".")[0] for name in BLOCKS}
-    return kind in _STACKS or full_name(kind) in STACKS or kind.__module__ in libraries
+    """A class of modules around blocks that is registered."""
+    return kind in _STACKS
 
 
 def is_prenorm(block: Any) -> bool:
@@ -233,7 +227,8 @@ def is_prenorm(block: Any) -> bool:
     if isinstance(block, nn.TransformerEncoderLayer | nn.TransformerDecoderLayer):
         return block.norm_first
     declared = declaration_of(type(block))
-    return is_norm_first(original(type(block)), declared if isinstance(declared, BlockSpec) else None, block)
+    is_norm_first = declared.norm_first if isinstance(declared, BlockSpec) else None
+    return bool(at(block, is_norm_first) if isinstance(is_norm_first, str) else is_norm_first)
 
 
 def place_of(block: Any) -> Place | None:
@@ -268,7 +263,7 @@ def _by_width(norm: nn.Module, width: int | None) -> RecognisedNorm | None:
     something else with a weight for each column, to which layernorm stands nearest."""
     if width is None:
         return None
-    own = [p for p in norm.parameters(recurse=False)]
+    own = [*norm.parameters(recurse=False)]
     if not own:
         found = probe(norm, width)
         return found if isinstance(found, RecognisedNorm) else None
@@ -280,11 +275,11 @@ _HEADS = ("num_heads", "num_attention_heads", "n_heads", "n_head", "nhead", "hea
 
 def _heads_of(block: Any) -> int:
     """The number of attention heads; 1 where none is to be found."""
-    if isinstance(block, tuple(TORCHS)):
+    if type(block) in TORCHS:
         return block.self_attn.num_heads
-    declared = declaration_of(type(block))
+    declared: Any = declaration_of(type(block))
     if declared is not None:
-        return declared.heads(block) if isinstance(declared, type) else declared.heads_of(block)
+        return declared.heads(block) if has_own_forward(type(block)) else declared.heads_of(block)
     modules = [*block.modules()]
     owners = [*modules, *(config for m in modules if (config := getattr(m, "config", None)) is not None)]
     found = (getattr(owner, name, None) for owner in owners for name in _HEADS)
@@ -365,3 +360,8 @@ def parent_of(path: str | None) -> str:
 def like_of(block: nn.Module) -> Tensor:
     """A parameter that tells device and dtype; quantized ones do not."""
     return next((p for p in block.parameters() if p.is_floating_point()), next(block.parameters()))
+
+
+def full_name(kind: type) -> str:
+    """Module and name of a class."""
+    return f"{kind.__module__}.{kind.__qualname__}"

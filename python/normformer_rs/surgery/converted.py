@@ -7,7 +7,6 @@ from typing import Any, ClassVar
 from torch import nn
 
 
-
 class Converted:
     """A block with a scheme, or a module inside one. Its class is made at run time, so pickles name the original
     class."""

@@ -1,8 +1,10 @@
 """Finds a model's stacks of residual blocks: the lists whose entries all compute x plus branches."""
 
+import copy
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
+import torch
 from torch import nn
 
 from ..errors import InputError
@@ -12,7 +14,6 @@ from .blocks import (
     End,
     Group,
     check_block,
-    declared_structure,
     end_of,
     has_own_forward,
     is_block,
@@ -22,7 +23,7 @@ from .blocks import (
 )
 from .examples import caller, quietly, refuse_without
 from .spec import Stack
-from .structure import NotResidual, Record, Structure, Unaccounted, norm_after, record, structure
+from .structure import NotResidual, Record, Unaccounted, norm_after, record, structure
 
 LISTS = (nn.ModuleList, nn.Sequential)
 
@@ -51,15 +52,15 @@ def find_stacks(model: nn.Module, example: Any = None) -> Stacks:
     others: Unknown = {}
     candidates = [*_candidates(model)]
     if not candidates:
-        groups = [*_alone(model)]
-        if groups:
-            return Stacks(groups, unknown, None)
+        if alone := [*_alone(model)]:
+            return Stacks(alone, unknown, None)
         raise InputError(
             f"{type(model).__name__} holds no list of modules (ModuleList, Sequential) with blocks: pass the part of "
             "the model that has one, or register the class of your block with normformer_rs.surgery.register_block"
         )
     found, why = _run(model, candidates, example)
-    groups, taken = [], []
+    groups: list[Group] = []
+    taken: list[str] = []
     for path, entries in candidates:
         if any(_is_below(path, one) for one in taken):
             continue
@@ -117,6 +118,8 @@ def _run(model: nn.Module, candidates: Any, example: Any) -> tuple[Record | None
     blocks = [entry for _, entries in candidates for _, entry in entries]
     if all(isinstance(b, tuple(TORCHS)) or has_own_forward(type(b)) or is_converted(b) for b in blocks):
         return None, ""
+    if any(p.is_meta for p in model.parameters()):
+        return _run_of_twin(model, blocks, example)
     run = caller(model, example)
     if run is None:
         return None, "no input is known"
@@ -129,6 +132,24 @@ def _run(model: nn.Module, candidates: Any, example: Any) -> tuple[Record | None
             raise InputError(f"the run of {type(model).__name__} on example failed: {reason}") from reason
         said = str(reason).partition("\n")[0]
         return None, f"it does not take the input that its configuration tells ({type(reason).__name__}: {said})"
+
+
+def _run_of_twin(model: nn.Module, blocks: list[nn.Module], example: Any) -> tuple[Record | None, str]:
+    """For a model on the meta device, where many cannot be run: a run of a copy with numbers, whose blocks stand for
+    the model's."""
+    names = {module: name for name, module in model.named_modules()}
+    twin = copy.deepcopy(model).to_empty(device="cpu")
+    with torch.no_grad():
+        for p in twin.parameters():
+            p.uniform_(-0.1, 0.1) if p.is_floating_point() else p.zero_()
+        for buffer in twin.buffers():
+            buffer.zero_()
+    inside = {block: twin.get_submodule(names[block]) for block in blocks}
+    found, why = _run(twin, [("", [("", block) for block in inside.values()])], example)
+    if found is not None:
+        own = {twin.get_submodule(name): module for module, name in names.items()}
+        found.stand_for(own)
+    return found, why
 
 
 def _examine(
@@ -159,12 +180,8 @@ def _know(block: Any, found: Record | None, why: str) -> None:
     if found is not None:
         try:
             made = structure(block, found)
-            declared = declared_structure(block) if is_block(type(block)) else made
-            if len(declared.parts) == len(made.parts):
-                made = _with_declared_linears(made, declared)
-            if len(declared.parts) <= len(made.parts) or not any(part.memory for part in declared.parts):
-                STRUCTURES[block] = made
-                return  # else the run left out the attention to an encoder
+            STRUCTURES[block] = made
+            return
         except Unaccounted:
             if not is_block(type(block)) or block in found.calls:
                 raise
@@ -172,12 +189,6 @@ def _know(block: Any, found: Record | None, why: str) -> None:
         raise Unaccounted(why)
     check_block(block)
     STRUCTURES.pop(block, None)
-
-
-def _with_declared_linears(made: Structure, declared: Structure) -> Structure:
-    """A declaration's linear layers, with factors and groups that no run tells."""
-    parts = zip(made.parts, declared.parts)
-    return made._replace(parts=tuple(part._replace(linears=own.linears, kind=own.kind) for part, own in parts))
 
 
 def _alone(model: nn.Module) -> Iterator[Group]:

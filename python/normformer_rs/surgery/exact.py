@@ -14,7 +14,7 @@ from .handover import reclass
 from .probe import RecognisedNorm
 from .recognise import read_norm
 from .spec import Part, Stack, at, chosen
-from .stream import Matrix, Places, Site, disturbed, join, matrices, prenorm_groups, refuse_meta, sites
+from .stream import Matrix, Places, Site, disturbed, is_declared, join, matrices, prenorm_groups, refuse_meta, sites
 from .undo import Edits, Row
 
 BY = "swap_norms(..., exact=True)"
@@ -56,27 +56,36 @@ class ExactSwap:
         try:
             self._plan_declared(model, known)
         except InputError:
-            self.flow = Flow.of(model, example, self.places)
-            if self.flow is None or not self._plan_found(model, self.flow):
+            if is_declared(model):
                 raise
+            refuse_meta(model, BY)
+            self.flow = Flow.of(model, example, self.places)
+            if self.flow is None:
+                raise
+            self._plan_found(model, self.flow)
 
-    def _plan_found(self, model: nn.Module, flow: Flow) -> bool:
-        """By a run, where blocks or writers are not declared: False where no norm fits."""
-        self.writers = []
+    def _plan_found(self, model: nn.Module, flow: Flow) -> None:
+        """By a run, where blocks are not declared."""
         fit, self.unfit = flow.streams(self.known)
-        if not fit or any(module.training for module in model.modules()) or any(p.is_meta for p in model.parameters()):
-            return False
+        writing = {writer.module for writers in fit.values() for writer in writers}
+        fit = {norm: writers for norm, writers in fit.items() if norm not in writing}
         every = flow.sites(self.known)
         self.sites = {norm: every[norm] for norm in fit}
+        if not [*self.unfit, *fit]:
+            return  # all norms are RMSNorm
         if all(site.fault for site in self.sites.values()):
-            return False  # no branch reads any of them
+            norm, reason = next(iter((self.unfit or {n: s.fault for n, s in self.sites.items()}).items()))
+            raise InputError(
+                f"{BY} finds no LayerNorm that reads nothing but what can be centred, and that a branch reads: of "
+                f"{flow.name(norm)} {reason}"
+            )
+        _refuse_training(model)
+        self.writers = []
         for norm, writers in fit.items():
-            self.writers += [_found_writer(writer, self.known[norm].width) for writer in writers]
-        try:
-            self._settle()
-        except InputError:
-            return False
-        return True
+            for writer in writers:
+                paths = self.places.modules[writer.module]
+                self.writers += [_found_writer(writer, path, self.known[norm].width) for path in paths]
+        self._settle()
 
     def _plan_declared(self, model: nn.Module, known: Mapping[nn.Module, RecognisedNorm]) -> None:
         groups = prenorm_groups(model, BY)
@@ -84,12 +93,7 @@ class ExactSwap:
         if all(_computes(known, norm) == "rmsnorm" for norm in self.sites):
             return
         self._refuse_norms()
-        training = next((name for name, module in model.named_modules() if module.training), None)
-        if training is not None:
-            raise InputError(
-                f"{BY} needs a model in evaluation mode, and {training or 'it'} is in training mode: dropout leaves a "
-                "centred vector with a mean again. Call model.eval() first"
-            )
+        _refuse_training(model)
         refuse_meta(model, BY)
         owners: dict[nn.Module, tuple[Stack, int]] = {}
         for group in groups:
@@ -213,17 +217,28 @@ def _computes(known: Mapping[nn.Module, RecognisedNorm], norm: nn.Module) -> str
     return known[norm].computes if norm in known else None
 
 
+def _refuse_training(model: nn.Module) -> None:
+    training = next((name for name, module in model.named_modules() if module.training), None)
+    if training is not None:
+        raise InputError(
+            f"{BY} needs a model in evaluation mode, and {training or 'it'} is in training mode: dropout leaves a "
+            "centred vector with a mean again. Call model.eval() first"
+        )
+
+
 # The writers of the stream.
 
 
-def _found_writer(writer: Writer, width: int) -> _Writer:
-    name, module, leaf = writer
+def _found_writer(writer: Writer, name: str, width: int) -> _Writer:
+    """`name`: one of the module's paths."""
+    _, module, leaf = writer
     if leaf is not None:
-        parameter = getattr(module, leaf)
-        return _Writer(name, Matrix(name.rpartition(".")[0], module, leaf, "", parameter.dim() - 1), module, width)
+        matrix = Matrix(name, module, leaf, "", getattr(module, leaf).dim() - 1)
+        return _Writer(join(name, leaf), matrix, module, width)
     axis = 1 if isinstance(module, nn.Embedding) or type(module).__name__ == "Conv1D" else 0
     matrix = Matrix(name, module, "weight", "bias", axis)
-    return _Writer(name, matrix if module._parameters.get("weight") is not None else None, module, width)
+    has_rows = getattr(module._parameters.get("weight"), "ndim", 0) > 1
+    return _Writer(name, matrix if has_rows else None, module, width)
 
 
 def _stack(group: Group) -> Stack:

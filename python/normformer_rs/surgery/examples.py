@@ -62,7 +62,7 @@ def _of_transformers(model: Any, config: Any, p: Tensor) -> dict[str, Tensor] | 
     given: dict[str, Tensor] = {}
 
     def tokens(of: Any) -> Tensor:
-        size = int(getattr(of, "vocab_size", None) or getattr(config, "vocab_size", 100))
+        size: int = getattr(of, "vocab_size", 0) or getattr(config, "vocab_size", 100)
         first = min(4, size - 1)
         return torch.arange(2 * TOKENS, device=p.device).view(2, TOKENS) % (size - first) + first
 
@@ -88,6 +88,9 @@ def _of_transformers(model: Any, config: Any, p: Tensor) -> dict[str, Tensor] | 
             given[name] = numbers(1, bins, length) if bins else numbers(1, 4000)
     if not given:
         return None
+    if getattr(config, "add_cross_attention", False) and _takes(model, "encoder_hidden_states"):
+        columns: int = getattr(config, "hidden_size", 0) or getattr(config, "n_embd", 1)
+        given["encoder_hidden_states"] = numbers(next(iter(given.values())).shape[0], 3, columns)
     if getattr(config, "is_encoder_decoder", False) and _takes(model, "decoder_input_ids"):
         rows = next(iter(given.values())).shape[0]
         given["decoder_input_ids"] = tokens(text)[:rows]

@@ -50,7 +50,11 @@ class Flow:
         for node in self.found.nodes:
             for at in dict.fromkeys(node.inputs):
                 self.readers.setdefault(at, []).append(node)
-        own = ((module, leaf, t) for module in model.modules() for leaf, t in (*module._parameters.items(), *module._buffers.items()))
+        own = (
+            (module, leaf, t)
+            for module in model.modules()
+            for leaf, t in (*module._parameters.items(), *module._buffers.items())
+        )
         self.held = {id(t): (module, leaf) for module, leaf, t in own if t is not None}
 
     @classmethod
@@ -77,7 +81,9 @@ class Flow:
         said = difference(before, self.outputs())
         if said is not None:
             edits.undo()
-            raise InputError(f"{by} would change what {type(self.model).__name__} computes, {said}: nothing was changed")
+            raise InputError(
+                f"{by} would change what {type(self.model).__name__} computes, {said}: nothing was changed"
+            )
 
     def name(self, module: nn.Module) -> str:
         return min(self.places.modules[module])
@@ -87,7 +93,8 @@ class Flow:
 
     def norms(self, known: Mapping[nn.Module, Any]) -> list[nn.Module]:
         """Those that the run called, in its order."""
-        return [*dict.fromkeys(node.module for node in self.found.nodes if node.what == "norm" and node.module in known)]  # type: ignore[misc]
+        called = (node.module for node in self.found.nodes if node.what == "norm")
+        return [*dict.fromkeys(module for module in called if module is not None and module in known)]
 
     def only_read(self) -> dict[nn.Module, str]:
         """Norms that the run did not call, with the operation that read their parameters."""
@@ -153,9 +160,11 @@ class Flow:
 
     # Backwards and forwards: the stream between norms.
 
-    def streams(self, known: Mapping[nn.Module, RecognisedNorm]) -> tuple[dict[nn.Module, list[Writer]], dict[nn.Module, str]]:
-        """LayerNorms that read nothing but what can be centred, each with its stream's writers; and the others, with the
-        reason why not."""
+    def streams(
+        self, known: Mapping[nn.Module, RecognisedNorm]
+    ) -> tuple[dict[nn.Module, list[Writer]], dict[nn.Module, str]]:
+        """LayerNorms that read nothing but what can be centred, each with its stream's writers; and the others, with
+        the reason why not."""
         fit: dict[nn.Module, list[Writer]] = {}
         unfit: dict[nn.Module, str] = {}
         for norm in self.norms(known):
@@ -183,7 +192,8 @@ class Flow:
                 raise Stranger("the model returns its residual stream without a norm")
             todo += self._sources(at, width, writers)
             for reader in self.readers.get(at, ()):
-                if reader.what == "norm" and reader.module in known and known[reader.module].computes == "layernorm":
+                norm = known.get(reader.module) if reader.what == "norm" and reader.module is not None else None
+                if norm is not None and norm.computes == "layernorm":
                     continue
                 keeps = reader.what in ADDITIONS | _PASSES or reader.factor is not None
                 if not keeps or any(size[-1:] != (width,) for size in reader.made):
@@ -205,7 +215,7 @@ class Flow:
         if number is None:
             raise Stranger("the residual stream begins with an input of the model")
         node = self.found.nodes[number]
-        if node.what in ("linear", "embedding", "scale") and node.module is not None:
+        if node.what in ("linear", "embedding", "scale", "norm") and node.module is not None:
             writers[Writer(self.name(node.module), node.module, None)] = None
             return []
         size = node.made[node.outputs.index(at)]

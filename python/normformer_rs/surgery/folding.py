@@ -84,9 +84,7 @@ def fold_norms(model: nn.Module, *, example: Any = None) -> Swaps:
     return Swaps(by, rows, edits)
 
 
-def _found(
-    model: nn.Module, by: str, places: Places, example: Any
-) -> tuple[dict[nn.Module, Site], Flow | None]:
+def _found(model: nn.Module, by: str, places: Places, example: Any) -> tuple[dict[nn.Module, Site], Flow | None]:
     """Each norm that may be folded, by what is declared of its block, or else by a run."""
     try:
         return sites(prenorm_groups(model, by), places), None
@@ -192,9 +190,8 @@ def _sites(block: nn.Module, owner: nn.Module, place: Place) -> Iterator[_Site]:
         for sublayer, part in zip(place.sublayers, parts):
             assert isinstance(sublayer.alpha, Learned)
             omega: Any = getattr(owner, sublayer.alpha.name)
-            yield _Site(
-                f"layer {place.layer}'s {part.norm}", omega, block.get_submodule(part.norm), [*_readers(block, part)]
-            )
+            norm: Any = getattr(owner, f"norm{place.sublayers.index(sublayer) + 1}")
+            yield _Site(f"layer {place.layer}'s {part.norm}", omega, norm, [*_readers(block, part)])
 
 
 def _readers(block: nn.Module, part: Part) -> Iterator[Tensor]:

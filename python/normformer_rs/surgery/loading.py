@@ -53,8 +53,8 @@ def load_swapped(
     swaps = getattr(config, KEY, {}).get("swaps", [])
     if swap is None and not swaps:
         raise InputError(
-            f"{folder}'s config.json names no swaps: load it with from_pretrained; or pass swap=, a function that swaps "
-            "the stock model as it was before it was saved"
+            f"{folder}'s config.json names no swaps: load it with from_pretrained; or pass swap=, a function that "
+            "swaps the stock model as it was before it was saved"
         )
     if kind is None:
         names = getattr(config, "architectures", None) or []
@@ -100,16 +100,16 @@ def _swap(model: nn.Module, how: dict[str, Any], example: Any) -> None:
     """One swap, as config.json has it."""
     if "swap_residuals" in how:
         to, depth = how.pop("swap_residuals"), how.pop("depth", None)
-        swap_residuals(model, to, depth=tuple(depth) if isinstance(depth, list) else depth, init=None, example=example, **how)
+        swap_residuals(
+            model, to, depth=tuple(depth) if isinstance(depth, list) else depth, init=None, example=example, **how
+        )
     elif "swap_norms" in how:
         to, names = how.pop("swap_norms"), {*how.pop("names")}
         if to is None:
             raise InputError(
-                "the model's norms were swapped to a class of one's own, which config.json does not hold: pass swap=, a "
-                "function that makes the swaps again"
+                "the model's norms were swapped to a class of one's own, which config.json does not hold: pass swap=, "
+                "a function that makes the swaps again"
             )
         swap_norms(model, to, filter=lambda name, _: name in names, example=example, **how)
     else:
         fold_norms(model, example=example)
-
-

@@ -14,12 +14,12 @@ from .spec import Part
 from .structure import tensors_in
 
 _ERRORS = {torch.float64: 1e-5, torch.float32: 1e-4}
-"""The allowed difference beside the largest number; in 16 bits five percent. Models in f64 have norms in f32."""
+"""The allowed difference beside the largest number; in 16 bits a fifth. Models in f64 have norms in f32."""
 
 
 class OwnForm(Scheme):
-    """The scheme that blocks have. `is_wide`: with sums of all outputs, of which only the last counts, and a stream that
-    is zero, so that the hidden state is as wide as schemes with several tensors make it."""
+    """The scheme that blocks have. `is_wide`: with sums of all outputs, of which only the last counts, and a stream
+    that is zero, so that the hidden state is as wide as schemes with several tensors make it."""
 
     name = "own-form"
 
@@ -52,7 +52,11 @@ class OwnForm(Scheme):
 
 
 def prove(
-    model: nn.Module, run: Callable[[], Any], groups: list[Group], swap: Callable[[list[Group], Any], Any], is_wide: bool
+    model: nn.Module,
+    run: Callable[[], Any],
+    groups: list[Group],
+    swap: Callable[[list[Group], Any], Any],
+    is_wide: bool,
 ) -> dict[str, str]:
     """The groups whose identity swap changes what the model computes, by their paths, with what differs. `swap` gives
     the groups, each a scheme, and returns what takes it back."""
@@ -84,7 +88,11 @@ def _random(model: nn.Module) -> Iterator[bool]:
     """Whether parts of the model draw random numbers in training mode, as far as their attributes tell."""
     for module in model.modules():
         for name, value in vars(module).items():
-            if isinstance(value, float) and value > 0 and ("drop" in name or (name == "p" and "Drop" in type(module).__name__)):
+            if (
+                isinstance(value, float)
+                and value > 0
+                and ("drop" in name or (name == "p" and "Drop" in type(module).__name__))
+            ):
                 yield True
 
 
@@ -123,7 +131,7 @@ def difference(before: list[Tensor], now: list[Tensor]) -> str | None:
     if [t.shape for t in before] != [t.shape for t in now]:
         return "its outputs have other shapes"
     for a, b in zip(before, now):
-        error = _ERRORS.get(a.dtype, 0.05)
+        error = _ERRORS.get(a.dtype, 0.2)
         same = torch.isfinite(a)
         scale = a[same].abs().max().item() if same.any() else 0.0
         distance = (a - b)[same].abs().max().item() if same.any() else 0.0

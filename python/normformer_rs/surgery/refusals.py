@@ -9,6 +9,7 @@ from ..errors import InputError
 from ..nn.attention import BEFORE_PRODUCTS
 from ..nn.place import Place
 from ..nn.specs import NormAt
+from .block_residual import POINTS, PROJECTIONS, norms_of, projected
 from .blocks import (
     TORCH_STACKS,
     TORCHS,
@@ -22,7 +23,6 @@ from .blocks import (
     place_of,
     structure_of,
 )
-from .block_residual import POINTS, PROJECTIONS, norms_of, projected
 from .handover import refuse_own_forward, refuse_passed_over
 from .recognise import read_norm
 from .spec import has
@@ -44,7 +44,9 @@ def refuse(group: Group, place: Place, to: Any) -> None:
     takes = any(layer.takes for layer in place.declared.layers)
     joins_layers = place.declared.combine or place.declared.streams or place.declared.mixing or takes
     is_torchs = isinstance(group.blocks[0], tuple(TORCHS))
-    if joins_layers and (has_own_forward(type(group.blocks[0])) or (is_torchs and type(group.holder) not in TORCH_STACKS)):
+    if joins_layers and (
+        has_own_forward(type(group.blocks[0])) or (is_torchs and type(group.holder) not in TORCH_STACKS)
+    ):
         raise InputError(
             f"{to} connects layers with each other, and the loop of {type(group.holder).__name__} does not: use "
             "normformer_rs.nn's TransformerEncoder and TransformerDecoder"
@@ -96,7 +98,8 @@ def _refuse_inside(group: Group, place: Place, to: Any) -> None:
                     )
                 if part.is_parallel and point != "input":
                     raise InputError(
-                        f"{what} acts inside attention or feed-forward, and {kind} adds both at once, as one branch: {way}"
+                        f"{what} acts inside attention or feed-forward, and {kind} adds both at once, as one branch: "
+                        f"{way}"
                     )
                 if point not in (*PROJECTIONS, "input") and point not in POINTS:
                     raise InputError(f"{what} acts at {point} of attention, which {kind} does not expose: {way}")
@@ -122,7 +125,7 @@ def _reclassed(group: Group) -> Iterator[tuple[str, nn.Module]]:
         if isinstance(block, tuple(TORCHS)):
             yield from ((f"{name}.{n}", m) for n, m in block.named_children() if isinstance(m, nn.MultiheadAttention))
             continue
-        declared = declaration_of(type(block)) if has_own_forward(type(block)) else None
+        declared: Any = declaration_of(type(block)) if has_own_forward(type(block)) else None
         sites = declared.sites(block) if hasattr(declared, "sites") else {}
         yield from ((f"{name}.{path}", block.get_submodule(path)) for path in sites)
     if type(group.holder) in TORCH_STACKS:

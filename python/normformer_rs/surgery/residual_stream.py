@@ -1,7 +1,7 @@
 """The residual stream as a tensor: another library's block runs its own forward on it.
 
-Adding to it closes a sublayer, and any other reading of it gives what the scheme's sublayer reads. The block's own norms
-on the stream let it through.
+Adding to it closes a sublayer, and any other reading of it gives what the scheme's sublayer reads. The block's own
+norms on the stream let it through.
 """
 
 import functools
@@ -16,8 +16,11 @@ from .converted import Converted
 from .structure import ADDITIONS, TIMES, UNCHANGED, Structure
 
 _LOOKS = frozenset(
-    """__get__ __set__ __len__ __hash__ __repr__ __bool__ size dim ndimension stride is_floating_point is_complex numel
-    nelement is_contiguous element_size get_device data_ptr is_same_size""".split()
+    (
+        *("__get__", "__set__", "__len__", "__hash__", "__repr__", "__bool__", "size", "dim", "ndimension", "stride"),
+        *("is_floating_point", "is_complex", "numel", "nelement", "is_contiguous", "element_size", "get_device"),
+        *("data_ptr", "is_same_size"),
+    )
 )
 """Operations that ask for a tensor's form and not for its numbers."""
 _REARRANGES = UNCHANGED - {"requires_grad_"}
@@ -99,14 +102,21 @@ class Stream(Tensor):
                     made = write(stream, f)
                     stream.under_way.became = (f, made) if name == "add_" and args[0] is f else None
                     return made
-            if name in TIMES and args and isinstance(args[0], Stream) and args[0].under_way.structure.scales:
-                if all(isinstance(a, int | float) for a in args[1:]) and args[0].under_way.goes_on(args[0].written):
-                    return args[0]
+            if name in TIMES and args and isinstance(args[0], Stream) and _goes_on(*args):
+                return args[0]
             if name in _REARRANGES and args and isinstance(args[0], Stream):
-                made = _rearranged(func, args, kwargs)
-                if made is not None:
-                    return made
+                moved = _rearranged(func, args, kwargs)
+                if moved is not None:
+                    return moved
             return func(*map(_read, args), **{key: _read(value) for key, value in kwargs.items()})
+
+
+def _goes_on(stream: Stream, *factors: Any) -> bool:
+    """The stream goes on from a multiplication by a number, which the scheme's own factor of x stands for."""
+    run = stream.under_way
+    return (
+        bool(run.structure.scales) and all(isinstance(a, int | float) for a in factors) and run.goes_on(stream.written)
+    )
 
 
 def bare(x: Stream) -> Tensor:
@@ -151,8 +161,8 @@ def _rearranged(func: Any, args: Any, kwargs: Any) -> Stream | None:
         if name not in _SHAPES or made.shape[-1:] != x.shape[-1:] or made.numel() != x.numel():
             return None
     elif made.dtype != x.dtype:
-        others = tuple(other.to(made.dtype) for other in streams.others)
-        streams = streams._replace(x=streams.x.to(made.dtype), others=others, normed=None)
+        cast = tuple(other.to(made.dtype) for other in streams.others)
+        streams = streams._replace(x=streams.x.to(made.dtype), others=cast, normed=None)
     elif name == "clamp":
         streams = streams._replace(x=func(streams.x, *args[1:], **kwargs))
     return Stream.of(made, stream.under_way, streams, stream.written, stream.parallel, shape)
@@ -218,4 +228,4 @@ class StreamNorm(Converted):
                 return own(self, x, *args, **kwargs)
             return read(x, self) if x.under_way.residual.stands_before(self, x) else x
 
-        cls.forward = forward
+        cls.forward = forward  # type: ignore[attr-defined]

@@ -1,6 +1,5 @@
 """`swap_residuals`: another residual scheme for the blocks of a model."""
 
-import re
 import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -23,6 +22,7 @@ from .blocks import (
     end_of,
     has_own_forward,
     is_block,
+    is_converted,
     known_names,
     parent_of,
     parts_of,
@@ -32,7 +32,6 @@ from .blocks import (
 )
 from .converted import NAMES, StreamBlock, converted_class, original, residual_of
 from .discover import LISTS, Stacks, find_stacks, none_found
-from .families import refuse_other_schemes
 from .handover import mark_new, reclass
 from .init import count_weights, initialise, sign_of_training, silence_biases, unreached
 from .marker import mark, warn_of_adapters
@@ -169,29 +168,19 @@ def swap_residuals(
 # Finding the blocks.
 
 
-_EXPERTS = re.compile("(Experts|MoeBlock|MoE)$")
-
-
 def find_groups(model: nn.Module, by: str = "swap_residuals") -> list[Group]:
     """All known blocks, grouped by list, class and width; InputError, in the name of `by`, if there are none."""
-    refuse_other_schemes(model, by, takes_parallel=by != "swap_residuals")
     found: dict[Any, dict[str, nn.Module]] = {}
     for name, module in model.named_modules():
-        if is_block(type(module)):
+        if is_block(type(module)) or is_converted(module):
             check_block(module)
             # Blocks that follow each other have one width; heads and d_ff may differ within a stack.
             kind = type(module), len(parts_of(module)), shape_of(module)["d_model"]
             found.setdefault((parent_of(_without_wrappers(name)), *kind), {})[name] = module
     if not found:
-        experts = next((name for name, module in model.named_modules() if _EXPERTS.search(type(module).__name__)), None)
-        if experts is not None:
-            raise InputError(
-                f"{type(model).__name__} has mixtures of experts ({experts}), and {by} knows no such blocks: declare "
-                "yours with normformer_rs.surgery.register_block(kind, converted)"
-            )
         raise InputError(
-            f"{type(model).__name__} holds no known Transformer block; known are {known_names()}, but not their "
-            "subclasses: register another class with normformer_rs.surgery.register_block(kind, converted)"
+            f"{type(model).__name__} holds no block that {by} knows by its class ({known_names()}), and no input is "
+            "known to run it on: pass example=, or register the class with normformer_rs.surgery.register_block"
         )
     return [_group(model, path, blocks) for (path, *_), blocks in found.items()]
 
@@ -268,7 +257,9 @@ def _kinds(group: Group) -> tuple[str, ...] | None:
     """The sublayers of the group's blocks, where they are not a Transformer's. A sublayer that is attention in some of
     them, and something else in others, counts as attention."""
     of_blocks = [[part.kind for part in parts_of(block)] for block in group.blocks]
-    kinds = tuple(min(some, key=["cross-attention", "self-attention", "feed-forward"].index) for some in zip(*of_blocks))
+    kinds = tuple(
+        min(some, key=["cross-attention", "self-attention", "feed-forward"].index) for some in zip(*of_blocks)
+    )
     return None if kinds in _USUAL else kinds
 
 
@@ -289,12 +280,15 @@ def _plain(to: Any, place: Place) -> Any:
     return to.declare(place.config, place.kinds) if hasattr(to, "declare") else to
 
 
-def _proven(
-    model: nn.Module, stacks: Stacks, plans: list[tuple[Group, Place]]
-) -> list[tuple[Group, Place]]:
+def _proven(model: nn.Module, stacks: Stacks, plans: list[tuple[Group, Place]]) -> list[tuple[Group, Place]]:
     """The plans for blocks with which an identity swap changes nothing; the others are unknown."""
     found = [group for group, _ in plans if _is_foreign(group) and structure_of(group.blocks[0]).is_found]
-    if stacks.run is None or not found or any(p.is_meta for p in model.parameters()) or any(place_of(group.blocks[0]) is not None for group in found):
+    if (
+        stacks.run is None
+        or not found
+        or any(p.is_meta for p in model.parameters())
+        or any(place_of(group.blocks[0]) is not None for group in found)
+    ):
         return plans
     is_wide = any(StackResidual.carries_more(place) for _, place in plans)
 
@@ -398,7 +392,9 @@ def _convert_foreign(group: Group, place: Place, edits: Edits) -> list[Row]:
 
 def _name(holder: nn.Module, group: Group) -> str:
     """What a module calls the scheme's parts of a stack: by the list, where it has several."""
-    return "stack_residual" if not hasattr(holder, "stack_residual") else f"{group.path.rpartition('.')[2]}_stack_residual"
+    return (
+        "stack_residual" if not hasattr(holder, "stack_residual") else f"{group.path.rpartition('.')[2]}_stack_residual"
+    )
 
 
 def _convert_block(block: Any, residual: BlockResidual, own: Any, edits: Edits) -> None:

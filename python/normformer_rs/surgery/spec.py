@@ -26,21 +26,6 @@ class Linear(NamedTuple):
     groups: str | None = None
 
 
-def attention(path: str, output: str, names: str, factor: float = 1.0) -> tuple[Linear, ...]:
-    """Linear layers of attention: query, key and value of the module at `path` by their names, and the output's."""
-    roles: tuple[tuple[Role, ...], ...] = (("query",), ("key",), ("value",))
-    inputs = (
-        Linear(f"{path}.{name}", role, factor if role == ("query",) else 1.0)
-        for name, role in zip(names.split(), roles, strict=True)
-    )
-    return (*inputs, Linear(output, ("output",)))
-
-
-def feed_forward(first: str, second: str) -> tuple[Linear, ...]:
-    """Linear layers of a feed-forward; `first` names one, or two of which the first is before the activation."""
-    return (*(Linear(path, ("fc1",)) for path in first.split()), Linear(second, ("fc2",)))
-
-
 class Part(NamedTuple):
     """A sublayer of a block.
 
@@ -109,13 +94,6 @@ class Stack(NamedTuple):
     after: tuple[str, ...] = ()
 
 
-class Head(NamedTuple):
-    """The one reader of a stack's last norm in a class of models: paths of the stack, and of a linear layer."""
-
-    stack: str
-    reader: str
-
-
 class BlockSpec(NamedTuple):
     """A class of blocks as data, for `register_block`: its sublayers in the order in which its forward adds them.
 
@@ -134,7 +112,7 @@ class BlockSpec(NamedTuple):
 
     def parts_of(self, block: Any) -> list[Part]:
         """The sublayers that this block has."""
-        return [part for part in self.parts if part.kind != "cross-attention" or has(block, part.norm)]
+        return [part for part in self.parts if part.kind != "cross-attention" or has(block, part.norm or "")]
 
     def heads_of(self, block: Any) -> int:
         return at(block, self.heads)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from ..nn.build import install, make, reset, reset_module
+from ..nn.build import install, reset, reset_module
 from ..nn.interpreter import KeptTensors, Streams, apply_changes, apply_norm
 from ..nn.place import Place
 from ..nn.profiling import begin_stack
@@ -192,8 +192,8 @@ class StackCalls:
         if call is None or call.is_finished:
             return None
         rows = (t for t in tensors_in(output) if t.is_floating_point() and t.shape[-1:] == (self.stack.width,))
-        last, layer = call.last or (next(rows, None), -1)
-        return _replaced(output, lambda t: self.stack.finish(t, layer) if t is last else t)
+        given: tuple[Any, int] = call.last or (next(rows, None), -1)
+        return _replaced(output, lambda t: t if t is not given[0] else self.stack.finish(t, given[1]))
 
     def before_norm(self, _: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
         """On the norm after the stack: its input is the stack's output."""

@@ -10,11 +10,10 @@ from torch import Tensor, nn
 from .. import nn as nfnn
 from ..errors import InputError
 from ..nn.init import Role
-from .blocks import Group, is_prenorm, is_transposed, parent_of, parts_of, projection
-from .families import HEADS, full_name
+from .blocks import Group, full_name, is_block, is_converted, is_prenorm, is_transposed, parent_of, parts_of, projection
 from .handover import has_accelerates_hook, own_forward
 from .residuals import find_groups
-from .spec import Part, chosen
+from .spec import Part
 
 _AFFINE = (
     *(kind.forward for kind in (nn.Linear, nn.Embedding, nn.Conv1d, nn.Conv2d, nn.Conv3d)),
@@ -208,6 +207,11 @@ def prenorm_groups(model: nn.Module, by: str) -> list[Group]:
     return groups
 
 
+def is_declared(model: nn.Module) -> bool:
+    """It has blocks that are known by their class, or that a swap has made."""
+    return any(is_block(type(module)) or is_converted(module) for module in model.modules())
+
+
 def refuse_meta(model: nn.Module, by: str) -> None:
     """InputError for a model with weights on the meta device."""
     name = next((name for name, p in model.named_parameters() if p.is_meta), None)
@@ -223,6 +227,8 @@ def sites(groups: Sequence[Group], places: Places) -> dict[nn.Module, Site]:
     for group in groups:
         for block in group.blocks:
             for part in parts_of(block):
+                if part.norm is None:
+                    continue
                 site = found.setdefault(block.get_submodule(part.norm), Site())
                 for name in places.modules[block]:
                     own = readers(block, name, part)
@@ -235,45 +241,9 @@ def sites(groups: Sequence[Group], places: Places) -> dict[nn.Module, Site]:
         if group.end is not None:
             site = found.setdefault(group.end.norm, Site())
             site.names |= {join(name, group.end.name) for name in places.modules[group.end.owner]}
-            head, names = _head(group, places)
-            site.layers |= names
-            site.add([] if head is None else [head])
-            if head is None:
-                site.fault = "no linear layer is known to be its only reader"
+            site.fault = "no linear layer is known to be its only reader"
     find_faults(found, places)
     return found
-
-
-def _head(group: Group, places: Places) -> tuple[Matrix | None, set[str]]:
-    """The only linear layer that reads the norm after the blocks, and its names; None where the model returns the
-    norm's output, or is not declared."""
-    end = group.end
-    assert end is not None
-    for model, paths in places.modules.items():
-        head = HEADS.get(full_name(type(model)))
-        if head is None or _module(model, head.stack) is not end.owner:
-            continue
-        path = chosen(model, head.reader)
-        seen = {join(name, head.stack) for name in paths}
-        others = [
-            name
-            for name in end.stack.after
-            if (child := getattr(end.owner, name, None)) is not None
-            and join(head.stack, name) != path
-            and next(child.parameters(), None) is not None
-        ]
-        if path is None or others or seen != {*places.modules[end.owner]}:
-            return None, set()
-        matrix = Matrix(join(paths[0], path), model.get_submodule(path), "weight", "bias", 0)
-        return matrix, {join(name, path) for name in paths}
-    return None, set()
-
-
-def _module(model: nn.Module, path: str) -> nn.Module | None:
-    try:
-        return model.get_submodule(path)
-    except AttributeError:
-        return None
 
 
 def find_faults(found: dict[nn.Module, Site], places: Places) -> None:

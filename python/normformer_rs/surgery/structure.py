@@ -17,12 +17,15 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from .recognise import alike, looks_like_a_norm, read_norm
-from .spec import Linear, Part
+from .spec import Linear, Part, has
 
 ADDITIONS = frozenset({"add", "__add__", "__iadd__", "__radd__", "add_"})
 UNCHANGED = frozenset(
-    """to float type contiguous clamp clone type_as double half bfloat16 view reshape flatten unflatten transpose permute
-    squeeze unsqueeze __getitem__ detach alias view_as expand_as narrow requires_grad_""".split()
+    (
+        *("to", "float", "type", "contiguous", "clamp", "clone", "type_as", "double", "half", "bfloat16", "detach"),
+        *("view", "reshape", "flatten", "unflatten", "transpose", "permute", "squeeze", "unsqueeze", "__getitem__"),
+        *("alias", "view_as", "expand_as", "narrow", "requires_grad_"),
+    )
 )
 """Operations that leave a tensor's numbers as they are, but for their type and place."""
 TIMES = frozenset({"mul", "__mul__", "__rmul__", "mul_", "__imul__", "div", "__truediv__"})
@@ -135,6 +138,14 @@ class Record(TorchFunctionMode):
         shapes = tuple(tuple(t.shape) for t in given)
         sizes = tuple(tuple(t.shape) for t in made)
         self.nodes.append(Node(what, module, tuple(keys), shapes, outputs, sizes, factor))
+
+    def stand_for(self, own: Mapping[nn.Module, nn.Module]) -> None:
+        """Takes the recorded modules for others that are made alike."""
+        self.nodes = [n if n.module is None else n._replace(module=own[n.module]) for n in self.nodes]
+        self.calls = {own[block]: calls for block, calls in self.calls.items()}
+        self.kinds = {own[module]: kind for module, kind in self.kinds.items()}
+        self.blocks = {own[block] for block in self.blocks}
+        self.dropped = {key: [own[module] for module in some] for key, some in self.dropped.items()}
 
     # Hooks of modules.
 
@@ -349,7 +360,7 @@ class _Reader:
     def _has_channels_first(self) -> bool:
         """Convolutions read the stream, and nothing else does."""
         inside = self.nodes[self.call.first : self.call.last]
-        readers = [n for n in inside if any(k in self.level for k in n.inputs) and not (n.outputs[0] in self.level)]
+        readers = [n for n in inside if any(k in self.level for k in n.inputs) and n.outputs[0] not in self.level]
         return len(self.call.shape) > 2 and bool(readers) and all(node.what == "conv" for node in readers)
 
     def _blame(self, at: Key) -> str:
@@ -372,9 +383,8 @@ class _Reader:
             out = node.outputs[0]
             if out in adds:
                 self.level[out] = adds[out]
-            elif node.inputs and node.inputs[0] in self.level:
-                if (node.what == "norm" and out in on_path) or self._is_same(node) or out in on_path:
-                    self.level[out] = self.level[node.inputs[0]]
+            elif node.inputs and node.inputs[0] in self.level and (self._is_same(node) or out in on_path):
+                self.level[out] = self.level[node.inputs[0]]
 
     def _is_same(self, node: Node) -> bool:
         return node.what in UNCHANGED and len(node.outputs) == 1
@@ -560,12 +570,20 @@ class _Reader:
                 return names.get(node.inputs[0])
         return None
 
+    def _without_adapters(self, path: str) -> str:
+        """The path of the layer that an adapter of PEFT wraps, where this linear layer is part of one."""
+        while type(self.block.get_submodule(path.rpartition(".")[0])).__module__.startswith("peft."):
+            path = path.rpartition(".")[0]
+        return path if not isinstance(self.block.get_submodule(path), nn.ModuleDict) else path.rpartition(".")[0]
+
     def _experts(self, nodes: list[Node]) -> tuple[Linear, ...]:
         """Stacks of matrices that the branch multiplies by."""
         stacks = {id(p): path for path, p in self.block.named_parameters() if p.dim() == 3}
         read = (stacks[k[0]] for node in nodes for k in node.inputs if k[0] in stacks)
         ends = re.compile("down|out|w2|fc2|second")
-        return tuple(Linear(p, ("fc2",) if ends.search(p.rpartition(".")[2]) else ("fc1",)) for p in dict.fromkeys(read))
+        return tuple(
+            Linear(p, ("fc2",) if ends.search(p.rpartition(".")[2]) else ("fc1",)) for p in dict.fromkeys(read)
+        )
 
     def _linears(self, nodes: list[Node], read: set[Key], reads_memory: bool) -> tuple[tuple[Linear, ...], Any]:
         """The linear layers of a branch with their roles, and the sublayer's kind."""
@@ -578,13 +596,14 @@ class _Reader:
             is_product = node.what in _PRODUCTS and len(node.inputs) >= 2 and len(depends) >= 2
             is_attention |= node.what in _ATTENTION or is_product
         linears = [node for node in nodes if node.what == "linear" and node.module is not None]
-        paths = [*dict.fromkeys(self.paths[node.module] for node in linears)]
+        paths = [*dict.fromkeys(self._without_adapters(self.paths[node.module]) for node in linears)]
         if not paths:
             return (), "self-attention" if is_attention else "feed-forward"
         last = paths[-1]
         roles = _attention_roles if is_attention else _feed_forward_roles
         kind = "cross-attention" if reads_memory else "self-attention" if is_attention else "feed-forward"
-        return tuple(Linear(path, roles(path, path == last, self.block)) for path in paths), kind
+        made = (Linear(path, roles(path, path == last, self.block)) for path in paths)
+        return tuple(_as_its_library_has_it(linear, self.block) for linear in made), kind
 
 
 class Tail(NamedTuple):
@@ -603,6 +622,20 @@ def _attention_roles(path: str, is_last: bool, block: nn.Module) -> Any:
         return "key", "value"
     first = re.search("[qkv]", name.replace("proj", "").replace("linear", "").replace("weight", ""))
     return ({"q": "query", "k": "key", "v": "value"}[first.group()],) if first else ("query",)
+
+
+def _as_its_library_has_it(linear: Linear, block: nn.Module) -> Linear:
+    """What no run tells: T5's like do not divide scores by √d_kv, smaller queries do it instead; GPT-NeoX and BLOOM
+    stack queries, keys and values head by head."""
+    parent = linear.path.rpartition(".")[0]
+    attention: Any = block.get_submodule(parent)
+    size = getattr(attention, "key_value_proj_dim", None)
+    if linear.roles == ("query",) and isinstance(size, int):
+        return linear._replace(factor=size**-0.5)
+    if type(attention).__name__.startswith(("GPTNeoX", "Bloom")) and len(linear.roles) == 3:
+        heads = next(n for n in ("num_heads", "num_attention_heads", "config.num_attention_heads") if has(attention, n))
+        return linear._replace(groups=f"{parent}.{heads}")
+    return linear
 
 
 def _feed_forward_roles(path: str, is_last: bool, block: nn.Module) -> Any:
