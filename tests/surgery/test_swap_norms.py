@@ -357,3 +357,24 @@ def test_dyt_comes_and_goes():
     swap_norms(model, "layernorm", optimizer=optimizer)
     assert torch.equal(model[0].weight, weight) and torch.equal(model[0].bias, bias)
     assert {*optimizer.param_groups[0]["params"]} == {*model.parameters()}
+
+
+class ReadsItsNorm(nn.Module):
+    """Calls a function on the weight of its first norm."""
+
+    def __init__(self):
+        super().__init__()
+        self.read, self.called = nn.LayerNorm(8), nn.LayerNorm(8)
+
+    def forward(self, x):
+        return self.called(nn.functional.layer_norm(x, (8,), self.read.weight, self.read.bias))
+
+
+def test_a_norm_that_is_only_read_stays():
+    model, x = ReadsItsNorm(), torch.randn(2, 8)
+    done = swap_norms(model, "rmsnorm", example=x)
+    assert [(row.name, row.note) for row in done if row.new == row.old] == [
+        ("read", "stays: the model does not call it: the operation layer_norm reads its weight")
+    ]
+    assert type(model.read) is nn.LayerNorm and type(model.called) is nfnn.RMSNorm
+    assert model(x).shape == x.shape

@@ -1,0 +1,109 @@
+"""Writes docs/models.md: what `swap_residuals`, `fold_norms` and exact swaps make of each model of the zoo.
+
+    PYTHONPATH=… python tests/surgery/models_page.py
+
+Each model is built small, with random weights, and every residual scheme is swapped in and taken back. Models of
+libraries that are not installed are left out.
+"""
+
+import logging
+import sys
+import warnings
+from pathlib import Path
+
+sys.path[:0] = [str(Path(__file__).resolve().parent), str(Path(__file__).resolve().parents[1])]
+
+import torch
+from surgery_support import RESIDUALS
+from test_zoo import outputs
+from zoo import LIBRARY, MODELS, UNSEEN
+
+import normformer_rs as nfrs
+from normformer_rs.surgery.blocks import TORCHS, structure_of
+from normformer_rs.surgery.discover import find_stacks
+from normformer_rs.surgery.spec import Part
+
+PAGE = Path(__file__).resolve().parents[2] / "docs/models.md"
+HEAD = f"""<!-- Made by `python tests/surgery/models_page.py`; do not edit. -->
+
+# Models that were tried
+
+What surgery makes of small models of random weights, each by all {len(RESIDUALS)} residual schemes. A model that is not
+here may work as well: blocks are recognised by what they compute ([how](swap.md#how-blocks-are-found)).
+
+The block: `a` attention, `c` attention to an encoder, `f` anything else, each followed by its norms: before it, x +
+F(N(x)); after the addition, N(x + F(x)); on the branch, x + N(F(x)); `×`: a factor of the branch. `+`: parallel
+branches, one addition. Schemes: how many of the {len(RESIDUALS)} are taken. Fold, exact: how many norms `fold_norms` and
+`swap_norms(…, "rmsnorm", exact=True)` change, of all that they look at.
+
+| model | library | block | schemes | fold | exact | what is refused, and why |
+|---|---|---|---|---|---|---|
+"""
+
+
+def shown(part: Part) -> str:
+    """A sublayer in a few letters."""
+    text = {"self-attention": "a", "cross-attention": "c", "feed-forward": "f"}[part.kind]
+    places = (("before", part.before), ("after", part.after), ("branch", part.branch))
+    norms = [place for place, path in places if path is not None]
+    return text + "+" * part.is_parallel + "×" * bool(part.factors) + (f" ({', '.join(norms)})" if norms else "")
+
+
+def blocks(model, inputs) -> str:
+    try:
+        groups = find_stacks(model, inputs).groups
+    except nfrs.InputError:
+        return "—"
+    texts = []
+    for group in groups:
+        first = group.blocks[0]
+        texts.append("torch.nn's" if type(first) in TORCHS else ", ".join(map(shown, structure_of(first).parts)))
+    return "; ".join(dict.fromkeys(texts))
+
+
+def row(name: str) -> str | None:
+    """The model's line; None: its library is not there."""
+    try:
+        model, inputs = (MODELS | UNSEEN)[name]()
+    except ImportError:
+        return None
+    model.eval()
+    shape, taken, reasons = blocks(model, inputs), 0, {}
+    for scheme in RESIDUALS:
+        try:
+            done = nfrs.swap_residuals(model, scheme, init=None, example=inputs)
+        except nfrs.InputError as reason:
+            said = str(reason).partition("residual stream: ")[2] or str(reason)
+            reasons.setdefault(said.replace(scheme, "it").replace("|", "/").partition(": choose")[0], []).append(scheme)
+        else:
+            with torch.no_grad():
+                outputs(model, inputs)
+            done.undo()
+            taken += 1
+    counts = []
+    for swap in (
+        lambda: nfrs.fold_norms(model, example=inputs),
+        lambda: nfrs.swap_norms(model, "rmsnorm", exact=True, example=inputs),
+    ):
+        try:
+            done = swap()
+            rows = [one for one in done if "orm" in one.old]
+            counts.append(f"{sum(not one.note.startswith('stays') for one in rows)}/{len(rows)}")
+            done.undo()
+        except nfrs.InputError:
+            counts.append("0")
+    whys = "; ".join(f"{', '.join(some) if len(some) < taken else 'all'}: {why}" for why, some in reasons.items())
+    cells = (name, LIBRARY[name] or "written here", shape, str(taken), *counts, whys[:400])
+    return "| " + " | ".join(cells) + " |"
+
+
+def main() -> None:
+    warnings.simplefilter("ignore")
+    logging.disable(logging.WARNING)
+    torch.set_num_threads(1)
+    rows = [line for name in (*MODELS, *UNSEEN) if (line := row(name)) is not None]
+    PAGE.write_text(HEAD + "\n".join(rows) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
