@@ -7,11 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from normformer_rs import config
-from normformer_rs.surgery import families
 
 from . import api, commands, equations, names, notebooks, reproductions
 from .spec import ROOT
-from .tables import table
 
 WRITTEN = {"README.md": "index.md", "CONTRIBUTING.md": "contributing.md", "CHANGELOG.md": "changelog.md"}
 """Pages outside docs/."""
@@ -36,7 +34,6 @@ def write(output: Path, with_notebooks: bool = True) -> dict[str, str]:
     shutil.rmtree(folder, ignore_errors=True)
     pages = {WRITTEN.get(path, Path(path).name): _moved(path, folder) for path in _sources()}
     pages["spec.md"] = equations.blocks(pages["spec.md"])
-    pages["models.md"] = models()
     pages["commands.md"] = commands.page()
     pages["reproduce.md"] = reproductions.entries(pages["reproduce.md"], folder)
     pages |= names.pages(folder) | api.pages()
@@ -100,30 +97,6 @@ def _title(name: str, text: str) -> str:
     if match is None:
         raise ValueError(f"{name} has no heading")
     return match[1].replace("`", "")
-
-
-def models() -> str:
-    """The models that `swap_residuals` knows, and those it refuses."""
-    known = [(family, ", ".join(f"`{block}`" for block in blocks), scheme)
-             for family, blocks, scheme in families.table()]  # fmt: skip
-    refused = [(form, ", ".join(f"`{block}`" for block in blocks)) for form, blocks in families.refused().items()]
-    return f"""\
-# Supported models
-
-`swap_norms` finds norms by what they compute, in any model. `swap_residuals` knows the blocks below;
-[`register_block`](api/normformer_rs.surgery.md#register_block) adds others. [Swap](swap.md) shows both.
-
-A swap of a model into its own scheme with `init=None` changes no output. torch.nn.Transformer's post-norm stacks lose
-the norm after them, one more than the equation has.
-
-{table(("family", "blocks", "own scheme"), known)}
-Exact swaps know the residual streams of {"; ".join(families.exact())}. CLIP's vision encoder is refused.
-
-## Refused
-
-These blocks have another form, so `swap_residuals` refuses them by name. `swap_norms` takes them.
-
-{table(("the block has", "classes"), refused)}"""
 
 
 _LINK = re.compile(r"(!?\[[^\]]*\])\(([^)\s]+)\)")

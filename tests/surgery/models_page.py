@@ -7,11 +7,8 @@ libraries that are not installed are left out.
 """
 
 import logging
-import sys
 import warnings
 from pathlib import Path
-
-sys.path[:0] = [str(Path(__file__).resolve().parent), str(Path(__file__).resolve().parents[1])]
 
 import torch
 from surgery_support import RESIDUALS
@@ -33,8 +30,8 @@ here may work as well: blocks are recognised by what they compute ([how](swap.md
 
 The block: `a` attention, `c` attention to an encoder, `f` anything else, each followed by its norms: before it, x +
 F(N(x)); after the addition, N(x + F(x)); on the branch, x + N(F(x)); `×`: a factor of the branch. `+`: parallel
-branches, one addition. Schemes: how many of the {len(RESIDUALS)} are taken. Fold, exact: how many norms `fold_norms` and
-`swap_norms(…, "rmsnorm", exact=True)` change, of all that they look at.
+branches, one addition. Schemes: how many of the {len(RESIDUALS)} are taken. Fold, exact: how many norms `fold_norms`
+and `swap_norms(…, "rmsnorm", exact=True)` change, of all that they look at.
 
 | model | library | block | schemes | fold | exact | what is refused, and why |
 |---|---|---|---|---|---|---|

@@ -85,6 +85,8 @@ class ExactSwap:
             for writer in writers:
                 paths = self.places.modules[writer.module]
                 self.writers += [_found_writer(writer, path, self.known[norm].width) for path in paths]
+        order = {module: i for i, module in enumerate(model.modules())}
+        self.writers.sort(key=lambda writer: order[writer.module])
         self._settle()
 
     def _plan_declared(self, model: nn.Module, known: Mapping[nn.Module, RecognisedNorm]) -> None:

@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map
 
 from ..errors import InputError
 from ..nn.interpreter import Streams
@@ -85,7 +86,7 @@ class Stream(Tensor):
         shape: Any = None,
     ) -> "Stream":
         """`x` as the stream: what the block sees as its input's shape and type."""
-        stream = x.as_subclass(Stream)
+        stream = x.as_subclass(Stream) if _is_plain(x) else _around(x)
         stream.under_way, stream.plain, stream.streams, stream.written = under_way, x, streams, written
         stream.parallel, stream.value, stream.shape_of_rows = parallel, None, shape or x.shape
         return stream
@@ -122,7 +123,29 @@ def _goes_on(stream: Stream, *factors: Any) -> bool:
 def bare(x: Stream) -> Tensor:
     """The tensor without the class. Dynamo cannot take it off, and reentrant checkpoints need the tensor that they
     detached."""
-    return x.plain if torch.compiler.is_compiling() else x.as_subclass(Tensor)
+    return x.plain if torch.compiler.is_compiling() or not _is_plain(x.plain) else x.as_subclass(Tensor)
+
+
+def _is_plain(x: Tensor) -> bool:
+    return torch.compiler.is_dynamo_compiling() or type(x) in (Tensor, nn.Parameter)
+
+
+def _around(x: Tensor) -> Any:
+    """A stream around a tensor that has a class already, as in torch.export."""
+    what = {"dtype": x.dtype, "device": x.device, "requires_grad": x.requires_grad}
+    return Tensor._make_wrapper_subclass(_Around, x.shape, strides=x.stride(), **what)  # type: ignore[attr-defined]
+
+
+class _Around(Stream):
+    """A stream that holds another tensor in place of being one."""
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*tree_map(_held, args), **tree_map(_held, kwargs or {}))
+
+
+def _held(value: Any) -> Any:
+    return value.plain if isinstance(value, _Around) else value
 
 
 def _added(args: Any, kwargs: Any) -> tuple[Stream, Tensor] | None:

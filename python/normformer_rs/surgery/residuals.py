@@ -32,6 +32,7 @@ from .blocks import (
 )
 from .converted import NAMES, StreamBlock, converted_class, original, residual_of
 from .discover import LISTS, Stacks, find_stacks, none_found
+from .examples import quietly
 from .handover import mark_new, reclass
 from .init import count_weights, initialise, sign_of_training, silence_biases, unreached
 from .marker import mark, warn_of_adapters
@@ -135,6 +136,7 @@ def swap_residuals(
                 note += f", branches keep their factor {factors[0]}" if factors else ""
                 rows.append(Row(group.names[i] or "(model)", old[i], f"{type(block).__name__}, {to}", note))
             rows += notes
+        _try(model, stacks, plans, to)
         drawn: list[nn.Parameter] = []
         for group, place in plans if init is not None else ():
             drawn += initialise(group, place, edits)
@@ -310,6 +312,22 @@ def _proven(model: nn.Module, stacks: Stacks, plans: list[tuple[Group, Place]]) 
     if not plans:
         raise none_found(model, stacks.unknown)
     return plans
+
+
+def _try(model: nn.Module, stacks: Stacks, plans: list[tuple[Group, Place]], to: Any) -> None:
+    """Runs the swapped model once. Errors: InputError where it does not run: a sublayer's layers are not what their
+    roles say, for schemes that act between them."""
+    if stacks.run is None or not plans or any(p.is_meta for p in model.parameters()):
+        return
+    try:
+        with quietly(model), torch.no_grad():
+            model.eval()
+            stacks.run()
+    except Exception as reason:  # a model may raise anything
+        said = str(reason).partition("\n")[0]
+        raise InputError(
+            f"{type(model).__name__} does not run with {to} ({type(reason).__name__}: {said}): choose another scheme"
+        ) from reason
 
 
 def _is_foreign(group: Group) -> bool:
