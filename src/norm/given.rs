@@ -61,7 +61,8 @@ pub fn entry(given: GivenNorm) -> Result<&'static Spec> {
     let others = known.iter().filter(|known| known.given.name == given.name).count();
     let name = if others == 0 { given.name.clone() } else { format!("{}#{}", given.name, others + 1) };
     let given: &'static GivenNorm = Box::leak(Box::new(given));
-    let own = OwnNorm { name: &given.name, declaration: serde_json::to_string(given).expect("numbers and words are JSON") };
+    let own =
+        OwnNorm { name: &given.name, declaration: serde_json::to_string(given).expect("numbers and words are JSON") };
     let parameters: Vec<Parameter> = given.parameters.iter().map(GivenParameter::declared).collect();
     let spec: &'static Spec = Box::leak(Box::new(Spec {
         name: Box::leak(name.into_boxed_str()),

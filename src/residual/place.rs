@@ -188,7 +188,16 @@ impl<'a> LayerContext<'a> {
     /// The first sublayer of a layer.
     pub fn new(model: ModelShape<'a>, options: &'a Options, stack: StackName, layer: i64) -> Self {
         let kinds = stack.sublayers(&model);
-        LayerContext { model, options, stack, layer, sublayer: kinds[0], index: 0, sublayers: kinds.len() as i64, kinds }
+        LayerContext {
+            model,
+            options,
+            stack,
+            layer,
+            sublayer: kinds[0],
+            index: 0,
+            sublayers: kinds.len() as i64,
+            kinds,
+        }
     }
 
     /// The first sublayer of a layer that holds others: a block of another library's model. None: no such block is

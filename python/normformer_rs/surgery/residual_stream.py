@@ -132,15 +132,17 @@ def _is_plain(x: Tensor) -> bool:
 
 def _around(x: Tensor) -> Any:
     """A stream around a tensor that has a class already, as in torch.export."""
-    what = {"dtype": x.dtype, "device": x.device, "requires_grad": x.requires_grad}
-    return Tensor._make_wrapper_subclass(_Around, x.shape, strides=x.stride(), **what)  # type: ignore[attr-defined]
+    what: dict[str, Any] = {"dtype": x.dtype, "device": x.device, "requires_grad": x.requires_grad}
+    return Tensor._make_wrapper_subclass(_Around, x.shape, strides=x.stride(), **what)
 
 
 class _Around(Stream):
     """A stream that holds another tensor in place of being one."""
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         return func(*tree_map(_held, args), **tree_map(_held, kwargs or {}))
 
 
