@@ -8,6 +8,7 @@ from block_models import BART, GENERATING, build, inputs, move
 from test_blocks import loss, outputs, texts
 from torch import nn
 
+import normformer_rs as nfrs
 from normformer_rs.surgery import swap_norms, swap_residuals
 
 transformers = pytest.importorskip("transformers")
@@ -149,3 +150,37 @@ def test_norms_and_schemes_swap_in_either_order():
         torch.testing.assert_close(a, b)
     twin = copy.deepcopy(other)
     assert torch.equal(outputs(twin, given)[0], outputs(other, given)[0])
+
+
+class Parallel(nn.Module):
+    """Attention's place is taken by a linear layer; both branches are added at once."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm, self.mix, self.mlp = nn.LayerNorm(16), nn.Linear(16, 16), nn.Linear(16, 16)
+
+    def forward(self, x):
+        y = self.norm(x)
+        return x + self.mix(y) + self.mlp(y)
+
+
+class Doubled(nfrs.Scheme):
+    """x + k·F(N(x)), k the number of additions in its layer."""
+
+    name = "doubled"
+
+    def around(self, place):
+        return nfrs.schemes.ResidualSpec(before=[nfrs.schemes.norm()], beta=float(place.sublayers + 1))
+
+
+def test_constants_count_additions():
+    """Four blocks of one addition are as deep as two of two; a scheme of one's own is told how many there are."""
+    x = torch.randn(2, 3, 16)
+    model = nn.Sequential(*(Parallel() for _ in range(4)))
+    swap_residuals(model, "deepnorm", example=x)
+    (sublayer,) = model[3].residual.sublayers
+    assert sublayer.alpha == pytest.approx(4**0.25)
+    model = nn.Sequential(*(Parallel() for _ in range(4))).eval()
+    first = copy.deepcopy(model[0])
+    swap_residuals(model, Doubled(), init=None, example=x)
+    torch.testing.assert_close(model[0](x), x + 2 * (first(x) - x))
