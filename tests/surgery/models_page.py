@@ -43,7 +43,12 @@ def shown(part: Part) -> str:
     text = {"self-attention": "a", "cross-attention": "c", "feed-forward": "f"}[part.kind]
     places = (("before", part.before), ("after", part.after), ("branch", part.branch))
     norms = [place for place, path in places if path is not None]
-    return text + "+" * part.is_parallel + "×" * bool(part.factors) + (f" ({', '.join(norms)})" if norms else "")
+    return (
+        text
+        + "+" * part.is_parallel
+        + "×" * (part.beta != 1.0 or bool(part.scales))
+        + (f" ({', '.join(norms)})" if norms else "")
+    )
 
 
 def blocks(model, inputs) -> str:

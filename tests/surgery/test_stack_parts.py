@@ -184,3 +184,27 @@ def test_constants_count_additions():
     first = copy.deepcopy(model[0])
     swap_residuals(model, Doubled(), init=None, example=x)
     torch.testing.assert_close(model[0](x), x + 2 * (first(x) - x))
+
+
+def test_factors_of_branches_are_a_scheme():
+    """Granite's number and DINOv2's vectors go; layerscale takes vectors over, and computes the same."""
+    widths = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
+    config = transformers.GraniteConfig(vocab_size=40, residual_multiplier=0.25, num_key_value_heads=2, **widths)
+    granite = transformers.GraniteForCausalLM(config).double().eval()
+    plain = copy.deepcopy(granite)
+    for layer in plain.model.layers:
+        layer.residual_multiplier = 1.0
+    tokens = torch.arange(3, 12)[None]
+    before = granite(tokens).logits
+    done = swap_residuals(granite, "prenorm", init=None)
+    assert "factor 0.25 gone" in done[0].note
+    torch.testing.assert_close(granite(tokens).logits, plain(tokens).logits, rtol=1e-6, atol=1e-6)
+    done.undo()
+    assert torch.equal(granite(tokens).logits, before)
+    config = transformers.Dinov2Config(image_size=8, patch_size=4, mlp_ratio=2, layerscale_value=0.5, **widths)
+    dino = move(transformers.Dinov2Model(config)).double().eval()
+    pixels = torch.randn(2, 3, 8, 8, dtype=torch.float64)
+    before = dino(pixels).last_hidden_state
+    swap_residuals(dino, "layerscale", init=None)
+    assert not any("layer_scale" in name for name, _ in dino.named_parameters())
+    torch.testing.assert_close(dino(pixels).last_hidden_state, before, rtol=1e-12, atol=1e-12)

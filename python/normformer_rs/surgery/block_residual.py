@@ -155,6 +155,15 @@ class BlockResidual(Growing):
         """The block, for messages."""
         return f"layer {self.place.layer}, a {type(self._block[0]).__name__},"
 
+    @torch.no_grad()
+    def take_scales(self) -> None:
+        """Gives the scheme's vectors of the branches, where it has some, the values of the block's own."""
+        for part, sublayer in zip(self.parts, self.sublayers):
+            if isinstance(sublayer.beta, Learned) and len(part.scales) == 1:
+                (own,), made = self._at(part.scales[0]).parameters(), self.get_parameter(sublayer.beta.name)
+                if own.shape == made.shape:
+                    made.copy_(own)
+
     def kept_widths(self) -> dict[str, int]:
         """Of what changes inside the sublayers leave under a name."""
         found: dict[str, int] = {}
@@ -391,4 +400,5 @@ def _local(block: nn.Module, part: Part, sublayer: Sublayer, config: Transformer
         return change._replace(what=change.what._replace(width=d_head if by_head else last - first))
 
     inside = {point: tuple(flat(point, change) for change in changes) for point, changes in sublayer.inside.items()}
-    return sublayer._replace(inside=inside)
+    # the block multiplies its branch by a number of its own, and the scheme's stands in its place
+    return sublayer._replace(inside=inside, scale=sublayer.scale / part.beta)

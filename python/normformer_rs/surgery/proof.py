@@ -41,6 +41,7 @@ class OwnForm(Scheme):
             branch=[norm("branch_norm")] if part.branch is not None else [],
             after=[norm("after_norm")] if part.after is not None else [],
             alpha=part.alpha,
+            beta=part.beta,
             streams=[StreamStep(0.0, 0.0)] if self.is_wide else [],
         )
 

@@ -37,7 +37,7 @@ from .handover import mark_new, reclass
 from .init import count_weights, initialise, sign_of_training, silence_biases, unreached
 from .marker import mark, warn_of_adapters
 from .optimizers import Exchange, Repoint
-from .proof import prove
+from .proof import OwnForm, prove
 from .refusals import refuse, refuse_unknown_end
 from .residual_stream import StreamNorm
 from .spec import at, has
@@ -63,7 +63,8 @@ def swap_residuals(
     change neither outputs nor gradients. torch.nn's layers and blocks of `register_block` need no run. A block keeps
     its identity, its own forward, linear layers, dropouts, hooks and norms (identities stand in for norms that the
     scheme has not); new norms are of the kind that the block has. Sums of attention and feed-forward, as in GPT-J, are
-    one branch; factors of a branch, as in Granite, stay in it. What a scheme has beside x travels inside the hidden
+    one branch. Factors of a branch, as Granite's number and LayerScale's vectors, are the blocks' own scheme, and go;
+    `layerscale` with init=None takes such vectors over. What a scheme has beside x travels inside the hidden
     state, which is as many times wider between the blocks.
 
     >>> from torch import nn
@@ -124,7 +125,7 @@ def swap_residuals(
         for (group, place), like in zip(plans, likes):
             old = [type(block).__name__ for block in group.blocks]
             convert = _convert_torchs if isinstance(group.blocks[0], tuple(TORCHS)) else _convert_foreign
-            notes = convert(group, place, edits)
+            notes = convert(group, place, edits, init is None)
             mark_new(group.holder, there, group.blocks[0], like)
             for i, block in enumerate(group.blocks):
                 drawn_here = f"init {place.declared.init}, {count_weights(block)} weights drawn"
@@ -132,8 +133,10 @@ def swap_residuals(
                 if init is not None and (left := unreached(block)):
                     note += f", not {', '.join(left[:3])}{', …' * (len(left) > 3)}"
                 note += "" if place.declared.has_biases else ", biases held at zero"
-                factors = [factor for part in parts_of(block) for factor in part.factors]
-                note += f", branches keep their factor {factors[0]}" if factors else ""
+                parts = [] if type(block) in TORCHS else parts_of(block)
+                gone = [f"the branch's factor {part.beta:g}" for part in parts if part.beta != 1.0]
+                gone += [path for part in parts for path in part.scales]
+                note += f", {gone[0]} gone" if gone else ""
                 rows.append(Row(group.names[i] or "(model)", old[i], f"{type(block).__name__}, {to}", note))
             rows += notes
         _try(model, stacks, plans, to)
@@ -299,7 +302,7 @@ def _proven(model: nn.Module, stacks: Stacks, plans: list[tuple[Group, Place]]) 
         try:
             for group in groups:
                 ((_, place),) = _plans([group], to(group), None, None, {})
-                _convert_foreign(group, place, edits)
+                _convert_foreign(group, place, edits, keeps=True)
         except Exception:
             edits.undo()
             raise
@@ -343,7 +346,7 @@ _OURS = {
 }
 
 
-def _convert_torchs(group: Group, place: Place, edits: Edits) -> list[Row]:
+def _convert_torchs(group: Group, place: Place, edits: Edits, _: bool) -> list[Row]:
     """Turns torch.nn's layers, and their stack if there is one, into the package's; children and names stay."""
     notes, holder = [], group.holder
     in_stack = type(holder) in TORCH_STACKS
@@ -370,9 +373,10 @@ def _convert_torchs(group: Group, place: Place, edits: Edits) -> list[Row]:
     return notes
 
 
-def _convert_foreign(group: Group, place: Place, edits: Edits) -> list[Row]:
+def _convert_foreign(group: Group, place: Place, edits: Edits, keeps: bool) -> list[Row]:
     """Turns blocks into subclasses that run on a residual stream, or call the scheme's steps; the scheme's modules go
-    into their `residual`, those of the stack into `stack_residual` beside the list."""
+    into their `residual`, those of the stack into `stack_residual` beside the list. `keeps`: the blocks' weights, among
+    them vectors of branches that the scheme has, too."""
     notes: list[Row] = []
     holder = None if isinstance(group.holder, LISTS) else group.holder
     has_end = any(change.kind == "norm" for change in place.declared.end)
@@ -382,6 +386,8 @@ def _convert_foreign(group: Group, place: Place, edits: Edits) -> list[Row]:
         residual = BlockResidual(block, place.at(i), structure, stack)
         stack.keeps(residual.kept_widths())
         own = declaration_of(type(block)) if has_own_forward(type(block)) else None
+        if keeps:
+            residual.take_scales()
         _convert_block(block, residual, own, edits)
     if holder is not None:
         edits.remember(holder)
@@ -420,7 +426,8 @@ def _convert_block(block: Any, residual: BlockResidual, own: Any, edits: Edits) 
     parts = residual.parts
     norms = [path for part in parts for path in part.norms()]
     dropouts = [part.dropout for part in parts if part.dropout is not None and _is_module(block, part.dropout)]
-    for path in {"", *sites, *(parent_of(path) for path in (*norms, *dropouts))}:
+    scales = [path for part in parts for path in part.scales if not isinstance(residual.place.config.residual, OwnForm)]
+    for path in {"", *sites, *(parent_of(path) for path in (*norms, *dropouts, *scales))}:
         edits.remember(block.get_submodule(path))
     edits.remember(block)
     reclass(block, own or converted_class(original(type(block)), StreamBlock))
@@ -437,6 +444,8 @@ def _convert_block(block: Any, residual: BlockResidual, own: Any, edits: Edits) 
         elif own is None:
             edits.remember(norm)
             reclass(norm, converted_class(original(type(norm)), StreamNorm))
+    for path in scales:
+        _put(block, path, nn.Identity())
     for i, part in enumerate(parts):
         path = part.dropout
         if path is not None and _is_module(block, path) and (own is None or part.moves is not None):

@@ -43,7 +43,8 @@ class Part(NamedTuple):
         is_parallel: F is a sum of branches, attention beside a feed-forward.
         alpha: multiplies x.
         experts: parameters that are stacks of matrices, one for each expert, with their roles.
-        factors: what multiplies F(x) last: numbers, or the paths of modules.
+        beta: the number that multiplies F(x) last.
+        scales: modules that multiply F(x) last, each by a vector: LayerScale.
     """
 
     kind: str
@@ -58,7 +59,8 @@ class Part(NamedTuple):
     reads_past: bool = False
     memory: str | None = None
     is_parallel: bool = False
-    factors: tuple[str, ...] = ()
+    beta: float = 1.0
+    scales: tuple[str, ...] = ()
     alpha: float = 1.0
     experts: tuple[Linear, ...] = ()
 

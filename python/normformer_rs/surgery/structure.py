@@ -524,7 +524,8 @@ class _Reader:
             reads_past=bool(before and past),
             memory=memory,
             is_parallel=len(branches) > 1 or bool(before[1:]) or self._is_sum(branches[0]),
-            factors=tail.factors,
+            beta=tail.beta,
+            scales=tail.scales,
             alpha=alpha,
             experts=self._experts(nodes),
         )
@@ -540,12 +541,12 @@ class _Reader:
             if node is None or not node.inputs:
                 break
             path = self.paths.get(node.module, "")
-            if node.what == "norm" and not found.norms and not found.factors:
+            if node.what == "norm" and not found.norms and found.beta == 1.0 and not found.scales:
                 found = found._replace(norms=(path,))
             elif node.what == "scale":
-                found = found._replace(factors=(*found.factors, path))
+                found = found._replace(scales=(*found.scales, path))
             elif node.factor is not None:
-                found = found._replace(factors=(*found.factors, f"{node.factor:g}"))
+                found = found._replace(beta=found.beta * node.factor)
             elif node.what not in UNCHANGED | {"dropout", "drop_path"}:
                 break
             at = node.inputs[0]
@@ -609,7 +610,8 @@ class _Reader:
 class Tail(NamedTuple):
     dropout: str | None = None
     norms: tuple[str, ...] = ()
-    factors: tuple[str, ...] = ()
+    beta: float = 1.0
+    scales: tuple[str, ...] = ()
 
 
 def _attention_roles(path: str, is_last: bool, block: nn.Module) -> Any:
