@@ -23,9 +23,9 @@ _STACKS: dict[type[nn.Module], Stack] = {}
 
 
 def register_block(kind: type[nn.Module], converted: type[nn.Module] | BlockSpec) -> None:
-    """Makes `swap_residuals` know a class of blocks.
+    """Declares a class of blocks, which `swap_residuals` else recognises by a run of the model.
 
-    Where a block calls its sublayers one after another, `converted` is a `BlockSpec`, which declares them:
+    Where the block's own forward shall go on, `converted` is a `BlockSpec`: its sublayers in the order of its additions.
 
     >>> from torch import nn
     >>> class Block(nn.Module):
@@ -37,11 +37,11 @@ def register_block(kind: type[nn.Module], converted: type[nn.Module] | BlockSpec
     ...     def forward(self, x):
     ...         x = x + self.attn(self.ln1(x))
     ...         return x + self.mlp(self.ln2(x))
-    >>> attention = Part("self-attention", "ln1", (Linear("attn", ("output",)),), run=("attn",))
-    >>> mlp = Part("feed-forward", "ln2", (Linear("mlp.0", ("fc1",)), Linear("mlp.2", ("fc2",))), run=("mlp",))
+    >>> attention = Part("self-attention", "ln1", (Linear("attn", ("output",)),))
+    >>> mlp = Part("feed-forward", "ln2", (Linear("mlp.0", ("fc1",)), Linear("mlp.2", ("fc2",))))
     >>> register_block(Block, BlockSpec((attention, mlp), heads="heads"))
 
-    Elsewhere it is a subclass with
+    Where another forward shall stand in its place, it is a subclass with
 
     * `parts(self)`: the list of its `Part`s, in order;
     * a `forward` of kind's signature that runs `x = self.residual.step(i, x, F, dropout)` for each of them, F the
