@@ -25,7 +25,7 @@ _STACKS: dict[type[nn.Module], Stack] = {}
 def register_block(kind: type[nn.Module], converted: type[nn.Module] | BlockSpec) -> None:
     """Declares a class of blocks, which `swap_residuals` else recognises by a run of the model.
 
-    Where the block's own forward shall go on, `converted` is a `BlockSpec`: its sublayers in the order of its additions.
+    Where the block's own forward shall go on, `converted` is a `BlockSpec`: its sublayers in the order of additions.
 
     >>> from torch import nn
     >>> class Block(nn.Module):
@@ -295,6 +295,11 @@ def _width_into(block: nn.Module, part: Part, role: Role) -> int | None:
 def path_of(block: nn.Module, part: Part, role: Role) -> str:
     """The path of the first linear layer with that role; InputError where the declaration names none."""
     path = next((linear.path for linear in part.linears if role in linear.roles), None)
+    if path is None and type(block) not in TORCHS and structure_of(block).is_found:
+        raise InputError(
+            f"{type(block).__name__} shows no linear layer that is {role!r} of its {part.kind}, as of a mixture of "
+            "experts, and the scheme acts there: choose another scheme"
+        )
     if path is None:
         raise InputError(
             f"the declaration of {type(block).__name__} names no linear layer with the role {role!r} in its "
