@@ -28,7 +28,7 @@ REFUSED = {
     **dict.fromkeys(("RWKV", "MiniMax"), "norms its input, and the normed one goes on as the stream"),
     "X-MOD": "a tensor that is not computed from the stream is added to it",
     "SqueezeBERT": "the run did not call it with a tensor",
-    **dict.fromkeys(("ViTDet", "PatchTST"), "they compute something else"),
+    "ViTDet": ON_STREAM,
 }
 """Models of which nothing is taken, with the reason."""
 UNLIKE = ("attnres", "mhc")

@@ -83,7 +83,6 @@ class RowNorm(nn.Module):
             self.register_parameter(name, None)
         given = {name: getattr(self, name) for name in self.declared.options}
         self.numbers_of = self.declared.numbers(self.width, given)
-        self.is_transformed = any(n.offset != 0.0 or n.factor != 1.0 for n in self.numbers_of.values())
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -112,7 +111,9 @@ class RowNorm(nn.Module):
         weight, bias = self.weight, self.bias
         if weight is None and (self.has_one_gain or self.gain() != 1.0):
             return x.new_full((1,), self.gain(), dtype=torch.promote_types(x.dtype, torch.float32)), bias
-        return (self.in_use("weight"), self.in_use("bias")) if self.is_transformed else (weight, bias)
+        weight_numbers, bias_numbers = map(self.numbers_of.get, ("weight", "bias"))
+        weight = weight if weight_numbers is None else used(weight, weight_numbers)
+        return weight, bias if bias_numbers is None else used(bias, bias_numbers)
 
     def eps_for(self, x: Tensor) -> float:
         """ε; None stands for the machine epsilon of the type that x is computed in, as in torch."""

@@ -1,7 +1,7 @@
 """A residual scheme in another library's block."""
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -344,17 +344,29 @@ def _exchanged(value: Any, old: Tensor, new: Tensor) -> Any:
     """A call's arguments with another tensor."""
     if value is old:
         return new
-    if type(value) in (tuple, list):
-        return type(value)(_exchanged(one, old, new) for one in value)
-    return {key: _exchanged(one, old, new) for key, one in value.items()} if type(value) is dict else value
+    return _rebuilt(value, lambda one: _exchanged(one, old, new))
 
 
 def _without_streams(value: Any, last: Stream, y: Tensor) -> Any:
     """The block's output with plain tensors."""
     if isinstance(value, Stream):
         return y if value is last else bare(value)
+    return _rebuilt(value, lambda one: _without_streams(one, last, y))
+
+
+def _rebuilt(value: Any, change: Callable[[Any], Any]) -> Any:
+    """A tuple, named or not, a list or a mapping with its items changed; anything else as it is."""
+    if isinstance(value, tuple) and hasattr(value, "_make"):
+        return value._make(map(change, value))
     if type(value) in (tuple, list):
-        return type(value)(_without_streams(one, last, y) for one in value)
+        return type(value)(map(change, value))
+    if type(value) is dict:
+        return {key: change(one) for key, one in value.items()}
+    if isinstance(value, Mapping):
+        made = copy.copy(value)
+        for key in value:
+            made[key] = change(value[key])  # type: ignore[index]
+        return made
     return value
 
 

@@ -29,8 +29,9 @@ def caller(model: nn.Module, example: Any) -> Callable[[], Any] | None:
 
 @contextlib.contextmanager
 def quietly(model: nn.Module) -> Iterator[None]:
-    """Evaluation mode and the random state as they are, around a run."""
+    """Modes, buffers and the random state as they are, around a run."""
     modes = {module: module.training for module in model.modules()}
+    held = [(module, name, b, b.clone()) for module in modes for name, b in module._buffers.items() if b is not None]
     devices = [p.device for p in model.parameters() if p.device.type == "cuda"][:1]
     with torch.random.fork_rng(devices=devices):
         torch.manual_seed(0)
@@ -39,6 +40,10 @@ def quietly(model: nn.Module) -> Iterator[None]:
         finally:
             for module, mode in modes.items():
                 module.training = mode
+            with torch.no_grad():
+                for owner, name, buffer, value in held:
+                    owner._buffers[name] = buffer
+                    buffer.copy_(value)
 
 
 def _made(model: nn.Module) -> dict[str, Tensor] | None:
@@ -46,11 +51,12 @@ def _made(model: nn.Module) -> dict[str, Tensor] | None:
     p = next(model.parameters(), None)
     if p is None:
         return None
-    if isinstance(settings := getattr(model, "pretrained_cfg", None) or getattr(model, "default_cfg", None), Mapping):
+    if type(model).__module__.startswith("timm."):
+        settings = getattr(model, "pretrained_cfg", None) or getattr(model, "default_cfg", None) or {}
         size = settings.get("input_size", (3, 224, 224))
         embed: Any = getattr(model, "patch_embed", None)
-        size = (size[0], *getattr(embed, "img_size", size[1:])) if embed is not None else size
-        return {"x": torch.rand(1, *size, dtype=p.dtype, device=p.device)}
+        size = (size[0], *(getattr(embed, "img_size", None) or size[1:]))
+        return {"x": torch.rand(2, *size, dtype=p.dtype, device=p.device)}
     if not hasattr(config, "model_type"):
         return None
     return _of_transformers(model, config, p)

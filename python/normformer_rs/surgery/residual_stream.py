@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_map
 from ..errors import InputError
 from ..nn.interpreter import Streams
 from .converted import Converted
-from .structure import ADDITIONS, TIMES, UNCHANGED, Structure
+from .structure import ADDITIONS, FOLLOWED, TIMES, Structure, takes_all
 
 _LOOKS = frozenset(
     (
@@ -24,7 +24,7 @@ _LOOKS = frozenset(
     )
 )
 """Operations that ask for a tensor's form and not for its numbers."""
-_REARRANGES = UNCHANGED - {"requires_grad_"}
+_REARRANGES = FOLLOWED | {"__getitem__"}
 
 
 class Pass:
@@ -32,6 +32,9 @@ class Pass:
 
     def __init__(self, residual: Any, writes: tuple[int, ...], structure: Structure) -> None:
         self.residual, self.writes, self.structure = residual, writes, structure
+        every = structure.writes
+        kept = [i for i, sublayer in enumerate(every) if sublayer in writes]
+        self.recorded = (*kept, len(every))
         self.became: tuple[Tensor, Stream] | None = None
         """A branch that the stream was added to in place, and the stream after it."""
         self.seen: dict[tuple[str, int], int] = {}
@@ -47,17 +50,17 @@ class Pass:
 
     def only_reads(self, written: int) -> bool:
         """Whether the addition under way only reads the stream."""
-        number = self.seen.get(("+", written), 0)
-        if (written, number) not in self.structure.reads:
-            return False
-        self.seen["+", written] = number + 1
-        return True
+        return self._counted("+", written) in self.structure.reads
 
     def goes_on(self, written: int) -> bool:
         """Whether the stream goes on from the multiplication under way."""
-        number = self.seen.get(("*", written), 0)
-        self.seen["*", written] = number + 1
-        return (written, number) in self.structure.scales
+        return self._counted("*", written) in self.structure.scales
+
+    def _counted(self, what: str, written: int) -> tuple[int, int]:
+        """The operation under way, as the structure counts: with the additions of sublayers that are left out."""
+        number = self.seen.get((what, written), 0)
+        self.seen[what, written] = number + 1
+        return self.recorded[written], number
 
 
 class Stream(Tensor):
@@ -99,10 +102,9 @@ class Stream(Tensor):
                 return func(*args, **kwargs)
             if name in ADDITIONS and (added := _added(args, kwargs)) is not None:
                 stream, f = added
-                if not stream.under_way.only_reads(stream.written):
-                    made = write(stream, f)
-                    stream.under_way.became = (f, made) if name == "add_" and args[0] is f else None
-                    return made
+                made = write(stream, f)
+                stream.under_way.became = (f, made) if name == "add_" and args[0] is f else None
+                return made
             if name in TIMES and args and isinstance(args[0], Stream) and _goes_on(*args):
                 return args[0]
             if name in _REARRANGES and args and isinstance(args[0], Stream):
@@ -156,7 +158,9 @@ def _added(args: Any, kwargs: Any) -> tuple[Stream, Tensor] | None:
         return None
     streams = [a for a in args if isinstance(a, Stream)]
     alpha = kwargs.get("alpha", 1)
-    if len(streams) != 1 or args[0].shape != args[1].shape or (alpha != 1 and args[1] is streams[0]):
+    if len(streams) != 1 or streams[0].under_way.only_reads(streams[0].written):
+        return None
+    if args[0].shape != args[1].shape or (alpha != 1 and args[1] is streams[0]):
         return None
     f = args[1] if args[0] is streams[0] else args[0]
     return streams[0], f if alpha == 1 else alpha * f
@@ -173,8 +177,12 @@ def _rearranged(func: Any, args: Any, kwargs: Any) -> Stream | None:
     made = func(x, *args[1:], **kwargs)
     if not isinstance(made, Tensor):
         return None
+    if name == "__getitem__" and not takes_all(args[1]):
+        return None
     streams, shape = stream.streams, stream.shape_of_rows
-    if name == "transpose" and made.shape[-1:] == x.shape[-1:] and shape == x.shape:
+    if name == "transpose":
+        if shape != x.shape or any(d % x.dim() == x.dim() - 1 for d in args[1:3]) or len(args) != 3:
+            return None
         x_, *others = (func(t, *args[1:], **kwargs) for t in (streams.x, *streams.others, *streams.outputs))
         count = len(streams.others)
         streams = streams._replace(x=x_, others=tuple(others[:count]), outputs=tuple(others[count:]), normed=None)
@@ -213,6 +221,8 @@ def read(stream: Stream, norm: nn.Module | None = None) -> Tensor:
         value = run.shown(value)
     elif value.numel() == stream.numel():
         value = value.reshape(stream.shape)
+    if run.structure.is_in_place:
+        return value.clone()  # the block may write into what it reads
     if norm is None:
         stream.value = value
     return value
@@ -234,6 +244,13 @@ def write(stream: Stream, f: Tensor) -> Stream:
     seen = run.shown(seen) if run.structure.has_channels_first else seen
     seen = seen.reshape(f.shape) if seen.numel() == f.numel() else f
     return Stream.of(seen, run, streams, number + 1, None, stream.shape_of_rows)
+
+
+class Identity(nn.Identity):
+    """In the place of a norm that a sublayer read through, and that the scheme has not."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return read(x) if isinstance(x, Stream) else x
 
 
 class StreamNorm(Converted):

@@ -39,7 +39,7 @@ from .marker import mark, warn_of_adapters
 from .optimizers import Exchange, Repoint
 from .proof import OwnForm, prove
 from .refusals import refuse, refuse_unknown_end
-from .residual_stream import StreamNorm
+from .residual_stream import Identity, StreamNorm
 from .spec import at, has
 from .stack_residual import StackCalls, StackResidual, show
 from .undo import Edits, Row, Swaps, refuse_wrapped
@@ -151,7 +151,7 @@ def swap_residuals(
         if plans:
             how = {"swap_residuals": _plain(to, plans[0][1]), "depth": depth, **options}
             mark(model, "residual", str(to), edits, how)
-    except Exception:
+    except BaseException:
         edits.undo()
         raise
     edits.done()
@@ -303,7 +303,7 @@ def _proven(model: nn.Module, stacks: Stacks, plans: list[tuple[Group, Place]]) 
             for group in groups:
                 ((_, place),) = _plans([group], to(group), None, None, {})
                 _convert_foreign(group, place, edits, keeps=True)
-        except Exception:
+        except BaseException:
             edits.undo()
             raise
         return edits
@@ -427,7 +427,9 @@ def _convert_block(block: Any, residual: BlockResidual, own: Any, edits: Edits) 
     norms = [path for part in parts for path in part.norms()]
     dropouts = [part.dropout for part in parts if part.dropout is not None and _is_module(block, part.dropout)]
     scales = [path for part in parts for path in part.scales if not isinstance(residual.place.config.residual, OwnForm)]
-    for path in {"", *sites, *(parent_of(path) for path in (*norms, *dropouts, *scales))}:
+    moved = {block.get_submodule(path) for path in (*norms, *dropouts)}
+    names = [name for name, module in block.named_modules(remove_duplicate=False) if module in moved]
+    for path in {"", *sites, *(parent_of(path) for path in (*names, *scales))}:
         edits.remember(block.get_submodule(path))
     edits.remember(block)
     reclass(block, own or converted_class(original(type(block)), StreamBlock))
@@ -440,7 +442,8 @@ def _convert_block(block: Any, residual: BlockResidual, own: Any, edits: Edits) 
     for path in dict.fromkeys(norms):
         norm = block.get_submodule(path)
         if not residual.uses(path):
-            _put(block, path, _nothing(norm))
+            reads = any(path in (part.before, *part.twins) for part in parts)
+            _put_everywhere(block, norm, _nothing(norm, reads))
         elif own is None:
             edits.remember(norm)
             reclass(norm, converted_class(original(type(norm)), StreamNorm))
@@ -451,8 +454,8 @@ def _convert_block(block: Any, residual: BlockResidual, own: Any, edits: Edits) 
         if path is not None and _is_module(block, path) and (own is None or part.moves is not None):
             residual.add_module(f"dropout{i + 1}", block.get_submodule(path))
     for path in dropouts if own is None else [path for part in parts if (path := part.moves) is not None]:
-        if not isinstance(block.get_submodule(path), nn.Identity):
-            _put(block, path, nn.Identity())
+        if not isinstance(dropout := block.get_submodule(path), nn.Identity):
+            _put_everywhere(block, dropout, nn.Identity())
     for i, part in enumerate(parts):
         for handle in residual.reach_inside(part, i):
             edits.afterwards(handle.remove)
@@ -461,9 +464,15 @@ def _convert_block(block: Any, residual: BlockResidual, own: Any, edits: Edits) 
         edits.afterwards(handle.remove)
 
 
-def _nothing(norm: nn.Module) -> nn.Identity:
-    """In the place of a norm: with a weight, whose type blocks ask for."""
-    identity, like = nn.Identity(), next(norm.parameters(), None)
+def _put_everywhere(block: nn.Module, old: nn.Module, new: nn.Module) -> None:
+    """Under all of the module's names in the block."""
+    for path in [name for name, module in block.named_modules(remove_duplicate=False) if module is old]:
+        _put(block, path, new)
+
+
+def _nothing(norm: nn.Module, reads: bool) -> nn.Identity:
+    """In the place of a norm: with a weight, whose type blocks ask for. `reads`: it stood before a sublayer."""
+    identity, like = Identity() if reads else nn.Identity(), next(norm.parameters(), None)
     if like is not None:
         identity.register_buffer("weight", like.new_empty(0).detach(), persistent=False)
     return identity

@@ -28,6 +28,8 @@ UNCHANGED = frozenset(
     )
 )
 """Operations that leave a tensor's numbers as they are, but for their type and place."""
+FOLLOWED = UNCHANGED - {"detach", "permute", "__getitem__", "requires_grad_"}
+"""Those after which a residual stream goes on, if they keep its rows."""
 TIMES = frozenset({"mul", "__mul__", "__rmul__", "mul_", "__imul__", "div", "__truediv__"})
 _PRODUCTS = frozenset({"matmul", "__matmul__", "bmm", "baddbmm", "einsum"})
 _ATTENTION = frozenset({"scaled_dot_product_attention", "multi_head_attention_forward"})
@@ -74,6 +76,12 @@ def key(t: Tensor) -> Key:
     return id(t), t._version
 
 
+def takes_all(index: Any) -> bool:
+    """The index cuts: where the shape stays, it takes all rows in their order."""
+    parts = index if isinstance(index, tuple) else (index,)
+    return all(i is Ellipsis or (isinstance(i, slice) and i.step in (None, 1)) for i in parts)
+
+
 def stream_in(arguments: Any) -> Tensor | None:
     """The residual stream among a block's arguments: the first tensor of floating point with rows."""
     return next((a for a in tensors_in(arguments) if a.is_floating_point() and a.dim() >= 2), None)
@@ -118,6 +126,10 @@ class Record(TorchFunctionMode):
         out = func(*args, **(kwargs or {}))
         name = getattr(func, "__name__", "")
         numbers = [a for a in args if isinstance(a, int | float) and not isinstance(a, bool)]
+        if name == "transpose" and len(args) > 2 and any(d % args[0].dim() == args[0].dim() - 1 for d in args[1:3]):
+            name = "transpose_last"
+        elif name == "__getitem__" and takes_all(args[1]) and out.shape == args[0].shape:
+            name = "alias"
         factor = numbers[0] if name in TIMES and len(given) == 1 and len(numbers) == 1 else None
         if factor is not None and "div" in name:
             factor = 1 / factor if factor else None
@@ -265,6 +277,8 @@ class Structure(NamedTuple):
     """Its stream is of images: convolutions read it, and rows go along the second dimension."""
     calls: int = 1
     """In one pass: the layers that share it."""
+    is_in_place: bool = False
+    """Its operations write into what it reads."""
     width: int | None = None
     """d; None: the norms tell."""
     is_found: bool = True
@@ -323,7 +337,7 @@ class _Reader:
         node = self.node(at)
         if node is None:
             return None
-        if node.what == "norm" or node.what in UNCHANGED:
+        if node.what == "norm" or self._is_same(node):
             before = self.walk(node.inputs[0])
             if before is None or node.what != "norm":
                 return before
@@ -355,7 +369,12 @@ class _Reader:
         parts = tuple(self._part(group, i) for i, group in enumerate(groups))
         reads, scales = self._reading_additions(steps), self._scales(steps)
         images = self._has_channels_first()
-        return Structure(parts, writes, reads, scales, images, width=self.call.shape[1 if images else -1])
+        width = self.call.shape[1 if images else -1]
+        return Structure(parts, writes, reads, scales, images, is_in_place=self._is_in_place(), width=width)
+
+    def _is_in_place(self) -> bool:
+        inside = self.nodes[self.call.first : self.call.last]
+        return any(out not in n.inputs and out[0] in {k[0] for k in n.inputs} for n in inside for out in n.outputs)
 
     def _has_channels_first(self) -> bool:
         """Convolutions read the stream, and nothing else does."""
@@ -387,7 +406,10 @@ class _Reader:
                 self.level[out] = self.level[node.inputs[0]]
 
     def _is_same(self, node: Node) -> bool:
-        return node.what in UNCHANGED and len(node.outputs) == 1
+        if node.what not in FOLLOWED or len(node.outputs) != 1 or not node.shapes:
+            return False
+        old, new = node.shapes[0], node.made[0]
+        return old[-1:] == new[-1:] and math.prod(old) == math.prod(new)
 
     def _reach(self, at: Key) -> tuple[set[Key], list[Node], set[Key]]:
         """Backwards from a branch to the stream: the stream's tensors that it reads, the nodes between, in order, and
@@ -451,7 +473,7 @@ class _Reader:
                 continue
             if node.outputs[0] in wrote:
                 written, since = written + 1, 0
-            elif any(k in self.level for k in node.inputs) and node.shapes[0] == node.shapes[1]:
+            elif sum(k in self.level for k in node.inputs) == 1:  # whatever the shapes: a batch of one broadcasts
                 found.add((written, since))
                 since += 1
         return frozenset(found)
@@ -545,7 +567,7 @@ class _Reader:
                 found = found._replace(norms=(path,))
             elif node.what == "scale":
                 found = found._replace(scales=(*found.scales, path))
-            elif node.factor is not None:
+            elif node.factor:
                 found = found._replace(beta=found.beta * node.factor)
             elif node.what not in UNCHANGED | {"dropout", "drop_path"}:
                 break
