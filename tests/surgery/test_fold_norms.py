@@ -10,7 +10,7 @@ from torch import nn
 
 import normformer_rs as nfrs
 from normformer_rs import nn as nfnn
-from normformer_rs.surgery import fold_norms
+from normformer_rs.surgery import fold_norms, folding
 
 KEPT = {
     # families whose last norm stays: its reader is tied to the embedding, unknown, or the last norm is the output
@@ -332,3 +332,42 @@ def test_training_goes_on_from_equal_outputs():
     assert gap(run(model, "Llama"), expected) < 1e-9 and all(m.training for m in model.modules())
     run(model, "Llama").sum().backward()
     assert all(p.grad is not None for p in model.parameters())
+
+
+class Shared(nn.Module):
+    """A stack whose only norm an addition reads beside the linear layer."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm, self.linear = nn.LayerNorm(8), nn.Linear(8, 8)
+
+    def forward(self, x):
+        y = self.norm(x)
+        return y + self.linear(y)
+
+
+def test_what_reads_a_norm_is_told_where_an_example_was_given():
+    with pytest.raises(nfrs.InputError, match="finds no norm of Shared that linear layers alone read: of norm, t"):
+        fold_norms(Shared(), example={"x": torch.randn(2, 8)})
+
+
+def test_an_example_that_the_model_does_not_take():
+    with pytest.raises(nfrs.InputError, match=r"the run of Shared on example failed \(TypeError: .*'ids'"):
+        fold_norms(Shared(), example={"ids": torch.randn(2, 8)})
+
+
+def test_a_fold_that_stops_half_way_is_taken_back(monkeypatch):
+    model = build("Llama")
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    fold, calls = folding._fold, iter(range(9))
+
+    def second_fails(*given):
+        fold(*given)
+        if next(calls) == 1:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(folding, "_fold", second_fails)
+    with pytest.raises(KeyboardInterrupt):
+        fold_norms(model)
+    after = model.state_dict()
+    assert [*after] == [*before] and all(torch.equal(after[name], value) for name, value in before.items())

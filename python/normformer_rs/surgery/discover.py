@@ -21,7 +21,7 @@ from .blocks import (
     parent_of,
     structure_of,
 )
-from .examples import caller, quietly, refuse_without
+from .examples import caller, failed_on, quietly, refuse_without
 from .spec import Stack
 from .structure import NotResidual, Record, Unaccounted, norm_after, record, structure
 
@@ -129,7 +129,7 @@ def _run(model: nn.Module, candidates: Any, example: Any) -> tuple[Record | None
             return record(model, blocks, run), ""
     except Exception as reason:  # a model may raise anything
         if example is not None:
-            raise InputError(f"the run of {type(model).__name__} on example failed: {reason}") from reason
+            raise failed_on(model, reason) from reason
         said = str(reason).partition("\n")[0]
         return None, f"it does not take the input that its configuration tells ({type(reason).__name__}: {said})"
 

@@ -120,3 +120,11 @@ def refuse_without(model: nn.Module, why: str) -> InputError:
         "arguments of a call as a dictionary (or a function of the model); or register the blocks' class with "
         "normformer_rs.surgery.register_block"
     )
+
+
+def failed_on(model: nn.Module, reason: Exception) -> InputError:
+    """For a user's example that the model does not take."""
+    return InputError(
+        f"the run of {type(model).__name__} on example failed ({type(reason).__name__}: {reason}): pass the keyword "
+        "arguments of a call that works, on the model's device"
+    )

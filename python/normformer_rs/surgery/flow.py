@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import InputError
-from .examples import caller, quietly
+from .examples import caller, failed_on, quietly
 from .probe import RecognisedNorm
 from .proof import difference
 from .stream import Matrix, Places, Site, find_faults, join
@@ -61,15 +61,15 @@ class Flow:
 
     @classmethod
     def of(cls, model: nn.Module, example: Any, places: Places) -> "Flow | None":
-        """None: no input is known, or the model does not take it."""
+        """None: no input is known, or the model does not take it. InputError: it does not take `example`."""
         run = caller(model, example)
         if run is None:
             return None
         try:
             return cls(model, run, places)
-        except Exception:  # a model may raise anything
+        except Exception as reason:  # a model may raise anything
             if example is not None:
-                raise
+                raise failed_on(model, reason) from reason
             return None
 
     def outputs(self) -> list[Tensor]:

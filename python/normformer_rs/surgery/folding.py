@@ -63,7 +63,22 @@ def fold_norms(model: nn.Module, *, example: Any = None) -> Swaps:
     found, flow = _found(model, by, places, example)
     refuse_meta(model, by)
     before = None if flow is None else flow.outputs()
-    edits, rows, folded = Edits(model, by), [], {}
+    edits = Edits(model, by)
+    try:
+        rows = _fold_all(model, found, edits)
+    except BaseException:
+        edits.undo()
+        raise
+    edits.done()
+    if flow is not None and before is not None:
+        flow.check(before, edits, by)
+    return Swaps(by, rows, edits)
+
+
+def _fold_all(model: nn.Module, found: dict[nn.Module, Site], edits: Edits) -> list[Row]:
+    """Every norm that may be folded; a row for each."""
+    rows: list[Row] = []
+    folded: dict[nn.Module, nn.Module] = {}
     for norm, site in found.items():
         known, kind, name = read_norm(norm), type(norm).__name__, min(site.names)
         own = [] if known is None else [leaf for leaf in (known.gain, known.bias) if leaf is not None]
@@ -78,10 +93,7 @@ def fold_norms(model: nn.Module, *, example: Any = None) -> Swaps:
     rows += replace(model, [(name, norm) for norm in folded for name in sorted(found[norm].names)], folded, edits)
     if folded:
         mark(model, "folded", "norms", edits, {"fold_norms": True})
-    edits.done()
-    if flow is not None and before is not None:
-        flow.check(before, edits, by)
-    return Swaps(by, rows, edits)
+    return rows
 
 
 def _found(model: nn.Module, by: str, places: Places, example: Any) -> tuple[dict[nn.Module, Site], Flow | None]:
@@ -93,9 +105,13 @@ def _found(model: nn.Module, by: str, places: Places, example: Any) -> tuple[dic
         if flow is None:
             raise
         found = flow.sites({module: known for module in model.modules() if (known := read_norm(module)) is not None})
-        if all(site.fault for site in found.values()):
-            raise
-        return found, flow
+    if found and all(site.fault for site in found.values()):
+        name, why = next((min(site.names), site.fault) for site in found.values())
+        title = type(model).__name__
+        raise InputError(f"{by} finds no norm of {title} that linear layers alone read: of {name}, {why}")
+    if not found:
+        raise InputError(f"{by} finds no norm in {type(model).__name__}'s run that it knows")
+    return found, flow
 
 
 def _fold(norm: nn.Module, known: RecognisedNorm, site: Site, edits: Edits) -> None:
