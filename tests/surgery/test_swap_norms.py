@@ -378,3 +378,14 @@ def test_a_norm_that_is_only_read_stays():
     ]
     assert type(model.read) is nn.LayerNorm and type(model.called) is nfnn.RMSNorm
     assert model(x).shape == x.shape
+
+
+def test_a_swap_that_stops_half_way_is_taken_back(monkeypatch):
+    model = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8))
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    before, norm = [*model.parameters()], model[1]
+    monkeypatch.setattr("normformer_rs.surgery.norms.mark", lambda *_: [][0])
+    with pytest.raises(IndexError):
+        swap_norms(model, "rmsnorm", optimizer=optimizer)
+    assert model[1] is norm and all(p is old for p, old in zip(model.parameters(), before, strict=True))
+    assert all(p is old for p, old in zip(optimizer.param_groups[0]["params"], before, strict=True))

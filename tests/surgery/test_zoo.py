@@ -10,7 +10,7 @@ from zoo import LIBRARY, MODELS, UNSEEN
 
 from normformer_rs import InputError
 from normformer_rs.surgery import swap_residuals
-from normformer_rs.surgery.structure import tensors_in
+from normformer_rs.surgery.record import tensors_in
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 SCHEMES = ("prenorm", "postnorm", "deepnorm", "rezero", "branchnorm", "peri-ln")

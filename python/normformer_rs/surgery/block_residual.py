@@ -21,10 +21,11 @@ from .blocks import is_transposed, like_of, path_of, projection, width_into
 from .calls import BlockCalls, begin_call, call_of, end_call, stack_call
 from .converted import residual_of
 from .marker import mark_module
+from .record import stream_in, tensors_in
 from .residual_stream import Pass, Stream, bare
 from .spec import Part
 from .stack_residual import StackResidual
-from .structure import Structure, stream_in, tensors_in
+from .structure import Structure
 
 
 class Point:
@@ -257,7 +258,7 @@ class BlockResidual(Growing):
         return self.place.layer if call is None else 0 if call.last is None else call.last[1] + 1
 
     def read(self, i: int, streams: Streams, norm: nn.Module | None) -> Tensor:
-        """What sublayer i reads; `norm`: the block's own that it reads through."""
+        """What sublayer i reads. `norm`: the block's own norm, if it reads through one."""
         part, sublayer = self.parts[i], self.sublayers[i]
         if norm is None and part.reads_past:
             return streams.x if streams.read is None else streams.read

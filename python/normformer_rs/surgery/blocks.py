@@ -18,7 +18,7 @@ from .spec import BlockSpec, Linear, Part, Stack, at, has
 from .structure import Structure
 
 _BLOCKS: dict[type[nn.Module], Any] = {}
-"""What was registered of classes of blocks."""
+"""The declaration of each registered class of blocks."""
 _STACKS: dict[type[nn.Module], Stack] = {}
 
 
@@ -54,7 +54,7 @@ def register_block(kind: type[nn.Module], converted: type[nn.Module] | BlockSpec
     Errors: InputError for a class that is not a subclass of kind.
     """
     if not isinstance(converted, BlockSpec) and not issubclass(converted, kind):
-        raise InputError(f"{converted.__name__} must be a subclass of {kind.__name__}, whose place it takes")
+        raise InputError(f"{converted.__name__} must be a subclass of {kind.__name__}: its blocks become blocks of it")
     _BLOCKS[kind] = converted
 
 
@@ -84,7 +84,7 @@ def register_stack(
 
 
 def declaration_of(kind: type) -> Any:
-    """What is declared of blocks of this class: a `BlockSpec`, a class with a forward of its own, or None."""
+    """The declaration of a class of blocks: a `BlockSpec`, or a class with its own forward. None: there is none."""
     kind = original(kind)
     return _BLOCKS.get(kind, kind if kind in _BLOCKS.values() else None)
 
@@ -113,7 +113,7 @@ def check_block(block: Any) -> None:
 
 
 STRUCTURES: "weakref.WeakKeyDictionary[nn.Module, Structure]" = weakref.WeakKeyDictionary()
-"""What the latest run of their model has found of blocks."""
+"""The structure of each block, as the latest run of its model showed it."""
 
 
 def structure_of(block: Any) -> Structure:

@@ -22,8 +22,9 @@ from .blocks import (
     structure_of,
 )
 from .examples import caller, failed_on, quietly, refuse_without
+from .record import Record, record
 from .spec import Stack
-from .structure import NotResidual, Record, Unaccounted, norm_after, record, structure
+from .structure import NotResidual, Unaccounted, norm_after, structure
 
 LISTS = (nn.ModuleList, nn.Sequential)
 

@@ -15,8 +15,8 @@ from ..errors import InputError
 from .examples import caller, failed_on, quietly
 from .probe import RecognisedNorm
 from .proof import difference
+from .record import ADDITIONS, UNCHANGED, Key, Node, Record, each_once, record, tensors_in
 from .stream import Matrix, Places, Site, find_faults, join
-from .structure import ADDITIONS, UNCHANGED, Key, Node, Record, record, tensors_in
 from .undo import Edits
 
 _PASSES = UNCHANGED | {"dropout", "drop_path", "expand", "repeat", "cat", "roll", "clamp"}
@@ -142,12 +142,7 @@ class Flow:
     def _linears(self, node: Node) -> Iterator[nn.Module]:
         """The linear layers that read what a norm has made. Errors: Stranger."""
         todo, width = [*node.outputs], node.made[0][-1:]
-        seen: set[Key] = set()
-        while todo:
-            at = todo.pop()
-            if at in seen:
-                continue
-            seen.add(at)
+        for at in each_once(todo):
             if at in self.found.returned:
                 raise Stranger("the model returns it")
             for reader in self.readers.get(at, ()):
@@ -187,12 +182,8 @@ class Flow:
         change."""
         width = self._width(start)
         writers: dict[Writer, None] = {}
-        todo, seen = [start], set()
-        while todo:
-            at = todo.pop()
-            if at in seen:
-                continue
-            seen.add(at)
+        todo = [start]
+        for at in each_once(todo):
             if at in self.found.returned:
                 raise Stranger("the model returns its residual stream without a norm")
             todo += self._sources(at, width, writers)

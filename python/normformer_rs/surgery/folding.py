@@ -64,11 +64,8 @@ def fold_norms(model: nn.Module, *, example: Any = None) -> Swaps:
     refuse_meta(model, by)
     before = None if flow is None else flow.outputs()
     edits = Edits(model, by)
-    try:
+    with edits.all_or_none():
         rows = _fold_all(model, found, edits)
-    except BaseException:
-        edits.undo()
-        raise
     edits.done()
     if flow is not None and before is not None:
         flow.check(before, edits, by)

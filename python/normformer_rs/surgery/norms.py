@@ -151,18 +151,19 @@ def swap_norms(
     for name, old in places:
         rows.append(Row(name, type(old).__name__, type(made[old].norm).__name__, made[old].note))
     rows += staying.values()
-    rows += [] if plan is None else plan.apply(edits, made)
-    rows += replace(model, places, {old: new.norm for old, new in made.items()}, edits)
-    for name, old in places:
-        for leaf, its in made[old].counterparts.items():
-            edits.succeed_parameter(f"{name}.{leaf}", getattr(old, leaf), getattr(made[old].norm, its))
-    repoint(edits)
-    read_padding(model, edits)
-    names = [name for name, _ in places]
-    how = {"swap_norms": to if isinstance(to, str) else None, "names": names, "exact": exact, **options}
-    mark(model, "norm", target.title, edits, how)
-    if places:
-        mark_norms(model, target.title, edits)
+    with edits.all_or_none():
+        rows += [] if plan is None else plan.apply(edits, made)
+        rows += replace(model, places, {old: new.norm for old, new in made.items()}, edits)
+        for name, old in places:
+            for leaf, its in made[old].counterparts.items():
+                edits.succeed_parameter(f"{name}.{leaf}", getattr(old, leaf), getattr(made[old].norm, its))
+        repoint(edits)
+        read_padding(model, edits)
+        names = [name for name, _ in places]
+        how = {"swap_norms": to if isinstance(to, str) else None, "names": names, "exact": exact, **options}
+        mark(model, "norm", target.title, edits, how)
+        if places:
+            mark_norms(model, target.title, edits)
     edits.done()
     if before is not None and plan is not None and plan.flow is not None:
         plan.flow.check(before, edits, "swap_norms(..., exact=True)")

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from ..schemes import Combine, Learned, Place, ResidualSpec, Scheme, StackSpec, StreamStep, norm
 from .blocks import Group, structure_of
 from .examples import quietly
+from .record import tensors_in
 from .spec import Part
-from .structure import tensors_in
 
 _ERRORS = {torch.float64: 1e-5, torch.float32: 1e-4}
 """The allowed difference beside the largest number. Models in f64 have norms in f32."""
@@ -103,7 +103,7 @@ def _random(model: nn.Module) -> Iterator[bool]:
 def _observe(
     model: nn.Module, run: Callable[[], Any], watched: list[nn.Parameter], training: bool
 ) -> tuple[list[Tensor], list[Tensor]]:
-    """The model's outputs, and the gradient of their sum with respect to one parameter."""
+    """The model's outputs, and the gradients of a weighted sum of them, one parameter's of each block."""
     with quietly(model), torch.enable_grad():
         model.train(training)
         outputs = [t for t in tensors_in(run()) if t.is_floating_point()]

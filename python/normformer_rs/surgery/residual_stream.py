@@ -14,7 +14,8 @@ from torch.utils._pytree import tree_map
 from ..errors import InputError
 from ..nn.interpreter import Streams
 from .converted import Converted
-from .structure import ADDITIONS, FOLLOWED, TIMES, Structure, takes_all
+from .record import ADDITIONS, FOLLOWED, TIMES, takes_all
+from .structure import Structure
 
 _LOOKS = frozenset(
     (

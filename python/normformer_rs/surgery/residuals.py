@@ -121,7 +121,7 @@ def swap_residuals(
     title, before = f"swap_residuals to {to}", dict(model.named_parameters())
     edits, rows, there = Edits(model, title), [], {*model.modules(), *before.values()}
     likes = [_like_norm(group) for group, _ in plans]
-    try:
+    with edits.all_or_none():
         for (group, place), like in zip(plans, likes):
             old = [type(block).__name__ for block in group.blocks]
             convert = _convert_torchs if isinstance(group.blocks[0], tuple(TORCHS)) else _convert_foreign
@@ -151,9 +151,6 @@ def swap_residuals(
         if plans:
             how = {"swap_residuals": _plain(to, plans[0][1]), "depth": depth, **options}
             mark(model, "residual", str(to), edits, how)
-    except BaseException:
-        edits.undo()
-        raise
     edits.done()
     for path, why in stacks.unknown.items() if plans else ():
         rows.append(Row(path or "(model)", type(next(model.get_submodule(path).children())).__name__, "stays", why))
@@ -299,13 +296,10 @@ def _proven(model: nn.Module, stacks: Stacks, plans: list[tuple[Group, Place]]) 
 
     def swap(groups: list[Group], to: Any) -> Edits:
         edits = Edits(model, "an identity swap")
-        try:
+        with edits.all_or_none():
             for group in groups:
                 ((_, place),) = _plans([group], to(group), None, None, {})
                 _convert_foreign(group, place, edits, keeps=True)
-        except BaseException:
-            edits.undo()
-            raise
         return edits
 
     for path, said in prove(model, stacks.run, found, swap, is_wide).items():

@@ -24,7 +24,7 @@ from ..nn.stacks import Sums
 from ..nn.step_hooks import Growing
 from .blocks import like_of
 from .calls import begin_stack_call, end_stack_call, stack_call
-from .structure import tensors_in
+from .record import tensors_in
 
 
 class StackResidual(Growing):

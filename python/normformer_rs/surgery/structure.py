@@ -1,67 +1,21 @@
-"""What blocks compute, found by one run of their model: which additions carry the residual stream, which norms stand on
-it or on branches, and which linear layers a branch is made of.
+"""What blocks compute, read from a record of one run: which additions carry the residual stream, which norms stand
+on it or on branches, and which linear layers a branch is made of.
 
-The run records every operation and every call of a norm, dropout or linear layer. Read backwards from a block's output,
-additions, norms and changes of type lead along the stream to the block's input; what is added there is a branch.
+Read backwards from a block's output, additions, norms and changes of type lead along the stream to the block's input;
+what is added there is a branch.
 """
 
-import contextlib
-import inspect
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
-import torch
-from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
+from torch import nn
 
-from .recognise import alike, looks_like_a_norm, read_norm
+from .record import ADDITIONS, FOLLOWED, UNCHANGED, Call, Key, Node, Record, each_once
 from .spec import Linear, Part, has
 
-ADDITIONS = frozenset({"add", "__add__", "__iadd__", "__radd__", "add_"})
-UNCHANGED = frozenset(
-    (
-        *("to", "float", "type", "contiguous", "clamp", "clone", "type_as", "double", "half", "bfloat16", "detach"),
-        *("view", "reshape", "flatten", "unflatten", "transpose", "permute", "squeeze", "unsqueeze", "__getitem__"),
-        *("alias", "view_as", "expand_as", "narrow", "requires_grad_"),
-    )
-)
-"""Operations that leave a tensor's numbers as they are, but for their type and place."""
-FOLLOWED = UNCHANGED - {"detach", "permute", "__getitem__", "requires_grad_"}
-"""Those after which a residual stream goes on, if they keep its rows."""
-TIMES = frozenset({"mul", "__mul__", "__rmul__", "mul_", "__imul__", "div", "__truediv__"})
 _PRODUCTS = frozenset({"matmul", "__matmul__", "bmm", "baddbmm", "einsum"})
 _ATTENTION = frozenset({"scaled_dot_product_attention", "multi_head_attention_forward"})
-
-Key = tuple[int, int]
-"""A tensor at one time: its identity and its version."""
-
-
-class Node(NamedTuple):
-    """An operation, or the call of a module that counts as one."""
-
-    what: str
-    """The operation's name; or norm, linear, dropout, scale."""
-    module: nn.Module | None
-    inputs: tuple[Key, ...]
-    shapes: tuple[tuple[int, ...], ...]
-    outputs: tuple[Key, ...]
-    made: tuple[tuple[int, ...], ...] = ()
-    """The shapes of the outputs."""
-    factor: float | None = None
-    """Of a multiplication by a number."""
-
-
-class Call(NamedTuple):
-    """A call of a block: the nodes in it, its input and output on the stream, and its arguments."""
-
-    first: int
-    last: int
-    x: Key
-    shape: tuple[int, ...]
-    y: Key | None
-    arguments: Mapping[str, Key]
 
 
 class Unaccounted(Exception):
@@ -70,185 +24,6 @@ class Unaccounted(Exception):
 
 class NotResidual(Unaccounted):
     """The module adds nothing to its input."""
-
-
-def key(t: Tensor) -> Key:
-    return id(t), t._version
-
-
-def takes_all(index: Any) -> bool:
-    """The index cuts: where the shape stays, it takes all rows in their order."""
-    parts = index if isinstance(index, tuple) else (index,)
-    return all(i is Ellipsis or (isinstance(i, slice) and i.step in (None, 1)) for i in parts)
-
-
-def stream_in(arguments: Any) -> Tensor | None:
-    """The residual stream among a block's arguments: the first tensor of floating point with rows."""
-    return next((a for a in tensors_in(arguments) if a.is_floating_point() and a.dim() >= 2), None)
-
-
-def tensors_in(value: Any) -> Iterator[Tensor]:
-    """The tensors of nested tuples, lists and dictionaries, in order."""
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, tuple | list):
-        for one in value:
-            yield from tensors_in(one)
-    elif isinstance(value, Mapping):
-        for one in value.values():
-            yield from tensors_in(one)
-
-
-class Record(TorchFunctionMode):
-    """Records a model's run."""
-
-    def __init__(self, model: nn.Module, blocks: Iterable[nn.Module]) -> None:
-        super().__init__()
-        self.nodes: list[Node] = []
-        self.made: dict[Key, int] = {}
-        self.dropped: dict[Key, list[nn.Module]] = {}
-        """Dropouts that a tensor went through unchanged, as in evaluation mode."""
-        self.calls: dict[nn.Module, list[Call]] = {}
-        self.returned: set[Key] = set()
-        """What the run returned."""
-        self.open: list[tuple[nn.Module, int, Tensor, Key, dict[str, Key]]] = []
-        self.within = 0
-        """Modules under way that count as one operation."""
-        self.alive: list[Any] = []
-        self.kinds = {part: kind for part in model.modules() if (kind := _counts_as(part))}
-        self.blocks = {*blocks}
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if self.within:
-            return func(*args, **(kwargs or {}))
-        given = [*tensors_in(args), *tensors_in(kwargs or {})]
-        before = [key(t) for t in given]
-        out = func(*args, **(kwargs or {}))
-        name = getattr(func, "__name__", "")
-        numbers = [a for a in args if isinstance(a, int | float) and not isinstance(a, bool)]
-        if name == "transpose" and len(args) > 2 and any(d % args[0].dim() == args[0].dim() - 1 for d in args[1:3]):
-            name = "transpose_last"
-        elif name == "__getitem__" and takes_all(args[1]) and out.shape == args[0].shape:
-            name = "alias"
-        factor = numbers[0] if name in TIMES and len(given) == 1 and len(numbers) == 1 else None
-        if factor is not None and "div" in name:
-            factor = 1 / factor if factor else None
-        self.add(name, None, given, before, out, factor)
-        return out
-
-    def add(
-        self, what: str, module: nn.Module | None, given: list[Tensor], keys: list[Key], out: Any, factor: Any = None
-    ) -> None:
-        made = [*tensors_in(out)]
-        if not made:
-            return
-        self.alive += [given, made]
-        outputs = tuple(map(key, made))
-        if what == "dropout" and module is not None and outputs[0] in keys:
-            self.dropped.setdefault(outputs[0], []).append(module)
-        self.made |= dict.fromkeys((k for k in outputs if k not in keys), len(self.nodes))
-        shapes = tuple(tuple(t.shape) for t in given)
-        sizes = tuple(tuple(t.shape) for t in made)
-        self.nodes.append(Node(what, module, tuple(keys), shapes, outputs, sizes, factor))
-
-    def stand_for(self, own: Mapping[nn.Module, nn.Module]) -> None:
-        """Takes the recorded modules for others that are made alike."""
-        self.nodes = [n if n.module is None else n._replace(module=own[n.module]) for n in self.nodes]
-        self.calls = {own[block]: calls for block, calls in self.calls.items()}
-        self.kinds = {own[module]: kind for module, kind in self.kinds.items()}
-        self.blocks = {own[block] for block in self.blocks}
-        self.dropped = {key: [own[module] for module in some] for key, some in self.dropped.items()}
-
-    # Hooks of modules.
-
-    def enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if module in self.blocks and not self.within:
-            x = stream_in((args, kwargs))
-            if x is not None:
-                self.open.append((module, len(self.nodes), x, key(x), _named(module, args, kwargs)))
-                self.alive.append([*tensors_in((args, kwargs))])
-        if module in self.kinds:
-            self.within += 1
-
-    def leave(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
-        if module in self.kinds:
-            self.within -= 1
-            given = [*tensors_in((args, kwargs))]
-            if not self.within:
-                self.add(self.kinds[module], module, given, [key(t) for t in given], out)
-        if self.open and self.open[-1][0] is module:
-            _, first, x, at, arguments = self.open.pop()
-            same = (t for t in tensors_in(out) if t.shape == x.shape and t.is_floating_point())
-            y = next(same, None)
-            self.alive.append(y)
-            made = None if y is None else key(y)
-            call = Call(first, len(self.nodes), at, tuple(x.shape), made, arguments)
-            self.calls.setdefault(module, []).append(call)
-
-
-def _named(block: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Key]:
-    """The tensors among a call's arguments, by the names in the block's signature."""
-    try:
-        given = inspect.signature(block.forward).bind(*args, **kwargs).arguments
-    except TypeError:
-        return {}
-    flat = {**given, **given.pop("kwargs", {})}
-    return {name: key(value) for name, value in flat.items() if isinstance(value, Tensor)}
-
-
-_RECOGNISED: dict[Any, bool] = {}
-
-
-def _counts_as(module: nn.Module) -> str | None:
-    """What a module is, if it counts as one operation."""
-    if isinstance(module, nn.modules.dropout._DropoutNd):
-        return "dropout"
-    kind = type(module).__name__
-    if isinstance(module, nn.Linear) or kind == "Conv1D":
-        return "linear"
-    if isinstance(module, nn.Embedding):
-        return "embedding"
-    if isinstance(module, nn.modules.conv._ConvNd):
-        return "conv"
-    if next(module.children(), None) is not None:
-        return None
-    if re.search("drop_?path|stochastic_?depth", kind, re.IGNORECASE):
-        return "drop_path"
-    if is_norm(module):
-        return "norm"
-    own = [*module.parameters(recurse=False)]
-    return "scale" if re.search("layer_?scale", kind, re.IGNORECASE) and len(own) == 1 else None
-
-
-def is_norm(module: nn.Module) -> bool:
-    """The module is a norm, recognised by what it computes; or its class's name says so."""
-    if next(module.parameters(recurse=False), None) is None and not looks_like_a_norm(module):
-        return False
-    like = alike(module)
-    if like is module:
-        return looks_like_a_norm(module) or read_norm(module) is not None
-    if like not in _RECOGNISED:
-        _RECOGNISED[like] = looks_like_a_norm(module) or read_norm(module) is not None
-    return _RECOGNISED[like]
-
-
-def record(model: nn.Module, blocks: Iterable[nn.Module], run: Callable[[], Any]) -> Record:
-    """A run of the blocks' model."""
-    found = Record(model, blocks)
-    with contextlib.ExitStack() as hooks:
-        for module in {*found.kinds, *found.blocks}:
-            before = module.register_forward_pre_hook(found.enter, with_kwargs=True)
-            after = module.register_forward_hook(found.leave, with_kwargs=True)
-            hooks.callback(before.remove)
-            hooks.callback(after.remove)
-        with torch.no_grad(), found:
-            result = run()
-        found.returned = {key(t) for t in tensors_in(result)}
-        found.alive.append(result)
-    return found
-
-
-# Reading the record.
 
 
 class Step(NamedTuple):
@@ -417,12 +192,8 @@ class _Reader:
         read: set[Key] = set()
         outside: set[Key] = set()
         numbers: set[int] = set()
-        todo, seen = [at], set()
-        while todo:
-            here = todo.pop()
-            if here in seen:
-                continue
-            seen.add(here)
+        todo = [at]
+        for here in each_once(todo):
             if here in self.level:
                 read.add(here)
                 continue

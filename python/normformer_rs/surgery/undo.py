@@ -1,5 +1,6 @@
 """Shared by all surgery: changes with undo, and the table of changes."""
 
+import contextlib
 import functools
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -112,6 +113,15 @@ class Edits:
     def afterwards(self, back: Callable[[], None]) -> None:
         """Adds a function that `undo` calls; the latest runs first."""
         self._back.append(back)
+
+    @contextlib.contextmanager
+    def all_or_none(self) -> Iterator[None]:
+        """Takes all changes back where an exception ends them."""
+        try:
+            yield
+        except BaseException:
+            self.undo()
+            raise
 
     def done(self) -> None:
         """Ends the changes: from here on, writes to parameters count as training."""
