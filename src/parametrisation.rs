@@ -16,24 +16,74 @@ choice! {
         Embedding = "embedding",
         /// A matrix of a layer.
         HiddenMatrix = "hidden-matrix",
-        /// A bias, a norm's parameter or a scheme's gain of a layer.
+        /// A bias, a norm's parameter or a scheme's parameter of a layer.
         HiddenVector = "hidden-vector",
         /// Outside the layers and no table: a norm before or after the stack, the output's bias, dlcl's sums.
         End = "end",
     }
 }
 
-/// The role that a parameter's canonical name and number of dimensions give it.
-pub fn role(name: &str, dimensions: usize) -> ParameterRole {
+choice! {
+    /// What the products with a norm's or a scheme's parameter are summed over.
+    #[derive(Default)]
+    pub enum SumsOver ("sums_over") {
+        /// Nothing, or as many numbers in every model.
+        #[default]
+        Nothing = "nothing",
+        /// The width: a query, or a matrix from the stream to a few numbers.
+        Width = "width",
+        /// The width, and divided by its root.
+        RootWidth = "root-width",
+        /// The layers of a stack.
+        Depth = "depth",
+    }
+}
+
+impl SumsOver {
+    pub fn is_nothing(&self) -> bool {
+        *self == SumsOver::Nothing
+    }
+}
+
+/// What a model declares of a parameter.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum DeclaredAs {
+    /// A linear layer's weights, its bias, or a table's.
+    Weights,
+    /// A norm's, or a residual scheme's.
+    Own(SumsOver),
+}
+
+/// A parameter's role, and what its products are summed over.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Part {
+    pub role: ParameterRole,
+    pub sums_over: SumsOver,
+}
+
+impl Part {
+    /// A linear layer's matrix, or a table: what weight decay is for.
+    pub fn is_matrix(self) -> bool {
+        matches!(self.role, ParameterRole::HiddenMatrix | ParameterRole::Embedding)
+    }
+}
+
+/// The part that a parameter's canonical name, its number of dimensions and what the model declares of it give it.
+pub fn part(name: &str, dimensions: usize, declared: DeclaredAs) -> Part {
     let parts: Vec<&str> = name.split('.').collect();
     let is_in_layer = parts.windows(2).any(|pair| pair[0] == "layers" && pair[1].parse::<u32>().is_ok());
     let is_table = name.ends_with("embedding.weight") || name.ends_with("output_projection.weight");
-    match (is_in_layer, dimensions > 1) {
+    let (is_matrix, sums_over) = match declared {
+        DeclaredAs::Weights => (dimensions > 1, SumsOver::Nothing),
+        DeclaredAs::Own(sums_over) => (false, sums_over),
+    };
+    let role = match (is_in_layer, is_matrix) {
         (true, true) => ParameterRole::HiddenMatrix,
         (true, false) => ParameterRole::HiddenVector,
         (false, true) if is_table => ParameterRole::Embedding,
         (false, _) => ParameterRole::End,
-    }
+    };
+    Part { role, sums_over }
 }
 
 choice! {
@@ -167,8 +217,22 @@ pub fn find(name: &str) -> Result<&'static Parametrisation> {
 
 impl Parametrisation {
     /// Of a parameter in a model so much larger than its base; `alpha`: another exponent than the parametrisation's.
-    pub fn multipliers(&self, role: ParameterRole, width: f64, depth: f64, alpha: Option<f64>) -> Multipliers {
-        (self.multipliers)(role, &Ratios { width, depth, alpha: self.exponent(alpha) })
+    pub fn multipliers(&self, part: Part, width: f64, depth: f64, alpha: Option<f64>) -> Multipliers {
+        self.of(part, &Ratios { width, depth, alpha: self.exponent(alpha) })
+    }
+
+    /// A role's, and a rate that is the smaller, the more numbers one step moves together.
+    fn of(&self, part: Part, m: &Ratios) -> Multipliers {
+        let of_role = (self.multipliers)(part.role, m);
+        let summed = match part.sums_over {
+            _ if self.is_standard() => 1.0,
+            SumsOver::Nothing => 1.0,
+            SumsOver::Width => 1.0 / m.width,
+            SumsOver::RootWidth => m.width.powf(-0.5),
+            SumsOver::Depth if self.alpha.is_some() => 1.0 / m.depth,
+            SumsOver::Depth => 1.0,
+        };
+        Multipliers { lr: of_role.lr * summed, ..of_role }
     }
 
     /// α: the one that an option gives, or its own; 0 where the depth changes nothing.
@@ -256,8 +320,7 @@ impl Scaled {
     }
 
     /// Of a parameter in a stack of so many layers, or outside stacks.
-    pub fn parameter(&self, name: &str, dimensions: usize, layers: i64) -> (ParameterRole, Multipliers) {
-        let role = role(name, dimensions);
-        (role, (self.parametrisation.multipliers)(role, &self.ratios(Some(layers))))
+    pub fn parameter(&self, part: Part, layers: i64) -> Multipliers {
+        self.parametrisation.of(part, &self.ratios(Some(layers)))
     }
 }

@@ -136,7 +136,9 @@ print(nfrs.swap_norms(model, "{name}"))
     return "\n\n".join(parts) + "\n"
 
 
-def _shape(shape: str) -> str:
+def _shape(shape: str | list[int | str]) -> str:
+    if not isinstance(shape, str):
+        return f"({', '.join('d' if side == 'width' else str(side) for side in shape)})"
     return {"one": "(1,)", "width": "(d,)", "column": "(1, d, 1, 1)"}[shape]
 
 

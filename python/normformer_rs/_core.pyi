@@ -27,8 +27,9 @@ def tables() -> str:
     """A JSON object, which _tables.json repeats: the version, the options, and the norms, residuals, inits and
     parametrisations."""
 
-def parameter_role(name: str, dimensions: int) -> Literal["embedding", "hidden-matrix", "hidden-vector", "end"]:
-    """The role that a parameter's canonical name and number of dimensions give it."""
+def parameter_parts(model: str, names: list[str], tensors: list[Tensor]) -> dict[str, tuple[str, str]]:
+    """By the name of each parameter of a model its role (embedding, hidden-matrix, hidden-vector or end) and what its
+    products are summed over (nothing, width, root-width or depth)."""
 
 def multipliers(
     parametrisation: str,
@@ -36,6 +37,7 @@ def multipliers(
     width: float,
     depth: float,
     alpha: float | None = None,
+    sums_over: str = "nothing",
 ) -> dict[Literal["init", "lr", "weight_decay", "eps"], float]:
     """A role's multipliers in a model `width` times as wide and `depth` times as deep as its base."""
 

@@ -47,6 +47,7 @@ _Norm = Literal[
     "dyt",
     "derf",
     "l2norm",
+    "gated-rmsnorm",
     "rmsnorm:llama",
     "rmsnorm:olmo",
     "rmsnorm:gemma",
@@ -113,6 +114,7 @@ _DecoderStart = Literal["bos", "eos"]
 _TieEmbeddings = Literal["all", "decoder", "none"]
 _Schedule = Literal["inverse-sqrt", "val-decay", "no-warmup", "t-fixup", "constant"]
 _AdamForm = Literal["fairseq", "torch"]
+_WeightDecayOf = Literal["matrices", "all"]
 _Smoothing = Literal["fairseq", "twt"]
 _Criterion = Literal["bleu", "loss"]
 _Precision = Literal["f32", "bf16"]
@@ -155,6 +157,7 @@ class TransformerConfig(Config):
     powernorm_warmup: int
     powernorm_mode: _PowernormMode
     powernorm_sync: bool
+    gated_rmsnorm_rank: int
     residual: _Residual | Scheme | str
     qk_norm: bool
     qk_norm_over: _QkNormOver
@@ -252,6 +255,7 @@ class TransformerConfig(Config):
         powernorm_warmup: int = ...,
         powernorm_mode: _PowernormMode = ...,
         powernorm_sync: bool = ...,
+        gated_rmsnorm_rank: int = ...,
         residual: _Residual | Scheme | str = ...,
         qk_norm: bool = ...,
         qk_norm_over: _QkNormOver = ...,
@@ -336,6 +340,7 @@ class TrainingConfig(Config):
     adam_eps: float
     adam_form: _AdamForm
     weight_decay: float
+    weight_decay_of: _WeightDecayOf
     clip_norm: float
     label_smoothing: float
     smoothing: _Smoothing
@@ -372,6 +377,7 @@ class TrainingConfig(Config):
         adam_eps: float = ...,
         adam_form: _AdamForm = ...,
         weight_decay: float = ...,
+        weight_decay_of: _WeightDecayOf = ...,
         clip_norm: float = ...,
         label_smoothing: float = ...,
         smoothing: _Smoothing = ...,

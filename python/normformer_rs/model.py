@@ -124,6 +124,11 @@ class Transformer(nn.Module):
         super().__setstate__(state)
         self._follow()
 
+    def _parts(self) -> dict[str, tuple[str, str]]:
+        """Of each parameter its role in a parametrisation, and what its products are summed over."""
+        names, tensors, _ = self._tensors()
+        return _core.parameter_parts(self.config.to_json(), names, tensors)
+
     def _tensors(self) -> tuple[list[str], list[Tensor], str]:
         named = dict(self.named_parameters(remove_duplicate=False)) | dict(self.named_buffers(remove_duplicate=False))
         names, tensors = list(named), list(named.values())

@@ -7,20 +7,22 @@ the loop calls it through PyTorch's dispatcher, so it is slower than the table's
 import functools
 import json
 import math
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any, ClassVar, Literal, NamedTuple
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, ClassVar, NamedTuple
 
 from .errors import InputError
+from .first_values import Normal
 
 __all__ = ["Norm", "Parameter"]
 
 
 class Parameter(NamedTuple):
-    """What a norm learns, p. The function gets factor·(offset + p). `start`: every element of p at the start, a number
-    or a function of the norm's width; `shape`: one number, or one per column."""
+    """What a norm learns, p. The function gets factor·(offset + p). `start`: every element of p at the start, a number,
+    a function of the norm's width, or `schemes.Normal`; `shape`: "one" number, one per column ("width"), or the two
+    sides of a matrix, each a number, "width" or the name of an option."""
 
-    start: float | Callable[[int], float] = 1.0
-    shape: Literal["one", "width"] = "width"
+    start: float | Callable[[int], float] | Normal = 1.0
+    shape: str | Sequence[int | str] = "width"
     offset: float = 0.0
     factor: float = 1.0
 
@@ -68,8 +70,8 @@ class Norm:
         self.given = {name: float(options.get(name, value)) for name, value in self.options.items()}
 
     def normalize(self, x: Any, *parameters: Any, **options: float) -> Any:
-        """y of x (…, width), f32 or f64, row by row, by torch's operations, which autograd follows. Parameters are
-        (1,) or (width,)."""
+        """y of x (…, width), f32 or f64, row by row, by torch's operations, which autograd follows. Parameters have
+        their shapes."""
         raise NotImplementedError(f"{type(self).__name__} must say what it computes: def normalize(self, x, …)")
 
     def __call__(self, width: int, device: Any = None, dtype: Any = None) -> Any:
@@ -81,7 +83,29 @@ class Norm:
     def start(self, name: str, width: int) -> float:
         """A parameter at the start."""
         value = self.parameters[name].start
+        if isinstance(value, Normal):
+            return 0.0
         return float(value(width) if callable(value) else value)
+
+    def std(self, name: str) -> float:
+        """Of the normal distribution that a parameter is drawn from; 0: none."""
+        value = self.parameters[name].start
+        return float(value.std) if isinstance(value, Normal) else 0.0
+
+    def shape(self, name: str) -> str | list[int | str]:
+        """A parameter's: a name, or the sides of a matrix, numbers and "width". Errors: InputError for other words."""
+        shape = self.parameters[name].shape
+        if shape in ("one", "width"):
+            return shape
+        known: Mapping[Any, Any] = self.given
+        sides: list[Any] = [shape] if isinstance(shape, str) else [known.get(side, side) for side in shape]
+        fits = [side == "width" or (not isinstance(side, str) and side >= 1 and side == int(side)) for side in sides]
+        if len(sides) != 2 or not all(fits):
+            raise InputError(
+                f'{self!r}: {name} has the shape {shape!r}; valid: "one", "width", or two sides of a matrix, each a '
+                f'number, "width" or an option ({_listed(self.options)})'
+            )
+        return [side if side == "width" else int(side) for side in sides]
 
     def declare(self, config: Any) -> dict[str, Any]:
         """Everything that the norm declares in a model of this configuration, as config.json holds it."""
@@ -90,8 +114,9 @@ class Norm:
         parameters = [
             {
                 "name": name,
-                "shape": p.shape,
+                "shape": self.shape(name),
                 "start": {str(width): self.start(name, width) for width in widths},
+                **({"std": self.std(name)} if self.std(name) else {}),
                 "offset": float(p.offset),
                 "factor": float(p.factor),
             }
@@ -128,9 +153,11 @@ def declared(data: Mapping[str, Any]) -> Norm:
         )
     wanted = [(p["name"], p["shape"], p.get("offset", 0.0), p.get("factor", 1.0)) for p in data.get("parameters", ())]
     for cls in _CLASSES[name]:
-        own = [(key, p.shape, p.offset, p.factor) for key, p in cls.parameters.items()]
-        if own == wanted and cls.options.keys() == options.keys():
-            return cls(**options)
+        if cls.options.keys() == options.keys():
+            norm = cls(**options)
+            own = [(key, norm.shape(key), p.offset, p.factor) for key, p in cls.parameters.items()]
+            if own == wanted:
+                return norm
     raise InputError(
         f"norm {name!r} of this run learns {_listed(p[0] for p in wanted)} and has the options {_listed(options)}; "
         f"the class {_CLASSES[name][0].__name__} of that name declares other parameters (names, shapes, offsets, "

@@ -23,7 +23,7 @@ from .config import tables, unknown
 from .errors import InputError
 from .model import Transformer
 from .nn.layer import Layer
-from .nn.training import learned_gains, vector_ids
+from .nn.training import MATRICES, learned_gains, summed_over, vector_ids
 
 ROLES = ("embedding", "hidden-matrix", "hidden-vector", "end")
 _WIDTHS = ("d_model", "hidden_size", "n_embd", "embed_dim", "dim")
@@ -53,6 +53,10 @@ def param_groups(
         hidden-matrix  lr·(1/m_d)·m_L^(α−1)     weight_decay·m_d           (ε/m_d)·m_L^(−α)
         hidden-vector  lr·m_L^(α−1)             0                          (ε/m_d)·m_L^(−α)
         end            lr                       0                          ε/m_d
+
+    A norm's or a scheme's parameter whose products are summed over the width (attnres' queries, mhc's matrices) has
+    lr/m_d, and where the sum is divided by the width's root lr/√m_d; one whose products are summed over the layers
+    (dlcl, denseformer) lr/m_L. None of them decays.
 
     mup has these without m_L, and leaves weight_decay as it is; standard multiplies nothing, and decays no vectors.
 
@@ -91,15 +95,16 @@ def param_groups(
     _check(name, base_width, base_depth, alpha, lr=lr, weight_decay=weight_decay, eps=eps)
     places = [*_places(model, name != "standard", width)]
     m_d = 1.0 if base_width is None else _width(model, width) / base_width
-    groups: dict[tuple[int, float], dict[str, Any]] = {}
+    groups: dict[tuple[int, str, float], dict[str, Any]] = {}
     for place in places:
         layers = place.layers if depth is None else depth
-        has_depth = base_depth is not None and place.layers > 0 and place.role.startswith("hidden")
-        m_L = layers / base_depth if has_depth else 1.0
-        key = ROLES.index(place.role), m_L
+        sums_over = place.sums_over if name != "standard" else "nothing"
+        depends = place.role.startswith("hidden") or sums_over == "depth"
+        m_L = layers / base_depth if base_depth is not None and place.layers > 0 and depends else 1.0
+        key = ROLES.index(place.role), sums_over, m_L
         if key not in groups:
-            times = _core.multipliers(name, place.role, m_d, m_L, alpha)
-            decay = weight_decay if place.role in ("embedding", "hidden-matrix") else 0.0
+            times = _core.multipliers(name, place.role, m_d, m_L, alpha, sums_over)
+            decay = weight_decay if place.role in MATRICES else 0.0
             groups[key] = {
                 "params": [],
                 "role": place.role,
@@ -112,11 +117,12 @@ def param_groups(
 
 
 class _Placed(NamedTuple):
-    """A parameter, its role, and how many layers its stack has (0 outside stacks)."""
+    """A parameter, its role, how many layers its stack has (0 outside stacks), and what its products are summed over."""
 
     parameter: nn.Parameter
     role: str
     layers: int
+    sums_over: str = "nothing"
 
 
 def _own_options(model: nn.Module) -> dict[str, Any]:
@@ -164,9 +170,11 @@ def _places(model: nn.Module, needs_blocks: bool, width: int | None) -> Iterator
     """Every parameter that is trained, once."""
     if isinstance(model, Transformer):
         depths = {"encoder": model.config.encoder_layers, "decoder": model.config.decoder_layers}
+        parts = model._parts()
         for name, p in model.named_parameters():
             if p.requires_grad:
-                yield _Placed(p, _core.parameter_role(name, p.dim()), depths.get(name.partition(".")[0], 0))
+                role, sums_over = parts[name]
+                yield _Placed(p, role, depths.get(name.partition(".")[0], 0), sums_over)
         return
     blocks = dict(_blocks(model))
     if needs_blocks and not blocks:
@@ -174,14 +182,23 @@ def _places(model: nn.Module, needs_blocks: bool, width: int | None) -> Iterator
             f"found no repeated blocks in {type(model).__name__}: expected a ModuleList or Sequential of modules of "
             "one class that hold matrices; give the module that has it"
         )
-    vectors = {id(p) for p in learned_gains(model).values()} | vector_ids(model)
+    sums = summed_over(model)
+    vectors = {id(p) for p in learned_gains(model).values()} | vector_ids(model) | set(sums)
     seen = set()
     for path, module in model.named_modules():
         layers = next((n for block, n in blocks.items() if f"{path}.".startswith(f"{block}.")), 0)
         for _, p in module.named_parameters(recurse=False):
             if p.requires_grad and id(p) not in seen:
                 seen.add(id(p))
-                yield _Placed(p, _role(model, module, p, id(p) in vectors, layers > 0, width), layers)
+                role = _role(model, module, p, id(p) in vectors, layers > 0, width)
+                sums_over = sums.get(id(p), "nothing")
+                yield _Placed(p, role, _layers_of(blocks, path) if sums_over == "depth" else layers, sums_over)
+
+
+def _layers_of(blocks: dict[str, int], path: str) -> int:
+    """Of the stack that a module stands beside."""
+    beside = path.rpartition(".")[0] + "." if "." in path else ""
+    return next((layers for block, layers in blocks.items() if block.startswith(beside)), 0)
 
 
 def _role(

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Literal, NamedTuple
 
 from .errors import InputError
+from .first_values import Normal
 
 __all__ = [
     "GROWING",
@@ -78,20 +79,17 @@ class Norm(NamedTuple):
     start: float = 1.0
 
 
-class Normal(NamedTuple):
-    """First values drawn from N(0, std²)."""
-
-    std: float
-
-
 class Learned(NamedTuple):
     """A parameter: its first values, one for all numbers, a list of each, or `Normal`; (1,) is a scalar. `shared`:
-    around the sublayers of a layer one parameter, where each has its own otherwise."""
+    around the sublayers of a layer one parameter, where each has its own otherwise. `sums_over`: what its products are
+    summed over, so that parametrisations scale its rate: "nothing", "width", "root-width" (over the width, and divided
+    by its root) or "depth"."""
 
     name: str
     value: float | Sequence[float] | Normal
     shape: int | Sequence[int] = 1
     shared: bool = False
+    sums_over: Literal["nothing", "width", "root-width", "depth"] = "nothing"
 
 
 class Curve(NamedTuple):
@@ -581,7 +579,8 @@ def _learned(parameter: Learned, at: _Names) -> dict[str, Any]:
         value = {"normal": _finite(value.std, name)}
     else:
         value = _finite(value, name) if isinstance(value, (int, float)) else [_finite(one, name) for one in value]
-    return {"name": name, "shape": shape, "value": value}
+    sums_over = {} if parameter.sums_over == "nothing" else {"sums_over": parameter.sums_over}
+    return {"name": name, "shape": shape, "value": value, **sums_over}
 
 
 def _finite(value: float, what: str) -> float:

@@ -14,6 +14,7 @@ use numpy::{IntoPyArray, PyArray1};
 use pyo3::prelude::*;
 use pyo3_tch::PyTensor;
 use serde_json::json;
+use std::collections::HashMap;
 use std::rc::Rc;
 use tch::{Kind, Tensor};
 
@@ -127,15 +128,15 @@ fn norm_settings(model: &str, name: &str, last_of_decoder: bool, ends_stack: boo
     json_text(&spec.keyword_arguments(&context))
 }
 
-/// [start, offset, factor] of each parameter of a norm's module, whose keyword arguments are `given` as JSON; refuses
+/// [start, std, offset, factor] of each parameter of a norm's module, whose keyword arguments are `given` as JSON; refuses
 /// options that cannot be meant.
 #[pyfunction]
-fn norm_numbers(name: &str, width: i64, given: &str) -> PyResult<Vec<[f64; 3]>> {
+fn norm_numbers(name: &str, width: i64, given: &str) -> PyResult<Vec<[f64; 4]>> {
     let spec = norm::find(name)?;
     let given = serde_json::from_str(given).map_err(|e| Error::invalid(e.to_string()))?;
     let given = spec.given(width, given)?;
     let numbers = spec.parameters.iter().map(|parameter| parameter.numbers(&given));
-    Ok(numbers.map(|n| [n.start, n.offset, n.factor]).collect())
+    Ok(numbers.map(|n| [n.start, n.std, n.offset, n.factor]).collect())
 }
 
 /// A norm's composed form on x: what torch.export records of it. Arguments are the operator's of that name.
@@ -151,6 +152,20 @@ fn composed_norm(x: PyTensor, parameters: Vec<Option<PyTensor>>, options: Vec<f6
 fn growth(steps: i64, curve: &str, t: PyTensor) -> PyResult<PyTensor> {
     let growth = residual::Growth { steps, curve: residual::GrowthCurve::parse(curve)?, by_layer: false };
     Ok(PyTensor(caught(|| growth.alpha(&t.0, 0, Kind::Double))?))
+}
+
+/// By the name of each parameter of a model: its role (embedding, hidden-matrix, hidden-vector or end) and what its
+/// products are summed over (nothing, width, root-width or depth).
+#[pyfunction]
+fn parameter_parts(
+    model: &str,
+    names: Vec<String>,
+    tensors: Vec<PyTensor>,
+) -> PyResult<HashMap<String, (&'static str, &'static str)>> {
+    let model: TransformerConfig = config::from_json("model", model)?;
+    let built = Transformer::with_parameters(&model, &named(names, tensors))?;
+    let parts = built.parameters.parts();
+    Ok(parts.map(|(name, _, part)| (name.to_string(), (part.role.name(), part.sums_over.name()))).collect())
 }
 
 /// Logits (B, T, V) of padded token ids (padding is 1): zero rows at padding. `seed` is int64 (seed, update,
@@ -310,6 +325,7 @@ pub(super) fn add(m: &Bound<'_, PyModule>) -> PyResult<()> {
     m.add_function(wrap_pyfunction!(growth, m)?)?;
     m.add_function(wrap_pyfunction!(composed_norm, m)?)?;
     m.add_function(wrap_pyfunction!(norm_settings, m)?)?;
+    m.add_function(wrap_pyfunction!(parameter_parts, m)?)?;
     m.add_function(wrap_pyfunction!(norm_numbers, m)?)?;
     m.add_function(wrap_pyfunction!(forward, m)?)?;
     m.add_function(wrap_pyfunction!(observe, m)?)?;

@@ -1,39 +1,33 @@
 //! Roles of parameters and their multipliers.
 
 use crate::error::Error;
-use crate::parametrisation::{self, Multipliers, ParameterRole};
+use crate::parametrisation::{self, Multipliers, ParameterRole, Part, SumsOver};
 use pyo3::prelude::*;
 use std::collections::HashMap;
-
-/// The role that a parameter's canonical name and number of dimensions give it: embedding, hidden-matrix, hidden-vector
-/// or end.
-#[pyfunction]
-fn parameter_role(name: &str, dimensions: usize) -> &'static str {
-    parametrisation::role(name, dimensions).name()
-}
 
 /// A role's multipliers by name (init, lr, weight_decay, eps) in a model `width` times as wide and `depth` times as deep
 /// as its base; `alpha`: another exponent of the depth than the parametrisation's.
 #[pyfunction]
-#[pyo3(signature = (parametrisation, role, width, depth, alpha=None))]
+#[pyo3(signature = (parametrisation, role, width, depth, alpha=None, sums_over="nothing"))]
 fn multipliers(
     parametrisation: &str,
     role: &str,
     width: f64,
     depth: f64,
     alpha: Option<f64>,
+    sums_over: &str,
 ) -> PyResult<HashMap<&'static str, f64>> {
-    let (found, role) = (parametrisation::find(parametrisation)?, ParameterRole::parse(role)?);
+    let found = parametrisation::find(parametrisation)?;
+    let part = Part { role: ParameterRole::parse(role)?, sums_over: SumsOver::parse(sums_over)? };
     for (name, ratio) in [("width", width), ("depth", depth)] {
         if !(ratio > 0.0 && ratio.is_finite()) {
             return Err(Error::invalid(format!("{name} over the base's must be greater than 0, got {ratio}")).into());
         }
     }
-    let Multipliers { init, lr, weight_decay, eps } = found.multipliers(role, width, depth, alpha);
+    let Multipliers { init, lr, weight_decay, eps } = found.multipliers(part, width, depth, alpha);
     Ok(HashMap::from([("init", init), ("lr", lr), ("weight_decay", weight_decay), ("eps", eps)]))
 }
 
 pub(super) fn add(m: &Bound<'_, PyModule>) -> PyResult<()> {
-    m.add_function(wrap_pyfunction!(parameter_role, m)?)?;
     m.add_function(wrap_pyfunction!(multipliers, m)?)
 }

@@ -78,6 +78,9 @@ choice! {
     pub enum AdamForm ("adam_form") { Fairseq = "fairseq", Torch = "torch" }
 }
 choice! {
+    pub enum DecayOf ("weight_decay_of") { Matrices = "matrices", All = "all" }
+}
+choice! {
     pub enum ScheduleName ("schedule") {
         InverseSqrt = "inverse-sqrt",
         ValDecay = "val-decay",
@@ -254,6 +257,8 @@ config! {
             adam_form: AdamForm = AdamForm::Fairseq,
             /// Decoupled weight decay.
             weight_decay: f64 = 0.0,
+            /// What decays: the matrices of linear layers and the tables, or all parameters, as in fairseq.
+            weight_decay_of: DecayOf = DecayOf::Matrices,
             /// Clip the global gradient norm to this; 0: never.
             clip_norm: f64 = 0.0,
             /// Label smoothing ε.

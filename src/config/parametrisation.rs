@@ -2,7 +2,7 @@
 
 use super::{AttentionName, TransformerConfig};
 use crate::error::{Error, Result};
-use crate::parametrisation::{self, AttentionScale, Multipliers, Parametrisation, Scaled, PARAMETRISATIONS};
+use crate::parametrisation::{self, AttentionScale, Multipliers, Parametrisation, Part, Scaled, PARAMETRISATIONS};
 use crate::residual::StackName;
 
 impl TransformerConfig {
@@ -24,7 +24,7 @@ impl TransformerConfig {
 
     /// A parameter's multipliers, and a number by which an optimizer may sort parameters so that equal multipliers lie
     /// side by side.
-    pub fn multipliers(&self, name: &str, dimensions: usize) -> (u8, Multipliers) {
+    pub fn multipliers(&self, name: &str, part: Part) -> (u8, Multipliers) {
         let scaled = self.scaled();
         if scaled.parametrisation.is_standard() {
             return (0, Multipliers::ONE);
@@ -33,8 +33,7 @@ impl TransformerConfig {
             true => (StackName::Encoder, self.encoder_layers),
             false => (StackName::Decoder, self.decoder_layers),
         };
-        let (role, multipliers) = scaled.parameter(name, dimensions, layers);
-        (2 * role as u8 + stack as u8, multipliers)
+        (2 * (4 * part.role as u8 + part.sums_over as u8) + stack as u8, scaled.parameter(part, layers))
     }
 
     /// What attention's scores are multiplied by, where that is not 1/√d_head.
@@ -118,7 +117,8 @@ mod tests {
             "encoder_layers": 8, "decoder_layers": 32}"#;
         let config: TransformerConfig = crate::config::from_json("model", text).unwrap();
         assert_eq!([8, 32].map(|layers| config.scaled().branch(layers)), [0.5, 0.25]);
-        let of = |name, dimensions| config.multipliers(name, dimensions).1;
+        let part = |name, dimensions| parametrisation::part(name, dimensions, parametrisation::DeclaredAs::Weights);
+        let of = |name, dimensions| config.multipliers(name, part(name, dimensions)).1;
         let encoder = Multipliers { init: 0.5f64.sqrt(), lr: 0.25, weight_decay: 2.0, eps: 0.25 };
         let found = of("encoder.layers.0.linear1.weight", 2);
         assert!((found.init - encoder.init).abs() < 1e-15);

@@ -9,6 +9,7 @@ use crate::error::Result;
 use crate::init::{Fill, Init, Role};
 use crate::kernel::attention::Extras;
 use crate::operator::{self, Recording};
+use crate::parametrisation::SumsOver;
 use crate::residual::{LayerContext, OutputGate, Point};
 use tch::{Device, Tensor};
 
@@ -73,7 +74,7 @@ impl Attention {
         });
         let (gate, scale) = (gate.transpose()?, place.model.scaled.scores(d / heads));
         let start = Fill::Normal { std: SINKS_STD };
-        let sinks = place.model.sinks.then(|| b.parameter("sinks", &[heads], &start)).transpose()?;
+        let sinks = place.model.sinks.then(|| b.own("sinks", &[heads], &start, SumsOver::Nothing)).transpose()?;
         let softcap = place.model.score_softcap;
         Ok(Attention {
             in_weight,

@@ -6,7 +6,7 @@ use super::Builder;
 use crate::analysis::Watch;
 use crate::error::{Error, Result};
 use crate::init::Fill;
-use crate::norm::composed::{self, ComposedNorm};
+use crate::norm::composed::{self, ComposedNorm, WholeNorm};
 use crate::norm::operators::{CompositeNormOpSpec, OwnNorm};
 use crate::norm::spec::{DeclaredShape, NormArgs, Numbers, Parameter, WEIGHT};
 use crate::norm::{Form, NormContext, Spec};
@@ -93,6 +93,18 @@ impl NormParameters {
         Ok([value(&self.weight)?, value(&self.bias)?])
     }
 
+    /// All, in the order in which the norm declares them; none: it goes without.
+    fn in_order(self, spec: &Spec) -> Vec<Option<BuiltParameter>> {
+        let NormParameters { inside, mut weight, mut bias } = self;
+        let mut inside = inside.into_iter();
+        let next = |parameter: &Parameter| match parameter.name {
+            "weight" => weight.take(),
+            "bias" => bias.take(),
+            _ => inside.next(),
+        };
+        spec.parameters.iter().map(next).collect()
+    }
+
     fn numbers(&self) -> Result<Vec<Tensor>> {
         self.inside.iter().map(BuiltParameter::value).collect()
     }
@@ -124,11 +136,12 @@ pub fn build(spec: &Spec, b: &mut Builder, context: &NormContext) -> Result<Box<
     let eps = given.number("eps").unwrap_or(0.0);
     Ok(match spec.form_of(&given)? {
         Form::Composed(x_hat) => Box::new(BuiltComposedNorm { x_hat, affine, given }),
+        Form::Whole(y) => Box::new(BuiltWholeNorm { y, parameters: affine.in_order(spec), given }),
         Form::Rows(kernels) if affine.is_plain() => Box::new(affine.by(RowNormOp::of(kernels), eps)?),
         Form::Rows(kernels) => Box::new(TransformedRowNorm { operator: RowNormOp::of(kernels), affine, eps }),
         Form::Operator(own) => Box::new(BuiltCompositeNorm { own, affine, given, eps }),
         Form::Columns(kernels) => running::build(spec, kernels, affine, b, context, &given)?,
-        Form::Own(own) => Box::new(BuiltOwnNorm::build(own, spec, affine)),
+        Form::Own(own) => Box::new(BuiltOwnNorm { own, parameters: affine.in_order(spec) }),
         Form::Chosen(..) => unreachable!("options choose a form that is computed"),
     })
 }
@@ -149,13 +162,16 @@ fn parameter_of(
     }
     let is_weight = parameter.name == WEIGHT.name;
     if !parameter.is_affine() || given.value("elementwise_affine").is_none_or(|flag| flag == true) {
-        let start = numbers.first(if is_weight { context.start } else { 1.0 });
-        let p = b.parameter(parameter.name, &parameter.shape.of(context.width), &Fill::Constant(start))?;
+        let fill = match numbers.std {
+            0.0 => Fill::Constant(numbers.first(if is_weight { context.start } else { 1.0 })),
+            std => Fill::Normal { std },
+        };
+        let p = b.own(parameter.name, &parameter.shape.of(given), &fill, parameter.sums_over)?;
         return Ok(Some(BuiltParameter { p, numbers }));
     }
     let value = numbers.at_start();
     let does_nothing = parameter.shape != DeclaredShape::One && value == f64::from(is_weight);
-    let constant = |p| BuiltParameter { p, numbers: Numbers { start: value, offset: 0.0, factor: 1.0 } };
+    let constant = |p| BuiltParameter { p, numbers: Numbers { start: value, std: 0.0, offset: 0.0, factor: 1.0 } };
     Ok(if does_nothing { None } else { Some(constant(b.constant(value)?)) })
 }
 
@@ -200,6 +216,19 @@ impl Norm for BuiltComposedNorm {
     }
 }
 
+/// The same of a norm whose weight does not stand outside.
+struct BuiltWholeNorm {
+    y: WholeNorm,
+    parameters: Vec<Option<BuiltParameter>>,
+    given: NormArgs,
+}
+
+impl Norm for BuiltWholeNorm {
+    fn forward(&self, x: &Tensor, _: &RowContext) -> Result<Tensor> {
+        composed::whole(self.y, x, &values_of(&self.parameters)?, &self.given)
+    }
+}
+
 /// A norm by an operator of its own.
 struct BuiltCompositeNorm {
     own: &'static CompositeNormOpSpec,
@@ -225,27 +254,18 @@ impl Norm for BuiltCompositeNorm {
 struct BuiltOwnNorm {
     own: &'static OwnNorm,
     /// As the function takes them.
-    parameters: Vec<BuiltParameter>,
-}
-
-impl BuiltOwnNorm {
-    fn build(own: &'static OwnNorm, spec: &Spec, affine: NormParameters) -> Self {
-        let NormParameters { inside, mut weight, mut bias } = affine;
-        let mut inside = inside.into_iter();
-        let next = |parameter: &Parameter| match parameter.name {
-            "weight" => weight.take(),
-            "bias" => bias.take(),
-            _ => inside.next(),
-        };
-        BuiltOwnNorm { own, parameters: spec.parameters.iter().filter_map(next).collect() }
-    }
+    parameters: Vec<Option<BuiltParameter>>,
 }
 
 impl Norm for BuiltOwnNorm {
     fn forward(&self, x: &Tensor, _: &RowContext) -> Result<Tensor> {
-        let values = self.parameters.iter().map(BuiltParameter::value).collect::<Result<Vec<_>>>()?;
+        let values: Vec<Tensor> = values_of(&self.parameters)?.into_iter().flatten().collect();
         operator::norm_of_ones_own(self.own, x, &values)
     }
+}
+
+fn values_of(parameters: &[Option<BuiltParameter>]) -> Result<Vec<Option<Tensor>>> {
+    parameters.iter().map(|p| p.as_ref().map(BuiltParameter::value).transpose()).collect()
 }
 
 #[cfg(test)]

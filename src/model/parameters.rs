@@ -3,6 +3,7 @@
 use crate::error::{Error, Result};
 use crate::init::Fill;
 use crate::operator::Generator;
+use crate::parametrisation::{self, DeclaredAs, Part, SumsOver};
 use std::collections::{HashMap, HashSet};
 use tch::{Device, Kind, Tensor};
 
@@ -11,6 +12,7 @@ use tch::{Device, Kind, Tensor};
 pub struct Parameters {
     names: Vec<String>,
     tensors: Vec<Tensor>,
+    declared: Vec<DeclaredAs>,
     buffers: Vec<(String, Tensor)>,
     /// By norm, how many batches had statistics that were not finite, counted on the device.
     refused: Vec<(String, Tensor)>,
@@ -19,6 +21,12 @@ pub struct Parameters {
 impl Parameters {
     pub fn iter(&self) -> impl Iterator<Item = (&str, &Tensor)> {
         self.names.iter().map(String::as_str).zip(&self.tensors)
+    }
+
+    /// Each parameter's part in a parametrisation.
+    pub fn parts(&self) -> impl Iterator<Item = (&str, &Tensor, Part)> {
+        let declared = self.iter().zip(&self.declared);
+        declared.map(|((name, t), declared)| (name, t, parametrisation::part(name, t.dim(), *declared)))
     }
 
     /// Running statistics and counters.
@@ -58,7 +66,7 @@ enum Source<'a> {
     /// Drawn on this device, in this type, by this generator; torch's own is left alone.
     Fresh(Device, Kind, Generator),
     /// Taken from whoever has them.
-    NormArgs { tensors: &'a HashMap<String, Tensor>, train: bool },
+    Given { tensors: &'a HashMap<String, Tensor>, train: bool },
 }
 
 /// Declares parameters while a model is built.
@@ -77,12 +85,12 @@ impl<'a> Builder<'a> {
 
     /// Parameters that exist already, used as they are. [`finish`](Self::finish) refuses names that nothing asked for.
     pub fn given(tensors: &'a HashMap<String, Tensor>) -> Self {
-        Builder { source: Source::NormArgs { tensors, train: false }, path: Vec::new(), made: Parameters::default() }
+        Builder { source: Source::Given { tensors, train: false }, path: Vec::new(), made: Parameters::default() }
     }
 
     /// The same, made leaves that require gradients.
     pub fn given_to_train(tensors: &'a HashMap<String, Tensor>) -> Self {
-        Builder { source: Source::NormArgs { tensors, train: true }, path: Vec::new(), made: Parameters::default() }
+        Builder { source: Source::Given { tensors, train: true }, path: Vec::new(), made: Parameters::default() }
     }
 
     /// Declares what `build` declares under `name.`.
@@ -93,25 +101,36 @@ impl<'a> Builder<'a> {
         built
     }
 
-    /// A parameter: a leaf that requires a gradient where it is made new, the given tensor as it is where it is not.
+    /// A linear layer's weights or bias, or a table's: a leaf that requires a gradient where it is made new, the given
+    /// tensor as it is where it is not.
     pub fn parameter(&mut self, name: &str, shape: &[i64], fill: &Fill) -> Result<Tensor> {
+        self.declare(name, shape, fill, DeclaredAs::Weights)
+    }
+
+    /// The same of a norm or a residual scheme.
+    pub fn own(&mut self, name: &str, shape: &[i64], fill: &Fill, sums_over: SumsOver) -> Result<Tensor> {
+        self.declare(name, shape, fill, DeclaredAs::Own(sums_over))
+    }
+
+    fn declare(&mut self, name: &str, shape: &[i64], fill: &Fill, declared: DeclaredAs) -> Result<Tensor> {
         let name = self.full(name);
         let tensor = match &self.source {
             Source::Fresh(device, kind, draw) => made(shape, fill, *kind, *device, draw)?.set_requires_grad(true),
-            Source::NormArgs { tensors, train: false } => given(tensors, &name, shape)?,
-            Source::NormArgs { tensors, train: true } => given(tensors, &name, shape)?.detach().set_requires_grad(true),
+            Source::Given { tensors, train: false } => given(tensors, &name, shape)?,
+            Source::Given { tensors, train: true } => given(tensors, &name, shape)?.detach().set_requires_grad(true),
         };
         self.made.names.push(name);
         self.made.tensors.push(tensor.shallow_clone());
+        self.made.declared.push(declared);
         Ok(tensor)
     }
 
-    /// The parameter of that name where there is one already, else a new one.
-    pub fn shared(&mut self, name: &str, shape: &[i64], fill: &Fill) -> Result<Tensor> {
+    /// A scheme's parameter of that name where there is one already, else a new one.
+    pub fn shared(&mut self, name: &str, shape: &[i64], fill: &Fill, sums_over: SumsOver) -> Result<Tensor> {
         let full = self.full(name);
         match self.made.names.iter().position(|made| *made == full) {
             Some(at) => Ok(self.made.tensors[at].shallow_clone()),
-            None => self.parameter(name, shape, fill),
+            None => self.own(name, shape, fill, sums_over),
         }
     }
 
@@ -120,7 +139,7 @@ impl<'a> Builder<'a> {
         let name = self.full(name);
         let tensor = match &self.source {
             Source::Fresh(device, _, draw) => made(shape, &Fill::Constant(value), kind, *device, draw)?,
-            Source::NormArgs { tensors, .. } => given(tensors, &name, shape)?,
+            Source::Given { tensors, .. } => given(tensors, &name, shape)?,
         };
         self.made.buffers.push((name, tensor.shallow_clone()));
         Ok(tensor)
@@ -137,7 +156,7 @@ impl<'a> Builder<'a> {
     pub fn statistics_kind(&self) -> Kind {
         match &self.source {
             Source::Fresh(_, kind, _) => accumulation(*kind),
-            Source::NormArgs { tensors, .. } => {
+            Source::Given { tensors, .. } => {
                 let doubles = tensors.values().any(|t| t.kind() == Kind::Double);
                 if doubles {
                     Kind::Double
@@ -152,7 +171,7 @@ impl<'a> Builder<'a> {
     pub fn constant(&self, value: f64) -> Result<Tensor> {
         let device = match &self.source {
             Source::Fresh(device, ..) => *device,
-            Source::NormArgs { tensors, .. } => tensors.values().next().map_or(Device::Cpu, Tensor::device),
+            Source::Given { tensors, .. } => tensors.values().next().map_or(Device::Cpu, Tensor::device),
         };
         Ok(Tensor::f_full([1i64].as_slice(), value, (self.statistics_kind(), device))?)
     }
@@ -163,7 +182,7 @@ impl<'a> Builder<'a> {
 
     /// Everything that was declared.
     pub fn finish(self) -> Result<Parameters> {
-        if let Source::NormArgs { tensors, .. } = self.source {
+        if let Source::Given { tensors, .. } = self.source {
             let known: HashSet<&str> = self.made.iter().chain(self.made.buffers()).map(|(name, _)| name).collect();
             let mut extra: Vec<&str> = tensors.keys().map(String::as_str).filter(|k| !known.contains(k)).collect();
             if !extra.is_empty() {

@@ -47,7 +47,7 @@ pub fn learned(b: &mut Builder, declared: &declared::Learned) -> Result<Tensor> 
         FirstValue::Each(values) => Fill::Each(values.clone()),
         FirstValue::Normal { normal } => Fill::Normal { std: *normal },
     };
-    b.shared(&declared.name, &declared.shape, &fill)
+    b.shared(&declared.name, &declared.shape, &fill, declared.sums_over)
 }
 
 /// The least square of a [`BuiltGain::CoSigmoid`]: its slope stays finite.

@@ -56,7 +56,7 @@ pub(super) fn build(
         ..default
     };
     let (mut buffers, mut iters) = (Vec::new(), None);
-    for (declared, buffer) in spec.buffers.iter().zip(buffers_of(spec, b, context)?) {
+    for (declared, buffer) in spec.buffers.iter().zip(buffers_of(spec, b, given)?) {
         match declared.is_counter {
             true => iters = Some(buffer),
             false => buffers.push(buffer),
@@ -74,10 +74,10 @@ pub(super) fn build(
 }
 
 /// The buffers, in order.
-fn buffers_of(spec: &Spec, b: &mut Builder, context: &NormContext) -> Result<Vec<Tensor>> {
+fn buffers_of(spec: &Spec, b: &mut Builder, given: &NormArgs) -> Result<Vec<Tensor>> {
     let buffer = |buffer: &StateBuffer| {
         let kind = if buffer.is_counter { Kind::Int64 } else { b.statistics_kind() };
-        b.buffer(buffer.name, &buffer.shape.of(context.width), buffer.start, kind)
+        b.buffer(buffer.name, &buffer.shape.of(given), buffer.start, kind)
     };
     spec.buffers.iter().map(buffer).collect()
 }

@@ -11,6 +11,18 @@ use tch::{Kind, Tensor};
 /// options. All tensors are f32 or f64; x has at least one number in a row, and its sizes may be symbolic.
 pub type ComposedNorm = fn(&Tensor, &[Tensor], &NormArgs) -> Result<Tensor>;
 
+/// y of x and of all parameters, as [`ComposedNorm`] has them, in the order in which the norm declares them; one that a norm
+/// goes without is none.
+pub type WholeNorm = fn(&Tensor, &[Option<Tensor>], &NormArgs) -> Result<Tensor>;
+
+/// y in x's type, computed in f32 or f64.
+pub fn whole(y: WholeNorm, x: &Tensor, parameters: &[Option<Tensor>], given: &NormArgs) -> Result<Tensor> {
+    let wide = accumulate(x)?;
+    let widened = |p: &Option<Tensor>| p.as_ref().map(|p| Ok(p.f_to_kind(wide.kind())?)).transpose();
+    let parameters = parameters.iter().map(widened).collect::<Result<Vec<_>>>()?;
+    Ok(y(&wide, &parameters, given)?.f_to_kind(x.kind())?)
+}
+
 /// y = weight⊙x̂ + bias in x's type, computed in f32 or f64.
 pub fn apply(
     x_hat: ComposedNorm,

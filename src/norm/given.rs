@@ -5,8 +5,9 @@
 //! table's.
 
 use super::operators::{OwnNorm, MOST};
-use super::spec::{DeclaredShape, Form, Numbers, Parameter, Quantity, Spec};
+use super::spec::{DeclaredShape, Form, Numbers, Parameter, Quantity, Size, Spec};
 use crate::error::{Error, Result};
+use crate::parametrisation::SumsOver;
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 use std::sync::Mutex;
@@ -31,13 +32,64 @@ pub struct GivenNorm {
 #[serde(deny_unknown_fields)]
 pub struct GivenParameter {
     pub name: String,
-    pub shape: DeclaredShape,
+    pub shape: GivenShape,
     /// p at the start, by the norm's width.
     pub start: BTreeMap<i64, f64>,
+    /// Of the normal distribution around it.
+    #[serde(default)]
+    pub std: f64,
     #[serde(default)]
     pub offset: f64,
     #[serde(default = "one")]
     pub factor: f64,
+}
+
+/// A name, or the sides of a matrix.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(untagged, expecting = "a shape is \"one\", \"width\", or a matrix's two sides, each a number or \"width\"")]
+pub enum GivenShape {
+    Named(GivenName),
+    Matrix([GivenSide; 2]),
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum GivenName {
+    One,
+    Width,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(untagged)]
+pub enum GivenSide {
+    Number(i64),
+    Width(GivenWidth),
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum GivenWidth {
+    Width,
+}
+
+impl GivenShape {
+    fn sides(&self) -> &[GivenSide] {
+        match self {
+            GivenShape::Named(_) => &[],
+            GivenShape::Matrix(sides) => sides,
+        }
+    }
+
+    fn declared(self) -> DeclaredShape {
+        match self {
+            GivenShape::Named(GivenName::One) => DeclaredShape::One,
+            GivenShape::Named(GivenName::Width) => DeclaredShape::Width,
+            GivenShape::Matrix(sides) => DeclaredShape::Matrix(sides.map(|side| match side {
+                GivenSide::Number(number) => Size::Is(number),
+                GivenSide::Width(_) => Size::Width,
+            })),
+        }
+    }
 }
 
 fn one() -> f64 {
@@ -97,10 +149,15 @@ impl GivenParameter {
     fn declared(&'static self) -> Parameter {
         Parameter {
             name: &self.name,
-            shape: self.shape,
+            shape: self.shape.declared(),
             start: Quantity::ByWidth(&self.start),
+            std: Quantity::Is(self.std),
             offset: Quantity::Is(self.offset),
             factor: Quantity::Is(self.factor),
+            sums_over: match self.shape.sides() {
+                [_, GivenSide::Width(_)] => SumsOver::Width,
+                _ => SumsOver::Nothing,
+            },
         }
     }
 }
@@ -115,7 +172,7 @@ fn check(given: &GivenNorm) -> Result<()> {
         return wrong(format!("it has {} parameters, and at most {MOST} are possible", given.parameters.len()));
     }
     for (i, parameter) in given.parameters.iter().enumerate() {
-        let GivenParameter { name, start, offset, factor, shape } = parameter;
+        let GivenParameter { name, start, std, offset, factor, shape } = parameter;
         let is_name = |name: &str| !name.is_empty() && name.chars().all(|c| c.is_ascii_alphanumeric() || c == '_');
         if !is_name(name) {
             return wrong(format!("{name:?} is no parameter's name: it needs letters, digits and _"));
@@ -123,10 +180,13 @@ fn check(given: &GivenNorm) -> Result<()> {
         if given.parameters[..i].iter().any(|other| other.name == *name) {
             return wrong(format!("two parameters are called {name:?}"));
         }
-        if *shape == DeclaredShape::Column {
-            return wrong(format!("{name:?} is of shape \"one\" or \"width\""));
+        if shape.sides().iter().any(|side| matches!(side, GivenSide::Number(number) if *number < 1)) {
+            return wrong(format!("{name:?} is a matrix with a side below 1"));
         }
-        let numbers = Numbers { start: 0.0, offset: *offset, factor: *factor };
+        let numbers = Numbers { start: 0.0, std: 0.0, offset: *offset, factor: *factor };
+        if !(*std >= 0.0 && std.is_finite()) {
+            return wrong(format!("{name:?} has a std of {std}: it must be finite and at least 0"));
+        }
         if !start.values().all(|value| value.is_finite()) || !numbers.at_start().is_finite() || *factor == 0.0 {
             return wrong(format!("{name:?} has a start, an offset or a factor that is not finite, or a factor of 0"));
         }

@@ -11,6 +11,7 @@ pub mod derf;
 pub mod dyt;
 pub mod families;
 pub mod fix_norm;
+pub mod gated_rms_norm;
 pub mod given;
 pub mod group_scaling;
 pub mod l2_norm;
@@ -44,6 +45,7 @@ pub static NORMS: &[&Spec] = &[
     &dyt::SPEC,
     &derf::SPEC,
     &l2_norm::SPEC,
+    &gated_rms_norm::SPEC,
 ];
 
 /// Every norm with row kernels; an operator is registered for each, at its place in this list.

@@ -60,7 +60,7 @@ pub static OPERATOR: RowNormOpSpec = RowNormOpSpec {
 };
 
 /// x̂ = x/√(mean x² + ε).
-fn x_hat(x: &Tensor, _: &[Tensor], given: &NormArgs) -> Result<Tensor> {
+pub(super) fn x_hat(x: &Tensor, _: &[Tensor], given: &NormArgs) -> Result<Tensor> {
     let eps = given.float("eps");
     let unit = unit(x, eps)?;
     let x = x.f_div(&unit)?;

@@ -1,10 +1,10 @@
 //! A norm's declaration.
 
-use super::composed::{self, accumulate, ComposedNorm};
+use super::composed::{self, accumulate, ComposedNorm, WholeNorm};
 use super::operators::{ColumnNormOpSpec, CompositeNormOpSpec, OwnNorm, RowNormOpSpec};
 use crate::error::{Error, Result};
 use crate::options::{option_spec, AnyOption, Options};
-use serde::{Deserialize, Serialize};
+use crate::parametrisation::SumsOver;
 use serde_json::{json, Map, Value};
 use std::collections::BTreeMap;
 use tch::Tensor;
@@ -32,6 +32,8 @@ pub enum Form {
     /// Row by row, by the composed form: a norm without kernels, as CONTRIBUTING.md adds one.
     #[allow(dead_code)]
     Composed(ComposedNorm),
+    /// The same of a norm whose weight does not stand outside: y of x and all parameters.
+    Whole(WholeNorm),
     /// Row by row, by kernels; the fused residual step has them, too.
     Rows(&'static RowNormOpSpec),
     /// Row by row, by an operator of its own.
@@ -45,8 +47,7 @@ pub enum Form {
 }
 
 /// The shape of a parameter or a buffer.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(rename_all = "lowercase")]
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum DeclaredShape {
     /// (1,)
     One,
@@ -54,23 +55,55 @@ pub enum DeclaredShape {
     Width,
     /// (1, d, 1, 1), as PowerNorm's authors store it.
     Column,
+    /// A matrix of as many rows and columns.
+    Matrix([Size; 2]),
+}
+
+/// A side of a matrix.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Size {
+    Is(i64),
+    Width,
+    /// What this option of the norm says.
+    By(&'static str),
 }
 
 impl DeclaredShape {
-    /// In a norm of that width.
-    pub fn of(self, width: i64) -> Vec<i64> {
+    /// In one norm.
+    pub fn of(self, given: &NormArgs) -> Vec<i64> {
         match self {
             DeclaredShape::One => vec![1],
-            DeclaredShape::Width => vec![width],
-            DeclaredShape::Column => vec![1, width, 1, 1],
+            DeclaredShape::Width => vec![given.width],
+            DeclaredShape::Column => vec![1, given.width, 1, 1],
+            DeclaredShape::Matrix(sides) => sides.map(|side| side.of(given)).to_vec(),
         }
     }
 
-    fn name(self) -> &'static str {
+    /// Its name, or a matrix's sides: numbers, "width" and options.
+    fn describe(self) -> Value {
         match self {
-            DeclaredShape::One => "one",
-            DeclaredShape::Width => "width",
-            DeclaredShape::Column => "column",
+            DeclaredShape::One => "one".into(),
+            DeclaredShape::Width => "width".into(),
+            DeclaredShape::Column => "column".into(),
+            DeclaredShape::Matrix(sides) => sides.iter().map(|side| side.describe()).collect(),
+        }
+    }
+}
+
+impl Size {
+    fn of(self, given: &NormArgs) -> i64 {
+        match self {
+            Size::Is(number) => number,
+            Size::Width => given.width,
+            Size::By(option) => given.float(option) as i64,
+        }
+    }
+
+    fn describe(self) -> Value {
+        match self {
+            Size::Is(number) => number.into(),
+            Size::Width => "width".into(),
+            Size::By(option) => option.into(),
         }
     }
 }
@@ -107,10 +140,14 @@ impl Quantity {
 pub struct Parameter {
     pub name: &'static str,
     pub shape: DeclaredShape,
-    /// Every element of p at the start.
+    /// Every element of p at the start, or their mean.
     pub start: Quantity,
+    /// The standard deviation of the normal distribution that they are drawn from; 0: none is drawn.
+    pub std: Quantity,
     pub offset: Quantity,
     pub factor: Quantity,
+    /// What its products are summed over, so that parametrisations scale its rate.
+    pub sums_over: SumsOver,
 }
 
 /// γ = 1 per column.
@@ -125,7 +162,22 @@ pub const GAIN: Parameter = Parameter {
 
 impl Parameter {
     const fn new(name: &'static str, shape: DeclaredShape, start: f64) -> Self {
-        Parameter { name, shape, start: Quantity::Is(start), offset: Quantity::Is(0.0), factor: Quantity::Is(1.0) }
+        let (none, sums_over) = (Quantity::Is(0.0), SumsOver::Nothing);
+        Parameter {
+            name,
+            shape,
+            start: Quantity::Is(start),
+            std: none,
+            offset: none,
+            factor: Quantity::Is(1.0),
+            sums_over,
+        }
+    }
+
+    /// A matrix of N(0, std²) that enters x̂, and whose products are summed over its columns.
+    pub const fn matrix(name: &'static str, sides: [Size; 2], std: f64) -> Self {
+        let sums_over = if matches!(sides[1], Size::Width) { SumsOver::Width } else { SumsOver::Nothing };
+        Parameter { std: Quantity::Is(std), sums_over, ..Parameter::new(name, DeclaredShape::Matrix(sides), 0.0) }
     }
 
     /// One number that enters x̂.
@@ -140,7 +192,8 @@ impl Parameter {
 
     /// Its numbers in one norm.
     pub fn numbers(&self, given: &NormArgs) -> Numbers {
-        Numbers { start: self.start.at(given), offset: self.offset.at(given), factor: self.factor.at(given) }
+        let [start, std, offset, factor] = [self.start, self.std, self.offset, self.factor].map(|q| q.at(given));
+        Numbers { start, std, offset, factor }
     }
 }
 
@@ -148,6 +201,7 @@ impl Parameter {
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Numbers {
     pub start: f64,
+    pub std: f64,
     pub offset: f64,
     pub factor: f64,
 }
@@ -384,22 +438,34 @@ impl Spec {
                 wanted.0, wanted.1, got.0, got.1
             )));
         }
+        for (declared, given) in self.parameters.iter().zip(&parameters) {
+            let is_matrix = matches!(declared.shape, DeclaredShape::Matrix(_));
+            if given.is_none() && !declared.is_affine() {
+                return Err(Error::invalid(format!("{name} needs its parameter {}, got none", declared.name)));
+            }
+            if given.as_ref().is_some_and(|p| is_matrix != (p.dim() == 2)) {
+                let wanted = if is_matrix { "be a matrix" } else { "have at most one dimension" };
+                return Err(Error::invalid(format!("{name}: {} must {wanted}", declared.name)));
+            }
+        }
         let decoded = self.options.iter().zip(options).map(|(k, number)| (k.name.to_string(), k.decode(*number)));
         let given = NormArgs { width, values: decoded.collect() };
+        if let Form::Whole(y) = self.form_of(&given)? {
+            return composed::whole(y, x, &parameters, &given);
+        }
         let (mut inside, mut weight, mut bias) = (Vec::new(), None, None);
         for (declared, given) in self.parameters.iter().zip(parameters) {
-            match (declared.name, given) {
-                ("weight", given) => weight = given,
-                ("bias", given) => bias = given,
-                (_, Some(given)) => inside.push(given),
-                (absent, None) => return Err(Error::invalid(format!("{name} needs its parameter {absent}, got none"))),
+            match declared.name {
+                "weight" => weight = given,
+                "bias" => bias = given,
+                _ => inside.extend(given),
             }
         }
         let x_hat = match self.form_of(&given)? {
             Form::Composed(x_hat) => x_hat,
             Form::Rows(kernels) => kernels.x_hat,
             Form::Operator(operator) => return (operator.composed)(x, weight.as_ref(), &given),
-            Form::Chosen(..) | Form::Columns(_) | Form::Own(_) => {
+            Form::Chosen(..) | Form::Columns(_) | Form::Own(_) | Form::Whole(_) => {
                 return Err(Error::invalid(format!("{name} has an operator of its own: call that")))
             }
         };
@@ -414,8 +480,9 @@ impl Spec {
     /// The entry, as JSON: what Python makes the module of.
     pub fn describe(&self) -> Value {
         let parameter = |p: &Parameter| {
-            let [start, offset, factor] = [p.start, p.offset, p.factor].map(Quantity::describe);
-            json!({"name": p.name, "shape": p.shape.name(), "start": start, "offset": offset, "factor": factor})
+            let [start, std, offset, factor] = [p.start, p.std, p.offset, p.factor].map(Quantity::describe);
+            let shape = p.shape.describe();
+            json!({"name": p.name, "shape": shape, "start": start, "std": std, "offset": offset, "factor": factor})
         };
         let option = |option: &NormOption| {
             let default = option.value(&NormContext::ANY);
@@ -431,13 +498,13 @@ impl Spec {
             }
             entry
         };
-        let buffer = |b: &StateBuffer| json!({"name": b.name, "shape": b.shape.name(), "start": b.start, "is_counter": b.is_counter});
+        let buffer = |b: &StateBuffer| json!({"name": b.name, "shape": b.shape.describe(), "start": b.start, "is_counter": b.is_counter});
         let usual = match self.form {
             Form::Chosen(usual, _) => *usual,
             form => form,
         };
         let (form, operator) = match usual {
-            Form::Composed(_) => ("composed", None),
+            Form::Composed(_) | Form::Whole(_) => ("composed", None),
             Form::Rows(kernels) => ("rows", Some(kernels.operator)),
             Form::Columns(kernels) => ("columns", Some(kernels.operator)),
             Form::Own(_) => ("own", None),

@@ -71,6 +71,11 @@ pub fn parameter(name: &'static str) -> Argument {
     Argument { reading: Reading::Parameter, ..tensor(name, "1|d", DtypeRule::Floating).optional() }
 }
 
+/// What a norm learns: as [`parameter`], or a matrix with a side of as many numbers as columns.
+pub fn parameter_or_matrix(name: &'static str) -> Argument {
+    Argument { sizes: "1|d#".into(), ..parameter(name) }
+}
+
 /// int64 (seed, update, micro-batch), needed where `p` > 0.
 pub fn seed() -> Argument {
     Argument { reading: Reading::Seed, ..tensor("seed", "=3", DtypeRule::Int64).optional().flag(HOST) }

@@ -2,7 +2,7 @@
 //! GPU `lp_norm` runs ScaleNorm's kernels with lengths of another order.
 
 use super::call::{values, Call, Value};
-use super::declare::{gradient, leader, parameter, tensor, title, Argument, DtypeRule, Operator};
+use super::declare::{gradient, leader, parameter, parameter_or_matrix, tensor, title, Argument, DtypeRule, Operator};
 use super::engine::{self, Handle};
 use super::row_norm::RowNormOp;
 use crate::cuda::Device;
@@ -196,7 +196,7 @@ pub(super) fn group_scaling_operator() -> Operator {
 pub(super) fn composed_norm() -> Operator {
     composition(
         "composed_norm(Tensor x, Tensor?[] parameters, float[] options, str name) -> Tensor",
-        [leader("x", "*d"), parameter("parameters"), title("name")],
+        [leader("x", "*d"), parameter_or_matrix("parameters"), title("name")],
         |call, x| {
             let [_, parameters, options, name] = call.arguments();
             let parameters = parameters.elements().iter().map(Value::tensor).collect();

@@ -1,7 +1,9 @@
 //! How an operator is declared, once: schema, what its tensors must be, outputs, kernels, formula and derivative.
 //! `register` passes these declarations to C++.
 
-pub use super::argument::{gradient, leader, number, parameter, seed, tensor, title, Argument, DtypeRule};
+pub use super::argument::{
+    gradient, leader, number, parameter, parameter_or_matrix, seed, tensor, title, Argument, DtypeRule,
+};
 
 use super::call::Call;
 use super::engine::{self, Handle};

@@ -7,6 +7,7 @@ use super::{
 use crate::choice;
 use crate::error::{Error, Result};
 use crate::options::{at_least_one, option_spec, AnyOption, Options};
+use crate::parametrisation::SumsOver;
 
 choice! {
     /// What attnres sums up: outputs, or outputs over their root mean squares.
@@ -36,6 +37,10 @@ impl AttnRes {
         let d = place.model.d_model;
         let shape = if queries == 1 { vec![d] } else { vec![queries, d] };
         let query = Learned::new(name("depth_query"), &shape, 0.0);
+        let query = query.summed_over(match place.options.get(&FORM) {
+            AttnResForm::Plain => SumsOver::Width,
+            AttnResForm::Normed => SumsOver::RootWidth,
+        });
         Some(match place.options.get(&FORM) {
             AttnResForm::Plain => DepthWeights::Plain(query, Learned::new(name("depth_gain"), &shape, 1.0)),
             AttnResForm::Normed => DepthWeights::Normed(query),

@@ -302,7 +302,7 @@ impl Walk<'_> {
 
     /// One name may stand for one parameter at several places.
     fn parameter(&mut self, at: &str, parameter: &Learned, shapes: &[&[i64]]) -> CheckResult {
-        let Learned { name, shape, value } = parameter;
+        let Learned { name, shape, value, .. } = parameter;
         self.name(name)?;
         if self.names.contains(name) {
             return Err(format!("{name:?} is a norm and a parameter: give each its own name"));

@@ -2,6 +2,7 @@
 
 use super::growth::Growth;
 use super::mixing::Mixing;
+use crate::parametrisation::SumsOver;
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeSet;
 
@@ -40,6 +41,9 @@ pub struct Learned {
     pub name: String,
     pub shape: Vec<i64>,
     pub value: FirstValue,
+    /// What its products are summed over, so that parametrisations scale its rate.
+    #[serde(default, skip_serializing_if = "SumsOver::is_nothing")]
+    pub sums_over: SumsOver,
 }
 
 /// A parameter's initial values.
@@ -56,19 +60,28 @@ pub enum FirstValue {
 }
 
 impl Learned {
+    fn of(name: impl Into<String>, shape: &[i64], value: FirstValue) -> Self {
+        Learned { name: name.into(), shape: shape.to_vec(), value, sums_over: SumsOver::Nothing }
+    }
+
+    /// Its products are summed over this.
+    pub fn summed_over(self, sums_over: SumsOver) -> Self {
+        Learned { sums_over, ..self }
+    }
+
     /// Every number is `value`.
     pub fn new(name: impl Into<String>, shape: &[i64], value: f64) -> Self {
-        Learned { name: name.into(), shape: shape.to_vec(), value: FirstValue::All(value) }
+        Learned::of(name, shape, FirstValue::All(value))
     }
 
     /// Drawn from N(0, std²).
     pub fn normal(name: impl Into<String>, shape: &[i64], std: f64) -> Self {
-        Learned { name: name.into(), shape: shape.to_vec(), value: FirstValue::Normal { normal: std } }
+        Learned::of(name, shape, FirstValue::Normal { normal: std })
     }
 
     /// Number by number, row after row.
     pub fn each(name: impl Into<String>, shape: &[i64], values: Vec<f64>) -> Self {
-        Learned { name: name.into(), shape: shape.to_vec(), value: FirstValue::Each(values) }
+        Learned::of(name, shape, FirstValue::Each(values))
     }
 
     /// A matrix whose entries are given by row and column.

@@ -2,6 +2,7 @@
 //! 2024).
 
 use super::{prenorm::PreNorm, Combine, LayerContext, Learned, ResidualSpec, Scheme, StackSpec};
+use crate::parametrisation::SumsOver;
 
 pub struct DenseFormer;
 
@@ -24,7 +25,7 @@ impl Scheme for DenseFormer {
 
     fn stack(&self, place: &LayerContext) -> StackSpec {
         let identity = |row: i64, column: i64| f64::from(u8::from(row == column));
-        let weight = Learned::matrix("combine.weight", [place.layers() + 1; 2], identity);
+        let weight = Learned::matrix("combine.weight", [place.layers() + 1; 2], identity).summed_over(SumsOver::Depth);
         let combine = Combine { weight, norms: Vec::new(), on_sums: false, skips_first: true };
         StackSpec { combine: Some(combine), ..PreNorm.stack(place) }
     }

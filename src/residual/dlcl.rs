@@ -3,6 +3,7 @@
 use super::{postnorm, prenorm, Change, Combine, LayerContext, Learned, NormAt, ResidualSpec, Scheme, StackSpec};
 use crate::choice;
 use crate::options::{option_spec, AnyOption};
+use crate::parametrisation::SumsOver;
 
 choice! {
     /// Whether the layers are PreNorm's or PostNorm's.
@@ -63,7 +64,7 @@ impl Scheme for Dlcl {
         let norms = (1..=place.layers()).map(norm).collect();
         let size = place.layers() + 1;
         let mean = |row: i64, column: i64| if column <= row { 1.0 / (row + 1) as f64 } else { 0.0 };
-        let weight = Learned::matrix("combine.weight", [size; 2], mean);
+        let weight = Learned::matrix("combine.weight", [size; 2], mean).summed_over(SumsOver::Depth);
         let combine = Combine { weight, norms, on_sums, skips_first: false };
         StackSpec { combine: Some(combine), ..Dlcl::layers(place).stack(place) }
     }

@@ -4,6 +4,7 @@ use super::{
     prenorm::PreNorm, Dynamic, Gates, HyperConnection, LayerContext, Learned, Mixing, ResidualSpec, Scheme, StackSpec,
 };
 use crate::options::{at_least_one, option_spec, AnyOption};
+use crate::parametrisation::SumsOver;
 
 option_spec! {
     /// Streams n of hyper-connections.
@@ -48,7 +49,7 @@ impl Scheme for HyperConnections {
             dynamic: place.options.get(&DYNAMIC).then(|| Dynamic {
                 gain: Learned::new(place.numbered("hyper_norm_weight"), &[d], 1.0),
                 shift: Learned::new(place.numbered("hyper_norm_bias"), &[d], 0.0),
-                weight: Learned::new(place.numbered("hyper_weight"), &[n + 2, d], 0.0),
+                weight: Learned::new(place.numbered("hyper_weight"), &[n + 2, d], 0.0).summed_over(SumsOver::Width),
                 scale: Learned::new(place.numbered("hyper_scale"), &[2], SCALE),
             }),
         };

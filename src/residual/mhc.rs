@@ -8,6 +8,7 @@ use super::{prenorm::PreNorm, Gates, HyperConnection, LayerContext, Learned, Mix
 use crate::choice;
 use crate::error::{Error, Result};
 use crate::options::{at_least_one, option_spec, AnyOption, Options};
+use crate::parametrisation::SumsOver;
 
 choice! {
     /// How mhc's streams are mixed and read.
@@ -66,7 +67,7 @@ impl Mhc {
         let joint = |scales: i64, bias: Vec<f64>, weight: fn(String, &[i64]) -> Learned, iterations: i64| {
             let rows = bias.len() as i64;
             Gates::Joint {
-                weight: weight(name("hyper_weight"), &[rows, n * d]),
+                weight: weight(name("hyper_weight"), &[rows, n * d]).summed_over(SumsOver::Width),
                 scale: Learned::new(name("hyper_scale"), &[scales], SCALE),
                 bias: Learned::each(name("hyper_bias"), &[rows], bias),
                 magnitude,
@@ -94,9 +95,9 @@ impl Mhc {
                 let rank = options.get(&RANK);
                 Gates::Channel {
                     gain: Learned::new(name("hyper_gain"), &[n * d], 1.0),
-                    down: drawn("hyper_down", [rank, n * d]),
+                    down: drawn("hyper_down", [rank, n * d]).summed_over(SumsOver::Width),
                     up: drawn("hyper_up", [n * d, rank]),
-                    write: (!is_end).then(|| drawn("hyper_weight", [n, n * d])),
+                    write: (!is_end).then(|| drawn("hyper_weight", [n, n * d]).summed_over(SumsOver::Width)),
                     magnitude,
                 }
             }

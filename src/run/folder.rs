@@ -3,7 +3,7 @@
 use super::lock::Lock;
 use super::PreparedData;
 use crate::atomic::{self, fault};
-use crate::config::{differences, DataConfig, TrainingConfig, TransformerConfig};
+use crate::config::{differences, DataConfig, DecayOf, TrainingConfig, TransformerConfig};
 use crate::data::{self, Bpe, Segmenter, Vocabulary};
 use crate::error::{Error, Result};
 use crate::model::{Transformer, UNK};
@@ -234,7 +234,13 @@ pub(super) fn resume(
         let (operations, codes) = (data.bpe_operations, data.bpe_codes.is_some());
         serde_json::json!({"vocab_mask": training.vocab_mask, "bpe_operations": operations, "bpe_codes": codes})
     };
+    let decays = configs.training.weight_decay != 0.0 && training.weight_decay != 0.0;
+    let of_decay = |training: &TrainingConfig| match decays {
+        true => serde_json::json!({"weight_decay_of": training.weight_decay_of}),
+        false => serde_json::json!({}),
+    };
     for (what, differences) in [
+        ("trained with decay of other parameters", differences(&of_decay(&configs.training), &of_decay(training))),
         ("trained with another model", differences(&json(&configs.model)?, &json(&wanted)?)),
         ("trained on other text", differences(&of_text(&configs.training, &configs.data), &of_text(training, data))),
     ] {
@@ -284,7 +290,12 @@ pub(super) fn read_configs(output: &Path) -> Result<Configs> {
     };
     checksums::check(output)?;
     let text = String::from_utf8(text).map_err(|e| Error::invalid(format!("{}: {e}", path.display())))?;
-    crate::config::from_json(&path.display().to_string(), &text)
+    let mut configs: Configs = crate::config::from_json(&path.display().to_string(), &text)?;
+    // Written before the option was there, when every parameter decayed.
+    if configs.training.weight_decay != 0.0 && !text.contains("\"weight_decay_of\"") {
+        configs.training.weight_decay_of = DecayOf::All;
+    }
+    Ok(configs)
 }
 
 /// The bytes of one of the run's files of text. No link is followed: the folder may be somebody else's.

@@ -3,7 +3,7 @@
 
 use super::checkpoint::Array;
 use super::checkpoint::{to_array, to_tensor};
-use crate::config::{AdamForm, TrainingConfig, TransformerConfig};
+use crate::config::{AdamForm, DecayOf, TrainingConfig, TransformerConfig};
 use crate::cpu::parallel::{self, Shared};
 use crate::error::{Error, Result};
 use crate::kernel::adam;
@@ -62,10 +62,19 @@ impl Optimizer {
         let device = parameters.tensors().first().map_or(Device::Cpu, Tensor::device);
         let zeros = || Tensor::f_zeros([total as i64].as_slice(), (Kind::Float, device));
         let (flat, gradients) = (zeros()?, zeros()?);
-        let mut sorted: Vec<_> = parameters.iter().map(|(name, t)| (model.multipliers(name, t.dim()), t)).collect();
-        sorted.sort_by_key(|((order, _), _)| *order);
+        let mut sorted: Vec<_> = parameters
+            .parts()
+            .map(|(name, t, part)| {
+                let (order, multipliers) = model.multipliers(name, part);
+                let is_left_out =
+                    config.weight_decay != 0.0 && config.weight_decay_of == DecayOf::Matrices && !part.is_matrix();
+                let weight_decay = if is_left_out { 0.0 } else { multipliers.weight_decay };
+                ((is_left_out, order), Multipliers { weight_decay, ..multipliers }, t)
+            })
+            .collect();
+        sorted.sort_by_key(|(order, _, _)| *order);
         let (mut start, mut segments) = (0, Vec::<Segment>::new());
-        for ((_, multipliers), t) in sorted {
+        for (_, multipliers, t) in sorted {
             if t.kind() != Kind::Float {
                 return Err(Error::invalid(format!("training keeps its parameters in float32, got {:?}", t.kind())));
             }

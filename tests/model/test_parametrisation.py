@@ -55,22 +55,58 @@ def test_multipliers_are_the_papers(name, role):
         assert tuple(found[key] for key in ("init", "lr", "weight_decay", "eps")) == pytest.approx(expected, rel=1e-14)
 
 
-def test_names_and_dimensions_give_roles():
-    for name, dimensions, role in (
-        ("embedding.weight", 2, "embedding"),
-        ("source_embedding.weight", 2, "embedding"),
-        ("output_projection.weight", 2, "embedding"),
-        ("output_projection.bias", 1, "end"),
-        ("encoder.layers.0.self_attn.in_proj_weight", 2, "hidden-matrix"),
-        ("decoder.layers.11.multihead_attn.out_proj.bias", 1, "hidden-vector"),
-        ("layers.3.norm1.weight", 1, "hidden-vector"),
-        ("decoder.layers.0.branch_scale", 1, "hidden-vector"),
-        ("encoder.norm.weight", 1, "end"),
-        ("decoder.combine.weight", 2, "end"),
-        ("decoder.combine.norms.1.weight", 1, "end"),
-        ("decoder.layers.linear.weight", 2, "end"),
+def parts(**options):
+    """By the name of each parameter its role, and what its products are summed over."""
+    return nfrs.Transformer(nfrs.TransformerConfig(**{**SHAPE, **options}))._parts()
+
+
+def test_names_and_declarations_give_roles():
+    found = parts(tie_embeddings="none", output_bias=True, residual="dlcl", norm="scalenorm")
+    for name, role in (
+        ("source_embedding.weight", "embedding"),
+        ("output_projection.weight", "embedding"),
+        ("output_projection.bias", "end"),
+        ("encoder.layers.0.self_attn.in_proj_weight", "hidden-matrix"),
+        ("decoder.layers.1.multihead_attn.out_proj.bias", "hidden-vector"),
+        ("decoder.layers.1.norm1.weight", "hidden-vector"),
+        ("decoder.combine.norms.1.weight", "end"),
     ):
-        assert _core.parameter_role(name, dimensions) == role, name
+        assert found[name] == (role, "nothing"), name
+    assert found["decoder.combine.weight"] == ("end", "depth")
+    assert parts(residual="rezero")["decoder.layers.0.branch_scale"] == ("hidden-vector", "nothing")
+
+
+SUMMED = [
+    ({"residual": "denseformer"}, "combine.weight", "end", "depth"),
+    ({"residual": "attnres"}, "layers.1.depth_query1", "hidden-vector", "width"),
+    ({"residual": "attnres", "attnres_form": "normed"}, "layers.1.depth_query1", "hidden-vector", "root-width"),
+    ({"residual": "attnres"}, "end_depth_query", "end", "width"),
+    ({"residual": "mhc"}, "layers.0.hyper_weight2", "hidden-vector", "width"),
+    ({"residual": "mhc"}, "end_hyper_weight", "end", "width"),
+    ({"residual": "mhc", "mhc_mixing": "channel"}, "layers.0.hyper_up1", "hidden-vector", "nothing"),
+    ({"residual": "mhc", "mhc_mixing": "channel"}, "layers.0.hyper_down1", "hidden-vector", "width"),
+    ({"residual": "hyper-connections"}, "layers.0.hyper_weight1", "hidden-vector", "width"),
+    ({"norm": "gated-rmsnorm"}, "layers.0.norm1.gate_down", "hidden-vector", "width"),
+    ({"norm": "gated-rmsnorm"}, "layers.0.norm1.gate_up", "hidden-vector", "nothing"),
+]
+
+
+@pytest.mark.parametrize("options, name, role, sums_over", SUMMED, ids=str)
+def test_rates_follow_what_is_summed(options, name, role, sums_over):
+    """In the loop's model, in `param_groups` of it, and of a stack of `nn`; none of these parameters decays."""
+    assert parts(**options)[f"decoder.{name}"] == (role, sums_over)
+    m_d, m_l, scaled = 4, 4, {"parametrisation": "completep", "base_width": 4, "base_depth": 2}
+    shape = {**SHAPE, "decoder_layers": 8, "architecture": "decoder-only"}
+    model = nfrs.Transformer(nfrs.TransformerConfig(**shape, **options, **scaled))
+    layer = nfnn.TransformerEncoderLayer(16, 4, 32, encoder_layers=8, **options, **scaled)
+    stack = nn.ModuleDict({"words": nn.Embedding(9, 16), "decoder": nfnn.TransformerEncoder(layer, 8)})
+    rate = {"nothing": 1, "width": 1 / m_d, "root-width": m_d**-0.5, "depth": 1 / m_l}[sums_over]
+    for made in (model, stack):
+        p = made.get_parameter(f"decoder.{name}")
+        (group,) = (g for g in nfrs.param_groups(made, 1.0, weight_decay=0.1) if any(p is q for q in g["params"]))
+        assert (group["lr"], group["weight_decay"]) == (pytest.approx(rate), 0.0)
+        matrices, others = (g["params"] for g in nfnn.parameter_groups(made, 0.1))
+        assert any(p is q for q in others) and not any(p is q for q in matrices)
 
 
 # The model
@@ -279,7 +315,7 @@ def test_groups_have_every_multiplier(options):
             full = names[id(parameter)]
             layers = SHAPE[f"{full.split('.')[0]}_layers"] if ".layers." in full else 2
             m_l = layers / options.get("base_depth", layers)
-            role = _core.parameter_role(full, parameter.dim())
+            role, _ = model._parts()[full]
             _, lr, decay, eps = of_the_paper(name, role, m_d, m_l, alpha)
             if role in ("hidden-vector", "end"):
                 decay = 0
@@ -300,8 +336,9 @@ def test_groups_of_nn_stacks():
     assert found["words.weight"] == "embedding" and found["body.layers.3.linear1.weight"] == "hidden-matrix"
     assert found["body.combine.weight"] == "end"
     for name, p in model.named_parameters():
+        kind = "hidden-matrix" if p.dim() > 1 else "hidden-vector"
         if name.startswith("body."):
-            assert found[name] == _core.parameter_role(name, p.dim()), name
+            assert found[name] == (kind if ".layers." in name else "end"), name
     (matrices,) = (g for g in nfrs.param_groups(model, 1.0, eps=1.0) if g["role"] == "hidden-matrix")
     assert (matrices["lr"], matrices["eps"]) == (1 / 4, 1 / 8)
     frozen = stack(**SCALED["mup"])

@@ -51,6 +51,25 @@ class Named(nn.Module):
         return out[0] if isinstance(out, tuple) else out
 
 
+def test_gated_rmsnorm_is_axk2s(monkeypatch):
+    from transformers.models.axk2.modeling_axk2 import AXK2Config, AXK2GatedRMSNorm
+
+    theirs = stirred(AXK2GatedRMSNorm(AXK2Config(hidden_size=WIDTH, gated_norm_rank=5)).double())
+    ours = nfrs.nn.GatedRMSNorm(WIDTH, rank=5, eps=1e-6, dtype=torch.float64)
+    weights = [theirs.norm.weight, theirs.mlp.fc1.weight, theirs.mlp.fc2.weight]
+    assert [name for name, _ in ours.named_parameters()] == ["weight", "gate_down", "gate_up"]
+    for name, weight in zip(("weight", "gate_down", "gate_up"), weights, strict=True):
+        setattr(ours, name, weight)
+    x = torch.randn(2, 5, WIDTH, dtype=torch.float64, requires_grad=True)
+    with monkeypatch.context() as wide:  # theirs computes in f32
+        wide.setattr(torch.Tensor, "float", torch.Tensor.double)
+        wide.setattr(torch, "float32", torch.float64)
+        y = theirs(x)
+    agree(y, ours(x), x, weights)
+    ours.reset_parameters()
+    assert (ours.weight == 1).all() and 0.01 < ours.gate_down.std() < 0.03
+
+
 @pytest.mark.parametrize("number", range(LAYERS))
 def test_depth_scaled_is_beams(number):
     from transformers.models.beam.modeling_beam import BeamConfig, BeamDecoderLayer

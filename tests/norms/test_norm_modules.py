@@ -27,6 +27,7 @@ MODULES = {
     "dyt": lambda **k: nn.DyT(8, **k),
     "derf": lambda **k: nn.Derf(8, **k),
     "l2norm": lambda **k: nn.L2Norm(8, **k),
+    "gated-rmsnorm": lambda **k: nn.GatedRMSNorm(8, rank=3, **k),
     "batchnorm": lambda **k: nn.BatchNorm(8, **k),
     "powernorm-v": lambda **k: nn.PowerNormV(8, **k),
     "powernorm": lambda **k: nn.PowerNorm(8, warmup_iters=0, **k),
@@ -125,7 +126,7 @@ def test_derf_and_l2norm():
 def test_operators_get_transformed_parameters(name):
     """An operator and its formula get factor·(offset + p), a reset scales that."""
     (norm, plain), x = (MODULES[name]() for _ in range(2)), torch.randn(3, 8)
-    numbers = Numbers(0.25, 0.5, 4.0)
+    numbers = Numbers(0.25, 0.0, 0.5, 4.0)
     for key in norm.numbers_of:
         norm.numbers_of[key] = numbers
     norm.reset_parameters()
@@ -146,7 +147,7 @@ def test_operators_get_transformed_parameters(name):
 def test_a_weight_that_is_not_learned_is_what_operators_get_at_the_start():
     norm, x = nn.RMSNorm(8, elementwise_affine=False), torch.randn(3, 8)
     plain = norm(x)
-    norm.numbers_of["weight"] = Numbers(0.5, 0.0, 4.0)
+    norm.numbers_of["weight"] = Numbers(0.5, factor=4.0)
     torch.testing.assert_close(norm(x), 2 * plain)
     torch.testing.assert_close(norm.formula(x), 2 * plain)
     assert torch.equal(nn.RMSNorm(8, elementwise_affine=False, zero_centred=True)(x), plain)
@@ -156,7 +157,7 @@ def test_a_fused_step_gets_transformed_parameters():
     layers = [nn.TransformerEncoderLayer(8, 2, 16, 0.0, norm="rmsnorm", residual="prenorm") for _ in range(2)]
     layers[1].load_state_dict(layers[0].state_dict())
     for norm in (layers[0].norm1, layers[0].norm2):
-        norm.numbers_of["weight"] = Numbers(1.0, 0.5, 2.0)
+        norm.numbers_of["weight"] = Numbers(1.0, 0.0, 0.5, 2.0)
     for norm in (layers[1].norm1, layers[1].norm2):
         torch.nn.init.constant_(norm.weight, 3.0)
     x = torch.randn(5, 2, 8)
@@ -166,10 +167,10 @@ def test_a_fused_step_gets_transformed_parameters():
 def test_numbers_of_the_table():
     entries = {entry["name"]: entry["parameters"] for entry in nfrs.tables()["norms"]}
     (gain,), (weight,) = entries["lpnorm"], entries["rmsnorm"]
-    assert gain == {"name": "weight", "shape": "one", "start": "d^(1/p)", "offset": 0.0, "factor": 1.0}
+    assert gain == {"name": "weight", "shape": "one", "start": "d^(1/p)", "std": 0.0, "offset": 0.0, "factor": 1.0}
     assert weight["offset"] == "0, or 1 if zero_centred" and weight["factor"] == 1.0
     assert nn.LpNorm(8, p=3).numbers_of == {"weight": Numbers(2.0)} and nn.ScaleNorm((2, 8)).gain() == 4.0
-    assert nn.RMSNorm(8, zero_centred=True).numbers_of == {"weight": Numbers(0.0, 1.0)}
+    assert nn.RMSNorm(8, zero_centred=True).numbers_of == {"weight": Numbers(0.0, offset=1.0)}
     for make in (lambda: nn.LpNorm(8, p=math.nan), lambda: nn.LpNorm(8, p=0.5), lambda: nn.RMSNorm(8, part=2.0)):
         with pytest.raises(nfrs.InputError, match=r"^p must be|^part must lie in|^p: "):
             make()
@@ -254,12 +255,16 @@ def test_modules_travel(name):
     y = meta(torch.empty(3, 5, 8, device="meta"))
     assert y.is_meta and y.shape == x.shape
     empty = meta.to_empty(device=torch.get_default_device())
+    torch.manual_seed(1)
+    new = MODULES[name]()
+    torch.manual_seed(1)
     empty.reset_parameters()
     torch._dynamo.reset()
     compiled = torch.compile(empty, fullgraph=True, backend="aot_eager")
-    torch.testing.assert_close(compiled(x), MODULES[name]()(x))
+    torch.testing.assert_close(compiled(x), copy.deepcopy(new)(x))
+    torch.manual_seed(1)
     empty.reset_parameters()
-    assert torch.equal(empty(x), MODULES[name]()(x))
+    assert torch.equal(empty(x), new(x))
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
@@ -453,6 +458,18 @@ def x():
         (lambda: OPS.composed_norm(x(), [None], [], "dyt"), RuntimeError, "3 parameters and 0 options, got 1 and 0"),
         (lambda: OPS.composed_norm(x(), [None] * 3, [], "dyt"), RuntimeError, "needs its parameter alpha, got none"),
         (lambda: OPS.composed_norm(x(), [torch.ones(3)], [], "dyt"), ValueError, "must hold 1 or 4 numbers"),
+        (
+            lambda: OPS.composed_norm(x(), [torch.ones(4, 4)], [1e-5], "scalenorm"),
+            RuntimeError,
+            "at most one dimension",
+        ),
+        (
+            lambda: OPS.composed_norm(x(), [None, torch.ones(4), torch.ones(4)], [0, 2], "gated-rmsnorm"),
+            RuntimeError,
+            "must be a matrix",
+        ),
+        (lambda: OPS.composed_norm(x(), [None] * 3, [0, 2], "gated-rmsnorm"), RuntimeError, "needs its parameter gate"),
+        (lambda: nn.GatedRMSNorm(4, rank=0), ValueError, "rank must be at least 1, got 0"),
         (lambda: OPS.composed_norm(x(), [], [], "layernorm"), RuntimeError, "2 parameters and 1 options, got 0 and 0"),
         (lambda: OPS.composed_norm(x(), [None] * 2, [0.0] * 4, "batchnorm"), RuntimeError, "an operator of its own"),
         (lambda: OPS.composed_norm(x(), [], [], "layernrm"), RuntimeError, "did you mean"),

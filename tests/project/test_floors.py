@@ -32,7 +32,19 @@ FLOORS = (
 )
 """From the bottom up; those of a floor do not know each other."""
 PYTHON_FLOORS = (
-    ("__init__", "_core", "_html", "_loading", "_optional", "_tables", "_torch", "errors", "fairseq_words", "signals"),
+    (
+        "__init__",
+        "_core",
+        "_html",
+        "_loading",
+        "_optional",
+        "_tables",
+        "_torch",
+        "errors",
+        "fairseq_words",
+        "first_values",
+        "signals",
+    ),
     ("_stubs", "config", "distributed", "memory", "norms", "schemes", "text", "tokenizer"),
     ("curves", "generation", "history", "nn", "presets", "progress", "scores", "translation"),
     ("demo", "model", "options"),

@@ -37,6 +37,7 @@ DEFAULTS: dict[str, Any] = {
     "powernorm_warmup": 4000,
     "powernorm_alpha_fwd": 0.9,
     "powernorm_alpha_bwd": 0.9,
+    "gated_rmsnorm_rank": 16,
     "groupscaling": 1,  # groups, before the norms with batch statistics; 0: off
     "residual": "prenorm",
     "qk_norm": False,

@@ -14,7 +14,7 @@ from torch import Tensor
 DEFAULT_EPS = 1e-5
 L2_EPS = 1e-12
 """l2norm's."""
-ROW_NORMS = ("layernorm", "rmsnorm", "scalenorm", "scalenorm-fixed", "lpnorm", "dyt", "derf", "l2norm")
+ROW_NORMS = ("layernorm", "rmsnorm", "scalenorm", "scalenorm-fixed", "lpnorm", "dyt", "derf", "l2norm", "gated-rmsnorm")
 
 
 def computed(x: Tensor) -> Tensor:
@@ -169,6 +169,13 @@ def clamped_length(a: Tensor, eps: float) -> Tensor:
     return torch.where(is_long, torch.where(is_long, squared, 1.0).sqrt(), eps)
 
 
+def gated_rms_norm(x: Tensor, weight: Tensor, down: Tensor, up: Tensor, eps: float = DEFAULT_EPS) -> Tensor:
+    """y = n⊙σ(W₂ silu(W₁ n)), n = γ⊙x/√(mean x² + ε) (A.X-K2)."""
+    n = rms_norm(computed(x), weight, eps)
+    hidden = n @ down.T
+    return (n * torch.sigmoid((hidden * torch.sigmoid(hidden)) @ up.T)).to(x.dtype)
+
+
 def apply_norm(
     name: str,
     x: Tensor,
@@ -200,6 +207,8 @@ def apply_norm(
         return derf(x, inside["alpha"], inside["s"], weight, bias)
     if name == "l2norm":
         return l2_norm(x, eps)
+    if name == "gated-rmsnorm":
+        return gated_rms_norm(x, weight, inside["gate_down"], inside["gate_up"], eps)
     raise ValueError(f"unknown norm {name!r}; the row norms are {', '.join(ROW_NORMS)}")
 
 

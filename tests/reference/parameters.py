@@ -80,6 +80,10 @@ def norm_parameters(kind: str, norm: Norm, config: Config) -> list[Parameter]:
         how = rms_conventions(kind, config)
         start = norm.start - how["zero_centred"]
         return [Parameter(weight, (norm.width,), start)] if how["weight"] and norm.is_weighted else []
+    if kind == "gated-rmsnorm":
+        d, r = norm.width, config["gated_rmsnorm_rank"]
+        matrices = [Parameter(f"{norm.name}.gate_down", (r, d)), Parameter(f"{norm.name}.gate_up", (d, r))]
+        return [Parameter(weight, (d,), norm.start), *matrices]
     if kind in ("dyt", "derf"):
         inside = [Parameter(f"{norm.name}.alpha", (1,), 0.5), Parameter(f"{norm.name}.s", (1,), 0.0)]
         affine = [Parameter(weight, (norm.width,), 1.0), Parameter(bias, (norm.width,), 0.0)]

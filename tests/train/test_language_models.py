@@ -16,14 +16,25 @@ LOOP = {"updates": 10, "max_tokens": 40, "accumulate": 2, "adam_form": "torch", 
 MIXED = {"positions": "rotary", "rope_theta": 50.0, "activation": "geglu", "kv_heads": 1, "scale_embeddings": False}
 LLAMA, LLAMA_LOOP = nfrs.preset("llama-tiny")
 CASES = {
-    "llama": (LLAMA.replace(**SHAPE, kv_heads=2).asdict(), {**LLAMA_LOOP.asdict(), "warmup": 4, "lr": 1e-2}),
+    "llama": (
+        LLAMA.replace(**SHAPE, kv_heads=2).asdict(),
+        {**LLAMA_LOOP.asdict(), "warmup": 4, "lr": 1e-2, "weight_decay_of": "all"},
+    ),
     "gpt2": (
         {"positions": "learned", "max_positions": SEGMENT, "activation": "gelu", "scale_embeddings": False},
-        {"lr": None, "lr_scale": 0.2, "warmup": 5, "weight_decay": 0.1, "clip_norm": 0.5},
+        {"lr": None, "lr_scale": 0.2, "warmup": 5, "weight_decay": 0.1, "weight_decay_of": "all", "clip_norm": 0.5},
     ),
     "mixed": (
         {**MIXED, "norm": "scalenorm", "residual": "sandwich"},
-        {"lr": 1e-2, "warmup": 2, "smoothing": "twt", "weight_decay": 0.2, "beta1": 0.8, "clip_norm": 0.4},
+        {
+            "lr": 1e-2,
+            "warmup": 2,
+            "smoothing": "twt",
+            "weight_decay": 0.2,
+            "weight_decay_of": "all",
+            "beta1": 0.8,
+            "clip_norm": 0.4,
+        },
     ),
     "mixed-untied": (
         {**MIXED, "tie_embeddings": "none", "output_bias": True},

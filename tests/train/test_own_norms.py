@@ -158,7 +158,7 @@ def declare(**body):
         (declare(name="a b"), "made of letters"),
         (declare(parameters={"a b": Parameter()}), "is no parameter's name"),
         (declare(parameters={f"p{i}": Parameter() for i in range(9)}), "at most 8"),
-        (declare(parameters={"p": Parameter(shape="column")}), "is of shape"),
+        (declare(parameters={"p": Parameter(shape="column")}), "has the shape 'column'"),
         (declare(parameters={"p": Parameter(factor=0.0)}), "a factor of 0"),
         (declare(normalize=lambda self, x: x[..., :1]), "must give y of x's shape"),
     ],

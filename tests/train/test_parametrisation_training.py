@@ -12,6 +12,15 @@ import reference as ref
 pytestmark = pytest.mark.usefixtures("one_thread")
 SCALED = {
     "standard": {},
+    "standard, mhc": {"residual": "mhc", "norm": "gated-rmsnorm"},
+    "completep, attnres": {"parametrisation": "completep", "base_width": 4, "base_depth": 1, "residual": "attnres"},
+    "completep, denseformer": {
+        "parametrisation": "completep",
+        "base_width": 4,
+        "base_depth": 1,
+        "encoder_layers": 4,
+        "residual": "denseformer",
+    },
     "mup": {"parametrisation": "mup", "base_width": 4},
     "depth-mup": {"parametrisation": "depth-mup", "base_width": 4, "base_depth": 1},
     "completep": {"parametrisation": "completep", "base_width": 4, "base_depth": 1, "encoder_layers": 4},
@@ -21,8 +30,8 @@ SCALED = {
 @pytest.mark.parametrize("clip_norm", [0.0, 0.3])
 @pytest.mark.parametrize("name", SCALED)
 def test_an_update_is_torchs(tmp_path, corpus, name, clip_norm):
-    """ε is as large as gradients are, so that a wrong one shows. `standard` decays vectors in the loop alone."""
-    lr, eps, decay = 1e-3, 1e-2, 0.0 if name == "standard" else 0.1
+    """ε is as large as gradients are, so that a wrong one shows."""
+    lr, eps, decay = 1e-3, 1e-2, 0.1
     training = {"adam_form": "torch", "adam_eps": eps, "lr": lr, "weight_decay": decay, "clip_norm": clip_norm}
     fit(tmp_path / "run", corpus, SCALED[name], {**training, "updates": 1, "label_smoothing": 0.0, "vocab_mask": False})
     batch, mask = whole_batch(tmp_path / "run", corpus)
@@ -38,7 +47,7 @@ def test_an_update_is_torchs(tmp_path, corpus, name, clip_norm):
     ours = weights(tmp_path / "run")
     for key, p in model.named_parameters():
         torch.testing.assert_close(ours[key], p.detach(), rtol=1e-6, atol=1e-7, msg=lambda m, k=key: f"{k}: {m}")
-        assert not torch.equal(p.detach(), before[key])
+        assert not torch.equal(p.detach(), before[key]) or not p.grad.any(), key
 
 
 @pytest.mark.parametrize("name", ["mup", "completep"])
@@ -80,3 +89,17 @@ def test_decoding_scales_as_training_does(tmp_path, corpus):
         best = ref.greedy(state, options, source, vocabulary_mask=mask)
         pieces = [vocabulary[token - 4] for token in best.tokens if token > ref.UNK]
         assert translation.text == " ".join(pieces)
+
+
+def test_a_run_from_before_decay_was_chosen(tmp_path, corpus):
+    """Its config.json lacks the option, and it has decayed all parameters: it goes on so, or says why not."""
+    run, training = tmp_path / "run", {"weight_decay": 0.1, "updates": 2}
+    fit(run, corpus, {}, {**training, "weight_decay_of": "all"})
+    text = (run / "config.json").read_text()
+    old = text.replace('"weight_decay_of": "all",', "").replace('"weight_decay_of":"all",', "")
+    assert old != text
+    (run / "config.json").write_text(old)
+    (run / "checksums.txt").unlink(missing_ok=True)
+    with pytest.raises(nfrs.InputError, match=r"weight_decay_of was \"all\", now \"matrices\"; resume with"):
+        fit(run, corpus, {}, {**training, "updates": 3}, resume=True)
+    fit(run, corpus, {}, {**training, "weight_decay_of": "all", "updates": 3}, resume=True)

@@ -21,7 +21,12 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 def test_ten_losses_equal_the_oracles(tmp_path, corpus, norm, residual, smoothing, start):
     """One batch holds the whole corpus, so its order does not matter; seed 1 fixes the first weights."""
     model = {"norm": norm, "residual": residual, "decoder_start": start}
-    fit(tmp_path / "run", corpus, model, {"smoothing": smoothing, "clip_norm": 0.5, "weight_decay": 0.01, "lr": 1e-3})
+    fit(
+        tmp_path / "run",
+        corpus,
+        model,
+        {"smoothing": smoothing, "clip_norm": 0.5, "weight_decay": 0.01, "weight_decay_of": "all", "lr": 1e-3},
+    )
     batch, mask = whole_batch(tmp_path / "run", corpus, start)
     config = nfrs.TransformerConfig(**TINY, **model, vocab_size=len(mask))
     first = nfrs.Transformer(config, seed=1)

@@ -12,6 +12,10 @@ from .sharding import whole
 from .specs import Learned, NormAt
 
 
+LEARNED = "_learned_by_scheme"
+"""The attribute of a module that has what the products with each of its scheme's parameters are summed over."""
+
+
 def make(
     what: NormAt | Learned,
     place: Place,
@@ -42,6 +46,8 @@ def install(owner: nn.Module, items: Iterable[NormAt | Learned], place: Place, *
         if what not in made:
             made.add(what)
             setattr(owner, what.name, make(what, place, **making))
+            if isinstance(what, Learned):
+                vars(owner).setdefault(LEARNED, {})[what.name] = what.sums_over
 
 
 @torch.no_grad()

@@ -15,7 +15,7 @@ CLASSES: dict[str, type[RowNorm]]
 def signature(entry: collections.abc.Mapping[str, Any]) -> inspect.Signature: ...
 def doc(entry: collections.abc.Mapping[str, Any]) -> str: ...
 
-__all__ = ["Derf", "DyT", "L2Norm"]
+__all__ = ["Derf", "DyT", "GatedRMSNorm", "L2Norm"]
 
 class DyT(RowNorm):
     """y = γ⊙tanh(αx)+β, one learned α, 1/2 at the start; no statistics and no ε; source: Zhu et al. 2025. Arguments,
@@ -59,6 +59,25 @@ class L2Norm(RowNorm):
         self,
         normalized_shape: int | collections.abc.Sequence[int],
         eps: float = 1e-12,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+    ) -> None: ...
+
+class GatedRMSNorm(RowNorm):
+    """y = n⊙σ(W₂ silu(W₁ n)), n = γ⊙x/√(mean x²+ε) over the last dimension; W₁ (r, d), W₂ (d, r), r = 16; source:
+    A.X-K2; transformers' AXK2GatedRMSNorm. Arguments, shapes, dtypes and errors are LayerNorm's."""
+
+    weight: Parameter | None
+    gate_down: Parameter
+    gate_up: Parameter
+    eps: float
+    rank: int
+    def __init__(
+        self,
+        normalized_shape: int | collections.abc.Sequence[int],
+        eps: float = 1e-05,
+        rank: int = 16,
+        elementwise_affine: bool = True,
         device: Any = None,
         dtype: torch.dtype | None = None,
     ) -> None: ...

@@ -3,7 +3,8 @@
 import functools
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -18,15 +19,26 @@ class TensorSpec(NamedTuple):
     """A parameter or a buffer."""
 
     name: str
-    shape: Literal["one", "width", "column"]
+    shape: str | Sequence[int | str]
+    """"one", "width", "column", or a matrix's sides: numbers, "width" and names of options."""
     start: Any
     """The first value of every element; of a parameter it may be a formula in words (`NormSpec.numbers`)."""
     is_counter: bool = False
+    std: Any = 0.0
     offset: Any = 0.0
     factor: Any = 1.0
 
-    def size(self, width: int) -> tuple[int, ...]:
-        return {"one": (1,), "width": (width,), "column": (1, width, 1, 1)}[self.shape]
+    def size(self, width: int, options: Mapping[str, Any] = MappingProxyType({})) -> tuple[int, ...]:
+        """In a norm of this width with these options."""
+        return size_of(self.shape, width, options)
+
+
+def size_of(shape: str | Sequence[int | str], width: int, options: Mapping[str, Any]) -> tuple[int, ...]:
+    """The shape of a parameter that declares this."""
+    if isinstance(shape, str):
+        return {"one": (1,), "width": (width,), "column": (1, width, 1, 1)}[shape]
+    known = {**options, "width": width}
+    return tuple(int(known[side]) if isinstance(side, str) else side for side in shape)
 
 
 class Numbers(NamedTuple):
@@ -34,6 +46,8 @@ class Numbers(NamedTuple):
 
     start: float
     """p at the start."""
+    std: float = 0.0
+    """Where it is not 0, p starts as N(0, std²)."""
     offset: float = 0.0
     factor: float = 1.0
 

@@ -8,8 +8,9 @@ from torch import Tensor, nn
 
 from ..errors import InputError
 from ..norms import Norm, in_wide
-from .norm_table import Numbers, used
+from .norm_table import Numbers, size_of, used
 from .running import check_size
+from .sharding import write_first
 from .tracing import leaf
 
 
@@ -24,19 +25,20 @@ class OwnNorm(nn.Module):
         width = width[0] if isinstance(width, (tuple, list)) and len(width) == 1 else width
         self.norm, self.width = norm, check_size("width", width)
         self.numbers_of = {
-            name: Numbers(norm.start(name, self.width), p.offset, p.factor) for name, p in norm.parameters.items()
+            name: Numbers(norm.start(name, self.width), norm.std(name), p.offset, p.factor)
+            for name, p in norm.parameters.items()
         }
-        for name, p in norm.parameters.items():
+        for name in norm.parameters:
             if not math.isfinite(self.numbers_of[name].at_start()):
                 raise InputError(f"{norm!r} starts {name} at {self.numbers_of[name].start}: it must be finite")
-            empty = torch.empty(1 if p.shape == "one" else self.width, device=device, dtype=dtype)
+            empty = torch.empty(size_of(norm.shape(name), self.width, {}), device=device, dtype=dtype)
             self.register_parameter(name, nn.Parameter(empty))
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
         """Sets the parameters to their first values."""
         for name, numbers in self.numbers_of.items():
-            nn.init.constant_(getattr(self, name), numbers.first(self.first_scale if name == "weight" else 1.0))
+            write_first(getattr(self, name), numbers, self.first_scale if name == "weight" else 1.0)
 
     @leaf
     def forward(self, x: Tensor) -> Tensor:

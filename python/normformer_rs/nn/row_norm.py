@@ -76,13 +76,14 @@ class RowNorm(nn.Module):
             check_eps(eps)
             self.eps = eps
         left_out = {"weight", "bias"} if not elementwise_affine else set() if bias else {"bias"}
+        given = {name: getattr(self, name) for name in self.declared.options}
+        self.numbers_of = self.declared.numbers(self.width, given)
         for declared in self.declared.parameters:
-            empty = torch.empty(1 if declared.shape == "one" else shape, device=device, dtype=dtype)
+            size = shape if declared.shape == "width" else declared.size(self.width, vars(self))
+            empty = torch.empty(size, device=device, dtype=dtype)
             self.register_parameter(declared.name, None if declared.name in left_out else nn.Parameter(empty))
         for name in {"weight", "bias"}.difference(self.names):
             self.register_parameter(name, None)
-        given = {name: getattr(self, name) for name in self.declared.options}
-        self.numbers_of = self.declared.numbers(self.width, given)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -90,7 +91,7 @@ class RowNorm(nn.Module):
         for name, parameter in self._parameters.items():
             if parameter is not None:
                 numbers = self.numbers_of.get(name, Numbers(0.0))
-                nn.init.constant_(parameter, numbers.first(self.first_scale if name == "weight" else 1.0))
+                sharding.write_first(parameter, numbers, self.first_scale if name == "weight" else 1.0)
 
     def gain(self) -> float:
         """What the operator gets for the weight at the start."""
@@ -131,7 +132,9 @@ class RowNorm(nn.Module):
 
     def composed(self, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
         """The same by the composed form, an operator that torch decomposes."""
-        inside = {name: self.in_use(name).flatten() for name in self.numbers}  # type: ignore[union-attr]
+        one = {p.name for p in self.declared.parameters if p.shape == "one"}
+        found = {name: self.in_use(name) for name in self.numbers}
+        inside = {name: p.flatten() if name in one and p is not None else p for name, p in found.items()}
         parameters = [{"weight": weight, "bias": bias, **inside}[name] for name in self.names]
         return composed_norm(x, parameters, self.options(x), self.declared.name)
 

@@ -14,6 +14,7 @@ from . import formulas
 from .masks import check_mask, mask_for
 from .norm_table import CONSTANTS, DECLARED, NormSpec, composed_norm, used
 from .recompute import RecomputedStatistics, is_second_run, will_recompute
+from .sharding import write_first
 from .tracing import leaf
 
 OPS = torch.ops.normformer_rs
@@ -143,7 +144,7 @@ class RunningNorm(nn.Module):
         self.reset_running_stats()
         for name, numbers in self.numbers_of.items():
             if (parameter := getattr(self, name)) is not None:
-                nn.init.constant_(parameter, numbers.first(self.first_scale if name == "weight" else 1.0))
+                write_first(parameter, numbers, self.first_scale if name == "weight" else 1.0)
 
     def frozen(self) -> tuple[Tensor | None, Tensor]:
         """Evaluation's statistics: the mean that is subtracted (None: none), and the mean square of the divisor."""

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import InputError
-from .norm_table import DECLARED
+from .norm_table import DECLARED, Numbers
 
 OPERATORS = tuple(dict.fromkeys(entry.operator for entry in DECLARED.values() if entry.form == "rows"))
 _TENSORS = "torch.distributed.tensor"
@@ -49,6 +49,14 @@ def write_whole(p: Tensor, write: Callable[[Tensor], object]) -> None:
     whole = torch.empty(p.shape, dtype=p.dtype, device=p.device)
     write(whole)
     p.copy_(distribute_tensor(whole, target.device_mesh, target.placements))
+
+
+def write_first(p: Tensor, numbers: Numbers, scale: float = 1.0) -> None:
+    """Sets a norm's parameter to its first values; constants are `numbers.first(scale)`."""
+    if numbers.std:
+        write_whole(p, lambda whole: nn.init.normal_(whole, std=numbers.std))
+    else:
+        nn.init.constant_(p, numbers.first(scale))
 
 
 @contextmanager

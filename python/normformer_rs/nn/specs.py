@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ..first_values import Normal
 from .sharding import write_whole
 
 
@@ -21,19 +22,14 @@ class NormAt(NamedTuple):
     is_weighted: bool = True
 
 
-class Normal(NamedTuple):
-    """First values drawn from N(0, std²)."""
-
-    std: float
-
-
 class Learned(NamedTuple):
     """A parameter. `value`: the first value of all its elements, or of each, row after row, or what they are drawn
-    of."""
+    of. `sums_over`: what its products are summed over: "nothing", "width", "root-width" or "depth"."""
 
     name: str
     shape: tuple[int, ...]
     value: float | tuple[float, ...] | Normal
+    sums_over: str = "nothing"
 
     @classmethod
     def of(cls, found: Mapping[str, Any]) -> "Learned":
@@ -41,7 +37,8 @@ class Learned(NamedTuple):
         value = found["value"]
         if isinstance(value, dict):
             value = Normal(value["normal"])
-        return cls(found["name"], tuple(found["shape"]), tuple(value) if isinstance(value, list) else value)
+        value = tuple(value) if isinstance(value, list) else value
+        return cls(found["name"], tuple(found["shape"]), value, found.get("sums_over", "nothing"))
 
     def first(self, **factory: Any) -> Tensor:
         """Its first values."""

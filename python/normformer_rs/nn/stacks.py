@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from ..config import TransformerConfig
 from ..errors import InputError
-from .build import make, reset, reset_module
+from .build import LEARNED, install, make, reset, reset_module
 from .foreign import draw_xavier
 from .interpreter import KeptTensors, apply_changes, apply_norm, start
 from .layer import Activation, Layer
@@ -39,6 +39,7 @@ class Sums(nn.Module):
         super().__init__()
         self.on_sums, self.skips_first = declared.on_sums, declared.skips_first
         self.first, self.weight = declared.weight, make(declared.weight, place, factory)
+        vars(self)[LEARNED] = {"weight": declared.weight.sums_over}
         self.norms = nn.ModuleDict({at.name.rsplit(".", 1)[1]: make(at, place, factory, bias) for at in declared.norms})
 
     @torch.no_grad()
@@ -117,13 +118,11 @@ class Stack(Growing):
         if declared.combine is not None:
             self.combine = Sums(declared.combine, place, factory, bias)
         for change in end:
-            for what in change.parts() if change.kind != "norm" or self.norm is None else ():
-                setattr(self, what.name, make(what, place, factory, bias))
-        for at in (*parts_of(declared.begin), *declared.streams):
-            if at is not None:
-                setattr(self, at.name, make(at, place, factory, bias))
-        for what in () if declared.mixing is None else declared.mixing.parameters():
-            setattr(self, what.name, make(what, place, factory))
+            if change.kind != "norm" or self.norm is None:
+                install(self, change.parts(), place, factory=factory, bias=bias)
+        streams = (at for at in declared.streams if at is not None)
+        install(self, (*parts_of(declared.begin), *streams), place, factory=factory, bias=bias)
+        install(self, () if declared.mixing is None else declared.mixing.parameters(), place, factory=factory)
         self.begin, self.streams, self.mixing = declared.begin, declared.streams, declared.mixing
         self.end = tuple(change for change in end if change.kind != "norm")
         self.grow(declared.growth, factory["device"])

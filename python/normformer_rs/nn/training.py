@@ -8,7 +8,9 @@ from torch import nn
 
 from ..errors import InputError
 from .attention import MultiheadAttention
+from .build import LEARNED
 from .norms import RowNorm
+from .own import OwnNorm
 from .profiling import is_profiling, profiling
 from .running import RunningNorm
 from .stacks import Sums
@@ -16,6 +18,8 @@ from .step_hooks import Growing, were_profiled
 
 _NORMS = (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, nn.modules.batchnorm._NormBase, RowNorm, RunningNorm, Sums)
 
+MATRICES = ("embedding", "hidden-matrix")
+"""The roles of what decays."""
 _RECURRENT = (nn.RNNBase, nn.RNNCellBase)
 _MATRICES = (nn.Linear, nn.Bilinear, nn.modules.conv._ConvNd, nn.Embedding, nn.EmbeddingBag, nn.MultiheadAttention)
 
@@ -39,8 +43,8 @@ def set_num_updates(model: nn.Module, n: int) -> int:
 def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
     """Two groups for an optimizer: matrices, with `weight_decay`, and norms, gains and biases, without.
 
-    A parameter of at most one dimension, in a norm, or of dlcl's sums counts as the latter, and so does one of a single
-    row or column, unless a linear layer's or a table's. Those that need no gradient are left out.
+    A parameter of at most one dimension, of a norm or of a residual scheme counts as the latter, and so does one of a
+    single row or column, unless a linear layer's or a table's. Those that need no gradient are left out.
     `normformer_rs.param_groups` does this too, and scales rates by a parametrisation.
 
     >>> from torch import nn
@@ -48,7 +52,11 @@ def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, An
     >>> [(group["weight_decay"], len(group["params"])) for group in groups]
     [(0.1, 1), (0.0, 1)]
     """
-    vectors = {id(p) for p in learned_gains(model).values()} | vector_ids(model)
+    vectors = {id(p) for p in learned_gains(model).values()} | vector_ids(model) | set(summed_over(model))
+    for module in model.modules():
+        if hasattr(module, "_parts"):  # a Transformer of this package, whose core knows
+            parts = module._parts()
+            vectors |= {id(p) for name, p in module.named_parameters() if parts[name][0] not in MATRICES}
     wanted = [p for p in model.parameters() if p.requires_grad]
     matrices, others = ([p for p in wanted if (id(p) in vectors) == is_vector] for is_vector in (False, True))
     return [{"params": matrices, "weight_decay": weight_decay}, {"params": others, "weight_decay": 0.0}]
@@ -66,6 +74,26 @@ def vector_ids(model: nn.Module) -> set[int]:
             if p.dim() <= 1 or (not is_layers and sum(n > 1 for n in p.shape) <= 1):
                 found.add(id(p))
     return found
+
+
+def summed_over(model: nn.Module) -> dict[int, str]:
+    """What the products with each parameter of a norm or a residual scheme are summed over, by the parameter's id:
+    "nothing", "width", "root-width" or "depth"."""
+    found: dict[int, str] = {}
+    for module in model.modules():
+        declared: dict[str, str] = {**vars(module).get(LEARNED, {})}
+        if isinstance(module, RowNorm):
+            declared |= {p.name: _matrix_over(p.shape) for p in module.declared.parameters}
+        if isinstance(module, OwnNorm):
+            declared |= {name: _matrix_over(module.norm.shape(name)) for name in module.norm.parameters}
+        for name, p in module.named_parameters(recurse=False):
+            if name in declared:
+                found[id(p)] = declared[name]
+    return found
+
+
+def _matrix_over(shape: Any) -> str:
+    return "width" if not isinstance(shape, str) and shape[-1] == "width" else "nothing"
 
 
 def learned_gains(model: nn.Module) -> dict[str, nn.Parameter]:

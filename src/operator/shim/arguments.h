@@ -49,7 +49,10 @@ struct Sizes {
   // What is not known yet stands for what is found.
   bool match(const char* wanted, const Tensor& t) {
     if (*wanted == '=') return counts(wanted[1], t);
-    if (*wanted && wanted[1] == '|') return t.dim() <= 1 && (t.sym_numel() == 1 || counts(wanted[2], t));
+    if (*wanted && wanted[1] == '|') {
+      if (t.dim() == 2 && wanted[3] == '#') return is(wanted[2], t.sym_size(0)) || is(wanted[2], t.sym_size(1));
+      return t.dim() <= 1 && (t.sym_numel() == 1 || counts(wanted[2], t));
+    }
     auto sizes = t.sym_sizes();
     if (*wanted == '*') {
       const size_t rest = std::strlen(++wanted);
@@ -78,7 +81,8 @@ struct Sizes {
   std::string describe(const char* wanted) {
     const auto number = [&](char c) { return is_digit(c) || !of(c) ? std::string(1, c) : c10::str(*of(c)); };
     if (*wanted == '=') return c10::str("hold ", number(wanted[1]), wanted[1] == '1' ? " number" : " numbers");
-    if (*wanted && wanted[1] == '|') return c10::str("hold 1 or ", number(wanted[2]), " numbers");
+    if (*wanted && wanted[1] == '|')
+      return c10::str("hold 1 or ", number(wanted[2]), " numbers", wanted[3] == '#' ? ", or be a matrix with such a side" : "");
     std::vector<std::string> sizes;
     if (*wanted == '*') {
       ++wanted;

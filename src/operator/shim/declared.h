@@ -57,7 +57,8 @@ enum class Reading : uint8_t {
 struct Argument {
   const char* name;
   // A letter or a digit per dimension: a letter is one number wherever it stands. "*" stands for any first dimensions,
-  // the same wherever it stands. "=d": d numbers, whatever the shape. "1|d": a scalar or a vector, of 1 or d numbers.
+  // the same wherever it stands. "=d": d numbers, whatever the shape. "1|d": a scalar or a vector, of 1 or d numbers;
+  // "1|d#": or a matrix with a side of d.
   // Of an output also "@": the shape of what it is like.
   const char* sizes;
   size_t place;  // among the call's arguments; of an output: the place in Op::table of what it is like
