@@ -3,7 +3,8 @@
     python benches/busy.py CORPUS [--windows 5] [--seconds 10]
 
 Prints real target tokens per second in bf16, quiet and busy by turns, with this package's watch over libgomp's waits
-(src/cpu/contention.rs), without it, and with OMP_WAIT_POLICY=passive in its place; then the seconds that translating the validation set with beam 5 takes. Medians.
+(src/cpu/contention.rs), without it, and with OMP_WAIT_POLICY=passive in its place; then the seconds that translating
+the validation set with beam 5 takes. Medians.
 CORPUS is as benches/training.py has it. The machine must be quiet but for this.
 """
 

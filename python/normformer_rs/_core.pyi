@@ -108,6 +108,9 @@ def is_runs(path: str) -> bool:
 def join_line(line: str) -> str:
     """A line of split text with its words whole again: "a@@ b c" is "ab c"."""
 
+def draw_bias(bias: Tensor, roles: list[str], fan_in: int, model: str) -> None:
+    """Draws a linear layer's bias in place, one block of numbers for each role."""
+
 def draw_table(weight: Tensor, name: str, model: str) -> None:
     """Draws a table's (V, d) first values in place; `name` is its parameter's."""
 

@@ -96,7 +96,22 @@ _Residual = Literal[
 ]
 _QkNormOver = Literal["head", "all-heads"]
 _VNorm = Literal["weighted", "unweighted"]
-_Init = Literal["xavier", "smallinit", "fairseq", "deepnorm", "subln", "ds-init", "t-fixup", "r-fixup", "gpt2", "b2t"]
+_Init = Literal[
+    "xavier",
+    "smallinit",
+    "fairseq",
+    "fairseq-0.12.2",
+    "deepnorm",
+    "subln",
+    "ds-init",
+    "t-fixup",
+    "r-fixup",
+    "gpt2",
+    "normal",
+    "llama-depth",
+    "fan-in",
+    "b2t",
+]
 _BranchnormGrowth = Literal["linear", "exp", "sigmoid"]
 _RFixupMode = Literal["release", "paper"]
 _DlclNorm = Literal["pre", "post"]
@@ -199,6 +214,7 @@ class TransformerConfig(Config):
     variance_gate_temperature: float
     ds_init_alpha: float
     ds_init_mode: _PowernormMode
+    init_std: float
     fixnorm: bool
     parametrisation: _Parametrisation
     base_width: int | None
@@ -297,6 +313,7 @@ class TransformerConfig(Config):
         variance_gate_temperature: float = ...,
         ds_init_alpha: float = ...,
         ds_init_mode: _PowernormMode = ...,
+        init_std: float = ...,
         fixnorm: bool = ...,
         parametrisation: _Parametrisation = ...,
         base_width: int | None = ...,
@@ -333,6 +350,9 @@ class TrainingConfig(Config):
     lr_multiplier: float
     warmup: int
     warmup_init_lr: float
+    lr_decay_rule: _RFixupMode
+    lr_decay_factor: float
+    lr_decay_patience: int
     count_from_zero: bool
     min_lr: float
     beta1: float
@@ -370,6 +390,9 @@ class TrainingConfig(Config):
         lr_multiplier: float = ...,
         warmup: int = ...,
         warmup_init_lr: float = ...,
+        lr_decay_rule: _RFixupMode = ...,
+        lr_decay_factor: float = ...,
+        lr_decay_patience: int = ...,
         count_from_zero: bool = ...,
         min_lr: float = ...,
         beta1: float = ...,

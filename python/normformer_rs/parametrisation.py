@@ -117,7 +117,7 @@ def param_groups(
 
 
 class _Placed(NamedTuple):
-    """A parameter, its role, how many layers its stack has (0 outside stacks), and what its products are summed over."""
+    """A parameter, its role, its stack's number of layers (0 outside stacks), and what its products are summed over."""
 
     parameter: nn.Parameter
     role: str

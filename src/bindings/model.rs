@@ -66,6 +66,19 @@ fn draw_linear(
     Ok(())
 }
 
+/// Draws a linear layer's bias in place, one block of numbers for each role; `fan_in`: the matrix's columns.
+#[pyfunction]
+fn draw_bias(py: Python<'_>, bias: PyTensor, roles: Vec<String>, fan_in: i64, model: &str) -> PyResult<()> {
+    let config: TransformerConfig = config::from_json("model", model)?;
+    let roles = roles.iter().map(|role| Role::parse(role)).collect::<Result<Vec<_>, _>>()?;
+    let bias = bias.0;
+    let part = bias.numel() as i64 / roles.len().max(1) as i64;
+    let parts: Vec<(Role, i64)> = roles.into_iter().map(|role| (role, part)).collect();
+    let fill = init::find(config.init())?.biases(&parts, fan_in);
+    released(py, move || fill.write(&bias, &init::ProcessGenerator))?;
+    Ok(())
+}
+
 /// Draws the first values of a table of word vectors (V, d) in place, or of an untied output projection; `name` is its
 /// parameter's, as in `parameters`.
 #[pyfunction]
@@ -73,7 +86,7 @@ fn draw_table(py: Python<'_>, weight: PyTensor, name: &str, model: &str) -> PyRe
     let config: TransformerConfig = config::from_json("model", model)?;
     let init = init::find(config.init())?;
     let fill = match name {
-        "output_projection" => init.output_matrix(&config.outline(), config.vocab_size),
+        "output_projection" => init.output_matrix(&config.outline(), config.vocab_size, &config.options),
         table => first_values(Table::parse(table)?, &config, init),
     };
     let weight = weight.0;
@@ -320,6 +333,7 @@ fn profile(
 pub(super) fn add(m: &Bound<'_, PyModule>) -> PyResult<()> {
     m.add_function(wrap_pyfunction!(parameters, m)?)?;
     m.add_function(wrap_pyfunction!(draw_linear, m)?)?;
+    m.add_function(wrap_pyfunction!(draw_bias, m)?)?;
     m.add_function(wrap_pyfunction!(draw_table, m)?)?;
     m.add_function(wrap_pyfunction!(declare, m)?)?;
     m.add_function(wrap_pyfunction!(growth, m)?)?;

@@ -194,6 +194,7 @@ impl TransformerConfig {
             kv_heads: self.kv_heads.unwrap_or(self.heads),
             activation: self.activation,
             has_biases: self.linear_biases,
+            scales_embeddings: self.scale_embeddings,
             has_encoder: self.has_encoder(),
             encoder_layers: self.encoder_layers,
             decoder_layers: self.decoder_layers,
@@ -282,6 +283,10 @@ impl TrainingConfig {
                 return Err(Error::invalid(format!("{name} must be greater than 0, got {factor}")));
             }
         }
+        if !(self.lr_decay_factor > 0.0 && self.lr_decay_factor < 1.0) {
+            return Err(Error::invalid(format!("lr_decay_factor must lie in (0, 1), got {}", self.lr_decay_factor)));
+        }
+        crate::options::at_least_one("lr_decay_patience", self.lr_decay_patience)?;
         for (name, value) in [
             ("warmup_init_lr", self.warmup_init_lr),
             ("weight_decay", self.weight_decay),

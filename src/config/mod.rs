@@ -78,6 +78,9 @@ choice! {
     pub enum AdamForm ("adam_form") { Fairseq = "fairseq", Torch = "torch" }
 }
 choice! {
+    pub enum DecayRule ("lr_decay_rule") { Release = "release", Paper = "paper" }
+}
+choice! {
     pub enum DecayOf ("weight_decay_of") { Matrices = "matrices", All = "all" }
 }
 choice! {
@@ -242,6 +245,13 @@ config! {
             warmup: i64 = 4000,
             /// Learning rate at the start of warm-up, with a peak learning rate.
             warmup_init_lr: f64 = 0.0,
+            /// When val-decay and no-warmup multiply the rate: where an evaluation is worse than each of the
+            /// lr_decay_patience before it (release), or where so many in a row were no better than the best (paper).
+            lr_decay_rule: DecayRule = DecayRule::Release,
+            /// By what, α_decay.
+            lr_decay_factor: f64 = 0.8,
+            /// How many evaluations the rule looks at.
+            lr_decay_patience: i64 = 3,
             /// Number updates from 0 in the learning rate, as fairseq does: where it warms up, the first has the rate
             /// that warm-up begins with.
             count_from_zero: bool = false,

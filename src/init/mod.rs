@@ -1,11 +1,10 @@
-//! Initialisations of linear layers and embeddings: one table (docs/spec.md §3). γ = 1, β = 0 and biases 0
-//! whatever the name.
+//! Initialisations of linear layers and embeddings: one table (docs/spec.md §3). γ = 1 and β = 0 whatever the name.
 
 mod schemes;
 
 use crate::choice;
 use crate::error::{unknown, Result};
-use crate::options::{distinct, AnyOption};
+use crate::options::{distinct, AnyOption, Options};
 use crate::residual::{LayerContext, ModelShape};
 use tch::{no_grad, Tensor};
 
@@ -46,11 +45,18 @@ impl RandomNumbers for ProcessGenerator {
     }
 }
 
+/// The share of a normal distribution that lies within three standard deviations, erf(3/√2).
+const WITHIN_THREE: f64 = 0.997_300_203_936_739_8;
+
 /// Where a parameter's first values come from.
 #[derive(Clone, Debug)]
 pub enum Fill {
     Constant(f64),
     Normal {
+        std: f64,
+    },
+    /// The same, cut at three standard deviations: what lies beyond is drawn again.
+    CutNormal {
         std: f64,
     },
     /// Uniform in ±bound.
@@ -72,6 +78,7 @@ impl Fill {
             _ if factor == 1.0 => self,
             Fill::Constant(value) => Fill::Constant(value * factor),
             Fill::Normal { std } => Fill::Normal { std: std * factor },
+            Fill::CutNormal { std } => Fill::CutNormal { std: std * factor },
             Fill::Uniform { bound } => Fill::Uniform { bound: bound * factor },
             Fill::Rows(blocks) => {
                 Fill::Rows(blocks.into_iter().map(|(rows, fill)| (rows, fill.times(factor))).collect())
@@ -88,6 +95,10 @@ impl Fill {
             match self {
                 Fill::Constant(value) => drop(t.f_fill_(*value)?),
                 Fill::Normal { std } => draw.normal(&t, *std)?,
+                Fill::CutNormal { std } => {
+                    draw.uniform(&t, WITHIN_THREE)?;
+                    drop(t.f_erfinv_()?.f_mul_scalar_(std * 2f64.sqrt())?);
+                }
                 Fill::Uniform { bound } => draw.uniform(&t, *bound)?,
                 Fill::Rows(blocks) => {
                     let mut start = 0;
@@ -128,10 +139,12 @@ pub struct Init {
     pub options: &'static [&'static dyn AnyOption],
     /// The fill of an (fan_out, fan_in) matrix.
     pub linear: fn(Role, fan_in: i64, fan_out: i64, &LayerContext) -> Fill,
+    /// The fill of a linear layer's bias.
+    pub bias: fn(Role, fan_in: i64) -> Fill,
     /// The fill of word embeddings, (V, d).
-    pub embedding: fn(Table, &ModelShape) -> Fill,
+    pub embedding: fn(Table, &ModelShape, &Options) -> Fill,
     /// The fill of an output projection that is not tied to an embedding, (V, d).
-    pub output: fn(d_model: i64, vocab_size: i64) -> Fill,
+    pub output: fn(d_model: i64, vocab_size: i64, &Options) -> Fill,
     /// Linear layers have the same std at every width.
     pub has_fixed_std: bool,
 }
@@ -142,19 +155,24 @@ impl Init {
         (self.linear)(role, fan_in, fan_out, place).times(place.model.scaled.matrix(self.has_fixed_std))
     }
 
+    /// The fill of biases that stand on each other, so many numbers for each role.
+    pub fn biases(&self, parts: &[(Role, i64)], fan_in: i64) -> Fill {
+        Fill::Rows(parts.iter().map(|&(role, fan_out)| (fan_out, (self.bias)(role, fan_in))).collect())
+    }
+
     /// The fill of matrices (fan_out, fan_in) that stand on each other, one for each role.
     pub fn linears(&self, roles: &[Role], fan_in: i64, fan_out: i64, place: &LayerContext) -> Fill {
         Fill::Rows(roles.iter().map(|&role| (fan_out, self.matrix(role, fan_in, fan_out, place))).collect())
     }
 
     /// The fill of a table of word embeddings, (V, d): the base model's std, whatever the width.
-    pub fn table(&self, table: Table, model: &ModelShape) -> Fill {
-        (self.embedding)(table, &ModelShape { d_model: model.scaled.base_width, ..*model })
+    pub fn table(&self, table: Table, model: &ModelShape, options: &Options) -> Fill {
+        (self.embedding)(table, &ModelShape { d_model: model.scaled.base_width, ..*model }, options)
     }
 
     /// The fill of an untied output projection, (V, d): the base model's std.
-    pub fn output_matrix(&self, model: &ModelShape, vocab_size: i64) -> Fill {
-        (self.output)(model.scaled.base_width, vocab_size)
+    pub fn output_matrix(&self, model: &ModelShape, vocab_size: i64, options: &Options) -> Fill {
+        (self.output)(model.scaled.base_width, vocab_size, options)
     }
 }
 
@@ -163,12 +181,16 @@ pub static INITS: &[&Init] = &[
     &schemes::XAVIER,
     &schemes::SMALL,
     &schemes::FAIRSEQ,
+    &schemes::FAIRSEQ_0_12_2,
     &schemes::DEEPNORM,
     &schemes::SUBLN,
     &schemes::DS_INIT,
     &schemes::T_FIXUP,
     &schemes::R_FIXUP,
     &schemes::GPT2,
+    &schemes::NORMAL,
+    &schemes::LLAMA_DEPTH,
+    &schemes::FAN_IN,
     &schemes::B2T,
 ];
 

@@ -2,7 +2,7 @@
 
 use super::{embedding, xavier_normal, xavier_uniform, Fill, Init, Role, Table};
 use crate::choice;
-use crate::options::option_spec;
+use crate::options::{option_spec, positive};
 use crate::residual::{LayerContext, StackName, Sublayer};
 
 pub static XAVIER: Init = Init {
@@ -11,8 +11,9 @@ pub static XAVIER: Init = Init {
     source: "Glorot & Bengio 2010",
     options: &[],
     linear: |_, fan_in, fan_out, _| xavier_normal(1.0, fan_in, fan_out),
-    embedding: |_, model| embedding(model.d_model),
-    output: |d, v| xavier_normal(1.0, d, v),
+    bias: |_, _| Fill::Constant(0.0),
+    embedding: |_, model, _| embedding(model.d_model),
+    output: |d, v, _| xavier_normal(1.0, d, v),
     has_fixed_std: false,
 };
 
@@ -35,18 +36,39 @@ pub static FAIRSEQ: Init = Init {
         Role::Query | Role::Key | Role::Value => xavier_uniform(0.5f64.sqrt(), fan_in, fan_out),
         _ => xavier_uniform(1.0, fan_in, fan_out),
     },
-    output: |d, _| embedding(d),
+    output: |d, _, _| embedding(d),
     ..XAVIER
+};
+
+/// The bound of `nn.Linear`'s own weights and biases.
+fn of_linear(fan_in: i64) -> Fill {
+    Fill::Uniform { bound: (fan_in as f64).powf(-0.5) }
+}
+
+pub static FAIRSEQ_0_12_2: Init = Init {
+    name: "fairseq-0.12.2",
+    definition: "attention as in fairseq; fc1, fc2, their biases and those of q, k and v U(−a, a), a = 1/√fan_in; \
+                 embeddings and an untied output N(0, 1/d)",
+    source: "fairseq 0.12.2",
+    linear: |role, fan_in, fan_out, place| match role {
+        Role::FeedForward1 | Role::FeedForward2 | Role::Gate => of_linear(fan_in),
+        _ => (FAIRSEQ.linear)(role, fan_in, fan_out, place),
+    },
+    bias: |role, fan_in| match role {
+        Role::AttentionOutput => Fill::Constant(0.0),
+        _ => of_linear(fan_in),
+    },
+    ..FAIRSEQ
 };
 
 pub static B2T: Init = Init {
     name: "b2t",
-    definition: "fairseq's, and the matrices of a stack of L layers × L^(−1/2)",
+    definition: "fairseq-0.12.2's, and the matrices of a stack of L layers × L^(−1/2)",
     source: "Takase et al. 2023",
     linear: |role, fan_in, fan_out, place| {
-        (FAIRSEQ.linear)(role, fan_in, fan_out, place).times((place.layers() as f64).powf(-0.5))
+        (FAIRSEQ_0_12_2.linear)(role, fan_in, fan_out, place).times((place.layers() as f64).powf(-0.5))
     },
-    ..FAIRSEQ
+    ..FAIRSEQ_0_12_2
 };
 
 pub static DEEPNORM: Init = Init {
@@ -109,7 +131,7 @@ pub static DS_INIT: Init = Init {
         };
         xavier_uniform(place.options.get(&DS_ALPHA) * shrink, fan_in, fan_out)
     },
-    output: |d, v| xavier_uniform(1.0, d, v),
+    output: |d, v, _| xavier_uniform(1.0, d, v),
     ..XAVIER
 };
 
@@ -123,7 +145,7 @@ pub static T_FIXUP: Init = Init {
         Role::Gate => xavier_uniform(1.0, fan_in, fan_out),
         _ => xavier_uniform(t_fixup_gain(place), fan_in, fan_out),
     },
-    embedding: |table, model| {
+    embedding: |table, model, _| {
         let decoder = (9.0 * model.decoder_layers as f64).powf(-0.25);
         let scale = match table {
             Table::Target => decoder,
@@ -132,7 +154,7 @@ pub static T_FIXUP: Init = Init {
         };
         Fill::Normal { std: scale * (model.d_model as f64).powf(-0.5) }
     },
-    output: |d, v| xavier_uniform(1.0, d, v),
+    output: |d, v, _| xavier_uniform(1.0, d, v),
     ..XAVIER
 };
 
@@ -160,7 +182,61 @@ pub static R_FIXUP: Init = Init {
             Role::AttentionOutput | Role::FeedForward2 => Fill::Constant(0.0),
         }
     },
-    output: |_, _| Fill::Constant(0.0),
+    output: |_, _, _| Fill::Constant(0.0),
+    ..XAVIER
+};
+
+option_spec! {
+    /// σ of normal and llama-depth.
+    INIT_STD ("init_std"): f64 = 0.02, positive;
+}
+
+pub static NORMAL: Init = Init {
+    name: "normal",
+    definition: "every linear, embedding and untied output N(0, 0.02²), cut at 3σ",
+    source: "OLMo-core, normal; most open language models",
+    options: &[&INIT_STD],
+    linear: |_, _, _, place| Fill::CutNormal { std: place.options.get(&INIT_STD) },
+    embedding: |_, _, options| Fill::CutNormal { std: options.get(&INIT_STD) },
+    output: |_, _, options| Fill::CutNormal { std: options.get(&INIT_STD) },
+    has_fixed_std: true,
+    ..XAVIER
+};
+
+pub static LLAMA_DEPTH: Init = Init {
+    name: "llama-depth",
+    definition: "as normal; out, fc2 and a gated feed-forward's third 0.02/√(2l) in layer l of its stack; embeddings \
+                 N(0, 1), an untied output 1/√d",
+    source: "OLMo-core, llama_depth",
+    linear: |role, _, _, place| {
+        let depth = match role {
+            Role::AttentionOutput | Role::FeedForward2 | Role::Gate => 2.0 * (place.layer + 1) as f64,
+            _ => 1.0,
+        };
+        Fill::CutNormal { std: place.options.get(&INIT_STD) / depth.sqrt() }
+    },
+    embedding: |_, _, _| Fill::Normal { std: 1.0 },
+    output: |d, _, _| fan_in(d),
+    ..NORMAL
+};
+
+/// N(0, 1/fan_in), cut at 3σ.
+fn fan_in(fan_in: i64) -> Fill {
+    Fill::CutNormal { std: (fan_in as f64).powf(-0.5) }
+}
+
+pub static FAN_IN: Init = Init {
+    name: "fan-in",
+    definition:
+        "every linear and an untied output N(0, 1/fan_in), cut at 3σ; embeddings 1 after their scale √d, if they \
+                 have it",
+    source: "OLMo-core, fan_in",
+    linear: |_, columns, _, _| fan_in(columns),
+    embedding: |_, model, _| match model.scales_embeddings {
+        true => embedding(model.d_model),
+        false => Fill::Normal { std: 1.0 },
+    },
+    output: |d, _, _| fan_in(d),
     ..XAVIER
 };
 
@@ -180,9 +256,10 @@ pub static GPT2: Init = Init {
         }
         _ => Fill::Normal { std: GPT2_STD },
     },
-    embedding: |_, _| Fill::Normal { std: GPT2_STD },
-    output: |_, _| Fill::Normal { std: GPT2_STD },
+    embedding: |_, _, _| Fill::Normal { std: GPT2_STD },
+    output: |_, _, _| Fill::Normal { std: GPT2_STD },
     has_fixed_std: true,
+    ..XAVIER
 };
 
 /// The gain of the matrices on the way of the values; 1 for q, k, and the gate, so that a gated hidden row has it once

@@ -55,21 +55,22 @@ impl Attention {
         let (kv_heads, kv_width) = (place.model.kv_heads, place.kv_width());
         let parts = [(Role::Query, d), (Role::Key, kv_width), (Role::Value, kv_width)];
         let stacked = Fill::Rows(parts.map(|(role, rows)| (rows, init.matrix(role, d, rows, place))).to_vec());
-        let bias = |b: &mut Builder, name: &str, width: i64| {
-            has_biases.then(|| b.parameter(name, &[width], &Fill::Constant(0.0))).transpose()
+        let bias = |b: &mut Builder, name: &str, parts: &[(Role, i64)]| {
+            let width = parts.iter().map(|(_, rows)| rows).sum();
+            has_biases.then(|| b.parameter(name, &[width], &init.biases(parts, d))).transpose()
         };
         let rows = d + 2 * kv_width;
         let in_weight = b.parameter("in_proj_weight", &[rows, d], &stacked)?;
-        let in_bias = bias(b, "in_proj_bias", rows)?;
+        let in_bias = bias(b, "in_proj_bias", &parts)?;
         let (out_weight, out_bias) = b.within("out_proj", |b| {
             let weight = b.parameter("weight", &[d, d], &init.matrix(Role::AttentionOutput, d, d, place))?;
-            Ok((weight, bias(b, "bias", d)?))
+            Ok((weight, bias(b, "bias", &[(Role::AttentionOutput, d)])?))
         })?;
         let gate = place.model.output_gate.map(|kind| {
             let rows = if kind == OutputGate::Head { heads } else { d };
             b.within("gate_proj", |b| {
                 let weight = b.parameter("weight", &[rows, d], &init.matrix(Role::Gate, d, rows, place))?;
-                Ok(Gate { weight, bias: bias(b, "bias", rows)? })
+                Ok(Gate { weight, bias: bias(b, "bias", &[(Role::Gate, rows)])? })
             })
         });
         let (gate, scale) = (gate.transpose()?, place.model.scaled.scores(d / heads));

@@ -52,6 +52,8 @@ pub struct Context {
     pub recompute: bool,
     /// This is the recomputation: statistics have moved already.
     pub is_recompute: bool,
+    /// Of a micro-batch that is not its update's last.
+    pub is_partial: bool,
     /// Ranks whose rows are one batch for norms with statistics.
     pub group: ProcessGroup,
     /// The statistics that norms used, for the second run.
@@ -81,6 +83,7 @@ impl Context {
             profile: false,
             recompute: false,
             is_recompute: false,
+            is_partial: false,
             group: ProcessGroup::ALONE,
             statistics: UsedStatistics::default(),
             spare: None,
@@ -102,6 +105,7 @@ impl Context {
             profile: false,
             recompute: false,
             is_recompute: false,
+            is_partial: false,
             group: ProcessGroup::ALONE,
             statistics: UsedStatistics::default(),
             spare: None,
@@ -117,6 +121,11 @@ impl Context {
     /// The same pass with activation checkpointing, if `on`.
     pub fn recomputing(self, on: bool) -> Self {
         Context { recompute: on, ..self }
+    }
+
+    /// The same pass, of a micro-batch that is not its update's last, if `on`.
+    pub fn partial(self, on: bool) -> Self {
+        Context { is_partial: on, ..self }
     }
 
     /// The same pass on every rank of a group.
@@ -227,6 +236,7 @@ impl Context {
         RowContext {
             train: self.train,
             is_recompute,
+            is_partial: self.is_partial,
             pad_mask: self.spare.as_ref(),
             statistics,
             group: self.group,

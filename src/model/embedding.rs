@@ -53,7 +53,7 @@ impl Embeddings {
         let target_positions = PositionEmbedding::build(b, config, init, Table::Target)?;
         let output = match config.tie_embeddings {
             Ties::None => b.within("output_projection", |b| {
-                b.parameter("weight", &[v, d], &init.output_matrix(&config.outline(), v))
+                b.parameter("weight", &[v, d], &init.output_matrix(&config.outline(), v, &config.options))
             })?,
             _ => target.shallow_clone(),
         };
@@ -128,6 +128,6 @@ pub fn first_values(table: Table, config: &TransformerConfig, init: &init::Init)
     match config.fixnorm {
         // A zero row has no direction: under FixNorm padding starts like any other word (its gradient would be 1e12).
         true => Fill::Uniform { bound: fix_norm::INIT_BOUND },
-        false => Fill::WithZeroRow(PAD, Box::new(init.table(table, &config.outline()))),
+        false => Fill::WithZeroRow(PAD, Box::new(init.table(table, &config.outline(), &config.options))),
     }
 }

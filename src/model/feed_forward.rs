@@ -3,7 +3,7 @@
 use super::residual::Inside;
 use super::{Builder, Context};
 use crate::error::Result;
-use crate::init::{Fill, Init, Role};
+use crate::init::{Init, Role};
 use crate::operator;
 use crate::residual::{Activation, LayerContext, Point};
 use tch::Tensor;
@@ -24,7 +24,9 @@ impl FeedForward {
         let mut layer = |name: &str, role, fan_in, fan_out| {
             b.within(name, |b| {
                 let weight = b.parameter("weight", &[fan_out, fan_in], &init.matrix(role, fan_in, fan_out, place))?;
-                let bias = has_biases.then(|| b.parameter("bias", &[fan_out], &Fill::Constant(0.0))).transpose()?;
+                let bias = has_biases
+                    .then(|| b.parameter("bias", &[fan_out], &init.biases(&[(role, fan_out)], fan_in)))
+                    .transpose()?;
                 Ok((weight, bias))
             })
         };

@@ -50,6 +50,8 @@ pub struct RowContext<'a> {
     pub train: bool,
     /// Recomputation of the same forward pass, for its gradient: statistics do not move.
     pub is_recompute: bool,
+    /// A micro-batch of an update that is not its last: statistics that count updates do not move.
+    pub is_partial: bool,
     /// True at padding, in x's leading shape; none: every row is real.
     pub pad_mask: Option<&'a Tensor>,
     /// Where norms leave the statistics they used, for recomputation.

@@ -39,6 +39,11 @@ impl Parameters {
         !self.refused.is_empty()
     }
 
+    /// Whether a norm has statistics that count updates, PowerNorm's.
+    pub fn count_updates(&self) -> bool {
+        self.buffers.iter().any(|(name, _)| name.ends_with(".iters"))
+    }
+
     /// The norms that refused batches since the last call, and how many; this is where the host reads them.
     pub fn take_refused(&self) -> Result<Vec<(&str, i64)>> {
         let mut found = Vec::new();

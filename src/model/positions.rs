@@ -25,7 +25,7 @@ impl PositionEmbedding {
             Positions::Learned => {
                 let name =
                     if side == Table::Source { "source_position_embedding" } else { "target_position_embedding" };
-                let fill = init.table(side, &config.outline());
+                let fill = init.table(side, &config.outline(), &config.options);
                 PositionEmbedding::Learned(
                     b.within(name, |b| b.parameter("weight", &[config.max_positions, d], &fill))?,
                 )

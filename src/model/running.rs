@@ -91,8 +91,9 @@ impl Norm for BuiltColumnNorm {
             .statistics
             .filter(|_| rows.is_recompute)
             .and_then(|statistics| statistics.borrow().get(&key).map(Tensor::shallow_clone));
-        // A second run with nothing kept moves copies.
-        let own = |t: &Tensor| if rows.is_recompute && used.is_none() { t.copy() } else { t.shallow_clone() };
+        // A second run with nothing kept moves copies. A step of PowerNorm is an update.
+        let stays = rows.is_recompute && used.is_none() || rows.is_partial && iters.is_some();
+        let own = |t: &Tensor| if stays { t.copy() } else { t.shallow_clone() };
         let [weight, bias] = self.affine.values()?;
         let (y, stats) = operator.call(&Column {
             x: &scaled,

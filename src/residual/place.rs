@@ -110,6 +110,8 @@ pub struct ModelShape<'a> {
     pub activation: Activation,
     /// Linear layers have biases, if the scheme wants them too.
     pub has_biases: bool,
+    /// Embeddings are multiplied by √d.
+    pub scales_embeddings: bool,
     /// A model without one has a decoder alone.
     pub has_encoder: bool,
     pub encoder_layers: i64,
@@ -142,6 +144,7 @@ impl ModelShape<'_> {
         kv_heads: 1,
         activation: Activation::Relu,
         has_biases: true,
+        scales_embeddings: true,
         has_encoder: true,
         encoder_layers: 1,
         decoder_layers: 1,

@@ -21,7 +21,7 @@ impl Scheme for ResiDual {
     }
 
     fn init(&self) -> &'static str {
-        "fairseq"
+        "fairseq-0.12.2"
     }
 
     fn around(&self, place: &LayerContext) -> ResidualSpec {

@@ -6,7 +6,7 @@
 
 use super::forward_backward::TrainStep;
 use super::loss::LossSums;
-use super::micro_batch::{MicroBatch, Shape};
+use super::micro_batch::{MicroBatch, Shape, Turn};
 use crate::data::Batch;
 use crate::error::Result;
 use crate::model::{DeviceBuffer, HostBatch};
@@ -45,8 +45,9 @@ pub struct Graphs {
     device: Device,
     /// Shapes that have come. The second batch of a shape is recorded: the first has loaded and chosen whatever kernels
     /// and libraries load and choose once.
-    seen: HashSet<Shape>,
-    graphs: HashMap<Shape, Graph>,
+    seen: HashSet<(Shape, bool)>,
+    /// By shape, and by whether a micro-batch is an update's last.
+    graphs: HashMap<(Shape, bool), Graph>,
     /// Recording has failed: nothing more is recorded, or filled up.
     is_broken: bool,
     complaint: Option<String>,
@@ -67,16 +68,17 @@ impl Graphs {
     }
 
     /// [`TrainStep::run`] of a batch, by the graph of its shape where there is one.
-    pub fn run(&mut self, step: &Rc<TrainStep>, batch: &Batch, seed: [i64; 3], scale: f64) -> Result<LossSums> {
+    pub fn run(&mut self, step: &Rc<TrainStep>, batch: &Batch, turn: Turn) -> Result<LossSums> {
         let shape = shape(batch, self.max_tokens);
-        let filling = |shape| MicroBatch::on_host(batch, shape, seed, scale, self.device);
-        if let Some(graph) = self.graphs.get_mut(&shape) {
+        let filling = |shape| MicroBatch::on_host(batch, shape, turn, self.device);
+        let key = (shape, turn.is_partial);
+        if let Some(graph) = self.graphs.get_mut(&key) {
             return graph.run(&mut filling(Some(shape))?);
         }
-        let is_new = self.seen.insert(shape);
+        let is_new = self.seen.insert(key);
         if !is_new && !self.is_broken && self.graphs.len() < GRAPHS {
             match Graph::record(&mut *self.recorder, step, filling(Some(shape))?, self.device) {
-                Ok(graph) => return self.graphs.entry(shape).or_insert(graph).replay(),
+                Ok(graph) => return self.graphs.entry(key).or_insert(graph).replay(),
                 Err(error) => {
                     self.complaint = Some(format!("no CUDA graphs, and so a slower training: {error}"));
                     self.is_broken = true;
@@ -259,8 +261,13 @@ mod tests {
         results
     }
 
+    /// Every other one is not its update's last.
+    fn turn(seed: [i64; 3]) -> Turn {
+        Turn { seed, scale: 0.01, is_partial: seed[1] % 2 == 0 }
+    }
+
     fn plain(step: &Rc<TrainStep>, batch: &Batch, seed: [i64; 3]) -> LossSums {
-        step.run(&MicroBatch::on_host(batch, None, seed, 0.01, Device::Cpu).unwrap()).unwrap()
+        step.run(&MicroBatch::on_host(batch, None, turn(seed), Device::Cpu).unwrap()).unwrap()
     }
 
     #[test]
@@ -288,7 +295,7 @@ mod tests {
             let batches = batches(if options.contains("decoder-only") { 1 } else { 2 });
             let mut graphs = Graphs::new(Box::new(ReplayRecorder), MAX_TOKENS, Device::Cpu);
             let [ours, other] = passes(options);
-            let replayed = results(&ours, &batches, |step, batch, seed| graphs.run(step, batch, seed, 0.01).unwrap());
+            let replayed = results(&ours, &batches, |step, batch, seed| graphs.run(step, batch, turn(seed)).unwrap());
             let plain = results(&other, &batches, plain);
             let (seen, recorded) = (graphs.seen.len(), graphs.graphs.len());
             assert!(
@@ -309,7 +316,7 @@ mod tests {
         let mut told = vec![];
         let [ours, other] = passes(options);
         let tried = results(&ours, &batches, |step, batch, seed| {
-            let sums = graphs.run(step, batch, seed, 0.01).unwrap();
+            let sums = graphs.run(step, batch, turn(seed)).unwrap();
             told.extend(graphs.complaint());
             sums
         });
@@ -324,7 +331,7 @@ mod tests {
         let mut graphs = Graphs::new(Box::new(SingleRecorder(Arc::clone(&alive))), MAX_TOKENS, Device::Cpu);
         let mut most = 0;
         for (number, batch) in (1i64..).zip(batches.iter().chain(&batches)) {
-            graphs.run(&step, batch, [1, number, 0], 0.01).unwrap();
+            graphs.run(&step, batch, turn([1, number, 0])).unwrap();
             most = most.max(Arc::strong_count(&alive));
         }
         assert!(most == 3 && graphs.complaint().is_some(), "one graph was recorded, and a second was not");

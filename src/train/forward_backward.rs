@@ -27,6 +27,7 @@ impl TrainStep {
     /// Sums of the losses; the gradients of `scale`·Σ loss are added to the parameters' own.
     pub fn run(&self, batch: &MicroBatch) -> Result<LossSums> {
         let ctx = self.context(&batch.seed).recomputing(self.recompute).across(self.group).adding_to(self.flat.clone());
+        let ctx = ctx.partial(batch.is_partial);
         let features = self.model.features(&batch.input.read, &ctx)?;
         let (output, workspace) = (&batch.input.output, &mut self.workspace.borrow_mut());
         let flat = self.flat.as_deref();

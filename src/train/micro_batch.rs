@@ -70,19 +70,29 @@ pub struct MicroBatch {
     pub seed: Tensor,
     /// What the sum of its losses is multiplied by; 0-dim f64.
     pub scale: Tensor,
+    /// It is not the last of its update.
+    pub is_partial: bool,
+}
+
+/// A micro-batch's place among others; fields as [`MicroBatch`] has them.
+#[derive(Clone, Copy, Debug)]
+pub struct Turn {
+    pub seed: [i64; 3],
+    pub scale: f64,
+    pub is_partial: bool,
 }
 
 impl MicroBatch {
     /// On the host, for a device.
-    pub fn on_host(batch: &Batch, shape: Option<Shape>, seed: [i64; 3], scale: f64, device: Device) -> Result<Self> {
-        let input = Input::on_host(batch, shape, device)?;
-        Ok(MicroBatch { input, seed: Tensor::f_from_slice(&seed)?, scale: Tensor::from(scale) })
+    pub fn on_host(batch: &Batch, shape: Option<Shape>, turn: Turn, device: Device) -> Result<Self> {
+        let (input, Turn { seed, scale, is_partial }) = (Input::on_host(batch, shape, device)?, turn);
+        Ok(MicroBatch { input, seed: Tensor::f_from_slice(&seed)?, scale: Tensor::from(scale), is_partial })
     }
 }
 
 impl HostBatch for MicroBatch {
     fn tensors(&mut self) -> Vec<&mut Tensor> {
-        let MicroBatch { input, seed, scale } = self;
+        let MicroBatch { input, seed, scale, .. } = self;
         input.tensors().into_iter().chain([seed, scale]).collect()
     }
 }

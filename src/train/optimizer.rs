@@ -270,6 +270,10 @@ mod tests {
 
     /// Of a model's options as JSON.
     fn optimizer_of(model: &str, clip_norm: f64) -> Optimizer {
+        decaying(model, clip_norm, DecayOf::All)
+    }
+
+    fn decaying(model: &str, clip_norm: f64, weight_decay_of: DecayOf) -> Optimizer {
         let mut b = Builder::fresh(4, Device::Cpu, Kind::Float).unwrap();
         let _ = b.parameter("embedding.weight", &[7, 5], &Fill::Constant(0.3)).unwrap();
         for (stack, layer) in [("encoder", 0), ("encoder", 1), ("decoder", 0)] {
@@ -278,7 +282,7 @@ mod tests {
             let _ = b.parameter(&name("linear1.bias"), &[300], &Fill::Constant(-1.0)).unwrap();
         }
         let _ = b.parameter("decoder.norm.weight", &[20], &Fill::Constant(2.0)).unwrap();
-        let config = TrainingConfig { clip_norm, weight_decay: 0.1, ..TrainingConfig::default() };
+        let config = TrainingConfig { clip_norm, weight_decay: 0.1, weight_decay_of, ..Default::default() };
         let model = crate::config::from_json("model", model).unwrap();
         Optimizer::new(&b.finish().unwrap(), &config, &model).unwrap()
     }
@@ -291,6 +295,12 @@ mod tests {
         let standard = optimizer(1.0);
         let all = Segment { numbers: 0..standard.parameters.numel(), multipliers: Multipliers::ONE };
         assert_eq!(standard.segments, [all]);
+        let decays = decaying("{}", 1.0, DecayOf::Matrices).segments;
+        let of_matrices = [(48 * 4, 1.0), (304 * 3 + 32, 0.0)];
+        assert_eq!(
+            decays.iter().map(|s| (s.numbers.len(), s.multipliers.weight_decay)).collect::<Vec<_>>(),
+            of_matrices
+        );
         let segments = optimizer_of(COMPLETEP, 1.0).segments;
         let lengths: Vec<usize> = segments.iter().map(|segment| segment.numbers.len()).collect();
         // The table; matrices and vectors of the encoder's two layers and of the decoder's one; the norm at the end.

@@ -1,6 +1,6 @@
 //! Learning-rate schedules (docs/spec.md §4.10), all of update n; the first is 1, or 0 as fairseq counts.
 
-use crate::config::{ScheduleName, TrainingConfig};
+use crate::config::{DecayRule, ScheduleName, TrainingConfig};
 use serde::{Deserialize, Serialize};
 
 /// A schedule with what it remembers.
@@ -16,7 +16,16 @@ pub struct Schedule {
     /// Of the first update.
     first: f64,
     d_model: f64,
+    decay: Decay,
     pub memory: ScheduleMemory,
+}
+
+/// When `val-decay` and `no-warmup` multiply the rate, and by what.
+#[derive(Clone, Debug, PartialEq)]
+struct Decay {
+    rule: DecayRule,
+    factor: f64,
+    patience: usize,
 }
 
 /// What validation has taught `val-decay` and `no-warmup`.
@@ -24,11 +33,11 @@ pub struct Schedule {
 pub struct ScheduleMemory {
     factor: f64,
     scores: Vec<f64>,
+    /// Evaluations since the best one, or since the rate fell.
+    #[serde(default)]
+    worse: usize,
 }
 
-/// The release's rule looks at three evaluations before the newest, and multiplies the rate by 0.8.
-const LOOK_BACK: usize = 3;
-const DECAY: f64 = 0.8;
 /// P of the `t-fixup` schedule.
 const T_FIXUP_PERIOD: f64 = 4000.0;
 const NO_WARMUP_LR: f64 = 3e-4;
@@ -44,7 +53,12 @@ impl Schedule {
             warmup_init: config.warmup_init_lr,
             first: if config.count_from_zero { 0.0 } else { 1.0 },
             d_model: d_model as f64,
-            memory: ScheduleMemory { factor: 1.0, scores: Vec::new() },
+            decay: Decay {
+                rule: config.lr_decay_rule,
+                factor: config.lr_decay_factor,
+                patience: config.lr_decay_patience as usize,
+            },
+            memory: ScheduleMemory { factor: 1.0, scores: Vec::new(), worse: 0 },
         }
     }
 
@@ -79,10 +93,21 @@ impl Schedule {
         // A number that JSON has.
         let score = if score.is_finite() { score } else { f64::MIN };
         let is_warming = self.is_warming(update);
-        let memory = &mut self.memory;
-        let worst = memory.scores.iter().rev().take(LOOK_BACK).copied().fold(f64::INFINITY, f64::min);
-        if memory.scores.len() >= LOOK_BACK && score < worst && !is_warming {
-            memory.factor *= DECAY;
+        let (Decay { rule, factor, patience }, memory) = (&self.decay, &mut self.memory);
+        let falls = match rule {
+            DecayRule::Release => {
+                let worst = memory.scores.iter().rev().take(*patience).copied().fold(f64::INFINITY, f64::min);
+                memory.scores.len() >= *patience && score < worst
+            }
+            DecayRule::Paper => {
+                let best = memory.scores.iter().copied().fold(f64::MIN, f64::max);
+                memory.worse = if is_warming || score > best { 0 } else { memory.worse + 1 };
+                memory.worse >= *patience
+            }
+        };
+        if falls && !is_warming {
+            memory.factor *= factor;
+            memory.worse = 0;
         }
         memory.scores.push(score);
     }
@@ -154,6 +179,38 @@ mod tests {
             s.evaluated(1, score);
         }
         assert!((s.learning_rate(1) - 2.4e-4).abs() < 1e-15);
+    }
+
+    #[test]
+    fn by_the_papers_rule_a_flatline_decays() {
+        let config = TrainingConfig { lr_decay_rule: DecayRule::Paper, ..config_of(0.5, 2) };
+        let mut s = Schedule::new(&config, 512);
+        for (score, lr) in [(3.0, 1.0), (3.0, 1.0), (3.0, 0.5), (2.9, 0.5), (4.0, 0.5), (4.0, 0.5), (3.5, 0.25)] {
+            s.evaluated(1, score);
+            assert_eq!(s.learning_rate(1), lr, "after {score}");
+        }
+        let mut s = Schedule::new(&TrainingConfig { schedule: ScheduleName::ValDecay, warmup: 10, ..config }, 512);
+        [1, 2, 3, 4].into_iter().for_each(|update| s.evaluated(update, 1.0));
+        assert_eq!(s.learning_rate(20), 1.0, "evaluations of the warm-up do not count");
+        s.evaluated(20, 1.0);
+        s.evaluated(21, 1.0);
+        assert_eq!(s.learning_rate(21), 0.5);
+        let release = TrainingConfig { lr_decay_rule: DecayRule::Release, ..config_of(0.5, 2) };
+        let mut s = Schedule::new(&release, 512);
+        [3.0, 3.0, 3.0, 3.0].into_iter().for_each(|score| s.evaluated(1, score));
+        assert_eq!(s.learning_rate(1), 1.0, "the release's never falls on a flatline");
+        s.evaluated(1, 2.0);
+        assert_eq!(s.learning_rate(1), 0.5);
+    }
+
+    fn config_of(factor: f64, patience: i64) -> TrainingConfig {
+        TrainingConfig {
+            schedule: ScheduleName::NoWarmup,
+            lr: Some(1.0),
+            lr_decay_factor: factor,
+            lr_decay_patience: patience,
+            ..Default::default()
+        }
     }
 
     #[test]

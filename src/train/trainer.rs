@@ -7,7 +7,7 @@ use super::evaluate::{evaluate_bleu, evaluate_loss, Score, Validation};
 use super::forward_backward::TrainStep;
 use super::layers::PendingLayers;
 use super::loss::{LossSums, Objective};
-use super::micro_batch::MicroBatch;
+use super::micro_batch::{MicroBatch, Turn};
 use super::observer::{Evaluation, Observer, Saved, Started, Update};
 use super::optimizer::Optimizer;
 use super::schedule::{self, Schedule};
@@ -291,15 +291,19 @@ impl Trainer {
         self.train_step.model.set_update(number as i64)?;
         if number == 1 && self.train_step.model.is_profiled() {
             if let (true, (_, batch)) = (self.group.is_first(), &batches[0]) {
-                let whole = MicroBatch::on_host(batch, None, [seed, 0, 0], scale, self.device)?;
+                let turn = Turn { seed: [seed, 0, 0], scale, is_partial: false };
+                let whole = MicroBatch::on_host(batch, None, turn, self.device)?;
                 self.train_step.profile(&whole.to(self.device)?)?;
             }
             self.optimizer.share_parameters(self.group)?;
         }
         self.train_step.flat.as_ref().map_or(Ok(()), |flat| flat.refresh())?;
         let mut sums = None::<LossSums>;
-        for (micro_batch, batch) in &batches {
-            let own = self.forward_backward(batch, [seed, number as i64, *micro_batch], scale)?;
+        let last = batches.len() - 1;
+        let counts_updates = self.train_step.model.parameters.count_updates();
+        for (i, (micro_batch, batch)) in batches.iter().enumerate() {
+            let seed = [seed, number as i64, *micro_batch];
+            let own = self.forward_backward(batch, Turn { seed, scale, is_partial: counts_updates && i < last })?;
             match &mut sums {
                 Some(sums) => sums.merge(&own)?,
                 None => sums = Some(own),
@@ -321,10 +325,10 @@ impl Trainer {
         Ok(Running { number, epoch, lr, tokens, start, numbers, layers })
     }
 
-    fn forward_backward(&mut self, batch: &Batch, seed: [i64; 3], scale: f64) -> Result<LossSums> {
+    fn forward_backward(&mut self, batch: &Batch, turn: Turn) -> Result<LossSums> {
         match &mut self.graphs {
-            Some(graphs) => graphs.run(&self.train_step, batch, seed, scale),
-            None => self.train_step.run(&MicroBatch::on_host(batch, None, seed, scale, self.device)?.to(self.device)?),
+            Some(graphs) => graphs.run(&self.train_step, batch, turn),
+            None => self.train_step.run(&MicroBatch::on_host(batch, None, turn, self.device)?.to(self.device)?),
         }
     }
 

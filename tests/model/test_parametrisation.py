@@ -195,7 +195,7 @@ def test_first_values_are_the_base_models(init, ties):
                 assert abs(block.std().item() / expected - 1) < 5 / (2 * block.numel()) ** 0.5 + 2e-3, name
         if name.endswith(("embedding.weight", "output_projection.weight")) and expected > 0:
             assert std_of_base[name] == pytest.approx(expected, rel=0.03), name
-        if init != "gpt2" and name.endswith("linear1.weight"):
+        if init not in ("gpt2", "normal", "llama-depth") and name.endswith("linear1.weight"):
             assert expected == pytest.approx(std_of_base[name] / 2, rel=0.05), name
 
 

@@ -38,6 +38,7 @@ DEFAULTS: dict[str, Any] = {
     "powernorm_alpha_fwd": 0.9,
     "powernorm_alpha_bwd": 0.9,
     "gated_rmsnorm_rank": 16,
+    "init_std": 0.02,
     "groupscaling": 1,  # groups, before the norms with batch statistics; 0: off
     "residual": "prenorm",
     "qk_norm": False,
@@ -103,7 +104,7 @@ DEFAULT_INITS = {
     "subln": "subln",
     "t-fixup": "t-fixup",
     "r-fixup": "r-fixup",
-    "resi-dual": "fairseq",
+    "resi-dual": "fairseq-0.12.2",
     "hybridnorm": "gpt2",
     "hybridnorm-star": "gpt2",
     "mix-ln": "smallinit",

@@ -40,6 +40,8 @@ def expected_std(config: Config, name: str, part: int = 0) -> float:
     d, init = base_width(c), c["init"]
     if init not in INIT_NAMES:
         raise ValueError(f"unknown init {init!r}; the inits are {', '.join(INIT_NAMES)}")
+    if init in BY_TORCH and name.endswith(BIASES_BY_TORCH):
+        return (c["d_ff"] if name.endswith("linear2.bias") else c["d_model"]) ** -0.5 / math.sqrt(3)
     if parameter.start is not None:
         return 0.0
     if parameter.std is not None:
@@ -50,13 +52,18 @@ def expected_std(config: Config, name: str, part: int = 0) -> float:
         return 0.01 / math.sqrt(3)
     if init == "gpt2":
         return _gpt2_std(c, name)
+    if init in CUT:
+        return _cut_std(c, name, parameter.shape[-1])
     if name.endswith("embedding.weight"):
         return d**-0.5 * (t_fixup_embedding_gain(c, name) if init == "t-fixup" else 1.0)
     if name == "output_projection.weight":
-        return {"fairseq": d**-0.5, "b2t": d**-0.5, "r-fixup": 0.0}.get(init, _xavier(d, c["vocab_size"]))
+        fairseqs = dict.fromkeys(("fairseq", *BY_TORCH), d**-0.5)
+        return {**fairseqs, "r-fixup": 0.0}.get(init, _xavier(d, c["vocab_size"]))
     d = c["d_model"]
     fan_out, fan_in = ((d, *[kv_width(c)] * 2)[part], d) if name.endswith("in_proj_weight") else parameter.shape
     linear = _linear(name, part)
+    if init in BY_TORCH and linear.role in ("fc1", "fc2", "gate"):
+        return GAINS[init](c, linear) * fan_in**-0.5 / math.sqrt(3)
     if init == "smallinit" and linear.role in ("k", "v"):
         fan_out = d  # std √(2/(5d)) however many rows there are
     return GAINS[init](c, linear) * _xavier(fan_in, fan_out)
@@ -70,7 +77,7 @@ def expected_bound(config: Config, name: str, part: int = 0) -> float | None:
     if name.endswith("embedding.weight"):
         is_uniform = _is_fixed(c, name)
     else:
-        is_untied = name == "output_projection.weight" and c["init"] in ("fairseq", "b2t")
+        is_untied = name == "output_projection.weight" and c["init"] in ("fairseq", *BY_TORCH)
         is_normal = is_untied or name.endswith(".sinks")
         is_uniform = c["init"] in UNIFORM_INITS and not is_normal
     return math.sqrt(3) * std if is_uniform and std > 0 else None
@@ -130,7 +137,7 @@ def r_fixup_gain(config: Config, linear: Linear) -> float:
 
 
 def b2t_gain(config: Config, linear: Linear) -> float:
-    """fairseq's × L^{−1/2}, L layers in the stack (Takase et al. 2023)."""
+    """fairseq 0.12.2's × L^{−1/2}, L layers in the stack (Takase et al. 2023)."""
     layers = config["decoder_layers"] if is_one_stack(config) else config[f"{linear.stack}_layers"]
     return fairseq_gain(config, linear) / math.sqrt(layers)
 
@@ -139,6 +146,7 @@ GAINS: dict[str, Callable[[Config, Linear], float]] = {
     "xavier": xavier_gain,
     "smallinit": smallinit_gain,
     "fairseq": fairseq_gain,
+    "fairseq-0.12.2": fairseq_gain,
     "deepnorm": deepnorm_gain,
     "subln": subln_gain,
     "ds-init": ds_init_gain,
@@ -146,8 +154,31 @@ GAINS: dict[str, Callable[[Config, Linear], float]] = {
     "r-fixup": r_fixup_gain,
     "b2t": b2t_gain,
 }
-INIT_NAMES = (*GAINS, "gpt2")
-UNIFORM_INITS = ("fairseq", "ds-init", "t-fixup", "b2t")
+BY_TORCH = ("fairseq-0.12.2", "b2t")
+"""Their feed-forward layers, and these biases, are as nn.Linear draws them: U(−a, a), a = 1/√fan_in."""
+BIASES_BY_TORCH = ("in_proj_bias", "linear1.bias", "linear2.bias", "linear3.bias", "gate_proj.bias")
+CUT = ("normal", "llama-depth", "fan-in")
+"""Normal, cut at three standard deviations."""
+INIT_NAMES = (*GAINS, "gpt2", *CUT)
+UNIFORM_INITS = ("fairseq", "fairseq-0.12.2", "ds-init", "t-fixup", "b2t")
+OF_CUT = math.sqrt(1 - 6 * math.exp(-4.5) / math.sqrt(2 * math.pi) / math.erf(3 / math.sqrt(2)))
+"""The standard deviation of N(0, 1) cut at 3, 0.98658."""
+
+
+def _cut_std(config: Config, name: str, fan_in: int) -> float:
+    """OLMo-core's normal, llama_depth and fan_in; a parametrisation divides those with one std by √m_d in layers."""
+    init, d = config["init"], base_width(config)
+    if name.endswith("embedding.weight"):
+        of_fan_in = d**-0.5 if config["scale_embeddings"] else 1.0
+        return {"normal": OF_CUT * config["init_std"], "llama-depth": 1.0, "fan-in": of_fan_in}[init]
+    if name == "output_projection.weight":
+        return OF_CUT * (config["init_std"] if init == "normal" else d**-0.5)
+    if init == "fan-in":
+        return OF_CUT * fan_in**-0.5
+    linear = _linear(name, 0)
+    is_late = init == "llama-depth" and linear.role in ("out", "fc2", "gate")
+    depth = math.sqrt(2 * linear.layer) if is_late else 1.0
+    return OF_CUT * config["init_std"] / depth / math.sqrt(config["d_model"] / d)
 
 
 def _gpt2_std(config: Config, name: str) -> float:

@@ -210,9 +210,12 @@ def test_initial_distributions():
         "t-fixup": ([half, half] + [fixup_e] * 4, [half, half] + [fixup_d] * 4 + [half, fixup_d, fixup_d]),
         "r-fixup": ([sixth] * 3 + [0, branches**-0.5, 0], [sixth] * 3 + [0, branches**-0.5, 0, sixth, sixth, 0]),
     }
+    first, second = ((448 / (6 * fan_in)) ** 0.5 for fan_in in (128, 320))
+    linears = [half] * 3 + [1, first, second]
+    tables["fairseq-0.12.2"] = (linears, [*linears, half, half, 1])
     e, d = 6**-0.5, 0.5  # of 6 and 4 layers
-    tables["b2t"] = ([half * e] * 3 + [e] * 3, [half * d] * 3 + [d] * 3 + [half * d, half * d, d])
-    assert (*tables, "gpt2") == ref.INIT_NAMES
+    tables["b2t"] = ([g * e for g in linears], [g * d for g in (*linears, half, half, 1)])
+    assert {*tables, "gpt2", "normal", "llama-depth", "fan-in"} == {*ref.INIT_NAMES}
     for init, stacks in tables.items():
         config = {**shape, "init": init}
         for stack, row in zip(("encoder", "decoder"), stacks):
@@ -220,10 +223,12 @@ def test_initial_distributions():
                 name = f"{stack}.layers.2.{name}"
                 std = ref.expected_std(config, name, part)
                 assert std == pytest.approx(gain * math.sqrt(2 / fans)), (init, stack, role)
-                is_uniform = init in ("fairseq", "ds-init", "t-fixup", "b2t")
+                is_uniform = init in ("fairseq", "fairseq-0.12.2", "ds-init", "t-fixup", "b2t")
                 bound = ref.expected_bound(config, name, part)
                 assert bound == (pytest.approx(gain * math.sqrt(6 / fans)) if is_uniform else None), (init, role)
-        assert ref.expected_std(config, "encoder.layers.2.linear1.bias") == 0
+        is_drawn = init in ("fairseq-0.12.2", "b2t")
+        of_bias = ref.expected_std(config, "encoder.layers.2.linear1.bias")
+        assert of_bias == (pytest.approx((3 * 128) ** -0.5) if is_drawn else 0)
         gains = (54**-0.25, 36**-0.25) if init == "t-fixup" else (1, 1)
         for side, gain in zip(("source", "target"), gains):
             name = f"{side}_embedding.weight"
@@ -237,6 +242,18 @@ def test_initial_distributions():
                 std = ref.expected_std(gpt2, f"{stack}.layers.2.{name}", part)
                 assert std == pytest.approx(0.02 * (depth if role.endswith(("out", "fc2")) else 1)), (stack, role)
     assert ref.expected_std(gpt2, "source_embedding.weight") == 0.02
+    cut = 0.9865782
+    for init, name, std in (
+        ("normal", "decoder.layers.2.linear2.weight", 0.02 * cut),
+        ("normal", "source_embedding.weight", 0.02 * cut),
+        ("llama-depth", "decoder.layers.2.linear2.weight", 0.02 * cut / 6**0.5),
+        ("llama-depth", "decoder.layers.2.linear1.weight", 0.02 * cut),
+        ("llama-depth", "source_embedding.weight", 1.0),
+        ("fan-in", "decoder.layers.2.linear2.weight", cut * 320**-0.5),
+        ("fan-in", "decoder.layers.2.linear1.weight", cut * 128**-0.5),
+        ("fan-in", "source_embedding.weight", 128**-0.5),
+    ):
+        assert ref.expected_std({**shape, "init": init}, name) == pytest.approx(std, rel=1e-6), (init, name)
     release = {**shape, "init": "ds-init", "ds_init_mode": "release"}
     assert ref.expected_std(release, "encoder.layers.3.linear1.weight") == pytest.approx(4**-0.25 * math.sqrt(2 / 448))
     shared = {**shape, "init": "t-fixup", "tie_embeddings": "all"}
@@ -244,7 +261,7 @@ def test_initial_distributions():
 
 
 def test_default_inits_and_first_values():
-    theirs = {"prenorm": "smallinit", "postnorm": "smallinit", "branchnorm": "deepnorm", "resi-dual": "fairseq"}
+    theirs = {"prenorm": "smallinit", "postnorm": "smallinit", "branchnorm": "deepnorm", "resi-dual": "fairseq-0.12.2"}
     theirs |= {"hybridnorm": "gpt2", "hybridnorm-star": "gpt2", "mix-ln": "smallinit", "prores": "smallinit"}
     theirs |= {"gpas": "smallinit", "value-residual": "smallinit", "x0-lambdas": "smallinit"}
     theirs |= {"depth-scaled": "gpt2", "variance-gate": "gpt2"}

@@ -148,7 +148,7 @@ def train_step(
     """Forward, Σ smoothed loss / Σ non-pad targets over all micro-batches, backward, clip, Adam.
 
     `dropout` is given with this update's number; its micro_batch is set to 0, 1, … here. Before the k-th update
-    BranchNorm's t is set to k; running statistics move once per micro-batch.
+    BranchNorm's t is set to k. Running statistics move once per micro-batch, PowerNorm's with the update's last.
     """
     buffers = {name: state[name].clone() for name in buffer_shapes(config)}
     for name, buffer in buffers.items():
@@ -160,7 +160,10 @@ def train_step(
     grads = {name: torch.zeros_like(value) for name, value in leaves.items()}
     for index, batch in enumerate(micro_batches):
         here = dataclasses.replace(dropout or Dropout(), micro_batch=index)
-        logits = forward({**leaves, **buffers}, config, batch.source, batch.target_input, here)
+        is_partial = index < len(micro_batches) - 1
+        steps = {name.rpartition(".")[0] for name in buffers if name.endswith(".iters")} if is_partial else set()
+        moving = {name: b.clone() if name.rpartition(".")[0] in steps else b for name, b in buffers.items()}
+        logits = forward({**leaves, **moving}, config, batch.source, batch.target_input, here)
         loss, nll = label_smoothed_cross_entropy(logits, batch.target, smoothing, formula, vocabulary_mask)
         parts = torch.autograd.grad(loss / tokens, list(leaves.values()))
         grads = {name: grad + part for (name, grad), part in zip(grads.items(), parts, strict=True)}

@@ -32,6 +32,11 @@ class InverseSqrtConfig(FairseqDataclass):
 class ValDecayConfig(FairseqDataclass):
     warmup_updates: int = _field(0, "updates of linear warm-up")
     warmup_init_lr: float = _field(0.0, "rate that the warm-up starts from")
+    lr_decay_rule: str = _field(
+        "release", "when the rate falls: release (a validation below each of the last) or paper (no new best)"
+    )
+    lr_decay_factor: float = _field(0.8, "what the rate is then multiplied by")
+    lr_decay_patience: int = _field(3, "how many validations the rule looks at")
     maximize_best_checkpoint_metric: bool = II("checkpoint.maximize_best_checkpoint_metric")
     lr: list[float] = II("optimization.lr")  # noqa: RUF009
 
@@ -103,11 +108,12 @@ def _model_width(cfg: Any) -> int:
 
 @register_lr_scheduler("nfrs_val_decay", dataclass=ValDecayConfig)
 class ValDecay(_Schedule):
-    """Linear warm-up, then the peak, times 0.8 whenever a validation is worse than each of the three before it (the
-    release of Nguyen & Salazar 2019). Validations are those at the ends of epochs, by --best-checkpoint-metric."""
+    """Linear warm-up, then the peak, times --lr-decay-factor by --lr-decay-rule (Nguyen & Salazar 2019, §2.4, and their
+    release). Validations are those at the ends of epochs, by --best-checkpoint-metric."""
 
     def __init__(self, cfg: Any, optimizer: Any) -> None:
-        super().__init__(cfg, optimizer, "val-decay")
+        rule = {name: getattr(cfg, name) for name in ("lr_decay_rule", "lr_decay_factor", "lr_decay_patience")}
+        super().__init__(cfg, optimizer, "val-decay", **rule)
         self.is_resumed = False
 
     def step(self, epoch: int, val_loss: float | None = None) -> float:

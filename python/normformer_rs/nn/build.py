@@ -11,7 +11,6 @@ from .registry import norm_of_config
 from .sharding import whole
 from .specs import Learned, NormAt
 
-
 LEARNED = "_learned_by_scheme"
 """The attribute of a module that has what the products with each of its scheme's parameters are summed over."""
 

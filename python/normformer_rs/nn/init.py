@@ -19,7 +19,7 @@ Role = Literal["query", "key", "value", "output", "fc1", "fc2", "gate"]
 
 @torch.no_grad()
 def draw_linear(weight: Tensor, bias: Tensor | None, roles: Sequence[Role], place: Place, sublayer: int) -> None:
-    """Draws a linear layer's (fan_out, fan_in) matrix in place, from torch's generator; its bias becomes zero.
+    """Draws a linear layer's (fan_out, fan_in) matrix in place, from torch's generator, and its bias.
 
     The configuration's init decides, for these roles in that sublayer of the place. Stacked roles are drawn one by one,
     each with its block of rows.
@@ -28,7 +28,7 @@ def draw_linear(weight: Tensor, bias: Tensor | None, roles: Sequence[Role], plac
     where = (place.config.to_json(place.kinds), place.stack, place.layer, sublayer, place.kinds)
     write_whole(weight, lambda t: _core.draw_linear(t, told, *where))
     if bias is not None:
-        bias.zero_()
+        write_whole(bias, lambda t: _core.draw_bias(t, told, weight.shape[1], where[0]))
 
 
 @torch.no_grad()

@@ -54,8 +54,9 @@ def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, An
     """
     vectors = {id(p) for p in learned_gains(model).values()} | vector_ids(model) | set(summed_over(model))
     for module in model.modules():
-        if hasattr(module, "_parts"):  # a Transformer of this package, whose core knows
-            parts = module._parts()
+        parts_of: Any = getattr(module, "_parts", None)  # a Transformer of this package, whose core knows
+        if parts_of is not None:
+            parts = parts_of()
             vectors |= {id(p) for name, p in module.named_parameters() if parts[name][0] not in MATRICES}
     wanted = [p for p in model.parameters() if p.requires_grad]
     matrices, others = ([p for p in wanted if (id(p) in vectors) == is_vector] for is_vector in (False, True))
